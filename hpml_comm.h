@@ -258,7 +258,7 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds);
 
 /* What this rank has sent since the last reset. Reading the counters waits until background work, which they include,
-   is done. */
+   is done; the messages that made the background's communicator are not counted. */
 typedef struct hpml_counters {
     int64_t messages, bytes;
     int64_t between_bytes; /* bytes sent to other nodes; included in `bytes` */
@@ -298,7 +298,7 @@ typedef struct hpml_message {
     char                *data;
     size_t               bytes;
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
-    double               arrival;      /* seconds of hpml_comm_now at which a message in flight arrives; 0: not known */
+    double               arrival;      /* seconds of hpml_comm_now at which a message arrives or did; 0: not known */
     hpml_message_state   state;        /* the transport's */
     struct hpml_comm    *owner;        /* communicator on which it was begun */
     struct hpml_message *next;         /* private: a receive that was begun before this one and is not yet done */
@@ -306,6 +306,18 @@ typedef struct hpml_message {
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m);
 HPML_API hpml_status hpml_irecv(hpml_comm *c, int from, int tag, void *data, size_t bytes, hpml_message *m);
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m);
+/* Returns whether m is over, without waiting; then m->status is valid and the struct may be reused, as after hpml_wait.
+   Else m stays in flight. In virtual time m is over when this rank's clock has come to the message's arrival; testing
+   takes no time, so a loop that tests must call hpml_comm_compute, or it never ends. */
+HPML_API bool        hpml_test(hpml_comm *c, hpml_message *m);
+/* Waits until one of m[0] to m[count - 1] is over and returns its index: of several the one that arrived first, then
+   the first in the list (over THREADS without links, and MPI, arrivals are not known: the list decides). NULL entries
+   are skipped; before the next call replace the entry that is over, which would be found again, by NULL or begin its
+   message again. Returns -1 when `seconds` of hpml_comm_now have passed; 0: does not wait; negative: waits for the
+   deadline of the communicator, which is an error. Also returns -1 after an error, which is on the context: then all
+   messages of the list are given up, as by hpml_wait, and their structs and arrays may be reused. A server with one
+   thread posts one small receive for each peer, waits for any of them, answers, and posts that receive again. */
+HPML_API int         hpml_wait_any(hpml_comm *c, hpml_message *const *m, int count, double seconds);
 
 /* A transport moves messages between ranks; collectives and all that stands on them are written once over this table.
    THREADS, MPI and CLOCK are such tables. For one of your own, fill in a table and give it to hpml_comm_create as
@@ -341,9 +353,10 @@ typedef struct hpml_transport {
        hpml_message_deliver. May set m->arrival of a receive, during which hpml_wait sleeps. Of several receives with
        equal peer and tag only the oldest is tested. */
     void (*test)(hpml_comm *c, hpml_message *m);
-    /* Optional: sleeps until m may have advanced, at most until hpml_now() is `until`. NULL: sleeps for 30 us. */
-    void (*block)(hpml_comm *c, hpml_message *m, double until);
-    void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: the wait for m, in which block was called, is over */
+    /* Optional: sleeps until one of m[0] to m[count - 1] may have advanced, at most until hpml_now() is `until` (0: does
+       not sleep). Entries that are NULL or done are skipped. hpml_wait has one message. NULL: sleeps for 30 us. */
+    void (*block)(hpml_comm *c, hpml_message *const *m, int count, double until);
+    void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: a wait for m, in which block was called, is over */
     /* Required, after an error: gives m up, so that neither m nor its array is used afterwards. Sets m->done. */
     void (*abandon)(hpml_comm *c, hpml_message *m);
 
@@ -868,6 +881,7 @@ struct hpml_comm {
     bool                  check;
     double                timeout;  /* seconds that a wait may last; negative: for ever */
     int                   spin_limit; /* tests of a message before the wait yields the core; as many later it sleeps */
+    double                gives_up; /* hpml_comm_now() at which hpml_wait_any returns without an error; 1e300: never */
     double                no_yield; /* hpml_now() before which waits do not yield the core, because a yield was slow */
     double                busy;     /* hpml_now() until which this rank has announced that it is busy; 0: not busy */
     uint32_t              sequence; /* number of collectives begun, which selects the tag of the next one */
@@ -883,6 +897,7 @@ struct hpml_comm {
     hpml_link             inside, between; /* links by which AUTO compares algorithms, see hpmlc_comm_links */
     double                forecast[31][HPML_ALGORITHM_COUNT]; /* AUTO: simulated seconds for 2^k bytes; 0: none yet */
     hpml_counters         counters;
+    bool                  is_uncounted; /* true: a twin is being made, which the caller has not asked for */
     int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
     hpml_message         *pending;  /* list of the receives that are not done, newest first */
     hpmlc_text            close_error; /* where to write an error of closing, because the context is freed then */
@@ -897,10 +912,12 @@ struct hpml_comm {
    transports have no such struct: the operating system decides. */
 typedef struct hpmlc_schedule {
     /* Functions of virtual time, NULL where time is real. now: returns the clock of c's thread, in seconds; compute:
-       advances that clock by `seconds`; advance: advances that clock to `time`, unless it is past `time`. */
+       advances that clock by `seconds`; advance: advances that clock to `time`, unless it is past `time`; settle: does
+       so when no other thread can send a message that arrives by then, or returns false if a message was sent. */
     double (*now)(const hpml_comm *c);
     void   (*compute)(hpml_comm *c, double seconds);
     void   (*advance)(hpml_comm *c, double time);
+    bool   (*settle)(hpml_comm *c, double time);
     /* For c's background thread, which uses the communicator `twin`: thread_open is called before it starts (false:
        must not start), thread_enter at its start, thread_close at its end, or by c's thread if it could not start. */
     bool   (*thread_open)(hpml_comm *c, hpml_comm *twin);
@@ -995,6 +1012,7 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     if (!c->arrows) return NULL;
     for (int i = 0; i < size; i++) c->origin[i] = i;
     c->timeout           = 60;
+    c->gives_up          = 1e300;
     c->spin_limit        = 200;
     c->operation         = "hpml_comm_create";
     c->is_virtual        = t->schedule && t->schedule->now;
@@ -1128,6 +1146,7 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 
 HPMLC_FN void hpmlc_count_send(hpml_comm *c, int peer, size_t bytes)
 {
+    if (c->is_uncounted) return;
     c->counters.messages++;
     c->counters.bytes += (int64_t)bytes;
     c->sent_to[peer][0]++;
@@ -1171,6 +1190,38 @@ HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
     if (*at) *at = m->next;
 }
 
+/* Returns whether m is done, read atomically, because with THREADS the receiver's thread completes a send. */
+HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
+
+/* Returns the receive that gets the next message from m's peer with m's tag: the oldest one pending, which is the last
+   in the list c->pending. Where m is a send, returns m. */
+HPMLC_FN const hpml_message *hpmlc_oldest(const hpml_message *m)
+{
+    const hpml_message *oldest = m;
+    for (const hpml_message *older = m->receiving ? m->next : NULL; older; older = older->next)
+        if (!older->done && older->peer == m->peer && older->tag == m->tag) oldest = older;
+    return oldest;
+}
+
+/* Returns the index, at least `at`, of the first message of the list m that is in flight; count: there is none. */
+HPMLC_FN int hpmlc_in_flight(hpml_message *const *m, int count, int at)
+{
+    while (at < count && (!m[at] || hpmlc_done(m[at]))) at++;
+    return at;
+}
+
+/* Returns when the first message of the list m arrives of which that is known; 1e300: it is known of none. Of receives
+   with equal peer and tag the oldest gets the next message. */
+HPMLC_FN double hpmlc_next_arrival(hpml_message *const *m, int count)
+{
+    double first = 1e300;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1)) {
+        const double arrival = hpmlc_oldest(m[i])->arrival;
+        if (arrival > 0 && arrival < first) first = arrival;
+    }
+    return first;
+}
+
 #define HPMLC_SPIN_OWN_CORE 2000 /* value of c->spin_limit where each rank has a core of its own */
 
 /* Returns how many tests a wait on c makes before it yields; atomic, because another thread may change that number. */
@@ -1192,14 +1243,15 @@ HPMLC_FN void hpmlc_pause(bool yield)
 #define HPMLC_SLOW_YIELD 100e-6 /* seconds: a yield that takes longer has given the core to another program */
 #define HPMLC_EARLY      60e-6  /* seconds before a message arrives at which a sleep ends, because Linux wakes late */
 
-/* Spends turn number `turn` of a wait for m without sleeping: spins in early turns, yields the core in later ones.
-   False: the caller must sleep: the turns are used up, or m is in flight and known to arrive later, or a yield has cost
+/* Spends turn number `turn` of a wait for the list m without sleeping: spins in early turns, yields the core in later
+   ones. False: the caller must sleep: the turns are used up, or a message is known to arrive later, or a yield has cost
    another program's time slice; after such a yield none is tried for 100 times as long as that yield took. */
-HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, const hpml_message *m, int turn)
+HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, hpml_message *const *m, int count, int turn)
 {
-    const int spin = hpmlc_spin_limit(c);
-    if (m->arrival > 0) {
-        if (spin < HPMLC_SPIN_OWN_CORE || m->arrival > hpml_now() + HPMLC_EARLY) return false;
+    const int    spin    = hpmlc_spin_limit(c);
+    const double arrival = hpmlc_next_arrival(m, count);
+    if (arrival < 1e300) {
+        if (spin < HPMLC_SPIN_OWN_CORE || arrival > hpml_now() + HPMLC_EARLY) return false;
         hpmlc_pause(false);
         return true;
     }
@@ -1217,19 +1269,6 @@ HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, const hpml_message *m, int turn)
 }
 
 HPMLC_FN int hpmlc_cores(int ranks);
-
-/* Returns whether m is done, read atomically, because with THREADS the receiver's thread completes a send. */
-HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
-
-/* Returns the receive that gets the next message from m's peer with m's tag: the oldest one pending, which is the last
-   in the list c->pending. Where m is a send, returns m. */
-HPMLC_FN const hpml_message *hpmlc_oldest(const hpml_message *m)
-{
-    const hpml_message *oldest = m;
-    for (const hpml_message *older = m->receiving ? m->next : NULL; older; older = older->next)
-        if (!older->done && older->peer == m->peer && older->tag == m->tag) oldest = older;
-    return oldest;
-}
 
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
@@ -1253,28 +1292,45 @@ HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *fr
     m->done = true;
 }
 
-/* Gives up the message m after an error of this rank, which becomes m->status; m's array is used no more. */
-HPMLC_FN void hpmlc_abandon(hpml_comm *c, hpml_message *m)
+/* Writes " or N others" to `text`, where a wait for the list m has N messages in flight besides the first; else "". */
+HPMLC_FN const char *hpmlc_others(char text[32], int others)
 {
-    c->t->abandon(c, m);
-    m->status = hpml_ctx_status(c->ctx);
+    text[0] = 0;
+    if (others > 0) snprintf(text, 32, " or %d other%s", others, others > 1 ? "s" : "");
+    return text;
 }
 
-/* Handles the deadline of m, whose peer may wait for another rank, and so on: where the last rank of this chain is busy
-   (hpml_comm_busy), extends the deadline, else ends the wait with an error that names it. Returns the new deadline. */
-HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
+/* After an error of this rank gives up the messages of the list m that are in flight: their arrays are used no more.
+   Their status becomes the error. */
+HPMLC_FN void hpmlc_give_up(hpml_comm *c, hpml_message *const *m, int count)
 {
-    const int peer = c->origin[m->peer];
-    double    busy = 0;
-    char      chain[48] = "";
-    int       stuck = c->t->stuck_at ? c->t->stuck_at(c, m, &busy) : peer;
-    if (stuck < 0) return hpml_now();
-    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* then asks again */
-    if (stuck != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", stuck);
-    hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and in "
-               "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->operation, c->round,
-               (long long)c->step);
-    hpmlc_abandon(c, m);
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1)) {
+        c->t->abandon(c, m[i]);
+        m[i]->status = hpml_ctx_status(c->ctx);
+    }
+}
+
+/* Handles the deadline of a wait for the list m. The peer of a message may wait for another rank, and so on: where the
+   last rank of such a chain is busy (hpml_comm_busy), extends the deadline, else ends the wait with an error that names
+   the last rank of the first message's chain. Returns the new deadline. */
+HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int count)
+{
+    const int first = hpmlc_in_flight(m, count, 0), peer = c->origin[m[first]->peer];
+    int       last = peer, others = -1;
+    char      chain[48] = "", more[32];
+    for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) {
+        double busy  = 0;
+        int    stuck = c->t->stuck_at ? c->t->stuck_at(c, m[i], &busy) : peer;
+        if (stuck < 0) return hpml_now();
+        if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* then asks again */
+        if (i == first) last = stuck;
+        others++;
+    }
+    if (last != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", last);
+    hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s%s in %s, round %d, step %lld; is that rank alive and in "
+               "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, hpmlc_others(more, others),
+               c->operation, c->round, (long long)c->step);
+    hpmlc_give_up(c, m, count);
     return hpml_now();
 }
 
@@ -1286,46 +1342,122 @@ HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
 }
 
-/* Tests m, then the other receives in flight, because m's peer may wait for one. True: one of the others is done. */
-HPMLC_FN bool hpmlc_test_all(hpml_comm *c, hpml_message *m)
+/* Returns the index of the message of the list m that was over first: by arrival, where that is known, then by place in
+   the list; -1: none is over. */
+HPMLC_FN int hpmlc_first_over(hpml_message *const *m, int count)
+{
+    int    first = -1;
+    double earliest = 0;
+    for (int i = 0; i < count; i++) {
+        if (!m[i] || !hpmlc_done(m[i])) continue;
+        double time = m[i]->receiving ? m[i]->arrival : 0;
+        if (first >= 0 && time >= earliest) continue;
+        first    = i;
+        earliest = time;
+    }
+    return first;
+}
+
+/* Tests the messages of the list m, then the other receives in flight, because a peer may wait for one of those. With
+   several messages their receives are among those in flight. True: one of the receives tested last is done. */
+HPMLC_FN bool hpmlc_test_list(hpml_comm *c, hpml_message *const *m, int count)
 {
     bool moved = false;
-    hpmlc_test(c, m);
-    for (hpml_message *other = c->pending; other && !hpmlc_done(m); other = other->next) {
-        if (other == m || other->done) continue;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1))
+        if (count == 1 || !m[i]->receiving) hpmlc_test(c, m[i]);
+    for (hpml_message *other = c->pending; other && (count > 1 || !hpmlc_done(*m)); other = other->next) {
+        if (other->done || (count == 1 && other == *m)) continue;
         hpmlc_test(c, other);
         moved = moved || other->done;
     }
     return moved;
 }
 
-HPMLC_FN void hpmlc_block(hpml_comm *c, hpml_message *m, double until)
+HPMLC_FN void hpmlc_block(hpml_comm *c, hpml_message *const *m, int count, double until)
 {
-    if (c->t->block) c->t->block(c, m, until);
+    if (c->t->block) c->t->block(c, m, count, until);
     else hpmlc_nap(30e-6);
+}
+
+/* Returns whether the thread of a peer of the list m needs this core, so that a wait must sleep at once. */
+HPMLC_FN bool hpmlc_shares_core(hpml_comm *c, hpml_message *const *m, int count)
+{
+    bool shares = false;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count && c->t->shares_core; i = hpmlc_in_flight(m, count, i + 1))
+        shares = c->t->shares_core(c, m[i]->peer) || shares;
+    return shares;
+}
+
+/* Returns whether m, of a list of `count`, was over first for certain. In virtual time other threads may have to run
+   before, because a message of theirs may arrive as early, and stand before m in the list. */
+HPMLC_FN bool hpmlc_is_first(hpml_comm *c, const hpml_message *m, int count)
+{
+    return count == 1 || !c->is_virtual || !m->receiving || c->t->schedule->settle(c, m->arrival);
+}
+
+/* Waits until a message of the list m is over and returns its index; -1: the time c->gives_up has come. After an error
+   all messages of the list are over. */
+HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
+{
+    double limit = 0; /* the deadline, a time of hpml_now; 0: not set, because this wait has not slept yet */
+    bool   shares_core = false;
+    int    over;
+    for (int turn = 0; (over = hpmlc_first_over(m, count)) < 0 || !hpmlc_is_first(c, m[over], count); turn++) {
+        bool moved = hpmlc_test_list(c, m, count);
+        if (hpmlc_first_over(m, count) >= 0) continue;
+        if (c->gives_up < 1e300 && hpml_comm_now(c) >= c->gives_up) break;
+        if (turn == 0) shares_core = hpmlc_shares_core(c, m, count);
+        if (moved || (!shares_core && hpmlc_wait_awake(c, m, count, turn))) continue;
+        if (limit == 0 && hpmlc_failed(c)) { /* the messages began before this rank failed */
+            hpmlc_give_up(c, m, count);
+            continue;
+        }
+        if (limit == 0) limit = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout;
+        if (c->gives_up < 1e300 && !c->is_virtual) limit = c->gives_up;
+        if (hpml_now() < limit) hpmlc_block(c, m, count, limit);
+        else if (c->gives_up >= 1e300) limit = hpmlc_deadline_passed(c, m, count);
+    }
+    for (int i = 0; i < count && limit != 0 && c->t->unblock; i++)
+        if (m[i]) c->t->unblock(c, m[i]);
+    return over;
 }
 
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
 {
-    double limit = 0; /* the deadline, a time of hpml_now; 0: not set, because this wait has not slept yet */
-    bool   shares_core = false;
     if (!c || !m) return HPML_ERR_ARGUMENT;
-    for (int turn = 0; !hpmlc_done(m); turn++) {
-        bool moved = hpmlc_test_all(c, m);
-        if (hpmlc_done(m)) break;
-        if (turn == 0 && c->t->shares_core) shares_core = c->t->shares_core(c, m->peer);
-        if (moved || (!shares_core && hpmlc_wait_awake(c, m, turn))) continue;
-        if (limit == 0 && hpmlc_failed(c)) { /* m began before this rank failed: gives m up */
-            hpmlc_abandon(c, m);
-            break;
-        }
-        if (limit == 0) limit = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout;
-        if (hpml_now() < limit) hpmlc_block(c, m, limit);
-        else limit = hpmlc_deadline_passed(c, m);
-    }
-    if (limit != 0 && c->t->unblock) c->t->unblock(c, m);
+    hpmlc_wait_list(c, &m, 1);
     if (m->receiving) hpmlc_unlist(c, m);
     return m->status;
+}
+
+HPML_API bool hpml_test(hpml_comm *c, hpml_message *m)
+{
+    if (!c || !m) return true;
+    if (!hpmlc_done(m)) hpmlc_test_list(c, &m, 1);
+    if (!hpmlc_done(m) && !c->t->schedule && c->t->block) c->t->block(c, &m, 1, 0); /* reads control messages */
+    if (!hpmlc_done(m) && hpmlc_failed(c)) hpmlc_give_up(c, &m, 1);
+    if (!hpmlc_done(m)) return false;
+    if (m->receiving) hpmlc_unlist(c, m);
+    return true;
+}
+
+HPML_API int hpml_wait_any(hpml_comm *c, hpml_message *const *m, int count, double seconds)
+{
+    int over = -1;
+    if (!c || (count > 0 && !m)) return -1;
+    c->operation = "hpml_wait_any";
+    if (hpmlc_first_over(m, count) < 0 && hpmlc_in_flight(m, count, 0) >= count)
+        hpmlc_fail(c, HPML_ERR_ARGUMENT, "hpml_wait_any: a list of %d without a message", count);
+    if (seconds >= 0) c->gives_up = hpml_comm_now(c) + seconds;
+    if (hpml_ctx_status(c->ctx) == HPML_OK) over = hpmlc_wait_list(c, m, count);
+    c->gives_up = 1e300;
+    if (hpmlc_failed(c)) {
+        hpmlc_give_up(c, m, count);
+        over = -1;
+    }
+    for (int i = 0; i < count; i++)
+        if (m[i] && m[i]->receiving && m[i]->done) hpmlc_unlist(c, m[i]);
+    return over;
 }
 
 /* Adds a span `name` of `bytes` bytes to the timeline, from `start` to `end` (seconds), about c->about's tensors. */
@@ -1442,6 +1574,7 @@ typedef struct hpmlc_inbox {
     hpml_message   *posted, **last; /* list of sends to the owner, in the order posted; the end of that list */
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
+    int             others;         /* number of other messages that end the wait as well: hpml_wait_any */
     const char     *operation;      /* name of the operation in which the owner waits */
     int             core;           /* 1 + the core on which the owner's thread last waited; 0: none */
     char            pad[64];
@@ -1549,15 +1682,17 @@ HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
 {
     bool any = false;
+    char more[32];
     if (__atomic_load_n(&w->running, __ATOMIC_ACQUIRE) > 0 || w->failed) return;
     size_t used = (size_t)snprintf(w->text, sizeof w->text, "deadlock:");
     for (hpmlc_group *r = w->groups; r; r = r->next)
         for (int i = 0; i < r->size && used < sizeof w->text; i++) {
             const hpmlc_inbox *in = &r->inbox[i];
             if (!in->wait.sleeping || !in->owner || in->peer < 0) continue;
-            used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for rank %d%s in %s",
+            used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for rank %d%s%s in %s",
                                      any ? ";" : "", in->owner->origin[i], in->peer,
-                                     w->left[in->peer] ? ", which has left," : "", in->operation);
+                                     w->left[in->peer] ? ", which has left," : "", hpmlc_others(more, in->others),
+                                     in->operation);
             any = true;
         }
     if (!any) return;
@@ -1722,6 +1857,7 @@ HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
         for (int i = 0; i < r->size; i++) {
             int peer = __atomic_load_n(&r->inbox[i].peer, __ATOMIC_ACQUIRE);
             if (peer < 0 || !r->inbox[i].owner || r->inbox[i].owner->origin[i] != rank) continue;
+            if (__atomic_load_n(&r->inbox[i].others, __ATOMIC_RELAXED) > 0) continue; /* not for this peer alone */
             *group = r;
             return peer;
         }
@@ -1752,10 +1888,16 @@ HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Records in the inbox of this rank of c for which rank of the world it waits: `peer`; -1: for none. */
-HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, int peer)
+/* Records in the inbox of this rank of c that it waits for the list m; count 0: for nothing. */
+HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, hpml_message *const *m, int count)
 {
-    __atomic_store_n(&hpmlc_inbox_of(c)->peer, peer, __ATOMIC_RELEASE);
+    hpmlc_inbox *in    = hpmlc_inbox_of(c);
+    const int    first = hpmlc_in_flight(m, count, 0);
+    int          others = -1;
+    for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) others++;
+    if (count > 0) in->operation = c->operation;
+    __atomic_store_n(&in->others, others, __ATOMIC_RELAXED);
+    __atomic_store_n(&in->peer, first < count ? c->origin[m[first]->peer] : -1, __ATOMIC_RELEASE);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1821,10 +1963,8 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
     pthread_mutex_lock(&in->wait.mutex);
     for (link = &in->posted; (sent = *link) != NULL; link = &hpmlc_post_of(sent)->next)
         if (m->receiving ? sent->tag == m->tag && hpmlc_post_of(sent)->from == m->peer : sent == m) break;
-    if (sent && m->receiving && sent->arrival > 0 && sent->arrival > hpml_comm_now(m->owner)) {
-        m->arrival = sent->arrival;
-        sent       = NULL;
-    }
+    if (sent && m->receiving) m->arrival = sent->arrival;
+    if (sent && m->receiving && sent->arrival > 0 && sent->arrival > hpml_comm_now(m->owner)) sent = NULL;
     if (sent) {
         *link = hpmlc_post_of(sent)->next;
         if (in->last == &hpmlc_post_of(sent)->next) in->last = link;
@@ -1921,22 +2061,21 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
     if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_fail(c, m); /* else the receiver is reading m's array */
 }
 
-HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
+HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int count, double until)
 {
     hpmlc_inbox *in      = hpmlc_inbox_of(c);
-    bool         counted = true;
+    bool         counted = c->gives_up >= 1e300; /* else this thread wakes by itself */
     double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
     for (const hpml_message *p = c->pending; p; p = p->next) /* a message in flight will end the sleep */
-        if (p->arrival > 0) {
+        if (p->arrival > 0 && !p->done) {
             counted = false;
             if (p->arrival - early < until) until = p->arrival - early;
         }
-    hpmlc_set_awaited(c, c->origin[m->peer]);
-    in->operation = c->operation;
+    hpmlc_set_awaited(c, m, count);
     hpmlc_waitpoint_sleep(hpmlc_world_of(c), &in->wait, &hpmlc_thread(c)->seen, until, counted);
 }
 
-HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, -1); }
+HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, NULL, 0); }
 
 /* Makes `owner` (NULL: none) the communicator that receives in the inbox of rank `rank` in `group`. Locks the world's
    mutex, because other threads read the owners to find out who waits for whom. */
@@ -2050,7 +2189,7 @@ HPMLC_FN void hpmlc_threads_wake(hpml_comm *sleeper, hpmlc_waitpoint *g)
 }
 
 static const hpmlc_schedule hpmlc_threads_schedule = {
-    NULL, NULL, NULL, hpmlc_threads_thread_open, hpmlc_threads_thread_enter, hpmlc_threads_thread_close,
+    NULL, NULL, NULL, NULL, hpmlc_threads_thread_open, hpmlc_threads_thread_enter, hpmlc_threads_thread_close,
     hpmlc_threads_sleep, hpmlc_threads_wake
 };
 
@@ -2556,24 +2695,39 @@ HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
     return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
 }
 
-/* Lets other threads use the core for a moment in a wait for m: yields it in 16 of 64 calls, sleeps 30 us in the
-   others. With a core for each rank it only yields during the first 5000 calls, because a sleep delays a large message
-   more than it helps other threads. Ends the wait if any rank has failed or m's peer has left. until: the deadline. */
-HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
+/* Ends the messages of the list m that cannot be done any more, because a rank has failed or their peer has left.
+   Returns whether there was one. */
+HPMLC_FN bool hpmlc_mpi_end(hpml_comm *c, hpml_message *const *m, int count)
 {
     hpmlc_shared *x    = hpmlc_mpi_of(c)->shared;
-    int           peer = c->origin[m->peer];
-    hpmlc_mpi_poll_control(x);
-    if (x->failed || x->letter[peer] == 'L') {
-        if (!x->failed) hpmlc_mpi_test(c, m); /* the peer may have sent m before it left */
-        if (m->done) return;
-        hpmlc_mpi_abandon(c, m);
-        if (x->failed) m->status = hpmlc_mpi_peer_failed(c);
-        else m->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s", peer,
-                                    c->operation);
-        return;
+    bool          ends = false;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1)) {
+        const int peer = c->origin[m[i]->peer];
+        if (!x->failed && x->letter[peer] != 'L') continue;
+        ends = true;
+        if (!x->failed) hpmlc_test(c, m[i]); /* the peer may have sent m before it left */
+        if (m[i]->done) continue;
+        hpmlc_mpi_abandon(c, m[i]);
+        if (x->failed) m[i]->status = hpmlc_mpi_peer_failed(c);
+        else m[i]->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s", peer,
+                                       c->operation);
     }
-    hpmlc_mpi_announce_wait(x, peer, until, &hpmlc_transfer_of(m)->announced);
+    return ends;
+}
+
+/* Lets other threads use the core for a moment in a wait for the list m: yields it in 16 of 64 calls, sleeps 30 us in
+   the others. With a core for each rank it only yields during the first 5000 calls, because a sleep delays a large
+   message more than it helps other threads. Ends messages as hpmlc_mpi_end does. until: the deadline; 0: does not wait.
+   A wait for several peers is announced as one for all ranks, a wait that gives up without an error not at all. */
+HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *const *m, int count, double until)
+{
+    hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
+    const int     first = hpmlc_in_flight(m, count, 0);
+    hpmlc_mpi_poll_control(x);
+    if (hpmlc_mpi_end(c, m, count) || until <= 0) return;
+    if (c->gives_up >= 1e300)
+        hpmlc_mpi_announce_wait(x, count > 1 ? x->size : c->origin[m[first]->peer], until,
+                                &hpmlc_transfer_of(m[first])->announced);
     unsigned turn = hpmlc_mpi_of(c)->turns++;
     if (turn % 64 < 16 || (x->own_core && hpmlc_spin_limit(c) > 0 && turn + 1 < 5000)) hpmlc_pause(true);
     else hpmlc_nap(30e-6);
@@ -3092,15 +3246,19 @@ struct hpmlc_vthread {
     hpml_rng       rng;      /* random numbers of the thread's jitter */
     int            rank;     /* rank in the world; where clocks are equal the thread with the lower rank runs first */
     bool           runnable;
+    double         due;      /* virtual time of its next turn: its clock, or later if it waits for that time */
+    bool           waits;    /* true: runs after the other threads that run at the time `due` */
     pthread_cond_t turn;
     hpmlc_vthread *next;
 };
 
 HPMLC_FN hpmlc_vthread *hpmlc_vthread_of(const hpml_comm *c) { return hpmlc_thread(c)->vthread; }
 
-/* Makes thread a of world w runnable, unless it is, and counts it as awake. The caller holds w->mutex. */
+/* Makes thread a of world w runnable at the time of its clock, and counts it as awake. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthread_wake_held(hpml_world *w, hpmlc_vthread *a)
 {
+    a->due   = a->clock;
+    a->waits = false;
     if (a->runnable) return;
     a->runnable = true;
     __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
@@ -3111,39 +3269,69 @@ HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w)
     for (hpmlc_vthread *a = w->vthreads; a; a = a->next) hpmlc_vthread_wake_held(w, a);
 }
 
+/* Returns whether thread a runs before thread b: at an earlier time, or at the same time, where b waits or has a higher
+   rank. */
+HPMLC_FN bool hpmlc_vthread_before(const hpmlc_vthread *a, const hpmlc_vthread *b)
+{
+    if (a->due < b->due || a->due > b->due) return a->due < b->due;
+    return a->waits != b->waits ? b->waits : a->rank < b->rank;
+}
+
 /* Lets one thread of world w run: the runnable one whose clock is behind all others. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
 {
     hpmlc_vthread *best = NULL;
     if (w->vthread_count < w->ranks) return; /* not all ranks have entered yet */
     for (int attempt = 0; attempt < 2 && !best; attempt++) {
-        for (hpmlc_vthread *a = w->vthreads; a; a = a->next) {
-            bool before = !best || a->clock < best->clock || (a->clock <= best->clock && a->rank < best->rank);
-            if (a->runnable && before) best = a;
-        }
+        for (hpmlc_vthread *a = w->vthreads; a; a = a->next)
+            if (a->runnable && (!best || hpmlc_vthread_before(a, best))) best = a;
         if (!best) hpmlc_world_stuck(w); /* a deadlock: this call makes all threads runnable */
     }
     w->turn = best;
     if (best) pthread_cond_signal(&best->turn);
 }
 
-/* Lets the threads run whose clocks are behind that of c's thread, and returns when c's thread is the one to run again.
-   sleep: true: this thread does not run again before another thread wakes it. */
-HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
+/* Lets other threads run until c's thread, `self`, is the one to run again. The caller holds w->mutex. */
+HPMLC_FN void hpmlc_vthread_take_turn(hpml_world *w, hpmlc_vthread *self)
+{
+    hpmlc_vthread_next_turn(w);
+    while (w->turn != self) pthread_cond_wait(&self->turn, &w->mutex);
+}
+
+/* Lets the threads run whose clocks are behind that of c's thread, and returns when c's thread is the one to run. */
+HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c)
+{
+    hpml_world    *w    = hpmlc_world_of(c);
+    hpmlc_vthread *self = hpmlc_vthread_of(c);
+    pthread_mutex_lock(&w->mutex);
+    self->due = self->clock;
+    hpmlc_vthread_take_turn(w, self);
+    pthread_mutex_unlock(&w->mutex);
+}
+
+/* Lets the threads run that are not after `time`, to which it then sets the clock of c's thread, unless that is later;
+   1e300: sleeps. Returns false if another thread has woken this one before: then the clock is as it was. */
+HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time)
 {
     hpml_world    *w    = hpmlc_world_of(c);
     hpmlc_vthread *self = hpmlc_vthread_of(c);
     hpmlc_inbox   *in   = hpmlc_inbox_of(c);
+    const bool     sleeps = time >= 1e300;
     pthread_mutex_lock(&w->mutex);
-    if (sleep && (!w->failed || in->peer < 0)) { /* after a failure no thread awaits messages */
+    self->due   = sleeps ? self->clock : fmax(time, self->clock);
+    self->waits = !sleeps;
+    if (sleeps && (!w->failed || in->peer < 0)) { /* after a failure no thread awaits messages */
         self->runnable    = false;
         in->wait.sleeping = true; /* hpmlc_world_stuck reports this wait */
         __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
     }
-    hpmlc_vthread_next_turn(w);
-    while (w->turn != self) pthread_cond_wait(&self->turn, &w->mutex);
+    hpmlc_vthread_take_turn(w, self);
+    const bool undisturbed = self->waits;
+    if (undisturbed) self->clock = self->due;
+    self->waits       = false;
     in->wait.sleeping = false;
     pthread_mutex_unlock(&w->mutex);
+    return undisturbed;
 }
 
 /* Waits until c's thread, a new one, is the one to run. The thread of the last rank to enter starts the first turn. */
@@ -3171,7 +3359,12 @@ HPMLC_FN void hpmlc_clock_advance(hpml_comm *c, double time)
     hpmlc_vthread *self = hpmlc_vthread_of(c);
     if (self->clock >= time) return;
     self->clock = time;
-    hpmlc_vthread_yield(c, false);
+    hpmlc_vthread_yield(c);
+}
+
+HPMLC_FN bool hpmlc_clock_settle(hpml_comm *c, double time)
+{
+    return time < hpmlc_vthread_of(c)->clock || hpmlc_vthread_await(c, time);
 }
 
 HPMLC_FN hpmlc_vthread *hpmlc_vthread_new(hpml_world *w, int rank, double clock)
@@ -3181,6 +3374,7 @@ HPMLC_FN hpmlc_vthread *hpmlc_vthread_new(hpml_world *w, int rank, double clock)
     pthread_cond_init(&a->turn, NULL);
     a->rank       = rank;
     a->clock      = clock;
+    a->due        = clock;
     a->runnable   = true;
     a->rng.seed   = w->network.seed;
     a->rng.stream = (uint64_t)rank;
@@ -3210,7 +3404,7 @@ HPMLC_FN void hpmlc_clock_start(hpml_comm *c, hpml_message *m)
 {
     hpmlc_inbox *in = &hpmlc_group_of(c)->inbox[m->peer];
     if (m->receiving) return;
-    hpmlc_vthread_yield(c, false);
+    hpmlc_vthread_yield(c);
     double now = hpmlc_vthread_of(c)->clock;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, now);
     if (m->arrival <= 0) m->arrival = now;
@@ -3225,19 +3419,19 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
     else if (__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_fail(c, m);
 }
 
-/* Sleeps in virtual time until the message of the receive m arrives, or until a message is sent to this rank. Where an
-   older receive with the same peer and tag gets the next message, that one's arrival ends the sleep. Never sleeps until
-   the message of any other receive arrives, because m may be done before. There are no deadlines. */
-HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
+/* Sleeps in virtual time until the first message of the list m arrives, at most until c->gives_up, or until a message
+   is sent to this rank. Where an older receive with the same peer and tag gets the next message, that one's arrival
+   ends the sleep. Never sleeps until the message of a receive outside the list arrives, because one of the list may be
+   done before. There are no deadlines. */
+HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *const *m, int count, double until HPMLC_UNUSED)
 {
-    double arrival = hpmlc_oldest(m)->arrival;
-    if (arrival > hpmlc_vthread_of(c)->clock) {
-        hpmlc_clock_advance(c, arrival);
+    const double arrival = hpmlc_next_arrival(m, count);
+    if (count == 1 && arrival < c->gives_up) {
+        hpmlc_clock_advance(c, arrival); /* no other message can end this wait before */
         return;
     }
-    hpmlc_set_awaited(c, c->origin[m->peer]);
-    hpmlc_inbox_of(c)->operation = c->operation;
-    hpmlc_vthread_yield(c, true);
+    hpmlc_set_awaited(c, m, count);
+    hpmlc_vthread_await(c, fmin(arrival, c->gives_up));
 }
 
 /* Returns the thread whose member .clock is at `clock`. The timeline stores only the address of the clock that it
@@ -3265,7 +3459,7 @@ HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
     hpmlc_vthread *self = hpmlc_vthread_of(c);
     if (!c->is_part) {
         hpmlc_clock_restore(c->ctx, self);
-        hpmlc_vthread_yield(c, false);
+        hpmlc_vthread_yield(c);
     }
     hpmlc_group_leave(c);
     if (!c->is_part) hpmlc_vthread_free(w, self);
@@ -3284,7 +3478,7 @@ HPMLC_FN void hpmlc_clock_compute(hpml_comm *c, double seconds)
     if (net->slow) seconds *= net->slow[c->origin[c->rank]];
     self->clock += seconds * (1 + net->jitter * (double)hpml_rng_uniform(&self->rng));
     hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, self->clock);
-    hpmlc_vthread_yield(c, false);
+    hpmlc_vthread_yield(c);
 }
 
 HPMLC_FN bool hpmlc_clock_thread_open(hpml_comm *c, hpml_comm *twin)
@@ -3309,8 +3503,8 @@ HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
    time passes for the other threads; `until`, a real time, does not count. */
 HPMLC_FN void hpmlc_clock_sleep(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until HPMLC_UNUSED)
 {
-    hpmlc_set_awaited(c, -1);
-    if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_vthread_yield(c, true);
+    hpmlc_set_awaited(c, NULL, 0);
+    if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_vthread_await(c, 1e300);
     *seen = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
 }
 
@@ -3322,8 +3516,8 @@ HPMLC_FN void hpmlc_clock_wake(hpml_comm *sleeper, hpmlc_waitpoint *g)
 }
 
 static const hpmlc_schedule hpmlc_clock_schedule = {
-    hpmlc_clock_now, hpmlc_clock_compute, hpmlc_clock_advance, hpmlc_clock_thread_open, hpmlc_vthread_enter,
-    hpmlc_clock_thread_close, hpmlc_clock_sleep, hpmlc_clock_wake
+    hpmlc_clock_now, hpmlc_clock_compute, hpmlc_clock_advance, hpmlc_clock_settle, hpmlc_clock_thread_open,
+    hpmlc_vthread_enter, hpmlc_clock_thread_close, hpmlc_clock_sleep, hpmlc_clock_wake
 };
 
 HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
@@ -4872,7 +5066,11 @@ HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
     for (int i = 0; all && i < c->size; i++) all[i] = i;
     b->c    = c;
     b->ctx  = all ? hpml_ctx_create(&d) : NULL;
+    const hpml_counters before = c->counters;
+    c->is_uncounted = true;
     b->twin = b->ctx ? hpmlc_part(c, b->ctx, all, c->size, 0) : NULL;
+    c->is_uncounted = false;
+    c->counters     = before;
     hpml_ctx_release(c->ctx, all);
     if (!b->twin) {
         hpmlc_fail(c, HPML_ERR_MEMORY, "background: the twin of the communicator cannot be created: %s",
