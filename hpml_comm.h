@@ -78,7 +78,8 @@
 //     api-comm   ranks, communicators, messages between two
 //     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
-//     api-distribute   data parallelism by one struct, the plan
+//     api-plan   how a training is spread over ranks: one struct, its text, what it may hold
+//     api-distribute   data parallelism
 //     api-simulate   step time on machines you do not have
 //     api-mix   averaging with neighbours; one timeline for all ranks
 // PART I   TALK: ranks, messages, transports
@@ -103,6 +104,7 @@
 //     linked   the same five steps on a device, moved by its link
 //     whole-codecs   top-k and low rank: codecs of whole tensors
 // PART III   STEP TOGETHER: data parallelism, mixing
+//     plan   the fields of a plan in one list, the rules of a plan
 //     distribute   data parallelism: layout of the parameters, buckets of gradients
 //     distribute-step   data parallelism: a step, its statistics, the trainer's hooks
 //     state   one list of what a training carries from step to step
@@ -567,7 +569,75 @@ typedef struct hpml_device_link {
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-distribute   data parallelism by one struct, the plan
+// >>api-plan   how a training is spread over ranks: one struct, its text, what it may hold
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* What ranks exchange, and when. */
+typedef enum hpml_strategy_kind {
+    HPML_STRATEGY_SYNC = 0, /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
+    HPML_STRATEGY_COUNT     /* the number of strategies */
+} hpml_strategy_kind;
+HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync", ...; NULL: there is none */
+
+/* The plan: how a training is spread over ranks (hpml_distribute). All zero: synchronous steps with the mean of all
+   ranks' gradients. A field at zero has its default. A field that the plan's strategy does not use must be zero. */
+typedef struct hpml_plan {
+    uint32_t        _begin;
+    hpml_strategy_kind strategy;
+    hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
+    hpml_algorithm  algorithm;    /* of plain sums */
+    bool            sum;          /* sync: apply the sum of the ranks' mean gradients; else the mean over the batch */
+    int64_t         global_batch; /* samples of a step, all ranks; 0: ranks * model batch. Shares differ by at most 1 */
+    int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
+                                     1: each tensor alone */
+    bool            no_overlap;   /* exchange after the backward pass, not during it. This is also done, at once and in
+                                     one bucket, where the ranks of one machine keep all its cores busy and no network
+                                     is slow, because a background thread would take time from the computation */
+    bool            delayed;      /* sync, double buffering: a step applies the gradients (and changes of batchnorm's
+                                     running statistics) of the step before; the first step applies none */
+    int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
+    bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
+                                     small sum over ranks for each such layer, forward and backward */
+    bool            exact;        /* sync: same bits for every number of ranks, algorithm, bucket and transport, see
+                                     >>api-distribute */
+    int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
+    int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
+    uint32_t        _end;
+} hpml_plan;
+
+/* A plan as text, for logs, command lines and the environment: "exact=1,codec=onebit,codec.min_elements=64". The names
+   are the struct's, but `codec` is codec.kind; flags are 0 or 1, enums their words in small letters. The text does not
+   hold codec.custom and codec.user. */
+/* Writes the fields that are not zero (`all`: all fields). Returns the length, as snprintf. */
+HPML_API int         hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_t size);
+/* Sets the fields that the text names and leaves the others alone. HPML_ERR_ARGUMENT: the plan is as before, and
+   `error` (may be NULL) names the word that is wrong and what is possible in its place. */
+HPML_API hpml_status hpml_plan_parse(const char *text, hpml_plan *plan, char *error, size_t size);
+/* Writes which fields differ: "exact 0 to 1, codec none to onebit". Returns how many do. */
+HPML_API int         hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char *buffer, size_t size);
+
+/* What decides whether a plan is possible; read from a trainer and its communicator, or typed in for others. */
+typedef struct hpml_plan_facts {
+    int32_t ranks;
+    int64_t batch;         /* samples that the model's input holds on each rank */
+    int32_t accumulate;    /* micro-batches of an update; 0: 1 */
+    bool    overflows;     /* gradients overflow now and then: f16 with a dynamic loss scale */
+    bool    mixes_samples; /* an op mixes the samples of a batch: hpml_graph_batchable is false */
+    bool    native;        /* the transport, or a device link, has an allreduce of its own */
+} hpml_plan_facts;
+HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
+/* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
+   range; HPML_ERR_UNSUPPORTED: fields exclude each other, or what is to be trained. `why` (may be NULL) then gets a
+   sentence that names the fields and a way out. */
+HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_facts *facts, char *why, size_t size);
+/* Copies the plan to *out with zeros replaced by the defaults that they mean. */
+HPML_API void        hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *facts, hpml_plan *out);
+/* Steps through the plans that hpml_plan_check accepts: each field that matters has zero and a few typical values.
+   Begins with a plan of zeros; sets *plan to the next one; false: there is no further one, and *plan is zero again. */
+HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-distribute   data parallelism
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Data parallelism: p ranks, each with a share of every global batch, train as one rank with all of it. Parameters
@@ -584,42 +654,15 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 
    The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_gradients. */
 
-/* What ranks exchange, and when. */
-typedef enum hpml_strategy_kind {
-    HPML_STRATEGY_SYNC = 0 /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
-} hpml_strategy_kind;
-
-/* The plan: how a training is spread over ranks. All zero: synchronous steps with the mean of all ranks' gradients. */
-typedef struct hpml_plan {
-    uint32_t        _begin;
-    hpml_strategy_kind strategy;  /* the fields below that matter depend on it */
-    hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
-    hpml_algorithm  algorithm;    /* of plain sums */
-    bool            sum;          /* apply the sum of the ranks' mean gradients; else the mean over the global batch */
-    int64_t         global_batch; /* samples of a step, all ranks; 0: ranks * model batch. Shares differ by at most 1 */
-    int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
-                                     1: each tensor alone */
-    bool            no_overlap;   /* exchange after the backward pass, not during it. This is also done, at once and in
-                                     one bucket, where the ranks of one machine keep all its cores busy and no network
-                                     is slow, because a background thread would take time from the computation */
-    bool            delayed;      /* double buffering: a step applies the gradients (and changes of batchnorm's running
-                                     statistics) of the step before; the first step applies none */
-    int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
-    bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
-                                     small sum over ranks for each such layer, forward and backward */
-    bool            exact;        /* same bits for every number of ranks, algorithm, bucket and transport, see below */
-    int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
-    int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
-    uint32_t        _end;
-} hpml_plan;
-
 /* Exact sums. Floats do not add up to the same bits in every order; integers do. The global batch is cut into leaves of
    a fixed size, each computed on its own by one rank. All ranks agree on the largest gradient, scale by a power of two
    so that the sum of all leaves fits 62 bits, round each leaf to 64-bit integers, add those, and convert back once. So
    1, 2, 3, ... ranks give the same bits (same build, same kind of CPU), at 2 times the bytes of f32 and the memory of
    one gradient for each leaf of a rank. With a codec each leaf has residuals, and leaves are added up in order. */
 
-/* Collective; NULL on failure, the error on the context. */
+/* Collective, with the same plan on all ranks; NULL on failure, the error on the context. plan NULL: all zero. The
+   environment variable HPML_PLAN, a text for hpml_plan_parse, replaces the fields of the plan that it names:
+   HPML_PLAN="codec=onebit,delayed=1". */
 typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan);
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
@@ -823,8 +866,10 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 // >>base   system headers, the communicator, nodes and links
 // ---------------------------------------------------------------------------------------------------------------------
 
+#include <errno.h>
 #include <math.h>
 #include <stdarg.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -6244,6 +6289,383 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>plan   the fields of a plan in one list, the rules of a plan
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* All that is done with the fields of a plan one by one - text, parsing, ranges, differences, stepping through plans -
+   is done from one list; what fields exclude each other is a list of rules. Both are pure. In the conditions of both
+   lists, p is the plan and f the facts. */
+
+/* X(name in texts, member, kind, largest value, whether the field matters, where the field may be set, values other
+   than zero that hpml_plan_next steps through). The smallest value is 0. A field may be set everywhere (NULL), or only
+   where it matters, which the text describes. Flags and words have all their values. A condition depends on fields
+   further up in the list alone. */
+#define HPMLC_PLAN_FIELDS(X) \
+    X("strategy", strategy, STRATEGY, HPML_STRATEGY_COUNT - 1, true, NULL, 0) \
+    X("sum", sum, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
+    X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
+    X("leaf", leaf, I64, 9e18, p->exact, NULL, 2) \
+    X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
+    X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, true, NULL, 0) \
+    X("codec.threshold", codec.threshold, F32, 1e30, p->codec.kind == HPML_CODEC_TWOBIT, NULL, 0.01) \
+    X("codec.ratio", codec.ratio, F32, 1, p->codec.kind == HPML_CODEC_TOPK, NULL, 0.1) \
+    X("codec.momentum", codec.momentum, F32, 1, p->codec.kind == HPML_CODEC_TOPK, NULL, 0.9) \
+    X("codec.lowrank", codec.lowrank, I32, INT32_MAX, p->codec.kind == HPML_CODEC_LOWRANK, NULL, 4) \
+    X("codec.min_elements", codec.min_elements, I64, 9e18, p->codec.kind > HPML_CODEC_BF16, NULL, 16) \
+    X("codec.compress_all", codec.compress_all, BOOL, 1, p->codec.kind > HPML_CODEC_BF16, NULL, 0) \
+    X("codec.no_feedback", codec.no_feedback, BOOL, 1, p->codec.kind != HPML_CODEC_NONE, NULL, 0) \
+    X("codec.seed", codec.seed, U64, 1.8446744073709552e19, p->codec.custom != NULL, NULL, 1) \
+    X("warm_steps", warm_steps, I64, 9e18, p->codec.kind != HPML_CODEC_NONE, NULL, 2) \
+    X("algorithm", algorithm, ALGORITHM, HPML_ALGORITHM_COUNT - 1, true, NULL, 0) \
+    X("global_batch", global_batch, I64, 9e18, true, NULL, 7) \
+    X("bucket_bytes", bucket_bytes, I64, 9e18, true, NULL, 1) \
+    X("no_overlap", no_overlap, BOOL, 1, true, NULL, 0) \
+    X("sync_batchnorm", sync_batchnorm, BOOL, 1, true, NULL, 0) \
+    X("history", history, I32, INT32_MAX, true, NULL, 1)
+
+/* RULE(a plan that is refused, the sentence: fields, reason, way out). */
+#define HPMLC_PLAN_RULES(RULE) \
+    RULE(p->_begin || p->_end || p->codec._begin || p->codec._end, \
+         "the plan or its codec was not cleared; set all of it to zero first") \
+    RULE(hpmlc_plan_most(p, f) > f->batch, \
+         "a rank's share of global_batch is more samples than the model's batch; take a smaller global_batch, more " \
+         "ranks, or a larger batch") \
+    RULE(p->algorithm == HPML_NATIVE && !f->native, "algorithm native is the transport's own allreduce, and this " \
+         "transport has none; take algorithm auto or ring") \
+    RULE(p->leaf > f->batch, "leaf is more samples than the model's batch; take a smaller leaf or a larger batch") \
+    RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
+    RULE(p->exact && p->sum, "exact sums are divided by the samples, so exact excludes sum; set one of them") \
+    RULE(p->exact && p->warm_steps > 0, "exact sums keep a residual for each leaf from the first step on, so exact " \
+         "excludes warm_steps; set one of them") \
+    RULE(p->exact && hpmlc_whole_codec(&p->codec), "exact sums go with codecs that pack rows, and codec topk and " \
+         "lowrank pack whole tensors; take codec onebit, twobit, bf16 or none") \
+    RULE(p->exact && p->sync_batchnorm, "exact sums compute leaves one by one, and sync_batchnorm normalizes a whole " \
+         "batch; set one of them") \
+    RULE(p->exact && f->accumulate > 1, "exact sums go with one batch a step, not with the trainer's accumulate; set " \
+         "accumulate to 1") \
+    RULE(p->exact && f->mixes_samples, "exact sums compute leaves one by one, and this model mixes the samples of a " \
+         "batch; leave exact out") \
+    RULE(p->exact && f->overflows, "in f16 gradients overflow now and then, and the integers of exact sums cannot " \
+         "carry an infinity; take bf16, a fixed loss_scale, or leave exact out") \
+    RULE(hpmlc_plan_packs(p) && f->overflows, "in f16 gradients overflow now and then, and a codec cannot carry an " \
+         "infinity; take bf16, a fixed loss_scale, or codec none") \
+    RULE(p->delayed && f->overflows, "with delayed a gradient is applied in the step after its own, in f16 under " \
+         "another loss scale perhaps; take bf16 or a fixed loss_scale, or leave delayed out")
+
+typedef enum hpmlc_field_kind {
+    HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
+    HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM /* words, from STRATEGY on */
+} hpmlc_field_kind;
+
+typedef struct hpmlc_field {
+    const char      *name, *where; /* where: the field may be set; NULL: everywhere */
+    hpmlc_field_kind kind;
+    size_t           at;           /* offset in hpml_plan */
+    double           most;         /* largest value */
+    double           tries[4];     /* values other than zero to step through; 0 ends the list */
+} hpmlc_field;
+
+#define HPMLC_FIELD(name, member, kind, most, matters, where, ...) \
+    { name, where, HPMLC_FIELD_##kind, offsetof(hpml_plan, member), (double)(most), { __VA_ARGS__ } },
+static const hpmlc_field hpmlc_fields[] = { HPMLC_PLAN_FIELDS(HPMLC_FIELD) };
+#undef HPMLC_FIELD
+enum { HPMLC_FIELDS = sizeof hpmlc_fields / sizeof hpmlc_fields[0] };
+
+HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy)
+{
+    static const char *const names[HPML_STRATEGY_COUNT] = { "sync" };
+    return (unsigned)strategy < HPML_STRATEGY_COUNT ? names[strategy] : NULL;
+}
+
+/* Sets matters[i] to whether field i of the list changes what the plan does. */
+HPMLC_FN void hpmlc_fields_matter(const hpml_plan *p, bool matters[HPMLC_FIELDS])
+{
+    int i = 0;
+#define HPMLC_FIELD(name, member, kind, most, condition, where, ...) matters[i++] = (condition);
+    HPMLC_PLAN_FIELDS(HPMLC_FIELD)
+#undef HPMLC_FIELD
+}
+
+HPMLC_FN size_t hpmlc_field_size(const hpmlc_field *field)
+{
+    if (field->kind == HPMLC_FIELD_BOOL) return sizeof(bool);
+    return field->kind == HPMLC_FIELD_I64 || field->kind == HPMLC_FIELD_U64 ? sizeof(int64_t) : sizeof(int32_t);
+}
+
+/* Gets a field as a whole number; for F32 `real` gets the value instead. */
+HPMLC_FN int64_t hpmlc_field_get(const hpmlc_field *field, const hpml_plan *plan, float *real)
+{
+    const char *at = (const char *)plan + field->at;
+    int32_t     narrow = 0;
+    int64_t     wide   = 0;
+    bool        flag   = false;
+    *real = 0;
+    switch (field->kind) {
+    case HPMLC_FIELD_BOOL: memcpy(&flag, at, sizeof flag); return flag;
+    case HPMLC_FIELD_F32: memcpy(real, at, sizeof *real); return 0;
+    case HPMLC_FIELD_I64:
+    case HPMLC_FIELD_U64: memcpy(&wide, at, sizeof wide); return wide;
+    default: memcpy(&narrow, at, sizeof narrow); return narrow;
+    }
+}
+
+HPMLC_FN void hpmlc_field_set(const hpmlc_field *field, hpml_plan *plan, int64_t whole, float real)
+{
+    char   *at = (char *)plan + field->at;
+    int32_t narrow = (int32_t)whole;
+    bool    flag   = whole != 0;
+    switch (field->kind) {
+    case HPMLC_FIELD_BOOL: memcpy(at, &flag, sizeof flag); return;
+    case HPMLC_FIELD_F32: memcpy(at, &real, sizeof real); return;
+    case HPMLC_FIELD_I64:
+    case HPMLC_FIELD_U64: memcpy(at, &whole, sizeof whole); return;
+    default: memcpy(at, &narrow, sizeof narrow); return;
+    }
+}
+
+/* Returns the word of a value of a field whose values are words; NULL: the field has numbers, or no such word. */
+HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
+{
+    if (value < 0 || (double)value > field->most) return NULL;
+    if (field->kind == HPMLC_FIELD_STRATEGY) return hpml_strategy_name((hpml_strategy_kind)value);
+    if (field->kind == HPMLC_FIELD_CODEC) return hpml_codec_get((hpml_codec_kind)value)->name;
+    return field->kind == HPMLC_FIELD_ALGORITHM ? hpml_algorithm_name((hpml_algorithm)value) : NULL;
+}
+
+/* Appends to a text of *length characters, as printf, and adds to *length what a large enough buffer would get. */
+HPMLC_PRINTF(3, 4)
+HPMLC_FN void hpmlc_append(const hpmlc_text *to, size_t *length, const char *format, ...)
+{
+    va_list args;
+    bool    fits = to->text && *length < to->size;
+    va_start(args, format);
+    int n = vsnprintf(fits ? to->text + *length : NULL, fits ? to->size - *length : 0, format, args);
+    va_end(args);
+    if (n > 0) *length += (size_t)n;
+}
+
+HPMLC_FN void hpmlc_field_text(const hpmlc_field *field, const hpml_plan *plan, const hpmlc_text *to, size_t *length)
+{
+    float       real;
+    int64_t     whole = hpmlc_field_get(field, plan, &real);
+    const char *word  = hpmlc_field_word(field, whole);
+    if (word) hpmlc_append(to, length, "%s", word);
+    else if (field->kind == HPMLC_FIELD_F32) hpmlc_append(to, length, "%.9g", (double)real);
+    else if (field->kind == HPMLC_FIELD_U64) hpmlc_append(to, length, "%llu", (unsigned long long)whole);
+    else hpmlc_append(to, length, "%lld", (long long)whole);
+}
+
+/* Writes an error: a field's value, a text of n characters, and which values are possible. */
+HPMLC_FN hpml_status hpmlc_field_refuse(const hpmlc_field *field, const char *value, int n, const hpmlc_text *to)
+{
+    size_t length = 0;
+    hpmlc_append(to, &length, "plan: %s=%.*s is not possible; take ", field->name, n, value);
+    if (field->kind == HPMLC_FIELD_F32) hpmlc_append(to, &length, "a number from 0 to %g", field->most);
+    else if (field->kind < HPMLC_FIELD_F32) hpmlc_append(to, &length, "a whole number from 0 to %.10g", field->most);
+    for (int64_t i = 0; hpmlc_field_word(field, i); i++)
+        hpmlc_append(to, &length, "%s%s", i > 0 ? ", " : "", hpmlc_field_word(field, i));
+    return HPML_ERR_ARGUMENT;
+}
+
+/* Returns whether the field has the same value in two plans. */
+HPMLC_FN bool hpmlc_field_same(const hpmlc_field *field, const hpml_plan *a, const hpml_plan *b)
+{
+    return memcmp((const char *)a + field->at, (const char *)b + field->at, hpmlc_field_size(field)) == 0;
+}
+
+/* Returns whether the value of a field is from 0 to the largest one (and a number, not a NaN). */
+HPMLC_FN bool hpmlc_field_in_range(const hpmlc_field *field, const hpml_plan *plan)
+{
+    float   real;
+    int64_t whole = hpmlc_field_get(field, plan, &real);
+    if (field->kind == HPMLC_FIELD_U64) return true;
+    return whole >= 0 && (double)whole <= field->most && real >= 0 && (double)real <= field->most;
+}
+
+HPML_API int hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_t size)
+{
+    const hpmlc_text to = { buffer, size };
+    HPMLC_ZERO(hpml_plan, zero);
+    size_t length = 0;
+    if (size > 0) buffer[0] = 0;
+    for (const hpmlc_field *field = hpmlc_fields; plan && field < hpmlc_fields + HPMLC_FIELDS; field++) {
+        if (!all && hpmlc_field_same(field, plan, &zero)) continue;
+        hpmlc_append(&to, &length, "%s%s=", length > 0 ? "," : "", field->name);
+        hpmlc_field_text(field, plan, &to, &length);
+    }
+    return (int)length;
+}
+
+/* Sets a field to the value that a text of n characters has; false: it has none that is possible. */
+HPMLC_FN bool hpmlc_field_parse(const hpmlc_field *field, const char *text, size_t n, hpml_plan *plan)
+{
+    char  value[40], *end = value;
+    float real = 0;
+    int64_t whole = 0;
+    if (n == 0 || n >= sizeof value) return false;
+    memcpy(value, text, n);
+    value[n] = 0;
+    if (field->kind >= HPMLC_FIELD_STRATEGY) {
+        while (hpmlc_field_word(field, whole) && strcmp(hpmlc_field_word(field, whole), value) != 0) whole++;
+        end = value + n;
+    } else if (!(value[0] >= '0' && value[0] <= '9') && value[0] != '.') {
+        return false;
+    } else if (field->kind == HPMLC_FIELD_F32) {
+        real = strtof(value, &end);
+    } else {
+        errno = 0;
+        if (field->kind == HPMLC_FIELD_U64) whole = (int64_t)strtoull(value, &end, 10);
+        else whole = strtoll(value, &end, 10);
+        if (errno != 0) return false;
+    }
+    if (*end || (field->kind != HPMLC_FIELD_U64 && (double)whole > field->most)) return false;
+    hpmlc_field_set(field, plan, whole, real);
+    return hpmlc_field_in_range(field, plan);
+}
+
+/* Writes an error: there is no field with a name of n characters, and which ones there are. */
+HPMLC_FN hpml_status hpmlc_field_unknown(const char *name, int n, const hpmlc_text *to)
+{
+    size_t length = 0;
+    hpmlc_append(to, &length, "plan: there is no field \"%.*s\"; fields are", n, name);
+    for (int i = 0; i < HPMLC_FIELDS; i++) hpmlc_append(to, &length, "%s %s", i > 0 ? "," : "", hpmlc_fields[i].name);
+    return HPML_ERR_ARGUMENT;
+}
+
+HPML_API hpml_status hpml_plan_parse(const char *text, hpml_plan *plan, char *error, size_t size)
+{
+    const hpmlc_text         to  = { error, size };
+    const hpmlc_field *const end = hpmlc_fields + HPMLC_FIELDS;
+    if (!text || !plan) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "plan: no text or no plan");
+    hpml_plan result = *plan;
+    while (*text) {
+        size_t             n = strcspn(text, ","), name = strcspn(text, "=,");
+        const hpmlc_field *field = hpmlc_fields;
+        while (field < end && (strlen(field->name) != name || memcmp(field->name, text, name) != 0)) field++;
+        if (field == end) return hpmlc_field_unknown(text, (int)name, &to);
+        size_t begin = name < n ? name + 1 : n;
+        if (!hpmlc_field_parse(field, text + begin, n - begin, &result))
+            return hpmlc_field_refuse(field, text + begin, (int)(n - begin), &to);
+        text += text[n] ? n + 1 : n;
+    }
+    *plan = result;
+    return HPML_OK;
+}
+
+HPML_API int hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char *buffer, size_t size)
+{
+    const hpmlc_text out = { buffer, size };
+    size_t           length = 0;
+    int              count = 0;
+    if (size > 0) buffer[0] = 0;
+    for (const hpmlc_field *field = hpmlc_fields; from && to && field < hpmlc_fields + HPMLC_FIELDS; field++) {
+        if (hpmlc_field_same(field, from, to)) continue;
+        hpmlc_append(&out, &length, "%s%s ", count++ > 0 ? ", " : "", field->name);
+        hpmlc_field_text(field, from, &out, &length);
+        hpmlc_append(&out, &length, " to ");
+        hpmlc_field_text(field, to, &out, &length);
+    }
+    return count;
+}
+
+/* Returns whether a codec packs gradients, which can then carry no infinity. */
+HPMLC_FN bool hpmlc_plan_packs(const hpml_plan *p) { return p->codec.kind != HPML_CODEC_NONE || p->codec.custom; }
+
+/* Returns the samples of the largest share that a rank has of the global batch. */
+HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *facts)
+{
+    hpml_plan whole;
+    hpml_plan_resolve(plan, facts, &whole);
+    int64_t grain  = whole.exact ? whole.leaf : 1; /* samples that stay together */
+    int64_t grains = (whole.global_batch - 1) / grain + 1;
+    return ((grains - 1) / facts->ranks + 1) * grain;
+}
+
+HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *facts, hpml_plan *out)
+{
+    *out = *plan;
+    if (out->global_batch == 0) out->global_batch = facts->ranks * facts->batch;
+    if (out->exact && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
+    if (out->history == 0) out->history = 64;
+}
+
+/* Returns the sentence of the first rule that refuses the plan p with the facts f; NULL: there is none. */
+HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f)
+{
+#define HPMLC_RULE(is_refused, sentence) if (is_refused) return sentence;
+    HPMLC_PLAN_RULES(HPMLC_RULE)
+#undef HPMLC_RULE
+    return NULL;
+}
+
+/* Checks field i of the plan: its range, and whether it may be set. An error goes to `to`. */
+HPMLC_FN hpml_status hpmlc_field_check(const hpml_plan *plan, const hpmlc_field *field, bool matters,
+                                       const hpmlc_text *to)
+{
+    char             text[40];
+    const hpmlc_text value = { text, sizeof text };
+    size_t           length = 0;
+    HPMLC_ZERO(hpml_plan, zero);
+    if (!hpmlc_field_in_range(field, plan)) {
+        hpmlc_field_text(field, plan, &value, &length);
+        return hpmlc_field_refuse(field, text, (int)length, to);
+    }
+    if (matters || !field->where || hpmlc_field_same(field, plan, &zero)) return HPML_OK;
+    return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "plan: %s is for %s, and this plan has strategy=%s; set %s to 0 or "
+                        "change the strategy", field->name, field->where, hpml_strategy_name(plan->strategy),
+                        field->name);
+}
+
+HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_facts *facts, char *why, size_t size)
+{
+    const hpmlc_text to = { why, size };
+    bool             matters[HPMLC_FIELDS];
+    char             text[300];
+    hpml_status      status = HPML_OK;
+    if (!plan || !facts || facts->ranks < 1 || facts->batch < 1)
+        return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "plan: no plan, or facts without ranks or batch");
+    hpmlc_fields_matter(plan, matters);
+    for (int i = 0; i < HPMLC_FIELDS && status == HPML_OK; i++)
+        status = hpmlc_field_check(plan, &hpmlc_fields[i], matters[i], &to);
+    const char *sentence = status == HPML_OK ? hpmlc_plan_refused(plan, facts) : NULL;
+    if (!sentence) return status;
+    hpml_plan_text(plan, false, text, sizeof text);
+    return hpmlc_refuse(&to, HPML_ERR_UNSUPPORTED, "plan: %s (plan \"%s\", %d ranks, batch %lld)", sentence, text,
+                        (int)facts->ranks, (long long)facts->batch);
+}
+
+/* Sets a field to the value after its present one among zero and its typical values; false: to zero, after the last. */
+HPMLC_FN bool hpmlc_field_next(const hpmlc_field *field, hpml_plan *plan)
+{
+    const int tries = (int)(sizeof field->tries / sizeof field->tries[0]);
+    float     real;
+    int64_t   whole = hpmlc_field_get(field, plan, &real);
+    double    now   = field->kind == HPMLC_FIELD_F32 ? (double)real : (double)whole, next = 0;
+    if (field->kind >= HPMLC_FIELD_STRATEGY || field->kind == HPMLC_FIELD_BOOL) {
+        if (now < field->most) next = now + 1;
+    } else {
+        int i = 0;
+        while (now != 0 && i < tries && field->tries[i] != 0 && (double)(float)field->tries[i] != now) i++;
+        i += now != 0;
+        if (i < tries) next = field->tries[i];
+    }
+    hpmlc_field_set(field, plan, (int64_t)next, (float)next);
+    return next != 0;
+}
+
+HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
+{
+    bool matters[HPMLC_FIELDS];
+    do {
+        int i = HPMLC_FIELDS - 1;
+        hpmlc_fields_matter(plan, matters);
+        while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], plan))) i--;
+        if (i < 0) return false;
+    } while (hpml_plan_check(plan, facts, NULL, 0) != HPML_OK);
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>distribute   data parallelism: layout of the parameters, buckets of gradients
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -6358,12 +6780,9 @@ struct hpml_distributed {
 struct hpmlc_strategy {
     hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
     const char *name;         /* of the form, as the plan's field, if any; own arrays in checkpoints begin so */
-    bool        is_asked_for; /* a field of the plan asks for the form. Two such forms exclude each other, and one goes
-                                 before those that are chosen because they fit */
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
     const char *pending;      /* array of a checkpoint with gradients that only this form applies; NULL: none */
     bool (*is_chosen)(hpml_comm *c, const hpml_plan *plan); /* optional: whether the form fits; NULL: always */
-    hpml_status (*legal)(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch); /* sets defaults */
     bool (*open)(hpml_distributed *d);   /* takes memory, makes exchanges; collective; false: an error on the context */
     /* Computes the gradient of `samples` samples of this rank, and their mean *loss, by hpmlc_dist_pass or another way.
        After the last micro-batch of an update it may start the exchange for which `update` waits. */
@@ -6856,17 +7275,6 @@ HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
     return f16 && hpml_trainer_settings(t)->loss_scale == 0;
 }
 
-/* Checks that a rank's share of the global batch, a multiple of `grain` samples, fits into the model's `batch`. */
-HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_plan *plan, int64_t batch, int64_t grain)
-{
-    int64_t grains = (plan->global_batch + grain - 1) / grain;
-    int64_t most   = (grains + c->size - 1) / c->size * grain;
-    if (most <= batch && plan->leaf <= batch) return HPML_OK;
-    return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld on %d ranks gives one up to %lld "
-                      "samples (leaves of %lld), the model's batch is %lld", (long long)plan->global_batch, c->size,
-                      (long long)most, (long long)plan->leaf, (long long)batch);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>state   one list of what a training carries from step to step
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7016,12 +7424,6 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
    al. 2016, "Distributed Deep Learning Using Synchronous SGD"; Goyal et al. 2017 for its learning rates.) A trainer on
    a device has its gradients copied to the host and back. */
 
-HPMLC_FN hpml_status hpmlc_sync_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_plan *plan,
-                                      int64_t batch)
-{
-    return hpmlc_batch_legal(c, plan, batch, 1);
-}
-
 HPMLC_FN hpml_status hpmlc_sync_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     hpmlc_host_fetch(d, b->at, b->floats);
@@ -7099,14 +7501,6 @@ typedef struct hpmlc_delayed {
 HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan)
 {
     return plan->delayed;
-}
-
-HPMLC_FN hpml_status hpmlc_delayed_legal(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch)
-{
-    if (hpmlc_overflows(t, c->ctx))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: with delayed a gradient is applied in the step after "
-                          "its own, in f16 under another loss scale perhaps; take bf16 or a fixed loss_scale");
-    return hpmlc_batch_legal(c, plan, batch, 1);
 }
 
 HPMLC_FN bool hpmlc_delayed_open(hpml_distributed *d)
@@ -7289,26 +7683,6 @@ typedef struct hpmlc_exact {
 } hpmlc_exact;
 
 HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan) { return plan->exact; }
-
-HPMLC_FN hpml_status hpmlc_exact_legal(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch)
-{
-    if (plan->leaf == 0) plan->leaf = hpmlc_min(batch, 8);
-    hpml_status status = hpmlc_batch_legal(c, plan, batch, plan->leaf);
-    if (status != HPML_OK) return status;
-    /* leaves are computed one by one, hence no part of the batch knows another */
-    bool is_split = hpml_trainer_settings(t)->accumulate > 1 || plan->sync_batchnorm;
-    if (plan->sum || plan->warm_steps || hpmlc_whole_codec(&plan->codec) || is_split)
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs of rows, and one "
-                          "batch a step; not with sum, warm_steps, codecs topk and lowrank, accumulate or "
-                          "sync_batchnorm");
-    if (hpmlc_overflows(t, c->ctx))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and integers "
-                          "cannot carry an infinity; take bf16, a fixed loss_scale, or sums that are not exact");
-    if (!hpml_graph_batchable(hpml_trainer_graph(t)))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves "
-                          "cannot be computed apart");
-    return HPML_OK;
-}
 
 /* Returns how many floats parameter i has in a leaf's array: gradient, or change of running statistics; 0: none. */
 HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
@@ -7554,12 +7928,6 @@ HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_plan *plan)
     return b != hpml_backend_cpu() && c->link.begin && by_rows && packs;
 }
 
-HPMLC_FN hpml_status hpmlc_link_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_plan *plan,
-                                      int64_t batch)
-{
-    return hpmlc_batch_legal(c, plan, batch, 1);
-}
-
 HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d HPMLC_UNUSED, hpmlc_bucket *b)
 {
     b->task.status = hpmlc_linked_begin(b->now);
@@ -7690,11 +8058,6 @@ typedef struct hpmlc_nodes {
 HPMLC_FN bool hpmlc_nodes_is_chosen(hpml_comm *c, const hpml_plan *plan)
 {
     return c->link.across && hpmlc_link_is_chosen(c, plan);
-}
-
-HPMLC_FN hpml_status hpmlc_nodes_legal(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch)
-{
-    return hpmlc_link_legal(t, c, plan, batch);
 }
 
 /* Exchanges shard `user` over c, with a rank of each other node, when the sum of this node's ranks is on the host. */
@@ -7871,82 +8234,91 @@ HPMLC_FN void hpmlc_nodes_close(hpml_distributed *d)
 // >>strategies   the table of strategies; attaching one to a trainer
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The strategies. Of the rows of the plan's strategy, the form that a field of the plan asks for is chosen, else the
-   first that fits; the last row of each strategy always fits. */
+/* The strategies. The first row of the plan's strategy that fits is chosen; the last row of a strategy always fits. */
 static const hpmlc_strategy hpmlc_strategies[] = {
-    { HPML_STRATEGY_SYNC, "exact", true, "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
-      hpmlc_exact_legal, hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state,
-      hpmlc_exact_close },
-    { HPML_STRATEGY_SYNC, "delayed", true, NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_legal,
-      hpmlc_delayed_open, hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state,
+    { HPML_STRATEGY_SYNC, "exact", "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
+      hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, hpmlc_exact_close },
+    { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
+      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state,
       hpmlc_delayed_close },
-    { HPML_STRATEGY_SYNC, "nodes", false, NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_legal, hpmlc_nodes_open,
-      hpmlc_nodes_begin, hpmlc_nodes_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, hpmlc_nodes_close },
-    { HPML_STRATEGY_SYNC, "link", false, NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_legal, hpmlc_link_open,
-      hpmlc_link_begin, hpmlc_link_gradient, hpmlc_link_update, NULL, hpmlc_link_state, hpmlc_link_close },
-    { HPML_STRATEGY_SYNC, "sync", false, NULL, NULL, NULL, hpmlc_sync_legal, hpmlc_sync_open, hpmlc_sync_begin,
-      hpmlc_sync_gradient, hpmlc_sync_update, NULL, hpmlc_sync_state, hpmlc_sync_close },
+    { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_nodes_begin,
+      hpmlc_nodes_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, hpmlc_nodes_close },
+    { HPML_STRATEGY_SYNC, "link", NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_open, hpmlc_link_begin,
+      hpmlc_link_gradient, hpmlc_link_update, NULL, hpmlc_link_state, hpmlc_link_close },
+    { HPML_STRATEGY_SYNC, "sync", NULL, NULL, NULL, hpmlc_sync_open, hpmlc_sync_begin, hpmlc_sync_gradient,
+      hpmlc_sync_update, NULL, hpmlc_sync_state, hpmlc_sync_close },
 };
+
 enum { HPMLC_STRATEGIES = sizeof hpmlc_strategies / sizeof hpmlc_strategies[0] };
 
-/* Returns the row of the plan's strategy whose form the plan asks for, else the first that fits; NULL: an error on the
-   context, because there is no such strategy, or because the plan asks for two forms. */
+/* Returns the first row of the plan's strategy that fits. */
 HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_plan *plan)
 {
-    const hpmlc_strategy *chosen = NULL;
-    for (const hpmlc_strategy *s = hpmlc_strategies; s < hpmlc_strategies + HPMLC_STRATEGIES; s++) {
-        if (s->kind != plan->strategy || (chosen && !s->is_asked_for)) continue;
-        if (s->is_chosen && !s->is_chosen(c, plan)) continue;
-        if (chosen && chosen->is_asked_for)
-            return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: .%s and .%s exclude each other; set one of them",
-                              chosen->name, s->name), (const hpmlc_strategy *)NULL;
-        chosen = s;
-    }
-    if (!chosen)
-        hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: there is no strategy %d; take a word of hpml_strategy_kind",
-                   (int)plan->strategy);
-    return chosen;
+    const hpmlc_strategy *s = hpmlc_strategies;
+    while (s->kind != plan->strategy || (s->is_chosen && !s->is_chosen(c, plan))) s++;
+    return s;
 }
 
-/* Checks what all strategies require of the plan, fills in its defaults, and returns the strategy; NULL: an error on
-   the context. batch: samples that the model holds. */
-HPMLC_FN const hpmlc_strategy *hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch)
+HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out)
 {
-    hpml_status status = HPML_OK;
-    bool        is_lossy = plan->codec.kind != HPML_CODEC_NONE || plan->codec.custom;
-    if (plan->_begin || plan->_end || plan->global_batch < 0 || plan->leaf < 0 || plan->warm_steps < 0 ||
-        plan->bucket_bytes < 0 || plan->history < 0)
-        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the plan is not cleared, or a count is negative");
-    else if (!plan->codec.custom && !hpml_codec_get(plan->codec.kind))
-        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: there is no codec %d; take a word of hpml_codec_kind",
-                            (int)plan->codec.kind);
-    else if (hpml_trainer_settings(t)->input->ctx != c->ctx)
-        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
-                            "hpml_comm_ctx(comm)");
-    else if (is_lossy && hpmlc_overflows(t, c->ctx))
-        status = hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and a codec "
-                            "cannot carry an infinity; take bf16, a fixed loss_scale, or codec none");
-    if (status != HPML_OK) return NULL;
-    if (plan->global_batch == 0) plan->global_batch = c->size * batch;
-    if (plan->history == 0) plan->history = 64;
-    const hpmlc_strategy *strategy = hpmlc_strategy_choose(c, plan);
-    return strategy && strategy->legal(t, c, plan, batch) == HPML_OK ? strategy : NULL;
+    memset(out, 0, sizeof *out);
+    if (!t || !c) return;
+    out->ranks         = c->size;
+    out->batch         = hpml_trainer_settings(t)->input->shape[0];
+    out->accumulate    = hpml_trainer_settings(t)->accumulate;
+    out->overflows     = hpmlc_overflows(t, c->ctx);
+    out->mixes_samples = !hpml_graph_batchable(hpml_trainer_graph(t));
+    out->native        = c->t->allreduce || c->link.begin;
 }
 
-/* Checks that all ranks have the same model, and broadcasts the parameters of rank 0 to all ranks. */
+/* Replaces the fields of the plan that HPML_PLAN in the environment names, checks the plan, and fills in its defaults.
+   False: an error on the context. */
+HPMLC_FN bool hpmlc_dist_plan(hpml_trainer *t, hpml_comm *c, hpml_plan *plan)
+{
+    const char     *text = getenv("HPML_PLAN");
+    char            why[480];
+    hpml_status     status = HPML_OK;
+    hpml_plan_facts facts;
+    if (hpml_trainer_settings(t)->input->ctx != c->ctx)
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
+                          "hpml_comm_ctx(comm)"), false;
+    hpml_plan_facts_of(t, c, &facts);
+    if (text) status = hpml_plan_parse(text, plan, why, sizeof why);
+    if (status != HPML_OK) return hpmlc_fail(c, status, "HPML_PLAN in the environment: %s", why), false;
+    status = hpml_plan_check(plan, &facts, why, sizeof why);
+    if (status != HPML_OK) return hpmlc_fail(c, status, "distribute: %s", why), false;
+    hpml_plan_resolve(plan, &facts, plan);
+    return true;
+}
+
+/* Returns a number of 31 bits that two plans hardly ever have in common (FNV-1a of their texts). */
+HPMLC_FN int64_t hpmlc_plan_hash(const hpml_plan *plan)
+{
+    char     text[1024];
+    uint32_t hash = 2166136261u;
+    hpml_plan_text(plan, false, text, sizeof text);
+    for (const char *at = text; *at; at++) hash = (hash ^ (uint8_t)*at) * 16777619u;
+    return hash >> 1;
+}
+
+/* Checks that all ranks have the same model and plan, and broadcasts the parameters of rank 0 to all ranks. */
 HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
 {
     const hpmlc_layout *l = &d->layout;
     int64_t             shape[4], total = hpml_param_total(d->ctx);
     shape[0] = total;
     shape[1] = -total;
-    shape[2] = l->params;
-    shape[3] = -l->params;
+    shape[2] = (hpmlc_plan_hash(&d->plan) << 32) + l->params;
+    shape[3] = -shape[2];
     hpml_status status = hpmlc_reduce_all(d->c, shape, 4, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
-    if (status == HPML_OK && (shape[0] != -shape[1] || shape[2] != -shape[3]))
+    if (status == HPML_OK && shape[0] != -shape[1])
         return hpmlc_fail(d->c, HPML_ERR_SHAPE, "distribute: this rank's model has %lld numbers in %d parameters, "
-                          "others up to %lld in %lld; record the same model on all ranks", (long long)total, l->params,
-                          (long long)shape[0], (long long)shape[2]);
+                          "others up to %lld; record the same model on all ranks", (long long)total, l->params,
+                          (long long)shape[0]);
+    if (status == HPML_OK && shape[2] != -shape[3])
+        return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: ranks have different plans, or numbers of parameters "
+                          "(%d here); give the same plan, and the same HPML_PLAN in the environment, on all ranks",
+                          l->params);
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
@@ -8020,8 +8392,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     HPMLC_ZERO(hpml_hooks, hooks);
     HPMLC_DESC(hpml_plan, settings, plan);
     if (hpmlc_failed(c) || !t) return NULL;
-    const hpmlc_strategy *s = hpmlc_dist_check(t, c, &settings, hpml_trainer_settings(t)->input->shape[0]);
-    if (!s) return NULL;
+    if (!hpmlc_dist_plan(t, c, &settings)) return NULL;
     hpml_trainer_set_hooks(t, NULL); /* removes hooks; the parameters' gradients are now this trainer's */
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
@@ -8029,7 +8400,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     d->c            = c;
     d->ctx          = c->ctx;
     d->plan         = settings;
-    d->strategy     = s;
+    d->strategy     = hpmlc_strategy_choose(c, &settings);
     d->accumulate   = hpml_trainer_settings(t)->accumulate;
     d->copies.first = c->rank;
     d->copies.count = 1;
@@ -8040,7 +8411,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     }
     hooks.user   = d;
     hooks.run    = hpmlc_dist_run;
-    hooks.grad   = s->gradient ? hpmlc_dist_grad : NULL;
+    hooks.grad   = d->strategy->gradient ? hpmlc_dist_grad : NULL;
     hooks.sum    = settings.sync_batchnorm ? hpmlc_dist_sum : NULL;
     hooks.update = hpmlc_dist_update;
     hooks.data   = hpmlc_dist_data;
