@@ -1542,6 +1542,24 @@ TEST(lost_ranks_are_survived)
             }
 }
 
+static hpml_status deaths(hpml_comm *c, void *user) { return deaths_case(c, *(int *)user); }
+
+/* Also with messages that take time, of which some are in flight when their sender dies. */
+TEST(a_server_outlives_workers_that_die_or_leave_at_random)
+{
+    for (int t = 0; t < 2; t++)
+        for (int seed = 1; seed <= 20; seed++) {
+            hpml_launch_desc d;
+            memset(&d, 0, sizeof d);
+            d.transport = transports[t], d.ranks = 2 + seed % 5, d.timeout = 20, d.survive = true;
+            if (seed % 3 == 0) d.network.inside.latency = 1e-4, d.network.inside.bandwidth = 1e9;
+            d.network.jitter   = 0.5, d.network.seed = (uint64_t)seed;
+            hpml_status status = hpml_launch(&d, deaths, &seed, error, sizeof error);
+            if (status != HPML_OK) printf("    seed %d, transport %d: %s\n", seed, t, error);
+            ENSURE(status == HPML_OK);
+        }
+}
+
 static hpml_status no_sum(hpml_comm *c, void *user)
 {
     bool        named  = false;
