@@ -3426,13 +3426,11 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
 
 /* A slot is an array and its life: the interval of times at which the array is needed. The slots are placed in order of
    size, the largest first, each at the lowest address where its bytes are free during its whole life (first fit; close
-   to the optimum for chains of layers). Two algorithms find the same address:
-   - a list of the slots placed before, sorted by address: for n slots n^2 / 2 short steps;
-   - a binary tree over the times (a segment tree). Each tree node has two lists of address ranges in use, in which
-     adjacent ranges are joined: `whole`, of slots alive at all times of the tree node, and `part`, of slots alive at
-     some of them. A life is cut into at most two tree nodes a level; it can collide only with the `part` lists of these
-     and the `whole` lists of the tree nodes above. Slots of one size are in few ranges, so this takes about n log n
-     steps for each size, and networks have few sizes. */
+   to the optimum for chains of layers). A search among all slots placed before would take n^2 / 2 steps for n slots; a
+   binary tree over the times (a segment tree) takes about n log n for each size of slots, and networks have few sizes.
+   Each tree node has two lists of address ranges in use, in which adjacent ranges are joined: `whole`, of slots
+   alive at all times of the tree node, and `part`, of slots alive at some of them. A life is cut into at most two tree
+   nodes a level; it can collide only with the `part` lists of these and the `whole` lists of the tree nodes above. */
 typedef struct hpmli_slot {
     size_t   bytes, offset; /* offset: before the slot is placed, its number, for a stable order */
     int      from, to;      /* first and last time of the slot's life */
@@ -3443,32 +3441,6 @@ HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
     const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
     if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
     return x->offset < y->offset ? -1 : x->offset > y->offset;
-}
-
-/* Returns the lowest offset at which s overlaps none of `placed`, sorted by offset, that live at the same time. */
-HPMLI_FN size_t hpmli_slot_fit(hpmli_slot *const *placed, int count, const hpmli_slot *s)
-{
-    size_t at = 0;
-    for (int i = 0; i < count; i++) {
-        const hpmli_slot *p = placed[i];
-        if (p->to < s->from || s->to < p->from || p->offset + p->bytes <= at) continue;
-        if (at + s->bytes <= p->offset) break;
-        at = p->offset + p->bytes;
-    }
-    return at;
-}
-
-HPMLI_FN bool hpmli_place_list(hpml_ctx *ctx, hpmli_slot *slots, int count)
-{
-    hpmli_slot **placed = hpmli_new(ctx, hpmli_slot *, count);
-    for (int i = 0; placed && i < count; i++) {
-        int at = i;
-        slots[i].offset = hpmli_slot_fit(placed, i, &slots[i]);
-        for (; at > 0 && placed[at - 1]->offset > slots[i].offset; at--) placed[at] = placed[at - 1];
-        placed[at] = &slots[i];
-    }
-    hpmli_free(ctx, placed);
-    return placed != NULL;
 }
 
 typedef struct hpmli_range {
@@ -3540,7 +3512,8 @@ HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
     return true;
 }
 
-HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int times)
+/* Places the slots in the order of the array; their lives lie in the times 0 to times - 1. False: no memory. */
+HPMLI_FN bool hpmli_slots_fit(hpml_ctx *ctx, hpmli_slot *slots, int count, int times)
 {
     hpmli_times m = HPMLI_ZEROED;
     m.ctx   = ctx;
@@ -3564,17 +3537,14 @@ HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int 
     return good;
 }
 
-/* Sorts and places the slots; raises *bytes to the memory that all need. Uses the tree if there are at least 1000 slots
-   for each size, else the list: the faster one (measured with random graphs). */
+/* Sorts and places the slots; raises *bytes to the memory that all need. False: no memory. */
 HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
 {
-    int sizes = 1, times = 1;
+    int times = 1;
     if (count > 0) qsort(slots, (size_t)count, sizeof *slots, hpmli_slot_order);
-    for (int i = 0; i < count; i++) {
-        if (i > 0 && slots[i].bytes != slots[i - 1].bytes) sizes++;
+    for (int i = 0; i < count; i++)
         if (slots[i].to >= times) times = slots[i].to + 1;
-    }
-    bool good = count / 1000 < sizes ? hpmli_place_list(ctx, slots, count) : hpmli_place_tree(ctx, slots, count, times);
+    bool good = hpmli_slots_fit(ctx, slots, count, times);
     for (int i = 0; i < count && good; i++)
         if (slots[i].offset + slots[i].bytes > *bytes) *bytes = slots[i].offset + slots[i].bytes;
     return good;
