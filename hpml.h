@@ -1669,8 +1669,7 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
    kernel (PART VII), with equal results up to rounding; ctx->k is the table of the fastest set that the CPU runs.
    accumulate: adds to the result, else overwrites it. A result may overwrite an operand unless a comment says no. */
 typedef struct hpmli_kernels {
-    const char *name;        /* "scalar", "avx2", "avx512", "neon" */
-    bool (*runs_here)(void); /* true when this CPU has the instructions */
+    const char *name; /* "scalar", "avx2", "avx512", "neon" */
     /* Elementwise loops over n elements of each array. */
     void (*act_forward)(hpml_act act, float slope, float *y, const float *x, int64_t n); /* y = act(x) */
     /* dx = dy act'(x) from x or from y = act(x); x or y may be NULL where the derivative does not read it */
@@ -11407,14 +11406,12 @@ HPMLI_COMPILE_FAST_END
      HPMLI_ISA_NAME        name of the set: hpml_ctx_desc.cpu
      HPMLI_SUFFIX          end of the names of the set's functions: _avx2
      HPMLI_TARGET          target attribute of the set's functions, so that a plain `cc -O2` compiles all sets
-     HPMLI_RUNS_HERE       true when this CPU has the instructions
      HV_LANES              floats in a vector
      HV(f32) (u32) (u64)   vectors of the same size: of float, uint32_t, uint64_t
      HPMLI_NV              vectors in a row of a tile of C, at most; for tiles see >>gemm
-     HPMLI_MR              rows of a tile of 1 or 2 vectors, at most; HPMLI_ROWS repeats a macro for each row
-     HPMLI_MR_3, _MR_4     rows of a tile of 3 or 4 vectors, at most, where HPMLI_NV is 4; HPMLI_ROWS_3, _ROWS_4
-     HPMLI_DOT_MR          rows of a tile of dot products, see >>gemm-thin; HPMLI_DOT_ROWS repeats a macro for each
-     HPMLI_ROW_VECTORS     vectors of C that a product of one row keeps in registers, at most: 8 or 16
+     HPMLI_MR              rows of a tile of 1 or 2 vectors, at most
+     HPMLI_MR_3, _MR_4     rows of a tile of 3 or 4 vectors, at most, where HPMLI_NV is 4
+     HPMLI_DOT_MR          rows of a tile of dot products, see >>gemm-thin
      HPMLI_CRC32C_WORD     optional: the instruction that adds 8 bytes to a CRC-32C; without it the CRC uses tables
      HPMLI_MM ..           only x86: the intrinsic functions of the set's width, see >>simd-x86
    Tile sizes follow from the number of vector registers: a tile of R rows and V vectors takes R V registers for its
@@ -11424,29 +11421,30 @@ HPMLI_COMPILE_FAST_END
 #define HPMLI_CAT_(a, b) a##b
 #define HPMLI_CAT(a, b)  HPMLI_CAT_(a, b)
 #define HV(name)         HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX) /* HV(exp): hpmli_exp_avx2 */
-/* Repeat the macro X: HPMLI_TIMES_4(X, a) is X(a, 0) X(a, 1) X(a, 2) X(a, 3). */
+/* Repeat the macro X: HPMLI_TIMES_4(X, a) is X(a, 0) X(a, 1) X(a, 2) X(a, 3); HPMLI_ROWS does so for each row. */
 #define HPMLI_TIMES_2(X, a)  X(a, 0) X(a, 1)
 #define HPMLI_TIMES_4(X, a)  HPMLI_TIMES_2(X, a) X(a, 2) X(a, 3)
 #define HPMLI_TIMES_6(X, a)  HPMLI_TIMES_4(X, a) X(a, 4) X(a, 5)
 #define HPMLI_TIMES_8(X, a)  HPMLI_TIMES_6(X, a) X(a, 6) X(a, 7)
 #define HPMLI_TIMES_14(X, a) HPMLI_TIMES_8(X, a) X(a, 8) X(a, 9) X(a, 10) X(a, 11) X(a, 12) X(a, 13)
 #define HPMLI_TIMES_16(X, a) HPMLI_TIMES_14(X, a) X(a, 14) X(a, 15)
+#define HPMLI_TIMES_(n)      HPMLI_TIMES_##n
+#define HPMLI_TIMES(n)       HPMLI_TIMES_(n)
+#define HPMLI_ROWS           HPMLI_TIMES(HPMLI_MR)
+#define HPMLI_ROWS_3         HPMLI_TIMES(HPMLI_MR_3)
+#define HPMLI_ROWS_4         HPMLI_TIMES(HPMLI_MR_4)
+#define HPMLI_DOT_ROWS       HPMLI_TIMES(HPMLI_DOT_MR)
+#define HPMLI_ROW_VECTORS    (4 * HPMLI_NV) /* vectors of C that a product of one row keeps in registers, at most */
 
 #undef HPMLI_ISA_NAME
 #undef HPMLI_SUFFIX
 #undef HPMLI_TARGET
-#undef HPMLI_RUNS_HERE
 #undef HV_LANES
 #undef HPMLI_NV
 #undef HPMLI_MR
-#undef HPMLI_ROWS
 #undef HPMLI_MR_3
-#undef HPMLI_ROWS_3
 #undef HPMLI_MR_4
-#undef HPMLI_ROWS_4
 #undef HPMLI_DOT_MR
-#undef HPMLI_DOT_ROWS
-#undef HPMLI_ROW_VECTORS
 #undef HPMLI_CRC32C_WORD
 #undef HPMLI_MM
 #undef HPMLI_MM_ALL
@@ -11456,31 +11454,23 @@ HPMLI_COMPILE_FAST_END
 #define HPMLI_ISA_NAME    "scalar"
 #define HPMLI_SUFFIX      _scalar
 #define HPMLI_TARGET
-#define HPMLI_RUNS_HERE   true
 #define HV_LANES          1
 typedef float    HV(f32);
 typedef uint32_t HV(u32);
 #define HPMLI_NV          2
 #define HPMLI_MR          4
-#define HPMLI_ROWS        HPMLI_TIMES_4
 #define HPMLI_DOT_MR      2
-#define HPMLI_DOT_ROWS    HPMLI_TIMES_2
-#define HPMLI_ROW_VECTORS 8
 #elif HPMLI_ISA == HPMLI_AVX2 /* 16 registers of 8 floats; tiles of 6 x 2 vectors */
 #define HPMLI_ISA_NAME    "avx2"
 #define HPMLI_SUFFIX      _avx2
 #define HPMLI_TARGET      __attribute__((target("avx2,fma,f16c")))
-#define HPMLI_RUNS_HERE   __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
 #define HV_LANES          8
 typedef __m256   HV(f32);
 typedef uint32_t HV(u32) __attribute__((vector_size(32)));
 typedef uint64_t HV(u64) __attribute__((vector_size(32)));
 #define HPMLI_NV          2
 #define HPMLI_MR          6
-#define HPMLI_ROWS        HPMLI_TIMES_6
 #define HPMLI_DOT_MR      2
-#define HPMLI_DOT_ROWS    HPMLI_TIMES_2
-#define HPMLI_ROW_VECTORS 8
 #define HPMLI_CRC32C_WORD _mm_crc32_u64
 #define HPMLI_MM(op)      HPMLI_CAT(_mm256_, op)
 #define HPMLI_MM_ALL      __m256i
@@ -11490,22 +11480,15 @@ typedef uint64_t HV(u64) __attribute__((vector_size(32)));
 #define HPMLI_ISA_NAME    "avx512"
 #define HPMLI_SUFFIX      _avx512
 #define HPMLI_TARGET      __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
-#define HPMLI_RUNS_HERE   __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&                   \
-                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
 #define HV_LANES          16
 typedef __m512   HV(f32);
 typedef uint32_t HV(u32) __attribute__((vector_size(64)));
 typedef uint64_t HV(u64) __attribute__((vector_size(64)));
 #define HPMLI_NV          4
 #define HPMLI_MR          14
-#define HPMLI_ROWS        HPMLI_TIMES_14
 #define HPMLI_MR_3        8
-#define HPMLI_ROWS_3      HPMLI_TIMES_8
 #define HPMLI_MR_4        6
-#define HPMLI_ROWS_4      HPMLI_TIMES_6
 #define HPMLI_DOT_MR      6
-#define HPMLI_DOT_ROWS    HPMLI_TIMES_6
-#define HPMLI_ROW_VECTORS 16
 #define HPMLI_CRC32C_WORD _mm_crc32_u64
 #define HPMLI_MM(op)      HPMLI_CAT(_mm512_, op)
 #define HPMLI_MM_ALL      __m512i
@@ -11515,17 +11498,13 @@ typedef uint64_t HV(u64) __attribute__((vector_size(64)));
 #define HPMLI_ISA_NAME    "neon"
 #define HPMLI_SUFFIX      _neon
 #define HPMLI_TARGET
-#define HPMLI_RUNS_HERE   true
 #define HV_LANES          4
 typedef float32x4_t HV(f32);
 typedef uint32x4_t  HV(u32);
 typedef uint64x2_t  HV(u64);
 #define HPMLI_NV          2
 #define HPMLI_MR          8
-#define HPMLI_ROWS        HPMLI_TIMES_8
 #define HPMLI_DOT_MR      4
-#define HPMLI_DOT_ROWS    HPMLI_TIMES_4
-#define HPMLI_ROW_VECTORS 8
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -13820,9 +13799,8 @@ HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>table   the kernels of this pass
 // ---------------------------------------------------------------------------------------------------------------------
-static bool HV(runs_here)(void) { return HPMLI_RUNS_HERE; }
 static const hpmli_kernels HV(kernels) = {
-    HPMLI_ISA_NAME, HV(runs_here), HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv),
+    HPMLI_ISA_NAME, HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv),
     HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
     HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(opt_step), HV(to_f32),
     HV(from_f32), HV(gemm_part), HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode),
@@ -13850,21 +13828,21 @@ static const hpmli_kernels HV(kernels) = {
    name NULL: the fastest kernels that this CPU runs. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
-    static const hpmli_kernels *const tables[] = { /* the fastest first */
+    const hpmli_kernels *sets[3]; /* those that this CPU runs, the fastest first */
+    int                  count = 0;
 #if defined(HPMLI_EDITOR) /* an editor knows only the scalar pass */
 #elif defined(HPMLI_HAVE_X86)
-        &hpmli_kernels_avx512,
-        &hpmli_kernels_avx2,
-#elif defined(HPMLI_HAVE_NEON)
-        &hpmli_kernels_neon,
-#endif
-        &hpmli_kernels_scalar,
-    };
-#if defined(HPMLI_HAVE_X86)
     __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        sets[count++] = &hpmli_kernels_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets[count++] = &hpmli_kernels_avx2;
+#elif defined(HPMLI_HAVE_NEON)
+    sets[count++] = &hpmli_kernels_neon;
 #endif
-    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
-        if ((!name || strcmp(name, tables[i]->name) == 0) && tables[i]->runs_here()) return tables[i];
+    sets[count++] = &hpmli_kernels_scalar;
+    for (int i = 0; i < count; i++)
+        if (!name || strcmp(name, sets[i]->name) == 0) return sets[i];
     return NULL;
 }
 #endif
