@@ -11626,23 +11626,34 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* rounds to the near
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simd-x86   vectors: AVX2, AVX-512
 // ---------------------------------------------------------------------------------------------------------------------
-/* HPMLI_MM(add_ps) is _mm256_add_ps in the pass for AVX2, _mm512_add_ps in that for AVX-512. First come the operations
-   that differ by more than this prefix, set by set; then, once for both sets, the operations that do not. */
+/* HPMLI_MM(add_ps) is _mm256_add_ps in the pass for AVX2, _mm512_add_ps in that for AVX-512. Operations that differ by
+   more than this prefix are written set by set, in the middle; the others once for both sets, before and after. */
 #pragma GCC diagnostic push /* at -O0 some functions of gcc's own headers are macros, about which -Wconversion warns */
 #pragma GCC diagnostic ignored "-Wsign-conversion"
 #ifdef HPMLI_MM
-/* Defines a function that returns the sum (op add) or the largest (op max) of the 8 lanes of a. */
-#define HPMLI_FOLD_8(name, op)                                                                                         \
-    HPMLI_VEC_INLINE float HV(name)(__m256 a)                                                                          \
+/* Defines a function that returns the sum (op add) or the largest (op max) of the lanes of a. Halves of 16 lanes are
+   loaded from memory, because gcc 12 warns about its own casts to half a register. */
+#define HPMLI_FOLD(name, op)                                                                                           \
+    HPMLI_VEC_INLINE float HV(name)(HV(f32) a)                                                                         \
     {                                                                                                                  \
-        __m128 s = _mm_##op##_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));                              \
+        float t[HV_LANES];                                                                                             \
+        HV(store)(t, a);                                                                                               \
+        __m256 h = _mm256_loadu_ps(t);                                                                                 \
+        if (HV_LANES > 8) h = _mm256_##op##_ps(h, _mm256_loadu_ps(t + HV_LANES - 8));                                  \
+        __m128 s = _mm_##op##_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));                              \
         s = _mm_##op##_ps(s, _mm_movehl_ps(s, s));                                                                     \
         return _mm_cvtss_f32(_mm_##op##_ss(s, _mm_shuffle_ps(s, s, 1)));                                               \
     }                                                                                                                  \
-    static inline float HV(name)(__m256 a)
-HPMLI_FOLD_8(sum_8_lanes, add);
-HPMLI_FOLD_8(max_8_lanes, max);
-#undef HPMLI_FOLD_8
+    static inline float HV(name)(HV(f32) a)
+HPMLI_FOLD(sum_lanes, add);
+HPMLI_FOLD(max_lane, max);
+#undef HPMLI_FOLD
+HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
+{
+    __m128i bytes = _mm_setzero_si128();
+    memcpy(&bytes, p, HV_LANES);
+    return HPMLI_MM(cvtepi32_ps)(HPMLI_MM(cvtepu8_epi32)(bytes));
+}
 #endif
 
 #if HPMLI_ISA == HPMLI_AVX2
@@ -11661,8 +11672,6 @@ HPMLI_VEC_FN2(HV(interleave_low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b
 HPMLI_VEC_FN2(HV(interleave_high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31));
 HPMLI_VEC_FN2(HV(even_quads), _mm256_permute2f128_ps(a, b, 0x20)); /* quads (four lanes) 0, 2 .. of a, of b */
 HPMLI_VEC_FN2(HV(odd_quads), _mm256_permute2f128_ps(a, b, 0x31)); /* quads 1, 3 .. of a, of b */
-HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a) { return HV(sum_8_lanes)(a); }
-HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a) { return HV(max_8_lanes)(a); }
 HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
@@ -11681,10 +11690,6 @@ HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b)
 HPMLI_VEC_INLINE __m128i HV(low_halves)(HV(u32) u) /* returns the low 16 bits of each lane */
 {
     return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 0x08));
-}
-HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
-{
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
 }
 HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b) { return (HV(u32))_mm256_set_epi64x(b, a, b, a); }
 #elif HPMLI_ISA == HPMLI_AVX512
@@ -11707,19 +11712,6 @@ HPMLI_VEC_FN2(HV(interleave_high), HPMLI_PICK(8, 24, 9, 25, 10, 26, 11, 27, 12, 
 #undef HPMLI_PICK
 HPMLI_VEC_FN2(HV(even_quads), _mm512_shuffle_f32x4(a, b, 0x88));
 HPMLI_VEC_FN2(HV(odd_quads), _mm512_shuffle_f32x4(a, b, 0xdd));
-/* Adds all lanes; loads the halves of a from memory, because gcc 12 warns about its own casts to half a register. */
-HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a)
-{
-    float t[16];
-    HV(store)(t, a);
-    return HV(sum_8_lanes)(_mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
-}
-HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a)
-{
-    float t[16];
-    HV(store)(t, a);
-    return HV(max_8_lanes)(_mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
-}
 HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
@@ -11735,10 +11727,6 @@ HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b)
     return _mm512_mask_blend_ps((__mmask16)m, b, a);
 }
 HPMLI_VEC_INLINE __m256i HV(low_halves)(HV(u32) u) { return _mm512_cvtepi32_epi16((__m512i)u); }
-HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
-{
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
-}
 HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b) { return (HV(u32))_mm512_set4_epi64(b, a, b, a); }
 #endif
 
