@@ -4231,13 +4231,7 @@ HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
 /* Computes the product d on the calling thread, number `thread` of the pool, whose packing space is used. */
 HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
 {
-    hpmli_gemm_part part;
-    part.d  = d;
-    part.i0 = 0;
-    part.j0 = 0;
-    part.i1 = d->m;
-    part.j1 = d->n;
-    part.ws = ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+    hpmli_gemm_part part = { d, 0, 0, d->m, 0, d->n, ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS };
     if (d->m > 0 && d->n > 0)
         for (part.batch = 0; part.batch < d->batch; part.batch++) ctx->k->gemm_part(&part);
 }
@@ -12547,9 +12541,10 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
    row of A has a pointer (a0, a3 ..), the others are one or two rows from it. */
 #define HPMLI_TILE_ZERO(nv, r) HV(f32) s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
 #define HPMLI_TILE_A(r)        (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * a_row]
-#define HPMLI_TILE_ROW(nv, r)                                                                                          \
+#define HPMLI_TILE_ROW(nv, r)  HPMLI_TILE_FMA(nv, r, HV(set1)(HPMLI_TILE_A(r)))
+#define HPMLI_TILE_FMA(nv, r, from_a)                                                                                  \
     if (mr > r) {                                                                                                      \
-        HV(f32) x = HV(set1)(HPMLI_TILE_A(r));                                                                         \
+        HV(f32) x = from_a;                                                                                            \
         s##r = HV(fma)(x, b0, s##r);                                                                                   \
         if (nv > 1) t##r = HV(fma)(x, b1, t##r);                                                                       \
         if (nv > 2) u##r = HV(fma)(x, b2, u##r);                                                                       \
@@ -12995,17 +12990,10 @@ HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 // ---------------------------------------------------------------------------------------------------------------------
 /* Where C is small, or a single row, packing and transposing would cost more than the product. If k runs along memory
    in both operands, each element is a dot product of a row of P with one of Q: A and B^T or, swapped, B^T and A.
-   Vectors run along k; HPMLI_DOT_MR x 4 sums, s0 t0 u0 v0 s1 .., share their loads; their lanes are added up last. */
+   Vectors run along k; HPMLI_DOT_MR x 4 sums, s0 t0 u0 v0 s1 .. as in >>gemm, share their loads; their lanes are added
+   up last. */
 #ifndef HPMLI_DOT_ROW
-#define HPMLI_DOT_ZERO(L, r) HV(f32) s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
-#define HPMLI_DOT_ROW(LOAD, r)                                                                                         \
-    if (mr > r) {                                                                                                      \
-        HV(f32) x = LOAD(p + r * p_row);                                                                               \
-        s##r = HV(fma)(x, b0, s##r);                                                                                   \
-        t##r = HV(fma)(x, b1, t##r);                                                                                   \
-        u##r = HV(fma)(x, b2, u##r);                                                                                   \
-        v##r = HV(fma)(x, b3, v##r);                                                                                   \
-    }
+#define HPMLI_DOT_ROW(LOAD, r) HPMLI_TILE_FMA(4, r, LOAD(p + r * p_row))
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
     HV(f32) b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                \
     HPMLI_DOT_ROWS(HPMLI_DOT_ROW, LOAD)
@@ -13027,7 +13015,7 @@ HPMLI_VEC_INLINE void HV(dot)(const int mr, HPMLI_DOT_ARGS)
     const float *q2 = n > 2 ? q1 + q_row : q1;
     const float *q3 = n > 3 ? q2 + q_row : q2;
     int64_t      i  = 0;
-    HPMLI_DOT_ROWS(HPMLI_DOT_ZERO, 0)
+    HPMLI_DOT_ROWS(HPMLI_TILE_ZERO, 4)
     for (; i + HV_LANES <= k; i += HV_LANES) {
         HPMLI_DOT_STEP(HV(load))
         p += HV_LANES, q0 += HV_LANES, q1 += HV_LANES, q2 += HV_LANES, q3 += HV_LANES;
@@ -13112,12 +13100,7 @@ HPMLI_VEC_INLINE void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *pa
     const hpmli_gemm_desc *d = part->d;
     const float *a = d->a + part->batch * d->a_batch, *b = d->b + part->batch * d->b_batch + j;
     float       *c = d->c + part->batch * d->c_batch + j;
-    hpmli_gemm_epilogue e;
-    e.alpha    = d->alpha;
-    e.beta     = d->beta;
-    e.relu     = d->act == 1;
-    e.bias_row = d->bias_m;
-    e.bias_col = d->bias_n;
+    const hpmli_gemm_epilogue e = { d->alpha, d->beta, d->bias_m, d->bias_n, d->act == 1 };
     HPMLI_TIMES_16(HPMLI_ROW_ZERO, nv)
     for (int64_t k = 0; k < d->k; k++, b += d->b_k) {
         HV(f32) x = HV(set1)(a[k * d->a_k]);
@@ -13166,13 +13149,8 @@ HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
 /* Computes row i of C from `count` partial sums of A B over k, `stride` floats apart, which are added up in order. */
 HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride)
 {
-    hpmli_gemm_epilogue e;
+    const hpmli_gemm_epilogue e = { d->alpha, d->beta, d->bias_m ? d->bias_m + i : NULL, d->bias_n, d->act == 1 };
     float *c = d->c + i * d->ldc;
-    e.alpha    = d->alpha;
-    e.beta     = d->beta;
-    e.relu     = d->act == 1;
-    e.bias_row = d->bias_m ? d->bias_m + i : NULL;
-    e.bias_col = d->bias_n;
     for (int64_t j = 0; j < d->n; j += HV_LANES) {
         int64_t n = d->n - j < HV_LANES ? d->n - j : HV_LANES;
         HV(f32) s = HV(load_upto)(sums + i * d->n + j, n);
