@@ -9132,42 +9132,21 @@ HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size) /* true if all of th
     return true;
 }
 #define HPMLI_F32_END 3.4028235677973366e38 /* the smallest double that rounds to an infinite f32 */
-/* Sets big = factor big + add, where big is an integer of `words` 32-bit words, the lowest first. */
-HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t factor, uint32_t add)
+/* Returns the f32 nearest to (the digits from p to end) 10^exponent, by strtof, which rounds exactly and, without a
+   decimal point, equally in all locales. After the 200th, digits matter only by being 0 or not, because the middle of
+   two neighbouring floats has at most 113 digits. */
+HPMLI_FN float hpmli_decimal_exact(const char *p, const char *end, int64_t exponent)
 {
-    uint64_t carry = add;
-    for (int i = 0; i < words; i++) {
-        carry += (uint64_t)big[i] * factor;
-        big[i] = (uint32_t)carry;
-        carry >>= 32;
-    }
-}
-
-/* Returns the sign of (the digits from p to end) 10^exponent - x, computed exactly with big integers. After the 200th,
-   digits matter only by being 0 or not, because the middle of two neighbouring floats has at most 113 digits. */
-HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t exponent, double x)
-{
-    enum { WORDS = 64 };
-    uint32_t big[2][WORDS] = { { 0 } };
-    int      digits = 0, two;
-    bool     more = false;
-    uint64_t mantissa = (uint64_t)ldexp(frexp(x, &two), 53);
-    two -= 53;
+    char text[256]; /* 200 digits, one for all others, the exponent */
+    int  digits = 0;
+    bool more   = false;
     for (; p < end; p++) {
-        if (*p == '.') continue;
-        if (digits >= 200) exponent++, more = more || *p != '0';
-        else hpmli_big_scale(big[0], WORDS, 10, (uint32_t)(*p - '0'));
-        digits += digits > 0 || *p != '0';
+        if (*p == '.' || (digits == 0 && *p == '0')) continue;
+        if (digits < 200) text[digits++] = *p;
+        else exponent++, more = more || *p != '0';
     }
-    big[1][0] = (uint32_t)mantissa;
-    big[1][1] = (uint32_t)(mantissa >> 32);
-    for (; exponent > 0; exponent--) hpmli_big_scale(big[0], WORDS, 10, 0);
-    for (; exponent < 0; exponent++) hpmli_big_scale(big[1], WORDS, 10, 0);
-    for (; two < 0; two++) hpmli_big_scale(big[0], WORDS, 2, 0);
-    for (; two > 0; two--) hpmli_big_scale(big[1], WORDS, 2, 0);
-    for (int i = WORDS - 1; i >= 0; i--)
-        if (big[0][i] != big[1][i]) return big[0][i] > big[1][i] ? 1 : -1;
-    return more;
+    snprintf(text + digits, sizeof text - (size_t)digits, "%de%lld", more, (long long)exponent - 1);
+    return strtof(text, NULL);
 }
 
 HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent) /* w 10^exponent; relative error < 2^-50 if an f32 */
@@ -9222,11 +9201,9 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
     bool   exact = exponent + given == 0 && w < UINT64_C(1) << 53 && !cut;
     float  least = (float)(exact ? d : d - slack * d);
     float  most = (float)(exact ? d : d + slack * d);
-    if (least < most) { /* too near to the middle of two floats to know which one is nearest: compare exactly */
-        double middle = most - most == 0 ? ((double)least + (double)most) / 2 : HPMLI_F32_END;
-        int    side   = hpmli_decimal_compare(start, stop, given - decimals, middle);
-        d = side < 0 ? (double)least : middle;
-        if (side > 0) d = (double)most;
+    if (least < most) { /* too near to the middle of two floats to know which one is nearest */
+        float nearest = hpmli_decimal_exact(start, stop, given - decimals);
+        d = nearest - nearest == 0 ? (double)nearest : HPMLI_F32_END;
     }
     *out = negative ? -d : d;
     return p;
