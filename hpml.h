@@ -4353,6 +4353,54 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
 }
 
+/* A matrix, or a batch of them. The products C = A B and, backward, dA = dC B^T and dB = A^T dC are of the same kind: a
+   transposed matrix is the same memory with rows and columns exchanged, so one function computes all of them. */
+typedef struct hpmli_mat {
+    float  *p;
+    int64_t rows, cols, ld; /* ld: elements from one row to the next; if trans, from one column to the next */
+    int64_t count, apart;   /* number of matrices in a batch; elements from one to the next */
+    bool    trans;          /* stored transposed: columns are contiguous */
+} hpmli_mat;
+HPMLI_FN hpmli_mat hpmli_matrix(float *p, int64_t rows, int64_t cols, int64_t ld)
+{
+    hpmli_mat m = { p, rows, cols, ld, 1, 0, false };
+    return m;
+}
+HPMLI_FN hpmli_mat hpmli_transposed(hpmli_mat m)
+{
+    hpmli_mat t = { m.p, m.cols, m.rows, m.ld, m.count, m.apart, !m.trans };
+    return t;
+}
+
+/* Describes for hpmli_gemm the product c = a b, or c += a b if `accumulate`; for a transposed c it is c^T = b^T a^T. */
+HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
+{
+    hpmli_gemm_desc d = HPMLI_ZEROED;
+    if (c.trans) return hpmli_gemm_of(hpmli_transposed(b), hpmli_transposed(a), hpmli_transposed(c), accumulate);
+    d.m     = c.rows;
+    d.n     = c.cols;
+    d.k     = a.cols;
+    d.alpha = 1;
+    d.beta  = accumulate ? 1.0f : 0.0f;
+    d.batch = c.count;
+    d.a       = a.p;
+    d.a_row   = a.trans ? 1 : a.ld;
+    d.a_k     = a.trans ? a.ld : 1;
+    d.a_batch = a.apart;
+    d.b       = b.p;
+    d.b_k     = b.trans ? 1 : b.ld;
+    d.b_col   = b.trans ? b.ld : 1;
+    d.b_batch = b.apart;
+    d.c = c.p, d.ldc = c.ld, d.c_batch = c.apart;
+    return d;
+}
+
+HPMLI_FN void hpmli_product(hpml_ctx *ctx, hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
+{
+    hpmli_gemm_desc d = hpmli_gemm_of(a, b, c, accumulate);
+    hpmli_gemm(ctx, &d);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4454,24 +4502,15 @@ HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_
         return hpmli_fail(ctx, HPML_ERR_DTYPE, "gemm: A is %s and B is %s, expected f32, bf16 or f16",
                           hpml_dtype_name(type_a), hpml_dtype_name(type_b));
     if (m == 0 || n == 0) return HPML_OK;
-    memset(&j, 0, sizeof j);
+    hpmli_mat A = { (float *)(uintptr_t)a, m, k, lda, 1, 0, trans_a };
+    hpmli_mat B = { (float *)(uintptr_t)b, k, n, ldb, 1, 0, trans_b };
     j.ctx     = ctx;
-    j.type[0] = type_a;
-    j.type[1] = type_b;
-    j.d.m     = m;
-    j.d.n     = n;
+    j.d       = hpmli_gemm_of(A, B, hpmli_matrix(c, m, n, ldc), false);
     j.d.k     = alpha == 0 ? 0 : k;
     j.d.alpha = alpha;
     j.d.beta  = beta;
-    j.d.batch = 1;
-    j.d.a     = (const float *)a;
-    j.d.a_row = trans_a ? 1 : lda;
-    j.d.a_k   = trans_a ? lda : 1;
-    j.d.b     = (const float *)b;
-    j.d.b_k   = trans_b ? 1 : ldb;
-    j.d.b_col = trans_b ? ldb : 1;
-    j.d.c     = c;
-    j.d.ldc   = ldc;
+    j.type[0] = type_a;
+    j.type[1] = type_b;
     if (all_f32 || j.d.k == 0) hpmli_gemm(ctx, &j.d);
     else hpmli_mixed_run(&j);
     return HPML_OK;
@@ -4498,10 +4537,9 @@ HPMLI_FN const float *hpmli_unit_stride(float *space, const float *x, int64_t in
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
                                 int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
 {
-    hpmli_gemm_desc d;
-    int64_t         rows = trans_a ? n : m; /* elements of y */
-    int64_t         k    = trans_a ? m : n; /* elements of x */
-    float          *to = y;
+    int64_t rows = trans_a ? n : m; /* elements of y */
+    int64_t k    = trans_a ? m : n; /* elements of x */
+    float  *to   = y;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (m < 0 || n < 0 || lda < n || inc_x < 1 || inc_y < 1 ||
         (rows > 0 && (!y || (k > 0 && alpha != 0 && (!a || !x)))))
@@ -4516,31 +4554,14 @@ HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t 
         to = ctx->gemm_ws + HPMLI_VECTOR;
         if (beta != 0) hpmli_unit_stride(to, y, inc_y, rows);
     }
-    memset(&d, 0, sizeof d);
-    d.m     = rows;
-    d.n     = 1;
-    d.k     = k;
-    d.batch = 1;
+    hpmli_mat A = { (float *)(uintptr_t)a, rows, k, lda, 1, 0, trans_a };
+    hpmli_mat X = { (float *)(uintptr_t)x, k, 1, inc_x, 1, 0, false }, Y = hpmli_matrix(to, rows, 1, inc_y);
+    if (trans_a && inc_x == 1) X = hpmli_transposed(hpmli_matrix(X.p, 1, k, k));
+    if (to != y) Y.ld = 1;
+    if (trans_a && Y.ld == 1) Y = hpmli_transposed(hpmli_matrix(to, 1, rows, rows));
+    hpmli_gemm_desc d = hpmli_gemm_of(A, X, Y, false);
     d.alpha = alpha;
     d.beta  = beta;
-    d.a     = a;
-    d.a_row = trans_a ? 1 : lda;
-    d.a_k   = trans_a ? lda : 1;
-    d.b     = x;
-    d.b_k   = inc_x;
-    d.b_col = 1;
-    d.c     = to;
-    d.ldc   = to == y ? inc_y : 1;
-    if (trans_a && d.ldc == 1) {
-        d.m     = 1;
-        d.n     = rows;
-        d.ldc   = rows;
-        d.a     = x;
-        d.a_row = inc_x == 1 ? k : 1;
-        d.a_k   = inc_x;
-        d.b     = a;
-        d.b_k   = lda;
-    }
     hpmli_gemm(ctx, &d);
     for (int64_t i = 0; i < rows && to != y; i++) y[i * inc_y] = to[i];
     return HPML_OK;
@@ -4845,25 +4866,6 @@ HPMLI_WORK_OP(activation, 0,
 // >>matmul   matrix products and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The products C = A B and, backward, dA = dC B^T and dB = A^T dC are of the same kind: a transposed matrix is the same
-   memory with rows and columns exchanged, so one function computes all of them. */
-typedef struct hpmli_mat {
-    float  *p;
-    int64_t rows, cols, ld; /* ld: elements from one row to the next; if trans, from one column to the next */
-    int64_t count, apart;   /* number of matrices in a batch; elements from one to the next */
-    bool    trans;          /* stored transposed: columns are contiguous */
-} hpmli_mat;
-HPMLI_FN hpmli_mat hpmli_matrix(float *p, int64_t rows, int64_t cols, int64_t ld)
-{
-    hpmli_mat m = { p, rows, cols, ld, 1, 0, false };
-    return m;
-}
-HPMLI_FN hpmli_mat hpmli_transposed(hpmli_mat m)
-{
-    hpmli_mat t = { m.p, m.cols, m.rows, m.ld, m.count, m.apart, !m.trans };
-    return t;
-}
-
 /* Returns the values of t, or if `grad` its gradient, as one matrix whose rows run along the last dimension. */
 HPMLI_FN hpmli_mat hpmli_mat_of(const hpml_tensor *t, bool grad)
 {
@@ -4877,35 +4879,6 @@ HPMLI_FN hpmli_mat hpmli_grads(const hpml_tensor *t) { return hpmli_mat_of(t, tr
 HPMLI_FN hpmli_mat hpmli_mat_at(hpmli_mat m, int64_t row, int64_t rows, int64_t col, int64_t cols)
 {
     return hpmli_matrix(m.p + row * m.ld + col, rows, cols, m.ld);
-}
-
-/* Describes for hpmli_gemm the product c = a b, or c += a b if `accumulate`; for a transposed c it is c^T = b^T a^T. */
-HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
-{
-    hpmli_gemm_desc d = HPMLI_ZEROED;
-    if (c.trans) return hpmli_gemm_of(hpmli_transposed(b), hpmli_transposed(a), hpmli_transposed(c), accumulate);
-    d.m     = c.rows;
-    d.n     = c.cols;
-    d.k     = a.cols;
-    d.alpha = 1;
-    d.beta  = accumulate ? 1.0f : 0.0f;
-    d.batch = c.count;
-    d.a       = a.p;
-    d.a_row   = a.trans ? 1 : a.ld;
-    d.a_k     = a.trans ? a.ld : 1;
-    d.a_batch = a.apart;
-    d.b       = b.p;
-    d.b_k     = b.trans ? 1 : b.ld;
-    d.b_col   = b.trans ? b.ld : 1;
-    d.b_batch = b.apart;
-    d.c = c.p, d.ldc = c.ld, d.c_batch = c.apart;
-    return d;
-}
-
-HPMLI_FN void hpmli_product(hpml_ctx *ctx, hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
-{
-    hpmli_gemm_desc d = hpmli_gemm_of(a, b, c, accumulate);
-    hpmli_gemm(ctx, &d);
 }
 
 HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b)
