@@ -5860,119 +5860,85 @@ HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
     }
 }
 
-/* Computes the maximum of each window of one plane (a channel of an image); backward adds dy at the saved positions. */
-HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
+/* Computes maxima or averages of the windows of one plane (a channel of an image). Backward adds dy at the saved
+   positions of the maxima, or spreads dy evenly over the window. */
+HPMLI_FN void hpmli_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
 {
-    const hpml_node   *n = w->n;
-    const hpml_tensor *x = n->src[0], *y = n->out;
-    const int32_t     *kernel = n->attr.conv.kernel;
-    int64_t  H = x->shape[2], W = x->shape[3], OW = y->shape[3], size = y->shape[2] * OW, r0, r1, c0, c1;
-    int64_t  from = plane * H * W, to = plane * size;
-    int32_t *at   = (int32_t *)n->saved + to;
-    bool halves = kernel[0] == 2 && kernel[1] == 2 && n->attr.conv.stride[0] == 2 && n->attr.conv.padding[0] == 0;
-    if (w->back && !n->accumulate[0] && (!halves || H % 2 || W % 2))
-        memset(x->grad + from, 0, (size_t)(H * W) * sizeof(float));
+    const hpml_node *n = w->n;
+    const int32_t   *kernel = n->attr.conv.kernel;
+    bool     max = n->op == HPML_OP_MAX_POOL2D;
+    int64_t  H = n->src[0]->shape[2], W = n->src[0]->shape[3], r0, r1, c0, c1;
+    int64_t  OW = n->out->shape[3], size = n->out->shape[2] * OW;
+    int32_t *at = max ? (int32_t *)n->saved + plane * size : NULL; /* where each maximum is */
+    float   *x  = (w->back ? n->src[0]->grad : n->src[0]->data) + plane * H * W;
+    float   *y  = (w->back ? n->out->grad : n->out->data) + plane * size;
+    bool     halves = max && kernel[0] == 2 && kernel[1] == 2 && n->attr.conv.stride[0] == 2;
+    halves = halves && n->attr.conv.padding[0] == 0;
+    if (w->back && !n->accumulate[0] && (!halves || H % 2 || W % 2)) memset(x, 0, (size_t)(H * W) * sizeof(float));
     if (halves) hpmli_max_pool_2x2(w, plane);
     for (int64_t o = 0; !halves && o < size; o++) {
-        if (w->back) {
-            x->grad[from + at[o]] += y->grad[to + o];
+        double sum = 0;
+        if (max && w->back) {
+            x[at[o]] += y[o];
             continue;
         }
         hpmli_window(n, 0, o / OW, &r0, &r1);
         hpmli_window(n, 1, o % OW, &c0, &c1);
-        int64_t best = r0 * W + c0;
+        int64_t best  = r0 * W + c0;
+        float   share = max ? 0 : 1 / (float)((r1 - r0) * (c1 - c0));
         for (int64_t r = r0; r < r1; r++)
-            for (int64_t c = c0; c < c1; c++)
-                if (HPMLI_MAX_OR_NAN(x->data[from + r * W + c], x->data[from + best])) best = r * W + c;
-        y->data[to + o] = x->data[from + best];
-        at[o] = (int32_t)best;
+            if (w->back) w->k->vscale_add(x + r * W + c0, x + r * W + c0, 1, share * y[o], c1 - c0);
+            else if (!max) sum += (double)w->k->vsum(x + r * W + c0, c1 - c0);
+            else
+                for (int64_t c = c0; c < c1; c++)
+                    if (HPMLI_MAX_OR_NAN(x[r * W + c], x[best])) best = r * W + c;
+        if (max) at[o] = (int32_t)best;
+        if (!w->back) y[o] = max ? x[best] : (float)sum * share;
     }
 }
 
-/* Computes the average of each window of a plane (channel of an image); backward spreads dy evenly over the window. */
-HPMLI_FN void hpmli_avg_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
-{
-    const hpml_node *n = w->n;
-    int64_t      W = n->src[0]->shape[3], pixels = n->src[0]->shape[2] * W, r0, r1, c0, c1;
-    int64_t      OW = n->out->shape[3], size = n->out->shape[2] * OW;
-    const float *x  = n->src[0]->data + plane * pixels;
-    float       *dx = w->back ? n->src[0]->grad + plane * pixels : NULL;
-    float       *y  = (w->back ? n->out->grad : n->out->data) + plane * size;
-    if (dx && !n->accumulate[0]) memset(dx, 0, (size_t)pixels * sizeof(float));
-    for (int64_t o = 0; o < size; o++) {
-        double sum = 0;
-        hpmli_window(n, 0, o / OW, &r0, &r1);
-        hpmli_window(n, 1, o % OW, &c0, &c1);
-        float share = 1 / (float)((r1 - r0) * (c1 - c0));
-        for (int64_t r = r0; r < r1; r++) {
-            if (dx) w->k->vscale_add(dx + r * W + c0, dx + r * W + c0, 1, share * y[o], c1 - c0);
-            else sum += (double)w->k->vsum(x + r * W + c0, c1 - c0);
-        }
-        if (!dx) y[o] = (float)sum * share;
-    }
-}
-
-/* Max-pools one NHWC image, all channels of a window together; at: for each maximum the index of its pixel. */
-HPMLI_FN void hpmli_max_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
+/* Pools one NHWC image, all channels of a window together; at: for each maximum the index of its pixel. */
+HPMLI_FN void hpmli_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
 {
     const hpml_node   *n = w->n;
     const hpml_tensor *x = n->src[0], *y = n->out;
+    bool     max = n->op == HPML_OP_MAX_POOL2D;
     int64_t  C = x->shape[3], W = x->shape[2], pixels = x->shape[1] * W, size = y->shape[1] * y->shape[2];
     int64_t  r0, r1, c0, c1;
-    int32_t *at   = (int32_t *)n->saved + image * size * C;
+    int32_t *at   = max ? (int32_t *)n->saved + image * size * C : NULL;
     float   *from = (w->back ? x->grad : x->data) + image * pixels * C;
     float   *to   = (w->back ? y->grad : y->data) + image * size * C;
     if (w->back && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
-    for (int64_t o = 0; o < size; o++, at += C, to += C) {
-        for (int64_t c = 0; w->back && c < C; c++) from[at[c] * C + c] += to[c];
-        if (w->back) continue;
+    for (int64_t o = 0; o < size; o++, at += max ? C : 0, to += C) {
+        for (int64_t c = 0; max && w->back && c < C; c++) from[at[c] * C + c] += to[c];
+        if (max && w->back) continue;
         hpmli_window(n, 0, o / y->shape[2], &r0, &r1);
         hpmli_window(n, 1, o % y->shape[2], &c0, &c1);
-        for (int64_t c = 0; c < C; c++) at[c] = (int32_t)(r0 * W + c0);
-        memcpy(to, from + (r0 * W + c0) * C, (size_t)C * sizeof(float));
-        for (int64_t r = r0; r < r1; r++)
-            for (int64_t p = r * W + c0; p < r * W + c1; p++)
+        float share = max ? 0 : 1 / (float)((r1 - r0) * (c1 - c0));
+        for (int64_t c = 0; max && c < C; c++) at[c] = (int32_t)(r0 * W + c0);
+        if (max) memcpy(to, from + (r0 * W + c0) * C, (size_t)C * sizeof(float));
+        for (int64_t r = r0; r < r1; r++) {
+            if (!max && !w->back) w->k->vsum_rows(to, from + (r * W + c0) * C, c1 - c0, C, r > r0);
+            for (int64_t p = r * W + c0; w->back && p < r * W + c1; p++) w->k->vaxpby(from + p * C, share, to, 1, C);
+            for (int64_t p = r * W + c0; max && p < r * W + c1; p++)
                 for (int64_t c = 0; c < C; c++) {
                     bool won = HPMLI_MAX_OR_NAN(from[p * C + c], to[c]);
                     at[c] = won ? (int32_t)p : at[c];
                     to[c] = won ? from[p * C + c] : to[c];
                 }
-    }
-}
-
-HPMLI_FN void hpmli_avg_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
-{
-    const hpml_node   *n = w->n;
-    const hpml_tensor *x = n->src[0], *y = n->out;
-    int64_t C = x->shape[3], W = x->shape[2], pixels = x->shape[1] * W, size = y->shape[1] * y->shape[2];
-    int64_t r0, r1, c0, c1;
-    float  *from = (w->back ? x->grad : x->data) + image * pixels * C;
-    float  *to   = (w->back ? y->grad : y->data) + image * size * C;
-    if (w->back && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
-    for (int64_t o = 0; o < size; o++, to += C) {
-        hpmli_window(n, 0, o / y->shape[2], &r0, &r1);
-        hpmli_window(n, 1, o % y->shape[2], &c0, &c1);
-        float share = 1 / (float)((r1 - r0) * (c1 - c0));
-        for (int64_t r = r0; r < r1; r++) {
-            if (!w->back) w->k->vsum_rows(to, from + (r * W + c0) * C, c1 - c0, C, r > r0);
-            for (int64_t p = r * W + c0; w->back && p < r * W + c1; p++) w->k->vaxpby(from + p * C, share, to, 1, C);
         }
-        if (!w->back) w->k->vscale_add(to, to, share, 0, C);
+        if (!max && !w->back) w->k->vscale_add(to, to, share, 0, C);
     }
 }
 
-HPMLI_FN void hpmli_pooling_run(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *plane,
-                                hpmli_work_fn *image)
+HPMLI_FN void hpmli_pooling(const hpml_run *run, hpml_node *n, bool back)
 {
     bool nhwc = n->out->layout == HPML_NHWC;
-    hpmli_for_each_parallel(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1, nhwc ? image : plane);
+    hpmli_for_each_parallel(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1,
+                            nhwc ? hpmli_pool_image : hpmli_pool_plane);
 }
-HPMLI_OP(max_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
-         hpmli_pooling_run(run, n, false, hpmli_max_pool_plane, hpmli_max_pool_image),
-         hpmli_pooling_run(run, n, true, hpmli_max_pool_plane, hpmli_max_pool_image));
-HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
-         hpmli_pooling_run(run, n, false, hpmli_avg_pool_plane, hpmli_avg_pool_image),
-         hpmli_pooling_run(run, n, true, hpmli_avg_pool_plane, hpmli_avg_pool_image));
+HPMLI_OP(max_pool2d, 0, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
+HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
