@@ -11541,7 +11541,6 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* rounds to the near
     static inline float HV(name)(HV(f32) a)
 HPMLI_FOLD(sum_lanes, add);
 HPMLI_FOLD(max_lane, max);
-#undef HPMLI_FOLD
 HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
 {
     __m128i bytes = _mm_setzero_si128();
@@ -11561,7 +11560,6 @@ HPMLI_VEC_FN1(HV(round), _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROU
 #define HPMLI_SWAP_MIDDLE(x) _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)) /* quarters 0 2 1 3 */
 HPMLI_VEC_FN2(HV(even_lanes), HPMLI_SWAP_MIDDLE(_mm256_shuffle_ps(a, b, 0x88)));
 HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_SWAP_MIDDLE(_mm256_shuffle_ps(a, b, 0xdd)));
-#undef HPMLI_SWAP_MIDDLE
 HPMLI_VEC_FN2(HV(interleave_low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20));
 HPMLI_VEC_FN2(HV(interleave_high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31));
 HPMLI_VEC_FN2(HV(even_quads), _mm256_permute2f128_ps(a, b, 0x20)); /* quads (four lanes) 0, 2 .. of a, of b */
@@ -11603,7 +11601,6 @@ HPMLI_VEC_FN2(HV(even_lanes), HPMLI_PICK(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 
 HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_PICK(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
 HPMLI_VEC_FN2(HV(interleave_low), HPMLI_PICK(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
 HPMLI_VEC_FN2(HV(interleave_high), HPMLI_PICK(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
-#undef HPMLI_PICK
 HPMLI_VEC_FN2(HV(even_quads), _mm512_shuffle_f32x4(a, b, 0x88));
 HPMLI_VEC_FN2(HV(odd_quads), _mm512_shuffle_f32x4(a, b, 0xdd));
 HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
@@ -11840,7 +11837,6 @@ HPMLI_LOAD_STORE_UPTO(bf16, uint16_t);
 HPMLI_LOAD_STORE_UPTO(f16, uint16_t);
 HPMLI_LOAD_STORE_UPTO(i32, int32_t);
 HPMLI_LOAD_STORE_UPTO(u8, uint8_t);
-#undef HPMLI_LOAD_STORE_UPTO
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vmath   exp, log, tanh, erf and the activations
@@ -12000,7 +11996,6 @@ HPMLI_ELEMENTWISE(add, +);
 HPMLI_ELEMENTWISE(sub, -);
 HPMLI_ELEMENTWISE(mul, *);
 HPMLI_ELEMENTWISE(div, /);
-#undef HPMLI_ELEMENTWISE
 HPMLI_KERNEL void HV(vfill)(float *y, float value, int64_t n) { HV_LOOP(n) HV(store_upto)(y + i, HV(set1)(value), c); }
 HPMLI_KERNEL void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n) /* y = a x + b y; b 0: y not read */
 {
@@ -12064,7 +12059,6 @@ HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const
 HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(load_upto)(x + at, c));
 HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n),
              HV(fma)(HV(load_upto)(a + at, c), HV(load_upto)(b + at, c), sum));
-#undef HPMLI_REDUCE
 
 #define HPMLI_REDUCE_WIDE(name, params, block_sum)                                                                     \
     HPMLI_KERNEL double HV(name) params                                                                                \
@@ -12079,7 +12073,6 @@ HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n),
     static double HV(name) params
 HPMLI_REDUCE_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c));
 HPMLI_REDUCE_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c));
-#undef HPMLI_REDUCE_WIDE
 /* Adds the sum of weights w to sums[0] and that of w d to sums[1], where d = x - centre. Not `weighted`: w = d; for a
    centre near the mean, sums[1] gets the sum of squared deviations, sums[0] n times the mean's distance from it. */
 HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const float *w, const float *x, float centre,
@@ -13323,8 +13316,6 @@ HPMLI_KERNEL void HV(onebit_carry)(float *e, float low, float high, int64_t n)
     static void HV(name)(float *out, const uint8_t *bits, float low, float high, int64_t n)
 HPMLI_ONEBIT_DECODE(onebit_decode, v);
 HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(load_upto)(y, c) + v);
-#undef HPMLI_ONEBIT_DECODE
-#undef HPMLI_ONEBIT_V
 
 /* Packs g + e as bf16 and stores the rounding error in the residual e, or NULL. Returns false for a NaN, an infinity,
    or a float that rounds to infinity: 0 * error is NaN then, and stays NaN in the sum. */
