@@ -10522,17 +10522,25 @@ HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char
     return m ? m->value : NULL;
 }
 
+/* Appends s as the inside of a JSON string; bytes that are not UTF-8 become U+FFFD. */
+HPMLI_FN void hpmli_write_escaped(hpmli_writer *w, const char *s)
+{
+    char code[8];
+    for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
+        n = hpmli_utf8(s, left);
+        bool plain = n > 0 && *s != '"' && *s != '\\' && (unsigned char)*s >= 32;
+        if (plain) hpmli_write(w, s, n);
+        else hpmli_write(w, code, (size_t)snprintf(code, sizeof code, "\\u%04x", n > 0 ? (unsigned)*s : 0xfffdu));
+        if (n == 0) n = 1;
+    }
+}
+
 /* Appends the text `before`, then the string s, quoted and escaped for JSON. */
 HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *s)
 {
-    char code[8];
     hpmli_write(w, before, strlen(before));
     hpmli_write(w, "\"", 1);
-    for (; *s; s++) {
-        if (*s == '"' || *s == '\\') hpmli_write(w, "\\", 1);
-        if ((unsigned char)*s >= 32) hpmli_write(w, s, 1);
-        else hpmli_write(w, code, (size_t)snprintf(code, sizeof code, "\\u%04x", (unsigned)*s));
-    }
+    hpmli_write_escaped(w, s);
     hpmli_write(w, "\"", 1);
 }
 
@@ -11054,19 +11062,6 @@ HPML_API void hpml_trace_shift(hpml_ctx *ctx, double seconds)
     if (ctx && ctx->trace) ctx->trace->d.origin += seconds;
 }
 
-/* Writes s as the inside of a JSON string; bytes that are not UTF-8 become U+FFFD. */
-HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
-{
-    for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
-        n = hpmli_utf8(s, left);
-        if (n == 0) {
-            n = 1;
-            fprintf(w->f, "\\ufffd");
-        } else if (*s == '"' || *s == '\\' || (unsigned char)*s < 32) fprintf(w->f, "\\u%04x", (unsigned)*s);
-        else hpmli_write(w, s, n);
-    }
-}
-
 /* Writes `before` and a time in microseconds, without %f or %g, because some locales have a decimal comma for them. */
 HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double seconds)
 {
@@ -11091,10 +11086,10 @@ HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
     }
     if (e->first) {
         fprintf(w->f, "%s\"tensors\":\"", comma);
-        hpmli_trace_text(w, e->first);
+        hpmli_write_escaped(w, e->first);
         if (e->last && e->last != e->first) {
             fprintf(w->f, " .. ");
-            hpmli_trace_text(w, e->last);
+            hpmli_write_escaped(w, e->last);
         }
         fprintf(w->f, "\"");
         comma = ",";
@@ -11109,7 +11104,7 @@ HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int 
     static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* indexed by hpml_trace_kind */
     bool                     spans    = e->kind == HPML_TRACE_SPAN || e->kind == HPML_TRACE_STEP;
     fprintf(w->f, ",\n{\"name\":\"");
-    hpmli_trace_text(w, e->name);
+    hpmli_write_escaped(w, e->name);
     if (e->kind == HPML_TRACE_STEP) fprintf(w->f, " %lld", (long long)e->number);
     fprintf(w->f, "\",\"ph\":\"%s\",\"pid\":%d,\"tid\":%d", phases[e->kind], rank, e->lane);
     hpmli_trace_time_at(w, ",\"ts\":", e->start - origin);
@@ -11120,7 +11115,7 @@ HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int 
                 e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* the arrow ends at the enclosing span */
     if (e->kind == HPML_TRACE_COUNTER) {
         fprintf(w->f, ",\"args\":{\"");
-        hpmli_trace_text(w, e->name);
+        hpmli_write_escaped(w, e->name);
         fprintf(w->f, "\":");
         hpmli_trace_value(w, e->value);
         fprintf(w->f, "}");
