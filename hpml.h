@@ -4203,13 +4203,14 @@ typedef struct hpmli_gemm_job {
     hpml_ctx              *ctx;
     const hpmli_gemm_desc *d;
     int64_t                rows, cols; /* numbers of rectangles down and across C */
+    int64_t                pieces;     /* a product that is cut along k: number of pieces */
+    float                 *sums;       /* (pieces, m, n) one partial C for each piece */
 } hpmli_gemm_job;
 
-/* Returns the first index of part t when indices 0 .. length - 1 are cut into `pieces` parts at multiples of `unit`. */
-HPMLI_FN int64_t hpmli_piece_start(int64_t length, int64_t pieces, int64_t t, int64_t unit)
+/* Returns the first index of part t when indices 0 .. length - 1 are cut into `pieces` parts at multiples of 32. */
+HPMLI_FN int64_t hpmli_piece_start(int64_t length, int64_t pieces, int64_t t)
 {
-    int64_t units = (length + unit - 1) / unit, start = units * t / pieces * unit;
-    return start < length ? start : length;
+    return hpmli_min((length + 31) / 32 * t / pieces * 32, length);
 }
 
 HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
@@ -4220,10 +4221,10 @@ HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
     hpmli_gemm_part       part;
     part.d     = job->d;
     part.batch = task / (job->rows * job->cols);
-    part.i0    = hpmli_piece_start(job->d->m, job->rows, r, 1);
-    part.i1    = hpmli_piece_start(job->d->m, job->rows, r + 1, 1);
-    part.j0    = hpmli_piece_start(job->d->n, job->cols, c, 32);
-    part.j1    = hpmli_piece_start(job->d->n, job->cols, c + 1, 32);
+    part.i0    = job->d->m * r / job->rows;
+    part.i1    = job->d->m * (r + 1) / job->rows;
+    part.j0    = hpmli_piece_start(job->d->n, job->cols, c);
+    part.j1    = hpmli_piece_start(job->d->n, job->cols, c + 1);
     part.ws    = job->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
     if (part.i0 < part.i1 && part.j0 < part.j1) job->ctx->k->gemm_part(&part);
 }
@@ -4237,15 +4238,8 @@ HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc
 }
 
 /* A product with a small C and a long k, the summed dimension (as for gradients of convolution weights), is cut along
-   k. The shape alone decides the pieces, and their sums are added in order, so that threads do not change the bits. */
-typedef struct hpmli_gemm_split {
-    hpml_ctx              *ctx;
-    const hpmli_gemm_desc *d;
-    int64_t                pieces;
-    float                 *sums; /* (pieces, m, n) one partial C for each piece */
-} hpmli_gemm_split;
-
-/* Returns into how many pieces, 1 to 64, the summed dimension k of product d is cut; 1 for a batch or a large C. */
+   k. The shape alone decides the pieces, and their sums are added in order, so that threads do not change the bits.
+   Returns the number of pieces, 1 to 64; 1 for a batch or a large C. */
 HPMLI_FN int64_t hpmli_gemm_pieces(const hpmli_gemm_desc *d)
 {
     int64_t pieces = d->k / 2048;
@@ -4256,20 +4250,20 @@ HPMLI_FN int64_t hpmli_gemm_pieces(const hpmli_gemm_desc *d)
 
 HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
 {
-    const hpmli_gemm_split *s  = (const hpmli_gemm_split *)arg;
-    int64_t                 p0 = task * s->d->k / s->pieces, p1 = (task + 1) * s->d->k / s->pieces;
-    hpmli_gemm_desc         d  = *s->d;
+    const hpmli_gemm_job *job = (const hpmli_gemm_job *)arg;
+    int64_t               p0  = task * job->d->k / job->pieces, p1 = (task + 1) * job->d->k / job->pieces;
+    hpmli_gemm_desc       d   = *job->d;
     d.k = p1 - p0;
     d.a += p0 * d.a_k;
     d.b += p0 * d.b_k;
-    d.c      = s->sums + task * d.m * d.n;
+    d.c      = job->sums + task * d.m * d.n;
     d.ldc    = d.n;
     d.alpha  = 1;
     d.beta   = 0;
     d.bias_n = NULL;
     d.bias_m = NULL;
     d.act    = 0;
-    hpmli_gemm_serial(s->ctx, thread, &d);
+    hpmli_gemm_serial(job->ctx, thread, &d);
 }
 
 #ifdef HPML_USE_CBLAS
@@ -4299,13 +4293,11 @@ HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 }
 #endif
 
-/* Sets job->rows and job->cols, the numbers of rectangles down and across C, for `want` threads: cuts the longer side
+/* Raises job->rows and job->cols, the numbers of rectangles down and across C, for `want` threads: cuts the longer side
    of a rectangle until there is a rectangle for each thread, or they are small. */
 HPMLI_FN void hpmli_gemm_cut(hpmli_gemm_job *job, int64_t want)
 {
     const hpmli_gemm_desc *d = job->d;
-    job->rows = 1;
-    job->cols = 1;
     while (job->rows * job->cols * d->batch < want) {
         int64_t height = d->m / job->rows, width = d->n / job->cols;
         /* prefer to cut rows of C if A is stored by columns, far apart: each column of rectangles copies all of A */
@@ -4321,30 +4313,23 @@ HPMLI_FN void hpmli_gemm_cut(hpmli_gemm_job *job, int64_t want)
 /* Computes the product d, or the batch of products, on all threads of the context; on one thread if it is small. */
 HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
-    hpmli_gemm_job   job;
-    hpmli_gemm_split split;
-    double           elements = (double)d->m * (double)d->n * (double)d->batch;
+    double  elements = (double)d->m * (double)d->n * (double)d->batch;
     /* threads: 1 for a product that takes less time than waking other threads and moving C between caches */
-    int64_t          want = elements * (double)d->k < 250e3 + 4 * fmin(elements, 65536) ? 1 : ctx->threads;
+    int64_t want = elements * (double)d->k < 250e3 + 4 * fmin(elements, 65536) ? 1 : ctx->threads;
     if (d->m < 1 || d->n < 1 || d->batch < 1) return;
 #ifdef HPML_USE_CBLAS
     if (hpmli_gemm_cblas(ctx, d)) return;
 #endif
-    split.pieces = hpmli_gemm_pieces(d);
-    if (split.pieces > 1) {
-        split.ctx  = ctx;
-        split.d    = d;
-        split.sums = ctx->gemm_ws + HPMLI_GEMM_WS - HPMLI_GEMM_SUMS;
-        hpmli_parallel(ctx, split.pieces, hpmli_gemm_split_task, &split);
-        for (int64_t i = 0; i < d->m; i++) ctx->k->gemm_sum(d, i, split.sums, split.pieces, d->m * d->n);
+    hpmli_gemm_job job = { ctx, d, 1, 1, hpmli_gemm_pieces(d), ctx->gemm_ws + HPMLI_GEMM_WS - HPMLI_GEMM_SUMS };
+    if (job.pieces > 1) {
+        hpmli_parallel(ctx, job.pieces, hpmli_gemm_split_task, &job);
+        for (int64_t i = 0; i < d->m; i++) ctx->k->gemm_sum(d, i, job.sums, job.pieces, d->m * d->n);
         return;
     }
     if (want == 1) {
         hpmli_gemm_serial(ctx, 0, d);
         return;
     }
-    job.ctx = ctx;
-    job.d   = d;
     hpmli_gemm_cut(&job, want);
     /* Rectangles of more than 8e6 multiply-adds are cut into up to four, so that a slow core can take fewer of them:
        along the columns of C, so that no part of B is packed twice. */
