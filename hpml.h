@@ -11942,7 +11942,6 @@ HPMLI_KERNEL void HV(act_forward)(hpml_act act, float slope, float *to, const fl
     }
 }
 
-/* Computes dx = dy f'(x), added to dx when `accumulate`. xs: x, ys: f(x); NULL where f' does not read that array. */
 HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs,
                                    const float *ys, int64_t n, int accumulate)
 {
@@ -11988,15 +11987,14 @@ HPMLI_KERNEL void HV(vscale_add)(float *y, const float *x, float a, float b, int
     HV(f32) va = HV(set1)(a), vb = HV(set1)(b);
     HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c), vb), c);
 }
-/* Computes y = a (x - centre) + b, or with relu the larger of that and 0. The centre is subtracted first, because the
-   rounding errors of a x and of a centre are in proportion to the centre, and their difference would keep them. */
+/* The centre is subtracted first, because the rounding errors of a x and of a centre are in proportion to the centre,
+   and their difference would keep them. */
 HPMLI_KERNEL void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
 {
     HV(f32) va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
     if (relu) HV_LOOP(n) HV(store_upto)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(load_upto)(x + i, c) - vc, vb)), c);
     else HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c) - vc, vb), c);
 }
-/* Computes y = a x + b (z - centre) + constant, added to y when `accumulate`. */
 HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
                             int64_t n, int accumulate)
 {
@@ -12104,7 +12102,6 @@ HPMLI_KERNEL float HV(vamax)(const float *x, int64_t n) /* returns the largest |
     }
     return HV(sum_lanes)(nan) == 0 ? HV(max_lane)(m) : NAN;
 }
-/* Computes y = exp(x - shift), the inner loop of softmax, and returns the sum of y. */
 HPMLI_KERNEL float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n)
 {
     HV(f32) s = HV(zero)(), vs = HV(set1)(shift);
@@ -12115,8 +12112,7 @@ HPMLI_KERNEL float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n
     }
     return HV(sum_lanes)(s);
 }
-/* Computes out[j] = sum over r of x[r][j], x: (rows, cols), added to out when `accumulate`. Each 64 rows are summed by
-   themselves, which keeps the rounding error small. */
+/* Each 64 rows are summed by themselves, which keeps the rounding error small. */
 HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
 {
     HV_LOOP(cols) {
@@ -12310,9 +12306,8 @@ HPMLI_KERNEL void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_
     }
 }
 
-/* Returns the CRC-32C (Castagnoli's polynomial, as in iSCSI) of some bytes followed by n more at `bytes`, where crc is
-   the CRC of the former, 0 for none. Where the CPU has no instruction for it, eight bytes at a time are looked up in
-   tables (Kounavis and Berry 2005), which are made on the stack for n >= 1,024. */
+/* CRC-32C has Castagnoli's polynomial, as in iSCSI. Where the CPU has no instruction for it, eight bytes at a time are
+   looked up in tables (Kounavis and Berry 2005), which are made on the stack for n >= 1,024. */
 HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 {
     const unsigned char *p = (const unsigned char *)bytes;
@@ -13004,7 +12999,6 @@ HPMLI_KERNEL void HV(gemm_row)(const hpmli_gemm_part *part)
     }
 }
 
-/* Computes one rectangle of C, `part`, by the method that suits the shape of the product. */
 HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -13019,7 +13013,6 @@ HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
     }
 }
 
-/* Computes row i of C from `count` partial sums of A B over k, `stride` floats apart, which are added up in order. */
 HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride)
 {
     const hpmli_gemm_epilogue e = { d->alpha, d->beta, d->bias_m ? d->bias_m + i : NULL, d->bias_n, d->act == 1 };
@@ -13162,7 +13155,6 @@ HPMLI_VEC_INLINE void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64
         HV(store)(x + i + HPMLI_PHILOX_CHUNK / 2, b);
     }
 }
-/* Writes numbers first .. first + n - 1 of a stream to out: (n), floats or words as `kind` says, chunk by chunk. */
 HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
 {
     uint32_t w[HPMLI_PHILOX_CHUNK];
@@ -13223,8 +13215,7 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
     return bits & valid;
 }
 
-/* Pass 1 of 1-bit SGD: adds g to the residual e (or NULL), writes a bit for each sum, ceil(n / 32) * 4 bytes, and fills
-   `row`, whose sums show whether an element is NaN or infinite. */
+/* Pass 1 of 1-bit SGD. The sums in `row` show whether an element is NaN or infinite. */
 HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
 {
     HV(onebit_acc) a;
@@ -13268,7 +13259,7 @@ HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e
     row->count[0] = n - ones;
 }
 
-/* Pass 2 of 1-bit SGD: subtracts from e, gradient + residual, its level: `low` where e < 0, else `high`. */
+/* Pass 2 of 1-bit SGD; e: gradient + residual. */
 HPMLI_KERNEL void HV(onebit_carry)(float *e, float low, float high, int64_t n)
 {
     HV(f32) l = HV(set1)(low), h = HV(set1)(high);
@@ -13487,7 +13478,7 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         }
     }
 }
-/* Copies the pixels that d describes: to = from + bias (or NULL), plus the old `to` if `accumulate`; then relu. */
+/* Copies pixels: to = from + bias (or NULL), plus the old `to` if `accumulate`; then relu. */
 HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                                 int accumulate)
 {
@@ -13600,7 +13591,7 @@ HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, i
     HV(f32) b = 2 * n > HV_LANES ? HV(load_upto)(p + HV_LANES, 2 * n - HV_LANES) : HV(zero)();
     return q % 2 ? HV(odd_lanes)(a, b) : HV(even_lanes)(a, b);
 }
-/* Computes y, maxima of n 2 x 2 windows, and `at`, their corners (0 to 3): the first of equals, or the first NaN. */
+/* at: the corner of the first of equal maxima, or of the first NaN. */
 HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
     HV_LOOP(n) {
