@@ -193,7 +193,6 @@ extern "C" {
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-status   status codes
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Status codes and texts: -1.. general, -100.. shapes, -200.. memory, -300.. files, -400.. communication, -500 CUDA */
 #define HPML_STATUS_LIST(X)                                                                                            \
     X(HPML_OK, 0, "ok")                                                                                                \
@@ -227,7 +226,6 @@ HPML_API int         hpml_version(void);                     /* HPML_VERSION of 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-context   allocator, logger, context
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* In a desc a zero field means its default; HPML_ZERO in a field means 0 itself, where that is not the default. */
 #define HPML_ZERO (1e-38f)
 #define HPML_MAX_DIMS 5 /* most dimensions of a tensor */
@@ -314,7 +312,6 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-tensor   tensors
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* First values of a parameter of shape (out, in, ...). fan_in: the product of all dimensions but the first; fan_out:
    shape[0] times the product of the dimensions after the second. U: uniform, N: normal distribution. */
 typedef enum hpml_init {
@@ -640,7 +637,6 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-graph   planning and running a recorded graph
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Bytes of memory that a graph needs, known before any is allocated. A few KB of lists come on top. */
 typedef struct hpml_memory {
     size_t parameters;  /* values of all parameters of the context */
@@ -754,7 +750,6 @@ HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-i
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-backend   the seam to devices: a table of functions
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* All ops: X(name in the enum, name of the function that records it). The enum, hpml_op_name and the backends' tables
    are generated from this list. hpml_relu and the like record ACTIVATION, hpml_mean records SUM. */
 #define HPML_OPS(X)                                                                                                    \
@@ -1062,7 +1057,6 @@ HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-data   datasets, readers, the loader
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Samples in host memory. The dataset owns its arrays and frees them; a slice uses those of its dataset. */
 struct hpml_dataset {
     hpml_ctx   *ctx;
@@ -1174,7 +1168,6 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* safetensors files: 8-byte length, JSON header, data. As every file of this library, such a file is written to
    `path`.tmp, synced and renamed, and its folder is synced: if the process is killed at any moment, `path` is the old
    file or the new one, complete. An old file's permissions are kept; a symbolic link is resolved. Only .npy files and
@@ -1215,7 +1208,6 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /*
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-see   timeline, profile, summary
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* The timeline in Chrome's trace format, for Perfetto: one process for each rank, one lane (thread) for each stream of
    work that has events; steps as spans, loss and bytes sent in each step as counters. An event takes about 50 ns. */
 typedef struct hpml_trace_desc {
@@ -1285,7 +1277,6 @@ HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* operati
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-random   counter-based random numbers
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Writes the four words of block `counter` under `key` to out: Philox 4x32-10 (Salmon et al. 2011), a keyed bijection
    of 128-bit counters, so that any thread, rank or device computes any part of a sequence directly, with the same bits
    on every instruction set. Not for cryptography. */
@@ -1313,7 +1304,6 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-codec   gradients packed for the wire: plain, bf16, 1-bit with error feedback
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A codec packs a gradient g in fewer bytes and adds what packing lost, the residual e, to the next step's gradient:
        v = g + e,   packed = encode(v),   e <- v - decode(packed)
    so that the sum of all packed gradients plus e is the sum of all gradients. Packing works on bare arrays, needs no
@@ -1466,7 +1456,6 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 // ---------------------------------------------------------------------------------------------------------------------
 // >>platform   compilers, system headers, macros
 // ---------------------------------------------------------------------------------------------------------------------
-
 #ifndef __GNUC__
 #error "hpml.h: the implementation needs gcc or clang; the declarations compile with any compiler"
 #endif
@@ -1555,7 +1544,6 @@ HPMLI_COMPILE_FAST_BEGIN
 // ---------------------------------------------------------------------------------------------------------------------
 // >>kernels   the table of kernels: what each computes, and the structs that they take
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Describes `batch` matrix products C = act(alpha A B + beta C + bias), see >>gemm. Strides, in elements, lead to the
    next row (a_row, b_k, ldc) and the next column (a_k, b_col), so A and B may be transposed. Zero the struct first. */
 typedef struct hpmli_gemm_desc {
@@ -1746,7 +1734,6 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>context   the context: errors, memory
 // ---------------------------------------------------------------------------------------------------------------------
-
 typedef void hpmli_destroy_fn(void *object); /* a destructor */
 /* The header before each allocation of a context. All are in one list, newest first, so that hpml_ctx_free can free
    them. `destroy`, if not NULL, is called before the memory is freed (to join a thread, to close a file). */
@@ -2014,7 +2001,6 @@ HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, ob
 // ---------------------------------------------------------------------------------------------------------------------
 // >>threads   the clock and the thread pool
 // ---------------------------------------------------------------------------------------------------------------------
-
 HPML_API double hpml_now(void)
 {
 #if defined(CLOCK_MONOTONIC)
@@ -2264,7 +2250,6 @@ HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAI
 // ---------------------------------------------------------------------------------------------------------------------
 // >>create   creating and freeing contexts
 // ---------------------------------------------------------------------------------------------------------------------
-
 HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 {
     if (!HPMLI_DESC_OK(ctx, "ctx", d)) return false;
@@ -2374,7 +2359,6 @@ HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ct
 // ---------------------------------------------------------------------------------------------------------------------
 // >>rng   single random numbers, permutations
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Streams of random numbers of a seed: the four highest bits of a stream's number stand for its use, so that no two
    uses draw the same numbers. A single number costs one Philox block, about 20 ns. */
 #define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of the parameter; its first values */
@@ -2477,7 +2461,6 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 // ---------------------------------------------------------------------------------------------------------------------
 // >>tensor   tensors and views, copies and conversions
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Private state of a tensor; allocated together with the tensor. */
 struct hpmli_tensor_state {
     bool owns_memory; /* true: made by hpml_tensor_create; freed with the tensor */
@@ -2846,7 +2829,6 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>host   whole tensors to and from host memory
 // ---------------------------------------------------------------------------------------------------------------------
-
 HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
 /* Copies the first n elements of t, of any dtype, from the device to out on the host, converted to f32. */
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
@@ -3422,7 +3404,6 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>place   a place in memory for each array of a plan: first fit
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A slot is an array and its life: the interval of times at which the array is needed. The slots are placed in order of
    size, the largest first, each at the lowest address where its bytes are free during its whole life (first fit; close
    to the optimum for chains of layers). A search among all slots placed before would take n^2 / 2 steps for n slots; a
@@ -4195,7 +4176,6 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-threads   cutting a matrix product into tasks for threads
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Splits a matrix product C = A B over threads: C is cut into rectangles, and one thread computes a rectangle with its
    own packing space, so that threads share nothing and never wait for each other. Each rectangle packs (copies for the
    kernel) its rows of A and columns of B itself; from 100 rows on, that takes a few percent of the time. */
@@ -4389,7 +4369,6 @@ HPMLI_FN void hpmli_product(hpml_ctx *ctx, hpmli_mat a, hpmli_mat b, hpmli_mat c
 // ---------------------------------------------------------------------------------------------------------------------
 // >>blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A product with halves (bf16, f16) in A or B is computed in tiles of C, one a task, and in blocks of k, the summed
    dimension. A task converts its blocks of A and B to f32, in the part of its packing space that products of this size
    leave free, and adds their product to its tile. The shape alone decides the cuts: threads do not change the bits. */
@@ -4850,7 +4829,6 @@ HPMLI_WORK_OP(activation, 0,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>matmul   matrix products and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Returns the values of t, or if `grad` its gradient, as one matrix whose rows run along the last dimension. */
 HPMLI_FN hpmli_mat hpmli_mat_of(const hpml_tensor *t, bool grad)
 {
@@ -5014,7 +4992,6 @@ HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>shape   reshape, permute, slice, concat, sum
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A reshape of a result costs nothing: the planner gives it, and its gradient, the memory of its source. Other ops copy
    between a tensor and a range of another one, or one with reordered dimensions, in runs as long as strides allow. */
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
@@ -5336,7 +5313,6 @@ HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution: recording, sizes
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* This section computes convolutions y = act(w * x + bias), see hpml_conv2d. Sources of the node: x, w, bias (NULL
    without). Groups are convolutions of some channels each, which are computed one after another. With kernel K x K,
    stride S, padding P and dilation D, as plain C for one image and one group in the order NCHW:
@@ -5525,7 +5501,6 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-run   convolution: its forward and backward pass
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Packs weights of HPMLI_CONV_PANEL output channels of a group (one task) in kernel order, for y or, want_dx, dx. */
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
@@ -5777,7 +5752,6 @@ HPMLI_OP(conv2d, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_A
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pool   max, average and global pooling
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Pooling: a task is a plane (a channel of an image) or, in NHWC, an image. Max saves the position of each window's
    maximum for the backward pass; average divides by the number of the window's pixels that lie in the image. */
 HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride,
@@ -5928,7 +5902,6 @@ HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 // ---------------------------------------------------------------------------------------------------------------------
-
 #define HPMLI_NORM_ROWS 32 /* rows of a block in the backward pass of layernorm and rmsnorm */
 /* Saved by a norm for each channel or row: its mean, as mean + rest; rstd = 1 / sqrt(variance + eps). */
 typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
@@ -6342,7 +6315,6 @@ HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n
 // ---------------------------------------------------------------------------------------------------------------------
 // >>sequence   multi-head attention; long short-term memory
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Multi-head attention. For each sample and head, with Q, K, V (T, D) and D = C / heads:
        S = scale Q K^T,  P = softmax of the rows of S (causal: row t has the columns 0 .. t),  O = P V.
    A scalar reference of the forward pass; q(t)[d] is number h D + d of position t in head h, k and v are C and 2 C
@@ -6591,7 +6563,6 @@ HPMLI_OP(lstm, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEE
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loss   cross-entropy, binary cross-entropy, squared and huber loss
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* All losses are means over elements or over the rows that are not ignored; sums are added in double, in order. The
    gradient of the loss itself is out->grad[0]. Cross-entropy of logits x and label l, with smoothing s and V classes:
        loss = log(sum) - (1 - s) d_l - s mean(d),  dx_i = exp(d_i) / sum - (1 - s) [i = l] - s / V,
@@ -6772,7 +6743,6 @@ HPMLI_OP(huber, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back
 // ---------------------------------------------------------------------------------------------------------------------
 // >>half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Mixed precision (Micikevicius et al. 2018): results of ops and their gradients are stored in 2 bytes a number;
    arithmetic, parameters, their gradients and optimizer states stay f32. The ops know f32 only. One wrapper replaces
    all ops in ctx->ops: it gives an op f32 copies, in scratch memory, of the halves that the op reads, and rounds the
@@ -7032,7 +7002,6 @@ HPMLI_FN const hpml_op_impl *hpmli_wrap_ops(void)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>backend   the CPU backend: memory, sums of squares, the table of ops
 // ---------------------------------------------------------------------------------------------------------------------
-
 HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
 {
     *device = ctx;
