@@ -386,8 +386,7 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 /* Copies src to dst in CPU memory, of the same shape with any strides, and converts the type: floats are rounded to
    nearest, ties to even; I32 and U8 saturate, and NaN becomes 0 in them. */
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src);
-/* Copies `count` floats (hpml_tensor_count) in host memory to or from a contiguous tensor of any device and dtype;
-   converts as hpml_tensor_copy. */
+/* Copies all `count` floats in host memory to or from a contiguous tensor; converts types as hpml_tensor_copy does. */
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const float *values, int64_t count);
 HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_t count);
 /* Copies all values unconverted; bytes: hpml_tensor_count times hpml_dtype_size (labels, tokens, halves). */
@@ -1417,8 +1416,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #undef HPMLI_REF
 #endif
 
-/* All code but the kernels lies between these macros, which switch six passes of gcc off: that cuts compile time by a
-   third and makes nothing slower. */
+/* All code but kernels is between these macros: without six passes gcc compiles it in two thirds of the time. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #define HPMLI_COMPILE_FAST_BEGIN                                                                                       \
     _Pragma("GCC push_options") _Pragma("GCC optimize(\"no-tree-pre,no-tree-vrp,no-tree-dominator-opts\")")            \
@@ -1608,8 +1606,7 @@ typedef struct hpmli_onebit_row {
     float   least[2], most[2];
 } hpmli_onebit_row;
 
-/* A convolution of x to y, see >>conv. Images are in NHWC order. Distances and sizes are in floats; a `step` is the
-   distance from one element to the next. */
+/* A convolution of x to y, see >>conv. Images are NHWC; sizes, distances and steps (to the next element) in floats. */
 typedef struct hpmli_conv {
     hpml_ctx  *ctx;
     hpml_node *n;
@@ -2034,8 +2031,7 @@ HPMLI_FN long hpmli_process(void)
 #endif
 }
 
-/* True in a child process of fork, which has none of its parent's threads: joining one of them, or locking a mutex that
-   one of them had locked, would wait forever. */
+/* True in a child of fork: joining a thread of the parent, or locking a mutex that it held, would wait forever. */
 HPMLI_FN bool hpmli_forked(const hpml_ctx *ctx) { return ctx->process != hpmli_process(); }
 
 #ifndef HPML_NO_THREADS
@@ -4427,8 +4423,7 @@ HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
     } while (k0 < j->d.k);
 }
 
-/* Chooses the tiles of C and runs a task for each. Tiles are large, because each converted number is used in all rows
-   or columns of its tile; but small enough to give 16 tasks. */
+/* Runs a task for each tile of C: large, because a converted number serves a row or column of it, but 16 or more. */
 HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
 {
     const hpmli_gemm_desc *d = &j->d;
@@ -5609,8 +5604,7 @@ typedef struct hpmli_columns {
     bool              back;      /* the matrix is added to dx, else filled from x */
 } hpmli_columns;
 
-/* Fills the matrix row of one tap of one channel from x or, back, adds the rows of all taps of a channel to dx: one
-   task, because these share elements of dx. */
+/* Fills the row of one tap and channel from x or, back, adds a channel's rows, which share elements of dx, to dx. */
 HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_columns *m = (const hpmli_columns *)arg;
@@ -5819,8 +5813,7 @@ HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
     }
 }
 
-/* Computes maxima or averages of the windows of one plane (a channel of an image). Backward adds dy at the saved
-   positions of the maxima, or spreads dy evenly over the window. */
+/* Pools a plane (a channel of an image). Backward adds dy at the saved places of maxima, or spreads it over windows. */
 HPMLI_FN void hpmli_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
 {
     const hpml_node *n = w->n;
@@ -8839,8 +8832,7 @@ HPMLI_FN bool hpmli_temporary_is_ours(const hpmli_writer *w)
            mine.st_dev == there.st_dev;
 }
 
-/* Truncates the temporary file w->fd, gives it the permissions of the file that it will replace (`old`; NULL: none),
-   and opens the stream w->f on it. False: w->error is set, the file is removed. */
+/* Empties the file w->fd, gives it the permissions of `old` (or NULL), opens w->f on it. False: error, file removed. */
 HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
 {
     struct stat mine;
@@ -8952,8 +8944,7 @@ HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
     }
 }
 
-/* Closes the writer. keep: the file appears under its final name, or the call returns an error; else the temporary file
-   is removed, and the call cannot fail. */
+/* Closes the writer. keep: the file gets its final name, or there is an error; else the temporary file is removed. */
 HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
@@ -9543,8 +9534,7 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
     return another;
 }
 
-/* Counts the columns of the first line. The line is a header only if no field is a number, because a row of data taken
-   for a header would be lost silently. */
+/* Counts the first line's columns. A line with a number is no header, because its data would be lost silently. */
 HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
 {
     static const char nonfinite[][4] = { "nan", "inf" }; /* here also numbers; as data, errors later */
@@ -10133,8 +10123,7 @@ HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
     l->threaded = l->stop = false;
 }
 
-/* Waits until the background thread, started by the first call, has prepared the next batch. False: there is no such
-   thread, and the caller prepares the batch. */
+/* Waits for the next batch of the background thread, which the first call starts. False: there is no such thread. */
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
     if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* a forked child has no thread and starts none */
@@ -10284,8 +10273,7 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     hpmli_free(ctx, f);
 }
 
-/* Compares for qsort two entries or metadata, whose first member is their name, in the header's text: by name, equal
-   names by their place in the text. */
+/* Compares for qsort entries or metadata, which begin with their name: by name, equal names by place in the text. */
 HPMLI_FN int hpmli_name_order(const void *a, const void *b)
 {
     const char *x = *(const char *const *)a, *y = *(const char *const *)b;
@@ -10518,8 +10506,7 @@ typedef struct hpmli_safe_content { /* what is to be written to a safetensors fi
     uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
 } hpmli_safe_content;
 
-/* Checks that the names of `count` structs of `size` bytes, which begin with a name, are UTF-8, distinct and not
-   reserved; fails otherwise. kind: for the error's text. */
+/* Fails unless the names (`kind`: for the error) of `count` structs are UTF-8, distinct and not reserved. */
 HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *kind, const void *named, int count, size_t size)
 {
     const char *wrong = NULL, *why = "the name is used twice", *name;
@@ -10845,8 +10832,7 @@ HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const c
     return true;
 }
 
-/* Reads a checkpoint's metadata into n[HPMLI_ENTRIES] (0 for the optimizer, whose name goes to *optimizer) and checks
-   the numbers and their checksum; false: an error. */
+/* Reads and checks a checkpoint's metadata: n[HPMLI_ENTRIES] and, where n is 0, *optimizer; false: an error. */
 HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n,
                                  const char **optimizer)
 {
@@ -11611,8 +11597,8 @@ HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
     HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
     return (HV(u32))HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
 }
-/* Exchanges quads (four lanes) in each group of 2 * half vectors of r: vector i of the first half gets the even quads
-   of vectors i of both halves, vector i of the second half their odd quads. */
+/* In each 2 * half vectors of r, vector i of the first half gets the even quads (of four lanes) of vectors i of both
+   halves, vector i of the second half their odd quads. */
 HPMLI_VEC_INLINE void HV(exchange_quads)(HV(f32) *r, const int half)
 {
     HV(f32) t[HV_LANES];
@@ -12827,8 +12813,7 @@ HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 // ---------------------------------------------------------------------------------------------------------------------
 /* Where C is small, or a single row, packing and transposing would cost more than the product. If k runs along memory
    in both operands, each element is a dot product of a row of P with one of Q: A and B^T or, swapped, B^T and A.
-   Vectors run along k; HPMLI_DOT_MR x 4 sums, s0 t0 u0 v0 s1 .. as in >>gemm, share their loads; their lanes are added
-   up last. */
+   Vectors run along k; HPMLI_DOT_MR x 4 sums, s0 t0 u0 v0 s1 .. as in >>gemm, share loads; last, lanes are added up. */
 #ifndef HPMLI_DOT_ROW
 #define HPMLI_DOT_ROW(LOAD, r) HPMLI_TILE_FMA(4, r, LOAD(p + r * p_row))
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
@@ -13349,8 +13334,7 @@ HPMLI_VEC_INLINE void HV(conv_product)(const hpmli_conv_product *s, int64_t cols
         HV(conv_tiles)[cols > HV_LANES][mr - 1](s, a + i * s->a_row, b, c + i * s->c_row);
     }
 }
-/* Transposes a rectangle of at most HV_LANES x HV_LANES floats: out[j * HV_LANES + i] = x[i * ldx + j] for i < rows, j
-   < cols; lanes i >= rows of out become 0. */
+/* Sets out[j * HV_LANES + i] = x[i * ldx + j] for i < rows, j < cols, at most HV_LANES each; 0 for other i. */
 HPMLI_KERNEL void HV(transpose_block)(const float *x, int64_t ldx, int64_t rows, int64_t cols, float *out)
 {
     float part[HV_LANES * HV_LANES];
@@ -13551,8 +13535,7 @@ HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *p
             }
     }
 }
-/* Loads corner q of n adjacent windows of 2 x 2 pixels in the rows at x and x + width. Corners: 0 upper left, 1 upper
-   right, 2 lower left, 3 lower right. */
+/* Loads corner q (0, 1 of the row at x, 2, 3 of that at x + width) of n adjacent windows of 2 x 2 pixels. */
 HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, int64_t n)
 {
     const float *p = x + q / 2 * width;
@@ -13621,8 +13604,7 @@ static const hpmli_kernels HV(kernels) = {
 #undef HV_POLY5
 #undef HV_POLY_ON
 
-/* Returns the table of kernels called `name` ("avx2" ..), or NULL when there is none or this CPU cannot run it. For
-   name NULL: the fastest kernels that this CPU runs. */
+/* Returns the kernels called `name` (NULL: the fastest) that this CPU runs; NULL: there are none of that name. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
     const hpmli_kernels *sets[3]; /* those that this CPU runs, the fastest first */
