@@ -9376,23 +9376,16 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
    header could ask for any amount. False: an error, also for more or fewer bytes. */
 HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
 {
-    size_t capacity = 0, got = 0;
-    bool   more = true;
-    char   extra;
-    while (more && got == capacity && capacity < want) {
-        capacity = capacity == 0 ? (size_t)1 << 20 : 2 * capacity;
-        if (capacity > want) capacity = want;
-        unsigned char *p = (unsigned char *)hpmli_alloc(f->ctx, capacity);
-        if (!p) return false;
-        if (got > 0) memcpy(p, f->bytes, got);
-        hpmli_free(f->ctx, (void *)(uintptr_t)f->bytes);
-        f->bytes = p;
-        size_t n = hpmli_file_next(f, p + got, capacity - got);
-        more = n > 0;
-        got += n;
+    int64_t capacity = 0;
+    size_t  got = 0;
+    char    extra;
+    int     wrong;
+    for (size_t n = 1; n > 0 && got < want; got += n) {
+        if (!hpmli_grow(f->ctx, &f->bytes, (int64_t)got, &capacity, 1)) return false;
+        n = (size_t)hpmli_min(capacity, (int64_t)want) - got;
+        n = hpmli_file_next(f, (void *)(uintptr_t)(f->bytes + got), n);
     }
-    more = hpmli_file_next(f, &extra, 1) == 1; /* past the end zlib checks the checksum, too */
-    int wrong;
+    bool more = hpmli_file_next(f, &extra, 1) == 1; /* past the end zlib checks the checksum, too */
     gzerror(f->gz, &wrong);
     if (wrong < 0) return hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", f->path);
     return (got == want && !more) ||
