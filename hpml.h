@@ -11201,18 +11201,14 @@ HPMLI_COMPILE_FAST_END
 #else
 #define HPMLI_ISA HPMLI_SCALAR
 #include HPML_SELF
-#undef HPMLI_ISA
 #if defined(HPMLI_HAVE_X86)
 #define HPMLI_ISA HPMLI_AVX2
 #include HPML_SELF
-#undef HPMLI_ISA
 #define HPMLI_ISA HPMLI_AVX512
 #include HPML_SELF
-#undef HPMLI_ISA
 #elif defined(HPMLI_HAVE_NEON)
 #define HPMLI_ISA HPMLI_NEON
 #include HPML_SELF
-#undef HPMLI_ISA
 #endif
 #endif /* !HPMLI_EDITOR */
 #define HPMLI_CHOOSE /* all passes are compiled: section >>choose, at the end of this file, is compiled next */
@@ -13581,12 +13577,10 @@ static const hpmli_kernels HV(kernels) = {
     HV(conv_to_nhwc), HV(conv_copy), HV(conv_from_nhwc), HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad),
     HV(conv_unpack), HV(max_pool_row), HV(max_pool_row_back), HV(crc32c),
 };
-#endif /* HPMLI_ISA */
-#ifdef HPMLI_EDITOR
 #undef HPMLI_ISA
-#endif
+#endif /* HPMLI_ISA */
 
-#if defined(HPMLI_CHOOSE) && !defined(HPMLI_ISA)
+#ifdef HPMLI_CHOOSE
 #undef HPMLI_CHOOSE
 // ---------------------------------------------------------------------------------------------------------------------
 // >>choose   which of the kernels run: the best instruction set of the CPU
