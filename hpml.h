@@ -1493,7 +1493,10 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #include <sys/stat.h>
 #include <sys/time.h>
 #include <unistd.h>
-#define HPMLI_POSIX 1
+#define HPMLI_POSIX   1
+#define HPMLI_PROCESS (long)getpid() /* id of this process */
+#else
+#define HPMLI_PROCESS 0
 #endif
 #include <time.h>
 #ifndef HPML_NO_THREADS
@@ -2022,17 +2025,8 @@ HPML_API double hpml_now(void)
    a worker that wakes late cannot enter a job that is closed or is not the one it has seen. */
 typedef void hpmli_task_fn(void *arg, int64_t task, int thread);
 
-HPMLI_FN long hpmli_process(void)
-{
-#ifdef HPMLI_POSIX
-    return (long)getpid();
-#else
-    return 0;
-#endif
-}
-
 /* True in a child of fork: joining a thread of the parent, or locking a mutex that it held, would wait forever. */
-HPMLI_FN bool hpmli_forked(const hpml_ctx *ctx) { return ctx->process != hpmli_process(); }
+HPMLI_FN bool hpmli_forked(const hpml_ctx *ctx) { return ctx->process != HPMLI_PROCESS; }
 
 #ifndef HPML_NO_THREADS
 #define HPMLI_JOB_OPEN   (UINT64_C(1) << 31)
@@ -2296,7 +2290,7 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
     ctx->log         = d.log;
     ctx->log_user    = d.log_user;
     ctx->seed        = d.seed;
-    ctx->process     = hpmli_process();
+    ctx->process     = HPMLI_PROCESS;
     ctx->backend     = d.backend ? d.backend : hpml_backend_cpu();
     ctx->ops         = ctx->backend->ops;
     ctx->allocations = 1;
