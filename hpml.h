@@ -216,9 +216,8 @@ extern "C" {
     X(HPML_ERR_CUDA, -500, "CUDA failed")
 
 typedef enum hpml_status {
-#define HPMLI_X(name, code, text) name = code,
-    HPML_STATUS_LIST(HPMLI_X)
-#undef HPMLI_X
+#define HPMLI_STATUS_VALUE(name, code, text) name = code,
+    HPML_STATUS_LIST(HPMLI_STATUS_VALUE)
 } hpml_status;
 HPML_API const char *hpml_status_string(hpml_status status); /* a static text such as "out of memory"; never NULL */
 HPML_API int         hpml_version(void);                     /* HPML_VERSION of the compiled implementation */
@@ -1789,9 +1788,8 @@ HPMLI_FN double hpmli_trace_time(const hpml_ctx *ctx, double now) { return ctx->
 HPML_API const char *hpml_status_string(hpml_status status)
 {
     switch (status) {
-#define HPMLI_X(name, code, text) case name: return text;
-        HPML_STATUS_LIST(HPMLI_X)
-#undef HPMLI_X
+#define HPMLI_STATUS_TEXT(name, code, text) case name: return text;
+        HPML_STATUS_LIST(HPMLI_STATUS_TEXT)
     default: return "unknown status";
     }
 }
@@ -6979,9 +6977,8 @@ HPMLI_FN hpml_status hpmli_wrap_backward(const hpml_run *run, hpml_node *n) { re
 HPMLI_FN const hpml_op_impl *hpmli_wrap_ops(void)
 {
     static const hpml_op_impl ops[HPML_OP_COUNT] = {
-#define HPMLI_X(op, name) { hpmli_wrap_forward, hpmli_wrap_backward },
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
+#define HPMLI_WRAP_IMPL(op, name) { hpmli_wrap_forward, hpmli_wrap_backward },
+        HPML_OPS(HPMLI_WRAP_IMPL)
     };
     return ops;
 }
@@ -7094,9 +7091,8 @@ static hpml_status hpmli_cpu_update(void *device, hpml_ctx *ctx, const hpml_upda
 HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
 {
     static const hpmli_op_info *const table[HPML_OP_COUNT] = {
-#define HPMLI_X(op, name) &hpmli_##name##_op,
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
+#define HPMLI_OP_ROW(op, name) &hpmli_##name##_op,
+        HPML_OPS(HPMLI_OP_ROW)
     };
     return table[op];
 }
@@ -7104,9 +7100,8 @@ HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
 HPML_API const hpml_backend *hpml_backend_cpu(void)
 {
     static const hpml_op_impl ops[HPML_OP_COUNT] = {
-#define HPMLI_X(op, name) { hpmli_##name##_forward, hpmli_##name##_backward },
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
+#define HPMLI_CPU_IMPL(op, name) { hpmli_##name##_forward, hpmli_##name##_backward },
+        HPML_OPS(HPMLI_CPU_IMPL)
     };
     static const hpml_backend cpu = {
         "cpu",
@@ -11868,15 +11863,14 @@ HPMLI_KERNEL void HV(act_forward)(hpml_act act, float slope, float *to, const fl
 {
     HV(f32) s = HV(set1)(slope);
     switch (act) {
-#define HPMLI_X(name, f, df)                                                                                           \
+#define HPMLI_ACT_CASE(name, f, df)                                                                                    \
     case HPML_ACT_##name:                                                                                              \
         HV_LOOP(n) {                                                                                                   \
             HV(f32) x = HV(load_upto)(from + i, c);                                                                    \
             HV(store_upto)(to + i, f, c);                                                                              \
         }                                                                                                              \
         break;
-        HPMLI_ACTS(HPMLI_X)
-#undef HPMLI_X
+        HPMLI_ACTS(HPMLI_ACT_CASE)
     }
 }
 
@@ -11887,7 +11881,7 @@ HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const f
     if (!xs) xs = dy; /* any address that can be read */
     if (!ys) ys = dy;
     switch (act) {
-#define HPMLI_X(name, f, df)                                                                                           \
+#define HPMLI_ACT_BACK_CASE(name, f, df)                                                                               \
     case HPML_ACT_##name:                                                                                              \
         HV_LOOP(n) {                                                                                                   \
             HV(f32) x = HV(load_upto)(xs + i, c), y = HV(load_upto)(ys + i, c);                                        \
@@ -11898,8 +11892,7 @@ HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const f
             (void)y;                                                                                                   \
         }                                                                                                              \
         break;
-        HPMLI_ACTS(HPMLI_X)
-#undef HPMLI_X
+        HPMLI_ACTS(HPMLI_ACT_BACK_CASE)
     }
 }
 
@@ -12227,20 +12220,18 @@ HPMLI_KERNEL void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t 
 {
     switch (dtype) {
     case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *y); break;
-#define HPMLI_X(type, name, T)                                                                                         \
+#define HPMLI_TO_F32_CASE(type, name, T)                                                                               \
     case HPML_DTYPE_##type: HV_LOOP(n) HV(store_upto)(y + i, HV(load_upto_##name)((const T *)x + i, c), c); break;
-    HPMLI_STORED(HPMLI_X)
-#undef HPMLI_X
+    HPMLI_STORED(HPMLI_TO_F32_CASE)
     }
 }
 HPMLI_KERNEL void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n)
 {
     switch (dtype) {
     case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *x); break;
-#define HPMLI_X(type, name, T)                                                                                         \
+#define HPMLI_FROM_F32_CASE(type, name, T)                                                                             \
     case HPML_DTYPE_##type: HV_LOOP(n) HV(store_upto_##name)((T *)y + i, HV(load_upto)(x + i, c), c); break;
-    HPMLI_STORED(HPMLI_X)
-#undef HPMLI_X
+    HPMLI_STORED(HPMLI_FROM_F32_CASE)
     }
 }
 
