@@ -568,7 +568,7 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
    neither exact nor delayed); else a copy of them is exchanged on the host. Where the link ends at the node, it adds up
    floats inside the node, and the codec packs what is sent between nodes.
 
-   The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_gradients. */
+   The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_array. */
 typedef struct hpml_distribute_desc {
     uint32_t        _begin;
     hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
@@ -6068,7 +6068,7 @@ typedef struct hpmlc_buckets {
 } hpmlc_buckets;
 
 /* Where parameters and gradients lie. The trainer has all gradients in one array, in the order of the parameters, each
-   padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_gradients. */
+   padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_array. */
 typedef struct hpmlc_layout {
     int         params;          /* parameters of the context, running statistics ("buffers") included */
     int        *bucket_of;       /* (params) number of each parameter's bucket; -1: it is in none */
@@ -6165,7 +6165,7 @@ HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpm
 /* Returns where the gradient of parameter p begins in the trainer's array of gradients, in floats. */
 HPMLC_FN int64_t hpmlc_gradient_at(const hpml_distributed *d, const hpml_tensor *p)
 {
-    return hpml_trainer_gradient_at(d->t, p->param->index);
+    return hpml_trainer_place(d->t, p->param->index);
 }
 
 HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
@@ -6586,22 +6586,23 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 }
 
 /* Runs forward and backward pass of a micro-batch by the strategy: the trainer's hook `run`. */
-HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
+HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, const hpml_moment *at HPMLC_UNUSED,
+                                    int64_t samples, float *loss)
 {
     hpml_distributed *d = (hpml_distributed *)user;
     d->c->step = hpml_trainer_step_count(t) + 1;
     return d->strategy->begin(d, samples, loss);
 }
 
-/* Tells the strategy that the gradient of parameter `param` is final: the trainer's hook `grad`. */
-HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, int param)
+/* Tells the strategy that the gradient of parameter at->param is final: the trainer's hook `grad`. */
+HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    return d->strategy->gradient(d, param);
+    return d->strategy->gradient(d, at->param);
 }
 
 /* Lets the strategy complete the exchange and make the optimizer step: the trainer's hook `update`. */
-HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED)
+HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at HPMLC_UNUSED)
 {
     hpml_distributed *d = (hpml_distributed *)user;
     d->micro = 0;
@@ -7341,7 +7342,7 @@ HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_distribute_desc *des
     const hpml_backend *b = hpml_ctx_backend(c->ctx);
     bool packs = desc->codec.kind == HPML_CODEC_NONE || (b->encode && b->decode);
     bool by_rows = !desc->codec.custom && !hpmlc_whole_codec(&desc->codec);
-    return b != hpml_backend_cpu() && c->link.begin && by_rows && packs;
+    return !b->host && c->link.begin && by_rows && packs;
 }
 
 HPMLC_FN hpml_status hpmlc_link_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_distribute_desc *desc,
@@ -7771,7 +7772,7 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     int64_t       most = 1;
     l->params    = hpml_param_count(ctx);
     l->batch     = hpml_trainer_settings(d->t)->input->shape[0];
-    l->first     = hpml_trainer_gradients(d->t, &l->span);
+    l->first     = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, &l->span);
     l->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(l->params + 1), NULL);
     l->by_name   = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(l->params + 1), NULL);
     if (!l->bucket_of || !l->by_name || !hpmlc_layout_names(d)) return false;
@@ -7783,7 +7784,7 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
         if (p->grad) l->grad_total += n;
         else if (p->param->buffer) l->buffer_total += n;
     }
-    return hpml_ctx_backend(ctx) == hpml_backend_cpu() || hpmlc_host_view_create(&l->view, ctx, most);
+    return hpml_ctx_backend(ctx)->host || hpmlc_host_view_create(&l->view, ctx, most);
 }
 
 HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
@@ -7805,6 +7806,23 @@ HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
     hpml_ctx_release(d->ctx, d);
 }
 
+/* Detaches an earlier distribution from trainer t; an error if other hooks have a `run` or `update`, because a
+   distribution does not call these. */
+HPMLC_FN bool hpmlc_dist_attaches(hpml_trainer *t, hpml_comm *c)
+{
+    int               count;
+    const hpml_hooks *h = hpml_trainer_hooks(t, &count);
+    for (int k = count - 1; k >= 0; k--)
+        if (h[k].run == hpmlc_dist_run) hpml_trainer_detach(t, h[k].user);
+    h = hpml_trainer_hooks(t, &count);
+    for (int k = 0; k < count; k++)
+        if (h[k].run || h[k].update)
+            return hpmlc_fail(c, HPML_ERR_STATE, "distribute: hooks with a `run` or an `update` are attached to the "
+                              "trainer, which a distribution would not call; attach them after hpml_distribute, then "
+                              "they are called before it"), false;
+    return true;
+}
+
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc)
 {
     HPMLC_ZERO(hpml_hooks, hooks);
@@ -7812,7 +7830,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     if (hpmlc_failed(c) || !t) return NULL;
     const hpmlc_strategy *s = hpmlc_dist_check(t, c, &settings, hpml_trainer_settings(t)->input->shape[0]);
     if (!s) return NULL;
-    hpml_trainer_set_hooks(t, NULL); /* removes hooks; the parameters' gradients are now this trainer's */
+    if (!hpmlc_dist_attaches(t, c)) return NULL;
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
     d->t            = t;
@@ -7834,7 +7852,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.sum    = settings.sync_batchnorm ? hpmlc_dist_sum : NULL;
     hooks.update = hpmlc_dist_update;
     hooks.data   = hpmlc_dist_data;
-    hpml_trainer_set_hooks(t, &hooks);
+    hpml_trainer_attach(t, &hooks);
     hpml_trainer_set_shard(t, c->rank, c->size, d->d.global_batch, d->layout.grain);
     hpml_distribute_get(d, NULL, true);
     d->report.r.loss = NAN; /* no step yet */
@@ -7845,7 +7863,7 @@ HPML_API void hpml_distribute_free(hpml_distributed *d)
 {
     if (!d) return;
     hpmlc_tasks_wait(d);
-    hpml_trainer_set_hooks(d->t, NULL);
+    hpml_trainer_detach(d->t, d);
     hpml_trainer_set_shard(d->t, 0, 1, 0, 0);
     hpmlc_dist_close(d);
 }
