@@ -61,7 +61,8 @@
 //     virtual time    seconds on the clocks of CLOCK and of the simulator: computing and links advance them
 //     job             work in the background, waited for once
 //     bucket          gradients that are exchanged together while the backward pass still runs
-//     strategy        a form of data parallelism: what is exchanged, when, and what the optimizer gets (>>strategies)
+//     strategy        what ranks exchange, when, and what the optimizer gets (>>strategies)
+//     form            one of several ways to run a strategy, as .exact and .delayed of sync
 //     shard           the part of a bucket that one rank of a node adds up
 //     stripe, owner   a part of a tensor's rows; the rank that adds up this part
 //     residual        the quantization error that a codec adds to the next gradient (error feedback)
@@ -71,13 +72,14 @@
 //     exposed         of communication: the seconds that no computation hides
 //     move            what one rank sends, receives and adds in one round of an allreduce
 //     phase, team     part of an algorithm: rounds of one kind; the ranks that take part in it
-//     plan            the phases that one rank executes
+//     plan            how a training is spread over ranks: hpml_plan, one struct
 //
 // INDEX (grep '^// >>' hpml_comm.h)
 //     api-comm   ranks, communicators, messages between two
 //     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
-//     api-distribute   synchronous data parallelism
+//     api-plan   how a training is spread over ranks: one struct, its text, what it may hold
+//     api-distribute   data parallelism
 //     api-simulate   step time on machines you do not have
 //     api-mix   averaging with neighbours; one timeline for all ranks
 // PART I   TALK: ranks, messages, transports
@@ -93,7 +95,7 @@
 //     create   creating, splitting, freeing communicators; running a function on every rank
 //     timeline   one timeline for all ranks
 // PART II   ADD UP: collectives, codecs on the wire
-//     moves   the allreduce algorithms: phases, one table of algorithms, the plan of a rank
+//     moves   the allreduce algorithms: phases, one table of algorithms, the phases of a rank
 //     reduce   adding up elements; the mean
 //     collectives   the moves, executed
 //     async   work in the background
@@ -102,6 +104,7 @@
 //     linked   the same five steps on a device, moved by its link
 //     whole-codecs   top-k and low rank: codecs of whole tensors
 // PART III   STEP TOGETHER: data parallelism, mixing
+//     plan   the fields of a plan in one list, the rules of a plan
 //     distribute   data parallelism: layout of the parameters, buckets of gradients
 //     distribute-step   data parallelism: a step, its statistics, the trainer's hooks
 //     state   one list of what a training carries from step to step
@@ -257,7 +260,7 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds);
 
 /* What this rank has sent since the last reset. Reading the counters waits until background work, which they include,
-   is done. */
+   is done; the messages that made the background's communicator are not counted. */
 typedef struct hpml_counters {
     int64_t messages, bytes;
     int64_t between_bytes; /* bytes sent to other nodes; included in `bytes` */
@@ -297,7 +300,7 @@ typedef struct hpml_message {
     char                *data;
     size_t               bytes;
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
-    double               arrival;      /* seconds of hpml_comm_now at which a message in flight arrives; 0: not known */
+    double               arrival;      /* seconds of hpml_comm_now at which a message arrives or did; 0: not known */
     hpml_message_state   state;        /* the transport's */
     struct hpml_comm    *owner;        /* communicator on which it was begun */
     struct hpml_message *next;         /* private: a receive that was begun before this one and is not yet done */
@@ -305,6 +308,18 @@ typedef struct hpml_message {
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m);
 HPML_API hpml_status hpml_irecv(hpml_comm *c, int from, int tag, void *data, size_t bytes, hpml_message *m);
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m);
+/* Returns whether m is over, without waiting; then m->status is valid and the struct may be reused, as after hpml_wait.
+   Else m stays in flight. In virtual time m is over when this rank's clock has come to the message's arrival; testing
+   takes no time, so a loop that tests must call hpml_comm_compute, or it never ends. */
+HPML_API bool        hpml_test(hpml_comm *c, hpml_message *m);
+/* Waits until one of m[0] to m[count - 1] is over and returns its index: of several the one that arrived first, then
+   the first in the list (over THREADS without links, and MPI, arrivals are not known: the list decides). NULL entries
+   are skipped; before the next call replace the entry that is over, which would be found again, by NULL or begin its
+   message again. Returns -1 when `seconds` of hpml_comm_now have passed; 0: does not wait; negative: waits for the
+   deadline of the communicator, which is an error. Also returns -1 after an error, which is on the context: then all
+   messages of the list are given up, as by hpml_wait, and their structs and arrays may be reused. A server with one
+   thread posts one small receive for each peer, waits for any of them, answers, and posts that receive again. */
+HPML_API int         hpml_wait_any(hpml_comm *c, hpml_message *const *m, int count, double seconds);
 
 /* A transport moves messages between ranks; collectives and all that stands on them are written once over this table.
    THREADS, MPI and CLOCK are such tables. For one of your own, fill in a table and give it to hpml_comm_create as
@@ -340,9 +355,10 @@ typedef struct hpml_transport {
        hpml_message_deliver. May set m->arrival of a receive, during which hpml_wait sleeps. Of several receives with
        equal peer and tag only the oldest is tested. */
     void (*test)(hpml_comm *c, hpml_message *m);
-    /* Optional: sleeps until m may have advanced, at most until hpml_now() is `until`. NULL: sleeps for 30 us. */
-    void (*block)(hpml_comm *c, hpml_message *m, double until);
-    void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: the wait for m, in which block was called, is over */
+    /* Optional: sleeps until one of m[0] to m[count - 1] may have advanced, at most until hpml_now() is `until` (0: does
+       not sleep). Entries that are NULL or done are skipped. hpml_wait has one message. NULL: sleeps for 30 us. */
+    void (*block)(hpml_comm *c, hpml_message *const *m, int count, double until);
+    void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: a wait for m, in which block was called, is over */
     /* Required, after an error: gives m up, so that neither m nor its array is used afterwards. Sets m->done. */
     void (*abandon)(hpml_comm *c, hpml_message *m);
 
@@ -553,7 +569,75 @@ typedef struct hpml_device_link {
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-distribute   synchronous data parallelism
+// >>api-plan   how a training is spread over ranks: one struct, its text, what it may hold
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* What ranks exchange, and when. */
+typedef enum hpml_strategy_kind {
+    HPML_STRATEGY_SYNC = 0, /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
+    HPML_STRATEGY_COUNT     /* the number of strategies */
+} hpml_strategy_kind;
+HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync", ...; NULL: there is none */
+
+/* The plan: how a training is spread over ranks (hpml_distribute). All zero: synchronous steps with the mean of all
+   ranks' gradients. A field at zero has its default. A field that the plan's strategy does not use must be zero. */
+typedef struct hpml_plan {
+    uint32_t        _begin;
+    hpml_strategy_kind strategy;
+    hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
+    hpml_algorithm  algorithm;    /* of plain sums */
+    bool            sum;          /* sync: apply the sum of the ranks' mean gradients; else the mean over the batch */
+    int64_t         global_batch; /* samples of a step, all ranks; 0: ranks * model batch. Shares differ by at most 1 */
+    int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
+                                     1: each tensor alone */
+    bool            no_overlap;   /* exchange after the backward pass, not during it. This is also done, at once and in
+                                     one bucket, where the ranks of one machine keep all its cores busy and no network
+                                     is slow, because a background thread would take time from the computation */
+    bool            delayed;      /* sync, double buffering: a step applies the gradients (and changes of batchnorm's
+                                     running statistics) of the step before; the first step applies none */
+    int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
+    bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
+                                     small sum over ranks for each such layer, forward and backward */
+    bool            exact;        /* sync: same bits for every number of ranks, algorithm, bucket and transport, see
+                                     >>api-distribute */
+    int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
+    int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
+    uint32_t        _end;
+} hpml_plan;
+
+/* A plan as text, for logs, command lines and the environment: "exact=1,codec=onebit,codec.min_elements=64". The names
+   are the struct's, but `codec` is codec.kind; flags are 0 or 1, enums their words in small letters. The text does not
+   hold codec.custom and codec.user. */
+/* Writes the fields that are not zero (`all`: all fields). Returns the length, as snprintf. */
+HPML_API int         hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_t size);
+/* Sets the fields that the text names and leaves the others alone. HPML_ERR_ARGUMENT: the plan is as before, and
+   `error` (may be NULL) names the word that is wrong and what is possible in its place. */
+HPML_API hpml_status hpml_plan_parse(const char *text, hpml_plan *plan, char *error, size_t size);
+/* Writes which fields differ: "exact 0 to 1, codec none to onebit". Returns how many do. */
+HPML_API int         hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char *buffer, size_t size);
+
+/* What decides whether a plan is possible; read from a trainer and its communicator, or typed in for others. */
+typedef struct hpml_plan_facts {
+    int32_t ranks;
+    int64_t batch;         /* samples that the model's input holds on each rank */
+    int32_t accumulate;    /* micro-batches of an update; 0: 1 */
+    bool    overflows;     /* gradients overflow now and then: f16 with a dynamic loss scale */
+    bool    mixes_samples; /* an op mixes the samples of a batch: hpml_graph_batchable is false */
+    bool    native;        /* the transport, or a device link, has an allreduce of its own */
+} hpml_plan_facts;
+HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
+/* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
+   range; HPML_ERR_UNSUPPORTED: fields exclude each other, or what is to be trained. `why` (may be NULL) then gets a
+   sentence that names the fields and a way out. */
+HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_facts *facts, char *why, size_t size);
+/* Copies the plan to *out with zeros replaced by the defaults that they mean. */
+HPML_API void        hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *facts, hpml_plan *out);
+/* Steps through the plans that hpml_plan_check accepts: each field that matters has zero and a few typical values.
+   Begins with a plan of zeros; sets *plan to the next one; false: there is no further one, and *plan is zero again. */
+HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-distribute   data parallelism
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Data parallelism: p ranks, each with a share of every global batch, train as one rank with all of it. Parameters
@@ -569,27 +653,6 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
    floats inside the node, and the codec packs what is sent between nodes.
 
    The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_array. */
-typedef struct hpml_distribute_desc {
-    uint32_t        _begin;
-    hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
-    hpml_algorithm  algorithm;    /* of plain sums */
-    bool            sum;          /* apply the sum of the ranks' mean gradients; else the mean over the global batch */
-    int64_t         global_batch; /* samples of a step, all ranks; 0: ranks * model batch. Shares differ by at most 1 */
-    int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
-                                     1: each tensor alone */
-    bool            no_overlap;   /* exchange after the backward pass, not during it. This is also done, at once and in
-                                     one bucket, where the ranks of one machine keep all its cores busy and no network
-                                     is slow, because a background thread would take time from the computation */
-    bool            delayed;      /* double buffering: a step applies the gradients (and changes of batchnorm's running
-                                     statistics) of the step before; the first step applies none */
-    int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
-    bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
-                                     small sum over ranks for each such layer, forward and backward */
-    bool            exact;        /* same bits for every number of ranks, algorithm, bucket and transport, see below */
-    int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
-    int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
-    uint32_t        _end;
-} hpml_distribute_desc;
 
 /* Exact sums. Floats do not add up to the same bits in every order; integers do. The global batch is cut into leaves of
    a fixed size, each computed on its own by one rank. All ranks agree on the largest gradient, scale by a power of two
@@ -597,9 +660,16 @@ typedef struct hpml_distribute_desc {
    1, 2, 3, ... ranks give the same bits (same build, same kind of CPU), at 2 times the bytes of f32 and the memory of
    one gradient for each leaf of a rank. With a codec each leaf has residuals, and leaves are added up in order. */
 
-/* Collective; NULL on failure, the error on the context. */
+/* Collective, with the same plan on all ranks; NULL on failure, the error on the context. plan NULL: all zero. The
+   environment variable HPML_PLAN, a text for hpml_plan_parse, replaces the fields of the plan that it names:
+   HPML_PLAN="codec=onebit,delayed=1". A distribution is a set of hooks of the trainer, and replaces an earlier one. Hooks
+   that change gradients are attached before (hpml_trainer_attach), those with a `run` or `update` after it. */
 typedef struct hpml_distributed hpml_distributed;
-HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc);
+HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan);
+/* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
+   the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
+   (`delayed`) are not applied. Training may go on afterwards. */
+HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
    between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
 HPML_API void hpml_distribute_free(hpml_distributed *d);
@@ -776,7 +846,7 @@ HPMLC_REF(hpml_launch, (const hpml_launch_desc &d, hpml_rank_fn *fn, void *user,
 HPMLC_REF(hpml_allreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d), (c, data, n, &d))
 HPMLC_REF(hpml_iallreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d), (c, data, n, &d))
 HPMLC_REF(hpml_exchange_create, (hpml_comm *c, const hpml_exchange_desc &d), (c, &d))
-HPMLC_REF(hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc &d), (t, c, &d))
+HPMLC_REF(hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_plan &plan), (t, c, &plan))
 HPMLC_REF(hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, const hpml_batch_search_desc &d,
           hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
 HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
@@ -797,8 +867,10 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 // >>base   system headers, the communicator, nodes and links
 // ---------------------------------------------------------------------------------------------------------------------
 
+#include <errno.h>
 #include <math.h>
 #include <stdarg.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -855,6 +927,7 @@ struct hpml_comm {
     bool                  check;
     double                timeout;  /* seconds that a wait may last; negative: for ever */
     int                   spin_limit; /* tests of a message before the wait yields the core; as many later it sleeps */
+    double                gives_up; /* hpml_comm_now() at which hpml_wait_any returns without an error; 1e300: never */
     double                no_yield; /* hpml_now() before which waits do not yield the core, because a yield was slow */
     double                busy;     /* hpml_now() until which this rank has announced that it is busy; 0: not busy */
     uint32_t              sequence; /* number of collectives begun, which selects the tag of the next one */
@@ -870,6 +943,7 @@ struct hpml_comm {
     hpml_link             inside, between; /* links by which AUTO compares algorithms, see hpmlc_comm_links */
     double                forecast[31][HPML_ALGORITHM_COUNT]; /* AUTO: simulated seconds for 2^k bytes; 0: none yet */
     hpml_counters         counters;
+    bool                  is_uncounted; /* true: a twin is being made, which the caller has not asked for */
     int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
     hpml_message         *pending;  /* list of the receives that are not done, newest first */
     hpmlc_text            close_error; /* where to write an error of closing, because the context is freed then */
@@ -884,10 +958,12 @@ struct hpml_comm {
    transports have no such struct: the operating system decides. */
 typedef struct hpmlc_schedule {
     /* Functions of virtual time, NULL where time is real. now: returns the clock of c's thread, in seconds; compute:
-       advances that clock by `seconds`; advance: advances that clock to `time`, unless it is past `time`. */
+       advances that clock by `seconds`; advance: advances that clock to `time`, unless it is past `time`; settle: does
+       so when no other thread can send a message that arrives by then, or returns false if a message was sent. */
     double (*now)(const hpml_comm *c);
     void   (*compute)(hpml_comm *c, double seconds);
     void   (*advance)(hpml_comm *c, double time);
+    bool   (*settle)(hpml_comm *c, double time);
     /* For c's background thread, which uses the communicator `twin`: thread_open is called before it starts (false:
        must not start), thread_enter at its start, thread_close at its end, or by c's thread if it could not start. */
     bool   (*thread_open)(hpml_comm *c, hpml_comm *twin);
@@ -982,6 +1058,7 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     if (!c->arrows) return NULL;
     for (int i = 0; i < size; i++) c->origin[i] = i;
     c->timeout           = 60;
+    c->gives_up          = 1e300;
     c->spin_limit        = 200;
     c->operation         = "hpml_comm_create";
     c->is_virtual        = t->schedule && t->schedule->now;
@@ -1115,6 +1192,7 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 
 HPMLC_FN void hpmlc_count_send(hpml_comm *c, int peer, size_t bytes)
 {
+    if (c->is_uncounted) return;
     c->counters.messages++;
     c->counters.bytes += (int64_t)bytes;
     c->sent_to[peer][0]++;
@@ -1158,6 +1236,38 @@ HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
     if (*at) *at = m->next;
 }
 
+/* Returns whether m is done, read atomically, because with THREADS the receiver's thread completes a send. */
+HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
+
+/* Returns the receive that gets the next message from m's peer with m's tag: the oldest one pending, which is the last
+   in the list c->pending. Where m is a send, returns m. */
+HPMLC_FN const hpml_message *hpmlc_oldest(const hpml_message *m)
+{
+    const hpml_message *oldest = m;
+    for (const hpml_message *older = m->receiving ? m->next : NULL; older; older = older->next)
+        if (!older->done && older->peer == m->peer && older->tag == m->tag) oldest = older;
+    return oldest;
+}
+
+/* Returns the index, at least `at`, of the first message of the list m that is in flight; count: there is none. */
+HPMLC_FN int hpmlc_in_flight(hpml_message *const *m, int count, int at)
+{
+    while (at < count && (!m[at] || hpmlc_done(m[at]))) at++;
+    return at;
+}
+
+/* Returns when the first message of the list m arrives of which that is known; 1e300: it is known of none. Of receives
+   with equal peer and tag the oldest gets the next message. */
+HPMLC_FN double hpmlc_next_arrival(hpml_message *const *m, int count)
+{
+    double first = 1e300;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1)) {
+        const double arrival = hpmlc_oldest(m[i])->arrival;
+        if (arrival > 0 && arrival < first) first = arrival;
+    }
+    return first;
+}
+
 #define HPMLC_SPIN_OWN_CORE 2000 /* value of c->spin_limit where each rank has a core of its own */
 
 /* Returns how many tests a wait on c makes before it yields; atomic, because another thread may change that number. */
@@ -1179,14 +1289,15 @@ HPMLC_FN void hpmlc_pause(bool yield)
 #define HPMLC_SLOW_YIELD 100e-6 /* seconds: a yield that takes longer has given the core to another program */
 #define HPMLC_EARLY      60e-6  /* seconds before a message arrives at which a sleep ends, because Linux wakes late */
 
-/* Spends turn number `turn` of a wait for m without sleeping: spins in early turns, yields the core in later ones.
-   False: the caller must sleep: the turns are used up, or m is in flight and known to arrive later, or a yield has cost
+/* Spends turn number `turn` of a wait for the list m without sleeping: spins in early turns, yields the core in later
+   ones. False: the caller must sleep: the turns are used up, or a message is known to arrive later, or a yield has cost
    another program's time slice; after such a yield none is tried for 100 times as long as that yield took. */
-HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, const hpml_message *m, int turn)
+HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, hpml_message *const *m, int count, int turn)
 {
-    const int spin = hpmlc_spin_limit(c);
-    if (m->arrival > 0) {
-        if (spin < HPMLC_SPIN_OWN_CORE || m->arrival > hpml_now() + HPMLC_EARLY) return false;
+    const int    spin    = hpmlc_spin_limit(c);
+    const double arrival = hpmlc_next_arrival(m, count);
+    if (arrival < 1e300) {
+        if (spin < HPMLC_SPIN_OWN_CORE || arrival > hpml_now() + HPMLC_EARLY) return false;
         hpmlc_pause(false);
         return true;
     }
@@ -1204,19 +1315,6 @@ HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, const hpml_message *m, int turn)
 }
 
 HPMLC_FN int hpmlc_cores(int ranks);
-
-/* Returns whether m is done, read atomically, because with THREADS the receiver's thread completes a send. */
-HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
-
-/* Returns the receive that gets the next message from m's peer with m's tag: the oldest one pending, which is the last
-   in the list c->pending. Where m is a send, returns m. */
-HPMLC_FN const hpml_message *hpmlc_oldest(const hpml_message *m)
-{
-    const hpml_message *oldest = m;
-    for (const hpml_message *older = m->receiving ? m->next : NULL; older; older = older->next)
-        if (!older->done && older->peer == m->peer && older->tag == m->tag) oldest = older;
-    return oldest;
-}
 
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
@@ -1240,28 +1338,45 @@ HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *fr
     m->done = true;
 }
 
-/* Gives up the message m after an error of this rank, which becomes m->status; m's array is used no more. */
-HPMLC_FN void hpmlc_abandon(hpml_comm *c, hpml_message *m)
+/* Writes " or N others" to `text`, where a wait for the list m has N messages in flight besides the first; else "". */
+HPMLC_FN const char *hpmlc_others(char text[32], int others)
 {
-    c->t->abandon(c, m);
-    m->status = hpml_ctx_status(c->ctx);
+    text[0] = 0;
+    if (others > 0) snprintf(text, 32, " or %d other%s", others, others > 1 ? "s" : "");
+    return text;
 }
 
-/* Handles the deadline of m, whose peer may wait for another rank, and so on: where the last rank of this chain is busy
-   (hpml_comm_busy), extends the deadline, else ends the wait with an error that names it. Returns the new deadline. */
-HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
+/* After an error of this rank gives up the messages of the list m that are in flight: their arrays are used no more.
+   Their status becomes the error. */
+HPMLC_FN void hpmlc_give_up(hpml_comm *c, hpml_message *const *m, int count)
 {
-    const int peer = c->origin[m->peer];
-    double    busy = 0;
-    char      chain[48] = "";
-    int       stuck = c->t->stuck_at ? c->t->stuck_at(c, m, &busy) : peer;
-    if (stuck < 0) return hpml_now();
-    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* then asks again */
-    if (stuck != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", stuck);
-    hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and in "
-               "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->operation, c->round,
-               (long long)c->step);
-    hpmlc_abandon(c, m);
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1)) {
+        c->t->abandon(c, m[i]);
+        m[i]->status = hpml_ctx_status(c->ctx);
+    }
+}
+
+/* Handles the deadline of a wait for the list m. The peer of a message may wait for another rank, and so on: where the
+   last rank of such a chain is busy (hpml_comm_busy), extends the deadline, else ends the wait with an error that names
+   the last rank of the first message's chain. Returns the new deadline. */
+HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int count)
+{
+    const int first = hpmlc_in_flight(m, count, 0), peer = c->origin[m[first]->peer];
+    int       last = peer, others = -1;
+    char      chain[48] = "", more[32];
+    for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) {
+        double busy  = 0;
+        int    stuck = c->t->stuck_at ? c->t->stuck_at(c, m[i], &busy) : peer;
+        if (stuck < 0) return hpml_now();
+        if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* then asks again */
+        if (i == first) last = stuck;
+        others++;
+    }
+    if (last != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", last);
+    hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s%s in %s, round %d, step %lld; is that rank alive and in "
+               "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, hpmlc_others(more, others),
+               c->operation, c->round, (long long)c->step);
+    hpmlc_give_up(c, m, count);
     return hpml_now();
 }
 
@@ -1273,46 +1388,122 @@ HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
 }
 
-/* Tests m, then the other receives in flight, because m's peer may wait for one. True: one of the others is done. */
-HPMLC_FN bool hpmlc_test_all(hpml_comm *c, hpml_message *m)
+/* Returns the index of the message of the list m that was over first: by arrival, where that is known, then by place in
+   the list; -1: none is over. */
+HPMLC_FN int hpmlc_first_over(hpml_message *const *m, int count)
+{
+    int    first = -1;
+    double earliest = 0;
+    for (int i = 0; i < count; i++) {
+        if (!m[i] || !hpmlc_done(m[i])) continue;
+        double time = m[i]->receiving ? m[i]->arrival : 0;
+        if (first >= 0 && time >= earliest) continue;
+        first    = i;
+        earliest = time;
+    }
+    return first;
+}
+
+/* Tests the messages of the list m, then the other receives in flight, because a peer may wait for one of those. With
+   several messages their receives are among those in flight. True: one of the receives tested last is done. */
+HPMLC_FN bool hpmlc_test_list(hpml_comm *c, hpml_message *const *m, int count)
 {
     bool moved = false;
-    hpmlc_test(c, m);
-    for (hpml_message *other = c->pending; other && !hpmlc_done(m); other = other->next) {
-        if (other == m || other->done) continue;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1))
+        if (count == 1 || !m[i]->receiving) hpmlc_test(c, m[i]);
+    for (hpml_message *other = c->pending; other && (count > 1 || !hpmlc_done(*m)); other = other->next) {
+        if (other->done || (count == 1 && other == *m)) continue;
         hpmlc_test(c, other);
         moved = moved || other->done;
     }
     return moved;
 }
 
-HPMLC_FN void hpmlc_block(hpml_comm *c, hpml_message *m, double until)
+HPMLC_FN void hpmlc_block(hpml_comm *c, hpml_message *const *m, int count, double until)
 {
-    if (c->t->block) c->t->block(c, m, until);
+    if (c->t->block) c->t->block(c, m, count, until);
     else hpmlc_nap(30e-6);
+}
+
+/* Returns whether the thread of a peer of the list m needs this core, so that a wait must sleep at once. */
+HPMLC_FN bool hpmlc_shares_core(hpml_comm *c, hpml_message *const *m, int count)
+{
+    bool shares = false;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count && c->t->shares_core; i = hpmlc_in_flight(m, count, i + 1))
+        shares = c->t->shares_core(c, m[i]->peer) || shares;
+    return shares;
+}
+
+/* Returns whether m, of a list of `count`, was over first for certain. In virtual time other threads may have to run
+   before, because a message of theirs may arrive as early, and stand before m in the list. */
+HPMLC_FN bool hpmlc_is_first(hpml_comm *c, const hpml_message *m, int count)
+{
+    return count == 1 || !c->is_virtual || !m->receiving || c->t->schedule->settle(c, m->arrival);
+}
+
+/* Waits until a message of the list m is over and returns its index; -1: the time c->gives_up has come. After an error
+   all messages of the list are over. */
+HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
+{
+    double limit = 0; /* the deadline, a time of hpml_now; 0: not set, because this wait has not slept yet */
+    bool   shares_core = false;
+    int    over;
+    for (int turn = 0; (over = hpmlc_first_over(m, count)) < 0 || !hpmlc_is_first(c, m[over], count); turn++) {
+        bool moved = hpmlc_test_list(c, m, count);
+        if (hpmlc_first_over(m, count) >= 0) continue;
+        if (c->gives_up < 1e300 && hpml_comm_now(c) >= c->gives_up) break;
+        if (turn == 0) shares_core = hpmlc_shares_core(c, m, count);
+        if (moved || (!shares_core && hpmlc_wait_awake(c, m, count, turn))) continue;
+        if (limit == 0 && hpmlc_failed(c)) { /* the messages began before this rank failed */
+            hpmlc_give_up(c, m, count);
+            continue;
+        }
+        if (limit == 0) limit = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout;
+        if (c->gives_up < 1e300 && !c->is_virtual) limit = c->gives_up;
+        if (hpml_now() < limit) hpmlc_block(c, m, count, limit);
+        else if (c->gives_up >= 1e300) limit = hpmlc_deadline_passed(c, m, count);
+    }
+    for (int i = 0; i < count && limit != 0 && c->t->unblock; i++)
+        if (m[i]) c->t->unblock(c, m[i]);
+    return over;
 }
 
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
 {
-    double limit = 0; /* the deadline, a time of hpml_now; 0: not set, because this wait has not slept yet */
-    bool   shares_core = false;
     if (!c || !m) return HPML_ERR_ARGUMENT;
-    for (int turn = 0; !hpmlc_done(m); turn++) {
-        bool moved = hpmlc_test_all(c, m);
-        if (hpmlc_done(m)) break;
-        if (turn == 0 && c->t->shares_core) shares_core = c->t->shares_core(c, m->peer);
-        if (moved || (!shares_core && hpmlc_wait_awake(c, m, turn))) continue;
-        if (limit == 0 && hpmlc_failed(c)) { /* m began before this rank failed: gives m up */
-            hpmlc_abandon(c, m);
-            break;
-        }
-        if (limit == 0) limit = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout;
-        if (hpml_now() < limit) hpmlc_block(c, m, limit);
-        else limit = hpmlc_deadline_passed(c, m);
-    }
-    if (limit != 0 && c->t->unblock) c->t->unblock(c, m);
+    hpmlc_wait_list(c, &m, 1);
     if (m->receiving) hpmlc_unlist(c, m);
     return m->status;
+}
+
+HPML_API bool hpml_test(hpml_comm *c, hpml_message *m)
+{
+    if (!c || !m) return true;
+    if (!hpmlc_done(m)) hpmlc_test_list(c, &m, 1);
+    if (!hpmlc_done(m) && !c->t->schedule && c->t->block) c->t->block(c, &m, 1, 0); /* reads control messages */
+    if (!hpmlc_done(m) && hpmlc_failed(c)) hpmlc_give_up(c, &m, 1);
+    if (!hpmlc_done(m)) return false;
+    if (m->receiving) hpmlc_unlist(c, m);
+    return true;
+}
+
+HPML_API int hpml_wait_any(hpml_comm *c, hpml_message *const *m, int count, double seconds)
+{
+    int over = -1;
+    if (!c || (count > 0 && !m)) return -1;
+    c->operation = "hpml_wait_any";
+    if (hpmlc_first_over(m, count) < 0 && hpmlc_in_flight(m, count, 0) >= count)
+        hpmlc_fail(c, HPML_ERR_ARGUMENT, "hpml_wait_any: a list of %d without a message", count);
+    if (seconds >= 0) c->gives_up = hpml_comm_now(c) + seconds;
+    if (hpml_ctx_status(c->ctx) == HPML_OK) over = hpmlc_wait_list(c, m, count);
+    c->gives_up = 1e300;
+    if (hpmlc_failed(c)) {
+        hpmlc_give_up(c, m, count);
+        over = -1;
+    }
+    for (int i = 0; i < count; i++)
+        if (m[i] && m[i]->receiving && m[i]->done) hpmlc_unlist(c, m[i]);
+    return over;
 }
 
 /* Adds a span `name` of `bytes` bytes to the timeline, from `start` to `end` (seconds), about c->about's tensors. */
@@ -1429,6 +1620,7 @@ typedef struct hpmlc_inbox {
     hpml_message   *posted, **last; /* list of sends to the owner, in the order posted; the end of that list */
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
+    int             others;         /* number of other messages that end the wait as well: hpml_wait_any */
     const char     *operation;      /* name of the operation in which the owner waits */
     int             core;           /* 1 + the core on which the owner's thread last waited; 0: none */
     char            pad[64];
@@ -1536,15 +1728,17 @@ HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
 {
     bool any = false;
+    char more[32];
     if (__atomic_load_n(&w->running, __ATOMIC_ACQUIRE) > 0 || w->failed) return;
     size_t used = (size_t)snprintf(w->text, sizeof w->text, "deadlock:");
     for (hpmlc_group *r = w->groups; r; r = r->next)
         for (int i = 0; i < r->size && used < sizeof w->text; i++) {
             const hpmlc_inbox *in = &r->inbox[i];
             if (!in->wait.sleeping || !in->owner || in->peer < 0) continue;
-            used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for rank %d%s in %s",
+            used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for rank %d%s%s in %s",
                                      any ? ";" : "", in->owner->origin[i], in->peer,
-                                     w->left[in->peer] ? ", which has left," : "", in->operation);
+                                     w->left[in->peer] ? ", which has left," : "", hpmlc_others(more, in->others),
+                                     in->operation);
             any = true;
         }
     if (!any) return;
@@ -1709,6 +1903,7 @@ HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
         for (int i = 0; i < r->size; i++) {
             int peer = __atomic_load_n(&r->inbox[i].peer, __ATOMIC_ACQUIRE);
             if (peer < 0 || !r->inbox[i].owner || r->inbox[i].owner->origin[i] != rank) continue;
+            if (__atomic_load_n(&r->inbox[i].others, __ATOMIC_RELAXED) > 0) continue; /* not for this peer alone */
             *group = r;
             return peer;
         }
@@ -1739,10 +1934,16 @@ HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Records in the inbox of this rank of c for which rank of the world it waits: `peer`; -1: for none. */
-HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, int peer)
+/* Records in the inbox of this rank of c that it waits for the list m; count 0: for nothing. */
+HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, hpml_message *const *m, int count)
 {
-    __atomic_store_n(&hpmlc_inbox_of(c)->peer, peer, __ATOMIC_RELEASE);
+    hpmlc_inbox *in    = hpmlc_inbox_of(c);
+    const int    first = hpmlc_in_flight(m, count, 0);
+    int          others = -1;
+    for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) others++;
+    if (count > 0) in->operation = c->operation;
+    __atomic_store_n(&in->others, others, __ATOMIC_RELAXED);
+    __atomic_store_n(&in->peer, first < count ? c->origin[m[first]->peer] : -1, __ATOMIC_RELEASE);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1808,10 +2009,8 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
     pthread_mutex_lock(&in->wait.mutex);
     for (link = &in->posted; (sent = *link) != NULL; link = &hpmlc_post_of(sent)->next)
         if (m->receiving ? sent->tag == m->tag && hpmlc_post_of(sent)->from == m->peer : sent == m) break;
-    if (sent && m->receiving && sent->arrival > 0 && sent->arrival > hpml_comm_now(m->owner)) {
-        m->arrival = sent->arrival;
-        sent       = NULL;
-    }
+    if (sent && m->receiving) m->arrival = sent->arrival;
+    if (sent && m->receiving && sent->arrival > 0 && sent->arrival > hpml_comm_now(m->owner)) sent = NULL;
     if (sent) {
         *link = hpmlc_post_of(sent)->next;
         if (in->last == &hpmlc_post_of(sent)->next) in->last = link;
@@ -1908,22 +2107,21 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
     if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_fail(c, m); /* else the receiver is reading m's array */
 }
 
-HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
+HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int count, double until)
 {
     hpmlc_inbox *in      = hpmlc_inbox_of(c);
-    bool         counted = true;
+    bool         counted = c->gives_up >= 1e300; /* else this thread wakes by itself */
     double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
     for (const hpml_message *p = c->pending; p; p = p->next) /* a message in flight will end the sleep */
-        if (p->arrival > 0) {
+        if (p->arrival > 0 && !p->done) {
             counted = false;
             if (p->arrival - early < until) until = p->arrival - early;
         }
-    hpmlc_set_awaited(c, c->origin[m->peer]);
-    in->operation = c->operation;
+    hpmlc_set_awaited(c, m, count);
     hpmlc_waitpoint_sleep(hpmlc_world_of(c), &in->wait, &hpmlc_thread(c)->seen, until, counted);
 }
 
-HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, -1); }
+HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, NULL, 0); }
 
 /* Makes `owner` (NULL: none) the communicator that receives in the inbox of rank `rank` in `group`. Locks the world's
    mutex, because other threads read the owners to find out who waits for whom. */
@@ -2037,7 +2235,7 @@ HPMLC_FN void hpmlc_threads_wake(hpml_comm *sleeper, hpmlc_waitpoint *g)
 }
 
 static const hpmlc_schedule hpmlc_threads_schedule = {
-    NULL, NULL, NULL, hpmlc_threads_thread_open, hpmlc_threads_thread_enter, hpmlc_threads_thread_close,
+    NULL, NULL, NULL, NULL, hpmlc_threads_thread_open, hpmlc_threads_thread_enter, hpmlc_threads_thread_close,
     hpmlc_threads_sleep, hpmlc_threads_wake
 };
 
@@ -2543,24 +2741,39 @@ HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
     return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
 }
 
-/* Lets other threads use the core for a moment in a wait for m: yields it in 16 of 64 calls, sleeps 30 us in the
-   others. With a core for each rank it only yields during the first 5000 calls, because a sleep delays a large message
-   more than it helps other threads. Ends the wait if any rank has failed or m's peer has left. until: the deadline. */
-HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
+/* Ends the messages of the list m that cannot be done any more, because a rank has failed or their peer has left.
+   Returns whether there was one. */
+HPMLC_FN bool hpmlc_mpi_end(hpml_comm *c, hpml_message *const *m, int count)
 {
     hpmlc_shared *x    = hpmlc_mpi_of(c)->shared;
-    int           peer = c->origin[m->peer];
-    hpmlc_mpi_poll_control(x);
-    if (x->failed || x->letter[peer] == 'L') {
-        if (!x->failed) hpmlc_mpi_test(c, m); /* the peer may have sent m before it left */
-        if (m->done) return;
-        hpmlc_mpi_abandon(c, m);
-        if (x->failed) m->status = hpmlc_mpi_peer_failed(c);
-        else m->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s", peer,
-                                    c->operation);
-        return;
+    bool          ends = false;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1)) {
+        const int peer = c->origin[m[i]->peer];
+        if (!x->failed && x->letter[peer] != 'L') continue;
+        ends = true;
+        if (!x->failed) hpmlc_test(c, m[i]); /* the peer may have sent m before it left */
+        if (m[i]->done) continue;
+        hpmlc_mpi_abandon(c, m[i]);
+        if (x->failed) m[i]->status = hpmlc_mpi_peer_failed(c);
+        else m[i]->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s", peer,
+                                       c->operation);
     }
-    hpmlc_mpi_announce_wait(x, peer, until, &hpmlc_transfer_of(m)->announced);
+    return ends;
+}
+
+/* Lets other threads use the core for a moment in a wait for the list m: yields it in 16 of 64 calls, sleeps 30 us in
+   the others. With a core for each rank it only yields during the first 5000 calls, because a sleep delays a large
+   message more than it helps other threads. Ends messages as hpmlc_mpi_end does. until: the deadline; 0: does not wait.
+   A wait for several peers is announced as one for all ranks, a wait that gives up without an error not at all. */
+HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *const *m, int count, double until)
+{
+    hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
+    const int     first = hpmlc_in_flight(m, count, 0);
+    hpmlc_mpi_poll_control(x);
+    if (hpmlc_mpi_end(c, m, count) || until <= 0) return;
+    if (c->gives_up >= 1e300)
+        hpmlc_mpi_announce_wait(x, count > 1 ? x->size : c->origin[m[first]->peer], until,
+                                &hpmlc_transfer_of(m[first])->announced);
     unsigned turn = hpmlc_mpi_of(c)->turns++;
     if (turn % 64 < 16 || (x->own_core && hpmlc_spin_limit(c) > 0 && turn + 1 < 5000)) hpmlc_pause(true);
     else hpmlc_nap(30e-6);
@@ -3079,15 +3292,19 @@ struct hpmlc_vthread {
     hpml_rng       rng;      /* random numbers of the thread's jitter */
     int            rank;     /* rank in the world; where clocks are equal the thread with the lower rank runs first */
     bool           runnable;
+    double         due;      /* virtual time of its next turn: its clock, or later if it waits for that time */
+    bool           waits;    /* true: runs after the other threads that run at the time `due` */
     pthread_cond_t turn;
     hpmlc_vthread *next;
 };
 
 HPMLC_FN hpmlc_vthread *hpmlc_vthread_of(const hpml_comm *c) { return hpmlc_thread(c)->vthread; }
 
-/* Makes thread a of world w runnable, unless it is, and counts it as awake. The caller holds w->mutex. */
+/* Makes thread a of world w runnable at the time of its clock, and counts it as awake. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthread_wake_held(hpml_world *w, hpmlc_vthread *a)
 {
+    a->due   = a->clock;
+    a->waits = false;
     if (a->runnable) return;
     a->runnable = true;
     __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
@@ -3098,39 +3315,69 @@ HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w)
     for (hpmlc_vthread *a = w->vthreads; a; a = a->next) hpmlc_vthread_wake_held(w, a);
 }
 
+/* Returns whether thread a runs before thread b: at an earlier time, or at the same time, where b waits or has a higher
+   rank. */
+HPMLC_FN bool hpmlc_vthread_before(const hpmlc_vthread *a, const hpmlc_vthread *b)
+{
+    if (a->due < b->due || a->due > b->due) return a->due < b->due;
+    return a->waits != b->waits ? b->waits : a->rank < b->rank;
+}
+
 /* Lets one thread of world w run: the runnable one whose clock is behind all others. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
 {
     hpmlc_vthread *best = NULL;
     if (w->vthread_count < w->ranks) return; /* not all ranks have entered yet */
     for (int attempt = 0; attempt < 2 && !best; attempt++) {
-        for (hpmlc_vthread *a = w->vthreads; a; a = a->next) {
-            bool before = !best || a->clock < best->clock || (a->clock <= best->clock && a->rank < best->rank);
-            if (a->runnable && before) best = a;
-        }
+        for (hpmlc_vthread *a = w->vthreads; a; a = a->next)
+            if (a->runnable && (!best || hpmlc_vthread_before(a, best))) best = a;
         if (!best) hpmlc_world_stuck(w); /* a deadlock: this call makes all threads runnable */
     }
     w->turn = best;
     if (best) pthread_cond_signal(&best->turn);
 }
 
-/* Lets the threads run whose clocks are behind that of c's thread, and returns when c's thread is the one to run again.
-   sleep: true: this thread does not run again before another thread wakes it. */
-HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
+/* Lets other threads run until c's thread, `self`, is the one to run again. The caller holds w->mutex. */
+HPMLC_FN void hpmlc_vthread_take_turn(hpml_world *w, hpmlc_vthread *self)
+{
+    hpmlc_vthread_next_turn(w);
+    while (w->turn != self) pthread_cond_wait(&self->turn, &w->mutex);
+}
+
+/* Lets the threads run whose clocks are behind that of c's thread, and returns when c's thread is the one to run. */
+HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c)
+{
+    hpml_world    *w    = hpmlc_world_of(c);
+    hpmlc_vthread *self = hpmlc_vthread_of(c);
+    pthread_mutex_lock(&w->mutex);
+    self->due = self->clock;
+    hpmlc_vthread_take_turn(w, self);
+    pthread_mutex_unlock(&w->mutex);
+}
+
+/* Lets the threads run that are not after `time`, to which it then sets the clock of c's thread, unless that is later;
+   1e300: sleeps. Returns false if another thread has woken this one before: then the clock is as it was. */
+HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time)
 {
     hpml_world    *w    = hpmlc_world_of(c);
     hpmlc_vthread *self = hpmlc_vthread_of(c);
     hpmlc_inbox   *in   = hpmlc_inbox_of(c);
+    const bool     sleeps = time >= 1e300;
     pthread_mutex_lock(&w->mutex);
-    if (sleep && (!w->failed || in->peer < 0)) { /* after a failure no thread awaits messages */
+    self->due   = sleeps ? self->clock : fmax(time, self->clock);
+    self->waits = !sleeps;
+    if (sleeps && (!w->failed || in->peer < 0)) { /* after a failure no thread awaits messages */
         self->runnable    = false;
         in->wait.sleeping = true; /* hpmlc_world_stuck reports this wait */
         __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
     }
-    hpmlc_vthread_next_turn(w);
-    while (w->turn != self) pthread_cond_wait(&self->turn, &w->mutex);
+    hpmlc_vthread_take_turn(w, self);
+    const bool undisturbed = self->waits;
+    if (undisturbed) self->clock = self->due;
+    self->waits       = false;
     in->wait.sleeping = false;
     pthread_mutex_unlock(&w->mutex);
+    return undisturbed;
 }
 
 /* Waits until c's thread, a new one, is the one to run. The thread of the last rank to enter starts the first turn. */
@@ -3158,7 +3405,12 @@ HPMLC_FN void hpmlc_clock_advance(hpml_comm *c, double time)
     hpmlc_vthread *self = hpmlc_vthread_of(c);
     if (self->clock >= time) return;
     self->clock = time;
-    hpmlc_vthread_yield(c, false);
+    hpmlc_vthread_yield(c);
+}
+
+HPMLC_FN bool hpmlc_clock_settle(hpml_comm *c, double time)
+{
+    return time < hpmlc_vthread_of(c)->clock || hpmlc_vthread_await(c, time);
 }
 
 HPMLC_FN hpmlc_vthread *hpmlc_vthread_new(hpml_world *w, int rank, double clock)
@@ -3168,6 +3420,7 @@ HPMLC_FN hpmlc_vthread *hpmlc_vthread_new(hpml_world *w, int rank, double clock)
     pthread_cond_init(&a->turn, NULL);
     a->rank       = rank;
     a->clock      = clock;
+    a->due        = clock;
     a->runnable   = true;
     a->rng.seed   = w->network.seed;
     a->rng.stream = (uint64_t)rank;
@@ -3197,7 +3450,7 @@ HPMLC_FN void hpmlc_clock_start(hpml_comm *c, hpml_message *m)
 {
     hpmlc_inbox *in = &hpmlc_group_of(c)->inbox[m->peer];
     if (m->receiving) return;
-    hpmlc_vthread_yield(c, false);
+    hpmlc_vthread_yield(c);
     double now = hpmlc_vthread_of(c)->clock;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, now);
     if (m->arrival <= 0) m->arrival = now;
@@ -3212,19 +3465,19 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
     else if (__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_fail(c, m);
 }
 
-/* Sleeps in virtual time until the message of the receive m arrives, or until a message is sent to this rank. Where an
-   older receive with the same peer and tag gets the next message, that one's arrival ends the sleep. Never sleeps until
-   the message of any other receive arrives, because m may be done before. There are no deadlines. */
-HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
+/* Sleeps in virtual time until the first message of the list m arrives, at most until c->gives_up, or until a message
+   is sent to this rank. Where an older receive with the same peer and tag gets the next message, that one's arrival
+   ends the sleep. Never sleeps until the message of a receive outside the list arrives, because one of the list may be
+   done before. There are no deadlines. */
+HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *const *m, int count, double until HPMLC_UNUSED)
 {
-    double arrival = hpmlc_oldest(m)->arrival;
-    if (arrival > hpmlc_vthread_of(c)->clock) {
-        hpmlc_clock_advance(c, arrival);
+    const double arrival = hpmlc_next_arrival(m, count);
+    if (count == 1 && arrival < c->gives_up) {
+        hpmlc_clock_advance(c, arrival); /* no other message can end this wait before */
         return;
     }
-    hpmlc_set_awaited(c, c->origin[m->peer]);
-    hpmlc_inbox_of(c)->operation = c->operation;
-    hpmlc_vthread_yield(c, true);
+    hpmlc_set_awaited(c, m, count);
+    hpmlc_vthread_await(c, fmin(arrival, c->gives_up));
 }
 
 /* Returns the thread whose member .clock is at `clock`. The timeline stores only the address of the clock that it
@@ -3252,7 +3505,7 @@ HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
     hpmlc_vthread *self = hpmlc_vthread_of(c);
     if (!c->is_part) {
         hpmlc_clock_restore(c->ctx, self);
-        hpmlc_vthread_yield(c, false);
+        hpmlc_vthread_yield(c);
     }
     hpmlc_group_leave(c);
     if (!c->is_part) hpmlc_vthread_free(w, self);
@@ -3271,7 +3524,7 @@ HPMLC_FN void hpmlc_clock_compute(hpml_comm *c, double seconds)
     if (net->slow) seconds *= net->slow[c->origin[c->rank]];
     self->clock += seconds * (1 + net->jitter * (double)hpml_rng_uniform(&self->rng));
     hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, self->clock);
-    hpmlc_vthread_yield(c, false);
+    hpmlc_vthread_yield(c);
 }
 
 HPMLC_FN bool hpmlc_clock_thread_open(hpml_comm *c, hpml_comm *twin)
@@ -3296,8 +3549,8 @@ HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
    time passes for the other threads; `until`, a real time, does not count. */
 HPMLC_FN void hpmlc_clock_sleep(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until HPMLC_UNUSED)
 {
-    hpmlc_set_awaited(c, -1);
-    if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_vthread_yield(c, true);
+    hpmlc_set_awaited(c, NULL, 0);
+    if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_vthread_await(c, 1e300);
     *seen = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
 }
 
@@ -3309,8 +3562,8 @@ HPMLC_FN void hpmlc_clock_wake(hpml_comm *sleeper, hpmlc_waitpoint *g)
 }
 
 static const hpmlc_schedule hpmlc_clock_schedule = {
-    hpmlc_clock_now, hpmlc_clock_compute, hpmlc_clock_advance, hpmlc_clock_thread_open, hpmlc_vthread_enter,
-    hpmlc_clock_thread_close, hpmlc_clock_sleep, hpmlc_clock_wake
+    hpmlc_clock_now, hpmlc_clock_compute, hpmlc_clock_advance, hpmlc_clock_settle, hpmlc_clock_thread_open,
+    hpmlc_vthread_enter, hpmlc_clock_thread_close, hpmlc_clock_sleep, hpmlc_clock_wake
 };
 
 HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
@@ -3865,7 +4118,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>moves   the allreduce algorithms: phases, one table of algorithms, the plan of a rank
+// >>moves   the allreduce algorithms: phases, one table of algorithms, the phases of a rank
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* An allreduce algorithm is a list of phases. A team of ranks runs a phase on a range of the array: a team is every
@@ -3905,11 +4158,11 @@ struct hpmlc_phase {
 };
 
 #define HPMLC_PHASES 8
-typedef struct hpmlc_plan {
+typedef struct hpmlc_phases {
     hpmlc_phase phase[HPMLC_PHASES];
     int         count;
     const char *level; /* hpmlc_phase.level of the phases that are appended next */
-} hpmlc_plan;
+} hpmlc_phases;
 
 HPML_API int64_t hpml_block(int64_t n, int parts, int index)
 {
@@ -4077,18 +4330,18 @@ HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
 }
 
 /* Appends a phase on elements [at, at + count), unless it has no rounds or this rank, `team.me`, is not in the team. */
-HPMLC_FN void hpmlc_plan_add(hpmlc_plan *plan, const hpmlc_kind *kind, hpmlc_team team, int64_t at, int64_t count)
+HPMLC_FN void hpmlc_phases_add(hpmlc_phases *all, const hpmlc_kind *kind, hpmlc_team team, int64_t at, int64_t count)
 {
     if (kind->core) team.size = 1 << hpmlc_log2(team.size);
     int rounds = kind->rounds(team.size);
     if (rounds == 0 || team.me < 0 || team.me >= team.size) return;
-    hpmlc_phase *f = &plan->phase[plan->count++];
+    hpmlc_phase *f = &all->phase[all->count++];
     f->kind   = kind;
     f->team   = team;
     f->at     = at;
     f->count  = count;
     f->rounds = rounds;
-    f->level  = plan->level;
+    f->level  = all->level;
 }
 
 #define HPMLC_ROW_PHASES 5
@@ -4096,8 +4349,8 @@ typedef struct hpmlc_algorithm {
     hpml_algorithm    algorithm;
     const char       *name;
     const hpmlc_kind *phase[HPMLC_ROW_PHASES]; /* run in this order by all ranks as one team; the last is NULL */
-    /* Optional: plans the algorithm where each of several nodes has several ranks; elsewhere all ranks run `phase`. */
-    void (*plan_nodes)(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n);
+    /* Optional: the phases where each of several nodes has several ranks; elsewhere all ranks run `phase`. */
+    void (*by_nodes)(hpmlc_phases *all, int p, int per_node, bool spread, int rank, int64_t n);
     bool              native;     /* the transport executes the algorithm; `phase` then only estimates its bytes */
     int32_t           auto_ranks; /* AUTO simulates the algorithm for at most so many ranks; 0: never */
     int32_t           auto_mixed; /* as auto_ranks, where ranks r and r + 1 are on different nodes */
@@ -4108,41 +4361,42 @@ typedef struct hpmlc_algorithm {
 
 HPMLC_FN const hpmlc_algorithm *hpmlc_algorithm_row(hpml_algorithm a);
 
-/* Appends the phases of algorithm `row` to the plan: an allreduce of elements [at, at + count) within one team. */
-HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, const hpmlc_algorithm *row, hpmlc_team team, int64_t at, int64_t count)
+/* Appends the phases of algorithm `row` to `all`: an allreduce of elements [at, at + count) within one team. */
+HPMLC_FN void hpmlc_phases_team(hpmlc_phases *all, const hpmlc_algorithm *row, hpmlc_team team, int64_t at,
+                                int64_t count)
 {
-    for (const hpmlc_kind *const *kind = row->phase; *kind; kind++) hpmlc_plan_add(plan, *kind, team, at, count);
+    for (const hpmlc_kind *const *kind = row->phase; *kind; kind++) hpmlc_phases_add(all, *kind, team, at, count);
 }
 
 /* Plans HPML_HIERARCHICAL for rank `rank` of p, per_node ranks on each node (spread: rank r is on node r % nodes): a
    ring inside the node leaves each member the sum of one block of the n elements; members with the same place on all
    nodes add up that block by halving, or by a ring; a ring inside the node spreads the blocks. Where nodes differ in
    size: a tree to the first rank of each node, a ring among those ranks, a tree back. */
-HPMLC_FN void hpmlc_plan_hierarchy(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
+HPMLC_FN void hpmlc_phases_hierarchy(hpmlc_phases *all, int p, int per_node, bool spread, int rank, int64_t n)
 {
     int nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
     int node = spread ? rank % nodes : rank / per_node, place = spread ? rank / nodes : rank % per_node;
-    plan->level = "local reduce";
+    all->level = "local reduce";
     if (p % per_node == 0) {
         const hpmlc_team in = { spread ? node : rank - place, spread ? nodes : 1, per_node, place, 0 };
         const hpmlc_team across = { rank - node * (spread ? 1 : per_node), spread ? 1 : per_node, nodes, node, 0 };
         int64_t at = hpml_block(n, per_node, place), end = hpml_block(n, per_node, place + 1);
         bool    folds = (nodes & (nodes - 1)) != 0; /* no power of two: folding sends the range twice more */
-        hpmlc_plan_add(plan, &hpmlc_ring_scatter, in, 0, n);
-        plan->level = "global allreduce";
+        hpmlc_phases_add(all, &hpmlc_ring_scatter, in, 0, n);
+        all->level = "global allreduce";
         hpml_algorithm between = folds && nodes <= 32 ? HPML_RING : HPML_HALVING;
-        hpmlc_plan_team(plan, hpmlc_algorithm_row(between), across, at, end - at);
-        plan->level = "local gather";
-        hpmlc_plan_add(plan, &hpmlc_ring_gather, in, 0, n);
+        hpmlc_phases_team(all, hpmlc_algorithm_row(between), across, at, end - at);
+        all->level = "local gather";
+        hpmlc_phases_add(all, &hpmlc_ring_gather, in, 0, n);
         return;
     }
     const hpmlc_team in = { rank - place, 1, node == nodes - 1 ? last : per_node, place, 0 };
     const hpmlc_team across = { 0, per_node, nodes, node, 0 };
-    hpmlc_plan_add(plan, &hpmlc_tree_up, in, 0, n);
-    plan->level = "global allreduce";
-    if (place == 0) hpmlc_plan_team(plan, hpmlc_algorithm_row(HPML_RING), across, 0, n);
-    plan->level = "local gather";
-    hpmlc_plan_add(plan, &hpmlc_tree_down, in, 0, n);
+    hpmlc_phases_add(all, &hpmlc_tree_up, in, 0, n);
+    all->level = "global allreduce";
+    if (place == 0) hpmlc_phases_team(all, hpmlc_algorithm_row(HPML_RING), across, 0, n);
+    all->level = "local gather";
+    hpmlc_phases_add(all, &hpmlc_tree_down, in, 0, n);
 }
 
 /* Return the seconds that AUTO adds to the simulated time of an algorithm: BUTTERFLY copies the array each round at
@@ -4163,8 +4417,8 @@ static const hpmlc_algorithm hpmlc_algorithms[] = {
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
     { HPML_RING, "ring", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, false,
       HPMLC_MAX_RANKS, 256, NULL }, /* auto_mixed 256: a simulation then plays p^2 messages */
-    { HPML_HIERARCHICAL, "hierarchical", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, hpmlc_plan_hierarchy, false,
-      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
+    { HPML_HIERARCHICAL, "hierarchical", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, hpmlc_phases_hierarchy,
+      false, HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
     { HPML_TREE, "tree", { &hpmlc_tree_up, &hpmlc_tree_down, NULL }, NULL, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
     { HPML_CENTRAL, "central", { &hpmlc_star_up, &hpmlc_star_down, NULL }, NULL, false,
@@ -4198,33 +4452,34 @@ HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
 }
 
 /* Plans an allreduce of n elements by algorithm `a`: the phases that rank `rank` of p ranks executes, with per_node
-   ranks on each node (spread: rank r is on node r % nodes). An unknown algorithm gives a plan without phases. */
-HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per_node, bool spread, int rank, int64_t n)
+   ranks on each node (spread: rank r is on node r % nodes). An unknown algorithm has none. */
+HPMLC_FN void hpmlc_phases_make(hpmlc_phases *all, hpml_algorithm a, int p, int per_node, bool spread, int rank,
+                                int64_t n)
 {
     const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
-    plan->count = 0;
-    plan->level = NULL;
-    if (row && row->plan_nodes && per_node > 0 && per_node < p) row->plan_nodes(plan, p, per_node, spread, rank, n);
-    else if (row) hpmlc_plan_team(plan, row, hpmlc_everyone(p, rank, 0), 0, n);
+    all->count = 0;
+    all->level = NULL;
+    if (row && row->by_nodes && per_node > 0 && per_node < p) row->by_nodes(all, p, per_node, spread, rank, n);
+    else if (row) hpmlc_phases_team(all, row, hpmlc_everyone(p, rank, 0), 0, n);
 }
 
 /* Plans one phase of `kind`, which all p ranks run as one team, with rank `root` as member 0, on elements [0, n). */
-HPMLC_FN void hpmlc_plan_single(hpmlc_plan *plan, const hpmlc_kind *kind, int p, int rank, int root, int64_t n)
+HPMLC_FN void hpmlc_phases_single(hpmlc_phases *all, const hpmlc_kind *kind, int p, int rank, int root, int64_t n)
 {
-    plan->count = 0;
-    plan->level = NULL;
-    hpmlc_plan_add(plan, kind, hpmlc_everyone(p, rank, root), 0, n);
+    all->count = 0;
+    all->level = NULL;
+    hpmlc_phases_add(all, kind, hpmlc_everyone(p, rank, root), 0, n);
 }
 
 HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round,
                                   hpml_move *out)
 {
-    hpmlc_plan plan;
+    hpmlc_phases all;
     if (rank < 0 || rank >= p || round < 0) return false;
-    hpmlc_plan_make(&plan, a, p, ranks_per_node, false, rank, n);
-    for (int i = 0; i < plan.count; round -= plan.phase[i++].rounds) {
-        if (round >= plan.phase[i].rounds) continue;
-        hpmlc_move_of(&plan.phase[i], round, out);
+    hpmlc_phases_make(&all, a, p, ranks_per_node, false, rank, n);
+    for (int i = 0; i < all.count; round -= all.phase[i++].rounds) {
+        if (round >= all.phase[i].rounds) continue;
+        hpmlc_move_of(&all.phase[i], round, out);
         return true;
     }
     return false;
@@ -4338,14 +4593,14 @@ HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
     return c->scratch;
 }
 
-/* For HPML_MEAN: divides the sums in `data` that phase i of the plan has completed on this rank by the number of ranks,
-   if phase i is the last one that adds: so each element is divided once, before it is copied to other ranks. */
-HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, char *data, hpml_element e)
+/* For HPML_MEAN: divides the sums in `data` that phase i of `all` has completed on this rank by the number of
+   ranks, if phase i is the last one that adds: so each element is divided once, before it is copied to other ranks. */
+HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_phases *all, int i, char *data, hpml_element e)
 {
-    const hpmlc_phase *f = &plan->phase[i];
+    const hpmlc_phase *f = &all->phase[i];
     int                p = f->team.size, first = 0, end = 0; /* blocks [first, end) are divided */
-    for (int k = i + 1; k < plan->count; k++)
-        if (hpmlc_adds(plan->phase[k].kind)) return;
+    for (int k = i + 1; k < all->count; k++)
+        if (hpmlc_adds(all->phase[k].kind)) return;
     switch (f->kind->sums) {
     case HPMLC_SUMS_NONE: case HPMLC_SUMS_PARTIAL: return;
     case HPMLC_SUMS_BLOCK:
@@ -4359,17 +4614,17 @@ HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, 
     hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
 }
 
-/* Executes a plan, this rank's sends and receives of all rounds, on `data`, elements of type e, with messages of this
-   tag. op: how to add, an hpml_reduce; -1: the plan adds nothing. */
-HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data, hpml_element e, int op, int tag)
+/* Executes phases, this rank's sends and receives of all rounds, on `data`, elements of type e, with messages of this
+   tag. op: how to add, an hpml_reduce; -1: the phases add nothing. */
+HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_phases *all, char *data, hpml_element e, int op, int tag)
 {
     size_t           size   = hpml_element_size(e);
     hpmlc_reduce_fn *reduce = op < 0 ? NULL : hpmlc_reducer(e, (hpml_reduce)op);
     hpml_status      status = HPML_OK;
-    double           since  = plan->level ? hpml_comm_now(c) : 0, end;
+    double           since  = all->level ? hpml_comm_now(c) : 0, end;
     c->round = 0;
-    for (int i = 0; i < plan->count; i++) {
-        const hpmlc_phase *f = &plan->phase[i];
+    for (int i = 0; i < all->count; i++) {
+        const hpmlc_phase *f = &all->phase[i];
         for (int k = 0; k < f->rounds && status == HPML_OK; k++, c->round++) {
             hpml_move m;
             hpmlc_move_of(f, k, &m);
@@ -4383,8 +4638,8 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
             status = hpmlc_round(c, tag, m.to, sent, sent_bytes, m.from, received, received_bytes,
                                  m.add ? reduce : NULL);
         }
-        if (op == HPML_MEAN && status == HPML_OK) hpmlc_run_mean(c, plan, i, data, e);
-        if (!f->level || status != HPML_OK || (i + 1 < plan->count && f[1].level == f->level)) continue;
+        if (op == HPML_MEAN && status == HPML_OK) hpmlc_run_mean(c, all, i, data, e);
+        if (!f->level || status != HPML_OK || (i + 1 < all->count && f[1].level == f->level)) continue;
         end = hpml_comm_now(c);
         hpmlc_span(c, f->level, since, end, f->count * (int64_t)size);
         since = end;
@@ -4396,9 +4651,9 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
    0 receives the texts of all ranks, compares them and sends the verdict to all, which fail if two texts differ. */
 HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
 {
-    hpmlc_plan  reply;
-    char        theirs[96], verdict[256] = { 0 };
-    hpml_status status = HPML_OK;
+    hpmlc_phases reply;
+    char           theirs[96], verdict[256] = { 0 };
+    hpml_status    status = HPML_OK;
     if (c->rank > 0) status = hpmlc_round(c, tag, 0, mine, sizeof theirs, -1, NULL, 0, NULL);
     for (int i = 1; c->rank == 0 && i < c->size && status == HPML_OK; i++) {
         status = hpmlc_round(c, tag, -1, NULL, 0, i, theirs, sizeof theirs, NULL);
@@ -4406,7 +4661,7 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
             snprintf(verdict, sizeof verdict, "collective %u differs: rank 0 is in %s, rank %d in %s", c->sequence,
                      mine, c->origin[i], theirs);
     }
-    hpmlc_plan_single(&reply, &hpmlc_star_down, c->size, c->rank, 0, sizeof verdict);
+    hpmlc_phases_single(&reply, &hpmlc_star_down, c->size, c->rank, 0, sizeof verdict);
     if (status == HPML_OK) status = hpmlc_run(c, &reply, verdict, HPML_ELEMENT_BYTE, -1, tag);
     if (status != HPML_OK) return status;
     return verdict[0] ? hpml_ctx_fail(c->ctx, HPML_ERR_COMM, "rank %d: %s", c->origin[c->rank], verdict) : HPML_OK;
@@ -4452,11 +4707,11 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 /* Replaces each of the n values in `most` by the largest one that any rank has in its place. name: shown in errors. */
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n)
 {
-    hpmlc_plan plan;
-    int        tag = hpmlc_enter(c, name, n, HPML_ELEMENT_I64, HPML_MAX, NULL, -1);
+    hpmlc_phases all;
+    int            tag = hpmlc_enter(c, name, n, HPML_ELEMENT_I64, HPML_MAX, NULL, -1);
     if (tag < 0) return hpml_ctx_status(c->ctx);
-    hpmlc_plan_make(&plan, HPML_BUTTERFLY, c->size, 0, false, c->rank, n);
-    return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)most, HPML_ELEMENT_I64, HPML_MAX, tag));
+    hpmlc_phases_make(&all, HPML_BUTTERFLY, c->size, 0, false, c->rank, n);
+    return hpmlc_leave(c, hpmlc_run(c, &all, (char *)most, HPML_ELEMENT_I64, HPML_MAX, tag));
 }
 
 /* Runs a collective of one phase of `kind`, such as a tree or a ring, on n elements of type e in `data`, with all ranks
@@ -4464,7 +4719,7 @@ HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, 
 HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, const hpmlc_kind *kind, void *data, int64_t n,
                                      hpml_element e, int op, int root)
 {
-    hpmlc_plan plan;
+    hpmlc_phases all;
     if (c && (root < 0 || root >= c->size || hpml_element_size(e) == 0 ||
               (op >= 0 && !hpmlc_reducer(e, (hpml_reduce)op))))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size,
@@ -4472,8 +4727,8 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, const hpmlc
     bool rooted = kind == &hpmlc_tree_up || kind == &hpmlc_tree_down;
     int  tag    = hpmlc_enter(c, name, n, e, op, rooted ? "root" : NULL, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    hpmlc_plan_single(&plan, kind, c->size, c->rank, root, n);
-    return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)data, e, op, tag));
+    hpmlc_phases_single(&all, kind, c->size, c->rank, root, n);
+    return hpmlc_leave(c, hpmlc_run(c, &all, (char *)data, e, op, tag));
 }
 
 HPML_API hpml_status hpml_reduce_scatter(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op)
@@ -4584,7 +4839,7 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
 HPMLC_FN bool hpmlc_auto_considers(const hpml_comm *c, const hpmlc_algorithm *row)
 {
     bool mixed = c->spread || c->per_node == 0; /* ranks r and r + 1 may be on different nodes */
-    if (row->plan_nodes && (c->per_node <= 1 || c->per_node >= c->size)) return false;
+    if (row->by_nodes && (c->per_node <= 1 || c->per_node >= c->size)) return false;
     return c->size <= (mixed ? row->auto_mixed : row->auto_ranks);
 }
 
@@ -4627,10 +4882,10 @@ HPMLC_FN int64_t hpmlc_allreduce_bytes(hpml_comm *c, int64_t n, int64_t size, hp
     if (!row || row->native || c->link.begin) return 2 * size * (n - hpml_block(n, c->size, 1));
     int64_t step = hpmlc_allreduce_piece(c, n, size, &a), elements = 0;
     for (int64_t at = 0; at < n && step > 0; at += step) {
-        hpmlc_plan plan;
-        hpml_move  m;
-        hpmlc_plan_make(&plan, a, c->size, c->per_node, c->spread, c->rank, hpmlc_min(n - at, step));
-        for (const hpmlc_phase *f = plan.phase; f < plan.phase + plan.count; f++)
+        hpmlc_phases all;
+        hpml_move      m;
+        hpmlc_phases_make(&all, a, c->size, c->per_node, c->spread, c->rank, hpmlc_min(n - at, step));
+        for (const hpmlc_phase *f = all.phase; f < all.phase + all.count; f++)
             for (int k = 0; k < f->rounds; k++) {
                 hpmlc_move_of(f, k, &m);
                 elements += m.send_count;
@@ -4641,8 +4896,8 @@ HPMLC_FN int64_t hpmlc_allreduce_bytes(hpml_comm *c, int64_t n, int64_t size, hp
 
 HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc)
 {
-    hpmlc_plan  plan;
-    hpml_status status;
+    hpmlc_phases all;
+    hpml_status    status;
     HPMLC_DESC(hpml_allreduce_desc, d, desc);
     if (c && (d._begin || d._end || !hpmlc_reducer(d.element, d.reduce) ||
               (unsigned)d.algorithm >= HPML_ALGORITHM_COUNT || (n > 0 && !data)))
@@ -4663,8 +4918,8 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
         int64_t at = 0;
         do { /* `step` elements at a time, see hpml_transport.piece; n 0: one empty piece */
             int64_t count = hpmlc_min(n - at, step);
-            hpmlc_plan_make(&plan, d.algorithm, c->size, c->per_node, c->spread, c->rank, count);
-            status = hpmlc_run(c, &plan, (char *)data + at * size, d.element, (int)d.reduce, tag);
+            hpmlc_phases_make(&all, d.algorithm, c->size, c->per_node, c->spread, c->rank, count);
+            status = hpmlc_run(c, &all, (char *)data + at * size, d.element, (int)d.reduce, tag);
             at += count;
         } while (at < n && status == HPML_OK);
     }
@@ -4857,7 +5112,11 @@ HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
     for (int i = 0; all && i < c->size; i++) all[i] = i;
     b->c    = c;
     b->ctx  = all ? hpml_ctx_create(&d) : NULL;
+    const hpml_counters before = c->counters;
+    c->is_uncounted = true;
     b->twin = b->ctx ? hpmlc_part(c, b->ctx, all, c->size, 0) : NULL;
+    c->is_uncounted = false;
+    c->counters     = before;
     hpml_ctx_release(c->ctx, all);
     if (!b->twin) {
         hpmlc_fail(c, HPML_ERR_MEMORY, "background: the twin of the communicator cannot be created: %s",
@@ -6031,6 +6290,383 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>plan   the fields of a plan in one list, the rules of a plan
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* All that is done with the fields of a plan one by one - text, parsing, ranges, differences, stepping through plans -
+   is done from one list; what fields exclude each other is a list of rules. Both are pure. In the conditions of both
+   lists, p is the plan and f the facts. */
+
+/* X(name in texts, member, kind, largest value, whether the field matters, where the field may be set, values other
+   than zero that hpml_plan_next steps through). The smallest value is 0. A field may be set everywhere (NULL), or only
+   where it matters, which the text describes. Flags and words have all their values. A condition depends on fields
+   further up in the list alone. */
+#define HPMLC_PLAN_FIELDS(X) \
+    X("strategy", strategy, STRATEGY, HPML_STRATEGY_COUNT - 1, true, NULL, 0) \
+    X("sum", sum, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
+    X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
+    X("leaf", leaf, I64, 9e18, p->exact, NULL, 2) \
+    X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
+    X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, true, NULL, 0) \
+    X("codec.threshold", codec.threshold, F32, 1e30, p->codec.kind == HPML_CODEC_TWOBIT, NULL, 0.01) \
+    X("codec.ratio", codec.ratio, F32, 1, p->codec.kind == HPML_CODEC_TOPK, NULL, 0.1) \
+    X("codec.momentum", codec.momentum, F32, 1, p->codec.kind == HPML_CODEC_TOPK, NULL, 0.9) \
+    X("codec.lowrank", codec.lowrank, I32, INT32_MAX, p->codec.kind == HPML_CODEC_LOWRANK, NULL, 4) \
+    X("codec.min_elements", codec.min_elements, I64, 9e18, p->codec.kind > HPML_CODEC_BF16, NULL, 16) \
+    X("codec.compress_all", codec.compress_all, BOOL, 1, p->codec.kind > HPML_CODEC_BF16, NULL, 0) \
+    X("codec.no_feedback", codec.no_feedback, BOOL, 1, p->codec.kind != HPML_CODEC_NONE, NULL, 0) \
+    X("codec.seed", codec.seed, U64, 1.8446744073709552e19, p->codec.custom != NULL, NULL, 1) \
+    X("warm_steps", warm_steps, I64, 9e18, p->codec.kind != HPML_CODEC_NONE, NULL, 2) \
+    X("algorithm", algorithm, ALGORITHM, HPML_ALGORITHM_COUNT - 1, true, NULL, 0) \
+    X("global_batch", global_batch, I64, 9e18, true, NULL, 7) \
+    X("bucket_bytes", bucket_bytes, I64, 9e18, true, NULL, 1) \
+    X("no_overlap", no_overlap, BOOL, 1, true, NULL, 0) \
+    X("sync_batchnorm", sync_batchnorm, BOOL, 1, true, NULL, 0) \
+    X("history", history, I32, INT32_MAX, true, NULL, 1)
+
+/* RULE(a plan that is refused, the sentence: fields, reason, way out). */
+#define HPMLC_PLAN_RULES(RULE) \
+    RULE(p->_begin || p->_end || p->codec._begin || p->codec._end, \
+         "the plan or its codec was not cleared; set all of it to zero first") \
+    RULE(hpmlc_plan_most(p, f) > f->batch, \
+         "a rank's share of global_batch is more samples than the model's batch; take a smaller global_batch, more " \
+         "ranks, or a larger batch") \
+    RULE(p->algorithm == HPML_NATIVE && !f->native, "algorithm native is the transport's own allreduce, and this " \
+         "transport has none; take algorithm auto or ring") \
+    RULE(p->leaf > f->batch, "leaf is more samples than the model's batch; take a smaller leaf or a larger batch") \
+    RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
+    RULE(p->exact && p->sum, "exact sums are divided by the samples, so exact excludes sum; set one of them") \
+    RULE(p->exact && p->warm_steps > 0, "exact sums keep a residual for each leaf from the first step on, so exact " \
+         "excludes warm_steps; set one of them") \
+    RULE(p->exact && hpmlc_whole_codec(&p->codec), "exact sums go with codecs that pack rows, and codec topk and " \
+         "lowrank pack whole tensors; take codec onebit, twobit, bf16 or none") \
+    RULE(p->exact && p->sync_batchnorm, "exact sums compute leaves one by one, and sync_batchnorm normalizes a whole " \
+         "batch; set one of them") \
+    RULE(p->exact && f->accumulate > 1, "exact sums go with one batch a step, not with the trainer's accumulate; set " \
+         "accumulate to 1") \
+    RULE(p->exact && f->mixes_samples, "exact sums compute leaves one by one, and this model mixes the samples of a " \
+         "batch; leave exact out") \
+    RULE(p->exact && f->overflows, "in f16 gradients overflow now and then, and the integers of exact sums cannot " \
+         "carry an infinity; take bf16, a fixed loss_scale, or leave exact out") \
+    RULE(hpmlc_plan_packs(p) && f->overflows, "in f16 gradients overflow now and then, and a codec cannot carry an " \
+         "infinity; take bf16, a fixed loss_scale, or codec none") \
+    RULE(p->delayed && f->overflows, "with delayed a gradient is applied in the step after its own, in f16 under " \
+         "another loss scale perhaps; take bf16 or a fixed loss_scale, or leave delayed out")
+
+typedef enum hpmlc_field_kind {
+    HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
+    HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM /* words, from STRATEGY on */
+} hpmlc_field_kind;
+
+typedef struct hpmlc_field {
+    const char      *name, *where; /* where: the field may be set; NULL: everywhere */
+    hpmlc_field_kind kind;
+    size_t           at;           /* offset in hpml_plan */
+    double           most;         /* largest value */
+    double           tries[4];     /* values other than zero to step through; 0 ends the list */
+} hpmlc_field;
+
+#define HPMLC_FIELD(name, member, kind, most, matters, where, ...) \
+    { name, where, HPMLC_FIELD_##kind, offsetof(hpml_plan, member), (double)(most), { __VA_ARGS__ } },
+static const hpmlc_field hpmlc_fields[] = { HPMLC_PLAN_FIELDS(HPMLC_FIELD) };
+#undef HPMLC_FIELD
+enum { HPMLC_FIELDS = sizeof hpmlc_fields / sizeof hpmlc_fields[0] };
+
+HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy)
+{
+    static const char *const names[HPML_STRATEGY_COUNT] = { "sync" };
+    return (unsigned)strategy < HPML_STRATEGY_COUNT ? names[strategy] : NULL;
+}
+
+/* Sets matters[i] to whether field i of the list changes what the plan does. */
+HPMLC_FN void hpmlc_fields_matter(const hpml_plan *p, bool matters[HPMLC_FIELDS])
+{
+    int i = 0;
+#define HPMLC_FIELD(name, member, kind, most, condition, where, ...) matters[i++] = (condition);
+    HPMLC_PLAN_FIELDS(HPMLC_FIELD)
+#undef HPMLC_FIELD
+}
+
+HPMLC_FN size_t hpmlc_field_size(const hpmlc_field *field)
+{
+    if (field->kind == HPMLC_FIELD_BOOL) return sizeof(bool);
+    return field->kind == HPMLC_FIELD_I64 || field->kind == HPMLC_FIELD_U64 ? sizeof(int64_t) : sizeof(int32_t);
+}
+
+/* Gets a field as a whole number; for F32 `real` gets the value instead. */
+HPMLC_FN int64_t hpmlc_field_get(const hpmlc_field *field, const hpml_plan *plan, float *real)
+{
+    const char *at = (const char *)plan + field->at;
+    int32_t     narrow = 0;
+    int64_t     wide   = 0;
+    bool        flag   = false;
+    *real = 0;
+    switch (field->kind) {
+    case HPMLC_FIELD_BOOL: memcpy(&flag, at, sizeof flag); return flag;
+    case HPMLC_FIELD_F32: memcpy(real, at, sizeof *real); return 0;
+    case HPMLC_FIELD_I64:
+    case HPMLC_FIELD_U64: memcpy(&wide, at, sizeof wide); return wide;
+    default: memcpy(&narrow, at, sizeof narrow); return narrow;
+    }
+}
+
+HPMLC_FN void hpmlc_field_set(const hpmlc_field *field, hpml_plan *plan, int64_t whole, float real)
+{
+    char   *at = (char *)plan + field->at;
+    int32_t narrow = (int32_t)whole;
+    bool    flag   = whole != 0;
+    switch (field->kind) {
+    case HPMLC_FIELD_BOOL: memcpy(at, &flag, sizeof flag); return;
+    case HPMLC_FIELD_F32: memcpy(at, &real, sizeof real); return;
+    case HPMLC_FIELD_I64:
+    case HPMLC_FIELD_U64: memcpy(at, &whole, sizeof whole); return;
+    default: memcpy(at, &narrow, sizeof narrow); return;
+    }
+}
+
+/* Returns the word of a value of a field whose values are words; NULL: the field has numbers, or no such word. */
+HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
+{
+    if (value < 0 || (double)value > field->most) return NULL;
+    if (field->kind == HPMLC_FIELD_STRATEGY) return hpml_strategy_name((hpml_strategy_kind)value);
+    if (field->kind == HPMLC_FIELD_CODEC) return hpml_codec_get((hpml_codec_kind)value)->name;
+    return field->kind == HPMLC_FIELD_ALGORITHM ? hpml_algorithm_name((hpml_algorithm)value) : NULL;
+}
+
+/* Appends to a text of *length characters, as printf, and adds to *length what a large enough buffer would get. */
+HPMLC_PRINTF(3, 4)
+HPMLC_FN void hpmlc_append(const hpmlc_text *to, size_t *length, const char *format, ...)
+{
+    va_list args;
+    bool    fits = to->text && *length < to->size;
+    va_start(args, format);
+    int n = vsnprintf(fits ? to->text + *length : NULL, fits ? to->size - *length : 0, format, args);
+    va_end(args);
+    if (n > 0) *length += (size_t)n;
+}
+
+HPMLC_FN void hpmlc_field_text(const hpmlc_field *field, const hpml_plan *plan, const hpmlc_text *to, size_t *length)
+{
+    float       real;
+    int64_t     whole = hpmlc_field_get(field, plan, &real);
+    const char *word  = hpmlc_field_word(field, whole);
+    if (word) hpmlc_append(to, length, "%s", word);
+    else if (field->kind == HPMLC_FIELD_F32) hpmlc_append(to, length, "%.9g", (double)real);
+    else if (field->kind == HPMLC_FIELD_U64) hpmlc_append(to, length, "%llu", (unsigned long long)whole);
+    else hpmlc_append(to, length, "%lld", (long long)whole);
+}
+
+/* Writes an error: a field's value, a text of n characters, and which values are possible. */
+HPMLC_FN hpml_status hpmlc_field_refuse(const hpmlc_field *field, const char *value, int n, const hpmlc_text *to)
+{
+    size_t length = 0;
+    hpmlc_append(to, &length, "plan: %s=%.*s is not possible; take ", field->name, n, value);
+    if (field->kind == HPMLC_FIELD_F32) hpmlc_append(to, &length, "a number from 0 to %g", field->most);
+    else if (field->kind < HPMLC_FIELD_F32) hpmlc_append(to, &length, "a whole number from 0 to %.10g", field->most);
+    for (int64_t i = 0; hpmlc_field_word(field, i); i++)
+        hpmlc_append(to, &length, "%s%s", i > 0 ? ", " : "", hpmlc_field_word(field, i));
+    return HPML_ERR_ARGUMENT;
+}
+
+/* Returns whether the field has the same value in two plans. */
+HPMLC_FN bool hpmlc_field_same(const hpmlc_field *field, const hpml_plan *a, const hpml_plan *b)
+{
+    return memcmp((const char *)a + field->at, (const char *)b + field->at, hpmlc_field_size(field)) == 0;
+}
+
+/* Returns whether the value of a field is from 0 to the largest one (and a number, not a NaN). */
+HPMLC_FN bool hpmlc_field_in_range(const hpmlc_field *field, const hpml_plan *plan)
+{
+    float   real;
+    int64_t whole = hpmlc_field_get(field, plan, &real);
+    if (field->kind == HPMLC_FIELD_U64) return true;
+    return whole >= 0 && (double)whole <= field->most && real >= 0 && (double)real <= field->most;
+}
+
+HPML_API int hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_t size)
+{
+    const hpmlc_text to = { buffer, size };
+    HPMLC_ZERO(hpml_plan, zero);
+    size_t length = 0;
+    if (size > 0) buffer[0] = 0;
+    for (const hpmlc_field *field = hpmlc_fields; plan && field < hpmlc_fields + HPMLC_FIELDS; field++) {
+        if (!all && hpmlc_field_same(field, plan, &zero)) continue;
+        hpmlc_append(&to, &length, "%s%s=", length > 0 ? "," : "", field->name);
+        hpmlc_field_text(field, plan, &to, &length);
+    }
+    return (int)length;
+}
+
+/* Sets a field to the value that a text of n characters has; false: it has none that is possible. */
+HPMLC_FN bool hpmlc_field_parse(const hpmlc_field *field, const char *text, size_t n, hpml_plan *plan)
+{
+    char  value[40], *end = value;
+    float real = 0;
+    int64_t whole = 0;
+    if (n == 0 || n >= sizeof value) return false;
+    memcpy(value, text, n);
+    value[n] = 0;
+    if (field->kind >= HPMLC_FIELD_STRATEGY) {
+        while (hpmlc_field_word(field, whole) && strcmp(hpmlc_field_word(field, whole), value) != 0) whole++;
+        end = value + n;
+    } else if (!(value[0] >= '0' && value[0] <= '9') && value[0] != '.') {
+        return false;
+    } else if (field->kind == HPMLC_FIELD_F32) {
+        real = strtof(value, &end);
+    } else {
+        errno = 0;
+        if (field->kind == HPMLC_FIELD_U64) whole = (int64_t)strtoull(value, &end, 10);
+        else whole = strtoll(value, &end, 10);
+        if (errno != 0) return false;
+    }
+    if (*end || (field->kind != HPMLC_FIELD_U64 && (double)whole > field->most)) return false;
+    hpmlc_field_set(field, plan, whole, real);
+    return hpmlc_field_in_range(field, plan);
+}
+
+/* Writes an error: there is no field with a name of n characters, and which ones there are. */
+HPMLC_FN hpml_status hpmlc_field_unknown(const char *name, int n, const hpmlc_text *to)
+{
+    size_t length = 0;
+    hpmlc_append(to, &length, "plan: there is no field \"%.*s\"; fields are", n, name);
+    for (int i = 0; i < HPMLC_FIELDS; i++) hpmlc_append(to, &length, "%s %s", i > 0 ? "," : "", hpmlc_fields[i].name);
+    return HPML_ERR_ARGUMENT;
+}
+
+HPML_API hpml_status hpml_plan_parse(const char *text, hpml_plan *plan, char *error, size_t size)
+{
+    const hpmlc_text         to  = { error, size };
+    const hpmlc_field *const end = hpmlc_fields + HPMLC_FIELDS;
+    if (!text || !plan) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "plan: no text or no plan");
+    hpml_plan result = *plan;
+    while (*text) {
+        size_t             n = strcspn(text, ","), name = strcspn(text, "=,");
+        const hpmlc_field *field = hpmlc_fields;
+        while (field < end && (strlen(field->name) != name || memcmp(field->name, text, name) != 0)) field++;
+        if (field == end) return hpmlc_field_unknown(text, (int)name, &to);
+        size_t begin = name < n ? name + 1 : n;
+        if (!hpmlc_field_parse(field, text + begin, n - begin, &result))
+            return hpmlc_field_refuse(field, text + begin, (int)(n - begin), &to);
+        text += text[n] ? n + 1 : n;
+    }
+    *plan = result;
+    return HPML_OK;
+}
+
+HPML_API int hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char *buffer, size_t size)
+{
+    const hpmlc_text out = { buffer, size };
+    size_t           length = 0;
+    int              count = 0;
+    if (size > 0) buffer[0] = 0;
+    for (const hpmlc_field *field = hpmlc_fields; from && to && field < hpmlc_fields + HPMLC_FIELDS; field++) {
+        if (hpmlc_field_same(field, from, to)) continue;
+        hpmlc_append(&out, &length, "%s%s ", count++ > 0 ? ", " : "", field->name);
+        hpmlc_field_text(field, from, &out, &length);
+        hpmlc_append(&out, &length, " to ");
+        hpmlc_field_text(field, to, &out, &length);
+    }
+    return count;
+}
+
+/* Returns whether a codec packs gradients, which can then carry no infinity. */
+HPMLC_FN bool hpmlc_plan_packs(const hpml_plan *p) { return p->codec.kind != HPML_CODEC_NONE || p->codec.custom; }
+
+/* Returns the samples of the largest share that a rank has of the global batch. */
+HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *facts)
+{
+    hpml_plan whole;
+    hpml_plan_resolve(plan, facts, &whole);
+    int64_t grain  = whole.exact ? whole.leaf : 1; /* samples that stay together */
+    int64_t grains = (whole.global_batch - 1) / grain + 1;
+    return ((grains - 1) / facts->ranks + 1) * grain;
+}
+
+HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *facts, hpml_plan *out)
+{
+    *out = *plan;
+    if (out->global_batch == 0) out->global_batch = facts->ranks * facts->batch;
+    if (out->exact && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
+    if (out->history == 0) out->history = 64;
+}
+
+/* Returns the sentence of the first rule that refuses the plan p with the facts f; NULL: there is none. */
+HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f)
+{
+#define HPMLC_RULE(is_refused, sentence) if (is_refused) return sentence;
+    HPMLC_PLAN_RULES(HPMLC_RULE)
+#undef HPMLC_RULE
+    return NULL;
+}
+
+/* Checks field i of the plan: its range, and whether it may be set. An error goes to `to`. */
+HPMLC_FN hpml_status hpmlc_field_check(const hpml_plan *plan, const hpmlc_field *field, bool matters,
+                                       const hpmlc_text *to)
+{
+    char             text[40];
+    const hpmlc_text value = { text, sizeof text };
+    size_t           length = 0;
+    HPMLC_ZERO(hpml_plan, zero);
+    if (!hpmlc_field_in_range(field, plan)) {
+        hpmlc_field_text(field, plan, &value, &length);
+        return hpmlc_field_refuse(field, text, (int)length, to);
+    }
+    if (matters || !field->where || hpmlc_field_same(field, plan, &zero)) return HPML_OK;
+    return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "plan: %s is for %s, and this plan has strategy=%s; set %s to 0 or "
+                        "change the strategy", field->name, field->where, hpml_strategy_name(plan->strategy),
+                        field->name);
+}
+
+HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_facts *facts, char *why, size_t size)
+{
+    const hpmlc_text to = { why, size };
+    bool             matters[HPMLC_FIELDS];
+    char             text[300];
+    hpml_status      status = HPML_OK;
+    if (!plan || !facts || facts->ranks < 1 || facts->batch < 1)
+        return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "plan: no plan, or facts without ranks or batch");
+    hpmlc_fields_matter(plan, matters);
+    for (int i = 0; i < HPMLC_FIELDS && status == HPML_OK; i++)
+        status = hpmlc_field_check(plan, &hpmlc_fields[i], matters[i], &to);
+    const char *sentence = status == HPML_OK ? hpmlc_plan_refused(plan, facts) : NULL;
+    if (!sentence) return status;
+    hpml_plan_text(plan, false, text, sizeof text);
+    return hpmlc_refuse(&to, HPML_ERR_UNSUPPORTED, "plan: %s (plan \"%s\", %d ranks, batch %lld)", sentence, text,
+                        (int)facts->ranks, (long long)facts->batch);
+}
+
+/* Sets a field to the value after its present one among zero and its typical values; false: to zero, after the last. */
+HPMLC_FN bool hpmlc_field_next(const hpmlc_field *field, hpml_plan *plan)
+{
+    const int tries = (int)(sizeof field->tries / sizeof field->tries[0]);
+    float     real;
+    int64_t   whole = hpmlc_field_get(field, plan, &real);
+    double    now   = field->kind == HPMLC_FIELD_F32 ? (double)real : (double)whole, next = 0;
+    if (field->kind >= HPMLC_FIELD_STRATEGY || field->kind == HPMLC_FIELD_BOOL) {
+        if (now < field->most) next = now + 1;
+    } else {
+        int i = 0;
+        while (now != 0 && i < tries && field->tries[i] != 0 && (double)(float)field->tries[i] != now) i++;
+        i += now != 0;
+        if (i < tries) next = field->tries[i];
+    }
+    hpmlc_field_set(field, plan, (int64_t)next, (float)next);
+    return next != 0;
+}
+
+HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
+{
+    bool matters[HPMLC_FIELDS];
+    do {
+        int i = HPMLC_FIELDS - 1;
+        hpmlc_fields_matter(plan, matters);
+        while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], plan))) i--;
+        if (i < 0) return false;
+    } while (hpml_plan_check(plan, facts, NULL, 0) != HPML_OK);
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>distribute   data parallelism: layout of the parameters, buckets of gradients
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -6043,7 +6679,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
    exchanged as one, add up loss, samples and running statistics, and keep the report. What is exchanged, when,
    and what the optimizer gets is a strategy: a row of hpmlc_strategies (>>strategies), with a section and a struct of
    its own and the functions of hpmlc_strategy, which the trainer's hooks call. Adding a strategy is a section, a row
-   and a word of hpmlc_strategy_kind.
+   and a word of hpml_strategy_kind. Strategy sync has several rows, its forms: exact, delayed, by links.
 
    Buckets hold gradients from the last layer to the first, because the backward pass makes them final in this order:
    the exchange of one bucket overlaps with the computation of the next (Li et al. 2020, "PyTorch Distributed"). */
@@ -6128,7 +6764,7 @@ struct hpml_distributed {
     hpml_trainer         *t;
     hpml_comm            *c;
     hpml_ctx             *ctx;
-    hpml_distribute_desc  d;
+    hpml_plan             plan;
     const hpmlc_strategy *strategy;
     void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
     bool                  background; /* tasks are jobs of the communicator's background thread */
@@ -6143,19 +6779,18 @@ struct hpml_distributed {
 };
 
 struct hpmlc_strategy {
-    const char *name;         /* as the desc's field, if there is one; own arrays in checkpoints begin with it */
-    bool        is_asked_for; /* a field of the desc asks for the strategy. Two such strategies exclude each other, and
-                                 one goes before those that are chosen because they fit */
+    hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
+    const char *name;         /* of the form, as the plan's field, if any; own arrays in checkpoints begin so */
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
-    const char *pending;      /* array of a checkpoint with gradients that only this strategy applies; NULL: none */
-    bool (*is_chosen)(hpml_comm *c, const hpml_distribute_desc *desc);
-    hpml_status (*legal)(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch); /* sets defaults */
+    const char *pending;      /* array of a checkpoint with gradients that only this form applies; NULL: none */
+    bool (*is_chosen)(hpml_comm *c, const hpml_plan *plan); /* optional: whether the form fits; NULL: always */
     bool (*open)(hpml_distributed *d);   /* takes memory, makes exchanges; collective; false: an error on the context */
     /* Computes the gradient of `samples` samples of this rank, and their mean *loss, by hpmlc_dist_pass or another way.
        After the last micro-batch of an update it may start the exchange for which `update` waits. */
     hpml_status (*begin)(hpml_distributed *d, int64_t samples, float *loss);
     hpml_status (*gradient)(hpml_distributed *d, int param); /* optional: `param`'s gradient is final */
     hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
+    hpml_status (*finish)(hpml_distributed *d); /* optional: sets all ranks' parameters to the training's result */
     bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists what checkpoints hold; false: an error */
     void (*close)(hpml_distributed *d); /* releases what `open` has taken; nothing is in flight */
 };
@@ -6207,10 +6842,10 @@ HPMLC_FN void hpmlc_host_close(hpml_distributed *d)
     d->layout.host = NULL;
 }
 
-/* Returns the factor that makes gradients, divided by `full` samples, means over `samples`; 1 if the desc sets .sum. */
+/* Returns the factor that makes gradients, divided by `full` samples, means over `samples`; 1 if the plan sets .sum. */
 HPMLC_FN float hpmlc_rescale(const hpml_distributed *d, double samples, double full)
 {
-    return d->d.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
+    return d->plan.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
 }
 
 HPMLC_FN void hpmlc_host_rescale(hpml_distributed *d, double samples, double full)
@@ -6251,13 +6886,13 @@ HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
     d->background = pays != 0;
 }
 
-/* Fills in e, an exchange's desc: algorithm, sum or mean, and codec as d has them; the caller sets the tensors. */
+/* Fills in e, an exchange's desc: algorithm, sum or mean, and codec of the plan; the caller sets the tensors. */
 HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_desc *e)
 {
     memset(e, 0, sizeof *e);
-    e->algorithm = d->d.algorithm;
-    e->reduce    = d->d.sum ? HPML_SUM : HPML_MEAN;
-    e->codec     = d->d.codec;
+    e->algorithm = d->plan.algorithm;
+    e->reduce    = d->plan.sum ? HPML_SUM : HPML_MEAN;
+    e->codec     = d->plan.codec;
 }
 
 /* Creates the exchange objects of bucket b on c: one that compresses as e says and, for the first warm_steps training
@@ -6268,7 +6903,7 @@ HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b,
     b->x = hpmlc_exchange_make(c, e, mode);
     if (!b->x) return false;
     b->x->bucket = (int)(b - d->buckets.item) + 1;
-    if (d->d.warm_steps == 0) return true;
+    if (d->plan.warm_steps == 0) return true;
     memset(&e->codec, 0, sizeof e->codec);
     b->warm = hpmlc_exchange_make(c, e, mode);
     if (b->warm) b->warm->bucket = b->x->bucket;
@@ -6290,7 +6925,7 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
     return hpmlc_task_start(d, &b->task, b->now->c, hpmlc_exchange_on, b->now);
 }
 
-/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the desc, if set), and
+/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set), and
    calls `open` for each. gradients: array of layout.span floats where the exchanges find them. False: an error. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
@@ -6299,7 +6934,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
     hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)l->params, NULL);
     d->buckets.item  = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->buckets.item * (size_t)l->params, NULL);
     if (!g || !d->buckets.item) return false;
-    int64_t limit = d->d.bucket_bytes > 0 ? d->d.bucket_bytes : bytes;
+    int64_t limit = d->plan.bucket_bytes > 0 ? d->plan.bucket_bytes : bytes;
     int64_t at = l->span, end = at, filled = 0;
     int     count = 0;
     for (int i = l->params - 1; i >= -1; i--) {
@@ -6338,7 +6973,7 @@ HPMLC_FN void hpmlc_buckets_close(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
 {
     hpmlc_buckets *all    = &d->buckets;
-    bool           warm   = hpml_trainer_step_count(d->t) < d->d.warm_steps;
+    bool           warm   = hpml_trainer_step_count(d->t) < d->plan.warm_steps;
     hpml_status    status = HPML_OK;
     while (status == HPML_OK && all->posted < all->count) {
         hpmlc_bucket *b = &all->item[all->posted];
@@ -6493,8 +7128,8 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
 HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float *loss)
 {
     double start = hpml_comm_now(d->c);
-    double share = (double)samples * d->c->size / (double)d->d.global_batch;
-    float  scale = (float)((d->d.sum ? 1 : share) / d->accumulate);
+    double share = (double)samples * d->c->size / (double)d->plan.global_batch;
+    float  scale = (float)((d->plan.sum ? 1 : share) / d->accumulate);
     if (d->micro == 0) {
         d->stats.samples  = 0;
         d->stats.loss     = 0;
@@ -6550,7 +7185,7 @@ HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
 }
 
 /* Returns the samples of a whole update, of all ranks and micro-batches. */
-HPMLC_FN double hpmlc_whole_samples(const hpml_distributed *d) { return (double)d->d.global_batch * d->accumulate; }
+HPMLC_FN double hpmlc_whole_samples(const hpml_distributed *d) { return (double)d->plan.global_batch * d->accumulate; }
 
 /* Begins the next row of hpml_distribute_steps: keeps the report, the time and the counters that it starts from. */
 HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
@@ -6566,7 +7201,7 @@ HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
 HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 {
     hpmlc_reporting *r    = &d->report;
-    hpml_step_row   *row  = &r->row[r->rows++ % d->d.history];
+    hpml_step_row   *row  = &r->row[r->rows++ % d->plan.history];
     hpml_counters    sent = r->row_sent;
     double           then = r->row_time;
     row->step      = hpml_trainer_step_count(d->t) + 1;
@@ -6640,17 +7275,6 @@ HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
     const hpml_backend *b = hpml_ctx_backend(ctx);
     bool                f16 = b->activation_dtype && b->activation_dtype(hpml_ctx_device(ctx)) == HPML_DTYPE_F16;
     return f16 && hpml_trainer_settings(t)->loss_scale == 0;
-}
-
-/* Checks that a rank's share of the global batch, a multiple of `grain` samples, fits into the model's `batch`. */
-HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_distribute_desc *d, int64_t batch, int64_t grain)
-{
-    int64_t grains = (d->global_batch + grain - 1) / grain;
-    int64_t most   = (grains + c->size - 1) / c->size * grain;
-    if (most <= batch && d->leaf <= batch) return HPML_OK;
-    return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld on %d ranks gives one up to %lld "
-                      "samples (leaves of %lld), the model's batch is %lld", (long long)d->global_batch, c->size,
-                      (long long)most, (long long)d->leaf, (long long)batch);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6802,17 +7426,6 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
    al. 2016, "Distributed Deep Learning Using Synchronous SGD"; Goyal et al. 2017 for its learning rates.) A trainer on
    a device has its gradients copied to the host and back. */
 
-HPMLC_FN bool hpmlc_sync_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc HPMLC_UNUSED)
-{
-    return true; /* the last row of hpmlc_strategies: for all that others leave */
-}
-
-HPMLC_FN hpml_status hpmlc_sync_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_distribute_desc *desc,
-                                      int64_t batch)
-{
-    return hpmlc_batch_legal(c, desc, batch, 1);
-}
-
 HPMLC_FN hpml_status hpmlc_sync_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     hpmlc_host_fetch(d, b->at, b->floats);
@@ -6822,7 +7435,7 @@ HPMLC_FN hpml_status hpmlc_sync_start(hpml_distributed *d, hpmlc_bucket *b)
 HPMLC_FN bool hpmlc_sync_open(hpml_distributed *d)
 {
     hpmlc_background_choose(d);
-    if (!d->background) d->d.no_overlap = true;
+    if (!d->background) d->plan.no_overlap = true;
     d->start = hpmlc_sync_start;
     if (!hpmlc_host_open(d)) return false;
     return hpmlc_buckets_create(d, d->layout.host, d->background ? (int64_t)1 << 18 : INT64_MAX, hpmlc_host_bucket);
@@ -6838,7 +7451,7 @@ HPMLC_FN hpml_status hpmlc_sync_begin(hpml_distributed *d, int64_t samples, floa
 
 HPMLC_FN hpml_status hpmlc_sync_gradient(hpml_distributed *d, int param)
 {
-    return hpmlc_buckets_count(d, param) && !d->d.no_overlap ? hpmlc_buckets_post(d) : HPML_OK;
+    return hpmlc_buckets_count(d, param) && !d->plan.no_overlap ? hpmlc_buckets_post(d) : HPML_OK;
 }
 
 HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
@@ -6887,17 +7500,9 @@ typedef struct hpmlc_delayed {
     bool   is_loaded;    /* in_flight, change and head come from a checkpoint */
 } hpmlc_delayed;
 
-HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc)
+HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan)
 {
-    return desc->delayed;
-}
-
-HPMLC_FN hpml_status hpmlc_delayed_legal(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch)
-{
-    if (hpmlc_overflows(t, c->ctx))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: with delayed a gradient is applied in the step after "
-                          "its own, in f16 under another loss scale perhaps; take bf16 or a fixed loss_scale");
-    return hpmlc_batch_legal(c, desc, batch, 1);
+    return plan->delayed;
 }
 
 HPMLC_FN bool hpmlc_delayed_open(hpml_distributed *d)
@@ -7079,27 +7684,7 @@ typedef struct hpmlc_exact {
     int64_t  total;   /* floats of one leaf: gradients, running statistics */
 } hpmlc_exact;
 
-HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc) { return desc->exact; }
-
-HPMLC_FN hpml_status hpmlc_exact_legal(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch)
-{
-    if (desc->leaf == 0) desc->leaf = hpmlc_min(batch, 8);
-    hpml_status status = hpmlc_batch_legal(c, desc, batch, desc->leaf);
-    if (status != HPML_OK) return status;
-    /* leaves are computed one by one, hence no part of the batch knows another */
-    bool is_split = hpml_trainer_settings(t)->accumulate > 1 || desc->sync_batchnorm;
-    if (desc->sum || desc->warm_steps || hpmlc_whole_codec(&desc->codec) || is_split)
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs of rows, and one "
-                          "batch a step; not with sum, warm_steps, codecs topk and lowrank, accumulate or "
-                          "sync_batchnorm");
-    if (hpmlc_overflows(t, c->ctx))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and integers "
-                          "cannot carry an infinity; take bf16, a fixed loss_scale, or sums that are not exact");
-    if (!hpml_graph_batchable(hpml_trainer_graph(t)))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves "
-                          "cannot be computed apart");
-    return HPML_OK;
-}
+HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan) { return plan->exact; }
 
 /* Returns how many floats parameter i has in a leaf's array: gradient, or change of running statistics; 0: none. */
 HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
@@ -7122,7 +7707,7 @@ HPMLC_FN bool hpmlc_exact_exchange(hpml_distributed *d)
         hpml_tensor *t = hpmlc_param(d, i);
         hpml_packing pack;
         hpmlc_gradient_of(t, own->leaf + at, &g[e.count]);
-        hpml_status status = hpml_packing_init(&pack, &d->d.codec, g[e.count].rows, g[e.count].cols);
+        hpml_status status = hpml_packing_init(&pack, &d->plan.codec, g[e.count].rows, g[e.count].cols);
         at += hpmlc_leaf_floats(d, i);
         if (!t->grad || status != HPML_OK || pack.codec->linear) continue;
         d->layout.bucket_of[i] = 0;
@@ -7152,11 +7737,11 @@ HPMLC_FN bool hpmlc_exact_open(hpml_distributed *d)
     const int           p      = d->c->size;
     d->own = own;
     if (!own) return false;
-    leaves->all   = (d->d.global_batch + d->d.leaf - 1) / d->d.leaf;
+    leaves->all   = (d->plan.global_batch + d->plan.leaf - 1) / d->plan.leaf;
     leaves->first = hpml_block(leaves->all, p, d->c->rank);
     leaves->count = hpml_block(leaves->all, p, d->c->rank + 1) - leaves->first;
     own->total    = l->grad_total + l->buffer_total;
-    l->grain      = d->d.leaf;
+    l->grain      = d->plan.leaf;
     own->leaf     = (float *)hpml_ctx_alloc(d->ctx, (size_t)(own->total * leaves->count + 1) * sizeof(float), NULL);
     own->sum      = (int64_t *)hpml_ctx_alloc(d->ctx, (size_t)own->total * sizeof(int64_t), NULL);
     own->largest  = (float *)hpml_ctx_alloc(d->ctx, (size_t)l->params * sizeof(float), NULL);
@@ -7199,8 +7784,8 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
     memset(own->leaf, 0, (size_t)(own->total * d->copies.count) * sizeof(float));
     memset(own->largest, 0, (size_t)d->layout.params * sizeof(float));
     d->stats.loss = 0;
-    for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->d.leaf) {
-        int64_t n = hpmlc_min(samples - at, d->d.leaf);
+    for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->plan.leaf) {
+        int64_t n = hpmlc_min(samples - at, d->plan.leaf);
         status    = hpml_trainer_forward_backward(d->t, at, n, (float)n, false, &part);
         hpmlc_leaf_store(d, own->leaf + l * own->total, (double)n);
         d->stats.loss += (double)part * (double)n;
@@ -7223,7 +7808,7 @@ HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
 HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
 {
     const hpmlc_exact   *own = (const hpmlc_exact *)d->own;
-    const hpml_algorithm a = d->d.algorithm;
+    const hpml_algorithm a = d->plan.algorithm;
     const int            params = d->layout.params;
     int64_t              at = 0, used = 0;
     memset(own->sum, 0, (size_t)own->total * sizeof *own->sum);
@@ -7337,18 +7922,12 @@ typedef struct hpmlc_link {
     bool                    is_clipped; /* the trainer clips the gradients' norm */
 } hpmlc_link;
 
-HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_distribute_desc *desc)
+HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_plan *plan)
 {
     const hpml_backend *b = hpml_ctx_backend(c->ctx);
-    bool packs = desc->codec.kind == HPML_CODEC_NONE || (b->encode && b->decode);
-    bool by_rows = !desc->codec.custom && !hpmlc_whole_codec(&desc->codec);
+    bool packs = plan->codec.kind == HPML_CODEC_NONE || (b->encode && b->decode);
+    bool by_rows = !plan->codec.custom && !hpmlc_whole_codec(&plan->codec);
     return !b->host && c->link.begin && by_rows && packs;
-}
-
-HPMLC_FN hpml_status hpmlc_link_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_distribute_desc *desc,
-                                      int64_t batch)
-{
-    return hpmlc_batch_legal(c, desc, batch, 1);
 }
 
 HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d HPMLC_UNUSED, hpmlc_bucket *b)
@@ -7423,7 +8002,7 @@ HPMLC_FN hpml_status hpmlc_link_step(hpml_distributed *d, hpml_status (*finish)(
     double start = hpml_comm_now(d->c);
     status = finish(d);
     int64_t bad = hpmlc_dist_bad(d);
-    if (status == HPML_OK && d->d.codec.kind != HPML_CODEC_NONE)
+    if (status == HPML_OK && d->plan.codec.kind != HPML_CODEC_NONE)
         status = hpmlc_reduce_all(d->c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     hpmlc_dist_waited(d, start);
     if (status == HPML_OK && bad) status = HPML_ERR_NONFINITE;
@@ -7478,14 +8057,9 @@ typedef struct hpmlc_nodes {
     char         copy[32];  /* word for nodes in the names of residuals in checkpoints */
 } hpmlc_nodes;
 
-HPMLC_FN bool hpmlc_nodes_is_chosen(hpml_comm *c, const hpml_distribute_desc *desc)
+HPMLC_FN bool hpmlc_nodes_is_chosen(hpml_comm *c, const hpml_plan *plan)
 {
-    return c->link.across && hpmlc_link_is_chosen(c, desc);
-}
-
-HPMLC_FN hpml_status hpmlc_nodes_legal(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch)
-{
-    return hpmlc_link_legal(t, c, desc, batch);
+    return c->link.across && hpmlc_link_is_chosen(c, plan);
 }
 
 /* Exchanges shard `user` over c, with a rank of each other node, when the sum of this node's ranks is on the host. */
@@ -7519,12 +8093,12 @@ HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_g
     const int          p   = own->ranks;
     s->bucket = b;
     s->l      = own->link.l;
-    s->divide = d->d.sum ? 1 : p;
+    s->divide = d->plan.sum ? 1 : p;
     s->cut    = (int64_t *)hpml_ctx_alloc(d->ctx, sizeof *s->cut * (size_t)(p + 1), NULL);
     if (!s->cut) return false;
     for (int r = 1; r <= p; r++) {
         s->cut[r] = hpml_block(b->floats, p, r);
-        for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
+        for (int i = 0; i < b->count && d->plan.codec.kind != HPML_CODEC_NONE; i++) {
             int64_t into = s->cut[r] - (g[i].data - d->layout.first - b->at); /* floats of the tensor before the cut */
             if (into > 0 && into < g[i].rows * g[i].cols) s->cut[r] -= into % g[i].cols;
         }
@@ -7547,7 +8121,7 @@ HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpm
     if (!part) return false;
     hpmlc_exchange_settings(d, &e);
     e.tensors = part;
-    for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
+    for (int i = 0; i < b->count && d->plan.codec.kind != HPML_CODEC_NONE; i++) {
         int64_t first = g[i].data - d->layout.first - b->at - s->at; /* where tensor i begins in the shard */
         int64_t at = hpmlc_max(first, 0), end = hpmlc_min(first + g[i].rows * g[i].cols, s->floats);
         if (at >= end) continue;
@@ -7625,7 +8199,7 @@ HPMLC_FN void hpmlc_nodes_param_state(hpml_distributed *d, hpmlc_states *list, c
     hpml_packing        pack;
     int64_t             at = 0, n = hpml_tensor_count(p);
     hpmlc_gradient_of(hpml_param_at(d->ctx, p->param->index), NULL, &whole);
-    if (hpml_packing_init(&pack, &d->d.codec, whole.rows, whole.cols) != HPML_OK) return;
+    if (hpml_packing_init(&pack, &d->plan.codec, whole.rows, whole.cols) != HPML_OK) return;
     if (pack.codec->linear || pack.residual_count == 0) return;
     for (int i = 0; i < x->d.count && !it; i++)
         if (x->item[i].g.name == p->name && x->item[i].residual) it = &x->item[i];
@@ -7662,82 +8236,91 @@ HPMLC_FN void hpmlc_nodes_close(hpml_distributed *d)
 // >>strategies   the table of strategies; attaching one to a trainer
 // ---------------------------------------------------------------------------------------------------------------------
 
-typedef enum hpmlc_strategy_kind {
-    HPMLC_EXACT,
-    HPMLC_DELAYED,
-    HPMLC_NODES,
-    HPMLC_LINK,
-    HPMLC_SYNC, /* always fits, hence the last strategy */
-    HPMLC_STRATEGIES
-} hpmlc_strategy_kind;
-
-/* The strategies, indexed by hpmlc_strategy_kind: one that the desc asks for is chosen, else the first that fits. */
-static const hpmlc_strategy hpmlc_strategies[HPMLC_STRATEGIES] = {
-    { "exact", true, "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen, hpmlc_exact_legal,
-      hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, hpmlc_exact_state, hpmlc_exact_close },
-    { "delayed", true, NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_legal, hpmlc_delayed_open,
-      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, hpmlc_delayed_state, hpmlc_delayed_close },
-    { "nodes", false, NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_legal, hpmlc_nodes_open, hpmlc_nodes_begin,
-      hpmlc_nodes_gradient, hpmlc_nodes_update, hpmlc_nodes_state, hpmlc_nodes_close },
-    { "link", false, NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_legal, hpmlc_link_open, hpmlc_link_begin,
-      hpmlc_link_gradient, hpmlc_link_update, hpmlc_link_state, hpmlc_link_close },
-    { "sync", false, NULL, NULL, hpmlc_sync_is_chosen, hpmlc_sync_legal, hpmlc_sync_open, hpmlc_sync_begin,
-      hpmlc_sync_gradient, hpmlc_sync_update, hpmlc_sync_state, hpmlc_sync_close },
+/* The strategies. The first row of the plan's strategy that fits is chosen; the last row of a strategy always fits. */
+static const hpmlc_strategy hpmlc_strategies[] = {
+    { HPML_STRATEGY_SYNC, "exact", "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
+      hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, hpmlc_exact_close },
+    { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
+      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state,
+      hpmlc_delayed_close },
+    { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_nodes_begin,
+      hpmlc_nodes_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, hpmlc_nodes_close },
+    { HPML_STRATEGY_SYNC, "link", NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_open, hpmlc_link_begin,
+      hpmlc_link_gradient, hpmlc_link_update, NULL, hpmlc_link_state, hpmlc_link_close },
+    { HPML_STRATEGY_SYNC, "sync", NULL, NULL, NULL, hpmlc_sync_open, hpmlc_sync_begin, hpmlc_sync_gradient,
+      hpmlc_sync_update, NULL, hpmlc_sync_state, hpmlc_sync_close },
 };
 
-/* Returns the strategy that the desc asks for, else the first that fits; NULL: an error, as the desc asks for two. */
-HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_distribute_desc *desc)
+enum { HPMLC_STRATEGIES = sizeof hpmlc_strategies / sizeof hpmlc_strategies[0] };
+
+/* Returns the first row of the plan's strategy that fits. */
+HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_plan *plan)
 {
-    const hpmlc_strategy *chosen = NULL;
-    for (const hpmlc_strategy *s = hpmlc_strategies; s < hpmlc_strategies + HPMLC_STRATEGIES; s++) {
-        if ((chosen && !s->is_asked_for) || !s->is_chosen(c, desc)) continue;
-        if (chosen && chosen->is_asked_for)
-            return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: .%s and .%s exclude each other; set one of them",
-                              chosen->name, s->name), (const hpmlc_strategy *)NULL;
-        chosen = s;
-    }
-    return chosen;
+    const hpmlc_strategy *s = hpmlc_strategies;
+    while (s->kind != plan->strategy || (s->is_chosen && !s->is_chosen(c, plan))) s++;
+    return s;
 }
 
-/* Checks what all strategies require of the desc d, fills in its defaults, and returns the strategy; NULL: an error on
-   the context. batch: samples that the model holds. */
-HPMLC_FN const hpmlc_strategy *hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
+HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out)
 {
-    hpml_status status = HPML_OK;
-    bool        is_lossy = d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
-    if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
-        d->history < 0)
-        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative");
-    else if (!d->codec.custom && !hpml_codec_get(d->codec.kind))
-        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: there is no codec %d; take a word of hpml_codec_kind",
-                            (int)d->codec.kind);
-    else if (hpml_trainer_settings(t)->input->ctx != c->ctx)
-        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
-                            "hpml_comm_ctx(comm)");
-    else if (is_lossy && hpmlc_overflows(t, c->ctx))
-        status = hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and a codec "
-                            "cannot carry an infinity; take bf16, a fixed loss_scale, or codec none");
-    if (status != HPML_OK) return NULL;
-    if (d->global_batch == 0) d->global_batch = c->size * batch;
-    if (d->history == 0) d->history = 64;
-    const hpmlc_strategy *strategy = hpmlc_strategy_choose(c, d);
-    return strategy && strategy->legal(t, c, d, batch) == HPML_OK ? strategy : NULL;
+    memset(out, 0, sizeof *out);
+    if (!t || !c) return;
+    out->ranks         = c->size;
+    out->batch         = hpml_trainer_settings(t)->input->shape[0];
+    out->accumulate    = hpml_trainer_settings(t)->accumulate;
+    out->overflows     = hpmlc_overflows(t, c->ctx);
+    out->mixes_samples = !hpml_graph_batchable(hpml_trainer_graph(t));
+    out->native        = c->t->allreduce || c->link.begin;
 }
 
-/* Checks that all ranks have the same model, and broadcasts the parameters of rank 0 to all ranks. */
+/* Replaces the fields of the plan that HPML_PLAN in the environment names, checks the plan, and fills in its defaults.
+   False: an error on the context. */
+HPMLC_FN bool hpmlc_dist_plan(hpml_trainer *t, hpml_comm *c, hpml_plan *plan)
+{
+    const char     *text = getenv("HPML_PLAN");
+    char            why[480];
+    hpml_status     status = HPML_OK;
+    hpml_plan_facts facts;
+    if (hpml_trainer_settings(t)->input->ctx != c->ctx)
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
+                          "hpml_comm_ctx(comm)"), false;
+    hpml_plan_facts_of(t, c, &facts);
+    if (text) status = hpml_plan_parse(text, plan, why, sizeof why);
+    if (status != HPML_OK) return hpmlc_fail(c, status, "HPML_PLAN in the environment: %s", why), false;
+    status = hpml_plan_check(plan, &facts, why, sizeof why);
+    if (status != HPML_OK) return hpmlc_fail(c, status, "distribute: %s", why), false;
+    hpml_plan_resolve(plan, &facts, plan);
+    return true;
+}
+
+/* Returns a number of 31 bits that two plans hardly ever have in common (FNV-1a of their texts). */
+HPMLC_FN int64_t hpmlc_plan_hash(const hpml_plan *plan)
+{
+    char     text[1024];
+    uint32_t hash = 2166136261u;
+    hpml_plan_text(plan, false, text, sizeof text);
+    for (const char *at = text; *at; at++) hash = (hash ^ (uint8_t)*at) * 16777619u;
+    return hash >> 1;
+}
+
+/* Checks that all ranks have the same model and plan, and broadcasts the parameters of rank 0 to all ranks. */
 HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
 {
     const hpmlc_layout *l = &d->layout;
     int64_t             shape[4], total = hpml_param_total(d->ctx);
     shape[0] = total;
     shape[1] = -total;
-    shape[2] = l->params;
-    shape[3] = -l->params;
+    shape[2] = (hpmlc_plan_hash(&d->plan) << 32) + l->params;
+    shape[3] = -shape[2];
     hpml_status status = hpmlc_reduce_all(d->c, shape, 4, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
-    if (status == HPML_OK && (shape[0] != -shape[1] || shape[2] != -shape[3]))
+    if (status == HPML_OK && shape[0] != -shape[1])
         return hpmlc_fail(d->c, HPML_ERR_SHAPE, "distribute: this rank's model has %lld numbers in %d parameters, "
-                          "others up to %lld in %lld; record the same model on all ranks", (long long)total, l->params,
-                          (long long)shape[0], (long long)shape[2]);
+                          "others up to %lld; record the same model on all ranks", (long long)total, l->params,
+                          (long long)shape[0]);
+    if (status == HPML_OK && shape[2] != -shape[3])
+        return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: ranks have different plans, or numbers of parameters "
+                          "(%d here); give the same plan, and the same HPML_PLAN in the environment, on all ranks",
+                          l->params);
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
@@ -7793,7 +8376,7 @@ HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
     const size_t buffers = (size_t)d->layout.buffer_total;
     d->stats.sum     = (double *)hpml_ctx_alloc(d->ctx, sizeof(double) * (HPMLC_STATS + buffers), NULL);
     d->stats.buffers = (float *)hpml_ctx_alloc(d->ctx, sizeof(float) * (buffers + 1), NULL);
-    d->report.row    = (hpml_step_row *)hpml_ctx_alloc(d->ctx, sizeof *d->report.row * (size_t)d->d.history, NULL);
+    d->report.row    = (hpml_step_row *)hpml_ctx_alloc(d->ctx, sizeof *d->report.row * (size_t)d->plan.history, NULL);
     return d->report.row && hpmlc_dist_start(d) == HPML_OK && d->strategy->open(d);
 }
 
@@ -7823,21 +8406,20 @@ HPMLC_FN bool hpmlc_dist_attaches(hpml_trainer *t, hpml_comm *c)
     return true;
 }
 
-HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc)
+HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan)
 {
     HPMLC_ZERO(hpml_hooks, hooks);
-    HPMLC_DESC(hpml_distribute_desc, settings, desc);
+    HPMLC_DESC(hpml_plan, settings, plan);
     if (hpmlc_failed(c) || !t) return NULL;
-    const hpmlc_strategy *s = hpmlc_dist_check(t, c, &settings, hpml_trainer_settings(t)->input->shape[0]);
-    if (!s) return NULL;
+    if (!hpmlc_dist_plan(t, c, &settings)) return NULL;
     if (!hpmlc_dist_attaches(t, c)) return NULL;
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
     d->t            = t;
     d->c            = c;
     d->ctx          = c->ctx;
-    d->d            = settings;
-    d->strategy     = s;
+    d->plan         = settings;
+    d->strategy     = hpmlc_strategy_choose(c, &settings);
     d->accumulate   = hpml_trainer_settings(t)->accumulate;
     d->copies.first = c->rank;
     d->copies.count = 1;
@@ -7848,15 +8430,22 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     }
     hooks.user   = d;
     hooks.run    = hpmlc_dist_run;
-    hooks.grad   = s->gradient ? hpmlc_dist_grad : NULL;
+    hooks.grad   = d->strategy->gradient ? hpmlc_dist_grad : NULL;
     hooks.sum    = settings.sync_batchnorm ? hpmlc_dist_sum : NULL;
     hooks.update = hpmlc_dist_update;
     hooks.data   = hpmlc_dist_data;
     hpml_trainer_attach(t, &hooks);
-    hpml_trainer_set_shard(t, c->rank, c->size, d->d.global_batch, d->layout.grain);
+    hpml_trainer_set_shard(t, c->rank, c->size, d->plan.global_batch, d->layout.grain);
     hpml_distribute_get(d, NULL, true);
     d->report.r.loss = NAN; /* no step yet */
     return hpml_ctx_status(c->ctx) == HPML_OK ? d : NULL;
+}
+
+HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d)
+{
+    if (!d) return HPML_ERR_ARGUMENT;
+    if (hpmlc_failed(d->c) || !d->strategy->finish) return hpml_ctx_status(d->ctx);
+    return d->strategy->finish(d);
 }
 
 HPML_API void hpml_distribute_free(hpml_distributed *d)
@@ -7874,11 +8463,11 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
     int64_t most = d->c->size * d->layout.batch;
     if (d->strategy->fixed_batch)
         return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: the global batch stays %lld, because %s",
-                          (long long)d->d.global_batch, d->strategy->fixed_batch);
+                          (long long)d->plan.global_batch, d->strategy->fixed_batch);
     if (global_batch < 1 || global_batch > most)
         return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld; the models' batches hold 1 to "
                           "%lld", (long long)global_batch, (long long)most);
-    d->d.global_batch = global_batch;
+    d->plan.global_batch = global_batch;
     return hpml_trainer_set_shard(d->t, d->c->rank, d->c->size, global_batch, 0);
 }
 
@@ -7926,10 +8515,10 @@ HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int
 {
     if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;
     int64_t p = d->c->size, size = (int64_t)sizeof *rows;
-    int64_t n = hpmlc_min(hpmlc_min(d->report.rows, d->d.history), capacity / p);
+    int64_t n = hpmlc_min(hpmlc_min(d->report.rows, d->plan.history), capacity / p);
     hpml_step_row *all = (hpml_step_row *)hpml_ctx_alloc(d->ctx, (size_t)(n * p * size + 1), NULL);
     if (!all) return -1;
-    for (int64_t i = 0; i < n; i++) all[d->c->rank * n + i] = d->report.row[(d->report.rows - n + i) % d->d.history];
+    for (int64_t i = 0; i < n; i++) all[d->c->rank * n + i] = d->report.row[(d->report.rows - n + i) % d->plan.history];
     hpml_status status = hpml_allgather(d->c, all, n * p * size, HPML_ELEMENT_BYTE);
     for (int64_t i = 0; i < n; i++) {
         double slowest = 0;
@@ -8272,7 +8861,7 @@ HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, in
 
 HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset *data, hpml_batch_search_desc *s)
 {
-    if (s->min == 0) s->min = d->d.global_batch;
+    if (s->min == 0) s->min = d->plan.global_batch;
     if (s->max == 0) s->max = d->c->size * d->layout.batch;
     if (s->factor == 0) s->factor = 1.4142135623730951;
     if (s->multiple == 0) s->multiple = 1;
@@ -8281,7 +8870,7 @@ HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset 
     s->min = (s->min + s->multiple - 1) / s->multiple * s->multiple;
     if (d->strategy->fixed_batch)
         return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "batch search: the global batch stays %lld, because %s",
-                          (long long)d->d.global_batch, d->strategy->fixed_batch);
+                          (long long)d->plan.global_batch, d->strategy->fixed_batch);
     if (!data || !s->path || s->_begin || s->_end || s->min < 1 || s->max < s->min || !(s->factor > 1) ||
         s->multiple < 1 || s->samples < 1 || !(s->slack > 0))
         return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "batch search: needs data, a path, sizes %lld to %lld in multiples "
@@ -8335,7 +8924,7 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 {
     HPMLC_DESC(hpml_batch_search_desc, s, desc);
     if (!d || hpmlc_failed(d->c) || hpmlc_search_check(d, data, &s) != HPML_OK) return -1;
-    const int64_t before = d->d.global_batch;
+    const int64_t before = d->plan.global_batch;
     hpml_status   status = hpml_distribute_save(d, s.path);
     if (status == HPML_OK) status = hpmlc_search_place(d, s.path);
     for (int i = 0; i < capacity && trials; i++) {
@@ -8349,7 +8938,7 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
         status = hpmlc_fail(d->c, HPML_ERR_NONFINITE, "batch search: %lld samples a step diverge already; lower the "
                             "learning rate", (long long)s.min);
     if (status == HPML_OK) status = hpml_distribute_set_batch(d, best);
-    else d->d.global_batch = before;
+    else d->plan.global_batch = before;
     return status == HPML_OK ? best : -1;
 }
 
@@ -8509,7 +9098,7 @@ typedef struct hpmlc_sim {
     hpmlc_sim_kind    kind;
     int64_t           n;
     size_t            size;               /* bytes of an element */
-    hpmlc_phase      *phase;              /* (HPMLC_PHASES, p) the plan of each rank */
+    hpmlc_phase      *phase;              /* (HPMLC_PHASES, p) the phases of each rank */
     int32_t          *phases;             /* (p) number of phases of each rank; in an all to all: scratch */
     hpmlc_sim_rank   *rank;               /* (p) state of each rank in the collective */
     hpmlc_sim_event  *run;                /* (p) the last event of each run (hpmlc_sim_push), the latest first */
@@ -8885,7 +9474,7 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 }
 
 /* Returns true when the collective is nothing but the ring that hpmlc_sim_ring simulates: all ranks, the whole array,
-   reduce-scatter and allgather, or allgather alone. Looks at rank 0's plan, because the others have the same phases. */
+   reduce-scatter and allgather, or allgather alone. Looks at rank 0's phases, because the other ranks have the same. */
 HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
 {
     const hpmlc_kind *const ring[] = { &hpmlc_ring_scatter, &hpmlc_ring_gather };
@@ -8899,11 +9488,11 @@ HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
     return true;
 }
 
-/* Copies the plan of rank `rank`, the phases (rounds of one kind) that it executes in the collective, to s->phase. */
-HPMLC_FN void hpmlc_sim_set_plan(hpmlc_sim *s, int rank, const hpmlc_plan *plan)
+/* Copies the phases (rounds of one kind) that rank `rank` executes in the collective to s->phase. */
+HPMLC_FN void hpmlc_sim_set_phases(hpmlc_sim *s, int rank, const hpmlc_phases *all)
 {
-    s->phases[rank] = plan->count;
-    for (int i = 0; i < plan->count; i++) s->phase[(size_t)i * (size_t)s->p + (size_t)rank] = plan->phase[i];
+    s->phases[rank] = all->count;
+    for (int i = 0; i < all->count; i++) s->phase[(size_t)i * (size_t)s->p + (size_t)rank] = all->phase[i];
 }
 
 /* Simulates the collective whose kind, elements and plans are set in s, from the ranks' clocks on: a ring or all to all
@@ -8929,10 +9518,10 @@ HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a
     s->size = size;
     if (a == HPML_AUTO && kind == HPMLC_SIM_ALLREDUCE) a = hpml_comm_choose(&s->layout, n * (int64_t)size);
     for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
-        hpmlc_plan plan;
-        if (kind == HPMLC_SIM_ALLGATHER) hpmlc_plan_single(&plan, &hpmlc_ring_gather, p, r, 0, n);
-        else hpmlc_plan_make(&plan, a, p, s->layout.per_node, s->layout.spread, r, n);
-        hpmlc_sim_set_plan(s, r, &plan);
+        hpmlc_phases all;
+        if (kind == HPMLC_SIM_ALLGATHER) hpmlc_phases_single(&all, &hpmlc_ring_gather, p, r, 0, n);
+        else hpmlc_phases_make(&all, a, p, s->layout.per_node, s->layout.spread, r, n);
+        hpmlc_sim_set_phases(s, r, &all);
     }
     return hpmlc_sim_run(s);
 }
