@@ -662,8 +662,8 @@ HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *fact
 
 /* Collective, with the same plan on all ranks; NULL on failure, the error on the context. plan NULL: all zero. The
    environment variable HPML_PLAN, a text for hpml_plan_parse, replaces the fields of the plan that it names:
-   HPML_PLAN="codec=onebit,delayed=1". A distribution is a set of hooks of the trainer, and replaces an earlier one. Hooks
-   that change gradients are attached before (hpml_trainer_attach), those with a `run` or `update` after it. */
+   HPML_PLAN="codec=onebit,delayed=1". A distribution is a set of hooks of the trainer, and replaces an earlier one.
+   Hooks that change gradients are attached before (hpml_trainer_attach), those with a `run` or `update` after it. */
 typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan);
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
