@@ -61,7 +61,8 @@
 //     virtual time    seconds on the clocks of CLOCK and of the simulator: computing and links advance them
 //     job             work in the background, waited for once
 //     bucket          gradients that are exchanged together while the backward pass still runs
-//     strategy        a form of data parallelism: what is exchanged, when, and what the optimizer gets (>>strategies)
+//     strategy        what ranks exchange, when, and what the optimizer gets (>>strategies)
+//     form            one of several ways to run a strategy, as .exact and .delayed of sync
 //     shard           the part of a bucket that one rank of a node adds up
 //     stripe, owner   a part of a tensor's rows; the rank that adds up this part
 //     residual        the quantization error that a codec adds to the next gradient (error feedback)
@@ -71,13 +72,13 @@
 //     exposed         of communication: the seconds that no computation hides
 //     move            what one rank sends, receives and adds in one round of an allreduce
 //     phase, team     part of an algorithm: rounds of one kind; the ranks that take part in it
-//     plan            the phases that one rank executes
+//     plan            how a training is spread over ranks: hpml_plan, one struct
 //
 // INDEX (grep '^// >>' hpml_comm.h)
 //     api-comm   ranks, communicators, messages between two
 //     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
-//     api-distribute   synchronous data parallelism
+//     api-distribute   data parallelism by one struct, the plan
 //     api-simulate   step time on machines you do not have
 //     api-mix   averaging with neighbours; one timeline for all ranks
 // PART I   TALK: ranks, messages, transports
@@ -93,7 +94,7 @@
 //     create   creating, splitting, freeing communicators; running a function on every rank
 //     timeline   one timeline for all ranks
 // PART II   ADD UP: collectives, codecs on the wire
-//     moves   the allreduce algorithms: phases, one table of algorithms, the plan of a rank
+//     moves   the allreduce algorithms: phases, one table of algorithms, the phases of a rank
 //     reduce   adding up elements; the mean
 //     collectives   the moves, executed
 //     async   work in the background
@@ -553,7 +554,7 @@ typedef struct hpml_device_link {
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-distribute   synchronous data parallelism
+// >>api-distribute   data parallelism by one struct, the plan
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Data parallelism: p ranks, each with a share of every global batch, train as one rank with all of it. Parameters
@@ -569,8 +570,16 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
    floats inside the node, and the codec packs what is sent between nodes.
 
    The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_gradients. */
-typedef struct hpml_distribute_desc {
+
+/* What ranks exchange, and when. */
+typedef enum hpml_strategy_kind {
+    HPML_STRATEGY_SYNC = 0 /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
+} hpml_strategy_kind;
+
+/* The plan: how a training is spread over ranks. All zero: synchronous steps with the mean of all ranks' gradients. */
+typedef struct hpml_plan {
     uint32_t        _begin;
+    hpml_strategy_kind strategy;  /* the fields below that matter depend on it */
     hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
     hpml_algorithm  algorithm;    /* of plain sums */
     bool            sum;          /* apply the sum of the ranks' mean gradients; else the mean over the global batch */
@@ -589,7 +598,7 @@ typedef struct hpml_distribute_desc {
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
     int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
     uint32_t        _end;
-} hpml_distribute_desc;
+} hpml_plan;
 
 /* Exact sums. Floats do not add up to the same bits in every order; integers do. The global batch is cut into leaves of
    a fixed size, each computed on its own by one rank. All ranks agree on the largest gradient, scale by a power of two
@@ -599,7 +608,11 @@ typedef struct hpml_distribute_desc {
 
 /* Collective; NULL on failure, the error on the context. */
 typedef struct hpml_distributed hpml_distributed;
-HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc);
+HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan);
+/* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
+   the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
+   (`delayed`) are not applied. Training may go on afterwards. */
+HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
    between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
 HPML_API void hpml_distribute_free(hpml_distributed *d);
@@ -776,7 +789,7 @@ HPMLC_REF(hpml_launch, (const hpml_launch_desc &d, hpml_rank_fn *fn, void *user,
 HPMLC_REF(hpml_allreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d), (c, data, n, &d))
 HPMLC_REF(hpml_iallreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d), (c, data, n, &d))
 HPMLC_REF(hpml_exchange_create, (hpml_comm *c, const hpml_exchange_desc &d), (c, &d))
-HPMLC_REF(hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc &d), (t, c, &d))
+HPMLC_REF(hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_plan &plan), (t, c, &plan))
 HPMLC_REF(hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, const hpml_batch_search_desc &d,
           hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
 HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
@@ -3865,7 +3878,7 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>moves   the allreduce algorithms: phases, one table of algorithms, the plan of a rank
+// >>moves   the allreduce algorithms: phases, one table of algorithms, the phases of a rank
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* An allreduce algorithm is a list of phases. A team of ranks runs a phase on a range of the array: a team is every
@@ -3905,11 +3918,11 @@ struct hpmlc_phase {
 };
 
 #define HPMLC_PHASES 8
-typedef struct hpmlc_plan {
+typedef struct hpmlc_phases {
     hpmlc_phase phase[HPMLC_PHASES];
     int         count;
     const char *level; /* hpmlc_phase.level of the phases that are appended next */
-} hpmlc_plan;
+} hpmlc_phases;
 
 HPML_API int64_t hpml_block(int64_t n, int parts, int index)
 {
@@ -4077,18 +4090,18 @@ HPMLC_FN void hpmlc_move_of(const hpmlc_phase *f, int k, hpml_move *m)
 }
 
 /* Appends a phase on elements [at, at + count), unless it has no rounds or this rank, `team.me`, is not in the team. */
-HPMLC_FN void hpmlc_plan_add(hpmlc_plan *plan, const hpmlc_kind *kind, hpmlc_team team, int64_t at, int64_t count)
+HPMLC_FN void hpmlc_phases_add(hpmlc_phases *all, const hpmlc_kind *kind, hpmlc_team team, int64_t at, int64_t count)
 {
     if (kind->core) team.size = 1 << hpmlc_log2(team.size);
     int rounds = kind->rounds(team.size);
     if (rounds == 0 || team.me < 0 || team.me >= team.size) return;
-    hpmlc_phase *f = &plan->phase[plan->count++];
+    hpmlc_phase *f = &all->phase[all->count++];
     f->kind   = kind;
     f->team   = team;
     f->at     = at;
     f->count  = count;
     f->rounds = rounds;
-    f->level  = plan->level;
+    f->level  = all->level;
 }
 
 #define HPMLC_ROW_PHASES 5
@@ -4096,8 +4109,8 @@ typedef struct hpmlc_algorithm {
     hpml_algorithm    algorithm;
     const char       *name;
     const hpmlc_kind *phase[HPMLC_ROW_PHASES]; /* run in this order by all ranks as one team; the last is NULL */
-    /* Optional: plans the algorithm where each of several nodes has several ranks; elsewhere all ranks run `phase`. */
-    void (*plan_nodes)(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n);
+    /* Optional: the phases where each of several nodes has several ranks; elsewhere all ranks run `phase`. */
+    void (*by_nodes)(hpmlc_phases *all, int p, int per_node, bool spread, int rank, int64_t n);
     bool              native;     /* the transport executes the algorithm; `phase` then only estimates its bytes */
     int32_t           auto_ranks; /* AUTO simulates the algorithm for at most so many ranks; 0: never */
     int32_t           auto_mixed; /* as auto_ranks, where ranks r and r + 1 are on different nodes */
@@ -4108,41 +4121,42 @@ typedef struct hpmlc_algorithm {
 
 HPMLC_FN const hpmlc_algorithm *hpmlc_algorithm_row(hpml_algorithm a);
 
-/* Appends the phases of algorithm `row` to the plan: an allreduce of elements [at, at + count) within one team. */
-HPMLC_FN void hpmlc_plan_team(hpmlc_plan *plan, const hpmlc_algorithm *row, hpmlc_team team, int64_t at, int64_t count)
+/* Appends the phases of algorithm `row` to `all`: an allreduce of elements [at, at + count) within one team. */
+HPMLC_FN void hpmlc_phases_team(hpmlc_phases *all, const hpmlc_algorithm *row, hpmlc_team team, int64_t at,
+                                int64_t count)
 {
-    for (const hpmlc_kind *const *kind = row->phase; *kind; kind++) hpmlc_plan_add(plan, *kind, team, at, count);
+    for (const hpmlc_kind *const *kind = row->phase; *kind; kind++) hpmlc_phases_add(all, *kind, team, at, count);
 }
 
 /* Plans HPML_HIERARCHICAL for rank `rank` of p, per_node ranks on each node (spread: rank r is on node r % nodes): a
    ring inside the node leaves each member the sum of one block of the n elements; members with the same place on all
    nodes add up that block by halving, or by a ring; a ring inside the node spreads the blocks. Where nodes differ in
    size: a tree to the first rank of each node, a ring among those ranks, a tree back. */
-HPMLC_FN void hpmlc_plan_hierarchy(hpmlc_plan *plan, int p, int per_node, bool spread, int rank, int64_t n)
+HPMLC_FN void hpmlc_phases_hierarchy(hpmlc_phases *all, int p, int per_node, bool spread, int rank, int64_t n)
 {
     int nodes = (p + per_node - 1) / per_node, last = p - (nodes - 1) * per_node;
     int node = spread ? rank % nodes : rank / per_node, place = spread ? rank / nodes : rank % per_node;
-    plan->level = "local reduce";
+    all->level = "local reduce";
     if (p % per_node == 0) {
         const hpmlc_team in = { spread ? node : rank - place, spread ? nodes : 1, per_node, place, 0 };
         const hpmlc_team across = { rank - node * (spread ? 1 : per_node), spread ? 1 : per_node, nodes, node, 0 };
         int64_t at = hpml_block(n, per_node, place), end = hpml_block(n, per_node, place + 1);
         bool    folds = (nodes & (nodes - 1)) != 0; /* no power of two: folding sends the range twice more */
-        hpmlc_plan_add(plan, &hpmlc_ring_scatter, in, 0, n);
-        plan->level = "global allreduce";
+        hpmlc_phases_add(all, &hpmlc_ring_scatter, in, 0, n);
+        all->level = "global allreduce";
         hpml_algorithm between = folds && nodes <= 32 ? HPML_RING : HPML_HALVING;
-        hpmlc_plan_team(plan, hpmlc_algorithm_row(between), across, at, end - at);
-        plan->level = "local gather";
-        hpmlc_plan_add(plan, &hpmlc_ring_gather, in, 0, n);
+        hpmlc_phases_team(all, hpmlc_algorithm_row(between), across, at, end - at);
+        all->level = "local gather";
+        hpmlc_phases_add(all, &hpmlc_ring_gather, in, 0, n);
         return;
     }
     const hpmlc_team in = { rank - place, 1, node == nodes - 1 ? last : per_node, place, 0 };
     const hpmlc_team across = { 0, per_node, nodes, node, 0 };
-    hpmlc_plan_add(plan, &hpmlc_tree_up, in, 0, n);
-    plan->level = "global allreduce";
-    if (place == 0) hpmlc_plan_team(plan, hpmlc_algorithm_row(HPML_RING), across, 0, n);
-    plan->level = "local gather";
-    hpmlc_plan_add(plan, &hpmlc_tree_down, in, 0, n);
+    hpmlc_phases_add(all, &hpmlc_tree_up, in, 0, n);
+    all->level = "global allreduce";
+    if (place == 0) hpmlc_phases_team(all, hpmlc_algorithm_row(HPML_RING), across, 0, n);
+    all->level = "local gather";
+    hpmlc_phases_add(all, &hpmlc_tree_down, in, 0, n);
 }
 
 /* Return the seconds that AUTO adds to the simulated time of an algorithm: BUTTERFLY copies the array each round at
@@ -4163,8 +4177,8 @@ static const hpmlc_algorithm hpmlc_algorithms[] = {
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
     { HPML_RING, "ring", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, false,
       HPMLC_MAX_RANKS, 256, NULL }, /* auto_mixed 256: a simulation then plays p^2 messages */
-    { HPML_HIERARCHICAL, "hierarchical", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, hpmlc_plan_hierarchy, false,
-      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
+    { HPML_HIERARCHICAL, "hierarchical", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, hpmlc_phases_hierarchy,
+      false, HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
     { HPML_TREE, "tree", { &hpmlc_tree_up, &hpmlc_tree_down, NULL }, NULL, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
     { HPML_CENTRAL, "central", { &hpmlc_star_up, &hpmlc_star_down, NULL }, NULL, false,
@@ -4198,33 +4212,34 @@ HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
 }
 
 /* Plans an allreduce of n elements by algorithm `a`: the phases that rank `rank` of p ranks executes, with per_node
-   ranks on each node (spread: rank r is on node r % nodes). An unknown algorithm gives a plan without phases. */
-HPMLC_FN void hpmlc_plan_make(hpmlc_plan *plan, hpml_algorithm a, int p, int per_node, bool spread, int rank, int64_t n)
+   ranks on each node (spread: rank r is on node r % nodes). An unknown algorithm has none. */
+HPMLC_FN void hpmlc_phases_make(hpmlc_phases *all, hpml_algorithm a, int p, int per_node, bool spread, int rank,
+                                int64_t n)
 {
     const hpmlc_algorithm *row = hpmlc_algorithm_row(a);
-    plan->count = 0;
-    plan->level = NULL;
-    if (row && row->plan_nodes && per_node > 0 && per_node < p) row->plan_nodes(plan, p, per_node, spread, rank, n);
-    else if (row) hpmlc_plan_team(plan, row, hpmlc_everyone(p, rank, 0), 0, n);
+    all->count = 0;
+    all->level = NULL;
+    if (row && row->by_nodes && per_node > 0 && per_node < p) row->by_nodes(all, p, per_node, spread, rank, n);
+    else if (row) hpmlc_phases_team(all, row, hpmlc_everyone(p, rank, 0), 0, n);
 }
 
 /* Plans one phase of `kind`, which all p ranks run as one team, with rank `root` as member 0, on elements [0, n). */
-HPMLC_FN void hpmlc_plan_single(hpmlc_plan *plan, const hpmlc_kind *kind, int p, int rank, int root, int64_t n)
+HPMLC_FN void hpmlc_phases_single(hpmlc_phases *all, const hpmlc_kind *kind, int p, int rank, int root, int64_t n)
 {
-    plan->count = 0;
-    plan->level = NULL;
-    hpmlc_plan_add(plan, kind, hpmlc_everyone(p, rank, root), 0, n);
+    all->count = 0;
+    all->level = NULL;
+    hpmlc_phases_add(all, kind, hpmlc_everyone(p, rank, root), 0, n);
 }
 
 HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, int rank, int64_t n, int round,
                                   hpml_move *out)
 {
-    hpmlc_plan plan;
+    hpmlc_phases all;
     if (rank < 0 || rank >= p || round < 0) return false;
-    hpmlc_plan_make(&plan, a, p, ranks_per_node, false, rank, n);
-    for (int i = 0; i < plan.count; round -= plan.phase[i++].rounds) {
-        if (round >= plan.phase[i].rounds) continue;
-        hpmlc_move_of(&plan.phase[i], round, out);
+    hpmlc_phases_make(&all, a, p, ranks_per_node, false, rank, n);
+    for (int i = 0; i < all.count; round -= all.phase[i++].rounds) {
+        if (round >= all.phase[i].rounds) continue;
+        hpmlc_move_of(&all.phase[i], round, out);
         return true;
     }
     return false;
@@ -4338,14 +4353,14 @@ HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
     return c->scratch;
 }
 
-/* For HPML_MEAN: divides the sums in `data` that phase i of the plan has completed on this rank by the number of ranks,
-   if phase i is the last one that adds: so each element is divided once, before it is copied to other ranks. */
-HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, char *data, hpml_element e)
+/* For HPML_MEAN: divides the sums in `data` that phase i of `all` has completed on this rank by the number of
+   ranks, if phase i is the last one that adds: so each element is divided once, before it is copied to other ranks. */
+HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_phases *all, int i, char *data, hpml_element e)
 {
-    const hpmlc_phase *f = &plan->phase[i];
+    const hpmlc_phase *f = &all->phase[i];
     int                p = f->team.size, first = 0, end = 0; /* blocks [first, end) are divided */
-    for (int k = i + 1; k < plan->count; k++)
-        if (hpmlc_adds(plan->phase[k].kind)) return;
+    for (int k = i + 1; k < all->count; k++)
+        if (hpmlc_adds(all->phase[k].kind)) return;
     switch (f->kind->sums) {
     case HPMLC_SUMS_NONE: case HPMLC_SUMS_PARTIAL: return;
     case HPMLC_SUMS_BLOCK:
@@ -4359,17 +4374,17 @@ HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_plan *plan, int i, 
     hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
 }
 
-/* Executes a plan, this rank's sends and receives of all rounds, on `data`, elements of type e, with messages of this
-   tag. op: how to add, an hpml_reduce; -1: the plan adds nothing. */
-HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data, hpml_element e, int op, int tag)
+/* Executes phases, this rank's sends and receives of all rounds, on `data`, elements of type e, with messages of this
+   tag. op: how to add, an hpml_reduce; -1: the phases add nothing. */
+HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_phases *all, char *data, hpml_element e, int op, int tag)
 {
     size_t           size   = hpml_element_size(e);
     hpmlc_reduce_fn *reduce = op < 0 ? NULL : hpmlc_reducer(e, (hpml_reduce)op);
     hpml_status      status = HPML_OK;
-    double           since  = plan->level ? hpml_comm_now(c) : 0, end;
+    double           since  = all->level ? hpml_comm_now(c) : 0, end;
     c->round = 0;
-    for (int i = 0; i < plan->count; i++) {
-        const hpmlc_phase *f = &plan->phase[i];
+    for (int i = 0; i < all->count; i++) {
+        const hpmlc_phase *f = &all->phase[i];
         for (int k = 0; k < f->rounds && status == HPML_OK; k++, c->round++) {
             hpml_move m;
             hpmlc_move_of(f, k, &m);
@@ -4383,8 +4398,8 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
             status = hpmlc_round(c, tag, m.to, sent, sent_bytes, m.from, received, received_bytes,
                                  m.add ? reduce : NULL);
         }
-        if (op == HPML_MEAN && status == HPML_OK) hpmlc_run_mean(c, plan, i, data, e);
-        if (!f->level || status != HPML_OK || (i + 1 < plan->count && f[1].level == f->level)) continue;
+        if (op == HPML_MEAN && status == HPML_OK) hpmlc_run_mean(c, all, i, data, e);
+        if (!f->level || status != HPML_OK || (i + 1 < all->count && f[1].level == f->level)) continue;
         end = hpml_comm_now(c);
         hpmlc_span(c, f->level, since, end, f->count * (int64_t)size);
         since = end;
@@ -4396,9 +4411,9 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_plan *plan, char *data,
    0 receives the texts of all ranks, compares them and sends the verdict to all, which fail if two texts differ. */
 HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
 {
-    hpmlc_plan  reply;
-    char        theirs[96], verdict[256] = { 0 };
-    hpml_status status = HPML_OK;
+    hpmlc_phases reply;
+    char           theirs[96], verdict[256] = { 0 };
+    hpml_status    status = HPML_OK;
     if (c->rank > 0) status = hpmlc_round(c, tag, 0, mine, sizeof theirs, -1, NULL, 0, NULL);
     for (int i = 1; c->rank == 0 && i < c->size && status == HPML_OK; i++) {
         status = hpmlc_round(c, tag, -1, NULL, 0, i, theirs, sizeof theirs, NULL);
@@ -4406,7 +4421,7 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
             snprintf(verdict, sizeof verdict, "collective %u differs: rank 0 is in %s, rank %d in %s", c->sequence,
                      mine, c->origin[i], theirs);
     }
-    hpmlc_plan_single(&reply, &hpmlc_star_down, c->size, c->rank, 0, sizeof verdict);
+    hpmlc_phases_single(&reply, &hpmlc_star_down, c->size, c->rank, 0, sizeof verdict);
     if (status == HPML_OK) status = hpmlc_run(c, &reply, verdict, HPML_ELEMENT_BYTE, -1, tag);
     if (status != HPML_OK) return status;
     return verdict[0] ? hpml_ctx_fail(c->ctx, HPML_ERR_COMM, "rank %d: %s", c->origin[c->rank], verdict) : HPML_OK;
@@ -4452,11 +4467,11 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
 /* Replaces each of the n values in `most` by the largest one that any rank has in its place. name: shown in errors. */
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n)
 {
-    hpmlc_plan plan;
-    int        tag = hpmlc_enter(c, name, n, HPML_ELEMENT_I64, HPML_MAX, NULL, -1);
+    hpmlc_phases all;
+    int            tag = hpmlc_enter(c, name, n, HPML_ELEMENT_I64, HPML_MAX, NULL, -1);
     if (tag < 0) return hpml_ctx_status(c->ctx);
-    hpmlc_plan_make(&plan, HPML_BUTTERFLY, c->size, 0, false, c->rank, n);
-    return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)most, HPML_ELEMENT_I64, HPML_MAX, tag));
+    hpmlc_phases_make(&all, HPML_BUTTERFLY, c->size, 0, false, c->rank, n);
+    return hpmlc_leave(c, hpmlc_run(c, &all, (char *)most, HPML_ELEMENT_I64, HPML_MAX, tag));
 }
 
 /* Runs a collective of one phase of `kind`, such as a tree or a ring, on n elements of type e in `data`, with all ranks
@@ -4464,7 +4479,7 @@ HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, 
 HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, const hpmlc_kind *kind, void *data, int64_t n,
                                      hpml_element e, int op, int root)
 {
-    hpmlc_plan plan;
+    hpmlc_phases all;
     if (c && (root < 0 || root >= c->size || hpml_element_size(e) == 0 ||
               (op >= 0 && !hpmlc_reducer(e, (hpml_reduce)op))))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s: root %d of %d ranks, element %d, op %d", name, root, c->size,
@@ -4472,8 +4487,8 @@ HPMLC_FN hpml_status hpmlc_phase_run(hpml_comm *c, const char *name, const hpmlc
     bool rooted = kind == &hpmlc_tree_up || kind == &hpmlc_tree_down;
     int  tag    = hpmlc_enter(c, name, n, e, op, rooted ? "root" : NULL, root);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    hpmlc_plan_single(&plan, kind, c->size, c->rank, root, n);
-    return hpmlc_leave(c, hpmlc_run(c, &plan, (char *)data, e, op, tag));
+    hpmlc_phases_single(&all, kind, c->size, c->rank, root, n);
+    return hpmlc_leave(c, hpmlc_run(c, &all, (char *)data, e, op, tag));
 }
 
 HPML_API hpml_status hpml_reduce_scatter(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op)
@@ -4584,7 +4599,7 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
 HPMLC_FN bool hpmlc_auto_considers(const hpml_comm *c, const hpmlc_algorithm *row)
 {
     bool mixed = c->spread || c->per_node == 0; /* ranks r and r + 1 may be on different nodes */
-    if (row->plan_nodes && (c->per_node <= 1 || c->per_node >= c->size)) return false;
+    if (row->by_nodes && (c->per_node <= 1 || c->per_node >= c->size)) return false;
     return c->size <= (mixed ? row->auto_mixed : row->auto_ranks);
 }
 
@@ -4627,10 +4642,10 @@ HPMLC_FN int64_t hpmlc_allreduce_bytes(hpml_comm *c, int64_t n, int64_t size, hp
     if (!row || row->native || c->link.begin) return 2 * size * (n - hpml_block(n, c->size, 1));
     int64_t step = hpmlc_allreduce_piece(c, n, size, &a), elements = 0;
     for (int64_t at = 0; at < n && step > 0; at += step) {
-        hpmlc_plan plan;
-        hpml_move  m;
-        hpmlc_plan_make(&plan, a, c->size, c->per_node, c->spread, c->rank, hpmlc_min(n - at, step));
-        for (const hpmlc_phase *f = plan.phase; f < plan.phase + plan.count; f++)
+        hpmlc_phases all;
+        hpml_move      m;
+        hpmlc_phases_make(&all, a, c->size, c->per_node, c->spread, c->rank, hpmlc_min(n - at, step));
+        for (const hpmlc_phase *f = all.phase; f < all.phase + all.count; f++)
             for (int k = 0; k < f->rounds; k++) {
                 hpmlc_move_of(f, k, &m);
                 elements += m.send_count;
@@ -4641,8 +4656,8 @@ HPMLC_FN int64_t hpmlc_allreduce_bytes(hpml_comm *c, int64_t n, int64_t size, hp
 
 HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc)
 {
-    hpmlc_plan  plan;
-    hpml_status status;
+    hpmlc_phases all;
+    hpml_status    status;
     HPMLC_DESC(hpml_allreduce_desc, d, desc);
     if (c && (d._begin || d._end || !hpmlc_reducer(d.element, d.reduce) ||
               (unsigned)d.algorithm >= HPML_ALGORITHM_COUNT || (n > 0 && !data)))
@@ -4663,8 +4678,8 @@ HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const h
         int64_t at = 0;
         do { /* `step` elements at a time, see hpml_transport.piece; n 0: one empty piece */
             int64_t count = hpmlc_min(n - at, step);
-            hpmlc_plan_make(&plan, d.algorithm, c->size, c->per_node, c->spread, c->rank, count);
-            status = hpmlc_run(c, &plan, (char *)data + at * size, d.element, (int)d.reduce, tag);
+            hpmlc_phases_make(&all, d.algorithm, c->size, c->per_node, c->spread, c->rank, count);
+            status = hpmlc_run(c, &all, (char *)data + at * size, d.element, (int)d.reduce, tag);
             at += count;
         } while (at < n && status == HPML_OK);
     }
@@ -6043,7 +6058,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
    exchanged as one, add up loss, samples and running statistics, and keep the report. What is exchanged, when,
    and what the optimizer gets is a strategy: a row of hpmlc_strategies (>>strategies), with a section and a struct of
    its own and the functions of hpmlc_strategy, which the trainer's hooks call. Adding a strategy is a section, a row
-   and a word of hpmlc_strategy_kind.
+   and a word of hpml_strategy_kind. Strategy sync has several rows, its forms: exact, delayed, by links.
 
    Buckets hold gradients from the last layer to the first, because the backward pass makes them final in this order:
    the exchange of one bucket overlaps with the computation of the next (Li et al. 2020, "PyTorch Distributed"). */
@@ -6128,7 +6143,7 @@ struct hpml_distributed {
     hpml_trainer         *t;
     hpml_comm            *c;
     hpml_ctx             *ctx;
-    hpml_distribute_desc  d;
+    hpml_plan             plan;
     const hpmlc_strategy *strategy;
     void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
     bool                  background; /* tasks are jobs of the communicator's background thread */
@@ -6143,19 +6158,21 @@ struct hpml_distributed {
 };
 
 struct hpmlc_strategy {
-    const char *name;         /* as the desc's field, if there is one; own arrays in checkpoints begin with it */
-    bool        is_asked_for; /* a field of the desc asks for the strategy. Two such strategies exclude each other, and
-                                 one goes before those that are chosen because they fit */
+    hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
+    const char *name;         /* of the form, as the plan's field, if any; own arrays in checkpoints begin so */
+    bool        is_asked_for; /* a field of the plan asks for the form. Two such forms exclude each other, and one goes
+                                 before those that are chosen because they fit */
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
-    const char *pending;      /* array of a checkpoint with gradients that only this strategy applies; NULL: none */
-    bool (*is_chosen)(hpml_comm *c, const hpml_distribute_desc *desc);
-    hpml_status (*legal)(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch); /* sets defaults */
+    const char *pending;      /* array of a checkpoint with gradients that only this form applies; NULL: none */
+    bool (*is_chosen)(hpml_comm *c, const hpml_plan *plan); /* optional: whether the form fits; NULL: always */
+    hpml_status (*legal)(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch); /* sets defaults */
     bool (*open)(hpml_distributed *d);   /* takes memory, makes exchanges; collective; false: an error on the context */
     /* Computes the gradient of `samples` samples of this rank, and their mean *loss, by hpmlc_dist_pass or another way.
        After the last micro-batch of an update it may start the exchange for which `update` waits. */
     hpml_status (*begin)(hpml_distributed *d, int64_t samples, float *loss);
     hpml_status (*gradient)(hpml_distributed *d, int param); /* optional: `param`'s gradient is final */
     hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
+    hpml_status (*finish)(hpml_distributed *d); /* optional: sets all ranks' parameters to the training's result */
     bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists what checkpoints hold; false: an error */
     void (*close)(hpml_distributed *d); /* releases what `open` has taken; nothing is in flight */
 };
@@ -6207,10 +6224,10 @@ HPMLC_FN void hpmlc_host_close(hpml_distributed *d)
     d->layout.host = NULL;
 }
 
-/* Returns the factor that makes gradients, divided by `full` samples, means over `samples`; 1 if the desc sets .sum. */
+/* Returns the factor that makes gradients, divided by `full` samples, means over `samples`; 1 if the plan sets .sum. */
 HPMLC_FN float hpmlc_rescale(const hpml_distributed *d, double samples, double full)
 {
-    return d->d.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
+    return d->plan.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
 }
 
 HPMLC_FN void hpmlc_host_rescale(hpml_distributed *d, double samples, double full)
@@ -6251,13 +6268,13 @@ HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
     d->background = pays != 0;
 }
 
-/* Fills in e, an exchange's desc: algorithm, sum or mean, and codec as d has them; the caller sets the tensors. */
+/* Fills in e, an exchange's desc: algorithm, sum or mean, and codec of the plan; the caller sets the tensors. */
 HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_desc *e)
 {
     memset(e, 0, sizeof *e);
-    e->algorithm = d->d.algorithm;
-    e->reduce    = d->d.sum ? HPML_SUM : HPML_MEAN;
-    e->codec     = d->d.codec;
+    e->algorithm = d->plan.algorithm;
+    e->reduce    = d->plan.sum ? HPML_SUM : HPML_MEAN;
+    e->codec     = d->plan.codec;
 }
 
 /* Creates the exchange objects of bucket b on c: one that compresses as e says and, for the first warm_steps training
@@ -6268,7 +6285,7 @@ HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b,
     b->x = hpmlc_exchange_make(c, e, mode);
     if (!b->x) return false;
     b->x->bucket = (int)(b - d->buckets.item) + 1;
-    if (d->d.warm_steps == 0) return true;
+    if (d->plan.warm_steps == 0) return true;
     memset(&e->codec, 0, sizeof e->codec);
     b->warm = hpmlc_exchange_make(c, e, mode);
     if (b->warm) b->warm->bucket = b->x->bucket;
@@ -6290,7 +6307,7 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
     return hpmlc_task_start(d, &b->task, b->now->c, hpmlc_exchange_on, b->now);
 }
 
-/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the desc, if set), and
+/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set), and
    calls `open` for each. gradients: array of layout.span floats where the exchanges find them. False: an error. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
@@ -6299,7 +6316,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
     hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)l->params, NULL);
     d->buckets.item  = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->buckets.item * (size_t)l->params, NULL);
     if (!g || !d->buckets.item) return false;
-    int64_t limit = d->d.bucket_bytes > 0 ? d->d.bucket_bytes : bytes;
+    int64_t limit = d->plan.bucket_bytes > 0 ? d->plan.bucket_bytes : bytes;
     int64_t at = l->span, end = at, filled = 0;
     int     count = 0;
     for (int i = l->params - 1; i >= -1; i--) {
@@ -6338,7 +6355,7 @@ HPMLC_FN void hpmlc_buckets_close(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
 {
     hpmlc_buckets *all    = &d->buckets;
-    bool           warm   = hpml_trainer_step_count(d->t) < d->d.warm_steps;
+    bool           warm   = hpml_trainer_step_count(d->t) < d->plan.warm_steps;
     hpml_status    status = HPML_OK;
     while (status == HPML_OK && all->posted < all->count) {
         hpmlc_bucket *b = &all->item[all->posted];
@@ -6493,8 +6510,8 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
 HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float *loss)
 {
     double start = hpml_comm_now(d->c);
-    double share = (double)samples * d->c->size / (double)d->d.global_batch;
-    float  scale = (float)((d->d.sum ? 1 : share) / d->accumulate);
+    double share = (double)samples * d->c->size / (double)d->plan.global_batch;
+    float  scale = (float)((d->plan.sum ? 1 : share) / d->accumulate);
     if (d->micro == 0) {
         d->stats.samples  = 0;
         d->stats.loss     = 0;
@@ -6550,7 +6567,7 @@ HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
 }
 
 /* Returns the samples of a whole update, of all ranks and micro-batches. */
-HPMLC_FN double hpmlc_whole_samples(const hpml_distributed *d) { return (double)d->d.global_batch * d->accumulate; }
+HPMLC_FN double hpmlc_whole_samples(const hpml_distributed *d) { return (double)d->plan.global_batch * d->accumulate; }
 
 /* Begins the next row of hpml_distribute_steps: keeps the report, the time and the counters that it starts from. */
 HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
@@ -6566,7 +6583,7 @@ HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
 HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 {
     hpmlc_reporting *r    = &d->report;
-    hpml_step_row   *row  = &r->row[r->rows++ % d->d.history];
+    hpml_step_row   *row  = &r->row[r->rows++ % d->plan.history];
     hpml_counters    sent = r->row_sent;
     double           then = r->row_time;
     row->step      = hpml_trainer_step_count(d->t) + 1;
@@ -6642,14 +6659,14 @@ HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
 }
 
 /* Checks that a rank's share of the global batch, a multiple of `grain` samples, fits into the model's `batch`. */
-HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_distribute_desc *d, int64_t batch, int64_t grain)
+HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_plan *plan, int64_t batch, int64_t grain)
 {
-    int64_t grains = (d->global_batch + grain - 1) / grain;
+    int64_t grains = (plan->global_batch + grain - 1) / grain;
     int64_t most   = (grains + c->size - 1) / c->size * grain;
-    if (most <= batch && d->leaf <= batch) return HPML_OK;
+    if (most <= batch && plan->leaf <= batch) return HPML_OK;
     return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld on %d ranks gives one up to %lld "
-                      "samples (leaves of %lld), the model's batch is %lld", (long long)d->global_batch, c->size,
-                      (long long)most, (long long)d->leaf, (long long)batch);
+                      "samples (leaves of %lld), the model's batch is %lld", (long long)plan->global_batch, c->size,
+                      (long long)most, (long long)plan->leaf, (long long)batch);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6801,15 +6818,10 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
    al. 2016, "Distributed Deep Learning Using Synchronous SGD"; Goyal et al. 2017 for its learning rates.) A trainer on
    a device has its gradients copied to the host and back. */
 
-HPMLC_FN bool hpmlc_sync_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc HPMLC_UNUSED)
-{
-    return true; /* the last row of hpmlc_strategies: for all that others leave */
-}
-
-HPMLC_FN hpml_status hpmlc_sync_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_distribute_desc *desc,
+HPMLC_FN hpml_status hpmlc_sync_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_plan *plan,
                                       int64_t batch)
 {
-    return hpmlc_batch_legal(c, desc, batch, 1);
+    return hpmlc_batch_legal(c, plan, batch, 1);
 }
 
 HPMLC_FN hpml_status hpmlc_sync_start(hpml_distributed *d, hpmlc_bucket *b)
@@ -6821,7 +6833,7 @@ HPMLC_FN hpml_status hpmlc_sync_start(hpml_distributed *d, hpmlc_bucket *b)
 HPMLC_FN bool hpmlc_sync_open(hpml_distributed *d)
 {
     hpmlc_background_choose(d);
-    if (!d->background) d->d.no_overlap = true;
+    if (!d->background) d->plan.no_overlap = true;
     d->start = hpmlc_sync_start;
     if (!hpmlc_host_open(d)) return false;
     return hpmlc_buckets_create(d, d->layout.host, d->background ? (int64_t)1 << 18 : INT64_MAX, hpmlc_host_bucket);
@@ -6837,7 +6849,7 @@ HPMLC_FN hpml_status hpmlc_sync_begin(hpml_distributed *d, int64_t samples, floa
 
 HPMLC_FN hpml_status hpmlc_sync_gradient(hpml_distributed *d, int param)
 {
-    return hpmlc_buckets_count(d, param) && !d->d.no_overlap ? hpmlc_buckets_post(d) : HPML_OK;
+    return hpmlc_buckets_count(d, param) && !d->plan.no_overlap ? hpmlc_buckets_post(d) : HPML_OK;
 }
 
 HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
@@ -6886,17 +6898,17 @@ typedef struct hpmlc_delayed {
     bool   is_loaded;    /* in_flight, change and head come from a checkpoint */
 } hpmlc_delayed;
 
-HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc)
+HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan)
 {
-    return desc->delayed;
+    return plan->delayed;
 }
 
-HPMLC_FN hpml_status hpmlc_delayed_legal(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch)
+HPMLC_FN hpml_status hpmlc_delayed_legal(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch)
 {
     if (hpmlc_overflows(t, c->ctx))
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: with delayed a gradient is applied in the step after "
                           "its own, in f16 under another loss scale perhaps; take bf16 or a fixed loss_scale");
-    return hpmlc_batch_legal(c, desc, batch, 1);
+    return hpmlc_batch_legal(c, plan, batch, 1);
 }
 
 HPMLC_FN bool hpmlc_delayed_open(hpml_distributed *d)
@@ -7078,16 +7090,16 @@ typedef struct hpmlc_exact {
     int64_t  total;   /* floats of one leaf: gradients, running statistics */
 } hpmlc_exact;
 
-HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_distribute_desc *desc) { return desc->exact; }
+HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan) { return plan->exact; }
 
-HPMLC_FN hpml_status hpmlc_exact_legal(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch)
+HPMLC_FN hpml_status hpmlc_exact_legal(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch)
 {
-    if (desc->leaf == 0) desc->leaf = hpmlc_min(batch, 8);
-    hpml_status status = hpmlc_batch_legal(c, desc, batch, desc->leaf);
+    if (plan->leaf == 0) plan->leaf = hpmlc_min(batch, 8);
+    hpml_status status = hpmlc_batch_legal(c, plan, batch, plan->leaf);
     if (status != HPML_OK) return status;
     /* leaves are computed one by one, hence no part of the batch knows another */
-    bool is_split = hpml_trainer_settings(t)->accumulate > 1 || desc->sync_batchnorm;
-    if (desc->sum || desc->warm_steps || hpmlc_whole_codec(&desc->codec) || is_split)
+    bool is_split = hpml_trainer_settings(t)->accumulate > 1 || plan->sync_batchnorm;
+    if (plan->sum || plan->warm_steps || hpmlc_whole_codec(&plan->codec) || is_split)
         return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs of rows, and one "
                           "batch a step; not with sum, warm_steps, codecs topk and lowrank, accumulate or "
                           "sync_batchnorm");
@@ -7121,7 +7133,7 @@ HPMLC_FN bool hpmlc_exact_exchange(hpml_distributed *d)
         hpml_tensor *t = hpmlc_param(d, i);
         hpml_packing pack;
         hpmlc_gradient_of(t, own->leaf + at, &g[e.count]);
-        hpml_status status = hpml_packing_init(&pack, &d->d.codec, g[e.count].rows, g[e.count].cols);
+        hpml_status status = hpml_packing_init(&pack, &d->plan.codec, g[e.count].rows, g[e.count].cols);
         at += hpmlc_leaf_floats(d, i);
         if (!t->grad || status != HPML_OK || pack.codec->linear) continue;
         d->layout.bucket_of[i] = 0;
@@ -7151,11 +7163,11 @@ HPMLC_FN bool hpmlc_exact_open(hpml_distributed *d)
     const int           p      = d->c->size;
     d->own = own;
     if (!own) return false;
-    leaves->all   = (d->d.global_batch + d->d.leaf - 1) / d->d.leaf;
+    leaves->all   = (d->plan.global_batch + d->plan.leaf - 1) / d->plan.leaf;
     leaves->first = hpml_block(leaves->all, p, d->c->rank);
     leaves->count = hpml_block(leaves->all, p, d->c->rank + 1) - leaves->first;
     own->total    = l->grad_total + l->buffer_total;
-    l->grain      = d->d.leaf;
+    l->grain      = d->plan.leaf;
     own->leaf     = (float *)hpml_ctx_alloc(d->ctx, (size_t)(own->total * leaves->count + 1) * sizeof(float), NULL);
     own->sum      = (int64_t *)hpml_ctx_alloc(d->ctx, (size_t)own->total * sizeof(int64_t), NULL);
     own->largest  = (float *)hpml_ctx_alloc(d->ctx, (size_t)l->params * sizeof(float), NULL);
@@ -7198,8 +7210,8 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
     memset(own->leaf, 0, (size_t)(own->total * d->copies.count) * sizeof(float));
     memset(own->largest, 0, (size_t)d->layout.params * sizeof(float));
     d->stats.loss = 0;
-    for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->d.leaf) {
-        int64_t n = hpmlc_min(samples - at, d->d.leaf);
+    for (int64_t l = 0, at = 0; at < samples && status == HPML_OK; l++, at += d->plan.leaf) {
+        int64_t n = hpmlc_min(samples - at, d->plan.leaf);
         status    = hpml_trainer_forward_backward(d->t, at, n, (float)n, false, &part);
         hpmlc_leaf_store(d, own->leaf + l * own->total, (double)n);
         d->stats.loss += (double)part * (double)n;
@@ -7222,7 +7234,7 @@ HPMLC_FN double hpmlc_exact_scale(const hpml_distributed *d, float largest)
 HPMLC_FN hpml_status hpmlc_exact_sum(hpml_distributed *d)
 {
     const hpmlc_exact   *own = (const hpmlc_exact *)d->own;
-    const hpml_algorithm a = d->d.algorithm;
+    const hpml_algorithm a = d->plan.algorithm;
     const int            params = d->layout.params;
     int64_t              at = 0, used = 0;
     memset(own->sum, 0, (size_t)own->total * sizeof *own->sum);
@@ -7336,18 +7348,18 @@ typedef struct hpmlc_link {
     bool                    is_clipped; /* the trainer clips the gradients' norm */
 } hpmlc_link;
 
-HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_distribute_desc *desc)
+HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_plan *plan)
 {
     const hpml_backend *b = hpml_ctx_backend(c->ctx);
-    bool packs = desc->codec.kind == HPML_CODEC_NONE || (b->encode && b->decode);
-    bool by_rows = !desc->codec.custom && !hpmlc_whole_codec(&desc->codec);
+    bool packs = plan->codec.kind == HPML_CODEC_NONE || (b->encode && b->decode);
+    bool by_rows = !plan->codec.custom && !hpmlc_whole_codec(&plan->codec);
     return b != hpml_backend_cpu() && c->link.begin && by_rows && packs;
 }
 
-HPMLC_FN hpml_status hpmlc_link_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_distribute_desc *desc,
+HPMLC_FN hpml_status hpmlc_link_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_plan *plan,
                                       int64_t batch)
 {
-    return hpmlc_batch_legal(c, desc, batch, 1);
+    return hpmlc_batch_legal(c, plan, batch, 1);
 }
 
 HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d HPMLC_UNUSED, hpmlc_bucket *b)
@@ -7422,7 +7434,7 @@ HPMLC_FN hpml_status hpmlc_link_step(hpml_distributed *d, hpml_status (*finish)(
     double start = hpml_comm_now(d->c);
     status = finish(d);
     int64_t bad = hpmlc_dist_bad(d);
-    if (status == HPML_OK && d->d.codec.kind != HPML_CODEC_NONE)
+    if (status == HPML_OK && d->plan.codec.kind != HPML_CODEC_NONE)
         status = hpmlc_reduce_all(d->c, &bad, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     hpmlc_dist_waited(d, start);
     if (status == HPML_OK && bad) status = HPML_ERR_NONFINITE;
@@ -7477,14 +7489,14 @@ typedef struct hpmlc_nodes {
     char         copy[32];  /* word for nodes in the names of residuals in checkpoints */
 } hpmlc_nodes;
 
-HPMLC_FN bool hpmlc_nodes_is_chosen(hpml_comm *c, const hpml_distribute_desc *desc)
+HPMLC_FN bool hpmlc_nodes_is_chosen(hpml_comm *c, const hpml_plan *plan)
 {
-    return c->link.across && hpmlc_link_is_chosen(c, desc);
+    return c->link.across && hpmlc_link_is_chosen(c, plan);
 }
 
-HPMLC_FN hpml_status hpmlc_nodes_legal(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *desc, int64_t batch)
+HPMLC_FN hpml_status hpmlc_nodes_legal(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch)
 {
-    return hpmlc_link_legal(t, c, desc, batch);
+    return hpmlc_link_legal(t, c, plan, batch);
 }
 
 /* Exchanges shard `user` over c, with a rank of each other node, when the sum of this node's ranks is on the host. */
@@ -7518,12 +7530,12 @@ HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_g
     const int          p   = own->ranks;
     s->bucket = b;
     s->l      = own->link.l;
-    s->divide = d->d.sum ? 1 : p;
+    s->divide = d->plan.sum ? 1 : p;
     s->cut    = (int64_t *)hpml_ctx_alloc(d->ctx, sizeof *s->cut * (size_t)(p + 1), NULL);
     if (!s->cut) return false;
     for (int r = 1; r <= p; r++) {
         s->cut[r] = hpml_block(b->floats, p, r);
-        for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
+        for (int i = 0; i < b->count && d->plan.codec.kind != HPML_CODEC_NONE; i++) {
             int64_t into = s->cut[r] - (g[i].data - d->layout.first - b->at); /* floats of the tensor before the cut */
             if (into > 0 && into < g[i].rows * g[i].cols) s->cut[r] -= into % g[i].cols;
         }
@@ -7546,7 +7558,7 @@ HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpm
     if (!part) return false;
     hpmlc_exchange_settings(d, &e);
     e.tensors = part;
-    for (int i = 0; i < b->count && d->d.codec.kind != HPML_CODEC_NONE; i++) {
+    for (int i = 0; i < b->count && d->plan.codec.kind != HPML_CODEC_NONE; i++) {
         int64_t first = g[i].data - d->layout.first - b->at - s->at; /* where tensor i begins in the shard */
         int64_t at = hpmlc_max(first, 0), end = hpmlc_min(first + g[i].rows * g[i].cols, s->floats);
         if (at >= end) continue;
@@ -7624,7 +7636,7 @@ HPMLC_FN void hpmlc_nodes_param_state(hpml_distributed *d, hpmlc_states *list, c
     hpml_packing        pack;
     int64_t             at = 0, n = hpml_tensor_count(p);
     hpmlc_gradient_of(hpml_param_at(d->ctx, p->param->index), NULL, &whole);
-    if (hpml_packing_init(&pack, &d->d.codec, whole.rows, whole.cols) != HPML_OK) return;
+    if (hpml_packing_init(&pack, &d->plan.codec, whole.rows, whole.cols) != HPML_OK) return;
     if (pack.codec->linear || pack.residual_count == 0) return;
     for (int i = 0; i < x->d.count && !it; i++)
         if (x->item[i].g.name == p->name && x->item[i].residual) it = &x->item[i];
@@ -7661,55 +7673,55 @@ HPMLC_FN void hpmlc_nodes_close(hpml_distributed *d)
 // >>strategies   the table of strategies; attaching one to a trainer
 // ---------------------------------------------------------------------------------------------------------------------
 
-typedef enum hpmlc_strategy_kind {
-    HPMLC_EXACT,
-    HPMLC_DELAYED,
-    HPMLC_NODES,
-    HPMLC_LINK,
-    HPMLC_SYNC, /* always fits, hence the last strategy */
-    HPMLC_STRATEGIES
-} hpmlc_strategy_kind;
-
-/* The strategies, indexed by hpmlc_strategy_kind: one that the desc asks for is chosen, else the first that fits. */
-static const hpmlc_strategy hpmlc_strategies[HPMLC_STRATEGIES] = {
-    { "exact", true, "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen, hpmlc_exact_legal,
-      hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, hpmlc_exact_state, hpmlc_exact_close },
-    { "delayed", true, NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_legal, hpmlc_delayed_open,
-      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, hpmlc_delayed_state, hpmlc_delayed_close },
-    { "nodes", false, NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_legal, hpmlc_nodes_open, hpmlc_nodes_begin,
-      hpmlc_nodes_gradient, hpmlc_nodes_update, hpmlc_nodes_state, hpmlc_nodes_close },
-    { "link", false, NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_legal, hpmlc_link_open, hpmlc_link_begin,
-      hpmlc_link_gradient, hpmlc_link_update, hpmlc_link_state, hpmlc_link_close },
-    { "sync", false, NULL, NULL, hpmlc_sync_is_chosen, hpmlc_sync_legal, hpmlc_sync_open, hpmlc_sync_begin,
-      hpmlc_sync_gradient, hpmlc_sync_update, hpmlc_sync_state, hpmlc_sync_close },
+/* The strategies. Of the rows of the plan's strategy, the form that a field of the plan asks for is chosen, else the
+   first that fits; the last row of each strategy always fits. */
+static const hpmlc_strategy hpmlc_strategies[] = {
+    { HPML_STRATEGY_SYNC, "exact", true, "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
+      hpmlc_exact_legal, hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state,
+      hpmlc_exact_close },
+    { HPML_STRATEGY_SYNC, "delayed", true, NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_legal,
+      hpmlc_delayed_open, hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state,
+      hpmlc_delayed_close },
+    { HPML_STRATEGY_SYNC, "nodes", false, NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_legal, hpmlc_nodes_open,
+      hpmlc_nodes_begin, hpmlc_nodes_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, hpmlc_nodes_close },
+    { HPML_STRATEGY_SYNC, "link", false, NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_legal, hpmlc_link_open,
+      hpmlc_link_begin, hpmlc_link_gradient, hpmlc_link_update, NULL, hpmlc_link_state, hpmlc_link_close },
+    { HPML_STRATEGY_SYNC, "sync", false, NULL, NULL, NULL, hpmlc_sync_legal, hpmlc_sync_open, hpmlc_sync_begin,
+      hpmlc_sync_gradient, hpmlc_sync_update, NULL, hpmlc_sync_state, hpmlc_sync_close },
 };
+enum { HPMLC_STRATEGIES = sizeof hpmlc_strategies / sizeof hpmlc_strategies[0] };
 
-/* Returns the strategy that the desc asks for, else the first that fits; NULL: an error, as the desc asks for two. */
-HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_distribute_desc *desc)
+/* Returns the row of the plan's strategy whose form the plan asks for, else the first that fits; NULL: an error on the
+   context, because there is no such strategy, or because the plan asks for two forms. */
+HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_plan *plan)
 {
     const hpmlc_strategy *chosen = NULL;
     for (const hpmlc_strategy *s = hpmlc_strategies; s < hpmlc_strategies + HPMLC_STRATEGIES; s++) {
-        if ((chosen && !s->is_asked_for) || !s->is_chosen(c, desc)) continue;
+        if (s->kind != plan->strategy || (chosen && !s->is_asked_for)) continue;
+        if (s->is_chosen && !s->is_chosen(c, plan)) continue;
         if (chosen && chosen->is_asked_for)
             return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: .%s and .%s exclude each other; set one of them",
                               chosen->name, s->name), (const hpmlc_strategy *)NULL;
         chosen = s;
     }
+    if (!chosen)
+        hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: there is no strategy %d; take a word of hpml_strategy_kind",
+                   (int)plan->strategy);
     return chosen;
 }
 
-/* Checks what all strategies require of the desc d, fills in its defaults, and returns the strategy; NULL: an error on
+/* Checks what all strategies require of the plan, fills in its defaults, and returns the strategy; NULL: an error on
    the context. batch: samples that the model holds. */
-HPMLC_FN const hpmlc_strategy *hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_distribute_desc *d, int64_t batch)
+HPMLC_FN const hpmlc_strategy *hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch)
 {
     hpml_status status = HPML_OK;
-    bool        is_lossy = d->codec.kind != HPML_CODEC_NONE || d->codec.custom;
-    if (d->_begin || d->_end || d->global_batch < 0 || d->leaf < 0 || d->warm_steps < 0 || d->bucket_bytes < 0 ||
-        d->history < 0)
-        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the desc is not cleared, or a count is negative");
-    else if (!d->codec.custom && !hpml_codec_get(d->codec.kind))
+    bool        is_lossy = plan->codec.kind != HPML_CODEC_NONE || plan->codec.custom;
+    if (plan->_begin || plan->_end || plan->global_batch < 0 || plan->leaf < 0 || plan->warm_steps < 0 ||
+        plan->bucket_bytes < 0 || plan->history < 0)
+        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the plan is not cleared, or a count is negative");
+    else if (!plan->codec.custom && !hpml_codec_get(plan->codec.kind))
         status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: there is no codec %d; take a word of hpml_codec_kind",
-                            (int)d->codec.kind);
+                            (int)plan->codec.kind);
     else if (hpml_trainer_settings(t)->input->ctx != c->ctx)
         status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
                             "hpml_comm_ctx(comm)");
@@ -7717,10 +7729,10 @@ HPMLC_FN const hpmlc_strategy *hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, h
         status = hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and a codec "
                             "cannot carry an infinity; take bf16, a fixed loss_scale, or codec none");
     if (status != HPML_OK) return NULL;
-    if (d->global_batch == 0) d->global_batch = c->size * batch;
-    if (d->history == 0) d->history = 64;
-    const hpmlc_strategy *strategy = hpmlc_strategy_choose(c, d);
-    return strategy && strategy->legal(t, c, d, batch) == HPML_OK ? strategy : NULL;
+    if (plan->global_batch == 0) plan->global_batch = c->size * batch;
+    if (plan->history == 0) plan->history = 64;
+    const hpmlc_strategy *strategy = hpmlc_strategy_choose(c, plan);
+    return strategy && strategy->legal(t, c, plan, batch) == HPML_OK ? strategy : NULL;
 }
 
 /* Checks that all ranks have the same model, and broadcasts the parameters of rank 0 to all ranks. */
@@ -7792,7 +7804,7 @@ HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
     const size_t buffers = (size_t)d->layout.buffer_total;
     d->stats.sum     = (double *)hpml_ctx_alloc(d->ctx, sizeof(double) * (HPMLC_STATS + buffers), NULL);
     d->stats.buffers = (float *)hpml_ctx_alloc(d->ctx, sizeof(float) * (buffers + 1), NULL);
-    d->report.row    = (hpml_step_row *)hpml_ctx_alloc(d->ctx, sizeof *d->report.row * (size_t)d->d.history, NULL);
+    d->report.row    = (hpml_step_row *)hpml_ctx_alloc(d->ctx, sizeof *d->report.row * (size_t)d->plan.history, NULL);
     return d->report.row && hpmlc_dist_start(d) == HPML_OK && d->strategy->open(d);
 }
 
@@ -7805,10 +7817,10 @@ HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
     hpml_ctx_release(d->ctx, d);
 }
 
-HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_distribute_desc *desc)
+HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan)
 {
     HPMLC_ZERO(hpml_hooks, hooks);
-    HPMLC_DESC(hpml_distribute_desc, settings, desc);
+    HPMLC_DESC(hpml_plan, settings, plan);
     if (hpmlc_failed(c) || !t) return NULL;
     const hpmlc_strategy *s = hpmlc_dist_check(t, c, &settings, hpml_trainer_settings(t)->input->shape[0]);
     if (!s) return NULL;
@@ -7818,7 +7830,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     d->t            = t;
     d->c            = c;
     d->ctx          = c->ctx;
-    d->d            = settings;
+    d->plan         = settings;
     d->strategy     = s;
     d->accumulate   = hpml_trainer_settings(t)->accumulate;
     d->copies.first = c->rank;
@@ -7835,10 +7847,17 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.update = hpmlc_dist_update;
     hooks.data   = hpmlc_dist_data;
     hpml_trainer_set_hooks(t, &hooks);
-    hpml_trainer_set_shard(t, c->rank, c->size, d->d.global_batch, d->layout.grain);
+    hpml_trainer_set_shard(t, c->rank, c->size, d->plan.global_batch, d->layout.grain);
     hpml_distribute_get(d, NULL, true);
     d->report.r.loss = NAN; /* no step yet */
     return hpml_ctx_status(c->ctx) == HPML_OK ? d : NULL;
+}
+
+HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d)
+{
+    if (!d) return HPML_ERR_ARGUMENT;
+    if (hpmlc_failed(d->c) || !d->strategy->finish) return hpml_ctx_status(d->ctx);
+    return d->strategy->finish(d);
 }
 
 HPML_API void hpml_distribute_free(hpml_distributed *d)
@@ -7856,11 +7875,11 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
     int64_t most = d->c->size * d->layout.batch;
     if (d->strategy->fixed_batch)
         return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: the global batch stays %lld, because %s",
-                          (long long)d->d.global_batch, d->strategy->fixed_batch);
+                          (long long)d->plan.global_batch, d->strategy->fixed_batch);
     if (global_batch < 1 || global_batch > most)
         return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld; the models' batches hold 1 to "
                           "%lld", (long long)global_batch, (long long)most);
-    d->d.global_batch = global_batch;
+    d->plan.global_batch = global_batch;
     return hpml_trainer_set_shard(d->t, d->c->rank, d->c->size, global_batch, 0);
 }
 
@@ -7908,10 +7927,10 @@ HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int
 {
     if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;
     int64_t p = d->c->size, size = (int64_t)sizeof *rows;
-    int64_t n = hpmlc_min(hpmlc_min(d->report.rows, d->d.history), capacity / p);
+    int64_t n = hpmlc_min(hpmlc_min(d->report.rows, d->plan.history), capacity / p);
     hpml_step_row *all = (hpml_step_row *)hpml_ctx_alloc(d->ctx, (size_t)(n * p * size + 1), NULL);
     if (!all) return -1;
-    for (int64_t i = 0; i < n; i++) all[d->c->rank * n + i] = d->report.row[(d->report.rows - n + i) % d->d.history];
+    for (int64_t i = 0; i < n; i++) all[d->c->rank * n + i] = d->report.row[(d->report.rows - n + i) % d->plan.history];
     hpml_status status = hpml_allgather(d->c, all, n * p * size, HPML_ELEMENT_BYTE);
     for (int64_t i = 0; i < n; i++) {
         double slowest = 0;
@@ -8254,7 +8273,7 @@ HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, in
 
 HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset *data, hpml_batch_search_desc *s)
 {
-    if (s->min == 0) s->min = d->d.global_batch;
+    if (s->min == 0) s->min = d->plan.global_batch;
     if (s->max == 0) s->max = d->c->size * d->layout.batch;
     if (s->factor == 0) s->factor = 1.4142135623730951;
     if (s->multiple == 0) s->multiple = 1;
@@ -8263,7 +8282,7 @@ HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset 
     s->min = (s->min + s->multiple - 1) / s->multiple * s->multiple;
     if (d->strategy->fixed_batch)
         return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "batch search: the global batch stays %lld, because %s",
-                          (long long)d->d.global_batch, d->strategy->fixed_batch);
+                          (long long)d->plan.global_batch, d->strategy->fixed_batch);
     if (!data || !s->path || s->_begin || s->_end || s->min < 1 || s->max < s->min || !(s->factor > 1) ||
         s->multiple < 1 || s->samples < 1 || !(s->slack > 0))
         return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "batch search: needs data, a path, sizes %lld to %lld in multiples "
@@ -8317,7 +8336,7 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 {
     HPMLC_DESC(hpml_batch_search_desc, s, desc);
     if (!d || hpmlc_failed(d->c) || hpmlc_search_check(d, data, &s) != HPML_OK) return -1;
-    const int64_t before = d->d.global_batch;
+    const int64_t before = d->plan.global_batch;
     hpml_status   status = hpml_distribute_save(d, s.path);
     if (status == HPML_OK) status = hpmlc_search_place(d, s.path);
     for (int i = 0; i < capacity && trials; i++) {
@@ -8331,7 +8350,7 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
         status = hpmlc_fail(d->c, HPML_ERR_NONFINITE, "batch search: %lld samples a step diverge already; lower the "
                             "learning rate", (long long)s.min);
     if (status == HPML_OK) status = hpml_distribute_set_batch(d, best);
-    else d->d.global_batch = before;
+    else d->plan.global_batch = before;
     return status == HPML_OK ? best : -1;
 }
 
@@ -8491,7 +8510,7 @@ typedef struct hpmlc_sim {
     hpmlc_sim_kind    kind;
     int64_t           n;
     size_t            size;               /* bytes of an element */
-    hpmlc_phase      *phase;              /* (HPMLC_PHASES, p) the plan of each rank */
+    hpmlc_phase      *phase;              /* (HPMLC_PHASES, p) the phases of each rank */
     int32_t          *phases;             /* (p) number of phases of each rank; in an all to all: scratch */
     hpmlc_sim_rank   *rank;               /* (p) state of each rank in the collective */
     hpmlc_sim_event  *run;                /* (p) the last event of each run (hpmlc_sim_push), the latest first */
@@ -8867,7 +8886,7 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 }
 
 /* Returns true when the collective is nothing but the ring that hpmlc_sim_ring simulates: all ranks, the whole array,
-   reduce-scatter and allgather, or allgather alone. Looks at rank 0's plan, because the others have the same phases. */
+   reduce-scatter and allgather, or allgather alone. Looks at rank 0's phases, because the other ranks have the same. */
 HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
 {
     const hpmlc_kind *const ring[] = { &hpmlc_ring_scatter, &hpmlc_ring_gather };
@@ -8881,11 +8900,11 @@ HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
     return true;
 }
 
-/* Copies the plan of rank `rank`, the phases (rounds of one kind) that it executes in the collective, to s->phase. */
-HPMLC_FN void hpmlc_sim_set_plan(hpmlc_sim *s, int rank, const hpmlc_plan *plan)
+/* Copies the phases (rounds of one kind) that rank `rank` executes in the collective to s->phase. */
+HPMLC_FN void hpmlc_sim_set_phases(hpmlc_sim *s, int rank, const hpmlc_phases *all)
 {
-    s->phases[rank] = plan->count;
-    for (int i = 0; i < plan->count; i++) s->phase[(size_t)i * (size_t)s->p + (size_t)rank] = plan->phase[i];
+    s->phases[rank] = all->count;
+    for (int i = 0; i < all->count; i++) s->phase[(size_t)i * (size_t)s->p + (size_t)rank] = all->phase[i];
 }
 
 /* Simulates the collective whose kind, elements and plans are set in s, from the ranks' clocks on: a ring or all to all
@@ -8911,10 +8930,10 @@ HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a
     s->size = size;
     if (a == HPML_AUTO && kind == HPMLC_SIM_ALLREDUCE) a = hpml_comm_choose(&s->layout, n * (int64_t)size);
     for (int r = 0; r < p && kind != HPMLC_SIM_ALL_TO_ALL; r++) {
-        hpmlc_plan plan;
-        if (kind == HPMLC_SIM_ALLGATHER) hpmlc_plan_single(&plan, &hpmlc_ring_gather, p, r, 0, n);
-        else hpmlc_plan_make(&plan, a, p, s->layout.per_node, s->layout.spread, r, n);
-        hpmlc_sim_set_plan(s, r, &plan);
+        hpmlc_phases all;
+        if (kind == HPMLC_SIM_ALLGATHER) hpmlc_phases_single(&all, &hpmlc_ring_gather, p, r, 0, n);
+        else hpmlc_phases_make(&all, a, p, s->layout.per_node, s->layout.spread, r, n);
+        hpmlc_sim_set_phases(s, r, &all);
     }
     return hpmlc_sim_run(s);
 }

@@ -47,7 +47,7 @@ static hpml_trainer *make_trainer(hpml_ctx *ctx, const options *o, int64_t share
 /* The one call that joins it to the other workers; NULL where there is nothing to join. */
 static hpml_distributed *join(hpml_comm *comm, hpml_trainer *t, const options *o, int64_t leaf)
 {
-    hpml_distribute_desc d = { .global_batch = o->batch, .exact = o->exact, .leaf = leaf };
+    hpml_plan d = { .global_batch = o->batch, .exact = o->exact, .leaf = leaf };
     if (hpml_comm_size(comm) == 1 && !o->exact && o->table == 0 && strcmp(o->codec, "none") == 0) return NULL;
     d.codec.kind         = hpml_codec_find(o->codec); /* the command line refuses unknown names */
     d.codec.min_elements = 1024; /* not the first filters: 25 numbers each */

@@ -61,7 +61,7 @@ static hpml_status train(hpml_comm *comm, void *user)
     int                  p    = hpml_comm_size(comm), rank = hpml_comm_rank(comm);
     hpml_dataset        *data = digits(ctx, 1, 24000), *test = digits(ctx, 2, 4000);
     hpml_trainer_desc    d    = {};
-    hpml_distribute_desc how  = {};
+    hpml_plan            how  = {};
     hpml_metrics         m    = {};
     char                 line[1024];
     if (hpml_nccl_attach(comm, NULL) != HPML_OK) return hpml_ctx_status(ctx); /* else through host memory */

@@ -59,11 +59,11 @@ by_hand_gpu=$by_hand'; sh tests/probe.sh build/nvcc.found
         one sh tests/nvcc.sh build/$name $apart examples/$name.cu build/cuda_body.o build/hpml.o $comm
     done'
 by_hand_cpu=$by_hand'
-    one ${CXX:-c++} -std=c++17 -O1 -c tests/emulator/cuda_on_cpu.cc -o build/cuda_plain.o
-    one ${CC:-cc} -O1 tests/test_cuda.c build/hpml.o build/cuda_plain.o -o build/test_libraries $zlib -lstdc++ -lm \
+    one ${CXX:-c++} -std=c++17 -O1 -c tests/emulator/cuda_on_cpu.cc -o build/cuda_on_cpu.o
+    one ${CC:-cc} -O1 tests/test_cuda.c build/hpml.o build/cuda_on_cpu.o -o build/test_cuda $zlib -lstdc++ -lm \
         -lpthread -ldl'
 programs='build/test_gpu build/bench_gpu build/11_gpt2 build/10_mnist_cuda build/12_nccl_data_parallel'
-if have "${NINJA:-ninja}"; then by_hand_gpu="ninja $programs" by_hand_cpu='ninja build/test_libraries'; fi
+if have "${NINJA:-ninja}"; then by_hand_gpu="ninja $programs" by_hand_cpu='ninja build/test_cuda'; fi
 if have "${NVCC:-nvcc}"; then TAIL=5 stage build 300 "$by_hand_gpu" || lack='it was not built'
 else row build 0 'SKIP: no nvcc (NVCC names one)'; fi
 case $what in
@@ -73,7 +73,7 @@ first)
     if [ "$gpus" -gt 0 ]; then gpu smoke 60 "program=build/test_gpu; $smoke"
     else
         TAIL=5 stage build_emulated 240 "$by_hand_cpu" &&
-            stage smoke_emulated 120 "program=build/test_libraries; $smoke"
+            stage smoke_emulated 120 "program=build/test_cuda; $smoke"
     fi
     TAIL=70 gpu tests 240 'HPML_TEST_SECONDS=235 sh tests/test_gpu.sh'
     tar czf "$out/tests.tgz" build/log/gpu 2>/dev/null

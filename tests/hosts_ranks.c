@@ -93,7 +93,7 @@ static hpml_status train(hpml_comm *comm, void *user)
     hpml_tensor     *out = hpml_linear(hpml_linear(hpml_linear(in, width[1], &relu), width[2], &relu), width[3], NULL);
     hpml_trainer    *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
         .input = in, .output = out, .lr = 0.02f, .momentum = 0.5f });
-    hpml_distributed *d = hpml_distribute(t, comm, &(hpml_distribute_desc){
+    hpml_distributed *d = hpml_distribute(t, comm, &(hpml_plan){
         .global_batch = BATCH, .codec = codec, .exact = exact, .no_overlap = !j->predict });
     hpml_distribute_report r = { 0 };
     float                 *x = (float *)calloc((size_t)(share * width[0]), sizeof *x);

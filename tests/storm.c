@@ -152,7 +152,7 @@ static model model_create(hpml_comm *c)
     hpml_tensor         *in = hpml_input_2d(ctx, 8, 64);
     hpml_linear_desc     relu;
     hpml_trainer_desc    d;
-    hpml_distribute_desc how;
+    hpml_plan            how;
     model                m;
     memset(&relu, 0, sizeof relu), memset(&d, 0, sizeof d), memset(&how, 0, sizeof how);
     relu.activation = HPML_ACT_RELU;

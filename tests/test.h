@@ -2,7 +2,8 @@
    Options: --filter TEXT runs the tests whose names contain TEXT, --test NAME runs one test, --list prints the names.
    A test that took a second or more of processor time is printed with its seconds. TEST_PLAIN(name): a test for builds
    without a sanitizer. A build with one leaves the test out unless HPML_TEST_ALL is set (ninja test-all), because the
-   test takes long there and runs hardly any code that other tests do not run.
+   test takes long there and runs hardly any code that other tests do not run. TEST_LONG(name): a test that every build
+   leaves out unless HPML_TEST_ALL is set. A test that --test or --filter names runs in any case.
    Exit status: 0 all passed, 1 some failed, 77 all were skipped. */
 #ifndef HPML_TEST_H
 #define HPML_TEST_H
@@ -20,6 +21,9 @@
 #define SLOW_BUILD 0
 #endif
 
+/* Does a test repeat its cases for all numbers of ranks and all variants? Else a build with a sanitizer takes a few. */
+#define ALL_CASES (!SLOW_BUILD || getenv("HPML_TEST_ALL"))
+
 /* for (...), over the allreduce algorithms from `first` on, without the transport's own. */
 #define EACH_ALGORITHM(a, first) \
     for (int a = (first); a < HPML_ALGORITHM_COUNT; a++) \
@@ -29,7 +33,7 @@
 typedef struct test_case {
     const char       *name;
     void            (*run)(void);
-    int               plain; /* of TEST_PLAIN */
+    int               plain; /* 1: of TEST_PLAIN; 2: of TEST_LONG */
     struct test_case *next;
 } test_case;
 
@@ -45,6 +49,7 @@ static const char *test_skipped;
 
 #define TEST(name)       TEST_CASE(name, 0)
 #define TEST_PLAIN(name) TEST_CASE(name, 1)
+#define TEST_LONG(name)  TEST_CASE(name, 2)
 
 /* Registers the test before main runs. */
 #define TEST_CASE(name, is_plain)                                        \
@@ -107,7 +112,7 @@ int main(int argc, char **argv)
             continue;
         }
         if (only ? strcmp(t->name, only) != 0 : !strstr(t->name, filter)) continue;
-        if (t->plain && SLOW_BUILD && argc == 1 && !getenv("HPML_TEST_ALL")) continue;
+        if (t->plain > (SLOW_BUILD ? 0 : 1) && argc == 1 && !getenv("HPML_TEST_ALL")) continue;
         test_failed  = 0;
         test_skipped = NULL;
         double began = (double)clock();

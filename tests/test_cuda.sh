@@ -99,8 +99,8 @@ probe nvidia 13.0 "$none"
 mkdir -p "$tmp/contact/build" "$tmp/without"
 ln -s "$PWD/tests" "$tmp/contact/tests"
 printf '#!/bin/sh\nexit 1\n' >"$tmp/without/nvidia-smi"
-printf '#!/bin/sh\necho "begins"; sleep "$SLEEP"; exit "$STATUS"\n' >"$tmp/contact/build/test_libraries"
-chmod +x "$tmp/without/nvidia-smi" "$tmp/contact/build/test_libraries"
+printf '#!/bin/sh\necho "begins"; sleep "$SLEEP"; exit "$STATUS"\n' >"$tmp/contact/build/test_cuda"
+chmod +x "$tmp/without/nvidia-smi" "$tmp/contact/build/test_cuda"
 contact() { # STATUS SLEEP LIMIT WANT TEXT
     (cd "$tmp/contact" && PATH="$tmp/without:$PATH" NVCC=none NINJA=none CC=true CXX=true STATUS=$1 SLEEP=$2 LIMIT=$3 \
         sh tests/gpu_contact.sh first out) >"$tmp/err" 2>&1
@@ -129,8 +129,8 @@ doctor 'nvcc fatal: Cannot find compiler, error' 'Cannot find compiler'
 # rows are equally likely, what is padded is not.
 example() {
     try ${CXX:-c++} -x c++ -std=c++17 -Wall -Wextra -Werror -DHPMLI_BODY_INCLUDED -DHPML_CUDA_BODY -DHPML_COMM_BODY \
-        examples/$1.cu -x none build/cuda_on_cpu.o build/nccl_on_cpu.o build/hpml_check.o build/comm_check.o \
-        -o "$tmp/$1" -rdynamic -fsanitize=address,undefined -lm -lpthread -ldl $(sed 's/-D[^ ]*//' build/zlib.flags)
+        examples/$1.cu -x none build/cuda_on_cpu.o build/nccl_on_cpu.o build/hpml.o build/comm.o \
+        -o "$tmp/$1" -rdynamic -lm -lpthread -ldl $(sed 's/-D[^ ]*//' build/zlib.flags)
 }
 says() {
     text=$1 want=$2; shift 2

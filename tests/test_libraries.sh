@@ -1,10 +1,10 @@
 #!/bin/sh
 # The CUDA backend's tests with emulated libraries that refuse or deviate: once for each way in which cuBLASLt, cuDNN
 # and the recording of passes may differ from their documentation (library_mode in cublas_on_cpu.h). All other tests
-# have libraries as documented. One test for each way; with HPML_TEST_ALL all tests, without sanitizers.
+# have libraries as documented. One test for each way; with HPML_TEST_ALL all tests.
 if [ "$1" = --one ]; then # MODE FILTER: in a process of its own, for xargs
-    program=build/check_cuda filter=$3
-    [ "$filter" != all ] || program=build/test_libraries filter=
+    program=build/test_cuda filter=$3
+    [ "$filter" != all ] || filter=
     text=$(HPML_LIBRARIES=$2 $program --filter "$filter" 2>&1)
     code=$?
     case $code in 0 | 77) text=$(echo "$text" | sed -n "s/^ok /ok $2: /p") ;;

@@ -14,7 +14,7 @@
 enum { HIDDEN = 40 };
 
 typedef struct job {
-    hpml_distribute_desc d;
+    hpml_plan            d;
     hpml_cuda_desc       cuda, gpu[4];
     bool                 crowd; /* all ranks on GPU 0 */
     hpml_transport_kind  transport;
@@ -63,7 +63,7 @@ static hpml_status train(hpml_comm *c, job *j)
         .input = x, .output = hpml_linear(h, CLASSES, NULL), .lr = 0.1f, .momentum = 0.9f,
         .accumulate = j->accumulate, .clip_norm = j->clip, .no_finite_check = j->unchecked });
     hpml_dataset *data = points(ctx, j->samples, 109, j->kink || j->nan, j->nan ? NAN : 0);
-    hpml_distribute_desc d = j->d;
+    hpml_plan d = j->d;
     d.global_batch = GLOBAL;
     if (d.exact) d.leaf = 4;
     hpml_distributed *dist = j->serial ? NULL : hpml_distribute(t, c, &d);

@@ -110,7 +110,7 @@ typedef enum placing { LOCAL, ADAGRAD, MOMENTUM } placing;
 static const hpml_codec_desc onebit = { .kind = HPML_CODEC_ONEBIT };
 
 typedef struct training {
-    hpml_distribute_desc d;
+    hpml_plan    d;
     placing      placing;
     /* ranks 0: all; threads: on threads even under MPI */
     int          seed, epochs, max_steps, watch, ranks, threads;
@@ -233,7 +233,8 @@ static hpml_status go(training *j)
     return status;
 }
 
-/* Runs one kind of training with all seeds, and computes the mean of the results. */
+/* Runs one kind of training with all seeds, or without HPML_TEST_ALL with the first; computes the results' mean. */
+static int seeds(void) { return getenv("HPML_TEST_ALL") ? SEEDS : 1; }
 typedef struct series { const char *name; training kind, seed[SEEDS]; bool failed[SEEDS]; } series;
 enum { F32, ONE, BARE, LATE, MOM, ADA, KINDS };
 
@@ -242,11 +243,12 @@ static int next_training;
 static void *trains(void *arg)
 {
     series *all = (series *)arg;
-    for (int i; (i = __atomic_fetch_add(&next_training, 1, __ATOMIC_RELAXED)) < KINDS * SEEDS;) {
-        series *s = &all[i / SEEDS];
-        s->seed[i % SEEDS]      = s->kind;
-        s->seed[i % SEEDS].seed = i % SEEDS;
-        s->failed[i % SEEDS]    = go(&s->seed[i % SEEDS]) != HPML_OK;
+    const int n = seeds();
+    for (int i; (i = __atomic_fetch_add(&next_training, 1, __ATOMIC_RELAXED)) < KINDS * n;) {
+        series *s = &all[i / n];
+        s->seed[i % n]      = s->kind;
+        s->seed[i % n].seed = i % n;
+        s->failed[i % n]    = go(&s->seed[i % n]) != HPML_OK;
     }
     return NULL;
 }
@@ -255,9 +257,10 @@ static training mean_of(const series *all)
 {
     training sum = all->kind;
     sum.same = true;
-    for (int s = 0; s < SEEDS; s++) {
+    const int n = seeds();
+    for (int s = 0; s < n; s++) {
         const training *j = &all->seed[s];
-        sum.accuracy += j->accuracy / SEEDS, sum.loss += j->loss / SEEDS, sum.report = j->report;
+        sum.accuracy += j->accuracy / n, sum.loss += j->loss / n, sum.report = j->report;
         sum.same = sum.same && j->same && !all->failed[s];
     }
     printf("    %-28s %.2f %%, loss %.4f\n", all->name, sum.accuracy, sum.loss);
@@ -397,7 +400,7 @@ static hpml_status both_ways(hpml_comm *c, void *user)
     hpml_step_info info;
     double        far = 0, moved = 0, was[WEIGHTS];
     int           rank = hpml_comm_rank(c);
-    hpml_distribute(t, c, &(hpml_distribute_desc){ .codec = onebit, .delayed = true });
+    hpml_distribute(t, c, &(hpml_plan){ .codec = onebit, .delayed = true });
     for (int p = 0, at = 0; p < 4; at += (int)hpml_tensor_count(hpml_param_at(ctx, p++)))
         for (int64_t i = 0; i < hpml_tensor_count(hpml_param_at(ctx, p)); i++)
             m->w[at + i] = (double)hpml_param_at(ctx, p)->data[i];
@@ -439,7 +442,8 @@ TEST(delayed_onebit_matches_plain_c)
 /* f: a codec that keeps all bits has the result of the plain exchange, bit for bit. */
 TEST(all_bits_are_f32)
 {
-    for (int s = 0; s < SEEDS; s++) {
+    const int n = seeds();
+    for (int s = 0; s < n; s++) {
         training a = { .seed = s, .max_steps = 20, .momentum = 0.9 }, b = a, c = a;
         a.d.algorithm = HPML_CENTRAL; /* adds in the order of ranks, as stripes do */
         b.d.codec.custom = &all_bits;
@@ -486,7 +490,8 @@ static hpml_status keep_account(hpml_comm *c, void *user)
 TEST(nothing_is_lost)
 {
     double worst = 0;
-    for (int s = 0; s < SEEDS; s++) {
+    const int n = seeds();
+    for (int s = 0; s < n; s++) {
         account right = { onebit, s, 1000, -1 }, none = { onebit, s, 200, -1 }, printed = none;
         const hpml_codec as_printed = printed_residual(HPML_CODEC_ONEBIT);
         none.codec.no_feedback = true;
@@ -622,7 +627,7 @@ static hpml_status keep_book(hpml_comm *c, void *user)
     hpml_dataset *data = digits(ctx, 0, to_learn);
     int64_t       n = hpml_param_total(ctx), row = 0, rows = 0, at = 0;
     double       *owed = (double *)hpml_ctx_alloc(ctx, sizeof(double) * 3 * (size_t)n, NULL), far = 0, size = 0;
-    entry         e = { hpml_distribute(t, c, &(hpml_distribute_desc){ .codec = onebit }), owed + n, owed + 2 * n, 0 };
+    entry         e = { hpml_distribute(t, c, &(hpml_plan){ .codec = onebit }), owed + n, owed + 2 * n, 0 };
     if (b->load) hpml_distribute_load(e.d, b->load);
     hpml_hooks    hooks = { .user = &e, .run = enter_run, .grad = enter_grad, .update = enter_update };
     hpml_trainer_set_hooks(t, &hooks);
@@ -655,7 +660,8 @@ TEST(four_ranks_begin_and_two_go_on)
     enum { N = 784 * HIDDEN + HIDDEN + HIDDEN * 10 + 10 };
     const char *file = "build/onebit_test.safetensors";
     get_digits(4096);
-    for (int s = 0; s < SEEDS; s++) {
+    const int n = seeds();
+    for (int s = 0; s < n; s++) {
         double *sums = (double *)calloc(2 * N, sizeof *sums);
         book    four = { -1, s, file, NULL, sums, sums + N, N }, two = { -1, s, NULL, file, sums, sums + N, N };
         hpml_launch_desc l = { .ranks = 4, .timeout = 60, .ctx = { .seed = (uint64_t)(10 + s), .threads = 1 } };

@@ -68,16 +68,16 @@ TEST(formulas)
         }
 }
 
-/* The simulator takes its short cut for rings only where all of a plan is one: reduce-scatter round a ring and then
-   allgather by doubling begins as a ring does, and takes p - 1 + log2 p rounds instead of 2 (p - 1). */
-TEST(a_plan_that_begins_as_a_ring_is_not_timed_as_a_ring)
+/* The simulator takes its short cut for rings only where all phases are those of a ring: reduce-scatter round a ring
+   and then allgather by doubling begins as a ring does, and takes p - 1 + log2 p rounds instead of 2 (p - 1). */
+TEST(phases_that_begin_as_a_ring_are_not_timed_as_a_ring)
 {
     const int64_t n = 1000;
     for (int p = 4; p <= 32; p *= 2) {
         double end[2];
         for (int plain = 0; plain < 2; plain++) {
             hpml_network w = flat(1e-5, 1e9);
-            hpmlc_plan   plan;
+            hpmlc_phases all;
             hpmlc_sim    s;
             ENSURE(hpmlc_sim_open(&s, p, &w));
             s.plain = plain == 1;
@@ -85,9 +85,9 @@ TEST(a_plan_that_begins_as_a_ring_is_not_timed_as_a_ring)
             s.n     = n;
             s.size  = 4;
             for (int r = 0; r < p; r++) {
-                hpmlc_plan_single(&plan, &hpmlc_ring_scatter, p, r, 0, n);
-                hpmlc_plan_add(&plan, &hpmlc_double, hpmlc_everyone(p, r, 0), 0, n);
-                hpmlc_sim_set_plan(&s, r, &plan);
+                hpmlc_phases_single(&all, &hpmlc_ring_scatter, p, r, 0, n);
+                hpmlc_phases_add(&all, &hpmlc_double, hpmlc_everyone(p, r, 0), 0, n);
+                hpmlc_sim_set_phases(&s, r, &all);
             }
             ENSURE(hpmlc_sim_run(&s));
             end[plain] = hpmlc_sim_latest(&s);

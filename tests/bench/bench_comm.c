@@ -205,7 +205,7 @@ static hpml_status hidden(hpml_comm *c, void *user)
     hpml_trainer *t = trainer(ctx, j->model, half);
     float        *x = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)half * 784, NULL);
     int32_t      *y = (int32_t *)hpml_ctx_alloc(ctx, sizeof(int32_t) * (size_t)half, NULL);
-    hpml_distributed      *d = hpml_distribute(t, c, &(hpml_distribute_desc){ .no_overlap = j->no_overlap });
+    hpml_distributed      *d = hpml_distribute(t, c, &(hpml_plan){ .no_overlap = j->no_overlap });
     hpml_distribute_report r = { 0 };
     if (!x || !y || !d) return hpml_ctx_status(ctx);
     rate(t, x, y, half, 10, NULL);

@@ -57,7 +57,7 @@ static hpml_status train(hpml_comm *c, void *user) /* differences of inputs, fro
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = y, .loss = HPML_LOSS_MSE,
                                                                      .lr = 0.1f });
     hpml_rng      rng = { .seed = 7, .stream = (uint64_t)hpml_comm_rank(c) };
-    hpml_distribute(t, c, &(hpml_distribute_desc){ .codec = { .custom = &tern, .seed = one.seed } });
+    hpml_distribute(t, c, &(hpml_plan){ .codec = { .custom = &tern, .seed = one.seed } });
     for (int s = 0; s < 300; s++) {
         hpml_step_info info = { 0 };
         hpml_rng_fill_normal(&rng, in, B * IN);

@@ -38,7 +38,7 @@ static hpml_status train(hpml_comm *comm, void *user)
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
         .input = in, .output = hpml_linear(h, 1, NULL), .loss = HPML_LOSS_MSE, .custom_optimizer = &lion, .lr = 1e-2f,
         .weight_decay = 0.01f, .clip_norm = 1, .schedule = { .kind = HPML_SCHEDULE_COSINE, .total_steps = STEPS } });
-    hpml_distribute(t, comm, &(hpml_distribute_desc){ .exact = j->exact, .global_batch = BATCH });
+    hpml_distribute(t, comm, &(hpml_plan){ .exact = j->exact, .global_batch = BATCH });
     if (j->load) hpml_checkpoint_load(t, j->load);
     hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = STEPS, .max_steps = j->steps });
     if (j->save && hpml_comm_rank(comm) == 0) hpml_checkpoint_save(t, j->save);

@@ -56,7 +56,7 @@ static hpml_status work(hpml_comm *c, void *hash)
     hpml_allreduce(c, sum, 3, NULL);
     hpml_job_wait(hpml_iallreduce(c, sum, 3, NULL)); /* (9, 9, 18) */
     hpml_barrier(hpml_comm_split(c, hpml_comm_rank(c) % 2, 0));
-    hpml_distribute(t, c, &(hpml_distribute_desc){ .codec.kind = HPML_CODEC_ONEBIT, .bucket_bytes = 1 });
+    hpml_distribute(t, c, &(hpml_plan){ .codec.kind = HPML_CODEC_ONEBIT, .bucket_bytes = 1 });
     hpml_trainer_fit(t, hpml_dataset_create(ctx, 24, HPML_DTYPE_F32, 1, in->shape + 1, x, HPML_DTYPE_I32, 1, y), NULL);
     ((uint64_t *)hash)[hpml_comm_rank(c)] = hpml_param_hash(ctx) * (sum[0] == 9 && sum[2] == 18);
     return hpml_ctx_status(ctx);
