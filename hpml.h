@@ -7043,6 +7043,22 @@ HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tenso
     hpmli_set_memory(to, raw, raw_grad);
 }
 
+/* Sets *to to what the op gets instead of t, which is the same array as that of the source whose tensor is `twin`. */
+HPMLI_FN void hpmli_wrap_twin(const hpmli_wrap *e, hpml_tensor *to, const hpml_tensor *t, const hpml_tensor *twin)
+{
+    *to = *t;
+    if (e->state.block_samples > 0 && t->batch_rows > 0) to->shape[0] = e->samples * t->batch_rows;
+    to->dtype = twin->dtype;
+    hpmli_set_memory(to, twin->raw, twin->raw_grad);
+}
+
+/* True if a and b are one tensor, or one a reshape of the other: both need the same f32 copies. */
+HPMLI_FN bool hpmli_one_array(const hpml_tensor *a, const hpml_tensor *b)
+{
+    if (a == b || !a) return a == b;
+    return a->raw && a->raw == b->raw && a->dtype == b->dtype && (a->batch_rows > 0) == (b->batch_rows > 0);
+}
+
 /* Sets up e: the op of n on samples first .. first + samples - 1, with its f32 copies from address `at` on (NULL: only
    their sizes are counted). last: no block of the batch follows. */
 HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_node *n, bool back, int64_t first,
@@ -7065,12 +7081,13 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
         const hpml_tensor *s = n->src[i];
         unsigned           value = 0, grad = back ? HPMLI_SAVE : 0;
         if (!s) continue;
-        for (same = 0; n->src[same] != s; same++) {}
-        e->node.src[i] = &e->t[same]; /* one copy where an op reads a tensor twice */
+        for (same = 0; !hpmli_one_array(n->src[same], s); same++) {}
+        e->node.src[i] = &e->t[n->src[same] == s ? same : i]; /* one copy where an op reads an array twice */
         if (!s->batch_rows && first > 0) e->node.accumulate[i] = true;
+        if (n->src[same] != s) hpmli_wrap_twin(e, &e->t[i], s, &e->t[same]);
         if (same < i) continue;
         for (int k = i; k < n->src_count; k++)
-            if (n->src[k] == s && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
+            if (hpmli_one_array(n->src[k], s) && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
         if (value && product && s->param && s->ndim >= 2) value = HPMLI_ROUND;
         if (grad && (n->accumulate[i] || !s->batch_rows)) grad |= HPMLI_LOAD; /* a short batch may write only a part */
         hpmli_wrap_tensor(e, &e->t[i], s, value, grad);

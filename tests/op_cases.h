@@ -80,6 +80,8 @@ typedef struct op_case {
     X(residual_rmsnorm, hpml_rmsnorm(hpml_add(hpml_linear(x, 7, NULL), x), NULL), 5e-3)                                \
     X(residual, hpml_add(hpml_dropout(hpml_linear(x, 7, NULL), 0.2f), x), 5e-3)                                        \
     X(custom, gated(x, hpml_scale(x, 2, 1)), 3e-3) X(custom_itself, gated(x, x), 3e-3)                                 \
+    X(mul_reshaped, by_reshaped(hpml_tanh(x), hpml_mul), 3e-3)                                                         \
+    X(custom_reshaped, by_reshaped(hpml_tanh(x), gated), 3e-3)                                                         \
     X(custom_param, gated(hpml_reshape_2d(x, -1, 63), weight(x, 1, 1, 63)), 3e-3)
 
 static hpml_tensor *weight(hpml_tensor *x, int64_t a, int64_t b, int64_t c)
@@ -137,6 +139,12 @@ static hpml_tensor *gated(hpml_tensor *a, hpml_tensor *b)
     hpml_custom  op = { .name = "gated", .forward = gated_forward, .backward = gated_backward, .saved_bytes = bytes,
                         .scratch_bytes = bytes };
     return hpml_custom_op(src, 2, &op);
+}
+
+/* Returns op(x, y), y a reshape of x, in the same memory, to the same shape. */
+static hpml_tensor *by_reshaped(hpml_tensor *x, hpml_tensor *(*op)(hpml_tensor *, hpml_tensor *))
+{
+    return op(x, hpml_reshape(hpml_reshape_2d(x, -1, 63), 4, (int64_t[]){ -1, 4, 9, 7 }));
 }
 
 /* Returns (B, T, 12). */
