@@ -78,7 +78,8 @@
 //     api-comm   ranks, communicators, messages between two
 //     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
-//     api-distribute   data parallelism by one struct, the plan
+//     api-plan   how a training is spread over ranks: one struct, its text, what it may hold
+//     api-distribute   data parallelism
 //     api-simulate   step time on machines you do not have
 //     api-mix   averaging with neighbours; one timeline for all ranks
 // PART I   TALK: ranks, messages, transports
@@ -103,6 +104,7 @@
 //     linked   the same five steps on a device, moved by its link
 //     whole-codecs   top-k and low rank: codecs of whole tensors
 // PART III   STEP TOGETHER: data parallelism, mixing
+//     plan   the fields of a plan in one list, the rules of a plan
 //     distribute   data parallelism: layout of the parameters, buckets of gradients
 //     distribute-step   data parallelism: a step, its statistics, the trainer's hooks
 //     state   one list of what a training carries from step to step
@@ -258,7 +260,7 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds);
 
 /* What this rank has sent since the last reset. Reading the counters waits until background work, which they include,
-   is done. */
+   is done; the messages that made the background's communicator are not counted. */
 typedef struct hpml_counters {
     int64_t messages, bytes;
     int64_t between_bytes; /* bytes sent to other nodes; included in `bytes` */
@@ -298,7 +300,7 @@ typedef struct hpml_message {
     char                *data;
     size_t               bytes;
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
-    double               arrival;      /* seconds of hpml_comm_now at which a message in flight arrives; 0: not known */
+    double               arrival;      /* seconds of hpml_comm_now at which a message arrives or did; 0: not known */
     hpml_message_state   state;        /* the transport's */
     struct hpml_comm    *owner;        /* communicator on which it was begun */
     struct hpml_message *next;         /* private: a receive that was begun before this one and is not yet done */
@@ -306,6 +308,18 @@ typedef struct hpml_message {
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m);
 HPML_API hpml_status hpml_irecv(hpml_comm *c, int from, int tag, void *data, size_t bytes, hpml_message *m);
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m);
+/* Returns whether m is over, without waiting; then m->status is valid and the struct may be reused, as after hpml_wait.
+   Else m stays in flight. In virtual time m is over when this rank's clock has come to the message's arrival; testing
+   takes no time, so a loop that tests must call hpml_comm_compute, or it never ends. */
+HPML_API bool        hpml_test(hpml_comm *c, hpml_message *m);
+/* Waits until one of m[0] to m[count - 1] is over and returns its index: of several the one that arrived first, then
+   the first in the list (over THREADS without links, and MPI, arrivals are not known: the list decides). NULL entries
+   are skipped; before the next call replace the entry that is over, which would be found again, by NULL or begin its
+   message again. Returns -1 when `seconds` of hpml_comm_now have passed; 0: does not wait; negative: waits for the
+   deadline of the communicator, which is an error. Also returns -1 after an error, which is on the context: then all
+   messages of the list are given up, as by hpml_wait, and their structs and arrays may be reused. A server with one
+   thread posts one small receive for each peer, waits for any of them, answers, and posts that receive again. */
+HPML_API int         hpml_wait_any(hpml_comm *c, hpml_message *const *m, int count, double seconds);
 
 /* A transport moves messages between ranks; collectives and all that stands on them are written once over this table.
    THREADS, MPI and CLOCK are such tables. For one of your own, fill in a table and give it to hpml_comm_create as
@@ -341,9 +355,10 @@ typedef struct hpml_transport {
        hpml_message_deliver. May set m->arrival of a receive, during which hpml_wait sleeps. Of several receives with
        equal peer and tag only the oldest is tested. */
     void (*test)(hpml_comm *c, hpml_message *m);
-    /* Optional: sleeps until m may have advanced, at most until hpml_now() is `until`. NULL: sleeps for 30 us. */
-    void (*block)(hpml_comm *c, hpml_message *m, double until);
-    void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: the wait for m, in which block was called, is over */
+    /* Optional: sleeps until one of m[0] to m[count - 1] may have advanced, at most until hpml_now() is `until` (0: does
+       not sleep). Entries that are NULL or done are skipped. hpml_wait has one message. NULL: sleeps for 30 us. */
+    void (*block)(hpml_comm *c, hpml_message *const *m, int count, double until);
+    void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: a wait for m, in which block was called, is over */
     /* Required, after an error: gives m up, so that neither m nor its array is used afterwards. Sets m->done. */
     void (*abandon)(hpml_comm *c, hpml_message *m);
 
@@ -554,7 +569,75 @@ typedef struct hpml_device_link {
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-distribute   data parallelism by one struct, the plan
+// >>api-plan   how a training is spread over ranks: one struct, its text, what it may hold
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* What ranks exchange, and when. */
+typedef enum hpml_strategy_kind {
+    HPML_STRATEGY_SYNC = 0, /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
+    HPML_STRATEGY_COUNT     /* the number of strategies */
+} hpml_strategy_kind;
+HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync", ...; NULL: there is none */
+
+/* The plan: how a training is spread over ranks (hpml_distribute). All zero: synchronous steps with the mean of all
+   ranks' gradients. A field at zero has its default. A field that the plan's strategy does not use must be zero. */
+typedef struct hpml_plan {
+    uint32_t        _begin;
+    hpml_strategy_kind strategy;
+    hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
+    hpml_algorithm  algorithm;    /* of plain sums */
+    bool            sum;          /* sync: apply the sum of the ranks' mean gradients; else the mean over the batch */
+    int64_t         global_batch; /* samples of a step, all ranks; 0: ranks * model batch. Shares differ by at most 1 */
+    int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
+                                     1: each tensor alone */
+    bool            no_overlap;   /* exchange after the backward pass, not during it. This is also done, at once and in
+                                     one bucket, where the ranks of one machine keep all its cores busy and no network
+                                     is slow, because a background thread would take time from the computation */
+    bool            delayed;      /* sync, double buffering: a step applies the gradients (and changes of batchnorm's
+                                     running statistics) of the step before; the first step applies none */
+    int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
+    bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
+                                     small sum over ranks for each such layer, forward and backward */
+    bool            exact;        /* sync: same bits for every number of ranks, algorithm, bucket and transport, see
+                                     >>api-distribute */
+    int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
+    int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
+    uint32_t        _end;
+} hpml_plan;
+
+/* A plan as text, for logs, command lines and the environment: "exact=1,codec=onebit,codec.min_elements=64". The names
+   are the struct's, but `codec` is codec.kind; flags are 0 or 1, enums their words in small letters. The text does not
+   hold codec.custom and codec.user. */
+/* Writes the fields that are not zero (`all`: all fields). Returns the length, as snprintf. */
+HPML_API int         hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_t size);
+/* Sets the fields that the text names and leaves the others alone. HPML_ERR_ARGUMENT: the plan is as before, and
+   `error` (may be NULL) names the word that is wrong and what is possible in its place. */
+HPML_API hpml_status hpml_plan_parse(const char *text, hpml_plan *plan, char *error, size_t size);
+/* Writes which fields differ: "exact 0 to 1, codec none to onebit". Returns how many do. */
+HPML_API int         hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char *buffer, size_t size);
+
+/* What decides whether a plan is possible; read from a trainer and its communicator, or typed in for others. */
+typedef struct hpml_plan_facts {
+    int32_t ranks;
+    int64_t batch;         /* samples that the model's input holds on each rank */
+    int32_t accumulate;    /* micro-batches of an update; 0: 1 */
+    bool    overflows;     /* gradients overflow now and then: f16 with a dynamic loss scale */
+    bool    mixes_samples; /* an op mixes the samples of a batch: hpml_graph_batchable is false */
+    bool    native;        /* the transport, or a device link, has an allreduce of its own */
+} hpml_plan_facts;
+HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
+/* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
+   range; HPML_ERR_UNSUPPORTED: fields exclude each other, or what is to be trained. `why` (may be NULL) then gets a
+   sentence that names the fields and a way out. */
+HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_facts *facts, char *why, size_t size);
+/* Copies the plan to *out with zeros replaced by the defaults that they mean. */
+HPML_API void        hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *facts, hpml_plan *out);
+/* Steps through the plans that hpml_plan_check accepts: each field that matters has zero and a few typical values.
+   Begins with a plan of zeros; sets *plan to the next one; false: there is no further one, and *plan is zero again. */
+HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-distribute   data parallelism
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Data parallelism: p ranks, each with a share of every global batch, train as one rank with all of it. Parameters
@@ -571,42 +654,15 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 
    The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_gradients. */
 
-/* What ranks exchange, and when. */
-typedef enum hpml_strategy_kind {
-    HPML_STRATEGY_SYNC = 0 /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
-} hpml_strategy_kind;
-
-/* The plan: how a training is spread over ranks. All zero: synchronous steps with the mean of all ranks' gradients. */
-typedef struct hpml_plan {
-    uint32_t        _begin;
-    hpml_strategy_kind strategy;  /* the fields below that matter depend on it */
-    hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
-    hpml_algorithm  algorithm;    /* of plain sums */
-    bool            sum;          /* apply the sum of the ranks' mean gradients; else the mean over the global batch */
-    int64_t         global_batch; /* samples of a step, all ranks; 0: ranks * model batch. Shares differ by at most 1 */
-    int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
-                                     1: each tensor alone */
-    bool            no_overlap;   /* exchange after the backward pass, not during it. This is also done, at once and in
-                                     one bucket, where the ranks of one machine keep all its cores busy and no network
-                                     is slow, because a background thread would take time from the computation */
-    bool            delayed;      /* double buffering: a step applies the gradients (and changes of batchnorm's running
-                                     statistics) of the step before; the first step applies none */
-    int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
-    bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
-                                     small sum over ranks for each such layer, forward and backward */
-    bool            exact;        /* same bits for every number of ranks, algorithm, bucket and transport, see below */
-    int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
-    int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
-    uint32_t        _end;
-} hpml_plan;
-
 /* Exact sums. Floats do not add up to the same bits in every order; integers do. The global batch is cut into leaves of
    a fixed size, each computed on its own by one rank. All ranks agree on the largest gradient, scale by a power of two
    so that the sum of all leaves fits 62 bits, round each leaf to 64-bit integers, add those, and convert back once. So
    1, 2, 3, ... ranks give the same bits (same build, same kind of CPU), at 2 times the bytes of f32 and the memory of
    one gradient for each leaf of a rank. With a codec each leaf has residuals, and leaves are added up in order. */
 
-/* Collective; NULL on failure, the error on the context. */
+/* Collective, with the same plan on all ranks; NULL on failure, the error on the context. plan NULL: all zero. The
+   environment variable HPML_PLAN, a text for hpml_plan_parse, replaces the fields of the plan that it names:
+   HPML_PLAN="codec=onebit,delayed=1". */
 typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan);
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
@@ -810,8 +866,10 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 // >>base   system headers, the communicator, nodes and links
 // ---------------------------------------------------------------------------------------------------------------------
 
+#include <errno.h>
 #include <math.h>
 #include <stdarg.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -868,6 +926,7 @@ struct hpml_comm {
     bool                  check;
     double                timeout;  /* seconds that a wait may last; negative: for ever */
     int                   spin_limit; /* tests of a message before the wait yields the core; as many later it sleeps */
+    double                gives_up; /* hpml_comm_now() at which hpml_wait_any returns without an error; 1e300: never */
     double                no_yield; /* hpml_now() before which waits do not yield the core, because a yield was slow */
     double                busy;     /* hpml_now() until which this rank has announced that it is busy; 0: not busy */
     uint32_t              sequence; /* number of collectives begun, which selects the tag of the next one */
@@ -883,6 +942,7 @@ struct hpml_comm {
     hpml_link             inside, between; /* links by which AUTO compares algorithms, see hpmlc_comm_links */
     double                forecast[31][HPML_ALGORITHM_COUNT]; /* AUTO: simulated seconds for 2^k bytes; 0: none yet */
     hpml_counters         counters;
+    bool                  is_uncounted; /* true: a twin is being made, which the caller has not asked for */
     int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
     hpml_message         *pending;  /* list of the receives that are not done, newest first */
     hpmlc_text            close_error; /* where to write an error of closing, because the context is freed then */
@@ -897,10 +957,12 @@ struct hpml_comm {
    transports have no such struct: the operating system decides. */
 typedef struct hpmlc_schedule {
     /* Functions of virtual time, NULL where time is real. now: returns the clock of c's thread, in seconds; compute:
-       advances that clock by `seconds`; advance: advances that clock to `time`, unless it is past `time`. */
+       advances that clock by `seconds`; advance: advances that clock to `time`, unless it is past `time`; settle: does
+       so when no other thread can send a message that arrives by then, or returns false if a message was sent. */
     double (*now)(const hpml_comm *c);
     void   (*compute)(hpml_comm *c, double seconds);
     void   (*advance)(hpml_comm *c, double time);
+    bool   (*settle)(hpml_comm *c, double time);
     /* For c's background thread, which uses the communicator `twin`: thread_open is called before it starts (false:
        must not start), thread_enter at its start, thread_close at its end, or by c's thread if it could not start. */
     bool   (*thread_open)(hpml_comm *c, hpml_comm *twin);
@@ -995,6 +1057,7 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     if (!c->arrows) return NULL;
     for (int i = 0; i < size; i++) c->origin[i] = i;
     c->timeout           = 60;
+    c->gives_up          = 1e300;
     c->spin_limit        = 200;
     c->operation         = "hpml_comm_create";
     c->is_virtual        = t->schedule && t->schedule->now;
@@ -1128,6 +1191,7 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 
 HPMLC_FN void hpmlc_count_send(hpml_comm *c, int peer, size_t bytes)
 {
+    if (c->is_uncounted) return;
     c->counters.messages++;
     c->counters.bytes += (int64_t)bytes;
     c->sent_to[peer][0]++;
@@ -1171,6 +1235,38 @@ HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
     if (*at) *at = m->next;
 }
 
+/* Returns whether m is done, read atomically, because with THREADS the receiver's thread completes a send. */
+HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
+
+/* Returns the receive that gets the next message from m's peer with m's tag: the oldest one pending, which is the last
+   in the list c->pending. Where m is a send, returns m. */
+HPMLC_FN const hpml_message *hpmlc_oldest(const hpml_message *m)
+{
+    const hpml_message *oldest = m;
+    for (const hpml_message *older = m->receiving ? m->next : NULL; older; older = older->next)
+        if (!older->done && older->peer == m->peer && older->tag == m->tag) oldest = older;
+    return oldest;
+}
+
+/* Returns the index, at least `at`, of the first message of the list m that is in flight; count: there is none. */
+HPMLC_FN int hpmlc_in_flight(hpml_message *const *m, int count, int at)
+{
+    while (at < count && (!m[at] || hpmlc_done(m[at]))) at++;
+    return at;
+}
+
+/* Returns when the first message of the list m arrives of which that is known; 1e300: it is known of none. Of receives
+   with equal peer and tag the oldest gets the next message. */
+HPMLC_FN double hpmlc_next_arrival(hpml_message *const *m, int count)
+{
+    double first = 1e300;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1)) {
+        const double arrival = hpmlc_oldest(m[i])->arrival;
+        if (arrival > 0 && arrival < first) first = arrival;
+    }
+    return first;
+}
+
 #define HPMLC_SPIN_OWN_CORE 2000 /* value of c->spin_limit where each rank has a core of its own */
 
 /* Returns how many tests a wait on c makes before it yields; atomic, because another thread may change that number. */
@@ -1192,14 +1288,15 @@ HPMLC_FN void hpmlc_pause(bool yield)
 #define HPMLC_SLOW_YIELD 100e-6 /* seconds: a yield that takes longer has given the core to another program */
 #define HPMLC_EARLY      60e-6  /* seconds before a message arrives at which a sleep ends, because Linux wakes late */
 
-/* Spends turn number `turn` of a wait for m without sleeping: spins in early turns, yields the core in later ones.
-   False: the caller must sleep: the turns are used up, or m is in flight and known to arrive later, or a yield has cost
+/* Spends turn number `turn` of a wait for the list m without sleeping: spins in early turns, yields the core in later
+   ones. False: the caller must sleep: the turns are used up, or a message is known to arrive later, or a yield has cost
    another program's time slice; after such a yield none is tried for 100 times as long as that yield took. */
-HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, const hpml_message *m, int turn)
+HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, hpml_message *const *m, int count, int turn)
 {
-    const int spin = hpmlc_spin_limit(c);
-    if (m->arrival > 0) {
-        if (spin < HPMLC_SPIN_OWN_CORE || m->arrival > hpml_now() + HPMLC_EARLY) return false;
+    const int    spin    = hpmlc_spin_limit(c);
+    const double arrival = hpmlc_next_arrival(m, count);
+    if (arrival < 1e300) {
+        if (spin < HPMLC_SPIN_OWN_CORE || arrival > hpml_now() + HPMLC_EARLY) return false;
         hpmlc_pause(false);
         return true;
     }
@@ -1217,19 +1314,6 @@ HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, const hpml_message *m, int turn)
 }
 
 HPMLC_FN int hpmlc_cores(int ranks);
-
-/* Returns whether m is done, read atomically, because with THREADS the receiver's thread completes a send. */
-HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
-
-/* Returns the receive that gets the next message from m's peer with m's tag: the oldest one pending, which is the last
-   in the list c->pending. Where m is a send, returns m. */
-HPMLC_FN const hpml_message *hpmlc_oldest(const hpml_message *m)
-{
-    const hpml_message *oldest = m;
-    for (const hpml_message *older = m->receiving ? m->next : NULL; older; older = older->next)
-        if (!older->done && older->peer == m->peer && older->tag == m->tag) oldest = older;
-    return oldest;
-}
 
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
@@ -1253,28 +1337,45 @@ HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *fr
     m->done = true;
 }
 
-/* Gives up the message m after an error of this rank, which becomes m->status; m's array is used no more. */
-HPMLC_FN void hpmlc_abandon(hpml_comm *c, hpml_message *m)
+/* Writes " or N others" to `text`, where a wait for the list m has N messages in flight besides the first; else "". */
+HPMLC_FN const char *hpmlc_others(char text[32], int others)
 {
-    c->t->abandon(c, m);
-    m->status = hpml_ctx_status(c->ctx);
+    text[0] = 0;
+    if (others > 0) snprintf(text, 32, " or %d other%s", others, others > 1 ? "s" : "");
+    return text;
 }
 
-/* Handles the deadline of m, whose peer may wait for another rank, and so on: where the last rank of this chain is busy
-   (hpml_comm_busy), extends the deadline, else ends the wait with an error that names it. Returns the new deadline. */
-HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *m)
+/* After an error of this rank gives up the messages of the list m that are in flight: their arrays are used no more.
+   Their status becomes the error. */
+HPMLC_FN void hpmlc_give_up(hpml_comm *c, hpml_message *const *m, int count)
 {
-    const int peer = c->origin[m->peer];
-    double    busy = 0;
-    char      chain[48] = "";
-    int       stuck = c->t->stuck_at ? c->t->stuck_at(c, m, &busy) : peer;
-    if (stuck < 0) return hpml_now();
-    if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* then asks again */
-    if (stuck != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", stuck);
-    hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s in %s, round %d, step %lld; is that rank alive and in "
-               "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, c->operation, c->round,
-               (long long)c->step);
-    hpmlc_abandon(c, m);
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1)) {
+        c->t->abandon(c, m[i]);
+        m[i]->status = hpml_ctx_status(c->ctx);
+    }
+}
+
+/* Handles the deadline of a wait for the list m. The peer of a message may wait for another rank, and so on: where the
+   last rank of such a chain is busy (hpml_comm_busy), extends the deadline, else ends the wait with an error that names
+   the last rank of the first message's chain. Returns the new deadline. */
+HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int count)
+{
+    const int first = hpmlc_in_flight(m, count, 0), peer = c->origin[m[first]->peer];
+    int       last = peer, others = -1;
+    char      chain[48] = "", more[32];
+    for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) {
+        double busy  = 0;
+        int    stuck = c->t->stuck_at ? c->t->stuck_at(c, m[i], &busy) : peer;
+        if (stuck < 0) return hpml_now();
+        if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* then asks again */
+        if (i == first) last = stuck;
+        others++;
+    }
+    if (last != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", last);
+    hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s%s in %s, round %d, step %lld; is that rank alive and in "
+               "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, hpmlc_others(more, others),
+               c->operation, c->round, (long long)c->step);
+    hpmlc_give_up(c, m, count);
     return hpml_now();
 }
 
@@ -1286,46 +1387,122 @@ HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
 }
 
-/* Tests m, then the other receives in flight, because m's peer may wait for one. True: one of the others is done. */
-HPMLC_FN bool hpmlc_test_all(hpml_comm *c, hpml_message *m)
+/* Returns the index of the message of the list m that was over first: by arrival, where that is known, then by place in
+   the list; -1: none is over. */
+HPMLC_FN int hpmlc_first_over(hpml_message *const *m, int count)
+{
+    int    first = -1;
+    double earliest = 0;
+    for (int i = 0; i < count; i++) {
+        if (!m[i] || !hpmlc_done(m[i])) continue;
+        double time = m[i]->receiving ? m[i]->arrival : 0;
+        if (first >= 0 && time >= earliest) continue;
+        first    = i;
+        earliest = time;
+    }
+    return first;
+}
+
+/* Tests the messages of the list m, then the other receives in flight, because a peer may wait for one of those. With
+   several messages their receives are among those in flight. True: one of the receives tested last is done. */
+HPMLC_FN bool hpmlc_test_list(hpml_comm *c, hpml_message *const *m, int count)
 {
     bool moved = false;
-    hpmlc_test(c, m);
-    for (hpml_message *other = c->pending; other && !hpmlc_done(m); other = other->next) {
-        if (other == m || other->done) continue;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1))
+        if (count == 1 || !m[i]->receiving) hpmlc_test(c, m[i]);
+    for (hpml_message *other = c->pending; other && (count > 1 || !hpmlc_done(*m)); other = other->next) {
+        if (other->done || (count == 1 && other == *m)) continue;
         hpmlc_test(c, other);
         moved = moved || other->done;
     }
     return moved;
 }
 
-HPMLC_FN void hpmlc_block(hpml_comm *c, hpml_message *m, double until)
+HPMLC_FN void hpmlc_block(hpml_comm *c, hpml_message *const *m, int count, double until)
 {
-    if (c->t->block) c->t->block(c, m, until);
+    if (c->t->block) c->t->block(c, m, count, until);
     else hpmlc_nap(30e-6);
+}
+
+/* Returns whether the thread of a peer of the list m needs this core, so that a wait must sleep at once. */
+HPMLC_FN bool hpmlc_shares_core(hpml_comm *c, hpml_message *const *m, int count)
+{
+    bool shares = false;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count && c->t->shares_core; i = hpmlc_in_flight(m, count, i + 1))
+        shares = c->t->shares_core(c, m[i]->peer) || shares;
+    return shares;
+}
+
+/* Returns whether m, of a list of `count`, was over first for certain. In virtual time other threads may have to run
+   before, because a message of theirs may arrive as early, and stand before m in the list. */
+HPMLC_FN bool hpmlc_is_first(hpml_comm *c, const hpml_message *m, int count)
+{
+    return count == 1 || !c->is_virtual || !m->receiving || c->t->schedule->settle(c, m->arrival);
+}
+
+/* Waits until a message of the list m is over and returns its index; -1: the time c->gives_up has come. After an error
+   all messages of the list are over. */
+HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
+{
+    double limit = 0; /* the deadline, a time of hpml_now; 0: not set, because this wait has not slept yet */
+    bool   shares_core = false;
+    int    over;
+    for (int turn = 0; (over = hpmlc_first_over(m, count)) < 0 || !hpmlc_is_first(c, m[over], count); turn++) {
+        bool moved = hpmlc_test_list(c, m, count);
+        if (hpmlc_first_over(m, count) >= 0) continue;
+        if (c->gives_up < 1e300 && hpml_comm_now(c) >= c->gives_up) break;
+        if (turn == 0) shares_core = hpmlc_shares_core(c, m, count);
+        if (moved || (!shares_core && hpmlc_wait_awake(c, m, count, turn))) continue;
+        if (limit == 0 && hpmlc_failed(c)) { /* the messages began before this rank failed */
+            hpmlc_give_up(c, m, count);
+            continue;
+        }
+        if (limit == 0) limit = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout;
+        if (c->gives_up < 1e300 && !c->is_virtual) limit = c->gives_up;
+        if (hpml_now() < limit) hpmlc_block(c, m, count, limit);
+        else if (c->gives_up >= 1e300) limit = hpmlc_deadline_passed(c, m, count);
+    }
+    for (int i = 0; i < count && limit != 0 && c->t->unblock; i++)
+        if (m[i]) c->t->unblock(c, m[i]);
+    return over;
 }
 
 HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m)
 {
-    double limit = 0; /* the deadline, a time of hpml_now; 0: not set, because this wait has not slept yet */
-    bool   shares_core = false;
     if (!c || !m) return HPML_ERR_ARGUMENT;
-    for (int turn = 0; !hpmlc_done(m); turn++) {
-        bool moved = hpmlc_test_all(c, m);
-        if (hpmlc_done(m)) break;
-        if (turn == 0 && c->t->shares_core) shares_core = c->t->shares_core(c, m->peer);
-        if (moved || (!shares_core && hpmlc_wait_awake(c, m, turn))) continue;
-        if (limit == 0 && hpmlc_failed(c)) { /* m began before this rank failed: gives m up */
-            hpmlc_abandon(c, m);
-            break;
-        }
-        if (limit == 0) limit = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout;
-        if (hpml_now() < limit) hpmlc_block(c, m, limit);
-        else limit = hpmlc_deadline_passed(c, m);
-    }
-    if (limit != 0 && c->t->unblock) c->t->unblock(c, m);
+    hpmlc_wait_list(c, &m, 1);
     if (m->receiving) hpmlc_unlist(c, m);
     return m->status;
+}
+
+HPML_API bool hpml_test(hpml_comm *c, hpml_message *m)
+{
+    if (!c || !m) return true;
+    if (!hpmlc_done(m)) hpmlc_test_list(c, &m, 1);
+    if (!hpmlc_done(m) && !c->t->schedule && c->t->block) c->t->block(c, &m, 1, 0); /* reads control messages */
+    if (!hpmlc_done(m) && hpmlc_failed(c)) hpmlc_give_up(c, &m, 1);
+    if (!hpmlc_done(m)) return false;
+    if (m->receiving) hpmlc_unlist(c, m);
+    return true;
+}
+
+HPML_API int hpml_wait_any(hpml_comm *c, hpml_message *const *m, int count, double seconds)
+{
+    int over = -1;
+    if (!c || (count > 0 && !m)) return -1;
+    c->operation = "hpml_wait_any";
+    if (hpmlc_first_over(m, count) < 0 && hpmlc_in_flight(m, count, 0) >= count)
+        hpmlc_fail(c, HPML_ERR_ARGUMENT, "hpml_wait_any: a list of %d without a message", count);
+    if (seconds >= 0) c->gives_up = hpml_comm_now(c) + seconds;
+    if (hpml_ctx_status(c->ctx) == HPML_OK) over = hpmlc_wait_list(c, m, count);
+    c->gives_up = 1e300;
+    if (hpmlc_failed(c)) {
+        hpmlc_give_up(c, m, count);
+        over = -1;
+    }
+    for (int i = 0; i < count; i++)
+        if (m[i] && m[i]->receiving && m[i]->done) hpmlc_unlist(c, m[i]);
+    return over;
 }
 
 /* Adds a span `name` of `bytes` bytes to the timeline, from `start` to `end` (seconds), about c->about's tensors. */
@@ -1442,6 +1619,7 @@ typedef struct hpmlc_inbox {
     hpml_message   *posted, **last; /* list of sends to the owner, in the order posted; the end of that list */
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
+    int             others;         /* number of other messages that end the wait as well: hpml_wait_any */
     const char     *operation;      /* name of the operation in which the owner waits */
     int             core;           /* 1 + the core on which the owner's thread last waited; 0: none */
     char            pad[64];
@@ -1549,15 +1727,17 @@ HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
 {
     bool any = false;
+    char more[32];
     if (__atomic_load_n(&w->running, __ATOMIC_ACQUIRE) > 0 || w->failed) return;
     size_t used = (size_t)snprintf(w->text, sizeof w->text, "deadlock:");
     for (hpmlc_group *r = w->groups; r; r = r->next)
         for (int i = 0; i < r->size && used < sizeof w->text; i++) {
             const hpmlc_inbox *in = &r->inbox[i];
             if (!in->wait.sleeping || !in->owner || in->peer < 0) continue;
-            used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for rank %d%s in %s",
+            used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for rank %d%s%s in %s",
                                      any ? ";" : "", in->owner->origin[i], in->peer,
-                                     w->left[in->peer] ? ", which has left," : "", in->operation);
+                                     w->left[in->peer] ? ", which has left," : "", hpmlc_others(more, in->others),
+                                     in->operation);
             any = true;
         }
     if (!any) return;
@@ -1722,6 +1902,7 @@ HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
         for (int i = 0; i < r->size; i++) {
             int peer = __atomic_load_n(&r->inbox[i].peer, __ATOMIC_ACQUIRE);
             if (peer < 0 || !r->inbox[i].owner || r->inbox[i].owner->origin[i] != rank) continue;
+            if (__atomic_load_n(&r->inbox[i].others, __ATOMIC_RELAXED) > 0) continue; /* not for this peer alone */
             *group = r;
             return peer;
         }
@@ -1752,10 +1933,16 @@ HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Records in the inbox of this rank of c for which rank of the world it waits: `peer`; -1: for none. */
-HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, int peer)
+/* Records in the inbox of this rank of c that it waits for the list m; count 0: for nothing. */
+HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, hpml_message *const *m, int count)
 {
-    __atomic_store_n(&hpmlc_inbox_of(c)->peer, peer, __ATOMIC_RELEASE);
+    hpmlc_inbox *in    = hpmlc_inbox_of(c);
+    const int    first = hpmlc_in_flight(m, count, 0);
+    int          others = -1;
+    for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) others++;
+    if (count > 0) in->operation = c->operation;
+    __atomic_store_n(&in->others, others, __ATOMIC_RELAXED);
+    __atomic_store_n(&in->peer, first < count ? c->origin[m[first]->peer] : -1, __ATOMIC_RELEASE);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1821,10 +2008,8 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
     pthread_mutex_lock(&in->wait.mutex);
     for (link = &in->posted; (sent = *link) != NULL; link = &hpmlc_post_of(sent)->next)
         if (m->receiving ? sent->tag == m->tag && hpmlc_post_of(sent)->from == m->peer : sent == m) break;
-    if (sent && m->receiving && sent->arrival > 0 && sent->arrival > hpml_comm_now(m->owner)) {
-        m->arrival = sent->arrival;
-        sent       = NULL;
-    }
+    if (sent && m->receiving) m->arrival = sent->arrival;
+    if (sent && m->receiving && sent->arrival > 0 && sent->arrival > hpml_comm_now(m->owner)) sent = NULL;
     if (sent) {
         *link = hpmlc_post_of(sent)->next;
         if (in->last == &hpmlc_post_of(sent)->next) in->last = link;
@@ -1921,22 +2106,21 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
     if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_fail(c, m); /* else the receiver is reading m's array */
 }
 
-HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *m, double until)
+HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int count, double until)
 {
     hpmlc_inbox *in      = hpmlc_inbox_of(c);
-    bool         counted = true;
+    bool         counted = c->gives_up >= 1e300; /* else this thread wakes by itself */
     double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
     for (const hpml_message *p = c->pending; p; p = p->next) /* a message in flight will end the sleep */
-        if (p->arrival > 0) {
+        if (p->arrival > 0 && !p->done) {
             counted = false;
             if (p->arrival - early < until) until = p->arrival - early;
         }
-    hpmlc_set_awaited(c, c->origin[m->peer]);
-    in->operation = c->operation;
+    hpmlc_set_awaited(c, m, count);
     hpmlc_waitpoint_sleep(hpmlc_world_of(c), &in->wait, &hpmlc_thread(c)->seen, until, counted);
 }
 
-HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, -1); }
+HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, NULL, 0); }
 
 /* Makes `owner` (NULL: none) the communicator that receives in the inbox of rank `rank` in `group`. Locks the world's
    mutex, because other threads read the owners to find out who waits for whom. */
@@ -2050,7 +2234,7 @@ HPMLC_FN void hpmlc_threads_wake(hpml_comm *sleeper, hpmlc_waitpoint *g)
 }
 
 static const hpmlc_schedule hpmlc_threads_schedule = {
-    NULL, NULL, NULL, hpmlc_threads_thread_open, hpmlc_threads_thread_enter, hpmlc_threads_thread_close,
+    NULL, NULL, NULL, NULL, hpmlc_threads_thread_open, hpmlc_threads_thread_enter, hpmlc_threads_thread_close,
     hpmlc_threads_sleep, hpmlc_threads_wake
 };
 
@@ -2556,24 +2740,39 @@ HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
     return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
 }
 
-/* Lets other threads use the core for a moment in a wait for m: yields it in 16 of 64 calls, sleeps 30 us in the
-   others. With a core for each rank it only yields during the first 5000 calls, because a sleep delays a large message
-   more than it helps other threads. Ends the wait if any rank has failed or m's peer has left. until: the deadline. */
-HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *m, double until)
+/* Ends the messages of the list m that cannot be done any more, because a rank has failed or their peer has left.
+   Returns whether there was one. */
+HPMLC_FN bool hpmlc_mpi_end(hpml_comm *c, hpml_message *const *m, int count)
 {
     hpmlc_shared *x    = hpmlc_mpi_of(c)->shared;
-    int           peer = c->origin[m->peer];
-    hpmlc_mpi_poll_control(x);
-    if (x->failed || x->letter[peer] == 'L') {
-        if (!x->failed) hpmlc_mpi_test(c, m); /* the peer may have sent m before it left */
-        if (m->done) return;
-        hpmlc_mpi_abandon(c, m);
-        if (x->failed) m->status = hpmlc_mpi_peer_failed(c);
-        else m->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s", peer,
-                                    c->operation);
-        return;
+    bool          ends = false;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1)) {
+        const int peer = c->origin[m[i]->peer];
+        if (!x->failed && x->letter[peer] != 'L') continue;
+        ends = true;
+        if (!x->failed) hpmlc_test(c, m[i]); /* the peer may have sent m before it left */
+        if (m[i]->done) continue;
+        hpmlc_mpi_abandon(c, m[i]);
+        if (x->failed) m[i]->status = hpmlc_mpi_peer_failed(c);
+        else m[i]->status = hpmlc_fail(c, HPML_ERR_PEER, "rank %d has left while this rank waits for it in %s", peer,
+                                       c->operation);
     }
-    hpmlc_mpi_announce_wait(x, peer, until, &hpmlc_transfer_of(m)->announced);
+    return ends;
+}
+
+/* Lets other threads use the core for a moment in a wait for the list m: yields it in 16 of 64 calls, sleeps 30 us in
+   the others. With a core for each rank it only yields during the first 5000 calls, because a sleep delays a large
+   message more than it helps other threads. Ends messages as hpmlc_mpi_end does. until: the deadline; 0: does not wait.
+   A wait for several peers is announced as one for all ranks, a wait that gives up without an error not at all. */
+HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *const *m, int count, double until)
+{
+    hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
+    const int     first = hpmlc_in_flight(m, count, 0);
+    hpmlc_mpi_poll_control(x);
+    if (hpmlc_mpi_end(c, m, count) || until <= 0) return;
+    if (c->gives_up >= 1e300)
+        hpmlc_mpi_announce_wait(x, count > 1 ? x->size : c->origin[m[first]->peer], until,
+                                &hpmlc_transfer_of(m[first])->announced);
     unsigned turn = hpmlc_mpi_of(c)->turns++;
     if (turn % 64 < 16 || (x->own_core && hpmlc_spin_limit(c) > 0 && turn + 1 < 5000)) hpmlc_pause(true);
     else hpmlc_nap(30e-6);
@@ -3092,15 +3291,19 @@ struct hpmlc_vthread {
     hpml_rng       rng;      /* random numbers of the thread's jitter */
     int            rank;     /* rank in the world; where clocks are equal the thread with the lower rank runs first */
     bool           runnable;
+    double         due;      /* virtual time of its next turn: its clock, or later if it waits for that time */
+    bool           waits;    /* true: runs after the other threads that run at the time `due` */
     pthread_cond_t turn;
     hpmlc_vthread *next;
 };
 
 HPMLC_FN hpmlc_vthread *hpmlc_vthread_of(const hpml_comm *c) { return hpmlc_thread(c)->vthread; }
 
-/* Makes thread a of world w runnable, unless it is, and counts it as awake. The caller holds w->mutex. */
+/* Makes thread a of world w runnable at the time of its clock, and counts it as awake. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthread_wake_held(hpml_world *w, hpmlc_vthread *a)
 {
+    a->due   = a->clock;
+    a->waits = false;
     if (a->runnable) return;
     a->runnable = true;
     __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
@@ -3111,39 +3314,69 @@ HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w)
     for (hpmlc_vthread *a = w->vthreads; a; a = a->next) hpmlc_vthread_wake_held(w, a);
 }
 
+/* Returns whether thread a runs before thread b: at an earlier time, or at the same time, where b waits or has a higher
+   rank. */
+HPMLC_FN bool hpmlc_vthread_before(const hpmlc_vthread *a, const hpmlc_vthread *b)
+{
+    if (a->due < b->due || a->due > b->due) return a->due < b->due;
+    return a->waits != b->waits ? b->waits : a->rank < b->rank;
+}
+
 /* Lets one thread of world w run: the runnable one whose clock is behind all others. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
 {
     hpmlc_vthread *best = NULL;
     if (w->vthread_count < w->ranks) return; /* not all ranks have entered yet */
     for (int attempt = 0; attempt < 2 && !best; attempt++) {
-        for (hpmlc_vthread *a = w->vthreads; a; a = a->next) {
-            bool before = !best || a->clock < best->clock || (a->clock <= best->clock && a->rank < best->rank);
-            if (a->runnable && before) best = a;
-        }
+        for (hpmlc_vthread *a = w->vthreads; a; a = a->next)
+            if (a->runnable && (!best || hpmlc_vthread_before(a, best))) best = a;
         if (!best) hpmlc_world_stuck(w); /* a deadlock: this call makes all threads runnable */
     }
     w->turn = best;
     if (best) pthread_cond_signal(&best->turn);
 }
 
-/* Lets the threads run whose clocks are behind that of c's thread, and returns when c's thread is the one to run again.
-   sleep: true: this thread does not run again before another thread wakes it. */
-HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c, bool sleep)
+/* Lets other threads run until c's thread, `self`, is the one to run again. The caller holds w->mutex. */
+HPMLC_FN void hpmlc_vthread_take_turn(hpml_world *w, hpmlc_vthread *self)
+{
+    hpmlc_vthread_next_turn(w);
+    while (w->turn != self) pthread_cond_wait(&self->turn, &w->mutex);
+}
+
+/* Lets the threads run whose clocks are behind that of c's thread, and returns when c's thread is the one to run. */
+HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c)
+{
+    hpml_world    *w    = hpmlc_world_of(c);
+    hpmlc_vthread *self = hpmlc_vthread_of(c);
+    pthread_mutex_lock(&w->mutex);
+    self->due = self->clock;
+    hpmlc_vthread_take_turn(w, self);
+    pthread_mutex_unlock(&w->mutex);
+}
+
+/* Lets the threads run that are not after `time`, to which it then sets the clock of c's thread, unless that is later;
+   1e300: sleeps. Returns false if another thread has woken this one before: then the clock is as it was. */
+HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time)
 {
     hpml_world    *w    = hpmlc_world_of(c);
     hpmlc_vthread *self = hpmlc_vthread_of(c);
     hpmlc_inbox   *in   = hpmlc_inbox_of(c);
+    const bool     sleeps = time >= 1e300;
     pthread_mutex_lock(&w->mutex);
-    if (sleep && (!w->failed || in->peer < 0)) { /* after a failure no thread awaits messages */
+    self->due   = sleeps ? self->clock : fmax(time, self->clock);
+    self->waits = !sleeps;
+    if (sleeps && (!w->failed || in->peer < 0)) { /* after a failure no thread awaits messages */
         self->runnable    = false;
         in->wait.sleeping = true; /* hpmlc_world_stuck reports this wait */
         __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
     }
-    hpmlc_vthread_next_turn(w);
-    while (w->turn != self) pthread_cond_wait(&self->turn, &w->mutex);
+    hpmlc_vthread_take_turn(w, self);
+    const bool undisturbed = self->waits;
+    if (undisturbed) self->clock = self->due;
+    self->waits       = false;
     in->wait.sleeping = false;
     pthread_mutex_unlock(&w->mutex);
+    return undisturbed;
 }
 
 /* Waits until c's thread, a new one, is the one to run. The thread of the last rank to enter starts the first turn. */
@@ -3171,7 +3404,12 @@ HPMLC_FN void hpmlc_clock_advance(hpml_comm *c, double time)
     hpmlc_vthread *self = hpmlc_vthread_of(c);
     if (self->clock >= time) return;
     self->clock = time;
-    hpmlc_vthread_yield(c, false);
+    hpmlc_vthread_yield(c);
+}
+
+HPMLC_FN bool hpmlc_clock_settle(hpml_comm *c, double time)
+{
+    return time < hpmlc_vthread_of(c)->clock || hpmlc_vthread_await(c, time);
 }
 
 HPMLC_FN hpmlc_vthread *hpmlc_vthread_new(hpml_world *w, int rank, double clock)
@@ -3181,6 +3419,7 @@ HPMLC_FN hpmlc_vthread *hpmlc_vthread_new(hpml_world *w, int rank, double clock)
     pthread_cond_init(&a->turn, NULL);
     a->rank       = rank;
     a->clock      = clock;
+    a->due        = clock;
     a->runnable   = true;
     a->rng.seed   = w->network.seed;
     a->rng.stream = (uint64_t)rank;
@@ -3210,7 +3449,7 @@ HPMLC_FN void hpmlc_clock_start(hpml_comm *c, hpml_message *m)
 {
     hpmlc_inbox *in = &hpmlc_group_of(c)->inbox[m->peer];
     if (m->receiving) return;
-    hpmlc_vthread_yield(c, false);
+    hpmlc_vthread_yield(c);
     double now = hpmlc_vthread_of(c)->clock;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, now);
     if (m->arrival <= 0) m->arrival = now;
@@ -3225,19 +3464,19 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
     else if (__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_fail(c, m);
 }
 
-/* Sleeps in virtual time until the message of the receive m arrives, or until a message is sent to this rank. Where an
-   older receive with the same peer and tag gets the next message, that one's arrival ends the sleep. Never sleeps until
-   the message of any other receive arrives, because m may be done before. There are no deadlines. */
-HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *m, double until HPMLC_UNUSED)
+/* Sleeps in virtual time until the first message of the list m arrives, at most until c->gives_up, or until a message
+   is sent to this rank. Where an older receive with the same peer and tag gets the next message, that one's arrival
+   ends the sleep. Never sleeps until the message of a receive outside the list arrives, because one of the list may be
+   done before. There are no deadlines. */
+HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *const *m, int count, double until HPMLC_UNUSED)
 {
-    double arrival = hpmlc_oldest(m)->arrival;
-    if (arrival > hpmlc_vthread_of(c)->clock) {
-        hpmlc_clock_advance(c, arrival);
+    const double arrival = hpmlc_next_arrival(m, count);
+    if (count == 1 && arrival < c->gives_up) {
+        hpmlc_clock_advance(c, arrival); /* no other message can end this wait before */
         return;
     }
-    hpmlc_set_awaited(c, c->origin[m->peer]);
-    hpmlc_inbox_of(c)->operation = c->operation;
-    hpmlc_vthread_yield(c, true);
+    hpmlc_set_awaited(c, m, count);
+    hpmlc_vthread_await(c, fmin(arrival, c->gives_up));
 }
 
 /* Returns the thread whose member .clock is at `clock`. The timeline stores only the address of the clock that it
@@ -3265,7 +3504,7 @@ HPMLC_FN void hpmlc_clock_close(hpml_comm *c)
     hpmlc_vthread *self = hpmlc_vthread_of(c);
     if (!c->is_part) {
         hpmlc_clock_restore(c->ctx, self);
-        hpmlc_vthread_yield(c, false);
+        hpmlc_vthread_yield(c);
     }
     hpmlc_group_leave(c);
     if (!c->is_part) hpmlc_vthread_free(w, self);
@@ -3284,7 +3523,7 @@ HPMLC_FN void hpmlc_clock_compute(hpml_comm *c, double seconds)
     if (net->slow) seconds *= net->slow[c->origin[c->rank]];
     self->clock += seconds * (1 + net->jitter * (double)hpml_rng_uniform(&self->rng));
     hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, self->clock);
-    hpmlc_vthread_yield(c, false);
+    hpmlc_vthread_yield(c);
 }
 
 HPMLC_FN bool hpmlc_clock_thread_open(hpml_comm *c, hpml_comm *twin)
@@ -3309,8 +3548,8 @@ HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
    time passes for the other threads; `until`, a real time, does not count. */
 HPMLC_FN void hpmlc_clock_sleep(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until HPMLC_UNUSED)
 {
-    hpmlc_set_awaited(c, -1);
-    if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_vthread_yield(c, true);
+    hpmlc_set_awaited(c, NULL, 0);
+    if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_vthread_await(c, 1e300);
     *seen = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
 }
 
@@ -3322,8 +3561,8 @@ HPMLC_FN void hpmlc_clock_wake(hpml_comm *sleeper, hpmlc_waitpoint *g)
 }
 
 static const hpmlc_schedule hpmlc_clock_schedule = {
-    hpmlc_clock_now, hpmlc_clock_compute, hpmlc_clock_advance, hpmlc_clock_thread_open, hpmlc_vthread_enter,
-    hpmlc_clock_thread_close, hpmlc_clock_sleep, hpmlc_clock_wake
+    hpmlc_clock_now, hpmlc_clock_compute, hpmlc_clock_advance, hpmlc_clock_settle, hpmlc_clock_thread_open,
+    hpmlc_vthread_enter, hpmlc_clock_thread_close, hpmlc_clock_sleep, hpmlc_clock_wake
 };
 
 HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
@@ -4872,7 +5111,11 @@ HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
     for (int i = 0; all && i < c->size; i++) all[i] = i;
     b->c    = c;
     b->ctx  = all ? hpml_ctx_create(&d) : NULL;
+    const hpml_counters before = c->counters;
+    c->is_uncounted = true;
     b->twin = b->ctx ? hpmlc_part(c, b->ctx, all, c->size, 0) : NULL;
+    c->is_uncounted = false;
+    c->counters     = before;
     hpml_ctx_release(c->ctx, all);
     if (!b->twin) {
         hpmlc_fail(c, HPML_ERR_MEMORY, "background: the twin of the communicator cannot be created: %s",
@@ -6046,6 +6289,383 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>plan   the fields of a plan in one list, the rules of a plan
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* All that is done with the fields of a plan one by one - text, parsing, ranges, differences, stepping through plans -
+   is done from one list; what fields exclude each other is a list of rules. Both are pure. In the conditions of both
+   lists, p is the plan and f the facts. */
+
+/* X(name in texts, member, kind, largest value, whether the field matters, where the field may be set, values other
+   than zero that hpml_plan_next steps through). The smallest value is 0. A field may be set everywhere (NULL), or only
+   where it matters, which the text describes. Flags and words have all their values. A condition depends on fields
+   further up in the list alone. */
+#define HPMLC_PLAN_FIELDS(X) \
+    X("strategy", strategy, STRATEGY, HPML_STRATEGY_COUNT - 1, true, NULL, 0) \
+    X("sum", sum, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
+    X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
+    X("leaf", leaf, I64, 9e18, p->exact, NULL, 2) \
+    X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
+    X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, true, NULL, 0) \
+    X("codec.threshold", codec.threshold, F32, 1e30, p->codec.kind == HPML_CODEC_TWOBIT, NULL, 0.01) \
+    X("codec.ratio", codec.ratio, F32, 1, p->codec.kind == HPML_CODEC_TOPK, NULL, 0.1) \
+    X("codec.momentum", codec.momentum, F32, 1, p->codec.kind == HPML_CODEC_TOPK, NULL, 0.9) \
+    X("codec.lowrank", codec.lowrank, I32, INT32_MAX, p->codec.kind == HPML_CODEC_LOWRANK, NULL, 4) \
+    X("codec.min_elements", codec.min_elements, I64, 9e18, p->codec.kind > HPML_CODEC_BF16, NULL, 16) \
+    X("codec.compress_all", codec.compress_all, BOOL, 1, p->codec.kind > HPML_CODEC_BF16, NULL, 0) \
+    X("codec.no_feedback", codec.no_feedback, BOOL, 1, p->codec.kind != HPML_CODEC_NONE, NULL, 0) \
+    X("codec.seed", codec.seed, U64, 1.8446744073709552e19, p->codec.custom != NULL, NULL, 1) \
+    X("warm_steps", warm_steps, I64, 9e18, p->codec.kind != HPML_CODEC_NONE, NULL, 2) \
+    X("algorithm", algorithm, ALGORITHM, HPML_ALGORITHM_COUNT - 1, true, NULL, 0) \
+    X("global_batch", global_batch, I64, 9e18, true, NULL, 7) \
+    X("bucket_bytes", bucket_bytes, I64, 9e18, true, NULL, 1) \
+    X("no_overlap", no_overlap, BOOL, 1, true, NULL, 0) \
+    X("sync_batchnorm", sync_batchnorm, BOOL, 1, true, NULL, 0) \
+    X("history", history, I32, INT32_MAX, true, NULL, 1)
+
+/* RULE(a plan that is refused, the sentence: fields, reason, way out). */
+#define HPMLC_PLAN_RULES(RULE) \
+    RULE(p->_begin || p->_end || p->codec._begin || p->codec._end, \
+         "the plan or its codec was not cleared; set all of it to zero first") \
+    RULE(hpmlc_plan_most(p, f) > f->batch, \
+         "a rank's share of global_batch is more samples than the model's batch; take a smaller global_batch, more " \
+         "ranks, or a larger batch") \
+    RULE(p->algorithm == HPML_NATIVE && !f->native, "algorithm native is the transport's own allreduce, and this " \
+         "transport has none; take algorithm auto or ring") \
+    RULE(p->leaf > f->batch, "leaf is more samples than the model's batch; take a smaller leaf or a larger batch") \
+    RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
+    RULE(p->exact && p->sum, "exact sums are divided by the samples, so exact excludes sum; set one of them") \
+    RULE(p->exact && p->warm_steps > 0, "exact sums keep a residual for each leaf from the first step on, so exact " \
+         "excludes warm_steps; set one of them") \
+    RULE(p->exact && hpmlc_whole_codec(&p->codec), "exact sums go with codecs that pack rows, and codec topk and " \
+         "lowrank pack whole tensors; take codec onebit, twobit, bf16 or none") \
+    RULE(p->exact && p->sync_batchnorm, "exact sums compute leaves one by one, and sync_batchnorm normalizes a whole " \
+         "batch; set one of them") \
+    RULE(p->exact && f->accumulate > 1, "exact sums go with one batch a step, not with the trainer's accumulate; set " \
+         "accumulate to 1") \
+    RULE(p->exact && f->mixes_samples, "exact sums compute leaves one by one, and this model mixes the samples of a " \
+         "batch; leave exact out") \
+    RULE(p->exact && f->overflows, "in f16 gradients overflow now and then, and the integers of exact sums cannot " \
+         "carry an infinity; take bf16, a fixed loss_scale, or leave exact out") \
+    RULE(hpmlc_plan_packs(p) && f->overflows, "in f16 gradients overflow now and then, and a codec cannot carry an " \
+         "infinity; take bf16, a fixed loss_scale, or codec none") \
+    RULE(p->delayed && f->overflows, "with delayed a gradient is applied in the step after its own, in f16 under " \
+         "another loss scale perhaps; take bf16 or a fixed loss_scale, or leave delayed out")
+
+typedef enum hpmlc_field_kind {
+    HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
+    HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM /* words, from STRATEGY on */
+} hpmlc_field_kind;
+
+typedef struct hpmlc_field {
+    const char      *name, *where; /* where: the field may be set; NULL: everywhere */
+    hpmlc_field_kind kind;
+    size_t           at;           /* offset in hpml_plan */
+    double           most;         /* largest value */
+    double           tries[4];     /* values other than zero to step through; 0 ends the list */
+} hpmlc_field;
+
+#define HPMLC_FIELD(name, member, kind, most, matters, where, ...) \
+    { name, where, HPMLC_FIELD_##kind, offsetof(hpml_plan, member), (double)(most), { __VA_ARGS__ } },
+static const hpmlc_field hpmlc_fields[] = { HPMLC_PLAN_FIELDS(HPMLC_FIELD) };
+#undef HPMLC_FIELD
+enum { HPMLC_FIELDS = sizeof hpmlc_fields / sizeof hpmlc_fields[0] };
+
+HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy)
+{
+    static const char *const names[HPML_STRATEGY_COUNT] = { "sync" };
+    return (unsigned)strategy < HPML_STRATEGY_COUNT ? names[strategy] : NULL;
+}
+
+/* Sets matters[i] to whether field i of the list changes what the plan does. */
+HPMLC_FN void hpmlc_fields_matter(const hpml_plan *p, bool matters[HPMLC_FIELDS])
+{
+    int i = 0;
+#define HPMLC_FIELD(name, member, kind, most, condition, where, ...) matters[i++] = (condition);
+    HPMLC_PLAN_FIELDS(HPMLC_FIELD)
+#undef HPMLC_FIELD
+}
+
+HPMLC_FN size_t hpmlc_field_size(const hpmlc_field *field)
+{
+    if (field->kind == HPMLC_FIELD_BOOL) return sizeof(bool);
+    return field->kind == HPMLC_FIELD_I64 || field->kind == HPMLC_FIELD_U64 ? sizeof(int64_t) : sizeof(int32_t);
+}
+
+/* Gets a field as a whole number; for F32 `real` gets the value instead. */
+HPMLC_FN int64_t hpmlc_field_get(const hpmlc_field *field, const hpml_plan *plan, float *real)
+{
+    const char *at = (const char *)plan + field->at;
+    int32_t     narrow = 0;
+    int64_t     wide   = 0;
+    bool        flag   = false;
+    *real = 0;
+    switch (field->kind) {
+    case HPMLC_FIELD_BOOL: memcpy(&flag, at, sizeof flag); return flag;
+    case HPMLC_FIELD_F32: memcpy(real, at, sizeof *real); return 0;
+    case HPMLC_FIELD_I64:
+    case HPMLC_FIELD_U64: memcpy(&wide, at, sizeof wide); return wide;
+    default: memcpy(&narrow, at, sizeof narrow); return narrow;
+    }
+}
+
+HPMLC_FN void hpmlc_field_set(const hpmlc_field *field, hpml_plan *plan, int64_t whole, float real)
+{
+    char   *at = (char *)plan + field->at;
+    int32_t narrow = (int32_t)whole;
+    bool    flag   = whole != 0;
+    switch (field->kind) {
+    case HPMLC_FIELD_BOOL: memcpy(at, &flag, sizeof flag); return;
+    case HPMLC_FIELD_F32: memcpy(at, &real, sizeof real); return;
+    case HPMLC_FIELD_I64:
+    case HPMLC_FIELD_U64: memcpy(at, &whole, sizeof whole); return;
+    default: memcpy(at, &narrow, sizeof narrow); return;
+    }
+}
+
+/* Returns the word of a value of a field whose values are words; NULL: the field has numbers, or no such word. */
+HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
+{
+    if (value < 0 || (double)value > field->most) return NULL;
+    if (field->kind == HPMLC_FIELD_STRATEGY) return hpml_strategy_name((hpml_strategy_kind)value);
+    if (field->kind == HPMLC_FIELD_CODEC) return hpml_codec_get((hpml_codec_kind)value)->name;
+    return field->kind == HPMLC_FIELD_ALGORITHM ? hpml_algorithm_name((hpml_algorithm)value) : NULL;
+}
+
+/* Appends to a text of *length characters, as printf, and adds to *length what a large enough buffer would get. */
+HPMLC_PRINTF(3, 4)
+HPMLC_FN void hpmlc_append(const hpmlc_text *to, size_t *length, const char *format, ...)
+{
+    va_list args;
+    bool    fits = to->text && *length < to->size;
+    va_start(args, format);
+    int n = vsnprintf(fits ? to->text + *length : NULL, fits ? to->size - *length : 0, format, args);
+    va_end(args);
+    if (n > 0) *length += (size_t)n;
+}
+
+HPMLC_FN void hpmlc_field_text(const hpmlc_field *field, const hpml_plan *plan, const hpmlc_text *to, size_t *length)
+{
+    float       real;
+    int64_t     whole = hpmlc_field_get(field, plan, &real);
+    const char *word  = hpmlc_field_word(field, whole);
+    if (word) hpmlc_append(to, length, "%s", word);
+    else if (field->kind == HPMLC_FIELD_F32) hpmlc_append(to, length, "%.9g", (double)real);
+    else if (field->kind == HPMLC_FIELD_U64) hpmlc_append(to, length, "%llu", (unsigned long long)whole);
+    else hpmlc_append(to, length, "%lld", (long long)whole);
+}
+
+/* Writes an error: a field's value, a text of n characters, and which values are possible. */
+HPMLC_FN hpml_status hpmlc_field_refuse(const hpmlc_field *field, const char *value, int n, const hpmlc_text *to)
+{
+    size_t length = 0;
+    hpmlc_append(to, &length, "plan: %s=%.*s is not possible; take ", field->name, n, value);
+    if (field->kind == HPMLC_FIELD_F32) hpmlc_append(to, &length, "a number from 0 to %g", field->most);
+    else if (field->kind < HPMLC_FIELD_F32) hpmlc_append(to, &length, "a whole number from 0 to %.10g", field->most);
+    for (int64_t i = 0; hpmlc_field_word(field, i); i++)
+        hpmlc_append(to, &length, "%s%s", i > 0 ? ", " : "", hpmlc_field_word(field, i));
+    return HPML_ERR_ARGUMENT;
+}
+
+/* Returns whether the field has the same value in two plans. */
+HPMLC_FN bool hpmlc_field_same(const hpmlc_field *field, const hpml_plan *a, const hpml_plan *b)
+{
+    return memcmp((const char *)a + field->at, (const char *)b + field->at, hpmlc_field_size(field)) == 0;
+}
+
+/* Returns whether the value of a field is from 0 to the largest one (and a number, not a NaN). */
+HPMLC_FN bool hpmlc_field_in_range(const hpmlc_field *field, const hpml_plan *plan)
+{
+    float   real;
+    int64_t whole = hpmlc_field_get(field, plan, &real);
+    if (field->kind == HPMLC_FIELD_U64) return true;
+    return whole >= 0 && (double)whole <= field->most && real >= 0 && (double)real <= field->most;
+}
+
+HPML_API int hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_t size)
+{
+    const hpmlc_text to = { buffer, size };
+    HPMLC_ZERO(hpml_plan, zero);
+    size_t length = 0;
+    if (size > 0) buffer[0] = 0;
+    for (const hpmlc_field *field = hpmlc_fields; plan && field < hpmlc_fields + HPMLC_FIELDS; field++) {
+        if (!all && hpmlc_field_same(field, plan, &zero)) continue;
+        hpmlc_append(&to, &length, "%s%s=", length > 0 ? "," : "", field->name);
+        hpmlc_field_text(field, plan, &to, &length);
+    }
+    return (int)length;
+}
+
+/* Sets a field to the value that a text of n characters has; false: it has none that is possible. */
+HPMLC_FN bool hpmlc_field_parse(const hpmlc_field *field, const char *text, size_t n, hpml_plan *plan)
+{
+    char  value[40], *end = value;
+    float real = 0;
+    int64_t whole = 0;
+    if (n == 0 || n >= sizeof value) return false;
+    memcpy(value, text, n);
+    value[n] = 0;
+    if (field->kind >= HPMLC_FIELD_STRATEGY) {
+        while (hpmlc_field_word(field, whole) && strcmp(hpmlc_field_word(field, whole), value) != 0) whole++;
+        end = value + n;
+    } else if (!(value[0] >= '0' && value[0] <= '9') && value[0] != '.') {
+        return false;
+    } else if (field->kind == HPMLC_FIELD_F32) {
+        real = strtof(value, &end);
+    } else {
+        errno = 0;
+        if (field->kind == HPMLC_FIELD_U64) whole = (int64_t)strtoull(value, &end, 10);
+        else whole = strtoll(value, &end, 10);
+        if (errno != 0) return false;
+    }
+    if (*end || (field->kind != HPMLC_FIELD_U64 && (double)whole > field->most)) return false;
+    hpmlc_field_set(field, plan, whole, real);
+    return hpmlc_field_in_range(field, plan);
+}
+
+/* Writes an error: there is no field with a name of n characters, and which ones there are. */
+HPMLC_FN hpml_status hpmlc_field_unknown(const char *name, int n, const hpmlc_text *to)
+{
+    size_t length = 0;
+    hpmlc_append(to, &length, "plan: there is no field \"%.*s\"; fields are", n, name);
+    for (int i = 0; i < HPMLC_FIELDS; i++) hpmlc_append(to, &length, "%s %s", i > 0 ? "," : "", hpmlc_fields[i].name);
+    return HPML_ERR_ARGUMENT;
+}
+
+HPML_API hpml_status hpml_plan_parse(const char *text, hpml_plan *plan, char *error, size_t size)
+{
+    const hpmlc_text         to  = { error, size };
+    const hpmlc_field *const end = hpmlc_fields + HPMLC_FIELDS;
+    if (!text || !plan) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "plan: no text or no plan");
+    hpml_plan result = *plan;
+    while (*text) {
+        size_t             n = strcspn(text, ","), name = strcspn(text, "=,");
+        const hpmlc_field *field = hpmlc_fields;
+        while (field < end && (strlen(field->name) != name || memcmp(field->name, text, name) != 0)) field++;
+        if (field == end) return hpmlc_field_unknown(text, (int)name, &to);
+        size_t begin = name < n ? name + 1 : n;
+        if (!hpmlc_field_parse(field, text + begin, n - begin, &result))
+            return hpmlc_field_refuse(field, text + begin, (int)(n - begin), &to);
+        text += text[n] ? n + 1 : n;
+    }
+    *plan = result;
+    return HPML_OK;
+}
+
+HPML_API int hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char *buffer, size_t size)
+{
+    const hpmlc_text out = { buffer, size };
+    size_t           length = 0;
+    int              count = 0;
+    if (size > 0) buffer[0] = 0;
+    for (const hpmlc_field *field = hpmlc_fields; from && to && field < hpmlc_fields + HPMLC_FIELDS; field++) {
+        if (hpmlc_field_same(field, from, to)) continue;
+        hpmlc_append(&out, &length, "%s%s ", count++ > 0 ? ", " : "", field->name);
+        hpmlc_field_text(field, from, &out, &length);
+        hpmlc_append(&out, &length, " to ");
+        hpmlc_field_text(field, to, &out, &length);
+    }
+    return count;
+}
+
+/* Returns whether a codec packs gradients, which can then carry no infinity. */
+HPMLC_FN bool hpmlc_plan_packs(const hpml_plan *p) { return p->codec.kind != HPML_CODEC_NONE || p->codec.custom; }
+
+/* Returns the samples of the largest share that a rank has of the global batch. */
+HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *facts)
+{
+    hpml_plan whole;
+    hpml_plan_resolve(plan, facts, &whole);
+    int64_t grain  = whole.exact ? whole.leaf : 1; /* samples that stay together */
+    int64_t grains = (whole.global_batch - 1) / grain + 1;
+    return ((grains - 1) / facts->ranks + 1) * grain;
+}
+
+HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *facts, hpml_plan *out)
+{
+    *out = *plan;
+    if (out->global_batch == 0) out->global_batch = facts->ranks * facts->batch;
+    if (out->exact && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
+    if (out->history == 0) out->history = 64;
+}
+
+/* Returns the sentence of the first rule that refuses the plan p with the facts f; NULL: there is none. */
+HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f)
+{
+#define HPMLC_RULE(is_refused, sentence) if (is_refused) return sentence;
+    HPMLC_PLAN_RULES(HPMLC_RULE)
+#undef HPMLC_RULE
+    return NULL;
+}
+
+/* Checks field i of the plan: its range, and whether it may be set. An error goes to `to`. */
+HPMLC_FN hpml_status hpmlc_field_check(const hpml_plan *plan, const hpmlc_field *field, bool matters,
+                                       const hpmlc_text *to)
+{
+    char             text[40];
+    const hpmlc_text value = { text, sizeof text };
+    size_t           length = 0;
+    HPMLC_ZERO(hpml_plan, zero);
+    if (!hpmlc_field_in_range(field, plan)) {
+        hpmlc_field_text(field, plan, &value, &length);
+        return hpmlc_field_refuse(field, text, (int)length, to);
+    }
+    if (matters || !field->where || hpmlc_field_same(field, plan, &zero)) return HPML_OK;
+    return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "plan: %s is for %s, and this plan has strategy=%s; set %s to 0 or "
+                        "change the strategy", field->name, field->where, hpml_strategy_name(plan->strategy),
+                        field->name);
+}
+
+HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_facts *facts, char *why, size_t size)
+{
+    const hpmlc_text to = { why, size };
+    bool             matters[HPMLC_FIELDS];
+    char             text[300];
+    hpml_status      status = HPML_OK;
+    if (!plan || !facts || facts->ranks < 1 || facts->batch < 1)
+        return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "plan: no plan, or facts without ranks or batch");
+    hpmlc_fields_matter(plan, matters);
+    for (int i = 0; i < HPMLC_FIELDS && status == HPML_OK; i++)
+        status = hpmlc_field_check(plan, &hpmlc_fields[i], matters[i], &to);
+    const char *sentence = status == HPML_OK ? hpmlc_plan_refused(plan, facts) : NULL;
+    if (!sentence) return status;
+    hpml_plan_text(plan, false, text, sizeof text);
+    return hpmlc_refuse(&to, HPML_ERR_UNSUPPORTED, "plan: %s (plan \"%s\", %d ranks, batch %lld)", sentence, text,
+                        (int)facts->ranks, (long long)facts->batch);
+}
+
+/* Sets a field to the value after its present one among zero and its typical values; false: to zero, after the last. */
+HPMLC_FN bool hpmlc_field_next(const hpmlc_field *field, hpml_plan *plan)
+{
+    const int tries = (int)(sizeof field->tries / sizeof field->tries[0]);
+    float     real;
+    int64_t   whole = hpmlc_field_get(field, plan, &real);
+    double    now   = field->kind == HPMLC_FIELD_F32 ? (double)real : (double)whole, next = 0;
+    if (field->kind >= HPMLC_FIELD_STRATEGY || field->kind == HPMLC_FIELD_BOOL) {
+        if (now < field->most) next = now + 1;
+    } else {
+        int i = 0;
+        while (now != 0 && i < tries && field->tries[i] != 0 && (double)(float)field->tries[i] != now) i++;
+        i += now != 0;
+        if (i < tries) next = field->tries[i];
+    }
+    hpmlc_field_set(field, plan, (int64_t)next, (float)next);
+    return next != 0;
+}
+
+HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
+{
+    bool matters[HPMLC_FIELDS];
+    do {
+        int i = HPMLC_FIELDS - 1;
+        hpmlc_fields_matter(plan, matters);
+        while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], plan))) i--;
+        if (i < 0) return false;
+    } while (hpml_plan_check(plan, facts, NULL, 0) != HPML_OK);
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>distribute   data parallelism: layout of the parameters, buckets of gradients
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -6160,12 +6780,9 @@ struct hpml_distributed {
 struct hpmlc_strategy {
     hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
     const char *name;         /* of the form, as the plan's field, if any; own arrays in checkpoints begin so */
-    bool        is_asked_for; /* a field of the plan asks for the form. Two such forms exclude each other, and one goes
-                                 before those that are chosen because they fit */
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
     const char *pending;      /* array of a checkpoint with gradients that only this form applies; NULL: none */
     bool (*is_chosen)(hpml_comm *c, const hpml_plan *plan); /* optional: whether the form fits; NULL: always */
-    hpml_status (*legal)(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch); /* sets defaults */
     bool (*open)(hpml_distributed *d);   /* takes memory, makes exchanges; collective; false: an error on the context */
     /* Computes the gradient of `samples` samples of this rank, and their mean *loss, by hpmlc_dist_pass or another way.
        After the last micro-batch of an update it may start the exchange for which `update` waits. */
@@ -6658,17 +7275,6 @@ HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
     return f16 && hpml_trainer_settings(t)->loss_scale == 0;
 }
 
-/* Checks that a rank's share of the global batch, a multiple of `grain` samples, fits into the model's `batch`. */
-HPMLC_FN hpml_status hpmlc_batch_legal(hpml_comm *c, const hpml_plan *plan, int64_t batch, int64_t grain)
-{
-    int64_t grains = (plan->global_batch + grain - 1) / grain;
-    int64_t most   = (grains + c->size - 1) / c->size * grain;
-    if (most <= batch && plan->leaf <= batch) return HPML_OK;
-    return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld on %d ranks gives one up to %lld "
-                      "samples (leaves of %lld), the model's batch is %lld", (long long)plan->global_batch, c->size,
-                      (long long)most, (long long)plan->leaf, (long long)batch);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>state   one list of what a training carries from step to step
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6818,12 +7424,6 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
    al. 2016, "Distributed Deep Learning Using Synchronous SGD"; Goyal et al. 2017 for its learning rates.) A trainer on
    a device has its gradients copied to the host and back. */
 
-HPMLC_FN hpml_status hpmlc_sync_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_plan *plan,
-                                      int64_t batch)
-{
-    return hpmlc_batch_legal(c, plan, batch, 1);
-}
-
 HPMLC_FN hpml_status hpmlc_sync_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     hpmlc_host_fetch(d, b->at, b->floats);
@@ -6901,14 +7501,6 @@ typedef struct hpmlc_delayed {
 HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan)
 {
     return plan->delayed;
-}
-
-HPMLC_FN hpml_status hpmlc_delayed_legal(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch)
-{
-    if (hpmlc_overflows(t, c->ctx))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: with delayed a gradient is applied in the step after "
-                          "its own, in f16 under another loss scale perhaps; take bf16 or a fixed loss_scale");
-    return hpmlc_batch_legal(c, plan, batch, 1);
 }
 
 HPMLC_FN bool hpmlc_delayed_open(hpml_distributed *d)
@@ -7091,26 +7683,6 @@ typedef struct hpmlc_exact {
 } hpmlc_exact;
 
 HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan) { return plan->exact; }
-
-HPMLC_FN hpml_status hpmlc_exact_legal(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch)
-{
-    if (plan->leaf == 0) plan->leaf = hpmlc_min(batch, 8);
-    hpml_status status = hpmlc_batch_legal(c, plan, batch, plan->leaf);
-    if (status != HPML_OK) return status;
-    /* leaves are computed one by one, hence no part of the batch knows another */
-    bool is_split = hpml_trainer_settings(t)->accumulate > 1 || plan->sync_batchnorm;
-    if (plan->sum || plan->warm_steps || hpmlc_whole_codec(&plan->codec) || is_split)
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: exact sums go with the mean, codecs of rows, and one "
-                          "batch a step; not with sum, warm_steps, codecs topk and lowrank, accumulate or "
-                          "sync_batchnorm");
-    if (hpmlc_overflows(t, c->ctx))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and integers "
-                          "cannot carry an infinity; take bf16, a fixed loss_scale, or sums that are not exact");
-    if (!hpml_graph_batchable(hpml_trainer_graph(t)))
-        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: this model mixes the samples of a batch, so leaves "
-                          "cannot be computed apart");
-    return HPML_OK;
-}
 
 /* Returns how many floats parameter i has in a leaf's array: gradient, or change of running statistics; 0: none. */
 HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
@@ -7356,12 +7928,6 @@ HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_plan *plan)
     return b != hpml_backend_cpu() && c->link.begin && by_rows && packs;
 }
 
-HPMLC_FN hpml_status hpmlc_link_legal(hpml_trainer *t HPMLC_UNUSED, hpml_comm *c, hpml_plan *plan,
-                                      int64_t batch)
-{
-    return hpmlc_batch_legal(c, plan, batch, 1);
-}
-
 HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d HPMLC_UNUSED, hpmlc_bucket *b)
 {
     b->task.status = hpmlc_linked_begin(b->now);
@@ -7492,11 +8058,6 @@ typedef struct hpmlc_nodes {
 HPMLC_FN bool hpmlc_nodes_is_chosen(hpml_comm *c, const hpml_plan *plan)
 {
     return c->link.across && hpmlc_link_is_chosen(c, plan);
-}
-
-HPMLC_FN hpml_status hpmlc_nodes_legal(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch)
-{
-    return hpmlc_link_legal(t, c, plan, batch);
 }
 
 /* Exchanges shard `user` over c, with a rank of each other node, when the sum of this node's ranks is on the host. */
@@ -7673,82 +8234,91 @@ HPMLC_FN void hpmlc_nodes_close(hpml_distributed *d)
 // >>strategies   the table of strategies; attaching one to a trainer
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The strategies. Of the rows of the plan's strategy, the form that a field of the plan asks for is chosen, else the
-   first that fits; the last row of each strategy always fits. */
+/* The strategies. The first row of the plan's strategy that fits is chosen; the last row of a strategy always fits. */
 static const hpmlc_strategy hpmlc_strategies[] = {
-    { HPML_STRATEGY_SYNC, "exact", true, "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
-      hpmlc_exact_legal, hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state,
-      hpmlc_exact_close },
-    { HPML_STRATEGY_SYNC, "delayed", true, NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_legal,
-      hpmlc_delayed_open, hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state,
+    { HPML_STRATEGY_SYNC, "exact", "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
+      hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, hpmlc_exact_close },
+    { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
+      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state,
       hpmlc_delayed_close },
-    { HPML_STRATEGY_SYNC, "nodes", false, NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_legal, hpmlc_nodes_open,
-      hpmlc_nodes_begin, hpmlc_nodes_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, hpmlc_nodes_close },
-    { HPML_STRATEGY_SYNC, "link", false, NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_legal, hpmlc_link_open,
-      hpmlc_link_begin, hpmlc_link_gradient, hpmlc_link_update, NULL, hpmlc_link_state, hpmlc_link_close },
-    { HPML_STRATEGY_SYNC, "sync", false, NULL, NULL, NULL, hpmlc_sync_legal, hpmlc_sync_open, hpmlc_sync_begin,
-      hpmlc_sync_gradient, hpmlc_sync_update, NULL, hpmlc_sync_state, hpmlc_sync_close },
+    { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_nodes_begin,
+      hpmlc_nodes_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, hpmlc_nodes_close },
+    { HPML_STRATEGY_SYNC, "link", NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_open, hpmlc_link_begin,
+      hpmlc_link_gradient, hpmlc_link_update, NULL, hpmlc_link_state, hpmlc_link_close },
+    { HPML_STRATEGY_SYNC, "sync", NULL, NULL, NULL, hpmlc_sync_open, hpmlc_sync_begin, hpmlc_sync_gradient,
+      hpmlc_sync_update, NULL, hpmlc_sync_state, hpmlc_sync_close },
 };
+
 enum { HPMLC_STRATEGIES = sizeof hpmlc_strategies / sizeof hpmlc_strategies[0] };
 
-/* Returns the row of the plan's strategy whose form the plan asks for, else the first that fits; NULL: an error on the
-   context, because there is no such strategy, or because the plan asks for two forms. */
+/* Returns the first row of the plan's strategy that fits. */
 HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_plan *plan)
 {
-    const hpmlc_strategy *chosen = NULL;
-    for (const hpmlc_strategy *s = hpmlc_strategies; s < hpmlc_strategies + HPMLC_STRATEGIES; s++) {
-        if (s->kind != plan->strategy || (chosen && !s->is_asked_for)) continue;
-        if (s->is_chosen && !s->is_chosen(c, plan)) continue;
-        if (chosen && chosen->is_asked_for)
-            return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: .%s and .%s exclude each other; set one of them",
-                              chosen->name, s->name), (const hpmlc_strategy *)NULL;
-        chosen = s;
-    }
-    if (!chosen)
-        hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: there is no strategy %d; take a word of hpml_strategy_kind",
-                   (int)plan->strategy);
-    return chosen;
+    const hpmlc_strategy *s = hpmlc_strategies;
+    while (s->kind != plan->strategy || (s->is_chosen && !s->is_chosen(c, plan))) s++;
+    return s;
 }
 
-/* Checks what all strategies require of the plan, fills in its defaults, and returns the strategy; NULL: an error on
-   the context. batch: samples that the model holds. */
-HPMLC_FN const hpmlc_strategy *hpmlc_dist_check(hpml_trainer *t, hpml_comm *c, hpml_plan *plan, int64_t batch)
+HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out)
 {
-    hpml_status status = HPML_OK;
-    bool        is_lossy = plan->codec.kind != HPML_CODEC_NONE || plan->codec.custom;
-    if (plan->_begin || plan->_end || plan->global_batch < 0 || plan->leaf < 0 || plan->warm_steps < 0 ||
-        plan->bucket_bytes < 0 || plan->history < 0)
-        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the plan is not cleared, or a count is negative");
-    else if (!plan->codec.custom && !hpml_codec_get(plan->codec.kind))
-        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: there is no codec %d; take a word of hpml_codec_kind",
-                            (int)plan->codec.kind);
-    else if (hpml_trainer_settings(t)->input->ctx != c->ctx)
-        status = hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
-                            "hpml_comm_ctx(comm)");
-    else if (is_lossy && hpmlc_overflows(t, c->ctx))
-        status = hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "distribute: in f16 gradients overflow now and then, and a codec "
-                            "cannot carry an infinity; take bf16, a fixed loss_scale, or codec none");
-    if (status != HPML_OK) return NULL;
-    if (plan->global_batch == 0) plan->global_batch = c->size * batch;
-    if (plan->history == 0) plan->history = 64;
-    const hpmlc_strategy *strategy = hpmlc_strategy_choose(c, plan);
-    return strategy && strategy->legal(t, c, plan, batch) == HPML_OK ? strategy : NULL;
+    memset(out, 0, sizeof *out);
+    if (!t || !c) return;
+    out->ranks         = c->size;
+    out->batch         = hpml_trainer_settings(t)->input->shape[0];
+    out->accumulate    = hpml_trainer_settings(t)->accumulate;
+    out->overflows     = hpmlc_overflows(t, c->ctx);
+    out->mixes_samples = !hpml_graph_batchable(hpml_trainer_graph(t));
+    out->native        = c->t->allreduce || c->link.begin;
 }
 
-/* Checks that all ranks have the same model, and broadcasts the parameters of rank 0 to all ranks. */
+/* Replaces the fields of the plan that HPML_PLAN in the environment names, checks the plan, and fills in its defaults.
+   False: an error on the context. */
+HPMLC_FN bool hpmlc_dist_plan(hpml_trainer *t, hpml_comm *c, hpml_plan *plan)
+{
+    const char     *text = getenv("HPML_PLAN");
+    char            why[480];
+    hpml_status     status = HPML_OK;
+    hpml_plan_facts facts;
+    if (hpml_trainer_settings(t)->input->ctx != c->ctx)
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
+                          "hpml_comm_ctx(comm)"), false;
+    hpml_plan_facts_of(t, c, &facts);
+    if (text) status = hpml_plan_parse(text, plan, why, sizeof why);
+    if (status != HPML_OK) return hpmlc_fail(c, status, "HPML_PLAN in the environment: %s", why), false;
+    status = hpml_plan_check(plan, &facts, why, sizeof why);
+    if (status != HPML_OK) return hpmlc_fail(c, status, "distribute: %s", why), false;
+    hpml_plan_resolve(plan, &facts, plan);
+    return true;
+}
+
+/* Returns a number of 31 bits that two plans hardly ever have in common (FNV-1a of their texts). */
+HPMLC_FN int64_t hpmlc_plan_hash(const hpml_plan *plan)
+{
+    char     text[1024];
+    uint32_t hash = 2166136261u;
+    hpml_plan_text(plan, false, text, sizeof text);
+    for (const char *at = text; *at; at++) hash = (hash ^ (uint8_t)*at) * 16777619u;
+    return hash >> 1;
+}
+
+/* Checks that all ranks have the same model and plan, and broadcasts the parameters of rank 0 to all ranks. */
 HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
 {
     const hpmlc_layout *l = &d->layout;
     int64_t             shape[4], total = hpml_param_total(d->ctx);
     shape[0] = total;
     shape[1] = -total;
-    shape[2] = l->params;
-    shape[3] = -l->params;
+    shape[2] = (hpmlc_plan_hash(&d->plan) << 32) + l->params;
+    shape[3] = -shape[2];
     hpml_status status = hpmlc_reduce_all(d->c, shape, 4, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
-    if (status == HPML_OK && (shape[0] != -shape[1] || shape[2] != -shape[3]))
+    if (status == HPML_OK && shape[0] != -shape[1])
         return hpmlc_fail(d->c, HPML_ERR_SHAPE, "distribute: this rank's model has %lld numbers in %d parameters, "
-                          "others up to %lld in %lld; record the same model on all ranks", (long long)total, l->params,
-                          (long long)shape[0], (long long)shape[2]);
+                          "others up to %lld; record the same model on all ranks", (long long)total, l->params,
+                          (long long)shape[0]);
+    if (status == HPML_OK && shape[2] != -shape[3])
+        return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: ranks have different plans, or numbers of parameters "
+                          "(%d here); give the same plan, and the same HPML_PLAN in the environment, on all ranks",
+                          l->params);
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
@@ -7822,8 +8392,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     HPMLC_ZERO(hpml_hooks, hooks);
     HPMLC_DESC(hpml_plan, settings, plan);
     if (hpmlc_failed(c) || !t) return NULL;
-    const hpmlc_strategy *s = hpmlc_dist_check(t, c, &settings, hpml_trainer_settings(t)->input->shape[0]);
-    if (!s) return NULL;
+    if (!hpmlc_dist_plan(t, c, &settings)) return NULL;
     hpml_trainer_set_hooks(t, NULL); /* removes hooks; the parameters' gradients are now this trainer's */
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
@@ -7831,7 +8400,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     d->c            = c;
     d->ctx          = c->ctx;
     d->plan         = settings;
-    d->strategy     = s;
+    d->strategy     = hpmlc_strategy_choose(c, &settings);
     d->accumulate   = hpml_trainer_settings(t)->accumulate;
     d->copies.first = c->rank;
     d->copies.count = 1;
@@ -7842,7 +8411,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     }
     hooks.user   = d;
     hooks.run    = hpmlc_dist_run;
-    hooks.grad   = s->gradient ? hpmlc_dist_grad : NULL;
+    hooks.grad   = d->strategy->gradient ? hpmlc_dist_grad : NULL;
     hooks.sum    = settings.sync_batchnorm ? hpmlc_dist_sum : NULL;
     hooks.update = hpmlc_dist_update;
     hooks.data   = hpmlc_dist_data;

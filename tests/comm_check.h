@@ -483,6 +483,47 @@ static hpml_status huge(hpml_comm *c, void *user)
 }
 #endif
 
+/* Rank 0 serves all other ranks with one receive posted for each: question i of rank r is answered by 1000 r + i. Every
+   rank asks `count` questions, of different lengths, and says farewell by a question below 0. */
+static hpml_status serve_case(hpml_comm *c, int count)
+{
+    enum { MOST = 16 };
+    hpml_message  in[MOST], *list[MOST] = { NULL };
+    const int     p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    int           living = p - 1, answered = 0, question[MOST], answer;
+    static double extra[2][40];
+    for (int i = 0; i <= count && rank > 0; i++) {
+        hpml_message m;
+        question[0] = i < count ? i : -1;
+        CHECK(hpml_send(c, 0, 1, question, sizeof *question) == HPML_OK);
+        if (i == count) break;
+        CHECK(hpml_send(c, 0, 2, extra[1], sizeof **extra * (size_t)(i % 40)) == HPML_OK);
+        CHECK(hpml_irecv(c, 0, 3, &answer, sizeof answer, &m) == HPML_OK);
+        if (i % 2) while (!hpml_test(c, &m)) hpml_comm_compute(c, 1e-5); /* CLOCK: time passes by computing alone */
+        CHECK(hpml_wait(c, &m) == HPML_OK && m.done && answer == 1000 * rank + i);
+    }
+    for (int r = 1; r < p && rank == 0; r++) {
+        list[r] = &in[r];
+        CHECK(hpml_irecv(c, r, 1, &question[r], sizeof *question, &in[r]) == HPML_OK);
+    }
+    while (living > 0 && rank == 0) {
+        const int r = hpml_wait_any(c, list, p, -1);
+        CHECK(r > 0 && in[r].done && in[r].status == HPML_OK && in[r].peer == r);
+        if (question[r] < 0) {
+            list[r] = NULL;
+            living--;
+            continue;
+        }
+        CHECK(hpml_recv(c, r, 2, extra[0], sizeof **extra * (size_t)(question[r] % 40)) == HPML_OK);
+        answer = 1000 * r + question[r];
+        answered++;
+        CHECK(hpml_irecv(c, r, 1, &question[r], sizeof *question, &in[r]) == HPML_OK);
+        CHECK(hpml_send(c, r, 3, &answer, sizeof answer) == HPML_OK);
+    }
+    CHECK(rank > 0 || answered == count * (p - 1));
+    return hpml_barrier(c);
+}
+
 /* Keeps a rank late: until all other ranks have failed because they waited for it, which has_ended counts in *ended; if
    ended is NULL, because ranks are processes, for some seconds. */
 static void outlast(hpml_comm *c, const int *ended, double seconds)

@@ -121,6 +121,7 @@ static hpml_status correct(hpml_comm *c, void *user)
     if (p > 1) {
         CHECK(messages_case(c, 3, 100000) == HPML_OK);
         CHECK(order_case(c, 1000) == HPML_OK);
+        CHECK(serve_case(c, 100) == HPML_OK);
     }
     CHECK(jobs_case(c, 5) == HPML_OK);
     CHECK(orders_case(c, 100, false) == HPML_OK && orders_case(c, 10, true) == HPML_OK);

@@ -862,6 +862,181 @@ TEST(virtual_time_has_one_order)
     ENSURE(o.events == 808 && o.turned == 0);
 }
 
+/* ---- the first of several messages ---- */
+
+static hpml_status serves(hpml_comm *c, void *user)
+{
+    return (void)user, serve_case(c, SLOW_BUILD || is_clock(c) ? 50 : 300);
+}
+
+TEST(a_server_answers_all_ranks_by_one_receive_for_each)
+{
+    hpml_network net;
+    memset(&net, 0, sizeof net);
+    for (int t = 0; t < 2; t++)
+        for (int p = 2; p <= (SLOW_BUILD ? 3 : 7); p += p == 4 ? 3 : 1)
+            ENSURE(launch(transports[t], p, serves, NULL) == HPML_OK);
+    net.ranks_per_node = 2, net.between.latency = 1e-4, net.inside.bandwidth = 1e9;
+    for (int t = 0; t < 2; t++) ENSURE(launch_on(transports[t], 4, &net, serves, NULL) == HPML_OK);
+}
+
+/* Messages arrive after 10 s from rank 1, after 1 s and 2 s from rank 2: each is over at its own virtual time. */
+static hpml_status two_any(hpml_comm *c, void *user)
+{
+    char          bytes[3] = { 'a', 'b', 'c' }, got[3] = { 0 };
+    hpml_message  m[3], *list[3];
+    const int     rank = hpml_comm_rank(c);
+    (void)user;
+    if (rank == 1) return hpml_send(c, 0, 1, bytes, 1); /* from the other node, 10 s away */
+    for (int i = 1; i < 3 && rank == 2; i++) {
+        hpml_comm_compute(c, 1);
+        CHECK(hpml_send(c, 0, i, bytes + i, 1) == HPML_OK);
+    }
+    if (rank == 2) return HPML_OK;
+    for (int i = 0; i < 3; i++) {
+        list[i] = &m[i];
+        CHECK(hpml_irecv(c, i == 0 ? 1 : 2, i == 2 ? 2 : 1, got + i, 1, &m[i]) == HPML_OK);
+    }
+    hpml_comm_compute(c, 0.5);
+    CHECK(hpml_wait_any(c, list, 3, 0) == -1 && hpml_comm_now(c) == 0.5);
+    CHECK(hpml_wait_any(c, list, 3, 0.25) == -1 && hpml_comm_now(c) == 0.75);
+    CHECK(hpml_wait_any(c, list, 3, 100) == 1 && hpml_comm_now(c) == 1);
+    list[1] = NULL;
+    CHECK(!hpml_test(c, &m[2]) && !m[2].done);
+    hpml_comm_compute(c, 2);
+    CHECK(hpml_test(c, &m[2]) && m[2].done && !hpml_test(c, &m[0]) && hpml_comm_now(c) == 3);
+    CHECK(hpml_wait_any(c, list, 3, -1) == 2 && hpml_comm_now(c) == 3);
+    list[2] = NULL;
+    CHECK(hpml_wait_any(c, list, 3, -1) == 0 && hpml_comm_now(c) == 10);
+    CHECK(memcmp(got, bytes, 3) == 0);
+    return HPML_OK;
+}
+
+TEST(hpml_wait_any_moves_the_clock_to_the_message_that_arrives_first)
+{
+    static const int32_t node[] = { 0, 1, 0 };
+    hpml_network         net;
+    memset(&net, 0, sizeof net);
+    net.node = node, net.between.latency = 10;
+    ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 3, &net, two_any, NULL) == HPML_OK);
+}
+
+/* Rank 0 takes 100 messages of each other rank, in the order of virtual time. */
+static hpml_status listen_to_any(hpml_comm *c, void *user)
+{
+    enum { MOST = 8 };
+    hpml_message m[MOST], *list[MOST] = { NULL };
+    char         byte[MOST];
+    int          left[MOST], p = hpml_comm_size(c);
+    if (hpml_comm_rank(c) > 0) return speak(c, user);
+    for (int r = 1; r < p; r++) {
+        left[r] = 100;
+        list[r] = &m[r];
+        CHECK(hpml_irecv(c, r, 1, &byte[r], 1, &m[r]) == HPML_OK);
+    }
+    for (int i = 0; i < 100 * (p - 1); i++) {
+        const int r = hpml_wait_any(c, list, p, -1);
+        CHECK(r > 0);
+        event(c, (order *)user);
+        if (--left[r] == 0) list[r] = NULL;
+        else CHECK(hpml_irecv(c, r, 1, &byte[r], 1, &m[r]) == HPML_OK);
+    }
+    return HPML_OK;
+}
+
+TEST(hpml_wait_any_takes_messages_in_the_order_of_virtual_time)
+{
+    order        o = { 0, 0, 0 };
+    hpml_network net;
+    memset(&net, 0, sizeof net);
+    net.jitter = 0.9, net.seed = 4, net.ranks_per_node = 2, net.between.latency = 3;
+    ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 5, &net, listen_to_any, &o) == HPML_OK);
+    if (o.turned) printf("    %d of %d events after a later one\n", o.turned, o.events);
+    ENSURE(o.events == 800 && o.turned == 0);
+}
+
+/* All other ranks send at the same times; rank 0 has the receive from the last rank first in its list. Every fourth
+   time rank 0 computes, and then finds messages of several rounds. */
+static hpml_status at_once(hpml_comm *c, void *user)
+{
+    enum { MOST = 8, ROUNDS = 40 };
+    hpml_message m[MOST][ROUNDS], *list[MOST * ROUNDS];
+    char         byte = 0, got[MOST][ROUNDS];
+    const int    p = hpml_comm_size(c), n = (p - 1) * ROUNDS;
+    (void)user;
+    for (int i = 0; i < ROUNDS && hpml_comm_rank(c) > 0; i++) {
+        hpml_comm_compute(c, 1);
+        CHECK(hpml_send(c, 0, 1, &byte, 1) == HPML_OK);
+    }
+    if (hpml_comm_rank(c) > 0) return HPML_OK;
+    for (int i = 0; i < n; i++) {
+        const int r = p - 1 - i % (p - 1);
+        list[i] = &m[r][i / (p - 1)];
+        CHECK(hpml_irecv(c, r, 1, &got[r][i / (p - 1)], 1, list[i]) == HPML_OK);
+    }
+    for (int i = 0; i < n; i++) {
+        if (i % (4 * (p - 1)) == 0) hpml_comm_compute(c, 2.5);
+        CHECK(hpml_wait_any(c, list, n, -1) == i && hpml_comm_now(c) >= i / (p - 1) + 1);
+        list[i] = NULL;
+    }
+    return HPML_OK;
+}
+
+/* At second 2, when rank 0 has computed, a message of rank 2 arrives; rank 1 sends one that arrives then, too. */
+static hpml_status just_now(hpml_comm *c, void *user)
+{
+    hpml_message m[3], *list[3] = { NULL, &m[1], &m[2] };
+    char         got[3] = { 0 };
+    const int    rank   = hpml_comm_rank(c);
+    (void)user;
+    for (int r = 1; r < 3 && rank == 0; r++) CHECK(hpml_irecv(c, r, 1, got + r, 1, &m[r]) == HPML_OK);
+    hpml_comm_compute(c, rank == 2 ? 1 : 2);
+    if (rank > 0) return hpml_send(c, 0, 1, got, 1);
+    CHECK(hpml_wait_any(c, list, 3, -1) == 1 && hpml_comm_now(c) == 2);
+    return hpml_wait(c, &m[2]);
+}
+
+TEST(hpml_wait_any_goes_by_place_where_messages_arrive_together)
+{
+    hpml_network net;
+    memset(&net, 0, sizeof net);
+    net.ranks_per_node = 2, net.between.latency = 1;
+    ENSURE(launch_on(HPML_TRANSPORT_CLOCK, 3, &net, just_now, NULL) == HPML_OK);
+    for (int p = 2; p <= 8; p += 3) ENSURE(launch(HPML_TRANSPORT_CLOCK, p, at_once, NULL) == HPML_OK);
+}
+
+/* Rank 0 waits for as long as it says, without an error, while rank 1 waits for rank 0 to send. */
+static hpml_status waits_briefly(hpml_comm *c, void *user)
+{
+    char          got[2] = { 0 }, byte = 7;
+    hpml_message  m[2], *list[2] = { &m[0], &m[1] };
+    double        start, took;
+    (void)user;
+    if (hpml_comm_rank(c) == 1) {
+        CHECK(hpml_recv(c, 0, 1, got, 1) == HPML_OK);
+        return hpml_send(c, 0, 2, &byte, 1);
+    }
+    for (int i = 0; i < 2; i++) CHECK(hpml_irecv(c, 1, 2 + i, got + i, 1, &m[i]) == HPML_OK);
+    CHECK(!hpml_test(c, &m[0]) && hpml_wait_any(c, list, 2, 0) == -1);
+    start = hpml_comm_now(c);
+    CHECK(hpml_wait_any(c, list, 2, 0.05) == -1 && hpml_ctx_status(hpml_comm_ctx(c)) == HPML_OK);
+    took = hpml_comm_now(c) - start;
+    CHECK(took >= 0.05 && took < 5 && (!is_clock(c) || took < 0.051) && !m[0].done && !m[1].done);
+    CHECK(hpml_send(c, 1, 1, &byte, 1) == HPML_OK);
+    CHECK(hpml_wait_any(c, list, 2, 5) == 0 && got[0] == 7 && hpml_wait_any(c, list, 1, 0) == 0);
+    list[0] = NULL;
+    CHECK(hpml_wait_any(c, list, 1, 1) == -1);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(hpml_wait_any_ends_after_its_seconds_and_refuses_an_empty_list)
+{
+    for (int t = 0; t < 2; t++) {
+        ENSURE(launch(transports[t], 2, waits_briefly, NULL) == HPML_ERR_ARGUMENT);
+        ENSURE(strstr(error, "rank 0: hpml_wait_any: a list of 1 without a message"));
+    }
+}
+
 static hpml_status waver(hpml_comm *c, void *user) /* measures by how much each of 100 computations exceeds 1 s */
 {
     double *more = (double *)user + 100 * hpml_comm_rank(c);
@@ -972,10 +1147,13 @@ static hpml_status counting(hpml_comm *c, void *user)
     hpml_counters k;
     float         x[64] = { 0 };
     (void)user;
-    for (int i = 0; i < 3; i++) CHECK(hpml_job_wait(hpml_iallreduce(c, x, 64, NULL)) == HPML_OK);
-    CHECK(hpml_allreduce(c, x, 64, NULL) == HPML_OK);
-    hpml_comm_counters(c, &k);
-    CHECK(k.bytes >= 4 * 256 && k.messages >= 4 && k.rounds >= 4 && k.seconds >= 0);
+    hpml_allreduce_desc d;
+    memset(&d, 0, sizeof d);
+    d.algorithm = HPML_BUTTERFLY; /* one message of all elements */
+    for (int i = 0; i < 3; i++) CHECK(hpml_job_wait(hpml_iallreduce(c, x, 64, &d)) == HPML_OK);
+    CHECK(hpml_allreduce(c, x, 64, &d) == HPML_OK);
+    hpml_comm_counters(c, &k); /* without the making of the background's communicator */
+    CHECK(k.bytes == 4 * 256 && k.messages == 4 && k.rounds == 4 && k.seconds >= 0);
     CHECK(hpml_comm_bytes_to(c, !hpml_comm_rank(c)) == k.bytes &&
           hpml_comm_messages_to(c, !hpml_comm_rank(c)) == k.messages);
     hpml_comm_counters_reset(c);
@@ -1118,6 +1296,40 @@ static hpml_status unanswered(hpml_comm *c, void *user) /* a send that times out
     return hpml_recv(c, 0, 0, y, 1000);
 }
 
+/* Every rank waits for a question of any other one; or rank 1 of 3 is late, fails or leaves. */
+static hpml_status any_of_all(hpml_comm *c)
+{
+    hpml_message m[4], *list[4] = { NULL };
+    char         got[4];
+    for (int r = 0; r < hpml_comm_size(c); r++) {
+        if (r == hpml_comm_rank(c)) continue;
+        hpml_irecv(c, r, 1, &got[r], 1, &m[r]);
+        list[r] = &m[r];
+    }
+    if (hpml_wait_any(c, list, hpml_comm_size(c), -1) >= 0) return HPML_OK;
+    for (int r = 0; r < hpml_comm_size(c); r++) /* all are given up, so that their memory may be reused */
+        if (list[r] && (!m[r].done || m[r].status == HPML_OK)) return HPML_ERR_STATE;
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+static hpml_status any_deadlock(hpml_comm *c, void *user) { return (void)user, any_of_all(c); }
+static hpml_status any_leaves(hpml_comm *c, void *user)
+{
+    return (void)user, hpml_comm_rank(c) == 1 ? HPML_OK : any_of_all(c);
+}
+static hpml_status any_fails(hpml_comm *c, void *user)
+{
+    if (hpml_comm_rank(c) == 1) return raises(c, user);
+    return any_of_all(c);
+}
+static hpml_status any_late(hpml_comm *c, void *user)
+{
+    (void)user;
+    if (hpml_comm_rank(c) == 0) return has_ended(&ended, any_of_all(c));
+    for (int turn = 0; turn < 20000 && __atomic_load_n(&ended, __ATOMIC_ACQUIRE) == 0; turn++) usleep(1000);
+    return hpml_barrier(c);
+}
+
 static hpml_status bad_arguments(hpml_comm *c, void *user)
 {
     char x = 0;
@@ -1180,6 +1392,15 @@ static const failure failures[] = {
     { "other count, checked", other_count, 3, true, 20, HPML_ERR_COMM, { "allreduce of 32", "allreduce of 64" } },
     { "another type, checked", other_type, 2, true, 20, HPML_ERR_COMM, { "of 8 f64, sum", "of 8 i64, sum", NULL } },
     { "circle", circle, 3, false, 20, HPML_ERR_COMM, { "rank 0 waits for rank 1", "rank 1 waits for rank 2" } },
+    { "any, a deadlock", any_deadlock, 3, false, 20, HPML_ERR_COMM,
+      { "rank 0 waits for rank 1 or 1 other in hpml_wait_any", "rank 2 waits for rank 0 or 1 other", NULL } },
+    { "any, a rank leaves", any_leaves, 3, false, 20, HPML_ERR_COMM,
+      { "rank 0 waits for rank 1, which has left, or 1 other in hpml_wait_any", NULL, NULL } },
+    { "any, a rank fails", any_fails, 3, false, 20, HPML_ERR_NONFINITE, { "rank 1: the loss is NaN", NULL, NULL } },
+    { "any, late", any_late, 2, false, 0.2, HPML_ERR_TIMEOUT,
+      { "waited 0.2 s for rank 1 in hpml_wait_any", NULL, NULL } },
+    { "any of two, late", any_late, 3, false, 0.2, HPML_ERR_TIMEOUT,
+      { "waited 0.2 s for rank 1 or 1 other in hpml_wait_any", NULL, NULL } },
     { "leaves a job", leaves_a_job, 3, false, 20, 0, { "rank 1", NULL, NULL } },
     { "a job alone", job_alone, 3, false, 20, 0, { NULL, NULL, NULL } },
     { "in a part", in_a_part, 4, false, 20, HPML_ERR_COMM, { "rank 0 waits for rank 2, which has left", NULL, NULL } },

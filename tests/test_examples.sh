@@ -164,6 +164,13 @@ check "1 Gbit/s, 64 ranks: half as long with bf16, less when packed" 'awk "$time
 timeout 60 build/09_queue >"$tmp/out" 2>&1
 check "spread strands fewer GPUs than pack" \
     'awk "/^pack/ { p = \$6 } /^spread/ { s = \$6; n = 1 } END { exit !(n && s < p) }" "$tmp/out"'
+timeout 60 build/20_lbfgs >"$tmp/out" 2>&1
+check "L-BFGS on ranks finds the weights of one rank; a slow worker costs little" \
+    '[ $? -eq 0 ] && says "step 15  loss 0.4131487" && says "^portions: 4"'
+if [ -z "$lack" ]; then
+    HPML_RUN=mpi timeout 60 "$mpiexec" $mpi_options -n 3 build/20_lbfgs_mpi >"$tmp/out" 2>&1
+    check "L-BFGS under mpiexec" 'says "step 15  loss 0.4131487"'
+fi
 build/08_simulate --layers /nonexistent >"$tmp/out" 2>&1
 check "a missing file of layers is an error" '[ $? -ne 0 ] && grep -q nonexistent "$tmp/out"'
 # What examples print fits a terminal of 80 columns; --help lists the options.
@@ -180,7 +187,9 @@ fits build/02_mnist --workers 2 --samples 640 --epochs 2 --model linear --steps-
 fits build/03_charlm --steps 2 --batch 2 --length 300 hpml.h
 fits build/05_allreduce --ranks 2 --max 4096
 fits build/08_simulate --out "$files" --ranks 64
-for program in 01_xor 04_embed_cpp 07_digits 06_onebit_dropin 09_queue 18_own_op; do fits build/$program; done
+for program in 01_xor 04_embed_cpp 07_digits 06_onebit_dropin 09_queue 18_own_op 20_lbfgs; do
+    fits build/$program
+done
 for program in 02_mnist 03_charlm 05_allreduce 08_simulate; do
     fits build/$program --help
     check "$program --help" 'says "^  --[a-z]* "'

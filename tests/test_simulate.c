@@ -374,10 +374,10 @@ static void watched_test(hpml_comm *c, hpml_message *m)
     hpmlc_threads_test(c, m);
 }
 
-static void watched_block(hpml_comm *c, hpml_message *m, double until)
+static void watched_block(hpml_comm *c, hpml_message *const *m, int count, double until)
 {
     __atomic_store_n(&watched.slept, true, __ATOMIC_RELEASE);
-    hpmlc_threads_block(c, m, until);
+    hpmlc_threads_block(c, m, count, until);
 }
 
 /* Rank 1 sends before rank 0 waits, or when rank 0 sleeps. */

@@ -1,0 +1,244 @@
+/* Plans as data: what is printed is read back, what is wrong is named, what is refused has a reason and a way out, and
+   what is not refused trains. HPML_PLANS=all (ninja plans): all pairs of values of all fields, else a sample of
+   them. */
+#include "../hpml.h"
+#define HPML_COMM_IMPLEMENTATION /* private functions: the list of fields; hpml.h's body is compiled apart */
+#include "../hpml_comm.h"
+#include "toy_points.h"
+#include "test.h"
+
+static const hpml_plan_facts four = { .ranks = 4, .batch = 6, .accumulate = 1 };
+
+static hpml_plan plan_of(const char *text)
+{
+    hpml_plan plan = { 0 };
+    char      error[480];
+    if (hpml_plan_parse(text, &plan, error, sizeof error) != HPML_OK) printf("    %s\n", error);
+    return plan;
+}
+
+/* All plans that hpml_plan_next visits: each is printed and read back as it was, with few fields and with all. */
+TEST(plans_are_printed_and_read_back)
+{
+    hpml_plan plan = { 0 };
+    int       count = 0;
+    do {
+        char text[2048], error[480];
+        for (int all = 0; all < 2 && count % 5 == 0; all++) {
+            hpml_plan again = { .history = all ? 9 : 0 };
+            int       length = hpml_plan_text(&plan, all, text, sizeof text);
+            ENSURE(length == (int)strlen(text) && length == hpml_plan_text(&plan, all, NULL, 0));
+            ENSURE(hpml_plan_parse(text, &again, error, sizeof error) == HPML_OK);
+            ENSURE(hpml_plan_differs(&plan, &again, text, sizeof text) == 0 && text[0] == 0);
+        }
+        ENSURE(hpml_plan_check(&plan, &four, NULL, 0) == HPML_OK);
+        count++;
+    } while (hpml_plan_next(&plan, &four));
+    hpml_plan zero = { 0 };
+    printf("    %d plans\n", count);
+    ENSURE(count > 10000 && hpml_plan_differs(&plan, &zero, NULL, 0) == 0);
+}
+
+TEST(a_plan_is_read_from_text)
+{
+    static const char sorted[] = "exact=1,leaf=3,codec=topk,codec.ratio=0.25,codec.seed=18446744073709551615,"
+                                 "algorithm=ring";
+    hpml_plan plan = plan_of("algorithm=ring,codec=topk,codec.ratio=0.25,exact=1,leaf=3,"
+                             "codec.seed=18446744073709551615");
+    char      text[512];
+    ENSURE(plan.codec.kind == HPML_CODEC_TOPK && plan.codec.ratio == 0.25f && plan.exact && plan.leaf == 3);
+    ENSURE(plan.algorithm == HPML_RING && plan.codec.seed == UINT64_MAX && !plan.delayed);
+    int length = hpml_plan_text(&plan, false, text, sizeof text);
+    ENSURE(strcmp(text, sorted) == 0);
+    ENSURE(hpml_plan_text(&plan, false, text, 9) == length && strcmp(text, "exact=1,") == 0); /* as snprintf cuts */
+    hpml_plan other = plan_of("exact=1,leaf=4,codec=onebit");
+    ENSURE(hpml_plan_differs(&plan, &other, text, sizeof text) == 5);
+    ENSURE(strcmp(text, "leaf 3 to 4, codec topk to onebit, codec.ratio 0.25 to 0, "
+                        "codec.seed 18446744073709551615 to 0, algorithm ring to auto") == 0);
+}
+
+TEST(wrong_words_are_named)
+{
+    static const char *const wrong[][3] = { /* text; what the error names; what it says is possible */
+        { "exact=1,strategie=sync", "\"strategie\"", "strategy, sum, exact" },
+        { "strategy=sinc", "strategy=sinc", "take sync" },
+        { "codec=zip", "codec=zip", "none, bf16, onebit" },
+        { "algorithm=", "algorithm= ", "auto, central" },
+        { "exact", "exact=", "whole number from 0 to 1" },
+        { "exact=2", "exact=2", "from 0 to 1" },
+        { "exact=yes", "exact=yes", "from 0 to 1" },
+        { "history=3000000000", "history=3000000000", "from 0 to 2147483647" },
+        { "leaf=-1", "leaf=-1", "from 0" },
+        { "leaf=99999999999999999999", "leaf=9999", "whole number" },
+        { "leaf=2.5", "leaf=2.5", "whole number" },
+        { "codec.ratio=1.5", "codec.ratio=1.5", "a number from 0 to 1" },
+        { "codec.ratio=nan", "codec.ratio=nan", "a number from 0 to 1" },
+        { "codec.seed=-1", "codec.seed=-1", "whole number" },
+        { "exact=1,,leaf=1", "\"\"", "fields are" },
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        hpml_plan plan = { .leaf = 7 };
+        char      error[480];
+        ENSURE(hpml_plan_parse(wrong[i][0], &plan, error, sizeof error) == HPML_ERR_ARGUMENT);
+        bool named = strstr(error, wrong[i][1]) && strstr(error, wrong[i][2]);
+        if (!named) printf("    %s: %s\n", wrong[i][0], error);
+        ENSURE(named && plan.leaf == 7 && !plan.exact);
+        ENSURE(hpml_plan_parse(wrong[i][0], &plan, NULL, 0) == HPML_ERR_ARGUMENT);
+    }
+    ENSURE(hpml_plan_parse(NULL, NULL, NULL, 0) == HPML_ERR_ARGUMENT);
+}
+
+/* One plan, and facts, for each rule: the sentence names both sides and a way out. */
+typedef struct refusal {
+    const char     *plan;
+    hpml_plan_facts facts;
+    const char     *names[3];
+} refusal;
+
+static const refusal refusals[] = {
+    { "global_batch=25", { 4, 6, 1, 0, 0, 0 }, { "global_batch", "ranks", "smaller global_batch" } },
+    { "exact=1,leaf=4,global_batch=24", { 4, 6, 1, 0, 0, 0 }, { "global_batch", "ranks", "larger batch" } },
+    { "algorithm=native", { 4, 6, 1, 0, 0, 0 }, { "algorithm", "transport", "take algorithm auto" } },
+    { "leaf=7", { 4, 6, 1, 0, 0, 0 }, { "leaf", "batch", "smaller leaf" } },
+    { "exact=1,delayed=1", { 4, 6, 1, 0, 0, 0 }, { "exact", "delayed", "set one" } },
+    { "exact=1,sum=1", { 4, 6, 1, 0, 0, 0 }, { "exact", "sum", "set one" } },
+    { "exact=1,warm_steps=3", { 4, 6, 1, 0, 0, 0 }, { "exact", "warm_steps", "set one" } },
+    { "exact=1,codec=topk", { 4, 6, 1, 0, 0, 0 }, { "exact", "codec", "take codec onebit" } },
+    { "exact=1,codec=lowrank", { 4, 6, 1, 0, 0, 0 }, { "exact", "codec", "take codec onebit" } },
+    { "exact=1,sync_batchnorm=1", { 4, 6, 1, 0, 0, 0 }, { "exact", "sync_batchnorm", "set one" } },
+    { "exact=1", { 4, 6, 2, 0, 0, 0 }, { "exact", "accumulate", "set accumulate to 1" } },
+    { "exact=1", { 4, 6, 1, 0, 1, 0 }, { "exact", "mixes", "leave exact out" } },
+    { "exact=1", { 4, 6, 1, 1, 0, 0 }, { "exact", "f16", "bf16" } },
+    { "codec=onebit", { 4, 6, 1, 1, 0, 0 }, { "codec", "f16", "codec none" } },
+    { "delayed=1", { 4, 6, 1, 1, 0, 0 }, { "delayed", "f16", "loss_scale" } },
+};
+
+TEST(each_rule_names_both_sides_and_a_way_out)
+{
+    enum { COUNT = sizeof refusals / sizeof refusals[0] };
+    char why[COUNT][480];
+    for (int i = 0; i < COUNT; i++) {
+        hpml_plan plan = plan_of(refusals[i].plan);
+        ENSURE(hpml_plan_check(&plan, &refusals[i].facts, why[i], sizeof why[i]) == HPML_ERR_UNSUPPORTED);
+        bool named = strstr(why[i], "plan: ") == why[i];
+        for (int k = 0; k < 3; k++) named = named && strstr(why[i], refusals[i].names[k]);
+        if (!named) printf("    %s: %s\n", refusals[i].plan, why[i]);
+        ENSURE(named);
+        ENSURE(hpml_plan_check(&plan, &refusals[i].facts, NULL, 0) == HPML_ERR_UNSUPPORTED);
+    }
+    int tripped = 1; /* the rule of a plan that was not cleared, below */
+#define COUNT_RULE(is_refused, sentence) \
+    for (int i = 0; i < COUNT; i++) \
+        if (strncmp(why[i] + strlen("plan: "), sentence, strlen(sentence)) == 0) { tripped++; break; }
+    HPMLC_PLAN_RULES(COUNT_RULE)
+#undef COUNT_RULE
+    int rules = 0;
+#define COUNT_RULE(is_refused, sentence) rules++;
+    HPMLC_PLAN_RULES(COUNT_RULE)
+#undef COUNT_RULE
+    ENSURE(tripped == rules);
+    hpml_plan dirty = { ._end = 1 }, high = { .leaf = -5 };
+    ENSURE(hpml_plan_check(&dirty, &four, why[0], sizeof why[0]) != HPML_OK && strstr(why[0], "cleared"));
+    ENSURE(hpml_plan_check(&high, &four, why[0], sizeof why[0]) == HPML_ERR_ARGUMENT && strstr(why[0], "leaf=-5"));
+    high = (hpml_plan){ .strategy = (hpml_strategy_kind)99 };
+    ENSURE(hpml_plan_check(&high, &four, why[0], sizeof why[0]) == HPML_ERR_ARGUMENT && strstr(why[0], "strategy=99"));
+    ENSURE(hpml_plan_check(NULL, &four, NULL, 0) != HPML_OK && hpml_plan_check(&high, NULL, NULL, 0) != HPML_OK);
+    ENSURE(!hpml_strategy_name((hpml_strategy_kind)99) && strcmp(hpml_strategy_name(HPML_STRATEGY_SYNC), "sync") == 0);
+}
+
+/* A small training under a plan, in virtual time: batchnorm, dropout, the last batch of a pass is short. */
+typedef struct trial {
+    hpml_plan plan;
+    bool      odd_rank; /* rank 1 has another plan */
+    bool      same;     /* all ranks have the same parameters in the end */
+    uint64_t  hash;
+    int64_t   steps;
+    char      text[512];
+} trial;
+
+static hpml_status train(hpml_comm *c, void *user)
+{
+    trial        *j     = (trial *)user;
+    hpml_ctx     *ctx   = hpml_comm_ctx(c);
+    hpml_tensor  *x     = hpml_input_2d(ctx, 6, INPUTS);
+    hpml_tensor  *h     = hpml_dropout(hpml_relu(hpml_batchnorm(hpml_linear(x, 16, NULL), NULL)), 0.1f);
+    hpml_trainer *t     = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = x, .output = hpml_linear(h, CLASSES, NULL), .lr = 0.05f });
+    hpml_dataset *data  = points(ctx, 44, 0, 0, 0);
+    hpml_plan     plan  = j->plan;
+    if (j->odd_rank && hpml_comm_rank(c) == 1) plan.no_overlap = true;
+    hpml_distributed *d = hpml_distribute(t, c, &plan);
+    hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 3, .max_steps = 3 });
+    hpml_distribute_finish(d);
+    bool same = same_params(c);
+    if (hpml_comm_rank(c) == 0) {
+        j->same  = same;
+        j->hash  = hpml_param_hash(ctx);
+        j->steps = hpml_trainer_step_count(t);
+    }
+    return hpml_ctx_status(ctx);
+}
+
+static hpml_status run(trial *j)
+{
+    hpml_launch_desc l = { .transport = HPML_TRANSPORT_CLOCK, .ranks = 4, .timeout = 20,
+                           .ctx = { .seed = 3, .threads = 1 }, .network.inside.latency = 1e-5 };
+    return hpml_launch(&l, train, j, j->text, sizeof j->text);
+}
+
+TEST(a_plan_from_the_environment)
+{
+    trial own = { .plan.codec = { .kind = HPML_CODEC_ONEBIT, .min_elements = 16 } }, none = { .odd_rank = false };
+    ENSURE(run(&own) == HPML_OK && run(&none) == HPML_OK && own.hash != none.hash);
+    setenv("HPML_PLAN", "codec=onebit,codec.min_elements=16", 1);
+    trial both = none;
+    ENSURE(run(&both) == HPML_OK && both.hash == own.hash);
+    setenv("HPML_PLAN", "codec=none", 1); /* takes the place of the program's own field */
+    both = own;
+    ENSURE(run(&both) == HPML_OK && both.hash == none.hash);
+    setenv("HPML_PLAN", "codec=none,strategy=simultaneous", 1);
+    ENSURE(run(&both) == HPML_ERR_ARGUMENT && strstr(both.text, "HPML_PLAN") && strstr(both.text, "simultaneous"));
+    unsetenv("HPML_PLAN");
+    trial odd = { .odd_rank = true };
+    ENSURE(run(&odd) == HPML_ERR_ARGUMENT && strstr(odd.text, "different plans"));
+}
+
+/* Trains three steps by the plan, or has a sentence why not. */
+typedef struct tally { int trained, refused, skipped; bool all; hpml_rng rng; char why[16][480]; } tally;
+
+static bool tried(tally *sum, const hpml_plan *plan, int one_in)
+{
+    trial j = { .plan = *plan };
+    char  why[480], text[512];
+    if (!sum->all && hpml_rng_below(&sum->rng, one_in) > 0) { sum->skipped++; return true; }
+    hpml_status status = hpml_plan_check(plan, &four, why, sizeof why);
+    if (status != HPML_OK) {
+        sum->refused++;
+        return strstr(why, "plan: ") == why && strlen(why) > 30;
+    }
+    sum->trained++;
+    if (run(&j) == HPML_OK && j.steps == 3 && j.same) return true;
+    hpml_plan_text(plan, false, text, sizeof text);
+    printf("    %s: %lld steps, %s\n", text, (long long)j.steps, j.text);
+    return false;
+}
+
+TEST(all_pairs_of_values_train_or_are_refused)
+{
+    const char *how = getenv("HPML_PLANS");
+    tally       sum = { .all = how && strcmp(how, "all") == 0, .rng.seed = how ? (uint64_t)atoi(how) : 1 };
+    const int   one_in = SLOW_BUILD ? 60 : 6;
+    for (int strategy = 0; strategy < HPML_STRATEGY_COUNT; strategy++) {
+        hpml_plan base = { .strategy = (hpml_strategy_kind)strategy };
+        ENSURE(tried(&sum, &base, 1));
+        for (int i = 1; i < HPMLC_FIELDS; i++)
+            for (hpml_plan one = base; hpmlc_field_next(&hpmlc_fields[i], &one);) {
+                ENSURE(tried(&sum, &one, one_in));
+                for (int k = i + 1; k < HPMLC_FIELDS; k++)
+                    for (hpml_plan two = one; hpmlc_field_next(&hpmlc_fields[k], &two);)
+                        ENSURE(tried(&sum, &two, one_in));
+            }
+    }
+    printf("    %d plans trained, %d refused, %d left out\n", sum.trained, sum.refused, sum.skipped);
+    ENSURE(sum.trained > 5 && sum.refused > 0);
+}
