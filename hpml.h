@@ -3098,9 +3098,9 @@ struct hpmli_node_state {
     int64_t block_samples;                     /* samples of a block; 0: all samples */
     int64_t first_index;                       /* number of labels or tokens in the blocks before the present block */
     size_t  copies_at, block_saved;            /* bytes: offset of f32 copies in scratch; saved for a block */
-    /* Ops of the user, see >>custom: */
-    size_t  host_bytes;                        /* of host copies of a device's arrays */
-    char   *host;                              /* saved, scratch and host copies; NULL: not allocated yet */
+    size_t  host_bytes;                        /* of `host` */
+    char   *host;                              /* of an op of the user on a device, NULL until it runs: its saved and
+                                                  scratch memory and copies of the device's arrays */
 };
 
 /* Returns the type in which results of ops are stored: F32, BF16 or F16. */
@@ -7183,8 +7183,8 @@ HPMLI_FN void hpmli_wrap_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;
     hpmli_wrap      e;
-    if (ctx->activation_dtype == HPML_DTYPE_F32 || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return;
-    if (n->state->copies_at > 0) return;
+    bool copies = ctx->activation_dtype != HPML_DTYPE_F32 || ctx->device != device;
+    if (!copies || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS) || n->state->copies_at > 0) return;
     const hpml_tensor *y = hpmli_wrap_batch(n);
     int64_t batch = y->batch_rows ? y->shape[0] / y->batch_rows : 1, block = hpmli_wrap_block(n);
     n->state->block_samples = block;
@@ -7355,30 +7355,19 @@ HPML_API hpml_tensor *hpml_custom_op(hpml_tensor *const *src, int count, const h
     n->scratch_bytes = d.scratch_bytes;
     if (!n->out || !hpmli_custom_batch(n)) return NULL;
     if (!d.backward) n->out->needs_grad = false;
-    for (int back = 0; back < 2; back++) {
-        hpmli_wrap e;
-        hpmli_wrap_open(&e, ctx, n, back, 0, 1, true, NULL);
-        if (e.used > n->state->host_bytes) n->state->host_bytes = e.used;
-    }
+    if (ctx->device != (void *)ctx && !d.kernel.forward) hpmli_wrap_plan(ctx, n);
+    n->state->host_bytes = (n->saved_bytes + 63) / 64 * 64 + n->scratch_bytes;
     return n->out;
 }
 
 HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, bool backward)
 {
-    hpml_ctx          *ctx   = run->ctx;
-    const hpml_custom *d     = node->attr.custom;
-    size_t             saved = (d->saved_bytes + 63) / 64 * 64, scratch = (d->scratch_bytes + 63) / 64 * 64;
-    hpmli_wrap         e;
-    if (!node->state->host)
-        node->state->host = (char *)hpmli_alloc(ctx, saved + scratch + node->state->host_bytes + 64);
-    if (hpmli_failed(ctx)) return ctx->status;
-    hpmli_wrap_open(&e, ctx, node, backward, 0, 1, true, node->state->host + saved + scratch);
-    e.node.saved   = node->state->host;
-    e.node.scratch = node->state->host + saved;
-    hpmli_wrap_move(&e, ctx, HPMLI_LOAD);
-    if (ctx->status == HPML_OK && hpmli_custom_call(run, &e.node, backward) == HPML_OK)
-        hpmli_wrap_move(&e, ctx, HPMLI_SAVE);
-    return ctx->status;
+    hpml_node on_host = *node; /* with memory of the host */
+    if (!node->state->host) node->state->host = (char *)hpmli_alloc(run->ctx, node->state->host_bytes);
+    if (hpmli_failed(run->ctx)) return run->ctx->status;
+    on_host.saved   = node->state->host;
+    on_host.scratch = node->state->host + (node->attr.custom->saved_bytes + 63) / 64 * 64;
+    return hpmli_wrap_run(run, &on_host, backward);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
