@@ -88,6 +88,7 @@
 //     api-graph   planning and running a recorded graph
 //     api-optimizer   optimizers: a table of rows, your own rows too
 //     api-backend   the seam to devices: a table of functions
+//     api-custom   ops of your own
 //     api-trainer   schedules, the trainer and its hooks
 //     api-data   datasets, readers, the loader
 //     api-save   safetensors and checkpoints
@@ -124,6 +125,7 @@
 //     sequence   multi-head attention; long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
+//     custom   ops of the user, on the host or on host copies of a device's arrays
 //     backend   the CPU backend: memory, sums of squares, the table of ops
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 //     optimizers   the table of optimizers, the driver of their steps, schedules
@@ -228,8 +230,9 @@ HPML_API int         hpml_version(void);                     /* HPML_VERSION of 
 // ---------------------------------------------------------------------------------------------------------------------
 /* In a desc a zero field means its default; HPML_ZERO in a field means 0 itself, where that is not the default. */
 #define HPML_ZERO (1e-38f)
-#define HPML_MAX_DIMS 5 /* most dimensions of a tensor */
-#define HPML_MAX_SRC  8 /* most source tensors of one op */
+#define HPML_MAX_DIMS    5  /* most dimensions of a tensor */
+#define HPML_MAX_SRC     16 /* most source tensors of one op */
+#define HPML_MAX_OUTPUTS 32 /* most outputs of one graph */
 
 typedef struct hpml_ctx     hpml_ctx;     /* owns memory, threads, errors, the device and all objects; opaque */
 typedef struct hpml_tensor  hpml_tensor;  /* an array with a shape; transparent, see >>api-tensor */
@@ -654,7 +657,7 @@ typedef struct hpml_memory {
 
 typedef struct hpml_graph_desc {
     uint32_t            _begin;
-    int32_t             output_count; /* 0 to HPML_MAX_SRC */
+    int32_t             output_count; /* 0 to HPML_MAX_OUTPUTS */
     hpml_tensor *const *outputs;      /* results that may be read after a run */
     hpml_tensor        *loss;         /* an f32 scalar; NULL: no backward pass */
     uint32_t            _end;
@@ -755,14 +758,14 @@ HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-i
 // >>api-backend   the seam to devices: a table of functions
 // ---------------------------------------------------------------------------------------------------------------------
 /* All ops: X(name in the enum, name of the function that records it). The enum, hpml_op_name and the backends' tables
-   are generated from this list. hpml_relu and the like record ACTIVATION, hpml_mean records SUM. */
+   are generated from this list. hpml_relu and the like record ACTIVATION, hpml_mean SUM, hpml_custom_op CUSTOM. */
 #define HPML_OPS(X)                                                                                                    \
     X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACTIVATION, activation) X(MATMUL, matmul)        \
     X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL2D, max_pool2d) X(AVG_POOL2D, avg_pool2d) X(RESHAPE, reshape)        \
     X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LOG_SOFTMAX, log_softmax)  \
     X(LAYERNORM, layernorm) X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding)    \
     X(ATTENTION, attention) X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy) X(BCE_WITH_LOGITS, bce_with_logits)          \
-    X(MSE, mse) X(HUBER, huber)
+    X(MSE, mse) X(HUBER, huber) X(CUSTOM, custom)
 
 typedef enum hpml_op {
 #define HPMLI_X(op, name) HPML_OP_##op,
@@ -788,6 +791,7 @@ typedef union hpml_attr {
     struct { int32_t heads; bool causal; float scale; } attention;
     struct { float smoothing; int32_t ignore; } cross_entropy;
     struct { float delta; } huber;
+    const struct hpml_custom *custom;                                   /* the context's copy of the desc */
 } hpml_attr;
 
 /* A node: one recorded op with its sources and its result, as backends get it. */
@@ -874,6 +878,49 @@ struct hpml_backend {
 HPML_API const hpml_backend *hpml_backend_cpu(void);
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
 HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* the object that the backend's open returned */
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-custom   ops of your own
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* An op of your own: recorded, planned, differentiated, timed and checked (hpml_check_grad) as a built-in op is.
+   forward    computes the values of node->out from those of node->src[i]
+   backward   computes from node->out->grad, which it may overwrite, the gradient of each source whose grad is not NULL,
+              and adds it there, by hpml_node_give or by itself: the array holds zeros or what other ops have added
+   Both find shapes of the current batch and f32 in host memory, whatever the backend is and in which type results are
+   stored: halves and the arrays of a device are copied, which waits for the device. They return HPML_OK or a status,
+   best by hpml_ctx_fail(run->ctx, ...). Random numbers: key a hpml_rng by run->step, run->sample and node->index. */
+typedef struct hpml_custom {
+    uint32_t     _begin;
+    const char  *name;         /* required, copied: the kind of op in summaries, profiles, traces and errors */
+    hpml_op_fn  *forward;      /* required */
+    hpml_op_fn  *backward;     /* NULL: the result has no gradient */
+    hpml_op_impl kernel;       /* optional: both for hpml_backend_cuda, where src and out have addresses raw, raw_grad
+                                  of the device and halves are halves; they only launch work on hpml_cuda_stream */
+    void        *user;         /* yours: node->attr.custom->user; must live as long as the context */
+    bool         one_number;   /* the result is a scalar, such as a loss */
+    int32_t      ndim;         /* dimensions of the result; 0: the result has the shape of source 0 */
+    int64_t      shape[HPML_MAX_DIMS]; /* of the result, for a full batch */
+    int64_t      batch_rows;   /* rows of the result that belong to a sample; 0: shape[0] / batch if that is whole, else
+                                  none; -1: none. Without such rows the op mixes samples: full batches only */
+    uint32_t     keeps;        /* a sum of HPML_KEEP_: the values that backward reads, because others are overwritten by
+                                  then; 0: all sources (but source 0 if in_place) and the result */
+    bool         in_place;     /* forward also works where the result is in the memory of source 0 */
+    bool         collective;   /* communicates with ranks that make the same calls. Also runs where run->idle, on a rank
+                                  without samples, as on a full batch of zeros; runs once in a pass, never replayed */
+    size_t       saved_bytes, scratch_bytes; /* of node->saved, from forward to backward; of node->scratch, in a call */
+    double       flops;        /* operations of forward on a full batch, for profiles; backward counts twice as many */
+    uint32_t     _end;
+} hpml_custom;
+#define HPML_KEEP_SRC(i) (UINT32_C(1) << (i))          /* the value of source i */
+#define HPML_KEEP_OUT    (UINT32_C(1) << HPML_MAX_SRC) /* the value of the result */
+#define HPML_KEEP_NONE   (UINT32_C(1) << 31)
+/* Records an op of your own with `count` sources, 1 to HPML_MAX_SRC, of floats or I32 (`raw`). */
+HPML_API hpml_tensor *hpml_custom_op(hpml_tensor *const *src, int count, const hpml_custom *desc);
+/* In backward: adds an array of the shape of source number `source` to the gradient of that source, if it needs one. */
+HPML_API void hpml_node_give(const hpml_run *run, hpml_node *node, int source, const float *gradient);
+/* For backends: runs an op's forward or backward on host copies of the device's arrays. */
+HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, bool backward);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-trainer   schedules, the trainer and its hooks
@@ -1818,6 +1865,7 @@ struct hpml_ctx {
     int                 *names;      /* (name_size) hash table of names: 1 + index of a parameter; 0: free */
     int64_t              name_size;  /* a power of two, at least twice the number of parameters */
     int                  node_count; /* recorded nodes: the next node's index, used in names and masks */
+    int64_t              source_count; /* sources of all recorded nodes together */
     int                  layout_permutes; /* nodes recorded by hpml_to_layout, which default names do not count */
     hpml_node            spare;      /* a dummy node that hpmli_node_create returns after an error */
     hpmli_trace         *trace;      /* the timeline; NULL: none is recorded */
@@ -2930,9 +2978,9 @@ HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, siz
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Bits of hpmli_op_info.needs: values that a node's backward pass reads, so that the planner keeps them until then. */
-#define HPMLI_NEED_SRC(i) (1u << (i)) /* the value of source i */
-#define HPMLI_NEED_OUT    (1u << 8)   /* the value of the result */
-#define HPMLI_INPLACE     (1u << 9)   /* no value: forward may write the result over the value of source 0 */
+#define HPMLI_NEED_SRC(i) HPML_KEEP_SRC(i)            /* the value of source i */
+#define HPMLI_NEED_OUT    HPML_KEEP_OUT               /* the value of the result */
+#define HPMLI_INPLACE     (1u << (HPML_MAX_SRC + 1))  /* no value: forward may write the result over source 0 */
 #define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
 
 /* Traits of an op (hpmli_op_info.traits): what code outside the op's section has to know. */
@@ -2945,7 +2993,8 @@ enum {
     HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source with as many dimensions */
     HPMLI_OP_JOINS_BATCH = 64,  /* results depend on the whole global batch: ranks without samples take part */
     HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
-    HPMLI_OP_KEEPS_SUM   = 256  /* `saved` is the sum before the activation, an array of the result's shape */
+    HPMLI_OP_KEEPS_SUM   = 256, /* `saved` is the sum before the activation, an array of the result's shape */
+    HPMLI_OP_IS_WHOLE    = 512  /* runs on all samples at once, also where results are stored in halves */
 };
 
 /* An entry of the table of ops; hpmli_op_of returns the entry of a node's op. */
@@ -2958,6 +3007,10 @@ typedef struct hpmli_op_info {
 HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table is defined behind all ops, in >>backend */
 HPMLI_FN const hpmli_op_info *hpmli_op_of(const hpml_node *n) { return hpmli_op_row(n->op); }
 HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_op_of(n)->traits & trait) != 0; }
+HPMLI_FN bool hpmli_is_collective(const hpml_node *n)
+{
+    return n->op == HPML_OP_CUSTOM && n->attr.custom->collective;
+}
 HPML_API const char *hpml_op_name(hpml_op op)
 {
     static const char *const names[] = {
@@ -3057,6 +3110,9 @@ struct hpmli_node_state {
     int64_t block_samples;                     /* samples of a block; 0: all samples */
     int64_t first_index;                       /* number of labels or tokens in the blocks before the present block */
     size_t  copies_at, block_saved;            /* bytes: offset of f32 copies in scratch; saved for a block */
+    size_t  host_bytes;                        /* of `host` */
+    char   *host;                              /* of an op of the user on a device, NULL until it runs: its saved and
+                                                  scratch memory and copies of the device's arrays */
 };
 
 /* Returns the type in which results of ops are stored: F32, BF16 or F16. */
@@ -3126,6 +3182,7 @@ HPMLI_FN void hpmli_check_dtypes(hpml_op op, unsigned traits, int src_count, hpm
         if (!src[i]) continue;
         hpml_dtype dtype = src[i]->dtype;
         bool       fits  = index ? dtype == HPML_DTYPE_I32 : dtype == HPML_DTYPE_F32 || dtype == stored;
+        if (op == HPML_OP_CUSTOM) fits |= dtype == HPML_DTYPE_I32;
         if (!fits)
             hpmli_fail(src[i]->ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_describe(src[i]),
                        hpml_dtype_name(index ? HPML_DTYPE_I32 : stored));
@@ -3170,6 +3227,7 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     n->state     = &block->state;
     n->op        = op;
     n->index     = ctx->node_count++;
+    ctx->source_count += src_count;
     n->out       = out;
     n->src_count = src_count;
     out->node    = n;
@@ -3639,6 +3697,8 @@ struct hpml_graph {
     int           *param_last;  /* (param_count) node whose backward makes the parameter's gradient final; -1: none */
     int64_t        batch, batch_now; /* samples of a full batch; of the current batch */
     bool           batchable;   /* no op mixes samples: short batches may run */
+    bool           collective;  /* an op communicates with other ranks */
+    bool           unreplayable; /* an op of the user does more than launch work of the device */
     bool           train;      /* `train` of the last forward pass */
     uint64_t       step;       /* `step` of the last forward pass */
     int64_t        first_sample, shift; /* index of this pass's first sample: in the global batch, in the inputs */
@@ -3669,7 +3729,7 @@ HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
         return;
     }
     if (hpmli_graph_leaf(g, t)) return;
-    HPML_ASSERT(g->leaf_count <= (g->ctx->node_count + 1) * HPML_MAX_SRC);
+    HPML_ASSERT(g->leaf_count <= g->ctx->source_count + HPML_MAX_OUTPUTS);
     t->state->leaf = g->leaf_count;
     g->leaves[g->leaf_count++] = t;
 }
@@ -3681,7 +3741,7 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
     hpml_ctx   *ctx   = g->ctx;
     hpml_node **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* by a node's index, at first with gaps */
     g->nodes  = found;
-    g->leaves = hpmli_new(ctx, hpml_tensor *, ((int64_t)ctx->node_count + 1) * HPML_MAX_SRC + 1);
+    g->leaves = hpmli_new(ctx, hpml_tensor *, ctx->source_count + HPML_MAX_OUTPUTS + 1);
     if (!found || !g->leaves) return false;
     for (int i = 0; i < target_count; i++) hpmli_graph_mark(g, found, targets[i]);
     for (int i = ctx->node_count - 1; i >= 0; i--)
@@ -3817,8 +3877,12 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
             return hpmli_false(g->ctx, HPML_ERR_SHAPE, "graph: its inputs have batches of %lld and %lld; they must be "
                                "the same", (long long)g->batch, (long long)t->shape[0]);
     }
-    for (int i = 0; i < g->count; i++)
-        if (g->nodes[i]->mixes_batch) g->batchable = false;
+    for (int i = 0; i < g->count; i++) {
+        const hpml_node *n = g->nodes[i];
+        if (n->mixes_batch) g->batchable = false;
+        if (hpmli_is_collective(n)) g->collective = true;
+        if (n->op == HPML_OP_CUSTOM && !n->attr.custom->kernel.forward) g->unreplayable = true;
+    }
     if (g->batch == 0) g->batch = 1;
     g->batch_now = g->batch;
     return true;
@@ -3871,13 +3935,13 @@ HPMLI_FN void hpmli_graph_release_nodes(hpml_graph *g)
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc)
 {
     hpml_graph_desc d;
-    hpml_tensor    *targets[HPML_MAX_SRC + 1];
+    hpml_tensor    *targets[HPML_MAX_OUTPUTS + 1];
     int             count = 0;
     if (hpmli_failed(ctx) || !HPMLI_COPY_DESC(ctx, "graph", d, desc)) return NULL;
-    if (d.output_count < 0 || d.output_count > HPML_MAX_SRC || (d.output_count == 0 && !d.loss) ||
+    if (d.output_count < 0 || d.output_count > HPML_MAX_OUTPUTS || (d.output_count == 0 && !d.loss) ||
         (d.output_count > 0 && !d.outputs) || (d.loss && hpml_tensor_count(d.loss) != 1))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be "
-                          "one number", HPML_MAX_SRC);
+                          "one number", HPML_MAX_OUTPUTS);
     for (int i = 0; i < d.output_count; i++) targets[count++] = d.outputs[i];
     if (d.loss) targets[count++] = d.loss;
     if (!hpmli_recordable(count, targets)) return NULL;
@@ -3979,12 +4043,13 @@ HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
 }
 
 /* Zeroes the gradients that backward of n would overwrite and that have no batch dimension: a short batch may not write
-   all of their elements, and a rank without samples writes none. */
+   all of their elements, and a rank without samples writes none. There, collective ops read other gradients, too. */
 HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
 {
     for (int s = 0; s < n->src_count; s++) {
         const hpml_tensor *t = n->src[s];
-        if (t && t->raw_grad && !t->batch_rows && !n->accumulate[s] && t->raw_grad != n->out->raw_grad)
+        bool partial = t && (!t->batch_rows || (g->idle && g->collective));
+        if (partial && t->raw_grad && !n->accumulate[s] && t->raw_grad != n->out->raw_grad)
             g->ctx->backend->zero(g->ctx->device, t->raw_grad, hpmli_tensor_bytes(t));
     }
 }
@@ -4032,12 +4097,21 @@ HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, int i, bo
     return status;
 }
 
+/* Zeroes the values of t, an input or a result of a rank without samples, for collective ops. */
+HPMLI_FN void hpmli_zero_values(hpml_graph *g, const hpml_tensor *t)
+{
+    bool alias = t->node && hpmli_has_trait(t->node, HPMLI_OP_IS_ALIAS);
+    if (g->collective && !alias) g->ctx->backend->zero(g->ctx->device, t->raw, hpmli_tensor_bytes(t));
+}
+
 /* Runs the op of n, unless this rank has no samples and the op is not one that computes with all ranks' samples. */
 HPMLI_FN hpml_status hpmli_node_op(hpml_graph *g, const hpml_run *run, hpml_node *n, bool backward)
 {
-    const hpml_op_impl *op   = &g->ctx->ops[n->op];
-    bool                idle = run->idle && !(run->sum && hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH));
+    const hpml_op_impl *op    = &g->ctx->ops[n->op];
+    bool                joins = hpmli_is_collective(n) || (run->sum && hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH));
+    bool                idle  = run->idle && !joins;
     if (backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
+    if (idle && !backward) hpmli_zero_values(g, n->out);
     if (idle) return HPML_OK;
     return backward ? op->backward(run, n) : op->forward(run, n);
 }
@@ -4174,7 +4248,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     const hpml_hooks *h       = &g->any;
     bool              timed   = g->profile || g->ctx->trace;
     bool              single  = timed || h->need || h->release || h->sum || g->idle; /* run nodes singly */
-    bool              replays = g->ctx->backend->begin && !single;
+    bool              replays = g->ctx->backend->begin && !single && !g->unreplayable && !g->collective;
     bool              hooks   = backward && h->grad && g->last;
     int               piece   = hpmli_piece_nodes(g, replays, hooks);
     hpml_status       status  = HPML_OK;
@@ -4188,6 +4262,8 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     pass.accumulate = accumulate;
     if (backward) g->at.pass = HPML_PASS_BACKWARD;
     hpmli_graph_apply_batch(g);
+    for (int i = 0; i < g->leaf_count && g->idle && !backward; i++)
+        if (g->leaves[i]->batch_rows) hpmli_zero_values(g, g->leaves[i]);
     for (int from = 0; from < g->count && status == HPML_OK; from += piece) {
         pass.from = from;
         pass.to   = hpmli_min((int64_t)from + piece, g->count);
@@ -6862,13 +6938,14 @@ HPMLI_OP(huber, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back
 enum {
     HPMLI_LOAD  = 1, /* before the op: copy halves to f32 */
     HPMLI_SAVE  = 2, /* after the op: round the f32 copy to halves */
-    HPMLI_ROUND = 4  /* before the op: copy f32 to f32, rounded to the precision of halves */
+    HPMLI_ROUND = 4, /* before the op: copy f32 to f32, rounded to the precision of halves */
+    HPMLI_PLAIN = 8  /* on a device: the stored numbers have 4 bytes and are copied as they are */
 };
 typedef struct hpmli_copy {
     void    *stored; /* (n) halves; with HPMLI_ROUND n f32 numbers */
     float   *f32;    /* (n) the f32 copy that the op reads or writes */
     int64_t  n;
-    unsigned how;    /* a sum of HPMLI_LOAD, HPMLI_SAVE, HPMLI_ROUND */
+    unsigned how;    /* a sum of HPMLI_LOAD, HPMLI_SAVE, HPMLI_ROUND, HPMLI_PLAIN */
 } hpmli_copy;
 
 /* One op on one block of samples, with f32 copies of the bf16 or f16 numbers that it reads or writes, ready to run. */
@@ -6884,6 +6961,7 @@ typedef struct hpmli_wrap {
     size_t          used;                /* bytes of the memory at `at` in use */
     int64_t         first, samples;      /* first sample and number of samples of the block */
     bool            last;                /* this is the last block of the batch */
+    bool            on_device;           /* stored numbers are in a device's memory, so all arrays are copied */
 } hpmli_wrap;
 
 /* Adds to e an f32 copy of n numbers, with memory for `most`, and returns its address (NULL while planning). how:
@@ -6918,10 +6996,29 @@ HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tenso
         most = block * each;
         once = 0;
     }
-    if (half || value & HPMLI_ROUND) raw = (char *)hpmli_wrap_copy(e, raw, n, most, value & ~once);
-    if (half && has_grad) raw_grad = (char *)hpmli_wrap_copy(e, raw_grad, n, most, grad & ~once);
+    unsigned plain = half ? 0 : HPMLI_PLAIN;
+    if (half || value & HPMLI_ROUND || e->on_device)
+        raw = (char *)hpmli_wrap_copy(e, raw, n, most, (value & ~once) | plain);
+    if ((half || e->on_device) && has_grad)
+        raw_grad = (char *)hpmli_wrap_copy(e, raw_grad, n, most, (grad & ~once) | plain);
     if (half) to->dtype = HPML_DTYPE_F32; /* the type of the f32 copies */
     hpmli_set_memory(to, raw, raw_grad);
+}
+
+/* Sets *to to what the op gets instead of t, which is the same array as that of the source whose tensor is `twin`. */
+HPMLI_FN void hpmli_wrap_twin(const hpmli_wrap *e, hpml_tensor *to, const hpml_tensor *t, const hpml_tensor *twin)
+{
+    *to = *t;
+    if (e->state.block_samples > 0 && t->batch_rows > 0) to->shape[0] = e->samples * t->batch_rows;
+    to->dtype = twin->dtype;
+    hpmli_set_memory(to, twin->raw, twin->raw_grad);
+}
+
+/* True if a and b are one tensor, or one a reshape of the other: both need the same f32 copies. */
+HPMLI_FN bool hpmli_one_array(const hpml_tensor *a, const hpml_tensor *b)
+{
+    if (a == b || !a) return a == b;
+    return a->raw && a->raw == b->raw && a->dtype == b->dtype && (a->batch_rows > 0) == (b->batch_rows > 0);
 }
 
 /* Sets up e: the op of n on samples first .. first + samples - 1, with its f32 copies from address `at` on (NULL: only
@@ -6941,16 +7038,18 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
     e->first   = first;
     e->samples = samples;
     e->last    = last;
+    e->on_device = ctx->device != (const void *)ctx; /* the CPU's device is the context itself */
     for (int i = 0, same; i < n->src_count; i++) {
         const hpml_tensor *s = n->src[i];
         unsigned           value = 0, grad = back ? HPMLI_SAVE : 0;
         if (!s) continue;
-        for (same = 0; n->src[same] != s; same++) {}
-        e->node.src[i] = &e->t[same]; /* one copy where an op reads a tensor twice */
+        for (same = 0; !hpmli_one_array(n->src[same], s); same++) {}
+        e->node.src[i] = &e->t[n->src[same] == s ? same : i]; /* one copy where an op reads an array twice */
         if (!s->batch_rows && first > 0) e->node.accumulate[i] = true;
+        if (n->src[same] != s) hpmli_wrap_twin(e, &e->t[i], s, &e->t[same]);
         if (same < i) continue;
         for (int k = i; k < n->src_count; k++)
-            if (n->src[k] == s && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
+            if (hpmli_one_array(n->src[k], s) && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
         if (value && product && s->param && s->ndim >= 2) value = HPMLI_ROUND;
         if (grad && (n->accumulate[i] || !s->batch_rows)) grad |= HPMLI_LOAD; /* a short batch may write only a part */
         hpmli_wrap_tensor(e, &e->t[i], s, value, grad);
@@ -6995,13 +7094,27 @@ HPMLI_FN void hpmli_wrap_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
         }
 }
 
+/* Loads or saves, as e->now says, the host copies of all arrays of an op on a device. */
+HPMLI_FN void hpmli_wrap_transfer(const hpmli_wrap *e, hpml_ctx *ctx)
+{
+    for (const hpmli_copy *c = e->copy; c < e->copy + e->count; c++) {
+        hpml_tensor t = HPMLI_ZEROED;
+        t.dtype = c->how & HPMLI_PLAIN ? HPML_DTYPE_F32 : hpmli_activation_dtype(ctx);
+        t.raw   = c->stored;
+        if (hpmli_wrap_tasks(e, c) == 0) continue;
+        if (e->now == HPMLI_LOAD) hpmli_read_floats(ctx, &t, c->n, c->f32);
+        else hpmli_write_floats(ctx, &t, c->n, c->f32);
+    }
+}
+
 /* Loads (now: HPMLI_LOAD) or saves (HPMLI_SAVE) all f32 copies of the op on a block of samples, e, by all threads. */
 HPMLI_FN void hpmli_wrap_move(hpmli_wrap *e, hpml_ctx *ctx, unsigned now)
 {
     int64_t tasks = 0;
     e->now = now;
     for (int i = 0; i < e->count; i++) tasks += hpmli_wrap_tasks(e, &e->copy[i]);
-    if (tasks > 0) hpmli_parallel(ctx, tasks, hpmli_wrap_task, e);
+    if (e->on_device) hpmli_wrap_transfer(e, ctx);
+    else if (tasks > 0) hpmli_parallel(ctx, tasks, hpmli_wrap_task, e);
 }
 
 HPMLI_FN bool hpmli_is_mean(const hpml_node *n) { return hpmli_has_trait(n, HPMLI_OP_IS_MEAN); }
@@ -7014,7 +7127,7 @@ HPMLI_FN int64_t hpmli_wrap_block(const hpml_node *n)
     const hpml_tensor *y = hpmli_wrap_batch(n);
     bool    product = hpmli_has_trait(n, HPMLI_OP_PRODUCT), pairs = hpmli_has_trait(n, HPMLI_OP_PAIRS_ROWS);
     int64_t numbers = hpml_tensor_count(n->out), batch;
-    if (!y->batch_rows || n->mixes_batch || hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH)) return 0;
+    if (!y->batch_rows || n->mixes_batch || hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH | HPMLI_OP_IS_WHOLE)) return 0;
     for (int i = 0; i < n->src_count; i++) {
         const hpml_tensor *s = n->src[i];
         bool rows_meet = pairs && s && s->ndim == y->ndim && s->shape[0] > 1 && !(product && s->ndim == 2);
@@ -7032,8 +7145,8 @@ HPMLI_FN void hpmli_wrap_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;
     hpmli_wrap      e;
-    if (ctx->activation_dtype == HPML_DTYPE_F32 || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return;
-    if (n->state->copies_at > 0) return;
+    bool copies = ctx->activation_dtype != HPML_DTYPE_F32 || ctx->device != device;
+    if (!copies || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS) || n->state->copies_at > 0) return;
     const hpml_tensor *y = hpmli_wrap_batch(n);
     int64_t batch = y->batch_rows ? y->shape[0] / y->batch_rows : 1, block = hpmli_wrap_block(n);
     n->state->block_samples = block;
@@ -7101,6 +7214,121 @@ HPMLI_FN const hpml_op_impl *hpmli_wrap_ops(void)
         HPML_OPS(HPMLI_WRAP_IMPL)
     };
     return ops;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>custom   ops of the user, on the host or on host copies of a device's arrays
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Calls a function of the user's op; backward adds to gradients, so those that no op has given yet become zeros. */
+HPMLI_FN hpml_status hpmli_custom_call(const hpml_run *run, hpml_node *n, bool back)
+{
+    const hpml_custom *d = n->attr.custom;
+    for (int i = 0; i < n->src_count && back; i++)
+        if (n->src[i]->grad && !n->accumulate[i])
+            run->ctx->k->vfill(n->src[i]->grad, 0, hpml_tensor_count(n->src[i]));
+    hpml_status status = back ? d->backward(run, n) : d->forward(run, n);
+    if (status != HPML_OK && run->ctx->status == HPML_OK)
+        hpmli_fail(run->ctx, status, "%s \"%s\": its %s returned: %s", d->name, n->out->name,
+                   back ? "backward" : "forward", hpml_status_string(status));
+    return run->ctx->status;
+}
+HPMLI_OP(custom, HPMLI_OP_IS_WHOLE, n->attr.custom->keeps | (n->attr.custom->in_place ? HPMLI_INPLACE : 0),
+         n->attr.custom->flops * (back ? 2 * n->out->needs_grad : 1), return hpmli_custom_call(run, n, false),
+         return hpmli_custom_call(run, n, true));
+
+HPML_API void hpml_node_give(const hpml_run *run, hpml_node *node, int source, const float *gradient)
+{
+    if (!run || !node || hpmli_failed(run->ctx)) return;
+    if (source < 0 || source >= node->src_count || !gradient) {
+        hpmli_fail(run->ctx, HPML_ERR_ARGUMENT, "node_give: \"%s\" has %d sources; got number %d and %s",
+                   node->out->name, node->src_count, source, gradient ? "a gradient" : "NULL");
+        return;
+    }
+    float *grad = node->src[source]->grad;
+    if (grad) run->ctx->k->vadd(grad, grad, gradient, hpml_tensor_count(node->src[source]));
+}
+
+/* True if the fields of d, the desc of an op with these sources, fit each other and the sources; else an error. */
+HPMLI_FN bool hpmli_custom_fits(hpml_ctx *ctx, const hpml_custom *d, int count, hpml_tensor *const *src)
+{
+    const char        *wrong  = NULL;
+    const hpml_tensor *x      = src[0];
+    uint32_t           values = ((UINT32_C(1) << count) - 1) | HPML_KEEP_OUT;
+    bool same = d->ndim == x->ndim && memcmp(d->shape, x->shape, sizeof *d->shape * (size_t)x->ndim) == 0;
+    if (!d->name || !d->name[0]) wrong = "name is required";
+    else if (!d->forward) wrong = "forward is required";
+    else if (d->kernel.forward ? !d->kernel.backward != !d->backward : d->kernel.backward != NULL)
+        wrong = "kernel needs the same functions as the op: forward, and backward if the op has one";
+    else if (d->one_number && (d->ndim != 0 || d->batch_rows > 0)) wrong = "one_number excludes ndim and batch_rows";
+    else if (d->batch_rows < -1) wrong = "batch_rows is below -1";
+    else if (d->keeps & ~values && d->keeps != HPML_KEEP_NONE) wrong = "keeps has bits of no source of the op";
+    else if (d->in_place && (d->one_number || (d->ndim != 0 && !same) || x->dtype == HPML_DTYPE_I32))
+        wrong = "in_place needs a result of the shape and type of source 0";
+    else if (d->in_place && d->keeps & HPML_KEEP_SRC(0)) wrong = "in_place overwrites source 0, which keeps names";
+    else if (!(d->flops >= 0)) wrong = "flops is negative or NaN";
+    else if (d->saved_bytes > SIZE_MAX / 4) wrong = "saved_bytes does not fit in memory";
+    else if (d->scratch_bytes > SIZE_MAX / 4) wrong = "scratch_bytes does not fit in memory";
+    if (!wrong) return true;
+    return hpmli_false(ctx, HPML_ERR_ARGUMENT, "custom op \"%s\" of %s: %s", d->name ? d->name : "",
+                       hpmli_describe(x), wrong);
+}
+
+/* Sets the result's rows for each sample as the desc says; false, with an error, if the batch does not divide them. */
+HPMLI_FN bool hpmli_custom_batch(hpml_node *n)
+{
+    const hpml_custom *d     = n->attr.custom;
+    int64_t            batch = 0, rows = d->batch_rows;
+    for (int i = n->src_count - 1; i >= 0; i--)
+        if (n->src[i]->batch_rows) batch = n->src[i]->shape[0] / n->src[i]->batch_rows;
+    if (rows > 0 && (batch == 0 || n->out->shape[0] != rows * batch))
+        return hpmli_false(n->out->ctx, HPML_ERR_SHAPE, "custom op \"%s\": batch_rows %lld do not make the result %s of "
+                           "%lld samples", d->name, (long long)rows, hpmli_describe(n->out), (long long)batch);
+    if (rows == 0 && batch > 0 && n->out->shape[0] % batch == 0) rows = n->out->shape[0] / batch;
+    if (n->out->ndim > 0 || rows < 0) hpmli_node_batch(n, hpmli_max(rows, 0));
+    return true;
+}
+
+HPML_API hpml_tensor *hpml_custom_op(hpml_tensor *const *src, int count, const hpml_custom *desc)
+{
+    hpml_custom d;
+    if (!src || count < 1 || !src[0]) return NULL;
+    hpml_ctx *ctx = src[0]->ctx;
+    if (hpmli_failed(ctx) || !HPMLI_COPY_DESC(ctx, "custom op", d, desc)) return NULL;
+    if (count > HPML_MAX_SRC)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "custom op \"%s\": %d sources, at most %d", d.name ? d.name : "",
+                          count, HPML_MAX_SRC);
+    if (!hpmli_recordable(count, src) || !hpmli_custom_fits(ctx, &d, count, src)) return NULL;
+    if (d.keeps == 0) d.keeps = ((UINT32_C(1) << count) - 1 - d.in_place) | HPML_KEEP_OUT;
+    d.keeps &= ~HPML_KEEP_NONE;
+    if (d.ndim == 0 && !d.one_number) {
+        d.ndim = src[0]->ndim;
+        memcpy(d.shape, src[0]->shape, sizeof d.shape);
+    }
+    d.name = hpmli_strdup(ctx, d.name);
+    hpml_custom *copy = hpmli_new(ctx, hpml_custom, 1);
+    const char  *name = hpmli_layer_name(ctx, NULL, d.name);
+    if (!copy) return NULL;
+    *copy = d;
+    hpml_node *n = hpmli_node_create(HPML_OP_CUSTOM, name, count, src, d.ndim, d.shape);
+    n->attr.custom   = copy;
+    n->saved_bytes   = d.saved_bytes;
+    n->scratch_bytes = d.scratch_bytes;
+    if (!n->out || !hpmli_custom_batch(n)) return NULL;
+    if (!d.backward) n->out->needs_grad = false;
+    if (ctx->device != (void *)ctx && !d.kernel.forward) hpmli_wrap_plan(ctx, n);
+    n->state->host_bytes = (n->saved_bytes + 63) / 64 * 64 + n->scratch_bytes;
+    return n->out;
+}
+
+HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, bool backward)
+{
+    hpml_node on_host = *node; /* with memory of the host */
+    if (!node->state->host) node->state->host = (char *)hpmli_alloc(run->ctx, node->state->host_bytes);
+    if (hpmli_failed(run->ctx)) return run->ctx->status;
+    on_host.saved   = node->state->host;
+    on_host.scratch = node->state->host + (node->attr.custom->saved_bytes + 63) / 64 * 64;
+    return hpmli_wrap_run(run, &on_host, backward);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8325,6 +8553,7 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
         if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
     for (int i = -g->leaf_count; i < g->count; i++) {
         const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
+        if (i >= 0 && hpmli_is_collective(g->nodes[i])) break; /* would wait for the other ranks */
         if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
         const char *place = i < 0 ? "the data of" : "the result of";
         if (hpmli_is_float(y) && hpmli_report_nonfinite(t, what, value, place, y, y->raw, false)) return ctx->status;
@@ -8422,6 +8651,7 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
                           (long long)first, (long long)(first + samples), (long long)t->batch_samples);
     if (part && hpml_graph_set_batch(g, samples) != HPML_OK) return t->ctx->status;
+    if (samples == 0 && g->collective) hpmli_graph_restore_batch(g); /* collective ops get a full batch of zeros */
     hpmli_inputs_advance(t, first);
     g->idle = samples == 0;
     g->last = t->micro_batch + 1 == t->d.accumulate;
@@ -8822,7 +9052,7 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
     hpml_graph *g    = t->graph;
     double      loss = (double)t->scalars.loss;
     bool        found = false;
-    for (int64_t i = 0; g->batchable && i < samples && !found; i++) {
+    for (int64_t i = 0; g->batchable && !g->collective && i < samples && !found; i++) {
         if (hpml_graph_set_batch(g, 1) != HPML_OK) return t->ctx->status;
         hpmli_inputs_advance(t, i);
         hpml_status status = hpml_graph_forward(g, false, 0);
@@ -11340,6 +11570,10 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     return hpmli_writer_close(&w, true);
 }
 
+HPMLI_FN const char *hpmli_op_kind(const hpml_node *n)
+{
+    return n->op == HPML_OP_CUSTOM ? n->attr.custom->name : hpml_op_name(n->op);
+}
 HPMLI_FN double hpmli_node_bytes(const hpml_node *n) /* returns the bytes that a forward call reads and writes */
 {
     double bytes = (double)hpmli_tensor_bytes(n->out);
@@ -11394,7 +11628,7 @@ HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
     for (int i = 0; i < g->count; i++) {
         const hpml_profile_row *r = &g->profile[i];
         double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
-        hpmli_text_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
+        hpmli_text_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpmli_op_kind(r->node),
                        1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
                        s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
                        1e-6 * r->bytes);
@@ -11414,7 +11648,7 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
         int64_t          params = 0;
         for (int s = 0; s < n->src_count; s++)
             if (n->src[s] && n->src[s]->param && !n->src[s]->param->buffer) params += hpml_tensor_count(n->src[s]);
-        hpmli_text_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
+        hpmli_text_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpmli_op_kind(n),
                        hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
                        1e-6 * hpmli_op_of(n)->flops(n, false));
     }
