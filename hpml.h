@@ -7896,14 +7896,12 @@ HPMLI_FN bool hpmli_twobit_pack(const hpml_packing *p, uint8_t *q, float *e, con
     return bad == 0;
 }
 
-/* Packs rows of g + e. A row with a NaN or infinity is packed as zeros and its residual e is zeroed, because e would
+/* Packs rows of g + e by `pack`. A row with a NaN or infinity is packed as zeros and its residual e is zeroed, because e would
    keep it for ever and the packed row bring it to other ranks; returns HPML_ERR_NONFINITE then. */
 HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
-                                       const hpml_encode_info *info HPMLI_UNUSED)
+                                       hpmli_pack_row *pack)
 {
-    static hpmli_pack_row *const packs[] = { NULL, hpmli_bf16_pack, hpmli_onebit_pack, hpmli_twobit_pack };
-    hpmli_pack_row *pack   = packs[p->codec - hpml_codec_get(HPML_CODEC_NONE)];
-    hpml_status     status = HPML_OK;
+    hpml_status status = HPML_OK;
     for (int64_t r = 0; r < rows; r++, g += p->cols) {
         uint8_t *q  = (uint8_t *)packed + (size_t)r * p->row_size;
         float   *er = e ? e + r * p->cols : NULL;
@@ -7913,6 +7911,24 @@ HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, floa
         status = HPML_ERR_NONFINITE;
     }
     return status;
+}
+
+HPMLI_FN hpml_status hpmli_bf16_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                       const hpml_encode_info *info HPMLI_UNUSED)
+{
+    return hpmli_encode_rows(p, packed, e, g, rows, hpmli_bf16_pack);
+}
+
+HPMLI_FN hpml_status hpmli_onebit_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                         const hpml_encode_info *info HPMLI_UNUSED)
+{
+    return hpmli_encode_rows(p, packed, e, g, rows, hpmli_onebit_pack);
+}
+
+HPMLI_FN hpml_status hpmli_twobit_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                         const hpml_encode_info *info HPMLI_UNUSED)
+{
+    return hpmli_encode_rows(p, packed, e, g, rows, hpmli_twobit_pack);
 }
 
 HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
@@ -7930,9 +7946,9 @@ HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind)
 {
     static const hpml_codec codecs[] = { /* indexed by hpml_codec_kind */
         { "none", true, false, false, false, hpmli_none_row_size, hpmli_none_encode, hpmli_none_decode },
-        { "bf16", false, true, false, false, hpmli_bf16_row_size, hpmli_encode_rows, hpmli_bf16_decode },
-        { "onebit", false, true, true, false, hpmli_onebit_row_size, hpmli_encode_rows, hpmli_onebit_decode },
-        { "twobit", false, true, true, false, hpmli_twobit_row_size, hpmli_encode_rows, hpmli_twobit_decode },
+        { "bf16", false, true, false, false, hpmli_bf16_row_size, hpmli_bf16_encode, hpmli_bf16_decode },
+        { "onebit", false, true, true, false, hpmli_onebit_row_size, hpmli_onebit_encode, hpmli_onebit_decode },
+        { "twobit", false, true, true, false, hpmli_twobit_row_size, hpmli_twobit_encode, hpmli_twobit_decode },
         { "topk", false, true, true, true, NULL, NULL, NULL },
         { "lowrank", false, true, true, true, NULL, NULL, NULL },
     };
