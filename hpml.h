@@ -2848,7 +2848,8 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
 {
     const hpml_tensor *src[2] = { a, b };
     w->ndim = 0;
-    for (int i = 0; i < out->ndim; i++) { /* outermost first; dimension i joins the one before, if both allow */
+    for (int i = 0; i == 0 || i < out->ndim; i++) { /* outermost first; i joins the one before, if both allow */
+        bool    last = i + 1 >= out->ndim;
         int64_t size = out->shape[i], stride[2];
         for (int s = 0; s < 2; s++) {
             int dim = i - (out->ndim - src[s]->ndim);
@@ -2857,17 +2858,11 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
         if (w->ndim > 0 && w->stride[0][w->ndim - 1] == stride[0] * size &&
             w->stride[1][w->ndim - 1] == stride[1] * size)
             size *= w->shape[--w->ndim];
-        else if (size == 1) continue;
+        else if (size == 1 && !(last && w->ndim == 0)) continue; /* a scalar is one run of one element */
         w->shape[w->ndim]     = size;
         w->stride[0][w->ndim] = stride[0];
         w->stride[1][w->ndim] = stride[1];
         w->ndim++;
-    }
-    if (w->ndim == 0) { /* a scalar is one run of one element */
-        w->ndim         = 1;
-        w->shape[0]     = 1;
-        w->stride[0][0] = 1;
-        w->stride[1][0] = 1;
     }
     w->run  = w->shape[w->ndim - 1];
     w->runs = 1;
