@@ -5353,13 +5353,7 @@ HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
     return hpml_permute(x, dims);
 }
 
-/* Returns true if n permutes between NCHW and NHWC, as hpml_to_layout does: it transposes images, seen as matrices. */
-HPMLI_FN bool hpmli_permutes_images(const hpml_node *n)
-{
-    const int32_t *d = n->attr.permute.dims;
-    return n->out->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1;
-}
-
+/* Permutes one image between NCHW and NHWC: a transpose of the image, seen as a matrix. */
 HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
@@ -5374,13 +5368,15 @@ HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread
 HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
+    const int32_t     *d = n->attr.permute.dims;
     hpml_tensor        read = backward ? *y : *x;
-    if (hpmli_permutes_images(n) && !(backward && (n->accumulate[0] || !x->grad))) {
+    bool images = y->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1; /* as hpml_to_layout permutes */
+    if (images && !(backward && (n->accumulate[0] || !x->grad))) {
         hpmli_for_each_parallel(run, n, backward, y->shape[0], 1, hpmli_permute_image);
         return;
     }
     for (int i = 0; i < y->ndim; i++) {
-        int dim = n->attr.permute.dims[i], at = backward ? dim : i;
+        int dim = d[i], at = backward ? dim : i;
         read.shape[at]  = y->shape[i];
         read.stride[at] = backward ? y->stride[i] : x->stride[dim];
     }
@@ -6605,14 +6601,10 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
     }
 }
 
-/* Returns operations: two products (T, T) by (T, C) a sample, halved by a causal mask; backward needs twice as many. */
-HPMLI_FN double hpmli_flops_attention(const hpml_node *n, bool back)
-{
-    double forward = 4 * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1];
-    if (n->attr.attention.causal) forward *= 0.5;
-    return back ? 2 * forward : forward;
-}
-HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_flops_attention(n, back),
+/* Operations: two products (T, T) by (T, C) a sample, halved by a causal mask; backward needs twice as many. */
+HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
+              (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1] *
+                  (back ? 2 : 1),
               n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
 
 /* LSTM with H hidden units, for each time step t: a = x_t W_x^T + bias + h_{t-1} W_h^T (4H numbers); i, f and o are the
@@ -6775,27 +6767,19 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     return n->out;
 }
 
-/* Returns the sum of exp(x[i] - shift) over n elements, without storing the exponentials. */
-HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift, int64_t n)
-{
-    float piece[HPMLI_PIECE], sum = 0;
-    HPMLI_PIECES(i, c, n) sum += k->vexp_sum(piece, x + i, shift, c);
-    return sum;
-}
-
 HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const hpml_node *n     = w->n;
     const float     *x     = n->src[0]->data + row * w->cols; /* the row's logits: (V) */
     int32_t          label = ((const int32_t *)n->src[1]->raw)[row];
     float           *max   = (float *)n->saved + row, *inverse = max + w->count, *loss = inverse + w->count;
-    float            s     = n->attr.cross_entropy.smoothing;
+    float            s     = n->attr.cross_entropy.smoothing, sum = 0, piece[HPMLI_PIECE];
     *loss = *max = *inverse = 0;
     if (label == n->attr.cross_entropy.ignore) return;
-    *max      = w->k->vmax(x, w->cols);
-    float sum = hpmli_exp_sum(w->k, x, *max, w->cols);
-    *inverse  = 1 / sum;
-    *loss     = logf(sum) - (1 - s) * (x[label] - *max);
+    *max = w->k->vmax(x, w->cols);
+    HPMLI_PIECES(i, c, w->cols) sum += w->k->vexp_sum(piece, x + i, *max, c);
+    *inverse = 1 / sum;
+    *loss    = logf(sum) - (1 - s) * (x[label] - *max);
     if (s == 0) return;
     double about[2] = { 0, 0 }; /* sums of x - max, and of its squares */
     w->k->vmoments(about, NULL, x, *max, w->cols);
