@@ -2021,7 +2021,6 @@ HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
     return (char *)b + HPMLI_BLOCK;
 }
 
-/* Allocates a zeroed object of `bytes` bytes; `destroy`, if not NULL, is called before the object is freed. */
 HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_destroy_fn *destroy)
 {
     void *p = hpmli_alloc(ctx, bytes);
@@ -2030,7 +2029,6 @@ HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_destroy_fn 
     return memset(p, 0, bytes);
 }
 
-/* Allocates zeroed memory for `count` elements of `size` bytes; checks the product for overflow. */
 HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
 {
     size_t bytes;
@@ -2054,7 +2052,6 @@ HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
     return p;
 }
 
-/* Frees p, memory of hpmli_alloc, after calling its destructor, if it has one; does nothing if p is NULL. */
 HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
 {
     if (!p) return;
@@ -2268,7 +2265,6 @@ HPMLI_FN void hpmli_pool_destroy(void *object)
     pthread_mutex_destroy(&p->mutex);
 }
 
-/* Returns the number of cores that this process may use, at least 1. */
 HPMLI_FN int hpmli_cores(void)
 {
     long n = 1;
@@ -2617,7 +2613,6 @@ HPMLI_FN void hpmli_set_shape(hpml_tensor *t, int ndim, const int64_t *shape)
     }
 }
 
-/* Creates a tensor without memory, after checking its shape and type. */
 HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dtype dtype, int ndim,
                                        const int64_t *shape)
 {
@@ -2645,7 +2640,6 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
     return t;
 }
 
-/* Sets the addresses of t's values and gradient (or NULL) to raw and raw_grad; data and grad, too, if t is F32. */
 HPMLI_FN void hpmli_set_memory(hpml_tensor *t, void *raw, void *raw_grad)
 {
     bool f32 = t->dtype == HPML_DTYPE_F32;
@@ -2697,7 +2691,6 @@ HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 4, shape);
 }
 
-/* True if t has memory, so that views of t can be created; else an error. */
 HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
 {
     if (!t || hpmli_failed(t->ctx)) return false;
@@ -2723,7 +2716,6 @@ HPML_API void hpml_tensor_free(hpml_tensor *t)
     hpmli_free(t->ctx, t);
 }
 
-/* True if the elements of t are adjacent in memory, in row-major order. */
 HPMLI_FN bool hpmli_contiguous(const hpml_tensor *t)
 {
     int64_t stride = 1;
@@ -2902,7 +2894,6 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 // >>host   whole tensors to and from host memory
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
-/* Copies the first n elements of t, of any dtype, from the device to out on the host, converted to f32. */
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
 {
     size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
@@ -2912,7 +2903,6 @@ HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int6
     return status;
 }
 
-/* Copies n floats from the host to the first n elements of t on the device, converted to the dtype of t. */
 HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, const float *in)
 {
     size_t bytes = (size_t)n * hpml_dtype_size(t->dtype);
@@ -2934,7 +2924,6 @@ HPMLI_FN bool hpmli_transferable(const hpml_tensor *t, const char *verb, const v
                        t->raw ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
 }
 
-/* True if all values of t can be copied and take `bytes` bytes; else an error that begins with `verb`. */
 HPMLI_FN bool hpmli_transferable_raw(const hpml_tensor *t, const char *verb, const void *values, size_t bytes)
 {
     if (!t || !hpmli_transferable(t, verb, values, hpml_tensor_count(t))) return false;
@@ -3077,7 +3066,6 @@ HPMLI_FN void hpmli_for_each_parallel(const hpml_run *run, hpml_node *n, bool ba
     HPMLI_OP(name, traits, needs, flops, hpmli_for_each_parallel(run, n, false, count, per_task, hpmli_##forward),     \
              hpmli_for_each_parallel(run, n, true, count, per_task, hpmli_##backward))
 
-/* Calls fn for each row, the elements along the last dimension, of source 0. */
 HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *fn)
 {
     int64_t cols = n->src[0]->shape[n->src[0]->ndim - 1];
@@ -3108,7 +3096,6 @@ struct hpmli_node_state {
                                                   scratch memory and copies of the device's arrays */
 };
 
-/* Returns the type in which results of ops are stored: F32, BF16 or F16. */
 HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
 {
     return ctx->backend->activation_dtype ? ctx->backend->activation_dtype(ctx->device) : HPML_DTYPE_F32;
@@ -3306,7 +3293,6 @@ HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
     }
 }
 
-/* Fills the hash table of names from the list of parameters. */
 static void hpmli_names_fill(hpml_ctx *ctx)
 {
     if (ctx->name_size > 0) memset(ctx->names, 0, (size_t)ctx->name_size * sizeof *ctx->names);
@@ -4017,7 +4003,6 @@ HPMLI_FN void hpmli_graph_apply_batch(hpml_graph *g)
     }
 }
 
-/* Sets the full batch as the current batch. */
 HPMLI_FN void hpmli_graph_restore_batch(hpml_graph *g)
 {
     g->batch_now = g->batch;
@@ -4062,7 +4047,6 @@ HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpm
     return status;
 }
 
-/* True if no node that runs after node i in this pass reads p. */
 HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, int i, const hpml_tensor *p, bool backward)
 {
     int step = backward ? -1 : 1;
@@ -4581,7 +4565,6 @@ HPMLI_FN const float *hpmli_mixed_block(const hpmli_kernels *k, hpml_dtype type,
     return space;
 }
 
-/* Computes one tile of C: converts blocks of A and B, one after another along k, to f32, and adds their product. */
 HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
 {
     const hpmli_mixed   *j  = (const hpmli_mixed *)arg;
@@ -4734,7 +4717,6 @@ HPMLI_FN void hpmli_axpy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     }
 }
 
-/* Checks the arguments of saxpy or sscal (`name`) and computes y = alpha x + y, or y = alpha y if x is NULL. */
 HPMLI_FN hpml_status hpmli_axpy(hpml_ctx *ctx, const char *name, int64_t n, float alpha, const float *x, int64_t inc_x,
                                 float *y, int64_t inc_y, bool reads_x)
 {
@@ -4766,7 +4748,6 @@ HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x,
     return hpmli_axpy(ctx, "sscal", n, alpha, NULL, 1, x, inc_x, false);
 }
 
-/* Finds the first element of the largest magnitude in one task's part of x; a NaN counts as the largest. */
 HPMLI_FN void hpmli_isamax_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     hpmli_vectors *v   = (hpmli_vectors *)arg;
@@ -5735,7 +5716,6 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
     }
 }
 
-/* Sets the bias of the product d, whose result is y (OC, pixels) or, in NHWC, y^T with a bias for columns. */
 HPMLI_FN void hpmli_conv_bias(const hpmli_conv *c, hpmli_gemm_desc *d, const float *bias)
 {
     if (c->nhwc) d->bias_n = bias;
@@ -8082,7 +8062,6 @@ HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t) /* records loss and tar
     return t->loss != NULL;
 }
 
-/* Checks that each number of the desc is in its range; false: an error on ctx names the first that is not. */
 HPMLI_FN bool hpmli_trainer_ranges_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 {
     bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
@@ -8298,7 +8277,6 @@ HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, f
     return HPML_OK;
 }
 
-/* Copies `samples` samples from host memory `from` into an input tensor on the device. */
 HPMLI_FN void hpmli_write_samples(hpml_trainer *t, hpml_tensor *input, const void *from, int64_t samples)
 {
     int64_t n = hpml_tensor_count(input) / input->shape[0] * input->batch_rows * samples;
@@ -8338,7 +8316,6 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
 // >>hooks   hooks of a trainer, and its arrays of values, gradients and states
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Notes in g->any which hooks the sets of hooks have. */
 HPMLI_FN void hpmli_hooks_note(hpml_graph *g)
 {
     memset(&g->any, 0, sizeof g->any);
@@ -9588,7 +9565,6 @@ HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* skips blanks, then c if it
     return true;
 }
 
-/* Skips blanks and consumes the character c; any other is a syntax error. */
 HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
 HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* consumes `word`, e.g. true; false: not there */
 {
@@ -10561,7 +10537,6 @@ HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch l->made, in l->
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
 }
 #ifndef HPML_NO_THREADS
-/* Runs in a loader's background thread: prepares batches, at most two ahead of the one in use. arg: the hpml_loader. */
 HPMLI_FN void *hpmli_loader_main(void *arg)
 {
     hpml_loader *l = (hpml_loader *)arg;
@@ -10578,7 +10553,6 @@ HPMLI_FN void *hpmli_loader_main(void *arg)
     return NULL;
 }
 
-/* Stops the background thread, which a forked child does not have. */
 HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
 {
     if (l->threaded && !hpmli_forked(l->ctx)) {
@@ -10630,7 +10604,6 @@ HPMLI_FN void hpmli_loader_destroy(void *object)
     hpmli_free(l->ctx, l->image);
 }
 
-/* Fills in the defaults of a loader's desc and checks the desc against the data; false: an error. */
 HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
 {
     bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0 || data->x_crop != 0;
@@ -10849,7 +10822,6 @@ HPMLI_FN int hpmli_safe_order(const void *a, const void *b) /* for qsort: by off
     return (const char *)x->data < (const char *)y->data ? -1 : 1;
 }
 
-/* Parses and checks the header of the file f->file, read or mapped; false: invalid, or no memory. */
 HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
     uint64_t    length = f->file.size >= 8 ? hpmli_read_little(f->file.bytes, 8) : 0;
@@ -10998,7 +10970,6 @@ HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *kind, const void *nam
     return !wrong;
 }
 
-/* Checks that the contents c can be written to a safetensors file; fails otherwise. */
 HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
 {
     const hpml_safetensor *t = c->t;
@@ -11479,7 +11450,6 @@ HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double se
     fprintf(w->f, "%s%s%lld.%03lld", before, ns < 0 ? "-" : "", llabs(ns) / 1000, llabs(ns) % 1000);
 }
 
-/* Writes the arguments of a span of communication: bucket, first and last tensor, bytes. */
 HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
 {
     const char *comma = "";
@@ -12309,7 +12279,6 @@ HPMLI_VEC_INLINE HV(f32) HV(gelu_derivative)(HV(f32) x)
     HV(f32) dt = HV(fnma)(t, t, HV(set1)(1)) * du;
     return 0.5f * (1.0f + t + x * dt);
 }
-/* Return the standard normal distribution's cumulative probability and its density at x. */
 HPMLI_VEC_INLINE HV(f32) HV(normal_cdf)(HV(f32) x) { return 0.5f * (1.0f + HV(erf)(x * 0.70710678118654752f)); }
 HPMLI_VEC_INLINE HV(f32) HV(normal_pdf)(HV(f32) x) { return 0.39894228040143268f * HV(exp)(x * x * -0.5f); }
 HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
@@ -12572,7 +12541,6 @@ HPMLI_VEC_INLINE HV(f32) HV(store_state)(float *state, HV(f32) x, int64_t c)
     HV(store_upto)(state, x, c);
     return x;
 }
-/* Computes state = beta state + (1 - beta) g for c elements; returns the new state. */
 HPMLI_VEC_INLINE HV(f32) HV(update_mean)(float *state, HV(f32) g, float beta, int64_t c)
 {
     return HV(store_state)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(load_upto)(state, c)), c);
@@ -13307,7 +13275,6 @@ HPMLI_VEC_INLINE void HV(finish_element)(const hpmli_gemm_desc *d, float *c, int
     if (d->bias_m) x += d->bias_m[i];
     *c = d->act == 1 && !(x > 0) ? 0 : x;
 }
-/* Stores the 4 numbers at `from` so that they are `stride` floats apart. */
 HPMLI_VEC_INLINE void HV(store_4)(float *to, int64_t stride, const float *from)
 {
     if (stride == 1) {
@@ -13881,7 +13848,6 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         }
     }
 }
-/* Copies pixels: to = from + bias (or NULL), plus the old `to` if `accumulate`; then relu. */
 HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                                 int accumulate)
 {
