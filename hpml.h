@@ -4185,14 +4185,6 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
    device replays a piece as a whole, and then the hooks of the piece's gradients are called. Few pieces cost few
    launches; many let communication begin early. */
 #define HPMLI_PIECES_OF_PASS 8
-/* Returns how many nodes a piece has: 1 if the device cannot replay the pass, all if no hook waits for gradients. */
-HPMLI_FN int hpmli_piece_nodes(const hpml_graph *g, bool replays, bool hooks)
-{
-    if (!replays) return 1;
-    if (!hooks) return g->count;
-    return (int)hpmli_max(HPMLI_PIECES_OF_PASS, (g->count + HPMLI_PIECES_OF_PASS - 1) / HPMLI_PIECES_OF_PASS);
-}
-
 /* Runs the nodes pass->from .. pass->to - 1 of a pass: node i forward, or node count - 1 - i backward. */
 HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
@@ -4227,9 +4219,11 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     bool              single  = timed || h->need || h->release || h->sum || g->idle; /* run nodes singly */
     bool              replays = g->ctx->backend->begin && !single && !g->unreplayable && !g->collective;
     bool              hooks   = backward && h->grad && g->last;
-    int               piece   = hpmli_piece_nodes(g, replays, hooks);
+    int               piece   = 1; /* number of nodes */
     hpml_status       status  = HPML_OK;
     hpml_pass         pass;
+    if (replays) piece = (int)hpmli_max(HPMLI_PIECES_OF_PASS, (g->count - 1) / HPMLI_PIECES_OF_PASS + 1);
+    if (replays && !hooks) piece = g->count;
     memset(&pass, 0, sizeof pass); /* padding too: compared by bytes */
     pass.graph      = g;
     pass.samples    = g->batch_now;
@@ -8444,7 +8438,8 @@ HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, in
     if (labels && !on_device) hpmli_count_hits(t, labels, confusion);
 }
 
-/* Moves the data address of each input, and of each reshape of an input, on by `samples` samples (negative: back). */
+/* Moves the data address of each input, and of each reshape of an input, on by `samples` samples (negative: back), so
+   that the next passes begin there. */
 HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
 {
     hpml_graph *g = t->graph;
@@ -8460,9 +8455,6 @@ HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
     }
 }
 
-/* Lets the next passes (forward, backward) begin with sample `first` of the inputs, until hpmli_inputs_rewind. */
-HPMLI_FN void hpmli_inputs_advance(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, first); }
-HPMLI_FN void hpmli_inputs_rewind(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, -first); }
 HPMLI_FN int32_t hpmli_updates_found(const hpml_trainer *t) /* ORs HPML_NONFINITE_ bits of all parameters' steps */
 {
     int32_t found = 0;
@@ -8622,7 +8614,7 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
                           (long long)first, (long long)(first + samples), (long long)t->batch_samples);
     if (part && hpml_graph_set_batch(g, samples) != HPML_OK) return t->ctx->status;
     if (samples == 0 && g->collective) hpmli_graph_restore_batch(g); /* collective ops get a full batch of zeros */
-    hpmli_inputs_advance(t, first);
+    hpmli_inputs_offset(t, first);
     g->idle = samples == 0;
     g->last = t->micro_batch + 1 == t->d.accumulate;
     hpml_status status = hpmli_forward_backward(t, grad_scale, accumulate);
@@ -8632,7 +8624,7 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
         if (samples > 0 && (loss || t->labels)) hpmli_read_pass(t, first);
         if (loss) *loss = samples > 0 ? t->scalars.loss : 0;
     }
-    hpmli_inputs_rewind(t, first);
+    hpmli_inputs_offset(t, -first);
     return status;
 }
 
@@ -9024,9 +9016,9 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
     bool        found = false;
     for (int64_t i = 0; g->batchable && !g->collective && i < samples && !found; i++) {
         if (hpml_graph_set_batch(g, 1) != HPML_OK) return t->ctx->status;
-        hpmli_inputs_advance(t, i);
+        hpmli_inputs_offset(t, i);
         hpml_status status = hpml_graph_forward(g, false, 0);
-        hpmli_inputs_rewind(t, i);
+        hpmli_inputs_offset(t, -i);
         if (status != HPML_OK) return status;
         hpmli_read_step_scalars(t, NULL, NULL);
         found = t->scalars.loss - t->scalars.loss != 0;
@@ -9081,21 +9073,13 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     return t->ctx->status;
 }
 
-HPMLI_FN hpml_status hpmli_predict_pass(hpml_trainer *t) /* runs forward without the loss: no targets are given */
-{
-    hpml_graph *g   = t->graph;
-    hpml_run    run = hpmli_run_of(g, false, 0, 1);
-    for (int i = 0; i < g->count; i++)
-        if (g->nodes[i]->out != t->loss && hpmli_run_node(g, &run, i, false) != HPML_OK) break;
-    return t->ctx->status;
-}
-
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
 {
     if (!t || !out || !x) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
-    hpml_graph *g = t->graph;
+    hpml_graph *g   = t->graph;
+    hpml_run    run = hpmli_run_of(g, false, 0, 1);
     hpmli_graph_restore_batch(g);
     int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
     int64_t out_floats = hpml_tensor_count(t->d.output) / g->batch; /* x_bytes and out_floats are of one sample */
@@ -9103,7 +9087,9 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
         int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
         if (hpml_graph_set_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
         hpmli_write_samples(t, t->d.input, (const char *)x + i * x_bytes, n);
-        if (hpmli_predict_pass(t) != HPML_OK) break;
+        for (int k = 0; k < g->count && t->ctx->status == HPML_OK; k++) /* without the loss: no targets are given */
+            if (g->nodes[k]->out != t->loss) hpmli_run_node(g, &run, k, false);
+        if (t->ctx->status != HPML_OK) break;
         hpmli_read_floats(t->ctx, t->d.output, floats, out + i * out_floats);
         if (t->d.no_finite_check) continue;
         int64_t at = hpmli_first_nonfinite(out + i * out_floats, floats);
