@@ -3101,12 +3101,6 @@ HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
     return ctx->backend->activation_dtype ? ctx->backend->activation_dtype(ctx->device) : HPML_DTYPE_F32;
 }
 
-/* True if the elements of t are floating-point numbers: F32, BF16 or F16. */
-HPMLI_FN bool hpmli_is_float(const hpml_tensor *t)
-{
-    return t->dtype == HPML_DTYPE_F32 || hpmli_is_half(t->dtype);
-}
-
 /* Returns a copy of `name` or, if that is NULL or empty, "<kind><number of the node>". */
 HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
 {
@@ -7233,8 +7227,8 @@ HPMLI_FN bool hpmli_custom_batch(hpml_node *n)
     for (int i = n->src_count - 1; i >= 0; i--)
         if (n->src[i]->batch_rows) batch = n->src[i]->shape[0] / n->src[i]->batch_rows;
     if (rows > 0 && (batch == 0 || n->out->shape[0] != rows * batch))
-        return hpmli_false(n->out->ctx, HPML_ERR_SHAPE, "custom op \"%s\": batch_rows %lld do not make the result %s of "
-                           "%lld samples", d->name, (long long)rows, hpmli_describe(n->out), (long long)batch);
+        return hpmli_false(n->out->ctx, HPML_ERR_SHAPE, "custom op \"%s\": batch_rows %lld do not make the result %s "
+                           "of %lld samples", d->name, (long long)rows, hpmli_describe(n->out), (long long)batch);
     if (rows == 0 && batch > 0 && n->out->shape[0] % batch == 0) rows = n->out->shape[0] / batch;
     if (n->out->ndim > 0 || rows < 0) hpmli_node_batch(n, hpmli_max(rows, 0));
     return true;
@@ -8518,7 +8512,8 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
         if (i >= 0 && hpmli_is_collective(g->nodes[i])) break; /* would wait for the other ranks */
         if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
         const char *place = i < 0 ? "the data of" : "the result of";
-        if (hpmli_is_float(y) && hpmli_report_nonfinite(t, what, value, place, y, y->raw, false)) return ctx->status;
+        bool floats = y->dtype == HPML_DTYPE_F32 || hpmli_is_half(y->dtype);
+        if (floats && hpmli_report_nonfinite(t, what, value, place, y, y->raw, false)) return ctx->status;
     }
     for (int i = g->param_count - 1; i >= 0; i--) /* in the order of the backward pass */
         if (hpmli_report_nonfinite(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
@@ -8748,19 +8743,11 @@ HPMLI_FN bool hpmli_uses_gradients(const hpml_trainer *t)
     return t->graph->any.run || t->graph->any.grad || t->graph->any.update;
 }
 
-/* Chooses when parameters step. Early (in backward) needs the CPU, no gradient norm, no hook that uses gradients. */
-HPMLI_FN hpmli_update_mode hpmli_step_mode(const hpml_trainer *t)
-{
-    const hpml_backend *b = t->ctx->backend;
-    if (t->micro_batch + 1 < t->d.accumulate) return HPMLI_NO_UPDATE;
-    bool late = t->wants_norm || b->sync || b->begin;
-    return late || hpmli_uses_gradients(t) ? HPMLI_UPDATE_LATE : HPMLI_UPDATE_EARLY;
-}
-
 /* Copies micro-batch x, y into the inputs, clears the last step's results, fills in *s, what the step's parts share. */
 HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void *y, hpmli_step *s)
 {
-    int64_t samples = s->samples;
+    const hpml_backend *b       = t->ctx->backend;
+    int64_t             samples = s->samples;
     s->start = hpml_now();
     if (samples != 0 || !t->graph->any.run) { /* 0: this rank has no part in a short last batch */
         hpml_status status = hpmli_write_batch(t, x, y, samples);
@@ -8778,7 +8765,9 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     s->number       = t->step;
     s->traced_start = hpmli_trace_time(t->ctx, s->start);
     s->lr           = hpml_trainer_lr(t);
-    s->mode         = hpmli_step_mode(t);
+    s->mode         = hpmli_uses_gradients(t) || t->wants_norm || b->sync || b->begin ? HPMLI_UPDATE_LATE
+                                                                                   : HPMLI_UPDATE_EARLY;
+    if (t->micro_batch + 1 < t->d.accumulate) s->mode = HPMLI_NO_UPDATE;
     s->loss_known   = t->graph->any.run || s->info || !t->d.no_finite_check;
     t->update_early      = s->mode == HPMLI_UPDATE_EARLY;
     t->update_follows    = s->mode != HPMLI_NO_UPDATE && !hpmli_uses_gradients(t);
