@@ -422,7 +422,6 @@ HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-ops   recording a model: inputs, parameters, ops
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Records a model. Each call checks the shapes of its sources, adds a node to the context and returns the tensor of the
    result; tensor memory is allocated later. A call that fails returns NULL and leaves the error on the context; a call
    with a NULL source returns NULL and does nothing, so a model is written without a check on each line. `name` (copied)
@@ -687,7 +686,6 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-optimizer   optimizers: a table of rows, your own rows too
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* The built-in optimizers. Section >>optimizers has their table, section >>vupdate their formulas. */
 typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
                         HPML_OPT_LARS, HPML_OPT_LAMB,
@@ -882,7 +880,6 @@ HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* the object that the back
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-custom   ops of your own
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* An op of your own: recorded, planned, differentiated, timed and checked (hpml_check_grad) as a built-in op is.
    forward    computes the values of node->out from those of node->src[i]
    backward   computes from node->out->grad, which it may overwrite, the gradient of each source whose grad is not NULL,
@@ -925,7 +922,6 @@ HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, b
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-trainer   schedules, the trainer and its hooks
 // ---------------------------------------------------------------------------------------------------------------------
-
 typedef enum hpml_loss { HPML_LOSS_CROSS_ENTROPY = 0, HPML_LOSS_BCE, HPML_LOSS_MSE, HPML_LOSS_HUBER } hpml_loss;
 typedef enum hpml_schedule_kind {
     HPML_SCHEDULE_CONSTANT = 0,
@@ -2958,7 +2954,6 @@ HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, siz
 // ---------------------------------------------------------------------------------------------------------------------
 // >>op-table   the table of ops: a row for each, and the loops of which most passes consist
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Bits of hpmli_op_info.needs: values that a node's backward pass reads, so that the planner keeps them until then. */
 #define HPMLI_NEED_SRC(i) HPML_KEEP_SRC(i)            /* the value of source i */
 #define HPMLI_NEED_OUT    HPML_KEEP_OUT               /* the value of the result */
@@ -3080,7 +3075,6 @@ HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, h
 // ---------------------------------------------------------------------------------------------------------------------
 // >>record   recording: nodes and inputs
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Private state of a node; allocated together with the node. */
 struct hpmli_node_state {
     hpml_tensor *out_root, *grad_root;         /* tensors in whose memory value and gradient of the result are; NULL: in
@@ -3267,7 +3261,6 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>params   parameters: names, first values
 // ---------------------------------------------------------------------------------------------------------------------
-
 #define HPMLI_NAME 256 /* bytes of an array's name in a file, with the final 0 */
 #define HPMLI_HASH UINT64_C(14695981039346656037)
 /* Returns the FNV-1a hash of n bytes, continued from `hash`; HPMLI_HASH is that of no bytes. */
@@ -3636,7 +3629,6 @@ HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, siz
 // ---------------------------------------------------------------------------------------------------------------------
 // >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A graph of N nodes runs at the times 0 .. N - 1 forward and N .. 2N - 1 backward (node i at 2N - 1 - i). The life of
    an array goes from the time that writes it to the last time that reads it; hpmli_op_info.needs says which values a
    node's backward pass reads. Two arrays may share memory if their lives do not overlap: see >>place. Planning happens
@@ -3987,7 +3979,6 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>run   running a graph forward and backward
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Sets shape[0] of all tensors with a batch to the current batch. Called before each pass: graphs may share inputs. */
 HPMLI_FN void hpmli_graph_apply_batch(hpml_graph *g)
 {
@@ -4779,7 +4770,6 @@ HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t i
 // ---------------------------------------------------------------------------------------------------------------------
 // >>elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* add, sub, mul and div, with numpy's broadcasting (hpmli_broadcast_iter). The gradient of a repeated operand is the
    sum over its repetitions. A source's batch that becomes a later dimension of the result cannot be shortened. */
 typedef struct hpmli_binary {
@@ -6356,7 +6346,6 @@ HPMLI_OP(rmsnorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
 // ---------------------------------------------------------------------------------------------------------------------
 // >>dropout   dropout and embedding
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Drops element i if word i of the random stream of this step and node is below p 2^32. Both passes compute the mask;
    neither stores it. i counts from the first sample of the global batch, so that masks are the same on any rank. */
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
@@ -7164,7 +7153,6 @@ HPMLI_FN const hpml_op_impl *hpmli_wrap_ops(void)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>custom   ops of the user, on the host or on host copies of a device's arrays
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Calls a function of the user's op; backward adds to gradients, so those that no op has given yet become zeros. */
 HPMLI_FN hpml_status hpmli_custom_call(const hpml_run *run, hpml_node *n, bool back)
 {
@@ -8303,7 +8291,6 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
 // ---------------------------------------------------------------------------------------------------------------------
 // >>hooks   hooks of a trainer, and its arrays of values, gradients and states
 // ---------------------------------------------------------------------------------------------------------------------
-
 HPMLI_FN void hpmli_hooks_note(hpml_graph *g)
 {
     memset(&g->any, 0, sizeof g->any);
