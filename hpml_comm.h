@@ -6775,6 +6775,7 @@ struct hpml_distributed {
     hpmlc_reporting       report;
     hpmlc_trial           trial;
     int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
+    void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
 
 struct hpmlc_strategy {
@@ -6791,8 +6792,20 @@ struct hpmlc_strategy {
     hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
     hpml_status (*finish)(hpml_distributed *d); /* optional: sets all ranks' parameters to the training's result */
     bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists what checkpoints hold; false: an error */
-    void (*close)(hpml_distributed *d); /* releases what `open` has taken; nothing is in flight */
+    void (*close)(hpml_distributed *d); /* optional: releases what hpmlc_dist_alloc has not given `open` */
 };
+
+#define HPMLC_BLOCK 64 /* bytes before memory of hpmlc_dist_alloc, with the address of the next older block */
+
+/* Returns `bytes` of memory, zeroed, which hpmlc_dist_close releases. NULL: an error on the context. */
+HPMLC_FN void *hpmlc_dist_alloc(hpml_distributed *d, size_t bytes)
+{
+    char *block = (char *)hpml_ctx_alloc(d->ctx, HPMLC_BLOCK + bytes, NULL);
+    if (!block) return NULL;
+    memcpy(block, &d->memory, sizeof d->memory);
+    d->memory = block;
+    return block + HPMLC_BLOCK;
+}
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
 
@@ -6810,16 +6823,6 @@ HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
     g->cols = hpml_tensor_count(p) / g->rows;
 }
 
-/* Sets layout.host, for a strategy that exchanges gradients on the host: to the trainer's array or, where that is on a
-   device, to memory for a copy. False: no memory. */
-HPMLC_FN bool hpmlc_host_open(hpml_distributed *d)
-{
-    hpmlc_layout *l = &d->layout;
-    l->host = l->first;
-    if (l->view.device) l->host = (float *)hpml_ctx_alloc(d->ctx, (size_t)l->span * sizeof(float), NULL);
-    return l->host != NULL;
-}
-
 /* Copies floats [at, at + n) of gradients on a device to layout.host; hpmlc_host_return copies all of them back. */
 HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
@@ -6833,12 +6836,6 @@ HPMLC_FN void hpmlc_host_return(hpml_distributed *d)
     const hpmlc_layout *l = &d->layout;
     if (l->host == l->first) return;
     l->view.device->write(l->view.device_user, l->first, l->host, (size_t)l->span * sizeof(float));
-}
-
-HPMLC_FN void hpmlc_host_close(hpml_distributed *d)
-{
-    if (d->layout.host != d->layout.first) hpml_ctx_release(d->ctx, d->layout.host);
-    d->layout.host = NULL;
 }
 
 /* Returns the factor that makes gradients, divided by `full` samples, means over `samples`; 1 if the plan sets .sum. */
@@ -6909,14 +6906,15 @@ HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b,
     return b->warm != NULL;
 }
 
-/* Creates the exchange objects of bucket b, whose tensors are g, for exchanges on the host. False: an error. */
-HPMLC_FN bool hpmlc_host_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
+/* Creates the exchange objects of bucket b, whose tensors are g: for exchanges on the host or, where layout.host is
+   NULL, by the communicator's device link. False: an error. */
+HPMLC_FN bool hpmlc_bucket_open(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     hpml_exchange_desc e;
     hpmlc_exchange_settings(d, &e);
     e.count   = b->count;
     e.tensors = g;
-    return hpmlc_bucket_exchanges(d, b, d->c, &e, HPMLC_PADDED);
+    return hpmlc_bucket_exchanges(d, b, d->c, &e, d->layout.host ? HPMLC_PADDED : HPMLC_PADDED_LINKED);
 }
 
 HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
@@ -6931,7 +6929,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
 {
     hpmlc_layout  *l = &d->layout;
     hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)l->params, NULL);
-    d->buckets.item  = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->buckets.item * (size_t)l->params, NULL);
+    d->buckets.item  = (hpmlc_bucket *)hpmlc_dist_alloc(d, sizeof *d->buckets.item * (size_t)l->params);
     if (!g || !d->buckets.item) return false;
     int64_t limit = d->plan.bucket_bytes > 0 ? d->plan.bucket_bytes : bytes;
     int64_t at = l->span, end = at, filled = 0;
@@ -6958,14 +6956,18 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
     return true;
 }
 
-HPMLC_FN void hpmlc_buckets_close(hpml_distributed *d)
+/* Opens a strategy that exchanges gradients on the host, bucket by bucket by `start`: sets layout.host to the trainer's
+   array or, where that is on a device, to memory for a copy. gradients: what to exchange; NULL: layout.host. */
+HPMLC_FN bool hpmlc_host_open(hpml_distributed *d, float *gradients, hpmlc_start_fn *start)
 {
-    for (int i = 0; i < d->buckets.count; i++) {
-        hpml_exchange_free(d->buckets.item[i].x);
-        hpml_exchange_free(d->buckets.item[i].warm);
-    }
-    hpml_ctx_release(d->ctx, d->buckets.item);
-    memset(&d->buckets, 0, sizeof d->buckets);
+    hpmlc_layout *l = &d->layout;
+    hpmlc_background_choose(d);
+    d->start = start;
+    l->host  = l->first;
+    if (l->view.device) l->host = (float *)hpmlc_dist_alloc(d, (size_t)l->span * sizeof(float));
+    if (!l->host) return false;
+    return hpmlc_buckets_create(d, gradients ? gradients : l->host, d->background ? (int64_t)1 << 18 : INT64_MAX,
+                                hpmlc_bucket_open);
 }
 
 /* Starts the exchanges of buckets in their order, up to the first bucket with a gradient that is not yet final. */
@@ -7432,11 +7434,9 @@ HPMLC_FN hpml_status hpmlc_sync_start(hpml_distributed *d, hpmlc_bucket *b)
 
 HPMLC_FN bool hpmlc_sync_open(hpml_distributed *d)
 {
-    hpmlc_background_choose(d);
+    bool good = hpmlc_host_open(d, NULL, hpmlc_sync_start);
     if (!d->background) d->plan.no_overlap = true;
-    d->start = hpmlc_sync_start;
-    if (!hpmlc_host_open(d)) return false;
-    return hpmlc_buckets_create(d, d->layout.host, d->background ? (int64_t)1 << 18 : INT64_MAX, hpmlc_host_bucket);
+    return good;
 }
 
 HPMLC_FN hpml_status hpmlc_sync_begin(hpml_distributed *d, int64_t samples, float *loss)
@@ -7464,17 +7464,6 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
     return hpml_trainer_apply(d->t, 0, d->layout.params);
 }
 
-HPMLC_FN bool hpmlc_sync_state(hpml_distributed *d, hpmlc_states *list)
-{
-    return hpmlc_buckets_state(d, list);
-}
-
-HPMLC_FN void hpmlc_sync_close(hpml_distributed *d)
-{
-    hpmlc_buckets_close(d);
-    hpmlc_host_close(d);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-delayed   double buffering: steps apply the gradients of the step before
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7498,24 +7487,18 @@ typedef struct hpmlc_delayed {
     bool   is_loaded;    /* in_flight, change and head come from a checkpoint */
 } hpmlc_delayed;
 
-HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan)
-{
-    return plan->delayed;
-}
+HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan) { return plan->delayed; }
 
 HPMLC_FN bool hpmlc_delayed_open(hpml_distributed *d)
 {
-    hpmlc_delayed *own  = (hpmlc_delayed *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
-    const size_t   row  = sizeof(float) * (size_t)(d->layout.buffer_total + 1);
+    hpmlc_delayed *own = (hpmlc_delayed *)hpmlc_dist_alloc(d, sizeof *own);
+    const size_t   row = sizeof(float) * (size_t)(d->layout.buffer_total + 1);
     d->own = own;
     if (!own) return false;
-    own->in_flight = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->layout.span * sizeof(float), NULL);
-    own->before    = (float *)hpml_ctx_alloc(d->ctx, row, NULL);
-    own->change    = (float *)hpml_ctx_alloc(d->ctx, row, NULL);
-    if (!own->change || !hpmlc_host_open(d)) return false;
-    hpmlc_background_choose(d);
-    d->start = hpmlc_host_start;
-    return hpmlc_buckets_create(d, own->in_flight, d->background ? (int64_t)1 << 18 : INT64_MAX, hpmlc_host_bucket);
+    own->in_flight = (float *)hpmlc_dist_alloc(d, (size_t)d->layout.span * sizeof(float));
+    own->before    = (float *)hpmlc_dist_alloc(d, row);
+    own->change    = (float *)hpmlc_dist_alloc(d, row);
+    return own->change && hpmlc_host_open(d, own->in_flight, hpmlc_host_start);
 }
 
 HPMLC_FN hpml_status hpmlc_delayed_begin(hpml_distributed *d, int64_t samples, float *loss)
@@ -7651,17 +7634,6 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
     return hpml_ctx_status(d->ctx) == HPML_OK;
 }
 
-HPMLC_FN void hpmlc_delayed_close(hpml_distributed *d)
-{
-    hpmlc_delayed *own = (hpmlc_delayed *)d->own;
-    hpmlc_buckets_close(d);
-    hpmlc_host_close(d);
-    if (!own) return;
-    hpml_ctx_release(d->ctx, own->in_flight);
-    hpml_ctx_release(d->ctx, own->before);
-    hpml_ctx_release(d->ctx, own->change);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-exact   the same bits for every number of ranks
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7729,7 +7701,7 @@ HPMLC_FN bool hpmlc_exact_exchange(hpml_distributed *d)
 
 HPMLC_FN bool hpmlc_exact_open(hpml_distributed *d)
 {
-    hpmlc_exact        *own    = (hpmlc_exact *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
+    hpmlc_exact        *own    = (hpmlc_exact *)hpmlc_dist_alloc(d, sizeof *own);
     hpmlc_layout       *l      = &d->layout;
     hpmlc_copies       *leaves = &d->copies;
     const int           p      = d->c->size;
@@ -7740,11 +7712,11 @@ HPMLC_FN bool hpmlc_exact_open(hpml_distributed *d)
     leaves->count = hpml_block(leaves->all, p, d->c->rank + 1) - leaves->first;
     own->total    = l->grad_total + l->buffer_total;
     l->grain      = d->plan.leaf;
-    own->leaf     = (float *)hpml_ctx_alloc(d->ctx, (size_t)(own->total * leaves->count + 1) * sizeof(float), NULL);
-    own->sum      = (int64_t *)hpml_ctx_alloc(d->ctx, (size_t)own->total * sizeof(int64_t), NULL);
-    own->largest  = (float *)hpml_ctx_alloc(d->ctx, (size_t)l->params * sizeof(float), NULL);
-    own->before   = (float *)hpml_ctx_alloc(d->ctx, (size_t)(l->buffer_total + 1) * sizeof(float), NULL);
-    d->buckets.item = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->buckets.item, NULL);
+    own->leaf     = (float *)hpmlc_dist_alloc(d, (size_t)(own->total * leaves->count + 1) * sizeof(float));
+    own->sum      = (int64_t *)hpmlc_dist_alloc(d, (size_t)own->total * sizeof(int64_t));
+    own->largest  = (float *)hpmlc_dist_alloc(d, (size_t)l->params * sizeof(float));
+    own->before   = (float *)hpmlc_dist_alloc(d, (size_t)(l->buffer_total + 1) * sizeof(float));
+    d->buckets.item = (hpmlc_bucket *)hpmlc_dist_alloc(d, sizeof *d->buckets.item);
     return hpml_ctx_status(d->ctx) == HPML_OK && hpmlc_exact_exchange(d);
 }
 
@@ -7893,17 +7865,6 @@ HPMLC_FN bool hpmlc_exact_state(hpml_distributed *d, hpmlc_states *list)
     return hpmlc_buckets_state(d, list);
 }
 
-HPMLC_FN void hpmlc_exact_close(hpml_distributed *d)
-{
-    hpmlc_exact *own = (hpmlc_exact *)d->own;
-    hpmlc_buckets_close(d);
-    if (!own) return;
-    hpml_ctx_release(d->ctx, own->leaf);
-    hpml_ctx_release(d->ctx, own->sum);
-    hpml_ctx_release(d->ctx, own->largest);
-    hpml_ctx_release(d->ctx, own->before);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-link   synchronous steps, gradients exchanged on devices
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7934,35 +7895,29 @@ HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d HPMLC_UNUSED, hpmlc_bu
     return HPML_OK;
 }
 
-HPMLC_FN bool hpmlc_link_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
+/* Opens what the strategies with a device link share. own: a struct of `size` bytes, a hpmlc_link first. Returns `own`,
+   which is d->own as well; NULL: no memory. */
+HPMLC_FN void *hpmlc_link_attach(hpml_distributed *d, size_t size, hpmlc_start_fn *start)
 {
-    hpml_exchange_desc e;
-    hpmlc_exchange_settings(d, &e);
-    e.count   = b->count;
-    e.tensors = g;
-    return hpmlc_bucket_exchanges(d, b, d->c, &e, HPMLC_PADDED_LINKED);
-}
-
-HPMLC_FN bool hpmlc_link_attach(hpml_distributed *d, hpmlc_link *own)
-{
-    const hpml_trainer_desc *t = hpml_trainer_settings(d->t);
+    const hpml_trainer_desc *t   = hpml_trainer_settings(d->t);
+    hpmlc_link              *own = (hpmlc_link *)hpmlc_dist_alloc(d, size);
+    d->own   = own;
+    d->start = start;
+    if (!own) return NULL;
     own->l          = &d->c->link;
     own->is_clipped = t->clip_norm > 0;
     own->is_checked = (own->is_clipped && !t->no_finite_check) || hpmlc_overflows(d->t, d->ctx);
-    own->ended = (hpml_exchange **)hpml_ctx_alloc(d->ctx, sizeof *own->ended * (size_t)d->layout.params, NULL);
+    own->ended      = (hpml_exchange **)hpmlc_dist_alloc(d, sizeof *own->ended * (size_t)d->layout.params);
     hpmlc_background_choose(d); /* for the sum of loss and running statistics */
-    return own->ended != NULL;
+    return own->ended ? own : NULL;
 }
 
 #define HPMLC_LINK_BUCKET ((int64_t)8 << 20) /* bytes of a bucket; smaller collectives do not reach a link's rate */
 
 HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
 {
-    hpmlc_link *own = (hpmlc_link *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
-    d->own   = own;
-    d->start = hpmlc_link_start;
-    if (!own || !hpmlc_link_attach(d, own)) return false;
-    return hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_link_bucket);
+    return hpmlc_link_attach(d, sizeof(hpmlc_link), hpmlc_link_start) &&
+           hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_bucket_open);
 }
 
 /* Lets the host wait for the device link's collectives; at a deadline an error, which is sent to the other ranks. */
@@ -7979,8 +7934,6 @@ HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, floa
     hpml_status status = hpmlc_link_check(d); /* waits for the previous step, whose update the device makes now */
     return status == HPML_OK ? hpmlc_sync_begin(d, samples, loss) : status;
 }
-
-HPMLC_FN hpml_status hpmlc_link_gradient(hpml_distributed *d, int param) { return hpmlc_sync_gradient(d, param); }
 
 /* Completes the exchanges of compressed gradients, all buckets at once: adds them up, sends and unpacks the sums. */
 HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
@@ -8019,13 +7972,6 @@ HPMLC_FN hpml_status hpmlc_link_update(hpml_distributed *d) { return hpmlc_link_
 HPMLC_FN bool hpmlc_link_state(hpml_distributed *d, hpmlc_states *list)
 {
     return (!list->is_saving || hpmlc_link_check(d) == HPML_OK) && hpmlc_buckets_state(d, list);
-}
-
-HPMLC_FN void hpmlc_link_close(hpml_distributed *d)
-{
-    hpmlc_link *own = (hpmlc_link *)d->own;
-    hpmlc_buckets_close(d);
-    if (own) hpml_ctx_release(d->ctx, own->ended);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8092,7 +8038,7 @@ HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_g
     s->bucket = b;
     s->l      = own->link.l;
     s->divide = d->plan.sum ? 1 : p;
-    s->cut    = (int64_t *)hpml_ctx_alloc(d->ctx, sizeof *s->cut * (size_t)(p + 1), NULL);
+    s->cut    = (int64_t *)hpmlc_dist_alloc(d, sizeof *s->cut * (size_t)(p + 1));
     if (!s->cut) return false;
     for (int r = 1; r <= p; r++) {
         s->cut[r] = hpml_block(b->floats, p, r);
@@ -8141,24 +8087,15 @@ HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpm
 
 HPMLC_FN bool hpmlc_nodes_open(hpml_distributed *d)
 {
-    hpmlc_nodes     *own = (hpmlc_nodes *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
     const hpml_comm *c   = d->c;
-    d->own   = own;
-    d->start = hpmlc_nodes_start;
-    if (!own || !hpmlc_link_attach(d, &own->link)) return false;
+    hpmlc_nodes     *own = (hpmlc_nodes *)hpmlc_link_attach(d, sizeof *own, hpmlc_nodes_start);
+    if (!own) return false;
     own->ranks = c->size / own->link.l->across->size;
     for (int r = 0; r < c->rank; r++) own->place += c->node[r] == c->node[c->rank];
     snprintf(own->copy, sizeof own->copy, "nodes_of_%d", own->ranks);
-    own->shard = (hpmlc_shard *)hpml_ctx_alloc(d->ctx, sizeof *own->shard * (size_t)d->layout.params, NULL);
+    own->shard = (hpmlc_shard *)hpmlc_dist_alloc(d, sizeof *own->shard * (size_t)d->layout.params);
     return own->shard && hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_nodes_bucket);
 }
-
-HPMLC_FN hpml_status hpmlc_nodes_begin(hpml_distributed *d, int64_t samples, float *loss)
-{
-    return hpmlc_link_begin(d, samples, loss);
-}
-
-HPMLC_FN hpml_status hpmlc_nodes_gradient(hpml_distributed *d, int param) { return hpmlc_link_gradient(d, param); }
 
 /* Completes the exchange of all buckets' shards between nodes; each rank's sum goes to all ranks of the node. */
 HPMLC_FN hpml_status hpmlc_nodes_finish(hpml_distributed *d)
@@ -8222,14 +8159,6 @@ HPMLC_FN bool hpmlc_nodes_state(hpml_distributed *d, hpmlc_states *list)
     return hpml_ctx_status(d->ctx) == HPML_OK;
 }
 
-HPMLC_FN void hpmlc_nodes_close(hpml_distributed *d)
-{
-    hpmlc_nodes *own = (hpmlc_nodes *)d->own;
-    for (int i = 0; own && own->shard && i < d->buckets.count; i++) hpml_ctx_release(d->ctx, own->shard[i].cut);
-    if (own) hpml_ctx_release(d->ctx, own->shard);
-    hpmlc_link_close(d);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategies   the table of strategies; attaching one to a trainer
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8237,16 +8166,15 @@ HPMLC_FN void hpmlc_nodes_close(hpml_distributed *d)
 /* The strategies. The first row of the plan's strategy that fits is chosen; the last row of a strategy always fits. */
 static const hpmlc_strategy hpmlc_strategies[] = {
     { HPML_STRATEGY_SYNC, "exact", "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
-      hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, hpmlc_exact_close },
+      hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, NULL },
     { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
-      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state,
-      hpmlc_delayed_close },
-    { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_nodes_begin,
-      hpmlc_nodes_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, hpmlc_nodes_close },
+      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state, NULL },
+    { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_link_begin,
+      hpmlc_sync_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, NULL },
     { HPML_STRATEGY_SYNC, "link", NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_open, hpmlc_link_begin,
-      hpmlc_link_gradient, hpmlc_link_update, NULL, hpmlc_link_state, hpmlc_link_close },
+      hpmlc_sync_gradient, hpmlc_link_update, NULL, hpmlc_link_state, NULL },
     { HPML_STRATEGY_SYNC, "sync", NULL, NULL, NULL, hpmlc_sync_open, hpmlc_sync_begin, hpmlc_sync_gradient,
-      hpmlc_sync_update, NULL, hpmlc_sync_state, hpmlc_sync_close },
+      hpmlc_sync_update, NULL, hpmlc_buckets_state, NULL },
 };
 
 enum { HPMLC_STRATEGIES = sizeof hpmlc_strategies / sizeof hpmlc_strategies[0] };
@@ -8354,8 +8282,8 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     l->params    = hpml_param_count(ctx);
     l->batch     = hpml_trainer_settings(d->t)->input->shape[0];
     l->first     = hpml_trainer_gradients(d->t, &l->span);
-    l->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(l->params + 1), NULL);
-    l->by_name   = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(l->params + 1), NULL);
+    l->bucket_of = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
+    l->by_name   = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
     if (!l->bucket_of || !l->by_name || !hpmlc_layout_names(d)) return false;
     for (int i = 0; i < l->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
@@ -8372,18 +8300,25 @@ HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
 {
     if (!hpmlc_layout_open(d)) return false;
     const size_t buffers = (size_t)d->layout.buffer_total;
-    d->stats.sum     = (double *)hpml_ctx_alloc(d->ctx, sizeof(double) * (HPMLC_STATS + buffers), NULL);
-    d->stats.buffers = (float *)hpml_ctx_alloc(d->ctx, sizeof(float) * (buffers + 1), NULL);
-    d->report.row    = (hpml_step_row *)hpml_ctx_alloc(d->ctx, sizeof *d->report.row * (size_t)d->plan.history, NULL);
+    d->stats.sum     = (double *)hpmlc_dist_alloc(d, sizeof(double) * (HPMLC_STATS + buffers));
+    d->stats.buffers = (float *)hpmlc_dist_alloc(d, sizeof(float) * (buffers + 1));
+    d->report.row    = (hpml_step_row *)hpmlc_dist_alloc(d, sizeof *d->report.row * (size_t)d->plan.history);
     return d->report.row && hpmlc_dist_start(d) == HPML_OK && d->strategy->open(d);
 }
 
 HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
 {
-    void *const own[] = { d->own, d->stats.sum, d->stats.buffers, d->report.row, d->layout.bucket_of,
-                          d->layout.by_name, d->layout.view.window };
-    d->strategy->close(d);
-    for (size_t i = 0; i < sizeof own / sizeof own[0]; i++) hpml_ctx_release(d->ctx, own[i]);
+    void *older;
+    if (d->strategy->close) d->strategy->close(d);
+    for (int i = 0; i < d->buckets.count; i++) {
+        hpml_exchange_free(d->buckets.item[i].x);
+        hpml_exchange_free(d->buckets.item[i].warm);
+    }
+    for (void *block = d->memory; block; block = older) {
+        memcpy(&older, block, sizeof older);
+        hpml_ctx_release(d->ctx, block);
+    }
+    hpml_ctx_release(d->ctx, d->layout.view.window);
     hpml_ctx_release(d->ctx, d);
 }
 
