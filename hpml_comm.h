@@ -5768,42 +5768,20 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
 
-/* Finds the elements of plain tensor `it` in [at, end) of the fused array, which has all plain tensors end to end.
-   Returns their number, and sets *mine to the first of them in the tensor, *fused to the first in that array. */
-HPMLC_FN int64_t hpmlc_fused_part(const hpml_exchange *x, const hpmlc_item *it, int64_t at, int64_t end, float **mine,
-                                  float **fused)
-{
-    int64_t first = hpmlc_max(at, it->at), last = hpmlc_min(end, it->at + it->g.rows * it->g.cols);
-    if (!it->plain || first >= last) return 0;
-    *mine  = it->g.data + (first - it->at);
-    *fused = x->fused + first;
-    return last - first;
-}
-
-/* Copies elements [at, end) of the plain tensors, counted end to end, to x->fused, if an allreduce needs that copy. */
-HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
+/* Copies elements [at, end) of the plain tensors, counted end to end, to x->fused, if an allreduce needs that copy;
+   back: from x->fused to the tensors. name: of the span on the timeline. */
+HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end, bool back, const char *name)
 {
     double start = hpml_comm_now(c);
-    float *mine, *fused;
     if (!x->fused) return;
     for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
-        int64_t n = hpmlc_fused_part(x, it, at, end, &mine, &fused);
-        if (n > 0) memcpy(fused, mine, (size_t)n * sizeof(float));
+        int64_t first = hpmlc_max(at, it->at), last = hpmlc_min(end, it->at + it->g.rows * it->g.cols);
+        if (!it->plain || first >= last) continue;
+        float *tensor = it->g.data + (first - it->at), *fused = x->fused + first;
+        float *to   = back ? tensor : fused;
+        memcpy(to, back ? fused : tensor, (size_t)(last - first) * sizeof(float));
     }
-    hpmlc_span(c, "fuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
-}
-
-/* Copies elements [at, end) of x->fused, if there is one, back to the plain tensors, which are counted end to end. */
-HPMLC_FN void hpmlc_exchange_unfuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
-{
-    double start = hpml_comm_now(c);
-    float *mine, *fused;
-    if (!x->fused) return;
-    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
-        int64_t n = hpmlc_fused_part(x, it, at, end, &mine, &fused);
-        if (n > 0) memcpy(mine, fused, (size_t)n * sizeof(float));
-    }
-    hpmlc_span(c, "unfuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
+    hpmlc_span(c, name, start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
 /* Adds up x->part floats of the plain tensors, or what is left of them, over all ranks by one allreduce: from float
@@ -5812,10 +5790,10 @@ HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
     hpmlc_set_label(c, x, true, at, end);
-    hpmlc_exchange_fuse(c, x, at, end);
+    hpmlc_exchange_fuse(c, x, at, end, false, "fuse");
     float *data = (x->fused ? x->fused : x->span) + at;
     hpml_status status = hpmlc_reduce_all(c, data, end - at, HPML_ELEMENT_F32, x->d.reduce, x->d.algorithm);
-    if (status == HPML_OK) hpmlc_exchange_unfuse(c, x, at, end);
+    if (status == HPML_OK) hpmlc_exchange_fuse(c, x, at, end, true, "unfuse");
     hpmlc_clear_label(c);
     return status;
 }
@@ -7293,7 +7271,7 @@ typedef enum hpmlc_scope {
 } hpmlc_scope;
 
 typedef struct hpmlc_state {
-    char        *name;
+    char        *name;       /* in the file: state.KIND.COPY.TENSOR */
     hpmlc_scope  scope;
     float       *data;       /* (copies.count, floats) what this rank has of the copies; NULL: nothing */
     const hpmlc_host_view *view; /* host access to `data` */
@@ -7323,7 +7301,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
                                       const char *tensor, int64_t count)
 {
     hpml_distributed *d      = list->d;
-    const char       *parts[] = { kind, copy, tensor };
+    const char       *parts[] = { "state", kind, copy, tensor };
     size_t            length = 1;
     if (list->count == list->capacity) {
         int          capacity = list->capacity > 0 ? 2 * list->capacity : 64;
@@ -7334,10 +7312,10 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
         list->item     = more;
         list->capacity = capacity;
     }
-    for (int i = 0; i < 3; i++) length += parts[i] ? strlen(parts[i]) + 1 : 0;
+    for (int i = 0; i < 4; i++) length += parts[i] ? strlen(parts[i]) + 1 : 0;
     char *name = (char *)hpml_ctx_alloc(d->ctx, length, NULL);
     if (!name) return NULL;
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 4; i++) {
         size_t at = strlen(name);
         if (parts[i]) snprintf(name + at, length - at, "%s%s", at > 0 ? "." : "", parts[i]);
     }
@@ -8524,6 +8502,9 @@ HPMLC_FN void hpmlc_states_close(hpmlc_states *list)
 
 HPMLC_FN bool hpmlc_state_is_absent(const hpmlc_state *it) { return it->present && !*it->present; }
 
+/* Returns the name of array `it` without "state.", which hpml_checkpoint_save puts before it. */
+HPMLC_FN const char *hpmlc_state_name(const hpmlc_state *it) { return it->name + sizeof "state"; }
+
 /* Copies what this rank has of array `it` to `rows`, all copies of the array side by side: (copies.all, count). */
 HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 {
@@ -8534,38 +8515,20 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
     }
 }
 
-/* Sets what this rank has of array `it` from `row`, all `count` floats of it in the file, perhaps not aligned. */
-HPMLC_FN void hpmlc_state_set(const hpmlc_state *it, const char *row)
-{
-    if (it->floats == 0) return;
-    float *host = hpmlc_host_view_begin(it->view, it->data, it->floats);
-    memcpy(host, row + (size_t)it->at * sizeof(float), (size_t)it->floats * sizeof(float));
-    hpmlc_host_view_end(it->view, it->data, it->floats);
-}
-
-/* Adds factor times `row`, `count` floats in the file, perhaps not aligned, to this rank's floats of its copy l. */
-HPMLC_FN void hpmlc_state_accumulate(const hpmlc_state *it, int64_t l, const char *row, float factor)
+/* Adds factor times `row`, `count` floats in the file, perhaps not aligned, to this rank's floats of its copy l, or with
+   `set` replaces these. row NULL: zeros. */
+HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, const char *row, float factor, bool set)
 {
     if (it->floats == 0) return;
     float *data = it->data + l * it->floats;
     float *host = hpmlc_host_view_begin(it->view, data, it->floats);
     for (int64_t i = 0; i < it->floats; i++) {
-        float x;
-        memcpy(&x, row + (size_t)(it->at + i) * sizeof x, sizeof x);
+        float x = 0;
+        if (row) memcpy(&x, row + (size_t)(it->at + i) * sizeof x, sizeof x);
         x *= factor;
-        host[i] += x;
+        host[i] = set ? x : host[i] + x;
     }
     hpmlc_host_view_end(it->view, data, it->floats);
-}
-
-HPMLC_FN void hpmlc_state_clear(const hpmlc_state *it)
-{
-    for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
-        float *data = it->data + l * it->floats;
-        float *host = hpmlc_host_view_begin(it->view, data, it->floats);
-        memset(host, 0, (size_t)it->floats * sizeof(float));
-        hpmlc_host_view_end(it->view, data, it->floats);
-    }
 }
 
 /* Sets where each array begins among the floats that are saved: first the arrays that are added up over ranks, then
@@ -8620,7 +8583,7 @@ HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *ro
     for (int i = 0; i < list->count && from; i++) {
         const hpmlc_state *it = &list->item[i];
         if (hpmlc_state_is_absent(it)) continue;
-        hpml_trainer_add_state(d->t, it->name, from + it->offset, it->copies.all * it->count);
+        hpml_trainer_add_state(d->t, hpmlc_state_name(it), from + it->offset, it->copies.all * it->count);
     }
     hpml_comm_busy(d->c, HPMLC_DISK);
     writing.c        = d->c;
@@ -8630,7 +8593,7 @@ HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *ro
     hpml_checkpoint_save(d->t, path);
     hpml_ctx_progress(d->ctx, writing.progress);
     hpml_comm_busy(d->c, 0);
-    for (int i = list->count - 1; i >= 0; i--) hpml_trainer_add_state(d->t, list->item[i].name, NULL, 0);
+    for (int i = list->count; i-- > 0;) hpml_trainer_add_state(d->t, hpmlc_state_name(&list->item[i]), NULL, 0);
     if (copy) r->device->free(r->device_user, copy, bytes);
 }
 
@@ -8681,19 +8644,19 @@ HPMLC_FN hpml_status hpmlc_state_load(hpml_distributed *d, const hpmlc_state *it
     int64_t      copies = saved && saved->bytes % bytes == 0 ? (int64_t)(saved->bytes / bytes) : 0;
     const char  *from   = saved ? (const char *)saved->data : NULL;
     if (it->scope == HPMLC_SHARED) {
-        if (copies == 1) hpmlc_state_set(it, from);
+        if (copies == 1) hpmlc_state_put(it, 0, from, 1, true);
         if (copies == 1 || !it->present) return HPML_OK;
-        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: state.%s is missing or not of %zu bytes; load it with the model "
-                          "it was saved with", path, it->name, bytes);
+        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s is missing or not of %zu bytes; load it with the model it was "
+                          "saved with", path, it->name, bytes);
     }
     if (copies == 0 || (it->scope == HPMLC_NODE && copies != it->copies.all))
-        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: residuals (state.%s) are missing, or are of other tensors or "
-                          "places; save with the codec, and in nodes on the ranks, that you load with", path, it->name);
-    hpmlc_state_clear(it);
+        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: residuals (%s) are missing, or are of other tensors or places; "
+                          "save with the codec, and in nodes on the ranks, that you load with", path, it->name);
     float factor = it->is_mean ? (float)((double)it->copies.all / (double)copies) : 1;
+    for (int64_t l = 0; l < it->copies.count; l++) hpmlc_state_put(it, l, NULL, 1, true);
     for (int64_t w = 0; w < copies; w++) {
         int64_t l = w % it->copies.all - it->copies.first;
-        if (l >= 0 && l < it->copies.count) hpmlc_state_accumulate(it, l, from + (size_t)w * bytes, factor);
+        if (l >= 0 && l < it->copies.count) hpmlc_state_put(it, l, from + (size_t)w * bytes, factor, false);
     }
     return HPML_OK;
 }
@@ -8702,14 +8665,9 @@ HPMLC_FN hpml_status hpmlc_states_load(hpmlc_states *list, const hpml_safetensor
 {
     hpml_status status = hpmlc_states_refuse(list->d, f, path);
     for (int i = 0; i < list->count && status == HPML_OK; i++) {
-        const hpmlc_state *it     = &list->item[i];
-        const size_t       length = strlen(it->name) + sizeof "state.";
-        char              *name   = (char *)hpml_ctx_alloc(list->d->ctx, length, NULL);
+        const hpmlc_state *it = &list->item[i];
         hpml_safetensor    saved;
-        if (!name) return hpml_ctx_status(list->d->ctx);
-        snprintf(name, length, "state.%s", it->name);
-        bool is_found = hpml_safetensors_find(f, name, &saved);
-        hpml_ctx_release(list->d->ctx, name);
+        bool               is_found = hpml_safetensors_find(f, it->name, &saved);
         if (it->present && is_found) *it->present = true;
         if (hpmlc_state_is_absent(it)) continue;
         status = hpmlc_state_load(list->d, it, is_found ? &saved : NULL, path);
