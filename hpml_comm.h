@@ -5249,10 +5249,9 @@ typedef struct hpmlc_item {
     float        *stripe;          /* (my_rows, cols) errors of packing the sum; NULL: none */
     int64_t       my_row, my_rows; /* first row of this rank's stripe; its rows */
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
-    union {                        /* TOPK, LOWRANK: arrays behind the residual, in one allocation */
-        struct { float *magnitude, *velocity, *pairs; } topk; /* (rows * cols) twice, (p, k, 2): k pairs of p ranks */
-        struct { float *m, *p, *q; } lowrank;                 /* matrices M (rows, cols), P (rows, r), Q (cols, r) */
-    } whole;
+    /* Arrays behind the residual, in the same allocation; NULL with another codec: */
+    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols) twice, (p, k, 2): k pairs of p ranks */
+    float        *m, *p, *q;       /* LOWRANK: matrices M (rows, cols), P (rows, r), Q (cols, r) */
 } hpmlc_item;
 
 /* Lets the host read and write arrays that may live on a device. hpmlc_host_view_begin returns n floats of an array:
@@ -6019,9 +6018,9 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
 
 struct hpmlc_whole { /* the functions of a codec that packs whole tensors */
     hpml_codec_kind kind;
-    int64_t (*floats)(const hpml_exchange *x, const hpmlc_item *it); /* floats of the codec's arrays */
-    void (*create)(const hpml_exchange *x, hpmlc_item *it, float *arrays); /* points it->whole into `arrays` */
-    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* false: plain, as packing saves nothing */
+    /* Returns how many floats the codec's arrays have; at: sets the tensor's arrays to that memory; NULL: does not. */
+    int64_t (*arrays)(const hpml_exchange *x, hpmlc_item *it, float *at);
+    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* optional; false: plain, as packing saves nothing */
     hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: adds zeros */
     int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* returns bytes that this rank sends in one run */
 };
@@ -6032,20 +6031,14 @@ HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
     return hpmlc_max(1, (int64_t)((double)(it->g.rows * it->g.cols) * (double)ratio));
 }
 
-HPMLC_FN int64_t hpmlc_topk_floats(const hpml_exchange *x, const hpmlc_item *it)
-{
-    return 2 * it->g.rows * it->g.cols + 2 * hpmlc_topk_count(x, it) * x->c->size;
-}
-
-HPMLC_FN void hpmlc_topk_create(const hpml_exchange *x HPMLC_UNUSED, hpmlc_item *it, float *arrays)
+HPMLC_FN int64_t hpmlc_topk_arrays(const hpml_exchange *x, hpmlc_item *it, float *at)
 {
     int64_t n = it->g.rows * it->g.cols;
-    it->whole.topk.magnitude = arrays;
-    it->whole.topk.velocity  = arrays + n;
-    it->whole.topk.pairs     = arrays + 2 * n;
+    it->magnitude = at;
+    it->velocity  = at ? at + n : NULL;
+    it->pairs     = at ? at + 2 * n : NULL;
+    return 2 * n + 2 * hpmlc_topk_count(x, it) * x->c->size;
 }
-
-HPMLC_FN bool hpmlc_topk_saves(const hpml_exchange *x HPMLC_UNUSED, const hpmlc_item *it HPMLC_UNUSED) { return true; }
 
 /* Returns the k-th largest (k from 1) of n floats x, which are reordered (Hoare's selection). */
 HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
@@ -6076,13 +6069,13 @@ HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
 HPMLC_FN void hpmlc_topk_pack(const hpml_comm *c, const hpml_exchange *x, hpmlc_item *it)
 {
     int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols, packed = 0;
-    float  *pairs = it->whole.topk.pairs + 2 * k * c->rank, *u = it->whole.topk.velocity, *v = it->residual;
+    float  *pairs = it->pairs + 2 * k * c->rank, *u = it->velocity, *v = it->residual;
     for (int64_t i = 0; i < n; i++) {
         u[i] = x->d.codec.momentum * u[i] + it->g.data[i];
         v[i] += u[i];
-        it->whole.topk.magnitude[i] = fabsf(v[i]);
+        it->magnitude[i] = fabsf(v[i]);
     }
-    const float least = hpmlc_select(it->whole.topk.magnitude, n, k);
+    const float least = hpmlc_select(it->magnitude, n, k);
     for (int pass = 0; pass < 2; pass++)
         for (int64_t i = 0; i < n && packed < k; i++) {
             bool above = fabsf(v[i]) > least, equal = fabsf(v[i]) == least && v[i] != 0;
@@ -6098,7 +6091,7 @@ HPMLC_FN void hpmlc_topk_pack(const hpml_comm *c, const hpml_exchange *x, hpmlc_
 HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
 {
     int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols;
-    float  *pairs = it->whole.topk.pairs;
+    float  *pairs = it->pairs;
     memset(pairs + 2 * k * c->rank, 0, (size_t)(2 * k) * sizeof *pairs);
     if (finite) hpmlc_topk_pack(c, x, it);
     hpml_status status = hpml_allgather(c, pairs, 8 * k * c->size, HPML_ELEMENT_BYTE);
@@ -6123,27 +6116,25 @@ HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
     return hpmlc_min(x->d.codec.lowrank > 0 ? x->d.codec.lowrank : 2, hpmlc_min(it->g.rows, it->g.cols));
 }
 
-HPMLC_FN int64_t hpmlc_lowrank_floats(const hpml_exchange *x, const hpmlc_item *it)
-{
-    return it->g.rows * it->g.cols + (it->g.rows + it->g.cols) * hpmlc_lowrank_of(x, it);
-}
-
 HPMLC_FN bool hpmlc_lowrank_saves(const hpml_exchange *x, const hpmlc_item *it)
 {
     return (it->g.rows + it->g.cols) * hpmlc_lowrank_of(x, it) < it->g.rows * it->g.cols;
 }
 
-HPMLC_FN void hpmlc_lowrank_create(const hpml_exchange *x, hpmlc_item *it, float *arrays)
+HPMLC_FN int64_t hpmlc_lowrank_arrays(const hpml_exchange *x, hpmlc_item *it, float *at)
 {
-    int64_t r = hpmlc_lowrank_of(x, it);
-    it->whole.lowrank.m = arrays;
-    it->whole.lowrank.p = arrays + it->g.rows * it->g.cols;
-    it->whole.lowrank.q = it->whole.lowrank.p + it->g.rows * r;
-    hpml_rng rng; /* a fixed seed: Q must begin the same on all ranks */
-    rng.seed    = 1;
-    rng.stream  = (uint64_t)(it - x->item);
-    rng.counter = 0;
-    hpml_rng_fill_normal(&rng, it->whole.lowrank.q, it->g.cols * r);
+    int64_t rows = it->g.rows, cols = it->g.cols, r = hpmlc_lowrank_of(x, it);
+    if (at) {
+        hpml_rng rng; /* a fixed seed: Q must begin the same on all ranks */
+        it->m = at;
+        it->p = at + rows * cols;
+        it->q = it->p + rows * r;
+        rng.seed    = 1;
+        rng.stream  = (uint64_t)(it - x->item);
+        rng.counter = 0;
+        hpml_rng_fill_normal(&rng, it->q, cols * r);
+    }
+    return rows * cols + (rows + cols) * r;
 }
 
 /* Makes the r columns of matrix a, (n, r), orthonormal one after another (Gram & Schmidt, twice is enough). A column of
@@ -6170,7 +6161,7 @@ HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x, hpmlc_ite
 {
     const hpml_algorithm a = x->d.algorithm;
     int64_t              rows = it->g.rows, cols = it->g.cols, n = rows * cols, r = hpmlc_lowrank_of(x, it);
-    float               *m = it->whole.lowrank.m, *p = it->whole.lowrank.p, *q = it->whole.lowrank.q;
+    float               *m = it->m, *p = it->p, *q = it->q;
     for (int64_t i = 0; i < n; i++) m[i] = (finite ? it->g.data[i] : 0) + it->residual[i];
     hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, m, cols, q, r, 0, p, r);
     hpml_status status = hpmlc_reduce_all(c, p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
@@ -6193,9 +6184,8 @@ HPMLC_FN int64_t hpmlc_lowrank_bytes(const hpml_exchange *x, const hpmlc_item *i
 }
 
 static const hpmlc_whole hpmlc_whole_codecs[] = {
-    { HPML_CODEC_TOPK, hpmlc_topk_floats, hpmlc_topk_create, hpmlc_topk_saves, hpmlc_topk_run, hpmlc_topk_bytes },
-    { HPML_CODEC_LOWRANK, hpmlc_lowrank_floats, hpmlc_lowrank_create, hpmlc_lowrank_saves, hpmlc_lowrank_run,
-      hpmlc_lowrank_bytes }
+    { HPML_CODEC_TOPK, hpmlc_topk_arrays, NULL, hpmlc_topk_run, hpmlc_topk_bytes },
+    { HPML_CODEC_LOWRANK, hpmlc_lowrank_arrays, hpmlc_lowrank_saves, hpmlc_lowrank_run, hpmlc_lowrank_bytes }
 };
 
 /* Returns the functions of a codec that packs whole tensors; NULL: the codec packs row by row. */
@@ -6206,18 +6196,6 @@ HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
     return NULL;
 }
 
-/* hpmlc_topk_velocity and hpmlc_lowrank_q return what a checkpoint keeps of a tensor besides its residual: TOPK's
-   velocity (n), LOWRANK's factor Q (cols, r), which is the same on all ranks; NULL: the exchange has another codec. */
-HPMLC_FN float *hpmlc_topk_velocity(const hpml_exchange *x, const hpmlc_item *it)
-{
-    return x->whole && x->whole->kind == HPML_CODEC_TOPK ? it->whole.topk.velocity : NULL;
-}
-
-HPMLC_FN float *hpmlc_lowrank_q(const hpml_exchange *x, const hpmlc_item *it)
-{
-    return x->whole && x->whole->kind == HPML_CODEC_LOWRANK ? it->whole.lowrank.q : NULL;
-}
-
 /* Decides whether the exchange's codec, top-k or low rank, packs tensor `it`, else sets it->plain; if so, allocates the
    residual and the codec's arrays. False: no memory. */
 HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
@@ -6225,12 +6203,11 @@ HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
     int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
     if (least <= 0) least = HPML_CODEC_MIN_ELEMENTS;
     bool small = it->g.rows == 1 || it->g.cols == 1 || n < least;
-    it->plain = (small && !x->d.codec.compress_all) || !x->whole->saves(x, it);
+    it->plain = (small && !x->d.codec.compress_all) || (x->whole->saves && !x->whole->saves(x, it));
     if (it->plain) return true;
-    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(n + x->whole->floats(x, it)) * sizeof(float));
-    if (!it->residual) return false;
-    x->whole->create(x, it, it->residual + n);
-    return true;
+    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(n + x->whole->arrays(x, it, NULL)) * sizeof(float));
+    if (it->residual) x->whole->arrays(x, it, it->residual + n);
+    return it->residual != NULL;
 }
 
 /* Exchanges the packed tensors one by one by top-k or low rank. HPML_ERR_NONFINITE, on all ranks: a rank had a NaN. */
@@ -7370,10 +7347,9 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     const char *name = it->g.name;
     int64_t     cols = it->g.cols, n = it->g.rows * cols;
     if (it->residual) hpmlc_state_copies(list, x, "residual", name, it->residual, n);
-    float *velocity = hpmlc_topk_velocity(x, it), *factor = hpmlc_lowrank_q(x, it);
-    if (velocity) hpmlc_state_copies(list, x, "velocity", name, velocity, n);
-    if (factor) {
-        hpmlc_state *q = hpmlc_state_same(list, "lowrank", name, factor, cols * hpmlc_lowrank_of(x, it));
+    if (it->velocity) hpmlc_state_copies(list, x, "velocity", name, it->velocity, n);
+    if (it->q) {
+        hpmlc_state *q = hpmlc_state_same(list, "lowrank", name, it->q, cols * hpmlc_lowrank_of(x, it));
         if (q) q->view = &x->view;
     } else if (it->stripe) {
         hpmlc_state *sum = hpmlc_state_add(list, HPMLC_SHARED, "residual", "stripes", name, n);
@@ -8515,8 +8491,8 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
     }
 }
 
-/* Adds factor times `row`, `count` floats in the file, perhaps not aligned, to this rank's floats of its copy l, or with
-   `set` replaces these. row NULL: zeros. */
+/* Adds factor times `row`, `count` floats in the file, perhaps not aligned, to this rank's floats of its copy l; set:
+   replaces these floats. row NULL: zeros. */
 HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, const char *row, float factor, bool set)
 {
     if (it->floats == 0) return;
