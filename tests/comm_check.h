@@ -524,8 +524,8 @@ static hpml_status serve_case(hpml_comm *c, int count)
     return hpml_barrier(c);
 }
 
-/* With .survive: rank 0 answers questions. Rank 1 fails after 3 of its 20, rank 2 leaves after 5, the others leave
-   after their last one. Rank 0 notices each loss, and goes on. */
+/* With .survive: rank 0 answers questions. Rank 1 fails after 3 of its 20, rank 2 leaves after 5, the others leave at
+   the end without farewell. Rank 0 notices each loss, and goes on. */
 static hpml_status survive_case(hpml_comm *c)
 {
     enum { MOST = 16, COUNT = 20 };
