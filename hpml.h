@@ -6991,8 +6991,6 @@ typedef struct hpmli_wrap {
     const hpml_ctx *ctx;
     hpml_node       node;                /* the node as recorded, but with the tensors t */
     struct hpmli_node_state state;       /* the node's state, changed for this block */
-    hpml_tensor     t[HPML_MAX_SRC + 1]; /* what the op gets as sources and, last, as result */
-    hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
     int             count;               /* number of copies */
     unsigned        now;                 /* HPMLI_LOAD or HPMLI_SAVE: the phase that hpmli_wrap_task runs */
     char           *at;                  /* memory of the f32 copies; NULL while planning */
@@ -7000,6 +6998,8 @@ typedef struct hpmli_wrap {
     int64_t         first, samples;      /* first sample and number of samples of the block */
     bool            last;                /* this is the last block of the batch */
     bool            on_device;           /* stored numbers are in a device's memory, so all arrays are copied */
+    hpml_tensor     t[HPML_MAX_SRC + 1]; /* what the op gets as sources and, last, as result */
+    hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
 } hpmli_wrap;
 
 /* Adds to e an f32 copy of n numbers, with memory for `most`, and returns its address (NULL while planning). how:
@@ -7066,7 +7066,7 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
 {
     unsigned needs   = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT - 1; /* forward: the values of all sources */
     bool     product = hpmli_has_trait(n, HPMLI_OP_PRODUCT);
-    memset(e, 0, sizeof *e);
+    memset(e, 0, offsetof(hpmli_wrap, t));
     e->node       = *n;
     e->state      = *n->state;
     e->node.state = &e->state;
