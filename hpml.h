@@ -108,6 +108,7 @@
 //     op-table   the table of ops: a row for each, and the loops of which most passes consist
 //     record   recording: nodes and inputs
 //     params   parameters: names, first values
+//     rows   gradients of embeddings as rows
 //     place   a place in memory for each array of a plan: first fit
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
@@ -131,6 +132,7 @@
 //     optimizers   the table of optimizers, the driver of their steps, schedules
 //     codec   gradients packed for the wire
 //     trainer   the trainer: settings, creation, a batch in its inputs
+//     hooks   hooks of a trainer, and its arrays of values, gradients and states
 //     nonfinite   a step's scalars; the names of layers whose numbers are not finite
 //     step   one step: micro-batch, gradients, update
 //     fit   passes over data, evaluation, prediction
@@ -458,6 +460,11 @@ HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   
 HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements of all, without buffers */
 HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 of all values' bytes */
 HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory and values; hpml_graph_alloc calls it */
+/* Places the values of all parameters recorded until now in `memory`: hpml_params_bytes(ctx) bytes of host memory,
+   64-byte aligned, that outlive the context: shared by contexts of the same model, mapped from a file, pinned. keep:
+   `memory` has values that stay; else it gets first values. An error once a parameter has memory, or on a device. */
+HPML_API hpml_status  hpml_params_place(hpml_ctx *ctx, float *memory, bool keep);
+HPML_API size_t       hpml_params_bytes(const hpml_ctx *ctx);
 
 /* Elementwise ops with numpy's broadcasting: shapes are matched from the last dimension; a size of 1 is repeated. */
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b); /* a + b */
@@ -603,10 +610,22 @@ typedef struct hpml_embedding_desc {
     hpml_init    init;   /* DEFAULT: NORMAL with standard deviation 1 */
     float        init_scale;
     hpml_tensor *weight; /* a (vocabulary, width) parameter to use instead of a new one; NULL: a new one */
+    bool         sparse; /* the table's gradient has the rows of a step's tokens alone, see hpml_param_rows */
     uint32_t     _end;
 } hpml_embedding_desc;
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc);
+/* A sparse table's gradient is a list of rows; row r of its `grad` holds the sum over all places of token r, and rows
+   that are not listed are zero. Work follows the rows: nothing clears, steps or sends the others. An update leaves rows
+   without a gradient as they are, weight decay and states of the optimizer included (lazy updates). With SGD without
+   momentum and decay a sparse table has the bits of a dense one. Refused: tables that other ops read too, devices, and
+   trainers that need a norm of the gradient (clip_norm, dynamic loss scale, LARS, LAMB, own optimizers with prepare or
+   direction).
+   hpml_param_rows returns the rows in the order in which the passes met them, and *count; NULL: the gradient is dense.
+   hpml_param_set_rows clears the gradient and lists `rows` instead (some more than once, if so), to write their sums
+   over ranks to `grad`. */
+HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count);
+HPML_API hpml_status    hpml_param_set_rows(hpml_tensor *table, const int32_t *rows, int64_t count);
 
 /* Multi-head attention without its projections. qkv (B, T, 3C): queries, keys and values of C numbers each; head h has
    the numbers h C/heads to (h+1) C/heads - 1 of each. y (B, T, C): for each head softmax(scale q k^T) v, where a query
@@ -646,7 +665,7 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 
 /* Bytes of memory that a graph needs, known before any is allocated. A few KB of lists come on top. */
 typedef struct hpml_memory {
-    size_t parameters;  /* values of all parameters of the context */
+    size_t parameters;  /* values of all parameters of the context, each padded to HPML_GRADIENT_ALIGN floats */
     size_t gradients;   /* gradients of the parameters that this graph trains */
     size_t activations; /* inputs, results of ops, their gradients and saved values; memory is used again */
     size_t unshared;    /* what activations would be if no memory were used again */
@@ -874,6 +893,7 @@ struct hpml_backend {
        host next waits for the device, the span is added to the trace (lane GPU) and to *seconds, if not NULL. */
     void (*time_op)(void *device, const char *name, double *seconds);
     bool layouts; /* conv2d and pooling support NHWC, and conv2d supports attr.conv.algorithm */
+    bool host;    /* arrays lie in host memory, which the program reads and writes, and `update` runs own optimizers */
 };
 HPML_API const hpml_backend *hpml_backend_cpu(void);
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
@@ -1057,33 +1077,58 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
 /* Computes the output of `samples` samples of x, as in step; out: (samples, numbers of an output). */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
 
+/* Where a training is when it calls a hook. */
+typedef enum hpml_pass_kind { HPML_PASS_TRAIN = 0, HPML_PASS_FORWARD, HPML_PASS_BACKWARD, HPML_PASS_EVALUATE,
+                              HPML_PASS_UPDATE } hpml_pass_kind;
+typedef struct hpml_moment {
+    hpml_pass_kind   pass;    /* run: TRAIN; update: UPDATE; others: FORWARD, BACKWARD, or EVALUATE without training */
+    int32_t          batch, batches; /* index of the micro-batch in its update, from 0; micro-batches of an update */
+    int64_t          step;    /* updates before this one; as batch, that of the last training step in EVALUATE */
+    int              param;   /* index in the context of the parameter; -1: none (run, update) */
+    const hpml_node *node;    /* need, release: the op that reads the parameter; grad: the op that has added the last
+                                 part of its gradient; NULL: none */
+} hpml_moment;
+
 /* Callbacks around a step, to which distributed training is attached (hpml_comm.h, or your own strategy). A serial
-   trainer has none: all NULL. Each returns HPML_OK, or a status that ends the step.
-   run     replaces forward and backward of a micro-batch, to cut it into parts: calls hpml_trainer_forward_backward for
-           the parts that this rank computes, and sets *loss
-   need    before an op reads the value of parameter `param` (its index in the context), forward and backward: to fetch
-           the parameter, or to wait for it
-   grad    when the gradient of parameter `param` is final for this update (in the last micro-batch), in reverse order
-           of recording: to start its communication, which then overlaps the rest of the backward pass. A device that
+   trainer has none: all NULL. Each returns HPML_OK, or a status that ends the step. Of several sets of hooks the one
+   attached last is outermost: only its `run` and `update` are called, which call those of the next set, and at last
+   the trainer's own, by hpml_trainer_run_inner and hpml_trainer_update_inner; the other hooks of all sets are called,
+   those attached first before the others.
+   run     replaces forward and backward of a micro-batch, to prepare it or to cut it into parts: calls
+           hpml_trainer_run_inner, or hpml_trainer_forward_backward for the parts that this rank computes, with
+           `accumulate` set if at->batch > 0, and sets *loss
+   need    before an op reads the value of a parameter, forward and backward: to fetch the parameter, or to wait for it
+   release after an op has read the value of a parameter for the last time in a pass
+   grad    when the gradient of a parameter is final for this update (in the last micro-batch), in reverse order of
+           recording: to start its communication, which then overlaps the rest of the backward pass. A device that
            replays passes runs them in up to 8 parts, and grad is called at the end of a part
    update  replaces hpml_trainer_apply for all parameters: waits for the communication in flight, then calls
-           hpml_trainer_apply for the parameters that are stepped on this rank
-   free    destructor of `user`: called by hpml_ctx_free and when the hooks are replaced
+           hpml_trainer_update_inner, or hpml_trainer_apply for the parameters that are stepped on this rank
+   free    destructor of `user`: called when the hooks are detached, and by hpml_ctx_free
    sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in forward and backward
            passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
    data    before the first batch of a fit that takes this rank's part of the data; `mark` is a hash of the data, their
            order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete */
+typedef hpml_status hpml_hook_fn(void *user, hpml_trainer *t, const hpml_moment *at);
 typedef struct hpml_hooks {
     void *user;
-    hpml_status (*run)(void *user, hpml_trainer *t, int64_t samples, float *loss);
-    hpml_status (*need)(void *user, hpml_trainer *t, int param);
-    hpml_status (*grad)(void *user, hpml_trainer *t, int param);
-    hpml_status (*update)(void *user, hpml_trainer *t);
+    hpml_status (*run)(void *user, hpml_trainer *t, const hpml_moment *at, int64_t samples, float *loss);
+    hpml_hook_fn *need, *release, *grad, *update;
     void (*free)(void *user);
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
 } hpml_hooks;
-HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* hooks NULL: none */
+#define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
+HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hooks); /* copies *hooks */
+/* Returns the sets of hooks that are attached, the innermost first; *count: how many. */
+HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count);
+/* Detaches the set of hooks with this `user` that was attached last; without one, nothing. Not from within a hook. */
+HPML_API void        hpml_trainer_detach(hpml_trainer *t, const void *user);
+HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* in place of all; NULL: none */
+/* Within a hook `run`, once for each call, and within a hook `update`: run what this hook replaces. The trainer's own
+   run weighs micro-batches by their samples (.accumulate), its own update is hpml_trainer_apply for all parameters. */
+HPML_API hpml_status hpml_trainer_run_inner(hpml_trainer *t, int64_t samples, float *loss);
+HPML_API hpml_status hpml_trainer_update_inner(hpml_trainer *t);
 /* Runs forward and backward on samples [first, first + samples) of the micro-batch that is in the inputs; gradients are
    multiplied by grad_scale, and added to the present ones if `accumulate`. loss, if not NULL, receives the mean loss.
    samples 0: gradients become zero, and the hooks are called as on other ranks. */
@@ -1091,12 +1136,23 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
                                                    bool accumulate, float *loss);
 /* Clips the gradients and steps parameters first_param .. first_param + param_count - 1, those that there are. */
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count);
-/* Returns all gradients of the trainer as one array in the backend's memory (*floats: its length): those of trained
-   parameters in order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats with zeros, which a sum
-   over ranks keeps. hpml_trainer_gradient_at: the float where parameter `param` begins; -1: not trained. */
+/* Steps floats first .. first + count - 1 of the arrays of hpml_trainer_array alone, with gradients times grad_scale
+   (1: as they are). Ranges that together cover the arrays give the bits of hpml_trainer_apply. clip_norm takes the norm
+   of the whole array of gradients, once in a step; weight decay, lr_scale and frozen are those of each parameter. An
+   error for optimizers that step whole tensors: LARS, LAMB, own ones with prepare, layer_ratio or whole. */
+HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, int64_t count, float grad_scale);
+/* All values, all gradients, or all numbers of state i (hpml_optimizer.states) as one array in the backend's memory: of
+   trained parameters in order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats with zeros, which
+   sums over ranks and steps keep. hpml_trainer_place: the float where parameter `param` begins in each of these arrays;
+   -1: not trained. *floats: the length. NULL: the optimizer has no such state; or, with an error that names a
+   parameter, values that are not one array: parameters lie in the order of recording, the trained ones first, but only
+   those that got memory at the same time, and one that was frozen or that the loss does not depend on leaves a gap.
+   GRADIENTS: `grad` of the parameters is from then on their part of this array. */
 #define HPML_GRADIENT_ALIGN 16
-HPML_API float  *hpml_trainer_gradients(hpml_trainer *t, int64_t *floats);
-HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param);
+typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRAY_STATE, /* STATE + i: state i */
+                          HPML_ARRAY_END = HPML_ARRAY_STATE + HPML_MAX_STATES } hpml_array;
+HPML_API float  *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats);
+HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param);
 /* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule uses; rank,
    ranks and grain as in hpml_loader_desc. */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
@@ -2532,6 +2588,7 @@ struct hpmli_tensor_state {
     bool owns_memory; /* true: made by hpml_tensor_create; freed with the tensor */
     bool used;        /* true: a recorded op reads the tensor */
     int  leaf;        /* index among the leaves of the graph that was planned last */
+    struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
 };
 
 /* Element types by hpml_dtype: bytes of an element; names in hpml, safetensors and numpy (which lacks bf16). */
@@ -3440,26 +3497,67 @@ HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
     hpmli_parallel(ctx, (j.n + HPMLI_GRAIN - 1) / HPMLI_GRAIN, hpmli_init_task, &j);
 }
 
-HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
+HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
+/* Returns the floats of a parameter in an array of all values, gradients or states, padding included. */
+HPMLI_FN int64_t hpmli_param_floats(const hpml_tensor *p)
 {
-    size_t largest = 0; /* bytes of the largest parameter without memory */
-    float *w       = NULL;
-    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    const int64_t align = HPML_GRADIENT_ALIGN;
+    return (hpml_tensor_count(p) + align - 1) / align * align;
+}
+
+HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
+{
+    int64_t floats = 0;
+    for (int i = 0; i < hpml_param_count(ctx); i++) floats += hpmli_param_floats(ctx->params[i]);
+    return (size_t)floats * sizeof(float);
+}
+
+/* Places parameters without memory in `memory`, or, if NULL, in new memory of the device: first those that are trained,
+   so that a trainer has them as one array, then the others. keep: without first values. */
+HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
+{
+    int64_t largest = 0, floats = 0; /* of the parameters without memory: the largest one's floats, those of all */
     for (int i = 0; i < ctx->param_count; i++) {
-        size_t bytes = hpmli_tensor_bytes(ctx->params[i]);
-        if (!ctx->params[i]->raw && bytes > largest) largest = bytes;
+        int64_t n = ctx->params[i]->raw ? 0 : hpmli_param_floats(ctx->params[i]);
+        largest = hpmli_max(largest, n);
+        floats += n;
     }
-    if (largest > 0) w = (float *)hpmli_alloc(ctx, largest);
-    for (int i = 0; w && i < ctx->param_count; i++) {
-        hpml_tensor *t = ctx->params[i];
-        if (t->raw) continue;
-        hpmli_set_memory(t, hpmli_device_alloc(ctx, hpmli_tensor_bytes(t)), t->raw_grad);
-        if (!t->raw) break;
+    float *w = floats > 0 ? (float *)hpmli_alloc(ctx, (size_t)largest * sizeof(float)) : NULL;
+    if (w && !memory) memory = (float *)hpmli_device_alloc(ctx, (size_t)floats * sizeof(float));
+    for (int i = 0; w && memory && i < 2 * ctx->param_count; i++) {
+        hpml_tensor *t = ctx->params[i % ctx->param_count];
+        if (t->raw || hpmli_trainable(t) != (i < ctx->param_count)) continue;
+        hpmli_set_memory(t, memory, t->raw_grad);
+        memory += hpmli_param_floats(t);
+        if (keep) continue;
         hpmli_init_values(ctx, t, w);
         ctx->backend->write(ctx->device, t->raw, w, hpmli_tensor_bytes(t));
     }
     hpmli_free(ctx, w);
     return ctx->status;
+}
+
+HPML_API hpml_status hpml_param_init(hpml_ctx *ctx)
+{
+    return hpmli_failed(ctx) ? hpml_ctx_status(ctx) : hpmli_params_place(ctx, NULL, false);
+}
+
+HPML_API hpml_status hpml_params_place(hpml_ctx *ctx, float *memory, bool keep)
+{
+    if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
+    if (!memory || (uintptr_t)memory % 64 != 0)
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "params place: memory at %p, expected a multiple of 64 bytes; take "
+                          "aligned_alloc(64, hpml_params_bytes(ctx)), mapped or pinned memory", (void *)memory);
+    if (!ctx->backend->host)
+        return hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "params place: the backend \"%s\" has its parameters on its "
+                          "device; memory of your own is for backends on the host", ctx->backend->name);
+    for (int i = 0; i < ctx->param_count; i++)
+        if (ctx->params[i]->raw)
+            return hpmli_fail(ctx, HPML_ERR_STATE, "params place: parameter \"%s\" has memory already; place the "
+                              "parameters before a graph, a trainer or a file gives them memory",
+                              ctx->params[i]->name);
+    if (!keep) memset(memory, 0, hpml_params_bytes(ctx)); /* the padding, too */
+    return hpmli_params_place(ctx, memory, keep);
 }
 
 HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
@@ -3476,6 +3574,80 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
         hpmli_free(ctx, host);
     }
     return hash;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>rows   gradients of embeddings as rows
+// ---------------------------------------------------------------------------------------------------------------------
+
+typedef struct hpmli_rows {
+    int32_t *index;  /* (count) rows with a gradient, in the order in which the passes met them */
+    int64_t  count;
+    bool    *listed; /* (rows of the table) whether the row is in `index` */
+} hpmli_rows;
+
+HPMLI_FN hpmli_rows *hpmli_rows_create(hpml_ctx *ctx, int64_t rows)
+{
+    hpmli_rows *r = hpmli_new(ctx, hpmli_rows, 1);
+    if (!r) return NULL;
+    r->index  = hpmli_new(ctx, int32_t, rows);
+    r->listed = hpmli_new(ctx, bool, rows);
+    return r->index && r->listed ? r : NULL;
+}
+
+HPMLI_FN void hpmli_rows_add(hpmli_rows *r, int32_t row)
+{
+    if (r->listed[row]) return;
+    r->listed[row]       = true;
+    r->index[r->count++] = row;
+}
+
+/* Zeroes the gradient of t, if it has one; of a sparse table only the listed rows. */
+HPMLI_FN void hpmli_gradient_clear(const hpml_tensor *t)
+{
+    hpmli_rows *r = t->state->rows;
+    if (!r && t->raw_grad) t->ctx->backend->zero(t->ctx->device, t->raw_grad, hpmli_tensor_bytes(t));
+    for (int64_t i = 0; r && i < r->count; i++) {
+        memset(t->grad + r->index[i] * t->shape[1], 0, (size_t)t->shape[1] * sizeof(float));
+        r->listed[r->index[i]] = false;
+    }
+    if (r) r->count = 0;
+}
+
+HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count)
+{
+    const hpmli_rows *r = table ? table->state->rows : NULL;
+    if (count) *count = r ? r->count : 0;
+    return r ? r->index : NULL;
+}
+
+HPML_API hpml_status hpml_param_set_rows(hpml_tensor *table, const int32_t *rows, int64_t count)
+{
+    if (!table || hpmli_failed(table->ctx)) return table ? table->ctx->status : HPML_ERR_ARGUMENT;
+    if (!table->state->rows || !table->grad)
+        return hpmli_fail(table->ctx, HPML_ERR_STATE, "param rows: \"%s\" has no sparse gradient; set .sparse of its "
+                          "embedding, and create a trainer", table->name);
+    for (int64_t i = 0; i < count; i++)
+        if (rows[i] < 0 || rows[i] >= table->shape[0])
+            return hpmli_fail(table->ctx, HPML_ERR_SHAPE, "param rows: row %d of \"%s\", expected 0 to %lld", rows[i],
+                              table->name, (long long)table->shape[0] - 1);
+    hpmli_gradient_clear(table);
+    for (int64_t i = 0; i < count; i++) hpmli_rows_add(table->state->rows, rows[i]);
+    return HPML_OK;
+}
+
+/* Fails if an op of another kind reads a sparse table, because this op's gradient has all rows. */
+HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
+{
+    for (int i = 0; i < count; i++)
+        for (int s = 0; s < nodes[i]->src_count; s++) {
+            const hpml_tensor *t = nodes[i]->src[s];
+            if (t && t->state->rows && nodes[i]->op != HPML_OP_EMBEDDING)
+                return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: %s reads the table \"%s\" of a sparse embedding, "
+                                   "and its gradient would have all rows; leave .sparse of the embedding false",
+                                   hpmli_describe(nodes[i]->out), t->name);
+        }
+    return true;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3682,8 +3854,11 @@ struct hpml_graph {
     int64_t        first_sample, shift; /* index of this pass's first sample: in the global batch, in the inputs */
     const char   **back_names; /* (count) names of backward spans in the timeline */
     hpml_profile_row *profile; /* (count) times of the nodes; NULL: no profile */
-    const hpml_hooks *hooks;   /* hooks of the trainer; all NULL without a trainer */
     hpml_trainer  *trainer;
+    hpml_hooks     hooks[HPML_MAX_HOOKS]; /* (hook_count) the trainer's hooks, the innermost set first */
+    int            hook_count;
+    hpml_hooks     any;        /* in each field a hook of one of the sets; NULL: no set has this hook */
+    hpml_moment    at;         /* where the training is */
     bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
     hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
     bool           idle;       /* this rank has no samples, see hpml_run.idle */
@@ -3725,7 +3900,6 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
         if (found[i]) g->nodes[g->count++] = found[i];
     return true;
 }
-HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
 /* Returns the entry of t in `uses`: one for each recorded node, then one for each leaf; NULL for a parameter. */
 HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpml_tensor *t)
 {
@@ -3765,13 +3939,6 @@ HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
         hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->state->out_root->node->index];
         if (r->last < u->last) r->last = u->last;
     }
-}
-
-/* Returns the floats of a parameter's gradient in the array of all gradients, padding included. */
-HPMLI_FN int64_t hpmli_gradient_floats(const hpml_tensor *p)
-{
-    const int64_t align = HPML_GRADIENT_ALIGN;
-    return (hpml_tensor_count(p) + align - 1) / align * align;
 }
 
 /* Computes how long gradients are needed and, in backward order, which node overwrites a gradient and which nodes add
@@ -3895,10 +4062,10 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
     if (g->loss) hpmli_plan_grads(g, uses);
     hpmli_plan_slots(g, uses);
     for (int i = 0; i < g->param_count; i++) {
-        g->memory.parameters += hpmli_tensor_bytes(ctx->params[i]);
-        if (g->loss && g->param_last[i] >= 0) g->grad_count += hpmli_gradient_floats(ctx->params[i]);
+        if (g->loss && g->param_last[i] >= 0) g->grad_count += hpmli_param_floats(ctx->params[i]);
     }
-    g->memory.gradients = (size_t)g->grad_count * sizeof(float);
+    g->memory.parameters = hpml_params_bytes(ctx);
+    g->memory.gradients  = (size_t)g->grad_count * sizeof(float);
     hpmli_free(ctx, uses);
     if (!hpmli_slots_place(ctx, g->slots, g->slot_count, &g->memory.activations)) return false;
     g->memory.scratch = g->scratch_bytes;
@@ -3917,7 +4084,6 @@ HPMLI_FN void hpmli_graph_release_nodes(hpml_graph *g)
 
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc)
 {
-    static const hpml_hooks none = HPMLI_ZEROED;
     hpml_graph_desc d;
     hpml_tensor    *targets[HPML_MAX_OUTPUTS + 1];
     int             count = 0;
@@ -3937,7 +4103,6 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     hpml_graph *g = hpmli_new(ctx, hpml_graph, 1);
     if (!g) return NULL;
     g->ctx          = ctx;
-    g->hooks        = &none;
     g->loss         = d.loss;
     g->output_count = d.output_count;
     if (!hpmli_graph_collect(g, targets, count)) return NULL;
@@ -3946,7 +4111,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
             return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
                               "as outputs of one graph, or record the model again",
                               g->nodes[i]->out->name);
-    if (hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
+    if (hpmli_rows_fit(ctx, g->nodes, g->count) && hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
     hpmli_graph_release_nodes(g);
     return NULL;
 }
@@ -3958,18 +4123,20 @@ HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
 }
 HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
 
-/* Points `grad` of the parameters into this graph's array of gradients, instead of another graph's. */
-HPMLI_FN void hpmli_graph_place_grads(hpml_graph *g)
+/* Points `grad` of the parameters into this graph's array of gradients, instead of another graph's; returns it. */
+HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
 {
     int64_t at = 0;
-    if (!g->loss || g->ctx->grads_of == g) return;
+    if (!g->loss || g->ctx->grads_of == g) return g->grads;
     g->ctx->grads_of = g;
     for (int i = 0; i < g->ctx->param_count; i++) {
         hpml_tensor *p    = g->ctx->params[i];
         bool         mine = i < g->param_count && g->param_last[i] >= 0;
+        if (p->state->rows) hpmli_gradient_clear(p); /* rows that are not listed are zero in each graph's array */
         hpmli_set_memory(p, p->raw, mine ? g->grads + at : NULL);
-        if (mine) at += hpmli_gradient_floats(p);
+        if (mine) at += hpmli_param_floats(p);
     }
+    return g->grads;
 }
 
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
@@ -4034,17 +4201,50 @@ HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
         const hpml_tensor *t = n->src[s];
         bool partial = t && (!t->batch_rows || (g->idle && g->collective));
         if (partial && t->raw_grad && !n->accumulate[s] && t->raw_grad != n->out->raw_grad)
-            g->ctx->backend->zero(g->ctx->device, t->raw_grad, hpmli_tensor_bytes(t));
+            hpmli_gradient_clear(t);
     }
 }
 
-/* Calls the hook `need`, which makes a parameter available, for each parameter that n reads. */
-HPMLI_FN hpml_status hpmli_node_need(hpml_graph *g, const hpml_node *n)
+typedef enum hpmli_hook { HPMLI_HOOK_NEED, HPMLI_HOOK_RELEASE, HPMLI_HOOK_GRAD } hpmli_hook;
+/* Calls the hook `which` of all sets, the innermost first, for parameter p of node n. */
+HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpml_node *n, const hpml_tensor *p)
 {
-    const hpml_hooks *h      = g->hooks;
-    hpml_status       status = HPML_OK;
-    for (int s = 0; h->need && s < n->src_count && status == HPML_OK; s++)
-        if (n->src[s] && n->src[s]->param) status = h->need(h->user, g->trainer, n->src[s]->param->index);
+    hpml_status status = HPML_OK;
+    g->at.node  = n;
+    g->at.param = p->param->index;
+    for (int k = 0; k < g->hook_count && status == HPML_OK; k++) {
+        const hpml_hooks   *h    = &g->hooks[k];
+        hpml_hook_fn *const fn[] = { h->need, h->release, h->grad };
+        if (fn[which]) status = fn[which](h->user, g->trainer, &g->at);
+    }
+    return status;
+}
+
+/* True if no node that runs after node i in this pass reads p. */
+HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, int i, const hpml_tensor *p, bool backward)
+{
+    int step = backward ? -1 : 1;
+    for (i += step; i >= 0 && i < g->count; i += step) {
+        const hpml_node *n = g->nodes[i];
+        bool             runs = !backward || (n->out->needs_grad && n->out->raw_grad);
+        for (int s = 0; runs && s < n->src_count; s++)
+            if (n->src[s] == p) return false;
+    }
+    return true;
+}
+
+/* Calls the hook `need` for each parameter that node i reads, or `release` for those that no later node reads. */
+HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, int i, bool backward)
+{
+    const hpml_node *n      = g->nodes[i];
+    hpml_status      status = HPML_OK;
+    bool             called = which == HPMLI_HOOK_NEED ? g->any.need != NULL : g->any.release != NULL;
+    for (int s = 0; called && s < n->src_count && status == HPML_OK; s++) {
+        const hpml_tensor *p = n->src[s];
+        if (!p || !p->param) continue;
+        if (which == HPMLI_HOOK_NEED || hpmli_is_last_reader(g, i, p, backward))
+            status = hpmli_hooks_call(g, which, n, p);
+    }
     return status;
 }
 
@@ -4080,11 +4280,13 @@ HPMLI_FN hpml_status hpmli_node_update(hpml_graph *g, hpml_node *n, hpml_status 
     return status;
 }
 
-HPMLI_FN hpml_status hpmli_run_untimed(hpml_graph *g, const hpml_run *run, hpml_node *n, bool backward)
+HPMLI_FN hpml_status hpmli_run_untimed(hpml_graph *g, const hpml_run *run, int i, bool backward)
 {
-    hpml_status status = hpmli_node_need(g, n);
+    hpml_node  *n      = g->nodes[i];
+    hpml_status status = hpmli_node_hooks(g, HPMLI_HOOK_NEED, i, backward);
     if (status == HPML_OK) status = hpmli_node_op(g, run, n, backward);
-    return backward ? hpmli_node_update(g, n, status) : status;
+    if (backward) status = hpmli_node_update(g, n, status);
+    return status == HPML_OK ? hpmli_node_hooks(g, HPMLI_HOOK_RELEASE, i, backward) : status;
 }
 
 /* Runs node i forward or backward, and times it if a trace or a profile is on. A backend with time_op measures the time
@@ -4093,12 +4295,12 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
 {
     hpml_node          *n = g->nodes[i];
     const hpml_backend *b = g->ctx->backend;
-    if (!g->profile && !g->ctx->trace) return hpmli_run_untimed(g, run, n, backward);
+    if (!g->profile && !g->ctx->trace) return hpmli_run_untimed(g, run, i, backward);
     const char *name    = backward ? g->back_names[i] : n->out->name;
     double     *seconds = NULL, start = hpml_now(), span_start = hpmli_trace_time(g->ctx, start);
     if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
     if (b->time_op) b->time_op(g->ctx->device, NULL, NULL);
-    hpml_status status = hpmli_run_untimed(g, run, n, backward);
+    hpml_status status = hpmli_run_untimed(g, run, i, backward);
     if (b->time_op) b->time_op(g->ctx->device, name, seconds);
     else if (b->sync) b->sync(g->ctx->device);
     double end = hpml_now();
@@ -4111,12 +4313,16 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, b
 HPMLI_FN hpml_status hpmli_run_sum(void *graph, double *values, int64_t n)
 {
     const hpml_graph *g = (const hpml_graph *)graph;
-    return g->hooks->sum(g->hooks->user, g->trainer, values, n);
+    hpml_status       status = HPML_OK;
+    for (const hpml_hooks *h = g->hooks; h < g->hooks + g->hook_count && status == HPML_OK; h++)
+        if (h->sum) status = h->sum(h->user, g->trainer, values, n);
+    return status;
 }
 HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float scale)
 {
     hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle,
-                     g->hooks->sum ? hpmli_run_sum : NULL, g };
+                     g->any.sum ? hpmli_run_sum : NULL, g };
+    g->at.pass = train ? HPML_PASS_FORWARD : HPML_PASS_EVALUATE;
     return run;
 }
 
@@ -4145,7 +4351,7 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
     hpml_status status = HPML_OK;
     for (int s = 0; n->out->needs_grad && n->out->raw_grad && s < n->src_count && status == HPML_OK; s++)
         if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
-            status = g->hooks->grad(g->hooks->user, g->trainer, n->src[s]->param->index);
+            status = hpmli_hooks_call(g, HPMLI_HOOK_GRAD, n, n->src[s]);
     return status;
 }
 
@@ -4190,8 +4396,9 @@ HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, cons
 /* Runs all nodes forward or backward, in pieces, and pieces' gradient hooks. accumulate: adds to weights' gradients. */
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
-    const hpml_hooks *h       = g->hooks;
-    bool              single  = g->profile || g->ctx->trace || h->need || h->sum || g->idle; /* run nodes singly */
+    const hpml_hooks *h       = &g->any;
+    bool              timed   = g->profile || g->ctx->trace;
+    bool              single  = timed || h->need || h->release || h->sum || g->idle; /* run nodes singly */
     bool              replays = g->ctx->backend->begin && !single && !g->unreplayable && !g->collective;
     bool              hooks   = backward && h->grad && g->last;
     int               piece   = hpmli_piece_nodes(g, replays, hooks);
@@ -4204,6 +4411,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     pass.train      = run->train;
     pass.backward   = backward;
     pass.accumulate = accumulate;
+    if (backward) g->at.pass = HPML_PASS_BACKWARD;
     hpmli_graph_apply_batch(g);
     for (int i = 0; i < g->leaf_count && g->idle && !backward; i++)
         if (g->leaves[i]->batch_rows) hpmli_zero_values(g, g->leaves[i]);
@@ -5153,7 +5361,8 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     /* The optimizer step is fused with a large product only: a small one stays in the cache, may be cut along k, or
        would leave threads idle. A batch of more than 256 rows would be packed again for each block of dw, and some
        optimizers need the norm of the whole gradient first. */
-    hpml_update *u = run->ctx->backend == hpml_backend_cpu() && x != w ? n->state->update[1] : NULL;
+    bool         own = run->ctx->backend->update != hpml_backend_cpu()->update; /* the backend steps by itself */
+    hpml_update *u = own || x == w ? NULL : n->state->update[1];
     bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
     if (!large || !hpmli_optimizer_by_pieces(u) || HPMLI_BLAS) {
         hpmli_gemm(run->ctx, &d);
@@ -6497,6 +6706,12 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     if (src[1]->ndim != 2 || src[1]->shape[0] != vocabulary || src[1]->shape[1] != width)
         return hpmli_null(tokens->ctx, HPML_ERR_SHAPE, "embedding \"%s\": the shared table is %s, expected %lldx%lld",
                           name, hpmli_describe(src[1]), (long long)vocabulary, (long long)width);
+    if (d.sparse && (!src[1]->param || !tokens->ctx->backend->host))
+        return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .sparse is for parameters on the host, "
+                          "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
+                          tokens->ctx->backend->name);
+    if (d.sparse && !src[1]->state->rows) src[1]->state->rows = hpmli_rows_create(tokens->ctx, vocabulary);
+    if (d.sparse && !src[1]->state->rows) return NULL;
     memcpy(shape, tokens->shape, sizeof shape);
     shape[tokens->ndim] = width;
     return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
@@ -6521,9 +6736,12 @@ HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
     const int32_t *token = (const int32_t *)n->src[0]->raw;
     int64_t        count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
     float         *dw    = n->src[1]->grad;
-    if (dw && !n->accumulate[1]) run->ctx->k->vfill(dw, 0, hpml_tensor_count(n->src[1]));
-    for (int64_t i = 0; dw && i < count; i++)
+    hpmli_rows    *rows  = n->src[1]->state->rows;
+    if (dw && !n->accumulate[1]) hpmli_gradient_clear(n->src[1]);
+    for (int64_t i = 0; dw && i < count; i++) {
+        if (rows) hpmli_rows_add(rows, token[i]);
         run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
+    }
 }
 HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
          return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n));
@@ -7514,7 +7732,8 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         NULL,                       /* encode: hpml_packing_encode is the CPU's */
         NULL,                       /* decode: hpml_packing_decode is the CPU's */
         NULL,                       /* time_op: the host's clock times ops */
-        true                        /* layouts: kernels take NHWC, too */
+        true,                       /* layouts: kernels take NHWC, too */
+        true                        /* host */
     };
     return &cpu;
 }
@@ -7644,7 +7863,7 @@ HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
     if ((row->whole || row->layer_ratio) && !row->direction)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" sets %s without .direction; its "
                            "step must write a direction over g", name, row->whole ? ".whole" : ".layer_ratio");
-    if (ctx->backend != hpml_backend_cpu())
+    if (!ctx->backend->host)
         return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "trainer: custom_optimizer \"%s\" runs on the CPU backend only, "
                            "this context's is \"%s\"; take a built-in row (hpml_optimizer_find)", name,
                            ctx->backend->name);
@@ -7736,14 +7955,28 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
     if (found && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, found, __ATOMIC_RELAXED);
 }
 
+/* Steps one row of a sparse table, the `task`-th in the list of rows with a gradient, as far as the row is in u. */
+HPMLI_FN void hpmli_update_row_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_update_job *j = (const hpmli_update_job *)arg;
+    const hpml_update      *u = &j->o.u;
+    const int64_t           width = u->param->shape[1], skipped = u->w - u->param->data;
+    const int64_t           row = u->param->state->rows->index[task] * width - skipped;
+    const int64_t           at = hpmli_max(row, 0), end = hpmli_min(row + width, u->n);
+    int found = at < end ? hpmli_optimizer_piece(j->ctx, &j->o, at, end - at) : 0;
+    if (found && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, found, __ATOMIC_RELAXED);
+}
+
 static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
 {
-    hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
+    hpmli_update_job  j    = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
+    const hpmli_rows *rows = u->param ? u->param->state->rows : NULL;
     j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
     j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
     if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* rows of d by 12: its tiles have 6 or 12 */
     if (u->opt == HPML_OPT_CUSTOM && u->custom->whole) j.piece = u->n;
-    hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
+    if (rows) hpmli_parallel(ctx, rows->count, hpmli_update_row_task, &j);
+    else hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
 }
 
 HPMLI_FN const hpml_optimizer *hpmli_update_row(const hpml_update *u)
@@ -8081,7 +8314,7 @@ struct hpml_trainer {
     float              *host_out;        /* host memory for a batch of the output */
     int32_t            *host_y;          /* host memory for a batch of labels */
     hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
-    hpml_hooks          hooks;
+    int                 running[2];      /* 1 + the set of hooks whose `run`, whose `update` is running; 0: none */
     int                 rank, ranks;
     int64_t             global_batch, grain; /* samples of all ranks; of a grain, see hpml_trainer_set_shard */
     int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
@@ -8099,6 +8332,7 @@ struct hpml_trainer {
     bool                norm_ready;      /* device_scalars holds this step's norm */
     bool                norm_fetched;    /* `scalars` holds this step's norm, too */
     bool                update_follows;  /* no hook comes between this backward pass and the update */
+    bool                update_early;    /* parameters step within this backward pass */
     bool                overflowed;      /* a gradient of this step is not finite, because of the loss scale */
 };
 
@@ -8193,7 +8427,7 @@ HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d
 HPMLI_FN void hpmli_trainer_destroy(void *object)
 {
     hpml_trainer *t = (hpml_trainer *)object;
-    if (t->hooks.free) t->hooks.free(t->hooks.user);
+    while (t->graph && t->graph->hook_count > 0) hpml_trainer_detach(t, t->graph->hooks[t->graph->hook_count - 1].user);
 }
 
 /* Checks that the loss depends on desc.input, desc.target and a trainable parameter; false: an error on the context. */
@@ -8209,6 +8443,15 @@ HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
     if (t->graph->grad_count == 0)
         hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained; is "
                    "every layer frozen?");
+    const hpml_optimizer *row = t->optimizer;
+    for (int i = 0; i < t->graph->param_count; i++) {
+        bool sparse = t->graph->param_last[i] >= 0 && t->ctx->params[i]->state->rows;
+        if (sparse && (t->wants_norm || row->prepare || row->direction))
+            hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: \"%s\" has a sparse gradient, but %s needs the norm of "
+                       "a whole one; take sgd, adagrad, rmsprop, adam or adamw without clip_norm and with a fixed "
+                       "loss_scale, or leave .sparse of the embedding false", t->ctx->params[i]->name,
+                       t->wants_norm ? "clip_norm or a dynamic loss_scale" : row->name);
+    }
     if (hpmli_failed(t->ctx)) hpmli_graph_release_nodes(t->graph);
     return !hpmli_failed(t->ctx);
 }
@@ -8237,7 +8480,6 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     t->graph        = hpml_graph_create(ctx, &gd);
     if (!t->graph || !hpmli_trainer_check_inputs(t)) return NULL;
     t->graph->trainer = t;
-    t->graph->hooks   = &t->hooks;
     for (int k = 0; k < HPML_MAX_STATES; k++)
         if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
             t->graph->memory.optimizer += t->graph->memory.gradients;
@@ -8257,16 +8499,6 @@ HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc 
     return HPML_OK;
 }
 
-HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    hpmli_trainer_destroy(t);
-    memset(&t->hooks, 0, sizeof t->hooks);
-    if (hooks) t->hooks = *hooks;
-    hpmli_graph_place_grads(t->graph);
-    return HPML_OK;
-}
-
 HPMLI_FN bool hpmli_is_classifier(const hpml_trainer *t) /* true if targets are labels: there is an accuracy */
 {
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
@@ -8275,7 +8507,7 @@ HPMLI_FN bool hpmli_is_classifier(const hpml_trainer *t) /* true if targets are 
 /* Returns host memory for a batch of outputs: the output tensor's if f32 on the host, else t->host_out, made once. */
 HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
 {
-    if (t->ctx->backend == hpml_backend_cpu() && t->d.output->dtype == HPML_DTYPE_F32) return t->d.output->data;
+    if (t->ctx->backend->host && t->d.output->dtype == HPML_DTYPE_F32) return t->d.output->data;
     if (!t->host_out) t->host_out = hpmli_new(t->ctx, float, hpml_tensor_count(t->d.output));
     return t->host_out;
 }
@@ -8353,18 +8585,6 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
     return HPML_OK;
 }
 
-HPML_API float *hpml_trainer_gradients(hpml_trainer *t, int64_t *floats)
-{
-    if (floats) *floats = t ? t->graph->grad_count : 0;
-    return t ? t->graph->grads : NULL;
-}
-
-HPML_API int64_t hpml_trainer_gradient_at(const hpml_trainer *t, int param)
-{
-    if (!t || param < 0 || param >= t->graph->param_count || t->graph->param_last[param] < 0) return -1;
-    return t->ctx->params[param]->grad - t->graph->grads;
-}
-
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count)
 {
     size_t length = name ? strlen(name) + 1 : 0; /* bytes, with the 0 at the end */
@@ -8418,6 +8638,95 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
     }
     hpmli_write_samples(t, t->target, y, rows);
     return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>hooks   hooks of a trainer, and its arrays of values, gradients and states
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Notes in g->any which hooks the sets of hooks have. */
+HPMLI_FN void hpmli_hooks_note(hpml_graph *g)
+{
+    memset(&g->any, 0, sizeof g->any);
+    for (const hpml_hooks *h = g->hooks; h < g->hooks + g->hook_count; h++) {
+        if (h->run) g->any.run = h->run;
+        if (h->need) g->any.need = h->need;
+        if (h->release) g->any.release = h->release;
+        if (h->grad) g->any.grad = h->grad;
+        if (h->update) g->any.update = h->update;
+        if (h->sum) g->any.sum = h->sum;
+    }
+}
+
+HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hooks)
+{
+    if (!t || !hooks) return HPML_ERR_ARGUMENT;
+    hpml_graph *g = t->graph;
+    if (g->hook_count == HPML_MAX_HOOKS)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: %d sets of hooks are attached, as many as there may be "
+                          "(HPML_MAX_HOOKS); detach one", HPML_MAX_HOOKS);
+    g->hooks[g->hook_count++] = *hooks;
+    hpmli_hooks_note(g);
+    return HPML_OK;
+}
+
+HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count)
+{
+    *count = t ? t->graph->hook_count : 0;
+    return t ? t->graph->hooks : NULL;
+}
+
+HPML_API void hpml_trainer_detach(hpml_trainer *t, const void *user)
+{
+    int k = t ? t->graph->hook_count - 1 : -1;
+    while (k >= 0 && t->graph->hooks[k].user != user) k--;
+    if (k < 0) return;
+    hpml_hooks gone = t->graph->hooks[k];
+    for (t->graph->hook_count--; k < t->graph->hook_count; k++) t->graph->hooks[k] = t->graph->hooks[k + 1];
+    hpmli_hooks_note(t->graph);
+    if (gone.free) gone.free(gone.user);
+}
+
+HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    hpmli_trainer_destroy(t);
+    return hooks ? hpml_trainer_attach(t, hooks) : HPML_OK;
+}
+
+HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param)
+{
+    if (!t || param < 0 || param >= t->graph->param_count || t->graph->param_last[param] < 0) return -1;
+    return t->updates[param].g - t->graph->grads;
+}
+
+/* Returns the values of the trained parameters as one array; NULL, with an error, if they do not lie in its places. */
+HPMLI_FN float *hpmli_trainer_values(hpml_trainer *t)
+{
+    const hpml_tensor *first = NULL;
+    for (int i = 0; i < t->graph->param_count; i++) {
+        const hpml_tensor *p  = t->ctx->params[i];
+        int64_t            at = hpml_trainer_place(t, i);
+        if (at == 0) first = p;
+        if (at > 0 && p->data != first->data + at)
+            return (float *)hpmli_null(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: the values of its parameters are no "
+                                       "array: \"%s\" lies apart from \"%s\" and those between, because it got memory "
+                                       "later, or another lies between that the trainer does not train; record and "
+                                       "freeze all parameters before a graph, a trainer or a file gives them memory",
+                                       p->name, first->name);
+    }
+    return first->data;
+}
+
+HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats)
+{
+    float *array = NULL;
+    int    k     = (int)which - HPML_ARRAY_STATE;
+    if (t && which == HPML_ARRAY_VALUES) array = hpmli_trainer_values(t);
+    if (t && which == HPML_ARRAY_GRADIENTS) array = hpmli_graph_place_grads(t->graph);
+    if (t && k >= 0 && k < HPML_MAX_STATES) array = t->state[k];
+    if (floats) *floats = array ? t->graph->grad_count : 0;
+    return array;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8677,17 +8986,23 @@ HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_
     }
 }
 
+/* Gets ready to step: computes the gradients' norm where one is needed. False: an error, or a gradient overflowed. */
+HPMLI_FN bool hpmli_apply_begin(hpml_trainer *t)
+{
+    if (hpmli_failed(t->ctx)) return false;
+    hpmli_grad_norm_on_device(t);
+    bool host_needs_norm = t->wants_norm && (t->scale_age >= 0 || !t->d.no_finite_check);
+    return !host_needs_norm || (hpmli_grad_norm_on_host(t) == HPML_OK && !t->overflowed);
+}
+
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count)
 {
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
-    if (hpmli_failed(ctx)) return ctx->status;
     if (first_param < 0 || param_count < 0)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: update of %d parameters from number %d on: expected 0 or "
                           "more of both", param_count, first_param);
-    hpmli_grad_norm_on_device(t);
-    bool host_needs_norm = t->wants_norm && (t->scale_age >= 0 || !t->d.no_finite_check);
-    if (host_needs_norm && (hpmli_grad_norm_on_host(t) != HPML_OK || t->overflowed)) return ctx->status;
+    if (!hpmli_apply_begin(t)) return ctx->status;
     if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
     if (param_count <= 0) return ctx->status;
     double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
@@ -8697,27 +9012,60 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
     return hpmli_updates_check(t);
 }
 
+/* Steps those of the floats first .. end - 1 that belong to parameter i, whose step is prepared. */
+HPMLI_FN void hpmli_apply_part(hpml_trainer *t, int i, int64_t first, int64_t end, float grad_scale)
+{
+    hpml_update u  = t->updates[i];
+    int64_t     at = hpml_trainer_place(t, i), from = hpmli_max(first - at, 0), to = hpmli_min(end - at, u.n);
+    if (at < 0 || from >= to) return;
+    u.n = to - from;
+    u.w += from;
+    u.g += from;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (u.state[k]) u.state[k] += from;
+    u.grad_scale *= grad_scale;
+    u.clip /= grad_scale;
+    t->ctx->backend->update(t->ctx->device, t->ctx, &u, 1);
+}
+
+HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, int64_t count, float grad_scale)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    const hpml_optimizer *row = t->optimizer;
+    int64_t               all = t->graph->grad_count;
+    if (first < 0 || count < 0 || first > all - count || !(grad_scale > 0))
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: update of %lld floats from number %lld on, gradients "
+                          "times %g: expected a range of the %lld floats, and a factor above 0", (long long)count,
+                          (long long)first, (double)grad_scale, (long long)all);
+    if (row->prepare || row->layer_ratio || row->whole)
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: %s cannot step a range of floats, because its step "
+                          "depends on whole tensors; take sgd, adam or another optimizer that steps each number by "
+                          "itself", row->name);
+    if (!hpmli_apply_begin(t)) return t->ctx->status;
+    hpmli_updates_prepare(t, 0, t->graph->param_count);
+    for (int i = 0; i < t->graph->param_count; i++) hpmli_apply_part(t, i, first, first + count, grad_scale);
+    return hpmli_updates_check(t);
+}
+
 /* Returns the factor of a micro-batch's gradients, so that over all micro-batches they add up to t->accumulate_weight
-   times the mean over the update's samples; 1 with a `run` hook, which weights its gradients itself. */
+   times the mean over the update's samples. A hook `run` that computes gradients by itself weights them itself. */
 HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
 {
-    t->accumulate_weight = 1;
-    if (t->hooks.run || t->d.accumulate == 1) return 1;
+    if (t->d.accumulate == 1) return 1;
     if (t->micro_batch == 0) {
-        t->first_batch_samples = samples;
+        t->first_batch_samples = hpmli_max(samples, 1);
         t->samples_so_far      = 0;
     }
     t->samples_so_far += samples;
     double first = (double)t->first_batch_samples;
-    t->accumulate_weight = (float)((double)t->samples_so_far / (first * t->d.accumulate));
+    if (t->samples_so_far > 0) t->accumulate_weight = (float)((double)t->samples_so_far / (first * t->d.accumulate));
     return (float)((double)samples / first) / (float)t->d.accumulate;
 }
 
 typedef enum hpmli_update_mode { /* when the parameters step, in a call of hpml_trainer_step */
     HPMLI_NO_UPDATE,    /* not in this call: more micro-batches of this update follow */
     HPMLI_UPDATE_EARLY, /* each after the op that makes its gradient final, because the gradient is in the cache then */
-    HPMLI_UPDATE_HOOK,  /* in hooks.update, which calls hpml_trainer_apply */
-    HPMLI_UPDATE_LOCAL  /* in hpml_trainer_apply, after the backward pass */
+    HPMLI_UPDATE_LATE   /* after the backward pass, in hpml_trainer_apply or a hook */
 } hpmli_update_mode;
 
 typedef struct hpmli_step { /* one call of hpml_trainer_step */
@@ -8725,21 +9073,25 @@ typedef struct hpmli_step { /* one call of hpml_trainer_step */
     int64_t    samples;
     hpmli_update_mode mode;
     double     start, traced_start; /* seconds: of hpml_now, of the timeline */
-    float      weight;     /* factor of this micro-batch's gradients */
     float      lr, scale;  /* learning rate; loss scale times accumulate_weight */
     float      loss;       /* mean of the samples; 0 unless loss_known */
     bool       loss_known; /* the host reads the loss, or a hook returns it */
     bool       info;       /* the caller wants a hpml_step_info */
 } hpmli_step;
 
+/* True if a hook may read or change gradients after the backward pass or within. */
+HPMLI_FN bool hpmli_uses_gradients(const hpml_trainer *t)
+{
+    return t->graph->any.run || t->graph->any.grad || t->graph->any.update;
+}
+
 /* Chooses when parameters step. Early (in backward) needs the CPU, no gradient norm, no hook that uses gradients. */
 HPMLI_FN hpmli_update_mode hpmli_step_mode(const hpml_trainer *t)
 {
     const hpml_backend *b = t->ctx->backend;
     if (t->micro_batch + 1 < t->d.accumulate) return HPMLI_NO_UPDATE;
-    if (t->hooks.update) return HPMLI_UPDATE_HOOK;
-    if (t->hooks.run || t->hooks.grad || t->wants_norm || b->sync || b->begin) return HPMLI_UPDATE_LOCAL;
-    return HPMLI_UPDATE_EARLY;
+    bool late = t->wants_norm || b->sync || b->begin;
+    return late || hpmli_uses_gradients(t) ? HPMLI_UPDATE_LATE : HPMLI_UPDATE_EARLY;
 }
 
 /* Copies micro-batch x, y into the inputs, clears the last step's results, fills in *s, what the step's parts share. */
@@ -8747,7 +9099,7 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
 {
     int64_t samples = s->samples;
     s->start = hpml_now();
-    if (samples != 0 || !t->hooks.run) { /* 0: this rank has no part in a short last batch */
+    if (samples != 0 || !t->graph->any.run) { /* 0: this rank has no part in a short last batch */
         hpml_status status = hpmli_write_batch(t, x, y, samples);
         if (status != HPML_OK) return status;
     }
@@ -8762,31 +9114,70 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     hpmli_trace_step(t->ctx, t->step);
     s->number       = t->step;
     s->traced_start = hpmli_trace_time(t->ctx, s->start);
-    s->weight       = hpmli_batch_weight(t, samples);
     s->lr           = hpml_trainer_lr(t);
-    s->scale        = t->loss_scale * t->accumulate_weight;
     s->mode         = hpmli_step_mode(t);
-    s->loss_known   = t->hooks.run || s->info || !t->d.no_finite_check;
+    s->loss_known   = t->graph->any.run || s->info || !t->d.no_finite_check;
+    t->update_early      = s->mode == HPMLI_UPDATE_EARLY;
+    t->update_follows    = s->mode != HPMLI_NO_UPDATE && !hpmli_uses_gradients(t);
+    t->accumulate_weight = t->micro_batch > 0 ? t->accumulate_weight : 1;
+    t->graph->at.batch   = t->micro_batch;
+    t->graph->at.batches = t->d.accumulate;
+    t->graph->at.step    = t->step;
     return HPML_OK;
 }
 
-/* Runs forward and backward, by hooks.run if set; else parameters may step within. Fails if the loss is not finite. */
+/* Runs forward and backward of a micro-batch; the parameters may step within. */
+HPMLI_FN hpml_status hpmli_run_own(hpml_trainer *t, int64_t samples, float *loss)
+{
+    float weight = hpmli_batch_weight(t, samples);
+    if (t->update_early) {
+        hpmli_updates_prepare(t, 0, t->graph->param_count);
+        t->graph->updates = t->updates;
+    }
+    hpml_status status = hpml_trainer_forward_backward(t, 0, samples, weight, t->micro_batch > 0, loss);
+    t->graph->updates = NULL;
+    t->update_follows = false;
+    return status;
+}
+
+/* Calls the hook `run` (or `update`) of the outermost set below number `below` that has it, or else does what the
+   trainer does by itself. */
+HPMLI_FN hpml_status hpmli_hook_below(hpml_trainer *t, int below, bool update, int64_t samples, float *loss)
+{
+    const hpml_hooks *first   = t->graph->hooks, *h = first + below - 1;
+    int              *running = &t->running[update], before = *running;
+    hpml_moment       at      = { update ? HPML_PASS_UPDATE : HPML_PASS_TRAIN, t->micro_batch, t->d.accumulate, t->step,
+                                  -1, NULL };
+    hpml_status       status;
+    while (h >= first && !(update ? h->update != NULL : h->run != NULL)) h--;
+    if (h < first && update) return hpml_trainer_apply(t, 0, t->graph->param_count);
+    if (h < first) return hpmli_run_own(t, samples, loss);
+    *running = (int)(h - first) + 1;
+    status   = update ? h->update(h->user, t, &at) : h->run(h->user, t, &at, samples, loss);
+    *running = before;
+    return status;
+}
+
+/* Does what the running hook `run` (or `update`) replaces. */
+HPMLI_FN hpml_status hpmli_hook_inner(hpml_trainer *t, bool update, int64_t samples, float *loss)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    if (t->running[update]) return hpmli_hook_below(t, t->running[update] - 1, update, samples, loss);
+    return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: the inner %s was called, but no hook `%s` is running that "
+                      "replaces it", update ? "update" : "run", update ? "update" : "run");
+}
+HPML_API hpml_status hpml_trainer_run_inner(hpml_trainer *t, int64_t samples, float *loss)
+{
+    return hpmli_hook_inner(t, false, samples, loss);
+}
+HPML_API hpml_status hpml_trainer_update_inner(hpml_trainer *t) { return hpmli_hook_inner(t, true, 0, NULL); }
+
+/* Runs a micro-batch, by hooks or by the trainer's own. Fails if the loss is not finite. */
 HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
 {
-    hpml_status status;
-    if (t->hooks.run) status = t->hooks.run(t->hooks.user, t, s->samples, &s->loss);
-    else {
-        float *loss = s->loss_known ? &s->loss : NULL;
-        bool   updates = s->mode == HPMLI_UPDATE_EARLY || s->mode == HPMLI_UPDATE_LOCAL;
-        t->update_follows = updates && !t->hooks.grad;
-        if (s->mode == HPMLI_UPDATE_EARLY) {
-            hpmli_updates_prepare(t, 0, t->graph->param_count);
-            t->graph->updates = t->updates;
-        }
-        status = hpml_trainer_forward_backward(t, 0, s->samples, s->weight, t->micro_batch > 0, loss);
-        t->graph->updates = NULL;
-        t->update_follows = false;
-    }
+    hpml_status status = hpmli_hook_below(t, t->graph->hook_count, false, s->samples,
+                                          s->loss_known ? &s->loss : NULL);
+    s->scale = t->loss_scale * t->accumulate_weight;
     if (status != HPML_OK) return status;
     if (!t->d.no_finite_check && s->loss - s->loss != 0) return hpmli_find_nonfinite(t, "the loss", (double)s->loss);
     return HPML_OK;
@@ -8798,12 +9189,8 @@ HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t, const hpmli_step *s)
     hpml_status status = HPML_OK;
     t->micro_batch++;
     if (s->mode == HPMLI_NO_UPDATE) return HPML_OK;
-    switch (s->mode) {
-    case HPMLI_NO_UPDATE: break;
-    case HPMLI_UPDATE_EARLY: status = hpmli_updates_check(t); break;
-    case HPMLI_UPDATE_HOOK: status = t->hooks.update(t->hooks.user, t); break;
-    case HPMLI_UPDATE_LOCAL: status = hpml_trainer_apply(t, 0, t->graph->param_count); break;
-    }
+    if (s->mode == HPMLI_UPDATE_EARLY) status = hpmli_updates_check(t);
+    else status = hpmli_hook_below(t, t->graph->hook_count, true, 0, NULL);
     t->micro_batch = 0;
     if (status == HPML_OK && !t->overflowed) t->step++;
     hpmli_trainer_rescale(t);
@@ -8940,9 +9327,10 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
                           (long long)d.max_steps);
     hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (t->hooks.data && (!d.loader || d.loader->ranks == 0)) {
-        const int64_t passes[] = { t->epoch, t->epoch_step, d.epochs, d.max_steps };
-        status = t->hooks.data(t->hooks.user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
+    for (int k = 0; k < t->graph->hook_count && (!d.loader || d.loader->ranks == 0) && status == HPML_OK; k++) {
+        const hpml_hooks *h        = &t->graph->hooks[k];
+        const int64_t     passes[] = { t->epoch, t->epoch_step, d.epochs, d.max_steps };
+        if (h->data) status = h->data(h->user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
     }
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
         if (d.max_steps > 0 && f.updates >= d.max_steps) break; /* the last update ended an epoch */

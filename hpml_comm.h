@@ -652,7 +652,7 @@ HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *fact
    neither exact nor delayed); else a copy of them is exchanged on the host. Where the link ends at the node, it adds up
    floats inside the node, and the codec packs what is sent between nodes.
 
-   The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_gradients. */
+   The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_array. */
 
 /* Exact sums. Floats do not add up to the same bits in every order; integers do. The global batch is cut into leaves of
    a fixed size, each computed on its own by one rank. All ranks agree on the largest gradient, scale by a power of two
@@ -662,7 +662,8 @@ HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *fact
 
 /* Collective, with the same plan on all ranks; NULL on failure, the error on the context. plan NULL: all zero. The
    environment variable HPML_PLAN, a text for hpml_plan_parse, replaces the fields of the plan that it names:
-   HPML_PLAN="codec=onebit,delayed=1". */
+   HPML_PLAN="codec=onebit,delayed=1". A distribution is a set of hooks of the trainer, and replaces an earlier one.
+   Hooks that change gradients are attached before (hpml_trainer_attach), those with a `run` or `update` after it. */
 typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan);
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
@@ -6703,7 +6704,7 @@ typedef struct hpmlc_buckets {
 } hpmlc_buckets;
 
 /* Where parameters and gradients lie. The trainer has all gradients in one array, in the order of the parameters, each
-   padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_gradients. */
+   padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_array. */
 typedef struct hpmlc_layout {
     int         params;          /* parameters of the context, running statistics ("buffers") included */
     int        *bucket_of;       /* (params) number of each parameter's bucket; -1: it is in none */
@@ -6799,7 +6800,7 @@ HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpm
 /* Returns where the gradient of parameter p begins in the trainer's array of gradients, in floats. */
 HPMLC_FN int64_t hpmlc_gradient_at(const hpml_distributed *d, const hpml_tensor *p)
 {
-    return hpml_trainer_gradient_at(d->t, p->param->index);
+    return hpml_trainer_place(d->t, p->param->index);
 }
 
 HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
@@ -7220,22 +7221,23 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 }
 
 /* Runs forward and backward pass of a micro-batch by the strategy: the trainer's hook `run`. */
-HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
+HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, const hpml_moment *at HPMLC_UNUSED,
+                                    int64_t samples, float *loss)
 {
     hpml_distributed *d = (hpml_distributed *)user;
     d->c->step = hpml_trainer_step_count(t) + 1;
     return d->strategy->begin(d, samples, loss);
 }
 
-/* Tells the strategy that the gradient of parameter `param` is final: the trainer's hook `grad`. */
-HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, int param)
+/* Tells the strategy that the gradient of parameter at->param is final: the trainer's hook `grad`. */
+HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    return d->strategy->gradient(d, param);
+    return d->strategy->gradient(d, at->param);
 }
 
 /* Lets the strategy complete the exchange and make the optimizer step: the trainer's hook `update`. */
-HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED)
+HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at HPMLC_UNUSED)
 {
     hpml_distributed *d = (hpml_distributed *)user;
     d->micro = 0;
@@ -7925,7 +7927,7 @@ HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_plan *plan)
     const hpml_backend *b = hpml_ctx_backend(c->ctx);
     bool packs = plan->codec.kind == HPML_CODEC_NONE || (b->encode && b->decode);
     bool by_rows = !plan->codec.custom && !hpmlc_whole_codec(&plan->codec);
-    return b != hpml_backend_cpu() && c->link.begin && by_rows && packs;
+    return !b->host && c->link.begin && by_rows && packs;
 }
 
 HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d HPMLC_UNUSED, hpmlc_bucket *b)
@@ -8353,7 +8355,7 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     int64_t       most = 1;
     l->params    = hpml_param_count(ctx);
     l->batch     = hpml_trainer_settings(d->t)->input->shape[0];
-    l->first     = hpml_trainer_gradients(d->t, &l->span);
+    l->first     = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, &l->span);
     l->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(l->params + 1), NULL);
     l->by_name   = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(l->params + 1), NULL);
     if (!l->bucket_of || !l->by_name || !hpmlc_layout_names(d)) return false;
@@ -8365,7 +8367,7 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
         if (p->grad) l->grad_total += n;
         else if (p->param->buffer) l->buffer_total += n;
     }
-    return hpml_ctx_backend(ctx) == hpml_backend_cpu() || hpmlc_host_view_create(&l->view, ctx, most);
+    return hpml_ctx_backend(ctx)->host || hpmlc_host_view_create(&l->view, ctx, most);
 }
 
 HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
@@ -8387,13 +8389,30 @@ HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
     hpml_ctx_release(d->ctx, d);
 }
 
+/* Detaches an earlier distribution from trainer t; an error if other hooks have a `run` or `update`, because a
+   distribution does not call these. */
+HPMLC_FN bool hpmlc_dist_attaches(hpml_trainer *t, hpml_comm *c)
+{
+    int               count;
+    const hpml_hooks *h = hpml_trainer_hooks(t, &count);
+    for (int k = count - 1; k >= 0; k--)
+        if (h[k].run == hpmlc_dist_run) hpml_trainer_detach(t, h[k].user);
+    h = hpml_trainer_hooks(t, &count);
+    for (int k = 0; k < count; k++)
+        if (h[k].run || h[k].update)
+            return hpmlc_fail(c, HPML_ERR_STATE, "distribute: hooks with a `run` or an `update` are attached to the "
+                              "trainer, which a distribution would not call; attach them after hpml_distribute, then "
+                              "they are called before it"), false;
+    return true;
+}
+
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan)
 {
     HPMLC_ZERO(hpml_hooks, hooks);
     HPMLC_DESC(hpml_plan, settings, plan);
     if (hpmlc_failed(c) || !t) return NULL;
     if (!hpmlc_dist_plan(t, c, &settings)) return NULL;
-    hpml_trainer_set_hooks(t, NULL); /* removes hooks; the parameters' gradients are now this trainer's */
+    if (!hpmlc_dist_attaches(t, c)) return NULL;
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
     d->t            = t;
@@ -8415,7 +8434,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.sum    = settings.sync_batchnorm ? hpmlc_dist_sum : NULL;
     hooks.update = hpmlc_dist_update;
     hooks.data   = hpmlc_dist_data;
-    hpml_trainer_set_hooks(t, &hooks);
+    hpml_trainer_attach(t, &hooks);
     hpml_trainer_set_shard(t, c->rank, c->size, d->plan.global_batch, d->layout.grain);
     hpml_distribute_get(d, NULL, true);
     d->report.r.loss = NAN; /* no step yet */
@@ -8433,7 +8452,7 @@ HPML_API void hpml_distribute_free(hpml_distributed *d)
 {
     if (!d) return;
     hpmlc_tasks_wait(d);
-    hpml_trainer_set_hooks(d->t, NULL);
+    hpml_trainer_detach(d->t, d);
     hpml_trainer_set_shard(d->t, 0, 1, 0, 0);
     hpmlc_dist_close(d);
 }

@@ -1015,11 +1015,11 @@ TEST(convolutions_by_the_library_or_own_kernels)
     }
 }
 
-static hpml_status one_by_one(void *user, hpml_trainer *t, int64_t samples, float *loss)
+static hpml_status one_by_one(void *user, hpml_trainer *t, const hpml_moment *at, int64_t samples, float *loss)
 {
     hpml_status status = HPML_OK;
     float       part;
-    (void)user;
+    (void)user, (void)at;
     for (int64_t i = 0; i < samples && status == HPML_OK; i++) {
         status = hpml_trainer_forward_backward(t, i, 1, 1 / (float)samples, i > 0, &part);
         if (loss) *loss = (i > 0 ? *loss : 0) + part / (float)samples;
@@ -1446,11 +1446,11 @@ TEST(timing_ops_waits_once_a_step)
    refuses the first piece, and the step is skipped: later this piece is replayed before a piece that is not, which
    needs the op notes of the replayed one. */
 enum { SEEN = 64, REFUSES = SEEN - 1 };
-static hpml_status note_final(void *user, hpml_trainer *t, int param)
+static hpml_status note_final(void *user, hpml_trainer *t, const hpml_moment *at)
 {
     (void)t;
     int *seen = (int *)user;
-    if (seen[0] < REFUSES - 1) seen[++seen[0]] = param;
+    if (seen[0] < REFUSES - 1) seen[++seen[0]] = at->param;
     return seen[REFUSES] ? HPML_ERR_STATE : HPML_OK;
 }
 

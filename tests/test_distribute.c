@@ -75,7 +75,7 @@ static hpml_trainer *trainer(hpml_ctx *ctx, hpml_tensor *x, hpml_tensor *y, floa
 }
 
 /* Calls `grad` for each final gradient, in place of hpmlc_dist_grad. */
-static void hook(hpml_trainer *t, void *user, hpml_status (*grad)(void *user, hpml_trainer *t, int param))
+static void hook(hpml_trainer *t, void *user, hpml_hook_fn *grad)
 {
     hpml_hooks h = { .user = user, .run = hpmlc_dist_run, .grad = grad, .update = hpmlc_dist_update };
     hpml_trainer_set_hooks(t, &h);
@@ -107,11 +107,11 @@ static int each_step(const hpml_step_info *info, void *user)
     return 0;
 }
 
-static hpml_status smudge(void *user, hpml_trainer *t, int param)
+static hpml_status smudge(void *user, hpml_trainer *t, const hpml_moment *at)
 {
     hpml_distributed *d = (hpml_distributed *)user;
     (void)t;
-    if (d->c->rank == 1 && param == 0) hpml_param_at(d->ctx, 0)->grad[3] = (float)NAN;
+    if (d->c->rank == 1 && at->param == 0) hpml_param_at(d->ctx, 0)->grad[3] = (float)NAN;
     return HPML_OK;
 }
 
@@ -571,11 +571,11 @@ TEST(double_buffering_moves_running_statistics)
    none. */
 static int in_flight;
 
-static hpml_status watch(void *user, hpml_trainer *t, int param)
+static hpml_status watch(void *user, hpml_trainer *t, const hpml_moment *at)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (hpml_comm_rank(d->c) == 0 && param == 0) in_flight = d->buckets.posted;
-    return hpmlc_dist_grad(user, t, param);
+    if (hpml_comm_rank(d->c) == 0 && at->param == 0) in_flight = d->buckets.posted;
+    return hpmlc_dist_grad(user, t, at);
 }
 
 static hpml_status overlapped(hpml_comm *c, void *user)
@@ -612,11 +612,11 @@ typedef struct steps_job {
     char                   text[8192];
 } steps_job;
 
-static hpml_status dawdle(void *user, hpml_trainer *t, int param)
+static hpml_status dawdle(void *user, hpml_trainer *t, const hpml_moment *at)
 {
     hpml_distributed *d = (hpml_distributed *)user;
     hpml_comm_compute(d->c, hpml_comm_rank(d->c) == 1 ? 0.005 : 0.001);
-    return hpmlc_dist_grad(user, t, param);
+    return hpmlc_dist_grad(user, t, at);
 }
 
 static hpml_status stepwise(hpml_comm *c, void *user)
@@ -692,11 +692,11 @@ TEST(a_table_of_steps)
 /* Two ranks and a link in virtual time: the report's efficiency is the formula's. */
 typedef struct shaped { double compute_s; hpml_distribute_report r; char text[512]; } shaped;
 
-static hpml_status compute_instead(void *user, hpml_trainer *t, int param)
+static hpml_status compute_instead(void *user, hpml_trainer *t, const hpml_moment *at)
 {
     hpml_distributed *d = (hpml_distributed *)user;
     hpml_comm_compute(d->c, 0.01);
-    return hpmlc_dist_grad(user, t, param);
+    return hpmlc_dist_grad(user, t, at);
 }
 
 static hpml_status on_a_link(hpml_comm *c, void *user)
@@ -737,11 +737,11 @@ TEST(efficiency_on_a_link_is_the_formula)
 /* Eight equal layers in virtual time, on four ranks: the exchange takes a share of what the backward pass takes. */
 typedef struct hiding { double step_s; bool no_overlap; uint64_t hash; } hiding;
 
-static hpml_status layer_takes(void *user, hpml_trainer *t, int param)
+static hpml_status layer_takes(void *user, hpml_trainer *t, const hpml_moment *at)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (param % 2 == 0) hpml_comm_compute(d->c, 1.0 / 8); /* a weight; its bias comes first */
-    return hpmlc_dist_grad(user, t, param);
+    if (at->param % 2 == 0) hpml_comm_compute(d->c, 1.0 / 8); /* a weight; its bias comes first */
+    return hpmlc_dist_grad(user, t, at);
 }
 
 static hpml_status hide(hpml_comm *c, void *user)
@@ -1054,11 +1054,11 @@ typedef struct search_job {
 
 static int64_t spike_above;
 
-static hpml_status spike(void *user, hpml_trainer *t, int param)
+static hpml_status spike(void *user, hpml_trainer *t, const hpml_moment *at)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (d->plan.global_batch > spike_above && param == 0) hpml_param_at(d->ctx, 0)->grad[3] = (float)NAN;
-    return hpmlc_dist_grad(user, t, param);
+    if (d->plan.global_batch > spike_above && at->param == 0) hpml_param_at(d->ctx, 0)->grad[3] = (float)NAN;
+    return hpmlc_dist_grad(user, t, at);
 }
 
 static hpml_status search(hpml_comm *c, void *user)
@@ -1688,6 +1688,61 @@ TEST(a_deadline_names_rank_operation_and_step)
         if (!good) printf("    %s\n", text);
         ENSURE(good);
     }
+}
+
+/* Hooks of the user's around a distribution, which must not notice them. */
+static hpml_status around_run(void *user, hpml_trainer *t, const hpml_moment *at, int64_t samples, float *loss)
+{
+    (void)user, (void)at;
+    return hpml_trainer_run_inner(t, samples, loss);
+}
+static hpml_status around_grad(void *user, hpml_trainer *t, const hpml_moment *at)
+{
+    (void)t, (void)at;
+    ++*(int *)user;
+    return HPML_OK;
+}
+static hpml_status around_update(void *user, hpml_trainer *t, const hpml_moment *at)
+{
+    (void)user, (void)at;
+    return hpml_trainer_update_inner(t);
+}
+
+typedef struct stacking { bool early, around, twice; uint64_t hash; int grads; } stacking;
+static hpml_status stacked(hpml_comm *c, void *user)
+{
+    static float         x[16 * INPUTS];
+    static const int32_t y[16] = { 0, 1, 2, 1 };
+    stacking     *s   = (stacking *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_tensor  *in  = hpml_input_2d(ctx, 16, INPUTS);
+    hpml_trainer *t   = trainer(ctx, in, hpml_linear(in, CLASSES, NULL), 0.1f);
+    int           grads = 0;
+    hpml_hooks    h   = { .user = &grads, .grad = around_grad };
+    for (int i = 0; i < 16 * INPUTS; i++) x[i] = (float)(i % 7) / 7;
+    if (s->early) h.run = around_run;
+    if (s->early || s->around) hpml_trainer_attach(t, &h);
+    if (s->twice) hpml_distribute(t, c, NULL);
+    if (!hpml_distribute(t, c, NULL)) return hpml_ctx_status(ctx);
+    h.run    = around_run;
+    h.update = around_update;
+    if (s->around) hpml_trainer_attach(t, &h);
+    for (int step = 0; step < 3; step++) hpml_trainer_step(t, x, y, 16, NULL);
+    if (hpml_comm_rank(c) == 0) s->hash = hpml_param_hash(ctx), s->grads = grads;
+    return hpml_ctx_status(ctx);
+}
+
+TEST(hooks_around_a_distribution)
+{
+    stacking s[4] = { { false, false, false, 0, 0 }, { false, true, false, 0, 0 }, { false, true, true, 0, 0 },
+                      { true, false, false, 0, 0 } };
+    char     text[512] = "";
+    for (int k = 0; k < 3; k++)
+        ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2 }, stacked, &s[k], NULL, 0) == HPML_OK);
+    ENSURE(s[0].hash == s[1].hash && s[0].hash == s[2].hash);
+    ENSURE(s[0].grads == 0 && s[1].grads == 2 * 2 * 3 && s[2].grads == 2 * 2 * 3); /* 2 sets, 2 parameters, 3 steps */
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2 }, stacked, &s[3], text, sizeof text) == HPML_ERR_STATE);
+    ENSURE(strstr(text, "attach them after hpml_distribute"));
 }
 
 static hpml_status foreign(hpml_comm *c, void *user)

@@ -166,8 +166,9 @@ static void in_stripe(void *user, int tensor, int64_t row, int64_t rows, float *
     }
 }
 
-static hpml_status exchange_and_step(void *user, hpml_trainer *t)
+static hpml_status exchange_and_step(void *user, hpml_trainer *t, const hpml_moment *at)
 {
+    (void)at;
     worker     *w = (worker *)user;
     hpml_status status = hpml_exchange_run(w->x);
     for (int i = 0; i < 4; i++) { /* biases travel as they are */
@@ -583,13 +584,13 @@ typedef struct book { double drift; int seed; const char *save, *load; double *w
 /* of one rank; share: the part of a whole batch that a short batch is */
 typedef struct entry { hpml_distributed *d; double *want, *got, share; } entry;
 
-static hpml_status enter_run(void *user, hpml_trainer *t, int64_t samples, float *loss)
+static hpml_status enter_run(void *user, hpml_trainer *t, const hpml_moment *at, int64_t samples, float *loss)
 {
     entry *e   = (entry *)user;
     double all = (double)samples;
     hpml_allreduce(e->d->c, &all, 1, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_F64 });
     e->share = all / BATCH;
-    return hpmlc_dist_run(e->d, t, samples, loss);
+    return hpmlc_dist_run(e->d, t, at, samples, loss);
 }
 
 static void enter(hpml_ctx *ctx, int only, double *to, double factor)
@@ -601,17 +602,17 @@ static void enter(hpml_ctx *ctx, int only, double *to, double factor)
     }
 }
 
-static hpml_status enter_grad(void *user, hpml_trainer *t, int param)
+static hpml_status enter_grad(void *user, hpml_trainer *t, const hpml_moment *at)
 {
     entry *e = (entry *)user;
-    enter(e->d->ctx, param, e->want, 1.0 / hpml_comm_size(e->d->c));
-    return hpmlc_dist_grad(e->d, t, param);
+    enter(e->d->ctx, at->param, e->want, 1.0 / hpml_comm_size(e->d->c));
+    return hpmlc_dist_grad(e->d, t, at);
 }
 
-static hpml_status enter_update(void *user, hpml_trainer *t)
+static hpml_status enter_update(void *user, hpml_trainer *t, const hpml_moment *at)
 {
     entry      *e = (entry *)user;
-    hpml_status status = hpmlc_dist_update(e->d, t);
+    hpml_status status = hpmlc_dist_update(e->d, t, at);
     if (hpml_comm_rank(e->d->c) == 0) enter(e->d->ctx, -1, e->got, e->share);
     return status;
 }

@@ -553,9 +553,9 @@ TEST(a_nan_inside_is_named)
 
 /* The step that meets a gradient without an end fails by itself, and keeps it out: whether parameters step by blocks
    with the backward pass, with their op, after several batches, or all at the end. */
-static hpml_status steps_later(void *user, hpml_trainer *t)
+static hpml_status steps_later(void *user, hpml_trainer *t, const hpml_moment *at)
 {
-    (void)user;
+    (void)user, (void)at;
     return hpml_trainer_apply(t, 0, 100);
 }
 
@@ -844,21 +844,28 @@ TEST(what_does_not_fit_is_refused)
 }
 
 typedef struct log { int order[64], count, needs, updates, runs; } log_t;
-static hpml_status on_grad(void *u, hpml_trainer *t, int p)
+static hpml_status on_grad(void *u, hpml_trainer *t, const hpml_moment *at)
 {
     log_t *l = (log_t *)u;
     (void)t;
-    l->order[l->count++] = p;
+    l->order[l->count++] = at->param;
     return HPML_OK;
 }
-static hpml_status on_need(void *u, hpml_trainer *t, int p) { (void)t; (void)p; ((log_t *)u)->needs++; return HPML_OK; }
-static hpml_status on_update(void *u, hpml_trainer *t)
+static hpml_status on_need(void *u, hpml_trainer *t, const hpml_moment *at)
 {
+    (void)t;
+    ((log_t *)u)->needs += at->node != NULL && at->param >= 0;
+    return HPML_OK;
+}
+static hpml_status on_update(void *u, hpml_trainer *t, const hpml_moment *at)
+{
+    (void)at;
     ((log_t *)u)->updates++;
     return hpml_trainer_apply(t, 0, 100);
 }
-static hpml_status on_run(void *u, hpml_trainer *t, int64_t n, float *loss)
+static hpml_status on_run(void *u, hpml_trainer *t, const hpml_moment *at, int64_t n, float *loss)
 {
+    (void)at;
     ((log_t *)u)->runs++;
     return hpml_trainer_forward_backward(t, 0, n, 1, false, loss);
 }
@@ -872,7 +879,8 @@ TEST(the_four_hooks)
         hpml_dataset *d   = blobs(ctx, 64);
         hpml_trainer *t   = classifier(ctx, 64, (hpml_trainer_desc){ .lr = 0.1f });
         log_t         l   = { .count = 0 };
-        if (k) hpml_trainer_set_hooks(t, &(hpml_hooks){ &l, on_run, on_need, on_grad, on_update, NULL, NULL, NULL });
+        if (k) hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = &l, .run = on_run, .need = on_need, .grad = on_grad,
+                                                      .update = on_update });
         ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK);
         hash[k] = hpml_param_hash(ctx);
         if (k)
