@@ -1655,6 +1655,7 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 /* The kernels: loops over contiguous f32 arrays of any alignment. Each instruction set has its own version of each
    kernel (PART VII), with equal results up to rounding; ctx->k is the table of the fastest set that the CPU runs.
    accumulate: adds to the result, else overwrites it. A result may overwrite an operand unless a comment says no. */
+typedef void hpmli_binary_fn(float *y, const float *a, const float *b, int64_t n);
 typedef struct hpmli_kernels {
     const char *name; /* "scalar", "avx2", "avx512", "neon" */
     /* Elementwise loops over n elements of each array. */
@@ -1662,10 +1663,7 @@ typedef struct hpmli_kernels {
     /* dx = dy act'(x) from x or from y = act(x); x or y may be NULL where the derivative does not read it */
     void (*act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *x, const float *y,
                          int64_t n, int accumulate);
-    void (*vadd)(float *y, const float *a, const float *b, int64_t n);         /* y = a + b */
-    void (*vsub)(float *y, const float *a, const float *b, int64_t n);         /* y = a - b */
-    void (*vmul)(float *y, const float *a, const float *b, int64_t n);         /* y = a b */
-    void (*vdiv)(float *y, const float *a, const float *b, int64_t n);         /* y = a / b */
+    hpmli_binary_fn *vadd, *vsub, *vmul, *vdiv;                                /* y = a + b, a - b, a b, a / b */
     void (*vfill)(float *y, float value, int64_t n);                           /* y = value */
     void (*vaxpby)(float *y, float a, const float *x, float b, int64_t n);     /* y = a x + b y; b 0: y is not read */
     void (*vscale_add)(float *y, const float *x, float a, float b, int64_t n); /* y = a x + b */
@@ -2759,7 +2757,8 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
 {
     const hpml_tensor *src[2] = { a, b };
     w->ndim = 0;
-    for (int i = 0; i < out->ndim; i++) { /* outermost first; dimension i joins the one before, if both allow */
+    for (int i = 0; i == 0 || i < out->ndim; i++) { /* outermost first; i joins the one before, if both allow */
+        bool    last = i + 1 >= out->ndim;
         int64_t size = out->shape[i], stride[2];
         for (int s = 0; s < 2; s++) {
             int dim = i - (out->ndim - src[s]->ndim);
@@ -2768,17 +2767,11 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
         if (w->ndim > 0 && w->stride[0][w->ndim - 1] == stride[0] * size &&
             w->stride[1][w->ndim - 1] == stride[1] * size)
             size *= w->shape[--w->ndim];
-        else if (size == 1) continue;
+        else if (size == 1 && !(last && w->ndim == 0)) continue; /* a scalar is one run of one element */
         w->shape[w->ndim]     = size;
         w->stride[0][w->ndim] = stride[0];
         w->stride[1][w->ndim] = stride[1];
         w->ndim++;
-    }
-    if (w->ndim == 0) { /* a scalar is one run of one element */
-        w->ndim         = 1;
-        w->shape[0]     = 1;
-        w->stride[0][0] = 1;
-        w->stride[1][0] = 1;
     }
     w->run  = w->shape[w->ndim - 1];
     w->runs = 1;
@@ -9701,15 +9694,13 @@ HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype
         double  v;
         int64_t w = (int64_t)hpmli_read_little((const unsigned char *)data + 8 * i, 8);
         memcpy(&v, &w, 8);
+        bool    f32 = dtype == HPML_DTYPE_F32;
         float   x = (float)v;
         int32_t n = (int32_t)w;
-        if (dtype == HPML_DTYPE_F32 && fabs(v) >= HPMLI_F32_END && v - v == 0)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": element %lld is %g, more than f32 holds; scale the array",
-                               path, (long long)i, v);
-        if (dtype == HPML_DTYPE_I32 && n != w)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": element %lld is %lld, more than i32 holds; save it as "
-                               "float32, or make the numbers smaller", path, (long long)i, (long long)w);
-        memcpy(data + 4 * i, dtype == HPML_DTYPE_F32 ? (void *)&x : (void *)&n, 4);
+        if (f32 ? fabs(v) >= HPMLI_F32_END && v - v == 0 : n != w)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": element %lld is %.10g, more than %s holds; make the "
+                               "numbers smaller", path, (long long)i, f32 ? v : (double)w, hpml_dtype_name(dtype));
+        memcpy(data + 4 * i, f32 ? (void *)&x : (void *)&n, 4);
     }
     return true;
 }
@@ -10991,12 +10982,6 @@ HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double se
     fprintf(w->f, "%s%s%lld.%03lld", before, ns < 0 ? "-" : "", llabs(ns) / 1000, llabs(ns) % 1000);
 }
 
-HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value) /* writes `value` as an integer and an exponent */
-{
-    int e = value == 0 ? 0 : (int)fmax(floor(log10(fabs(value))) - 8, -300);
-    fprintf(w->f, "%llde%d", llround(value / pow(10, e)), e);
-}
-
 /* Writes the arguments of a span of communication: bucket, first and last tensor, bytes. */
 HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
 {
@@ -11036,11 +11021,10 @@ HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int 
         fprintf(w->f, ",\"cat\":\"message\",\"id\":%lld%s", (long long)e->number,
                 e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* the arrow ends at the enclosing span */
     if (e->kind == HPML_TRACE_COUNTER) {
+        int exponent = e->value == 0 ? 0 : (int)fmax(floor(log10(fabs(e->value))) - 8, -300);
         fprintf(w->f, ",\"args\":{\"");
         hpmli_write_escaped(w, e->name);
-        fprintf(w->f, "\":");
-        hpmli_trace_value(w, e->value);
-        fprintf(w->f, "}");
+        fprintf(w->f, "\":%llde%d}", llround(e->value / pow(10, exponent)), exponent);
     }
     fprintf(w->f, "}");
 }
@@ -11073,15 +11057,6 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     return hpmli_writer_close(&w, true);
 }
 
-HPMLI_FN double hpmli_node_bytes(const hpml_node *n) /* returns the bytes that a forward call reads and writes */
-{
-    double bytes = (double)hpmli_tensor_bytes(n->out);
-    if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return 0;
-    for (int i = 0; i < n->src_count; i++)
-        if (n->src[i]) bytes += (double)hpmli_tensor_bytes(n->src[i]);
-    return bytes;
-}
-
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 {
     double sum = 0;
@@ -11104,7 +11079,9 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
         r->name = n->out->name;
         r->forward_flops  = hpmli_op_of(n)->flops(n, false);
         r->backward_flops = n->out->needs_grad ? hpmli_op_of(n)->flops(n, true) : 0;
-        r->bytes          = hpmli_node_bytes(n);
+        if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) continue;
+        r->bytes = (double)hpmli_tensor_bytes(n->out);
+        for (int s = 0; s < n->src_count; s++) r->bytes += n->src[s] ? (double)hpmli_tensor_bytes(n->src[s]) : 0;
     }
 }
 
@@ -11392,10 +11369,8 @@ HPMLI_VEC_FN2(HV(interleave_high), ((void)a, b));
 HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a) { return a; }
 HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
-    out[0] = a;
-    out[1] = b;
-    out[2] = c;
-    out[3] = d;
+    const float sums[4] = { a, b, c, d };
+    memcpy(out, sums, sizeof sums);
 }
 HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a) { return a; }
 HPMLI_VEC_INLINE uint32_t HV(sign_bits)(HV(f32) a) { return a >= 0; }
