@@ -33,6 +33,7 @@ brief() {
 # two_report RANKS CASE LINE NAME TEXT: the case ends with TEXT, and two ranks print LINE.
 two_report() { brief "$1" "$2" 2 "$3"; check "$4" 1 "$5"; [ $lines -ge 2 ]; check "and 2 ranks print the error" 0 ''; }
 for n in ${all:+1} 2 ${all:+3} 4; do on $n correct; check "everything on $n ranks" 0 ''; done
+on 3 strategies; check "every strategy on 3 ranks has the bits of threads" 0 ''
 for n in 5 ${all:+7 8 16}; do on $n sums; check "all algorithms on $n ranks" 0 ''; done
 # 1-bit training as on threads. The tests of accuracy and of times run only with 2 ranks, because each needs a core.
 onebit() { timeout 200 "$mpiexec" $mpi_options -n $1 build/onebit_ranks --filter "$2" >"$tmp/out" 2>&1; }
