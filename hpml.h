@@ -4151,8 +4151,8 @@ HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, int i, bo
 /* Zeroes the values of t, an input or a result of a rank without samples, for collective ops. */
 HPMLI_FN void hpmli_zero_values(hpml_graph *g, const hpml_tensor *t)
 {
-    bool alias = t->node && hpmli_has_trait(t->node, HPMLI_OP_IS_ALIAS);
-    if (g->collective && !alias) g->ctx->backend->zero(g->ctx->device, t->raw, hpmli_tensor_bytes(t));
+    if (t->node && hpmli_has_trait(t->node, HPMLI_OP_IS_ALIAS)) return;
+    if (g->collective) g->ctx->backend->zero(g->ctx->device, t->raw, hpmli_tensor_bytes(t));
 }
 
 /* Runs the op of n, unless this rank has no samples and the op is not one that computes with all ranks' samples. */
@@ -7037,20 +7037,11 @@ HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tenso
     hpmli_set_memory(to, raw, raw_grad);
 }
 
-/* Sets *to to what the op gets instead of t, which is the same array as that of the source whose tensor is `twin`. */
-HPMLI_FN void hpmli_wrap_twin(const hpmli_wrap *e, hpml_tensor *to, const hpml_tensor *t, const hpml_tensor *twin)
-{
-    *to = *t;
-    if (e->state.block_samples > 0 && t->batch_rows > 0) to->shape[0] = e->samples * t->batch_rows;
-    to->dtype = twin->dtype;
-    hpmli_set_memory(to, twin->raw, twin->raw_grad);
-}
-
 /* True if a and b are one tensor, or one a reshape of the other: both need the same f32 copies. */
 HPMLI_FN bool hpmli_one_array(const hpml_tensor *a, const hpml_tensor *b)
 {
-    if (a == b || !a) return a == b;
-    return a->raw && a->raw == b->raw && a->dtype == b->dtype && (a->batch_rows > 0) == (b->batch_rows > 0);
+    bool alike = a && a->raw == b->raw && a->dtype == b->dtype && (a->batch_rows > 0) == (b->batch_rows > 0);
+    return a == b || (alike && a->raw);
 }
 
 /* Sets up e: the op of n on samples first .. first + samples - 1, with its f32 copies from address `at` on (NULL: only
@@ -7078,7 +7069,12 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
         for (same = 0; !hpmli_one_array(n->src[same], s); same++) {}
         e->node.src[i] = &e->t[n->src[same] == s ? same : i]; /* one copy where an op reads an array twice */
         if (!s->batch_rows && first > 0) e->node.accumulate[i] = true;
-        if (n->src[same] != s) hpmli_wrap_twin(e, &e->t[i], s, &e->t[same]);
+        if (n->src[same] != s) { /* a reshape of that array */
+            e->t[i] = *s;
+            if (e->state.block_samples > 0 && s->batch_rows > 0) e->t[i].shape[0] = samples * s->batch_rows;
+            e->t[i].dtype = e->t[same].dtype;
+            hpmli_set_memory(&e->t[i], e->t[same].raw, e->t[same].raw_grad);
+        }
         if (same < i) continue;
         for (int k = i; k < n->src_count; k++)
             if (hpmli_one_array(n->src[k], s) && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
@@ -7270,14 +7266,11 @@ HPMLI_OP(custom, HPMLI_OP_IS_WHOLE, n->attr.custom->keeps | (n->attr.custom->in_
 
 HPML_API void hpml_node_give(const hpml_run *run, hpml_node *node, int source, const float *gradient)
 {
-    if (!run || !node || hpmli_failed(run->ctx)) return;
-    if (source < 0 || source >= node->src_count || !gradient) {
+    const hpml_tensor *s = source >= 0 && source < node->src_count ? node->src[source] : NULL;
+    if (!s || !gradient)
         hpmli_fail(run->ctx, HPML_ERR_ARGUMENT, "node_give: \"%s\" has %d sources; got number %d and %s",
                    node->out->name, node->src_count, source, gradient ? "a gradient" : "NULL");
-        return;
-    }
-    float *grad = node->src[source]->grad;
-    if (grad) run->ctx->k->vadd(grad, grad, gradient, hpml_tensor_count(node->src[source]));
+    else if (s->grad) run->ctx->k->vadd(s->grad, s->grad, gradient, hpml_tensor_count(s));
 }
 
 /* True if the fields of d, the desc of an op with these sources, fit each other and the sources; else an error. */
@@ -7298,8 +7291,8 @@ HPMLI_FN bool hpmli_custom_fits(hpml_ctx *ctx, const hpml_custom *d, int count, 
         wrong = "in_place needs a result of the shape and type of source 0";
     else if (d->in_place && d->keeps & HPML_KEEP_SRC(0)) wrong = "in_place overwrites source 0, which keeps names";
     else if (!(d->flops >= 0)) wrong = "flops is negative or NaN";
-    else if (d->saved_bytes > SIZE_MAX / 4) wrong = "saved_bytes does not fit in memory";
-    else if (d->scratch_bytes > SIZE_MAX / 4) wrong = "scratch_bytes does not fit in memory";
+    else if (d->saved_bytes > SIZE_MAX / 4 || d->scratch_bytes > SIZE_MAX / 4)
+        wrong = "saved_bytes or scratch_bytes does not fit in memory";
     if (!wrong) return true;
     return hpmli_false(ctx, HPML_ERR_ARGUMENT, "custom op \"%s\" of %s: %s", d->name ? d->name : "",
                        hpmli_describe(x), wrong);
