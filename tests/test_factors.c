@@ -108,7 +108,8 @@ static double apart(job *j, int ranks, hpml_transport_kind transport, hpml_route
 {
     job    sum = *j;
     double worst = 0;
-    bool   good = go(j, ranks, transport, route) == HPML_OK && go(&sum, ranks, transport, HPML_ROUTE_ALLREDUCE) == HPML_OK;
+    bool   good = go(j, ranks, transport, route) == HPML_OK;
+    good = good && go(&sum, ranks, transport, HPML_ROUTE_ALLREDUCE) == HPML_OK;
     if (!good) printf("    %s %s\n", j->text, sum.text);
     for (int i = 0; i < MOST; i++) worst = fmax(worst, fabs((double)j->w[i] - (double)sum.w[i]));
     return good && j->same && sum.same ? worst : -1;
