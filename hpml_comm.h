@@ -5463,10 +5463,9 @@ typedef struct hpmlc_item {
     float        *stripe;          /* (my_rows, cols) errors of packing the sum; NULL: none */
     int64_t       my_row, my_rows; /* first row of this rank's stripe; its rows */
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
-    union {                        /* TOPK, LOWRANK: arrays behind the residual, in one allocation */
-        struct { float *magnitude, *velocity, *pairs; } topk; /* (rows * cols) twice, (p, k, 2): k pairs of p ranks */
-        struct { float *m, *p, *q; } lowrank;                 /* matrices M (rows, cols), P (rows, r), Q (cols, r) */
-    } whole;
+    /* Arrays behind the residual, in the same allocation; NULL with another codec: */
+    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols) twice, (p, k, 2): k pairs of p ranks */
+    float        *m, *p, *q;       /* LOWRANK: matrices M (rows, cols), P (rows, r), Q (cols, r) */
 } hpmlc_item;
 
 /* Lets the host read and write arrays that may live on a device. hpmlc_host_view_begin returns n floats of an array:
@@ -5982,42 +5981,20 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
 
-/* Finds the elements of plain tensor `it` in [at, end) of the fused array, which has all plain tensors end to end.
-   Returns their number, and sets *mine to the first of them in the tensor, *fused to the first in that array. */
-HPMLC_FN int64_t hpmlc_fused_part(const hpml_exchange *x, const hpmlc_item *it, int64_t at, int64_t end, float **mine,
-                                  float **fused)
-{
-    int64_t first = hpmlc_max(at, it->at), last = hpmlc_min(end, it->at + it->g.rows * it->g.cols);
-    if (!it->plain || first >= last) return 0;
-    *mine  = it->g.data + (first - it->at);
-    *fused = x->fused + first;
-    return last - first;
-}
-
-/* Copies elements [at, end) of the plain tensors, counted end to end, to x->fused, if an allreduce needs that copy. */
-HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
+/* Copies elements [at, end) of the plain tensors, counted end to end, to x->fused, if an allreduce needs that copy;
+   back: from x->fused to the tensors. name: of the span on the timeline. */
+HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end, bool back, const char *name)
 {
     double start = hpml_comm_now(c);
-    float *mine, *fused;
     if (!x->fused) return;
     for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
-        int64_t n = hpmlc_fused_part(x, it, at, end, &mine, &fused);
-        if (n > 0) memcpy(fused, mine, (size_t)n * sizeof(float));
+        int64_t first = hpmlc_max(at, it->at), last = hpmlc_min(end, it->at + it->g.rows * it->g.cols);
+        if (!it->plain || first >= last) continue;
+        float *tensor = it->g.data + (first - it->at), *fused = x->fused + first;
+        float *to   = back ? tensor : fused;
+        memcpy(to, back ? fused : tensor, (size_t)(last - first) * sizeof(float));
     }
-    hpmlc_span(c, "fuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
-}
-
-/* Copies elements [at, end) of x->fused, if there is one, back to the plain tensors, which are counted end to end. */
-HPMLC_FN void hpmlc_exchange_unfuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
-{
-    double start = hpml_comm_now(c);
-    float *mine, *fused;
-    if (!x->fused) return;
-    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
-        int64_t n = hpmlc_fused_part(x, it, at, end, &mine, &fused);
-        if (n > 0) memcpy(mine, fused, (size_t)n * sizeof(float));
-    }
-    hpmlc_span(c, "unfuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
+    hpmlc_span(c, name, start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
 /* Adds up x->part floats of the plain tensors, or what is left of them, over all ranks by one allreduce: from float
@@ -6026,10 +6003,10 @@ HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
     hpmlc_set_label(c, x, true, at, end);
-    hpmlc_exchange_fuse(c, x, at, end);
+    hpmlc_exchange_fuse(c, x, at, end, false, "fuse");
     float *data = (x->fused ? x->fused : x->span) + at;
     hpml_status status = hpmlc_reduce_all(c, data, end - at, HPML_ELEMENT_F32, x->d.reduce, x->d.algorithm);
-    if (status == HPML_OK) hpmlc_exchange_unfuse(c, x, at, end);
+    if (status == HPML_OK) hpmlc_exchange_fuse(c, x, at, end, true, "unfuse");
     hpmlc_clear_label(c);
     return status;
 }
@@ -6255,9 +6232,9 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
 
 struct hpmlc_whole { /* the functions of a codec that packs whole tensors */
     hpml_codec_kind kind;
-    int64_t (*floats)(const hpml_exchange *x, const hpmlc_item *it); /* floats of the codec's arrays */
-    void (*create)(const hpml_exchange *x, hpmlc_item *it, float *arrays); /* points it->whole into `arrays` */
-    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* false: plain, as packing saves nothing */
+    /* Returns how many floats the codec's arrays have; at: sets the tensor's arrays to that memory; NULL: does not. */
+    int64_t (*arrays)(const hpml_exchange *x, hpmlc_item *it, float *at);
+    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* optional; false: plain, as packing saves nothing */
     hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: adds zeros */
     int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* returns bytes that this rank sends in one run */
 };
@@ -6268,20 +6245,14 @@ HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
     return hpmlc_max(1, (int64_t)((double)(it->g.rows * it->g.cols) * (double)ratio));
 }
 
-HPMLC_FN int64_t hpmlc_topk_floats(const hpml_exchange *x, const hpmlc_item *it)
-{
-    return 2 * it->g.rows * it->g.cols + 2 * hpmlc_topk_count(x, it) * x->c->size;
-}
-
-HPMLC_FN void hpmlc_topk_create(const hpml_exchange *x HPMLC_UNUSED, hpmlc_item *it, float *arrays)
+HPMLC_FN int64_t hpmlc_topk_arrays(const hpml_exchange *x, hpmlc_item *it, float *at)
 {
     int64_t n = it->g.rows * it->g.cols;
-    it->whole.topk.magnitude = arrays;
-    it->whole.topk.velocity  = arrays + n;
-    it->whole.topk.pairs     = arrays + 2 * n;
+    it->magnitude = at;
+    it->velocity  = at ? at + n : NULL;
+    it->pairs     = at ? at + 2 * n : NULL;
+    return 2 * n + 2 * hpmlc_topk_count(x, it) * x->c->size;
 }
-
-HPMLC_FN bool hpmlc_topk_saves(const hpml_exchange *x HPMLC_UNUSED, const hpmlc_item *it HPMLC_UNUSED) { return true; }
 
 /* Returns the k-th largest (k from 1) of n floats x, which are reordered (Hoare's selection). */
 HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
@@ -6312,13 +6283,13 @@ HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
 HPMLC_FN void hpmlc_topk_pack(const hpml_comm *c, const hpml_exchange *x, hpmlc_item *it)
 {
     int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols, packed = 0;
-    float  *pairs = it->whole.topk.pairs + 2 * k * c->rank, *u = it->whole.topk.velocity, *v = it->residual;
+    float  *pairs = it->pairs + 2 * k * c->rank, *u = it->velocity, *v = it->residual;
     for (int64_t i = 0; i < n; i++) {
         u[i] = x->d.codec.momentum * u[i] + it->g.data[i];
         v[i] += u[i];
-        it->whole.topk.magnitude[i] = fabsf(v[i]);
+        it->magnitude[i] = fabsf(v[i]);
     }
-    const float least = hpmlc_select(it->whole.topk.magnitude, n, k);
+    const float least = hpmlc_select(it->magnitude, n, k);
     for (int pass = 0; pass < 2; pass++)
         for (int64_t i = 0; i < n && packed < k; i++) {
             bool above = fabsf(v[i]) > least, equal = fabsf(v[i]) == least && v[i] != 0;
@@ -6334,7 +6305,7 @@ HPMLC_FN void hpmlc_topk_pack(const hpml_comm *c, const hpml_exchange *x, hpmlc_
 HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
 {
     int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols;
-    float  *pairs = it->whole.topk.pairs;
+    float  *pairs = it->pairs;
     memset(pairs + 2 * k * c->rank, 0, (size_t)(2 * k) * sizeof *pairs);
     if (finite) hpmlc_topk_pack(c, x, it);
     hpml_status status = hpml_allgather(c, pairs, 8 * k * c->size, HPML_ELEMENT_BYTE);
@@ -6359,27 +6330,25 @@ HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
     return hpmlc_min(x->d.codec.lowrank > 0 ? x->d.codec.lowrank : 2, hpmlc_min(it->g.rows, it->g.cols));
 }
 
-HPMLC_FN int64_t hpmlc_lowrank_floats(const hpml_exchange *x, const hpmlc_item *it)
-{
-    return it->g.rows * it->g.cols + (it->g.rows + it->g.cols) * hpmlc_lowrank_of(x, it);
-}
-
 HPMLC_FN bool hpmlc_lowrank_saves(const hpml_exchange *x, const hpmlc_item *it)
 {
     return (it->g.rows + it->g.cols) * hpmlc_lowrank_of(x, it) < it->g.rows * it->g.cols;
 }
 
-HPMLC_FN void hpmlc_lowrank_create(const hpml_exchange *x, hpmlc_item *it, float *arrays)
+HPMLC_FN int64_t hpmlc_lowrank_arrays(const hpml_exchange *x, hpmlc_item *it, float *at)
 {
-    int64_t r = hpmlc_lowrank_of(x, it);
-    it->whole.lowrank.m = arrays;
-    it->whole.lowrank.p = arrays + it->g.rows * it->g.cols;
-    it->whole.lowrank.q = it->whole.lowrank.p + it->g.rows * r;
-    hpml_rng rng; /* a fixed seed: Q must begin the same on all ranks */
-    rng.seed    = 1;
-    rng.stream  = (uint64_t)(it - x->item);
-    rng.counter = 0;
-    hpml_rng_fill_normal(&rng, it->whole.lowrank.q, it->g.cols * r);
+    int64_t rows = it->g.rows, cols = it->g.cols, r = hpmlc_lowrank_of(x, it);
+    if (at) {
+        hpml_rng rng; /* a fixed seed: Q must begin the same on all ranks */
+        it->m = at;
+        it->p = at + rows * cols;
+        it->q = it->p + rows * r;
+        rng.seed    = 1;
+        rng.stream  = (uint64_t)(it - x->item);
+        rng.counter = 0;
+        hpml_rng_fill_normal(&rng, it->q, cols * r);
+    }
+    return rows * cols + (rows + cols) * r;
 }
 
 /* Makes the r columns of matrix a, (n, r), orthonormal one after another (Gram & Schmidt, twice is enough). A column of
@@ -6406,7 +6375,7 @@ HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x, hpmlc_ite
 {
     const hpml_algorithm a = x->d.algorithm;
     int64_t              rows = it->g.rows, cols = it->g.cols, n = rows * cols, r = hpmlc_lowrank_of(x, it);
-    float               *m = it->whole.lowrank.m, *p = it->whole.lowrank.p, *q = it->whole.lowrank.q;
+    float               *m = it->m, *p = it->p, *q = it->q;
     for (int64_t i = 0; i < n; i++) m[i] = (finite ? it->g.data[i] : 0) + it->residual[i];
     hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, m, cols, q, r, 0, p, r);
     hpml_status status = hpmlc_reduce_all(c, p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
@@ -6429,9 +6398,8 @@ HPMLC_FN int64_t hpmlc_lowrank_bytes(const hpml_exchange *x, const hpmlc_item *i
 }
 
 static const hpmlc_whole hpmlc_whole_codecs[] = {
-    { HPML_CODEC_TOPK, hpmlc_topk_floats, hpmlc_topk_create, hpmlc_topk_saves, hpmlc_topk_run, hpmlc_topk_bytes },
-    { HPML_CODEC_LOWRANK, hpmlc_lowrank_floats, hpmlc_lowrank_create, hpmlc_lowrank_saves, hpmlc_lowrank_run,
-      hpmlc_lowrank_bytes }
+    { HPML_CODEC_TOPK, hpmlc_topk_arrays, NULL, hpmlc_topk_run, hpmlc_topk_bytes },
+    { HPML_CODEC_LOWRANK, hpmlc_lowrank_arrays, hpmlc_lowrank_saves, hpmlc_lowrank_run, hpmlc_lowrank_bytes }
 };
 
 /* Returns the functions of a codec that packs whole tensors; NULL: the codec packs row by row. */
@@ -6442,18 +6410,6 @@ HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
     return NULL;
 }
 
-/* hpmlc_topk_velocity and hpmlc_lowrank_q return what a checkpoint keeps of a tensor besides its residual: TOPK's
-   velocity (n), LOWRANK's factor Q (cols, r), which is the same on all ranks; NULL: the exchange has another codec. */
-HPMLC_FN float *hpmlc_topk_velocity(const hpml_exchange *x, const hpmlc_item *it)
-{
-    return x->whole && x->whole->kind == HPML_CODEC_TOPK ? it->whole.topk.velocity : NULL;
-}
-
-HPMLC_FN float *hpmlc_lowrank_q(const hpml_exchange *x, const hpmlc_item *it)
-{
-    return x->whole && x->whole->kind == HPML_CODEC_LOWRANK ? it->whole.lowrank.q : NULL;
-}
-
 /* Decides whether the exchange's codec, top-k or low rank, packs tensor `it`, else sets it->plain; if so, allocates the
    residual and the codec's arrays. False: no memory. */
 HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
@@ -6461,12 +6417,11 @@ HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
     int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
     if (least <= 0) least = HPML_CODEC_MIN_ELEMENTS;
     bool small = it->g.rows == 1 || it->g.cols == 1 || n < least;
-    it->plain = (small && !x->d.codec.compress_all) || !x->whole->saves(x, it);
+    it->plain = (small && !x->d.codec.compress_all) || (x->whole->saves && !x->whole->saves(x, it));
     if (it->plain) return true;
-    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(n + x->whole->floats(x, it)) * sizeof(float));
-    if (!it->residual) return false;
-    x->whole->create(x, it, it->residual + n);
-    return true;
+    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(n + x->whole->arrays(x, it, NULL)) * sizeof(float));
+    if (it->residual) x->whole->arrays(x, it, it->residual + n);
+    return it->residual != NULL;
 }
 
 /* Exchanges the packed tensors one by one by top-k or low rank. HPML_ERR_NONFINITE, on all ranks: a rank had a NaN. */
@@ -7051,6 +7006,7 @@ struct hpml_distributed {
     hpmlc_reporting       report;
     hpmlc_trial           trial;
     int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
+    void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
 
 struct hpmlc_strategy {
@@ -7067,8 +7023,20 @@ struct hpmlc_strategy {
     hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
     hpml_status (*finish)(hpml_distributed *d); /* optional: sets all ranks' parameters to the training's result */
     bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists what checkpoints hold; false: an error */
-    void (*close)(hpml_distributed *d); /* releases what `open` has taken; nothing is in flight */
+    void (*close)(hpml_distributed *d); /* optional: releases what hpmlc_dist_alloc has not given `open` */
 };
+
+#define HPMLC_BLOCK 64 /* bytes before memory of hpmlc_dist_alloc, with the address of the next older block */
+
+/* Returns `bytes` of memory, zeroed, which hpmlc_dist_close releases. NULL: an error on the context. */
+HPMLC_FN void *hpmlc_dist_alloc(hpml_distributed *d, size_t bytes)
+{
+    char *block = (char *)hpml_ctx_alloc(d->ctx, HPMLC_BLOCK + bytes, NULL);
+    if (!block) return NULL;
+    memcpy(block, &d->memory, sizeof d->memory);
+    d->memory = block;
+    return block + HPMLC_BLOCK;
+}
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
 
@@ -7086,16 +7054,6 @@ HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
     g->cols = hpml_tensor_count(p) / g->rows;
 }
 
-/* Sets layout.host, for a strategy that exchanges gradients on the host: to the trainer's array or, where that is on a
-   device, to memory for a copy. False: no memory. */
-HPMLC_FN bool hpmlc_host_open(hpml_distributed *d)
-{
-    hpmlc_layout *l = &d->layout;
-    l->host = l->first;
-    if (l->view.device) l->host = (float *)hpml_ctx_alloc(d->ctx, (size_t)l->span * sizeof(float), NULL);
-    return l->host != NULL;
-}
-
 /* Copies floats [at, at + n) of gradients on a device to layout.host; hpmlc_host_return copies all of them back. */
 HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
@@ -7109,12 +7067,6 @@ HPMLC_FN void hpmlc_host_return(hpml_distributed *d)
     const hpmlc_layout *l = &d->layout;
     if (l->host == l->first) return;
     l->view.device->write(l->view.device_user, l->first, l->host, (size_t)l->span * sizeof(float));
-}
-
-HPMLC_FN void hpmlc_host_close(hpml_distributed *d)
-{
-    if (d->layout.host != d->layout.first) hpml_ctx_release(d->ctx, d->layout.host);
-    d->layout.host = NULL;
 }
 
 /* Returns the factor that makes gradients, divided by `full` samples, means over `samples`; 1 if the plan sets .sum. */
@@ -7185,14 +7137,15 @@ HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b,
     return b->warm != NULL;
 }
 
-/* Creates the exchange objects of bucket b, whose tensors are g, for exchanges on the host. False: an error. */
-HPMLC_FN bool hpmlc_host_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
+/* Creates the exchange objects of bucket b, whose tensors are g: for exchanges on the host or, where layout.host is
+   NULL, by the communicator's device link. False: an error. */
+HPMLC_FN bool hpmlc_bucket_open(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     hpml_exchange_desc e;
     hpmlc_exchange_settings(d, &e);
     e.count   = b->count;
     e.tensors = g;
-    return hpmlc_bucket_exchanges(d, b, d->c, &e, HPMLC_PADDED);
+    return hpmlc_bucket_exchanges(d, b, d->c, &e, d->layout.host ? HPMLC_PADDED : HPMLC_PADDED_LINKED);
 }
 
 HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
@@ -7207,7 +7160,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
 {
     hpmlc_layout  *l = &d->layout;
     hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)l->params, NULL);
-    d->buckets.item  = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->buckets.item * (size_t)l->params, NULL);
+    d->buckets.item  = (hpmlc_bucket *)hpmlc_dist_alloc(d, sizeof *d->buckets.item * (size_t)l->params);
     if (!g || !d->buckets.item) return false;
     int64_t limit = d->plan.bucket_bytes > 0 ? d->plan.bucket_bytes : bytes;
     int64_t at = l->span, end = at, filled = 0;
@@ -7234,14 +7187,18 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
     return true;
 }
 
-HPMLC_FN void hpmlc_buckets_close(hpml_distributed *d)
+/* Opens a strategy that exchanges gradients on the host, bucket by bucket by `start`: sets layout.host to the trainer's
+   array or, where that is on a device, to memory for a copy. gradients: what to exchange; NULL: layout.host. */
+HPMLC_FN bool hpmlc_host_open(hpml_distributed *d, float *gradients, hpmlc_start_fn *start)
 {
-    for (int i = 0; i < d->buckets.count; i++) {
-        hpml_exchange_free(d->buckets.item[i].x);
-        hpml_exchange_free(d->buckets.item[i].warm);
-    }
-    hpml_ctx_release(d->ctx, d->buckets.item);
-    memset(&d->buckets, 0, sizeof d->buckets);
+    hpmlc_layout *l = &d->layout;
+    hpmlc_background_choose(d);
+    d->start = start;
+    l->host  = l->first;
+    if (l->view.device) l->host = (float *)hpmlc_dist_alloc(d, (size_t)l->span * sizeof(float));
+    if (!l->host) return false;
+    return hpmlc_buckets_create(d, gradients ? gradients : l->host, d->background ? (int64_t)1 << 18 : INT64_MAX,
+                                hpmlc_bucket_open);
 }
 
 /* Starts the exchanges of buckets in their order, up to the first bucket with a gradient that is not yet final. */
@@ -7568,7 +7525,7 @@ typedef enum hpmlc_scope {
 } hpmlc_scope;
 
 typedef struct hpmlc_state {
-    char        *name;
+    char        *name;       /* in the file: state.KIND.COPY.TENSOR */
     hpmlc_scope  scope;
     float       *data;       /* (copies.count, floats) what this rank has of the copies; NULL: nothing */
     const hpmlc_host_view *view; /* host access to `data` */
@@ -7598,7 +7555,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
                                       const char *tensor, int64_t count)
 {
     hpml_distributed *d      = list->d;
-    const char       *parts[] = { kind, copy, tensor };
+    const char       *parts[] = { "state", kind, copy, tensor };
     size_t            length = 1;
     if (list->count == list->capacity) {
         int          capacity = list->capacity > 0 ? 2 * list->capacity : 64;
@@ -7609,10 +7566,10 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
         list->item     = more;
         list->capacity = capacity;
     }
-    for (int i = 0; i < 3; i++) length += parts[i] ? strlen(parts[i]) + 1 : 0;
+    for (int i = 0; i < 4; i++) length += parts[i] ? strlen(parts[i]) + 1 : 0;
     char *name = (char *)hpml_ctx_alloc(d->ctx, length, NULL);
     if (!name) return NULL;
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 4; i++) {
         size_t at = strlen(name);
         if (parts[i]) snprintf(name + at, length - at, "%s%s", at > 0 ? "." : "", parts[i]);
     }
@@ -7667,10 +7624,9 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     const char *name = it->g.name;
     int64_t     cols = it->g.cols, n = it->g.rows * cols;
     if (it->residual) hpmlc_state_copies(list, x, "residual", name, it->residual, n);
-    float *velocity = hpmlc_topk_velocity(x, it), *factor = hpmlc_lowrank_q(x, it);
-    if (velocity) hpmlc_state_copies(list, x, "velocity", name, velocity, n);
-    if (factor) {
-        hpmlc_state *q = hpmlc_state_same(list, "lowrank", name, factor, cols * hpmlc_lowrank_of(x, it));
+    if (it->velocity) hpmlc_state_copies(list, x, "velocity", name, it->velocity, n);
+    if (it->q) {
+        hpmlc_state *q = hpmlc_state_same(list, "lowrank", name, it->q, cols * hpmlc_lowrank_of(x, it));
         if (q) q->view = &x->view;
     } else if (it->stripe) {
         hpmlc_state *sum = hpmlc_state_add(list, HPMLC_SHARED, "residual", "stripes", name, n);
@@ -7709,11 +7665,9 @@ HPMLC_FN hpml_status hpmlc_sync_start(hpml_distributed *d, hpmlc_bucket *b)
 
 HPMLC_FN bool hpmlc_sync_open(hpml_distributed *d)
 {
-    hpmlc_background_choose(d);
+    bool good = hpmlc_host_open(d, NULL, hpmlc_sync_start);
     if (!d->background) d->plan.no_overlap = true;
-    d->start = hpmlc_sync_start;
-    if (!hpmlc_host_open(d)) return false;
-    return hpmlc_buckets_create(d, d->layout.host, d->background ? (int64_t)1 << 18 : INT64_MAX, hpmlc_host_bucket);
+    return good;
 }
 
 HPMLC_FN hpml_status hpmlc_sync_begin(hpml_distributed *d, int64_t samples, float *loss)
@@ -7741,17 +7695,6 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
     return hpml_trainer_apply(d->t, 0, d->layout.params);
 }
 
-HPMLC_FN bool hpmlc_sync_state(hpml_distributed *d, hpmlc_states *list)
-{
-    return hpmlc_buckets_state(d, list);
-}
-
-HPMLC_FN void hpmlc_sync_close(hpml_distributed *d)
-{
-    hpmlc_buckets_close(d);
-    hpmlc_host_close(d);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-delayed   double buffering: steps apply the gradients of the step before
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7775,24 +7718,18 @@ typedef struct hpmlc_delayed {
     bool   is_loaded;    /* in_flight, change and head come from a checkpoint */
 } hpmlc_delayed;
 
-HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan)
-{
-    return plan->delayed;
-}
+HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan) { return plan->delayed; }
 
 HPMLC_FN bool hpmlc_delayed_open(hpml_distributed *d)
 {
-    hpmlc_delayed *own  = (hpmlc_delayed *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
-    const size_t   row  = sizeof(float) * (size_t)(d->layout.buffer_total + 1);
+    hpmlc_delayed *own = (hpmlc_delayed *)hpmlc_dist_alloc(d, sizeof *own);
+    const size_t   row = sizeof(float) * (size_t)(d->layout.buffer_total + 1);
     d->own = own;
     if (!own) return false;
-    own->in_flight = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->layout.span * sizeof(float), NULL);
-    own->before    = (float *)hpml_ctx_alloc(d->ctx, row, NULL);
-    own->change    = (float *)hpml_ctx_alloc(d->ctx, row, NULL);
-    if (!own->change || !hpmlc_host_open(d)) return false;
-    hpmlc_background_choose(d);
-    d->start = hpmlc_host_start;
-    return hpmlc_buckets_create(d, own->in_flight, d->background ? (int64_t)1 << 18 : INT64_MAX, hpmlc_host_bucket);
+    own->in_flight = (float *)hpmlc_dist_alloc(d, (size_t)d->layout.span * sizeof(float));
+    own->before    = (float *)hpmlc_dist_alloc(d, row);
+    own->change    = (float *)hpmlc_dist_alloc(d, row);
+    return own->change && hpmlc_host_open(d, own->in_flight, hpmlc_host_start);
 }
 
 HPMLC_FN hpml_status hpmlc_delayed_begin(hpml_distributed *d, int64_t samples, float *loss)
@@ -7928,17 +7865,6 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
     return hpml_ctx_status(d->ctx) == HPML_OK;
 }
 
-HPMLC_FN void hpmlc_delayed_close(hpml_distributed *d)
-{
-    hpmlc_delayed *own = (hpmlc_delayed *)d->own;
-    hpmlc_buckets_close(d);
-    hpmlc_host_close(d);
-    if (!own) return;
-    hpml_ctx_release(d->ctx, own->in_flight);
-    hpml_ctx_release(d->ctx, own->before);
-    hpml_ctx_release(d->ctx, own->change);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-exact   the same bits for every number of ranks
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8006,7 +7932,7 @@ HPMLC_FN bool hpmlc_exact_exchange(hpml_distributed *d)
 
 HPMLC_FN bool hpmlc_exact_open(hpml_distributed *d)
 {
-    hpmlc_exact        *own    = (hpmlc_exact *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
+    hpmlc_exact        *own    = (hpmlc_exact *)hpmlc_dist_alloc(d, sizeof *own);
     hpmlc_layout       *l      = &d->layout;
     hpmlc_copies       *leaves = &d->copies;
     const int           p      = d->c->size;
@@ -8017,11 +7943,11 @@ HPMLC_FN bool hpmlc_exact_open(hpml_distributed *d)
     leaves->count = hpml_block(leaves->all, p, d->c->rank + 1) - leaves->first;
     own->total    = l->grad_total + l->buffer_total;
     l->grain      = d->plan.leaf;
-    own->leaf     = (float *)hpml_ctx_alloc(d->ctx, (size_t)(own->total * leaves->count + 1) * sizeof(float), NULL);
-    own->sum      = (int64_t *)hpml_ctx_alloc(d->ctx, (size_t)own->total * sizeof(int64_t), NULL);
-    own->largest  = (float *)hpml_ctx_alloc(d->ctx, (size_t)l->params * sizeof(float), NULL);
-    own->before   = (float *)hpml_ctx_alloc(d->ctx, (size_t)(l->buffer_total + 1) * sizeof(float), NULL);
-    d->buckets.item = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->buckets.item, NULL);
+    own->leaf     = (float *)hpmlc_dist_alloc(d, (size_t)(own->total * leaves->count + 1) * sizeof(float));
+    own->sum      = (int64_t *)hpmlc_dist_alloc(d, (size_t)own->total * sizeof(int64_t));
+    own->largest  = (float *)hpmlc_dist_alloc(d, (size_t)l->params * sizeof(float));
+    own->before   = (float *)hpmlc_dist_alloc(d, (size_t)(l->buffer_total + 1) * sizeof(float));
+    d->buckets.item = (hpmlc_bucket *)hpmlc_dist_alloc(d, sizeof *d->buckets.item);
     return hpml_ctx_status(d->ctx) == HPML_OK && hpmlc_exact_exchange(d);
 }
 
@@ -8170,17 +8096,6 @@ HPMLC_FN bool hpmlc_exact_state(hpml_distributed *d, hpmlc_states *list)
     return hpmlc_buckets_state(d, list);
 }
 
-HPMLC_FN void hpmlc_exact_close(hpml_distributed *d)
-{
-    hpmlc_exact *own = (hpmlc_exact *)d->own;
-    hpmlc_buckets_close(d);
-    if (!own) return;
-    hpml_ctx_release(d->ctx, own->leaf);
-    hpml_ctx_release(d->ctx, own->sum);
-    hpml_ctx_release(d->ctx, own->largest);
-    hpml_ctx_release(d->ctx, own->before);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-link   synchronous steps, gradients exchanged on devices
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8211,35 +8126,29 @@ HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d HPMLC_UNUSED, hpmlc_bu
     return HPML_OK;
 }
 
-HPMLC_FN bool hpmlc_link_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
+/* Opens what the strategies with a device link share. own: a struct of `size` bytes, a hpmlc_link first. Returns `own`,
+   which is d->own as well; NULL: no memory. */
+HPMLC_FN void *hpmlc_link_attach(hpml_distributed *d, size_t size, hpmlc_start_fn *start)
 {
-    hpml_exchange_desc e;
-    hpmlc_exchange_settings(d, &e);
-    e.count   = b->count;
-    e.tensors = g;
-    return hpmlc_bucket_exchanges(d, b, d->c, &e, HPMLC_PADDED_LINKED);
-}
-
-HPMLC_FN bool hpmlc_link_attach(hpml_distributed *d, hpmlc_link *own)
-{
-    const hpml_trainer_desc *t = hpml_trainer_settings(d->t);
+    const hpml_trainer_desc *t   = hpml_trainer_settings(d->t);
+    hpmlc_link              *own = (hpmlc_link *)hpmlc_dist_alloc(d, size);
+    d->own   = own;
+    d->start = start;
+    if (!own) return NULL;
     own->l          = &d->c->link;
     own->is_clipped = t->clip_norm > 0;
     own->is_checked = (own->is_clipped && !t->no_finite_check) || hpmlc_overflows(d->t, d->ctx);
-    own->ended = (hpml_exchange **)hpml_ctx_alloc(d->ctx, sizeof *own->ended * (size_t)d->layout.params, NULL);
+    own->ended      = (hpml_exchange **)hpmlc_dist_alloc(d, sizeof *own->ended * (size_t)d->layout.params);
     hpmlc_background_choose(d); /* for the sum of loss and running statistics */
-    return own->ended != NULL;
+    return own->ended ? own : NULL;
 }
 
 #define HPMLC_LINK_BUCKET ((int64_t)8 << 20) /* bytes of a bucket; smaller collectives do not reach a link's rate */
 
 HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
 {
-    hpmlc_link *own = (hpmlc_link *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
-    d->own   = own;
-    d->start = hpmlc_link_start;
-    if (!own || !hpmlc_link_attach(d, own)) return false;
-    return hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_link_bucket);
+    return hpmlc_link_attach(d, sizeof(hpmlc_link), hpmlc_link_start) &&
+           hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_bucket_open);
 }
 
 /* Lets the host wait for the device link's collectives; at a deadline an error, which is sent to the other ranks. */
@@ -8256,8 +8165,6 @@ HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, floa
     hpml_status status = hpmlc_link_check(d); /* waits for the previous step, whose update the device makes now */
     return status == HPML_OK ? hpmlc_sync_begin(d, samples, loss) : status;
 }
-
-HPMLC_FN hpml_status hpmlc_link_gradient(hpml_distributed *d, int param) { return hpmlc_sync_gradient(d, param); }
 
 /* Completes the exchanges of compressed gradients, all buckets at once: adds them up, sends and unpacks the sums. */
 HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
@@ -8296,13 +8203,6 @@ HPMLC_FN hpml_status hpmlc_link_update(hpml_distributed *d) { return hpmlc_link_
 HPMLC_FN bool hpmlc_link_state(hpml_distributed *d, hpmlc_states *list)
 {
     return (!list->is_saving || hpmlc_link_check(d) == HPML_OK) && hpmlc_buckets_state(d, list);
-}
-
-HPMLC_FN void hpmlc_link_close(hpml_distributed *d)
-{
-    hpmlc_link *own = (hpmlc_link *)d->own;
-    hpmlc_buckets_close(d);
-    if (own) hpml_ctx_release(d->ctx, own->ended);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8369,7 +8269,7 @@ HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_g
     s->bucket = b;
     s->l      = own->link.l;
     s->divide = d->plan.sum ? 1 : p;
-    s->cut    = (int64_t *)hpml_ctx_alloc(d->ctx, sizeof *s->cut * (size_t)(p + 1), NULL);
+    s->cut    = (int64_t *)hpmlc_dist_alloc(d, sizeof *s->cut * (size_t)(p + 1));
     if (!s->cut) return false;
     for (int r = 1; r <= p; r++) {
         s->cut[r] = hpml_block(b->floats, p, r);
@@ -8418,24 +8318,15 @@ HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpm
 
 HPMLC_FN bool hpmlc_nodes_open(hpml_distributed *d)
 {
-    hpmlc_nodes     *own = (hpmlc_nodes *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
     const hpml_comm *c   = d->c;
-    d->own   = own;
-    d->start = hpmlc_nodes_start;
-    if (!own || !hpmlc_link_attach(d, &own->link)) return false;
+    hpmlc_nodes     *own = (hpmlc_nodes *)hpmlc_link_attach(d, sizeof *own, hpmlc_nodes_start);
+    if (!own) return false;
     own->ranks = c->size / own->link.l->across->size;
     for (int r = 0; r < c->rank; r++) own->place += c->node[r] == c->node[c->rank];
     snprintf(own->copy, sizeof own->copy, "nodes_of_%d", own->ranks);
-    own->shard = (hpmlc_shard *)hpml_ctx_alloc(d->ctx, sizeof *own->shard * (size_t)d->layout.params, NULL);
+    own->shard = (hpmlc_shard *)hpmlc_dist_alloc(d, sizeof *own->shard * (size_t)d->layout.params);
     return own->shard && hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_nodes_bucket);
 }
-
-HPMLC_FN hpml_status hpmlc_nodes_begin(hpml_distributed *d, int64_t samples, float *loss)
-{
-    return hpmlc_link_begin(d, samples, loss);
-}
-
-HPMLC_FN hpml_status hpmlc_nodes_gradient(hpml_distributed *d, int param) { return hpmlc_link_gradient(d, param); }
 
 /* Completes the exchange of all buckets' shards between nodes; each rank's sum goes to all ranks of the node. */
 HPMLC_FN hpml_status hpmlc_nodes_finish(hpml_distributed *d)
@@ -8497,14 +8388,6 @@ HPMLC_FN bool hpmlc_nodes_state(hpml_distributed *d, hpmlc_states *list)
         if (p->grad) hpmlc_nodes_param_state(d, list, p);
     }
     return hpml_ctx_status(d->ctx) == HPML_OK;
-}
-
-HPMLC_FN void hpmlc_nodes_close(hpml_distributed *d)
-{
-    hpmlc_nodes *own = (hpmlc_nodes *)d->own;
-    for (int i = 0; own && own->shard && i < d->buckets.count; i++) hpml_ctx_release(d->ctx, own->shard[i].cut);
-    if (own) hpml_ctx_release(d->ctx, own->shard);
-    hpmlc_link_close(d);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8837,16 +8720,15 @@ HPMLC_FN hpml_status hpmlc_gossip_finish(hpml_distributed *d) { return hpmlc_loc
 /* The strategies. The first row of the plan's strategy that fits is chosen; the last row of a strategy always fits. */
 static const hpmlc_strategy hpmlc_strategies[] = {
     { HPML_STRATEGY_SYNC, "exact", "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
-      hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, hpmlc_exact_close },
+      hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, NULL },
     { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
-      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state,
-      hpmlc_delayed_close },
-    { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_nodes_begin,
-      hpmlc_nodes_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, hpmlc_nodes_close },
+      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state, NULL },
+    { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_link_begin,
+      hpmlc_sync_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, NULL },
     { HPML_STRATEGY_SYNC, "link", NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_open, hpmlc_link_begin,
-      hpmlc_link_gradient, hpmlc_link_update, NULL, hpmlc_link_state, hpmlc_link_close },
+      hpmlc_sync_gradient, hpmlc_link_update, NULL, hpmlc_link_state, NULL },
     { HPML_STRATEGY_SYNC, "sync", NULL, NULL, NULL, hpmlc_sync_open, hpmlc_sync_begin, hpmlc_sync_gradient,
-      hpmlc_sync_update, NULL, hpmlc_sync_state, hpmlc_sync_close },
+      hpmlc_sync_update, NULL, hpmlc_buckets_state, NULL },
     { HPML_STRATEGY_LOCAL, "local", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
       hpmlc_local_update, hpmlc_local_finish, hpmlc_weights_state, hpmlc_weights_close },
     { HPML_STRATEGY_BLOCK, "block", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open_centre, hpmlc_weights_begin, NULL,
@@ -8962,8 +8844,8 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     l->params    = hpml_param_count(ctx);
     l->batch     = hpml_trainer_settings(d->t)->input->shape[0];
     l->first     = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, &l->span);
-    l->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(l->params + 1), NULL);
-    l->by_name   = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(l->params + 1), NULL);
+    l->bucket_of = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
+    l->by_name   = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
     if (!l->bucket_of || !l->by_name || !hpmlc_layout_names(d)) return false;
     for (int i = 0; i < l->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
@@ -8980,18 +8862,25 @@ HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
 {
     if (!hpmlc_layout_open(d)) return false;
     const size_t buffers = (size_t)d->layout.buffer_total;
-    d->stats.sum     = (double *)hpml_ctx_alloc(d->ctx, sizeof(double) * (HPMLC_STATS + buffers), NULL);
-    d->stats.buffers = (float *)hpml_ctx_alloc(d->ctx, sizeof(float) * (buffers + 1), NULL);
-    d->report.row    = (hpml_step_row *)hpml_ctx_alloc(d->ctx, sizeof *d->report.row * (size_t)d->plan.history, NULL);
+    d->stats.sum     = (double *)hpmlc_dist_alloc(d, sizeof(double) * (HPMLC_STATS + buffers));
+    d->stats.buffers = (float *)hpmlc_dist_alloc(d, sizeof(float) * (buffers + 1));
+    d->report.row    = (hpml_step_row *)hpmlc_dist_alloc(d, sizeof *d->report.row * (size_t)d->plan.history);
     return d->report.row && hpmlc_dist_start(d) == HPML_OK && d->strategy->open(d);
 }
 
 HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
 {
-    void *const own[] = { d->own, d->stats.sum, d->stats.buffers, d->report.row, d->layout.bucket_of,
-                          d->layout.by_name, d->layout.view.window };
-    d->strategy->close(d);
-    for (size_t i = 0; i < sizeof own / sizeof own[0]; i++) hpml_ctx_release(d->ctx, own[i]);
+    void *older;
+    if (d->strategy->close) d->strategy->close(d);
+    for (int i = 0; i < d->buckets.count; i++) {
+        hpml_exchange_free(d->buckets.item[i].x);
+        hpml_exchange_free(d->buckets.item[i].warm);
+    }
+    for (void *block = d->memory; block; block = older) {
+        memcpy(&older, block, sizeof older);
+        hpml_ctx_release(d->ctx, block);
+    }
+    hpml_ctx_release(d->ctx, d->layout.view.window);
     hpml_ctx_release(d->ctx, d);
 }
 
@@ -9214,6 +9103,9 @@ HPMLC_FN void hpmlc_states_close(hpmlc_states *list)
 
 HPMLC_FN bool hpmlc_state_is_absent(const hpmlc_state *it) { return it->present && !*it->present; }
 
+/* Returns the name of array `it` without "state.", which hpml_checkpoint_save puts before it. */
+HPMLC_FN const char *hpmlc_state_name(const hpmlc_state *it) { return it->name + sizeof "state"; }
+
 /* Copies what this rank has of array `it` to `rows`, all copies of the array side by side: (copies.all, count). */
 HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 {
@@ -9224,38 +9116,20 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
     }
 }
 
-/* Sets what this rank has of array `it` from `row`, all `count` floats of it in the file, perhaps not aligned. */
-HPMLC_FN void hpmlc_state_set(const hpmlc_state *it, const char *row)
-{
-    if (it->floats == 0) return;
-    float *host = hpmlc_host_view_begin(it->view, it->data, it->floats);
-    memcpy(host, row + (size_t)it->at * sizeof(float), (size_t)it->floats * sizeof(float));
-    hpmlc_host_view_end(it->view, it->data, it->floats);
-}
-
-/* Adds factor times `row`, `count` floats in the file, perhaps not aligned, to this rank's floats of its copy l. */
-HPMLC_FN void hpmlc_state_accumulate(const hpmlc_state *it, int64_t l, const char *row, float factor)
+/* Adds factor times `row`, `count` floats in the file, perhaps not aligned, to this rank's floats of its copy l; set:
+   replaces these floats. row NULL: zeros. */
+HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, const char *row, float factor, bool set)
 {
     if (it->floats == 0) return;
     float *data = it->data + l * it->floats;
     float *host = hpmlc_host_view_begin(it->view, data, it->floats);
     for (int64_t i = 0; i < it->floats; i++) {
-        float x;
-        memcpy(&x, row + (size_t)(it->at + i) * sizeof x, sizeof x);
+        float x = 0;
+        if (row) memcpy(&x, row + (size_t)(it->at + i) * sizeof x, sizeof x);
         x *= factor;
-        host[i] += x;
+        host[i] = set ? x : host[i] + x;
     }
     hpmlc_host_view_end(it->view, data, it->floats);
-}
-
-HPMLC_FN void hpmlc_state_clear(const hpmlc_state *it)
-{
-    for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
-        float *data = it->data + l * it->floats;
-        float *host = hpmlc_host_view_begin(it->view, data, it->floats);
-        memset(host, 0, (size_t)it->floats * sizeof(float));
-        hpmlc_host_view_end(it->view, data, it->floats);
-    }
 }
 
 /* Sets where each array begins among the floats that are saved: first the arrays that are added up over ranks, then
@@ -9310,7 +9184,7 @@ HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *ro
     for (int i = 0; i < list->count && from; i++) {
         const hpmlc_state *it = &list->item[i];
         if (hpmlc_state_is_absent(it)) continue;
-        hpml_trainer_add_state(d->t, it->name, from + it->offset, it->copies.all * it->count);
+        hpml_trainer_add_state(d->t, hpmlc_state_name(it), from + it->offset, it->copies.all * it->count);
     }
     hpml_comm_busy(d->c, HPMLC_DISK);
     writing.c        = d->c;
@@ -9320,7 +9194,7 @@ HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *ro
     hpml_checkpoint_save(d->t, path);
     hpml_ctx_progress(d->ctx, writing.progress);
     hpml_comm_busy(d->c, 0);
-    for (int i = list->count - 1; i >= 0; i--) hpml_trainer_add_state(d->t, list->item[i].name, NULL, 0);
+    for (int i = list->count; i-- > 0;) hpml_trainer_add_state(d->t, hpmlc_state_name(&list->item[i]), NULL, 0);
     if (copy) r->device->free(r->device_user, copy, bytes);
 }
 
@@ -9371,19 +9245,19 @@ HPMLC_FN hpml_status hpmlc_state_load(hpml_distributed *d, const hpmlc_state *it
     int64_t      copies = saved && saved->bytes % bytes == 0 ? (int64_t)(saved->bytes / bytes) : 0;
     const char  *from   = saved ? (const char *)saved->data : NULL;
     if (it->scope == HPMLC_SHARED) {
-        if (copies == 1) hpmlc_state_set(it, from);
+        if (copies == 1) hpmlc_state_put(it, 0, from, 1, true);
         if (copies == 1 || !it->present) return HPML_OK;
-        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: state.%s is missing or not of %zu bytes; load it with the model "
-                          "it was saved with", path, it->name, bytes);
+        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s is missing or not of %zu bytes; load it with the model it was "
+                          "saved with", path, it->name, bytes);
     }
     if (copies == 0 || (it->scope == HPMLC_NODE && copies != it->copies.all))
-        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: residuals (state.%s) are missing, or are of other tensors or "
-                          "places; save with the codec, and in nodes on the ranks, that you load with", path, it->name);
-    hpmlc_state_clear(it);
+        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: residuals (%s) are missing, or are of other tensors or places; "
+                          "save with the codec, and in nodes on the ranks, that you load with", path, it->name);
     float factor = it->is_mean ? (float)((double)it->copies.all / (double)copies) : 1;
+    for (int64_t l = 0; l < it->copies.count; l++) hpmlc_state_put(it, l, NULL, 1, true);
     for (int64_t w = 0; w < copies; w++) {
         int64_t l = w % it->copies.all - it->copies.first;
-        if (l >= 0 && l < it->copies.count) hpmlc_state_accumulate(it, l, from + (size_t)w * bytes, factor);
+        if (l >= 0 && l < it->copies.count) hpmlc_state_put(it, l, from + (size_t)w * bytes, factor, false);
     }
     return HPML_OK;
 }
@@ -9392,14 +9266,9 @@ HPMLC_FN hpml_status hpmlc_states_load(hpmlc_states *list, const hpml_safetensor
 {
     hpml_status status = hpmlc_states_refuse(list->d, f, path);
     for (int i = 0; i < list->count && status == HPML_OK; i++) {
-        const hpmlc_state *it     = &list->item[i];
-        const size_t       length = strlen(it->name) + sizeof "state.";
-        char              *name   = (char *)hpml_ctx_alloc(list->d->ctx, length, NULL);
+        const hpmlc_state *it = &list->item[i];
         hpml_safetensor    saved;
-        if (!name) return hpml_ctx_status(list->d->ctx);
-        snprintf(name, length, "state.%s", it->name);
-        bool is_found = hpml_safetensors_find(f, name, &saved);
-        hpml_ctx_release(list->d->ctx, name);
+        bool               is_found = hpml_safetensors_find(f, it->name, &saved);
         if (it->present && is_found) *it->present = true;
         if (hpmlc_state_is_absent(it)) continue;
         status = hpmlc_state_load(list->d, it, is_found ? &saved : NULL, path);

@@ -136,6 +136,15 @@ static hpml_status survives(hpml_comm *c, void *user)
     return status;
 }
 
+/* The seed is in the environment, because MPI can be started only once. */
+static hpml_status survives_deaths(hpml_comm *c, void *user)
+{
+    (void)user;
+    hpml_status status = deaths_case(c, getenv("HPML_TEST_SEED") ? atoi(getenv("HPML_TEST_SEED")) : 1);
+    if (status == HPML_OK && hpml_comm_rank(c) == hpml_comm_size(c) - 1) printf("the server ends\n");
+    return status;
+}
+
 static hpml_status survives_no_sum(hpml_comm *c, void *user)
 {
     bool named = false;
@@ -482,6 +491,7 @@ int main(int argc, char **argv)
 #endif
     survive = strncmp(what, "survives", 8) == 0;
     if (strcmp(what, "survives") == 0) return launch(survives, 0, false, 20);
+    if (strcmp(what, "survives_deaths") == 0) return launch(survives_deaths, 0, false, 20);
     if (strcmp(what, "survives_no_sum") == 0) return launch(survives_no_sum, 0, false, 20);
     if (strcmp(what, "traffic") == 0) return launch(traffic_case, 0, false, 10);
     if (strcmp(what, "timeline") == 0) return launch(timeline, 0, false, 10);

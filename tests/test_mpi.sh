@@ -107,6 +107,10 @@ on 2 survives; check "the loss of the only other rank is survived" 1 'the loss i
 [ "$(grep -c ' ends$' "$tmp/out")" = 1 ]; check "and 1 rank ends well" 0 ''
 on 4 survives; check "a rank that fails and one that leaves are survived" 1 'the loss is NaN'
 [ "$(grep -c ' ends$' "$tmp/out")" = 3 ]; check "and 3 ranks end well" 0 ''
+for seed in 1 2 3 ${all:+4 5 6 7 8}; do
+    HPML_TEST_SEED=$seed on 4 survives_deaths
+    [ "$(grep -c '^the server ends$' "$tmp/out")" = 1 ]; check "a server outlives its workers, seed $seed" 0 ''
+done
 on 4 survives_no_sum; check "a sum without one rank" 1 'rank 3 has left'
 [ "$(grep -c ' names it$' "$tmp/out")" = 3 ]; check "and 3 ranks name it" 0 ''
 two_report 3 exits 'rank 1 failed: called exit in step 0' "a rank calls exit" 'rank 1 failed: called exit in step 0'
