@@ -91,14 +91,19 @@ static bool run(trial *j, const char *text, bool json)
     memset(j, 0, sizeof *j);
     if (hpml_plan_parse(text, &j->plan, why, sizeof why) != HPML_OK ||
         hpml_launch(&d, train, j, why, sizeof why) != HPML_OK) {
-        if (json) fprintf(stderr, "%s\n", why);
-        else printf("%-34s refused:\n", text), screen_paragraph(why);
+        if (json) {
+            fprintf(stderr, "%s\n", why);
+            return false;
+        }
+        printf("%-34s refused:\n", text);
+        screen_paragraph(why);
         return false;
     }
     if (json)
         printf("{\"plan\": \"%s\", \"strategy\": \"%s\", \"accuracy\": %.4f, \"bytes\": %lld, "
-               "\"virtual_seconds\": %.6f, \"weights_hash\": \"%016llx\"}\n", text, hpml_strategy_name(j->plan.strategy), j->accuracy,
-               (long long)j->bytes, j->seconds, (unsigned long long)j->hash);
+               "\"virtual_seconds\": %.6f, \"weights_hash\": \"%016llx\"}\n", text,
+               hpml_strategy_name(j->plan.strategy), j->accuracy, (long long)j->bytes, j->seconds,
+               (unsigned long long)j->hash);
     else
         printf("%-34s %8.2f %% %12lld %10.2f\n", *text ? text : "(all zero: sync)", 100 * j->accuracy,
                (long long)j->bytes, j->seconds);
