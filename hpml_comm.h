@@ -6695,7 +6695,7 @@ HPML_API int hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_
     return (int)length;
 }
 
-/* Parses a decimal number such as 2.5e-3, with a point in all locales, unlike strtod. *end: after its last character. */
+/* Parses a decimal number such as 2.5e-3, with a point in all locales, unlike strtod. *end: where the number ends. */
 HPMLC_FN double hpmlc_decimal(char *text, char **end)
 {
     double value = 0;
