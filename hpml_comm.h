@@ -78,10 +78,11 @@
 //     api-comm   ranks, communicators, messages between two
 //     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
+//     api-mix   averaging with neighbours
 //     api-plan   how a training is spread over ranks: one struct, its text, what it may hold
 //     api-distribute   data parallelism
 //     api-simulate   step time on machines you do not have
-//     api-mix   averaging with neighbours; one timeline for all ranks
+//     api-timeline   one timeline for all ranks
 // PART I   TALK: ranks, messages, transports
 //     base   system headers, the communicator, nodes and links
 //     messages   sending, receiving, waiting
@@ -104,6 +105,7 @@
 //     whole-codecs   top-k and low rank: codecs of whole tensors
 // PART III   STEP TOGETHER: data parallelism, mixing
 //     plan   the fields of a plan in one list, the rules of a plan
+//     plan-text   plans as text; defaults, the check, the next plan
 //     distribute   data parallelism: layout of the parameters, buckets of gradients
 //     distribute-step   data parallelism: a step, its statistics, the trainer's hooks
 //     state   one list of what a training carries from step to step
@@ -112,6 +114,11 @@
 //     strategy-exact   the same bits for every number of ranks
 //     strategy-link   synchronous steps, gradients exchanged on devices
 //     strategy-nodes   synchronous steps, a device link inside nodes, messages between them
+//     weights   what the strategies that exchange parameters have in common
+//     strategy-local   local SGD: the mean of the parameters
+//     strategy-block   an outer optimizer with momentum for the mean change in a block
+//     strategy-elastic   parameters and a common centre attract each other
+//     strategy-gossip   averaging with neighbours in each step
 //     strategies   the table of strategies; attaching one to a trainer
 //     report   where the time of steps went
 //     resume   checkpoints of the whole job
@@ -588,12 +595,39 @@ typedef struct hpml_device_link {
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>api-mix   averaging with neighbours
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Decentralized averaging (Lian et al. 2017): x_i <- sum over j of W_ij x_j, where W_ij is not 0 only for neighbours.
+   With Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the
+   mean over ranks stays the same, and differences shrink by the second largest |eigenvalue| in each step. */
+typedef enum hpml_topology {
+    HPML_TOPOLOGY_RING = 0, /* rank i with i - 1 and i + 1 */
+    HPML_TOPOLOGY_WHEEL,    /* the ring of ranks 1 to p - 1, and rank 0 with all of them */
+    HPML_TOPOLOGY_PAIRS,    /* other random pairs in each step, with weights 1/2 and 1/2 */
+    HPML_TOPOLOGY_ALL       /* all ranks with all others: one step is the mean */
+} hpml_topology;
+/* Fills in W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
+HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
+/* Runs one mixing step on n floats in place; the same seed and step on all ranks. Collective. */
+HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>api-plan   how a training is spread over ranks: one struct, its text, what it may hold
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* What ranks exchange, and when. */
 typedef enum hpml_strategy_kind {
     HPML_STRATEGY_SYNC = 0, /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
+    HPML_STRATEGY_LOCAL,    /* each rank trains alone; parameters become their mean in every .period-th step (local SGD:
+                               Moritz et al. 2015, SparkNet; Stich 2019) */
+    HPML_STRATEGY_BLOCK,    /* as local, but the mean change of the parameters in a block of .period steps is the
+                               gradient of an outer optimizer with momentum (Chen and Huo 2016, BMUF; Douillard et al.
+                               2023, DiLoCo) */
+    HPML_STRATEGY_ELASTIC,  /* every .period steps, parameters and a common centre move towards each other (Zhang et al.
+                               2015, EASGD); the centre is the result */
+    HPML_STRATEGY_GOSSIP,   /* in each step parameters become a weighted mean with those of neighbours, by hpml_mix,
+                               then each rank applies its own gradient (Lian et al. 2017, D-PSGD) */
     HPML_STRATEGY_COUNT     /* the number of strategies */
 } hpml_strategy_kind;
 HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync", ...; NULL: there is none */
@@ -604,7 +638,7 @@ typedef struct hpml_plan {
     uint32_t        _begin;
     hpml_strategy_kind strategy;
     hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
-    hpml_algorithm  algorithm;    /* of plain sums */
+    hpml_algorithm  algorithm;    /* of plain sums, of gradients or parameters */
     bool            sum;          /* sync: apply the sum of the ranks' mean gradients; else the mean over the batch */
     int64_t         global_batch; /* samples of a step, all ranks; 0: ranks * model batch. Shares differ by at most 1 */
     int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
@@ -620,6 +654,15 @@ typedef struct hpml_plan {
     bool            exact;        /* sync: same bits for every number of ranks, algorithm, bucket and transport, see
                                      >>api-distribute */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
+    int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; 0: 1 */
+    float           elastic;      /* elastic: how far a meeting moves a rank's parameters towards the centre, as a
+                                     fraction of the difference, and the centre towards them; 0: 0.9 / ranks;
+                                     HPML_ZERO: each rank trains alone */
+    float           outer_lr;     /* block: learning rate of the outer optimizer; 0: 1 */
+    float           outer_momentum; /* block: its momentum; 0: 1 - 1 / ranks; HPML_ZERO: none */
+    bool            outer_nesterov; /* block: a block begins ahead of the result by momentum times the last change */
+    hpml_topology   topology;     /* gossip: who is whose neighbour */
+    uint64_t        seed;         /* gossip: of the random pairs */
     int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
     uint32_t        _end;
 } hpml_plan;
@@ -687,7 +730,8 @@ typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan);
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
    the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
-   (`delayed`) are not applied. Training may go on afterwards. */
+   (`delayed`) are not applied. Local, block: a meeting, unless the last step was one. Elastic: the centre. Gossip: the
+   mean. Training may go on afterwards. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
    between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
@@ -703,8 +747,10 @@ typedef struct hpml_distribute_report {
     double  bytes;             /* sent by this rank in a step */
     double  plain_bytes;       /* that a ring allreduce of f32 would have sent */
     double  loss;              /* mean over all ranks' samples of the last step; with `delayed` of the step before,
-                                  because the loss is sent with the gradients. NaN: before the first step */
-    int64_t samples;           /* of the same step, on all ranks */
+                                  because the loss is sent with the gradients. Local, block, elastic: of the steps up
+                                  to the last meeting; after it, and with gossip, of this rank alone. NaN: before the
+                                  first step */
+    int64_t samples;           /* of the same steps, on the same ranks */
     int32_t buckets;
 } hpml_distribute_report;
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
@@ -731,7 +777,9 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
 /* A checkpoint of the whole job, the residuals of all ranks and, with `delayed`, the gradients not yet applied
    included; collective. It loads on any number of ranks: the residuals of all ranks are shared out among the ranks that
    load them, so that no part of a gradient is lost. On as many ranks as before, or with `exact`, the job continues bit
-   for bit. Residuals between nodes (a link that ends at the node) load on as many nodes with as many ranks each only.
+   for bit. Where ranks exchange parameters, saving is also a hpml_distribute_finish, and the states of the ranks'
+   optimizers become their means, so that any number of ranks can continue. Residuals between nodes (a link that ends at
+   the node) load on as many nodes with as many ranks each only.
    */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
@@ -830,22 +878,8 @@ HPML_API double hpml_amdahl(double serial, double ranks); /* 1 / (serial + (1 - 
 HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double comm_s); /* divisible / (comm - fixed) */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-mix   averaging with neighbours; one timeline for all ranks
+// >>api-timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Decentralized averaging (Lian et al. 2017): x_i <- sum over j of W_ij x_j, where W_ij is not 0 only for neighbours.
-   With Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the
-   mean over ranks stays the same, and differences shrink by the second largest |eigenvalue| in each step. */
-typedef enum hpml_topology {
-    HPML_TOPOLOGY_RING = 0, /* rank i with i - 1 and i + 1 */
-    HPML_TOPOLOGY_WHEEL,    /* the ring of ranks 1 to p - 1, and rank 0 with all of them */
-    HPML_TOPOLOGY_PAIRS,    /* other random pairs in each step, with weights 1/2 and 1/2 */
-    HPML_TOPOLOGY_ALL       /* all ranks with all others: one step is the mean */
-} hpml_topology;
-/* Fills in W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
-HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
-/* Runs one mixing step on n floats in place; the same seed and step on all ranks. Collective. */
-HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
 
 /* Calls hpml_trace_start on every rank, with the ranks' clocks aligned by the quickest of some messages to and from
    rank 0; saves one file with the events of all ranks: a process for each rank, its lanes below, time 0 at the first
@@ -6347,11 +6381,12 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
    further up in the list alone. */
 #define HPMLC_PLAN_FIELDS(X) \
     X("strategy", strategy, STRATEGY, HPML_STRATEGY_COUNT - 1, true, NULL, 0) \
-    X("sum", sum, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
-    X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
+    X("sum", sum, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
+    X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("leaf", leaf, I64, 9e18, p->exact, NULL, 2) \
-    X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
-    X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, true, NULL, 0) \
+    X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
+    X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, hpmlc_plan_sends_gradients(p), \
+      "strategies that send gradients", 0) \
     X("codec.threshold", codec.threshold, F32, 1e30, p->codec.kind == HPML_CODEC_TWOBIT, NULL, 0.01) \
     X("codec.ratio", codec.ratio, F32, 1, p->codec.kind == HPML_CODEC_TOPK, NULL, 0.1) \
     X("codec.momentum", codec.momentum, F32, 1, p->codec.kind == HPML_CODEC_TOPK, NULL, 0.9) \
@@ -6363,9 +6398,16 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("warm_steps", warm_steps, I64, 9e18, p->codec.kind != HPML_CODEC_NONE, NULL, 2) \
     X("algorithm", algorithm, ALGORITHM, HPML_ALGORITHM_COUNT - 1, true, NULL, 0) \
     X("global_batch", global_batch, I64, 9e18, true, NULL, 7) \
-    X("bucket_bytes", bucket_bytes, I64, 9e18, true, NULL, 1) \
-    X("no_overlap", no_overlap, BOOL, 1, true, NULL, 0) \
-    X("sync_batchnorm", sync_batchnorm, BOOL, 1, true, NULL, 0) \
+    X("bucket_bytes", bucket_bytes, I64, 9e18, hpmlc_plan_sends_gradients(p), "strategies that send gradients", 1) \
+    X("no_overlap", no_overlap, BOOL, 1, hpmlc_plan_sends_gradients(p), "strategies that send gradients", 0) \
+    X("sync_batchnorm", sync_batchnorm, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
+    X("period", period, I32, INT32_MAX, hpmlc_plan_meets(p), "strategies local, block and elastic", 2, 10) \
+    X("elastic", elastic, F32, 1, p->strategy == HPML_STRATEGY_ELASTIC, "strategy elastic", 0.1) \
+    X("outer_lr", outer_lr, F32, 1e30, p->strategy == HPML_STRATEGY_BLOCK, "strategy block", 0.7) \
+    X("outer_momentum", outer_momentum, F32, 1, p->strategy == HPML_STRATEGY_BLOCK, "strategy block", 0.9) \
+    X("outer_nesterov", outer_nesterov, BOOL, 1, p->strategy == HPML_STRATEGY_BLOCK, "strategy block", 0) \
+    X("topology", topology, TOPOLOGY, HPML_TOPOLOGY_ALL, p->strategy == HPML_STRATEGY_GOSSIP, "strategy gossip", 0) \
+    X("seed", seed, U64, 1.8446744073709552e19, p->strategy == HPML_STRATEGY_GOSSIP, "strategy gossip", 1) \
     X("history", history, I32, INT32_MAX, true, NULL, 1)
 
 /* RULE(a plan that is refused, the sentence: fields, reason, way out). */
@@ -6395,11 +6437,14 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(hpmlc_plan_packs(p) && f->overflows, "in f16 gradients overflow now and then, and a codec cannot carry an " \
          "infinity; take bf16, a fixed loss_scale, or codec none") \
     RULE(p->delayed && f->overflows, "with delayed a gradient is applied in the step after its own, in f16 under " \
-         "another loss scale perhaps; take bf16 or a fixed loss_scale, or leave delayed out")
+         "another loss scale perhaps; take bf16 or a fixed loss_scale, or leave delayed out") \
+    RULE(!hpmlc_plan_sends_gradients(p) && f->overflows, "in f16 a gradient that overflows skips a step, with this " \
+         "strategy of its own rank alone, whose steps are then not those of the others; take bf16, a fixed " \
+         "loss_scale, or strategy sync")
 
 typedef enum hpmlc_field_kind {
     HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
-    HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM /* words, from STRATEGY on */
+    HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY /* words, from STRATEGY on */
 } hpmlc_field_kind;
 
 typedef struct hpmlc_field {
@@ -6418,8 +6463,17 @@ enum { HPMLC_FIELDS = sizeof hpmlc_fields / sizeof hpmlc_fields[0] };
 
 HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy)
 {
-    static const char *const names[HPML_STRATEGY_COUNT] = { "sync" };
+    static const char *const names[HPML_STRATEGY_COUNT] = { "sync", "local", "block", "elastic", "gossip" };
     return (unsigned)strategy < HPML_STRATEGY_COUNT ? names[strategy] : NULL;
+}
+
+/* Returns whether ranks exchange gradients; else they exchange parameters. */
+HPMLC_FN bool hpmlc_plan_sends_gradients(const hpml_plan *p) { return p->strategy == HPML_STRATEGY_SYNC; }
+
+/* Returns whether all ranks exchange parameters at meetings, .period steps apart. */
+HPMLC_FN bool hpmlc_plan_meets(const hpml_plan *p)
+{
+    return p->strategy >= HPML_STRATEGY_LOCAL && p->strategy <= HPML_STRATEGY_ELASTIC;
 }
 
 /* Sets matters[i] to whether field i of the list changes what the plan does. */
@@ -6471,11 +6525,17 @@ HPMLC_FN void hpmlc_field_set(const hpmlc_field *field, hpml_plan *plan, int64_t
 /* Returns the word of a value of a field whose values are words; NULL: the field has numbers, or no such word. */
 HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
 {
+    static const char *const topologies[] = { "ring", "wheel", "pairs", "all" };
     if (value < 0 || (double)value > field->most) return NULL;
     if (field->kind == HPMLC_FIELD_STRATEGY) return hpml_strategy_name((hpml_strategy_kind)value);
     if (field->kind == HPMLC_FIELD_CODEC) return hpml_codec_get((hpml_codec_kind)value)->name;
+    if (field->kind == HPMLC_FIELD_TOPOLOGY) return topologies[value];
     return field->kind == HPMLC_FIELD_ALGORITHM ? hpml_algorithm_name((hpml_algorithm)value) : NULL;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>plan-text   plans as text; defaults, the check, the next plan
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* Appends to a text of *length characters, as printf, and adds to *length what a large enough buffer would get. */
 HPMLC_PRINTF(3, 4)
@@ -6492,10 +6552,14 @@ HPMLC_FN void hpmlc_append(const hpmlc_text *to, size_t *length, const char *for
 HPMLC_FN void hpmlc_field_text(const hpmlc_field *field, const hpml_plan *plan, const hpmlc_text *to, size_t *length)
 {
     float       real;
+    char        number[32];
     int64_t     whole = hpmlc_field_get(field, plan, &real);
     const char *word  = hpmlc_field_word(field, whole);
+    snprintf(number, sizeof number, "%.9g", (double)real);
+    for (char *at = number; *at; at++)
+        if (*at == ',') *at = '.'; /* some locales have a decimal comma */
     if (word) hpmlc_append(to, length, "%s", word);
-    else if (field->kind == HPMLC_FIELD_F32) hpmlc_append(to, length, "%.9g", (double)real);
+    else if (field->kind == HPMLC_FIELD_F32) hpmlc_append(to, length, "%s", number);
     else if (field->kind == HPMLC_FIELD_U64) hpmlc_append(to, length, "%llu", (unsigned long long)whole);
     else hpmlc_append(to, length, "%lld", (long long)whole);
 }
@@ -6541,6 +6605,25 @@ HPML_API int hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_
     return (int)length;
 }
 
+/* Parses a decimal number such as 2.5e-3, with a point in all locales, unlike strtod. *end: after its last character. */
+HPMLC_FN double hpmlc_decimal(char *text, char **end)
+{
+    double value = 0;
+    long   shift = 0;
+    bool   point = false;
+    for (; (*text >= '0' && *text <= '9') || (*text == '.' && !point); text++) {
+        if (*text == '.') {
+            point = true;
+            continue;
+        }
+        value = 10 * value + (*text - '0');
+        shift -= point;
+    }
+    if (*text == 'e') shift += strtol(text + 1, &text, 10);
+    *end = text;
+    return shift < 0 ? value / pow(10, (double)-shift) : value * pow(10, (double)shift);
+}
+
 /* Sets a field to the value that a text of n characters has; false: it has none that is possible. */
 HPMLC_FN bool hpmlc_field_parse(const hpmlc_field *field, const char *text, size_t n, hpml_plan *plan)
 {
@@ -6556,7 +6639,7 @@ HPMLC_FN bool hpmlc_field_parse(const hpmlc_field *field, const char *text, size
     } else if (!(value[0] >= '0' && value[0] <= '9') && value[0] != '.') {
         return false;
     } else if (field->kind == HPMLC_FIELD_F32) {
-        real = strtof(value, &end);
+        real = (float)hpmlc_decimal(value, &end);
     } else {
         errno = 0;
         if (field->kind == HPMLC_FIELD_U64) whole = (int64_t)strtoull(value, &end, 10);
@@ -6626,12 +6709,25 @@ HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *f
     return ((grains - 1) / facts->ranks + 1) * grain;
 }
 
+/* Returns `otherwise` for 0, 0 for HPML_ZERO, which stands for a true zero, and other values as they are. */
+HPMLC_FN float hpmlc_default(float value, float otherwise)
+{
+    if (value == 0) return otherwise;
+    return value == HPML_ZERO ? 0 : value;
+}
+
 HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *facts, hpml_plan *out)
 {
     *out = *plan;
     if (out->global_batch == 0) out->global_batch = facts->ranks * facts->batch;
     if (out->exact && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
     if (out->history == 0) out->history = 64;
+    if (hpmlc_plan_meets(out) && out->period == 0) out->period = 1;
+    if (out->strategy == HPML_STRATEGY_ELASTIC)
+        out->elastic = hpmlc_default(out->elastic, 0.9f / (float)facts->ranks);
+    if (out->strategy != HPML_STRATEGY_BLOCK) return;
+    out->outer_lr       = hpmlc_default(out->outer_lr, 1);
+    out->outer_momentum = hpmlc_default(out->outer_momentum, 1 - 1 / (float)facts->ranks);
 }
 
 /* Returns the sentence of the first rule that refuses the plan p with the facts f; NULL: there is none. */
@@ -8235,8 +8331,331 @@ HPMLC_FN bool hpmlc_nodes_state(hpml_distributed *d, hpmlc_states *list)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>weights   what the strategies that exchange parameters have in common
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Each rank trains alone with its share of the global batch, and ranks meet: every .period steps all of them (local,
+   block, elastic), or in each step neighbours (gossip). A meeting is one sum over ranks of an array with the parameters
+   (or with their differences to a centre), the running statistics, samples and loss: between meetings nothing is sent.
+   The state of the optimizer stays on its rank. */
+
+enum { HPMLC_MEET_SAMPLES, HPMLC_MEET_LOSS, HPMLC_MEET_STATS };
+
+typedef struct hpmlc_weights {
+    float  *meet;      /* (floats) on the host: values, running statistics, samples, loss times samples */
+    float  *centre;    /* (span) block: parameters after the last meeting; elastic: the centre; else NULL */
+    float  *momentum;  /* (span) block: velocity of the outer optimizer; else NULL */
+    int64_t floats;
+    int64_t since;     /* steps since the last meeting */
+    double  samples, loss; /* of these steps on this rank: samples; loss times samples */
+    bool    is_set;    /* centre and momentum are set; false before the first step */
+    bool    is_ahead;  /* block: parameters began this block ahead of the centre */
+} hpmlc_weights;
+
+/* Copies an array of the trainer to `to`, layout.span floats on the host. False: the trainer has no such array. */
+HPMLC_FN bool hpmlc_array_get(const hpml_distributed *d, int which, float *to)
+{
+    const hpml_backend *device = d->layout.view.device;
+    const size_t        bytes  = (size_t)d->layout.span * sizeof(float);
+    int64_t             n;
+    const float        *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
+    if (!array) return false;
+    if (device) device->read(d->layout.view.device_user, to, array, bytes);
+    else memcpy(to, array, bytes);
+    return true;
+}
+
+/* Sets an array of the trainer, if there is one, from layout.span floats on the host. */
+HPMLC_FN void hpmlc_array_set(const hpml_distributed *d, int which, const float *from)
+{
+    const hpml_backend *device = d->layout.view.device;
+    const size_t        bytes  = (size_t)d->layout.span * sizeof(float);
+    int64_t             n;
+    float              *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
+    if (!array) return;
+    if (device) device->write(d->layout.view.device_user, array, from, bytes);
+    else memcpy(array, from, bytes);
+}
+
+HPMLC_FN bool hpmlc_weights_open(hpml_distributed *d)
+{
+    hpmlc_weights *own = (hpmlc_weights *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
+    d->own = own;
+    if (!own) return false;
+    own->floats = d->layout.span + d->layout.buffer_total + HPMLC_MEET_STATS;
+    own->meet   = (float *)hpml_ctx_alloc(d->ctx, (size_t)own->floats * sizeof(float), NULL);
+    return own->meet && hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+}
+
+/* As hpmlc_weights_open, for a strategy with a centre, and with a velocity if it is one with a momentum. */
+HPMLC_FN bool hpmlc_weights_open_centre(hpml_distributed *d)
+{
+    const size_t bytes = (size_t)d->layout.span * sizeof(float);
+    if (!hpmlc_weights_open(d)) return false;
+    hpmlc_weights *own = (hpmlc_weights *)d->own;
+    own->centre   = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
+    own->momentum = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
+    return own->momentum != NULL;
+}
+
+/* Computes the gradient of a micro-batch of this rank, as a trainer without other ranks does. */
+HPMLC_FN hpml_status hpmlc_weights_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_weights *own   = (hpmlc_weights *)d->own;
+    double         start = hpml_comm_now(d->c);
+    if (own->centre && !own->is_set) own->is_set = hpmlc_array_get(d, HPML_ARRAY_VALUES, own->centre);
+    if (d->micro == 0) d->stats.samples = 0;
+    hpml_status status = hpml_trainer_run_inner(d->t, samples, loss);
+    d->stats.samples += (double)samples;
+    own->samples += (double)samples;
+    own->loss += (double)*loss * (double)samples;
+    d->report.r.compute_s += hpml_comm_now(d->c) - start;
+    d->micro++;
+    if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
+    return status;
+}
+
+/* Applies this rank's gradient, if it had samples, and ends the step in the report. */
+HPMLC_FN hpml_status hpmlc_weights_step(hpml_distributed *d)
+{
+    hpmlc_weights *own    = (hpmlc_weights *)d->own;
+    hpml_status    status = d->stats.samples > 0 ? hpml_trainer_update_inner(d->t) : HPML_OK;
+    if (own->samples > 0) d->report.r.loss = own->loss / own->samples;
+    d->report.r.samples = (int64_t)own->samples;
+    own->since++;
+    d->report.r.steps++;
+    return status;
+}
+
+/* Starts counting samples and loss anew. */
+HPMLC_FN void hpmlc_weights_restart(hpmlc_weights *own)
+{
+    own->since   = 0;
+    own->samples = 0;
+    own->loss    = 0;
+}
+
+/* Adds up own->meet over all ranks, after the caller has set its first layout.span floats. Sets the running statistics
+   to their means, and loss and samples in the report to those of all ranks since the last meeting. */
+HPMLC_FN hpml_status hpmlc_weights_sum(hpml_distributed *d)
+{
+    hpmlc_weights *own     = (hpmlc_weights *)d->own;
+    float         *buffers = own->meet + d->layout.span, *stats = buffers + d->layout.buffer_total;
+    double         start   = hpml_comm_now(d->c);
+    hpmlc_buffers_get(d, buffers);
+    stats[HPMLC_MEET_SAMPLES] = (float)own->samples;
+    stats[HPMLC_MEET_LOSS]    = (float)own->loss;
+    d->c->about.first = "parameters";
+    hpml_status status = hpmlc_reduce_all(d->c, own->meet, own->floats, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
+    d->c->about.first = NULL;
+    hpmlc_dist_waited(d, start);
+    if (status != HPML_OK) return status;
+    hpmlc_divide_f32(buffers, d->layout.buffer_total, (float)d->c->size);
+    hpmlc_buffers_set(d, buffers);
+    d->report.r.samples = (int64_t)stats[HPMLC_MEET_SAMPLES];
+    if (d->report.r.samples > 0) d->report.r.loss = (double)(stats[HPMLC_MEET_LOSS] / stats[HPMLC_MEET_SAMPLES]);
+    hpmlc_weights_restart(own);
+    return HPML_OK;
+}
+
+/* Sets own->meet to the mean of all ranks' parameters. */
+HPMLC_FN hpml_status hpmlc_weights_mean(hpml_distributed *d)
+{
+    hpmlc_weights *own = (hpmlc_weights *)d->own;
+    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    hpml_status status = hpmlc_weights_sum(d);
+    hpmlc_divide_f32(own->meet, d->layout.span, (float)d->c->size);
+    return status;
+}
+
+/* Makes a step of this rank alone and, at the end of a period, a meeting. */
+HPMLC_FN hpml_status hpmlc_weights_update(hpml_distributed *d, hpml_status (*meet)(hpml_distributed *d))
+{
+    const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
+    hpml_status          status = hpmlc_weights_step(d);
+    if (status == HPML_OK && own->since >= d->plan.period) status = meet(d);
+    hpmlc_steps_note(d);
+    return status;
+}
+
+/* Lists centre and momentum for checkpoints. Before saving, finishes the training and sets the states of the optimizers
+   to their means, because a checkpoint has one array of each. */
+HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
+{
+    hpmlc_weights *own    = (hpmlc_weights *)d->own;
+    hpml_status    status = list->is_saving ? d->strategy->finish(d) : HPML_OK;
+    for (int i = HPML_ARRAY_STATE; i < HPML_ARRAY_END && list->is_saving && status == HPML_OK; i++) {
+        if (!hpmlc_array_get(d, i, own->meet)) continue;
+        status = hpmlc_reduce_all(d->c, own->meet, d->layout.span, HPML_ELEMENT_F32, HPML_MEAN, HPML_AUTO);
+        hpmlc_array_set(d, i, own->meet);
+    }
+    hpmlc_weights_restart(own);
+    own->is_ahead = false;
+    if (!list->is_saving) own->is_set = false;
+    list->present = &own->is_set;
+    for (int i = 0; i < d->layout.params && own->centre && status == HPML_OK; i++) {
+        const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
+        if (!p->grad) continue;
+        int64_t at = hpmlc_gradient_at(d, p), n = hpml_tensor_count(p);
+        hpmlc_state_same(list, "centre", p->name, own->centre + at, n);
+        hpmlc_state_same(list, "centre.momentum", p->name, own->momentum + at, n);
+    }
+    list->present = NULL;
+    return hpml_ctx_status(d->ctx) == HPML_OK;
+}
+
+HPMLC_FN void hpmlc_weights_close(hpml_distributed *d)
+{
+    hpmlc_weights *own = (hpmlc_weights *)d->own;
+    if (!own) return;
+    hpml_ctx_release(d->ctx, own->meet);
+    hpml_ctx_release(d->ctx, own->centre);
+    hpml_ctx_release(d->ctx, own->momentum);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-local   local SGD: the mean of the parameters
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Strategy local: every `period` steps w <- mean over ranks of w_r. With period 1, without momentum and with equal
+   shares of the batch this is the step of strategy sync. */
+
+HPMLC_FN hpml_status hpmlc_local_meet(hpml_distributed *d)
+{
+    const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
+    hpml_status          status = hpmlc_weights_mean(d);
+    if (status == HPML_OK) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_local_update(hpml_distributed *d) { return hpmlc_weights_update(d, hpmlc_local_meet); }
+
+HPMLC_FN hpml_status hpmlc_local_finish(hpml_distributed *d)
+{
+    return ((const hpmlc_weights *)d->own)->since > 0 ? hpmlc_local_meet(d) : HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-block   an outer optimizer with momentum for the mean change in a block
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Strategy block: a block begins with parameters s on all ranks and ends after `period` steps with w_r on rank r. The
+   mean change g = s - mean of w_r is the gradient of an outer step on the centre c, with velocity v:
+       v <- momentum v + lr g,   c <- c - v,   s = c (nesterov: s = c - momentum v)
+   Momentum 1 - 1 / ranks and lr 1 are those of blockwise model-update filtering (Chen and Huo 2016). An optimizer SGD
+   begins each block with its own momentum at zero; other optimizers keep their state. */
+
+/* Sets `start` to the parameters that a block begins with, if it begins `ahead` of the centre or not. */
+HPMLC_FN void hpmlc_block_start(const hpml_distributed *d, bool ahead, float *start)
+{
+    const hpmlc_weights *own  = (const hpmlc_weights *)d->own;
+    const float          look = ahead ? d->plan.outer_momentum : 0;
+    for (int64_t k = 0; k < d->layout.span; k++) start[k] = own->centre[k] - look * own->momentum[k];
+}
+
+HPMLC_FN hpml_status hpmlc_block_meet(hpml_distributed *d)
+{
+    hpmlc_weights *own  = (hpmlc_weights *)d->own;
+    const float    look = own->is_ahead ? d->plan.outer_momentum : 0;
+    hpml_status    status = hpmlc_weights_mean(d);
+    if (status != HPML_OK) return status;
+    for (int64_t k = 0; k < d->layout.span; k++) {
+        float change = own->centre[k] - look * own->momentum[k] - own->meet[k];
+        own->momentum[k] = d->plan.outer_momentum * own->momentum[k] + d->plan.outer_lr * change;
+        own->centre[k] -= own->momentum[k];
+    }
+    own->is_ahead = d->plan.outer_nesterov;
+    hpmlc_block_start(d, own->is_ahead, own->meet);
+    hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    if (hpml_trainer_settings(d->t)->optimizer != HPML_OPT_SGD) return HPML_OK;
+    memset(own->meet, 0, (size_t)d->layout.span * sizeof(float));
+    hpmlc_array_set(d, HPML_ARRAY_STATE, own->meet);
+    return HPML_OK;
+}
+
+HPMLC_FN hpml_status hpmlc_block_update(hpml_distributed *d) { return hpmlc_weights_update(d, hpmlc_block_meet); }
+
+/* Ends the block, if it has steps, and sets the parameters to the centre. */
+HPMLC_FN hpml_status hpmlc_block_finish(hpml_distributed *d)
+{
+    hpmlc_weights *own    = (hpmlc_weights *)d->own;
+    hpml_status    status = own->since > 0 ? hpmlc_block_meet(d) : HPML_OK;
+    if (status == HPML_OK && own->is_ahead) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->centre);
+    own->is_ahead = false;
+    return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-elastic   parameters and a common centre attract each other
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Strategy elastic: every `period` steps, with difference d_r = a (w_r - c) of rank r's parameters to the centre c,
+       w_r <- w_r - d_r,   c <- c + sum over ranks of d_r
+   so that the sum of c and all w_r stays the same. All ranks have the same c, which is the result. */
+
+HPMLC_FN hpml_status hpmlc_elastic_meet(hpml_distributed *d)
+{
+    hpmlc_weights *own  = (hpmlc_weights *)d->own;
+    const int64_t  span = d->layout.span;
+    float         *moved = (float *)hpmlc_scratch(d->c, (size_t)span * sizeof(float));
+    if (!moved) return hpml_ctx_status(d->ctx);
+    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    for (int64_t k = 0; k < span; k++) {
+        float difference = d->plan.elastic * (own->meet[k] - own->centre[k]);
+        moved[k]     = own->meet[k] - difference;
+        own->meet[k] = difference;
+    }
+    hpmlc_array_set(d, HPML_ARRAY_VALUES, moved);
+    hpml_status status = hpmlc_weights_sum(d);
+    for (int64_t k = 0; k < span && status == HPML_OK; k++) own->centre[k] += own->meet[k];
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_elastic_update(hpml_distributed *d) { return hpmlc_weights_update(d, hpmlc_elastic_meet); }
+
+/* Sets the parameters to the centre, and the running statistics to their means, unless the last step was a meeting. */
+HPMLC_FN hpml_status hpmlc_elastic_finish(hpml_distributed *d)
+{
+    const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
+    hpml_status          status = own->since > 0 ? hpmlc_weights_mean(d) : HPML_OK;
+    if (status == HPML_OK && own->is_set) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->centre);
+    return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-gossip   averaging with neighbours in each step
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Strategy gossip: in step t, with the mixing matrix W of the topology (>>mix),
+       w_r <- sum over neighbours j, and r itself, of W_rj w_j - lr f(g_r(w_r))
+   where f is the optimizer and g_r the gradient of rank r's samples, computed while ranks still had their own w_r. */
+
+HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
+{
+    hpmlc_weights *own     = (hpmlc_weights *)d->own;
+    float         *buffers = own->meet + d->layout.span;
+    double         start   = hpml_comm_now(d->c);
+    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_buffers_get(d, buffers);
+    hpml_status status = hpml_mix(d->c, own->meet, d->layout.span + d->layout.buffer_total, d->plan.topology,
+                                  d->plan.seed, hpml_trainer_step_count(d->t));
+    hpmlc_dist_waited(d, start);
+    if (status != HPML_OK) return status;
+    hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_buffers_set(d, buffers);
+    status = hpmlc_weights_step(d);
+    hpmlc_weights_restart(own);
+    hpmlc_steps_note(d);
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_gossip_finish(hpml_distributed *d) { return hpmlc_local_meet(d); }
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>strategies   the table of strategies; attaching one to a trainer
 // ---------------------------------------------------------------------------------------------------------------------
+
+#define HPMLC_OWN_LOSS "between meetings no rank has the loss of all ranks, which a search compares"
 
 /* The strategies. The first row of the plan's strategy that fits is chosen; the last row of a strategy always fits. */
 static const hpmlc_strategy hpmlc_strategies[] = {
@@ -8250,6 +8669,14 @@ static const hpmlc_strategy hpmlc_strategies[] = {
       hpmlc_sync_gradient, hpmlc_link_update, NULL, hpmlc_link_state, NULL },
     { HPML_STRATEGY_SYNC, "sync", NULL, NULL, NULL, hpmlc_sync_open, hpmlc_sync_begin, hpmlc_sync_gradient,
       hpmlc_sync_update, NULL, hpmlc_buckets_state, NULL },
+    { HPML_STRATEGY_LOCAL, "local", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
+      hpmlc_local_update, hpmlc_local_finish, hpmlc_weights_state, hpmlc_weights_close },
+    { HPML_STRATEGY_BLOCK, "block", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open_centre, hpmlc_weights_begin, NULL,
+      hpmlc_block_update, hpmlc_block_finish, hpmlc_weights_state, hpmlc_weights_close },
+    { HPML_STRATEGY_ELASTIC, "elastic", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open_centre, hpmlc_weights_begin,
+      NULL, hpmlc_elastic_update, hpmlc_elastic_finish, hpmlc_weights_state, hpmlc_weights_close },
+    { HPML_STRATEGY_GOSSIP, "gossip", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
+      hpmlc_gossip_update, hpmlc_gossip_finish, hpmlc_weights_state, hpmlc_weights_close },
 };
 
 enum { HPMLC_STRATEGIES = sizeof hpmlc_strategies / sizeof hpmlc_strategies[0] };
@@ -8940,58 +9367,48 @@ HPMLC_FN int hpmlc_partner(int p, uint64_t seed, int64_t step, int rank)
     return other < p ? (int)hpml_permute_index(seed, (uint64_t)step, p, other) : rank;
 }
 
-HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, uint64_t seed, int64_t step, int i, int j)
+/* Returns whether i and j are neighbours; partner: of i in the random pairing of PAIRS, else unused. */
+HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, int partner, int i, int j)
 {
     int rim = p - 1;
     if (i == j) return false;
     switch (topology) {
     case HPML_TOPOLOGY_RING: return (i + 1) % p == j || (j + 1) % p == i;
     case HPML_TOPOLOGY_WHEEL: return i == 0 || j == 0 || (rim > 1 && (i % rim == j - 1 || j % rim == i - 1));
-    case HPML_TOPOLOGY_PAIRS: return hpmlc_partner(p, seed, step, i) == j;
+    case HPML_TOPOLOGY_PAIRS: return partner == j;
     case HPML_TOPOLOGY_ALL: return true;
     }
     return false;
 }
 
-HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w)
+/* Returns the number of neighbours of `rank`, which has one at least. */
+HPMLC_FN int hpmlc_degree(hpml_topology topology, int p, int rank)
 {
-    for (int i = 0; i < p; i++) { /* w first: 1 for neighbours, a rank's degree in the diagonal */
-        double degree = 0;
-        for (int j = 0; j < p; j++) {
-            w[i * p + j] = hpmlc_neighbours(topology, p, seed, step, i, j);
-            degree += w[i * p + j];
-        }
-        w[i * p + i] = degree;
-    }
-    for (int i = 0; i < p; i++)
-        for (int j = 0; j < p; j++)
-            if (i != j && w[i * p + j] > 0) w[i * p + j] = 1 / (1 + fmax(w[i * p + i], w[j * p + j]));
-    for (int i = 0; i < p; i++) {
-        double rest = 1;
-        for (int j = 0; j < p; j++)
-            if (i != j) rest -= w[i * p + j];
-        w[i * p + i] = rest;
-    }
-}
-
-HPMLC_FN double hpmlc_degree(hpml_topology topology, int p, uint64_t seed, int64_t step, int rank)
-{
-    double degree = 0;
-    for (int j = 0; j < p; j++) degree += hpmlc_neighbours(topology, p, seed, step, rank, j);
-    return degree;
+    int rim = p - 1;
+    if (topology == HPML_TOPOLOGY_PAIRS) return 1;
+    if (topology == HPML_TOPOLOGY_RING) return rim < 2 ? rim : 2;
+    if (topology == HPML_TOPOLOGY_ALL || rank == 0) return rim;
+    return rim < 3 ? rim : 3;
 }
 
 /* Sets w to row `rank` of the mixing matrix: p weights, of each rank's array in the sum (see hpml_mixing_matrix). */
 HPMLC_FN void hpmlc_mixing_row(hpml_topology topology, int p, uint64_t seed, int64_t step, int rank, double *w)
 {
-    double mine = hpmlc_degree(topology, p, seed, step, rank), rest = 1;
+    const int partner = topology == HPML_TOPOLOGY_PAIRS ? hpmlc_partner(p, seed, step, rank) : -1;
+    const int mine    = hpmlc_degree(topology, p, rank);
+    double    rest    = 1;
     for (int j = 0; j < p; j++) {
         w[j] = 0;
-        if (!hpmlc_neighbours(topology, p, seed, step, rank, j)) continue;
-        w[j] = 1 / (1 + fmax(mine, hpmlc_degree(topology, p, seed, step, j)));
+        if (!hpmlc_neighbours(topology, p, partner, rank, j)) continue;
+        w[j] = 1 / (1 + fmax(mine, hpmlc_degree(topology, p, j)));
         rest -= w[j];
     }
     w[rank] = rest;
+}
+
+HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w)
+{
+    for (int i = 0; i < p; i++) hpmlc_mixing_row(topology, p, seed, step, i, w + (size_t)i * (size_t)p);
 }
 
 /* Replaces this rank's array by the weighted sum of its and its neighbours' old arrays, added in order of distance. */
