@@ -2664,15 +2664,9 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
     code = MPI_Test(&t->request[t->moved / HPMLC_PIECE % 2], &complete, &status);
     if (code == MPI_SUCCESS && complete && m->receiving) MPI_Get_count(&status, MPI_BYTE, &count);
     hpmlc_mpi_unlock(x);
-    if (code != MPI_SUCCESS) {
-        hpmlc_mpi_error(c, m, code);
-        return;
-    }
-    if (!complete) return;
-    if (count != (int)n) {
-        hpmlc_mismatch(c, m, t->moved + (size_t)count);
-        return;
-    }
+    if (code != MPI_SUCCESS) hpmlc_mpi_error(c, m, code);
+    else if (complete && count != (int)n) hpmlc_mismatch(c, m, t->moved + (size_t)count);
+    if (m->done || !complete) return;
     if (t->staging) m->reduce(m->data + t->moved, hpmlc_mpi_buffer(m, t->moved), n);
     t->moved += n;
     if (t->moved == m->bytes) m->done = true;
@@ -3340,22 +3334,6 @@ HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *letter)
     }
 }
 
-/* Connects all ranks of `given`: all send each other 'Y' (hpmlc_mpi_meet), duplicate `given` for c and send each other
-   'D', because the letter that is missing then shows which rank was lost. c NULL: this rank is out of memory, and sends
-   'N'. Returns false after an error, which is on ctx. */
-HPMLC_FN bool hpmlc_mpi_connect(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MPI_Comm given)
-{
-    static const char letters[] = { 'N', 'Y', 'D' };
-    MPI_Errhandler    own;
-    MPI_Comm_get_errhandler(given, &own);
-    MPI_Comm_set_errhandler(given, MPI_ERRORS_RETURN);
-    bool good = hpmlc_mpi_meet(ctx, x, &letters[hpml_ctx_status(ctx) == HPML_OK]) &&
-                hpmlc_mpi_duplicate(c, given, &hpmlc_mpi_of(c)->comm) == HPML_OK && hpmlc_mpi_meet(ctx, x, &letters[2]);
-    MPI_Comm_set_errhandler(given, own);
-    MPI_Errhandler_free(&own);
-    return good;
-}
-
 /* Sets d->rank and d->ranks; an error where MPI is not running, or launcher and libmpi do not belong together. */
 HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
 {
@@ -3377,11 +3355,15 @@ HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
     return HPML_OK;
 }
 
-/* Connects this rank with the others and returns the struct that c and its parts share, or NULL after an error, which
-   is on ctx. c NULL: notifies the others that this rank cannot start. */
+/* Connects this rank with all ranks of the desc: all send each other 'Y' (hpmlc_mpi_meet), duplicate the communicator
+   for c and send each other 'D', because the letter that is missing then shows which rank was lost. c NULL: sends 'N',
+   because this rank is out of memory. Returns the struct that c and its parts share; NULL: an error, on ctx. */
 HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_comm_desc *d)
 {
-    hpmlc_shared *x = hpmlc_shared_new(hpmlc_mpi_given(d), d->timeout != 0 ? d->timeout : 60);
+    static const char letters[] = { 'N', 'Y', 'D' };
+    const MPI_Comm    given = hpmlc_mpi_given(d);
+    hpmlc_shared     *x = hpmlc_shared_new(given, d->timeout != 0 ? d->timeout : 60);
+    MPI_Errhandler    own;
     if (!x) {
         hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for control messages");
         return NULL;
@@ -3393,7 +3375,13 @@ HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_co
     }
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* because MPICH raises errors of MPI_Test there */
-    if (hpmlc_mpi_connect(ctx, c, x, hpmlc_mpi_given(d))) return x;
+    MPI_Comm_get_errhandler(given, &own);
+    MPI_Comm_set_errhandler(given, MPI_ERRORS_RETURN);
+    bool good = hpmlc_mpi_meet(ctx, x, &letters[hpml_ctx_status(ctx) == HPML_OK]) &&
+                hpmlc_mpi_duplicate(c, given, &m->comm) == HPML_OK && hpmlc_mpi_meet(ctx, x, &letters[2]);
+    MPI_Comm_set_errhandler(given, own);
+    MPI_Errhandler_free(&own);
+    if (good) return x;
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
     x->kept = x->said_final; /* then x leaks, because MPI may still send from x */
@@ -8352,39 +8340,29 @@ typedef struct hpmlc_weights {
     bool    is_ahead;  /* block: parameters began this block ahead of the centre */
 } hpmlc_weights;
 
-/* Copies an array of the trainer to `to`, layout.span floats on the host. False: the trainer has no such array. */
-HPMLC_FN bool hpmlc_array_get(const hpml_distributed *d, int which, float *to)
+/* Copies an array of the trainer to `host`, layout.span floats; set: from `host`. False: there is no such array. */
+HPMLC_FN bool hpmlc_array_copy(const hpml_distributed *d, int which, float *host, bool set)
 {
-    const hpml_backend *device = d->layout.view.device;
-    const size_t        bytes  = (size_t)d->layout.span * sizeof(float);
-    int64_t             n;
-    const float        *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
+    const hpmlc_host_view *view  = &d->layout.view;
+    const size_t           bytes = (size_t)d->layout.span * sizeof(float);
+    int64_t                n;
+    float                 *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
     if (!array) return false;
-    if (device) device->read(d->layout.view.device_user, to, array, bytes);
-    else memcpy(to, array, bytes);
+    if (view->device && set) view->device->write(view->device_user, array, host, bytes);
+    else if (view->device) view->device->read(view->device_user, host, array, bytes);
+    else if (set) memcpy(array, host, bytes);
+    else memcpy(host, array, bytes);
     return true;
-}
-
-/* Sets an array of the trainer, if there is one, from layout.span floats on the host. */
-HPMLC_FN void hpmlc_array_set(const hpml_distributed *d, int which, const float *from)
-{
-    const hpml_backend *device = d->layout.view.device;
-    const size_t        bytes  = (size_t)d->layout.span * sizeof(float);
-    int64_t             n;
-    float              *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
-    if (!array) return;
-    if (device) device->write(d->layout.view.device_user, array, from, bytes);
-    else memcpy(array, from, bytes);
 }
 
 HPMLC_FN bool hpmlc_weights_open(hpml_distributed *d)
 {
-    hpmlc_weights *own = (hpmlc_weights *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
+    hpmlc_weights *own = (hpmlc_weights *)hpmlc_dist_alloc(d, sizeof *own);
     d->own = own;
     if (!own) return false;
     own->floats = d->layout.span + d->layout.buffer_total + HPMLC_MEET_STATS;
-    own->meet   = (float *)hpml_ctx_alloc(d->ctx, (size_t)own->floats * sizeof(float), NULL);
-    return own->meet && hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    own->meet   = (float *)hpmlc_dist_alloc(d, (size_t)own->floats * sizeof(float));
+    return own->meet && hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
 }
 
 /* As hpmlc_weights_open, for a strategy with a centre, and with a velocity if it is one with a momentum. */
@@ -8393,8 +8371,8 @@ HPMLC_FN bool hpmlc_weights_open_centre(hpml_distributed *d)
     const size_t bytes = (size_t)d->layout.span * sizeof(float);
     if (!hpmlc_weights_open(d)) return false;
     hpmlc_weights *own = (hpmlc_weights *)d->own;
-    own->centre   = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
-    own->momentum = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
+    own->centre   = (float *)hpmlc_dist_alloc(d, bytes);
+    own->momentum = (float *)hpmlc_dist_alloc(d, bytes);
     return own->momentum != NULL;
 }
 
@@ -8403,7 +8381,7 @@ HPMLC_FN hpml_status hpmlc_weights_begin(hpml_distributed *d, int64_t samples, f
 {
     hpmlc_weights *own   = (hpmlc_weights *)d->own;
     double         start = hpml_comm_now(d->c);
-    if (own->centre && !own->is_set) own->is_set = hpmlc_array_get(d, HPML_ARRAY_VALUES, own->centre);
+    if (own->centre && !own->is_set) own->is_set = hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, false);
     if (d->micro == 0) d->stats.samples = 0;
     hpml_status status = hpml_trainer_run_inner(d->t, samples, loss);
     d->stats.samples += (double)samples;
@@ -8462,7 +8440,7 @@ HPMLC_FN hpml_status hpmlc_weights_sum(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_weights_mean(hpml_distributed *d)
 {
     hpmlc_weights *own = (hpmlc_weights *)d->own;
-    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
     hpml_status status = hpmlc_weights_sum(d);
     hpmlc_divide_f32(own->meet, d->layout.span, (float)d->c->size);
     return status;
@@ -8485,9 +8463,9 @@ HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
     hpml_status    status = list->is_saving ? d->strategy->finish(d) : HPML_OK;
     for (int i = HPML_ARRAY_STATE; i < HPML_ARRAY_END && list->is_saving && status == HPML_OK; i++) {
-        if (!hpmlc_array_get(d, i, own->meet)) continue;
+        if (!hpmlc_array_copy(d, i, own->meet, false)) continue;
         status = hpmlc_reduce_all(d->c, own->meet, d->layout.span, HPML_ELEMENT_F32, HPML_MEAN, HPML_AUTO);
-        hpmlc_array_set(d, i, own->meet);
+        hpmlc_array_copy(d, i, own->meet, true);
     }
     hpmlc_weights_restart(own);
     own->is_ahead = false;
@@ -8504,15 +8482,6 @@ HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
     return hpml_ctx_status(d->ctx) == HPML_OK;
 }
 
-HPMLC_FN void hpmlc_weights_close(hpml_distributed *d)
-{
-    hpmlc_weights *own = (hpmlc_weights *)d->own;
-    if (!own) return;
-    hpml_ctx_release(d->ctx, own->meet);
-    hpml_ctx_release(d->ctx, own->centre);
-    hpml_ctx_release(d->ctx, own->momentum);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-local   local SGD: the mean of the parameters
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8524,7 +8493,7 @@ HPMLC_FN hpml_status hpmlc_local_meet(hpml_distributed *d)
 {
     const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
     hpml_status          status = hpmlc_weights_mean(d);
-    if (status == HPML_OK) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    if (status == HPML_OK) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, true);
     return status;
 }
 
@@ -8566,10 +8535,10 @@ HPMLC_FN hpml_status hpmlc_block_meet(hpml_distributed *d)
     }
     own->is_ahead = d->plan.outer_nesterov;
     hpmlc_block_start(d, own->is_ahead, own->meet);
-    hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, true);
     if (hpml_trainer_settings(d->t)->optimizer != HPML_OPT_SGD) return HPML_OK;
     memset(own->meet, 0, (size_t)d->layout.span * sizeof(float));
-    hpmlc_array_set(d, HPML_ARRAY_STATE, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_STATE, own->meet, true);
     return HPML_OK;
 }
 
@@ -8580,7 +8549,7 @@ HPMLC_FN hpml_status hpmlc_block_finish(hpml_distributed *d)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
     hpml_status    status = own->since > 0 ? hpmlc_block_meet(d) : HPML_OK;
-    if (status == HPML_OK && own->is_ahead) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->centre);
+    if (status == HPML_OK && own->is_ahead) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, true);
     own->is_ahead = false;
     return status;
 }
@@ -8599,13 +8568,13 @@ HPMLC_FN hpml_status hpmlc_elastic_meet(hpml_distributed *d)
     const int64_t  span = d->layout.span;
     float         *moved = (float *)hpmlc_scratch(d->c, (size_t)span * sizeof(float));
     if (!moved) return hpml_ctx_status(d->ctx);
-    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
     for (int64_t k = 0; k < span; k++) {
         float difference = d->plan.elastic * (own->meet[k] - own->centre[k]);
         moved[k]     = own->meet[k] - difference;
         own->meet[k] = difference;
     }
-    hpmlc_array_set(d, HPML_ARRAY_VALUES, moved);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, moved, true);
     hpml_status status = hpmlc_weights_sum(d);
     for (int64_t k = 0; k < span && status == HPML_OK; k++) own->centre[k] += own->meet[k];
     return status;
@@ -8618,7 +8587,7 @@ HPMLC_FN hpml_status hpmlc_elastic_finish(hpml_distributed *d)
 {
     const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
     hpml_status          status = own->since > 0 ? hpmlc_weights_mean(d) : HPML_OK;
-    if (status == HPML_OK && own->is_set) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->centre);
+    if (status == HPML_OK && own->is_set) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, true);
     return status;
 }
 
@@ -8635,21 +8604,19 @@ HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
     hpmlc_weights *own     = (hpmlc_weights *)d->own;
     float         *buffers = own->meet + d->layout.span;
     double         start   = hpml_comm_now(d->c);
-    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
     hpmlc_buffers_get(d, buffers);
     hpml_status status = hpml_mix(d->c, own->meet, d->layout.span + d->layout.buffer_total, d->plan.topology,
                                   d->plan.seed, hpml_trainer_step_count(d->t));
     hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
-    hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, true);
     hpmlc_buffers_set(d, buffers);
     status = hpmlc_weights_step(d);
     hpmlc_weights_restart(own);
     hpmlc_steps_note(d);
     return status;
 }
-
-HPMLC_FN hpml_status hpmlc_gossip_finish(hpml_distributed *d) { return hpmlc_local_meet(d); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategies   the table of strategies; attaching one to a trainer
@@ -8670,13 +8637,13 @@ static const hpmlc_strategy hpmlc_strategies[] = {
     { HPML_STRATEGY_SYNC, "sync", NULL, NULL, NULL, hpmlc_sync_open, hpmlc_sync_begin, hpmlc_sync_gradient,
       hpmlc_sync_update, NULL, hpmlc_buckets_state, NULL },
     { HPML_STRATEGY_LOCAL, "local", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
-      hpmlc_local_update, hpmlc_local_finish, hpmlc_weights_state, hpmlc_weights_close },
+      hpmlc_local_update, hpmlc_local_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_BLOCK, "block", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open_centre, hpmlc_weights_begin, NULL,
-      hpmlc_block_update, hpmlc_block_finish, hpmlc_weights_state, hpmlc_weights_close },
+      hpmlc_block_update, hpmlc_block_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_ELASTIC, "elastic", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open_centre, hpmlc_weights_begin,
-      NULL, hpmlc_elastic_update, hpmlc_elastic_finish, hpmlc_weights_state, hpmlc_weights_close },
+      NULL, hpmlc_elastic_update, hpmlc_elastic_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_GOSSIP, "gossip", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
-      hpmlc_gossip_update, hpmlc_gossip_finish, hpmlc_weights_state, hpmlc_weights_close },
+      hpmlc_gossip_update, hpmlc_local_meet, hpmlc_weights_state, NULL },
 };
 
 enum { HPMLC_STRATEGIES = sizeof hpmlc_strategies / sizeof hpmlc_strategies[0] };
@@ -8904,10 +8871,7 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
 // >>report   where the time of steps went
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Gets the report: means a step since the last reset, times in seconds. step_s is the sum of compute_s, exposed_s
-   (waiting for the exchange) and the rest (data, update). Of comm_s, the exchange's time, the fraction `hidden` is
-   behind computation; efficiency is 1 - exposed_s / step_s. reset: begins new sums. */
-
+/* Means a step since the last reset: step_s is the sum of compute_s, exposed_s and the rest (data, update). */
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
     hpml_counters now;
@@ -8938,8 +8902,6 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     r->at_reset = now;
 }
 
-/* Gathers the rows of all ranks' last steps, sorts them by step, then rank, and sets bubble_s, the seconds in which a
-   rank waited for the slowest rank (see hpml_step_row). Returns the number of rows; -1: an error. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
 {
     if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;
@@ -9333,10 +9295,7 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
     const int64_t before = d->plan.global_batch;
     hpml_status   status = hpml_distribute_save(d, s.path);
     if (status == HPML_OK) status = hpmlc_search_place(d, s.path);
-    for (int i = 0; i < capacity && trials; i++) {
-        trials[i].batch = 0;
-        trials[i].loss  = 0;
-    }
+    if (trials && capacity > 0) memset(trials, 0, sizeof *trials * (size_t)capacity);
     int64_t best = hpmlc_search_sizes(d, data, &s, trials, capacity, &status);
     d->report.rows = 0;
     hpml_distribute_get(d, NULL, true);
