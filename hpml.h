@@ -7991,7 +7991,8 @@ struct hpml_trainer {
     bool                norm_ready;      /* device_scalars holds this step's norm */
     bool                norm_fetched;    /* `scalars` holds this step's norm, too */
     bool                update_follows;  /* no hook comes between this backward pass and the update */
-    bool                update_early;    /* parameters step within this backward pass */
+    bool                update_early;    /* each parameter steps after the op that makes its gradient final, because
+                                            the gradient is in the cache then */
     bool                overflowed;      /* a gradient of this step is not finite, because of the loss scale */
 };
 
@@ -8707,16 +8708,9 @@ HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
     return (float)((double)samples / first) / (float)t->d.accumulate;
 }
 
-typedef enum hpmli_update_mode { /* when the parameters step, in a call of hpml_trainer_step */
-    HPMLI_NO_UPDATE,    /* not in this call: more micro-batches of this update follow */
-    HPMLI_UPDATE_EARLY, /* each after the op that makes its gradient final, because the gradient is in the cache then */
-    HPMLI_UPDATE_LATE   /* after the backward pass, in hpml_trainer_apply or a hook */
-} hpmli_update_mode;
-
 typedef struct hpmli_step { /* one call of hpml_trainer_step */
     int64_t    number;    /* updates before this call */
     int64_t    samples;
-    hpmli_update_mode mode;
     double     start, traced_start; /* seconds: of hpml_now, of the timeline */
     float      lr, scale;  /* learning rate; loss scale times accumulate_weight */
     float      loss;       /* mean of the samples; 0 unless loss_known */
@@ -8724,19 +8718,14 @@ typedef struct hpmli_step { /* one call of hpml_trainer_step */
     bool       info;       /* the caller wants a hpml_step_info */
 } hpmli_step;
 
-/* True if a hook may read or change gradients after the backward pass or within. */
-HPMLI_FN bool hpmli_uses_gradients(const hpml_trainer *t)
-{
-    return t->graph->any.run || t->graph->any.grad || t->graph->any.update;
-}
-
 /* Copies micro-batch x, y into the inputs, clears the last step's results, fills in *s, what the step's parts share. */
 HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void *y, hpmli_step *s)
 {
     const hpml_backend *b       = t->ctx->backend;
+    const hpml_hooks   *any     = &t->graph->any;
     int64_t             samples = s->samples;
     s->start = hpml_now();
-    if (samples != 0 || !t->graph->any.run) { /* 0: this rank has no part in a short last batch */
+    if (samples != 0 || !any->run) { /* 0: this rank has no part in a short last batch */
         hpml_status status = hpmli_write_batch(t, x, y, samples);
         if (status != HPML_OK) return status;
     }
@@ -8752,12 +8741,9 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     s->number       = t->step;
     s->traced_start = hpmli_trace_time(t->ctx, s->start);
     s->lr           = hpml_trainer_lr(t);
-    s->mode         = hpmli_uses_gradients(t) || t->wants_norm || b->sync || b->begin ? HPMLI_UPDATE_LATE
-                                                                                   : HPMLI_UPDATE_EARLY;
-    if (t->micro_batch + 1 < t->d.accumulate) s->mode = HPMLI_NO_UPDATE;
-    s->loss_known   = t->graph->any.run || s->info || !t->d.no_finite_check;
-    t->update_early      = s->mode == HPMLI_UPDATE_EARLY;
-    t->update_follows    = s->mode != HPMLI_NO_UPDATE && !hpmli_uses_gradients(t);
+    s->loss_known   = any->run || s->info || !t->d.no_finite_check;
+    t->update_follows    = t->micro_batch + 1 == t->d.accumulate && !any->run && !any->grad && !any->update;
+    t->update_early      = t->update_follows && !t->wants_norm && !b->sync && !b->begin;
     t->accumulate_weight = t->micro_batch > 0 ? t->accumulate_weight : 1;
     t->graph->at.batch   = t->micro_batch;
     t->graph->at.batches = t->d.accumulate;
@@ -8823,12 +8809,12 @@ HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
 }
 
 /* Counts the micro-batch; after an update's last one steps the parameters, or checks those that stepped in backward. */
-HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t, const hpmli_step *s)
+HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t)
 {
     hpml_status status = HPML_OK;
     t->micro_batch++;
-    if (s->mode == HPMLI_NO_UPDATE) return HPML_OK;
-    if (s->mode == HPMLI_UPDATE_EARLY) status = hpmli_updates_check(t);
+    if (t->micro_batch < t->d.accumulate) return HPML_OK;
+    if (t->update_early) status = hpmli_updates_check(t);
     else status = hpmli_hook_below(t, t->graph->hook_count, true, 0, NULL);
     t->micro_batch = 0;
     if (status == HPML_OK && !t->overflowed) t->step++;
@@ -8863,7 +8849,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     hpml_status status = hpmli_step_begin(t, x, y, &s);
     if (status == HPML_OK) status = hpmli_step_run(t, &s);
     if (status != HPML_OK) return status;
-    status = hpmli_step_update(t, &s);
+    status = hpmli_step_update(t);
     if (t->ctx->trace) hpmli_trace_stepped(t->ctx, s.number, s.traced_start, s.loss_known ? s.loss : (float)NAN);
     if (info && status == HPML_OK) hpmli_step_fill_info(t, &s, info);
     return status;
