@@ -1303,11 +1303,7 @@ typedef struct hpml_trace_desc {
     bool     arrows;                /* draws arrows from send to receive of collectives' messages: two events each */
     uint32_t _end;
 } hpml_trace_desc;
-#define HPML_LANE_COMPUTE 0
-#define HPML_LANE_COMM    1
-#define HPML_LANE_IO      2
-#define HPML_LANE_GPU     3
-#define HPML_LANE_STEP    4
+enum { HPML_LANE_COMPUTE = 0, HPML_LANE_COMM, HPML_LANE_IO, HPML_LANE_GPU, HPML_LANE_STEP }; /* lanes of events */
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc);
 HPML_API double      hpml_now(void); /* seconds, monotonic */
 /* Adds a span; `name` must live as long as the trace. Thread-safe. Without a trace does nothing. */
@@ -7442,9 +7438,9 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 #define HPMLI_OPTIMIZER_NAME 31 /* characters of an optimizer's name, at most */
 #define HPMLI_STATE_NAME     23 /* characters of a state's name, at most */
 HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm);
-/* The built-in optimizers. Columns: name, hpml_opt, state_count, states (name, nonnegative, with_momentum: kept only if
-   momentum is not 0; state 0 is a sum or mean of gradients, state 1 of their squares); defaults of lr, momentum, beta1,
-   beta2, eps, trust; nesterov, direction, layer_ratio, whole, prepare, step. */
+/* The built-in optimizers, indexed by hpml_opt. Columns: name, hpml_opt, state_count, states (name, nonnegative,
+   with_momentum: kept only if momentum is not 0; state 0 is a sum or mean of gradients, state 1 of their squares);
+   defaults of lr, momentum, beta1, beta2, eps, trust; nesterov, direction, layer_ratio, whole, prepare, step. */
 static const hpml_optimizer hpmli_optimizers[] = {
     { "sgd", HPML_OPT_SGD, 1, { { "momentum", false, true } },
       0.01f, 0, 0, 0, 0, 0, true, false, false, false, NULL, NULL },
@@ -7479,11 +7475,7 @@ HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name)
 /* Returns the user's optimizer `custom` or, where it is NULL, the built-in one of kind `opt`; NULL: there is none. */
 HPMLI_FN const hpml_optimizer *hpmli_optimizer_row(hpml_opt opt, const hpml_optimizer *custom)
 {
-    const hpml_optimizer *row;
-    if (custom) return custom;
-    for (int i = 0; (row = hpml_optimizer_at(i)) != NULL; i++)
-        if (row->opt == opt) return row;
-    return NULL;
+    return custom ? custom : hpml_optimizer_at((int)opt);
 }
 
 /* True if the optimizer `row` uses its state array number k; some states are used only if momentum is not 0. */
