@@ -179,6 +179,8 @@ if [ -z "$lack" ]; then
     check "that loses a worker" \
         '[ $? -ne 124 ] && says "250 gradients of 2 workers" && says "worker 0 fails in step 50"'
 fi
+timeout 60 build/19_federated --mixed --samples 4000 --rounds 4 --goal 0.75 --json >"$tmp/out" 2>&1
+check "federated averaging with masks" '[ $? -eq 0 ] && says "\"masked_sum_is_exact\": true"'
 timeout 60 build/20_lbfgs >"$tmp/out" 2>&1
 check "L-BFGS on ranks finds the weights of one rank; a slow worker costs little" \
     '[ $? -eq 0 ] && says "step 15  loss 0.4131487" && says "^portions: 4"'
