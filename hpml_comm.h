@@ -1742,8 +1742,7 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_
 
 /* A group is what the ranks of one communicator share: one inbox for each rank. A send is posted in the receiver's
    inbox as a pointer; the receiver copies, or adds up, straight from the sender's array and marks the send done: one
-   pass over the data and no buffer in between. A small message is copied instead, because its sender would sleep and
-   wake for longer than a copy takes: so is a question to a server.
+   pass over the data and no buffer in between. Small messages are copied, because to sleep and wake takes longer.
 
    The world, this process's ranks, counts its awake threads. A thread that falls asleep subtracts 1; the thread that
    wakes it first adds 1. So a count of zero means that no thread can ever wake another: a deadlock. */
