@@ -74,7 +74,7 @@ TEST(a_plan_is_read_from_text)
 TEST(wrong_words_are_named)
 {
     static const char *const wrong[][3] = { /* text; what the error names; what it says is possible */
-        { "exact=1,strategie=sync", "\"strategie\"", "strategy, sum, exact" },
+        { "exact=1,strategie=sync", "\"strategie\"", "strategy, servers, backup" },
         { "strategy=sinc", "strategy=sinc", "take sync" },
         { "codec=zip", "codec=zip", "none, bf16, onebit" },
         { "algorithm=", "algorithm= ", "auto, central" },
@@ -111,22 +111,32 @@ typedef struct refusal {
 } refusal;
 
 static const refusal refusals[] = {
-    { "global_batch=25", { 4, 6, 1, 0, 0, 0 }, { "global_batch", "ranks", "smaller global_batch" } },
-    { "exact=1,leaf=4,global_batch=24", { 4, 6, 1, 0, 0, 0 }, { "global_batch", "ranks", "larger batch" } },
-    { "algorithm=native", { 4, 6, 1, 0, 0, 0 }, { "algorithm", "transport", "take algorithm auto" } },
-    { "leaf=7", { 4, 6, 1, 0, 0, 0 }, { "leaf", "batch", "smaller leaf" } },
-    { "exact=1,delayed=1", { 4, 6, 1, 0, 0, 0 }, { "exact", "delayed", "set one" } },
-    { "exact=1,sum=1", { 4, 6, 1, 0, 0, 0 }, { "exact", "sum", "set one" } },
-    { "exact=1,warm_steps=3", { 4, 6, 1, 0, 0, 0 }, { "exact", "warm_steps", "set one" } },
-    { "exact=1,codec=topk", { 4, 6, 1, 0, 0, 0 }, { "exact", "codec", "take codec onebit" } },
-    { "exact=1,codec=lowrank", { 4, 6, 1, 0, 0, 0 }, { "exact", "codec", "take codec onebit" } },
-    { "exact=1,sync_batchnorm=1", { 4, 6, 1, 0, 0, 0 }, { "exact", "sync_batchnorm", "set one" } },
-    { "exact=1", { 4, 6, 2, 0, 0, 0 }, { "exact", "accumulate", "set accumulate to 1" } },
-    { "exact=1", { 4, 6, 1, 0, 1, 0 }, { "exact", "mixes", "leave exact out" } },
-    { "exact=1", { 4, 6, 1, 1, 0, 0 }, { "exact", "f16", "bf16" } },
-    { "codec=onebit", { 4, 6, 1, 1, 0, 0 }, { "codec", "f16", "codec none" } },
-    { "delayed=1", { 4, 6, 1, 1, 0, 0 }, { "delayed", "f16", "loss_scale" } },
-    { "strategy=local", { 4, 6, 1, 1, 0, 0 }, { "strategy", "f16", "bf16" } },
+    { "global_batch=25", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "global_batch", "ranks", "smaller global_batch" } },
+    { "exact=1,leaf=4,global_batch=24", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "global_batch", "ranks", "larger batch" } },
+    { "algorithm=native", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "algorithm", "transport", "take algorithm auto" } },
+    { "leaf=7", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "leaf", "batch", "smaller leaf" } },
+    { "exact=1,delayed=1", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "exact", "delayed", "set one" } },
+    { "exact=1,sum=1", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "exact", "sum", "set one" } },
+    { "exact=1,warm_steps=3", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "exact", "warm_steps", "set one" } },
+    { "exact=1,codec=topk", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "exact", "codec", "take codec onebit" } },
+    { "exact=1,codec=lowrank", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "exact", "codec", "take codec onebit" } },
+    { "exact=1,sync_batchnorm=1", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "exact", "sync_batchnorm", "set one" } },
+    { "exact=1", { 4, 6, 2, 0, 0, 0, 0, 0 }, { "exact", "accumulate", "set accumulate to 1" } },
+    { "exact=1", { 4, 6, 1, 0, 1, 0, 0, 0 }, { "exact", "mixes", "leave exact out" } },
+    { "exact=1", { 4, 6, 1, 1, 0, 0, 0, 0 }, { "exact", "f16", "bf16" } },
+    { "codec=onebit", { 4, 6, 1, 1, 0, 0, 0, 0 }, { "codec", "f16", "codec none" } },
+    { "delayed=1", { 4, 6, 1, 1, 0, 0, 0, 0 }, { "delayed", "f16", "loss_scale" } },
+    { "strategy=local", { 4, 6, 1, 1, 0, 0, 0, 0 }, { "strategy", "f16", "bf16" } },
+    { "strategy=ps", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "strategy", "servers", "set servers to 1" } },
+    { "strategy=async,servers=4", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "ranks", "servers", "fewer servers" } },
+    { "strategy=backup,servers=1", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "backup", "workers", "strategy ps" } },
+    { "strategy=backup,servers=1,backup=3", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "backup", "workers", "strategy ps" } },
+    { "strategy=ssp,servers=1,codec=onebit,warm_steps=2", { 4, 6, 1, 0, 0, 0, 0, 0 },
+      { "servers", "warm_steps", "strategy sync" } },
+    { "strategy=async,servers=1", { 4, 6, 1, 1, 0, 0, 0, 0 }, { "strategy", "f16", "strategy sync" } },
+    { "strategy=ps,servers=2,codec=lowrank", { 4, 6, 1, 0, 0, 0, 0, 0 }, { "servers", "lowrank", "take codec" } },
+    { "strategy=ps,servers=1", { 4, 6, 1, 0, 0, 0, 1, 0 }, { "servers", "optimizer", "take sgd" } },
+    { "strategy=ssp,servers=2", { 4, 6, 1, 0, 0, 1, 0, 0 }, { "clip_norm", "servers", "servers=1" } },
 };
 
 TEST(each_rule_names_both_sides_and_a_way_out)
