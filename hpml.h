@@ -1097,7 +1097,9 @@ typedef struct hpml_moment {
    sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in forward and backward
            passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
    data    before the first batch of a fit that takes this rank's part of the data; `mark` is a hash of the data, their
-           order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete */
+           order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete
+   next    returns which batch such a fit takes next, counted over all epochs of `batches` batches; below 0: its epoch
+           ends, or an error is on the context. is_last: the epoch is the last one of this fit */
 typedef hpml_status hpml_hook_fn(void *user, hpml_trainer *t, const hpml_moment *at);
 typedef struct hpml_hooks {
     void *user;
@@ -1106,6 +1108,7 @@ typedef struct hpml_hooks {
     void (*free)(void *user);
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
+    int64_t (*next)(void *user, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last);
 } hpml_hooks;
 #define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
 HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hooks); /* copies *hooks */
@@ -1143,12 +1146,13 @@ typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRA
 HPML_API float  *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats);
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param);
 /* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule uses; rank,
-   ranks and grain as in hpml_loader_desc. */
+   ranks and grain as in hpml_loader_desc. rank = ranks: none, because this rank computes nothing (a server). */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
 /* Adds `count` floats in the backend's memory to the trainer's checkpoints (a residual, state of a strategy); replaces
    an earlier array of that name, values NULL: removes it. Keep the memory until then. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates until now */
+HPML_API void        hpml_trainer_set_step(hpml_trainer *t, int64_t step); /* for hooks that step on others' behalf */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning rate of the next update */
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8318,6 +8322,7 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
 HPML_API hpml_graph *hpml_trainer_graph(hpml_trainer *t) { return t ? t->graph : NULL; }
 HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t) { return t ? &t->d : NULL; }
 HPML_API int64_t hpml_trainer_step_count(const hpml_trainer *t) { return t ? t->step : 0; }
+HPML_API void    hpml_trainer_set_step(hpml_trainer *t, int64_t step) { if (t) t->step = step; }
 
 HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 {
@@ -8330,9 +8335,9 @@ HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    if (ranks < 1 || rank < 0 || rank >= ranks || global_batch < 0 || grain < 0)
+    if (ranks < 1 || rank < 0 || rank > ranks || global_batch < 0 || grain < 0)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld: "
-                          "expected a rank from 0 to ranks - 1, and no negative sizes", rank, ranks,
+                          "expected a rank from 0 to ranks, and no negative sizes", rank, ranks,
                           (long long)global_batch, (long long)grain);
     t->rank         = rank;
     t->ranks        = ranks;
@@ -8989,6 +8994,13 @@ HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool au
     return true;
 }
 
+HPMLI_FN const hpml_hooks *hpmli_hooks_deal(const hpml_trainer *t) /* returns hooks with a `next`; NULL: none have */
+{
+    int k = t->graph->hook_count - 1;
+    while (k >= 0 && !t->graph->hooks[k].next) k--;
+    return k >= 0 ? &t->graph->hooks[k] : NULL;
+}
+
 /* Creates a loader: to evaluate, of all samples in order, else of this rank's shard. NULL: an error, or no `data`. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
                                            bool evaluate)
@@ -9008,6 +9020,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
         d.ranks        = t->ranks;
         d.global_batch = t->global_batch;
         d.grain        = t->grain;
+        d.no_prefetch  = d.no_prefetch || hpmli_hooks_deal(t); /* only the hook knows which batch comes next */
     }
     return hpml_loader_create(t->ctx, data, &d);
 }
@@ -9016,7 +9029,20 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l); /* a hash of data and o
 typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts */
     double  start;   /* seconds, by hpml_now */
     int64_t samples, updates;
+    bool    is_last; /* in the last epoch of the call */
+    const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
 } hpmli_fit;
+
+/* Gets the next batch of fit. False: the end of the epoch on this rank, or an error, on the context. */
+HPMLI_FN bool hpmli_fit_next(hpml_trainer *t, hpml_loader *l, const hpmli_fit *f, hpml_batch *b)
+{
+    const int64_t batches = hpml_loader_steps(l);
+    if (!f->deals) return hpml_loader_next(l, b);
+    int64_t n = f->deals->next(f->deals->user, t, t->epoch, batches, f->is_last);
+    if (n >= 0) return hpml_loader_seek(l, n / batches, n % batches) == HPML_OK && hpml_loader_next(l, b);
+    t->epoch += !hpmli_failed(t->ctx);
+    return false;
+}
 
 /* Trains from the trainer's place in the data to the epoch's end; HPML_ERR_STOPPED: on_step or max_steps ended it. */
 HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, hpmli_fit *f)
@@ -9024,14 +9050,14 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
     hpml_batch     b;
     hpml_step_info info;
     hpml_loader_seek(l, t->epoch, t->epoch_step);
-    while (hpml_loader_next(l, &b)) {
+    while (hpmli_fit_next(t, l, f, &b)) {
         int64_t before = t->step;
-        bool    last   = b.index + 1 == hpml_loader_steps(l);
+        bool    last   = !f->deals && b.index + 1 == hpml_loader_steps(l);
         t->graph->first_sample = b.first;
         hpml_status status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
         if (status != HPML_OK) return status;
         if (last) t->epoch++;
-        t->epoch_step = last ? 0 : b.index + 1;
+        t->epoch_step = last || f->deals ? 0 : b.index + 1;
         f->samples += b.samples;
         f->updates += t->step - before;
         if (d->on_step) {
@@ -9050,7 +9076,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
 {
     hpml_fit_desc d;
     hpml_status   status = HPML_OK;
-    hpmli_fit     f      = { hpml_now(), 0, 0 };
+    hpmli_fit     f      = { hpml_now(), 0, 0, false, NULL };
     if (!t) return HPML_ERR_ARGUMENT;
     if (!HPMLI_COPY_DESC(t->ctx, "fit", d, desc)) return t->ctx->status;
     if (d.epochs < 0 || d.max_steps < 0)
@@ -9063,7 +9089,9 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
         const int64_t     passes[] = { t->epoch, t->epoch_step, d.epochs, d.max_steps };
         if (h->data) status = h->data(h->user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
     }
+    if (!d.loader || d.loader->ranks == 0) f.deals = hpmli_hooks_deal(t);
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
+        f.is_last = e + 1 >= d.epochs;
         if (d.max_steps > 0 && f.updates >= d.max_steps) break; /* the last update ended an epoch */
         status = hpmli_fit_epoch(t, l, &d, &f);
     }
@@ -10665,7 +10693,7 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
     if (d->ranks == 0) d->ranks = 1;
     if (d->global_batch == 0) d->global_batch = (int64_t)d->batch * d->ranks;
     if (d->seed == 0) d->seed = ctx->seed;
-    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 ||
+    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank > d->ranks || d->samples_per_epoch < 0 ||
         d->augment.shift < 0 || d->augment.cutout < 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of "
                            "range", d->batch, d->rank, d->ranks, (long long)d->samples_per_epoch);
