@@ -619,10 +619,10 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
    trainers that need a norm of the gradient (clip_norm, dynamic loss scale, LARS, LAMB, own optimizers with prepare or
    direction).
    hpml_param_rows returns the rows in the order in which the passes met them, and *count; NULL: the gradient is dense.
-   hpml_param_set_rows clears the gradient and lists `rows` instead (some more than once, if so), to write their sums
-   over ranks to `grad`. */
+   hpml_param_add_rows adds `values` (count, width) to these rows of the gradient; clear: which it clears before. */
 HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count);
-HPML_API hpml_status    hpml_param_set_rows(hpml_tensor *table, const int32_t *rows, int64_t count);
+HPML_API hpml_status    hpml_param_add_rows(hpml_tensor *table, bool clear, const int32_t *rows, const float *values,
+                                            int64_t count);
 
 /* Multi-head attention without its projections. qkv (B, T, 3C): queries, keys and values of C numbers each; head h has
    the numbers h C/heads to (h+1) C/heads - 1 of each. y (B, T, C): for each head softmax(scale q k^T) v, where a query
@@ -3563,7 +3563,8 @@ HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count
     return r ? r->index : NULL;
 }
 
-HPML_API hpml_status hpml_param_set_rows(hpml_tensor *table, const int32_t *rows, int64_t count)
+HPML_API hpml_status hpml_param_add_rows(hpml_tensor *table, bool clear, const int32_t *rows, const float *values,
+                                         int64_t count)
 {
     if (!table || hpmli_failed(table->ctx)) return table ? table->ctx->status : HPML_ERR_ARGUMENT;
     if (!table->state->rows || !table->grad)
@@ -3573,8 +3574,13 @@ HPML_API hpml_status hpml_param_set_rows(hpml_tensor *table, const int32_t *rows
         if (rows[i] < 0 || rows[i] >= table->shape[0])
             return hpmli_fail(table->ctx, HPML_ERR_SHAPE, "param rows: row %d of \"%s\", expected 0 to %lld", rows[i],
                               table->name, (long long)table->shape[0] - 1);
-    hpmli_gradient_clear(table);
-    for (int64_t i = 0; i < count; i++) hpmli_rows_add(table->state->rows, rows[i]);
+    const int64_t width = table->shape[1];
+    if (clear) hpmli_gradient_clear(table);
+    for (int64_t i = 0; i < count; i++) {
+        float *row = table->grad + rows[i] * width;
+        hpmli_rows_add(table->state->rows, rows[i]);
+        table->ctx->k->vadd(row, row, values + i * width, width);
+    }
     return HPML_OK;
 }
 

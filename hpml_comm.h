@@ -108,6 +108,7 @@
 //     distribute   data parallelism: layout of the parameters, buckets of gradients
 //     distribute-step   data parallelism: a step, its statistics, the trainer's hooks
 //     state   one list of what a training carries from step to step
+//     distribute-rows   gradients of sparse tables: rows, gathered from all ranks
 //     strategy-sync   synchronous steps, gradients exchanged on the host
 //     strategy-delayed   double buffering: steps apply the gradients of the step before
 //     strategy-exact   the same bits for every number of ranks
@@ -624,6 +625,7 @@ typedef struct hpml_plan_facts {
     bool    overflows;     /* gradients overflow now and then: f16 with a dynamic loss scale */
     bool    mixes_samples; /* an op mixes the samples of a batch: hpml_graph_batchable is false */
     bool    native;        /* the transport, or a device link, has an allreduce of its own */
+    bool    sparse;        /* an embedding of the model has .sparse set */
 } hpml_plan_facts;
 HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
 /* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
@@ -6351,7 +6353,10 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(hpmlc_plan_packs(p) && f->overflows, "in f16 gradients overflow now and then, and a codec cannot carry an " \
          "infinity; take bf16, a fixed loss_scale, or codec none") \
     RULE(p->delayed && f->overflows, "with delayed a gradient is applied in the step after its own, in f16 under " \
-         "another loss scale perhaps; take bf16 or a fixed loss_scale, or leave delayed out")
+         "another loss scale perhaps; take bf16 or a fixed loss_scale, or leave delayed out") \
+    RULE(f->sparse && (p->strategy != HPML_STRATEGY_SYNC || p->exact || p->delayed || hpmlc_plan_packs(p)), \
+         "a sparse embedding has rows as its gradient, which strategy sync alone gathers, without exact, delayed and " \
+         "codec; take the plain sync, or leave .sparse of the embedding false")
 
 typedef enum hpmlc_field_kind {
     HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
@@ -6753,6 +6758,12 @@ typedef struct hpmlc_trial {
     double loss, samples;        /* sums over the steps: loss times samples; samples */
 } hpmlc_trial;
 
+/* Memory for the rows of all ranks of a sparse table's gradient, see >>distribute-rows. */
+typedef struct hpmlc_gathered {
+    float  *memory;              /* (floats) */
+    int64_t floats;
+} hpmlc_gathered;
+
 typedef struct hpmlc_states   hpmlc_states; /* list of what checkpoints hold, see >>state */
 typedef struct hpmlc_strategy hpmlc_strategy;
 
@@ -6775,6 +6786,7 @@ struct hpml_distributed {
     hpmlc_stats           stats;
     hpmlc_reporting       report;
     hpmlc_trial           trial;
+    hpmlc_gathered        rows;
     int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
 };
 
@@ -6949,7 +6961,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
             filled = 0;
         }
         hpml_tensor *p = i >= 0 ? hpmlc_param(d, i) : NULL;
-        if (!p || !p->grad) continue;
+        if (!p || !p->grad || hpml_param_rows(p, NULL)) continue; /* sparse: see >>distribute-rows */
         l->bucket_of[i] = d->buckets.count;
         at = hpmlc_gradient_at(d, p);
         hpmlc_gradient_of(p, gradients + at, &g[count++]);
@@ -7417,6 +7429,68 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>distribute-rows   gradients of sparse tables: rows, gathered from all ranks
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The gradient of a sparse table (hpml_embedding_desc.sparse) is in no bucket. After the other exchanges of a step each
+   rank sends the rows that it has to all ranks, in blocks of the largest number of rows: bytes follow the rows. Every
+   rank adds the rows up in the order of the ranks, so that all get the same bits. */
+
+/* Returns memory for `floats` floats, which grows with the most rows of a step until now. NULL: an error. */
+HPMLC_FN float *hpmlc_rows_reserve(hpml_distributed *d, int64_t floats)
+{
+    if (floats <= d->rows.floats) return d->rows.memory;
+    hpml_ctx_release(d->ctx, d->rows.memory);
+    d->rows.memory = (float *)hpml_ctx_alloc(d->ctx, (size_t)(2 * floats) * sizeof(float), NULL);
+    d->rows.floats = d->rows.memory ? 2 * floats : 0;
+    return d->rows.memory;
+}
+
+/* Adds up the gradient of the sparse table p over all ranks; then divides it by `divisor`. */
+HPMLC_FN hpml_status hpmlc_rows_sum(hpml_distributed *d, hpml_tensor *p, float divisor)
+{
+    hpml_comm     *c     = d->c;
+    const int64_t  width = p->shape[1];
+    int64_t        count, most, own;
+    const int32_t *row   = hpml_param_rows(p, &own);
+    most = own;
+    hpml_status status = hpmlc_reduce_all(c, &most, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
+    if (status != HPML_OK) return status;
+    const int64_t each = 1 + most * (width + 1); /* a block: number of rows, their indices, their gradients */
+    float *all = hpmlc_rows_reserve(d, each * c->size), *mine = all ? all + each * c->rank : NULL;
+    if (!all) hpmlc_failed(c); /* sends the error to the other ranks */
+    if (!all) return hpml_ctx_status(d->ctx);
+    memset(mine, 0, (size_t)each * sizeof(float));
+    int32_t number = (int32_t)own;
+    memcpy(mine, &number, sizeof number);
+    memcpy(mine + 1, row, (size_t)own * sizeof *row);
+    for (int64_t i = 0; i < own; i++)
+        memcpy(mine + 1 + most + i * width, p->grad + row[i] * width, (size_t)width * sizeof(float));
+    status = hpml_allgather(c, all, each * c->size, HPML_ELEMENT_F32);
+    for (int r = 0; r < c->size && status == HPML_OK; r++) {
+        const float *block = all + each * r;
+        memcpy(&number, block, sizeof number);
+        status = hpml_param_add_rows(p, r == 0, (const int32_t *)(const void *)(block + 1), block + 1 + most, number);
+    }
+    row = hpml_param_rows(p, &count);
+    for (int64_t i = 0; i < count && status == HPML_OK; i++) hpmlc_divide_f32(p->grad + row[i] * width, width, divisor);
+    return status;
+}
+
+/* Adds up the gradients of all sparse tables over all ranks, as the other gradients are: mean, or sum with .sum. */
+HPMLC_FN hpml_status hpmlc_rows_exchange(hpml_distributed *d)
+{
+    hpml_status status = HPML_OK;
+    double      start  = hpml_comm_now(d->c);
+    for (int i = 0; i < d->layout.params && status == HPML_OK; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        if (p->grad && hpml_param_rows(p, NULL)) status = hpmlc_rows_sum(d, p, d->plan.sum ? 1 : (float)d->c->size);
+    }
+    hpmlc_dist_waited(d, start);
+    return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-sync   synchronous steps, gradients exchanged on the host
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -7457,6 +7531,7 @@ HPMLC_FN hpml_status hpmlc_sync_gradient(hpml_distributed *d, int param)
 HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
 {
     hpml_status status = hpmlc_dist_wait(d);
+    if (status == HPML_OK) status = hpmlc_rows_exchange(d);
     if (status != HPML_OK) return status;
     hpmlc_buffers_average(d);
     hpmlc_steps_note(d);
@@ -8271,6 +8346,8 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->overflows     = hpmlc_overflows(t, c->ctx);
     out->mixes_samples = !hpml_graph_batchable(hpml_trainer_graph(t));
     out->native        = c->t->allreduce || c->link.begin;
+    for (int i = 0; i < hpml_param_count(c->ctx); i++)
+        if (hpml_trainer_place(t, i) >= 0 && hpml_param_rows(hpml_param_at(c->ctx, i), NULL)) out->sparse = true;
 }
 
 /* Replaces the fields of the plan that HPML_PLAN in the environment names, checks the plan, and fills in its defaults.
@@ -8383,7 +8460,7 @@ HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
 HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
 {
     void *const own[] = { d->own, d->stats.sum, d->stats.buffers, d->report.row, d->layout.bucket_of,
-                          d->layout.by_name, d->layout.view.window };
+                          d->layout.by_name, d->layout.view.window, d->rows.memory };
     d->strategy->close(d);
     for (size_t i = 0; i < sizeof own / sizeof own[0]; i++) hpml_ctx_release(d->ctx, own[i]);
     hpml_ctx_release(d->ctx, d);

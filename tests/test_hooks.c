@@ -499,13 +499,14 @@ TEST(sparse_tables_that_cannot_be_are_errors)
                  "reads the table \"e.weight\" of a sparse embedding");
     ENSURE_ERROR(ctx, !hpml_embedding(x, TABLE, WIDTH, &(hpml_embedding_desc){ .weight = data, .sparse = true }),
                  HPML_ERR_UNSUPPORTED, ".sparse is for parameters");
-    ENSURE_ERROR(ctx, hpml_param_set_rows(data, far, 1), HPML_ERR_STATE, "has no sparse gradient");
+    ENSURE_ERROR(ctx, hpml_param_add_rows(data, true, far, xs[0], 1), HPML_ERR_STATE, "has no sparse gradient");
     hpml_trainer *t = words(ctx, true, (hpml_trainer_desc){ .lr = 0.1f });
     ENSURE(!t && hpml_ctx_status(ctx) != HPML_OK); /* a second "e.weight" */
     hpml_ctx_free(ctx);
     ctx = hpml_ctx_create(NULL);
     t   = words(ctx, true, (hpml_trainer_desc){ .lr = 0.1f });
-    ENSURE_ERROR(ctx, hpml_param_set_rows(hpml_param_find(ctx, "e.weight"), far, 1), HPML_ERR_SHAPE, "row 40");
+    ENSURE_ERROR(ctx, hpml_param_add_rows(hpml_param_find(ctx, "e.weight"), true, far, xs[0], 1), HPML_ERR_SHAPE,
+                 "row 40");
     hpml_ctx_free(ctx);
     ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = &device });
     ENSURE_ERROR(ctx, !words(ctx, true, (hpml_trainer_desc){ .lr = 0.1f }), HPML_ERR_UNSUPPORTED, "on the host");

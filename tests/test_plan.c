@@ -96,21 +96,23 @@ typedef struct refusal {
 } refusal;
 
 static const refusal refusals[] = {
-    { "global_batch=25", { 4, 6, 1, 0, 0, 0 }, { "global_batch", "ranks", "smaller global_batch" } },
-    { "exact=1,leaf=4,global_batch=24", { 4, 6, 1, 0, 0, 0 }, { "global_batch", "ranks", "larger batch" } },
-    { "algorithm=native", { 4, 6, 1, 0, 0, 0 }, { "algorithm", "transport", "take algorithm auto" } },
-    { "leaf=7", { 4, 6, 1, 0, 0, 0 }, { "leaf", "batch", "smaller leaf" } },
-    { "exact=1,delayed=1", { 4, 6, 1, 0, 0, 0 }, { "exact", "delayed", "set one" } },
-    { "exact=1,sum=1", { 4, 6, 1, 0, 0, 0 }, { "exact", "sum", "set one" } },
-    { "exact=1,warm_steps=3", { 4, 6, 1, 0, 0, 0 }, { "exact", "warm_steps", "set one" } },
-    { "exact=1,codec=topk", { 4, 6, 1, 0, 0, 0 }, { "exact", "codec", "take codec onebit" } },
-    { "exact=1,codec=lowrank", { 4, 6, 1, 0, 0, 0 }, { "exact", "codec", "take codec onebit" } },
-    { "exact=1,sync_batchnorm=1", { 4, 6, 1, 0, 0, 0 }, { "exact", "sync_batchnorm", "set one" } },
-    { "exact=1", { 4, 6, 2, 0, 0, 0 }, { "exact", "accumulate", "set accumulate to 1" } },
-    { "exact=1", { 4, 6, 1, 0, 1, 0 }, { "exact", "mixes", "leave exact out" } },
-    { "exact=1", { 4, 6, 1, 1, 0, 0 }, { "exact", "f16", "bf16" } },
-    { "codec=onebit", { 4, 6, 1, 1, 0, 0 }, { "codec", "f16", "codec none" } },
-    { "delayed=1", { 4, 6, 1, 1, 0, 0 }, { "delayed", "f16", "loss_scale" } },
+    { "global_batch=25", { 4, 6, 1, 0, 0, 0, 0 }, { "global_batch", "ranks", "smaller global_batch" } },
+    { "exact=1,leaf=4,global_batch=24", { 4, 6, 1, 0, 0, 0, 0 }, { "global_batch", "ranks", "larger batch" } },
+    { "algorithm=native", { 4, 6, 1, 0, 0, 0, 0 }, { "algorithm", "transport", "take algorithm auto" } },
+    { "leaf=7", { 4, 6, 1, 0, 0, 0, 0 }, { "leaf", "batch", "smaller leaf" } },
+    { "exact=1,delayed=1", { 4, 6, 1, 0, 0, 0, 0 }, { "exact", "delayed", "set one" } },
+    { "exact=1,sum=1", { 4, 6, 1, 0, 0, 0, 0 }, { "exact", "sum", "set one" } },
+    { "exact=1,warm_steps=3", { 4, 6, 1, 0, 0, 0, 0 }, { "exact", "warm_steps", "set one" } },
+    { "exact=1,codec=topk", { 4, 6, 1, 0, 0, 0, 0 }, { "exact", "codec", "take codec onebit" } },
+    { "exact=1,codec=lowrank", { 4, 6, 1, 0, 0, 0, 0 }, { "exact", "codec", "take codec onebit" } },
+    { "exact=1,sync_batchnorm=1", { 4, 6, 1, 0, 0, 0, 0 }, { "exact", "sync_batchnorm", "set one" } },
+    { "exact=1", { 4, 6, 2, 0, 0, 0, 0 }, { "exact", "accumulate", "set accumulate to 1" } },
+    { "exact=1", { 4, 6, 1, 0, 1, 0, 0 }, { "exact", "mixes", "leave exact out" } },
+    { "exact=1", { 4, 6, 1, 1, 0, 0, 0 }, { "exact", "f16", "bf16" } },
+    { "codec=onebit", { 4, 6, 1, 1, 0, 0, 0 }, { "codec", "f16", "codec none" } },
+    { "delayed=1", { 4, 6, 1, 1, 0, 0, 0 }, { "delayed", "f16", "loss_scale" } },
+    { "delayed=1", { 4, 6, 1, 0, 0, 0, 1 }, { "sparse", "delayed", "leave .sparse" } },
+    { "codec=onebit", { 4, 6, 1, 0, 0, 0, 1 }, { "sparse", "codec", "plain sync" } },
 };
 
 TEST(each_rule_names_both_sides_and_a_way_out)
