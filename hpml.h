@@ -1075,7 +1075,7 @@ typedef struct hpml_hooks {
 HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hooks); /* copies *hooks */
 /* Returns the sets of hooks that are attached, the innermost first; *count: how many. */
 HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count);
-/* Detaches the set of hooks with this `user` that was attached last; without one, nothing. Not from within a hook. */
+/* Detaches the sets of hooks with this `user`, those attached last first. Not from within a hook. */
 HPML_API void        hpml_trainer_detach(hpml_trainer *t, const void *user);
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* in place of all; NULL: none */
 /* Within a hook `run`, once for each call, and within a hook `update`: run what this hook replaces. The trainer's own
@@ -8456,13 +8456,15 @@ HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count)
 
 HPML_API void hpml_trainer_detach(hpml_trainer *t, const void *user)
 {
-    int k = t ? t->graph->hook_count - 1 : -1;
-    while (k >= 0 && t->graph->hooks[k].user != user) k--;
-    if (k < 0) return;
-    hpml_hooks gone = t->graph->hooks[k];
-    for (t->graph->hook_count--; k < t->graph->hook_count; k++) t->graph->hooks[k] = t->graph->hooks[k + 1];
-    hpmli_hooks_note(t->graph);
-    if (gone.free) gone.free(gone.user);
+    hpml_graph *g = t ? t->graph : NULL;
+    for (int k = g ? g->hook_count - 1 : -1; k >= 0; k--) {
+        hpml_hooks gone = g->hooks[k];
+        if (gone.user != user) continue;
+        g->hook_count--;
+        memmove(&g->hooks[k], &g->hooks[k + 1], sizeof gone * (size_t)(g->hook_count - k));
+        hpmli_hooks_note(g);
+        if (gone.free) gone.free(gone.user);
+    }
 }
 
 HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)

@@ -114,6 +114,7 @@
 //     strategy-exact   the same bits for every number of ranks
 //     strategy-link   synchronous steps, gradients exchanged on devices
 //     strategy-nodes   synchronous steps, a device link inside nodes, messages between them
+//     strategy-hogwild   threads that update shared values without locks
 //     strategies   the table of strategies; attaching one to a trainer
 //     report   where the time of steps went
 //     resume   checkpoints of the whole job
@@ -576,6 +577,7 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 /* What ranks exchange, and when. */
 typedef enum hpml_strategy_kind {
     HPML_STRATEGY_SYNC = 0, /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
+    HPML_STRATEGY_HOGWILD,  /* rows, at once, of each rank alone, in values that threads share (Niu et al. 2011) */
     HPML_STRATEGY_COUNT     /* the number of strategies */
 } hpml_strategy_kind;
 HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync", ...; NULL: there is none */
@@ -626,6 +628,7 @@ typedef struct hpml_plan_facts {
     bool    mixes_samples; /* an op mixes the samples of a batch: hpml_graph_batchable is false */
     bool    native;        /* the transport, or a device link, has an allreduce of its own */
     bool    sparse;        /* an embedding of the model has .sparse set */
+    bool    together;      /* ranks are threads of one process, on the host, and time is true */
 } hpml_plan_facts;
 HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
 /* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
@@ -6354,9 +6357,14 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "infinity; take bf16, a fixed loss_scale, or codec none") \
     RULE(p->delayed && f->overflows, "with delayed a gradient is applied in the step after its own, in f16 under " \
          "another loss scale perhaps; take bf16 or a fixed loss_scale, or leave delayed out") \
-    RULE(f->sparse && (p->strategy != HPML_STRATEGY_SYNC || p->exact || p->delayed || hpmlc_plan_packs(p)), \
-         "a sparse embedding has rows as its gradient, which strategy sync alone gathers, without exact, delayed and " \
-         "codec; take the plain sync, or leave .sparse of the embedding false")
+    RULE(f->sparse && p->strategy != HPML_STRATEGY_HOGWILD && \
+         (p->strategy != HPML_STRATEGY_SYNC || p->exact || p->delayed || hpmlc_plan_packs(p)), \
+         "a sparse embedding has rows as its gradient, which only strategy sync without exact, delayed and codec " \
+         "gathers; take the plain sync or hogwild, or leave .sparse of the embedding false") \
+    RULE(p->strategy == HPML_STRATEGY_HOGWILD && !f->together, "strategy hogwild shares values in the memory of one " \
+         "process, not in virtual time, with MPI or on a device; take transport threads on the host, or sync") \
+    RULE(p->strategy == HPML_STRATEGY_HOGWILD && (hpmlc_plan_packs(p) || p->sync_batchnorm), "strategy hogwild sends " \
+         "no gradients and no rank waits for another, so it excludes codec and sync_batchnorm; leave them out")
 
 typedef enum hpmlc_field_kind {
     HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
@@ -6379,7 +6387,7 @@ enum { HPMLC_FIELDS = sizeof hpmlc_fields / sizeof hpmlc_fields[0] };
 
 HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy)
 {
-    static const char *const names[HPML_STRATEGY_COUNT] = { "sync" };
+    static const char *const names[HPML_STRATEGY_COUNT] = { "sync", "hogwild" };
     return (unsigned)strategy < HPML_STRATEGY_COUNT ? names[strategy] : NULL;
 }
 
@@ -8308,6 +8316,191 @@ HPMLC_FN void hpmlc_nodes_close(hpml_distributed *d)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-hogwild   threads that update shared values without locks
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Strategy hogwild: each rank steps by its own gradient, at once, on values that all threads share, and no rank waits
+   for another (Niu et al. 2011, "HOGWILD!"). A rank reads the values that a batch needs (of a sparse table the rows of
+   its tokens) by relaxed atomic loads to its own parameters, computes and steps there, and adds the change to the
+   shared values by a relaxed load and a relaxed store. Of two changes of one number at the same time one may be lost,
+   which sparse models bear because batches have few rows in common; a dense layer is shared as well, but read and
+   written whole. States of the optimizer are each rank's own. One rank has the bits of serial training. */
+
+typedef struct hpmlc_shared { /* values of all ranks; the rank that releases them last frees them */
+    hpml_allocator allocator;
+    size_t         bytes;
+    int32_t        holders;   /* ranks that have not released them */
+    uint32_t      *bits;      /* (layout.span) floats, in the places of the trainer's arrays */
+} hpmlc_shared;
+
+typedef struct hpmlc_hogwild {
+    hpmlc_shared *shared;
+    float        *seen;       /* (layout.span) the shared values as this rank read them last */
+    bool          is_loaded;  /* parameters come from a checkpoint: they are yet to be shared */
+} hpmlc_hogwild;
+
+/* Reads n shared values, from number `first` of parameter p on, to p. */
+HPMLC_FN void hpmlc_hogwild_pull(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
+{
+    const hpmlc_hogwild *own = (const hpmlc_hogwild *)d->own;
+    const int64_t        at  = hpmlc_gradient_at(d, p) + first;
+    for (int64_t i = at; i < at + n; i++) {
+        uint32_t bits = __atomic_load_n(&own->shared->bits[i], __ATOMIC_RELAXED);
+        memcpy(&own->seen[i], &bits, sizeof bits);
+    }
+    memcpy(p->data + first, own->seen + at, (size_t)n * sizeof(float));
+}
+
+/* Adds what a step has changed in n numbers of p, from number `first` on, to the shared values. */
+HPMLC_FN void hpmlc_hogwild_push(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
+{
+    const hpmlc_hogwild *own = (const hpmlc_hogwild *)d->own;
+    const int64_t        at  = hpmlc_gradient_at(d, p) + first;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = __atomic_load_n(&own->shared->bits[at + i], __ATOMIC_RELAXED);
+        float    was  = own->seen[at + i], value = p->data[first + i], now;
+        memcpy(&now, &bits, sizeof now);
+        if (now != was) value = now + (value - was); /* else exactly the value of the step */
+        memcpy(&bits, &value, sizeof bits);
+        __atomic_store_n(&own->shared->bits[at + i], bits, __ATOMIC_RELAXED);
+    }
+}
+
+/* Reads or changes all shared values: of sparse tables, with only_rows, the rows with a gradient alone. */
+HPMLC_FN void hpmlc_hogwild_all(const hpml_distributed *d, bool only_rows,
+                                void (*move)(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n))
+{
+    for (int k = 0; k < d->layout.params; k++) {
+        hpml_tensor   *p = hpmlc_param(d, k);
+        int64_t        count;
+        const int32_t *row = hpml_param_rows(p, &count);
+        if (hpmlc_gradient_at(d, p) < 0) continue;
+        if (!row || !only_rows) move(d, p, 0, hpml_tensor_count(p));
+        for (int64_t i = 0; row && only_rows && i < count; i++) move(d, p, row[i] * p->shape[1], p->shape[1]);
+    }
+}
+
+/* Reads the shared values that an op needs, before each forward pass: the trainer's hook `need`. */
+HPMLC_FN hpml_status hpmlc_hogwild_need(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
+{
+    const hpml_distributed *d      = (const hpml_distributed *)user;
+    hpml_tensor            *p      = hpmlc_param(d, at->param);
+    const hpml_tensor      *tokens = at->node->src[0];
+    if (at->pass == HPML_PASS_BACKWARD || hpmlc_gradient_at(d, p) < 0) return HPML_OK;
+    if (!hpml_param_rows(p, NULL)) {
+        hpmlc_hogwild_pull(d, p, 0, hpml_tensor_count(p));
+        return HPML_OK;
+    }
+    for (int64_t i = 0; i < hpml_tensor_count(tokens); i++) {
+        int32_t row = ((const int32_t *)tokens->raw)[i];
+        if (row >= 0 && row < p->shape[0]) hpmlc_hogwild_pull(d, p, row * p->shape[1], p->shape[1]);
+    }
+    return HPML_OK; /* the op refuses other tokens */
+}
+
+HPMLC_FN hpmlc_shared *hpmlc_shared_create(hpml_distributed *d)
+{
+    hpml_allocator a     = hpml_ctx_allocator(d->ctx);
+    size_t         bytes = sizeof(hpmlc_shared) + (size_t)d->layout.span * sizeof(uint32_t);
+    hpmlc_shared  *s     = (hpmlc_shared *)a.alloc(bytes, 64, a.user);
+    if (!s) return NULL;
+    s->allocator = a;
+    s->bytes     = bytes;
+    s->holders   = d->c->size;
+    s->bits      = (uint32_t *)(void *)(s + 1);
+    for (int k = 0; k < d->layout.params; k++) {
+        const hpml_tensor *p = hpmlc_param(d, k);
+        int64_t            at = hpmlc_gradient_at(d, p);
+        if (at >= 0) memcpy(s->bits + at, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
+    }
+    return s;
+}
+
+/* Releases this rank's share of the values: the destructor of a hpmlc_hogwild. */
+HPMLC_FN void hpmlc_hogwild_destroy(void *object)
+{
+    hpmlc_shared *s = ((hpmlc_hogwild *)object)->shared;
+    if (!s || __atomic_sub_fetch(&s->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
+    hpml_allocator a = s->allocator;
+    a.free(s, s->bytes, a.user);
+}
+
+HPMLC_FN bool hpmlc_hogwild_open(hpml_distributed *d)
+{
+    HPMLC_ZERO(hpml_hooks, hooks);
+    hpmlc_hogwild *own = (hpmlc_hogwild *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_hogwild_destroy);
+    d->own = own;
+    if (!own) return false;
+    own->seen = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->layout.span * sizeof(float), NULL);
+    if (own->seen && d->c->rank == 0) own->shared = hpmlc_shared_create(d);
+    if (d->c->rank == 0 && !own->shared) hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute: no memory for shared values");
+    if (hpml_broadcast(d->c, &own->shared, sizeof own->shared, 0) != HPML_OK || !own->seen) return false;
+    hooks.user = d;
+    hooks.need = hpmlc_hogwild_need;
+    return hpml_trainer_attach(d->t, &hooks) == HPML_OK;
+}
+
+HPMLC_FN void hpmlc_hogwild_share(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
+{
+    hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
+    const int64_t  at  = hpmlc_gradient_at(d, p) + first;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &p->data[first + i], sizeof bits);
+        __atomic_store_n(&own->shared->bits[at + i], bits, __ATOMIC_RELAXED);
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_hogwild_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
+    if (own->is_loaded) hpmlc_hogwild_all(d, false, hpmlc_hogwild_share);
+    own->is_loaded = false;
+    return hpmlc_dist_pass(d, samples, loss);
+}
+
+HPMLC_FN hpml_status hpmlc_hogwild_update(hpml_distributed *d)
+{
+    if (d->stats.samples == 0) return HPML_OK;
+    hpmlc_stats_fill(d, NULL);
+    hpml_status status = hpmlc_stats_read(d); /* of this rank alone */
+    if (status != HPML_OK) return status;
+    hpmlc_steps_note(d);
+    d->report.r.steps++;
+    status = hpml_trainer_apply(d->t, 0, d->layout.params);
+    if (status == HPML_OK) hpmlc_hogwild_all(d, true, hpmlc_hogwild_push);
+    return status;
+}
+
+/* All ranks get the shared values, and the mean of their running statistics. */
+HPMLC_FN hpml_status hpmlc_hogwild_finish(hpml_distributed *d)
+{
+    hpml_status status = hpml_barrier(d->c);
+    HPMLC_ZERO(hpml_allreduce_desc, mean);
+    mean.reduce = HPML_MEAN;
+    if (status != HPML_OK) return status;
+    hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
+    hpmlc_buffers_get(d, d->stats.buffers);
+    if (d->layout.buffer_total > 0) status = hpml_allreduce(d->c, d->stats.buffers, d->layout.buffer_total, &mean);
+    if (status == HPML_OK) hpmlc_buffers_set(d, d->stats.buffers);
+    return status == HPML_OK ? hpml_barrier(d->c) : status;
+}
+
+HPMLC_FN bool hpmlc_hogwild_state(hpml_distributed *d, hpmlc_states *list)
+{
+    if (list->is_saving) hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
+    else ((hpmlc_hogwild *)d->own)->is_loaded = true;
+    return true;
+}
+
+HPMLC_FN void hpmlc_hogwild_close(hpml_distributed *d)
+{
+    hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
+    hpml_trainer_detach(d->t, d);
+    if (own) hpml_ctx_release(d->ctx, own->seen);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>strategies   the table of strategies; attaching one to a trainer
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -8324,6 +8517,8 @@ static const hpmlc_strategy hpmlc_strategies[] = {
       hpmlc_link_gradient, hpmlc_link_update, NULL, hpmlc_link_state, hpmlc_link_close },
     { HPML_STRATEGY_SYNC, "sync", NULL, NULL, NULL, hpmlc_sync_open, hpmlc_sync_begin, hpmlc_sync_gradient,
       hpmlc_sync_update, NULL, hpmlc_sync_state, hpmlc_sync_close },
+    { HPML_STRATEGY_HOGWILD, "hogwild", NULL, NULL, NULL, hpmlc_hogwild_open, hpmlc_hogwild_begin, NULL,
+      hpmlc_hogwild_update, hpmlc_hogwild_finish, hpmlc_hogwild_state, hpmlc_hogwild_close },
 };
 
 enum { HPMLC_STRATEGIES = sizeof hpmlc_strategies / sizeof hpmlc_strategies[0] };
@@ -8346,6 +8541,7 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->overflows     = hpmlc_overflows(t, c->ctx);
     out->mixes_samples = !hpml_graph_batchable(hpml_trainer_graph(t));
     out->native        = c->t->allreduce || c->link.begin;
+    out->together      = hpml_ctx_backend(c->ctx)->host && (c->size == 1 || strcmp(c->t->name, "threads") == 0);
     for (int i = 0; i < hpml_param_count(c->ctx); i++)
         if (hpml_trainer_place(t, i) >= 0 && hpml_param_rows(hpml_param_at(c->ctx, i), NULL)) out->sparse = true;
 }
@@ -8472,9 +8668,10 @@ HPMLC_FN bool hpmlc_dist_attaches(hpml_trainer *t, hpml_comm *c)
 {
     int               count;
     const hpml_hooks *h = hpml_trainer_hooks(t, &count);
-    for (int k = count - 1; k >= 0; k--)
-        if (h[k].run == hpmlc_dist_run) hpml_trainer_detach(t, h[k].user);
-    h = hpml_trainer_hooks(t, &count);
+    for (int k = count - 1; k >= 0; k--) {
+        if (k < count && h[k].run == hpmlc_dist_run) hpml_trainer_detach(t, h[k].user);
+        h = hpml_trainer_hooks(t, &count);
+    }
     for (int k = 0; k < count; k++)
         if (h[k].run || h[k].update)
             return hpmlc_fail(c, HPML_ERR_STATE, "distribute: hooks with a `run` or an `update` are attached to the "

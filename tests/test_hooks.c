@@ -441,7 +441,8 @@ TEST(sparse_tables_train_as_dense_ones)
             if (kind == 4) cd.activation_dtype = HPML_DTYPE_BF16;
             hpml_ctx     *ctx = hpml_ctx_create(&cd);
             hpml_trainer *t = words(ctx, sparse, (hpml_trainer_desc){
-                .lr = 0.3f, .accumulate = kind == 2 ? 3 : 1, .optimizer = kind == 5 ? HPML_OPT_ADAGRAD : HPML_OPT_SGD });
+                .lr = 0.3f, .accumulate = kind == 2 ? 3 : 1, .optimizer = kind == 5 ? HPML_OPT_ADAGRAD : HPML_OPT_SGD
+            });
             ENSURE(t);
             for (int k = 0; k < 12; k++) {
                 int32_t tokens[BATCH * WORDS], labels[BATCH];
