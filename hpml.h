@@ -88,6 +88,7 @@
 //     api-graph   planning and running a recorded graph
 //     api-optimizer   optimizers: a table of rows, your own rows too
 //     api-backend   the seam to devices: a table of functions
+//     api-custom   ops of your own
 //     api-trainer   schedules, the trainer and its hooks
 //     api-data   datasets, readers, the loader
 //     api-save   safetensors and checkpoints
@@ -125,6 +126,7 @@
 //     sequence   multi-head attention; long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
+//     custom   ops of the user, on the host or on host copies of a device's arrays
 //     backend   the CPU backend: memory, sums of squares, the table of ops
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 //     optimizers   the table of optimizers, the driver of their steps, schedules
@@ -195,7 +197,6 @@ extern "C" {
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-status   status codes
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Status codes and texts: -1.. general, -100.. shapes, -200.. memory, -300.. files, -400.. communication, -500 CUDA */
 #define HPML_STATUS_LIST(X)                                                                                            \
     X(HPML_OK, 0, "ok")                                                                                                \
@@ -219,9 +220,8 @@ extern "C" {
     X(HPML_ERR_CUDA, -500, "CUDA failed")
 
 typedef enum hpml_status {
-#define HPMLI_X(name, code, text) name = code,
-    HPML_STATUS_LIST(HPMLI_X)
-#undef HPMLI_X
+#define HPMLI_STATUS_VALUE(name, code, text) name = code,
+    HPML_STATUS_LIST(HPMLI_STATUS_VALUE)
 } hpml_status;
 HPML_API const char *hpml_status_string(hpml_status status); /* a static text such as "out of memory"; never NULL */
 HPML_API int         hpml_version(void);                     /* HPML_VERSION of the compiled implementation */
@@ -229,11 +229,11 @@ HPML_API int         hpml_version(void);                     /* HPML_VERSION of 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-context   allocator, logger, context
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* In a desc a zero field means its default; HPML_ZERO in a field means 0 itself, where that is not the default. */
 #define HPML_ZERO (1e-38f)
-#define HPML_MAX_DIMS 5 /* most dimensions of a tensor */
-#define HPML_MAX_SRC  8 /* most source tensors of one op */
+#define HPML_MAX_DIMS    5  /* most dimensions of a tensor */
+#define HPML_MAX_SRC     16 /* most source tensors of one op */
+#define HPML_MAX_OUTPUTS 32 /* most outputs of one graph */
 
 typedef struct hpml_ctx     hpml_ctx;     /* owns memory, threads, errors, the device and all objects; opaque */
 typedef struct hpml_tensor  hpml_tensor;  /* an array with a shape; transparent, see >>api-tensor */
@@ -316,7 +316,6 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-tensor   tensors
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* First values of a parameter of shape (out, in, ...). fan_in: the product of all dimensions but the first; fan_out:
    shape[0] times the product of the dimensions after the second. U: uniform, N: normal distribution. */
 typedef enum hpml_init {
@@ -391,8 +390,7 @@ HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 /* Copies src to dst in CPU memory, of the same shape with any strides, and converts the type: floats are rounded to
    nearest, ties to even; I32 and U8 saturate, and NaN becomes 0 in them. */
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src);
-/* Copies `count` floats (hpml_tensor_count) in host memory to or from a contiguous tensor of any device and dtype;
-   converts as hpml_tensor_copy. */
+/* Copies all `count` floats in host memory to or from a contiguous tensor; converts types as hpml_tensor_copy does. */
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const float *values, int64_t count);
 HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_t count);
 /* Copies all values unconverted; bytes: hpml_tensor_count times hpml_dtype_size (labels, tokens, halves). */
@@ -659,7 +657,6 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-graph   planning and running a recorded graph
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Bytes of memory that a graph needs, known before any is allocated. A few KB of lists come on top. */
 typedef struct hpml_memory {
     size_t parameters;  /* values of all parameters of the context, each padded to HPML_GRADIENT_ALIGN floats */
@@ -673,7 +670,7 @@ typedef struct hpml_memory {
 
 typedef struct hpml_graph_desc {
     uint32_t            _begin;
-    int32_t             output_count; /* 0 to HPML_MAX_SRC */
+    int32_t             output_count; /* 0 to HPML_MAX_OUTPUTS */
     hpml_tensor *const *outputs;      /* results that may be read after a run */
     hpml_tensor        *loss;         /* an f32 scalar; NULL: no backward pass */
     uint32_t            _end;
@@ -773,16 +770,15 @@ HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-i
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-backend   the seam to devices: a table of functions
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* All ops: X(name in the enum, name of the function that records it). The enum, hpml_op_name and the backends' tables
-   are generated from this list. hpml_relu and the like record ACTIVATION, hpml_mean records SUM. */
+   are generated from this list. hpml_relu and the like record ACTIVATION, hpml_mean SUM, hpml_custom_op CUSTOM. */
 #define HPML_OPS(X)                                                                                                    \
     X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACTIVATION, activation) X(MATMUL, matmul)        \
     X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL2D, max_pool2d) X(AVG_POOL2D, avg_pool2d) X(RESHAPE, reshape)        \
     X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LOG_SOFTMAX, log_softmax)  \
     X(LAYERNORM, layernorm) X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding)    \
     X(ATTENTION, attention) X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy) X(BCE_WITH_LOGITS, bce_with_logits)          \
-    X(MSE, mse) X(HUBER, huber)
+    X(MSE, mse) X(HUBER, huber) X(CUSTOM, custom)
 
 typedef enum hpml_op {
 #define HPMLI_X(op, name) HPML_OP_##op,
@@ -808,6 +804,7 @@ typedef union hpml_attr {
     struct { int32_t heads; bool causal; float scale; } attention;
     struct { float smoothing; int32_t ignore; } cross_entropy;
     struct { float delta; } huber;
+    const struct hpml_custom *custom;                                   /* the context's copy of the desc */
 } hpml_attr;
 
 /* A node: one recorded op with its sources and its result, as backends get it. */
@@ -894,6 +891,49 @@ struct hpml_backend {
 HPML_API const hpml_backend *hpml_backend_cpu(void);
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx);
 HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* the object that the backend's open returned */
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-custom   ops of your own
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* An op of your own: recorded, planned, differentiated, timed and checked (hpml_check_grad) as a built-in op is.
+   forward    computes the values of node->out from those of node->src[i]
+   backward   computes from node->out->grad, which it may overwrite, the gradient of each source whose grad is not NULL,
+              and adds it there, by hpml_node_give or by itself: the array holds zeros or what other ops have added
+   Both find shapes of the current batch and f32 in host memory, whatever the backend is and in which type results are
+   stored: halves and the arrays of a device are copied, which waits for the device. They return HPML_OK or a status,
+   best by hpml_ctx_fail(run->ctx, ...). Random numbers: key a hpml_rng by run->step, run->sample and node->index. */
+typedef struct hpml_custom {
+    uint32_t     _begin;
+    const char  *name;         /* required, copied: the kind of op in summaries, profiles, traces and errors */
+    hpml_op_fn  *forward;      /* required */
+    hpml_op_fn  *backward;     /* NULL: the result has no gradient */
+    hpml_op_impl kernel;       /* optional: both for hpml_backend_cuda, where src and out have addresses raw, raw_grad
+                                  of the device and halves are halves; they only launch work on hpml_cuda_stream */
+    void        *user;         /* yours: node->attr.custom->user; must live as long as the context */
+    bool         one_number;   /* the result is a scalar, such as a loss */
+    int32_t      ndim;         /* dimensions of the result; 0: the result has the shape of source 0 */
+    int64_t      shape[HPML_MAX_DIMS]; /* of the result, for a full batch */
+    int64_t      batch_rows;   /* rows of the result that belong to a sample; 0: shape[0] / batch if that is whole, else
+                                  none; -1: none. Without such rows the op mixes samples: full batches only */
+    uint32_t     keeps;        /* a sum of HPML_KEEP_: the values that backward reads, because others are overwritten by
+                                  then; 0: all sources (but source 0 if in_place) and the result */
+    bool         in_place;     /* forward also works where the result is in the memory of source 0 */
+    bool         collective;   /* communicates with ranks that make the same calls. Also runs where run->idle, on a rank
+                                  without samples, as on a full batch of zeros; runs once in a pass, never replayed */
+    size_t       saved_bytes, scratch_bytes; /* of node->saved, from forward to backward; of node->scratch, in a call */
+    double       flops;        /* operations of forward on a full batch, for profiles; backward counts twice as many */
+    uint32_t     _end;
+} hpml_custom;
+#define HPML_KEEP_SRC(i) (UINT32_C(1) << (i))          /* the value of source i */
+#define HPML_KEEP_OUT    (UINT32_C(1) << HPML_MAX_SRC) /* the value of the result */
+#define HPML_KEEP_NONE   (UINT32_C(1) << 31)
+/* Records an op of your own with `count` sources, 1 to HPML_MAX_SRC, of floats or I32 (`raw`). */
+HPML_API hpml_tensor *hpml_custom_op(hpml_tensor *const *src, int count, const hpml_custom *desc);
+/* In backward: adds an array of the shape of source number `source` to the gradient of that source, if it needs one. */
+HPML_API void hpml_node_give(const hpml_run *run, hpml_node *node, int source, const float *gradient);
+/* For backends: runs an op's forward or backward on host copies of the device's arrays. */
+HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, bool backward);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-trainer   schedules, the trainer and its hooks
@@ -1118,7 +1158,6 @@ HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-data   datasets, readers, the loader
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Samples in host memory. The dataset owns its arrays and frees them; a slice uses those of its dataset. */
 struct hpml_dataset {
     hpml_ctx   *ctx;
@@ -1230,7 +1269,6 @@ HPML_API void         hpml_loader_free(hpml_loader *l);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-save   safetensors and checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* safetensors files: 8-byte length, JSON header, data. As every file of this library, such a file is written to
    `path`.tmp, synced and renamed, and its folder is synced: if the process is killed at any moment, `path` is the old
    file or the new one, complete. An old file's permissions are kept; a symbolic link is resolved. Only .npy files and
@@ -1271,7 +1309,6 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /*
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-see   timeline, profile, summary
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* The timeline in Chrome's trace format, for Perfetto: one process for each rank, one lane (thread) for each stream of
    work that has events; steps as spans, loss and bytes sent in each step as counters. An event takes about 50 ns. */
 typedef struct hpml_trace_desc {
@@ -1341,7 +1378,6 @@ HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* operati
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-random   counter-based random numbers
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Writes the four words of block `counter` under `key` to out: Philox 4x32-10 (Salmon et al. 2011), a keyed bijection
    of 128-bit counters, so that any thread, rank or device computes any part of a sequence directly, with the same bits
    on every instruction set. Not for cryptography. */
@@ -1369,7 +1405,6 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-codec   gradients packed for the wire: plain, bf16, 1-bit with error feedback
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A codec packs a gradient g in fewer bytes and adds what packing lost, the residual e, to the next step's gradient:
        v = g + e,   packed = encode(v),   e <- v - decode(packed)
    so that the sum of all packed gradients plus e is the sum of all gradients. Packing works on bare arrays, needs no
@@ -1483,8 +1518,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #undef HPMLI_REF
 #endif
 
-/* All code but the kernels lies between these macros, which switch six passes of gcc off: that cuts compile time by a
-   third and makes nothing slower. */
+/* All code but kernels is between these macros: without six passes gcc compiles it in two thirds of the time. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #define HPMLI_COMPILE_FAST_BEGIN                                                                                       \
     _Pragma("GCC push_options") _Pragma("GCC optimize(\"no-tree-pre,no-tree-vrp,no-tree-dominator-opts\")")            \
@@ -1522,7 +1556,6 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 // ---------------------------------------------------------------------------------------------------------------------
 // >>platform   compilers, system headers, macros
 // ---------------------------------------------------------------------------------------------------------------------
-
 #ifndef __GNUC__
 #error "hpml.h: the implementation needs gcc or clang; the declarations compile with any compiler"
 #endif
@@ -1562,7 +1595,10 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #include <sys/stat.h>
 #include <sys/time.h>
 #include <unistd.h>
-#define HPMLI_POSIX 1
+#define HPMLI_POSIX   1
+#define HPMLI_PROCESS (long)getpid() /* id of this process */
+#else
+#define HPMLI_PROCESS 0
 #endif
 #include <time.h>
 #ifndef HPML_NO_THREADS
@@ -1611,7 +1647,6 @@ HPMLI_COMPILE_FAST_BEGIN
 // ---------------------------------------------------------------------------------------------------------------------
 // >>kernels   the table of kernels: what each computes, and the structs that they take
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Describes `batch` matrix products C = act(alpha A B + beta C + bias), see >>gemm. Strides, in elements, lead to the
    next row (a_row, b_k, ldc) and the next column (a_k, b_col), so A and B may be transposed. Zero the struct first. */
 typedef struct hpmli_gemm_desc {
@@ -1676,8 +1711,7 @@ typedef struct hpmli_onebit_row {
     float   least[2], most[2];
 } hpmli_onebit_row;
 
-/* A convolution of x to y, see >>conv. Images are in NHWC order. Distances and sizes are in floats; a `step` is the
-   distance from one element to the next. */
+/* A convolution of x to y, see >>conv. Images are NHWC; sizes, distances and steps (to the next element) in floats. */
 typedef struct hpmli_conv {
     hpml_ctx  *ctx;
     hpml_node *n;
@@ -1725,8 +1759,7 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
    kernel (PART VII), with equal results up to rounding; ctx->k is the table of the fastest set that the CPU runs.
    accumulate: adds to the result, else overwrites it. A result may overwrite an operand unless a comment says no. */
 typedef struct hpmli_kernels {
-    const char *name;        /* "scalar", "avx2", "avx512", "neon" */
-    bool (*runs_here)(void); /* true when this CPU has the instructions */
+    const char *name; /* "scalar", "avx2", "avx512", "neon" */
     /* Elementwise loops over n elements of each array. */
     void (*act_forward)(hpml_act act, float slope, float *y, const float *x, int64_t n); /* y = act(x) */
     /* dx = dy act'(x) from x or from y = act(x); x or y may be NULL where the derivative does not read it */
@@ -1803,7 +1836,6 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>context   the context: errors, memory
 // ---------------------------------------------------------------------------------------------------------------------
-
 typedef void hpmli_destroy_fn(void *object); /* a destructor */
 /* The header before each allocation of a context. All are in one list, newest first, so that hpml_ctx_free can free
    them. `destroy`, if not NULL, is called before the memory is freed (to join a thread, to close a file). */
@@ -1846,6 +1878,7 @@ struct hpml_ctx {
     int                 *names;      /* (name_size) hash table of names: 1 + index of a parameter; 0: free */
     int64_t              name_size;  /* a power of two, at least twice the number of parameters */
     int                  node_count; /* recorded nodes: the next node's index, used in names and masks */
+    int64_t              source_count; /* sources of all recorded nodes together */
     int                  layout_permutes; /* nodes recorded by hpml_to_layout, which default names do not count */
     hpml_node            spare;      /* a dummy node that hpmli_node_create returns after an error */
     hpmli_trace         *trace;      /* the timeline; NULL: none is recorded */
@@ -1859,9 +1892,8 @@ HPMLI_FN double hpmli_trace_time(const hpml_ctx *ctx, double now) { return ctx->
 HPML_API const char *hpml_status_string(hpml_status status)
 {
     switch (status) {
-#define HPMLI_X(name, code, text) case name: return text;
-        HPML_STATUS_LIST(HPMLI_X)
-#undef HPMLI_X
+#define HPMLI_STATUS_TEXT(name, code, text) case name: return text;
+        HPML_STATUS_LIST(HPMLI_STATUS_TEXT)
     default: return "unknown status";
     }
 }
@@ -2071,7 +2103,6 @@ HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, ob
 // ---------------------------------------------------------------------------------------------------------------------
 // >>threads   the clock and the thread pool
 // ---------------------------------------------------------------------------------------------------------------------
-
 HPML_API double hpml_now(void)
 {
 #if defined(CLOCK_MONOTONIC)
@@ -2096,18 +2127,8 @@ HPML_API double hpml_now(void)
    a worker that wakes late cannot enter a job that is closed or is not the one it has seen. */
 typedef void hpmli_task_fn(void *arg, int64_t task, int thread);
 
-HPMLI_FN long hpmli_process(void)
-{
-#ifdef HPMLI_POSIX
-    return (long)getpid();
-#else
-    return 0;
-#endif
-}
-
-/* True in a child process of fork, which has none of its parent's threads: joining one of them, or locking a mutex that
-   one of them had locked, would wait forever. */
-HPMLI_FN bool hpmli_forked(const hpml_ctx *ctx) { return ctx->process != hpmli_process(); }
+/* True in a child of fork: joining a thread of the parent, or locking a mutex that it held, would wait forever. */
+HPMLI_FN bool hpmli_forked(const hpml_ctx *ctx) { return ctx->process != HPMLI_PROCESS; }
 
 #ifndef HPML_NO_THREADS
 #define HPMLI_JOB_OPEN   (UINT64_C(1) << 31)
@@ -2321,7 +2342,6 @@ HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAI
 // ---------------------------------------------------------------------------------------------------------------------
 // >>create   creating and freeing contexts
 // ---------------------------------------------------------------------------------------------------------------------
-
 HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
 {
     if (!HPMLI_DESC_OK(ctx, "ctx", d)) return false;
@@ -2372,7 +2392,7 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
     ctx->log         = d.log;
     ctx->log_user    = d.log_user;
     ctx->seed        = d.seed;
-    ctx->process     = hpmli_process();
+    ctx->process     = HPMLI_PROCESS;
     ctx->backend     = d.backend ? d.backend : hpml_backend_cpu();
     ctx->ops         = ctx->backend->ops;
     ctx->allocations = 1;
@@ -2431,7 +2451,6 @@ HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ct
 // ---------------------------------------------------------------------------------------------------------------------
 // >>rng   single random numbers, permutations
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Streams of random numbers of a seed: the four highest bits of a stream's number stand for its use, so that no two
    uses draw the same numbers. A single number costs one Philox block, about 20 ns. */
 #define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of the parameter; its first values */
@@ -2534,7 +2553,6 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 // ---------------------------------------------------------------------------------------------------------------------
 // >>tensor   tensors and views, copies and conversions
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Private state of a tensor; allocated together with the tensor. */
 struct hpmli_tensor_state {
     bool owns_memory; /* true: made by hpml_tensor_create; freed with the tensor */
@@ -2904,7 +2922,6 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>host   whole tensors to and from host memory
 // ---------------------------------------------------------------------------------------------------------------------
-
 HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
 /* Copies the first n elements of t, of any dtype, from the device to out on the host, converted to f32. */
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
@@ -2975,9 +2992,9 @@ HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, siz
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Bits of hpmli_op_info.needs: values that a node's backward pass reads, so that the planner keeps them until then. */
-#define HPMLI_NEED_SRC(i) (1u << (i)) /* the value of source i */
-#define HPMLI_NEED_OUT    (1u << 8)   /* the value of the result */
-#define HPMLI_INPLACE     (1u << 9)   /* no value: forward may write the result over the value of source 0 */
+#define HPMLI_NEED_SRC(i) HPML_KEEP_SRC(i)            /* the value of source i */
+#define HPMLI_NEED_OUT    HPML_KEEP_OUT               /* the value of the result */
+#define HPMLI_INPLACE     (1u << (HPML_MAX_SRC + 1))  /* no value: forward may write the result over source 0 */
 #define HPMLI_NEED_BOTH   (HPMLI_NEED_SRC(0) | HPMLI_NEED_SRC(1))
 
 /* Traits of an op (hpmli_op_info.traits): what code outside the op's section has to know. */
@@ -2990,7 +3007,8 @@ enum {
     HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source with as many dimensions */
     HPMLI_OP_JOINS_BATCH = 64,  /* results depend on the whole global batch: ranks without samples take part */
     HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
-    HPMLI_OP_KEEPS_SUM   = 256  /* `saved` is the sum before the activation, an array of the result's shape */
+    HPMLI_OP_KEEPS_SUM   = 256, /* `saved` is the sum before the activation, an array of the result's shape */
+    HPMLI_OP_IS_WHOLE    = 512  /* runs on all samples at once, also where results are stored in halves */
 };
 
 /* An entry of the table of ops; hpmli_op_of returns the entry of a node's op. */
@@ -3003,6 +3021,10 @@ typedef struct hpmli_op_info {
 HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table is defined behind all ops, in >>backend */
 HPMLI_FN const hpmli_op_info *hpmli_op_of(const hpml_node *n) { return hpmli_op_row(n->op); }
 HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_op_of(n)->traits & trait) != 0; }
+HPMLI_FN bool hpmli_is_collective(const hpml_node *n)
+{
+    return n->op == HPML_OP_CUSTOM && n->attr.custom->collective;
+}
 HPML_API const char *hpml_op_name(hpml_op op)
 {
     static const char *const names[] = {
@@ -3102,6 +3124,9 @@ struct hpmli_node_state {
     int64_t block_samples;                     /* samples of a block; 0: all samples */
     int64_t first_index;                       /* number of labels or tokens in the blocks before the present block */
     size_t  copies_at, block_saved;            /* bytes: offset of f32 copies in scratch; saved for a block */
+    size_t  host_bytes;                        /* of `host` */
+    char   *host;                              /* of an op of the user on a device, NULL until it runs: its saved and
+                                                  scratch memory and copies of the device's arrays */
 };
 
 /* Returns the type in which results of ops are stored: F32, BF16 or F16. */
@@ -3171,6 +3196,7 @@ HPMLI_FN void hpmli_check_dtypes(hpml_op op, unsigned traits, int src_count, hpm
         if (!src[i]) continue;
         hpml_dtype dtype = src[i]->dtype;
         bool       fits  = index ? dtype == HPML_DTYPE_I32 : dtype == HPML_DTYPE_F32 || dtype == stored;
+        if (op == HPML_OP_CUSTOM) fits |= dtype == HPML_DTYPE_I32;
         if (!fits)
             hpmli_fail(src[i]->ctx, HPML_ERR_DTYPE, "%s of %s: expected %s", hpml_op_name(op), hpmli_describe(src[i]),
                        hpml_dtype_name(index ? HPML_DTYPE_I32 : stored));
@@ -3215,6 +3241,7 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     n->state     = &block->state;
     n->op        = op;
     n->index     = ctx->node_count++;
+    ctx->source_count += src_count;
     n->out       = out;
     n->src_count = src_count;
     out->node    = n;
@@ -3601,16 +3628,13 @@ HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>place   a place in memory for each array of a plan: first fit
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A slot is an array and its life: the interval of times at which the array is needed. The slots are placed in order of
    size, the largest first, each at the lowest address where its bytes are free during its whole life (first fit; close
-   to the optimum for chains of layers). Two algorithms find the same address:
-   - a list of the slots placed before, sorted by address: for n slots n^2 / 2 short steps;
-   - a binary tree over the times (a segment tree). Each tree node has two lists of address ranges in use, in which
-     adjacent ranges are joined: `whole`, of slots alive at all times of the tree node, and `part`, of slots alive at
-     some of them. A life is cut into at most two tree nodes a level; it can collide only with the `part` lists of these
-     and the `whole` lists of the tree nodes above. Slots of one size are in few ranges, so this takes about n log n
-     steps for each size, and networks have few sizes. */
+   to the optimum for chains of layers). A search among all slots placed before would take n^2 / 2 steps for n slots; a
+   binary tree over the times (a segment tree) takes about n log n for each size of slots, and networks have few sizes.
+   Each tree node has two lists of address ranges in use, in which adjacent ranges are joined: `whole`, of slots
+   alive at all times of the tree node, and `part`, of slots alive at some of them. A life is cut into at most two tree
+   nodes a level; it can collide only with the `part` lists of these and the `whole` lists of the tree nodes above. */
 typedef struct hpmli_slot {
     size_t   bytes, offset; /* offset: before the slot is placed, its number, for a stable order */
     int      from, to;      /* first and last time of the slot's life */
@@ -3621,32 +3645,6 @@ HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
     const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
     if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
     return x->offset < y->offset ? -1 : x->offset > y->offset;
-}
-
-/* Returns the lowest offset at which s overlaps none of `placed`, sorted by offset, that live at the same time. */
-HPMLI_FN size_t hpmli_slot_fit(hpmli_slot *const *placed, int count, const hpmli_slot *s)
-{
-    size_t at = 0;
-    for (int i = 0; i < count; i++) {
-        const hpmli_slot *p = placed[i];
-        if (p->to < s->from || s->to < p->from || p->offset + p->bytes <= at) continue;
-        if (at + s->bytes <= p->offset) break;
-        at = p->offset + p->bytes;
-    }
-    return at;
-}
-
-HPMLI_FN bool hpmli_place_list(hpml_ctx *ctx, hpmli_slot *slots, int count)
-{
-    hpmli_slot **placed = hpmli_new(ctx, hpmli_slot *, count);
-    for (int i = 0; placed && i < count; i++) {
-        int at = i;
-        slots[i].offset = hpmli_slot_fit(placed, i, &slots[i]);
-        for (; at > 0 && placed[at - 1]->offset > slots[i].offset; at--) placed[at] = placed[at - 1];
-        placed[at] = &slots[i];
-    }
-    hpmli_free(ctx, placed);
-    return placed != NULL;
 }
 
 typedef struct hpmli_range {
@@ -3718,7 +3716,8 @@ HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
     return true;
 }
 
-HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int times)
+/* Places the slots in the order of the array; their lives lie in the times 0 to times - 1. False: no memory. */
+HPMLI_FN bool hpmli_slots_fit(hpml_ctx *ctx, hpmli_slot *slots, int count, int times)
 {
     hpmli_times m = HPMLI_ZEROED;
     m.ctx   = ctx;
@@ -3742,17 +3741,14 @@ HPMLI_FN bool hpmli_place_tree(hpml_ctx *ctx, hpmli_slot *slots, int count, int 
     return good;
 }
 
-/* Sorts and places the slots; raises *bytes to the memory that all need. Uses the tree if there are at least 1000 slots
-   for each size, else the list: the faster one (measured with random graphs). */
+/* Sorts and places the slots; raises *bytes to the memory that all need. False: no memory. */
 HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
 {
-    int sizes = 1, times = 1;
+    int times = 1;
     if (count > 0) qsort(slots, (size_t)count, sizeof *slots, hpmli_slot_order);
-    for (int i = 0; i < count; i++) {
-        if (i > 0 && slots[i].bytes != slots[i - 1].bytes) sizes++;
+    for (int i = 0; i < count; i++)
         if (slots[i].to >= times) times = slots[i].to + 1;
-    }
-    bool good = count / 1000 < sizes ? hpmli_place_list(ctx, slots, count) : hpmli_place_tree(ctx, slots, count, times);
+    bool good = hpmli_slots_fit(ctx, slots, count, times);
     for (int i = 0; i < count && good; i++)
         if (slots[i].offset + slots[i].bytes > *bytes) *bytes = slots[i].offset + slots[i].bytes;
     return good;
@@ -3795,6 +3791,8 @@ struct hpml_graph {
     int           *param_last;  /* (param_count) node whose backward makes the parameter's gradient final; -1: none */
     int64_t        batch, batch_now; /* samples of a full batch; of the current batch */
     bool           batchable;   /* no op mixes samples: short batches may run */
+    bool           collective;  /* an op communicates with other ranks */
+    bool           unreplayable; /* an op of the user does more than launch work of the device */
     bool           train;      /* `train` of the last forward pass */
     uint64_t       step;       /* `step` of the last forward pass */
     int64_t        first_sample, shift; /* index of this pass's first sample: in the global batch, in the inputs */
@@ -3825,7 +3823,7 @@ HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
         return;
     }
     if (hpmli_graph_leaf(g, t)) return;
-    HPML_ASSERT(g->leaf_count <= (g->ctx->node_count + 1) * HPML_MAX_SRC);
+    HPML_ASSERT(g->leaf_count <= g->ctx->source_count + HPML_MAX_OUTPUTS);
     t->state->leaf = g->leaf_count;
     g->leaves[g->leaf_count++] = t;
 }
@@ -3837,7 +3835,7 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
     hpml_ctx   *ctx   = g->ctx;
     hpml_node **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* by a node's index, at first with gaps */
     g->nodes  = found;
-    g->leaves = hpmli_new(ctx, hpml_tensor *, ((int64_t)ctx->node_count + 1) * HPML_MAX_SRC + 1);
+    g->leaves = hpmli_new(ctx, hpml_tensor *, ctx->source_count + HPML_MAX_OUTPUTS + 1);
     if (!found || !g->leaves) return false;
     for (int i = 0; i < target_count; i++) hpmli_graph_mark(g, found, targets[i]);
     for (int i = ctx->node_count - 1; i >= 0; i--)
@@ -3973,8 +3971,12 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
             return hpmli_false(g->ctx, HPML_ERR_SHAPE, "graph: its inputs have batches of %lld and %lld; they must be "
                                "the same", (long long)g->batch, (long long)t->shape[0]);
     }
-    for (int i = 0; i < g->count; i++)
-        if (g->nodes[i]->mixes_batch) g->batchable = false;
+    for (int i = 0; i < g->count; i++) {
+        const hpml_node *n = g->nodes[i];
+        if (n->mixes_batch) g->batchable = false;
+        if (hpmli_is_collective(n)) g->collective = true;
+        if (n->op == HPML_OP_CUSTOM && !n->attr.custom->kernel.forward) g->unreplayable = true;
+    }
     if (g->batch == 0) g->batch = 1;
     g->batch_now = g->batch;
     return true;
@@ -4027,13 +4029,13 @@ HPMLI_FN void hpmli_graph_release_nodes(hpml_graph *g)
 HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *desc)
 {
     hpml_graph_desc d;
-    hpml_tensor    *targets[HPML_MAX_SRC + 1];
+    hpml_tensor    *targets[HPML_MAX_OUTPUTS + 1];
     int             count = 0;
     if (hpmli_failed(ctx) || !HPMLI_COPY_DESC(ctx, "graph", d, desc)) return NULL;
-    if (d.output_count < 0 || d.output_count > HPML_MAX_SRC || (d.output_count == 0 && !d.loss) ||
+    if (d.output_count < 0 || d.output_count > HPML_MAX_OUTPUTS || (d.output_count == 0 && !d.loss) ||
         (d.output_count > 0 && !d.outputs) || (d.loss && hpml_tensor_count(d.loss) != 1))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: needs outputs (at most %d) or a loss, and the loss must be "
-                          "one number", HPML_MAX_SRC);
+                          "one number", HPML_MAX_OUTPUTS);
     for (int i = 0; i < d.output_count; i++) targets[count++] = d.outputs[i];
     if (d.loss) targets[count++] = d.loss;
     if (!hpmli_recordable(count, targets)) return NULL;
@@ -4136,12 +4138,13 @@ HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
 }
 
 /* Zeroes the gradients that backward of n would overwrite and that have no batch dimension: a short batch may not write
-   all of their elements, and a rank without samples writes none. */
-HPMLI_FN void hpmli_zero_gradients(const hpml_node *n)
+   all of their elements, and a rank without samples writes none. There, collective ops read other gradients, too. */
+HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
 {
     for (int s = 0; s < n->src_count; s++) {
         const hpml_tensor *t = n->src[s];
-        if (t && t->raw_grad && !t->batch_rows && !n->accumulate[s] && t->raw_grad != n->out->raw_grad)
+        bool partial = t && (!t->batch_rows || (g->idle && g->collective));
+        if (partial && t->raw_grad && !n->accumulate[s] && t->raw_grad != n->out->raw_grad)
             hpmli_gradient_clear(t);
     }
 }
@@ -4189,12 +4192,21 @@ HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, int i, bo
     return status;
 }
 
+/* Zeroes the values of t, an input or a result of a rank without samples, for collective ops. */
+HPMLI_FN void hpmli_zero_values(hpml_graph *g, const hpml_tensor *t)
+{
+    bool alias = t->node && hpmli_has_trait(t->node, HPMLI_OP_IS_ALIAS);
+    if (g->collective && !alias) g->ctx->backend->zero(g->ctx->device, t->raw, hpmli_tensor_bytes(t));
+}
+
 /* Runs the op of n, unless this rank has no samples and the op is not one that computes with all ranks' samples. */
 HPMLI_FN hpml_status hpmli_node_op(hpml_graph *g, const hpml_run *run, hpml_node *n, bool backward)
 {
-    const hpml_op_impl *op   = &g->ctx->ops[n->op];
-    bool                idle = run->idle && !(run->sum && hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH));
-    if (backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(n);
+    const hpml_op_impl *op    = &g->ctx->ops[n->op];
+    bool                joins = hpmli_is_collective(n) || (run->sum && hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH));
+    bool                idle  = run->idle && !joins;
+    if (backward && (idle || g->batch_now < g->batch)) hpmli_zero_gradients(g, n);
+    if (idle && !backward) hpmli_zero_values(g, n->out);
     if (idle) return HPML_OK;
     return backward ? op->backward(run, n) : op->forward(run, n);
 }
@@ -4331,7 +4343,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     const hpml_hooks *h       = &g->any;
     bool              timed   = g->profile || g->ctx->trace;
     bool              single  = timed || h->need || h->release || h->sum || g->idle; /* run nodes singly */
-    bool              replays = g->ctx->backend->begin && !single;
+    bool              replays = g->ctx->backend->begin && !single && !g->unreplayable && !g->collective;
     bool              hooks   = backward && h->grad && g->last;
     int               piece   = hpmli_piece_nodes(g, replays, hooks);
     hpml_status       status  = HPML_OK;
@@ -4345,6 +4357,8 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     pass.accumulate = accumulate;
     if (backward) g->at.pass = HPML_PASS_BACKWARD;
     hpmli_graph_apply_batch(g);
+    for (int i = 0; i < g->leaf_count && g->idle && !backward; i++)
+        if (g->leaves[i]->batch_rows) hpmli_zero_values(g, g->leaves[i]);
     for (int from = 0; from < g->count && status == HPML_OK; from += piece) {
         pass.from = from;
         pass.to   = hpmli_min((int64_t)from + piece, g->count);
@@ -4440,7 +4454,6 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-threads   cutting a matrix product into tasks for threads
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Splits a matrix product C = A B over threads: C is cut into rectangles, and one thread computes a rectangle with its
    own packing space, so that threads share nothing and never wait for each other. Each rectangle packs (copies for the
    kernel) its rows of A and columns of B itself; from 100 rows on, that takes a few percent of the time. */
@@ -4448,13 +4461,14 @@ typedef struct hpmli_gemm_job {
     hpml_ctx              *ctx;
     const hpmli_gemm_desc *d;
     int64_t                rows, cols; /* numbers of rectangles down and across C */
+    int64_t                pieces;     /* a product that is cut along k: number of pieces */
+    float                 *sums;       /* (pieces, m, n) one partial C for each piece */
 } hpmli_gemm_job;
 
-/* Returns the first index of part t when indices 0 .. length - 1 are cut into `pieces` parts at multiples of `unit`. */
-HPMLI_FN int64_t hpmli_piece_start(int64_t length, int64_t pieces, int64_t t, int64_t unit)
+/* Returns the first index of part t when indices 0 .. length - 1 are cut into `pieces` parts at multiples of 32. */
+HPMLI_FN int64_t hpmli_piece_start(int64_t length, int64_t pieces, int64_t t)
 {
-    int64_t units = (length + unit - 1) / unit, start = units * t / pieces * unit;
-    return start < length ? start : length;
+    return hpmli_min((length + 31) / 32 * t / pieces * 32, length);
 }
 
 HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
@@ -4465,10 +4479,10 @@ HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
     hpmli_gemm_part       part;
     part.d     = job->d;
     part.batch = task / (job->rows * job->cols);
-    part.i0    = hpmli_piece_start(job->d->m, job->rows, r, 1);
-    part.i1    = hpmli_piece_start(job->d->m, job->rows, r + 1, 1);
-    part.j0    = hpmli_piece_start(job->d->n, job->cols, c, 32);
-    part.j1    = hpmli_piece_start(job->d->n, job->cols, c + 1, 32);
+    part.i0    = job->d->m * r / job->rows;
+    part.i1    = job->d->m * (r + 1) / job->rows;
+    part.j0    = hpmli_piece_start(job->d->n, job->cols, c);
+    part.j1    = hpmli_piece_start(job->d->n, job->cols, c + 1);
     part.ws    = job->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
     if (part.i0 < part.i1 && part.j0 < part.j1) job->ctx->k->gemm_part(&part);
 }
@@ -4476,27 +4490,14 @@ HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
 /* Computes the product d on the calling thread, number `thread` of the pool, whose packing space is used. */
 HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
 {
-    hpmli_gemm_part part;
-    part.d  = d;
-    part.i0 = 0;
-    part.j0 = 0;
-    part.i1 = d->m;
-    part.j1 = d->n;
-    part.ws = ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+    hpmli_gemm_part part = { d, 0, 0, d->m, 0, d->n, ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS };
     if (d->m > 0 && d->n > 0)
         for (part.batch = 0; part.batch < d->batch; part.batch++) ctx->k->gemm_part(&part);
 }
 
 /* A product with a small C and a long k, the summed dimension (as for gradients of convolution weights), is cut along
-   k. The shape alone decides the pieces, and their sums are added in order, so that threads do not change the bits. */
-typedef struct hpmli_gemm_split {
-    hpml_ctx              *ctx;
-    const hpmli_gemm_desc *d;
-    int64_t                pieces;
-    float                 *sums; /* (pieces, m, n) one partial C for each piece */
-} hpmli_gemm_split;
-
-/* Returns into how many pieces, 1 to 64, the summed dimension k of product d is cut; 1 for a batch or a large C. */
+   k. The shape alone decides the pieces, and their sums are added in order, so that threads do not change the bits.
+   Returns the number of pieces, 1 to 64; 1 for a batch or a large C. */
 HPMLI_FN int64_t hpmli_gemm_pieces(const hpmli_gemm_desc *d)
 {
     int64_t pieces = d->k / 2048;
@@ -4507,20 +4508,20 @@ HPMLI_FN int64_t hpmli_gemm_pieces(const hpmli_gemm_desc *d)
 
 HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
 {
-    const hpmli_gemm_split *s  = (const hpmli_gemm_split *)arg;
-    int64_t                 p0 = task * s->d->k / s->pieces, p1 = (task + 1) * s->d->k / s->pieces;
-    hpmli_gemm_desc         d  = *s->d;
+    const hpmli_gemm_job *job = (const hpmli_gemm_job *)arg;
+    int64_t               p0  = task * job->d->k / job->pieces, p1 = (task + 1) * job->d->k / job->pieces;
+    hpmli_gemm_desc       d   = *job->d;
     d.k = p1 - p0;
     d.a += p0 * d.a_k;
     d.b += p0 * d.b_k;
-    d.c      = s->sums + task * d.m * d.n;
+    d.c      = job->sums + task * d.m * d.n;
     d.ldc    = d.n;
     d.alpha  = 1;
     d.beta   = 0;
     d.bias_n = NULL;
     d.bias_m = NULL;
     d.act    = 0;
-    hpmli_gemm_serial(s->ctx, thread, &d);
+    hpmli_gemm_serial(job->ctx, thread, &d);
 }
 
 #ifdef HPML_USE_CBLAS
@@ -4550,13 +4551,11 @@ HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 }
 #endif
 
-/* Sets job->rows and job->cols, the numbers of rectangles down and across C, for `want` threads: cuts the longer side
+/* Raises job->rows and job->cols, the numbers of rectangles down and across C, for `want` threads: cuts the longer side
    of a rectangle until there is a rectangle for each thread, or they are small. */
 HPMLI_FN void hpmli_gemm_cut(hpmli_gemm_job *job, int64_t want)
 {
     const hpmli_gemm_desc *d = job->d;
-    job->rows = 1;
-    job->cols = 1;
     while (job->rows * job->cols * d->batch < want) {
         int64_t height = d->m / job->rows, width = d->n / job->cols;
         /* prefer to cut rows of C if A is stored by columns, far apart: each column of rectangles copies all of A */
@@ -4572,30 +4571,23 @@ HPMLI_FN void hpmli_gemm_cut(hpmli_gemm_job *job, int64_t want)
 /* Computes the product d, or the batch of products, on all threads of the context; on one thread if it is small. */
 HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
-    hpmli_gemm_job   job;
-    hpmli_gemm_split split;
-    double           elements = (double)d->m * (double)d->n * (double)d->batch;
+    double  elements = (double)d->m * (double)d->n * (double)d->batch;
     /* threads: 1 for a product that takes less time than waking other threads and moving C between caches */
-    int64_t          want = elements * (double)d->k < 250e3 + 4 * fmin(elements, 65536) ? 1 : ctx->threads;
+    int64_t want = elements * (double)d->k < 250e3 + 4 * fmin(elements, 65536) ? 1 : ctx->threads;
     if (d->m < 1 || d->n < 1 || d->batch < 1) return;
 #ifdef HPML_USE_CBLAS
     if (hpmli_gemm_cblas(ctx, d)) return;
 #endif
-    split.pieces = hpmli_gemm_pieces(d);
-    if (split.pieces > 1) {
-        split.ctx  = ctx;
-        split.d    = d;
-        split.sums = ctx->gemm_ws + HPMLI_GEMM_WS - HPMLI_GEMM_SUMS;
-        hpmli_parallel(ctx, split.pieces, hpmli_gemm_split_task, &split);
-        for (int64_t i = 0; i < d->m; i++) ctx->k->gemm_sum(d, i, split.sums, split.pieces, d->m * d->n);
+    hpmli_gemm_job job = { ctx, d, 1, 1, hpmli_gemm_pieces(d), ctx->gemm_ws + HPMLI_GEMM_WS - HPMLI_GEMM_SUMS };
+    if (job.pieces > 1) {
+        hpmli_parallel(ctx, job.pieces, hpmli_gemm_split_task, &job);
+        for (int64_t i = 0; i < d->m; i++) ctx->k->gemm_sum(d, i, job.sums, job.pieces, d->m * d->n);
         return;
     }
     if (want == 1) {
         hpmli_gemm_serial(ctx, 0, d);
         return;
     }
-    job.ctx = ctx;
-    job.d   = d;
     hpmli_gemm_cut(&job, want);
     /* Rectangles of more than 8e6 multiply-adds are cut into up to four, so that a slow core can take fewer of them:
        along the columns of C, so that no part of B is packed twice. */
@@ -4604,10 +4596,57 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
 }
 
+/* A matrix, or a batch of them. The products C = A B and, backward, dA = dC B^T and dB = A^T dC are of the same kind: a
+   transposed matrix is the same memory with rows and columns exchanged, so one function computes all of them. */
+typedef struct hpmli_mat {
+    float  *p;
+    int64_t rows, cols, ld; /* ld: elements from one row to the next; if trans, from one column to the next */
+    int64_t count, apart;   /* number of matrices in a batch; elements from one to the next */
+    bool    trans;          /* stored transposed: columns are contiguous */
+} hpmli_mat;
+HPMLI_FN hpmli_mat hpmli_matrix(float *p, int64_t rows, int64_t cols, int64_t ld)
+{
+    hpmli_mat m = { p, rows, cols, ld, 1, 0, false };
+    return m;
+}
+HPMLI_FN hpmli_mat hpmli_transposed(hpmli_mat m)
+{
+    hpmli_mat t = { m.p, m.cols, m.rows, m.ld, m.count, m.apart, !m.trans };
+    return t;
+}
+
+/* Describes for hpmli_gemm the product c = a b, or c += a b if `accumulate`; for a transposed c it is c^T = b^T a^T. */
+HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
+{
+    hpmli_gemm_desc d = HPMLI_ZEROED;
+    if (c.trans) return hpmli_gemm_of(hpmli_transposed(b), hpmli_transposed(a), hpmli_transposed(c), accumulate);
+    d.m     = c.rows;
+    d.n     = c.cols;
+    d.k     = a.cols;
+    d.alpha = 1;
+    d.beta  = accumulate ? 1.0f : 0.0f;
+    d.batch = c.count;
+    d.a       = a.p;
+    d.a_row   = a.trans ? 1 : a.ld;
+    d.a_k     = a.trans ? a.ld : 1;
+    d.a_batch = a.apart;
+    d.b       = b.p;
+    d.b_k     = b.trans ? 1 : b.ld;
+    d.b_col   = b.trans ? b.ld : 1;
+    d.b_batch = b.apart;
+    d.c = c.p, d.ldc = c.ld, d.c_batch = c.apart;
+    return d;
+}
+
+HPMLI_FN void hpmli_product(hpml_ctx *ctx, hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
+{
+    hpmli_gemm_desc d = hpmli_gemm_of(a, b, c, accumulate);
+    hpmli_gemm(ctx, &d);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A product with halves (bf16, f16) in A or B is computed in tiles of C, one a task, and in blocks of k, the summed
    dimension. A task converts its blocks of A and B to f32, in the part of its packing space that products of this size
    leave free, and adds their product to its tile. The shape alone decides the cuts: threads do not change the bits. */
@@ -4666,8 +4705,7 @@ HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
     } while (k0 < j->d.k);
 }
 
-/* Chooses the tiles of C and runs a task for each. Tiles are large, because each converted number is used in all rows
-   or columns of its tile; but small enough to give 16 tasks. */
+/* Runs a task for each tile of C: large, because a converted number serves a row or column of it, but 16 or more. */
 HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
 {
     const hpmli_gemm_desc *d = &j->d;
@@ -4705,24 +4743,15 @@ HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_
         return hpmli_fail(ctx, HPML_ERR_DTYPE, "gemm: A is %s and B is %s, expected f32, bf16 or f16",
                           hpml_dtype_name(type_a), hpml_dtype_name(type_b));
     if (m == 0 || n == 0) return HPML_OK;
-    memset(&j, 0, sizeof j);
+    hpmli_mat A = { (float *)(uintptr_t)a, m, k, lda, 1, 0, trans_a };
+    hpmli_mat B = { (float *)(uintptr_t)b, k, n, ldb, 1, 0, trans_b };
     j.ctx     = ctx;
-    j.type[0] = type_a;
-    j.type[1] = type_b;
-    j.d.m     = m;
-    j.d.n     = n;
+    j.d       = hpmli_gemm_of(A, B, hpmli_matrix(c, m, n, ldc), false);
     j.d.k     = alpha == 0 ? 0 : k;
     j.d.alpha = alpha;
     j.d.beta  = beta;
-    j.d.batch = 1;
-    j.d.a     = (const float *)a;
-    j.d.a_row = trans_a ? 1 : lda;
-    j.d.a_k   = trans_a ? lda : 1;
-    j.d.b     = (const float *)b;
-    j.d.b_k   = trans_b ? 1 : ldb;
-    j.d.b_col = trans_b ? ldb : 1;
-    j.d.c     = c;
-    j.d.ldc   = ldc;
+    j.type[0] = type_a;
+    j.type[1] = type_b;
     if (all_f32 || j.d.k == 0) hpmli_gemm(ctx, &j.d);
     else hpmli_mixed_run(&j);
     return HPML_OK;
@@ -4749,10 +4778,9 @@ HPMLI_FN const float *hpmli_unit_stride(float *space, const float *x, int64_t in
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
                                 int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
 {
-    hpmli_gemm_desc d;
-    int64_t         rows = trans_a ? n : m; /* elements of y */
-    int64_t         k    = trans_a ? m : n; /* elements of x */
-    float          *to = y;
+    int64_t rows = trans_a ? n : m; /* elements of y */
+    int64_t k    = trans_a ? m : n; /* elements of x */
+    float  *to   = y;
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (m < 0 || n < 0 || lda < n || inc_x < 1 || inc_y < 1 ||
         (rows > 0 && (!y || (k > 0 && alpha != 0 && (!a || !x)))))
@@ -4767,31 +4795,14 @@ HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t 
         to = ctx->gemm_ws + HPMLI_VECTOR;
         if (beta != 0) hpmli_unit_stride(to, y, inc_y, rows);
     }
-    memset(&d, 0, sizeof d);
-    d.m     = rows;
-    d.n     = 1;
-    d.k     = k;
-    d.batch = 1;
+    hpmli_mat A = { (float *)(uintptr_t)a, rows, k, lda, 1, 0, trans_a };
+    hpmli_mat X = { (float *)(uintptr_t)x, k, 1, inc_x, 1, 0, false }, Y = hpmli_matrix(to, rows, 1, inc_y);
+    if (trans_a && inc_x == 1) X = hpmli_transposed(hpmli_matrix(X.p, 1, k, k));
+    if (to != y) Y.ld = 1;
+    if (trans_a && Y.ld == 1) Y = hpmli_transposed(hpmli_matrix(to, 1, rows, rows));
+    hpmli_gemm_desc d = hpmli_gemm_of(A, X, Y, false);
     d.alpha = alpha;
     d.beta  = beta;
-    d.a     = a;
-    d.a_row = trans_a ? 1 : lda;
-    d.a_k   = trans_a ? lda : 1;
-    d.b     = x;
-    d.b_k   = inc_x;
-    d.b_col = 1;
-    d.c     = to;
-    d.ldc   = to == y ? inc_y : 1;
-    if (trans_a && d.ldc == 1) {
-        d.m     = 1;
-        d.n     = rows;
-        d.ldc   = rows;
-        d.a     = x;
-        d.a_row = inc_x == 1 ? k : 1;
-        d.a_k   = inc_x;
-        d.b     = a;
-        d.b_k   = lda;
-    }
     hpmli_gemm(ctx, &d);
     for (int64_t i = 0; i < rows && to != y; i++) y[i * inc_y] = to[i];
     return HPML_OK;
@@ -5095,26 +5106,6 @@ HPMLI_WORK_OP(activation, 0,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>matmul   matrix products and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* The products C = A B and, backward, dA = dC B^T and dB = A^T dC are of the same kind: a transposed matrix is the same
-   memory with rows and columns exchanged, so one function computes all of them. */
-typedef struct hpmli_mat {
-    float  *p;
-    int64_t rows, cols, ld; /* ld: elements from one row to the next; if trans, from one column to the next */
-    int64_t count, apart;   /* number of matrices in a batch; elements from one to the next */
-    bool    trans;          /* stored transposed: columns are contiguous */
-} hpmli_mat;
-HPMLI_FN hpmli_mat hpmli_matrix(float *p, int64_t rows, int64_t cols, int64_t ld)
-{
-    hpmli_mat m = { p, rows, cols, ld, 1, 0, false };
-    return m;
-}
-HPMLI_FN hpmli_mat hpmli_transposed(hpmli_mat m)
-{
-    hpmli_mat t = { m.p, m.cols, m.rows, m.ld, m.count, m.apart, !m.trans };
-    return t;
-}
-
 /* Returns the values of t, or if `grad` its gradient, as one matrix whose rows run along the last dimension. */
 HPMLI_FN hpmli_mat hpmli_mat_of(const hpml_tensor *t, bool grad)
 {
@@ -5128,35 +5119,6 @@ HPMLI_FN hpmli_mat hpmli_grads(const hpml_tensor *t) { return hpmli_mat_of(t, tr
 HPMLI_FN hpmli_mat hpmli_mat_at(hpmli_mat m, int64_t row, int64_t rows, int64_t col, int64_t cols)
 {
     return hpmli_matrix(m.p + row * m.ld + col, rows, cols, m.ld);
-}
-
-/* Describes for hpmli_gemm the product c = a b, or c += a b if `accumulate`; for a transposed c it is c^T = b^T a^T. */
-HPMLI_FN hpmli_gemm_desc hpmli_gemm_of(hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
-{
-    hpmli_gemm_desc d = HPMLI_ZEROED;
-    if (c.trans) return hpmli_gemm_of(hpmli_transposed(b), hpmli_transposed(a), hpmli_transposed(c), accumulate);
-    d.m     = c.rows;
-    d.n     = c.cols;
-    d.k     = a.cols;
-    d.alpha = 1;
-    d.beta  = accumulate ? 1.0f : 0.0f;
-    d.batch = c.count;
-    d.a       = a.p;
-    d.a_row   = a.trans ? 1 : a.ld;
-    d.a_k     = a.trans ? a.ld : 1;
-    d.a_batch = a.apart;
-    d.b       = b.p;
-    d.b_k     = b.trans ? 1 : b.ld;
-    d.b_col   = b.trans ? b.ld : 1;
-    d.b_batch = b.apart;
-    d.c = c.p, d.ldc = c.ld, d.c_batch = c.apart;
-    return d;
-}
-
-HPMLI_FN void hpmli_product(hpml_ctx *ctx, hpmli_mat a, hpmli_mat b, hpmli_mat c, bool accumulate)
-{
-    hpmli_gemm_desc d = hpmli_gemm_of(a, b, c, accumulate);
-    hpmli_gemm(ctx, &d);
 }
 
 HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, bool trans_b)
@@ -5308,7 +5270,6 @@ HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>shape   reshape, permute, slice, concat, sum
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A reshape of a result costs nothing: the planner gives it, and its gradient, the memory of its source. Other ops copy
    between a tensor and a range of another one, or one with reordered dimensions, in runs as long as strides allow. */
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
@@ -5630,7 +5591,6 @@ HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution: recording, sizes
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* This section computes convolutions y = act(w * x + bias), see hpml_conv2d. Sources of the node: x, w, bias (NULL
    without). Groups are convolutions of some channels each, which are computed one after another. With kernel K x K,
    stride S, padding P and dilation D, as plain C for one image and one group in the order NCHW:
@@ -5819,7 +5779,6 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-run   convolution: its forward and backward pass
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Packs weights of HPMLI_CONV_PANEL output channels of a group (one task) in kernel order, for y or, want_dx, dx. */
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
@@ -5928,8 +5887,7 @@ typedef struct hpmli_columns {
     bool              back;      /* the matrix is added to dx, else filled from x */
 } hpmli_columns;
 
-/* Fills the matrix row of one tap of one channel from x or, back, adds the rows of all taps of a channel to dx: one
-   task, because these share elements of dx. */
+/* Fills the row of one tap and channel from x or, back, adds a channel's rows, which share elements of dx, to dx. */
 HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_columns *m = (const hpmli_columns *)arg;
@@ -6071,7 +6029,6 @@ HPMLI_OP(conv2d, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_A
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pool   max, average and global pooling
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Pooling: a task is a plane (a channel of an image) or, in NHWC, an image. Max saves the position of each window's
    maximum for the backward pass; average divides by the number of the window's pixels that lie in the image. */
 HPMLI_FN hpml_tensor *hpmli_pool_record(hpml_tensor *x, hpml_op op, int32_t kh, int32_t kw, int32_t stride,
@@ -6139,124 +6096,88 @@ HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
     }
 }
 
-/* Computes the maximum of each window of one plane (a channel of an image); backward adds dy at the saved positions. */
-HPMLI_FN void hpmli_max_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
+/* Pools a plane (a channel of an image). Backward adds dy at the saved places of maxima, or spreads it over windows. */
+HPMLI_FN void hpmli_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
 {
-    const hpml_node   *n = w->n;
-    const hpml_tensor *x = n->src[0], *y = n->out;
-    const int32_t     *kernel = n->attr.conv.kernel;
-    int64_t  H = x->shape[2], W = x->shape[3], OW = y->shape[3], size = y->shape[2] * OW, r0, r1, c0, c1;
-    int64_t  from = plane * H * W, to = plane * size;
-    int32_t *at   = (int32_t *)n->saved + to;
-    bool halves = kernel[0] == 2 && kernel[1] == 2 && n->attr.conv.stride[0] == 2 && n->attr.conv.padding[0] == 0;
-    if (w->back && !n->accumulate[0] && (!halves || H % 2 || W % 2))
-        memset(x->grad + from, 0, (size_t)(H * W) * sizeof(float));
+    const hpml_node *n = w->n;
+    const int32_t   *kernel = n->attr.conv.kernel;
+    bool     max = n->op == HPML_OP_MAX_POOL2D;
+    int64_t  H = n->src[0]->shape[2], W = n->src[0]->shape[3], r0, r1, c0, c1;
+    int64_t  OW = n->out->shape[3], size = n->out->shape[2] * OW;
+    int32_t *at = max ? (int32_t *)n->saved + plane * size : NULL; /* where each maximum is */
+    float   *x  = (w->back ? n->src[0]->grad : n->src[0]->data) + plane * H * W;
+    float   *y  = (w->back ? n->out->grad : n->out->data) + plane * size;
+    bool     halves = max && kernel[0] == 2 && kernel[1] == 2 && n->attr.conv.stride[0] == 2;
+    halves = halves && n->attr.conv.padding[0] == 0;
+    if (w->back && !n->accumulate[0] && (!halves || H % 2 || W % 2)) memset(x, 0, (size_t)(H * W) * sizeof(float));
     if (halves) hpmli_max_pool_2x2(w, plane);
     for (int64_t o = 0; !halves && o < size; o++) {
-        if (w->back) {
-            x->grad[from + at[o]] += y->grad[to + o];
+        double sum = 0;
+        if (max && w->back) {
+            x[at[o]] += y[o];
             continue;
         }
         hpmli_window(n, 0, o / OW, &r0, &r1);
         hpmli_window(n, 1, o % OW, &c0, &c1);
-        int64_t best = r0 * W + c0;
+        int64_t best  = r0 * W + c0;
+        float   share = max ? 0 : 1 / (float)((r1 - r0) * (c1 - c0));
         for (int64_t r = r0; r < r1; r++)
-            for (int64_t c = c0; c < c1; c++)
-                if (HPMLI_MAX_OR_NAN(x->data[from + r * W + c], x->data[from + best])) best = r * W + c;
-        y->data[to + o] = x->data[from + best];
-        at[o] = (int32_t)best;
+            if (w->back) w->k->vscale_add(x + r * W + c0, x + r * W + c0, 1, share * y[o], c1 - c0);
+            else if (!max) sum += (double)w->k->vsum(x + r * W + c0, c1 - c0);
+            else
+                for (int64_t c = c0; c < c1; c++)
+                    if (HPMLI_MAX_OR_NAN(x[r * W + c], x[best])) best = r * W + c;
+        if (max) at[o] = (int32_t)best;
+        if (!w->back) y[o] = max ? x[best] : (float)sum * share;
     }
 }
 
-/* Computes the average of each window of a plane (channel of an image); backward spreads dy evenly over the window. */
-HPMLI_FN void hpmli_avg_pool_plane(const hpmli_work *w, int64_t plane, int thread HPMLI_UNUSED)
-{
-    const hpml_node *n = w->n;
-    int64_t      W = n->src[0]->shape[3], pixels = n->src[0]->shape[2] * W, r0, r1, c0, c1;
-    int64_t      OW = n->out->shape[3], size = n->out->shape[2] * OW;
-    const float *x  = n->src[0]->data + plane * pixels;
-    float       *dx = w->back ? n->src[0]->grad + plane * pixels : NULL;
-    float       *y  = (w->back ? n->out->grad : n->out->data) + plane * size;
-    if (dx && !n->accumulate[0]) memset(dx, 0, (size_t)pixels * sizeof(float));
-    for (int64_t o = 0; o < size; o++) {
-        double sum = 0;
-        hpmli_window(n, 0, o / OW, &r0, &r1);
-        hpmli_window(n, 1, o % OW, &c0, &c1);
-        float share = 1 / (float)((r1 - r0) * (c1 - c0));
-        for (int64_t r = r0; r < r1; r++) {
-            if (dx) w->k->vscale_add(dx + r * W + c0, dx + r * W + c0, 1, share * y[o], c1 - c0);
-            else sum += (double)w->k->vsum(x + r * W + c0, c1 - c0);
-        }
-        if (!dx) y[o] = (float)sum * share;
-    }
-}
-
-/* Max-pools one NHWC image, all channels of a window together; at: for each maximum the index of its pixel. */
-HPMLI_FN void hpmli_max_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
+/* Pools one NHWC image, all channels of a window together; at: for each maximum the index of its pixel. */
+HPMLI_FN void hpmli_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
 {
     const hpml_node   *n = w->n;
     const hpml_tensor *x = n->src[0], *y = n->out;
+    bool     max = n->op == HPML_OP_MAX_POOL2D;
     int64_t  C = x->shape[3], W = x->shape[2], pixels = x->shape[1] * W, size = y->shape[1] * y->shape[2];
     int64_t  r0, r1, c0, c1;
-    int32_t *at   = (int32_t *)n->saved + image * size * C;
+    int32_t *at   = max ? (int32_t *)n->saved + image * size * C : NULL;
     float   *from = (w->back ? x->grad : x->data) + image * pixels * C;
     float   *to   = (w->back ? y->grad : y->data) + image * size * C;
     if (w->back && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
-    for (int64_t o = 0; o < size; o++, at += C, to += C) {
-        for (int64_t c = 0; w->back && c < C; c++) from[at[c] * C + c] += to[c];
-        if (w->back) continue;
+    for (int64_t o = 0; o < size; o++, at += max ? C : 0, to += C) {
+        for (int64_t c = 0; max && w->back && c < C; c++) from[at[c] * C + c] += to[c];
+        if (max && w->back) continue;
         hpmli_window(n, 0, o / y->shape[2], &r0, &r1);
         hpmli_window(n, 1, o % y->shape[2], &c0, &c1);
-        for (int64_t c = 0; c < C; c++) at[c] = (int32_t)(r0 * W + c0);
-        memcpy(to, from + (r0 * W + c0) * C, (size_t)C * sizeof(float));
-        for (int64_t r = r0; r < r1; r++)
-            for (int64_t p = r * W + c0; p < r * W + c1; p++)
+        float share = max ? 0 : 1 / (float)((r1 - r0) * (c1 - c0));
+        for (int64_t c = 0; max && c < C; c++) at[c] = (int32_t)(r0 * W + c0);
+        if (max) memcpy(to, from + (r0 * W + c0) * C, (size_t)C * sizeof(float));
+        for (int64_t r = r0; r < r1; r++) {
+            if (!max && !w->back) w->k->vsum_rows(to, from + (r * W + c0) * C, c1 - c0, C, r > r0);
+            for (int64_t p = r * W + c0; w->back && p < r * W + c1; p++) w->k->vaxpby(from + p * C, share, to, 1, C);
+            for (int64_t p = r * W + c0; max && p < r * W + c1; p++)
                 for (int64_t c = 0; c < C; c++) {
                     bool won = HPMLI_MAX_OR_NAN(from[p * C + c], to[c]);
                     at[c] = won ? (int32_t)p : at[c];
                     to[c] = won ? from[p * C + c] : to[c];
                 }
-    }
-}
-
-HPMLI_FN void hpmli_avg_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
-{
-    const hpml_node   *n = w->n;
-    const hpml_tensor *x = n->src[0], *y = n->out;
-    int64_t C = x->shape[3], W = x->shape[2], pixels = x->shape[1] * W, size = y->shape[1] * y->shape[2];
-    int64_t r0, r1, c0, c1;
-    float  *from = (w->back ? x->grad : x->data) + image * pixels * C;
-    float  *to   = (w->back ? y->grad : y->data) + image * size * C;
-    if (w->back && !n->accumulate[0]) memset(from, 0, (size_t)(pixels * C) * sizeof(float));
-    for (int64_t o = 0; o < size; o++, to += C) {
-        hpmli_window(n, 0, o / y->shape[2], &r0, &r1);
-        hpmli_window(n, 1, o % y->shape[2], &c0, &c1);
-        float share = 1 / (float)((r1 - r0) * (c1 - c0));
-        for (int64_t r = r0; r < r1; r++) {
-            if (!w->back) w->k->vsum_rows(to, from + (r * W + c0) * C, c1 - c0, C, r > r0);
-            for (int64_t p = r * W + c0; w->back && p < r * W + c1; p++) w->k->vaxpby(from + p * C, share, to, 1, C);
         }
-        if (!w->back) w->k->vscale_add(to, to, share, 0, C);
+        if (!max && !w->back) w->k->vscale_add(to, to, share, 0, C);
     }
 }
 
-HPMLI_FN void hpmli_pooling_run(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *plane,
-                                hpmli_work_fn *image)
+HPMLI_FN void hpmli_pooling(const hpml_run *run, hpml_node *n, bool back)
 {
     bool nhwc = n->out->layout == HPML_NHWC;
-    hpmli_for_each_parallel(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1, nhwc ? image : plane);
+    hpmli_for_each_parallel(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1,
+                            nhwc ? hpmli_pool_image : hpmli_pool_plane);
 }
-HPMLI_OP(max_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
-         hpmli_pooling_run(run, n, false, hpmli_max_pool_plane, hpmli_max_pool_image),
-         hpmli_pooling_run(run, n, true, hpmli_max_pool_plane, hpmli_max_pool_image));
-HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back),
-         hpmli_pooling_run(run, n, false, hpmli_avg_pool_plane, hpmli_avg_pool_image),
-         hpmli_pooling_run(run, n, true, hpmli_avg_pool_plane, hpmli_avg_pool_image));
+HPMLI_OP(max_pool2d, 0, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
+HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 // ---------------------------------------------------------------------------------------------------------------------
-
 #define HPMLI_NORM_ROWS 32 /* rows of a block in the backward pass of layernorm and rmsnorm */
 /* Saved by a norm for each channel or row: its mean, as mean + rest; rstd = 1 / sqrt(variance + eps). */
 typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
@@ -6679,7 +6600,6 @@ HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n
 // ---------------------------------------------------------------------------------------------------------------------
 // >>sequence   multi-head attention; long short-term memory
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Multi-head attention. For each sample and head, with Q, K, V (T, D) and D = C / heads:
        S = scale Q K^T,  P = softmax of the rows of S (causal: row t has the columns 0 .. t),  O = P V.
    A scalar reference of the forward pass; q(t)[d] is number h D + d of position t in head h, k and v are C and 2 C
@@ -6928,7 +6848,6 @@ HPMLI_OP(lstm, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEE
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loss   cross-entropy, binary cross-entropy, squared and huber loss
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* All losses are means over elements or over the rows that are not ignored; sums are added in double, in order. The
    gradient of the loss itself is out->grad[0]. Cross-entropy of logits x and label l, with smoothing s and V classes:
        loss = log(sum) - (1 - s) d_l - s mean(d),  dx_i = exp(d_i) / sum - (1 - s) [i = l] - s / V,
@@ -7109,7 +7028,6 @@ HPMLI_OP(huber, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back
 // ---------------------------------------------------------------------------------------------------------------------
 // >>half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Mixed precision (Micikevicius et al. 2018): results of ops and their gradients are stored in 2 bytes a number;
    arithmetic, parameters, their gradients and optimizer states stay f32. The ops know f32 only. One wrapper replaces
    all ops in ctx->ops: it gives an op f32 copies, in scratch memory, of the halves that the op reads, and rounds the
@@ -7124,13 +7042,14 @@ HPMLI_OP(huber, HPMLI_OP_IS_MEAN, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back
 enum {
     HPMLI_LOAD  = 1, /* before the op: copy halves to f32 */
     HPMLI_SAVE  = 2, /* after the op: round the f32 copy to halves */
-    HPMLI_ROUND = 4  /* before the op: copy f32 to f32, rounded to the precision of halves */
+    HPMLI_ROUND = 4, /* before the op: copy f32 to f32, rounded to the precision of halves */
+    HPMLI_PLAIN = 8  /* on a device: the stored numbers have 4 bytes and are copied as they are */
 };
 typedef struct hpmli_copy {
     void    *stored; /* (n) halves; with HPMLI_ROUND n f32 numbers */
     float   *f32;    /* (n) the f32 copy that the op reads or writes */
     int64_t  n;
-    unsigned how;    /* a sum of HPMLI_LOAD, HPMLI_SAVE, HPMLI_ROUND */
+    unsigned how;    /* a sum of HPMLI_LOAD, HPMLI_SAVE, HPMLI_ROUND, HPMLI_PLAIN */
 } hpmli_copy;
 
 /* One op on one block of samples, with f32 copies of the bf16 or f16 numbers that it reads or writes, ready to run. */
@@ -7146,6 +7065,7 @@ typedef struct hpmli_wrap {
     size_t          used;                /* bytes of the memory at `at` in use */
     int64_t         first, samples;      /* first sample and number of samples of the block */
     bool            last;                /* this is the last block of the batch */
+    bool            on_device;           /* stored numbers are in a device's memory, so all arrays are copied */
 } hpmli_wrap;
 
 /* Adds to e an f32 copy of n numbers, with memory for `most`, and returns its address (NULL while planning). how:
@@ -7180,10 +7100,29 @@ HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tenso
         most = block * each;
         once = 0;
     }
-    if (half || value & HPMLI_ROUND) raw = (char *)hpmli_wrap_copy(e, raw, n, most, value & ~once);
-    if (half && has_grad) raw_grad = (char *)hpmli_wrap_copy(e, raw_grad, n, most, grad & ~once);
+    unsigned plain = half ? 0 : HPMLI_PLAIN;
+    if (half || value & HPMLI_ROUND || e->on_device)
+        raw = (char *)hpmli_wrap_copy(e, raw, n, most, (value & ~once) | plain);
+    if ((half || e->on_device) && has_grad)
+        raw_grad = (char *)hpmli_wrap_copy(e, raw_grad, n, most, (grad & ~once) | plain);
     if (half) to->dtype = HPML_DTYPE_F32; /* the type of the f32 copies */
     hpmli_set_memory(to, raw, raw_grad);
+}
+
+/* Sets *to to what the op gets instead of t, which is the same array as that of the source whose tensor is `twin`. */
+HPMLI_FN void hpmli_wrap_twin(const hpmli_wrap *e, hpml_tensor *to, const hpml_tensor *t, const hpml_tensor *twin)
+{
+    *to = *t;
+    if (e->state.block_samples > 0 && t->batch_rows > 0) to->shape[0] = e->samples * t->batch_rows;
+    to->dtype = twin->dtype;
+    hpmli_set_memory(to, twin->raw, twin->raw_grad);
+}
+
+/* True if a and b are one tensor, or one a reshape of the other: both need the same f32 copies. */
+HPMLI_FN bool hpmli_one_array(const hpml_tensor *a, const hpml_tensor *b)
+{
+    if (a == b || !a) return a == b;
+    return a->raw && a->raw == b->raw && a->dtype == b->dtype && (a->batch_rows > 0) == (b->batch_rows > 0);
 }
 
 /* Sets up e: the op of n on samples first .. first + samples - 1, with its f32 copies from address `at` on (NULL: only
@@ -7203,16 +7142,18 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
     e->first   = first;
     e->samples = samples;
     e->last    = last;
+    e->on_device = ctx->device != (const void *)ctx; /* the CPU's device is the context itself */
     for (int i = 0, same; i < n->src_count; i++) {
         const hpml_tensor *s = n->src[i];
         unsigned           value = 0, grad = back ? HPMLI_SAVE : 0;
         if (!s) continue;
-        for (same = 0; n->src[same] != s; same++) {}
-        e->node.src[i] = &e->t[same]; /* one copy where an op reads a tensor twice */
+        for (same = 0; !hpmli_one_array(n->src[same], s); same++) {}
+        e->node.src[i] = &e->t[n->src[same] == s ? same : i]; /* one copy where an op reads an array twice */
         if (!s->batch_rows && first > 0) e->node.accumulate[i] = true;
+        if (n->src[same] != s) hpmli_wrap_twin(e, &e->t[i], s, &e->t[same]);
         if (same < i) continue;
         for (int k = i; k < n->src_count; k++)
-            if (n->src[k] == s && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
+            if (hpmli_one_array(n->src[k], s) && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
         if (value && product && s->param && s->ndim >= 2) value = HPMLI_ROUND;
         if (grad && (n->accumulate[i] || !s->batch_rows)) grad |= HPMLI_LOAD; /* a short batch may write only a part */
         hpmli_wrap_tensor(e, &e->t[i], s, value, grad);
@@ -7257,13 +7198,27 @@ HPMLI_FN void hpmli_wrap_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
         }
 }
 
+/* Loads or saves, as e->now says, the host copies of all arrays of an op on a device. */
+HPMLI_FN void hpmli_wrap_transfer(const hpmli_wrap *e, hpml_ctx *ctx)
+{
+    for (const hpmli_copy *c = e->copy; c < e->copy + e->count; c++) {
+        hpml_tensor t = HPMLI_ZEROED;
+        t.dtype = c->how & HPMLI_PLAIN ? HPML_DTYPE_F32 : hpmli_activation_dtype(ctx);
+        t.raw   = c->stored;
+        if (hpmli_wrap_tasks(e, c) == 0) continue;
+        if (e->now == HPMLI_LOAD) hpmli_read_floats(ctx, &t, c->n, c->f32);
+        else hpmli_write_floats(ctx, &t, c->n, c->f32);
+    }
+}
+
 /* Loads (now: HPMLI_LOAD) or saves (HPMLI_SAVE) all f32 copies of the op on a block of samples, e, by all threads. */
 HPMLI_FN void hpmli_wrap_move(hpmli_wrap *e, hpml_ctx *ctx, unsigned now)
 {
     int64_t tasks = 0;
     e->now = now;
     for (int i = 0; i < e->count; i++) tasks += hpmli_wrap_tasks(e, &e->copy[i]);
-    if (tasks > 0) hpmli_parallel(ctx, tasks, hpmli_wrap_task, e);
+    if (e->on_device) hpmli_wrap_transfer(e, ctx);
+    else if (tasks > 0) hpmli_parallel(ctx, tasks, hpmli_wrap_task, e);
 }
 
 HPMLI_FN bool hpmli_is_mean(const hpml_node *n) { return hpmli_has_trait(n, HPMLI_OP_IS_MEAN); }
@@ -7276,7 +7231,7 @@ HPMLI_FN int64_t hpmli_wrap_block(const hpml_node *n)
     const hpml_tensor *y = hpmli_wrap_batch(n);
     bool    product = hpmli_has_trait(n, HPMLI_OP_PRODUCT), pairs = hpmli_has_trait(n, HPMLI_OP_PAIRS_ROWS);
     int64_t numbers = hpml_tensor_count(n->out), batch;
-    if (!y->batch_rows || n->mixes_batch || hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH)) return 0;
+    if (!y->batch_rows || n->mixes_batch || hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH | HPMLI_OP_IS_WHOLE)) return 0;
     for (int i = 0; i < n->src_count; i++) {
         const hpml_tensor *s = n->src[i];
         bool rows_meet = pairs && s && s->ndim == y->ndim && s->shape[0] > 1 && !(product && s->ndim == 2);
@@ -7294,8 +7249,8 @@ HPMLI_FN void hpmli_wrap_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;
     hpmli_wrap      e;
-    if (ctx->activation_dtype == HPML_DTYPE_F32 || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return;
-    if (n->state->copies_at > 0) return;
+    bool copies = ctx->activation_dtype != HPML_DTYPE_F32 || ctx->device != device;
+    if (!copies || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS) || n->state->copies_at > 0) return;
     const hpml_tensor *y = hpmli_wrap_batch(n);
     int64_t batch = y->batch_rows ? y->shape[0] / y->batch_rows : 1, block = hpmli_wrap_block(n);
     n->state->block_samples = block;
@@ -7359,17 +7314,130 @@ HPMLI_FN hpml_status hpmli_wrap_backward(const hpml_run *run, hpml_node *n) { re
 HPMLI_FN const hpml_op_impl *hpmli_wrap_ops(void)
 {
     static const hpml_op_impl ops[HPML_OP_COUNT] = {
-#define HPMLI_X(op, name) { hpmli_wrap_forward, hpmli_wrap_backward },
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
+#define HPMLI_WRAP_IMPL(op, name) { hpmli_wrap_forward, hpmli_wrap_backward },
+        HPML_OPS(HPMLI_WRAP_IMPL)
     };
     return ops;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>backend   the CPU backend: memory, sums of squares, the table of ops
+// >>custom   ops of the user, on the host or on host copies of a device's arrays
 // ---------------------------------------------------------------------------------------------------------------------
 
+/* Calls a function of the user's op; backward adds to gradients, so those that no op has given yet become zeros. */
+HPMLI_FN hpml_status hpmli_custom_call(const hpml_run *run, hpml_node *n, bool back)
+{
+    const hpml_custom *d = n->attr.custom;
+    for (int i = 0; i < n->src_count && back; i++)
+        if (n->src[i]->grad && !n->accumulate[i])
+            run->ctx->k->vfill(n->src[i]->grad, 0, hpml_tensor_count(n->src[i]));
+    hpml_status status = back ? d->backward(run, n) : d->forward(run, n);
+    if (status != HPML_OK && run->ctx->status == HPML_OK)
+        hpmli_fail(run->ctx, status, "%s \"%s\": its %s returned: %s", d->name, n->out->name,
+                   back ? "backward" : "forward", hpml_status_string(status));
+    return run->ctx->status;
+}
+HPMLI_OP(custom, HPMLI_OP_IS_WHOLE, n->attr.custom->keeps | (n->attr.custom->in_place ? HPMLI_INPLACE : 0),
+         n->attr.custom->flops * (back ? 2 * n->out->needs_grad : 1), return hpmli_custom_call(run, n, false),
+         return hpmli_custom_call(run, n, true));
+
+HPML_API void hpml_node_give(const hpml_run *run, hpml_node *node, int source, const float *gradient)
+{
+    if (!run || !node || hpmli_failed(run->ctx)) return;
+    if (source < 0 || source >= node->src_count || !gradient) {
+        hpmli_fail(run->ctx, HPML_ERR_ARGUMENT, "node_give: \"%s\" has %d sources; got number %d and %s",
+                   node->out->name, node->src_count, source, gradient ? "a gradient" : "NULL");
+        return;
+    }
+    float *grad = node->src[source]->grad;
+    if (grad) run->ctx->k->vadd(grad, grad, gradient, hpml_tensor_count(node->src[source]));
+}
+
+/* True if the fields of d, the desc of an op with these sources, fit each other and the sources; else an error. */
+HPMLI_FN bool hpmli_custom_fits(hpml_ctx *ctx, const hpml_custom *d, int count, hpml_tensor *const *src)
+{
+    const char        *wrong  = NULL;
+    const hpml_tensor *x      = src[0];
+    uint32_t           values = ((UINT32_C(1) << count) - 1) | HPML_KEEP_OUT;
+    bool same = d->ndim == x->ndim && memcmp(d->shape, x->shape, sizeof *d->shape * (size_t)x->ndim) == 0;
+    if (!d->name || !d->name[0]) wrong = "name is required";
+    else if (!d->forward) wrong = "forward is required";
+    else if (d->kernel.forward ? !d->kernel.backward != !d->backward : d->kernel.backward != NULL)
+        wrong = "kernel needs the same functions as the op: forward, and backward if the op has one";
+    else if (d->one_number && (d->ndim != 0 || d->batch_rows > 0)) wrong = "one_number excludes ndim and batch_rows";
+    else if (d->batch_rows < -1) wrong = "batch_rows is below -1";
+    else if (d->keeps & ~values && d->keeps != HPML_KEEP_NONE) wrong = "keeps has bits of no source of the op";
+    else if (d->in_place && (d->one_number || (d->ndim != 0 && !same) || x->dtype == HPML_DTYPE_I32))
+        wrong = "in_place needs a result of the shape and type of source 0";
+    else if (d->in_place && d->keeps & HPML_KEEP_SRC(0)) wrong = "in_place overwrites source 0, which keeps names";
+    else if (!(d->flops >= 0)) wrong = "flops is negative or NaN";
+    else if (d->saved_bytes > SIZE_MAX / 4) wrong = "saved_bytes does not fit in memory";
+    else if (d->scratch_bytes > SIZE_MAX / 4) wrong = "scratch_bytes does not fit in memory";
+    if (!wrong) return true;
+    return hpmli_false(ctx, HPML_ERR_ARGUMENT, "custom op \"%s\" of %s: %s", d->name ? d->name : "",
+                       hpmli_describe(x), wrong);
+}
+
+/* Sets the result's rows for each sample as the desc says; false, with an error, if the batch does not divide them. */
+HPMLI_FN bool hpmli_custom_batch(hpml_node *n)
+{
+    const hpml_custom *d     = n->attr.custom;
+    int64_t            batch = 0, rows = d->batch_rows;
+    for (int i = n->src_count - 1; i >= 0; i--)
+        if (n->src[i]->batch_rows) batch = n->src[i]->shape[0] / n->src[i]->batch_rows;
+    if (rows > 0 && (batch == 0 || n->out->shape[0] != rows * batch))
+        return hpmli_false(n->out->ctx, HPML_ERR_SHAPE, "custom op \"%s\": batch_rows %lld do not make the result %s of "
+                           "%lld samples", d->name, (long long)rows, hpmli_describe(n->out), (long long)batch);
+    if (rows == 0 && batch > 0 && n->out->shape[0] % batch == 0) rows = n->out->shape[0] / batch;
+    if (n->out->ndim > 0 || rows < 0) hpmli_node_batch(n, hpmli_max(rows, 0));
+    return true;
+}
+
+HPML_API hpml_tensor *hpml_custom_op(hpml_tensor *const *src, int count, const hpml_custom *desc)
+{
+    hpml_custom d;
+    if (!src || count < 1 || !src[0]) return NULL;
+    hpml_ctx *ctx = src[0]->ctx;
+    if (hpmli_failed(ctx) || !HPMLI_COPY_DESC(ctx, "custom op", d, desc)) return NULL;
+    if (count > HPML_MAX_SRC)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "custom op \"%s\": %d sources, at most %d", d.name ? d.name : "",
+                          count, HPML_MAX_SRC);
+    if (!hpmli_recordable(count, src) || !hpmli_custom_fits(ctx, &d, count, src)) return NULL;
+    if (d.keeps == 0) d.keeps = ((UINT32_C(1) << count) - 1 - d.in_place) | HPML_KEEP_OUT;
+    d.keeps &= ~HPML_KEEP_NONE;
+    if (d.ndim == 0 && !d.one_number) {
+        d.ndim = src[0]->ndim;
+        memcpy(d.shape, src[0]->shape, sizeof d.shape);
+    }
+    d.name = hpmli_strdup(ctx, d.name);
+    hpml_custom *copy = hpmli_new(ctx, hpml_custom, 1);
+    const char  *name = hpmli_layer_name(ctx, NULL, d.name);
+    if (!copy) return NULL;
+    *copy = d;
+    hpml_node *n = hpmli_node_create(HPML_OP_CUSTOM, name, count, src, d.ndim, d.shape);
+    n->attr.custom   = copy;
+    n->saved_bytes   = d.saved_bytes;
+    n->scratch_bytes = d.scratch_bytes;
+    if (!n->out || !hpmli_custom_batch(n)) return NULL;
+    if (!d.backward) n->out->needs_grad = false;
+    if (ctx->device != (void *)ctx && !d.kernel.forward) hpmli_wrap_plan(ctx, n);
+    n->state->host_bytes = (n->saved_bytes + 63) / 64 * 64 + n->scratch_bytes;
+    return n->out;
+}
+
+HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, bool backward)
+{
+    hpml_node on_host = *node; /* with memory of the host */
+    if (!node->state->host) node->state->host = (char *)hpmli_alloc(run->ctx, node->state->host_bytes);
+    if (hpmli_failed(run->ctx)) return run->ctx->status;
+    on_host.saved   = node->state->host;
+    on_host.scratch = node->state->host + (node->attr.custom->saved_bytes + 63) / 64 * 64;
+    return hpmli_wrap_run(run, &on_host, backward);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>backend   the CPU backend: memory, sums of squares, the table of ops
+// ---------------------------------------------------------------------------------------------------------------------
 HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
 {
     *device = ctx;
@@ -7475,9 +7543,8 @@ static hpml_status hpmli_cpu_update(void *device, hpml_ctx *ctx, const hpml_upda
 HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
 {
     static const hpmli_op_info *const table[HPML_OP_COUNT] = {
-#define HPMLI_X(op, name) &hpmli_##name##_op,
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
+#define HPMLI_OP_ROW(op, name) &hpmli_##name##_op,
+        HPML_OPS(HPMLI_OP_ROW)
     };
     return table[op];
 }
@@ -7485,9 +7552,8 @@ HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
 HPML_API const hpml_backend *hpml_backend_cpu(void)
 {
     static const hpml_op_impl ops[HPML_OP_COUNT] = {
-#define HPMLI_X(op, name) { hpmli_##name##_forward, hpmli_##name##_backward },
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
+#define HPMLI_CPU_IMPL(op, name) { hpmli_##name##_forward, hpmli_##name##_backward },
+        HPML_OPS(HPMLI_CPU_IMPL)
     };
     static const hpml_backend cpu = {
         "cpu",
@@ -7882,32 +7948,9 @@ HPMLI_FN void hpmli_none_decode(const hpml_packing *p, float *out, const void *p
 
 /* Packs g + e (gradient, residual or NULL), p->cols numbers, into q; e becomes what packing lost. False: NaN or inf. */
 typedef bool hpmli_pack_row(const hpml_packing *p, uint8_t *q, float *e, const float *g);
-/* Packs rows of g + e with `pack`. A row with a NaN or infinity is packed as zeros and its residual e is zeroed,
-   because e would keep it for ever and the packed row bring it to other ranks; returns HPML_ERR_NONFINITE then. */
-HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
-                                       hpmli_pack_row *pack)
-{
-    hpml_status status = HPML_OK;
-    for (int64_t r = 0; r < rows; r++, g += p->cols) {
-        uint8_t *q  = (uint8_t *)packed + (size_t)r * p->row_size;
-        float   *er = e ? e + r * p->cols : NULL;
-        if (pack(p, q, er, g)) continue;
-        memset(q, 0, p->row_size);
-        if (er) memset(er, 0, (size_t)p->cols * sizeof(float));
-        status = HPML_ERR_NONFINITE;
-    }
-    return status;
-}
-
 HPMLI_FN bool hpmli_bf16_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
 {
     return p->kernels->bf16_encode((uint16_t *)(void *)q, e, g, p->cols);
-}
-
-HPMLI_FN hpml_status hpmli_bf16_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
-                                       const hpml_encode_info *info HPMLI_UNUSED)
-{
-    return hpmli_encode_rows(p, packed, e, g, rows, hpmli_bf16_pack);
 }
 
 HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
@@ -7936,12 +7979,6 @@ HPMLI_FN bool hpmli_onebit_pack(const hpml_packing *p, uint8_t *q, float *e, con
     memcpy(q, level, sizeof level);
     if (e) p->kernels->onebit_carry(e, level[0], level[1], p->cols);
     return true;
-}
-
-HPMLI_FN hpml_status hpmli_onebit_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
-                                         const hpml_encode_info *info HPMLI_UNUSED)
-{
-    return hpmli_encode_rows(p, packed, e, g, rows, hpmli_onebit_pack);
 }
 
 HPMLI_FN void hpmli_onebit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
@@ -7975,6 +8012,35 @@ HPMLI_FN bool hpmli_twobit_pack(const hpml_packing *p, uint8_t *q, float *e, con
         if (e) e[i] = v - sent;
     }
     return bad == 0;
+}
+
+/* Packs rows of g + e by `pack`. A row with a NaN or infinity is packed as zeros and its residual e is zeroed, because e would
+   keep it for ever and the packed row bring it to other ranks; returns HPML_ERR_NONFINITE then. */
+HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                       hpmli_pack_row *pack)
+{
+    hpml_status status = HPML_OK;
+    for (int64_t r = 0; r < rows; r++, g += p->cols) {
+        uint8_t *q  = (uint8_t *)packed + (size_t)r * p->row_size;
+        float   *er = e ? e + r * p->cols : NULL;
+        if (pack(p, q, er, g)) continue;
+        memset(q, 0, p->row_size);
+        if (er) memset(er, 0, (size_t)p->cols * sizeof(float));
+        status = HPML_ERR_NONFINITE;
+    }
+    return status;
+}
+
+HPMLI_FN hpml_status hpmli_bf16_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                       const hpml_encode_info *info HPMLI_UNUSED)
+{
+    return hpmli_encode_rows(p, packed, e, g, rows, hpmli_bf16_pack);
+}
+
+HPMLI_FN hpml_status hpmli_onebit_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
+                                         const hpml_encode_info *info HPMLI_UNUSED)
+{
+    return hpmli_encode_rows(p, packed, e, g, rows, hpmli_onebit_pack);
 }
 
 HPMLI_FN hpml_status hpmli_twobit_encode(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
@@ -8632,6 +8698,7 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
         if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
     for (int i = -g->leaf_count; i < g->count; i++) {
         const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
+        if (i >= 0 && hpmli_is_collective(g->nodes[i])) break; /* would wait for the other ranks */
         if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
         const char *place = i < 0 ? "the data of" : "the result of";
         if (hpmli_is_float(y) && hpmli_report_nonfinite(t, what, value, place, y, y->raw, false)) return ctx->status;
@@ -8729,6 +8796,7 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
                           (long long)first, (long long)(first + samples), (long long)t->batch_samples);
     if (part && hpml_graph_set_batch(g, samples) != HPML_OK) return t->ctx->status;
+    if (samples == 0 && g->collective) hpmli_graph_restore_batch(g); /* collective ops get a full batch of zeros */
     hpmli_inputs_advance(t, first);
     g->idle = samples == 0;
     g->last = t->micro_batch + 1 == t->d.accumulate;
@@ -9129,7 +9197,7 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
     hpml_graph *g    = t->graph;
     double      loss = (double)t->scalars.loss;
     bool        found = false;
-    for (int64_t i = 0; g->batchable && i < samples && !found; i++) {
+    for (int64_t i = 0; g->batchable && !g->collective && i < samples && !found; i++) {
         if (hpml_graph_set_batch(g, 1) != HPML_OK) return t->ctx->status;
         hpmli_inputs_advance(t, i);
         hpml_status status = hpml_graph_forward(g, false, 0);
@@ -9395,8 +9463,7 @@ HPMLI_FN bool hpmli_temporary_is_ours(const hpmli_writer *w)
            mine.st_dev == there.st_dev;
 }
 
-/* Truncates the temporary file w->fd, gives it the permissions of the file that it will replace (`old`; NULL: none),
-   and opens the stream w->f on it. False: w->error is set, the file is removed. */
+/* Empties the file w->fd, gives it the permissions of `old` (or NULL), opens w->f on it. False: error, file removed. */
 HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
 {
     struct stat mine;
@@ -9508,8 +9575,7 @@ HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
     }
 }
 
-/* Closes the writer. keep: the file appears under its final name, or the call returns an error; else the temporary file
-   is removed, and the call cannot fail. */
+/* Closes the writer. keep: the file gets its final name, or there is an error; else the temporary file is removed. */
 HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
@@ -9581,42 +9647,21 @@ HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size) /* true if all of th
     return true;
 }
 #define HPMLI_F32_END 3.4028235677973366e38 /* the smallest double that rounds to an infinite f32 */
-/* Sets big = factor big + add, where big is an integer of `words` 32-bit words, the lowest first. */
-HPMLI_FN void hpmli_big_scale(uint32_t *big, int words, uint32_t factor, uint32_t add)
+/* Returns the f32 nearest to (the digits from p to end) 10^exponent, by strtof, which rounds exactly and, without a
+   decimal point, equally in all locales. After the 200th, digits matter only by being 0 or not, because the middle of
+   two neighbouring floats has at most 113 digits. */
+HPMLI_FN float hpmli_decimal_exact(const char *p, const char *end, int64_t exponent)
 {
-    uint64_t carry = add;
-    for (int i = 0; i < words; i++) {
-        carry += (uint64_t)big[i] * factor;
-        big[i] = (uint32_t)carry;
-        carry >>= 32;
-    }
-}
-
-/* Returns the sign of (the digits from p to end) 10^exponent - x, computed exactly with big integers. After the 200th,
-   digits matter only by being 0 or not, because the middle of two neighbouring floats has at most 113 digits. */
-HPMLI_FN int hpmli_decimal_compare(const char *p, const char *end, int64_t exponent, double x)
-{
-    enum { WORDS = 64 };
-    uint32_t big[2][WORDS] = { { 0 } };
-    int      digits = 0, two;
-    bool     more = false;
-    uint64_t mantissa = (uint64_t)ldexp(frexp(x, &two), 53);
-    two -= 53;
+    char text[256]; /* 200 digits, one for all others, the exponent */
+    int  digits = 0;
+    bool more   = false;
     for (; p < end; p++) {
-        if (*p == '.') continue;
-        if (digits >= 200) exponent++, more = more || *p != '0';
-        else hpmli_big_scale(big[0], WORDS, 10, (uint32_t)(*p - '0'));
-        digits += digits > 0 || *p != '0';
+        if (*p == '.' || (digits == 0 && *p == '0')) continue;
+        if (digits < 200) text[digits++] = *p;
+        else exponent++, more = more || *p != '0';
     }
-    big[1][0] = (uint32_t)mantissa;
-    big[1][1] = (uint32_t)(mantissa >> 32);
-    for (; exponent > 0; exponent--) hpmli_big_scale(big[0], WORDS, 10, 0);
-    for (; exponent < 0; exponent++) hpmli_big_scale(big[1], WORDS, 10, 0);
-    for (; two < 0; two++) hpmli_big_scale(big[0], WORDS, 2, 0);
-    for (; two > 0; two--) hpmli_big_scale(big[1], WORDS, 2, 0);
-    for (int i = WORDS - 1; i >= 0; i--)
-        if (big[0][i] != big[1][i]) return big[0][i] > big[1][i] ? 1 : -1;
-    return more;
+    snprintf(text + digits, sizeof text - (size_t)digits, "%de%lld", more, (long long)exponent - 1);
+    return strtof(text, NULL);
 }
 
 HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent) /* w 10^exponent; relative error < 2^-50 if an f32 */
@@ -9671,11 +9716,9 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
     bool   exact = exponent + given == 0 && w < UINT64_C(1) << 53 && !cut;
     float  least = (float)(exact ? d : d - slack * d);
     float  most = (float)(exact ? d : d + slack * d);
-    if (least < most) { /* too near to the middle of two floats to know which one is nearest: compare exactly */
-        double middle = most - most == 0 ? ((double)least + (double)most) / 2 : HPMLI_F32_END;
-        int    side   = hpmli_decimal_compare(start, stop, given - decimals, middle);
-        d = side < 0 ? (double)least : middle;
-        if (side > 0) d = (double)most;
+    if (least < most) { /* too near to the middle of two floats to know which one is nearest */
+        float nearest = hpmli_decimal_exact(start, stop, given - decimals);
+        d = nearest - nearest == 0 ? (double)nearest : HPMLI_F32_END;
     }
     *out = negative ? -d : d;
     return p;
@@ -9964,23 +10007,16 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
    header could ask for any amount. False: an error, also for more or fewer bytes. */
 HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
 {
-    size_t capacity = 0, got = 0;
-    bool   more = true;
-    char   extra;
-    while (more && got == capacity && capacity < want) {
-        capacity = capacity == 0 ? (size_t)1 << 20 : 2 * capacity;
-        if (capacity > want) capacity = want;
-        unsigned char *p = (unsigned char *)hpmli_alloc(f->ctx, capacity);
-        if (!p) return false;
-        if (got > 0) memcpy(p, f->bytes, got);
-        hpmli_free(f->ctx, (void *)(uintptr_t)f->bytes);
-        f->bytes = p;
-        size_t n = hpmli_file_next(f, p + got, capacity - got);
-        more = n > 0;
-        got += n;
+    int64_t capacity = 0;
+    size_t  got = 0;
+    char    extra;
+    int     wrong;
+    for (size_t n = 1; n > 0 && got < want; got += n) {
+        if (!hpmli_grow(f->ctx, &f->bytes, (int64_t)got, &capacity, 1)) return false;
+        n = (size_t)hpmli_min(capacity, (int64_t)want) - got;
+        n = hpmli_file_next(f, (void *)(uintptr_t)(f->bytes + got), n);
     }
-    more = hpmli_file_next(f, &extra, 1) == 1; /* past the end zlib checks the checksum, too */
-    int wrong;
+    bool more = hpmli_file_next(f, &extra, 1) == 1; /* past the end zlib checks the checksum, too */
     gzerror(f->gz, &wrong);
     if (wrong < 0) return hpmli_false(f->ctx, HPML_ERR_FORMAT, "\"%s\": damaged gzip file", f->path);
     return (got == want && !more) ||
@@ -10122,8 +10158,7 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
     return another;
 }
 
-/* Counts the columns of the first line. The line is a header only if no field is a number, because a row of data taken
-   for a header would be lost silently. */
+/* Counts the first line's columns. A line with a number is no header, because its data would be lost silently. */
 HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
 {
     static const char nonfinite[][4] = { "nan", "inf" }; /* here also numbers; as data, errors later */
@@ -10712,8 +10747,7 @@ HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
     l->threaded = l->stop = false;
 }
 
-/* Waits until the background thread, started by the first call, has prepared the next batch. False: there is no such
-   thread, and the caller prepares the batch. */
+/* Waits for the next batch of the background thread, which the first call starts. False: there is no such thread. */
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
     if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* a forked child has no thread and starts none */
@@ -10863,8 +10897,7 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     hpmli_free(ctx, f);
 }
 
-/* Compares for qsort two entries or metadata, whose first member is their name, in the header's text: by name, equal
-   names by their place in the text. */
+/* Compares for qsort entries or metadata, which begin with their name: by name, equal names by place in the text. */
 HPMLI_FN int hpmli_name_order(const void *a, const void *b)
 {
     const char *x = *(const char *const *)a, *y = *(const char *const *)b;
@@ -11055,17 +11088,25 @@ HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char
     return m ? m->value : NULL;
 }
 
+/* Appends s as the inside of a JSON string; bytes that are not UTF-8 become U+FFFD. */
+HPMLI_FN void hpmli_write_escaped(hpmli_writer *w, const char *s)
+{
+    char code[8];
+    for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
+        n = hpmli_utf8(s, left);
+        bool plain = n > 0 && *s != '"' && *s != '\\' && (unsigned char)*s >= 32;
+        if (plain) hpmli_write(w, s, n);
+        else hpmli_write(w, code, (size_t)snprintf(code, sizeof code, "\\u%04x", n > 0 ? (unsigned)*s : 0xfffdu));
+        if (n == 0) n = 1;
+    }
+}
+
 /* Appends the text `before`, then the string s, quoted and escaped for JSON. */
 HPMLI_FN void hpmli_write_json(hpmli_writer *w, const char *before, const char *s)
 {
-    char code[8];
     hpmli_write(w, before, strlen(before));
     hpmli_write(w, "\"", 1);
-    for (; *s; s++) {
-        if (*s == '"' || *s == '\\') hpmli_write(w, "\\", 1);
-        if ((unsigned char)*s >= 32) hpmli_write(w, s, 1);
-        else hpmli_write(w, code, (size_t)snprintf(code, sizeof code, "\\u%04x", (unsigned)*s));
-    }
+    hpmli_write_escaped(w, s);
     hpmli_write(w, "\"", 1);
 }
 
@@ -11089,8 +11130,7 @@ typedef struct hpmli_safe_content { /* what is to be written to a safetensors fi
     uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
 } hpmli_safe_content;
 
-/* Checks that the names of `count` structs of `size` bytes, which begin with a name, are UTF-8, distinct and not
-   reserved; fails otherwise. kind: for the error's text. */
+/* Fails unless the names (`kind`: for the error) of `count` structs are UTF-8, distinct and not reserved. */
 HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *kind, const void *named, int count, size_t size)
 {
     const char *wrong = NULL, *why = "the name is used twice", *name;
@@ -11416,8 +11456,7 @@ HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const c
     return true;
 }
 
-/* Reads a checkpoint's metadata into n[HPMLI_ENTRIES] (0 for the optimizer, whose name goes to *optimizer) and checks
-   the numbers and their checksum; false: an error. */
+/* Reads and checks a checkpoint's metadata: n[HPMLI_ENTRIES] and, where n is 0, *optimizer; false: an error. */
 HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n,
                                  const char **optimizer)
 {
@@ -11587,19 +11626,6 @@ HPML_API void hpml_trace_shift(hpml_ctx *ctx, double seconds)
     if (ctx && ctx->trace) ctx->trace->d.origin += seconds;
 }
 
-/* Writes s as the inside of a JSON string; bytes that are not UTF-8 become U+FFFD. */
-HPMLI_FN void hpmli_trace_text(hpmli_writer *w, const char *s)
-{
-    for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
-        n = hpmli_utf8(s, left);
-        if (n == 0) {
-            n = 1;
-            fprintf(w->f, "\\ufffd");
-        } else if (*s == '"' || *s == '\\' || (unsigned char)*s < 32) fprintf(w->f, "\\u%04x", (unsigned)*s);
-        else hpmli_write(w, s, n);
-    }
-}
-
 /* Writes `before` and a time in microseconds, without %f or %g, because some locales have a decimal comma for them. */
 HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double seconds)
 {
@@ -11624,10 +11650,10 @@ HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
     }
     if (e->first) {
         fprintf(w->f, "%s\"tensors\":\"", comma);
-        hpmli_trace_text(w, e->first);
+        hpmli_write_escaped(w, e->first);
         if (e->last && e->last != e->first) {
             fprintf(w->f, " .. ");
-            hpmli_trace_text(w, e->last);
+            hpmli_write_escaped(w, e->last);
         }
         fprintf(w->f, "\"");
         comma = ",";
@@ -11642,7 +11668,7 @@ HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int 
     static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* indexed by hpml_trace_kind */
     bool                     spans    = e->kind == HPML_TRACE_SPAN || e->kind == HPML_TRACE_STEP;
     fprintf(w->f, ",\n{\"name\":\"");
-    hpmli_trace_text(w, e->name);
+    hpmli_write_escaped(w, e->name);
     if (e->kind == HPML_TRACE_STEP) fprintf(w->f, " %lld", (long long)e->number);
     fprintf(w->f, "\",\"ph\":\"%s\",\"pid\":%d,\"tid\":%d", phases[e->kind], rank, e->lane);
     hpmli_trace_time_at(w, ",\"ts\":", e->start - origin);
@@ -11653,7 +11679,7 @@ HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int 
                 e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* the arrow ends at the enclosing span */
     if (e->kind == HPML_TRACE_COUNTER) {
         fprintf(w->f, ",\"args\":{\"");
-        hpmli_trace_text(w, e->name);
+        hpmli_write_escaped(w, e->name);
         fprintf(w->f, "\":");
         hpmli_trace_value(w, e->value);
         fprintf(w->f, "}");
@@ -11689,6 +11715,10 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path)
     return hpmli_writer_close(&w, true);
 }
 
+HPMLI_FN const char *hpmli_op_kind(const hpml_node *n)
+{
+    return n->op == HPML_OP_CUSTOM ? n->attr.custom->name : hpml_op_name(n->op);
+}
 HPMLI_FN double hpmli_node_bytes(const hpml_node *n) /* returns the bytes that a forward call reads and writes */
 {
     double bytes = (double)hpmli_tensor_bytes(n->out);
@@ -11743,7 +11773,7 @@ HPML_API int hpml_profile_text(const hpml_graph *g, char *buffer, size_t size)
     for (int i = 0; i < g->count; i++) {
         const hpml_profile_row *r = &g->profile[i];
         double calls = r->calls > 0 ? (double)r->calls : 1, s = r->forward_s + r->backward_s;
-        hpmli_text_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpml_op_name(r->node->op),
+        hpmli_text_add(&t, "%-16s %-14s %9.1f %9.1f %5.1f%% %9.1f %9.3f\n", r->name, hpmli_op_kind(r->node),
                        1e6 * r->forward_s / calls, 1e6 * r->backward_s / calls, total > 0 ? 100 * s / total : 0,
                        s > 0 ? 1e-9 * calls * (r->forward_flops + (r->backward_s > 0 ? r->backward_flops : 0)) / s : 0,
                        1e-6 * r->bytes);
@@ -11763,7 +11793,7 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
         int64_t          params = 0;
         for (int s = 0; s < n->src_count; s++)
             if (n->src[s] && n->src[s]->param && !n->src[s]->param->buffer) params += hpml_tensor_count(n->src[s]);
-        hpmli_text_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpml_op_name(n->op),
+        hpmli_text_add(&t, "%-16s %-14s %-18s %12lld %12.3f\n", n->out->name, hpmli_op_kind(n),
                        hpmli_shape_text(g->ctx, n->out->ndim, n->out->shape), (long long)params,
                        1e-6 * hpmli_op_of(n)->flops(n, false));
     }
@@ -11806,18 +11836,14 @@ HPMLI_COMPILE_FAST_END
 #else
 #define HPMLI_ISA HPMLI_SCALAR
 #include HPML_SELF
-#undef HPMLI_ISA
 #if defined(HPMLI_HAVE_X86)
 #define HPMLI_ISA HPMLI_AVX2
 #include HPML_SELF
-#undef HPMLI_ISA
 #define HPMLI_ISA HPMLI_AVX512
 #include HPML_SELF
-#undef HPMLI_ISA
 #elif defined(HPMLI_HAVE_NEON)
 #define HPMLI_ISA HPMLI_NEON
 #include HPML_SELF
-#undef HPMLI_ISA
 #endif
 #endif /* !HPMLI_EDITOR */
 #define HPMLI_CHOOSE /* all passes are compiled: section >>choose, at the end of this file, is compiled next */
@@ -11833,14 +11859,12 @@ HPMLI_COMPILE_FAST_END
      HPMLI_ISA_NAME        name of the set: hpml_ctx_desc.cpu
      HPMLI_SUFFIX          end of the names of the set's functions: _avx2
      HPMLI_TARGET          target attribute of the set's functions, so that a plain `cc -O2` compiles all sets
-     HPMLI_RUNS_HERE       true when this CPU has the instructions
      HV_LANES              floats in a vector
      HV(f32) (u32) (u64)   vectors of the same size: of float, uint32_t, uint64_t
      HPMLI_NV              vectors in a row of a tile of C, at most; for tiles see >>gemm
-     HPMLI_MR              rows of a tile of 1 or 2 vectors, at most; HPMLI_ROWS repeats a macro for each row
-     HPMLI_MR_3, _MR_4     rows of a tile of 3 or 4 vectors, at most, where HPMLI_NV is 4; HPMLI_ROWS_3, _ROWS_4
-     HPMLI_DOT_MR          rows of a tile of dot products, see >>gemm-thin; HPMLI_DOT_ROWS repeats a macro for each
-     HPMLI_ROW_VECTORS     vectors of C that a product of one row keeps in registers, at most: 8 or 16
+     HPMLI_MR              rows of a tile of 1 or 2 vectors, at most
+     HPMLI_MR_3, _MR_4     rows of a tile of 3 or 4 vectors, at most, where HPMLI_NV is 4
+     HPMLI_DOT_MR          rows of a tile of dot products, see >>gemm-thin
      HPMLI_CRC32C_WORD     optional: the instruction that adds 8 bytes to a CRC-32C; without it the CRC uses tables
      HPMLI_MM ..           only x86: the intrinsic functions of the set's width, see >>simd-x86
    Tile sizes follow from the number of vector registers: a tile of R rows and V vectors takes R V registers for its
@@ -11850,29 +11874,30 @@ HPMLI_COMPILE_FAST_END
 #define HPMLI_CAT_(a, b) a##b
 #define HPMLI_CAT(a, b)  HPMLI_CAT_(a, b)
 #define HV(name)         HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX) /* HV(exp): hpmli_exp_avx2 */
-/* Repeat the macro X: HPMLI_TIMES_4(X, a) is X(a, 0) X(a, 1) X(a, 2) X(a, 3). */
+/* Repeat the macro X: HPMLI_TIMES_4(X, a) is X(a, 0) X(a, 1) X(a, 2) X(a, 3); HPMLI_ROWS does so for each row. */
 #define HPMLI_TIMES_2(X, a)  X(a, 0) X(a, 1)
 #define HPMLI_TIMES_4(X, a)  HPMLI_TIMES_2(X, a) X(a, 2) X(a, 3)
 #define HPMLI_TIMES_6(X, a)  HPMLI_TIMES_4(X, a) X(a, 4) X(a, 5)
 #define HPMLI_TIMES_8(X, a)  HPMLI_TIMES_6(X, a) X(a, 6) X(a, 7)
 #define HPMLI_TIMES_14(X, a) HPMLI_TIMES_8(X, a) X(a, 8) X(a, 9) X(a, 10) X(a, 11) X(a, 12) X(a, 13)
 #define HPMLI_TIMES_16(X, a) HPMLI_TIMES_14(X, a) X(a, 14) X(a, 15)
+#define HPMLI_TIMES_(n)      HPMLI_TIMES_##n
+#define HPMLI_TIMES(n)       HPMLI_TIMES_(n)
+#define HPMLI_ROWS           HPMLI_TIMES(HPMLI_MR)
+#define HPMLI_ROWS_3         HPMLI_TIMES(HPMLI_MR_3)
+#define HPMLI_ROWS_4         HPMLI_TIMES(HPMLI_MR_4)
+#define HPMLI_DOT_ROWS       HPMLI_TIMES(HPMLI_DOT_MR)
+#define HPMLI_ROW_VECTORS    (4 * HPMLI_NV) /* vectors of C that a product of one row keeps in registers, at most */
 
 #undef HPMLI_ISA_NAME
 #undef HPMLI_SUFFIX
 #undef HPMLI_TARGET
-#undef HPMLI_RUNS_HERE
 #undef HV_LANES
 #undef HPMLI_NV
 #undef HPMLI_MR
-#undef HPMLI_ROWS
 #undef HPMLI_MR_3
-#undef HPMLI_ROWS_3
 #undef HPMLI_MR_4
-#undef HPMLI_ROWS_4
 #undef HPMLI_DOT_MR
-#undef HPMLI_DOT_ROWS
-#undef HPMLI_ROW_VECTORS
 #undef HPMLI_CRC32C_WORD
 #undef HPMLI_MM
 #undef HPMLI_MM_ALL
@@ -11882,31 +11907,23 @@ HPMLI_COMPILE_FAST_END
 #define HPMLI_ISA_NAME    "scalar"
 #define HPMLI_SUFFIX      _scalar
 #define HPMLI_TARGET
-#define HPMLI_RUNS_HERE   true
 #define HV_LANES          1
 typedef float    HV(f32);
 typedef uint32_t HV(u32);
 #define HPMLI_NV          2
 #define HPMLI_MR          4
-#define HPMLI_ROWS        HPMLI_TIMES_4
 #define HPMLI_DOT_MR      2
-#define HPMLI_DOT_ROWS    HPMLI_TIMES_2
-#define HPMLI_ROW_VECTORS 8
 #elif HPMLI_ISA == HPMLI_AVX2 /* 16 registers of 8 floats; tiles of 6 x 2 vectors */
 #define HPMLI_ISA_NAME    "avx2"
 #define HPMLI_SUFFIX      _avx2
 #define HPMLI_TARGET      __attribute__((target("avx2,fma,f16c")))
-#define HPMLI_RUNS_HERE   __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")
 #define HV_LANES          8
 typedef __m256   HV(f32);
 typedef uint32_t HV(u32) __attribute__((vector_size(32)));
 typedef uint64_t HV(u64) __attribute__((vector_size(32)));
 #define HPMLI_NV          2
 #define HPMLI_MR          6
-#define HPMLI_ROWS        HPMLI_TIMES_6
 #define HPMLI_DOT_MR      2
-#define HPMLI_DOT_ROWS    HPMLI_TIMES_2
-#define HPMLI_ROW_VECTORS 8
 #define HPMLI_CRC32C_WORD _mm_crc32_u64
 #define HPMLI_MM(op)      HPMLI_CAT(_mm256_, op)
 #define HPMLI_MM_ALL      __m256i
@@ -11916,22 +11933,15 @@ typedef uint64_t HV(u64) __attribute__((vector_size(32)));
 #define HPMLI_ISA_NAME    "avx512"
 #define HPMLI_SUFFIX      _avx512
 #define HPMLI_TARGET      __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
-#define HPMLI_RUNS_HERE   __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&                   \
-                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
 #define HV_LANES          16
 typedef __m512   HV(f32);
 typedef uint32_t HV(u32) __attribute__((vector_size(64)));
 typedef uint64_t HV(u64) __attribute__((vector_size(64)));
 #define HPMLI_NV          4
 #define HPMLI_MR          14
-#define HPMLI_ROWS        HPMLI_TIMES_14
 #define HPMLI_MR_3        8
-#define HPMLI_ROWS_3      HPMLI_TIMES_8
 #define HPMLI_MR_4        6
-#define HPMLI_ROWS_4      HPMLI_TIMES_6
 #define HPMLI_DOT_MR      6
-#define HPMLI_DOT_ROWS    HPMLI_TIMES_6
-#define HPMLI_ROW_VECTORS 16
 #define HPMLI_CRC32C_WORD _mm_crc32_u64
 #define HPMLI_MM(op)      HPMLI_CAT(_mm512_, op)
 #define HPMLI_MM_ALL      __m512i
@@ -11941,17 +11951,13 @@ typedef uint64_t HV(u64) __attribute__((vector_size(64)));
 #define HPMLI_ISA_NAME    "neon"
 #define HPMLI_SUFFIX      _neon
 #define HPMLI_TARGET
-#define HPMLI_RUNS_HERE   true
 #define HV_LANES          4
 typedef float32x4_t HV(f32);
 typedef uint32x4_t  HV(u32);
 typedef uint64x2_t  HV(u64);
 #define HPMLI_NV          2
 #define HPMLI_MR          8
-#define HPMLI_ROWS        HPMLI_TIMES_8
 #define HPMLI_DOT_MR      4
-#define HPMLI_DOT_ROWS    HPMLI_TIMES_4
-#define HPMLI_ROW_VECTORS 8
 #endif
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -12073,23 +12079,33 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* rounds to the near
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simd-x86   vectors: AVX2, AVX-512
 // ---------------------------------------------------------------------------------------------------------------------
-/* HPMLI_MM(add_ps) is _mm256_add_ps in the pass for AVX2, _mm512_add_ps in that for AVX-512. First come the operations
-   that differ by more than this prefix, set by set; then, once for both sets, the operations that do not. */
+/* HPMLI_MM(add_ps) is _mm256_add_ps in the pass for AVX2, _mm512_add_ps in that for AVX-512. Operations that differ by
+   more than this prefix are written set by set, in the middle; the others once for both sets, before and after. */
 #pragma GCC diagnostic push /* at -O0 some functions of gcc's own headers are macros, about which -Wconversion warns */
 #pragma GCC diagnostic ignored "-Wsign-conversion"
 #ifdef HPMLI_MM
-/* Defines a function that returns the sum (op add) or the largest (op max) of the 8 lanes of a. */
-#define HPMLI_FOLD_8(name, op)                                                                                         \
-    HPMLI_VEC_INLINE float HV(name)(__m256 a)                                                                          \
+/* Defines a function that returns the sum (op add) or the largest (op max) of the lanes of a. Halves of 16 lanes are
+   loaded from memory, because gcc 12 warns about its own casts to half a register. */
+#define HPMLI_FOLD(name, op)                                                                                           \
+    HPMLI_VEC_INLINE float HV(name)(HV(f32) a)                                                                         \
     {                                                                                                                  \
-        __m128 s = _mm_##op##_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));                              \
+        float t[HV_LANES];                                                                                             \
+        HV(store)(t, a);                                                                                               \
+        __m256 h = _mm256_loadu_ps(t);                                                                                 \
+        if (HV_LANES > 8) h = _mm256_##op##_ps(h, _mm256_loadu_ps(t + HV_LANES - 8));                                  \
+        __m128 s = _mm_##op##_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));                              \
         s = _mm_##op##_ps(s, _mm_movehl_ps(s, s));                                                                     \
         return _mm_cvtss_f32(_mm_##op##_ss(s, _mm_shuffle_ps(s, s, 1)));                                               \
     }                                                                                                                  \
-    static inline float HV(name)(__m256 a)
-HPMLI_FOLD_8(sum_8_lanes, add);
-HPMLI_FOLD_8(max_8_lanes, max);
-#undef HPMLI_FOLD_8
+    static inline float HV(name)(HV(f32) a)
+HPMLI_FOLD(sum_lanes, add);
+HPMLI_FOLD(max_lane, max);
+HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
+{
+    __m128i bytes = _mm_setzero_si128();
+    memcpy(&bytes, p, HV_LANES);
+    return HPMLI_MM(cvtepi32_ps)(HPMLI_MM(cvtepu8_epi32)(bytes));
+}
 #endif
 
 #if HPMLI_ISA == HPMLI_AVX2
@@ -12103,13 +12119,10 @@ HPMLI_VEC_FN1(HV(round), _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROU
 #define HPMLI_SWAP_MIDDLE(x) _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0xd8)) /* quarters 0 2 1 3 */
 HPMLI_VEC_FN2(HV(even_lanes), HPMLI_SWAP_MIDDLE(_mm256_shuffle_ps(a, b, 0x88)));
 HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_SWAP_MIDDLE(_mm256_shuffle_ps(a, b, 0xdd)));
-#undef HPMLI_SWAP_MIDDLE
 HPMLI_VEC_FN2(HV(interleave_low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20));
 HPMLI_VEC_FN2(HV(interleave_high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31));
 HPMLI_VEC_FN2(HV(even_quads), _mm256_permute2f128_ps(a, b, 0x20)); /* quads (four lanes) 0, 2 .. of a, of b */
 HPMLI_VEC_FN2(HV(odd_quads), _mm256_permute2f128_ps(a, b, 0x31)); /* quads 1, 3 .. of a, of b */
-HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a) { return HV(sum_8_lanes)(a); }
-HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a) { return HV(max_8_lanes)(a); }
 HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
@@ -12129,10 +12142,6 @@ HPMLI_VEC_INLINE __m128i HV(low_halves)(HV(u32) u) /* returns the low 16 bits of
 {
     return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)u, (__m256i)u), 0x08));
 }
-HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
-{
-    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
-}
 HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b) { return (HV(u32))_mm256_set_epi64x(b, a, b, a); }
 #elif HPMLI_ISA == HPMLI_AVX512
 HPMLI_VEC_INLINE __mmask16 HV(lane_mask)(int64_t n) { return (__mmask16)((1u << n) - 1); }
@@ -12151,22 +12160,8 @@ HPMLI_VEC_FN2(HV(even_lanes), HPMLI_PICK(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 
 HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_PICK(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
 HPMLI_VEC_FN2(HV(interleave_low), HPMLI_PICK(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
 HPMLI_VEC_FN2(HV(interleave_high), HPMLI_PICK(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
-#undef HPMLI_PICK
 HPMLI_VEC_FN2(HV(even_quads), _mm512_shuffle_f32x4(a, b, 0x88));
 HPMLI_VEC_FN2(HV(odd_quads), _mm512_shuffle_f32x4(a, b, 0xdd));
-/* Adds all lanes; loads the halves of a from memory, because gcc 12 warns about its own casts to half a register. */
-HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a)
-{
-    float t[16];
-    HV(store)(t, a);
-    return HV(sum_8_lanes)(_mm256_add_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
-}
-HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a)
-{
-    float t[16];
-    HV(store)(t, a);
-    return HV(max_8_lanes)(_mm256_max_ps(_mm256_loadu_ps(t), _mm256_loadu_ps(t + 8)));
-}
 HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
@@ -12182,10 +12177,6 @@ HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b)
     return _mm512_mask_blend_ps((__mmask16)m, b, a);
 }
 HPMLI_VEC_INLINE __m256i HV(low_halves)(HV(u32) u) { return _mm512_cvtepi32_epi16((__m512i)u); }
-HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
-{
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
-}
 HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b) { return (HV(u32))_mm512_set4_epi64(b, a, b, a); }
 #endif
 
@@ -12230,8 +12221,8 @@ HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
     HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
     return (HV(u32))HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
 }
-/* Exchanges quads (four lanes) in each group of 2 * half vectors of r: vector i of the first half gets the even quads
-   of vectors i of both halves, vector i of the second half their odd quads. */
+/* In each 2 * half vectors of r, vector i of the first half gets the even quads (of four lanes) of vectors i of both
+   halves, vector i of the second half their odd quads. */
 HPMLI_VEC_INLINE void HV(exchange_quads)(HV(f32) *r, const int half)
 {
     HV(f32) t[HV_LANES];
@@ -12405,7 +12396,6 @@ HPMLI_LOAD_STORE_UPTO(bf16, uint16_t);
 HPMLI_LOAD_STORE_UPTO(f16, uint16_t);
 HPMLI_LOAD_STORE_UPTO(i32, int32_t);
 HPMLI_LOAD_STORE_UPTO(u8, uint8_t);
-#undef HPMLI_LOAD_STORE_UPTO
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vmath   exp, log, tanh, erf and the activations
@@ -12519,19 +12509,17 @@ HPMLI_KERNEL void HV(act_forward)(hpml_act act, float slope, float *to, const fl
 {
     HV(f32) s = HV(set1)(slope);
     switch (act) {
-#define HPMLI_X(name, f, df)                                                                                           \
+#define HPMLI_ACT_CASE(name, f, df)                                                                                    \
     case HPML_ACT_##name:                                                                                              \
         HV_LOOP(n) {                                                                                                   \
             HV(f32) x = HV(load_upto)(from + i, c);                                                                    \
             HV(store_upto)(to + i, f, c);                                                                              \
         }                                                                                                              \
         break;
-        HPMLI_ACTS(HPMLI_X)
-#undef HPMLI_X
+        HPMLI_ACTS(HPMLI_ACT_CASE)
     }
 }
 
-/* Computes dx = dy f'(x), added to dx when `accumulate`. xs: x, ys: f(x); NULL where f' does not read that array. */
 HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *xs,
                                    const float *ys, int64_t n, int accumulate)
 {
@@ -12539,7 +12527,7 @@ HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const f
     if (!xs) xs = dy; /* any address that can be read */
     if (!ys) ys = dy;
     switch (act) {
-#define HPMLI_X(name, f, df)                                                                                           \
+#define HPMLI_ACT_BACK_CASE(name, f, df)                                                                               \
     case HPML_ACT_##name:                                                                                              \
         HV_LOOP(n) {                                                                                                   \
             HV(f32) x = HV(load_upto)(xs + i, c), y = HV(load_upto)(ys + i, c);                                        \
@@ -12550,8 +12538,7 @@ HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const f
             (void)y;                                                                                                   \
         }                                                                                                              \
         break;
-        HPMLI_ACTS(HPMLI_X)
-#undef HPMLI_X
+        HPMLI_ACTS(HPMLI_ACT_BACK_CASE)
     }
 }
 
@@ -12565,7 +12552,6 @@ HPMLI_ELEMENTWISE(add, +);
 HPMLI_ELEMENTWISE(sub, -);
 HPMLI_ELEMENTWISE(mul, *);
 HPMLI_ELEMENTWISE(div, /);
-#undef HPMLI_ELEMENTWISE
 HPMLI_KERNEL void HV(vfill)(float *y, float value, int64_t n) { HV_LOOP(n) HV(store_upto)(y + i, HV(set1)(value), c); }
 HPMLI_KERNEL void HV(vaxpby)(float *y, float a, const float *x, float b, int64_t n) /* y = a x + b y; b 0: y not read */
 {
@@ -12578,15 +12564,14 @@ HPMLI_KERNEL void HV(vscale_add)(float *y, const float *x, float a, float b, int
     HV(f32) va = HV(set1)(a), vb = HV(set1)(b);
     HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c), vb), c);
 }
-/* Computes y = a (x - centre) + b, or with relu the larger of that and 0. The centre is subtracted first, because the
-   rounding errors of a x and of a centre are in proportion to the centre, and their difference would keep them. */
+/* The centre is subtracted first, because the rounding errors of a x and of a centre are in proportion to the centre,
+   and their difference would keep them. */
 HPMLI_KERNEL void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
 {
     HV(f32) va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
     if (relu) HV_LOOP(n) HV(store_upto)(y + i, HV(max)(HV(zero)(), HV(fma)(va, HV(load_upto)(x + i, c) - vc, vb)), c);
     else HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c) - vc, vb), c);
 }
-/* Computes y = a x + b (z - centre) + constant, added to y when `accumulate`. */
 HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const float *z, float centre, float constant,
                             int64_t n, int accumulate)
 {
@@ -12629,7 +12614,6 @@ HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const
 HPMLI_REDUCE(vsum, (const float *x, int64_t n), sum + HV(load_upto)(x + at, c));
 HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n),
              HV(fma)(HV(load_upto)(a + at, c), HV(load_upto)(b + at, c), sum));
-#undef HPMLI_REDUCE
 
 #define HPMLI_REDUCE_WIDE(name, params, block_sum)                                                                     \
     HPMLI_KERNEL double HV(name) params                                                                                \
@@ -12644,7 +12628,6 @@ HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n),
     static double HV(name) params
 HPMLI_REDUCE_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c));
 HPMLI_REDUCE_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c));
-#undef HPMLI_REDUCE_WIDE
 /* Adds the sum of weights w to sums[0] and that of w d to sums[1], where d = x - centre. Not `weighted`: w = d; for a
    centre near the mean, sums[1] gets the sum of squared deviations, sums[0] n times the mean's distance from it. */
 HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const float *w, const float *x, float centre,
@@ -12696,7 +12679,6 @@ HPMLI_KERNEL float HV(vamax)(const float *x, int64_t n) /* returns the largest |
     }
     return HV(sum_lanes)(nan) == 0 ? HV(max_lane)(m) : NAN;
 }
-/* Computes y = exp(x - shift), the inner loop of softmax, and returns the sum of y. */
 HPMLI_KERNEL float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n)
 {
     HV(f32) s = HV(zero)(), vs = HV(set1)(shift);
@@ -12707,8 +12689,7 @@ HPMLI_KERNEL float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n
     }
     return HV(sum_lanes)(s);
 }
-/* Computes out[j] = sum over r of x[r][j], x: (rows, cols), added to out when `accumulate`. Each 64 rows are summed by
-   themselves, which keeps the rounding error small. */
+/* Each 64 rows are summed by themselves, which keeps the rounding error small. */
 HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
 {
     HV_LOOP(cols) {
@@ -12885,26 +12866,23 @@ HPMLI_KERNEL void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t 
 {
     switch (dtype) {
     case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *y); break;
-#define HPMLI_X(type, name, T)                                                                                         \
+#define HPMLI_TO_F32_CASE(type, name, T)                                                                               \
     case HPML_DTYPE_##type: HV_LOOP(n) HV(store_upto)(y + i, HV(load_upto_##name)((const T *)x + i, c), c); break;
-    HPMLI_STORED(HPMLI_X)
-#undef HPMLI_X
+    HPMLI_STORED(HPMLI_TO_F32_CASE)
     }
 }
 HPMLI_KERNEL void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n)
 {
     switch (dtype) {
     case HPML_DTYPE_F32: memcpy(y, x, (size_t)n * sizeof *x); break;
-#define HPMLI_X(type, name, T)                                                                                         \
+#define HPMLI_FROM_F32_CASE(type, name, T)                                                                             \
     case HPML_DTYPE_##type: HV_LOOP(n) HV(store_upto_##name)((T *)y + i, HV(load_upto)(x + i, c), c); break;
-    HPMLI_STORED(HPMLI_X)
-#undef HPMLI_X
+    HPMLI_STORED(HPMLI_FROM_F32_CASE)
     }
 }
 
-/* Returns the CRC-32C (Castagnoli's polynomial, as in iSCSI) of some bytes followed by n more at `bytes`, where crc is
-   the CRC of the former, 0 for none. Where the CPU has no instruction for it, eight bytes at a time are looked up in
-   tables (Kounavis and Berry 2005), which are made on the stack for n >= 1,024. */
+/* CRC-32C has Castagnoli's polynomial, as in iSCSI. Where the CPU has no instruction for it, eight bytes at a time are
+   looked up in tables (Kounavis and Berry 2005), which are made on the stack for n >= 1,024. */
 HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 {
     const unsigned char *p = (const unsigned char *)bytes;
@@ -13006,9 +12984,10 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
    row of A has a pointer (a0, a3 ..), the others are one or two rows from it. */
 #define HPMLI_TILE_ZERO(nv, r) HV(f32) s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
 #define HPMLI_TILE_A(r)        (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * a_row]
-#define HPMLI_TILE_ROW(nv, r)                                                                                          \
+#define HPMLI_TILE_ROW(nv, r)  HPMLI_TILE_FMA(nv, r, HV(set1)(HPMLI_TILE_A(r)))
+#define HPMLI_TILE_FMA(nv, r, from_a)                                                                                  \
     if (mr > r) {                                                                                                      \
-        HV(f32) x = HV(set1)(HPMLI_TILE_A(r));                                                                         \
+        HV(f32) x = from_a;                                                                                            \
         s##r = HV(fma)(x, b0, s##r);                                                                                   \
         if (nv > 1) t##r = HV(fma)(x, b1, t##r);                                                                       \
         if (nv > 2) u##r = HV(fma)(x, b2, u##r);                                                                       \
@@ -13454,17 +13433,9 @@ HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 // ---------------------------------------------------------------------------------------------------------------------
 /* Where C is small, or a single row, packing and transposing would cost more than the product. If k runs along memory
    in both operands, each element is a dot product of a row of P with one of Q: A and B^T or, swapped, B^T and A.
-   Vectors run along k; HPMLI_DOT_MR x 4 sums, s0 t0 u0 v0 s1 .., share their loads; their lanes are added up last. */
+   Vectors run along k; HPMLI_DOT_MR x 4 sums, s0 t0 u0 v0 s1 .. as in >>gemm, share loads; last, lanes are added up. */
 #ifndef HPMLI_DOT_ROW
-#define HPMLI_DOT_ZERO(L, r) HV(f32) s##r = HV(zero)(), t##r = s##r, u##r = s##r, v##r = s##r;
-#define HPMLI_DOT_ROW(LOAD, r)                                                                                         \
-    if (mr > r) {                                                                                                      \
-        HV(f32) x = LOAD(p + r * p_row);                                                                               \
-        s##r = HV(fma)(x, b0, s##r);                                                                                   \
-        t##r = HV(fma)(x, b1, t##r);                                                                                   \
-        u##r = HV(fma)(x, b2, u##r);                                                                                   \
-        v##r = HV(fma)(x, b3, v##r);                                                                                   \
-    }
+#define HPMLI_DOT_ROW(LOAD, r) HPMLI_TILE_FMA(4, r, LOAD(p + r * p_row))
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
     HV(f32) b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                \
     HPMLI_DOT_ROWS(HPMLI_DOT_ROW, LOAD)
@@ -13486,7 +13457,7 @@ HPMLI_VEC_INLINE void HV(dot)(const int mr, HPMLI_DOT_ARGS)
     const float *q2 = n > 2 ? q1 + q_row : q1;
     const float *q3 = n > 3 ? q2 + q_row : q2;
     int64_t      i  = 0;
-    HPMLI_DOT_ROWS(HPMLI_DOT_ZERO, 0)
+    HPMLI_DOT_ROWS(HPMLI_TILE_ZERO, 4)
     for (; i + HV_LANES <= k; i += HV_LANES) {
         HPMLI_DOT_STEP(HV(load))
         p += HV_LANES, q0 += HV_LANES, q1 += HV_LANES, q2 += HV_LANES, q3 += HV_LANES;
@@ -13571,12 +13542,7 @@ HPMLI_VEC_INLINE void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *pa
     const hpmli_gemm_desc *d = part->d;
     const float *a = d->a + part->batch * d->a_batch, *b = d->b + part->batch * d->b_batch + j;
     float       *c = d->c + part->batch * d->c_batch + j;
-    hpmli_gemm_epilogue e;
-    e.alpha    = d->alpha;
-    e.beta     = d->beta;
-    e.relu     = d->act == 1;
-    e.bias_row = d->bias_m;
-    e.bias_col = d->bias_n;
+    const hpmli_gemm_epilogue e = { d->alpha, d->beta, d->bias_m, d->bias_n, d->act == 1 };
     HPMLI_TIMES_16(HPMLI_ROW_ZERO, nv)
     for (int64_t k = 0; k < d->k; k++, b += d->b_k) {
         HV(f32) x = HV(set1)(a[k * d->a_k]);
@@ -13607,7 +13573,6 @@ HPMLI_KERNEL void HV(gemm_row)(const hpmli_gemm_part *part)
     }
 }
 
-/* Computes one rectangle of C, `part`, by the method that suits the shape of the product. */
 HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -13622,16 +13587,10 @@ HPMLI_KERNEL void HV(gemm_part)(const hpmli_gemm_part *part)
     }
 }
 
-/* Computes row i of C from `count` partial sums of A B over k, `stride` floats apart, which are added up in order. */
 HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride)
 {
-    hpmli_gemm_epilogue e;
+    const hpmli_gemm_epilogue e = { d->alpha, d->beta, d->bias_m ? d->bias_m + i : NULL, d->bias_n, d->act == 1 };
     float *c = d->c + i * d->ldc;
-    e.alpha    = d->alpha;
-    e.beta     = d->beta;
-    e.relu     = d->act == 1;
-    e.bias_row = d->bias_m ? d->bias_m + i : NULL;
-    e.bias_col = d->bias_n;
     for (int64_t j = 0; j < d->n; j += HV_LANES) {
         int64_t n = d->n - j < HV_LANES ? d->n - j : HV_LANES;
         HV(f32) s = HV(load_upto)(sums + i * d->n + j, n);
@@ -13770,7 +13729,6 @@ HPMLI_VEC_INLINE void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64
         HV(store)(x + i + HPMLI_PHILOX_CHUNK / 2, b);
     }
 }
-/* Writes numbers first .. first + n - 1 of a stream to out: (n), floats or words as `kind` says, chunk by chunk. */
 HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n)
 {
     uint32_t w[HPMLI_PHILOX_CHUNK];
@@ -13831,8 +13789,7 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
     return bits & valid;
 }
 
-/* Pass 1 of 1-bit SGD: adds g to the residual e (or NULL), writes a bit for each sum, ceil(n / 32) * 4 bytes, and fills
-   `row`, whose sums show whether an element is NaN or infinite. */
+/* Pass 1 of 1-bit SGD. The sums in `row` show whether an element is NaN or infinite. */
 HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
 {
     HV(onebit_acc) a;
@@ -13876,7 +13833,7 @@ HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e
     row->count[0] = n - ones;
 }
 
-/* Pass 2 of 1-bit SGD: subtracts from e, gradient + residual, its level: `low` where e < 0, else `high`. */
+/* Pass 2 of 1-bit SGD; e: gradient + residual. */
 HPMLI_KERNEL void HV(onebit_carry)(float *e, float low, float high, int64_t n)
 {
     HV(f32) l = HV(set1)(low), h = HV(set1)(high);
@@ -13904,8 +13861,6 @@ HPMLI_KERNEL void HV(onebit_carry)(float *e, float low, float high, int64_t n)
     static void HV(name)(float *out, const uint8_t *bits, float low, float high, int64_t n)
 HPMLI_ONEBIT_DECODE(onebit_decode, v);
 HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(load_upto)(y, c) + v);
-#undef HPMLI_ONEBIT_DECODE
-#undef HPMLI_ONEBIT_V
 
 /* Packs g + e as bf16 and stores the rounding error in the residual e, or NULL. Returns false for a NaN, an infinity,
    or a float that rounds to infinity: 0 * error is NaN then, and stays NaN in the sum. */
@@ -13999,8 +13954,7 @@ HPMLI_VEC_INLINE void HV(conv_product)(const hpmli_conv_product *s, int64_t cols
         HV(conv_tiles)[cols > HV_LANES][mr - 1](s, a + i * s->a_row, b, c + i * s->c_row);
     }
 }
-/* Transposes a rectangle of at most HV_LANES x HV_LANES floats: out[j * HV_LANES + i] = x[i * ldx + j] for i < rows, j
-   < cols; lanes i >= rows of out become 0. */
+/* Sets out[j * HV_LANES + i] = x[i * ldx + j] for i < rows, j < cols, at most HV_LANES each; 0 for other i. */
 HPMLI_KERNEL void HV(transpose_block)(const float *x, int64_t ldx, int64_t rows, int64_t cols, float *out)
 {
     float part[HV_LANES * HV_LANES];
@@ -14097,7 +14051,7 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         }
     }
 }
-/* Copies the pixels that d describes: to = from + bias (or NULL), plus the old `to` if `accumulate`; then relu. */
+/* Copies pixels: to = from + bias (or NULL), plus the old `to` if `accumulate`; then relu. */
 HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                                 int accumulate)
 {
@@ -14201,8 +14155,7 @@ HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *p
             }
     }
 }
-/* Loads corner q of n adjacent windows of 2 x 2 pixels in the rows at x and x + width. Corners: 0 upper left, 1 upper
-   right, 2 lower left, 3 lower right. */
+/* Loads corner q (0, 1 of the row at x, 2, 3 of that at x + width) of n adjacent windows of 2 x 2 pixels. */
 HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, int64_t n)
 {
     const float *p = x + q / 2 * width;
@@ -14210,7 +14163,7 @@ HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, i
     HV(f32) b = 2 * n > HV_LANES ? HV(load_upto)(p + HV_LANES, 2 * n - HV_LANES) : HV(zero)();
     return q % 2 ? HV(odd_lanes)(a, b) : HV(even_lanes)(a, b);
 }
-/* Computes y, maxima of n 2 x 2 windows, and `at`, their corners (0 to 3): the first of equals, or the first NaN. */
+/* at: the corner of the first of equal maxima, or of the first NaN. */
 HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
     HV_LOOP(n) {
@@ -14246,9 +14199,8 @@ HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>table   the kernels of this pass
 // ---------------------------------------------------------------------------------------------------------------------
-static bool HV(runs_here)(void) { return HPMLI_RUNS_HERE; }
 static const hpmli_kernels HV(kernels) = {
-    HPMLI_ISA_NAME, HV(runs_here), HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv),
+    HPMLI_ISA_NAME, HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv),
     HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
     HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(opt_step), HV(to_f32),
     HV(from_f32), HV(gemm_part), HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode),
@@ -14256,12 +14208,10 @@ static const hpmli_kernels HV(kernels) = {
     HV(conv_to_nhwc), HV(conv_copy), HV(conv_from_nhwc), HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad),
     HV(conv_unpack), HV(max_pool_row), HV(max_pool_row_back), HV(crc32c),
 };
-#endif /* HPMLI_ISA */
-#ifdef HPMLI_EDITOR
 #undef HPMLI_ISA
-#endif
+#endif /* HPMLI_ISA */
 
-#if defined(HPMLI_CHOOSE) && !defined(HPMLI_ISA)
+#ifdef HPMLI_CHOOSE
 #undef HPMLI_CHOOSE
 // ---------------------------------------------------------------------------------------------------------------------
 // >>choose   which of the kernels run: the best instruction set of the CPU
@@ -14272,25 +14222,24 @@ static const hpmli_kernels HV(kernels) = {
 #undef HV_POLY5
 #undef HV_POLY_ON
 
-/* Returns the table of kernels called `name` ("avx2" ..), or NULL when there is none or this CPU cannot run it. For
-   name NULL: the fastest kernels that this CPU runs. */
+/* Returns the kernels called `name` (NULL: the fastest) that this CPU runs; NULL: there are none of that name. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
-    static const hpmli_kernels *const tables[] = { /* the fastest first */
+    const hpmli_kernels *sets[3]; /* those that this CPU runs, the fastest first */
+    int                  count = 0;
 #if defined(HPMLI_EDITOR) /* an editor knows only the scalar pass */
 #elif defined(HPMLI_HAVE_X86)
-        &hpmli_kernels_avx512,
-        &hpmli_kernels_avx2,
-#elif defined(HPMLI_HAVE_NEON)
-        &hpmli_kernels_neon,
-#endif
-        &hpmli_kernels_scalar,
-    };
-#if defined(HPMLI_HAVE_X86)
     __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        sets[count++] = &hpmli_kernels_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets[count++] = &hpmli_kernels_avx2;
+#elif defined(HPMLI_HAVE_NEON)
+    sets[count++] = &hpmli_kernels_neon;
 #endif
-    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
-        if ((!name || strcmp(name, tables[i]->name) == 0) && tables[i]->runs_here()) return tables[i];
+    sets[count++] = &hpmli_kernels_scalar;
+    for (int i = 0; i < count; i++)
+        if (!name || strcmp(name, sets[i]->name) == 0) return sets[i];
     return NULL;
 }
 #endif

@@ -186,6 +186,7 @@ typedef struct hpml_comm_desc {
     int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory. custom: 0: all on one node */
     double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK has no deadlines */
     bool                check;    /* for debugging: compare collectives on all ranks first (kind, count, type, order) */
+    bool                survive;  /* the same on all ranks: a lost rank ends its own messages alone, see hpml_comm_lost */
     uint32_t            _end;
 } hpml_comm_desc;
 
@@ -210,7 +211,11 @@ HPML_API void        hpml_world_free(hpml_world *w);
 /* Runs `fn` on every rank and returns when all have: the one line that differs between one core, threads, virtual time
    and mpiexec. Under mpiexec it runs `fn` on this process's rank, and starts and ends MPI unless the program has
    started MPI; MPI can be started only once. Every rank gets a context and a communicator. Returns the first rank's
-   error, with its text in `error` (may be NULL); the errors of all ranks, and of the desc, go to .ctx.log as well. */
+   error, with its text in `error` (may be NULL); the errors of all ranks, and of the desc, go to .ctx.log as well.
+   With .survive returns HPML_OK, and in `error` the number of lost ranks and the first one's error, where the function
+   of some rank returned HPML_OK and no rank failed by HPML_ERR_PEER, which would mean that it could not go on without a
+   lost rank. Under mpiexec a process returns the error of its own rank; a process that fails waits for the others in
+   MPI_Finalize, because most launchers end all processes when one ends before that. */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
     const char         *run;       /* transport and ranks in words: "serial", "threads:4", "clock:4", "mpi", "mpi:4";
@@ -220,8 +225,9 @@ typedef struct hpml_launch_desc {
     hpml_transport_kind transport;
     int32_t             ranks;     /* THREADS, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
     hpml_network        network;   /* MPI: only ranks_per_node is used */
-    double              timeout;   /* as in hpml_comm_desc */
+    double              timeout;   /* as in hpml_comm_desc, like the next two */
     bool                check;
+    bool                survive;
     hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores divided by the ranks */
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
     bool                alone;     /* allows THREADS and CLOCK in each of several processes of mpiexec or srun; else
@@ -254,6 +260,16 @@ HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds);
    32,767) exist at the same time. */
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
+
+/* Returns whether `rank` is lost; false without hpml_comm_desc.survive. With .survive a rank is lost when it has failed,
+   when it has freed its communicator (has left), or, on this rank alone, when a wait for its message has lasted until
+   the deadline. From then on sends to it end with HPML_ERR_PEER in m->status, as do receives once its earlier messages
+   have arrived; this rank's context and its messages with other ranks are not concerned, and hpml_wait_any returns such
+   a message like one that has come. A collective that needs a lost rank ends with an error on the context that names
+   the lost rank, whereby this rank is lost, too. In virtual time a rank is lost from the time at which it failed or
+   left. Parts and background communicators inherit .survive. MPI: a process that is killed is lost at the deadline, if
+   the launcher leaves the others alive (mpiexec -disable-auto-cleanup). */
+HPML_API bool hpml_comm_lost(const hpml_comm *c, int rank);
 
 /* Extends the deadlines of the ranks that wait for this rank, directly or through other ranks, while this rank works
    alone: they wait at least until `seconds` seconds from now. Call the function again as the work advances (most calls
@@ -369,6 +385,10 @@ typedef struct hpml_transport {
     /* Optional, after the deadline of m: returns the rank at the end of the chain of waits that begins with m's peer,
        and the hpml_now() until which it is busy; -1: a rank has failed, as the next test of m reports. NULL: peer */
     int  (*stuck_at)(hpml_comm *c, const hpml_message *m, double *busy);
+
+    /* Optional, for .survive: returns why `peer` is lost, "has left", "failed: " and a text, or a sentence that begins
+       with "rank "; NULL: it is not lost. The text lives as long as c. */
+    const char *(*why_lost)(const hpml_comm *c, int peer);
 
     /* Optional: HPML_NATIVE. hpml_element and hpml_reduce as int; MEAN: the sum, which the caller divides. */
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int element, int reduce);
@@ -930,6 +950,8 @@ struct hpml_comm {
     bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
     bool                  is_virtual; /* true with CLOCK: time is virtual, and waits have no deadline */
     bool                  check;
+    bool                  survive;  /* a lost rank ends its own messages alone: see hpml_comm_lost */
+    bool                 *silent;   /* (size) true: a wait for that rank has lasted until the deadline, with .survive */
     double                timeout;  /* seconds that a wait may last; negative: for ever */
     int                   spin_limit; /* tests of a message before the wait yields the core; as many later it sleeps */
     double                gives_up; /* hpml_comm_now() at which hpml_wait_any returns without an error; 1e300: never */
@@ -1060,7 +1082,8 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     c->node    = (int32_t *)hpml_ctx_alloc(ctx, sizeof *c->node * (size_t)size, NULL);
     c->sent_to = (int64_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->sent_to * (size_t)size, NULL);
     c->arrows  = (uint32_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->arrows * (size_t)size, NULL);
-    if (!c->arrows) return NULL;
+    c->silent  = (bool *)hpml_ctx_alloc(ctx, sizeof *c->silent * (size_t)size, NULL);
+    if (!c->silent) return NULL;
     for (int i = 0; i < size; i++) c->origin[i] = i;
     c->timeout           = 60;
     c->gives_up          = 1e300;
@@ -1205,6 +1228,43 @@ HPMLC_FN void hpmlc_count_send(hpml_comm *c, int peer, size_t bytes)
     if (c->node[peer] != c->node[c->rank]) c->counters.between_bytes += (int64_t)bytes;
 }
 
+/* Returns why rank `peer` of c is lost, as hpml_transport.why_lost does; NULL: it is not, or c has no .survive. */
+HPMLC_FN const char *hpmlc_why_lost(const hpml_comm *c, int peer)
+{
+    if (!c->survive) return NULL;
+    if (c->silent[peer]) return "has sent nothing until the deadline";
+    return c->t->why_lost ? c->t->why_lost(c, peer) : NULL;
+}
+
+HPML_API bool hpml_comm_lost(const hpml_comm *c, int rank)
+{
+    return c && rank >= 0 && rank < c->size && hpmlc_why_lost(c, rank) != NULL;
+}
+
+/* Writes to `to`, of 256 bytes, why a rank is lost whose error is `text` (NULL: it has left), for .why_lost. */
+HPMLC_FN void hpmlc_loss_text(char *to, const char *text)
+{
+    const bool names = text && strncmp(text, "rank ", 5) == 0; /* it failed because another rank was lost */
+    if (!text) text = "has left";
+    else if (!names) snprintf(to, 256, "failed: %s", text);
+    if (names || strcmp(text, "has left") == 0) snprintf(to, 256, "%s", text);
+}
+
+/* Ends the message m with HPML_ERR_PEER, because its peer is lost: `why`. A message of a collective ends in an error of
+   this rank, too, and what the others learn of it is the first rank that was lost. */
+HPMLC_FN hpml_status hpmlc_lose(hpml_comm *c, hpml_message *m, const char *why)
+{
+    char text[300] = "";
+    m->done    = true;
+    m->arrival = hpml_comm_now(c);
+    m->status  = HPML_ERR_PEER;
+    if (m->tag <= HPML_TAG_MAX) return m->status;
+    if (strncmp(why, "rank ", 5) != 0) snprintf(text, sizeof text, "rank %d ", c->origin[m->peer]);
+    snprintf(text + strlen(text), sizeof text - strlen(text), "%s", why);
+    hpmlc_announce_failure(c, text);
+    return hpmlc_fail(c, HPML_ERR_PEER, "%s: %s", c->operation, text);
+}
+
 /* Begins a receive from rank `peer`, or (not `receiving`) a send to it, and fills in m. data: array of `bytes` bytes;
    reduce: adds what arrives to the array, NULL: copies. After an error m->done is true, m->status the error. */
 HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag, char *data, size_t bytes,
@@ -1225,6 +1285,8 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
     m->data      = data;
     m->bytes     = bytes;
     m->reduce    = reduce;
+    const char *lost = receiving ? NULL : hpmlc_why_lost(c, peer); /* a receive may get an earlier message */
+    if (lost) return hpmlc_lose(c, m, lost);
     if (receiving) {
         m->next    = c->pending;
         c->pending = m;
@@ -1323,7 +1385,12 @@ HPMLC_FN int hpmlc_cores(int ranks);
 
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
-    if (hpmlc_oldest(m) == m) c->t->test(c, m);
+    if (hpmlc_oldest(m) != m) return;
+    const char *lost = hpmlc_why_lost(c, m->peer); /* before the test, which finds all that was sent before */
+    c->t->test(c, m);
+    if (!lost || hpmlc_done(m) || (m->receiving && m->arrival > 0)) return;
+    c->t->abandon(c, m);
+    hpmlc_lose(c, m, lost);
 }
 
 /* Completes the receive m with an error, because the message that has come has `sent` bytes, not m->bytes. */
@@ -1363,7 +1430,7 @@ HPMLC_FN void hpmlc_give_up(hpml_comm *c, hpml_message *const *m, int count)
 
 /* Handles the deadline of a wait for the list m. The peer of a message may wait for another rank, and so on: where the
    last rank of such a chain is busy (hpml_comm_busy), extends the deadline, else ends the wait with an error that names
-   the last rank of the first message's chain. Returns the new deadline. */
+   the last rank of the first message's chain; with .survive the peers are lost instead. Returns the new deadline. */
 HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int count)
 {
     const int first = hpmlc_in_flight(m, count, 0), peer = c->origin[m[first]->peer];
@@ -1376,6 +1443,10 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int 
         if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* then asks again */
         if (i == first) last = stuck;
         others++;
+    }
+    if (c->survive && m[first]->tag <= HPML_TAG_MAX) { /* the next tests end the messages of these ranks */
+        for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) c->silent[m[i]->peer] = true;
+        return hpml_now() + c->timeout;
     }
     if (last != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", last);
     hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s%s in %s, round %d, step %lld; is that rank alive and in "
@@ -1618,6 +1689,7 @@ struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
     pthread_cond_t  changed;
     unsigned        changes;
     bool            sleeping;
+    bool            counted; /* while it sleeps, the world does not count the thread as awake */
 };
 
 typedef struct hpmlc_inbox {
@@ -1641,6 +1713,11 @@ struct hpmlc_group {
 
 typedef struct hpmlc_vthread hpmlc_vthread; /* a thread in virtual time: see >>clock */
 
+typedef struct hpmlc_loss { /* a rank that has failed or left, with .survive */
+    double at; /* CLOCK: virtual time at which it did; else 0 */
+    char   text[256]; /* as hpmlc_loss_text writes it */
+} hpmlc_loss;
+
 struct hpml_world {
     hpml_transport_kind kind;
     int                 ranks, nodes;
@@ -1649,6 +1726,7 @@ struct hpml_world {
     int                 running;  /* threads that are awake */
     hpmlc_group        *groups;
     bool               *left;     /* (ranks) true: has closed the communicator of hpml_comm_create */
+    hpmlc_loss        **lost;     /* (ranks) with .survive: ranks that have failed or left; NULL: neither. Atomic */
     int                 failed;   /* 1 + the rank that failed first; ranks + 1: deadlock; 0: none. Set once */
     char                text[512];
     bool                buffered; /* true: sends are copied, and done at once: CLOCK, or some link takes time */
@@ -1708,7 +1786,7 @@ HPMLC_FN void hpmlc_waitpoint_wake_held(hpml_world *w, hpmlc_waitpoint *g)
     __atomic_add_fetch(&g->changes, 1, __ATOMIC_RELEASE);
     if (!g->sleeping) return;
     g->sleeping = false;
-    if (w) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
+    if (w && g->counted) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
     pthread_cond_signal(&g->changed);
 }
 
@@ -1724,6 +1802,7 @@ HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w);
 HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 {
     hpmlc_vthreads_wake(w);
+    if (w->kind == HPML_TRANSPORT_CLOCK) return; /* no thread sleeps at an inbox */
     for (hpmlc_group *r = w->groups; r; r = r->next)
         for (int i = 0; i < r->size; i++) hpmlc_waitpoint_wake(w, &r->inbox[i].wait);
 }
@@ -1784,7 +1863,8 @@ HPMLC_FN void hpmlc_waitpoint_sleep(hpml_world *w, hpmlc_waitpoint *g, unsigned 
     pthread_mutex_lock(&g->mutex);
     if (g->changes == *seen) {
         hpmlc_waitpoint_limit(until, &limit);
-        g->sleeping = counted;
+        g->sleeping = true;
+        g->counted  = counted;
         if (counted && w && __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) {
             pthread_mutex_unlock(&g->mutex);
             hpmlc_world_deadlock(w);
@@ -1792,7 +1872,7 @@ HPMLC_FN void hpmlc_waitpoint_sleep(hpml_world *w, hpmlc_waitpoint *g, unsigned 
         }
         while (g->changes == *seen)
             if (pthread_cond_timedwait(&g->changed, &g->mutex, &limit) != 0) break;
-        if (g->sleeping && w) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
+        if (g->sleeping && w && counted) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
         g->sleeping = false;
     }
     *seen = g->changes;
@@ -1863,11 +1943,12 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ra
     w->buffered = clock || hpmlc_link_takes_time(&w->network.inside) || hpmlc_link_takes_time(&w->network.between);
     w->nodes = hpmlc_network_nodes(&w->network, ranks);
     w->left  = (bool *)calloc((size_t)ranks, sizeof *w->left);
+    w->lost  = (hpmlc_loss **)calloc((size_t)ranks, sizeof *w->lost);
     w->card  = (double *)calloc((size_t)(2 * (ranks + w->nodes)), sizeof *w->card);
     w->busy  = (double *)calloc((size_t)ranks, sizeof *w->busy);
     pthread_mutex_init(&w->mutex, NULL);
     bool good = hpmlc_network_check("", &w->network, ranks, clock, NULL) == HPML_OK;
-    if (good && w->left && w->card && w->busy && hpmlc_group_new(w, ranks)) return w;
+    if (good && w->left && w->lost && w->card && w->busy && hpmlc_group_new(w, ranks)) return w;
     hpml_world_free(w);
     return NULL;
 }
@@ -1880,6 +1961,8 @@ HPML_API void hpml_world_free(hpml_world *w)
         hpmlc_group_free(r);
     }
     pthread_mutex_destroy(&w->mutex);
+    for (int i = 0; i < w->ranks && w->lost; i++) free(w->lost[i]);
+    free(w->lost);
     free(w->left);
     free(w->card);
     free(w->busy);
@@ -1896,6 +1979,40 @@ HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
         hpmlc_world_wake(w);
     }
     pthread_mutex_unlock(&w->mutex);
+}
+
+HPMLC_FN const hpmlc_loss *hpmlc_loss_of(const hpml_comm *c, int peer)
+{
+    return __atomic_load_n(&hpmlc_world_of(c)->lost[c->origin[peer]], __ATOMIC_ACQUIRE);
+}
+
+/* With .survive: records that c's rank is lost, by its error `text`, NULL: it leaves. Waits for this rank end. */
+HPMLC_FN void hpmlc_world_lose(hpml_comm *c, const char *text)
+{
+    hpml_world *w    = hpmlc_world_of(c);
+    const int   rank = c->origin[c->rank];
+    if (hpmlc_loss_of(c, c->rank)) return;
+    hpmlc_loss *loss = (hpmlc_loss *)calloc(1, sizeof *loss);
+    if (!loss) {
+        hpmlc_world_fail(w, rank, "no memory to record that this rank is lost");
+        return;
+    }
+    if (c->is_virtual) loss->at = hpml_comm_now(c);
+    hpmlc_loss_text(loss->text, text);
+    pthread_mutex_lock(&w->mutex);
+    if (!w->lost[rank]) {
+        __atomic_store_n(&w->lost[rank], loss, __ATOMIC_RELEASE);
+        loss = NULL;
+        hpmlc_world_wake(w);
+    }
+    pthread_mutex_unlock(&w->mutex);
+    free(loss); /* another thread of this rank was first */
+}
+
+HPMLC_FN const char *hpmlc_threads_why_lost(const hpml_comm *c, int peer)
+{
+    const hpmlc_loss *loss = hpmlc_loss_of(c, peer);
+    return loss && loss->at <= hpml_comm_now(c) ? loss->text : NULL;
 }
 
 /* Returns the rank that rank `rank` of world w waits for; -1: none, because `rank` computes or hangs. A group has the
@@ -2142,6 +2259,7 @@ HPMLC_FN void hpmlc_group_leave(hpml_comm *c)
 {
     hpmlc_group *group = hpmlc_group_of(c), **link;
     hpml_world  *w     = group->world;
+    if (c->survive && !c->is_part) hpmlc_world_lose(c, NULL);
     pthread_mutex_lock(&w->mutex);
     group->inbox[c->rank].owner = NULL;
     if (!c->is_part) w->left[c->rank] = true;
@@ -2198,15 +2316,17 @@ HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const in
 
 HPMLC_FN void hpmlc_threads_announce_failure(hpml_comm *c, const char *text)
 {
-    hpmlc_world_fail(hpmlc_world_of(c), c->origin[c->rank], text);
+    if (c->survive) hpmlc_world_lose(c, text);
+    else hpmlc_world_fail(hpmlc_world_of(c), c->origin[c->rank], text);
 }
 
-/* Waits until m is done: after a failure a test completes m with an error, or a receiver that reads m's array does. */
+/* Gives up the message m: takes a send back, unless its receiver reads m's array: then waits until that is done. */
 HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
 {
+    hpmlc_inbox *in = &hpmlc_group_of(c)->inbox[m->peer];
     while (!hpmlc_done(m)) {
-        hpmlc_threads_test(c, m);
-        if (!hpmlc_done(m)) sched_yield();
+        if (m->receiving || hpmlc_inbox_take(in, m)) m->done = true;
+        else sched_yield();
     }
 }
 
@@ -2284,7 +2404,7 @@ HPMLC_FN hpml_status hpmlc_threads_open(hpml_comm *c, const hpml_comm_desc *d)
 static const hpml_transport hpmlc_threads = {
     "threads", hpmlc_threads_locate, hpmlc_threads_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_threads_close,
     hpmlc_threads_start, hpmlc_threads_test, hpmlc_threads_block, hpmlc_threads_unblock, hpmlc_threads_abandon,
-    hpmlc_threads_announce_failure, hpmlc_threads_announce_busy, hpmlc_threads_stuck_at,
+    hpmlc_threads_announce_failure, hpmlc_threads_announce_busy, hpmlc_threads_stuck_at, hpmlc_threads_why_lost,
     NULL, hpmlc_threads_shares_core, hpmlc_threads_has_delay, NULL, /* no .allreduce; is always concurrent */
     true, (size_t)512 << 10, 2e-6, 0.25e-9, &hpmlc_threads_schedule
 };
@@ -2368,7 +2488,9 @@ struct hpmlc_shared {
     int            from;    /* rank whose control message is being received, -1: none */
     MPI_Request    receive; /* MPI's request for receiving a control message */
     char           control[HPMLC_CONTROL]; /* buffer into which a control message is received */
-    char          *letter;  /* (size) letter of each rank's last control message that has a letter; 0: none */
+    char          *letter;  /* (size) letter of each rank's last control message that has a letter; 0: none; 'K': killed
+                               or hung, as with .survive a deadline has shown */
+    char         **why;     /* (size) of a rank that has failed or left: why, see hpmlc_loss_text; NULL: not */
     int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., buffers of sends. Number r means "I wait for rank
                                r", `size` "I wait for all", size + 1 + k "I am busy, for up to 2^k / 256 s", the
                                sender's own number "I do not wait any more" */
@@ -2619,8 +2741,11 @@ HPMLC_FN void hpmlc_mpi_poll_control(hpmlc_shared *x)
             continue;
         }
         x->letter[from] = x->control[0];
-        if (x->control[0] != 'F' || x->failed) continue;
         x->control[HPMLC_CONTROL - 1] = 0;
+        const bool leaves = x->control[0] == 'L', fails = x->control[0] == 'F';
+        if ((leaves || fails) && !x->why[from]) x->why[from] = (char *)malloc(256);
+        if ((leaves || fails) && x->why[from]) hpmlc_loss_text(x->why[from], fails ? x->control + 1 : NULL);
+        if (!fails || x->failed) continue;
         memcpy(x->text, x->control + 1, HPMLC_CONTROL - 1);
         x->failed = from + 1;
     }
@@ -2740,6 +2865,14 @@ HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
     m->done = true;
 }
 
+HPMLC_FN const char *hpmlc_mpi_why_lost(const hpml_comm *c, int peer)
+{
+    const hpmlc_shared *x = hpmlc_mpi_of(c)->shared;
+    const char          letter = x->letter[c->origin[peer]];
+    if (letter != 'L' && letter != 'F') return NULL;
+    return x->why[c->origin[peer]] ? x->why[c->origin[peer]] : "failed or has left";
+}
+
 HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
 {
     const hpmlc_shared *x = hpmlc_mpi_of(c)->shared;
@@ -2775,7 +2908,7 @@ HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *const *m, int count, d
     hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
     const int     first = hpmlc_in_flight(m, count, 0);
     hpmlc_mpi_poll_control(x);
-    if (hpmlc_mpi_end(c, m, count) || until <= 0) return;
+    if ((!c->survive && hpmlc_mpi_end(c, m, count)) || until <= 0) return;
     if (c->gives_up >= 1e300)
         hpmlc_mpi_announce_wait(x, count > 1 ? x->size : c->origin[m[first]->peer], until,
                                 &hpmlc_transfer_of(m[first])->announced);
@@ -2961,6 +3094,7 @@ HPMLC_FN int hpmlc_mpi_await_final(hpmlc_shared *x, double patience)
         hpmlc_mpi_poll_control(x);
         hpmlc_mpi_lock(x);
         for (int i = x->size - 1; i >= 0; i--) {
+            if (x->letter[i] == 'K') continue;
             int gone = 0, code = MPI_Test(&x->sends[i], &gone, MPI_STATUS_IGNORE);
             bool left = i == x->rank || x->letter[i] == 'L' || x->letter[i] == 'F';
             if (!left || (code == MPI_SUCCESS && !gone)) absent = i;
@@ -3007,6 +3141,7 @@ HPMLC_FN void hpmlc_shared_free(hpmlc_shared *x)
 #ifndef HPML_NO_THREADS
     pthread_mutex_destroy(&x->lock);
 #endif
+    for (int i = 0; i < x->size; i++) free(x->why[i]);
     free(x);
 }
 
@@ -3047,15 +3182,21 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     }
     hpmlc_mpi_send_final(x, failed ? 'F' : 'L', failed ? hpml_ctx_error(c->ctx) : "");
     double limit = c->timeout < 0 ? 60 : c->timeout;
-    int    absent = hpmlc_mpi_await_final(x, failed ? 5 : limit);
-    if (absent >= 0 && !failed)
+    bool   killed = false;
+    for (int i = 0; i < c->size; i++)
+        if (c->silent[i] && !x->letter[i]) {
+            x->letter[i] = 'K';
+            killed       = true;
+        }
+    int    absent = hpmlc_mpi_await_final(x, failed && !c->survive ? 5 : limit);
+    if (absent >= 0 && !failed && !c->survive)
         hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d to free its communicator, step %lld; is that rank "
                    "alive? (hpml_comm_busy extends the deadline of a rank that works)", c->timeout, absent,
                    (long long)c->step);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
-    if (absent < 0 && !failed) MPI_Comm_free(&hpmlc_mpi_of(c)->comm);
-    x->kept = absent >= 0; /* then MPI may still send from x */
+    if (absent < 0 && !failed && !killed) MPI_Comm_free(&hpmlc_mpi_of(c)->comm);
+    x->kept = absent >= 0 || killed; /* then MPI may still send from x */
     hpmlc_shared_release(x);
 }
 
@@ -3101,11 +3242,12 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
     MPI_Comm_size(given, &size);
     MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &most, &found);
     const size_t  n    = (size_t)size + 1 + HPMLC_BUSY;
-    const size_t  each = 2 * sizeof(double) + sizeof(MPI_Request) + sizeof(int32_t) + 1;
+    const size_t  each = 2 * sizeof(double) + sizeof(char *) + sizeof(MPI_Request) + sizeof(int32_t) + 1;
     hpmlc_shared *x = (hpmlc_shared *)calloc(1, sizeof *x + each * n);
     if (!x) return NULL;
     x->awaits = (double *)(void *)(x + 1);
-    x->sends = (MPI_Request *)(void *)(x->awaits + 2 * n);
+    x->why   = (char **)(void *)(x->awaits + 2 * n);
+    x->sends = (MPI_Request *)(void *)(x->why + n);
     x->number = (int32_t *)(void *)(x->sends + n);
     x->letter  = (char *)(x->number + n);
     for (int i = 0; i < (int)n; i++) {
@@ -3262,7 +3404,7 @@ HPMLC_FN bool hpmlc_mpi_is_concurrent(const hpml_comm *c)
 static const hpml_transport hpmlc_mpi_transport = {
     "mpi", hpmlc_mpi_locate, hpmlc_mpi_open, hpmlc_mpi_no_memory, hpmlc_mpi_split, hpmlc_mpi_close,
     hpmlc_mpi_start, hpmlc_mpi_test, hpmlc_mpi_block, hpmlc_mpi_unblock, hpmlc_mpi_abandon,
-    hpmlc_mpi_announce_failure, hpmlc_mpi_announce_busy, hpmlc_mpi_stuck_at,
+    hpmlc_mpi_announce_failure, hpmlc_mpi_announce_busy, hpmlc_mpi_stuck_at, hpmlc_mpi_why_lost,
     hpmlc_mpi_allreduce, NULL, NULL, hpmlc_mpi_is_concurrent, /* .has_delay NULL: messages between nodes take time */
     false, 0, 5e-6, 0.3e-9, NULL
 };
@@ -3470,13 +3612,24 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
     else if (__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_fail(c, m);
 }
 
+/* Returns when the first loss of a peer of the list m will be known, which lies behind c's clock; 1e300: none. */
+HPMLC_FN double hpmlc_clock_next_loss(const hpml_comm *c, hpml_message *const *m, int count)
+{
+    double first = 1e300;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count && c->survive; i = hpmlc_in_flight(m, count, i + 1)) {
+        const hpmlc_loss *loss = hpmlc_loss_of(c, m[i]->peer);
+        if (loss && loss->at > hpml_comm_now(c) && loss->at < first) first = loss->at;
+    }
+    return first;
+}
+
 /* Sleeps in virtual time until the first message of the list m arrives, at most until c->gives_up, or until a message
    is sent to this rank. Where an older receive with the same peer and tag gets the next message, that one's arrival
    ends the sleep. Never sleeps until the message of a receive outside the list arrives, because one of the list may be
    done before. There are no deadlines. */
 HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *const *m, int count, double until HPMLC_UNUSED)
 {
-    const double arrival = hpmlc_next_arrival(m, count);
+    const double arrival = fmin(hpmlc_next_arrival(m, count), hpmlc_clock_next_loss(c, m, count));
     if (count == 1 && arrival < c->gives_up) {
         hpmlc_clock_advance(c, arrival); /* no other message can end this wait before */
         return;
@@ -3594,6 +3747,7 @@ static const hpml_transport hpmlc_clock = {
     "clock", hpmlc_threads_locate, hpmlc_clock_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_clock_close,
     hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_threads_unblock, hpmlc_clock_abandon,
     hpmlc_threads_announce_failure, NULL, NULL, /* no .announce_busy and .stuck_at: there are no deadlines */
+    hpmlc_threads_why_lost,
     NULL, NULL, NULL, NULL,
     true, 0, 2e-6, 0.25e-9, &hpmlc_clock_schedule
 };
@@ -3629,7 +3783,7 @@ HPMLC_FN hpml_status hpmlc_self_locate(hpml_ctx *ctx HPMLC_UNUSED, hpml_comm_des
 
 static const hpml_transport hpmlc_self = {
     "self", hpmlc_self_locate, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-    NULL, true, 0, 1e-7, 1e-10, NULL
+    NULL, NULL, true, 0, 1e-7, 1e-10, NULL
 };
 #endif
 
@@ -3688,8 +3842,9 @@ HPMLC_FN hpml_comm *hpmlc_comm_open(hpml_ctx *ctx, const hpml_transport *t, hpml
         if (t->absent) t->absent(ctx, d);
         return NULL;
     }
-    c->t     = t;
-    c->state = d->custom_user;
+    c->t       = t;
+    c->state   = d->custom_user;
+    c->survive = d->survive;
     if (d->timeout != 0) c->timeout = d->timeout;
     for (int i = 0; i < c->size && d->custom && d->ranks_per_node > 0; i++) c->node[i] = i / d->ranks_per_node;
     if (!t->open || t->open(c, d) == HPML_OK) return c;
@@ -3759,11 +3914,13 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     for (int i = 0; i < count; i++) {
         part->origin[i] = c->origin[ranks[i]];
         part->node[i]   = c->node[ranks[i]];
+        part->silent[i] = c->silent[ranks[i]];
     }
     part->key        = (c->key * 31 + c->sequence) * 31 + (uint64_t)color + 1;
     part->is_part    = true;
     part->timeout    = c->timeout;
     part->check      = c->check;
+    part->survive    = c->survive;
     part->spin_limit = c->spin_limit;
     part->inside     = c->inside;
     part->between    = c->between;
@@ -3810,6 +3967,7 @@ typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what com
     hpml_rank_fn           *fn;
     void                   *user;
     hpml_status             status;
+    bool                    hung; /* another rank has not answered until the deadline: MPI_Finalize would wait for it */
     char                    error[768];
 } hpmlc_start;
 
@@ -3841,6 +3999,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
         hpmlc_start_error(s, comm && comm->size > 1 ? comm->rank : -1, hpml_ctx_error(ctx));
     }
     if (!ctx) hpmlc_start_error(s, s->comm.rank, "no memory for a context");
+    for (int i = 0; comm && i < comm->size; i++) s->hung = s->hung || comm->silent[i];
     hpml_ctx_free(ctx);
     if (s->status == HPML_OK && s->error[0]) s->status = HPML_ERR_TIMEOUT;
     return NULL;
@@ -3920,6 +4079,23 @@ HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_
     return hpmlc_refuse(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
 }
 
+/* With .survive: where one of the n ranks whose results are in s was successful, and none failed because another rank was
+   lost, returns HPML_OK and writes to `to` how many ranks failed and why the first did. Else as hpmlc_first_cause. */
+HPMLC_FN hpml_status hpmlc_survivors(const hpmlc_start *s, int n, const hpmlc_text *to)
+{
+    int  failed = 0;
+    bool stopped = false;
+    for (int i = 0; i < n; i++) {
+        failed += s[i].status != HPML_OK;
+        stopped = stopped || s[i].status == HPML_ERR_PEER;
+    }
+    hpml_status status = hpmlc_first_cause(s, n, to);
+    if (failed == 0 || failed == n || stopped) return status;
+    for (int i = n - 1; i >= 0; i--)
+        if (s[i].status != HPML_OK) hpmlc_refuse(to, HPML_OK, "%d of %d ranks lost: %s", failed, n, s[i].error);
+    return HPML_OK;
+}
+
 HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
 {
 #ifdef HPML_USE_MPI
@@ -3928,7 +4104,8 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpml_launched(NULL));
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
-    if (started && s->status == HPML_OK) MPI_Finalize(); /* else others may never call it; exit ends the job */
+    const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else others may never call it ... */
+    if (started && finalizes) MPI_Finalize(); /* ... and exit ends the job */
 #else
     hpmlc_start_main(s); /* fails: the error's text shows how to build with MPI */
 #endif
@@ -3948,7 +4125,8 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
         if (pthread_create(&threads[started], NULL, hpmlc_start_main, &s[started]) != 0) break;
     for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
-    hpml_status status = w && threads ? hpmlc_first_cause(s, ranks, to) : HPML_ERR_MEMORY;
+    hpml_status status = HPML_ERR_MEMORY;
+    if (w && threads) status = s->d->survive ? hpmlc_survivors(s, ranks, to) : hpmlc_first_cause(s, ranks, to);
     if (status == HPML_OK && w->failed) /* background work failed whose job was not waited for */
         status = hpmlc_refuse(to, HPML_ERR_COMM, "%s", w->text);
     hpml_world_free(w);
@@ -4003,6 +4181,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         c->rank           = i;
         c->timeout        = d.timeout;
         c->check          = d.check;
+        c->survive        = d.survive;
         c->ranks_per_node = d.network.ranks_per_node;
         if (mpi) continue; /* this process's rank is not known yet */
         if (s[i].ctx.threads == 0) s[i].ctx.threads = hpmlc_cores(ranks);

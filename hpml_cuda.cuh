@@ -6625,6 +6625,9 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         if (d->act_dtype != HPML_DTYPE_F32) n->scratch_bytes += (size_t)hpml_tensor_count(n->src[1]) * 2;
         break;
     case HPML_OP_LSTM: n->scratch_bytes = hpmlg_lstm_layout(d, n, &lstm); break;
+    case HPML_OP_CUSTOM:
+        if (!n->attr.custom->kernel.forward) n->saved_bytes = n->scratch_bytes = 0; /* both are in host memory */
+        break;
     default: break;
     }
 }
@@ -6733,6 +6736,22 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     if (hpmlg_ok(d)) *device = d;
     else hpmlg_close(d);
     return hpml_ctx_status(ctx);
+}
+
+/* An op of the user: its own functions for the device, or those for the host, on host copies of the arrays. backward
+   adds to gradients, so those that no op has given yet become zeros. */
+HPMLG_FN void hpmlg_op_custom(HPMLG_OP_ARGUMENTS)
+{
+    const hpml_op_impl *own    = &n->attr.custom->kernel;
+    hpml_status         status = HPML_OK;
+    for (int i = 0; i < n->src_count && back && own->backward; i++)
+        if (n->src[i]->raw_grad && !n->accumulate[i])
+            hpmlg_zero(d, n->src[i]->raw_grad, (size_t)hpml_tensor_count(n->src[i]) * hpml_dtype_size(n->src[i]->dtype));
+    if (!own->forward) hpml_custom_on_host(run, n, back);
+    else status = back ? own->backward(run, n) : own->forward(run, n);
+    if (status != HPML_OK && hpmlg_ok(d))
+        hpml_ctx_fail(run->ctx, status, "%s \"%s\": its kernel returned: %s", n->attr.custom->name, n->out->name,
+                      hpml_status_string(status));
 }
 
 /* Runs a pass of the op with function `op`, forward or, if `back`, backward; returns the context's status. */

@@ -524,6 +524,60 @@ static hpml_status serve_case(hpml_comm *c, int count)
     return hpml_barrier(c);
 }
 
+/* With .survive: rank 0 answers questions. Rank 1 fails after 3 of its 20, rank 2 leaves after 5, the others leave at
+   the end without farewell. Rank 0 notices each loss, and goes on. */
+static hpml_status survive_case(hpml_comm *c)
+{
+    enum { MOST = 16, COUNT = 20 };
+    hpml_message in[MOST], *list[MOST] = { NULL };
+    const int    p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    int          living = p - 1, question[MOST], answers[MOST] = { 0 }, answer = 0;
+    for (int i = 0; i < COUNT && rank > 0; i++) {
+        if (rank == 1 && i == 3) return hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_NONFINITE, "the loss is NaN");
+        if (rank == 2 && i == 5) return HPML_OK;
+        hpml_comm_compute(c, 1e-3);
+        CHECK(hpml_send(c, 0, 1, &i, sizeof i) == HPML_OK && hpml_recv(c, 0, 2, &answer, sizeof answer) == HPML_OK);
+        CHECK(answer == 2 * i && !hpml_comm_lost(c, 0) && !hpml_comm_lost(c, rank));
+    }
+    for (int r = 1; r < p && rank == 0; r++) {
+        list[r] = &in[r];
+        CHECK(hpml_irecv(c, r, 1, &question[r], sizeof *question, &in[r]) == HPML_OK);
+    }
+    while (living > 0 && rank == 0) {
+        const int r = hpml_wait_any(c, list, p, -1);
+        CHECK(r > 0);
+        if (in[r].status == HPML_OK) {
+            answers[r]++;
+            answer = 2 * question[r];
+            CHECK(hpml_irecv(c, r, 1, &question[r], sizeof *question, &in[r]) == HPML_OK);
+            CHECK(hpml_send(c, r, 2, &answer, sizeof answer) == HPML_OK);
+            continue;
+        }
+        CHECK(in[r].status == HPML_ERR_PEER && hpml_comm_lost(c, r) && hpml_ctx_status(hpml_comm_ctx(c)) == HPML_OK);
+        CHECK(hpml_send(c, r, 2, &answer, sizeof answer) == HPML_ERR_PEER);
+        CHECK(hpml_recv(c, r, 1, &answer, sizeof answer) == HPML_ERR_PEER);
+        CHECK(answers[r] == (r == 1 ? 3 : r == 2 ? 5 : COUNT));
+        list[r] = NULL;
+        living--;
+    }
+    CHECK(!hpml_comm_lost(c, -1) && !hpml_comm_lost(c, p) && !hpml_comm_lost(NULL, 0));
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+/* With .survive the last rank leaves: a sum of the others ends on each of them in an error that names it. */
+static hpml_status sum_without_one(hpml_comm *c, bool *named)
+{
+    float       x[64] = { 0 };
+    char        name[32];
+    const int   last = hpml_comm_size(c) - 1;
+    snprintf(name, sizeof name, "rank %d has left", last);
+    if (hpml_comm_rank(c) == last) return HPML_OK;
+    hpml_status status = hpml_allreduce(c, x, 64, NULL);
+    *named = status == HPML_ERR_PEER && strstr(hpml_ctx_error(hpml_comm_ctx(c)), name) != NULL;
+    if (!*named) printf("    rank %d: %s\n", hpml_comm_rank(c), hpml_ctx_error(hpml_comm_ctx(c)));
+    return status;
+}
+
 /* Keeps a rank late: until all other ranks have failed because they waited for it, which has_ended counts in *ended; if
    ended is NULL, because ranks are processes, for some seconds. */
 static void outlast(hpml_comm *c, const int *ended, double seconds)

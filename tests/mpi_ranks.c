@@ -107,6 +107,23 @@ static hpml_status stays(hpml_comm *c, void *user)
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
+static hpml_status survives(hpml_comm *c, void *user)
+{
+    (void)user;
+    hpml_status status = survive_case(c);
+    if (status == HPML_OK) printf("rank %d ends\n", hpml_comm_rank(c));
+    return status;
+}
+
+static hpml_status survives_no_sum(hpml_comm *c, void *user)
+{
+    bool named = false;
+    (void)user;
+    hpml_status status = sum_without_one(c, &named);
+    if (named) printf("rank %d names it\n", hpml_comm_rank(c));
+    return status;
+}
+
 static hpml_status correct(hpml_comm *c, void *user)
 {
     int p = hpml_comm_size(c);
@@ -289,12 +306,15 @@ static int report(hpml_status status, const char *text)
     return status != HPML_OK;
 }
 
+static bool survive; /* .survive of all launches */
+
 static int launch(hpml_rank_fn *fn, int ranks, bool check, double timeout)
 {
     char             error[768];
     hpml_launch_desc d;
     memset(&d, 0, sizeof d);
     d.transport = HPML_TRANSPORT_MPI, d.ranks = ranks, d.check = check, d.timeout = timeout;
+    d.survive = survive;
     return report(hpml_launch(&d, fn, NULL, error, sizeof error), error);
 }
 
@@ -438,6 +458,9 @@ int main(int argc, char **argv)
 #ifdef __linux__
     if (strcmp(what, "huge") == 0) return launch(huge, 0, false, 60);
 #endif
+    survive = strncmp(what, "survives", 8) == 0;
+    if (strcmp(what, "survives") == 0) return launch(survives, 0, false, 20);
+    if (strcmp(what, "survives_no_sum") == 0) return launch(survives_no_sum, 0, false, 20);
     if (strcmp(what, "traffic") == 0) return launch(traffic_case, 0, false, 10);
     if (strcmp(what, "timeline") == 0) return launch(timeline, 0, false, 10);
     if (strcmp(what, "wrong_number") == 0) return launch(correct, 3, false, 10);

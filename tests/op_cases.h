@@ -78,7 +78,11 @@ typedef struct op_case {
     X(residual_norm, hpml_layernorm(hpml_add(hpml_tanh(x), x), NULL), 5e-3)                                            \
     X(residual_norms, norms(hpml_add(hpml_tanh(x), hpml_scale(x, 2, 0))), 5e-3)                                        \
     X(residual_rmsnorm, hpml_rmsnorm(hpml_add(hpml_linear(x, 7, NULL), x), NULL), 5e-3)                                \
-    X(residual, hpml_add(hpml_dropout(hpml_linear(x, 7, NULL), 0.2f), x), 5e-3)
+    X(residual, hpml_add(hpml_dropout(hpml_linear(x, 7, NULL), 0.2f), x), 5e-3)                                        \
+    X(custom, gated(x, hpml_scale(x, 2, 1)), 3e-3) X(custom_itself, gated(x, x), 3e-3)                                 \
+    X(mul_reshaped, by_reshaped(hpml_tanh(x), hpml_mul), 3e-3)                                                         \
+    X(custom_reshaped, by_reshaped(hpml_tanh(x), gated), 3e-3)                                                         \
+    X(custom_param, gated(hpml_reshape_2d(x, -1, 63), weight(x, 1, 1, 63)), 3e-3)
 
 static hpml_tensor *weight(hpml_tensor *x, int64_t a, int64_t b, int64_t c)
 {
@@ -101,6 +105,46 @@ static hpml_tensor *as_nhwc(hpml_tensor *x)
 static hpml_tensor *norms(hpml_tensor *x)
 {
     return hpml_add(hpml_mul(hpml_layernorm(x, NULL), hpml_rmsnorm(x, NULL)), x);
+}
+
+/* An op of the user: y = a (1 + sin b), b as large as a or one row of it; saved: cos b; scratch: da. */
+static hpml_status gated_forward(const hpml_run *run, hpml_node *n)
+{
+    const float *a = n->src[0]->data, *b = n->src[1]->data;
+    float       *c = (float *)n->saved;
+    int64_t      count = hpml_tensor_count(n->src[1]);
+    (void)run;
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
+        if (i < count) c[i] = cosf(b[i]);
+        n->out->data[i] = a[i] * (1 + sinf(b[i % count]));
+    }
+    return HPML_OK;
+}
+static hpml_status gated_backward(const hpml_run *run, hpml_node *n)
+{
+    const float *a = n->src[0]->data, *b = n->src[1]->data, *c = (const float *)n->saved, *dy = n->out->grad;
+    float       *da = (float *)n->scratch, *db = n->src[1]->grad;
+    int64_t      count = hpml_tensor_count(n->src[1]);
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
+        da[i] = dy[i] * (1 + sinf(b[i % count]));
+        db[i % count] += dy[i] * a[i] * c[i % count];
+    }
+    hpml_node_give(run, n, 0, da);
+    return HPML_OK;
+}
+static hpml_tensor *gated(hpml_tensor *a, hpml_tensor *b)
+{
+    hpml_tensor *src[] = { a, b };
+    size_t       bytes = (size_t)hpml_tensor_count(a) * sizeof(float);
+    hpml_custom  op = { .name = "gated", .forward = gated_forward, .backward = gated_backward, .saved_bytes = bytes,
+                        .scratch_bytes = bytes };
+    return hpml_custom_op(src, 2, &op);
+}
+
+/* Returns op(x, y), y a reshape of x, in the same memory, to the same shape. */
+static hpml_tensor *by_reshaped(hpml_tensor *x, hpml_tensor *(*op)(hpml_tensor *, hpml_tensor *))
+{
+    return op(x, hpml_reshape(hpml_reshape_2d(x, -1, 63), 4, (int64_t[]){ -1, 4, 9, 7 }));
 }
 
 /* Returns (B, T, 12). */

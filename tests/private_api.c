@@ -60,7 +60,7 @@ void private_gemm_serial(hpml_ctx *ctx, int thread, const private_product *p)
     hpmli_gemm_serial(ctx, thread, &d);
 }
 
-bool private_offsets(hpml_ctx *ctx, private_slot *slots, int count, int times, bool tree)
+bool private_offsets(hpml_ctx *ctx, private_slot *slots, int count, int times)
 {
     hpmli_slot *s = hpmli_new(ctx, hpmli_slot, count);
     for (int i = 0; s && i < count; i++) {
@@ -68,7 +68,7 @@ bool private_offsets(hpml_ctx *ctx, private_slot *slots, int count, int times, b
         s[i].from  = slots[i].from;
         s[i].to    = slots[i].to;
     }
-    bool good = s && (tree ? hpmli_place_tree(ctx, s, count, times) : hpmli_place_list(ctx, s, count));
+    bool good = s && hpmli_slots_fit(ctx, s, count, times);
     for (int i = 0; good && i < count; i++) slots[i].offset = s[i].offset;
     hpmli_free(ctx, s);
     return good;

@@ -1023,7 +1023,9 @@ static hpml_status waits_briefly(hpml_comm *c, void *user)
     took = hpml_comm_now(c) - start;
     CHECK(took >= 0.05 && took < 5 && (!is_clock(c) || took < 0.051) && !m[0].done && !m[1].done);
     CHECK(hpml_send(c, 1, 1, &byte, 1) == HPML_OK);
-    CHECK(hpml_wait_any(c, list, 2, 5) == 0 && got[0] == 7 && hpml_wait_any(c, list, 1, 0) == 0);
+    start = hpml_comm_now(c);
+    CHECK(hpml_wait_any(c, list, 2, 20) == 0 && got[0] == 7 && hpml_comm_now(c) < start + 5);
+    CHECK(hpml_wait_any(c, list, 1, 0) == 0);
     list[0] = NULL;
     CHECK(hpml_wait_any(c, list, 1, 1) == -1);
     return hpml_ctx_status(hpml_comm_ctx(c));
@@ -1449,6 +1451,159 @@ static bool fails_as_told(const failure *f, hpml_transport_kind transport)
         printf("    %s, transport %d: %d on %d ranks, %.3f s, %s\n", f->name, (int)transport,
                status, g.count, took, error);
     return good;
+}
+
+/* ---- with .survive ---- */
+
+static hpml_status launch_surviving(hpml_transport_kind transport, int ranks, double timeout, hpml_rank_fn *fn,
+                                    void *user)
+{
+    hpml_launch_desc d;
+    memset(&d, 0, sizeof d);
+    d.transport = transport, d.ranks = ranks, d.timeout = timeout, d.survive = true;
+    d.network.ranks_per_node = 2;
+    return hpml_launch(&d, fn, user, error, sizeof error);
+}
+
+static hpml_status survives(hpml_comm *c, void *user) { return (void)user, survive_case(c); }
+
+TEST(lost_ranks_are_survived)
+{
+    for (int t = 0; t < 2; t++)
+        for (int p = 2; p <= 5; p++)
+            for (int round = 0; round < 5; round++) {
+                ENSURE(launch_surviving(transports[t], p, 20, survives, NULL) == HPML_OK);
+                char text[64];
+                snprintf(text, sizeof text, "1 of %d ranks lost: rank 1: the loss is NaN", p);
+                ENSURE(strcmp(error, text) == 0);
+            }
+}
+
+static hpml_status no_sum(hpml_comm *c, void *user)
+{
+    bool        named  = false;
+    hpml_status status = sum_without_one(c, &named);
+    if (named) __atomic_add_fetch((int *)user, 1, __ATOMIC_RELAXED);
+    return status;
+}
+
+TEST(a_sum_without_a_lost_rank_ends_in_an_error_that_names_it)
+{
+    for (int t = 0; t < 2; t++)
+        for (int p = 2; p <= 9; p++) {
+            char text[32];
+            int  named = 0;
+            snprintf(text, sizeof text, "rank %d has left", p - 1);
+            ENSURE(launch_surviving(transports[t], p, 20, no_sum, &named) == HPML_ERR_PEER && named == p - 1);
+            ENSURE(strstr(error, text));
+        }
+}
+
+/* Rank 1 sends at second 3, which takes 10 s, and fails at second 4; rank 2 sends at second 5 and leaves at once. */
+static hpml_status known_losses(hpml_comm *c, void *user)
+{
+    char         got[3];
+    hpml_message m[3], *list[3] = { NULL, &m[1], &m[2] };
+    const int    rank = hpml_comm_rank(c);
+    (void)user;
+    if (rank > 0) {
+        hpml_comm_compute(c, rank == 1 ? 3 : 5);
+        CHECK(hpml_send(c, 0, 1, got, 1) == HPML_OK);
+        if (rank == 2) return HPML_OK;
+        hpml_comm_compute(c, 1);
+        return HPML_ERR_READ;
+    }
+    for (int r = 1; r < 3; r++) CHECK(hpml_irecv(c, r, 1, got + r, 1, &m[r]) == HPML_OK);
+    CHECK(hpml_recv(c, 1, 2, got, 1) == HPML_ERR_PEER && hpml_comm_now(c) == 4); /* of another tag: never sent */
+    CHECK(hpml_comm_lost(c, 1) && !hpml_comm_lost(c, 2) && !m[1].done);
+    for (int i = 0; i < 2; i++) {
+        const int r = hpml_wait_any(c, list, 3, -1);
+        CHECK(r == 2 - i && m[r].status == HPML_OK && hpml_comm_now(c) == (i == 0 ? 5 : 13));
+        list[r] = NULL;
+        CHECK(hpml_recv(c, r, 1, got, 1) == HPML_ERR_PEER);
+    }
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(virtual_time_knows_a_loss_when_it_happens_and_delivers_what_was_sent_before)
+{
+    static const int32_t node[] = { 0, 1, 0 };
+    hpml_launch_desc     d;
+    memset(&d, 0, sizeof d);
+    d.transport = HPML_TRANSPORT_CLOCK, d.ranks = 3, d.survive = true;
+    d.network.node = node, d.network.between.latency = 10;
+    hpml_status status = hpml_launch(&d, known_losses, NULL, error, sizeof error);
+    if (status != HPML_OK) printf("    %s\n", error);
+    ENSURE(status == HPML_OK && strstr(error, "1 of 3 ranks lost: rank 1: the rank's function returned cannot read"));
+}
+
+static hpml_status hears_no_more(hpml_comm *c, void *user) /* of the last rank */
+{
+    char byte;
+    (void)user;
+    if (hpml_comm_rank(c) == hpml_comm_size(c) - 1) return HPML_OK;
+    return hpml_recv(c, hpml_comm_size(c) - 1, 1, &byte, 1) == HPML_ERR_PEER ? HPML_OK : HPML_ERR_STATE;
+}
+
+/* A part of ranks 3, 1 and the background of all: rank 3 is rank 0 of the part, and leaves. */
+static hpml_status in_parts(hpml_comm *c, void *user)
+{
+    const int  rank = hpml_comm_rank(c);
+    char       byte = 0;
+    hpml_comm *part = hpml_comm_split(c, rank % 2, -rank);
+    hpml_job  *job  = hpml_background(c, hears_no_more, NULL);
+    (void)user;
+    if (rank == 3) return hpml_job_wait(job);
+    CHECK(hpml_job_wait(job) == HPML_OK && hpml_comm_lost(c, 3));
+    CHECK(hpml_comm_lost(part, 0) == (rank == 1) && !hpml_comm_lost(part, 1));
+    if (rank == 1) CHECK(hpml_send(part, 0, 1, &byte, 1) == HPML_ERR_PEER);
+    if (rank == 0) CHECK(hpml_send(part, 0, 1, &byte, 1) == HPML_OK);
+    if (rank == 2) CHECK(hpml_recv(part, 1, 1, &byte, 1) == HPML_OK);
+    if (rank != 1) CHECK(hpml_barrier(part) == HPML_OK);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(parts_and_background_work_survive_a_lost_rank)
+{
+    for (int t = 0; t < 2; t++) {
+        hpml_status status = launch_surviving(transports[t], 4, 20, in_parts, NULL);
+        if (status != HPML_OK) printf("    %s\n", error);
+        ENSURE(status == HPML_OK && !error[0]);
+    }
+}
+
+/* Rank 1 is late: the deadline of rank 0's receive passes, which makes rank 1 lost there, but not rank 2. */
+static hpml_status one_is_late(hpml_comm *c, void *user)
+{
+    char         byte = 0;
+    hpml_message m, *list = &m;
+    const int    rank = hpml_comm_rank(c);
+    (void)user;
+    if (rank == 1) return outlast(c, &ended, 0), HPML_OK;
+    CHECK(hpml_irecv(c, rank == 0 ? 1 : 0, 1, &byte, 1, &m) == HPML_OK);
+    if (rank == 2) CHECK(hpml_wait_any(c, &list, 1, 20) == 0 && m.status == HPML_OK && !hpml_comm_lost(c, 1));
+    if (rank == 0) CHECK(hpml_wait(c, &m) == HPML_ERR_PEER && hpml_comm_lost(c, 1));
+    if (rank == 0) CHECK(hpml_send(c, 1, 1, &byte, 1) == HPML_ERR_PEER && hpml_send(c, 2, 1, &byte, 1) == HPML_OK);
+    return has_ended(&ended, hpml_ctx_status(hpml_comm_ctx(c)));
+}
+
+TEST(a_deadline_ends_one_message)
+{
+    hpml_status status = HPML_ERR_STATE;
+    for (int tries = 0; tries < 3 && status != HPML_OK; tries++) {
+        ended  = 0;
+        status = launch_surviving(HPML_TRANSPORT_THREADS, 3, 0.3, one_is_late, NULL);
+    }
+    if (status != HPML_OK) printf("    %s\n", error);
+    ENSURE(status == HPML_OK && !error[0]);
+}
+
+TEST(a_deadlock_of_survivors_is_named)
+{
+    for (int t = 0; t < 2; t++) {
+        ENSURE(launch_surviving(transports[t], 3, 20, any_deadlock, NULL) == HPML_ERR_COMM);
+        ENSURE(strstr(error, "rank 0 waits for rank 1 or 1 other in hpml_wait_any"));
+    }
 }
 
 TEST(failures_end_everywhere_and_say_why)

@@ -191,6 +191,50 @@ TEST(recorded_passes)
     }
 }
 
+/* An op of the user by host functions (no kernel) or by functions for the device: the same numbers; only passes with
+   the latter are recorded and replayed. One that is collective never is. */
+hpml_status own_kernel_forward(const hpml_run *run, hpml_node *n);
+hpml_status own_kernel_backward(const hpml_run *run, hpml_node *n);
+static hpml_status own_forward(const hpml_run *run, hpml_node *n)
+{
+    const float *x = n->src[0]->data;
+    (void)run;
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) n->out->data[i] = x[i] * fabsf(x[i]);
+    return HPML_OK;
+}
+static hpml_status own_backward(const hpml_run *run, hpml_node *n)
+{
+    (void)run;
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++)
+        n->src[0]->grad[i] += 2 * fabsf(n->src[0]->data[i]) * n->out->grad[i];
+    return HPML_OK;
+}
+static hpml_custom own_op;
+static hpml_tensor *op_own(hpml_tensor *x)
+{
+    hpml_tensor *h = hpml_scale(hpml_linear(x, 5, NULL), 0.3f, 0), *y = hpml_custom_op(&h, 1, &own_op);
+    return hpml_add(y, hpml_custom_op(&y, 1, &own_op));
+}
+TEST(ops_of_the_user_on_the_host_or_by_kernels)
+{
+    static const op_case own = { "own", op_own, 0, { 0 } };
+    if (no_device()) SKIP("no CUDA device");
+    for (int k = 0; k < 3; k++) {
+        results cpu, gpu;
+        char    error[256];
+        own_op = (hpml_custom){ .name = "signed_square", .forward = own_forward, .backward = own_backward,
+                                .keeps = HPML_KEEP_SRC(0), .collective = k == 2 };
+        if (k > 0) own_op.kernel = (hpml_op_impl){ own_kernel_forward, own_kernel_backward };
+        long graphs = emulated() ? cuda_on_cpu_count("graphs") : 0;
+        ENSURE(run_case(&own, false, HPML_CUDA_F32, 3, &cpu, error) == HPML_OK);
+        ENSURE(run_case(&own, true, HPML_CUDA_F32, 3, &gpu, error) == HPML_OK);
+        compare("own", &gpu, &cpu, 2e-5);
+        if (emulated() && !library_is(LIBRARY_CAPTURE)) ENSURE((cuda_on_cpu_count("graphs") > graphs) == (k == 1));
+        drop(&cpu);
+        drop(&gpu);
+    }
+}
+
 /* A residual sum is fused into the norm after it in a pass that runs as a whole, recorded or not; when an op is run
    alone, it is not. */
 TEST(ops_by_themselves_after_a_replay)

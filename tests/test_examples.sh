@@ -187,7 +187,9 @@ fits build/02_mnist --workers 2 --samples 640 --epochs 2 --model linear --steps-
 fits build/03_charlm --steps 2 --batch 2 --length 300 hpml.h
 fits build/05_allreduce --ranks 2 --max 4096
 fits build/08_simulate --out "$files" --ranks 64
-for program in 01_xor 04_embed_cpp 07_digits 06_onebit_dropin 09_queue 20_lbfgs; do fits build/$program; done
+for program in 01_xor 04_embed_cpp 07_digits 06_onebit_dropin 09_queue 18_own_op 20_lbfgs; do
+    fits build/$program
+done
 for program in 02_mnist 03_charlm 05_allreduce 08_simulate; do
     fits build/$program --help
     check "$program --help" 'says "^  --[a-z]* "'

@@ -101,6 +101,13 @@ who='(for rank 1|rank 0, which waits for rank 1,) in allreduce'
 brief 3 stopped 2 "at once: rank [02]: .*$who"; check "a rank is stopped" 1 "at once: rank 0: .*$who"
 grep -qE "at once: rank 2: .*$who" "$tmp/out"
 check "a rank that waits for a waiting rank names the stopped one" 0 ''
+# .survive: rank 1 fails, rank 2 leaves early, all but rank 1 end well.
+on 2 survives; check "the loss of the only other rank is survived" 1 'the loss is NaN'
+[ "$(grep -c ' ends$' "$tmp/out")" = 1 ]; check "and 1 rank ends well" 0 ''
+on 4 survives; check "a rank that fails and one that leaves are survived" 1 'the loss is NaN'
+[ "$(grep -c ' ends$' "$tmp/out")" = 3 ]; check "and 3 ranks end well" 0 ''
+on 4 survives_no_sum; check "a sum without one rank" 1 'rank 3 has left'
+[ "$(grep -c ' names it$' "$tmp/out")" = 3 ]; check "and 3 ranks name it" 0 ''
 two_report 3 exits 'rank 1 failed: called exit in step 0' "a rank calls exit" 'rank 1 failed: called exit in step 0'
 two_report 2 another 'rank 0 is in broadcast' "another collective" \
     'rank 0 is in broadcast of 16 .* rank 1 in allreduce of 4'

@@ -547,7 +547,8 @@ TEST(embedding_gradient_and_range)
 TEST(wrong_shapes_are_errors)
 {
     hpml_ctx    *ctx = hpml_ctx_create(NULL);
-    hpml_tensor *x   = hpml_input_4d(ctx, 2, 3, 8, 8), *v = hpml_input_2d(ctx, 2, 7);
+    hpml_tensor *x   = hpml_input_4d(ctx, 2, 3, 8, 8), *v = hpml_input_2d(ctx, 2, 7), *many[HPML_MAX_SRC + 1];
+    for (int i = 0; i <= HPML_MAX_SRC; i++) many[i] = v;
 #define REFUSED(e) ENSURE((e) == NULL && hpml_ctx_status(ctx) != HPML_OK); hpml_ctx_clear_error(ctx)
     REFUSED(hpml_add(x, v));
     ENSURE(hpml_conv2d(x, 4, NULL) == NULL && strstr(hpml_ctx_error(ctx), "kernel_h is required"));
@@ -578,7 +579,7 @@ TEST(wrong_shapes_are_errors)
     REFUSED(hpml_conv2d(x, 4, &(hpml_conv2d_desc){ .kernel_h = 3, .activation = (hpml_act)55 }));
     REFUSED(hpml_max_pool2d(x, INT32_MAX, 1, INT32_MAX));
     REFUSED(hpml_slice(x, 1, INT64_MAX, 1));
-    REFUSED(hpml_concat((hpml_tensor *[]){ v, v, v, v, v, v, v, v, v }, 9, 1));
+    REFUSED(hpml_concat(many, HPML_MAX_SRC + 1, 1));
     REFUSED(hpml_huber(v, v, -1));
     REFUSED(hpml_relu(hpml_input_tokens(ctx, 2, 7)));
     REFUSED(hpml_linear(hpml_input(ctx, HPML_DTYPE_BF16, 2, (int64_t[]){ 2, 7 }), 3, NULL));

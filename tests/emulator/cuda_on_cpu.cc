@@ -15,6 +15,7 @@
 #define log2f(x) emu::near(log2f(x), 1)
 #define HPML_CUDA_IMPLEMENTATION
 #include "../../hpml_cuda.cuh"
+#include "../own_kernel.h"
 
 /* Faults that tests in C inject into the emulation, and counters that they read. A GPU has neither. */
 extern "C" void cuda_on_cpu_fault(const char *what, long k)
