@@ -1117,7 +1117,6 @@ HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hook
 HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count);
 /* Detaches the sets of hooks with this `user`, those attached last first. Not from within a hook. */
 HPML_API void        hpml_trainer_detach(hpml_trainer *t, const void *user);
-HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* in place of all; NULL: none */
 /* Within a hook `run`, once for each call, and within a hook `update`: run what this hook replaces. The trainer's own
    run weighs micro-batches by their samples (.accumulate), its own update is hpml_trainer_apply for all parameters. */
 HPML_API hpml_status hpml_trainer_run_inner(hpml_trainer *t, int64_t samples, float *loss);
@@ -3555,13 +3554,13 @@ typedef struct hpmli_rows {
     bool    *listed; /* (rows of the table) whether the row is in `index` */
 } hpmli_rows;
 
-HPMLI_FN hpmli_rows *hpmli_rows_create(hpml_ctx *ctx, int64_t rows)
+/* Makes the gradient of t sparse; false: no memory. */
+HPMLI_FN bool hpmli_rows_create(hpml_tensor *t)
 {
-    hpmli_rows *r = hpmli_new(ctx, hpmli_rows, 1);
-    if (!r) return NULL;
-    r->index  = hpmli_new(ctx, int32_t, rows);
-    r->listed = hpmli_new(ctx, bool, rows);
-    return r->index && r->listed ? r : NULL;
+    hpmli_rows *r = t->state->rows = t->state->rows ? t->state->rows : hpmli_new(t->ctx, hpmli_rows, 1);
+    if (r && !r->index) r->index = hpmli_new(t->ctx, int32_t, t->shape[0]);
+    if (r && !r->listed) r->listed = hpmli_new(t->ctx, bool, t->shape[0]);
+    return r && r->index && r->listed;
 }
 
 HPMLI_FN void hpmli_rows_add(hpmli_rows *r, int32_t row)
@@ -3618,9 +3617,9 @@ HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
         for (int s = 0; s < nodes[i]->src_count; s++) {
             const hpml_tensor *t = nodes[i]->src[s];
             if (t && t->state->rows && nodes[i]->op != HPML_OP_EMBEDDING)
-                return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: %s reads the table \"%s\" of a sparse embedding, "
-                                   "and its gradient would have all rows; leave .sparse of the embedding false",
-                                   hpmli_describe(nodes[i]->out), t->name);
+                return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: \"%s\" reads the table \"%s\" of a sparse embedding, "
+                                   "whose gradient then has all rows; leave .sparse false", nodes[i]->out->name,
+                                   t->name);
         }
     return true;
 }
@@ -6561,8 +6560,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
         return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .sparse is for parameters on the host, "
                           "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
                           tokens->ctx->backend->name);
-    if (d.sparse && !src[1]->state->rows) src[1]->state->rows = hpmli_rows_create(tokens->ctx, vocabulary);
-    if (d.sparse && !src[1]->state->rows) return NULL;
+    if (d.sparse && !hpmli_rows_create(src[1])) return NULL;
     memcpy(shape, tokens->shape, sizeof shape);
     shape[tokens->ndim] = width;
     return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
@@ -8292,9 +8290,8 @@ HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
         bool sparse = t->graph->param_last[i] >= 0 && t->ctx->params[i]->state->rows;
         if (sparse && (t->wants_norm || row->prepare || row->direction))
             hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: \"%s\" has a sparse gradient, but %s needs the norm of "
-                       "a whole one; take sgd, adagrad, rmsprop, adam or adamw without clip_norm and with a fixed "
-                       "loss_scale, or leave .sparse of the embedding false", t->ctx->params[i]->name,
-                       t->wants_norm ? "clip_norm or a dynamic loss_scale" : row->name);
+                       "a whole one; take another optimizer and a fixed loss_scale, or leave .sparse false",
+                       t->ctx->params[i]->name, t->wants_norm ? "clip_norm or a dynamic loss_scale" : row->name);
     }
     if (hpmli_failed(t->ctx)) hpmli_graph_release_nodes(t->graph);
     return !hpmli_failed(t->ctx);
@@ -8531,13 +8528,6 @@ HPML_API void hpml_trainer_detach(hpml_trainer *t, const void *user)
         hpmli_hooks_note(g);
         if (gone.free) gone.free(gone.user);
     }
-}
-
-HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    hpmli_trainer_destroy(t);
-    return hooks ? hpml_trainer_attach(t, hooks) : HPML_OK;
 }
 
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param)
@@ -8880,13 +8870,12 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
     const hpml_optimizer *row = t->optimizer;
     int64_t               all = t->graph->grad_count;
     if (first < 0 || count < 0 || first > all - count || !(grad_scale > 0))
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: update of %lld floats from number %lld on, gradients "
-                          "times %g: expected a range of the %lld floats, and a factor above 0", (long long)count,
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: update of %lld floats from number %lld on, times %g: "
+                          "expected a range of %lld floats, and a factor above 0", (long long)count,
                           (long long)first, (double)grad_scale, (long long)all);
     if (row->prepare || row->layer_ratio || row->whole)
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: %s cannot step a range of floats, because its step "
-                          "depends on whole tensors; take sgd, adam or another optimizer that steps each number by "
-                          "itself", row->name);
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: %s cannot step a range, because its step depends on "
+                          "whole tensors; take sgd, adagrad, rmsprop, adam or adamw", row->name);
     if (!hpmli_apply_begin(t)) return t->ctx->status;
     hpmli_updates_prepare(t, 0, t->graph->param_count);
     for (int i = 0; i < t->graph->param_count; i++) hpmli_apply_part(t, i, first, first + count, grad_scale);

@@ -78,7 +78,8 @@ static hpml_trainer *trainer(hpml_ctx *ctx, hpml_tensor *x, hpml_tensor *y, floa
 static void hook(hpml_trainer *t, void *user, hpml_hook_fn *grad)
 {
     hpml_hooks h = { .user = user, .run = hpmlc_dist_run, .grad = grad, .update = hpmlc_dist_update };
-    hpml_trainer_set_hooks(t, &h);
+    hpml_trainer_detach(t, user);
+    hpml_trainer_attach(t, &h);
 }
 
 static hpml_tensor *model(const model_desc *m, hpml_tensor *x, int rank)
@@ -139,7 +140,10 @@ static hpml_distributed *distribute(const job *j, hpml_trainer *t, hpml_comm *c)
     if (d.exact) d.leaf = 4;
     hpml_distributed *dist  = hpml_distribute(t, c, &d);
     hpml_hooks        hooks = { .user = dist, .run = hpmlc_dist_run, .grad = smudge, .update = hpmlc_dist_update };
-    if (dist && j->fault.smudge) hpml_trainer_set_hooks(t, &hooks);
+    if (dist && j->fault.smudge) {
+        hpml_trainer_detach(t, dist);
+        hpml_trainer_attach(t, &hooks);
+    }
     return dist;
 }
 
