@@ -423,7 +423,6 @@ HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-ops   recording a model: inputs, parameters, ops
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Records a model. Each call checks the shapes of its sources, adds a node to the context and returns the tensor of the
    result; tensor memory is allocated later. A call that fails returns NULL and leaves the error on the context; a call
    with a NULL source returns NULL and does nothing, so a model is written without a check on each line. `name` (copied)
@@ -700,7 +699,6 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-optimizer   optimizers: a table of rows, your own rows too
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* The built-in optimizers. Section >>optimizers has their table, section >>vupdate their formulas. */
 typedef enum hpml_opt { HPML_OPT_SGD = 0, HPML_OPT_ADAGRAD, HPML_OPT_RMSPROP, HPML_OPT_ADAM, HPML_OPT_ADAMW,
                         HPML_OPT_LARS, HPML_OPT_LAMB,
@@ -895,7 +893,6 @@ HPML_API void *hpml_ctx_device(const hpml_ctx *ctx); /* the object that the back
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-custom   ops of your own
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* An op of your own: recorded, planned, differentiated, timed and checked (hpml_check_grad) as a built-in op is.
    forward    computes the values of node->out from those of node->src[i]
    backward   computes from node->out->grad, which it may overwrite, the gradient of each source whose grad is not NULL,
@@ -938,7 +935,6 @@ HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, b
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-trainer   schedules, the trainer and its hooks
 // ---------------------------------------------------------------------------------------------------------------------
-
 typedef enum hpml_loss { HPML_LOSS_CROSS_ENTROPY = 0, HPML_LOSS_BCE, HPML_LOSS_MSE, HPML_LOSS_HUBER } hpml_loss;
 typedef enum hpml_schedule_kind {
     HPML_SCHEDULE_CONSTANT = 0,
@@ -1757,6 +1753,7 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 /* The kernels: loops over contiguous f32 arrays of any alignment. Each instruction set has its own version of each
    kernel (PART VII), with equal results up to rounding; ctx->k is the table of the fastest set that the CPU runs.
    accumulate: adds to the result, else overwrites it. A result may overwrite an operand unless a comment says no. */
+typedef void hpmli_binary_fn(float *y, const float *a, const float *b, int64_t n);
 typedef struct hpmli_kernels {
     const char *name; /* "scalar", "avx2", "avx512", "neon" */
     /* Elementwise loops over n elements of each array. */
@@ -1764,10 +1761,7 @@ typedef struct hpmli_kernels {
     /* dx = dy act'(x) from x or from y = act(x); x or y may be NULL where the derivative does not read it */
     void (*act_backward)(hpml_act act, float slope, float *dx, const float *dy, const float *x, const float *y,
                          int64_t n, int accumulate);
-    void (*vadd)(float *y, const float *a, const float *b, int64_t n);         /* y = a + b */
-    void (*vsub)(float *y, const float *a, const float *b, int64_t n);         /* y = a - b */
-    void (*vmul)(float *y, const float *a, const float *b, int64_t n);         /* y = a b */
-    void (*vdiv)(float *y, const float *a, const float *b, int64_t n);         /* y = a / b */
+    hpmli_binary_fn *vadd, *vsub, *vmul, *vdiv;                                /* y = a + b, a - b, a b, a / b */
     void (*vfill)(float *y, float value, int64_t n);                           /* y = value */
     void (*vaxpby)(float *y, float a, const float *x, float b, int64_t n);     /* y = a x + b y; b 0: y is not read */
     void (*vscale_add)(float *y, const float *x, float a, float b, int64_t n); /* y = a x + b */
@@ -2035,7 +2029,6 @@ HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
     return (char *)b + HPMLI_BLOCK;
 }
 
-/* Allocates a zeroed object of `bytes` bytes; `destroy`, if not NULL, is called before the object is freed. */
 HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_destroy_fn *destroy)
 {
     void *p = hpmli_alloc(ctx, bytes);
@@ -2044,7 +2037,6 @@ HPMLI_FN void *hpmli_alloc_object(hpml_ctx *ctx, size_t bytes, hpmli_destroy_fn 
     return memset(p, 0, bytes);
 }
 
-/* Allocates zeroed memory for `count` elements of `size` bytes; checks the product for overflow. */
 HPMLI_FN void *hpmli_alloc_array(hpml_ctx *ctx, int64_t count, size_t size)
 {
     size_t bytes;
@@ -2068,7 +2060,6 @@ HPMLI_FN char *hpmli_strdup(hpml_ctx *ctx, const char *s)
     return p;
 }
 
-/* Frees p, memory of hpmli_alloc, after calling its destructor, if it has one; does nothing if p is NULL. */
 HPMLI_FN void hpmli_free(hpml_ctx *ctx, void *p)
 {
     if (!p) return;
@@ -2282,7 +2273,6 @@ HPMLI_FN void hpmli_pool_destroy(void *object)
     pthread_mutex_destroy(&p->mutex);
 }
 
-/* Returns the number of cores that this process may use, at least 1. */
 HPMLI_FN int hpmli_cores(void)
 {
     long n = 1;
@@ -2632,7 +2622,6 @@ HPMLI_FN void hpmli_set_shape(hpml_tensor *t, int ndim, const int64_t *shape)
     }
 }
 
-/* Creates a tensor without memory, after checking its shape and type. */
 HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dtype dtype, int ndim,
                                        const int64_t *shape)
 {
@@ -2660,7 +2649,6 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
     return t;
 }
 
-/* Sets the addresses of t's values and gradient (or NULL) to raw and raw_grad; data and grad, too, if t is F32. */
 HPMLI_FN void hpmli_set_memory(hpml_tensor *t, void *raw, void *raw_grad)
 {
     bool f32 = t->dtype == HPML_DTYPE_F32;
@@ -2712,7 +2700,6 @@ HPML_API hpml_tensor *hpml_tensor_create_4d(hpml_ctx *ctx, int64_t d0, int64_t d
     return hpml_tensor_create(ctx, HPML_DTYPE_F32, 4, shape);
 }
 
-/* True if t has memory, so that views of t can be created; else an error. */
 HPMLI_FN bool hpmli_has_views(const hpml_tensor *t)
 {
     if (!t || hpmli_failed(t->ctx)) return false;
@@ -2738,7 +2725,6 @@ HPML_API void hpml_tensor_free(hpml_tensor *t)
     hpmli_free(t->ctx, t);
 }
 
-/* True if the elements of t are adjacent in memory, in row-major order. */
 HPMLI_FN bool hpmli_contiguous(const hpml_tensor *t)
 {
     int64_t stride = 1;
@@ -2863,7 +2849,8 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
 {
     const hpml_tensor *src[2] = { a, b };
     w->ndim = 0;
-    for (int i = 0; i < out->ndim; i++) { /* outermost first; dimension i joins the one before, if both allow */
+    for (int i = 0; i == 0 || i < out->ndim; i++) { /* outermost first; i joins the one before, if both allow */
+        bool    last = i + 1 >= out->ndim;
         int64_t size = out->shape[i], stride[2];
         for (int s = 0; s < 2; s++) {
             int dim = i - (out->ndim - src[s]->ndim);
@@ -2872,17 +2859,11 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
         if (w->ndim > 0 && w->stride[0][w->ndim - 1] == stride[0] * size &&
             w->stride[1][w->ndim - 1] == stride[1] * size)
             size *= w->shape[--w->ndim];
-        else if (size == 1) continue;
+        else if (size == 1 && !(last && w->ndim == 0)) continue; /* a scalar is one run of one element */
         w->shape[w->ndim]     = size;
         w->stride[0][w->ndim] = stride[0];
         w->stride[1][w->ndim] = stride[1];
         w->ndim++;
-    }
-    if (w->ndim == 0) { /* a scalar is one run of one element */
-        w->ndim         = 1;
-        w->shape[0]     = 1;
-        w->stride[0][0] = 1;
-        w->stride[1][0] = 1;
     }
     w->run  = w->shape[w->ndim - 1];
     w->runs = 1;
@@ -2922,7 +2903,6 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 // >>host   whole tensors to and from host memory
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16; }
-/* Copies the first n elements of t, of any dtype, from the device to out on the host, converted to f32. */
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
 {
     size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
@@ -2932,7 +2912,6 @@ HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int6
     return status;
 }
 
-/* Copies n floats from the host to the first n elements of t on the device, converted to the dtype of t. */
 HPMLI_FN hpml_status hpmli_write_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, const float *in)
 {
     size_t bytes = (size_t)n * hpml_dtype_size(t->dtype);
@@ -2954,7 +2933,6 @@ HPMLI_FN bool hpmli_transferable(const hpml_tensor *t, const char *verb, const v
                        t->raw ? "" : " (no memory yet: create the trainer or call hpml_graph_alloc first)");
 }
 
-/* True if all values of t can be copied and take `bytes` bytes; else an error that begins with `verb`. */
 HPMLI_FN bool hpmli_transferable_raw(const hpml_tensor *t, const char *verb, const void *values, size_t bytes)
 {
     if (!t || !hpmli_transferable(t, verb, values, hpml_tensor_count(t))) return false;
@@ -2989,7 +2967,6 @@ HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, siz
 // ---------------------------------------------------------------------------------------------------------------------
 // >>op-table   the table of ops: a row for each, and the loops of which most passes consist
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Bits of hpmli_op_info.needs: values that a node's backward pass reads, so that the planner keeps them until then. */
 #define HPMLI_NEED_SRC(i) HPML_KEEP_SRC(i)            /* the value of source i */
 #define HPMLI_NEED_OUT    HPML_KEEP_OUT               /* the value of the result */
@@ -3097,7 +3074,6 @@ HPMLI_FN void hpmli_for_each_parallel(const hpml_run *run, hpml_node *n, bool ba
     HPMLI_OP(name, traits, needs, flops, hpmli_for_each_parallel(run, n, false, count, per_task, hpmli_##forward),     \
              hpmli_for_each_parallel(run, n, true, count, per_task, hpmli_##backward))
 
-/* Calls fn for each row, the elements along the last dimension, of source 0. */
 HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, hpmli_work_fn *fn)
 {
     int64_t cols = n->src[0]->shape[n->src[0]->ndim - 1];
@@ -3112,7 +3088,6 @@ HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, h
 // ---------------------------------------------------------------------------------------------------------------------
 // >>record   recording: nodes and inputs
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Private state of a node; allocated together with the node. */
 struct hpmli_node_state {
     hpml_tensor *out_root, *grad_root;         /* tensors in whose memory value and gradient of the result are; NULL: in
@@ -3128,16 +3103,9 @@ struct hpmli_node_state {
                                                   scratch memory and copies of the device's arrays */
 };
 
-/* Returns the type in which results of ops are stored: F32, BF16 or F16. */
 HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
 {
     return ctx->backend->activation_dtype ? ctx->backend->activation_dtype(ctx->device) : HPML_DTYPE_F32;
-}
-
-/* True if the elements of t are floating-point numbers: F32, BF16 or F16. */
-HPMLI_FN bool hpmli_is_float(const hpml_tensor *t)
-{
-    return t->dtype == HPML_DTYPE_F32 || hpmli_is_half(t->dtype);
 }
 
 /* Returns a copy of `name` or, if that is NULL or empty, "<kind><number of the node>". */
@@ -3306,7 +3274,6 @@ HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>params   parameters: names, first values
 // ---------------------------------------------------------------------------------------------------------------------
-
 #define HPMLI_NAME 256 /* bytes of an array's name in a file, with the final 0 */
 #define HPMLI_HASH UINT64_C(14695981039346656037)
 /* Returns the FNV-1a hash of n bytes, continued from `hash`; HPMLI_HASH is that of no bytes. */
@@ -3326,7 +3293,6 @@ HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
     }
 }
 
-/* Fills the hash table of names from the list of parameters. */
 static void hpmli_names_fill(hpml_ctx *ctx)
 {
     if (ctx->name_size > 0) memset(ctx->names, 0, (size_t)ctx->name_size * sizeof *ctx->names);
@@ -3756,7 +3722,6 @@ HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, siz
 // ---------------------------------------------------------------------------------------------------------------------
 // >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A graph of N nodes runs at the times 0 .. N - 1 forward and N .. 2N - 1 backward (node i at 2N - 1 - i). The life of
    an array goes from the time that writes it to the last time that reads it; hpmli_op_info.needs says which values a
    node's backward pass reads. Two arrays may share memory if their lives do not overlap: see >>place. Planning happens
@@ -4108,7 +4073,6 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>run   running a graph forward and backward
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Sets shape[0] of all tensors with a batch to the current batch. Called before each pass: graphs may share inputs. */
 HPMLI_FN void hpmli_graph_apply_batch(hpml_graph *g)
 {
@@ -4118,7 +4082,6 @@ HPMLI_FN void hpmli_graph_apply_batch(hpml_graph *g)
     }
 }
 
-/* Sets the full batch as the current batch. */
 HPMLI_FN void hpmli_graph_restore_batch(hpml_graph *g)
 {
     g->batch_now = g->batch;
@@ -4163,7 +4126,6 @@ HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpm
     return status;
 }
 
-/* True if no node that runs after node i in this pass reads p. */
 HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, int i, const hpml_tensor *p, bool backward)
 {
     int step = backward ? -1 : 1;
@@ -4302,14 +4264,6 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
    device replays a piece as a whole, and then the hooks of the piece's gradients are called. Few pieces cost few
    launches; many let communication begin early. */
 #define HPMLI_PIECES_OF_PASS 8
-/* Returns how many nodes a piece has: 1 if the device cannot replay the pass, all if no hook waits for gradients. */
-HPMLI_FN int hpmli_piece_nodes(const hpml_graph *g, bool replays, bool hooks)
-{
-    if (!replays) return 1;
-    if (!hooks) return g->count;
-    return (int)hpmli_max(HPMLI_PIECES_OF_PASS, (g->count + HPMLI_PIECES_OF_PASS - 1) / HPMLI_PIECES_OF_PASS);
-}
-
 /* Runs the nodes pass->from .. pass->to - 1 of a pass: node i forward, or node count - 1 - i backward. */
 HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
@@ -4344,9 +4298,11 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     bool              single  = timed || h->need || h->release || h->sum || g->idle; /* run nodes singly */
     bool              replays = g->ctx->backend->begin && !single && !g->unreplayable && !g->collective;
     bool              hooks   = backward && h->grad && g->last;
-    int               piece   = hpmli_piece_nodes(g, replays, hooks);
+    int               piece   = 1; /* number of nodes */
     hpml_status       status  = HPML_OK;
     hpml_pass         pass;
+    if (replays) piece = (int)hpmli_max(HPMLI_PIECES_OF_PASS, (g->count - 1) / HPMLI_PIECES_OF_PASS + 1);
+    if (replays && !hooks) piece = g->count;
     memset(&pass, 0, sizeof pass); /* padding too: compared by bytes */
     pass.graph      = g;
     pass.samples    = g->batch_now;
@@ -4682,7 +4638,6 @@ HPMLI_FN const float *hpmli_mixed_block(const hpmli_kernels *k, hpml_dtype type,
     return space;
 }
 
-/* Computes one tile of C: converts blocks of A and B, one after another along k, to f32, and adds their product. */
 HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
 {
     const hpmli_mixed   *j  = (const hpmli_mixed *)arg;
@@ -4835,7 +4790,6 @@ HPMLI_FN void hpmli_axpy_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     }
 }
 
-/* Checks the arguments of saxpy or sscal (`name`) and computes y = alpha x + y, or y = alpha y if x is NULL. */
 HPMLI_FN hpml_status hpmli_axpy(hpml_ctx *ctx, const char *name, int64_t n, float alpha, const float *x, int64_t inc_x,
                                 float *y, int64_t inc_y, bool reads_x)
 {
@@ -4867,7 +4821,6 @@ HPML_API hpml_status hpml_sscal(hpml_ctx *ctx, int64_t n, float alpha, float *x,
     return hpmli_axpy(ctx, "sscal", n, alpha, NULL, 1, x, inc_x, false);
 }
 
-/* Finds the first element of the largest magnitude in one task's part of x; a NaN counts as the largest. */
 HPMLI_FN void hpmli_isamax_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     hpmli_vectors *v   = (hpmli_vectors *)arg;
@@ -4911,7 +4864,6 @@ HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t i
 // ---------------------------------------------------------------------------------------------------------------------
 // >>elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* add, sub, mul and div, with numpy's broadcasting (hpmli_broadcast_iter). The gradient of a repeated operand is the
    sum over its repetitions. A source's batch that becomes a later dimension of the result cannot be shortened. */
 typedef struct hpmli_binary {
@@ -5454,13 +5406,7 @@ HPML_API hpml_tensor *hpml_transpose(hpml_tensor *x, int dim_a, int dim_b)
     return hpml_permute(x, dims);
 }
 
-/* Returns true if n permutes between NCHW and NHWC, as hpml_to_layout does: it transposes images, seen as matrices. */
-HPMLI_FN bool hpmli_permutes_images(const hpml_node *n)
-{
-    const int32_t *d = n->attr.permute.dims;
-    return n->out->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1;
-}
-
+/* Permutes one image between NCHW and NHWC: a transpose of the image, seen as a matrix. */
 HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
@@ -5475,13 +5421,15 @@ HPMLI_FN void hpmli_permute_image(const hpmli_work *w, int64_t image, int thread
 HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward)
 {
     const hpml_tensor *x = n->src[0], *y = n->out;
+    const int32_t     *d = n->attr.permute.dims;
     hpml_tensor        read = backward ? *y : *x;
-    if (hpmli_permutes_images(n) && !(backward && (n->accumulate[0] || !x->grad))) {
+    bool images = y->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1; /* as hpml_to_layout permutes */
+    if (images && !(backward && (n->accumulate[0] || !x->grad))) {
         hpmli_for_each_parallel(run, n, backward, y->shape[0], 1, hpmli_permute_image);
         return;
     }
     for (int i = 0; i < y->ndim; i++) {
-        int dim = n->attr.permute.dims[i], at = backward ? dim : i;
+        int dim = d[i], at = backward ? dim : i;
         read.shape[at]  = y->shape[i];
         read.stride[at] = backward ? y->stride[i] : x->stride[dim];
     }
@@ -5840,7 +5788,6 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
     }
 }
 
-/* Sets the bias of the product d, whose result is y (OC, pixels) or, in NHWC, y^T with a bias for columns. */
 HPMLI_FN void hpmli_conv_bias(const hpmli_conv *c, hpmli_gemm_desc *d, const float *bias)
 {
     if (c->nhwc) d->bias_n = bias;
@@ -6493,7 +6440,6 @@ HPMLI_OP(rmsnorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
 // ---------------------------------------------------------------------------------------------------------------------
 // >>dropout   dropout and embedding
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Drops element i if word i of the random stream of this step and node is below p 2^32. Both passes compute the mask;
    neither stores it. i counts from the first sample of the global batch, so that masks are the same on any rank. */
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
@@ -6714,14 +6660,10 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
     }
 }
 
-/* Returns operations: two products (T, T) by (T, C) a sample, halved by a causal mask; backward needs twice as many. */
-HPMLI_FN double hpmli_flops_attention(const hpml_node *n, bool back)
-{
-    double forward = 4 * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1];
-    if (n->attr.attention.causal) forward *= 0.5;
-    return back ? 2 * forward : forward;
-}
-HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT, hpmli_flops_attention(n, back),
+/* Operations: two products (T, T) by (T, C) a sample, halved by a causal mask; backward needs twice as many. */
+HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
+              (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1] *
+                  (back ? 2 : 1),
               n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
 
 /* LSTM with H hidden units, for each time step t: a = x_t W_x^T + bias + h_{t-1} W_h^T (4H numbers); i, f and o are the
@@ -6884,27 +6826,19 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     return n->out;
 }
 
-/* Returns the sum of exp(x[i] - shift) over n elements, without storing the exponentials. */
-HPMLI_FN float hpmli_exp_sum(const hpmli_kernels *k, const float *x, float shift, int64_t n)
-{
-    float piece[HPMLI_PIECE], sum = 0;
-    HPMLI_PIECES(i, c, n) sum += k->vexp_sum(piece, x + i, shift, c);
-    return sum;
-}
-
 HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const hpml_node *n     = w->n;
     const float     *x     = n->src[0]->data + row * w->cols; /* the row's logits: (V) */
     int32_t          label = ((const int32_t *)n->src[1]->raw)[row];
     float           *max   = (float *)n->saved + row, *inverse = max + w->count, *loss = inverse + w->count;
-    float            s     = n->attr.cross_entropy.smoothing;
+    float            s     = n->attr.cross_entropy.smoothing, sum = 0, piece[HPMLI_PIECE];
     *loss = *max = *inverse = 0;
     if (label == n->attr.cross_entropy.ignore) return;
-    *max      = w->k->vmax(x, w->cols);
-    float sum = hpmli_exp_sum(w->k, x, *max, w->cols);
-    *inverse  = 1 / sum;
-    *loss     = logf(sum) - (1 - s) * (x[label] - *max);
+    *max = w->k->vmax(x, w->cols);
+    HPMLI_PIECES(i, c, w->cols) sum += w->k->vexp_sum(piece, x + i, *max, c);
+    *inverse = 1 / sum;
+    *loss    = logf(sum) - (1 - s) * (x[label] - *max);
     if (s == 0) return;
     double about[2] = { 0, 0 }; /* sums of x - max, and of its squares */
     w->k->vmoments(about, NULL, x, *max, w->cols);
@@ -7321,7 +7255,6 @@ HPMLI_FN const hpml_op_impl *hpmli_wrap_ops(void)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>custom   ops of the user, on the host or on host copies of a device's arrays
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Calls a function of the user's op; backward adds to gradients, so those that no op has given yet become zeros. */
 HPMLI_FN hpml_status hpmli_custom_call(const hpml_run *run, hpml_node *n, bool back)
 {
@@ -7384,8 +7317,8 @@ HPMLI_FN bool hpmli_custom_batch(hpml_node *n)
     for (int i = n->src_count - 1; i >= 0; i--)
         if (n->src[i]->batch_rows) batch = n->src[i]->shape[0] / n->src[i]->batch_rows;
     if (rows > 0 && (batch == 0 || n->out->shape[0] != rows * batch))
-        return hpmli_false(n->out->ctx, HPML_ERR_SHAPE, "custom op \"%s\": batch_rows %lld do not make the result %s of "
-                           "%lld samples", d->name, (long long)rows, hpmli_describe(n->out), (long long)batch);
+        return hpmli_false(n->out->ctx, HPML_ERR_SHAPE, "custom op \"%s\": batch_rows %lld do not make the result %s "
+                           "of %lld samples", d->name, (long long)rows, hpmli_describe(n->out), (long long)batch);
     if (rows == 0 && batch > 0 && n->out->shape[0] % batch == 0) rows = n->out->shape[0] / batch;
     if (n->out->ndim > 0 || rows < 0) hpmli_node_batch(n, hpmli_max(rows, 0));
     return true;
@@ -8012,8 +7945,8 @@ HPMLI_FN bool hpmli_twobit_pack(const hpml_packing *p, uint8_t *q, float *e, con
     return bad == 0;
 }
 
-/* Packs rows of g + e by `pack`. A row with a NaN or infinity is packed as zeros and its residual e is zeroed, because e would
-   keep it for ever and the packed row bring it to other ranks; returns HPML_ERR_NONFINITE then. */
+/* Packs rows of g + e by `pack`. A row with a NaN or infinity is packed as zeros and its residual e is zeroed, because
+   e would keep it for ever and the packed row bring it to other ranks; returns HPML_ERR_NONFINITE then. */
 HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
                                        hpmli_pack_row *pack)
 {
@@ -8221,7 +8154,6 @@ HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t) /* records loss and tar
     return t->loss != NULL;
 }
 
-/* Checks that each number of the desc is in its range; false: an error on ctx names the first that is not. */
 HPMLI_FN bool hpmli_trainer_ranges_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 {
     bool ends = d->schedule.kind == HPML_SCHEDULE_COSINE || d->schedule.kind == HPML_SCHEDULE_LINEAR;
@@ -8445,7 +8377,6 @@ HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, f
     return HPML_OK;
 }
 
-/* Copies `samples` samples from host memory `from` into an input tensor on the device. */
 HPMLI_FN void hpmli_write_samples(hpml_trainer *t, hpml_tensor *input, const void *from, int64_t samples)
 {
     int64_t n = hpml_tensor_count(input) / input->shape[0] * input->batch_rows * samples;
@@ -8484,8 +8415,6 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
 // ---------------------------------------------------------------------------------------------------------------------
 // >>hooks   hooks of a trainer, and its arrays of values, gradients and states
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Notes in g->any which hooks the sets of hooks have. */
 HPMLI_FN void hpmli_hooks_note(hpml_graph *g)
 {
     memset(&g->any, 0, sizeof g->any);
@@ -8609,7 +8538,8 @@ HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, in
     if (labels && !on_device) hpmli_count_hits(t, labels, confusion);
 }
 
-/* Moves the data address of each input, and of each reshape of an input, on by `samples` samples (negative: back). */
+/* Moves the data address of each input, and of each reshape of an input, on by `samples` samples (negative: back), so
+   that the next passes begin there. */
 HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
 {
     hpml_graph *g = t->graph;
@@ -8625,9 +8555,6 @@ HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
     }
 }
 
-/* Lets the next passes (forward, backward) begin with sample `first` of the inputs, until hpmli_inputs_rewind. */
-HPMLI_FN void hpmli_inputs_advance(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, first); }
-HPMLI_FN void hpmli_inputs_rewind(hpml_trainer *t, int64_t first) { hpmli_inputs_offset(t, -first); }
 HPMLI_FN int32_t hpmli_updates_found(const hpml_trainer *t) /* ORs HPML_NONFINITE_ bits of all parameters' steps */
 {
     int32_t found = 0;
@@ -8691,7 +8618,8 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
         if (i >= 0 && hpmli_is_collective(g->nodes[i])) break; /* would wait for the other ranks */
         if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
         const char *place = i < 0 ? "the data of" : "the result of";
-        if (hpmli_is_float(y) && hpmli_report_nonfinite(t, what, value, place, y, y->raw, false)) return ctx->status;
+        bool floats = y->dtype == HPML_DTYPE_F32 || hpmli_is_half(y->dtype);
+        if (floats && hpmli_report_nonfinite(t, what, value, place, y, y->raw, false)) return ctx->status;
     }
     for (int i = g->param_count - 1; i >= 0; i--) /* in the order of the backward pass */
         if (hpmli_report_nonfinite(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
@@ -8787,7 +8715,7 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
                           (long long)first, (long long)(first + samples), (long long)t->batch_samples);
     if (part && hpml_graph_set_batch(g, samples) != HPML_OK) return t->ctx->status;
     if (samples == 0 && g->collective) hpmli_graph_restore_batch(g); /* collective ops get a full batch of zeros */
-    hpmli_inputs_advance(t, first);
+    hpmli_inputs_offset(t, first);
     g->idle = samples == 0;
     g->last = t->micro_batch + 1 == t->d.accumulate;
     hpml_status status = hpmli_forward_backward(t, grad_scale, accumulate);
@@ -8797,7 +8725,7 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
         if (samples > 0 && (loss || t->labels)) hpmli_read_pass(t, first);
         if (loss) *loss = samples > 0 ? t->scalars.loss : 0;
     }
-    hpmli_inputs_rewind(t, first);
+    hpmli_inputs_offset(t, -first);
     return status;
 }
 
@@ -8920,19 +8848,11 @@ HPMLI_FN bool hpmli_uses_gradients(const hpml_trainer *t)
     return t->graph->any.run || t->graph->any.grad || t->graph->any.update;
 }
 
-/* Chooses when parameters step. Early (in backward) needs the CPU, no gradient norm, no hook that uses gradients. */
-HPMLI_FN hpmli_update_mode hpmli_step_mode(const hpml_trainer *t)
-{
-    const hpml_backend *b = t->ctx->backend;
-    if (t->micro_batch + 1 < t->d.accumulate) return HPMLI_NO_UPDATE;
-    bool late = t->wants_norm || b->sync || b->begin;
-    return late || hpmli_uses_gradients(t) ? HPMLI_UPDATE_LATE : HPMLI_UPDATE_EARLY;
-}
-
 /* Copies micro-batch x, y into the inputs, clears the last step's results, fills in *s, what the step's parts share. */
 HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void *y, hpmli_step *s)
 {
-    int64_t samples = s->samples;
+    const hpml_backend *b       = t->ctx->backend;
+    int64_t             samples = s->samples;
     s->start = hpml_now();
     if (samples != 0 || !t->graph->any.run) { /* 0: this rank has no part in a short last batch */
         hpml_status status = hpmli_write_batch(t, x, y, samples);
@@ -8950,7 +8870,9 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     s->number       = t->step;
     s->traced_start = hpmli_trace_time(t->ctx, s->start);
     s->lr           = hpml_trainer_lr(t);
-    s->mode         = hpmli_step_mode(t);
+    s->mode         = hpmli_uses_gradients(t) || t->wants_norm || b->sync || b->begin ? HPMLI_UPDATE_LATE
+                                                                                   : HPMLI_UPDATE_EARLY;
+    if (t->micro_batch + 1 < t->d.accumulate) s->mode = HPMLI_NO_UPDATE;
     s->loss_known   = t->graph->any.run || s->info || !t->d.no_finite_check;
     t->update_early      = s->mode == HPMLI_UPDATE_EARLY;
     t->update_follows    = s->mode != HPMLI_NO_UPDATE && !hpmli_uses_gradients(t);
@@ -9188,9 +9110,9 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
     bool        found = false;
     for (int64_t i = 0; g->batchable && !g->collective && i < samples && !found; i++) {
         if (hpml_graph_set_batch(g, 1) != HPML_OK) return t->ctx->status;
-        hpmli_inputs_advance(t, i);
+        hpmli_inputs_offset(t, i);
         hpml_status status = hpml_graph_forward(g, false, 0);
-        hpmli_inputs_rewind(t, i);
+        hpmli_inputs_offset(t, -i);
         if (status != HPML_OK) return status;
         hpmli_read_step_scalars(t, NULL, NULL);
         found = t->scalars.loss - t->scalars.loss != 0;
@@ -9245,21 +9167,13 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     return t->ctx->status;
 }
 
-HPMLI_FN hpml_status hpmli_predict_pass(hpml_trainer *t) /* runs forward without the loss: no targets are given */
-{
-    hpml_graph *g   = t->graph;
-    hpml_run    run = hpmli_run_of(g, false, 0, 1);
-    for (int i = 0; i < g->count; i++)
-        if (g->nodes[i]->out != t->loss && hpmli_run_node(g, &run, i, false) != HPML_OK) break;
-    return t->ctx->status;
-}
-
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
 {
     if (!t || !out || !x) return HPML_ERR_ARGUMENT;
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
-    hpml_graph *g = t->graph;
+    hpml_graph *g   = t->graph;
+    hpml_run    run = hpmli_run_of(g, false, 0, 1);
     hpmli_graph_restore_batch(g);
     int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
     int64_t out_floats = hpml_tensor_count(t->d.output) / g->batch; /* x_bytes and out_floats are of one sample */
@@ -9267,7 +9181,9 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
         int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
         if (hpml_graph_set_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
         hpmli_write_samples(t, t->d.input, (const char *)x + i * x_bytes, n);
-        if (hpmli_predict_pass(t) != HPML_OK) break;
+        for (int k = 0; k < g->count && t->ctx->status == HPML_OK; k++) /* without the loss: no targets are given */
+            if (g->nodes[k]->out != t->loss) hpmli_run_node(g, &run, k, false);
+        if (t->ctx->status != HPML_OK) break;
         hpmli_read_floats(t->ctx, t->d.output, floats, out + i * out_floats);
         if (t->d.no_finite_check) continue;
         int64_t at = hpmli_first_nonfinite(out + i * out_floats, floats);
@@ -9729,7 +9645,6 @@ HPMLI_FN bool hpmli_json_is(hpmli_json *j, char c) /* skips blanks, then c if it
     return true;
 }
 
-/* Skips blanks and consumes the character c; any other is a syntax error. */
 HPMLI_FN void hpmli_json_want(hpmli_json *j, char c) { if (!hpmli_json_is(j, c)) j->bad = true; }
 HPMLI_FN bool hpmli_json_word(hpmli_json *j, const char *word) /* consumes `word`, e.g. true; false: not there */
 {
@@ -10332,15 +10247,13 @@ HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype
         double  v;
         int64_t w = (int64_t)hpmli_read_little((const unsigned char *)data + 8 * i, 8);
         memcpy(&v, &w, 8);
+        bool    f32 = dtype == HPML_DTYPE_F32;
         float   x = (float)v;
         int32_t n = (int32_t)w;
-        if (dtype == HPML_DTYPE_F32 && fabs(v) >= HPMLI_F32_END && v - v == 0)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": element %lld is %g, more than f32 holds; scale the array",
-                               path, (long long)i, v);
-        if (dtype == HPML_DTYPE_I32 && n != w)
-            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": element %lld is %lld, more than i32 holds; save it as "
-                               "float32, or make the numbers smaller", path, (long long)i, (long long)w);
-        memcpy(data + 4 * i, dtype == HPML_DTYPE_F32 ? (void *)&x : (void *)&n, 4);
+        if (f32 ? fabs(v) >= HPMLI_F32_END && v - v == 0 : n != w)
+            return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": element %lld is %.10g, more than %s holds; make the "
+                               "numbers smaller", path, (long long)i, f32 ? v : (double)w, hpml_dtype_name(dtype));
+        memcpy(data + 4 * i, f32 ? (void *)&x : (void *)&n, 4);
     }
     return true;
 }
@@ -10704,7 +10617,6 @@ HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch l->made, in l->
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
 }
 #ifndef HPML_NO_THREADS
-/* Runs in a loader's background thread: prepares batches, at most two ahead of the one in use. arg: the hpml_loader. */
 HPMLI_FN void *hpmli_loader_main(void *arg)
 {
     hpml_loader *l = (hpml_loader *)arg;
@@ -10721,7 +10633,6 @@ HPMLI_FN void *hpmli_loader_main(void *arg)
     return NULL;
 }
 
-/* Stops the background thread, which a forked child does not have. */
 HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
 {
     if (l->threaded && !hpmli_forked(l->ctx)) {
@@ -10773,7 +10684,6 @@ HPMLI_FN void hpmli_loader_destroy(void *object)
     hpmli_free(l->ctx, l->image);
 }
 
-/* Fills in the defaults of a loader's desc and checks the desc against the data; false: an error. */
 HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
 {
     bool augment = d->augment.shift != 0 || d->augment.flip || d->augment.cutout != 0 || data->x_crop != 0;
@@ -10992,7 +10902,6 @@ HPMLI_FN int hpmli_safe_order(const void *a, const void *b) /* for qsort: by off
     return (const char *)x->data < (const char *)y->data ? -1 : 1;
 }
 
-/* Parses and checks the header of the file f->file, read or mapped; false: invalid, or no memory. */
 HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
 {
     uint64_t    length = f->file.size >= 8 ? hpmli_read_little(f->file.bytes, 8) : 0;
@@ -11141,7 +11050,6 @@ HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *kind, const void *nam
     return !wrong;
 }
 
-/* Checks that the contents c can be written to a safetensors file; fails otherwise. */
 HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
 {
     const hpml_safetensor *t = c->t;
@@ -11622,13 +11530,6 @@ HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double se
     fprintf(w->f, "%s%s%lld.%03lld", before, ns < 0 ? "-" : "", llabs(ns) / 1000, llabs(ns) % 1000);
 }
 
-HPMLI_FN void hpmli_trace_value(hpmli_writer *w, double value) /* writes `value` as an integer and an exponent */
-{
-    int e = value == 0 ? 0 : (int)fmax(floor(log10(fabs(value))) - 8, -300);
-    fprintf(w->f, "%llde%d", llround(value / pow(10, e)), e);
-}
-
-/* Writes the arguments of a span of communication: bucket, first and last tensor, bytes. */
 HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
 {
     const char *comma = "";
@@ -11667,11 +11568,10 @@ HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int 
         fprintf(w->f, ",\"cat\":\"message\",\"id\":%lld%s", (long long)e->number,
                 e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* the arrow ends at the enclosing span */
     if (e->kind == HPML_TRACE_COUNTER) {
+        int exponent = e->value == 0 ? 0 : (int)fmax(floor(log10(fabs(e->value))) - 8, -300);
         fprintf(w->f, ",\"args\":{\"");
         hpmli_write_escaped(w, e->name);
-        fprintf(w->f, "\":");
-        hpmli_trace_value(w, e->value);
-        fprintf(w->f, "}");
+        fprintf(w->f, "\":%llde%d}", llround(e->value / pow(10, exponent)), exponent);
     }
     fprintf(w->f, "}");
 }
@@ -11708,15 +11608,6 @@ HPMLI_FN const char *hpmli_op_kind(const hpml_node *n)
 {
     return n->op == HPML_OP_CUSTOM ? n->attr.custom->name : hpml_op_name(n->op);
 }
-HPMLI_FN double hpmli_node_bytes(const hpml_node *n) /* returns the bytes that a forward call reads and writes */
-{
-    double bytes = (double)hpmli_tensor_bytes(n->out);
-    if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) return 0;
-    for (int i = 0; i < n->src_count; i++)
-        if (n->src[i]) bytes += (double)hpmli_tensor_bytes(n->src[i]);
-    return bytes;
-}
-
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 {
     double sum = 0;
@@ -11739,7 +11630,9 @@ HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
         r->name = n->out->name;
         r->forward_flops  = hpmli_op_of(n)->flops(n, false);
         r->backward_flops = n->out->needs_grad ? hpmli_op_of(n)->flops(n, true) : 0;
-        r->bytes          = hpmli_node_bytes(n);
+        if (hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) continue;
+        r->bytes = (double)hpmli_tensor_bytes(n->out);
+        for (int s = 0; s < n->src_count; s++) r->bytes += n->src[s] ? (double)hpmli_tensor_bytes(n->src[s]) : 0;
     }
 }
 
@@ -12027,10 +11920,8 @@ HPMLI_VEC_FN2(HV(interleave_high), ((void)a, b));
 HPMLI_VEC_INLINE float HV(sum_lanes)(HV(f32) a) { return a; }
 HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
-    out[0] = a;
-    out[1] = b;
-    out[2] = c;
-    out[3] = d;
+    const float sums[4] = { a, b, c, d };
+    memcpy(out, sums, sizeof sums);
 }
 HPMLI_VEC_INLINE float HV(max_lane)(HV(f32) a) { return a; }
 HPMLI_VEC_INLINE uint32_t HV(sign_bits)(HV(f32) a) { return a >= 0; }
@@ -12468,7 +12359,6 @@ HPMLI_VEC_INLINE HV(f32) HV(gelu_derivative)(HV(f32) x)
     HV(f32) dt = HV(fnma)(t, t, HV(set1)(1)) * du;
     return 0.5f * (1.0f + t + x * dt);
 }
-/* Return the standard normal distribution's cumulative probability and its density at x. */
 HPMLI_VEC_INLINE HV(f32) HV(normal_cdf)(HV(f32) x) { return 0.5f * (1.0f + HV(erf)(x * 0.70710678118654752f)); }
 HPMLI_VEC_INLINE HV(f32) HV(normal_pdf)(HV(f32) x) { return 0.39894228040143268f * HV(exp)(x * x * -0.5f); }
 HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
@@ -12731,7 +12621,6 @@ HPMLI_VEC_INLINE HV(f32) HV(store_state)(float *state, HV(f32) x, int64_t c)
     HV(store_upto)(state, x, c);
     return x;
 }
-/* Computes state = beta state + (1 - beta) g for c elements; returns the new state. */
 HPMLI_VEC_INLINE HV(f32) HV(update_mean)(float *state, HV(f32) g, float beta, int64_t c)
 {
     return HV(store_state)(state, HV(fma)(HV(set1)(1 - beta), g, HV(set1)(beta) * HV(load_upto)(state, c)), c);
@@ -13466,7 +13355,6 @@ HPMLI_VEC_INLINE void HV(finish_element)(const hpmli_gemm_desc *d, float *c, int
     if (d->bias_m) x += d->bias_m[i];
     *c = d->act == 1 && !(x > 0) ? 0 : x;
 }
-/* Stores the 4 numbers at `from` so that they are `stride` floats apart. */
 HPMLI_VEC_INLINE void HV(store_4)(float *to, int64_t stride, const float *from)
 {
     if (stride == 1) {
@@ -14040,7 +13928,6 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         }
     }
 }
-/* Copies pixels: to = from + bias (or NULL), plus the old `to` if `accumulate`; then relu. */
 HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                                 int accumulate)
 {

@@ -78,10 +78,11 @@
 //     api-comm   ranks, communicators, messages between two
 //     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
+//     api-mix   averaging with neighbours
 //     api-plan   how a training is spread over ranks: one struct, its text, what it may hold
 //     api-distribute   data parallelism
 //     api-simulate   step time on machines you do not have
-//     api-mix   averaging with neighbours; one timeline for all ranks
+//     api-timeline   one timeline for all ranks
 // PART I   TALK: ranks, messages, transports
 //     base   system headers, the communicator, nodes and links
 //     messages   sending, receiving, waiting
@@ -105,6 +106,7 @@
 //     whole-codecs   top-k and low rank: codecs of whole tensors
 // PART III   STEP TOGETHER: data parallelism, mixing
 //     plan   the fields of a plan in one list, the rules of a plan
+//     plan-text   plans as text; defaults, the check, the next plan
 //     distribute   data parallelism: layout of the parameters, buckets of gradients
 //     distribute-step   data parallelism: a step, its statistics, the trainer's hooks
 //     state   one list of what a training carries from step to step
@@ -114,6 +116,11 @@
 //     strategy-exact   the same bits for every number of ranks
 //     strategy-link   synchronous steps, gradients exchanged on devices
 //     strategy-nodes   synchronous steps, a device link inside nodes, messages between them
+//     weights   what the strategies that exchange parameters have in common
+//     strategy-local   local SGD: the mean of the parameters
+//     strategy-block   an outer optimizer with momentum for the mean change in a block
+//     strategy-elastic   parameters and a common centre attract each other
+//     strategy-gossip   averaging with neighbours in each step
 //     strategy-hogwild   threads that update shared values without locks
 //     strategies   the table of strategies; attaching one to a trainer
 //     report   where the time of steps went
@@ -591,12 +598,39 @@ typedef struct hpml_device_link {
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>api-mix   averaging with neighbours
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Decentralized averaging (Lian et al. 2017): x_i <- sum over j of W_ij x_j, where W_ij is not 0 only for neighbours.
+   With Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the
+   mean over ranks stays the same, and differences shrink by the second largest |eigenvalue| in each step. */
+typedef enum hpml_topology {
+    HPML_TOPOLOGY_RING = 0, /* rank i with i - 1 and i + 1 */
+    HPML_TOPOLOGY_WHEEL,    /* the ring of ranks 1 to p - 1, and rank 0 with all of them */
+    HPML_TOPOLOGY_PAIRS,    /* other random pairs in each step, with weights 1/2 and 1/2 */
+    HPML_TOPOLOGY_ALL       /* all ranks with all others: one step is the mean */
+} hpml_topology;
+/* Fills in W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
+HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
+/* Runs one mixing step on n floats in place; the same seed and step on all ranks. Collective. */
+HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>api-plan   how a training is spread over ranks: one struct, its text, what it may hold
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* What ranks exchange, and when. */
 typedef enum hpml_strategy_kind {
     HPML_STRATEGY_SYNC = 0, /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
+    HPML_STRATEGY_LOCAL,    /* each rank trains alone; parameters become their mean in every .period-th step (local SGD:
+                               Moritz et al. 2015, SparkNet; Stich 2019) */
+    HPML_STRATEGY_BLOCK,    /* as local, but the mean change of the parameters in a block of .period steps is the
+                               gradient of an outer optimizer with momentum (Chen and Huo 2016, BMUF; Douillard et al.
+                               2023, DiLoCo) */
+    HPML_STRATEGY_ELASTIC,  /* every .period steps, parameters and a common centre move towards each other (Zhang et al.
+                               2015, EASGD); the centre is the result */
+    HPML_STRATEGY_GOSSIP,   /* in each step parameters become a weighted mean with those of neighbours, by hpml_mix,
+                               then each rank applies its own gradient (Lian et al. 2017, D-PSGD) */
     HPML_STRATEGY_HOGWILD,  /* rows, at once, of each rank alone, in values that threads share (Niu et al. 2011) */
     HPML_STRATEGY_COUNT     /* the number of strategies */
 } hpml_strategy_kind;
@@ -608,7 +642,7 @@ typedef struct hpml_plan {
     uint32_t        _begin;
     hpml_strategy_kind strategy;
     hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
-    hpml_algorithm  algorithm;    /* of plain sums */
+    hpml_algorithm  algorithm;    /* of plain sums, of gradients or parameters */
     bool            sum;          /* sync: apply the sum of the ranks' mean gradients; else the mean over the batch */
     int64_t         global_batch; /* samples of a step, all ranks; 0: ranks * model batch. Shares differ by at most 1 */
     int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
@@ -624,6 +658,15 @@ typedef struct hpml_plan {
     bool            exact;        /* sync: same bits for every number of ranks, algorithm, bucket and transport, see
                                      >>api-distribute */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
+    int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; 0: 1 */
+    float           elastic;      /* elastic: how far a meeting moves a rank's parameters towards the centre, as a
+                                     fraction of the difference, and the centre towards them; 0: 0.9 / ranks;
+                                     HPML_ZERO: each rank trains alone */
+    float           outer_lr;     /* block: learning rate of the outer optimizer; 0: 1 */
+    float           outer_momentum; /* block: its momentum; 0: 1 - 1 / ranks; HPML_ZERO: none */
+    bool            outer_nesterov; /* block: a block begins ahead of the result by momentum times the last change */
+    hpml_topology   topology;     /* gossip: who is whose neighbour */
+    uint64_t        seed;         /* gossip: of the random pairs */
     int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
     uint32_t        _end;
 } hpml_plan;
@@ -693,7 +736,8 @@ typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan);
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
    the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
-   (`delayed`) are not applied. Training may go on afterwards. */
+   (`delayed`) are not applied. Local, block: a meeting, unless the last step was one. Elastic: the centre. Gossip: the
+   mean. Training may go on afterwards. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
    between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
@@ -709,8 +753,10 @@ typedef struct hpml_distribute_report {
     double  bytes;             /* sent by this rank in a step */
     double  plain_bytes;       /* that a ring allreduce of f32 would have sent */
     double  loss;              /* mean over all ranks' samples of the last step; with `delayed` of the step before,
-                                  because the loss is sent with the gradients. NaN: before the first step */
-    int64_t samples;           /* of the same step, on all ranks */
+                                  because the loss is sent with the gradients. Local, block, elastic: of the steps up
+                                  to the last meeting; after it, and with gossip, of this rank alone. NaN: before the
+                                  first step */
+    int64_t samples;           /* of the same steps, on the same ranks */
     int32_t buckets;
 } hpml_distribute_report;
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
@@ -737,7 +783,9 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
 /* A checkpoint of the whole job, the residuals of all ranks and, with `delayed`, the gradients not yet applied
    included; collective. It loads on any number of ranks: the residuals of all ranks are shared out among the ranks that
    load them, so that no part of a gradient is lost. On as many ranks as before, or with `exact`, the job continues bit
-   for bit. Residuals between nodes (a link that ends at the node) load on as many nodes with as many ranks each only.
+   for bit. Where ranks exchange parameters, saving is also a hpml_distribute_finish, and the states of the ranks'
+   optimizers become their means, so that any number of ranks can continue. Residuals between nodes (a link that ends at
+   the node) load on as many nodes with as many ranks each only.
    */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
@@ -836,22 +884,8 @@ HPML_API double hpml_amdahl(double serial, double ranks); /* 1 / (serial + (1 - 
 HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double comm_s); /* divisible / (comm - fixed) */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-mix   averaging with neighbours; one timeline for all ranks
+// >>api-timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Decentralized averaging (Lian et al. 2017): x_i <- sum over j of W_ij x_j, where W_ij is not 0 only for neighbours.
-   With Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the
-   mean over ranks stays the same, and differences shrink by the second largest |eigenvalue| in each step. */
-typedef enum hpml_topology {
-    HPML_TOPOLOGY_RING = 0, /* rank i with i - 1 and i + 1 */
-    HPML_TOPOLOGY_WHEEL,    /* the ring of ranks 1 to p - 1, and rank 0 with all of them */
-    HPML_TOPOLOGY_PAIRS,    /* other random pairs in each step, with weights 1/2 and 1/2 */
-    HPML_TOPOLOGY_ALL       /* all ranks with all others: one step is the mean */
-} hpml_topology;
-/* Fills in W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
-HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
-/* Runs one mixing step on n floats in place; the same seed and step on all ranks. Collective. */
-HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
 
 /* Calls hpml_trace_start on every rank, with the ranks' clocks aligned by the quickest of some messages to and from
    rank 0; saves one file with the events of all ranks: a process for each rank, its lanes below, time 0 at the first
@@ -5434,10 +5468,9 @@ typedef struct hpmlc_item {
     float        *stripe;          /* (my_rows, cols) errors of packing the sum; NULL: none */
     int64_t       my_row, my_rows; /* first row of this rank's stripe; its rows */
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
-    union {                        /* TOPK, LOWRANK: arrays behind the residual, in one allocation */
-        struct { float *magnitude, *velocity, *pairs; } topk; /* (rows * cols) twice, (p, k, 2): k pairs of p ranks */
-        struct { float *m, *p, *q; } lowrank;                 /* matrices M (rows, cols), P (rows, r), Q (cols, r) */
-    } whole;
+    /* Arrays behind the residual, in the same allocation; NULL with another codec: */
+    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols) twice, (p, k, 2): k pairs of p ranks */
+    float        *m, *p, *q;       /* LOWRANK: matrices M (rows, cols), P (rows, r), Q (cols, r) */
 } hpmlc_item;
 
 /* Lets the host read and write arrays that may live on a device. hpmlc_host_view_begin returns n floats of an array:
@@ -5953,42 +5986,20 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
     return bad ? HPML_ERR_NONFINITE : HPML_OK;
 }
 
-/* Finds the elements of plain tensor `it` in [at, end) of the fused array, which has all plain tensors end to end.
-   Returns their number, and sets *mine to the first of them in the tensor, *fused to the first in that array. */
-HPMLC_FN int64_t hpmlc_fused_part(const hpml_exchange *x, const hpmlc_item *it, int64_t at, int64_t end, float **mine,
-                                  float **fused)
-{
-    int64_t first = hpmlc_max(at, it->at), last = hpmlc_min(end, it->at + it->g.rows * it->g.cols);
-    if (!it->plain || first >= last) return 0;
-    *mine  = it->g.data + (first - it->at);
-    *fused = x->fused + first;
-    return last - first;
-}
-
-/* Copies elements [at, end) of the plain tensors, counted end to end, to x->fused, if an allreduce needs that copy. */
-HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
+/* Copies elements [at, end) of the plain tensors, counted end to end, to x->fused, if an allreduce needs that copy;
+   back: from x->fused to the tensors. name: of the span on the timeline. */
+HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end, bool back, const char *name)
 {
     double start = hpml_comm_now(c);
-    float *mine, *fused;
     if (!x->fused) return;
     for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
-        int64_t n = hpmlc_fused_part(x, it, at, end, &mine, &fused);
-        if (n > 0) memcpy(fused, mine, (size_t)n * sizeof(float));
+        int64_t first = hpmlc_max(at, it->at), last = hpmlc_min(end, it->at + it->g.rows * it->g.cols);
+        if (!it->plain || first >= last) continue;
+        float *tensor = it->g.data + (first - it->at), *fused = x->fused + first;
+        float *to   = back ? tensor : fused;
+        memcpy(to, back ? fused : tensor, (size_t)(last - first) * sizeof(float));
     }
-    hpmlc_span(c, "fuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
-}
-
-/* Copies elements [at, end) of x->fused, if there is one, back to the plain tensors, which are counted end to end. */
-HPMLC_FN void hpmlc_exchange_unfuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end)
-{
-    double start = hpml_comm_now(c);
-    float *mine, *fused;
-    if (!x->fused) return;
-    for (const hpmlc_item *it = x->item; it < x->item + x->d.count; it++) {
-        int64_t n = hpmlc_fused_part(x, it, at, end, &mine, &fused);
-        if (n > 0) memcpy(mine, fused, (size_t)n * sizeof(float));
-    }
-    hpmlc_span(c, "unfuse", start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
+    hpmlc_span(c, name, start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
 /* Adds up x->part floats of the plain tensors, or what is left of them, over all ranks by one allreduce: from float
@@ -5997,10 +6008,10 @@ HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
     hpmlc_set_label(c, x, true, at, end);
-    hpmlc_exchange_fuse(c, x, at, end);
+    hpmlc_exchange_fuse(c, x, at, end, false, "fuse");
     float *data = (x->fused ? x->fused : x->span) + at;
     hpml_status status = hpmlc_reduce_all(c, data, end - at, HPML_ELEMENT_F32, x->d.reduce, x->d.algorithm);
-    if (status == HPML_OK) hpmlc_exchange_unfuse(c, x, at, end);
+    if (status == HPML_OK) hpmlc_exchange_fuse(c, x, at, end, true, "unfuse");
     hpmlc_clear_label(c);
     return status;
 }
@@ -6226,9 +6237,9 @@ HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int co
 
 struct hpmlc_whole { /* the functions of a codec that packs whole tensors */
     hpml_codec_kind kind;
-    int64_t (*floats)(const hpml_exchange *x, const hpmlc_item *it); /* floats of the codec's arrays */
-    void (*create)(const hpml_exchange *x, hpmlc_item *it, float *arrays); /* points it->whole into `arrays` */
-    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* false: plain, as packing saves nothing */
+    /* Returns how many floats the codec's arrays have; at: sets the tensor's arrays to that memory; NULL: does not. */
+    int64_t (*arrays)(const hpml_exchange *x, hpmlc_item *it, float *at);
+    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* optional; false: plain, as packing saves nothing */
     hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: adds zeros */
     int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* returns bytes that this rank sends in one run */
 };
@@ -6239,20 +6250,14 @@ HPMLC_FN int64_t hpmlc_topk_count(const hpml_exchange *x, const hpmlc_item *it)
     return hpmlc_max(1, (int64_t)((double)(it->g.rows * it->g.cols) * (double)ratio));
 }
 
-HPMLC_FN int64_t hpmlc_topk_floats(const hpml_exchange *x, const hpmlc_item *it)
-{
-    return 2 * it->g.rows * it->g.cols + 2 * hpmlc_topk_count(x, it) * x->c->size;
-}
-
-HPMLC_FN void hpmlc_topk_create(const hpml_exchange *x HPMLC_UNUSED, hpmlc_item *it, float *arrays)
+HPMLC_FN int64_t hpmlc_topk_arrays(const hpml_exchange *x, hpmlc_item *it, float *at)
 {
     int64_t n = it->g.rows * it->g.cols;
-    it->whole.topk.magnitude = arrays;
-    it->whole.topk.velocity  = arrays + n;
-    it->whole.topk.pairs     = arrays + 2 * n;
+    it->magnitude = at;
+    it->velocity  = at ? at + n : NULL;
+    it->pairs     = at ? at + 2 * n : NULL;
+    return 2 * n + 2 * hpmlc_topk_count(x, it) * x->c->size;
 }
-
-HPMLC_FN bool hpmlc_topk_saves(const hpml_exchange *x HPMLC_UNUSED, const hpmlc_item *it HPMLC_UNUSED) { return true; }
 
 /* Returns the k-th largest (k from 1) of n floats x, which are reordered (Hoare's selection). */
 HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
@@ -6283,13 +6288,13 @@ HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
 HPMLC_FN void hpmlc_topk_pack(const hpml_comm *c, const hpml_exchange *x, hpmlc_item *it)
 {
     int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols, packed = 0;
-    float  *pairs = it->whole.topk.pairs + 2 * k * c->rank, *u = it->whole.topk.velocity, *v = it->residual;
+    float  *pairs = it->pairs + 2 * k * c->rank, *u = it->velocity, *v = it->residual;
     for (int64_t i = 0; i < n; i++) {
         u[i] = x->d.codec.momentum * u[i] + it->g.data[i];
         v[i] += u[i];
-        it->whole.topk.magnitude[i] = fabsf(v[i]);
+        it->magnitude[i] = fabsf(v[i]);
     }
-    const float least = hpmlc_select(it->whole.topk.magnitude, n, k);
+    const float least = hpmlc_select(it->magnitude, n, k);
     for (int pass = 0; pass < 2; pass++)
         for (int64_t i = 0; i < n && packed < k; i++) {
             bool above = fabsf(v[i]) > least, equal = fabsf(v[i]) == least && v[i] != 0;
@@ -6305,7 +6310,7 @@ HPMLC_FN void hpmlc_topk_pack(const hpml_comm *c, const hpml_exchange *x, hpmlc_
 HPMLC_FN hpml_status hpmlc_topk_run(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite)
 {
     int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols;
-    float  *pairs = it->whole.topk.pairs;
+    float  *pairs = it->pairs;
     memset(pairs + 2 * k * c->rank, 0, (size_t)(2 * k) * sizeof *pairs);
     if (finite) hpmlc_topk_pack(c, x, it);
     hpml_status status = hpml_allgather(c, pairs, 8 * k * c->size, HPML_ELEMENT_BYTE);
@@ -6330,27 +6335,25 @@ HPMLC_FN int64_t hpmlc_lowrank_of(const hpml_exchange *x, const hpmlc_item *it)
     return hpmlc_min(x->d.codec.lowrank > 0 ? x->d.codec.lowrank : 2, hpmlc_min(it->g.rows, it->g.cols));
 }
 
-HPMLC_FN int64_t hpmlc_lowrank_floats(const hpml_exchange *x, const hpmlc_item *it)
-{
-    return it->g.rows * it->g.cols + (it->g.rows + it->g.cols) * hpmlc_lowrank_of(x, it);
-}
-
 HPMLC_FN bool hpmlc_lowrank_saves(const hpml_exchange *x, const hpmlc_item *it)
 {
     return (it->g.rows + it->g.cols) * hpmlc_lowrank_of(x, it) < it->g.rows * it->g.cols;
 }
 
-HPMLC_FN void hpmlc_lowrank_create(const hpml_exchange *x, hpmlc_item *it, float *arrays)
+HPMLC_FN int64_t hpmlc_lowrank_arrays(const hpml_exchange *x, hpmlc_item *it, float *at)
 {
-    int64_t r = hpmlc_lowrank_of(x, it);
-    it->whole.lowrank.m = arrays;
-    it->whole.lowrank.p = arrays + it->g.rows * it->g.cols;
-    it->whole.lowrank.q = it->whole.lowrank.p + it->g.rows * r;
-    hpml_rng rng; /* a fixed seed: Q must begin the same on all ranks */
-    rng.seed    = 1;
-    rng.stream  = (uint64_t)(it - x->item);
-    rng.counter = 0;
-    hpml_rng_fill_normal(&rng, it->whole.lowrank.q, it->g.cols * r);
+    int64_t rows = it->g.rows, cols = it->g.cols, r = hpmlc_lowrank_of(x, it);
+    if (at) {
+        hpml_rng rng; /* a fixed seed: Q must begin the same on all ranks */
+        it->m = at;
+        it->p = at + rows * cols;
+        it->q = it->p + rows * r;
+        rng.seed    = 1;
+        rng.stream  = (uint64_t)(it - x->item);
+        rng.counter = 0;
+        hpml_rng_fill_normal(&rng, it->q, cols * r);
+    }
+    return rows * cols + (rows + cols) * r;
 }
 
 /* Makes the r columns of matrix a, (n, r), orthonormal one after another (Gram & Schmidt, twice is enough). A column of
@@ -6377,7 +6380,7 @@ HPMLC_FN hpml_status hpmlc_lowrank_run(hpml_comm *c, hpml_exchange *x, hpmlc_ite
 {
     const hpml_algorithm a = x->d.algorithm;
     int64_t              rows = it->g.rows, cols = it->g.cols, n = rows * cols, r = hpmlc_lowrank_of(x, it);
-    float               *m = it->whole.lowrank.m, *p = it->whole.lowrank.p, *q = it->whole.lowrank.q;
+    float               *m = it->m, *p = it->p, *q = it->q;
     for (int64_t i = 0; i < n; i++) m[i] = (finite ? it->g.data[i] : 0) + it->residual[i];
     hpml_sgemm(c->ctx, false, false, rows, r, cols, 1, m, cols, q, r, 0, p, r);
     hpml_status status = hpmlc_reduce_all(c, p, rows * r, HPML_ELEMENT_F32, HPML_MEAN, a);
@@ -6400,9 +6403,8 @@ HPMLC_FN int64_t hpmlc_lowrank_bytes(const hpml_exchange *x, const hpmlc_item *i
 }
 
 static const hpmlc_whole hpmlc_whole_codecs[] = {
-    { HPML_CODEC_TOPK, hpmlc_topk_floats, hpmlc_topk_create, hpmlc_topk_saves, hpmlc_topk_run, hpmlc_topk_bytes },
-    { HPML_CODEC_LOWRANK, hpmlc_lowrank_floats, hpmlc_lowrank_create, hpmlc_lowrank_saves, hpmlc_lowrank_run,
-      hpmlc_lowrank_bytes }
+    { HPML_CODEC_TOPK, hpmlc_topk_arrays, NULL, hpmlc_topk_run, hpmlc_topk_bytes },
+    { HPML_CODEC_LOWRANK, hpmlc_lowrank_arrays, hpmlc_lowrank_saves, hpmlc_lowrank_run, hpmlc_lowrank_bytes }
 };
 
 /* Returns the functions of a codec that packs whole tensors; NULL: the codec packs row by row. */
@@ -6413,18 +6415,6 @@ HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
     return NULL;
 }
 
-/* hpmlc_topk_velocity and hpmlc_lowrank_q return what a checkpoint keeps of a tensor besides its residual: TOPK's
-   velocity (n), LOWRANK's factor Q (cols, r), which is the same on all ranks; NULL: the exchange has another codec. */
-HPMLC_FN float *hpmlc_topk_velocity(const hpml_exchange *x, const hpmlc_item *it)
-{
-    return x->whole && x->whole->kind == HPML_CODEC_TOPK ? it->whole.topk.velocity : NULL;
-}
-
-HPMLC_FN float *hpmlc_lowrank_q(const hpml_exchange *x, const hpmlc_item *it)
-{
-    return x->whole && x->whole->kind == HPML_CODEC_LOWRANK ? it->whole.lowrank.q : NULL;
-}
-
 /* Decides whether the exchange's codec, top-k or low rank, packs tensor `it`, else sets it->plain; if so, allocates the
    residual and the codec's arrays. False: no memory. */
 HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
@@ -6432,12 +6422,11 @@ HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
     int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
     if (least <= 0) least = HPML_CODEC_MIN_ELEMENTS;
     bool small = it->g.rows == 1 || it->g.cols == 1 || n < least;
-    it->plain = (small && !x->d.codec.compress_all) || !x->whole->saves(x, it);
+    it->plain = (small && !x->d.codec.compress_all) || (x->whole->saves && !x->whole->saves(x, it));
     if (it->plain) return true;
-    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(n + x->whole->floats(x, it)) * sizeof(float));
-    if (!it->residual) return false;
-    x->whole->create(x, it, it->residual + n);
-    return true;
+    it->residual = (float *)hpmlc_exchange_alloc(x, (size_t)(n + x->whole->arrays(x, it, NULL)) * sizeof(float));
+    if (it->residual) x->whole->arrays(x, it, it->residual + n);
+    return it->residual != NULL;
 }
 
 /* Exchanges the packed tensors one by one by top-k or low rank. HPML_ERR_NONFINITE, on all ranks: a rank had a NaN. */
@@ -6487,11 +6476,12 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
    further up in the list alone. */
 #define HPMLC_PLAN_FIELDS(X) \
     X("strategy", strategy, STRATEGY, HPML_STRATEGY_COUNT - 1, true, NULL, 0) \
-    X("sum", sum, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
-    X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
+    X("sum", sum, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
+    X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("leaf", leaf, I64, 9e18, p->exact, NULL, 2) \
-    X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy=sync", 0) \
-    X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, true, NULL, 0) \
+    X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
+    X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, hpmlc_plan_sends_gradients(p), \
+      "strategies that send gradients", 0) \
     X("codec.threshold", codec.threshold, F32, 1e30, p->codec.kind == HPML_CODEC_TWOBIT, NULL, 0.01) \
     X("codec.ratio", codec.ratio, F32, 1, p->codec.kind == HPML_CODEC_TOPK, NULL, 0.1) \
     X("codec.momentum", codec.momentum, F32, 1, p->codec.kind == HPML_CODEC_TOPK, NULL, 0.9) \
@@ -6503,9 +6493,16 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("warm_steps", warm_steps, I64, 9e18, p->codec.kind != HPML_CODEC_NONE, NULL, 2) \
     X("algorithm", algorithm, ALGORITHM, HPML_ALGORITHM_COUNT - 1, true, NULL, 0) \
     X("global_batch", global_batch, I64, 9e18, true, NULL, 7) \
-    X("bucket_bytes", bucket_bytes, I64, 9e18, true, NULL, 1) \
-    X("no_overlap", no_overlap, BOOL, 1, true, NULL, 0) \
-    X("sync_batchnorm", sync_batchnorm, BOOL, 1, true, NULL, 0) \
+    X("bucket_bytes", bucket_bytes, I64, 9e18, hpmlc_plan_sends_gradients(p), "strategies that send gradients", 1) \
+    X("no_overlap", no_overlap, BOOL, 1, hpmlc_plan_sends_gradients(p), "strategies that send gradients", 0) \
+    X("sync_batchnorm", sync_batchnorm, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
+    X("period", period, I32, INT32_MAX, hpmlc_plan_meets(p), "strategies local, block and elastic", 2, 10) \
+    X("elastic", elastic, F32, 1, p->strategy == HPML_STRATEGY_ELASTIC, "strategy elastic", 0.1) \
+    X("outer_lr", outer_lr, F32, 1e30, p->strategy == HPML_STRATEGY_BLOCK, "strategy block", 0.7) \
+    X("outer_momentum", outer_momentum, F32, 1, p->strategy == HPML_STRATEGY_BLOCK, "strategy block", 0.9) \
+    X("outer_nesterov", outer_nesterov, BOOL, 1, p->strategy == HPML_STRATEGY_BLOCK, "strategy block", 0) \
+    X("topology", topology, TOPOLOGY, HPML_TOPOLOGY_ALL, p->strategy == HPML_STRATEGY_GOSSIP, "strategy gossip", 0) \
+    X("seed", seed, U64, 1.8446744073709552e19, p->strategy == HPML_STRATEGY_GOSSIP, "strategy gossip", 1) \
     X("history", history, I32, INT32_MAX, true, NULL, 1)
 
 /* RULE(a plan that is refused, the sentence: fields, reason, way out). */
@@ -6536,18 +6533,19 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "infinity; take bf16, a fixed loss_scale, or codec none") \
     RULE(p->delayed && f->overflows, "with delayed a gradient is applied in the step after its own, in f16 under " \
          "another loss scale perhaps; take bf16 or a fixed loss_scale, or leave delayed out") \
-    RULE(f->sparse && p->strategy != HPML_STRATEGY_HOGWILD && \
+    RULE(!hpmlc_plan_sends_gradients(p) && f->overflows, "in f16 a gradient that overflows skips a step, with this " \
+         "strategy of its own rank alone, whose steps are then not those of the others; take bf16, a fixed " \
+         "loss_scale, or strategy sync") \
+    RULE(f->sparse && hpmlc_plan_sends_gradients(p) && \
          (p->strategy != HPML_STRATEGY_SYNC || p->exact || p->delayed || hpmlc_plan_packs(p)), \
          "a sparse embedding has rows as its gradient, which only strategy sync without exact, delayed and codec " \
          "gathers; take the plain sync or hogwild, or leave .sparse of the embedding false") \
     RULE(p->strategy == HPML_STRATEGY_HOGWILD && !f->together, "strategy hogwild shares values in the memory of one " \
-         "process, not in virtual time, with MPI or on a device; take transport threads on the host, or sync") \
-    RULE(p->strategy == HPML_STRATEGY_HOGWILD && (hpmlc_plan_packs(p) || p->sync_batchnorm), "strategy hogwild sends " \
-         "no gradients and no rank waits for another, so it excludes codec and sync_batchnorm; leave them out")
+         "process, not in virtual time, with MPI or on a device; take transport threads on the host, or sync")
 
 typedef enum hpmlc_field_kind {
     HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
-    HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM /* words, from STRATEGY on */
+    HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY /* words, from STRATEGY on */
 } hpmlc_field_kind;
 
 typedef struct hpmlc_field {
@@ -6566,8 +6564,17 @@ enum { HPMLC_FIELDS = sizeof hpmlc_fields / sizeof hpmlc_fields[0] };
 
 HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy)
 {
-    static const char *const names[HPML_STRATEGY_COUNT] = { "sync", "hogwild" };
+    static const char *const names[HPML_STRATEGY_COUNT] = { "sync", "local", "block", "elastic", "gossip", "hogwild" };
     return (unsigned)strategy < HPML_STRATEGY_COUNT ? names[strategy] : NULL;
+}
+
+/* Returns whether ranks exchange gradients; else they exchange parameters. */
+HPMLC_FN bool hpmlc_plan_sends_gradients(const hpml_plan *p) { return p->strategy == HPML_STRATEGY_SYNC; }
+
+/* Returns whether all ranks exchange parameters at meetings, .period steps apart. */
+HPMLC_FN bool hpmlc_plan_meets(const hpml_plan *p)
+{
+    return p->strategy >= HPML_STRATEGY_LOCAL && p->strategy <= HPML_STRATEGY_ELASTIC;
 }
 
 /* Sets matters[i] to whether field i of the list changes what the plan does. */
@@ -6619,11 +6626,17 @@ HPMLC_FN void hpmlc_field_set(const hpmlc_field *field, hpml_plan *plan, int64_t
 /* Returns the word of a value of a field whose values are words; NULL: the field has numbers, or no such word. */
 HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
 {
+    static const char *const topologies[] = { "ring", "wheel", "pairs", "all" };
     if (value < 0 || (double)value > field->most) return NULL;
     if (field->kind == HPMLC_FIELD_STRATEGY) return hpml_strategy_name((hpml_strategy_kind)value);
     if (field->kind == HPMLC_FIELD_CODEC) return hpml_codec_get((hpml_codec_kind)value)->name;
+    if (field->kind == HPMLC_FIELD_TOPOLOGY) return topologies[value];
     return field->kind == HPMLC_FIELD_ALGORITHM ? hpml_algorithm_name((hpml_algorithm)value) : NULL;
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>plan-text   plans as text; defaults, the check, the next plan
+// ---------------------------------------------------------------------------------------------------------------------
 
 /* Appends to a text of *length characters, as printf, and adds to *length what a large enough buffer would get. */
 HPMLC_PRINTF(3, 4)
@@ -6640,10 +6653,14 @@ HPMLC_FN void hpmlc_append(const hpmlc_text *to, size_t *length, const char *for
 HPMLC_FN void hpmlc_field_text(const hpmlc_field *field, const hpml_plan *plan, const hpmlc_text *to, size_t *length)
 {
     float       real;
+    char        number[32];
     int64_t     whole = hpmlc_field_get(field, plan, &real);
     const char *word  = hpmlc_field_word(field, whole);
+    snprintf(number, sizeof number, "%.9g", (double)real);
+    for (char *at = number; *at; at++)
+        if (*at == ',') *at = '.'; /* some locales have a decimal comma */
     if (word) hpmlc_append(to, length, "%s", word);
-    else if (field->kind == HPMLC_FIELD_F32) hpmlc_append(to, length, "%.9g", (double)real);
+    else if (field->kind == HPMLC_FIELD_F32) hpmlc_append(to, length, "%s", number);
     else if (field->kind == HPMLC_FIELD_U64) hpmlc_append(to, length, "%llu", (unsigned long long)whole);
     else hpmlc_append(to, length, "%lld", (long long)whole);
 }
@@ -6689,6 +6706,25 @@ HPML_API int hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_
     return (int)length;
 }
 
+/* Parses a decimal number such as 2.5e-3, with a point in all locales, unlike strtod. *end: after its last character. */
+HPMLC_FN double hpmlc_decimal(char *text, char **end)
+{
+    double value = 0;
+    long   shift = 0;
+    bool   point = false;
+    for (; (*text >= '0' && *text <= '9') || (*text == '.' && !point); text++) {
+        if (*text == '.') {
+            point = true;
+            continue;
+        }
+        value = 10 * value + (*text - '0');
+        shift -= point;
+    }
+    if (*text == 'e') shift += strtol(text + 1, &text, 10);
+    *end = text;
+    return shift < 0 ? value / pow(10, (double)-shift) : value * pow(10, (double)shift);
+}
+
 /* Sets a field to the value that a text of n characters has; false: it has none that is possible. */
 HPMLC_FN bool hpmlc_field_parse(const hpmlc_field *field, const char *text, size_t n, hpml_plan *plan)
 {
@@ -6704,7 +6740,7 @@ HPMLC_FN bool hpmlc_field_parse(const hpmlc_field *field, const char *text, size
     } else if (!(value[0] >= '0' && value[0] <= '9') && value[0] != '.') {
         return false;
     } else if (field->kind == HPMLC_FIELD_F32) {
-        real = strtof(value, &end);
+        real = (float)hpmlc_decimal(value, &end);
     } else {
         errno = 0;
         if (field->kind == HPMLC_FIELD_U64) whole = (int64_t)strtoull(value, &end, 10);
@@ -6774,12 +6810,25 @@ HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *f
     return ((grains - 1) / facts->ranks + 1) * grain;
 }
 
+/* Returns `otherwise` for 0, 0 for HPML_ZERO, which stands for a true zero, and other values as they are. */
+HPMLC_FN float hpmlc_default(float value, float otherwise)
+{
+    if (value == 0) return otherwise;
+    return value == HPML_ZERO ? 0 : value;
+}
+
 HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *facts, hpml_plan *out)
 {
     *out = *plan;
     if (out->global_batch == 0) out->global_batch = facts->ranks * facts->batch;
     if (out->exact && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
     if (out->history == 0) out->history = 64;
+    if (hpmlc_plan_meets(out) && out->period == 0) out->period = 1;
+    if (out->strategy == HPML_STRATEGY_ELASTIC)
+        out->elastic = hpmlc_default(out->elastic, 0.9f / (float)facts->ranks);
+    if (out->strategy != HPML_STRATEGY_BLOCK) return;
+    out->outer_lr       = hpmlc_default(out->outer_lr, 1);
+    out->outer_momentum = hpmlc_default(out->outer_momentum, 1 - 1 / (float)facts->ranks);
 }
 
 /* Returns the sentence of the first rule that refuses the plan p with the facts f; NULL: there is none. */
@@ -6975,6 +7024,7 @@ struct hpml_distributed {
     hpmlc_trial           trial;
     hpmlc_gathered        rows;
     int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
+    void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
 
 struct hpmlc_strategy {
@@ -6991,8 +7041,20 @@ struct hpmlc_strategy {
     hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
     hpml_status (*finish)(hpml_distributed *d); /* optional: sets all ranks' parameters to the training's result */
     bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists what checkpoints hold; false: an error */
-    void (*close)(hpml_distributed *d); /* releases what `open` has taken; nothing is in flight */
+    void (*close)(hpml_distributed *d); /* optional: releases what hpmlc_dist_alloc has not given `open` */
 };
+
+#define HPMLC_BLOCK 64 /* bytes before memory of hpmlc_dist_alloc, with the address of the next older block */
+
+/* Returns `bytes` of memory, zeroed, which hpmlc_dist_close releases. NULL: an error on the context. */
+HPMLC_FN void *hpmlc_dist_alloc(hpml_distributed *d, size_t bytes)
+{
+    char *block = (char *)hpml_ctx_alloc(d->ctx, HPMLC_BLOCK + bytes, NULL);
+    if (!block) return NULL;
+    memcpy(block, &d->memory, sizeof d->memory);
+    d->memory = block;
+    return block + HPMLC_BLOCK;
+}
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
 
@@ -7010,16 +7072,6 @@ HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
     g->cols = hpml_tensor_count(p) / g->rows;
 }
 
-/* Sets layout.host, for a strategy that exchanges gradients on the host: to the trainer's array or, where that is on a
-   device, to memory for a copy. False: no memory. */
-HPMLC_FN bool hpmlc_host_open(hpml_distributed *d)
-{
-    hpmlc_layout *l = &d->layout;
-    l->host = l->first;
-    if (l->view.device) l->host = (float *)hpml_ctx_alloc(d->ctx, (size_t)l->span * sizeof(float), NULL);
-    return l->host != NULL;
-}
-
 /* Copies floats [at, at + n) of gradients on a device to layout.host; hpmlc_host_return copies all of them back. */
 HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
@@ -7033,12 +7085,6 @@ HPMLC_FN void hpmlc_host_return(hpml_distributed *d)
     const hpmlc_layout *l = &d->layout;
     if (l->host == l->first) return;
     l->view.device->write(l->view.device_user, l->first, l->host, (size_t)l->span * sizeof(float));
-}
-
-HPMLC_FN void hpmlc_host_close(hpml_distributed *d)
-{
-    if (d->layout.host != d->layout.first) hpml_ctx_release(d->ctx, d->layout.host);
-    d->layout.host = NULL;
 }
 
 /* Returns the factor that makes gradients, divided by `full` samples, means over `samples`; 1 if the plan sets .sum. */
@@ -7109,14 +7155,15 @@ HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b,
     return b->warm != NULL;
 }
 
-/* Creates the exchange objects of bucket b, whose tensors are g, for exchanges on the host. False: an error. */
-HPMLC_FN bool hpmlc_host_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
+/* Creates the exchange objects of bucket b, whose tensors are g: for exchanges on the host or, where layout.host is
+   NULL, by the communicator's device link. False: an error. */
+HPMLC_FN bool hpmlc_bucket_open(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     hpml_exchange_desc e;
     hpmlc_exchange_settings(d, &e);
     e.count   = b->count;
     e.tensors = g;
-    return hpmlc_bucket_exchanges(d, b, d->c, &e, HPMLC_PADDED);
+    return hpmlc_bucket_exchanges(d, b, d->c, &e, d->layout.host ? HPMLC_PADDED : HPMLC_PADDED_LINKED);
 }
 
 HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
@@ -7131,7 +7178,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
 {
     hpmlc_layout  *l = &d->layout;
     hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)l->params, NULL);
-    d->buckets.item  = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->buckets.item * (size_t)l->params, NULL);
+    d->buckets.item  = (hpmlc_bucket *)hpmlc_dist_alloc(d, sizeof *d->buckets.item * (size_t)l->params);
     if (!g || !d->buckets.item) return false;
     int64_t limit = d->plan.bucket_bytes > 0 ? d->plan.bucket_bytes : bytes;
     int64_t at = l->span, end = at, filled = 0;
@@ -7158,14 +7205,18 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
     return true;
 }
 
-HPMLC_FN void hpmlc_buckets_close(hpml_distributed *d)
+/* Opens a strategy that exchanges gradients on the host, bucket by bucket by `start`: sets layout.host to the trainer's
+   array or, where that is on a device, to memory for a copy. gradients: what to exchange; NULL: layout.host. */
+HPMLC_FN bool hpmlc_host_open(hpml_distributed *d, float *gradients, hpmlc_start_fn *start)
 {
-    for (int i = 0; i < d->buckets.count; i++) {
-        hpml_exchange_free(d->buckets.item[i].x);
-        hpml_exchange_free(d->buckets.item[i].warm);
-    }
-    hpml_ctx_release(d->ctx, d->buckets.item);
-    memset(&d->buckets, 0, sizeof d->buckets);
+    hpmlc_layout *l = &d->layout;
+    hpmlc_background_choose(d);
+    d->start = start;
+    l->host  = l->first;
+    if (l->view.device) l->host = (float *)hpmlc_dist_alloc(d, (size_t)l->span * sizeof(float));
+    if (!l->host) return false;
+    return hpmlc_buckets_create(d, gradients ? gradients : l->host, d->background ? (int64_t)1 << 18 : INT64_MAX,
+                                hpmlc_bucket_open);
 }
 
 /* Starts the exchanges of buckets in their order, up to the first bucket with a gradient that is not yet final. */
@@ -7492,7 +7543,7 @@ typedef enum hpmlc_scope {
 } hpmlc_scope;
 
 typedef struct hpmlc_state {
-    char        *name;
+    char        *name;       /* in the file: state.KIND.COPY.TENSOR */
     hpmlc_scope  scope;
     float       *data;       /* (copies.count, floats) what this rank has of the copies; NULL: nothing */
     const hpmlc_host_view *view; /* host access to `data` */
@@ -7522,7 +7573,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
                                       const char *tensor, int64_t count)
 {
     hpml_distributed *d      = list->d;
-    const char       *parts[] = { kind, copy, tensor };
+    const char       *parts[] = { "state", kind, copy, tensor };
     size_t            length = 1;
     if (list->count == list->capacity) {
         int          capacity = list->capacity > 0 ? 2 * list->capacity : 64;
@@ -7533,10 +7584,10 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
         list->item     = more;
         list->capacity = capacity;
     }
-    for (int i = 0; i < 3; i++) length += parts[i] ? strlen(parts[i]) + 1 : 0;
+    for (int i = 0; i < 4; i++) length += parts[i] ? strlen(parts[i]) + 1 : 0;
     char *name = (char *)hpml_ctx_alloc(d->ctx, length, NULL);
     if (!name) return NULL;
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 4; i++) {
         size_t at = strlen(name);
         if (parts[i]) snprintf(name + at, length - at, "%s%s", at > 0 ? "." : "", parts[i]);
     }
@@ -7591,10 +7642,9 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     const char *name = it->g.name;
     int64_t     cols = it->g.cols, n = it->g.rows * cols;
     if (it->residual) hpmlc_state_copies(list, x, "residual", name, it->residual, n);
-    float *velocity = hpmlc_topk_velocity(x, it), *factor = hpmlc_lowrank_q(x, it);
-    if (velocity) hpmlc_state_copies(list, x, "velocity", name, velocity, n);
-    if (factor) {
-        hpmlc_state *q = hpmlc_state_same(list, "lowrank", name, factor, cols * hpmlc_lowrank_of(x, it));
+    if (it->velocity) hpmlc_state_copies(list, x, "velocity", name, it->velocity, n);
+    if (it->q) {
+        hpmlc_state *q = hpmlc_state_same(list, "lowrank", name, it->q, cols * hpmlc_lowrank_of(x, it));
         if (q) q->view = &x->view;
     } else if (it->stripe) {
         hpmlc_state *sum = hpmlc_state_add(list, HPMLC_SHARED, "residual", "stripes", name, n);
@@ -7695,11 +7745,9 @@ HPMLC_FN hpml_status hpmlc_sync_start(hpml_distributed *d, hpmlc_bucket *b)
 
 HPMLC_FN bool hpmlc_sync_open(hpml_distributed *d)
 {
-    hpmlc_background_choose(d);
+    bool good = hpmlc_host_open(d, NULL, hpmlc_sync_start);
     if (!d->background) d->plan.no_overlap = true;
-    d->start = hpmlc_sync_start;
-    if (!hpmlc_host_open(d)) return false;
-    return hpmlc_buckets_create(d, d->layout.host, d->background ? (int64_t)1 << 18 : INT64_MAX, hpmlc_host_bucket);
+    return good;
 }
 
 HPMLC_FN hpml_status hpmlc_sync_begin(hpml_distributed *d, int64_t samples, float *loss)
@@ -7728,17 +7776,6 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
     return hpml_trainer_apply(d->t, 0, d->layout.params);
 }
 
-HPMLC_FN bool hpmlc_sync_state(hpml_distributed *d, hpmlc_states *list)
-{
-    return hpmlc_buckets_state(d, list);
-}
-
-HPMLC_FN void hpmlc_sync_close(hpml_distributed *d)
-{
-    hpmlc_buckets_close(d);
-    hpmlc_host_close(d);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-delayed   double buffering: steps apply the gradients of the step before
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7762,24 +7799,18 @@ typedef struct hpmlc_delayed {
     bool   is_loaded;    /* in_flight, change and head come from a checkpoint */
 } hpmlc_delayed;
 
-HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan)
-{
-    return plan->delayed;
-}
+HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan) { return plan->delayed; }
 
 HPMLC_FN bool hpmlc_delayed_open(hpml_distributed *d)
 {
-    hpmlc_delayed *own  = (hpmlc_delayed *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
-    const size_t   row  = sizeof(float) * (size_t)(d->layout.buffer_total + 1);
+    hpmlc_delayed *own = (hpmlc_delayed *)hpmlc_dist_alloc(d, sizeof *own);
+    const size_t   row = sizeof(float) * (size_t)(d->layout.buffer_total + 1);
     d->own = own;
     if (!own) return false;
-    own->in_flight = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->layout.span * sizeof(float), NULL);
-    own->before    = (float *)hpml_ctx_alloc(d->ctx, row, NULL);
-    own->change    = (float *)hpml_ctx_alloc(d->ctx, row, NULL);
-    if (!own->change || !hpmlc_host_open(d)) return false;
-    hpmlc_background_choose(d);
-    d->start = hpmlc_host_start;
-    return hpmlc_buckets_create(d, own->in_flight, d->background ? (int64_t)1 << 18 : INT64_MAX, hpmlc_host_bucket);
+    own->in_flight = (float *)hpmlc_dist_alloc(d, (size_t)d->layout.span * sizeof(float));
+    own->before    = (float *)hpmlc_dist_alloc(d, row);
+    own->change    = (float *)hpmlc_dist_alloc(d, row);
+    return own->change && hpmlc_host_open(d, own->in_flight, hpmlc_host_start);
 }
 
 HPMLC_FN hpml_status hpmlc_delayed_begin(hpml_distributed *d, int64_t samples, float *loss)
@@ -7915,17 +7946,6 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
     return hpml_ctx_status(d->ctx) == HPML_OK;
 }
 
-HPMLC_FN void hpmlc_delayed_close(hpml_distributed *d)
-{
-    hpmlc_delayed *own = (hpmlc_delayed *)d->own;
-    hpmlc_buckets_close(d);
-    hpmlc_host_close(d);
-    if (!own) return;
-    hpml_ctx_release(d->ctx, own->in_flight);
-    hpml_ctx_release(d->ctx, own->before);
-    hpml_ctx_release(d->ctx, own->change);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-exact   the same bits for every number of ranks
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7993,7 +8013,7 @@ HPMLC_FN bool hpmlc_exact_exchange(hpml_distributed *d)
 
 HPMLC_FN bool hpmlc_exact_open(hpml_distributed *d)
 {
-    hpmlc_exact        *own    = (hpmlc_exact *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
+    hpmlc_exact        *own    = (hpmlc_exact *)hpmlc_dist_alloc(d, sizeof *own);
     hpmlc_layout       *l      = &d->layout;
     hpmlc_copies       *leaves = &d->copies;
     const int           p      = d->c->size;
@@ -8004,11 +8024,11 @@ HPMLC_FN bool hpmlc_exact_open(hpml_distributed *d)
     leaves->count = hpml_block(leaves->all, p, d->c->rank + 1) - leaves->first;
     own->total    = l->grad_total + l->buffer_total;
     l->grain      = d->plan.leaf;
-    own->leaf     = (float *)hpml_ctx_alloc(d->ctx, (size_t)(own->total * leaves->count + 1) * sizeof(float), NULL);
-    own->sum      = (int64_t *)hpml_ctx_alloc(d->ctx, (size_t)own->total * sizeof(int64_t), NULL);
-    own->largest  = (float *)hpml_ctx_alloc(d->ctx, (size_t)l->params * sizeof(float), NULL);
-    own->before   = (float *)hpml_ctx_alloc(d->ctx, (size_t)(l->buffer_total + 1) * sizeof(float), NULL);
-    d->buckets.item = (hpmlc_bucket *)hpml_ctx_alloc(d->ctx, sizeof *d->buckets.item, NULL);
+    own->leaf     = (float *)hpmlc_dist_alloc(d, (size_t)(own->total * leaves->count + 1) * sizeof(float));
+    own->sum      = (int64_t *)hpmlc_dist_alloc(d, (size_t)own->total * sizeof(int64_t));
+    own->largest  = (float *)hpmlc_dist_alloc(d, (size_t)l->params * sizeof(float));
+    own->before   = (float *)hpmlc_dist_alloc(d, (size_t)(l->buffer_total + 1) * sizeof(float));
+    d->buckets.item = (hpmlc_bucket *)hpmlc_dist_alloc(d, sizeof *d->buckets.item);
     return hpml_ctx_status(d->ctx) == HPML_OK && hpmlc_exact_exchange(d);
 }
 
@@ -8157,17 +8177,6 @@ HPMLC_FN bool hpmlc_exact_state(hpml_distributed *d, hpmlc_states *list)
     return hpmlc_buckets_state(d, list);
 }
 
-HPMLC_FN void hpmlc_exact_close(hpml_distributed *d)
-{
-    hpmlc_exact *own = (hpmlc_exact *)d->own;
-    hpmlc_buckets_close(d);
-    if (!own) return;
-    hpml_ctx_release(d->ctx, own->leaf);
-    hpml_ctx_release(d->ctx, own->sum);
-    hpml_ctx_release(d->ctx, own->largest);
-    hpml_ctx_release(d->ctx, own->before);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-link   synchronous steps, gradients exchanged on devices
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8198,35 +8207,29 @@ HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d HPMLC_UNUSED, hpmlc_bu
     return HPML_OK;
 }
 
-HPMLC_FN bool hpmlc_link_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
+/* Opens what the strategies with a device link share. own: a struct of `size` bytes, a hpmlc_link first. Returns `own`,
+   which is d->own as well; NULL: no memory. */
+HPMLC_FN void *hpmlc_link_attach(hpml_distributed *d, size_t size, hpmlc_start_fn *start)
 {
-    hpml_exchange_desc e;
-    hpmlc_exchange_settings(d, &e);
-    e.count   = b->count;
-    e.tensors = g;
-    return hpmlc_bucket_exchanges(d, b, d->c, &e, HPMLC_PADDED_LINKED);
-}
-
-HPMLC_FN bool hpmlc_link_attach(hpml_distributed *d, hpmlc_link *own)
-{
-    const hpml_trainer_desc *t = hpml_trainer_settings(d->t);
+    const hpml_trainer_desc *t   = hpml_trainer_settings(d->t);
+    hpmlc_link              *own = (hpmlc_link *)hpmlc_dist_alloc(d, size);
+    d->own   = own;
+    d->start = start;
+    if (!own) return NULL;
     own->l          = &d->c->link;
     own->is_clipped = t->clip_norm > 0;
     own->is_checked = (own->is_clipped && !t->no_finite_check) || hpmlc_overflows(d->t, d->ctx);
-    own->ended = (hpml_exchange **)hpml_ctx_alloc(d->ctx, sizeof *own->ended * (size_t)d->layout.params, NULL);
+    own->ended      = (hpml_exchange **)hpmlc_dist_alloc(d, sizeof *own->ended * (size_t)d->layout.params);
     hpmlc_background_choose(d); /* for the sum of loss and running statistics */
-    return own->ended != NULL;
+    return own->ended ? own : NULL;
 }
 
 #define HPMLC_LINK_BUCKET ((int64_t)8 << 20) /* bytes of a bucket; smaller collectives do not reach a link's rate */
 
 HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
 {
-    hpmlc_link *own = (hpmlc_link *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
-    d->own   = own;
-    d->start = hpmlc_link_start;
-    if (!own || !hpmlc_link_attach(d, own)) return false;
-    return hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_link_bucket);
+    return hpmlc_link_attach(d, sizeof(hpmlc_link), hpmlc_link_start) &&
+           hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_bucket_open);
 }
 
 /* Lets the host wait for the device link's collectives; at a deadline an error, which is sent to the other ranks. */
@@ -8243,8 +8246,6 @@ HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, floa
     hpml_status status = hpmlc_link_check(d); /* waits for the previous step, whose update the device makes now */
     return status == HPML_OK ? hpmlc_sync_begin(d, samples, loss) : status;
 }
-
-HPMLC_FN hpml_status hpmlc_link_gradient(hpml_distributed *d, int param) { return hpmlc_sync_gradient(d, param); }
 
 /* Completes the exchanges of compressed gradients, all buckets at once: adds them up, sends and unpacks the sums. */
 HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
@@ -8283,13 +8284,6 @@ HPMLC_FN hpml_status hpmlc_link_update(hpml_distributed *d) { return hpmlc_link_
 HPMLC_FN bool hpmlc_link_state(hpml_distributed *d, hpmlc_states *list)
 {
     return (!list->is_saving || hpmlc_link_check(d) == HPML_OK) && hpmlc_buckets_state(d, list);
-}
-
-HPMLC_FN void hpmlc_link_close(hpml_distributed *d)
-{
-    hpmlc_link *own = (hpmlc_link *)d->own;
-    hpmlc_buckets_close(d);
-    if (own) hpml_ctx_release(d->ctx, own->ended);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8356,7 +8350,7 @@ HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_g
     s->bucket = b;
     s->l      = own->link.l;
     s->divide = d->plan.sum ? 1 : p;
-    s->cut    = (int64_t *)hpml_ctx_alloc(d->ctx, sizeof *s->cut * (size_t)(p + 1), NULL);
+    s->cut    = (int64_t *)hpmlc_dist_alloc(d, sizeof *s->cut * (size_t)(p + 1));
     if (!s->cut) return false;
     for (int r = 1; r <= p; r++) {
         s->cut[r] = hpml_block(b->floats, p, r);
@@ -8405,24 +8399,15 @@ HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpm
 
 HPMLC_FN bool hpmlc_nodes_open(hpml_distributed *d)
 {
-    hpmlc_nodes     *own = (hpmlc_nodes *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
     const hpml_comm *c   = d->c;
-    d->own   = own;
-    d->start = hpmlc_nodes_start;
-    if (!own || !hpmlc_link_attach(d, &own->link)) return false;
+    hpmlc_nodes     *own = (hpmlc_nodes *)hpmlc_link_attach(d, sizeof *own, hpmlc_nodes_start);
+    if (!own) return false;
     own->ranks = c->size / own->link.l->across->size;
     for (int r = 0; r < c->rank; r++) own->place += c->node[r] == c->node[c->rank];
     snprintf(own->copy, sizeof own->copy, "nodes_of_%d", own->ranks);
-    own->shard = (hpmlc_shard *)hpml_ctx_alloc(d->ctx, sizeof *own->shard * (size_t)d->layout.params, NULL);
+    own->shard = (hpmlc_shard *)hpmlc_dist_alloc(d, sizeof *own->shard * (size_t)d->layout.params);
     return own->shard && hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_nodes_bucket);
 }
-
-HPMLC_FN hpml_status hpmlc_nodes_begin(hpml_distributed *d, int64_t samples, float *loss)
-{
-    return hpmlc_link_begin(d, samples, loss);
-}
-
-HPMLC_FN hpml_status hpmlc_nodes_gradient(hpml_distributed *d, int param) { return hpmlc_link_gradient(d, param); }
 
 /* Completes the exchange of all buckets' shards between nodes; each rank's sum goes to all ranks of the node. */
 HPMLC_FN hpml_status hpmlc_nodes_finish(hpml_distributed *d)
@@ -8486,13 +8471,326 @@ HPMLC_FN bool hpmlc_nodes_state(hpml_distributed *d, hpmlc_states *list)
     return hpml_ctx_status(d->ctx) == HPML_OK;
 }
 
-HPMLC_FN void hpmlc_nodes_close(hpml_distributed *d)
+// ---------------------------------------------------------------------------------------------------------------------
+// >>weights   what the strategies that exchange parameters have in common
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Each rank trains alone with its share of the global batch, and ranks meet: every .period steps all of them (local,
+   block, elastic), or in each step neighbours (gossip). A meeting is one sum over ranks of an array with the parameters
+   (or with their differences to a centre), the running statistics, samples and loss: between meetings nothing is sent.
+   The state of the optimizer stays on its rank. */
+
+enum { HPMLC_MEET_SAMPLES, HPMLC_MEET_LOSS, HPMLC_MEET_STATS };
+
+typedef struct hpmlc_weights {
+    float  *meet;      /* (floats) on the host: values, running statistics, samples, loss times samples */
+    float  *centre;    /* (span) block: parameters after the last meeting; elastic: the centre; else NULL */
+    float  *momentum;  /* (span) block: velocity of the outer optimizer; else NULL */
+    int64_t floats;
+    int64_t since;     /* steps since the last meeting */
+    double  samples, loss; /* of these steps on this rank: samples; loss times samples */
+    bool    is_set;    /* centre and momentum are set; false before the first step */
+    bool    is_ahead;  /* block: parameters began this block ahead of the centre */
+} hpmlc_weights;
+
+/* Copies an array of the trainer to `to`, layout.span floats on the host. False: the trainer has no such array. */
+HPMLC_FN bool hpmlc_array_get(const hpml_distributed *d, int which, float *to)
 {
-    hpmlc_nodes *own = (hpmlc_nodes *)d->own;
-    for (int i = 0; own && own->shard && i < d->buckets.count; i++) hpml_ctx_release(d->ctx, own->shard[i].cut);
-    if (own) hpml_ctx_release(d->ctx, own->shard);
-    hpmlc_link_close(d);
+    const hpml_backend *device = d->layout.view.device;
+    const size_t        bytes  = (size_t)d->layout.span * sizeof(float);
+    int64_t             n;
+    const float        *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
+    if (!array) return false;
+    if (device) device->read(d->layout.view.device_user, to, array, bytes);
+    else memcpy(to, array, bytes);
+    return true;
 }
+
+/* Sets an array of the trainer, if there is one, from layout.span floats on the host. */
+HPMLC_FN void hpmlc_array_set(const hpml_distributed *d, int which, const float *from)
+{
+    const hpml_backend *device = d->layout.view.device;
+    const size_t        bytes  = (size_t)d->layout.span * sizeof(float);
+    int64_t             n;
+    float              *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
+    if (!array) return;
+    if (device) device->write(d->layout.view.device_user, array, from, bytes);
+    else memcpy(array, from, bytes);
+}
+
+HPMLC_FN bool hpmlc_weights_open(hpml_distributed *d)
+{
+    hpmlc_weights *own = (hpmlc_weights *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
+    d->own = own;
+    if (!own) return false;
+    own->floats = d->layout.span + d->layout.buffer_total + HPMLC_MEET_STATS;
+    own->meet   = (float *)hpml_ctx_alloc(d->ctx, (size_t)own->floats * sizeof(float), NULL);
+    return own->meet && hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+}
+
+/* As hpmlc_weights_open, for a strategy with a centre, and with a velocity if it is one with a momentum. */
+HPMLC_FN bool hpmlc_weights_open_centre(hpml_distributed *d)
+{
+    const size_t bytes = (size_t)d->layout.span * sizeof(float);
+    if (!hpmlc_weights_open(d)) return false;
+    hpmlc_weights *own = (hpmlc_weights *)d->own;
+    own->centre   = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
+    own->momentum = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
+    return own->momentum != NULL;
+}
+
+/* Computes the gradient of a micro-batch of this rank, as a trainer without other ranks does. */
+HPMLC_FN hpml_status hpmlc_weights_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_weights *own   = (hpmlc_weights *)d->own;
+    double         start = hpml_comm_now(d->c);
+    if (own->centre && !own->is_set) own->is_set = hpmlc_array_get(d, HPML_ARRAY_VALUES, own->centre);
+    if (d->micro == 0) d->stats.samples = 0;
+    hpml_status status = hpml_trainer_run_inner(d->t, samples, loss);
+    d->stats.samples += (double)samples;
+    own->samples += (double)samples;
+    own->loss += (double)*loss * (double)samples;
+    d->report.r.compute_s += hpml_comm_now(d->c) - start;
+    d->micro++;
+    if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
+    return status;
+}
+
+/* Applies this rank's gradient, if it had samples, and ends the step in the report. */
+HPMLC_FN hpml_status hpmlc_weights_step(hpml_distributed *d)
+{
+    hpmlc_weights *own    = (hpmlc_weights *)d->own;
+    hpml_status    status = d->stats.samples > 0 ? hpml_trainer_update_inner(d->t) : HPML_OK;
+    if (own->samples > 0) d->report.r.loss = own->loss / own->samples;
+    d->report.r.samples = (int64_t)own->samples;
+    own->since++;
+    d->report.r.steps++;
+    return status;
+}
+
+/* Starts counting samples and loss anew. */
+HPMLC_FN void hpmlc_weights_restart(hpmlc_weights *own)
+{
+    own->since   = 0;
+    own->samples = 0;
+    own->loss    = 0;
+}
+
+/* Adds up own->meet over all ranks, after the caller has set its first layout.span floats. Sets the running statistics
+   to their means, and loss and samples in the report to those of all ranks since the last meeting. */
+HPMLC_FN hpml_status hpmlc_weights_sum(hpml_distributed *d)
+{
+    hpmlc_weights *own     = (hpmlc_weights *)d->own;
+    float         *buffers = own->meet + d->layout.span, *stats = buffers + d->layout.buffer_total;
+    double         start   = hpml_comm_now(d->c);
+    hpmlc_buffers_get(d, buffers);
+    stats[HPMLC_MEET_SAMPLES] = (float)own->samples;
+    stats[HPMLC_MEET_LOSS]    = (float)own->loss;
+    d->c->about.first = "parameters";
+    hpml_status status = hpmlc_reduce_all(d->c, own->meet, own->floats, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
+    d->c->about.first = NULL;
+    hpmlc_dist_waited(d, start);
+    if (status != HPML_OK) return status;
+    hpmlc_divide_f32(buffers, d->layout.buffer_total, (float)d->c->size);
+    hpmlc_buffers_set(d, buffers);
+    d->report.r.samples = (int64_t)stats[HPMLC_MEET_SAMPLES];
+    if (d->report.r.samples > 0) d->report.r.loss = (double)(stats[HPMLC_MEET_LOSS] / stats[HPMLC_MEET_SAMPLES]);
+    hpmlc_weights_restart(own);
+    return HPML_OK;
+}
+
+/* Sets own->meet to the mean of all ranks' parameters. */
+HPMLC_FN hpml_status hpmlc_weights_mean(hpml_distributed *d)
+{
+    hpmlc_weights *own = (hpmlc_weights *)d->own;
+    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    hpml_status status = hpmlc_weights_sum(d);
+    hpmlc_divide_f32(own->meet, d->layout.span, (float)d->c->size);
+    return status;
+}
+
+/* Makes a step of this rank alone and, at the end of a period, a meeting. */
+HPMLC_FN hpml_status hpmlc_weights_update(hpml_distributed *d, hpml_status (*meet)(hpml_distributed *d))
+{
+    const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
+    hpml_status          status = hpmlc_weights_step(d);
+    if (status == HPML_OK && own->since >= d->plan.period) status = meet(d);
+    hpmlc_steps_note(d);
+    return status;
+}
+
+/* Lists centre and momentum for checkpoints. Before saving, finishes the training and sets the states of the optimizers
+   to their means, because a checkpoint has one array of each. */
+HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
+{
+    hpmlc_weights *own    = (hpmlc_weights *)d->own;
+    hpml_status    status = list->is_saving ? d->strategy->finish(d) : HPML_OK;
+    for (int i = HPML_ARRAY_STATE; i < HPML_ARRAY_END && list->is_saving && status == HPML_OK; i++) {
+        if (!hpmlc_array_get(d, i, own->meet)) continue;
+        status = hpmlc_reduce_all(d->c, own->meet, d->layout.span, HPML_ELEMENT_F32, HPML_MEAN, HPML_AUTO);
+        hpmlc_array_set(d, i, own->meet);
+    }
+    hpmlc_weights_restart(own);
+    own->is_ahead = false;
+    if (!list->is_saving) own->is_set = false;
+    list->present = &own->is_set;
+    for (int i = 0; i < d->layout.params && own->centre && status == HPML_OK; i++) {
+        const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
+        if (!p->grad) continue;
+        int64_t at = hpmlc_gradient_at(d, p), n = hpml_tensor_count(p);
+        hpmlc_state_same(list, "centre", p->name, own->centre + at, n);
+        hpmlc_state_same(list, "centre.momentum", p->name, own->momentum + at, n);
+    }
+    list->present = NULL;
+    return hpml_ctx_status(d->ctx) == HPML_OK;
+}
+
+HPMLC_FN void hpmlc_weights_close(hpml_distributed *d)
+{
+    hpmlc_weights *own = (hpmlc_weights *)d->own;
+    if (!own) return;
+    hpml_ctx_release(d->ctx, own->meet);
+    hpml_ctx_release(d->ctx, own->centre);
+    hpml_ctx_release(d->ctx, own->momentum);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-local   local SGD: the mean of the parameters
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Strategy local: every `period` steps w <- mean over ranks of w_r. With period 1, without momentum and with equal
+   shares of the batch this is the step of strategy sync. */
+
+HPMLC_FN hpml_status hpmlc_local_meet(hpml_distributed *d)
+{
+    const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
+    hpml_status          status = hpmlc_weights_mean(d);
+    if (status == HPML_OK) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_local_update(hpml_distributed *d) { return hpmlc_weights_update(d, hpmlc_local_meet); }
+
+HPMLC_FN hpml_status hpmlc_local_finish(hpml_distributed *d)
+{
+    return ((const hpmlc_weights *)d->own)->since > 0 ? hpmlc_local_meet(d) : HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-block   an outer optimizer with momentum for the mean change in a block
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Strategy block: a block begins with parameters s on all ranks and ends after `period` steps with w_r on rank r. The
+   mean change g = s - mean of w_r is the gradient of an outer step on the centre c, with velocity v:
+       v <- momentum v + lr g,   c <- c - v,   s = c (nesterov: s = c - momentum v)
+   Momentum 1 - 1 / ranks and lr 1 are those of blockwise model-update filtering (Chen and Huo 2016). An optimizer SGD
+   begins each block with its own momentum at zero; other optimizers keep their state. */
+
+/* Sets `start` to the parameters that a block begins with, if it begins `ahead` of the centre or not. */
+HPMLC_FN void hpmlc_block_start(const hpml_distributed *d, bool ahead, float *start)
+{
+    const hpmlc_weights *own  = (const hpmlc_weights *)d->own;
+    const float          look = ahead ? d->plan.outer_momentum : 0;
+    for (int64_t k = 0; k < d->layout.span; k++) start[k] = own->centre[k] - look * own->momentum[k];
+}
+
+HPMLC_FN hpml_status hpmlc_block_meet(hpml_distributed *d)
+{
+    hpmlc_weights *own  = (hpmlc_weights *)d->own;
+    const float    look = own->is_ahead ? d->plan.outer_momentum : 0;
+    hpml_status    status = hpmlc_weights_mean(d);
+    if (status != HPML_OK) return status;
+    for (int64_t k = 0; k < d->layout.span; k++) {
+        float change = own->centre[k] - look * own->momentum[k] - own->meet[k];
+        own->momentum[k] = d->plan.outer_momentum * own->momentum[k] + d->plan.outer_lr * change;
+        own->centre[k] -= own->momentum[k];
+    }
+    own->is_ahead = d->plan.outer_nesterov;
+    hpmlc_block_start(d, own->is_ahead, own->meet);
+    hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    if (hpml_trainer_settings(d->t)->optimizer != HPML_OPT_SGD) return HPML_OK;
+    memset(own->meet, 0, (size_t)d->layout.span * sizeof(float));
+    hpmlc_array_set(d, HPML_ARRAY_STATE, own->meet);
+    return HPML_OK;
+}
+
+HPMLC_FN hpml_status hpmlc_block_update(hpml_distributed *d) { return hpmlc_weights_update(d, hpmlc_block_meet); }
+
+/* Ends the block, if it has steps, and sets the parameters to the centre. */
+HPMLC_FN hpml_status hpmlc_block_finish(hpml_distributed *d)
+{
+    hpmlc_weights *own    = (hpmlc_weights *)d->own;
+    hpml_status    status = own->since > 0 ? hpmlc_block_meet(d) : HPML_OK;
+    if (status == HPML_OK && own->is_ahead) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->centre);
+    own->is_ahead = false;
+    return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-elastic   parameters and a common centre attract each other
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Strategy elastic: every `period` steps, with difference d_r = a (w_r - c) of rank r's parameters to the centre c,
+       w_r <- w_r - d_r,   c <- c + sum over ranks of d_r
+   so that the sum of c and all w_r stays the same. All ranks have the same c, which is the result. */
+
+HPMLC_FN hpml_status hpmlc_elastic_meet(hpml_distributed *d)
+{
+    hpmlc_weights *own  = (hpmlc_weights *)d->own;
+    const int64_t  span = d->layout.span;
+    float         *moved = (float *)hpmlc_scratch(d->c, (size_t)span * sizeof(float));
+    if (!moved) return hpml_ctx_status(d->ctx);
+    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    for (int64_t k = 0; k < span; k++) {
+        float difference = d->plan.elastic * (own->meet[k] - own->centre[k]);
+        moved[k]     = own->meet[k] - difference;
+        own->meet[k] = difference;
+    }
+    hpmlc_array_set(d, HPML_ARRAY_VALUES, moved);
+    hpml_status status = hpmlc_weights_sum(d);
+    for (int64_t k = 0; k < span && status == HPML_OK; k++) own->centre[k] += own->meet[k];
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_elastic_update(hpml_distributed *d) { return hpmlc_weights_update(d, hpmlc_elastic_meet); }
+
+/* Sets the parameters to the centre, and the running statistics to their means, unless the last step was a meeting. */
+HPMLC_FN hpml_status hpmlc_elastic_finish(hpml_distributed *d)
+{
+    const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
+    hpml_status          status = own->since > 0 ? hpmlc_weights_mean(d) : HPML_OK;
+    if (status == HPML_OK && own->is_set) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->centre);
+    return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-gossip   averaging with neighbours in each step
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Strategy gossip: in step t, with the mixing matrix W of the topology (>>mix),
+       w_r <- sum over neighbours j, and r itself, of W_rj w_j - lr f(g_r(w_r))
+   where f is the optimizer and g_r the gradient of rank r's samples, computed while ranks still had their own w_r. */
+
+HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
+{
+    hpmlc_weights *own     = (hpmlc_weights *)d->own;
+    float         *buffers = own->meet + d->layout.span;
+    double         start   = hpml_comm_now(d->c);
+    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_buffers_get(d, buffers);
+    hpml_status status = hpml_mix(d->c, own->meet, d->layout.span + d->layout.buffer_total, d->plan.topology,
+                                  d->plan.seed, hpml_trainer_step_count(d->t));
+    hpmlc_dist_waited(d, start);
+    if (status != HPML_OK) return status;
+    hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_buffers_set(d, buffers);
+    status = hpmlc_weights_step(d);
+    hpmlc_weights_restart(own);
+    hpmlc_steps_note(d);
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_gossip_finish(hpml_distributed *d) { return hpmlc_local_meet(d); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-hogwild   threads that update shared values without locks
@@ -8610,7 +8908,7 @@ HPMLC_FN bool hpmlc_hogwild_open(hpml_distributed *d)
     hpmlc_hogwild *own = (hpmlc_hogwild *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_hogwild_destroy);
     d->own = own;
     if (!own) return false;
-    own->seen = (float *)hpml_ctx_alloc(d->ctx, (size_t)d->layout.span * sizeof(float), NULL);
+    own->seen = (float *)hpmlc_dist_alloc(d, (size_t)d->layout.span * sizeof(float));
     if (own->seen && d->c->rank == 0) own->shared = hpmlc_shared_create(d);
     if (d->c->rank == 0 && !own->shared) hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute: no memory for shared values");
     if (hpml_broadcast(d->c, &own->shared, sizeof own->shared, 0) != HPML_OK || !own->seen) return false;
@@ -8676,27 +8974,36 @@ HPMLC_FN void hpmlc_hogwild_close(hpml_distributed *d)
 {
     hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
     hpml_trainer_detach(d->t, d);
-    if (own) hpml_ctx_release(d->ctx, own->seen);
+    hpml_ctx_release(d->ctx, own); /* its destructor releases the shared values */
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategies   the table of strategies; attaching one to a trainer
 // ---------------------------------------------------------------------------------------------------------------------
 
+#define HPMLC_OWN_LOSS "between meetings no rank has the loss of all ranks, which a search compares"
+
 /* The strategies. The first row of the plan's strategy that fits is chosen; the last row of a strategy always fits. */
 static const hpmlc_strategy hpmlc_strategies[] = {
     { HPML_STRATEGY_SYNC, "exact", "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
-      hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, hpmlc_exact_close },
+      hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, NULL },
     { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
-      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state,
-      hpmlc_delayed_close },
-    { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_nodes_begin,
-      hpmlc_nodes_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, hpmlc_nodes_close },
+      hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state, NULL },
+    { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_link_begin,
+      hpmlc_sync_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, NULL },
     { HPML_STRATEGY_SYNC, "link", NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_open, hpmlc_link_begin,
-      hpmlc_link_gradient, hpmlc_link_update, NULL, hpmlc_link_state, hpmlc_link_close },
+      hpmlc_sync_gradient, hpmlc_link_update, NULL, hpmlc_link_state, NULL },
     { HPML_STRATEGY_SYNC, "sync", NULL, NULL, NULL, hpmlc_sync_open, hpmlc_sync_begin, hpmlc_sync_gradient,
-      hpmlc_sync_update, NULL, hpmlc_sync_state, hpmlc_sync_close },
-    { HPML_STRATEGY_HOGWILD, "hogwild", NULL, NULL, NULL, hpmlc_hogwild_open, hpmlc_hogwild_begin, NULL,
+      hpmlc_sync_update, NULL, hpmlc_buckets_state, NULL },
+    { HPML_STRATEGY_LOCAL, "local", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
+      hpmlc_local_update, hpmlc_local_finish, hpmlc_weights_state, hpmlc_weights_close },
+    { HPML_STRATEGY_BLOCK, "block", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open_centre, hpmlc_weights_begin, NULL,
+      hpmlc_block_update, hpmlc_block_finish, hpmlc_weights_state, hpmlc_weights_close },
+    { HPML_STRATEGY_ELASTIC, "elastic", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open_centre, hpmlc_weights_begin,
+      NULL, hpmlc_elastic_update, hpmlc_elastic_finish, hpmlc_weights_state, hpmlc_weights_close },
+    { HPML_STRATEGY_GOSSIP, "gossip", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
+      hpmlc_gossip_update, hpmlc_gossip_finish, hpmlc_weights_state, hpmlc_weights_close },
+    { HPML_STRATEGY_HOGWILD, "hogwild", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_hogwild_open, hpmlc_hogwild_begin, NULL,
       hpmlc_hogwild_update, hpmlc_hogwild_finish, hpmlc_hogwild_state, hpmlc_hogwild_close },
 };
 
@@ -8808,8 +9115,8 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     l->params    = hpml_param_count(ctx);
     l->batch     = hpml_trainer_settings(d->t)->input->shape[0];
     l->first     = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, &l->span);
-    l->bucket_of = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(l->params + 1), NULL);
-    l->by_name   = (int *)hpml_ctx_alloc(ctx, sizeof(int) * (size_t)(l->params + 1), NULL);
+    l->bucket_of = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
+    l->by_name   = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
     if (!l->bucket_of || !l->by_name || !hpmlc_layout_names(d)) return false;
     for (int i = 0; i < l->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
@@ -8826,18 +9133,26 @@ HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
 {
     if (!hpmlc_layout_open(d)) return false;
     const size_t buffers = (size_t)d->layout.buffer_total;
-    d->stats.sum     = (double *)hpml_ctx_alloc(d->ctx, sizeof(double) * (HPMLC_STATS + buffers), NULL);
-    d->stats.buffers = (float *)hpml_ctx_alloc(d->ctx, sizeof(float) * (buffers + 1), NULL);
-    d->report.row    = (hpml_step_row *)hpml_ctx_alloc(d->ctx, sizeof *d->report.row * (size_t)d->plan.history, NULL);
+    d->stats.sum     = (double *)hpmlc_dist_alloc(d, sizeof(double) * (HPMLC_STATS + buffers));
+    d->stats.buffers = (float *)hpmlc_dist_alloc(d, sizeof(float) * (buffers + 1));
+    d->report.row    = (hpml_step_row *)hpmlc_dist_alloc(d, sizeof *d->report.row * (size_t)d->plan.history);
     return d->report.row && hpmlc_dist_start(d) == HPML_OK && d->strategy->open(d);
 }
 
 HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
 {
-    void *const own[] = { d->own, d->stats.sum, d->stats.buffers, d->report.row, d->layout.bucket_of,
-                          d->layout.by_name, d->layout.view.window, d->rows.memory };
-    d->strategy->close(d);
-    for (size_t i = 0; i < sizeof own / sizeof own[0]; i++) hpml_ctx_release(d->ctx, own[i]);
+    void *older;
+    if (d->strategy->close) d->strategy->close(d);
+    for (int i = 0; i < d->buckets.count; i++) {
+        hpml_exchange_free(d->buckets.item[i].x);
+        hpml_exchange_free(d->buckets.item[i].warm);
+    }
+    for (void *block = d->memory; block; block = older) {
+        memcpy(&older, block, sizeof older);
+        hpml_ctx_release(d->ctx, block);
+    }
+    hpml_ctx_release(d->ctx, d->layout.view.window);
+    hpml_ctx_release(d->ctx, d->rows.memory);
     hpml_ctx_release(d->ctx, d);
 }
 
@@ -9061,6 +9376,9 @@ HPMLC_FN void hpmlc_states_close(hpmlc_states *list)
 
 HPMLC_FN bool hpmlc_state_is_absent(const hpmlc_state *it) { return it->present && !*it->present; }
 
+/* Returns the name of array `it` without "state.", which hpml_checkpoint_save puts before it. */
+HPMLC_FN const char *hpmlc_state_name(const hpmlc_state *it) { return it->name + sizeof "state"; }
+
 /* Copies what this rank has of array `it` to `rows`, all copies of the array side by side: (copies.all, count). */
 HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 {
@@ -9071,38 +9389,20 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
     }
 }
 
-/* Sets what this rank has of array `it` from `row`, all `count` floats of it in the file, perhaps not aligned. */
-HPMLC_FN void hpmlc_state_set(const hpmlc_state *it, const char *row)
-{
-    if (it->floats == 0) return;
-    float *host = hpmlc_host_view_begin(it->view, it->data, it->floats);
-    memcpy(host, row + (size_t)it->at * sizeof(float), (size_t)it->floats * sizeof(float));
-    hpmlc_host_view_end(it->view, it->data, it->floats);
-}
-
-/* Adds factor times `row`, `count` floats in the file, perhaps not aligned, to this rank's floats of its copy l. */
-HPMLC_FN void hpmlc_state_accumulate(const hpmlc_state *it, int64_t l, const char *row, float factor)
+/* Adds factor times `row`, `count` floats in the file, perhaps not aligned, to this rank's floats of its copy l; set:
+   replaces these floats. row NULL: zeros. */
+HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, const char *row, float factor, bool set)
 {
     if (it->floats == 0) return;
     float *data = it->data + l * it->floats;
     float *host = hpmlc_host_view_begin(it->view, data, it->floats);
     for (int64_t i = 0; i < it->floats; i++) {
-        float x;
-        memcpy(&x, row + (size_t)(it->at + i) * sizeof x, sizeof x);
+        float x = 0;
+        if (row) memcpy(&x, row + (size_t)(it->at + i) * sizeof x, sizeof x);
         x *= factor;
-        host[i] += x;
+        host[i] = set ? x : host[i] + x;
     }
     hpmlc_host_view_end(it->view, data, it->floats);
-}
-
-HPMLC_FN void hpmlc_state_clear(const hpmlc_state *it)
-{
-    for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
-        float *data = it->data + l * it->floats;
-        float *host = hpmlc_host_view_begin(it->view, data, it->floats);
-        memset(host, 0, (size_t)it->floats * sizeof(float));
-        hpmlc_host_view_end(it->view, data, it->floats);
-    }
 }
 
 /* Sets where each array begins among the floats that are saved: first the arrays that are added up over ranks, then
@@ -9157,7 +9457,7 @@ HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *ro
     for (int i = 0; i < list->count && from; i++) {
         const hpmlc_state *it = &list->item[i];
         if (hpmlc_state_is_absent(it)) continue;
-        hpml_trainer_add_state(d->t, it->name, from + it->offset, it->copies.all * it->count);
+        hpml_trainer_add_state(d->t, hpmlc_state_name(it), from + it->offset, it->copies.all * it->count);
     }
     hpml_comm_busy(d->c, HPMLC_DISK);
     writing.c        = d->c;
@@ -9167,7 +9467,7 @@ HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *ro
     hpml_checkpoint_save(d->t, path);
     hpml_ctx_progress(d->ctx, writing.progress);
     hpml_comm_busy(d->c, 0);
-    for (int i = list->count - 1; i >= 0; i--) hpml_trainer_add_state(d->t, list->item[i].name, NULL, 0);
+    for (int i = list->count; i-- > 0;) hpml_trainer_add_state(d->t, hpmlc_state_name(&list->item[i]), NULL, 0);
     if (copy) r->device->free(r->device_user, copy, bytes);
 }
 
@@ -9218,19 +9518,19 @@ HPMLC_FN hpml_status hpmlc_state_load(hpml_distributed *d, const hpmlc_state *it
     int64_t      copies = saved && saved->bytes % bytes == 0 ? (int64_t)(saved->bytes / bytes) : 0;
     const char  *from   = saved ? (const char *)saved->data : NULL;
     if (it->scope == HPMLC_SHARED) {
-        if (copies == 1) hpmlc_state_set(it, from);
+        if (copies == 1) hpmlc_state_put(it, 0, from, 1, true);
         if (copies == 1 || !it->present) return HPML_OK;
-        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: state.%s is missing or not of %zu bytes; load it with the model "
-                          "it was saved with", path, it->name, bytes);
+        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s is missing or not of %zu bytes; load it with the model it was "
+                          "saved with", path, it->name, bytes);
     }
     if (copies == 0 || (it->scope == HPMLC_NODE && copies != it->copies.all))
-        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: residuals (state.%s) are missing, or are of other tensors or "
-                          "places; save with the codec, and in nodes on the ranks, that you load with", path, it->name);
-    hpmlc_state_clear(it);
+        return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: residuals (%s) are missing, or are of other tensors or places; "
+                          "save with the codec, and in nodes on the ranks, that you load with", path, it->name);
     float factor = it->is_mean ? (float)((double)it->copies.all / (double)copies) : 1;
+    for (int64_t l = 0; l < it->copies.count; l++) hpmlc_state_put(it, l, NULL, 1, true);
     for (int64_t w = 0; w < copies; w++) {
         int64_t l = w % it->copies.all - it->copies.first;
-        if (l >= 0 && l < it->copies.count) hpmlc_state_accumulate(it, l, from + (size_t)w * bytes, factor);
+        if (l >= 0 && l < it->copies.count) hpmlc_state_put(it, l, from + (size_t)w * bytes, factor, false);
     }
     return HPML_OK;
 }
@@ -9239,14 +9539,9 @@ HPMLC_FN hpml_status hpmlc_states_load(hpmlc_states *list, const hpml_safetensor
 {
     hpml_status status = hpmlc_states_refuse(list->d, f, path);
     for (int i = 0; i < list->count && status == HPML_OK; i++) {
-        const hpmlc_state *it     = &list->item[i];
-        const size_t       length = strlen(it->name) + sizeof "state.";
-        char              *name   = (char *)hpml_ctx_alloc(list->d->ctx, length, NULL);
+        const hpmlc_state *it = &list->item[i];
         hpml_safetensor    saved;
-        if (!name) return hpml_ctx_status(list->d->ctx);
-        snprintf(name, length, "state.%s", it->name);
-        bool is_found = hpml_safetensors_find(f, name, &saved);
-        hpml_ctx_release(list->d->ctx, name);
+        bool               is_found = hpml_safetensors_find(f, it->name, &saved);
         if (it->present && is_found) *it->present = true;
         if (hpmlc_state_is_absent(it)) continue;
         status = hpmlc_state_load(list->d, it, is_found ? &saved : NULL, path);
@@ -9414,58 +9709,48 @@ HPMLC_FN int hpmlc_partner(int p, uint64_t seed, int64_t step, int rank)
     return other < p ? (int)hpml_permute_index(seed, (uint64_t)step, p, other) : rank;
 }
 
-HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, uint64_t seed, int64_t step, int i, int j)
+/* Returns whether i and j are neighbours; partner: of i in the random pairing of PAIRS, else unused. */
+HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, int partner, int i, int j)
 {
     int rim = p - 1;
     if (i == j) return false;
     switch (topology) {
     case HPML_TOPOLOGY_RING: return (i + 1) % p == j || (j + 1) % p == i;
     case HPML_TOPOLOGY_WHEEL: return i == 0 || j == 0 || (rim > 1 && (i % rim == j - 1 || j % rim == i - 1));
-    case HPML_TOPOLOGY_PAIRS: return hpmlc_partner(p, seed, step, i) == j;
+    case HPML_TOPOLOGY_PAIRS: return partner == j;
     case HPML_TOPOLOGY_ALL: return true;
     }
     return false;
 }
 
-HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w)
+/* Returns the number of neighbours of `rank`, which has one at least. */
+HPMLC_FN int hpmlc_degree(hpml_topology topology, int p, int rank)
 {
-    for (int i = 0; i < p; i++) { /* w first: 1 for neighbours, a rank's degree in the diagonal */
-        double degree = 0;
-        for (int j = 0; j < p; j++) {
-            w[i * p + j] = hpmlc_neighbours(topology, p, seed, step, i, j);
-            degree += w[i * p + j];
-        }
-        w[i * p + i] = degree;
-    }
-    for (int i = 0; i < p; i++)
-        for (int j = 0; j < p; j++)
-            if (i != j && w[i * p + j] > 0) w[i * p + j] = 1 / (1 + fmax(w[i * p + i], w[j * p + j]));
-    for (int i = 0; i < p; i++) {
-        double rest = 1;
-        for (int j = 0; j < p; j++)
-            if (i != j) rest -= w[i * p + j];
-        w[i * p + i] = rest;
-    }
-}
-
-HPMLC_FN double hpmlc_degree(hpml_topology topology, int p, uint64_t seed, int64_t step, int rank)
-{
-    double degree = 0;
-    for (int j = 0; j < p; j++) degree += hpmlc_neighbours(topology, p, seed, step, rank, j);
-    return degree;
+    int rim = p - 1;
+    if (topology == HPML_TOPOLOGY_PAIRS) return 1;
+    if (topology == HPML_TOPOLOGY_RING) return rim < 2 ? rim : 2;
+    if (topology == HPML_TOPOLOGY_ALL || rank == 0) return rim;
+    return rim < 3 ? rim : 3;
 }
 
 /* Sets w to row `rank` of the mixing matrix: p weights, of each rank's array in the sum (see hpml_mixing_matrix). */
 HPMLC_FN void hpmlc_mixing_row(hpml_topology topology, int p, uint64_t seed, int64_t step, int rank, double *w)
 {
-    double mine = hpmlc_degree(topology, p, seed, step, rank), rest = 1;
+    const int partner = topology == HPML_TOPOLOGY_PAIRS ? hpmlc_partner(p, seed, step, rank) : -1;
+    const int mine    = hpmlc_degree(topology, p, rank);
+    double    rest    = 1;
     for (int j = 0; j < p; j++) {
         w[j] = 0;
-        if (!hpmlc_neighbours(topology, p, seed, step, rank, j)) continue;
-        w[j] = 1 / (1 + fmax(mine, hpmlc_degree(topology, p, seed, step, j)));
+        if (!hpmlc_neighbours(topology, p, partner, rank, j)) continue;
+        w[j] = 1 / (1 + fmax(mine, hpmlc_degree(topology, p, j)));
         rest -= w[j];
     }
     w[rank] = rest;
+}
+
+HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w)
+{
+    for (int i = 0; i < p; i++) hpmlc_mixing_row(topology, p, seed, step, i, w + (size_t)i * (size_t)p);
 }
 
 /* Replaces this rank's array by the weighted sum of its and its neighbours' old arrays, added in order of distance. */

@@ -564,6 +564,90 @@ static hpml_status survive_case(hpml_comm *c)
     return hpml_ctx_status(hpml_comm_ctx(c));
 }
 
+/* How a worker of deaths_case ends: in step `step` (in none, if that is DEATH_STEPS), before its question, before the
+   body, while the body is in flight, or before the answer; by an error on its context, an error returned, or early. */
+enum { DEATH_STEPS = 30 };
+typedef struct death { int step, phase, how; } death;
+
+static death death_of(int rank, int seed)
+{
+    hpml_rng rng = { .seed = (uint64_t)seed, .stream = (uint64_t)rank };
+    death    d;
+    d.step  = (int)hpml_rng_below(&rng, DEATH_STEPS + 5);
+    d.phase = (int)hpml_rng_below(&rng, 4);
+    d.how   = (int)hpml_rng_below(&rng, 3);
+    if (d.step > DEATH_STEPS) d.step = DEATH_STEPS;
+    return d;
+}
+
+static hpml_status die(hpml_comm *c, death d)
+{
+    if (d.how == 0) return hpml_ctx_fail(hpml_comm_ctx(c), HPML_ERR_NONFINITE, "dies");
+    return d.how == 1 ? HPML_ERR_READ : HPML_OK;
+}
+
+static hpml_status mortal(hpml_comm *c, death d, int server)
+{
+    static double body[1000]; /* the same on all ranks, never written */
+    for (int i = 0; i < DEATH_STEPS; i++) {
+        hpml_message m;
+        int          answer = -1;
+        const int    phase = i == d.step ? d.phase : -1;
+        hpml_comm_compute(c, 1e-5 * (1 + i % 7));
+        if (phase == 0) return die(c, d);
+        CHECK(hpml_send(c, server, 1, &i, sizeof i) == HPML_OK);
+        if (phase == 1) return die(c, d);
+        CHECK(hpml_isend(c, server, 2, body, sizeof body, &m) == HPML_OK);
+        if (phase == 2) {
+            d.how = 0;
+            die(c, d);
+            hpml_wait(c, &m); /* gives it up, unless it is being received */
+            return HPML_ERR_NONFINITE;
+        }
+        CHECK(hpml_wait(c, &m) == HPML_OK);
+        if (phase == 3) return die(c, d);
+        CHECK(hpml_recv(c, server, 3, &answer, sizeof answer) == HPML_OK && answer == 7 * i);
+    }
+    return HPML_OK;
+}
+
+/* With .survive: the last rank serves the others, which die or leave at random, until all are lost. It has then served
+   exactly the steps that each has finished; of a body that was in flight at a death it has all or nothing. */
+static hpml_status deaths_case(hpml_comm *c, int seed)
+{
+    enum { MOST = 16 };
+    const int     workers = hpml_comm_size(c) - 1;
+    hpml_message  in[MOST], *list[MOST] = { NULL };
+    int           question[MOST], served[MOST] = { 0 }, living = workers;
+    static double body[1000]; /* of the only server */
+    if (hpml_comm_rank(c) < workers) return mortal(c, death_of(hpml_comm_rank(c), seed), workers);
+    for (int r = 0; r < workers; r++) {
+        list[r] = &in[r];
+        CHECK(hpml_irecv(c, r, 1, &question[r], sizeof *question, &in[r]) == HPML_OK);
+    }
+    while (living > 0) {
+        const int   r = hpml_wait_any(c, list, workers, -1);
+        CHECK(r >= 0);
+        const death d = death_of(r, seed);
+        hpml_status status = in[r].status;
+        if (status == HPML_OK) CHECK(question[r] == served[r] && question[r] <= d.step);
+        if (status == HPML_OK) status = hpml_recv(c, r, 2, body, sizeof body);
+        if (status == HPML_OK) {
+            const int answer = 7 * served[r]++;
+            CHECK(hpml_irecv(c, r, 1, &question[r], sizeof *question, &in[r]) == HPML_OK);
+            status = hpml_send(c, r, 3, &answer, sizeof answer);
+            CHECK(status == HPML_OK || (status == HPML_ERR_PEER && hpml_comm_lost(c, r)));
+            continue; /* a worker that is lost is found by its next question */
+        }
+        CHECK(status == HPML_ERR_PEER && hpml_comm_lost(c, r) && hpml_ctx_status(hpml_comm_ctx(c)) == HPML_OK);
+        const int more = served[r] - d.step;
+        CHECK(d.step == DEATH_STEPS ? more == 0 : more == (d.phase == 3) || (d.phase == 2 && more == 1));
+        list[r] = NULL;
+        living--;
+    }
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
 /* With .survive the last rank leaves: a sum of the others ends on each of them in an error that names it. */
 static hpml_status sum_without_one(hpml_comm *c, bool *named)
 {

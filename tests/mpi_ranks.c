@@ -3,6 +3,7 @@
 #include "../hpml_comm.h"
 #include "comm_check.h"
 #include "trace.h"
+#include "plan_train.h"
 
 #include <mpi.h>
 #include <signal.h>
@@ -16,6 +17,26 @@ static hpml_status sums(hpml_comm *c, void *user)
     for (int a = HPML_AUTO; a < HPML_ALGORITHM_COUNT; a++)
         for (int k = 0; k < 8; k++)
             if (allreduce_case(c, (hpml_algorithm)a, sizes[k]) != HPML_OK) return hpml_ctx_status(hpml_comm_ctx(c));
+    return HPML_OK;
+}
+
+/* Trainings by each strategy have the bits that they have on as many threads. */
+static hpml_status strategies(hpml_comm *c, void *user)
+{
+    (void)user;
+    for (int kind = 0; kind < HPML_STRATEGY_COUNT; kind++) {
+        plan_trial       mpi = { .plan = { .strategy = (hpml_strategy_kind)kind, .algorithm = HPML_RING }, .steps = 5 };
+        hpml_launch_desc d = { .transport = HPML_TRANSPORT_THREADS, .ranks = hpml_comm_size(c), .alone = true,
+                               .ctx = { .seed = 3, .threads = 1 } };
+        if (kind == HPML_STRATEGY_LOCAL || kind == HPML_STRATEGY_ELASTIC) mpi.plan.period = 2;
+        plan_trial threads = mpi;
+        if (hpml_comm_rank(c) == 0) CHECK(hpml_launch(&d, plan_train, &threads, NULL, 0) == HPML_OK);
+        hpml_ctx  *ctx = hpml_ctx_create(&d.ctx); /* without the parameters of the training before */
+        hpml_comm *own = hpml_comm_create(ctx, &(hpml_comm_desc){ .transport = HPML_TRANSPORT_MPI });
+        CHECK(plan_train(own, &mpi) == HPML_OK);
+        if (hpml_comm_rank(c) == 0) CHECK(mpi.same && threads.same && mpi.hash == threads.hash && mpi.made == 5);
+        hpml_ctx_free(ctx);
+    }
     return HPML_OK;
 }
 
@@ -112,6 +133,15 @@ static hpml_status survives(hpml_comm *c, void *user)
     (void)user;
     hpml_status status = survive_case(c);
     if (status == HPML_OK) printf("rank %d ends\n", hpml_comm_rank(c));
+    return status;
+}
+
+/* The seed is in the environment, because MPI can be started only once. */
+static hpml_status survives_deaths(hpml_comm *c, void *user)
+{
+    (void)user;
+    hpml_status status = deaths_case(c, getenv("HPML_TEST_SEED") ? atoi(getenv("HPML_TEST_SEED")) : 1);
+    if (status == HPML_OK && hpml_comm_rank(c) == hpml_comm_size(c) - 1) printf("the server ends\n");
     return status;
 }
 
@@ -452,6 +482,7 @@ int main(int argc, char **argv)
     const char *what = argc > 1 ? argv[1] : "correct";
     if (strcmp(what, "correct") == 0) return launch(correct, 0, false, 30);
     if (strcmp(what, "sums") == 0) return launch(sums, 0, false, 30);
+    if (strcmp(what, "strategies") == 0) return launch(strategies, 0, false, 30);
     if (strcmp(what, "checked") == 0) return launch(correct, 0, true, 30);
     if (strcmp(what, "twice") == 0) return launch(announced, 0, false, 30) || launch(announced, 0, false, 30);
     if (strcmp(what, "large") == 0) return launch(large, 0, false, 30);
@@ -460,6 +491,7 @@ int main(int argc, char **argv)
 #endif
     survive = strncmp(what, "survives", 8) == 0;
     if (strcmp(what, "survives") == 0) return launch(survives, 0, false, 20);
+    if (strcmp(what, "survives_deaths") == 0) return launch(survives_deaths, 0, false, 20);
     if (strcmp(what, "survives_no_sum") == 0) return launch(survives_no_sum, 0, false, 20);
     if (strcmp(what, "traffic") == 0) return launch(traffic_case, 0, false, 10);
     if (strcmp(what, "timeline") == 0) return launch(timeline, 0, false, 10);

@@ -164,6 +164,23 @@ check "1 Gbit/s, 64 ranks: half as long with bf16, less when packed" 'awk "$time
 timeout 60 build/09_queue >"$tmp/out" 2>&1
 check "spread strands fewer GPUs than pack" \
     'awk "/^pack/ { p = \$6 } /^spread/ { s = \$6; n = 1 } END { exit !(n && s < p) }" "$tmp/out"'
+timeout 60 build/13_parameter_server >"$tmp/out" 2>&1
+check "a parameter server by hand" '[ $? -eq 0 ] && says "^test accuracy [89].* 800 gradients of 4 workers"'
+one=$(HPML_RUN=clock:4 build/13_parameter_server --steps 40 --slow 3 | tail -n 1)
+two=$(HPML_RUN=clock:4 build/13_parameter_server --steps 40 --slow 3 | tail -n 1)
+check "in virtual time the same bits twice" '[ -n "$one" ] && [ "$one" = "$two" ]'
+HPML_RUN=clock:4 build/13_parameter_server --bound 3 --slow 4 --lose 50 >"$tmp/out" 2>&1
+check "a bound of 3 steps; a worker is lost" \
+    '[ $? -eq 0 ] && says "450 gradients.*largest lead 3$" && says "1 of 4 ranks lost"'
+if [ -z "$lack" ]; then
+    HPML_RUN=mpi timeout 60 "$mpiexec" $mpi_options -n 3 build/13_parameter_server_mpi --bound 0 >"$tmp/out" 2>&1
+    check "a parameter server under mpiexec" '[ $? -eq 0 ] && says "400 gradients of 2 workers.*largest lead 0$"'
+    HPML_RUN=mpi timeout 60 "$mpiexec" $mpi_options -n 3 build/13_parameter_server_mpi --lose 50 >"$tmp/out" 2>&1
+    check "that loses a worker" \
+        '[ $? -ne 124 ] && says "250 gradients of 2 workers" && says "worker 0 fails in step 50"'
+fi
+timeout 60 build/19_federated --mixed --samples 4000 --rounds 4 --goal 0.75 --json >"$tmp/out" 2>&1
+check "federated averaging with masks" '[ $? -eq 0 ] && says "\"masked_sum_is_exact\": true"'
 timeout 60 build/20_lbfgs >"$tmp/out" 2>&1
 check "L-BFGS on ranks finds the weights of one rank; a slow worker costs little" \
     '[ $? -eq 0 ] && says "step 15  loss 0.4131487" && says "^portions: 4"'
@@ -187,10 +204,10 @@ fits build/02_mnist --workers 2 --samples 640 --epochs 2 --model linear --steps-
 fits build/03_charlm --steps 2 --batch 2 --length 300 hpml.h
 fits build/05_allreduce --ranks 2 --max 4096
 fits build/08_simulate --out "$files" --ranks 64
-for program in 01_xor 04_embed_cpp 07_digits 06_onebit_dropin 09_queue 18_own_op 20_lbfgs; do
+for program in 01_xor 04_embed_cpp 07_digits 06_onebit_dropin 09_queue 13_parameter_server 18_own_op 20_lbfgs; do
     fits build/$program
 done
-for program in 02_mnist 03_charlm 05_allreduce 08_simulate; do
+for program in 02_mnist 03_charlm 05_allreduce 08_simulate 13_parameter_server; do
     fits build/$program --help
     check "$program --help" 'says "^  --[a-z]* "'
 done

@@ -33,6 +33,7 @@ brief() {
 # two_report RANKS CASE LINE NAME TEXT: the case ends with TEXT, and two ranks print LINE.
 two_report() { brief "$1" "$2" 2 "$3"; check "$4" 1 "$5"; [ $lines -ge 2 ]; check "and 2 ranks print the error" 0 ''; }
 for n in ${all:+1} 2 ${all:+3} 4; do on $n correct; check "everything on $n ranks" 0 ''; done
+on 3 strategies; check "every strategy on 3 ranks has the bits of threads" 0 ''
 for n in 5 ${all:+7 8 16}; do on $n sums; check "all algorithms on $n ranks" 0 ''; done
 # 1-bit training as on threads. The tests of accuracy and of times run only with 2 ranks, because each needs a core.
 onebit() { timeout 200 "$mpiexec" $mpi_options -n $1 build/onebit_ranks --filter "$2" >"$tmp/out" 2>&1; }
@@ -106,6 +107,10 @@ on 2 survives; check "the loss of the only other rank is survived" 1 'the loss i
 [ "$(grep -c ' ends$' "$tmp/out")" = 1 ]; check "and 1 rank ends well" 0 ''
 on 4 survives; check "a rank that fails and one that leaves are survived" 1 'the loss is NaN'
 [ "$(grep -c ' ends$' "$tmp/out")" = 3 ]; check "and 3 ranks end well" 0 ''
+for seed in 1 2 3 ${all:+4 5 6 7 8}; do
+    HPML_TEST_SEED=$seed on 4 survives_deaths
+    [ "$(grep -c '^the server ends$' "$tmp/out")" = 1 ]; check "a server outlives its workers, seed $seed" 0 ''
+done
 on 4 survives_no_sum; check "a sum without one rank" 1 'rank 3 has left'
 [ "$(grep -c ' names it$' "$tmp/out")" = 3 ]; check "and 3 ranks name it" 0 ''
 two_report 3 exits 'rank 1 failed: called exit in step 0' "a rank calls exit" 'rank 1 failed: called exit in step 0'

@@ -84,6 +84,7 @@ static hpml_status train(hpml_comm *c, job *j)
     fit.max_steps = j->tail, fit.loader = j->away ? &own : NULL;
     if (j->tail) hpml_trainer_fit(t, data, &fit);
     hpml_distribute_report r = { 0 };
+    if (!j->serial) hpml_distribute_finish(dist);
     hpml_distribute_get(dist, &r, false);
     if (hpml_comm_rank(c) == 0) j->loss = (float)r.loss, hpml_comm_counters(c, &j->sent);
     if (hpml_ctx_status(ctx) == HPML_OK) keep(j, c);
@@ -179,6 +180,20 @@ TEST(staged_methods_keep_ranks_equal)
         ENSURE_GO(j, 4);
         ENSURE_GO(cpu, 4);
         ENSURE_NEAR(j.loss, cpu.loss, 1e-3);
+    }
+}
+
+/* Parameters that are exchanged: copied to the host and back at each meeting. */
+TEST(strategies_on_parameters_train_as_on_the_host)
+{
+    for (int kind = HPML_STRATEGY_LOCAL; kind <= HPML_STRATEGY_GOSSIP; kind++) {
+        job gpu = { .steps = 8, .norm = true, .samples = 240, .d.strategy = (hpml_strategy_kind)kind };
+        if (kind != HPML_STRATEGY_GOSSIP) gpu.d.period = 2;
+        job cpu = gpu;
+        cpu.cpu = true;
+        ENSURE_GO(gpu, 4);
+        ENSURE_GO(cpu, 4);
+        ENSURE_NEAR(apart(&cpu, &gpu), 0, 1e-4);
     }
 }
 

@@ -4,7 +4,7 @@
 #include "../hpml.h"
 #define HPML_COMM_IMPLEMENTATION /* private functions: the list of fields; hpml.h's body is compiled apart */
 #include "../hpml_comm.h"
-#include "toy_points.h"
+#include "plan_train.h"
 #include "test.h"
 
 static const hpml_plan_facts four = { .ranks = 4, .batch = 6, .accumulate = 1 };
@@ -15,6 +15,20 @@ static hpml_plan plan_of(const char *text)
     char      error[480];
     if (hpml_plan_parse(text, &plan, error, sizeof error) != HPML_OK) printf("    %s\n", error);
     return plan;
+}
+
+/* Numbers are read and printed with a point and to the last bit. */
+TEST(numbers_are_read_to_the_last_bit)
+{
+    static const float values[] = { 1e-38f, 1.17549435e-38f, 0.1f, 0.333333343f, 0.00123456789f, 1, 0.99999994f, 9e29f,
+                                    3.40282347e+29f, 7e-45f };
+    char text[64], again[64];
+    for (size_t i = 0; i < sizeof values / sizeof values[0]; i++) {
+        hpml_plan plan = { .strategy = HPML_STRATEGY_BLOCK, .outer_lr = values[i] }, back = { 0 };
+        hpml_plan_text(&plan, false, text, sizeof text);
+        ENSURE(hpml_plan_parse(text, &back, again, sizeof again) == HPML_OK && back.outer_lr == values[i]);
+    }
+    ENSURE(plan_of("outer_lr=2.5e-3").outer_lr == 2.5e-3f && plan_of("outer_lr=.5").outer_lr == 0.5f);
 }
 
 /* All plans that hpml_plan_next visits: each is printed and read back as it was, with few fields and with all. */
@@ -73,6 +87,7 @@ TEST(wrong_words_are_named)
         { "leaf=2.5", "leaf=2.5", "whole number" },
         { "codec.ratio=1.5", "codec.ratio=1.5", "a number from 0 to 1" },
         { "codec.ratio=nan", "codec.ratio=nan", "a number from 0 to 1" },
+        { "codec.ratio=.5.", "codec.ratio=.5.", "a number from 0 to 1" },
         { "codec.seed=-1", "codec.seed=-1", "whole number" },
         { "exact=1,,leaf=1", "\"\"", "fields are" },
     };
@@ -114,7 +129,7 @@ static const refusal refusals[] = {
     { "delayed=1", { 4, 6, 1, 0, 0, 0, 1, 0 }, { "sparse", "delayed", "leave .sparse" } },
     { "codec=onebit", { 4, 6, 1, 0, 0, 0, 1, 0 }, { "sparse", "codec", "plain sync" } },
     { "strategy=hogwild", { 4, 6, 1, 0, 0, 0, 1, 0 }, { "hogwild", "virtual time", "transport threads" } },
-    { "strategy=hogwild,codec=bf16", { 4, 6, 1, 0, 0, 0, 1, 1 }, { "hogwild", "codec", "leave them out" } },
+    { "strategy=local", { 4, 6, 1, 1, 0, 0, 0, 0 }, { "strategy", "f16", "bf16" } },
 };
 
 TEST(each_rule_names_both_sides_and_a_way_out)
@@ -150,52 +165,41 @@ TEST(each_rule_names_both_sides_and_a_way_out)
     ENSURE(!hpml_strategy_name((hpml_strategy_kind)99) && strcmp(hpml_strategy_name(HPML_STRATEGY_SYNC), "sync") == 0);
 }
 
-/* A small training under a plan, in virtual time: batchnorm, dropout, the last batch of a pass is short. */
-typedef struct trial {
-    hpml_plan plan;
-    bool      odd_rank; /* rank 1 has another plan */
-    bool      same;     /* all ranks have the same parameters in the end */
-    uint64_t  hash;
-    int64_t   steps;
-    char      text[512];
-} trial;
-
-static hpml_status train(hpml_comm *c, void *user)
+/* Fields of one strategy are refused with others. */
+TEST(a_field_that_the_strategy_does_not_use_is_refused)
 {
-    trial        *j     = (trial *)user;
-    hpml_ctx     *ctx   = hpml_comm_ctx(c);
-    hpml_tensor  *x     = hpml_input_2d(ctx, 6, INPUTS);
-    hpml_tensor  *h     = hpml_dropout(hpml_relu(hpml_batchnorm(hpml_linear(x, 16, NULL), NULL)), 0.1f);
-    hpml_trainer *t     = hpml_trainer_create(ctx, &(hpml_trainer_desc){
-        .input = x, .output = hpml_linear(h, CLASSES, NULL), .lr = 0.05f });
-    hpml_dataset *data  = points(ctx, 44, 0, 0, 0);
-    hpml_plan     plan  = j->plan;
-    if (j->odd_rank && hpml_comm_rank(c) == 1) plan.no_overlap = true;
-    hpml_distributed *d = hpml_distribute(t, c, &plan);
-    hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 3, .max_steps = 3 });
-    hpml_distribute_finish(d);
-    bool same = same_params(c);
-    if (hpml_comm_rank(c) == 0) {
-        j->same  = same;
-        j->hash  = hpml_param_hash(ctx);
-        j->steps = hpml_trainer_step_count(t);
+    static const char *const wrong[][2] = {
+        { "period=10", "period" }, { "elastic=0.5", "elastic" }, { "topology=wheel", "topology" }, { "seed=4", "seed" },
+        { "outer_lr=1", "outer_lr" }, { "outer_momentum=0.5", "outer_momentum" },
+        { "strategy=local,outer_nesterov=1", "outer_nesterov" }, { "strategy=gossip,codec=onebit", "codec" },
+        { "strategy=elastic,exact=1", "exact" },
+        { "strategy=local,delayed=1", "delayed" }, { "strategy=local,sum=1", "sum" },
+        { "strategy=block,sync_batchnorm=1", "sync_batchnorm" }, { "strategy=local,bucket_bytes=1", "bucket_bytes" },
+        { "strategy=local,no_overlap=1", "no_overlap" },
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        hpml_plan plan = plan_of(wrong[i][0]);
+        char      why[480], want[64];
+        ENSURE(hpml_plan_check(&plan, &four, why, sizeof why) == HPML_ERR_UNSUPPORTED);
+        snprintf(want, sizeof want, "plan: %s is for strateg", wrong[i][1]);
+        ENSURE(strstr(why, want) == why && strstr(why, "this plan has strategy=") && strstr(why, "to 0"));
     }
-    return hpml_ctx_status(ctx);
 }
 
-static hpml_status run(trial *j)
+/* Trains in virtual time. */
+static hpml_status run(plan_trial *j)
 {
     hpml_launch_desc l = { .transport = HPML_TRANSPORT_CLOCK, .ranks = 4, .timeout = 20,
                            .ctx = { .seed = 3, .threads = 1 }, .network.inside.latency = 1e-5 };
-    return hpml_launch(&l, train, j, j->text, sizeof j->text);
+    return hpml_launch(&l, plan_train, j, j->text, sizeof j->text);
 }
 
 TEST(a_plan_from_the_environment)
 {
-    trial own = { .plan.codec = { .kind = HPML_CODEC_ONEBIT, .min_elements = 16 } }, none = { .odd_rank = false };
+    plan_trial own = { .plan.codec = { .kind = HPML_CODEC_ONEBIT, .min_elements = 16 } }, none = { .odd_rank = false };
     ENSURE(run(&own) == HPML_OK && run(&none) == HPML_OK && own.hash != none.hash);
     setenv("HPML_PLAN", "codec=onebit,codec.min_elements=16", 1);
-    trial both = none;
+    plan_trial both = none;
     ENSURE(run(&both) == HPML_OK && both.hash == own.hash);
     setenv("HPML_PLAN", "codec=none", 1); /* takes the place of the program's own field */
     both = own;
@@ -203,7 +207,7 @@ TEST(a_plan_from_the_environment)
     setenv("HPML_PLAN", "codec=none,strategy=simultaneous", 1);
     ENSURE(run(&both) == HPML_ERR_ARGUMENT && strstr(both.text, "HPML_PLAN") && strstr(both.text, "simultaneous"));
     unsetenv("HPML_PLAN");
-    trial odd = { .odd_rank = true };
+    plan_trial odd = { .odd_rank = true };
     ENSURE(run(&odd) == HPML_ERR_ARGUMENT && strstr(odd.text, "different plans"));
 }
 
@@ -212,7 +216,7 @@ typedef struct tally { int trained, refused, skipped; bool all; hpml_rng rng; ch
 
 static bool tried(tally *sum, const hpml_plan *plan, int one_in)
 {
-    trial j = { .plan = *plan };
+    plan_trial j = { .plan = *plan };
     char  why[480], text[512];
     if (!sum->all && hpml_rng_below(&sum->rng, one_in) > 0) { sum->skipped++; return true; }
     hpml_status status = hpml_plan_check(plan, &four, why, sizeof why);
@@ -221,9 +225,9 @@ static bool tried(tally *sum, const hpml_plan *plan, int one_in)
         return strstr(why, "plan: ") == why && strlen(why) > 30;
     }
     sum->trained++;
-    if (run(&j) == HPML_OK && j.steps == 3 && j.same) return true;
+    if (run(&j) == HPML_OK && j.made == 3 && j.same) return true;
     hpml_plan_text(plan, false, text, sizeof text);
-    printf("    %s: %lld steps, %s\n", text, (long long)j.steps, j.text);
+    printf("    %s: %lld steps, %s\n", text, (long long)j.made, j.text);
     return false;
 }
 
