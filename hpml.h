@@ -616,10 +616,10 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
    trainers that need a norm of the gradient (clip_norm, dynamic loss scale, LARS, LAMB, own optimizers with prepare or
    direction).
    hpml_param_rows returns the rows in the order in which the passes met them, and *count; NULL: the gradient is dense.
-   hpml_param_set_rows clears the gradient and lists `rows` instead (some more than once, if so), to write their sums
-   over ranks to `grad`. */
+   hpml_param_add_rows adds `values` (count, width) to these rows of the gradient; clear: which it clears before. */
 HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count);
-HPML_API hpml_status    hpml_param_set_rows(hpml_tensor *table, const int32_t *rows, int64_t count);
+HPML_API hpml_status    hpml_param_add_rows(hpml_tensor *table, bool clear, const int32_t *rows, const float *values,
+                                            int64_t count);
 
 /* Multi-head attention without its projections. qkv (B, T, 3C): queries, keys and values of C numbers each; head h has
    the numbers h C/heads to (h+1) C/heads - 1 of each. y (B, T, C): for each head softmax(scale q k^T) v, where a query
@@ -1097,7 +1097,9 @@ typedef struct hpml_moment {
    sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in forward and backward
            passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
    data    before the first batch of a fit that takes this rank's part of the data; `mark` is a hash of the data, their
-           order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete */
+           order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete
+   next    returns which batch such a fit takes next, counted over all epochs of `batches` batches; below 0: its epoch
+           ends, or an error is on the context. is_last: the epoch is the last one of this fit */
 typedef hpml_status hpml_hook_fn(void *user, hpml_trainer *t, const hpml_moment *at);
 typedef struct hpml_hooks {
     void *user;
@@ -1106,14 +1108,14 @@ typedef struct hpml_hooks {
     void (*free)(void *user);
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
+    int64_t (*next)(void *user, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last);
 } hpml_hooks;
 #define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
 HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hooks); /* copies *hooks */
 /* Returns the sets of hooks that are attached, the innermost first; *count: how many. */
 HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count);
-/* Detaches the set of hooks with this `user` that was attached last; without one, nothing. Not from within a hook. */
+/* Detaches the sets of hooks with this `user`, those attached last first. Not from within a hook. */
 HPML_API void        hpml_trainer_detach(hpml_trainer *t, const void *user);
-HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* in place of all; NULL: none */
 /* Within a hook `run`, once for each call, and within a hook `update`: run what this hook replaces. The trainer's own
    run weighs micro-batches by their samples (.accumulate), its own update is hpml_trainer_apply for all parameters. */
 HPML_API hpml_status hpml_trainer_run_inner(hpml_trainer *t, int64_t samples, float *loss);
@@ -1143,12 +1145,13 @@ typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRA
 HPML_API float  *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats);
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param);
 /* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule uses; rank,
-   ranks and grain as in hpml_loader_desc. */
+   ranks and grain as in hpml_loader_desc. rank = ranks: none, because this rank computes nothing (a server). */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
 /* Adds `count` floats in the backend's memory to the trainer's checkpoints (a residual, state of a strategy); replaces
    an earlier array of that name, values NULL: removes it. Keep the memory until then. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates until now */
+HPML_API void        hpml_trainer_set_step(hpml_trainer *t, int64_t step); /* for hooks that step on others' behalf */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning rate of the next update */
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3517,13 +3520,13 @@ typedef struct hpmli_rows {
     bool    *listed; /* (rows of the table) whether the row is in `index` */
 } hpmli_rows;
 
-HPMLI_FN hpmli_rows *hpmli_rows_create(hpml_ctx *ctx, int64_t rows)
+/* Makes the gradient of t sparse; false: no memory. */
+HPMLI_FN bool hpmli_rows_create(hpml_tensor *t)
 {
-    hpmli_rows *r = hpmli_new(ctx, hpmli_rows, 1);
-    if (!r) return NULL;
-    r->index  = hpmli_new(ctx, int32_t, rows);
-    r->listed = hpmli_new(ctx, bool, rows);
-    return r->index && r->listed ? r : NULL;
+    hpmli_rows *r = t->state->rows = t->state->rows ? t->state->rows : hpmli_new(t->ctx, hpmli_rows, 1);
+    if (r && !r->index) r->index = hpmli_new(t->ctx, int32_t, t->shape[0]);
+    if (r && !r->listed) r->listed = hpmli_new(t->ctx, bool, t->shape[0]);
+    return r && r->index && r->listed;
 }
 
 HPMLI_FN void hpmli_rows_add(hpmli_rows *r, int32_t row)
@@ -3552,7 +3555,8 @@ HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count
     return r ? r->index : NULL;
 }
 
-HPML_API hpml_status hpml_param_set_rows(hpml_tensor *table, const int32_t *rows, int64_t count)
+HPML_API hpml_status hpml_param_add_rows(hpml_tensor *table, bool clear, const int32_t *rows, const float *values,
+                                         int64_t count)
 {
     if (!table || hpmli_failed(table->ctx)) return table ? table->ctx->status : HPML_ERR_ARGUMENT;
     if (!table->state->rows || !table->grad)
@@ -3562,8 +3566,13 @@ HPML_API hpml_status hpml_param_set_rows(hpml_tensor *table, const int32_t *rows
         if (rows[i] < 0 || rows[i] >= table->shape[0])
             return hpmli_fail(table->ctx, HPML_ERR_SHAPE, "param rows: row %d of \"%s\", expected 0 to %lld", rows[i],
                               table->name, (long long)table->shape[0] - 1);
-    hpmli_gradient_clear(table);
-    for (int64_t i = 0; i < count; i++) hpmli_rows_add(table->state->rows, rows[i]);
+    const int64_t width = table->shape[1];
+    if (clear) hpmli_gradient_clear(table);
+    for (int64_t i = 0; i < count; i++) {
+        float *row = table->grad + rows[i] * width;
+        hpmli_rows_add(table->state->rows, rows[i]);
+        table->ctx->k->vadd(row, row, values + i * width, width);
+    }
     return HPML_OK;
 }
 
@@ -3574,9 +3583,9 @@ HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
         for (int s = 0; s < nodes[i]->src_count; s++) {
             const hpml_tensor *t = nodes[i]->src[s];
             if (t && t->state->rows && nodes[i]->op != HPML_OP_EMBEDDING)
-                return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: %s reads the table \"%s\" of a sparse embedding, "
-                                   "and its gradient would have all rows; leave .sparse of the embedding false",
-                                   hpmli_describe(nodes[i]->out), t->name);
+                return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: \"%s\" reads the table \"%s\" of a sparse embedding, "
+                                   "whose gradient then has all rows; leave .sparse false", nodes[i]->out->name,
+                                   t->name);
         }
     return true;
 }
@@ -6497,8 +6506,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
         return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .sparse is for parameters on the host, "
                           "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
                           tokens->ctx->backend->name);
-    if (d.sparse && !src[1]->state->rows) src[1]->state->rows = hpmli_rows_create(tokens->ctx, vocabulary);
-    if (d.sparse && !src[1]->state->rows) return NULL;
+    if (d.sparse && !hpmli_rows_create(src[1])) return NULL;
     memcpy(shape, tokens->shape, sizeof shape);
     shape[tokens->ndim] = width;
     return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
@@ -8204,9 +8212,8 @@ HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
         bool sparse = t->graph->param_last[i] >= 0 && t->ctx->params[i]->state->rows;
         if (sparse && (t->wants_norm || row->prepare || row->direction))
             hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: \"%s\" has a sparse gradient, but %s needs the norm of "
-                       "a whole one; take sgd, adagrad, rmsprop, adam or adamw without clip_norm and with a fixed "
-                       "loss_scale, or leave .sparse of the embedding false", t->ctx->params[i]->name,
-                       t->wants_norm ? "clip_norm or a dynamic loss_scale" : row->name);
+                       "a whole one; take another optimizer and a fixed loss_scale, or leave .sparse false",
+                       t->ctx->params[i]->name, t->wants_norm ? "clip_norm or a dynamic loss_scale" : row->name);
     }
     if (hpmli_failed(t->ctx)) hpmli_graph_release_nodes(t->graph);
     return !hpmli_failed(t->ctx);
@@ -8318,6 +8325,7 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
 HPML_API hpml_graph *hpml_trainer_graph(hpml_trainer *t) { return t ? t->graph : NULL; }
 HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t) { return t ? &t->d : NULL; }
 HPML_API int64_t hpml_trainer_step_count(const hpml_trainer *t) { return t ? t->step : 0; }
+HPML_API void    hpml_trainer_set_step(hpml_trainer *t, int64_t step) { if (t) t->step = step; }
 
 HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 {
@@ -8330,9 +8338,9 @@ HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    if (ranks < 1 || rank < 0 || rank >= ranks || global_batch < 0 || grain < 0)
+    if (ranks < 1 || rank < 0 || rank > ranks || global_batch < 0 || grain < 0)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld: "
-                          "expected a rank from 0 to ranks - 1, and no negative sizes", rank, ranks,
+                          "expected a rank from 0 to ranks, and no negative sizes", rank, ranks,
                           (long long)global_batch, (long long)grain);
     t->rank         = rank;
     t->ranks        = ranks;
@@ -8431,20 +8439,15 @@ HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count)
 
 HPML_API void hpml_trainer_detach(hpml_trainer *t, const void *user)
 {
-    int k = t ? t->graph->hook_count - 1 : -1;
-    while (k >= 0 && t->graph->hooks[k].user != user) k--;
-    if (k < 0) return;
-    hpml_hooks gone = t->graph->hooks[k];
-    for (t->graph->hook_count--; k < t->graph->hook_count; k++) t->graph->hooks[k] = t->graph->hooks[k + 1];
-    hpmli_hooks_note(t->graph);
-    if (gone.free) gone.free(gone.user);
-}
-
-HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    hpmli_trainer_destroy(t);
-    return hooks ? hpml_trainer_attach(t, hooks) : HPML_OK;
+    hpml_graph *g = t ? t->graph : NULL;
+    for (int k = g ? g->hook_count - 1 : -1; k >= 0; k--) {
+        hpml_hooks gone = g->hooks[k];
+        if (gone.user != user) continue;
+        g->hook_count--;
+        memmove(&g->hooks[k], &g->hooks[k + 1], sizeof gone * (size_t)(g->hook_count - k));
+        hpmli_hooks_note(g);
+        if (gone.free) gone.free(gone.user);
+    }
 }
 
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param)
@@ -8786,13 +8789,12 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
     const hpml_optimizer *row = t->optimizer;
     int64_t               all = t->graph->grad_count;
     if (first < 0 || count < 0 || first > all - count || !(grad_scale > 0))
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: update of %lld floats from number %lld on, gradients "
-                          "times %g: expected a range of the %lld floats, and a factor above 0", (long long)count,
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: update of %lld floats from number %lld on, times %g: "
+                          "expected a range of %lld floats, and a factor above 0", (long long)count,
                           (long long)first, (double)grad_scale, (long long)all);
     if (row->prepare || row->layer_ratio || row->whole)
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: %s cannot step a range of floats, because its step "
-                          "depends on whole tensors; take sgd, adam or another optimizer that steps each number by "
-                          "itself", row->name);
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: %s cannot step a range, because its step depends on "
+                          "whole tensors; take sgd, adagrad, rmsprop, adam or adamw", row->name);
     if (!hpmli_apply_begin(t)) return t->ctx->status;
     hpmli_updates_prepare(t, 0, t->graph->param_count);
     for (int i = 0; i < t->graph->param_count; i++) hpmli_apply_part(t, i, first, first + count, grad_scale);
@@ -8989,6 +8991,13 @@ HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool au
     return true;
 }
 
+HPMLI_FN const hpml_hooks *hpmli_hooks_deal(const hpml_trainer *t) /* returns hooks with a `next`; NULL: none have */
+{
+    int k = t->graph->hook_count - 1;
+    while (k >= 0 && !t->graph->hooks[k].next) k--;
+    return k >= 0 ? &t->graph->hooks[k] : NULL;
+}
+
 /* Creates a loader: to evaluate, of all samples in order, else of this rank's shard. NULL: an error, or no `data`. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
                                            bool evaluate)
@@ -9008,6 +9017,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
         d.ranks        = t->ranks;
         d.global_batch = t->global_batch;
         d.grain        = t->grain;
+        d.no_prefetch  = d.no_prefetch || hpmli_hooks_deal(t); /* only the hook knows which batch comes next */
     }
     return hpml_loader_create(t->ctx, data, &d);
 }
@@ -9016,7 +9026,20 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l); /* a hash of data and o
 typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts */
     double  start;   /* seconds, by hpml_now */
     int64_t samples, updates;
+    bool    is_last; /* in the last epoch of the call */
+    const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
 } hpmli_fit;
+
+/* Gets the next batch of fit. False: the end of the epoch on this rank, or an error, on the context. */
+HPMLI_FN bool hpmli_fit_next(hpml_trainer *t, hpml_loader *l, const hpmli_fit *f, hpml_batch *b)
+{
+    const int64_t batches = hpml_loader_steps(l);
+    if (!f->deals) return hpml_loader_next(l, b);
+    int64_t n = f->deals->next(f->deals->user, t, t->epoch, batches, f->is_last);
+    if (n >= 0) return hpml_loader_seek(l, n / batches, n % batches) == HPML_OK && hpml_loader_next(l, b);
+    t->epoch += !hpmli_failed(t->ctx);
+    return false;
+}
 
 /* Trains from the trainer's place in the data to the epoch's end; HPML_ERR_STOPPED: on_step or max_steps ended it. */
 HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, hpmli_fit *f)
@@ -9024,14 +9047,14 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
     hpml_batch     b;
     hpml_step_info info;
     hpml_loader_seek(l, t->epoch, t->epoch_step);
-    while (hpml_loader_next(l, &b)) {
+    while (hpmli_fit_next(t, l, f, &b)) {
         int64_t before = t->step;
-        bool    last   = b.index + 1 == hpml_loader_steps(l);
+        bool    last   = !f->deals && b.index + 1 == hpml_loader_steps(l);
         t->graph->first_sample = b.first;
         hpml_status status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
         if (status != HPML_OK) return status;
         if (last) t->epoch++;
-        t->epoch_step = last ? 0 : b.index + 1;
+        t->epoch_step = last || f->deals ? 0 : b.index + 1;
         f->samples += b.samples;
         f->updates += t->step - before;
         if (d->on_step) {
@@ -9050,7 +9073,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
 {
     hpml_fit_desc d;
     hpml_status   status = HPML_OK;
-    hpmli_fit     f      = { hpml_now(), 0, 0 };
+    hpmli_fit     f      = { hpml_now(), 0, 0, false, NULL };
     if (!t) return HPML_ERR_ARGUMENT;
     if (!HPMLI_COPY_DESC(t->ctx, "fit", d, desc)) return t->ctx->status;
     if (d.epochs < 0 || d.max_steps < 0)
@@ -9063,7 +9086,9 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
         const int64_t     passes[] = { t->epoch, t->epoch_step, d.epochs, d.max_steps };
         if (h->data) status = h->data(h->user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
     }
+    if (!d.loader || d.loader->ranks == 0) f.deals = hpmli_hooks_deal(t);
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
+        f.is_last = e + 1 >= d.epochs;
         if (d.max_steps > 0 && f.updates >= d.max_steps) break; /* the last update ended an epoch */
         status = hpmli_fit_epoch(t, l, &d, &f);
     }
@@ -10665,7 +10690,7 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
     if (d->ranks == 0) d->ranks = 1;
     if (d->global_batch == 0) d->global_batch = (int64_t)d->batch * d->ranks;
     if (d->seed == 0) d->seed = ctx->seed;
-    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 ||
+    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank > d->ranks || d->samples_per_epoch < 0 ||
         d->augment.shift < 0 || d->augment.cutout < 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of "
                            "range", d->batch, d->rank, d->ranks, (long long)d->samples_per_epoch);
