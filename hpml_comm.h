@@ -161,7 +161,8 @@ typedef struct hpml_comm  hpml_comm;  /* opaque; hangs on a context */
 typedef struct hpml_world hpml_world; /* ranks that are threads of one process; opaque */
 
 typedef enum hpml_transport_kind {
-    HPML_TRANSPORT_THREADS = 0, /* ranks are threads of this process; messages are copied once, from array to array */
+    HPML_TRANSPORT_THREADS = 0, /* ranks are threads of this process; messages are copied once, from array to array; a
+                                   send of up to 256 bytes is copied and done at once */
     HPML_TRANSPORT_MPI     = 1, /* ranks are processes that mpiexec started; needs HPML_USE_MPI and mpicc */
     HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: one runs at a time, in the order of its clock; replayable */
 } hpml_transport_kind;
@@ -1772,7 +1773,7 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_
 
 /* A group is what the ranks of one communicator share: one inbox for each rank. A send is posted in the receiver's
    inbox as a pointer; the receiver copies, or adds up, straight from the sender's array and marks the send done: one
-   pass over the data and no buffer in between.
+   pass over the data and no buffer in between. Small messages are copied, because to sleep and wake takes longer.
 
    The world, this process's ranks, counts its awake threads. A thread that falls asleep subtracts 1; the thread that
    wakes it first adds 1. So a count of zero means that no thread can ever wake another: a deadlock. */
@@ -1790,6 +1791,7 @@ struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
 typedef struct hpmlc_inbox {
     hpmlc_waitpoint wait;
     hpml_message   *posted, **last; /* list of sends to the owner, in the order posted; the end of that list */
+    hpml_message   *copies;         /* list of those posted sends that are copies */
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
     int             others;         /* number of other messages that end the wait as well: hpml_wait_any */
@@ -1841,7 +1843,9 @@ typedef struct hpmlc_thread_state {
 /* What hpml_message.state, the bytes of a message for the transport's own data, contains with THREADS and CLOCK. */
 typedef struct __attribute__((may_alias)) hpmlc_post {
     hpml_message *next;   /* of a send: the next send in the receiver's inbox */
+    hpml_message *after, **before; /* of a copy of a send: the next of the inbox's copies; what points to this one */
     int           from;   /* of a send: the sender's rank */
+    bool          copied; /* of a send: it is a copy, which its receiver frees */
     size_t        tested; /* of a receive: 1 + the inbox's `changes` at the last test; 0: not tested yet */
 } hpmlc_post;
 typedef char hpmlc_post_fits[sizeof(hpmlc_post) <= sizeof(hpml_message_state) ? 1 : -1];
@@ -2014,9 +2018,9 @@ HPMLC_FN hpmlc_group *hpmlc_group_new(hpml_world *w, int size)
 HPMLC_FN void hpmlc_group_free(hpmlc_group *r)
 {
     for (int i = 0; i < r->size; i++) {
-        for (hpml_message *m = r->world->buffered ? r->inbox[i].posted : NULL, *next; m; m = next) {
-            next = hpmlc_post_of(m)->next;
-            free(m); /* m is a copy of a send, and was never received */
+        for (hpml_message *m = r->inbox[i].copies, *next; m; m = next) {
+            next = hpmlc_post_of(m)->after;
+            free(m); /* was never received */
         }
         hpmlc_waitpoint_close(&r->inbox[i].wait);
     }
@@ -2195,6 +2199,12 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     post->from = c->rank;
     post->next = NULL;
     pthread_mutex_lock(&in->wait.mutex);
+    if (post->copied) {
+        post->after  = in->copies;
+        post->before = &in->copies;
+        in->copies   = m;
+        if (post->after) hpmlc_post_of(post->after)->before = &post->after;
+    }
     *in->last = m;
     in->last  = &post->next;
     if (wake) hpmlc_waitpoint_wake_held(hpmlc_world_of(c), &in->wait);
@@ -2213,6 +2223,7 @@ HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
     }
     *copy      = *m;
     copy->data = (char *)(copy + 1);
+    hpmlc_post_of(copy)->copied = true;
     if (m->bytes > 0) memcpy(copy->data, m->data, m->bytes);
     hpmlc_inbox_post(c, copy, wake);
 }
@@ -2229,8 +2240,11 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
     if (sent && m->receiving) m->arrival = sent->arrival;
     if (sent && m->receiving && sent->arrival > 0 && sent->arrival > hpml_comm_now(m->owner)) sent = NULL;
     if (sent) {
-        *link = hpmlc_post_of(sent)->next;
-        if (in->last == &hpmlc_post_of(sent)->next) in->last = link;
+        hpmlc_post *post = hpmlc_post_of(sent);
+        *link = post->next;
+        if (in->last == &post->next) in->last = link;
+        if (post->copied) *post->before = post->after;
+        if (post->copied && post->after) hpmlc_post_of(post->after)->before = post->before;
     }
     pthread_mutex_unlock(&in->wait.mutex);
     return sent;
@@ -2238,9 +2252,10 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 
 HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
+    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* a send of a collective meets its receive soon */
     if (m->receiving) return;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
-    if (hpmlc_world_of(c)->buffered) hpmlc_inbox_post_copy(c, m, true);
+    if (small || hpmlc_world_of(c)->buffered) hpmlc_inbox_post_copy(c, m, true);
     else hpmlc_inbox_post(c, m, true);
 }
 
@@ -2291,7 +2306,7 @@ HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message 
 {
     hpmlc_waitpoint *sender = &hpmlc_group_of(c)->inbox[hpmlc_post_of(sent)->from].wait;
     hpml_message_deliver(c, m, sent->data, sent->bytes);
-    if (hpmlc_world_of(c)->buffered) {
+    if (hpmlc_post_of(sent)->copied) {
         free(sent);
         return;
     }
