@@ -121,6 +121,7 @@
 //     strategy-elastic   parameters and a common centre attract each other
 //     strategy-gossip   averaging with neighbours in each step
 //     strategies   the table of strategies; attaching one to a trainer
+//     cluster   roles by name, tensors dealt to servers, shared parameters
 //     report   where the time of steps went
 //     resume   checkpoints of the whole job
 //     batch-search   the largest batch that does not hurt
@@ -699,6 +700,24 @@ HPML_API void        hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_fa
    Begins with a plan of zeros; sets *plan to the next one; false: there is no further one, and *plan is zero again. */
 HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts);
 
+/* Roles by name, as in TensorFlow's ClusterSpec: the text "worker=a:2222,b:2222,c:2222 ps=d:2222,e:2222" lists the
+   tasks of each role, as addresses or other names. Ranks are the workers in their order, then the servers. */
+typedef struct hpml_cluster {
+    int32_t     workers, servers; /* tasks of the roles "worker", 1 or more, and "ps" */
+    const char *tasks[2];         /* where their lists begin in the text, which must live on */
+} hpml_cluster;
+/* HPML_ERR_ARGUMENT: *out is zero, and `error` (may be NULL) names the word that is wrong and what is possible. */
+HPML_API hpml_status hpml_cluster_parse(const char *text, hpml_cluster *out, char *error, size_t size);
+HPML_API int         hpml_cluster_rank(const hpml_cluster *c, const char *role, int task); /* -1: no such task */
+HPML_API const char *hpml_cluster_role(const hpml_cluster *c, int rank, int *task);        /* NULL: no such rank */
+/* Writes the address of a rank's task, "" if there is none. Returns its length, as snprintf. */
+HPML_API int         hpml_cluster_address(const hpml_cluster *c, int rank, char *buffer, size_t size);
+/* Deals whole tensors to `servers` servers in turn, as TensorFlow's replica_device_setter does: server: (count) of each
+   tensor; floats: (servers) that each server gets, may be NULL. Strategies with servers do not do so: one large tensor
+   would make its server the slowest, so they give each server an equal range of all floats. */
+HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, int servers, int32_t *server,
+                                     int64_t *floats);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-distribute   data parallelism
 // ---------------------------------------------------------------------------------------------------------------------
@@ -729,6 +748,12 @@ HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *fact
    Hooks that change gradients are attached before (hpml_trainer_attach), those with a `run` or `update` after it. */
 typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan);
+/* Central storage, as TensorFlow's CentralStorageStrategy: ranks that are threads of one process share one copy of the
+   parameters. Each rank places its own in the same memory (hpml_params_place; rank 0 first, the others with `keep`)
+   before it creates its trainer, and calls this function after hpml_distribute: all ranks compute gradients, rank 0
+   steps the parameters for all. Collective; an error where parameters are not in the memory of rank 0's, with other
+   strategies than sync, on devices, with batchnorm or a dynamic loss scale. */
+HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
    the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
    (`delayed`) are not applied. Local, block: a meeting, unless the last step was one. Elastic: the centre. Gossip: the
@@ -1435,7 +1460,7 @@ HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *fr
     if (!c || !m) return;
     if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
     else if (m->reduce) m->reduce(m->data, from, bytes);
-    else if (bytes > 0) memcpy(m->data, from, bytes);
+    else if (bytes > 0 && m->data != from) memcpy(m->data, from, bytes); /* equal: ranks share an array */
     m->done = true;
 }
 
@@ -6998,6 +7023,7 @@ struct hpml_distributed {
     const hpmlc_strategy *strategy;
     void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
     bool                  background; /* tasks are jobs of the communicator's background thread */
+    bool                  shared;     /* ranks share one copy of the parameters, which rank 0 steps */
     hpmlc_start_fn       *start;
     hpmlc_layout          layout;
     hpmlc_buckets         buckets;
@@ -7692,7 +7718,9 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
     d->report.r.steps++;
     hpmlc_host_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
     hpmlc_host_return(d);
-    return hpml_trainer_apply(d->t, 0, d->layout.params);
+    if (!d->shared || d->c->rank == 0) status = hpml_trainer_apply(d->t, 0, d->layout.params);
+    hpml_status others = d->shared ? hpml_barrier(d->c) : HPML_OK; /* no rank goes on before rank 0 has stepped */
+    return status != HPML_OK ? status : others;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8964,6 +8992,106 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
                           "%lld", (long long)global_batch, (long long)most);
     d->plan.global_batch = global_batch;
     return hpml_trainer_set_shard(d->t, d->c->rank, d->c->size, global_batch, 0);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>cluster   roles by name, tensors dealt to servers, shared parameters
+// ---------------------------------------------------------------------------------------------------------------------
+
+static const char *const hpmlc_roles[] = { "worker", "ps" };
+
+/* Counts the tasks of a list of `length` characters, separated by commas; 0: one of them has no name. */
+HPMLC_FN int32_t hpmlc_tasks_count(const char *list, size_t length)
+{
+    int32_t count = 0;
+    for (size_t n; length > 0; count++) {
+        n = strcspn(list, ",; ");
+        if (n == 0 || n + 1 == length) return 0;
+        list += n < length ? n + 1 : n;
+        length -= n < length ? n + 1 : n;
+    }
+    return count;
+}
+
+HPML_API hpml_status hpml_cluster_parse(const char *text, hpml_cluster *out, char *error, size_t size)
+{
+    const hpmlc_text to = { error, size };
+    HPMLC_ZERO(hpml_cluster, c);
+    if (!text || !out) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "cluster: no text, or nowhere to put it");
+    memset(out, 0, sizeof *out);
+    while (*(text += strspn(text, "; ")) != 0) {
+        int    all = (int)strcspn(text, "; "), name = (int)strcspn(text, "=; "), role = 0;
+        size_t length = name < all ? (size_t)(all - name - 1) : 0;
+        while (role < 2 && (strlen(hpmlc_roles[role]) != (size_t)name || memcmp(text, hpmlc_roles[role], (size_t)name)))
+            role++;
+        if (role == 2 || c.tasks[role])
+            return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "cluster: \"%.*s\" is %s; write worker=a,b,c ps=d,e", name,
+                                text, role == 2 ? "no role" : "there twice");
+        c.tasks[role] = text + name + 1;
+        int32_t *count = role == 0 ? &c.workers : &c.servers;
+        *count = hpmlc_tasks_count(c.tasks[role], length);
+        if (*count == 0)
+            return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "cluster: \"%.*s\" has a task without a name; write the names "
+                                "with commas between them", all, text);
+        text += all;
+    }
+    if (c.workers == 0)
+        return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "cluster: there is no worker; write worker=a,b,c ps=d,e");
+    *out = c;
+    return HPML_OK;
+}
+
+HPML_API int hpml_cluster_rank(const hpml_cluster *c, const char *role, int task)
+{
+    if (!c || !role || task < 0) return -1;
+    if (strcmp(role, hpmlc_roles[0]) == 0) return task < c->workers ? task : -1;
+    return strcmp(role, hpmlc_roles[1]) == 0 && task < c->servers ? c->workers + task : -1;
+}
+
+HPML_API const char *hpml_cluster_role(const hpml_cluster *c, int rank, int *task)
+{
+    if (!c || rank < 0 || rank >= c->workers + c->servers) return NULL;
+    bool server = rank >= c->workers;
+    if (task) *task = server ? rank - c->workers : rank;
+    return hpmlc_roles[server];
+}
+
+HPML_API int hpml_cluster_address(const hpml_cluster *c, int rank, char *buffer, size_t size)
+{
+    int         task = 0;
+    const char *role = hpml_cluster_role(c, rank, &task), *at = role ? c->tasks[role == hpmlc_roles[1]] : "";
+    while (task-- > 0) at += strcspn(at, ",") + 1;
+    return snprintf(buffer, size, "%.*s", (int)strcspn(at, ",; "), at);
+}
+
+HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, int servers, int32_t *server,
+                                     int64_t *floats)
+{
+    if (floats && servers > 0) memset(floats, 0, sizeof *floats * (size_t)servers);
+    for (int i = 0; i < count && servers > 0; i++) {
+        server[i] = i % servers;
+        if (floats) floats[server[i]] += tensors[i].rows * tensors[i].cols;
+    }
+}
+
+HPML_API hpml_status hpml_distribute_share(hpml_distributed *d)
+{
+    HPMLC_ZERO(hpml_plan_facts, facts);
+    if (!d) return HPML_ERR_ARGUMENT;
+    const char *wrong = d->strategy->update != hpmlc_sync_update ? "only strategy sync on the host lets it" : NULL;
+    hpml_plan_facts_of(d->t, d->c, &facts);
+    if (facts.overflows) wrong = "the loss scale is dynamic";
+    for (int i = 0; i < d->layout.params; i++) {
+        const hpml_tensor *p    = hpmlc_param(d, i);
+        uint64_t           mine = (uint64_t)(uintptr_t)p->data, address = mine;
+        if (hpml_broadcast(d->c, &address, sizeof address, 0) != HPML_OK) return hpml_ctx_status(d->ctx);
+        if (address != mine) wrong = "parameters are not in the memory of rank 0's";
+        if (p->param->buffer) wrong = "batchnorm has statistics, which all ranks would write";
+    }
+    d->shared = !wrong;
+    if (!wrong) return HPML_OK;
+    return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: ranks cannot share parameters: %s; place those of all "
+                      "ranks in one array (hpml_params_place), or let each rank have a copy", wrong);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
