@@ -52,6 +52,7 @@
 //     message         a send or a receive between two ranks, from its start until it is done
 //     tag             number that a send and its receive have in common; other tags do not match
 //     peer            the other rank of a message
+//     lost            of a rank, with .survive: has failed, left, or sent nothing until a deadline (hpml_comm_lost)
 //     link            latency and bandwidth between two ranks; device link: functions that move arrays between devices
 //     collective      an operation that all ranks of a communicator call, in the same order: allreduce, broadcast, ...
 //     round           one step of a collective: at most one send and one receive on each rank
@@ -85,7 +86,8 @@
 //     api-timeline   one timeline for all ranks
 // PART I   TALK: ranks, messages, transports
 //     base   system headers, the communicator, nodes and links
-//     messages   sending, receiving, waiting
+//     messages   beginning and testing messages; lost ranks
+//     waiting   waiting for a message, or for the first of several; sending, receiving
 //     world   ranks as threads: inboxes, links, deadlock
 //     threads-transport   messages between threads
 //     mpi   messages between processes, by MPI
@@ -93,7 +95,8 @@
 //     mpi-close   splitting, closing over MPI; exit
 //     mpi-create   connecting the ranks over MPI
 //     clock   messages in virtual time
-//     create   creating, splitting, freeing communicators; running a function on every rank
+//     create   creating, splitting, freeing communicators
+//     launch   running a function on every rank
 //     timeline   one timeline for all ranks
 // PART II   ADD UP: collectives, codecs on the wire
 //     moves   the allreduce algorithms: phases, one table of algorithms, the phases of a rank
@@ -102,7 +105,6 @@
 //     async   work in the background
 //     exchange   1-bit exchange: stripes, owners, two residuals
 //     stripes   the five steps of an exchange, on the host or on a device
-//     linked   the same five steps on a device, moved by its link
 //     whole-codecs   top-k and low rank: codecs of whole tensors
 // PART III   STEP TOGETHER: data parallelism, mixing
 //     plan   the fields of a plan in one list, the rules of a plan
@@ -192,7 +194,7 @@ typedef struct hpml_comm_desc {
     int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory. custom: 0: all on one node */
     double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK has no deadlines */
     bool                check;    /* for debugging: compare collectives on all ranks first (kind, count, type, order) */
-    bool                survive;  /* the same on all ranks: a lost rank ends its own messages alone, see hpml_comm_lost */
+    bool                survive;  /* same on all ranks: a lost rank ends its own messages alone, see hpml_comm_lost */
     uint32_t            _end;
 } hpml_comm_desc;
 
@@ -267,14 +269,14 @@ HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds);
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 
-/* Returns whether `rank` is lost; false without hpml_comm_desc.survive. With .survive a rank is lost when it has failed,
-   when it has freed its communicator (has left), or, on this rank alone, when a wait for its message has lasted until
-   the deadline. From then on sends to it end with HPML_ERR_PEER in m->status, as do receives once its earlier messages
-   have arrived; this rank's context and its messages with other ranks are not concerned, and hpml_wait_any returns such
-   a message like one that has come. A collective that needs a lost rank ends with an error on the context that names
-   the lost rank, whereby this rank is lost, too. In virtual time a rank is lost from the time at which it failed or
-   left. Parts and background communicators inherit .survive. MPI: a process that is killed is lost at the deadline, if
-   the launcher leaves the others alive (mpiexec -disable-auto-cleanup). */
+/* Returns whether `rank` is lost; false without hpml_comm_desc.survive. With .survive a rank is lost when it has
+   failed, when it has freed its communicator (has left), or, on this rank alone, when a wait for its message has lasted
+   until the deadline. From then on sends to it end with HPML_ERR_PEER in m->status, as do receives once its earlier
+   messages have arrived; this rank's context and its messages with other ranks are not concerned, and hpml_wait_any
+   returns such a message like one that has come. A collective that needs a lost rank ends with an error on the context
+   that names the lost rank, whereby this rank is lost, too. In virtual time a rank is lost from the time at which it
+   failed or left. Parts and background communicators inherit .survive. MPI: a process that is killed is lost at the
+   deadline, if the launcher leaves the others alive (mpiexec -disable-auto-cleanup). */
 HPML_API bool hpml_comm_lost(const hpml_comm *c, int rank);
 
 /* Extends the deadlines of the ranks that wait for this rank, directly or through other ranks, while this rank works
@@ -379,8 +381,8 @@ typedef struct hpml_transport {
        hpml_message_deliver. May set m->arrival of a receive, during which hpml_wait sleeps. Of several receives with
        equal peer and tag only the oldest is tested. */
     void (*test)(hpml_comm *c, hpml_message *m);
-    /* Optional: sleeps until one of m[0] to m[count - 1] may have advanced, at most until hpml_now() is `until` (0: does
-       not sleep). Entries that are NULL or done are skipped. hpml_wait has one message. NULL: sleeps for 30 us. */
+    /* Optional: sleeps until one of m[0] to m[count - 1] may have advanced, at most until hpml_now() is `until` (0:
+       does not sleep). Entries that are NULL or done are skipped. hpml_wait has one message. NULL: sleeps for 30 us. */
     void (*block)(hpml_comm *c, hpml_message *const *m, int count, double until);
     void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: a wait for m, in which block was called, is over */
     /* Required, after an error: gives m up, so that neither m nor its array is used afterwards. Sets m->done. */
@@ -1103,6 +1105,13 @@ HPMLC_FN bool hpmlc_failed(hpml_comm *c)
     return true;
 }
 
+/* Announces the error on c's context to the other ranks and returns its status. */
+HPMLC_FN hpml_status hpmlc_failure(hpml_comm *c)
+{
+    hpmlc_failed(c);
+    return hpml_ctx_status(c->ctx);
+}
+
 HPML_API int         hpml_comm_rank(const hpml_comm *c) { return c ? c->rank : 0; }
 HPML_API int         hpml_comm_size(const hpml_comm *c) { return c ? c->size : 0; }
 HPML_API hpml_ctx   *hpml_comm_ctx(const hpml_comm *c) { return c ? c->ctx : NULL; }
@@ -1259,13 +1268,11 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>messages   sending, receiving, waiting
+// >>messages   beginning and testing messages; lost ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The transport begins a message; hpml_wait tests the message until it is done. Between tests a wait spins for some
-   microseconds, then yields the core, then sleeps; it sleeps at once if the peer's thread needs this core, because on a
-   busy machine the rank that has work must get the core. (MPICH spins for ever: with more ranks than cores a wait of
-   MPICH was measured 40 times slower than this.) Tags above HPML_TAG_MAX are for collectives. */
+/* The transport begins a message; hpml_wait tests the message until it is done. Receives in flight are in a list. With
+   .survive the messages of a lost rank end here. Tags above HPML_TAG_MAX are for collectives. */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
 #define HPMLC_TAGS           1023 /* tags that collectives use in rotation; messages of one tag stay in order */
@@ -1389,6 +1396,72 @@ HPMLC_FN double hpmlc_next_arrival(hpml_message *const *m, int count)
     return first;
 }
 
+HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
+{
+    if (hpmlc_oldest(m) != m) return;
+    const char *lost = hpmlc_why_lost(c, m->peer); /* before the test, which finds all that was sent before */
+    c->t->test(c, m);
+    if (!lost || hpmlc_done(m) || (m->receiving && m->arrival > 0)) return;
+    c->t->abandon(c, m);
+    hpmlc_lose(c, m, lost);
+}
+
+/* Completes the receive m with an error, because the message that has come has `sent` bytes, not m->bytes. */
+HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
+{
+    m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass "
+                           "the same counts", c->operation, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
+    m->done   = true;
+}
+
+HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *from, size_t bytes)
+{
+    if (!c || !m) return;
+    if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
+    else if (m->reduce) m->reduce(m->data, from, bytes);
+    else if (bytes > 0 && m->data != from) memcpy(m->data, from, bytes); /* equal: ranks share an array */
+    m->done = true;
+}
+
+/* Returns the index of the message of the list m that was over first: by arrival, where that is known, then by place in
+   the list; -1: none is over. */
+HPMLC_FN int hpmlc_first_over(hpml_message *const *m, int count)
+{
+    int    first = -1;
+    double earliest = 0;
+    for (int i = 0; i < count; i++) {
+        if (!m[i] || !hpmlc_done(m[i])) continue;
+        double time = m[i]->receiving ? m[i]->arrival : 0;
+        if (first >= 0 && time >= earliest) continue;
+        first    = i;
+        earliest = time;
+    }
+    return first;
+}
+
+/* Tests the messages of the list m, then the other receives in flight, because a peer may wait for one of those. With
+   several messages their receives are among those in flight. True: one of the receives tested last is done. */
+HPMLC_FN bool hpmlc_test_list(hpml_comm *c, hpml_message *const *m, int count)
+{
+    bool moved = false;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1))
+        if (count == 1 || !m[i]->receiving) hpmlc_test(c, m[i]);
+    for (hpml_message *other = c->pending; other && (count > 1 || !hpmlc_done(*m)); other = other->next) {
+        if (other->done || (count == 1 && other == *m)) continue;
+        hpmlc_test(c, other);
+        moved = moved || other->done;
+    }
+    return moved;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>waiting   waiting for a message, or for the first of several; sending, receiving
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Between tests of its messages a wait spins for some microseconds, then yields the core, then sleeps; it sleeps at
+   once if the peer's thread needs this core, because on a busy machine the rank that has work must get the core. (MPICH
+   spins for ever: with more ranks than cores a wait of MPICH was measured 40 times slower than this.) */
+
 #define HPMLC_SPIN_OWN_CORE 2000 /* value of c->spin_limit where each rank has a core of its own */
 
 /* Returns how many tests a wait on c makes before it yields; atomic, because another thread may change that number. */
@@ -1436,33 +1509,6 @@ HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, hpml_message *const *m, int count, 
 }
 
 HPMLC_FN int hpmlc_cores(int ranks);
-
-HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
-{
-    if (hpmlc_oldest(m) != m) return;
-    const char *lost = hpmlc_why_lost(c, m->peer); /* before the test, which finds all that was sent before */
-    c->t->test(c, m);
-    if (!lost || hpmlc_done(m) || (m->receiving && m->arrival > 0)) return;
-    c->t->abandon(c, m);
-    hpmlc_lose(c, m, lost);
-}
-
-/* Completes the receive m with an error, because the message that has come has `sent` bytes, not m->bytes. */
-HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
-{
-    m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass "
-                           "the same counts", c->operation, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
-    m->done   = true;
-}
-
-HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *from, size_t bytes)
-{
-    if (!c || !m) return;
-    if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
-    else if (m->reduce) m->reduce(m->data, from, bytes);
-    else if (bytes > 0 && m->data != from) memcpy(m->data, from, bytes); /* equal: ranks share an array */
-    m->done = true;
-}
 
 /* Writes " or N others" to `text`, where a wait for the list m has N messages in flight besides the first; else "". */
 HPMLC_FN const char *hpmlc_others(char text[32], int others)
@@ -1516,37 +1562,6 @@ HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
     if (!c || !c->t->announce_busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
     c->busy = seconds > 0 ? now + lasts : 0;
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
-}
-
-/* Returns the index of the message of the list m that was over first: by arrival, where that is known, then by place in
-   the list; -1: none is over. */
-HPMLC_FN int hpmlc_first_over(hpml_message *const *m, int count)
-{
-    int    first = -1;
-    double earliest = 0;
-    for (int i = 0; i < count; i++) {
-        if (!m[i] || !hpmlc_done(m[i])) continue;
-        double time = m[i]->receiving ? m[i]->arrival : 0;
-        if (first >= 0 && time >= earliest) continue;
-        first    = i;
-        earliest = time;
-    }
-    return first;
-}
-
-/* Tests the messages of the list m, then the other receives in flight, because a peer may wait for one of those. With
-   several messages their receives are among those in flight. True: one of the receives tested last is done. */
-HPMLC_FN bool hpmlc_test_list(hpml_comm *c, hpml_message *const *m, int count)
-{
-    bool moved = false;
-    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1))
-        if (count == 1 || !m[i]->receiving) hpmlc_test(c, m[i]);
-    for (hpml_message *other = c->pending; other && (count > 1 || !hpmlc_done(*m)); other = other->next) {
-        if (other->done || (count == 1 && other == *m)) continue;
-        hpmlc_test(c, other);
-        moved = moved || other->done;
-    }
-    return moved;
 }
 
 HPMLC_FN void hpmlc_block(hpml_comm *c, hpml_message *const *m, int count, double until)
@@ -2683,23 +2698,16 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
     code = MPI_Test(&t->request[t->moved / HPMLC_PIECE % 2], &complete, &status);
     if (code == MPI_SUCCESS && complete && m->receiving) MPI_Get_count(&status, MPI_BYTE, &count);
     hpmlc_mpi_unlock(x);
-    if (code != MPI_SUCCESS) {
-        hpmlc_mpi_error(c, m, code);
-        return;
-    }
-    if (!complete) return;
-    if (count != (int)n) {
-        hpmlc_mismatch(c, m, t->moved + (size_t)count);
-        return;
-    }
+    if (code != MPI_SUCCESS) hpmlc_mpi_error(c, m, code);
+    else if (complete && count != (int)n) hpmlc_mismatch(c, m, t->moved + (size_t)count);
+    if (m->done || !complete) return;
     if (t->staging) m->reduce(m->data + t->moved, hpmlc_mpi_buffer(m, t->moved), n);
     t->moved += n;
     if (t->moved == m->bytes) m->done = true;
     else hpmlc_mpi_feed(c, m);
 }
 
-/* Advances m, and all sends in the list hpmlc_mpi.sending (those of over two 4 MiB pieces, and later ones), because
-   otherwise two ranks that send to each other would both wait for the other's next piece. */
+/* Advances m and all listed sends, because else two ranks that send to each other would both wait for a piece. */
 HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 {
     bool listed = false;
@@ -3116,10 +3124,7 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
         return HPML_OK;
     }
     hpmlc_mpi *x = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
-    if (!x) {
-        hpmlc_failed(c);
-        return hpml_ctx_status(c->ctx);
-    }
+    if (!x) return hpmlc_failure(c);
     part->state = x;
     x->shared = hpmlc_mpi_of(c)->shared;
     x->comm   = hpmlc_mpi_of(c)->comm;
@@ -3190,21 +3195,16 @@ HPMLC_FN void hpmlc_mpi_list(hpmlc_shared *x, bool living)
     __atomic_clear(&hpmlc_mpi_living.locked, __ATOMIC_RELEASE);
 }
 
-HPMLC_FN void hpmlc_shared_free(hpmlc_shared *x)
-{
-#ifndef HPML_NO_THREADS
-    pthread_mutex_destroy(&x->lock);
-#endif
-    for (int i = 0; i < x->size; i++) free(x->why[i]);
-    free(x);
-}
-
 HPMLC_FN void hpmlc_shared_release(hpmlc_shared *x)
 {
     hpmlc_mpi_lock(x);
     bool last = --x->users == 0 && !x->kept;
     hpmlc_mpi_unlock(x);
-    if (last) hpmlc_shared_free(x);
+    if (!last) return;
+#ifndef HPML_NO_THREADS
+    pthread_mutex_destroy(&x->lock);
+#endif
+    free(x);
 }
 
 HPMLC_FN void hpmlc_mpi_close_part(hpml_comm *c)
@@ -3368,22 +3368,6 @@ HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *letter)
     }
 }
 
-/* Connects all ranks of `given`: all send each other 'Y' (hpmlc_mpi_meet), duplicate `given` for c and send each other
-   'D', because the letter that is missing then shows which rank was lost. c NULL: this rank is out of memory, and sends
-   'N'. Returns false after an error, which is on ctx. */
-HPMLC_FN bool hpmlc_mpi_connect(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MPI_Comm given)
-{
-    static const char letters[] = { 'N', 'Y', 'D' };
-    MPI_Errhandler    own;
-    MPI_Comm_get_errhandler(given, &own);
-    MPI_Comm_set_errhandler(given, MPI_ERRORS_RETURN);
-    bool good = hpmlc_mpi_meet(ctx, x, &letters[hpml_ctx_status(ctx) == HPML_OK]) &&
-                hpmlc_mpi_duplicate(c, given, &hpmlc_mpi_of(c)->comm) == HPML_OK && hpmlc_mpi_meet(ctx, x, &letters[2]);
-    MPI_Comm_set_errhandler(given, own);
-    MPI_Errhandler_free(&own);
-    return good;
-}
-
 /* Sets d->rank and d->ranks; an error where MPI is not running, or launcher and libmpi do not belong together. */
 HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
 {
@@ -3405,11 +3389,15 @@ HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
     return HPML_OK;
 }
 
-/* Connects this rank with the others and returns the struct that c and its parts share, or NULL after an error, which
-   is on ctx. c NULL: notifies the others that this rank cannot start. */
+/* Connects this rank with all ranks of the desc: all send each other 'Y' (hpmlc_mpi_meet), duplicate the communicator
+   for c and send each other 'D', because the letter that is missing then shows which rank was lost. c NULL: sends 'N',
+   because this rank is out of memory. Returns the struct that c and its parts share; NULL: an error, on ctx. */
 HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_comm_desc *d)
 {
-    hpmlc_shared *x = hpmlc_shared_new(hpmlc_mpi_given(d), d->timeout != 0 ? d->timeout : 60);
+    static const char letters[] = { 'N', 'Y', 'D' };
+    const MPI_Comm    given = hpmlc_mpi_given(d);
+    hpmlc_shared     *x = hpmlc_shared_new(given, d->timeout != 0 ? d->timeout : 60);
+    MPI_Errhandler    own;
     if (!x) {
         hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for control messages");
         return NULL;
@@ -3421,10 +3409,17 @@ HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_co
     }
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* because MPICH raises errors of MPI_Test there */
-    if (hpmlc_mpi_connect(ctx, c, x, hpmlc_mpi_given(d))) return x;
+    MPI_Comm_get_errhandler(given, &own);
+    MPI_Comm_set_errhandler(given, MPI_ERRORS_RETURN);
+    bool good = hpmlc_mpi_meet(ctx, x, &letters[hpml_ctx_status(ctx) == HPML_OK]) &&
+                hpmlc_mpi_duplicate(c, given, &m->comm) == HPML_OK && hpmlc_mpi_meet(ctx, x, &letters[2]);
+    MPI_Comm_set_errhandler(given, own);
+    MPI_Errhandler_free(&own);
+    if (good) return x;
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
-    if (!x->said_final) hpmlc_shared_free(x); /* else x leaks, because MPI may still send from x */
+    x->kept = x->said_final; /* then x leaks, because MPI may still send from x */
+    hpmlc_shared_release(x);
     return NULL;
 }
 
@@ -3823,7 +3818,7 @@ HPMLC_FN void hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUS
 #endif /* HPML_NO_THREADS */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>create   creating, splitting, freeing communicators; running a function on every rank
+// >>create   creating, splitting, freeing communicators
 // ---------------------------------------------------------------------------------------------------------------------
 
 #ifdef HPML_NO_THREADS
@@ -4014,6 +4009,10 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
     return c ? hpml_comm_split(c, c->node[c->rank], c->rank) : NULL;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>launch   running a function on every rank
+// ---------------------------------------------------------------------------------------------------------------------
+
 typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
     const hpml_launch_desc *d;
     hpml_comm_desc          comm;
@@ -4133,8 +4132,9 @@ HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_
     return hpmlc_refuse(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
 }
 
-/* With .survive: where one of the n ranks whose results are in s was successful, and none failed because another rank was
-   lost, returns HPML_OK and writes to `to` how many ranks failed and why the first did. Else as hpmlc_first_cause. */
+/* With .survive: where one of the n ranks whose results are in s was successful, and none failed because another rank
+   was lost, returns HPML_OK and writes to `to` how many ranks failed and why the first did. Else as hpmlc_first_cause.
+   */
 HPMLC_FN hpml_status hpmlc_survivors(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     int  failed = 0;
@@ -4302,16 +4302,8 @@ HPMLC_FN char *hpmlc_read_file(hpml_ctx *ctx, const char *path, int64_t *size)
 }
 
 HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, hpml_element element);
-/* Sets time 0 of every rank's timeline to the earliest event of all ranks. */
-HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
-{
-    double      first  = -hpml_trace_first(c->ctx);
-    hpml_status status = hpmlc_reduce_untraced(c, &first, 1, HPML_ELEMENT_F64);
-    if (status == HPML_OK) hpml_trace_shift(c->ctx, -first);
-    return status;
-}
-
-/* Writes this rank's events to the file PATH.rankN and sends that to rank 0, which joins all ranks' lists in `path`. */
+/* Sets time 0 to the earliest event of all ranks, writes this rank's events to the file PATH.rankN and sends that to
+   rank 0, which joins all ranks' lists in `path`. */
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 {
     char    own[1024];
@@ -4319,12 +4311,11 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
     FILE   *f = NULL;
     if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     hpmlc_background_drain(c);
-    if (hpmlc_trace_begin(c) != HPML_OK) return hpml_ctx_status(c->ctx);
+    double first = -hpml_trace_first(c->ctx);
+    if (hpmlc_reduce_untraced(c, &first, 1, HPML_ELEMENT_F64) != HPML_OK) return hpml_ctx_status(c->ctx);
+    hpml_trace_shift(c->ctx, -first);
     snprintf(own, sizeof own, "%s.rank%d", path, c->rank);
-    if (hpml_trace_save(c->ctx, own) != HPML_OK) {
-        hpmlc_failed(c);
-        return hpml_ctx_status(c->ctx);
-    }
+    if (hpml_trace_save(c->ctx, own) != HPML_OK) return hpmlc_failure(c);
     char *text = hpmlc_read_file(c->ctx, own, &size);
     remove(own);
     if (!text || size < 5) return hpmlc_fail(c, HPML_ERR_READ, "trace \"%s\": cannot be read back", own);
@@ -4411,8 +4402,7 @@ HPMLC_FN int hpmlc_log2(int n) { return 31 - __builtin_clz((unsigned)n | 1); } /
 
 HPMLC_FN bool hpmlc_adds(const hpmlc_kind *kind) { return kind->sums != HPMLC_SUMS_NONE; }
 
-/* Returns the team (ranks that run a phase together) of all p ranks. Rank `root` is its member 0; hpmlc_team.me, the
-   number of the own rank in the team, is that of rank `rank`. */
+/* Returns the team of all p ranks, whose member 0 is rank `root`, as rank `rank` has it. */
 HPMLC_FN hpmlc_team hpmlc_everyone(int p, int rank, int root)
 {
     const hpmlc_team all = { 0, 1, p, (rank - root + p) % p, root };
@@ -4428,8 +4418,7 @@ HPMLC_FN int hpmlc_rounds_down(int size) { return hpmlc_log2(size); }
 HPMLC_FN int hpmlc_rounds_up(int size) { return hpmlc_log2(size) + (size > 1 << hpmlc_log2(size)); }
 HPMLC_FN int hpmlc_rounds_fold(int size) { return hpmlc_rounds_up(size) - hpmlc_rounds_down(size); }
 
-/* Sets what this rank sends in move m: blocks `first` to `end` - 1 of phase f's range of the array, which has one block
-   for each member of the team, to member `to`. */
+/* Sets what move m sends to member `to`: blocks `first` to `end` - 1 of phase f's range, one for each member. */
 HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int first, int end)
 {
     m->to         = hpmlc_member(&f->team, to);
@@ -4437,8 +4426,7 @@ HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int fir
     m->send_count = f->at + hpml_block(f->count, f->team.size, end) - m->send_at;
 }
 
-/* Sets what move m receives: blocks `first` to `end` - 1 of phase f's range, which has one for each member of the team,
-   from member `from`. They are added to the array where the phase adds, else they replace its elements. */
+/* Sets what move m receives from member `from`: blocks as in hpmlc_set_send, which are added where phase f adds. */
 HPMLC_FN void hpmlc_set_receive(const hpmlc_phase *f, hpml_move *m, int from, int first, int end)
 {
     m->from          = hpmlc_member(&f->team, from);
@@ -4537,8 +4525,7 @@ HPMLC_FN void hpmlc_tree_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_tree_up   = { hpmlc_rounds_up, hpmlc_tree_move, HPMLC_SUMS_ROOT, false, false };
 static const hpmlc_kind hpmlc_tree_down = { hpmlc_rounds_up, hpmlc_tree_move, HPMLC_SUMS_NONE, false, false };
 
-/* Sets the move of round k in a star: where the phase adds, member k + 1 sends to member 0, else it receives from
-   member 0; the other members are idle. */
+/* Sets the move of round k in a star: where the phase adds, member k + 1 sends to member 0, else 0 to k + 1. */
 HPMLC_FN void hpmlc_star_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     if (f->team.me == 0 || f->team.me == k + 1) hpmlc_set_parent_child(f, m, k + 1, 0);
@@ -4831,29 +4818,23 @@ HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
     return c->scratch;
 }
 
-/* For HPML_MEAN: divides the sums in `data` that phase i of `all` has completed on this rank by the number of
-   ranks, if phase i is the last one that adds: so each element is divided once, before it is copied to other ranks. */
+/* For HPML_MEAN: divides the sums that phase i has completed on this rank, unless a later phase adds as well. */
 HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_phases *all, int i, char *data, hpml_element e)
 {
     const hpmlc_phase *f = &all->phase[i];
-    int                p = f->team.size, first = 0, end = 0; /* blocks [first, end) are divided */
+    const hpmlc_sums   sums  = f->kind->sums;
+    const bool         block = sums == HPMLC_SUMS_BLOCK;
+    const int          p = f->team.size, me = f->team.me;
     for (int k = i + 1; k < all->count; k++)
         if (hpmlc_adds(all->phase[k].kind)) return;
-    switch (f->kind->sums) {
-    case HPMLC_SUMS_NONE: case HPMLC_SUMS_PARTIAL: return;
-    case HPMLC_SUMS_BLOCK:
-        first = f->team.me;
-        end   = f->team.me + 1;
-        break;
-    case HPMLC_SUMS_ALL: end = p; break;
-    case HPMLC_SUMS_ROOT: end = f->team.me == 0 ? p : 0; break;
-    }
+    if (!block && sums != HPMLC_SUMS_ALL && (sums != HPMLC_SUMS_ROOT || me > 0)) return;
+    int first = block ? me : 0; /* blocks [first, end) are divided */
+    int end   = block ? me + 1 : p;
     int64_t at = f->at + hpml_block(f->count, p, first), n = f->at + hpml_block(f->count, p, end) - at;
     hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
 }
 
-/* Executes phases, this rank's sends and receives of all rounds, on `data`, elements of type e, with messages of this
-   tag. op: how to add, an hpml_reduce; -1: the phases add nothing. */
+/* Executes phases on `data`, elements of type e, with messages of this tag. op: an hpml_reduce; -1: adds nothing. */
 HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_phases *all, char *data, hpml_element e, int op, int tag)
 {
     size_t           size   = hpml_element_size(e);
@@ -5271,8 +5252,7 @@ HPMLC_FN void hpmlc_background_low_latency(void)
 #endif
 }
 
-/* Runs posted jobs, as main function of the background thread `arg`, until hpmlc_background_stop sets `stop` and no job
-   is left. Returns NULL. */
+/* Main function of the background thread: runs jobs until hpmlc_background_stop is called and no job is left. */
 HPMLC_FN void *hpmlc_background_main(void *arg)
 {
     hpmlc_background *b    = (hpmlc_background *)arg;
@@ -5293,8 +5273,7 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     return NULL;
 }
 
-/* Starts the background thread. Where transport or system allow none, b->threaded stays false, and a job runs in the
-   calling thread when it is posted. */
+/* Starts the background thread; where transport or system allow none, jobs run in the thread that posts them. */
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
     const hpml_transport *t = b->c->t;
@@ -5711,8 +5690,7 @@ HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
     return it->residual && it->stripe;
 }
 
-/* Computes where the messages to each rank, those from each rank and each rank's packed sum begin in the arrays `sent`,
-   `received` and `sums` of the exchange, and allocates these arrays. False: no memory. */
+/* Sets where the ranks' messages and packed sums begin in `sent`, `received` and `sums`, allocates these arrays. */
 HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
 {
     hpml_comm *c = x->c;
@@ -5732,8 +5710,7 @@ HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
     return x->sums && x->received && x->sent;
 }
 
-/* Computes where each plain tensor begins among the floats that are added up, and allocates the arrays with which
-   hpml_exchange_ready notes which tensors are final. False: no memory. */
+/* Sets where each plain tensor begins among the floats that are added up; allocates hpml_exchange_ready's arrays. */
 HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
 {
     int64_t at = 0, n = x->d.count;
@@ -5750,8 +5727,7 @@ HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
     return x->ready != NULL;
 }
 
-/* Allocates an exchange for desc d, which has been checked, and the arrays whose sizes follow from the number of
-   tensors and of ranks. mode: where the tensors are in memory. NULL: no memory. */
+/* Allocates an exchange for desc d, which has been checked, and its arrays by tensor and rank. NULL: no memory. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_desc *d, hpmlc_exchange_mode mode)
 {
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
@@ -5772,8 +5748,7 @@ HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_des
     return x;
 }
 
-/* Creates an exchange as hpml_exchange_create does. mode: where the tensors are, on the host or a device, and whether
-   in one array. Collective. NULL: an error on the context. */
+/* Creates an exchange as hpml_exchange_create does; mode: where the tensors are. NULL: an error on the context. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_make(hpml_comm *c, const hpml_exchange_desc *desc, hpmlc_exchange_mode mode)
 {
     HPMLC_DESC(hpml_exchange_desc, d, desc);
@@ -5918,8 +5893,7 @@ HPMLC_FN void hpmlc_exchange_unpack(const hpml_comm *c, hpml_exchange *x)
     }
 }
 
-/* Returns the message from rank r with its packed rows of this rank's stripe (the rows that this rank adds up). me:
-   this rank; for r == me, which sends nothing, returns the message in x->sent. */
+/* Returns the message from rank r with the packed rows of this rank's stripe; that of rank `me` is in x->sent. */
 HPMLC_FN const char *hpmlc_message_from(const hpml_exchange *x, int r, int me)
 {
     return r == me ? x->sent + x->sent_at[r] : x->received + x->received_at[r];
@@ -6022,8 +5996,7 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
     hpmlc_span(c, name, start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
-/* Adds up x->part floats of the plain tensors, or what is left of them, over all ranks by one allreduce: from float
-   part * x->part on, where the plain tensors are counted end to end. */
+/* Adds up part number `part`, x->part floats of the plain tensors counted end to end, by one allreduce. */
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
@@ -6181,66 +6154,6 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
     if (row) *row = x->item[tensor].my_row;
     if (rows) *rows = x->item[tensor].my_rows;
     return x->item[tensor].stripe;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>linked   the same five steps on a device, moved by its link
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* An exchange on a device (see hpml_exchange_desc), with the same bits as on the host: the device packs and adds, its
-   link (hpml_device_link) sends and receives. hpmlc_linked_begin packs and sends during the backward pass,
-   hpmlc_linked_finish adds and unpacks before the update, for all buckets together. Messages have no header that
-   reports a NaN, because packing waits for a flag of the device that does. */
-
-HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
-{
-    hpml_comm              *c    = x->c;
-    const hpml_device_link *l    = &c->link;
-    bool                    mean = x->d.reduce == HPML_MEAN;
-    x->runs++;
-    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x) : 0;
-    hpml_status status = l->begin(l->user);
-    if (status == HPML_OK && x->packed > 0)
-        status = l->swap(l->user, x->sent, x->sent_at, false, x->received, x->received_at);
-    if (status == HPML_OK && x->span) status = l->allreduce(l->user, x->span, x->plain, mean);
-    for (int i = 0; i < x->d.count && !x->span && status == HPML_OK; i++) {
-        const hpml_gradient *g = &x->item[i].g;
-        if (x->item[i].plain) status = l->allreduce(l->user, g->data, g->rows * g->cols, mean);
-    }
-    c->counters.bytes += hpml_exchange_bytes(x);
-    return status == HPML_OK ? l->end(l->user) : status;
-}
-
-/* Makes later work of the device wait for the collectives of its link. check: the host waits for these first, because
-   its wait for the link has a deadline and its wait for the device, which follows anyway, has none. */
-HPMLC_FN hpml_status hpmlc_linked_wait(hpml_comm *c, bool check)
-{
-    hpml_status status = check ? c->link.check(c->link.user) : HPML_OK;
-    return status == HPML_OK ? c->link.wait(c->link.user) : status;
-}
-
-/* Completes `count` exchanges x on a device: adds up and packs this rank's rows, sends the sums to all ranks, unpacks.
-   Skips exchanges without packed tensors. check: the host waits for the link, see hpmlc_linked_wait. */
-HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int count, bool check)
-{
-    const hpml_device_link *l = &c->link;
-    bool                    packed = false;
-    for (int i = 0; i < count; i++) packed = packed || x[i]->packed > 0;
-    hpml_status status = hpmlc_linked_wait(c, check || packed);
-    if (!packed || status != HPML_OK) return status;
-    for (int i = 0; i < count; i++) {
-        int64_t bad_sum = x[i]->packed > 0 ? hpmlc_exchange_add(c, x[i]) : 0;
-        if (x[i]->bad == 0) x[i]->bad = bad_sum;
-    }
-    if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
-    status = l->begin(l->user);
-    for (int i = 0; i < count && status == HPML_OK; i++)
-        if (x[i]->packed > 0) status = l->swap(l->user, x[i]->sums, x[i]->sum_at, true, x[i]->sums, x[i]->sum_at);
-    if (status == HPML_OK) status = l->end(l->user);
-    if (status == HPML_OK) status = hpmlc_linked_wait(c, check);
-    for (int i = 0; i < count && status == HPML_OK; i++)
-        if (x[i]->packed > 0) hpmlc_exchange_unpack(c, x[i]);
-    return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6435,8 +6348,7 @@ HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
     return NULL;
 }
 
-/* Decides whether the exchange's codec, top-k or low rank, packs tensor `it`, else sets it->plain; if so, allocates the
-   residual and the codec's arrays. False: no memory. */
+/* Sets it->plain unless the codec, top-k or low rank, packs the tensor; else allocates arrays. False: no memory. */
 HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
 {
     int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
@@ -6720,7 +6632,7 @@ HPML_API int hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_
     return (int)length;
 }
 
-/* Parses a decimal number such as 2.5e-3, with a point in all locales, unlike strtod. *end: after its last character. */
+/* Parses a decimal number such as 2.5e-3, with a point in all locales, unlike strtod. *end: where the number ends. */
 HPMLC_FN double hpmlc_decimal(char *text, char **end)
 {
     double value = 0;
@@ -7080,19 +6992,12 @@ HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
     g->cols = hpml_tensor_count(p) / g->rows;
 }
 
-/* Copies floats [at, at + n) of gradients on a device to layout.host; hpmlc_host_return copies all of them back. */
+/* Copies floats [at, at + n) of gradients on a device to layout.host; hpmlc_host_apply copies all of them back. */
 HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
     const hpmlc_layout *l = &d->layout;
     if (l->host == l->first || n == 0) return;
     l->view.device->read(l->view.device_user, l->host + at, l->first + at, (size_t)n * sizeof(float));
-}
-
-HPMLC_FN void hpmlc_host_return(hpml_distributed *d)
-{
-    const hpmlc_layout *l = &d->layout;
-    if (l->host == l->first) return;
-    l->view.device->write(l->view.device_user, l->first, l->host, (size_t)l->span * sizeof(float));
 }
 
 /* Returns the factor that makes gradients, divided by `full` samples, means over `samples`; 1 if the plan sets .sum. */
@@ -7101,11 +7006,18 @@ HPMLC_FN float hpmlc_rescale(const hpml_distributed *d, double samples, double f
     return d->plan.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
 }
 
-HPMLC_FN void hpmlc_host_rescale(hpml_distributed *d, double samples, double full)
+/* Makes the optimizer step with the gradients in layout.host, of `samples` samples but divided by `full`. */
+HPMLC_FN hpml_status hpmlc_host_apply(hpml_distributed *d, double samples, double full)
 {
-    float scale = hpmlc_rescale(d, samples, full);
-    if (scale == 1) return;
-    for (int64_t k = 0; k < d->layout.span; k++) d->layout.host[k] *= scale;
+    const hpmlc_layout *l = &d->layout;
+    const float         scale = hpmlc_rescale(d, samples, full);
+    if (scale != 1)
+        for (int64_t k = 0; k < l->span; k++) l->host[k] *= scale;
+    if (l->host != l->first)
+        l->view.device->write(l->view.device_user, l->first, l->host, (size_t)l->span * sizeof(float));
+    hpml_status status = d->shared && d->c->rank > 0 ? HPML_OK : hpml_trainer_apply(d->t, 0, l->params);
+    hpml_status others = d->shared ? hpml_barrier(d->c) : HPML_OK; /* no rank goes on before rank 0 has stepped */
+    return status != HPML_OK ? status : others;
 }
 
 /* Starts fn(c, user) as a task: in the background or, without a thread, at once. Returns the status of the start. */
@@ -7139,10 +7051,13 @@ HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
     d->background = pays != 0;
 }
 
-/* Fills in e, an exchange's desc: algorithm, sum or mean, and codec of the plan; the caller sets the tensors. */
-HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_desc *e)
+/* Fills in e, an exchange's desc: algorithm, sum or mean, and codec of the plan; `count` tensors g. */
+HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_desc *e, const hpml_gradient *g,
+                                      int count)
 {
     memset(e, 0, sizeof *e);
+    e->tensors   = g;
+    e->count     = count;
     e->algorithm = d->plan.algorithm;
     e->reduce    = d->plan.sum ? HPML_SUM : HPML_MEAN;
     e->codec     = d->plan.codec;
@@ -7168,9 +7083,7 @@ HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b,
 HPMLC_FN bool hpmlc_bucket_open(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     hpml_exchange_desc e;
-    hpmlc_exchange_settings(d, &e);
-    e.count   = b->count;
-    e.tensors = g;
+    hpmlc_exchange_settings(d, &e, g, b->count);
     return hpmlc_bucket_exchanges(d, b, d->c, &e, d->layout.host ? HPMLC_PADDED : HPMLC_PADDED_LINKED);
 }
 
@@ -7405,8 +7318,7 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
     return status;
 }
 
-/* Returns which gradient had a NaN or infinity in this step: 2^20 * index of the parameter + 1 + the rank that had it,
-   of the first bucket that reports one; 0: none. */
+/* Returns the first bucket's report of a NaN or infinity in this step: 2^20 * parameter + 1 + a rank; 0: none. */
 HPMLC_FN int64_t hpmlc_dist_bad(const hpml_distributed *d)
 {
     for (int b = 0; b < d->buckets.count; b++) {
@@ -7716,11 +7628,7 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
     hpmlc_buffers_average(d);
     hpmlc_steps_note(d);
     d->report.r.steps++;
-    hpmlc_host_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
-    hpmlc_host_return(d);
-    if (!d->shared || d->c->rank == 0) status = hpml_trainer_apply(d->t, 0, d->layout.params);
-    hpml_status others = d->shared ? hpml_barrier(d->c) : HPML_OK; /* no rank goes on before rank 0 has stepped */
-    return status != HPML_OK ? status : others;
+    return hpmlc_host_apply(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7861,10 +7769,7 @@ HPMLC_FN hpml_status hpmlc_delayed_update(hpml_distributed *d)
     }
     if (status != HPML_OK) return status;
     d->report.r.steps++;
-    if (samples <= 0) return HPML_OK; /* the first step has nothing to apply */
-    hpmlc_host_rescale(d, samples, whole);
-    hpmlc_host_return(d);
-    return hpml_trainer_apply(d->t, 0, d->layout.params);
+    return samples > 0 ? hpmlc_host_apply(d, samples, whole) : HPML_OK; /* the first step has nothing to apply */
 }
 
 /* Lists what checkpoints hold: what exchanges carry (residuals), and the gradients and changes of running statistics
@@ -7931,7 +7836,7 @@ HPMLC_FN bool hpmlc_exact_exchange(hpml_distributed *d)
     int                params = d->layout.params;
     hpml_gradient     *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)params, NULL);
     if (!g) return false;
-    hpmlc_exchange_settings(d, &e);
+    hpmlc_exchange_settings(d, &e, g, 0);
     for (int i = 0; i < params; i++) {
         hpml_tensor *t = hpmlc_param(d, i);
         hpml_packing pack;
@@ -7947,7 +7852,6 @@ HPMLC_FN bool hpmlc_exact_exchange(hpml_distributed *d)
                           "lower .leaf or the number of ranks", (long long)d->copies.all, d->c->size), false;
     if (e.count > 0) {
         hpmlc_bucket *b = &d->buckets.item[d->buckets.count++];
-        e.tensors   = g;
         e.reduce    = HPML_SUM;
         e.leaves    = (int32_t)d->copies.count;
         e.leaf_step = own->total;
@@ -8092,10 +7996,7 @@ HPMLC_FN hpml_status hpmlc_exact_begin(hpml_distributed *d, int64_t samples, flo
     double      start  = hpml_comm_now(d->c);
     hpml_status status = hpmlc_exact_leaves(d, samples, loss);
     d->report.r.compute_s += hpml_comm_now(d->c) - start;
-    if (status != HPML_OK) {
-        hpmlc_failed(d->c); /* sends the error to the other ranks */
-        return status;
-    }
+    if (status != HPML_OK) return hpmlc_failure(d->c);
     start = hpml_comm_now(d->c);
     hpmlc_stats_fill(d, NULL);
     status = hpmlc_reduce_all(d->c, d->stats.sum, HPMLC_STATS, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
@@ -8129,13 +8030,15 @@ HPMLC_FN bool hpmlc_exact_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Strategy link: as >>strategy-sync, but the gradients stay on the device: the communicator's link (hpml_device_link:
-   NCCL) adds them up on a stream of its own, and what a codec packs is packed on the device (hpmlc_linked_begin,
-   _finish in >>linked). The host starts collectives and does not wait for them. It waits for those of a step at the
-   start of the next one, because the link's wait has a deadline and the host's own wait for the loss has none. */
+   NCCL) adds them up on a stream of its own. What a codec packs is exchanged in the steps of >>stripes, with the same
+   bits: the device packs and adds, its link sends and receives; hpmlc_link_start packs and sends during the backward
+   pass, hpmlc_link_finish adds and unpacks before the update, for all buckets together. Messages have no header that
+   reports a NaN, because packing waits for a flag of the device that does. The host starts collectives and does not
+   wait for them. It waits for those of a step at the start of the next one, because the link's wait has a deadline and
+   the host's own wait for the loss has none. */
 
 typedef struct hpmlc_link {
     const hpml_device_link *l;
-    hpml_exchange         **ended;      /* (buckets) each bucket's exchange of this step */
     bool                    is_checked; /* the trainer checks the gradients' norm before it uses them */
     bool                    is_clipped; /* the trainer clips the gradients' norm */
 } hpmlc_link;
@@ -8148,9 +8051,24 @@ HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_plan *plan)
     return !b->host && c->link.begin && by_rows && packs;
 }
 
-HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d HPMLC_UNUSED, hpmlc_bucket *b)
+HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d, hpmlc_bucket *b)
 {
-    b->task.status = hpmlc_linked_begin(b->now);
+    hpml_comm              *c    = d->c;
+    hpml_exchange          *x    = b->now;
+    const hpml_device_link *l    = &c->link;
+    bool                    mean = x->d.reduce == HPML_MEAN;
+    x->runs++;
+    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x) : 0;
+    hpml_status status = l->begin(l->user);
+    if (status == HPML_OK && x->packed > 0)
+        status = l->swap(l->user, x->sent, x->sent_at, false, x->received, x->received_at);
+    if (status == HPML_OK && x->span) status = l->allreduce(l->user, x->span, x->plain, mean);
+    for (int i = 0; i < x->d.count && !x->span && status == HPML_OK; i++) {
+        const hpml_gradient *g = &x->item[i].g;
+        if (x->item[i].plain) status = l->allreduce(l->user, g->data, g->rows * g->cols, mean);
+    }
+    c->counters.bytes += hpml_exchange_bytes(x);
+    b->task.status = status == HPML_OK ? l->end(l->user) : status;
     return HPML_OK;
 }
 
@@ -8166,9 +8084,8 @@ HPMLC_FN void *hpmlc_link_attach(hpml_distributed *d, size_t size, hpmlc_start_f
     own->l          = &d->c->link;
     own->is_clipped = t->clip_norm > 0;
     own->is_checked = (own->is_clipped && !t->no_finite_check) || hpmlc_overflows(d->t, d->ctx);
-    own->ended      = (hpml_exchange **)hpmlc_dist_alloc(d, sizeof *own->ended * (size_t)d->layout.params);
     hpmlc_background_choose(d); /* for the sum of loss and running statistics */
-    return own->ended ? own : NULL;
+    return own;
 }
 
 #define HPMLC_LINK_BUCKET ((int64_t)8 << 20) /* bytes of a bucket; smaller collectives do not reach a link's rate */
@@ -8183,9 +8100,7 @@ HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_link_check(hpml_distributed *d)
 {
     const hpml_device_link *l = ((const hpmlc_link *)d->own)->l;
-    if (l->check(l->user) == HPML_OK) return HPML_OK;
-    hpmlc_failed(d->c); /* sends the error to the other ranks */
-    return hpml_ctx_status(d->ctx);
+    return l->check(l->user) == HPML_OK ? HPML_OK : hpmlc_failure(d->c);
 }
 
 HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, float *loss)
@@ -8194,12 +8109,40 @@ HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, floa
     return status == HPML_OK ? hpmlc_sync_begin(d, samples, loss) : status;
 }
 
-/* Completes the exchanges of compressed gradients, all buckets at once: adds them up, sends and unpacks the sums. */
+/* Makes later work of the device wait for the collectives of its link. check: the host waits for these first, because
+   its wait for the link has a deadline and its wait for the device, which follows anyway, has none. */
+HPMLC_FN hpml_status hpmlc_link_wait(const hpml_device_link *l, bool check)
+{
+    hpml_status status = check ? l->check(l->user) : HPML_OK;
+    return status == HPML_OK ? l->wait(l->user) : status;
+}
+
+/* Completes the exchanges of compressed gradients, all buckets at once: adds up and packs this rank's rows, sends the
+   sums to all ranks, unpacks. Skips buckets without packed tensors. */
 HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
 {
-    const hpmlc_link *own = (const hpmlc_link *)d->own;
-    for (int i = 0; i < d->buckets.count; i++) own->ended[i] = d->buckets.item[i].now;
-    return hpmlc_linked_finish(d->c, own->ended, d->buckets.count, own->is_checked);
+    const bool              check = ((const hpmlc_link *)d->own)->is_checked;
+    const hpml_device_link *l = &d->c->link;
+    const hpmlc_bucket     *b, *end = d->buckets.item + d->buckets.count;
+    bool                    packed = false;
+    for (b = d->buckets.item; b < end; b++) packed = packed || b->now->packed > 0;
+    hpml_status status = hpmlc_link_wait(l, check || packed);
+    if (!packed || status != HPML_OK) return status;
+    for (b = d->buckets.item; b < end; b++) {
+        int64_t bad_sum = b->now->packed > 0 ? hpmlc_exchange_add(d->c, b->now) : 0;
+        if (b->now->bad == 0) b->now->bad = bad_sum;
+    }
+    if (hpmlc_failed(d->c)) return hpml_ctx_status(d->ctx);
+    status = l->begin(l->user);
+    for (b = d->buckets.item; b < end && status == HPML_OK; b++) {
+        const hpml_exchange *x = b->now;
+        if (x->packed > 0) status = l->swap(l->user, x->sums, x->sum_at, true, x->sums, x->sum_at);
+    }
+    if (status == HPML_OK) status = l->end(l->user);
+    if (status == HPML_OK) status = hpmlc_link_wait(l, check);
+    for (b = d->buckets.item; b < end && status == HPML_OK; b++)
+        if (b->now->packed > 0) hpmlc_exchange_unpack(d->c, b->now);
+    return status;
 }
 
 /* Makes the update of a step that a device link exchanges. finish: the function that completes this on the devices. */
@@ -8322,8 +8265,7 @@ HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpm
     if (!hpmlc_shard_cut(d, b, g, s)) return false;
     hpml_gradient *part = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *part * (size_t)(b->count + 1), NULL);
     if (!part) return false;
-    hpmlc_exchange_settings(d, &e);
-    e.tensors = part;
+    hpmlc_exchange_settings(d, &e, part, 0);
     for (int i = 0; i < b->count && d->plan.codec.kind != HPML_CODEC_NONE; i++) {
         int64_t first = g[i].data - d->layout.first - b->at - s->at; /* where tensor i begins in the shard */
         int64_t at = hpmlc_max(first, 0), end = hpmlc_min(first + g[i].rows * g[i].cols, s->floats);
@@ -8371,7 +8313,7 @@ HPMLC_FN hpml_status hpmlc_nodes_finish(hpml_distributed *d)
     hpml_comm_counters(l->across, &sent);
     hpml_comm_counters_reset(l->across);
     hpmlc_counters_add(&d->c->counters, &sent);
-    return status == HPML_OK ? hpmlc_linked_wait(d->c, own->link.is_checked) : status;
+    return status == HPML_OK ? hpmlc_link_wait(l, own->link.is_checked) : status;
 }
 
 HPMLC_FN hpml_status hpmlc_nodes_update(hpml_distributed *d)
@@ -8440,39 +8382,29 @@ typedef struct hpmlc_weights {
     bool    is_ahead;  /* block: parameters began this block ahead of the centre */
 } hpmlc_weights;
 
-/* Copies an array of the trainer to `to`, layout.span floats on the host. False: the trainer has no such array. */
-HPMLC_FN bool hpmlc_array_get(const hpml_distributed *d, int which, float *to)
+/* Copies an array of the trainer to `host`, layout.span floats; set: from `host`. False: there is no such array. */
+HPMLC_FN bool hpmlc_array_copy(const hpml_distributed *d, int which, float *host, bool set)
 {
-    const hpml_backend *device = d->layout.view.device;
-    const size_t        bytes  = (size_t)d->layout.span * sizeof(float);
-    int64_t             n;
-    const float        *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
+    const hpmlc_host_view *view  = &d->layout.view;
+    const size_t           bytes = (size_t)d->layout.span * sizeof(float);
+    int64_t                n;
+    float                 *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
     if (!array) return false;
-    if (device) device->read(d->layout.view.device_user, to, array, bytes);
-    else memcpy(to, array, bytes);
+    if (view->device && set) view->device->write(view->device_user, array, host, bytes);
+    else if (view->device) view->device->read(view->device_user, host, array, bytes);
+    else if (set) memcpy(array, host, bytes);
+    else memcpy(host, array, bytes);
     return true;
-}
-
-/* Sets an array of the trainer, if there is one, from layout.span floats on the host. */
-HPMLC_FN void hpmlc_array_set(const hpml_distributed *d, int which, const float *from)
-{
-    const hpml_backend *device = d->layout.view.device;
-    const size_t        bytes  = (size_t)d->layout.span * sizeof(float);
-    int64_t             n;
-    float              *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
-    if (!array) return;
-    if (device) device->write(d->layout.view.device_user, array, from, bytes);
-    else memcpy(array, from, bytes);
 }
 
 HPMLC_FN bool hpmlc_weights_open(hpml_distributed *d)
 {
-    hpmlc_weights *own = (hpmlc_weights *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
+    hpmlc_weights *own = (hpmlc_weights *)hpmlc_dist_alloc(d, sizeof *own);
     d->own = own;
     if (!own) return false;
     own->floats = d->layout.span + d->layout.buffer_total + HPMLC_MEET_STATS;
-    own->meet   = (float *)hpml_ctx_alloc(d->ctx, (size_t)own->floats * sizeof(float), NULL);
-    return own->meet && hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    own->meet   = (float *)hpmlc_dist_alloc(d, (size_t)own->floats * sizeof(float));
+    return own->meet && hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
 }
 
 /* As hpmlc_weights_open, for a strategy with a centre, and with a velocity if it is one with a momentum. */
@@ -8481,8 +8413,8 @@ HPMLC_FN bool hpmlc_weights_open_centre(hpml_distributed *d)
     const size_t bytes = (size_t)d->layout.span * sizeof(float);
     if (!hpmlc_weights_open(d)) return false;
     hpmlc_weights *own = (hpmlc_weights *)d->own;
-    own->centre   = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
-    own->momentum = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
+    own->centre   = (float *)hpmlc_dist_alloc(d, bytes);
+    own->momentum = (float *)hpmlc_dist_alloc(d, bytes);
     return own->momentum != NULL;
 }
 
@@ -8491,7 +8423,7 @@ HPMLC_FN hpml_status hpmlc_weights_begin(hpml_distributed *d, int64_t samples, f
 {
     hpmlc_weights *own   = (hpmlc_weights *)d->own;
     double         start = hpml_comm_now(d->c);
-    if (own->centre && !own->is_set) own->is_set = hpmlc_array_get(d, HPML_ARRAY_VALUES, own->centre);
+    if (own->centre && !own->is_set) own->is_set = hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, false);
     if (d->micro == 0) d->stats.samples = 0;
     hpml_status status = hpml_trainer_run_inner(d->t, samples, loss);
     d->stats.samples += (double)samples;
@@ -8550,7 +8482,7 @@ HPMLC_FN hpml_status hpmlc_weights_sum(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_weights_mean(hpml_distributed *d)
 {
     hpmlc_weights *own = (hpmlc_weights *)d->own;
-    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
     hpml_status status = hpmlc_weights_sum(d);
     hpmlc_divide_f32(own->meet, d->layout.span, (float)d->c->size);
     return status;
@@ -8573,9 +8505,9 @@ HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
     hpml_status    status = list->is_saving ? d->strategy->finish(d) : HPML_OK;
     for (int i = HPML_ARRAY_STATE; i < HPML_ARRAY_END && list->is_saving && status == HPML_OK; i++) {
-        if (!hpmlc_array_get(d, i, own->meet)) continue;
+        if (!hpmlc_array_copy(d, i, own->meet, false)) continue;
         status = hpmlc_reduce_all(d->c, own->meet, d->layout.span, HPML_ELEMENT_F32, HPML_MEAN, HPML_AUTO);
-        hpmlc_array_set(d, i, own->meet);
+        hpmlc_array_copy(d, i, own->meet, true);
     }
     hpmlc_weights_restart(own);
     own->is_ahead = false;
@@ -8592,15 +8524,6 @@ HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
     return hpml_ctx_status(d->ctx) == HPML_OK;
 }
 
-HPMLC_FN void hpmlc_weights_close(hpml_distributed *d)
-{
-    hpmlc_weights *own = (hpmlc_weights *)d->own;
-    if (!own) return;
-    hpml_ctx_release(d->ctx, own->meet);
-    hpml_ctx_release(d->ctx, own->centre);
-    hpml_ctx_release(d->ctx, own->momentum);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-local   local SGD: the mean of the parameters
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8612,7 +8535,7 @@ HPMLC_FN hpml_status hpmlc_local_meet(hpml_distributed *d)
 {
     const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
     hpml_status          status = hpmlc_weights_mean(d);
-    if (status == HPML_OK) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    if (status == HPML_OK) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, true);
     return status;
 }
 
@@ -8654,10 +8577,10 @@ HPMLC_FN hpml_status hpmlc_block_meet(hpml_distributed *d)
     }
     own->is_ahead = d->plan.outer_nesterov;
     hpmlc_block_start(d, own->is_ahead, own->meet);
-    hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, true);
     if (hpml_trainer_settings(d->t)->optimizer != HPML_OPT_SGD) return HPML_OK;
     memset(own->meet, 0, (size_t)d->layout.span * sizeof(float));
-    hpmlc_array_set(d, HPML_ARRAY_STATE, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_STATE, own->meet, true);
     return HPML_OK;
 }
 
@@ -8668,7 +8591,7 @@ HPMLC_FN hpml_status hpmlc_block_finish(hpml_distributed *d)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
     hpml_status    status = own->since > 0 ? hpmlc_block_meet(d) : HPML_OK;
-    if (status == HPML_OK && own->is_ahead) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->centre);
+    if (status == HPML_OK && own->is_ahead) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, true);
     own->is_ahead = false;
     return status;
 }
@@ -8687,13 +8610,13 @@ HPMLC_FN hpml_status hpmlc_elastic_meet(hpml_distributed *d)
     const int64_t  span = d->layout.span;
     float         *moved = (float *)hpmlc_scratch(d->c, (size_t)span * sizeof(float));
     if (!moved) return hpml_ctx_status(d->ctx);
-    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
     for (int64_t k = 0; k < span; k++) {
         float difference = d->plan.elastic * (own->meet[k] - own->centre[k]);
         moved[k]     = own->meet[k] - difference;
         own->meet[k] = difference;
     }
-    hpmlc_array_set(d, HPML_ARRAY_VALUES, moved);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, moved, true);
     hpml_status status = hpmlc_weights_sum(d);
     for (int64_t k = 0; k < span && status == HPML_OK; k++) own->centre[k] += own->meet[k];
     return status;
@@ -8706,7 +8629,7 @@ HPMLC_FN hpml_status hpmlc_elastic_finish(hpml_distributed *d)
 {
     const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
     hpml_status          status = own->since > 0 ? hpmlc_weights_mean(d) : HPML_OK;
-    if (status == HPML_OK && own->is_set) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->centre);
+    if (status == HPML_OK && own->is_set) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, true);
     return status;
 }
 
@@ -8723,21 +8646,19 @@ HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
     hpmlc_weights *own     = (hpmlc_weights *)d->own;
     float         *buffers = own->meet + d->layout.span;
     double         start   = hpml_comm_now(d->c);
-    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
     hpmlc_buffers_get(d, buffers);
     hpml_status status = hpml_mix(d->c, own->meet, d->layout.span + d->layout.buffer_total, d->plan.topology,
                                   d->plan.seed, hpml_trainer_step_count(d->t));
     hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
-    hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, true);
     hpmlc_buffers_set(d, buffers);
     status = hpmlc_weights_step(d);
     hpmlc_weights_restart(own);
     hpmlc_steps_note(d);
     return status;
 }
-
-HPMLC_FN hpml_status hpmlc_gossip_finish(hpml_distributed *d) { return hpmlc_local_meet(d); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategies   the table of strategies; attaching one to a trainer
@@ -8758,13 +8679,13 @@ static const hpmlc_strategy hpmlc_strategies[] = {
     { HPML_STRATEGY_SYNC, "sync", NULL, NULL, NULL, hpmlc_sync_open, hpmlc_sync_begin, hpmlc_sync_gradient,
       hpmlc_sync_update, NULL, hpmlc_buckets_state, NULL },
     { HPML_STRATEGY_LOCAL, "local", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
-      hpmlc_local_update, hpmlc_local_finish, hpmlc_weights_state, hpmlc_weights_close },
+      hpmlc_local_update, hpmlc_local_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_BLOCK, "block", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open_centre, hpmlc_weights_begin, NULL,
-      hpmlc_block_update, hpmlc_block_finish, hpmlc_weights_state, hpmlc_weights_close },
+      hpmlc_block_update, hpmlc_block_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_ELASTIC, "elastic", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open_centre, hpmlc_weights_begin,
-      NULL, hpmlc_elastic_update, hpmlc_elastic_finish, hpmlc_weights_state, hpmlc_weights_close },
+      NULL, hpmlc_elastic_update, hpmlc_elastic_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_GOSSIP, "gossip", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
-      hpmlc_gossip_update, hpmlc_gossip_finish, hpmlc_weights_state, hpmlc_weights_close },
+      hpmlc_gossip_update, hpmlc_local_meet, hpmlc_weights_state, NULL },
 };
 
 enum { HPMLC_STRATEGIES = sizeof hpmlc_strategies / sizeof hpmlc_strategies[0] };
@@ -8846,22 +8767,15 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     return status;
 }
 
-HPMLC_FN int hpmlc_name_order(const void *a, const void *b)
+/* Fills in layout.by_name: indices of the parameters, sorted by name, by insertion, because most are in order. */
+HPMLC_FN void hpmlc_layout_names(hpml_distributed *d)
 {
-    return strcmp((*(hpml_tensor *const *)a)->name, (*(hpml_tensor *const *)b)->name);
-}
-
-/* Fills in layout.by_name: indices of the parameters, sorted by name. False: no memory. */
-HPMLC_FN bool hpmlc_layout_names(hpml_distributed *d)
-{
-    const int     params = d->layout.params;
-    hpml_tensor **p = (hpml_tensor **)hpml_ctx_alloc(d->ctx, sizeof *p * (size_t)(params + 1), NULL);
-    if (!p) return false;
-    for (int i = 0; i < params; i++) p[i] = hpmlc_param(d, i);
-    if (params > 0) qsort(p, (size_t)params, sizeof *p, hpmlc_name_order);
-    for (int i = 0; i < params; i++) d->layout.by_name[i] = p[i]->param->index;
-    hpml_ctx_release(d->ctx, p);
-    return true;
+    int *sorted = d->layout.by_name, k;
+    for (int i = 0; i < d->layout.params; i++) {
+        const char *name = hpmlc_param(d, i)->name;
+        for (k = i; k > 0 && strcmp(hpmlc_param(d, sorted[k - 1])->name, name) > 0; k--) sorted[k] = sorted[k - 1];
+        sorted[k] = i;
+    }
 }
 
 HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
@@ -8874,7 +8788,8 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     l->first     = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, &l->span);
     l->bucket_of = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
     l->by_name   = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
-    if (!l->bucket_of || !l->by_name || !hpmlc_layout_names(d)) return false;
+    if (!l->bucket_of || !l->by_name) return false;
+    hpmlc_layout_names(d);
     for (int i = 0; i < l->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
@@ -9098,10 +9013,7 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d)
 // >>report   where the time of steps went
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Gets the report: means a step since the last reset, times in seconds. step_s is the sum of compute_s, exposed_s
-   (waiting for the exchange) and the rest (data, update). Of comm_s, the exchange's time, the fraction `hidden` is
-   behind computation; efficiency is 1 - exposed_s / step_s. reset: begins new sums. */
-
+/* Means a step since the last reset: step_s is the sum of compute_s, exposed_s and the rest (data, update). */
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
     hpml_counters now;
@@ -9132,8 +9044,6 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     r->at_reset = now;
 }
 
-/* Gathers the rows of all ranks' last steps, sorts them by step, then rank, and sets bubble_s, the seconds in which a
-   rank waited for the slowest rank (see hpml_step_row). Returns the number of rows; -1: an error. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
 {
     if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;
@@ -9412,10 +9322,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     d->micro = 0;
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
-    if (!f) {
-        hpmlc_failed(d->c); /* sends the error to the other ranks */
-        return hpml_ctx_status(d->ctx);
-    }
+    if (!f) return hpmlc_failure(d->c);
     status = hpmlc_states_open(d, &list, false) ? hpmlc_states_load(&list, f, path) : hpml_ctx_status(d->ctx);
     hpmlc_states_close(&list);
     hpml_safetensors_close(f);
@@ -9530,10 +9437,7 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
     const int64_t before = d->plan.global_batch;
     hpml_status   status = hpml_distribute_save(d, s.path);
     if (status == HPML_OK) status = hpmlc_search_place(d, s.path);
-    for (int i = 0; i < capacity && trials; i++) {
-        trials[i].batch = 0;
-        trials[i].loss  = 0;
-    }
+    if (trials && capacity > 0) memset(trials, 0, sizeof *trials * (size_t)capacity);
     int64_t best = hpmlc_search_sizes(d, data, &s, trials, capacity, &status);
     d->report.rows = 0;
     hpml_distribute_get(d, NULL, true);
@@ -10081,7 +9985,7 @@ HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
     return true;
 }
 
-/* Copies the phases (rounds of one kind) that rank `rank` executes in the collective to s->phase. */
+/* Copies the phases that rank `rank` executes in the collective to s->phase. */
 HPMLC_FN void hpmlc_sim_set_phases(hpmlc_sim *s, int rank, const hpmlc_phases *all)
 {
     s->phases[rank] = all->count;
