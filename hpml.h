@@ -3511,7 +3511,6 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>rows   gradients of embeddings as rows
 // ---------------------------------------------------------------------------------------------------------------------
-
 typedef struct hpmli_rows {
     int32_t *index;  /* (count) rows with a gradient, in the order in which the passes met them */
     int64_t  count;
