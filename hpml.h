@@ -1303,11 +1303,7 @@ typedef struct hpml_trace_desc {
     bool     arrows;                /* draws arrows from send to receive of collectives' messages: two events each */
     uint32_t _end;
 } hpml_trace_desc;
-#define HPML_LANE_COMPUTE 0
-#define HPML_LANE_COMM    1
-#define HPML_LANE_IO      2
-#define HPML_LANE_GPU     3
-#define HPML_LANE_STEP    4
+enum { HPML_LANE_COMPUTE = 0, HPML_LANE_COMM, HPML_LANE_IO, HPML_LANE_GPU, HPML_LANE_STEP }; /* lanes of events */
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc);
 HPML_API double      hpml_now(void); /* seconds, monotonic */
 /* Adds a span; `name` must live as long as the trace. Thread-safe. Without a trace does nothing. */
@@ -7442,9 +7438,9 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 #define HPMLI_OPTIMIZER_NAME 31 /* characters of an optimizer's name, at most */
 #define HPMLI_STATE_NAME     23 /* characters of a state's name, at most */
 HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm);
-/* The built-in optimizers. Columns: name, hpml_opt, state_count, states (name, nonnegative, with_momentum: kept only if
-   momentum is not 0; state 0 is a sum or mean of gradients, state 1 of their squares); defaults of lr, momentum, beta1,
-   beta2, eps, trust; nesterov, direction, layer_ratio, whole, prepare, step. */
+/* The built-in optimizers, indexed by hpml_opt. Columns: name, hpml_opt, state_count, states (name, nonnegative,
+   with_momentum: kept only if momentum is not 0; state 0 is a sum or mean of gradients, state 1 of their squares);
+   defaults of lr, momentum, beta1, beta2, eps, trust; nesterov, direction, layer_ratio, whole, prepare, step. */
 static const hpml_optimizer hpmli_optimizers[] = {
     { "sgd", HPML_OPT_SGD, 1, { { "momentum", false, true } },
       0.01f, 0, 0, 0, 0, 0, true, false, false, false, NULL, NULL },
@@ -7479,11 +7475,7 @@ HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name)
 /* Returns the user's optimizer `custom` or, where it is NULL, the built-in one of kind `opt`; NULL: there is none. */
 HPMLI_FN const hpml_optimizer *hpmli_optimizer_row(hpml_opt opt, const hpml_optimizer *custom)
 {
-    const hpml_optimizer *row;
-    if (custom) return custom;
-    for (int i = 0; (row = hpml_optimizer_at(i)) != NULL; i++)
-        if (row->opt == opt) return row;
-    return NULL;
+    return custom ? custom : hpml_optimizer_at((int)opt);
 }
 
 /* True if the optimizer `row` uses its state array number k; some states are used only if momentum is not 0. */
@@ -7991,7 +7983,8 @@ struct hpml_trainer {
     bool                norm_ready;      /* device_scalars holds this step's norm */
     bool                norm_fetched;    /* `scalars` holds this step's norm, too */
     bool                update_follows;  /* no hook comes between this backward pass and the update */
-    bool                update_early;    /* parameters step within this backward pass */
+    bool                update_early;    /* each parameter steps after the op that makes its gradient final, because
+                                            the gradient is in the cache then */
     bool                overflowed;      /* a gradient of this step is not finite, because of the loss scale */
 };
 
@@ -8707,16 +8700,9 @@ HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
     return (float)((double)samples / first) / (float)t->d.accumulate;
 }
 
-typedef enum hpmli_update_mode { /* when the parameters step, in a call of hpml_trainer_step */
-    HPMLI_NO_UPDATE,    /* not in this call: more micro-batches of this update follow */
-    HPMLI_UPDATE_EARLY, /* each after the op that makes its gradient final, because the gradient is in the cache then */
-    HPMLI_UPDATE_LATE   /* after the backward pass, in hpml_trainer_apply or a hook */
-} hpmli_update_mode;
-
 typedef struct hpmli_step { /* one call of hpml_trainer_step */
     int64_t    number;    /* updates before this call */
     int64_t    samples;
-    hpmli_update_mode mode;
     double     start, traced_start; /* seconds: of hpml_now, of the timeline */
     float      lr, scale;  /* learning rate; loss scale times accumulate_weight */
     float      loss;       /* mean of the samples; 0 unless loss_known */
@@ -8724,19 +8710,14 @@ typedef struct hpmli_step { /* one call of hpml_trainer_step */
     bool       info;       /* the caller wants a hpml_step_info */
 } hpmli_step;
 
-/* True if a hook may read or change gradients after the backward pass or within. */
-HPMLI_FN bool hpmli_uses_gradients(const hpml_trainer *t)
-{
-    return t->graph->any.run || t->graph->any.grad || t->graph->any.update;
-}
-
 /* Copies micro-batch x, y into the inputs, clears the last step's results, fills in *s, what the step's parts share. */
 HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void *y, hpmli_step *s)
 {
     const hpml_backend *b       = t->ctx->backend;
+    const hpml_hooks   *any     = &t->graph->any;
     int64_t             samples = s->samples;
     s->start = hpml_now();
-    if (samples != 0 || !t->graph->any.run) { /* 0: this rank has no part in a short last batch */
+    if (samples != 0 || !any->run) { /* 0: this rank has no part in a short last batch */
         hpml_status status = hpmli_write_batch(t, x, y, samples);
         if (status != HPML_OK) return status;
     }
@@ -8752,12 +8733,9 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     s->number       = t->step;
     s->traced_start = hpmli_trace_time(t->ctx, s->start);
     s->lr           = hpml_trainer_lr(t);
-    s->mode         = hpmli_uses_gradients(t) || t->wants_norm || b->sync || b->begin ? HPMLI_UPDATE_LATE
-                                                                                   : HPMLI_UPDATE_EARLY;
-    if (t->micro_batch + 1 < t->d.accumulate) s->mode = HPMLI_NO_UPDATE;
-    s->loss_known   = t->graph->any.run || s->info || !t->d.no_finite_check;
-    t->update_early      = s->mode == HPMLI_UPDATE_EARLY;
-    t->update_follows    = s->mode != HPMLI_NO_UPDATE && !hpmli_uses_gradients(t);
+    s->loss_known   = any->run || s->info || !t->d.no_finite_check;
+    t->update_follows    = t->micro_batch + 1 == t->d.accumulate && !any->run && !any->grad && !any->update;
+    t->update_early      = t->update_follows && !t->wants_norm && !b->sync && !b->begin;
     t->accumulate_weight = t->micro_batch > 0 ? t->accumulate_weight : 1;
     t->graph->at.batch   = t->micro_batch;
     t->graph->at.batches = t->d.accumulate;
@@ -8823,12 +8801,12 @@ HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
 }
 
 /* Counts the micro-batch; after an update's last one steps the parameters, or checks those that stepped in backward. */
-HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t, const hpmli_step *s)
+HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t)
 {
     hpml_status status = HPML_OK;
     t->micro_batch++;
-    if (s->mode == HPMLI_NO_UPDATE) return HPML_OK;
-    if (s->mode == HPMLI_UPDATE_EARLY) status = hpmli_updates_check(t);
+    if (t->micro_batch < t->d.accumulate) return HPML_OK;
+    if (t->update_early) status = hpmli_updates_check(t);
     else status = hpmli_hook_below(t, t->graph->hook_count, true, 0, NULL);
     t->micro_batch = 0;
     if (status == HPML_OK && !t->overflowed) t->step++;
@@ -8863,7 +8841,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     hpml_status status = hpmli_step_begin(t, x, y, &s);
     if (status == HPML_OK) status = hpmli_step_run(t, &s);
     if (status != HPML_OK) return status;
-    status = hpmli_step_update(t, &s);
+    status = hpmli_step_update(t);
     if (t->ctx->trace) hpmli_trace_stepped(t->ctx, s.number, s.traced_start, s.loss_known ? s.loss : (float)NAN);
     if (info && status == HPML_OK) hpmli_step_fill_info(t, &s, info);
     return status;

@@ -52,6 +52,7 @@
 //     message         a send or a receive between two ranks, from its start until it is done
 //     tag             number that a send and its receive have in common; other tags do not match
 //     peer            the other rank of a message
+//     lost            of a rank, with .survive: has failed, left, or sent nothing until a deadline (hpml_comm_lost)
 //     link            latency and bandwidth between two ranks; device link: functions that move arrays between devices
 //     collective      an operation that all ranks of a communicator call, in the same order: allreduce, broadcast, ...
 //     round           one step of a collective: at most one send and one receive on each rank
@@ -85,7 +86,8 @@
 //     api-timeline   one timeline for all ranks
 // PART I   TALK: ranks, messages, transports
 //     base   system headers, the communicator, nodes and links
-//     messages   sending, receiving, waiting
+//     messages   beginning and testing messages; lost ranks
+//     waiting   waiting for a message, or for the first of several; sending, receiving
 //     world   ranks as threads: inboxes, links, deadlock
 //     threads-transport   messages between threads
 //     mpi   messages between processes, by MPI
@@ -93,7 +95,8 @@
 //     mpi-close   splitting, closing over MPI; exit
 //     mpi-create   connecting the ranks over MPI
 //     clock   messages in virtual time
-//     create   creating, splitting, freeing communicators; running a function on every rank
+//     create   creating, splitting, freeing communicators
+//     launch   running a function on every rank
 //     timeline   one timeline for all ranks
 // PART II   ADD UP: collectives, codecs on the wire
 //     moves   the allreduce algorithms: phases, one table of algorithms, the phases of a rank
@@ -190,7 +193,7 @@ typedef struct hpml_comm_desc {
     int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory. custom: 0: all on one node */
     double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK has no deadlines */
     bool                check;    /* for debugging: compare collectives on all ranks first (kind, count, type, order) */
-    bool                survive;  /* the same on all ranks: a lost rank ends its own messages alone, see hpml_comm_lost */
+    bool                survive;  /* same on all ranks: a lost rank ends its own messages alone, see hpml_comm_lost */
     uint32_t            _end;
 } hpml_comm_desc;
 
@@ -265,14 +268,14 @@ HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds);
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 
-/* Returns whether `rank` is lost; false without hpml_comm_desc.survive. With .survive a rank is lost when it has failed,
-   when it has freed its communicator (has left), or, on this rank alone, when a wait for its message has lasted until
-   the deadline. From then on sends to it end with HPML_ERR_PEER in m->status, as do receives once its earlier messages
-   have arrived; this rank's context and its messages with other ranks are not concerned, and hpml_wait_any returns such
-   a message like one that has come. A collective that needs a lost rank ends with an error on the context that names
-   the lost rank, whereby this rank is lost, too. In virtual time a rank is lost from the time at which it failed or
-   left. Parts and background communicators inherit .survive. MPI: a process that is killed is lost at the deadline, if
-   the launcher leaves the others alive (mpiexec -disable-auto-cleanup). */
+/* Returns whether `rank` is lost; false without hpml_comm_desc.survive. With .survive a rank is lost when it has
+   failed, when it has freed its communicator (has left), or, on this rank alone, when a wait for its message has lasted
+   until the deadline. From then on sends to it end with HPML_ERR_PEER in m->status, as do receives once its earlier
+   messages have arrived; this rank's context and its messages with other ranks are not concerned, and hpml_wait_any
+   returns such a message like one that has come. A collective that needs a lost rank ends with an error on the context
+   that names the lost rank, whereby this rank is lost, too. In virtual time a rank is lost from the time at which it
+   failed or left. Parts and background communicators inherit .survive. MPI: a process that is killed is lost at the
+   deadline, if the launcher leaves the others alive (mpiexec -disable-auto-cleanup). */
 HPML_API bool hpml_comm_lost(const hpml_comm *c, int rank);
 
 /* Extends the deadlines of the ranks that wait for this rank, directly or through other ranks, while this rank works
@@ -377,8 +380,8 @@ typedef struct hpml_transport {
        hpml_message_deliver. May set m->arrival of a receive, during which hpml_wait sleeps. Of several receives with
        equal peer and tag only the oldest is tested. */
     void (*test)(hpml_comm *c, hpml_message *m);
-    /* Optional: sleeps until one of m[0] to m[count - 1] may have advanced, at most until hpml_now() is `until` (0: does
-       not sleep). Entries that are NULL or done are skipped. hpml_wait has one message. NULL: sleeps for 30 us. */
+    /* Optional: sleeps until one of m[0] to m[count - 1] may have advanced, at most until hpml_now() is `until` (0:
+       does not sleep). Entries that are NULL or done are skipped. hpml_wait has one message. NULL: sleeps for 30 us. */
     void (*block)(hpml_comm *c, hpml_message *const *m, int count, double until);
     void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: a wait for m, in which block was called, is over */
     /* Required, after an error: gives m up, so that neither m nor its array is used afterwards. Sets m->done. */
@@ -1240,13 +1243,11 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>messages   sending, receiving, waiting
+// >>messages   beginning and testing messages; lost ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The transport begins a message; hpml_wait tests the message until it is done. Between tests a wait spins for some
-   microseconds, then yields the core, then sleeps; it sleeps at once if the peer's thread needs this core, because on a
-   busy machine the rank that has work must get the core. (MPICH spins for ever: with more ranks than cores a wait of
-   MPICH was measured 40 times slower than this.) Tags above HPML_TAG_MAX are for collectives. */
+/* The transport begins a message; hpml_wait tests the message until it is done. Receives in flight are in a list. With
+   .survive the messages of a lost rank end here. Tags above HPML_TAG_MAX are for collectives. */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
 #define HPMLC_TAGS           1023 /* tags that collectives use in rotation; messages of one tag stay in order */
@@ -1370,6 +1371,72 @@ HPMLC_FN double hpmlc_next_arrival(hpml_message *const *m, int count)
     return first;
 }
 
+HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
+{
+    if (hpmlc_oldest(m) != m) return;
+    const char *lost = hpmlc_why_lost(c, m->peer); /* before the test, which finds all that was sent before */
+    c->t->test(c, m);
+    if (!lost || hpmlc_done(m) || (m->receiving && m->arrival > 0)) return;
+    c->t->abandon(c, m);
+    hpmlc_lose(c, m, lost);
+}
+
+/* Completes the receive m with an error, because the message that has come has `sent` bytes, not m->bytes. */
+HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
+{
+    m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass "
+                           "the same counts", c->operation, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
+    m->done   = true;
+}
+
+HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *from, size_t bytes)
+{
+    if (!c || !m) return;
+    if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
+    else if (m->reduce) m->reduce(m->data, from, bytes);
+    else if (bytes > 0) memcpy(m->data, from, bytes);
+    m->done = true;
+}
+
+/* Returns the index of the message of the list m that was over first: by arrival, where that is known, then by place in
+   the list; -1: none is over. */
+HPMLC_FN int hpmlc_first_over(hpml_message *const *m, int count)
+{
+    int    first = -1;
+    double earliest = 0;
+    for (int i = 0; i < count; i++) {
+        if (!m[i] || !hpmlc_done(m[i])) continue;
+        double time = m[i]->receiving ? m[i]->arrival : 0;
+        if (first >= 0 && time >= earliest) continue;
+        first    = i;
+        earliest = time;
+    }
+    return first;
+}
+
+/* Tests the messages of the list m, then the other receives in flight, because a peer may wait for one of those. With
+   several messages their receives are among those in flight. True: one of the receives tested last is done. */
+HPMLC_FN bool hpmlc_test_list(hpml_comm *c, hpml_message *const *m, int count)
+{
+    bool moved = false;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1))
+        if (count == 1 || !m[i]->receiving) hpmlc_test(c, m[i]);
+    for (hpml_message *other = c->pending; other && (count > 1 || !hpmlc_done(*m)); other = other->next) {
+        if (other->done || (count == 1 && other == *m)) continue;
+        hpmlc_test(c, other);
+        moved = moved || other->done;
+    }
+    return moved;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>waiting   waiting for a message, or for the first of several; sending, receiving
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Between tests of its messages a wait spins for some microseconds, then yields the core, then sleeps; it sleeps at
+   once if the peer's thread needs this core, because on a busy machine the rank that has work must get the core. (MPICH
+   spins for ever: with more ranks than cores a wait of MPICH was measured 40 times slower than this.) */
+
 #define HPMLC_SPIN_OWN_CORE 2000 /* value of c->spin_limit where each rank has a core of its own */
 
 /* Returns how many tests a wait on c makes before it yields; atomic, because another thread may change that number. */
@@ -1417,33 +1484,6 @@ HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, hpml_message *const *m, int count, 
 }
 
 HPMLC_FN int hpmlc_cores(int ranks);
-
-HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
-{
-    if (hpmlc_oldest(m) != m) return;
-    const char *lost = hpmlc_why_lost(c, m->peer); /* before the test, which finds all that was sent before */
-    c->t->test(c, m);
-    if (!lost || hpmlc_done(m) || (m->receiving && m->arrival > 0)) return;
-    c->t->abandon(c, m);
-    hpmlc_lose(c, m, lost);
-}
-
-/* Completes the receive m with an error, because the message that has come has `sent` bytes, not m->bytes. */
-HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
-{
-    m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass "
-                           "the same counts", c->operation, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
-    m->done   = true;
-}
-
-HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *from, size_t bytes)
-{
-    if (!c || !m) return;
-    if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
-    else if (m->reduce) m->reduce(m->data, from, bytes);
-    else if (bytes > 0) memcpy(m->data, from, bytes);
-    m->done = true;
-}
 
 /* Writes " or N others" to `text`, where a wait for the list m has N messages in flight besides the first; else "". */
 HPMLC_FN const char *hpmlc_others(char text[32], int others)
@@ -1497,37 +1537,6 @@ HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
     if (!c || !c->t->announce_busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
     c->busy = seconds > 0 ? now + lasts : 0;
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
-}
-
-/* Returns the index of the message of the list m that was over first: by arrival, where that is known, then by place in
-   the list; -1: none is over. */
-HPMLC_FN int hpmlc_first_over(hpml_message *const *m, int count)
-{
-    int    first = -1;
-    double earliest = 0;
-    for (int i = 0; i < count; i++) {
-        if (!m[i] || !hpmlc_done(m[i])) continue;
-        double time = m[i]->receiving ? m[i]->arrival : 0;
-        if (first >= 0 && time >= earliest) continue;
-        first    = i;
-        earliest = time;
-    }
-    return first;
-}
-
-/* Tests the messages of the list m, then the other receives in flight, because a peer may wait for one of those. With
-   several messages their receives are among those in flight. True: one of the receives tested last is done. */
-HPMLC_FN bool hpmlc_test_list(hpml_comm *c, hpml_message *const *m, int count)
-{
-    bool moved = false;
-    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1))
-        if (count == 1 || !m[i]->receiving) hpmlc_test(c, m[i]);
-    for (hpml_message *other = c->pending; other && (count > 1 || !hpmlc_done(*m)); other = other->next) {
-        if (other->done || (count == 1 && other == *m)) continue;
-        hpmlc_test(c, other);
-        moved = moved || other->done;
-    }
-    return moved;
 }
 
 HPMLC_FN void hpmlc_block(hpml_comm *c, hpml_message *const *m, int count, double until)
@@ -3775,7 +3784,7 @@ HPMLC_FN void hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUS
 #endif /* HPML_NO_THREADS */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>create   creating, splitting, freeing communicators; running a function on every rank
+// >>create   creating, splitting, freeing communicators
 // ---------------------------------------------------------------------------------------------------------------------
 
 #ifdef HPML_NO_THREADS
@@ -3966,6 +3975,10 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
     return c ? hpml_comm_split(c, c->node[c->rank], c->rank) : NULL;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>launch   running a function on every rank
+// ---------------------------------------------------------------------------------------------------------------------
+
 typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
     const hpml_launch_desc *d;
     hpml_comm_desc          comm;
@@ -4085,8 +4098,9 @@ HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_
     return hpmlc_refuse(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
 }
 
-/* With .survive: where one of the n ranks whose results are in s was successful, and none failed because another rank was
-   lost, returns HPML_OK and writes to `to` how many ranks failed and why the first did. Else as hpmlc_first_cause. */
+/* With .survive: where one of the n ranks whose results are in s was successful, and none failed because another rank
+   was lost, returns HPML_OK and writes to `to` how many ranks failed and why the first did. Else as hpmlc_first_cause.
+   */
 HPMLC_FN hpml_status hpmlc_survivors(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     int  failed = 0;
@@ -6592,7 +6606,7 @@ HPML_API int hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_
     return (int)length;
 }
 
-/* Parses a decimal number such as 2.5e-3, with a point in all locales, unlike strtod. *end: after its last character. */
+/* Parses a decimal number such as 2.5e-3, with a point in all locales, unlike strtod. *end: where the number ends. */
 HPMLC_FN double hpmlc_decimal(char *text, char **end)
 {
     double value = 0;

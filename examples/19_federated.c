@@ -7,7 +7,7 @@
    client hides its model: to the numbers, as 64-bit integers, it adds for each other client of the round a random mask
    that the other one subtracts. The masks cancel in the sum, exactly, because integers wrap around.
    prints round, accuracy, bytes; that masked and plain sum have the same bits; exit 1 if not, or below 90 %.
-   Not shown: a client that leaves in the middle of a round leaves its masks in the sum. Protocols share secrets for that
+   Not shown: a client that leaves in the middle of a round leaves its masks in the sum. Protocols share keys for that
    case. hpml_plan's strategy "federated" trains in the same way by servers, without masks. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
@@ -39,7 +39,7 @@ static void draw_digits(int64_t samples)
     free(class_of);
 }
 
-/* The digits of one client: two of 2 * clients shards of the digits, sorted by class; or, mixed, every clients-th one. */
+/* One client's digits: two of 2 * clients shards of all, sorted by class; or, mixed, every clients-th one. */
 static hpml_dataset *own_digits(hpml_ctx *ctx, const settings *s, int client)
 {
     const int64_t  shape = PIXELS, shards = 2 * s->clients;

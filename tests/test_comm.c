@@ -1938,6 +1938,16 @@ TEST(a_custom_transport_finds_its_rank_and_its_waits_end_at_the_deadline)
     ENSURE(hpml_allreduce(c, &x, 1, NULL) == HPML_ERR_TIMEOUT);
     ENSURE(strstr(hpml_ctx_error(ctx), "waited 0.05 s for rank 0"));
     hpml_ctx_free(ctx);
+    d.survive = true;
+    ctx       = hpml_ctx_create(NULL);
+    c         = hpml_comm_create(ctx, &d);
+    hpml_message m, *list[2] = { NULL, &m };
+    ENSURE(c && hpml_irecv(c, 0, 1, &x, sizeof x, &m) == HPML_OK && !hpml_test(c, &m));
+    ENSURE(hpml_wait_any(c, list, 2, 0.01) == -1 && !m.done && !hpml_comm_lost(c, 0));
+    ENSURE(hpml_wait_any(c, list, 2, -1) == 1 && m.status == HPML_ERR_PEER && hpml_comm_lost(c, 0));
+    ENSURE(hpml_ctx_status(ctx) == HPML_OK && hpml_allreduce(c, &x, 1, NULL) == HPML_ERR_PEER);
+    ENSURE(strstr(hpml_ctx_error(ctx), "rank 1: allreduce: rank 0 has sent nothing until the deadline"));
+    hpml_ctx_free(ctx);
 }
 
 static hpml_status who(hpml_comm *c, void *user)
