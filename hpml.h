@@ -108,6 +108,7 @@
 //     op-table   the table of ops: a row for each, and the loops of which most passes consist
 //     record   recording: nodes and inputs
 //     params   parameters: names, first values
+//     rows   gradients of embeddings as rows
 //     place   a place in memory for each array of a plan: first fit
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
@@ -603,10 +604,22 @@ typedef struct hpml_embedding_desc {
     hpml_init    init;   /* DEFAULT: NORMAL with standard deviation 1 */
     float        init_scale;
     hpml_tensor *weight; /* a (vocabulary, width) parameter to use instead of a new one; NULL: a new one */
+    bool         sparse; /* the table's gradient has the rows of a step's tokens alone, see hpml_param_rows */
     uint32_t     _end;
 } hpml_embedding_desc;
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc);
+/* A sparse table's gradient is a list of rows; row r of its `grad` holds the sum over all places of token r, and rows
+   that are not listed are zero. Work follows the rows: nothing clears, steps or sends the others. An update leaves rows
+   without a gradient as they are, weight decay and states of the optimizer included (lazy updates). With SGD without
+   momentum and decay a sparse table has the bits of a dense one. Refused: tables that other ops read too, devices, and
+   trainers that need a norm of the gradient (clip_norm, dynamic loss scale, LARS, LAMB, own optimizers with prepare or
+   direction).
+   hpml_param_rows returns the rows in the order in which the passes met them, and *count; NULL: the gradient is dense.
+   hpml_param_add_rows adds `values` (count, width) to these rows of the gradient; clear: which it clears before. */
+HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count);
+HPML_API hpml_status    hpml_param_add_rows(hpml_tensor *table, bool clear, const int32_t *rows, const float *values,
+                                            int64_t count);
 
 /* Multi-head attention without its projections. qkv (B, T, 3C): queries, keys and values of C numbers each; head h has
    the numbers h C/heads to (h+1) C/heads - 1 of each. y (B, T, C): for each head softmax(scale q k^T) v, where a query
@@ -1084,7 +1097,9 @@ typedef struct hpml_moment {
    sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in forward and backward
            passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
    data    before the first batch of a fit that takes this rank's part of the data; `mark` is a hash of the data, their
-           order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete */
+           order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete
+   next    returns which batch such a fit takes next, counted over all epochs of `batches` batches; below 0: its epoch
+           ends, or an error is on the context. is_last: the epoch is the last one of this fit */
 typedef hpml_status hpml_hook_fn(void *user, hpml_trainer *t, const hpml_moment *at);
 typedef struct hpml_hooks {
     void *user;
@@ -1093,14 +1108,14 @@ typedef struct hpml_hooks {
     void (*free)(void *user);
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
+    int64_t (*next)(void *user, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last);
 } hpml_hooks;
 #define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
 HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hooks); /* copies *hooks */
 /* Returns the sets of hooks that are attached, the innermost first; *count: how many. */
 HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count);
-/* Detaches the set of hooks with this `user` that was attached last; without one, nothing. Not from within a hook. */
+/* Detaches the sets of hooks with this `user`, those attached last first. Not from within a hook. */
 HPML_API void        hpml_trainer_detach(hpml_trainer *t, const void *user);
-HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* in place of all; NULL: none */
 /* Within a hook `run`, once for each call, and within a hook `update`: run what this hook replaces. The trainer's own
    run weighs micro-batches by their samples (.accumulate), its own update is hpml_trainer_apply for all parameters. */
 HPML_API hpml_status hpml_trainer_run_inner(hpml_trainer *t, int64_t samples, float *loss);
@@ -1130,12 +1145,13 @@ typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRA
 HPML_API float  *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats);
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param);
 /* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule uses; rank,
-   ranks and grain as in hpml_loader_desc. */
+   ranks and grain as in hpml_loader_desc. rank = ranks: none, because this rank computes nothing (a server). */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
 /* Adds `count` floats in the backend's memory to the trainer's checkpoints (a residual, state of a strategy); replaces
    an earlier array of that name, values NULL: removes it. Keep the memory until then. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates until now */
+HPML_API void        hpml_trainer_set_step(hpml_trainer *t, int64_t step); /* for hooks that step on others' behalf */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning rate of the next update */
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2531,6 +2547,7 @@ struct hpmli_tensor_state {
     bool owns_memory; /* true: made by hpml_tensor_create; freed with the tensor */
     bool used;        /* true: a recorded op reads the tensor */
     int  leaf;        /* index among the leaves of the graph that was planned last */
+    struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
 };
 
 /* Element types by hpml_dtype: bytes of an element; names in hpml, safetensors and numpy (which lacks bf16). */
@@ -3494,6 +3511,86 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>rows   gradients of embeddings as rows
+// ---------------------------------------------------------------------------------------------------------------------
+
+typedef struct hpmli_rows {
+    int32_t *index;  /* (count) rows with a gradient, in the order in which the passes met them */
+    int64_t  count;
+    bool    *listed; /* (rows of the table) whether the row is in `index` */
+} hpmli_rows;
+
+/* Makes the gradient of t sparse; false: no memory. */
+HPMLI_FN bool hpmli_rows_create(hpml_tensor *t)
+{
+    hpmli_rows *r = t->state->rows = t->state->rows ? t->state->rows : hpmli_new(t->ctx, hpmli_rows, 1);
+    if (r && !r->index) r->index = hpmli_new(t->ctx, int32_t, t->shape[0]);
+    if (r && !r->listed) r->listed = hpmli_new(t->ctx, bool, t->shape[0]);
+    return r && r->index && r->listed;
+}
+
+HPMLI_FN void hpmli_rows_add(hpmli_rows *r, int32_t row)
+{
+    if (r->listed[row]) return;
+    r->listed[row]       = true;
+    r->index[r->count++] = row;
+}
+
+/* Zeroes the gradient of t, if it has one; of a sparse table only the listed rows. */
+HPMLI_FN void hpmli_gradient_clear(const hpml_tensor *t)
+{
+    hpmli_rows *r = t->state->rows;
+    if (!r && t->raw_grad) t->ctx->backend->zero(t->ctx->device, t->raw_grad, hpmli_tensor_bytes(t));
+    for (int64_t i = 0; r && i < r->count; i++) {
+        memset(t->grad + r->index[i] * t->shape[1], 0, (size_t)t->shape[1] * sizeof(float));
+        r->listed[r->index[i]] = false;
+    }
+    if (r) r->count = 0;
+}
+
+HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count)
+{
+    const hpmli_rows *r = table ? table->state->rows : NULL;
+    if (count) *count = r ? r->count : 0;
+    return r ? r->index : NULL;
+}
+
+HPML_API hpml_status hpml_param_add_rows(hpml_tensor *table, bool clear, const int32_t *rows, const float *values,
+                                         int64_t count)
+{
+    if (!table || hpmli_failed(table->ctx)) return table ? table->ctx->status : HPML_ERR_ARGUMENT;
+    if (!table->state->rows || !table->grad)
+        return hpmli_fail(table->ctx, HPML_ERR_STATE, "param rows: \"%s\" has no sparse gradient; set .sparse of its "
+                          "embedding, and create a trainer", table->name);
+    for (int64_t i = 0; i < count; i++)
+        if (rows[i] < 0 || rows[i] >= table->shape[0])
+            return hpmli_fail(table->ctx, HPML_ERR_SHAPE, "param rows: row %d of \"%s\", expected 0 to %lld", rows[i],
+                              table->name, (long long)table->shape[0] - 1);
+    const int64_t width = table->shape[1];
+    if (clear) hpmli_gradient_clear(table);
+    for (int64_t i = 0; i < count; i++) {
+        float *row = table->grad + rows[i] * width;
+        hpmli_rows_add(table->state->rows, rows[i]);
+        table->ctx->k->vadd(row, row, values + i * width, width);
+    }
+    return HPML_OK;
+}
+
+/* Fails if an op of another kind reads a sparse table, because this op's gradient has all rows. */
+HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
+{
+    for (int i = 0; i < count; i++)
+        for (int s = 0; s < nodes[i]->src_count; s++) {
+            const hpml_tensor *t = nodes[i]->src[s];
+            if (t && t->state->rows && nodes[i]->op != HPML_OP_EMBEDDING)
+                return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: \"%s\" reads the table \"%s\" of a sparse embedding, "
+                                   "whose gradient then has all rows; leave .sparse false", nodes[i]->out->name,
+                                   t->name);
+        }
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>place   a place in memory for each array of a plan: first fit
 // ---------------------------------------------------------------------------------------------------------------------
 /* A slot is an array and its life: the interval of times at which the array is needed. The slots are placed in order of
@@ -3922,7 +4019,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
             return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
                               "as outputs of one graph, or record the model again",
                               g->nodes[i]->out->name);
-    if (hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
+    if (hpmli_rows_fit(ctx, g->nodes, g->count) && hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
     hpmli_graph_release_nodes(g);
     return NULL;
 }
@@ -3943,6 +4040,7 @@ HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
     for (int i = 0; i < g->ctx->param_count; i++) {
         hpml_tensor *p    = g->ctx->params[i];
         bool         mine = i < g->param_count && g->param_last[i] >= 0;
+        if (p->state->rows) hpmli_gradient_clear(p); /* rows that are not listed are zero in each graph's array */
         hpmli_set_memory(p, p->raw, mine ? g->grads + at : NULL);
         if (mine) at += hpmli_param_floats(p);
     }
@@ -4009,7 +4107,7 @@ HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
         const hpml_tensor *t = n->src[s];
         bool partial = t && (!t->batch_rows || (g->idle && g->collective));
         if (partial && t->raw_grad && !n->accumulate[s] && t->raw_grad != n->out->raw_grad)
-            g->ctx->backend->zero(g->ctx->device, t->raw_grad, hpmli_tensor_bytes(t));
+            hpmli_gradient_clear(t);
     }
 }
 
@@ -4058,8 +4156,8 @@ HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, int i, bo
 /* Zeroes the values of t, an input or a result of a rank without samples, for collective ops. */
 HPMLI_FN void hpmli_zero_values(hpml_graph *g, const hpml_tensor *t)
 {
-    bool alias = t->node && hpmli_has_trait(t->node, HPMLI_OP_IS_ALIAS);
-    if (g->collective && !alias) g->ctx->backend->zero(g->ctx->device, t->raw, hpmli_tensor_bytes(t));
+    if (t->node && hpmli_has_trait(t->node, HPMLI_OP_IS_ALIAS)) return;
+    if (g->collective) g->ctx->backend->zero(g->ctx->device, t->raw, hpmli_tensor_bytes(t));
 }
 
 /* Runs the op of n, unless this rank has no samples and the op is not one that computes with all ranks' samples. */
@@ -6404,6 +6502,11 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     if (src[1]->ndim != 2 || src[1]->shape[0] != vocabulary || src[1]->shape[1] != width)
         return hpmli_null(tokens->ctx, HPML_ERR_SHAPE, "embedding \"%s\": the shared table is %s, expected %lldx%lld",
                           name, hpmli_describe(src[1]), (long long)vocabulary, (long long)width);
+    if (d.sparse && (!src[1]->param || !tokens->ctx->backend->host))
+        return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .sparse is for parameters on the host, "
+                          "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
+                          tokens->ctx->backend->name);
+    if (d.sparse && !hpmli_rows_create(src[1])) return NULL;
     memcpy(shape, tokens->shape, sizeof shape);
     shape[tokens->ndim] = width;
     return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
@@ -6428,9 +6531,12 @@ HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
     const int32_t *token = (const int32_t *)n->src[0]->raw;
     int64_t        count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
     float         *dw    = n->src[1]->grad;
-    if (dw && !n->accumulate[1]) run->ctx->k->vfill(dw, 0, hpml_tensor_count(n->src[1]));
-    for (int64_t i = 0; dw && i < count; i++)
+    hpmli_rows    *rows  = n->src[1]->state->rows;
+    if (dw && !n->accumulate[1]) hpmli_gradient_clear(n->src[1]);
+    for (int64_t i = 0; dw && i < count; i++) {
+        if (rows) hpmli_rows_add(rows, token[i]);
         run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
+    }
 }
 HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
          return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n));
@@ -6883,8 +6989,6 @@ typedef struct hpmli_wrap {
     const hpml_ctx *ctx;
     hpml_node       node;                /* the node as recorded, but with the tensors t */
     struct hpmli_node_state state;       /* the node's state, changed for this block */
-    hpml_tensor     t[HPML_MAX_SRC + 1]; /* what the op gets as sources and, last, as result */
-    hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
     int             count;               /* number of copies */
     unsigned        now;                 /* HPMLI_LOAD or HPMLI_SAVE: the phase that hpmli_wrap_task runs */
     char           *at;                  /* memory of the f32 copies; NULL while planning */
@@ -6892,6 +6996,8 @@ typedef struct hpmli_wrap {
     int64_t         first, samples;      /* first sample and number of samples of the block */
     bool            last;                /* this is the last block of the batch */
     bool            on_device;           /* stored numbers are in a device's memory, so all arrays are copied */
+    hpml_tensor     t[HPML_MAX_SRC + 1]; /* what the op gets as sources and, last, as result */
+    hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
 } hpmli_wrap;
 
 /* Adds to e an f32 copy of n numbers, with memory for `most`, and returns its address (NULL while planning). how:
@@ -6935,20 +7041,11 @@ HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tenso
     hpmli_set_memory(to, raw, raw_grad);
 }
 
-/* Sets *to to what the op gets instead of t, which is the same array as that of the source whose tensor is `twin`. */
-HPMLI_FN void hpmli_wrap_twin(const hpmli_wrap *e, hpml_tensor *to, const hpml_tensor *t, const hpml_tensor *twin)
-{
-    *to = *t;
-    if (e->state.block_samples > 0 && t->batch_rows > 0) to->shape[0] = e->samples * t->batch_rows;
-    to->dtype = twin->dtype;
-    hpmli_set_memory(to, twin->raw, twin->raw_grad);
-}
-
 /* True if a and b are one tensor, or one a reshape of the other: both need the same f32 copies. */
 HPMLI_FN bool hpmli_one_array(const hpml_tensor *a, const hpml_tensor *b)
 {
-    if (a == b || !a) return a == b;
-    return a->raw && a->raw == b->raw && a->dtype == b->dtype && (a->batch_rows > 0) == (b->batch_rows > 0);
+    bool alike = a && a->raw == b->raw && a->dtype == b->dtype && (a->batch_rows > 0) == (b->batch_rows > 0);
+    return a == b || (alike && a->raw);
 }
 
 /* Sets up e: the op of n on samples first .. first + samples - 1, with its f32 copies from address `at` on (NULL: only
@@ -6958,7 +7055,7 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
 {
     unsigned needs   = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT - 1; /* forward: the values of all sources */
     bool     product = hpmli_has_trait(n, HPMLI_OP_PRODUCT);
-    memset(e, 0, sizeof *e);
+    memset(e, 0, offsetof(hpmli_wrap, t));
     e->node       = *n;
     e->state      = *n->state;
     e->node.state = &e->state;
@@ -6976,7 +7073,12 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
         for (same = 0; !hpmli_one_array(n->src[same], s); same++) {}
         e->node.src[i] = &e->t[n->src[same] == s ? same : i]; /* one copy where an op reads an array twice */
         if (!s->batch_rows && first > 0) e->node.accumulate[i] = true;
-        if (n->src[same] != s) hpmli_wrap_twin(e, &e->t[i], s, &e->t[same]);
+        if (n->src[same] != s) { /* a reshape of that array */
+            e->t[i] = *s;
+            if (e->state.block_samples > 0 && s->batch_rows > 0) e->t[i].shape[0] = samples * s->batch_rows;
+            e->t[i].dtype = e->t[same].dtype;
+            hpmli_set_memory(&e->t[i], e->t[same].raw, e->t[same].raw_grad);
+        }
         if (same < i) continue;
         for (int k = i; k < n->src_count; k++)
             if (hpmli_one_array(n->src[k], s) && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
@@ -7168,14 +7270,11 @@ HPMLI_OP(custom, HPMLI_OP_IS_WHOLE, n->attr.custom->keeps | (n->attr.custom->in_
 
 HPML_API void hpml_node_give(const hpml_run *run, hpml_node *node, int source, const float *gradient)
 {
-    if (!run || !node || hpmli_failed(run->ctx)) return;
-    if (source < 0 || source >= node->src_count || !gradient) {
+    const hpml_tensor *s = source >= 0 && source < node->src_count ? node->src[source] : NULL;
+    if (!s || !gradient)
         hpmli_fail(run->ctx, HPML_ERR_ARGUMENT, "node_give: \"%s\" has %d sources; got number %d and %s",
                    node->out->name, node->src_count, source, gradient ? "a gradient" : "NULL");
-        return;
-    }
-    float *grad = node->src[source]->grad;
-    if (grad) run->ctx->k->vadd(grad, grad, gradient, hpml_tensor_count(node->src[source]));
+    else if (s->grad) run->ctx->k->vadd(s->grad, s->grad, gradient, hpml_tensor_count(s));
 }
 
 /* True if the fields of d, the desc of an op with these sources, fit each other and the sources; else an error. */
@@ -7196,8 +7295,8 @@ HPMLI_FN bool hpmli_custom_fits(hpml_ctx *ctx, const hpml_custom *d, int count, 
         wrong = "in_place needs a result of the shape and type of source 0";
     else if (d->in_place && d->keeps & HPML_KEEP_SRC(0)) wrong = "in_place overwrites source 0, which keeps names";
     else if (!(d->flops >= 0)) wrong = "flops is negative or NaN";
-    else if (d->saved_bytes > SIZE_MAX / 4) wrong = "saved_bytes does not fit in memory";
-    else if (d->scratch_bytes > SIZE_MAX / 4) wrong = "scratch_bytes does not fit in memory";
+    else if (d->saved_bytes > SIZE_MAX / 4 || d->scratch_bytes > SIZE_MAX / 4)
+        wrong = "saved_bytes or scratch_bytes does not fit in memory";
     if (!wrong) return true;
     return hpmli_false(ctx, HPML_ERR_ARGUMENT, "custom op \"%s\" of %s: %s", d->name ? d->name : "",
                        hpmli_describe(x), wrong);
@@ -7620,14 +7719,28 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
     if (found && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, found, __ATOMIC_RELAXED);
 }
 
+/* Steps one row of a sparse table, the `task`-th in the list of rows with a gradient, as far as the row is in u. */
+HPMLI_FN void hpmli_update_row_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_update_job *j = (const hpmli_update_job *)arg;
+    const hpml_update      *u = &j->o.u;
+    const int64_t           width = u->param->shape[1], skipped = u->w - u->param->data;
+    const int64_t           row = u->param->state->rows->index[task] * width - skipped;
+    const int64_t           at = hpmli_max(row, 0), end = hpmli_min(row + width, u->n);
+    int found = at < end ? hpmli_optimizer_piece(j->ctx, &j->o, at, end - at) : 0;
+    if (found && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, found, __ATOMIC_RELAXED);
+}
+
 static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
 {
-    hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
+    hpmli_update_job  j    = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
+    const hpmli_rows *rows = u->param ? u->param->state->rows : NULL;
     j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
     j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
     if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* rows of d by 12: its tiles have 6 or 12 */
     if (u->opt == HPML_OPT_CUSTOM && u->custom->whole) j.piece = u->n;
-    hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
+    if (rows) hpmli_parallel(ctx, rows->count, hpmli_update_row_task, &j);
+    else hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
 }
 
 HPMLI_FN const hpml_optimizer *hpmli_update_row(const hpml_update *u)
@@ -8094,6 +8207,14 @@ HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
     if (t->graph->grad_count == 0)
         hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained; is "
                    "every layer frozen?");
+    const hpml_optimizer *row = t->optimizer;
+    for (int i = 0; i < t->graph->param_count; i++) {
+        bool sparse = t->graph->param_last[i] >= 0 && t->ctx->params[i]->state->rows;
+        if (sparse && (t->wants_norm || row->prepare || row->direction))
+            hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: \"%s\" has a sparse gradient, but %s needs the norm of "
+                       "a whole one; take another optimizer and a fixed loss_scale, or leave .sparse false",
+                       t->ctx->params[i]->name, t->wants_norm ? "clip_norm or a dynamic loss_scale" : row->name);
+    }
     if (hpmli_failed(t->ctx)) hpmli_graph_release_nodes(t->graph);
     return !hpmli_failed(t->ctx);
 }
@@ -8204,6 +8325,7 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
 HPML_API hpml_graph *hpml_trainer_graph(hpml_trainer *t) { return t ? t->graph : NULL; }
 HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t) { return t ? &t->d : NULL; }
 HPML_API int64_t hpml_trainer_step_count(const hpml_trainer *t) { return t ? t->step : 0; }
+HPML_API void    hpml_trainer_set_step(hpml_trainer *t, int64_t step) { if (t) t->step = step; }
 
 HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 {
@@ -8216,9 +8338,9 @@ HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    if (ranks < 1 || rank < 0 || rank >= ranks || global_batch < 0 || grain < 0)
+    if (ranks < 1 || rank < 0 || rank > ranks || global_batch < 0 || grain < 0)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld: "
-                          "expected a rank from 0 to ranks - 1, and no negative sizes", rank, ranks,
+                          "expected a rank from 0 to ranks, and no negative sizes", rank, ranks,
                           (long long)global_batch, (long long)grain);
     t->rank         = rank;
     t->ranks        = ranks;
@@ -8317,20 +8439,15 @@ HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count)
 
 HPML_API void hpml_trainer_detach(hpml_trainer *t, const void *user)
 {
-    int k = t ? t->graph->hook_count - 1 : -1;
-    while (k >= 0 && t->graph->hooks[k].user != user) k--;
-    if (k < 0) return;
-    hpml_hooks gone = t->graph->hooks[k];
-    for (t->graph->hook_count--; k < t->graph->hook_count; k++) t->graph->hooks[k] = t->graph->hooks[k + 1];
-    hpmli_hooks_note(t->graph);
-    if (gone.free) gone.free(gone.user);
-}
-
-HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    hpmli_trainer_destroy(t);
-    return hooks ? hpml_trainer_attach(t, hooks) : HPML_OK;
+    hpml_graph *g = t ? t->graph : NULL;
+    for (int k = g ? g->hook_count - 1 : -1; k >= 0; k--) {
+        hpml_hooks gone = g->hooks[k];
+        if (gone.user != user) continue;
+        g->hook_count--;
+        memmove(&g->hooks[k], &g->hooks[k + 1], sizeof gone * (size_t)(g->hook_count - k));
+        hpmli_hooks_note(g);
+        if (gone.free) gone.free(gone.user);
+    }
 }
 
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param)
@@ -8672,13 +8789,12 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
     const hpml_optimizer *row = t->optimizer;
     int64_t               all = t->graph->grad_count;
     if (first < 0 || count < 0 || first > all - count || !(grad_scale > 0))
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: update of %lld floats from number %lld on, gradients "
-                          "times %g: expected a range of the %lld floats, and a factor above 0", (long long)count,
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: update of %lld floats from number %lld on, times %g: "
+                          "expected a range of %lld floats, and a factor above 0", (long long)count,
                           (long long)first, (double)grad_scale, (long long)all);
     if (row->prepare || row->layer_ratio || row->whole)
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: %s cannot step a range of floats, because its step "
-                          "depends on whole tensors; take sgd, adam or another optimizer that steps each number by "
-                          "itself", row->name);
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: %s cannot step a range, because its step depends on "
+                          "whole tensors; take sgd, adagrad, rmsprop, adam or adamw", row->name);
     if (!hpmli_apply_begin(t)) return t->ctx->status;
     hpmli_updates_prepare(t, 0, t->graph->param_count);
     for (int i = 0; i < t->graph->param_count; i++) hpmli_apply_part(t, i, first, first + count, grad_scale);
@@ -8875,6 +8991,13 @@ HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool au
     return true;
 }
 
+HPMLI_FN const hpml_hooks *hpmli_hooks_deal(const hpml_trainer *t) /* returns hooks with a `next`; NULL: none have */
+{
+    int k = t->graph->hook_count - 1;
+    while (k >= 0 && !t->graph->hooks[k].next) k--;
+    return k >= 0 ? &t->graph->hooks[k] : NULL;
+}
+
 /* Creates a loader: to evaluate, of all samples in order, else of this rank's shard. NULL: an error, or no `data`. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
                                            bool evaluate)
@@ -8894,6 +9017,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
         d.ranks        = t->ranks;
         d.global_batch = t->global_batch;
         d.grain        = t->grain;
+        d.no_prefetch  = d.no_prefetch || hpmli_hooks_deal(t); /* only the hook knows which batch comes next */
     }
     return hpml_loader_create(t->ctx, data, &d);
 }
@@ -8902,7 +9026,20 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l); /* a hash of data and o
 typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts */
     double  start;   /* seconds, by hpml_now */
     int64_t samples, updates;
+    bool    is_last; /* in the last epoch of the call */
+    const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
 } hpmli_fit;
+
+/* Gets the next batch of fit. False: the end of the epoch on this rank, or an error, on the context. */
+HPMLI_FN bool hpmli_fit_next(hpml_trainer *t, hpml_loader *l, const hpmli_fit *f, hpml_batch *b)
+{
+    const int64_t batches = hpml_loader_steps(l);
+    if (!f->deals) return hpml_loader_next(l, b);
+    int64_t n = f->deals->next(f->deals->user, t, t->epoch, batches, f->is_last);
+    if (n >= 0) return hpml_loader_seek(l, n / batches, n % batches) == HPML_OK && hpml_loader_next(l, b);
+    t->epoch += !hpmli_failed(t->ctx);
+    return false;
+}
 
 /* Trains from the trainer's place in the data to the epoch's end; HPML_ERR_STOPPED: on_step or max_steps ended it. */
 HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, hpmli_fit *f)
@@ -8910,14 +9047,14 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
     hpml_batch     b;
     hpml_step_info info;
     hpml_loader_seek(l, t->epoch, t->epoch_step);
-    while (hpml_loader_next(l, &b)) {
+    while (hpmli_fit_next(t, l, f, &b)) {
         int64_t before = t->step;
-        bool    last   = b.index + 1 == hpml_loader_steps(l);
+        bool    last   = !f->deals && b.index + 1 == hpml_loader_steps(l);
         t->graph->first_sample = b.first;
         hpml_status status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
         if (status != HPML_OK) return status;
         if (last) t->epoch++;
-        t->epoch_step = last ? 0 : b.index + 1;
+        t->epoch_step = last || f->deals ? 0 : b.index + 1;
         f->samples += b.samples;
         f->updates += t->step - before;
         if (d->on_step) {
@@ -8936,7 +9073,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
 {
     hpml_fit_desc d;
     hpml_status   status = HPML_OK;
-    hpmli_fit     f      = { hpml_now(), 0, 0 };
+    hpmli_fit     f      = { hpml_now(), 0, 0, false, NULL };
     if (!t) return HPML_ERR_ARGUMENT;
     if (!HPMLI_COPY_DESC(t->ctx, "fit", d, desc)) return t->ctx->status;
     if (d.epochs < 0 || d.max_steps < 0)
@@ -8949,7 +9086,9 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
         const int64_t     passes[] = { t->epoch, t->epoch_step, d.epochs, d.max_steps };
         if (h->data) status = h->data(h->user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
     }
+    if (!d.loader || d.loader->ranks == 0) f.deals = hpmli_hooks_deal(t);
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
+        f.is_last = e + 1 >= d.epochs;
         if (d.max_steps > 0 && f.updates >= d.max_steps) break; /* the last update ended an epoch */
         status = hpmli_fit_epoch(t, l, &d, &f);
     }
@@ -10551,7 +10690,7 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
     if (d->ranks == 0) d->ranks = 1;
     if (d->global_batch == 0) d->global_batch = (int64_t)d->batch * d->ranks;
     if (d->seed == 0) d->seed = ctx->seed;
-    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 ||
+    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank > d->ranks || d->samples_per_epoch < 0 ||
         d->augment.shift < 0 || d->augment.cutout < 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of "
                            "range", d->batch, d->rank, d->ranks, (long long)d->samples_per_epoch);

@@ -112,7 +112,9 @@
 //     distribute   data parallelism: layout of the parameters, buckets of gradients
 //     distribute-step   data parallelism: a step, its statistics, the trainer's hooks
 //     state   one list of what a training carries from step to step
+//     distribute-rows   gradients of sparse tables: rows, gathered from all ranks
 //     strategy-sync   synchronous steps, gradients exchanged on the host
+//     strategy-factors   synchronous steps, dense layers by the factors of their gradients
 //     strategy-delayed   double buffering: steps apply the gradients of the step before
 //     strategy-exact   the same bits for every number of ranks
 //     strategy-link   synchronous steps, gradients exchanged on devices
@@ -122,6 +124,11 @@
 //     strategy-block   an outer optimizer with momentum for the mean change in a block
 //     strategy-elastic   parameters and a common centre attract each other
 //     strategy-gossip   averaging with neighbours in each step
+//     servers   parameter servers: ranges of parameters, requests of workers
+//     servers-step   parameter servers: a worker asks, a server answers
+//     strategy-ps   synchronous rounds on servers: gradients, without those of backup workers, or averaged parameters
+//     strategy-async   asynchronous steps on servers, with bounded or any staleness
+//     strategy-hogwild   threads that update shared values without locks
 //     strategies   the table of strategies; attaching one to a trainer
 //     report   where the time of steps went
 //     resume   checkpoints of the whole job
@@ -622,6 +629,11 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology t
 /* What ranks exchange, and when. */
 typedef enum hpml_strategy_kind {
     HPML_STRATEGY_SYNC = 0, /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
+    HPML_STRATEGY_PS,       /* as SYNC, by servers, which have the parameters and the optimizer (Li et al. 2014) */
+    HPML_STRATEGY_BACKUP,   /* as PS; a step goes on without the gradients of the slowest workers (Chen et al. 2016) */
+    HPML_STRATEGY_SSP,      /* servers step with each gradient by itself; the fastest worker waits for the slowest one
+                               where it is too far ahead: stale synchronous (Ho et al. 2013) */
+    HPML_STRATEGY_ASYNC,    /* servers step with each gradient by itself, at once (Dean et al. 2012) */
     HPML_STRATEGY_LOCAL,    /* each rank trains alone; parameters become their mean in every .period-th step (local SGD:
                                Moritz et al. 2015, SparkNet; Stich 2019) */
     HPML_STRATEGY_BLOCK,    /* as local, but the mean change of the parameters in a block of .period steps is the
@@ -631,19 +643,43 @@ typedef enum hpml_strategy_kind {
                                2015, EASGD); the centre is the result */
     HPML_STRATEGY_GOSSIP,   /* in each step parameters become a weighted mean with those of neighbours, by hpml_mix,
                                then each rank applies its own gradient (Lian et al. 2017, D-PSGD) */
+    HPML_STRATEGY_FEDERATED, /* each worker trains on data of its own; now and then servers average the parameters of
+                               some workers (McMahan et al. 2017) */
+    HPML_STRATEGY_HOGWILD,  /* rows, at once, of each rank alone, in values that threads share (Niu et al. 2011) */
     HPML_STRATEGY_COUNT     /* the number of strategies */
 } hpml_strategy_kind;
 HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync", ...; NULL: there is none */
+
+/* How the gradient of a dense layer travels. The gradient of a weight w (m, n) is dz^T x, a sum of outer products of
+   the layer's inputs x (b, n) and the derivatives dz (b, m), for the b rows of a rank's batch. Ranks may exchange x and
+   dz in place of the gradient, and each computes the sum over all ranks' rows itself: sufficient factors (Xie et al.
+   2016). Of p ranks each sends (p - 1) b (m + n) floats; for a gradient that a ring adds up, 2 m n (p - 1) / p. */
+typedef enum hpml_route {
+    HPML_ROUTE_ALLREDUCE = 0, /* gradients are added up */
+    HPML_ROUTE_FACTORS,       /* the factors of all dense layers travel; other gradients are added up. A dense layer is
+                                 a hpml_linear with inputs of the batch, whose weight no other op reads */
+    HPML_ROUTE_HYBRID,        /* for each dense layer what sends less (Zhang et al. 2017, "Poseidon"): factors where
+                                 b (m + n) p <= 2 m n, for the b rows of a full batch */
+    HPML_ROUTE_COUNT          /* the number of routes */
+} hpml_route;
+HPML_API const char *hpml_route_name(hpml_route route); /* "allreduce", ...; NULL: there is none */
 
 /* The plan: how a training is spread over ranks (hpml_distribute). All zero: synchronous steps with the mean of all
    ranks' gradients. A field at zero has its default. A field that the plan's strategy does not use must be zero. */
 typedef struct hpml_plan {
     uint32_t        _begin;
     hpml_strategy_kind strategy;
+    int32_t         servers;      /* ps, backup, ssp, async, federated, required: so many of the last ranks are servers,
+                                     the others workers */
+    int32_t         backup;       /* backup, required: workers without whose gradients a step goes on */
+    int32_t         staleness;    /* ssp: steps that a worker may be ahead of the slowest one; 0: as ps */
+    float           share;        /* federated: fraction of the workers that are drawn for a round; 0: all */
     hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
     hpml_algorithm  algorithm;    /* of plain sums, of gradients or parameters */
-    bool            sum;          /* sync: apply the sum of the ranks' mean gradients; else the mean over the batch */
-    int64_t         global_batch; /* samples of a step, all ranks; 0: ranks * model batch. Shares differ by at most 1 */
+    bool            sum;          /* sync, ps, backup: apply the sum of the ranks' mean gradients; else the mean over
+                                     the batch */
+    int64_t         global_batch; /* samples of a step, all ranks but servers; 0: these * model batch. Shares differ by
+                                     at most 1 */
     int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
                                      1: each tensor alone */
     bool            no_overlap;   /* exchange after the backward pass, not during it. This is also done, at once and in
@@ -654,10 +690,13 @@ typedef struct hpml_plan {
     int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
     bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
                                      small sum over ranks for each such layer, forward and backward */
+    hpml_route      route;        /* sync: how gradients of dense layers travel; the sum of factors has other last bits
+                                     than an allreduce, the same on all ranks */
     bool            exact;        /* sync: same bits for every number of ranks, algorithm, bucket and transport, see
                                      >>api-distribute */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
-    int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; 0: 1 */
+    int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
+                                     steps of a round; 0: 1 */
     float           elastic;      /* elastic: how far a meeting moves a rank's parameters towards the centre, as a
                                      fraction of the difference, and the centre towards them; 0: 0.9 / ranks;
                                      HPML_ZERO: each rank trains alone */
@@ -665,7 +704,7 @@ typedef struct hpml_plan {
     float           outer_momentum; /* block: its momentum; 0: 1 - 1 / ranks; HPML_ZERO: none */
     bool            outer_nesterov; /* block: a block begins ahead of the result by momentum times the last change */
     hpml_topology   topology;     /* gossip: who is whose neighbour */
-    uint64_t        seed;         /* gossip: of the random pairs */
+    uint64_t        seed;         /* gossip: of the random pairs; federated: of the draw */
     int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
     uint32_t        _end;
 } hpml_plan;
@@ -688,7 +727,12 @@ typedef struct hpml_plan_facts {
     int32_t accumulate;    /* micro-batches of an update; 0: 1 */
     bool    overflows;     /* gradients overflow now and then: f16 with a dynamic loss scale */
     bool    mixes_samples; /* an op mixes the samples of a batch: hpml_graph_batchable is false */
+    bool    clips;         /* the trainer has a clip_norm */
+    bool    steps_tensors; /* a step of the optimizer depends on whole tensors: hpml_trainer_apply_range refuses it */
     bool    native;        /* the transport, or a device link, has an allreduce of its own */
+    bool    no_factors;    /* results of layers are on a device, or stored as halves */
+    bool    sparse;        /* an embedding of the model has .sparse set */
+    bool    together;      /* ranks are threads of one process, on the host, and time is true */
 } hpml_plan_facts;
 HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
 /* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
@@ -717,6 +761,10 @@ HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *fact
    neither exact nor delayed); else a copy of them is exchanged on the host. Where the link ends at the node, it adds up
    floats inside the node, and the codec packs what is sent between nodes.
 
+   With servers (hpml_plan.servers) a step on a server serves the workers, until each has done as many; step count and
+   schedule of async and ssp count the servers' steps, one for each gradient. Messages have the tags HPML_TAG_MAX and
+   HPML_TAG_MAX - 1 of the communicator. Each worker has running statistics of its own.
+
    The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_array. */
 
 /* Exact sums. Floats do not add up to the same bits in every order; integers do. The global batch is cut into leaves of
@@ -734,7 +782,8 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
    the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
    (`delayed`) are not applied. Local, block: a meeting, unless the last step was one. Elastic: the centre. Gossip: the
-   mean. Training may go on afterwards. */
+   mean. With servers: their parameters, when all workers that are not lost have called it, and the mean of the workers'
+   running statistics. Training may go on afterwards. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
    between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
@@ -757,6 +806,8 @@ typedef struct hpml_distribute_report {
     int32_t buckets;
 } hpml_distribute_report;
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
+/* Returns how the gradient of parameter number `param` travels: ALLREDUCE or FACTORS. */
+HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line; warns below 50 % */
 
 /* Where the time of one step of one rank went, from the end of the wait of the step before to the end of its own. The
@@ -6382,11 +6433,16 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
    further up in the list alone. */
 #define HPMLC_PLAN_FIELDS(X) \
     X("strategy", strategy, STRATEGY, HPML_STRATEGY_COUNT - 1, true, NULL, 0) \
-    X("sum", sum, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
+    X("servers", servers, I32, 65535, hpmlc_plan_serves(p), "strategies ps, backup, ssp, async, federated", 1, 2) \
+    X("backup", backup, I32, 65535, p->strategy == HPML_STRATEGY_BACKUP, "strategy backup", 1) \
+    X("staleness", staleness, I32, INT32_MAX, p->strategy == HPML_STRATEGY_SSP, "strategy ssp", 3) \
+    X("share", share, F32, 1, p->strategy == HPML_STRATEGY_FEDERATED, "strategy federated", 0.5) \
+    X("sum", sum, BOOL, 1, p->strategy <= HPML_STRATEGY_BACKUP, "strategies sync, ps and backup", 0) \
     X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("leaf", leaf, I64, 9e18, p->exact, NULL, 2) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
-    X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, hpmlc_plan_sends_gradients(p), \
+    X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
+    X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
       "strategies that send gradients", 0) \
     X("codec.threshold", codec.threshold, F32, 1e30, p->codec.kind == HPML_CODEC_TWOBIT, NULL, 0.01) \
     X("codec.ratio", codec.ratio, F32, 1, p->codec.kind == HPML_CODEC_TOPK, NULL, 0.1) \
@@ -6397,30 +6453,54 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("codec.no_feedback", codec.no_feedback, BOOL, 1, p->codec.kind != HPML_CODEC_NONE, NULL, 0) \
     X("codec.seed", codec.seed, U64, 1.8446744073709552e19, p->codec.custom != NULL, NULL, 1) \
     X("warm_steps", warm_steps, I64, 9e18, p->codec.kind != HPML_CODEC_NONE, NULL, 2) \
-    X("algorithm", algorithm, ALGORITHM, HPML_ALGORITHM_COUNT - 1, true, NULL, 0) \
+    X("algorithm", algorithm, ALGORITHM, HPML_ALGORITHM_COUNT - 1, !hpmlc_plan_serves(p), NULL, 0) \
     X("global_batch", global_batch, I64, 9e18, true, NULL, 7) \
-    X("bucket_bytes", bucket_bytes, I64, 9e18, hpmlc_plan_sends_gradients(p), "strategies that send gradients", 1) \
-    X("no_overlap", no_overlap, BOOL, 1, hpmlc_plan_sends_gradients(p), "strategies that send gradients", 0) \
+    X("bucket_bytes", bucket_bytes, I64, 9e18, hpmlc_plan_sends_gradients(p), "strategy sync", 1) \
+    X("no_overlap", no_overlap, BOOL, 1, hpmlc_plan_sends_gradients(p), "strategy sync", 0) \
     X("sync_batchnorm", sync_batchnorm, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
-    X("period", period, I32, INT32_MAX, hpmlc_plan_meets(p), "strategies local, block and elastic", 2, 10) \
+    X("period", period, I32, INT32_MAX, hpmlc_plan_meets(p), "strategies local, block, elastic, federated", 2, 10) \
     X("elastic", elastic, F32, 1, p->strategy == HPML_STRATEGY_ELASTIC, "strategy elastic", 0.1) \
     X("outer_lr", outer_lr, F32, 1e30, p->strategy == HPML_STRATEGY_BLOCK, "strategy block", 0.7) \
     X("outer_momentum", outer_momentum, F32, 1, p->strategy == HPML_STRATEGY_BLOCK, "strategy block", 0.9) \
     X("outer_nesterov", outer_nesterov, BOOL, 1, p->strategy == HPML_STRATEGY_BLOCK, "strategy block", 0) \
     X("topology", topology, TOPOLOGY, HPML_TOPOLOGY_ALL, p->strategy == HPML_STRATEGY_GOSSIP, "strategy gossip", 0) \
-    X("seed", seed, U64, 1.8446744073709552e19, p->strategy == HPML_STRATEGY_GOSSIP, "strategy gossip", 1) \
+    X("seed", seed, U64, 1.8446744073709552e19, p->strategy >= HPML_STRATEGY_GOSSIP, \
+      "strategies gossip and federated", 1) \
     X("history", history, I32, INT32_MAX, true, NULL, 1)
 
 /* RULE(a plan that is refused, the sentence: fields, reason, way out). */
 #define HPMLC_PLAN_RULES(RULE) \
     RULE(p->_begin || p->_end || p->codec._begin || p->codec._end, \
          "the plan or its codec was not cleared; set all of it to zero first") \
+    RULE(hpmlc_plan_serves(p) && p->servers == 0, "the strategy has no servers; set servers to 1 or more, or take " \
+         "strategy sync") \
+    RULE(p->servers >= f->ranks, "all ranks are servers, and none computes gradients; take fewer servers or more " \
+         "ranks") \
+    RULE(p->strategy == HPML_STRATEGY_BACKUP && (p->backup == 0 || p->backup >= f->ranks - p->servers), \
+         "backup is the number of workers without whose gradients a step goes on; set 1 or more, but fewer than " \
+         "there are workers (ranks - servers), or take strategy ps") \
+    RULE(hpmlc_plan_serves(p) && p->warm_steps > 0, "ranks count their steps by themselves with servers, so " \
+         "warm_steps would end at different times; leave it out, or take strategy sync") \
+    RULE(hpmlc_plan_serves(p) && hpmlc_whole_codec(&p->codec), "servers have ranges of the floats, and codec topk " \
+         "and lowrank pack whole tensors; take codec onebit, twobit, bf16 or none") \
+    RULE(hpmlc_plan_steps_ranges(p) && f->steps_tensors, "servers step ranges of the floats, and this optimizer " \
+         "needs whole tensors; take sgd, adam or another that steps each number by itself") \
+    RULE(hpmlc_plan_steps_ranges(p) && p->servers > 1 && f->clips, "the trainer's clip_norm needs the norm of the " \
+         "whole gradient, and each of the servers has a range; take servers=1 or clip_norm 0") \
     RULE(hpmlc_plan_most(p, f) > f->batch, \
          "a rank's share of global_batch is more samples than the model's batch; take a smaller global_batch, more " \
          "ranks, or a larger batch") \
     RULE(p->algorithm == HPML_NATIVE && !f->native, "algorithm native is the transport's own allreduce, and this " \
          "transport has none; take algorithm auto or ring") \
     RULE(p->leaf > f->batch, "leaf is more samples than the model's batch; take a smaller leaf or a larger batch") \
+    RULE(hpmlc_factors_is_chosen(NULL, p) && (p->exact || p->delayed), "exact and delayed work on the gradients that " \
+         "ranks exchange, and routes factors and hybrid exchange none; take route allreduce, or leave both out") \
+    RULE(hpmlc_factors_is_chosen(NULL, p) && hpmlc_plan_packs(p), "a codec packs gradients, and routes factors and " \
+         "hybrid exchange none; take route allreduce or codec none") \
+    RULE(hpmlc_factors_is_chosen(NULL, p) && f->accumulate > 1, "routes factors and hybrid send the factors of one " \
+         "batch, and the trainer's accumulate adds up several; take route allreduce or set accumulate to 1") \
+    RULE(hpmlc_factors_is_chosen(NULL, p) && f->no_factors, "routes factors and hybrid read the inputs of layers as " \
+         "f32 in host memory, and here they are halves or on a device; take route allreduce") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
     RULE(p->exact && p->sum, "exact sums are divided by the samples, so exact excludes sum; set one of them") \
     RULE(p->exact && p->warm_steps > 0, "exact sums keep a residual for each leaf from the first step on, so exact " \
@@ -6441,11 +6521,37 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "another loss scale perhaps; take bf16 or a fixed loss_scale, or leave delayed out") \
     RULE(!hpmlc_plan_sends_gradients(p) && f->overflows, "in f16 a gradient that overflows skips a step, with this " \
          "strategy of its own rank alone, whose steps are then not those of the others; take bf16, a fixed " \
-         "loss_scale, or strategy sync")
+         "loss_scale, or strategy sync") \
+    RULE(f->sparse && (hpmlc_plan_serves(p) || p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE || \
+                       hpmlc_plan_packs(p)), \
+         "a sparse embedding has rows as its gradient, which strategy sync gathers without exact, delayed, codec and " \
+         "other routes, and servers do not take; take the plain sync or hogwild, or leave .sparse of the embedding " \
+         "false") \
+    RULE(p->strategy == HPML_STRATEGY_HOGWILD && !f->together, "strategy hogwild shares values in the memory of one " \
+         "process, not in virtual time, with MPI or on a device; take transport threads on the host, or sync")
+
+HPMLC_FN bool hpmlc_plan_serves(const hpml_plan *p)
+{
+    return (p->strategy >= HPML_STRATEGY_PS && p->strategy <= HPML_STRATEGY_ASYNC) ||
+           p->strategy == HPML_STRATEGY_FEDERATED;
+}
+
+/* Returns whether servers run the optimizer, each on a range of the floats. */
+HPMLC_FN bool hpmlc_plan_steps_ranges(const hpml_plan *p)
+{
+    return hpmlc_plan_serves(p) && p->strategy != HPML_STRATEGY_FEDERATED;
+}
+
+/* Returns how many of the ranks compute gradients: all but servers, which are the last ranks. */
+HPMLC_FN int hpmlc_plan_workers(const hpml_plan *p, int ranks)
+{
+    return p->servers > 0 && p->servers < ranks ? ranks - p->servers : ranks;
+}
 
 typedef enum hpmlc_field_kind {
     HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
-    HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY /* words, from STRATEGY on */
+    HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY,
+    HPMLC_FIELD_ROUTE /* words, from STRATEGY on */
 } hpmlc_field_kind;
 
 typedef struct hpmlc_field {
@@ -6464,8 +6570,15 @@ enum { HPMLC_FIELDS = sizeof hpmlc_fields / sizeof hpmlc_fields[0] };
 
 HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy)
 {
-    static const char *const names[HPML_STRATEGY_COUNT] = { "sync", "local", "block", "elastic", "gossip" };
+    static const char *const names[HPML_STRATEGY_COUNT] = { "sync", "ps", "backup", "ssp", "async", "local", "block",
+                                                            "elastic", "gossip", "federated", "hogwild" };
     return (unsigned)strategy < HPML_STRATEGY_COUNT ? names[strategy] : NULL;
+}
+
+HPML_API const char *hpml_route_name(hpml_route route)
+{
+    static const char *const names[HPML_ROUTE_COUNT] = { "allreduce", "factors", "hybrid" };
+    return (unsigned)route < HPML_ROUTE_COUNT ? names[route] : NULL;
 }
 
 /* Returns whether ranks exchange gradients; else they exchange parameters. */
@@ -6474,7 +6587,8 @@ HPMLC_FN bool hpmlc_plan_sends_gradients(const hpml_plan *p) { return p->strateg
 /* Returns whether all ranks exchange parameters at meetings, .period steps apart. */
 HPMLC_FN bool hpmlc_plan_meets(const hpml_plan *p)
 {
-    return p->strategy >= HPML_STRATEGY_LOCAL && p->strategy <= HPML_STRATEGY_ELASTIC;
+    return (p->strategy >= HPML_STRATEGY_LOCAL && p->strategy <= HPML_STRATEGY_ELASTIC) ||
+           p->strategy == HPML_STRATEGY_FEDERATED;
 }
 
 /* Sets matters[i] to whether field i of the list changes what the plan does. */
@@ -6530,6 +6644,7 @@ HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
     if (value < 0 || (double)value > field->most) return NULL;
     if (field->kind == HPMLC_FIELD_STRATEGY) return hpml_strategy_name((hpml_strategy_kind)value);
     if (field->kind == HPMLC_FIELD_CODEC) return hpml_codec_get((hpml_codec_kind)value)->name;
+    if (field->kind == HPMLC_FIELD_ROUTE) return hpml_route_name((hpml_route)value);
     if (field->kind == HPMLC_FIELD_TOPOLOGY) return topologies[value];
     return field->kind == HPMLC_FIELD_ALGORITHM ? hpml_algorithm_name((hpml_algorithm)value) : NULL;
 }
@@ -6697,6 +6812,12 @@ HPML_API int hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char 
     return count;
 }
 
+/* Returns whether dense layers may send factors, as is_chosen of their form of strategy sync. */
+HPMLC_FN bool hpmlc_factors_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p)
+{
+    return p->route != HPML_ROUTE_ALLREDUCE;
+}
+
 /* Returns whether a codec packs gradients, which can then carry no infinity. */
 HPMLC_FN bool hpmlc_plan_packs(const hpml_plan *p) { return p->codec.kind != HPML_CODEC_NONE || p->codec.custom; }
 
@@ -6707,7 +6828,7 @@ HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *f
     hpml_plan_resolve(plan, facts, &whole);
     int64_t grain  = whole.exact ? whole.leaf : 1; /* samples that stay together */
     int64_t grains = (whole.global_batch - 1) / grain + 1;
-    return ((grains - 1) / facts->ranks + 1) * grain;
+    return ((grains - 1) / hpmlc_plan_workers(plan, facts->ranks) + 1) * grain;
 }
 
 /* Returns `otherwise` for 0, 0 for HPML_ZERO, which stands for a true zero, and other values as they are. */
@@ -6720,7 +6841,7 @@ HPMLC_FN float hpmlc_default(float value, float otherwise)
 HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *facts, hpml_plan *out)
 {
     *out = *plan;
-    if (out->global_batch == 0) out->global_batch = facts->ranks * facts->batch;
+    if (out->global_batch == 0) out->global_batch = hpmlc_plan_workers(plan, facts->ranks) * facts->batch;
     if (out->exact && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
     if (out->history == 0) out->history = 64;
     if (hpmlc_plan_meets(out) && out->period == 0) out->period = 1;
@@ -6894,6 +7015,12 @@ typedef struct hpmlc_trial {
     double loss, samples;        /* sums over the steps: loss times samples; samples */
 } hpmlc_trial;
 
+/* Memory for the rows of all ranks of a sparse table's gradient, see >>distribute-rows. */
+typedef struct hpmlc_gathered {
+    float  *memory;              /* (floats) */
+    int64_t floats;
+} hpmlc_gathered;
+
 typedef struct hpmlc_states   hpmlc_states; /* list of what checkpoints hold, see >>state */
 typedef struct hpmlc_strategy hpmlc_strategy;
 
@@ -6908,14 +7035,17 @@ struct hpml_distributed {
     hpml_plan             plan;
     const hpmlc_strategy *strategy;
     void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
+    bool                  data_known; /* the data of all ranks were compared */
     bool                  background; /* tasks are jobs of the communicator's background thread */
     hpmlc_start_fn       *start;
+    int64_t             (*next)(void *d, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last); /* the hook */
     hpmlc_layout          layout;
     hpmlc_buckets         buckets;
     hpmlc_copies          copies;
     hpmlc_stats           stats;
     hpmlc_reporting       report;
     hpmlc_trial           trial;
+    hpmlc_gathered        rows;
     int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
@@ -7085,7 +7215,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
             filled = 0;
         }
         hpml_tensor *p = i >= 0 ? hpmlc_param(d, i) : NULL;
-        if (!p || !p->grad) continue;
+        if (!p || !p->grad || hpml_param_rows(p, NULL)) continue; /* sparse: see >>distribute-rows */
         l->bucket_of[i] = d->buckets.count;
         at = hpmlc_gradient_at(d, p);
         hpmlc_gradient_of(p, gradients + at, &g[count++]);
@@ -7255,7 +7385,7 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
 HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float *loss)
 {
     double start = hpml_comm_now(d->c);
-    double share = (double)samples * d->c->size / (double)d->plan.global_batch;
+    double share = (double)samples * hpmlc_plan_workers(&d->plan, d->c->size) / (double)d->plan.global_batch;
     float  scale = (float)((d->plan.sum ? 1 : share) / d->accumulate);
     if (d->micro == 0) {
         d->stats.samples  = 0;
@@ -7372,7 +7502,8 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED,
 
 /* Fails, as the trainer's hook `data`, unless `mark`, a hash of the data and its order, is the same on all ranks,
    because ranks take their shares of a batch by position: shares that the program made would be divided once more.
-   Times and bytes of this check are kept out of the report, which is of steps. */
+   Times and bytes of this check are kept out of the report, which is of steps. With servers only in the first fit,
+   because ranks begin later ones at different times, or without a rank that is lost. */
 HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, uint64_t mark)
 {
     hpml_distributed   *d = (hpml_distributed *)user;
@@ -7380,6 +7511,8 @@ HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, u
     const hpml_counters before = d->c->counters;
     const double        start = hpml_comm_now(d->c);
     bool                is_same;
+    if (d->data_known && d->plan.servers > 0) return HPML_OK;
+    d->data_known = true;
     hpml_status status  = hpmlc_same(d->c, mark, &is_same);
     int64_t     bytes   = d->c->counters.bytes - before.bytes;
     double      seconds = d->c->counters.seconds - before.seconds;
@@ -7542,6 +7675,68 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>distribute-rows   gradients of sparse tables: rows, gathered from all ranks
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The gradient of a sparse table (hpml_embedding_desc.sparse) is in no bucket. After the other exchanges of a step each
+   rank sends the rows that it has to all ranks, in blocks of the largest number of rows: bytes follow the rows. Every
+   rank adds the rows up in the order of the ranks, so that all get the same bits. */
+
+/* Returns memory for `floats` floats, which grows with the most rows of a step until now. NULL: an error. */
+HPMLC_FN float *hpmlc_rows_reserve(hpml_distributed *d, int64_t floats)
+{
+    if (floats <= d->rows.floats) return d->rows.memory;
+    hpml_ctx_release(d->ctx, d->rows.memory);
+    d->rows.memory = (float *)hpml_ctx_alloc(d->ctx, (size_t)(2 * floats) * sizeof(float), NULL);
+    d->rows.floats = d->rows.memory ? 2 * floats : 0;
+    return d->rows.memory;
+}
+
+/* Adds up the gradient of the sparse table p over all ranks; then divides it by `divisor`. */
+HPMLC_FN hpml_status hpmlc_rows_sum(hpml_distributed *d, hpml_tensor *p, float divisor)
+{
+    hpml_comm     *c     = d->c;
+    const int64_t  width = p->shape[1];
+    int64_t        count, most, own;
+    const int32_t *row   = hpml_param_rows(p, &own);
+    most = own;
+    hpml_status status = hpmlc_reduce_all(c, &most, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
+    if (status != HPML_OK) return status;
+    const int64_t each = 1 + most * (width + 1); /* a block: number of rows, their indices, their gradients */
+    float *all = hpmlc_rows_reserve(d, each * c->size), *mine = all ? all + each * c->rank : NULL;
+    if (!all) hpmlc_failed(c); /* sends the error to the other ranks */
+    if (!all) return hpml_ctx_status(d->ctx);
+    memset(mine, 0, (size_t)each * sizeof(float));
+    int32_t number = (int32_t)own;
+    memcpy(mine, &number, sizeof number);
+    memcpy(mine + 1, row, (size_t)own * sizeof *row);
+    for (int64_t i = 0; i < own; i++)
+        memcpy(mine + 1 + most + i * width, p->grad + row[i] * width, (size_t)width * sizeof(float));
+    status = hpml_allgather(c, all, each * c->size, HPML_ELEMENT_F32);
+    for (int r = 0; r < c->size && status == HPML_OK; r++) {
+        const float *block = all + each * r;
+        memcpy(&number, block, sizeof number);
+        status = hpml_param_add_rows(p, r == 0, (const int32_t *)(const void *)(block + 1), block + 1 + most, number);
+    }
+    row = hpml_param_rows(p, &count);
+    for (int64_t i = 0; i < count && status == HPML_OK; i++) hpmlc_divide_f32(p->grad + row[i] * width, width, divisor);
+    return status;
+}
+
+/* Adds up the gradients of all sparse tables over all ranks, as the other gradients are: mean, or sum with .sum. */
+HPMLC_FN hpml_status hpmlc_rows_exchange(hpml_distributed *d)
+{
+    hpml_status status = HPML_OK;
+    double      start  = hpml_comm_now(d->c);
+    for (int i = 0; i < d->layout.params && status == HPML_OK; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        if (p->grad && hpml_param_rows(p, NULL)) status = hpmlc_rows_sum(d, p, d->plan.sum ? 1 : (float)d->c->size);
+    }
+    hpmlc_dist_waited(d, start);
+    return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-sync   synchronous steps, gradients exchanged on the host
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -7580,11 +7775,207 @@ HPMLC_FN hpml_status hpmlc_sync_gradient(hpml_distributed *d, int param)
 HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
 {
     hpml_status status = hpmlc_dist_wait(d);
+    if (status == HPML_OK) status = hpmlc_rows_exchange(d);
     if (status != HPML_OK) return status;
     hpmlc_buffers_average(d);
     hpmlc_steps_note(d);
     d->report.r.steps++;
     return hpmlc_host_apply(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-factors   synchronous steps, dense layers by the factors of their gradients
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Routes FACTORS and HYBRID (hpml_route). When the backward pass has computed dz of a dense layer, x and dz of this
+   rank are copied to its blocks of two arrays, and an allgather of each starts. hpmlc_factors_update then computes, on
+   every rank, dw = 1/p sum over ranks r of dz_r^T x_r, as one product. Short batches are filled up with rows of zeros.
+   The local dw is not computed, because the weight has no `grad` during the pass. Other gradients are exchanged as by
+   strategy-sync. */
+
+typedef struct hpmlc_factor { /* a dense layer, z = x w^T */
+    hpml_distributed *d;
+    const hpml_node  *node;
+    hpml_tensor      *w;
+    float            *grad;   /* the gradient of w, kept while w->grad is NULL */
+    int64_t           rows, m, n; /* rows of a sample; columns of dz; of x */
+    float            *x, *dz; /* (ranks * batch * rows, n) and (.., m): factors of all ranks */
+    bool              has_begun; /* the allgathers of this step have started */
+    hpmlc_task        task;
+} hpmlc_factor;
+
+typedef struct hpmlc_factors { /* struct of the strategy */
+    hpmlc_factor  *layer;      /* (count) in the order of the backward pass */
+    int            count;
+    hpmlc_factor **of;         /* (params) the layer with this weight; NULL: none */
+    int64_t        samples;    /* of this rank in this step */
+} hpmlc_factors;
+
+/* Returns whether backends compute results of layers as f32 in host memory. */
+HPMLC_FN bool hpmlc_has_factors(const hpml_ctx *ctx)
+{
+    const hpml_backend *b = hpml_ctx_backend(ctx);
+    hpml_dtype dtype = b->activation_dtype ? b->activation_dtype(hpml_ctx_device(ctx)) : HPML_DTYPE_F32;
+    return b->host && dtype == HPML_DTYPE_F32;
+}
+
+/* Hides the gradients of layers that send factors from the trainer and from buckets, or shows them again. */
+HPMLC_FN void hpmlc_factors_show(const hpmlc_factors *f, bool show)
+{
+    for (const hpmlc_factor *it = f->layer; it < f->layer + f->count; it++) {
+        it->w->grad     = show ? it->grad : NULL;
+        it->w->raw_grad = it->w->grad;
+    }
+}
+
+/* Adds the layer of node n to the list if n is dense and the route sends its factors. readers: (params) ops that read
+   each parameter. False: no memory. */
+HPMLC_FN bool hpmlc_factors_add(hpml_distributed *d, const hpml_node *n, const int *readers)
+{
+    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    hpml_tensor   *w = n->op == HPML_OP_LINEAR ? n->src[1] : NULL;
+    const int64_t  p = d->c->size;
+    if (!w || !w->param || !w->grad || readers[w->param->index] != 1) return true;
+    if (n->src[0]->batch_rows == 0 || n->src[0]->dtype != HPML_DTYPE_F32) return true;
+    hpmlc_factor *it = &f->layer[f->count];
+    it->d    = d;
+    it->node = n;
+    it->w    = w;
+    it->grad = w->grad;
+    it->m    = w->shape[0];
+    it->n    = w->shape[1];
+    it->rows = hpml_tensor_count(n->out) / n->out->shape[0] * n->out->batch_rows / it->m;
+    int64_t all = p * d->layout.batch * it->rows; /* rows of all ranks */
+    bool    pays = (double)all * (double)(it->m + it->n) <= 2 * (double)it->m * (double)it->n;
+    if (d->plan.route == HPML_ROUTE_HYBRID && !pays) return true;
+    it->x  = (float *)hpmlc_dist_alloc(d, sizeof(float) * (size_t)all * (size_t)it->n);
+    it->dz = (float *)hpmlc_dist_alloc(d, sizeof(float) * (size_t)all * (size_t)it->m);
+    f->of[w->param->index] = it;
+    f->count++;
+    return it->x && it->dz;
+}
+
+/* Lists the layers that send factors: walks from the results of the trainer's model to its inputs. */
+HPMLC_FN bool hpmlc_factors_find(hpml_distributed *d)
+{
+    const hpml_trainer_desc *t = hpml_trainer_settings(d->t);
+    const hpml_node *ends[] = { t->output->node, t->loss_tensor ? t->loss_tensor->node : NULL };
+    int  count = 0;
+    bool good  = true;
+    for (int e = 0; e < 2; e++) count = ends[e] && ends[e]->index >= count ? ends[e]->index + 1 : count;
+    const hpml_node **found = (const hpml_node **)hpmlc_dist_alloc(d, sizeof *found * (size_t)(count + 1));
+    int *readers = (int *)hpmlc_dist_alloc(d, sizeof *readers * (size_t)(d->layout.params + 1));
+    if (!found || !readers) return false;
+    for (int e = 0; e < 2; e++) found[ends[e] ? ends[e]->index : count] = ends[e];
+    for (int i = count - 1; i >= 0; i--)
+        for (int s = 0; found[i] && s < found[i]->src_count; s++) {
+            const hpml_tensor *x = found[i]->src[s];
+            if (x && x->node) found[x->node->index] = x->node;
+            if (x && x->param) readers[x->param->index]++;
+        }
+    for (int i = count - 1; i >= 0 && good; i--) good = !found[i] || hpmlc_factors_add(d, found[i], readers);
+    return good;
+}
+
+HPMLC_FN bool hpmlc_factors_open(hpml_distributed *d)
+{
+    const size_t   params = (size_t)d->layout.params;
+    hpmlc_factors *f = (hpmlc_factors *)hpmlc_dist_alloc(d, sizeof *f);
+    d->own = f;
+    if (!f) return false;
+    f->layer = (hpmlc_factor *)hpmlc_dist_alloc(d, sizeof *f->layer * (params + 1));
+    f->of    = (hpmlc_factor **)hpmlc_dist_alloc(d, sizeof *f->of * (params + 1));
+    if (!f->layer || !f->of || !hpmlc_factors_find(d)) return false;
+    hpmlc_factors_show(f, false);
+    bool good = hpmlc_sync_open(d);
+    hpmlc_factors_show(f, true);
+    return good;
+}
+
+/* Gathers the factors of a layer of all ranks, as a task. */
+HPMLC_FN hpml_status hpmlc_factor_gather(hpml_comm *c, void *user)
+{
+    const hpmlc_factor *it   = (const hpmlc_factor *)user;
+    const int64_t       rows = c->size * it->d->layout.batch * it->rows;
+    c->about.first = it->w->name;
+    hpml_status status = hpml_allgather(c, it->x, rows * it->n, HPML_ELEMENT_F32);
+    if (status == HPML_OK) status = hpml_allgather(c, it->dz, rows * it->m, HPML_ELEMENT_F32);
+    c->about.first = NULL;
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_factor_start(hpmlc_factor *it)
+{
+    it->has_begun = true;
+    return hpmlc_task_start(it->d, &it->task, it->d->c, hpmlc_factor_gather, it);
+}
+
+/* Copies a rank's `rows` rows of `cols` floats to its block of `all`, of `most` rows, and fills up with zeros. */
+HPMLC_FN void hpmlc_factor_copy(float *all, int rank, const float *from, int64_t rows, int64_t most, int64_t cols)
+{
+    float *block = all + rank * most * cols;
+    memcpy(block, from, sizeof(float) * (size_t)(rows * cols));
+    memset(block + rows * cols, 0, sizeof(float) * (size_t)((most - rows) * cols));
+}
+
+HPMLC_FN hpml_status hpmlc_factors_gradient(hpml_distributed *d, int param)
+{
+    const hpmlc_factors *f  = (const hpmlc_factors *)d->own;
+    hpmlc_factor        *it = f->of[param];
+    if (!it) return hpmlc_sync_gradient(d, param);
+    int64_t rows = f->samples * it->rows, most = d->layout.batch * it->rows;
+    hpmlc_factor_copy(it->x, d->c->rank, it->node->src[0]->data, rows, most, it->n);
+    hpmlc_factor_copy(it->dz, d->c->rank, it->node->out->grad, rows, most, it->m);
+    return d->plan.no_overlap ? HPML_OK : hpmlc_factor_start(it);
+}
+
+HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    f->samples = samples;
+    hpmlc_factors_show(f, false);
+    hpml_status status = hpmlc_dist_pass(d, samples, loss);
+    hpmlc_factors_show(f, true);
+    double start = hpml_comm_now(d->c);
+    for (int i = 0; i < f->count && status == HPML_OK; i++)
+        if (!f->layer[i].has_begun) status = hpmlc_factor_start(&f->layer[i]);
+    if (!d->background) hpmlc_dist_waited(d, start);
+    if (status != HPML_OK) return status;
+    hpmlc_buffers_get(d, d->stats.buffers);
+    return hpmlc_dist_post(d, d->stats.buffers);
+}
+
+HPMLC_FN hpml_status hpmlc_factors_update(hpml_distributed *d)
+{
+    const hpmlc_factors *f     = (const hpmlc_factors *)d->own;
+    const float          share = d->plan.sum ? 1 : 1 / (float)d->c->size;
+    hpml_status          status = HPML_OK;
+    for (hpmlc_factor *it = f->layer; it < f->layer + f->count; it++) {
+        double      start = hpml_comm_now(d->c);
+        hpml_status s     = hpmlc_task_wait(&it->task);
+        hpmlc_dist_waited(d, start);
+        it->has_begun = false;
+        if (status == HPML_OK) status = s;
+        if (status != HPML_OK) continue;
+        status = hpml_sgemm(d->ctx, true, false, it->m, it->n, d->c->size * d->layout.batch * it->rows, share, it->dz,
+                            it->m, it->x, it->n, 0, it->grad, it->n);
+    }
+    if (status == HPML_OK) return hpmlc_sync_update(d);
+    hpmlc_tasks_wait(d);
+    return status;
+}
+
+HPMLC_FN void hpmlc_factors_close(hpml_distributed *d)
+{
+    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    for (int i = 0; f && i < f->count; i++) hpmlc_task_wait(&f->layer[i].task);
+}
+
+HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param)
+{
+    if (!d || param < 0 || param >= d->layout.params || !hpmlc_factors_is_chosen(d->c, &d->plan))
+        return HPML_ROUTE_ALLREDUCE;
+    return ((const hpmlc_factors *)d->own)->of[param] ? HPML_ROUTE_FACTORS : HPML_ROUTE_ALLREDUCE;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8610,17 +9001,1026 @@ HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>servers   parameter servers: ranges of parameters, requests of workers
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* With S servers the last S ranks keep the parameters: server s steps floats [s n / S, (s + 1) n / S) of the n trained
+   ones. The other ranks, K workers, compute gradients: in a step each pushes every server its range of the gradient and
+   gets the range's new values, so that a server receives and sends 4 K n / S bytes, and headers (Li et al. 2014,
+   "Scaling Distributed Machine Learning with the Parameter Server").
+
+   All ranks run the same program. On a server a step of the trainer answers requests until each worker has done as many
+   steps. A server is one thread, with a receive in flight for the next request of each worker; it takes the request
+   that arrives first, and keeps open what it may not answer yet. A worker has at most one request open at each server.
+   When a gradient enters and its worker gets an answer is the strategy's function `enter`, called after each request.
+
+   With .survive of the communicator a worker that fails or leaves is lost, and the others go on; a lost server is an
+   error of all workers. Headers have tag HPML_TAG_MAX of the communicator, floats the tag below. */
+
+enum { HPMLC_TAG_REQUEST = HPML_TAG_MAX, HPMLC_TAG_FLOATS = HPML_TAG_MAX - 1 };
+
+typedef enum hpmlc_request_kind {
+    HPMLC_PUSH,  /* floats follow, a gradient or values; is answered */
+    HPMLC_PULL,  /* nothing follows; is answered. Also a push whose floats were taken */
+    HPMLC_DEAL,  /* asks for the number of a batch */
+    HPMLC_NOTE,  /* reports .epoch, is not answered */
+    HPMLC_FINISH /* the training ends on this worker; open until it ends on all */
+} hpmlc_request_kind;
+
+typedef struct hpmlc_request { /* header from a worker to a server */
+    int64_t kind;
+    int64_t step;    /* PUSH, PULL: number of the step, or of the round */
+    int64_t samples; /* PUSH: of the gradient, or of the round */
+    int64_t batch;   /* PUSH: number of the batch that was dealt, -1: none was; DEAL: batches of an epoch */
+    int64_t epoch;   /* DEAL: that the worker is in; NOTE: epochs that it has ended */
+    int64_t wants;   /* PUSH, PULL: 1: values follow the answer; DEAL: 1: the last epoch of a fit */
+    double  loss;    /* mean over the samples */
+} hpmlc_request;
+
+typedef struct hpmlc_answer { /* header from a server to a worker */
+    int64_t step;  /* of the worker that is not over yet */
+    int64_t batch; /* that was dealt, counted over all epochs; -1: the epoch ends */
+} hpmlc_answer;
+
+typedef struct hpmlc_client { /* a worker, as a server knows it */
+    hpml_message  message;    /* the receive of its next request, in flight if is_posted */
+    hpmlc_request request;    /* its last request */
+    bool          is_posted, is_open, is_lost; /* is_open: the request is not answered yet */
+    int64_t       clock;      /* steps or rounds that it has done */
+    int64_t       epochs;     /* that it has ended, where batches are dealt */
+    int64_t       batch;      /* that was dealt and not pushed yet; -1: none */
+} hpmlc_client;
+
+typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which are packed as one */
+    hpml_packing packing;
+    int          param;
+    int64_t      from, at;    /* first float in the parameter; among all trained ones */
+    size_t       offset;      /* of the packed bytes, among those of all pieces */
+} hpmlc_piece;
+
+typedef struct hpmlc_servers {
+    int            workers, count;   /* K, S */
+    int            first, end;       /* servers of whose ranges this rank has memory: of itself; a worker: of all */
+    int64_t        total, floats;    /* n; floats of these ranges */
+    hpmlc_piece   *piece;            /* (pieces + 1) of all ranges, server by server; the last one is empty */
+    int            pieces, *begin;   /* (S + 1) number of each server's first piece */
+    char          *packed;           /* (packed bytes) what is pushed */
+    float         *gradient;         /* (floats) of a worker its own; of a server the sum, zero between steps */
+    float         *values;           /* (floats) */
+    float         *residual;         /* (floats) of a worker with a lossy codec; else NULL */
+    hpml_message  *message;          /* worker: (4 S) messages of a request */
+    hpmlc_answer  *answer;           /* worker: (S) */
+    hpmlc_client  *client;           /* server: (K) */
+    hpml_message **awaited;          /* server: (K) messages for which it waits */
+    hpml_status  (*enter)(hpml_distributed *d); /* server: see above */
+    bool           averages;         /* federated: workers run the optimizer, servers average values */
+    bool           has_lost;         /* server: a worker was lost since `enter` has begun */
+    bool           is_served;        /* server: the hook `next` has served this step */
+    bool           is_skipped;       /* worker: does not compute in this step */
+    int64_t        period, steps;    /* steps of a round; done by this rank, but for those of batches that were dealt */
+    int64_t        round, updates;   /* rounds that are complete; server: its steps of the optimizer */
+    int64_t        taken, dealt;     /* server: gradients taken in this step; batches dealt, over all epochs */
+    int64_t        epoch, batch;     /* server: epoch of its fit; worker: number of its batch, -1: that was not dealt */
+    double         samples, loss;    /* of the gradients in this step, or round; loss times samples */
+} hpmlc_servers;
+
+HPMLC_FN hpmlc_servers *hpmlc_servers_of(const hpml_distributed *d) { return (hpmlc_servers *)d->own; }
+HPMLC_FN bool hpmlc_is_server(const hpml_distributed *d) { return d->c->rank >= hpmlc_servers_of(d)->workers; }
+
+/* Returns the first float of server s, among all trained ones. */
+HPMLC_FN int64_t hpmlc_server_at(const hpmlc_servers *own, int s)
+{
+    return own->total / own->count * s + own->total % own->count * s / own->count;
+}
+
+/* Copies the ranges of servers [first, end) of an array of the trainer to `flat`; writes: from `flat`. */
+HPMLC_FN void hpmlc_ranges_copy(const hpml_distributed *d, hpml_array which, bool writes, int first, int end,
+                                float *flat)
+{
+    const hpmlc_servers   *own   = hpmlc_servers_of(d);
+    const hpmlc_host_view *view  = &d->layout.view;
+    float                 *array = which == HPML_ARRAY_VALUES ? NULL : hpml_trainer_array(d->t, which, NULL);
+    for (int i = own->begin[first]; i < own->begin[end]; i++) {
+        const hpmlc_piece *p     = &own->piece[i];
+        const int64_t      n     = p->packing.rows * p->packing.cols;
+        const size_t       bytes = (size_t)n * sizeof(float);
+        float             *from  = flat + p->at - hpmlc_server_at(own, first);
+        float *x = (array ? array + hpml_trainer_place(d->t, p->param) : hpmlc_param(d, p->param)->data) + p->from;
+        if (writes) memcpy(view->device ? view->window : x, from, bytes);
+        else memcpy(from, hpmlc_host_view_begin(view, x, n), bytes);
+        if (writes) hpmlc_host_view_end(view, x, n);
+    }
+}
+
+/* Cuts the range of server s into pieces: whole rows, and parts of rows at its ends. False: the codec refuses. */
+HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
+{
+    hpmlc_servers *own   = hpmlc_servers_of(d);
+    const int64_t  at    = hpmlc_server_at(own, s), end = hpmlc_server_at(own, s + 1);
+    int64_t        first = 0; /* of the parameter, among all trained floats */
+    for (int i = 0; i < d->layout.params; i++) {
+        const hpml_tensor *p     = hpmlc_param(d, i);
+        const int64_t      count = hpml_trainer_place(d->t, i) < 0 ? 0 : hpml_tensor_count(p);
+        const int64_t      cols  = p->ndim > 1 ? count / p->shape[0] : count;
+        int64_t            from = hpmlc_max(at - first, 0), left = hpmlc_min(end - first, count) - from;
+        while (left > 0) {
+            const bool    whole = from % cols == 0 && left >= cols;
+            const int64_t rows  = whole ? left / cols : 1, width = whole ? cols : hpmlc_min(left, cols - from % cols);
+            hpmlc_piece  *piece = &own->piece[own->pieces++];
+            if (hpml_packing_init(&piece->packing, &d->plan.codec, rows, width) != HPML_OK) return false;
+            piece->param     = i;
+            piece->from      = from;
+            piece->at        = first + from;
+            piece[1].offset  = piece->offset + piece->packing.size;
+            from += rows * width;
+            left -= rows * width;
+        }
+        first += count;
+    }
+    own->begin[s + 1] = own->pieces;
+    return true;
+}
+
+/* Returns the packed bytes of the ranges of servers [first, end). */
+HPMLC_FN size_t hpmlc_packed_size(const hpmlc_servers *own, int first, int end)
+{
+    return own->piece[own->begin[end]].offset - own->piece[own->begin[first]].offset;
+}
+
+/* Cancels a server's receives in flight, because they point into its memory. */
+HPMLC_FN void hpmlc_servers_destroy(void *object)
+{
+    hpmlc_servers *own = (hpmlc_servers *)object;
+    for (int k = 0; k < own->workers && own->client; k++) {
+        hpml_message *m = &own->client[k].message;
+        if (!own->client[k].is_posted) continue;
+        if (!m->done && !m->owner->t->schedule) m->owner->t->abandon(m->owner, m);
+        hpmlc_unlist(m->owner, m); /* where ranks are threads, nothing else refers to a receive */
+    }
+}
+
+/* Returns whether workers keep a residual: what the codec did not send. */
+HPMLC_FN bool hpmlc_has_feedback(const hpml_distributed *d)
+{
+    const hpml_codec *codec = d->plan.codec.custom ? d->plan.codec.custom : hpml_codec_get(d->plan.codec.kind);
+    return codec->has_residual && !d->plan.codec.no_feedback;
+}
+
+/* Cuts the ranges and takes the memory of a worker or a server. False: an error on the context. */
+HPMLC_FN bool hpmlc_servers_alloc(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    const bool     serves = hpmlc_is_server(d);
+    const size_t   k = (size_t)own->workers, s = (size_t)own->count, pieces = 3 * ((size_t)d->layout.params + s) + 1;
+    own->first    = serves ? d->c->rank - own->workers : 0;
+    own->end      = serves ? own->first + 1 : own->count;
+    own->floats   = hpmlc_server_at(own, own->end) - hpmlc_server_at(own, own->first);
+    own->piece    = (hpmlc_piece *)hpmlc_dist_alloc(d, sizeof *own->piece * pieces);
+    own->begin    = (int *)hpmlc_dist_alloc(d, sizeof *own->begin * (s + 1));
+    own->message  = (hpml_message *)hpmlc_dist_alloc(d, sizeof *own->message * 4 * s);
+    own->answer   = (hpmlc_answer *)hpmlc_dist_alloc(d, sizeof *own->answer * s);
+    own->awaited  = (hpml_message **)hpmlc_dist_alloc(d, sizeof *own->awaited * k);
+    own->client   = (hpmlc_client *)hpmlc_dist_alloc(d, sizeof *own->client * k);
+    if (hpml_ctx_status(d->ctx) != HPML_OK) return false;
+    for (int i = 0; i < own->count; i++)
+        if (!hpmlc_range_cut(d, i))
+            return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: the codec cannot pack rows of the gradient"), false;
+    const size_t bytes = sizeof(float) * (size_t)(own->floats + 1); /* another server's range may have a float more */
+    own->gradient = (float *)hpmlc_dist_alloc(d, bytes);
+    own->values   = (float *)hpmlc_dist_alloc(d, bytes);
+    own->packed   = (char *)hpmlc_dist_alloc(d, hpmlc_packed_size(own, own->first, own->end) + 1);
+    if (!serves && hpmlc_has_feedback(d)) own->residual = (float *)hpmlc_dist_alloc(d, bytes);
+    return hpml_ctx_status(d->ctx) == HPML_OK;
+}
+
+/* Returns whether this client is drawn for a round. */
+HPMLC_FN bool hpmlc_is_drawn(const hpml_distributed *d, int64_t round)
+{
+    const int     workers = hpmlc_servers_of(d)->workers;
+    const int64_t drawn   = d->plan.share > 0 ? (int64_t)ceil((double)d->plan.share * workers - 1e-6) : workers;
+    return hpml_permute_index(d->plan.seed, (uint64_t)round, workers, d->c->rank % workers) < drawn;
+}
+
+/* Begins to count steps, rounds and dealt batches anew, from the trainer's numbers and values, which were loaded. */
+HPMLC_FN void hpmlc_servers_restart(hpml_distributed *d)
+{
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    own->updates = hpml_trainer_step_count(d->t);
+    own->steps   = 0;
+    own->round   = 0;
+    own->dealt   = 0;
+    for (int k = 0; k < own->workers; k++) {
+        own->client[k].clock  = 0;
+        own->client[k].epochs = 0;
+        own->client[k].batch  = -1;
+    }
+    own->is_skipped = own->averages && !hpmlc_is_drawn(d, own->updates / own->period);
+    hpmlc_ranges_copy(d, HPML_ARRAY_VALUES, false, own->first, own->end, own->values);
+}
+
+/* Takes the memory of a strategy with servers, whose function is `enter`. False: an error on the context. */
+HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_distributed *d))
+{
+    hpmlc_servers *own = (hpmlc_servers *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_servers_destroy);
+    d->own = own;
+    if (!own) return false;
+    own->workers = hpmlc_plan_workers(&d->plan, d->c->size);
+    own->count   = d->plan.servers;
+    own->total   = d->layout.grad_total;
+    own->enter   = enter;
+    own->period  = 1;
+    own->batch   = -1;
+    if (!hpmlc_servers_alloc(d)) return false;
+    d->copies.all   = own->workers;
+    d->copies.count = hpmlc_is_server(d) ? 0 : 1;
+    hpmlc_servers_restart(d);
+    return true;
+}
+
+HPMLC_FN void hpmlc_servers_close(hpml_distributed *d) { hpml_ctx_release(d->ctx, d->own); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>servers-step   parameter servers: a worker asks, a server answers
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Packs own->gradient of this worker, an error if a number is NaN or infinite, unless the trainer skips such checks. */
+HPMLC_FN hpml_status hpmlc_worker_pack(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    float          bad    = 0; /* stays 0 unless a number is not finite */
+    HPMLC_ZERO(hpml_encode_info, info);
+    info.step = own->steps;
+    info.seed = d->plan.codec.seed + (uint64_t)d->c->rank;
+    for (int64_t k = 0; k < own->total; k++) bad += own->gradient[k] - own->gradient[k];
+    if (bad != 0 && !hpml_trainer_settings(d->t)->no_finite_check) status = HPML_ERR_NONFINITE;
+    for (int i = 0; i < own->pieces && status == HPML_OK; i++) {
+        const hpmlc_piece *p = &own->piece[i];
+        float             *e = own->residual ? own->residual + p->at : NULL;
+        status = hpml_packing_encode(&p->packing, own->packed + p->offset, e, own->gradient + p->at, p->packing.rows,
+                                     &info);
+    }
+    if (status == HPML_OK) return HPML_OK;
+    return hpmlc_fail(d->c, status, "step %lld: the gradient is NaN or infinite on this rank; lower the learning rate "
+                      "or set clip_norm", (long long)d->c->step);
+}
+
+/* Returns `status` of a message to or from a server; an error that names the server if that is lost. */
+HPMLC_FN hpml_status hpmlc_server_lost(hpml_distributed *d, int server, hpml_status status)
+{
+    if (status != HPML_ERR_PEER || hpml_ctx_status(d->ctx) != HPML_OK) return status;
+    return hpmlc_fail(d->c, status, "step %lld: server %d of %d (rank %d) has failed or left, and its range of the "
+                      "parameters with it; start again from the last checkpoint", (long long)d->c->step,
+                      server - hpmlc_servers_of(d)->workers, hpmlc_servers_of(d)->count, d->c->origin[server]);
+}
+
+/* Sends request r of a worker to the servers from `first` on, a push with its range of own->packed, and waits for the
+   answers. Messages to a server begin before those to the next one, so that the first server knows the most. */
+HPMLC_FN hpml_status hpmlc_ask(hpml_distributed *d, const hpmlc_request *r, int first)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_message  *m      = own->message;
+    hpml_status    status = HPML_OK;
+    int            lost   = 0;
+    for (int s = first; s < own->count; s++) {
+        const int     to    = own->workers + s;
+        const int64_t at    = hpmlc_server_at(own, s);
+        const size_t  bytes = (size_t)(hpmlc_server_at(own, s + 1) - at) * sizeof(float);
+        const char   *from  = own->packed + own->piece[own->begin[s]].offset;
+        hpml_isend(d->c, to, HPMLC_TAG_REQUEST, r, sizeof *r, m++);
+        if (r->kind == HPMLC_PUSH)
+            hpml_isend(d->c, to, HPMLC_TAG_FLOATS, from, hpmlc_packed_size(own, s, s + 1), m++);
+        if (r->kind > HPMLC_PULL) continue;
+        hpml_irecv(d->c, to, HPMLC_TAG_REQUEST, &own->answer[s], sizeof own->answer[s], m++);
+        if (r->wants) hpml_irecv(d->c, to, HPMLC_TAG_FLOATS, own->values + at, bytes, m++);
+    }
+    for (hpml_message *each = own->message; each < m; each++) {
+        hpml_status s = hpml_wait(d->c, each);
+        if (status != HPML_OK || s == HPML_OK) continue;
+        status = s;
+        lost   = each->peer;
+    }
+    if (status != HPML_OK) return hpmlc_server_lost(d, lost, status);
+    if (r->wants) hpmlc_ranges_copy(d, HPML_ARRAY_VALUES, true, 0, own->count, own->values);
+    return HPML_OK;
+}
+
+/* A worker pushes `which`, its gradient or values, unless it `skips`. Gets the servers' values, if it `wants` them. */
+HPMLC_FN hpml_status hpmlc_exchange_with(hpml_distributed *d, hpml_array which, bool skips, bool wants, double samples,
+                                         double loss)
+{
+    hpmlc_servers *own   = hpmlc_servers_of(d);
+    const double   start = hpml_comm_now(d->c);
+    hpml_status    status = HPML_OK;
+    HPMLC_ZERO(hpmlc_request, r);
+    r.kind    = skips ? HPMLC_PULL : HPMLC_PUSH;
+    r.step    = own->steps / own->period;
+    r.samples = (int64_t)samples;
+    r.batch   = own->batch;
+    r.wants   = wants;
+    r.loss    = samples > 0 ? loss / samples : 0;
+    if (!skips) hpmlc_ranges_copy(d, which, false, 0, own->count, own->gradient);
+    if (!skips) status = hpmlc_worker_pack(d);
+    if (status == HPML_OK) status = hpmlc_ask(d, &r, 0);
+    own->round = own->answer[0].step;
+    for (int s = 1; s < own->count; s++) own->round = hpmlc_min(own->round, own->answer[s].step);
+    hpmlc_dist_waited(d, start);
+    return status;
+}
+
+/* Returns `status` of a server's message to or from a worker; HPML_OK if that is lost, because the others go on. */
+HPMLC_FN hpml_status hpmlc_survive(hpml_distributed *d, int worker, hpml_status status)
+{
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    if (status != HPML_ERR_PEER || hpml_ctx_status(d->ctx) != HPML_OK) return status;
+    own->client[worker].is_lost = true;
+    own->client[worker].is_open = false;
+    own->has_lost               = true;
+    return HPML_OK;
+}
+
+HPMLC_FN bool hpmlc_is_open(const hpmlc_client *w, hpmlc_request_kind kind)
+{
+    return w->is_open && w->request.kind == (int64_t)kind;
+}
+
+/* Returns whether worker w is there and has not finished. */
+HPMLC_FN bool hpmlc_is_active(const hpmlc_client *w) { return !w->is_lost && !hpmlc_is_open(w, HPMLC_FINISH); }
+
+/* Answers the request of a worker, with values if it wants them. */
+HPMLC_FN hpml_status hpmlc_answer_to(hpml_distributed *d, int worker, int64_t step, int64_t batch)
+{
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    hpmlc_client  *w   = &own->client[worker];
+    hpmlc_answer   answer;
+    answer.step  = step;
+    answer.batch = batch;
+    w->is_open   = false;
+    hpml_status status = hpml_send(d->c, worker, HPMLC_TAG_REQUEST, &answer, sizeof answer);
+    if (status == HPML_OK && w->request.kind == HPMLC_PULL && w->request.wants)
+        status = hpml_send(d->c, worker, HPMLC_TAG_FLOATS, own->values, (size_t)own->floats * sizeof(float));
+    return hpmlc_survive(d, worker, status);
+}
+
+/* Receives the floats of a worker's push and adds `factor` times them to own->gradient; 0: leaves them out. *came:
+   whether they have come; false: the worker is lost. */
+HPMLC_FN hpml_status hpmlc_take(hpml_distributed *d, int worker, float factor, bool *came)
+{
+    hpmlc_servers *own  = hpmlc_servers_of(d);
+    hpmlc_client  *w    = &own->client[worker];
+    hpml_status status  = hpml_recv(d->c, worker, HPMLC_TAG_FLOATS, own->packed,
+                                    hpmlc_packed_size(own, own->first, own->end));
+    const float *values = (const float *)(const void *)own->packed;
+    *came  = status == HPML_OK;
+    status = hpmlc_survive(d, worker, status);
+    if (!*came) return status;
+    w->batch        = -1;
+    w->request.kind = HPMLC_PULL;
+    for (int i = own->begin[own->first]; i < own->begin[own->end] && factor == 1; i++) {
+        const hpmlc_piece *p = &own->piece[i], *zero = &own->piece[own->begin[own->first]];
+        hpml_packing_decode_add(&p->packing, own->gradient + p->at - zero->at, own->packed + p->offset - zero->offset,
+                                p->packing.rows);
+    }
+    for (int64_t i = 0; i < own->floats && factor != 0 && factor != 1; i++) own->gradient[i] += factor * values[i];
+    if (factor == 0) return HPML_OK;
+    own->taken++;
+    own->samples += (double)w->request.samples;
+    own->loss += w->request.loss * (double)w->request.samples;
+    return HPML_OK;
+}
+
+/* Steps this server's range with own->gradient; federated: which are the new values. */
+HPMLC_FN hpml_status hpmlc_server_apply(hpml_distributed *d)
+{
+    hpmlc_servers     *own    = hpmlc_servers_of(d);
+    const int          me     = own->first;
+    const hpmlc_piece *from   = &own->piece[own->begin[me]], *last = &own->piece[own->begin[me + 1] - 1];
+    const hpml_array   to     = own->averages ? HPML_ARRAY_VALUES : HPML_ARRAY_GRADIENTS;
+    hpml_status        status = HPML_OK;
+    hpmlc_ranges_copy(d, to, true, me, me + 1, own->gradient);
+    memset(own->gradient, 0, (size_t)own->floats * sizeof(float));
+    if (!own->averages && own->floats > 0) {
+        const int64_t at = hpml_trainer_place(d->t, from->param) + from->from;
+        const int64_t to_last = hpml_trainer_place(d->t, last->param) + last->from - at;
+        hpml_trainer_set_step(d->t, own->updates++);
+        status = hpml_trainer_apply_range(d->t, at, to_last + last->packing.rows * last->packing.cols, 1);
+    }
+    hpmlc_ranges_copy(d, HPML_ARRAY_VALUES, false, me, me + 1, own->values);
+    return status;
+}
+
+/* Waits for the next request of a worker, or until a worker is lost. */
+HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
+{
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    for (int i = 0; i < own->workers; i++) {
+        hpmlc_client *w = &own->client[i];
+        own->awaited[i] = NULL;
+        if (w->is_lost || w->is_open) continue;
+        if (!w->is_posted) hpml_irecv(d->c, i, HPMLC_TAG_REQUEST, &w->request, sizeof w->request, &w->message);
+        w->is_posted    = true;
+        own->awaited[i] = &w->message;
+    }
+    const int k = hpml_wait_any(d->c, own->awaited, own->workers, -1);
+    if (k < 0) return hpml_ctx_status(d->ctx);
+    hpmlc_client *w = &own->client[k];
+    w->is_posted = false;
+    w->is_open   = w->message.status == HPML_OK && w->request.kind != HPMLC_NOTE;
+    if (w->message.status == HPML_OK && w->request.kind == HPMLC_NOTE) w->epochs = w->request.epoch;
+    return hpmlc_survive(d, k, w->message.status);
+}
+
+/* Serves until is_over(w) for all workers w that are active. */
+HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpmlc_servers *own, const hpmlc_client *w))
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    own->taken   = 0;
+    own->samples = 0;
+    own->loss    = 0;
+    for (;;) {
+        do { /* again where a worker was lost meanwhile, because no one waits for that worker any more */
+            own->has_lost = false;
+            status        = own->enter(d);
+        } while (status == HPML_OK && own->has_lost);
+        int active = 0; /* workers for whom the server goes on */
+        for (int k = 0; k < own->workers; k++)
+            active += hpmlc_is_active(&own->client[k]) && !is_over(own, &own->client[k]);
+        if (status != HPML_OK || active == 0) return status;
+        status = hpmlc_serve_one(d);
+        if (status != HPML_OK) return status;
+    }
+}
+
+/* Ends to serve: a step, when worker w has done as many steps, or whole rounds, as the server; a training. */
+HPMLC_FN bool hpmlc_has_stepped(const hpmlc_servers *own, const hpmlc_client *w)
+{
+    return w->clock >= own->steps / own->period;
+}
+
+HPMLC_FN bool hpmlc_has_finished(const hpmlc_servers *own HPMLC_UNUSED, const hpmlc_client *w HPMLC_UNUSED)
+{
+    return false; /* workers that have finished are not active */
+}
+
+/* A step of a server: serves; *loss: the mean over the samples of the gradients that have come. */
+HPMLC_FN hpml_status hpmlc_server_begin(hpml_distributed *d, float *loss)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    *loss = 0;
+    if (++d->micro < d->accumulate) return HPML_OK;
+    own->steps += !own->is_served;
+    if (!own->is_served) status = hpmlc_serve(d, hpmlc_has_stepped);
+    own->is_served = false;
+    if (own->samples > 0) *loss = (float)(own->loss / own->samples);
+    return status;
+}
+
+/* Computes a gradient on a worker, serves on a server. A worker for whom the step is over skips it. */
+HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    if (hpmlc_is_server(d)) return hpmlc_server_begin(d, loss);
+    if (!own->averages) own->is_skipped = own->batch < 0 && own->steps < own->round;
+    if (!own->is_skipped) return hpmlc_dist_pass(d, samples, loss);
+    *loss = isnan(d->report.r.loss) ? 0 : (float)d->report.r.loss;
+    d->micro++;
+    return HPML_OK;
+}
+
+/* Ends a step, unless `status` is an error: counts it in the report. Returns `status`. */
+HPMLC_FN hpml_status hpmlc_servers_note(hpml_distributed *d, hpml_status status, double samples, double loss)
+{
+    if (status != HPML_OK) return status;
+    if (samples > 0) d->report.r.loss = loss / samples;
+    d->report.r.samples = (int64_t)samples;
+    hpmlc_steps_note(d);
+    d->report.r.steps++;
+    return HPML_OK;
+}
+
+HPMLC_FN hpml_status hpmlc_servers_update(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    if (hpmlc_is_server(d)) {
+        if (!own->averages) hpml_trainer_set_step(d->t, hpmlc_max(own->updates, 1) - 1); /* the trainer adds 1 */
+        return hpmlc_servers_note(d, HPML_OK, own->samples, own->loss);
+    }
+    if (!own->is_skipped)
+        status = hpmlc_exchange_with(d, HPML_ARRAY_GRADIENTS, false, true, d->stats.samples, d->stats.loss);
+    own->steps += own->batch < 0;
+    own->batch = -1;
+    return hpmlc_servers_note(d, status, d->stats.samples, d->stats.loss);
+}
+
+/* Sends n floats of rank `root`, a server, to all ranks that are there. */
+HPMLC_FN hpml_status hpmlc_servers_send(hpml_distributed *d, int root, float *data, int64_t n)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    const size_t   bytes  = (size_t)n * sizeof(float);
+    if (d->c->rank != root) return hpmlc_server_lost(d, root, hpml_recv(d->c, root, HPMLC_TAG_FLOATS, data, bytes));
+    for (int r = 0; r < d->c->size && status == HPML_OK; r++) {
+        if (r == root || (r < own->workers && own->client[r].is_lost)) continue;
+        status = hpml_send(d->c, r, HPMLC_TAG_FLOATS, data, bytes);
+        status = r < own->workers ? hpmlc_survive(d, r, status) : hpmlc_server_lost(d, r, status);
+    }
+    return status;
+}
+
+/* Copies an array of the trainer, each range from its server, to all ranks that are there. */
+HPMLC_FN hpml_status hpmlc_servers_share(hpml_distributed *d, hpml_array which)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    for (int s = 0; s < own->count && status == HPML_OK; s++) { /* all ranks in the same order, so that none waits */
+        const int64_t floats = hpmlc_server_at(own, s + 1) - hpmlc_server_at(own, s);
+        hpmlc_ranges_copy(d, which, false, s, s + 1, own->gradient);
+        status = hpmlc_servers_send(d, own->workers + s, own->gradient, floats);
+        if (status == HPML_OK) hpmlc_ranges_copy(d, which, true, s, s + 1, own->gradient);
+    }
+    memset(own->gradient, 0, (size_t)own->floats * sizeof(float));
+    return status;
+}
+
+/* Gives all ranks the mean of the workers' running statistics (batchnorm), by way of the first server. */
+HPMLC_FN hpml_status hpmlc_servers_buffers(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    const int64_t  n      = d->layout.buffer_total;
+    const int      root   = own->workers;
+    hpml_status    status = HPML_OK;
+    double        *sum    = d->stats.sum;
+    float         *row    = d->stats.buffers;
+    if (n == 0) return HPML_OK;
+    if (d->c->rank < root) {
+        hpmlc_buffers_get(d, row);
+        status = hpml_send(d->c, root, HPMLC_TAG_FLOATS, row, (size_t)n * sizeof(float));
+        status = hpmlc_server_lost(d, root, status);
+    }
+    memset(sum, 0, (size_t)n * sizeof *sum);
+    for (int k = 0, there = 0; k < own->workers && d->c->rank == root && status == HPML_OK; k++) {
+        if (own->client[k].is_lost) continue;
+        status = hpmlc_survive(d, k, hpml_recv(d->c, k, HPMLC_TAG_FLOATS, row, (size_t)n * sizeof(float)));
+        there += !own->client[k].is_lost;
+        for (int64_t i = 0; i < n && !own->client[k].is_lost; i++) sum[i] += ((double)row[i] - sum[i]) / there;
+    }
+    for (int64_t i = 0; i < n && d->c->rank == root; i++) row[i] = (float)sum[i];
+    if (status == HPML_OK) status = hpmlc_servers_send(d, root, row, n);
+    if (status == HPML_OK) hpmlc_buffers_set(d, row);
+    return status;
+}
+
+/* Waits until all workers that are there have come here, and gives all ranks the servers' values. */
+HPMLC_FN hpml_status hpmlc_servers_finish(hpml_distributed *d)
+{
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    hpml_status    status;
+    HPMLC_ZERO(hpmlc_request, r);
+    r.kind = HPMLC_FINISH;
+    status = hpmlc_is_server(d) ? hpmlc_serve(d, hpmlc_has_finished) : hpmlc_ask(d, &r, 0);
+    for (int k = 0; k < own->workers; k++) own->client[k].is_open = false;
+    if (status == HPML_OK) status = hpmlc_servers_share(d, HPML_ARRAY_VALUES);
+    return status == HPML_OK ? hpmlc_servers_buffers(d) : status;
+}
+
+/* Lists for checkpoints the residuals of the workers. Before saving all ranks get what the servers have: values, states
+   of the optimizer and number of updates, because rank 0 writes the file. */
+HPMLC_FN bool hpmlc_servers_state(hpml_distributed *d, hpmlc_states *list)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = list->is_saving ? hpmlc_servers_finish(d) : HPML_OK;
+    if (!list->is_saving) hpmlc_servers_restart(d);
+    for (int i = HPML_ARRAY_STATE; list->is_saving && !own->averages && i < HPML_ARRAY_END && status == HPML_OK; i++)
+        if (hpml_trainer_array(d->t, (hpml_array)i, NULL)) status = hpmlc_servers_share(d, (hpml_array)i);
+    if (list->is_saving && !own->averages && status == HPML_OK) {
+        status = hpml_broadcast(d->c, &own->updates, sizeof own->updates, own->workers);
+        hpml_trainer_set_step(d->t, own->updates);
+    }
+    if (status != HPML_OK || !hpmlc_has_feedback(d)) return status == HPML_OK;
+    hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, "residual", list->copy, "servers", own->total);
+    if (!it) return false;
+    it->copies  = d->copies;
+    it->is_mean = !d->plan.sum;
+    it->data    = own->residual;
+    it->floats  = own->residual ? own->total : 0;
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-ps   synchronous rounds on servers: gradients, without those of backup workers, or averaged parameters
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A round is complete when all workers, or enough of them, have pushed. The servers take what was pushed in the order
+   of the ranks, and answer all.
+   Strategy ps: the mean of the gradients makes a step, with the bits of sync by HPML_CENTRAL.
+   Strategy backup: of K = N + b workers, b = .backup, the first N make the step. A gradient that comes later is left
+   out, and its worker goes on with the step that the servers have come to (Chen et al. 2016, "Revisiting Distributed
+   Synchronous SGD"); its shares of the steps between are not trained on.
+   Strategy federated: workers are clients, each with data that do not leave it (a hpml_loader_desc with .ranks = 1). A
+   round is .period steps, in which the clients that are drawn for it, a .share of all, train on their own with the
+   trainer's optimizer; then they push their parameters w_k, and the servers take sum n_k w_k / sum n_k for n_k samples
+   (McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data"). The others sit
+   the round out. Steps behind the last whole round do not enter. */
+
+/* Takes what was pushed in round own->round, in the order of the ranks, makes its step, and answers. */
+HPMLC_FN hpml_status hpmlc_ps_step(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    double         samples = 0, all = 0;
+    for (int k = 0; k < own->workers; k++)
+        if (hpmlc_is_open(&own->client[k], HPMLC_PUSH)) all += (double)own->client[k].request.samples;
+    for (int k = 0; k < own->workers && status == HPML_OK; k++) {
+        const double n    = (double)own->client[k].request.samples;
+        bool         came = false;
+        if (!hpmlc_is_open(&own->client[k], HPMLC_PUSH)) continue;
+        status = hpmlc_take(d, k, own->averages && all > 0 ? (float)(n / all) : 1, &came);
+        samples += came ? n : 0;
+    }
+    if (!d->plan.sum) hpmlc_divide_f32(own->gradient, own->floats, (float)own->workers);
+    float scale = hpmlc_rescale(d, samples, hpmlc_whole_samples(d));
+    if (own->averages && samples > 0) scale = (float)(all / samples); /* not 1 if a worker was lost meanwhile */
+    for (int64_t i = 0; i < own->floats && scale != 1; i++) own->gradient[i] *= scale;
+    if (status == HPML_OK && samples > 0) status = hpmlc_server_apply(d);
+    own->round++;
+    for (int k = 0; k < own->workers && status == HPML_OK; k++) {
+        if (!hpmlc_is_open(&own->client[k], HPMLC_PULL)) continue;
+        own->client[k].clock = own->round;
+        status = hpmlc_answer_to(d, k, own->round, -1);
+    }
+    return status;
+}
+
+/* Leaves out pushes that come too late; makes the round's step if enough workers have asked. */
+HPMLC_FN hpml_status hpmlc_ps_enter(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    int            there = 0, ready = 0;
+    for (int k = 0; k < own->workers && status == HPML_OK; k++) {
+        hpmlc_client *w    = &own->client[k];
+        const bool    asks = w->is_open && w->request.kind <= HPMLC_PULL;
+        bool          came = false;
+        if (asks && w->request.step < own->round) status = hpmlc_take(d, k, 0, &came);
+        else ready += asks;
+        there += hpmlc_is_active(w);
+        if (!came || status != HPML_OK) continue;
+        w->clock = own->round;
+        status   = hpmlc_answer_to(d, k, own->round, -1);
+    }
+    const int wanted = (int)hpmlc_min(there, own->workers - d->plan.backup);
+    return status != HPML_OK || ready == 0 || ready < wanted ? status : hpmlc_ps_step(d);
+}
+
+HPMLC_FN bool hpmlc_ps_open(hpml_distributed *d)
+{
+    if (hpmlc_plan_workers(&d->plan, d->c->size) == 1) d->plan.sum = true; /* of one gradient, which nothing rounds */
+    return hpmlc_servers_open(d, hpmlc_ps_enter);
+}
+
+HPMLC_FN bool hpmlc_federated_open(hpml_distributed *d)
+{
+    d->plan.sum = true; /* a gradient is the client's own */
+    if (!hpmlc_servers_open(d, hpmlc_ps_enter)) return false;
+    hpmlc_servers_of(d)->averages = true;
+    hpmlc_servers_of(d)->period   = d->plan.period;
+    hpmlc_servers_restart(d);
+    return true;
+}
+
+/* The end of a client's step: the trainer's optimizer; at the end of a round pushes the parameters if it was drawn. */
+HPMLC_FN hpml_status hpmlc_federated_update(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    const int64_t  next   = (hpml_trainer_step_count(d->t) + 1) / d->plan.period; /* number of the next step's round */
+    hpml_status    status = HPML_OK;
+    if (hpmlc_is_server(d)) return hpmlc_servers_update(d);
+    if (!own->is_skipped) {
+        own->samples += d->stats.samples;
+        own->loss += d->stats.loss;
+        status = hpml_trainer_apply(d->t, 0, d->layout.params);
+    }
+    if ((own->steps + 1) % own->period == 0 && status == HPML_OK) {
+        const bool skips = own->is_skipped;
+        own->is_skipped = !hpmlc_is_drawn(d, next);
+        status = hpmlc_exchange_with(d, HPML_ARRAY_VALUES, skips, !own->is_skipped, own->samples, own->loss);
+        own->samples = 0;
+        own->loss    = 0;
+    }
+    own->steps++;
+    return hpmlc_servers_note(d, status, d->stats.samples, d->stats.loss);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-async   asynchronous steps on servers, with bounded or any staleness
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Each gradient makes a step by itself when it comes. Strategy async (Dean et al. 2012, "Large Scale Distributed Deep
+   Networks": Downpour SGD): the answer goes back at once, and fit deals batches on demand, so that a slow worker
+   computes fewer of them. Strategy ssp (Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
+   Parameter Server"): a worker that has done c steps gets its answer when the slowest one has done c - s, s =
+   .staleness; with s = 0 gradients of a step enter together, as in >>strategy-ps. */
+
+/* Returns the batch that a worker computes next: one that a lost worker had, else the next of the epoch; -1: the epoch
+   ends; -2: not known yet, because in the last epoch another worker may be lost with its batch. */
+HPMLC_FN int64_t hpmlc_async_deal(hpmlc_servers *own, const hpmlc_request *r)
+{
+    const int64_t begin = r->epoch * r->batch, end = begin + r->batch;
+    int64_t       left  = -1;
+    for (int k = 0; k < own->workers; k++) {
+        hpmlc_client *w     = &own->client[k];
+        const int64_t batch = w->batch;
+        if (batch < 0 || batch >= end) continue;
+        left = -2;
+        if (!w->is_lost) continue;
+        w->batch = -1;
+        return batch;
+    }
+    own->dealt = hpmlc_max(own->dealt, begin);
+    if (own->dealt < end) return own->dealt++;
+    return r->wants ? left : -1;
+}
+
+/* Answers the request of worker k if it may be answered. slowest: steps of the slowest worker. */
+HPMLC_FN hpml_status hpmlc_async_answer(hpml_distributed *d, int k, int64_t slowest)
+{
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    hpmlc_client  *w   = &own->client[k];
+    if (hpmlc_is_open(w, HPMLC_PULL) && w->clock - slowest <= d->plan.staleness)
+        return hpmlc_answer_to(d, k, w->clock, -1);
+    if (!hpmlc_is_open(w, HPMLC_DEAL)) return HPML_OK;
+    const int64_t batch = hpmlc_async_deal(own, &w->request);
+    if (batch == -2) return HPML_OK;
+    if (batch == -1) w->epochs = w->request.epoch + 1;
+    w->batch = batch;
+    return hpmlc_answer_to(d, k, w->clock, batch);
+}
+
+HPMLC_FN hpml_status hpmlc_async_enter(hpml_distributed *d)
+{
+    hpmlc_servers *own     = hpmlc_servers_of(d);
+    hpml_status    status  = HPML_OK;
+    int64_t        slowest = INT64_MAX;
+    for (int k = 0; k < own->workers && status == HPML_OK; k++) {
+        hpmlc_client *w = &own->client[k];
+        bool          came = false;
+        if (hpmlc_is_open(w, HPMLC_PUSH)) status = hpmlc_take(d, k, 1, &came);
+        if (came && w->request.samples > 0 && status == HPML_OK) status = hpmlc_server_apply(d);
+        w->clock += came && w->request.batch < 0;
+        if (hpmlc_is_active(w)) slowest = hpmlc_min(slowest, w->clock);
+    }
+    for (int k = 0; k < own->workers && status == HPML_OK; k++) status = hpmlc_async_answer(d, k, slowest);
+    return status;
+}
+
+/* Returns whether a gradient was taken, or worker w has ended the epoch of this server. */
+HPMLC_FN bool hpmlc_has_ended(const hpmlc_servers *own, const hpmlc_client *w)
+{
+    return own->taken > 0 || w->epochs > own->epoch;
+}
+
+/* The trainer's hook `next`: which batch fit computes next on this rank. On a server: serves a step. */
+HPMLC_FN int64_t hpmlc_async_next(void *user, hpml_trainer *t HPMLC_UNUSED, int64_t epoch, int64_t batches,
+                                  bool is_last)
+{
+    hpml_distributed *d   = (hpml_distributed *)user;
+    hpmlc_servers    *own = hpmlc_servers_of(d);
+    HPMLC_ZERO(hpmlc_request, r);
+    if (hpmlc_is_server(d)) {
+        own->epoch     = epoch;
+        own->is_served = hpmlc_serve(d, hpmlc_has_ended) == HPML_OK && own->taken > 0;
+        return own->is_served ? epoch * batches : -1;
+    }
+    r.kind  = HPMLC_DEAL;
+    r.batch = batches;
+    r.epoch = epoch;
+    r.wants = is_last;
+    hpml_status status = hpml_send(d->c, own->workers, HPMLC_TAG_REQUEST, &r, sizeof r);
+    if (status == HPML_OK)
+        status = hpml_recv(d->c, own->workers, HPMLC_TAG_REQUEST, own->answer, sizeof *own->answer);
+    if (hpmlc_server_lost(d, own->workers, status) != HPML_OK) return -1;
+    own->batch = own->answer->batch;
+    r.kind     = HPMLC_NOTE;
+    r.wants    = 0;
+    r.epoch++;
+    if (own->batch < 0) hpmlc_ask(d, &r, 1);
+    return own->batch;
+}
+
+HPMLC_FN bool hpmlc_async_open(hpml_distributed *d)
+{
+    if (d->plan.strategy == HPML_STRATEGY_ASYNC) {
+        d->plan.staleness = INT32_MAX;
+        d->next           = hpmlc_async_next;
+    }
+    if (d->plan.staleness == 0) return hpmlc_ps_open(d);
+    d->plan.sum = true; /* a gradient is the mean over its samples, whatever their number */
+    return hpmlc_servers_open(d, hpmlc_async_enter);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-hogwild   threads that update shared values without locks
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Strategy hogwild: each rank steps by its own gradient, at once, on values that all threads share, and no rank waits
+   for another (Niu et al. 2011, "HOGWILD!"). A rank reads the values that a batch needs (of a sparse table the rows of
+   its tokens) by relaxed atomic loads to its own parameters, computes and steps there, and adds the change to the
+   shared values by a relaxed load and a relaxed store. Of two changes of one number at the same time one may be lost,
+   which sparse models bear because batches have few rows in common; a dense layer is shared as well, but read and
+   written whole. States of the optimizer are each rank's own. One rank has the bits of serial training. */
+
+typedef struct hpmlc_hogwild_values { /* values of all ranks; the rank that releases them last frees them */
+    hpml_allocator allocator;
+    size_t         bytes;
+    int32_t        holders;   /* ranks that have not released them */
+    uint32_t      *bits;      /* (layout.span) floats, in the places of the trainer's arrays */
+} hpmlc_hogwild_values;
+
+typedef struct hpmlc_hogwild {
+    hpmlc_hogwild_values *shared;
+    float        *seen;       /* (layout.span) the shared values as this rank read them last */
+    bool          is_loaded;  /* parameters come from a checkpoint: they are yet to be shared */
+} hpmlc_hogwild;
+
+/* Reads n shared values, from number `first` of parameter p on, to p. */
+HPMLC_FN void hpmlc_hogwild_pull(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
+{
+    const hpmlc_hogwild *own = (const hpmlc_hogwild *)d->own;
+    const int64_t        at  = hpmlc_gradient_at(d, p) + first;
+    for (int64_t i = at; i < at + n; i++) {
+        uint32_t bits = __atomic_load_n(&own->shared->bits[i], __ATOMIC_RELAXED);
+        memcpy(&own->seen[i], &bits, sizeof bits);
+    }
+    memcpy(p->data + first, own->seen + at, (size_t)n * sizeof(float));
+}
+
+/* Adds what a step has changed in n numbers of p, from number `first` on, to the shared values. */
+HPMLC_FN void hpmlc_hogwild_push(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
+{
+    const hpmlc_hogwild *own = (const hpmlc_hogwild *)d->own;
+    const int64_t        at  = hpmlc_gradient_at(d, p) + first;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = __atomic_load_n(&own->shared->bits[at + i], __ATOMIC_RELAXED);
+        float    was  = own->seen[at + i], value = p->data[first + i], now;
+        memcpy(&now, &bits, sizeof now);
+        if (now != was) value = now + (value - was); /* else exactly the value of the step */
+        memcpy(&bits, &value, sizeof bits);
+        __atomic_store_n(&own->shared->bits[at + i], bits, __ATOMIC_RELAXED);
+    }
+}
+
+/* Reads or changes all shared values: of sparse tables, with only_rows, the rows with a gradient alone. */
+HPMLC_FN void hpmlc_hogwild_all(const hpml_distributed *d, bool only_rows,
+                                void (*move)(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n))
+{
+    for (int k = 0; k < d->layout.params; k++) {
+        hpml_tensor   *p = hpmlc_param(d, k);
+        int64_t        count;
+        const int32_t *row = hpml_param_rows(p, &count);
+        if (hpmlc_gradient_at(d, p) < 0) continue;
+        if (!row || !only_rows) move(d, p, 0, hpml_tensor_count(p));
+        for (int64_t i = 0; row && only_rows && i < count; i++) move(d, p, row[i] * p->shape[1], p->shape[1]);
+    }
+}
+
+/* Reads the shared values that an op needs, before each forward pass: the trainer's hook `need`. */
+HPMLC_FN hpml_status hpmlc_hogwild_need(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
+{
+    const hpml_distributed *d      = (const hpml_distributed *)user;
+    hpml_tensor            *p      = hpmlc_param(d, at->param);
+    const hpml_tensor      *tokens = at->node->src[0];
+    if (at->pass == HPML_PASS_BACKWARD || hpmlc_gradient_at(d, p) < 0) return HPML_OK;
+    if (!hpml_param_rows(p, NULL)) {
+        hpmlc_hogwild_pull(d, p, 0, hpml_tensor_count(p));
+        return HPML_OK;
+    }
+    for (int64_t i = 0; i < hpml_tensor_count(tokens); i++) {
+        int32_t row = ((const int32_t *)tokens->raw)[i];
+        if (row >= 0 && row < p->shape[0]) hpmlc_hogwild_pull(d, p, row * p->shape[1], p->shape[1]);
+    }
+    return HPML_OK; /* the op refuses other tokens */
+}
+
+HPMLC_FN hpmlc_hogwild_values *hpmlc_shared_create(hpml_distributed *d)
+{
+    hpml_allocator a     = hpml_ctx_allocator(d->ctx);
+    size_t         bytes = sizeof(hpmlc_hogwild_values) + (size_t)d->layout.span * sizeof(uint32_t);
+    hpmlc_hogwild_values  *s     = (hpmlc_hogwild_values *)a.alloc(bytes, 64, a.user);
+    if (!s) return NULL;
+    s->allocator = a;
+    s->bytes     = bytes;
+    s->holders   = d->c->size;
+    s->bits      = (uint32_t *)(void *)(s + 1);
+    for (int k = 0; k < d->layout.params; k++) {
+        const hpml_tensor *p = hpmlc_param(d, k);
+        int64_t            at = hpmlc_gradient_at(d, p);
+        if (at >= 0) memcpy(s->bits + at, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
+    }
+    return s;
+}
+
+/* Releases this rank's share of the values: the destructor of a hpmlc_hogwild. */
+HPMLC_FN void hpmlc_hogwild_destroy(void *object)
+{
+    hpmlc_hogwild_values *s = ((hpmlc_hogwild *)object)->shared;
+    if (!s || __atomic_sub_fetch(&s->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
+    hpml_allocator a = s->allocator;
+    a.free(s, s->bytes, a.user);
+}
+
+HPMLC_FN bool hpmlc_hogwild_open(hpml_distributed *d)
+{
+    HPMLC_ZERO(hpml_hooks, hooks);
+    hpmlc_hogwild *own = (hpmlc_hogwild *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_hogwild_destroy);
+    d->own = own;
+    if (!own) return false;
+    own->seen = (float *)hpmlc_dist_alloc(d, (size_t)d->layout.span * sizeof(float));
+    if (own->seen && d->c->rank == 0) own->shared = hpmlc_shared_create(d);
+    if (d->c->rank == 0 && !own->shared) hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute: no memory for shared values");
+    if (hpml_broadcast(d->c, &own->shared, sizeof own->shared, 0) != HPML_OK || !own->seen) return false;
+    hooks.user = d;
+    hooks.need = hpmlc_hogwild_need;
+    return hpml_trainer_attach(d->t, &hooks) == HPML_OK;
+}
+
+HPMLC_FN void hpmlc_hogwild_share(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
+{
+    hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
+    const int64_t  at  = hpmlc_gradient_at(d, p) + first;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &p->data[first + i], sizeof bits);
+        __atomic_store_n(&own->shared->bits[at + i], bits, __ATOMIC_RELAXED);
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_hogwild_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
+    if (own->is_loaded) hpmlc_hogwild_all(d, false, hpmlc_hogwild_share);
+    own->is_loaded = false;
+    return hpmlc_dist_pass(d, samples, loss);
+}
+
+HPMLC_FN hpml_status hpmlc_hogwild_update(hpml_distributed *d)
+{
+    if (d->stats.samples == 0) return HPML_OK;
+    hpmlc_stats_fill(d, NULL);
+    hpml_status status = hpmlc_stats_read(d); /* of this rank alone */
+    if (status != HPML_OK) return status;
+    hpmlc_steps_note(d);
+    d->report.r.steps++;
+    status = hpml_trainer_apply(d->t, 0, d->layout.params);
+    if (status == HPML_OK) hpmlc_hogwild_all(d, true, hpmlc_hogwild_push);
+    return status;
+}
+
+/* All ranks get the shared values, and the mean of their running statistics. */
+HPMLC_FN hpml_status hpmlc_hogwild_finish(hpml_distributed *d)
+{
+    hpml_status status = hpml_barrier(d->c);
+    HPMLC_ZERO(hpml_allreduce_desc, mean);
+    mean.reduce = HPML_MEAN;
+    if (status != HPML_OK) return status;
+    hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
+    hpmlc_buffers_get(d, d->stats.buffers);
+    if (d->layout.buffer_total > 0) status = hpml_allreduce(d->c, d->stats.buffers, d->layout.buffer_total, &mean);
+    if (status == HPML_OK) hpmlc_buffers_set(d, d->stats.buffers);
+    return status == HPML_OK ? hpml_barrier(d->c) : status;
+}
+
+HPMLC_FN bool hpmlc_hogwild_state(hpml_distributed *d, hpmlc_states *list)
+{
+    if (list->is_saving) hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
+    else ((hpmlc_hogwild *)d->own)->is_loaded = true;
+    return true;
+}
+
+HPMLC_FN void hpmlc_hogwild_close(hpml_distributed *d)
+{
+    hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
+    hpml_trainer_detach(d->t, d);
+    hpml_ctx_release(d->ctx, own); /* its destructor releases the shared values */
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>strategies   the table of strategies; attaching one to a trainer
 // ---------------------------------------------------------------------------------------------------------------------
 
 #define HPMLC_OWN_LOSS "between meetings no rank has the loss of all ranks, which a search compares"
 
 /* The strategies. The first row of the plan's strategy that fits is chosen; the last row of a strategy always fits. */
+#define HPMLC_OWN_STEPS "with servers ranks do not step together"
 static const hpmlc_strategy hpmlc_strategies[] = {
     { HPML_STRATEGY_SYNC, "exact", "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
       hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, NULL },
     { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
       hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state, NULL },
+    { HPML_STRATEGY_SYNC, "factors", NULL, NULL, hpmlc_factors_is_chosen, hpmlc_factors_open, hpmlc_factors_begin,
+      hpmlc_factors_gradient, hpmlc_factors_update, NULL, hpmlc_buckets_state, hpmlc_factors_close },
     { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_link_begin,
       hpmlc_sync_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, NULL },
     { HPML_STRATEGY_SYNC, "link", NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_open, hpmlc_link_begin,
@@ -8635,6 +10035,18 @@ static const hpmlc_strategy hpmlc_strategies[] = {
       NULL, hpmlc_elastic_update, hpmlc_elastic_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_GOSSIP, "gossip", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
       hpmlc_gossip_update, hpmlc_local_meet, hpmlc_weights_state, NULL },
+    { HPML_STRATEGY_PS, "ps", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_ps_open, hpmlc_servers_begin, NULL,
+      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_BACKUP, "backup", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_ps_open, hpmlc_servers_begin, NULL,
+      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_SSP, "ssp", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_async_open, hpmlc_servers_begin, NULL,
+      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_ASYNC, "async", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_async_open, hpmlc_servers_begin, NULL,
+      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_FEDERATED, "federated", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_federated_open, hpmlc_servers_begin,
+      NULL, hpmlc_federated_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_HOGWILD, "hogwild", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_hogwild_open, hpmlc_hogwild_begin, NULL,
+      hpmlc_hogwild_update, hpmlc_hogwild_finish, hpmlc_hogwild_state, hpmlc_hogwild_close },
 };
 
 enum { HPMLC_STRATEGIES = sizeof hpmlc_strategies / sizeof hpmlc_strategies[0] };
@@ -8647,6 +10059,15 @@ HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_pl
     return s;
 }
 
+/* Returns whether a step of the trainer's optimizer depends on whole tensors. */
+HPMLC_FN bool hpmlc_steps_tensors(const hpml_trainer_desc *d)
+{
+    const hpml_optimizer *row = d->custom_optimizer;
+    for (int i = 0; !row && hpml_optimizer_at(i); i++)
+        if (hpml_optimizer_at(i)->opt == d->optimizer) row = hpml_optimizer_at(i);
+    return row && (row->prepare || row->layer_ratio || row->whole);
+}
+
 HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out)
 {
     memset(out, 0, sizeof *out);
@@ -8656,7 +10077,13 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->accumulate    = hpml_trainer_settings(t)->accumulate;
     out->overflows     = hpmlc_overflows(t, c->ctx);
     out->mixes_samples = !hpml_graph_batchable(hpml_trainer_graph(t));
+    out->clips         = hpml_trainer_settings(t)->clip_norm > 0;
+    out->steps_tensors = hpmlc_steps_tensors(hpml_trainer_settings(t));
     out->native        = c->t->allreduce || c->link.begin;
+    out->no_factors    = !hpmlc_has_factors(c->ctx);
+    out->together      = hpml_ctx_backend(c->ctx)->host && (c->size == 1 || strcmp(c->t->name, "threads") == 0);
+    for (int i = 0; i < hpml_param_count(c->ctx); i++)
+        if (hpml_trainer_place(t, i) >= 0 && hpml_param_rows(hpml_param_at(c->ctx, i), NULL)) out->sparse = true;
 }
 
 /* Replaces the fields of the plan that HPML_PLAN in the environment names, checks the plan, and fills in its defaults.
@@ -8773,6 +10200,7 @@ HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
         hpml_ctx_release(d->ctx, block);
     }
     hpml_ctx_release(d->ctx, d->layout.view.window);
+    hpml_ctx_release(d->ctx, d->rows.memory);
     hpml_ctx_release(d->ctx, d);
 }
 
@@ -8782,15 +10210,25 @@ HPMLC_FN bool hpmlc_dist_attaches(hpml_trainer *t, hpml_comm *c)
 {
     int               count;
     const hpml_hooks *h = hpml_trainer_hooks(t, &count);
-    for (int k = count - 1; k >= 0; k--)
-        if (h[k].run == hpmlc_dist_run) hpml_trainer_detach(t, h[k].user);
-    h = hpml_trainer_hooks(t, &count);
+    for (int k = count - 1; k >= 0; k--) {
+        if (k < count && h[k].run == hpmlc_dist_run) hpml_trainer_detach(t, h[k].user);
+        h = hpml_trainer_hooks(t, &count);
+    }
     for (int k = 0; k < count; k++)
         if (h[k].run || h[k].update)
             return hpmlc_fail(c, HPML_ERR_STATE, "distribute: hooks with a `run` or an `update` are attached to the "
                               "trainer, which a distribution would not call; attach them after hpml_distribute, then "
                               "they are called before it"), false;
     return true;
+}
+
+/* Sets the trainer's share of each global batch; a server has none. Where batches are dealt, they are of one worker. */
+HPMLC_FN hpml_status hpmlc_shard_set(const hpml_distributed *d)
+{
+    const int     workers = hpmlc_plan_workers(&d->plan, d->c->size), rank = (int)hpmlc_min(d->c->rank, workers);
+    const int64_t batch   = d->plan.global_batch;
+    if (d->next) return hpml_trainer_set_shard(d->t, rank == workers, 1, (batch - 1) / workers + 1, 0);
+    return hpml_trainer_set_shard(d->t, rank, workers, batch, d->layout.grain);
 }
 
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan)
@@ -8821,8 +10259,9 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.sum    = settings.sync_batchnorm ? hpmlc_dist_sum : NULL;
     hooks.update = hpmlc_dist_update;
     hooks.data   = hpmlc_dist_data;
+    hooks.next   = d->next;
     hpml_trainer_attach(t, &hooks);
-    hpml_trainer_set_shard(t, c->rank, c->size, d->plan.global_batch, d->layout.grain);
+    hpmlc_shard_set(d);
     hpml_distribute_get(d, NULL, true);
     d->report.r.loss = NAN; /* no step yet */
     return hpml_ctx_status(c->ctx) == HPML_OK ? d : NULL;
@@ -8847,7 +10286,7 @@ HPML_API void hpml_distribute_free(hpml_distributed *d)
 HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t global_batch)
 {
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
-    int64_t most = d->c->size * d->layout.batch;
+    int64_t most = hpmlc_plan_workers(&d->plan, d->c->size) * d->layout.batch;
     if (d->strategy->fixed_batch)
         return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: the global batch stays %lld, because %s",
                           (long long)d->plan.global_batch, d->strategy->fixed_batch);
@@ -8855,7 +10294,7 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
         return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld; the models' batches hold 1 to "
                           "%lld", (long long)global_batch, (long long)most);
     d->plan.global_batch = global_batch;
-    return hpml_trainer_set_shard(d->t, d->c->rank, d->c->size, global_batch, 0);
+    return hpmlc_shard_set(d);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ enum { RANKS = 4, BATCH = 32, LEARN = 4000, TEST = 1000, EPOCHS = 3, PARTS = 5, 
 static const char *const plans[] = {
     "", "codec=onebit", "delayed=1", "exact=1", "strategy=local,period=10", "strategy=local,period=50",
     "strategy=block,period=10", "strategy=elastic,period=10", "strategy=gossip", "strategy=gossip,topology=pairs",
-    "strategy=gossip,codec=onebit",
+    "strategy=gossip,codec=onebit", "strategy=ps,servers=1", "strategy=backup,servers=1,backup=1",
+    "strategy=ssp,servers=1,staleness=3", "strategy=async,servers=2", "strategy=federated,servers=1,period=10",
 };
 
 static uint8_t images[(LEARN + TEST) * DIGITS_PIXELS];
