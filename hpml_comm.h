@@ -7941,7 +7941,7 @@ HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, f
         if (!f->layer[i].has_begun) status = hpmlc_factor_start(&f->layer[i]);
     if (!d->background) hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
-    hpmlc_buffers_get(d, d->stats.buffers);
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
     return hpmlc_dist_post(d, d->stats.buffers);
 }
 
@@ -9556,7 +9556,7 @@ HPMLC_FN hpml_status hpmlc_servers_buffers(hpml_distributed *d)
     float         *row    = d->stats.buffers;
     if (n == 0) return HPML_OK;
     if (d->c->rank < root) {
-        hpmlc_buffers_get(d, row);
+        hpmlc_buffers_copy(d, row, false);
         status = hpml_send(d->c, root, HPMLC_TAG_FLOATS, row, (size_t)n * sizeof(float));
         status = hpmlc_server_lost(d, root, status);
     }
@@ -9569,7 +9569,7 @@ HPMLC_FN hpml_status hpmlc_servers_buffers(hpml_distributed *d)
     }
     for (int64_t i = 0; i < n && d->c->rank == root; i++) row[i] = (float)sum[i];
     if (status == HPML_OK) status = hpmlc_servers_send(d, root, row, n);
-    if (status == HPML_OK) hpmlc_buffers_set(d, row);
+    if (status == HPML_OK) hpmlc_buffers_copy(d, row, true);
     return status;
 }
 
@@ -9986,9 +9986,9 @@ HPMLC_FN hpml_status hpmlc_hogwild_finish(hpml_distributed *d)
     mean.reduce = HPML_MEAN;
     if (status != HPML_OK) return status;
     hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
-    hpmlc_buffers_get(d, d->stats.buffers);
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
     if (d->layout.buffer_total > 0) status = hpml_allreduce(d->c, d->stats.buffers, d->layout.buffer_total, &mean);
-    if (status == HPML_OK) hpmlc_buffers_set(d, d->stats.buffers);
+    if (status == HPML_OK) hpmlc_buffers_copy(d, d->stats.buffers, true);
     return status == HPML_OK ? hpml_barrier(d->c) : status;
 }
 
