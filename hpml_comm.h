@@ -2627,7 +2627,7 @@ struct hpmlc_shared {
     int            parts;   /* number of communicators for which MPI's tags suffice */
     int64_t        newest;  /* largest number given to a part, before the modulo by `parts` */
     bool           taken[HPMLC_PARTS]; /* true: number used by a part on this rank */
-    int            users;   /* number of parts, plus 1 until `owner` is closed; 0: this struct is freed */
+    int            users;   /* atomic: number of parts, plus 1 until `owner` is closed; 0: this struct is freed */
     bool           closed;  /* true: `owner` has been freed, so that parts cannot send any more */
     bool           kept;    /* true: this struct is never freed, because MPI may still send from it */
 #ifndef HPML_NO_THREADS
@@ -2686,8 +2686,7 @@ HPMLC_FN bool hpmlc_mpi_behind(hpml_comm *c, const hpml_message *m)
     return false;
 }
 
-/* Gives MPI the pieces of m, 4 MiB each, that may be in flight: two at a time, and none before all pieces of older
-   messages that have the same tag and peer. */
+/* Gives MPI the pieces of m that may be in flight: two at a time, none before those of older messages of that tag. */
 HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
 {
     hpmlc_mpi      *x   = hpmlc_mpi_of(c);
@@ -2992,8 +2991,7 @@ HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
     return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
 }
 
-/* Ends the messages of the list m that cannot be done any more, because a rank has failed or their peer has left.
-   Returns whether there was one. */
+/* Ends the messages of the list m whose peer has left, or all after a failure. Returns whether there was one. */
 HPMLC_FN bool hpmlc_mpi_end(hpml_comm *c, hpml_message *const *m, int count)
 {
     hpmlc_shared *x    = hpmlc_mpi_of(c)->shared;
@@ -3107,8 +3105,7 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mpi-close   splitting, closing over MPI; exit
 // ---------------------------------------------------------------------------------------------------------------------
-/* Duplicates the MPI communicator `from` to *out, collectively. After an error the memory of the new handle leaks,
-   because MPI may still write to that memory. */
+/* Duplicates `from` to *out, collectively. After an error the new handle leaks, because MPI may still write to it. */
 HPMLC_FN hpml_status hpmlc_mpi_duplicate(hpml_comm *c, MPI_Comm from, MPI_Comm *out)
 {
     hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
@@ -3182,9 +3179,7 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
     x->native = MPI_COMM_NULL;
     for (int i = 0; i < count; i++) all = all && ranks[i] == i;
     if (all && hpmlc_mpi_duplicate(c, hpmlc_mpi_of(c)->native, &x->native) != HPML_OK) return hpml_ctx_status(c->ctx);
-    hpmlc_mpi_lock(hpmlc_mpi_of(c)->shared);
-    hpmlc_mpi_of(c)->shared->users++;
-    hpmlc_mpi_unlock(hpmlc_mpi_of(c)->shared);
+    __atomic_add_fetch(&x->shared->users, 1, __ATOMIC_RELAXED);
     return HPML_OK;
 }
 
@@ -3247,10 +3242,7 @@ HPMLC_FN void hpmlc_mpi_list(hpmlc_shared *x, bool living)
 
 HPMLC_FN void hpmlc_shared_release(hpmlc_shared *x)
 {
-    hpmlc_mpi_lock(x);
-    bool last = --x->users == 0 && !x->kept;
-    hpmlc_mpi_unlock(x);
-    if (!last) return;
+    if (__atomic_sub_fetch(&x->users, 1, __ATOMIC_ACQ_REL) > 0 || x->kept) return;
 #ifndef HPML_NO_THREADS
     pthread_mutex_destroy(&x->lock);
 #endif
@@ -3492,8 +3484,7 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     return HPML_OK;
 }
 
-/* Returns whether two threads may use c and parts of c at the same time. MPI_THREAD_SERIALIZED is enough for that,
-   because one lock serves all communicators. */
+/* Returns whether two threads may use c and its parts at a time: SERIALIZED is enough, as one lock serves them all. */
 HPMLC_FN bool hpmlc_mpi_is_concurrent(const hpml_comm *c)
 {
     return hpmlc_mpi_of(c)->shared->level >= MPI_THREAD_SERIALIZED;
@@ -4929,8 +4920,7 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
 }
 
 /* Begins every collective: takes a new tag, keeps `name` for errors, and with .check fails unless all ranks pass the
-   same name, n, element, op (-1: none), and `detail` with `number`, for example "root" and 3 (NULL and -1: none).
-   Returns the tag; -1: an error on the context. */
+   same name, n, element, op (-1: none), `detail` and `number` ("root", 3; NULL, -1: none). Returns the tag or -1. */
 HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element element, int op, const char *detail,
                          int number)
 {
@@ -5279,9 +5269,8 @@ HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
 
 #ifndef HPML_NO_THREADS
 
-/* Lowers the latency of the calling thread, which mostly waits and for which other ranks wait: a timer slack of 1 us
-   instead of 50, and a short time slice (Linux 6.12 and later), so that the thread preempts computing threads. Where
-   the system refuses, nothing changes. */
+/* Lowers the latency of the calling thread, which mostly waits and for which other ranks wait, if the system lets it: a
+   timer slack of 1 us instead of 50, and a short time slice (Linux 6.12), so that it preempts computing threads. */
 HPMLC_FN void hpmlc_background_low_latency(void)
 {
 #if defined(__linux__) && defined(PR_SET_TIMERSLACK) && defined(SYS_sched_setattr)
@@ -5538,6 +5527,17 @@ HPMLC_FN float *hpmlc_host_view_begin(const hpmlc_host_view *view, float *x, int
 HPMLC_FN void hpmlc_host_view_end(const hpmlc_host_view *view, float *x, int64_t n)
 {
     if (view->device && n > 0) view->device->write(view->device_user, x, view->window, (size_t)n * sizeof(float));
+}
+
+/* Copies n floats of an array that may live on a device to `host`; set: from `host`. */
+HPMLC_FN void hpmlc_host_view_copy(const hpmlc_host_view *view, float *host, float *x, int64_t n, bool set)
+{
+    const size_t bytes = (size_t)n * sizeof(float);
+    if (n == 0) return;
+    if (view->device && set) view->device->write(view->device_user, x, host, bytes);
+    else if (view->device) view->device->read(view->device_user, host, x, bytes);
+    else if (set) memcpy(x, host, bytes);
+    else memcpy(host, x, bytes);
 }
 
 /* Where the tensors of an exchange are, and how they follow one another in memory. */
@@ -5839,9 +5839,8 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>stripes   the five steps of an exchange, on the host or on a device
 // ---------------------------------------------------------------------------------------------------------------------
-/* Returns the exchange's seed mixed with the numbers of a tensor and a contribution (by the steps of splitmix64), so
-   that each such pair draws its own random numbers. contribution: numbered over all ranks, so that the seed does not
-   depend on which rank has it; -1: the sum. */
+/* Returns the exchange's seed mixed, by the steps of splitmix64, with the numbers of a tensor and of a contribution
+   over all ranks (-1: the sum), so that each pair draws its own numbers, on whichever rank the contribution is. */
 HPMLC_FN uint64_t hpmlc_encode_seed(const hpml_exchange *x, const hpmlc_item *it, int64_t contribution)
 {
     uint64_t h = x->seed;
@@ -7110,8 +7109,7 @@ HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
 HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
     const hpmlc_layout *l = &d->layout;
-    if (l->host == l->first || n == 0) return;
-    l->view.device->read(l->view.device_user, l->host + at, l->first + at, (size_t)n * sizeof(float));
+    if (l->host != l->first) hpmlc_host_view_copy(&l->view, l->host + at, l->first + at, n, false);
 }
 
 /* Returns the factor that makes gradients, divided by `full` samples, means over `samples`; 1 if the plan sets .sum. */
@@ -7127,8 +7125,7 @@ HPMLC_FN hpml_status hpmlc_host_apply(hpml_distributed *d, double samples, doubl
     const float         scale = hpmlc_rescale(d, samples, full);
     if (scale != 1)
         for (int64_t k = 0; k < l->span; k++) l->host[k] *= scale;
-    if (l->host != l->first)
-        l->view.device->write(l->view.device_user, l->first, l->host, (size_t)l->span * sizeof(float));
+    if (l->host != l->first) hpmlc_host_view_copy(&l->view, l->host, l->first, l->span, true);
     hpml_status status = d->shared && d->c->rank > 0 ? HPML_OK : hpml_trainer_apply(d->t, 0, l->params);
     hpml_status others = d->shared ? hpml_barrier(d->c) : HPML_OK; /* no rank goes on before rank 0 has stepped */
     return status != HPML_OK ? status : others;
@@ -7296,27 +7293,14 @@ HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
 /* Samples, loss and the running statistics of batchnorm ("buffers") of all ranks are added up in one small sum behind
    the last bucket. Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
 
-/* Copies the running statistics (batchnorm) of the model to `row`, buffer_total floats, in the order of their names. */
-HPMLC_FN void hpmlc_buffers_get(const hpml_distributed *d, float *row)
+/* Copies the model's running statistics (batchnorm), buffer_total floats by name, to `row`; set: from `row`. */
+HPMLC_FN void hpmlc_buffers_copy(const hpml_distributed *d, float *row, bool set)
 {
     const hpmlc_layout *l = &d->layout;
     for (int i = 0; i < l->params; i++) {
         hpml_tensor *p = hpmlc_param(d, l->by_name[i]);
         int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        memcpy(row, hpmlc_host_view_begin(&l->view, p->data, n), (size_t)n * sizeof(float));
-        row += n;
-    }
-}
-
-/* Copies `row`, as hpmlc_buffers_get fills it in, back to the running statistics of the model. */
-HPMLC_FN void hpmlc_buffers_set(const hpml_distributed *d, const float *row)
-{
-    const hpmlc_layout *l = &d->layout;
-    for (int i = 0; i < l->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, l->by_name[i]);
-        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        memcpy(l->view.device ? l->view.window : p->data, row, (size_t)n * sizeof(float));
-        hpmlc_host_view_end(&l->view, p->data, n);
+        hpmlc_host_view_copy(&l->view, row, p->data, n, set);
         row += n;
     }
 }
@@ -7389,7 +7373,7 @@ HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
     const double *s = d->stats.sum;
     for (int64_t k = 0; k < d->layout.buffer_total; k++)
         d->stats.buffers[k] = (float)(s[HPMLC_STATS + k] / s[HPMLC_SAMPLES]);
-    hpmlc_buffers_set(d, d->stats.buffers);
+    hpmlc_buffers_copy(d, d->stats.buffers, true);
 }
 
 /* Starts what remains of a step's communication: exchanges of buckets that have not started yet, then the sum over
@@ -7787,7 +7771,7 @@ HPMLC_FN hpml_status hpmlc_sync_begin(hpml_distributed *d, int64_t samples, floa
 {
     hpml_status status = hpmlc_dist_pass(d, samples, loss);
     if (status != HPML_OK || d->micro < d->accumulate) return status;
-    hpmlc_buffers_get(d, d->stats.buffers);
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
     return hpmlc_dist_post(d, d->stats.buffers);
 }
 
@@ -7964,7 +7948,7 @@ HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, f
         if (!f->layer[i].has_begun) status = hpmlc_factor_start(&f->layer[i]);
     if (!d->background) hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
-    hpmlc_buffers_get(d, d->stats.buffers);
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
     return hpmlc_dist_post(d, d->stats.buffers);
 }
 
@@ -8040,7 +8024,7 @@ HPMLC_FN bool hpmlc_delayed_open(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_delayed_begin(hpml_distributed *d, int64_t samples, float *loss)
 {
     hpmlc_delayed *own = (hpmlc_delayed *)d->own;
-    if (d->micro == 0) hpmlc_buffers_get(d, own->before);
+    if (d->micro == 0) hpmlc_buffers_copy(d, own->before, false);
     return hpmlc_dist_pass(d, samples, loss);
 }
 
@@ -8080,8 +8064,8 @@ HPMLC_FN void hpmlc_delayed_undo(hpml_distributed *d)
 {
     hpmlc_delayed *own = (hpmlc_delayed *)d->own;
     float         *now = d->stats.buffers;
-    hpmlc_buffers_get(d, now);
-    hpmlc_buffers_set(d, own->before);
+    hpmlc_buffers_copy(d, now, false);
+    hpmlc_buffers_copy(d, own->before, true);
     for (int64_t k = 0; k < d->layout.buffer_total; k++) own->before[k] = now[k] - own->before[k];
 }
 
@@ -8090,9 +8074,9 @@ HPMLC_FN void hpmlc_delayed_redo(hpml_distributed *d)
 {
     const hpmlc_delayed *own = (const hpmlc_delayed *)d->own;
     float               *now = d->stats.buffers;
-    hpmlc_buffers_get(d, now);
+    hpmlc_buffers_copy(d, now, false);
     for (int64_t k = 0; k < d->layout.buffer_total; k++) now[k] += own->change[k];
-    hpmlc_buffers_set(d, now);
+    hpmlc_buffers_copy(d, now, true);
 }
 
 /* Swaps the trainer's gradients with those in flight, which are of the step before; both arrays are on the host. */
@@ -8281,7 +8265,7 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
     hpmlc_exact *own = (hpmlc_exact *)d->own;
     float        part = 0;
     hpml_status  status = HPML_OK;
-    hpmlc_buffers_get(d, own->before);
+    hpmlc_buffers_copy(d, own->before, false);
     memset(own->leaf, 0, (size_t)(own->total * d->copies.count) * sizeof(float));
     memset(own->largest, 0, (size_t)d->layout.params * sizeof(float));
     d->stats.loss = 0;
@@ -8397,12 +8381,12 @@ HPMLC_FN bool hpmlc_exact_state(hpml_distributed *d, hpmlc_states *list)
 // >>strategy-link   synchronous steps, gradients exchanged on devices
 // ---------------------------------------------------------------------------------------------------------------------
 /* Strategy link: as >>strategy-sync, but the gradients stay on the device: the communicator's link (hpml_device_link:
-   NCCL) adds them up on a stream of its own. What a codec packs is exchanged in the steps of >>stripes, with the same
-   bits: the device packs and adds, its link sends and receives; hpmlc_link_start packs and sends during the backward
-   pass, hpmlc_link_finish adds and unpacks before the update, for all buckets together. Messages have no header that
-   reports a NaN, because packing waits for a flag of the device that does. The host starts collectives and does not
-   wait for them. It waits for those of a step at the start of the next one, because the link's wait has a deadline and
-   the host's own wait for the loss has none. */
+   NCCL) adds them up on a stream of its own. What a codec packs goes through the steps of >>stripes, with the same
+   bits: the device packs and adds, its link moves; hpmlc_link_start packs and sends during the backward pass, _finish
+   adds and unpacks before the update, for all buckets together. Messages have no header that reports a NaN, because
+   packing waits for a flag of the device that does. The host starts collectives and does not wait for them, but for
+   those of a step at the start of the next one, because the link's wait has a deadline and the host's wait for the loss
+   has none. */
 
 typedef struct hpmlc_link {
     const hpml_device_link *l;
@@ -8439,8 +8423,7 @@ HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d, hpmlc_bucket *b)
     return HPML_OK;
 }
 
-/* Opens what the strategies with a device link share. own: a struct of `size` bytes, a hpmlc_link first. Returns `own`,
-   which is d->own as well; NULL: no memory. */
+/* Opens what the strategies with a device link share; own: `size` bytes, a hpmlc_link first. NULL: no memory. */
 HPMLC_FN void *hpmlc_link_attach(hpml_distributed *d, size_t size, hpmlc_start_fn *start)
 {
     const hpml_trainer_desc *t   = hpml_trainer_settings(d->t);
@@ -8750,16 +8733,10 @@ typedef struct hpmlc_weights {
 /* Copies an array of the trainer to `host`, layout.span floats; set: from `host`. False: there is no such array. */
 HPMLC_FN bool hpmlc_array_copy(const hpml_distributed *d, int which, float *host, bool set)
 {
-    const hpmlc_host_view *view  = &d->layout.view;
-    const size_t           bytes = (size_t)d->layout.span * sizeof(float);
-    int64_t                n;
-    float                 *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
-    if (!array) return false;
-    if (view->device && set) view->device->write(view->device_user, array, host, bytes);
-    else if (view->device) view->device->read(view->device_user, host, array, bytes);
-    else if (set) memcpy(array, host, bytes);
-    else memcpy(host, array, bytes);
-    return true;
+    int64_t n;
+    float  *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
+    if (array) hpmlc_host_view_copy(&d->layout.view, host, array, d->layout.span, set);
+    return array != NULL;
 }
 
 HPMLC_FN bool hpmlc_weights_open(hpml_distributed *d)
@@ -8827,7 +8804,7 @@ HPMLC_FN hpml_status hpmlc_weights_sum(hpml_distributed *d)
     hpmlc_weights *own     = (hpmlc_weights *)d->own;
     float         *buffers = own->meet + d->layout.span, *stats = buffers + d->layout.buffer_total;
     double         start   = hpml_comm_now(d->c);
-    hpmlc_buffers_get(d, buffers);
+    hpmlc_buffers_copy(d, buffers, false);
     stats[HPMLC_MEET_SAMPLES] = (float)own->samples;
     stats[HPMLC_MEET_LOSS]    = (float)own->loss;
     d->c->about.first = "parameters";
@@ -8836,7 +8813,7 @@ HPMLC_FN hpml_status hpmlc_weights_sum(hpml_distributed *d)
     hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
     hpmlc_divide_f32(buffers, d->layout.buffer_total, (float)d->c->size);
-    hpmlc_buffers_set(d, buffers);
+    hpmlc_buffers_copy(d, buffers, true);
     d->report.r.samples = (int64_t)stats[HPMLC_MEET_SAMPLES];
     if (d->report.r.samples > 0) d->report.r.loss = (double)(stats[HPMLC_MEET_LOSS] / stats[HPMLC_MEET_SAMPLES]);
     hpmlc_weights_restart(own);
@@ -9008,13 +8985,13 @@ HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
     float         *buffers = own->meet + d->layout.span;
     double         start   = hpml_comm_now(d->c);
     hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
-    hpmlc_buffers_get(d, buffers);
+    hpmlc_buffers_copy(d, buffers, false);
     hpml_status status = hpml_mix(d->c, own->meet, d->layout.span + d->layout.buffer_total, d->plan.topology,
                                   d->plan.seed, hpml_trainer_step_count(d->t));
     hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
     hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, true);
-    hpmlc_buffers_set(d, buffers);
+    hpmlc_buffers_copy(d, buffers, true);
     status = hpmlc_weights_step(d);
     hpmlc_weights_restart(own);
     hpmlc_steps_note(d);
@@ -9575,7 +9552,7 @@ HPMLC_FN hpml_status hpmlc_servers_buffers(hpml_distributed *d)
     float         *row    = d->stats.buffers;
     if (n == 0) return HPML_OK;
     if (d->c->rank < root) {
-        hpmlc_buffers_get(d, row);
+        hpmlc_buffers_copy(d, row, false);
         status = hpml_send(d->c, root, HPMLC_TAG_FLOATS, row, (size_t)n * sizeof(float));
         status = hpmlc_server_lost(d, root, status);
     }
@@ -9588,7 +9565,7 @@ HPMLC_FN hpml_status hpmlc_servers_buffers(hpml_distributed *d)
     }
     for (int64_t i = 0; i < n && d->c->rank == root; i++) row[i] = (float)sum[i];
     if (status == HPML_OK) status = hpmlc_servers_send(d, root, row, n);
-    if (status == HPML_OK) hpmlc_buffers_set(d, row);
+    if (status == HPML_OK) hpmlc_buffers_copy(d, row, true);
     return status;
 }
 
@@ -10002,9 +9979,9 @@ HPMLC_FN hpml_status hpmlc_hogwild_finish(hpml_distributed *d)
     mean.reduce = HPML_MEAN;
     if (status != HPML_OK) return status;
     hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
-    hpmlc_buffers_get(d, d->stats.buffers);
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
     if (d->layout.buffer_total > 0) status = hpml_allreduce(d->c, d->stats.buffers, d->layout.buffer_total, &mean);
-    if (status == HPML_OK) hpmlc_buffers_set(d, d->stats.buffers);
+    if (status == HPML_OK) hpmlc_buffers_copy(d, d->stats.buffers, true);
     return status == HPML_OK ? hpml_barrier(d->c) : status;
 }
 
@@ -10548,14 +10525,12 @@ HPMLC_FN const char *hpmlc_state_name(const hpmlc_state *it) { return it->name +
 HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 {
     for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
-        float       *data = it->data + l * it->floats;
-        const float *host = hpmlc_host_view_begin(it->view, data, it->floats);
-        memcpy(rows + (it->copies.first + l) * it->count + it->at, host, (size_t)it->floats * sizeof(float));
+        float *row = rows + (it->copies.first + l) * it->count;
+        hpmlc_host_view_copy(it->view, row + it->at, it->data + l * it->floats, it->floats, false);
     }
 }
 
-/* Adds factor times `row`, `count` floats in the file, perhaps not aligned, to this rank's floats of its copy l; set:
-   replaces these floats. row NULL: zeros. */
+/* Adds factor times `row`, perhaps not aligned, to this rank's floats of copy l; set: replaces. row NULL: zeros. */
 HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, const char *row, float factor, bool set)
 {
     if (it->floats == 0) return;
@@ -10594,8 +10569,7 @@ typedef struct hpmlc_writing {
     hpml_progress progress; /* the program's own callback */
 } hpmlc_writing;
 
-/* Called when bytes of a checkpoint have been written: extends the deadlines of the other ranks, because they wait for
-   this one; then calls the program's own callback. */
+/* Called when bytes of a checkpoint are written: extends the deadlines of ranks that wait for it, calls the program. */
 HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
 {
     const hpmlc_writing *w = (const hpmlc_writing *)user;
@@ -10733,8 +10707,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 // >>batch-search   the largest batch that does not hurt
 // ---------------------------------------------------------------------------------------------------------------------
 /* Batch search of Seide et al. 2014: from time to time the batch size is chosen anew, because larger steps do no harm
-   later in training. Sizes are tried one after another, each from the same checkpoint on the same samples;
-   hpmlc_trial_step adds up the loss of each step. */
+   later in training. Sizes are tried one after another, each from the same checkpoint on the same samples. */
 
 HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *user)
 {
@@ -11400,8 +11373,7 @@ HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
     return !s->failed;
 }
 
-/* Simulates a collective of n elements of `size` bytes, from the ranks' clocks on. a: the algorithm of an allreduce,
-   not used for the other kinds. False: out of memory. */
+/* Simulates a collective of n elements of `size` bytes. a: algorithm of an allreduce. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a, int64_t n, size_t size)
 {
     int p = s->p;
