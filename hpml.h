@@ -108,6 +108,7 @@
 //     op-table   the table of ops: a row for each, and the loops of which most passes consist
 //     record   recording: nodes and inputs
 //     params   parameters: names, first values
+//     rows   gradients of embeddings as rows
 //     place   a place in memory for each array of a plan: first fit
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     run   running a graph forward and backward
@@ -603,10 +604,22 @@ typedef struct hpml_embedding_desc {
     hpml_init    init;   /* DEFAULT: NORMAL with standard deviation 1 */
     float        init_scale;
     hpml_tensor *weight; /* a (vocabulary, width) parameter to use instead of a new one; NULL: a new one */
+    bool         sparse; /* the table's gradient has the rows of a step's tokens alone, see hpml_param_rows */
     uint32_t     _end;
 } hpml_embedding_desc;
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc);
+/* A sparse table's gradient is a list of rows; row r of its `grad` holds the sum over all places of token r, and rows
+   that are not listed are zero. Work follows the rows: nothing clears, steps or sends the others. An update leaves rows
+   without a gradient as they are, weight decay and states of the optimizer included (lazy updates). With SGD without
+   momentum and decay a sparse table has the bits of a dense one. Refused: tables that other ops read too, devices, and
+   trainers that need a norm of the gradient (clip_norm, dynamic loss scale, LARS, LAMB, own optimizers with prepare or
+   direction).
+   hpml_param_rows returns the rows in the order in which the passes met them, and *count; NULL: the gradient is dense.
+   hpml_param_set_rows clears the gradient and lists `rows` instead (some more than once, if so), to write their sums
+   over ranks to `grad`. */
+HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count);
+HPML_API hpml_status    hpml_param_set_rows(hpml_tensor *table, const int32_t *rows, int64_t count);
 
 /* Multi-head attention without its projections. qkv (B, T, 3C): queries, keys and values of C numbers each; head h has
    the numbers h C/heads to (h+1) C/heads - 1 of each. y (B, T, C): for each head softmax(scale q k^T) v, where a query
@@ -2535,6 +2548,7 @@ struct hpmli_tensor_state {
     bool owns_memory; /* true: made by hpml_tensor_create; freed with the tensor */
     bool used;        /* true: a recorded op reads the tensor */
     int  leaf;        /* index among the leaves of the graph that was planned last */
+    struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
 };
 
 /* Element types by hpml_dtype: bytes of an element; names in hpml, safetensors and numpy (which lacks bf16). */
@@ -3498,6 +3512,80 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>rows   gradients of embeddings as rows
+// ---------------------------------------------------------------------------------------------------------------------
+
+typedef struct hpmli_rows {
+    int32_t *index;  /* (count) rows with a gradient, in the order in which the passes met them */
+    int64_t  count;
+    bool    *listed; /* (rows of the table) whether the row is in `index` */
+} hpmli_rows;
+
+HPMLI_FN hpmli_rows *hpmli_rows_create(hpml_ctx *ctx, int64_t rows)
+{
+    hpmli_rows *r = hpmli_new(ctx, hpmli_rows, 1);
+    if (!r) return NULL;
+    r->index  = hpmli_new(ctx, int32_t, rows);
+    r->listed = hpmli_new(ctx, bool, rows);
+    return r->index && r->listed ? r : NULL;
+}
+
+HPMLI_FN void hpmli_rows_add(hpmli_rows *r, int32_t row)
+{
+    if (r->listed[row]) return;
+    r->listed[row]       = true;
+    r->index[r->count++] = row;
+}
+
+/* Zeroes the gradient of t, if it has one; of a sparse table only the listed rows. */
+HPMLI_FN void hpmli_gradient_clear(const hpml_tensor *t)
+{
+    hpmli_rows *r = t->state->rows;
+    if (!r && t->raw_grad) t->ctx->backend->zero(t->ctx->device, t->raw_grad, hpmli_tensor_bytes(t));
+    for (int64_t i = 0; r && i < r->count; i++) {
+        memset(t->grad + r->index[i] * t->shape[1], 0, (size_t)t->shape[1] * sizeof(float));
+        r->listed[r->index[i]] = false;
+    }
+    if (r) r->count = 0;
+}
+
+HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count)
+{
+    const hpmli_rows *r = table ? table->state->rows : NULL;
+    if (count) *count = r ? r->count : 0;
+    return r ? r->index : NULL;
+}
+
+HPML_API hpml_status hpml_param_set_rows(hpml_tensor *table, const int32_t *rows, int64_t count)
+{
+    if (!table || hpmli_failed(table->ctx)) return table ? table->ctx->status : HPML_ERR_ARGUMENT;
+    if (!table->state->rows || !table->grad)
+        return hpmli_fail(table->ctx, HPML_ERR_STATE, "param rows: \"%s\" has no sparse gradient; set .sparse of its "
+                          "embedding, and create a trainer", table->name);
+    for (int64_t i = 0; i < count; i++)
+        if (rows[i] < 0 || rows[i] >= table->shape[0])
+            return hpmli_fail(table->ctx, HPML_ERR_SHAPE, "param rows: row %d of \"%s\", expected 0 to %lld", rows[i],
+                              table->name, (long long)table->shape[0] - 1);
+    hpmli_gradient_clear(table);
+    for (int64_t i = 0; i < count; i++) hpmli_rows_add(table->state->rows, rows[i]);
+    return HPML_OK;
+}
+
+/* Fails if an op of another kind reads a sparse table, because this op's gradient has all rows. */
+HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
+{
+    for (int i = 0; i < count; i++)
+        for (int s = 0; s < nodes[i]->src_count; s++) {
+            const hpml_tensor *t = nodes[i]->src[s];
+            if (t && t->state->rows && nodes[i]->op != HPML_OP_EMBEDDING)
+                return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: %s reads the table \"%s\" of a sparse embedding, "
+                                   "and its gradient would have all rows; leave .sparse of the embedding false",
+                                   hpmli_describe(nodes[i]->out), t->name);
+        }
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>place   a place in memory for each array of a plan: first fit
 // ---------------------------------------------------------------------------------------------------------------------
 /* A slot is an array and its life: the interval of times at which the array is needed. The slots are placed in order of
@@ -3926,7 +4014,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
             return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
                               "as outputs of one graph, or record the model again",
                               g->nodes[i]->out->name);
-    if (hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
+    if (hpmli_rows_fit(ctx, g->nodes, g->count) && hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
     hpmli_graph_release_nodes(g);
     return NULL;
 }
@@ -3947,6 +4035,7 @@ HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
     for (int i = 0; i < g->ctx->param_count; i++) {
         hpml_tensor *p    = g->ctx->params[i];
         bool         mine = i < g->param_count && g->param_last[i] >= 0;
+        if (p->state->rows) hpmli_gradient_clear(p); /* rows that are not listed are zero in each graph's array */
         hpmli_set_memory(p, p->raw, mine ? g->grads + at : NULL);
         if (mine) at += hpmli_param_floats(p);
     }
@@ -4013,7 +4102,7 @@ HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
         const hpml_tensor *t = n->src[s];
         bool partial = t && (!t->batch_rows || (g->idle && g->collective));
         if (partial && t->raw_grad && !n->accumulate[s] && t->raw_grad != n->out->raw_grad)
-            g->ctx->backend->zero(g->ctx->device, t->raw_grad, hpmli_tensor_bytes(t));
+            hpmli_gradient_clear(t);
     }
 }
 
@@ -4062,8 +4151,8 @@ HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, int i, bo
 /* Zeroes the values of t, an input or a result of a rank without samples, for collective ops. */
 HPMLI_FN void hpmli_zero_values(hpml_graph *g, const hpml_tensor *t)
 {
-    bool alias = t->node && hpmli_has_trait(t->node, HPMLI_OP_IS_ALIAS);
-    if (g->collective && !alias) g->ctx->backend->zero(g->ctx->device, t->raw, hpmli_tensor_bytes(t));
+    if (t->node && hpmli_has_trait(t->node, HPMLI_OP_IS_ALIAS)) return;
+    if (g->collective) g->ctx->backend->zero(g->ctx->device, t->raw, hpmli_tensor_bytes(t));
 }
 
 /* Runs the op of n, unless this rank has no samples and the op is not one that computes with all ranks' samples. */
@@ -6408,6 +6497,12 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
     if (src[1]->ndim != 2 || src[1]->shape[0] != vocabulary || src[1]->shape[1] != width)
         return hpmli_null(tokens->ctx, HPML_ERR_SHAPE, "embedding \"%s\": the shared table is %s, expected %lldx%lld",
                           name, hpmli_describe(src[1]), (long long)vocabulary, (long long)width);
+    if (d.sparse && (!src[1]->param || !tokens->ctx->backend->host))
+        return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .sparse is for parameters on the host, "
+                          "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
+                          tokens->ctx->backend->name);
+    if (d.sparse && !src[1]->state->rows) src[1]->state->rows = hpmli_rows_create(tokens->ctx, vocabulary);
+    if (d.sparse && !src[1]->state->rows) return NULL;
     memcpy(shape, tokens->shape, sizeof shape);
     shape[tokens->ndim] = width;
     return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
@@ -6432,9 +6527,12 @@ HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
     const int32_t *token = (const int32_t *)n->src[0]->raw;
     int64_t        count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
     float         *dw    = n->src[1]->grad;
-    if (dw && !n->accumulate[1]) run->ctx->k->vfill(dw, 0, hpml_tensor_count(n->src[1]));
-    for (int64_t i = 0; dw && i < count; i++)
+    hpmli_rows    *rows  = n->src[1]->state->rows;
+    if (dw && !n->accumulate[1]) hpmli_gradient_clear(n->src[1]);
+    for (int64_t i = 0; dw && i < count; i++) {
+        if (rows) hpmli_rows_add(rows, token[i]);
         run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
+    }
 }
 HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
          return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n));
@@ -6887,8 +6985,6 @@ typedef struct hpmli_wrap {
     const hpml_ctx *ctx;
     hpml_node       node;                /* the node as recorded, but with the tensors t */
     struct hpmli_node_state state;       /* the node's state, changed for this block */
-    hpml_tensor     t[HPML_MAX_SRC + 1]; /* what the op gets as sources and, last, as result */
-    hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
     int             count;               /* number of copies */
     unsigned        now;                 /* HPMLI_LOAD or HPMLI_SAVE: the phase that hpmli_wrap_task runs */
     char           *at;                  /* memory of the f32 copies; NULL while planning */
@@ -6896,6 +6992,8 @@ typedef struct hpmli_wrap {
     int64_t         first, samples;      /* first sample and number of samples of the block */
     bool            last;                /* this is the last block of the batch */
     bool            on_device;           /* stored numbers are in a device's memory, so all arrays are copied */
+    hpml_tensor     t[HPML_MAX_SRC + 1]; /* what the op gets as sources and, last, as result */
+    hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
 } hpmli_wrap;
 
 /* Adds to e an f32 copy of n numbers, with memory for `most`, and returns its address (NULL while planning). how:
@@ -6939,20 +7037,11 @@ HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tenso
     hpmli_set_memory(to, raw, raw_grad);
 }
 
-/* Sets *to to what the op gets instead of t, which is the same array as that of the source whose tensor is `twin`. */
-HPMLI_FN void hpmli_wrap_twin(const hpmli_wrap *e, hpml_tensor *to, const hpml_tensor *t, const hpml_tensor *twin)
-{
-    *to = *t;
-    if (e->state.block_samples > 0 && t->batch_rows > 0) to->shape[0] = e->samples * t->batch_rows;
-    to->dtype = twin->dtype;
-    hpmli_set_memory(to, twin->raw, twin->raw_grad);
-}
-
 /* True if a and b are one tensor, or one a reshape of the other: both need the same f32 copies. */
 HPMLI_FN bool hpmli_one_array(const hpml_tensor *a, const hpml_tensor *b)
 {
-    if (a == b || !a) return a == b;
-    return a->raw && a->raw == b->raw && a->dtype == b->dtype && (a->batch_rows > 0) == (b->batch_rows > 0);
+    bool alike = a && a->raw == b->raw && a->dtype == b->dtype && (a->batch_rows > 0) == (b->batch_rows > 0);
+    return a == b || (alike && a->raw);
 }
 
 /* Sets up e: the op of n on samples first .. first + samples - 1, with its f32 copies from address `at` on (NULL: only
@@ -6962,7 +7051,7 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
 {
     unsigned needs   = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT - 1; /* forward: the values of all sources */
     bool     product = hpmli_has_trait(n, HPMLI_OP_PRODUCT);
-    memset(e, 0, sizeof *e);
+    memset(e, 0, offsetof(hpmli_wrap, t));
     e->node       = *n;
     e->state      = *n->state;
     e->node.state = &e->state;
@@ -6980,7 +7069,12 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
         for (same = 0; !hpmli_one_array(n->src[same], s); same++) {}
         e->node.src[i] = &e->t[n->src[same] == s ? same : i]; /* one copy where an op reads an array twice */
         if (!s->batch_rows && first > 0) e->node.accumulate[i] = true;
-        if (n->src[same] != s) hpmli_wrap_twin(e, &e->t[i], s, &e->t[same]);
+        if (n->src[same] != s) { /* a reshape of that array */
+            e->t[i] = *s;
+            if (e->state.block_samples > 0 && s->batch_rows > 0) e->t[i].shape[0] = samples * s->batch_rows;
+            e->t[i].dtype = e->t[same].dtype;
+            hpmli_set_memory(&e->t[i], e->t[same].raw, e->t[same].raw_grad);
+        }
         if (same < i) continue;
         for (int k = i; k < n->src_count; k++)
             if (hpmli_one_array(n->src[k], s) && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
@@ -7172,14 +7266,11 @@ HPMLI_OP(custom, HPMLI_OP_IS_WHOLE, n->attr.custom->keeps | (n->attr.custom->in_
 
 HPML_API void hpml_node_give(const hpml_run *run, hpml_node *node, int source, const float *gradient)
 {
-    if (!run || !node || hpmli_failed(run->ctx)) return;
-    if (source < 0 || source >= node->src_count || !gradient) {
+    const hpml_tensor *s = source >= 0 && source < node->src_count ? node->src[source] : NULL;
+    if (!s || !gradient)
         hpmli_fail(run->ctx, HPML_ERR_ARGUMENT, "node_give: \"%s\" has %d sources; got number %d and %s",
                    node->out->name, node->src_count, source, gradient ? "a gradient" : "NULL");
-        return;
-    }
-    float *grad = node->src[source]->grad;
-    if (grad) run->ctx->k->vadd(grad, grad, gradient, hpml_tensor_count(node->src[source]));
+    else if (s->grad) run->ctx->k->vadd(s->grad, s->grad, gradient, hpml_tensor_count(s));
 }
 
 /* True if the fields of d, the desc of an op with these sources, fit each other and the sources; else an error. */
@@ -7200,8 +7291,8 @@ HPMLI_FN bool hpmli_custom_fits(hpml_ctx *ctx, const hpml_custom *d, int count, 
         wrong = "in_place needs a result of the shape and type of source 0";
     else if (d->in_place && d->keeps & HPML_KEEP_SRC(0)) wrong = "in_place overwrites source 0, which keeps names";
     else if (!(d->flops >= 0)) wrong = "flops is negative or NaN";
-    else if (d->saved_bytes > SIZE_MAX / 4) wrong = "saved_bytes does not fit in memory";
-    else if (d->scratch_bytes > SIZE_MAX / 4) wrong = "scratch_bytes does not fit in memory";
+    else if (d->saved_bytes > SIZE_MAX / 4 || d->scratch_bytes > SIZE_MAX / 4)
+        wrong = "saved_bytes or scratch_bytes does not fit in memory";
     if (!wrong) return true;
     return hpmli_false(ctx, HPML_ERR_ARGUMENT, "custom op \"%s\" of %s: %s", d->name ? d->name : "",
                        hpmli_describe(x), wrong);
@@ -7624,14 +7715,28 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
     if (found && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, found, __ATOMIC_RELAXED);
 }
 
+/* Steps one row of a sparse table, the `task`-th in the list of rows with a gradient, as far as the row is in u. */
+HPMLI_FN void hpmli_update_row_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_update_job *j = (const hpmli_update_job *)arg;
+    const hpml_update      *u = &j->o.u;
+    const int64_t           width = u->param->shape[1], skipped = u->w - u->param->data;
+    const int64_t           row = u->param->state->rows->index[task] * width - skipped;
+    const int64_t           at = hpmli_max(row, 0), end = hpmli_min(row + width, u->n);
+    int found = at < end ? hpmli_optimizer_piece(j->ctx, &j->o, at, end - at) : 0;
+    if (found && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, found, __ATOMIC_RELAXED);
+}
+
 static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d)
 {
-    hpmli_update_job j = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
+    hpmli_update_job  j    = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
+    const hpmli_rows *rows = u->param ? u->param->state->rows : NULL;
     j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
     j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
     if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* rows of d by 12: its tiles have 6 or 12 */
     if (u->opt == HPML_OPT_CUSTOM && u->custom->whole) j.piece = u->n;
-    hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
+    if (rows) hpmli_parallel(ctx, rows->count, hpmli_update_row_task, &j);
+    else hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
 }
 
 HPMLI_FN const hpml_optimizer *hpmli_update_row(const hpml_update *u)
@@ -8098,6 +8203,15 @@ HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
     if (t->graph->grad_count == 0)
         hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: the loss depends on no parameter that may be trained; is "
                    "every layer frozen?");
+    const hpml_optimizer *row = t->optimizer;
+    for (int i = 0; i < t->graph->param_count; i++) {
+        bool sparse = t->graph->param_last[i] >= 0 && t->ctx->params[i]->state->rows;
+        if (sparse && (t->wants_norm || row->prepare || row->direction))
+            hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: \"%s\" has a sparse gradient, but %s needs the norm of "
+                       "a whole one; take sgd, adagrad, rmsprop, adam or adamw without clip_norm and with a fixed "
+                       "loss_scale, or leave .sparse of the embedding false", t->ctx->params[i]->name,
+                       t->wants_norm ? "clip_norm or a dynamic loss_scale" : row->name);
+    }
     if (hpmli_failed(t->ctx)) hpmli_graph_release_nodes(t->graph);
     return !hpmli_failed(t->ctx);
 }

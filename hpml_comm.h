@@ -113,6 +113,7 @@
 //     distribute-step   data parallelism: a step, its statistics, the trainer's hooks
 //     state   one list of what a training carries from step to step
 //     strategy-sync   synchronous steps, gradients exchanged on the host
+//     strategy-factors   synchronous steps, dense layers by the factors of their gradients
 //     strategy-delayed   double buffering: steps apply the gradients of the step before
 //     strategy-exact   the same bits for every number of ranks
 //     strategy-link   synchronous steps, gradients exchanged on devices
@@ -646,6 +647,20 @@ typedef enum hpml_strategy_kind {
 } hpml_strategy_kind;
 HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync", ...; NULL: there is none */
 
+/* How the gradient of a dense layer travels. The gradient of a weight w (m, n) is dz^T x, a sum of outer products of
+   the layer's inputs x (b, n) and the derivatives dz (b, m), for the b rows of a rank's batch. Ranks may exchange x and
+   dz in place of the gradient, and each computes the sum over all ranks' rows itself: sufficient factors (Xie et al.
+   2016). Of p ranks each sends (p - 1) b (m + n) floats; for a gradient that a ring adds up, 2 m n (p - 1) / p. */
+typedef enum hpml_route {
+    HPML_ROUTE_ALLREDUCE = 0, /* gradients are added up */
+    HPML_ROUTE_FACTORS,       /* the factors of all dense layers travel; other gradients are added up. A dense layer is
+                                 a hpml_linear with inputs of the batch, whose weight no other op reads */
+    HPML_ROUTE_HYBRID,        /* for each dense layer what sends less (Zhang et al. 2017, "Poseidon"): factors where
+                                 b (m + n) p <= 2 m n, for the b rows of a full batch */
+    HPML_ROUTE_COUNT          /* the number of routes */
+} hpml_route;
+HPML_API const char *hpml_route_name(hpml_route route); /* "allreduce", ...; NULL: there is none */
+
 /* The plan: how a training is spread over ranks (hpml_distribute). All zero: synchronous steps with the mean of all
    ranks' gradients. A field at zero has its default. A field that the plan's strategy does not use must be zero. */
 typedef struct hpml_plan {
@@ -672,6 +687,8 @@ typedef struct hpml_plan {
     int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
     bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
                                      small sum over ranks for each such layer, forward and backward */
+    hpml_route      route;        /* sync: how gradients of dense layers travel; the sum of factors has other last bits
+                                     than an allreduce, the same on all ranks */
     bool            exact;        /* sync: same bits for every number of ranks, algorithm, bucket and transport, see
                                      >>api-distribute */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
@@ -710,6 +727,7 @@ typedef struct hpml_plan_facts {
     bool    clips;         /* the trainer has a clip_norm */
     bool    steps_tensors; /* a step of the optimizer depends on whole tensors: hpml_trainer_apply_range refuses it */
     bool    native;        /* the transport, or a device link, has an allreduce of its own */
+    bool    no_factors;    /* results of layers are on a device, or stored as halves */
 } hpml_plan_facts;
 HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
 /* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
@@ -783,6 +801,8 @@ typedef struct hpml_distribute_report {
     int32_t buckets;
 } hpml_distribute_report;
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
+/* Returns how the gradient of parameter number `param` travels: ALLREDUCE or FACTORS. */
+HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line; warns below 50 % */
 
 /* Where the time of one step of one rank went, from the end of the wait of the step before to the end of its own. The
@@ -6417,6 +6437,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("leaf", leaf, I64, 9e18, p->exact, NULL, 2) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
+    X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
       "strategies that send gradients", 0) \
     X("codec.threshold", codec.threshold, F32, 1e30, p->codec.kind == HPML_CODEC_TWOBIT, NULL, 0.01) \
@@ -6468,6 +6489,14 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(p->algorithm == HPML_NATIVE && !f->native, "algorithm native is the transport's own allreduce, and this " \
          "transport has none; take algorithm auto or ring") \
     RULE(p->leaf > f->batch, "leaf is more samples than the model's batch; take a smaller leaf or a larger batch") \
+    RULE(hpmlc_factors_is_chosen(NULL, p) && (p->exact || p->delayed), "exact and delayed work on the gradients that " \
+         "ranks exchange, and routes factors and hybrid exchange none; take route allreduce, or leave both out") \
+    RULE(hpmlc_factors_is_chosen(NULL, p) && hpmlc_plan_packs(p), "a codec packs gradients, and routes factors and " \
+         "hybrid exchange none; take route allreduce or codec none") \
+    RULE(hpmlc_factors_is_chosen(NULL, p) && f->accumulate > 1, "routes factors and hybrid send the factors of one " \
+         "batch, and the trainer's accumulate adds up several; take route allreduce or set accumulate to 1") \
+    RULE(hpmlc_factors_is_chosen(NULL, p) && f->no_factors, "routes factors and hybrid read the inputs of layers as " \
+         "f32 in host memory, and here they are halves or on a device; take route allreduce") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
     RULE(p->exact && p->sum, "exact sums are divided by the samples, so exact excludes sum; set one of them") \
     RULE(p->exact && p->warm_steps > 0, "exact sums keep a residual for each leaf from the first step on, so exact " \
@@ -6510,7 +6539,8 @@ HPMLC_FN int hpmlc_plan_workers(const hpml_plan *p, int ranks)
 
 typedef enum hpmlc_field_kind {
     HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
-    HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY /* words, from STRATEGY on */
+    HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY,
+    HPMLC_FIELD_ROUTE /* words, from STRATEGY on */
 } hpmlc_field_kind;
 
 typedef struct hpmlc_field {
@@ -6532,6 +6562,12 @@ HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy)
     static const char *const names[HPML_STRATEGY_COUNT] = { "sync", "ps", "backup", "ssp", "async", "local",
                                                                   "block", "elastic", "gossip", "federated" };
     return (unsigned)strategy < HPML_STRATEGY_COUNT ? names[strategy] : NULL;
+}
+
+HPML_API const char *hpml_route_name(hpml_route route)
+{
+    static const char *const names[HPML_ROUTE_COUNT] = { "allreduce", "factors", "hybrid" };
+    return (unsigned)route < HPML_ROUTE_COUNT ? names[route] : NULL;
 }
 
 /* Returns whether ranks exchange gradients; else they exchange parameters. */
@@ -6597,6 +6633,7 @@ HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
     if (value < 0 || (double)value > field->most) return NULL;
     if (field->kind == HPMLC_FIELD_STRATEGY) return hpml_strategy_name((hpml_strategy_kind)value);
     if (field->kind == HPMLC_FIELD_CODEC) return hpml_codec_get((hpml_codec_kind)value)->name;
+    if (field->kind == HPMLC_FIELD_ROUTE) return hpml_route_name((hpml_route)value);
     if (field->kind == HPMLC_FIELD_TOPOLOGY) return topologies[value];
     return field->kind == HPMLC_FIELD_ALGORITHM ? hpml_algorithm_name((hpml_algorithm)value) : NULL;
 }
@@ -6762,6 +6799,12 @@ HPML_API int hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char 
         hpmlc_field_text(field, to, &out, &length);
     }
     return count;
+}
+
+/* Returns whether dense layers may send factors, as is_chosen of their form of strategy sync. */
+HPMLC_FN bool hpmlc_factors_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p)
+{
+    return p->route != HPML_ROUTE_ALLREDUCE;
 }
 
 /* Returns whether a codec packs gradients, which can then carry no infinity. */
@@ -7672,6 +7715,201 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
     hpmlc_steps_note(d);
     d->report.r.steps++;
     return hpmlc_host_apply(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-factors   synchronous steps, dense layers by the factors of their gradients
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Routes FACTORS and HYBRID (hpml_route). When the backward pass has computed dz of a dense layer, x and dz of this
+   rank are copied to its blocks of two arrays, and an allgather of each starts. hpmlc_factors_update then computes, on
+   every rank, dw = 1/p sum over ranks r of dz_r^T x_r, as one product. Short batches are filled up with rows of zeros.
+   The local dw is not computed, because the weight has no `grad` during the pass. Other gradients are exchanged as by
+   strategy-sync. */
+
+typedef struct hpmlc_factor { /* a dense layer, z = x w^T */
+    hpml_distributed *d;
+    const hpml_node  *node;
+    hpml_tensor      *w;
+    float            *grad;   /* the gradient of w, kept while w->grad is NULL */
+    int64_t           rows, m, n; /* rows of a sample; columns of dz; of x */
+    float            *x, *dz; /* (ranks * batch * rows, n) and (.., m): factors of all ranks */
+    bool              has_begun; /* the allgathers of this step have started */
+    hpmlc_task        task;
+} hpmlc_factor;
+
+typedef struct hpmlc_factors { /* struct of the strategy */
+    hpmlc_factor  *layer;      /* (count) in the order of the backward pass */
+    int            count;
+    hpmlc_factor **of;         /* (params) the layer with this weight; NULL: none */
+    int64_t        samples;    /* of this rank in this step */
+} hpmlc_factors;
+
+/* Returns whether backends compute results of layers as f32 in host memory. */
+HPMLC_FN bool hpmlc_has_factors(const hpml_ctx *ctx)
+{
+    const hpml_backend *b = hpml_ctx_backend(ctx);
+    hpml_dtype dtype = b->activation_dtype ? b->activation_dtype(hpml_ctx_device(ctx)) : HPML_DTYPE_F32;
+    return b->host && dtype == HPML_DTYPE_F32;
+}
+
+/* Hides the gradients of layers that send factors from the trainer and from buckets, or shows them again. */
+HPMLC_FN void hpmlc_factors_show(const hpmlc_factors *f, bool show)
+{
+    for (const hpmlc_factor *it = f->layer; it < f->layer + f->count; it++) {
+        it->w->grad     = show ? it->grad : NULL;
+        it->w->raw_grad = it->w->grad;
+    }
+}
+
+/* Adds the layer of node n to the list if n is dense and the route sends its factors. readers: (params) ops that read
+   each parameter. False: no memory. */
+HPMLC_FN bool hpmlc_factors_add(hpml_distributed *d, const hpml_node *n, const int *readers)
+{
+    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    hpml_tensor   *w = n->op == HPML_OP_LINEAR ? n->src[1] : NULL;
+    const int64_t  p = d->c->size;
+    if (!w || !w->param || !w->grad || readers[w->param->index] != 1) return true;
+    if (n->src[0]->batch_rows == 0 || n->src[0]->dtype != HPML_DTYPE_F32) return true;
+    hpmlc_factor *it = &f->layer[f->count];
+    it->d    = d;
+    it->node = n;
+    it->w    = w;
+    it->grad = w->grad;
+    it->m    = w->shape[0];
+    it->n    = w->shape[1];
+    it->rows = hpml_tensor_count(n->out) / n->out->shape[0] * n->out->batch_rows / it->m;
+    int64_t all = p * d->layout.batch * it->rows; /* rows of all ranks */
+    bool    pays = (double)all * (double)(it->m + it->n) <= 2 * (double)it->m * (double)it->n;
+    if (d->plan.route == HPML_ROUTE_HYBRID && !pays) return true;
+    it->x  = (float *)hpmlc_dist_alloc(d, sizeof(float) * (size_t)all * (size_t)it->n);
+    it->dz = (float *)hpmlc_dist_alloc(d, sizeof(float) * (size_t)all * (size_t)it->m);
+    f->of[w->param->index] = it;
+    f->count++;
+    return it->x && it->dz;
+}
+
+/* Lists the layers that send factors: walks from the results of the trainer's model to its inputs. */
+HPMLC_FN bool hpmlc_factors_find(hpml_distributed *d)
+{
+    const hpml_trainer_desc *t = hpml_trainer_settings(d->t);
+    const hpml_node *ends[] = { t->output->node, t->loss_tensor ? t->loss_tensor->node : NULL };
+    int  count = 0;
+    bool good  = true;
+    for (int e = 0; e < 2; e++) count = ends[e] && ends[e]->index >= count ? ends[e]->index + 1 : count;
+    const hpml_node **found = (const hpml_node **)hpmlc_dist_alloc(d, sizeof *found * (size_t)(count + 1));
+    int *readers = (int *)hpmlc_dist_alloc(d, sizeof *readers * (size_t)(d->layout.params + 1));
+    if (!found || !readers) return false;
+    for (int e = 0; e < 2; e++) found[ends[e] ? ends[e]->index : count] = ends[e];
+    for (int i = count - 1; i >= 0; i--)
+        for (int s = 0; found[i] && s < found[i]->src_count; s++) {
+            const hpml_tensor *x = found[i]->src[s];
+            if (x && x->node) found[x->node->index] = x->node;
+            if (x && x->param) readers[x->param->index]++;
+        }
+    for (int i = count - 1; i >= 0 && good; i--) good = !found[i] || hpmlc_factors_add(d, found[i], readers);
+    return good;
+}
+
+HPMLC_FN bool hpmlc_factors_open(hpml_distributed *d)
+{
+    const size_t   params = (size_t)d->layout.params;
+    hpmlc_factors *f = (hpmlc_factors *)hpmlc_dist_alloc(d, sizeof *f);
+    d->own = f;
+    if (!f) return false;
+    f->layer = (hpmlc_factor *)hpmlc_dist_alloc(d, sizeof *f->layer * (params + 1));
+    f->of    = (hpmlc_factor **)hpmlc_dist_alloc(d, sizeof *f->of * (params + 1));
+    if (!f->layer || !f->of || !hpmlc_factors_find(d)) return false;
+    hpmlc_factors_show(f, false);
+    bool good = hpmlc_sync_open(d);
+    hpmlc_factors_show(f, true);
+    return good;
+}
+
+/* Gathers the factors of a layer of all ranks, as a task. */
+HPMLC_FN hpml_status hpmlc_factor_gather(hpml_comm *c, void *user)
+{
+    const hpmlc_factor *it   = (const hpmlc_factor *)user;
+    const int64_t       rows = c->size * it->d->layout.batch * it->rows;
+    c->about.first = it->w->name;
+    hpml_status status = hpml_allgather(c, it->x, rows * it->n, HPML_ELEMENT_F32);
+    if (status == HPML_OK) status = hpml_allgather(c, it->dz, rows * it->m, HPML_ELEMENT_F32);
+    c->about.first = NULL;
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_factor_start(hpmlc_factor *it)
+{
+    it->has_begun = true;
+    return hpmlc_task_start(it->d, &it->task, it->d->c, hpmlc_factor_gather, it);
+}
+
+/* Copies a rank's `rows` rows of `cols` floats to its block of `all`, of `most` rows, and fills up with zeros. */
+HPMLC_FN void hpmlc_factor_copy(float *all, int rank, const float *from, int64_t rows, int64_t most, int64_t cols)
+{
+    float *block = all + rank * most * cols;
+    memcpy(block, from, sizeof(float) * (size_t)(rows * cols));
+    memset(block + rows * cols, 0, sizeof(float) * (size_t)((most - rows) * cols));
+}
+
+HPMLC_FN hpml_status hpmlc_factors_gradient(hpml_distributed *d, int param)
+{
+    const hpmlc_factors *f  = (const hpmlc_factors *)d->own;
+    hpmlc_factor        *it = f->of[param];
+    if (!it) return hpmlc_sync_gradient(d, param);
+    int64_t rows = f->samples * it->rows, most = d->layout.batch * it->rows;
+    hpmlc_factor_copy(it->x, d->c->rank, it->node->src[0]->data, rows, most, it->n);
+    hpmlc_factor_copy(it->dz, d->c->rank, it->node->out->grad, rows, most, it->m);
+    return d->plan.no_overlap ? HPML_OK : hpmlc_factor_start(it);
+}
+
+HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    f->samples = samples;
+    hpmlc_factors_show(f, false);
+    hpml_status status = hpmlc_dist_pass(d, samples, loss);
+    hpmlc_factors_show(f, true);
+    double start = hpml_comm_now(d->c);
+    for (int i = 0; i < f->count && status == HPML_OK; i++)
+        if (!f->layer[i].has_begun) status = hpmlc_factor_start(&f->layer[i]);
+    if (!d->background) hpmlc_dist_waited(d, start);
+    if (status != HPML_OK) return status;
+    hpmlc_buffers_get(d, d->stats.buffers);
+    return hpmlc_dist_post(d, d->stats.buffers);
+}
+
+HPMLC_FN hpml_status hpmlc_factors_update(hpml_distributed *d)
+{
+    const hpmlc_factors *f     = (const hpmlc_factors *)d->own;
+    const float          share = d->plan.sum ? 1 : 1 / (float)d->c->size;
+    hpml_status          status = HPML_OK;
+    for (hpmlc_factor *it = f->layer; it < f->layer + f->count; it++) {
+        double      start = hpml_comm_now(d->c);
+        hpml_status s     = hpmlc_task_wait(&it->task);
+        hpmlc_dist_waited(d, start);
+        it->has_begun = false;
+        if (status == HPML_OK) status = s;
+        if (status != HPML_OK) continue;
+        status = hpml_sgemm(d->ctx, true, false, it->m, it->n, d->c->size * d->layout.batch * it->rows, share, it->dz,
+                            it->m, it->x, it->n, 0, it->grad, it->n);
+    }
+    if (status == HPML_OK) return hpmlc_sync_update(d);
+    hpmlc_tasks_wait(d);
+    return status;
+}
+
+HPMLC_FN void hpmlc_factors_close(hpml_distributed *d)
+{
+    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    for (int i = 0; f && i < f->count; i++) hpmlc_task_wait(&f->layer[i].task);
+}
+
+HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param)
+{
+    if (!d || param < 0 || param >= d->layout.params || !hpmlc_factors_is_chosen(d->c, &d->plan))
+        return HPML_ROUTE_ALLREDUCE;
+    return ((const hpmlc_factors *)d->own)->of[param] ? HPML_ROUTE_FACTORS : HPML_ROUTE_ALLREDUCE;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9537,6 +9775,8 @@ static const hpmlc_strategy hpmlc_strategies[] = {
       hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, NULL },
     { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
       hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state, NULL },
+    { HPML_STRATEGY_SYNC, "factors", NULL, NULL, hpmlc_factors_is_chosen, hpmlc_factors_open, hpmlc_factors_begin,
+      hpmlc_factors_gradient, hpmlc_factors_update, NULL, hpmlc_buckets_state, hpmlc_factors_close },
     { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_link_begin,
       hpmlc_sync_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, NULL },
     { HPML_STRATEGY_SYNC, "link", NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_open, hpmlc_link_begin,
@@ -9594,6 +9834,7 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->clips         = hpml_trainer_settings(t)->clip_norm > 0;
     out->steps_tensors = hpmlc_steps_tensors(hpml_trainer_settings(t));
     out->native        = c->t->allreduce || c->link.begin;
+    out->no_factors    = !hpmlc_has_factors(c->ctx);
 }
 
 /* Replaces the fields of the plan that HPML_PLAN in the environment names, checks the plan, and fills in its defaults.

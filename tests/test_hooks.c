@@ -405,3 +405,109 @@ TEST(a_copy_of_the_cpus_table_is_on_the_host)
     ENSURE(t && train(t, 2) == HPML_OK && stepped == 2 * 6);
     hpml_ctx_free(ctx);
 }
+
+/* ---- gradients of embeddings as rows */
+
+enum { TABLE = 40, WIDTH = 5, WORDS = 3 };
+
+/* A bag of words: two embeddings of one table, of the classes of BATCH * WORDS tokens. */
+static hpml_trainer *words(hpml_ctx *ctx, bool sparse, hpml_trainer_desc d)
+{
+    hpml_embedding_desc e = { .name = "e", .sparse = sparse };
+    d.input = hpml_input_tokens(ctx, BATCH, WORDS);
+    hpml_tensor *a = hpml_embedding(d.input, TABLE, WIDTH, &e);
+    e.name   = "f";
+    e.weight = hpml_param_find(ctx, "e.weight");
+    hpml_tensor *b = hpml_embedding(d.input, TABLE, WIDTH, &e);
+    d.output = hpml_linear(hpml_sum(hpml_mul(a, hpml_tanh(b)), 1), 3, NULL);
+    return hpml_trainer_create(ctx, &d);
+}
+
+/* Tokens of step k: with repetitions, and rows that no step has. */
+static void speak(int k, int32_t *tokens, int32_t *labels)
+{
+    for (int i = 0; i < BATCH * WORDS; i++) tokens[i] = (i * 7 + k * 11) % 13 * 3;
+    for (int i = 0; i < BATCH; i++) labels[i] = (tokens[i * WORDS] + tokens[i * WORDS + 1]) % 3;
+}
+
+/* Sparse and dense tables have the same bits with SGD, in short batches, with accumulation, in halves, by two trainers
+   in turns; rows with a gradient are those of the tokens. */
+TEST(sparse_tables_train_as_dense_ones)
+{
+    for (int kind = 0; kind < 6; kind++) {
+        uint64_t hash[2];
+        for (int sparse = 0; sparse < 2; sparse++) {
+            hpml_ctx_desc cd = { .seed = 3, .threads = 1 + kind % 2 };
+            if (kind == 4) cd.activation_dtype = HPML_DTYPE_BF16;
+            hpml_ctx     *ctx = hpml_ctx_create(&cd);
+            hpml_trainer *t = words(ctx, sparse, (hpml_trainer_desc){
+                .lr = 0.3f, .accumulate = kind == 2 ? 3 : 1, .optimizer = kind == 5 ? HPML_OPT_ADAGRAD : HPML_OPT_SGD });
+            ENSURE(t);
+            for (int k = 0; k < 12; k++) {
+                int32_t tokens[BATCH * WORDS], labels[BATCH];
+                int64_t count = -1;
+                speak(k, tokens, labels);
+                ENSURE(hpml_trainer_step(t, tokens, labels, kind == 3 ? 1 + k % BATCH : BATCH, NULL) == HPML_OK);
+                const int32_t *rows = hpml_param_rows(hpml_param_find(ctx, "e.weight"), &count);
+                ENSURE(sparse ? rows && count > 0 && count <= 13 : !rows && count == 0);
+                for (int64_t i = 0; i < count; i++) ENSURE(rows[i] % 3 == 0);
+            }
+            hash[sparse] = hpml_param_hash(ctx);
+            hpml_ctx_free(ctx);
+        }
+        ENSURE(hash[0] == hash[1]);
+    }
+}
+
+/* Lazy updates: a row that a step does not have keeps its value and its states, weight decay included. */
+TEST(rows_without_a_gradient_stay)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    hpml_trainer *t   = words(ctx, true, (hpml_trainer_desc){ .optimizer = HPML_OPT_ADAM, .weight_decay = 0.1f });
+    hpml_tensor  *p   = hpml_param_find(ctx, "e.weight");
+    int32_t       tokens[BATCH * WORDS] = { 0 }, labels[BATCH] = { 0, 1, 2 };
+    float         before[TABLE * WIDTH];
+    ENSURE(t && hpml_tensor_get(p, before, TABLE * WIDTH) == HPML_OK);
+    for (int i = 0; i < BATCH * WORDS; i++) tokens[i] = i % 2 ? 7 : 30;
+    for (int k = 0; k < 3; k++) ENSURE(hpml_trainer_step(t, tokens, labels, BATCH, NULL) == HPML_OK);
+    const float *mean = hpml_trainer_array(t, HPML_ARRAY_STATE, NULL) + hpml_trainer_place(t, p->param->index);
+    for (int i = 0; i < TABLE * WIDTH; i++) {
+        bool has = i / WIDTH == 7 || i / WIDTH == 30;
+        ENSURE((p->data[i] != before[i]) == has && (mean[i] != 0) == has);
+    }
+    hpml_ctx_free(ctx);
+}
+
+TEST(sparse_tables_that_cannot_be_are_errors)
+{
+    const hpml_trainer_desc wrong[] = { { .clip_norm = 1 }, { .optimizer = HPML_OPT_LAMB },
+                                        { .optimizer = HPML_OPT_LARS } };
+    const char *const       says[]  = { "clip_norm", "lamb needs", "lars needs" };
+    hpml_backend device = *hpml_backend_cpu();
+    device.host = false;
+    for (int k = 0; k < 3; k++) {
+        hpml_ctx *ctx = hpml_ctx_create(NULL);
+        ENSURE_ERROR(ctx, !words(ctx, true, wrong[k]), HPML_ERR_UNSUPPORTED, says[k]);
+        hpml_ctx_free(ctx);
+    }
+    hpml_ctx    *ctx = hpml_ctx_create(NULL);
+    hpml_tensor *x = hpml_input_tokens(ctx, BATCH, WORDS), *data = hpml_tensor_create_2d(ctx, TABLE, WIDTH);
+    hpml_tensor *h = hpml_embedding(x, TABLE, WIDTH, &(hpml_embedding_desc){ .name = "e", .sparse = true });
+    hpml_tensor *e = hpml_param_find(ctx, "e.weight"), *y = hpml_linear(h, TABLE, &(hpml_linear_desc){ .weight = e });
+    const int32_t far[] = { TABLE };
+    ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = y }), HPML_ERR_UNSUPPORTED,
+                 "reads the table \"e.weight\" of a sparse embedding");
+    ENSURE_ERROR(ctx, !hpml_embedding(x, TABLE, WIDTH, &(hpml_embedding_desc){ .weight = data, .sparse = true }),
+                 HPML_ERR_UNSUPPORTED, ".sparse is for parameters");
+    ENSURE_ERROR(ctx, hpml_param_set_rows(data, far, 1), HPML_ERR_STATE, "has no sparse gradient");
+    hpml_trainer *t = words(ctx, true, (hpml_trainer_desc){ .lr = 0.1f });
+    ENSURE(!t && hpml_ctx_status(ctx) != HPML_OK); /* a second "e.weight" */
+    hpml_ctx_free(ctx);
+    ctx = hpml_ctx_create(NULL);
+    t   = words(ctx, true, (hpml_trainer_desc){ .lr = 0.1f });
+    ENSURE_ERROR(ctx, hpml_param_set_rows(hpml_param_find(ctx, "e.weight"), far, 1), HPML_ERR_SHAPE, "row 40");
+    hpml_ctx_free(ctx);
+    ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = &device });
+    ENSURE_ERROR(ctx, !words(ctx, true, (hpml_trainer_desc){ .lr = 0.1f }), HPML_ERR_UNSUPPORTED, "on the host");
+    hpml_ctx_free(ctx);
+}
