@@ -616,10 +616,10 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
    trainers that need a norm of the gradient (clip_norm, dynamic loss scale, LARS, LAMB, own optimizers with prepare or
    direction).
    hpml_param_rows returns the rows in the order in which the passes met them, and *count; NULL: the gradient is dense.
-   hpml_param_set_rows clears the gradient and lists `rows` instead (some more than once, if so), to write their sums
-   over ranks to `grad`. */
+   hpml_param_add_rows adds `values` (count, width) to these rows of the gradient; clear: which it clears before. */
 HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count);
-HPML_API hpml_status    hpml_param_set_rows(hpml_tensor *table, const int32_t *rows, int64_t count);
+HPML_API hpml_status    hpml_param_add_rows(hpml_tensor *table, bool clear, const int32_t *rows, const float *values,
+                                            int64_t count);
 
 /* Multi-head attention without its projections. qkv (B, T, 3C): queries, keys and values of C numbers each; head h has
    the numbers h C/heads to (h+1) C/heads - 1 of each. y (B, T, C): for each head softmax(scale q k^T) v, where a query
@@ -1114,9 +1114,8 @@ typedef struct hpml_hooks {
 HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hooks); /* copies *hooks */
 /* Returns the sets of hooks that are attached, the innermost first; *count: how many. */
 HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count);
-/* Detaches the set of hooks with this `user` that was attached last; without one, nothing. Not from within a hook. */
+/* Detaches the sets of hooks with this `user`, those attached last first. Not from within a hook. */
 HPML_API void        hpml_trainer_detach(hpml_trainer *t, const void *user);
-HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks); /* in place of all; NULL: none */
 /* Within a hook `run`, once for each call, and within a hook `update`: run what this hook replaces. The trainer's own
    run weighs micro-batches by their samples (.accumulate), its own update is hpml_trainer_apply for all parameters. */
 HPML_API hpml_status hpml_trainer_run_inner(hpml_trainer *t, int64_t samples, float *loss);
@@ -3521,13 +3520,13 @@ typedef struct hpmli_rows {
     bool    *listed; /* (rows of the table) whether the row is in `index` */
 } hpmli_rows;
 
-HPMLI_FN hpmli_rows *hpmli_rows_create(hpml_ctx *ctx, int64_t rows)
+/* Makes the gradient of t sparse; false: no memory. */
+HPMLI_FN bool hpmli_rows_create(hpml_tensor *t)
 {
-    hpmli_rows *r = hpmli_new(ctx, hpmli_rows, 1);
-    if (!r) return NULL;
-    r->index  = hpmli_new(ctx, int32_t, rows);
-    r->listed = hpmli_new(ctx, bool, rows);
-    return r->index && r->listed ? r : NULL;
+    hpmli_rows *r = t->state->rows = t->state->rows ? t->state->rows : hpmli_new(t->ctx, hpmli_rows, 1);
+    if (r && !r->index) r->index = hpmli_new(t->ctx, int32_t, t->shape[0]);
+    if (r && !r->listed) r->listed = hpmli_new(t->ctx, bool, t->shape[0]);
+    return r && r->index && r->listed;
 }
 
 HPMLI_FN void hpmli_rows_add(hpmli_rows *r, int32_t row)
@@ -3556,7 +3555,8 @@ HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count
     return r ? r->index : NULL;
 }
 
-HPML_API hpml_status hpml_param_set_rows(hpml_tensor *table, const int32_t *rows, int64_t count)
+HPML_API hpml_status hpml_param_add_rows(hpml_tensor *table, bool clear, const int32_t *rows, const float *values,
+                                         int64_t count)
 {
     if (!table || hpmli_failed(table->ctx)) return table ? table->ctx->status : HPML_ERR_ARGUMENT;
     if (!table->state->rows || !table->grad)
@@ -3566,8 +3566,13 @@ HPML_API hpml_status hpml_param_set_rows(hpml_tensor *table, const int32_t *rows
         if (rows[i] < 0 || rows[i] >= table->shape[0])
             return hpmli_fail(table->ctx, HPML_ERR_SHAPE, "param rows: row %d of \"%s\", expected 0 to %lld", rows[i],
                               table->name, (long long)table->shape[0] - 1);
-    hpmli_gradient_clear(table);
-    for (int64_t i = 0; i < count; i++) hpmli_rows_add(table->state->rows, rows[i]);
+    const int64_t width = table->shape[1];
+    if (clear) hpmli_gradient_clear(table);
+    for (int64_t i = 0; i < count; i++) {
+        float *row = table->grad + rows[i] * width;
+        hpmli_rows_add(table->state->rows, rows[i]);
+        table->ctx->k->vadd(row, row, values + i * width, width);
+    }
     return HPML_OK;
 }
 
@@ -3578,9 +3583,9 @@ HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
         for (int s = 0; s < nodes[i]->src_count; s++) {
             const hpml_tensor *t = nodes[i]->src[s];
             if (t && t->state->rows && nodes[i]->op != HPML_OP_EMBEDDING)
-                return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: %s reads the table \"%s\" of a sparse embedding, "
-                                   "and its gradient would have all rows; leave .sparse of the embedding false",
-                                   hpmli_describe(nodes[i]->out), t->name);
+                return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: \"%s\" reads the table \"%s\" of a sparse embedding, "
+                                   "whose gradient then has all rows; leave .sparse false", nodes[i]->out->name,
+                                   t->name);
         }
     return true;
 }
@@ -6501,8 +6506,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
         return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .sparse is for parameters on the host, "
                           "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
                           tokens->ctx->backend->name);
-    if (d.sparse && !src[1]->state->rows) src[1]->state->rows = hpmli_rows_create(tokens->ctx, vocabulary);
-    if (d.sparse && !src[1]->state->rows) return NULL;
+    if (d.sparse && !hpmli_rows_create(src[1])) return NULL;
     memcpy(shape, tokens->shape, sizeof shape);
     shape[tokens->ndim] = width;
     return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
@@ -8208,9 +8212,8 @@ HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
         bool sparse = t->graph->param_last[i] >= 0 && t->ctx->params[i]->state->rows;
         if (sparse && (t->wants_norm || row->prepare || row->direction))
             hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: \"%s\" has a sparse gradient, but %s needs the norm of "
-                       "a whole one; take sgd, adagrad, rmsprop, adam or adamw without clip_norm and with a fixed "
-                       "loss_scale, or leave .sparse of the embedding false", t->ctx->params[i]->name,
-                       t->wants_norm ? "clip_norm or a dynamic loss_scale" : row->name);
+                       "a whole one; take another optimizer and a fixed loss_scale, or leave .sparse false",
+                       t->ctx->params[i]->name, t->wants_norm ? "clip_norm or a dynamic loss_scale" : row->name);
     }
     if (hpmli_failed(t->ctx)) hpmli_graph_release_nodes(t->graph);
     return !hpmli_failed(t->ctx);
@@ -8436,20 +8439,15 @@ HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count)
 
 HPML_API void hpml_trainer_detach(hpml_trainer *t, const void *user)
 {
-    int k = t ? t->graph->hook_count - 1 : -1;
-    while (k >= 0 && t->graph->hooks[k].user != user) k--;
-    if (k < 0) return;
-    hpml_hooks gone = t->graph->hooks[k];
-    for (t->graph->hook_count--; k < t->graph->hook_count; k++) t->graph->hooks[k] = t->graph->hooks[k + 1];
-    hpmli_hooks_note(t->graph);
-    if (gone.free) gone.free(gone.user);
-}
-
-HPML_API hpml_status hpml_trainer_set_hooks(hpml_trainer *t, const hpml_hooks *hooks)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    hpmli_trainer_destroy(t);
-    return hooks ? hpml_trainer_attach(t, hooks) : HPML_OK;
+    hpml_graph *g = t ? t->graph : NULL;
+    for (int k = g ? g->hook_count - 1 : -1; k >= 0; k--) {
+        hpml_hooks gone = g->hooks[k];
+        if (gone.user != user) continue;
+        g->hook_count--;
+        memmove(&g->hooks[k], &g->hooks[k + 1], sizeof gone * (size_t)(g->hook_count - k));
+        hpmli_hooks_note(g);
+        if (gone.free) gone.free(gone.user);
+    }
 }
 
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param)
@@ -8791,13 +8789,12 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
     const hpml_optimizer *row = t->optimizer;
     int64_t               all = t->graph->grad_count;
     if (first < 0 || count < 0 || first > all - count || !(grad_scale > 0))
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: update of %lld floats from number %lld on, gradients "
-                          "times %g: expected a range of the %lld floats, and a factor above 0", (long long)count,
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: update of %lld floats from number %lld on, times %g: "
+                          "expected a range of %lld floats, and a factor above 0", (long long)count,
                           (long long)first, (double)grad_scale, (long long)all);
     if (row->prepare || row->layer_ratio || row->whole)
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: %s cannot step a range of floats, because its step "
-                          "depends on whole tensors; take sgd, adam or another optimizer that steps each number by "
-                          "itself", row->name);
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: %s cannot step a range, because its step depends on "
+                          "whole tensors; take sgd, adagrad, rmsprop, adam or adamw", row->name);
     if (!hpmli_apply_begin(t)) return t->ctx->status;
     hpmli_updates_prepare(t, 0, t->graph->param_count);
     for (int i = 0; i < t->graph->param_count; i++) hpmli_apply_part(t, i, first, first + count, grad_scale);

@@ -112,6 +112,7 @@
 //     distribute   data parallelism: layout of the parameters, buckets of gradients
 //     distribute-step   data parallelism: a step, its statistics, the trainer's hooks
 //     state   one list of what a training carries from step to step
+//     distribute-rows   gradients of sparse tables: rows, gathered from all ranks
 //     strategy-sync   synchronous steps, gradients exchanged on the host
 //     strategy-factors   synchronous steps, dense layers by the factors of their gradients
 //     strategy-delayed   double buffering: steps apply the gradients of the step before
@@ -127,6 +128,7 @@
 //     servers-step   parameter servers: a worker asks, a server answers
 //     strategy-ps   synchronous rounds on servers: gradients, without those of backup workers, or averaged parameters
 //     strategy-async   asynchronous steps on servers, with bounded or any staleness
+//     strategy-hogwild   threads that update shared values without locks
 //     strategies   the table of strategies; attaching one to a trainer
 //     report   where the time of steps went
 //     resume   checkpoints of the whole job
@@ -643,6 +645,7 @@ typedef enum hpml_strategy_kind {
                                then each rank applies its own gradient (Lian et al. 2017, D-PSGD) */
     HPML_STRATEGY_FEDERATED, /* each worker trains on data of its own; now and then servers average the parameters of
                                some workers (McMahan et al. 2017) */
+    HPML_STRATEGY_HOGWILD,  /* rows, at once, of each rank alone, in values that threads share (Niu et al. 2011) */
     HPML_STRATEGY_COUNT     /* the number of strategies */
 } hpml_strategy_kind;
 HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync", ...; NULL: there is none */
@@ -728,6 +731,8 @@ typedef struct hpml_plan_facts {
     bool    steps_tensors; /* a step of the optimizer depends on whole tensors: hpml_trainer_apply_range refuses it */
     bool    native;        /* the transport, or a device link, has an allreduce of its own */
     bool    no_factors;    /* results of layers are on a device, or stored as halves */
+    bool    sparse;        /* an embedding of the model has .sparse set */
+    bool    together;      /* ranks are threads of one process, on the host, and time is true */
 } hpml_plan_facts;
 HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
 /* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
@@ -6517,7 +6522,14 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "another loss scale perhaps; take bf16 or a fixed loss_scale, or leave delayed out") \
     RULE(!hpmlc_plan_sends_gradients(p) && f->overflows, "in f16 a gradient that overflows skips a step, with this " \
          "strategy of its own rank alone, whose steps are then not those of the others; take bf16, a fixed " \
-         "loss_scale, or strategy sync")
+         "loss_scale, or strategy sync") \
+    RULE(f->sparse && (hpmlc_plan_serves(p) || p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE || \
+                       hpmlc_plan_packs(p)), \
+         "a sparse embedding has rows as its gradient, which strategy sync gathers without exact, delayed, codec and " \
+         "other routes, and servers do not take; take the plain sync or hogwild, or leave .sparse of the embedding " \
+         "false") \
+    RULE(p->strategy == HPML_STRATEGY_HOGWILD && !f->together, "strategy hogwild shares values in the memory of one " \
+         "process, not in virtual time, with MPI or on a device; take transport threads on the host, or sync")
 
 HPMLC_FN bool hpmlc_plan_serves(const hpml_plan *p)
 {
@@ -6559,8 +6571,8 @@ enum { HPMLC_FIELDS = sizeof hpmlc_fields / sizeof hpmlc_fields[0] };
 
 HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy)
 {
-    static const char *const names[HPML_STRATEGY_COUNT] = { "sync", "ps", "backup", "ssp", "async", "local",
-                                                                  "block", "elastic", "gossip", "federated" };
+    static const char *const names[HPML_STRATEGY_COUNT] = { "sync", "ps", "backup", "ssp", "async", "local", "block",
+                                                            "elastic", "gossip", "federated", "hogwild" };
     return (unsigned)strategy < HPML_STRATEGY_COUNT ? names[strategy] : NULL;
 }
 
@@ -7004,6 +7016,12 @@ typedef struct hpmlc_trial {
     double loss, samples;        /* sums over the steps: loss times samples; samples */
 } hpmlc_trial;
 
+/* Memory for the rows of all ranks of a sparse table's gradient, see >>distribute-rows. */
+typedef struct hpmlc_gathered {
+    float  *memory;              /* (floats) */
+    int64_t floats;
+} hpmlc_gathered;
+
 typedef struct hpmlc_states   hpmlc_states; /* list of what checkpoints hold, see >>state */
 typedef struct hpmlc_strategy hpmlc_strategy;
 
@@ -7028,6 +7046,7 @@ struct hpml_distributed {
     hpmlc_stats           stats;
     hpmlc_reporting       report;
     hpmlc_trial           trial;
+    hpmlc_gathered        rows;
     int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
@@ -7199,7 +7218,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
             filled = 0;
         }
         hpml_tensor *p = i >= 0 ? hpmlc_param(d, i) : NULL;
-        if (!p || !p->grad) continue;
+        if (!p || !p->grad || hpml_param_rows(p, NULL)) continue; /* sparse: see >>distribute-rows */
         l->bucket_of[i] = d->buckets.count;
         at = hpmlc_gradient_at(d, p);
         hpmlc_gradient_of(p, gradients + at, &g[count++]);
@@ -7672,6 +7691,68 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>distribute-rows   gradients of sparse tables: rows, gathered from all ranks
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The gradient of a sparse table (hpml_embedding_desc.sparse) is in no bucket. After the other exchanges of a step each
+   rank sends the rows that it has to all ranks, in blocks of the largest number of rows: bytes follow the rows. Every
+   rank adds the rows up in the order of the ranks, so that all get the same bits. */
+
+/* Returns memory for `floats` floats, which grows with the most rows of a step until now. NULL: an error. */
+HPMLC_FN float *hpmlc_rows_reserve(hpml_distributed *d, int64_t floats)
+{
+    if (floats <= d->rows.floats) return d->rows.memory;
+    hpml_ctx_release(d->ctx, d->rows.memory);
+    d->rows.memory = (float *)hpml_ctx_alloc(d->ctx, (size_t)(2 * floats) * sizeof(float), NULL);
+    d->rows.floats = d->rows.memory ? 2 * floats : 0;
+    return d->rows.memory;
+}
+
+/* Adds up the gradient of the sparse table p over all ranks; then divides it by `divisor`. */
+HPMLC_FN hpml_status hpmlc_rows_sum(hpml_distributed *d, hpml_tensor *p, float divisor)
+{
+    hpml_comm     *c     = d->c;
+    const int64_t  width = p->shape[1];
+    int64_t        count, most, own;
+    const int32_t *row   = hpml_param_rows(p, &own);
+    most = own;
+    hpml_status status = hpmlc_reduce_all(c, &most, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
+    if (status != HPML_OK) return status;
+    const int64_t each = 1 + most * (width + 1); /* a block: number of rows, their indices, their gradients */
+    float *all = hpmlc_rows_reserve(d, each * c->size), *mine = all ? all + each * c->rank : NULL;
+    if (!all) hpmlc_failed(c); /* sends the error to the other ranks */
+    if (!all) return hpml_ctx_status(d->ctx);
+    memset(mine, 0, (size_t)each * sizeof(float));
+    int32_t number = (int32_t)own;
+    memcpy(mine, &number, sizeof number);
+    memcpy(mine + 1, row, (size_t)own * sizeof *row);
+    for (int64_t i = 0; i < own; i++)
+        memcpy(mine + 1 + most + i * width, p->grad + row[i] * width, (size_t)width * sizeof(float));
+    status = hpml_allgather(c, all, each * c->size, HPML_ELEMENT_F32);
+    for (int r = 0; r < c->size && status == HPML_OK; r++) {
+        const float *block = all + each * r;
+        memcpy(&number, block, sizeof number);
+        status = hpml_param_add_rows(p, r == 0, (const int32_t *)(const void *)(block + 1), block + 1 + most, number);
+    }
+    row = hpml_param_rows(p, &count);
+    for (int64_t i = 0; i < count && status == HPML_OK; i++) hpmlc_divide_f32(p->grad + row[i] * width, width, divisor);
+    return status;
+}
+
+/* Adds up the gradients of all sparse tables over all ranks, as the other gradients are: mean, or sum with .sum. */
+HPMLC_FN hpml_status hpmlc_rows_exchange(hpml_distributed *d)
+{
+    hpml_status status = HPML_OK;
+    double      start  = hpml_comm_now(d->c);
+    for (int i = 0; i < d->layout.params && status == HPML_OK; i++) {
+        hpml_tensor *p = hpmlc_param(d, i);
+        if (p->grad && hpml_param_rows(p, NULL)) status = hpmlc_rows_sum(d, p, d->plan.sum ? 1 : (float)d->c->size);
+    }
+    hpmlc_dist_waited(d, start);
+    return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-sync   synchronous steps, gradients exchanged on the host
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -7710,6 +7791,7 @@ HPMLC_FN hpml_status hpmlc_sync_gradient(hpml_distributed *d, int param)
 HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
 {
     hpml_status status = hpmlc_dist_wait(d);
+    if (status == HPML_OK) status = hpmlc_rows_exchange(d);
     if (status != HPML_OK) return status;
     hpmlc_buffers_average(d);
     hpmlc_steps_note(d);
@@ -9759,6 +9841,191 @@ HPMLC_FN bool hpmlc_async_open(hpml_distributed *d)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-hogwild   threads that update shared values without locks
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Strategy hogwild: each rank steps by its own gradient, at once, on values that all threads share, and no rank waits
+   for another (Niu et al. 2011, "HOGWILD!"). A rank reads the values that a batch needs (of a sparse table the rows of
+   its tokens) by relaxed atomic loads to its own parameters, computes and steps there, and adds the change to the
+   shared values by a relaxed load and a relaxed store. Of two changes of one number at the same time one may be lost,
+   which sparse models bear because batches have few rows in common; a dense layer is shared as well, but read and
+   written whole. States of the optimizer are each rank's own. One rank has the bits of serial training. */
+
+typedef struct hpmlc_hogwild_values { /* values of all ranks; the rank that releases them last frees them */
+    hpml_allocator allocator;
+    size_t         bytes;
+    int32_t        holders;   /* ranks that have not released them */
+    uint32_t      *bits;      /* (layout.span) floats, in the places of the trainer's arrays */
+} hpmlc_hogwild_values;
+
+typedef struct hpmlc_hogwild {
+    hpmlc_hogwild_values *shared;
+    float        *seen;       /* (layout.span) the shared values as this rank read them last */
+    bool          is_loaded;  /* parameters come from a checkpoint: they are yet to be shared */
+} hpmlc_hogwild;
+
+/* Reads n shared values, from number `first` of parameter p on, to p. */
+HPMLC_FN void hpmlc_hogwild_pull(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
+{
+    const hpmlc_hogwild *own = (const hpmlc_hogwild *)d->own;
+    const int64_t        at  = hpmlc_gradient_at(d, p) + first;
+    for (int64_t i = at; i < at + n; i++) {
+        uint32_t bits = __atomic_load_n(&own->shared->bits[i], __ATOMIC_RELAXED);
+        memcpy(&own->seen[i], &bits, sizeof bits);
+    }
+    memcpy(p->data + first, own->seen + at, (size_t)n * sizeof(float));
+}
+
+/* Adds what a step has changed in n numbers of p, from number `first` on, to the shared values. */
+HPMLC_FN void hpmlc_hogwild_push(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
+{
+    const hpmlc_hogwild *own = (const hpmlc_hogwild *)d->own;
+    const int64_t        at  = hpmlc_gradient_at(d, p) + first;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = __atomic_load_n(&own->shared->bits[at + i], __ATOMIC_RELAXED);
+        float    was  = own->seen[at + i], value = p->data[first + i], now;
+        memcpy(&now, &bits, sizeof now);
+        if (now != was) value = now + (value - was); /* else exactly the value of the step */
+        memcpy(&bits, &value, sizeof bits);
+        __atomic_store_n(&own->shared->bits[at + i], bits, __ATOMIC_RELAXED);
+    }
+}
+
+/* Reads or changes all shared values: of sparse tables, with only_rows, the rows with a gradient alone. */
+HPMLC_FN void hpmlc_hogwild_all(const hpml_distributed *d, bool only_rows,
+                                void (*move)(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n))
+{
+    for (int k = 0; k < d->layout.params; k++) {
+        hpml_tensor   *p = hpmlc_param(d, k);
+        int64_t        count;
+        const int32_t *row = hpml_param_rows(p, &count);
+        if (hpmlc_gradient_at(d, p) < 0) continue;
+        if (!row || !only_rows) move(d, p, 0, hpml_tensor_count(p));
+        for (int64_t i = 0; row && only_rows && i < count; i++) move(d, p, row[i] * p->shape[1], p->shape[1]);
+    }
+}
+
+/* Reads the shared values that an op needs, before each forward pass: the trainer's hook `need`. */
+HPMLC_FN hpml_status hpmlc_hogwild_need(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
+{
+    const hpml_distributed *d      = (const hpml_distributed *)user;
+    hpml_tensor            *p      = hpmlc_param(d, at->param);
+    const hpml_tensor      *tokens = at->node->src[0];
+    if (at->pass == HPML_PASS_BACKWARD || hpmlc_gradient_at(d, p) < 0) return HPML_OK;
+    if (!hpml_param_rows(p, NULL)) {
+        hpmlc_hogwild_pull(d, p, 0, hpml_tensor_count(p));
+        return HPML_OK;
+    }
+    for (int64_t i = 0; i < hpml_tensor_count(tokens); i++) {
+        int32_t row = ((const int32_t *)tokens->raw)[i];
+        if (row >= 0 && row < p->shape[0]) hpmlc_hogwild_pull(d, p, row * p->shape[1], p->shape[1]);
+    }
+    return HPML_OK; /* the op refuses other tokens */
+}
+
+HPMLC_FN hpmlc_hogwild_values *hpmlc_shared_create(hpml_distributed *d)
+{
+    hpml_allocator a     = hpml_ctx_allocator(d->ctx);
+    size_t         bytes = sizeof(hpmlc_hogwild_values) + (size_t)d->layout.span * sizeof(uint32_t);
+    hpmlc_hogwild_values  *s     = (hpmlc_hogwild_values *)a.alloc(bytes, 64, a.user);
+    if (!s) return NULL;
+    s->allocator = a;
+    s->bytes     = bytes;
+    s->holders   = d->c->size;
+    s->bits      = (uint32_t *)(void *)(s + 1);
+    for (int k = 0; k < d->layout.params; k++) {
+        const hpml_tensor *p = hpmlc_param(d, k);
+        int64_t            at = hpmlc_gradient_at(d, p);
+        if (at >= 0) memcpy(s->bits + at, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
+    }
+    return s;
+}
+
+/* Releases this rank's share of the values: the destructor of a hpmlc_hogwild. */
+HPMLC_FN void hpmlc_hogwild_destroy(void *object)
+{
+    hpmlc_hogwild_values *s = ((hpmlc_hogwild *)object)->shared;
+    if (!s || __atomic_sub_fetch(&s->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
+    hpml_allocator a = s->allocator;
+    a.free(s, s->bytes, a.user);
+}
+
+HPMLC_FN bool hpmlc_hogwild_open(hpml_distributed *d)
+{
+    HPMLC_ZERO(hpml_hooks, hooks);
+    hpmlc_hogwild *own = (hpmlc_hogwild *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_hogwild_destroy);
+    d->own = own;
+    if (!own) return false;
+    own->seen = (float *)hpmlc_dist_alloc(d, (size_t)d->layout.span * sizeof(float));
+    if (own->seen && d->c->rank == 0) own->shared = hpmlc_shared_create(d);
+    if (d->c->rank == 0 && !own->shared) hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute: no memory for shared values");
+    if (hpml_broadcast(d->c, &own->shared, sizeof own->shared, 0) != HPML_OK || !own->seen) return false;
+    hooks.user = d;
+    hooks.need = hpmlc_hogwild_need;
+    return hpml_trainer_attach(d->t, &hooks) == HPML_OK;
+}
+
+HPMLC_FN void hpmlc_hogwild_share(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
+{
+    hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
+    const int64_t  at  = hpmlc_gradient_at(d, p) + first;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &p->data[first + i], sizeof bits);
+        __atomic_store_n(&own->shared->bits[at + i], bits, __ATOMIC_RELAXED);
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_hogwild_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
+    if (own->is_loaded) hpmlc_hogwild_all(d, false, hpmlc_hogwild_share);
+    own->is_loaded = false;
+    return hpmlc_dist_pass(d, samples, loss);
+}
+
+HPMLC_FN hpml_status hpmlc_hogwild_update(hpml_distributed *d)
+{
+    if (d->stats.samples == 0) return HPML_OK;
+    hpmlc_stats_fill(d, NULL);
+    hpml_status status = hpmlc_stats_read(d); /* of this rank alone */
+    if (status != HPML_OK) return status;
+    hpmlc_steps_note(d);
+    d->report.r.steps++;
+    status = hpml_trainer_apply(d->t, 0, d->layout.params);
+    if (status == HPML_OK) hpmlc_hogwild_all(d, true, hpmlc_hogwild_push);
+    return status;
+}
+
+/* All ranks get the shared values, and the mean of their running statistics. */
+HPMLC_FN hpml_status hpmlc_hogwild_finish(hpml_distributed *d)
+{
+    hpml_status status = hpml_barrier(d->c);
+    HPMLC_ZERO(hpml_allreduce_desc, mean);
+    mean.reduce = HPML_MEAN;
+    if (status != HPML_OK) return status;
+    hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
+    hpmlc_buffers_get(d, d->stats.buffers);
+    if (d->layout.buffer_total > 0) status = hpml_allreduce(d->c, d->stats.buffers, d->layout.buffer_total, &mean);
+    if (status == HPML_OK) hpmlc_buffers_set(d, d->stats.buffers);
+    return status == HPML_OK ? hpml_barrier(d->c) : status;
+}
+
+HPMLC_FN bool hpmlc_hogwild_state(hpml_distributed *d, hpmlc_states *list)
+{
+    if (list->is_saving) hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
+    else ((hpmlc_hogwild *)d->own)->is_loaded = true;
+    return true;
+}
+
+HPMLC_FN void hpmlc_hogwild_close(hpml_distributed *d)
+{
+    hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
+    hpml_trainer_detach(d->t, d);
+    hpml_ctx_release(d->ctx, own); /* its destructor releases the shared values */
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>strategies   the table of strategies; attaching one to a trainer
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -9797,6 +10064,8 @@ static const hpmlc_strategy hpmlc_strategies[] = {
       hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
     { HPML_STRATEGY_FEDERATED, "federated", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_federated_open, hpmlc_servers_begin,
       NULL, hpmlc_federated_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_HOGWILD, "hogwild", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_hogwild_open, hpmlc_hogwild_begin, NULL,
+      hpmlc_hogwild_update, hpmlc_hogwild_finish, hpmlc_hogwild_state, hpmlc_hogwild_close },
 };
 
 enum { HPMLC_STRATEGIES = sizeof hpmlc_strategies / sizeof hpmlc_strategies[0] };
@@ -9831,6 +10100,9 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->steps_tensors = hpmlc_steps_tensors(hpml_trainer_settings(t));
     out->native        = c->t->allreduce || c->link.begin;
     out->no_factors    = !hpmlc_has_factors(c->ctx);
+    out->together      = hpml_ctx_backend(c->ctx)->host && (c->size == 1 || strcmp(c->t->name, "threads") == 0);
+    for (int i = 0; i < hpml_param_count(c->ctx); i++)
+        if (hpml_trainer_place(t, i) >= 0 && hpml_param_rows(hpml_param_at(c->ctx, i), NULL)) out->sparse = true;
 }
 
 /* Replaces the fields of the plan that HPML_PLAN in the environment names, checks the plan, and fills in its defaults.
@@ -9947,6 +10219,7 @@ HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
         hpml_ctx_release(d->ctx, block);
     }
     hpml_ctx_release(d->ctx, d->layout.view.window);
+    hpml_ctx_release(d->ctx, d->rows.memory);
     hpml_ctx_release(d->ctx, d);
 }
 
@@ -9956,9 +10229,10 @@ HPMLC_FN bool hpmlc_dist_attaches(hpml_trainer *t, hpml_comm *c)
 {
     int               count;
     const hpml_hooks *h = hpml_trainer_hooks(t, &count);
-    for (int k = count - 1; k >= 0; k--)
-        if (h[k].run == hpmlc_dist_run) hpml_trainer_detach(t, h[k].user);
-    h = hpml_trainer_hooks(t, &count);
+    for (int k = count - 1; k >= 0; k--) {
+        if (k < count && h[k].run == hpmlc_dist_run) hpml_trainer_detach(t, h[k].user);
+        h = hpml_trainer_hooks(t, &count);
+    }
     for (int k = 0; k < count; k++)
         if (h[k].run || h[k].update)
             return hpmlc_fail(c, HPML_ERR_STATE, "distribute: hooks with a `run` or an `update` are attached to the "

@@ -1056,7 +1056,7 @@ TEST(a_batch_one_by_one)
         hpml_trainer    *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.1f });
         hpml_step_info   info;
         long             ran = emulated() ? cuda_on_cpu_count("cudnn 3") : 0;
-        hpml_trainer_set_hooks(t, &(hpml_hooks){ .run = one_by_one });
+        hpml_trainer_attach(t, &(hpml_hooks){ .run = one_by_one });
         for (int i = 0; i < 4; i++) {
             ENSURE(hpml_trainer_step(t, x, y, 3, &info) == HPML_OK);
             loss[gpu][i] = info.loss;
@@ -1476,7 +1476,7 @@ TEST(hooks_of_gradients_cut_passes_in_pieces)
         for (int i = 0; i < LAYERS; i++) h = dense(h, 8, i % 2 ? HPML_ACT_GELU : HPML_ACT_RELU);
         hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
             .input = in, .output = hpml_linear(h, 3, NULL), .lr = 0.05f });
-        ENSURE(hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = seen[replayed], .grad = note_final }) == HPML_OK);
+        ENSURE(hpml_trainer_attach(t, &(hpml_hooks){ .user = seen[replayed], .grad = note_final }) == HPML_OK);
         for (int i = 0; i < STEPS; i++) {
             bool counted = replayed && cuda_on_cpu_fault && i == 5;
             int  rows = i < 6 ? ROWS : 1 + (int)((seed = seed * 1103515245 + 12345) >> 16) % ROWS;
@@ -1517,7 +1517,7 @@ TEST(passes_that_no_hook_waits_for_are_not_cut)
                 .input = in, .output = hpml_linear(h, 3, NULL), .lr = 0.05f, .accumulate = batches });
             for (int i = 0; i < STEPS; i++) {
                 seen[replayed][0] = 0;
-                if (i == HOOKED) hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = seen[replayed], .grad = note_final });
+                if (i == HOOKED) hpml_trainer_attach(t, &(hpml_hooks){ .user = seen[replayed], .grad = note_final });
                 ENSURE(hpml_trainer_step(t, x, y, ROWS, NULL) == HPML_OK);
             }
             hash[replayed] = hpml_param_hash(ctx);

@@ -292,7 +292,8 @@ TEST(wrong_uses_of_hooks_are_errors)
     for (int k = 0; k < HPML_MAX_HOOKS; k++) ENSURE(hpml_trainer_attach(t, &none) == HPML_OK);
     ENSURE_ERROR(ctx, hpml_trainer_attach(t, &none), HPML_ERR_STATE, "8 sets of hooks");
     ENSURE(hpml_trainer_attach(t, NULL) == HPML_ERR_ARGUMENT && hpml_trainer_attach(NULL, &none) == HPML_ERR_ARGUMENT);
-    ENSURE(hpml_trainer_set_hooks(t, NULL) == HPML_OK && hpml_trainer_attach(t, &none) == HPML_OK);
+    hpml_trainer_detach(t, NULL); /* all of them */
+    ENSURE(hpml_trainer_attach(t, &none) == HPML_OK);
     ENSURE(hpml_trainer_run_inner(NULL, 1, &loss) == HPML_ERR_ARGUMENT);
     hpml_trainer_detach(NULL, NULL);
     hpml_ctx_free(ctx);
@@ -441,7 +442,8 @@ TEST(sparse_tables_train_as_dense_ones)
             if (kind == 4) cd.activation_dtype = HPML_DTYPE_BF16;
             hpml_ctx     *ctx = hpml_ctx_create(&cd);
             hpml_trainer *t = words(ctx, sparse, (hpml_trainer_desc){
-                .lr = 0.3f, .accumulate = kind == 2 ? 3 : 1, .optimizer = kind == 5 ? HPML_OPT_ADAGRAD : HPML_OPT_SGD });
+                .lr = 0.3f, .accumulate = kind == 2 ? 3 : 1, .optimizer = kind == 5 ? HPML_OPT_ADAGRAD : HPML_OPT_SGD
+            });
             ENSURE(t);
             for (int k = 0; k < 12; k++) {
                 int32_t tokens[BATCH * WORDS], labels[BATCH];
@@ -499,13 +501,14 @@ TEST(sparse_tables_that_cannot_be_are_errors)
                  "reads the table \"e.weight\" of a sparse embedding");
     ENSURE_ERROR(ctx, !hpml_embedding(x, TABLE, WIDTH, &(hpml_embedding_desc){ .weight = data, .sparse = true }),
                  HPML_ERR_UNSUPPORTED, ".sparse is for parameters");
-    ENSURE_ERROR(ctx, hpml_param_set_rows(data, far, 1), HPML_ERR_STATE, "has no sparse gradient");
+    ENSURE_ERROR(ctx, hpml_param_add_rows(data, true, far, xs[0], 1), HPML_ERR_STATE, "has no sparse gradient");
     hpml_trainer *t = words(ctx, true, (hpml_trainer_desc){ .lr = 0.1f });
     ENSURE(!t && hpml_ctx_status(ctx) != HPML_OK); /* a second "e.weight" */
     hpml_ctx_free(ctx);
     ctx = hpml_ctx_create(NULL);
     t   = words(ctx, true, (hpml_trainer_desc){ .lr = 0.1f });
-    ENSURE_ERROR(ctx, hpml_param_set_rows(hpml_param_find(ctx, "e.weight"), far, 1), HPML_ERR_SHAPE, "row 40");
+    ENSURE_ERROR(ctx, hpml_param_add_rows(hpml_param_find(ctx, "e.weight"), true, far, xs[0], 1), HPML_ERR_SHAPE,
+                 "row 40");
     hpml_ctx_free(ctx);
     ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = &device });
     ENSURE_ERROR(ctx, !words(ctx, true, (hpml_trainer_desc){ .lr = 0.1f }), HPML_ERR_UNSUPPORTED, "on the host");

@@ -192,7 +192,7 @@ static bool exchange_in_stripe(worker *w, hpml_trainer *t)
         w->state[i] = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)hpml_tensor_count(p), NULL);
     }
     w->x = hpml_exchange_create(w->c, &d);
-    hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = w, .update = exchange_and_step });
+    hpml_trainer_attach(t, &(hpml_hooks){ .user = w, .update = exchange_and_step });
     hpml_trainer_set_shard(t, hpml_comm_rank(w->c), hpml_comm_size(w->c), BATCH, 0);
     return w->x != NULL;
 }
@@ -631,7 +631,8 @@ static hpml_status keep_book(hpml_comm *c, void *user)
     entry         e = { hpml_distribute(t, c, &(hpml_plan){ .codec = onebit }), owed + n, owed + 2 * n, 0 };
     if (b->load) hpml_distribute_load(e.d, b->load);
     hpml_hooks    hooks = { .user = &e, .run = enter_run, .grad = enter_grad, .update = enter_update };
-    hpml_trainer_set_hooks(t, &hooks);
+    hpml_trainer_detach(t, e.d);
+    hpml_trainer_attach(t, &hooks);
     hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 3, .max_steps = 40 });
     if (b->save) hpml_distribute_save(e.d, b->save);
     for (int i = 0; i < 4; at += hpml_tensor_count(hpml_param_at(ctx, i)), i++)

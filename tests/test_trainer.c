@@ -571,7 +571,7 @@ TEST(a_gradient_without_an_end_stays_out)
         hpml_tensor  *root = hpml_activation(hpml_scale(far, 0, 0), HPML_ACT_SQRT, 0); /* of 0: slope 1 / 0 */
         hpml_trainer *t    = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .momentum = 0.9f,
             .output = hpml_linear(root, 2, NULL), .optimizer = (hpml_opt)(k / 4), .accumulate = k % 4 == 2 ? 2 : 1 });
-        if (k % 4 == 3) hpml_trainer_set_hooks(t, &(hpml_hooks){ .update = steps_later });
+        if (k % 4 == 3) hpml_trainer_attach(t, &(hpml_hooks){ .update = steps_later });
         if (k % 4 == 2) ENSURE(hpml_trainer_step(t, x, y, 8, NULL) == HPML_OK);
         ENSURE_ERROR(ctx, hpml_trainer_step(t, x, y, 8, NULL) == HPML_ERR_NONFINITE, HPML_ERR_NONFINITE,
                      "step 1: a gradient is nan: the first NaN or infinity is in the gradient of \"far.bias\"");
@@ -636,7 +636,7 @@ TEST(an_update_to_infinity_fails_in_its_own_step)
         hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .target = in,
             .loss_tensor = hpml_mean(out, HPML_ALL_DIMS), .optimizer = opt, .lr = 1e25f,
             .accumulate = k % 4 == 2 ? 2 : 1 });
-        if (k % 4 == 3) hpml_trainer_set_hooks(t, &(hpml_hooks){ .update = steps_later });
+        if (k % 4 == 3) hpml_trainer_attach(t, &(hpml_hooks){ .update = steps_later });
         if (k % 4 == 2) ENSURE(hpml_trainer_step(t, x, x, 8, NULL) == HPML_OK);
         ENSURE_ERROR(ctx, hpml_trainer_step(t, x, x, 8, NULL) == HPML_ERR_NONFINITE, HPML_ERR_NONFINITE,
                      "step 1: an update is inf: the first NaN or infinity is in the step of parameter \"wide.weight\"");
@@ -879,7 +879,7 @@ TEST(the_four_hooks)
         hpml_dataset *d   = blobs(ctx, 64);
         hpml_trainer *t   = classifier(ctx, 64, (hpml_trainer_desc){ .lr = 0.1f });
         log_t         l   = { .count = 0 };
-        if (k) hpml_trainer_set_hooks(t, &(hpml_hooks){ .user = &l, .run = on_run, .need = on_need, .grad = on_grad,
+        if (k) hpml_trainer_attach(t, &(hpml_hooks){ .user = &l, .run = on_run, .need = on_need, .grad = on_grad,
                                                       .update = on_update });
         ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_OK);
         hash[k] = hpml_param_hash(ctx);

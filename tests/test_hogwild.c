@@ -1,0 +1,181 @@
+/* Threads that update shared values without locks: Hogwild against serial training and against one lock, and a counter
+   with a lock. */
+#include "../hpml.h"
+#include "../hpml_comm.h"
+#include "test.h"
+#include <pthread.h>
+
+/* Sparse logistic regression: WEIGHTS weights, SAMPLES samples of WORDS tokens. */
+enum { WEIGHTS = 20000, SAMPLES = 8000, WORDS = 20, BATCH = 8, RUNS = 11 };
+static int32_t *tokens;
+static float   *target, *truth;
+
+static double dot(const float *w, int i)
+{
+    double sum = 0;
+    for (int k = 0; k < WORDS; k++) sum += (double)w[tokens[i * WORDS + k]];
+    return sum;
+}
+
+static void draw(void)
+{
+    hpml_rng rng = { 9, 1, 0 };
+    if (tokens) return;
+    tokens = (int32_t *)malloc(sizeof *tokens * SAMPLES * WORDS);
+    target = (float *)malloc(sizeof *target * SAMPLES);
+    truth  = (float *)malloc(sizeof *truth * WEIGHTS);
+    for (int i = 0; i < WEIGHTS; i++) truth[i] = (float)(2 * hpml_rng_uniform(&rng) - 1);
+    for (int i = 0; i < SAMPLES * WORDS; i++) tokens[i] = (int32_t)hpml_rng_below(&rng, WEIGHTS);
+    for (int i = 0; i < SAMPLES; i++) target[i] = hpml_rng_uniform(&rng) < 1 / (1 + exp(-dot(truth, i)));
+}
+
+static double loss_of(const float *w)
+{
+    double loss = 0;
+    for (int i = 0; i < SAMPLES; i++) {
+        double v = dot(w, i);
+        loss += log1p(exp(-fabs(v))) + (v > 0 ? v : 0) - v * (double)target[i];
+    }
+    return loss / SAMPLES;
+}
+
+typedef struct race {
+    bool            locked, plain; /* steps behind one lock; serial training without a distribution */
+    pthread_mutex_t lock;
+    int             epochs;
+    double          loss, seconds;
+    uint64_t        hash[4];
+} race;
+
+static hpml_status locked_run(void *user, hpml_trainer *t, const hpml_moment *at, int64_t samples, float *loss)
+{
+    (void)at;
+    pthread_mutex_lock(&((race *)user)->lock);
+    hpml_status status = hpml_trainer_run_inner(t, samples, loss);
+    if (status != HPML_OK) pthread_mutex_unlock(&((race *)user)->lock);
+    return status;
+}
+static hpml_status locked_update(void *user, hpml_trainer *t, const hpml_moment *at)
+{
+    (void)at;
+    hpml_status status = hpml_trainer_update_inner(t);
+    pthread_mutex_unlock(&((race *)user)->lock);
+    return status;
+}
+
+static hpml_status run(hpml_comm *c, void *user)
+{
+    race        *r   = (race *)user;
+    hpml_ctx    *ctx = hpml_comm_ctx(c);
+    int          rank = hpml_comm_rank(c), p = hpml_comm_size(c);
+    hpml_tensor *x = hpml_input_tokens(ctx, BATCH, WORDS);
+    hpml_tensor *e = hpml_embedding(x, WEIGHTS, 1, &(hpml_embedding_desc){ .name = "w", .init = HPML_INIT_ZEROS,
+                                                                           .sparse = true });
+    hpml_tensor  *y = hpml_reshape_2d(hpml_sum(e, 1), BATCH, 1);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = y, .loss = HPML_LOSS_BCE,
+                                                                     .lr = 0.3f });
+    hpml_distributed *d = NULL;
+    if (!r->plain) d = hpml_distribute(t, c, &(hpml_plan){ .strategy = HPML_STRATEGY_HOGWILD });
+    if (!r->plain && !d) return hpml_ctx_status(ctx);
+    if (r->locked) hpml_trainer_attach(t, &(hpml_hooks){ .user = r, .run = locked_run, .update = locked_update });
+    hpml_barrier(c);
+    double start = hpml_now();
+    for (int epoch = 0; epoch < r->epochs; epoch++)
+        for (int64_t b = rank; b < SAMPLES / BATCH; b += p) {
+            int64_t i = hpml_permute_index(3, (uint64_t)epoch, SAMPLES / BATCH, b) * BATCH;
+            if (hpml_trainer_step(t, tokens + i * WORDS, target + i, BATCH, NULL) != HPML_OK)
+                return hpml_ctx_status(ctx);
+        }
+    hpml_barrier(c);
+    if (rank == 0) r->seconds = hpml_now() - start;
+    if (d) hpml_distribute_finish(d);
+    r->hash[rank] = hpml_param_hash(ctx);
+    if (rank == 0) r->loss = loss_of(hpml_param_at(ctx, 0)->data);
+    hpml_distribute_free(d);
+    return hpml_ctx_status(ctx);
+}
+
+static bool train(race *r, int ranks)
+{
+    char text[512] = "";
+    draw();
+    pthread_mutex_init(&r->lock, NULL);
+    hpml_launch_desc l = { .ranks = ranks, .ctx.threads = 1 };
+    hpml_status      status = hpml_launch(&l, run, r, text, sizeof text);
+    if (status != HPML_OK) printf("    %s\n", text);
+    pthread_mutex_destroy(&r->lock);
+    return status == HPML_OK;
+}
+
+TEST(one_rank_has_the_bits_of_serial_training)
+{
+    race serial = { .plain = true, .epochs = 1 }, one = { .epochs = 1 };
+    ENSURE(train(&serial, 1) && train(&one, 1) && serial.hash[0] == one.hash[0]);
+}
+
+/* The loss of 2 and of 4 threads is that of serial training within 2 %; all ranks end with the same values. */
+TEST(threads_learn_as_one)
+{
+    race serial = { .plain = true, .epochs = SLOW_BUILD ? 1 : 8 }, lonely = { .plain = true, .epochs = 0 };
+    ENSURE(train(&serial, 1) && train(&lonely, 1) && serial.loss < 0.9 * lonely.loss);
+    for (int ranks = 2; ranks <= 4; ranks += 2) {
+        race many = { .epochs = serial.epochs };
+        ENSURE(train(&many, ranks));
+        printf("    %d threads: loss %.4f, serial %.4f, untrained %.4f\n", ranks, many.loss, serial.loss, lonely.loss);
+        ENSURE(fabs(many.loss - serial.loss) < 0.02 * serial.loss);
+        for (int r = 1; r < ranks; r++) ENSURE(many.hash[r] == many.hash[0]);
+    }
+}
+
+static int by_size(const void *a, const void *b)
+{
+    double x = *(const double *)a - *(const double *)b;
+    return x > 0 ? 1 : -(x < 0);
+}
+
+/* Samples a second of two threads without locks against two with one lock: the median of pairs that run in turns. */
+TEST(without_locks_is_faster)
+{
+    double ratio[RUNS];
+    if (SLOW_BUILD) SKIP("a measurement");
+    for (int k = 0; k < RUNS; k++) {
+        race free = { .epochs = 4 }, locked = { .epochs = 4, .locked = true };
+        ENSURE(train(&free, 2) && train(&locked, 2));
+        ratio[k] = locked.seconds / free.seconds;
+    }
+    qsort(ratio, RUNS, sizeof *ratio, by_size);
+    printf("    2 threads without locks: %.2f times as fast as with one lock (%.2f to %.2f)\n", ratio[RUNS / 2],
+           ratio[0], ratio[RUNS - 1]);
+}
+
+/* T11: with a lock K threads lose none of their increments. */
+enum { THREADS = 4, INCREMENTS = SLOW_BUILD ? 20000 : 1000000 };
+static pthread_mutex_t counter_lock = PTHREAD_MUTEX_INITIALIZER;
+static int64_t         counter;
+static hpml_status count(hpml_comm *c, void *user)
+{
+    (void)c, (void)user;
+    for (int i = 0; i < INCREMENTS; i++) {
+        pthread_mutex_lock(&counter_lock);
+        counter++;
+        pthread_mutex_unlock(&counter_lock);
+    }
+    return HPML_OK;
+}
+
+TEST(a_lock_loses_no_increment)
+{
+    counter = 0;
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = THREADS }, count, NULL, NULL, 0) == HPML_OK);
+    ENSURE(counter == (int64_t)THREADS * INCREMENTS);
+}
+
+TEST(hogwild_is_refused_in_virtual_time)
+{
+    race r = { .epochs = 1 };
+    char text[512] = "";
+    draw();
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2, .transport = HPML_TRANSPORT_CLOCK }, run, &r, text,
+                       sizeof text) == HPML_ERR_UNSUPPORTED);
+    ENSURE(strstr(text, "strategy hogwild shares values in the memory of one process"));
+}
