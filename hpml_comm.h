@@ -9426,7 +9426,13 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
     return hpmlc_survive(d, k, w->message.status);
 }
 
-/* Serves until is_over(w) for all workers w that are active. */
+/* Returns whether worker w has done as many steps, or whole rounds, as this server. */
+HPMLC_FN bool hpmlc_has_stepped(const hpmlc_servers *own, const hpmlc_client *w)
+{
+    return w->clock >= own->steps / own->period;
+}
+
+/* Serves until is_over(w) for all workers w that are active; NULL: until none is. */
 HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpmlc_servers *own, const hpmlc_client *w))
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -9441,23 +9447,13 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
         } while (status == HPML_OK && own->has_lost);
         int active = 0; /* workers for whom the server goes on */
         for (int k = 0; k < own->workers; k++)
-            active += hpmlc_is_active(&own->client[k]) && !is_over(own, &own->client[k]);
+            active += hpmlc_is_active(&own->client[k]) && !(is_over && is_over(own, &own->client[k]));
         if (status != HPML_OK || active == 0) return status;
         status = hpmlc_serve_one(d);
         if (status != HPML_OK) return status;
     }
 }
 
-/* Ends to serve: a step, when worker w has done as many steps, or whole rounds, as the server; a training. */
-HPMLC_FN bool hpmlc_has_stepped(const hpmlc_servers *own, const hpmlc_client *w)
-{
-    return w->clock >= own->steps / own->period;
-}
-
-HPMLC_FN bool hpmlc_has_finished(const hpmlc_servers *own HPMLC_UNUSED, const hpmlc_client *w HPMLC_UNUSED)
-{
-    return false; /* workers that have finished are not active */
-}
 
 /* A step of a server: serves; *loss: the mean over the samples of the gradients that have come. */
 HPMLC_FN hpml_status hpmlc_server_begin(hpml_distributed *d, float *loss)
@@ -9576,7 +9572,7 @@ HPMLC_FN hpml_status hpmlc_servers_finish(hpml_distributed *d)
     hpml_status    status;
     HPMLC_ZERO(hpmlc_request, r);
     r.kind = HPMLC_FINISH;
-    status = hpmlc_is_server(d) ? hpmlc_serve(d, hpmlc_has_finished) : hpmlc_ask(d, &r, 0);
+    status = hpmlc_is_server(d) ? hpmlc_serve(d, NULL) : hpmlc_ask(d, &r, 0);
     for (int k = 0; k < own->workers; k++) own->client[k].is_open = false;
     if (status == HPML_OK) status = hpmlc_servers_share(d, HPML_ARRAY_VALUES);
     return status == HPML_OK ? hpmlc_servers_buffers(d) : status;
