@@ -1097,7 +1097,9 @@ typedef struct hpml_moment {
    sum     adds up n numbers over all ranks, for statistics of the global batch (batchnorm), in forward and backward
            passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
    data    before the first batch of a fit that takes this rank's part of the data; `mark` is a hash of the data, their
-           order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete */
+           order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete
+   next    returns which batch such a fit takes next, counted over all epochs of `batches` batches; below 0: its epoch
+           ends, or an error is on the context. is_last: the epoch is the last one of this fit */
 typedef hpml_status hpml_hook_fn(void *user, hpml_trainer *t, const hpml_moment *at);
 typedef struct hpml_hooks {
     void *user;
@@ -1106,6 +1108,7 @@ typedef struct hpml_hooks {
     void (*free)(void *user);
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
+    int64_t (*next)(void *user, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last);
 } hpml_hooks;
 #define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
 HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hooks); /* copies *hooks */
@@ -1142,12 +1145,13 @@ typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRA
 HPML_API float  *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats);
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param);
 /* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule uses; rank,
-   ranks and grain as in hpml_loader_desc. */
+   ranks and grain as in hpml_loader_desc. rank = ranks: none, because this rank computes nothing (a server). */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
 /* Adds `count` floats in the backend's memory to the trainer's checkpoints (a residual, state of a strategy); replaces
    an earlier array of that name, values NULL: removes it. Keep the memory until then. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates until now */
+HPML_API void        hpml_trainer_set_step(hpml_trainer *t, int64_t step); /* for hooks that step on others' behalf */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning rate of the next update */
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1315,11 +1319,7 @@ typedef struct hpml_trace_desc {
     bool     arrows;                /* draws arrows from send to receive of collectives' messages: two events each */
     uint32_t _end;
 } hpml_trace_desc;
-#define HPML_LANE_COMPUTE 0
-#define HPML_LANE_COMM    1
-#define HPML_LANE_IO      2
-#define HPML_LANE_GPU     3
-#define HPML_LANE_STEP    4
+enum { HPML_LANE_COMPUTE = 0, HPML_LANE_COMM, HPML_LANE_IO, HPML_LANE_GPU, HPML_LANE_STEP }; /* lanes of events */
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc);
 HPML_API double      hpml_now(void); /* seconds, monotonic */
 /* Adds a span; `name` must live as long as the trace. Thread-safe. Without a trace does nothing. */
@@ -4156,8 +4156,8 @@ HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, int i, bo
 /* Zeroes the values of t, an input or a result of a rank without samples, for collective ops. */
 HPMLI_FN void hpmli_zero_values(hpml_graph *g, const hpml_tensor *t)
 {
-    bool alias = t->node && hpmli_has_trait(t->node, HPMLI_OP_IS_ALIAS);
-    if (g->collective && !alias) g->ctx->backend->zero(g->ctx->device, t->raw, hpmli_tensor_bytes(t));
+    if (t->node && hpmli_has_trait(t->node, HPMLI_OP_IS_ALIAS)) return;
+    if (g->collective) g->ctx->backend->zero(g->ctx->device, t->raw, hpmli_tensor_bytes(t));
 }
 
 /* Runs the op of n, unless this rank has no samples and the op is not one that computes with all ranks' samples. */
@@ -6989,8 +6989,6 @@ typedef struct hpmli_wrap {
     const hpml_ctx *ctx;
     hpml_node       node;                /* the node as recorded, but with the tensors t */
     struct hpmli_node_state state;       /* the node's state, changed for this block */
-    hpml_tensor     t[HPML_MAX_SRC + 1]; /* what the op gets as sources and, last, as result */
-    hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
     int             count;               /* number of copies */
     unsigned        now;                 /* HPMLI_LOAD or HPMLI_SAVE: the phase that hpmli_wrap_task runs */
     char           *at;                  /* memory of the f32 copies; NULL while planning */
@@ -6998,6 +6996,8 @@ typedef struct hpmli_wrap {
     int64_t         first, samples;      /* first sample and number of samples of the block */
     bool            last;                /* this is the last block of the batch */
     bool            on_device;           /* stored numbers are in a device's memory, so all arrays are copied */
+    hpml_tensor     t[HPML_MAX_SRC + 1]; /* what the op gets as sources and, last, as result */
+    hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
 } hpmli_wrap;
 
 /* Adds to e an f32 copy of n numbers, with memory for `most`, and returns its address (NULL while planning). how:
@@ -7041,20 +7041,11 @@ HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tenso
     hpmli_set_memory(to, raw, raw_grad);
 }
 
-/* Sets *to to what the op gets instead of t, which is the same array as that of the source whose tensor is `twin`. */
-HPMLI_FN void hpmli_wrap_twin(const hpmli_wrap *e, hpml_tensor *to, const hpml_tensor *t, const hpml_tensor *twin)
-{
-    *to = *t;
-    if (e->state.block_samples > 0 && t->batch_rows > 0) to->shape[0] = e->samples * t->batch_rows;
-    to->dtype = twin->dtype;
-    hpmli_set_memory(to, twin->raw, twin->raw_grad);
-}
-
 /* True if a and b are one tensor, or one a reshape of the other: both need the same f32 copies. */
 HPMLI_FN bool hpmli_one_array(const hpml_tensor *a, const hpml_tensor *b)
 {
-    if (a == b || !a) return a == b;
-    return a->raw && a->raw == b->raw && a->dtype == b->dtype && (a->batch_rows > 0) == (b->batch_rows > 0);
+    bool alike = a && a->raw == b->raw && a->dtype == b->dtype && (a->batch_rows > 0) == (b->batch_rows > 0);
+    return a == b || (alike && a->raw);
 }
 
 /* Sets up e: the op of n on samples first .. first + samples - 1, with its f32 copies from address `at` on (NULL: only
@@ -7064,7 +7055,7 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
 {
     unsigned needs   = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT - 1; /* forward: the values of all sources */
     bool     product = hpmli_has_trait(n, HPMLI_OP_PRODUCT);
-    memset(e, 0, sizeof *e);
+    memset(e, 0, offsetof(hpmli_wrap, t));
     e->node       = *n;
     e->state      = *n->state;
     e->node.state = &e->state;
@@ -7082,7 +7073,12 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
         for (same = 0; !hpmli_one_array(n->src[same], s); same++) {}
         e->node.src[i] = &e->t[n->src[same] == s ? same : i]; /* one copy where an op reads an array twice */
         if (!s->batch_rows && first > 0) e->node.accumulate[i] = true;
-        if (n->src[same] != s) hpmli_wrap_twin(e, &e->t[i], s, &e->t[same]);
+        if (n->src[same] != s) { /* a reshape of that array */
+            e->t[i] = *s;
+            if (e->state.block_samples > 0 && s->batch_rows > 0) e->t[i].shape[0] = samples * s->batch_rows;
+            e->t[i].dtype = e->t[same].dtype;
+            hpmli_set_memory(&e->t[i], e->t[same].raw, e->t[same].raw_grad);
+        }
         if (same < i) continue;
         for (int k = i; k < n->src_count; k++)
             if (hpmli_one_array(n->src[k], s) && needs & HPMLI_NEED_SRC(k)) value = HPMLI_LOAD;
@@ -7274,14 +7270,11 @@ HPMLI_OP(custom, HPMLI_OP_IS_WHOLE, n->attr.custom->keeps | (n->attr.custom->in_
 
 HPML_API void hpml_node_give(const hpml_run *run, hpml_node *node, int source, const float *gradient)
 {
-    if (!run || !node || hpmli_failed(run->ctx)) return;
-    if (source < 0 || source >= node->src_count || !gradient) {
+    const hpml_tensor *s = source >= 0 && source < node->src_count ? node->src[source] : NULL;
+    if (!s || !gradient)
         hpmli_fail(run->ctx, HPML_ERR_ARGUMENT, "node_give: \"%s\" has %d sources; got number %d and %s",
                    node->out->name, node->src_count, source, gradient ? "a gradient" : "NULL");
-        return;
-    }
-    float *grad = node->src[source]->grad;
-    if (grad) run->ctx->k->vadd(grad, grad, gradient, hpml_tensor_count(node->src[source]));
+    else if (s->grad) run->ctx->k->vadd(s->grad, s->grad, gradient, hpml_tensor_count(s));
 }
 
 /* True if the fields of d, the desc of an op with these sources, fit each other and the sources; else an error. */
@@ -7302,8 +7295,8 @@ HPMLI_FN bool hpmli_custom_fits(hpml_ctx *ctx, const hpml_custom *d, int count, 
         wrong = "in_place needs a result of the shape and type of source 0";
     else if (d->in_place && d->keeps & HPML_KEEP_SRC(0)) wrong = "in_place overwrites source 0, which keeps names";
     else if (!(d->flops >= 0)) wrong = "flops is negative or NaN";
-    else if (d->saved_bytes > SIZE_MAX / 4) wrong = "saved_bytes does not fit in memory";
-    else if (d->scratch_bytes > SIZE_MAX / 4) wrong = "scratch_bytes does not fit in memory";
+    else if (d->saved_bytes > SIZE_MAX / 4 || d->scratch_bytes > SIZE_MAX / 4)
+        wrong = "saved_bytes or scratch_bytes does not fit in memory";
     if (!wrong) return true;
     return hpmli_false(ctx, HPML_ERR_ARGUMENT, "custom op \"%s\" of %s: %s", d->name ? d->name : "",
                        hpmli_describe(x), wrong);
@@ -7544,9 +7537,9 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
 #define HPMLI_OPTIMIZER_NAME 31 /* characters of an optimizer's name, at most */
 #define HPMLI_STATE_NAME     23 /* characters of a state's name, at most */
 HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad_norm);
-/* The built-in optimizers. Columns: name, hpml_opt, state_count, states (name, nonnegative, with_momentum: kept only if
-   momentum is not 0; state 0 is a sum or mean of gradients, state 1 of their squares); defaults of lr, momentum, beta1,
-   beta2, eps, trust; nesterov, direction, layer_ratio, whole, prepare, step. */
+/* The built-in optimizers, indexed by hpml_opt. Columns: name, hpml_opt, state_count, states (name, nonnegative,
+   with_momentum: kept only if momentum is not 0; state 0 is a sum or mean of gradients, state 1 of their squares);
+   defaults of lr, momentum, beta1, beta2, eps, trust; nesterov, direction, layer_ratio, whole, prepare, step. */
 static const hpml_optimizer hpmli_optimizers[] = {
     { "sgd", HPML_OPT_SGD, 1, { { "momentum", false, true } },
       0.01f, 0, 0, 0, 0, 0, true, false, false, false, NULL, NULL },
@@ -7581,11 +7574,7 @@ HPML_API const hpml_optimizer *hpml_optimizer_find(const char *name)
 /* Returns the user's optimizer `custom` or, where it is NULL, the built-in one of kind `opt`; NULL: there is none. */
 HPMLI_FN const hpml_optimizer *hpmli_optimizer_row(hpml_opt opt, const hpml_optimizer *custom)
 {
-    const hpml_optimizer *row;
-    if (custom) return custom;
-    for (int i = 0; (row = hpml_optimizer_at(i)) != NULL; i++)
-        if (row->opt == opt) return row;
-    return NULL;
+    return custom ? custom : hpml_optimizer_at((int)opt);
 }
 
 /* True if the optimizer `row` uses its state array number k; some states are used only if momentum is not 0. */
@@ -8107,7 +8096,8 @@ struct hpml_trainer {
     bool                norm_ready;      /* device_scalars holds this step's norm */
     bool                norm_fetched;    /* `scalars` holds this step's norm, too */
     bool                update_follows;  /* no hook comes between this backward pass and the update */
-    bool                update_early;    /* parameters step within this backward pass */
+    bool                update_early;    /* each parameter steps after the op that makes its gradient final, because
+                                            the gradient is in the cache then */
     bool                overflowed;      /* a gradient of this step is not finite, because of the loss scale */
 };
 
@@ -8335,6 +8325,7 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
 HPML_API hpml_graph *hpml_trainer_graph(hpml_trainer *t) { return t ? t->graph : NULL; }
 HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t) { return t ? &t->d : NULL; }
 HPML_API int64_t hpml_trainer_step_count(const hpml_trainer *t) { return t ? t->step : 0; }
+HPML_API void    hpml_trainer_set_step(hpml_trainer *t, int64_t step) { if (t) t->step = step; }
 
 HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 {
@@ -8347,9 +8338,9 @@ HPML_API float hpml_trainer_lr(const hpml_trainer *t)
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain)
 {
     if (!t) return HPML_ERR_ARGUMENT;
-    if (ranks < 1 || rank < 0 || rank >= ranks || global_batch < 0 || grain < 0)
+    if (ranks < 1 || rank < 0 || rank > ranks || global_batch < 0 || grain < 0)
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: rank %d of %d, global batch %lld in grains of %lld: "
-                          "expected a rank from 0 to ranks - 1, and no negative sizes", rank, ranks,
+                          "expected a rank from 0 to ranks, and no negative sizes", rank, ranks,
                           (long long)global_batch, (long long)grain);
     t->rank         = rank;
     t->ranks        = ranks;
@@ -8825,16 +8816,9 @@ HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
     return (float)((double)samples / first) / (float)t->d.accumulate;
 }
 
-typedef enum hpmli_update_mode { /* when the parameters step, in a call of hpml_trainer_step */
-    HPMLI_NO_UPDATE,    /* not in this call: more micro-batches of this update follow */
-    HPMLI_UPDATE_EARLY, /* each after the op that makes its gradient final, because the gradient is in the cache then */
-    HPMLI_UPDATE_LATE   /* after the backward pass, in hpml_trainer_apply or a hook */
-} hpmli_update_mode;
-
 typedef struct hpmli_step { /* one call of hpml_trainer_step */
     int64_t    number;    /* updates before this call */
     int64_t    samples;
-    hpmli_update_mode mode;
     double     start, traced_start; /* seconds: of hpml_now, of the timeline */
     float      lr, scale;  /* learning rate; loss scale times accumulate_weight */
     float      loss;       /* mean of the samples; 0 unless loss_known */
@@ -8842,19 +8826,14 @@ typedef struct hpmli_step { /* one call of hpml_trainer_step */
     bool       info;       /* the caller wants a hpml_step_info */
 } hpmli_step;
 
-/* True if a hook may read or change gradients after the backward pass or within. */
-HPMLI_FN bool hpmli_uses_gradients(const hpml_trainer *t)
-{
-    return t->graph->any.run || t->graph->any.grad || t->graph->any.update;
-}
-
 /* Copies micro-batch x, y into the inputs, clears the last step's results, fills in *s, what the step's parts share. */
 HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void *y, hpmli_step *s)
 {
     const hpml_backend *b       = t->ctx->backend;
+    const hpml_hooks   *any     = &t->graph->any;
     int64_t             samples = s->samples;
     s->start = hpml_now();
-    if (samples != 0 || !t->graph->any.run) { /* 0: this rank has no part in a short last batch */
+    if (samples != 0 || !any->run) { /* 0: this rank has no part in a short last batch */
         hpml_status status = hpmli_write_batch(t, x, y, samples);
         if (status != HPML_OK) return status;
     }
@@ -8870,12 +8849,9 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     s->number       = t->step;
     s->traced_start = hpmli_trace_time(t->ctx, s->start);
     s->lr           = hpml_trainer_lr(t);
-    s->mode         = hpmli_uses_gradients(t) || t->wants_norm || b->sync || b->begin ? HPMLI_UPDATE_LATE
-                                                                                   : HPMLI_UPDATE_EARLY;
-    if (t->micro_batch + 1 < t->d.accumulate) s->mode = HPMLI_NO_UPDATE;
-    s->loss_known   = t->graph->any.run || s->info || !t->d.no_finite_check;
-    t->update_early      = s->mode == HPMLI_UPDATE_EARLY;
-    t->update_follows    = s->mode != HPMLI_NO_UPDATE && !hpmli_uses_gradients(t);
+    s->loss_known   = any->run || s->info || !t->d.no_finite_check;
+    t->update_follows    = t->micro_batch + 1 == t->d.accumulate && !any->run && !any->grad && !any->update;
+    t->update_early      = t->update_follows && !t->wants_norm && !b->sync && !b->begin;
     t->accumulate_weight = t->micro_batch > 0 ? t->accumulate_weight : 1;
     t->graph->at.batch   = t->micro_batch;
     t->graph->at.batches = t->d.accumulate;
@@ -8941,12 +8917,12 @@ HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
 }
 
 /* Counts the micro-batch; after an update's last one steps the parameters, or checks those that stepped in backward. */
-HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t, const hpmli_step *s)
+HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t)
 {
     hpml_status status = HPML_OK;
     t->micro_batch++;
-    if (s->mode == HPMLI_NO_UPDATE) return HPML_OK;
-    if (s->mode == HPMLI_UPDATE_EARLY) status = hpmli_updates_check(t);
+    if (t->micro_batch < t->d.accumulate) return HPML_OK;
+    if (t->update_early) status = hpmli_updates_check(t);
     else status = hpmli_hook_below(t, t->graph->hook_count, true, 0, NULL);
     t->micro_batch = 0;
     if (status == HPML_OK && !t->overflowed) t->step++;
@@ -8981,7 +8957,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     hpml_status status = hpmli_step_begin(t, x, y, &s);
     if (status == HPML_OK) status = hpmli_step_run(t, &s);
     if (status != HPML_OK) return status;
-    status = hpmli_step_update(t, &s);
+    status = hpmli_step_update(t);
     if (t->ctx->trace) hpmli_trace_stepped(t->ctx, s.number, s.traced_start, s.loss_known ? s.loss : (float)NAN);
     if (info && status == HPML_OK) hpmli_step_fill_info(t, &s, info);
     return status;
@@ -9015,6 +8991,13 @@ HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool au
     return true;
 }
 
+HPMLI_FN const hpml_hooks *hpmli_hooks_deal(const hpml_trainer *t) /* returns hooks with a `next`; NULL: none have */
+{
+    int k = t->graph->hook_count - 1;
+    while (k >= 0 && !t->graph->hooks[k].next) k--;
+    return k >= 0 ? &t->graph->hooks[k] : NULL;
+}
+
 /* Creates a loader: to evaluate, of all samples in order, else of this rank's shard. NULL: an error, or no `data`. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
                                            bool evaluate)
@@ -9034,6 +9017,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
         d.ranks        = t->ranks;
         d.global_batch = t->global_batch;
         d.grain        = t->grain;
+        d.no_prefetch  = d.no_prefetch || hpmli_hooks_deal(t); /* only the hook knows which batch comes next */
     }
     return hpml_loader_create(t->ctx, data, &d);
 }
@@ -9042,7 +9026,20 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l); /* a hash of data and o
 typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts */
     double  start;   /* seconds, by hpml_now */
     int64_t samples, updates;
+    bool    is_last; /* in the last epoch of the call */
+    const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
 } hpmli_fit;
+
+/* Gets the next batch of fit. False: the end of the epoch on this rank, or an error, on the context. */
+HPMLI_FN bool hpmli_fit_next(hpml_trainer *t, hpml_loader *l, const hpmli_fit *f, hpml_batch *b)
+{
+    const int64_t batches = hpml_loader_steps(l);
+    if (!f->deals) return hpml_loader_next(l, b);
+    int64_t n = f->deals->next(f->deals->user, t, t->epoch, batches, f->is_last);
+    if (n >= 0) return hpml_loader_seek(l, n / batches, n % batches) == HPML_OK && hpml_loader_next(l, b);
+    t->epoch += !hpmli_failed(t->ctx);
+    return false;
+}
 
 /* Trains from the trainer's place in the data to the epoch's end; HPML_ERR_STOPPED: on_step or max_steps ended it. */
 HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, hpmli_fit *f)
@@ -9050,14 +9047,14 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml
     hpml_batch     b;
     hpml_step_info info;
     hpml_loader_seek(l, t->epoch, t->epoch_step);
-    while (hpml_loader_next(l, &b)) {
+    while (hpmli_fit_next(t, l, f, &b)) {
         int64_t before = t->step;
-        bool    last   = b.index + 1 == hpml_loader_steps(l);
+        bool    last   = !f->deals && b.index + 1 == hpml_loader_steps(l);
         t->graph->first_sample = b.first;
         hpml_status status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
         if (status != HPML_OK) return status;
         if (last) t->epoch++;
-        t->epoch_step = last ? 0 : b.index + 1;
+        t->epoch_step = last || f->deals ? 0 : b.index + 1;
         f->samples += b.samples;
         f->updates += t->step - before;
         if (d->on_step) {
@@ -9076,7 +9073,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
 {
     hpml_fit_desc d;
     hpml_status   status = HPML_OK;
-    hpmli_fit     f      = { hpml_now(), 0, 0 };
+    hpmli_fit     f      = { hpml_now(), 0, 0, false, NULL };
     if (!t) return HPML_ERR_ARGUMENT;
     if (!HPMLI_COPY_DESC(t->ctx, "fit", d, desc)) return t->ctx->status;
     if (d.epochs < 0 || d.max_steps < 0)
@@ -9089,7 +9086,9 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
         const int64_t     passes[] = { t->epoch, t->epoch_step, d.epochs, d.max_steps };
         if (h->data) status = h->data(h->user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
     }
+    if (!d.loader || d.loader->ranks == 0) f.deals = hpmli_hooks_deal(t);
     for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
+        f.is_last = e + 1 >= d.epochs;
         if (d.max_steps > 0 && f.updates >= d.max_steps) break; /* the last update ended an epoch */
         status = hpmli_fit_epoch(t, l, &d, &f);
     }
@@ -10691,7 +10690,7 @@ HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_l
     if (d->ranks == 0) d->ranks = 1;
     if (d->global_batch == 0) d->global_batch = (int64_t)d->batch * d->ranks;
     if (d->seed == 0) d->seed = ctx->seed;
-    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank >= d->ranks || d->samples_per_epoch < 0 ||
+    if (d->batch < 1 || d->ranks < 1 || d->rank < 0 || d->rank > d->ranks || d->samples_per_epoch < 0 ||
         d->augment.shift < 0 || d->augment.cutout < 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "loader: batch %d, rank %d of %d, %lld samples per epoch: out of "
                            "range", d->batch, d->rank, d->ranks, (long long)d->samples_per_epoch);

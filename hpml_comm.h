@@ -52,6 +52,7 @@
 //     message         a send or a receive between two ranks, from its start until it is done
 //     tag             number that a send and its receive have in common; other tags do not match
 //     peer            the other rank of a message
+//     lost            of a rank, with .survive: has failed, left, or sent nothing until a deadline (hpml_comm_lost)
 //     link            latency and bandwidth between two ranks; device link: functions that move arrays between devices
 //     collective      an operation that all ranks of a communicator call, in the same order: allreduce, broadcast, ...
 //     round           one step of a collective: at most one send and one receive on each rank
@@ -85,7 +86,8 @@
 //     api-timeline   one timeline for all ranks
 // PART I   TALK: ranks, messages, transports
 //     base   system headers, the communicator, nodes and links
-//     messages   sending, receiving, waiting
+//     messages   beginning and testing messages; lost ranks
+//     waiting   waiting for a message, or for the first of several; sending, receiving
 //     world   ranks as threads: inboxes, links, deadlock
 //     threads-transport   messages between threads
 //     mpi   messages between processes, by MPI
@@ -93,7 +95,8 @@
 //     mpi-close   splitting, closing over MPI; exit
 //     mpi-create   connecting the ranks over MPI
 //     clock   messages in virtual time
-//     create   creating, splitting, freeing communicators; running a function on every rank
+//     create   creating, splitting, freeing communicators
+//     launch   running a function on every rank
 //     timeline   one timeline for all ranks
 // PART II   ADD UP: collectives, codecs on the wire
 //     moves   the allreduce algorithms: phases, one table of algorithms, the phases of a rank
@@ -102,7 +105,6 @@
 //     async   work in the background
 //     exchange   1-bit exchange: stripes, owners, two residuals
 //     stripes   the five steps of an exchange, on the host or on a device
-//     linked   the same five steps on a device, moved by its link
 //     whole-codecs   top-k and low rank: codecs of whole tensors
 // PART III   STEP TOGETHER: data parallelism, mixing
 //     plan   the fields of a plan in one list, the rules of a plan
@@ -112,6 +114,7 @@
 //     state   one list of what a training carries from step to step
 //     distribute-rows   gradients of sparse tables: rows, gathered from all ranks
 //     strategy-sync   synchronous steps, gradients exchanged on the host
+//     strategy-factors   synchronous steps, dense layers by the factors of their gradients
 //     strategy-delayed   double buffering: steps apply the gradients of the step before
 //     strategy-exact   the same bits for every number of ranks
 //     strategy-link   synchronous steps, gradients exchanged on devices
@@ -121,6 +124,10 @@
 //     strategy-block   an outer optimizer with momentum for the mean change in a block
 //     strategy-elastic   parameters and a common centre attract each other
 //     strategy-gossip   averaging with neighbours in each step
+//     servers   parameter servers: ranges of parameters, requests of workers
+//     servers-step   parameter servers: a worker asks, a server answers
+//     strategy-ps   synchronous rounds on servers: gradients, without those of backup workers, or averaged parameters
+//     strategy-async   asynchronous steps on servers, with bounded or any staleness
 //     strategy-hogwild   threads that update shared values without locks
 //     strategies   the table of strategies; attaching one to a trainer
 //     report   where the time of steps went
@@ -154,7 +161,8 @@ typedef struct hpml_comm  hpml_comm;  /* opaque; hangs on a context */
 typedef struct hpml_world hpml_world; /* ranks that are threads of one process; opaque */
 
 typedef enum hpml_transport_kind {
-    HPML_TRANSPORT_THREADS = 0, /* ranks are threads of this process; messages are copied once, from array to array */
+    HPML_TRANSPORT_THREADS = 0, /* ranks are threads of this process; messages are copied once, from array to array; a
+                                   send of up to 256 bytes is copied and done at once */
     HPML_TRANSPORT_MPI     = 1, /* ranks are processes that mpiexec started; needs HPML_USE_MPI and mpicc */
     HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: one runs at a time, in the order of its clock; replayable */
 } hpml_transport_kind;
@@ -193,7 +201,7 @@ typedef struct hpml_comm_desc {
     int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory. custom: 0: all on one node */
     double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK has no deadlines */
     bool                check;    /* for debugging: compare collectives on all ranks first (kind, count, type, order) */
-    bool                survive;  /* the same on all ranks: a lost rank ends its own messages alone, see hpml_comm_lost */
+    bool                survive;  /* same on all ranks: a lost rank ends its own messages alone, see hpml_comm_lost */
     uint32_t            _end;
 } hpml_comm_desc;
 
@@ -268,14 +276,14 @@ HPML_API void      hpml_comm_compute(hpml_comm *c, double seconds);
 HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key);
 HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 
-/* Returns whether `rank` is lost; false without hpml_comm_desc.survive. With .survive a rank is lost when it has failed,
-   when it has freed its communicator (has left), or, on this rank alone, when a wait for its message has lasted until
-   the deadline. From then on sends to it end with HPML_ERR_PEER in m->status, as do receives once its earlier messages
-   have arrived; this rank's context and its messages with other ranks are not concerned, and hpml_wait_any returns such
-   a message like one that has come. A collective that needs a lost rank ends with an error on the context that names
-   the lost rank, whereby this rank is lost, too. In virtual time a rank is lost from the time at which it failed or
-   left. Parts and background communicators inherit .survive. MPI: a process that is killed is lost at the deadline, if
-   the launcher leaves the others alive (mpiexec -disable-auto-cleanup). */
+/* Returns whether `rank` is lost; false without hpml_comm_desc.survive. With .survive a rank is lost when it has
+   failed, when it has freed its communicator (has left), or, on this rank alone, when a wait for its message has lasted
+   until the deadline. From then on sends to it end with HPML_ERR_PEER in m->status, as do receives once its earlier
+   messages have arrived; this rank's context and its messages with other ranks are not concerned, and hpml_wait_any
+   returns such a message like one that has come. A collective that needs a lost rank ends with an error on the context
+   that names the lost rank, whereby this rank is lost, too. In virtual time a rank is lost from the time at which it
+   failed or left. Parts and background communicators inherit .survive. MPI: a process that is killed is lost at the
+   deadline, if the launcher leaves the others alive (mpiexec -disable-auto-cleanup). */
 HPML_API bool hpml_comm_lost(const hpml_comm *c, int rank);
 
 /* Extends the deadlines of the ranks that wait for this rank, directly or through other ranks, while this rank works
@@ -380,8 +388,8 @@ typedef struct hpml_transport {
        hpml_message_deliver. May set m->arrival of a receive, during which hpml_wait sleeps. Of several receives with
        equal peer and tag only the oldest is tested. */
     void (*test)(hpml_comm *c, hpml_message *m);
-    /* Optional: sleeps until one of m[0] to m[count - 1] may have advanced, at most until hpml_now() is `until` (0: does
-       not sleep). Entries that are NULL or done are skipped. hpml_wait has one message. NULL: sleeps for 30 us. */
+    /* Optional: sleeps until one of m[0] to m[count - 1] may have advanced, at most until hpml_now() is `until` (0:
+       does not sleep). Entries that are NULL or done are skipped. hpml_wait has one message. NULL: sleeps for 30 us. */
     void (*block)(hpml_comm *c, hpml_message *const *m, int count, double until);
     void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: a wait for m, in which block was called, is over */
     /* Required, after an error: gives m up, so that neither m nor its array is used afterwards. Sets m->done. */
@@ -622,6 +630,11 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology t
 /* What ranks exchange, and when. */
 typedef enum hpml_strategy_kind {
     HPML_STRATEGY_SYNC = 0, /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
+    HPML_STRATEGY_PS,       /* as SYNC, by servers, which have the parameters and the optimizer (Li et al. 2014) */
+    HPML_STRATEGY_BACKUP,   /* as PS; a step goes on without the gradients of the slowest workers (Chen et al. 2016) */
+    HPML_STRATEGY_SSP,      /* servers step with each gradient by itself; the fastest worker waits for the slowest one
+                               where it is too far ahead: stale synchronous (Ho et al. 2013) */
+    HPML_STRATEGY_ASYNC,    /* servers step with each gradient by itself, at once (Dean et al. 2012) */
     HPML_STRATEGY_LOCAL,    /* each rank trains alone; parameters become their mean in every .period-th step (local SGD:
                                Moritz et al. 2015, SparkNet; Stich 2019) */
     HPML_STRATEGY_BLOCK,    /* as local, but the mean change of the parameters in a block of .period steps is the
@@ -631,20 +644,43 @@ typedef enum hpml_strategy_kind {
                                2015, EASGD); the centre is the result */
     HPML_STRATEGY_GOSSIP,   /* in each step parameters become a weighted mean with those of neighbours, by hpml_mix,
                                then each rank applies its own gradient (Lian et al. 2017, D-PSGD) */
+    HPML_STRATEGY_FEDERATED, /* each worker trains on data of its own; now and then servers average the parameters of
+                               some workers (McMahan et al. 2017) */
     HPML_STRATEGY_HOGWILD,  /* rows, at once, of each rank alone, in values that threads share (Niu et al. 2011) */
     HPML_STRATEGY_COUNT     /* the number of strategies */
 } hpml_strategy_kind;
 HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync", ...; NULL: there is none */
+
+/* How the gradient of a dense layer travels. The gradient of a weight w (m, n) is dz^T x, a sum of outer products of
+   the layer's inputs x (b, n) and the derivatives dz (b, m), for the b rows of a rank's batch. Ranks may exchange x and
+   dz in place of the gradient, and each computes the sum over all ranks' rows itself: sufficient factors (Xie et al.
+   2016). Of p ranks each sends (p - 1) b (m + n) floats; for a gradient that a ring adds up, 2 m n (p - 1) / p. */
+typedef enum hpml_route {
+    HPML_ROUTE_ALLREDUCE = 0, /* gradients are added up */
+    HPML_ROUTE_FACTORS,       /* the factors of all dense layers travel; other gradients are added up. A dense layer is
+                                 a hpml_linear with inputs of the batch, whose weight no other op reads */
+    HPML_ROUTE_HYBRID,        /* for each dense layer what sends less (Zhang et al. 2017, "Poseidon"): factors where
+                                 b (m + n) p <= 2 m n, for the b rows of a full batch */
+    HPML_ROUTE_COUNT          /* the number of routes */
+} hpml_route;
+HPML_API const char *hpml_route_name(hpml_route route); /* "allreduce", ...; NULL: there is none */
 
 /* The plan: how a training is spread over ranks (hpml_distribute). All zero: synchronous steps with the mean of all
    ranks' gradients. A field at zero has its default. A field that the plan's strategy does not use must be zero. */
 typedef struct hpml_plan {
     uint32_t        _begin;
     hpml_strategy_kind strategy;
+    int32_t         servers;      /* ps, backup, ssp, async, federated, required: so many of the last ranks are servers,
+                                     the others workers */
+    int32_t         backup;       /* backup, required: workers without whose gradients a step goes on */
+    int32_t         staleness;    /* ssp: steps that a worker may be ahead of the slowest one; 0: as ps */
+    float           share;        /* federated: fraction of the workers that are drawn for a round; 0: all */
     hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
     hpml_algorithm  algorithm;    /* of plain sums, of gradients or parameters */
-    bool            sum;          /* sync: apply the sum of the ranks' mean gradients; else the mean over the batch */
-    int64_t         global_batch; /* samples of a step, all ranks; 0: ranks * model batch. Shares differ by at most 1 */
+    bool            sum;          /* sync, ps, backup: apply the sum of the ranks' mean gradients; else the mean over
+                                     the batch */
+    int64_t         global_batch; /* samples of a step, all ranks but servers; 0: these * model batch. Shares differ by
+                                     at most 1 */
     int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
                                      1: each tensor alone */
     bool            no_overlap;   /* exchange after the backward pass, not during it. This is also done, at once and in
@@ -655,10 +691,13 @@ typedef struct hpml_plan {
     int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
     bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
                                      small sum over ranks for each such layer, forward and backward */
+    hpml_route      route;        /* sync: how gradients of dense layers travel; the sum of factors has other last bits
+                                     than an allreduce, the same on all ranks */
     bool            exact;        /* sync: same bits for every number of ranks, algorithm, bucket and transport, see
                                      >>api-distribute */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
-    int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; 0: 1 */
+    int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
+                                     steps of a round; 0: 1 */
     float           elastic;      /* elastic: how far a meeting moves a rank's parameters towards the centre, as a
                                      fraction of the difference, and the centre towards them; 0: 0.9 / ranks;
                                      HPML_ZERO: each rank trains alone */
@@ -666,7 +705,7 @@ typedef struct hpml_plan {
     float           outer_momentum; /* block: its momentum; 0: 1 - 1 / ranks; HPML_ZERO: none */
     bool            outer_nesterov; /* block: a block begins ahead of the result by momentum times the last change */
     hpml_topology   topology;     /* gossip: who is whose neighbour */
-    uint64_t        seed;         /* gossip: of the random pairs */
+    uint64_t        seed;         /* gossip: of the random pairs; federated: of the draw */
     int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
     uint32_t        _end;
 } hpml_plan;
@@ -689,7 +728,10 @@ typedef struct hpml_plan_facts {
     int32_t accumulate;    /* micro-batches of an update; 0: 1 */
     bool    overflows;     /* gradients overflow now and then: f16 with a dynamic loss scale */
     bool    mixes_samples; /* an op mixes the samples of a batch: hpml_graph_batchable is false */
+    bool    clips;         /* the trainer has a clip_norm */
+    bool    steps_tensors; /* a step of the optimizer depends on whole tensors: hpml_trainer_apply_range refuses it */
     bool    native;        /* the transport, or a device link, has an allreduce of its own */
+    bool    no_factors;    /* results of layers are on a device, or stored as halves */
     bool    sparse;        /* an embedding of the model has .sparse set */
     bool    together;      /* ranks are threads of one process, on the host, and time is true */
 } hpml_plan_facts;
@@ -720,6 +762,10 @@ HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *fact
    neither exact nor delayed); else a copy of them is exchanged on the host. Where the link ends at the node, it adds up
    floats inside the node, and the codec packs what is sent between nodes.
 
+   With servers (hpml_plan.servers) a step on a server serves the workers, until each has done as many; step count and
+   schedule of async and ssp count the servers' steps, one for each gradient. Messages have the tags HPML_TAG_MAX and
+   HPML_TAG_MAX - 1 of the communicator. Each worker has running statistics of its own.
+
    The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_array. */
 
 /* Exact sums. Floats do not add up to the same bits in every order; integers do. The global batch is cut into leaves of
@@ -737,7 +783,8 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
    the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
    (`delayed`) are not applied. Local, block: a meeting, unless the last step was one. Elastic: the centre. Gossip: the
-   mean. Training may go on afterwards. */
+   mean. With servers: their parameters, when all workers that are not lost have called it, and the mean of the workers'
+   running statistics. Training may go on afterwards. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
    between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
@@ -760,6 +807,8 @@ typedef struct hpml_distribute_report {
     int32_t buckets;
 } hpml_distribute_report;
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
+/* Returns how the gradient of parameter number `param` travels: ALLREDUCE or FACTORS. */
+HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line; warns below 50 % */
 
 /* Where the time of one step of one rank went, from the end of the wait of the step before to the end of its own. The
@@ -1083,6 +1132,13 @@ HPMLC_FN bool hpmlc_failed(hpml_comm *c)
     return true;
 }
 
+/* Announces the error on c's context to the other ranks and returns its status. */
+HPMLC_FN hpml_status hpmlc_failure(hpml_comm *c)
+{
+    hpmlc_failed(c);
+    return hpml_ctx_status(c->ctx);
+}
+
 HPML_API int         hpml_comm_rank(const hpml_comm *c) { return c ? c->rank : 0; }
 HPML_API int         hpml_comm_size(const hpml_comm *c) { return c ? c->size : 0; }
 HPML_API hpml_ctx   *hpml_comm_ctx(const hpml_comm *c) { return c ? c->ctx : NULL; }
@@ -1239,13 +1295,11 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>messages   sending, receiving, waiting
+// >>messages   beginning and testing messages; lost ranks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The transport begins a message; hpml_wait tests the message until it is done. Between tests a wait spins for some
-   microseconds, then yields the core, then sleeps; it sleeps at once if the peer's thread needs this core, because on a
-   busy machine the rank that has work must get the core. (MPICH spins for ever: with more ranks than cores a wait of
-   MPICH was measured 40 times slower than this.) Tags above HPML_TAG_MAX are for collectives. */
+/* The transport begins a message; hpml_wait tests the message until it is done. Receives in flight are in a list. With
+   .survive the messages of a lost rank end here. Tags above HPML_TAG_MAX are for collectives. */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
 #define HPMLC_TAGS           1023 /* tags that collectives use in rotation; messages of one tag stay in order */
@@ -1369,6 +1423,72 @@ HPMLC_FN double hpmlc_next_arrival(hpml_message *const *m, int count)
     return first;
 }
 
+HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
+{
+    if (hpmlc_oldest(m) != m) return;
+    const char *lost = hpmlc_why_lost(c, m->peer); /* before the test, which finds all that was sent before */
+    c->t->test(c, m);
+    if (!lost || hpmlc_done(m) || (m->receiving && m->arrival > 0)) return;
+    c->t->abandon(c, m);
+    hpmlc_lose(c, m, lost);
+}
+
+/* Completes the receive m with an error, because the message that has come has `sent` bytes, not m->bytes. */
+HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
+{
+    m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass "
+                           "the same counts", c->operation, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
+    m->done   = true;
+}
+
+HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *from, size_t bytes)
+{
+    if (!c || !m) return;
+    if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
+    else if (m->reduce) m->reduce(m->data, from, bytes);
+    else if (bytes > 0) memcpy(m->data, from, bytes);
+    m->done = true;
+}
+
+/* Returns the index of the message of the list m that was over first: by arrival, where that is known, then by place in
+   the list; -1: none is over. */
+HPMLC_FN int hpmlc_first_over(hpml_message *const *m, int count)
+{
+    int    first = -1;
+    double earliest = 0;
+    for (int i = 0; i < count; i++) {
+        if (!m[i] || !hpmlc_done(m[i])) continue;
+        double time = m[i]->receiving ? m[i]->arrival : 0;
+        if (first >= 0 && time >= earliest) continue;
+        first    = i;
+        earliest = time;
+    }
+    return first;
+}
+
+/* Tests the messages of the list m, then the other receives in flight, because a peer may wait for one of those. With
+   several messages their receives are among those in flight. True: one of the receives tested last is done. */
+HPMLC_FN bool hpmlc_test_list(hpml_comm *c, hpml_message *const *m, int count)
+{
+    bool moved = false;
+    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1))
+        if (count == 1 || !m[i]->receiving) hpmlc_test(c, m[i]);
+    for (hpml_message *other = c->pending; other && (count > 1 || !hpmlc_done(*m)); other = other->next) {
+        if (other->done || (count == 1 && other == *m)) continue;
+        hpmlc_test(c, other);
+        moved = moved || other->done;
+    }
+    return moved;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>waiting   waiting for a message, or for the first of several; sending, receiving
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Between tests of its messages a wait spins for some microseconds, then yields the core, then sleeps; it sleeps at
+   once if the peer's thread needs this core, because on a busy machine the rank that has work must get the core. (MPICH
+   spins for ever: with more ranks than cores a wait of MPICH was measured 40 times slower than this.) */
+
 #define HPMLC_SPIN_OWN_CORE 2000 /* value of c->spin_limit where each rank has a core of its own */
 
 /* Returns how many tests a wait on c makes before it yields; atomic, because another thread may change that number. */
@@ -1416,33 +1536,6 @@ HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, hpml_message *const *m, int count, 
 }
 
 HPMLC_FN int hpmlc_cores(int ranks);
-
-HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
-{
-    if (hpmlc_oldest(m) != m) return;
-    const char *lost = hpmlc_why_lost(c, m->peer); /* before the test, which finds all that was sent before */
-    c->t->test(c, m);
-    if (!lost || hpmlc_done(m) || (m->receiving && m->arrival > 0)) return;
-    c->t->abandon(c, m);
-    hpmlc_lose(c, m, lost);
-}
-
-/* Completes the receive m with an error, because the message that has come has `sent` bytes, not m->bytes. */
-HPMLC_FN void hpmlc_mismatch(hpml_comm *c, hpml_message *m, size_t sent)
-{
-    m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s: rank %d sent %zu bytes, rank %d expected %zu; all ranks must pass "
-                           "the same counts", c->operation, c->origin[m->peer], sent, c->origin[c->rank], m->bytes);
-    m->done   = true;
-}
-
-HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *from, size_t bytes)
-{
-    if (!c || !m) return;
-    if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
-    else if (m->reduce) m->reduce(m->data, from, bytes);
-    else if (bytes > 0) memcpy(m->data, from, bytes);
-    m->done = true;
-}
 
 /* Writes " or N others" to `text`, where a wait for the list m has N messages in flight besides the first; else "". */
 HPMLC_FN const char *hpmlc_others(char text[32], int others)
@@ -1496,37 +1589,6 @@ HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
     if (!c || !c->t->announce_busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
     c->busy = seconds > 0 ? now + lasts : 0;
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
-}
-
-/* Returns the index of the message of the list m that was over first: by arrival, where that is known, then by place in
-   the list; -1: none is over. */
-HPMLC_FN int hpmlc_first_over(hpml_message *const *m, int count)
-{
-    int    first = -1;
-    double earliest = 0;
-    for (int i = 0; i < count; i++) {
-        if (!m[i] || !hpmlc_done(m[i])) continue;
-        double time = m[i]->receiving ? m[i]->arrival : 0;
-        if (first >= 0 && time >= earliest) continue;
-        first    = i;
-        earliest = time;
-    }
-    return first;
-}
-
-/* Tests the messages of the list m, then the other receives in flight, because a peer may wait for one of those. With
-   several messages their receives are among those in flight. True: one of the receives tested last is done. */
-HPMLC_FN bool hpmlc_test_list(hpml_comm *c, hpml_message *const *m, int count)
-{
-    bool moved = false;
-    for (int i = hpmlc_in_flight(m, count, 0); i < count; i = hpmlc_in_flight(m, count, i + 1))
-        if (count == 1 || !m[i]->receiving) hpmlc_test(c, m[i]);
-    for (hpml_message *other = c->pending; other && (count > 1 || !hpmlc_done(*m)); other = other->next) {
-        if (other->done || (count == 1 && other == *m)) continue;
-        hpmlc_test(c, other);
-        moved = moved || other->done;
-    }
-    return moved;
 }
 
 HPMLC_FN void hpmlc_block(hpml_comm *c, hpml_message *const *m, int count, double until)
@@ -1711,7 +1773,7 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_
 
 /* A group is what the ranks of one communicator share: one inbox for each rank. A send is posted in the receiver's
    inbox as a pointer; the receiver copies, or adds up, straight from the sender's array and marks the send done: one
-   pass over the data and no buffer in between.
+   pass over the data and no buffer in between. Small messages are copied, because to sleep and wake takes longer.
 
    The world, this process's ranks, counts its awake threads. A thread that falls asleep subtracts 1; the thread that
    wakes it first adds 1. So a count of zero means that no thread can ever wake another: a deadlock. */
@@ -1729,6 +1791,7 @@ struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
 typedef struct hpmlc_inbox {
     hpmlc_waitpoint wait;
     hpml_message   *posted, **last; /* list of sends to the owner, in the order posted; the end of that list */
+    hpml_message   *copies;         /* list of those posted sends that are copies */
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
     int             others;         /* number of other messages that end the wait as well: hpml_wait_any */
@@ -1780,7 +1843,9 @@ typedef struct hpmlc_thread_state {
 /* What hpml_message.state, the bytes of a message for the transport's own data, contains with THREADS and CLOCK. */
 typedef struct __attribute__((may_alias)) hpmlc_post {
     hpml_message *next;   /* of a send: the next send in the receiver's inbox */
+    hpml_message *after, **before; /* of a copy of a send: the next of the inbox's copies; what points to this one */
     int           from;   /* of a send: the sender's rank */
+    bool          copied; /* of a send: it is a copy, which its receiver frees */
     size_t        tested; /* of a receive: 1 + the inbox's `changes` at the last test; 0: not tested yet */
 } hpmlc_post;
 typedef char hpmlc_post_fits[sizeof(hpmlc_post) <= sizeof(hpml_message_state) ? 1 : -1];
@@ -1953,9 +2018,9 @@ HPMLC_FN hpmlc_group *hpmlc_group_new(hpml_world *w, int size)
 HPMLC_FN void hpmlc_group_free(hpmlc_group *r)
 {
     for (int i = 0; i < r->size; i++) {
-        for (hpml_message *m = r->world->buffered ? r->inbox[i].posted : NULL, *next; m; m = next) {
-            next = hpmlc_post_of(m)->next;
-            free(m); /* m is a copy of a send, and was never received */
+        for (hpml_message *m = r->inbox[i].copies, *next; m; m = next) {
+            next = hpmlc_post_of(m)->after;
+            free(m); /* was never received */
         }
         hpmlc_waitpoint_close(&r->inbox[i].wait);
     }
@@ -2134,6 +2199,12 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     post->from = c->rank;
     post->next = NULL;
     pthread_mutex_lock(&in->wait.mutex);
+    if (post->copied) {
+        post->after  = in->copies;
+        post->before = &in->copies;
+        in->copies   = m;
+        if (post->after) hpmlc_post_of(post->after)->before = &post->after;
+    }
     *in->last = m;
     in->last  = &post->next;
     if (wake) hpmlc_waitpoint_wake_held(hpmlc_world_of(c), &in->wait);
@@ -2152,6 +2223,7 @@ HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
     }
     *copy      = *m;
     copy->data = (char *)(copy + 1);
+    hpmlc_post_of(copy)->copied = true;
     if (m->bytes > 0) memcpy(copy->data, m->data, m->bytes);
     hpmlc_inbox_post(c, copy, wake);
 }
@@ -2168,8 +2240,11 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
     if (sent && m->receiving) m->arrival = sent->arrival;
     if (sent && m->receiving && sent->arrival > 0 && sent->arrival > hpml_comm_now(m->owner)) sent = NULL;
     if (sent) {
-        *link = hpmlc_post_of(sent)->next;
-        if (in->last == &hpmlc_post_of(sent)->next) in->last = link;
+        hpmlc_post *post = hpmlc_post_of(sent);
+        *link = post->next;
+        if (in->last == &post->next) in->last = link;
+        if (post->copied) *post->before = post->after;
+        if (post->copied && post->after) hpmlc_post_of(post->after)->before = post->before;
     }
     pthread_mutex_unlock(&in->wait.mutex);
     return sent;
@@ -2177,9 +2252,10 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 
 HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
+    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* a send of a collective meets its receive soon */
     if (m->receiving) return;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
-    if (hpmlc_world_of(c)->buffered) hpmlc_inbox_post_copy(c, m, true);
+    if (small || hpmlc_world_of(c)->buffered) hpmlc_inbox_post_copy(c, m, true);
     else hpmlc_inbox_post(c, m, true);
 }
 
@@ -2230,7 +2306,7 @@ HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message 
 {
     hpmlc_waitpoint *sender = &hpmlc_group_of(c)->inbox[hpmlc_post_of(sent)->from].wait;
     hpml_message_deliver(c, m, sent->data, sent->bytes);
-    if (hpmlc_world_of(c)->buffered) {
+    if (hpmlc_post_of(sent)->copied) {
         free(sent);
         return;
     }
@@ -2663,23 +2739,16 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
     code = MPI_Test(&t->request[t->moved / HPMLC_PIECE % 2], &complete, &status);
     if (code == MPI_SUCCESS && complete && m->receiving) MPI_Get_count(&status, MPI_BYTE, &count);
     hpmlc_mpi_unlock(x);
-    if (code != MPI_SUCCESS) {
-        hpmlc_mpi_error(c, m, code);
-        return;
-    }
-    if (!complete) return;
-    if (count != (int)n) {
-        hpmlc_mismatch(c, m, t->moved + (size_t)count);
-        return;
-    }
+    if (code != MPI_SUCCESS) hpmlc_mpi_error(c, m, code);
+    else if (complete && count != (int)n) hpmlc_mismatch(c, m, t->moved + (size_t)count);
+    if (m->done || !complete) return;
     if (t->staging) m->reduce(m->data + t->moved, hpmlc_mpi_buffer(m, t->moved), n);
     t->moved += n;
     if (t->moved == m->bytes) m->done = true;
     else hpmlc_mpi_feed(c, m);
 }
 
-/* Advances m, and all sends in the list hpmlc_mpi.sending (those of over two 4 MiB pieces, and later ones), because
-   otherwise two ranks that send to each other would both wait for the other's next piece. */
+/* Advances m and all listed sends, because else two ranks that send to each other would both wait for a piece. */
 HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 {
     bool listed = false;
@@ -3096,10 +3165,7 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
         return HPML_OK;
     }
     hpmlc_mpi *x = (hpmlc_mpi *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
-    if (!x) {
-        hpmlc_failed(c);
-        return hpml_ctx_status(c->ctx);
-    }
+    if (!x) return hpmlc_failure(c);
     part->state = x;
     x->shared = hpmlc_mpi_of(c)->shared;
     x->comm   = hpmlc_mpi_of(c)->comm;
@@ -3170,21 +3236,16 @@ HPMLC_FN void hpmlc_mpi_list(hpmlc_shared *x, bool living)
     __atomic_clear(&hpmlc_mpi_living.locked, __ATOMIC_RELEASE);
 }
 
-HPMLC_FN void hpmlc_shared_free(hpmlc_shared *x)
-{
-#ifndef HPML_NO_THREADS
-    pthread_mutex_destroy(&x->lock);
-#endif
-    for (int i = 0; i < x->size; i++) free(x->why[i]);
-    free(x);
-}
-
 HPMLC_FN void hpmlc_shared_release(hpmlc_shared *x)
 {
     hpmlc_mpi_lock(x);
     bool last = --x->users == 0 && !x->kept;
     hpmlc_mpi_unlock(x);
-    if (last) hpmlc_shared_free(x);
+    if (!last) return;
+#ifndef HPML_NO_THREADS
+    pthread_mutex_destroy(&x->lock);
+#endif
+    free(x);
 }
 
 HPMLC_FN void hpmlc_mpi_close_part(hpml_comm *c)
@@ -3348,22 +3409,6 @@ HPMLC_FN bool hpmlc_mpi_meet(hpml_ctx *ctx, hpmlc_shared *x, const char *letter)
     }
 }
 
-/* Connects all ranks of `given`: all send each other 'Y' (hpmlc_mpi_meet), duplicate `given` for c and send each other
-   'D', because the letter that is missing then shows which rank was lost. c NULL: this rank is out of memory, and sends
-   'N'. Returns false after an error, which is on ctx. */
-HPMLC_FN bool hpmlc_mpi_connect(hpml_ctx *ctx, hpml_comm *c, hpmlc_shared *x, MPI_Comm given)
-{
-    static const char letters[] = { 'N', 'Y', 'D' };
-    MPI_Errhandler    own;
-    MPI_Comm_get_errhandler(given, &own);
-    MPI_Comm_set_errhandler(given, MPI_ERRORS_RETURN);
-    bool good = hpmlc_mpi_meet(ctx, x, &letters[hpml_ctx_status(ctx) == HPML_OK]) &&
-                hpmlc_mpi_duplicate(c, given, &hpmlc_mpi_of(c)->comm) == HPML_OK && hpmlc_mpi_meet(ctx, x, &letters[2]);
-    MPI_Comm_set_errhandler(given, own);
-    MPI_Errhandler_free(&own);
-    return good;
-}
-
 /* Sets d->rank and d->ranks; an error where MPI is not running, or launcher and libmpi do not belong together. */
 HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
 {
@@ -3385,11 +3430,15 @@ HPMLC_FN hpml_status hpmlc_mpi_locate(hpml_ctx *ctx, hpml_comm_desc *d)
     return HPML_OK;
 }
 
-/* Connects this rank with the others and returns the struct that c and its parts share, or NULL after an error, which
-   is on ctx. c NULL: notifies the others that this rank cannot start. */
+/* Connects this rank with all ranks of the desc: all send each other 'Y' (hpmlc_mpi_meet), duplicate the communicator
+   for c and send each other 'D', because the letter that is missing then shows which rank was lost. c NULL: sends 'N',
+   because this rank is out of memory. Returns the struct that c and its parts share; NULL: an error, on ctx. */
 HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_comm_desc *d)
 {
-    hpmlc_shared *x = hpmlc_shared_new(hpmlc_mpi_given(d), d->timeout != 0 ? d->timeout : 60);
+    static const char letters[] = { 'N', 'Y', 'D' };
+    const MPI_Comm    given = hpmlc_mpi_given(d);
+    hpmlc_shared     *x = hpmlc_shared_new(given, d->timeout != 0 ? d->timeout : 60);
+    MPI_Errhandler    own;
     if (!x) {
         hpml_ctx_fail(ctx, HPML_ERR_MEMORY, "comm: no memory for control messages");
         return NULL;
@@ -3401,10 +3450,17 @@ HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_co
     }
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* because MPICH raises errors of MPI_Test there */
-    if (hpmlc_mpi_connect(ctx, c, x, hpmlc_mpi_given(d))) return x;
+    MPI_Comm_get_errhandler(given, &own);
+    MPI_Comm_set_errhandler(given, MPI_ERRORS_RETURN);
+    bool good = hpmlc_mpi_meet(ctx, x, &letters[hpml_ctx_status(ctx) == HPML_OK]) &&
+                hpmlc_mpi_duplicate(c, given, &m->comm) == HPML_OK && hpmlc_mpi_meet(ctx, x, &letters[2]);
+    MPI_Comm_set_errhandler(given, own);
+    MPI_Errhandler_free(&own);
+    if (good) return x;
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
-    if (!x->said_final) hpmlc_shared_free(x); /* else x leaks, because MPI may still send from x */
+    x->kept = x->said_final; /* then x leaks, because MPI may still send from x */
+    hpmlc_shared_release(x);
     return NULL;
 }
 
@@ -3803,7 +3859,7 @@ HPMLC_FN void hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUS
 #endif /* HPML_NO_THREADS */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>create   creating, splitting, freeing communicators; running a function on every rank
+// >>create   creating, splitting, freeing communicators
 // ---------------------------------------------------------------------------------------------------------------------
 
 #ifdef HPML_NO_THREADS
@@ -3994,6 +4050,10 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
     return c ? hpml_comm_split(c, c->node[c->rank], c->rank) : NULL;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>launch   running a function on every rank
+// ---------------------------------------------------------------------------------------------------------------------
+
 typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
     const hpml_launch_desc *d;
     hpml_comm_desc          comm;
@@ -4113,8 +4173,9 @@ HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_
     return hpmlc_refuse(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
 }
 
-/* With .survive: where one of the n ranks whose results are in s was successful, and none failed because another rank was
-   lost, returns HPML_OK and writes to `to` how many ranks failed and why the first did. Else as hpmlc_first_cause. */
+/* With .survive: where one of the n ranks whose results are in s was successful, and none failed because another rank
+   was lost, returns HPML_OK and writes to `to` how many ranks failed and why the first did. Else as hpmlc_first_cause.
+   */
 HPMLC_FN hpml_status hpmlc_survivors(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     int  failed = 0;
@@ -4282,16 +4343,8 @@ HPMLC_FN char *hpmlc_read_file(hpml_ctx *ctx, const char *path, int64_t *size)
 }
 
 HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, hpml_element element);
-/* Sets time 0 of every rank's timeline to the earliest event of all ranks. */
-HPMLC_FN hpml_status hpmlc_trace_begin(hpml_comm *c)
-{
-    double      first  = -hpml_trace_first(c->ctx);
-    hpml_status status = hpmlc_reduce_untraced(c, &first, 1, HPML_ELEMENT_F64);
-    if (status == HPML_OK) hpml_trace_shift(c->ctx, -first);
-    return status;
-}
-
-/* Writes this rank's events to the file PATH.rankN and sends that to rank 0, which joins all ranks' lists in `path`. */
+/* Sets time 0 to the earliest event of all ranks, writes this rank's events to the file PATH.rankN and sends that to
+   rank 0, which joins all ranks' lists in `path`. */
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 {
     char    own[1024];
@@ -4299,12 +4352,11 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
     FILE   *f = NULL;
     if (hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
     hpmlc_background_drain(c);
-    if (hpmlc_trace_begin(c) != HPML_OK) return hpml_ctx_status(c->ctx);
+    double first = -hpml_trace_first(c->ctx);
+    if (hpmlc_reduce_untraced(c, &first, 1, HPML_ELEMENT_F64) != HPML_OK) return hpml_ctx_status(c->ctx);
+    hpml_trace_shift(c->ctx, -first);
     snprintf(own, sizeof own, "%s.rank%d", path, c->rank);
-    if (hpml_trace_save(c->ctx, own) != HPML_OK) {
-        hpmlc_failed(c);
-        return hpml_ctx_status(c->ctx);
-    }
+    if (hpml_trace_save(c->ctx, own) != HPML_OK) return hpmlc_failure(c);
     char *text = hpmlc_read_file(c->ctx, own, &size);
     remove(own);
     if (!text || size < 5) return hpmlc_fail(c, HPML_ERR_READ, "trace \"%s\": cannot be read back", own);
@@ -4391,8 +4443,7 @@ HPMLC_FN int hpmlc_log2(int n) { return 31 - __builtin_clz((unsigned)n | 1); } /
 
 HPMLC_FN bool hpmlc_adds(const hpmlc_kind *kind) { return kind->sums != HPMLC_SUMS_NONE; }
 
-/* Returns the team (ranks that run a phase together) of all p ranks. Rank `root` is its member 0; hpmlc_team.me, the
-   number of the own rank in the team, is that of rank `rank`. */
+/* Returns the team of all p ranks, whose member 0 is rank `root`, as rank `rank` has it. */
 HPMLC_FN hpmlc_team hpmlc_everyone(int p, int rank, int root)
 {
     const hpmlc_team all = { 0, 1, p, (rank - root + p) % p, root };
@@ -4408,8 +4459,7 @@ HPMLC_FN int hpmlc_rounds_down(int size) { return hpmlc_log2(size); }
 HPMLC_FN int hpmlc_rounds_up(int size) { return hpmlc_log2(size) + (size > 1 << hpmlc_log2(size)); }
 HPMLC_FN int hpmlc_rounds_fold(int size) { return hpmlc_rounds_up(size) - hpmlc_rounds_down(size); }
 
-/* Sets what this rank sends in move m: blocks `first` to `end` - 1 of phase f's range of the array, which has one block
-   for each member of the team, to member `to`. */
+/* Sets what move m sends to member `to`: blocks `first` to `end` - 1 of phase f's range, one for each member. */
 HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int first, int end)
 {
     m->to         = hpmlc_member(&f->team, to);
@@ -4417,8 +4467,7 @@ HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int fir
     m->send_count = f->at + hpml_block(f->count, f->team.size, end) - m->send_at;
 }
 
-/* Sets what move m receives: blocks `first` to `end` - 1 of phase f's range, which has one for each member of the team,
-   from member `from`. They are added to the array where the phase adds, else they replace its elements. */
+/* Sets what move m receives from member `from`: blocks as in hpmlc_set_send, which are added where phase f adds. */
 HPMLC_FN void hpmlc_set_receive(const hpmlc_phase *f, hpml_move *m, int from, int first, int end)
 {
     m->from          = hpmlc_member(&f->team, from);
@@ -4517,8 +4566,7 @@ HPMLC_FN void hpmlc_tree_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_tree_up   = { hpmlc_rounds_up, hpmlc_tree_move, HPMLC_SUMS_ROOT, false, false };
 static const hpmlc_kind hpmlc_tree_down = { hpmlc_rounds_up, hpmlc_tree_move, HPMLC_SUMS_NONE, false, false };
 
-/* Sets the move of round k in a star: where the phase adds, member k + 1 sends to member 0, else it receives from
-   member 0; the other members are idle. */
+/* Sets the move of round k in a star: where the phase adds, member k + 1 sends to member 0, else 0 to k + 1. */
 HPMLC_FN void hpmlc_star_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     if (f->team.me == 0 || f->team.me == k + 1) hpmlc_set_parent_child(f, m, k + 1, 0);
@@ -4811,29 +4859,23 @@ HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
     return c->scratch;
 }
 
-/* For HPML_MEAN: divides the sums in `data` that phase i of `all` has completed on this rank by the number of
-   ranks, if phase i is the last one that adds: so each element is divided once, before it is copied to other ranks. */
+/* For HPML_MEAN: divides the sums that phase i has completed on this rank, unless a later phase adds as well. */
 HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_phases *all, int i, char *data, hpml_element e)
 {
     const hpmlc_phase *f = &all->phase[i];
-    int                p = f->team.size, first = 0, end = 0; /* blocks [first, end) are divided */
+    const hpmlc_sums   sums  = f->kind->sums;
+    const bool         block = sums == HPMLC_SUMS_BLOCK;
+    const int          p = f->team.size, me = f->team.me;
     for (int k = i + 1; k < all->count; k++)
         if (hpmlc_adds(all->phase[k].kind)) return;
-    switch (f->kind->sums) {
-    case HPMLC_SUMS_NONE: case HPMLC_SUMS_PARTIAL: return;
-    case HPMLC_SUMS_BLOCK:
-        first = f->team.me;
-        end   = f->team.me + 1;
-        break;
-    case HPMLC_SUMS_ALL: end = p; break;
-    case HPMLC_SUMS_ROOT: end = f->team.me == 0 ? p : 0; break;
-    }
+    if (!block && sums != HPMLC_SUMS_ALL && (sums != HPMLC_SUMS_ROOT || me > 0)) return;
+    int first = block ? me : 0; /* blocks [first, end) are divided */
+    int end   = block ? me + 1 : p;
     int64_t at = f->at + hpml_block(f->count, p, first), n = f->at + hpml_block(f->count, p, end) - at;
     hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
 }
 
-/* Executes phases, this rank's sends and receives of all rounds, on `data`, elements of type e, with messages of this
-   tag. op: how to add, an hpml_reduce; -1: the phases add nothing. */
+/* Executes phases on `data`, elements of type e, with messages of this tag. op: an hpml_reduce; -1: adds nothing. */
 HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_phases *all, char *data, hpml_element e, int op, int tag)
 {
     size_t           size   = hpml_element_size(e);
@@ -5251,8 +5293,7 @@ HPMLC_FN void hpmlc_background_low_latency(void)
 #endif
 }
 
-/* Runs posted jobs, as main function of the background thread `arg`, until hpmlc_background_stop sets `stop` and no job
-   is left. Returns NULL. */
+/* Main function of the background thread: runs jobs until hpmlc_background_stop is called and no job is left. */
 HPMLC_FN void *hpmlc_background_main(void *arg)
 {
     hpmlc_background *b    = (hpmlc_background *)arg;
@@ -5273,8 +5314,7 @@ HPMLC_FN void *hpmlc_background_main(void *arg)
     return NULL;
 }
 
-/* Starts the background thread. Where transport or system allow none, b->threaded stays false, and a job runs in the
-   calling thread when it is posted. */
+/* Starts the background thread; where transport or system allow none, jobs run in the thread that posts them. */
 HPMLC_FN void hpmlc_background_thread(hpmlc_background *b)
 {
     const hpml_transport *t = b->c->t;
@@ -5691,8 +5731,7 @@ HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
     return it->residual && it->stripe;
 }
 
-/* Computes where the messages to each rank, those from each rank and each rank's packed sum begin in the arrays `sent`,
-   `received` and `sums` of the exchange, and allocates these arrays. False: no memory. */
+/* Sets where the ranks' messages and packed sums begin in `sent`, `received` and `sums`, allocates these arrays. */
 HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
 {
     hpml_comm *c = x->c;
@@ -5712,8 +5751,7 @@ HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
     return x->sums && x->received && x->sent;
 }
 
-/* Computes where each plain tensor begins among the floats that are added up, and allocates the arrays with which
-   hpml_exchange_ready notes which tensors are final. False: no memory. */
+/* Sets where each plain tensor begins among the floats that are added up; allocates hpml_exchange_ready's arrays. */
 HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
 {
     int64_t at = 0, n = x->d.count;
@@ -5730,8 +5768,7 @@ HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
     return x->ready != NULL;
 }
 
-/* Allocates an exchange for desc d, which has been checked, and the arrays whose sizes follow from the number of
-   tensors and of ranks. mode: where the tensors are in memory. NULL: no memory. */
+/* Allocates an exchange for desc d, which has been checked, and its arrays by tensor and rank. NULL: no memory. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_desc *d, hpmlc_exchange_mode mode)
 {
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
@@ -5752,8 +5789,7 @@ HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_des
     return x;
 }
 
-/* Creates an exchange as hpml_exchange_create does. mode: where the tensors are, on the host or a device, and whether
-   in one array. Collective. NULL: an error on the context. */
+/* Creates an exchange as hpml_exchange_create does; mode: where the tensors are. NULL: an error on the context. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_make(hpml_comm *c, const hpml_exchange_desc *desc, hpmlc_exchange_mode mode)
 {
     HPMLC_DESC(hpml_exchange_desc, d, desc);
@@ -5898,8 +5934,7 @@ HPMLC_FN void hpmlc_exchange_unpack(const hpml_comm *c, hpml_exchange *x)
     }
 }
 
-/* Returns the message from rank r with its packed rows of this rank's stripe (the rows that this rank adds up). me:
-   this rank; for r == me, which sends nothing, returns the message in x->sent. */
+/* Returns the message from rank r with the packed rows of this rank's stripe; that of rank `me` is in x->sent. */
 HPMLC_FN const char *hpmlc_message_from(const hpml_exchange *x, int r, int me)
 {
     return r == me ? x->sent + x->sent_at[r] : x->received + x->received_at[r];
@@ -6002,8 +6037,7 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
     hpmlc_span(c, name, start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
-/* Adds up x->part floats of the plain tensors, or what is left of them, over all ranks by one allreduce: from float
-   part * x->part on, where the plain tensors are counted end to end. */
+/* Adds up part number `part`, x->part floats of the plain tensors counted end to end, by one allreduce. */
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
@@ -6161,66 +6195,6 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
     if (row) *row = x->item[tensor].my_row;
     if (rows) *rows = x->item[tensor].my_rows;
     return x->item[tensor].stripe;
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>linked   the same five steps on a device, moved by its link
-// ---------------------------------------------------------------------------------------------------------------------
-
-/* An exchange on a device (see hpml_exchange_desc), with the same bits as on the host: the device packs and adds, its
-   link (hpml_device_link) sends and receives. hpmlc_linked_begin packs and sends during the backward pass,
-   hpmlc_linked_finish adds and unpacks before the update, for all buckets together. Messages have no header that
-   reports a NaN, because packing waits for a flag of the device that does. */
-
-HPMLC_FN hpml_status hpmlc_linked_begin(hpml_exchange *x)
-{
-    hpml_comm              *c    = x->c;
-    const hpml_device_link *l    = &c->link;
-    bool                    mean = x->d.reduce == HPML_MEAN;
-    x->runs++;
-    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x) : 0;
-    hpml_status status = l->begin(l->user);
-    if (status == HPML_OK && x->packed > 0)
-        status = l->swap(l->user, x->sent, x->sent_at, false, x->received, x->received_at);
-    if (status == HPML_OK && x->span) status = l->allreduce(l->user, x->span, x->plain, mean);
-    for (int i = 0; i < x->d.count && !x->span && status == HPML_OK; i++) {
-        const hpml_gradient *g = &x->item[i].g;
-        if (x->item[i].plain) status = l->allreduce(l->user, g->data, g->rows * g->cols, mean);
-    }
-    c->counters.bytes += hpml_exchange_bytes(x);
-    return status == HPML_OK ? l->end(l->user) : status;
-}
-
-/* Makes later work of the device wait for the collectives of its link. check: the host waits for these first, because
-   its wait for the link has a deadline and its wait for the device, which follows anyway, has none. */
-HPMLC_FN hpml_status hpmlc_linked_wait(hpml_comm *c, bool check)
-{
-    hpml_status status = check ? c->link.check(c->link.user) : HPML_OK;
-    return status == HPML_OK ? c->link.wait(c->link.user) : status;
-}
-
-/* Completes `count` exchanges x on a device: adds up and packs this rank's rows, sends the sums to all ranks, unpacks.
-   Skips exchanges without packed tensors. check: the host waits for the link, see hpmlc_linked_wait. */
-HPMLC_FN hpml_status hpmlc_linked_finish(hpml_comm *c, hpml_exchange **x, int count, bool check)
-{
-    const hpml_device_link *l = &c->link;
-    bool                    packed = false;
-    for (int i = 0; i < count; i++) packed = packed || x[i]->packed > 0;
-    hpml_status status = hpmlc_linked_wait(c, check || packed);
-    if (!packed || status != HPML_OK) return status;
-    for (int i = 0; i < count; i++) {
-        int64_t bad_sum = x[i]->packed > 0 ? hpmlc_exchange_add(c, x[i]) : 0;
-        if (x[i]->bad == 0) x[i]->bad = bad_sum;
-    }
-    if (hpmlc_failed(c)) return hpml_ctx_status(c->ctx);
-    status = l->begin(l->user);
-    for (int i = 0; i < count && status == HPML_OK; i++)
-        if (x[i]->packed > 0) status = l->swap(l->user, x[i]->sums, x[i]->sum_at, true, x[i]->sums, x[i]->sum_at);
-    if (status == HPML_OK) status = l->end(l->user);
-    if (status == HPML_OK) status = hpmlc_linked_wait(c, check);
-    for (int i = 0; i < count && status == HPML_OK; i++)
-        if (x[i]->packed > 0) hpmlc_exchange_unpack(c, x[i]);
-    return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6415,8 +6389,7 @@ HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
     return NULL;
 }
 
-/* Decides whether the exchange's codec, top-k or low rank, packs tensor `it`, else sets it->plain; if so, allocates the
-   residual and the codec's arrays. False: no memory. */
+/* Sets it->plain unless the codec, top-k or low rank, packs the tensor; else allocates arrays. False: no memory. */
 HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
 {
     int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
@@ -6476,11 +6449,16 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
    further up in the list alone. */
 #define HPMLC_PLAN_FIELDS(X) \
     X("strategy", strategy, STRATEGY, HPML_STRATEGY_COUNT - 1, true, NULL, 0) \
-    X("sum", sum, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
+    X("servers", servers, I32, 65535, hpmlc_plan_serves(p), "strategies ps, backup, ssp, async, federated", 1, 2) \
+    X("backup", backup, I32, 65535, p->strategy == HPML_STRATEGY_BACKUP, "strategy backup", 1) \
+    X("staleness", staleness, I32, INT32_MAX, p->strategy == HPML_STRATEGY_SSP, "strategy ssp", 3) \
+    X("share", share, F32, 1, p->strategy == HPML_STRATEGY_FEDERATED, "strategy federated", 0.5) \
+    X("sum", sum, BOOL, 1, p->strategy <= HPML_STRATEGY_BACKUP, "strategies sync, ps and backup", 0) \
     X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("leaf", leaf, I64, 9e18, p->exact, NULL, 2) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
-    X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, hpmlc_plan_sends_gradients(p), \
+    X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
+    X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
       "strategies that send gradients", 0) \
     X("codec.threshold", codec.threshold, F32, 1e30, p->codec.kind == HPML_CODEC_TWOBIT, NULL, 0.01) \
     X("codec.ratio", codec.ratio, F32, 1, p->codec.kind == HPML_CODEC_TOPK, NULL, 0.1) \
@@ -6491,30 +6469,54 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("codec.no_feedback", codec.no_feedback, BOOL, 1, p->codec.kind != HPML_CODEC_NONE, NULL, 0) \
     X("codec.seed", codec.seed, U64, 1.8446744073709552e19, p->codec.custom != NULL, NULL, 1) \
     X("warm_steps", warm_steps, I64, 9e18, p->codec.kind != HPML_CODEC_NONE, NULL, 2) \
-    X("algorithm", algorithm, ALGORITHM, HPML_ALGORITHM_COUNT - 1, true, NULL, 0) \
+    X("algorithm", algorithm, ALGORITHM, HPML_ALGORITHM_COUNT - 1, !hpmlc_plan_serves(p), NULL, 0) \
     X("global_batch", global_batch, I64, 9e18, true, NULL, 7) \
-    X("bucket_bytes", bucket_bytes, I64, 9e18, hpmlc_plan_sends_gradients(p), "strategies that send gradients", 1) \
-    X("no_overlap", no_overlap, BOOL, 1, hpmlc_plan_sends_gradients(p), "strategies that send gradients", 0) \
+    X("bucket_bytes", bucket_bytes, I64, 9e18, hpmlc_plan_sends_gradients(p), "strategy sync", 1) \
+    X("no_overlap", no_overlap, BOOL, 1, hpmlc_plan_sends_gradients(p), "strategy sync", 0) \
     X("sync_batchnorm", sync_batchnorm, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
-    X("period", period, I32, INT32_MAX, hpmlc_plan_meets(p), "strategies local, block and elastic", 2, 10) \
+    X("period", period, I32, INT32_MAX, hpmlc_plan_meets(p), "strategies local, block, elastic, federated", 2, 10) \
     X("elastic", elastic, F32, 1, p->strategy == HPML_STRATEGY_ELASTIC, "strategy elastic", 0.1) \
     X("outer_lr", outer_lr, F32, 1e30, p->strategy == HPML_STRATEGY_BLOCK, "strategy block", 0.7) \
     X("outer_momentum", outer_momentum, F32, 1, p->strategy == HPML_STRATEGY_BLOCK, "strategy block", 0.9) \
     X("outer_nesterov", outer_nesterov, BOOL, 1, p->strategy == HPML_STRATEGY_BLOCK, "strategy block", 0) \
     X("topology", topology, TOPOLOGY, HPML_TOPOLOGY_ALL, p->strategy == HPML_STRATEGY_GOSSIP, "strategy gossip", 0) \
-    X("seed", seed, U64, 1.8446744073709552e19, p->strategy == HPML_STRATEGY_GOSSIP, "strategy gossip", 1) \
+    X("seed", seed, U64, 1.8446744073709552e19, p->strategy >= HPML_STRATEGY_GOSSIP, \
+      "strategies gossip and federated", 1) \
     X("history", history, I32, INT32_MAX, true, NULL, 1)
 
 /* RULE(a plan that is refused, the sentence: fields, reason, way out). */
 #define HPMLC_PLAN_RULES(RULE) \
     RULE(p->_begin || p->_end || p->codec._begin || p->codec._end, \
          "the plan or its codec was not cleared; set all of it to zero first") \
+    RULE(hpmlc_plan_serves(p) && p->servers == 0, "the strategy has no servers; set servers to 1 or more, or take " \
+         "strategy sync") \
+    RULE(p->servers >= f->ranks, "all ranks are servers, and none computes gradients; take fewer servers or more " \
+         "ranks") \
+    RULE(p->strategy == HPML_STRATEGY_BACKUP && (p->backup == 0 || p->backup >= f->ranks - p->servers), \
+         "backup is the number of workers without whose gradients a step goes on; set 1 or more, but fewer than " \
+         "there are workers (ranks - servers), or take strategy ps") \
+    RULE(hpmlc_plan_serves(p) && p->warm_steps > 0, "ranks count their steps by themselves with servers, so " \
+         "warm_steps would end at different times; leave it out, or take strategy sync") \
+    RULE(hpmlc_plan_serves(p) && hpmlc_whole_codec(&p->codec), "servers have ranges of the floats, and codec topk " \
+         "and lowrank pack whole tensors; take codec onebit, twobit, bf16 or none") \
+    RULE(hpmlc_plan_steps_ranges(p) && f->steps_tensors, "servers step ranges of the floats, and this optimizer " \
+         "needs whole tensors; take sgd, adam or another that steps each number by itself") \
+    RULE(hpmlc_plan_steps_ranges(p) && p->servers > 1 && f->clips, "the trainer's clip_norm needs the norm of the " \
+         "whole gradient, and each of the servers has a range; take servers=1 or clip_norm 0") \
     RULE(hpmlc_plan_most(p, f) > f->batch, \
          "a rank's share of global_batch is more samples than the model's batch; take a smaller global_batch, more " \
          "ranks, or a larger batch") \
     RULE(p->algorithm == HPML_NATIVE && !f->native, "algorithm native is the transport's own allreduce, and this " \
          "transport has none; take algorithm auto or ring") \
     RULE(p->leaf > f->batch, "leaf is more samples than the model's batch; take a smaller leaf or a larger batch") \
+    RULE(hpmlc_factors_is_chosen(NULL, p) && (p->exact || p->delayed), "exact and delayed work on the gradients that " \
+         "ranks exchange, and routes factors and hybrid exchange none; take route allreduce, or leave both out") \
+    RULE(hpmlc_factors_is_chosen(NULL, p) && hpmlc_plan_packs(p), "a codec packs gradients, and routes factors and " \
+         "hybrid exchange none; take route allreduce or codec none") \
+    RULE(hpmlc_factors_is_chosen(NULL, p) && f->accumulate > 1, "routes factors and hybrid send the factors of one " \
+         "batch, and the trainer's accumulate adds up several; take route allreduce or set accumulate to 1") \
+    RULE(hpmlc_factors_is_chosen(NULL, p) && f->no_factors, "routes factors and hybrid read the inputs of layers as " \
+         "f32 in host memory, and here they are halves or on a device; take route allreduce") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
     RULE(p->exact && p->sum, "exact sums are divided by the samples, so exact excludes sum; set one of them") \
     RULE(p->exact && p->warm_steps > 0, "exact sums keep a residual for each leaf from the first step on, so exact " \
@@ -6536,16 +6538,36 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(!hpmlc_plan_sends_gradients(p) && f->overflows, "in f16 a gradient that overflows skips a step, with this " \
          "strategy of its own rank alone, whose steps are then not those of the others; take bf16, a fixed " \
          "loss_scale, or strategy sync") \
-    RULE(f->sparse && hpmlc_plan_sends_gradients(p) && \
-         (p->strategy != HPML_STRATEGY_SYNC || p->exact || p->delayed || hpmlc_plan_packs(p)), \
-         "a sparse embedding has rows as its gradient, which only strategy sync without exact, delayed and codec " \
-         "gathers; take the plain sync or hogwild, or leave .sparse of the embedding false") \
+    RULE(f->sparse && (hpmlc_plan_serves(p) || p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE || \
+                       hpmlc_plan_packs(p)), \
+         "a sparse embedding has rows as its gradient, which strategy sync gathers without exact, delayed, codec and " \
+         "other routes, and servers do not take; take the plain sync or hogwild, or leave .sparse of the embedding " \
+         "false") \
     RULE(p->strategy == HPML_STRATEGY_HOGWILD && !f->together, "strategy hogwild shares values in the memory of one " \
          "process, not in virtual time, with MPI or on a device; take transport threads on the host, or sync")
 
+HPMLC_FN bool hpmlc_plan_serves(const hpml_plan *p)
+{
+    return (p->strategy >= HPML_STRATEGY_PS && p->strategy <= HPML_STRATEGY_ASYNC) ||
+           p->strategy == HPML_STRATEGY_FEDERATED;
+}
+
+/* Returns whether servers run the optimizer, each on a range of the floats. */
+HPMLC_FN bool hpmlc_plan_steps_ranges(const hpml_plan *p)
+{
+    return hpmlc_plan_serves(p) && p->strategy != HPML_STRATEGY_FEDERATED;
+}
+
+/* Returns how many of the ranks compute gradients: all but servers, which are the last ranks. */
+HPMLC_FN int hpmlc_plan_workers(const hpml_plan *p, int ranks)
+{
+    return p->servers > 0 && p->servers < ranks ? ranks - p->servers : ranks;
+}
+
 typedef enum hpmlc_field_kind {
     HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
-    HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY /* words, from STRATEGY on */
+    HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY,
+    HPMLC_FIELD_ROUTE /* words, from STRATEGY on */
 } hpmlc_field_kind;
 
 typedef struct hpmlc_field {
@@ -6564,8 +6586,15 @@ enum { HPMLC_FIELDS = sizeof hpmlc_fields / sizeof hpmlc_fields[0] };
 
 HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy)
 {
-    static const char *const names[HPML_STRATEGY_COUNT] = { "sync", "local", "block", "elastic", "gossip", "hogwild" };
+    static const char *const names[HPML_STRATEGY_COUNT] = { "sync", "ps", "backup", "ssp", "async", "local", "block",
+                                                            "elastic", "gossip", "federated", "hogwild" };
     return (unsigned)strategy < HPML_STRATEGY_COUNT ? names[strategy] : NULL;
+}
+
+HPML_API const char *hpml_route_name(hpml_route route)
+{
+    static const char *const names[HPML_ROUTE_COUNT] = { "allreduce", "factors", "hybrid" };
+    return (unsigned)route < HPML_ROUTE_COUNT ? names[route] : NULL;
 }
 
 /* Returns whether ranks exchange gradients; else they exchange parameters. */
@@ -6574,7 +6603,8 @@ HPMLC_FN bool hpmlc_plan_sends_gradients(const hpml_plan *p) { return p->strateg
 /* Returns whether all ranks exchange parameters at meetings, .period steps apart. */
 HPMLC_FN bool hpmlc_plan_meets(const hpml_plan *p)
 {
-    return p->strategy >= HPML_STRATEGY_LOCAL && p->strategy <= HPML_STRATEGY_ELASTIC;
+    return (p->strategy >= HPML_STRATEGY_LOCAL && p->strategy <= HPML_STRATEGY_ELASTIC) ||
+           p->strategy == HPML_STRATEGY_FEDERATED;
 }
 
 /* Sets matters[i] to whether field i of the list changes what the plan does. */
@@ -6630,6 +6660,7 @@ HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
     if (value < 0 || (double)value > field->most) return NULL;
     if (field->kind == HPMLC_FIELD_STRATEGY) return hpml_strategy_name((hpml_strategy_kind)value);
     if (field->kind == HPMLC_FIELD_CODEC) return hpml_codec_get((hpml_codec_kind)value)->name;
+    if (field->kind == HPMLC_FIELD_ROUTE) return hpml_route_name((hpml_route)value);
     if (field->kind == HPMLC_FIELD_TOPOLOGY) return topologies[value];
     return field->kind == HPMLC_FIELD_ALGORITHM ? hpml_algorithm_name((hpml_algorithm)value) : NULL;
 }
@@ -6706,7 +6737,7 @@ HPML_API int hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_
     return (int)length;
 }
 
-/* Parses a decimal number such as 2.5e-3, with a point in all locales, unlike strtod. *end: after its last character. */
+/* Parses a decimal number such as 2.5e-3, with a point in all locales, unlike strtod. *end: where the number ends. */
 HPMLC_FN double hpmlc_decimal(char *text, char **end)
 {
     double value = 0;
@@ -6797,6 +6828,12 @@ HPML_API int hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char 
     return count;
 }
 
+/* Returns whether dense layers may send factors, as is_chosen of their form of strategy sync. */
+HPMLC_FN bool hpmlc_factors_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p)
+{
+    return p->route != HPML_ROUTE_ALLREDUCE;
+}
+
 /* Returns whether a codec packs gradients, which can then carry no infinity. */
 HPMLC_FN bool hpmlc_plan_packs(const hpml_plan *p) { return p->codec.kind != HPML_CODEC_NONE || p->codec.custom; }
 
@@ -6807,7 +6844,7 @@ HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *f
     hpml_plan_resolve(plan, facts, &whole);
     int64_t grain  = whole.exact ? whole.leaf : 1; /* samples that stay together */
     int64_t grains = (whole.global_batch - 1) / grain + 1;
-    return ((grains - 1) / facts->ranks + 1) * grain;
+    return ((grains - 1) / hpmlc_plan_workers(plan, facts->ranks) + 1) * grain;
 }
 
 /* Returns `otherwise` for 0, 0 for HPML_ZERO, which stands for a true zero, and other values as they are. */
@@ -6820,7 +6857,7 @@ HPMLC_FN float hpmlc_default(float value, float otherwise)
 HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *facts, hpml_plan *out)
 {
     *out = *plan;
-    if (out->global_batch == 0) out->global_batch = facts->ranks * facts->batch;
+    if (out->global_batch == 0) out->global_batch = hpmlc_plan_workers(plan, facts->ranks) * facts->batch;
     if (out->exact && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
     if (out->history == 0) out->history = 64;
     if (hpmlc_plan_meets(out) && out->period == 0) out->period = 1;
@@ -7014,8 +7051,10 @@ struct hpml_distributed {
     hpml_plan             plan;
     const hpmlc_strategy *strategy;
     void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
+    bool                  data_known; /* the data of all ranks were compared */
     bool                  background; /* tasks are jobs of the communicator's background thread */
     hpmlc_start_fn       *start;
+    int64_t             (*next)(void *d, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last); /* the hook */
     hpmlc_layout          layout;
     hpmlc_buckets         buckets;
     hpmlc_copies          copies;
@@ -7072,19 +7111,12 @@ HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
     g->cols = hpml_tensor_count(p) / g->rows;
 }
 
-/* Copies floats [at, at + n) of gradients on a device to layout.host; hpmlc_host_return copies all of them back. */
+/* Copies floats [at, at + n) of gradients on a device to layout.host; hpmlc_host_apply copies all of them back. */
 HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
     const hpmlc_layout *l = &d->layout;
     if (l->host == l->first || n == 0) return;
     l->view.device->read(l->view.device_user, l->host + at, l->first + at, (size_t)n * sizeof(float));
-}
-
-HPMLC_FN void hpmlc_host_return(hpml_distributed *d)
-{
-    const hpmlc_layout *l = &d->layout;
-    if (l->host == l->first) return;
-    l->view.device->write(l->view.device_user, l->first, l->host, (size_t)l->span * sizeof(float));
 }
 
 /* Returns the factor that makes gradients, divided by `full` samples, means over `samples`; 1 if the plan sets .sum. */
@@ -7093,11 +7125,16 @@ HPMLC_FN float hpmlc_rescale(const hpml_distributed *d, double samples, double f
     return d->plan.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
 }
 
-HPMLC_FN void hpmlc_host_rescale(hpml_distributed *d, double samples, double full)
+/* Makes the optimizer step with the gradients in layout.host, of `samples` samples but divided by `full`. */
+HPMLC_FN hpml_status hpmlc_host_apply(hpml_distributed *d, double samples, double full)
 {
-    float scale = hpmlc_rescale(d, samples, full);
-    if (scale == 1) return;
-    for (int64_t k = 0; k < d->layout.span; k++) d->layout.host[k] *= scale;
+    const hpmlc_layout *l = &d->layout;
+    const float         scale = hpmlc_rescale(d, samples, full);
+    if (scale != 1)
+        for (int64_t k = 0; k < l->span; k++) l->host[k] *= scale;
+    if (l->host != l->first)
+        l->view.device->write(l->view.device_user, l->first, l->host, (size_t)l->span * sizeof(float));
+    return hpml_trainer_apply(d->t, 0, l->params);
 }
 
 /* Starts fn(c, user) as a task: in the background or, without a thread, at once. Returns the status of the start. */
@@ -7131,10 +7168,13 @@ HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
     d->background = pays != 0;
 }
 
-/* Fills in e, an exchange's desc: algorithm, sum or mean, and codec of the plan; the caller sets the tensors. */
-HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_desc *e)
+/* Fills in e, an exchange's desc: algorithm, sum or mean, and codec of the plan; `count` tensors g. */
+HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_desc *e, const hpml_gradient *g,
+                                      int count)
 {
     memset(e, 0, sizeof *e);
+    e->tensors   = g;
+    e->count     = count;
     e->algorithm = d->plan.algorithm;
     e->reduce    = d->plan.sum ? HPML_SUM : HPML_MEAN;
     e->codec     = d->plan.codec;
@@ -7160,9 +7200,7 @@ HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b,
 HPMLC_FN bool hpmlc_bucket_open(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     hpml_exchange_desc e;
-    hpmlc_exchange_settings(d, &e);
-    e.count   = b->count;
-    e.tensors = g;
+    hpmlc_exchange_settings(d, &e, g, b->count);
     return hpmlc_bucket_exchanges(d, b, d->c, &e, d->layout.host ? HPMLC_PADDED : HPMLC_PADDED_LINKED);
 }
 
@@ -7378,7 +7416,7 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
 HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float *loss)
 {
     double start = hpml_comm_now(d->c);
-    double share = (double)samples * d->c->size / (double)d->plan.global_batch;
+    double share = (double)samples * hpmlc_plan_workers(&d->plan, d->c->size) / (double)d->plan.global_batch;
     float  scale = (float)((d->plan.sum ? 1 : share) / d->accumulate);
     if (d->micro == 0) {
         d->stats.samples  = 0;
@@ -7397,8 +7435,7 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
     return status;
 }
 
-/* Returns which gradient had a NaN or infinity in this step: 2^20 * index of the parameter + 1 + the rank that had it,
-   of the first bucket that reports one; 0: none. */
+/* Returns the first bucket's report of a NaN or infinity in this step: 2^20 * parameter + 1 + a rank; 0: none. */
 HPMLC_FN int64_t hpmlc_dist_bad(const hpml_distributed *d)
 {
     for (int b = 0; b < d->buckets.count; b++) {
@@ -7496,7 +7533,8 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED,
 
 /* Fails, as the trainer's hook `data`, unless `mark`, a hash of the data and its order, is the same on all ranks,
    because ranks take their shares of a batch by position: shares that the program made would be divided once more.
-   Times and bytes of this check are kept out of the report, which is of steps. */
+   Times and bytes of this check are kept out of the report, which is of steps. With servers only in the first fit,
+   because ranks begin later ones at different times, or without a rank that is lost. */
 HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, uint64_t mark)
 {
     hpml_distributed   *d = (hpml_distributed *)user;
@@ -7504,6 +7542,8 @@ HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, u
     const hpml_counters before = d->c->counters;
     const double        start = hpml_comm_now(d->c);
     bool                is_same;
+    if (d->data_known && d->plan.servers > 0) return HPML_OK;
+    d->data_known = true;
     hpml_status status  = hpmlc_same(d->c, mark, &is_same);
     int64_t     bytes   = d->c->counters.bytes - before.bytes;
     double      seconds = d->c->counters.seconds - before.seconds;
@@ -7771,9 +7811,202 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
     hpmlc_buffers_average(d);
     hpmlc_steps_note(d);
     d->report.r.steps++;
-    hpmlc_host_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
-    hpmlc_host_return(d);
-    return hpml_trainer_apply(d->t, 0, d->layout.params);
+    return hpmlc_host_apply(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-factors   synchronous steps, dense layers by the factors of their gradients
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Routes FACTORS and HYBRID (hpml_route). When the backward pass has computed dz of a dense layer, x and dz of this
+   rank are copied to its blocks of two arrays, and an allgather of each starts. hpmlc_factors_update then computes, on
+   every rank, dw = 1/p sum over ranks r of dz_r^T x_r, as one product. Short batches are filled up with rows of zeros.
+   The local dw is not computed, because the weight has no `grad` during the pass. Other gradients are exchanged as by
+   strategy-sync. */
+
+typedef struct hpmlc_factor { /* a dense layer, z = x w^T */
+    hpml_distributed *d;
+    const hpml_node  *node;
+    hpml_tensor      *w;
+    float            *grad;   /* the gradient of w, kept while w->grad is NULL */
+    int64_t           rows, m, n; /* rows of a sample; columns of dz; of x */
+    float            *x, *dz; /* (ranks * batch * rows, n) and (.., m): factors of all ranks */
+    bool              has_begun; /* the allgathers of this step have started */
+    hpmlc_task        task;
+} hpmlc_factor;
+
+typedef struct hpmlc_factors { /* struct of the strategy */
+    hpmlc_factor  *layer;      /* (count) in the order of the backward pass */
+    int            count;
+    hpmlc_factor **of;         /* (params) the layer with this weight; NULL: none */
+    int64_t        samples;    /* of this rank in this step */
+} hpmlc_factors;
+
+/* Returns whether backends compute results of layers as f32 in host memory. */
+HPMLC_FN bool hpmlc_has_factors(const hpml_ctx *ctx)
+{
+    const hpml_backend *b = hpml_ctx_backend(ctx);
+    hpml_dtype dtype = b->activation_dtype ? b->activation_dtype(hpml_ctx_device(ctx)) : HPML_DTYPE_F32;
+    return b->host && dtype == HPML_DTYPE_F32;
+}
+
+/* Hides the gradients of layers that send factors from the trainer and from buckets, or shows them again. */
+HPMLC_FN void hpmlc_factors_show(const hpmlc_factors *f, bool show)
+{
+    for (const hpmlc_factor *it = f->layer; it < f->layer + f->count; it++) {
+        it->w->grad     = show ? it->grad : NULL;
+        it->w->raw_grad = it->w->grad;
+    }
+}
+
+/* Adds the layer of node n to the list if n is dense and the route sends its factors. readers: (params) ops that read
+   each parameter. False: no memory. */
+HPMLC_FN bool hpmlc_factors_add(hpml_distributed *d, const hpml_node *n, const int *readers)
+{
+    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    hpml_tensor   *w = n->op == HPML_OP_LINEAR ? n->src[1] : NULL;
+    const int64_t  p = d->c->size;
+    if (!w || !w->param || !w->grad || readers[w->param->index] != 1) return true;
+    if (n->src[0]->batch_rows == 0 || n->src[0]->dtype != HPML_DTYPE_F32) return true;
+    hpmlc_factor *it = &f->layer[f->count];
+    it->d    = d;
+    it->node = n;
+    it->w    = w;
+    it->grad = w->grad;
+    it->m    = w->shape[0];
+    it->n    = w->shape[1];
+    it->rows = hpml_tensor_count(n->out) / n->out->shape[0] * n->out->batch_rows / it->m;
+    int64_t all = p * d->layout.batch * it->rows; /* rows of all ranks */
+    bool    pays = (double)all * (double)(it->m + it->n) <= 2 * (double)it->m * (double)it->n;
+    if (d->plan.route == HPML_ROUTE_HYBRID && !pays) return true;
+    it->x  = (float *)hpmlc_dist_alloc(d, sizeof(float) * (size_t)all * (size_t)it->n);
+    it->dz = (float *)hpmlc_dist_alloc(d, sizeof(float) * (size_t)all * (size_t)it->m);
+    f->of[w->param->index] = it;
+    f->count++;
+    return it->x && it->dz;
+}
+
+/* Lists the layers that send factors: walks from the results of the trainer's model to its inputs. */
+HPMLC_FN bool hpmlc_factors_find(hpml_distributed *d)
+{
+    const hpml_trainer_desc *t = hpml_trainer_settings(d->t);
+    const hpml_node *ends[] = { t->output->node, t->loss_tensor ? t->loss_tensor->node : NULL };
+    int  count = 0;
+    bool good  = true;
+    for (int e = 0; e < 2; e++) count = ends[e] && ends[e]->index >= count ? ends[e]->index + 1 : count;
+    const hpml_node **found = (const hpml_node **)hpmlc_dist_alloc(d, sizeof *found * (size_t)(count + 1));
+    int *readers = (int *)hpmlc_dist_alloc(d, sizeof *readers * (size_t)(d->layout.params + 1));
+    if (!found || !readers) return false;
+    for (int e = 0; e < 2; e++) found[ends[e] ? ends[e]->index : count] = ends[e];
+    for (int i = count - 1; i >= 0; i--)
+        for (int s = 0; found[i] && s < found[i]->src_count; s++) {
+            const hpml_tensor *x = found[i]->src[s];
+            if (x && x->node) found[x->node->index] = x->node;
+            if (x && x->param) readers[x->param->index]++;
+        }
+    for (int i = count - 1; i >= 0 && good; i--) good = !found[i] || hpmlc_factors_add(d, found[i], readers);
+    return good;
+}
+
+HPMLC_FN bool hpmlc_factors_open(hpml_distributed *d)
+{
+    const size_t   params = (size_t)d->layout.params;
+    hpmlc_factors *f = (hpmlc_factors *)hpmlc_dist_alloc(d, sizeof *f);
+    d->own = f;
+    if (!f) return false;
+    f->layer = (hpmlc_factor *)hpmlc_dist_alloc(d, sizeof *f->layer * (params + 1));
+    f->of    = (hpmlc_factor **)hpmlc_dist_alloc(d, sizeof *f->of * (params + 1));
+    if (!f->layer || !f->of || !hpmlc_factors_find(d)) return false;
+    hpmlc_factors_show(f, false);
+    bool good = hpmlc_sync_open(d);
+    hpmlc_factors_show(f, true);
+    return good;
+}
+
+/* Gathers the factors of a layer of all ranks, as a task. */
+HPMLC_FN hpml_status hpmlc_factor_gather(hpml_comm *c, void *user)
+{
+    const hpmlc_factor *it   = (const hpmlc_factor *)user;
+    const int64_t       rows = c->size * it->d->layout.batch * it->rows;
+    c->about.first = it->w->name;
+    hpml_status status = hpml_allgather(c, it->x, rows * it->n, HPML_ELEMENT_F32);
+    if (status == HPML_OK) status = hpml_allgather(c, it->dz, rows * it->m, HPML_ELEMENT_F32);
+    c->about.first = NULL;
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_factor_start(hpmlc_factor *it)
+{
+    it->has_begun = true;
+    return hpmlc_task_start(it->d, &it->task, it->d->c, hpmlc_factor_gather, it);
+}
+
+/* Copies a rank's `rows` rows of `cols` floats to its block of `all`, of `most` rows, and fills up with zeros. */
+HPMLC_FN void hpmlc_factor_copy(float *all, int rank, const float *from, int64_t rows, int64_t most, int64_t cols)
+{
+    float *block = all + rank * most * cols;
+    memcpy(block, from, sizeof(float) * (size_t)(rows * cols));
+    memset(block + rows * cols, 0, sizeof(float) * (size_t)((most - rows) * cols));
+}
+
+HPMLC_FN hpml_status hpmlc_factors_gradient(hpml_distributed *d, int param)
+{
+    const hpmlc_factors *f  = (const hpmlc_factors *)d->own;
+    hpmlc_factor        *it = f->of[param];
+    if (!it) return hpmlc_sync_gradient(d, param);
+    int64_t rows = f->samples * it->rows, most = d->layout.batch * it->rows;
+    hpmlc_factor_copy(it->x, d->c->rank, it->node->src[0]->data, rows, most, it->n);
+    hpmlc_factor_copy(it->dz, d->c->rank, it->node->out->grad, rows, most, it->m);
+    return d->plan.no_overlap ? HPML_OK : hpmlc_factor_start(it);
+}
+
+HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    f->samples = samples;
+    hpmlc_factors_show(f, false);
+    hpml_status status = hpmlc_dist_pass(d, samples, loss);
+    hpmlc_factors_show(f, true);
+    double start = hpml_comm_now(d->c);
+    for (int i = 0; i < f->count && status == HPML_OK; i++)
+        if (!f->layer[i].has_begun) status = hpmlc_factor_start(&f->layer[i]);
+    if (!d->background) hpmlc_dist_waited(d, start);
+    if (status != HPML_OK) return status;
+    hpmlc_buffers_get(d, d->stats.buffers);
+    return hpmlc_dist_post(d, d->stats.buffers);
+}
+
+HPMLC_FN hpml_status hpmlc_factors_update(hpml_distributed *d)
+{
+    const hpmlc_factors *f     = (const hpmlc_factors *)d->own;
+    const float          share = d->plan.sum ? 1 : 1 / (float)d->c->size;
+    hpml_status          status = HPML_OK;
+    for (hpmlc_factor *it = f->layer; it < f->layer + f->count; it++) {
+        double      start = hpml_comm_now(d->c);
+        hpml_status s     = hpmlc_task_wait(&it->task);
+        hpmlc_dist_waited(d, start);
+        it->has_begun = false;
+        if (status == HPML_OK) status = s;
+        if (status != HPML_OK) continue;
+        status = hpml_sgemm(d->ctx, true, false, it->m, it->n, d->c->size * d->layout.batch * it->rows, share, it->dz,
+                            it->m, it->x, it->n, 0, it->grad, it->n);
+    }
+    if (status == HPML_OK) return hpmlc_sync_update(d);
+    hpmlc_tasks_wait(d);
+    return status;
+}
+
+HPMLC_FN void hpmlc_factors_close(hpml_distributed *d)
+{
+    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    for (int i = 0; f && i < f->count; i++) hpmlc_task_wait(&f->layer[i].task);
+}
+
+HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param)
+{
+    if (!d || param < 0 || param >= d->layout.params || !hpmlc_factors_is_chosen(d->c, &d->plan))
+        return HPML_ROUTE_ALLREDUCE;
+    return ((const hpmlc_factors *)d->own)->of[param] ? HPML_ROUTE_FACTORS : HPML_ROUTE_ALLREDUCE;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7914,10 +8147,7 @@ HPMLC_FN hpml_status hpmlc_delayed_update(hpml_distributed *d)
     }
     if (status != HPML_OK) return status;
     d->report.r.steps++;
-    if (samples <= 0) return HPML_OK; /* the first step has nothing to apply */
-    hpmlc_host_rescale(d, samples, whole);
-    hpmlc_host_return(d);
-    return hpml_trainer_apply(d->t, 0, d->layout.params);
+    return samples > 0 ? hpmlc_host_apply(d, samples, whole) : HPML_OK; /* the first step has nothing to apply */
 }
 
 /* Lists what checkpoints hold: what exchanges carry (residuals), and the gradients and changes of running statistics
@@ -7984,7 +8214,7 @@ HPMLC_FN bool hpmlc_exact_exchange(hpml_distributed *d)
     int                params = d->layout.params;
     hpml_gradient     *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)params, NULL);
     if (!g) return false;
-    hpmlc_exchange_settings(d, &e);
+    hpmlc_exchange_settings(d, &e, g, 0);
     for (int i = 0; i < params; i++) {
         hpml_tensor *t = hpmlc_param(d, i);
         hpml_packing pack;
@@ -8000,7 +8230,6 @@ HPMLC_FN bool hpmlc_exact_exchange(hpml_distributed *d)
                           "lower .leaf or the number of ranks", (long long)d->copies.all, d->c->size), false;
     if (e.count > 0) {
         hpmlc_bucket *b = &d->buckets.item[d->buckets.count++];
-        e.tensors   = g;
         e.reduce    = HPML_SUM;
         e.leaves    = (int32_t)d->copies.count;
         e.leaf_step = own->total;
@@ -8145,10 +8374,7 @@ HPMLC_FN hpml_status hpmlc_exact_begin(hpml_distributed *d, int64_t samples, flo
     double      start  = hpml_comm_now(d->c);
     hpml_status status = hpmlc_exact_leaves(d, samples, loss);
     d->report.r.compute_s += hpml_comm_now(d->c) - start;
-    if (status != HPML_OK) {
-        hpmlc_failed(d->c); /* sends the error to the other ranks */
-        return status;
-    }
+    if (status != HPML_OK) return hpmlc_failure(d->c);
     start = hpml_comm_now(d->c);
     hpmlc_stats_fill(d, NULL);
     status = hpmlc_reduce_all(d->c, d->stats.sum, HPMLC_STATS, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
@@ -8182,13 +8408,15 @@ HPMLC_FN bool hpmlc_exact_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* Strategy link: as >>strategy-sync, but the gradients stay on the device: the communicator's link (hpml_device_link:
-   NCCL) adds them up on a stream of its own, and what a codec packs is packed on the device (hpmlc_linked_begin,
-   _finish in >>linked). The host starts collectives and does not wait for them. It waits for those of a step at the
-   start of the next one, because the link's wait has a deadline and the host's own wait for the loss has none. */
+   NCCL) adds them up on a stream of its own. What a codec packs is exchanged in the steps of >>stripes, with the same
+   bits: the device packs and adds, its link sends and receives; hpmlc_link_start packs and sends during the backward
+   pass, hpmlc_link_finish adds and unpacks before the update, for all buckets together. Messages have no header that
+   reports a NaN, because packing waits for a flag of the device that does. The host starts collectives and does not
+   wait for them. It waits for those of a step at the start of the next one, because the link's wait has a deadline and
+   the host's own wait for the loss has none. */
 
 typedef struct hpmlc_link {
     const hpml_device_link *l;
-    hpml_exchange         **ended;      /* (buckets) each bucket's exchange of this step */
     bool                    is_checked; /* the trainer checks the gradients' norm before it uses them */
     bool                    is_clipped; /* the trainer clips the gradients' norm */
 } hpmlc_link;
@@ -8201,9 +8429,24 @@ HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_plan *plan)
     return !b->host && c->link.begin && by_rows && packs;
 }
 
-HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d HPMLC_UNUSED, hpmlc_bucket *b)
+HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d, hpmlc_bucket *b)
 {
-    b->task.status = hpmlc_linked_begin(b->now);
+    hpml_comm              *c    = d->c;
+    hpml_exchange          *x    = b->now;
+    const hpml_device_link *l    = &c->link;
+    bool                    mean = x->d.reduce == HPML_MEAN;
+    x->runs++;
+    x->bad = x->packed > 0 ? hpmlc_exchange_pack(c, x) : 0;
+    hpml_status status = l->begin(l->user);
+    if (status == HPML_OK && x->packed > 0)
+        status = l->swap(l->user, x->sent, x->sent_at, false, x->received, x->received_at);
+    if (status == HPML_OK && x->span) status = l->allreduce(l->user, x->span, x->plain, mean);
+    for (int i = 0; i < x->d.count && !x->span && status == HPML_OK; i++) {
+        const hpml_gradient *g = &x->item[i].g;
+        if (x->item[i].plain) status = l->allreduce(l->user, g->data, g->rows * g->cols, mean);
+    }
+    c->counters.bytes += hpml_exchange_bytes(x);
+    b->task.status = status == HPML_OK ? l->end(l->user) : status;
     return HPML_OK;
 }
 
@@ -8219,9 +8462,8 @@ HPMLC_FN void *hpmlc_link_attach(hpml_distributed *d, size_t size, hpmlc_start_f
     own->l          = &d->c->link;
     own->is_clipped = t->clip_norm > 0;
     own->is_checked = (own->is_clipped && !t->no_finite_check) || hpmlc_overflows(d->t, d->ctx);
-    own->ended      = (hpml_exchange **)hpmlc_dist_alloc(d, sizeof *own->ended * (size_t)d->layout.params);
     hpmlc_background_choose(d); /* for the sum of loss and running statistics */
-    return own->ended ? own : NULL;
+    return own;
 }
 
 #define HPMLC_LINK_BUCKET ((int64_t)8 << 20) /* bytes of a bucket; smaller collectives do not reach a link's rate */
@@ -8236,9 +8478,7 @@ HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_link_check(hpml_distributed *d)
 {
     const hpml_device_link *l = ((const hpmlc_link *)d->own)->l;
-    if (l->check(l->user) == HPML_OK) return HPML_OK;
-    hpmlc_failed(d->c); /* sends the error to the other ranks */
-    return hpml_ctx_status(d->ctx);
+    return l->check(l->user) == HPML_OK ? HPML_OK : hpmlc_failure(d->c);
 }
 
 HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, float *loss)
@@ -8247,12 +8487,40 @@ HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, floa
     return status == HPML_OK ? hpmlc_sync_begin(d, samples, loss) : status;
 }
 
-/* Completes the exchanges of compressed gradients, all buckets at once: adds them up, sends and unpacks the sums. */
+/* Makes later work of the device wait for the collectives of its link. check: the host waits for these first, because
+   its wait for the link has a deadline and its wait for the device, which follows anyway, has none. */
+HPMLC_FN hpml_status hpmlc_link_wait(const hpml_device_link *l, bool check)
+{
+    hpml_status status = check ? l->check(l->user) : HPML_OK;
+    return status == HPML_OK ? l->wait(l->user) : status;
+}
+
+/* Completes the exchanges of compressed gradients, all buckets at once: adds up and packs this rank's rows, sends the
+   sums to all ranks, unpacks. Skips buckets without packed tensors. */
 HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
 {
-    const hpmlc_link *own = (const hpmlc_link *)d->own;
-    for (int i = 0; i < d->buckets.count; i++) own->ended[i] = d->buckets.item[i].now;
-    return hpmlc_linked_finish(d->c, own->ended, d->buckets.count, own->is_checked);
+    const bool              check = ((const hpmlc_link *)d->own)->is_checked;
+    const hpml_device_link *l = &d->c->link;
+    const hpmlc_bucket     *b, *end = d->buckets.item + d->buckets.count;
+    bool                    packed = false;
+    for (b = d->buckets.item; b < end; b++) packed = packed || b->now->packed > 0;
+    hpml_status status = hpmlc_link_wait(l, check || packed);
+    if (!packed || status != HPML_OK) return status;
+    for (b = d->buckets.item; b < end; b++) {
+        int64_t bad_sum = b->now->packed > 0 ? hpmlc_exchange_add(d->c, b->now) : 0;
+        if (b->now->bad == 0) b->now->bad = bad_sum;
+    }
+    if (hpmlc_failed(d->c)) return hpml_ctx_status(d->ctx);
+    status = l->begin(l->user);
+    for (b = d->buckets.item; b < end && status == HPML_OK; b++) {
+        const hpml_exchange *x = b->now;
+        if (x->packed > 0) status = l->swap(l->user, x->sums, x->sum_at, true, x->sums, x->sum_at);
+    }
+    if (status == HPML_OK) status = l->end(l->user);
+    if (status == HPML_OK) status = hpmlc_link_wait(l, check);
+    for (b = d->buckets.item; b < end && status == HPML_OK; b++)
+        if (b->now->packed > 0) hpmlc_exchange_unpack(d->c, b->now);
+    return status;
 }
 
 /* Makes the update of a step that a device link exchanges. finish: the function that completes this on the devices. */
@@ -8375,8 +8643,7 @@ HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpm
     if (!hpmlc_shard_cut(d, b, g, s)) return false;
     hpml_gradient *part = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *part * (size_t)(b->count + 1), NULL);
     if (!part) return false;
-    hpmlc_exchange_settings(d, &e);
-    e.tensors = part;
+    hpmlc_exchange_settings(d, &e, part, 0);
     for (int i = 0; i < b->count && d->plan.codec.kind != HPML_CODEC_NONE; i++) {
         int64_t first = g[i].data - d->layout.first - b->at - s->at; /* where tensor i begins in the shard */
         int64_t at = hpmlc_max(first, 0), end = hpmlc_min(first + g[i].rows * g[i].cols, s->floats);
@@ -8424,7 +8691,7 @@ HPMLC_FN hpml_status hpmlc_nodes_finish(hpml_distributed *d)
     hpml_comm_counters(l->across, &sent);
     hpml_comm_counters_reset(l->across);
     hpmlc_counters_add(&d->c->counters, &sent);
-    return status == HPML_OK ? hpmlc_linked_wait(d->c, own->link.is_checked) : status;
+    return status == HPML_OK ? hpmlc_link_wait(l, own->link.is_checked) : status;
 }
 
 HPMLC_FN hpml_status hpmlc_nodes_update(hpml_distributed *d)
@@ -8493,39 +8760,29 @@ typedef struct hpmlc_weights {
     bool    is_ahead;  /* block: parameters began this block ahead of the centre */
 } hpmlc_weights;
 
-/* Copies an array of the trainer to `to`, layout.span floats on the host. False: the trainer has no such array. */
-HPMLC_FN bool hpmlc_array_get(const hpml_distributed *d, int which, float *to)
+/* Copies an array of the trainer to `host`, layout.span floats; set: from `host`. False: there is no such array. */
+HPMLC_FN bool hpmlc_array_copy(const hpml_distributed *d, int which, float *host, bool set)
 {
-    const hpml_backend *device = d->layout.view.device;
-    const size_t        bytes  = (size_t)d->layout.span * sizeof(float);
-    int64_t             n;
-    const float        *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
+    const hpmlc_host_view *view  = &d->layout.view;
+    const size_t           bytes = (size_t)d->layout.span * sizeof(float);
+    int64_t                n;
+    float                 *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
     if (!array) return false;
-    if (device) device->read(d->layout.view.device_user, to, array, bytes);
-    else memcpy(to, array, bytes);
+    if (view->device && set) view->device->write(view->device_user, array, host, bytes);
+    else if (view->device) view->device->read(view->device_user, host, array, bytes);
+    else if (set) memcpy(array, host, bytes);
+    else memcpy(host, array, bytes);
     return true;
-}
-
-/* Sets an array of the trainer, if there is one, from layout.span floats on the host. */
-HPMLC_FN void hpmlc_array_set(const hpml_distributed *d, int which, const float *from)
-{
-    const hpml_backend *device = d->layout.view.device;
-    const size_t        bytes  = (size_t)d->layout.span * sizeof(float);
-    int64_t             n;
-    float              *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
-    if (!array) return;
-    if (device) device->write(d->layout.view.device_user, array, from, bytes);
-    else memcpy(array, from, bytes);
 }
 
 HPMLC_FN bool hpmlc_weights_open(hpml_distributed *d)
 {
-    hpmlc_weights *own = (hpmlc_weights *)hpml_ctx_alloc(d->ctx, sizeof *own, NULL);
+    hpmlc_weights *own = (hpmlc_weights *)hpmlc_dist_alloc(d, sizeof *own);
     d->own = own;
     if (!own) return false;
     own->floats = d->layout.span + d->layout.buffer_total + HPMLC_MEET_STATS;
-    own->meet   = (float *)hpml_ctx_alloc(d->ctx, (size_t)own->floats * sizeof(float), NULL);
-    return own->meet && hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    own->meet   = (float *)hpmlc_dist_alloc(d, (size_t)own->floats * sizeof(float));
+    return own->meet && hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
 }
 
 /* As hpmlc_weights_open, for a strategy with a centre, and with a velocity if it is one with a momentum. */
@@ -8534,8 +8791,8 @@ HPMLC_FN bool hpmlc_weights_open_centre(hpml_distributed *d)
     const size_t bytes = (size_t)d->layout.span * sizeof(float);
     if (!hpmlc_weights_open(d)) return false;
     hpmlc_weights *own = (hpmlc_weights *)d->own;
-    own->centre   = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
-    own->momentum = (float *)hpml_ctx_alloc(d->ctx, bytes, NULL);
+    own->centre   = (float *)hpmlc_dist_alloc(d, bytes);
+    own->momentum = (float *)hpmlc_dist_alloc(d, bytes);
     return own->momentum != NULL;
 }
 
@@ -8544,7 +8801,7 @@ HPMLC_FN hpml_status hpmlc_weights_begin(hpml_distributed *d, int64_t samples, f
 {
     hpmlc_weights *own   = (hpmlc_weights *)d->own;
     double         start = hpml_comm_now(d->c);
-    if (own->centre && !own->is_set) own->is_set = hpmlc_array_get(d, HPML_ARRAY_VALUES, own->centre);
+    if (own->centre && !own->is_set) own->is_set = hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, false);
     if (d->micro == 0) d->stats.samples = 0;
     hpml_status status = hpml_trainer_run_inner(d->t, samples, loss);
     d->stats.samples += (double)samples;
@@ -8603,7 +8860,7 @@ HPMLC_FN hpml_status hpmlc_weights_sum(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_weights_mean(hpml_distributed *d)
 {
     hpmlc_weights *own = (hpmlc_weights *)d->own;
-    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
     hpml_status status = hpmlc_weights_sum(d);
     hpmlc_divide_f32(own->meet, d->layout.span, (float)d->c->size);
     return status;
@@ -8626,9 +8883,9 @@ HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
     hpml_status    status = list->is_saving ? d->strategy->finish(d) : HPML_OK;
     for (int i = HPML_ARRAY_STATE; i < HPML_ARRAY_END && list->is_saving && status == HPML_OK; i++) {
-        if (!hpmlc_array_get(d, i, own->meet)) continue;
+        if (!hpmlc_array_copy(d, i, own->meet, false)) continue;
         status = hpmlc_reduce_all(d->c, own->meet, d->layout.span, HPML_ELEMENT_F32, HPML_MEAN, HPML_AUTO);
-        hpmlc_array_set(d, i, own->meet);
+        hpmlc_array_copy(d, i, own->meet, true);
     }
     hpmlc_weights_restart(own);
     own->is_ahead = false;
@@ -8645,15 +8902,6 @@ HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
     return hpml_ctx_status(d->ctx) == HPML_OK;
 }
 
-HPMLC_FN void hpmlc_weights_close(hpml_distributed *d)
-{
-    hpmlc_weights *own = (hpmlc_weights *)d->own;
-    if (!own) return;
-    hpml_ctx_release(d->ctx, own->meet);
-    hpml_ctx_release(d->ctx, own->centre);
-    hpml_ctx_release(d->ctx, own->momentum);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-local   local SGD: the mean of the parameters
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8665,7 +8913,7 @@ HPMLC_FN hpml_status hpmlc_local_meet(hpml_distributed *d)
 {
     const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
     hpml_status          status = hpmlc_weights_mean(d);
-    if (status == HPML_OK) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    if (status == HPML_OK) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, true);
     return status;
 }
 
@@ -8707,10 +8955,10 @@ HPMLC_FN hpml_status hpmlc_block_meet(hpml_distributed *d)
     }
     own->is_ahead = d->plan.outer_nesterov;
     hpmlc_block_start(d, own->is_ahead, own->meet);
-    hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, true);
     if (hpml_trainer_settings(d->t)->optimizer != HPML_OPT_SGD) return HPML_OK;
     memset(own->meet, 0, (size_t)d->layout.span * sizeof(float));
-    hpmlc_array_set(d, HPML_ARRAY_STATE, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_STATE, own->meet, true);
     return HPML_OK;
 }
 
@@ -8721,7 +8969,7 @@ HPMLC_FN hpml_status hpmlc_block_finish(hpml_distributed *d)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
     hpml_status    status = own->since > 0 ? hpmlc_block_meet(d) : HPML_OK;
-    if (status == HPML_OK && own->is_ahead) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->centre);
+    if (status == HPML_OK && own->is_ahead) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, true);
     own->is_ahead = false;
     return status;
 }
@@ -8740,13 +8988,13 @@ HPMLC_FN hpml_status hpmlc_elastic_meet(hpml_distributed *d)
     const int64_t  span = d->layout.span;
     float         *moved = (float *)hpmlc_scratch(d->c, (size_t)span * sizeof(float));
     if (!moved) return hpml_ctx_status(d->ctx);
-    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
     for (int64_t k = 0; k < span; k++) {
         float difference = d->plan.elastic * (own->meet[k] - own->centre[k]);
         moved[k]     = own->meet[k] - difference;
         own->meet[k] = difference;
     }
-    hpmlc_array_set(d, HPML_ARRAY_VALUES, moved);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, moved, true);
     hpml_status status = hpmlc_weights_sum(d);
     for (int64_t k = 0; k < span && status == HPML_OK; k++) own->centre[k] += own->meet[k];
     return status;
@@ -8759,7 +9007,7 @@ HPMLC_FN hpml_status hpmlc_elastic_finish(hpml_distributed *d)
 {
     const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
     hpml_status          status = own->since > 0 ? hpmlc_weights_mean(d) : HPML_OK;
-    if (status == HPML_OK && own->is_set) hpmlc_array_set(d, HPML_ARRAY_VALUES, own->centre);
+    if (status == HPML_OK && own->is_set) hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, true);
     return status;
 }
 
@@ -8776,13 +9024,13 @@ HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
     hpmlc_weights *own     = (hpmlc_weights *)d->own;
     float         *buffers = own->meet + d->layout.span;
     double         start   = hpml_comm_now(d->c);
-    hpmlc_array_get(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
     hpmlc_buffers_get(d, buffers);
     hpml_status status = hpml_mix(d->c, own->meet, d->layout.span + d->layout.buffer_total, d->plan.topology,
                                   d->plan.seed, hpml_trainer_step_count(d->t));
     hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
-    hpmlc_array_set(d, HPML_ARRAY_VALUES, own->meet);
+    hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, true);
     hpmlc_buffers_set(d, buffers);
     status = hpmlc_weights_step(d);
     hpmlc_weights_restart(own);
@@ -8790,7 +9038,826 @@ HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
     return status;
 }
 
-HPMLC_FN hpml_status hpmlc_gossip_finish(hpml_distributed *d) { return hpmlc_local_meet(d); }
+// ---------------------------------------------------------------------------------------------------------------------
+// >>servers   parameter servers: ranges of parameters, requests of workers
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* With S servers the last S ranks keep the parameters: server s steps floats [s n / S, (s + 1) n / S) of the n trained
+   ones. The other ranks, K workers, compute gradients: in a step each pushes every server its range of the gradient and
+   gets the range's new values, so that a server receives and sends 4 K n / S bytes, and headers (Li et al. 2014,
+   "Scaling Distributed Machine Learning with the Parameter Server").
+
+   All ranks run the same program. On a server a step of the trainer answers requests until each worker has done as many
+   steps. A server is one thread, with a receive in flight for the next request of each worker; it takes the request
+   that arrives first, and keeps open what it may not answer yet. A worker has at most one request open at each server.
+   When a gradient enters and its worker gets an answer is the strategy's function `enter`, called after each request.
+
+   With .survive of the communicator a worker that fails or leaves is lost, and the others go on; a lost server is an
+   error of all workers. Headers have tag HPML_TAG_MAX of the communicator, floats the tag below. */
+
+enum { HPMLC_TAG_REQUEST = HPML_TAG_MAX, HPMLC_TAG_FLOATS = HPML_TAG_MAX - 1 };
+
+typedef enum hpmlc_request_kind {
+    HPMLC_PUSH,  /* floats follow, a gradient or values; is answered */
+    HPMLC_PULL,  /* nothing follows; is answered. Also a push whose floats were taken */
+    HPMLC_DEAL,  /* asks for the number of a batch */
+    HPMLC_NOTE,  /* reports .epoch, is not answered */
+    HPMLC_FINISH /* the training ends on this worker; open until it ends on all */
+} hpmlc_request_kind;
+
+typedef struct hpmlc_request { /* header from a worker to a server */
+    int64_t kind;
+    int64_t step;    /* PUSH, PULL: number of the step, or of the round */
+    int64_t samples; /* PUSH: of the gradient, or of the round */
+    int64_t batch;   /* PUSH: number of the batch that was dealt, -1: none was; DEAL: batches of an epoch */
+    int64_t epoch;   /* DEAL: that the worker is in; NOTE: epochs that it has ended */
+    int64_t wants;   /* PUSH, PULL: 1: values follow the answer; DEAL: 1: the last epoch of a fit */
+    double  loss;    /* mean over the samples */
+} hpmlc_request;
+
+typedef struct hpmlc_answer { /* header from a server to a worker */
+    int64_t step;  /* of the worker that is not over yet */
+    int64_t batch; /* that was dealt, counted over all epochs; -1: the epoch ends */
+} hpmlc_answer;
+
+typedef struct hpmlc_client { /* a worker, as a server knows it */
+    hpml_message  message;    /* the receive of its next request, in flight if is_posted */
+    hpmlc_request request;    /* its last request */
+    bool          is_posted, is_open, is_lost; /* is_open: the request is not answered yet */
+    int64_t       clock;      /* steps or rounds that it has done */
+    int64_t       epochs;     /* that it has ended, where batches are dealt */
+    int64_t       batch;      /* that was dealt and not pushed yet; -1: none */
+} hpmlc_client;
+
+typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which are packed as one */
+    hpml_packing packing;
+    int          param;
+    int64_t      from, at;    /* first float in the parameter; among all trained ones */
+    size_t       offset;      /* of the packed bytes, among those of all pieces */
+} hpmlc_piece;
+
+typedef struct hpmlc_servers {
+    int            workers, count;   /* K, S */
+    int            first, end;       /* servers of whose ranges this rank has memory: of itself; a worker: of all */
+    int64_t        total, floats;    /* n; floats of these ranges */
+    hpmlc_piece   *piece;            /* (pieces + 1) of all ranges, server by server; the last one is empty */
+    int            pieces, *begin;   /* (S + 1) number of each server's first piece */
+    char          *packed;           /* (packed bytes) what is pushed */
+    float         *gradient;         /* (floats) of a worker its own; of a server the sum, zero between steps */
+    float         *values;           /* (floats) */
+    float         *residual;         /* (floats) of a worker with a lossy codec; else NULL */
+    hpml_message  *message;          /* worker: (4 S) messages of a request */
+    hpmlc_answer  *answer;           /* worker: (S) */
+    hpmlc_client  *client;           /* server: (K) */
+    hpml_message **awaited;          /* server: (K) messages for which it waits */
+    hpml_status  (*enter)(hpml_distributed *d); /* server: see above */
+    bool           averages;         /* federated: workers run the optimizer, servers average values */
+    bool           has_lost;         /* server: a worker was lost since `enter` has begun */
+    bool           is_served;        /* server: the hook `next` has served this step */
+    bool           is_skipped;       /* worker: does not compute in this step */
+    int64_t        period, steps;    /* steps of a round; done by this rank, but for those of batches that were dealt */
+    int64_t        round, updates;   /* rounds that are complete; server: its steps of the optimizer */
+    int64_t        taken, dealt;     /* server: gradients taken in this step; batches dealt, over all epochs */
+    int64_t        epoch, batch;     /* server: epoch of its fit; worker: number of its batch, -1: that was not dealt */
+    double         samples, loss;    /* of the gradients in this step, or round; loss times samples */
+} hpmlc_servers;
+
+HPMLC_FN hpmlc_servers *hpmlc_servers_of(const hpml_distributed *d) { return (hpmlc_servers *)d->own; }
+HPMLC_FN bool hpmlc_is_server(const hpml_distributed *d) { return d->c->rank >= hpmlc_servers_of(d)->workers; }
+
+/* Returns the first float of server s, among all trained ones. */
+HPMLC_FN int64_t hpmlc_server_at(const hpmlc_servers *own, int s)
+{
+    return own->total / own->count * s + own->total % own->count * s / own->count;
+}
+
+/* Copies the ranges of servers [first, end) of an array of the trainer to `flat`; writes: from `flat`. */
+HPMLC_FN void hpmlc_ranges_copy(const hpml_distributed *d, hpml_array which, bool writes, int first, int end,
+                                float *flat)
+{
+    const hpmlc_servers   *own   = hpmlc_servers_of(d);
+    const hpmlc_host_view *view  = &d->layout.view;
+    float                 *array = which == HPML_ARRAY_VALUES ? NULL : hpml_trainer_array(d->t, which, NULL);
+    for (int i = own->begin[first]; i < own->begin[end]; i++) {
+        const hpmlc_piece *p     = &own->piece[i];
+        const int64_t      n     = p->packing.rows * p->packing.cols;
+        const size_t       bytes = (size_t)n * sizeof(float);
+        float             *from  = flat + p->at - hpmlc_server_at(own, first);
+        float *x = (array ? array + hpml_trainer_place(d->t, p->param) : hpmlc_param(d, p->param)->data) + p->from;
+        if (writes) memcpy(view->device ? view->window : x, from, bytes);
+        else memcpy(from, hpmlc_host_view_begin(view, x, n), bytes);
+        if (writes) hpmlc_host_view_end(view, x, n);
+    }
+}
+
+/* Cuts the range of server s into pieces: whole rows, and parts of rows at its ends. False: the codec refuses. */
+HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
+{
+    hpmlc_servers *own   = hpmlc_servers_of(d);
+    const int64_t  at    = hpmlc_server_at(own, s), end = hpmlc_server_at(own, s + 1);
+    int64_t        first = 0; /* of the parameter, among all trained floats */
+    for (int i = 0; i < d->layout.params; i++) {
+        const hpml_tensor *p     = hpmlc_param(d, i);
+        const int64_t      count = hpml_trainer_place(d->t, i) < 0 ? 0 : hpml_tensor_count(p);
+        const int64_t      cols  = p->ndim > 1 ? count / p->shape[0] : count;
+        int64_t            from = hpmlc_max(at - first, 0), left = hpmlc_min(end - first, count) - from;
+        while (left > 0) {
+            const bool    whole = from % cols == 0 && left >= cols;
+            const int64_t rows  = whole ? left / cols : 1, width = whole ? cols : hpmlc_min(left, cols - from % cols);
+            hpmlc_piece  *piece = &own->piece[own->pieces++];
+            if (hpml_packing_init(&piece->packing, &d->plan.codec, rows, width) != HPML_OK) return false;
+            piece->param     = i;
+            piece->from      = from;
+            piece->at        = first + from;
+            piece[1].offset  = piece->offset + piece->packing.size;
+            from += rows * width;
+            left -= rows * width;
+        }
+        first += count;
+    }
+    own->begin[s + 1] = own->pieces;
+    return true;
+}
+
+/* Returns the packed bytes of the ranges of servers [first, end). */
+HPMLC_FN size_t hpmlc_packed_size(const hpmlc_servers *own, int first, int end)
+{
+    return own->piece[own->begin[end]].offset - own->piece[own->begin[first]].offset;
+}
+
+/* Cancels a server's receives in flight, because they point into its memory. */
+HPMLC_FN void hpmlc_servers_destroy(void *object)
+{
+    hpmlc_servers *own = (hpmlc_servers *)object;
+    for (int k = 0; k < own->workers && own->client; k++) {
+        hpml_message *m = &own->client[k].message;
+        if (!own->client[k].is_posted) continue;
+        if (!m->done && !m->owner->t->schedule) m->owner->t->abandon(m->owner, m);
+        hpmlc_unlist(m->owner, m); /* where ranks are threads, nothing else refers to a receive */
+    }
+}
+
+/* Returns whether workers keep a residual: what the codec did not send. */
+HPMLC_FN bool hpmlc_has_feedback(const hpml_distributed *d)
+{
+    const hpml_codec *codec = d->plan.codec.custom ? d->plan.codec.custom : hpml_codec_get(d->plan.codec.kind);
+    return codec->has_residual && !d->plan.codec.no_feedback;
+}
+
+/* Cuts the ranges and takes the memory of a worker or a server. False: an error on the context. */
+HPMLC_FN bool hpmlc_servers_alloc(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    const bool     serves = hpmlc_is_server(d);
+    const size_t   k = (size_t)own->workers, s = (size_t)own->count, pieces = 3 * ((size_t)d->layout.params + s) + 1;
+    own->first    = serves ? d->c->rank - own->workers : 0;
+    own->end      = serves ? own->first + 1 : own->count;
+    own->floats   = hpmlc_server_at(own, own->end) - hpmlc_server_at(own, own->first);
+    own->piece    = (hpmlc_piece *)hpmlc_dist_alloc(d, sizeof *own->piece * pieces);
+    own->begin    = (int *)hpmlc_dist_alloc(d, sizeof *own->begin * (s + 1));
+    own->message  = (hpml_message *)hpmlc_dist_alloc(d, sizeof *own->message * 4 * s);
+    own->answer   = (hpmlc_answer *)hpmlc_dist_alloc(d, sizeof *own->answer * s);
+    own->awaited  = (hpml_message **)hpmlc_dist_alloc(d, sizeof *own->awaited * k);
+    own->client   = (hpmlc_client *)hpmlc_dist_alloc(d, sizeof *own->client * k);
+    if (hpml_ctx_status(d->ctx) != HPML_OK) return false;
+    for (int i = 0; i < own->count; i++)
+        if (!hpmlc_range_cut(d, i))
+            return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: the codec cannot pack rows of the gradient"), false;
+    const size_t bytes = sizeof(float) * (size_t)(own->floats + 1); /* another server's range may have a float more */
+    own->gradient = (float *)hpmlc_dist_alloc(d, bytes);
+    own->values   = (float *)hpmlc_dist_alloc(d, bytes);
+    own->packed   = (char *)hpmlc_dist_alloc(d, hpmlc_packed_size(own, own->first, own->end) + 1);
+    if (!serves && hpmlc_has_feedback(d)) own->residual = (float *)hpmlc_dist_alloc(d, bytes);
+    return hpml_ctx_status(d->ctx) == HPML_OK;
+}
+
+/* Returns whether this client is drawn for a round. */
+HPMLC_FN bool hpmlc_is_drawn(const hpml_distributed *d, int64_t round)
+{
+    const int     workers = hpmlc_servers_of(d)->workers;
+    const int64_t drawn   = d->plan.share > 0 ? (int64_t)ceil((double)d->plan.share * workers - 1e-6) : workers;
+    return hpml_permute_index(d->plan.seed, (uint64_t)round, workers, d->c->rank % workers) < drawn;
+}
+
+/* Begins to count steps, rounds and dealt batches anew, from the trainer's numbers and values, which were loaded. */
+HPMLC_FN void hpmlc_servers_restart(hpml_distributed *d)
+{
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    own->updates = hpml_trainer_step_count(d->t);
+    own->steps   = 0;
+    own->round   = 0;
+    own->dealt   = 0;
+    for (int k = 0; k < own->workers; k++) {
+        own->client[k].clock  = 0;
+        own->client[k].epochs = 0;
+        own->client[k].batch  = -1;
+    }
+    own->is_skipped = own->averages && !hpmlc_is_drawn(d, own->updates / own->period);
+    hpmlc_ranges_copy(d, HPML_ARRAY_VALUES, false, own->first, own->end, own->values);
+}
+
+/* Takes the memory of a strategy with servers, whose function is `enter`. False: an error on the context. */
+HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_distributed *d))
+{
+    hpmlc_servers *own = (hpmlc_servers *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_servers_destroy);
+    d->own = own;
+    if (!own) return false;
+    own->workers = hpmlc_plan_workers(&d->plan, d->c->size);
+    own->count   = d->plan.servers;
+    own->total   = d->layout.grad_total;
+    own->enter   = enter;
+    own->period  = 1;
+    own->batch   = -1;
+    if (!hpmlc_servers_alloc(d)) return false;
+    d->copies.all   = own->workers;
+    d->copies.count = hpmlc_is_server(d) ? 0 : 1;
+    hpmlc_servers_restart(d);
+    return true;
+}
+
+HPMLC_FN void hpmlc_servers_close(hpml_distributed *d) { hpml_ctx_release(d->ctx, d->own); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>servers-step   parameter servers: a worker asks, a server answers
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Packs own->gradient of this worker, an error if a number is NaN or infinite, unless the trainer skips such checks. */
+HPMLC_FN hpml_status hpmlc_worker_pack(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    float          bad    = 0; /* stays 0 unless a number is not finite */
+    HPMLC_ZERO(hpml_encode_info, info);
+    info.step = own->steps;
+    info.seed = d->plan.codec.seed + (uint64_t)d->c->rank;
+    for (int64_t k = 0; k < own->total; k++) bad += own->gradient[k] - own->gradient[k];
+    if (bad != 0 && !hpml_trainer_settings(d->t)->no_finite_check) status = HPML_ERR_NONFINITE;
+    for (int i = 0; i < own->pieces && status == HPML_OK; i++) {
+        const hpmlc_piece *p = &own->piece[i];
+        float             *e = own->residual ? own->residual + p->at : NULL;
+        status = hpml_packing_encode(&p->packing, own->packed + p->offset, e, own->gradient + p->at, p->packing.rows,
+                                     &info);
+    }
+    if (status == HPML_OK) return HPML_OK;
+    return hpmlc_fail(d->c, status, "step %lld: the gradient is NaN or infinite on this rank; lower the learning rate "
+                      "or set clip_norm", (long long)d->c->step);
+}
+
+/* Returns `status` of a message to or from a server; an error that names the server if that is lost. */
+HPMLC_FN hpml_status hpmlc_server_lost(hpml_distributed *d, int server, hpml_status status)
+{
+    if (status != HPML_ERR_PEER || hpml_ctx_status(d->ctx) != HPML_OK) return status;
+    return hpmlc_fail(d->c, status, "step %lld: server %d of %d (rank %d) has failed or left, and its range of the "
+                      "parameters with it; start again from the last checkpoint", (long long)d->c->step,
+                      server - hpmlc_servers_of(d)->workers, hpmlc_servers_of(d)->count, d->c->origin[server]);
+}
+
+/* Sends request r of a worker to the servers from `first` on, a push with its range of own->packed, and waits for the
+   answers. Messages to a server begin before those to the next one, so that the first server knows the most. */
+HPMLC_FN hpml_status hpmlc_ask(hpml_distributed *d, const hpmlc_request *r, int first)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_message  *m      = own->message;
+    hpml_status    status = HPML_OK;
+    int            lost   = 0;
+    for (int s = first; s < own->count; s++) {
+        const int     to    = own->workers + s;
+        const int64_t at    = hpmlc_server_at(own, s);
+        const size_t  bytes = (size_t)(hpmlc_server_at(own, s + 1) - at) * sizeof(float);
+        const char   *from  = own->packed + own->piece[own->begin[s]].offset;
+        hpml_isend(d->c, to, HPMLC_TAG_REQUEST, r, sizeof *r, m++);
+        if (r->kind == HPMLC_PUSH)
+            hpml_isend(d->c, to, HPMLC_TAG_FLOATS, from, hpmlc_packed_size(own, s, s + 1), m++);
+        if (r->kind > HPMLC_PULL) continue;
+        hpml_irecv(d->c, to, HPMLC_TAG_REQUEST, &own->answer[s], sizeof own->answer[s], m++);
+        if (r->wants) hpml_irecv(d->c, to, HPMLC_TAG_FLOATS, own->values + at, bytes, m++);
+    }
+    for (hpml_message *each = own->message; each < m; each++) {
+        hpml_status s = hpml_wait(d->c, each);
+        if (status != HPML_OK || s == HPML_OK) continue;
+        status = s;
+        lost   = each->peer;
+    }
+    if (status != HPML_OK) return hpmlc_server_lost(d, lost, status);
+    if (r->wants) hpmlc_ranges_copy(d, HPML_ARRAY_VALUES, true, 0, own->count, own->values);
+    return HPML_OK;
+}
+
+/* A worker pushes `which`, its gradient or values, unless it `skips`. Gets the servers' values, if it `wants` them. */
+HPMLC_FN hpml_status hpmlc_exchange_with(hpml_distributed *d, hpml_array which, bool skips, bool wants, double samples,
+                                         double loss)
+{
+    hpmlc_servers *own   = hpmlc_servers_of(d);
+    const double   start = hpml_comm_now(d->c);
+    hpml_status    status = HPML_OK;
+    HPMLC_ZERO(hpmlc_request, r);
+    r.kind    = skips ? HPMLC_PULL : HPMLC_PUSH;
+    r.step    = own->steps / own->period;
+    r.samples = (int64_t)samples;
+    r.batch   = own->batch;
+    r.wants   = wants;
+    r.loss    = samples > 0 ? loss / samples : 0;
+    if (!skips) hpmlc_ranges_copy(d, which, false, 0, own->count, own->gradient);
+    if (!skips) status = hpmlc_worker_pack(d);
+    if (status == HPML_OK) status = hpmlc_ask(d, &r, 0);
+    own->round = own->answer[0].step;
+    for (int s = 1; s < own->count; s++) own->round = hpmlc_min(own->round, own->answer[s].step);
+    hpmlc_dist_waited(d, start);
+    return status;
+}
+
+/* Returns `status` of a server's message to or from a worker; HPML_OK if that is lost, because the others go on. */
+HPMLC_FN hpml_status hpmlc_survive(hpml_distributed *d, int worker, hpml_status status)
+{
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    if (status != HPML_ERR_PEER || hpml_ctx_status(d->ctx) != HPML_OK) return status;
+    own->client[worker].is_lost = true;
+    own->client[worker].is_open = false;
+    own->has_lost               = true;
+    return HPML_OK;
+}
+
+HPMLC_FN bool hpmlc_is_open(const hpmlc_client *w, hpmlc_request_kind kind)
+{
+    return w->is_open && w->request.kind == (int64_t)kind;
+}
+
+/* Returns whether worker w is there and has not finished. */
+HPMLC_FN bool hpmlc_is_active(const hpmlc_client *w) { return !w->is_lost && !hpmlc_is_open(w, HPMLC_FINISH); }
+
+/* Answers the request of a worker, with values if it wants them. */
+HPMLC_FN hpml_status hpmlc_answer_to(hpml_distributed *d, int worker, int64_t step, int64_t batch)
+{
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    hpmlc_client  *w   = &own->client[worker];
+    hpmlc_answer   answer;
+    answer.step  = step;
+    answer.batch = batch;
+    w->is_open   = false;
+    hpml_status status = hpml_send(d->c, worker, HPMLC_TAG_REQUEST, &answer, sizeof answer);
+    if (status == HPML_OK && w->request.kind == HPMLC_PULL && w->request.wants)
+        status = hpml_send(d->c, worker, HPMLC_TAG_FLOATS, own->values, (size_t)own->floats * sizeof(float));
+    return hpmlc_survive(d, worker, status);
+}
+
+/* Receives the floats of a worker's push and adds `factor` times them to own->gradient; 0: leaves them out. *came:
+   whether they have come; false: the worker is lost. */
+HPMLC_FN hpml_status hpmlc_take(hpml_distributed *d, int worker, float factor, bool *came)
+{
+    hpmlc_servers *own  = hpmlc_servers_of(d);
+    hpmlc_client  *w    = &own->client[worker];
+    hpml_status status  = hpml_recv(d->c, worker, HPMLC_TAG_FLOATS, own->packed,
+                                    hpmlc_packed_size(own, own->first, own->end));
+    const float *values = (const float *)(const void *)own->packed;
+    *came  = status == HPML_OK;
+    status = hpmlc_survive(d, worker, status);
+    if (!*came) return status;
+    w->batch        = -1;
+    w->request.kind = HPMLC_PULL;
+    for (int i = own->begin[own->first]; i < own->begin[own->end] && factor == 1; i++) {
+        const hpmlc_piece *p = &own->piece[i], *zero = &own->piece[own->begin[own->first]];
+        hpml_packing_decode_add(&p->packing, own->gradient + p->at - zero->at, own->packed + p->offset - zero->offset,
+                                p->packing.rows);
+    }
+    for (int64_t i = 0; i < own->floats && factor != 0 && factor != 1; i++) own->gradient[i] += factor * values[i];
+    if (factor == 0) return HPML_OK;
+    own->taken++;
+    own->samples += (double)w->request.samples;
+    own->loss += w->request.loss * (double)w->request.samples;
+    return HPML_OK;
+}
+
+/* Steps this server's range with own->gradient; federated: which are the new values. */
+HPMLC_FN hpml_status hpmlc_server_apply(hpml_distributed *d)
+{
+    hpmlc_servers     *own    = hpmlc_servers_of(d);
+    const int          me     = own->first;
+    const hpmlc_piece *from   = &own->piece[own->begin[me]], *last = &own->piece[own->begin[me + 1] - 1];
+    const hpml_array   to     = own->averages ? HPML_ARRAY_VALUES : HPML_ARRAY_GRADIENTS;
+    hpml_status        status = HPML_OK;
+    hpmlc_ranges_copy(d, to, true, me, me + 1, own->gradient);
+    memset(own->gradient, 0, (size_t)own->floats * sizeof(float));
+    if (!own->averages && own->floats > 0) {
+        const int64_t at = hpml_trainer_place(d->t, from->param) + from->from;
+        const int64_t to_last = hpml_trainer_place(d->t, last->param) + last->from - at;
+        hpml_trainer_set_step(d->t, own->updates++);
+        status = hpml_trainer_apply_range(d->t, at, to_last + last->packing.rows * last->packing.cols, 1);
+    }
+    hpmlc_ranges_copy(d, HPML_ARRAY_VALUES, false, me, me + 1, own->values);
+    return status;
+}
+
+/* Waits for the next request of a worker, or until a worker is lost. */
+HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
+{
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    for (int i = 0; i < own->workers; i++) {
+        hpmlc_client *w = &own->client[i];
+        own->awaited[i] = NULL;
+        if (w->is_lost || w->is_open) continue;
+        if (!w->is_posted) hpml_irecv(d->c, i, HPMLC_TAG_REQUEST, &w->request, sizeof w->request, &w->message);
+        w->is_posted    = true;
+        own->awaited[i] = &w->message;
+    }
+    const int k = hpml_wait_any(d->c, own->awaited, own->workers, -1);
+    if (k < 0) return hpml_ctx_status(d->ctx);
+    hpmlc_client *w = &own->client[k];
+    w->is_posted = false;
+    w->is_open   = w->message.status == HPML_OK && w->request.kind != HPMLC_NOTE;
+    if (w->message.status == HPML_OK && w->request.kind == HPMLC_NOTE) w->epochs = w->request.epoch;
+    return hpmlc_survive(d, k, w->message.status);
+}
+
+/* Serves until is_over(w) for all workers w that are active. */
+HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpmlc_servers *own, const hpmlc_client *w))
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    own->taken   = 0;
+    own->samples = 0;
+    own->loss    = 0;
+    for (;;) {
+        do { /* again where a worker was lost meanwhile, because no one waits for that worker any more */
+            own->has_lost = false;
+            status        = own->enter(d);
+        } while (status == HPML_OK && own->has_lost);
+        int active = 0; /* workers for whom the server goes on */
+        for (int k = 0; k < own->workers; k++)
+            active += hpmlc_is_active(&own->client[k]) && !is_over(own, &own->client[k]);
+        if (status != HPML_OK || active == 0) return status;
+        status = hpmlc_serve_one(d);
+        if (status != HPML_OK) return status;
+    }
+}
+
+/* Ends to serve: a step, when worker w has done as many steps, or whole rounds, as the server; a training. */
+HPMLC_FN bool hpmlc_has_stepped(const hpmlc_servers *own, const hpmlc_client *w)
+{
+    return w->clock >= own->steps / own->period;
+}
+
+HPMLC_FN bool hpmlc_has_finished(const hpmlc_servers *own HPMLC_UNUSED, const hpmlc_client *w HPMLC_UNUSED)
+{
+    return false; /* workers that have finished are not active */
+}
+
+/* A step of a server: serves; *loss: the mean over the samples of the gradients that have come. */
+HPMLC_FN hpml_status hpmlc_server_begin(hpml_distributed *d, float *loss)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    *loss = 0;
+    if (++d->micro < d->accumulate) return HPML_OK;
+    own->steps += !own->is_served;
+    if (!own->is_served) status = hpmlc_serve(d, hpmlc_has_stepped);
+    own->is_served = false;
+    if (own->samples > 0) *loss = (float)(own->loss / own->samples);
+    return status;
+}
+
+/* Computes a gradient on a worker, serves on a server. A worker for whom the step is over skips it. */
+HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    if (hpmlc_is_server(d)) return hpmlc_server_begin(d, loss);
+    if (!own->averages) own->is_skipped = own->batch < 0 && own->steps < own->round;
+    if (!own->is_skipped) return hpmlc_dist_pass(d, samples, loss);
+    *loss = isnan(d->report.r.loss) ? 0 : (float)d->report.r.loss;
+    d->micro++;
+    return HPML_OK;
+}
+
+/* Ends a step, unless `status` is an error: counts it in the report. Returns `status`. */
+HPMLC_FN hpml_status hpmlc_servers_note(hpml_distributed *d, hpml_status status, double samples, double loss)
+{
+    if (status != HPML_OK) return status;
+    if (samples > 0) d->report.r.loss = loss / samples;
+    d->report.r.samples = (int64_t)samples;
+    hpmlc_steps_note(d);
+    d->report.r.steps++;
+    return HPML_OK;
+}
+
+HPMLC_FN hpml_status hpmlc_servers_update(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    if (hpmlc_is_server(d)) {
+        if (!own->averages) hpml_trainer_set_step(d->t, hpmlc_max(own->updates, 1) - 1); /* the trainer adds 1 */
+        return hpmlc_servers_note(d, HPML_OK, own->samples, own->loss);
+    }
+    if (!own->is_skipped)
+        status = hpmlc_exchange_with(d, HPML_ARRAY_GRADIENTS, false, true, d->stats.samples, d->stats.loss);
+    own->steps += own->batch < 0;
+    own->batch = -1;
+    return hpmlc_servers_note(d, status, d->stats.samples, d->stats.loss);
+}
+
+/* Sends n floats of rank `root`, a server, to all ranks that are there. */
+HPMLC_FN hpml_status hpmlc_servers_send(hpml_distributed *d, int root, float *data, int64_t n)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    const size_t   bytes  = (size_t)n * sizeof(float);
+    if (d->c->rank != root) return hpmlc_server_lost(d, root, hpml_recv(d->c, root, HPMLC_TAG_FLOATS, data, bytes));
+    for (int r = 0; r < d->c->size && status == HPML_OK; r++) {
+        if (r == root || (r < own->workers && own->client[r].is_lost)) continue;
+        status = hpml_send(d->c, r, HPMLC_TAG_FLOATS, data, bytes);
+        status = r < own->workers ? hpmlc_survive(d, r, status) : hpmlc_server_lost(d, r, status);
+    }
+    return status;
+}
+
+/* Copies an array of the trainer, each range from its server, to all ranks that are there. */
+HPMLC_FN hpml_status hpmlc_servers_share(hpml_distributed *d, hpml_array which)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    for (int s = 0; s < own->count && status == HPML_OK; s++) { /* all ranks in the same order, so that none waits */
+        const int64_t floats = hpmlc_server_at(own, s + 1) - hpmlc_server_at(own, s);
+        hpmlc_ranges_copy(d, which, false, s, s + 1, own->gradient);
+        status = hpmlc_servers_send(d, own->workers + s, own->gradient, floats);
+        if (status == HPML_OK) hpmlc_ranges_copy(d, which, true, s, s + 1, own->gradient);
+    }
+    memset(own->gradient, 0, (size_t)own->floats * sizeof(float));
+    return status;
+}
+
+/* Gives all ranks the mean of the workers' running statistics (batchnorm), by way of the first server. */
+HPMLC_FN hpml_status hpmlc_servers_buffers(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    const int64_t  n      = d->layout.buffer_total;
+    const int      root   = own->workers;
+    hpml_status    status = HPML_OK;
+    double        *sum    = d->stats.sum;
+    float         *row    = d->stats.buffers;
+    if (n == 0) return HPML_OK;
+    if (d->c->rank < root) {
+        hpmlc_buffers_get(d, row);
+        status = hpml_send(d->c, root, HPMLC_TAG_FLOATS, row, (size_t)n * sizeof(float));
+        status = hpmlc_server_lost(d, root, status);
+    }
+    memset(sum, 0, (size_t)n * sizeof *sum);
+    for (int k = 0, there = 0; k < own->workers && d->c->rank == root && status == HPML_OK; k++) {
+        if (own->client[k].is_lost) continue;
+        status = hpmlc_survive(d, k, hpml_recv(d->c, k, HPMLC_TAG_FLOATS, row, (size_t)n * sizeof(float)));
+        there += !own->client[k].is_lost;
+        for (int64_t i = 0; i < n && !own->client[k].is_lost; i++) sum[i] += ((double)row[i] - sum[i]) / there;
+    }
+    for (int64_t i = 0; i < n && d->c->rank == root; i++) row[i] = (float)sum[i];
+    if (status == HPML_OK) status = hpmlc_servers_send(d, root, row, n);
+    if (status == HPML_OK) hpmlc_buffers_set(d, row);
+    return status;
+}
+
+/* Waits until all workers that are there have come here, and gives all ranks the servers' values. */
+HPMLC_FN hpml_status hpmlc_servers_finish(hpml_distributed *d)
+{
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    hpml_status    status;
+    HPMLC_ZERO(hpmlc_request, r);
+    r.kind = HPMLC_FINISH;
+    status = hpmlc_is_server(d) ? hpmlc_serve(d, hpmlc_has_finished) : hpmlc_ask(d, &r, 0);
+    for (int k = 0; k < own->workers; k++) own->client[k].is_open = false;
+    if (status == HPML_OK) status = hpmlc_servers_share(d, HPML_ARRAY_VALUES);
+    return status == HPML_OK ? hpmlc_servers_buffers(d) : status;
+}
+
+/* Lists for checkpoints the residuals of the workers. Before saving all ranks get what the servers have: values, states
+   of the optimizer and number of updates, because rank 0 writes the file. */
+HPMLC_FN bool hpmlc_servers_state(hpml_distributed *d, hpmlc_states *list)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = list->is_saving ? hpmlc_servers_finish(d) : HPML_OK;
+    if (!list->is_saving) hpmlc_servers_restart(d);
+    for (int i = HPML_ARRAY_STATE; list->is_saving && !own->averages && i < HPML_ARRAY_END && status == HPML_OK; i++)
+        if (hpml_trainer_array(d->t, (hpml_array)i, NULL)) status = hpmlc_servers_share(d, (hpml_array)i);
+    if (list->is_saving && !own->averages && status == HPML_OK) {
+        status = hpml_broadcast(d->c, &own->updates, sizeof own->updates, own->workers);
+        hpml_trainer_set_step(d->t, own->updates);
+    }
+    if (status != HPML_OK || !hpmlc_has_feedback(d)) return status == HPML_OK;
+    hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, "residual", list->copy, "servers", own->total);
+    if (!it) return false;
+    it->copies  = d->copies;
+    it->is_mean = !d->plan.sum;
+    it->data    = own->residual;
+    it->floats  = own->residual ? own->total : 0;
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-ps   synchronous rounds on servers: gradients, without those of backup workers, or averaged parameters
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* A round is complete when all workers, or enough of them, have pushed. The servers take what was pushed in the order
+   of the ranks, and answer all.
+   Strategy ps: the mean of the gradients makes a step, with the bits of sync by HPML_CENTRAL.
+   Strategy backup: of K = N + b workers, b = .backup, the first N make the step. A gradient that comes later is left
+   out, and its worker goes on with the step that the servers have come to (Chen et al. 2016, "Revisiting Distributed
+   Synchronous SGD"); its shares of the steps between are not trained on.
+   Strategy federated: workers are clients, each with data that do not leave it (a hpml_loader_desc with .ranks = 1). A
+   round is .period steps, in which the clients that are drawn for it, a .share of all, train on their own with the
+   trainer's optimizer; then they push their parameters w_k, and the servers take sum n_k w_k / sum n_k for n_k samples
+   (McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data"). The others sit
+   the round out. Steps behind the last whole round do not enter. */
+
+/* Takes what was pushed in round own->round, in the order of the ranks, makes its step, and answers. */
+HPMLC_FN hpml_status hpmlc_ps_step(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    double         samples = 0, all = 0;
+    for (int k = 0; k < own->workers; k++)
+        if (hpmlc_is_open(&own->client[k], HPMLC_PUSH)) all += (double)own->client[k].request.samples;
+    for (int k = 0; k < own->workers && status == HPML_OK; k++) {
+        const double n    = (double)own->client[k].request.samples;
+        bool         came = false;
+        if (!hpmlc_is_open(&own->client[k], HPMLC_PUSH)) continue;
+        status = hpmlc_take(d, k, own->averages && all > 0 ? (float)(n / all) : 1, &came);
+        samples += came ? n : 0;
+    }
+    if (!d->plan.sum) hpmlc_divide_f32(own->gradient, own->floats, (float)own->workers);
+    float scale = hpmlc_rescale(d, samples, hpmlc_whole_samples(d));
+    if (own->averages && samples > 0) scale = (float)(all / samples); /* not 1 if a worker was lost meanwhile */
+    for (int64_t i = 0; i < own->floats && scale != 1; i++) own->gradient[i] *= scale;
+    if (status == HPML_OK && samples > 0) status = hpmlc_server_apply(d);
+    own->round++;
+    for (int k = 0; k < own->workers && status == HPML_OK; k++) {
+        if (!hpmlc_is_open(&own->client[k], HPMLC_PULL)) continue;
+        own->client[k].clock = own->round;
+        status = hpmlc_answer_to(d, k, own->round, -1);
+    }
+    return status;
+}
+
+/* Leaves out pushes that come too late; makes the round's step if enough workers have asked. */
+HPMLC_FN hpml_status hpmlc_ps_enter(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    int            there = 0, ready = 0;
+    for (int k = 0; k < own->workers && status == HPML_OK; k++) {
+        hpmlc_client *w    = &own->client[k];
+        const bool    asks = w->is_open && w->request.kind <= HPMLC_PULL;
+        bool          came = false;
+        if (asks && w->request.step < own->round) status = hpmlc_take(d, k, 0, &came);
+        else ready += asks;
+        there += hpmlc_is_active(w);
+        if (!came || status != HPML_OK) continue;
+        w->clock = own->round;
+        status   = hpmlc_answer_to(d, k, own->round, -1);
+    }
+    const int wanted = (int)hpmlc_min(there, own->workers - d->plan.backup);
+    return status != HPML_OK || ready == 0 || ready < wanted ? status : hpmlc_ps_step(d);
+}
+
+HPMLC_FN bool hpmlc_ps_open(hpml_distributed *d)
+{
+    if (hpmlc_plan_workers(&d->plan, d->c->size) == 1) d->plan.sum = true; /* of one gradient, which nothing rounds */
+    return hpmlc_servers_open(d, hpmlc_ps_enter);
+}
+
+HPMLC_FN bool hpmlc_federated_open(hpml_distributed *d)
+{
+    d->plan.sum = true; /* a gradient is the client's own */
+    if (!hpmlc_servers_open(d, hpmlc_ps_enter)) return false;
+    hpmlc_servers_of(d)->averages = true;
+    hpmlc_servers_of(d)->period   = d->plan.period;
+    hpmlc_servers_restart(d);
+    return true;
+}
+
+/* The end of a client's step: the trainer's optimizer; at the end of a round pushes the parameters if it was drawn. */
+HPMLC_FN hpml_status hpmlc_federated_update(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    const int64_t  next   = (hpml_trainer_step_count(d->t) + 1) / d->plan.period; /* number of the next step's round */
+    hpml_status    status = HPML_OK;
+    if (hpmlc_is_server(d)) return hpmlc_servers_update(d);
+    if (!own->is_skipped) {
+        own->samples += d->stats.samples;
+        own->loss += d->stats.loss;
+        status = hpml_trainer_apply(d->t, 0, d->layout.params);
+    }
+    if ((own->steps + 1) % own->period == 0 && status == HPML_OK) {
+        const bool skips = own->is_skipped;
+        own->is_skipped = !hpmlc_is_drawn(d, next);
+        status = hpmlc_exchange_with(d, HPML_ARRAY_VALUES, skips, !own->is_skipped, own->samples, own->loss);
+        own->samples = 0;
+        own->loss    = 0;
+    }
+    own->steps++;
+    return hpmlc_servers_note(d, status, d->stats.samples, d->stats.loss);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-async   asynchronous steps on servers, with bounded or any staleness
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Each gradient makes a step by itself when it comes. Strategy async (Dean et al. 2012, "Large Scale Distributed Deep
+   Networks": Downpour SGD): the answer goes back at once, and fit deals batches on demand, so that a slow worker
+   computes fewer of them. Strategy ssp (Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
+   Parameter Server"): a worker that has done c steps gets its answer when the slowest one has done c - s, s =
+   .staleness; with s = 0 gradients of a step enter together, as in >>strategy-ps. */
+
+/* Returns the batch that a worker computes next: one that a lost worker had, else the next of the epoch; -1: the epoch
+   ends; -2: not known yet, because in the last epoch another worker may be lost with its batch. */
+HPMLC_FN int64_t hpmlc_async_deal(hpmlc_servers *own, const hpmlc_request *r)
+{
+    const int64_t begin = r->epoch * r->batch, end = begin + r->batch;
+    int64_t       left  = -1;
+    for (int k = 0; k < own->workers; k++) {
+        hpmlc_client *w     = &own->client[k];
+        const int64_t batch = w->batch;
+        if (batch < 0 || batch >= end) continue;
+        left = -2;
+        if (!w->is_lost) continue;
+        w->batch = -1;
+        return batch;
+    }
+    own->dealt = hpmlc_max(own->dealt, begin);
+    if (own->dealt < end) return own->dealt++;
+    return r->wants ? left : -1;
+}
+
+/* Answers the request of worker k if it may be answered. slowest: steps of the slowest worker. */
+HPMLC_FN hpml_status hpmlc_async_answer(hpml_distributed *d, int k, int64_t slowest)
+{
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    hpmlc_client  *w   = &own->client[k];
+    if (hpmlc_is_open(w, HPMLC_PULL) && w->clock - slowest <= d->plan.staleness)
+        return hpmlc_answer_to(d, k, w->clock, -1);
+    if (!hpmlc_is_open(w, HPMLC_DEAL)) return HPML_OK;
+    const int64_t batch = hpmlc_async_deal(own, &w->request);
+    if (batch == -2) return HPML_OK;
+    if (batch == -1) w->epochs = w->request.epoch + 1;
+    w->batch = batch;
+    return hpmlc_answer_to(d, k, w->clock, batch);
+}
+
+HPMLC_FN hpml_status hpmlc_async_enter(hpml_distributed *d)
+{
+    hpmlc_servers *own     = hpmlc_servers_of(d);
+    hpml_status    status  = HPML_OK;
+    int64_t        slowest = INT64_MAX;
+    for (int k = 0; k < own->workers && status == HPML_OK; k++) {
+        hpmlc_client *w = &own->client[k];
+        bool          came = false;
+        if (hpmlc_is_open(w, HPMLC_PUSH)) status = hpmlc_take(d, k, 1, &came);
+        if (came && w->request.samples > 0 && status == HPML_OK) status = hpmlc_server_apply(d);
+        w->clock += came && w->request.batch < 0;
+        if (hpmlc_is_active(w)) slowest = hpmlc_min(slowest, w->clock);
+    }
+    for (int k = 0; k < own->workers && status == HPML_OK; k++) status = hpmlc_async_answer(d, k, slowest);
+    return status;
+}
+
+/* Returns whether a gradient was taken, or worker w has ended the epoch of this server. */
+HPMLC_FN bool hpmlc_has_ended(const hpmlc_servers *own, const hpmlc_client *w)
+{
+    return own->taken > 0 || w->epochs > own->epoch;
+}
+
+/* The trainer's hook `next`: which batch fit computes next on this rank. On a server: serves a step. */
+HPMLC_FN int64_t hpmlc_async_next(void *user, hpml_trainer *t HPMLC_UNUSED, int64_t epoch, int64_t batches,
+                                  bool is_last)
+{
+    hpml_distributed *d   = (hpml_distributed *)user;
+    hpmlc_servers    *own = hpmlc_servers_of(d);
+    HPMLC_ZERO(hpmlc_request, r);
+    if (hpmlc_is_server(d)) {
+        own->epoch     = epoch;
+        own->is_served = hpmlc_serve(d, hpmlc_has_ended) == HPML_OK && own->taken > 0;
+        return own->is_served ? epoch * batches : -1;
+    }
+    r.kind  = HPMLC_DEAL;
+    r.batch = batches;
+    r.epoch = epoch;
+    r.wants = is_last;
+    hpml_status status = hpml_send(d->c, own->workers, HPMLC_TAG_REQUEST, &r, sizeof r);
+    if (status == HPML_OK)
+        status = hpml_recv(d->c, own->workers, HPMLC_TAG_REQUEST, own->answer, sizeof *own->answer);
+    if (hpmlc_server_lost(d, own->workers, status) != HPML_OK) return -1;
+    own->batch = own->answer->batch;
+    r.kind     = HPMLC_NOTE;
+    r.wants    = 0;
+    r.epoch++;
+    if (own->batch < 0) hpmlc_ask(d, &r, 1);
+    return own->batch;
+}
+
+HPMLC_FN bool hpmlc_async_open(hpml_distributed *d)
+{
+    if (d->plan.strategy == HPML_STRATEGY_ASYNC) {
+        d->plan.staleness = INT32_MAX;
+        d->next           = hpmlc_async_next;
+    }
+    if (d->plan.staleness == 0) return hpmlc_ps_open(d);
+    d->plan.sum = true; /* a gradient is the mean over its samples, whatever their number */
+    return hpmlc_servers_open(d, hpmlc_async_enter);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-hogwild   threads that update shared values without locks
@@ -8803,15 +9870,15 @@ HPMLC_FN hpml_status hpmlc_gossip_finish(hpml_distributed *d) { return hpmlc_loc
    which sparse models bear because batches have few rows in common; a dense layer is shared as well, but read and
    written whole. States of the optimizer are each rank's own. One rank has the bits of serial training. */
 
-typedef struct hpmlc_shared { /* values of all ranks; the rank that releases them last frees them */
+typedef struct hpmlc_hogwild_values { /* values of all ranks; the rank that releases them last frees them */
     hpml_allocator allocator;
     size_t         bytes;
     int32_t        holders;   /* ranks that have not released them */
     uint32_t      *bits;      /* (layout.span) floats, in the places of the trainer's arrays */
-} hpmlc_shared;
+} hpmlc_hogwild_values;
 
 typedef struct hpmlc_hogwild {
-    hpmlc_shared *shared;
+    hpmlc_hogwild_values *shared;
     float        *seen;       /* (layout.span) the shared values as this rank read them last */
     bool          is_loaded;  /* parameters come from a checkpoint: they are yet to be shared */
 } hpmlc_hogwild;
@@ -8875,11 +9942,11 @@ HPMLC_FN hpml_status hpmlc_hogwild_need(void *user, hpml_trainer *t HPMLC_UNUSED
     return HPML_OK; /* the op refuses other tokens */
 }
 
-HPMLC_FN hpmlc_shared *hpmlc_shared_create(hpml_distributed *d)
+HPMLC_FN hpmlc_hogwild_values *hpmlc_shared_create(hpml_distributed *d)
 {
     hpml_allocator a     = hpml_ctx_allocator(d->ctx);
-    size_t         bytes = sizeof(hpmlc_shared) + (size_t)d->layout.span * sizeof(uint32_t);
-    hpmlc_shared  *s     = (hpmlc_shared *)a.alloc(bytes, 64, a.user);
+    size_t         bytes = sizeof(hpmlc_hogwild_values) + (size_t)d->layout.span * sizeof(uint32_t);
+    hpmlc_hogwild_values  *s     = (hpmlc_hogwild_values *)a.alloc(bytes, 64, a.user);
     if (!s) return NULL;
     s->allocator = a;
     s->bytes     = bytes;
@@ -8896,7 +9963,7 @@ HPMLC_FN hpmlc_shared *hpmlc_shared_create(hpml_distributed *d)
 /* Releases this rank's share of the values: the destructor of a hpmlc_hogwild. */
 HPMLC_FN void hpmlc_hogwild_destroy(void *object)
 {
-    hpmlc_shared *s = ((hpmlc_hogwild *)object)->shared;
+    hpmlc_hogwild_values *s = ((hpmlc_hogwild *)object)->shared;
     if (!s || __atomic_sub_fetch(&s->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
     hpml_allocator a = s->allocator;
     a.free(s, s->bytes, a.user);
@@ -8984,11 +10051,14 @@ HPMLC_FN void hpmlc_hogwild_close(hpml_distributed *d)
 #define HPMLC_OWN_LOSS "between meetings no rank has the loss of all ranks, which a search compares"
 
 /* The strategies. The first row of the plan's strategy that fits is chosen; the last row of a strategy always fits. */
+#define HPMLC_OWN_STEPS "with servers ranks do not step together"
 static const hpmlc_strategy hpmlc_strategies[] = {
     { HPML_STRATEGY_SYNC, "exact", "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
       hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, NULL },
     { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
       hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state, NULL },
+    { HPML_STRATEGY_SYNC, "factors", NULL, NULL, hpmlc_factors_is_chosen, hpmlc_factors_open, hpmlc_factors_begin,
+      hpmlc_factors_gradient, hpmlc_factors_update, NULL, hpmlc_buckets_state, hpmlc_factors_close },
     { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_link_begin,
       hpmlc_sync_gradient, hpmlc_nodes_update, NULL, hpmlc_nodes_state, NULL },
     { HPML_STRATEGY_SYNC, "link", NULL, NULL, hpmlc_link_is_chosen, hpmlc_link_open, hpmlc_link_begin,
@@ -8996,13 +10066,23 @@ static const hpmlc_strategy hpmlc_strategies[] = {
     { HPML_STRATEGY_SYNC, "sync", NULL, NULL, NULL, hpmlc_sync_open, hpmlc_sync_begin, hpmlc_sync_gradient,
       hpmlc_sync_update, NULL, hpmlc_buckets_state, NULL },
     { HPML_STRATEGY_LOCAL, "local", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
-      hpmlc_local_update, hpmlc_local_finish, hpmlc_weights_state, hpmlc_weights_close },
+      hpmlc_local_update, hpmlc_local_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_BLOCK, "block", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open_centre, hpmlc_weights_begin, NULL,
-      hpmlc_block_update, hpmlc_block_finish, hpmlc_weights_state, hpmlc_weights_close },
+      hpmlc_block_update, hpmlc_block_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_ELASTIC, "elastic", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open_centre, hpmlc_weights_begin,
-      NULL, hpmlc_elastic_update, hpmlc_elastic_finish, hpmlc_weights_state, hpmlc_weights_close },
+      NULL, hpmlc_elastic_update, hpmlc_elastic_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_GOSSIP, "gossip", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
-      hpmlc_gossip_update, hpmlc_gossip_finish, hpmlc_weights_state, hpmlc_weights_close },
+      hpmlc_gossip_update, hpmlc_local_meet, hpmlc_weights_state, NULL },
+    { HPML_STRATEGY_PS, "ps", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_ps_open, hpmlc_servers_begin, NULL,
+      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_BACKUP, "backup", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_ps_open, hpmlc_servers_begin, NULL,
+      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_SSP, "ssp", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_async_open, hpmlc_servers_begin, NULL,
+      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_ASYNC, "async", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_async_open, hpmlc_servers_begin, NULL,
+      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_FEDERATED, "federated", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_federated_open, hpmlc_servers_begin,
+      NULL, hpmlc_federated_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
     { HPML_STRATEGY_HOGWILD, "hogwild", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_hogwild_open, hpmlc_hogwild_begin, NULL,
       hpmlc_hogwild_update, hpmlc_hogwild_finish, hpmlc_hogwild_state, hpmlc_hogwild_close },
 };
@@ -9017,6 +10097,15 @@ HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_pl
     return s;
 }
 
+/* Returns whether a step of the trainer's optimizer depends on whole tensors. */
+HPMLC_FN bool hpmlc_steps_tensors(const hpml_trainer_desc *d)
+{
+    const hpml_optimizer *row = d->custom_optimizer;
+    for (int i = 0; !row && hpml_optimizer_at(i); i++)
+        if (hpml_optimizer_at(i)->opt == d->optimizer) row = hpml_optimizer_at(i);
+    return row && (row->prepare || row->layer_ratio || row->whole);
+}
+
 HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out)
 {
     memset(out, 0, sizeof *out);
@@ -9026,7 +10115,10 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->accumulate    = hpml_trainer_settings(t)->accumulate;
     out->overflows     = hpmlc_overflows(t, c->ctx);
     out->mixes_samples = !hpml_graph_batchable(hpml_trainer_graph(t));
+    out->clips         = hpml_trainer_settings(t)->clip_norm > 0;
+    out->steps_tensors = hpmlc_steps_tensors(hpml_trainer_settings(t));
     out->native        = c->t->allreduce || c->link.begin;
+    out->no_factors    = !hpmlc_has_factors(c->ctx);
     out->together      = hpml_ctx_backend(c->ctx)->host && (c->size == 1 || strcmp(c->t->name, "threads") == 0);
     for (int i = 0; i < hpml_param_count(c->ctx); i++)
         if (hpml_trainer_place(t, i) >= 0 && hpml_param_rows(hpml_param_at(c->ctx, i), NULL)) out->sparse = true;
@@ -9089,22 +10181,15 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     return status;
 }
 
-HPMLC_FN int hpmlc_name_order(const void *a, const void *b)
+/* Fills in layout.by_name: indices of the parameters, sorted by name, by insertion, because most are in order. */
+HPMLC_FN void hpmlc_layout_names(hpml_distributed *d)
 {
-    return strcmp((*(hpml_tensor *const *)a)->name, (*(hpml_tensor *const *)b)->name);
-}
-
-/* Fills in layout.by_name: indices of the parameters, sorted by name. False: no memory. */
-HPMLC_FN bool hpmlc_layout_names(hpml_distributed *d)
-{
-    const int     params = d->layout.params;
-    hpml_tensor **p = (hpml_tensor **)hpml_ctx_alloc(d->ctx, sizeof *p * (size_t)(params + 1), NULL);
-    if (!p) return false;
-    for (int i = 0; i < params; i++) p[i] = hpmlc_param(d, i);
-    if (params > 0) qsort(p, (size_t)params, sizeof *p, hpmlc_name_order);
-    for (int i = 0; i < params; i++) d->layout.by_name[i] = p[i]->param->index;
-    hpml_ctx_release(d->ctx, p);
-    return true;
+    int *sorted = d->layout.by_name, k;
+    for (int i = 0; i < d->layout.params; i++) {
+        const char *name = hpmlc_param(d, i)->name;
+        for (k = i; k > 0 && strcmp(hpmlc_param(d, sorted[k - 1])->name, name) > 0; k--) sorted[k] = sorted[k - 1];
+        sorted[k] = i;
+    }
 }
 
 HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
@@ -9117,7 +10202,8 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     l->first     = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, &l->span);
     l->bucket_of = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
     l->by_name   = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
-    if (!l->bucket_of || !l->by_name || !hpmlc_layout_names(d)) return false;
+    if (!l->bucket_of || !l->by_name) return false;
+    hpmlc_layout_names(d);
     for (int i = 0; i < l->params; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
@@ -9174,6 +10260,15 @@ HPMLC_FN bool hpmlc_dist_attaches(hpml_trainer *t, hpml_comm *c)
     return true;
 }
 
+/* Sets the trainer's share of each global batch; a server has none. Where batches are dealt, they are of one worker. */
+HPMLC_FN hpml_status hpmlc_shard_set(const hpml_distributed *d)
+{
+    const int     workers = hpmlc_plan_workers(&d->plan, d->c->size), rank = (int)hpmlc_min(d->c->rank, workers);
+    const int64_t batch   = d->plan.global_batch;
+    if (d->next) return hpml_trainer_set_shard(d->t, rank == workers, 1, (batch - 1) / workers + 1, 0);
+    return hpml_trainer_set_shard(d->t, rank, workers, batch, d->layout.grain);
+}
+
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan)
 {
     HPMLC_ZERO(hpml_hooks, hooks);
@@ -9202,8 +10297,9 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.sum    = settings.sync_batchnorm ? hpmlc_dist_sum : NULL;
     hooks.update = hpmlc_dist_update;
     hooks.data   = hpmlc_dist_data;
+    hooks.next   = d->next;
     hpml_trainer_attach(t, &hooks);
-    hpml_trainer_set_shard(t, c->rank, c->size, d->plan.global_batch, d->layout.grain);
+    hpmlc_shard_set(d);
     hpml_distribute_get(d, NULL, true);
     d->report.r.loss = NAN; /* no step yet */
     return hpml_ctx_status(c->ctx) == HPML_OK ? d : NULL;
@@ -9228,7 +10324,7 @@ HPML_API void hpml_distribute_free(hpml_distributed *d)
 HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t global_batch)
 {
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
-    int64_t most = d->c->size * d->layout.batch;
+    int64_t most = hpmlc_plan_workers(&d->plan, d->c->size) * d->layout.batch;
     if (d->strategy->fixed_batch)
         return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: the global batch stays %lld, because %s",
                           (long long)d->plan.global_batch, d->strategy->fixed_batch);
@@ -9236,17 +10332,14 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
         return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: a global batch of %lld; the models' batches hold 1 to "
                           "%lld", (long long)global_batch, (long long)most);
     d->plan.global_batch = global_batch;
-    return hpml_trainer_set_shard(d->t, d->c->rank, d->c->size, global_batch, 0);
+    return hpmlc_shard_set(d);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>report   where the time of steps went
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Gets the report: means a step since the last reset, times in seconds. step_s is the sum of compute_s, exposed_s
-   (waiting for the exchange) and the rest (data, update). Of comm_s, the exchange's time, the fraction `hidden` is
-   behind computation; efficiency is 1 - exposed_s / step_s. reset: begins new sums. */
-
+/* Means a step since the last reset: step_s is the sum of compute_s, exposed_s and the rest (data, update). */
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
     hpml_counters now;
@@ -9277,8 +10370,6 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     r->at_reset = now;
 }
 
-/* Gathers the rows of all ranks' last steps, sorts them by step, then rank, and sets bubble_s, the seconds in which a
-   rank waited for the slowest rank (see hpml_step_row). Returns the number of rows; -1: an error. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
 {
     if (!d || !rows || capacity < 0 || hpmlc_failed(d->c)) return -1;
@@ -9557,10 +10648,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     d->micro = 0;
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
-    if (!f) {
-        hpmlc_failed(d->c); /* sends the error to the other ranks */
-        return hpml_ctx_status(d->ctx);
-    }
+    if (!f) return hpmlc_failure(d->c);
     status = hpmlc_states_open(d, &list, false) ? hpmlc_states_load(&list, f, path) : hpml_ctx_status(d->ctx);
     hpmlc_states_close(&list);
     hpml_safetensors_close(f);
@@ -9675,10 +10763,7 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
     const int64_t before = d->plan.global_batch;
     hpml_status   status = hpml_distribute_save(d, s.path);
     if (status == HPML_OK) status = hpmlc_search_place(d, s.path);
-    for (int i = 0; i < capacity && trials; i++) {
-        trials[i].batch = 0;
-        trials[i].loss  = 0;
-    }
+    if (trials && capacity > 0) memset(trials, 0, sizeof *trials * (size_t)capacity);
     int64_t best = hpmlc_search_sizes(d, data, &s, trials, capacity, &status);
     d->report.rows = 0;
     hpml_distribute_get(d, NULL, true);
@@ -10226,7 +11311,7 @@ HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
     return true;
 }
 
-/* Copies the phases (rounds of one kind) that rank `rank` executes in the collective to s->phase. */
+/* Copies the phases that rank `rank` executes in the collective to s->phase. */
 HPMLC_FN void hpmlc_sim_set_phases(hpmlc_sim *s, int rank, const hpmlc_phases *all)
 {
     s->phases[rank] = all->count;

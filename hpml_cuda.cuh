@@ -6744,9 +6744,11 @@ HPMLG_FN void hpmlg_op_custom(HPMLG_OP_ARGUMENTS)
 {
     const hpml_op_impl *own    = &n->attr.custom->kernel;
     hpml_status         status = HPML_OK;
-    for (int i = 0; i < n->src_count && back && own->backward; i++)
-        if (n->src[i]->raw_grad && !n->accumulate[i])
-            hpmlg_zero(d, n->src[i]->raw_grad, (size_t)hpml_tensor_count(n->src[i]) * hpml_dtype_size(n->src[i]->dtype));
+    for (int i = 0; i < n->src_count && back && own->backward; i++) {
+        const hpml_tensor *s = n->src[i];
+        if (s->raw_grad && !n->accumulate[i])
+            hpmlg_zero(d, s->raw_grad, (size_t)hpml_tensor_count(s) * hpml_dtype_size(s->dtype));
+    }
     if (!own->forward) hpml_custom_on_host(run, n, back);
     else status = back ? own->backward(run, n) : own->forward(run, n);
     if (status != HPML_OK && hpmlg_ok(d))

@@ -1088,18 +1088,22 @@ static hpml_status asks_and_answers(hpml_comm *c, void *user)
     return HPML_OK;
 }
 
-/* The best of several tries of each, in turn, because other programs may need the cores. */
+/* The best of several tries of each, in turn, because other programs may need the cores. With 65 ranks there are more
+   ranks than cores, so a wait sleeps soon, as a condition variable does; all but two have left. */
 TEST_PLAIN(a_question_and_its_answer_take_at_most_twice_a_condition_variable)
 {
-    double bare = 1e9, ours = 1e9, took = 0;
-    for (int tries = 0; tries < 20 && (tries < 5 || ours > 2 * bare); tries++) {
-        ENSURE(launch(HPML_TRANSPORT_THREADS, 2, asks_and_answers, &took) == HPML_OK);
-        ours = took < ours ? took : ours;
-        took = bell_seconds();
-        bare = took < bare ? took : bare;
+    for (int ranks = 2; ranks <= 65; ranks += 63) {
+        double bare = 1e9, ours = 1e9, took = 0;
+        for (int tries = 0; tries < 20 && (tries < 5 || ours > 2 * bare); tries++) {
+            ENSURE(launch(HPML_TRANSPORT_THREADS, ranks, asks_and_answers, &took) == HPML_OK);
+            ours = took < ours ? took : ours;
+            took = bell_seconds();
+            bare = took < bare ? took : bare;
+        }
+        printf("    %d ranks: %.2f us, by a condition variable %.2f us: ratio %.2f\n", ranks, 1e6 * ours, 1e6 * bare,
+               ours / bare);
+        ENSURE(ours <= 2 * bare);
     }
-    printf("    %.2f us, by a condition variable %.2f us: ratio %.2f\n", 1e6 * ours, 1e6 * bare, ours / bare);
-    ENSURE(ours <= 2 * bare);
 }
 
 static hpml_status waver(hpml_comm *c, void *user) /* measures by how much each of 100 computations exceeds 1 s */
@@ -1937,6 +1941,16 @@ TEST(a_custom_transport_finds_its_rank_and_its_waits_end_at_the_deadline)
     hpml_ctx_clear_error(ctx);
     ENSURE(hpml_allreduce(c, &x, 1, NULL) == HPML_ERR_TIMEOUT);
     ENSURE(strstr(hpml_ctx_error(ctx), "waited 0.05 s for rank 0"));
+    hpml_ctx_free(ctx);
+    d.survive = true;
+    ctx       = hpml_ctx_create(NULL);
+    c         = hpml_comm_create(ctx, &d);
+    hpml_message m, *list[2] = { NULL, &m };
+    ENSURE(c && hpml_irecv(c, 0, 1, &x, sizeof x, &m) == HPML_OK && !hpml_test(c, &m));
+    ENSURE(hpml_wait_any(c, list, 2, 0.01) == -1 && !m.done && !hpml_comm_lost(c, 0));
+    ENSURE(hpml_wait_any(c, list, 2, -1) == 1 && m.status == HPML_ERR_PEER && hpml_comm_lost(c, 0));
+    ENSURE(hpml_ctx_status(ctx) == HPML_OK && hpml_allreduce(c, &x, 1, NULL) == HPML_ERR_PEER);
+    ENSURE(strstr(hpml_ctx_error(ctx), "rank 1: allreduce: rank 0 has sent nothing until the deadline"));
     hpml_ctx_free(ctx);
 }
 

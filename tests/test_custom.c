@@ -340,22 +340,39 @@ TEST(an_op_without_backward_and_many_outputs)
 }
 
 /* y = sum of x over all ranks; dx = sum of dy. */
-static int idle_runs;
+static int idle_runs, idle_nonzero; /* calls on a rank without samples; numbers there that are not 0 */
+static void count_idle(const hpml_run *run, const float *x, int64_t n)
+{
+    if (!run->idle) return;
+    __atomic_fetch_add(&idle_runs, 1, __ATOMIC_RELAXED);
+    for (int64_t i = 0; i < n; i++) __atomic_fetch_add(&idle_nonzero, x[i] != 0, __ATOMIC_RELAXED);
+}
 static hpml_status summed_forward(const hpml_run *run, hpml_node *n)
 {
+    count_idle(run, n->src[0]->data, hpml_tensor_count(n->out));
     memcpy(n->out->data, n->src[0]->data, (size_t)hpml_tensor_count(n->out) * sizeof(float));
-    __atomic_fetch_add(&idle_runs, run->idle, __ATOMIC_RELAXED);
     return hpml_allreduce((hpml_comm *)n->attr.custom->user, n->out->data, hpml_tensor_count(n->out), NULL);
 }
 static hpml_status summed_backward(const hpml_run *run, hpml_node *n)
 {
+    count_idle(run, n->out->grad, hpml_tensor_count(n->out));
     hpml_status s = hpml_allreduce((hpml_comm *)n->attr.custom->user, n->out->grad, hpml_tensor_count(n->out), NULL);
     hpml_node_give(run, n, 0, n->out->grad);
     return s;
 }
+/* y = x, NaN in the pass before which *user was set. */
+static hpml_status poison_forward(const hpml_run *run, hpml_node *n)
+{
+    bool *now = (bool *)n->attr.custom->user;
+    (void)run;
+    memcpy(n->out->data, n->src[0]->data, (size_t)hpml_tensor_count(n->out) * sizeof(float));
+    if (*now) n->out->data[0] = NAN;
+    *now = false;
+    return HPML_OK;
+}
 enum { B = 4 };
 typedef struct job { bool nan; double loss[2]; uint64_t hash[2]; } job;
-/* Ranks sum a layer's result; in the second and third step rank 1 has no samples. */
+/* Ranks sum the input, and a layer's result; in the second and third step rank 1 has no samples. */
 static hpml_status idle(hpml_comm *c, void *user)
 {
     job         *j   = (job *)user;
@@ -364,9 +381,12 @@ static hpml_status idle(hpml_comm *c, void *user)
     hpml_custom  own = { .name = "summed", .forward = summed_forward, .backward = summed_backward, .user = c,
                          .keeps = HPML_KEEP_NONE, .collective = true };
     hpml_tensor *x = hpml_input_2d(ctx, B, 6);
-    hpml_tensor *h = hpml_linear(hpml_relu(x), 6, &(hpml_linear_desc){ .no_bias = true });
+    bool         nan = false;
+    hpml_custom  poison = { .name = "poison", .forward = poison_forward, .backward = wrong_backward, .user = &nan };
+    hpml_tensor *h = hpml_linear(hpml_relu(hpml_custom_op(&x, 1, &own)), 6, &(hpml_linear_desc){ .no_bias = true });
+    hpml_tensor *sum = hpml_custom_op(&h, 1, &own);
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
-        .input = x, .output = hpml_linear(hpml_custom_op(&h, 1, &own), 3, NULL), .lr = 0.1f });
+        .input = x, .output = hpml_linear(hpml_custom_op(&sum, 1, &poison), 3, NULL), .lr = 0.1f });
     hpml_distribute(t, c, NULL);
     float          xs[B * 6];
     int32_t        ys[B] = { 0, 1, 2, 0 };
@@ -374,7 +394,7 @@ static hpml_status idle(hpml_comm *c, void *user)
     hpml_rng       rng = { .seed = 4, .stream = (uint64_t)r };
     for (int s = 0; s < 4; s++) {
         hpml_rng_fill_normal(&rng, xs, B * 6);
-        if (j->nan && s == 3 && r == 0) xs[0] = NAN;
+        nan = j->nan && s == 3 && r == 0;
         hpml_trainer_step(t, xs, ys, s < 3 && s > 0 && r == 1 ? 0 : B, &info);
         if (s == 2) j->loss[r] = info.loss;
     }
@@ -386,13 +406,14 @@ TEST(collective_ops_run_on_ranks_without_samples)
     job              j = { 0 }, again = { 0 };
     char             text[500] = "";
     hpml_launch_desc two = { .ranks = 2, .timeout = 20, .ctx = { .threads = 1, .seed = 2 } };
-    idle_runs = 0;
+    idle_runs = idle_nonzero = 0;
     hpml_status status = hpml_launch(&two, idle, &j, text, sizeof text);
     if (status != HPML_OK) printf("    %s\n", text);
-    ENSURE(status == HPML_OK && idle_runs == 2 && j.hash[0] == j.hash[1]);
+    ENSURE(status == HPML_OK && idle_runs == 6 && idle_nonzero == 0 && j.hash[0] == j.hash[1]);
     two.ctx.activation_dtype = HPML_DTYPE_BF16;
     ENSURE(hpml_launch(&two, idle, &again, text, sizeof text) == HPML_OK && again.hash[0] == again.hash[1]);
     ENSURE_NEAR(j.loss[0], again.loss[0], 0.05);
+    ENSURE(idle_runs == 12 && idle_nonzero == 0);
 }
 
 /* The search for the layer with a NaN runs forward again, but no collective op: the other rank is elsewhere. */
@@ -400,7 +421,7 @@ TEST(collective_ops_are_not_repeated_to_find_a_nan)
 {
     job              j = { .nan = true };
     char             text[500] = "";
-    hpml_launch_desc two = { .ranks = 2, .timeout = 5, .ctx = { .threads = 1, .seed = 2 } };
+    hpml_launch_desc two = { .ranks = 2, .timeout = 2, .ctx = { .threads = 1, .seed = 2 } };
     hpml_status status = hpml_launch(&two, idle, &j, text, sizeof text);
-    ENSURE(status == HPML_ERR_NONFINITE && strstr(text, "the data of \"input\""));
+    ENSURE(status == HPML_ERR_NONFINITE && strstr(text, "step 4: the loss is nan"));
 }

@@ -164,6 +164,17 @@ check "1 Gbit/s, 64 ranks: half as long with bf16, less when packed" 'awk "$time
 timeout 60 build/09_queue >"$tmp/out" 2>&1
 check "spread strands fewer GPUs than pack" \
     'awk "/^pack/ { p = \$6 } /^spread/ { s = \$6; n = 1 } END { exit !(n && s < p) }" "$tmp/out"'
+timeout 60 build/16_gossip >"$tmp/out" 2>&1
+check "the spread shrinks by the second eigenvalue" \
+    'awk "/ of 8: spread/ { n++; d = \$6 - \$11; if (d * d > 0.02 * 0.02 * \$11 * \$11 + 1e-9) bad = 1 }
+        END { exit n != 4 || bad }" "$tmp/out"'
+timeout 60 build/17_plans --json "" strategy=local,period=50 >"$tmp/out" 2>&1
+check "local SGD sends less and takes less time on a slow network" \
+    '[ $? -eq 0 ] && awk -F "[:,]" "NR == 1 { b = \$8; s = \$10 } NR == 2 { bad = !(\$9 * 10 < b && \$11 * 4 < s) }
+        END { exit NR != 2 || bad }" "$tmp/out" && above accuracy 0.8 &&
+        grep -c "\"weights_hash\": \"[0-9a-f]\{16\}\"}$" "$tmp/out" | grep -q 2'
+timeout 60 build/17_plans strategy=gossip,codec=onebit >"$tmp/out" 2>&1
+check "a plan that is refused" '[ $? -eq 1 ] && says "codec is for strategies that send gradients"'
 timeout 60 build/13_parameter_server >"$tmp/out" 2>&1
 check "a parameter server by hand" '[ $? -eq 0 ] && says "^test accuracy [89].* 800 gradients of 4 workers"'
 one=$(HPML_RUN=clock:4 build/13_parameter_server --steps 40 --slow 3 | tail -n 1)
@@ -203,8 +214,10 @@ check "the demo says what it has drawn and what its table shows" \
 fits build/02_mnist --workers 2 --samples 640 --epochs 2 --model linear --steps-table 3 --out "$files"
 fits build/03_charlm --steps 2 --batch 2 --length 300 hpml.h
 fits build/05_allreduce --ranks 2 --max 4096
+fits build/17_plans strategy=local,period=10 strategy=gossip,topology=pairs
 fits build/08_simulate --out "$files" --ranks 64
-for program in 01_xor 04_embed_cpp 07_digits 06_onebit_dropin 09_queue 13_parameter_server 18_own_op 20_lbfgs; do
+for program in 01_xor 04_embed_cpp 07_digits 06_onebit_dropin 09_queue 13_parameter_server 16_gossip 18_own_op \
+    20_lbfgs; do
     fits build/$program
 done
 for program in 02_mnist 03_charlm 05_allreduce 08_simulate 13_parameter_server; do

@@ -38,6 +38,8 @@ for n in 5 ${all:+7 8 16}; do on $n sums; check "all algorithms on $n ranks" 0 '
 # 1-bit training as on threads. The tests of accuracy and of times run only with 2 ranks, because each needs a core.
 onebit() { timeout 200 "$mpiexec" $mpi_options -n $1 build/onebit_ranks --filter "$2" >"$tmp/out" 2>&1; }
 onebit 2 ''; check "1-bit training on 2 ranks" 0 '^8 passed'
+timeout 100 "$mpiexec" $mpi_options -n 3 build/servers_ranks >"$tmp/out" 2>&1
+check "workers and servers on 3 ranks" 0 '^1 passed'
 if [ -n "$all" ]; then
     onebit 4 ''; check "1-bit training on 4 ranks" 0 '^6 passed, 0 failed, 3 skipped'
 fi

@@ -254,6 +254,16 @@ TEST(local_with_period_1_is_synchronous)
     ENSURE(apart(&local, &sync) <= 1e-6);
 }
 
+/* A block without an outer momentum is model averaging: local SGD with the block's period. */
+TEST(a_block_without_momentum_is_local)
+{
+    static task local, block;
+    local = (task){ .plan = LOCAL(.period = 5), .steps = 30 };
+    block = (task){ .plan = BLOCK(.period = 5, .outer_momentum = HPML_ZERO), .steps = 30 };
+    ENSURE(ran(&local) && ran(&block));
+    ENSURE(apart(&local, &block) <= 1e-5);
+}
+
 /* Squared spread of x over ranks: the sum of squared differences to the mean; adds |mean| to *mean. */
 static double spread_of(hpml_comm *c, const float *x, int n, double *mean)
 {
