@@ -9163,33 +9163,6 @@ HPMLC_FN bool hpmlc_has_feedback(const hpml_distributed *d)
     return codec->has_residual && !d->plan.codec.no_feedback;
 }
 
-/* Cuts the ranges and takes the memory of a worker or a server. False: an error on the context. */
-HPMLC_FN bool hpmlc_servers_alloc(hpml_distributed *d)
-{
-    hpmlc_servers *own    = hpmlc_servers_of(d);
-    const bool     serves = hpmlc_is_server(d);
-    const size_t   k = (size_t)own->workers, s = (size_t)own->count, pieces = 3 * ((size_t)d->layout.params + s) + 1;
-    own->first    = serves ? d->c->rank - own->workers : 0;
-    own->end      = serves ? own->first + 1 : own->count;
-    own->floats   = hpmlc_server_at(own, own->end) - hpmlc_server_at(own, own->first);
-    own->piece    = (hpmlc_piece *)hpmlc_dist_alloc(d, sizeof *own->piece * pieces);
-    own->begin    = (int *)hpmlc_dist_alloc(d, sizeof *own->begin * (s + 1));
-    own->message  = (hpml_message *)hpmlc_dist_alloc(d, sizeof *own->message * 4 * s);
-    own->answer   = (hpmlc_answer *)hpmlc_dist_alloc(d, sizeof *own->answer * s);
-    own->awaited  = (hpml_message **)hpmlc_dist_alloc(d, sizeof *own->awaited * k);
-    own->client   = (hpmlc_client *)hpmlc_dist_alloc(d, sizeof *own->client * k);
-    if (hpml_ctx_status(d->ctx) != HPML_OK) return false;
-    for (int i = 0; i < own->count; i++)
-        if (!hpmlc_range_cut(d, i))
-            return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: the codec cannot pack rows of the gradient"), false;
-    const size_t bytes = sizeof(float) * (size_t)(own->floats + 1); /* another server's range may have a float more */
-    own->gradient = (float *)hpmlc_dist_alloc(d, bytes);
-    own->values   = (float *)hpmlc_dist_alloc(d, bytes);
-    own->packed   = (char *)hpmlc_dist_alloc(d, hpmlc_packed_size(own, own->first, own->end) + 1);
-    if (!serves && hpmlc_has_feedback(d)) own->residual = (float *)hpmlc_dist_alloc(d, bytes);
-    return hpml_ctx_status(d->ctx) == HPML_OK;
-}
-
 /* Returns whether this client is drawn for a round. */
 HPMLC_FN bool hpmlc_is_drawn(const hpml_distributed *d, int64_t round)
 {
@@ -9215,7 +9188,7 @@ HPMLC_FN void hpmlc_servers_restart(hpml_distributed *d)
     hpmlc_ranges_copy(d, HPML_ARRAY_VALUES, false, own->first, own->end, own->values);
 }
 
-/* Takes the memory of a strategy with servers, whose function is `enter`. False: an error on the context. */
+/* Cuts the ranges and takes the memory of a rank, for a strategy with this `enter`. False: an error on the context. */
 HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_distributed *d))
 {
     hpmlc_servers *own = (hpmlc_servers *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_servers_destroy);
@@ -9227,9 +9200,29 @@ HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_
     own->enter   = enter;
     own->period  = 1;
     own->batch   = -1;
-    if (!hpmlc_servers_alloc(d)) return false;
+    const bool   serves = hpmlc_is_server(d);
+    const size_t k = (size_t)own->workers, s = (size_t)own->count, pieces = 3 * ((size_t)d->layout.params + s) + 1;
+    own->first   = serves ? d->c->rank - own->workers : 0;
+    own->end     = serves ? own->first + 1 : own->count;
+    own->floats  = hpmlc_server_at(own, own->end) - hpmlc_server_at(own, own->first);
+    own->piece   = (hpmlc_piece *)hpmlc_dist_alloc(d, sizeof *own->piece * pieces);
+    own->begin   = (int *)hpmlc_dist_alloc(d, sizeof *own->begin * (s + 1));
+    own->message = (hpml_message *)hpmlc_dist_alloc(d, sizeof *own->message * 4 * s);
+    own->answer  = (hpmlc_answer *)hpmlc_dist_alloc(d, sizeof *own->answer * s);
+    own->awaited = (hpml_message **)hpmlc_dist_alloc(d, sizeof *own->awaited * k);
+    own->client  = (hpmlc_client *)hpmlc_dist_alloc(d, sizeof *own->client * k);
+    if (hpml_ctx_status(d->ctx) != HPML_OK) return false;
+    for (int i = 0; i < own->count; i++)
+        if (!hpmlc_range_cut(d, i))
+            return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: the codec cannot pack rows of the gradient"), false;
+    const size_t bytes = sizeof(float) * (size_t)(own->floats + 1); /* another server's range may have a float more */
+    own->gradient = (float *)hpmlc_dist_alloc(d, bytes);
+    own->values   = (float *)hpmlc_dist_alloc(d, bytes);
+    own->packed   = (char *)hpmlc_dist_alloc(d, hpmlc_packed_size(own, own->first, own->end) + 1);
+    if (!serves && hpmlc_has_feedback(d)) own->residual = (float *)hpmlc_dist_alloc(d, bytes);
+    if (hpml_ctx_status(d->ctx) != HPML_OK) return false;
     d->copies.all   = own->workers;
-    d->copies.count = hpmlc_is_server(d) ? 0 : 1;
+    d->copies.count = serves ? 0 : 1;
     hpmlc_servers_restart(d);
     return true;
 }
@@ -9455,30 +9448,21 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
 }
 
 
-/* A step of a server: serves; *loss: the mean over the samples of the gradients that have come. */
-HPMLC_FN hpml_status hpmlc_server_begin(hpml_distributed *d, float *loss)
+/* Computes a gradient on a worker, unless its step is over; on a server serves: *loss is the mean of what has come. */
+HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, float *loss)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
+    const bool     serves = hpmlc_is_server(d);
     hpml_status    status = HPML_OK;
-    *loss = 0;
-    if (++d->micro < d->accumulate) return HPML_OK;
+    if (!own->averages) own->is_skipped = own->batch < 0 && own->steps < own->round;
+    if (!serves && !own->is_skipped) return hpmlc_dist_pass(d, samples, loss);
+    *loss = isnan(d->report.r.loss) ? 0 : (float)d->report.r.loss;
+    if (++d->micro < d->accumulate || !serves) return HPML_OK;
     own->steps += !own->is_served;
     if (!own->is_served) status = hpmlc_serve(d, hpmlc_has_stepped);
     own->is_served = false;
     if (own->samples > 0) *loss = (float)(own->loss / own->samples);
     return status;
-}
-
-/* Computes a gradient on a worker, serves on a server. A worker for whom the step is over skips it. */
-HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, float *loss)
-{
-    hpmlc_servers *own = hpmlc_servers_of(d);
-    if (hpmlc_is_server(d)) return hpmlc_server_begin(d, loss);
-    if (!own->averages) own->is_skipped = own->batch < 0 && own->steps < own->round;
-    if (!own->is_skipped) return hpmlc_dist_pass(d, samples, loss);
-    *loss = isnan(d->report.r.loss) ? 0 : (float)d->report.r.loss;
-    d->micro++;
-    return HPML_OK;
 }
 
 /* Ends a step, unless `status` is an error: counts it in the report. Returns `status`. */
