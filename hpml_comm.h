@@ -130,6 +130,7 @@
 //     strategy-async   asynchronous steps on servers, with bounded or any staleness
 //     strategy-hogwild   threads that update shared values without locks
 //     strategies   the table of strategies; attaching one to a trainer
+//     cluster   roles by name, tensors dealt to servers, shared parameters
 //     report   where the time of steps went
 //     resume   checkpoints of the whole job
 //     batch-search   the largest batch that does not hurt
@@ -154,7 +155,6 @@ extern "C" {
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-comm   ranks, communicators, messages between two
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A rank is one worker: a thread of this process, a process under mpiexec, or a thread in virtual time. All ranks run
    the same program and exchange messages through a communicator. */
 typedef struct hpml_comm  hpml_comm;  /* opaque; hangs on a context */
@@ -428,7 +428,6 @@ HPML_API void  hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *f
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-collectives   all ranks together, at once or in the background
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* The ways to add up (n elements, p ranks; a message costs alpha + beta bytes):
      CENTRAL    rank 0 receives all, adds in rank order, sends back       2 alpha + 2 (p-1) n beta, at rank 0's card
      TREE       binomial tree to rank 0 and back                          2 ceil(log2 p) (alpha + n beta)
@@ -519,7 +518,6 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-exchange   gradients added up in fewer bytes
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* One array of a model: (rows, cols) row-major; a vector has 1 row. Codecs work along rows (>>api-codec). */
 typedef struct hpml_gradient {
     const char *name; /* for errors, saved residuals and the timeline; not copied, keep it; NULL: its number */
@@ -608,7 +606,6 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-mix   averaging with neighbours
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Decentralized averaging (Lian et al. 2017): x_i <- sum over j of W_ij x_j, where W_ij is not 0 only for neighbours.
    With Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the
    mean over ranks stays the same, and differences shrink by the second largest |eigenvalue| in each step. */
@@ -626,7 +623,6 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology t
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-plan   how a training is spread over ranks: one struct, its text, what it may hold
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* What ranks exchange, and when. */
 typedef enum hpml_strategy_kind {
     HPML_STRATEGY_SYNC = 0, /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
@@ -746,10 +742,27 @@ HPML_API void        hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_fa
    Begins with a plan of zeros; sets *plan to the next one; false: there is no further one, and *plan is zero again. */
 HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts);
 
+/* Roles by name, as in TensorFlow's ClusterSpec: the text "worker=a:2222,b:2222,c:2222 ps=d:2222,e:2222" lists the
+   tasks of each role, as addresses or other names. Ranks are the workers in their order, then the servers. */
+typedef struct hpml_cluster {
+    int32_t     workers, servers; /* tasks of the roles "worker", 1 or more, and "ps" */
+    const char *tasks[2];         /* where their lists begin in the text, which must live on */
+} hpml_cluster;
+/* HPML_ERR_ARGUMENT: *out is zero, and `error` (may be NULL) names the word that is wrong and what is possible. */
+HPML_API hpml_status hpml_cluster_parse(const char *text, hpml_cluster *out, char *error, size_t size);
+HPML_API int         hpml_cluster_rank(const hpml_cluster *c, const char *role, int task); /* -1: no such task */
+HPML_API const char *hpml_cluster_role(const hpml_cluster *c, int rank, int *task);        /* NULL: no such rank */
+/* Writes the address of a rank's task, "" if there is none. Returns its length, as snprintf. */
+HPML_API int         hpml_cluster_address(const hpml_cluster *c, int rank, char *buffer, size_t size);
+/* Deals whole tensors to `servers` servers in turn, as TensorFlow's replica_device_setter does: server: (count) of each
+   tensor; floats: (servers) that each server gets, may be NULL. Strategies with servers do not do so: one large tensor
+   would make its server the slowest, so they give each server an equal range of all floats. */
+HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, int servers, int32_t *server,
+                                     int64_t *floats);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-distribute   data parallelism
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Data parallelism: p ranks, each with a share of every global batch, train as one rank with all of it. Parameters
    start as those of rank 0, gradients are added up over ranks while the backward pass still runs, all ranks make the
    same optimizer step. Serial code does not change: hpml_trainer_fit gets the whole data set on all ranks, and each
@@ -780,6 +793,12 @@ HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *fact
    Hooks that change gradients are attached before (hpml_trainer_attach), those with a `run` or `update` after it. */
 typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan);
+/* Central storage, as TensorFlow's CentralStorageStrategy: ranks that are threads of one process share one copy of the
+   parameters. Each rank places its own in the same memory (hpml_params_place; rank 0 first, the others with `keep`)
+   before it creates its trainer, and calls this function after hpml_distribute: all ranks compute gradients, rank 0
+   steps the parameters for all. Collective; an error where parameters are not in the memory of rank 0's, with other
+   strategies than sync, on devices, with batchnorm or a dynamic loss scale. */
+HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
    the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
    (`delayed`) are not applied. Local, block: a meeting, unless the last step was one. Elastic: the centre. Gossip: the
@@ -870,7 +889,6 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-simulate   step time on machines you do not have
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* How long would a step of synchronous training take on 512 ranks behind 10 Gbit/s? The simulator plays the moves of
    all ranks in virtual time, without threads and payloads: the same moves, links and cards as HPML_TRANSPORT_CLOCK give
    the same times, but thousands of ranks take milliseconds to seconds. It models:
@@ -935,7 +953,6 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Calls hpml_trace_start on every rank, with the ranks' clocks aligned by the quickest of some messages to and from
    rank 0; saves one file with the events of all ranks: a process for each rank, its lanes below, time 0 at the first
    event of any rank. The spans of an exchange name tensors, bucket and bytes. Both collective. */
@@ -974,7 +991,6 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 // ---------------------------------------------------------------------------------------------------------------------
 // >>base   system headers, the communicator, nodes and links
 // ---------------------------------------------------------------------------------------------------------------------
-
 #include <errno.h>
 #include <math.h>
 #include <stdarg.h>
@@ -1297,7 +1313,6 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>messages   beginning and testing messages; lost ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* The transport begins a message; hpml_wait tests the message until it is done. Receives in flight are in a list. With
    .survive the messages of a lost rank end here. Tags above HPML_TAG_MAX are for collectives. */
 
@@ -1446,7 +1461,7 @@ HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *fr
     if (!c || !m) return;
     if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
     else if (m->reduce) m->reduce(m->data, from, bytes);
-    else if (bytes > 0) memcpy(m->data, from, bytes);
+    else if (bytes > 0 && m->data != from) memcpy(m->data, from, bytes); /* equal: ranks share an array */
     m->done = true;
 }
 
@@ -1484,7 +1499,6 @@ HPMLC_FN bool hpmlc_test_list(hpml_comm *c, hpml_message *const *m, int count)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>waiting   waiting for a message, or for the first of several; sending, receiving
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Between tests of its messages a wait spins for some microseconds, then yields the core, then sleeps; it sleeps at
    once if the peer's thread needs this core, because on a busy machine the rank that has work must get the core. (MPICH
    spins for ever: with more ranks than cores a wait of MPICH was measured 40 times slower than this.) */
@@ -1770,7 +1784,6 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_
 // ---------------------------------------------------------------------------------------------------------------------
 // >>world   ranks as threads: inboxes, links, deadlock
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A group is what the ranks of one communicator share: one inbox for each rank. A send is posted in the receiver's
    inbox as a pointer; the receiver copies, or adds up, straight from the sender's array and marks the send done: one
    pass over the data and no buffer in between. Small messages are copied, because to sleep and wake takes longer.
@@ -2170,7 +2183,6 @@ HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, hpml_message *const *m, int count)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>threads-transport   messages between threads
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Returns when, in seconds, a message of `bytes` arrives that is sent to rank `to` at time `now`; 0: its link takes no
    time. Occupies the network cards of sender and receiver, because a card serves one message after another. */
 HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
@@ -2536,7 +2548,6 @@ HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mpi   messages between processes, by MPI
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Only MPI_Init and MPI_Finalize block: sends, receives, MPI_Iallreduce and MPI_Comm_idup are started, then polled with
    MPI_Test, because a blocking call of MPI has no deadline. (Probes, queries, setters and frees are local calls;
    MPI_Comm_free sends nothing in MPICH and Open MPI either.) Messages are sent in pieces of HPMLC_PIECE bytes, two in
@@ -2616,7 +2627,7 @@ struct hpmlc_shared {
     int            parts;   /* number of communicators for which MPI's tags suffice */
     int64_t        newest;  /* largest number given to a part, before the modulo by `parts` */
     bool           taken[HPMLC_PARTS]; /* true: number used by a part on this rank */
-    int            users;   /* number of parts, plus 1 until `owner` is closed; 0: this struct is freed */
+    int            users;   /* atomic: number of parts, plus 1 until `owner` is closed; 0: this struct is freed */
     bool           closed;  /* true: `owner` has been freed, so that parts cannot send any more */
     bool           kept;    /* true: this struct is never freed, because MPI may still send from it */
 #ifndef HPML_NO_THREADS
@@ -2675,8 +2686,7 @@ HPMLC_FN bool hpmlc_mpi_behind(hpml_comm *c, const hpml_message *m)
     return false;
 }
 
-/* Gives MPI the pieces of m, 4 MiB each, that may be in flight: two at a time, and none before all pieces of older
-   messages that have the same tag and peer. */
+/* Gives MPI the pieces of m that may be in flight: two at a time, none before those of older messages of that tag. */
 HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
 {
     hpmlc_mpi      *x   = hpmlc_mpi_of(c);
@@ -2765,7 +2775,6 @@ HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mpi-control   control messages: which rank failed, left, waits or is busy; waits for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
 HPMLC_FN bool hpmlc_mpi_finalized(void)
 {
     int over = 0;
@@ -2982,8 +2991,7 @@ HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
     return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
 }
 
-/* Ends the messages of the list m that cannot be done any more, because a rank has failed or their peer has left.
-   Returns whether there was one. */
+/* Ends the messages of the list m whose peer has left, or all after a failure. Returns whether there was one. */
 HPMLC_FN bool hpmlc_mpi_end(hpml_comm *c, hpml_message *const *m, int count)
 {
     hpmlc_shared *x    = hpmlc_mpi_of(c)->shared;
@@ -3097,9 +3105,7 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mpi-close   splitting, closing over MPI; exit
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Duplicates the MPI communicator `from` to *out, collectively. After an error the memory of the new handle leaks,
-   because MPI may still write to that memory. */
+/* Duplicates `from` to *out, collectively. After an error the new handle leaks, because MPI may still write to it. */
 HPMLC_FN hpml_status hpmlc_mpi_duplicate(hpml_comm *c, MPI_Comm from, MPI_Comm *out)
 {
     hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
@@ -3173,9 +3179,7 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
     x->native = MPI_COMM_NULL;
     for (int i = 0; i < count; i++) all = all && ranks[i] == i;
     if (all && hpmlc_mpi_duplicate(c, hpmlc_mpi_of(c)->native, &x->native) != HPML_OK) return hpml_ctx_status(c->ctx);
-    hpmlc_mpi_lock(hpmlc_mpi_of(c)->shared);
-    hpmlc_mpi_of(c)->shared->users++;
-    hpmlc_mpi_unlock(hpmlc_mpi_of(c)->shared);
+    __atomic_add_fetch(&x->shared->users, 1, __ATOMIC_RELAXED);
     return HPML_OK;
 }
 
@@ -3238,10 +3242,7 @@ HPMLC_FN void hpmlc_mpi_list(hpmlc_shared *x, bool living)
 
 HPMLC_FN void hpmlc_shared_release(hpmlc_shared *x)
 {
-    hpmlc_mpi_lock(x);
-    bool last = --x->users == 0 && !x->kept;
-    hpmlc_mpi_unlock(x);
-    if (!last) return;
+    if (__atomic_sub_fetch(&x->users, 1, __ATOMIC_ACQ_REL) > 0 || x->kept) return;
 #ifndef HPML_NO_THREADS
     pthread_mutex_destroy(&x->lock);
 #endif
@@ -3298,7 +3299,6 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mpi-create   connecting the ranks over MPI
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Sets c->node: rank i is on node i / ranks_per_node; where that is 0, ranks whose hosts have the same name share a
    node, and nodes are numbered by first appearance. */
 HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
@@ -3484,8 +3484,7 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     return HPML_OK;
 }
 
-/* Returns whether two threads may use c and parts of c at the same time. MPI_THREAD_SERIALIZED is enough for that,
-   because one lock serves all communicators. */
+/* Returns whether two threads may use c and its parts at a time: SERIALIZED is enough, as one lock serves them all. */
 HPMLC_FN bool hpmlc_mpi_is_concurrent(const hpml_comm *c)
 {
     return hpmlc_mpi_of(c)->shared->level >= MPI_THREAD_SERIALIZED;
@@ -3514,7 +3513,6 @@ HPMLC_FN bool hpmlc_mpi_init(int *rank)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>clock   messages in virtual time
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Every thread has a clock of its own, which hpml_comm_compute and the arrival of messages advance; real time does not
    count. One thread runs at a time: the one whose clock is behind all others. So messages enter the links in the order
    of their virtual time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at
@@ -3861,7 +3859,6 @@ HPMLC_FN void hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUS
 // ---------------------------------------------------------------------------------------------------------------------
 // >>create   creating, splitting, freeing communicators
 // ---------------------------------------------------------------------------------------------------------------------
-
 #ifdef HPML_NO_THREADS
 /* Sets rank 0 of 1 in d: without threads the transports THREADS and CLOCK have one rank, which sends nothing. */
 HPMLC_FN hpml_status hpmlc_self_locate(hpml_ctx *ctx HPMLC_UNUSED, hpml_comm_desc *d)
@@ -4053,7 +4050,6 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>launch   running a function on every rank
 // ---------------------------------------------------------------------------------------------------------------------
-
 typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
     const hpml_launch_desc *d;
     hpml_comm_desc          comm;
@@ -4290,7 +4286,6 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Returns the seconds by which this rank's clock is ahead of rank 0's. The rank asks rank 0 eight times for its time
    and takes the answer of the quickest exchange as given in the middle of that exchange, so the error is at most half
    of its duration. Rank 0 answers all ranks and returns 0. */
@@ -4390,7 +4385,6 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>moves   the allreduce algorithms: phases, one table of algorithms, the phases of a rank
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* An allreduce algorithm is a list of phases. A team of ranks runs a phase on a range of the array: a team is every
    stride-th rank from `base`, and member i owns block i of the range, one of equal blocks for all members. The move
    function of a phase kind sets what one member sends and receives in round k. Collectives execute these moves, tests
@@ -4754,7 +4748,6 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
 // ---------------------------------------------------------------------------------------------------------------------
 // >>reduce   adding up elements; the mean
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Defines hpmlc_NAME(into, from, bytes), which sets each element of `into` to `expression`, for example the sum, of a
    from `into` and b from `from`. type: of elements; read, write: convert an element to and from `wide`, the type of a
    and b. Loops of 16 elements of arrays that do not overlap let any compiler use vectors at -O2. */
@@ -4848,7 +4841,6 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>collectives   the moves, executed
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Returns the scratch buffer of c, enlarged to at least `size` bytes (its contents are then lost). NULL: no memory. */
 HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
 {
@@ -4928,8 +4920,7 @@ HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
 }
 
 /* Begins every collective: takes a new tag, keeps `name` for errors, and with .check fails unless all ranks pass the
-   same name, n, element, op (-1: none), and `detail` with `number`, for example "root" and 3 (NULL and -1: none).
-   Returns the tag; -1: an error on the context. */
+   same name, n, element, op (-1: none), `detail` and `number` ("root", 3; NULL, -1: none). Returns the tag or -1. */
 HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element element, int op, const char *detail,
                          int number)
 {
@@ -5227,7 +5218,6 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>async   work in the background
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A job is work for the background of a communicator: a thread with a context of its own and a twin, a communicator of
    the same ranks for the thread's messages. hpml_job_wait copies an error of that context to the communicator's. Jobs
    run in the order in which they are posted, the same on all ranks, so that their collectives match. */
@@ -5279,9 +5269,8 @@ HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
 
 #ifndef HPML_NO_THREADS
 
-/* Lowers the latency of the calling thread, which mostly waits and for which other ranks wait: a timer slack of 1 us
-   instead of 50, and a short time slice (Linux 6.12 and later), so that the thread preempts computing threads. Where
-   the system refuses, nothing changes. */
+/* Lowers the latency of the calling thread, which mostly waits and for which other ranks wait, if the system lets it: a
+   timer slack of 1 us instead of 50, and a short time slice (Linux 6.12), so that it preempts computing threads. */
 HPMLC_FN void hpmlc_background_low_latency(void)
 {
 #if defined(__linux__) && defined(PR_SET_TIMERSLACK) && defined(SYS_sched_setattr)
@@ -5495,7 +5484,6 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>exchange   1-bit exchange: stripes, owners, two residuals
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A tensor of an exchange. Plain: an allreduce over all plain tensors adds it up. Packed: a codec packs its rows, and
    rank j adds up stripe j, the j-th of p almost equal ranges of rows. A message to rank j has a header of 8 bytes (a
    tensor and a rank with a NaN; 0: none), and then, by contribution and tensor, the packed rows of stripe j. */
@@ -5539,6 +5527,17 @@ HPMLC_FN float *hpmlc_host_view_begin(const hpmlc_host_view *view, float *x, int
 HPMLC_FN void hpmlc_host_view_end(const hpmlc_host_view *view, float *x, int64_t n)
 {
     if (view->device && n > 0) view->device->write(view->device_user, x, view->window, (size_t)n * sizeof(float));
+}
+
+/* Copies n floats of an array that may live on a device to `host`; set: from `host`. */
+HPMLC_FN void hpmlc_host_view_copy(const hpmlc_host_view *view, float *host, float *x, int64_t n, bool set)
+{
+    const size_t bytes = (size_t)n * sizeof(float);
+    if (n == 0) return;
+    if (view->device && set) view->device->write(view->device_user, x, host, bytes);
+    else if (view->device) view->device->read(view->device_user, host, x, bytes);
+    else if (set) memcpy(x, host, bytes);
+    else memcpy(host, x, bytes);
 }
 
 /* Where the tensors of an exchange are, and how they follow one another in memory. */
@@ -5840,10 +5839,8 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>stripes   the five steps of an exchange, on the host or on a device
 // ---------------------------------------------------------------------------------------------------------------------
-
-/* Returns the exchange's seed mixed with the numbers of a tensor and a contribution (by the steps of splitmix64), so
-   that each such pair draws its own random numbers. contribution: numbered over all ranks, so that the seed does not
-   depend on which rank has it; -1: the sum. */
+/* Returns the exchange's seed mixed, by the steps of splitmix64, with the numbers of a tensor and of a contribution
+   over all ranks (-1: the sum), so that each pair draws its own numbers, on whichever rank the contribution is. */
 HPMLC_FN uint64_t hpmlc_encode_seed(const hpml_exchange *x, const hpmlc_item *it, int64_t contribution)
 {
     uint64_t h = x->seed;
@@ -6200,7 +6197,6 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>whole-codecs   top-k and low rank: codecs of whole tensors
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Codec top-k of gradient g with momentum m, its correction and factor masking: velocity u <- m u + g, residual
    v <- v + u; the k largest |v| are sent as pairs (index, value), and there u = v = 0. Every rank gathers the pairs of
    all ranks and adds them in the order of the ranks.
@@ -6438,7 +6434,6 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>plan   the fields of a plan in one list, the rules of a plan
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* All that is done with the fields of a plan one by one - text, parsing, ranges, differences, stepping through plans -
    is done from one list; what fields exclude each other is a list of rules. Both are pure. In the conditions of both
    lists, p is the plan and f the facts. */
@@ -6668,7 +6663,6 @@ HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>plan-text   plans as text; defaults, the check, the next plan
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Appends to a text of *length characters, as printf, and adds to *length what a large enough buffer would get. */
 HPMLC_PRINTF(3, 4)
 HPMLC_FN void hpmlc_append(const hpmlc_text *to, size_t *length, const char *format, ...)
@@ -6947,7 +6941,6 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>distribute   data parallelism: layout of the parameters, buckets of gradients
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Data parallelism: p ranks have a copy of one model each. Rank r computes the gradient g_r of the mean loss over its
    n_r samples of the global batch; all ranks then make the optimizer step with the same sum
 
@@ -7053,6 +7046,7 @@ struct hpml_distributed {
     void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
     bool                  data_known; /* the data of all ranks were compared */
     bool                  background; /* tasks are jobs of the communicator's background thread */
+    bool                  shared;     /* ranks share one copy of the parameters, which rank 0 steps */
     hpmlc_start_fn       *start;
     int64_t             (*next)(void *d, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last); /* the hook */
     hpmlc_layout          layout;
@@ -7115,8 +7109,7 @@ HPMLC_FN void hpmlc_gradient_of(hpml_tensor *p, float *data, hpml_gradient *g)
 HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
 {
     const hpmlc_layout *l = &d->layout;
-    if (l->host == l->first || n == 0) return;
-    l->view.device->read(l->view.device_user, l->host + at, l->first + at, (size_t)n * sizeof(float));
+    if (l->host != l->first) hpmlc_host_view_copy(&l->view, l->host + at, l->first + at, n, false);
 }
 
 /* Returns the factor that makes gradients, divided by `full` samples, means over `samples`; 1 if the plan sets .sum. */
@@ -7132,9 +7125,10 @@ HPMLC_FN hpml_status hpmlc_host_apply(hpml_distributed *d, double samples, doubl
     const float         scale = hpmlc_rescale(d, samples, full);
     if (scale != 1)
         for (int64_t k = 0; k < l->span; k++) l->host[k] *= scale;
-    if (l->host != l->first)
-        l->view.device->write(l->view.device_user, l->first, l->host, (size_t)l->span * sizeof(float));
-    return hpml_trainer_apply(d->t, 0, l->params);
+    if (l->host != l->first) hpmlc_host_view_copy(&l->view, l->host, l->first, l->span, true);
+    hpml_status status = d->shared && d->c->rank > 0 ? HPML_OK : hpml_trainer_apply(d->t, 0, l->params);
+    hpml_status others = d->shared ? hpml_barrier(d->c) : HPML_OK; /* no rank goes on before rank 0 has stepped */
+    return status != HPML_OK ? status : others;
 }
 
 /* Starts fn(c, user) as a task: in the background or, without a thread, at once. Returns the status of the start. */
@@ -7296,31 +7290,17 @@ HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>distribute-step   data parallelism: a step, its statistics, the trainer's hooks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Samples, loss and the running statistics of batchnorm ("buffers") of all ranks are added up in one small sum behind
    the last bucket. Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
 
-/* Copies the running statistics (batchnorm) of the model to `row`, buffer_total floats, in the order of their names. */
-HPMLC_FN void hpmlc_buffers_get(const hpml_distributed *d, float *row)
+/* Copies the model's running statistics (batchnorm), buffer_total floats by name, to `row`; set: from `row`. */
+HPMLC_FN void hpmlc_buffers_copy(const hpml_distributed *d, float *row, bool set)
 {
     const hpmlc_layout *l = &d->layout;
     for (int i = 0; i < l->params; i++) {
         hpml_tensor *p = hpmlc_param(d, l->by_name[i]);
         int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        memcpy(row, hpmlc_host_view_begin(&l->view, p->data, n), (size_t)n * sizeof(float));
-        row += n;
-    }
-}
-
-/* Copies `row`, as hpmlc_buffers_get fills it in, back to the running statistics of the model. */
-HPMLC_FN void hpmlc_buffers_set(const hpml_distributed *d, const float *row)
-{
-    const hpmlc_layout *l = &d->layout;
-    for (int i = 0; i < l->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, l->by_name[i]);
-        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
-        memcpy(l->view.device ? l->view.window : p->data, row, (size_t)n * sizeof(float));
-        hpmlc_host_view_end(&l->view, p->data, n);
+        hpmlc_host_view_copy(&l->view, row, p->data, n, set);
         row += n;
     }
 }
@@ -7393,7 +7373,7 @@ HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
     const double *s = d->stats.sum;
     for (int64_t k = 0; k < d->layout.buffer_total; k++)
         d->stats.buffers[k] = (float)(s[HPMLC_STATS + k] / s[HPMLC_SAMPLES]);
-    hpmlc_buffers_set(d, d->stats.buffers);
+    hpmlc_buffers_copy(d, d->stats.buffers, true);
 }
 
 /* Starts what remains of a step's communication: exchanges of buckets that have not started yet, then the sum over
@@ -7570,7 +7550,6 @@ HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>state   one list of what a training carries from step to step
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Besides parameters and the optimizer's state, which the trainer saves, a training carries residuals of codecs,
    velocity of codec TOPK, factor Q of LOWRANK, gradients in flight. A strategy lists these arrays in its function
    `state`; saving, loading and clearing walk the list (>>resume). In the file an array is called KIND.COPY.TENSOR, e.g.
@@ -7708,7 +7687,6 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>distribute-rows   gradients of sparse tables: rows, gathered from all ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* The gradient of a sparse table (hpml_embedding_desc.sparse) is in no bucket. After the other exchanges of a step each
    rank sends the rows that it has to all ranks, in blocks of the largest number of rows: bytes follow the rows. Every
    rank adds the rows up in the order of the ranks, so that all get the same bits. */
@@ -7770,7 +7748,6 @@ HPMLC_FN hpml_status hpmlc_rows_exchange(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-sync   synchronous steps, gradients exchanged on the host
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy sync: in step t all ranks apply the mean of the gradients of step t: w_(t+1) = w_t - lr f(sum_r n_r g_r(w_t)
    / n), for n_r of n samples on rank r and optimizer f. The exchange of a bucket starts when its last gradient is
    final, but behind the backward pass with .no_overlap or where no background thread pays off. (Synchronous SGD: Das et
@@ -7794,7 +7771,7 @@ HPMLC_FN hpml_status hpmlc_sync_begin(hpml_distributed *d, int64_t samples, floa
 {
     hpml_status status = hpmlc_dist_pass(d, samples, loss);
     if (status != HPML_OK || d->micro < d->accumulate) return status;
-    hpmlc_buffers_get(d, d->stats.buffers);
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
     return hpmlc_dist_post(d, d->stats.buffers);
 }
 
@@ -7817,7 +7794,6 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-factors   synchronous steps, dense layers by the factors of their gradients
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Routes FACTORS and HYBRID (hpml_route). When the backward pass has computed dz of a dense layer, x and dz of this
    rank are copied to its blocks of two arrays, and an allgather of each starts. hpmlc_factors_update then computes, on
    every rank, dw = 1/p sum over ranks r of dz_r^T x_r, as one product. Short batches are filled up with rows of zeros.
@@ -7972,7 +7948,7 @@ HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, f
         if (!f->layer[i].has_begun) status = hpmlc_factor_start(&f->layer[i]);
     if (!d->background) hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
-    hpmlc_buffers_get(d, d->stats.buffers);
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
     return hpmlc_dist_post(d, d->stats.buffers);
 }
 
@@ -8012,7 +7988,6 @@ HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-delayed   double buffering: steps apply the gradients of the step before
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy delayed: w_(t+1) = w_t - lr f(g(w_(t-1))), optimizer f: the exchange of a step's gradients g has the whole
    next step to hide behind (double buffering of Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; a staleness of
    one step). Two sets of gradients: the trainer's own, which the backward pass writes, and those in flight; an update
@@ -8049,7 +8024,7 @@ HPMLC_FN bool hpmlc_delayed_open(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_delayed_begin(hpml_distributed *d, int64_t samples, float *loss)
 {
     hpmlc_delayed *own = (hpmlc_delayed *)d->own;
-    if (d->micro == 0) hpmlc_buffers_get(d, own->before);
+    if (d->micro == 0) hpmlc_buffers_copy(d, own->before, false);
     return hpmlc_dist_pass(d, samples, loss);
 }
 
@@ -8089,8 +8064,8 @@ HPMLC_FN void hpmlc_delayed_undo(hpml_distributed *d)
 {
     hpmlc_delayed *own = (hpmlc_delayed *)d->own;
     float         *now = d->stats.buffers;
-    hpmlc_buffers_get(d, now);
-    hpmlc_buffers_set(d, own->before);
+    hpmlc_buffers_copy(d, now, false);
+    hpmlc_buffers_copy(d, own->before, true);
     for (int64_t k = 0; k < d->layout.buffer_total; k++) own->before[k] = now[k] - own->before[k];
 }
 
@@ -8099,9 +8074,9 @@ HPMLC_FN void hpmlc_delayed_redo(hpml_distributed *d)
 {
     const hpmlc_delayed *own = (const hpmlc_delayed *)d->own;
     float               *now = d->stats.buffers;
-    hpmlc_buffers_get(d, now);
+    hpmlc_buffers_copy(d, now, false);
     for (int64_t k = 0; k < d->layout.buffer_total; k++) now[k] += own->change[k];
-    hpmlc_buffers_set(d, now);
+    hpmlc_buffers_copy(d, now, true);
 }
 
 /* Swaps the trainer's gradients with those in flight, which are of the step before; both arrays are on the host. */
@@ -8179,7 +8154,6 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-exact   the same bits for every number of ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy exact: floats do not add up to the same bits in every order, integers do. Leaf l of the global batch is
    samples [l L, (l + 1) L). A rank computes its leaves one after another, each from the same running statistics, and
    keeps their gradients (of the sum over samples). Then, tensor by tensor: the largest |g| of all leaves and ranks is m
@@ -8291,7 +8265,7 @@ HPMLC_FN hpml_status hpmlc_exact_leaves(hpml_distributed *d, int64_t samples, fl
     hpmlc_exact *own = (hpmlc_exact *)d->own;
     float        part = 0;
     hpml_status  status = HPML_OK;
-    hpmlc_buffers_get(d, own->before);
+    hpmlc_buffers_copy(d, own->before, false);
     memset(own->leaf, 0, (size_t)(own->total * d->copies.count) * sizeof(float));
     memset(own->largest, 0, (size_t)d->layout.params * sizeof(float));
     d->stats.loss = 0;
@@ -8406,14 +8380,13 @@ HPMLC_FN bool hpmlc_exact_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-link   synchronous steps, gradients exchanged on devices
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy link: as >>strategy-sync, but the gradients stay on the device: the communicator's link (hpml_device_link:
-   NCCL) adds them up on a stream of its own. What a codec packs is exchanged in the steps of >>stripes, with the same
-   bits: the device packs and adds, its link sends and receives; hpmlc_link_start packs and sends during the backward
-   pass, hpmlc_link_finish adds and unpacks before the update, for all buckets together. Messages have no header that
-   reports a NaN, because packing waits for a flag of the device that does. The host starts collectives and does not
-   wait for them. It waits for those of a step at the start of the next one, because the link's wait has a deadline and
-   the host's own wait for the loss has none. */
+   NCCL) adds them up on a stream of its own. What a codec packs goes through the steps of >>stripes, with the same
+   bits: the device packs and adds, its link moves; hpmlc_link_start packs and sends during the backward pass, _finish
+   adds and unpacks before the update, for all buckets together. Messages have no header that reports a NaN, because
+   packing waits for a flag of the device that does. The host starts collectives and does not wait for them, but for
+   those of a step at the start of the next one, because the link's wait has a deadline and the host's wait for the loss
+   has none. */
 
 typedef struct hpmlc_link {
     const hpml_device_link *l;
@@ -8450,8 +8423,7 @@ HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d, hpmlc_bucket *b)
     return HPML_OK;
 }
 
-/* Opens what the strategies with a device link share. own: a struct of `size` bytes, a hpmlc_link first. Returns `own`,
-   which is d->own as well; NULL: no memory. */
+/* Opens what the strategies with a device link share; own: `size` bytes, a hpmlc_link first. NULL: no memory. */
 HPMLC_FN void *hpmlc_link_attach(hpml_distributed *d, size_t size, hpmlc_start_fn *start)
 {
     const hpml_trainer_desc *t   = hpml_trainer_settings(d->t);
@@ -8557,7 +8529,6 @@ HPMLC_FN bool hpmlc_link_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-nodes   synchronous steps, a device link inside nodes, messages between them
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy nodes: as >>strategy-link, where the link ends at the node. Each bucket is cut into a shard for each of the
    p ranks of a node: devices add up the node's gradients such that rank i has the sum of shard i (reduce-scatter), the
    host exchanges it with the ranks that have shard i on the other nodes, and the devices share the result (all-gather).
@@ -8741,7 +8712,6 @@ HPMLC_FN bool hpmlc_nodes_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>weights   what the strategies that exchange parameters have in common
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Each rank trains alone with its share of the global batch, and ranks meet: every .period steps all of them (local,
    block, elastic), or in each step neighbours (gossip). A meeting is one sum over ranks of an array with the parameters
    (or with their differences to a centre), the running statistics, samples and loss: between meetings nothing is sent.
@@ -8763,16 +8733,10 @@ typedef struct hpmlc_weights {
 /* Copies an array of the trainer to `host`, layout.span floats; set: from `host`. False: there is no such array. */
 HPMLC_FN bool hpmlc_array_copy(const hpml_distributed *d, int which, float *host, bool set)
 {
-    const hpmlc_host_view *view  = &d->layout.view;
-    const size_t           bytes = (size_t)d->layout.span * sizeof(float);
-    int64_t                n;
-    float                 *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
-    if (!array) return false;
-    if (view->device && set) view->device->write(view->device_user, array, host, bytes);
-    else if (view->device) view->device->read(view->device_user, host, array, bytes);
-    else if (set) memcpy(array, host, bytes);
-    else memcpy(host, array, bytes);
-    return true;
+    int64_t n;
+    float  *array = hpml_trainer_array(d->t, (hpml_array)which, &n);
+    if (array) hpmlc_host_view_copy(&d->layout.view, host, array, d->layout.span, set);
+    return array != NULL;
 }
 
 HPMLC_FN bool hpmlc_weights_open(hpml_distributed *d)
@@ -8840,7 +8804,7 @@ HPMLC_FN hpml_status hpmlc_weights_sum(hpml_distributed *d)
     hpmlc_weights *own     = (hpmlc_weights *)d->own;
     float         *buffers = own->meet + d->layout.span, *stats = buffers + d->layout.buffer_total;
     double         start   = hpml_comm_now(d->c);
-    hpmlc_buffers_get(d, buffers);
+    hpmlc_buffers_copy(d, buffers, false);
     stats[HPMLC_MEET_SAMPLES] = (float)own->samples;
     stats[HPMLC_MEET_LOSS]    = (float)own->loss;
     d->c->about.first = "parameters";
@@ -8849,7 +8813,7 @@ HPMLC_FN hpml_status hpmlc_weights_sum(hpml_distributed *d)
     hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
     hpmlc_divide_f32(buffers, d->layout.buffer_total, (float)d->c->size);
-    hpmlc_buffers_set(d, buffers);
+    hpmlc_buffers_copy(d, buffers, true);
     d->report.r.samples = (int64_t)stats[HPMLC_MEET_SAMPLES];
     if (d->report.r.samples > 0) d->report.r.loss = (double)(stats[HPMLC_MEET_LOSS] / stats[HPMLC_MEET_SAMPLES]);
     hpmlc_weights_restart(own);
@@ -8905,7 +8869,6 @@ HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-local   local SGD: the mean of the parameters
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy local: every `period` steps w <- mean over ranks of w_r. With period 1, without momentum and with equal
    shares of the batch this is the step of strategy sync. */
 
@@ -8927,7 +8890,6 @@ HPMLC_FN hpml_status hpmlc_local_finish(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-block   an outer optimizer with momentum for the mean change in a block
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy block: a block begins with parameters s on all ranks and ends after `period` steps with w_r on rank r. The
    mean change g = s - mean of w_r is the gradient of an outer step on the centre c, with velocity v:
        v <- momentum v + lr g,   c <- c - v,   s = c (nesterov: s = c - momentum v)
@@ -8977,7 +8939,6 @@ HPMLC_FN hpml_status hpmlc_block_finish(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-elastic   parameters and a common centre attract each other
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy elastic: every `period` steps, with difference d_r = a (w_r - c) of rank r's parameters to the centre c,
        w_r <- w_r - d_r,   c <- c + sum over ranks of d_r
    so that the sum of c and all w_r stays the same. All ranks have the same c, which is the result. */
@@ -9014,7 +8975,6 @@ HPMLC_FN hpml_status hpmlc_elastic_finish(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-gossip   averaging with neighbours in each step
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy gossip: in step t, with the mixing matrix W of the topology (>>mix),
        w_r <- sum over neighbours j, and r itself, of W_rj w_j - lr f(g_r(w_r))
    where f is the optimizer and g_r the gradient of rank r's samples, computed while ranks still had their own w_r. */
@@ -9025,13 +8985,13 @@ HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
     float         *buffers = own->meet + d->layout.span;
     double         start   = hpml_comm_now(d->c);
     hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
-    hpmlc_buffers_get(d, buffers);
+    hpmlc_buffers_copy(d, buffers, false);
     hpml_status status = hpml_mix(d->c, own->meet, d->layout.span + d->layout.buffer_total, d->plan.topology,
                                   d->plan.seed, hpml_trainer_step_count(d->t));
     hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
     hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, true);
-    hpmlc_buffers_set(d, buffers);
+    hpmlc_buffers_copy(d, buffers, true);
     status = hpmlc_weights_step(d);
     hpmlc_weights_restart(own);
     hpmlc_steps_note(d);
@@ -9041,7 +9001,6 @@ HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>servers   parameter servers: ranges of parameters, requests of workers
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* With S servers the last S ranks keep the parameters: server s steps floats [s n / S, (s + 1) n / S) of the n trained
    ones. The other ranks, K workers, compute gradients: in a step each pushes every server its range of the gradient and
    gets the range's new values, so that a server receives and sends 4 K n / S bytes, and headers (Li et al. 2014,
@@ -9280,7 +9239,6 @@ HPMLC_FN void hpmlc_servers_close(hpml_distributed *d) { hpml_ctx_release(d->ctx
 // ---------------------------------------------------------------------------------------------------------------------
 // >>servers-step   parameter servers: a worker asks, a server answers
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Packs own->gradient of this worker, an error if a number is NaN or infinite, unless the trainer skips such checks. */
 HPMLC_FN hpml_status hpmlc_worker_pack(hpml_distributed *d)
 {
@@ -9468,7 +9426,13 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
     return hpmlc_survive(d, k, w->message.status);
 }
 
-/* Serves until is_over(w) for all workers w that are active. */
+/* Returns whether worker w has done as many steps, or whole rounds, as this server. */
+HPMLC_FN bool hpmlc_has_stepped(const hpmlc_servers *own, const hpmlc_client *w)
+{
+    return w->clock >= own->steps / own->period;
+}
+
+/* Serves until is_over(w) for all workers w that are active; NULL: until none is. */
 HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpmlc_servers *own, const hpmlc_client *w))
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -9483,23 +9447,13 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
         } while (status == HPML_OK && own->has_lost);
         int active = 0; /* workers for whom the server goes on */
         for (int k = 0; k < own->workers; k++)
-            active += hpmlc_is_active(&own->client[k]) && !is_over(own, &own->client[k]);
+            active += hpmlc_is_active(&own->client[k]) && !(is_over && is_over(own, &own->client[k]));
         if (status != HPML_OK || active == 0) return status;
         status = hpmlc_serve_one(d);
         if (status != HPML_OK) return status;
     }
 }
 
-/* Ends to serve: a step, when worker w has done as many steps, or whole rounds, as the server; a training. */
-HPMLC_FN bool hpmlc_has_stepped(const hpmlc_servers *own, const hpmlc_client *w)
-{
-    return w->clock >= own->steps / own->period;
-}
-
-HPMLC_FN bool hpmlc_has_finished(const hpmlc_servers *own HPMLC_UNUSED, const hpmlc_client *w HPMLC_UNUSED)
-{
-    return false; /* workers that have finished are not active */
-}
 
 /* A step of a server: serves; *loss: the mean over the samples of the gradients that have come. */
 HPMLC_FN hpml_status hpmlc_server_begin(hpml_distributed *d, float *loss)
@@ -9594,7 +9548,7 @@ HPMLC_FN hpml_status hpmlc_servers_buffers(hpml_distributed *d)
     float         *row    = d->stats.buffers;
     if (n == 0) return HPML_OK;
     if (d->c->rank < root) {
-        hpmlc_buffers_get(d, row);
+        hpmlc_buffers_copy(d, row, false);
         status = hpml_send(d->c, root, HPMLC_TAG_FLOATS, row, (size_t)n * sizeof(float));
         status = hpmlc_server_lost(d, root, status);
     }
@@ -9607,7 +9561,7 @@ HPMLC_FN hpml_status hpmlc_servers_buffers(hpml_distributed *d)
     }
     for (int64_t i = 0; i < n && d->c->rank == root; i++) row[i] = (float)sum[i];
     if (status == HPML_OK) status = hpmlc_servers_send(d, root, row, n);
-    if (status == HPML_OK) hpmlc_buffers_set(d, row);
+    if (status == HPML_OK) hpmlc_buffers_copy(d, row, true);
     return status;
 }
 
@@ -9618,7 +9572,7 @@ HPMLC_FN hpml_status hpmlc_servers_finish(hpml_distributed *d)
     hpml_status    status;
     HPMLC_ZERO(hpmlc_request, r);
     r.kind = HPMLC_FINISH;
-    status = hpmlc_is_server(d) ? hpmlc_serve(d, hpmlc_has_finished) : hpmlc_ask(d, &r, 0);
+    status = hpmlc_is_server(d) ? hpmlc_serve(d, NULL) : hpmlc_ask(d, &r, 0);
     for (int k = 0; k < own->workers; k++) own->client[k].is_open = false;
     if (status == HPML_OK) status = hpmlc_servers_share(d, HPML_ARRAY_VALUES);
     return status == HPML_OK ? hpmlc_servers_buffers(d) : status;
@@ -9650,7 +9604,6 @@ HPMLC_FN bool hpmlc_servers_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-ps   synchronous rounds on servers: gradients, without those of backup workers, or averaged parameters
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A round is complete when all workers, or enough of them, have pushed. The servers take what was pushed in the order
    of the ranks, and answer all.
    Strategy ps: the mean of the gradients makes a step, with the bits of sync by HPML_CENTRAL.
@@ -9755,7 +9708,6 @@ HPMLC_FN hpml_status hpmlc_federated_update(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-async   asynchronous steps on servers, with bounded or any staleness
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Each gradient makes a step by itself when it comes. Strategy async (Dean et al. 2012, "Large Scale Distributed Deep
    Networks": Downpour SGD): the answer goes back at once, and fit deals batches on demand, so that a slow worker
    computes fewer of them. Strategy ssp (Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
@@ -9862,7 +9814,6 @@ HPMLC_FN bool hpmlc_async_open(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-hogwild   threads that update shared values without locks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy hogwild: each rank steps by its own gradient, at once, on values that all threads share, and no rank waits
    for another (Niu et al. 2011, "HOGWILD!"). A rank reads the values that a batch needs (of a sparse table the rows of
    its tokens) by relaxed atomic loads to its own parameters, computes and steps there, and adds the change to the
@@ -10024,9 +9975,9 @@ HPMLC_FN hpml_status hpmlc_hogwild_finish(hpml_distributed *d)
     mean.reduce = HPML_MEAN;
     if (status != HPML_OK) return status;
     hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
-    hpmlc_buffers_get(d, d->stats.buffers);
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
     if (d->layout.buffer_total > 0) status = hpml_allreduce(d->c, d->stats.buffers, d->layout.buffer_total, &mean);
-    if (status == HPML_OK) hpmlc_buffers_set(d, d->stats.buffers);
+    if (status == HPML_OK) hpmlc_buffers_copy(d, d->stats.buffers, true);
     return status == HPML_OK ? hpml_barrier(d->c) : status;
 }
 
@@ -10047,7 +9998,6 @@ HPMLC_FN void hpmlc_hogwild_close(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategies   the table of strategies; attaching one to a trainer
 // ---------------------------------------------------------------------------------------------------------------------
-
 #define HPMLC_OWN_LOSS "between meetings no rank has the loss of all ranks, which a search compares"
 
 /* The strategies. The first row of the plan's strategy that fits is chosen; the last row of a strategy always fits. */
@@ -10336,9 +10286,107 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>cluster   roles by name, tensors dealt to servers, shared parameters
+// ---------------------------------------------------------------------------------------------------------------------
+static const char *const hpmlc_roles[] = { "worker", "ps" };
+
+/* Counts the tasks of a list of `length` characters, separated by commas; 0: one of them has no name. */
+HPMLC_FN int32_t hpmlc_tasks_count(const char *list, size_t length)
+{
+    int32_t count = 0;
+    for (size_t n; length > 0; count++) {
+        n = strcspn(list, ",; ");
+        if (n == 0 || n + 1 == length) return 0;
+        list += n < length ? n + 1 : n;
+        length -= n < length ? n + 1 : n;
+    }
+    return count;
+}
+
+HPML_API hpml_status hpml_cluster_parse(const char *text, hpml_cluster *out, char *error, size_t size)
+{
+    const hpmlc_text to = { error, size };
+    HPMLC_ZERO(hpml_cluster, c);
+    if (!text || !out) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "cluster: no text, or nowhere to put it");
+    memset(out, 0, sizeof *out);
+    while (*(text += strspn(text, "; ")) != 0) {
+        int    all = (int)strcspn(text, "; "), name = (int)strcspn(text, "=; "), role = 0;
+        size_t length = name < all ? (size_t)(all - name - 1) : 0;
+        while (role < 2 && (strlen(hpmlc_roles[role]) != (size_t)name || memcmp(text, hpmlc_roles[role], (size_t)name)))
+            role++;
+        if (role == 2 || c.tasks[role])
+            return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "cluster: \"%.*s\" is %s; write worker=a,b,c ps=d,e", name,
+                                text, role == 2 ? "no role" : "there twice");
+        c.tasks[role] = text + name + 1;
+        int32_t *count = role == 0 ? &c.workers : &c.servers;
+        *count = hpmlc_tasks_count(c.tasks[role], length);
+        if (*count == 0)
+            return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "cluster: \"%.*s\" has a task without a name; write the names "
+                                "with commas between them", all, text);
+        text += all;
+    }
+    if (c.workers == 0)
+        return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "cluster: there is no worker; write worker=a,b,c ps=d,e");
+    *out = c;
+    return HPML_OK;
+}
+
+HPML_API int hpml_cluster_rank(const hpml_cluster *c, const char *role, int task)
+{
+    if (!c || !role || task < 0) return -1;
+    if (strcmp(role, hpmlc_roles[0]) == 0) return task < c->workers ? task : -1;
+    return strcmp(role, hpmlc_roles[1]) == 0 && task < c->servers ? c->workers + task : -1;
+}
+
+HPML_API const char *hpml_cluster_role(const hpml_cluster *c, int rank, int *task)
+{
+    if (!c || rank < 0 || rank >= c->workers + c->servers) return NULL;
+    bool server = rank >= c->workers;
+    if (task) *task = server ? rank - c->workers : rank;
+    return hpmlc_roles[server];
+}
+
+HPML_API int hpml_cluster_address(const hpml_cluster *c, int rank, char *buffer, size_t size)
+{
+    int         task = 0;
+    const char *role = hpml_cluster_role(c, rank, &task), *at = role ? c->tasks[role == hpmlc_roles[1]] : "";
+    while (task-- > 0) at += strcspn(at, ",") + 1;
+    return snprintf(buffer, size, "%.*s", (int)strcspn(at, ",; "), at);
+}
+
+HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, int servers, int32_t *server,
+                                     int64_t *floats)
+{
+    if (floats && servers > 0) memset(floats, 0, sizeof *floats * (size_t)servers);
+    for (int i = 0; i < count && servers > 0; i++) {
+        server[i] = i % servers;
+        if (floats) floats[server[i]] += tensors[i].rows * tensors[i].cols;
+    }
+}
+
+HPML_API hpml_status hpml_distribute_share(hpml_distributed *d)
+{
+    HPMLC_ZERO(hpml_plan_facts, facts);
+    if (!d) return HPML_ERR_ARGUMENT;
+    const char *wrong = d->strategy->update != hpmlc_sync_update ? "only strategy sync on the host lets it" : NULL;
+    hpml_plan_facts_of(d->t, d->c, &facts);
+    if (facts.overflows) wrong = "the loss scale is dynamic";
+    for (int i = 0; i < d->layout.params; i++) {
+        const hpml_tensor *p    = hpmlc_param(d, i);
+        uint64_t           mine = (uint64_t)(uintptr_t)p->data, address = mine;
+        if (hpml_broadcast(d->c, &address, sizeof address, 0) != HPML_OK) return hpml_ctx_status(d->ctx);
+        if (address != mine) wrong = "parameters are not in the memory of rank 0's";
+        if (p->param->buffer) wrong = "batchnorm has statistics, which all ranks would write";
+    }
+    d->shared = !wrong;
+    if (!wrong) return HPML_OK;
+    return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: ranks cannot share parameters: %s; place those of all "
+                      "ranks in one array (hpml_params_place), or let each rank have a copy", wrong);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>report   where the time of steps went
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Means a step since the last reset: step_s is the sum of compute_s, exposed_s and the rest (data, update). */
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
@@ -10445,7 +10493,6 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
 // ---------------------------------------------------------------------------------------------------------------------
 // >>resume   checkpoints of the whole job
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Rank 0 writes the checkpoint. Before, each rank copies what it has of the arrays of >>state to memory for all of
    them, with zeros where other ranks have theirs, so that the sum over ranks is exact. */
 
@@ -10474,14 +10521,12 @@ HPMLC_FN const char *hpmlc_state_name(const hpmlc_state *it) { return it->name +
 HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 {
     for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
-        float       *data = it->data + l * it->floats;
-        const float *host = hpmlc_host_view_begin(it->view, data, it->floats);
-        memcpy(rows + (it->copies.first + l) * it->count + it->at, host, (size_t)it->floats * sizeof(float));
+        float *row = rows + (it->copies.first + l) * it->count;
+        hpmlc_host_view_copy(it->view, row + it->at, it->data + l * it->floats, it->floats, false);
     }
 }
 
-/* Adds factor times `row`, `count` floats in the file, perhaps not aligned, to this rank's floats of its copy l; set:
-   replaces these floats. row NULL: zeros. */
+/* Adds factor times `row`, perhaps not aligned, to this rank's floats of copy l; set: replaces. row NULL: zeros. */
 HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, const char *row, float factor, bool set)
 {
     if (it->floats == 0) return;
@@ -10520,8 +10565,7 @@ typedef struct hpmlc_writing {
     hpml_progress progress; /* the program's own callback */
 } hpmlc_writing;
 
-/* Called when bytes of a checkpoint have been written: extends the deadlines of the other ranks, because they wait for
-   this one; then calls the program's own callback. */
+/* Called when bytes of a checkpoint are written: extends the deadlines of ranks that wait for it, calls the program. */
 HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
 {
     const hpmlc_writing *w = (const hpmlc_writing *)user;
@@ -10658,10 +10702,8 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>batch-search   the largest batch that does not hurt
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Batch search of Seide et al. 2014: from time to time the batch size is chosen anew, because larger steps do no harm
-   later in training. Sizes are tried one after another, each from the same checkpoint on the same samples;
-   hpmlc_trial_step adds up the loss of each step. */
+   later in training. Sizes are tried one after another, each from the same checkpoint on the same samples. */
 
 HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *user)
 {
@@ -10778,7 +10820,6 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mix   averaging with neighbours
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Mixing: rank i replaces its array by x_i <- sum over neighbours j, and i itself, of W_ij x_j. The weights are those
    of Metropolis, W_ij = 1 / (1 + max(degree i, degree j)), W_ii = 1 - sum of W_ij: symmetric, rows add up to 1, hence
    mixing again and again brings all ranks to the mean of all (Xiao and Boyd 2004, "Fast Linear Iterations for
@@ -10873,7 +10914,6 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simulate   moves in virtual time, by a queue of ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Every simulated rank has a clock. Ranks that are about to send wait in a queue by (clock, rank), as threads do in
    >>clock, so that messages enter the cards in the same order as there and arrive at the same times. A message costs
    some 50 to 100 ns of computation. Two shapes of collectives have p^2 messages and need less, because the order of
@@ -11186,7 +11226,6 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simulate-fast   rings and all to all in virtual time without a queue
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Returns how many ranks represent all p ranks of a ring over n elements: 1, those of a node, or p. Fewer than p only
    where the p blocks of the array are equal, or so many that each may count as the longest (the time is an upper bound
    then). free_at: (p) when the link from rank i to i + 1 gets free, in seconds. */
@@ -11330,8 +11369,7 @@ HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
     return !s->failed;
 }
 
-/* Simulates a collective of n elements of `size` bytes, from the ranks' clocks on. a: the algorithm of an allreduce,
-   not used for the other kinds. False: out of memory. */
+/* Simulates a collective of n elements of `size` bytes. a: algorithm of an allreduce. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a, int64_t n, size_t size)
 {
     int p = s->p;
@@ -11360,7 +11398,6 @@ HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simulate-step   a step of training in virtual time
 // ---------------------------------------------------------------------------------------------------------------------
-
 HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml_network *net, const hpmlc_text *to)
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;
