@@ -3580,9 +3580,9 @@ HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
         for (int s = 0; s < nodes[i]->src_count; s++) {
             const hpml_tensor *t = nodes[i]->src[s];
             if (t && t->state->rows && nodes[i]->op != HPML_OP_EMBEDDING)
-                return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: \"%s\" reads the table \"%s\" of a sparse embedding, "
-                                   "whose gradient then has all rows; leave .sparse false", nodes[i]->out->name,
-                                   t->name);
+                return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "graph: \"%s\" reads the table \"%s\" of a sparse "
+                                   "embedding, whose gradient then has all rows; leave .sparse false",
+                                   nodes[i]->out->name, t->name);
         }
     return true;
 }

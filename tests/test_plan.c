@@ -145,6 +145,7 @@ static const refusal refusals[] = {
     { "route=factors", { 4, 6, 2, 0, 0, 0, 0, 0, 0, 0, 0 }, { "accumulate", "factors", "set accumulate to 1" } },
     { "route=hybrid", { 4, 6, 1, 0, 0, 0, 0, 0, 1, 0, 0 }, { "halves", "hybrid", "take route allreduce" } },
     { "delayed=1", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "delayed", "leave .sparse" } },
+    { "strategy=ps,servers=1", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "servers", "leave .sparse" } },
     { "codec=onebit", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "codec", "plain sync" } },
     { "strategy=hogwild", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "hogwild", "virtual time", "transport threads" } },
 };
