@@ -779,9 +779,8 @@ HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-i
     X(MSE, mse) X(HUBER, huber) X(CUSTOM, custom)
 
 typedef enum hpml_op {
-#define HPMLI_X(op, name) HPML_OP_##op,
-    HPML_OPS(HPMLI_X)
-#undef HPMLI_X
+#define HPMLI_OP_VALUE(op, name) HPML_OP_##op,
+    HPML_OPS(HPMLI_OP_VALUE)
         HPML_OP_COUNT
 } hpml_op;
 HPML_API const char *hpml_op_name(hpml_op op); /* "linear" for HPML_OP_LINEAR; "?" for an unknown op */
@@ -3004,9 +3003,8 @@ HPMLI_FN bool hpmli_is_collective(const hpml_node *n)
 HPML_API const char *hpml_op_name(hpml_op op)
 {
     static const char *const names[] = {
-#define HPMLI_X(op, name) #name,
-        HPML_OPS(HPMLI_X)
-#undef HPMLI_X
+#define HPMLI_OP_NAME(op, name) #name,
+        HPML_OPS(HPMLI_OP_NAME)
     };
     return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
 }
@@ -3513,7 +3511,6 @@ HPML_API uint64_t hpml_param_hash(hpml_ctx *ctx)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>rows   gradients of embeddings as rows
 // ---------------------------------------------------------------------------------------------------------------------
-
 typedef struct hpmli_rows {
     int32_t *index;  /* (count) rows with a gradient, in the order in which the passes met them */
     int64_t  count;
@@ -3681,10 +3678,14 @@ HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
     return true;
 }
 
-/* Places the slots in the order of the array; their lives lie in the times 0 to times - 1. False: no memory. */
-HPMLI_FN bool hpmli_slots_fit(hpml_ctx *ctx, hpmli_slot *slots, int count, int times)
+/* Sorts and places the slots; raises *bytes to the memory that all need. False: no memory. */
+HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
 {
-    hpmli_times m = HPMLI_ZEROED;
+    hpmli_times m     = HPMLI_ZEROED;
+    int         times = 1;
+    if (count > 0) qsort(slots, (size_t)count, sizeof *slots, hpmli_slot_order);
+    for (int i = 0; i < count; i++)
+        if (slots[i].to >= times) times = slots[i].to + 1;
     m.ctx   = ctx;
     m.count = 1;
     m.whole = hpmli_new(ctx, int, 4 * (int64_t)times);
@@ -3694,28 +3695,17 @@ HPMLI_FN bool hpmli_slots_fit(hpml_ctx *ctx, hpmli_slot *slots, int count, int t
         hpmli_slot *s = &slots[i];
         m.path_count = 0;
         hpmli_times_path(&m, 1, 0, times - 1, s);
-        s->offset = hpmli_times_fit(&m, s->bytes);
+        s->offset  = hpmli_times_fit(&m, s->bytes);
+        size_t end = s->offset + s->bytes;
+        if (end > *bytes) *bytes = end;
         for (int k = 0; k < m.path_count && good; k++) {
-            good = hpmli_times_add(&m, &m.part[m.path[k]], s->offset, s->offset + s->bytes);
-            if (m.inside[k]) good = good && hpmli_times_add(&m, &m.whole[m.path[k]], s->offset, s->offset + s->bytes);
+            good = hpmli_times_add(&m, &m.part[m.path[k]], s->offset, end);
+            if (m.inside[k]) good = good && hpmli_times_add(&m, &m.whole[m.path[k]], s->offset, end);
         }
     }
     hpmli_free(ctx, m.ranges);
     hpmli_free(ctx, m.part);
     hpmli_free(ctx, m.whole);
-    return good;
-}
-
-/* Sorts and places the slots; raises *bytes to the memory that all need. False: no memory. */
-HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
-{
-    int times = 1;
-    if (count > 0) qsort(slots, (size_t)count, sizeof *slots, hpmli_slot_order);
-    for (int i = 0; i < count; i++)
-        if (slots[i].to >= times) times = slots[i].to + 1;
-    bool good = hpmli_slots_fit(ctx, slots, count, times);
-    for (int i = 0; i < count && good; i++)
-        if (slots[i].offset + slots[i].bytes > *bytes) *bytes = slots[i].offset + slots[i].bytes;
     return good;
 }
 

@@ -130,6 +130,7 @@
 //     strategy-async   asynchronous steps on servers, with bounded or any staleness
 //     strategy-hogwild   threads that update shared values without locks
 //     strategies   the table of strategies; attaching one to a trainer
+//     cluster   roles by name, tensors dealt to servers, shared parameters
 //     report   where the time of steps went
 //     resume   checkpoints of the whole job
 //     batch-search   the largest batch that does not hurt
@@ -154,14 +155,14 @@ extern "C" {
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-comm   ranks, communicators, messages between two
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A rank is one worker: a thread of this process, a process under mpiexec, or a thread in virtual time. All ranks run
    the same program and exchange messages through a communicator. */
 typedef struct hpml_comm  hpml_comm;  /* opaque; hangs on a context */
 typedef struct hpml_world hpml_world; /* ranks that are threads of one process; opaque */
 
 typedef enum hpml_transport_kind {
-    HPML_TRANSPORT_THREADS = 0, /* ranks are threads of this process; messages are copied once, from array to array */
+    HPML_TRANSPORT_THREADS = 0, /* ranks are threads of this process; messages are copied once, from array to array; a
+                                   send of up to 256 bytes is copied and done at once */
     HPML_TRANSPORT_MPI     = 1, /* ranks are processes that mpiexec started; needs HPML_USE_MPI and mpicc */
     HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: one runs at a time, in the order of its clock; replayable */
 } hpml_transport_kind;
@@ -427,7 +428,6 @@ HPML_API void  hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *f
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-collectives   all ranks together, at once or in the background
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* The ways to add up (n elements, p ranks; a message costs alpha + beta bytes):
      CENTRAL    rank 0 receives all, adds in rank order, sends back       2 alpha + 2 (p-1) n beta, at rank 0's card
      TREE       binomial tree to rank 0 and back                          2 ceil(log2 p) (alpha + n beta)
@@ -518,7 +518,6 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-exchange   gradients added up in fewer bytes
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* One array of a model: (rows, cols) row-major; a vector has 1 row. Codecs work along rows (>>api-codec). */
 typedef struct hpml_gradient {
     const char *name; /* for errors, saved residuals and the timeline; not copied, keep it; NULL: its number */
@@ -607,7 +606,6 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-mix   averaging with neighbours
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Decentralized averaging (Lian et al. 2017): x_i <- sum over j of W_ij x_j, where W_ij is not 0 only for neighbours.
    With Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the
    mean over ranks stays the same, and differences shrink by the second largest |eigenvalue| in each step. */
@@ -625,7 +623,6 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology t
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-plan   how a training is spread over ranks: one struct, its text, what it may hold
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* What ranks exchange, and when. */
 typedef enum hpml_strategy_kind {
     HPML_STRATEGY_SYNC = 0, /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
@@ -745,10 +742,27 @@ HPML_API void        hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_fa
    Begins with a plan of zeros; sets *plan to the next one; false: there is no further one, and *plan is zero again. */
 HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts);
 
+/* Roles by name, as in TensorFlow's ClusterSpec: the text "worker=a:2222,b:2222,c:2222 ps=d:2222,e:2222" lists the
+   tasks of each role, as addresses or other names. Ranks are the workers in their order, then the servers. */
+typedef struct hpml_cluster {
+    int32_t     workers, servers; /* tasks of the roles "worker", 1 or more, and "ps" */
+    const char *tasks[2];         /* where their lists begin in the text, which must live on */
+} hpml_cluster;
+/* HPML_ERR_ARGUMENT: *out is zero, and `error` (may be NULL) names the word that is wrong and what is possible. */
+HPML_API hpml_status hpml_cluster_parse(const char *text, hpml_cluster *out, char *error, size_t size);
+HPML_API int         hpml_cluster_rank(const hpml_cluster *c, const char *role, int task); /* -1: no such task */
+HPML_API const char *hpml_cluster_role(const hpml_cluster *c, int rank, int *task);        /* NULL: no such rank */
+/* Writes the address of a rank's task, "" if there is none. Returns its length, as snprintf. */
+HPML_API int         hpml_cluster_address(const hpml_cluster *c, int rank, char *buffer, size_t size);
+/* Deals whole tensors to `servers` servers in turn, as TensorFlow's replica_device_setter does: server: (count) of each
+   tensor; floats: (servers) that each server gets, may be NULL. Strategies with servers do not do so: one large tensor
+   would make its server the slowest, so they give each server an equal range of all floats. */
+HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, int servers, int32_t *server,
+                                     int64_t *floats);
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-distribute   data parallelism
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Data parallelism: p ranks, each with a share of every global batch, train as one rank with all of it. Parameters
    start as those of rank 0, gradients are added up over ranks while the backward pass still runs, all ranks make the
    same optimizer step. Serial code does not change: hpml_trainer_fit gets the whole data set on all ranks, and each
@@ -779,6 +793,12 @@ HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *fact
    Hooks that change gradients are attached before (hpml_trainer_attach), those with a `run` or `update` after it. */
 typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan);
+/* Central storage, as TensorFlow's CentralStorageStrategy: ranks that are threads of one process share one copy of the
+   parameters. Each rank places its own in the same memory (hpml_params_place; rank 0 first, the others with `keep`)
+   before it creates its trainer, and calls this function after hpml_distribute: all ranks compute gradients, rank 0
+   steps the parameters for all. Collective; an error where parameters are not in the memory of rank 0's, with other
+   strategies than sync, on devices, with batchnorm or a dynamic loss scale. */
+HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
    the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
    (`delayed`) are not applied. Local, block: a meeting, unless the last step was one. Elastic: the centre. Gossip: the
@@ -869,7 +889,6 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-simulate   step time on machines you do not have
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* How long would a step of synchronous training take on 512 ranks behind 10 Gbit/s? The simulator plays the moves of
    all ranks in virtual time, without threads and payloads: the same moves, links and cards as HPML_TRANSPORT_CLOCK give
    the same times, but thousands of ranks take milliseconds to seconds. It models:
@@ -934,7 +953,6 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Calls hpml_trace_start on every rank, with the ranks' clocks aligned by the quickest of some messages to and from
    rank 0; saves one file with the events of all ranks: a process for each rank, its lanes below, time 0 at the first
    event of any rank. The spans of an exchange name tensors, bucket and bytes. Both collective. */
@@ -973,7 +991,6 @@ HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, cha
 // ---------------------------------------------------------------------------------------------------------------------
 // >>base   system headers, the communicator, nodes and links
 // ---------------------------------------------------------------------------------------------------------------------
-
 #include <errno.h>
 #include <math.h>
 #include <stdarg.h>
@@ -1296,7 +1313,6 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>messages   beginning and testing messages; lost ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* The transport begins a message; hpml_wait tests the message until it is done. Receives in flight are in a list. With
    .survive the messages of a lost rank end here. Tags above HPML_TAG_MAX are for collectives. */
 
@@ -1445,7 +1461,7 @@ HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *fr
     if (!c || !m) return;
     if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
     else if (m->reduce) m->reduce(m->data, from, bytes);
-    else if (bytes > 0) memcpy(m->data, from, bytes);
+    else if (bytes > 0 && m->data != from) memcpy(m->data, from, bytes); /* equal: ranks share an array */
     m->done = true;
 }
 
@@ -1483,7 +1499,6 @@ HPMLC_FN bool hpmlc_test_list(hpml_comm *c, hpml_message *const *m, int count)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>waiting   waiting for a message, or for the first of several; sending, receiving
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Between tests of its messages a wait spins for some microseconds, then yields the core, then sleeps; it sleeps at
    once if the peer's thread needs this core, because on a busy machine the rank that has work must get the core. (MPICH
    spins for ever: with more ranks than cores a wait of MPICH was measured 40 times slower than this.) */
@@ -1769,10 +1784,9 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_
 // ---------------------------------------------------------------------------------------------------------------------
 // >>world   ranks as threads: inboxes, links, deadlock
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A group is what the ranks of one communicator share: one inbox for each rank. A send is posted in the receiver's
    inbox as a pointer; the receiver copies, or adds up, straight from the sender's array and marks the send done: one
-   pass over the data and no buffer in between.
+   pass over the data and no buffer in between. Small messages are copied, because to sleep and wake takes longer.
 
    The world, this process's ranks, counts its awake threads. A thread that falls asleep subtracts 1; the thread that
    wakes it first adds 1. So a count of zero means that no thread can ever wake another: a deadlock. */
@@ -1790,6 +1804,7 @@ struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
 typedef struct hpmlc_inbox {
     hpmlc_waitpoint wait;
     hpml_message   *posted, **last; /* list of sends to the owner, in the order posted; the end of that list */
+    hpml_message   *copies;         /* list of those posted sends that are copies */
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
     int             others;         /* number of other messages that end the wait as well: hpml_wait_any */
@@ -1841,7 +1856,9 @@ typedef struct hpmlc_thread_state {
 /* What hpml_message.state, the bytes of a message for the transport's own data, contains with THREADS and CLOCK. */
 typedef struct __attribute__((may_alias)) hpmlc_post {
     hpml_message *next;   /* of a send: the next send in the receiver's inbox */
+    hpml_message *after, **before; /* of a copy of a send: the next of the inbox's copies; what points to this one */
     int           from;   /* of a send: the sender's rank */
+    bool          copied; /* of a send: it is a copy, which its receiver frees */
     size_t        tested; /* of a receive: 1 + the inbox's `changes` at the last test; 0: not tested yet */
 } hpmlc_post;
 typedef char hpmlc_post_fits[sizeof(hpmlc_post) <= sizeof(hpml_message_state) ? 1 : -1];
@@ -2014,9 +2031,9 @@ HPMLC_FN hpmlc_group *hpmlc_group_new(hpml_world *w, int size)
 HPMLC_FN void hpmlc_group_free(hpmlc_group *r)
 {
     for (int i = 0; i < r->size; i++) {
-        for (hpml_message *m = r->world->buffered ? r->inbox[i].posted : NULL, *next; m; m = next) {
-            next = hpmlc_post_of(m)->next;
-            free(m); /* m is a copy of a send, and was never received */
+        for (hpml_message *m = r->inbox[i].copies, *next; m; m = next) {
+            next = hpmlc_post_of(m)->after;
+            free(m); /* was never received */
         }
         hpmlc_waitpoint_close(&r->inbox[i].wait);
     }
@@ -2166,7 +2183,6 @@ HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, hpml_message *const *m, int count)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>threads-transport   messages between threads
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Returns when, in seconds, a message of `bytes` arrives that is sent to rank `to` at time `now`; 0: its link takes no
    time. Occupies the network cards of sender and receiver, because a card serves one message after another. */
 HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
@@ -2195,6 +2211,12 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     post->from = c->rank;
     post->next = NULL;
     pthread_mutex_lock(&in->wait.mutex);
+    if (post->copied) {
+        post->after  = in->copies;
+        post->before = &in->copies;
+        in->copies   = m;
+        if (post->after) hpmlc_post_of(post->after)->before = &post->after;
+    }
     *in->last = m;
     in->last  = &post->next;
     if (wake) hpmlc_waitpoint_wake_held(hpmlc_world_of(c), &in->wait);
@@ -2213,6 +2235,7 @@ HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
     }
     *copy      = *m;
     copy->data = (char *)(copy + 1);
+    hpmlc_post_of(copy)->copied = true;
     if (m->bytes > 0) memcpy(copy->data, m->data, m->bytes);
     hpmlc_inbox_post(c, copy, wake);
 }
@@ -2229,8 +2252,11 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
     if (sent && m->receiving) m->arrival = sent->arrival;
     if (sent && m->receiving && sent->arrival > 0 && sent->arrival > hpml_comm_now(m->owner)) sent = NULL;
     if (sent) {
-        *link = hpmlc_post_of(sent)->next;
-        if (in->last == &hpmlc_post_of(sent)->next) in->last = link;
+        hpmlc_post *post = hpmlc_post_of(sent);
+        *link = post->next;
+        if (in->last == &post->next) in->last = link;
+        if (post->copied) *post->before = post->after;
+        if (post->copied && post->after) hpmlc_post_of(post->after)->before = post->before;
     }
     pthread_mutex_unlock(&in->wait.mutex);
     return sent;
@@ -2238,9 +2264,10 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 
 HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
+    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* a send of a collective meets its receive soon */
     if (m->receiving) return;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
-    if (hpmlc_world_of(c)->buffered) hpmlc_inbox_post_copy(c, m, true);
+    if (small || hpmlc_world_of(c)->buffered) hpmlc_inbox_post_copy(c, m, true);
     else hpmlc_inbox_post(c, m, true);
 }
 
@@ -2291,7 +2318,7 @@ HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message 
 {
     hpmlc_waitpoint *sender = &hpmlc_group_of(c)->inbox[hpmlc_post_of(sent)->from].wait;
     hpml_message_deliver(c, m, sent->data, sent->bytes);
-    if (hpmlc_world_of(c)->buffered) {
+    if (hpmlc_post_of(sent)->copied) {
         free(sent);
         return;
     }
@@ -2521,7 +2548,6 @@ HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mpi   messages between processes, by MPI
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Only MPI_Init and MPI_Finalize block: sends, receives, MPI_Iallreduce and MPI_Comm_idup are started, then polled with
    MPI_Test, because a blocking call of MPI has no deadline. (Probes, queries, setters and frees are local calls;
    MPI_Comm_free sends nothing in MPICH and Open MPI either.) Messages are sent in pieces of HPMLC_PIECE bytes, two in
@@ -2749,7 +2775,6 @@ HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mpi-control   control messages: which rank failed, left, waits or is busy; waits for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
 HPMLC_FN bool hpmlc_mpi_finalized(void)
 {
     int over = 0;
@@ -3080,7 +3105,6 @@ HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, in
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mpi-close   splitting, closing over MPI; exit
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Duplicates `from` to *out, collectively. After an error the new handle leaks, because MPI may still write to it. */
 HPMLC_FN hpml_status hpmlc_mpi_duplicate(hpml_comm *c, MPI_Comm from, MPI_Comm *out)
 {
@@ -3275,7 +3299,6 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mpi-create   connecting the ranks over MPI
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Sets c->node: rank i is on node i / ranks_per_node; where that is 0, ranks whose hosts have the same name share a
    node, and nodes are numbered by first appearance. */
 HPMLC_FN void hpmlc_mpi_nodes(hpml_comm *c, int ranks_per_node)
@@ -3490,7 +3513,6 @@ HPMLC_FN bool hpmlc_mpi_init(int *rank)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>clock   messages in virtual time
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Every thread has a clock of its own, which hpml_comm_compute and the arrival of messages advance; real time does not
    count. One thread runs at a time: the one whose clock is behind all others. So messages enter the links in the order
    of their virtual time, whatever the machine does, and a run can be repeated exactly. A send is copied and done at
@@ -3837,7 +3859,6 @@ HPMLC_FN void hpmlc_world_absent(hpml_world *w HPMLC_UNUSED, int rank HPMLC_UNUS
 // ---------------------------------------------------------------------------------------------------------------------
 // >>create   creating, splitting, freeing communicators
 // ---------------------------------------------------------------------------------------------------------------------
-
 #ifdef HPML_NO_THREADS
 /* Sets rank 0 of 1 in d: without threads the transports THREADS and CLOCK have one rank, which sends nothing. */
 HPMLC_FN hpml_status hpmlc_self_locate(hpml_ctx *ctx HPMLC_UNUSED, hpml_comm_desc *d)
@@ -4029,7 +4050,6 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>launch   running a function on every rank
 // ---------------------------------------------------------------------------------------------------------------------
-
 typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
     const hpml_launch_desc *d;
     hpml_comm_desc          comm;
@@ -4266,7 +4286,6 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Returns the seconds by which this rank's clock is ahead of rank 0's. The rank asks rank 0 eight times for its time
    and takes the answer of the quickest exchange as given in the middle of that exchange, so the error is at most half
    of its duration. Rank 0 answers all ranks and returns 0. */
@@ -4366,7 +4385,6 @@ HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>moves   the allreduce algorithms: phases, one table of algorithms, the phases of a rank
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* An allreduce algorithm is a list of phases. A team of ranks runs a phase on a range of the array: a team is every
    stride-th rank from `base`, and member i owns block i of the range, one of equal blocks for all members. The move
    function of a phase kind sets what one member sends and receives in round k. Collectives execute these moves, tests
@@ -4730,7 +4748,6 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
 // ---------------------------------------------------------------------------------------------------------------------
 // >>reduce   adding up elements; the mean
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Defines hpmlc_NAME(into, from, bytes), which sets each element of `into` to `expression`, for example the sum, of a
    from `into` and b from `from`. type: of elements; read, write: convert an element to and from `wide`, the type of a
    and b. Loops of 16 elements of arrays that do not overlap let any compiler use vectors at -O2. */
@@ -4824,7 +4841,6 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>collectives   the moves, executed
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Returns the scratch buffer of c, enlarged to at least `size` bytes (its contents are then lost). NULL: no memory. */
 HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
 {
@@ -5202,7 +5218,6 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>async   work in the background
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A job is work for the background of a communicator: a thread with a context of its own and a twin, a communicator of
    the same ranks for the thread's messages. hpml_job_wait copies an error of that context to the communicator's. Jobs
    run in the order in which they are posted, the same on all ranks, so that their collectives match. */
@@ -5469,7 +5484,6 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>exchange   1-bit exchange: stripes, owners, two residuals
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A tensor of an exchange. Plain: an allreduce over all plain tensors adds it up. Packed: a codec packs its rows, and
    rank j adds up stripe j, the j-th of p almost equal ranges of rows. A message to rank j has a header of 8 bytes (a
    tensor and a rank with a NaN; 0: none), and then, by contribution and tensor, the packed rows of stripe j. */
@@ -5825,7 +5839,6 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>stripes   the five steps of an exchange, on the host or on a device
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Returns the exchange's seed mixed, by the steps of splitmix64, with the numbers of a tensor and of a contribution
    over all ranks (-1: the sum), so that each pair draws its own numbers, on whichever rank the contribution is. */
 HPMLC_FN uint64_t hpmlc_encode_seed(const hpml_exchange *x, const hpmlc_item *it, int64_t contribution)
@@ -6184,7 +6197,6 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>whole-codecs   top-k and low rank: codecs of whole tensors
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Codec top-k of gradient g with momentum m, its correction and factor masking: velocity u <- m u + g, residual
    v <- v + u; the k largest |v| are sent as pairs (index, value), and there u = v = 0. Every rank gathers the pairs of
    all ranks and adds them in the order of the ranks.
@@ -6422,7 +6434,6 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>plan   the fields of a plan in one list, the rules of a plan
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* All that is done with the fields of a plan one by one - text, parsing, ranges, differences, stepping through plans -
    is done from one list; what fields exclude each other is a list of rules. Both are pure. In the conditions of both
    lists, p is the plan and f the facts. */
@@ -6652,7 +6663,6 @@ HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>plan-text   plans as text; defaults, the check, the next plan
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Appends to a text of *length characters, as printf, and adds to *length what a large enough buffer would get. */
 HPMLC_PRINTF(3, 4)
 HPMLC_FN void hpmlc_append(const hpmlc_text *to, size_t *length, const char *format, ...)
@@ -6931,7 +6941,6 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>distribute   data parallelism: layout of the parameters, buckets of gradients
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Data parallelism: p ranks have a copy of one model each. Rank r computes the gradient g_r of the mean loss over its
    n_r samples of the global batch; all ranks then make the optimizer step with the same sum
 
@@ -7037,6 +7046,7 @@ struct hpml_distributed {
     void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
     bool                  data_known; /* the data of all ranks were compared */
     bool                  background; /* tasks are jobs of the communicator's background thread */
+    bool                  shared;     /* ranks share one copy of the parameters, which rank 0 steps */
     hpmlc_start_fn       *start;
     int64_t             (*next)(void *d, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last); /* the hook */
     hpmlc_layout          layout;
@@ -7116,7 +7126,9 @@ HPMLC_FN hpml_status hpmlc_host_apply(hpml_distributed *d, double samples, doubl
     if (scale != 1)
         for (int64_t k = 0; k < l->span; k++) l->host[k] *= scale;
     if (l->host != l->first) hpmlc_host_view_copy(&l->view, l->host, l->first, l->span, true);
-    return hpml_trainer_apply(d->t, 0, l->params);
+    hpml_status status = d->shared && d->c->rank > 0 ? HPML_OK : hpml_trainer_apply(d->t, 0, l->params);
+    hpml_status others = d->shared ? hpml_barrier(d->c) : HPML_OK; /* no rank goes on before rank 0 has stepped */
+    return status != HPML_OK ? status : others;
 }
 
 /* Starts fn(c, user) as a task: in the background or, without a thread, at once. Returns the status of the start. */
@@ -7278,7 +7290,6 @@ HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>distribute-step   data parallelism: a step, its statistics, the trainer's hooks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Samples, loss and the running statistics of batchnorm ("buffers") of all ranks are added up in one small sum behind
    the last bucket. Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
 
@@ -7541,7 +7552,6 @@ HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>state   one list of what a training carries from step to step
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Besides parameters and the optimizer's state, which the trainer saves, a training carries residuals of codecs,
    velocity of codec TOPK, factor Q of LOWRANK, gradients in flight. A strategy lists these arrays in its function
    `state`; saving, loading and clearing walk the list (>>resume). In the file an array is called KIND.COPY.TENSOR, e.g.
@@ -7679,7 +7689,6 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>distribute-rows   gradients of sparse tables: rows, gathered from all ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* The gradient of a sparse table (hpml_embedding_desc.sparse) is in no bucket. After the other exchanges of a step each
    rank sends the rows that it has to all ranks, in blocks of the largest number of rows: bytes follow the rows. Every
    rank adds the rows up in the order of the ranks, so that all get the same bits. */
@@ -7741,7 +7750,6 @@ HPMLC_FN hpml_status hpmlc_rows_exchange(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-sync   synchronous steps, gradients exchanged on the host
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy sync: in step t all ranks apply the mean of the gradients of step t: w_(t+1) = w_t - lr f(sum_r n_r g_r(w_t)
    / n), for n_r of n samples on rank r and optimizer f. The exchange of a bucket starts when its last gradient is
    final, but behind the backward pass with .no_overlap or where no background thread pays off. (Synchronous SGD: Das et
@@ -7787,7 +7795,6 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-factors   synchronous steps, dense layers by the factors of their gradients
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Routes FACTORS and HYBRID (hpml_route). When the backward pass has computed dz of a dense layer, x and dz of this
    rank are copied to its blocks of two arrays, and an allgather of each starts. hpmlc_factors_update then computes, on
    every rank, dw = 1/p sum over ranks r of dz_r^T x_r, as one product. Short batches are filled up with rows of zeros.
@@ -7982,7 +7989,6 @@ HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-delayed   double buffering: steps apply the gradients of the step before
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy delayed: w_(t+1) = w_t - lr f(g(w_(t-1))), optimizer f: the exchange of a step's gradients g has the whole
    next step to hide behind (double buffering of Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; a staleness of
    one step). Two sets of gradients: the trainer's own, which the backward pass writes, and those in flight; an update
@@ -8148,7 +8154,6 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-exact   the same bits for every number of ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy exact: floats do not add up to the same bits in every order, integers do. Leaf l of the global batch is
    samples [l L, (l + 1) L). A rank computes its leaves one after another, each from the same running statistics, and
    keeps their gradients (of the sum over samples). Then, tensor by tensor: the largest |g| of all leaves and ranks is m
@@ -8374,7 +8379,6 @@ HPMLC_FN bool hpmlc_exact_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-link   synchronous steps, gradients exchanged on devices
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy link: as >>strategy-sync, but the gradients stay on the device: the communicator's link (hpml_device_link:
    NCCL) adds them up on a stream of its own. What a codec packs goes through the steps of >>stripes, with the same
    bits: the device packs and adds, its link moves; hpmlc_link_start packs and sends during the backward pass, _finish
@@ -8523,7 +8527,6 @@ HPMLC_FN bool hpmlc_link_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-nodes   synchronous steps, a device link inside nodes, messages between them
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy nodes: as >>strategy-link, where the link ends at the node. Each bucket is cut into a shard for each of the
    p ranks of a node: devices add up the node's gradients such that rank i has the sum of shard i (reduce-scatter), the
    host exchanges it with the ranks that have shard i on the other nodes, and the devices share the result (all-gather).
@@ -8707,7 +8710,6 @@ HPMLC_FN bool hpmlc_nodes_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>weights   what the strategies that exchange parameters have in common
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Each rank trains alone with its share of the global batch, and ranks meet: every .period steps all of them (local,
    block, elastic), or in each step neighbours (gossip). A meeting is one sum over ranks of an array with the parameters
    (or with their differences to a centre), the running statistics, samples and loss: between meetings nothing is sent.
@@ -8864,7 +8866,6 @@ HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-local   local SGD: the mean of the parameters
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy local: every `period` steps w <- mean over ranks of w_r. With period 1, without momentum and with equal
    shares of the batch this is the step of strategy sync. */
 
@@ -8886,7 +8887,6 @@ HPMLC_FN hpml_status hpmlc_local_finish(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-block   an outer optimizer with momentum for the mean change in a block
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy block: a block begins with parameters s on all ranks and ends after `period` steps with w_r on rank r. The
    mean change g = s - mean of w_r is the gradient of an outer step on the centre c, with velocity v:
        v <- momentum v + lr g,   c <- c - v,   s = c (nesterov: s = c - momentum v)
@@ -8936,7 +8936,6 @@ HPMLC_FN hpml_status hpmlc_block_finish(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-elastic   parameters and a common centre attract each other
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy elastic: every `period` steps, with difference d_r = a (w_r - c) of rank r's parameters to the centre c,
        w_r <- w_r - d_r,   c <- c + sum over ranks of d_r
    so that the sum of c and all w_r stays the same. All ranks have the same c, which is the result. */
@@ -8973,7 +8972,6 @@ HPMLC_FN hpml_status hpmlc_elastic_finish(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-gossip   averaging with neighbours in each step
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy gossip: in step t, with the mixing matrix W of the topology (>>mix),
        w_r <- sum over neighbours j, and r itself, of W_rj w_j - lr f(g_r(w_r))
    where f is the optimizer and g_r the gradient of rank r's samples, computed while ranks still had their own w_r. */
@@ -9000,7 +8998,6 @@ HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>servers   parameter servers: ranges of parameters, requests of workers
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* With S servers the last S ranks keep the parameters: server s steps floats [s n / S, (s + 1) n / S) of the n trained
    ones. The other ranks, K workers, compute gradients: in a step each pushes every server its range of the gradient and
    gets the range's new values, so that a server receives and sends 4 K n / S bytes, and headers (Li et al. 2014,
@@ -9234,7 +9231,6 @@ HPMLC_FN void hpmlc_servers_close(hpml_distributed *d) { hpml_ctx_release(d->ctx
 // ---------------------------------------------------------------------------------------------------------------------
 // >>servers-step   parameter servers: a worker asks, a server answers
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Packs own->gradient of this worker, an error if a number is NaN or infinite, unless the trainer skips such checks. */
 HPMLC_FN hpml_status hpmlc_worker_pack(hpml_distributed *d)
 {
@@ -9422,7 +9418,13 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
     return hpmlc_survive(d, k, w->message.status);
 }
 
-/* Serves until is_over(w) for all workers w that are active. */
+/* Returns whether worker w has done as many steps, or whole rounds, as this server. */
+HPMLC_FN bool hpmlc_has_stepped(const hpmlc_servers *own, const hpmlc_client *w)
+{
+    return w->clock >= own->steps / own->period;
+}
+
+/* Serves until is_over(w) for all workers w that are active; NULL: until none is. */
 HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpmlc_servers *own, const hpmlc_client *w))
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -9437,23 +9439,13 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
         } while (status == HPML_OK && own->has_lost);
         int active = 0; /* workers for whom the server goes on */
         for (int k = 0; k < own->workers; k++)
-            active += hpmlc_is_active(&own->client[k]) && !is_over(own, &own->client[k]);
+            active += hpmlc_is_active(&own->client[k]) && !(is_over && is_over(own, &own->client[k]));
         if (status != HPML_OK || active == 0) return status;
         status = hpmlc_serve_one(d);
         if (status != HPML_OK) return status;
     }
 }
 
-/* Ends to serve: a step, when worker w has done as many steps, or whole rounds, as the server; a training. */
-HPMLC_FN bool hpmlc_has_stepped(const hpmlc_servers *own, const hpmlc_client *w)
-{
-    return w->clock >= own->steps / own->period;
-}
-
-HPMLC_FN bool hpmlc_has_finished(const hpmlc_servers *own HPMLC_UNUSED, const hpmlc_client *w HPMLC_UNUSED)
-{
-    return false; /* workers that have finished are not active */
-}
 
 /* A step of a server: serves; *loss: the mean over the samples of the gradients that have come. */
 HPMLC_FN hpml_status hpmlc_server_begin(hpml_distributed *d, float *loss)
@@ -9571,7 +9563,7 @@ HPMLC_FN hpml_status hpmlc_servers_finish(hpml_distributed *d)
     hpml_status    status;
     HPMLC_ZERO(hpmlc_request, r);
     r.kind = HPMLC_FINISH;
-    status = hpmlc_is_server(d) ? hpmlc_serve(d, hpmlc_has_finished) : hpmlc_ask(d, &r, 0);
+    status = hpmlc_is_server(d) ? hpmlc_serve(d, NULL) : hpmlc_ask(d, &r, 0);
     for (int k = 0; k < own->workers; k++) own->client[k].is_open = false;
     if (status == HPML_OK) status = hpmlc_servers_share(d, HPML_ARRAY_VALUES);
     return status == HPML_OK ? hpmlc_servers_buffers(d) : status;
@@ -9603,7 +9595,6 @@ HPMLC_FN bool hpmlc_servers_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-ps   synchronous rounds on servers: gradients, without those of backup workers, or averaged parameters
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* A round is complete when all workers, or enough of them, have pushed. The servers take what was pushed in the order
    of the ranks, and answer all.
    Strategy ps: the mean of the gradients makes a step, with the bits of sync by HPML_CENTRAL.
@@ -9708,7 +9699,6 @@ HPMLC_FN hpml_status hpmlc_federated_update(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-async   asynchronous steps on servers, with bounded or any staleness
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Each gradient makes a step by itself when it comes. Strategy async (Dean et al. 2012, "Large Scale Distributed Deep
    Networks": Downpour SGD): the answer goes back at once, and fit deals batches on demand, so that a slow worker
    computes fewer of them. Strategy ssp (Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
@@ -9815,7 +9805,6 @@ HPMLC_FN bool hpmlc_async_open(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-hogwild   threads that update shared values without locks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Strategy hogwild: each rank steps by its own gradient, at once, on values that all threads share, and no rank waits
    for another (Niu et al. 2011, "HOGWILD!"). A rank reads the values that a batch needs (of a sparse table the rows of
    its tokens) by relaxed atomic loads to its own parameters, computes and steps there, and adds the change to the
@@ -9995,7 +9984,6 @@ HPMLC_FN void hpmlc_hogwild_close(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategies   the table of strategies; attaching one to a trainer
 // ---------------------------------------------------------------------------------------------------------------------
-
 #define HPMLC_OWN_LOSS "between meetings no rank has the loss of all ranks, which a search compares"
 
 /* The strategies. The first row of the plan's strategy that fits is chosen; the last row of a strategy always fits. */
@@ -10284,9 +10272,107 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>cluster   roles by name, tensors dealt to servers, shared parameters
+// ---------------------------------------------------------------------------------------------------------------------
+static const char *const hpmlc_roles[] = { "worker", "ps" };
+
+/* Counts the tasks of a list of `length` characters, separated by commas; 0: one of them has no name. */
+HPMLC_FN int32_t hpmlc_tasks_count(const char *list, size_t length)
+{
+    int32_t count = 0;
+    for (size_t n; length > 0; count++) {
+        n = strcspn(list, ",; ");
+        if (n == 0 || n + 1 == length) return 0;
+        list += n < length ? n + 1 : n;
+        length -= n < length ? n + 1 : n;
+    }
+    return count;
+}
+
+HPML_API hpml_status hpml_cluster_parse(const char *text, hpml_cluster *out, char *error, size_t size)
+{
+    const hpmlc_text to = { error, size };
+    HPMLC_ZERO(hpml_cluster, c);
+    if (!text || !out) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "cluster: no text, or nowhere to put it");
+    memset(out, 0, sizeof *out);
+    while (*(text += strspn(text, "; ")) != 0) {
+        int    all = (int)strcspn(text, "; "), name = (int)strcspn(text, "=; "), role = 0;
+        size_t length = name < all ? (size_t)(all - name - 1) : 0;
+        while (role < 2 && (strlen(hpmlc_roles[role]) != (size_t)name || memcmp(text, hpmlc_roles[role], (size_t)name)))
+            role++;
+        if (role == 2 || c.tasks[role])
+            return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "cluster: \"%.*s\" is %s; write worker=a,b,c ps=d,e", name,
+                                text, role == 2 ? "no role" : "there twice");
+        c.tasks[role] = text + name + 1;
+        int32_t *count = role == 0 ? &c.workers : &c.servers;
+        *count = hpmlc_tasks_count(c.tasks[role], length);
+        if (*count == 0)
+            return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "cluster: \"%.*s\" has a task without a name; write the names "
+                                "with commas between them", all, text);
+        text += all;
+    }
+    if (c.workers == 0)
+        return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "cluster: there is no worker; write worker=a,b,c ps=d,e");
+    *out = c;
+    return HPML_OK;
+}
+
+HPML_API int hpml_cluster_rank(const hpml_cluster *c, const char *role, int task)
+{
+    if (!c || !role || task < 0) return -1;
+    if (strcmp(role, hpmlc_roles[0]) == 0) return task < c->workers ? task : -1;
+    return strcmp(role, hpmlc_roles[1]) == 0 && task < c->servers ? c->workers + task : -1;
+}
+
+HPML_API const char *hpml_cluster_role(const hpml_cluster *c, int rank, int *task)
+{
+    if (!c || rank < 0 || rank >= c->workers + c->servers) return NULL;
+    bool server = rank >= c->workers;
+    if (task) *task = server ? rank - c->workers : rank;
+    return hpmlc_roles[server];
+}
+
+HPML_API int hpml_cluster_address(const hpml_cluster *c, int rank, char *buffer, size_t size)
+{
+    int         task = 0;
+    const char *role = hpml_cluster_role(c, rank, &task), *at = role ? c->tasks[role == hpmlc_roles[1]] : "";
+    while (task-- > 0) at += strcspn(at, ",") + 1;
+    return snprintf(buffer, size, "%.*s", (int)strcspn(at, ",; "), at);
+}
+
+HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, int servers, int32_t *server,
+                                     int64_t *floats)
+{
+    if (floats && servers > 0) memset(floats, 0, sizeof *floats * (size_t)servers);
+    for (int i = 0; i < count && servers > 0; i++) {
+        server[i] = i % servers;
+        if (floats) floats[server[i]] += tensors[i].rows * tensors[i].cols;
+    }
+}
+
+HPML_API hpml_status hpml_distribute_share(hpml_distributed *d)
+{
+    HPMLC_ZERO(hpml_plan_facts, facts);
+    if (!d) return HPML_ERR_ARGUMENT;
+    const char *wrong = d->strategy->update != hpmlc_sync_update ? "only strategy sync on the host lets it" : NULL;
+    hpml_plan_facts_of(d->t, d->c, &facts);
+    if (facts.overflows) wrong = "the loss scale is dynamic";
+    for (int i = 0; i < d->layout.params; i++) {
+        const hpml_tensor *p    = hpmlc_param(d, i);
+        uint64_t           mine = (uint64_t)(uintptr_t)p->data, address = mine;
+        if (hpml_broadcast(d->c, &address, sizeof address, 0) != HPML_OK) return hpml_ctx_status(d->ctx);
+        if (address != mine) wrong = "parameters are not in the memory of rank 0's";
+        if (p->param->buffer) wrong = "batchnorm has statistics, which all ranks would write";
+    }
+    d->shared = !wrong;
+    if (!wrong) return HPML_OK;
+    return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: ranks cannot share parameters: %s; place those of all "
+                      "ranks in one array (hpml_params_place), or let each rank have a copy", wrong);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>report   where the time of steps went
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Means a step since the last reset: step_s is the sum of compute_s, exposed_s and the rest (data, update). */
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
@@ -10393,7 +10479,6 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
 // ---------------------------------------------------------------------------------------------------------------------
 // >>resume   checkpoints of the whole job
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Rank 0 writes the checkpoint. Before, each rank copies what it has of the arrays of >>state to memory for all of
    them, with zeros where other ranks have theirs, so that the sum over ranks is exact. */
 
@@ -10603,7 +10688,6 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>batch-search   the largest batch that does not hurt
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Batch search of Seide et al. 2014: from time to time the batch size is chosen anew, because larger steps do no harm
    later in training. Sizes are tried one after another, each from the same checkpoint on the same samples. */
 
@@ -10722,7 +10806,6 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mix   averaging with neighbours
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Mixing: rank i replaces its array by x_i <- sum over neighbours j, and i itself, of W_ij x_j. The weights are those
    of Metropolis, W_ij = 1 / (1 + max(degree i, degree j)), W_ii = 1 - sum of W_ij: symmetric, rows add up to 1, hence
    mixing again and again brings all ranks to the mean of all (Xiao and Boyd 2004, "Fast Linear Iterations for
@@ -10817,7 +10900,6 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simulate   moves in virtual time, by a queue of ranks
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Every simulated rank has a clock. Ranks that are about to send wait in a queue by (clock, rank), as threads do in
    >>clock, so that messages enter the cards in the same order as there and arrive at the same times. A message costs
    some 50 to 100 ns of computation. Two shapes of collectives have p^2 messages and need less, because the order of
@@ -11130,7 +11212,6 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simulate-fast   rings and all to all in virtual time without a queue
 // ---------------------------------------------------------------------------------------------------------------------
-
 /* Returns how many ranks represent all p ranks of a ring over n elements: 1, those of a node, or p. Fewer than p only
    where the p blocks of the array are equal, or so many that each may count as the longest (the time is an upper bound
    then). free_at: (p) when the link from rank i to i + 1 gets free, in seconds. */
@@ -11303,7 +11384,6 @@ HPMLC_FN double hpmlc_sim_latest(const hpmlc_sim *s)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simulate-step   a step of training in virtual time
 // ---------------------------------------------------------------------------------------------------------------------
-
 HPMLC_FN hpml_status hpmlc_sim_check_network(hpml_algorithm a, int p, const hpml_network *net, const hpmlc_text *to)
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;

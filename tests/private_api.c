@@ -60,16 +60,19 @@ void private_gemm_serial(hpml_ctx *ctx, int thread, const private_product *p)
     hpmli_gemm_serial(ctx, thread, &d);
 }
 
-bool private_offsets(hpml_ctx *ctx, private_slot *slots, int count, int times)
+bool private_offsets(hpml_ctx *ctx, private_slot *slots, int count)
 {
     hpmli_slot *s = hpmli_new(ctx, hpmli_slot, count);
     for (int i = 0; s && i < count; i++) {
-        s[i].bytes = slots[i].bytes;
-        s[i].from  = slots[i].from;
-        s[i].to    = slots[i].to;
+        s[i].bytes  = slots[i].bytes;
+        s[i].offset = (size_t)i;
+        s[i].from   = slots[i].from;
+        s[i].to     = slots[i].to;
     }
-    bool good = s && hpmli_slots_fit(ctx, s, count, times);
-    for (int i = 0; good && i < count; i++) slots[i].offset = s[i].offset;
+    size_t bytes = 0;
+    bool   good  = s && hpmli_slots_place(ctx, s, count, &bytes);
+    for (int i = 0; good && i < count; i++)
+        slots[i] = (private_slot){ s[i].bytes, s[i].offset, s[i].from, s[i].to };
     hpmli_free(ctx, s);
     return good;
 }

@@ -26,6 +26,6 @@ typedef enum private_numbers { PRIVATE_WORDS, PRIVATE_UNIFORM, PRIVATE_NORMAL } 
 void private_random(const void *k, private_numbers kind, void *out, uint64_t seed, uint64_t stream,
                     uint64_t first, int64_t n);
 
-/* Plans the offsets of `count` arrays, each in use from time `from` to time `to` (0 to times - 1). */
+/* Sorts `count` arrays, each in use from time `from` to time `to`, by size, and plans their offsets. */
 typedef struct private_slot { size_t bytes, offset; int from, to; } private_slot;
-bool private_offsets(hpml_ctx *ctx, private_slot *slots, int count, int times);
+bool private_offsets(hpml_ctx *ctx, private_slot *slots, int count);

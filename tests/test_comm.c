@@ -1088,18 +1088,22 @@ static hpml_status asks_and_answers(hpml_comm *c, void *user)
     return HPML_OK;
 }
 
-/* The best of several tries of each, in turn, because other programs may need the cores. */
+/* The best of several tries of each, in turn, because other programs may need the cores. With 65 ranks there are more
+   ranks than cores, so a wait sleeps soon, as a condition variable does; all but two have left. */
 TEST_PLAIN(a_question_and_its_answer_take_at_most_twice_a_condition_variable)
 {
-    double bare = 1e9, ours = 1e9, took = 0;
-    for (int tries = 0; tries < 20 && (tries < 5 || ours > 2 * bare); tries++) {
-        ENSURE(launch(HPML_TRANSPORT_THREADS, 2, asks_and_answers, &took) == HPML_OK);
-        ours = took < ours ? took : ours;
-        took = bell_seconds();
-        bare = took < bare ? took : bare;
+    for (int ranks = 2; ranks <= 65; ranks += 63) {
+        double bare = 1e9, ours = 1e9, took = 0;
+        for (int tries = 0; tries < 20 && (tries < 5 || ours > 2 * bare); tries++) {
+            ENSURE(launch(HPML_TRANSPORT_THREADS, ranks, asks_and_answers, &took) == HPML_OK);
+            ours = took < ours ? took : ours;
+            took = bell_seconds();
+            bare = took < bare ? took : bare;
+        }
+        printf("    %d ranks: %.2f us, by a condition variable %.2f us: ratio %.2f\n", ranks, 1e6 * ours, 1e6 * bare,
+               ours / bare);
+        ENSURE(ours <= 2 * bare);
     }
-    printf("    %.2f us, by a condition variable %.2f us: ratio %.2f\n", 1e6 * ours, 1e6 * bare, ours / bare);
-    ENSURE(ours <= 2 * bare);
 }
 
 static hpml_status waver(hpml_comm *c, void *user) /* measures by how much each of 100 computations exceeds 1 s */
