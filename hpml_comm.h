@@ -7463,14 +7463,16 @@ HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
     hpml_comm_counters(d->c, &r->row_sent);
 }
 
-/* Ends the step's row of the table of steps (hpml_distribute_steps). No job may be running, because hpml_comm_counters
-   waits for jobs. The time of waiting for the slowest rank, bubble_s, is set when the rows of all ranks are there. */
+/* Counts the step and ends its row of the table of steps (hpml_distribute_steps). No job may be running, because
+   hpml_comm_counters waits for jobs. The time of waiting for the slowest rank, bubble_s, is set when the rows of all
+   ranks are there. */
 HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 {
     hpmlc_reporting *r    = &d->report;
     hpml_step_row   *row  = &r->row[r->rows++ % d->plan.history];
     hpml_counters    sent = r->row_sent;
     double           then = r->row_time;
+    r->r.steps++;
     row->step      = hpml_trainer_step_count(d->t) + 1;
     row->rank      = d->c->rank;
     row->compute_s = r->r.compute_s - r->at_row.compute_s;
@@ -7787,7 +7789,6 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
     if (status != HPML_OK) return status;
     hpmlc_buffers_average(d);
     hpmlc_steps_note(d);
-    d->report.r.steps++;
     return hpmlc_host_apply(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
 }
 
@@ -8121,7 +8122,6 @@ HPMLC_FN hpml_status hpmlc_delayed_update(hpml_distributed *d)
         hpmlc_delayed_swap(d);
     }
     if (status != HPML_OK) return status;
-    d->report.r.steps++;
     return samples > 0 ? hpmlc_host_apply(d, samples, whole) : HPML_OK; /* the first step has nothing to apply */
 }
 
@@ -8366,7 +8366,6 @@ HPMLC_FN hpml_status hpmlc_exact_begin(hpml_distributed *d, int64_t samples, flo
 HPMLC_FN hpml_status hpmlc_exact_update(hpml_distributed *d)
 {
     hpmlc_steps_note(d);
-    d->report.r.steps++;
     return hpml_trainer_apply(d->t, 0, d->layout.params);
 }
 
@@ -8511,7 +8510,6 @@ HPMLC_FN hpml_status hpmlc_link_step(hpml_distributed *d, hpml_status (*finish)(
     if (status == HPML_OK && bad) status = HPML_ERR_NONFINITE;
     if (status != HPML_OK) return hpmlc_dist_blame(d, status, bad);
     hpmlc_steps_note(d);
-    d->report.r.steps++;
     float scale = hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
     if (scale != 1) own->l->scale(own->l->user, d->layout.first, d->layout.span, scale, 1);
     status = hpml_trainer_apply(d->t, 0, d->layout.params);
@@ -8785,7 +8783,6 @@ HPMLC_FN hpml_status hpmlc_weights_step(hpml_distributed *d)
     if (own->samples > 0) d->report.r.loss = own->loss / own->samples;
     d->report.r.samples = (int64_t)own->samples;
     own->since++;
-    d->report.r.steps++;
     return status;
 }
 
@@ -9094,18 +9091,13 @@ HPMLC_FN int64_t hpmlc_server_at(const hpmlc_servers *own, int s)
 HPMLC_FN void hpmlc_ranges_copy(const hpml_distributed *d, hpml_array which, bool writes, int first, int end,
                                 float *flat)
 {
-    const hpmlc_servers   *own   = hpmlc_servers_of(d);
-    const hpmlc_host_view *view  = &d->layout.view;
-    float                 *array = which == HPML_ARRAY_VALUES ? NULL : hpml_trainer_array(d->t, which, NULL);
+    const hpmlc_servers *own   = hpmlc_servers_of(d);
+    float               *array = which == HPML_ARRAY_VALUES ? NULL : hpml_trainer_array(d->t, which, NULL);
     for (int i = own->begin[first]; i < own->begin[end]; i++) {
-        const hpmlc_piece *p     = &own->piece[i];
-        const int64_t      n     = p->packing.rows * p->packing.cols;
-        const size_t       bytes = (size_t)n * sizeof(float);
-        float             *from  = flat + p->at - hpmlc_server_at(own, first);
+        const hpmlc_piece *p = &own->piece[i];
         float *x = (array ? array + hpml_trainer_place(d->t, p->param) : hpmlc_param(d, p->param)->data) + p->from;
-        if (writes) memcpy(view->device ? view->window : x, from, bytes);
-        else memcpy(from, hpmlc_host_view_begin(view, x, n), bytes);
-        if (writes) hpmlc_host_view_end(view, x, n);
+        hpmlc_host_view_copy(&d->layout.view, flat + p->at - hpmlc_server_at(own, first), x,
+                             p->packing.rows * p->packing.cols, writes);
     }
 }
 
@@ -9472,7 +9464,6 @@ HPMLC_FN hpml_status hpmlc_servers_note(hpml_distributed *d, hpml_status status,
     if (samples > 0) d->report.r.loss = loss / samples;
     d->report.r.samples = (int64_t)samples;
     hpmlc_steps_note(d);
-    d->report.r.steps++;
     return HPML_OK;
 }
 
@@ -9881,17 +9872,12 @@ HPMLC_FN hpmlc_hogwild_values *hpmlc_shared_create(hpml_distributed *d)
 {
     hpml_allocator a     = hpml_ctx_allocator(d->ctx);
     size_t         bytes = sizeof(hpmlc_hogwild_values) + (size_t)d->layout.span * sizeof(uint32_t);
-    hpmlc_hogwild_values  *s     = (hpmlc_hogwild_values *)a.alloc(bytes, 64, a.user);
+    hpmlc_hogwild_values *s = (hpmlc_hogwild_values *)a.alloc(bytes, 64, a.user);
     if (!s) return NULL;
     s->allocator = a;
     s->bytes     = bytes;
     s->holders   = d->c->size;
     s->bits      = (uint32_t *)(void *)(s + 1);
-    for (int k = 0; k < d->layout.params; k++) {
-        const hpml_tensor *p = hpmlc_param(d, k);
-        int64_t            at = hpmlc_gradient_at(d, p);
-        if (at >= 0) memcpy(s->bits + at, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
-    }
     return s;
 }
 
@@ -9904,21 +9890,6 @@ HPMLC_FN void hpmlc_hogwild_destroy(void *object)
     a.free(s, s->bytes, a.user);
 }
 
-HPMLC_FN bool hpmlc_hogwild_open(hpml_distributed *d)
-{
-    HPMLC_ZERO(hpml_hooks, hooks);
-    hpmlc_hogwild *own = (hpmlc_hogwild *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_hogwild_destroy);
-    d->own = own;
-    if (!own) return false;
-    own->seen = (float *)hpmlc_dist_alloc(d, (size_t)d->layout.span * sizeof(float));
-    if (own->seen && d->c->rank == 0) own->shared = hpmlc_shared_create(d);
-    if (d->c->rank == 0 && !own->shared) hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute: no memory for shared values");
-    if (hpml_broadcast(d->c, &own->shared, sizeof own->shared, 0) != HPML_OK || !own->seen) return false;
-    hooks.user = d;
-    hooks.need = hpmlc_hogwild_need;
-    return hpml_trainer_attach(d->t, &hooks) == HPML_OK;
-}
-
 HPMLC_FN void hpmlc_hogwild_share(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
 {
     hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
@@ -9928,6 +9899,22 @@ HPMLC_FN void hpmlc_hogwild_share(const hpml_distributed *d, hpml_tensor *p, int
         memcpy(&bits, &p->data[first + i], sizeof bits);
         __atomic_store_n(&own->shared->bits[at + i], bits, __ATOMIC_RELAXED);
     }
+}
+
+HPMLC_FN bool hpmlc_hogwild_open(hpml_distributed *d)
+{
+    HPMLC_ZERO(hpml_hooks, hooks);
+    hpmlc_hogwild *own = (hpmlc_hogwild *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_hogwild_destroy);
+    d->own = own;
+    if (!own) return false;
+    own->seen = (float *)hpmlc_dist_alloc(d, (size_t)d->layout.span * sizeof(float));
+    if (own->seen && d->c->rank == 0) own->shared = hpmlc_shared_create(d);
+    if (own->shared) hpmlc_hogwild_all(d, false, hpmlc_hogwild_share);
+    if (d->c->rank == 0 && !own->shared) hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute: no memory for shared values");
+    if (hpml_broadcast(d->c, &own->shared, sizeof own->shared, 0) != HPML_OK || !own->seen) return false;
+    hooks.user = d;
+    hooks.need = hpmlc_hogwild_need;
+    return hpml_trainer_attach(d->t, &hooks) == HPML_OK;
 }
 
 HPMLC_FN hpml_status hpmlc_hogwild_begin(hpml_distributed *d, int64_t samples, float *loss)
@@ -9945,7 +9932,6 @@ HPMLC_FN hpml_status hpmlc_hogwild_update(hpml_distributed *d)
     hpml_status status = hpmlc_stats_read(d); /* of this rank alone */
     if (status != HPML_OK) return status;
     hpmlc_steps_note(d);
-    d->report.r.steps++;
     status = hpml_trainer_apply(d->t, 0, d->layout.params);
     if (status == HPML_OK) hpmlc_hogwild_all(d, true, hpmlc_hogwild_push);
     return status;
