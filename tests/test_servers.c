@@ -201,13 +201,6 @@ static bool go(job *j)
 
 static const hpml_transport_kind transports[] = { HPML_TRANSPORT_THREADS, HPML_TRANSPORT_CLOCK };
 
-static bool same_hashes(const job *j)
-{
-    for (int r = 1; r < j->ranks; r++)
-        if (j->hash[r] != j->hash[0]) return false;
-    return true;
-}
-
 #ifdef HPML_USE_MPI
 static int me;
 
@@ -237,6 +230,13 @@ TEST(processes_of_mpiexec_train_as_threads_do)
     }
 }
 #else
+static bool same_hashes(const job *j)
+{
+    for (int r = 1; r < j->ranks; r++)
+        if (j->hash[r] != j->hash[0]) return false;
+    return true;
+}
+
 /* ---- the same bits ---- */
 
 TEST(one_worker_and_servers_train_with_the_bits_of_serial_training)
