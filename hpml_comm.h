@@ -1,4 +1,4 @@
-// hpml_comm.h - v0.1.0 - many workers in step: transports, collectives, 1-bit exchange - MIT licence (see hpml.h)
+// hpml_comm.h - v0.1.0 - many workers: transports, collectives, 1-bit exchange, strategies - MIT licence (see hpml.h)
 //
 // Do this in exactly one C or C++ file:
 //     #define HPML_IMPLEMENTATION
@@ -42,7 +42,8 @@
 // bit, depends on algorithm and number of ranks, unless you ask for exact sums (>>api-distribute).
 //
 // GLOSSARY
-//     rank            one worker: a thread of this process, a process under mpiexec, a thread in virtual time
+//     rank            one of those that train together: a thread of this process, a process under mpiexec, a thread in
+//                     virtual time. worker: a rank that computes gradients; server: one that keeps parameters
 //     world           the ranks that are threads of one process
 //     node            a machine, or a set of ranks that is treated as one, with one network card
 //     communicator    a set of ranks that exchange messages, as one of them sees it; hangs on that rank's context
@@ -55,7 +56,8 @@
 //     lost            of a rank, with .survive: has failed, left, or sent nothing until a deadline (hpml_comm_lost)
 //     link            latency and bandwidth between two ranks; device link: functions that move arrays between devices
 //     collective      an operation that all ranks of a communicator call, in the same order: allreduce, broadcast, ...
-//     round           one step of a collective: at most one send and one receive on each rank
+//     round           one step of a collective: at most one send and one receive on each rank. Of servers: a step that
+//                     all workers, or the drawn clients, make together
 //     deadline        hpml_now() at which a wait gives up with an error; a busy rank extends those of its peers
 //     control message MPI: a short message by which a rank announces that it failed, left, waits or is busy
 //     header          first 8 bytes of a packed message: a tensor and a rank with a NaN or infinity; 0: none

@@ -197,7 +197,7 @@ static hpml_status serve(hpml_comm *c, settings *set)
     model_copy(&s.m, false, false);
     const double each = s.version > 0 ? (double)s.delay / s.version : 0;
     set->accuracy     = model_accuracy(&s.m);
-    printf("test accuracy %.2f %%  %d gradients of %d workers  mean delay %.2f  largest lead %d\n", 100 * set->accuracy,
+    printf("test accuracy %.2f %%  %d gradients, %d workers, mean delay %.2f, largest lead %d\n", 100 * set->accuracy,
            (int)s.version, s.workers, each, s.lead);
     printf("the server has sent %.1f MB in %.2f s (%s)  weights %016llx\n", 1e-6 * (double)k.bytes,
            hpml_comm_now(c) - start, hpml_comm_transport(c), (unsigned long long)hpml_param_hash(s.m.ctx));
@@ -220,7 +220,7 @@ int main(int argc, char **argv)
         { "--steps", OPTION_COUNT, &s.steps, "N", "steps of each worker (200)" },
         { "--bound", OPTION_COUNT, &s.bound, "N", "no worker is more steps ahead (no bound)" },
         { "--lr", OPTION_REAL, &s.lr, "X", "learning rate, shared by the workers (0.6)" },
-        { "--slow", OPTION_REAL, &s.slow, "X", "in virtual time worker 0 takes so many times as long (1)" },
+        { "--slow", OPTION_REAL, &s.slow, "X", "virtual time: worker 0 takes X times as long (1)" },
         { "--lose", OPTION_COUNT, &s.lost, "N", "worker 0 fails in step N (never)" },
     };
     int code = options_read("server: HPML_RUN=threads:5, clock:5 or mpi chooses the ranks", all, 5, argc, argv);

@@ -240,8 +240,8 @@ int main(void)
     }
     printf("one rank alone: loss %.9f; weights differ by %.1e of their norm\n", alone.loss, sqrt(apart / norm));
     double even = launched("clock:9", NULL, &fast), uneven = launched("clock:9", slow, &slowed);
-    printf("8 workers, virtual time: %.2f s; one of them 10 times slower: %.2f s, ideal %.2f s\nportions:", even,
-           uneven, even * 8 / 7.1);
+    printf("8 workers, virtual time: %.2f s; one 10 times slower: %.2f s, ideal %.2f s\nportions:", even, uneven,
+           even * 8 / 7.1);
     for (int r = 1; r < 9; r++) printf(" %d", slowed.portions[r]);
     printf("\n");
     return sqrt(apart / norm) > 1e-6 || uneven > 1.5 * even * 8 / 7.1;
