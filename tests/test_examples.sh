@@ -176,7 +176,7 @@ check "local SGD sends less and takes less time on a slow network" \
 timeout 60 build/17_plans strategy=gossip,codec=onebit >"$tmp/out" 2>&1
 check "a plan that is refused" '[ $? -eq 1 ] && says "codec is for strategies that send gradients"'
 timeout 60 build/13_parameter_server >"$tmp/out" 2>&1
-check "a parameter server by hand" '[ $? -eq 0 ] && says "^test accuracy [89].* 800 gradients of 4 workers"'
+check "a parameter server by hand" '[ $? -eq 0 ] && says "^test accuracy [89].* 800 gradients, 4 workers"'
 one=$(HPML_RUN=clock:4 build/13_parameter_server --steps 40 --slow 3 | tail -n 1)
 two=$(HPML_RUN=clock:4 build/13_parameter_server --steps 40 --slow 3 | tail -n 1)
 check "in virtual time the same bits twice" '[ -n "$one" ] && [ "$one" = "$two" ]'
@@ -185,10 +185,10 @@ check "a bound of 3 steps; a worker is lost" \
     '[ $? -eq 0 ] && says "450 gradients.*largest lead 3$" && says "1 of 4 ranks lost"'
 if [ -z "$lack" ]; then
     HPML_RUN=mpi timeout 60 "$mpiexec" $mpi_options -n 3 build/13_parameter_server_mpi --bound 0 >"$tmp/out" 2>&1
-    check "a parameter server under mpiexec" '[ $? -eq 0 ] && says "400 gradients of 2 workers.*largest lead 0$"'
+    check "a parameter server under mpiexec" '[ $? -eq 0 ] && says "400 gradients, 2 workers.*largest lead 0$"'
     HPML_RUN=mpi timeout 60 "$mpiexec" $mpi_options -n 3 build/13_parameter_server_mpi --lose 50 >"$tmp/out" 2>&1
     check "that loses a worker" \
-        '[ $? -ne 124 ] && says "250 gradients of 2 workers" && says "worker 0 fails in step 50"'
+        '[ $? -ne 124 ] && says "250 gradients, 2 workers" && says "worker 0 fails in step 50"'
 fi
 timeout 60 build/19_federated --mixed --samples 4000 --rounds 4 --goal 0.75 --json >"$tmp/out" 2>&1
 check "federated averaging with masks" '[ $? -eq 0 ] && says "\"masked_sum_is_exact\": true"'
