@@ -220,7 +220,7 @@ for program in 01_xor 04_embed_cpp 07_digits 06_onebit_dropin 09_queue 13_parame
     20_lbfgs; do
     fits build/$program
 done
-for program in 02_mnist 03_charlm 05_allreduce 08_simulate 13_parameter_server; do
+for program in 02_mnist 03_charlm 05_allreduce 08_simulate 13_parameter_server 19_federated; do
     fits build/$program --help
     check "$program --help" 'says "^  --[a-z]* "'
 done
