@@ -6068,7 +6068,7 @@ HPMLI_FN void hpmli_pool_plane(const hpmli_work *w, int64_t plane, int thread HP
     }
 }
 
-/* Pools one NHWC image, all channels of a window together; at: for each maximum the index of its pixel. */
+/* Pools one NHWC image, all channels of a window together; for maxima keeps the index of each maximum's pixel. */
 HPMLI_FN void hpmli_pool_image(const hpmli_work *w, int64_t image, int thread HPMLI_UNUSED)
 {
     const hpml_node   *n = w->n;
@@ -7116,7 +7116,7 @@ HPMLI_FN void hpmli_wrap_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
         }
 }
 
-/* Loads or saves, as e->now says, the host copies of all arrays of an op on a device. */
+/* Reads all arrays of an op from the device to the host (e->now: HPMLI_LOAD), or writes them back. */
 HPMLI_FN void hpmli_wrap_transfer(const hpmli_wrap *e, hpml_ctx *ctx)
 {
     for (const hpmli_copy *c = e->copy; c < e->copy + e->count; c++) {

@@ -1355,8 +1355,8 @@ HPMLC_FN void hpmlc_loss_text(char *to, const char *text)
     if (names || strcmp(text, "has left") == 0) snprintf(to, 256, "%s", text);
 }
 
-/* Ends the message m with HPML_ERR_PEER, because its peer is lost: `why`. A message of a collective ends in an error of
-   this rank, too, and what the others learn of it is the first rank that was lost. */
+/* Ends the message m with HPML_ERR_PEER, because its peer is lost; why: the reason. If m belongs to a collective, this
+   rank fails, too, and names to the others the rank that was lost first. */
 HPMLC_FN hpml_status hpmlc_lose(hpml_comm *c, hpml_message *m, const char *why)
 {
     char text[300] = "";
@@ -3574,7 +3574,7 @@ HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
     if (best) pthread_cond_signal(&best->turn);
 }
 
-/* Lets other threads run until c's thread, `self`, is the one to run again. The caller holds w->mutex. */
+/* Lets other threads run until it is the turn of `self`, the caller. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_vthread_take_turn(hpml_world *w, hpmlc_vthread *self)
 {
     hpmlc_vthread_next_turn(w);
@@ -3592,8 +3592,8 @@ HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Lets the threads run that are not after `time`, to which it then sets the clock of c's thread, unless that is later;
-   1e300: sleeps. Returns false if another thread has woken this one before: then the clock is as it was. */
+/* Lets threads with clocks up to `time` run, then sets the clock of c's thread to `time`, but never back; 1e300: sleeps
+   until woken. Returns false, with the clock unchanged, if another thread woke this one first. */
 HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time)
 {
     hpml_world    *w    = hpmlc_world_of(c);
@@ -8468,7 +8468,7 @@ HPMLC_FN hpml_status hpmlc_link_wait(const hpml_device_link *l, bool check)
     return status == HPML_OK ? l->wait(l->user) : status;
 }
 
-/* Completes the exchanges of compressed gradients, all buckets at once: adds up and packs this rank's rows, sends the
+/* Completes the exchanges of compressed gradients, all buckets at once: adds up and packs this rank's stripes, sends the
    sums to all ranks, unpacks. Skips buckets without packed tensors. */
 HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
 {
@@ -8777,7 +8777,7 @@ HPMLC_FN hpml_status hpmlc_weights_begin(hpml_distributed *d, int64_t samples, f
     return status;
 }
 
-/* Applies this rank's gradient, if it had samples, and ends the step in the report. */
+/* Applies this rank's gradient, if it had samples, and adds the step to the report (hpml_distribute_get). */
 HPMLC_FN hpml_status hpmlc_weights_step(hpml_distributed *d)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
@@ -8895,7 +8895,7 @@ HPMLC_FN hpml_status hpmlc_local_finish(hpml_distributed *d)
    Momentum 1 - 1 / ranks and lr 1 are those of blockwise model-update filtering (Chen and Huo 2016). An optimizer SGD
    begins each block with its own momentum at zero; other optimizers keep their state. */
 
-/* Sets `start` to the parameters that a block begins with, if it begins `ahead` of the centre or not. */
+/* Sets `start` to a block's first parameters: the centre or, `ahead`, the centre after a step of its momentum. */
 HPMLC_FN void hpmlc_block_start(const hpml_distributed *d, bool ahead, float *start)
 {
     const hpmlc_weights *own  = (const hpmlc_weights *)d->own;
@@ -9182,7 +9182,7 @@ HPMLC_FN void hpmlc_servers_restart(hpml_distributed *d)
     hpmlc_ranges_copy(d, HPML_ARRAY_VALUES, false, own->first, own->end, own->values);
 }
 
-/* Cuts the ranges and takes the memory of a rank, for a strategy with this `enter`. False: an error on the context. */
+/* Divides the parameters among servers and takes a rank's memory. enter: the strategy's. False: an error. */
 HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_distributed *d))
 {
     hpmlc_servers *own = (hpmlc_servers *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_servers_destroy);
@@ -9330,7 +9330,7 @@ HPMLC_FN bool hpmlc_is_open(const hpmlc_client *w, hpmlc_request_kind kind)
 /* Returns whether worker w is there and has not finished. */
 HPMLC_FN bool hpmlc_is_active(const hpmlc_client *w) { return !w->is_lost && !hpmlc_is_open(w, HPMLC_FINISH); }
 
-/* Answers the request of a worker, with values if it wants them. */
+/* Answers a worker's request, with this server's parameters if the request wants them. */
 HPMLC_FN hpml_status hpmlc_answer_to(hpml_distributed *d, int worker, int64_t step, int64_t batch)
 {
     hpmlc_servers *own = hpmlc_servers_of(d);
@@ -9372,7 +9372,7 @@ HPMLC_FN hpml_status hpmlc_take(hpml_distributed *d, int worker, float factor, b
     return HPML_OK;
 }
 
-/* Steps this server's range with own->gradient; federated: which are the new values. */
+/* Steps this server's range with own->gradient; federated: own->gradient holds the new values. */
 HPMLC_FN hpml_status hpmlc_server_apply(hpml_distributed *d)
 {
     hpmlc_servers     *own    = hpmlc_servers_of(d);
@@ -9413,7 +9413,7 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
     return hpmlc_survive(d, k, w->message.status);
 }
 
-/* Returns whether worker w has done as many steps, or whole rounds, as this server. */
+/* Returns whether worker w has done the steps (federated: rounds) that this server has done. */
 HPMLC_FN bool hpmlc_has_stepped(const hpmlc_servers *own, const hpmlc_client *w)
 {
     return w->clock >= own->steps / own->period;
@@ -9442,7 +9442,7 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
 }
 
 
-/* Computes a gradient on a worker, unless its step is over; on a server serves: *loss is the mean of what has come. */
+/* Worker: computes a gradient, unless its step is over. Server: serves; *loss is the mean loss of the workers. */
 HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, float *loss)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -9659,7 +9659,7 @@ HPMLC_FN bool hpmlc_federated_open(hpml_distributed *d)
     return true;
 }
 
-/* The end of a client's step: the trainer's optimizer; at the end of a round pushes the parameters if it was drawn. */
+/* Ends a client's step: runs the optimizer; after a round, pushes the parameters if this client was drawn. */
 HPMLC_FN hpml_status hpmlc_federated_update(hpml_distributed *d)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -9838,7 +9838,7 @@ HPMLC_FN void hpmlc_hogwild_push(const hpml_distributed *d, hpml_tensor *p, int6
     }
 }
 
-/* Reads or changes all shared values: of sparse tables, with only_rows, the rows with a gradient alone. */
+/* Reads or changes all shared values; only_rows: of sparse tables only the rows that have a gradient. */
 HPMLC_FN void hpmlc_hogwild_all(const hpml_distributed *d, bool only_rows,
                                 void (*move)(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n))
 {
