@@ -8468,8 +8468,8 @@ HPMLC_FN hpml_status hpmlc_link_wait(const hpml_device_link *l, bool check)
     return status == HPML_OK ? l->wait(l->user) : status;
 }
 
-/* Completes the exchanges of compressed gradients, all buckets at once: adds up and packs this rank's stripes, sends the
-   sums to all ranks, unpacks. Skips buckets without packed tensors. */
+/* Completes the exchanges of compressed gradients, all buckets at once: adds up and packs this rank's stripes, sends
+   the sums to all ranks, unpacks. Skips buckets without packed tensors. */
 HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
 {
     const bool              check = ((const hpmlc_link *)d->own)->is_checked;
