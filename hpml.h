@@ -3430,7 +3430,7 @@ HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 }
 
 HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->param->buffer && !t->param->frozen; }
-/* Returns the floats of a parameter in an array of all values, gradients or states, padding included. */
+/* Returns how many floats a parameter has in an array of all values, gradients or states, with padding. */
 HPMLI_FN int64_t hpmli_param_floats(const hpml_tensor *p)
 {
     const int64_t align = HPML_GRADIENT_ALIGN;
@@ -3533,7 +3533,7 @@ HPMLI_FN void hpmli_rows_add(hpmli_rows *r, int32_t row)
     r->index[r->count++] = row;
 }
 
-/* Zeroes the gradient of t, if it has one; of a sparse table only the listed rows. */
+/* Zeroes the gradient of t, if it has one; of a sparse table only the rows in its list, which becomes empty. */
 HPMLI_FN void hpmli_gradient_clear(const hpml_tensor *t)
 {
     hpmli_rows *r = t->state->rows;
@@ -5823,7 +5823,7 @@ typedef struct hpmli_columns {
     bool              back;      /* the matrix is added to dx, else filled from x */
 } hpmli_columns;
 
-/* Fills the row of one tap and channel from x or, back, adds a channel's rows, which share elements of dx, to dx. */
+/* Fills im2col row `task` from x; or, if m->back, adds all rows of channel `task` to dx, because they overlap in dx. */
 HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_columns *m = (const hpmli_columns *)arg;
@@ -6650,7 +6650,7 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
     }
 }
 
-/* Operations: two products (T, T) by (T, C) a sample, halved by a causal mask; backward needs twice as many. */
+/* Operations: q k^T and p v, each 2 T T C for a sample, half with a causal mask; backward: twice as many. */
 HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
               (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1] *
                   (back ? 2 : 1),
@@ -8849,7 +8849,7 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     return HPML_OK;
 }
 
-/* Runs forward and backward of a micro-batch; the parameters may step within. */
+/* Runs forward and backward pass of a micro-batch; with update_early, the latter also steps the parameters. */
 HPMLI_FN hpml_status hpmli_run_own(hpml_trainer *t, int64_t samples, float *loss)
 {
     float weight = hpmli_batch_weight(t, samples);
@@ -9357,7 +9357,7 @@ HPMLI_FN bool hpmli_temporary_is_ours(const hpmli_writer *w)
            mine.st_dev == there.st_dev;
 }
 
-/* Empties the file w->fd, gives it the permissions of `old` (or NULL), opens w->f on it. False: error, file removed. */
+/* Empties the file w->fd, copies the permissions of `old` unless NULL, opens w->f on it. False: error, file removed. */
 HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
 {
     struct stat mine;
@@ -10785,7 +10785,7 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     hpmli_free(ctx, f);
 }
 
-/* Compares for qsort entries or metadata, which begin with their name: by name, equal names by place in the text. */
+/* For qsort: compares two entries or hpml_metas, whose first member is a name; equal names by place in the header. */
 HPMLI_FN int hpmli_name_order(const void *a, const void *b)
 {
     const char *x = *(const char *const *)a, *y = *(const char *const *)b;
@@ -11017,7 +11017,7 @@ typedef struct hpmli_safe_content { /* what is to be written to a safetensors fi
     uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
 } hpmli_safe_content;
 
-/* Fails unless the names (`kind`: for the error) of `count` structs are UTF-8, distinct and not reserved. */
+/* Fails, with an error about a `kind`, unless the names that begin `count` structs are UTF-8, distinct, unreserved. */
 HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *kind, const void *named, int count, size_t size)
 {
     const char *wrong = NULL, *why = "the name is used twice", *name;
@@ -11949,7 +11949,7 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* rounds to the near
 // >>simd-x86   vectors: AVX2, AVX-512
 // ---------------------------------------------------------------------------------------------------------------------
 /* HPMLI_MM(add_ps) is _mm256_add_ps in the pass for AVX2, _mm512_add_ps in that for AVX-512. Operations that differ by
-   more than this prefix are written set by set, in the middle; the others once for both sets, before and after. */
+   more than this prefix are in the middle of this section, once for each instruction set; others once for both. */
 #pragma GCC diagnostic push /* at -O0 some functions of gcc's own headers are macros, about which -Wconversion warns */
 #pragma GCC diagnostic ignored "-Wsign-conversion"
 #ifdef HPMLI_MM

@@ -281,11 +281,11 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c); /* by node */
 /* Returns whether `rank` is lost; false without hpml_comm_desc.survive. With .survive a rank is lost when it has
    failed, when it has freed its communicator (has left), or, on this rank alone, when a wait for its message has lasted
    until the deadline. From then on sends to it end with HPML_ERR_PEER in m->status, as do receives once its earlier
-   messages have arrived; this rank's context and its messages with other ranks are not concerned, and hpml_wait_any
-   returns such a message like one that has come. A collective that needs a lost rank ends with an error on the context
-   that names the lost rank, whereby this rank is lost, too. In virtual time a rank is lost from the time at which it
-   failed or left. Parts and background communicators inherit .survive. MPI: a process that is killed is lost at the
-   deadline, if the launcher leaves the others alive (mpiexec -disable-auto-cleanup). */
+   messages have arrived; hpml_wait_any returns a message that ended so like one that has come. This rank's context and
+   its messages with other ranks are not affected. But a collective that needs a lost rank fails on this rank's context,
+   with an error that names the lost rank; so this rank has failed, and others lose it, too. In virtual time a rank is
+   lost from the time at which it failed or left. Parts and background communicators inherit .survive. MPI: a process
+   that is killed is lost at the deadline, if the launcher leaves the others alive (mpiexec -disable-auto-cleanup). */
 HPML_API bool hpml_comm_lost(const hpml_comm *c, int rank);
 
 /* Extends the deadlines of the ranks that wait for this rank, directly or through other ranks, while this rank works
@@ -391,7 +391,7 @@ typedef struct hpml_transport {
        equal peer and tag only the oldest is tested. */
     void (*test)(hpml_comm *c, hpml_message *m);
     /* Optional: sleeps until one of m[0] to m[count - 1] may have advanced, at most until hpml_now() is `until` (0:
-       does not sleep). Entries that are NULL or done are skipped. hpml_wait has one message. NULL: sleeps for 30 us. */
+       does not sleep). Entries that are NULL or done are skipped; hpml_wait passes one. No `block`: sleeps 30 us. */
     void (*block)(hpml_comm *c, hpml_message *const *m, int count, double until);
     void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: a wait for m, in which block was called, is over */
     /* Required, after an error: gives m up, so that neither m nor its array is used afterwards. Sets m->done. */
@@ -719,7 +719,7 @@ HPML_API hpml_status hpml_plan_parse(const char *text, hpml_plan *plan, char *er
 /* Writes which fields differ: "exact 0 to 1, codec none to onebit". Returns how many do. */
 HPML_API int         hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char *buffer, size_t size);
 
-/* What decides whether a plan is possible; read from a trainer and its communicator, or typed in for others. */
+/* Facts that decide whether a plan is possible: hpml_plan_facts_of reads them from a trainer, or you fill them in. */
 typedef struct hpml_plan_facts {
     int32_t ranks;
     int64_t batch;         /* samples that the model's input holds on each rank */
@@ -735,7 +735,7 @@ typedef struct hpml_plan_facts {
 } hpml_plan_facts;
 HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
 /* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
-   range; HPML_ERR_UNSUPPORTED: fields exclude each other, or what is to be trained. `why` (may be NULL) then gets a
+   range; HPML_ERR_UNSUPPORTED: fields exclude each other, or `facts` exclude them. `why` (may be NULL) then gets a
    sentence that names the fields and a way out. */
 HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_facts *facts, char *why, size_t size);
 /* Copies the plan to *out with zeros replaced by the defaults that they mean. */
@@ -756,9 +756,9 @@ HPML_API int         hpml_cluster_rank(const hpml_cluster *c, const char *role, 
 HPML_API const char *hpml_cluster_role(const hpml_cluster *c, int rank, int *task);        /* NULL: no such rank */
 /* Writes the address of a rank's task, "" if there is none. Returns its length, as snprintf. */
 HPML_API int         hpml_cluster_address(const hpml_cluster *c, int rank, char *buffer, size_t size);
-/* Deals whole tensors to `servers` servers in turn, as TensorFlow's replica_device_setter does: server: (count) of each
-   tensor; floats: (servers) that each server gets, may be NULL. Strategies with servers do not do so: one large tensor
-   would make its server the slowest, so they give each server an equal range of all floats. */
+/* Deals whole tensors to `servers` servers in turn, as TensorFlow's replica_device_setter does. server: (count) gets
+   the server of each tensor; floats: (servers) gets the floats on each server, or NULL. Strategies with servers give
+   each server an equal range of all floats instead, because one large tensor would make its server the slowest. */
 HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, int servers, int32_t *server,
                                      int64_t *floats);
 
@@ -1411,8 +1411,8 @@ HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
 /* Returns whether m is done, read atomically, because with THREADS the receiver's thread completes a send. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
-/* Returns the receive that gets the next message from m's peer with m's tag: the oldest one pending, which is the last
-   in the list c->pending. Where m is a send, returns m. */
+/* Returns the receive that gets the next message with the peer and tag of the receive m: the oldest such one, which is
+   the last such one in the list c->pending, because that has the newest first. Where m is a send, returns m. */
 HPMLC_FN const hpml_message *hpmlc_oldest(const hpml_message *m)
 {
     const hpml_message *oldest = m;
@@ -1428,8 +1428,8 @@ HPMLC_FN int hpmlc_in_flight(hpml_message *const *m, int count, int at)
     return at;
 }
 
-/* Returns when the first message of the list m arrives of which that is known; 1e300: it is known of none. Of receives
-   with equal peer and tag the oldest gets the next message. */
+/* Returns the earliest known arrival of the list m; 1e300: none is known. A receive counts with the arrival of the
+   oldest receive that has its peer and tag, because that one gets the next message. */
 HPMLC_FN double hpmlc_next_arrival(hpml_message *const *m, int count)
 {
     double first = 1e300;
@@ -2993,7 +2993,7 @@ HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
     return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
 }
 
-/* Ends the messages of the list m whose peer has left, or all after a failure. Returns whether there was one. */
+/* Ends the messages of the list m whose peer has left, or all if a rank has failed; returns whether m had any. */
 HPMLC_FN bool hpmlc_mpi_end(hpml_comm *c, hpml_message *const *m, int count)
 {
     hpmlc_shared *x    = hpmlc_mpi_of(c)->shared;
@@ -3486,7 +3486,7 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     return HPML_OK;
 }
 
-/* Returns whether two threads may use c and its parts at a time: SERIALIZED is enough, as one lock serves them all. */
+/* Returns whether threads may use c and its parts at once: MPI_THREAD_SERIALIZED will do, because calls are locked. */
 HPMLC_FN bool hpmlc_mpi_is_concurrent(const hpml_comm *c)
 {
     return hpmlc_mpi_of(c)->shared->level >= MPI_THREAD_SERIALIZED;
@@ -4455,7 +4455,7 @@ HPMLC_FN int hpmlc_rounds_down(int size) { return hpmlc_log2(size); }
 HPMLC_FN int hpmlc_rounds_up(int size) { return hpmlc_log2(size) + (size > 1 << hpmlc_log2(size)); }
 HPMLC_FN int hpmlc_rounds_fold(int size) { return hpmlc_rounds_up(size) - hpmlc_rounds_down(size); }
 
-/* Sets what move m sends to member `to`: blocks `first` to `end` - 1 of phase f's range, one for each member. */
+/* Sets what move m sends to member `to`: blocks `first` to `end` - 1, where phase f's range has a block per member. */
 HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int first, int end)
 {
     m->to         = hpmlc_member(&f->team, to);
@@ -5498,8 +5498,8 @@ typedef struct hpmlc_item {
     float        *stripe;          /* (my_rows, cols) errors of packing the sum; NULL: none */
     int64_t       my_row, my_rows; /* first row of this rank's stripe; its rows */
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
-    /* Arrays behind the residual, in the same allocation; NULL with another codec: */
-    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols) twice, (p, k, 2): k pairs of p ranks */
+    /* One codec's arrays, after the residual in its allocation; others are NULL: */
+    float        *magnitude, *velocity, *pairs; /* TOPK: two of (rows * cols); pairs (p, k, 2): k of each rank */
     float        *m, *p, *q;       /* LOWRANK: matrices M (rows, cols), P (rows, r), Q (cols, r) */
 } hpmlc_item;
 
@@ -5531,7 +5531,7 @@ HPMLC_FN void hpmlc_host_view_end(const hpmlc_host_view *view, float *x, int64_t
     if (view->device && n > 0) view->device->write(view->device_user, x, view->window, (size_t)n * sizeof(float));
 }
 
-/* Copies n floats of an array that may live on a device to `host`; set: from `host`. */
+/* Copies n floats from x, which may be on a device, to `host`; set: from `host` to x. */
 HPMLC_FN void hpmlc_host_view_copy(const hpmlc_host_view *view, float *host, float *x, int64_t n, bool set)
 {
     const size_t bytes = (size_t)n * sizeof(float);
@@ -5769,7 +5769,7 @@ HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
     return x->ready != NULL;
 }
 
-/* Allocates an exchange for desc d, which has been checked, and its arrays by tensor and rank. NULL: no memory. */
+/* Allocates an exchange for the checked desc d, and its arrays with one entry per tensor or rank. NULL: no memory. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_desc *d, hpmlc_exchange_mode mode)
 {
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
@@ -6209,7 +6209,7 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
 
 struct hpmlc_whole { /* the functions of a codec that packs whole tensors */
     hpml_codec_kind kind;
-    /* Returns how many floats the codec's arrays have; at: sets the tensor's arrays to that memory; NULL: does not. */
+    /* Returns how many floats the codec's arrays for a tensor take; at: memory that they get; NULL: only counts. */
     int64_t (*arrays)(const hpml_exchange *x, hpmlc_item *it, float *at);
     bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* optional; false: plain, as packing saves nothing */
     hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: adds zeros */
@@ -6752,7 +6752,7 @@ HPMLC_FN double hpmlc_decimal(char *text, char **end)
     return shift < 0 ? value / pow(10, (double)-shift) : value * pow(10, (double)shift);
 }
 
-/* Sets a field to the value that a text of n characters has; false: it has none that is possible. */
+/* Sets a field of the plan to the value that n characters of `text` spell; false: they spell no valid value. */
 HPMLC_FN bool hpmlc_field_parse(const hpmlc_field *field, const char *text, size_t n, hpml_plan *plan)
 {
     char  value[40], *end = value;
@@ -6824,7 +6824,7 @@ HPML_API int hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char 
     return count;
 }
 
-/* Returns whether dense layers may send factors, as is_chosen of their form of strategy sync. */
+/* Returns whether the plan's route lets dense layers send factors: is_chosen of form "factors" of strategy sync. */
 HPMLC_FN bool hpmlc_factors_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p)
 {
     return p->route != HPML_ROUTE_ALLREDUCE;
@@ -6833,7 +6833,7 @@ HPMLC_FN bool hpmlc_factors_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan
 /* Returns whether a codec packs gradients, which can then carry no infinity. */
 HPMLC_FN bool hpmlc_plan_packs(const hpml_plan *p) { return p->codec.kind != HPML_CODEC_NONE || p->codec.custom; }
 
-/* Returns the samples of the largest share that a rank has of the global batch. */
+/* Returns how many samples the largest share of a global batch on one rank has. */
 HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *facts)
 {
     hpml_plan whole;
@@ -7026,7 +7026,7 @@ typedef struct hpmlc_trial {
     double loss, samples;        /* sums over the steps: loss times samples; samples */
 } hpmlc_trial;
 
-/* Memory for the rows of all ranks of a sparse table's gradient, see >>distribute-rows. */
+/* Memory for gathering, from all ranks, the rows of a sparse table's gradient, see >>distribute-rows. */
 typedef struct hpmlc_gathered {
     float  *memory;              /* (floats) */
     int64_t floats;
@@ -7692,10 +7692,10 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 // >>distribute-rows   gradients of sparse tables: rows, gathered from all ranks
 // ---------------------------------------------------------------------------------------------------------------------
 /* The gradient of a sparse table (hpml_embedding_desc.sparse) is in no bucket. After the other exchanges of a step each
-   rank sends the rows that it has to all ranks, in blocks of the largest number of rows: bytes follow the rows. Every
-   rank adds the rows up in the order of the ranks, so that all get the same bits. */
+   rank sends its rows to all ranks, in blocks as large as the rank with the most rows needs. Every rank adds the rows
+   up in the order of the ranks, so that all get the same bits. */
 
-/* Returns memory for `floats` floats, which grows with the most rows of a step until now. NULL: an error. */
+/* Returns memory for `floats` floats, kept between steps; if too small, takes twice as many. NULL: an error. */
 HPMLC_FN float *hpmlc_rows_reserve(hpml_distributed *d, int64_t floats)
 {
     if (floats <= d->rows.floats) return d->rows.memory;
@@ -7838,8 +7838,8 @@ HPMLC_FN void hpmlc_factors_show(const hpmlc_factors *f, bool show)
     }
 }
 
-/* Adds the layer of node n to the list if n is dense and the route sends its factors. readers: (params) ops that read
-   each parameter. False: no memory. */
+/* Adds node n to the list of layers if it is a dense layer whose factors x and dz are sent by the plan's route.
+   readers: (params) number of ops that read each parameter. False: no memory. */
 HPMLC_FN bool hpmlc_factors_add(hpml_distributed *d, const hpml_node *n, const int *readers)
 {
     hpmlc_factors *f = (hpmlc_factors *)d->own;
@@ -8424,7 +8424,7 @@ HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d, hpmlc_bucket *b)
     return HPML_OK;
 }
 
-/* Opens what the strategies with a device link share; own: `size` bytes, a hpmlc_link first. NULL: no memory. */
+/* Opens what strategies with a device link share. Returns d->own: `size` bytes, a hpmlc_link first; NULL: no memory. */
 HPMLC_FN void *hpmlc_link_attach(hpml_distributed *d, size_t size, hpmlc_start_fn *start)
 {
     const hpml_trainer_desc *t   = hpml_trainer_settings(d->t);
@@ -8460,8 +8460,8 @@ HPMLC_FN hpml_status hpmlc_link_begin(hpml_distributed *d, int64_t samples, floa
     return status == HPML_OK ? hpmlc_sync_begin(d, samples, loss) : status;
 }
 
-/* Makes later work of the device wait for the collectives of its link. check: the host waits for these first, because
-   its wait for the link has a deadline and its wait for the device, which follows anyway, has none. */
+/* Makes later work of the device wait for the collectives of the link l. check: the host waits for them first, because
+   this wait has a deadline, while the host's later wait for the device, needed in any case, has none. */
 HPMLC_FN hpml_status hpmlc_link_wait(const hpml_device_link *l, bool check)
 {
     hpml_status status = check ? l->check(l->user) : HPML_OK;
@@ -8569,7 +8569,7 @@ HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
 }
 
 /* Starts adding up bucket b inside the node and, in the background, the exchange of this rank's shard of it with other
-   nodes. Without a background thread hpmlc_nodes_finish exchanges the shard, because that waits for the device. */
+   nodes. Without a background thread hpmlc_nodes_finish does so, because an exchange here would wait for the device. */
 HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -8581,7 +8581,7 @@ HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
     return HPML_OK;
 }
 
-/* Cuts bucket b of tensors g into a shard for each rank of the node; takes host memory for s, this rank's shard. */
+/* Cuts bucket b, of tensors g, into a shard for each rank of the node; fills in s, this rank's. False: no memory. */
 HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g, hpmlc_shard *s)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -8895,7 +8895,7 @@ HPMLC_FN hpml_status hpmlc_local_finish(hpml_distributed *d)
    Momentum 1 - 1 / ranks and lr 1 are those of blockwise model-update filtering (Chen and Huo 2016). An optimizer SGD
    begins each block with its own momentum at zero; other optimizers keep their state. */
 
-/* Sets `start` to a block's first parameters: the centre or, `ahead`, the centre after a step of its momentum. */
+/* Sets `start` to what a block's steps begin from: the centre or, if `ahead`, the centre minus momentum v. */
 HPMLC_FN void hpmlc_block_start(const hpml_distributed *d, bool ahead, float *start)
 {
     const hpmlc_weights *own  = (const hpmlc_weights *)d->own;
@@ -8938,9 +8938,9 @@ HPMLC_FN hpml_status hpmlc_block_finish(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-elastic   parameters and a common centre attract each other
 // ---------------------------------------------------------------------------------------------------------------------
-/* Strategy elastic: every `period` steps, with difference d_r = a (w_r - c) of rank r's parameters to the centre c,
+/* Strategy elastic: every `period` steps, for parameters w_r of rank r, centre c and d_r = (w_r - c) * plan.elastic,
        w_r <- w_r - d_r,   c <- c + sum over ranks of d_r
-   so that the sum of c and all w_r stays the same. All ranks have the same c, which is the result. */
+   so that the sum of c and all w_r stays the same. All ranks have the same c, the result of the training. */
 
 HPMLC_FN hpml_status hpmlc_elastic_meet(hpml_distributed *d)
 {
@@ -8976,7 +8976,7 @@ HPMLC_FN hpml_status hpmlc_elastic_finish(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 /* Strategy gossip: in step t, with the mixing matrix W of the topology (>>mix),
        w_r <- sum over neighbours j, and r itself, of W_rj w_j - lr f(g_r(w_r))
-   where f is the optimizer and g_r the gradient of rank r's samples, computed while ranks still had their own w_r. */
+   where f is the optimizer and g_r the gradient of rank r's samples, at the w_r that rank r had before the mixing. */
 
 HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
 {
@@ -9000,18 +9000,18 @@ HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>servers   parameter servers: ranges of parameters, requests of workers
 // ---------------------------------------------------------------------------------------------------------------------
-/* With S servers the last S ranks keep the parameters: server s steps floats [s n / S, (s + 1) n / S) of the n trained
-   ones. The other ranks, K workers, compute gradients: in a step each pushes every server its range of the gradient and
-   gets the range's new values, so that a server receives and sends 4 K n / S bytes, and headers (Li et al. 2014,
+/* The last S ranks are servers and keep the n floats that are trained: server s updates [s n / S, (s + 1) n / S). The
+   other ranks, K workers, compute gradients: in a step each pushes to every server that server's range of the gradient
+   and gets the range's new values, so a server receives 4 K n / S bytes, sends as many, and headers (Li et al. 2014,
    "Scaling Distributed Machine Learning with the Parameter Server").
 
    All ranks run the same program. On a server a step of the trainer answers requests until each worker has done as many
-   steps. A server is one thread, with a receive in flight for the next request of each worker; it takes the request
-   that arrives first, and keeps open what it may not answer yet. A worker has at most one request open at each server.
-   When a gradient enters and its worker gets an answer is the strategy's function `enter`, called after each request.
+   steps as the server. A server is one thread, with a receive in flight for the next request of each worker; it takes
+   the request that arrives first, and keeps open one that it may not answer yet. A worker has at most one request open
+   at each server. The strategy's `enter`, called after each request, decides which gradients to add and whom to answer.
 
    With .survive of the communicator a worker that fails or leaves is lost, and the others go on; a lost server is an
-   error of all workers. Headers have tag HPML_TAG_MAX of the communicator, floats the tag below. */
+   error of all workers. Headers have the communicator's tag HPML_TAG_MAX, floats have tag HPML_TAG_MAX - 1. */
 
 enum { HPMLC_TAG_REQUEST = HPML_TAG_MAX, HPMLC_TAG_FLOATS = HPML_TAG_MAX - 1 };
 
@@ -9089,7 +9089,7 @@ HPMLC_FN int64_t hpmlc_server_at(const hpmlc_servers *own, int s)
     return own->total / own->count * s + own->total % own->count * s / own->count;
 }
 
-/* Copies the ranges of servers [first, end) of an array of the trainer to `flat`; writes: from `flat`. */
+/* Copies an array's ranges that servers [first, end) keep to `flat`; `writes`: from `flat` to the array. */
 HPMLC_FN void hpmlc_ranges_copy(const hpml_distributed *d, hpml_array which, bool writes, int first, int end,
                                 float *flat)
 {
@@ -9138,7 +9138,7 @@ HPMLC_FN size_t hpmlc_packed_size(const hpmlc_servers *own, int first, int end)
     return own->piece[own->begin[end]].offset - own->piece[own->begin[first]].offset;
 }
 
-/* Cancels a server's receives in flight, because they point into its memory. */
+/* Cancels a server's receives in flight, because they point into memory that is freed next. */
 HPMLC_FN void hpmlc_servers_destroy(void *object)
 {
     hpmlc_servers *own = (hpmlc_servers *)object;
@@ -9226,7 +9226,8 @@ HPMLC_FN void hpmlc_servers_close(hpml_distributed *d) { hpml_ctx_release(d->ctx
 // ---------------------------------------------------------------------------------------------------------------------
 // >>servers-step   parameter servers: a worker asks, a server answers
 // ---------------------------------------------------------------------------------------------------------------------
-/* Packs own->gradient of this worker, an error if a number is NaN or infinite, unless the trainer skips such checks. */
+/* Packs own->gradient into own->packed. NaN or infinity: an error, unless the trainer has no_finite_check and the codec
+   is none. */
 HPMLC_FN hpml_status hpmlc_worker_pack(hpml_distributed *d)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -9392,7 +9393,7 @@ HPMLC_FN hpml_status hpmlc_server_apply(hpml_distributed *d)
     return status;
 }
 
-/* Waits for the next request of a worker, or until a worker is lost. */
+/* Waits until a request has come or a worker is lost, and notes it. own->enter then answers. */
 HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
 {
     hpmlc_servers *own = hpmlc_servers_of(d);
@@ -9459,7 +9460,7 @@ HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, f
     return status;
 }
 
-/* Ends a step, unless `status` is an error: counts it in the report. Returns `status`. */
+/* Counts a step in the report, unless `status` is an error; returns `status`. loss: sum over the samples. */
 HPMLC_FN hpml_status hpmlc_servers_note(hpml_distributed *d, hpml_status status, double samples, double loss)
 {
     if (status != HPML_OK) return status;
@@ -9622,7 +9623,7 @@ HPMLC_FN hpml_status hpmlc_ps_step(hpml_distributed *d)
     return status;
 }
 
-/* Leaves out pushes that come too late; makes the round's step if enough workers have asked. */
+/* Answers pushes for earlier rounds without adding them; makes this round's step if enough workers wait for it. */
 HPMLC_FN hpml_status hpmlc_ps_enter(hpml_distributed *d)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -9743,7 +9744,7 @@ HPMLC_FN hpml_status hpmlc_async_enter(hpml_distributed *d)
     return status;
 }
 
-/* Returns whether a gradient was taken, or worker w has ended the epoch of this server. */
+/* Returns whether the server `own` took a gradient in this step, or worker w has ended the server's epoch. */
 HPMLC_FN bool hpmlc_has_ended(const hpmlc_servers *own, const hpmlc_client *w)
 {
     return own->taken > 0 || w->epochs > own->epoch;
@@ -9883,7 +9884,7 @@ HPMLC_FN hpmlc_hogwild_values *hpmlc_shared_create(hpml_distributed *d)
     return s;
 }
 
-/* Releases this rank's share of the values: the destructor of a hpmlc_hogwild. */
+/* Destructor of a hpmlc_hogwild. The last rank frees the shared values. */
 HPMLC_FN void hpmlc_hogwild_destroy(void *object)
 {
     hpmlc_hogwild_values *s = ((hpmlc_hogwild *)object)->shared;
@@ -10011,7 +10012,7 @@ static const hpmlc_strategy hpmlc_strategies[] = {
 
 enum { HPMLC_STRATEGIES = sizeof hpmlc_strategies / sizeof hpmlc_strategies[0] };
 
-/* Returns the first row of the plan's strategy that fits. */
+/* Returns the first form of the plan's strategy that fits. */
 HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_plan *plan)
 {
     const hpmlc_strategy *s = hpmlc_strategies;
@@ -10019,7 +10020,7 @@ HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_pl
     return s;
 }
 
-/* Returns whether a step of the trainer's optimizer depends on whole tensors. */
+/* Returns whether the optimizer steps whole tensors only, as LARS, so that hpml_trainer_apply_range refuses it. */
 HPMLC_FN bool hpmlc_steps_tensors(const hpml_trainer_desc *d)
 {
     const hpml_optimizer *row = d->custom_optimizer;
@@ -10486,7 +10487,7 @@ HPMLC_FN void hpmlc_states_close(hpmlc_states *list)
 
 HPMLC_FN bool hpmlc_state_is_absent(const hpmlc_state *it) { return it->present && !*it->present; }
 
-/* Returns the name of array `it` without "state.", which hpml_checkpoint_save puts before it. */
+/* Returns the name of array `it` without its prefix "state.", because hpml_checkpoint_save adds this prefix. */
 HPMLC_FN const char *hpmlc_state_name(const hpmlc_state *it) { return it->name + sizeof "state"; }
 
 /* Copies what this rank has of array `it` to `rows`, all copies of the array side by side: (copies.all, count). */
@@ -10821,7 +10822,7 @@ HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, int partner, int i
     return false;
 }
 
-/* Returns the number of neighbours of `rank`, which has one at least. */
+/* Returns how many neighbours `rank` has; only right if it has any. */
 HPMLC_FN int hpmlc_degree(hpml_topology topology, int p, int rank)
 {
     int rim = p - 1;

@@ -73,7 +73,7 @@ dead() {
     if [ "$(cat "$tmp/dead")" = planted ]; then ok; else bad "$file: functions that nothing calls"; fi
 }
 mkdir -p "$tmp/copy/tests"
-cp -r tests/emulator "$tmp/copy/tests"
+cp -r tests/emulator tests/own_kernel.h "$tmp/copy/tests"
 for header in hpml.h hpml_comm.h hpml_cuda.cuh; do
     sed -E 's/static __attribute__\(\(unused\)\)/static/
         s/static inline __attribute__\(\(always_inline, unused\)\)/static/' $header >"$tmp/copy/$header"
