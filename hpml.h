@@ -6650,7 +6650,7 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
     }
 }
 
-/* Operations: q k^T and p v, each 2 T T C for a sample, half with a causal mask; backward: twice as many. */
+/* Operations: q k^T, and its softmax times v: 2 T T C each a sample, half if causal; backward twice as many. */
 HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
               (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1] *
                   (back ? 2 : 1),

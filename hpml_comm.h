@@ -5498,8 +5498,8 @@ typedef struct hpmlc_item {
     float        *stripe;          /* (my_rows, cols) errors of packing the sum; NULL: none */
     int64_t       my_row, my_rows; /* first row of this rank's stripe; its rows */
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
-    /* One codec's arrays, after the residual in its allocation; others are NULL: */
-    float        *magnitude, *velocity, *pairs; /* TOPK: two of (rows * cols); pairs (p, k, 2): k of each rank */
+    /* Arrays of one codec, in the residual's allocation; NULL with other codecs: */
+    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols) each; pairs (p, k, 2): k of each rank */
     float        *m, *p, *q;       /* LOWRANK: matrices M (rows, cols), P (rows, r), Q (cols, r) */
 } hpmlc_item;
 
@@ -6833,7 +6833,7 @@ HPMLC_FN bool hpmlc_factors_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan
 /* Returns whether a codec packs gradients, which can then carry no infinity. */
 HPMLC_FN bool hpmlc_plan_packs(const hpml_plan *p) { return p->codec.kind != HPML_CODEC_NONE || p->codec.custom; }
 
-/* Returns how many samples the largest share of a global batch on one rank has. */
+/* Returns how many samples of the global batch the rank with the most gets. */
 HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *facts)
 {
     hpml_plan whole;
@@ -7695,7 +7695,7 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
    rank sends its rows to all ranks, in blocks as large as the rank with the most rows needs. Every rank adds the rows
    up in the order of the ranks, so that all get the same bits. */
 
-/* Returns memory for `floats` floats, kept between steps; if too small, takes twice as many. NULL: an error. */
+/* Returns memory for `floats` floats, kept between steps; if too small, allocates twice that. NULL: error. */
 HPMLC_FN float *hpmlc_rows_reserve(hpml_distributed *d, int64_t floats)
 {
     if (floats <= d->rows.floats) return d->rows.memory;
@@ -8569,7 +8569,7 @@ HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
 }
 
 /* Starts adding up bucket b inside the node and, in the background, the exchange of this rank's shard of it with other
-   nodes. Without a background thread hpmlc_nodes_finish does so, because an exchange here would wait for the device. */
+   nodes. Without a background thread hpmlc_nodes_finish exchanges, because an exchange here waits for the device. */
 HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -8796,8 +8796,8 @@ HPMLC_FN void hpmlc_weights_restart(hpmlc_weights *own)
     own->loss    = 0;
 }
 
-/* Adds up own->meet over all ranks, after the caller has set its first layout.span floats. Sets the running statistics
-   to their means, and loss and samples in the report to those of all ranks since the last meeting. */
+/* Adds up own->meet over all ranks; the caller has set its first layout.span floats. Sets the running statistics to
+   their means over ranks, and the report's loss and samples to those of all ranks since the last meeting. */
 HPMLC_FN hpml_status hpmlc_weights_sum(hpml_distributed *d)
 {
     hpmlc_weights *own     = (hpmlc_weights *)d->own;
@@ -8895,7 +8895,7 @@ HPMLC_FN hpml_status hpmlc_local_finish(hpml_distributed *d)
    Momentum 1 - 1 / ranks and lr 1 are those of blockwise model-update filtering (Chen and Huo 2016). An optimizer SGD
    begins each block with its own momentum at zero; other optimizers keep their state. */
 
-/* Sets `start` to what a block's steps begin from: the centre or, if `ahead`, the centre minus momentum v. */
+/* Sets `start` to the parameters a block begins with: the centre c or, if `ahead`, c - momentum v. */
 HPMLC_FN void hpmlc_block_start(const hpml_distributed *d, bool ahead, float *start)
 {
     const hpmlc_weights *own  = (const hpmlc_weights *)d->own;
@@ -9089,7 +9089,7 @@ HPMLC_FN int64_t hpmlc_server_at(const hpmlc_servers *own, int s)
     return own->total / own->count * s + own->total % own->count * s / own->count;
 }
 
-/* Copies an array's ranges that servers [first, end) keep to `flat`; `writes`: from `flat` to the array. */
+/* Copies ranges of servers [first, end) of a trainer's array to `flat`, or back to it if `writes`. */
 HPMLC_FN void hpmlc_ranges_copy(const hpml_distributed *d, hpml_array which, bool writes, int first, int end,
                                 float *flat)
 {
@@ -9258,8 +9258,8 @@ HPMLC_FN hpml_status hpmlc_server_lost(hpml_distributed *d, int server, hpml_sta
                       server - hpmlc_servers_of(d)->workers, hpmlc_servers_of(d)->count, d->c->origin[server]);
 }
 
-/* Sends request r of a worker to the servers from `first` on, a push with its range of own->packed, and waits for the
-   answers. Messages to a server begin before those to the next one, so that the first server knows the most. */
+/* Sends request r to the servers from `first` on, a push with each one's range of own->packed; waits for answers.
+   Goes in their order, because the first server deals batches: from a worker lost meanwhile it has got the most. */
 HPMLC_FN hpml_status hpmlc_ask(hpml_distributed *d, const hpmlc_request *r, int first)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -9393,7 +9393,7 @@ HPMLC_FN hpml_status hpmlc_server_apply(hpml_distributed *d)
     return status;
 }
 
-/* Waits until a request has come or a worker is lost, and notes it. own->enter then answers. */
+/* Receives a worker's next request, or notes a lost worker. own->enter answers. */
 HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
 {
     hpmlc_servers *own = hpmlc_servers_of(d);
@@ -9884,7 +9884,7 @@ HPMLC_FN hpmlc_hogwild_values *hpmlc_shared_create(hpml_distributed *d)
     return s;
 }
 
-/* Destructor of a hpmlc_hogwild. The last rank frees the shared values. */
+/* Destructor of a hpmlc_hogwild: the last rank that calls it frees the values. */
 HPMLC_FN void hpmlc_hogwild_destroy(void *object)
 {
     hpmlc_hogwild_values *s = ((hpmlc_hogwild *)object)->shared;
@@ -10012,7 +10012,7 @@ static const hpmlc_strategy hpmlc_strategies[] = {
 
 enum { HPMLC_STRATEGIES = sizeof hpmlc_strategies / sizeof hpmlc_strategies[0] };
 
-/* Returns the first form of the plan's strategy that fits. */
+/* Returns the first form of the plan's strategy that fits c and plan. */
 HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_plan *plan)
 {
     const hpmlc_strategy *s = hpmlc_strategies;
@@ -10822,7 +10822,7 @@ HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, int partner, int i
     return false;
 }
 
-/* Returns how many neighbours `rank` has; only right if it has any. */
+/* Returns the number of neighbours of `rank`, given that it has any. */
 HPMLC_FN int hpmlc_degree(hpml_topology topology, int p, int rank)
 {
     int rim = p - 1;
