@@ -3533,7 +3533,7 @@ HPMLI_FN void hpmli_rows_add(hpmli_rows *r, int32_t row)
     r->index[r->count++] = row;
 }
 
-/* Zeroes the gradient of t, if it has one; of a sparse table only the rows in its list, which becomes empty. */
+/* Zeroes the gradient of t, if it has one; of a sparse table only the rows in hpmli_rows.index, which it empties. */
 HPMLI_FN void hpmli_gradient_clear(const hpml_tensor *t)
 {
     hpmli_rows *r = t->state->rows;
@@ -5823,7 +5823,7 @@ typedef struct hpmli_columns {
     bool              back;      /* the matrix is added to dx, else filled from x */
 } hpmli_columns;
 
-/* Fills im2col row `task` from x; or, if m->back, adds all rows of channel `task` to dx, because they overlap in dx. */
+/* Fills im2col row `task` from x; m->back: adds the rows of channel `task` to dx, in one task, because they overlap. */
 HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_columns *m = (const hpmli_columns *)arg;
@@ -7241,7 +7241,7 @@ HPMLI_FN const hpml_op_impl *hpmli_wrap_ops(void)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>custom   ops of the user, on the host or on host copies of a device's arrays
 // ---------------------------------------------------------------------------------------------------------------------
-/* Calls a function of the user's op; backward adds to gradients, so those that no op has given yet become zeros. */
+/* Calls the user's forward or backward. Backward adds to gradients, so those not yet written in this pass become 0. */
 HPMLI_FN hpml_status hpmli_custom_call(const hpml_run *run, hpml_node *n, bool back)
 {
     const hpml_custom *d = n->attr.custom;
@@ -8849,7 +8849,7 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     return HPML_OK;
 }
 
-/* Runs forward and backward pass of a micro-batch; with update_early, the latter also steps the parameters. */
+/* Runs forward and backward of a micro-batch; with t->update_early each parameter steps within the backward pass. */
 HPMLI_FN hpml_status hpmli_run_own(hpml_trainer *t, int64_t samples, float *loss)
 {
     float weight = hpmli_batch_weight(t, samples);

@@ -1346,7 +1346,7 @@ HPML_API bool hpml_comm_lost(const hpml_comm *c, int rank)
     return c && rank >= 0 && rank < c->size && hpmlc_why_lost(c, rank) != NULL;
 }
 
-/* Writes to `to`, of 256 bytes, why a rank is lost whose error is `text` (NULL: it has left), for .why_lost. */
+/* Writes to `to` (256 bytes) what hpml_transport.why_lost returns of a rank with error `text`; NULL: it has left. */
 HPMLC_FN void hpmlc_loss_text(char *to, const char *text)
 {
     const bool names = text && strncmp(text, "rank ", 5) == 0; /* it failed because another rank was lost */
@@ -1411,8 +1411,8 @@ HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
 /* Returns whether m is done, read atomically, because with THREADS the receiver's thread completes a send. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
-/* Returns the receive that gets the next message with the peer and tag of the receive m: the oldest such one, which is
-   the last such one in the list c->pending, because that has the newest first. Where m is a send, returns m. */
+/* Returns the receive that gets the next message from m's peer with m's tag: of all pending receives with both the
+   oldest, which comes last in the list c->pending. Where m is a send, returns m. */
 HPMLC_FN const hpml_message *hpmlc_oldest(const hpml_message *m)
 {
     const hpml_message *oldest = m;
@@ -1428,8 +1428,8 @@ HPMLC_FN int hpmlc_in_flight(hpml_message *const *m, int count, int at)
     return at;
 }
 
-/* Returns the earliest known arrival of the list m; 1e300: none is known. A receive counts with the arrival of the
-   oldest receive that has its peer and tag, because that one gets the next message. */
+/* Returns the earliest known arrival of a message of the list m; 1e300: none is known. Of receives with equal peer and
+   tag the arrival of the oldest counts, because that one gets the next message. */
 HPMLC_FN double hpmlc_next_arrival(hpml_message *const *m, int count)
 {
     double first = 1e300;
@@ -1483,8 +1483,8 @@ HPMLC_FN int hpmlc_first_over(hpml_message *const *m, int count)
     return first;
 }
 
-/* Tests the messages of the list m, then the other receives in flight, because a peer may wait for one of those. With
-   several messages their receives are among those in flight. True: one of the receives tested last is done. */
+/* Tests the sends of the list m, and a receive if it is the list's only message; then all other receives of c that are
+   in flight, because a peer may wait for one of those. True: one of these other receives is done. */
 HPMLC_FN bool hpmlc_test_list(hpml_comm *c, hpml_message *const *m, int count)
 {
     bool moved = false;
@@ -7465,9 +7465,9 @@ HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
     hpml_comm_counters(d->c, &r->row_sent);
 }
 
-/* Counts the step and ends its row of the table of steps (hpml_distribute_steps). No job may be running, because
-   hpml_comm_counters waits for jobs. The time of waiting for the slowest rank, bubble_s, is set when the rows of all
-   ranks are there. */
+/* Counts the step and fills in its row for hpml_distribute_steps. No job may be running, because hpml_comm_counters
+   waits for jobs. The row's bubble_s, the time of waiting for the slowest rank, is set there, because it depends on the
+   rows of all ranks. */
 HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 {
     hpmlc_reporting *r    = &d->report;
@@ -9002,7 +9002,7 @@ HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 /* The last S ranks are servers and keep the n floats that are trained: server s updates [s n / S, (s + 1) n / S). The
    other ranks, K workers, compute gradients: in a step each pushes to every server that server's range of the gradient
-   and gets the range's new values, so a server receives 4 K n / S bytes, sends as many, and headers (Li et al. 2014,
+   and gets the range's new values, so a server gets 4 K n / S bytes and sends as many, plus headers (Li et al. 2014,
    "Scaling Distributed Machine Learning with the Parameter Server").
 
    All ranks run the same program. On a server a step of the trainer answers requests until each worker has done as many
@@ -9226,8 +9226,7 @@ HPMLC_FN void hpmlc_servers_close(hpml_distributed *d) { hpml_ctx_release(d->ctx
 // ---------------------------------------------------------------------------------------------------------------------
 // >>servers-step   parameter servers: a worker asks, a server answers
 // ---------------------------------------------------------------------------------------------------------------------
-/* Packs own->gradient into own->packed. NaN or infinity: an error, unless the trainer has no_finite_check and the codec
-   is none. */
+/* Packs own->gradient to own->packed. A NaN or infinity is an error, unless no_finite_check is set without a codec. */
 HPMLC_FN hpml_status hpmlc_worker_pack(hpml_distributed *d)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -9792,12 +9791,12 @@ HPMLC_FN bool hpmlc_async_open(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-hogwild   threads that update shared values without locks
 // ---------------------------------------------------------------------------------------------------------------------
-/* Strategy hogwild: each rank steps by its own gradient, at once, on values that all threads share, and no rank waits
-   for another (Niu et al. 2011, "HOGWILD!"). A rank reads the values that a batch needs (of a sparse table the rows of
-   its tokens) by relaxed atomic loads to its own parameters, computes and steps there, and adds the change to the
-   shared values by a relaxed load and a relaxed store. Of two changes of one number at the same time one may be lost,
-   which sparse models bear because batches have few rows in common; a dense layer is shared as well, but read and
-   written whole. States of the optimizer are each rank's own. One rank has the bits of serial training. */
+/* Strategy hogwild: each rank, a thread, steps at once by its own gradient on parameter values that all ranks share; no
+   rank waits for another (Niu et al. 2011, "HOGWILD!"). A rank reads the values that a batch needs (of a sparse table
+   the rows of the batch's tokens) by relaxed atomic loads into its own parameters, computes and steps there, and adds
+   the change to the shared values by a relaxed load and a relaxed store. Of two changes of one number at the same time
+   one may be lost, which sparse models bear because batches have few rows in common; dense layers are read and written
+   whole. Each rank has its own optimizer states. A run with one rank gives the same bits as serial training. */
 
 typedef struct hpmlc_hogwild_values { /* values of all ranks; the rank that releases them last frees them */
     hpml_allocator allocator;
