@@ -489,7 +489,7 @@ typedef struct turns { bool good; char text[512]; } turns;
 
 static hpml_status in_turns(hpml_comm *c, void *user)
 {
-    float                x[16 * INPUTS];
+    static float         x[16 * INPUTS];
     static const int32_t y[16];
     static const char *const forms[] = { "sync", "delayed", "exact", "sync" };
     turns        *j = (turns *)user;
@@ -1389,7 +1389,7 @@ TEST(a_timeline_of_virtual_time)
    take none, the exchange, and the update when it has ended. */
 static hpml_status virtual_steps(hpml_comm *c, void *user)
 {
-    float                x[16 * INPUTS];
+    static float         x[16 * INPUTS];
     static const int32_t y[16];
     hpml_ctx     *ctx = hpml_comm_ctx(c);
     hpml_tensor  *in = hpml_input_2d(ctx, 16, INPUTS);
@@ -1662,7 +1662,7 @@ TEST(ranks_have_the_schedule_of_one)
 /* Rank 1 does not make its fourth step before the other rank has failed with a timeout. */
 static hpml_status stay_away(hpml_comm *c, void *user)
 {
-    float                x[16 * INPUTS];
+    static float         x[16 * INPUTS];
     static const int32_t y[16];
     int          *given_up = (int *)user;
     hpml_ctx     *ctx = hpml_comm_ctx(c);
