@@ -8884,10 +8884,11 @@ HPMLI_FN hpml_status hpmli_hook_below(hpml_trainer *t, int below, bool update, i
 /* Does what the running hook `run` (or `update`) replaces. */
 HPMLI_FN hpml_status hpmli_hook_inner(hpml_trainer *t, bool update, int64_t samples, float *loss)
 {
+    const char *name = update ? "update" : "run";
     if (!t) return HPML_ERR_ARGUMENT;
     if (t->running[update]) return hpmli_hook_below(t, t->running[update] - 1, update, samples, loss);
     return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: the inner %s was called, but no hook `%s` is running that "
-                      "replaces it", update ? "update" : "run", update ? "update" : "run");
+                      "replaces it", name, name);
 }
 HPML_API hpml_status hpml_trainer_run_inner(hpml_trainer *t, int64_t samples, float *loss)
 {

@@ -6671,8 +6671,9 @@ HPMLC_FN void hpmlc_append(const hpmlc_text *to, size_t *length, const char *for
 {
     va_list args;
     bool    fits = to->text && *length < to->size;
+    size_t  left = fits ? to->size - *length : 0;
     va_start(args, format);
-    int n = vsnprintf(fits ? to->text + *length : NULL, fits ? to->size - *length : 0, format, args);
+    int n = vsnprintf(fits ? to->text + *length : NULL, left, format, args);
     va_end(args);
     if (n > 0) *length += (size_t)n;
 }
@@ -7249,8 +7250,8 @@ HPMLC_FN bool hpmlc_host_open(hpml_distributed *d, float *gradients, hpmlc_start
     l->host  = l->first;
     if (l->view.device) l->host = (float *)hpmlc_dist_alloc(d, (size_t)l->span * sizeof(float));
     if (!l->host) return false;
-    return hpmlc_buckets_create(d, gradients ? gradients : l->host, d->background ? (int64_t)1 << 18 : INT64_MAX,
-                                hpmlc_bucket_open);
+    int64_t bytes = d->background ? (int64_t)1 << 18 : INT64_MAX;
+    return hpmlc_buckets_create(d, gradients ? gradients : l->host, bytes, hpmlc_bucket_open);
 }
 
 /* Starts the exchanges of buckets in their order, up to the first bucket with a gradient that is not yet final. */
@@ -9116,7 +9117,8 @@ HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
         int64_t            from = hpmlc_max(at - first, 0), left = hpmlc_min(end - first, count) - from;
         while (left > 0) {
             const bool    whole = from % cols == 0 && left >= cols;
-            const int64_t rows  = whole ? left / cols : 1, width = whole ? cols : hpmlc_min(left, cols - from % cols);
+            const int64_t rows  = whole ? left / cols : 1;
+            const int64_t width = whole ? cols : hpmlc_min(left, cols - from % cols);
             hpmlc_piece  *piece = &own->piece[own->pieces++];
             if (hpml_packing_init(&piece->packing, &d->plan.codec, rows, width) != HPML_OK) return false;
             piece->param     = i;
