@@ -197,7 +197,7 @@ static hpml_status serve(hpml_comm *c, settings *set)
     model_copy(&s.m, false, false);
     const double each = s.version > 0 ? (double)s.delay / s.version : 0;
     set->accuracy     = model_accuracy(&s.m);
-    printf("test accuracy %.2f %%  %d gradients, %d workers, mean delay %.1f, largest lead %d\n", 100 * set->accuracy,
+    printf("test accuracy %.2f %%  %d gradients, %d workers, delay %.1f, largest lead %d\n", 100 * set->accuracy,
            (int)s.version, s.workers, each, s.lead);
     printf("the server has sent %.1f MB in %.2f s (%s)  weights %016llx\n", 1e-6 * (double)k.bytes,
            hpml_comm_now(c) - start, hpml_comm_transport(c), (unsigned long long)hpml_param_hash(s.m.ctx));
