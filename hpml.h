@@ -72,6 +72,8 @@
 //     backend        a table of functions that holds tensors and runs ops on a device
 //     hook           a callback around a training step, by which strategies of data parallelism work
 //     rank           one of the workers that train together; shard: a rank's part of data or state
+//     axis           a direction in which ranks divide a model or its data; group: the ranks along an axis
+//     whole, part    a tensor as one rank alone has it; the block of it that a rank of a group has
 //     codec          packs a gradient into fewer bytes; residual: the error of packing, added to the next gradient
 //     dataset        samples in memory or in a file; loader: makes shuffled, sharded batches of it ahead of their use
 //     checkpoint     a file from which a training continues with the same bits
@@ -83,6 +85,7 @@
 // PART I    INTERFACE: what a program calls
 //     api-status   status codes
 //     api-context   allocator, logger, context
+//     api-group   groups of ranks that hold parts of one model
 //     api-tensor   tensors
 //     api-ops   recording a model: inputs, parameters, ops
 //     api-graph   planning and running a recorded graph
@@ -314,6 +317,61 @@ HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char
     ;
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>api-group   groups of ranks that hold parts of one model
+// ---------------------------------------------------------------------------------------------------------------------
+/* Ranks divide work along axes: DATA (samples), PIPE (layers), TENSOR (parts of layers), SEQUENCE (time steps), EXPERT.
+   All ranks of the TENSOR axis compute the same samples and the same loss; those of DATA, SEQUENCE and EXPERT have a
+   loss of their own each, whose mean is trained. */
+typedef enum hpml_axis {
+    HPML_AXIS_DATA = 0, HPML_AXIS_PIPE, HPML_AXIS_TENSOR, HPML_AXIS_SEQUENCE, HPML_AXIS_EXPERT
+} hpml_axis;
+#define HPML_AXES 5
+HPML_API const char *hpml_axis_name(hpml_axis axis); /* "data", "pipe", "tensor", "sequence", "expert" */
+
+/* The ranks of one axis as ops use them: communication as a table of functions, because this header knows no transport
+   (hpml_comm.h makes groups of its communicators). All functions are collective, that is called by all ranks of the
+   group in the same order with the same n, and work on arrays in host memory; sums and maxima have the same bits on all
+   ranks. Each returns HPML_OK or a status, after which the context of the rank has an error. */
+typedef struct hpml_group {
+    int32_t rank, size;  /* this rank, 0 to size - 1; ranks of the group */
+    void   *user;        /* passed to each function; must live as long as the context */
+    hpml_status (*sum)(void *user, float *x, int64_t n);     /* in place: all ranks get the sum */
+    hpml_status (*max)(void *user, float *x, int64_t n);     /* in place: all ranks get the largest */
+    hpml_status (*gather)(void *user, const float *part, float *all, int64_t n); /* n floats of each rank, by rank */
+    hpml_status (*scatter)(void *user, const float *all, float *part, int64_t n); /* block number `rank`, of n floats,
+                                                                                   of the sum of `all` (size n) */
+    hpml_status (*swap)(void *user, const float *out, float *in, int64_t n); /* n floats for each rank, from each */
+    hpml_status (*pass)(void *user, const float *out, float *in, int64_t n, int shift); /* n floats to rank + shift and
+                                                                   from rank - shift, counted modulo size */
+    hpml_status (*bcast)(void *user, float *x, int64_t n, int root); /* n floats of rank `root` */
+} hpml_group;
+/* Sets the group of an axis (copied; NULL: none), before the first op or parameter is recorded. Without groups every
+   `split` below means nothing: the same program then runs alone, and computes the same bits as without `split`. */
+HPML_API hpml_status       hpml_ctx_set_group(hpml_ctx *ctx, hpml_axis axis, const hpml_group *group);
+HPML_API const hpml_group *hpml_ctx_group(const hpml_ctx *ctx, hpml_axis axis); /* none set: a group of size 1 */
+
+/* How the ranks of the TENSOR axis divide a layer y = w x + bias (Shoeybi et al. 2019). Sizes and heads that a program
+   gives are those of the whole; shapes of tensors (hpml_tensor.shape) are those of this rank's part. OUT, then ops that
+   work on each element or head, then IN, make one sum in the forward and one in the backward pass. */
+typedef enum hpml_split {
+    HPML_SPLIT_NONE = 0, /* every rank has the whole layer */
+    HPML_SPLIT_OUT  = 1, /* each rank has some outputs, that is rows of w: x is whole, y is split along its features */
+    HPML_SPLIT_IN   = 2  /* each rank has some inputs, that is columns of w: x is split, y is the sum over the ranks */
+} hpml_split;
+
+/* What the ops of split layers are made of, each with its backward pass; `split` of tensors is kept and checked. For a
+   group of one rank, and for NULL, they record nothing and return x. dim: the dimension that is divided.
+   copy    y = x on all ranks of TENSOR, each of which then computes another part with y: backward adds up the ranks'
+           gradients. Recorded once for each x. On other axes y = x, because their ranks' losses are added anyway
+   sum     y = the sum of the ranks' x; backward: the gradient itself (TENSOR), else the sum of the ranks' gradients
+   split   y = this rank's block of x; backward: the ranks' gradients joined (TENSOR), else zeros but in the block
+   gather  y = the ranks' x joined; backward: this rank's block (TENSOR), else of the sum of the ranks' gradients */
+HPML_API hpml_tensor *hpml_group_copy(hpml_tensor *x, hpml_axis axis);
+HPML_API hpml_tensor *hpml_group_sum(hpml_tensor *x, hpml_axis axis);
+HPML_API hpml_tensor *hpml_group_split(hpml_tensor *x, hpml_axis axis, int dim);
+HPML_API hpml_tensor *hpml_group_gather(hpml_tensor *x, hpml_axis axis, int dim);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>api-tensor   tensors
 // ---------------------------------------------------------------------------------------------------------------------
 /* First values of a parameter of shape (out, in, ...). fan_in: the product of all dimensions but the first; fan_out:
@@ -330,7 +388,10 @@ typedef enum hpml_init {
     HPML_INIT_ONES            = 8
 } hpml_init;
 
-/* The properties of a parameter. You may change the last three fields before or between training steps. */
+/* The properties of a parameter. You may change `frozen`, `no_decay` and `lr_scale` before or between training steps.
+   A parameter may be this rank's part of a whole: dimension split_dim of the whole consists of `sections` equal sections
+   (3 for queries, keys and values), each cut into as many blocks as the group of `axis` has ranks; the part has the
+   rank's block of each. Its first values, their scale, its name and what files contain are those of the whole. */
 typedef struct hpml_param {
     int       index;      /* position in the context's list of parameters: the order of recording */
     hpml_init init;
@@ -339,6 +400,11 @@ typedef struct hpml_param {
     bool      frozen;     /* not updated; if set when a graph is planned, it has no gradient in that graph */
     bool      no_decay;   /* excluded from weight decay; set for biases and the parameters of norms */
     float     lr_scale;   /* multiplies the learning rate; 1 at first */
+    hpml_axis axis;       /* over whose group the whole is split; DATA: the parameter is whole */
+    int32_t   split_dim, sections; /* the dimension that is split; its sections, 1 or more */
+    int32_t   stage;      /* the rank of the PIPE axis that has the parameter; -1: all of them */
+    int64_t   keep_first, keep_count; /* the floats of the parameter that this rank of the DATA axis keeps between steps,
+                                         where state, gradient or values are sharded; keep_count -1: all of them */
 } hpml_param;
 
 /* Order of the dimensions of images: NCHW is (B, C, H, W); NHWC is (B, H, W, C), a pixel's channels being adjacent. */
@@ -365,6 +431,8 @@ struct hpml_tensor {
     hpml_node  *node;       /* the op that computes the tensor; NULL: an input, a parameter or a constant */
     bool        needs_grad; /* set for parameters, results of them, and by hpml_tensor_require_grad */
     hpml_layout layout;     /* order of the dimensions, where there are 4 (images); see hpml_to_layout */
+    int8_t      split[HPML_MAX_DIMS]; /* the hpml_axis over whose ranks a dimension is split; 0: the dimension is whole */
+    int32_t     sections;   /* equal sections of the split dimension, each of which is split, see hpml_param; 0: one */
     struct hpmli_tensor_state *state; /* private */
 };
 HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element; 0 for an unknown type */
@@ -445,6 +513,8 @@ typedef struct hpml_param_desc {
     hpml_init   init;       /* DEFAULT: KAIMING_UNIFORM */
     float       init_scale; /* scale of the inits NORMAL and UNIFORM */
     bool        buffer, frozen, no_decay; /* see hpml_param */
+    hpml_axis   axis;       /* not DATA: this rank has a part, see hpml_param; `shape` is that of the whole */
+    int32_t     split_dim, sections; /* sections 0: 1 */
     uint32_t    _end;
 } hpml_param_desc;
 HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc); /* creates a parameter */
@@ -459,6 +529,8 @@ HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory a
    `memory` has values that stay; else it gets first values. An error once a parameter has memory, or on a device. */
 HPML_API hpml_status  hpml_params_place(hpml_ctx *ctx, float *memory, bool keep);
 HPML_API size_t       hpml_params_bytes(const hpml_ctx *ctx);
+/* Writes to shape[HPML_MAX_DIMS] the shape of the whole of which t, a parameter or any other tensor, is a part. */
+HPML_API void         hpml_param_whole(const hpml_tensor *t, int64_t *shape);
 
 /* Elementwise ops with numpy's broadcasting: shapes are matched from the last dimension; a size of 1 is repeated. */
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b); /* a + b */
@@ -503,6 +575,8 @@ typedef struct hpml_linear_desc {
     hpml_init    init;       /* of the weight; DEFAULT: KAIMING_UNIFORM */
     float        init_scale;
     hpml_tensor *weight;     /* an (out, in) parameter to use instead of a new one (tied embeddings); NULL: a new one */
+    hpml_split   split;      /* over the TENSOR axis; with IN the bias is added once */
+    int32_t      sections;   /* OUT: y consists of so many sections, each of which is split (3: q, k, v); 0: 1 */
     uint32_t     _end;
 } hpml_linear_desc;
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
@@ -541,6 +615,7 @@ typedef struct hpml_conv2d_desc {
     float       init_scale;
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
     size_t      workspace;              /* most bytes of working memory; 0: no limit */
+    hpml_split  split;                  /* of the output or input channels over the TENSOR axis; needs groups 1 */
     uint32_t    _end;
 } hpml_conv2d_desc;
 #define HPML_NO_PAD (-1)
@@ -605,6 +680,7 @@ typedef struct hpml_embedding_desc {
     float        init_scale;
     hpml_tensor *weight; /* a (vocabulary, width) parameter to use instead of a new one; NULL: a new one */
     bool         sparse; /* the table's gradient has the rows of a step's tokens alone, see hpml_param_rows */
+    hpml_split   split;  /* OUT: each rank of the TENSOR axis has some rows of the table, that is some tokens */
     uint32_t     _end;
 } hpml_embedding_desc;
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
@@ -1008,6 +1084,11 @@ typedef struct hpml_trainer_desc {
    the same parameters too; each updates those that its loss depends on. A parameter's `grad` is that of the trainer or
    graph that ran backward last. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
+/* on: from now on hpml_trainer_create checks and plans, but takes no memory until hpml_trainer_alloc, hpml_distribute or
+   the first step, evaluation, prediction or checkpoint. Until then hpml_trainer_keep may reduce what is taken. Inputs
+   have no memory before either, so set values of your own (hpml_tensor_set) after hpml_trainer_alloc. */
+HPML_API void          hpml_ctx_defer(hpml_ctx *ctx, bool on);
+HPML_API hpml_status   hpml_trainer_alloc(hpml_trainer *t); /* takes the memory; nothing if the trainer has it */
 /* Copies *d to *out, with zeros replaced by the defaults that they mean. */
 HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out);
 /* Computes the bytes that hpml_trainer_create with this desc would allocate, without allocating tensors. */
@@ -1872,6 +1953,9 @@ struct hpml_ctx {
     int                  node_count; /* recorded nodes: the next node's index, used in names and masks */
     int64_t              source_count; /* sources of all recorded nodes together */
     int                  layout_permutes; /* nodes recorded by hpml_to_layout, which default names do not count */
+    bool                 deferred;   /* trainers take their memory late, see hpml_ctx_defer */
+    int                  group_nodes;    /* nodes that groups need and a serial program has not: names, masks */
+    hpml_group           groups[HPML_AXES]; /* by axis; size 0: none is set */
     hpml_node            spare;      /* a dummy node that hpmli_node_create returns after an error */
     hpmli_trace         *trace;      /* the timeline; NULL: none is recorded */
     const double        *clock;      /* clock for traces, see hpml_trace_clock */
@@ -2433,6 +2517,65 @@ HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx)
     hpml_allocator none = HPMLI_ZEROED;
     return ctx ? ctx->allocator : none;
 }
+
+/* The functions of a group of one rank. */
+HPMLI_FN hpml_status hpmli_alone(void *user, float *x, int64_t n)
+{
+    (void)user, (void)x, (void)n;
+    return HPML_OK;
+}
+HPMLI_FN hpml_status hpmli_alone_copy(void *user, const float *from, float *to, int64_t n)
+{
+    (void)user;
+    memmove(to, from, (size_t)n * sizeof *to);
+    return HPML_OK;
+}
+HPMLI_FN hpml_status hpmli_alone_pass(void *user, const float *out, float *in, int64_t n, int shift)
+{
+    (void)shift;
+    return hpmli_alone_copy(user, out, in, n);
+}
+HPMLI_FN hpml_status hpmli_alone_bcast(void *user, float *x, int64_t n, int root)
+{
+    (void)root;
+    return hpmli_alone(user, x, n);
+}
+
+HPML_API const hpml_group *hpml_ctx_group(const hpml_ctx *ctx, hpml_axis axis)
+{
+    static const hpml_group alone = { 0, 1, NULL, hpmli_alone, hpmli_alone, hpmli_alone_copy, hpmli_alone_copy,
+                                      hpmli_alone_copy, hpmli_alone_pass, hpmli_alone_bcast };
+    bool set = ctx && (int)axis >= 0 && axis < HPML_AXES && ctx->groups[axis].size > 0;
+    return set ? &ctx->groups[axis] : &alone;
+}
+
+HPML_API const char *hpml_axis_name(hpml_axis axis)
+{
+    static const char *const names[HPML_AXES] = { "data", "pipe", "tensor", "sequence", "expert" };
+    return (int)axis >= 0 && axis < HPML_AXES ? names[axis] : "?";
+}
+
+HPML_API hpml_status hpml_ctx_set_group(hpml_ctx *ctx, hpml_axis axis, const hpml_group *group)
+{
+    const hpml_group none = HPMLI_ZEROED;
+    if (!ctx || ctx->status != HPML_OK) return hpml_ctx_status(ctx);
+    if ((int)axis < 0 || axis >= HPML_AXES)
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "set_group: no axis %d, expected 0 to %d", (int)axis, HPML_AXES - 1);
+    if (ctx->node_count > 0 || ctx->param_count > 0)
+        return hpmli_fail(ctx, HPML_ERR_STATE, "set_group of the %s axis: %d ops and %d parameters are recorded "
+                          "without the group; set groups first", hpml_axis_name(axis), ctx->node_count,
+                          ctx->param_count);
+    const hpml_group *g = group ? group : &none;
+    if (group && (g->size < 1 || g->rank < 0 || g->rank >= g->size))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "set_group of the %s axis: rank %d of %d, expected 0 to size - 1",
+                          hpml_axis_name(axis), g->rank, g->size);
+    if (group && !(g->sum && g->max && g->gather && g->scatter && g->swap && g->pass && g->bcast))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "set_group of the %s axis: a function is NULL, expected all of "
+                          "hpml_group", hpml_axis_name(axis));
+    ctx->groups[axis] = *g;
+    return HPML_OK;
+}
+
 HPML_API const hpml_backend *hpml_ctx_backend(const hpml_ctx *ctx) { return ctx ? ctx->backend : NULL; }
 HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ctx->device : NULL; }
 
@@ -3332,6 +3475,9 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     t->param->init       = init == HPML_INIT_DEFAULT ? HPML_INIT_KAIMING_UNIFORM : init;
     t->param->init_scale = scale;
     t->param->lr_scale   = 1;
+    t->param->sections   = 1;
+    t->param->stage      = -1;
+    t->param->keep_count = -1;
     t->needs_grad        = true;
     *hpmli_name_entry(ctx, name) = ctx->param_count + 1;
     ctx->params[ctx->param_count++] = t;
@@ -3435,6 +3581,14 @@ HPMLI_FN int64_t hpmli_param_floats(const hpml_tensor *p)
 {
     const int64_t align = HPML_GRADIENT_ALIGN;
     return (hpml_tensor_count(p) + align - 1) / align * align;
+}
+
+HPML_API void hpml_param_whole(const hpml_tensor *t, int64_t *shape)
+{
+    for (int i = 0; i < HPML_MAX_DIMS; i++) {
+        shape[i] = t ? t->shape[i] : 1;
+        if (t && t->split[i]) shape[i] *= hpml_ctx_group(t->ctx, (hpml_axis)t->split[i])->size;
+    }
 }
 
 HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
@@ -8062,6 +8216,7 @@ struct hpml_trainer {
     hpml_graph         *graph;
     hpml_tensor        *target, *loss;
     const hpml_optimizer *optimizer;     /* the optimizer's entry in the table, or the user's */
+    int64_t            *place;           /* (param_count) see hpml_trainer_place */
     float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not needed */
     hpml_update        *updates;         /* (param_count) the next step of each parameter */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
@@ -8265,7 +8420,21 @@ HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
     return t->host_out;
 }
 
-HPMLI_FN void hpmli_trainer_alloc(hpml_trainer *t) /* allocates all arrays; an error stays on the context */
+/* Sets t->place from the parameters that the graph trains. False: no memory. */
+HPMLI_FN bool hpmli_trainer_places(hpml_trainer *t)
+{
+    const hpml_graph *g  = t->graph;
+    int64_t           at = 0;
+    if (!t->place) t->place = hpmli_new(t->ctx, int64_t, g->param_count);
+    for (int i = 0; t->place && i < g->param_count; i++) {
+        bool trained = g->param_last[i] >= 0;
+        t->place[i]  = trained ? at : -1;
+        if (trained) at += hpmli_param_floats(t->ctx->params[i]);
+    }
+    return t->place != NULL;
+}
+
+HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an error stays on the context */
 {
     hpml_ctx   *ctx = t->ctx;
     hpml_graph *g   = t->graph;
@@ -8305,11 +8474,25 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
 {
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
     if (!t) return NULL;
-    hpmli_trainer_alloc(t);
+    bool        deferred = ctx->deferred && hpmli_trainer_places(t);
+    hpml_status status   = deferred ? HPML_OK : hpml_trainer_alloc(t);
+    return status == HPML_OK ? t : NULL;
+}
+
+HPML_API hpml_status hpml_trainer_alloc(hpml_trainer *t)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    hpml_ctx *ctx = t->ctx;
+    if (hpmli_failed(ctx) || t->updates) return ctx->status;
+    if (hpmli_trainer_places(t)) hpmli_trainer_take(t);
     for (int i = 0; ctx->status == HPML_OK && i < t->graph->param_count; i++) hpmli_update_init(t, i);
-    if (ctx->status == HPML_OK) return t;
-    if (!t->graph->arena) hpmli_graph_release_nodes(t->graph);
-    return NULL;
+    if (ctx->status != HPML_OK && !t->graph->arena) hpmli_graph_release_nodes(t->graph);
+    return ctx->status;
+}
+
+HPML_API void hpml_ctx_defer(hpml_ctx *ctx, bool on)
+{
+    if (ctx) ctx->deferred = on;
 }
 
 HPML_API hpml_graph *hpml_trainer_graph(hpml_trainer *t) { return t ? t->graph : NULL; }
@@ -8442,8 +8625,7 @@ HPML_API void hpml_trainer_detach(hpml_trainer *t, const void *user)
 
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param)
 {
-    if (!t || param < 0 || param >= t->graph->param_count || t->graph->param_last[param] < 0) return -1;
-    return t->updates[param].g - t->graph->grads;
+    return t && param >= 0 && param < t->graph->param_count ? t->place[param] : -1;
 }
 
 /* Returns the values of the trained parameters as one array; NULL, with an error, if they do not lie in its places. */
@@ -8468,6 +8650,7 @@ HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *f
 {
     float *array = NULL;
     int    k     = (int)which - HPML_ARRAY_STATE;
+    if (hpml_trainer_alloc(t) != HPML_OK) t = NULL;
     if (t && which == HPML_ARRAY_VALUES) array = hpmli_trainer_values(t);
     if (t && which == HPML_ARRAY_GRADIENTS) array = hpmli_graph_place_grads(t->graph);
     if (t && k >= 0 && k < HPML_MAX_STATES) array = t->state[k];
@@ -8747,7 +8930,7 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
     if (first_param < 0 || param_count < 0)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: update of %d parameters from number %d on: expected 0 or "
                           "more of both", param_count, first_param);
-    if (!hpmli_apply_begin(t)) return ctx->status;
+    if (hpml_trainer_alloc(t) != HPML_OK || !hpmli_apply_begin(t)) return ctx->status;
     if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
     if (param_count <= 0) return ctx->status;
     double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
@@ -8785,7 +8968,7 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
     if (row->prepare || row->layer_ratio || row->whole)
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: %s cannot step a range, because its step depends on "
                           "whole tensors; take sgd, adagrad, rmsprop, adam or adamw", row->name);
-    if (!hpmli_apply_begin(t)) return t->ctx->status;
+    if (hpml_trainer_alloc(t) != HPML_OK || !hpmli_apply_begin(t)) return t->ctx->status;
     hpmli_updates_prepare(t, 0, t->graph->param_count);
     for (int i = 0; i < t->graph->param_count; i++) hpmli_apply_part(t, i, first, first + count, grad_scale);
     return hpmli_updates_check(t);
@@ -8942,6 +9125,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     hpmli_step s;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
+    if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
     memset(&s, 0, sizeof s);
     s.samples = samples;
     s.info    = info != NULL;
@@ -9143,6 +9327,7 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     int64_t    counted = 0;
     double     start = hpml_now();
     if (!t || !out) return HPML_ERR_ARGUMENT;
+    if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
     hpml_loader *l = hpmli_trainer_loader(t, data, NULL, true);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     int64_t *confusion = out->confusion;
@@ -9160,7 +9345,7 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
 {
     if (!t || !out || !x) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
     hpml_graph *g   = t->graph;
     hpml_run    run = hpmli_run_of(g, false, 0, 1);
@@ -11308,7 +11493,7 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9];
     hpml_meta meta[HPMLI_ENTRIES + 1];
     uint32_t  crc = 0;
-    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (hpml_trainer_alloc(t) != HPML_OK) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (t->micro_batch != 0)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d micro-batches of an update are done; "
                           "save between updates", path, t->micro_batch, t->d.accumulate);
@@ -11387,7 +11572,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     const char *optimizer = "";
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx         *ctx = t->ctx;
-    hpml_safetensors *f   = hpmli_safe_open(ctx, path, false);
+    hpml_safetensors *f   = hpml_trainer_alloc(t) == HPML_OK ? hpmli_safe_open(ctx, path, false) : NULL;
     if (!f) return ctx->status;
     bool good = hpmli_entries_read(ctx, f, path, n, &optimizer) && hpmli_optimizer_matches(t, path, optimizer);
     if (good && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
