@@ -6453,6 +6453,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("sum", sum, BOOL, 1, p->strategy <= HPML_STRATEGY_BACKUP, "strategies sync, ps and backup", 0) \
     X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("leaf", leaf, I64, 9e18, p->exact, NULL, 2) \
+    X("shard", shard, I32, 3, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 1, 2, 3) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
@@ -6514,6 +6515,19 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "batch, and the trainer's accumulate adds up several; take route allreduce or set accumulate to 1") \
     RULE(hpmlc_factors_is_chosen(NULL, p) && f->no_factors, "routes factors and hybrid read the inputs of layers as " \
          "f32 in host memory, and here they are halves or on a device; take route allreduce") \
+    RULE(p->shard > 0 && (p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE), "with shard each rank gets the " \
+         "sum of its own part of the gradients, and exact, delayed and other routes give all ranks all of it; leave " \
+         "them out, or shard 0") \
+    RULE(p->shard > 0 && hpmlc_plan_packs(p), "shard adds up gradients as they are, and a codec packs them for an " \
+         "exchange that gives all ranks all of the sum; take codec none or shard 0") \
+    RULE(p->shard > 0 && p->algorithm != HPML_AUTO && p->algorithm != HPML_RING, "shard adds up and gathers by the " \
+         "two halves of a ring; take algorithm auto or ring, or shard 0") \
+    RULE(p->shard > 0 && f->steps_whole, "this optimizer steps whole tensors, and with shard each rank has a part of " \
+         "them; take another optimizer or shard 0") \
+    RULE(p->shard > 0 && f->on_device, "shard cuts arrays in host memory, and this trainer's are on a device; take " \
+         "shard 0, or the CPU backend") \
+    RULE(p->shard > 1 && f->accumulate > 1, "shard 2 and 3 keep no whole gradient to which the trainer's accumulate " \
+         "could add another; take shard=1 or set accumulate to 1") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
     RULE(p->exact && p->sum, "exact sums are divided by the samples, so exact excludes sum; set one of them") \
     RULE(p->exact && p->warm_steps > 0, "exact sums keep a residual for each leaf from the first step on, so exact " \
@@ -6536,9 +6550,9 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "strategy of its own rank alone, whose steps are then not those of the others; take bf16, a fixed " \
          "loss_scale, or strategy sync") \
     RULE(f->sparse && (hpmlc_plan_serves(p) || p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE || \
-                       hpmlc_plan_packs(p)), \
-         "a sparse embedding has rows as its gradient, which strategy sync gathers without exact, delayed, codec and " \
-         "other routes, and servers do not take; take the plain sync or hogwild, or leave .sparse of the embedding " \
+                       p->shard > 0 || hpmlc_plan_packs(p)), \
+         "a sparse embedding has rows as its gradient, which strategy sync gathers without exact, delayed, codec, " \
+         "shard and other routes, and servers do not take; take the plain sync or hogwild, or leave .sparse of the embedding " \
          "false") \
     RULE(p->strategy == HPML_STRATEGY_HOGWILD && !f->together, "strategy hogwild shares values in the memory of one " \
          "process, not in virtual time, with MPI or on a device; take transport threads on the host, or sync")
