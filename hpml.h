@@ -1228,10 +1228,11 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
 /* All values, all gradients, or all numbers of state i (hpml_optimizer.states) as one array in the backend's memory: of
    trained parameters in order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats with zeros, which
    sums over ranks and steps keep. hpml_trainer_place: the float where parameter `param` begins in each of these arrays;
-   -1: not trained. *floats: the length. NULL: the optimizer has no such state, or this rank
-   keeps a part of it (hpml_trainer_keep); or, with an error that names a parameter, values that are not one array: parameters lie in the order of recording, the trained ones first, but only
+   -1: not trained. *floats: the length. NULL: the optimizer has no such state; or, with an error that names a
+   parameter, values that are not one array: parameters lie in the order of recording, the trained ones first, but only
    those that got memory at the same time, and one that was frozen or that the loss does not depend on leaves a gap.
-   GRADIENTS: `grad` of the parameters is from then on their part of this array. */
+   GRADIENTS: `grad` of the parameters is from then on their part of this array. An array that is cut (hpml_trainer_keep)
+   has the parts that this rank keeps, one behind the other, without padding. */
 #define HPML_GRADIENT_ALIGN 16
 typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRAY_STATE, /* STATE + i: state i */
                           HPML_ARRAY_END = HPML_ARRAY_STATE + HPML_MAX_STATES } hpml_array;
@@ -8566,15 +8567,17 @@ HPML_API hpml_status hpml_trainer_keep(hpml_trainer *t, int param, int shard, in
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer keep: shard %d, floats %lld to %lld of parameter %d "
                           "(\"%s\"): expected a shard from 0 to 3 and a range of the parameter", shard,
                           (long long)first, (long long)(first + count), param, p ? p->name : "there is none");
+    hpml_param *kept = p->param;
+    if (kept->shard == shard && (shard == 0 || (kept->keep_first == first && kept->keep_count == count))) return HPML_OK;
     if (t->updates || (shard > 2 && p->raw))
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer keep: \"%s\" has memory already; call hpml_ctx_defer "
                           "before hpml_trainer_create, and this before the first step, evaluation or file", p->name);
     if (t->optimizer->whole)
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer keep: %s steps whole tensors, not a part of \"%s\"; "
                           "take another optimizer", t->optimizer->name, p->name);
-    p->param->shard      = shard;
-    p->param->keep_first = first;
-    p->param->keep_count = count;
+    kept->shard      = shard;
+    kept->keep_first = first;
+    kept->keep_count = count;
     hpmli_trainer_measure(t);
     return HPML_OK;
 }
@@ -8679,6 +8682,7 @@ HPMLI_FN void hpmli_hooks_note(hpml_graph *g)
         if (h->update) g->any.update = h->update;
         if (h->sum) g->any.sum = h->sum;
         if (h->norms) g->any.norms = h->norms;
+        if (h->join) g->any.join = h->join;
     }
 }
 
@@ -8736,6 +8740,13 @@ HPMLI_FN float *hpmli_trainer_values(hpml_trainer *t)
     return first->data;
 }
 
+/* Returns the least hpml_param.shard of parameters of whose array `which` this rank keeps a part. */
+HPMLI_FN int hpmli_shard_of(hpml_array which)
+{
+    if (which == HPML_ARRAY_VALUES) return 3;
+    return which == HPML_ARRAY_GRADIENTS ? 2 : 1;
+}
+
 HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats)
 {
     float *array = NULL;
@@ -8743,8 +8754,8 @@ HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *f
     if (hpml_trainer_alloc(t) != HPML_OK) t = NULL;
     if (t && which == HPML_ARRAY_VALUES) array = hpmli_trainer_values(t);
     if (t && which == HPML_ARRAY_GRADIENTS) array = hpmli_graph_place_grads(t->graph);
-    if (t && k >= 0 && k < HPML_MAX_STATES && hpmli_trainer_kept(t, 1) == t->graph->grad_count) array = t->state[k];
-    if (floats) *floats = array ? t->graph->grad_count : 0;
+    if (t && k >= 0 && k < HPML_MAX_STATES) array = t->state[k];
+    if (floats) *floats = array ? hpmli_trainer_kept(t, hpmli_shard_of(which)) : 0;
     return array;
 }
 
@@ -9285,6 +9296,9 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
     if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
+    if (!t->graph->any.join && hpmli_trainer_kept(t, 1) != t->graph->grad_count)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer step: this rank keeps parts of the parameters, and no hooks "
+                          "join them to those of other ranks; call hpml_distribute again with the same plan");
     memset(&s, 0, sizeof s);
     s.samples = samples;
     s.info    = info != NULL;
