@@ -870,12 +870,12 @@ typedef struct hpml_plan_facts {
     bool    mixes_samples; /* an op mixes the samples of a batch: hpml_graph_batchable is false */
     bool    clips;         /* the trainer has a clip_norm */
     bool    steps_tensors; /* a step of the optimizer depends on whole tensors: hpml_trainer_apply_range refuses it */
-    bool    steps_whole;   /* a step of the optimizer takes a whole tensor at once (hpml_optimizer.whole) */
-    bool    on_device;     /* the trainer's arrays are not in host memory */
     bool    native;        /* the transport, or a device link, has an allreduce of its own */
     bool    no_factors;    /* results of layers are on a device, or stored as halves */
     bool    sparse;        /* an embedding of the model has .sparse set */
     bool    together;      /* ranks are threads of one process, on the host, and time is true */
+    bool    device;        /* the trainer's arrays are in the memory of a device, not of the host */
+    bool    steps_whole;   /* a step of the optimizer takes a whole tensor at once (hpml_optimizer.whole) */
 } hpml_plan_facts;
 HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
 /* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
@@ -6668,10 +6668,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "two halves of a ring; take algorithm auto or ring, or shard 0") \
     RULE(p->shard > 0 && f->steps_whole, "this optimizer steps whole tensors, and with shard each rank has a part of " \
          "them; take another optimizer or shard 0") \
-    RULE(p->shard > 0 && f->on_device, "shard cuts arrays in host memory, and this trainer's are on a device; take " \
+    RULE(p->shard > 0 && f->device, "shard cuts arrays in host memory, and this trainer's are on a device; take " \
          "shard 0, or the CPU backend") \
-    RULE(p->shard > 1 && f->accumulate > 1, "shard 2 and 3 keep no whole gradient to which the trainer's accumulate " \
-         "could add another; take shard=1 or set accumulate to 1") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
     RULE(p->exact && p->sum, "exact sums are divided by the samples, so exact excludes sum; set one of them") \
     RULE(p->exact && p->warm_steps > 0, "exact sums keep a residual for each leaf from the first step on, so exact " \
@@ -7365,7 +7363,8 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
 }
 
 /* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set), and
-   calls `open`, if not NULL, for each. gradients: array of layout.span floats where exchanges find them. False: error. */
+   calls `open` for each. open NULL: before the trainer has memory. gradients: array of layout.span floats where the
+   exchanges find them. False: an error. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
 {
@@ -7388,7 +7387,8 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
             filled = 0;
         }
         hpml_tensor *p = i >= 0 ? hpmlc_param(d, i) : NULL;
-        if (!p || hpml_trainer_place(d->t, i) < 0 || hpml_param_rows(p, NULL)) continue; /* see >>distribute-rows */
+        bool         none = !p || (open ? !p->grad : hpml_trainer_place(d->t, i) < 0);
+        if (none || hpml_param_rows(p, NULL)) continue; /* sparse: see >>distribute-rows */
         l->bucket_of[i] = d->buckets.count;
         at = hpmlc_gradient_at(d, p);
         if (open) hpmlc_gradient_of(p, gradients + at, &g[count]);
@@ -10335,7 +10335,7 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->clips         = hpml_trainer_settings(t)->clip_norm > 0;
     out->steps_tensors = row && (row->prepare || row->layer_ratio || row->whole); /* as hpml_trainer_apply_range */
     out->steps_whole   = row && row->whole;
-    out->on_device     = !hpml_ctx_backend(c->ctx)->host;
+    out->device        = !hpml_ctx_backend(c->ctx)->host;
     out->native        = c->t->allreduce || c->link.begin;
     out->no_factors    = !hpmlc_has_factors(c->ctx);
     out->together      = hpml_ctx_backend(c->ctx)->host && (c->size == 1 || strcmp(c->t->name, "threads") == 0);
