@@ -147,6 +147,11 @@ static const refusal refusals[] = {
     { "delayed=1", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "delayed", "leave .sparse" } },
     { "strategy=ps,servers=1", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "servers", "leave .sparse" } },
     { "codec=onebit", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "codec", "plain sync" } },
+    { "shard=1,delayed=1", { .ranks = 4, .batch = 6 }, { "delayed", "shard", "shard 0" } },
+    { "shard=1,codec=onebit", { .ranks = 4, .batch = 6 }, { "codec", "shard", "codec none" } },
+    { "shard=1,algorithm=tree", { .ranks = 4, .batch = 6 }, { "algorithm", "shard", "auto or ring" } },
+    { "shard=1", { .ranks = 4, .batch = 6, .steps_whole = true }, { "optimizer", "shard", "another optimizer" } },
+    { "shard=1", { .ranks = 4, .batch = 6, .device = true }, { "device", "shard", "CPU backend" } },
     { "strategy=hogwild", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "hogwild", "virtual time", "transport threads" } },
 };
 
