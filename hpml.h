@@ -775,7 +775,8 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
 
 /* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
    1e-2), at up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest |a
-   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. */
+   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. All ranks of
+   a split graph (>>api-group) call this together; each checks its own parts. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 /* Requests the gradient of an f32 input; an error if an op reads the input already. */
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
@@ -1156,7 +1157,8 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
    a NaN or infinite loss or output is HPML_ERR_NONFINITE and the error names the sample, except with
    no_finite_check. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
-/* Computes the output of `samples` samples of x, as in step; out: (samples, numbers of an output). */
+/* Computes the output of `samples` samples of x, as in step; out: (samples, numbers of an output). In evaluate and
+   predict all ranks of a group work together; each gets the whole of an output that is split. */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
 
 /* Where a training is when it calls a hook. */
@@ -4870,7 +4872,7 @@ HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, floa
     return (double)loss;
 }
 
-HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
+HPML_API double hpml_check_grad(hpml_graph *g, float step, int samples)
 {
     double worst = 0;
     if (!g) return -1;
@@ -4880,10 +4882,10 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
                    hpml_dtype_name(hpmli_activation_dtype(g->ctx)));
         return -1;
     }
-    if (eps == 0) eps = 1e-2f;
-    if (!(eps > 0) || samples < 1) {
+    if (step == 0) step = 1e-2f;
+    if (!(step > 0) || samples < 1) {
         hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "check_grad: eps %g, %d samples, expected both above 0 (or eps 0 for "
-                   "1e-2)", (double)eps, samples);
+                   "1e-2)", (double)step, samples);
         return -1;
     }
     if (hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
@@ -4898,14 +4900,17 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
         g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
         for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
         scale = sqrt(scale / (double)n); /* smaller differences are rounding errors */
-        for (int64_t i = 0; i < samples && i < n; i++) {
-            int64_t at    = samples >= n ? i : hpml_rng_below(&rng, n);
+        const hpml_group *ranks = hpml_ctx_group(g->ctx, t->param ? t->param->axis : HPML_AXIS_DATA);
+        const int64_t     turns = t->param && t->param->axis ? ranks->size : 1; /* one rank's part moves at a time */
+        for (int64_t i = 0; i < turns * samples && i < turns * n; i++) {
+            int64_t at    = samples >= n ? i / turns : hpml_rng_below(&rng, n);
+            float   eps   = turns == 1 || i % turns == ranks->rank ? step : 0;
             double  step_1 = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
             double  step_2 = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
-            double  want   = (8 * step_1 - step_2) / (12 * (double)eps); /* fourth order: error about eps^4 */
+            double  want   = (8 * step_1 - step_2) / (12 * (double)step); /* fourth order: error about step^4 */
             double  got    = (double)grad[at];
             double  error  = fabs(want - got) / (fabs(want) + fabs(got) + scale + 1e-6);
-            if (!(error <= worst)) worst = error;
+            if (!(error <= worst) && eps != 0) worst = error;
         }
         hpmli_free(g->ctx, grad);
     }
@@ -9129,6 +9134,7 @@ struct hpml_trainer {
     double             *norms;           /* (param_count, 2) for hooks `norms`; NULL: there was no such hook */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
+    float              *best;            /* (2, rows) of an output split by classes: largest number; - its class */
     int32_t            *host_y;          /* host memory for a batch of labels */
     hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
     int                 running[2];      /* 1 + the set of hooks whose `run`, whose `update` is running; 0: none */
@@ -9372,6 +9378,9 @@ HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an er
     t->updates         = hpmli_new(ctx, hpml_update, ctx->param_count);
     t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
     if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
+    const hpml_tensor *y = t->d.output;
+    if (hpmli_is_classifier(t) && y->split[y->ndim - 1] == HPML_AXIS_TENSOR)
+        t->best = hpmli_new(ctx, float, 2 * hpml_tensor_count(y) / y->shape[y->ndim - 1]);
     t->host_y         = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
     t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
 }
@@ -9634,22 +9643,53 @@ HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *f
 /* A step finds a NaN or infinity in a scalar (loss, gradients' sum of squares) or while it steps a parameter. Only then
    the step searches for the layer: it runs forward once more and checks each result. */
 
+HPMLI_FN int64_t hpmli_best(const float *y, int64_t classes) /* returns the class of the largest number */
+{
+    int64_t best = 0;
+    for (int64_t c = 1; c < classes; c++)
+        if (y[c] > y[best]) best = c;
+    return best;
+}
+
+/* Returns the classes of an output y, of all ranks if the output is split by classes. */
+HPMLI_FN int64_t hpmli_vocabulary_size(const hpml_tensor *y)
+{
+    int64_t whole[HPML_MAX_DIMS];
+    hpml_param_whole(y, whole);
+    return whole[y->ndim - 1];
+}
+
+/* Fills t->best from the ranks' parts y (rows, classes) of an output that is split by classes. */
+HPMLI_FN void hpmli_best_of_ranks(hpml_trainer *t, const float *y, int64_t rows, int64_t classes)
+{
+    const hpml_group *g    = hpml_ctx_group(t->ctx, HPML_AXIS_TENSOR);
+    float            *most = t->best, *at = t->best + rows;
+    for (int64_t r = 0; r < rows; r++) most[r] = y[r * classes + hpmli_best(y + r * classes, classes)];
+    hpml_status status = g->max(g->user, most, rows);
+    for (int64_t r = 0; r < rows && status == HPML_OK; r++) {
+        int64_t best = hpmli_best(y + r * classes, classes);
+        at[r] = -(float)(y[r * classes + best] >= most[r] ? g->rank * classes + best : g->size * classes - 1);
+    }
+    if (status == HPML_OK) status = g->max(g->user, at, rows);
+    if (status != HPML_OK) hpmli_fail(t->ctx, status, "accuracy of a split output: %s", hpml_status_string(status));
+}
+
 /* Counts on the host, into t->scalars, the rows of the output whose largest number is at their label, and the rows
    whose label is a class (HPML_IGNORE is none); adds each to the matrix `confusion`, unless that is NULL. */
 HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
     const hpml_tensor *out = t->d.output;
-    int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out);
+    int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out), rows = n / classes, best;
     const float       *y = hpmli_trainer_host_out(t); /* (rows, classes) the output */
     if (!y) return;
     if (y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
+    if (t->best) hpmli_best_of_ranks(t, y, rows, classes);
+    if (t->best) classes = hpmli_vocabulary_size(out);
     t->scalars.counts[0] = 0;
     t->scalars.counts[1] = 0;
-    for (int64_t r = 0; r < n / classes; r++, y += classes) {
+    for (int64_t r = 0; r < rows; r++) {
         if (labels[r] < 0 || labels[r] >= classes) continue;
-        int64_t best = 0;
-        for (int64_t c = 1; c < classes; c++)
-            if (y[c] > y[best]) best = c;
+        best = t->best ? (int64_t)-t->best[rows + r] : hpmli_best(y + r * classes, classes);
         if (best == labels[r]) t->scalars.counts[0]++;
         t->scalars.counts[1]++;
         if (confusion) confusion[labels[r] * classes + best]++;
@@ -9663,7 +9703,7 @@ HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, in
     const hpml_backend *b   = t->ctx->backend;
     const hpml_tensor  *out = t->d.output;
     int64_t             classes = out->shape[out->ndim - 1];
-    bool                on_device = labels && b->correct && !confusion;
+    bool                on_device = labels && b->correct && !confusion && !t->best;
     if (on_device)
         b->correct(t->ctx->device, t->ctx, out->dtype, out->raw, (const int32_t *)t->target->raw,
                    hpml_tensor_count(out) / classes, classes, t->device_scalars->counts);
@@ -10384,6 +10424,27 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     return t->ctx->status;
 }
 
+/* Reads n numbers of the output y, whole: from all ranks if a dimension is split. */
+HPMLI_FN void hpmli_read_whole(hpml_trainer *t, const hpml_tensor *y, int64_t n, float *out)
+{
+    int d = y->ndim - 1;
+    while (d >= 0 && !y->split[d]) d--;
+    if (d < 0) {
+        hpmli_read_floats(t->ctx, y, n, out);
+        return;
+    }
+    const hpml_group *g     = hpml_ctx_group(t->ctx, (hpml_axis)y->split[d]);
+    const int64_t     count = n / g->size;
+    float            *part  = hpmli_new(t->ctx, float, count + n), *all = part + count;
+    hpmli_cut         c     = hpmli_cut_of(y, (hpml_axis)y->split[d], d, hpmli_sections(y, d));
+    if (!part) return;
+    hpmli_read_floats(t->ctx, y, count, part);
+    hpml_status status = g->gather(g->user, part, all, count);
+    for (c.rank = 0; c.rank < c.size; c.rank++) hpmli_cut_copy(&c, out, all + c.rank * count, 0, count, true);
+    if (status != HPML_OK) hpmli_fail(t->ctx, status, "predict: %s", hpml_status_string(status));
+    hpmli_free(t->ctx, part);
+}
+
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
 {
     if (!t || !out || !x) return HPML_ERR_ARGUMENT;
@@ -10393,7 +10454,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     hpml_run    run = hpmli_run_of(g, false, 0, 1);
     hpmli_graph_restore_batch(g);
     int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
-    int64_t out_floats = hpml_tensor_count(t->d.output) / g->batch; /* x_bytes and out_floats are of one sample */
+    int64_t out_floats = hpmli_whole_count(t->d.output) / g->batch; /* x_bytes and out_floats are of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
         if (hpml_graph_set_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
@@ -10401,7 +10462,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
         for (int k = 0; k < g->count && t->ctx->status == HPML_OK; k++) /* without the loss: no targets are given */
             if (g->nodes[k]->out != t->loss) hpmli_run_node(g, &run, k, false);
         if (t->ctx->status != HPML_OK) break;
-        hpmli_read_floats(t->ctx, t->d.output, floats, out + i * out_floats);
+        hpmli_read_whole(t, t->d.output, floats, out + i * out_floats);
         if (t->d.no_finite_check) continue;
         int64_t at = hpmli_first_nonfinite(out + i * out_floats, floats);
         if (at < floats)
