@@ -1,6 +1,7 @@
 /* Axes of ranks: the places of ranks, the groups that ops use, all factorizations of a number of ranks. */
 #include "../hpml.h"
 #include "../hpml_comm.h"
+#include "split_model.h"
 #include "test.h"
 
 /* Runs fn on `ranks` ranks; the error's text is in `text`. */
@@ -152,4 +153,41 @@ TEST(a_plan_is_set_once_and_before_the_model)
         if (!strstr(text, says[wrong])) printf("    %s\n", text);
         ENSURE(status != HPML_OK && strstr(text, says[wrong]));
     }
+}
+
+/* Trains as one rank does and with the plan on `ranks` ranks, and compares losses, gradients and values. */
+static bool trains_as_one(hpml_transport_kind transport, int ranks, const hpml_plan *plan, split_run *serial)
+{
+    char      text[512], words[128];
+    split_run split = *serial;
+    split.gradients = split.values = NULL;
+    if (!serial->values && launch(HPML_TRANSPORT_THREADS, 1, NULL, split_train, serial, text) != HPML_OK)
+        return printf("    serial: %s\n", text), false;
+    hpml_status status = launch(transport, ranks, plan, split_train, &split, text);
+    hpml_plan_text(plan, false, words, sizeof words);
+    if (status != HPML_OK) return printf("    %d ranks, %s: %s\n", ranks, words, text), split_free(&split), false;
+    double loss = 0;
+    for (int i = 0; i < serial->steps; i++) loss = fmax(loss, fabs(split.loss[i] - serial->loss[i]));
+    double gradient = split.floats == serial->floats ? 0 : 1e9, value = gradient;
+    if (gradient == 0) gradient = split_differ(split.gradients, serial->gradients, serial->floats);
+    if (value == 0) value = split_differ(split.values, serial->values, serial->floats);
+    const bool good = loss <= 1e-6 * serial->loss[0] && gradient <= 1e-5 && value <= 1e-4;
+    printf("    %d ranks, %s: loss %.1e, gradient %.1e, values %.1e%s\n", ranks, words, loss, gradient, value,
+           good ? "" : " WRONG");
+    split_free(&split);
+    return good;
+}
+
+/* All factorizations of 8 ranks into data x tensor (x pipe) train as one rank. */
+TEST(all_factorizations_train_as_one_rank)
+{
+    split_run serial = { .model = split_small, .optimizer = HPML_OPT_SGD, .steps = 4 };
+    int       count = 0;
+    bool      good = true;
+    for (int pipe = 1; pipe <= 1; pipe *= 2)
+        for (int tensor = 1; tensor * pipe <= 8; tensor *= 2, count++)
+            good = trains_as_one(HPML_TRANSPORT_THREADS, 8, &(hpml_plan){ .pipe = pipe, .tensor = tensor }, &serial) && good;
+    printf("    %d factorizations of 8 ranks\n", count);
+    split_free(&serial);
+    ENSURE(good);
 }
