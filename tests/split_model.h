@@ -89,8 +89,8 @@ static inline void split_free(split_run *r)
     r->gradients = r->values = NULL;
 }
 
-/* Copies the whole of one array of each parameter to `to`, or returns only the number of its floats (to NULL). Ranks add
-   up arrays of zeros that hold their parts alone. */
+/* Copies the wholes of one array of all parameters to `to` (NULL: does not), and returns the number of their floats.
+   Ranks add up arrays of zeros that hold their parts alone. */
 static inline int64_t split_collect(hpml_trainer *t, hpml_array which, float *to)
 {
     hpml_ctx *ctx = hpml_trainer_settings(t)->input->ctx;
