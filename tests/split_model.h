@@ -71,6 +71,7 @@ typedef struct split_run {
     split_model model;
     hpml_opt    optimizer;
     int         steps, accumulate;
+    float       clip_norm;
     void      (*after)(hpml_distributed *d, void *user); /* optional, on all ranks, after the last step */
     int         fails;    /* 1 + the rank that fails after the first step; 0: none */
     const hpml_plan *plan; /* given to hpml_distribute; NULL: that of the launch */
@@ -122,7 +123,7 @@ static inline hpml_status split_train(hpml_comm *c, void *user)
     if (mesh) shares = mesh->size[HPML_AXIS_DATA] * mesh->size[HPML_AXIS_EXPERT];
     hpml_tensor       *x = hpml_input_tokens(ctx, (r->model.batch - 1) / shares + 1, r->model.context);
     hpml_trainer_desc  desc = { .input = x, .output = split_scores(x, &r->model), .optimizer = r->optimizer,
-                                .lr = 0.01f, .accumulate = r->accumulate };
+                                .lr = 0.01f, .accumulate = r->accumulate, .clip_norm = r->clip_norm };
     hpml_trainer      *t = hpml_trainer_create(ctx, &desc);
     hpml_dataset      *text = split_text(ctx, &r->model);
     hpml_distributed  *d = hpml_distribute(t, c, r->plan);
