@@ -84,6 +84,7 @@
 //     api-mix   averaging with neighbours
 //     api-plan   how a training is spread over ranks: one struct, its text, what it may hold
 //     api-distribute   data parallelism
+//     api-layers   layers whose ranks communicate
 //     api-simulate   step time on machines you do not have
 //     api-timeline   one timeline for all ranks
 // PART I   TALK: ranks, messages, transports
@@ -137,6 +138,9 @@
 //     resume   checkpoints of the whole job
 //     batch-search   the largest batch that does not hurt
 //     mix   averaging with neighbours
+// PART IV   SPLIT THE MODEL: tensor, sequence, expert, pipeline, shards
+//     layers   what layers that communicate have in common
+//     layer-ring   ring attention
 // PART V   FORESEE: steps in virtual time
 //     simulate   moves in virtual time, by a queue of ranks
 //     simulate-fast   rings and all to all in virtual time without a queue
@@ -887,6 +891,91 @@ typedef struct hpml_batch_trial {
    which starts anew. -1: an error, on the context. trials: (capacity) the sizes that were tried; may be NULL. */
 HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
                                         hpml_batch_trial *trials, int capacity);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-layers   layers whose ranks communicate
+// ---------------------------------------------------------------------------------------------------------------------
+/* Layers for the groups of a context (hpml_ctx_set_group). All ranks of a group record the same layers in the same
+   order; a layer's messages are part of its forward and backward pass. A tensor that is split is on each rank this
+   rank's block of it, rank r having block r. Every rank has a loss of its own, and gradients are those of the sum of
+   the ranks' losses, which data parallelism divides by the number of ranks. For a group of one rank a layer computes
+   the same without messages, with parameters of the same names. Arrays are f32 in host memory while they travel; a layer
+   with a NULL source returns NULL. A rank whose step has failed gives its peers an error that names the rank. */
+
+/* Ring attention (Liu et al. 2023): hpml_attention on a sequence that the SEQUENCE axis splits. qkv (B, T / p, 3C): this
+   rank's time steps; y (B, T / p, C). Queries stay, keys and values pass from rank to rank around a ring of p ranks, and
+   softmax is computed block by block, so that no rank has more than 1 / p of the sequence and none of the matrix (T, T).
+   A rank sends (p - 1) B (T / p) 2C floats in the forward and (2p - 1) B (T / p) 2C in the backward pass. With a causal
+   mask rank r computes r + 1 of the p blocks, so that the last rank sets the time. */
+HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention_desc *desc);
+
+/* Mixture of experts: layers of which each token uses one or two. x (.., D) has n tokens, y (.., D):
+       p = softmax(x gate^T),   y = sum of g_e (relu(x w1_e^T + b1_e) w2_e^T + b2_e) over the best 1 or 2 experts e,
+   with g_e = p_e for one (Fedus et al. 2021, Switch) and g_e = p_e / (sum of both p) for two (Lepikhin et al. 2020,
+   GShard). The EXPERT axis splits the experts: each of its p ranks has experts / p of them, and tokens of its own, which
+   travel to their experts and back by all-to-all. The n tokens of a rank's full batch are a group with places of its
+   own in every expert: cap = ceil(capacity top n / experts); first choices take places first, then second ones, in the
+   order of tokens, and a token without a place gets 0 from that expert, so add y to x. A rank sends 2 (p - 1) / p experts
+   cap D floats in the forward and as many in the backward pass, also a rank without samples.
+   Parameters: gate.weight (experts, D), w1 (experts, hidden, D), b1 (experts, hidden), w2 (experts, D, hidden), b2
+   (experts, D), split along dimension 0. */
+typedef struct hpml_experts_desc {
+    uint32_t    _begin;
+    int32_t     experts;  /* required, 2 or more, a multiple of the ranks of the EXPERT axis */
+    int32_t     top;      /* experts of a token: 1 or 2; 0: 1 */
+    int64_t     hidden;   /* 0: 4 D */
+    float       capacity; /* places in relation to an even spread of the tokens; 0: 1.25 */
+    const char *name;     /* NULL: "experts" */
+    uint32_t    _end;
+} hpml_experts_desc;
+/* *balance, if not NULL: the loss experts x sum over e of f_e P_e, a scalar, which is 1 for an even spread; f_e: the
+   share of the tokens whose first choice is e, P_e: the mean of p_e. Add about 0.01 times this loss to the model's. */
+HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc, hpml_tensor **balance);
+
+/* Blocks of an image of (rows H) x (cols W) pixels in a grid of rows x cols blocks, one for each rank of the SEQUENCE
+   axis (row after row), with rows x cols ranks. x (B, C, H, W) is this rank's block; y (B, C, H + 2 halo_h, W + 2 halo_w)
+   has the adjacent pixels of the neighbouring blocks around it, and zeros outside the image. Backward adds the gradients
+   of those pixels where they came from. A rank sends 2 B C W halo_h floats if rows > 1 and 2 B C (H + 2 halo_h) halo_w
+   if cols > 1, in each pass (the first and the last block of the grid are neighbours for this count). One rank: zeros. */
+HPML_API hpml_tensor *hpml_halo(hpml_tensor *x, int32_t rows, int32_t cols, int32_t halo_h, int32_t halo_w);
+
+/* hpml_conv2d whose images are split into bands of rows by the SEQUENCE axis (Dryden et al. 2019): x (B, C, H / p, W)
+   and y (B, out, H / p, W). Needs an odd kernel_h, padding_h = kernel_h / 2 and stride and dilation 1. Every rank has the
+   whole weights. A rank sends 2 (kernel_h / 2) B C W floats in each pass. */
+HPML_API hpml_tensor *hpml_conv2d_rows(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc);
+
+/* Locally connected layer (Le et al. 2012; Coates et al. 2013): as a convolution with stride 1 that keeps the size of
+   the image, but with weights of its own at each pixel. The image is cut into a grid of rows x cols blocks, each with H x W
+   pixels, and each of rows x cols ranks of the SEQUENCE axis has one of them, and its weights; neighbours exchange a halo
+   of kernel / 2 pixels. One rank alone has the whole image, (rows H) x (cols W). x (B, C, H, W), y (B, out, H, W).
+   Parameters: weight (rows x cols, H W, out, C kernel^2), bias (rows x cols, H W, out), split along dimension 0. */
+typedef struct hpml_local2d_desc {
+    uint32_t    _begin;
+    int32_t     kernel;     /* required, odd */
+    int32_t     rows, cols; /* of the grid; 0: 1 */
+    hpml_act    activation; /* 0: none */
+    const char *name;       /* NULL: "local2d" */
+    uint32_t    _end;
+} hpml_local2d_desc;
+HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local2d_desc *desc);
+
+/* Collectives as layers (Lee et al. 2015, MPI-Caffe), for ranks that record different models, such as one trunk and many
+   heads. x has the same shape on all ranks. root: a rank of the group; reduce and gather: -1 means all ranks.
+     bcast   y = x of rank `root`. Backward: rank `root` gets the sum of the gradients. x of the others is not read
+     reduce  y = sum of the ranks' x at the root, else zeros. Backward: all get the root's gradient
+     gather  (B, C, ..) to (B, p C, ..): the ranks' x joined along dimension 1 at the root, else zeros. Backward: each
+             rank gets its block of the root's gradient
+   Both passes run on every rank that has recorded the layer, if its loss depends on y. */
+HPML_API hpml_tensor *hpml_layer_bcast(hpml_tensor *x, hpml_axis axis, int root);
+HPML_API hpml_tensor *hpml_layer_reduce(hpml_tensor *x, hpml_axis axis, int root);
+HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root);
+
+/* Dense layer for "one weird trick" (Krizhevsky 2014): ranks of the EXPERT axis have samples of their own, as data
+   parallelism has, for the convolutions, but each has only `out` / p rows of the weight of this layer. Features of all
+   ranks' samples go to all ranks, and results go back by all-to-all: (p - 1) B (in + out / p) floats from each rank in
+   each pass, instead of a gradient of in x out numbers. x (B, in), y (B, out), as hpml_linear with desc (.weight and
+   .split must be 0). */
+HPML_API hpml_tensor *hpml_linear_rows(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-simulate   step time on machines you do not have
@@ -10879,6 +10968,304 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     }
     hpml_ctx_release(c->ctx, w);
     return hpmlc_leave(c, status);
+}
+
+// =====================================================================================================================
+// PART IV   SPLIT THE MODEL: tensor, sequence, expert, pipeline, shards
+// =====================================================================================================================
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>layers   what layers that communicate have in common
+// ---------------------------------------------------------------------------------------------------------------------
+/* Each layer is an op of hpml_custom_op with .collective, written with the functions of hpml.h that a program may call,
+   and with those of hpml_group. Messages have the length of a full batch on every rank, because ranks may have batches
+   of different lengths, or none. */
+
+/* Sets an error on ctx, its text formatted as by printf, and returns NULL. */
+HPMLC_PRINTF(2, 3)
+HPMLC_FN hpml_tensor *hpmlc_no_layer(hpml_ctx *ctx, const char *format, ...)
+{
+    char    text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    hpml_ctx_fail(ctx, HPML_ERR_SHAPE, "%s", text);
+    return NULL;
+}
+
+/* Returns whether layers may be recorded behind x; false: x is NULL or its context has an error. */
+HPMLC_FN bool hpmlc_recordable(const hpml_tensor *x) { return x && hpml_ctx_status(x->ctx) == HPML_OK; }
+
+/* Records the op d, of `count` sources, that reads a copy of the `bytes` bytes at `user`. The copy lives as long as the
+   context. */
+HPMLC_FN hpml_tensor *hpmlc_record(hpml_tensor *const *src, int count, hpml_custom *d, const void *user, size_t bytes)
+{
+    if (!hpmlc_recordable(src[0])) return NULL;
+    d->user = hpml_ctx_alloc(src[0]->ctx, bytes, NULL);
+    if (!d->user) return NULL;
+    memcpy(d->user, user, bytes);
+    return hpml_custom_op(src, count, d);
+}
+
+/* Creates the parameter "<layer>.<suffix>", split along dimension 0 over `axis` (DATA: whole); scale 0: zeros, else
+   uniform in -scale to scale. */
+HPMLC_FN hpml_tensor *hpmlc_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_axis axis,
+                                        double scale, int ndim, const int64_t *shape)
+{
+    char text[256];
+    snprintf(text, sizeof text, "%s.%s", layer, suffix);
+    HPMLC_ZERO(hpml_param_desc, d);
+    d.ndim       = ndim;
+    d.name       = text;
+    d.init       = scale > 0 ? HPML_INIT_UNIFORM : HPML_INIT_ZEROS;
+    d.init_scale = (float)scale;
+    d.no_decay   = !(scale > 0);
+    d.axis       = axis;
+    memcpy(d.shape, shape, sizeof *shape * (size_t)ndim);
+    return hpml_param_create(ctx, &d);
+}
+
+/* Adds n floats to the gradient of source `i`, from its float `first` on, if the source needs a gradient. */
+HPMLC_FN void hpmlc_give(const hpml_node *n, int i, int64_t first, const float *from, int64_t count)
+{
+    float *to = n->src[i]->grad ? n->src[i]->grad + first : NULL;
+    for (int64_t k = 0; to && k < count; k++) to[k] += from[k];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>layer-ring   ring attention
+// ---------------------------------------------------------------------------------------------------------------------
+/* As hpml_attention (>>sequence of hpml.h has the formulas), but rank r has only block r of L = T / p time steps. In
+   round k it has the keys and values of block r - k, which come from rank r - 1. Softmax over blocks (Milakov and
+   Gimelshein 2018): for each query the largest score m until now, l = sum of exp(s - m), and o = sum of exp(s - m) v; a
+   block with a larger score multiplies l and o by exp(m - m'). Saved for backward: log sum exp = m + log l. The backward
+   pass sends the gradients of keys and values around with them: after p rounds each block's are back on its rank. Work
+   is cut into blocks of HPMLC_QUERIES queries, so that scratch has (64, L) scores and not (L, L). */
+#define HPMLC_QUERIES 64
+typedef struct hpmlc_ring {
+    const hpml_group *group;
+    int64_t           heads, L;    /* heads of this rank; its time steps */
+    size_t            block_bytes; /* of keys and values of a full batch, (B, L, 2C) */
+    float             scale;
+    bool              causal;
+} hpmlc_ring;
+
+typedef struct hpmlc_ring_pass { /* one pass on one rank */
+    const hpml_run   *run;
+    hpml_node        *n;
+    const hpmlc_ring *r;
+    int64_t           B, L, C, D, heads;
+    float            *kv, *dkv, *next; /* (B, L, 2C) keys and values, their gradients; what arrives */
+    float            *s, *ds;          /* (QUERIES, L) scores and their gradients */
+    int64_t           from;            /* the block that is in kv */
+} hpmlc_ring_pass;
+
+HPMLC_FN hpmlc_ring_pass hpmlc_ring_begin(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_ring *r = (const hpmlc_ring *)n->attr.custom->user;
+    HPMLC_ZERO(hpmlc_ring_pass, w);
+    w.run   = run;
+    w.n     = n;
+    w.r     = r;
+    w.B     = n->out->shape[0];
+    w.L     = r->L;
+    w.C     = n->out->shape[2];
+    w.heads = r->heads;
+    w.D     = w.C / r->heads;
+    w.kv    = (float *)n->scratch;
+    w.next  = w.kv + r->block_bytes / sizeof(float);
+    w.dkv   = w.next + r->block_bytes / sizeof(float);
+    w.s     = w.dkv + r->block_bytes / sizeof(float);
+    w.ds    = w.s + HPMLC_QUERIES * w.L;
+    w.from  = r->group->rank;
+    for (int64_t t = 0; t < w.B * w.L; t++)
+        memcpy(w.kv + t * 2 * w.C, n->src[0]->data + t * 3 * w.C + w.C, (size_t)(2 * w.C) * sizeof(float));
+    return w;
+}
+
+/* Passes one block of a full batch to the next rank; *block becomes that of the rank before. */
+HPMLC_FN hpml_status hpmlc_ring_send(hpmlc_ring_pass *w, float **block)
+{
+    const hpml_group *g      = w->r->group;
+    float            *in     = w->next;
+    hpml_status       status = g->pass(g->user, *block, in, (int64_t)(w->r->block_bytes / sizeof(float)), 1);
+    w->next = *block;
+    *block  = in;
+    return status;
+}
+
+/* A block of queries q0 .. q0 + rows - 1 of sample b and head h, and the keys that the last of them may attend to. */
+typedef struct hpmlc_ring_part {
+    int64_t first, rows, keys;      /* first: the first query's row among all (B L) rows */
+    const float *q, *k, *v, *o, *d_o;
+    float   *out, *dq, *dk, *dv, *ml; /* ml (rows, heads, 2) */
+} hpmlc_ring_part;
+
+HPMLC_FN hpmlc_ring_part hpmlc_ring_part_of(const hpmlc_ring_pass *w, int64_t b, int64_t h, int64_t q0)
+{
+    const hpml_tensor *qkv = w->n->src[0], *out = w->n->out;
+    bool               own = w->r->causal && w->from == w->r->group->rank;
+    int64_t            at  = b * w->L * 2 * w->C + h * w->D; /* of the head's keys in kv */
+    HPMLC_ZERO(hpmlc_ring_part, p);
+    p.first = b * w->L + q0;
+    p.rows  = w->L - q0 < HPMLC_QUERIES ? w->L - q0 : HPMLC_QUERIES;
+    p.keys  = own ? q0 + p.rows : w->L;
+    p.q     = qkv->data + p.first * 3 * w->C + h * w->D;
+    p.k     = w->kv + at;
+    p.v     = p.k + w->C;
+    p.out   = out->data + p.first * w->C + h * w->D;
+    p.o     = p.out;
+    p.d_o   = out->grad ? out->grad + p.first * w->C + h * w->D : NULL;
+    p.dq    = qkv->grad ? qkv->grad + p.first * 3 * w->C + h * w->D : NULL;
+    p.dk    = w->dkv + at;
+    p.dv    = p.dk + w->C;
+    p.ml    = (float *)w->n->saved + (p.first * w->heads + h) * 2;
+    return p;
+}
+
+/* Returns how many keys of p query number `row` may attend to. */
+HPMLC_FN int64_t hpmlc_ring_visible(const hpmlc_ring_pass *w, const hpmlc_ring_part *p, int64_t row)
+{
+    bool own = w->r->causal && w->from == w->r->group->rank;
+    return own ? p->keys - p->rows + row + 1 : p->keys;
+}
+
+HPMLC_FN hpml_status hpmlc_ring_scores(const hpmlc_ring_pass *w, const hpmlc_ring_part *p)
+{
+    return hpml_sgemm(w->run->ctx, false, true, p->rows, p->keys, w->D, w->r->scale, p->q, 3 * w->C, p->k, 2 * w->C, 0,
+                      w->s, p->keys);
+}
+
+HPMLC_FN hpml_status hpmlc_ring_forward_part(const hpmlc_ring_pass *w, const hpmlc_ring_part *p)
+{
+    hpml_status status = hpmlc_ring_scores(w, p);
+    if (status != HPML_OK) return status;
+    for (int64_t i = 0; i < p->rows; i++) {
+        float  *s = w->s + i * p->keys, *ml = p->ml + i * w->heads * 2, *o = p->out + i * w->C, top = ml[0], sum = 0;
+        int64_t visible = hpmlc_ring_visible(w, p, i);
+        for (int64_t j = 0; j < visible; j++) top = s[j] > top ? s[j] : top;
+        for (int64_t j = 0; j < p->keys; j++) {
+            s[j] = j < visible ? expf(s[j] - top) : 0;
+            sum += s[j];
+        }
+        float old = expf(ml[0] - top);
+        for (int64_t d = 0; d < w->D; d++) o[d] *= old;
+        ml[0] = top;
+        ml[1] = ml[1] * old + sum;
+    }
+    return hpml_sgemm(w->run->ctx, false, false, p->rows, w->D, p->keys, 1, w->s, p->keys, p->v, 2 * w->C, 1, p->out,
+                      w->C);
+}
+
+HPMLC_FN hpml_status hpmlc_ring_backward_part(const hpmlc_ring_pass *w, const hpmlc_ring_part *p)
+{
+    hpml_ctx   *ctx = w->run->ctx;
+    int64_t     C = w->C, D = w->D, keys = p->keys, rows = p->rows;
+    hpml_status status = hpmlc_ring_scores(w, p);
+    if (status != HPML_OK) return status;
+    hpml_sgemm(ctx, false, true, rows, keys, D, 1, p->d_o, C, p->v, 2 * C, 0, w->ds, keys);
+    for (int64_t i = 0; i < rows; i++) {
+        const float *o = p->o + i * C, *d_o = p->d_o + i * C;
+        float       *s = w->s + i * keys, *ds = w->ds + i * keys, lse = p->ml[i * w->heads * 2], delta = 0;
+        int64_t      visible = hpmlc_ring_visible(w, p, i);
+        for (int64_t d = 0; d < D; d++) delta += o[d] * d_o[d];
+        for (int64_t j = 0; j < keys; j++) {
+            s[j]  = j < visible ? expf(s[j] - lse) : 0;
+            ds[j] = s[j] * (ds[j] - delta) * w->r->scale;
+        }
+    }
+    hpml_sgemm(ctx, false, false, rows, D, keys, 1, w->ds, keys, p->k, 2 * C, 1, p->dq, 3 * C);
+    hpml_sgemm(ctx, true, false, keys, D, rows, 1, w->ds, keys, p->q, 3 * C, 1, p->dk, 2 * C);
+    return hpml_sgemm(ctx, true, false, keys, D, rows, 1, w->s, keys, p->d_o, C, 1, p->dv, 2 * C);
+}
+
+/* Computes with the block that is in kv, unless a causal mask hides all of it. */
+HPMLC_FN hpml_status hpmlc_ring_block(const hpmlc_ring_pass *w, bool backward)
+{
+    hpml_status status = HPML_OK;
+    if (w->r->causal && w->from > w->r->group->rank) return HPML_OK;
+    for (int64_t i = 0; i < w->B * w->heads && status == HPML_OK; i++)
+        for (int64_t q0 = 0; q0 < w->L && status == HPML_OK; q0 += HPMLC_QUERIES) {
+            hpmlc_ring_part p = hpmlc_ring_part_of(w, i / w->heads, i % w->heads, q0);
+            status = backward ? hpmlc_ring_backward_part(w, &p) : hpmlc_ring_forward_part(w, &p);
+        }
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_ring_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmlc_ring_pass w  = hpmlc_ring_begin(run, n);
+    float          *ml = (float *)n->saved; /* (B, L, heads, 2) */
+    const int64_t   p = w.r->group->size, count = w.B * w.L * w.heads;
+    hpml_status     status = HPML_OK;
+    memset(n->out->data, 0, (size_t)(w.B * w.L * w.C) * sizeof(float));
+    for (int64_t i = 0; i < count; i++) {
+        ml[2 * i]     = -INFINITY;
+        ml[2 * i + 1] = 0;
+    }
+    for (int64_t k = 0; k < p && status == HPML_OK; k++) {
+        status = hpmlc_ring_block(&w, false);
+        if (status == HPML_OK && k + 1 < p) status = hpmlc_ring_send(&w, &w.kv);
+        w.from = (w.from + p - 1) % p;
+    }
+    for (int64_t i = 0; i < count * w.D; i++) n->out->data[i] /= ml[i / w.D * 2 + 1];
+    for (int64_t i = 0; i < count; i++) ml[2 * i] += logf(ml[2 * i + 1]);
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_ring_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmlc_ring_pass w = hpmlc_ring_begin(run, n);
+    const int64_t   p = w.r->group->size;
+    hpml_status     status = HPML_OK;
+    memset(w.dkv, 0, w.r->block_bytes);
+    for (int64_t k = 0; k < p && status == HPML_OK; k++) {
+        status = hpmlc_ring_block(&w, true);
+        if (status == HPML_OK && k + 1 < p) status = hpmlc_ring_send(&w, &w.kv);
+        if (status == HPML_OK) status = hpmlc_ring_send(&w, &w.dkv);
+        w.from = (w.from + p - 1) % p;
+    }
+    for (int64_t t = 0; t < w.B * w.L; t++)
+        hpmlc_give(n, 0, t * 3 * w.C + w.C, w.dkv + t * 2 * w.C, 2 * w.C);
+    return status;
+}
+
+HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention_desc *desc)
+{
+    if (!hpmlc_recordable(qkv)) return NULL;
+    HPMLC_DESC(hpml_attention_desc, d, desc);
+    HPMLC_ZERO(hpmlc_ring, r);
+    HPMLC_ZERO(hpml_custom, op);
+    char text[96];
+    r.group = hpml_ctx_group(qkv->ctx, HPML_AXIS_SEQUENCE);
+    if (r.group->size == 1) return hpml_attention(qkv, desc);
+    const int64_t C = qkv->shape[2] / 3;
+    if (qkv->split[2] == HPML_AXIS_TENSOR) d.heads /= hpml_ctx_group(qkv->ctx, HPML_AXIS_TENSOR)->size;
+    if (d._begin || d._end || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || d.heads < 1 || C % d.heads != 0)
+        return hpmlc_no_layer(qkv->ctx, "ring_attention: input is %s with %d heads, expected (B, T / %d, 3C) with C a "
+                            "multiple of the heads", hpml_tensor_text(qkv, text, sizeof text), d.heads, r.group->size);
+    r.heads       = d.heads;
+    r.L           = qkv->shape[1];
+    r.causal      = !d.not_causal;
+    r.scale       = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
+    r.block_bytes = (size_t)(qkv->shape[0] * r.L * 2 * C) * sizeof(float);
+    op.name       = "ring_attention";
+    op.forward    = hpmlc_ring_forward;
+    op.backward   = hpmlc_ring_backward;
+    op.collective = true;
+    op.ndim       = 3;
+    op.shape[0]   = qkv->shape[0];
+    op.shape[1]   = r.L;
+    op.shape[2]   = C;
+    op.saved_bytes   = (size_t)(qkv->shape[0] * r.L * r.heads * 2) * sizeof(float);
+    op.scratch_bytes = 3 * r.block_bytes + (size_t)(2 * HPMLC_QUERIES * r.L) * sizeof(float);
+    op.flops         = 4.0 * (double)(qkv->shape[0] * r.L * C) * (double)(r.L * r.group->size) / (r.causal ? 2 : 1);
+    hpml_tensor *y = hpmlc_record(&qkv, 1, &op, &r, sizeof r);
+    if (!y) return NULL;
+    y->split[1] = HPML_AXIS_SEQUENCE;
+    y->split[2] = qkv->split[2];
+    return y;
 }
 
 // =====================================================================================================================
