@@ -1084,6 +1084,11 @@ typedef struct hpml_trainer_desc {
    the same parameters too; each updates those that its loss depends on. A parameter's `grad` is that of the trainer or
    graph that ran backward last. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
+/* on: from now on hpml_trainer_create checks and plans, but takes no memory until hpml_trainer_alloc, hpml_distribute or
+   the first step, evaluation, prediction or checkpoint. Until then hpml_trainer_keep may reduce what is taken. Inputs
+   have no memory before either, so set values of your own (hpml_tensor_set) after hpml_trainer_alloc. */
+HPML_API void          hpml_ctx_defer(hpml_ctx *ctx, bool on);
+HPML_API hpml_status   hpml_trainer_alloc(hpml_trainer *t); /* takes the memory; nothing if the trainer has it */
 /* Copies *d to *out, with zeros replaced by the defaults that they mean. */
 HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out);
 /* Computes the bytes that hpml_trainer_create with this desc would allocate, without allocating tensors. */
@@ -1948,6 +1953,7 @@ struct hpml_ctx {
     int                  node_count; /* recorded nodes: the next node's index, used in names and masks */
     int64_t              source_count; /* sources of all recorded nodes together */
     int                  layout_permutes; /* nodes recorded by hpml_to_layout, which default names do not count */
+    bool                 deferred;   /* trainers take their memory late, see hpml_ctx_defer */
     int                  group_nodes;    /* nodes that groups need and a serial program has not: names, masks */
     hpml_group           groups[HPML_AXES]; /* by axis; size 0: none is set */
     hpml_node            spare;      /* a dummy node that hpmli_node_create returns after an error */
@@ -8210,6 +8216,7 @@ struct hpml_trainer {
     hpml_graph         *graph;
     hpml_tensor        *target, *loss;
     const hpml_optimizer *optimizer;     /* the optimizer's entry in the table, or the user's */
+    int64_t            *place;           /* (param_count) see hpml_trainer_place */
     float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not needed */
     hpml_update        *updates;         /* (param_count) the next step of each parameter */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
@@ -8413,7 +8420,21 @@ HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
     return t->host_out;
 }
 
-HPMLI_FN void hpmli_trainer_alloc(hpml_trainer *t) /* allocates all arrays; an error stays on the context */
+/* Sets t->place from the parameters that the graph trains. False: no memory. */
+HPMLI_FN bool hpmli_trainer_places(hpml_trainer *t)
+{
+    const hpml_graph *g  = t->graph;
+    int64_t           at = 0;
+    if (!t->place) t->place = hpmli_new(t->ctx, int64_t, g->param_count);
+    for (int i = 0; t->place && i < g->param_count; i++) {
+        bool trained = g->param_last[i] >= 0;
+        t->place[i]  = trained ? at : -1;
+        if (trained) at += hpmli_param_floats(t->ctx->params[i]);
+    }
+    return t->place != NULL;
+}
+
+HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an error stays on the context */
 {
     hpml_ctx   *ctx = t->ctx;
     hpml_graph *g   = t->graph;
@@ -8453,11 +8474,25 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
 {
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
     if (!t) return NULL;
-    hpmli_trainer_alloc(t);
+    bool        deferred = ctx->deferred && hpmli_trainer_places(t);
+    hpml_status status   = deferred ? HPML_OK : hpml_trainer_alloc(t);
+    return status == HPML_OK ? t : NULL;
+}
+
+HPML_API hpml_status hpml_trainer_alloc(hpml_trainer *t)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    hpml_ctx *ctx = t->ctx;
+    if (hpmli_failed(ctx) || t->updates) return ctx->status;
+    if (hpmli_trainer_places(t)) hpmli_trainer_take(t);
     for (int i = 0; ctx->status == HPML_OK && i < t->graph->param_count; i++) hpmli_update_init(t, i);
-    if (ctx->status == HPML_OK) return t;
-    if (!t->graph->arena) hpmli_graph_release_nodes(t->graph);
-    return NULL;
+    if (ctx->status != HPML_OK && !t->graph->arena) hpmli_graph_release_nodes(t->graph);
+    return ctx->status;
+}
+
+HPML_API void hpml_ctx_defer(hpml_ctx *ctx, bool on)
+{
+    if (ctx) ctx->deferred = on;
 }
 
 HPML_API hpml_graph *hpml_trainer_graph(hpml_trainer *t) { return t ? t->graph : NULL; }
@@ -8590,8 +8625,7 @@ HPML_API void hpml_trainer_detach(hpml_trainer *t, const void *user)
 
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param)
 {
-    if (!t || param < 0 || param >= t->graph->param_count || t->graph->param_last[param] < 0) return -1;
-    return t->updates[param].g - t->graph->grads;
+    return t && param >= 0 && param < t->graph->param_count ? t->place[param] : -1;
 }
 
 /* Returns the values of the trained parameters as one array; NULL, with an error, if they do not lie in its places. */
@@ -8616,6 +8650,7 @@ HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *f
 {
     float *array = NULL;
     int    k     = (int)which - HPML_ARRAY_STATE;
+    if (hpml_trainer_alloc(t) != HPML_OK) t = NULL;
     if (t && which == HPML_ARRAY_VALUES) array = hpmli_trainer_values(t);
     if (t && which == HPML_ARRAY_GRADIENTS) array = hpmli_graph_place_grads(t->graph);
     if (t && k >= 0 && k < HPML_MAX_STATES) array = t->state[k];
@@ -8895,7 +8930,7 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
     if (first_param < 0 || param_count < 0)
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer: update of %d parameters from number %d on: expected 0 or "
                           "more of both", param_count, first_param);
-    if (!hpmli_apply_begin(t)) return ctx->status;
+    if (hpml_trainer_alloc(t) != HPML_OK || !hpmli_apply_begin(t)) return ctx->status;
     if (param_count > t->graph->param_count - first_param) param_count = t->graph->param_count - first_param;
     if (param_count <= 0) return ctx->status;
     double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
@@ -8933,7 +8968,7 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
     if (row->prepare || row->layer_ratio || row->whole)
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: %s cannot step a range, because its step depends on "
                           "whole tensors; take sgd, adagrad, rmsprop, adam or adamw", row->name);
-    if (!hpmli_apply_begin(t)) return t->ctx->status;
+    if (hpml_trainer_alloc(t) != HPML_OK || !hpmli_apply_begin(t)) return t->ctx->status;
     hpmli_updates_prepare(t, 0, t->graph->param_count);
     for (int i = 0; i < t->graph->param_count; i++) hpmli_apply_part(t, i, first, first + count, grad_scale);
     return hpmli_updates_check(t);
@@ -9090,6 +9125,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     hpmli_step s;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
+    if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
     memset(&s, 0, sizeof s);
     s.samples = samples;
     s.info    = info != NULL;
@@ -9291,6 +9327,7 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     int64_t    counted = 0;
     double     start = hpml_now();
     if (!t || !out) return HPML_ERR_ARGUMENT;
+    if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
     hpml_loader *l = hpmli_trainer_loader(t, data, NULL, true);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     int64_t *confusion = out->confusion;
@@ -9308,7 +9345,7 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
 {
     if (!t || !out || !x) return HPML_ERR_ARGUMENT;
-    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
     hpml_graph *g   = t->graph;
     hpml_run    run = hpmli_run_of(g, false, 0, 1);
@@ -11456,7 +11493,7 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9];
     hpml_meta meta[HPMLI_ENTRIES + 1];
     uint32_t  crc = 0;
-    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (hpml_trainer_alloc(t) != HPML_OK) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (t->micro_batch != 0)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d micro-batches of an update are done; "
                           "save between updates", path, t->micro_batch, t->d.accumulate);
@@ -11535,7 +11572,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     const char *optimizer = "";
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx         *ctx = t->ctx;
-    hpml_safetensors *f   = hpmli_safe_open(ctx, path, false);
+    hpml_safetensors *f   = hpml_trainer_alloc(t) == HPML_OK ? hpmli_safe_open(ctx, path, false) : NULL;
     if (!f) return ctx->status;
     bool good = hpmli_entries_read(ctx, f, path, n, &optimizer) && hpmli_optimizer_matches(t, path, optimizer);
     if (good && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {

@@ -76,12 +76,18 @@
 //     move            what one rank sends, receives and adds in one round of an allreduce
 //     phase, team     part of an algorithm: rounds of one kind; the ranks that take part in it
 //     plan            how a training is spread over ranks: hpml_plan, one struct
+//     pipeline        ranks that have consecutive stages of one model
+//     stage, piece    the part of a model that one rank of a pipeline has; consecutive layers that run together: one
+//                     piece is a stage, or several, chunks of the model that do not follow each other, are one
+//     micro-batch     samples of a batch that go through a pipeline together
+//     bubble          the share of time for which the ranks of a pipeline are idle
 //
 // INDEX (grep '^// >>' hpml_comm.h)
 //     api-comm   ranks, communicators, messages between two
 //     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
 //     api-mix   averaging with neighbours
+//     api-pipe   pipelines: schedules as moves, drawn and simulated; where to cut a model
 //     api-plan   how a training is spread over ranks: one struct, its text, what it may hold
 //     api-distribute   data parallelism
 //     api-layers   layers whose ranks communicate
@@ -139,12 +145,15 @@
 //     batch-search   the largest batch that does not hurt
 //     mix   averaging with neighbours
 // PART IV   SPLIT THE MODEL: tensor, sequence, expert, pipeline, shards
+//     pipe-moves   pipelines: the order in which a stage does its tasks
+//     pipe-cut   where to cut a chain of layers into stages
 //     layers   what layers that communicate have in common
 //     layer-ring   ring attention
 // PART V   FORESEE: steps in virtual time
 //     simulate   moves in virtual time, by a queue of ranks
 //     simulate-fast   rings and all to all in virtual time without a queue
 //     simulate-step   a step of training in virtual time
+//     pipe-simulate   pipelines in virtual time; drawing them
 #ifndef HPML_COMM_H_INCLUDED
 #define HPML_COMM_H_INCLUDED
 
@@ -625,6 +634,134 @@ typedef enum hpml_topology {
 HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
 /* Runs one mixing step on n floats in place; the same seed and step on all ranks. Collective. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-pipe   pipelines: schedules as moves, drawn and simulated; where to cut a model
+// ---------------------------------------------------------------------------------------------------------------------
+/* A model that is cut into stages, one on each rank of a pipeline, processes the batch as micro-batches: while stage 1
+   works on micro-batch 0, stage 0 works on micro-batch 1. A schedule says in which order a stage does the forward and
+   backward passes of its micro-batches. With p stages, m micro-batches, equal stages and links that take no time:
+
+     schedule      idle share of the time (bubble)   micro-batches in flight on stage r (from 0)
+     GPIPE         (p-1) / (m + p-1)                 m                Huang et al. 2019
+     1F1B          (p-1) / (m + p-1)                 min(p - r, m)    Narayanan et al. 2019, "PipeDream"
+     INTERLEAVED   (p-1) / (v m + p-1)               more; v chunks of the model on each stage: chunk c of stage r is
+                                                     piece c p + r of the model's p v pieces (Narayanan et al. 2021)
+     ZERO_BUBBLE   (p-1) / (3 m + p-1)               min(p, m)        Qi et al. 2023, "ZB-H1": the gradients of weights
+                                                     are computed later, while the stage would wait. The formula is for
+                                                     equal times of forward pass, gradients of inputs, of weights
+     STASH         0, but for the first and last     min(p - r, m)    PipeDream: every micro-batch is a step of its own,
+                   p - 1 steps                       and the pipeline never empties. A micro-batch has the same version
+                                                     of a stage's weights in both passes, so a stage keeps p - r of them
+     VERTICAL      as STASH                          min(p - r, m)    STASH with vertical sync: a micro-batch has the
+                                                     same version on all stages, so each stage keeps p of them */
+typedef enum hpml_pipe_kind {
+    HPML_PIPE_GPIPE = 0, HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_STASH, HPML_PIPE_ZERO_BUBBLE,
+    HPML_PIPE_VERTICAL,
+    HPML_PIPE_COUNT /* the number of schedules */
+} hpml_pipe_kind;
+HPML_API const char *hpml_pipe_name(hpml_pipe_kind kind); /* "gpipe", "1f1b", ...; NULL: there is none */
+
+typedef enum hpml_pipe_work {
+    HPML_PIPE_FORWARD = 0,
+    HPML_PIPE_BACKWARD,         /* gradients of inputs and weights */
+    HPML_PIPE_BACKWARD_INPUTS,  /* ZERO_BUBBLE: gradients of the inputs, for which the stage before waits, ... */
+    HPML_PIPE_BACKWARD_WEIGHTS, /* ... and of the weights, later */
+    HPML_PIPE_UPDATE            /* the optimizer's step */
+} hpml_pipe_work;
+
+/* A pipeline: a schedule and, for simulations, times. stages, micro: required. */
+typedef struct hpml_pipe_desc {
+    uint32_t       _begin;
+    hpml_pipe_kind kind;
+    int32_t        stages;      /* p: ranks of the pipeline, 1 to 1024 */
+    int32_t        micro;       /* m: micro-batches of a step, STASH and VERTICAL: steps; 1 to 65536 */
+    int32_t        chunks;      /* v: INTERLEAVED: chunks of the model on each stage, 1 to 64; 0: 2. Others: 0 or 1 */
+    /* For simulations; (pieces): p v values, for each piece of the model, in the model's order. NULL: see each one */
+    const double  *forward_s;   /* (pieces) seconds of a micro-batch's forward pass; NULL: 1 / v each */
+    const double  *backward_s;  /* (pieces) of its backward pass, all of it; NULL: twice the forward pass */
+    const double  *weights_s;   /* (pieces) share of backward_s for gradients of weights, ZERO_BUBBLE; NULL: half */
+    const int64_t *bytes;       /* (pieces) bytes of a micro-batch that go from this piece to the next one, and as many
+                                   of gradients back; NULL: 0 */
+    double         update_s;    /* seconds of an update */
+    hpml_network   network;     /* links between the stages, and how slow ranks are; .jitter is ignored */
+    uint32_t       _end;
+} hpml_pipe_desc;
+
+typedef struct hpml_pipe_task { /* what a stage does next */
+    hpml_pipe_work work;
+    int32_t        micro;   /* number of the micro-batch; of an UPDATE: the last one that it contains */
+    int32_t        chunk;   /* of this stage, 0 to v - 1 */
+    int32_t        piece;   /* of the model: chunk * stages + stage */
+    int32_t        slot;    /* the set of activations of this stage that the micro-batch occupies, from its forward pass
+                               to the end of its backward pass; chunk c has slots of its own, after those of c - 1 */
+    int32_t        version; /* updates of the weights that the pass has seen; of an UPDATE: with itself */
+} hpml_pipe_task;
+
+/* Computes task k of a stage, k = 0, 1, ...: the one text of every schedule, which hpml_distribute executes and the
+   functions below count, time and draw. False: the stage has no further task, or the desc is not valid. Takes time in
+   proportion to the tasks of the stage. */
+HPML_API bool hpml_pipe_move(const hpml_pipe_desc *pipe, int stage, int k, hpml_pipe_task *out);
+/* Returns how many sets of activations chunk `chunk` of a stage needs: the most micro-batches that it has in flight. */
+HPML_API int  hpml_pipe_slots(const hpml_pipe_desc *pipe, int stage, int chunk);
+/* Returns how many versions of its weights a stage keeps, the newest included: 1, unless STASH or VERTICAL. */
+HPML_API int  hpml_pipe_versions(const hpml_pipe_desc *pipe, int stage);
+/* The formula of the table above; 0 for STASH and VERTICAL. INTERLEAVED: m must be a multiple of p, else it is less
+   than the true value. */
+HPML_API double hpml_pipe_bubble(const hpml_pipe_desc *pipe);
+
+typedef struct hpml_pipe_span { /* a task, and when it runs */
+    int32_t        stage;
+    hpml_pipe_task task;
+    double         begin_s, end_s;
+} hpml_pipe_span;
+typedef struct hpml_pipe_simulation {
+    double  step_s;    /* until the last stage has finished its last task */
+    double  compute_s; /* seconds of tasks on the rank that computes most */
+    double  bubble;    /* idle share of all ranks' time: 1 - (sum of all tasks' seconds) / (stages * step_s) */
+    int64_t bytes;     /* sent by all ranks together */
+    int32_t tasks;     /* of all stages */
+    int32_t slots;     /* of the stage that needs most */
+} hpml_pipe_simulation;
+/* Plays the tasks of all stages in virtual time. A task starts when its stage is free and its input has arrived; links
+   and network cards are those of hpml_simulate. spans: NULL, or gets the first `capacity` tasks in the order in which
+   they end. HPML_ERR_ARGUMENT or HPML_ERR_MEMORY, with the reason in `error` (may be NULL). */
+HPML_API hpml_status hpml_pipe_simulate(const hpml_pipe_desc *pipe, hpml_pipe_simulation *out, hpml_pipe_span *spans,
+                                        int capacity, char *error, size_t size);
+/* Draw spans, a row for each stage, as a text (forward passes are digits, backward passes small letters, gradients of
+   weights capital letters, updates |, idle time . ; `columns` characters wide) and as an SVG file that browsers open.
+   Return the length, as snprintf. */
+HPML_API int hpml_pipe_text(const hpml_pipe_span *spans, int count, int columns, char *buffer, size_t size);
+HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *title, char *buffer, size_t size);
+
+/* Where to cut a chain of layers into stages, by dynamic programming: the slowest stage sets the pace, so its seconds
+   get as small as possible. With A(j, m) the pace of the first j layers on m ranks,
+
+     A(j, m) = min over i < j and r < m of max(A(i, m - r), 2 a / b, T(i, j, r))
+
+   where a is the bytes that layer i - 1 sends to layer i, b bytes a second, and T(i, j, r) the seconds of a stage of
+   layers i to j - 1 with r replicas, which share the micro-batches: max(sum of seconds, 4 (r - 1) / r w / b) / r, where
+   w is the bytes of its parameters (Narayanan et al. 2019). Without .replicate r is 1, and with free links the result
+   is the block partition that TorchGPipe (Kim et al. 2020) balances by. */
+typedef struct hpml_pipe_cut_desc {
+    uint32_t       _begin;
+    int32_t        layers;      /* 1 to 65536 */
+    int32_t        ranks;       /* at most `layers` without .replicate: a stage for each rank */
+    const double  *seconds;     /* (layers) of a micro-batch, forward and backward; or FLOPs, or any other cost */
+    const int64_t *bytes;       /* (layers) of what goes from this layer to the next; NULL: 0 */
+    const int64_t *param_bytes; /* (layers) of the layer's parameters, for replicas; NULL: 0 */
+    double         bandwidth;   /* b; 0: links take no time */
+    bool           replicate;   /* a stage may have several ranks; else each has one */
+    uint32_t       _end;
+} hpml_pipe_cut_desc;
+typedef struct hpml_pipe_stage {
+    int32_t first, end; /* layers first to end - 1 */
+    int32_t replicas;   /* ranks that share the stage's micro-batches */
+} hpml_pipe_stage;
+/* Sets `stages`, (ranks) of them, of which the returned number is used; *pace: seconds of the slowest stage or link,
+   may be NULL. -1: an error, with the reason in `error` (may be NULL). */
+HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stages, double *pace, char *error,
+                           size_t size);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-plan   how a training is spread over ranks: one struct, its text, what it may hold
@@ -10975,6 +11112,294 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>pipe-moves   pipelines: the order in which a stage does its tasks
+// ---------------------------------------------------------------------------------------------------------------------
+/* One rule makes every schedule. A stage counts the forward passes that it has begun and the backward passes that it
+   has ended, and does the next forward pass as long as fewer than `limit` micro-batches are in flight, else the next
+   backward pass. GPIPE's limit is all micro-batches; with 1F1B's, p - r on stage r, the first backward pass is due when
+   the gradient of micro-batch 0 arrives, after p - 1 - r further stages. ZERO_BUBBLE computes the gradients of weights
+   r micro-batches after those of the inputs, so that every stage has p in flight. STASH updates the weights after each
+   backward pass, the others after the last one.
+
+   With chunks, stages take micro-batches in groups of p: chunk 0 of the group, chunk 1 of the group, ..., and backward
+   passes from the last chunk to the first. Where p does not divide m, the last group is filled up with micro-batches
+   that do not exist, whose tasks are left out: leaving tasks out can let no stage wait for another for ever. */
+#define HPMLC_PIPE_CHUNKS 64
+
+typedef struct hpmlc_pipe_walk { /* a stage on its way through its tasks */
+    hpml_pipe_kind kind;
+    int            stages, stage, chunks, micro; /* the last: number of micro-batches */
+    int            total; /* forward passes, those of micro-batches that do not exist included */
+    int            limit; /* forward passes that have no backward pass yet, at most */
+    int            lag;   /* backward passes that have no gradients of weights yet, at most */
+    int            forwards, backwards, weights, updates; /* done */
+    int            slots[HPMLC_PIPE_CHUNKS]; /* sets of activations of each chunk */
+} hpmlc_pipe_walk;
+
+HPML_API const char *hpml_pipe_name(hpml_pipe_kind kind)
+{
+    static const char *const names[HPML_PIPE_COUNT] = { "gpipe", "1f1b", "interleaved", "stash", "zero_bubble",
+                                                        "vertical" };
+    return (unsigned)kind < HPML_PIPE_COUNT ? names[kind] : NULL;
+}
+
+/* Returns whether every micro-batch is a step of its own. */
+HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
+{
+    return kind == HPML_PIPE_STASH || kind == HPML_PIPE_VERTICAL;
+}
+
+HPMLC_FN int hpmlc_pipe_chunks(const hpml_pipe_desc *d)
+{
+    if (d->kind != HPML_PIPE_INTERLEAVED) return 1;
+    return d->chunks > 0 ? d->chunks : 2;
+}
+
+/* Sets *work, and *n to how many tasks of this work the stage has done before; false: the stage has no further task. */
+HPMLC_FN bool hpmlc_pipe_rule(hpmlc_pipe_walk *w, hpml_pipe_work *work, int *n)
+{
+    const bool splits = w->kind == HPML_PIPE_ZERO_BUBBLE;
+    const int  late   = w->backwards - w->weights;
+    if (hpmlc_pipe_stashes(w->kind) && w->updates < w->backwards) {
+        *work = HPML_PIPE_UPDATE;
+        *n    = w->updates++;
+    } else if (splits && late > 0 && (late > w->lag || w->backwards == w->total)) {
+        *work = HPML_PIPE_BACKWARD_WEIGHTS;
+        *n    = w->weights++;
+    } else if (w->forwards < w->total && w->forwards - w->backwards < w->limit) {
+        *work = HPML_PIPE_FORWARD;
+        *n    = w->forwards++;
+    } else if (w->backwards < w->total) {
+        *work = splits ? HPML_PIPE_BACKWARD_INPUTS : HPML_PIPE_BACKWARD;
+        *n    = w->backwards++;
+    } else if (w->updates == 0) {
+        *work = HPML_PIPE_UPDATE;
+        *n    = w->updates++;
+    } else {
+        return false;
+    }
+    return true;
+}
+
+/* Sets chunk and micro-batch of the n-th forward or backward pass. */
+HPMLC_FN void hpmlc_pipe_place(const hpmlc_pipe_walk *w, int n, hpml_pipe_task *t)
+{
+    int group = n / (w->stages * w->chunks), at = n % (w->stages * w->chunks);
+    t->micro = group * w->stages + at % w->stages;
+    t->chunk = at / w->stages;
+    if (t->work != HPML_PIPE_FORWARD) t->chunk = w->chunks - 1 - t->chunk;
+}
+
+/* Goes to the stage's next task, without its slot; false: there is none. */
+HPMLC_FN bool hpmlc_pipe_go(hpmlc_pipe_walk *w, hpml_pipe_task *t)
+{
+    int n = 0, delay = w->stages - 1;
+    memset(t, 0, sizeof *t);
+    if (w->kind != HPML_PIPE_VERTICAL) delay -= w->stage;
+    do {
+        if (!hpmlc_pipe_rule(w, &t->work, &n)) return false;
+        if (t->work == HPML_PIPE_UPDATE) break;
+        hpmlc_pipe_place(w, n, t);
+    } while (t->micro >= w->micro);
+    t->piece = t->chunk * w->stages + w->stage;
+    if (t->work == HPML_PIPE_UPDATE) {
+        t->version = n + 1;
+        t->micro   = hpmlc_pipe_stashes(w->kind) ? n : w->micro - 1;
+    } else if (hpmlc_pipe_stashes(w->kind) && t->micro > delay) {
+        t->version = t->micro - delay;
+    }
+    return true;
+}
+
+/* As hpmlc_pipe_go, with the slot: chunk c has the slots after those of chunk c - 1, and its micro-batches, which enter
+   and leave in order, take them in turn. */
+HPMLC_FN bool hpmlc_pipe_next(hpmlc_pipe_walk *w, hpml_pipe_task *t)
+{
+    if (!hpmlc_pipe_go(w, t)) return false;
+    for (int c = 0; c < t->chunk; c++) t->slot += w->slots[c];
+    t->slot += t->micro % w->slots[t->chunk];
+    return true;
+}
+
+/* Counts the slots of each chunk: the largest number of its micro-batches in flight. */
+HPMLC_FN void hpmlc_pipe_count(hpmlc_pipe_walk *w)
+{
+    hpmlc_pipe_walk walk = *w;
+    hpml_pipe_task  t;
+    int             live[HPMLC_PIPE_CHUNKS] = { 0 };
+    while (hpmlc_pipe_go(&walk, &t)) {
+        if (t.work == HPML_PIPE_FORWARD) live[t.chunk]++;
+        if (t.work == HPML_PIPE_BACKWARD) live[t.chunk]--;
+        if (live[t.chunk] > w->slots[t.chunk]) w->slots[t.chunk] = live[t.chunk];
+    }
+}
+
+/* Begins a walk through the tasks of a stage, of a desc that is valid. */
+HPMLC_FN void hpmlc_pipe_begin(hpmlc_pipe_walk *w, const hpml_pipe_desc *d, int stage)
+{
+    memset(w, 0, sizeof *w);
+    w->kind   = d->kind;
+    w->stages = d->stages;
+    w->stage  = stage;
+    w->chunks = hpmlc_pipe_chunks(d);
+    w->micro  = d->micro;
+    w->total  = d->micro;
+    w->limit  = d->stages - stage;
+    if (d->kind == HPML_PIPE_GPIPE) w->limit = d->micro;
+    if (d->kind == HPML_PIPE_ZERO_BUBBLE) w->lag = stage;
+    w->slots[0] = (int)hpmlc_min(w->limit + w->lag, d->micro);
+    if (w->chunks == 1) return;
+    w->slots[0] = 0;
+    w->total = (d->micro + d->stages - 1) / d->stages * d->stages * w->chunks;
+    w->limit = 2 * (d->stages - 1 - stage) + (w->chunks - 1) * d->stages + 1;
+    hpmlc_pipe_count(w);
+}
+
+/* Checks a desc; an error's text goes to `to`. */
+HPMLC_FN hpml_status hpmlc_pipe_check(const hpml_pipe_desc *d, const hpmlc_text *to)
+{
+    const hpml_status wrong = HPML_ERR_ARGUMENT;
+    if (!d || d->_begin || d->_end)
+        return hpmlc_refuse(to, wrong, "pipe%s", d ? " desc: canary is not zero; zero the struct before you set fields"
+                            : ": no desc given");
+    if ((unsigned)d->kind >= HPML_PIPE_COUNT)
+        return hpmlc_refuse(to, wrong, "pipe: there is no schedule %d; take a word of hpml_pipe_kind", (int)d->kind);
+    if (d->stages < 1 || d->stages > 1024 || d->micro < 1 || d->micro > 65536)
+        return hpmlc_refuse(to, wrong, "pipe: %d stages and %d micro-batches: expected 1 to 1024 and 1 to 65536",
+                            d->stages, d->micro);
+    if (d->chunks < 0 || d->chunks > HPMLC_PIPE_CHUNKS || (d->kind != HPML_PIPE_INTERLEAVED && d->chunks > 1))
+        return hpmlc_refuse(to, wrong, "pipe: %d chunks with schedule %s: expected 1 to %d with interleaved, else 1",
+                            d->chunks, hpml_pipe_name(d->kind), HPMLC_PIPE_CHUNKS);
+    return HPML_OK;
+}
+
+HPML_API bool hpml_pipe_move(const hpml_pipe_desc *pipe, int stage, int k, hpml_pipe_task *out)
+{
+    hpmlc_pipe_walk w;
+    if (hpmlc_pipe_check(pipe, NULL) != HPML_OK || !out || stage < 0 || stage >= pipe->stages || k < 0) return false;
+    hpmlc_pipe_begin(&w, pipe, stage);
+    while (hpmlc_pipe_next(&w, out))
+        if (k-- == 0) return true;
+    return false;
+}
+
+HPML_API int hpml_pipe_slots(const hpml_pipe_desc *pipe, int stage, int chunk)
+{
+    hpmlc_pipe_walk w;
+    if (hpmlc_pipe_check(pipe, NULL) != HPML_OK || stage < 0 || stage >= pipe->stages || chunk < 0) return 0;
+    hpmlc_pipe_begin(&w, pipe, stage);
+    return chunk < w.chunks ? w.slots[chunk] : 0;
+}
+
+HPML_API int hpml_pipe_versions(const hpml_pipe_desc *pipe, int stage)
+{
+    if (hpmlc_pipe_check(pipe, NULL) != HPML_OK || stage < 0 || stage >= pipe->stages) return 0;
+    if (!hpmlc_pipe_stashes(pipe->kind)) return 1;
+    int behind = pipe->kind == HPML_PIPE_VERTICAL ? 0 : stage;
+    return (int)hpmlc_min(pipe->stages - behind, pipe->micro);
+}
+
+HPML_API double hpml_pipe_bubble(const hpml_pipe_desc *pipe)
+{
+    if (hpmlc_pipe_check(pipe, NULL) != HPML_OK || hpmlc_pipe_stashes(pipe->kind)) return 0;
+    double idle = pipe->stages - 1, busy = (double)pipe->micro * hpmlc_pipe_chunks(pipe);
+    if (pipe->kind == HPML_PIPE_ZERO_BUBBLE) busy *= 3;
+    return idle / (busy + idle);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>pipe-cut   where to cut a chain of layers into stages
+// ---------------------------------------------------------------------------------------------------------------------
+typedef struct hpmlc_cut { /* A(j, m): how the first j layers are best cut for m ranks */
+    double  pace;
+    int32_t first, replicas; /* of the last stage */
+} hpmlc_cut;
+
+/* Returns T(first, end, replicas): the seconds of a stage. seconds, bytes: sums of the layers before each one. */
+HPMLC_FN double hpmlc_cut_stage(const hpml_pipe_cut_desc *d, const double *seconds, const double *bytes, int first,
+                                int end, int replicas)
+{
+    double compute = seconds[end] - seconds[first], r = replicas;
+    double sync = d->bandwidth > 0 ? 4 * (r - 1) / r * (bytes[end] - bytes[first]) / d->bandwidth : 0;
+    return fmax(compute, sync) / r;
+}
+
+/* Sets a[j] of m ranks, from the rows of fewer ranks before it: row m - r has the results for m - r ranks. */
+HPMLC_FN void hpmlc_cut_best(const hpml_pipe_cut_desc *d, const double *seconds, const double *bytes, hpmlc_cut *row,
+                             int m, int j)
+{
+    const size_t width = (size_t)d->layers + 1;
+    hpmlc_cut   *best = &row[(size_t)m * width + (size_t)j];
+    best->pace = HUGE_VAL;
+    if (m == 1 || d->replicate) {
+        best->pace     = hpmlc_cut_stage(d, seconds, bytes, 0, j, m);
+        best->replicas = m;
+    }
+    for (int r = 1; r < m && (r == 1 || d->replicate); r++)
+        for (int i = 1; i < j; i++) {
+            double link = d->bytes && d->bandwidth > 0 ? 2 * (double)d->bytes[i - 1] / d->bandwidth : 0;
+            double pace = fmax(row[(size_t)(m - r) * width + (size_t)i].pace,
+                               fmax(link, hpmlc_cut_stage(d, seconds, bytes, i, j, r)));
+            if (pace >= best->pace) continue;
+            best->pace     = pace;
+            best->first    = i;
+            best->replicas = r;
+        }
+}
+
+HPMLC_FN hpml_status hpmlc_cut_check(const hpml_pipe_cut_desc *d, const void *stages, const hpmlc_text *to)
+{
+    const hpml_status wrong = HPML_ERR_ARGUMENT;
+    if (!d || d->_begin || d->_end)
+        return hpmlc_refuse(to, wrong, "cut%s", d ? " desc: canary is not zero; zero the struct before you set fields"
+                            : ": no desc given");
+    if (d->layers < 1 || d->layers > 65536 || d->ranks < 1 || d->ranks > 65536 || !d->seconds || !stages)
+        return hpmlc_refuse(to, wrong, "cut: %d layers, %d ranks, seconds %s, stages %s: all of them are needed",
+                            d->layers, d->ranks, d->seconds ? "given" : "NULL", stages ? "given" : "NULL");
+    if (d->ranks > d->layers && !d->replicate)
+        return hpmlc_refuse(to, wrong, "cut: %d layers cannot be cut into %d stages; take fewer stages, or replicate",
+                            d->layers, d->ranks);
+    if (!HPMLC_GOOD(d->bandwidth)) return hpmlc_refuse(to, wrong, "cut: bandwidth is %g bytes/s", d->bandwidth);
+    for (int i = 0; i < d->layers; i++)
+        if (!(d->seconds[i] >= 0 && d->seconds[i] < 1e200) || (d->bytes && d->bytes[i] < 0) ||
+            (d->param_bytes && d->param_bytes[i] < 0))
+            return hpmlc_refuse(to, wrong, "cut: layer %d: %g s, or its bytes: a negative number or NaN", i,
+                                d->seconds[i]);
+    return HPML_OK;
+}
+
+HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stages, double *pace, char *error,
+                           size_t size)
+{
+    const hpmlc_text to = { error, size };
+    if (hpmlc_cut_check(desc, stages, &to) != HPML_OK) return -1;
+    const size_t width = (size_t)desc->layers + 1;
+    hpmlc_cut   *row = (hpmlc_cut *)calloc(((size_t)desc->ranks + 1) * width, sizeof *row);
+    double      *seconds = (double *)calloc(2 * width, sizeof *seconds), *bytes = seconds + width;
+    int          count = 0, j = desc->layers;
+    if (row && seconds) {
+        for (int i = 0; i < desc->layers; i++) {
+            seconds[i + 1] = seconds[i] + desc->seconds[i];
+            bytes[i + 1]   = bytes[i] + (desc->param_bytes ? (double)desc->param_bytes[i] : 0);
+        }
+        for (int m = 1; m <= desc->ranks; m++)
+            for (int i = 1; i <= desc->layers; i++) hpmlc_cut_best(desc, seconds, bytes, row, m, i);
+        if (pace) *pace = row[(size_t)desc->ranks * width + (size_t)j].pace;
+        for (int m = desc->ranks; m > 0; count++) { /* from the last stage to the first */
+            const hpmlc_cut *best = &row[(size_t)m * width + (size_t)j];
+            const hpml_pipe_stage stage = { best->first, j, best->replicas };
+            memmove(stages + 1, stages, (size_t)count * sizeof *stages);
+            stages[0] = stage;
+            j = best->first;
+            m -= best->replicas;
+        }
+    } else hpmlc_refuse(&to, HPML_ERR_MEMORY, "cut: no memory for %d layers and %d ranks", desc->layers, desc->ranks);
+    free(row);
+    free(seconds);
+    return count > 0 ? count : -1;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>layers   what layers that communicate have in common
 // ---------------------------------------------------------------------------------------------------------------------
 /* Each layer is an op of hpml_custom_op with .collective, written with the functions of hpml.h that a program may call,
@@ -11905,6 +12330,255 @@ HPML_API double hpml_amdahl(double serial, double ranks) { return 1 / (serial + 
 HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double comm_s)
 {
     return comm_s > fixed_s ? divisible_s / (comm_s - fixed_s) : HUGE_VAL;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>pipe-simulate   pipelines in virtual time; drawing them
+// ---------------------------------------------------------------------------------------------------------------------
+typedef struct hpmlc_pipe_sim {
+    const hpml_pipe_desc *desc;
+    int                   p, m, chunks;
+    hpmlc_sim             net;        /* clocks of the stages, cards, links */
+    hpmlc_pipe_walk      *walk;       /* (p) */
+    hpml_pipe_task       *next;       /* (p) the task that each stage does next */
+    bool                 *ended;      /* (p) the stage has no task left */
+    double               *arrival[2]; /* (pieces, m) when the input of a forward, backward pass arrives; -1: unknown */
+} hpmlc_pipe_sim;
+
+HPMLC_FN bool hpmlc_pipe_sim_open(hpmlc_pipe_sim *s, const hpml_pipe_desc *d)
+{
+    memset(s, 0, sizeof *s);
+    s->desc   = d;
+    s->p      = d->stages;
+    s->m      = d->micro;
+    s->chunks = hpmlc_pipe_chunks(d);
+    size_t p = (size_t)s->p, inputs = p * (size_t)s->chunks * (size_t)s->m;
+    s->walk  = (hpmlc_pipe_walk *)calloc(p, sizeof *s->walk);
+    s->next  = (hpml_pipe_task *)calloc(p, sizeof *s->next);
+    s->ended = (bool *)calloc(p, sizeof *s->ended);
+    s->arrival[0] = (double *)malloc(2 * inputs * sizeof(double));
+    if (!hpmlc_sim_open(&s->net, s->p, &d->network) || !s->walk || !s->next || !s->ended || !s->arrival[0])
+        return false;
+    s->arrival[1] = s->arrival[0] + inputs;
+    for (size_t i = 0; i < 2 * inputs; i++) s->arrival[0][i] = -1;
+    for (int i = 0; i < s->m; i++) { /* the batch is on the first piece, the loss on the last one */
+        s->arrival[0][i] = 0;
+        s->arrival[1][inputs - 1 - (size_t)i] = 0;
+    }
+    for (int r = 0; r < s->p; r++) {
+        hpmlc_pipe_begin(&s->walk[r], d, r);
+        s->ended[r] = !hpmlc_pipe_next(&s->walk[r], &s->next[r]);
+    }
+    return true;
+}
+
+HPMLC_FN void hpmlc_pipe_sim_close(hpmlc_pipe_sim *s)
+{
+    hpmlc_sim_close(&s->net);
+    free(s->walk);
+    free(s->next);
+    free(s->ended);
+    free(s->arrival[0]);
+}
+
+/* Returns the seconds of stage r's next task. */
+HPMLC_FN double hpmlc_pipe_seconds(const hpmlc_pipe_sim *s, int r)
+{
+    const hpml_pipe_desc *d = s->desc;
+    const hpml_pipe_task *t = &s->next[r];
+    double slow     = d->network.slow ? d->network.slow[r] : 1;
+    double forward  = d->forward_s ? d->forward_s[t->piece] : 1.0 / s->chunks;
+    double backward = d->backward_s ? d->backward_s[t->piece] : 2 * forward;
+    double weights  = d->weights_s ? d->weights_s[t->piece] : backward / 2;
+    switch (t->work) {
+    case HPML_PIPE_FORWARD: return slow * forward;
+    case HPML_PIPE_BACKWARD: return slow * backward;
+    case HPML_PIPE_BACKWARD_INPUTS: return slow * (backward - weights);
+    case HPML_PIPE_BACKWARD_WEIGHTS: return slow * weights;
+    default: return slow * d->update_s;
+    }
+}
+
+/* Returns when stage r can begin its next task; -1: the task's input has not been sent yet, or there is no task. */
+HPMLC_FN double hpmlc_pipe_ready(const hpmlc_pipe_sim *s, int r)
+{
+    const hpml_pipe_task *t = &s->next[r];
+    bool                  forward = t->work == HPML_PIPE_FORWARD;
+    if (s->ended[r]) return -1;
+    if (t->work == HPML_PIPE_UPDATE || t->work == HPML_PIPE_BACKWARD_WEIGHTS) return s->net.clock[r];
+    double arrival = s->arrival[!forward][(size_t)t->piece * (size_t)s->m + (size_t)t->micro];
+    return arrival < 0 ? -1 : fmax(arrival, s->net.clock[r]);
+}
+
+/* Sends the result of stage r's task t to the stage with the next piece or, of a backward pass, the piece before. */
+HPMLC_FN void hpmlc_pipe_send(hpmlc_pipe_sim *s, int r, const hpml_pipe_task *t)
+{
+    bool forward = t->work == HPML_PIPE_FORWARD;
+    int  piece = forward ? t->piece + 1 : t->piece - 1, cut = forward ? t->piece : piece;
+    if (t->work == HPML_PIPE_UPDATE || t->work == HPML_PIPE_BACKWARD_WEIGHTS) return;
+    if (piece < 0 || piece >= s->p * s->chunks) return;
+    double *arrival = &s->arrival[!forward][(size_t)piece * (size_t)s->m + (size_t)t->micro];
+    *arrival = s->net.clock[r];
+    if (piece % s->p != r)
+        *arrival = hpmlc_sim_send(&s->net, r, piece % s->p, s->desc->bytes ? s->desc->bytes[cut] : 0);
+}
+
+/* Runs the task that ends first, of equal ones that of the lowest stage; so messages leave in the order of time. Stores
+   the task in *span; false: no stage can go on. */
+HPMLC_FN bool hpmlc_pipe_step(hpmlc_pipe_sim *s, hpml_pipe_span *span)
+{
+    int first = -1;
+    for (int r = 0; r < s->p; r++) {
+        double begin = hpmlc_pipe_ready(s, r), end = begin + hpmlc_pipe_seconds(s, r);
+        if (begin < 0 || (first >= 0 && end >= span->end_s)) continue;
+        first         = r;
+        span->begin_s = begin;
+        span->end_s   = end;
+    }
+    if (first < 0) return false;
+    span->stage = first;
+    span->task  = s->next[first];
+    s->net.clock[first] = span->end_s;
+    hpmlc_pipe_send(s, first, &span->task);
+    s->ended[first] = !hpmlc_pipe_next(&s->walk[first], &s->next[first]);
+    return true;
+}
+
+/* Checks the times of a desc that is otherwise valid. */
+HPMLC_FN hpml_status hpmlc_pipe_check_times(const hpml_pipe_desc *d, const hpmlc_text *to)
+{
+    for (int i = 0; i < d->stages * hpmlc_pipe_chunks(d); i++) {
+        double  forward = d->forward_s ? d->forward_s[i] : 0;
+        double  backward = d->backward_s ? d->backward_s[i] : 2 * forward;
+        double  weights = d->weights_s ? d->weights_s[i] : 0;
+        int64_t bytes   = d->bytes ? d->bytes[i] : 0;
+        if (!HPMLC_GOOD(forward) || !HPMLC_GOOD(backward) || !(weights >= 0) || bytes < 0 ||
+            (d->backward_s && weights > backward))
+            return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "pipe: piece %d: forward %g s, backward %g s, of which weights "
+                                "%g s, %lld bytes: a negative number, NaN, or a share larger than the whole", i,
+                                forward, backward, weights, (long long)bytes);
+    }
+    if (!HPMLC_GOOD(d->update_s)) return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "pipe: update_s is %g", d->update_s);
+    return hpmlc_network_check("pipe", &d->network, d->stages, true, to);
+}
+
+HPMLC_FN void hpmlc_pipe_run(hpmlc_pipe_sim *s, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity)
+{
+    hpml_pipe_span span = { 0, { HPML_PIPE_FORWARD, 0, 0, 0, 0, 0 }, 0, 0 };
+    double        *busy = s->net.work, all = 0; /* a scratch array of the simulator */
+    for (int r = 0; r < s->p; r++) busy[r] = 0;
+    while (hpmlc_pipe_step(s, &span)) {
+        if (out->tasks < capacity && spans) spans[out->tasks] = span;
+        out->tasks++;
+        busy[span.stage] += span.end_s - span.begin_s;
+        if (out->step_s < span.end_s) out->step_s = span.end_s;
+    }
+    for (int r = 0; r < s->p; r++) {
+        int slots = 0;
+        for (int c = 0; c < s->chunks; c++) slots += s->walk[r].slots[c];
+        out->slots = (int32_t)hpmlc_max(out->slots, slots);
+        out->bytes += s->net.bytes[r];
+        out->compute_s = fmax(out->compute_s, busy[r]);
+        all += busy[r];
+    }
+    if (out->step_s > 0) out->bubble = 1 - all / (s->p * out->step_s);
+}
+
+HPML_API hpml_status hpml_pipe_simulate(const hpml_pipe_desc *pipe, hpml_pipe_simulation *out, hpml_pipe_span *spans,
+                                        int capacity, char *error, size_t size)
+{
+    hpmlc_pipe_sim   s;
+    const hpmlc_text to = { error, size };
+    HPMLC_ZERO(hpml_pipe_simulation, result);
+    hpmlc_refuse(&to, HPML_OK, "%s", "");
+    if (!out) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "pipe: out is NULL; pass a struct for the result");
+    *out = result;
+    hpml_status status = hpmlc_pipe_check(pipe, &to);
+    if (status == HPML_OK) status = hpmlc_pipe_check_times(pipe, &to);
+    if (status != HPML_OK) return status;
+    if (!hpmlc_pipe_sim_open(&s, pipe))
+        status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "pipe: no memory to simulate %d stages with %d micro-batches",
+                              pipe->stages, pipe->micro);
+    else hpmlc_pipe_run(&s, out, spans, capacity);
+    hpmlc_pipe_sim_close(&s);
+    return status;
+}
+
+/* Returns the largest stage number and sets *end to the time at which the last span ends. */
+HPMLC_FN int hpmlc_pipe_extent(const hpml_pipe_span *spans, int count, double *end)
+{
+    int last = -1;
+    *end = 0;
+    for (int i = 0; i < count; i++) {
+        if (last < spans[i].stage) last = spans[i].stage;
+        if (*end < spans[i].end_s) *end = spans[i].end_s;
+    }
+    return last;
+}
+
+/* Returns the character of a task: of micro-batch 0 to 9 a digit, a letter, ... */
+HPMLC_FN char hpmlc_pipe_letter(const hpml_pipe_task *t)
+{
+    switch (t->work) {
+    case HPML_PIPE_FORWARD: return (char)('0' + t->micro % 10);
+    case HPML_PIPE_BACKWARD:
+    case HPML_PIPE_BACKWARD_INPUTS: return (char)('a' + t->micro % 26);
+    case HPML_PIPE_BACKWARD_WEIGHTS: return (char)('A' + t->micro % 26);
+    default: return '|';
+    }
+}
+
+HPML_API int hpml_pipe_text(const hpml_pipe_span *spans, int count, int columns, char *buffer, size_t size)
+{
+    const hpmlc_text to = { buffer, size };
+    double           end;
+    size_t           length = 0;
+    int              last = hpmlc_pipe_extent(spans, count, &end);
+    if (size > 0) buffer[0] = 0;
+    for (int r = 0; r <= last && columns > 0; r++) {
+        hpmlc_append(&to, &length, "%3d ", r);
+        for (int column = 0; column < columns; column++) {
+            double at = (column + 0.5) * end / columns;
+            char   letter = '.';
+            for (int i = 0; i < count; i++) {
+                bool here = spans[i].stage == r && spans[i].begin_s <= at && at < spans[i].end_s;
+                if (here) letter = hpmlc_pipe_letter(&spans[i].task);
+            }
+            hpmlc_append(&to, &length, "%c", letter);
+        }
+        hpmlc_append(&to, &length, "\n");
+    }
+    return (int)length;
+}
+
+/* A rectangle for each task: a row of 30 pixels for each stage, 900 pixels for all of the time. */
+HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *title, char *buffer, size_t size)
+{
+    static const char *const colour[] = { "#77aadd", "#99ddaa", "#99ddaa", "#eedd88", "#ee8866" };
+    const hpmlc_text to = { buffer, size };
+    double           end;
+    size_t           length = 0;
+    int              last = hpmlc_pipe_extent(spans, count, &end);
+    double           scale = end > 0 ? 900 / end : 0;
+    if (size > 0) buffer[0] = 0;
+    hpmlc_append(&to, &length, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"1000\" height=\"%d\" "
+                 "font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"1000\" height=\"%d\" fill=\"white\"/>\n"
+                 "<text x=\"70\" y=\"20\">", 30 * last + 70, 30 * last + 70);
+    for (const char *c = title ? title : ""; *c; c++) hpmlc_append(&to, &length, "%c", strchr("<>&", *c) ? ' ' : *c);
+    hpmlc_append(&to, &length, "</text>\n");
+    for (int r = 0; r <= last; r++)
+        hpmlc_append(&to, &length, "<text x=\"10\" y=\"%d\">stage %d</text>\n", 30 * r + 50, r);
+    for (int i = 0; i < count; i++) {
+        const hpml_pipe_span *s = &spans[i];
+        double                x = 70 + scale * s->begin_s, width = scale * (s->end_s - s->begin_s);
+        hpmlc_append(&to, &length, "<rect x=\"%.2f\" y=\"%d\" width=\"%.2f\" height=\"24\" fill=\"%s\" stroke=\"#555\" "
+                     "stroke-width=\"0.5\"/>\n", x, 30 * s->stage + 34, width, colour[s->task.work]);
+        if (width < 12 || s->task.work == HPML_PIPE_UPDATE) continue;
+        hpmlc_append(&to, &length, "<text x=\"%.2f\" y=\"%d\" text-anchor=\"middle\">%d</text>\n", x + width / 2,
+                     30 * s->stage + 50, s->task.micro);
+    }
+    hpmlc_append(&to, &length, "</svg>\n");
+    return (int)length;
 }
 
 #ifdef __cplusplus
