@@ -149,6 +149,8 @@
 //     pipe-cut   where to cut a chain of layers into stages
 //     layers   what layers that communicate have in common
 //     layer-ring   ring attention
+//     layer-halo   blocks of images with their neighbours' pixels: convolution, locally connected layers
+//     layer-experts   mixture of experts by all-to-all
 // PART V   FORESEE: steps in virtual time
 //     simulate   moves in virtual time, by a queue of ranks
 //     simulate-fast   rings and all to all in virtual time without a queue
@@ -1062,7 +1064,7 @@ typedef struct hpml_experts_desc {
     int32_t     top;      /* experts of a token: 1 or 2; 0: 1 */
     int64_t     hidden;   /* 0: 4 D */
     float       capacity; /* places in relation to an even spread of the tokens; 0: 1.25 */
-    const char *name;     /* NULL: "experts" */
+    const char *name;     /* NULL: "experts" and a number */
     uint32_t    _end;
 } hpml_experts_desc;
 /* *balance, if not NULL: the loss experts x sum over e of f_e P_e, a scalar, which is 1 for an even spread; f_e: the
@@ -1091,7 +1093,7 @@ typedef struct hpml_local2d_desc {
     int32_t     kernel;     /* required, odd */
     int32_t     rows, cols; /* of the grid; 0: 1 */
     hpml_act    activation; /* 0: none */
-    const char *name;       /* NULL: "local2d" */
+    const char *name;       /* NULL: "local2d" and a number */
     uint32_t    _end;
 } hpml_local2d_desc;
 HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local2d_desc *desc);
@@ -11451,7 +11453,14 @@ HPMLC_FN hpml_tensor *hpmlc_layer_param(hpml_ctx *ctx, const char *layer, const 
     return hpml_param_create(ctx, &d);
 }
 
-/* Adds n floats to the gradient of source `i`, from its float `first` on, if the source needs a gradient. */
+/* Returns `given`, or a name of a layer made of `kind` and the number of parameters recorded before, in text. */
+HPMLC_FN const char *hpmlc_layer_name(hpml_ctx *ctx, const char *given, const char *kind, char text[32])
+{
+    snprintf(text, 32, "%s%d", kind, hpml_param_count(ctx));
+    return given ? given : text;
+}
+
+/* Adds `count` floats to the gradient of source `i`, from its float `first` on, if the source needs a gradient. */
 HPMLC_FN void hpmlc_give(const hpml_node *n, int i, int64_t first, const float *from, int64_t count)
 {
     float *to = n->src[i]->grad ? n->src[i]->grad + first : NULL;
@@ -11688,9 +11697,549 @@ HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention
     op.flops         = 4.0 * (double)(qkv->shape[0] * r.L * C) * (double)(r.L * r.group->size) / (r.causal ? 2 : 1);
     hpml_tensor *y = hpmlc_record(&qkv, 1, &op, &r, sizeof r);
     if (!y) return NULL;
-    y->split[1] = HPML_AXIS_SEQUENCE;
-    y->split[2] = qkv->split[2];
+    memcpy(y->split, qkv->split, sizeof y->split);
     return y;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>layer-halo   blocks of images with their neighbours' pixels: convolution, locally connected layers
+// ---------------------------------------------------------------------------------------------------------------------
+/* A halo is filled by up to four shifts of the whole grid: rows down and up, then columns right and left. Columns have
+   the height of the block with its halo, so that the corners arrive with them. Each shift copies a strip at the inner
+   edge of the block to a buffer, passes the buffer on, and copies what arrives to the halo on the other side. Backward
+   runs the shifts in reverse order and direction, from halo to edge, and adds. The ranks at opposite ends of the grid are
+   neighbours for hpml_group.pass; what they get from each other is ignored. */
+typedef struct hpmlc_halo {
+    const hpml_group *group;
+    int64_t           rows, cols, h, w; /* of the grid; pixels of the halo at each side */
+    int64_t           images;           /* planes (images x channels) of a full batch */
+} hpmlc_halo;
+
+typedef struct hpmlc_strip { int64_t y, x, rows, cols; } hpmlc_strip; /* pixels of a block with its halo */
+typedef struct hpmlc_shift {
+    int         by;             /* passed to rank + by */
+    bool        sends, receives; /* inside the image: there is a block to which, from which this rank's strip goes */
+    hpmlc_strip edge, halo;
+} hpmlc_shift;
+
+/* Computes shift `i` of 0 to 3, for blocks of H x W pixels; false: the grid has no such shift. */
+HPMLC_FN bool hpmlc_halo_shift(const hpmlc_halo *k, int i, int64_t H, int64_t W, hpmlc_shift *s)
+{
+    const bool    vertical = i < 2, forward = i % 2 == 0;
+    const int64_t size = vertical ? H : W, halo = vertical ? k->h : k->w, blocks = vertical ? k->rows : k->cols;
+    const int64_t at = vertical ? k->group->rank / k->cols : k->group->rank % k->cols;
+    const int64_t from = forward ? size : halo, to = forward ? 0 : size + halo; /* first pixel of edge and halo */
+    memset(s, 0, sizeof *s);
+    s->by       = (int)(vertical ? k->cols : 1) * (forward ? 1 : -1);
+    s->sends    = forward ? at + 1 < blocks : at > 0;
+    s->receives = forward ? at > 0 : at + 1 < blocks;
+    s->edge.y = vertical ? from : 0;
+    s->halo.y = vertical ? to : 0;
+    s->edge.x = vertical ? k->w : from;
+    s->halo.x = vertical ? k->w : to;
+    s->edge.rows = s->halo.rows = vertical ? halo : H + 2 * k->h;
+    s->edge.cols = s->halo.cols = vertical ? W : halo;
+    return blocks > 1 && halo > 0;
+}
+
+/* What hpmlc_strip_copy does with the pixels of a strip and of the buffer. */
+typedef enum hpmlc_copy { HPMLC_TAKE, HPMLC_PUT, HPMLC_ADD } hpmlc_copy;
+/* Copies a strip of all planes of `image`, (planes, H, W), to the buffer, or the buffer to the strip, or adds it. */
+HPMLC_FN void hpmlc_strip_copy(hpmlc_copy what, float *image, int64_t planes, int64_t H, int64_t W, hpmlc_strip s,
+                               float *buffer)
+{
+    const size_t bytes = (size_t)s.cols * sizeof(float);
+    for (int64_t row = 0; row < planes * s.rows; row++) {
+        float *p = image + (row / s.rows * H + s.y + row % s.rows) * W + s.x, *b = buffer + row * s.cols;
+        if (what == HPMLC_TAKE) memcpy(b, p, bytes);
+        if (what == HPMLC_PUT) memcpy(p, b, bytes);
+        for (int64_t i = 0; what == HPMLC_ADD && i < s.cols; i++) p[i] += b[i];
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_halo_exchange(hpml_node *n, float *image, bool backward)
+{
+    const hpmlc_halo *k = (const hpmlc_halo *)n->attr.custom->user;
+    const int64_t     H = n->out->shape[2], W = n->out->shape[3], planes = n->out->shape[0] * n->out->shape[1];
+    hpml_status       status = HPML_OK;
+    for (int j = 0; j < 4 && status == HPML_OK; j++) {
+        hpmlc_shift s;
+        if (!hpmlc_halo_shift(k, backward ? 3 - j : j, H - 2 * k->h, W - 2 * k->w, &s)) continue;
+        int64_t count = k->images * s.edge.rows * s.edge.cols;
+        float  *out = (float *)n->scratch, *in = out + count;
+        hpmlc_strip_copy(HPMLC_TAKE, image, planes, H, W, backward ? s.halo : s.edge, out);
+        status = k->group->pass(k->group->user, out, in, count, backward ? -s.by : s.by);
+        if (status != HPML_OK) return status;
+        if (backward && s.sends) hpmlc_strip_copy(HPMLC_ADD, image, planes, H, W, s.edge, in);
+        if (!backward && s.receives) hpmlc_strip_copy(HPMLC_PUT, image, planes, H, W, s.halo, in);
+    }
+    return status;
+}
+
+HPMLC_FN hpmlc_strip hpmlc_halo_inside(const hpmlc_halo *k, const hpml_tensor *y)
+{
+    hpmlc_strip s = { k->h, k->w, y->shape[2] - 2 * k->h, y->shape[3] - 2 * k->w };
+    return s;
+}
+
+HPMLC_FN hpml_status hpmlc_halo_forward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
+{
+    const hpmlc_halo  *k = (const hpmlc_halo *)n->attr.custom->user;
+    const hpml_tensor *y = n->out;
+    memset(y->data, 0, (size_t)hpml_tensor_count(y) * sizeof(float));
+    hpmlc_strip_copy(HPMLC_PUT, y->data, y->shape[0] * y->shape[1], y->shape[2], y->shape[3], hpmlc_halo_inside(k, y),
+                     n->src[0]->data);
+    return hpmlc_halo_exchange(n, y->data, false);
+}
+
+HPMLC_FN hpml_status hpmlc_halo_backward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_halo  *k = (const hpmlc_halo *)n->attr.custom->user;
+    const hpml_tensor *y = n->out;
+    float             *inside = (float *)n->scratch; /* of the shape of x; free after the exchange */
+    hpml_status        status = hpmlc_halo_exchange(n, y->grad, true);
+    if (status != HPML_OK) return status;
+    hpmlc_strip_copy(HPMLC_TAKE, y->grad, y->shape[0] * y->shape[1], y->shape[2], y->shape[3], hpmlc_halo_inside(k, y),
+                     inside);
+    hpml_node_give(run, n, 0, inside);
+    return HPML_OK;
+}
+
+HPML_API hpml_tensor *hpml_halo(hpml_tensor *x, int32_t rows, int32_t cols, int32_t halo_h, int32_t halo_w)
+{
+    char text[96];
+    if (!hpmlc_recordable(x)) return NULL;
+    const hpml_group *g = hpml_ctx_group(x->ctx, HPML_AXIS_SEQUENCE);
+    hpmlc_halo        k = { g, rows, cols, halo_h, halo_w, x->shape[0] * x->shape[1] };
+    if (g->size == 1) k.rows = k.cols = 1;
+    if (x->ndim != 4 || x->layout != HPML_NCHW || halo_h < 0 || halo_w < 0 || rows < 1 || cols < 1)
+        return hpmlc_no_layer(x->ctx, "halo: input is %s with a halo of %d x %d pixels, grid %d x %d; expected images (B, "
+                              "C, H, W), NCHW, halos of 0 or more and a grid of 1 or more",
+                              hpml_tensor_text(x, text, sizeof text), halo_h, halo_w, rows, cols);
+    if (k.rows * k.cols != g->size)
+        return hpmlc_no_layer(x->ctx, "halo: a grid of %d x %d blocks on %d ranks of the sequence axis; expected one "
+                              "block for each rank, or one rank", rows, cols, g->size);
+    if ((k.rows > 1 && x->shape[2] < halo_h) || (k.cols > 1 && x->shape[3] < halo_w))
+        return hpmlc_no_layer(x->ctx, "halo: blocks of %s have fewer pixels than a halo of %d x %d; take fewer ranks or a "
+                              "smaller kernel", hpml_tensor_text(x, text, sizeof text), halo_h, halo_w);
+    HPMLC_ZERO(hpml_custom, op);
+    op.name       = "halo";
+    op.forward    = hpmlc_halo_forward;
+    op.backward   = hpmlc_halo_backward;
+    op.keeps      = HPML_KEEP_NONE;
+    op.collective = g->size > 1;
+    op.ndim       = 4;
+    memcpy(op.shape, x->shape, sizeof op.shape);
+    op.shape[2] += 2 * halo_h;
+    op.shape[3] += 2 * halo_w;
+    int64_t largest = 2 * (op.shape[2] * halo_w + x->shape[3] * halo_h) + x->shape[2] * x->shape[3];
+    op.scratch_bytes = (size_t)(k.images * largest) * sizeof(float);
+    return hpmlc_record(&x, 1, &op, &k, sizeof k);
+}
+
+HPML_API hpml_tensor *hpml_conv2d_rows(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
+{
+    if (!hpmlc_recordable(x)) return NULL;
+    HPMLC_DESC(hpml_conv2d_desc, d, desc);
+    const hpml_group *g = hpml_ctx_group(x->ctx, HPML_AXIS_SEQUENCE);
+    const int32_t     pad_w = d.padding_w == 0 ? d.padding_h : d.padding_w;
+    if (d.kernel_h < 1 || d.kernel_h % 2 == 0 || d.padding_h != d.kernel_h / 2 || d.stride_h > 1 || d.dilation_h > 1)
+        return hpmlc_no_layer(x->ctx, "conv2d_rows \"%s\": kernel_h %d, padding_h %d, stride_h %d, dilation_h %d; expected "
+                              "an odd kernel_h, padding_h = kernel_h / 2, stride and dilation 1, so that each rank "
+                              "computes as many rows as it has", d.name ? d.name : "", d.kernel_h, d.padding_h,
+                              d.stride_h, d.dilation_h);
+    hpml_tensor *tall = hpml_halo(x, g->size, 1, d.padding_h, 0);
+    d.stride_w   = d.stride_w ? d.stride_w : 1;
+    d.dilation_w = d.dilation_w ? d.dilation_w : 1;
+    d.kernel_w   = d.kernel_w ? d.kernel_w : d.kernel_h;
+    d.padding_w  = pad_w;
+    d.padding_h  = 0;
+    hpml_tensor *y = hpml_conv2d(tall, out, &d);
+    if (y) y->split[2] = x->split[2];
+    return y;
+}
+
+/* Locally connected layer behind a halo: y[p] = W_p patch_p + bias_p for each pixel p, with patches of C kernel^2
+   numbers. Sources: x with its halo, weight, bias. One matrix product over the batch for each pixel. */
+typedef struct hpmlc_local { int64_t kernel, rows, cols; } hpmlc_local; /* rows, cols: blocks in this rank's image */
+typedef struct hpmlc_pixel { /* one pixel's arrays */
+    int64_t B, K, out, y, x;
+    float  *patch, *result; /* (B, K), (B, out) */
+    int64_t weight, bias;   /* the first float of its weights, of its biases */
+} hpmlc_pixel;
+
+HPMLC_FN hpmlc_pixel hpmlc_pixel_of(hpml_node *n, int64_t p)
+{
+    const hpmlc_local *k = (const hpmlc_local *)n->attr.custom->user;
+    const int64_t      H = n->out->shape[2], W = n->out->shape[3], h = H / k->rows, w = W / k->cols;
+    HPMLC_ZERO(hpmlc_pixel, c);
+    c.B      = n->out->shape[0];
+    c.out    = n->out->shape[1];
+    c.K      = n->src[0]->shape[1] * k->kernel * k->kernel;
+    c.y      = p / W;
+    c.x      = p % W;
+    c.patch  = (float *)n->scratch;
+    c.result = c.patch + c.B * c.K;
+    const int64_t place = (c.y / h * k->cols + c.x / w) * h * w + c.y % h * w + c.x % w; /* in weight: block by block */
+    c.weight = place * c.out * c.K;
+    c.bias   = place * c.out;
+    return c;
+}
+
+/* Copies the patches of all samples from the image x (B, C, H, W), or adds them to x, its gradient. */
+HPMLC_FN void hpmlc_pixel_patch(const hpml_node *n, const hpmlc_pixel *c, float *x, bool add)
+{
+    const hpml_tensor *t = n->src[0];
+    const int64_t      kernel = ((const hpmlc_local *)n->attr.custom->user)->kernel;
+    const hpmlc_strip  s = { c->y, c->x, kernel, kernel };
+    hpmlc_strip_copy(add ? HPMLC_ADD : HPMLC_TAKE, x, c->B * t->shape[1], t->shape[2], t->shape[3], s, c->patch);
+}
+
+HPMLC_FN hpml_status hpmlc_local_forward(const hpml_run *run, hpml_node *n)
+{
+    const int64_t pixels = n->out->shape[2] * n->out->shape[3];
+    hpml_status   status = HPML_OK;
+    for (int64_t p = 0; p < pixels && status == HPML_OK; p++) {
+        hpmlc_pixel  c = hpmlc_pixel_of(n, p);
+        const float *w = n->src[1]->data + c.weight, *bias = n->src[2]->data + c.bias; /* (out, K), (out) */
+        hpmlc_pixel_patch(n, &c, n->src[0]->data, false);
+        status = hpml_sgemm(run->ctx, false, true, c.B, c.out, c.K, 1, c.patch, c.K, w, c.K, 0, c.result, c.out);
+        for (int64_t i = 0; i < c.B * c.out; i++) n->out->data[i * pixels + p] = c.result[i] + bias[i % c.out];
+    }
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_local_backward(const hpml_run *run, hpml_node *n)
+{
+    const int64_t pixels = n->out->shape[2] * n->out->shape[3];
+    hpml_status   status = HPML_OK;
+    for (int64_t p = 0; p < pixels && status == HPML_OK; p++) {
+        hpmlc_pixel  c = hpmlc_pixel_of(n, p);
+        const float *w = n->src[1]->data + c.weight;
+        for (int64_t i = 0; i < c.B * c.out; i++) c.result[i] = n->out->grad[i * pixels + p];
+        for (int64_t b = 0; b < c.B; b++) hpmlc_give(n, 2, c.bias, c.result + b * c.out, c.out);
+        hpmlc_pixel_patch(n, &c, n->src[0]->data, false);
+        if (n->src[1]->grad)
+            status = hpml_sgemm(run->ctx, true, false, c.out, c.K, c.B, 1, c.result, c.out, c.patch, c.K, 1,
+                                n->src[1]->grad + c.weight, c.K);
+        if (!n->src[0]->grad || status != HPML_OK) continue;
+        status = hpml_sgemm(run->ctx, false, false, c.B, c.K, c.out, 1, c.result, c.out, w, c.K, 0, c.patch, c.K);
+        hpmlc_pixel_patch(n, &c, n->src[0]->grad, true);
+    }
+    return status;
+}
+
+HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local2d_desc *desc)
+{
+    char text[96], own_name[32];
+    if (!hpmlc_recordable(x)) return NULL;
+    HPMLC_DESC(hpml_local2d_desc, d, desc);
+    const int32_t rows = d.rows ? d.rows : 1, cols = d.cols ? d.cols : 1, half = d.kernel / 2;
+    const bool    alone = hpml_ctx_group(x->ctx, HPML_AXIS_SEQUENCE)->size == 1; /* this rank has all blocks */
+    hpmlc_local   k = { d.kernel, alone ? rows : 1, alone ? cols : 1 };
+    const char   *name = hpmlc_layer_name(x->ctx, d.name, "local2d", own_name);
+    if (d._begin || d._end || x->ndim != 4 || out < 1 || d.kernel < 1 || d.kernel % 2 == 0 || rows < 1 || cols < 1 ||
+        x->shape[2] % k.rows != 0 || x->shape[3] % k.cols != 0)
+        return hpmlc_no_layer(x->ctx, "local2d \"%s\": input is %s, out %lld, kernel %d, grid %d x %d; expected images (B, "
+                              "C, H, W) that the grid divides, and an odd kernel", name,
+                              hpml_tensor_text(x, text, sizeof text), (long long)out, d.kernel, rows, cols);
+    hpml_tensor  *src[3] = { hpml_halo(x, rows, cols, half, half), NULL, NULL };
+    const int64_t fan = x->shape[1] * d.kernel * d.kernel, pixels = x->shape[2] / k.rows * (x->shape[3] / k.cols);
+    const int64_t shape[4] = { (int64_t)rows * cols, pixels, out, fan };
+    src[1] = hpmlc_layer_param(x->ctx, name, "weight", HPML_AXIS_SEQUENCE, sqrt(6 / (double)fan), 4, shape);
+    src[2] = hpmlc_layer_param(x->ctx, name, "bias", HPML_AXIS_SEQUENCE, 0, 3, shape);
+    HPMLC_ZERO(hpml_custom, op);
+    op.name     = "local2d";
+    op.forward  = hpmlc_local_forward;
+    op.backward = hpmlc_local_backward;
+    op.keeps    = HPML_KEEP_SRC(0);
+    op.ndim     = 4;
+    memcpy(op.shape, x->shape, sizeof op.shape);
+    op.shape[1]      = out;
+    op.scratch_bytes = (size_t)(x->shape[0] * (fan + out)) * sizeof(float);
+    op.flops         = 2.0 * (double)(x->shape[0] * x->shape[2] * x->shape[3]) * (double)(fan * out);
+    hpml_tensor *y = hpmlc_record(src, 3, &op, &k, sizeof k);
+    if (y) memcpy(y->split, x->split, sizeof y->split);
+    return y && d.activation != HPML_ACT_NONE ? hpml_activation(y, d.activation, 0) : y;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>layer-experts   mixture of experts by all-to-all
+// ---------------------------------------------------------------------------------------------------------------------
+/* One op from tokens x and probabilities p to y, because a rank without samples must still compute for other ranks'
+   tokens. R = experts cap places. Buffers of rows in two orders:
+     at home       place e cap + s: slot s of expert e, for this rank's tokens
+     at experts    place (r local + i) cap + s: slot s that rank r fills of local expert i; `local` experts per rank
+   hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions.
+   Forward: route; rows of x to `sent` (home), swap to `in` (experts), hid = relu(in w1^T + b1), back = hid w2^T + b2, swap
+   to `back` (home), y = sum of g back. Backward takes the same ways. Saved: in (R, D), hid (R, hidden), back (R, D), and
+   for each token and choice the place (-1: no place was left) and g. Sources: x, p, w1, b1, w2, b2. */
+typedef struct hpmlc_experts {
+    const hpml_group *group;
+    int64_t           experts, local, cap, D, hidden, tokens; /* local: of this rank; tokens: of a full batch */
+    int32_t           top;
+} hpmlc_experts;
+
+typedef struct hpmlc_experts_arrays {
+    float   *in, *hid, *back, *gate; /* saved: (R, D), (R, hidden), (R, D), (tokens, top) */
+    int32_t *place, *choice;         /* saved: (tokens, top): place at home; expert */
+    float   *a, *b, *d_hid;          /* scratch: (R, D), (R, D), (cap, hidden) */
+    int64_t  rows, tokens;           /* R; tokens of this batch */
+} hpmlc_experts_arrays;
+
+HPMLC_FN hpmlc_experts_arrays hpmlc_experts_of(hpml_node *n)
+{
+    const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
+    HPMLC_ZERO(hpmlc_experts_arrays, w);
+    w.rows   = k->experts * k->cap;
+    w.tokens = hpml_tensor_count(n->out) / k->D;
+    w.in     = (float *)n->saved;
+    w.hid    = w.in + w.rows * k->D;
+    w.back   = w.hid + w.rows * k->hidden;
+    w.gate   = w.back + w.rows * k->D;
+    w.place  = (int32_t *)(w.gate + k->tokens * k->top);
+    w.choice = w.place + k->tokens * k->top;
+    w.a      = (float *)n->scratch;
+    w.b      = w.a + w.rows * k->D;
+    w.d_hid  = w.b + w.rows * k->D;
+    return w;
+}
+
+/* Returns the index of the largest of n numbers, without number `but`; the first of equal ones. */
+HPMLC_FN int32_t hpmlc_largest(const float *x, int64_t n, int32_t but)
+{
+    int32_t best = but == 0 ? 1 : 0;
+    for (int32_t i = best + 1; i < n; i++)
+        if (i != but && x[i] > x[best]) best = i;
+    return best;
+}
+
+/* Chooses experts and places for all tokens. `used`: (experts) zeros at first. */
+HPMLC_FN void hpmlc_experts_route(const hpmlc_experts *k, const hpmlc_experts_arrays *w, const float *p, float *used)
+{
+    for (int64_t e = 0; e < k->experts; e++) used[e] = 0;
+    for (int64_t j = 0; j < k->top * w->tokens; j++) { /* first choices of all tokens, then second ones */
+        int64_t      t = j % w->tokens, i = t * k->top + j / w->tokens;
+        const float *of = p + t * k->experts;
+        int32_t      e = hpmlc_largest(of, k->experts, i % k->top ? w->choice[i - 1] : -1);
+        w->choice[i] = e;
+        w->gate[i]   = of[e];
+        w->place[i]  = -1;
+        if (used[e] < (float)k->cap) w->place[i] = (int32_t)(e * k->cap + (int64_t)used[e]++);
+    }
+    for (int64_t t = 0; t < w->tokens && k->top == 2; t++) {
+        float sum = w->gate[2 * t] + w->gate[2 * t + 1];
+        w->gate[2 * t] = sum > 0 ? w->gate[2 * t] / sum : 0.5f;
+        w->gate[2 * t + 1] = 1 - w->gate[2 * t];
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_experts_swap(const hpmlc_experts *k, const float *from, float *to)
+{
+    return k->group->swap(k->group->user, from, to, k->local * k->cap * k->D);
+}
+
+/* to[i] (+)= b[i % width], for n numbers: a bias below the results of a matrix product. */
+HPMLC_FN void hpmlc_spread_bias(float *to, const float *b, int64_t n, int64_t width)
+{
+    for (int64_t i = 0; i < n; i++) to[i] = b[i % width];
+}
+
+/* Runs the rows of block `block`, those of one rank for one local expert, through the expert; the results go to w->a. */
+HPMLC_FN hpml_status hpmlc_expert_forward(hpml_ctx *ctx, const hpml_node *n, const hpmlc_experts_arrays *w,
+                                          int64_t block)
+{
+    const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
+    const int64_t e = block % k->local, D = k->D, H = k->hidden, cap = k->cap;
+    const float  *w1 = n->src[2]->data + e * H * D, *w2 = n->src[4]->data + e * D * H; /* (H, D), (D, H) */
+    float        *in = w->in + block * cap * D, *hid = w->hid + block * cap * H, *out = w->a + block * cap * D;
+    hpmlc_spread_bias(hid, n->src[3]->data + e * H, cap * H, H);
+    hpmlc_spread_bias(out, n->src[5]->data + e * D, cap * D, D);
+    hpml_status status = hpml_sgemm(ctx, false, true, cap, H, D, 1, in, D, w1, D, 1, hid, H);
+    for (int64_t i = 0; i < cap * H; i++) hid[i] = hid[i] > 0 ? hid[i] : 0;
+    return status == HPML_OK ? hpml_sgemm(ctx, false, true, cap, D, H, 1, hid, H, w2, H, 1, out, D) : status;
+}
+
+HPMLC_FN hpml_status hpmlc_experts_forward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
+    hpmlc_experts_arrays w = hpmlc_experts_of(n);
+    const size_t         row = (size_t)k->D * sizeof(float);
+    hpmlc_experts_route(k, &w, n->src[1]->data, w.b);
+    memset(w.a, 0, (size_t)w.rows * row);
+    for (int64_t i = 0; i < w.tokens * k->top; i++)
+        if (w.place[i] >= 0) memcpy(w.a + w.place[i] * k->D, n->src[0]->data + i / k->top * k->D, row);
+    hpml_status status = hpmlc_experts_swap(k, w.a, w.in);
+    for (int64_t b = 0; b < k->experts && status == HPML_OK; b++)
+        status = hpmlc_expert_forward(run->ctx, n, &w, b);
+    if (status == HPML_OK) status = hpmlc_experts_swap(k, w.a, w.back);
+    memset(n->out->data, 0, (size_t)w.tokens * row);
+    for (int64_t i = 0; i < w.tokens * k->top; i++) {
+        float       *y = n->out->data + i / k->top * k->D;
+        const float *z = w.back + w.place[i] * k->D;
+        for (int64_t d = 0; w.place[i] >= 0 && d < k->D; d++) y[d] += w.gate[i] * z[d];
+    }
+    return status;
+}
+
+/* From gradients of an expert's results, in w->b, to those of its parameters and of its rows, in w->a. */
+HPMLC_FN hpml_status hpmlc_expert_backward(hpml_ctx *ctx, const hpml_node *n, const hpmlc_experts_arrays *w,
+                                           int64_t block)
+{
+    const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
+    const int64_t e = block % k->local, D = k->D, H = k->hidden, cap = k->cap;
+    const float  *w1 = n->src[2]->data + e * H * D, *w2 = n->src[4]->data + e * D * H;
+    const float  *in = w->in + block * cap * D, *hid = w->hid + block * cap * H, *dy = w->b + block * cap * D;
+    float        *dw1 = n->src[2]->grad, *dw2 = n->src[4]->grad;
+    for (int64_t s = 0; s < cap; s++) hpmlc_give(n, 5, e * D, dy + s * D, D);
+    if (dw2) hpml_sgemm(ctx, true, false, D, H, cap, 1, dy, D, hid, H, 1, dw2 + e * D * H, H);
+    hpml_status status = hpml_sgemm(ctx, false, false, cap, H, D, 1, dy, D, w2, H, 0, w->d_hid, H);
+    for (int64_t i = 0; i < cap * H; i++)
+        if (!(hid[i] > 0)) w->d_hid[i] = 0;
+    for (int64_t s = 0; s < cap; s++) hpmlc_give(n, 3, e * H, w->d_hid + s * H, H);
+    if (dw1) hpml_sgemm(ctx, true, false, H, D, cap, 1, w->d_hid, H, in, D, 1, dw1 + e * H * D, D);
+    if (status != HPML_OK) return status;
+    return hpml_sgemm(ctx, false, false, cap, D, H, 1, w->d_hid, H, w1, D, 0, w->a + block * cap * D, D);
+}
+
+/* Adds the gradients of the probabilities, from those of g, d_gate (top), of token t. */
+HPMLC_FN void hpmlc_experts_give_gate(const hpml_node *n, const hpmlc_experts_arrays *w, int64_t t, const float *d_gate)
+{
+    const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
+    const int32_t       *choice = w->choice + t * k->top;
+    const float         *g = w->gate + t * k->top, *p = n->src[1]->data + t * k->experts;
+    float                mean = k->top == 2 ? d_gate[0] * g[0] + d_gate[1] * g[1] : 0;
+    float                sum = k->top == 2 ? p[choice[0]] + p[choice[1]] : 1;
+    for (int32_t i = 0; i < k->top && sum > 0; i++) {
+        float d = (d_gate[i] - mean) / sum;
+        hpmlc_give(n, 1, t * k->experts + choice[i], &d, 1);
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_experts_backward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
+    hpmlc_experts_arrays w = hpmlc_experts_of(n);
+    memset(w.a, 0, (size_t)(w.rows * k->D) * sizeof(float));
+    for (int64_t t = 0; t < w.tokens; t++) {
+        const float *dy = n->out->grad + t * k->D;
+        float        d_gate[2] = { 0, 0 };
+        for (int64_t i = t * k->top; i < (t + 1) * k->top; i++) {
+            if (w.place[i] < 0) continue;
+            float       *to = w.a + w.place[i] * k->D;
+            const float *z = w.back + w.place[i] * k->D;
+            for (int64_t d = 0; d < k->D; d++) {
+                to[d] = w.gate[i] * dy[d];
+                d_gate[i % k->top] += dy[d] * z[d];
+            }
+        }
+        hpmlc_experts_give_gate(n, &w, t, d_gate);
+    }
+    hpml_status status = hpmlc_experts_swap(k, w.a, w.b);
+    for (int64_t b = 0; b < k->experts && status == HPML_OK; b++)
+        status = hpmlc_expert_backward(run->ctx, n, &w, b);
+    if (status == HPML_OK) status = hpmlc_experts_swap(k, w.a, w.b);
+    for (int64_t i = 0; i < w.tokens * k->top; i++)
+        if (w.place[i] >= 0) hpmlc_give(n, 0, i / k->top * k->D, w.b + w.place[i] * k->D, k->D);
+    return status;
+}
+
+/* The balance loss: experts x sum over e of f_e P_e. f has no derivative. Saved: f_e / tokens x experts, (experts). */
+HPMLC_FN hpml_status hpmlc_balance_forward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
+{
+    const float  *p = n->src[0]->data;
+    const int64_t E = n->src[0]->shape[n->src[0]->ndim - 1], tokens = hpml_tensor_count(n->src[0]) / E;
+    float        *f = (float *)n->saved;
+    double        sum = 0;
+    memset(f, 0, (size_t)E * sizeof(float));
+    for (int64_t t = 0; t < tokens; t++)
+        f[hpmlc_largest(p + t * E, E, -1)] += (float)E / ((float)tokens * (float)tokens);
+    for (int64_t i = 0; i < tokens * E; i++) sum += (double)(f[i % E] * p[i]);
+    n->out->data[0] = (float)sum;
+    return HPML_OK;
+}
+HPMLC_FN hpml_status hpmlc_balance_backward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
+{
+    const float  *f = (const float *)n->saved;
+    const int64_t E = n->src[0]->shape[n->src[0]->ndim - 1];
+    for (int64_t i = 0; i < hpml_tensor_count(n->src[0]); i++) {
+        float d = n->out->grad[0] * f[i % E];
+        hpmlc_give(n, 0, i, &d, 1);
+    }
+    return HPML_OK;
+}
+HPMLC_FN hpml_tensor *hpmlc_balance(hpml_tensor *p)
+{
+    HPMLC_ZERO(hpml_custom, op);
+    if (!p) return NULL;
+    op.name        = "balance";
+    op.forward     = hpmlc_balance_forward;
+    op.backward    = hpmlc_balance_backward;
+    op.keeps       = HPML_KEEP_NONE;
+    op.one_number  = true;
+    op.saved_bytes = (size_t)p->shape[p->ndim - 1] * sizeof(float);
+    return hpml_custom_op(&p, 1, &op);
+}
+
+/* Records the op behind x and the probabilities `p`, with its parameters. */
+HPMLC_FN hpml_tensor *hpmlc_experts_op(hpml_tensor *x, hpml_tensor *p, const hpmlc_experts *k, const char *name)
+{
+    const int64_t w1[3] = { k->experts, k->hidden, k->D }, w2[3] = { k->experts, k->D, k->hidden };
+    const double  scale1 = sqrt(6 / (double)k->D), scale2 = sqrt(6 / (double)k->hidden);
+    hpml_tensor  *src[6] = { x, p, NULL, NULL, NULL, NULL };
+    src[2] = hpmlc_layer_param(x->ctx, name, "w1", HPML_AXIS_EXPERT, scale1, 3, w1);
+    src[3] = hpmlc_layer_param(x->ctx, name, "b1", HPML_AXIS_EXPERT, 0, 2, w1);
+    src[4] = hpmlc_layer_param(x->ctx, name, "w2", HPML_AXIS_EXPERT, scale2, 3, w2);
+    src[5] = hpmlc_layer_param(x->ctx, name, "b2", HPML_AXIS_EXPERT, 0, 2, w2);
+    const int64_t rows = k->experts * k->cap, choices = k->tokens * k->top;
+    HPMLC_ZERO(hpml_custom, op);
+    op.name          = "experts";
+    op.forward       = hpmlc_experts_forward;
+    op.backward      = hpmlc_experts_backward;
+    op.collective    = k->group->size > 1;
+    op.keeps         = HPML_KEEP_SRC(1);
+    op.saved_bytes   = (size_t)(rows * (2 * k->D + k->hidden) + 3 * choices) * sizeof(float);
+    op.scratch_bytes = (size_t)(rows * 2 * k->D + k->cap * k->hidden + k->experts) * sizeof(float);
+    op.flops         = 4.0 * (double)(rows * k->D) * (double)k->hidden;
+    hpml_tensor *y = hpmlc_record(src, 6, &op, k, sizeof *k);
+    if (y) memcpy(y->split, x->split, sizeof y->split);
+    return y;
+}
+
+HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc, hpml_tensor **balance)
+{
+    char text[96], own_name[32], gate[256];
+    if (balance) *balance = NULL;
+    if (!hpmlc_recordable(x)) return NULL;
+    HPMLC_DESC(hpml_experts_desc, d, desc);
+    HPMLC_ZERO(hpmlc_experts, k);
+    const char *name = hpmlc_layer_name(x->ctx, d.name, "experts", own_name);
+    k.group   = hpml_ctx_group(x->ctx, HPML_AXIS_EXPERT);
+    k.experts = d.experts;
+    k.local   = d.experts / k.group->size;
+    k.top     = d.top ? d.top : 1;
+    k.D       = x->ndim > 0 ? x->shape[x->ndim - 1] : 1;
+    k.hidden  = d.hidden ? d.hidden : 4 * k.D;
+    k.tokens  = hpml_tensor_count(x) / k.D;
+    if (d.capacity == 0) d.capacity = 1.25f;
+    if (d._begin || d._end || x->ndim < 2 || d.experts < 2 || k.top < 1 || k.top > 2 || k.hidden < 1 || !(d.capacity > 0))
+        return hpmlc_no_layer(x->ctx, "experts \"%s\": input is %s, %d experts, top %d, hidden %lld, capacity %g; expected "
+                              "(.., D), 2 or more experts, top 1 or 2, the others above 0", name,
+                              hpml_tensor_text(x, text, sizeof text), d.experts, d.top, (long long)d.hidden,
+                              (double)d.capacity);
+    if (k.local * k.group->size != k.experts)
+        return hpmlc_no_layer(x->ctx, "experts \"%s\": %d experts on %d ranks of the expert axis; expected a multiple of "
+                              "the ranks", name, d.experts, k.group->size);
+    double cap = ceil((double)d.capacity * k.top * (double)k.tokens / (double)k.experts);
+    k.cap = cap < (double)k.tokens ? (int64_t)cap : k.tokens; /* a token is at most once in an expert */
+    if (k.cap < 1) k.cap = 1;
+    snprintf(gate, sizeof gate, "%s.gate", name);
+    HPMLC_ZERO(hpml_linear_desc, linear);
+    linear.name    = gate;
+    linear.no_bias = true;
+    hpml_tensor *p = hpml_softmax(hpml_linear(x, k.experts, &linear));
+    if (balance) *balance = hpmlc_balance(p);
+    return hpmlc_experts_op(x, p, &k, name);
 }
 
 // =====================================================================================================================

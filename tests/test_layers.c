@@ -162,3 +162,327 @@ static hpml_status ring_refuses(hpml_comm *c, void *user)
     return HPML_OK;
 }
 TEST(ring_attention_refuses_heads_that_do_not_divide) { ENSURE(on_ranks(2, ring_refuses, NULL)); }
+
+/* ---- convolution and locally connected layers on blocks of an image ---- */
+typedef struct image_case {
+    int B, C, H, W, out, kernel;
+    int rows, cols;  /* of the grid of blocks */
+    bool local;      /* hpml_local2d, else hpml_conv2d_rows */
+} image_case;
+typedef struct image_result { float y[4096], dx[4096], loss; int64_t bytes[2], weights; } image_result;
+
+/* Number of the pixel in the whole image that pixel i of block `block` is. */
+static int64_t pixel(const image_case *k, int channels, int block, int blocks, int64_t i)
+{
+    int64_t h = blocks > 1 ? k->H / k->rows : k->H, w = blocks > 1 ? k->W / k->cols : k->W;
+    int64_t y = i / w % h + block / k->cols * h, x = i % w + block % k->cols * w;
+    return (i / (h * w) * k->H + y) * k->W + x + 0 * channels;
+}
+
+static hpml_tensor *image_layer(const image_case *k, hpml_tensor *x)
+{
+    const int block[2] = { k->rows, k->cols };
+    if (k->local)
+        return hpml_local2d(x, k->out, &(hpml_local2d_desc){ .kernel = k->kernel, .rows = block[0], .cols = block[1],
+                                                             .activation = HPML_ACT_TANH });
+    return hpml_conv2d_rows(x, k->out, &(hpml_conv2d_desc){ .kernel_h = k->kernel, .padding_h = k->kernel / 2 });
+}
+
+/* Two layers; the gradients of sum (y dy) / pixels. Weights of the whole are number(10 + parameter, place). */
+static void image_model(hpml_ctx *ctx, const image_case *k, int block, int blocks, image_result *out, hpml_comm *c)
+{
+    int64_t h = blocks > 1 ? k->H / k->rows : k->H, w = blocks > 1 ? k->W / k->cols : k->W;
+    hpml_tensor *x = hpml_input_4d(ctx, k->B, k->C, h, w), *dy = hpml_input_4d(ctx, k->B, k->out, h, w);
+    hpml_tensor_require_grad(x);
+    hpml_tensor *y = image_layer(k, x);
+    image_case   second = *k;
+    second.C = k->out;
+    y = image_layer(&second, y);
+    hpml_tensor *loss = hpml_sum(hpml_mul(y, dy), HPML_ALL_DIMS);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1, .loss = loss });
+    if (hpml_graph_alloc(g) != HPML_OK) return;
+    for (int64_t i = 0; i < hpml_tensor_count(x); i++) x->data[i] = number(1, pixel(k, k->C, block, blocks, i));
+    for (int64_t i = 0; i < hpml_tensor_count(dy); i++) dy->data[i] = number(2, pixel(k, k->out, block, blocks, i));
+    for (int i = 0; i < hpml_param_count(ctx); i++) {
+        hpml_tensor *p = hpml_param_at(ctx, i);
+        int64_t      n = hpml_tensor_count(p), first = k->local && blocks > 1 ? block * n : 0;
+        for (int64_t j = 0; j < n; j++) p->data[j] = 0.3f * number(10 + (uint64_t)i, first + j);
+        out->weights += n;
+    }
+    if (c) bytes_sent(c);
+    hpml_graph_forward(g, true, 0);
+    if (c) out->bytes[0] = bytes_sent(c);
+    hpml_graph_backward(g, 1, false);
+    if (c) out->bytes[1] = bytes_sent(c);
+    out->loss = loss->data[0];
+    memcpy(out->y, y->data, (size_t)hpml_tensor_count(y) * sizeof(float));
+    memcpy(out->dx, x->grad, (size_t)hpml_tensor_count(x) * sizeof(float));
+}
+
+static hpml_status image_check(hpml_comm *c, void *user)
+{
+    image_case k = *(const image_case *)user;
+    hpml_ctx *ctx = hpml_comm_ctx(c), *alone = one_rank();
+    int       p = hpml_comm_size(c), r = hpml_comm_rank(c), half = k.kernel / 2;
+    image_result *mine = (image_result *)calloc(2, sizeof *mine), *whole = mine + 1;
+    if (!k.local) k.rows = p, k.cols = 1;
+    set_group(c, HPML_AXIS_SEQUENCE, ctx);
+    image_model(ctx, &k, r, p, mine, c);
+    image_model(alone, &k, 0, 1, whole, NULL);
+    CHECK(hpml_ctx_status(ctx) == HPML_OK && hpml_ctx_status(alone) == HPML_OK);
+    int64_t h = k.H / (p > 1 ? k.rows : 1), w = k.W / (p > 1 ? k.cols : 1);
+    for (int64_t i = 0; i < k.B * k.out * h * w; i++)
+        CHECK(fabs((double)mine->y[i] - whole->y[pixel(&k, k.out, r, p, i)]) < 1e-4);
+    for (int64_t i = 0; i < k.B * k.C * h * w; i++)
+        CHECK(fabs((double)mine->dx[i] - whole->dx[pixel(&k, k.C, r, p, i)]) < 1e-4);
+    int64_t wide = p > 1 && k.cols > 1 ? h + 2 * half : 0, high = p > 1 && k.rows > 1 ? w : 0;
+    int64_t bytes = (int64_t)4 * k.B * (k.C + k.out) * 2 * half * (high + wide); /* of two layers */
+    CHECK(mine->bytes[0] == bytes && mine->bytes[1] == bytes);
+    if (k.local) CHECK(mine->weights * p == whole->weights);
+    for (int i = 0; i < hpml_param_count(ctx); i++) {
+        hpml_tensor *mine_p = hpml_param_at(ctx, i), *whole_p = hpml_param_at(alone, i);
+        int64_t      n = hpml_tensor_count(mine_p), first = k.local ? r * n : 0;
+        CHECK(strcmp(mine_p->name, whole_p->name) == 0);
+        if (!k.local) hpml_allreduce(c, mine_p->grad, n, NULL);
+        CHECK(difference(mine_p->grad, whole_p->grad + first, n) < 1e-5);
+    }
+    free(mine);
+    hpml_ctx_free(alone);
+    return hpml_ctx_status(ctx);
+}
+TEST(convolution_on_rows_equals_that_of_the_whole_image)
+{
+    image_case k = { 2, 3, 8, 7, 4, 3, 0, 0, false };
+    for (int p = 1; p <= 4; p *= 2) {
+        k.kernel = 3;
+        ENSURE(on_ranks(p, image_check, &k));
+        k.kernel = 5;
+        ENSURE(on_ranks(p, image_check, &k));
+    }
+}
+TEST(locally_connected_layers_in_a_grid_equal_those_of_the_whole_image)
+{
+    image_case k = { 3, 2, 8, 12, 3, 3, 2, 2, true }, row = k, column = k;
+    row.rows = 1, row.cols = 2;
+    column.rows = 4, column.cols = 1, column.kernel = 5;
+    ENSURE(on_ranks(4, image_check, &k) && on_ranks(2, image_check, &row) && on_ranks(4, image_check, &column));
+    ENSURE(on_ranks(1, image_check, &k));
+}
+
+static hpml_status image_refuses(hpml_comm *c, void *user)
+{
+    hpml_ctx *ctx = hpml_comm_ctx(c);
+    (void)user;
+    set_group(c, HPML_AXIS_SEQUENCE, ctx);
+    hpml_tensor *x = hpml_input_4d(ctx, 2, 3, 1, 8);
+    CHECK(!hpml_conv2d_rows(x, 4, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1, .stride_h = 2 }));
+    CHECK(strstr(hpml_ctx_error(ctx), "stride_h 2") && strstr(hpml_ctx_error(ctx), "expected an odd kernel_h"));
+    hpml_ctx_clear_error(ctx);
+    CHECK(!hpml_conv2d_rows(x, 4, &(hpml_conv2d_desc){ .kernel_h = 5, .padding_h = 2 }));
+    CHECK(strstr(hpml_ctx_error(ctx), "fewer pixels than a halo of 2 x 0"));
+    hpml_ctx_clear_error(ctx);
+    CHECK(!hpml_local2d(x, 4, &(hpml_local2d_desc){ .kernel = 3, .rows = 2, .cols = 2 }));
+    CHECK(strstr(hpml_ctx_error(ctx), "a grid of 2 x 2 blocks on 2 ranks"));
+    hpml_ctx_clear_error(ctx);
+    CHECK(!hpml_local2d(x, 4, &(hpml_local2d_desc){ .kernel = 4, .rows = 2 }));
+    CHECK(strstr(hpml_ctx_error(ctx), "kernel 4"));
+    hpml_ctx_clear_error(ctx);
+    return HPML_OK;
+}
+TEST(images_that_do_not_fit_are_refused) { ENSURE(on_ranks(2, image_refuses, NULL)); }
+
+/* ---- mixture of experts ---- */
+typedef struct expert_case {
+    int   B, T, D, E, hidden, top;
+    float capacity;
+    bool  idle;      /* the last rank has no samples */
+} expert_case;
+enum { PARAMS = 5 }; /* gate, w1, b1, w2, b2 */
+typedef struct expert_result { float y[4096], dx[4096], d[PARAMS][4096]; } expert_result;
+
+static hpml_status expert_run(void *user, hpml_trainer *t, const hpml_moment *at, int64_t samples, float *loss)
+{
+    (void)user, (void)at;
+    return hpml_trainer_forward_backward(t, 0, samples, 1, false, loss);
+}
+/* Adds to *out the gradients of sum (y dy) + balance, y = x + experts(x), with the samples of rank r. */
+static void expert_model(hpml_ctx *ctx, const expert_case *k, int r, int block, bool idle, expert_result *out,
+                         hpml_comm *c, int64_t *bytes)
+{
+    hpml_tensor *x = hpml_input_3d(ctx, k->B, k->T, k->D), *dy = hpml_input_3d(ctx, k->B, k->T, k->D), *balance;
+    hpml_tensor_require_grad(x);
+    hpml_experts_desc e = { .experts = k->E, .top = k->top, .hidden = k->hidden, .capacity = k->capacity, .name = "moe" };
+    hpml_tensor *y    = hpml_add(x, hpml_experts(x, &e, &balance));
+    hpml_tensor *loss = hpml_add(hpml_sum(hpml_mul(y, dy), HPML_ALL_DIMS), balance);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = y, .target = dy,
+                                                                     .loss_tensor = loss, .lr = HPML_ZERO });
+    hpml_hooks pass = { .user = t, .run = expert_run };
+    float      in[2][512];
+    hpml_trainer_attach(t, &pass);
+    if (!t) return;
+    for (int64_t i = 0; i < hpml_tensor_count(x); i++) {
+        in[0][i] = number(100 + (uint64_t)r, i);
+        in[1][i] = number(200 + (uint64_t)r, i);
+    }
+    for (int i = 0; i < PARAMS; i++) {
+        hpml_tensor *p = hpml_param_at(ctx, i);
+        int64_t      n = hpml_tensor_count(p), first = i > 0 ? block * n : 0;
+        for (int64_t j = 0; j < n; j++) p->data[j] = 0.5f * number(10 + (uint64_t)i, first + j);
+    }
+    if (c) bytes_sent(c);
+    hpml_trainer_step(t, in[0], in[1], idle ? 0 : k->B, NULL);
+    if (c) *bytes = bytes_sent(c);
+    int64_t n = hpml_tensor_count(x);
+    for (int64_t i = 0; i < n; i++) out->y[i] = y->data[i], out->dx[i] = x->grad[i];
+    for (int i = 0; i < PARAMS; i++)
+        for (int64_t j = 0; j < hpml_tensor_count(hpml_param_at(ctx, i)); j++)
+            out->d[i][j] += hpml_param_at(ctx, i)->grad[j];
+}
+
+static hpml_status expert_check(hpml_comm *c, void *user)
+{
+    const expert_case *k = (const expert_case *)user;
+    hpml_ctx *ctx = hpml_comm_ctx(c);
+    int       p = hpml_comm_size(c), r = hpml_comm_rank(c);
+    bool      idle = k->idle && r == p - 1;
+    int64_t   bytes = 0, n = k->B * k->T * k->D, tokens = k->B * k->T;
+    expert_result *mine = (expert_result *)calloc(2, sizeof *mine), *whole = mine + 1;
+    float     *y = (float *)calloc(2, sizeof mine->y), *dx = y + 4096;
+    set_group(c, HPML_AXIS_EXPERT, ctx);
+    expert_model(ctx, k, r, r, idle, mine, c, &bytes);
+    CHECK(hpml_ctx_status(ctx) == HPML_OK);
+    for (int s = 0; s < p - k->idle; s++) { /* one rank with all experts, once with each rank's samples */
+        hpml_ctx *alone = one_rank();
+        expert_model(alone, k, s, 0, false, whole, NULL, NULL);
+        CHECK(hpml_ctx_status(alone) == HPML_OK);
+        for (int i = 0; i < PARAMS; i++)
+            CHECK(strcmp(hpml_param_at(ctx, i)->name, hpml_param_at(alone, i)->name) == 0);
+        if (s == r) memcpy(y, whole->y, sizeof whole->y), memcpy(dx, whole->dx, sizeof whole->dx);
+        hpml_ctx_free(alone);
+    }
+    CHECK(idle || (difference(mine->y, y, n) < 1e-5 && difference(mine->dx, dx, n) < 1e-5));
+    for (int i = 0; i < PARAMS; i++) {
+        int64_t count = hpml_tensor_count(hpml_param_at(ctx, i));
+        if (i == 0) hpml_allreduce(c, mine->d[0], count, NULL);
+        CHECK(difference(mine->d[i], whole->d[i] + (i > 0 ? r * count : 0), count) < 1e-5);
+    }
+    int64_t cap = (int64_t)ceil((double)k->capacity * k->top * (double)tokens / k->E);
+    cap = cap < tokens ? cap : tokens;
+    CHECK(bytes == 4 * (int64_t)(p - 1) * (k->E / p) * cap * k->D * 4); /* four all-to-all */
+    free(mine), free(y);
+    return hpml_ctx_status(ctx);
+}
+TEST(experts_on_many_ranks_equal_all_experts_on_one)
+{
+    expert_case one = { 2, 5, 6, 4, 7, 1, 1.25f, false }, two = { 2, 6, 5, 8, 4, 2, 1.0f, false }, idle = two;
+    idle.idle = true;
+    for (int p = 1; p <= 4; p *= 2) ENSURE(on_ranks(p, expert_check, &one) && on_ranks(p, expert_check, &two));
+    ENSURE(on_ranks(2, expert_check, &idle) && on_ranks(4, expert_check, &idle));
+}
+
+/* The formula of hpml_experts for one token in double precision; used: places taken (experts). */
+static void expert_formula(const expert_case *k, hpml_ctx *ctx, const float *x, const int *choice, const bool *has,
+                           double *y)
+{
+    const float *gate = hpml_param_at(ctx, 0)->data, *w1 = hpml_param_at(ctx, 1)->data, *b1 = hpml_param_at(ctx, 2)->data;
+    const float *w2 = hpml_param_at(ctx, 3)->data, *b2 = hpml_param_at(ctx, 4)->data;
+    double       p[16], sum = 0, chosen = 0;
+    for (int e = 0; e < k->E; e++) {
+        p[e] = 0;
+        for (int d = 0; d < k->D; d++) p[e] += (double)gate[e * k->D + d] * x[d];
+        sum += p[e] = exp(p[e]);
+    }
+    for (int i = 0; i < k->top; i++) chosen += p[choice[i]];
+    for (int d = 0; d < k->D; d++) y[d] = x[d];
+    for (int i = 0; i < k->top; i++) {
+        int    e = choice[i];
+        double g = p[e] / (k->top == 2 ? chosen : sum);
+        for (int d = 0; has[i] && d < k->D; d++) {
+            double z = b2[e * k->D + d];
+            for (int h = 0; h < k->hidden; h++) {
+                double a = b1[e * k->hidden + h];
+                for (int c = 0; c < k->D; c++) a += (double)w1[(e * k->hidden + h) * k->D + c] * x[c];
+                if (a > 0) z += a * w2[(e * k->D + d) * k->hidden + h];
+            }
+            y[d] += g * z;
+        }
+    }
+}
+/* The best and second best experts of a token. */
+static void expert_choices(const expert_case *k, hpml_ctx *ctx, const float *x, int *choice)
+{
+    double s[16];
+    for (int e = 0; e < k->E; e++) {
+        s[e] = 0;
+        for (int d = 0; d < k->D; d++) s[e] += (double)hpml_param_at(ctx, 0)->data[e * k->D + d] * x[d];
+    }
+    for (int i = 0; i < 2; i++) {
+        choice[i] = -1;
+        for (int e = 0; e < k->E; e++)
+            if ((i == 0 || e != choice[0]) && (choice[i] < 0 || s[e] > s[choice[i]])) choice[i] = e;
+    }
+}
+TEST(experts_follow_their_formula)
+{
+    expert_case cases[] = { { 2, 5, 6, 4, 7, 1, 1.0f, false }, { 2, 6, 5, 3, 4, 2, 0.6f, false } };
+    for (int i = 0; i < 2; i++) {
+        expert_case   *k = &cases[i];
+        hpml_ctx      *ctx = one_rank();
+        expert_result *got = (expert_result *)calloc(1, sizeof *got);
+        int            tokens = k->B * k->T, cap = (int)ceil((double)k->capacity * k->top * tokens / k->E), used[16] = { 0 };
+        int            choice[16][2], without = 0;
+        bool           has[16][2];
+        expert_model(ctx, k, 0, 0, false, got, NULL, NULL);
+        ENSURE(hpml_ctx_status(ctx) == HPML_OK);
+        float x[16][8];
+        for (int t = 0; t < tokens; t++) {
+            for (int d = 0; d < k->D; d++) x[t][d] = number(100, t * k->D + d);
+            expert_choices(k, ctx, x[t], choice[t]);
+        }
+        for (int j = 0; j < k->top * tokens; j++) {
+            int t = j % tokens, c = j / tokens;
+            has[t][c] = used[choice[t][c]]++ < cap;
+            without += !has[t][c];
+        }
+        ENSURE(without > 0); /* some tokens find no place */
+        for (int t = 0; t < tokens; t++) {
+            double y[8];
+            expert_formula(k, ctx, x[t], choice[t], has[t], y);
+            for (int d = 0; d < k->D; d++) ENSURE_NEAR(got->y[t * k->D + d], y[d], 1e-5);
+        }
+        free(got);
+        hpml_ctx_free(ctx);
+    }
+}
+TEST(gradients_of_experts_agree_with_differences)
+{
+    for (int top = 1; top <= 2; top++) {
+        hpml_ctx    *ctx = one_rank();
+        hpml_tensor *x = hpml_input_2d(ctx, 6, 5), *dy = hpml_input_2d(ctx, 6, 5), *balance;
+        hpml_tensor_require_grad(x);
+        hpml_tensor *y = hpml_experts(x, &(hpml_experts_desc){ .experts = 3, .top = top, .hidden = 4 }, &balance);
+        hpml_tensor *loss = hpml_add(hpml_sum(hpml_mul(y, dy), HPML_ALL_DIMS), balance);
+        hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = loss });
+        ENSURE(hpml_graph_alloc(g) == HPML_OK);
+        for (int64_t i = 0; i < 30; i++) x->data[i] = number(31, i), dy->data[i] = number(32, i);
+        for (int64_t i = 0; i < 15; i++) hpml_param_at(ctx, 0)->data[i] = 2 * number(33, i); /* clear choices */
+        double error = hpml_check_grad(g, 3e-3f, 1000);
+        ENSURE(error >= 0 && error < 1e-3);
+        hpml_ctx_free(ctx);
+    }
+}
+static hpml_status expert_refuses(hpml_comm *c, void *user)
+{
+    hpml_ctx *ctx = hpml_comm_ctx(c);
+    (void)user;
+    set_group(c, HPML_AXIS_EXPERT, ctx);
+    hpml_tensor *x = hpml_input_2d(ctx, 4, 6);
+    CHECK(!hpml_experts(x, &(hpml_experts_desc){ .experts = 3, .name = "moe" }, NULL));
+    CHECK(strstr(hpml_ctx_error(ctx), "experts \"moe\": 3 experts on 2 ranks"));
+    hpml_ctx_clear_error(ctx);
+    CHECK(!hpml_experts(x, &(hpml_experts_desc){ .experts = 4, .top = 3 }, NULL));
+    CHECK(strstr(hpml_ctx_error(ctx), "top 3"));
+    hpml_ctx_clear_error(ctx);
+    return HPML_OK;
+}
+TEST(experts_that_do_not_fit_are_refused) { ENSURE(on_ranks(2, expert_refuses, NULL)); }
