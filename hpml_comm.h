@@ -151,6 +151,7 @@
 //     layer-ring   ring attention
 //     layer-halo   blocks of images with their neighbours' pixels: convolution, locally connected layers
 //     layer-experts   mixture of experts by all-to-all
+//     layer-members   collectives as layers; dense layers whose ranks have samples of their own
 // PART V   FORESEE: steps in virtual time
 //     simulate   moves in virtual time, by a queue of ranks
 //     simulate-fast   rings and all to all in virtual time without a queue
@@ -1038,26 +1039,26 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
    order; a layer's messages are part of its forward and backward pass. A tensor that is split is on each rank this
    rank's block of it, rank r having block r. Every rank has a loss of its own, and gradients are those of the sum of
    the ranks' losses, which data parallelism divides by the number of ranks. For a group of one rank a layer computes
-   the same without messages, with parameters of the same names. Arrays are f32 in host memory while they travel; a layer
-   with a NULL source returns NULL. A rank whose step has failed gives its peers an error that names the rank. */
+   the same without messages, with parameters of the same names. Arrays are f32 in host memory while they travel; a
+   layer with a NULL source returns NULL. A rank whose step has failed gives its peers an error that names the rank. */
 
-/* Ring attention (Liu et al. 2023): hpml_attention on a sequence that the SEQUENCE axis splits. qkv (B, T / p, 3C): this
-   rank's time steps; y (B, T / p, C). Queries stay, keys and values pass from rank to rank around a ring of p ranks, and
-   softmax is computed block by block, so that no rank has more than 1 / p of the sequence and none of the matrix (T, T).
-   A rank sends (p - 1) B (T / p) 2C floats in the forward and (2p - 1) B (T / p) 2C in the backward pass. With a causal
-   mask rank r computes r + 1 of the p blocks, so that the last rank sets the time. */
+/* Ring attention (Liu et al. 2023): hpml_attention on a sequence that the SEQUENCE axis splits. qkv (B, T / p, 3C):
+   this rank's time steps; y (B, T / p, C). Queries stay, keys and values pass from rank to rank around a ring of p
+   ranks, and softmax is computed block by block, so that no rank has more than 1 / p of the sequence and none of the
+   matrix (T, T). A rank sends (p - 1) B (T / p) 2C floats in the forward and (2p - 1) B (T / p) 2C in the backward
+   pass. With a causal mask rank r computes r + 1 of the p blocks, so that the last rank sets the time. */
 HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention_desc *desc);
 
 /* Mixture of experts: layers of which each token uses one or two. x (.., D) has n tokens, y (.., D):
        p = softmax(x gate^T),   y = sum of g_e (relu(x w1_e^T + b1_e) w2_e^T + b2_e) over the best 1 or 2 experts e,
    with g_e = p_e for one (Fedus et al. 2021, Switch) and g_e = p_e / (sum of both p) for two (Lepikhin et al. 2020,
-   GShard). The EXPERT axis splits the experts: each of its p ranks has experts / p of them, and tokens of its own, which
-   travel to their experts and back by all-to-all. The n tokens of a rank's full batch are a group with places of its
-   own in every expert: cap = ceil(capacity top n / experts); first choices take places first, then second ones, in the
-   order of tokens, and a token without a place gets 0 from that expert, so add y to x. A rank sends 2 (p - 1) / p experts
-   cap D floats in the forward and as many in the backward pass, also a rank without samples.
-   Parameters: gate.weight (experts, D), w1 (experts, hidden, D), b1 (experts, hidden), w2 (experts, D, hidden), b2
-   (experts, D), split along dimension 0. */
+   GShard). The EXPERT axis splits the experts: each of its p ranks has experts / p of them, and tokens of its own,
+   which travel to their experts and back by all-to-all. The n tokens of a rank's full batch are a group with places of
+   its own in every expert: cap = ceil(capacity top n / experts); first choices take places first, then second ones, in
+   the order of tokens, and a token without a place gets 0 from that expert, so add y to x. A rank sends 2 (p - 1) / p
+   experts cap D floats in the forward and as many in the backward pass, also a rank without samples. Parameters:
+   gate.weight (experts, D), w1 (experts, hidden, D), b1 (experts, hidden), w2 (experts, D, hidden), b2 (experts, D),
+   split along dimension 0. */
 typedef struct hpml_experts_desc {
     uint32_t    _begin;
     int32_t     experts;  /* required, 2 or more, a multiple of the ranks of the EXPERT axis */
@@ -1072,22 +1073,23 @@ typedef struct hpml_experts_desc {
 HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc, hpml_tensor **balance);
 
 /* Blocks of an image of (rows H) x (cols W) pixels in a grid of rows x cols blocks, one for each rank of the SEQUENCE
-   axis (row after row), with rows x cols ranks. x (B, C, H, W) is this rank's block; y (B, C, H + 2 halo_h, W + 2 halo_w)
-   has the adjacent pixels of the neighbouring blocks around it, and zeros outside the image. Backward adds the gradients
-   of those pixels where they came from. A rank sends 2 B C W halo_h floats if rows > 1 and 2 B C (H + 2 halo_h) halo_w
-   if cols > 1, in each pass (the first and the last block of the grid are neighbours for this count). One rank: zeros. */
+   axis (row after row), with rows x cols ranks. x (B, C, H, W) is this rank's block; y (B, C, H + 2 halo_h, W + 2
+   halo_w) has the adjacent pixels of the neighbouring blocks around it, and zeros outside the image. Backward adds the
+   gradients of those pixels where they came from. A rank sends 2 B C W halo_h floats if rows > 1 and 2 B C (H + 2
+   halo_h) halo_w if cols > 1, in each pass (the first and the last block of the grid are neighbours for this count).
+   One rank: zeros. */
 HPML_API hpml_tensor *hpml_halo(hpml_tensor *x, int32_t rows, int32_t cols, int32_t halo_h, int32_t halo_w);
 
 /* hpml_conv2d whose images are split into bands of rows by the SEQUENCE axis (Dryden et al. 2019): x (B, C, H / p, W)
-   and y (B, out, H / p, W). Needs an odd kernel_h, padding_h = kernel_h / 2 and stride and dilation 1. Every rank has the
-   whole weights. A rank sends 2 (kernel_h / 2) B C W floats in each pass. */
+   and y (B, out, H / p, W). Needs an odd kernel_h, padding_h = kernel_h / 2 and stride and dilation 1. Every rank has
+   the whole weights. A rank sends 2 (kernel_h / 2) B C W floats in each pass. */
 HPML_API hpml_tensor *hpml_conv2d_rows(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc);
 
 /* Locally connected layer (Le et al. 2012; Coates et al. 2013): as a convolution with stride 1 that keeps the size of
-   the image, but with weights of its own at each pixel. The image is cut into a grid of rows x cols blocks, each with H x W
-   pixels, and each of rows x cols ranks of the SEQUENCE axis has one of them, and its weights; neighbours exchange a halo
-   of kernel / 2 pixels. One rank alone has the whole image, (rows H) x (cols W). x (B, C, H, W), y (B, out, H, W).
-   Parameters: weight (rows x cols, H W, out, C kernel^2), bias (rows x cols, H W, out), split along dimension 0. */
+   the image, but with weights of its own at each pixel. The image is cut into a grid of rows x cols blocks, each with H
+   x W pixels, and each of rows x cols ranks of the SEQUENCE axis has one of them, and its weights; neighbours exchange
+   a halo of kernel / 2 pixels. One rank alone has the whole image, (rows H) x (cols W). x (B, C, H, W), y (B, out, H,
+   W). Parameters: weight (rows x cols, H W, out, C kernel^2), bias (rows x cols, H W, out), split along dimension 0. */
 typedef struct hpml_local2d_desc {
     uint32_t    _begin;
     int32_t     kernel;     /* required, odd */
@@ -1098,8 +1100,8 @@ typedef struct hpml_local2d_desc {
 } hpml_local2d_desc;
 HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local2d_desc *desc);
 
-/* Collectives as layers (Lee et al. 2015, MPI-Caffe), for ranks that record different models, such as one trunk and many
-   heads. x has the same shape on all ranks. root: a rank of the group; reduce and gather: -1 means all ranks.
+/* Collectives as layers (Lee et al. 2015, MPI-Caffe), for ranks that record different models, such as one trunk and
+   many heads. x has the same shape on all ranks. root: a rank of the group; reduce and gather: -1 means all ranks.
      bcast   y = x of rank `root`. Backward: rank `root` gets the sum of the gradients. x of the others is not read
      reduce  y = sum of the ranks' x at the root, else zeros. Backward: all get the root's gradient
      gather  (B, C, ..) to (B, p C, ..): the ranks' x joined along dimension 1 at the root, else zeros. Backward: each
@@ -11473,9 +11475,9 @@ HPMLC_FN void hpmlc_give(const hpml_node *n, int i, int64_t first, const float *
 /* As hpml_attention (>>sequence of hpml.h has the formulas), but rank r has only block r of L = T / p time steps. In
    round k it has the keys and values of block r - k, which come from rank r - 1. Softmax over blocks (Milakov and
    Gimelshein 2018): for each query the largest score m until now, l = sum of exp(s - m), and o = sum of exp(s - m) v; a
-   block with a larger score multiplies l and o by exp(m - m'). Saved for backward: log sum exp = m + log l. The backward
-   pass sends the gradients of keys and values around with them: after p rounds each block's are back on its rank. Work
-   is cut into blocks of HPMLC_QUERIES queries, so that scratch has (64, L) scores and not (L, L). */
+   block with a larger score multiplies l and o by exp(m - m'). Saved for backward: log sum exp = m + log l. The
+   backward pass sends the gradients of keys and values around with them: after p rounds each block's are back on its
+   rank. Work is cut into blocks of HPMLC_QUERIES queries, so that scratch has (64, L) scores and not (L, L). */
 #define HPMLC_QUERIES 64
 typedef struct hpmlc_ring {
     const hpml_group *group;
@@ -11707,8 +11709,8 @@ HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention
 /* A halo is filled by up to four shifts of the whole grid: rows down and up, then columns right and left. Columns have
    the height of the block with its halo, so that the corners arrive with them. Each shift copies a strip at the inner
    edge of the block to a buffer, passes the buffer on, and copies what arrives to the halo on the other side. Backward
-   runs the shifts in reverse order and direction, from halo to edge, and adds. The ranks at opposite ends of the grid are
-   neighbours for hpml_group.pass; what they get from each other is ignored. */
+   runs the shifts in reverse order and direction, from halo to edge, and adds. The ranks at opposite ends of the grid
+   are neighbours for hpml_group.pass; what they get from each other is ignored. */
 typedef struct hpmlc_halo {
     const hpml_group *group;
     int64_t           rows, cols, h, w; /* of the grid; pixels of the halo at each side */
@@ -11725,20 +11727,21 @@ typedef struct hpmlc_shift {
 /* Computes shift `i` of 0 to 3, for blocks of H x W pixels; false: the grid has no such shift. */
 HPMLC_FN bool hpmlc_halo_shift(const hpmlc_halo *k, int i, int64_t H, int64_t W, hpmlc_shift *s)
 {
-    const bool    vertical = i < 2, forward = i % 2 == 0;
-    const int64_t size = vertical ? H : W, halo = vertical ? k->h : k->w, blocks = vertical ? k->rows : k->cols;
-    const int64_t at = vertical ? k->group->rank / k->cols : k->group->rank % k->cols;
-    const int64_t from = forward ? size : halo, to = forward ? 0 : size + halo; /* first pixel of edge and halo */
-    memset(s, 0, sizeof *s);
-    s->by       = (int)(vertical ? k->cols : 1) * (forward ? 1 : -1);
+    const bool        vertical = i < 2, forward = i % 2 == 0;
+    const int64_t     sizes[2] = { H, W }, halos[2] = { k->h, k->w }, counts[2] = { k->rows, k->cols };
+    const int64_t     size = sizes[!vertical], halo = halos[!vertical], blocks = counts[!vertical];
+    const int64_t     at = vertical ? k->group->rank / k->cols : k->group->rank % k->cols;
+    const int         step = vertical ? (int)k->cols : 1;
+    const hpmlc_strip rows = { 0, k->w, halo, W }, cols = { 0, 0, H + 2 * k->h, halo };
+    s->by       = forward ? step : -step;
     s->sends    = forward ? at + 1 < blocks : at > 0;
     s->receives = forward ? at > 0 : at + 1 < blocks;
-    s->edge.y = vertical ? from : 0;
-    s->halo.y = vertical ? to : 0;
-    s->edge.x = vertical ? k->w : from;
-    s->halo.x = vertical ? k->w : to;
-    s->edge.rows = s->halo.rows = vertical ? halo : H + 2 * k->h;
-    s->edge.cols = s->halo.cols = vertical ? W : halo;
+    s->edge     = vertical ? rows : cols;
+    s->halo     = s->edge;
+    int64_t *edge = vertical ? &s->edge.y : &s->edge.x;
+    int64_t *beyond = vertical ? &s->halo.y : &s->halo.x;
+    *edge   = forward ? size : halo;
+    *beyond = forward ? 0 : size + halo;
     return blocks > 1 && halo > 0;
 }
 
@@ -11813,15 +11816,15 @@ HPML_API hpml_tensor *hpml_halo(hpml_tensor *x, int32_t rows, int32_t cols, int3
     hpmlc_halo        k = { g, rows, cols, halo_h, halo_w, x->shape[0] * x->shape[1] };
     if (g->size == 1) k.rows = k.cols = 1;
     if (x->ndim != 4 || x->layout != HPML_NCHW || halo_h < 0 || halo_w < 0 || rows < 1 || cols < 1)
-        return hpmlc_no_layer(x->ctx, "halo: input is %s with a halo of %d x %d pixels, grid %d x %d; expected images (B, "
-                              "C, H, W), NCHW, halos of 0 or more and a grid of 1 or more",
+        return hpmlc_no_layer(x->ctx, "halo: input is %s with a halo of %d x %d pixels, grid %d x %d; expected images "
+                              "(B, C, H, W), NCHW, halos of 0 or more and a grid of 1 or more",
                               hpml_tensor_text(x, text, sizeof text), halo_h, halo_w, rows, cols);
     if (k.rows * k.cols != g->size)
         return hpmlc_no_layer(x->ctx, "halo: a grid of %d x %d blocks on %d ranks of the sequence axis; expected one "
                               "block for each rank, or one rank", rows, cols, g->size);
     if ((k.rows > 1 && x->shape[2] < halo_h) || (k.cols > 1 && x->shape[3] < halo_w))
-        return hpmlc_no_layer(x->ctx, "halo: blocks of %s have fewer pixels than a halo of %d x %d; take fewer ranks or a "
-                              "smaller kernel", hpml_tensor_text(x, text, sizeof text), halo_h, halo_w);
+        return hpmlc_no_layer(x->ctx, "halo: blocks of %s have fewer pixels than a halo of %d x %d; take fewer ranks "
+                              "or a smaller kernel", hpml_tensor_text(x, text, sizeof text), halo_h, halo_w);
     HPMLC_ZERO(hpml_custom, op);
     op.name       = "halo";
     op.forward    = hpmlc_halo_forward;
@@ -11844,9 +11847,9 @@ HPML_API hpml_tensor *hpml_conv2d_rows(hpml_tensor *x, int64_t out, const hpml_c
     const hpml_group *g = hpml_ctx_group(x->ctx, HPML_AXIS_SEQUENCE);
     const int32_t     pad_w = d.padding_w == 0 ? d.padding_h : d.padding_w;
     if (d.kernel_h < 1 || d.kernel_h % 2 == 0 || d.padding_h != d.kernel_h / 2 || d.stride_h > 1 || d.dilation_h > 1)
-        return hpmlc_no_layer(x->ctx, "conv2d_rows \"%s\": kernel_h %d, padding_h %d, stride_h %d, dilation_h %d; expected "
-                              "an odd kernel_h, padding_h = kernel_h / 2, stride and dilation 1, so that each rank "
-                              "computes as many rows as it has", d.name ? d.name : "", d.kernel_h, d.padding_h,
+        return hpmlc_no_layer(x->ctx, "conv2d_rows \"%s\": kernel_h %d, padding_h %d, stride_h %d, dilation_h %d; "
+                              "expected an odd kernel_h, padding_h = kernel_h / 2, stride and dilation 1, so that each "
+                              "rank computes as many rows as it has", d.name ? d.name : "", d.kernel_h, d.padding_h,
                               d.stride_h, d.dilation_h);
     hpml_tensor *tall = hpml_halo(x, g->size, 1, d.padding_h, 0);
     d.stride_w   = d.stride_w ? d.stride_w : 1;
@@ -11934,14 +11937,19 @@ HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local
     char text[96], own_name[32];
     if (!hpmlc_recordable(x)) return NULL;
     HPMLC_DESC(hpml_local2d_desc, d, desc);
-    const int32_t rows = d.rows ? d.rows : 1, cols = d.cols ? d.cols : 1, half = d.kernel / 2;
+    const int32_t rows = d.rows ? d.rows : 1;
+    const int32_t cols = d.cols ? d.cols : 1, half = d.kernel / 2;
     const bool    alone = hpml_ctx_group(x->ctx, HPML_AXIS_SEQUENCE)->size == 1; /* this rank has all blocks */
-    hpmlc_local   k = { d.kernel, alone ? rows : 1, alone ? cols : 1 };
+    hpmlc_local   k = { d.kernel, 1, 1 };
     const char   *name = hpmlc_layer_name(x->ctx, d.name, "local2d", own_name);
+    if (alone) {
+        k.rows = rows;
+        k.cols = cols;
+    }
     if (d._begin || d._end || x->ndim != 4 || out < 1 || d.kernel < 1 || d.kernel % 2 == 0 || rows < 1 || cols < 1 ||
         x->shape[2] % k.rows != 0 || x->shape[3] % k.cols != 0)
-        return hpmlc_no_layer(x->ctx, "local2d \"%s\": input is %s, out %lld, kernel %d, grid %d x %d; expected images (B, "
-                              "C, H, W) that the grid divides, and an odd kernel", name,
+        return hpmlc_no_layer(x->ctx, "local2d \"%s\": input is %s, out %lld, kernel %d, grid %d x %d; expected images "
+                              "(B, C, H, W) that the grid divides, and an odd kernel", name,
                               hpml_tensor_text(x, text, sizeof text), (long long)out, d.kernel, rows, cols);
     hpml_tensor  *src[3] = { hpml_halo(x, rows, cols, half, half), NULL, NULL };
     const int64_t fan = x->shape[1] * d.kernel * d.kernel, pixels = x->shape[2] / k.rows * (x->shape[3] / k.cols);
@@ -11970,9 +11978,9 @@ HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local
    tokens. R = experts cap places. Buffers of rows in two orders:
      at home       place e cap + s: slot s of expert e, for this rank's tokens
      at experts    place (r local + i) cap + s: slot s that rank r fills of local expert i; `local` experts per rank
-   hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions.
-   Forward: route; rows of x to `sent` (home), swap to `in` (experts), hid = relu(in w1^T + b1), back = hid w2^T + b2, swap
-   to `back` (home), y = sum of g back. Backward takes the same ways. Saved: in (R, D), hid (R, hidden), back (R, D), and
+   hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward:
+   route; rows of x to `sent` (home), swap to `in` (experts), hid = relu(in w1^T + b1), back = hid w2^T + b2, swap to
+   `back` (home), y = sum of g back. Backward takes the same ways. Saved: in (R, D), hid (R, hidden), back (R, D), and
    for each token and choice the place (-1: no place was left) and g. Sources: x, p, w1, b1, w2, b2. */
 typedef struct hpmlc_experts {
     const hpml_group *group;
@@ -12039,13 +12047,13 @@ HPMLC_FN hpml_status hpmlc_experts_swap(const hpmlc_experts *k, const float *fro
     return k->group->swap(k->group->user, from, to, k->local * k->cap * k->D);
 }
 
-/* to[i] (+)= b[i % width], for n numbers: a bias below the results of a matrix product. */
+/* to[i] = b[i % width], for n numbers: a bias, to which a matrix product is added. */
 HPMLC_FN void hpmlc_spread_bias(float *to, const float *b, int64_t n, int64_t width)
 {
     for (int64_t i = 0; i < n; i++) to[i] = b[i % width];
 }
 
-/* Runs the rows of block `block`, those of one rank for one local expert, through the expert; the results go to w->a. */
+/* Runs the rows of block `block`, those of one rank for one local expert, through the expert; results go to w->a. */
 HPMLC_FN hpml_status hpmlc_expert_forward(hpml_ctx *ctx, const hpml_node *n, const hpmlc_experts_arrays *w,
                                           int64_t block)
 {
@@ -12199,7 +12207,7 @@ HPMLC_FN hpml_tensor *hpmlc_experts_op(hpml_tensor *x, hpml_tensor *p, const hpm
     op.collective    = k->group->size > 1;
     op.keeps         = HPML_KEEP_SRC(1);
     op.saved_bytes   = (size_t)(rows * (2 * k->D + k->hidden) + 3 * choices) * sizeof(float);
-    op.scratch_bytes = (size_t)(rows * 2 * k->D + k->cap * k->hidden + k->experts) * sizeof(float);
+    op.scratch_bytes = (size_t)(rows * 2 * k->D + k->cap * k->hidden) * sizeof(float);
     op.flops         = 4.0 * (double)(rows * k->D) * (double)k->hidden;
     hpml_tensor *y = hpmlc_record(src, 6, &op, k, sizeof *k);
     if (y) memcpy(y->split, x->split, sizeof y->split);
@@ -12222,14 +12230,15 @@ HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc
     k.hidden  = d.hidden ? d.hidden : 4 * k.D;
     k.tokens  = hpml_tensor_count(x) / k.D;
     if (d.capacity == 0) d.capacity = 1.25f;
-    if (d._begin || d._end || x->ndim < 2 || d.experts < 2 || k.top < 1 || k.top > 2 || k.hidden < 1 || !(d.capacity > 0))
-        return hpmlc_no_layer(x->ctx, "experts \"%s\": input is %s, %d experts, top %d, hidden %lld, capacity %g; expected "
-                              "(.., D), 2 or more experts, top 1 or 2, the others above 0", name,
+    if (d._begin || d._end || x->ndim < 2 || d.experts < 2 || k.top < 1 || k.top > 2 || k.hidden < 1 ||
+        !(d.capacity > 0))
+        return hpmlc_no_layer(x->ctx, "experts \"%s\": input is %s, %d experts, top %d, hidden %lld, capacity %g; "
+                              "expected (.., D), 2 or more experts, top 1 or 2, the others above 0", name,
                               hpml_tensor_text(x, text, sizeof text), d.experts, d.top, (long long)d.hidden,
                               (double)d.capacity);
     if (k.local * k.group->size != k.experts)
-        return hpmlc_no_layer(x->ctx, "experts \"%s\": %d experts on %d ranks of the expert axis; expected a multiple of "
-                              "the ranks", name, d.experts, k.group->size);
+        return hpmlc_no_layer(x->ctx, "experts \"%s\": %d experts on %d ranks of the expert axis; expected a multiple "
+                              "of the ranks", name, d.experts, k.group->size);
     double cap = ceil((double)d.capacity * k.top * (double)k.tokens / (double)k.experts);
     k.cap = cap < (double)k.tokens ? (int64_t)cap : k.tokens; /* a token is at most once in an expert */
     if (k.cap < 1) k.cap = 1;
@@ -12240,6 +12249,199 @@ HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc
     hpml_tensor *p = hpml_softmax(hpml_linear(x, k.experts, &linear));
     if (balance) *balance = hpmlc_balance(p);
     return hpmlc_experts_op(x, p, &k, name);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>layer-members   collectives as layers; dense layers whose ranks have samples of their own
+// ---------------------------------------------------------------------------------------------------------------------
+typedef enum hpmlc_relay_kind { HPMLC_BCAST, HPMLC_REDUCE, HPMLC_GATHER } hpmlc_relay_kind;
+typedef struct hpmlc_relay {
+    const hpml_group *group;
+    hpmlc_relay_kind kind;
+    int               root;  /* -1: all ranks */
+    int64_t           count; /* floats of x for a full batch */
+} hpmlc_relay;
+
+HPMLC_FN bool hpmlc_relay_is_root(const hpmlc_relay *k) { return k->root < 0 || k->root == k->group->rank; }
+
+HPMLC_FN void hpmlc_zero(float *x, int64_t n) { memset(x, 0, (size_t)n * sizeof *x); }
+
+/* Between the blocks of all ranks, (p, B, row), and an array that joins them along dimension 1, (B, p, row). */
+HPMLC_FN void hpmlc_join(const hpmlc_relay *k, const hpml_tensor *x, float *blocks, float *joined, bool backward)
+{
+    const int64_t p = k->group->size, B = x->shape[0], row = hpml_tensor_count(x) / (B > 0 ? B : 1);
+    for (int64_t i = 0; i < p * B; i++) {
+        float *block = blocks + i / B * k->count + i % B * row, *at = joined + (i % B * p + i / B) * row;
+        if (backward) memcpy(block, at, (size_t)row * sizeof(float));
+        else memcpy(at, block, (size_t)row * sizeof(float));
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_relay_forward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
+{
+    const hpmlc_relay *k = (const hpmlc_relay *)n->attr.custom->user;
+    const hpml_group   *g = k->group;
+    const hpml_tensor  *x = n->src[0];
+    const int64_t       count = hpml_tensor_count(x);
+    float              *mine = (float *)n->scratch, *all = mine + k->count; /* of a full batch; (p) of them */
+    hpml_status         status = HPML_OK;
+    hpmlc_zero(mine, k->count);
+    memcpy(mine, x->data, (size_t)count * sizeof(float));
+    if (k->kind == HPMLC_BCAST) status = g->bcast(g->user, mine, k->count, k->root);
+    if (k->kind == HPMLC_REDUCE) status = g->sum(g->user, mine, k->count);
+    if (k->kind == HPMLC_GATHER) status = g->gather(g->user, mine, all, k->count);
+    if (k->kind != HPMLC_BCAST && !hpmlc_relay_is_root(k)) hpmlc_zero(n->out->data, hpml_tensor_count(n->out));
+    else if (k->kind == HPMLC_GATHER) hpmlc_join(k, x, all, n->out->data, false);
+    else memcpy(n->out->data, mine, (size_t)count * sizeof(float));
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_relay_backward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_relay *k = (const hpmlc_relay *)n->attr.custom->user;
+    const hpml_group   *g = k->group;
+    const int64_t       count = hpml_tensor_count(n->src[0]);
+    float              *mine = (float *)n->scratch, *all = mine + k->count;
+    hpml_status         status = HPML_OK;
+    hpmlc_zero(mine, k->count * (k->kind == HPMLC_GATHER ? 1 + g->size : 1));
+    if (k->kind == HPMLC_GATHER) hpmlc_join(k, n->src[0], all, n->out->grad, true);
+    else memcpy(mine, n->out->grad, (size_t)count * sizeof(float));
+    if (k->kind == HPMLC_GATHER && !hpmlc_relay_is_root(k)) hpmlc_zero(all, k->count * g->size);
+    if (k->kind == HPMLC_GATHER) status = g->scatter(g->user, all, mine, k->count);
+    else if (k->kind == HPMLC_REDUCE && k->root >= 0) status = g->bcast(g->user, mine, k->count, k->root);
+    else status = g->sum(g->user, mine, k->count);
+    if (k->kind != HPMLC_BCAST || hpmlc_relay_is_root(k)) hpml_node_give(run, n, 0, mine);
+    return status;
+}
+
+HPMLC_FN hpml_tensor *hpmlc_relay_op(hpml_tensor *x, hpml_axis axis, hpmlc_relay_kind kind, int root)
+{
+    static const char *const names[] = { "layer_bcast", "layer_reduce", "layer_gather" };
+    char text[96];
+    if (!hpmlc_recordable(x)) return NULL;
+    const hpml_group *g = hpml_ctx_group(x->ctx, axis);
+    hpmlc_relay      k = { g, kind, root, hpml_tensor_count(x) };
+    if (x->dtype != HPML_DTYPE_F32 || x->ndim < (kind == HPMLC_GATHER ? 2 : 1))
+        return hpmlc_no_layer(x->ctx, "%s: input is %s, expected floats (B, ..)", names[kind],
+                              hpml_tensor_text(x, text, sizeof text));
+    if (root >= g->size || root < (kind == HPMLC_BCAST ? 0 : -1))
+        return hpmlc_no_layer(x->ctx, "%s: root %d of %d ranks of the %s axis; expected a rank%s", names[kind], root,
+                              g->size, hpml_axis_name(axis), kind == HPMLC_BCAST ? "" : ", or -1 for all");
+    HPMLC_ZERO(hpml_custom, op);
+    op.name       = names[kind];
+    op.forward    = hpmlc_relay_forward;
+    op.backward   = hpmlc_relay_backward;
+    op.keeps      = HPML_KEEP_NONE;
+    op.collective = g->size > 1;
+    op.ndim       = x->ndim;
+    memcpy(op.shape, x->shape, sizeof op.shape);
+    if (kind == HPMLC_GATHER) op.shape[1] *= g->size;
+    op.scratch_bytes = (size_t)(k.count * (1 + (kind == HPMLC_GATHER ? g->size : 0))) * sizeof(float);
+    hpml_tensor *y = hpmlc_record(&x, 1, &op, &k, sizeof k);
+    if (y) y->needs_grad = true; /* backward runs on all ranks, also where x is an input */
+    return y;
+}
+HPML_API hpml_tensor *hpml_layer_bcast(hpml_tensor *x, hpml_axis axis, int root)
+{
+    return hpmlc_relay_op(x, axis, HPMLC_BCAST, root);
+}
+HPML_API hpml_tensor *hpml_layer_reduce(hpml_tensor *x, hpml_axis axis, int root)
+{
+    return hpmlc_relay_op(x, axis, HPMLC_REDUCE, root);
+}
+HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root)
+{
+    return hpmlc_relay_op(x, axis, HPMLC_GATHER, root);
+}
+
+/* hpml_linear_rows: with B samples of each of p ranks and `cut` = out / p rows of the weight on each, all = x of all
+   ranks (p B, in), saved; part = all w^T + bias (p B, cut), of which block r belongs to rank r's samples. swap
+   exchanges these blocks: rank s then has block s of all ranks, (p, B, cut), and y (B, p cut). Sources: x, weight,
+   bias. */
+typedef struct hpmlc_rows { const hpml_group *group; int64_t B, in, cut; } hpmlc_rows;
+
+/* Copies y (B, p cut) to blocks (p, B, cut), of a full batch, or back; only the samples of the present batch. */
+HPMLC_FN void hpmlc_rows_turn(const hpmlc_rows *k, float *y, int64_t samples, float *blocks, bool to_y)
+{
+    const int64_t p = k->group->size, cut = k->cut;
+    for (int64_t i = 0; i < samples * p; i++) {
+        float *row = y + i * cut, *block = blocks + (i % p * k->B + i / p) * cut;
+        if (to_y) memcpy(row, block, (size_t)cut * sizeof(float));
+        else memcpy(block, row, (size_t)cut * sizeof(float));
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_rows_forward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_rows *k = (const hpmlc_rows *)n->attr.custom->user;
+    const hpml_group *g = k->group;
+    const int64_t     samples = n->out->shape[0], rows = k->B * g->size;
+    float            *all = (float *)n->saved, *part = (float *)n->scratch, *blocks = part + rows * k->cut;
+    float            *mine = blocks; /* x of a full batch, needed before the blocks */
+    hpmlc_zero(mine, k->B * k->in);
+    memcpy(mine, n->src[0]->data, (size_t)(samples * k->in) * sizeof(float));
+    hpml_status status = g->gather(g->user, mine, all, k->B * k->in);
+    for (int64_t i = 0; i < rows * k->cut; i++) part[i] = n->src_count > 2 ? n->src[2]->data[i % k->cut] : 0;
+    if (status == HPML_OK)
+        status = hpml_sgemm(run->ctx, false, true, rows, k->cut, k->in, 1, all, k->in, n->src[1]->data, k->in, 1, part,
+                            k->cut);
+    if (status == HPML_OK) status = g->swap(g->user, part, blocks, k->B * k->cut);
+    hpmlc_rows_turn(k, n->out->data, samples, blocks, true);
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_rows_backward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_rows *k = (const hpmlc_rows *)n->attr.custom->user;
+    const hpml_group *g = k->group;
+    const int64_t     samples = n->out->shape[0], rows = k->B * g->size, in = k->in, cut = k->cut;
+    float            *all = (float *)n->saved, *part = (float *)n->scratch, *blocks = part + rows * cut;
+    hpmlc_zero(blocks, rows * cut);
+    hpmlc_rows_turn(k, n->out->grad, samples, blocks, false);
+    hpml_status status = g->swap(g->user, blocks, part, k->B * cut);
+    for (int64_t i = 0; i < rows && n->src_count > 2; i++) hpmlc_give(n, 2, 0, part + i * cut, cut);
+    if (n->src[1]->grad && status == HPML_OK)
+        status = hpml_sgemm(run->ctx, true, false, cut, in, rows, 1, part, cut, all, in, 1, n->src[1]->grad, in);
+    if (status == HPML_OK) /* all is free now: its gradient takes its place */
+        status = hpml_sgemm(run->ctx, false, false, rows, in, cut, 1, part, cut, n->src[1]->data, in, 0, all, in);
+    if (status == HPML_OK) status = g->scatter(g->user, all, blocks, k->B * in);
+    hpmlc_give(n, 0, 0, blocks, samples * in);
+    return status;
+}
+
+HPML_API hpml_tensor *hpml_linear_rows(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
+{
+    char text[96], own_name[32];
+    if (!hpmlc_recordable(x)) return NULL;
+    HPMLC_DESC(hpml_linear_desc, d, desc);
+    const hpml_group *g = hpml_ctx_group(x->ctx, HPML_AXIS_EXPERT);
+    hpmlc_rows        k = { g, x->shape[0], x->shape[1], out / g->size };
+    const char       *name = hpmlc_layer_name(x->ctx, d.name, "linear_rows", own_name);
+    if (d._begin || d._end || d.weight || d.split != HPML_SPLIT_NONE || x->ndim != 2 || out < 1)
+        return hpmlc_no_layer(x->ctx, "linear_rows \"%s\": input is %s, out %lld; expected (B, in), out above 0, and a "
+                              "desc without .weight and .split", name, hpml_tensor_text(x, text, sizeof text),
+                              (long long)out);
+    if (out % g->size != 0)
+        return hpmlc_no_layer(x->ctx, "linear_rows \"%s\": out %lld on %d ranks of the expert axis; expected a "
+                              "multiple of the ranks", name, (long long)out, g->size);
+    const int64_t shape[2] = { out, k.in }, most = k.in > out ? k.in : out;
+    hpml_tensor  *src[3] = { x, NULL, NULL };
+    src[1] = hpmlc_layer_param(x->ctx, name, "weight", HPML_AXIS_EXPERT, sqrt(6 / (double)k.in), 2, shape);
+    if (!d.no_bias) src[2] = hpmlc_layer_param(x->ctx, name, "bias", HPML_AXIS_EXPERT, 0, 1, shape);
+    HPMLC_ZERO(hpml_custom, op);
+    op.name          = "linear_rows";
+    op.forward       = hpmlc_rows_forward;
+    op.backward      = hpmlc_rows_backward;
+    op.collective    = g->size > 1;
+    op.keeps         = HPML_KEEP_NONE;
+    op.ndim          = 2;
+    op.shape[0]      = k.B;
+    op.shape[1]      = out;
+    op.saved_bytes   = (size_t)(k.B * g->size * k.in) * sizeof(float);
+    op.scratch_bytes = (size_t)(k.B * (out + most)) * sizeof(float);
+    op.flops         = 2.0 * (double)(k.B * k.in) * (double)out;
+    hpml_tensor *y = hpmlc_record(src, d.no_bias ? 2 : 3, &op, &k, sizeof k);
+    return y && d.activation != HPML_ACT_NONE ? hpml_activation(y, d.activation, 0) : y;
 }
 
 // =====================================================================================================================

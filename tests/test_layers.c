@@ -311,7 +311,8 @@ static void expert_model(hpml_ctx *ctx, const expert_case *k, int r, int block, 
 {
     hpml_tensor *x = hpml_input_3d(ctx, k->B, k->T, k->D), *dy = hpml_input_3d(ctx, k->B, k->T, k->D), *balance;
     hpml_tensor_require_grad(x);
-    hpml_experts_desc e = { .experts = k->E, .top = k->top, .hidden = k->hidden, .capacity = k->capacity, .name = "moe" };
+    hpml_experts_desc e = { .experts = k->E, .top = k->top, .hidden = k->hidden, .capacity = k->capacity,
+                            .name = "moe" };
     hpml_tensor *y    = hpml_add(x, hpml_experts(x, &e, &balance));
     hpml_tensor *loss = hpml_add(hpml_sum(hpml_mul(y, dy), HPML_ALL_DIMS), balance);
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = y, .target = dy,
@@ -384,7 +385,8 @@ TEST(experts_on_many_ranks_equal_all_experts_on_one)
 static void expert_formula(const expert_case *k, hpml_ctx *ctx, const float *x, const int *choice, const bool *has,
                            double *y)
 {
-    const float *gate = hpml_param_at(ctx, 0)->data, *w1 = hpml_param_at(ctx, 1)->data, *b1 = hpml_param_at(ctx, 2)->data;
+    const float *gate = hpml_param_at(ctx, 0)->data;
+    const float *w1 = hpml_param_at(ctx, 1)->data, *b1 = hpml_param_at(ctx, 2)->data;
     const float *w2 = hpml_param_at(ctx, 3)->data, *b2 = hpml_param_at(ctx, 4)->data;
     double       p[16], sum = 0, chosen = 0;
     for (int e = 0; e < k->E; e++) {
@@ -429,8 +431,8 @@ TEST(experts_follow_their_formula)
         expert_case   *k = &cases[i];
         hpml_ctx      *ctx = one_rank();
         expert_result *got = (expert_result *)calloc(1, sizeof *got);
-        int            tokens = k->B * k->T, cap = (int)ceil((double)k->capacity * k->top * tokens / k->E), used[16] = { 0 };
-        int            choice[16][2], without = 0;
+        int            tokens = k->B * k->T, cap = (int)ceil((double)k->capacity * k->top * tokens / k->E);
+        int            used[16] = { 0 }, choice[16][2], without = 0;
         bool           has[16][2];
         expert_model(ctx, k, 0, 0, false, got, NULL, NULL);
         ENSURE(hpml_ctx_status(ctx) == HPML_OK);
@@ -486,3 +488,221 @@ static hpml_status expert_refuses(hpml_comm *c, void *user)
     return HPML_OK;
 }
 TEST(experts_that_do_not_fit_are_refused) { ENSURE(on_ranks(2, expert_refuses, NULL)); }
+
+/* ---- collectives as layers ---- */
+typedef struct member_case { int kind, root; } member_case; /* 0 bcast, 1 reduce, 2 gather */
+/* The sum of all ranks' losses, sum (y dy), as a function of the first element of rank 1's x: differences of this sum
+   against the gradient that backward gives rank 1. */
+static hpml_status member_check(hpml_comm *c, void *user)
+{
+    const member_case *k = (const member_case *)user;
+    hpml_ctx *ctx = hpml_comm_ctx(c);
+    int       p = hpml_comm_size(c), r = hpml_comm_rank(c), to = k->kind == 0 ? k->root : 1;
+    int64_t   cols = k->kind == 2 ? 3 * p : 3;
+    set_group(c, HPML_AXIS_EXPERT, ctx);
+    hpml_tensor *x = hpml_input_2d(ctx, 4, 3), *dy = hpml_input_2d(ctx, 4, cols), *y = NULL;
+    hpml_tensor_require_grad(x);
+    if (k->kind == 0) y = hpml_layer_bcast(x, HPML_AXIS_EXPERT, k->root);
+    if (k->kind == 1) y = hpml_layer_reduce(x, HPML_AXIS_EXPERT, k->root);
+    if (k->kind == 2) y = hpml_layer_gather(x, HPML_AXIS_EXPERT, k->root);
+    hpml_tensor *loss = hpml_sum(hpml_mul(y, dy), HPML_ALL_DIMS);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1, .loss = loss });
+    CHECK(hpml_graph_alloc(g) == HPML_OK);
+    float total[2], slope = 0;
+    for (int i = 0; i < 12; i++) x->data[i] = number((uint64_t)r, i);
+    for (int i = 0; i < 4 * cols; i++) dy->data[i] = number(50 + (uint64_t)r, i);
+    for (int s = 0; s < 2; s++) {
+        if (r == to) x->data[5] += s ? 0.5f : 0;
+        hpml_graph_forward(g, true, 0);
+        hpml_graph_backward(g, 1, false);
+        total[s] = loss->data[0];
+        if (r == to) slope = x->grad[5];
+        else if (k->kind == 0) CHECK(x->grad[5] == 0);
+    }
+    hpml_allreduce(c, total, 2, NULL);
+    if (r == to) CHECK(fabs((double)(total[1] - total[0]) / 0.5 - slope) < 1e-4 && slope != 0);
+    bool empty = k->kind > 0 && k->root >= 0 && r != k->root;
+    if (k->kind == 2) for (int i = 0; i < 4 * cols; i++) {
+        int   from = i % (3 * p) / 3, at = i / (3 * p) * 3 + i % 3;
+        float moved = from == to && at == 5 ? 0.5f : 0;
+        CHECK(y->data[i] == (empty ? 0 : number((uint64_t)from, at) + moved));
+    }
+    if (k->kind == 0) CHECK(y->data[4] == number((uint64_t)k->root, 4));
+    if (k->kind == 1) CHECK(empty ? y->data[4] == 0 : y->data[4] != 0);
+    return hpml_ctx_status(ctx);
+}
+TEST(collectives_as_layers_have_the_gradients_of_all_ranks_losses)
+{
+    member_case cases[] = { { 0, 0 }, { 0, 1 }, { 1, 0 }, { 1, -1 }, { 2, 0 }, { 2, 1 }, { 2, -1 } };
+    for (int p = 2; p <= 4; p += 2)
+        for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) ENSURE(on_ranks(p, member_check, &cases[i]));
+}
+
+/* One trunk on rank 0 and heads on ranks 1 to 3 (TreeNet): the gradients of all heads' losses in one model. */
+enum { HEADS = 3 };
+static hpml_tensor *tree_trunk(hpml_tensor *x)
+{
+    return hpml_tanh(hpml_linear(x, 7, &(hpml_linear_desc){ .name = "trunk" }));
+}
+static hpml_tensor *tree_head(hpml_tensor *h, hpml_tensor *target, int i)
+{
+    char name[16];
+    snprintf(name, sizeof name, "head%d", i);
+    return hpml_mse(hpml_linear(h, 2, &(hpml_linear_desc){ .name = name }), target);
+}
+static void tree_fill(hpml_tensor *t, uint64_t stream)
+{
+    for (int64_t i = 0; i < hpml_tensor_count(t); i++) t->data[i] = number(stream, i);
+}
+static hpml_status tree_check(hpml_comm *c, void *user)
+{
+    hpml_ctx *ctx = hpml_comm_ctx(c), *alone = one_rank();
+    int       r = hpml_comm_rank(c);
+    (void)user;
+    set_group(c, HPML_AXIS_EXPERT, ctx);
+    hpml_tensor *x = hpml_input_2d(ctx, 5, r == 0 ? 4 : 7), *t = hpml_input_2d(ctx, 5, 2);
+    hpml_tensor *h = hpml_layer_bcast(r == 0 ? tree_trunk(x) : x, HPML_AXIS_EXPERT, 0);
+    hpml_tensor *loss = r == 0 ? hpml_scale(hpml_mean(h, HPML_ALL_DIMS), 0, 0) : tree_head(h, t, r);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = loss });
+    hpml_tensor *X = hpml_input_2d(alone, 5, 4), *T[HEADS], *H = tree_trunk(X), *sum = NULL;
+    for (int i = 0; i < HEADS; i++) {
+        T[i] = hpml_input_2d(alone, 5, 2);
+        hpml_tensor *l = tree_head(H, T[i], i + 1);
+        sum = sum ? hpml_add(sum, l) : l;
+    }
+    hpml_graph *all = hpml_graph_create(alone, &(hpml_graph_desc){ .loss = sum });
+    CHECK(hpml_graph_alloc(g) == HPML_OK && hpml_graph_alloc(all) == HPML_OK);
+    for (int i = 0; i < hpml_param_count(alone); i++) tree_fill(hpml_param_at(alone, i), 20 + (uint64_t)i);
+    for (int i = 0; i < hpml_param_count(ctx); i++) {
+        hpml_tensor *p = hpml_param_at(ctx, i);
+        tree_fill(p, 20 + (uint64_t)hpml_param_find(alone, p->name)->param->index);
+    }
+    tree_fill(X, 1), tree_fill(x, 1);
+    if (r > 0) tree_fill(t, 1 + (uint64_t)r);
+    for (int i = 0; i < HEADS; i++) tree_fill(T[i], 2 + (uint64_t)i);
+    hpml_graph_forward(g, true, 0), hpml_graph_backward(g, 1, false);
+    hpml_graph_forward(all, true, 0), hpml_graph_backward(all, 1, false);
+    for (int i = 0; i < hpml_param_count(ctx); i++) {
+        hpml_tensor *p = hpml_param_at(ctx, i);
+        CHECK(difference(p->grad, hpml_param_find(alone, p->name)->grad, hpml_tensor_count(p)) < 1e-5);
+    }
+    hpml_ctx_free(alone);
+    return hpml_ctx_status(ctx);
+}
+TEST(a_tree_of_three_heads_has_the_gradients_of_one_model) { ENSURE(on_ranks(1 + HEADS, tree_check, NULL)); }
+
+static hpml_status member_refuses(hpml_comm *c, void *user)
+{
+    hpml_ctx *ctx = hpml_comm_ctx(c);
+    (void)user;
+    set_group(c, HPML_AXIS_EXPERT, ctx);
+    hpml_tensor *x = hpml_input_2d(ctx, 4, 6);
+    CHECK(!hpml_layer_bcast(x, HPML_AXIS_EXPERT, -1));
+    CHECK(strstr(hpml_ctx_error(ctx), "layer_bcast: root -1 of 2 ranks of the expert axis"));
+    hpml_ctx_clear_error(ctx);
+    CHECK(!hpml_linear_rows(x, 5, NULL) && strstr(hpml_ctx_error(ctx), "out 5 on 2 ranks of the expert axis"));
+    hpml_ctx_clear_error(ctx);
+    return HPML_OK;
+}
+TEST(roots_and_widths_that_do_not_fit_are_refused) { ENSURE(on_ranks(2, member_refuses, NULL)); }
+
+/* ---- dense layers split by rows, on samples of each rank's own, behind a convolution of all samples ---- */
+static void trick_model(hpml_ctx *ctx, int ranks, int r, int p, float *dw[4], float *loss)
+{
+    int          B = 3 * ranks;
+    hpml_tensor *x = hpml_input_4d(ctx, B, 2, 4, 4), *t = hpml_input_2d(ctx, B, 8);
+    hpml_tensor *h = hpml_conv2d(x, 3, &(hpml_conv2d_desc){ .kernel_h = 3, .no_bias = true, .name = "c" });
+    h = hpml_flatten(h);
+    h = hpml_linear_rows(h, 16, &(hpml_linear_desc){ .activation = HPML_ACT_TANH, .name = "d1" });
+    h = hpml_linear_rows(h, 8, &(hpml_linear_desc){ .no_bias = true, .name = "d2" });
+    hpml_tensor *mse = hpml_mse(h, t);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = mse });
+    if (hpml_graph_alloc(g) != HPML_OK) return;
+    int64_t each = 3 * 2 * 16, targets = 3 * 8;
+    for (int64_t i = 0; i < hpml_tensor_count(x); i++) x->data[i] = number(1, (ranks == p ? 0 : r * each) + i);
+    for (int64_t i = 0; i < hpml_tensor_count(t); i++) t->data[i] = number(2, (ranks == p ? 0 : r * targets) + i);
+    for (int i = 0; i < 4; i++) {
+        hpml_tensor *w = hpml_param_at(ctx, i);
+        int64_t      n = hpml_tensor_count(w), first = i > 0 && ranks != p ? r * n : 0;
+        for (int64_t j = 0; j < n; j++) w->data[j] = 0.4f * number(10 + (uint64_t)i, first + j);
+    }
+    hpml_graph_forward(g, true, 0);
+    hpml_graph_backward(g, 1, false);
+    *loss = mse->data[0];
+    for (int i = 0; i < 4; i++) dw[i] = hpml_param_at(ctx, i)->grad;
+}
+static hpml_status trick_check(hpml_comm *c, void *user)
+{
+    hpml_ctx *ctx = hpml_comm_ctx(c), *alone = one_rank();
+    int       p = hpml_comm_size(c), r = hpml_comm_rank(c);
+    float    *mine[4], *whole[4], loss, all;
+    (void)user;
+    set_group(c, HPML_AXIS_EXPERT, ctx);
+    bytes_sent(c);
+    trick_model(ctx, 1, r, p, mine, &loss);
+    int64_t bytes = bytes_sent(c), formula = 0, in[2] = { 12, 16 }, out[2] = { 16, 8 };
+    trick_model(alone, p, 0, p, whole, &all);
+    CHECK(hpml_ctx_status(ctx) == HPML_OK && hpml_ctx_status(alone) == HPML_OK);
+    for (int i = 0; i < 2; i++) formula += 2 * 4 * (int64_t)(p - 1) * 3 * (in[i] + out[i] / p);
+    CHECK(bytes == formula);
+    hpml_allreduce(c, &loss, 1, NULL);
+    CHECK(fabs(loss / p - all) < 1e-5 * all);
+    hpml_allreduce(c, mine[0], 3 * 2 * 9, NULL);
+    for (int i = 0; i < 4; i++) {
+        int64_t n = hpml_tensor_count(hpml_param_at(ctx, i));
+        CHECK(strcmp(hpml_param_at(ctx, i)->name, hpml_param_at(alone, i)->name) == 0);
+        for (int64_t j = 0; j < n; j++) mine[i][j] /= (float)p; /* the mean of the ranks' losses */
+        CHECK(difference(mine[i], whole[i] + (i > 0 ? r * n : 0), n) < 1e-5);
+    }
+    hpml_ctx_free(alone);
+    return hpml_ctx_status(ctx);
+}
+TEST(convolutions_by_samples_and_dense_layers_by_rows_equal_one_rank)
+{
+    for (int p = 1; p <= 4; p *= 2) ENSURE(on_ranks(p, trick_check, NULL));
+}
+
+/* An autoencoder of untied weights (Le et al. 2012), cut into 2 x 2 blocks: its reconstruction loss over ten steps. */
+enum { AUTO_STEPS = 10 };
+static void autoencoder(hpml_comm *c, hpml_ctx *ctx, int block, int blocks, double *losses)
+{
+    const image_case whole = { 4, 1, 8, 8, 3, 3, 2, 2, true };
+    int64_t          side = blocks > 1 ? 4 : 8;
+    hpml_tensor *x = hpml_input_4d(ctx, 4, 1, side, side), *h = image_layer(&whole, x);
+    hpml_local2d_desc decoder = { .kernel = 3, .rows = 2, .cols = 2 };
+    hpml_tensor *loss = hpml_mse(hpml_local2d(h, 1, &decoder), x);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = loss });
+    if (hpml_graph_alloc(g) != HPML_OK) return;
+    for (int64_t i = 0; i < hpml_tensor_count(x); i++) x->data[i] = number(1, pixel(&whole, 1, block, blocks, i));
+    for (int i = 0; i < hpml_param_count(ctx); i++) {
+        hpml_tensor *p = hpml_param_at(ctx, i);
+        int64_t      n = hpml_tensor_count(p);
+        for (int64_t j = 0; j < n; j++) p->data[j] = 0.3f * number(10 + (uint64_t)i, block * n + j);
+    }
+    for (int s = 0; s < AUTO_STEPS; s++) {
+        hpml_graph_forward(g, true, 0);
+        hpml_graph_backward(g, 1.0f / (float)blocks, false); /* of the mean over blocks */
+        float mean = loss->data[0] / (float)blocks;
+        if (c) hpml_allreduce(c, &mean, 1, NULL);
+        losses[s] = (double)mean;
+        for (int i = 0; i < hpml_param_count(ctx); i++) {
+            hpml_tensor *p = hpml_param_at(ctx, i);
+            for (int64_t j = 0; j < hpml_tensor_count(p); j++) p->data[j] -= 2 * p->grad[j];
+        }
+    }
+}
+static hpml_status autoencoder_check(hpml_comm *c, void *user)
+{
+    hpml_ctx *ctx = hpml_comm_ctx(c), *alone = one_rank();
+    double    mine[AUTO_STEPS] = { 0 }, whole[AUTO_STEPS] = { 0 };
+    (void)user;
+    set_group(c, HPML_AXIS_SEQUENCE, ctx);
+    autoencoder(c, ctx, hpml_comm_rank(c), 4, mine);
+    autoencoder(NULL, alone, 0, 1, whole);
+    CHECK(hpml_ctx_status(ctx) == HPML_OK && hpml_ctx_status(alone) == HPML_OK);
+    for (int s = 0; s < AUTO_STEPS; s++) CHECK(fabs(mine[s] - whole[s]) < 1e-5 * whole[s]);
+    CHECK(whole[AUTO_STEPS - 1] < 0.8 * whole[0]);
+    hpml_ctx_free(alone);
+    return hpml_ctx_status(ctx);
+}
+TEST(an_autoencoder_in_blocks_reconstructs_as_on_one_rank) { ENSURE(on_ranks(4, autoencoder_check, NULL)); }
