@@ -992,7 +992,11 @@ typedef struct hpml_step_row {
    Collective, with the same capacity. Returns the number of rows, the same rows on all ranks; -1: an error, on the
    context. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity);
-HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size); /* as snprintf */
+/* As snprintf; the last line names the slowest rank. */
+HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size);
+/* Returns the rank that computed longest in these rows, for which the others waited if steps are synchronous, and in
+   *times (may be NULL) how many times as long as the others on average; 0: no other computed. -1: there are no rows. */
+HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *times);
 
 /* A checkpoint of the whole job, the residuals of all ranks and, with `delayed`, the gradients not yet applied
    included; collective. It loads on any number of ranks: the residuals of all ranks are shared out among the ranks that
@@ -10645,8 +10649,27 @@ HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int
     return status == HPML_OK ? (int)(n * p) : -1;
 }
 
+HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *times)
+{
+    int    ranks = 0, slowest = -1;
+    double most = 0, all = 0;
+    while (ranks < count && rows[ranks].step == rows[0].step) ranks++;
+    for (int r = 0; r < ranks; r++) {
+        double took = 0;
+        for (int i = r; i < count; i += ranks) took += rows[i].compute_s;
+        all += took;
+        if (slowest >= 0 && took <= most) continue;
+        slowest = r;
+        most    = took;
+    }
+    if (times) *times = all > most ? most * (ranks - 1) / (all - most) : 0;
+    return slowest < 0 ? -1 : rows[slowest].rank;
+}
+
 HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size)
 {
+    double       times;
+    const int    slowest = hpml_steps_slowest(rows, count, &times);
     size_t at = (size_t)snprintf(buffer, size, "  step rank   step ms   compute   overlap   exposed    bubble"
                                  "        bytes\n");
     HPMLC_ZERO(hpml_step_row, sum);
@@ -10666,6 +10689,9 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
         sum.bubble_s += r->bubble_s;
         sum.bytes += r->bytes;
     }
+    if (slowest >= 0)
+        at += (size_t)snprintf(at < size ? buffer + at : NULL, at < size ? size - at : 0, "  slowest: rank %d, which "
+                               "computes %.2f times as long as the other ranks on average\n", slowest, times);
     return (int)at;
 }
 
