@@ -152,6 +152,7 @@
 //     layer-halo   blocks of images with their neighbours' pixels: convolution, locally connected layers
 //     layer-experts   mixture of experts by all-to-all
 //     layer-members   collectives as layers; dense layers whose ranks have samples of their own
+//     named   named dimensions: rules of layout, sums over products
 // PART V   FORESEE: steps in virtual time
 //     simulate   moves in virtual time, by a queue of ranks
 //     simulate-fast   rings and all to all in virtual time without a queue
@@ -1121,6 +1122,21 @@ HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root
    each pass, instead of a gradient of in x out numbers. x (B, in), y (B, out), as hpml_linear with desc (.weight and
    .split must be 0). */
 HPML_API hpml_tensor *hpml_linear_rows(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
+
+/* Named dimensions (Shazeer et al. 2018, Mesh-TensorFlow). `rules`, such as "batch:data,hidden:tensor", say which axis
+   splits a dimension; a dimension without a rule is whole on every rank. `dims` names the dimensions of a tensor, words
+   with spaces between. Change the rules, and the same program runs with another layout. Refused: two dimensions of a
+   tensor on one axis, a size that the ranks do not divide, and what the axes mean otherwise: DATA and EXPERT divide
+   samples (dimension 0 of an input, which is the rank's own already), TENSOR and SEQUENCE the other dimensions, and a
+   parameter is split along one dimension.
+     named_param  creates a parameter, of which this rank has its part; desc->shape is that of the whole
+     named_part   x is whole; the result is this rank's part of x (hpml_group_split)
+     einsum       y = sum over all dimensions that `text` has in a and b but not in y of a b: "batch in, hidden in ->
+                  batch hidden". y is split as a and b are. Where a dimension that is summed is split, the ranks' sums are
+                  added up (hpml_group_sum): in each such pass the bytes of one sum of y, over that axis */
+HPML_API hpml_tensor *hpml_named_param(hpml_ctx *ctx, const char *rules, const char *dims, const hpml_param_desc *desc);
+HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const char *dims);
+HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor *b);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-simulate   step time on machines you do not have
@@ -12468,6 +12484,292 @@ HPML_API hpml_tensor *hpml_linear_rows(hpml_tensor *x, int64_t out, const hpml_l
     op.flops         = 2.0 * (double)(k.B * k.in) * (double)out;
     hpml_tensor *y = hpmlc_record(src, d.no_bias ? 2 : 3, &op, &k, sizeof k);
     return y && d.activation != HPML_ACT_NONE ? hpml_activation(y, d.activation, 0) : y;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>named   named dimensions: rules of layout, sums over products
+// ---------------------------------------------------------------------------------------------------------------------
+#define HPMLC_NAME 24
+typedef struct hpmlc_names { /* of a tensor's dimensions */
+    int  count;
+    char name[HPML_MAX_DIMS][HPMLC_NAME];
+} hpmlc_names;
+
+/* Reads the words of `text` up to `end`; false: too many, too long, or one of them twice. */
+HPMLC_FN bool hpmlc_names_read(const char *text, const char *end, hpmlc_names *n)
+{
+    memset(n, 0, sizeof *n);
+    while (text < end) {
+        size_t length = strcspn(text, " ,->:");
+        if (length > (size_t)(end - text)) length = (size_t)(end - text);
+        if (length >= HPMLC_NAME || (length > 0 && n->count == HPML_MAX_DIMS)) return false;
+        memcpy(n->name[n->count], text, length);
+        for (int i = 0; length > 0 && i < n->count; i++)
+            if (strcmp(n->name[i], n->name[n->count]) == 0) return false;
+        n->count += length > 0;
+        text += length > 0 ? length : 1;
+    }
+    return true;
+}
+
+HPMLC_FN int hpmlc_names_find(const hpmlc_names *n, const char *name)
+{
+    for (int i = 0; i < n->count; i++)
+        if (strcmp(n->name[i], name) == 0) return i;
+    return -1;
+}
+
+/* Sets axis[i] to the axis of dimension i by the rules, DATA where it is whole or consists of this rank's own samples.
+   `samples`: dimension 0 does. False: refused, with an error about the tensor `what`. */
+HPMLC_FN bool hpmlc_rules_read(hpml_ctx *ctx, const char *what, const char *rules, const hpmlc_names *n, bool samples,
+                               hpml_axis *axis)
+{
+    int of[HPML_AXES]; /* the dimension that an axis splits, or -1 */
+    for (int i = 0; i < HPML_AXES; i++) of[i] = -1;
+    for (int i = 0; i < HPML_MAX_DIMS; i++) axis[i] = HPML_AXIS_DATA;
+    for (const char *at = rules ? rules : ""; *at; at += *at == ',') {
+        const char *colon = at + strcspn(at, ":,"), *end = at + strcspn(at, ",");
+        hpmlc_names dim, word;
+        int         a = 0, d = -1;
+        if (!hpmlc_names_read(at, colon, &dim) || !hpmlc_names_read(colon, end, &word) || dim.count * word.count != 1)
+            return hpmlc_no_layer(ctx, "%s: rule \"%.*s\"; expected a dimension and an axis, such as \"hidden:tensor\"",
+                                  what, (int)(end - at), at) != NULL;
+        while (a < HPML_AXES && strcmp(word.name[0], hpml_axis_name((hpml_axis)a)) != 0) a++;
+        if (a == HPML_AXES || a == HPML_AXIS_PIPE)
+            return hpmlc_no_layer(ctx, "%s: rule \"%.*s\": no axis \"%s\"; expected data, tensor, sequence or expert",
+                                  what, (int)(end - at), at, word.name[0]) != NULL;
+        at = end;
+        d = hpmlc_names_find(n, dim.name[0]);
+        if (d < 0) continue;
+        if (of[a] >= 0)
+            return hpmlc_no_layer(ctx, "%s: \"%s\" and \"%s\" are both split over the %s axis; give one of them another "
+                                  "axis", what, n->name[of[a]], n->name[d], word.name[0]) != NULL;
+        of[a] = d;
+        bool divides_samples = a == HPML_AXIS_DATA || a == HPML_AXIS_EXPERT;
+        if (divides_samples != (samples && d == 0))
+            return hpmlc_no_layer(ctx, "%s: \"%s\" over the %s axis; samples are divided by the data and expert axes, all "
+                                  "other dimensions by tensor and sequence", what, n->name[d], word.name[0]) != NULL;
+        if (!divides_samples) axis[d] = (hpml_axis)a;
+    }
+    return true;
+}
+
+HPML_API hpml_tensor *hpml_named_param(hpml_ctx *ctx, const char *rules, const char *dims, const hpml_param_desc *desc)
+{
+    hpmlc_names n;
+    hpml_axis   axis[HPML_MAX_DIMS];
+    if (!ctx || hpml_ctx_status(ctx) != HPML_OK) return NULL;
+    HPMLC_DESC(hpml_param_desc, d, desc);
+    const char *what = d.name ? d.name : "named_param";
+    if (!dims || !hpmlc_names_read(dims, dims + strlen(dims), &n) || n.count != d.ndim)
+        return hpmlc_no_layer(ctx, "%s: dimensions \"%s\" of a parameter with %d; expected as many names", what,
+                              dims ? dims : "", d.ndim);
+    if (!hpmlc_rules_read(ctx, what, rules, &n, false, axis)) return NULL;
+    for (int i = 0; i < n.count; i++) {
+        const int64_t size = hpml_ctx_group(ctx, axis[i])->size;
+        if (axis[i] == HPML_AXIS_DATA || size == 1) continue;
+        if (d.axis != HPML_AXIS_DATA)
+            return hpmlc_no_layer(ctx, "%s: \"%s\" and \"%s\" are both split; a parameter is split along one dimension",
+                                  what, n.name[d.split_dim], n.name[i]);
+        if (d.shape[i] % size != 0)
+            return hpmlc_no_layer(ctx, "%s: \"%s\" of size %lld over %lld ranks of the %s axis; expected a multiple", what,
+                                  n.name[i], (long long)d.shape[i], (long long)size, hpml_axis_name(axis[i]));
+        d.axis      = axis[i];
+        d.split_dim = i;
+    }
+    return hpml_param_create(ctx, &d);
+}
+
+HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const char *dims)
+{
+    hpmlc_names n;
+    hpml_axis   axis[HPML_MAX_DIMS];
+    char        text[96];
+    if (!hpmlc_recordable(x)) return NULL;
+    if (!dims || !hpmlc_names_read(dims, dims + strlen(dims), &n) || n.count != x->ndim)
+        return hpmlc_no_layer(x->ctx, "named_part: dimensions \"%s\" of %s; expected as many names", dims ? dims : "",
+                              hpml_tensor_text(x, text, sizeof text));
+    if (!hpmlc_rules_read(x->ctx, "named_part", rules, &n, x->batch_rows > 0, axis)) return NULL;
+    for (int i = 0; i < n.count && x; i++)
+        if (axis[i] != HPML_AXIS_DATA) x = hpml_group_split(x, axis[i], i);
+    return x;
+}
+
+/* einsum: dimensions are of four kinds: g in a, b and y; m in a and y; n in b and y; k in a and b. With a as (g, m, k),
+   b as (g, n, k) and y as (g, m, n) the work is one matrix product for each g. order[t][i]: dimension i of tensor t (a,
+   b, y) in that order. */
+typedef struct hpmlc_einsum { int g, m, n, k, order[3][HPML_MAX_DIMS]; } hpmlc_einsum;
+typedef struct hpmlc_einsum_arrays {
+    int64_t g, m, n, k;
+    float  *a, *b, *y; /* in order; a tensor that is in order already is not copied */
+} hpmlc_einsum_arrays;
+
+/* Copies t's array `from` into order, to `to`; give: adds `to`, in order, to `from`. */
+HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from, float *to, bool give)
+{
+    int64_t stride[HPML_MAX_DIMS + 1], count = hpml_tensor_count(t);
+    stride[t->ndim] = 1;
+    for (int d = t->ndim - 1; d >= 0; d--) stride[d] = stride[d + 1] * t->shape[d];
+    for (int64_t i = 0; i < count; i++) {
+        int64_t at = 0, rest = i;
+        for (int d = t->ndim - 1; d >= 0; d--) {
+            at += rest % t->shape[order[d]] * stride[order[d] + 1];
+            rest /= t->shape[order[d]];
+        }
+        if (give) from[at] += to[i];
+        else to[i] = from[at];
+    }
+}
+
+/* Finds sizes, and brings a and b into order. y: scratch for the result or its gradient. */
+HPMLC_FN hpmlc_einsum_arrays hpmlc_einsum_of(const hpml_node *n)
+{
+    const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
+    const hpml_tensor  *a = n->src[0], *b = n->src[1];
+    hpmlc_einsum_arrays w = { 1, 1, 1, 1, NULL, NULL, NULL };
+    for (int i = 0; i < a->ndim; i++) {
+        int64_t *size = i < e->g ? &w.g : &w.m;
+        if (i >= e->g + e->m) size = &w.k;
+        *size *= a->shape[e->order[0][i]];
+    }
+    for (int i = e->g; i < e->g + e->n; i++) w.n *= b->shape[e->order[1][i]];
+    w.a = (float *)n->scratch;
+    w.b = w.a + hpml_tensor_count(a);
+    w.y = w.b + hpml_tensor_count(b);
+    hpmlc_reorder(a, e->order[0], a->data, w.a, false);
+    hpmlc_reorder(b, e->order[1], b->data, w.b, false);
+    return w;
+}
+
+HPMLC_FN hpml_status hpmlc_einsum_forward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
+    hpmlc_einsum_arrays w = hpmlc_einsum_of(n);
+    hpml_status         status = HPML_OK;
+    for (int64_t g = 0; g < w.g && status == HPML_OK; g++)
+        status = hpml_sgemm(run->ctx, false, true, w.m, w.n, w.k, 1, w.a + g * w.m * w.k, w.k, w.b + g * w.n * w.k, w.k,
+                            0, w.y + g * w.m * w.n, w.n);
+    memset(n->out->data, 0, (size_t)hpml_tensor_count(n->out) * sizeof(float));
+    hpmlc_reorder(n->out, e->order[2], n->out->data, w.y, true);
+    return status;
+}
+
+/* da = dy b, then db = dy^T a, each in place of the other operand's copy that is no longer needed. */
+HPMLC_FN hpml_status hpmlc_einsum_backward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
+    hpmlc_einsum_arrays w = hpmlc_einsum_of(n);
+    float              *da = w.y + hpml_tensor_count(n->out), *db = w.b;
+    hpml_status         status = HPML_OK;
+    hpmlc_reorder(n->out, e->order[2], n->out->grad, w.y, false);
+    for (int64_t g = 0; g < w.g && status == HPML_OK; g++) {
+        float *dy = w.y + g * w.m * w.n;
+        status = hpml_sgemm(run->ctx, false, false, w.m, w.k, w.n, 1, dy, w.n, w.b + g * w.n * w.k, w.k, 0,
+                            da + g * w.m * w.k, w.k);
+        if (status == HPML_OK)
+            status = hpml_sgemm(run->ctx, true, false, w.n, w.k, w.m, 1, dy, w.n, w.a + g * w.m * w.k, w.k, 0,
+                                db + g * w.n * w.k, w.k);
+    }
+    if (n->src[0]->grad) hpmlc_reorder(n->src[0], e->order[0], n->src[0]->grad, da, true);
+    if (n->src[1]->grad) hpmlc_reorder(n->src[1], e->order[1], n->src[1]->grad, db, true);
+    return status;
+}
+
+/* Sorts the dimensions into kinds; false: a name that is in one tensor alone. */
+HPMLC_FN bool hpmlc_einsum_sort(const hpmlc_names n[3], hpmlc_einsum *e)
+{
+    static const int missing[4] = { 3, 1, 0, 2 }; /* of the kinds g, m, n, k: the tensor without them; 3: none */
+    int             *counts[4] = { &e->g, &e->m, &e->n, &e->k }, length[3] = { 0, 0, 0 };
+    memset(e, 0, sizeof *e);
+    for (int kind = 0; kind < 4; kind++) {
+        const hpmlc_names *by = &n[missing[kind] == 0 ? 1 : 0]; /* a tensor that has all dimensions of the kind */
+        for (int i = 0; i < by->count; i++) {
+            bool fits = true;
+            int  at[3];
+            for (int t = 0; t < 3; t++) {
+                at[t] = hpmlc_names_find(&n[t], by->name[i]);
+                fits  = fits && (at[t] < 0) == (missing[kind] == t);
+            }
+            for (int t = 0; fits && t < 3; t++)
+                if (at[t] >= 0) e->order[t][length[t]++] = at[t];
+            *counts[kind] += fits;
+        }
+    }
+    return length[0] == n[0].count && length[1] == n[1].count && length[2] == n[2].count;
+}
+
+/* Fills in shape and split of y, and the axes over which a sum has to be added up; false: refused, with an error. */
+HPMLC_FN bool hpmlc_einsum_shape(const char *text, const hpmlc_names n[3], hpml_tensor *const src[2], hpml_custom *op,
+                                 int8_t *split, bool *sums)
+{
+    bool used[HPML_AXES] = { false, false, false, false, false };
+    op->batch_rows = -1;
+    for (int t = 0; t < 2; t++) {
+        for (int i = 0; i < n[t].count; i++) {
+            const char *name = n[t].name[i];
+            const int   y = hpmlc_names_find(&n[2], name), other = hpmlc_names_find(&n[1 - t], name);
+            if (other >= 0 && (src[t]->shape[i] != src[1 - t]->shape[other] ||
+                               src[t]->split[i] != src[1 - t]->split[other]))
+                return hpmlc_no_layer(src[0]->ctx, "einsum \"%s\": \"%s\" has %lld indices in a, %lld in b, or is split in "
+                                      "one of them alone", text, name, (long long)src[t]->shape[i],
+                                      (long long)src[1 - t]->shape[other]) != NULL;
+            sums[src[t]->split[i]] |= y < 0 && src[t]->split[i] != 0;
+            if (y < 0 || (t == 1 && other >= 0)) continue;
+            op->shape[y] = src[t]->shape[i];
+            split[y]     = src[t]->split[i];
+            if (i == 0 && y == 0 && src[t]->batch_rows) op->batch_rows = src[t]->batch_rows;
+            if (split[y] && used[split[y]])
+                return hpmlc_no_layer(src[0]->ctx, "einsum \"%s\": two dimensions of the result are split over the %s axis",
+                                      text, hpml_axis_name((hpml_axis)split[y])) != NULL;
+            used[split[y]] = true;
+        }
+    }
+    return true;
+}
+
+/* Returns whether TENSOR splits the other operand along a dimension that this one, t, has not: t's gradient then is a
+   sum over the ranks (hpml_group_copy). */
+HPMLC_FN bool hpmlc_einsum_copies(const hpmlc_names n[3], hpml_tensor *const src[2], int t)
+{
+    for (int i = 0; i < n[1 - t].count; i++)
+        if (src[1 - t]->split[i] == HPML_AXIS_TENSOR && hpmlc_names_find(&n[t], n[1 - t].name[i]) < 0) return true;
+    return false;
+}
+
+HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor *b)
+{
+    hpmlc_names  n[3];
+    hpmlc_einsum e;
+    hpml_tensor *src[2] = { a, b };
+    int8_t       split[HPML_MAX_DIMS] = { 0, 0, 0, 0, 0 };
+    bool         sums[HPML_AXES] = { false, false, false, false, false };
+    if (!hpmlc_recordable(a) || !b) return NULL;
+    const char *comma = text ? strchr(text, ',') : NULL, *arrow = comma ? strstr(comma, "->") : NULL;
+    if (!arrow || !hpmlc_names_read(text, comma, &n[0]) || !hpmlc_names_read(comma, arrow, &n[1]) ||
+        !hpmlc_names_read(arrow, arrow + strlen(arrow), &n[2]) || n[0].count != a->ndim || n[1].count != b->ndim ||
+        n[2].count < 1 || !hpmlc_einsum_sort(n, &e))
+        return hpmlc_no_layer(a->ctx, "einsum \"%s\" of %d and %d dimensions; expected such as \"batch in, hidden in -> "
+                              "batch hidden\", every name in two tensors or all three", text ? text : "", a->ndim,
+                              b->ndim);
+    HPMLC_ZERO(hpml_custom, op);
+    if (!hpmlc_einsum_shape(text, n, src, &op, split, sums)) return NULL;
+    for (int t = 0; t < 2; t++)
+        if (hpmlc_einsum_copies(n, src, t)) src[t] = hpml_group_copy(src[t], HPML_AXIS_TENSOR);
+    if (!src[0] || !src[1]) return NULL;
+    op.name     = "einsum";
+    op.forward  = hpmlc_einsum_forward;
+    op.backward = hpmlc_einsum_backward;
+    op.keeps    = HPML_KEEP_SRC(0) | HPML_KEEP_SRC(1);
+    op.ndim     = n[2].count;
+    int64_t count = 1;
+    for (int i = 0; i < op.ndim; i++) count *= op.shape[i];
+    op.scratch_bytes = (size_t)(2 * hpml_tensor_count(a) + hpml_tensor_count(b) + count) * sizeof(float);
+    hpml_tensor *y = hpmlc_record(src, 2, &op, &e, sizeof e);
+    for (int axis = 1; axis < HPML_AXES && y; axis++) {
+        if (sums[axis]) y = hpml_group_sum(y, (hpml_axis)axis);
+        if (y) memcpy(y->split, split, sizeof y->split);
+    }
+    return y;
 }
 
 // =====================================================================================================================

@@ -706,3 +706,162 @@ static hpml_status autoencoder_check(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 TEST(an_autoencoder_in_blocks_reconstructs_as_on_one_rank) { ENSURE(on_ranks(4, autoencoder_check, NULL)); }
+
+/* ---- named dimensions: every layout of y = tanh(x w1^T) w2^T on a mesh of 2 x 2 ranks ---- */
+enum { MLP_B = 4, MLP_IN = 6, MLP_HIDDEN = 8, MLP_OUT = 10 };
+typedef struct mlp_case { hpml_axis in, hidden, out; } mlp_case; /* DATA: whole */
+typedef struct mlp_result { hpml_tensor *w1, *w2; float loss; } mlp_result;
+
+static void mlp_rules(const mlp_case *k, char *rules, size_t size)
+{
+    const char     *names[3] = { "in", "hidden", "out" };
+    const hpml_axis axes[3] = { k->in, k->hidden, k->out };
+    int             n = snprintf(rules, size, "batch:data");
+    for (int i = 0; i < 3; i++)
+        if (axes[i]) n += snprintf(rules + n, size - (size_t)n, ",%s:%s", names[i], hpml_axis_name(axes[i]));
+}
+static bool mlp_legal(const mlp_case *k) /* each parameter is split along one dimension */
+{
+    return !(k->hidden && (k->in || k->out));
+}
+static mlp_result mlp_model(hpml_ctx *ctx, const char *rules, hpml_axis out)
+{
+    mlp_result   r = { NULL, NULL, 0 };
+    hpml_tensor *x = hpml_input_2d(ctx, MLP_B, MLP_IN), *t = hpml_input_2d(ctx, MLP_B, MLP_OUT);
+    hpml_param_desc w1 = { .name = "w1", .ndim = 2, .shape = { MLP_HIDDEN, MLP_IN } };
+    hpml_param_desc w2 = { .name = "w2", .ndim = 2, .shape = { MLP_OUT, MLP_HIDDEN } };
+    r.w1 = hpml_named_param(ctx, rules, "hidden in", &w1);
+    r.w2 = hpml_named_param(ctx, rules, "out hidden", &w2);
+    hpml_tensor *h = hpml_einsum("batch in, hidden in -> batch hidden", hpml_named_part(x, rules, "batch in"), r.w1);
+    hpml_tensor *y = hpml_einsum("batch hidden, out hidden -> batch out", hpml_tanh(h), r.w2);
+    if (out) y = hpml_group_gather(y, out, 1);
+    hpml_tensor *loss = hpml_mse(y, t);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = loss });
+    if (hpml_graph_alloc(g) != HPML_OK) return r;
+    for (int64_t i = 0; i < hpml_tensor_count(x); i++) x->data[i] = number(1, i);
+    for (int64_t i = 0; i < hpml_tensor_count(t); i++) t->data[i] = number(2, i);
+    hpml_graph_forward(g, true, 0);
+    hpml_graph_backward(g, 1, false);
+    r.loss = loss->data[0];
+    return r;
+}
+/* Floats that a rank sends over both axes: a sum of n floats over two ranks sends n, and so does joining n of each. */
+static int64_t mlp_floats(const mlp_case *k)
+{
+    int64_t hidden = MLP_B * MLP_HIDDEN, out = MLP_B * MLP_OUT, sum = 0;
+    bool    own[3] = { k->in == HPML_AXIS_SEQUENCE, k->hidden == HPML_AXIS_SEQUENCE, k->out == HPML_AXIS_SEQUENCE };
+    if (k->in) sum += hidden * (1 + own[0]);                         /* of the first layer's results */
+    if (k->hidden) sum += out * (1 + own[1]);                        /* of the second one's */
+    if (k->out) sum += out / 2 * (1 + own[2]);                       /* joining y */
+    if (k->out == HPML_AXIS_TENSOR) sum += hidden;                   /* gradients of h */
+    return sum;
+}
+/* The part of a whole's gradient that a rank has, against the rank's own. */
+static bool mlp_gradient(const hpml_tensor *part, const hpml_tensor *whole, const int at[HPML_AXES], const float *grad)
+{
+    int axis[2] = { part->split[0], part->split[1] };
+    for (int64_t i = 0; i < hpml_tensor_count(part); i++) {
+        int64_t row = i / part->shape[1] + (axis[0] ? at[axis[0]] * part->shape[0] : 0);
+        int64_t col = i % part->shape[1] + (axis[1] ? at[axis[1]] * part->shape[1] : 0);
+        if (fabs((double)grad[i] - whole->grad[row * whole->shape[1] + col]) > 1e-5) return false;
+    }
+    return true;
+}
+static hpml_status mlp_check(hpml_comm *c, void *user)
+{
+    int        r = hpml_comm_rank(c), at[HPML_AXES] = { 0, 0, r % 2, r / 2, 0 }, legal = 0, refused = 0;
+    hpml_comm *tensor = hpml_comm_split(c, r / 2, r), *sequence = hpml_comm_split(c, r % 2, r);
+    (void)user;
+    hpml_ctx  *alone = one_rank();
+    mlp_result whole = mlp_model(alone, NULL, HPML_AXIS_DATA);
+    for (int layout = 0; layout < 27; layout++) {
+        static const hpml_axis axes[3] = { HPML_AXIS_DATA, HPML_AXIS_TENSOR, HPML_AXIS_SEQUENCE };
+        mlp_case  k = { axes[layout % 3], axes[layout / 3 % 3], axes[layout / 9] };
+        char      rules[96];
+        hpml_ctx *ctx = one_rank();
+        mlp_rules(&k, rules, sizeof rules);
+        set_group(tensor, HPML_AXIS_TENSOR, ctx);
+        set_group(sequence, HPML_AXIS_SEQUENCE, ctx);
+        bytes_sent(tensor), bytes_sent(sequence);
+        mlp_result mine = mlp_model(ctx, rules, k.out);
+        if (!mlp_legal(&k)) {
+            const char *why = strstr(hpml_ctx_error(ctx), "both split");
+            CHECK(hpml_ctx_status(ctx) == HPML_ERR_SHAPE && why);
+            hpml_ctx_free(ctx), refused++;
+            continue;
+        }
+        legal++;
+        if (hpml_ctx_status(ctx) != HPML_OK) printf("    %s: %s\n", rules, hpml_ctx_error(ctx));
+        CHECK(hpml_ctx_status(ctx) == HPML_OK && fabs(mine.loss - whole.loss) < 1e-5);
+        CHECK(bytes_sent(tensor) + bytes_sent(sequence) == 4 * mlp_floats(&k));
+        hpml_tensor *w[2] = { mine.w1, mine.w2 };
+        for (int i = 0; i < 2; i++) { /* over the sequence axis: the mean of the ranks' losses */
+            bool part = w[i]->param->axis == HPML_AXIS_SEQUENCE;
+            int64_t n = hpml_tensor_count(w[i]);
+            if (!part) hpml_allreduce(sequence, w[i]->grad, n, NULL);
+            for (int64_t j = 0; j < n; j++) w[i]->grad[j] /= 2;
+            CHECK(mlp_gradient(w[i], i ? whole.w2 : whole.w1, at, w[i]->grad));
+        }
+        hpml_ctx_free(ctx);
+    }
+    CHECK(legal == 11 && refused == 16);
+    hpml_ctx_free(alone);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+TEST(all_layouts_of_named_dimensions_equal_one_rank) { ENSURE(on_ranks(4, mlp_check, NULL)); }
+
+TEST(sums_over_named_dimensions_follow_their_loops)
+{
+    hpml_ctx    *ctx = one_rank();
+    hpml_tensor *a = hpml_input_4d(ctx, 2, 3, 4, 5), *b = hpml_input_3d(ctx, 2, 6, 4);
+    hpml_tensor_require_grad(a), hpml_tensor_require_grad(b);
+    hpml_tensor *y = hpml_einsum("s head t in, s out t -> out s in t head", NULL, NULL);
+    ENSURE(!y && hpml_ctx_status(ctx) == HPML_OK);
+    y = hpml_einsum("s head t in, s out t -> s in out head", a, b); /* t is summed, s is in all three */
+    hpml_tensor *dy = hpml_input_4d(ctx, 2, 5, 6, 3), *loss = hpml_sum(hpml_mul(y, dy), HPML_ALL_DIMS);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1, .loss = loss });
+    ENSURE(hpml_graph_alloc(g) == HPML_OK && y->batch_rows == 1);
+    tree_fill(a, 1), tree_fill(b, 2), tree_fill(dy, 3);
+    hpml_graph_forward(g, true, 0);
+    for (int i = 0; i < 2 * 5 * 6 * 3; i++) {
+        int    head = i % 3, out = i / 3 % 6, in = i / 18 % 5, s = i / 90;
+        double sum = 0;
+        for (int t = 0; t < 4; t++)
+            sum += (double)a->data[((s * 3 + head) * 4 + t) * 5 + in] * b->data[(s * 6 + out) * 4 + t];
+        ENSURE_NEAR(y->data[i], sum, 1e-5);
+    }
+    double error = hpml_check_grad(g, 0, 1000);
+    ENSURE(error >= 0 && error < 1e-3);
+    hpml_ctx_free(ctx);
+}
+
+static hpml_status named_refuses(hpml_comm *c, void *user)
+{
+    hpml_ctx *ctx = hpml_comm_ctx(c);
+    (void)user;
+    set_group(c, HPML_AXIS_TENSOR, ctx);
+    hpml_tensor *x = hpml_input_2d(ctx, 4, 6);
+    const struct { const char *rules, *dims, *said; } cases[] = {
+        { "in:tensr", "batch in", "rule \"in:tensr\": no axis \"tensr\"; expected data, tensor, sequence or expert" },
+        { "in", "batch in", "rule \"in\"; expected a dimension and an axis" },
+        { "in:tensor,batch:tensor", "batch in", "\"in\" and \"batch\" are both split over the tensor axis" },
+        { "batch:tensor", "batch in", "\"batch\" over the tensor axis; samples are divided by the data" },
+        { "in:data", "batch in", "\"in\" over the data axis" },
+        { "in:tensor", "batch", "dimensions \"batch\" of f32 4x6" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        CHECK(!hpml_named_part(x, cases[i].rules, cases[i].dims));
+        CHECK(strstr(hpml_ctx_error(ctx), cases[i].said));
+        hpml_ctx_clear_error(ctx);
+    }
+    hpml_param_desc odd = { .name = "w", .ndim = 2, .shape = { 5, 6 } }, even = { .ndim = 2, .shape = { 8, 6 } };
+    CHECK(!hpml_named_param(ctx, "out:tensor", "out in", &odd) && strstr(hpml_ctx_error(ctx), "\"out\" of size 5 over 2"));
+    hpml_ctx_clear_error(ctx);
+    hpml_tensor *w = hpml_named_param(ctx, "in:tensor", "out in", &even);
+    CHECK(!hpml_einsum("batch in, out in -> batch out", x, w) && strstr(hpml_ctx_error(ctx), "\"in\" has 6 indices in a, 3"));
+    hpml_ctx_clear_error(ctx);
+    CHECK(!hpml_einsum("batch in, out in -> batch", x, w) && strstr(hpml_ctx_error(ctx), "every name in two tensors"));
+    hpml_ctx_clear_error(ctx);
+    return HPML_OK;
+}
+TEST(layouts_that_do_not_fit_are_refused) { ENSURE(on_ranks(2, named_refuses, NULL)); }
