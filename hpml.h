@@ -3157,7 +3157,12 @@ enum {
     HPMLI_OP_JOINS_BATCH = 64,  /* results depend on the whole global batch: ranks without samples take part */
     HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
     HPMLI_OP_KEEPS_SUM   = 256, /* `saved` is the sum before the activation, an array of the result's shape */
-    HPMLI_OP_IS_WHOLE    = 512  /* runs on all samples at once, also where results are stored in halves */
+    HPMLI_OP_IS_WHOLE    = 512, /* runs on all samples at once, also where results are stored in halves */
+    /* Source 0 may be split over ranks (see >>split), so that the result is split alike: */
+    HPMLI_OP_SPLIT_ANY   = 1024, /* along any dimension */
+    HPMLI_OP_SPLIT_ROWS  = 2048, /* along all dimensions but the last one */
+    HPMLI_OP_SPLIT_PLANE = 4096, /* along the channels */
+    HPMLI_OP_SPLIT_OWN   = 8192  /* as the function that records the op checks, which sets the result's split */
 };
 
 /* An entry of the table of ops; hpmli_op_of returns the entry of a node's op. */
@@ -3302,6 +3307,16 @@ HPMLI_FN int64_t hpmli_whole_count(const hpml_tensor *t)
     return count;
 }
 
+/* Joins the ranks' parts (count elements each) in `whole`, by way of `all` (count times size). */
+HPMLI_FN hpml_status hpmli_cut_join(const hpml_group *g, hpmli_cut c, const float *part, int64_t count, float *all,
+                                    float *whole)
+{
+    hpml_status status = g->gather(g->user, part, all, count);
+    for (c.rank = 0; status == HPML_OK && c.rank < c.size; c.rank++)
+        hpmli_cut_copy(&c, whole, all + c.rank * count, 0, count, true);
+    return status;
+}
+
 HPMLI_FN bool hpmli_is_split(const hpml_tensor *t)
 {
     for (int i = 0; i < t->ndim; i++)
@@ -3362,49 +3377,30 @@ HPMLI_FN bool hpmli_split_refuse(const char *op, const hpml_tensor *x, int dim, 
                        hpmli_describe(x), hpmli_split_text(x), why, dim);
 }
 
-/* Returns why an op cannot read source 0 split along dimension d, or NULL if its result is split in the same way. */
-HPMLI_FN const char *hpmli_split_obstacle(const hpml_node *n, int d)
+HPMLI_FN void hpmli_split_take(hpml_tensor *t, const int8_t *split, int32_t sections) /* t may be NULL */
 {
-    const hpml_tensor *x      = n->src[0];
-    const bool         last   = d == x->ndim - 1, tensor = x->split[d] == HPML_AXIS_TENSOR;
-    const bool         trains = n->src_count > 1 && n->src[1] && n->src[1]->needs_grad; /* a whole parameter */
-    switch (n->op) {
-    case HPML_OP_SCALE: case HPML_OP_ACTIVATION: case HPML_OP_DROPOUT: return NULL;
-    case HPML_OP_MAX_POOL2D: case HPML_OP_AVG_POOL2D: case HPML_OP_BATCHNORM:
-        return d == (x->layout == HPML_NHWC ? x->ndim - 1 : 1) ? NULL : "a result needs several of its indices";
-    case HPML_OP_SOFTMAX: case HPML_OP_LOG_SOFTMAX: case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM:
-        if (last) return "a result needs whole rows";
-        break;
-    case HPML_OP_LINEAR: case HPML_OP_EMBEDDING: break;
-    case HPML_OP_ATTENTION: return last ? NULL : "a query needs all keys";
-    case HPML_OP_CROSS_ENTROPY: case HPML_OP_BCE_WITH_LOGITS: case HPML_OP_MSE: case HPML_OP_HUBER:
-        return tensor ? "each rank would have another loss" : NULL;
-    default: return "a result needs several of its indices";
-    }
-    return tensor && trains ? "each rank would have a part of a whole parameter's gradient" : NULL;
+    if (!t) return;
+    memcpy(t->split, split, sizeof t->split);
+    t->sections = sections;
 }
 
 /* Sets the split of n's result from that of source 0; false, with an error, if the op needs a split dimension whole.
-   Ops whose result has other dimensions than source 0 set the split themselves. */
+   The ranks of TENSOR have one loss, so none of them may have a part of it, or of a whole parameter's gradient. */
 HPMLI_FN bool hpmli_split_follow(hpml_node *n)
 {
-    const hpml_tensor *x = n->src[0];
-    switch (n->op) {
-    case HPML_OP_ADD: case HPML_OP_SUB: case HPML_OP_MUL: case HPML_OP_DIV: case HPML_OP_MATMUL: case HPML_OP_CONV2D:
-    case HPML_OP_RESHAPE: case HPML_OP_PERMUTE: case HPML_OP_SLICE: case HPML_OP_CONCAT: case HPML_OP_SUM: return true;
-    case HPML_OP_CUSTOM:
-        if (n->out->ndim != x->ndim || memcmp(n->out->shape, x->shape, sizeof x->shape) != 0) return true;
-        memcpy(n->out->split, x->split, sizeof x->split);
-        n->out->sections = x->sections;
-        return true;
-    default: break;
-    }
-    for (int d = 0; d < x->ndim; d++) {
-        bool own = n->op == HPML_OP_LINEAR && d == x->ndim - 1; /* the sum over d: hpml_linear checks d */
-        if (!x->split[d] || own) continue;
-        const char *why = hpmli_split_obstacle(n, d);
-        if (why) return hpmli_split_refuse(hpml_op_name(n->op), x, d, why);
-        if (d < n->out->ndim) hpmli_split_set(n->out, d, (hpml_axis)x->split[d], x->sections);
+    const hpml_tensor *x       = n->src[0];
+    const unsigned     traits  = hpmli_op_of(n)->traits;
+    const int          channel = x->layout == HPML_NHWC ? x->ndim - 1 : 1;
+    const bool         trains  = n->src_count > 1 && n->src[1] && n->src[1]->needs_grad && !hpmli_is_split(n->src[1]);
+    if (n->op == HPML_OP_CUSTOM && memcmp(n->out->shape, x->shape, sizeof x->shape) != 0) return true;
+    for (int d = 0; d < x->ndim && !(traits & HPMLI_OP_SPLIT_OWN); d++) {
+        const bool tensor = x->split[d] == HPML_AXIS_TENSOR, last = d == x->ndim - 1;
+        bool       fits   = (traits & HPMLI_OP_SPLIT_ANY) || ((traits & HPMLI_OP_SPLIT_PLANE) && d == channel);
+        if (traits & HPMLI_OP_SPLIT_ROWS && !last) fits = true;
+        if (tensor && trains && n->op != HPML_OP_CUSTOM) fits = false;
+        if (traits & HPMLI_OP_IS_MEAN) fits = !tensor;
+        if (x->split[d] && !fits) return hpmli_split_refuse(hpml_op_name(n->op), x, d, "the op needs it whole");
+        if (x->split[d] && d < n->out->ndim) hpmli_split_set(n->out, d, (hpml_axis)x->split[d], x->sections);
     }
     return true;
 }
@@ -5486,8 +5482,7 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
     }
     hpml_node *n = hpmli_node_create(op, NULL, 2, src, ndim, shape);
     n->mixes_batch |= (a->batch_rows && a->ndim < ndim) || (b->batch_rows && b->ndim < ndim);
-    if (n->out) memcpy(n->out->split, split, sizeof split);
-    if (n->out) n->out->sections = sections;
+    hpmli_split_take(n->out, split, sections);
     return n->out;
 }
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_ADD, a, b); }
@@ -5496,8 +5491,8 @@ HPML_API hpml_tensor *hpml_mul(hpml_tensor *a, hpml_tensor *b) { return hpmli_bi
 HPML_API hpml_tensor *hpml_div(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_DIV, a, b); }
 
 #define HPMLI_BINARY_OP(name, needs)                                                                                   \
-    HPMLI_OP(name, HPMLI_OP_PAIRS_ROWS, needs, hpmli_flops_pointwise(n, back), hpmli_binary_run(run, n, -1, 0),        \
-             hpmli_binary_run(run, n, 0, 2))
+    HPMLI_OP(name, HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, needs, hpmli_flops_pointwise(n, back),                    \
+             hpmli_binary_run(run, n, -1, 0), hpmli_binary_run(run, n, 0, 2))
 HPMLI_BINARY_OP(add, 0);
 HPMLI_BINARY_OP(sub, 0);
 HPMLI_BINARY_OP(mul, HPMLI_NEED_BOTH);
@@ -5528,7 +5523,7 @@ HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t chunk, int thread H
     else if (w->n->accumulate[0]) w->k->vaxpby(x->grad + at, a, y->grad + at, 1, c);
     else w->k->vscale_add(x->grad + at, y->grad + at, a, 0, c);
 }
-HPMLI_WORK_OP(scale, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, scale_chunk,
+HPMLI_WORK_OP(scale, HPMLI_OP_SPLIT_ANY, HPMLI_INPLACE, hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, scale_chunk,
               scale_chunk);
 
 /* Returns true if the derivative of act is computed from its argument; false if it is computed from its result. */
@@ -5571,7 +5566,7 @@ HPMLI_FN void hpmli_act_chunk(const hpmli_work *w, int64_t chunk, int thread HPM
     if (!w->back) w->k->act_forward(act, slope, y + at, z + at, c);
     else w->k->act_backward(act, slope, dz + at, dy + at, z + at, y + at, c, alone && n->accumulate[0]);
 }
-HPMLI_WORK_OP(activation, 0,
+HPMLI_WORK_OP(activation, HPMLI_OP_SPLIT_ANY,
               hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
               hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, act_chunk, act_chunk);
 
@@ -5624,8 +5619,7 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
         n->mixes_batch = b->batch_rows ? trans_b || !contracts || !a->batch_rows : contracts && a->batch_rows;
     }
     if (!n->out) return NULL;
-    memcpy(n->out->split, split, sizeof split);
-    n->out->sections = sections;
+    hpmli_split_take(n->out, split, sections);
     return sum == HPML_AXIS_DATA ? n->out : hpml_group_sum(n->out, sum);
 }
 
@@ -5667,7 +5661,7 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
         d[2].p += d[2].apart;
     }
 }
-HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_BOTH,
+HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH,
          hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
          hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
@@ -5689,6 +5683,9 @@ HPMLI_FN bool hpmli_layer_split(const char *op, const char *name, hpml_tensor **
         return hpmli_false(t->ctx, HPML_ERR_SHAPE, "%s \"%s\": its input %s is %s; set .split = HPML_SPLIT_IN, or "
                            "record hpml_group_gather(x, axis, %d)", op, name ? name : "", hpmli_describe(t),
                            hpmli_split_text(t), dim);
+    for (int i = 0; i < t->ndim; i++)
+        if (i != dim && t->split[i] == HPML_AXIS_TENSOR)
+            return hpmli_split_refuse(op, t, i, "each rank would have a part of the weight's gradient");
     if (*split == HPML_SPLIT_OUT) *x = hpml_group_copy(*x, HPML_AXIS_TENSOR);
     return *x != NULL;
 }
@@ -5760,9 +5757,10 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     n->attr.act.act   = act;
     n->attr.act.slope = 0.01f;
     if (n->out && hpmli_act_reads_x(act)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* saves x w^T + bias */
-    if (in) return hpmli_layer_sum(n->out, after, d.activation);
-    if (n->out && d.split) hpmli_split_set(n->out, last, HPML_AXIS_TENSOR, rows.sections);
-    return n->out;
+    hpmli_split_take(n->out, x->split, x->sections);
+    if (n->out) n->out->split[last] = (int8_t)bias.axis;
+    if (n->out && bias.axis) n->out->sections = bias.sections;
+    return in ? hpmli_layer_sum(n->out, after, d.activation) : n->out;
 }
 
 HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
@@ -5808,7 +5806,7 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     hpmli_optimizer_step(run->ctx, u, &d);
     u->n = 0;
 }
-HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
+HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM | HPMLI_OP_SPLIT_OWN,
          HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->shape[1]), hpmli_linear_pass(run, n), hpmli_linear_back(run, n));
 
@@ -5833,8 +5831,7 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
         int64_t batch = x->shape[0] / x->batch_rows;
         hpmli_node_batch(n, ndim > 0 && part[0] % batch == 0 ? part[0] / batch : 0);
     }
-    if (n->out) memcpy(n->out->split, split, sizeof split);
-    if (n->out) n->out->sections = sections;
+    hpmli_split_take(n->out, split, sections);
     return n->out;
 }
 HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1)
@@ -5923,7 +5920,7 @@ HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
 }
 
 /* Copies inputs and parameters, of any dtype, because they own memory; other results stay in the source's memory. */
-HPMLI_OP(reshape, HPMLI_OP_IS_ALIAS | HPMLI_OP_REORDERS, 0, 0,
+HPMLI_OP(reshape, HPMLI_OP_IS_ALIAS | HPMLI_OP_REORDERS | HPMLI_OP_SPLIT_OWN, 0, 0,
          if (n->out->raw != n->src[0]->raw) memcpy(n->out->raw, n->src[0]->raw, hpmli_tensor_bytes(n->out)),
          hpmli_reshape_back(run, n));
 
@@ -6039,7 +6036,7 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     }
     hpmli_strided_copy_run(run, backward ? &read : y, backward ? x : &read, backward, n->accumulate[0]);
 }
-HPMLI_OP(permute, HPMLI_OP_REORDERS, 0, hpmli_flops_pointwise(n, back), hpmli_permute_run(run, n, false),
+HPMLI_OP(permute, HPMLI_OP_REORDERS | HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_permute_run(run, n, false),
          hpmli_permute_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
@@ -6053,8 +6050,7 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
     n->attr.slice.dim   = dim;
     n->attr.slice.start = start;
     if (dim == 0) hpmli_node_batch(n, 0);
-    if (n->out) memcpy(n->out->split, x->split, sizeof x->split);
-    if (n->out) n->out->sections = (int32_t)(sections > 0 ? sections : x->sections);
+    hpmli_split_take(n->out, x->split, (int32_t)(sections > 0 ? sections : x->sections));
     return n->out;
 }
 
@@ -6066,7 +6062,7 @@ HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
     if (backward && !n->accumulate[0]) run->ctx->k->vfill(n->src[0]->grad, 0, hpml_tensor_count(n->src[0]));
     hpmli_strided_copy_run(run, n->out, &x, backward, true);
 }
-HPMLI_OP(slice, 0, 0, hpmli_flops_pointwise(n, back), hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true));
+HPMLI_OP(slice, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 {
@@ -6087,8 +6083,7 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
     hpml_node *n = hpmli_node_create(HPML_OP_CONCAT, NULL, count, x, x[0]->ndim, shape);
     n->attr.slice.dim = dim;
     if (dim == 0) hpmli_node_batch(n, 0);
-    if (n->out) memcpy(n->out->split, x[0]->split, sizeof x[0]->split);
-    if (n->out) n->out->sections = x[0]->sections;
+    hpmli_split_take(n->out, x[0]->split, x[0]->sections);
     if (n->out && x[0]->split[dim])
         n->out->sections = (int32_t)(shape[dim] * hpmli_sections(x[0], dim) / x[0]->shape[dim]);
     return n->out;
@@ -6103,7 +6098,7 @@ HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
         hpmli_strided_copy_run(run, &y, n->src[i], backward, n->accumulate[i]);
     }
 }
-HPMLI_OP(concat, HPMLI_OP_PAIRS_ROWS, 0, hpmli_flops_pointwise(n, back), hpmli_concat_run(run, n, false),
+HPMLI_OP(concat, HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_concat_run(run, n, false),
          hpmli_concat_run(run, n, true));
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
@@ -6114,18 +6109,15 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: no dimension %d", hpmli_describe(x), dim);
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
-    if (dim >= 0 ? x->split[dim] != 0 : hpmli_is_split(x)) {
-        const char *why = "each rank would have a part of the sum";
-        hpmli_split_refuse("sum", x, dim, why);
-        return NULL;
-    }
+    for (int i = 0; i < x->ndim; i++)
+        if (x->split[i] && (dim < 0 || dim == i) && !hpmli_split_refuse("sum", x, i, "each rank would have a part of it"))
+            return NULL;
     hpml_node *n = hpmli_node_create(HPML_OP_SUM, NULL, 1, &x, dim >= 0 ? x->ndim : 0, shape);
     n->attr.sum.dim  = dim;
     n->attr.sum.mean = mean;
     if (dim <= 0) hpmli_node_batch(n, 0);
     n->mixes_batch = false; /* a sum over a short batch is a shorter sum */
-    if (n->out) memcpy(n->out->split, x->split, sizeof x->split);
-    if (n->out) n->out->sections = x->sections;
+    hpmli_split_take(n->out, x->split, x->sections);
     return n->out;
 }
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
@@ -6152,7 +6144,7 @@ HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
     }
     if (!back && n->attr.sum.mean) k->vscale_add(n->out->data, n->out->data, scale, 0, outer * inner);
 }
-HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true));
+HPMLI_OP(sum, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution: recording, sizes
@@ -6618,7 +6610,8 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
     if (n->src[0]->grad && hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, true);
 }
-HPMLI_OP(conv2d, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
+HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_SPLIT_OWN,
+         HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->stride[0]), hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6767,8 +6760,10 @@ HPMLI_FN void hpmli_pooling(const hpml_run *run, hpml_node *n, bool back)
     hpmli_for_each_parallel(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1,
                             nhwc ? hpmli_pool_image : hpmli_pool_plane);
 }
-HPMLI_OP(max_pool2d, 0, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
-HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
+HPMLI_OP(max_pool2d, HPMLI_OP_SPLIT_PLANE, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false),
+         hpmli_pooling(run, n, true));
+HPMLI_OP(avg_pool2d, HPMLI_OP_SPLIT_PLANE, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false),
+         hpmli_pooling(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
@@ -6962,7 +6957,7 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
     if (status == HPML_OK) hpmli_parallel(run->ctx, j.C, hpmli_bn_task, &j);
     return status;
 }
-HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH,
+HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH | HPMLI_OP_SPLIT_PLANE,
          HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0), hpmli_flops_pointwise(n, back),
          return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true));
 
@@ -7006,10 +7001,10 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int threa
         w->k->vaxpby(dx + i, 1, d, w->n->accumulate[0] ? 1.0f : 0.0f, c);
     }
 }
-HPMLI_OP(softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
+HPMLI_OP(softmax, HPMLI_OP_SPLIT_ROWS, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_softmax_row),
          hpmli_for_each_row(run, n, true, hpmli_softmax_back_row));
-HPMLI_OP(log_softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
+HPMLI_OP(log_softmax, HPMLI_OP_SPLIT_ROWS, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_softmax_row),
          hpmli_for_each_row(run, n, true, hpmli_softmax_back_row));
 
@@ -7084,9 +7079,9 @@ HPMLI_FN void hpmli_norm_back(const hpml_run *run, hpml_node *n)
             run->ctx->k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * cols, cols);
     }
 }
-HPMLI_OP(layernorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+HPMLI_OP(layernorm, HPMLI_OP_SPLIT_ROWS, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_norm_row), hpmli_norm_back(run, n));
-HPMLI_OP(rmsnorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+HPMLI_OP(rmsnorm, HPMLI_OP_SPLIT_ROWS, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_norm_row), hpmli_norm_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7101,6 +7096,10 @@ HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
     if (!(p >= 0 && p < 1))
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": p is %g, expected 0 <= p < 1", x->name,
                           (double)p);
+    if (hpmli_is_split(x) && !x->ctx->backend->host)
+        return hpmli_null(x->ctx, HPML_ERR_UNSUPPORTED, "dropout: %s is %s, and on \"%s\" masks are those of whole "
+                          "tensors; record dropout after the layer that joins the parts", hpmli_describe(x),
+                          hpmli_split_text(x), x->ctx->backend->name);
     hpml_node *n = hpmli_node_create(HPML_OP_DROPOUT, NULL, 1, &x, x->ndim, x->shape);
     n->attr.dropout.p = p;
     return n->out;
@@ -7131,7 +7130,7 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
         to[at + i] = add ? to[at + i] + v : v;
     }
 }
-HPMLI_WORK_OP(dropout, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back),
+HPMLI_WORK_OP(dropout, HPMLI_OP_SPLIT_ANY, HPMLI_INPLACE, hpmli_flops_pointwise(n, back),
               (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE, HPMLI_GRAIN / HPMLI_PIECE, dropout_piece,
               dropout_piece);
 
@@ -7201,7 +7200,7 @@ HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
         run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
     }
 }
-HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
+HPMLI_OP(embedding, HPMLI_OP_INDEX_0 | HPMLI_OP_SPLIT_ANY, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
          return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7235,10 +7234,11 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     if (!hpmli_recordable(1, &qkv) || !HPMLI_COPY_DESC(qkv->ctx, "attention", d, desc)) return NULL;
     const int64_t C = qkv->shape[2] / 3, shape[3] = { qkv->shape[0], qkv->shape[1], C };
     const int32_t size = hpml_ctx_group(qkv->ctx, (hpml_axis)qkv->split[2])->size; /* ranks that share the heads */
-    if (qkv->split[2] && (d.heads % size != 0 || hpmli_sections(qkv, 2) != 3))
-        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input %s is %s, with %d heads; expected 3 sections "
-                          "(.sections of the linear layer before) and heads that divide among the %d ranks",
-                          hpmli_describe(qkv), hpmli_split_text(qkv), d.heads, size);
+    const bool fits = !qkv->split[2] || (d.heads % size == 0 && hpmli_sections(qkv, 2) == 3);
+    if (!fits || qkv->split[0] || qkv->split[1])
+        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input %s is %s, with %d heads; expected a split along "
+                          "dimension 2 alone in 3 sections (.sections of the linear layer before) and heads that "
+                          "divide among the %d ranks", hpmli_describe(qkv), hpmli_split_text(qkv), d.heads, size);
     if (qkv->split[2]) d.heads /= size;
     if (d.heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d.heads != 0)
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
@@ -7249,7 +7249,7 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     n->attr.attention.scale  = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
     n->saved_bytes   = (size_t)(shape[0] * shape[1] * d.heads) * sizeof(float); /* (B, heads, T) log sum exp */
     n->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
-    if (n->out && qkv->split[2]) n->out->sections = 1;
+    hpmli_split_take(n->out, qkv->split, 1);
     return n->out;
 }
 
@@ -7331,7 +7331,7 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
 }
 
 /* Operations: q k^T, and its softmax times v: 2 T T C each a sample, half if causal; backward twice as many. */
-HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
+HPMLI_WORK_OP(attention, HPMLI_OP_SPLIT_OWN, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
               (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1] *
                   (back ? 2 : 1),
               n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
@@ -7937,7 +7937,7 @@ HPMLI_FN hpml_status hpmli_custom_call(const hpml_run *run, hpml_node *n, bool b
                    back ? "backward" : "forward", hpml_status_string(status));
     return run->ctx->status;
 }
-HPMLI_OP(custom, HPMLI_OP_IS_WHOLE, n->attr.custom->keeps | (n->attr.custom->in_place ? HPMLI_INPLACE : 0),
+HPMLI_OP(custom, HPMLI_OP_IS_WHOLE | HPMLI_OP_SPLIT_ANY, n->attr.custom->keeps | (n->attr.custom->in_place ? HPMLI_INPLACE : 0),
          n->attr.custom->flops * (back ? 2 * n->out->needs_grad : 1), return hpmli_custom_call(run, n, false),
          return hpmli_custom_call(run, n, true));
 
@@ -8050,17 +8050,6 @@ HPMLI_FN hpml_status hpmli_group_sum_floats(const hpmli_group_op *o, float *x, i
     return o->group->sum(o->group->user, x, n);
 }
 
-/* Joins the ranks' parts (count each) in `whole`, by way of `all` (count times size). */
-HPMLI_FN hpml_status hpmli_group_join(const hpmli_group_op *o, const float *part, int64_t count, float *all,
-                                      float *whole)
-{
-    hpmli_cut   c      = o->cut;
-    hpml_status status = o->group->gather(o->group->user, part, all, count);
-    for (c.rank = 0; status == HPML_OK && c.rank < c.size; c.rank++)
-        hpmli_cut_copy(&c, whole, all + c.rank * count, 0, count, true);
-    return status;
-}
-
 HPMLI_FN const hpmli_group_op *hpmli_group_op_of(const hpml_node *n)
 {
     return (const hpmli_group_op *)n->attr.custom->user;
@@ -8104,7 +8093,7 @@ HPMLI_FN hpml_status hpmli_group_split_back(const hpml_run *run, hpml_node *n)
     int64_t               count  = hpml_tensor_count(n->out);
     float                *whole  = (float *)n->scratch, *all = whole + count * o->cut.size;
     hpml_status           status = HPML_OK;
-    if (o->one_loss) status = hpmli_group_join(o, n->out->grad, count, all, whole);
+    if (o->one_loss) status = hpmli_cut_join(o->group, o->cut, n->out->grad, count, all, whole);
     else {
         run->ctx->k->vfill(whole, 0, count * o->cut.size);
         hpmli_cut_copy(&o->cut, whole, n->out->grad, 0, count, true);
@@ -8115,8 +8104,9 @@ HPMLI_FN hpml_status hpmli_group_split_back(const hpml_run *run, hpml_node *n)
 
 HPMLI_FN hpml_status hpmli_group_gather_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
-    return hpmli_group_join(hpmli_group_op_of(n), n->src[0]->data, hpml_tensor_count(n->src[0]), (float *)n->scratch,
-                            n->out->data);
+    const hpmli_group_op *o = hpmli_group_op_of(n);
+    return hpmli_cut_join(o->group, o->cut, n->src[0]->data, hpml_tensor_count(n->src[0]), (float *)n->scratch,
+                          n->out->data);
 }
 
 HPMLI_FN hpml_status hpmli_group_gather_back(const hpml_run *run, hpml_node *n)
@@ -8201,10 +8191,8 @@ HPMLI_FN hpml_tensor *hpmli_group_resize(hpml_tensor *x, hpml_axis axis, int dim
     if (d->batch_rows == 0) d->batch_rows = -1;
     d->scratch_bytes = (size_t)(hpml_tensor_count(x) * up * 2) * sizeof(float); /* the whole, and all parts */
     hpml_tensor *y = hpmli_group_record(x, axis, d, false, cut);
-    if (y) memcpy(y->split, x->split, sizeof y->split);
-    if (y) y->sections = x->sections;
-    if (y && dim < y->ndim) y->split[dim] = (int8_t)(up > 1 ? HPML_AXIS_DATA : axis);
-    if (y && !hpmli_is_split(y)) y->sections = 0;
+    hpmli_split_take(y, x->split, x->sections);
+    if (y) y->split[dim] = (int8_t)(up > 1 ? HPML_AXIS_DATA : axis);
     return y;
 }
 
@@ -10440,8 +10428,7 @@ HPMLI_FN void hpmli_read_whole(hpml_trainer *t, const hpml_tensor *y, int64_t n,
     hpmli_cut         c     = hpmli_cut_of(y, (hpml_axis)y->split[d], d, hpmli_sections(y, d));
     if (!part) return;
     hpmli_read_floats(t->ctx, y, count, part);
-    hpml_status status = g->gather(g->user, part, all, count);
-    for (c.rank = 0; c.rank < c.size; c.rank++) hpmli_cut_copy(&c, out, all + c.rank * count, 0, count, true);
+    hpml_status status = hpmli_cut_join(g, c, part, count, all, out);
     if (status != HPML_OK) hpmli_fail(t->ctx, status, "predict: %s", hpml_status_string(status));
     hpmli_free(t->ctx, part);
 }
@@ -12515,9 +12502,7 @@ HPMLI_FN hpml_status hpmli_collect(hpml_ctx *ctx, hpml_trainer *t, const hpml_te
         float *part = split ? work : whole, *all = work + n;
         status = hpmli_read_shards(ctx, t, p, which, part);
         hpmli_cut c = hpmli_cut_of(p, d->axis, d->split_dim, d->sections);
-        if (split && status == HPML_OK) status = g->gather(g->user, part, all, n);
-        for (c.rank = 0; split && c.rank < c.size; c.rank++)
-            hpmli_cut_copy(&c, whole, all + c.rank * n, 0, n, true);
+        if (split && status == HPML_OK) status = hpmli_cut_join(g, c, part, n, all, whole);
     }
     if (d->stage >= 0 && status == HPML_OK) status = pipe->bcast(pipe->user, whole, hpmli_whole_count(p), d->stage);
     if (status != HPML_OK && ctx->status == HPML_OK)

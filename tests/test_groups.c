@@ -629,10 +629,10 @@ TEST(what_does_not_fit_is_refused_while_recording)
     ENSURE_ERROR(ctx, !hpml_add(h, linear(x, C / 2, HPML_SPLIT_NONE, HPML_ACT_NONE)), HPML_ERR_SHAPE,
                  "is split over the tensor axis along dimension 2");
     ENSURE_ERROR(ctx, !hpml_softmax(h), HPML_ERR_SHAPE, "hpml_group_gather");
-    ENSURE_ERROR(ctx, !hpml_layernorm(h, NULL), HPML_ERR_SHAPE, "whole rows");
-    ENSURE_ERROR(ctx, !hpml_sum(h, 2), HPML_ERR_SHAPE, "part of the sum");
-    ENSURE_ERROR(ctx, !hpml_mean(h, HPML_ALL_DIMS), HPML_ERR_SHAPE, "part of the sum");
-    ENSURE_ERROR(ctx, !hpml_mse(h, h), HPML_ERR_SHAPE, "another loss");
+    ENSURE_ERROR(ctx, !hpml_layernorm(h, NULL), HPML_ERR_SHAPE, "needs it whole");
+    ENSURE_ERROR(ctx, !hpml_sum(h, 2), HPML_ERR_SHAPE, "part of it");
+    ENSURE_ERROR(ctx, !hpml_mean(h, HPML_ALL_DIMS), HPML_ERR_SHAPE, "part of it");
+    ENSURE_ERROR(ctx, !hpml_mse(h, h), HPML_ERR_SHAPE, "mse: ");
     ENSURE_ERROR(ctx, !hpml_lstm(h, 4, NULL), HPML_ERR_SHAPE, "tensor axis");
     ENSURE_ERROR(ctx, !hpml_slice(h, 2, 1, 4), HPML_ERR_SHAPE, "whole sections");
     ENSURE_ERROR(ctx, !hpml_reshape(h, 3, odd), HPML_ERR_SHAPE, "split alike");
