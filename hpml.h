@@ -131,7 +131,7 @@
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
 //     custom   ops of the user, on the host or on host copies of a device's arrays
-//     groups   ops that communicate in a group: copy, sum, split, gather; tables and losses split by vocabulary
+//     groups   ops that communicate in a group: copy, sum, split, gather
 //     backend   the CPU backend: memory, sums of squares, the table of ops
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 //     optimizers   the table of optimizers, the driver of their steps, schedules
@@ -392,9 +392,9 @@ typedef enum hpml_init {
 } hpml_init;
 
 /* The properties of a parameter. You may change `frozen`, `no_decay` and `lr_scale` before or between training steps.
-   A parameter may be this rank's part of a whole: dimension split_dim of the whole consists of `sections` equal sections
-   (3 for queries, keys and values), each cut into as many blocks as the group of `axis` has ranks; the part has the
-   rank's block of each. Its first values, their scale, its name and what files contain are those of the whole. */
+   A parameter may be this rank's part of a whole: dimension split_dim of the whole consists of `sections` equal
+   sections (3 for queries, keys and values), each cut into as many blocks as the group of `axis` has ranks; the part has
+   the rank's block of each. Its first values, their scale, its name and what files contain are those of the whole. */
 typedef struct hpml_param {
     int       index;      /* position in the context's list of parameters: the order of recording */
     hpml_init init;
@@ -435,7 +435,7 @@ struct hpml_tensor {
     hpml_node  *node;       /* the op that computes the tensor; NULL: an input, a parameter or a constant */
     bool        needs_grad; /* set for parameters, results of them, and by hpml_tensor_require_grad */
     hpml_layout layout;     /* order of the dimensions, where there are 4 (images); see hpml_to_layout */
-    int8_t      split[HPML_MAX_DIMS]; /* the hpml_axis over whose ranks a dimension is split; 0: the dimension is whole */
+    int8_t      split[HPML_MAX_DIMS]; /* the hpml_axis over whose ranks a dimension is split; 0: none */
     int32_t     sections;   /* equal sections of the split dimension, each of which is split, see hpml_param; 0: one */
     struct hpmli_tensor_state *state; /* private */
 };
@@ -775,8 +775,8 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
 
 /* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
    1e-2), at up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest |a
-   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. All ranks of
-   a split graph (>>api-group) call this together; each checks its own parts. */
+   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. All ranks
+   of a split graph (>>api-group) call this together; each checks its own parts. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 /* Requests the gradient of an f32 input; an error if an op reads the input already. */
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
@@ -1402,9 +1402,10 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 
 /* Saves all parameters under their names, as F32, BF16 or F16, with a CRC-32C of each array as metadata
    "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite.
-   Groups: of the ranks that call this, the one with rank 0 in all groups writes. Files have whole parameters and states,
-   with the bytes that a program on one rank would write: where ranks have parts of them, all ranks save together, and an
-   error of one is an error on all. Each rank loads by itself and keeps its part, so a file fits any groups. */
+   Groups: of the ranks that call this, the one with rank 0 in all groups writes. Files have whole parameters and
+   states, with the bytes that a program on one rank would write: where ranks have parts of them, all ranks save
+   together, and an error of one is an error on all. Each rank loads by itself and keeps its part, so a file fits any
+   groups. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; ignores other tensors */
 
@@ -3405,6 +3406,27 @@ HPMLI_FN bool hpmli_split_follow(hpml_node *n)
     return true;
 }
 
+/* The classes of logits or the tokens of a table, `whole` of them, of which this rank has `count` from `first` on. A
+   loss or an embedding is recorded as a custom op where the vocabulary is split: then group is not NULL, for sums over
+   the ranks. */
+typedef struct hpmli_vocabulary {
+    const hpml_group *group;
+    int64_t           first, count, whole;
+    float             smoothing; /* of the loss; it ignores rows with the label `ignore` */
+    int32_t           ignore;
+} hpmli_vocabulary;
+HPMLI_FN hpmli_vocabulary hpmli_vocabulary_of(const hpml_node *n, int64_t count)
+{
+    hpmli_vocabulary v = { NULL, 0, count, count, 0, 0 };
+    if (n->op == HPML_OP_CUSTOM) return *(const hpmli_vocabulary *)n->attr.custom->user;
+    if (n->op != HPML_OP_CROSS_ENTROPY) return v;
+    v.smoothing = n->attr.cross_entropy.smoothing;
+    v.ignore    = n->attr.cross_entropy.ignore;
+    return v;
+}
+static hpml_tensor *hpmli_vocabulary_op(hpml_tensor *const src[2], hpml_custom *d, int64_t count, float smoothing,
+                                        int32_t ignore); /* see >>groups */
+
 HPMLI_FN bool hpmli_split_mismatch(const char *op, const hpml_tensor *a, const hpml_tensor *b)
 {
     return hpmli_false(a->ctx, HPML_ERR_SHAPE, "%s: %s is %s, %s is %s; record hpml_group_gather for the one or "
@@ -3466,8 +3488,8 @@ HPMLI_FN bool hpmli_split_pair(const char *op, hpml_tensor **src, int ndim, int8
     return true;
 }
 
-/* Makes start and count of a slice, sizes of the whole, those of the part, if dim of x is split: whole sections, *sections
-   of them, can be taken. False: an error. */
+/* Makes start and count of a slice, sizes of the whole, those of the part, if dim of x is split: whole sections,
+   *sections of them, can be taken. False: an error. */
 HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, int64_t *count, int64_t *sections)
 {
     if (dim < 0 || dim >= x->ndim || !x->split[dim]) return true;
@@ -5523,7 +5545,8 @@ HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t chunk, int thread H
     else if (w->n->accumulate[0]) w->k->vaxpby(x->grad + at, a, y->grad + at, 1, c);
     else w->k->vscale_add(x->grad + at, y->grad + at, a, 0, c);
 }
-HPMLI_WORK_OP(scale, HPMLI_OP_SPLIT_ANY, HPMLI_INPLACE, hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, scale_chunk,
+HPMLI_WORK_OP(scale, HPMLI_OP_SPLIT_ANY, HPMLI_INPLACE, hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1,
+              scale_chunk,
               scale_chunk);
 
 /* Returns true if the derivative of act is computed from its argument; false if it is computed from its result. */
@@ -5823,8 +5846,8 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
     if (!hpmli_recordable(1, &x)) return NULL;
     if (!hpmli_reshape_rule(hpmli_whole_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
     if (!hpmli_split_reshape(x, ndim, full, part, split, &sections))
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "reshape to %s, sizes of the whole: %s is %s, and no dimension of the "
-                          "result would be split alike; hpml_group_gather it first",
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "reshape to %s, sizes of the whole: %s is %s, and no dimension of "
+                          "the result would be split alike; hpml_group_gather it first",
                           hpmli_shape_text(x->ctx, ndim, full), hpmli_describe(x), hpmli_split_text(x));
     hpml_node *n = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, part);
     if (x->batch_rows) { /* there is a batch dimension if the new number of rows is a multiple of the samples */
@@ -6036,8 +6059,8 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     }
     hpmli_strided_copy_run(run, backward ? &read : y, backward ? x : &read, backward, n->accumulate[0]);
 }
-HPMLI_OP(permute, HPMLI_OP_REORDERS | HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_permute_run(run, n, false),
-         hpmli_permute_run(run, n, true));
+HPMLI_OP(permute, HPMLI_OP_REORDERS | HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back),
+         hpmli_permute_run(run, n, false), hpmli_permute_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
 {
@@ -6062,7 +6085,8 @@ HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
     if (backward && !n->accumulate[0]) run->ctx->k->vfill(n->src[0]->grad, 0, hpml_tensor_count(n->src[0]));
     hpmli_strided_copy_run(run, n->out, &x, backward, true);
 }
-HPMLI_OP(slice, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true));
+HPMLI_OP(slice, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_slice_run(run, n, false),
+         hpmli_slice_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 {
@@ -6098,8 +6122,8 @@ HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
         hpmli_strided_copy_run(run, &y, n->src[i], backward, n->accumulate[i]);
     }
 }
-HPMLI_OP(concat, HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_concat_run(run, n, false),
-         hpmli_concat_run(run, n, true));
+HPMLI_OP(concat, HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back),
+         hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true));
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
@@ -6109,9 +6133,11 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: no dimension %d", hpmli_describe(x), dim);
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
-    for (int i = 0; i < x->ndim; i++)
-        if (x->split[i] && (dim < 0 || dim == i) && !hpmli_split_refuse("sum", x, i, "each rank would have a part of it"))
-            return NULL;
+    for (int i = 0; i < x->ndim; i++) {
+        if (!x->split[i] || (dim >= 0 && dim != i)) continue;
+        hpmli_split_refuse("sum", x, i, "each rank would have a part of it");
+        return NULL;
+    }
     hpml_node *n = hpmli_node_create(HPML_OP_SUM, NULL, 1, &x, dim >= 0 ? x->ndim : 0, shape);
     n->attr.sum.dim  = dim;
     n->attr.sum.mean = mean;
@@ -6144,7 +6170,8 @@ HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
     }
     if (!back && n->attr.sum.mean) k->vscale_add(n->out->data, n->out->data, scale, 0, outer * inner);
 }
-HPMLI_OP(sum, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true));
+HPMLI_OP(sum, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false),
+         hpmli_sum_run(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution: recording, sizes
@@ -7134,14 +7161,49 @@ HPMLI_WORK_OP(dropout, HPMLI_OP_SPLIT_ANY, HPMLI_INPLACE, hpmli_flops_pointwise(
               (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE, HPMLI_GRAIN / HPMLI_PIECE, dropout_piece,
               dropout_piece);
 
-static hpml_tensor *hpmli_embedding_parts(const char *name, hpml_tensor *const src[2]); /* see >>groups */
+HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
+{
+    const int32_t   *token = (const int32_t *)n->src[0]->raw; /* rows of the table */
+    const int64_t    count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
+    hpmli_vocabulary v     = hpmli_vocabulary_of(n, n->src[1]->shape[0]);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t row = token[i] - v.first;
+        float  *y   = n->out->data + i * width;
+        if (token[i] < 0 || token[i] >= v.whole)
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
+                              n->out->name, (long long)(n->state->first_index + i), token[i], (long long)v.whole - 1);
+        if (row < 0 || row >= v.count) run->ctx->k->vfill(y, 0, width); /* another rank has the row */
+        else memcpy(y, n->src[1]->data + row * width, (size_t)width * sizeof *y);
+    }
+    return v.group ? v.group->sum(v.group->user, n->out->data, count * width) : HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_embedding_back(const hpml_run *run, hpml_node *n)
+{
+    const int32_t   *token = (const int32_t *)n->src[0]->raw;
+    const int64_t    count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
+    hpmli_vocabulary v     = hpmli_vocabulary_of(n, n->src[1]->shape[0]);
+    float           *dw    = n->src[1]->grad;
+    hpmli_rows      *rows  = n->src[1]->state->rows;
+    if (dw && !n->accumulate[1] && !v.group) hpmli_gradient_clear(n->src[1]);
+    for (int64_t i = 0; dw && i < count; i++) {
+        int64_t row = token[i] - v.first;
+        if (row < 0 || row >= v.count) continue;
+        if (rows) hpmli_rows_add(rows, token[i]);
+        run->ctx->k->vadd(dw + row * width, dw + row * width, n->out->grad + i * width, width);
+    }
+    return HPML_OK;
+}
+HPMLI_OP(embedding, HPMLI_OP_INDEX_0 | HPMLI_OP_SPLIT_ANY, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
+         return hpmli_embedding_pass(run, n), return hpmli_embedding_back(run, n));
+
 /* Records y[i] = table[token[i]]; backward adds dy[i] to row token[i] of the table's gradient, in the order of i.
    Sources of the node: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc)
 {
     hpml_embedding_desc d;
-    int64_t             shape[HPML_MAX_DIMS], table[2];
+    int64_t             table[2];
     hpml_tensor        *src[2];
     if (!hpmli_recordable(1, &tokens) || !HPMLI_COPY_DESC(tokens->ctx, "embedding", d, desc)) return NULL;
     if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
@@ -7163,45 +7225,25 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                    d.init == HPML_INIT_DEFAULT ? 1.0f : d.init_scale, 2, table, &part);
     if (!hpmli_recordable(2, src)) return NULL;
     if (d.weight && !hpmli_shared_fits("embedding", name, src[1], table, &part)) return NULL;
-    if (parts) return hpmli_embedding_parts(name, src);
     if (d.sparse && (!src[1]->param || !tokens->ctx->backend->host))
         return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .sparse is for parameters on the host, "
                           "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
                           tokens->ctx->backend->name);
     if (d.sparse && !hpmli_rows_create(src[1])) return NULL;
-    memcpy(shape, tokens->shape, sizeof shape);
-    shape[tokens->ndim] = width;
-    return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
+    hpml_custom own = HPMLI_ZEROED; /* the op, where the vocabulary is split */
+    own.name     = "embedding";
+    own.forward  = hpmli_embedding_pass;
+    own.backward = hpmli_embedding_back;
+    own.keeps    = HPML_KEEP_SRC(0);
+    own.ndim     = tokens->ndim + 1;
+    memcpy(own.shape, tokens->shape, sizeof own.shape);
+    own.shape[tokens->ndim] = width;
+    if (!parts) return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, own.ndim, own.shape)->out;
+    hpml_tensor *y = hpmli_vocabulary_op(src, &own, src[1]->shape[0], 0, 0);
+    if (y) y->name = name;
+    hpmli_split_take(y, tokens->split, tokens->sections);
+    return y;
 }
-
-HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
-{
-    const int32_t *token = (const int32_t *)n->src[0]->raw; /* rows of the table */
-    int64_t        count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
-    for (int64_t i = 0; i < count; i++) {
-        if (token[i] < 0 || token[i] >= vocabulary)
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
-                              n->out->name, (long long)(n->state->first_index + i), token[i],
-                              (long long)vocabulary - 1);
-        memcpy(n->out->data + i * width, n->src[1]->data + token[i] * width, (size_t)width * sizeof(float));
-    }
-    return HPML_OK;
-}
-
-HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
-{
-    const int32_t *token = (const int32_t *)n->src[0]->raw;
-    int64_t        count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
-    float         *dw    = n->src[1]->grad;
-    hpmli_rows    *rows  = n->src[1]->state->rows;
-    if (dw && !n->accumulate[1]) hpmli_gradient_clear(n->src[1]);
-    for (int64_t i = 0; dw && i < count; i++) {
-        if (rows) hpmli_rows_add(rows, token[i]);
-        run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
-    }
-}
-HPMLI_OP(embedding, HPMLI_OP_INDEX_0 | HPMLI_OP_SPLIT_ANY, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
-         return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>sequence   multi-head attention; long short-term memory
@@ -7479,26 +7521,6 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor 
     return n->out;
 }
 
-static hpml_tensor *hpmli_cross_entropy_parts(hpml_tensor *const src[2], float smoothing, int32_t ignore);
-HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
-{
-    hpml_cross_entropy_desc d;
-    hpml_tensor            *src[2] = { logits, labels };
-    if (!hpmli_recordable(2, src) || !HPMLI_COPY_DESC(logits->ctx, "cross_entropy", d, desc)) return NULL;
-    bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
-    for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
-    if (!fits || !(d.label_smoothing >= 0 && d.label_smoothing <= 1))
-        return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
-                          "and i32 (..), label_smoothing in 0..1", hpmli_describe(logits), hpmli_describe(labels));
-    if (logits->split[logits->ndim - 1] == HPML_AXIS_TENSOR)
-        return hpmli_cross_entropy_parts(src, d.label_smoothing, d.ignore_index ? d.ignore_index : HPML_IGNORE);
-    hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
-    n->attr.cross_entropy.smoothing = d.label_smoothing;
-    n->attr.cross_entropy.ignore    = d.ignore_index ? d.ignore_index : HPML_IGNORE;
-    n->saved_bytes = (size_t)(3 * hpml_tensor_count(labels) + 1) * 4; /* max, 1 / sum, loss of rows; 1 / counted */
-    return n->out;
-}
-
 HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const hpml_node *n     = w->n;
@@ -7518,26 +7540,58 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thre
     *loss -= s * (float)(about[0] / (double)w->cols);
 }
 
+/* The same for logits split by classes: the maximum and three sums of each row are taken over the ranks. */
+HPMLI_FN hpml_status hpmli_cross_entropy_parts(const hpml_run *run, hpml_node *n, const hpmli_vocabulary *v)
+{
+    const int32_t *label = (const int32_t *)n->src[1]->raw;
+    const int64_t  rows  = hpml_tensor_count(n->src[1]);
+    float         *max   = (float *)n->saved, *inverse = max + rows, *loss = inverse + rows, piece[HPMLI_PIECE];
+    float         *sums  = (float *)n->scratch, s = v->smoothing; /* (rows, 3) sums: of exp(d), d of the label, d */
+    const float   *x     = n->src[0]->data;                       /* (rows, count), d = x - max */
+    for (int64_t r = 0; r < rows; r++) max[r] = run->ctx->k->vmax(x + r * v->count, v->count);
+    hpml_status status = v->group->max(v->group->user, max, rows);
+    for (int64_t r = 0; r < rows; r++, sums += 3, x += v->count) {
+        int64_t at       = label[r] - v->first;
+        double  about[2] = { 0, 0 };
+        sums[0] = 0;
+        HPMLI_PIECES(i, c, v->count) sums[0] += run->ctx->k->vexp_sum(piece, x + i, max[r], c);
+        sums[1] = at >= 0 && at < v->count ? x[at] - max[r] : 0;
+        if (s > 0) run->ctx->k->vmoments(about, NULL, x, max[r], v->count);
+        sums[2] = (float)about[0];
+    }
+    sums -= 3 * rows;
+    if (status == HPML_OK) status = v->group->sum(v->group->user, sums, 3 * rows);
+    for (int64_t r = 0; r < rows; r++, sums += 3) {
+        inverse[r] = 1 / sums[0];
+        loss[r]    = logf(sums[0]) - (1 - s) * sums[1] - s * (sums[2] / (float)v->whole);
+        if (label[r] == v->ignore) loss[r] = 0;
+    }
+    return status;
+}
+
 HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
 {
     const hpml_tensor *x     = n->src[0];
     const int32_t     *label = (const int32_t *)n->src[1]->raw;
-    int64_t            V = x->shape[x->ndim - 1], rows = hpml_tensor_count(x) / V, counted = 0;
+    hpmli_vocabulary   v     = hpmli_vocabulary_of(n, x->shape[x->ndim - 1]);
+    int64_t            rows = hpml_tensor_count(x) / v.count, counted = 0;
     const float       *loss = (const float *)n->saved + 2 * rows;
     double             sum  = 0;
+    hpml_status        status = HPML_OK;
     for (int64_t i = 0; i < rows; i++) {
-        if (label[i] == n->attr.cross_entropy.ignore) continue;
-        if (label[i] < 0 || label[i] >= V)
+        if (label[i] == v.ignore) continue;
+        if (label[i] < 0 || label[i] >= v.whole)
             return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to "
                               "%lld (or %d to be ignored)", (long long)(n->state->first_index + i), label[i],
-                              (long long)V - 1, n->attr.cross_entropy.ignore);
+                              (long long)v.whole - 1, v.ignore);
         counted++;
     }
-    hpmli_for_each_row(run, n, false, hpmli_cross_entropy_row);
+    if (v.group) status = hpmli_cross_entropy_parts(run, n, &v);
+    else hpmli_for_each_row(run, n, false, hpmli_cross_entropy_row);
     for (int64_t i = 0; i < rows; i++) sum += (double)loss[i];
     ((float *)n->saved)[3 * rows] = counted > 0 ? 1 / (float)counted : 0;
     n->out->data[0] = counted > 0 ? (float)(sum / (double)counted) : 0;
-    return HPML_OK;
+    return status;
 }
 
 HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
@@ -7547,23 +7601,58 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int
     float           *dx    = n->src[0]->grad + row * w->cols, piece[HPMLI_PIECE];
     int32_t          label = ((const int32_t *)n->src[1]->raw)[row];
     const float     *saved = (const float *)n->saved;
-    float            max   = saved[row], s = n->attr.cross_entropy.smoothing;
+    hpmli_vocabulary v     = hpmli_vocabulary_of(n, w->cols);
+    float            max   = saved[row], s = v.smoothing, shares = (float)v.whole;
     float            scale = saved[3 * w->count] * n->out->grad[0], share = scale * saved[w->count + row];
     bool             add   = n->accumulate[0];
-    if (label == n->attr.cross_entropy.ignore) {
+    if (label == v.ignore) {
         if (!add) w->k->vfill(dx, 0, w->cols);
         return;
     }
     HPMLI_PIECES(i, c, w->cols) {
         w->k->vexp_sum(piece, x + i, max, c);
         if (add) w->k->vaxpby(dx + i, share, piece, 1, c);
-        else w->k->vscale_add(dx + i, piece, share, -scale * s / (float)w->cols, c);
-        if (add && s > 0) w->k->vscale_add(dx + i, dx + i, 1, -scale * s / (float)w->cols, c);
+        else w->k->vscale_add(dx + i, piece, share, -scale * s / shares, c);
+        if (add && s > 0) w->k->vscale_add(dx + i, dx + i, 1, -scale * s / shares, c);
     }
-    dx[label] -= scale * (1 - s);
+    if (label >= v.first && label < v.first + v.count) dx[label - v.first] -= scale * (1 - s);
+}
+HPMLI_FN hpml_status hpmli_cross_entropy_back(const hpml_run *run, hpml_node *n)
+{
+    hpmli_for_each_row(run, n, true, hpmli_cross_entropy_back_row);
+    return HPML_OK;
 }
 HPMLI_OP(cross_entropy, HPMLI_OP_IS_MEAN | HPMLI_OP_INDEX_1, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
-         return hpmli_cross_entropy_pass(run, n), hpmli_for_each_row(run, n, true, hpmli_cross_entropy_back_row));
+         return hpmli_cross_entropy_pass(run, n), return hpmli_cross_entropy_back(run, n));
+
+HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
+{
+    hpml_cross_entropy_desc d;
+    hpml_tensor            *src[2] = { logits, labels };
+    if (!hpmli_recordable(2, src) || !HPMLI_COPY_DESC(logits->ctx, "cross_entropy", d, desc)) return NULL;
+    bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
+    for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
+    if (!fits || !(d.label_smoothing >= 0 && d.label_smoothing <= 1))
+        return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
+                          "and i32 (..), label_smoothing in 0..1", hpmli_describe(logits), hpmli_describe(labels));
+    const int64_t rows = hpml_tensor_count(labels);
+    hpml_custom   own  = HPMLI_ZEROED; /* the op, where the classes are split */
+    own.name          = "cross_entropy";
+    own.forward       = hpmli_cross_entropy_pass;
+    own.backward      = hpmli_cross_entropy_back;
+    own.keeps         = HPML_KEEP_SRC(0) | HPML_KEEP_SRC(1);
+    own.one_number    = true;
+    own.saved_bytes   = (size_t)(3 * rows + 1) * sizeof(float); /* max, 1 / sum, loss of rows; 1 / counted */
+    own.scratch_bytes = (size_t)(3 * rows) * sizeof(float);
+    if (d.ignore_index == 0) d.ignore_index = HPML_IGNORE;
+    if (logits->split[labels->ndim] == HPML_AXIS_TENSOR)
+        return hpmli_vocabulary_op(src, &own, logits->shape[labels->ndim], d.label_smoothing, d.ignore_index);
+    hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
+    n->attr.cross_entropy.smoothing = d.label_smoothing;
+    n->attr.cross_entropy.ignore    = d.ignore_index;
+    n->saved_bytes = own.saved_bytes;
+    return n->out;
+}
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
 {
@@ -7937,7 +8026,8 @@ HPMLI_FN hpml_status hpmli_custom_call(const hpml_run *run, hpml_node *n, bool b
                    back ? "backward" : "forward", hpml_status_string(status));
     return run->ctx->status;
 }
-HPMLI_OP(custom, HPMLI_OP_IS_WHOLE | HPMLI_OP_SPLIT_ANY, n->attr.custom->keeps | (n->attr.custom->in_place ? HPMLI_INPLACE : 0),
+HPMLI_OP(custom, HPMLI_OP_IS_WHOLE | HPMLI_OP_SPLIT_ANY,
+         n->attr.custom->keeps | (n->attr.custom->in_place ? HPMLI_INPLACE : 0),
          n->attr.custom->flops * (back ? 2 * n->out->needs_grad : 1), return hpmli_custom_call(run, n, false),
          return hpmli_custom_call(run, n, true));
 
@@ -8033,7 +8123,7 @@ HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, b
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>groups   ops that communicate in a group: copy, sum, split, gather; tables and losses split by vocabulary
+// >>groups   ops that communicate in a group: copy, sum, split, gather
 // ---------------------------------------------------------------------------------------------------------------------
 /* Megatron's conjugate pairs (Shoeybi et al. 2019): copy and sum, split and gather are each other's backward pass where
    all ranks have one loss (TENSOR). Where each rank has its own (DATA, SEQUENCE, EXPERT), an element that several ranks
@@ -8227,162 +8317,21 @@ HPML_API hpml_tensor *hpml_group_gather(hpml_tensor *x, hpml_axis axis, int dim)
     return hpmli_group_resize(x, axis, dim, cut.size, 1, &d, cut);
 }
 
-/* A split vocabulary: this rank has `count` of the classes or tokens, from `first` on. */
-typedef struct hpmli_vocabulary {
-    const hpml_group *group;
-    int64_t           first, count, whole;
-    float             smoothing; /* of the loss */
-    int32_t           ignore;
-} hpmli_vocabulary;
-
-HPMLI_FN hpmli_vocabulary *hpmli_vocabulary_new(hpml_ctx *ctx, int64_t count)
+/* Records an op that reads a table or logits split by vocabulary, with the passes of the built-in op; see >>split. */
+static hpml_tensor *hpmli_vocabulary_op(hpml_tensor *const src[2], hpml_custom *d, int64_t count, float smoothing,
+                                        int32_t ignore)
 {
-    hpmli_vocabulary *v = hpmli_new(ctx, hpmli_vocabulary, 1);
+    hpmli_vocabulary *v = hpmli_new(src[0]->ctx, hpmli_vocabulary, 1);
     if (!v) return NULL;
-    v->group = hpml_ctx_group(ctx, HPML_AXIS_TENSOR);
-    v->first = v->group->rank * count;
-    v->count = count;
-    v->whole = v->group->size * count;
-    return v;
-}
-
-/* Embedding with a table split by rows: rows of other ranks are zeros, then the ranks' results are added up. */
-HPMLI_FN hpml_status hpmli_embedding_parts_pass(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const int32_t          *token = (const int32_t *)n->src[0]->raw;
-    int64_t                 width = n->src[1]->shape[1], count = hpml_tensor_count(n->src[0]);
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t row = token[i] - v->first;
-        float        *y   = n->out->data + i * width;
-        if (token[i] < 0 || token[i] >= v->whole)
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
-                              n->out->name, (long long)i, token[i], (long long)v->whole - 1);
-        if (row < 0 || row >= v->count) run->ctx->k->vfill(y, 0, width);
-        else memcpy(y, n->src[1]->data + row * width, (size_t)width * sizeof *y);
-    }
-    return v->group->sum(v->group->user, n->out->data, count * width);
-}
-
-HPMLI_FN hpml_status hpmli_embedding_parts_back(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const int32_t          *token = (const int32_t *)n->src[0]->raw;
-    int64_t                 width = n->src[1]->shape[1], count = hpml_tensor_count(n->src[0]);
-    for (int64_t i = 0; i < count && n->src[1]->grad; i++) {
-        const int64_t row = token[i] - v->first;
-        float        *dw  = n->src[1]->grad + row * width;
-        if (row >= 0 && row < v->count) run->ctx->k->vadd(dw, dw, n->out->grad + i * width, width);
-    }
-    return HPML_OK;
-}
-
-static hpml_tensor *hpmli_embedding_parts(const char *name, hpml_tensor *const src[2])
-{
-    hpml_custom d = HPMLI_ZEROED;
-    d.name     = "embedding";
-    d.forward  = hpmli_embedding_parts_pass;
-    d.backward = hpmli_embedding_parts_back;
-    d.keeps    = HPML_KEEP_SRC(0);
-    d.user     = hpmli_vocabulary_new(src[0]->ctx, src[1]->shape[0]);
-    d.ndim     = src[0]->ndim + 1;
-    d.collective = true;
-    memcpy(d.shape, src[0]->shape, sizeof d.shape);
-    d.shape[d.ndim - 1] = src[1]->shape[1];
-    hpml_tensor *y = d.user ? hpml_custom_op(src, 2, &d) : NULL;
-    if (!y) return NULL;
-    y->name = name;
-    memcpy(y->split, src[0]->split, sizeof y->split);
-    return y;
-}
-
-/* Cross-entropy of logits split by classes: the formula of >>loss, with the maximum and three sums of each row taken
-   over the ranks. Saved: max, 1 / sum of each row; 1 / counted. */
-HPMLI_FN void hpmli_vocabulary_sums(const hpml_run *run, const hpml_node *n, int64_t r, float max, float *sums)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const float            *x     = n->src[0]->data + r * v->count; /* (count) this rank's logits of the row */
-    const int64_t           label = ((const int32_t *)n->src[1]->raw)[r] - v->first;
-    float                   piece[HPMLI_PIECE];
-    double                  about[2] = { 0, 0 };
-    sums[0] = 0;
-    HPMLI_PIECES(i, c, v->count) sums[0] += run->ctx->k->vexp_sum(piece, x + i, max, c);
-    sums[1] = label >= 0 && label < v->count ? x[label] - max : 0;
-    if (v->smoothing > 0) run->ctx->k->vmoments(about, NULL, x, max, v->count);
-    sums[2] = (float)about[0];
-}
-
-HPMLI_FN hpml_status hpmli_vocabulary_pass(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const int32_t          *label = (const int32_t *)n->src[1]->raw;
-    const int64_t           rows  = hpml_tensor_count(n->src[1]);
-    float                  *max   = (float *)n->saved, *inverse = max + rows, *sums = (float *)n->scratch;
-    int64_t                 counted = 0;
-    double                  loss    = 0;
-    for (int64_t r = 0; r < rows; r++) {
-        if (label[r] != v->ignore && (label[r] < 0 || label[r] >= v->whole))
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to "
-                              "%lld (or %d to be ignored)", (long long)r, label[r], (long long)v->whole - 1, v->ignore);
-        max[r] = run->ctx->k->vmax(n->src[0]->data + r * v->count, v->count);
-        counted += label[r] != v->ignore;
-    }
-    hpml_status status = v->group->max(v->group->user, max, rows);
-    for (int64_t r = 0; r < rows && status == HPML_OK; r++) hpmli_vocabulary_sums(run, n, r, max[r], sums + 3 * r);
-    if (status == HPML_OK) status = v->group->sum(v->group->user, sums, 3 * rows);
-    for (int64_t r = 0; r < rows && status == HPML_OK; r++, sums += 3) {
-        float row = logf(sums[0]) - (1 - v->smoothing) * sums[1] - v->smoothing * (sums[2] / (float)v->whole);
-        inverse[r] = 1 / sums[0];
-        if (label[r] != v->ignore) loss += (double)row;
-    }
-    max[2 * rows]   = counted > 0 ? 1 / (float)counted : 0;
-    n->out->data[0] = counted > 0 ? (float)(loss / (double)counted) : 0;
-    return status;
-}
-
-HPMLI_FN hpml_status hpmli_vocabulary_back(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const int32_t          *label = (const int32_t *)n->src[1]->raw;
-    const int64_t           rows  = hpml_tensor_count(n->src[1]);
-    const float            *max   = (const float *)n->saved, *inverse = max + rows;
-    const float             scale = max[2 * rows] * n->out->grad[0];
-    float                   piece[HPMLI_PIECE];
-    for (int64_t r = 0; r < rows && n->src[0]->grad; r++) {
-        const float  *x  = n->src[0]->data + r * v->count;
-        float        *dx = n->src[0]->grad + r * v->count;
-        const int64_t at = label[r] - v->first;
-        if (label[r] == v->ignore) continue;
-        HPMLI_PIECES(i, c, v->count) {
-            run->ctx->k->vexp_sum(piece, x + i, max[r], c);
-            run->ctx->k->vaxpby(dx + i, scale * inverse[r], piece, 1, c);
-            if (v->smoothing > 0)
-                run->ctx->k->vscale_add(dx + i, dx + i, 1, -scale * v->smoothing / (float)v->whole, c);
-        }
-        if (at >= 0 && at < v->count) dx[at] -= scale * (1 - v->smoothing);
-    }
-    return HPML_OK;
-}
-
-static hpml_tensor *hpmli_cross_entropy_parts(hpml_tensor *const src[2], float smoothing, int32_t ignore)
-{
-    hpml_custom       d    = HPMLI_ZEROED;
-    hpml_ctx         *ctx  = src[0]->ctx;
-    const int64_t     rows = hpml_tensor_count(src[1]);
-    hpmli_vocabulary *v    = hpmli_vocabulary_new(ctx, src[0]->shape[src[0]->ndim - 1]);
-    if (!v) return NULL;
-    v->smoothing    = smoothing;
-    v->ignore       = ignore;
-    d.name          = "cross_entropy";
-    d.forward       = hpmli_vocabulary_pass;
-    d.backward      = hpmli_vocabulary_back;
-    d.keeps         = HPML_KEEP_SRC(0) | HPML_KEEP_SRC(1);
-    d.user          = v;
-    d.one_number    = true;
-    d.collective    = true;
-    d.saved_bytes   = (size_t)(2 * rows + 1) * sizeof(float);
-    d.scratch_bytes = (size_t)(3 * rows) * sizeof(float);
-    return hpml_custom_op(src, 2, &d);
+    v->group      = hpml_ctx_group(src[0]->ctx, HPML_AXIS_TENSOR);
+    v->first      = v->group->rank * count;
+    v->count      = count;
+    v->whole      = v->group->size * count;
+    v->smoothing  = smoothing;
+    v->ignore     = ignore;
+    d->user       = v;
+    d->collective = true;
+    return hpml_custom_op(src, 2, d);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
