@@ -189,7 +189,7 @@ TEST(a_mesh_from_the_environment)
     ENSURE(launch(HPML_TRANSPORT_THREADS, 4, NULL, read_mesh, &tensor, text) == HPML_OK && tensor == 4);
     ENSURE(launch(HPML_TRANSPORT_THREADS, 4, &two, read_mesh, &tensor, text) == HPML_OK && tensor == 4);
     ENSURE(launch(HPML_TRANSPORT_THREADS, 6, &two, read_mesh, &tensor, text) == HPML_ERR_ARGUMENT);
-    ENSURE(strstr(text, "tensor 4 = 4 ranks, of which 6 ranks are no multiple"));
+    ENSURE(strstr(text, "6 ranks are no multiple of tensor 4 = 4 ranks"));
     setenv("HPML_PLAN", "codec=onebit", 1);
     ENSURE(launch(HPML_TRANSPORT_THREADS, 4, NULL, read_mesh, &tensor, text) == HPML_OK && tensor == -1);
     setenv("HPML_PLAN", "tensr=4", 1);
