@@ -145,7 +145,8 @@ static hpml_status check_groups(hpml_comm *c, void *user)
     bool             good = m && m->all == c && rank_of(m, m->at) == hpml_comm_rank(c);
     for (int k = 0; k < HPML_AXES && good; k++) {
         good = (m->axis[k] != NULL) == (m->size[k] > 1);
-        if (m->axis[k]) good = good && hpml_comm_size(m->axis[k]) == m->size[k] && hpml_comm_rank(m->axis[k]) == m->at[k];
+        if (m->axis[k]) good = good && hpml_comm_size(m->axis[k]) == m->size[k];
+        if (m->axis[k]) good = good && hpml_comm_rank(m->axis[k]) == m->at[k];
         for (int n = 1; n <= 10 && good; n += 3) good = group_is_right(m, k, n);
     }
     good = good && hpml_comm_size(m->replicas) ==
