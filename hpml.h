@@ -149,6 +149,7 @@
 //     npy   numpy arrays and packed records
 //     loader   batches: shuffled, sharded, augmented, made ahead
 //     safetensors   safetensors files
+//     collect   arrays of whole parameters from the parts that ranks have, and back
 //     checkpoint   parameters and whole trainings in safetensors files
 //     trace   the timeline; where the time goes, and what a model is
 // PART VII  KERNELS: one text, compiled once for each instruction set
@@ -405,8 +406,9 @@ typedef struct hpml_param {
     hpml_axis axis;       /* over whose group the whole is split; DATA: the parameter is whole */
     int32_t   split_dim, sections; /* the dimension that is split; its sections, 1 or more */
     int32_t   stage;      /* the rank of the PIPE axis that has the parameter; -1: all of them */
-    int64_t   keep_first, keep_count; /* the floats of the parameter that this rank of the DATA axis keeps between steps,
-                                         where state, gradient or values are sharded; keep_count -1: all of them */
+    int32_t   shard;      /* what this rank keeps a part of, see hpml_trainer_keep: 0: nothing; 1: the optimizer's states;
+                             2: the gradient, too; 3: the values, too */
+    int64_t   keep_first, keep_count; /* the part: floats of the parameter; keep_count -1: all of them */
 } hpml_param;
 
 /* Order of the dimensions of images: NCHW is (B, C, H, W); NHWC is (B, H, W, C), a pixel's channels being adjacent. */
@@ -1095,6 +1097,11 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
    have no memory before either, so set values of your own (hpml_tensor_set) after hpml_trainer_alloc. */
 HPML_API void          hpml_ctx_defer(hpml_ctx *ctx, bool on);
 HPML_API hpml_status   hpml_trainer_alloc(hpml_trainer *t); /* takes the memory; nothing if the trainer has it */
+/* Before the memory is taken: from then on this rank keeps and steps only the floats [first, first + count) of parameter
+   number `param`, one shard of the parameter (Rajbhandari et al. 2020, "ZeRO"). Other ranks keep the others, and hooks
+   exchange them. shard: 1 to 3, as in hpml_param; hpml_graph_memory then has the bytes of this rank. An error once the
+   trainer has memory, for a range outside the parameter, and for optimizers that step whole tensors (.whole). */
+HPML_API hpml_status   hpml_trainer_keep(hpml_trainer *t, int param, int shard, int64_t first, int64_t count);
 /* Copies *d to *out, with zeros replaced by the defaults that they mean. */
 HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out);
 /* Computes the bytes that hpml_trainer_create with this desc would allocate, without allocating tensors. */
@@ -1184,6 +1191,11 @@ typedef struct hpml_moment {
            passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
    data    before the first batch of a fit that takes this rank's part of the data; `mark` is a hash of the data, their
            order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete
+   norms   adds up sums (parameters of the context, each) over all ranks that have parts of the model, where each rank has
+           the sums of squares of the parts that it keeps: for clip_norm, LARS, LAMB, .prepare and .layer_ratio, before
+           the step of hpml_trainer_apply, which all ranks then call alike
+   join    fills in the array `which` of parameter `param`: on entry `whole` has the part that this rank keeps, in its
+           place; on return also the parts of all other ranks, which call it alike
    next    returns which batch such a fit takes next, counted over all epochs of `batches` batches; below 0: its epoch
            ends, or an error is on the context. is_last: the epoch is the last one of this fit */
 typedef hpml_status hpml_hook_fn(void *user, hpml_trainer *t, const hpml_moment *at);
@@ -1195,6 +1207,8 @@ typedef struct hpml_hooks {
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
     int64_t (*next)(void *user, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last);
+    hpml_status (*norms)(void *user, hpml_trainer *t, double *sums, int64_t each);
+    hpml_status (*join)(void *user, hpml_trainer *t, int param, int which, float *whole); /* which: an hpml_array */
 } hpml_hooks;
 #define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
 HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hooks); /* copies *hooks */
@@ -1224,11 +1238,16 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
    -1: not trained. *floats: the length. NULL: the optimizer has no such state; or, with an error that names a
    parameter, values that are not one array: parameters lie in the order of recording, the trained ones first, but only
    those that got memory at the same time, and one that was frozen or that the loss does not depend on leaves a gap.
-   GRADIENTS: `grad` of the parameters is from then on their part of this array. */
+   GRADIENTS: `grad` of the parameters is from then on their part of this array. An array that is cut (hpml_trainer_keep)
+   has the parts that this rank keeps, one behind the other, without padding. */
 #define HPML_GRADIENT_ALIGN 16
 typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRAY_STATE, /* STATE + i: state i */
                           HPML_ARRAY_END = HPML_ARRAY_STATE + HPML_MAX_STATES } hpml_array;
 HPML_API float  *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats);
+/* Writes the array `which` of one parameter to host memory, whole (hpml_param_whole), from the parts that ranks have:
+   shards, blocks of split dimensions, the rank of a pipeline that has the parameter. Where that is so, all ranks of all
+   groups call this together, and all get the whole; an error of one of them is an error on all. */
+HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array which, float *whole);
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param);
 /* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule uses; rank,
    ranks and grain as in hpml_loader_desc. rank = ranks: none, because this rank computes nothing (a server). */
@@ -1380,7 +1399,10 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
                                            const hpml_meta *meta, int meta_count);
 
 /* Saves all parameters under their names, as F32, BF16 or F16, with a CRC-32C of each array as metadata
-   "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite. */
+   "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite.
+   Groups: of the ranks that call this, the one with rank 0 in all groups writes. Files have whole parameters and states,
+   with the bytes that a program on one rank would write: where ranks have parts of them, all ranks save together, and an
+   error of one is an error on all. Each rank loads by itself and keeps its part, so a file fits any groups. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; ignores other tensors */
 
@@ -3911,6 +3933,12 @@ HPMLI_FN int64_t hpmli_param_floats(const hpml_tensor *p)
 {
     const int64_t align = HPML_GRADIENT_ALIGN;
     return (hpml_tensor_count(p) + align - 1) / align * align;
+}
+
+/* Returns how many floats this rank has, between steps, of an array of parameter p that a shard of `level` cuts. */
+HPMLI_FN int64_t hpmli_param_kept(const hpml_tensor *p, int level)
+{
+    return p->param->shard >= level ? p->param->keep_count : hpmli_param_floats(p);
 }
 
 HPML_API void hpml_param_whole(const hpml_tensor *t, int64_t *shape)
@@ -8766,6 +8794,13 @@ HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
     return sqrt(sum);
 }
 
+/* Computes norm[2], the Euclidean norms of the weights and of the gradient (or of the direction in its place). */
+HPMLI_FN void hpmli_update_norms(hpml_ctx *ctx, const hpml_update *u, double *norm)
+{
+    norm[0] = hpmli_l2_norm(ctx, u->w, u->n);
+    norm[1] = hpmli_l2_norm(ctx, u->g, u->n);
+}
+
 /* LARS (You et al. 2017): lr = lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the
    paper's code. The rate multiplies the gradient before it enters the momentum, so that a new rate does not rescale
    older gradients: the step is then SGD with lr 1. */
@@ -8779,15 +8814,19 @@ HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad
     u->lr = 1;
 }
 
-/* Steps along the direction r, which the optimizer's step has written over the gradient: w -= lr r, by plain SGD; with
-   layer_ratio (LAMB, You et al. 2020): w -= lr |w| / |r| r. */
-HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update u)
+/* Makes the optimizer's step with a clipped gradient. norm[2]: Euclidean norms of the weights and of the gradient, of the
+   whole parameter, for an optimizer with `prepare`. */
+HPMLI_FN void hpmli_step_prepared(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update *u, const double *norm)
 {
-    if (row->layer_ratio) {
-        double w = hpmli_l2_norm(ctx, u.w, u.n);
-        double r = hpmli_l2_norm(ctx, u.g, u.n);
-        u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
-    }
+    if (row->prepare) row->prepare(u, norm[0], norm[1] * (double)u->grad_scale);
+    hpmli_optimizer_step(ctx, u, NULL);
+}
+
+/* Steps along the direction r, which the optimizer's step has written over the gradient: w -= lr r, by plain SGD; with
+   layer_ratio (LAMB, You et al. 2020): w -= lr |w| / |r| r. norm[2]: |w| and |r| of the whole parameter, if used. */
+HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update u, const double *norm)
+{
+    if (row->layer_ratio) u.lr *= (float)(norm[0] > 0 && norm[1] > 0 ? norm[0] / norm[1] : 1);
     u.opt          = HPML_OPT_SGD;
     u.state[0]     = NULL;
     u.grad_scale   = 1;
@@ -8795,18 +8834,25 @@ HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hp
     hpmli_optimizer_step(ctx, &u, NULL);
 }
 
+/* Clips: reduces the factor of the gradient if the norm of all gradients is larger than u->clip. */
+HPMLI_FN void hpmli_update_clip(hpml_update *u)
+{
+    float norm = u->sumsq ? (float)sqrt(*u->sumsq) : 0;
+    if (norm > u->clip) u->grad_scale *= u->clip / norm;
+}
+
 static hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
     for (int i = 0; i < count; i++) {
-        hpml_update           u    = updates[i];
-        const hpml_optimizer *row  = hpmli_update_row(&u);
-        float                 norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
+        hpml_update           u       = updates[i];
+        const hpml_optimizer *row     = hpmli_update_row(&u);
+        double                norm[2] = { 0, 0 };
         if (u.n == 0) continue;
-        if (norm > u.clip) u.grad_scale *= u.clip / norm;
-        if (row->prepare)
-            row->prepare(&u, hpmli_l2_norm(ctx, u.w, u.n), hpmli_l2_norm(ctx, u.g, u.n) * (double)u.grad_scale);
-        hpmli_optimizer_step(ctx, &u, NULL);
-        if (row->direction) hpmli_direction_apply(ctx, row, u);
+        hpmli_update_clip(&u);
+        if (row->prepare) hpmli_update_norms(ctx, &u, norm);
+        hpmli_step_prepared(ctx, row, &u, norm);
+        if (row->layer_ratio) hpmli_update_norms(ctx, &u, norm);
+        if (row->direction) hpmli_direction_apply(ctx, row, u, norm);
     }
     return HPML_OK;
 }
@@ -9079,7 +9125,8 @@ struct hpml_trainer {
     const hpml_optimizer *optimizer;     /* the optimizer's entry in the table, or the user's */
     int64_t            *place;           /* (param_count) see hpml_trainer_place */
     float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not needed */
-    hpml_update        *updates;         /* (param_count) the next step of each parameter */
+    hpml_update        *updates;         /* (param_count) the next step of each parameter, of what this rank keeps */
+    double             *norms;           /* (param_count, 2) for hooks `norms`; NULL: there was no such hook */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
     int32_t            *host_y;          /* host memory for a batch of labels */
@@ -9225,6 +9272,28 @@ HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
     return !hpmli_failed(t->ctx);
 }
 
+/* Returns the floats that this rank keeps of one array of the trained parameters that a shard of `level` cuts. */
+HPMLI_FN int64_t hpmli_trainer_kept(const hpml_trainer *t, int level)
+{
+    int64_t floats = 0;
+    for (int i = 0; i < t->graph->param_count; i++)
+        if (t->graph->param_last[i] >= 0) floats += hpmli_param_kept(t->ctx->params[i], level);
+    return floats;
+}
+
+/* Computes the bytes of what the trainer keeps between steps. */
+HPMLI_FN void hpmli_trainer_measure(hpml_trainer *t)
+{
+    hpml_memory *m = &t->graph->memory;
+    m->parameters = hpml_params_bytes(t->ctx);
+    m->gradients  = (size_t)hpmli_trainer_kept(t, 2) * sizeof(float);
+    m->optimizer  = 0;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+            m->optimizer += (size_t)hpmli_trainer_kept(t, 1) * sizeof(float);
+    m->total = m->parameters + m->gradients + m->activations + m->scratch + m->optimizer;
+}
+
 /* Checks the desc, records the loss and plans the graph: all of hpml_trainer_create but its memory. NULL: an error. */
 HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
@@ -9249,10 +9318,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     t->graph        = hpml_graph_create(ctx, &gd);
     if (!t->graph || !hpmli_trainer_check_inputs(t)) return NULL;
     t->graph->trainer = t;
-    for (int k = 0; k < HPML_MAX_STATES; k++)
-        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
-            t->graph->memory.optimizer += t->graph->memory.gradients;
-    t->graph->memory.total += t->graph->memory.optimizer;
+    hpmli_trainer_measure(t);
     return t;
 }
 
@@ -9302,7 +9368,7 @@ HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an er
     if (hpml_graph_alloc(g) != HPML_OK) return;
     for (int k = 0; k < HPML_MAX_STATES; k++)
         if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
-            t->state[k] = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+            t->state[k] = (float *)hpmli_device_alloc(ctx, (size_t)hpmli_trainer_kept(t, 1) * sizeof(float));
     t->updates         = hpmli_new(ctx, hpml_update, ctx->param_count);
     t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
     if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
@@ -9310,7 +9376,14 @@ HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an er
     t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
 }
 
-HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i) /* sets what every step of parameter i shares */
+/* Returns how many numbers of parameter p this rank steps. */
+HPMLI_FN int64_t hpmli_update_count(const hpml_tensor *p)
+{
+    return p->param->shard > 0 ? p->param->keep_count : hpml_tensor_count(p);
+}
+
+/* Sets what every step of parameter i shares. at: where the arrays of state have the parameter. */
+HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i, int64_t at)
 {
     hpml_tensor *p = t->ctx->params[i];
     hpml_update *u = &t->updates[i];
@@ -9324,11 +9397,11 @@ HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i) /* sets what every step 
     u->eps      = t->d.eps;
     u->nesterov = t->d.nesterov;
     if (!p->grad) return;
-    u->n = hpml_tensor_count(p);
-    u->w = p->data;
-    u->g = p->grad;
-    for (int k = 0; k < HPML_MAX_STATES; k++)
-        u->state[k] = t->state[k] ? t->state[k] + (p->grad - t->graph->grads) : NULL;
+    int64_t first = p->param->shard > 0 ? p->param->keep_first : 0;
+    u->n = hpmli_update_count(p);
+    u->w = p->data + first;
+    u->g = p->grad + first;
+    for (int k = 0; k < HPML_MAX_STATES; k++) u->state[k] = t->state[k] ? t->state[k] + at : NULL;
 }
 
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
@@ -9344,11 +9417,38 @@ HPML_API hpml_status hpml_trainer_alloc(hpml_trainer *t)
 {
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
+    int64_t   at  = 0;
     if (hpmli_failed(ctx) || t->updates) return ctx->status;
     if (hpmli_trainer_places(t)) hpmli_trainer_take(t);
-    for (int i = 0; ctx->status == HPML_OK && i < t->graph->param_count; i++) hpmli_update_init(t, i);
+    for (int i = 0; ctx->status == HPML_OK && i < t->graph->param_count; i++) {
+        hpmli_update_init(t, i, at);
+        if (t->place[i] >= 0) at += hpmli_param_kept(ctx->params[i], 1);
+    }
     if (ctx->status != HPML_OK && !t->graph->arena) hpmli_graph_release_nodes(t->graph);
     return ctx->status;
+}
+
+HPML_API hpml_status hpml_trainer_keep(hpml_trainer *t, int param, int shard, int64_t first, int64_t count)
+{
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    hpml_tensor *p = hpml_param_at(t->ctx, param);
+    if (!p || shard < 0 || shard > 3 || first < 0 || count < 0 || first > hpml_tensor_count(p) - count)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer keep: shard %d, floats %lld to %lld of parameter %d "
+                          "(\"%s\"): expected a shard from 0 to 3 and a range of the parameter", shard,
+                          (long long)first, (long long)(first + count), param, p ? p->name : "there is none");
+    hpml_param *kept = p->param;
+    if (kept->shard == shard && (shard == 0 || (kept->keep_first == first && kept->keep_count == count))) return HPML_OK;
+    if (t->updates || (shard > 2 && p->raw))
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer keep: \"%s\" has memory already; call hpml_ctx_defer "
+                          "before hpml_trainer_create, and this before the first step, evaluation or file", p->name);
+    if (t->optimizer->whole)
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer keep: %s steps whole tensors, not a part of \"%s\"; "
+                          "take another optimizer", t->optimizer->name, p->name);
+    kept->shard      = shard;
+    kept->keep_first = first;
+    kept->keep_count = count;
+    hpmli_trainer_measure(t);
+    return HPML_OK;
 }
 
 HPML_API void hpml_ctx_defer(hpml_ctx *ctx, bool on)
@@ -9450,6 +9550,8 @@ HPMLI_FN void hpmli_hooks_note(hpml_graph *g)
         if (h->grad) g->any.grad = h->grad;
         if (h->update) g->any.update = h->update;
         if (h->sum) g->any.sum = h->sum;
+        if (h->norms) g->any.norms = h->norms;
+        if (h->join) g->any.join = h->join;
     }
 }
 
@@ -9507,6 +9609,13 @@ HPMLI_FN float *hpmli_trainer_values(hpml_trainer *t)
     return first->data;
 }
 
+/* Returns the least hpml_param.shard of parameters of whose array `which` this rank keeps a part. */
+HPMLI_FN int hpmli_shard_of(hpml_array which)
+{
+    if (which == HPML_ARRAY_VALUES) return 3;
+    return which == HPML_ARRAY_GRADIENTS ? 2 : 1;
+}
+
 HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats)
 {
     float *array = NULL;
@@ -9515,7 +9624,7 @@ HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *f
     if (t && which == HPML_ARRAY_VALUES) array = hpmli_trainer_values(t);
     if (t && which == HPML_ARRAY_GRADIENTS) array = hpmli_graph_place_grads(t->graph);
     if (t && k >= 0 && k < HPML_MAX_STATES) array = t->state[k];
-    if (floats) *floats = array ? t->graph->grad_count : 0;
+    if (floats) *floats = array ? hpmli_trainer_kept(t, hpmli_shard_of(which)) : 0;
     return array;
 }
 
@@ -9674,12 +9783,49 @@ HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* fails if a paramete
    hpmli_step_update and hpmli_step_fill_info. Hooks of data parallelism replace the end of hpmli_step_run and of
    hpmli_step_update, and call hpml_trainer_forward_backward and hpml_trainer_apply themselves. */
 
+/* Returns the sum of squares of n floats on the device. */
+HPMLI_FN double hpmli_sum_of_squares(hpml_trainer *t, const float *x, int64_t n)
+{
+    const hpml_backend *b = t->ctx->backend;
+    double              sum = 0;
+    if (n == 0) return 0;
+    b->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, x, n, &t->device_scalars->sumsq);
+    b->read(t->ctx->device, &sum, &t->device_scalars->sumsq, sizeof sum);
+    return sum;
+}
+
+/* Computes t->norms (param_count, each): sums of squares of whole parameters, of which ranks have parts, by the hooks:
+   of the gradients, behind those of the weights if `each` is 2. Returns the sum of all gradients'; NaN after an error. */
+HPMLI_FN double hpmli_norms_of_parts(hpml_trainer *t, int64_t each)
+{
+    hpml_graph *g   = t->graph;
+    double      all = 0;
+    if (!t->norms) t->norms = hpmli_new(t->ctx, double, 2 * (int64_t)g->param_count);
+    if (!t->norms) return (double)NAN;
+    for (int i = 0; i < g->param_count; i++) {
+        const hpml_update *u = &t->updates[i];
+        int64_t            n = u->g ? hpmli_update_count(t->ctx->params[i]) : 0;
+        double            *s = t->norms + each * i;
+        if (each > 1) s[0] = hpmli_sum_of_squares(t, u->w, n);
+        s[each - 1] = hpmli_sum_of_squares(t, u->g, n);
+    }
+    for (const hpml_hooks *h = g->hooks; h < g->hooks + g->hook_count; h++)
+        if (h->norms && h->norms(h->user, t, t->norms, each) != HPML_OK) return (double)NAN;
+    for (int i = 0; i < g->param_count; i++) all += t->norms[each * i + each - 1];
+    return all;
+}
+
 /* Computes the norm of all gradients on the device, once a step, if clipping or a dynamic loss scale needs the norm. */
 HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
 {
-    if (!t->norm_ready && t->wants_norm)
-        t->ctx->backend->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count,
-                               &t->device_scalars->sumsq);
+    const hpml_backend *b = t->ctx->backend;
+    if (!t->norm_ready && t->wants_norm && t->graph->any.norms) {
+        double sum = hpmli_norms_of_parts(t, 1);
+        b->write(t->ctx->device, &t->device_scalars->sumsq, &sum, sizeof sum);
+    } else if (!t->norm_ready && t->wants_norm) {
+        b->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count,
+                 &t->device_scalars->sumsq);
+    }
     t->norm_ready = t->wants_norm;
 }
 
@@ -9762,7 +9908,7 @@ HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_
         const hpml_param *p = t->ctx->params[i]->param;
         hpml_update      *u = &t->updates[i];
         bool              no_decay = p->no_decay && !t->d.decay_all;
-        u->n          = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
+        u->n          = u->g && !p->frozen ? hpmli_update_count(t->ctx->params[i]) : 0;
         u->step       = (uint64_t)t->step + 1;
         u->lr         = lr * p->lr_scale;
         u->grad_scale = 1 / scale;
@@ -9780,8 +9926,35 @@ HPMLI_FN bool hpmli_apply_begin(hpml_trainer *t)
 {
     if (hpmli_failed(t->ctx)) return false;
     hpmli_grad_norm_on_device(t);
+    if (hpmli_failed(t->ctx)) return false;
     bool host_needs_norm = t->wants_norm && (t->scale_age >= 0 || !t->d.no_finite_check);
     return !host_needs_norm || (hpmli_grad_norm_on_host(t) == HPML_OK && !t->overflowed);
+}
+
+/* Steps parameters by an optimizer that needs norms of whole tensors, of which other ranks have parts: as the CPU's
+   update does, but with the hooks' sums over ranks between the parts of the step. */
+HPMLI_FN hpml_status hpmli_apply_by_norms(hpml_trainer *t, int first_param, int param_count)
+{
+    hpml_ctx             *ctx = t->ctx;
+    const hpml_optimizer *row = t->optimizer;
+    if (!ctx->backend->host)
+        return hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "trainer: %s needs norms of tensors of which ranks have parts; on "
+                          "\"%s\" take sgd, adam or adamw", row->name, ctx->backend->name);
+    for (int pass = 0; pass < 2; pass++) {
+        bool sums = pass == 0 ? row->prepare != NULL : row->layer_ratio;
+        if (pass == 1 && !row->direction) break;
+        if (sums) hpmli_norms_of_parts(t, 2);
+        if (hpmli_failed(ctx)) return ctx->status;
+        for (int i = first_param; i < first_param + param_count; i++) {
+            hpml_update *u       = &t->updates[i];
+            double       norm[2] = { sums ? sqrt(t->norms[2 * i]) : 0, sums ? sqrt(t->norms[2 * i + 1]) : 0 };
+            if (u->n == 0) continue;
+            if (pass == 0) hpmli_update_clip(u);
+            if (pass == 0) hpmli_step_prepared(ctx, row, u, norm);
+            else hpmli_direction_apply(ctx, row, *u, norm);
+        }
+    }
+    return HPML_OK;
 }
 
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count)
@@ -9796,7 +9969,9 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
     if (param_count <= 0) return ctx->status;
     double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
     hpmli_updates_prepare(t, first_param, param_count);
-    ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
+    bool by_norms = t->graph->any.norms && (t->optimizer->prepare || t->optimizer->layer_ratio);
+    if (by_norms) hpmli_apply_by_norms(t, first_param, param_count);
+    else ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
     return hpmli_updates_check(t);
 }
@@ -9826,6 +10001,9 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: update of %lld floats from number %lld on, times %g: "
                           "expected a range of %lld floats, and a factor above 0", (long long)count,
                           (long long)first, (double)grad_scale, (long long)all);
+    if (hpmli_trainer_kept(t, 1) != all)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: update of a range, but this rank keeps parts of parameters "
+                          "(hpml_trainer_keep); call hpml_trainer_apply, which steps these");
     if (row->prepare || row->layer_ratio || row->whole)
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: %s cannot step a range, because its step depends on "
                           "whole tensors; take sgd, adagrad, rmsprop, adam or adamw", row->name);
@@ -9987,6 +10165,9 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
     if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
+    if (!t->graph->any.join && hpmli_trainer_kept(t, 1) != t->graph->grad_count)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer step: this rank keeps parts of the parameters, and no hooks "
+                          "join them to those of other ranks; call hpml_distribute again with the same plan");
     memset(&s, 0, sizeof s);
     s.samples = samples;
     s.info    = info != NULL;
@@ -12062,6 +12243,8 @@ typedef struct hpmli_safe_content { /* what is to be written to a safetensors fi
     const hpml_meta       *meta; /* (meta_count) pairs of key and value */
     int                    count, meta_count;
     uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
+    void (*read)(void *user, int i, float *host); /* reads tensor i as f32, an error on the context; NULL: t has data */
+    void                  *user;
 } hpmli_safe_content;
 
 /* Fails, with an error about a `kind`, unless the names that begin `count` structs are UTF-8, distinct, unreserved. */
@@ -12098,7 +12281,7 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
     }
     for (int i = 0; i < c->count; i++) {
         int64_t n = t[i].ndim < 0 || t[i].ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(t[i].ndim, t[i].shape);
-        if (!t[i].name || !t[i].data || n < 0 || t[i].bytes == 0 ||
+        if (!t[i].name || !(t[i].data || c->read) || n < 0 || t[i].bytes == 0 ||
             (size_t)n * hpml_dtype_size(t[i].dtype) != t[i].bytes)
             return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
                                "shape, not %zu", i, t[i].bytes);
@@ -12136,8 +12319,8 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
     while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
 }
 
-/* Writes a safetensors file. host NULL: each tensor's data are in host memory, in the dtype of the file; else in device
-   memory as f32, read and converted through `host`, memory for the largest tensor. The head is written first with
+/* Writes a safetensors file. host NULL: each tensor's data are in host memory, in the dtype of the file; else they are
+   read by c->read and converted in `host`, memory for the largest tensor. The head is written first with
    zeros, and again at the end, when its length and the checksums are known. */
 HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpmli_safe_content *c, float *host)
 {
@@ -12151,7 +12334,7 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
     for (int i = 0; i < c->count && ctx->status == HPML_OK; i++) {
         const hpml_safetensor *t = &c->t[i];
         size_t                 n = t->bytes / hpml_dtype_size(t->dtype);
-        if (host) ctx->backend->read(ctx->device, host, t->data, n * sizeof(float));
+        if (host) c->read(c->user, i, host);
         if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* in place */
         if (c->sums) c->sums[i] = ctx->k->crc32c(0, host ? host : t->data, t->bytes);
         hpmli_write_data(&w, (const char *)(host ? host : t->data), t->bytes);
@@ -12164,7 +12347,7 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count)
 {
-    hpmli_safe_content c = { tensors, meta, count, meta_count, NULL };
+    hpmli_safe_content c = { tensors, meta, count, meta_count, NULL, NULL, NULL };
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (count < 0 || meta_count < 0 || (count > 0 && !tensors) || (meta_count > 0 && !meta))
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors save: %d tensors, %d pairs of metadata: expected 0 or "
@@ -12173,92 +12356,269 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>collect   arrays of whole parameters from the parts that ranks have, and back
+// ---------------------------------------------------------------------------------------------------------------------
+/* Returns whether other ranks have a part of parameter p, or all of it in place of this rank. */
+HPMLI_FN bool hpmli_param_is_cut(const hpml_tensor *p)
+{
+    return p->param->axis != HPML_AXIS_DATA || p->param->stage >= 0 || p->param->shard > 0;
+}
+
+/* Returns whether ranks have to work together to have parameters whole. The same on all ranks. */
+HPMLI_FN bool hpmli_params_are_cut(const hpml_ctx *ctx)
+{
+    for (int i = 0; i < ctx->param_count; i++)
+        if (hpmli_param_is_cut(ctx->params[i])) return true;
+    return false;
+}
+
+/* Returns whether the rank is number 0 in all groups: the one that writes files. */
+HPMLI_FN bool hpmli_groups_first(const hpml_ctx *ctx)
+{
+    for (int a = 0; a < HPML_AXES; a++)
+        if (hpml_ctx_group(ctx, (hpml_axis)a)->rank > 0) return false;
+    return true;
+}
+
+/* Returns HPML_OK if this rank and all others have no error; else every rank has one then. Called by all ranks. */
+HPMLI_FN hpml_status hpmli_groups_agree(hpml_ctx *ctx, const char *what)
+{
+    float worst = -(float)ctx->status;
+    for (int a = 0; a < HPML_AXES; a++) {
+        const hpml_group *g = hpml_ctx_group(ctx, (hpml_axis)a);
+        hpml_status       s = g->max(g->user, &worst, 1);
+        if (s != HPML_OK) worst = -(float)s;
+    }
+    if (worst > 0 && ctx->status == HPML_OK)
+        hpmli_fail(ctx, HPML_ERR_PEER, "%s: another rank has failed: %s", what,
+                   hpml_status_string((hpml_status)-(int)worst));
+    return ctx->status;
+}
+
+/* Returns whether this rank keeps only the floats keep_first .. of the array `which` of p. */
+HPMLI_FN bool hpmli_array_is_shard(const hpml_tensor *p, hpml_array which)
+{
+    return p->param->shard > 0 && p->param->shard >= hpmli_shard_of(which);
+}
+
+/* Returns what this rank has on the device of the array `which` of p; NULL: the trainer or this rank has none. */
+HPMLI_FN float *hpmli_param_array(const hpml_trainer *t, const hpml_tensor *p, hpml_array which)
+{
+    const bool         known = t && t->updates && p->param->index < t->graph->param_count;
+    const hpml_update *u     = known ? &t->updates[p->param->index] : NULL;
+    if (which == HPML_ARRAY_VALUES && !hpmli_array_is_shard(p, which)) return (float *)p->raw;
+    if (!u) return NULL;
+    if (which == HPML_ARRAY_VALUES) return u->w;
+    if (which == HPML_ARRAY_GRADIENTS) return u->g && hpmli_array_is_shard(p, which) ? u->g : (float *)p->raw_grad;
+    return u->state[(int)which - HPML_ARRAY_STATE];
+}
+
+/* Reads the array `which` of p to mine (elements of p), joined of the shards of all ranks. */
+HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpml_tensor *p, hpml_array which,
+                                       float *mine)
+{
+    const bool        shard  = hpmli_array_is_shard(p, which);
+    const int64_t     first  = shard ? p->param->keep_first : 0;
+    const int64_t     count  = shard ? p->param->keep_count : hpml_tensor_count(p);
+    hpml_status       status = HPML_OK;
+    if (count > 0)
+        status = ctx->backend->read(ctx->device, mine + first, hpmli_param_array(t, p, which), (size_t)count * 4);
+    for (int h = 0; t && shard && h < t->graph->hook_count; h++) {
+        const hpml_hooks *hooks = &t->graph->hooks[h];
+        if (hooks->join) status = hooks->join(hooks->user, t, p->param->index, (int)which, mine);
+    }
+    return status;
+}
+
+/* Returns whether the array `which` of parameter p exists, on this rank or on another one. */
+HPMLI_FN bool hpmli_param_has(const hpml_trainer *t, const hpml_tensor *p, hpml_array which)
+{
+    const int k = (int)which - HPML_ARRAY_STATE;
+    if (p->param->stage < 0) return hpmli_param_array(t, p, which) != NULL;
+    if (which == HPML_ARRAY_VALUES) return true;
+    if (!t || !hpmli_trainable(p) || p->param->index >= t->graph->param_count) return false;
+    return which == HPML_ARRAY_GRADIENTS || hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum);
+}
+
+/* Writes the whole array `which` of p to `whole`, on every rank that calls this; work: memory for two such arrays. */
+HPMLI_FN hpml_status hpmli_collect(hpml_ctx *ctx, hpml_trainer *t, const hpml_tensor *p, hpml_array which, float *work,
+                                   float *whole)
+{
+    const hpml_param *d     = p->param;
+    const hpml_group *pipe  = hpml_ctx_group(ctx, HPML_AXIS_PIPE), *g = hpml_ctx_group(ctx, d->axis);
+    const int64_t     n     = hpml_tensor_count(p);
+    const bool        split = d->axis != HPML_AXIS_DATA;
+    hpml_status       status = HPML_OK;
+    if (d->stage < 0 || d->stage == pipe->rank) {
+        float *part = split ? work : whole, *all = work + n;
+        status = hpmli_read_shards(ctx, t, p, which, part);
+        hpmli_cut c = hpmli_cut_of(p, d->axis, d->split_dim, d->sections);
+        if (split && status == HPML_OK) status = g->gather(g->user, part, all, n);
+        for (c.rank = 0; split && c.rank < c.size; c.rank++)
+            hpmli_cut_copy(&c, whole, all + c.rank * n, 0, n, true);
+    }
+    if (d->stage >= 0 && status == HPML_OK) status = pipe->bcast(pipe->user, whole, hpmli_whole_count(p), d->stage);
+    if (status != HPML_OK && ctx->status == HPML_OK)
+        hpmli_fail(ctx, status, "collect of \"%s\": %s", p->name, hpml_status_string(status));
+    return ctx->status;
+}
+
+/* Sets this rank's array `which` of p to its part of `whole`; part: memory for such an array. */
+HPMLI_FN void hpmli_distribute(hpml_ctx *ctx, const hpml_trainer *t, const hpml_tensor *p, hpml_array which,
+                               const float *whole, float *part)
+{
+    const bool    shard = hpmli_array_is_shard(p, which);
+    const int64_t first = shard ? p->param->keep_first : 0;
+    const int64_t count = shard ? p->param->keep_count : hpml_tensor_count(p);
+    float        *array = hpmli_param_array(t, p, which);
+    if (!array || count == 0) return; /* another rank has the array */
+    if (hpmli_param_is_cut(p)) hpml_param_copy(p, part, first, count, (float *)(uintptr_t)whole, false);
+    ctx->backend->write(ctx->device, array, hpmli_param_is_cut(p) ? part : whole, (size_t)count * sizeof *part);
+}
+
+HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array which, float *whole)
+{
+    if (!t || !whole) return HPML_ERR_ARGUMENT;
+    hpml_ctx    *ctx  = t->ctx;
+    hpml_tensor *p    = hpml_param_at(ctx, param);
+    float       *work = NULL;
+    if (!p || (int)which < 0 || which >= HPML_ARRAY_END || !hpmli_param_has(t, p, which))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer collect: parameter %d has no array %d", param, (int)which);
+    if (!hpmli_failed(ctx)) work = (float *)hpmli_alloc(ctx, 2 * (size_t)hpmli_whole_count(p) * sizeof *work);
+    bool ready = !hpmli_param_is_cut(p) || hpmli_groups_agree(ctx, "trainer collect") == HPML_OK;
+    if (ready && work) hpmli_collect(ctx, t, p, which, work, whole);
+    hpmli_free(ctx, work);
+    return ctx->status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>checkpoint   parameters and whole trainings in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
-/* Named arrays in device memory, to save to a file or load from one. Loading checks all before it changes the first. */
+/* One array of a file: `which` of a parameter, or values on the device, of a named state. */
+typedef struct hpmli_array {
+    const hpml_tensor *param; /* NULL: a named state */
+    hpml_array         which;
+    bool               nonnegative; /* its numbers are sums or means of squares */
+    float             *values;
+} hpmli_array;
+
+/* Named arrays, to save to a file or load from one. Loading checks all before it changes the first. Ranks whose groups
+   have parts of parameters save together: each calls hpmli_array_read for each parameter's array in the same order,
+   also after an error, and the rank that is first in all groups writes. */
 typedef struct hpmli_arrays {
-    hpml_safetensor *t;     /* (count) data: f32 on the device. First in the memory of all these arrays */
+    hpml_ctx        *ctx;
+    hpml_trainer    *trainer; /* NULL: parameters only */
+    hpml_safetensor *t;     /* (count) as in the file, without data. First in the memory of all these arrays */
+    hpmli_array     *of;    /* (count) */
     float           *host;  /* host memory for the largest array */
+    float           *work;  /* for two more */
     uint32_t        *sums;  /* (count) CRC-32C of each array's data */
     char            *names; /* (count, HPMLI_ARRAY_NAME) names */
-    bool            *nonnegative; /* (count) its numbers are sums or means of squares */
-    int              count;
+    int              count, done; /* done: arrays that were read */
     hpml_dtype       dtype; /* of the data in the file */
 } hpmli_arrays;
 
-/* Adds an array in device memory to the list `a` (NULL: adds none, returns NULL); returns the memory for its name. */
-HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, const float *device, int ndim, const int64_t *shape)
+/* Adds an array to the list `a`; returns the memory for its name. */
+HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const int64_t *shape)
 {
-    hpml_safetensor *t = &a->t[a->count];
-    if (!device) return NULL;
-    char *name = a->names + a->count++ * HPMLI_ARRAY_NAME;
+    hpml_safetensor *t    = &a->t[a->count];
+    char            *name = a->names + a->count * HPMLI_ARRAY_NAME;
+    a->of[a->count++] = of;
     t->name  = name;
     t->dtype = a->dtype;
     t->ndim  = ndim;
-    t->data  = device;
+    t->data  = NULL;
     t->bytes = (size_t)hpmli_shape_count(ndim, shape) * hpml_dtype_size(a->dtype);
     memcpy(t->shape, shape, (size_t)ndim * sizeof *shape);
     return name;
 }
 
-/* Adds to `a` the optimizer's state number k of each parameter, under the name "opt.<state>.<parameter>". */
-HPMLI_FN void hpmli_arrays_add_state(hpmli_arrays *a, const hpml_trainer *t, int k)
+/* Adds the array `which` of each parameter that has one: the values, or the optimizer's states by the name
+   "opt.<state>.<parameter>". */
+HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which)
 {
-    const hpml_optimizer_state *state = &t->optimizer->states[k];
-    for (int i = 0; i < t->graph->param_count; i++) { /* not those recorded after the trainer */
-        const hpml_tensor *p = t->ctx->params[i];
-        char *name = hpmli_arrays_add(a, t->updates[i].state[k], p->ndim, p->shape);
-        if (!name) continue; /* a buffer, or frozen: the optimizer does not step it */
-        snprintf(name, HPMLI_ARRAY_NAME, "opt.%s.%s", state->name, p->name);
-        a->nonnegative[a->count - 1] = state->nonnegative;
+    const int k     = (int)which - HPML_ARRAY_STATE;
+    int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* not those recorded later */
+    for (int i = 0; i < count; i++) {
+        const hpml_tensor *p  = a->ctx->params[i];
+        hpmli_array        of = { p, which, false, NULL };
+        int64_t            whole[HPML_MAX_DIMS];
+        if (!hpmli_param_has(a->trainer, p, which)) continue; /* the optimizer does not step it */
+        if (k >= 0) of.nonnegative = a->trainer->optimizer->states[k].nonnegative;
+        hpml_param_whole(p, whole);
+        char *name = hpmli_arrays_add(a, of, p->ndim, whole);
+        if (k < 0) snprintf(name, HPMLI_ARRAY_NAME, "%s", p->name);
+        else snprintf(name, HPMLI_ARRAY_NAME, "opt.%s.%s", a->trainer->optimizer->states[k].name, p->name);
     }
 }
 
-/* Lists in *a the parameters; with a trainer t also its optimizer's states and named states. False: no memory. */
-HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
+/* Takes the memory of *a for `count` arrays of at most `largest` numbers; false: no memory. */
+HPMLI_FN bool hpmli_arrays_take(hpmli_arrays *a, int64_t count, int64_t largest)
 {
-    int64_t room = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
-    for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpml_tensor_count(ctx->params[i]));
+    const int64_t floats = hpmli_params_are_cut(a->ctx) ? 3 * largest : largest;
+    const size_t  each   = sizeof *a->t + sizeof *a->of + sizeof *a->sums + HPMLI_ARRAY_NAME;
+    a->t = (hpml_safetensor *)hpmli_alloc(a->ctx, (size_t)count * each + (size_t)floats * sizeof *a->host);
+    if (!a->t) return false;
+    a->of    = (hpmli_array *)(void *)(a->t + count);
+    a->host  = (float *)(void *)(a->of + count);
+    a->work  = a->host + largest;
+    a->sums  = (uint32_t *)(void *)(a->host + floats);
+    a->names = (char *)(a->sums + count);
+    return true;
+}
+
+/* Lists in *a the parameters; with a trainer t also its optimizer's states and named states. False: no memory. */
+HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
+{
+    int64_t most = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
+    for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpmli_whole_count(ctx->params[i]));
     for (const hpmli_named_array *v = t ? t->states : NULL; v; v = v->next) {
         largest = hpmli_max(largest, v->count);
-        room++;
+        most++;
     }
     memset(a, 0, sizeof *a);
-    a->dtype = dtype;
-    size_t each = sizeof *a->t + sizeof *a->sums + HPMLI_ARRAY_NAME + sizeof *a->nonnegative;
-    if (hpml_param_init(ctx) == HPML_OK)
-        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * each + (size_t)largest * sizeof *a->host);
-    if (!a->t) return false;
-    a->host  = (float *)(void *)(a->t + room);
-    a->sums  = (uint32_t *)(void *)(a->host + largest);
-    a->names = (char *)(a->sums + room);
-    a->nonnegative = (bool *)(void *)(a->names + room * HPMLI_ARRAY_NAME);
-    memset(a->nonnegative, 0, (size_t)room * sizeof *a->nonnegative);
-    for (int i = 0; i < ctx->param_count; i++) {
-        const hpml_tensor *p = ctx->params[i];
-        char *name = hpmli_arrays_add(a, p->data, p->ndim, p->shape);
-        if (name) snprintf(name, HPMLI_ARRAY_NAME, "%s", p->name);
-    }
+    a->ctx     = ctx;
+    a->trainer = t;
+    a->dtype   = dtype;
+    if (hpml_param_init(ctx) != HPML_OK || !hpmli_arrays_take(a, most, largest)) return false;
+    hpmli_arrays_add_params(a, HPML_ARRAY_VALUES);
     if (!t) return true;
     for (int k = 0; k < HPML_MAX_STATES; k++)
-        if (t->state[k]) hpmli_arrays_add_state(a, t, k);
+        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+            hpmli_arrays_add_params(a, (hpml_array)(HPML_ARRAY_STATE + k));
     for (const hpmli_named_array *v = t->states; v; v = v->next) {
-        char *name = hpmli_arrays_add(a, v->values, 1, &v->count);
-        if (name) snprintf(name, HPMLI_ARRAY_NAME, "state.%s", v->name);
+        hpmli_array of = { NULL, HPML_ARRAY_VALUES, false, v->values };
+        snprintf(hpmli_arrays_add(a, of, 1, &v->count), HPMLI_ARRAY_NAME, "state.%s", v->name);
     }
     return true;
 }
 
-HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpml_trainer *of, const char *path, hpml_dtype dtype,
+/* Reads array i of the list to host memory, whole. */
+HPMLI_FN void hpmli_array_read(void *list, int i, float *host)
+{
+    hpmli_arrays *a = (hpmli_arrays *)list;
+    hpmli_array   of = a->of[i];
+    if (of.param) hpmli_collect(a->ctx, a->trainer, of.param, of.which, a->work, host);
+    else a->ctx->backend->read(a->ctx->device, host, of.values, (size_t)a->t[i].shape[0] * sizeof *host);
+    a->done = i + 1;
+}
+
+HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, hpml_trainer *of, const char *path, hpml_dtype dtype,
                                        const hpml_meta *meta, int meta_count)
 {
-    hpmli_arrays a;
-    if (hpmli_arrays_of(ctx, of, dtype, &a)) {
-        hpmli_safe_content c = { a.t, meta, a.count, meta_count, a.sums };
+    hpmli_arrays a = HPMLI_ZEROED;
+    const bool   together = hpmli_params_are_cut(ctx), writes = hpmli_groups_first(ctx);
+    if (!together && !writes) return ctx->status; /* rank 0 has all that is saved */
+    bool ready = !hpmli_failed(ctx) && hpmli_arrays_of(ctx, of, dtype, &a);
+    if (together) ready = hpmli_groups_agree(ctx, path) == HPML_OK;
+    if (ready && writes) {
+        hpmli_safe_content c = { a.t, meta, a.count, meta_count, a.sums, hpmli_array_read, &a };
         hpmli_safe_save(ctx, path, &c, a.host);
     }
+    for (int i = ready && together ? a.done : a.count; i < a.count && a.of[i].param; i++)
+        hpmli_array_read(&a, i, a.host);
     hpmli_free(ctx, a.t);
-    return ctx->status;
+    return together ? hpmli_groups_agree(ctx, path) : ctx->status;
 }
 
 /* Checks the CRC-32C of every tensor of file f that has one; files of other programs have none. */
@@ -12294,7 +12654,7 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     const hpml_safetensor *t = &a->t[i];
     hpml_safetensor        e;
     int64_t                n = (int64_t)(t->bytes / sizeof(float));
-    float                  least = a->nonnegative[i] ? 0 : -FLT_MAX;
+    float                  least = a->of[i].nonnegative ? 0 : -FLT_MAX;
     if (!hpml_safetensors_find(f, t->name, &e))
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; expected the same "
                            "names, and at most %d dimensions", path, t->name, HPML_MAX_DIMS);
@@ -12310,7 +12670,7 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     return true;
 }
 
-HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, const hpml_safetensors *f,
+HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, hpml_trainer *of, const hpml_safetensors *f,
                                        const char *path)
 {
     hpmli_arrays    a;
@@ -12320,7 +12680,9 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, co
     for (int i = 0; i < a.count && good; i++) {
         hpml_safetensors_find(f, a.t[i].name, &e);
         const float *values = hpmli_array_values(ctx, &a, &e, (int64_t)(a.t[i].bytes / sizeof(float)));
-        ctx->backend->write(ctx->device, (void *)(uintptr_t)a.t[i].data, values, a.t[i].bytes);
+        hpmli_array  to     = a.of[i];
+        if (to.param) hpmli_distribute(ctx, of, to.param, to.which, values, a.work);
+        else ctx->backend->write(ctx->device, to.values, values, a.t[i].bytes);
     }
     hpmli_free(ctx, a.t);
     return ctx->status;

@@ -123,6 +123,7 @@
 //     state   one list of what a training carries from step to step
 //     distribute-rows   gradients of sparse tables: rows, gathered from all ranks
 //     strategy-sync   synchronous steps, gradients exchanged on the host
+//     strategy-shard   synchronous steps, each rank steps a part of the parameters
 //     strategy-factors   synchronous steps, dense layers by the factors of their gradients
 //     strategy-delayed   double buffering: steps apply the gradients of the step before
 //     strategy-exact   the same bits for every number of ranks
@@ -842,6 +843,9 @@ typedef struct hpml_plan {
     bool            exact;        /* sync: same bits for every number of ranks, algorithm, bucket and transport, see
                                      >>api-distribute */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
+    int32_t         shard;        /* sync: each rank keeps, for 1 / ranks of the parameters, 1: the optimizer's states;
+                                     see >>strategy-shard. Needs hpml_ctx_defer before the trainer is created. The same
+                                     bits as 0 with algorithm ring and the same bucket_bytes */
     int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
                                      steps of a round; 0: 1 */
     float           elastic;      /* elastic: how far a meeting moves a rank's parameters towards the centre, as a
@@ -880,6 +884,8 @@ typedef struct hpml_plan_facts {
     bool    no_factors;    /* results of layers are on a device, or stored as halves */
     bool    sparse;        /* an embedding of the model has .sparse set */
     bool    together;      /* ranks are threads of one process, on the host, and time is true */
+    bool    device;        /* the trainer's arrays are in the memory of a device, not of the host */
+    bool    steps_whole;   /* a step of the optimizer takes a whole tensor at once (hpml_optimizer.whole) */
 } hpml_plan_facts;
 HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
 /* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
@@ -6674,6 +6680,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("sum", sum, BOOL, 1, p->strategy <= HPML_STRATEGY_BACKUP, "strategies sync, ps and backup", 0) \
     X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("leaf", leaf, I64, 9e18, p->exact, NULL, 2) \
+    X("shard", shard, I32, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 1) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
@@ -6735,6 +6742,17 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "batch, and the trainer's accumulate adds up several; take route allreduce or set accumulate to 1") \
     RULE(hpmlc_factors_is_chosen(NULL, p) && f->no_factors, "routes factors and hybrid read the inputs of layers as " \
          "f32 in host memory, and here they are halves or on a device; take route allreduce") \
+    RULE(p->shard > 0 && (p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE), "with shard each rank gets the " \
+         "sum of its own part of the gradients, and exact, delayed and other routes give all ranks all of it; leave " \
+         "them out, or shard 0") \
+    RULE(p->shard > 0 && hpmlc_plan_packs(p), "shard adds up gradients as they are, and a codec packs them for an " \
+         "exchange that gives all ranks all of the sum; take codec none or shard 0") \
+    RULE(p->shard > 0 && p->algorithm != HPML_AUTO && p->algorithm != HPML_RING, "shard adds up and gathers by the " \
+         "two halves of a ring; take algorithm auto or ring, or shard 0") \
+    RULE(p->shard > 0 && f->steps_whole, "this optimizer steps whole tensors, and with shard each rank has a part of " \
+         "them; take another optimizer or shard 0") \
+    RULE(p->shard > 0 && f->device, "shard cuts arrays in host memory, and this trainer's are on a device; take " \
+         "shard 0, or the CPU backend") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
     RULE(p->exact && p->sum, "exact sums are divided by the samples, so exact excludes sum; set one of them") \
     RULE(p->exact && p->warm_steps > 0, "exact sums keep a residual for each leaf from the first step on, so exact " \
@@ -6757,9 +6775,9 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "strategy of its own rank alone, whose steps are then not those of the others; take bf16, a fixed " \
          "loss_scale, or strategy sync") \
     RULE(f->sparse && (hpmlc_plan_serves(p) || p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE || \
-                       hpmlc_plan_packs(p)), \
-         "a sparse embedding has rows as its gradient, which strategy sync gathers without exact, delayed, codec and " \
-         "other routes, and servers do not take; take the plain sync or hogwild, or leave .sparse of the embedding " \
+                       p->shard > 0 || hpmlc_plan_packs(p)), \
+         "a sparse embedding has rows as its gradient, which strategy sync gathers without exact, delayed, codec, " \
+         "shard and other routes, and servers do not take; take the plain sync or hogwild, or leave .sparse of the embedding " \
          "false") \
     RULE(hpmlc_plan_splits(p) && (p->servers > 0 || p->strategy == HPML_STRATEGY_HOGWILD), "servers and hogwild take " \
          "the gradient of one rank at a time, and with pipe, tensor, sequence or expert a rank has a part of it; " \
@@ -7531,8 +7549,8 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
 }
 
 /* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set), one
-   or more for each set of ranks, and calls `open` for each. gradients: array of layout.span floats where the exchanges
-   find them. False: an error. */
+   or more for each set of ranks, and calls `open` for each. open NULL: before the trainer has memory. gradients: array
+   of layout.span floats where the exchanges find them. False: an error. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
 {
@@ -7547,13 +7565,14 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
         hpml_tensor  *p = i >= 0 ? hpmlc_param(d, i) : NULL;
         hpml_comm    *c = p ? hpmlc_ranks_of(d, p) : NULL;
         hpmlc_bucket *b = &d->buckets.item[d->buckets.count];
-        if (p && (!p->grad || hpml_param_rows(p, NULL))) continue; /* sparse: see >>distribute-rows */
+        const bool    none = p && (open ? !p->grad : hpml_trainer_place(d->t, i) < 0);
+        if (none || (p && hpml_param_rows(p, NULL))) continue; /* sparse: see >>distribute-rows */
         if (count > 0 && (c != b->c || filled >= limit)) {
             d->buckets.count++;
             b->count  = count;
             b->at     = at;
             b->floats = end - at;
-            if (!open(d, b, g)) return false;
+            if (open && !open(d, b, g)) return false;
             end    = at;
             count  = 0;
             filled = 0;
@@ -7562,7 +7581,8 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
         l->bucket_of[i] = d->buckets.count;
         d->buckets.item[d->buckets.count].c = c;
         at = hpmlc_gradient_at(d, p);
-        hpmlc_gradient_of(p, gradients + at, &g[count++]);
+        if (open) hpmlc_gradient_of(p, gradients + at, &g[count]);
+        count++;
         filled += (int64_t)sizeof(float) * hpml_tensor_count(p);
     }
     hpml_ctx_release(d->ctx, g);
@@ -8200,6 +8220,138 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
     hpmlc_buffers_average(d);
     hpmlc_steps_note(d);
     return hpmlc_host_apply(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-shard   synchronous steps, each rank steps a part of the parameters
+// ---------------------------------------------------------------------------------------------------------------------
+/* Strategy sync with the plan's field shard: each bucket of gradients is cut into blocks, one for each of the N ranks,
+   and rank r keeps the optimizer's state of block r alone: 1 / N of it (Rajbhandari et al. 2020, "ZeRO", stage 1). A step
+   is the two halves of a ring allreduce with the optimizer's step between them: reduce-scatter of a bucket, when its last
+   gradient is final; step of the own block; allgather of the new values. In all N ranks send 2 P (N - 1) elements, as
+   many as in the allreduce, for P parameters (with their padding).
+   The blocks are cut before the trainer takes its memory (hpml_trainer_keep). */
+
+typedef struct hpmlc_shard_job { /* the reduce-scatter of a bucket */
+    float      *data;   /* (floats) the bucket's gradients */
+    int64_t     floats;
+    hpml_reduce reduce;
+} hpmlc_shard_job;
+
+typedef struct hpmlc_sharding {
+    hpmlc_shard_job *job;    /* (buckets.count) */
+    float           *values; /* the trainer's array of values */
+} hpmlc_sharding;
+
+HPMLC_FN bool hpmlc_shard_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p) { return p->shard > 0; }
+
+/* Computes which floats [*first, *end) of parameter number `param` rank `rank` keeps. */
+HPMLC_FN void hpmlc_shard_range(const hpml_distributed *d, int param, int rank, int64_t *first, int64_t *end)
+{
+    const hpmlc_bucket *b     = &d->buckets.item[d->layout.bucket_of[param]];
+    const int64_t       place = hpml_trainer_place(d->t, param), n = hpml_tensor_count(hpmlc_param(d, param));
+    const int64_t       from  = b->at + hpml_block(b->floats, d->c->size, rank) - place;
+    const int64_t       to    = b->at + hpml_block(b->floats, d->c->size, rank + 1) - place;
+    *first = hpmlc_min(hpmlc_max(from, 0), n);
+    *end   = hpmlc_min(hpmlc_max(to, 0), n);
+}
+
+/* Cuts the buckets and makes the trainer keep this rank's block of each, before it takes its memory. False: an error. */
+HPMLC_FN bool hpmlc_shard_keep(hpml_distributed *d)
+{
+    int64_t first, end;
+    hpmlc_background_choose(d);
+    if (!hpmlc_buckets_create(d, NULL, d->background ? (int64_t)1 << 18 : INT64_MAX, NULL)) return false;
+    for (int i = 0; i < d->layout.params; i++) {
+        if (d->layout.bucket_of[i] < 0) continue;
+        hpmlc_shard_range(d, i, d->c->rank, &first, &end);
+        if (hpml_trainer_keep(d->t, i, d->plan.shard, first, end - first) != HPML_OK) return hpmlc_failed(d->c), false;
+    }
+    return hpml_ctx_status(d->ctx) == HPML_OK;
+}
+
+HPMLC_FN hpml_status hpmlc_shard_scatter(hpml_comm *c, void *user)
+{
+    const hpmlc_shard_job *job = (const hpmlc_shard_job *)user;
+    c->about.first = "gradients of a bucket, by blocks";
+    hpml_status status = hpml_reduce_scatter(c, job->data, job->floats, HPML_ELEMENT_F32, job->reduce);
+    c->about.first = NULL;
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_shard_start(hpml_distributed *d, hpmlc_bucket *b)
+{
+    hpmlc_sharding *s = (hpmlc_sharding *)d->own;
+    return hpmlc_task_start(d, &b->task, d->c, hpmlc_shard_scatter, &s->job[b - d->buckets.item]);
+}
+
+HPMLC_FN bool hpmlc_shard_open(hpml_distributed *d)
+{
+    hpmlc_sharding *s = (hpmlc_sharding *)hpmlc_dist_alloc(d, sizeof *s);
+    d->own   = s;
+    d->start = hpmlc_shard_start;
+    if (!d->background) d->plan.no_overlap = true;
+    if (s) s->job = (hpmlc_shard_job *)hpmlc_dist_alloc(d, sizeof *s->job * (size_t)(d->buckets.count + 1));
+    if (!s || !s->job) return false;
+    s->values = hpml_trainer_array(d->t, HPML_ARRAY_VALUES, NULL);
+    for (int i = 0; i < d->buckets.count; i++) {
+        const hpmlc_bucket *b = &d->buckets.item[i];
+        s->job[i].data   = d->layout.first + b->at;
+        s->job[i].floats = b->floats;
+        s->job[i].reduce = d->plan.sum ? HPML_SUM : HPML_MEAN;
+    }
+    return s->values != NULL;
+}
+
+/* Multiplies what this rank keeps of the gradients. */
+HPMLC_FN void hpmlc_shard_scale(hpml_distributed *d, float scale)
+{
+    for (int i = 0; i < d->layout.params && scale != 1; i++) {
+        const hpml_tensor *p = hpmlc_param(d, i);
+        if (d->layout.bucket_of[i] < 0) continue;
+        for (int64_t k = 0; k < p->param->keep_count; k++) p->grad[p->param->keep_first + k] *= scale;
+    }
+}
+
+/* Steps this rank's blocks, then gathers the new values of all blocks. */
+HPMLC_FN hpml_status hpmlc_shard_update(hpml_distributed *d)
+{
+    hpmlc_sharding *s      = (hpmlc_sharding *)d->own;
+    hpml_status  status = hpmlc_dist_wait(d);
+    if (status != HPML_OK) return status;
+    hpmlc_buffers_average(d);
+    hpmlc_shard_scale(d, hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d)));
+    status = hpml_trainer_apply(d->t, 0, d->layout.params);
+    if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
+    double start = hpml_comm_now(d->c);
+    for (int i = 0; i < d->buckets.count && status == HPML_OK; i++) {
+        const hpmlc_bucket *b = &d->buckets.item[i];
+        status = hpml_allgather(d->c, s->values + b->at, b->floats, HPML_ELEMENT_F32);
+    }
+    hpmlc_dist_waited(d, start);
+    if (status == HPML_OK) hpmlc_steps_note(d);
+    return status;
+}
+
+/* Adds up sums of squares over the ranks: the trainer's hook `norms`. */
+HPMLC_FN hpml_status hpmlc_shard_norms(void *user, hpml_trainer *t HPMLC_UNUSED, double *sums, int64_t each)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    return hpmlc_reduce_all(d->c, sums, each * d->layout.params, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
+}
+
+/* Gets the other ranks' parts of an array of parameter `param`: the trainer's hook `join`. */
+HPMLC_FN hpml_status hpmlc_shard_join(void *user, hpml_trainer *t HPMLC_UNUSED, int param, int which HPMLC_UNUSED,
+                                      float *whole)
+{
+    hpml_distributed *d      = (hpml_distributed *)user;
+    hpml_status       status = HPML_OK;
+    int64_t           first, end;
+    for (int r = 0; r < d->c->size && d->layout.bucket_of[param] >= 0 && status == HPML_OK; r++) {
+        hpmlc_shard_range(d, param, r, &first, &end);
+        if (first < end) status = hpml_broadcast(d->c, whole + first, sizeof(float) * (size_t)(end - first), r);
+    }
+    return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10388,6 +10540,8 @@ static const hpmlc_strategy hpmlc_strategies[] = {
       hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, NULL },
     { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
       hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state, NULL },
+    { HPML_STRATEGY_SYNC, "shard", NULL, NULL, hpmlc_shard_is_chosen, hpmlc_shard_open, hpmlc_sync_begin,
+      hpmlc_sync_gradient, hpmlc_shard_update, NULL, hpmlc_buckets_state, NULL },
     { HPML_STRATEGY_SYNC, "factors", NULL, NULL, hpmlc_factors_is_chosen, hpmlc_factors_open, hpmlc_factors_begin,
       hpmlc_factors_gradient, hpmlc_factors_update, NULL, hpmlc_buckets_state, hpmlc_factors_close },
     { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_link_begin,
@@ -10428,26 +10582,28 @@ HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_pl
     return s;
 }
 
-/* Returns whether the optimizer steps whole tensors only, as LARS, so that hpml_trainer_apply_range refuses it. */
-HPMLC_FN bool hpmlc_steps_tensors(const hpml_trainer_desc *d)
+HPMLC_FN const hpml_optimizer *hpmlc_optimizer_of(const hpml_trainer_desc *d)
 {
     const hpml_optimizer *row = d->custom_optimizer;
     for (int i = 0; !row && hpml_optimizer_at(i); i++)
         if (hpml_optimizer_at(i)->opt == d->optimizer) row = hpml_optimizer_at(i);
-    return row && (row->prepare || row->layer_ratio || row->whole);
+    return row;
 }
 
 HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out)
 {
     memset(out, 0, sizeof *out);
     if (!t || !c) return;
+    const hpml_optimizer *row = hpmlc_optimizer_of(hpml_trainer_settings(t));
     out->ranks         = c->size;
     out->batch         = hpml_trainer_settings(t)->input->shape[0];
     out->accumulate    = hpml_trainer_settings(t)->accumulate;
     out->overflows     = hpmlc_overflows(t, c->ctx);
     out->mixes_samples = !hpml_graph_batchable(hpml_trainer_graph(t));
     out->clips         = hpml_trainer_settings(t)->clip_norm > 0;
-    out->steps_tensors = hpmlc_steps_tensors(hpml_trainer_settings(t));
+    out->steps_tensors = row && (row->prepare || row->layer_ratio || row->whole); /* as hpml_trainer_apply_range */
+    out->steps_whole   = row && row->whole;
+    out->device        = !hpml_ctx_backend(c->ctx)->host;
     out->native        = (c->t->allreduce || c->link.begin) && !(c->mesh && hpmlc_plan_splits(&c->mesh->plan));
     out->no_factors    = !hpmlc_has_factors(c->ctx);
     out->together      = hpml_ctx_backend(c->ctx)->host && (c->size == 1 || strcmp(c->t->name, "threads") == 0);
@@ -10550,19 +10706,23 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     int64_t       most = 1;
     l->params    = hpml_param_count(ctx);
     l->batch     = hpml_trainer_settings(d->t)->input->shape[0];
-    l->first     = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, &l->span);
     l->bucket_of = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
     l->by_name   = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
     if (!l->bucket_of || !l->by_name) return false;
     hpmlc_layout_names(d);
     for (int i = 0; i < l->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = hpml_tensor_count(p);
+        hpml_tensor  *p     = hpmlc_param(d, i);
+        const int64_t n     = hpml_tensor_count(p), align = HPML_GRADIENT_ALIGN;
+        const int64_t place = hpml_trainer_place(d->t, i);
         most = hpmlc_max(most, n);
         l->bucket_of[i] = -1;
-        if (p->grad) l->grad_total += n;
+        if (place >= 0) l->span = place + (n + align - 1) / align * align;
+        if (place >= 0) l->grad_total += n;
         else if (p->param->buffer) l->buffer_total += n;
     }
+    if (d->plan.shard > 0 && !hpmlc_shard_keep(d)) return false;
+    l->first = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, NULL);
+    if (!l->first) return false;
     return hpml_ctx_backend(ctx)->host || hpmlc_host_view_create(&l->view, ctx, most);
 }
 
@@ -10655,6 +10815,10 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.update = hpmlc_dist_update;
     hooks.data   = hpmlc_dist_data;
     hooks.next   = d->next;
+    if (settings.shard > 0) {
+        hooks.norms = hpmlc_shard_norms;
+        hooks.join  = hpmlc_shard_join;
+    }
     hpml_trainer_attach(t, &hooks);
     hpmlc_shard_set(d);
     hpml_distribute_get(d, NULL, true);
