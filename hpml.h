@@ -9940,6 +9940,8 @@ HPMLI_FN hpml_status hpmli_apply_by_norms(hpml_trainer *t, int first_param, int 
     if (!ctx->backend->host)
         return hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "trainer: %s needs norms of tensors of which ranks have parts; on "
                           "\"%s\" take sgd, adam or adamw", row->name, ctx->backend->name);
+    for (int i = first_param; i < first_param + param_count; i++)
+        hpmli_update_clip(&t->updates[i]); /* first, because the sums below replace the one that it reads */
     for (int pass = 0; pass < 2; pass++) {
         bool sums = pass == 0 ? row->prepare != NULL : row->layer_ratio;
         if (pass == 1 && !row->direction) break;
@@ -9949,7 +9951,6 @@ HPMLI_FN hpml_status hpmli_apply_by_norms(hpml_trainer *t, int first_param, int 
             hpml_update *u       = &t->updates[i];
             double       norm[2] = { sums ? sqrt(t->norms[2 * i]) : 0, sums ? sqrt(t->norms[2 * i + 1]) : 0 };
             if (u->n == 0) continue;
-            if (pass == 0) hpmli_update_clip(u);
             if (pass == 0) hpmli_step_prepared(ctx, row, u, norm);
             else hpmli_direction_apply(ctx, row, *u, norm);
         }

@@ -277,6 +277,63 @@ TEST(strategies_work_on_replicas)
     }
 }
 
+/* Loads the checkpoint `from`, if any, on `ranks` ranks, trains for some steps, and saves the checkpoint `to`. */
+static bool resumes(const char *plan, int ranks, const char *from, int steps, const char *to)
+{
+    split_run run = { .model = split_small, .optimizer = HPML_OPT_ADAM, .steps = steps, .load = from, .save = to };
+    hpml_plan axes = { 0 };
+    char      text[512] = "";
+    bool      good = hpml_plan_parse(plan, &axes, text, sizeof text) == HPML_OK;
+    good = good && launch(HPML_TRANSPORT_THREADS, ranks, &axes, split_train, &run, text) == HPML_OK;
+    if (!good) printf("    %s, %d ranks, %s: %s\n", plan, ranks, to, text);
+    split_free(&run);
+    return good;
+}
+
+static bool same_files(const char *a, const char *b)
+{
+    FILE *f = fopen(a, "rb"), *g = fopen(b, "rb");
+    bool  same = f && g;
+    for (int x = 0, y = 0; same && x != EOF; same = x == y) {
+        x = getc(f);
+        y = getc(g);
+    }
+    if (f) fclose(f);
+    if (g) fclose(g);
+    return same;
+}
+
+/* A checkpoint of any axes loads on any others, and is the same file when saved there. */
+TEST(a_checkpoint_of_a_mesh_is_that_of_one_rank)
+{
+    static const char *const paths[] = { "build/mesh_a.ckpt", "build/mesh_b.ckpt", "build/mesh_c.ckpt" };
+    static const struct {
+        const char *plan, *other;
+        int         ranks, others;
+    } cases[] = {
+        { "tensor=2", "", 8, 1 },
+        { "tensor=4", "tensor=2", 4, 8 },
+        { "tensor=2,codec=onebit,codec.min_elements=16", "codec=onebit,codec.min_elements=16", 8, 4 },
+        { "tensor=2,exact=1,leaf=2,codec=onebit,codec.min_elements=16",
+          "tensor=4,exact=1,leaf=2,codec=onebit,codec.min_elements=16", 4, 4 },
+        { "tensor=2,delayed=1", "tensor=4,delayed=1", 4, 4 },
+        { "tensor=2,strategy=block,period=2", "strategy=block,period=2", 4, 2 },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        ENSURE(resumes(cases[i].plan, cases[i].ranks, NULL, 2, paths[0]));
+        ENSURE(resumes(cases[i].other, cases[i].others, paths[0], 0, paths[1]));
+        ENSURE(resumes(cases[i].plan, cases[i].ranks, paths[1], 0, paths[2]));
+        if (!same_files(paths[0], paths[1]) || !same_files(paths[0], paths[2])) printf("    %s\n", cases[i].plan);
+        ENSURE(same_files(paths[0], paths[1]) && same_files(paths[0], paths[2]));
+    }
+    /* On the axes on which it was saved a training continues bit for bit. */
+    ENSURE(resumes("tensor=2,codec=onebit", 4, NULL, 4, paths[0]));
+    ENSURE(resumes("tensor=2,codec=onebit", 4, NULL, 2, paths[1]));
+    ENSURE(resumes("tensor=2,codec=onebit", 4, paths[1], 2, paths[2]));
+    ENSURE(same_files(paths[0], paths[2]) && !same_files(paths[0], paths[1]));
+    for (int i = 0; i < 3; i++) remove(paths[i]);
+}
+
 /* What the plan of hpml_distribute and that of the launch contradict. */
 TEST(other_axes_than_those_of_the_launch_are_refused)
 {

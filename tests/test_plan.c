@@ -161,7 +161,9 @@ static const refusal refusals[] = {
     { "tensor=2,codec=topk", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 }, { "tensor", "topk", "take codec onebit" } },
     { "tensor=4,route=hybrid", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 }, { "hybrid", "tensor", "take route" } },
     { "tensor=2", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "tensor", "leave .sparse" } },
-    { "tensor=2", { 4, 6, 1, 0, 0, 1, 0, 0, 0, 0, 0 }, { "clip_norm", "tensor", "take clip_norm 0" } },
+    { "tensor=2", { .ranks = 4, .batch = 6, .steps_whole = true }, { "optimizer", "tensor", "another optimizer" } },
+    { "tensor=2", { .ranks = 4, .batch = 6, .steps_tensors = true, .device = true },
+      { "norms", "tensor", "sgd or adam" } },
     { "pipe=2", { 4, 6, 1, 1, 0, 0, 0, 0, 0, 0, 0 }, { "f16", "pipe", "loss_scale" } },
 };
 

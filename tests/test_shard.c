@@ -1,6 +1,7 @@
 /* Memory that is taken late, and shards: what each rank keeps of the optimizer's state, of gradients and of values, the
    bits of training, the elements moved, the bytes held, checkpoints and refusals. */
 #include "../hpml_comm.h"
+#include "split_model.h"
 #include "test.h"
 #include "toy_points.h"
 
@@ -234,7 +235,7 @@ TEST(norms_of_whole_tensors_are_summed_over_shards)
     const hpml_trainer_desc of_norms[] = {
         { .optimizer = HPML_OPT_SGD, .lr = 0.05f, .clip_norm = 0.2f },
         { .optimizer = HPML_OPT_ADAM, .lr = 0.01f, .clip_norm = 0.1f },
-        { .optimizer = HPML_OPT_LARS, .lr = 0.5f, .weight_decay = 0.01f },
+        { .optimizer = HPML_OPT_LARS, .lr = 0.5f, .weight_decay = 0.01f, .clip_norm = 0.2f },
         { .optimizer = HPML_OPT_LAMB, .lr = 0.01f, .weight_decay = 0.01f },
         { .optimizer = HPML_OPT_LAMB, .lr = 0.01f, .weight_decay = 0.01f, .clip_norm = 0.1f } };
     for (int o = 0; o < 5; o++)
@@ -265,5 +266,42 @@ TEST(plans_with_shards_that_cannot_be_are_refused)
     for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
         job j = { .settings = optimizers[0], .ranks = 2, .steps = 1, .plan = refused[i].plan };
         ENSURE(launch(&j) == HPML_ERR_UNSUPPORTED && strstr(j.error, refused[i].says));
+    }
+}
+
+/* Trains a split model by the plan on 8 ranks; compares losses and values with those of one rank. */
+static bool trains_as_one(const char *words, split_run *serial)
+{
+    char      text[512];
+    hpml_plan plan = { 0 };
+    split_run split = *serial;
+    hpml_launch_desc d = { .ranks = 1, .timeout = 20, .ctx.threads = 1 };
+    split.gradients = split.values = NULL;
+    if (!serial->values && hpml_launch(&d, split_train, serial, text, sizeof text) != HPML_OK) return false;
+    d.ranks = 8;
+    d.plan  = &plan;
+    hpml_status status = hpml_plan_parse(words, &plan, text, sizeof text);
+    if (status == HPML_OK) status = hpml_launch(&d, split_train, &split, text, sizeof text);
+    double loss = 0, value = 1;
+    for (int i = 0; i < serial->steps; i++) loss = fmax(loss, fabs(split.loss[i] - serial->loss[i]) / serial->loss[0]);
+    if (status == HPML_OK) value = split_differ(split.values, serial->values, serial->floats);
+    if (status != HPML_OK) printf("    %s: %s\n", words, text);
+    else printf("    %s: loss %.1e, values %.1e\n", words, loss, value);
+    split_free(&split);
+    return status == HPML_OK && loss <= 1e-6 && value <= 1e-4;
+}
+
+TEST(norms_and_shards_of_split_models)
+{
+    static const hpml_opt optimizer[] = { HPML_OPT_SGD, HPML_OPT_LARS, HPML_OPT_LAMB };
+    for (int o = 0; o < 3; o++) {
+        split_run serial = { .model = split_small, .optimizer = optimizer[o], .steps = 4, .clip_norm = 0.3f };
+        ENSURE(trains_as_one("tensor=4", &serial));
+        for (int shard = 1; shard <= SHARDS; shard++) {
+            char words[40];
+            snprintf(words, sizeof words, "tensor=2,shard=%d", shard);
+            ENSURE(trains_as_one(words, &serial));
+        }
+        split_free(&serial);
     }
 }
