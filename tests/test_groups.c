@@ -1,6 +1,7 @@
 /* Layers split over the ranks of a group (.split), parameters that are parts of a whole, the ops hpml_group_*, and
    files of wholes: losses, gradients, weights and files against the same program on one rank. */
 #include "groups.h"
+#include "files.h"
 #include "test.h"
 
 enum { B = 4, T = 8, C = 32, HEADS = 4, VOCABULARY = 24, MAX_PARAMS = 64, STEPS = 20 };
@@ -127,6 +128,20 @@ static void outcome_free(outcome *o)
     }
 }
 
+static job batch; /* for tests of files */
+static void batch_fill(job *j)
+{
+    for (int i = 0; i < B * T * C; i++) {
+        j->x[i] = number(i);
+        j->y[i] = number(100000 + i);
+    }
+    for (int i = 0; i < B * T; i++) {
+        j->tokens[i] = (int32_t)(12 * (1 + 0.99f * number(200000 + i)));
+        j->labels[i] = (int32_t)(12 * (1 + 0.99f * number(300000 + i)));
+    }
+    j->labels[5] = HPML_IGNORE;
+}
+
 /* Trains the model on 1 rank, then on 2 and 4. */
 static bool as_serial(const model *m)
 {
@@ -134,15 +149,7 @@ static bool as_serial(const model *m)
     char       error[300] = "";
     memset(&j, 0, sizeof j);
     j.m = m;
-    for (int i = 0; i < B * T * C; i++) {
-        j.x[i] = number(i);
-        j.y[i] = number(100000 + i);
-    }
-    for (int i = 0; i < B * T; i++) {
-        j.tokens[i] = (int32_t)(12 * (1 + 0.99f * number(200000 + i)));
-        j.labels[i] = (int32_t)(12 * (1 + 0.99f * number(300000 + i)));
-    }
-    j.labels[5] = HPML_IGNORE;
+    batch_fill(&j);
     for (int ranks = 1; ranks <= 4 && !error[0]; ranks *= 2)
         run_ranks(ranks, HPML_AXIS_TENSOR, NULL, train, &j, error);
     outcome_free(&j.serial);
@@ -227,4 +234,110 @@ TEST(gpt_with_a_split_vocabulary_trains_as_on_one_rank)
 {
     const model m = { "gpt", record_gpt, 6, 5, 1e-5 };
     ENSURE(as_serial(&m));
+}
+
+/* Files. Weights are drawn, then changed by steps of a program on one rank; ranks load that file and save another. */
+typedef struct filing {
+    void      (*record)(hpml_ctx *ctx, hpml_trainer_desc *d);
+    const char *load, *save, *params; /* checkpoints; NULL: not. params: written by hpml_params_save */
+    int         steps;
+    job        *j;
+} filing;
+static hpml_status save_and_load(hpml_ctx *ctx, seat *at, void *user)
+{
+    const filing     *f = (const filing *)user;
+    hpml_trainer_desc d = { .optimizer = HPML_OPT_ADAMW, .lr = 0.003f };
+    (void)at;
+    f->record(ctx, &d);
+    hpml_trainer *t = hpml_trainer_create(ctx, &d);
+    if (!t) return hpml_ctx_status(ctx);
+    if (f->load) hpml_checkpoint_load(t, f->load);
+    for (int i = 0; i < f->steps; i++)
+        hpml_trainer_step(t, batch_of(f->j, d.input, false), batch_of(f->j, d.target, true), B, NULL);
+    if (f->save) hpml_checkpoint_save(t, f->save);
+    if (f->params) hpml_params_save(ctx, f->params, HPML_DTYPE_BF16);
+    return hpml_ctx_status(ctx);
+}
+
+static bool same_files(const char *a, const char *b)
+{
+    FILE *f = fopen(a, "rb"), *g = fopen(b, "rb");
+    bool  same = f && g;
+    int   c = 0;
+    while (same && c != EOF) {
+        c    = getc(f);
+        same = c == getc(g);
+    }
+    if (f) fclose(f);
+    if (g) fclose(g);
+    return same;
+}
+
+TEST(files_and_checkpoints_of_parts_have_the_bytes_of_one_rank)
+{
+    char error[300] = "", serial[200], again[200], params[200], others[200];
+    snprintf(serial, sizeof serial, "%s", file("serial"));
+    snprintf(again, sizeof again, "%s", file("again"));
+    snprintf(params, sizeof params, "%s", file("params"));
+    snprintf(others, sizeof others, "%s", file("others"));
+    filing f = { record_gpt, NULL, serial, params, 3, &batch };
+    batch_fill(&batch);
+    ENSURE(run_ranks(1, HPML_AXIS_TENSOR, NULL, save_and_load, &f, error) == HPML_OK);
+    for (int ranks = 2; ranks <= 4; ranks *= 2) { /* the first values are equal, too: see as_serial */
+        f = (filing){ record_gpt, serial, again, others, 0, &batch };
+        ENSURE(run_ranks(ranks, HPML_AXIS_TENSOR, NULL, save_and_load, &f, error) == HPML_OK);
+        ENSURE(same_files(serial, again));
+        ENSURE(same_files(params, others));
+        f = (filing){ record_gpt, NULL, again, NULL, 2, &batch }; /* a file of parts that were trained ... */
+        ENSURE(run_ranks(ranks, HPML_AXIS_TENSOR, NULL, save_and_load, &f, error) == HPML_OK);
+        f = (filing){ record_gpt, again, others, NULL, 0, &batch }; /* ... goes through one rank unchanged */
+        ENSURE(run_ranks(1, HPML_AXIS_TENSOR, NULL, save_and_load, &f, error) == HPML_OK);
+        ENSURE(same_files(again, others));
+    }
+    ENSURE(files_like("*.tmp*") == 0);
+}
+
+/* A rank cannot write: every rank has an error, and none waits for ever. */
+TEST(a_rank_that_cannot_write_is_an_error_on_all_ranks)
+{
+    char   error[300] = "";
+    filing f = { record_mlp, NULL, "/nowhere/at/all", NULL, 0, &batch };
+    ENSURE(run_ranks(2, HPML_AXIS_TENSOR, NULL, save_and_load, &f, error) != HPML_OK);
+    ENSURE(strstr(error, "/nowhere/at/all"));
+}
+
+/* Collects each array of each parameter on all ranks, after a step. */
+static hpml_status collect_all(hpml_ctx *ctx, seat *at, void *user)
+{
+    job              *j = (job *)user;
+    hpml_trainer_desc d = { .optimizer = HPML_OPT_ADAMW, .lr = 0.003f };
+    record_gpt(ctx, &d);
+    hpml_trainer *t = hpml_trainer_create(ctx, &d);
+    hpml_trainer_step(t, j->tokens, j->labels, B, NULL);
+    for (int i = 0; i < hpml_param_count(ctx); i++) {
+        int64_t whole[HPML_MAX_DIMS], n = 1;
+        hpml_param_whole(hpml_param_at(ctx, i), whole);
+        for (int k = 0; k < HPML_MAX_DIMS; k++) n *= whole[k];
+        float *v = (float *)malloc((size_t)n * sizeof *v);
+        hpml_trainer_collect(t, i, HPML_ARRAY_GRADIENTS, v);
+        if (at->w->ranks == 1) j->serial.grad[i] = copy_of(v, n);
+        if (off_whole(hpml_param_at(ctx, i), hpml_param_at(ctx, i)->grad, v) != 0) j->worst = 1;
+        for (int64_t k = 0; at->w->ranks > 1 && k < n; k++)
+            if (fabsf(v[k] - j->serial.grad[i][k]) > 1e-5f) j->worst = 1;
+        free(v);
+    }
+    if (hpml_trainer_collect(t, 0, (hpml_array)(HPML_ARRAY_STATE + HPML_MAX_STATES - 1), j->x) == HPML_OK) j->worst = 1;
+    hpml_ctx_clear_error(ctx);
+    return HPML_OK;
+}
+
+TEST(each_rank_can_collect_a_whole_gradient)
+{
+    static job j;
+    char       error[300] = "";
+    batch_fill(&j);
+    ENSURE(run_ranks(1, HPML_AXIS_TENSOR, NULL, collect_all, &j, error) == HPML_OK);
+    ENSURE(run_ranks(4, HPML_AXIS_TENSOR, NULL, collect_all, &j, error) == HPML_OK);
+    ENSURE(j.worst == 0);
+    for (int i = 0; i < MAX_PARAMS; i++) free(j.serial.grad[i]);
 }
