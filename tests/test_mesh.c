@@ -26,6 +26,7 @@ static bool trains_as_one(hpml_transport_kind transport, int ranks, const hpml_p
     char      text[512], words[128];
     split_run split = *serial;
     split.gradients = split.values = NULL;
+    split.pieces = plan->shard > 0 || plan->pipe > 1;
     if (!serial->values && launch(HPML_TRANSPORT_THREADS, 1, NULL, split_train, serial, text) != HPML_OK)
         return printf("    serial: %s\n", text), false;
     hpml_status status = launch(transport, ranks, plan, split_train, &split, text);
@@ -44,21 +45,27 @@ static bool trains_as_one(hpml_transport_kind transport, int ranks, const hpml_p
     return good;
 }
 
-/* Trains by all factorizations of a number of ranks into data x pipe x tensor as one rank does; returns how many. */
+/* Trains by all factorizations of a number of ranks into data x pipe x tensor, with each .shard that a plan may have, as
+   one rank does. Returns the number of plans; 0: one is wrong. */
 static int factorizations(hpml_transport_kind transport, int ranks)
 {
-    split_run serial = { .model = split_small, .optimizer = HPML_OPT_SGD, .steps = 4 };
-    int       count = 0;
+    split_run serial = { .model = split_small, .optimizer = HPML_OPT_SGD, .steps = 3 };
+    int       axes = 0, plans = 0;
     bool      good = true;
     for (int pipe = 1; pipe <= PIPES && pipe <= ranks; pipe *= 2) {
-        for (int tensor = 1; tensor * pipe <= ranks; tensor *= 2, count++) {
-            hpml_plan plan = { .pipe = pipe, .tensor = tensor };
-            good = trains_as_one(transport, ranks, &plan, &serial) && good;
+        for (int tensor = 1; tensor * pipe <= ranks; tensor *= 2, axes++) {
+            for (int shard = 0; shard <= 3; shard++) {
+                hpml_plan       plan  = { .pipe = pipe, .tensor = tensor, .shard = shard };
+                hpml_plan_facts facts = { .ranks = ranks, .batch = serial.model.batch };
+                if (hpml_plan_check(&plan, &facts, NULL, 0) != HPML_OK) continue;
+                good = trains_as_one(transport, ranks, &plan, &serial) && good;
+                plans++;
+            }
         }
     }
-    if (process == 0) printf("    %d factorizations of %d ranks\n", count, ranks);
+    if (process == 0) printf("    %d ranks: %d factorizations, %d plans with shard 0 to 3\n", ranks, axes, plans);
     split_free(&serial);
-    return good ? count : 0;
+    return good ? plans : 0;
 }
 
 #ifdef HPML_USE_MPI
@@ -74,7 +81,7 @@ __attribute__((constructor)) static void mpi_begin(void)
 
 TEST(all_factorizations_of_processes_train_as_one_rank)
 {
-    int ranks;
+    int ranks = 1;
     MPI_Comm_size(MPI_COMM_WORLD, &ranks);
     ENSURE(factorizations(HPML_TRANSPORT_MPI, ranks) > 0);
 }
@@ -94,7 +101,7 @@ static bool group_is_right(const hpml_mesh *m, int k, int64_t n)
 {
     enum { MOST = 6, FLOATS = 40 };
     const hpml_group *g = hpml_ctx_group(hpml_comm_ctx(m->all), (hpml_axis)k);
-    int               ranks[MOST], at[HPML_AXES];
+    int               ranks[MOST] = { 0 }, at[HPML_AXES];
     float             mine[FLOATS], x[FLOATS], all[MOST * FLOATS], in[MOST * FLOATS];
     bool              good = g->size == m->size[k] && g->rank == m->at[k];
     for (int r = 0; r < g->size; r++) {
