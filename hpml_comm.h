@@ -7296,9 +7296,8 @@ HPMLC_FN hpml_status hpmlc_axes_check(const hpml_plan *p, int ranks, const hpmlc
     const double left = ranks - p->servers;
     if (left < 1 || product == left || (p->data == 0 && fmod(left, product) == 0)) return HPML_OK;
     if (p->data == 0)
-        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "plan: %s = %.0f ranks, of which %.0f ranks are no multiple; make "
-                            "the product a divisor of %.0f, or start another number of ranks", text, product, left,
-                            left);
+        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "plan: %.0f ranks are no multiple of %s = %.0f ranks; make the "
+                            "product a divisor of %.0f, or start another number of ranks", left, text, product, left);
     return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "plan: %s + servers %d = %.0f ranks, and %d were started; make the "
                         "product %.0f, leave out data, which is then what is left, or start %.0f ranks", text,
                         p->servers, product + p->servers, ranks, left, product + p->servers);
@@ -7676,7 +7675,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
         hpml_tensor  *p = i >= 0 ? hpmlc_param(d, i) : NULL;
         hpml_comm    *c = p ? hpmlc_ranks_of(d, p) : NULL;
         hpmlc_bucket *b = &d->buckets.item[d->buckets.count];
-        bool          none = open ? p && !p->grad : p && hpml_trainer_place(d->t, i) < 0;
+        const bool    none = p && (open ? !p->grad : hpml_trainer_place(d->t, i) < 0);
         if (none || (p && hpml_param_rows(p, NULL))) continue; /* sparse: see >>distribute-rows */
         if (count > 0 && (c != b->c || filled >= limit)) {
             d->buckets.count++;
