@@ -380,8 +380,8 @@ TEST_PLAIN(stale_synchronous_training_bounds_how_far_a_worker_is_ahead)
     ENSURE(l.accuracy >= 0.955);
 }
 
-/* Each worker has two classes of the digits, and some are slower than others. With a bound all classes are learned at the
-   same time; without one, fast workers have ended when slow ones train on, and what they taught is forgotten. */
+/* Each worker has two classes of the digits, and some are slower than others. With a bound all classes are learned at
+   the same time; without one, fast workers have ended when slow ones train on, and what they taught is forgotten. */
 TEST_PLAIN(unbounded_staleness_forgets_what_fast_workers_taught)
 {
     static const char *const plans[] = { "strategy=ssp,staleness=2,servers=1",
@@ -587,8 +587,8 @@ TEST_LONG(a_threshold_of_two_bits_far_above_the_gradients_is_a_trap)
     ENSURE(loss[2] > 1.3 * loss[1] && loss[2] > 1.6 * loss[0]);
 }
 
-/* Each worker pushes gradients that do not depend on the parameters, and pulls: the parameters are minus their sum. With
-   a codec, that sum and the residuals together are the sum of what was pushed. */
+/* Each worker pushes gradients that do not depend on the parameters, and pulls: the parameters are minus their sum.
+   With a codec, that sum and the residuals together are the sum of what was pushed. */
 typedef struct pushing { const char *plan; double apart; } pushing;
 
 enum { PUSHED = 5, WIDE = 33 };
