@@ -188,8 +188,8 @@ TEST(the_same_bits_twice_in_virtual_time)
     ENSURE(go(&b, 3, HPML_TRANSPORT_THREADS, HPML_ROUTE_FACTORS) == HPML_OK && a.hash != 0);
 }
 
-/* The workers' factors go to servers, which multiply; parameters come back. What a worker sends is b (m + S n) floats for
-   S servers, headers of 56 bytes and a sum of marks apart. */
+/* The workers' factors go to servers, which multiply; parameters come back. A worker sends b (m + S n) floats to S
+   servers, headers of 56 bytes apart. */
 static double by_servers(job *j, int workers, const char *plan, hpml_transport_kind transport)
 {
     job sum = *j;
