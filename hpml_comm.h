@@ -1089,6 +1089,11 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
        and the exchange of the bucket before it have ended: one stream of communication a rank, which overlaps the
        computation and is not slowed down by it
      - stragglers: network.slow multiplies a rank's computation
+   With servers the step is that of a long training: while a server answers one worker after another, the first workers
+   push again, because cards send and receive at once. So for K workers, M bytes and one server that is the limit a step
+   takes (K + 1) M / bandwidth, K (K + 1) / (2 (K - 1)) times as long as a ring of K ranks (K = 8: 5.1), and not 2 K M /
+   bandwidth (9.1 times), which are the bytes of the server's card. The best number of servers of p ranks is the one with
+   the most (p - servers) / step_s. Exact where each rank has a node of its own.
    It does not model jitter, lost packets, a switch with too little bandwidth, bandwidth shared with the computation. */
 typedef struct hpml_simulate_desc {
     uint32_t       _begin;
@@ -1109,6 +1114,10 @@ typedef struct hpml_simulate_desc {
     size_t         bucket_bytes;     /* bytes of f32 gradient in a bucket; 0: 25 MiB, 1: each layer alone */
     bool           no_overlap;       /* exchange after the backward pass, not during it */
     bool           delayed;          /* exchange the gradients of the step before during this one (double buffering) */
+    int32_t        servers;          /* strategy ps: so many of the last ranks are servers, which share the update; the
+                                        others push gradients (as packed) behind the backward pass and get f32 values.
+                                        algorithm, element, codec_s_per_byte, bucket_bytes, no_overlap and delayed do
+                                        not count. 0: an allreduce */
     uint32_t       _end;
 } hpml_simulate_desc;
 
@@ -12496,6 +12505,9 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     if (hpml_element_size(d->element) == 0 || !HPMLC_GOOD(d->update_s) || !HPMLC_GOOD(d->codec_s_per_byte))
         return hpmlc_refuse(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
                             (int)d->element, d->update_s, d->codec_s_per_byte);
+    if (d->servers < 0 || d->servers >= d->ranks)
+        return hpmlc_refuse(to, wrong, "simulate: %d servers of %d ranks; at least one rank must be a worker",
+                            d->servers, d->ranks);
     for (int i = 0; i < d->layers; i++) {
         double  forward = d->forward_s ? d->forward_s[i] : 0, backward = d->backward_s[i];
         int64_t packed  = d->packed ? d->packed[i] : 0, n = d->elements[i];
@@ -12531,6 +12543,58 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
     return good;
 }
 
+/* Simulates that ranks [first, end) in the order of their clocks send `bytes` and a header to each of [to, to_end), which
+   wait for all of these messages. */
+HPMLC_FN void hpmlc_sim_deal(hpmlc_sim *s, int first, int end, int to, int to_end, size_t header, int64_t bytes)
+{
+    s->runs = 0;
+    for (int r = first; r < end; r++) hpmlc_sim_push(s, r);
+    for (int i = to; i < to_end; i++) s->work[i] = s->clock[i];
+    while (s->runs > 0) {
+        const int r = hpmlc_sim_pop(s);
+        for (int i = to; i < to_end; i++) {
+            hpmlc_sim_send(s, r, i, (int64_t)header);
+            s->work[i] = fmax(s->work[i], hpmlc_sim_send(s, r, i, bytes));
+        }
+    }
+    for (int i = to; i < to_end; i++) s->clock[i] = s->work[i];
+}
+
+/* Simulates steps of strategy ps and stores the mean of the later ones, times and counts, in *out. */
+HPMLC_FN void hpmlc_sim_servers(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
+{
+    enum { STEPS = 8 }; /* that are counted, after as many others */
+    const int workers = s->p - d->servers;
+    double    compute = 0, slowest = 1, begin = 0, end = 0;
+    int64_t   up = 0, down = 0;
+    for (int i = 0; i < d->layers; i++) {
+        compute += d->backward_s[i] + (d->forward_s ? d->forward_s[i] : 0);
+        up += d->packed ? d->packed[i] : 4 * d->elements[i];
+        down += 4 * d->elements[i];
+    }
+    for (int step = 0; step < 2 * STEPS; step++) {
+        if (step == STEPS) {
+            begin = end;
+            memset(s->bytes, 0, sizeof *s->bytes * 2 * (size_t)s->p); /* and s->messages */
+            s->between = 0;
+        }
+        for (int r = 0; r < workers; r++) s->clock[r] += compute * (d->network.slow ? d->network.slow[r] : 1);
+        hpmlc_sim_deal(s, 0, workers, workers, s->p, sizeof(hpmlc_request), up / d->servers);
+        for (int r = workers; r < s->p; r++) s->clock[r] += d->update_s / d->servers;
+        hpmlc_sim_deal(s, workers, s->p, 0, workers, sizeof(hpmlc_answer), down / d->servers);
+        end = hpmlc_sim_latest(s);
+    }
+    for (int r = 0; r < s->p; r++) {
+        if (d->network.slow && r < workers) slowest = fmax(slowest, d->network.slow[r]);
+        out->bytes_per_rank = hpmlc_max(out->bytes_per_rank, s->bytes[r] / STEPS);
+        out->messages       = hpmlc_max(out->messages, s->messages[r] / STEPS);
+    }
+    out->step_s        = (end - begin) / STEPS;
+    out->between_bytes = s->between / STEPS;
+    out->compute_s     = compute + d->update_s / d->servers;
+    out->straggle_s    = (slowest - 1) * compute;
+}
+
 /* Simulates one step of training, bucket by bucket, and stores its times and counts in *out. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
@@ -12563,8 +12627,6 @@ HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_sim
     out->between_bytes = s->between;
     out->compute_s     = whole + d->update_s;
     out->straggle_s    = slowest > 1 ? (slowest - 1) * out->compute_s : 0;
-    out->exposed_s     = fmax(0, out->step_s - out->compute_s - out->straggle_s);
-    out->efficiency = out->step_s > 0 ? out->compute_s / out->step_s : 1;
     return true;
 }
 
@@ -12578,10 +12640,16 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     *out = result;
     hpml_status status = hpmlc_sim_check(desc, &to);
     if (status != HPML_OK) return status;
-    if (!hpmlc_sim_open(&s, desc->ranks, &desc->network) || !hpmlc_sim_step(&s, desc, &result))
-        status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
-    else *out = result;
+    bool good = hpmlc_sim_open(&s, desc->ranks, &desc->network);
+    if (good && desc->servers > 0) hpmlc_sim_servers(&s, desc, &result);
+    else good = good && hpmlc_sim_step(&s, desc, &result);
+    if (!good) status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
     hpmlc_sim_close(&s);
+    if (!good) return status;
+    result.exposed_s = fmax(0, result.step_s - result.compute_s - result.straggle_s);
+    if (desc->servers > 0) result.comm_s = result.exposed_s;
+    result.efficiency = result.step_s > 0 ? result.compute_s / result.step_s : 1;
+    *out = result;
     return status;
 }
 
