@@ -526,7 +526,7 @@ HPML_API int          hpml_param_count(const hpml_ctx *ctx);
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* number `index` recorded, or NULL */
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL: no such parameter; O(1) */
 HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements of all, without buffers */
-HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 of all values' bytes */
+HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);           /* FNV-1a 64 of all values' bytes on this rank */
 HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory and values; hpml_graph_alloc calls it */
 /* Places the values of all parameters recorded until now in `memory`: hpml_params_bytes(ctx) bytes of host memory,
    64-byte aligned, that outlive the context: shared by contexts of the same model, mapped from a file, pinned. keep:
@@ -710,7 +710,7 @@ HPML_API hpml_status    hpml_param_add_rows(hpml_tensor *table, bool clear, cons
    attends to the keys up to its own position. Works on blocks of queries, so that the (T, T) matrix is not stored. */
 typedef struct hpml_attention_desc {
     uint32_t _begin;
-    int32_t  heads;      /* number of heads, required, divides C */
+    int32_t  heads;      /* number of heads, required, divides C; of the whole, if qkv is split (in 3 sections) */
     bool     not_causal; /* true: every query attends to all keys */
     float    scale;      /* 0: 1 / sqrt(C / heads) */
     uint32_t _end;
@@ -724,7 +724,8 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
 
 /* Losses: f32 scalars. cross_entropy: -log softmax(logits)[label], logits (.., classes), labels I32 (..), averaged over
-   labels other than ignore_index. bce (s = sigmoid(logits)), mse, huber: means over all elements. */
+   labels other than ignore_index; the classes may be split over the TENSOR axis. bce (s = sigmoid(logits)), mse, huber:
+   means over all elements. */
 typedef struct hpml_cross_entropy_desc {
     uint32_t _begin;
     float    label_smoothing; /* 0 to 1: this part of the target is spread evenly over all classes */
