@@ -13339,7 +13339,8 @@ HPMLC_FN bool hpmlc_rules_read(hpml_ctx *ctx, const char *what, const char *rule
         bool divides_samples = a == HPML_AXIS_DATA || a == HPML_AXIS_EXPERT;
         if (divides_samples != (samples && d == 0))
             return hpmlc_no_layer(ctx, "%s: \"%s\" over the %s axis; samples are divided by the data and expert axes, "
-                                  "all other dimensions by tensor and sequence", what, n->name[d], word.name[0]) != NULL;
+                                  "all other dimensions by tensor and sequence", what, n->name[d],
+                                  word.name[0]) != NULL;
         if (!divides_samples) axis[d] = (hpml_axis)a;
     }
     return true;
@@ -13501,8 +13502,8 @@ HPMLC_FN bool hpmlc_einsum_shape(const char *text, const hpmlc_names n[3], hpml_
             const int   y = hpmlc_names_find(&n[2], name), other = hpmlc_names_find(&n[1 - t], name);
             if (other >= 0 && (src[t]->shape[i] != src[1 - t]->shape[other] ||
                                src[t]->split[i] != src[1 - t]->split[other]))
-                return hpmlc_no_layer(src[0]->ctx, "einsum \"%s\": \"%s\" has %lld indices in a, %lld in b, or is split "
-                                      "in one of them alone", text, name, (long long)src[t]->shape[i],
+                return hpmlc_no_layer(src[0]->ctx, "einsum \"%s\": \"%s\" has %lld indices in a, %lld in b, or is "
+                                      "split in one of them alone", text, name, (long long)src[t]->shape[i],
                                       (long long)src[1 - t]->shape[other]) != NULL;
             sums[src[t]->split[i]] |= y < 0 && src[t]->split[i] != 0;
             if (y < 0 || (t == 1 && other >= 0)) continue;
