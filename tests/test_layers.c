@@ -2,7 +2,7 @@
    bytes that each rank sends are those of the formula; what does not fit is refused. */
 #include "../hpml_comm.h"
 #include "test.h"
-#include "comm_check.h"
+#include "check.h"
 
 /* ---- groups of communicators ---- */
 static hpml_status group_sum(void *c, float *x, int64_t n) { return hpml_allreduce((hpml_comm *)c, x, n, NULL); }
@@ -936,4 +936,78 @@ TEST(a_tournament_without_a_trainer_is_refused)
     char error[300];
     ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2 }, cup_refuses, NULL, error, sizeof error) == HPML_ERR_ARGUMENT);
     ENSURE(strstr(error, "tournament: no trainer or no data set"));
+}
+
+/* ---- a small language model with ring attention and experts, on a mesh ---- */
+enum { GPT_B = 4, GPT_T = 8, GPT_C = 12, GPT_V = 11, GPT_STEPS = 6 };
+enum { GPT_FLOATS = 512, GPT_PARAMS = 32 };
+typedef struct gpt_run {
+    double  loss[GPT_STEPS];
+    int     params;
+    int64_t floats[GPT_PARAMS];
+    float   values[GPT_PARAMS][GPT_FLOATS]; /* of rank 0 */
+} gpt_run;
+static hpml_status gpt_train(hpml_comm *c, void *user)
+{
+    gpt_run         *run  = (gpt_run *)user;
+    hpml_ctx        *ctx  = hpml_comm_ctx(c);
+    const hpml_mesh *m    = hpml_comm_mesh(c);
+    const int        own  = m ? m->size[HPML_AXIS_EXPERT] : 1, at = m ? m->at[HPML_AXIS_EXPERT] : 0;
+    const int        rows = GPT_B / own;
+    hpml_tensor *tokens = hpml_input_tokens(ctx, rows, GPT_T), *labels = hpml_input_tokens(ctx, rows, GPT_T);
+    hpml_tensor *x = hpml_embedding(tokens, GPT_V, GPT_C, &(hpml_embedding_desc){ .init_scale = 0.5f });
+    x = hpml_group_split(x, HPML_AXIS_SEQUENCE, 1);
+    for (int i = 0; i < 2; i++) {
+        hpml_tensor *a = hpml_linear(hpml_layernorm(x, NULL), 3 * GPT_C, NULL);
+        a = hpml_linear(hpml_ring_attention(a, &(hpml_attention_desc){ .heads = 3 }), GPT_C, NULL);
+        x = hpml_add(x, a);
+        a = hpml_experts(x, &(hpml_experts_desc){ .experts = 4, .top = 2, .hidden = 8, .capacity = 4 }, NULL);
+        x = hpml_add(x, a); /* capacity 4: every token finds a place, however tokens are divided among ranks */
+    }
+    hpml_tensor  *y = hpml_linear(hpml_group_gather(x, HPML_AXIS_SEQUENCE, 1), GPT_V, NULL);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = tokens, .output = y, .target = labels,
+        .loss_tensor = hpml_cross_entropy(y, labels, NULL), .lr = 0.02f, .momentum = 0.9f });
+    CHECK(t && hpml_distribute(t, c, NULL));
+    for (int s = 0; s < GPT_STEPS; s++) {
+        int32_t        in[GPT_B * GPT_T], out[GPT_B * GPT_T];
+        hpml_step_info info = { 0 };
+        for (int i = 0; i < rows * GPT_T; i++) {
+            int64_t place = at * rows * GPT_T + i;
+            in[i]  = (int32_t)(fabsf(number((uint64_t)s, place)) * 100) % GPT_V;
+            out[i] = (in[i] * 3 + 1) % GPT_V;
+        }
+        CHECK(hpml_trainer_step(t, in, out, rows, &info) == HPML_OK);
+        float loss = info.loss / (float)hpml_comm_size(c);
+        hpml_allreduce(c, &loss, 1, NULL);
+        if (hpml_comm_rank(c) == 0) run->loss[s] = (double)loss;
+    }
+    if (hpml_comm_rank(c) > 0) return hpml_ctx_status(ctx);
+    run->params = hpml_param_count(ctx);
+    for (int i = 0; i < run->params; i++) { /* rank 0 has the first experts, which are the first floats of the whole */
+        const hpml_tensor *p = hpml_param_at(ctx, i);
+        run->floats[i] = hpml_tensor_count(p);
+        CHECK(run->floats[i] <= GPT_FLOATS);
+        memcpy(run->values[i], p->data, (size_t)run->floats[i] * sizeof(float));
+    }
+    return hpml_ctx_status(ctx);
+}
+TEST(a_language_model_on_sequence_and_expert_axes_trains_as_one_rank)
+{
+    static const struct { const char *plan; int ranks; } cases[] = {
+        { "sequence=2", 2 }, { "expert=2", 2 }, { "sequence=2,expert=2", 4 }, { "expert=4", 4 }, { "sequence=4", 4 } };
+    static gpt_run one, split;
+    ENSURE(on_ranks(1, gpt_train, &one) && one.loss[GPT_STEPS - 1] < one.loss[0]);
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        hpml_plan plan = { 0 };
+        char      error[700];
+        ENSURE(hpml_plan_parse(cases[i].plan, &plan, error, sizeof error) == HPML_OK);
+        hpml_launch_desc d = { .ranks = cases[i].ranks, .plan = &plan, .timeout = 20,
+                               .ctx = { .threads = 1, .seed = 3 } };
+        hpml_status      status = hpml_launch(&d, gpt_train, &split, error, sizeof error);
+        if (status != HPML_OK) printf("    %s: %s\n", cases[i].plan, error);
+        ENSURE(status == HPML_OK && split.params == one.params);
+        for (int s = 0; s < GPT_STEPS; s++) ENSURE_NEAR(split.loss[s], one.loss[s], 1e-5);
+        for (int p = 0; p < one.params; p++) ENSURE(difference(split.values[p], one.values[p], split.floats[p]) < 1e-4);
+        ENSURE(split.floats[11] * (plan.expert > 1 ? plan.expert : 1) == one.floats[11]); /* b1 of the first experts */
+    }
 }
