@@ -76,13 +76,20 @@
 //     move            what one rank sends, receives and adds in one round of an allreduce
 //     phase, team     part of an algorithm: rounds of one kind; the ranks that take part in it
 //     plan            how a training is spread over ranks: hpml_plan, one struct
+//     pipeline        ranks that have consecutive stages of one model
+//     stage, piece    the part of a model that one rank of a pipeline has; consecutive layers that run together: one
+//                     piece is a stage, or several, chunks of the model that do not follow each other, are one
+//     micro-batch     samples of a batch that go through a pipeline together
+//     bubble          the share of time for which the ranks of a pipeline are idle
 //
 // INDEX (grep '^// >>' hpml_comm.h)
 //     api-comm   ranks, communicators, messages between two
 //     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
 //     api-mix   averaging with neighbours
+//     api-pipe   pipelines: schedules as moves, drawn and simulated; where to cut a model
 //     api-plan   how a training is spread over ranks: one struct, its text, what it may hold
+//     api-mesh   axes of ranks: models larger than a worker
 //     api-distribute   data parallelism
 //     api-simulate   step time on machines you do not have
 //     api-timeline   one timeline for all ranks
@@ -137,10 +144,15 @@
 //     resume   checkpoints of the whole job
 //     batch-search   the largest batch that does not hurt
 //     mix   averaging with neighbours
+// PART IV   SPLIT THE MODEL: tensor, sequence, expert, pipeline, shards
+//     mesh   axes of ranks: their communicators, the groups of a context
+//     pipe-moves   pipelines: the order in which a stage does its tasks
+//     pipe-cut   where to cut a chain of layers into stages
 // PART V   FORESEE: steps in virtual time
 //     simulate   moves in virtual time, by a queue of ranks
 //     simulate-fast   rings and all to all in virtual time without a queue
 //     simulate-step   a step of training in virtual time
+//     pipe-simulate   pipelines in virtual time; drawing them
 #ifndef HPML_COMM_H_INCLUDED
 #define HPML_COMM_H_INCLUDED
 
@@ -247,6 +259,8 @@ typedef struct hpml_launch_desc {
     bool                survive;
     hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores divided by the ranks */
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
+    const struct hpml_plan *plan;  /* given to hpml_comm_set_plan on every rank before `fn` is called; NULL: HPML_PLAN
+                                      in the environment is, if it splits the model */
     bool                alone;     /* allows THREADS and CLOCK in each of several processes of mpiexec or srun; else
                                       an error, because each process would train alone. HPML_RUN allows it as well */
     uint32_t            _end;
@@ -623,6 +637,134 @@ HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t 
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>api-pipe   pipelines: schedules as moves, drawn and simulated; where to cut a model
+// ---------------------------------------------------------------------------------------------------------------------
+/* A model that is cut into stages, one on each rank of a pipeline, processes the batch as micro-batches: while stage 1
+   works on micro-batch 0, stage 0 works on micro-batch 1. A schedule says in which order a stage does the forward and
+   backward passes of its micro-batches. With p stages, m micro-batches, equal stages and links that take no time:
+
+     schedule      idle share of the time (bubble)   micro-batches in flight on stage r (from 0)
+     GPIPE         (p-1) / (m + p-1)                 m                Huang et al. 2019
+     1F1B          (p-1) / (m + p-1)                 min(p - r, m)    Narayanan et al. 2019, "PipeDream"
+     INTERLEAVED   (p-1) / (v m + p-1)               more; v chunks of the model on each stage: chunk c of stage r is
+                                                     piece c p + r of the model's p v pieces (Narayanan et al. 2021)
+     ZERO_BUBBLE   (p-1) / (3 m + p-1)               min(p, m)        Qi et al. 2023, "ZB-H1": the gradients of weights
+                                                     are computed later, while the stage would wait. The formula is for
+                                                     equal times of forward pass, gradients of inputs, of weights
+     STASH         0, but for the first and last     min(p - r, m)    PipeDream: every micro-batch is a step of its own,
+                   p - 1 steps                       and the pipeline never empties. A micro-batch has the same version
+                                                     of a stage's weights in both passes, so a stage keeps p - r of them
+     VERTICAL      as STASH                          min(p - r, m)    STASH with vertical sync: a micro-batch has the
+                                                     same version on all stages, so each stage keeps p of them */
+typedef enum hpml_pipe_kind {
+    HPML_PIPE_GPIPE = 0, HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_STASH, HPML_PIPE_ZERO_BUBBLE,
+    HPML_PIPE_VERTICAL,
+    HPML_PIPE_COUNT /* the number of schedules */
+} hpml_pipe_kind;
+HPML_API const char *hpml_pipe_name(hpml_pipe_kind kind); /* "gpipe", "1f1b", ...; NULL: there is none */
+
+typedef enum hpml_pipe_work {
+    HPML_PIPE_FORWARD = 0,
+    HPML_PIPE_BACKWARD,         /* gradients of inputs and weights */
+    HPML_PIPE_BACKWARD_INPUTS,  /* ZERO_BUBBLE: gradients of the inputs, for which the stage before waits, ... */
+    HPML_PIPE_BACKWARD_WEIGHTS, /* ... and of the weights, later */
+    HPML_PIPE_UPDATE            /* the optimizer's step */
+} hpml_pipe_work;
+
+/* A pipeline: a schedule and, for simulations, times. stages, micro: required. */
+typedef struct hpml_pipe_desc {
+    uint32_t       _begin;
+    hpml_pipe_kind kind;
+    int32_t        stages;      /* p: ranks of the pipeline, 1 to 1024 */
+    int32_t        micro;       /* m: micro-batches of a step, STASH and VERTICAL: steps; 1 to 65536 */
+    int32_t        chunks;      /* v: INTERLEAVED: chunks of the model on each stage, 1 to 64; 0: 2. Others: 0 or 1 */
+    /* For simulations; (pieces): p v values, for each piece of the model, in the model's order. NULL: see each one */
+    const double  *forward_s;   /* (pieces) seconds of a micro-batch's forward pass; NULL: 1 / v each */
+    const double  *backward_s;  /* (pieces) of its backward pass, all of it; NULL: twice the forward pass */
+    const double  *weights_s;   /* (pieces) share of backward_s for gradients of weights, ZERO_BUBBLE; NULL: half */
+    const int64_t *bytes;       /* (pieces) bytes of a micro-batch that go from this piece to the next one, and as many
+                                   of gradients back; NULL: 0 */
+    double         update_s;    /* seconds of an update */
+    hpml_network   network;     /* links between the stages, and how slow ranks are; .jitter is ignored */
+    uint32_t       _end;
+} hpml_pipe_desc;
+
+typedef struct hpml_pipe_task { /* what a stage does next */
+    hpml_pipe_work work;
+    int32_t        micro;   /* number of the micro-batch; of an UPDATE: the last one that it contains */
+    int32_t        chunk;   /* of this stage, 0 to v - 1 */
+    int32_t        piece;   /* of the model: chunk * stages + stage */
+    int32_t        slot;    /* the set of activations of this stage that the micro-batch occupies, from its forward pass
+                               to the end of its backward pass; chunk c has slots of its own, after those of c - 1 */
+    int32_t        version; /* updates of the weights that the pass has seen; of an UPDATE: with itself */
+} hpml_pipe_task;
+
+/* Computes task k of a stage, k = 0, 1, ...: the one text of every schedule, which hpml_distribute executes and the
+   functions below count, time and draw. False: the stage has no further task, or the desc is not valid. Takes time in
+   proportion to the tasks of the stage. */
+HPML_API bool hpml_pipe_move(const hpml_pipe_desc *pipe, int stage, int k, hpml_pipe_task *out);
+/* Returns how many sets of activations chunk `chunk` of a stage needs: the most micro-batches that it has in flight. */
+HPML_API int  hpml_pipe_slots(const hpml_pipe_desc *pipe, int stage, int chunk);
+/* Returns how many versions of its weights a stage keeps, the newest included: 1, unless STASH or VERTICAL. */
+HPML_API int  hpml_pipe_versions(const hpml_pipe_desc *pipe, int stage);
+/* The formula of the table above; 0 for STASH and VERTICAL. INTERLEAVED: m must be a multiple of p, else it is less
+   than the true value. */
+HPML_API double hpml_pipe_bubble(const hpml_pipe_desc *pipe);
+
+typedef struct hpml_pipe_span { /* a task, and when it runs */
+    int32_t        stage;
+    hpml_pipe_task task;
+    double         begin_s, end_s;
+} hpml_pipe_span;
+typedef struct hpml_pipe_simulation {
+    double  step_s;    /* until the last stage has finished its last task */
+    double  compute_s; /* seconds of tasks on the rank that computes most */
+    double  bubble;    /* idle share of all ranks' time: 1 - (sum of all tasks' seconds) / (stages * step_s) */
+    int64_t bytes;     /* sent by all ranks together */
+    int32_t tasks;     /* of all stages */
+    int32_t slots;     /* of the stage that needs most */
+} hpml_pipe_simulation;
+/* Plays the tasks of all stages in virtual time. A task starts when its stage is free and its input has arrived; links
+   and network cards are those of hpml_simulate. spans: NULL, or gets the first `capacity` tasks in the order in which
+   they end. HPML_ERR_ARGUMENT or HPML_ERR_MEMORY, with the reason in `error` (may be NULL). */
+HPML_API hpml_status hpml_pipe_simulate(const hpml_pipe_desc *pipe, hpml_pipe_simulation *out, hpml_pipe_span *spans,
+                                        int capacity, char *error, size_t size);
+/* Draw spans, a row for each stage, as a text (forward passes are digits, backward passes small letters, gradients of
+   weights capital letters, updates |, idle time . ; `columns` characters wide) and as an SVG file that browsers open.
+   Return the length, as snprintf. */
+HPML_API int hpml_pipe_text(const hpml_pipe_span *spans, int count, int columns, char *buffer, size_t size);
+HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *title, char *buffer, size_t size);
+
+/* Where to cut a chain of layers into stages, by dynamic programming: the slowest stage sets the pace, so its seconds
+   get as small as possible. With A(j, m) the pace of the first j layers on m ranks,
+
+     A(j, m) = min over i < j and r < m of max(A(i, m - r), 2 a / b, T(i, j, r))
+
+   where a is the bytes that layer i - 1 sends to layer i, b bytes a second, and T(i, j, r) the seconds of a stage of
+   layers i to j - 1 with r replicas, which share the micro-batches: max(sum of seconds, 4 (r - 1) / r w / b) / r, where
+   w is the bytes of its parameters (Narayanan et al. 2019). Without .replicate r is 1, and with free links the result
+   is the block partition that TorchGPipe (Kim et al. 2020) balances by. */
+typedef struct hpml_pipe_cut_desc {
+    uint32_t       _begin;
+    int32_t        layers;      /* 1 to 65536 */
+    int32_t        ranks;       /* at most `layers` without .replicate: a stage for each rank */
+    const double  *seconds;     /* (layers) of a micro-batch, forward and backward; or FLOPs, or any other cost */
+    const int64_t *bytes;       /* (layers) of what goes from this layer to the next; NULL: 0 */
+    const int64_t *param_bytes; /* (layers) of the layer's parameters, for replicas; NULL: 0 */
+    double         bandwidth;   /* b; 0: links take no time */
+    bool           replicate;   /* a stage may have several ranks; else each has one */
+    uint32_t       _end;
+} hpml_pipe_cut_desc;
+typedef struct hpml_pipe_stage {
+    int32_t first, end; /* layers first to end - 1 */
+    int32_t replicas;   /* ranks that share the stage's micro-batches */
+} hpml_pipe_stage;
+/* Sets `stages`, (ranks) of them, of which the returned number is used; *pace: seconds of the slowest stage or link,
+   may be NULL. -1: an error, with the reason in `error` (may be NULL). */
+HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stages, double *pace, char *error,
+                           size_t size);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>api-plan   how a training is spread over ranks: one struct, its text, what it may hold
 // ---------------------------------------------------------------------------------------------------------------------
 /* What ranks exchange, and when. */
@@ -667,6 +809,12 @@ HPML_API const char *hpml_route_name(hpml_route route); /* "allreduce", ...; NUL
    ranks' gradients. A field at zero has its default. A field that the plan's strategy does not use must be zero. */
 typedef struct hpml_plan {
     uint32_t        _begin;
+    int32_t         data;         /* axes, see >>api-mesh: data * pipe * tensor * sequence * expert + servers is the
+                                     number of ranks. 0: 1, and of data what is left */
+    int32_t         pipe;         /* each rank has some of the layers */
+    int32_t         tensor;       /* each rank has a part of every layer with a .split */
+    int32_t         sequence;     /* each rank has some time steps of each sequence */
+    int32_t         expert;       /* each rank has some of the experts, and its own share of the batch */
     hpml_strategy_kind strategy;
     int32_t         servers;      /* ps, backup, ssp, async, federated, required: so many of the last ranks are servers,
                                      the others workers */
@@ -677,8 +825,8 @@ typedef struct hpml_plan {
     hpml_algorithm  algorithm;    /* of plain sums, of gradients or parameters */
     bool            sum;          /* sync, ps, backup: apply the sum of the ranks' mean gradients; else the mean over
                                      the batch */
-    int64_t         global_batch; /* samples of a step, all ranks but servers; 0: these * model batch. Shares differ by
-                                     at most 1 */
+    int64_t         global_batch; /* samples of a step; 0: shares * model batch. There are data * expert shares, which
+                                     differ by at most 1 sample */
     int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
                                      1: each tensor alone */
     bool            no_overlap;   /* exchange after the backward pass, not during it. This is also done, at once and in
@@ -763,6 +911,37 @@ HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, in
                                      int64_t *floats);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>api-mesh   axes of ranks: models larger than a worker
+// ---------------------------------------------------------------------------------------------------------------------
+/* The ranks of a plan are a block with five axes. Ranks that differ in their place on one axis alone form a group:
+     tensor     has one copy of the model: each rank a part of every layer with a .split (Shoeybi et al. 2019)
+     sequence   has one copy of the samples: each rank some of their time steps
+     expert     has one copy of the experts; each rank has samples of its own
+     pipe       has one copy of the model: each rank some consecutive layers
+     data       copies of all this, each with samples of its own
+   Numbers of ranks grow fastest along tensor, whose ranks talk most and so belong on one node:
+     rank = (((data_at * pipe + pipe_at) * expert + expert_at) * sequence + sequence_at) * tensor + tensor_at */
+typedef struct hpml_mesh {
+    hpml_comm *all;                /* the communicator that was cut */
+    hpml_comm *axis[HPML_AXES];    /* by hpml_axis: this rank's group; NULL: one rank, or with servers, which are on no
+                                      axis. Ops use these communicators; a program may, too, in the same order on all
+                                      ranks */
+    hpml_comm *replicas;           /* data x sequence x expert, at this rank's places on pipe and tensor: all have the
+                                      same whole parameters, whose gradients they average; never NULL */
+    int32_t    size[HPML_AXES], at[HPML_AXES]; /* ranks of each axis, at least 1; this rank's place on it */
+} hpml_mesh;
+
+/* Cuts the communicator into the axes of the plan, and gives their groups to its context (hpml_ctx_set_group).
+   Collective, with the same plan on all ranks, once, before the model is recorded. HPML_PLAN in the environment
+   replaces the fields that it names; plan NULL: only these. hpml_launch does all this for hpml_launch_desc.plan and
+   HPML_PLAN. A hpml_distribute without a plan then takes this one; axes that its plan leaves 0 are those of the mesh. A
+   plan whose axes but data are 1 sends nothing, and computes the same bits as no plan.
+   HPML_ERR_ARGUMENT: the product of the axes and servers is not the number of ranks; HPML_ERR_STATE: there is a mesh
+   already, or a model. An error of one rank is one of all. */
+HPML_API hpml_status      hpml_comm_set_plan(hpml_comm *c, const hpml_plan *plan);
+HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c); /* NULL: no plan has been set */
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>api-distribute   data parallelism
 // ---------------------------------------------------------------------------------------------------------------------
 /* Data parallelism: p ranks, each with a share of every global batch, train as one rank with all of it. Parameters
@@ -819,7 +998,8 @@ typedef struct hpml_distribute_report {
     double  hidden;            /* 1 - exposed_s / comm_s */
     double  efficiency;        /* 1 - exposed_s / step_s: at 1, p ranks do p batches in the time of one */
     double  bytes;             /* sent by this rank in a step */
-    double  plain_bytes;       /* that a ring allreduce of f32 would have sent */
+    double  split_bytes;       /* of these, sent along the axes tensor, sequence, expert and pipe, by layers */
+    double  plain_bytes;       /* that a ring allreduce of f32 would have sent, of this rank's gradients */
     double  loss;              /* mean over all ranks' samples of the last step; with `delayed` of the step before,
                                   because the loss is sent with the gradients. Local, block, elastic: of the steps up
                                   to the last meeting; after it, and with gossip, of this rank alone. NaN: before the
@@ -848,7 +1028,11 @@ typedef struct hpml_step_row {
    Collective, with the same capacity. Returns the number of rows, the same rows on all ranks; -1: an error, on the
    context. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity);
-HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size); /* as snprintf */
+/* As snprintf; the last line names the slowest rank. */
+HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size);
+/* Returns the rank that computed longest in these rows, for which the others waited if steps are synchronous, and in
+   *times (may be NULL) how many times as long as the others on average; 0: no other computed. -1: there are no rows. */
+HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *times);
 
 /* A checkpoint of the whole job, the residuals of all ranks and, with `delayed`, the gradients not yet applied
    included; collective. It loads on any number of ranks: the residuals of all ranks are shared out among the ranks that
@@ -973,6 +1157,7 @@ HPMLC_REF(hpml_launch, (const hpml_launch_desc &d, hpml_rank_fn *fn, void *user,
 HPMLC_REF(hpml_allreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d), (c, data, n, &d))
 HPMLC_REF(hpml_iallreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d), (c, data, n, &d))
 HPMLC_REF(hpml_exchange_create, (hpml_comm *c, const hpml_exchange_desc &d), (c, &d))
+HPMLC_REF(hpml_comm_set_plan, (hpml_comm *c, const hpml_plan &plan), (c, &plan))
 HPMLC_REF(hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_plan &plan), (t, c, &plan))
 HPMLC_REF(hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, const hpml_batch_search_desc &d,
           hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
@@ -1029,6 +1214,7 @@ extern "C" {
 #endif
 
 typedef struct hpmlc_background hpmlc_background; /* the background thread of a communicator: see >>async */
+typedef struct hpmlc_mesh       hpmlc_mesh;       /* the axes of a communicator: see >>mesh */
 typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
 typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* into += from, or into = max(into, from) */
@@ -1077,6 +1263,7 @@ struct hpml_comm {
     hpmlc_text            close_error; /* where to write an error of closing, because the context is freed then */
     hpmlc_background     *background;
     hpml_device_link      link;     /* moves arrays between devices; .begin NULL: there is none */
+    hpmlc_mesh           *mesh;     /* axes into which the ranks are cut; NULL: no plan has been set */
     char                 *scratch;  /* buffer for copies of arrays that are sent while they are added to */
     size_t                scratch_size; /* bytes */
 };
@@ -1103,6 +1290,22 @@ typedef struct hpmlc_schedule {
     void   (*sleep)(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until);
     void   (*wake)(hpml_comm *sleeper, hpmlc_waitpoint *g);
 } hpmlc_schedule;
+
+typedef struct hpmlc_axis { /* hpml_group.user */
+    hpml_comm     *c;
+    hpml_algorithm algorithm; /* of sums */
+    float         *scratch;   /* (floats) for arrays that a collective overwrites */
+    int64_t        floats;
+} hpmlc_axis;
+
+struct hpmlc_mesh { /* see >>mesh */
+    hpml_mesh  m;
+    hpml_plan  plan;
+    hpmlc_axis axis[HPML_AXES];
+    hpml_comm *rest[HPML_AXES]; /* ranks with the same part of a parameter that is split over this axis, over which its
+                                   gradient is added up: the replicas, without that axis */
+    double     waited;          /* seconds that this rank has waited for messages between two ranks of an axis */
+};
 
 /* HPMLC_ZERO defines a variable `name`, all zero; HPMLC_DESC a copy of the struct *given, all zero if given is NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
@@ -4052,6 +4255,8 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>launch   running a function on every rank
 // ---------------------------------------------------------------------------------------------------------------------
+HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p);
+
 typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
     const hpml_launch_desc *d;
     hpml_comm_desc          comm;
@@ -4071,6 +4276,16 @@ HPMLC_FN void hpmlc_start_error(hpmlc_start *s, int rank, const char *text)
     snprintf(s->error + n, sizeof s->error - (size_t)n, "%s", text);
 }
 
+/* Returns whether the plan of desc d, or HPML_PLAN, has to be given to hpml_comm_set_plan: HPML_PLAN also where it is
+   wrong, which that function reports. */
+HPMLC_FN bool hpmlc_launch_plans(const hpml_launch_desc *d)
+{
+    const char *text = getenv("HPML_PLAN");
+    HPMLC_ZERO(hpml_plan, plan);
+    if (d->plan) return true;
+    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_splits(&plan));
+}
+
 HPMLC_FN void *hpmlc_start_main(void *arg)
 {
     hpmlc_start *s    = (hpmlc_start *)arg;
@@ -4084,6 +4299,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
         comm->close_error.text = s->error;
         comm->close_error.size = sizeof s->error;
     }
+    if (comm && s->status == HPML_OK && hpmlc_launch_plans(s->d)) s->status = hpml_comm_set_plan(comm, s->d->plan);
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
     if (s->status != HPML_OK && ctx) { /* on the context, which announces the error to the other ranks */
         if (hpml_ctx_status(ctx) == HPML_OK)
@@ -6445,6 +6661,11 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
    where it matters, which the text describes. Flags and words have all their values. A condition depends on fields
    further up in the list alone. */
 #define HPMLC_PLAN_FIELDS(X) \
+    X("data", data, I32, 65536, true, NULL, 0) \
+    X("pipe", pipe, I32, 65536, true, NULL, 0) \
+    X("tensor", tensor, I32, 65536, true, NULL, 0) \
+    X("sequence", sequence, I32, 65536, true, NULL, 0) \
+    X("expert", expert, I32, 65536, true, NULL, 0) \
     X("strategy", strategy, STRATEGY, HPML_STRATEGY_COUNT - 1, true, NULL, 0) \
     X("servers", servers, I32, 65535, hpmlc_plan_serves(p), "strategies ps, backup, ssp, async, federated", 1, 2) \
     X("backup", backup, I32, 65535, p->strategy == HPML_STRATEGY_BACKUP, "strategy backup", 1) \
@@ -6540,6 +6761,28 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "a sparse embedding has rows as its gradient, which strategy sync gathers without exact, delayed, codec and " \
          "other routes, and servers do not take; take the plain sync or hogwild, or leave .sparse of the embedding " \
          "false") \
+    RULE(hpmlc_plan_splits(p) && (p->servers > 0 || p->strategy == HPML_STRATEGY_HOGWILD), "servers and hogwild take " \
+         "the gradient of one rank at a time, and with pipe, tensor, sequence or expert a rank has a part of it; " \
+         "take strategy sync, or leave these axes out") \
+    RULE(hpmlc_plan_shares_loss(p) && p->strategy != HPML_STRATEGY_SYNC, "ranks of sequence and expert add up " \
+         "gradients in each step, and this strategy adds up none; take strategy sync, or tensor in place of these " \
+         "axes") \
+    RULE(hpmlc_plan_shares_loss(p) && (p->exact || p->delayed || p->sum), "with sequence and expert some gradients " \
+         "are added up over data alone, which exact, delayed and sum do not do; leave these out, or take tensor in " \
+         "place of sequence and expert") \
+    RULE(p->pipe > 1 && p->exact, "exact computes leaf after leaf, and with pipe several micro-batches are in " \
+         "flight; leave exact out, or take tensor in place of pipe") \
+    RULE(hpmlc_plan_splits(p) && hpmlc_whole_codec(&p->codec), "codec topk and lowrank pack whole tensors, and with " \
+         "pipe, tensor, sequence or expert a rank has a part of them; take codec onebit, twobit, bf16 or none") \
+    RULE(hpmlc_plan_splits(p) && p->route != HPML_ROUTE_ALLREDUCE, "routes factors and hybrid send the inputs of " \
+         "whole layers, and with pipe, tensor, sequence or expert a rank has a part of them; take route allreduce") \
+    RULE(hpmlc_plan_splits(p) && f->sparse, "a sparse embedding has rows of the whole table as its gradient, and " \
+         "with pipe, tensor, sequence or expert a rank may have a part of it; leave .sparse of the embedding false") \
+    RULE(hpmlc_plan_splits(p) && (f->clips || f->steps_tensors), "clip_norm and optimizers such as lars need norms " \
+         "of whole tensors, and with pipe, tensor, sequence or expert a rank has a part of them; take clip_norm 0 " \
+         "and sgd or adam, or leave these axes out") \
+    RULE(hpmlc_plan_splits(p) && f->overflows, "in f16 a gradient that overflows skips a step, and with pipe, " \
+         "tensor, sequence or expert on one rank alone; take bf16 or a fixed loss_scale") \
     RULE(p->strategy == HPML_STRATEGY_HOGWILD && !f->together, "strategy hogwild shares values in the memory of one " \
          "process, not in virtual time, with MPI or on a device; take transport threads on the host, or sync")
 
@@ -6555,10 +6798,27 @@ HPMLC_FN bool hpmlc_plan_steps_ranges(const hpml_plan *p)
     return hpmlc_plan_serves(p) && p->strategy != HPML_STRATEGY_FEDERATED;
 }
 
-/* Returns how many of the ranks compute gradients: all but servers, which are the last ranks. */
+/* Returns how many ranks of the plan have one copy of the model and of its samples, at most 1e15. */
+HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
+{
+    const int32_t axes[] = { p->pipe, p->tensor, p->sequence };
+    int64_t       ranks  = 1;
+    for (int i = 0; i < 3; i++) ranks *= hpmlc_max(axes[i], 1);
+    return ranks;
+}
+
+/* Returns whether the ranks of the plan have parts of the model. */
+HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p) { return hpmlc_plan_replica(p) > 1 || p->expert > 1; }
+
+/* Returns whether there are parameters whose gradients are added up over fewer ranks than those of whole ones. */
+HPMLC_FN bool hpmlc_plan_shares_loss(const hpml_plan *p) { return p->sequence > 1 || p->expert > 1; }
+
+/* Returns into how many shares the ranks divide a batch. Ranks with the same share have parts of one model; servers,
+   the last ranks, have none. */
 HPMLC_FN int hpmlc_plan_workers(const hpml_plan *p, int ranks)
 {
-    return p->servers > 0 && p->servers < ranks ? ranks - p->servers : ranks;
+    int64_t workers = p->servers > 0 && p->servers < ranks ? ranks - p->servers : ranks;
+    return (int)hpmlc_max(workers / hpmlc_plan_replica(p), 1);
 }
 
 typedef enum hpmlc_field_kind {
@@ -6858,11 +7118,11 @@ HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *fa
     if (out->exact && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
     if (out->history == 0) out->history = 64;
     if (hpmlc_plan_meets(out) && out->period == 0) out->period = 1;
-    if (out->strategy == HPML_STRATEGY_ELASTIC)
-        out->elastic = hpmlc_default(out->elastic, 0.9f / (float)facts->ranks);
+    const float workers = (float)hpmlc_plan_workers(plan, facts->ranks);
+    if (out->strategy == HPML_STRATEGY_ELASTIC) out->elastic = hpmlc_default(out->elastic, 0.9f / workers);
     if (out->strategy != HPML_STRATEGY_BLOCK) return;
     out->outer_lr       = hpmlc_default(out->outer_lr, 1);
-    out->outer_momentum = hpmlc_default(out->outer_momentum, 1 - 1 / (float)facts->ranks);
+    out->outer_momentum = hpmlc_default(out->outer_momentum, 1 - 1 / workers);
 }
 
 /* Returns the sentence of the first rule that refuses the plan p with the facts f; NULL: there is none. */
@@ -6892,6 +7152,39 @@ HPMLC_FN hpml_status hpmlc_field_check(const hpml_plan *plan, const hpmlc_field 
                         field->name);
 }
 
+/* Checks that the axes of the plan and its servers make `ranks` ranks. An error goes to `to`. */
+HPMLC_FN hpml_status hpmlc_axes_check(const hpml_plan *p, int ranks, const hpmlc_text *to)
+{
+    const int32_t    size[HPML_AXES] = { p->data, p->pipe, p->tensor, p->sequence, p->expert };
+    char             text[160];
+    const hpmlc_text axes = { text, sizeof text };
+    size_t           length = 0;
+    double           product = 1; /* which may be larger than an integer holds */
+    for (int i = 0; i < HPML_AXES; i++) {
+        if (size[i] == 0 || (size[i] == 1 && i > 0)) continue;
+        hpmlc_append(&axes, &length, "%s%s %d", length > 0 ? " x " : "", hpml_axis_name((hpml_axis)i), size[i]);
+        product *= size[i];
+    }
+    const double left = ranks - p->servers;
+    if (left < 1 || product == left || (p->data == 0 && fmod(left, product) == 0)) return HPML_OK;
+    if (p->data == 0)
+        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "plan: %s = %.0f ranks, of which %.0f ranks are no multiple; make "
+                            "the product a divisor of %.0f, or start another number of ranks", text, product, left,
+                            left);
+    return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "plan: %s + servers %d = %.0f ranks, and %d were started; make the "
+                        "product %.0f, leave out data, which is then what is left, or start %.0f ranks", text,
+                        p->servers, product + p->servers, ranks, left, product + p->servers);
+}
+
+/* Replaces the fields of the plan that HPML_PLAN in the environment names. */
+HPMLC_FN hpml_status hpmlc_plan_environment(hpml_comm *c, hpml_plan *plan)
+{
+    const char *text = getenv("HPML_PLAN");
+    char        why[480];
+    hpml_status status = text ? hpml_plan_parse(text, plan, why, sizeof why) : HPML_OK;
+    return status == HPML_OK ? status : hpmlc_fail(c, status, "HPML_PLAN in the environment: %s", why);
+}
+
 HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_facts *facts, char *why, size_t size)
 {
     const hpmlc_text to = { why, size };
@@ -6903,6 +7196,7 @@ HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_fact
     hpmlc_fields_matter(plan, matters);
     for (int i = 0; i < HPMLC_FIELDS && status == HPML_OK; i++)
         status = hpmlc_field_check(plan, &hpmlc_fields[i], matters[i], &to);
+    if (status == HPML_OK) status = hpmlc_axes_check(plan, facts->ranks, &to);
     const char *sentence = status == HPML_OK ? hpmlc_plan_refused(plan, facts) : NULL;
     if (!sentence) return status;
     hpml_plan_text(plan, false, text, sizeof text);
@@ -6968,6 +7262,7 @@ typedef struct hpmlc_bucket {
     hpml_exchange *x, *warm;     /* warm: for the first .warm_steps steps, uncompressed; NULL: none */
     hpml_exchange *now;          /* x or warm, as this step uses it; NULL: before the first step */
     hpmlc_task     task;         /* the bucket's exchange in this step */
+    hpml_comm     *c;            /* ranks over which these gradients are added up, see hpmlc_ranks_of */
     int            count, ready; /* number of tensors; how many gradients are final in this step */
     int64_t        at, floats;   /* the bucket's range of the trainer's array of gradients */
 } hpmlc_bucket;
@@ -7013,12 +7308,13 @@ typedef struct hpmlc_stats {
 typedef struct hpmlc_reporting {
     hpml_distribute_report r;    /* sums over the steps since the last reset */
     double                 began;    /* seconds at the last reset */
-    hpml_counters          at_reset; /* the communicator's counters at the last reset */
+    hpml_counters          at_reset; /* what this rank had sent at the last reset, see hpmlc_sent ... */
+    hpml_counters          split_at_reset; /* ... and along the axes of split layers, see hpmlc_axes_sent */
     hpml_step_row         *row;      /* (history) ring of the rows of the last steps */
     int64_t                rows;     /* number of rows that were written to the ring */
     hpml_distribute_report at_row;   /* value of r when the last row was written */
     double                 row_time; /* seconds when the last row was written */
-    hpml_counters          row_sent; /* the communicator's counters when the last row was written */
+    hpml_counters          row_sent; /* what this rank had sent when the last row was written */
 } hpmlc_reporting;
 
 /* A trial of the batch search (>>batch-search), a short training: divergence is no error, no step is delayed. */
@@ -7042,7 +7338,8 @@ typedef hpml_status hpmlc_start_fn(hpml_distributed *d, hpmlc_bucket *b);
 
 struct hpml_distributed {
     hpml_trainer         *t;
-    hpml_comm            *c;
+    hpml_comm            *all;        /* all ranks */
+    hpml_comm            *c;          /* ranks that average gradients: all, or of a mesh the replicas */
     hpml_ctx             *ctx;
     hpml_plan             plan;
     const hpmlc_strategy *strategy;
@@ -7092,7 +7389,22 @@ HPMLC_FN void *hpmlc_dist_alloc(hpml_distributed *d, size_t bytes)
     return block + HPMLC_BLOCK;
 }
 
+/* Returns the number of this rank, as errors have it. */
+HPMLC_FN int hpmlc_rank(const hpml_distributed *d) { return d->c->origin[d->c->rank]; }
+
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
+
+/* Returns the ranks that have the same part of a parameter that is split over `axis` (DATA: the whole). */
+HPMLC_FN hpml_comm *hpmlc_ranks_of_axis(const hpml_distributed *d, hpml_axis axis)
+{
+    return d->all->mesh ? d->all->mesh->rest[axis] : d->c;
+}
+
+/* Returns the ranks over which the gradient of parameter p is added up: those that have the same numbers of it. */
+HPMLC_FN hpml_comm *hpmlc_ranks_of(const hpml_distributed *d, const hpml_tensor *p)
+{
+    return hpmlc_ranks_of_axis(d, p->param->axis);
+}
 
 /* Returns where the gradient of parameter p begins in the trainer's array of gradients, in floats. */
 HPMLC_FN int64_t hpmlc_gradient_at(const hpml_distributed *d, const hpml_tensor *p)
@@ -7121,11 +7433,24 @@ HPMLC_FN float hpmlc_rescale(const hpml_distributed *d, double samples, double f
     return d->plan.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
 }
 
+/* Divides gradients of parts that are split over sequence or expert, means over fewer ranks than d->c has, to be parts
+   of the mean over d->c, because each rank's loss counts 1 / d->c->size in the loss that is trained. */
+HPMLC_FN void hpmlc_parts_scale(const hpml_distributed *d)
+{
+    for (int i = 0; i < d->buckets.count; i++) {
+        const hpmlc_bucket *b = &d->buckets.item[i];
+        if (b->c->size == d->c->size) continue;
+        const float factor = (float)b->c->size / (float)d->c->size;
+        for (int64_t k = b->at; k < b->at + b->floats && !d->plan.sum; k++) d->layout.host[k] *= factor;
+    }
+}
+
 /* Makes the optimizer step with the gradients in layout.host, of `samples` samples but divided by `full`. */
 HPMLC_FN hpml_status hpmlc_host_apply(hpml_distributed *d, double samples, double full)
 {
     const hpmlc_layout *l = &d->layout;
     const float         scale = hpmlc_rescale(d, samples, full);
+    hpmlc_parts_scale(d);
     if (scale != 1)
         for (int64_t k = 0; k < l->span; k++) l->host[k] *= scale;
     if (l->host != l->first) hpmlc_host_view_copy(&l->view, l->host, l->first, l->span, true);
@@ -7157,7 +7482,7 @@ HPMLC_FN hpml_status hpmlc_task_wait(hpmlc_task *task)
    decide alike: if the thread pays off on one rank, all ranks have one. */
 HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
 {
-    hpml_comm *c = d->c;
+    hpml_comm *c = d->all;
     int32_t    near = 0, pays = hpmlc_has_delay(c);
     for (int i = 0; i < c->size; i++) near += c->t->one_process || c->node[i] == c->node[c->rank];
     if (near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
@@ -7198,7 +7523,7 @@ HPMLC_FN bool hpmlc_bucket_open(hpml_distributed *d, hpmlc_bucket *b, const hpml
 {
     hpml_exchange_desc e;
     hpmlc_exchange_settings(d, &e, g, b->count);
-    return hpmlc_bucket_exchanges(d, b, d->c, &e, d->layout.host ? HPMLC_PADDED : HPMLC_PADDED_LINKED);
+    return hpmlc_bucket_exchanges(d, b, b->c, &e, d->layout.host ? HPMLC_PADDED : HPMLC_PADDED_LINKED);
 }
 
 HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
@@ -7206,21 +7531,26 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
     return hpmlc_task_start(d, &b->task, b->now->c, hpmlc_exchange_on, b->now);
 }
 
-/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set), and
-   calls `open` for each. gradients: array of layout.span floats where the exchanges find them. False: an error. */
+/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set), one
+   or more for each set of ranks, and calls `open` for each. gradients: array of layout.span floats where the exchanges
+   find them. False: an error. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
 {
     hpmlc_layout  *l = &d->layout;
     hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)l->params, NULL);
-    d->buckets.item  = (hpmlc_bucket *)hpmlc_dist_alloc(d, sizeof *d->buckets.item * (size_t)l->params);
+    d->buckets.item  = (hpmlc_bucket *)hpmlc_dist_alloc(d, sizeof *d->buckets.item * (size_t)(l->params + 1));
     if (!g || !d->buckets.item) return false;
     int64_t limit = d->plan.bucket_bytes > 0 ? d->plan.bucket_bytes : bytes;
     int64_t at = l->span, end = at, filled = 0;
     int     count = 0;
     for (int i = l->params - 1; i >= -1; i--) {
-        if (count > 0 && (i < 0 || filled >= limit)) {
-            hpmlc_bucket *b = &d->buckets.item[d->buckets.count++];
+        hpml_tensor  *p = i >= 0 ? hpmlc_param(d, i) : NULL;
+        hpml_comm    *c = p ? hpmlc_ranks_of(d, p) : NULL;
+        hpmlc_bucket *b = &d->buckets.item[d->buckets.count];
+        if (p && (!p->grad || hpml_param_rows(p, NULL))) continue; /* sparse: see >>distribute-rows */
+        if (count > 0 && (c != b->c || filled >= limit)) {
+            d->buckets.count++;
             b->count  = count;
             b->at     = at;
             b->floats = end - at;
@@ -7229,9 +7559,9 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
             count  = 0;
             filled = 0;
         }
-        hpml_tensor *p = i >= 0 ? hpmlc_param(d, i) : NULL;
-        if (!p || !p->grad || hpml_param_rows(p, NULL)) continue; /* sparse: see >>distribute-rows */
+        if (!p) break;
         l->bucket_of[i] = d->buckets.count;
+        d->buckets.item[d->buckets.count].c = c;
         at = hpmlc_gradient_at(d, p);
         hpmlc_gradient_of(p, gradients + at, &g[count++]);
         filled += (int64_t)sizeof(float) * hpml_tensor_count(p);
@@ -7296,6 +7626,48 @@ HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
 /* Samples, loss and the running statistics of batchnorm ("buffers") of all ranks are added up in one small sum behind
    the last bucket. Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
 
+/* Gets what this rank has sent along all axes but data, by layers. */
+HPMLC_FN void hpmlc_axes_sent(const hpml_distributed *d, hpml_counters *out)
+{
+    memset(out, 0, sizeof *out);
+    for (int k = HPML_AXIS_PIPE; d->all->mesh && k < HPML_AXES; k++) {
+        hpml_counters sent;
+        if (!d->all->mesh->m.axis[k]) continue;
+        hpml_comm_counters(d->all->mesh->m.axis[k], &sent);
+        hpmlc_counters_add(out, &sent);
+    }
+}
+
+/* Gets what this rank has sent, by all communicators of the mesh. */
+HPMLC_FN void hpmlc_sent(const hpml_distributed *d, hpml_counters *out)
+{
+    const hpmlc_mesh *mesh = d->all->mesh;
+    hpmlc_axes_sent(d, out);
+    hpml_comm *more[] = { d->all, d->c, NULL, NULL, NULL };
+    if (mesh) {
+        more[2] = mesh->m.axis[HPML_AXIS_DATA];
+        more[3] = mesh->rest[HPML_AXIS_SEQUENCE];
+        more[4] = mesh->rest[HPML_AXIS_EXPERT];
+    }
+    for (int i = 0; i < 5; i++) {
+        hpml_counters sent;
+        if (!more[i] || (i > 0 && more[i] == d->all) || (i > 1 && more[i] == d->c)) continue;
+        hpml_comm_counters(more[i], &sent);
+        hpmlc_counters_add(out, &sent);
+    }
+}
+
+/* Returns the seconds in which ops of this rank have communicated along the axes of split layers. Unlike hpml_counters
+   does not wait for background work, of which these communicators have none. */
+HPMLC_FN double hpmlc_axes_seconds(const hpml_distributed *d)
+{
+    const hpmlc_mesh *mesh = d->all->mesh;
+    double            sum  = mesh ? mesh->waited : 0;
+    for (int k = HPML_AXIS_PIPE; mesh && k < HPML_AXES; k++)
+        if (mesh->m.axis[k]) sum += mesh->m.axis[k]->counters.seconds;
+    return sum;
+}
+
 /* Copies the model's running statistics (batchnorm), buffer_total floats by name, to `row`; set: from `row`. */
 HPMLC_FN void hpmlc_buffers_copy(const hpml_distributed *d, float *row, bool set)
 {
@@ -7338,7 +7710,7 @@ HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d, const float *buffers)
     s[HPMLC_SAMPLES]  = d->stats.samples;
     s[HPMLC_LOSS]     = is_bad ? 0 : d->stats.loss;
     s[HPMLC_BAD]      = is_bad;
-    s[HPMLC_BAD_RANK] = is_bad ? d->c->rank : 0;
+    s[HPMLC_BAD_RANK] = is_bad ? hpmlc_rank(d) : 0;
     for (int64_t k = 0; buffers && k < d->layout.buffer_total; k++)
         s[HPMLC_STATS + k] = d->stats.samples * (double)buffers[k];
 }
@@ -7350,6 +7722,8 @@ HPMLC_FN hpml_status hpmlc_stats_sum(hpml_comm *c, void *user)
     c->about.first = n > 0 ? "loss, samples, running statistics" : "loss, samples";
     hpml_status status = hpmlc_reduce_all(c, d->stats.sum, HPMLC_STATS + n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     c->about.first = NULL;
+    for (int64_t k = 0; k < HPMLC_STATS + n && d->plan.sequence > 1; k++) /* its ranks have the same samples */
+        if (k != HPMLC_BAD && k != HPMLC_BAD_RANK) d->stats.sum[k] /= d->plan.sequence;
     return status;
 }
 
@@ -7361,9 +7735,9 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
     double        whose = many ? s[HPMLC_BAD] : s[HPMLC_BAD_RANK];
     if (s[HPMLC_BAD] > 0 && d->trial.on) return HPML_ERR_NONFINITE;
     if (s[HPMLC_BAD] > 0)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank %d, step %lld: the loss is not finite on %s %.0f", d->c->rank,
-                             (long long)hpml_trainer_step_count(d->t) + 1, many ? "this number of ranks:" : "rank",
-                             whose);
+        return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank %d, step %lld: the loss is not finite on %s %.0f",
+                             hpmlc_rank(d), (long long)hpml_trainer_step_count(d->t) + 1,
+                             many ? "this number of ranks:" : "rank", whose);
     if (s[HPMLC_SAMPLES] <= 0) return hpml_ctx_fail(d->ctx, HPML_ERR_STATE, "a step without samples on any rank");
     d->report.r.loss    = s[HPMLC_LOSS] / s[HPMLC_SAMPLES];
     d->report.r.samples = (int64_t)s[HPMLC_SAMPLES];
@@ -7394,12 +7768,21 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
     return status;
 }
 
+/* Counts the seconds from `start` to now as computing, but those in which layers have communicated as waiting, because
+   nothing hides them. sums: hpmlc_axes_seconds at `start`. */
+HPMLC_FN void hpmlc_dist_computed(hpml_distributed *d, double start, double sums)
+{
+    const double waited = hpmlc_axes_seconds(d) - sums;
+    d->report.r.exposed_s += waited;
+    d->report.r.compute_s += hpml_comm_now(d->c) - start - waited;
+}
+
 /* Runs forward and backward pass of a micro-batch, with its mean *loss. Scales the gradient such that the mean over
    ranks is the mean over the global batch. Clears the step's counts before the first micro-batch of an update. */
 HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float *loss)
 {
     double start = hpml_comm_now(d->c);
-    double share = (double)samples * hpmlc_plan_workers(&d->plan, d->c->size) / (double)d->plan.global_batch;
+    double share = (double)samples * hpmlc_plan_workers(&d->plan, d->all->size) / (double)d->plan.global_batch;
     float  scale = (float)((d->plan.sum ? 1 : share) / d->accumulate);
     if (d->micro == 0) {
         d->stats.samples  = 0;
@@ -7408,11 +7791,17 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
         for (int i = 0; i < d->buckets.count; i++) d->buckets.item[i].ready = 0;
     }
     *loss = 0;
+    if (samples == 0 && d->plan.expert > 1)
+        return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "step %lld: the batch has no samples for this rank, whose experts "
+                          "serve other ranks' samples; take batches of at least %d samples, and drop the last one of "
+                          "an epoch if it is smaller", (long long)d->all->step,
+                          hpmlc_plan_workers(&d->plan, d->all->size));
+    double      sums   = hpmlc_axes_seconds(d);
     hpml_status status = hpml_trainer_forward_backward(d->t, 0, samples, scale, d->micro > 0, loss);
     d->stats.samples += (double)samples;
     d->stats.loss += (double)*loss * (double)samples;
     if (d->trial.on) *loss = 0; /* because the trainer would stop at a NaN */
-    d->report.r.compute_s += hpml_comm_now(d->c) - start;
+    hpmlc_dist_computed(d, start, sums);
     d->micro++;
     if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
     return status;
@@ -7437,9 +7826,9 @@ HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status, i
     int  rank = (int)(bad % (1 << 20)) - 1;
     char whose[24] = "some rank";
     if (status != HPML_ERR_NONFINITE || d->trial.on) return status;
-    if (rank >= 0) snprintf(whose, sizeof whose, "rank %d", rank);
+    if (rank >= 0) snprintf(whose, sizeof whose, "rank %d", d->c->origin[rank]);
     return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: the gradient of \"%s\" is NaN or infinite on %s; lower "
-                         "the learning rate or set clip_norm", d->c->rank, (long long)d->c->step,
+                         "the learning rate or set clip_norm", hpmlc_rank(d), (long long)d->c->step,
                          hpmlc_param(d, (int)(bad >> 20))->name, whose);
 }
 
@@ -7463,7 +7852,7 @@ HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
     hpmlc_reporting *r = &d->report;
     r->at_row   = r->r;
     r->row_time = hpml_comm_now(d->c);
-    hpml_comm_counters(d->c, &r->row_sent);
+    hpmlc_sent(d, &r->row_sent);
 }
 
 /* Counts the step and fills in its row for hpml_distribute_steps. No job may be running, because hpml_comm_counters
@@ -7477,7 +7866,7 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
     double           then = r->row_time;
     r->r.steps++;
     row->step      = hpml_trainer_step_count(d->t) + 1;
-    row->rank      = d->c->rank;
+    row->rank      = d->all->rank;
     row->compute_s = r->r.compute_s - r->at_row.compute_s;
     row->exposed_s = r->r.exposed_s - r->at_row.exposed_s;
     hpmlc_steps_mark(d);
@@ -7497,7 +7886,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, const hpml_mome
                                     int64_t samples, float *loss)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    d->c->step = hpml_trainer_step_count(t) + 1;
+    d->c->step = d->all->step = hpml_trainer_step_count(t) + 1;
     return d->strategy->begin(d, samples, loss);
 }
 
@@ -7524,22 +7913,22 @@ HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, u
 {
     hpml_distributed   *d = (hpml_distributed *)user;
     hpmlc_reporting    *r = &d->report;
-    const hpml_counters before = d->c->counters;
-    const double        start = hpml_comm_now(d->c);
+    const hpml_counters before = d->all->counters;
+    const double        start = hpml_comm_now(d->all);
     bool                is_same;
     if (d->data_known && d->plan.servers > 0) return HPML_OK;
     d->data_known = true;
-    hpml_status status  = hpmlc_same(d->c, mark, &is_same);
-    int64_t     bytes   = d->c->counters.bytes - before.bytes;
-    double      seconds = d->c->counters.seconds - before.seconds;
+    hpml_status status  = hpmlc_same(d->all, mark, &is_same);
+    int64_t     bytes   = d->all->counters.bytes - before.bytes;
+    double      seconds = d->all->counters.seconds - before.seconds;
     r->at_reset.bytes += bytes;
     r->row_sent.bytes += bytes;
     r->at_reset.seconds += seconds;
     r->row_sent.seconds += seconds;
-    r->began += hpml_comm_now(d->c) - start;
-    r->row_time += hpml_comm_now(d->c) - start;
+    r->began += hpml_comm_now(d->all) - start;
+    r->row_time += hpml_comm_now(d->all) - start;
     if (status != HPML_OK || is_same) return status;
-    return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "fit: this rank's data, seed, epochs or place in the data are not the "
+    return hpmlc_fail(d->all, HPML_ERR_ARGUMENT, "fit: this rank's data, seed, epochs or place in the data are not the "
                       "other ranks'. Pass the same data set and settings on all ranks, because fit takes each rank's "
                       "share itself; or, where you have divided the data, a hpml_loader_desc with .ranks = 1");
 }
@@ -7571,7 +7960,9 @@ typedef struct hpmlc_state {
     hpmlc_scope  scope;
     float       *data;       /* (copies.count, floats) what this rank has of the copies; NULL: nothing */
     const hpmlc_host_view *view; /* host access to `data` */
-    int64_t      count;      /* floats of one whole copy */
+    int64_t      count;      /* floats of one copy: of the part of a tensor that this rank has, or the whole ... */
+    int64_t      whole;      /* ... and of the whole, as in the file */
+    const hpml_tensor *param; /* parameter as whose part, or whole, a copy lies in memory; NULL: none */
     int64_t      at, floats; /* this rank's range of one copy: [at, at + floats) */
     hpmlc_copies copies;     /* this rank's copies, and how many the file has: copies.all */
     bool         is_mean;    /* copies are shares of a mean: the fewer there are, the larger each is */
@@ -7589,6 +7980,15 @@ struct hpmlc_states {
     bool             *present;   /* hpmlc_state.present of the arrays that are added next */
     hpmlc_host_view       host;      /* host access to arrays on the host */
 };
+
+/* Returns the number of floats of the whole of which p is a part. */
+HPMLC_FN int64_t hpmlc_whole_count(const hpml_tensor *p)
+{
+    int64_t shape[HPML_MAX_DIMS], n = 1;
+    hpml_param_whole(p, shape);
+    for (int i = 0; i < p->ndim; i++) n *= shape[i];
+    return n;
+}
 
 /* Adds an array of `count` floats a copy to the list of what checkpoints hold, named KIND.COPY.TENSOR (NULL leaves a
    word out). scope: which ranks have copies. hpmlc_state_part says later what this rank has of it. Returns the item,
@@ -7620,6 +8020,10 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
     it->name         = name;
     it->scope        = scope;
     it->count        = count;
+    it->whole        = count;
+    it->param        = tensor ? hpml_param_find(d->ctx, tensor) : NULL;
+    if (it->param && hpml_tensor_count(it->param) != count) it->param = NULL;
+    if (it->param) it->whole = hpmlc_whole_count(it->param);
     it->view         = &list->host;
     it->present      = list->present;
     it->copies.count = 1;
@@ -7656,6 +8060,10 @@ HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, con
     hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, kind, list->copy, tensor, count);
     if (!it) return;
     it->copies  = list->d->copies;
+    if (x->c->size != list->d->c->size) { /* a part of a whole that is split over other ranks of list->d->c */
+        it->copies.first = x->c->rank;
+        it->copies.all   = x->c->size;
+    }
     it->is_mean = x->d.reduce == HPML_MEAN;
     hpmlc_state_part(it, x, data, 0, count);
 }
@@ -8348,9 +8756,9 @@ HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
 
 HPMLC_FN hpml_status hpmlc_exact_begin(hpml_distributed *d, int64_t samples, float *loss)
 {
-    double      start  = hpml_comm_now(d->c);
+    double      start  = hpml_comm_now(d->c), sums = hpmlc_axes_seconds(d);
     hpml_status status = hpmlc_exact_leaves(d, samples, loss);
-    d->report.r.compute_s += hpml_comm_now(d->c) - start;
+    hpmlc_dist_computed(d, start, sums);
     if (status != HPML_OK) return hpmlc_failure(d->c);
     start = hpml_comm_now(d->c);
     hpmlc_stats_fill(d, NULL);
@@ -8765,14 +9173,14 @@ HPMLC_FN bool hpmlc_weights_open_centre(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_weights_begin(hpml_distributed *d, int64_t samples, float *loss)
 {
     hpmlc_weights *own   = (hpmlc_weights *)d->own;
-    double         start = hpml_comm_now(d->c);
+    double         start = hpml_comm_now(d->c), sums = hpmlc_axes_seconds(d);
     if (own->centre && !own->is_set) own->is_set = hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, false);
     if (d->micro == 0) d->stats.samples = 0;
     hpml_status status = hpml_trainer_run_inner(d->t, samples, loss);
     d->stats.samples += (double)samples;
     own->samples += (double)samples;
     own->loss += (double)*loss * (double)samples;
-    d->report.r.compute_s += hpml_comm_now(d->c) - start;
+    hpmlc_dist_computed(d, start, sums);
     d->micro++;
     if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
     return status;
@@ -10041,28 +10449,41 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->mixes_samples = !hpml_graph_batchable(hpml_trainer_graph(t));
     out->clips         = hpml_trainer_settings(t)->clip_norm > 0;
     out->steps_tensors = hpmlc_steps_tensors(hpml_trainer_settings(t));
-    out->native        = c->t->allreduce || c->link.begin;
+    out->native        = (c->t->allreduce || c->link.begin) && !(c->mesh && hpmlc_plan_splits(&c->mesh->plan));
     out->no_factors    = !hpmlc_has_factors(c->ctx);
     out->together      = hpml_ctx_backend(c->ctx)->host && (c->size == 1 || strcmp(c->t->name, "threads") == 0);
     for (int i = 0; i < hpml_param_count(c->ctx); i++)
         if (hpml_trainer_place(t, i) >= 0 && hpml_param_rows(hpml_param_at(c->ctx, i), NULL)) out->sparse = true;
 }
 
+/* Sets the axes that the plan leaves 0 to those for which the model was recorded; an error where others differ. */
+HPMLC_FN bool hpmlc_dist_axes(hpml_comm *c, hpml_plan *plan)
+{
+    int32_t *const axis[HPML_AXES] = { NULL, &plan->pipe, &plan->tensor, &plan->sequence, &plan->expert };
+    for (int k = HPML_AXIS_PIPE; k < HPML_AXES; k++) {
+        const int32_t size = c->mesh ? c->mesh->m.size[k] : 1;
+        if (*axis[k] == 0 && size > 1) *axis[k] = size;
+        if (hpmlc_max(*axis[k], 1) == size) continue;
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the plan has %s=%d, and the model was recorded for %d; "
+                          "set pipe, tensor, sequence and expert before the model is recorded, in "
+                          "hpml_launch_desc.plan, in HPML_PLAN, or by hpml_comm_set_plan",
+                          hpml_axis_name((hpml_axis)k), *axis[k], size), false;
+    }
+    return true;
+}
+
 /* Replaces the fields of the plan that HPML_PLAN in the environment names, checks the plan, and fills in its defaults.
    False: an error on the context. */
 HPMLC_FN bool hpmlc_dist_plan(hpml_trainer *t, hpml_comm *c, hpml_plan *plan)
 {
-    const char     *text = getenv("HPML_PLAN");
     char            why[480];
-    hpml_status     status = HPML_OK;
     hpml_plan_facts facts;
     if (hpml_trainer_settings(t)->input->ctx != c->ctx)
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
                           "hpml_comm_ctx(comm)"), false;
     hpml_plan_facts_of(t, c, &facts);
-    if (text) status = hpml_plan_parse(text, plan, why, sizeof why);
-    if (status != HPML_OK) return hpmlc_fail(c, status, "HPML_PLAN in the environment: %s", why), false;
-    status = hpml_plan_check(plan, &facts, why, sizeof why);
+    if (hpmlc_plan_environment(c, plan) != HPML_OK || !hpmlc_dist_axes(c, plan)) return false;
+    hpml_status status = hpml_plan_check(plan, &facts, why, sizeof why);
     if (status != HPML_OK) return hpmlc_fail(c, status, "distribute: %s", why), false;
     hpml_plan_resolve(plan, &facts, plan);
     return true;
@@ -10078,11 +10499,13 @@ HPMLC_FN int64_t hpmlc_plan_hash(const hpml_plan *plan)
     return hash >> 1;
 }
 
-/* Checks that all ranks have the same model and plan, and broadcasts the parameters of rank 0 to all ranks. */
+/* Checks that all ranks have the same model and plan, and broadcasts parameters to the ranks that have the same numbers
+   of them, from the first of these ranks. */
 HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
 {
     const hpmlc_layout *l = &d->layout;
     int64_t             shape[4], total = hpml_param_total(d->ctx);
+    bool                is_same = true;
     shape[0] = total;
     shape[1] = -total;
     shape[2] = (hpmlc_plan_hash(&d->plan) << 32) + l->params;
@@ -10096,10 +10519,15 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
         return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: ranks have different plans, or numbers of parameters "
                           "(%d here); give the same plan, and the same HPML_PLAN in the environment, on all ranks",
                           l->params);
+    if (status == HPML_OK && d->c != d->all) status = hpmlc_same(d->all, (uint64_t)shape[2], &is_same);
+    if (!is_same)
+        return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: ranks have different plans, or numbers of parameters "
+                          "(%d here); give the same plan on all ranks", l->params);
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
-        status = hpml_broadcast(d->c, hpmlc_host_view_begin(&l->view, p->data, n), (size_t)n * sizeof(float), 0);
+        float       *from = hpmlc_host_view_begin(&l->view, p->data, n);
+        status = hpml_broadcast(hpmlc_ranks_of(d, p), from, (size_t)n * sizeof(float), 0);
         if (status == HPML_OK) hpmlc_host_view_end(&l->view, p->data, n);
     }
     return status;
@@ -10187,8 +10615,12 @@ HPMLC_FN bool hpmlc_dist_attaches(hpml_trainer *t, hpml_comm *c)
 /* Sets the trainer's share of each global batch; a server has none. Where batches are dealt, they are of one worker. */
 HPMLC_FN hpml_status hpmlc_shard_set(const hpml_distributed *d)
 {
-    const int     workers = hpmlc_plan_workers(&d->plan, d->c->size), rank = (int)hpmlc_min(d->c->rank, workers);
-    const int64_t batch   = d->plan.global_batch;
+    const int        workers = hpmlc_plan_workers(&d->plan, d->all->size);
+    const int64_t    batch   = d->plan.global_batch;
+    const hpml_mesh *m       = hpml_comm_mesh(d->all);
+    int              rank    = (int)hpmlc_min(d->all->rank, workers);
+    if (m && hpmlc_plan_splits(&d->plan))
+        rank = m->at[HPML_AXIS_DATA] * m->size[HPML_AXIS_EXPERT] + m->at[HPML_AXIS_EXPERT];
     if (d->next) return hpml_trainer_set_shard(d->t, rank == workers, 1, (batch - 1) / workers + 1, 0);
     return hpml_trainer_set_shard(d->t, rank, workers, batch, d->layout.grain);
 }
@@ -10198,19 +10630,21 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     HPMLC_ZERO(hpml_hooks, hooks);
     HPMLC_DESC(hpml_plan, settings, plan);
     if (hpmlc_failed(c) || !t) return NULL;
+    if (!plan && c->mesh) settings = c->mesh->plan;
     if (!hpmlc_dist_plan(t, c, &settings)) return NULL;
     if (!hpmlc_dist_attaches(t, c)) return NULL;
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
     d->t            = t;
-    d->c            = c;
+    d->all          = c;
+    d->c            = c->mesh ? c->mesh->m.replicas : c;
     d->ctx          = c->ctx;
     d->plan         = settings;
-    d->strategy     = hpmlc_strategy_choose(c, &settings);
+    d->strategy     = hpmlc_strategy_choose(d->c, &settings);
     d->accumulate   = hpml_trainer_settings(t)->accumulate;
-    d->copies.first = c->rank;
+    d->copies.first = d->c->rank;
     d->copies.count = 1;
-    d->copies.all   = c->size;
+    d->copies.all   = d->c->size;
     if (!hpmlc_dist_open(d)) {
         hpmlc_dist_close(d);
         return NULL;
@@ -10248,7 +10682,7 @@ HPML_API void hpml_distribute_free(hpml_distributed *d)
 HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t global_batch)
 {
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
-    int64_t most = hpmlc_plan_workers(&d->plan, d->c->size) * d->layout.batch;
+    int64_t most = hpmlc_plan_workers(&d->plan, d->all->size) * d->layout.batch;
     if (d->strategy->fixed_batch)
         return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: the global batch stays %lld, because %s",
                           (long long)d->plan.global_batch, d->strategy->fixed_batch);
@@ -10345,6 +10779,7 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d)
     const char *wrong = d->strategy->update != hpmlc_sync_update ? "only strategy sync on the host lets it" : NULL;
     hpml_plan_facts_of(d->t, d->c, &facts);
     if (facts.overflows) wrong = "the loss scale is dynamic";
+    if (hpmlc_plan_splits(&d->plan)) wrong = "ranks have parts of the model";
     for (int i = 0; i < d->layout.params; i++) {
         const hpml_tensor *p    = hpmlc_param(d, i);
         uint64_t           mine = (uint64_t)(uintptr_t)p->data, address = mine;
@@ -10364,10 +10799,11 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d)
 /* Means a step since the last reset: step_s is the sum of compute_s, exposed_s and the rest (data, update). */
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
-    hpml_counters now;
+    hpml_counters now, split;
     if (!d) return;
     hpmlc_reporting *r = &d->report;
-    hpml_comm_counters(d->c, &now);
+    hpmlc_sent(d, &now);
+    hpmlc_axes_sent(d, &split);
     if (out) {
         double n = r->r.steps > 0 ? (double)r->r.steps : 1;
         *out = r->r;
@@ -10378,6 +10814,7 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
         out->comm_s      = (now.seconds - r->at_reset.seconds) / n;
         out->hidden      = out->comm_s > 0 ? fmax(0, 1 - out->exposed_s / out->comm_s) : 0;
         out->bytes       = (double)(now.bytes - r->at_reset.bytes) / n;
+        out->split_bytes = (double)(split.bytes - r->split_at_reset.bytes) / n;
         out->plain_bytes = 8.0 * (double)d->layout.grad_total * (d->c->size - 1) / d->c->size;
         out->buckets     = d->buckets.count;
     }
@@ -10390,6 +10827,7 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     hpmlc_steps_mark(d);
     r->began    = r->row_time;
     r->at_reset = now;
+    r->split_at_reset = split;
 }
 
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
@@ -10415,8 +10853,27 @@ HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int
     return status == HPML_OK ? (int)(n * p) : -1;
 }
 
+HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *times)
+{
+    int    ranks = 0, slowest = -1;
+    double most = 0, all = 0;
+    while (ranks < count && rows[ranks].step == rows[0].step) ranks++;
+    for (int r = 0; r < ranks; r++) {
+        double took = 0;
+        for (int i = r; i < count; i += ranks) took += rows[i].compute_s;
+        all += took;
+        if (slowest >= 0 && took <= most) continue;
+        slowest = r;
+        most    = took;
+    }
+    if (times) *times = all > most ? most * (ranks - 1) / (all - most) : 0;
+    return slowest < 0 ? -1 : rows[slowest].rank;
+}
+
 HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size)
 {
+    double       times;
+    const int    slowest = hpml_steps_slowest(rows, count, &times);
     size_t at = (size_t)snprintf(buffer, size, "  step rank   step ms   compute   overlap   exposed    bubble"
                                  "        bytes\n");
     HPMLC_ZERO(hpml_step_row, sum);
@@ -10436,6 +10893,9 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
         sum.bubble_s += r->bubble_s;
         sum.bytes += r->bytes;
     }
+    if (slowest >= 0)
+        at += (size_t)snprintf(at < size ? buffer + at : NULL, at < size ? size - at : 0, "  slowest: rank %d, which "
+                               "computes %.2f times as long as the other ranks on average\n", slowest, times);
     return (int)at;
 }
 
@@ -10453,14 +10913,21 @@ HPMLC_FN const char *hpmlc_efficiency_warning(double efficiency, char text[128])
 HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size)
 {
     hpml_distribute_report r;
-    char                   low[128];
+    char                   low[128], axes[80];
     if (!d) return 0;
     hpml_distribute_get(d, &r, false);
-    return snprintf(buffer, size, "%d ranks (%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; "
+    double             sums = r.bytes - r.split_bytes; /* bytes of gradients */
+    const hpml_mesh   *m = hpml_comm_mesh(d->all);
+    const hpmlc_text   to = { axes, sizeof axes };
+    size_t             length = 0;
+    axes[0] = 0;
+    for (int k = 0; m && k < HPML_AXES && hpmlc_plan_splits(&d->plan); k++)
+        if (m->size[k] > 1) hpmlc_append(&to, &length, ", %s %d", hpml_axis_name((hpml_axis)k), m->size[k]);
+    return snprintf(buffer, size, "%d ranks (%s%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; "
                     "exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of f32; "
                     "efficiency %.0f %%%s",
-                    d->c->size, d->c->t->name, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s, 1e3 * r.exposed_s,
-                    1e3 * r.comm_s, 100 * r.hidden, r.bytes, r.bytes > 0 ? r.plain_bytes / r.bytes : 1,
+                    d->all->size, d->all->t->name, axes, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s,
+                    1e3 * r.exposed_s, 1e3 * r.comm_s, 100 * r.hidden, r.bytes, sums > 0 ? r.plain_bytes / sums : 1,
                     100 * r.efficiency, hpmlc_efficiency_warning(r.efficiency, low));
 }
 
@@ -10491,25 +10958,51 @@ HPMLC_FN bool hpmlc_state_is_absent(const hpmlc_state *it) { return it->present 
 /* Returns the name of array `it` without its prefix "state.", because hpml_checkpoint_save adds this prefix. */
 HPMLC_FN const char *hpmlc_state_name(const hpmlc_state *it) { return it->name + sizeof "state"; }
 
-/* Copies what this rank has of array `it` to `rows`, all copies of the array side by side: (copies.all, count). */
+/* Returns whether a copy of array `it` is a part of what the file has. */
+HPMLC_FN bool hpmlc_state_is_part(const hpmlc_state *it) { return it->whole != it->count; }
+
+/* Returns whether this rank has array `it` whole, and the file has it from rank 0. */
+HPMLC_FN bool hpmlc_state_is_same(const hpmlc_state *it) { return it->is_same && !hpmlc_state_is_part(it); }
+
+/* Returns whether this rank's floats of array `it` go to the file. Else those of another rank do, which are the same:
+   ranks of axis tensor have the same floats of what is not split. */
+HPMLC_FN bool hpmlc_state_counts(const hpml_distributed *d, const hpmlc_state *it)
+{
+    const hpml_mesh *m    = hpml_comm_mesh(d->all);
+    const hpml_axis  axis = it->param ? it->param->param->axis : HPML_AXIS_DATA;
+    if (it->floats == 0) return false;
+    if (m && axis != HPML_AXIS_TENSOR && m->at[HPML_AXIS_TENSOR] > 0) return false;
+    return !it->is_same || hpmlc_ranks_of_axis(d, axis)->rank == 0;
+}
+
+/* Copies what this rank has of array `it` to `rows`, all copies of the array side by side: (copies.all, whole). */
 HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 {
-    for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
-        float *row = rows + (it->copies.first + l) * it->count;
-        hpmlc_host_view_copy(it->view, row + it->at, it->data + l * it->floats, it->floats, false);
+    for (int64_t l = 0; l < it->copies.count; l++) {
+        float *row = rows + (it->copies.first + l) * it->whole, *data = it->data + l * it->floats;
+        if (!hpmlc_state_is_part(it)) {
+            hpmlc_host_view_copy(it->view, row + it->at, data, it->floats, false);
+            continue;
+        }
+        float *host = hpmlc_host_view_begin(it->view, data, it->floats);
+        hpml_param_copy(it->param, host, it->at, it->floats, row, true);
+        hpmlc_host_view_end(it->view, data, it->floats);
     }
 }
 
-/* Adds factor times `row`, perhaps not aligned, to this rank's floats of copy l; set: replaces. row NULL: zeros. */
-HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, const char *row, float factor, bool set)
+/* Adds factor times `row`, the whole copy, to this rank's floats of copy l; set: replaces. row NULL: zeros. part:
+   (floats) scratch. */
+HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, float *row, float factor, bool set, float *part)
 {
     if (it->floats == 0) return;
     float *data = it->data + l * it->floats;
     float *host = hpmlc_host_view_begin(it->view, data, it->floats);
+    const float *from = part;
+    if (!row) memset(part, 0, (size_t)it->floats * sizeof *part);
+    else if (hpmlc_state_is_part(it)) hpml_param_copy(it->param, part, it->at, it->floats, row, false);
+    else from = row + it->at;
     for (int64_t i = 0; i < it->floats; i++) {
-        float x = 0;
-        if (row) memcpy(&x, row + (size_t)(it->at + i) * sizeof x, sizeof x);
-        x *= factor;
+        const float x = from[i] * factor;
         host[i] = set ? x : host[i] + x;
     }
     hpmlc_host_view_end(it->view, data, it->floats);
@@ -10523,9 +11016,9 @@ HPMLC_FN int64_t hpmlc_states_place(hpmlc_states *list, int64_t *summed)
     for (int is_same = 0; is_same < 2; is_same++) {
         for (int i = 0; i < list->count; i++) {
             hpmlc_state *it = &list->item[i];
-            if (it->is_same != (is_same == 1) || hpmlc_state_is_absent(it)) continue;
+            if (hpmlc_state_is_same(it) != (is_same == 1) || hpmlc_state_is_absent(it)) continue;
             it->offset = at;
-            at += it->copies.all * it->count;
+            at += it->copies.all * it->whole;
         }
         if (is_same == 0) *summed = at;
     }
@@ -10566,16 +11059,16 @@ HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *ro
     for (int i = 0; i < list->count && from; i++) {
         const hpmlc_state *it = &list->item[i];
         if (hpmlc_state_is_absent(it)) continue;
-        hpml_trainer_add_state(d->t, hpmlc_state_name(it), from + it->offset, it->copies.all * it->count);
+        hpml_trainer_add_state(d->t, hpmlc_state_name(it), from + it->offset, it->copies.all * it->whole);
     }
-    hpml_comm_busy(d->c, HPMLC_DISK);
-    writing.c        = d->c;
+    hpml_comm_busy(d->all, HPMLC_DISK);
+    writing.c        = d->all;
     progress.fn      = hpmlc_dist_progress;
     progress.user    = &writing;
     writing.progress = hpml_ctx_progress(d->ctx, progress);
     hpml_checkpoint_save(d->t, path);
     hpml_ctx_progress(d->ctx, writing.progress);
-    hpml_comm_busy(d->c, 0);
+    hpml_comm_busy(d->all, 0);
     for (int i = list->count; i-- > 0;) hpml_trainer_add_state(d->t, hpmlc_state_name(&list->item[i]), NULL, 0);
     if (copy) r->device->free(r->device_user, copy, bytes);
 }
@@ -10589,15 +11082,18 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     floats = hpmlc_states_place(&list, &summed);
     float *rows = is_listed ? (float *)hpml_ctx_alloc(d->ctx, (size_t)(floats + 1) * sizeof(float), NULL) : NULL;
     if (rows) {
-        for (int i = 0; i < list.count; i++)
-            if (!hpmlc_state_is_absent(&list.item[i])) hpmlc_state_save(&list.item[i], rows + list.item[i].offset);
-        hpml_status status = hpml_reduce_to(d->c, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
-        if (status == HPML_OK && d->c->rank == 0) hpmlc_states_write(&list, path, rows, floats);
+        for (int i = 0; i < list.count; i++) {
+            const hpmlc_state *it = &list.item[i];
+            if (!hpmlc_state_is_absent(it) && hpmlc_state_counts(d, it)) hpmlc_state_save(it, rows + it->offset);
+        }
+        hpml_status status = hpml_reduce_to(d->all, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
+        const bool writes = d->all->rank == 0 || hpmlc_plan_splits(&d->plan); /* all ranks, to join the parts */
+        if (status == HPML_OK && writes) hpmlc_states_write(&list, path, rows, floats);
         hpml_ctx_release(d->ctx, rows);
     }
     hpmlc_states_close(&list);
     if (!rows) return hpml_ctx_status(d->ctx);
-    return hpml_barrier(d->c); /* all ranks wait until the file is there, or get the error of rank 0 */
+    return hpml_barrier(d->all); /* all ranks wait until the file is there, or get the error of rank 0 */
 }
 
 /* Fails if file f has gradients that only another strategy applies, or that are in an older format. */
@@ -10619,15 +11115,16 @@ HPMLC_FN hpml_status hpmlc_states_refuse(hpml_distributed *d, const hpml_safeten
 }
 
 /* Loads array `it` of the list. saved: the array in the file; NULL: it is missing. Copy w in the file is added to copy
-   w modulo the number of copies that there are now. */
+   w modulo the number of copies that there are now. row: (whole + count) scratch. */
 HPMLC_FN hpml_status hpmlc_state_load(hpml_distributed *d, const hpmlc_state *it, const hpml_safetensor *saved,
-                                      const char *path)
+                                      const char *path, float *row)
 {
-    const size_t bytes  = (size_t)it->count * sizeof(float);
+    const size_t bytes  = (size_t)it->whole * sizeof(float);
     int64_t      copies = saved && saved->bytes % bytes == 0 ? (int64_t)(saved->bytes / bytes) : 0;
     const char  *from   = saved ? (const char *)saved->data : NULL;
+    float       *part   = row + it->whole;
     if (it->scope == HPMLC_SHARED) {
-        if (copies == 1) hpmlc_state_put(it, 0, from, 1, true);
+        if (copies == 1) hpmlc_state_put(it, 0, (float *)memcpy(row, from, bytes), 1, true, part);
         if (copies == 1 || !it->present) return HPML_OK;
         return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s is missing or not of %zu bytes; load it with the model it was "
                           "saved with", path, it->name, bytes);
@@ -10636,10 +11133,12 @@ HPMLC_FN hpml_status hpmlc_state_load(hpml_distributed *d, const hpmlc_state *it
         return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: residuals (%s) are missing, or are of other tensors or places; "
                           "save with the codec, and in nodes on the ranks, that you load with", path, it->name);
     float factor = it->is_mean ? (float)((double)it->copies.all / (double)copies) : 1;
-    for (int64_t l = 0; l < it->copies.count; l++) hpmlc_state_put(it, l, NULL, 1, true);
+    for (int64_t l = 0; l < it->copies.count; l++) hpmlc_state_put(it, l, NULL, 1, true, part);
     for (int64_t w = 0; w < copies; w++) {
         int64_t l = w % it->copies.all - it->copies.first;
-        if (l >= 0 && l < it->copies.count) hpmlc_state_put(it, l, from + (size_t)w * bytes, factor, false);
+        if (l < 0 || l >= it->copies.count) continue;
+        memcpy(row, from + (size_t)w * bytes, bytes); /* because the file's array may not be aligned */
+        hpmlc_state_put(it, l, row, factor, false, part);
     }
     return HPML_OK;
 }
@@ -10653,7 +11152,10 @@ HPMLC_FN hpml_status hpmlc_states_load(hpmlc_states *list, const hpml_safetensor
         bool               is_found = hpml_safetensors_find(f, it->name, &saved);
         if (it->present && is_found) *it->present = true;
         if (hpmlc_state_is_absent(it)) continue;
-        status = hpmlc_state_load(list->d, it, is_found ? &saved : NULL, path);
+        float *row = (float *)hpml_ctx_alloc(list->d->ctx, (size_t)(it->whole + it->count) * sizeof *row, NULL);
+        if (!row) return hpmlc_failure(list->d->c);
+        status = hpmlc_state_load(list->d, it, is_found ? &saved : NULL, path, row);
+        hpml_ctx_release(list->d->ctx, row);
     }
     return status;
 }
@@ -10714,7 +11216,7 @@ HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, in
 HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset *data, hpml_batch_search_desc *s)
 {
     if (s->min == 0) s->min = d->plan.global_batch;
-    if (s->max == 0) s->max = d->c->size * d->layout.batch;
+    if (s->max == 0) s->max = hpmlc_plan_workers(&d->plan, d->all->size) * d->layout.batch;
     if (s->factor == 0) s->factor = 1.4142135623730951;
     if (s->multiple == 0) s->multiple = 1;
     if (s->samples == 0) s->samples = data ? (data->count + 9) / 10 : 0;
@@ -10879,6 +11381,481 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     }
     hpml_ctx_release(c->ctx, w);
     return hpmlc_leave(c, status);
+}
+
+// =====================================================================================================================
+// PART IV   SPLIT THE MODEL: tensor, sequence, expert, pipeline, shards
+// =====================================================================================================================
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>mesh   axes of ranks: their communicators, the groups of a context
+// ---------------------------------------------------------------------------------------------------------------------
+/* hpml.h knows axes as groups, tables of functions (hpml_group). Here each axis with several ranks gets a communicator,
+   and its group's functions are collectives on it, called by the thread of the rank while layers compute. Each axis has
+   a communicator of its own, so that its counters are those of its ops; data shares that of the replicas. */
+
+HPMLC_FN hpml_status hpmlc_axis_sum(void *user, float *x, int64_t n)
+{
+    const hpmlc_axis *a = (const hpmlc_axis *)user;
+    return hpmlc_reduce_all(a->c, x, n, HPML_ELEMENT_F32, HPML_SUM, a->algorithm);
+}
+
+HPMLC_FN hpml_status hpmlc_axis_max(void *user, float *x, int64_t n)
+{
+    const hpmlc_axis *a = (const hpmlc_axis *)user;
+    return hpmlc_reduce_all(a->c, x, n, HPML_ELEMENT_F32, HPML_MAX, a->algorithm);
+}
+
+HPMLC_FN hpml_status hpmlc_axis_gather(void *user, const float *part, float *all, int64_t n)
+{
+    const hpmlc_axis *a = (const hpmlc_axis *)user;
+    memmove(all + a->c->rank * n, part, (size_t)n * sizeof *all);
+    return hpml_allgather(a->c, all, n * a->c->size, HPML_ELEMENT_F32);
+}
+
+HPMLC_FN hpml_status hpmlc_axis_scatter(void *user, const float *all, float *part, int64_t n)
+{
+    hpmlc_axis   *a     = (hpmlc_axis *)user;
+    const int64_t total = n * a->c->size;
+    if (total > a->floats) {
+        hpml_ctx_release(a->c->ctx, a->scratch);
+        a->scratch = (float *)hpml_ctx_alloc(a->c->ctx, (size_t)total * sizeof *all, NULL);
+        a->floats  = a->scratch ? total : 0;
+        if (!a->scratch) return hpmlc_failure(a->c);
+    }
+    memcpy(a->scratch, all, (size_t)total * sizeof *all);
+    hpml_status status = hpml_reduce_scatter(a->c, a->scratch, total, HPML_ELEMENT_F32, HPML_SUM);
+    memcpy(part, a->scratch + a->c->rank * n, (size_t)n * sizeof *part);
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_axis_swap(void *user, const float *out, float *in, int64_t n)
+{
+    return hpml_all_to_all(((const hpmlc_axis *)user)->c, out, in, (size_t)n * sizeof *in);
+}
+
+HPMLC_FN hpml_status hpmlc_axis_pass(void *user, const float *out, float *in, int64_t n, int shift)
+{
+    hpml_comm   *c     = ((const hpmlc_axis *)user)->c;
+    const int    by    = (shift % c->size + c->size) % c->size;
+    const int    to    = (c->rank + by) % c->size, from = (c->rank - by + c->size) % c->size;
+    const size_t bytes = (size_t)n * sizeof *in;
+    int          tag   = hpmlc_enter(c, "pass", n, HPML_ELEMENT_F32, -1, "shift", by);
+    if (tag < 0) return hpml_ctx_status(c->ctx);
+    if (by == 0) memmove(in, out, bytes);
+    hpml_status status = HPML_OK;
+    if (by > 0) status = hpmlc_round(c, tag, to, (const char *)out, bytes, from, (char *)in, bytes, NULL);
+    return hpmlc_leave(c, status);
+}
+
+HPMLC_FN hpml_status hpmlc_axis_bcast(void *user, float *x, int64_t n, int root)
+{
+    return hpml_broadcast(((const hpmlc_axis *)user)->c, x, (size_t)n * sizeof *x, root);
+}
+
+/* Gives the context the group of axis k, whose communicator is there. */
+HPMLC_FN hpml_status hpmlc_axis_open(hpmlc_mesh *mesh, int k)
+{
+    hpmlc_axis *a = &mesh->axis[k];
+    a->c         = mesh->m.axis[k];
+    a->algorithm = mesh->plan.algorithm;
+    if (a->algorithm == HPML_NATIVE) a->algorithm = HPML_AUTO; /* parts have no native allreduce */
+    HPMLC_ZERO(hpml_group, group);
+    group.rank    = a->c->rank;
+    group.size    = a->c->size;
+    group.user    = a;
+    group.sum     = hpmlc_axis_sum;
+    group.max     = hpmlc_axis_max;
+    group.gather  = hpmlc_axis_gather;
+    group.scatter = hpmlc_axis_scatter;
+    group.swap    = hpmlc_axis_swap;
+    group.pass    = hpmlc_axis_pass;
+    group.bcast   = hpmlc_axis_bcast;
+    return hpml_ctx_set_group(a->c->ctx, (hpml_axis)k, &group);
+}
+
+/* The axes in the order in which numbers of ranks grow: fastest first. */
+static const hpml_axis hpmlc_axis_order[HPML_AXES] = { HPML_AXIS_TENSOR, HPML_AXIS_SEQUENCE, HPML_AXIS_EXPERT,
+                                                       HPML_AXIS_PIPE, HPML_AXIS_DATA };
+
+/* Sets sizes and places of the mesh from its plan. */
+HPMLC_FN void hpmlc_mesh_places(hpmlc_mesh *mesh)
+{
+    hpml_mesh       *m = &mesh->m;
+    const hpml_plan *p = &mesh->plan;
+    const int32_t    size[HPML_AXES] = { p->data, p->pipe, p->tensor, p->sequence, p->expert };
+    int              rank = m->all->rank;
+    for (int i = 0; i < HPML_AXES; i++) {
+        const hpml_axis k = hpmlc_axis_order[i];
+        m->size[k] = (int32_t)hpmlc_max(size[k], 1);
+        if (k == HPML_AXIS_DATA) m->size[k] = hpmlc_plan_workers(p, m->all->size) / m->size[HPML_AXIS_EXPERT];
+        m->at[k] = rank % m->size[k]; /* of servers, which are on no axis: any */
+        rank /= m->size[k];
+    }
+}
+
+/* Returns the communicator of the ranks that differ from this one on the axes of `mask` alone, bit k for axis k. NULL:
+   an error. */
+HPMLC_FN hpml_comm *hpmlc_mesh_split(const hpml_mesh *m, unsigned mask)
+{
+    int color = 0, step = 1; /* color: the first of these ranks */
+    for (int i = 0; i < HPML_AXES; i++) {
+        const hpml_axis k = hpmlc_axis_order[i];
+        if (!(mask >> k & 1)) color += m->at[k] * step;
+        step *= m->size[k];
+    }
+    return hpml_comm_split(m->all, color, m->all->rank);
+}
+
+/* Makes the communicators and groups of a mesh whose ranks have parts of the model. */
+HPMLC_FN hpml_status hpmlc_mesh_open(hpmlc_mesh *mesh)
+{
+    hpml_mesh     *m    = &mesh->m;
+    hpml_ctx      *ctx  = m->all->ctx;
+    const unsigned data = 1u << HPML_AXIS_DATA, sequence = 1u << HPML_AXIS_SEQUENCE, expert = 1u << HPML_AXIS_EXPERT;
+    const bool     is_shared = m->size[HPML_AXIS_SEQUENCE] * m->size[HPML_AXIS_EXPERT] == 1;
+    m->replicas = hpmlc_mesh_split(m, data | sequence | expert);
+    for (int k = 0; k < HPML_AXES && hpml_ctx_status(ctx) == HPML_OK; k++) {
+        mesh->rest[k] = m->replicas;
+        if (m->size[k] == 1) continue;
+        m->axis[k] = k == HPML_AXIS_DATA && is_shared ? m->replicas : hpmlc_mesh_split(m, 1u << k);
+        if (m->axis[k]) hpmlc_axis_open(mesh, k);
+    }
+    if (m->size[HPML_AXIS_SEQUENCE] > 1) mesh->rest[HPML_AXIS_SEQUENCE] = hpmlc_mesh_split(m, data | expert);
+    if (m->size[HPML_AXIS_EXPERT] > 1) mesh->rest[HPML_AXIS_EXPERT] = hpmlc_mesh_split(m, data | sequence);
+    return hpmlc_failure(m->all);
+}
+
+/* Checks the axes of a plan, and that all ranks have the same ones. */
+HPMLC_FN hpml_status hpmlc_mesh_check(hpml_comm *c, const hpml_plan *plan)
+{
+    char             why[480];
+    const hpmlc_text to = { why, sizeof why };
+    hpml_status      status = HPML_OK;
+    bool             is_same = true;
+    if (c->mesh)
+        return hpmlc_fail(c, HPML_ERR_STATE, "set_plan: the communicator has a plan, by which models may have been "
+                          "recorded; create another one for another plan");
+    for (int i = 0; i < HPMLC_FIELDS && status == HPML_OK; i++)
+        status = hpmlc_field_check(plan, &hpmlc_fields[i], true, &to);
+    if (status == HPML_OK) status = hpmlc_axes_check(plan, c->size, &to);
+    if (status != HPML_OK) return hpmlc_fail(c, status, "set_plan: %s", why);
+    if (!hpmlc_plan_splits(plan)) return HPML_OK;
+    status = hpmlc_same(c, (uint64_t)hpmlc_plan_hash(plan) << 2, &is_same);
+    if (status != HPML_OK || is_same) return status;
+    return hpmlc_fail(c, HPML_ERR_ARGUMENT, "set_plan: ranks have different plans; give the same plan, and the same "
+                      "HPML_PLAN in the environment, on all ranks");
+}
+
+HPML_API hpml_status hpml_comm_set_plan(hpml_comm *c, const hpml_plan *plan)
+{
+    HPMLC_DESC(hpml_plan, settings, plan);
+    if (!c || hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    hpml_status status = hpmlc_plan_environment(c, &settings);
+    if (status == HPML_OK) status = hpmlc_mesh_check(c, &settings);
+    if (status != HPML_OK) return status;
+    hpmlc_mesh *mesh = (hpmlc_mesh *)hpml_ctx_alloc(c->ctx, sizeof *mesh, NULL);
+    if (!mesh) return hpmlc_failure(c);
+    mesh->plan  = settings;
+    mesh->m.all = c;
+    c->mesh     = mesh;
+    hpmlc_mesh_places(mesh);
+    if (hpmlc_plan_splits(&settings)) return hpmlc_mesh_open(mesh);
+    mesh->m.replicas = c;
+    for (int k = 0; k < HPML_AXES; k++) mesh->rest[k] = c;
+    if (c->size == 1 || settings.servers > 0) return HPML_OK;
+    mesh->m.axis[HPML_AXIS_DATA] = c;
+    return hpmlc_axis_open(mesh, HPML_AXIS_DATA);
+}
+
+HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c) { return c && c->mesh ? &c->mesh->m : NULL; }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>pipe-moves   pipelines: the order in which a stage does its tasks
+// ---------------------------------------------------------------------------------------------------------------------
+/* One rule makes every schedule. A stage counts the forward passes that it has begun and the backward passes that it
+   has ended, and does the next forward pass as long as fewer than `limit` micro-batches are in flight, else the next
+   backward pass. GPIPE's limit is all micro-batches; with 1F1B's, p - r on stage r, the first backward pass is due when
+   the gradient of micro-batch 0 arrives, after p - 1 - r further stages. ZERO_BUBBLE computes the gradients of weights
+   r micro-batches after those of the inputs, so that every stage has p in flight. STASH updates the weights after each
+   backward pass, the others after the last one.
+
+   With chunks, stages take micro-batches in groups of p: chunk 0 of the group, chunk 1 of the group, ..., and backward
+   passes from the last chunk to the first. Where p does not divide m, the last group is filled up with micro-batches
+   that do not exist, whose tasks are left out: leaving tasks out can let no stage wait for another for ever. */
+#define HPMLC_PIPE_CHUNKS 64
+
+typedef struct hpmlc_pipe_walk { /* a stage on its way through its tasks */
+    hpml_pipe_kind kind;
+    int            stages, stage, chunks, micro; /* the last: number of micro-batches */
+    int            total; /* forward passes, those of micro-batches that do not exist included */
+    int            limit; /* forward passes that have no backward pass yet, at most */
+    int            lag;   /* backward passes that have no gradients of weights yet, at most */
+    int            forwards, backwards, weights, updates; /* done */
+    int            slots[HPMLC_PIPE_CHUNKS]; /* sets of activations of each chunk */
+} hpmlc_pipe_walk;
+
+HPML_API const char *hpml_pipe_name(hpml_pipe_kind kind)
+{
+    static const char *const names[HPML_PIPE_COUNT] = { "gpipe", "1f1b", "interleaved", "stash", "zero_bubble",
+                                                        "vertical" };
+    return (unsigned)kind < HPML_PIPE_COUNT ? names[kind] : NULL;
+}
+
+/* Returns whether every micro-batch is a step of its own. */
+HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
+{
+    return kind == HPML_PIPE_STASH || kind == HPML_PIPE_VERTICAL;
+}
+
+HPMLC_FN int hpmlc_pipe_chunks(const hpml_pipe_desc *d)
+{
+    if (d->kind != HPML_PIPE_INTERLEAVED) return 1;
+    return d->chunks > 0 ? d->chunks : 2;
+}
+
+/* Sets *work, and *n to how many tasks of this work the stage has done before; false: the stage has no further task. */
+HPMLC_FN bool hpmlc_pipe_rule(hpmlc_pipe_walk *w, hpml_pipe_work *work, int *n)
+{
+    const bool splits = w->kind == HPML_PIPE_ZERO_BUBBLE;
+    const int  late   = w->backwards - w->weights;
+    if (hpmlc_pipe_stashes(w->kind) && w->updates < w->backwards) {
+        *work = HPML_PIPE_UPDATE;
+        *n    = w->updates++;
+    } else if (splits && late > 0 && (late > w->lag || w->backwards == w->total)) {
+        *work = HPML_PIPE_BACKWARD_WEIGHTS;
+        *n    = w->weights++;
+    } else if (w->forwards < w->total && w->forwards - w->backwards < w->limit) {
+        *work = HPML_PIPE_FORWARD;
+        *n    = w->forwards++;
+    } else if (w->backwards < w->total) {
+        *work = splits ? HPML_PIPE_BACKWARD_INPUTS : HPML_PIPE_BACKWARD;
+        *n    = w->backwards++;
+    } else if (w->updates == 0) {
+        *work = HPML_PIPE_UPDATE;
+        *n    = w->updates++;
+    } else {
+        return false;
+    }
+    return true;
+}
+
+/* Sets chunk and micro-batch of the n-th forward or backward pass. */
+HPMLC_FN void hpmlc_pipe_place(const hpmlc_pipe_walk *w, int n, hpml_pipe_task *t)
+{
+    int group = n / (w->stages * w->chunks), at = n % (w->stages * w->chunks);
+    t->micro = group * w->stages + at % w->stages;
+    t->chunk = at / w->stages;
+    if (t->work != HPML_PIPE_FORWARD) t->chunk = w->chunks - 1 - t->chunk;
+}
+
+/* Goes to the stage's next task, without its slot; false: there is none. */
+HPMLC_FN bool hpmlc_pipe_go(hpmlc_pipe_walk *w, hpml_pipe_task *t)
+{
+    int n = 0, delay = w->stages - 1;
+    memset(t, 0, sizeof *t);
+    if (w->kind != HPML_PIPE_VERTICAL) delay -= w->stage;
+    do {
+        if (!hpmlc_pipe_rule(w, &t->work, &n)) return false;
+        if (t->work == HPML_PIPE_UPDATE) break;
+        hpmlc_pipe_place(w, n, t);
+    } while (t->micro >= w->micro);
+    t->piece = t->chunk * w->stages + w->stage;
+    if (t->work == HPML_PIPE_UPDATE) {
+        t->version = n + 1;
+        t->micro   = hpmlc_pipe_stashes(w->kind) ? n : w->micro - 1;
+    } else if (hpmlc_pipe_stashes(w->kind) && t->micro > delay) {
+        t->version = t->micro - delay;
+    }
+    return true;
+}
+
+/* As hpmlc_pipe_go, with the slot: chunk c has the slots after those of chunk c - 1, and its micro-batches, which enter
+   and leave in order, take them in turn. */
+HPMLC_FN bool hpmlc_pipe_next(hpmlc_pipe_walk *w, hpml_pipe_task *t)
+{
+    if (!hpmlc_pipe_go(w, t)) return false;
+    for (int c = 0; c < t->chunk; c++) t->slot += w->slots[c];
+    t->slot += t->micro % w->slots[t->chunk];
+    return true;
+}
+
+/* Counts the slots of each chunk: the largest number of its micro-batches in flight. */
+HPMLC_FN void hpmlc_pipe_count(hpmlc_pipe_walk *w)
+{
+    hpmlc_pipe_walk walk = *w;
+    hpml_pipe_task  t;
+    int             live[HPMLC_PIPE_CHUNKS] = { 0 };
+    while (hpmlc_pipe_go(&walk, &t)) {
+        if (t.work == HPML_PIPE_FORWARD) live[t.chunk]++;
+        if (t.work == HPML_PIPE_BACKWARD) live[t.chunk]--;
+        if (live[t.chunk] > w->slots[t.chunk]) w->slots[t.chunk] = live[t.chunk];
+    }
+}
+
+/* Begins a walk through the tasks of a stage, of a desc that is valid. */
+HPMLC_FN void hpmlc_pipe_begin(hpmlc_pipe_walk *w, const hpml_pipe_desc *d, int stage)
+{
+    memset(w, 0, sizeof *w);
+    w->kind   = d->kind;
+    w->stages = d->stages;
+    w->stage  = stage;
+    w->chunks = hpmlc_pipe_chunks(d);
+    w->micro  = d->micro;
+    w->total  = d->micro;
+    w->limit  = d->stages - stage;
+    if (d->kind == HPML_PIPE_GPIPE) w->limit = d->micro;
+    if (d->kind == HPML_PIPE_ZERO_BUBBLE) w->lag = stage;
+    w->slots[0] = (int)hpmlc_min(w->limit + w->lag, d->micro);
+    if (w->chunks == 1) return;
+    w->slots[0] = 0;
+    w->total = (d->micro + d->stages - 1) / d->stages * d->stages * w->chunks;
+    w->limit = 2 * (d->stages - 1 - stage) + (w->chunks - 1) * d->stages + 1;
+    hpmlc_pipe_count(w);
+}
+
+/* Checks a desc; an error's text goes to `to`. */
+HPMLC_FN hpml_status hpmlc_pipe_check(const hpml_pipe_desc *d, const hpmlc_text *to)
+{
+    const hpml_status wrong = HPML_ERR_ARGUMENT;
+    if (!d || d->_begin || d->_end)
+        return hpmlc_refuse(to, wrong, "pipe%s", d ? " desc: canary is not zero; zero the struct before you set fields"
+                            : ": no desc given");
+    if ((unsigned)d->kind >= HPML_PIPE_COUNT)
+        return hpmlc_refuse(to, wrong, "pipe: there is no schedule %d; take a word of hpml_pipe_kind", (int)d->kind);
+    if (d->stages < 1 || d->stages > 1024 || d->micro < 1 || d->micro > 65536)
+        return hpmlc_refuse(to, wrong, "pipe: %d stages and %d micro-batches: expected 1 to 1024 and 1 to 65536",
+                            d->stages, d->micro);
+    if (d->chunks < 0 || d->chunks > HPMLC_PIPE_CHUNKS || (d->kind != HPML_PIPE_INTERLEAVED && d->chunks > 1))
+        return hpmlc_refuse(to, wrong, "pipe: %d chunks with schedule %s: expected 1 to %d with interleaved, else 1",
+                            d->chunks, hpml_pipe_name(d->kind), HPMLC_PIPE_CHUNKS);
+    return HPML_OK;
+}
+
+HPML_API bool hpml_pipe_move(const hpml_pipe_desc *pipe, int stage, int k, hpml_pipe_task *out)
+{
+    hpmlc_pipe_walk w;
+    if (hpmlc_pipe_check(pipe, NULL) != HPML_OK || !out || stage < 0 || stage >= pipe->stages || k < 0) return false;
+    hpmlc_pipe_begin(&w, pipe, stage);
+    while (hpmlc_pipe_next(&w, out))
+        if (k-- == 0) return true;
+    return false;
+}
+
+HPML_API int hpml_pipe_slots(const hpml_pipe_desc *pipe, int stage, int chunk)
+{
+    hpmlc_pipe_walk w;
+    if (hpmlc_pipe_check(pipe, NULL) != HPML_OK || stage < 0 || stage >= pipe->stages || chunk < 0) return 0;
+    hpmlc_pipe_begin(&w, pipe, stage);
+    return chunk < w.chunks ? w.slots[chunk] : 0;
+}
+
+HPML_API int hpml_pipe_versions(const hpml_pipe_desc *pipe, int stage)
+{
+    if (hpmlc_pipe_check(pipe, NULL) != HPML_OK || stage < 0 || stage >= pipe->stages) return 0;
+    if (!hpmlc_pipe_stashes(pipe->kind)) return 1;
+    int behind = pipe->kind == HPML_PIPE_VERTICAL ? 0 : stage;
+    return (int)hpmlc_min(pipe->stages - behind, pipe->micro);
+}
+
+HPML_API double hpml_pipe_bubble(const hpml_pipe_desc *pipe)
+{
+    if (hpmlc_pipe_check(pipe, NULL) != HPML_OK || hpmlc_pipe_stashes(pipe->kind)) return 0;
+    double idle = pipe->stages - 1, busy = (double)pipe->micro * hpmlc_pipe_chunks(pipe);
+    if (pipe->kind == HPML_PIPE_ZERO_BUBBLE) busy *= 3;
+    return idle / (busy + idle);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>pipe-cut   where to cut a chain of layers into stages
+// ---------------------------------------------------------------------------------------------------------------------
+typedef struct hpmlc_cut { /* A(j, m): how the first j layers are best cut for m ranks */
+    double  pace;
+    int32_t first, replicas; /* of the last stage */
+} hpmlc_cut;
+
+/* Returns T(first, end, replicas): the seconds of a stage. seconds, bytes: sums of the layers before each one. */
+HPMLC_FN double hpmlc_cut_stage(const hpml_pipe_cut_desc *d, const double *seconds, const double *bytes, int first,
+                                int end, int replicas)
+{
+    double compute = seconds[end] - seconds[first], r = replicas;
+    double sync = d->bandwidth > 0 ? 4 * (r - 1) / r * (bytes[end] - bytes[first]) / d->bandwidth : 0;
+    return fmax(compute, sync) / r;
+}
+
+/* Sets a[j] of m ranks, from the rows of fewer ranks before it: row m - r has the results for m - r ranks. */
+HPMLC_FN void hpmlc_cut_best(const hpml_pipe_cut_desc *d, const double *seconds, const double *bytes, hpmlc_cut *row,
+                             int m, int j)
+{
+    const size_t width = (size_t)d->layers + 1;
+    hpmlc_cut   *best = &row[(size_t)m * width + (size_t)j];
+    best->pace = HUGE_VAL;
+    if (m == 1 || d->replicate) {
+        best->pace     = hpmlc_cut_stage(d, seconds, bytes, 0, j, m);
+        best->replicas = m;
+    }
+    for (int r = 1; r < m && (r == 1 || d->replicate); r++)
+        for (int i = 1; i < j; i++) {
+            double link = d->bytes && d->bandwidth > 0 ? 2 * (double)d->bytes[i - 1] / d->bandwidth : 0;
+            double pace = fmax(row[(size_t)(m - r) * width + (size_t)i].pace,
+                               fmax(link, hpmlc_cut_stage(d, seconds, bytes, i, j, r)));
+            if (pace >= best->pace) continue;
+            best->pace     = pace;
+            best->first    = i;
+            best->replicas = r;
+        }
+}
+
+HPMLC_FN hpml_status hpmlc_cut_check(const hpml_pipe_cut_desc *d, const void *stages, const hpmlc_text *to)
+{
+    const hpml_status wrong = HPML_ERR_ARGUMENT;
+    if (!d || d->_begin || d->_end)
+        return hpmlc_refuse(to, wrong, "cut%s", d ? " desc: canary is not zero; zero the struct before you set fields"
+                            : ": no desc given");
+    if (d->layers < 1 || d->layers > 65536 || d->ranks < 1 || d->ranks > 65536 || !d->seconds || !stages)
+        return hpmlc_refuse(to, wrong, "cut: %d layers, %d ranks, seconds %s, stages %s: all of them are needed",
+                            d->layers, d->ranks, d->seconds ? "given" : "NULL", stages ? "given" : "NULL");
+    if (d->ranks > d->layers && !d->replicate)
+        return hpmlc_refuse(to, wrong, "cut: %d layers cannot be cut into %d stages; take fewer stages, or replicate",
+                            d->layers, d->ranks);
+    if (!HPMLC_GOOD(d->bandwidth)) return hpmlc_refuse(to, wrong, "cut: bandwidth is %g bytes/s", d->bandwidth);
+    for (int i = 0; i < d->layers; i++)
+        if (!(d->seconds[i] >= 0 && d->seconds[i] < 1e200) || (d->bytes && d->bytes[i] < 0) ||
+            (d->param_bytes && d->param_bytes[i] < 0))
+            return hpmlc_refuse(to, wrong, "cut: layer %d: %g s, or its bytes: a negative number or NaN", i,
+                                d->seconds[i]);
+    return HPML_OK;
+}
+
+HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stages, double *pace, char *error,
+                           size_t size)
+{
+    const hpmlc_text to = { error, size };
+    if (hpmlc_cut_check(desc, stages, &to) != HPML_OK) return -1;
+    const size_t width = (size_t)desc->layers + 1;
+    hpmlc_cut   *row = (hpmlc_cut *)calloc(((size_t)desc->ranks + 1) * width, sizeof *row);
+    double      *seconds = (double *)calloc(2 * width, sizeof *seconds), *bytes = seconds + width;
+    int          count = 0, j = desc->layers;
+    if (row && seconds) {
+        for (int i = 0; i < desc->layers; i++) {
+            seconds[i + 1] = seconds[i] + desc->seconds[i];
+            bytes[i + 1]   = bytes[i] + (desc->param_bytes ? (double)desc->param_bytes[i] : 0);
+        }
+        for (int m = 1; m <= desc->ranks; m++)
+            for (int i = 1; i <= desc->layers; i++) hpmlc_cut_best(desc, seconds, bytes, row, m, i);
+        if (pace) *pace = row[(size_t)desc->ranks * width + (size_t)j].pace;
+        for (int m = desc->ranks; m > 0; count++) { /* from the last stage to the first */
+            const hpmlc_cut *best = &row[(size_t)m * width + (size_t)j];
+            const hpml_pipe_stage stage = { best->first, j, best->replicas };
+            memmove(stages + 1, stages, (size_t)count * sizeof *stages);
+            stages[0] = stage;
+            j = best->first;
+            m -= best->replicas;
+        }
+    } else hpmlc_refuse(&to, HPML_ERR_MEMORY, "cut: no memory for %d layers and %d ranks", desc->layers, desc->ranks);
+    free(row);
+    free(seconds);
+    return count > 0 ? count : -1;
 }
 
 // =====================================================================================================================
@@ -11518,6 +12495,255 @@ HPML_API double hpml_amdahl(double serial, double ranks) { return 1 / (serial + 
 HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double comm_s)
 {
     return comm_s > fixed_s ? divisible_s / (comm_s - fixed_s) : HUGE_VAL;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>pipe-simulate   pipelines in virtual time; drawing them
+// ---------------------------------------------------------------------------------------------------------------------
+typedef struct hpmlc_pipe_sim {
+    const hpml_pipe_desc *desc;
+    int                   p, m, chunks;
+    hpmlc_sim             net;        /* clocks of the stages, cards, links */
+    hpmlc_pipe_walk      *walk;       /* (p) */
+    hpml_pipe_task       *next;       /* (p) the task that each stage does next */
+    bool                 *ended;      /* (p) the stage has no task left */
+    double               *arrival[2]; /* (pieces, m) when the input of a forward, backward pass arrives; -1: unknown */
+} hpmlc_pipe_sim;
+
+HPMLC_FN bool hpmlc_pipe_sim_open(hpmlc_pipe_sim *s, const hpml_pipe_desc *d)
+{
+    memset(s, 0, sizeof *s);
+    s->desc   = d;
+    s->p      = d->stages;
+    s->m      = d->micro;
+    s->chunks = hpmlc_pipe_chunks(d);
+    size_t p = (size_t)s->p, inputs = p * (size_t)s->chunks * (size_t)s->m;
+    s->walk  = (hpmlc_pipe_walk *)calloc(p, sizeof *s->walk);
+    s->next  = (hpml_pipe_task *)calloc(p, sizeof *s->next);
+    s->ended = (bool *)calloc(p, sizeof *s->ended);
+    s->arrival[0] = (double *)malloc(2 * inputs * sizeof(double));
+    if (!hpmlc_sim_open(&s->net, s->p, &d->network) || !s->walk || !s->next || !s->ended || !s->arrival[0])
+        return false;
+    s->arrival[1] = s->arrival[0] + inputs;
+    for (size_t i = 0; i < 2 * inputs; i++) s->arrival[0][i] = -1;
+    for (int i = 0; i < s->m; i++) { /* the batch is on the first piece, the loss on the last one */
+        s->arrival[0][i] = 0;
+        s->arrival[1][inputs - 1 - (size_t)i] = 0;
+    }
+    for (int r = 0; r < s->p; r++) {
+        hpmlc_pipe_begin(&s->walk[r], d, r);
+        s->ended[r] = !hpmlc_pipe_next(&s->walk[r], &s->next[r]);
+    }
+    return true;
+}
+
+HPMLC_FN void hpmlc_pipe_sim_close(hpmlc_pipe_sim *s)
+{
+    hpmlc_sim_close(&s->net);
+    free(s->walk);
+    free(s->next);
+    free(s->ended);
+    free(s->arrival[0]);
+}
+
+/* Returns the seconds of stage r's next task. */
+HPMLC_FN double hpmlc_pipe_seconds(const hpmlc_pipe_sim *s, int r)
+{
+    const hpml_pipe_desc *d = s->desc;
+    const hpml_pipe_task *t = &s->next[r];
+    double slow     = d->network.slow ? d->network.slow[r] : 1;
+    double forward  = d->forward_s ? d->forward_s[t->piece] : 1.0 / s->chunks;
+    double backward = d->backward_s ? d->backward_s[t->piece] : 2 * forward;
+    double weights  = d->weights_s ? d->weights_s[t->piece] : backward / 2;
+    switch (t->work) {
+    case HPML_PIPE_FORWARD: return slow * forward;
+    case HPML_PIPE_BACKWARD: return slow * backward;
+    case HPML_PIPE_BACKWARD_INPUTS: return slow * (backward - weights);
+    case HPML_PIPE_BACKWARD_WEIGHTS: return slow * weights;
+    default: return slow * d->update_s;
+    }
+}
+
+/* Returns when stage r can begin its next task; -1: the task's input has not been sent yet, or there is no task. */
+HPMLC_FN double hpmlc_pipe_ready(const hpmlc_pipe_sim *s, int r)
+{
+    const hpml_pipe_task *t = &s->next[r];
+    bool                  forward = t->work == HPML_PIPE_FORWARD;
+    if (s->ended[r]) return -1;
+    if (t->work == HPML_PIPE_UPDATE || t->work == HPML_PIPE_BACKWARD_WEIGHTS) return s->net.clock[r];
+    double arrival = s->arrival[!forward][(size_t)t->piece * (size_t)s->m + (size_t)t->micro];
+    return arrival < 0 ? -1 : fmax(arrival, s->net.clock[r]);
+}
+
+/* Sends the result of stage r's task t to the stage with the next piece or, of a backward pass, the piece before. */
+HPMLC_FN void hpmlc_pipe_send(hpmlc_pipe_sim *s, int r, const hpml_pipe_task *t)
+{
+    bool forward = t->work == HPML_PIPE_FORWARD;
+    int  piece = forward ? t->piece + 1 : t->piece - 1, cut = forward ? t->piece : piece;
+    if (t->work == HPML_PIPE_UPDATE || t->work == HPML_PIPE_BACKWARD_WEIGHTS) return;
+    if (piece < 0 || piece >= s->p * s->chunks) return;
+    double *arrival = &s->arrival[!forward][(size_t)piece * (size_t)s->m + (size_t)t->micro];
+    *arrival = s->net.clock[r];
+    if (piece % s->p != r)
+        *arrival = hpmlc_sim_send(&s->net, r, piece % s->p, s->desc->bytes ? s->desc->bytes[cut] : 0);
+}
+
+/* Runs the task that ends first, of equal ones that of the lowest stage; so messages leave in the order of time. Stores
+   the task in *span; false: no stage can go on. */
+HPMLC_FN bool hpmlc_pipe_step(hpmlc_pipe_sim *s, hpml_pipe_span *span)
+{
+    int first = -1;
+    for (int r = 0; r < s->p; r++) {
+        double begin = hpmlc_pipe_ready(s, r), end = begin + hpmlc_pipe_seconds(s, r);
+        if (begin < 0 || (first >= 0 && end >= span->end_s)) continue;
+        first         = r;
+        span->begin_s = begin;
+        span->end_s   = end;
+    }
+    if (first < 0) return false;
+    span->stage = first;
+    span->task  = s->next[first];
+    s->net.clock[first] = span->end_s;
+    hpmlc_pipe_send(s, first, &span->task);
+    s->ended[first] = !hpmlc_pipe_next(&s->walk[first], &s->next[first]);
+    return true;
+}
+
+/* Checks the times of a desc that is otherwise valid. */
+HPMLC_FN hpml_status hpmlc_pipe_check_times(const hpml_pipe_desc *d, const hpmlc_text *to)
+{
+    for (int i = 0; i < d->stages * hpmlc_pipe_chunks(d); i++) {
+        double  forward = d->forward_s ? d->forward_s[i] : 0;
+        double  backward = d->backward_s ? d->backward_s[i] : 2 * forward;
+        double  weights = d->weights_s ? d->weights_s[i] : 0;
+        int64_t bytes   = d->bytes ? d->bytes[i] : 0;
+        if (!HPMLC_GOOD(forward) || !HPMLC_GOOD(backward) || !(weights >= 0) || bytes < 0 ||
+            (d->backward_s && weights > backward))
+            return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "pipe: piece %d: forward %g s, backward %g s, of which weights "
+                                "%g s, %lld bytes: a negative number, NaN, or a share larger than the whole", i,
+                                forward, backward, weights, (long long)bytes);
+    }
+    if (!HPMLC_GOOD(d->update_s)) return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "pipe: update_s is %g", d->update_s);
+    return hpmlc_network_check("pipe", &d->network, d->stages, true, to);
+}
+
+HPMLC_FN void hpmlc_pipe_run(hpmlc_pipe_sim *s, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity)
+{
+    hpml_pipe_span span = { 0, { HPML_PIPE_FORWARD, 0, 0, 0, 0, 0 }, 0, 0 };
+    double        *busy = s->net.work, all = 0; /* a scratch array of the simulator */
+    for (int r = 0; r < s->p; r++) busy[r] = 0;
+    while (hpmlc_pipe_step(s, &span)) {
+        if (out->tasks < capacity && spans) spans[out->tasks] = span;
+        out->tasks++;
+        busy[span.stage] += span.end_s - span.begin_s;
+        if (out->step_s < span.end_s) out->step_s = span.end_s;
+    }
+    for (int r = 0; r < s->p; r++) {
+        int slots = 0;
+        for (int c = 0; c < s->chunks; c++) slots += s->walk[r].slots[c];
+        out->slots = (int32_t)hpmlc_max(out->slots, slots);
+        out->bytes += s->net.bytes[r];
+        out->compute_s = fmax(out->compute_s, busy[r]);
+        all += busy[r];
+    }
+    if (out->step_s > 0) out->bubble = 1 - all / (s->p * out->step_s);
+}
+
+HPML_API hpml_status hpml_pipe_simulate(const hpml_pipe_desc *pipe, hpml_pipe_simulation *out, hpml_pipe_span *spans,
+                                        int capacity, char *error, size_t size)
+{
+    hpmlc_pipe_sim   s;
+    const hpmlc_text to = { error, size };
+    HPMLC_ZERO(hpml_pipe_simulation, result);
+    hpmlc_refuse(&to, HPML_OK, "%s", "");
+    if (!out) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "pipe: out is NULL; pass a struct for the result");
+    *out = result;
+    hpml_status status = hpmlc_pipe_check(pipe, &to);
+    if (status == HPML_OK) status = hpmlc_pipe_check_times(pipe, &to);
+    if (status != HPML_OK) return status;
+    if (!hpmlc_pipe_sim_open(&s, pipe))
+        status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "pipe: no memory to simulate %d stages with %d micro-batches",
+                              pipe->stages, pipe->micro);
+    else hpmlc_pipe_run(&s, out, spans, capacity);
+    hpmlc_pipe_sim_close(&s);
+    return status;
+}
+
+/* Returns the largest stage number and sets *end to the time at which the last span ends. */
+HPMLC_FN int hpmlc_pipe_extent(const hpml_pipe_span *spans, int count, double *end)
+{
+    int last = -1;
+    *end = 0;
+    for (int i = 0; i < count; i++) {
+        if (last < spans[i].stage) last = spans[i].stage;
+        if (*end < spans[i].end_s) *end = spans[i].end_s;
+    }
+    return last;
+}
+
+/* Returns the character of a task: of micro-batch 0 to 9 a digit, a letter, ... */
+HPMLC_FN char hpmlc_pipe_letter(const hpml_pipe_task *t)
+{
+    switch (t->work) {
+    case HPML_PIPE_FORWARD: return (char)('0' + t->micro % 10);
+    case HPML_PIPE_BACKWARD:
+    case HPML_PIPE_BACKWARD_INPUTS: return (char)('a' + t->micro % 26);
+    case HPML_PIPE_BACKWARD_WEIGHTS: return (char)('A' + t->micro % 26);
+    default: return '|';
+    }
+}
+
+HPML_API int hpml_pipe_text(const hpml_pipe_span *spans, int count, int columns, char *buffer, size_t size)
+{
+    const hpmlc_text to = { buffer, size };
+    double           end;
+    size_t           length = 0;
+    int              last = hpmlc_pipe_extent(spans, count, &end);
+    if (size > 0) buffer[0] = 0;
+    for (int r = 0; r <= last && columns > 0; r++) {
+        hpmlc_append(&to, &length, "%3d ", r);
+        for (int column = 0; column < columns; column++) {
+            double at = (column + 0.5) * end / columns;
+            char   letter = '.';
+            for (int i = 0; i < count; i++) {
+                bool here = spans[i].stage == r && spans[i].begin_s <= at && at < spans[i].end_s;
+                if (here) letter = hpmlc_pipe_letter(&spans[i].task);
+            }
+            hpmlc_append(&to, &length, "%c", letter);
+        }
+        hpmlc_append(&to, &length, "\n");
+    }
+    return (int)length;
+}
+
+/* A rectangle for each task: a row of 30 pixels for each stage, 900 pixels for all of the time. */
+HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *title, char *buffer, size_t size)
+{
+    static const char *const colour[] = { "#77aadd", "#99ddaa", "#99ddaa", "#eedd88", "#ee8866" };
+    const hpmlc_text to = { buffer, size };
+    double           end;
+    size_t           length = 0;
+    int              last = hpmlc_pipe_extent(spans, count, &end);
+    double           scale = end > 0 ? 900 / end : 0;
+    if (size > 0) buffer[0] = 0;
+    hpmlc_append(&to, &length, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"1000\" height=\"%d\" "
+                 "font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"1000\" height=\"%d\" fill=\"white\"/>\n"
+                 "<text x=\"70\" y=\"20\">", 30 * last + 70, 30 * last + 70);
+    for (const char *c = title ? title : ""; *c; c++) hpmlc_append(&to, &length, "%c", strchr("<>&", *c) ? ' ' : *c);
+    hpmlc_append(&to, &length, "</text>\n");
+    for (int r = 0; r <= last; r++)
+        hpmlc_append(&to, &length, "<text x=\"10\" y=\"%d\">stage %d</text>\n", 30 * r + 50, r);
+    for (int i = 0; i < count; i++) {
+        const hpml_pipe_span *s = &spans[i];
+        double                x = 70 + scale * s->begin_s, width = scale * (s->end_s - s->begin_s);
+        hpmlc_append(&to, &length, "<rect x=\"%.2f\" y=\"%d\" width=\"%.2f\" height=\"24\" fill=\"%s\" stroke=\"#555\" "
+                     "stroke-width=\"0.5\"/>\n", x, 30 * s->stage + 34, width, colour[s->task.work]);
+        if (width < 12 || s->task.work == HPML_PIPE_UPDATE) continue;
+        hpmlc_append(&to, &length, "<text x=\"%.2f\" y=\"%d\" text-anchor=\"middle\">%d</text>\n", x + width / 2,
+                     30 * s->stage + 50, s->task.micro);
+    }
+    hpmlc_append(&to, &length, "</svg>\n");
+    return (int)length;
 }
 
 #ifdef __cplusplus

@@ -380,6 +380,33 @@ TEST_PLAIN(stale_synchronous_training_bounds_how_far_a_worker_is_ahead)
     ENSURE(l.accuracy >= 0.955);
 }
 
+/* Each worker has two classes of the digits, and some are slower than others. With a bound all classes are learned at the
+   same time; without one, fast workers have ended when slow ones train on, and what they taught is forgotten. */
+TEST_PLAIN(unbounded_staleness_forgets_what_fast_workers_taught)
+{
+    static const char *const plans[] = { "strategy=ssp,staleness=2,servers=1",
+                                         "strategy=ssp,staleness=1000000,servers=1" };
+    const double slow[] = { 1, 2, 4, 8, 16, 1 };
+    double       accuracy[2];
+    for (int i = 0; i < 2; i++) {
+        job j = learning(plans[i], 6);
+        j.own_data = j.sorted = true, j.lr = 0.1f, j.batch = 64, j.epochs = 8, j.net.slow = slow;
+        ENSURE(go(&j));
+        accuracy[i] = j.accuracy;
+    }
+    printf("    accuracy %.4f, without a bound %.4f\n", accuracy[0], accuracy[1]);
+    ENSURE(accuracy[0] >= 0.90 && accuracy[1] < 0.5);
+}
+
+TEST_PLAIN(replicas_learn_with_adagrad_on_the_server)
+{
+    job j = learning("strategy=async,servers=2", 6);
+    j.opt = HPML_OPT_ADAGRAD, j.lr = 0.02f, j.net.jitter = 0.3;
+    ENSURE(go(&j));
+    printf("    accuracy %.4f\n", j.accuracy);
+    ENSURE(j.accuracy >= 0.95);
+}
+
 /* One of 9 workers takes 10 times as long: 8 gradients are enough. */
 TEST(backup_workers_make_up_for_a_slow_one)
 {
@@ -541,6 +568,86 @@ TEST_LONG(gradients_go_up_in_few_bits)
         printf("    %s: accuracy %.4f, %.1f %% of the bytes\n", rows[i].plan, j.accuracy, 100 * up);
         ENSURE(j.accuracy >= rows[i].least && up < rows[i].share);
     }
+}
+
+/* A threshold far above the gradients: they wait in the residual until they are old. */
+TEST_LONG(a_threshold_of_two_bits_far_above_the_gradients_is_a_trap)
+{
+    static const char *const plans[] = { "strategy=ps,servers=1",
+                                         "strategy=ps,servers=1,codec=twobit,codec.threshold=0.05",
+                                         "strategy=ps,servers=1,codec=twobit,codec.threshold=0.5" };
+    double loss[3];
+    for (int i = 0; i < 3; i++) {
+        job j = learning(plans[i], 5);
+        j.lr = 0.05f, j.momentum = 0.9f, j.batch = 32, j.epochs = 8;
+        ENSURE(go(&j));
+        loss[i] = j.loss;
+    }
+    printf("    loss %.3f, with 2 bits and threshold 0.05 %.3f, 0.5 %.3f\n", loss[0], loss[1], loss[2]);
+    ENSURE(loss[2] > 1.3 * loss[1] && loss[2] > 1.6 * loss[0]);
+}
+
+/* Each worker pushes gradients that do not depend on the parameters, and pulls: the parameters are minus their sum. With
+   a codec, that sum and the residuals together are the sum of what was pushed. */
+typedef struct pushing { const char *plan; double apart; } pushing;
+
+enum { PUSHED = 5, WIDE = 33 };
+
+static hpml_status push_and_pull(hpml_comm *c, void *user)
+{
+    pushing      *p = (pushing *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    const int     rank = hpml_comm_rank(c);
+    hpml_tensor  *x = hpml_input_2d(ctx, 1, WIDE), *y = hpml_linear(x, 1, &(hpml_linear_desc){ .no_bias = true });
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = x, .output = y, .target = x, .loss_tensor = hpml_sum(y, HPML_ALL_DIMS), .lr = 1 });
+    hpml_plan     plan = { 0 };
+    float        *w = hpml_param_at(ctx, 0)->data, g[WIDE];
+    double        sum[WIDE] = { 0 };
+    hpml_safetensor residual = { 0 };
+    hpml_plan_parse(p->plan, &plan, NULL, 0);
+    const int         workers = hpml_comm_size(c) - plan.servers;
+    memset(w, 0, WIDE * sizeof *w);
+    hpml_distributed *d = hpml_distribute(t, c, &plan);
+    for (int step = 0; step < PUSHED; step++)
+        for (int r = 0; r < workers; r++) {
+            hpml_rng rng = { .seed = 1, .stream = (uint64_t)(step * workers + r) };
+            hpml_rng_fill_normal(&rng, g, WIDE);
+            for (int i = 0; i < WIDE; i++) sum[i] += g[i];
+            if (r == rank) hpml_trainer_step(t, g, g, 1, NULL);
+            if (r == 0 && rank >= workers) hpml_trainer_step(t, g, g, 0, NULL);
+        }
+    hpml_distribute_save(d, "build/pushed.safetensors");
+    hpml_safetensors *f = hpml_safetensors_open(ctx, "build/pushed.safetensors");
+    if (f && plan.codec.kind) hpml_safetensors_find(f, "state.residual.ranks.servers", &residual);
+    for (int i = 0; i < WIDE && f; i++) {
+        float kept = 0;
+        sum[i] += w[i];
+        for (int r = 0; r < workers && residual.data; r++) {
+            memcpy(&kept, (const char *)residual.data + sizeof kept * (size_t)(r * WIDE + i), sizeof kept);
+            sum[i] -= kept;
+        }
+        if (rank == 0) p->apart = fmax(p->apart, fabs(sum[i]));
+    }
+    hpml_safetensors_close(f);
+    return hpml_ctx_status(ctx);
+}
+
+TEST(pushes_and_a_pull_are_their_sum)
+{
+    static const char *const plans[] = { "strategy=ps,servers=1,sum=1", "strategy=ps,servers=3,sum=1",
+                                         "strategy=async,servers=2", "strategy=ps,servers=2,sum=1,codec=twobit",
+                                         "strategy=async,servers=1,codec=twobit,codec.threshold=0.7",
+                                         "strategy=ps,servers=1,sum=1,codec=onebit" };
+    for (int i = 0; i < 6; i++) {
+        pushing          p = { plans[i], 0 };
+        char             error[300] = "";
+        hpml_launch_desc l = { .ranks = 7, .ctx.threads = 1, .transport = transports[i % 2], .timeout = 20 };
+        hpml_status      status = hpml_launch(&l, push_and_pull, &p, error, sizeof error);
+        if (status != HPML_OK || !(p.apart < 3e-6)) printf("    %s: %s, %g\n", plans[i], error, p.apart);
+        ENSURE(status == HPML_OK && p.apart < 3e-6);
+    }
+    remove("build/pushed.safetensors");
 }
 
 /* A checkpoint has what the servers keep: the same steps follow, on as many ranks, with more or fewer servers. */
