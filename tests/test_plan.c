@@ -147,6 +147,11 @@ static const refusal refusals[] = {
     { "delayed=1", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "delayed", "leave .sparse" } },
     { "strategy=ps,servers=1", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "servers", "leave .sparse" } },
     { "codec=onebit", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "codec", "plain sync" } },
+    { "shard=1,delayed=1", { .ranks = 4, .batch = 6 }, { "delayed", "shard", "shard 0" } },
+    { "shard=1,codec=onebit", { .ranks = 4, .batch = 6 }, { "codec", "shard", "codec none" } },
+    { "shard=1,algorithm=tree", { .ranks = 4, .batch = 6 }, { "algorithm", "shard", "auto or ring" } },
+    { "shard=1", { .ranks = 4, .batch = 6, .steps_whole = true }, { "optimizer", "shard", "another optimizer" } },
+    { "shard=1", { .ranks = 4, .batch = 6, .device = true }, { "device", "shard", "CPU backend" } },
     { "strategy=hogwild", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "hogwild", "virtual time", "transport threads" } },
     { "strategy=ps,servers=2,tensor=2", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 }, { "servers", "tensor", "strategy sync" } },
     { "strategy=hogwild,pipe=2", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 1 }, { "hogwild", "pipe", "strategy sync" } },
@@ -156,7 +161,9 @@ static const refusal refusals[] = {
     { "tensor=2,codec=topk", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 }, { "tensor", "topk", "take codec onebit" } },
     { "tensor=4,route=hybrid", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 }, { "hybrid", "tensor", "take route" } },
     { "tensor=2", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "tensor", "leave .sparse" } },
-    { "tensor=2", { 4, 6, 1, 0, 0, 1, 0, 0, 0, 0, 0 }, { "clip_norm", "tensor", "take clip_norm 0" } },
+    { "tensor=2", { .ranks = 4, .batch = 6, .steps_whole = true }, { "optimizer", "tensor", "another optimizer" } },
+    { "tensor=2", { .ranks = 4, .batch = 6, .steps_tensors = true, .device = true },
+      { "norms", "tensor", "sgd or adam" } },
     { "pipe=2", { 4, 6, 1, 1, 0, 0, 0, 0, 0, 0, 0 }, { "f16", "pipe", "loss_scale" } },
 };
 
