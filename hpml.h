@@ -114,7 +114,9 @@
 //     params   parameters: names, first values
 //     rows   gradients of embeddings as rows
 //     place   a place in memory for each array of a plan: first fit
+//     list   the list of entries that a pass runs, and which values of it are computed again
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
+//     graph   creating graphs and their parts, taking memory, choosing a slot
 //     run   running a graph forward and backward
 // PART IV   OPS: forward and backward of each, and the products under them
 //     gemm-threads   cutting a matrix product into tasks for threads
@@ -4157,15 +4159,16 @@ HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>place   a place in memory for each array of a plan: first fit
 // ---------------------------------------------------------------------------------------------------------------------
-/* A life is an array and the interval of times at which the array is needed. The arrays are placed in order of size, the largest first, each at the lowest address where its bytes are free during its whole life (first fit; close
-   to the optimum for chains of layers). A search among all slots placed before would take n^2 / 2 steps for n slots; a
-   binary tree over the times (a segment tree) takes about n log n for each size of slots, and networks have few sizes.
-   Each tree node has two lists of address ranges in use, in which adjacent ranges are joined: `whole`, of slots
-   alive at all times of the tree node, and `part`, of slots alive at some of them. A life is cut into at most two tree
+/* A life is an array and the interval of times at which the array is needed. The arrays are placed in order of size, the
+   largest first, each at the lowest address where its bytes are free during its whole life (first fit; close to the
+   optimum for chains of layers). A search among all arrays placed before would take n^2 / 2 steps for n arrays; a binary
+   tree over the times (a segment tree) takes about n log n for each size of arrays, and networks have few sizes.
+   Each tree node has two lists of address ranges in use, in which adjacent ranges are joined: `whole`, of arrays
+   alive at all times of the tree node, and `part`, of arrays alive at some of them. A life is cut into at most two tree
    nodes a level; it can collide only with the `part` lists of these and the `whole` lists of the tree nodes above. */
 typedef struct hpmli_life {
-    size_t   bytes, offset; /* offset: before the slot is placed, its number, for a stable order */
-    int      from, to;      /* first and last time of the slot's life */
+    size_t   bytes, offset; /* offset: before the array is placed, its number, for a stable order */
+    int      from, to;      /* first and last time at which the array is needed */
     void   **place;         /* set to the address when memory is allocated */
 } hpmli_life;
 HPMLI_FN int hpmli_life_order(const void *a, const void *b)
@@ -4190,7 +4193,7 @@ typedef struct hpmli_times {
     int          path_count;
 } hpmli_times;
 
-/* Appends to m->path the tree nodes from `node` (times first to last) down to those inside the life of the slot s. */
+/* Appends to m->path the tree nodes from `node` (times first to last) down to those inside the life s. */
 HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_life *s)
 {
     int  middle = first + (last - first) / 2;
@@ -4244,7 +4247,7 @@ HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
     return true;
 }
 
-/* Sorts and places the slots; raises *bytes to the memory that all need. False: no memory. */
+/* Sorts and places the arrays; raises *bytes to the memory that all need. False: no memory. */
 HPMLI_FN bool hpmli_lives_place(hpml_ctx *ctx, hpmli_life *lives, int count, size_t *bytes)
 {
     hpmli_times m     = HPMLI_ZEROED;
@@ -4684,15 +4687,17 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
         struct hpmli_node_state *state = n->state;
         bool             back   = hpmli_goes_back(g, n), scalar = hpml_tensor_count(n->out) == 1;
         size_t           bytes  = scalar ? HPMLI_SCALAR_BYTES : hpmli_tensor_bytes(n->out);
+        size_t           saved  = n->saved_bytes > 0 ? hpmli_saved_bytes(pl, n) : 0;
         int              fore   = state->at[HPMLI_FORWARD], again = state->at[HPMLI_AGAIN];
-        int              end    = back ? state->at[HPMLI_BACKWARD] : state->at[state->again ? HPMLI_AGAIN : HPMLI_FORWARD];
+        int              last   = state->again ? again : fore; /* time of the last pass that reads n->saved */
+        if (back) last = state->at[HPMLI_BACKWARD];
         if (state->out_root[0] == n->out) hpmli_life_add(pl, bytes, scalar ? 0 : fore, u->last[0], &state->raw[0]);
         if (state->out_root[1] == n->out) hpmli_life_add(pl, bytes, again, u->last[1], &state->raw[1]);
         if (back && state->grad_root == n->out && (n->out == g->loss || u->grad_written))
             hpmli_life_add(pl, hpmli_tensor_bytes(n->out), n->out == g->loss ? p->turn - 1 : u->grad_first,
                            u->grad_last, &n->out->raw_grad);
-        if (n->saved_bytes) hpmli_life_add(pl, hpmli_saved_bytes(pl, n), fore, state->again ? fore : end, &state->saved[0]);
-        if (n->saved_bytes && state->again) hpmli_life_add(pl, hpmli_saved_bytes(pl, n), again, end, &state->saved[1]);
+        if (saved > 0) hpmli_life_add(pl, saved, fore, state->again ? fore : last, &state->saved[0]);
+        if (saved > 0 && state->again) hpmli_life_add(pl, saved, again, last, &state->saved[1]);
         if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
     }
     for (int i = 0; i < p->input_count; i++) {
