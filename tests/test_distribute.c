@@ -1815,7 +1815,8 @@ TEST(rows_of_sparse_tables_go_to_servers)
             char             text[300] = "";
             bag sync = { .sparse = true, .plan = { .sum = kind == 2, .algorithm = HPML_CENTRAL } }, ps = sync, longer;
             ENSURE(hpml_launch(&l, bag_of_words, &sync, NULL, 0) == HPML_OK);
-            ps.plan = (hpml_plan){ .strategy = HPML_STRATEGY_PS, .servers = kind == 0 ? 1 : kind + 1, .sum = kind == 2 };
+            ps.plan = (hpml_plan){ .strategy = HPML_STRATEGY_PS, .servers = kind == 0 ? 1 : kind + 1 };
+            ps.plan.sum = kind == 2;
             l.ranks = k + ps.plan.servers;
             l.transport = kind == 3 ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS;
             hpml_status status = hpml_launch(&l, bag_of_words, &ps, text, sizeof text);
