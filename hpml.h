@@ -13237,12 +13237,14 @@ HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpm
     const bool        shard  = hpmli_array_is_shard(p, which);
     const int64_t     first  = shard ? p->param->keep_first : 0;
     const int64_t     count  = shard ? p->param->keep_count : hpml_tensor_count(p);
+    const float      *array  = hpmli_param_array(t, p, which);
     hpml_status       status = HPML_OK;
-    if (count > 0)
-        status = ctx->backend->read(ctx->device, mine + first, hpmli_param_array(t, p, which), (size_t)count * 4);
+    if (count > 0 && array) status = ctx->backend->read(ctx->device, mine + first, array, (size_t)count * sizeof *mine);
     for (int h = 0; t && shard && h < t->graph->hook_count; h++) {
-        const hpml_hooks *hooks = &t->graph->hooks[h];
-        if (hooks->join) status = hooks->join(hooks->user, t, p->param->index, (int)which, mine);
+        const hpml_hooks *hooks  = &t->graph->hooks[h];
+        hpml_status       joined = HPML_OK; /* the other ranks wait for this one, also after an error */
+        if (hooks->join) joined = hooks->join(hooks->user, t, p->param->index, (int)which, mine);
+        if (status == HPML_OK) status = joined;
     }
     return status;
 }
@@ -13251,7 +13253,7 @@ HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpm
 HPMLI_FN bool hpmli_param_has(const hpml_trainer *t, const hpml_tensor *p, hpml_array which)
 {
     const int k = (int)which - HPML_ARRAY_STATE;
-    if (p->param->stage < 0) return hpmli_param_array(t, p, which) != NULL;
+    if (p->param->stage < 0 && p->param->shard == 0) return hpmli_param_array(t, p, which) != NULL;
     if (which == HPML_ARRAY_VALUES) return true;
     if (!t || !hpmli_trainable(p) || p->param->index >= t->graph->param_count) return false;
     return which == HPML_ARRAY_GRADIENTS || hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum);
