@@ -109,6 +109,7 @@
 //     tensor   tensors and views, copies and conversions
 //     host   whole tensors to and from host memory
 //     op-table   the table of ops: a row for each, and the loops of which most passes consist
+//     split   parts of tensors: where they lie in the whole, and which ops keep a split
 //     record   recording: nodes and inputs
 //     params   parameters: names, first values
 //     rows   gradients of embeddings as rows
@@ -130,6 +131,7 @@
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
 //     custom   ops of the user, on the host or on host copies of a device's arrays
+//     groups   ops that communicate in a group: copy, sum, split, gather; tables and losses split by vocabulary
 //     backend   the CPU backend: memory, sums of squares, the table of ops
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 //     optimizers   the table of optimizers, the driver of their steps, schedules
@@ -531,6 +533,10 @@ HPML_API hpml_status  hpml_params_place(hpml_ctx *ctx, float *memory, bool keep)
 HPML_API size_t       hpml_params_bytes(const hpml_ctx *ctx);
 /* Writes to shape[HPML_MAX_DIMS] the shape of the whole of which t, a parameter or any other tensor, is a part. */
 HPML_API void         hpml_param_whole(const hpml_tensor *t, int64_t *shape);
+/* Copies elements first .. first + count - 1 of a parameter, which begin at `part`, to their places in an array of the
+   whole (to_whole), or from there; both arrays in host memory: values, gradients, states of optimizers, residuals. */
+HPML_API void         hpml_param_copy(const hpml_tensor *param, float *part, int64_t first, int64_t count,
+                                      float *whole, bool to_whole);
 
 /* Elementwise ops with numpy's broadcasting: shapes are matched from the last dimension; a size of 1 is repeated. */
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b); /* a + b */
@@ -2690,6 +2696,7 @@ struct hpmli_tensor_state {
     bool used;        /* true: a recorded op reads the tensor */
     int  leaf;        /* index among the leaves of the graph that was planned last */
     struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
+    hpml_tensor *copied; /* what hpml_group_copy has recorded for the tensor; NULL: nothing yet */
 };
 
 /* Element types by hpml_dtype: bytes of an element; names in hpml, safetensors and numpy (which lacks bf16). */
@@ -3227,6 +3234,278 @@ HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, h
     for (int64_t i = 0, c; c = (n) - i < HPMLI_PIECE ? (n) - i : HPMLI_PIECE, i < (n); i += HPMLI_PIECE)
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>split   parts of tensors: where they lie in the whole, and which ops keep a split
+// ---------------------------------------------------------------------------------------------------------------------
+/* A dimension that is split consists of sections, each cut into one block for each rank of the group. As arrays are
+   row-major, the whole is a sequence of stretches of `size` runs, one for each rank in turn, and a part has its run of
+   each stretch, one after the other. A run is n elements: a block, times the elements of all later dimensions. */
+typedef struct hpmli_cut {
+    int64_t n, rank, size;
+} hpmli_cut;
+
+/* Returns the index in the whole of element i of the part. */
+HPMLI_FN int64_t hpmli_cut_place(const hpmli_cut *c, int64_t i)
+{
+    return (i / c->n * c->size + c->rank) * c->n + i % c->n;
+}
+
+/* Returns how dimension dim of t, of so many equal sections, is cut; t has the sizes of a part there. */
+HPMLI_FN hpmli_cut hpmli_cut_of(const hpml_tensor *t, hpml_axis axis, int dim, int64_t sections)
+{
+    const hpml_group *g = hpml_ctx_group(t->ctx, axis);
+    hpmli_cut         c = { t->shape[dim] / sections, g->rank, g->size };
+    for (int i = dim + 1; i < t->ndim; i++) c.n *= t->shape[i];
+    return c;
+}
+
+/* Copies elements first .. first + count - 1 of a part, which begin at `part`, to their places in the whole (join), or
+   from there. */
+HPMLI_FN void hpmli_cut_copy(const hpmli_cut *c, float *whole, float *part, int64_t first, int64_t count, bool join)
+{
+    for (int64_t i = first, n; i < first + count; i += n, part += n) {
+        float *at = whole + hpmli_cut_place(c, i);
+        n = hpmli_min(c->n - i % c->n, first + count - i);
+        memcpy(join ? at : part, join ? part : at, (size_t)n * sizeof *part);
+    }
+}
+
+/* Returns the elements of the whole of which t is a part. */
+HPMLI_FN int64_t hpmli_whole_count(const hpml_tensor *t)
+{
+    int64_t whole[HPML_MAX_DIMS], count = 1;
+    hpml_param_whole(t, whole);
+    for (int i = 0; i < t->ndim; i++) count *= whole[i];
+    return count;
+}
+
+HPMLI_FN bool hpmli_is_split(const hpml_tensor *t)
+{
+    for (int i = 0; i < t->ndim; i++)
+        if (t->split[i]) return true;
+    return false;
+}
+
+/* Returns the sections of dimension dim of t: t->sections for the last dimension that is split, else 1. */
+HPMLI_FN int64_t hpmli_sections(const hpml_tensor *t, int dim)
+{
+    for (int i = dim + 1; i < t->ndim; i++)
+        if (t->split[i]) return 1;
+    return t->split[dim] ? hpmli_max(t->sections, 1) : 1;
+}
+
+/* Returns the index in the whole of element i of t; *run: how many elements from there on follow each other in both. */
+HPMLI_FN int64_t hpmli_whole_place(const hpml_tensor *t, int64_t i, int64_t *run)
+{
+    int64_t later = 1; /* elements of the whole in the dimensions after d */
+    *run = hpml_tensor_count(t) - i;
+    for (int d = t->ndim - 1; d >= 0; d--) {
+        const hpml_group *g = hpml_ctx_group(t->ctx, (hpml_axis)t->split[d]);
+        hpmli_cut         c = { t->shape[d] / hpmli_sections(t, d) * later, g->rank, g->size };
+        later *= t->shape[d];
+        if (!t->split[d]) continue;
+        *run = hpmli_min(*run, c.n - i % c.n);
+        i    = hpmli_cut_place(&c, i);
+        later *= g->size;
+    }
+    return i;
+}
+
+/* Marks dimension dim of t as split; tells t apart from a whole one in errors. */
+HPMLI_FN void hpmli_split_set(hpml_tensor *t, int dim, hpml_axis axis, int64_t sections)
+{
+    t->split[dim] = (int8_t)axis;
+    t->sections   = (int32_t)sections;
+}
+
+/* Returns for a message how t is split; valid until eight more texts are made in the context. */
+HPMLI_FN const char *hpmli_split_text(const hpml_tensor *t)
+{
+    hpmli_text_buffer b = hpmli_text_begin(t->ctx->texts[t->ctx->text_count++ % 8], sizeof t->ctx->texts[0]);
+    const char       *more = "split over the";
+    for (int i = 0; i < t->ndim; i++) {
+        if (!t->split[i]) continue;
+        hpmli_text_add(&b, "%s %s axis along dimension %d", more, hpml_axis_name((hpml_axis)t->split[i]), i);
+        if (hpmli_sections(t, i) > 1) hpmli_text_add(&b, " in %lld sections", (long long)hpmli_sections(t, i));
+        more = " and over the";
+    }
+    if (b.used == 0) hpmli_text_add(&b, "whole");
+    return b.buffer;
+}
+
+HPMLI_FN bool hpmli_split_refuse(const char *op, const hpml_tensor *x, int dim, const char *why)
+{
+    return hpmli_false(x->ctx, HPML_ERR_SHAPE, "%s: %s is %s; %s: record hpml_group_gather(x, axis, %d) first", op,
+                       hpmli_describe(x), hpmli_split_text(x), why, dim);
+}
+
+/* Returns why an op cannot read source 0 split along dimension d, or NULL if its result is split in the same way. */
+HPMLI_FN const char *hpmli_split_obstacle(const hpml_node *n, int d)
+{
+    const hpml_tensor *x      = n->src[0];
+    const bool         last   = d == x->ndim - 1, tensor = x->split[d] == HPML_AXIS_TENSOR;
+    const bool         trains = n->src_count > 1 && n->src[1] && n->src[1]->needs_grad; /* a whole parameter */
+    switch (n->op) {
+    case HPML_OP_SCALE: case HPML_OP_ACTIVATION: case HPML_OP_DROPOUT: return NULL;
+    case HPML_OP_MAX_POOL2D: case HPML_OP_AVG_POOL2D: case HPML_OP_BATCHNORM:
+        return d == (x->layout == HPML_NHWC ? x->ndim - 1 : 1) ? NULL : "a result needs several of its indices";
+    case HPML_OP_SOFTMAX: case HPML_OP_LOG_SOFTMAX: case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM:
+        if (last) return "a result needs whole rows";
+        break;
+    case HPML_OP_LINEAR: case HPML_OP_EMBEDDING: break;
+    case HPML_OP_ATTENTION: return last ? NULL : "a query needs all keys";
+    case HPML_OP_CROSS_ENTROPY: case HPML_OP_BCE_WITH_LOGITS: case HPML_OP_MSE: case HPML_OP_HUBER:
+        return tensor ? "each rank would have another loss" : NULL;
+    default: return "a result needs several of its indices";
+    }
+    return tensor && trains ? "each rank would have a part of a whole parameter's gradient" : NULL;
+}
+
+/* Sets the split of n's result from that of source 0; false, with an error, if the op needs a split dimension whole.
+   Ops whose result has other dimensions than source 0 set the split themselves. */
+HPMLI_FN bool hpmli_split_follow(hpml_node *n)
+{
+    const hpml_tensor *x = n->src[0];
+    switch (n->op) {
+    case HPML_OP_ADD: case HPML_OP_SUB: case HPML_OP_MUL: case HPML_OP_DIV: case HPML_OP_MATMUL: case HPML_OP_CONV2D:
+    case HPML_OP_RESHAPE: case HPML_OP_PERMUTE: case HPML_OP_SLICE: case HPML_OP_CONCAT: case HPML_OP_SUM: return true;
+    case HPML_OP_CUSTOM:
+        if (n->out->ndim != x->ndim || memcmp(n->out->shape, x->shape, sizeof x->shape) != 0) return true;
+        memcpy(n->out->split, x->split, sizeof x->split);
+        n->out->sections = x->sections;
+        return true;
+    default: break;
+    }
+    for (int d = 0; d < x->ndim; d++) {
+        bool own = n->op == HPML_OP_LINEAR && d == x->ndim - 1; /* the sum over d: hpml_linear checks d */
+        if (!x->split[d] || own) continue;
+        const char *why = hpmli_split_obstacle(n, d);
+        if (why) return hpmli_split_refuse(hpml_op_name(n->op), x, d, why);
+        if (d < n->out->ndim) hpmli_split_set(n->out, d, (hpml_axis)x->split[d], x->sections);
+    }
+    return true;
+}
+
+HPMLI_FN bool hpmli_split_mismatch(const char *op, const hpml_tensor *a, const hpml_tensor *b)
+{
+    return hpmli_false(a->ctx, HPML_ERR_SHAPE, "%s: %s is %s, %s is %s; record hpml_group_gather for the one or "
+                       "hpml_group_split for the other", op, hpmli_describe(a), hpmli_split_text(a), hpmli_describe(b),
+                       hpmli_split_text(b));
+}
+
+/* Checks how the operands a (.., m, k) and b (.., k, n) of a matrix product are split, before it is recorded; m_k and
+   k_n are these dimensions of a and of b. Copies an operand to the TENSOR axis of which ranks use different parts with
+   other parts of the other. Sets split and *sections of the result, and *sum, the axis that has parts of the sums over
+   k (DATA: none); false: an error. */
+HPMLI_FN bool hpmli_split_matmul(hpml_tensor **src, const int m_k[2], const int k_n[2], int8_t *split,
+                                 int32_t *sections, hpml_axis *sum)
+{
+    const hpml_tensor *a = src[0], *b = src[1];
+    const int          last = a->ndim - 1;
+    bool alike  = a->split[m_k[1]] == b->split[k_n[0]], rows = false; /* rows: a rank has some of all rows of a */
+    alike = alike && hpmli_sections(a, m_k[1]) == hpmli_sections(b, k_n[0]);
+    memset(split, 0, HPML_MAX_DIMS);
+    for (int i = 0; i < last - 1 && alike; i++) {
+        split[i] = a->split[i];
+        alike    = b->ndim == 2 || a->split[i] == b->split[i];
+        rows |= b->ndim == 2 && a->split[i] == HPML_AXIS_TENSOR;
+    }
+    split[last - 1] = a->split[m_k[0]];
+    split[last]     = b->split[k_n[1]];
+    *sections       = split[last] ? b->sections : a->sections;
+    *sum            = (hpml_axis)a->split[m_k[1]];
+    rows |= split[last - 1] == HPML_AXIS_TENSOR;
+    if (!alike || (rows && split[last] == HPML_AXIS_TENSOR)) return hpmli_split_mismatch("matmul", a, b);
+    if (rows) src[1] = hpml_group_copy(src[1], HPML_AXIS_TENSOR);
+    if (split[last] == HPML_AXIS_TENSOR) src[0] = hpml_group_copy(src[0], HPML_AXIS_TENSOR);
+    return true;
+}
+
+/* Checks the operands of an elementwise op before it is recorded: dimensions from the last on must be split alike, or
+   be 1 in the operand that is whole. Such an operand is copied to the TENSOR axis, because each rank computes a part of
+   its gradient. Sets split (ndim) and *sections of the result; false: an error. */
+HPMLI_FN bool hpmli_split_pair(const char *op, hpml_tensor **src, int ndim, int8_t *split, int32_t *sections)
+{
+    bool copy[2] = { false, false };
+    memset(split, 0, HPML_MAX_DIMS);
+    *sections = 0;
+    for (int k = 1; k <= ndim && (hpmli_is_split(src[0]) || hpmli_is_split(src[1])); k++) {
+        int d[2] = { src[0]->ndim - k, src[1]->ndim - k };
+        int axis[2], of;
+        for (int s = 0; s < 2; s++) axis[s] = d[s] < 0 ? 0 : src[s]->split[d[s]];
+        of = axis[0] ? 0 : 1; /* the operand that is split */
+        if (!axis[of]) continue;
+        bool repeated = !axis[!of] && (d[!of] < 0 || src[!of]->shape[d[!of]] == 1);
+        bool alike    = axis[0] == axis[1] && hpmli_sections(src[0], d[0]) == hpmli_sections(src[1], d[1]);
+        if (!repeated && !alike) return hpmli_split_mismatch(op, src[0], src[1]);
+        copy[!of] |= repeated && axis[of] == HPML_AXIS_TENSOR;
+        split[ndim - k] = (int8_t)axis[of];
+        *sections       = src[of]->sections;
+    }
+    for (int s = 0; s < 2; s++)
+        if (copy[s]) src[s] = hpml_group_copy(src[s], HPML_AXIS_TENSOR);
+    return true;
+}
+
+/* Makes start and count of a slice, sizes of the whole, those of the part, if dim of x is split: whole sections, *sections
+   of them, can be taken. False: an error. */
+HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, int64_t *count, int64_t *sections)
+{
+    if (dim < 0 || dim >= x->ndim || !x->split[dim]) return true;
+    const int64_t size = hpml_ctx_group(x->ctx, (hpml_axis)x->split[dim])->size;
+    const int64_t section = x->shape[dim] / hpmli_sections(x, dim) * size; /* its length in the whole */
+    if (*start % section != 0 || *count % section != 0)
+        return hpmli_split_refuse("slice", x, dim, "only whole sections can be taken from it");
+    *sections = *count / section;
+    *start /= size;
+    *count /= size;
+    return true;
+}
+
+/* Checks that x, which is concatenated with `first` along dim, is split in the same way, dim in sections as long. */
+HPMLI_FN bool hpmli_split_concat(const hpml_tensor *first, const hpml_tensor *x, int dim)
+{
+    bool fits = memcmp(first->split, x->split, sizeof x->split) == 0;
+    for (int d = 0; d < x->ndim && fits; d++) {
+        int64_t a = hpmli_sections(first, d), b = hpmli_sections(x, d);
+        fits = d == dim ? first->shape[d] * b == x->shape[d] * a : a == b;
+        if (d == dim && !x->split[d]) fits = true;
+    }
+    return fits || hpmli_false(x->ctx, HPML_ERR_SHAPE, "concat: %s is %s, %s is %s; expected the same splits, with "
+                               "sections of the same length", hpmli_describe(first), hpmli_split_text(first),
+                               hpmli_describe(x), hpmli_split_text(x));
+}
+
+/* Finds the shape `part` of this rank's part of x reshaped to `whole` (ndim sizes), and the split of each dimension.
+   Each split dimension of x must become a dimension of `whole` that has the same runs; false if there is none. */
+HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t *whole, int64_t *part, int8_t *split,
+                                  int32_t *sections)
+{
+    int64_t from[HPML_MAX_DIMS], later = 1; /* later: elements of x's whole in the dimensions after d */
+    hpml_param_whole(x, from);
+    memcpy(part, whole, (size_t)ndim * sizeof *part);
+    memset(split, 0, HPML_MAX_DIMS);
+    *sections = 0;
+    for (int d = x->ndim - 1; d >= 0; later *= from[d--]) {
+        int64_t size = hpml_ctx_group(x->ctx, (hpml_axis)x->split[d])->size;
+        int64_t run  = from[d] / size / hpmli_sections(x, d) * later, inner = 1;
+        int     at   = ndim - 1;
+        if (!x->split[d]) continue;
+        for (; at >= 0; inner *= whole[at--]) {
+            int64_t length = whole[at] / size;
+            bool    fits   = !split[at] && whole[at] % size == 0 && run % inner == 0 && length * inner % run == 0;
+            if (!fits) continue;
+            if (length * inner > run && *sections > 1) return false;
+            *sections = (int32_t)hpmli_max(*sections, length * inner / run);
+            break;
+        }
+        if (at < 0) return false;
+        split[at] = x->split[d];
+        part[at]  = whole[at] / size;
+    }
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>record   recording: nodes and inputs
 // ---------------------------------------------------------------------------------------------------------------------
 /* Private state of a node; allocated together with the node. */
@@ -3239,6 +3518,7 @@ struct hpmli_node_state {
     int64_t block_samples;                     /* samples of a block; 0: all samples */
     int64_t first_index;                       /* number of labels or tokens in the blocks before the present block */
     size_t  copies_at, block_saved;            /* bytes: offset of f32 copies in scratch; saved for a block */
+    int     number;                            /* the index that the node has in the serial program, see >>groups */
     size_t  host_bytes;                        /* of `host` */
     char   *host;                              /* of an op of the user on a device, NULL until it runs: its saved and
                                                   scratch memory and copies of the device's arrays */
@@ -3255,7 +3535,7 @@ HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const cha
     char text[64];
     if (hpmli_failed(ctx)) return NULL;
     if (name && name[0]) return hpmli_strdup(ctx, name);
-    snprintf(text, sizeof text, "%s%d", kind, ctx->node_count - ctx->layout_permutes);
+    snprintf(text, sizeof text, "%s%d", kind, ctx->node_count - ctx->layout_permutes - ctx->group_nodes);
     return hpmli_strdup(ctx, text);
 }
 
@@ -3349,6 +3629,7 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     n->state     = &block->state;
     n->op        = op;
     n->index     = ctx->node_count++;
+    n->state->number = n->index - ctx->group_nodes;
     ctx->source_count += src_count;
     n->out       = out;
     n->src_count = src_count;
@@ -3356,6 +3637,7 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     out->layout  = layout;
     for (int i = 0; i < src_count; i++) hpmli_node_add_source(n, i, src[i]);
     if (out->batch_rows) n->mixes_batch = false;
+    if (hpmli_is_split(src[0]) && !hpmli_split_follow(n)) return none;
     ctx->param_kept = ctx->param_count;
     return n;
 }
@@ -3454,9 +3736,37 @@ HPMLI_FN bool hpmli_names_grow(hpml_ctx *ctx)
     return true;
 }
 
-HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
-                                      const int64_t *shape)
+/* How a parameter is split over the group of an axis. DATA: the parameter is whole. */
+typedef struct hpmli_part {
+    hpml_axis axis;
+    int       dim;
+    int32_t   sections;
+} hpmli_part;
+
+/* Changes `shape`, that of a whole, to that of this rank's part; false, with an error, if it cannot be split. */
+HPMLI_FN bool hpmli_part_shape(hpml_ctx *ctx, const char *name, const hpmli_part *part, int ndim, int64_t *shape)
 {
+    const int64_t size = hpml_ctx_group(ctx, part->axis)->size, sections = hpmli_max(part->sections, 1);
+    if (part->axis == HPML_AXIS_DATA) return true;
+    if ((int)part->axis < 0 || part->axis >= HPML_AXES || part->axis == HPML_AXIS_PIPE || part->dim < 0 ||
+        part->dim >= ndim || part->sections < 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": %d sections of dimension %d split over the %s "
+                           "axis; expected the tensor, sequence or expert axis and one of %d dimensions", name,
+                           part->sections, part->dim, hpml_axis_name(part->axis), ndim);
+    if (shape[part->dim] % (sections * size) != 0)
+        return hpmli_false(ctx, HPML_ERR_SHAPE, "parameter \"%s\": dimension %d of %s in %lld sections does not divide "
+                           "among the %lld ranks of the %s axis; expected a multiple of %lld", name, part->dim,
+                           hpmli_shape_text(ctx, ndim, shape), (long long)sections, (long long)size,
+                           hpml_axis_name(part->axis), (long long)(sections * size));
+    shape[part->dim] /= size;
+    return true;
+}
+
+/* Creates a parameter: this rank's part of a whole that has this shape. */
+HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
+                                      const int64_t *whole, const hpmli_part *part)
+{
+    int64_t shape[HPML_MAX_DIMS];
     if (!name || hpmli_failed(ctx)) return NULL;
     if ((int)init < 0 || init > HPML_INIT_ONES)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": no initializer %d", name, (int)init);
@@ -3466,6 +3776,8 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     if (hpml_param_find(ctx, name))
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" exists already; give the layers different "
                           "names", name);
+    for (int i = 0; i < ndim && i < HPML_MAX_DIMS; i++) shape[i] = whole[i];
+    if (!hpmli_part_shape(ctx, name, part, ndim, shape)) return NULL;
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     if (!t || !hpmli_grow(ctx, &ctx->params, ctx->param_count, &ctx->param_capacity, sizeof t)) return NULL;
     if (!hpmli_names_grow(ctx)) return NULL;
@@ -3479,21 +3791,33 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     t->param->stage      = -1;
     t->param->keep_count = -1;
     t->needs_grad        = true;
+    if (part->axis != HPML_AXIS_DATA && hpml_ctx_group(ctx, part->axis)->size > 1) {
+        t->param->axis      = part->axis;
+        t->param->split_dim = part->dim;
+        t->param->sections  = (int32_t)hpmli_max(part->sections, 1);
+        hpmli_split_set(t, part->dim, part->axis, t->param->sections);
+    }
     *hpmli_name_entry(ctx, name) = ctx->param_count + 1;
     ctx->params[ctx->param_count++] = t;
     return t;
 }
 
 /* Creates the parameter "<layer>.<suffix>". Vectors (biases, scales of norms) are excluded from weight decay. */
-HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
-                                        float scale, int ndim, const int64_t *shape)
+HPMLI_FN hpml_tensor *hpmli_layer_part(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
+                                       float scale, int ndim, const int64_t *shape, const hpmli_part *part)
 {
     char text[HPMLI_NAME];
     if (!layer || hpmli_failed(ctx)) return NULL;
     snprintf(text, sizeof text, "%s.%s", layer, suffix);
-    hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, text), init, scale, ndim, shape);
+    hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, text), init, scale, ndim, shape, part);
     if (t) t->param->no_decay = ndim == 1;
     return t;
+}
+HPMLI_FN hpml_tensor *hpmli_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_init init,
+                                        float scale, int ndim, const int64_t *shape)
+{
+    const hpmli_part whole = { HPML_AXIS_DATA, 0, 1 };
+    return hpmli_layer_part(ctx, layer, suffix, init, scale, ndim, shape, &whole);
 }
 
 HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc)
@@ -3503,8 +3827,9 @@ HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *de
     if (hpmli_failed(ctx) || !HPMLI_COPY_DESC(ctx, "param", d, desc)) return NULL;
     if (d.ndim < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
     snprintf(text, sizeof text, "param%d", ctx->param_count);
+    const hpmli_part part = { d.axis, d.split_dim, d.sections };
     hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d.name ? d.name : text), d.init, d.init_scale, d.ndim,
-                                     d.shape);
+                                     d.shape, &part);
     if (!t) return NULL;
     t->param->buffer   = d.buffer;
     t->param->frozen   = d.frozen;
@@ -3535,6 +3860,7 @@ HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
 /* A job that makes the first values w of a parameter, on the host, from the random stream of its index alone. */
 typedef struct hpmli_init_job {
     const hpml_ctx *ctx;
+    const hpml_tensor *t;          /* the parameter */
     float          *w;             /* (n) */
     int64_t         n;
     uint64_t        stream;
@@ -3545,9 +3871,11 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_init_job *j = (const hpmli_init_job *)arg;
     int64_t i = task * HPMLI_GRAIN, end = i + HPMLI_GRAIN < j->n ? i + HPMLI_GRAIN : j->n;
-    if (j->drawn)
-        j->ctx->k->random(j->normal ? HPMLI_NORMAL : HPMLI_UNIFORM, j->w + i, j->ctx->seed, j->stream, (uint64_t)i,
-                          end - i);
+    for (int64_t at = i, run; j->drawn && at < end; at += run) { /* a part has the whole's numbers */
+        int64_t place = hpmli_whole_place(j->t, at, &run);
+        j->ctx->k->random(j->normal ? HPMLI_NORMAL : HPMLI_UNIFORM, j->w + at, j->ctx->seed, j->stream,
+                          (uint64_t)place, hpmli_min(run, end - at));
+    }
     for (; i < end; i++)
         if (!j->drawn) j->w[i] = (float)j->scale;
         else j->w[i] = (float)(j->scale * (j->normal ? (double)j->w[i] : 2 * (double)j->w[i] - 1));
@@ -3556,10 +3884,12 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 {
     const hpml_param *p = t->param;
-    hpmli_init_job    j = { ctx, w, hpml_tensor_count(t), HPMLI_STREAM_INIT + (uint64_t)p->index,
+    hpmli_init_job    j = { ctx, t, w, hpml_tensor_count(t), HPMLI_STREAM_INIT + (uint64_t)p->index,
                             (double)p->init_scale, true, false };
-    double fan_in = (double)j.n / (double)t->shape[0], field = fan_in / (double)t->shape[1];
-    double fan_out = (double)t->shape[0] * field;
+    int64_t whole[HPML_MAX_DIMS];
+    hpml_param_whole(t, whole);
+    double fan_in = (double)hpmli_whole_count(t) / (double)whole[0], field = fan_in / (double)whole[1];
+    double fan_out = (double)whole[0] * field;
     switch (p->init) {
     case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: j.scale = sqrt(6 / fan_in); break;
     case HPML_INIT_KAIMING_NORMAL: j.scale = sqrt(2 / fan_in); break;
@@ -3589,6 +3919,15 @@ HPML_API void hpml_param_whole(const hpml_tensor *t, int64_t *shape)
         shape[i] = t ? t->shape[i] : 1;
         if (t && t->split[i]) shape[i] *= hpml_ctx_group(t->ctx, (hpml_axis)t->split[i])->size;
     }
+}
+
+HPML_API void hpml_param_copy(const hpml_tensor *param, float *part, int64_t first, int64_t count, float *whole,
+                              bool to_whole)
+{
+    hpmli_cut c = { hpml_tensor_count(param), 0, 1 };
+    if (param->param && param->param->axis != HPML_AXIS_DATA)
+        c = hpmli_cut_of(param, param->param->axis, param->param->split_dim, param->param->sections);
+    hpmli_cut_copy(&c, whole, part, first, count, to_whole);
 }
 
 HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
@@ -5099,8 +5438,11 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
 {
     int64_t      shape[HPML_MAX_DIMS];
     hpml_tensor *src[2] = { a, b };
+    int8_t       split[HPML_MAX_DIMS];
+    int32_t      sections;
     if (!hpmli_recordable(2, src)) return NULL;
     int ndim = a->ndim > b->ndim ? a->ndim : b->ndim;
+    if (!hpmli_split_pair(hpml_op_name(op), src, ndim, split, &sections) || !hpmli_recordable(2, src)) return NULL;
     for (int i = 0; i < ndim; i++) {
         int64_t da = i < ndim - a->ndim ? 1 : a->shape[i - (ndim - a->ndim)];
         int64_t db = i < ndim - b->ndim ? 1 : b->shape[i - (ndim - b->ndim)];
@@ -5111,6 +5453,8 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
     }
     hpml_node *n = hpmli_node_create(op, NULL, 2, src, ndim, shape);
     n->mixes_batch |= (a->batch_rows && a->ndim < ndim) || (b->batch_rows && b->ndim < ndim);
+    if (n->out) memcpy(n->out->split, split, sizeof split);
+    if (n->out) n->out->sections = sections;
     return n->out;
 }
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_ADD, a, b); }
@@ -5220,18 +5564,24 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
 {
     int64_t      shape[HPML_MAX_DIMS];
     hpml_tensor *src[2] = { a, b };
+    int8_t       split[HPML_MAX_DIMS];
+    int32_t      sections = 0;
+    hpml_axis    sum      = HPML_AXIS_DATA;
     if (!hpmli_recordable(2, src)) return NULL;
     bool fits = a->ndim >= 2 && (b->ndim == 2 || b->ndim == a->ndim);
+    const int m_k[2] = { a->ndim - (trans_a ? 1 : 2), a->ndim - (trans_a ? 2 : 1) }; /* dimensions m and k of a */
+    const int k_n[2] = { b->ndim - (trans_b ? 1 : 2), b->ndim - (trans_b ? 2 : 1) }; /* dimensions k and n of b */
+    if (fits && (!hpmli_split_matmul(src, m_k, k_n, split, &sections, &sum) || !hpmli_recordable(2, src))) return NULL;
     for (int i = 0; i < a->ndim - 2; i++) {
         shape[i] = a->shape[i];
         fits     = fits && (b->ndim == 2 || b->shape[i] == a->shape[i]);
     }
-    if (!fits || a->shape[a->ndim - (trans_a ? 2 : 1)] != b->shape[b->ndim - (trans_b ? 1 : 2)])
+    if (!fits || a->shape[m_k[1]] != b->shape[k_n[0]])
         return hpmli_null(a->ctx, HPML_ERR_SHAPE, "matmul: %s%s and %s%s do not fit: expected (.., m, k) and (.., k, "
                           "n) with the same leading dimensions, or (k, n)", hpmli_describe(a),
                           trans_a ? " transposed" : "", hpmli_describe(b), trans_b ? " transposed" : "");
-    shape[a->ndim - 2] = a->shape[a->ndim - (trans_a ? 1 : 2)];
-    shape[a->ndim - 1] = b->shape[b->ndim - (trans_b ? 2 : 1)];
+    shape[a->ndim - 2] = a->shape[m_k[0]];
+    shape[a->ndim - 1] = b->shape[k_n[1]];
     hpml_node *n = hpmli_node_create(HPML_OP_MATMUL, NULL, 2, src, a->ndim, shape);
     n->attr.matmul.trans_a = trans_a;
     n->attr.matmul.trans_b = trans_b;
@@ -5240,7 +5590,10 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
         hpmli_node_batch(n, contracts ? 0 : a->batch_rows);
         n->mixes_batch = b->batch_rows ? trans_b || !contracts || !a->batch_rows : contracts && a->batch_rows;
     }
-    return n->out;
+    if (!n->out) return NULL;
+    memcpy(n->out->split, split, sizeof split);
+    n->out->sections = sections;
+    return sum == HPML_AXIS_DATA ? n->out : hpml_group_sum(n->out, sum);
 }
 
 /* Sets m to the matrices a, b and c of the matmul n: values, or gradients if `grad`. If all matrices a of a batch are
@@ -5285,6 +5638,59 @@ HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_BOTH,
          hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
          hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
+/* Prepares the source *x of a layer whose outputs or inputs, dimension dim of *x, may be split: makes *split NONE in a
+   group of one rank, checks how *x is split, and makes *x a copy for OUT. False: an error. */
+HPMLI_FN bool hpmli_layer_split(const char *op, const char *name, hpml_tensor **x, int dim, hpml_split *split,
+                                int32_t sections)
+{
+    const hpml_tensor *t = *x;
+    if ((int)*split < 0 || *split > HPML_SPLIT_IN || sections < 0 || (sections > 1 && *split != HPML_SPLIT_OUT))
+        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "%s \"%s\": .split %d with %d sections; expected HPML_SPLIT_OUT, "
+                           "or HPML_SPLIT_IN or NONE without sections", op, name ? name : "", (int)*split, sections);
+    if (hpml_ctx_group(t->ctx, HPML_AXIS_TENSOR)->size == 1) *split = HPML_SPLIT_NONE;
+    if (*split == HPML_SPLIT_IN && t->split[dim] != HPML_AXIS_TENSOR)
+        return hpmli_false(t->ctx, HPML_ERR_SHAPE, "%s \"%s\": .split is HPML_SPLIT_IN, and its input %s is %s; split "
+                           "the layer before by HPML_SPLIT_OUT, or record hpml_group_split(x, HPML_AXIS_TENSOR, %d)",
+                           op, name ? name : "", hpmli_describe(t), hpmli_split_text(t), dim);
+    if (*split != HPML_SPLIT_IN && t->split[dim])
+        return hpmli_false(t->ctx, HPML_ERR_SHAPE, "%s \"%s\": its input %s is %s; set .split = HPML_SPLIT_IN, or "
+                           "record hpml_group_gather(x, axis, %d)", op, name ? name : "", hpmli_describe(t),
+                           hpmli_split_text(t), dim);
+    if (*split == HPML_SPLIT_OUT) *x = hpml_group_copy(*x, HPML_AXIS_TENSOR);
+    return *x != NULL;
+}
+
+/* Records the end of a layer that is split by its inputs: act(sum over the ranks of y + bias); bias may be NULL. */
+HPMLI_FN hpml_tensor *hpmli_layer_sum(hpml_tensor *y, hpml_tensor *bias, hpml_act act)
+{
+    if (!y) return NULL;
+    hpml_ctx *ctx = y->ctx;
+    y = hpml_group_sum(y, HPML_AXIS_TENSOR);
+    if (bias && y) {
+        y = hpml_add(y, bias);
+        ctx->group_nodes++;
+    }
+    if (act == HPML_ACT_NONE || !y) return y;
+    ctx->group_nodes++;
+    return hpml_activation(y, act, 0);
+}
+
+/* True if w, a parameter that several layers use, has the shape `whole` and is split as `part` says; else an error. */
+HPMLI_FN bool hpmli_shared_fits(const char *op, const char *name, const hpml_tensor *w, const int64_t *whole,
+                                const hpmli_part *part)
+{
+    int64_t shape[HPML_MAX_DIMS];
+    hpml_param_whole(w, shape);
+    hpml_axis axis = w->param ? w->param->axis : HPML_AXIS_DATA;
+    bool      fits = axis == part->axis && w->ndim == 2 && shape[0] == whole[0] && shape[1] == whole[1];
+    if (fits && axis != HPML_AXIS_DATA)
+        fits = w->param->split_dim == part->dim && w->param->sections == hpmli_max(part->sections, 1);
+    return fits || hpmli_false(w->ctx, HPML_ERR_SHAPE, "%s \"%s\": weight is %s, %s; expected a whole of %s%s%s", op,
+                               name, hpmli_describe(w), hpmli_split_text(w), hpmli_shape_text(w->ctx, 2, whole),
+                               part->axis ? " that is split over the tensor axis along dimension " : "",
+                               !part->axis ? "" : part->dim ? "1" : "0");
+}
+
 /* Records y = act(x w^T + bias), with w (out, columns of x). Sources of the node: x, w, bias (NULL without). */
 HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
 {
@@ -5296,22 +5702,30 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": input is %s, expected (.., in); %lld outputs, "
                           "expected 1 or more; activation %d", d.name ? d.name : "", hpmli_describe(x), (long long)out,
                           (int)d.activation);
+    const int   last = x->ndim - 1;
     const char *name = hpmli_layer_name(x->ctx, d.name, "linear");
-    weight[0] = out, weight[1] = x->shape[x->ndim - 1];
+    if (!hpmli_layer_split("linear", name, &x, last, &d.split, d.sections)) return NULL;
+    const bool       in   = d.split == HPML_SPLIT_IN;
+    const hpmli_part rows = { d.split ? HPML_AXIS_TENSOR : HPML_AXIS_DATA, in, in ? x->sections : d.sections };
+    const hpmli_part bias = { in ? HPML_AXIS_DATA : rows.axis, 0, rows.sections };
+    hpml_param_whole(x, shape);
+    weight[0] = out, weight[1] = shape[last];
     src[0]    = x;
-    src[1]    = d.weight ? d.weight : hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 2, weight);
-    src[2]    = d.no_bias ? NULL : hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out);
+    src[1]    = d.weight ? d.weight : hpmli_layer_part(x->ctx, name, "weight", d.init, d.init_scale, 2, weight, &rows);
+    src[2]    = d.no_bias ? NULL : hpmli_layer_part(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out, &bias);
     if (!hpmli_recordable(2, src) || (!d.no_bias && !src[2])) return NULL;
-    if (src[1]->ndim != 2 || src[1]->shape[0] != out || src[1]->shape[1] != weight[1])
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "linear \"%s\": weight is %s, input %s has %lld features and %lld "
-                          "outputs are requested", name, hpmli_describe(src[1]), hpmli_describe(x),
-                          (long long)weight[1], (long long)out);
+    if (d.weight && !hpmli_shared_fits("linear", name, src[1], weight, &rows)) return NULL;
     memcpy(shape, x->shape, sizeof shape);
-    shape[x->ndim - 1] = out;
+    shape[last] = src[1]->shape[0];
+    hpml_tensor *after = in ? src[2] : NULL; /* the bias, if it is added after the ranks' sum */
+    hpml_act     act   = in ? HPML_ACT_NONE : d.activation;
+    if (in) src[2] = NULL;
     hpml_node *n = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
-    n->attr.act.act   = d.activation;
+    n->attr.act.act   = act;
     n->attr.act.slope = 0.01f;
-    if (n->out && hpmli_act_reads_x(d.activation)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* saves x w^T + bias */
+    if (n->out && hpmli_act_reads_x(act)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* saves x w^T + bias */
+    if (in) return hpmli_layer_sum(n->out, after, d.activation);
+    if (n->out && d.split) hpmli_split_set(n->out, last, HPML_AXIS_TENSOR, rows.sections);
     return n->out;
 }
 
@@ -5369,14 +5783,22 @@ HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
    between a tensor and a range of another one, or one with reordered dimensions, in runs as long as strides allow. */
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
 {
-    int64_t full[HPML_MAX_DIMS];
+    int64_t full[HPML_MAX_DIMS], part[HPML_MAX_DIMS];
+    int8_t  split[HPML_MAX_DIMS];
+    int32_t sections;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (!hpmli_reshape_rule(hpml_tensor_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
-    hpml_node *n = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, full);
+    if (!hpmli_reshape_rule(hpmli_whole_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
+    if (!hpmli_split_reshape(x, ndim, full, part, split, &sections))
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "reshape to %s, sizes of the whole: %s is %s, and no dimension of the "
+                          "result would be split alike; hpml_group_gather it first",
+                          hpmli_shape_text(x->ctx, ndim, full), hpmli_describe(x), hpmli_split_text(x));
+    hpml_node *n = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, part);
     if (x->batch_rows) { /* there is a batch dimension if the new number of rows is a multiple of the samples */
         int64_t batch = x->shape[0] / x->batch_rows;
-        hpmli_node_batch(n, ndim > 0 && full[0] % batch == 0 ? full[0] / batch : 0);
+        hpmli_node_batch(n, ndim > 0 && part[0] % batch == 0 ? part[0] / batch : 0);
     }
+    if (n->out) memcpy(n->out->split, split, sizeof split);
+    if (n->out) n->out->sections = sections;
     return n->out;
 }
 HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1)
@@ -5484,6 +5906,8 @@ HPML_API hpml_tensor *hpml_permute(hpml_tensor *x, const int *dims)
     hpml_node *n = hpmli_node_create(HPML_OP_PERMUTE, NULL, 1, &x, x->ndim, shape);
     for (int i = 0; i < x->ndim; i++) n->attr.permute.dims[i] = dims[i];
     hpmli_node_batch(n, dims[0] == 0 ? x->batch_rows : 0);
+    for (int i = 0; i < x->ndim && n->out; i++) n->out->split[i] = x->split[dims[i]];
+    if (n->out) n->out->sections = x->sections;
     return n->out;
 }
 
@@ -5584,14 +6008,17 @@ HPMLI_OP(permute, HPMLI_OP_REORDERS, 0, hpmli_flops_pointwise(n, back), hpmli_pe
 
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
 {
-    int64_t shape[HPML_MAX_DIMS];
-    if (!hpmli_recordable(1, &x) || !hpmli_slice_fits(x, dim, start, count)) return NULL;
+    int64_t shape[HPML_MAX_DIMS], sections = 0;
+    if (!hpmli_recordable(1, &x) || !hpmli_split_slice(x, dim, &start, &count, &sections)) return NULL;
+    if (!hpmli_slice_fits(x, dim, start, count)) return NULL;
     memcpy(shape, x->shape, sizeof shape);
     shape[dim] = count;
     hpml_node *n = hpmli_node_create(HPML_OP_SLICE, NULL, 1, &x, x->ndim, shape);
     n->attr.slice.dim   = dim;
     n->attr.slice.start = start;
     if (dim == 0) hpmli_node_batch(n, 0);
+    if (n->out) memcpy(n->out->split, x->split, sizeof x->split);
+    if (n->out) n->out->sections = (int32_t)(sections > 0 ? sections : x->sections);
     return n->out;
 }
 
@@ -5618,11 +6045,16 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
         if (!fits)
             return hpmli_null(x[0]->ctx, HPML_ERR_SHAPE, "concat along dimension %d: %s and %s do not fit", dim,
                               hpmli_describe(x[0]), hpmli_describe(x[i]));
+        if (!hpmli_split_concat(x[0], x[i], dim)) return NULL;
         if (i > 0) shape[dim] += x[i]->shape[dim];
     }
     hpml_node *n = hpmli_node_create(HPML_OP_CONCAT, NULL, count, x, x[0]->ndim, shape);
     n->attr.slice.dim = dim;
     if (dim == 0) hpmli_node_batch(n, 0);
+    if (n->out) memcpy(n->out->split, x[0]->split, sizeof x[0]->split);
+    if (n->out) n->out->sections = x[0]->sections;
+    if (n->out && x[0]->split[dim])
+        n->out->sections = (int32_t)(shape[dim] * hpmli_sections(x[0], dim) / x[0]->shape[dim]);
     return n->out;
 }
 
@@ -5646,11 +6078,18 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: no dimension %d", hpmli_describe(x), dim);
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
+    if (dim >= 0 ? x->split[dim] != 0 : hpmli_is_split(x)) {
+        const char *why = "each rank would have a part of the sum";
+        hpmli_split_refuse("sum", x, dim, why);
+        return NULL;
+    }
     hpml_node *n = hpmli_node_create(HPML_OP_SUM, NULL, 1, &x, dim >= 0 ? x->ndim : 0, shape);
     n->attr.sum.dim  = dim;
     n->attr.sum.mean = mean;
     if (dim <= 0) hpmli_node_batch(n, 0);
     n->mixes_batch = false; /* a sum over a short batch is a shorter sum */
+    if (n->out) memcpy(n->out->split, x->split, sizeof x->split);
+    if (n->out) n->out->sections = x->sections;
     return n->out;
 }
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
@@ -5819,6 +6258,29 @@ HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr 
     return true;
 }
 
+/* Creates weight and bias of a convolution: src[1] and src[2] (NULL without). False: an error. */
+HPMLI_FN bool hpmli_conv_params(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a,
+                                const hpml_conv2d_desc *d, hpml_tensor **src)
+{
+    const bool       in   = d->split == HPML_SPLIT_IN;
+    const hpmli_part part = { d->split ? HPML_AXIS_TENSOR : HPML_AXIS_DATA, in, in ? x->sections : 1 };
+    const hpmli_part rest = { in ? HPML_AXIS_DATA : part.axis, 0, 1 };
+    int64_t w[4] = { out, hpmli_image(x, 0) / a->conv.groups, a->conv.kernel[0], a->conv.kernel[1] };
+    if (in) w[1] *= hpml_ctx_group(x->ctx, HPML_AXIS_TENSOR)->size;
+    src[0] = x;
+    src[1] = hpmli_layer_part(x->ctx, name, "weight", d->init, d->init_scale, 4, w, &part);
+    src[2] = d->no_bias ? NULL : hpmli_layer_part(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out, &rest);
+    return !hpmli_failed(x->ctx);
+}
+
+/* Records the end of a convolution that is split by its inputs; a bias is repeated over the pixels of y. */
+HPMLI_FN hpml_tensor *hpmli_conv_sum(hpml_tensor *y, hpml_tensor *bias, hpml_act act)
+{
+    if (!y || !bias || y->layout == HPML_NHWC) return hpmli_layer_sum(y, bias, act);
+    y->ctx->group_nodes++;
+    return hpmli_layer_sum(y, hpml_reshape_3d(bias, bias->shape[0], 1, 1), act);
+}
+
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
 {
     hpml_attr    a;
@@ -5846,24 +6308,31 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     a.conv.dilation[1] = hpmli_conv_default(d.dilation_w, a.conv.dilation[0]);
     a.conv.groups      = hpmli_conv_default(d.groups, 1);
     a.conv.act         = d.activation;
+    const int channels = x->layout == HPML_NHWC ? 3 : 1; /* the dimension of the channels */
+    if (x->ndim == 4 && !hpmli_layer_split("conv2d", d.name, &x, channels, &d.split, 0)) return NULL;
+    const bool  in  = d.split == HPML_SPLIT_IN;
     const char *why = hpmli_conv_check(x, out, &a);
+    if (!why && d.split && a.conv.groups != 1) why = "groups with .split; set one of them";
+    for (int i = 0; i < x->ndim && !why; i++)
+        if (x->split[i] && !(in && i == channels)) why = "the input is split along another dimension than its channels";
     if (why)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv2d \"%s\": input %s, %lld outputs, kernel %dx%d, stride %dx%d, "
                           "padding %dx%d, dilation %dx%d, %d groups: %s", d.name ? d.name : "", hpmli_describe(x),
                           (long long)out, a.conv.kernel[0], a.conv.kernel[1], a.conv.stride[0], a.conv.stride[1],
                           a.conv.padding[0], a.conv.padding[1], a.conv.dilation[0], a.conv.dilation[1], a.conv.groups,
                           why);
-    const int64_t w[4] = { out, hpmli_image(x, 0) / a.conv.groups, a.conv.kernel[0], a.conv.kernel[1] };
-    hpmli_image_shape(x, out, hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
     const char *name = hpmli_layer_name(x->ctx, d.name, "conv");
-    src[0] = x;
-    src[1] = hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 4, w);
-    src[2] = d.no_bias ? NULL : hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out);
-    if (hpmli_failed(x->ctx)) return NULL;
+    if (!hpmli_conv_params(x, name, out, &a, &d, src)) return NULL;
+    if (in) a.conv.act = HPML_ACT_NONE; /* activation and bias follow the sum over the ranks */
+    hpmli_image_shape(x, src[1]->shape[0], hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
     if (hpmli_shape_count(4, shape) > 0 && !hpmli_conv_choose(x, shape, &a, &d, &bytes)) return NULL;
+    hpml_tensor *bias = src[2];
+    if (in) src[2] = NULL;
     hpml_node *n = hpmli_node_create(HPML_OP_CONV2D, name, 3, src, 4, shape);
     n->attr          = a;
     n->scratch_bytes = bytes;
+    if (in) return hpmli_conv_sum(n->out, bias, d.activation);
+    if (n->out && d.split) hpmli_split_set(n->out, channels, HPML_AXIS_TENSOR, 1);
     return n->out;
 }
 
@@ -6302,11 +6771,14 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     const char *name = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
     int64_t     cols = x->shape[batch ? 1 : x->ndim - 1], rows = hpml_tensor_count(x) / cols;
     int64_t     blocks = (rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
-    if (!d.no_affine) src[1] = hpmli_layer_param(x->ctx, name, "weight", HPML_INIT_ONES, 0, 1, &cols);
+    int64_t     whole[HPML_MAX_DIMS], *c = &whole[batch ? 1 : x->ndim - 1]; /* parameters: one number a column */
+    hpmli_part  part = { batch ? (hpml_axis)x->split[1] : HPML_AXIS_DATA, 0, x->sections };
+    hpml_param_whole(x, whole);
+    if (!d.no_affine) src[1] = hpmli_layer_part(x->ctx, name, "weight", HPML_INIT_ONES, 0, 1, c, &part);
     if (!d.no_affine && op != HPML_OP_RMSNORM)
-        src[2] = hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &cols);
-    if (batch) src[3] = hpmli_layer_param(x->ctx, name, "running_mean", HPML_INIT_ZEROS, 0, 1, &cols);
-    if (batch) src[4] = hpmli_layer_param(x->ctx, name, "running_var", HPML_INIT_ONES, 0, 1, &cols);
+        src[2] = hpmli_layer_part(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, c, &part);
+    if (batch) src[3] = hpmli_layer_part(x->ctx, name, "running_mean", HPML_INIT_ZEROS, 0, 1, c, &part);
+    if (batch) src[4] = hpmli_layer_part(x->ctx, name, "running_var", HPML_INIT_ONES, 0, 1, c, &part);
     for (int i = 3; i < 5 && src[i]; i++) {
         src[i]->param->buffer = true;
         src[i]->needs_grad    = false;
@@ -6585,7 +7057,8 @@ HPMLI_OP(rmsnorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
 // >>dropout   dropout and embedding
 // ---------------------------------------------------------------------------------------------------------------------
 /* Drops element i if word i of the random stream of this step and node is below p 2^32. Both passes compute the mask;
-   neither stores it. i counts from the first sample of the global batch, so that masks are the same on any rank. */
+   neither stores it. i counts from the first sample of the global batch, in the whole of a split tensor, so that masks
+   are the same on any rank. */
 HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
 {
     if (!hpmli_recordable(1, &x)) return NULL;
@@ -6603,16 +7076,20 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
     hpml_tensor    *x = w->n->src[0], *y = w->n->out;
     const float    *from  = w->back ? y->grad : x->data;
     float          *to    = w->back ? x->grad : y->data, p = w->n->attr.dropout.p, scale = 1 / (1 - p);
-    int64_t         count = hpml_tensor_count(y), sample = y->batch_rows * (count / y->shape[0]);
-    int64_t         at = piece * HPMLI_PIECE, c = hpmli_min(count - at, HPMLI_PIECE);
-    uint64_t        stream = run->step << 24 ^ (uint64_t)w->n->index ^ HPMLI_STREAM_DROPOUT;
+    int64_t         count = hpml_tensor_count(y), sample = y->batch_rows * (hpmli_whole_count(y) / y->shape[0]);
+    int64_t         at = piece * HPMLI_PIECE, c = hpmli_min(count - at, HPMLI_PIECE), run_length;
+    uint64_t        stream = run->step << 24 ^ (uint64_t)w->n->state->number ^ HPMLI_STREAM_DROPOUT;
     uint32_t        words[HPMLI_PIECE], least = (uint32_t)((double)p * 4294967296.0);
     bool            add = w->back && w->n->accumulate[0];
     if (!run->train || p == 0) {
         if (from != to || add) w->k->vaxpby(to + at, 1, from + at, add ? 1.0f : 0.0f, c);
         return;
     }
-    w->k->random(HPMLI_WORDS, words, run->ctx->seed, stream, run->sample * (uint64_t)sample + (uint64_t)at, c);
+    for (int64_t i = 0; i < c; i += run_length) { /* the words of the elements' places in the whole */
+        int64_t place = hpmli_whole_place(y, at + i, &run_length);
+        w->k->random(HPMLI_WORDS, words + i, run->ctx->seed, stream,
+                     run->sample * (uint64_t)sample + (uint64_t)place, hpmli_min(run_length, c - i));
+    }
     for (int64_t i = 0; i < c; i++) {
         float v = words[i] >= least ? from[at + i] * scale : 0;
         to[at + i] = add ? to[at + i] + v : v;
@@ -6622,6 +7099,7 @@ HPMLI_WORK_OP(dropout, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back),
               (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE, HPMLI_GRAIN / HPMLI_PIECE, dropout_piece,
               dropout_piece);
 
+static hpml_tensor *hpmli_embedding_parts(const char *name, hpml_tensor *const src[2]); /* see >>groups */
 /* Records y[i] = table[token[i]]; backward adds dy[i] to row token[i] of the table's gradient, in the order of i.
    Sources of the node: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
@@ -6636,16 +7114,21 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                           "dimensions; table %lldx%lld", d.name ? d.name : "", hpmli_describe(tokens),
                           HPML_MAX_DIMS - 1, (long long)vocabulary, (long long)width);
     const char *name = hpmli_layer_name(tokens->ctx, d.name, "embedding");
+    bool        parts = d.split != HPML_SPLIT_NONE && hpml_ctx_group(tokens->ctx, HPML_AXIS_TENSOR)->size > 1;
+    hpmli_part  part = { parts ? HPML_AXIS_TENSOR : HPML_AXIS_DATA, 0, 1 };
+    if ((int)d.split < 0 || d.split > HPML_SPLIT_OUT || (parts && d.sparse))
+        return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .split %d%s; expected HPML_SPLIT_OUT, "
+                          "by vocabulary, and then no .sparse", name ? name : "", (int)d.split,
+                          d.sparse ? " with .sparse" : "");
     table[0] = vocabulary;
     table[1] = width;
     src[0]   = tokens;
-    src[1]   = d.weight ? d.weight : hpmli_layer_param(tokens->ctx, name, "weight",
+    src[1]   = d.weight ? d.weight : hpmli_layer_part(tokens->ctx, name, "weight",
                    d.init == HPML_INIT_DEFAULT ? HPML_INIT_NORMAL : d.init,
-                   d.init == HPML_INIT_DEFAULT ? 1.0f : d.init_scale, 2, table);
+                   d.init == HPML_INIT_DEFAULT ? 1.0f : d.init_scale, 2, table, &part);
     if (!hpmli_recordable(2, src)) return NULL;
-    if (src[1]->ndim != 2 || src[1]->shape[0] != vocabulary || src[1]->shape[1] != width)
-        return hpmli_null(tokens->ctx, HPML_ERR_SHAPE, "embedding \"%s\": the shared table is %s, expected %lldx%lld",
-                          name, hpmli_describe(src[1]), (long long)vocabulary, (long long)width);
+    if (d.weight && !hpmli_shared_fits("embedding", name, src[1], table, &part)) return NULL;
+    if (parts) return hpmli_embedding_parts(name, src);
     if (d.sparse && (!src[1]->param || !tokens->ctx->backend->host))
         return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .sparse is for parameters on the host, "
                           "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
@@ -6715,6 +7198,12 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     hpml_attention_desc d;
     if (!hpmli_recordable(1, &qkv) || !HPMLI_COPY_DESC(qkv->ctx, "attention", d, desc)) return NULL;
     const int64_t C = qkv->shape[2] / 3, shape[3] = { qkv->shape[0], qkv->shape[1], C };
+    const int32_t size = hpml_ctx_group(qkv->ctx, (hpml_axis)qkv->split[2])->size; /* ranks that share the heads */
+    if (qkv->split[2] && (d.heads % size != 0 || hpmli_sections(qkv, 2) != 3))
+        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input %s is %s, with %d heads; expected 3 sections "
+                          "(.sections of the linear layer before) and heads that divide among the %d ranks",
+                          hpmli_describe(qkv), hpmli_split_text(qkv), d.heads, size);
+    if (qkv->split[2]) d.heads /= size;
     if (d.heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d.heads != 0)
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
                           "a multiple of the heads", hpmli_describe(qkv), d.heads);
@@ -6724,6 +7213,7 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     n->attr.attention.scale  = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
     n->saved_bytes   = (size_t)(shape[0] * shape[1] * d.heads) * sizeof(float); /* (B, heads, T) log sum exp */
     n->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
+    if (n->out && qkv->split[2]) n->out->sections = 1;
     return n->out;
 }
 
@@ -6953,6 +7443,7 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor 
     return n->out;
 }
 
+static hpml_tensor *hpmli_cross_entropy_parts(hpml_tensor *const src[2], float smoothing, int32_t ignore);
 HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
 {
     hpml_cross_entropy_desc d;
@@ -6963,6 +7454,8 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     if (!fits || !(d.label_smoothing >= 0 && d.label_smoothing <= 1))
         return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
                           "and i32 (..), label_smoothing in 0..1", hpmli_describe(logits), hpmli_describe(labels));
+    if (logits->split[logits->ndim - 1] == HPML_AXIS_TENSOR)
+        return hpmli_cross_entropy_parts(src, d.label_smoothing, d.ignore_index ? d.ignore_index : HPML_IGNORE);
     hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
     n->attr.cross_entropy.smoothing = d.label_smoothing;
     n->attr.cross_entropy.ignore    = d.ignore_index ? d.ignore_index : HPML_IGNORE;
@@ -7501,6 +7994,371 @@ HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, b
     on_host.saved   = node->state->host;
     on_host.scratch = node->state->host + (node->attr.custom->saved_bytes + 63) / 64 * 64;
     return hpmli_wrap_run(run, &on_host, backward);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>groups   ops that communicate in a group: copy, sum, split, gather; tables and losses split by vocabulary
+// ---------------------------------------------------------------------------------------------------------------------
+/* Megatron's conjugate pairs (Shoeybi et al. 2019): copy and sum, split and gather are each other's backward pass where
+   all ranks have one loss (TENSOR). Where each rank has its own (DATA, SEQUENCE, EXPERT), an element that several ranks
+   use gets the sum of their gradients, and one that other ranks have too gets none of theirs, because the gradients of
+   whole parameters are added up over these ranks after the backward pass. */
+typedef struct hpmli_group_op {
+    const hpml_group *group;
+    bool              one_loss; /* TENSOR */
+    hpmli_cut         cut;      /* split, gather: the part in the whole */
+} hpmli_group_op;
+
+HPMLI_FN hpml_status hpmli_group_sum_floats(const hpmli_group_op *o, float *x, int64_t n)
+{
+    return o->group->sum(o->group->user, x, n);
+}
+
+/* Joins the ranks' parts (count each) in `whole`, by way of `all` (count times size). */
+HPMLI_FN hpml_status hpmli_group_join(const hpmli_group_op *o, const float *part, int64_t count, float *all,
+                                      float *whole)
+{
+    hpmli_cut   c      = o->cut;
+    hpml_status status = o->group->gather(o->group->user, part, all, count);
+    for (c.rank = 0; status == HPML_OK && c.rank < c.size; c.rank++)
+        hpmli_cut_copy(&c, whole, all + c.rank * count, 0, count, true);
+    return status;
+}
+
+HPMLI_FN const hpmli_group_op *hpmli_group_op_of(const hpml_node *n)
+{
+    return (const hpmli_group_op *)n->attr.custom->user;
+}
+
+HPMLI_FN hpml_status hpmli_group_copy_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+{
+    if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_group_copy_back(const hpml_run *run, hpml_node *n)
+{
+    hpml_status status = hpmli_group_sum_floats(hpmli_group_op_of(n), n->out->grad, hpml_tensor_count(n->out));
+    hpml_node_give(run, n, 0, n->out->grad);
+    return status;
+}
+
+HPMLI_FN hpml_status hpmli_group_sum_pass(const hpml_run *run, hpml_node *n)
+{
+    hpmli_group_copy_pass(run, n);
+    return hpmli_group_sum_floats(hpmli_group_op_of(n), n->out->data, hpml_tensor_count(n->out));
+}
+
+HPMLI_FN hpml_status hpmli_group_sum_back(const hpml_run *run, hpml_node *n)
+{
+    if (!hpmli_group_op_of(n)->one_loss) return hpmli_group_copy_back(run, n);
+    hpml_node_give(run, n, 0, n->out->grad);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_group_split_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+{
+    hpmli_cut_copy(&hpmli_group_op_of(n)->cut, n->src[0]->data, n->out->data, 0, hpml_tensor_count(n->out), false);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_group_split_back(const hpml_run *run, hpml_node *n)
+{
+    const hpmli_group_op *o      = hpmli_group_op_of(n);
+    int64_t               count  = hpml_tensor_count(n->out);
+    float                *whole  = (float *)n->scratch, *all = whole + count * o->cut.size;
+    hpml_status           status = HPML_OK;
+    if (o->one_loss) status = hpmli_group_join(o, n->out->grad, count, all, whole);
+    else {
+        run->ctx->k->vfill(whole, 0, count * o->cut.size);
+        hpmli_cut_copy(&o->cut, whole, n->out->grad, 0, count, true);
+    }
+    hpml_node_give(run, n, 0, whole);
+    return status;
+}
+
+HPMLI_FN hpml_status hpmli_group_gather_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+{
+    return hpmli_group_join(hpmli_group_op_of(n), n->src[0]->data, hpml_tensor_count(n->src[0]), (float *)n->scratch,
+                            n->out->data);
+}
+
+HPMLI_FN hpml_status hpmli_group_gather_back(const hpml_run *run, hpml_node *n)
+{
+    const hpmli_group_op *o      = hpmli_group_op_of(n);
+    hpmli_cut             c      = o->cut;
+    int64_t               count  = hpml_tensor_count(n->src[0]);
+    float                *all    = (float *)n->scratch, *part = all + count * c.size;
+    hpml_status           status = HPML_OK;
+    if (o->one_loss) hpmli_cut_copy(&c, n->out->grad, part, 0, count, false);
+    for (c.rank = 0; !o->one_loss && c.rank < c.size; c.rank++)
+        hpmli_cut_copy(&c, n->out->grad, all + c.rank * count, 0, count, false);
+    if (!o->one_loss) status = o->group->scatter(o->group->user, all, part, count);
+    hpml_node_give(run, n, 0, part);
+    return status;
+}
+
+/* True if the op `name` is to be recorded: x may be read, and the axis has more than one rank. */
+HPMLI_FN bool hpmli_group_ready(const char *name, hpml_tensor *x, hpml_axis axis, int dim)
+{
+    if (!hpmli_recordable(1, &x)) return false;
+    if ((int)axis < 0 || axis >= HPML_AXES || axis == HPML_AXIS_PIPE || dim < 0 || dim >= hpmli_max(x->ndim, 1))
+        return hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "%s of %s: %s axis, dimension %d; expected the data, tensor, "
+                           "sequence or expert axis and a dimension of the tensor", name, hpmli_describe(x),
+                           hpml_axis_name(axis), dim);
+    return hpml_ctx_group(x->ctx, axis)->size > 1;
+}
+
+/* Records a node that a serial program has not; `like`: the result has the shape of x, and may be in its memory. */
+HPMLI_FN hpml_tensor *hpmli_group_record(hpml_tensor *x, hpml_axis axis, hpml_custom *d, bool like, hpmli_cut cut)
+{
+    hpml_ctx       *ctx = x->ctx;
+    hpmli_group_op *o   = hpmli_new(ctx, hpmli_group_op, 1);
+    if (!o) return NULL;
+    o->group      = hpml_ctx_group(ctx, axis);
+    o->one_loss   = axis == HPML_AXIS_TENSOR;
+    o->cut        = cut;
+    d->user       = o;
+    d->in_place   = like;
+    d->keeps      = HPML_KEEP_NONE;
+    d->collective = true;
+    hpml_tensor *y = hpml_custom_op(&x, 1, d);
+    ctx->group_nodes++;
+    return y;
+}
+
+HPML_API hpml_tensor *hpml_group_copy(hpml_tensor *x, hpml_axis axis)
+{
+    const hpmli_cut none = { 1, 0, 1 };
+    hpml_custom     d    = HPMLI_ZEROED;
+    bool            ready = hpmli_group_ready("group_copy", x, axis, 0);
+    if (!ready || axis != HPML_AXIS_TENSOR || !x->needs_grad) return x && x->ctx->status == HPML_OK ? x : NULL;
+    if (x->state->copied) return x->state->copied;
+    d.name     = "group_copy";
+    d.forward  = hpmli_group_copy_pass;
+    d.backward = hpmli_group_copy_back;
+    hpml_tensor *y = hpmli_group_record(x, axis, &d, true, none);
+    if (y) y->state->copied = y;
+    if (x->node) x->state->copied = y; /* inputs and parameters may be in several graphs, results are in one */
+    return y;
+}
+
+HPML_API hpml_tensor *hpml_group_sum(hpml_tensor *x, hpml_axis axis)
+{
+    const hpmli_cut none = { 1, 0, 1 };
+    hpml_custom     d    = HPMLI_ZEROED;
+    if (!hpmli_group_ready("group_sum", x, axis, 0)) return x && x->ctx->status == HPML_OK ? x : NULL;
+    d.name     = "group_sum";
+    d.forward  = hpmli_group_sum_pass;
+    d.backward = hpmli_group_sum_back;
+    return hpmli_group_record(x, axis, &d, true, none);
+}
+
+/* Records split or gather along dim: the result is `up` times as large there, or 1 / down. */
+HPMLI_FN hpml_tensor *hpmli_group_resize(hpml_tensor *x, hpml_axis axis, int dim, int64_t up, int64_t down,
+                                         hpml_custom *d, hpmli_cut cut)
+{
+    d->ndim = x->ndim;
+    memcpy(d->shape, x->shape, sizeof d->shape);
+    d->shape[dim] = x->shape[dim] * up / down;
+    d->batch_rows = dim == 0 ? x->batch_rows * up / down : x->batch_rows;
+    if (d->batch_rows == 0) d->batch_rows = -1;
+    d->scratch_bytes = (size_t)(hpml_tensor_count(x) * up * 2) * sizeof(float); /* the whole, and all parts */
+    hpml_tensor *y = hpmli_group_record(x, axis, d, false, cut);
+    if (y) memcpy(y->split, x->split, sizeof y->split);
+    if (y) y->sections = x->sections;
+    if (y && dim < y->ndim) y->split[dim] = (int8_t)(up > 1 ? HPML_AXIS_DATA : axis);
+    if (y && !hpmli_is_split(y)) y->sections = 0;
+    return y;
+}
+
+HPML_API hpml_tensor *hpml_group_split(hpml_tensor *x, hpml_axis axis, int dim)
+{
+    hpml_custom d = HPMLI_ZEROED;
+    if (!hpmli_group_ready("group_split", x, axis, dim)) return x && x->ctx->status == HPML_OK ? x : NULL;
+    const int64_t size = hpml_ctx_group(x->ctx, axis)->size;
+    if (x->split[dim] || x->sections > 1 || x->shape[dim] % size != 0 || (dim == 0 && x->batch_rows % size != 0))
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "group_split along dimension %d over the %s axis: %s is %s; expected "
+                          "a whole dimension%s that divides among the %lld ranks", dim, hpml_axis_name(axis),
+                          hpmli_describe(x), hpmli_split_text(x), dim == 0 && x->batch_rows ? " of a sample" : "",
+                          (long long)size);
+    hpmli_cut cut = hpmli_cut_of(x, axis, dim, size);
+    d.name     = "group_split";
+    d.forward  = hpmli_group_split_pass;
+    d.backward = hpmli_group_split_back;
+    return hpmli_group_resize(x, axis, dim, 1, size, &d, cut);
+}
+
+HPML_API hpml_tensor *hpml_group_gather(hpml_tensor *x, hpml_axis axis, int dim)
+{
+    hpml_custom d = HPMLI_ZEROED;
+    if (!hpmli_group_ready("group_gather", x, axis, dim)) return x && x->ctx->status == HPML_OK ? x : NULL;
+    if (x->split[dim] && x->split[dim] != (int8_t)axis)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "group_gather along dimension %d over the %s axis: %s is %s", dim,
+                          hpml_axis_name(axis), hpmli_describe(x), hpmli_split_text(x));
+    hpmli_cut cut = hpmli_cut_of(x, axis, dim, hpmli_sections(x, dim));
+    d.name     = "group_gather";
+    d.forward  = hpmli_group_gather_pass;
+    d.backward = hpmli_group_gather_back;
+    return hpmli_group_resize(x, axis, dim, cut.size, 1, &d, cut);
+}
+
+/* A split vocabulary: this rank has `count` of the classes or tokens, from `first` on. */
+typedef struct hpmli_vocabulary {
+    const hpml_group *group;
+    int64_t           first, count, whole;
+    float             smoothing; /* of the loss */
+    int32_t           ignore;
+} hpmli_vocabulary;
+
+HPMLI_FN hpmli_vocabulary *hpmli_vocabulary_new(hpml_ctx *ctx, int64_t count)
+{
+    hpmli_vocabulary *v = hpmli_new(ctx, hpmli_vocabulary, 1);
+    if (!v) return NULL;
+    v->group = hpml_ctx_group(ctx, HPML_AXIS_TENSOR);
+    v->first = v->group->rank * count;
+    v->count = count;
+    v->whole = v->group->size * count;
+    return v;
+}
+
+/* Embedding with a table split by rows: rows of other ranks are zeros, then the ranks' results are added up. */
+HPMLI_FN hpml_status hpmli_embedding_parts_pass(const hpml_run *run, hpml_node *n)
+{
+    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
+    const int32_t          *token = (const int32_t *)n->src[0]->raw;
+    int64_t                 width = n->src[1]->shape[1], count = hpml_tensor_count(n->src[0]);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t row = token[i] - v->first;
+        float        *y   = n->out->data + i * width;
+        if (token[i] < 0 || token[i] >= v->whole)
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
+                              n->out->name, (long long)i, token[i], (long long)v->whole - 1);
+        if (row < 0 || row >= v->count) run->ctx->k->vfill(y, 0, width);
+        else memcpy(y, n->src[1]->data + row * width, (size_t)width * sizeof *y);
+    }
+    return v->group->sum(v->group->user, n->out->data, count * width);
+}
+
+HPMLI_FN hpml_status hpmli_embedding_parts_back(const hpml_run *run, hpml_node *n)
+{
+    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
+    const int32_t          *token = (const int32_t *)n->src[0]->raw;
+    int64_t                 width = n->src[1]->shape[1], count = hpml_tensor_count(n->src[0]);
+    for (int64_t i = 0; i < count && n->src[1]->grad; i++) {
+        const int64_t row = token[i] - v->first;
+        float        *dw  = n->src[1]->grad + row * width;
+        if (row >= 0 && row < v->count) run->ctx->k->vadd(dw, dw, n->out->grad + i * width, width);
+    }
+    return HPML_OK;
+}
+
+static hpml_tensor *hpmli_embedding_parts(const char *name, hpml_tensor *const src[2])
+{
+    hpml_custom d = HPMLI_ZEROED;
+    d.name     = "embedding";
+    d.forward  = hpmli_embedding_parts_pass;
+    d.backward = hpmli_embedding_parts_back;
+    d.keeps    = HPML_KEEP_SRC(0);
+    d.user     = hpmli_vocabulary_new(src[0]->ctx, src[1]->shape[0]);
+    d.ndim     = src[0]->ndim + 1;
+    d.collective = true;
+    memcpy(d.shape, src[0]->shape, sizeof d.shape);
+    d.shape[d.ndim - 1] = src[1]->shape[1];
+    hpml_tensor *y = d.user ? hpml_custom_op(src, 2, &d) : NULL;
+    if (!y) return NULL;
+    y->name = name;
+    memcpy(y->split, src[0]->split, sizeof y->split);
+    return y;
+}
+
+/* Cross-entropy of logits split by classes: the formula of >>loss, with the maximum and three sums of each row taken
+   over the ranks. Saved: max, 1 / sum of each row; 1 / counted. */
+HPMLI_FN void hpmli_vocabulary_sums(const hpml_run *run, const hpml_node *n, int64_t r, float max, float *sums)
+{
+    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
+    const float            *x     = n->src[0]->data + r * v->count; /* (count) this rank's logits of the row */
+    const int64_t           label = ((const int32_t *)n->src[1]->raw)[r] - v->first;
+    float                   piece[HPMLI_PIECE];
+    double                  about[2] = { 0, 0 };
+    sums[0] = 0;
+    HPMLI_PIECES(i, c, v->count) sums[0] += run->ctx->k->vexp_sum(piece, x + i, max, c);
+    sums[1] = label >= 0 && label < v->count ? x[label] - max : 0;
+    if (v->smoothing > 0) run->ctx->k->vmoments(about, NULL, x, max, v->count);
+    sums[2] = (float)about[0];
+}
+
+HPMLI_FN hpml_status hpmli_vocabulary_pass(const hpml_run *run, hpml_node *n)
+{
+    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
+    const int32_t          *label = (const int32_t *)n->src[1]->raw;
+    const int64_t           rows  = hpml_tensor_count(n->src[1]);
+    float                  *max   = (float *)n->saved, *inverse = max + rows, *sums = (float *)n->scratch;
+    int64_t                 counted = 0;
+    double                  loss    = 0;
+    for (int64_t r = 0; r < rows; r++) {
+        if (label[r] != v->ignore && (label[r] < 0 || label[r] >= v->whole))
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to "
+                              "%lld (or %d to be ignored)", (long long)r, label[r], (long long)v->whole - 1, v->ignore);
+        max[r] = run->ctx->k->vmax(n->src[0]->data + r * v->count, v->count);
+        counted += label[r] != v->ignore;
+    }
+    hpml_status status = v->group->max(v->group->user, max, rows);
+    for (int64_t r = 0; r < rows && status == HPML_OK; r++) hpmli_vocabulary_sums(run, n, r, max[r], sums + 3 * r);
+    if (status == HPML_OK) status = v->group->sum(v->group->user, sums, 3 * rows);
+    for (int64_t r = 0; r < rows && status == HPML_OK; r++, sums += 3) {
+        float row = logf(sums[0]) - (1 - v->smoothing) * sums[1] - v->smoothing * (sums[2] / (float)v->whole);
+        inverse[r] = 1 / sums[0];
+        if (label[r] != v->ignore) loss += (double)row;
+    }
+    max[2 * rows]   = counted > 0 ? 1 / (float)counted : 0;
+    n->out->data[0] = counted > 0 ? (float)(loss / (double)counted) : 0;
+    return status;
+}
+
+HPMLI_FN hpml_status hpmli_vocabulary_back(const hpml_run *run, hpml_node *n)
+{
+    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
+    const int32_t          *label = (const int32_t *)n->src[1]->raw;
+    const int64_t           rows  = hpml_tensor_count(n->src[1]);
+    const float            *max   = (const float *)n->saved, *inverse = max + rows;
+    const float             scale = max[2 * rows] * n->out->grad[0];
+    float                   piece[HPMLI_PIECE];
+    for (int64_t r = 0; r < rows && n->src[0]->grad; r++) {
+        const float  *x  = n->src[0]->data + r * v->count;
+        float        *dx = n->src[0]->grad + r * v->count;
+        const int64_t at = label[r] - v->first;
+        if (label[r] == v->ignore) continue;
+        HPMLI_PIECES(i, c, v->count) {
+            run->ctx->k->vexp_sum(piece, x + i, max[r], c);
+            run->ctx->k->vaxpby(dx + i, scale * inverse[r], piece, 1, c);
+            if (v->smoothing > 0)
+                run->ctx->k->vscale_add(dx + i, dx + i, 1, -scale * v->smoothing / (float)v->whole, c);
+        }
+        if (at >= 0 && at < v->count) dx[at] -= scale * (1 - v->smoothing);
+    }
+    return HPML_OK;
+}
+
+static hpml_tensor *hpmli_cross_entropy_parts(hpml_tensor *const src[2], float smoothing, int32_t ignore)
+{
+    hpml_custom       d    = HPMLI_ZEROED;
+    hpml_ctx         *ctx  = src[0]->ctx;
+    const int64_t     rows = hpml_tensor_count(src[1]);
+    hpmli_vocabulary *v    = hpmli_vocabulary_new(ctx, src[0]->shape[src[0]->ndim - 1]);
+    if (!v) return NULL;
+    v->smoothing    = smoothing;
+    v->ignore       = ignore;
+    d.name          = "cross_entropy";
+    d.forward       = hpmli_vocabulary_pass;
+    d.backward      = hpmli_vocabulary_back;
+    d.keeps         = HPML_KEEP_SRC(0) | HPML_KEEP_SRC(1);
+    d.user          = v;
+    d.one_number    = true;
+    d.collective    = true;
+    d.saved_bytes   = (size_t)(2 * rows + 1) * sizeof(float);
+    d.scratch_bytes = (size_t)(3 * rows) * sizeof(float);
+    return hpml_custom_op(src, 2, &d);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -89,6 +89,7 @@
 //     api-mix   averaging with neighbours
 //     api-pipe   pipelines: schedules as moves, drawn and simulated; where to cut a model
 //     api-plan   how a training is spread over ranks: one struct, its text, what it may hold
+//     api-mesh   axes of ranks: models larger than a worker
 //     api-distribute   data parallelism
 //     api-simulate   step time on machines you do not have
 //     api-timeline   one timeline for all ranks
@@ -144,6 +145,7 @@
 //     batch-search   the largest batch that does not hurt
 //     mix   averaging with neighbours
 // PART IV   SPLIT THE MODEL: tensor, sequence, expert, pipeline, shards
+//     mesh   axes of ranks: their communicators, the groups of a context
 //     pipe-moves   pipelines: the order in which a stage does its tasks
 //     pipe-cut   where to cut a chain of layers into stages
 // PART V   FORESEE: steps in virtual time
@@ -257,6 +259,8 @@ typedef struct hpml_launch_desc {
     bool                survive;
     hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores divided by the ranks */
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
+    const struct hpml_plan *plan;  /* given to hpml_comm_set_plan on every rank before `fn` is called; NULL: HPML_PLAN
+                                      in the environment is, if it splits the model */
     bool                alone;     /* allows THREADS and CLOCK in each of several processes of mpiexec or srun; else
                                       an error, because each process would train alone. HPML_RUN allows it as well */
     uint32_t            _end;
@@ -805,6 +809,12 @@ HPML_API const char *hpml_route_name(hpml_route route); /* "allreduce", ...; NUL
    ranks' gradients. A field at zero has its default. A field that the plan's strategy does not use must be zero. */
 typedef struct hpml_plan {
     uint32_t        _begin;
+    int32_t         data;         /* axes, see >>api-mesh: data * pipe * tensor * sequence * expert + servers is the
+                                     number of ranks. 0: 1, and of data what is left */
+    int32_t         pipe;         /* each rank has some of the layers */
+    int32_t         tensor;       /* each rank has a part of every layer with a .split */
+    int32_t         sequence;     /* each rank has some time steps of each sequence */
+    int32_t         expert;       /* each rank has some of the experts, and its own share of the batch */
     hpml_strategy_kind strategy;
     int32_t         servers;      /* ps, backup, ssp, async, federated, required: so many of the last ranks are servers,
                                      the others workers */
@@ -815,8 +825,8 @@ typedef struct hpml_plan {
     hpml_algorithm  algorithm;    /* of plain sums, of gradients or parameters */
     bool            sum;          /* sync, ps, backup: apply the sum of the ranks' mean gradients; else the mean over
                                      the batch */
-    int64_t         global_batch; /* samples of a step, all ranks but servers; 0: these * model batch. Shares differ by
-                                     at most 1 */
+    int64_t         global_batch; /* samples of a step; 0: shares * model batch. There are data * expert shares, which
+                                     differ by at most 1 sample */
     int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
                                      1: each tensor alone */
     bool            no_overlap;   /* exchange after the backward pass, not during it. This is also done, at once and in
@@ -901,6 +911,37 @@ HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, in
                                      int64_t *floats);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>api-mesh   axes of ranks: models larger than a worker
+// ---------------------------------------------------------------------------------------------------------------------
+/* The ranks of a plan are a block with five axes. Ranks that differ in their place on one axis alone form a group:
+     tensor     has one copy of the model: each rank a part of every layer with a .split (Shoeybi et al. 2019)
+     sequence   has one copy of the samples: each rank some of their time steps
+     expert     has one copy of the experts; each rank has samples of its own
+     pipe       has one copy of the model: each rank some consecutive layers
+     data       copies of all this, each with samples of its own
+   Numbers of ranks grow fastest along tensor, whose ranks talk most and so belong on one node:
+     rank = (((data_at * pipe + pipe_at) * expert + expert_at) * sequence + sequence_at) * tensor + tensor_at */
+typedef struct hpml_mesh {
+    hpml_comm *all;                /* the communicator that was cut */
+    hpml_comm *axis[HPML_AXES];    /* by hpml_axis: this rank's group; NULL: one rank, or with servers, which are on no
+                                      axis. Ops use these communicators; a program may, too, in the same order on all
+                                      ranks */
+    hpml_comm *replicas;           /* data x sequence x expert, at this rank's places on pipe and tensor: all have the
+                                      same whole parameters, whose gradients they average; never NULL */
+    int32_t    size[HPML_AXES], at[HPML_AXES]; /* ranks of each axis, at least 1; this rank's place on it */
+} hpml_mesh;
+
+/* Cuts the communicator into the axes of the plan, and gives their groups to its context (hpml_ctx_set_group).
+   Collective, with the same plan on all ranks, once, before the model is recorded. HPML_PLAN in the environment
+   replaces the fields that it names; plan NULL: only these. hpml_launch does all this for hpml_launch_desc.plan and
+   HPML_PLAN. A hpml_distribute without a plan then takes this one; axes that its plan leaves 0 are those of the mesh. A
+   plan whose axes but data are 1 sends nothing, and computes the same bits as no plan.
+   HPML_ERR_ARGUMENT: the product of the axes and servers is not the number of ranks; HPML_ERR_STATE: there is a mesh
+   already, or a model. An error of one rank is one of all. */
+HPML_API hpml_status      hpml_comm_set_plan(hpml_comm *c, const hpml_plan *plan);
+HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c); /* NULL: no plan has been set */
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>api-distribute   data parallelism
 // ---------------------------------------------------------------------------------------------------------------------
 /* Data parallelism: p ranks, each with a share of every global batch, train as one rank with all of it. Parameters
@@ -957,7 +998,8 @@ typedef struct hpml_distribute_report {
     double  hidden;            /* 1 - exposed_s / comm_s */
     double  efficiency;        /* 1 - exposed_s / step_s: at 1, p ranks do p batches in the time of one */
     double  bytes;             /* sent by this rank in a step */
-    double  plain_bytes;       /* that a ring allreduce of f32 would have sent */
+    double  split_bytes;       /* of these, sent along the axes tensor, sequence, expert and pipe, by layers */
+    double  plain_bytes;       /* that a ring allreduce of f32 would have sent, of this rank's gradients */
     double  loss;              /* mean over all ranks' samples of the last step; with `delayed` of the step before,
                                   because the loss is sent with the gradients. Local, block, elastic: of the steps up
                                   to the last meeting; after it, and with gossip, of this rank alone. NaN: before the
@@ -1115,6 +1157,7 @@ HPMLC_REF(hpml_launch, (const hpml_launch_desc &d, hpml_rank_fn *fn, void *user,
 HPMLC_REF(hpml_allreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d), (c, data, n, &d))
 HPMLC_REF(hpml_iallreduce, (hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc &d), (c, data, n, &d))
 HPMLC_REF(hpml_exchange_create, (hpml_comm *c, const hpml_exchange_desc &d), (c, &d))
+HPMLC_REF(hpml_comm_set_plan, (hpml_comm *c, const hpml_plan &plan), (c, &plan))
 HPMLC_REF(hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_plan &plan), (t, c, &plan))
 HPMLC_REF(hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, const hpml_batch_search_desc &d,
           hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
@@ -1171,6 +1214,7 @@ extern "C" {
 #endif
 
 typedef struct hpmlc_background hpmlc_background; /* the background thread of a communicator: see >>async */
+typedef struct hpmlc_mesh       hpmlc_mesh;       /* the axes of a communicator: see >>mesh */
 typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
 typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* into += from, or into = max(into, from) */
@@ -1219,6 +1263,7 @@ struct hpml_comm {
     hpmlc_text            close_error; /* where to write an error of closing, because the context is freed then */
     hpmlc_background     *background;
     hpml_device_link      link;     /* moves arrays between devices; .begin NULL: there is none */
+    hpmlc_mesh           *mesh;     /* axes into which the ranks are cut; NULL: no plan has been set */
     char                 *scratch;  /* buffer for copies of arrays that are sent while they are added to */
     size_t                scratch_size; /* bytes */
 };
@@ -1245,6 +1290,22 @@ typedef struct hpmlc_schedule {
     void   (*sleep)(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until);
     void   (*wake)(hpml_comm *sleeper, hpmlc_waitpoint *g);
 } hpmlc_schedule;
+
+typedef struct hpmlc_axis { /* hpml_group.user */
+    hpml_comm     *c;
+    hpml_algorithm algorithm; /* of sums */
+    float         *scratch;   /* (floats) for arrays that a collective overwrites */
+    int64_t        floats;
+} hpmlc_axis;
+
+struct hpmlc_mesh { /* see >>mesh */
+    hpml_mesh  m;
+    hpml_plan  plan;
+    hpmlc_axis axis[HPML_AXES];
+    hpml_comm *rest[HPML_AXES]; /* ranks with the same part of a parameter that is split over this axis, over which its
+                                   gradient is added up: the replicas, without that axis */
+    double     waited;          /* seconds that this rank has waited for messages between two ranks of an axis */
+};
 
 /* HPMLC_ZERO defines a variable `name`, all zero; HPMLC_DESC a copy of the struct *given, all zero if given is NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
@@ -4194,6 +4255,8 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>launch   running a function on every rank
 // ---------------------------------------------------------------------------------------------------------------------
+HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p);
+
 typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
     const hpml_launch_desc *d;
     hpml_comm_desc          comm;
@@ -4213,6 +4276,16 @@ HPMLC_FN void hpmlc_start_error(hpmlc_start *s, int rank, const char *text)
     snprintf(s->error + n, sizeof s->error - (size_t)n, "%s", text);
 }
 
+/* Returns whether the plan of desc d, or HPML_PLAN, has to be given to hpml_comm_set_plan: HPML_PLAN also where it is
+   wrong, which that function reports. */
+HPMLC_FN bool hpmlc_launch_plans(const hpml_launch_desc *d)
+{
+    const char *text = getenv("HPML_PLAN");
+    HPMLC_ZERO(hpml_plan, plan);
+    if (d->plan) return true;
+    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_splits(&plan));
+}
+
 HPMLC_FN void *hpmlc_start_main(void *arg)
 {
     hpmlc_start *s    = (hpmlc_start *)arg;
@@ -4226,6 +4299,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
         comm->close_error.text = s->error;
         comm->close_error.size = sizeof s->error;
     }
+    if (comm && s->status == HPML_OK && hpmlc_launch_plans(s->d)) s->status = hpml_comm_set_plan(comm, s->d->plan);
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
     if (s->status != HPML_OK && ctx) { /* on the context, which announces the error to the other ranks */
         if (hpml_ctx_status(ctx) == HPML_OK)
@@ -6587,6 +6661,11 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
    where it matters, which the text describes. Flags and words have all their values. A condition depends on fields
    further up in the list alone. */
 #define HPMLC_PLAN_FIELDS(X) \
+    X("data", data, I32, 65536, true, NULL, 0) \
+    X("pipe", pipe, I32, 65536, true, NULL, 0) \
+    X("tensor", tensor, I32, 65536, true, NULL, 0) \
+    X("sequence", sequence, I32, 65536, true, NULL, 0) \
+    X("expert", expert, I32, 65536, true, NULL, 0) \
     X("strategy", strategy, STRATEGY, HPML_STRATEGY_COUNT - 1, true, NULL, 0) \
     X("servers", servers, I32, 65535, hpmlc_plan_serves(p), "strategies ps, backup, ssp, async, federated", 1, 2) \
     X("backup", backup, I32, 65535, p->strategy == HPML_STRATEGY_BACKUP, "strategy backup", 1) \
@@ -6682,6 +6761,28 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "a sparse embedding has rows as its gradient, which strategy sync gathers without exact, delayed, codec and " \
          "other routes, and servers do not take; take the plain sync or hogwild, or leave .sparse of the embedding " \
          "false") \
+    RULE(hpmlc_plan_splits(p) && (p->servers > 0 || p->strategy == HPML_STRATEGY_HOGWILD), "servers and hogwild take " \
+         "the gradient of one rank at a time, and with pipe, tensor, sequence or expert a rank has a part of it; " \
+         "take strategy sync, or leave these axes out") \
+    RULE(hpmlc_plan_shares_loss(p) && p->strategy != HPML_STRATEGY_SYNC, "ranks of sequence and expert add up " \
+         "gradients in each step, and this strategy adds up none; take strategy sync, or tensor in place of these " \
+         "axes") \
+    RULE(hpmlc_plan_shares_loss(p) && (p->exact || p->delayed || p->sum), "with sequence and expert some gradients " \
+         "are added up over data alone, which exact, delayed and sum do not do; leave these out, or take tensor in " \
+         "place of sequence and expert") \
+    RULE(p->pipe > 1 && p->exact, "exact computes leaf after leaf, and with pipe several micro-batches are in " \
+         "flight; leave exact out, or take tensor in place of pipe") \
+    RULE(hpmlc_plan_splits(p) && hpmlc_whole_codec(&p->codec), "codec topk and lowrank pack whole tensors, and with " \
+         "pipe, tensor, sequence or expert a rank has a part of them; take codec onebit, twobit, bf16 or none") \
+    RULE(hpmlc_plan_splits(p) && p->route != HPML_ROUTE_ALLREDUCE, "routes factors and hybrid send the inputs of " \
+         "whole layers, and with pipe, tensor, sequence or expert a rank has a part of them; take route allreduce") \
+    RULE(hpmlc_plan_splits(p) && f->sparse, "a sparse embedding has rows of the whole table as its gradient, and " \
+         "with pipe, tensor, sequence or expert a rank may have a part of it; leave .sparse of the embedding false") \
+    RULE(hpmlc_plan_splits(p) && (f->clips || f->steps_tensors), "clip_norm and optimizers such as lars need norms " \
+         "of whole tensors, and with pipe, tensor, sequence or expert a rank has a part of them; take clip_norm 0 " \
+         "and sgd or adam, or leave these axes out") \
+    RULE(hpmlc_plan_splits(p) && f->overflows, "in f16 a gradient that overflows skips a step, and with pipe, " \
+         "tensor, sequence or expert on one rank alone; take bf16 or a fixed loss_scale") \
     RULE(p->strategy == HPML_STRATEGY_HOGWILD && !f->together, "strategy hogwild shares values in the memory of one " \
          "process, not in virtual time, with MPI or on a device; take transport threads on the host, or sync")
 
@@ -6697,10 +6798,27 @@ HPMLC_FN bool hpmlc_plan_steps_ranges(const hpml_plan *p)
     return hpmlc_plan_serves(p) && p->strategy != HPML_STRATEGY_FEDERATED;
 }
 
-/* Returns how many of the ranks compute gradients: all but servers, which are the last ranks. */
+/* Returns how many ranks of the plan have one copy of the model and of its samples, at most 1e15. */
+HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
+{
+    const int32_t axes[] = { p->pipe, p->tensor, p->sequence };
+    int64_t       ranks  = 1;
+    for (int i = 0; i < 3; i++) ranks *= hpmlc_max(axes[i], 1);
+    return ranks;
+}
+
+/* Returns whether the ranks of the plan have parts of the model. */
+HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p) { return hpmlc_plan_replica(p) > 1 || p->expert > 1; }
+
+/* Returns whether there are parameters whose gradients are added up over fewer ranks than those of whole ones. */
+HPMLC_FN bool hpmlc_plan_shares_loss(const hpml_plan *p) { return p->sequence > 1 || p->expert > 1; }
+
+/* Returns into how many shares the ranks divide a batch. Ranks with the same share have parts of one model; servers,
+   the last ranks, have none. */
 HPMLC_FN int hpmlc_plan_workers(const hpml_plan *p, int ranks)
 {
-    return p->servers > 0 && p->servers < ranks ? ranks - p->servers : ranks;
+    int64_t workers = p->servers > 0 && p->servers < ranks ? ranks - p->servers : ranks;
+    return (int)hpmlc_max(workers / hpmlc_plan_replica(p), 1);
 }
 
 typedef enum hpmlc_field_kind {
@@ -7000,11 +7118,11 @@ HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *fa
     if (out->exact && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
     if (out->history == 0) out->history = 64;
     if (hpmlc_plan_meets(out) && out->period == 0) out->period = 1;
-    if (out->strategy == HPML_STRATEGY_ELASTIC)
-        out->elastic = hpmlc_default(out->elastic, 0.9f / (float)facts->ranks);
+    const float workers = (float)hpmlc_plan_workers(plan, facts->ranks);
+    if (out->strategy == HPML_STRATEGY_ELASTIC) out->elastic = hpmlc_default(out->elastic, 0.9f / workers);
     if (out->strategy != HPML_STRATEGY_BLOCK) return;
     out->outer_lr       = hpmlc_default(out->outer_lr, 1);
-    out->outer_momentum = hpmlc_default(out->outer_momentum, 1 - 1 / (float)facts->ranks);
+    out->outer_momentum = hpmlc_default(out->outer_momentum, 1 - 1 / workers);
 }
 
 /* Returns the sentence of the first rule that refuses the plan p with the facts f; NULL: there is none. */
@@ -7034,6 +7152,39 @@ HPMLC_FN hpml_status hpmlc_field_check(const hpml_plan *plan, const hpmlc_field 
                         field->name);
 }
 
+/* Checks that the axes of the plan and its servers make `ranks` ranks. An error goes to `to`. */
+HPMLC_FN hpml_status hpmlc_axes_check(const hpml_plan *p, int ranks, const hpmlc_text *to)
+{
+    const int32_t    size[HPML_AXES] = { p->data, p->pipe, p->tensor, p->sequence, p->expert };
+    char             text[160];
+    const hpmlc_text axes = { text, sizeof text };
+    size_t           length = 0;
+    double           product = 1; /* which may be larger than an integer holds */
+    for (int i = 0; i < HPML_AXES; i++) {
+        if (size[i] == 0 || (size[i] == 1 && i > 0)) continue;
+        hpmlc_append(&axes, &length, "%s%s %d", length > 0 ? " x " : "", hpml_axis_name((hpml_axis)i), size[i]);
+        product *= size[i];
+    }
+    const double left = ranks - p->servers;
+    if (left < 1 || product == left || (p->data == 0 && fmod(left, product) == 0)) return HPML_OK;
+    if (p->data == 0)
+        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "plan: %s = %.0f ranks, of which %.0f ranks are no multiple; make "
+                            "the product a divisor of %.0f, or start another number of ranks", text, product, left,
+                            left);
+    return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "plan: %s + servers %d = %.0f ranks, and %d were started; make the "
+                        "product %.0f, leave out data, which is then what is left, or start %.0f ranks", text,
+                        p->servers, product + p->servers, ranks, left, product + p->servers);
+}
+
+/* Replaces the fields of the plan that HPML_PLAN in the environment names. */
+HPMLC_FN hpml_status hpmlc_plan_environment(hpml_comm *c, hpml_plan *plan)
+{
+    const char *text = getenv("HPML_PLAN");
+    char        why[480];
+    hpml_status status = text ? hpml_plan_parse(text, plan, why, sizeof why) : HPML_OK;
+    return status == HPML_OK ? status : hpmlc_fail(c, status, "HPML_PLAN in the environment: %s", why);
+}
+
 HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_facts *facts, char *why, size_t size)
 {
     const hpmlc_text to = { why, size };
@@ -7045,6 +7196,7 @@ HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_fact
     hpmlc_fields_matter(plan, matters);
     for (int i = 0; i < HPMLC_FIELDS && status == HPML_OK; i++)
         status = hpmlc_field_check(plan, &hpmlc_fields[i], matters[i], &to);
+    if (status == HPML_OK) status = hpmlc_axes_check(plan, facts->ranks, &to);
     const char *sentence = status == HPML_OK ? hpmlc_plan_refused(plan, facts) : NULL;
     if (!sentence) return status;
     hpml_plan_text(plan, false, text, sizeof text);
@@ -7110,6 +7262,7 @@ typedef struct hpmlc_bucket {
     hpml_exchange *x, *warm;     /* warm: for the first .warm_steps steps, uncompressed; NULL: none */
     hpml_exchange *now;          /* x or warm, as this step uses it; NULL: before the first step */
     hpmlc_task     task;         /* the bucket's exchange in this step */
+    hpml_comm     *c;            /* ranks over which these gradients are added up, see hpmlc_ranks_of */
     int            count, ready; /* number of tensors; how many gradients are final in this step */
     int64_t        at, floats;   /* the bucket's range of the trainer's array of gradients */
 } hpmlc_bucket;
@@ -7155,12 +7308,13 @@ typedef struct hpmlc_stats {
 typedef struct hpmlc_reporting {
     hpml_distribute_report r;    /* sums over the steps since the last reset */
     double                 began;    /* seconds at the last reset */
-    hpml_counters          at_reset; /* the communicator's counters at the last reset */
+    hpml_counters          at_reset; /* what this rank had sent at the last reset, see hpmlc_sent ... */
+    hpml_counters          split_at_reset; /* ... and along the axes of split layers, see hpmlc_axes_sent */
     hpml_step_row         *row;      /* (history) ring of the rows of the last steps */
     int64_t                rows;     /* number of rows that were written to the ring */
     hpml_distribute_report at_row;   /* value of r when the last row was written */
     double                 row_time; /* seconds when the last row was written */
-    hpml_counters          row_sent; /* the communicator's counters when the last row was written */
+    hpml_counters          row_sent; /* what this rank had sent when the last row was written */
 } hpmlc_reporting;
 
 /* A trial of the batch search (>>batch-search), a short training: divergence is no error, no step is delayed. */
@@ -7184,7 +7338,8 @@ typedef hpml_status hpmlc_start_fn(hpml_distributed *d, hpmlc_bucket *b);
 
 struct hpml_distributed {
     hpml_trainer         *t;
-    hpml_comm            *c;
+    hpml_comm            *all;        /* all ranks */
+    hpml_comm            *c;          /* ranks that average gradients: all, or of a mesh the replicas */
     hpml_ctx             *ctx;
     hpml_plan             plan;
     const hpmlc_strategy *strategy;
@@ -7234,7 +7389,16 @@ HPMLC_FN void *hpmlc_dist_alloc(hpml_distributed *d, size_t bytes)
     return block + HPMLC_BLOCK;
 }
 
+/* Returns the number of this rank, as errors have it. */
+HPMLC_FN int hpmlc_rank(const hpml_distributed *d) { return d->c->origin[d->c->rank]; }
+
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
+
+/* Returns the ranks over which the gradient of parameter p is added up: those that have the same numbers of it. */
+HPMLC_FN hpml_comm *hpmlc_ranks_of(const hpml_distributed *d, const hpml_tensor *p)
+{
+    return d->all->mesh ? d->all->mesh->rest[p->param->axis] : d->c;
+}
 
 /* Returns where the gradient of parameter p begins in the trainer's array of gradients, in floats. */
 HPMLC_FN int64_t hpmlc_gradient_at(const hpml_distributed *d, const hpml_tensor *p)
@@ -7263,11 +7427,24 @@ HPMLC_FN float hpmlc_rescale(const hpml_distributed *d, double samples, double f
     return d->plan.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
 }
 
+/* Divides gradients of parts that are split over sequence or expert, means over fewer ranks than d->c has, to be parts
+   of the mean over d->c, because each rank's loss counts 1 / d->c->size in the loss that is trained. */
+HPMLC_FN void hpmlc_parts_scale(const hpml_distributed *d)
+{
+    for (int i = 0; i < d->buckets.count; i++) {
+        const hpmlc_bucket *b = &d->buckets.item[i];
+        if (b->c->size == d->c->size) continue;
+        const float factor = (float)b->c->size / (float)d->c->size;
+        for (int64_t k = b->at; k < b->at + b->floats && !d->plan.sum; k++) d->layout.host[k] *= factor;
+    }
+}
+
 /* Makes the optimizer step with the gradients in layout.host, of `samples` samples but divided by `full`. */
 HPMLC_FN hpml_status hpmlc_host_apply(hpml_distributed *d, double samples, double full)
 {
     const hpmlc_layout *l = &d->layout;
     const float         scale = hpmlc_rescale(d, samples, full);
+    hpmlc_parts_scale(d);
     if (scale != 1)
         for (int64_t k = 0; k < l->span; k++) l->host[k] *= scale;
     if (l->host != l->first) hpmlc_host_view_copy(&l->view, l->host, l->first, l->span, true);
@@ -7299,7 +7476,7 @@ HPMLC_FN hpml_status hpmlc_task_wait(hpmlc_task *task)
    decide alike: if the thread pays off on one rank, all ranks have one. */
 HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
 {
-    hpml_comm *c = d->c;
+    hpml_comm *c = d->all;
     int32_t    near = 0, pays = hpmlc_has_delay(c);
     for (int i = 0; i < c->size; i++) near += c->t->one_process || c->node[i] == c->node[c->rank];
     if (near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
@@ -7340,7 +7517,7 @@ HPMLC_FN bool hpmlc_bucket_open(hpml_distributed *d, hpmlc_bucket *b, const hpml
 {
     hpml_exchange_desc e;
     hpmlc_exchange_settings(d, &e, g, b->count);
-    return hpmlc_bucket_exchanges(d, b, d->c, &e, d->layout.host ? HPMLC_PADDED : HPMLC_PADDED_LINKED);
+    return hpmlc_bucket_exchanges(d, b, b->c, &e, d->layout.host ? HPMLC_PADDED : HPMLC_PADDED_LINKED);
 }
 
 HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
@@ -7348,21 +7525,26 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
     return hpmlc_task_start(d, &b->task, b->now->c, hpmlc_exchange_on, b->now);
 }
 
-/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set), and
-   calls `open` for each. gradients: array of layout.span floats where the exchanges find them. False: an error. */
+/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set), one
+   or more for each set of ranks, and calls `open` for each. gradients: array of layout.span floats where the exchanges
+   find them. False: an error. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
 {
     hpmlc_layout  *l = &d->layout;
     hpml_gradient *g = (hpml_gradient *)hpml_ctx_alloc(d->ctx, sizeof *g * (size_t)l->params, NULL);
-    d->buckets.item  = (hpmlc_bucket *)hpmlc_dist_alloc(d, sizeof *d->buckets.item * (size_t)l->params);
+    d->buckets.item  = (hpmlc_bucket *)hpmlc_dist_alloc(d, sizeof *d->buckets.item * (size_t)(l->params + 1));
     if (!g || !d->buckets.item) return false;
     int64_t limit = d->plan.bucket_bytes > 0 ? d->plan.bucket_bytes : bytes;
     int64_t at = l->span, end = at, filled = 0;
     int     count = 0;
     for (int i = l->params - 1; i >= -1; i--) {
-        if (count > 0 && (i < 0 || filled >= limit)) {
-            hpmlc_bucket *b = &d->buckets.item[d->buckets.count++];
+        hpml_tensor  *p = i >= 0 ? hpmlc_param(d, i) : NULL;
+        hpml_comm    *c = p ? hpmlc_ranks_of(d, p) : NULL;
+        hpmlc_bucket *b = &d->buckets.item[d->buckets.count];
+        if (p && (!p->grad || hpml_param_rows(p, NULL))) continue; /* sparse: see >>distribute-rows */
+        if (count > 0 && (c != b->c || filled >= limit)) {
+            d->buckets.count++;
             b->count  = count;
             b->at     = at;
             b->floats = end - at;
@@ -7371,9 +7553,9 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
             count  = 0;
             filled = 0;
         }
-        hpml_tensor *p = i >= 0 ? hpmlc_param(d, i) : NULL;
-        if (!p || !p->grad || hpml_param_rows(p, NULL)) continue; /* sparse: see >>distribute-rows */
+        if (!p) break;
         l->bucket_of[i] = d->buckets.count;
+        d->buckets.item[d->buckets.count].c = c;
         at = hpmlc_gradient_at(d, p);
         hpmlc_gradient_of(p, gradients + at, &g[count++]);
         filled += (int64_t)sizeof(float) * hpml_tensor_count(p);
@@ -7438,6 +7620,48 @@ HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
 /* Samples, loss and the running statistics of batchnorm ("buffers") of all ranks are added up in one small sum behind
    the last bucket. Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
 
+/* Gets what this rank has sent along all axes but data, by layers. */
+HPMLC_FN void hpmlc_axes_sent(const hpml_distributed *d, hpml_counters *out)
+{
+    memset(out, 0, sizeof *out);
+    for (int k = HPML_AXIS_PIPE; d->all->mesh && k < HPML_AXES; k++) {
+        hpml_counters sent;
+        if (!d->all->mesh->m.axis[k]) continue;
+        hpml_comm_counters(d->all->mesh->m.axis[k], &sent);
+        hpmlc_counters_add(out, &sent);
+    }
+}
+
+/* Gets what this rank has sent, by all communicators of the mesh. */
+HPMLC_FN void hpmlc_sent(const hpml_distributed *d, hpml_counters *out)
+{
+    const hpmlc_mesh *mesh = d->all->mesh;
+    hpmlc_axes_sent(d, out);
+    hpml_comm *more[] = { d->all, d->c, NULL, NULL, NULL };
+    if (mesh) {
+        more[2] = mesh->m.axis[HPML_AXIS_DATA];
+        more[3] = mesh->rest[HPML_AXIS_SEQUENCE];
+        more[4] = mesh->rest[HPML_AXIS_EXPERT];
+    }
+    for (int i = 0; i < 5; i++) {
+        hpml_counters sent;
+        if (!more[i] || (i > 0 && more[i] == d->all) || (i > 1 && more[i] == d->c)) continue;
+        hpml_comm_counters(more[i], &sent);
+        hpmlc_counters_add(out, &sent);
+    }
+}
+
+/* Returns the seconds in which ops of this rank have communicated along the axes of split layers. Unlike hpml_counters
+   does not wait for background work, of which these communicators have none. */
+HPMLC_FN double hpmlc_axes_seconds(const hpml_distributed *d)
+{
+    const hpmlc_mesh *mesh = d->all->mesh;
+    double            sum  = mesh ? mesh->waited : 0;
+    for (int k = HPML_AXIS_PIPE; mesh && k < HPML_AXES; k++)
+        if (mesh->m.axis[k]) sum += mesh->m.axis[k]->counters.seconds;
+    return sum;
+}
+
 /* Copies the model's running statistics (batchnorm), buffer_total floats by name, to `row`; set: from `row`. */
 HPMLC_FN void hpmlc_buffers_copy(const hpml_distributed *d, float *row, bool set)
 {
@@ -7480,7 +7704,7 @@ HPMLC_FN void hpmlc_stats_fill(hpml_distributed *d, const float *buffers)
     s[HPMLC_SAMPLES]  = d->stats.samples;
     s[HPMLC_LOSS]     = is_bad ? 0 : d->stats.loss;
     s[HPMLC_BAD]      = is_bad;
-    s[HPMLC_BAD_RANK] = is_bad ? d->c->rank : 0;
+    s[HPMLC_BAD_RANK] = is_bad ? hpmlc_rank(d) : 0;
     for (int64_t k = 0; buffers && k < d->layout.buffer_total; k++)
         s[HPMLC_STATS + k] = d->stats.samples * (double)buffers[k];
 }
@@ -7492,6 +7716,8 @@ HPMLC_FN hpml_status hpmlc_stats_sum(hpml_comm *c, void *user)
     c->about.first = n > 0 ? "loss, samples, running statistics" : "loss, samples";
     hpml_status status = hpmlc_reduce_all(c, d->stats.sum, HPMLC_STATS + n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     c->about.first = NULL;
+    for (int64_t k = 0; k < HPMLC_STATS + n && d->plan.sequence > 1; k++) /* its ranks have the same samples */
+        if (k != HPMLC_BAD && k != HPMLC_BAD_RANK) d->stats.sum[k] /= d->plan.sequence;
     return status;
 }
 
@@ -7503,9 +7729,9 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
     double        whose = many ? s[HPMLC_BAD] : s[HPMLC_BAD_RANK];
     if (s[HPMLC_BAD] > 0 && d->trial.on) return HPML_ERR_NONFINITE;
     if (s[HPMLC_BAD] > 0)
-        return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank %d, step %lld: the loss is not finite on %s %.0f", d->c->rank,
-                             (long long)hpml_trainer_step_count(d->t) + 1, many ? "this number of ranks:" : "rank",
-                             whose);
+        return hpml_ctx_fail(d->ctx, HPML_ERR_PEER, "rank %d, step %lld: the loss is not finite on %s %.0f",
+                             hpmlc_rank(d), (long long)hpml_trainer_step_count(d->t) + 1,
+                             many ? "this number of ranks:" : "rank", whose);
     if (s[HPMLC_SAMPLES] <= 0) return hpml_ctx_fail(d->ctx, HPML_ERR_STATE, "a step without samples on any rank");
     d->report.r.loss    = s[HPMLC_LOSS] / s[HPMLC_SAMPLES];
     d->report.r.samples = (int64_t)s[HPMLC_SAMPLES];
@@ -7536,12 +7762,21 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
     return status;
 }
 
+/* Counts the seconds from `start` to now as computing, but those in which layers have communicated as waiting, because
+   nothing hides them. sums: hpmlc_axes_seconds at `start`. */
+HPMLC_FN void hpmlc_dist_computed(hpml_distributed *d, double start, double sums)
+{
+    const double waited = hpmlc_axes_seconds(d) - sums;
+    d->report.r.exposed_s += waited;
+    d->report.r.compute_s += hpml_comm_now(d->c) - start - waited;
+}
+
 /* Runs forward and backward pass of a micro-batch, with its mean *loss. Scales the gradient such that the mean over
    ranks is the mean over the global batch. Clears the step's counts before the first micro-batch of an update. */
 HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float *loss)
 {
     double start = hpml_comm_now(d->c);
-    double share = (double)samples * hpmlc_plan_workers(&d->plan, d->c->size) / (double)d->plan.global_batch;
+    double share = (double)samples * hpmlc_plan_workers(&d->plan, d->all->size) / (double)d->plan.global_batch;
     float  scale = (float)((d->plan.sum ? 1 : share) / d->accumulate);
     if (d->micro == 0) {
         d->stats.samples  = 0;
@@ -7550,11 +7785,17 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
         for (int i = 0; i < d->buckets.count; i++) d->buckets.item[i].ready = 0;
     }
     *loss = 0;
+    if (samples == 0 && d->plan.expert > 1)
+        return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "step %lld: the batch has no samples for this rank, whose experts "
+                          "serve other ranks' samples; take batches of at least %d samples, and drop the last one of "
+                          "an epoch if it is smaller", (long long)d->all->step,
+                          hpmlc_plan_workers(&d->plan, d->all->size));
+    double      sums   = hpmlc_axes_seconds(d);
     hpml_status status = hpml_trainer_forward_backward(d->t, 0, samples, scale, d->micro > 0, loss);
     d->stats.samples += (double)samples;
     d->stats.loss += (double)*loss * (double)samples;
     if (d->trial.on) *loss = 0; /* because the trainer would stop at a NaN */
-    d->report.r.compute_s += hpml_comm_now(d->c) - start;
+    hpmlc_dist_computed(d, start, sums);
     d->micro++;
     if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
     return status;
@@ -7579,9 +7820,9 @@ HPMLC_FN hpml_status hpmlc_dist_blame(hpml_distributed *d, hpml_status status, i
     int  rank = (int)(bad % (1 << 20)) - 1;
     char whose[24] = "some rank";
     if (status != HPML_ERR_NONFINITE || d->trial.on) return status;
-    if (rank >= 0) snprintf(whose, sizeof whose, "rank %d", rank);
+    if (rank >= 0) snprintf(whose, sizeof whose, "rank %d", d->c->origin[rank]);
     return hpml_ctx_fail(d->ctx, status, "rank %d, step %lld: the gradient of \"%s\" is NaN or infinite on %s; lower "
-                         "the learning rate or set clip_norm", d->c->rank, (long long)d->c->step,
+                         "the learning rate or set clip_norm", hpmlc_rank(d), (long long)d->c->step,
                          hpmlc_param(d, (int)(bad >> 20))->name, whose);
 }
 
@@ -7605,7 +7846,7 @@ HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
     hpmlc_reporting *r = &d->report;
     r->at_row   = r->r;
     r->row_time = hpml_comm_now(d->c);
-    hpml_comm_counters(d->c, &r->row_sent);
+    hpmlc_sent(d, &r->row_sent);
 }
 
 /* Counts the step and fills in its row for hpml_distribute_steps. No job may be running, because hpml_comm_counters
@@ -7619,7 +7860,7 @@ HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
     double           then = r->row_time;
     r->r.steps++;
     row->step      = hpml_trainer_step_count(d->t) + 1;
-    row->rank      = d->c->rank;
+    row->rank      = d->all->rank;
     row->compute_s = r->r.compute_s - r->at_row.compute_s;
     row->exposed_s = r->r.exposed_s - r->at_row.exposed_s;
     hpmlc_steps_mark(d);
@@ -7639,7 +7880,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, const hpml_mome
                                     int64_t samples, float *loss)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    d->c->step = hpml_trainer_step_count(t) + 1;
+    d->c->step = d->all->step = hpml_trainer_step_count(t) + 1;
     return d->strategy->begin(d, samples, loss);
 }
 
@@ -7666,22 +7907,22 @@ HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, u
 {
     hpml_distributed   *d = (hpml_distributed *)user;
     hpmlc_reporting    *r = &d->report;
-    const hpml_counters before = d->c->counters;
-    const double        start = hpml_comm_now(d->c);
+    const hpml_counters before = d->all->counters;
+    const double        start = hpml_comm_now(d->all);
     bool                is_same;
     if (d->data_known && d->plan.servers > 0) return HPML_OK;
     d->data_known = true;
-    hpml_status status  = hpmlc_same(d->c, mark, &is_same);
-    int64_t     bytes   = d->c->counters.bytes - before.bytes;
-    double      seconds = d->c->counters.seconds - before.seconds;
+    hpml_status status  = hpmlc_same(d->all, mark, &is_same);
+    int64_t     bytes   = d->all->counters.bytes - before.bytes;
+    double      seconds = d->all->counters.seconds - before.seconds;
     r->at_reset.bytes += bytes;
     r->row_sent.bytes += bytes;
     r->at_reset.seconds += seconds;
     r->row_sent.seconds += seconds;
-    r->began += hpml_comm_now(d->c) - start;
-    r->row_time += hpml_comm_now(d->c) - start;
+    r->began += hpml_comm_now(d->all) - start;
+    r->row_time += hpml_comm_now(d->all) - start;
     if (status != HPML_OK || is_same) return status;
-    return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "fit: this rank's data, seed, epochs or place in the data are not the "
+    return hpmlc_fail(d->all, HPML_ERR_ARGUMENT, "fit: this rank's data, seed, epochs or place in the data are not the "
                       "other ranks'. Pass the same data set and settings on all ranks, because fit takes each rank's "
                       "share itself; or, where you have divided the data, a hpml_loader_desc with .ranks = 1");
 }
@@ -8490,9 +8731,9 @@ HPMLC_FN void hpmlc_exact_apply(hpml_distributed *d, double samples)
 
 HPMLC_FN hpml_status hpmlc_exact_begin(hpml_distributed *d, int64_t samples, float *loss)
 {
-    double      start  = hpml_comm_now(d->c);
+    double      start  = hpml_comm_now(d->c), sums = hpmlc_axes_seconds(d);
     hpml_status status = hpmlc_exact_leaves(d, samples, loss);
-    d->report.r.compute_s += hpml_comm_now(d->c) - start;
+    hpmlc_dist_computed(d, start, sums);
     if (status != HPML_OK) return hpmlc_failure(d->c);
     start = hpml_comm_now(d->c);
     hpmlc_stats_fill(d, NULL);
@@ -8907,14 +9148,14 @@ HPMLC_FN bool hpmlc_weights_open_centre(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_weights_begin(hpml_distributed *d, int64_t samples, float *loss)
 {
     hpmlc_weights *own   = (hpmlc_weights *)d->own;
-    double         start = hpml_comm_now(d->c);
+    double         start = hpml_comm_now(d->c), sums = hpmlc_axes_seconds(d);
     if (own->centre && !own->is_set) own->is_set = hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->centre, false);
     if (d->micro == 0) d->stats.samples = 0;
     hpml_status status = hpml_trainer_run_inner(d->t, samples, loss);
     d->stats.samples += (double)samples;
     own->samples += (double)samples;
     own->loss += (double)*loss * (double)samples;
-    d->report.r.compute_s += hpml_comm_now(d->c) - start;
+    hpmlc_dist_computed(d, start, sums);
     d->micro++;
     if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
     return status;
@@ -10183,28 +10424,41 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->mixes_samples = !hpml_graph_batchable(hpml_trainer_graph(t));
     out->clips         = hpml_trainer_settings(t)->clip_norm > 0;
     out->steps_tensors = hpmlc_steps_tensors(hpml_trainer_settings(t));
-    out->native        = c->t->allreduce || c->link.begin;
+    out->native        = (c->t->allreduce || c->link.begin) && !(c->mesh && hpmlc_plan_splits(&c->mesh->plan));
     out->no_factors    = !hpmlc_has_factors(c->ctx);
     out->together      = hpml_ctx_backend(c->ctx)->host && (c->size == 1 || strcmp(c->t->name, "threads") == 0);
     for (int i = 0; i < hpml_param_count(c->ctx); i++)
         if (hpml_trainer_place(t, i) >= 0 && hpml_param_rows(hpml_param_at(c->ctx, i), NULL)) out->sparse = true;
 }
 
+/* Sets the axes that the plan leaves 0 to those for which the model was recorded; an error where others differ. */
+HPMLC_FN bool hpmlc_dist_axes(hpml_comm *c, hpml_plan *plan)
+{
+    int32_t *const axis[HPML_AXES] = { NULL, &plan->pipe, &plan->tensor, &plan->sequence, &plan->expert };
+    for (int k = HPML_AXIS_PIPE; k < HPML_AXES; k++) {
+        const int32_t size = c->mesh ? c->mesh->m.size[k] : 1;
+        if (*axis[k] == 0 && size > 1) *axis[k] = size;
+        if (hpmlc_max(*axis[k], 1) == size) continue;
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the plan has %s=%d, and the model was recorded for %d; "
+                          "set pipe, tensor, sequence and expert before the model is recorded, in "
+                          "hpml_launch_desc.plan, in HPML_PLAN, or by hpml_comm_set_plan",
+                          hpml_axis_name((hpml_axis)k), *axis[k], size), false;
+    }
+    return true;
+}
+
 /* Replaces the fields of the plan that HPML_PLAN in the environment names, checks the plan, and fills in its defaults.
    False: an error on the context. */
 HPMLC_FN bool hpmlc_dist_plan(hpml_trainer *t, hpml_comm *c, hpml_plan *plan)
 {
-    const char     *text = getenv("HPML_PLAN");
     char            why[480];
-    hpml_status     status = HPML_OK;
     hpml_plan_facts facts;
     if (hpml_trainer_settings(t)->input->ctx != c->ctx)
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute: the trainer is of another context; record the model on "
                           "hpml_comm_ctx(comm)"), false;
     hpml_plan_facts_of(t, c, &facts);
-    if (text) status = hpml_plan_parse(text, plan, why, sizeof why);
-    if (status != HPML_OK) return hpmlc_fail(c, status, "HPML_PLAN in the environment: %s", why), false;
-    status = hpml_plan_check(plan, &facts, why, sizeof why);
+    if (hpmlc_plan_environment(c, plan) != HPML_OK || !hpmlc_dist_axes(c, plan)) return false;
+    hpml_status status = hpml_plan_check(plan, &facts, why, sizeof why);
     if (status != HPML_OK) return hpmlc_fail(c, status, "distribute: %s", why), false;
     hpml_plan_resolve(plan, &facts, plan);
     return true;
@@ -10220,11 +10474,13 @@ HPMLC_FN int64_t hpmlc_plan_hash(const hpml_plan *plan)
     return hash >> 1;
 }
 
-/* Checks that all ranks have the same model and plan, and broadcasts the parameters of rank 0 to all ranks. */
+/* Checks that all ranks have the same model and plan, and broadcasts parameters to the ranks that have the same numbers
+   of them, from the first of these ranks. */
 HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
 {
     const hpmlc_layout *l = &d->layout;
     int64_t             shape[4], total = hpml_param_total(d->ctx);
+    bool                is_same = true;
     shape[0] = total;
     shape[1] = -total;
     shape[2] = (hpmlc_plan_hash(&d->plan) << 32) + l->params;
@@ -10238,10 +10494,15 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
         return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: ranks have different plans, or numbers of parameters "
                           "(%d here); give the same plan, and the same HPML_PLAN in the environment, on all ranks",
                           l->params);
+    if (status == HPML_OK && d->c != d->all) status = hpmlc_same(d->all, (uint64_t)shape[2], &is_same);
+    if (!is_same)
+        return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: ranks have different plans, or numbers of parameters "
+                          "(%d here); give the same plan on all ranks", l->params);
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
-        status = hpml_broadcast(d->c, hpmlc_host_view_begin(&l->view, p->data, n), (size_t)n * sizeof(float), 0);
+        float       *from = hpmlc_host_view_begin(&l->view, p->data, n);
+        status = hpml_broadcast(hpmlc_ranks_of(d, p), from, (size_t)n * sizeof(float), 0);
         if (status == HPML_OK) hpmlc_host_view_end(&l->view, p->data, n);
     }
     return status;
@@ -10329,8 +10590,12 @@ HPMLC_FN bool hpmlc_dist_attaches(hpml_trainer *t, hpml_comm *c)
 /* Sets the trainer's share of each global batch; a server has none. Where batches are dealt, they are of one worker. */
 HPMLC_FN hpml_status hpmlc_shard_set(const hpml_distributed *d)
 {
-    const int     workers = hpmlc_plan_workers(&d->plan, d->c->size), rank = (int)hpmlc_min(d->c->rank, workers);
-    const int64_t batch   = d->plan.global_batch;
+    const int        workers = hpmlc_plan_workers(&d->plan, d->all->size);
+    const int64_t    batch   = d->plan.global_batch;
+    const hpml_mesh *m       = hpml_comm_mesh(d->all);
+    int              rank    = (int)hpmlc_min(d->all->rank, workers);
+    if (m && hpmlc_plan_splits(&d->plan))
+        rank = m->at[HPML_AXIS_DATA] * m->size[HPML_AXIS_EXPERT] + m->at[HPML_AXIS_EXPERT];
     if (d->next) return hpml_trainer_set_shard(d->t, rank == workers, 1, (batch - 1) / workers + 1, 0);
     return hpml_trainer_set_shard(d->t, rank, workers, batch, d->layout.grain);
 }
@@ -10340,19 +10605,21 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     HPMLC_ZERO(hpml_hooks, hooks);
     HPMLC_DESC(hpml_plan, settings, plan);
     if (hpmlc_failed(c) || !t) return NULL;
+    if (!plan && c->mesh) settings = c->mesh->plan;
     if (!hpmlc_dist_plan(t, c, &settings)) return NULL;
     if (!hpmlc_dist_attaches(t, c)) return NULL;
     hpml_distributed *d = (hpml_distributed *)hpml_ctx_alloc(c->ctx, sizeof *d, NULL);
     if (!d) return NULL;
     d->t            = t;
-    d->c            = c;
+    d->all          = c;
+    d->c            = c->mesh ? c->mesh->m.replicas : c;
     d->ctx          = c->ctx;
     d->plan         = settings;
-    d->strategy     = hpmlc_strategy_choose(c, &settings);
+    d->strategy     = hpmlc_strategy_choose(d->c, &settings);
     d->accumulate   = hpml_trainer_settings(t)->accumulate;
-    d->copies.first = c->rank;
+    d->copies.first = d->c->rank;
     d->copies.count = 1;
-    d->copies.all   = c->size;
+    d->copies.all   = d->c->size;
     if (!hpmlc_dist_open(d)) {
         hpmlc_dist_close(d);
         return NULL;
@@ -10390,7 +10657,7 @@ HPML_API void hpml_distribute_free(hpml_distributed *d)
 HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t global_batch)
 {
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
-    int64_t most = hpmlc_plan_workers(&d->plan, d->c->size) * d->layout.batch;
+    int64_t most = hpmlc_plan_workers(&d->plan, d->all->size) * d->layout.batch;
     if (d->strategy->fixed_batch)
         return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "distribute: the global batch stays %lld, because %s",
                           (long long)d->plan.global_batch, d->strategy->fixed_batch);
@@ -10487,6 +10754,7 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d)
     const char *wrong = d->strategy->update != hpmlc_sync_update ? "only strategy sync on the host lets it" : NULL;
     hpml_plan_facts_of(d->t, d->c, &facts);
     if (facts.overflows) wrong = "the loss scale is dynamic";
+    if (hpmlc_plan_splits(&d->plan)) wrong = "ranks have parts of the model";
     for (int i = 0; i < d->layout.params; i++) {
         const hpml_tensor *p    = hpmlc_param(d, i);
         uint64_t           mine = (uint64_t)(uintptr_t)p->data, address = mine;
@@ -10506,10 +10774,11 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d)
 /* Means a step since the last reset: step_s is the sum of compute_s, exposed_s and the rest (data, update). */
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
-    hpml_counters now;
+    hpml_counters now, split;
     if (!d) return;
     hpmlc_reporting *r = &d->report;
-    hpml_comm_counters(d->c, &now);
+    hpmlc_sent(d, &now);
+    hpmlc_axes_sent(d, &split);
     if (out) {
         double n = r->r.steps > 0 ? (double)r->r.steps : 1;
         *out = r->r;
@@ -10520,6 +10789,7 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
         out->comm_s      = (now.seconds - r->at_reset.seconds) / n;
         out->hidden      = out->comm_s > 0 ? fmax(0, 1 - out->exposed_s / out->comm_s) : 0;
         out->bytes       = (double)(now.bytes - r->at_reset.bytes) / n;
+        out->split_bytes = (double)(split.bytes - r->split_at_reset.bytes) / n;
         out->plain_bytes = 8.0 * (double)d->layout.grad_total * (d->c->size - 1) / d->c->size;
         out->buckets     = d->buckets.count;
     }
@@ -10532,6 +10802,7 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
     hpmlc_steps_mark(d);
     r->began    = r->row_time;
     r->at_reset = now;
+    r->split_at_reset = split;
 }
 
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity)
@@ -10617,14 +10888,21 @@ HPMLC_FN const char *hpmlc_efficiency_warning(double efficiency, char text[128])
 HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size)
 {
     hpml_distribute_report r;
-    char                   low[128];
+    char                   low[128], axes[80];
     if (!d) return 0;
     hpml_distribute_get(d, &r, false);
-    return snprintf(buffer, size, "%d ranks (%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; "
+    double             sums = r.bytes - r.split_bytes; /* bytes of gradients */
+    const hpml_mesh   *m = hpml_comm_mesh(d->all);
+    const hpmlc_text   to = { axes, sizeof axes };
+    size_t             length = 0;
+    axes[0] = 0;
+    for (int k = 0; m && k < HPML_AXES && hpmlc_plan_splits(&d->plan); k++)
+        if (m->size[k] > 1) hpmlc_append(&to, &length, ", %s %d", hpml_axis_name((hpml_axis)k), m->size[k]);
+    return snprintf(buffer, size, "%d ranks (%s%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; "
                     "exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of f32; "
                     "efficiency %.0f %%%s",
-                    d->c->size, d->c->t->name, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s, 1e3 * r.exposed_s,
-                    1e3 * r.comm_s, 100 * r.hidden, r.bytes, r.bytes > 0 ? r.plain_bytes / r.bytes : 1,
+                    d->all->size, d->all->t->name, axes, r.buckets, 1e3 * r.step_s, 1e3 * r.compute_s,
+                    1e3 * r.exposed_s, 1e3 * r.comm_s, 100 * r.hidden, r.bytes, sums > 0 ? r.plain_bytes / sums : 1,
                     100 * r.efficiency, hpmlc_efficiency_warning(r.efficiency, low));
 }
 
@@ -10878,7 +11156,7 @@ HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, in
 HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset *data, hpml_batch_search_desc *s)
 {
     if (s->min == 0) s->min = d->plan.global_batch;
-    if (s->max == 0) s->max = d->c->size * d->layout.batch;
+    if (s->max == 0) s->max = hpmlc_plan_workers(&d->plan, d->all->size) * d->layout.batch;
     if (s->factor == 0) s->factor = 1.4142135623730951;
     if (s->multiple == 0) s->multiple = 1;
     if (s->samples == 0) s->samples = data ? (data->count + 9) / 10 : 0;
@@ -11048,6 +11326,189 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
 // =====================================================================================================================
 // PART IV   SPLIT THE MODEL: tensor, sequence, expert, pipeline, shards
 // =====================================================================================================================
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>mesh   axes of ranks: their communicators, the groups of a context
+// ---------------------------------------------------------------------------------------------------------------------
+/* hpml.h knows axes as groups, tables of functions (hpml_group). Here each axis with several ranks gets a communicator,
+   and its group's functions are collectives on it, called by the thread of the rank while layers compute. Each axis has
+   a communicator of its own, so that its counters are those of its ops; data shares that of the replicas. */
+
+HPMLC_FN hpml_status hpmlc_axis_sum(void *user, float *x, int64_t n)
+{
+    const hpmlc_axis *a = (const hpmlc_axis *)user;
+    return hpmlc_reduce_all(a->c, x, n, HPML_ELEMENT_F32, HPML_SUM, a->algorithm);
+}
+
+HPMLC_FN hpml_status hpmlc_axis_max(void *user, float *x, int64_t n)
+{
+    const hpmlc_axis *a = (const hpmlc_axis *)user;
+    return hpmlc_reduce_all(a->c, x, n, HPML_ELEMENT_F32, HPML_MAX, a->algorithm);
+}
+
+HPMLC_FN hpml_status hpmlc_axis_gather(void *user, const float *part, float *all, int64_t n)
+{
+    const hpmlc_axis *a = (const hpmlc_axis *)user;
+    memmove(all + a->c->rank * n, part, (size_t)n * sizeof *all);
+    return hpml_allgather(a->c, all, n * a->c->size, HPML_ELEMENT_F32);
+}
+
+HPMLC_FN hpml_status hpmlc_axis_scatter(void *user, const float *all, float *part, int64_t n)
+{
+    hpmlc_axis   *a     = (hpmlc_axis *)user;
+    const int64_t total = n * a->c->size;
+    if (total > a->floats) {
+        hpml_ctx_release(a->c->ctx, a->scratch);
+        a->scratch = (float *)hpml_ctx_alloc(a->c->ctx, (size_t)total * sizeof *all, NULL);
+        a->floats  = a->scratch ? total : 0;
+        if (!a->scratch) return hpmlc_failure(a->c);
+    }
+    memcpy(a->scratch, all, (size_t)total * sizeof *all);
+    hpml_status status = hpml_reduce_scatter(a->c, a->scratch, total, HPML_ELEMENT_F32, HPML_SUM);
+    memcpy(part, a->scratch + a->c->rank * n, (size_t)n * sizeof *part);
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_axis_swap(void *user, const float *out, float *in, int64_t n)
+{
+    return hpml_all_to_all(((const hpmlc_axis *)user)->c, out, in, (size_t)n * sizeof *in);
+}
+
+HPMLC_FN hpml_status hpmlc_axis_pass(void *user, const float *out, float *in, int64_t n, int shift)
+{
+    hpml_comm   *c     = ((const hpmlc_axis *)user)->c;
+    const int    by    = (shift % c->size + c->size) % c->size;
+    const int    to    = (c->rank + by) % c->size, from = (c->rank - by + c->size) % c->size;
+    const size_t bytes = (size_t)n * sizeof *in;
+    int          tag   = hpmlc_enter(c, "pass", n, HPML_ELEMENT_F32, -1, "shift", by);
+    if (tag < 0) return hpml_ctx_status(c->ctx);
+    if (by == 0) memmove(in, out, bytes);
+    hpml_status status = HPML_OK;
+    if (by > 0) status = hpmlc_round(c, tag, to, (const char *)out, bytes, from, (char *)in, bytes, NULL);
+    return hpmlc_leave(c, status);
+}
+
+HPMLC_FN hpml_status hpmlc_axis_bcast(void *user, float *x, int64_t n, int root)
+{
+    return hpml_broadcast(((const hpmlc_axis *)user)->c, x, (size_t)n * sizeof *x, root);
+}
+
+/* Gives the context the group of axis k, whose communicator is there. */
+HPMLC_FN hpml_status hpmlc_axis_open(hpmlc_mesh *mesh, int k)
+{
+    hpmlc_axis *a = &mesh->axis[k];
+    a->c         = mesh->m.axis[k];
+    a->algorithm = mesh->plan.algorithm;
+    if (a->algorithm == HPML_NATIVE) a->algorithm = HPML_AUTO; /* parts have no native allreduce */
+    HPMLC_ZERO(hpml_group, group);
+    group.rank    = a->c->rank;
+    group.size    = a->c->size;
+    group.user    = a;
+    group.sum     = hpmlc_axis_sum;
+    group.max     = hpmlc_axis_max;
+    group.gather  = hpmlc_axis_gather;
+    group.scatter = hpmlc_axis_scatter;
+    group.swap    = hpmlc_axis_swap;
+    group.pass    = hpmlc_axis_pass;
+    group.bcast   = hpmlc_axis_bcast;
+    return hpml_ctx_set_group(a->c->ctx, (hpml_axis)k, &group);
+}
+
+/* The axes in the order in which numbers of ranks grow: fastest first. */
+static const hpml_axis hpmlc_axis_order[HPML_AXES] = { HPML_AXIS_TENSOR, HPML_AXIS_SEQUENCE, HPML_AXIS_EXPERT,
+                                                       HPML_AXIS_PIPE, HPML_AXIS_DATA };
+
+/* Sets sizes and places of the mesh from its plan. */
+HPMLC_FN void hpmlc_mesh_places(hpmlc_mesh *mesh)
+{
+    hpml_mesh       *m = &mesh->m;
+    const hpml_plan *p = &mesh->plan;
+    const int32_t    size[HPML_AXES] = { p->data, p->pipe, p->tensor, p->sequence, p->expert };
+    int              rank = m->all->rank;
+    for (int i = 0; i < HPML_AXES; i++) {
+        const hpml_axis k = hpmlc_axis_order[i];
+        m->size[k] = (int32_t)hpmlc_max(size[k], 1);
+        if (k == HPML_AXIS_DATA) m->size[k] = hpmlc_plan_workers(p, m->all->size) / m->size[HPML_AXIS_EXPERT];
+        m->at[k] = rank % m->size[k]; /* of servers, which are on no axis: any */
+        rank /= m->size[k];
+    }
+}
+
+/* Returns the communicator of the ranks that differ from this one on the axes of `mask` alone, bit k for axis k. NULL:
+   an error. */
+HPMLC_FN hpml_comm *hpmlc_mesh_split(const hpml_mesh *m, unsigned mask)
+{
+    int color = 0, step = 1; /* color: the first of these ranks */
+    for (int i = 0; i < HPML_AXES; i++) {
+        const hpml_axis k = hpmlc_axis_order[i];
+        if (!(mask >> k & 1)) color += m->at[k] * step;
+        step *= m->size[k];
+    }
+    return hpml_comm_split(m->all, color, m->all->rank);
+}
+
+/* Makes the communicators and groups of a mesh whose ranks have parts of the model. */
+HPMLC_FN hpml_status hpmlc_mesh_open(hpmlc_mesh *mesh)
+{
+    hpml_mesh     *m    = &mesh->m;
+    hpml_ctx      *ctx  = m->all->ctx;
+    const unsigned data = 1u << HPML_AXIS_DATA, sequence = 1u << HPML_AXIS_SEQUENCE, expert = 1u << HPML_AXIS_EXPERT;
+    const bool     is_shared = m->size[HPML_AXIS_SEQUENCE] * m->size[HPML_AXIS_EXPERT] == 1;
+    m->replicas = hpmlc_mesh_split(m, data | sequence | expert);
+    for (int k = 0; k < HPML_AXES && hpml_ctx_status(ctx) == HPML_OK; k++) {
+        mesh->rest[k] = m->replicas;
+        if (m->size[k] == 1) continue;
+        m->axis[k] = k == HPML_AXIS_DATA && is_shared ? m->replicas : hpmlc_mesh_split(m, 1u << k);
+        if (m->axis[k]) hpmlc_axis_open(mesh, k);
+    }
+    if (m->size[HPML_AXIS_SEQUENCE] > 1) mesh->rest[HPML_AXIS_SEQUENCE] = hpmlc_mesh_split(m, data | expert);
+    if (m->size[HPML_AXIS_EXPERT] > 1) mesh->rest[HPML_AXIS_EXPERT] = hpmlc_mesh_split(m, data | sequence);
+    return hpmlc_failure(m->all);
+}
+
+/* Checks the axes of a plan, and that all ranks have the same ones. */
+HPMLC_FN hpml_status hpmlc_mesh_check(hpml_comm *c, const hpml_plan *plan)
+{
+    char             why[480];
+    const hpmlc_text to = { why, sizeof why };
+    hpml_status      status = HPML_OK;
+    bool             is_same = true;
+    if (c->mesh)
+        return hpmlc_fail(c, HPML_ERR_STATE, "set_plan: the communicator has a plan, by which models may have been "
+                          "recorded; create another one for another plan");
+    for (int i = 0; i < HPMLC_FIELDS && status == HPML_OK; i++)
+        status = hpmlc_field_check(plan, &hpmlc_fields[i], true, &to);
+    if (status == HPML_OK) status = hpmlc_axes_check(plan, c->size, &to);
+    if (status != HPML_OK) return hpmlc_fail(c, status, "set_plan: %s", why);
+    if (!hpmlc_plan_splits(plan)) return HPML_OK;
+    status = hpmlc_same(c, (uint64_t)hpmlc_plan_hash(plan) << 2, &is_same);
+    if (status != HPML_OK || is_same) return status;
+    return hpmlc_fail(c, HPML_ERR_ARGUMENT, "set_plan: ranks have different plans; give the same plan, and the same "
+                      "HPML_PLAN in the environment, on all ranks");
+}
+
+HPML_API hpml_status hpml_comm_set_plan(hpml_comm *c, const hpml_plan *plan)
+{
+    HPMLC_DESC(hpml_plan, settings, plan);
+    if (!c || hpmlc_failed(c)) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    hpml_status status = hpmlc_plan_environment(c, &settings);
+    if (status == HPML_OK) status = hpmlc_mesh_check(c, &settings);
+    if (status != HPML_OK) return status;
+    hpmlc_mesh *mesh = (hpmlc_mesh *)hpml_ctx_alloc(c->ctx, sizeof *mesh, NULL);
+    if (!mesh) return hpmlc_failure(c);
+    mesh->plan  = settings;
+    mesh->m.all = c;
+    c->mesh     = mesh;
+    hpmlc_mesh_places(mesh);
+    if (hpmlc_plan_splits(&settings)) return hpmlc_mesh_open(mesh);
+    mesh->m.replicas = c;
+    for (int k = 0; k < HPML_AXES; k++) mesh->rest[k] = c;
+    if (c->size == 1 || settings.servers > 0) return HPML_OK;
+    mesh->m.axis[HPML_AXIS_DATA] = c;
+    return hpmlc_axis_open(mesh, HPML_AXIS_DATA);
+}
+
+HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c) { return c && c->mesh ? &c->mesh->m : NULL; }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pipe-moves   pipelines: the order in which a stage does its tasks

@@ -148,6 +148,16 @@ static const refusal refusals[] = {
     { "strategy=ps,servers=1", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "servers", "leave .sparse" } },
     { "codec=onebit", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "codec", "plain sync" } },
     { "strategy=hogwild", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "hogwild", "virtual time", "transport threads" } },
+    { "strategy=ps,servers=2,tensor=2", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 }, { "servers", "tensor", "strategy sync" } },
+    { "strategy=hogwild,pipe=2", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 1 }, { "hogwild", "pipe", "strategy sync" } },
+    { "strategy=local,sequence=2", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 }, { "sequence", "strategy", "take strategy" } },
+    { "expert=2,sum=1", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 }, { "expert", "sum", "leave these out" } },
+    { "pipe=2,exact=1", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 }, { "exact", "pipe", "leave exact out" } },
+    { "tensor=2,codec=topk", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 }, { "tensor", "topk", "take codec onebit" } },
+    { "tensor=4,route=hybrid", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 }, { "hybrid", "tensor", "take route" } },
+    { "tensor=2", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "tensor", "leave .sparse" } },
+    { "tensor=2", { 4, 6, 1, 0, 0, 1, 0, 0, 0, 0, 0 }, { "clip_norm", "tensor", "take clip_norm 0" } },
+    { "pipe=2", { 4, 6, 1, 1, 0, 0, 0, 0, 0, 0, 0 }, { "f16", "pipe", "loss_scale" } },
 };
 
 TEST(each_rule_names_both_sides_and_a_way_out)
@@ -210,6 +220,43 @@ static hpml_status run(plan_trial *j)
     hpml_launch_desc l = { .transport = HPML_TRANSPORT_CLOCK, .ranks = 4, .timeout = 20,
                            .ctx = { .seed = 3, .threads = 1 }, .network.inside.latency = 1e-5 };
     return hpml_launch(&l, plan_train, j, j->text, sizeof j->text);
+}
+
+/* Axes and servers make the number of ranks; the sentence has the product and a way out. */
+TEST(axes_make_the_number_of_ranks)
+{
+    static const struct {
+        const char *plan;
+        int         ranks;
+        const char *says; /* NULL: possible */
+    } cases[] = {
+        { "tensor=2", 8, NULL },
+        { "data=2,tensor=2,pipe=2", 8, NULL },
+        { "data=3,strategy=async,servers=1", 4, NULL },
+        { "data=2,pipe=2,tensor=3", 8, "data 2 x pipe 2 x tensor 3 + servers 0 = 12 ranks, and 8 were started; make" },
+        { "data=2", 3, "data 2 + servers 0 = 2 ranks, and 3 were started; make the product 3" },
+        { "data=4,strategy=async,servers=1", 4, "data 4 + servers 1 = 5 ranks, and 4 were started; make" },
+        { "tensor=3", 8, "tensor 3 = 3 ranks, of which 8 ranks are no multiple; make the product a divisor of 8" },
+        { "pipe=16", 8, "pipe 16 = 16 ranks, of which 8 ranks are no multiple" },
+        { "data=65536,pipe=65536,tensor=65536,sequence=65536,expert=65536", 8, "ranks, and 8 were started" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        hpml_plan       plan  = plan_of(cases[i].plan);
+        hpml_plan_facts facts = { .ranks = cases[i].ranks, .batch = 6 };
+        char            why[480] = "";
+        hpml_status     status = hpml_plan_check(&plan, &facts, why, sizeof why);
+        bool            good   = cases[i].says ? status == HPML_ERR_ARGUMENT : status == HPML_OK;
+        if (cases[i].says) good = good && strstr(why, cases[i].says);
+        if (!good) printf("    %s, %d ranks: %s\n", cases[i].plan, cases[i].ranks, why);
+        ENSURE(good);
+    }
+    hpml_plan       plan  = plan_of("pipe=2,tensor=2,sequence=2"), whole; /* samples: those of the shares */
+    hpml_plan_facts facts = { .ranks = 16, .batch = 6 };
+    hpml_plan_resolve(&plan, &facts, &whole);
+    ENSURE(whole.global_batch == 12);
+    plan.expert = 2;
+    hpml_plan_resolve(&plan, &facts, &whole);
+    ENSURE(whole.global_batch == 12);
 }
 
 TEST(a_plan_from_the_environment)

@@ -1,0 +1,193 @@
+/* Axes of ranks: the places of ranks, the groups that ops use, all factorizations of a number of ranks. */
+#include "../hpml.h"
+#include "../hpml_comm.h"
+#include "split_model.h"
+#include "test.h"
+
+/* Runs fn on `ranks` ranks; the error's text is in `text`. */
+static hpml_status launch(hpml_transport_kind transport, int ranks, const hpml_plan *plan, hpml_rank_fn *fn, void *user,
+                          char text[512])
+{
+    text[0] = 0;
+    return hpml_launch(&(hpml_launch_desc){ .transport = transport, .ranks = ranks, .timeout = 20, .plan = plan,
+                                            .ctx.threads = 1 }, fn, user, text, 512);
+}
+
+/* Number of the rank with these places, tensor fastest. */
+static int rank_of(const hpml_mesh *m, const int at[HPML_AXES])
+{
+    int rank = at[HPML_AXIS_DATA];
+    rank = rank * m->size[HPML_AXIS_PIPE] + at[HPML_AXIS_PIPE];
+    rank = rank * m->size[HPML_AXIS_EXPERT] + at[HPML_AXIS_EXPERT];
+    rank = rank * m->size[HPML_AXIS_SEQUENCE] + at[HPML_AXIS_SEQUENCE];
+    return rank * m->size[HPML_AXIS_TENSOR] + at[HPML_AXIS_TENSOR];
+}
+
+/* Compares each function of the group of axis k, on n floats, with the numbers that the ranks of the axis have. */
+static bool group_is_right(const hpml_mesh *m, int k, int64_t n)
+{
+    enum { MOST = 6, FLOATS = 40 };
+    const hpml_group *g = hpml_ctx_group(hpml_comm_ctx(m->all), (hpml_axis)k);
+    int               ranks[MOST], at[HPML_AXES];
+    float             mine[FLOATS], x[FLOATS], all[MOST * FLOATS], in[MOST * FLOATS];
+    bool              good = g->size == m->size[k] && g->rank == m->at[k];
+    for (int r = 0; r < g->size; r++) {
+        for (int i = 0; i < HPML_AXES; i++) at[i] = i == k ? r : m->at[i];
+        ranks[r] = rank_of(m, at);
+    }
+    const int me = ranks[g->rank];
+    good = good && me == hpml_comm_rank(m->all);
+#define VALUE(rank, i) ((float)(100 * (rank) + (int)(i)))
+    for (int i = 0; i < n; i++) mine[i] = x[i] = VALUE(me, i);
+    good = good && g->sum(g->user, x, n) == HPML_OK;
+    for (int i = 0; i < n; i++) {
+        float sum = 0;
+        for (int r = 0; r < g->size; r++) sum += VALUE(ranks[r], i);
+        good = good && x[i] == sum;
+    }
+    memcpy(x, mine, sizeof x);
+    good = good && g->max(g->user, x, n) == HPML_OK;
+    for (int i = 0; i < n; i++) good = good && x[i] == VALUE(ranks[g->size - 1], i);
+    good = good && g->gather(g->user, mine, all, n) == HPML_OK;
+    for (int i = 0; i < n * g->size; i++) good = good && all[i] == VALUE(ranks[i / n], i % n);
+    for (int i = 0; i < n * g->size; i++) all[i] = VALUE(me, i);
+    good = good && g->scatter(g->user, all, x, n) == HPML_OK;
+    for (int i = 0; i < n; i++) {
+        float sum = 0;
+        for (int r = 0; r < g->size; r++) sum += VALUE(ranks[r], g->rank * n + i);
+        good = good && x[i] == sum;
+    }
+    for (int i = 0; i < n * g->size; i++) good = good && all[i] == VALUE(me, i); /* scatter's input is const */
+    good = good && g->swap(g->user, all, in, n) == HPML_OK;
+    for (int i = 0; i < n * g->size; i++) good = good && in[i] == VALUE(ranks[i / n], g->rank * n + i % n);
+    for (int shift = -1; shift <= g->size; shift++) {
+        const int from = ranks[((g->rank - shift) % g->size + g->size) % g->size];
+        good = good && g->pass(g->user, mine, x, n, shift) == HPML_OK;
+        for (int i = 0; i < n; i++) good = good && x[i] == VALUE(from, i);
+    }
+    for (int root = 0; root < g->size; root++) {
+        memcpy(x, mine, sizeof x);
+        good = good && g->bcast(g->user, x, n, root) == HPML_OK;
+        for (int i = 0; i < n; i++) good = good && x[i] == VALUE(ranks[root], i);
+    }
+    return good;
+}
+
+static hpml_status check_groups(hpml_comm *c, void *user)
+{
+    const hpml_mesh *m    = hpml_comm_mesh(c);
+    bool             good = m && m->all == c && rank_of(m, m->at) == hpml_comm_rank(c);
+    for (int k = 0; k < HPML_AXES && good; k++) {
+        good = (m->axis[k] != NULL) == (m->size[k] > 1);
+        if (m->axis[k]) good = good && hpml_comm_size(m->axis[k]) == m->size[k] && hpml_comm_rank(m->axis[k]) == m->at[k];
+        for (int n = 1; n <= 10 && good; n += 3) good = group_is_right(m, k, n);
+    }
+    good = good && hpml_comm_size(m->replicas) ==
+                       m->size[HPML_AXIS_DATA] * m->size[HPML_AXIS_SEQUENCE] * m->size[HPML_AXIS_EXPERT];
+    if (good) __atomic_add_fetch((int *)user, 1, __ATOMIC_RELAXED);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(groups_are_the_axes)
+{
+    static const hpml_plan plans[] = {
+        { .data = 0 }, { .tensor = 8 }, { .pipe = 2, .tensor = 2 }, { .data = 2, .expert = 2, .sequence = 2 },
+        { .sequence = 4 }, { .expert = 8 }, { .data = 8, .algorithm = HPML_CENTRAL }, { .pipe = 4, .sequence = 2 },
+    };
+    char text[512];
+    for (size_t i = 0; i < sizeof plans / sizeof plans[0]; i++) {
+        int good = 0;
+        ENSURE(launch(HPML_TRANSPORT_THREADS, 8, &plans[i], check_groups, &good, text) == HPML_OK && good == 8);
+    }
+    int       good  = 0;
+    hpml_plan large = { .data = 2, .pipe = 2, .expert = 3, .sequence = 2, .tensor = 3 };
+    ENSURE(launch(HPML_TRANSPORT_CLOCK, 72, &large, check_groups, &good, text) == HPML_OK && good == 72);
+}
+
+static hpml_status read_mesh(hpml_comm *c, void *user)
+{
+    const hpml_mesh *m = hpml_comm_mesh(c);
+    if (hpml_comm_rank(c) == 0) *(int *)user = m ? m->size[HPML_AXIS_TENSOR] : -1;
+    return HPML_OK;
+}
+
+/* HPML_PLAN alone splits the model, and takes the place of the program's own axes; what is wrong is named. */
+TEST(a_mesh_from_the_environment)
+{
+    const hpml_plan two = { .tensor = 2 };
+    int             tensor = 0;
+    char            text[512];
+    ENSURE(launch(HPML_TRANSPORT_THREADS, 4, NULL, read_mesh, &tensor, text) == HPML_OK && tensor == -1);
+    ENSURE(launch(HPML_TRANSPORT_THREADS, 4, &two, read_mesh, &tensor, text) == HPML_OK && tensor == 2);
+    setenv("HPML_PLAN", "tensor=4,codec=onebit", 1);
+    ENSURE(launch(HPML_TRANSPORT_THREADS, 4, NULL, read_mesh, &tensor, text) == HPML_OK && tensor == 4);
+    ENSURE(launch(HPML_TRANSPORT_THREADS, 4, &two, read_mesh, &tensor, text) == HPML_OK && tensor == 4);
+    ENSURE(launch(HPML_TRANSPORT_THREADS, 6, &two, read_mesh, &tensor, text) == HPML_ERR_ARGUMENT);
+    ENSURE(strstr(text, "tensor 4 = 4 ranks, of which 6 ranks are no multiple"));
+    setenv("HPML_PLAN", "codec=onebit", 1);
+    ENSURE(launch(HPML_TRANSPORT_THREADS, 4, NULL, read_mesh, &tensor, text) == HPML_OK && tensor == -1);
+    setenv("HPML_PLAN", "tensr=4", 1);
+    ENSURE(launch(HPML_TRANSPORT_THREADS, 4, NULL, read_mesh, &tensor, text) == HPML_ERR_ARGUMENT);
+    ENSURE(strstr(text, "HPML_PLAN") && strstr(text, "tensr") && strstr(text, "sequence"));
+    unsetenv("HPML_PLAN");
+}
+
+static hpml_status set_plans(hpml_comm *c, void *user)
+{
+    const int wrong = *(const int *)user;
+    hpml_plan plan  = { .tensor = 2 };
+    if (wrong == 0 && hpml_comm_rank(c) == 1) plan.tensor = 4;
+    if (wrong == 1) hpml_linear(hpml_input_2d(hpml_comm_ctx(c), 2, 2), 2, NULL);
+    hpml_status status = hpml_comm_set_plan(c, &plan);
+    if (wrong == 2 && status == HPML_OK) status = hpml_comm_set_plan(c, &plan);
+    return status;
+}
+
+TEST(a_plan_is_set_once_and_before_the_model)
+{
+    static const char *const says[] = { "ranks have different plans", "set groups first",
+                                        "the communicator has a plan" };
+    for (int wrong = 0; wrong < 3; wrong++) {
+        char        text[512];
+        hpml_status status = launch(HPML_TRANSPORT_THREADS, 4, NULL, set_plans, &wrong, text);
+        if (!strstr(text, says[wrong])) printf("    %s\n", text);
+        ENSURE(status != HPML_OK && strstr(text, says[wrong]));
+    }
+}
+
+/* Trains as one rank does and with the plan on `ranks` ranks, and compares losses, gradients and values. */
+static bool trains_as_one(hpml_transport_kind transport, int ranks, const hpml_plan *plan, split_run *serial)
+{
+    char      text[512], words[128];
+    split_run split = *serial;
+    split.gradients = split.values = NULL;
+    if (!serial->values && launch(HPML_TRANSPORT_THREADS, 1, NULL, split_train, serial, text) != HPML_OK)
+        return printf("    serial: %s\n", text), false;
+    hpml_status status = launch(transport, ranks, plan, split_train, &split, text);
+    hpml_plan_text(plan, false, words, sizeof words);
+    if (status != HPML_OK) return printf("    %d ranks, %s: %s\n", ranks, words, text), split_free(&split), false;
+    double loss = 0;
+    for (int i = 0; i < serial->steps; i++) loss = fmax(loss, fabs(split.loss[i] - serial->loss[i]));
+    double gradient = split.floats == serial->floats ? 0 : 1e9, value = gradient;
+    if (gradient == 0) gradient = split_differ(split.gradients, serial->gradients, serial->floats);
+    if (value == 0) value = split_differ(split.values, serial->values, serial->floats);
+    const bool good = loss <= 1e-6 * serial->loss[0] && gradient <= 1e-5 && value <= 1e-4;
+    printf("    %d ranks, %s: loss %.1e, gradient %.1e, values %.1e%s\n", ranks, words, loss, gradient, value,
+           good ? "" : " WRONG");
+    split_free(&split);
+    return good;
+}
+
+/* All factorizations of 8 ranks into data x tensor (x pipe) train as one rank. */
+TEST(all_factorizations_train_as_one_rank)
+{
+    split_run serial = { .model = split_small, .optimizer = HPML_OPT_SGD, .steps = 4 };
+    int       count = 0;
+    bool      good = true;
+    for (int pipe = 1; pipe <= 1; pipe *= 2)
+        for (int tensor = 1; tensor * pipe <= 8; tensor *= 2, count++)
+            good = trains_as_one(HPML_TRANSPORT_THREADS, 8, &(hpml_plan){ .pipe = pipe, .tensor = tensor }, &serial) && good;
+    printf("    %d factorizations of 8 ranks\n", count);
+    split_free(&serial);
+    ENSURE(good);
+}
