@@ -5686,10 +5686,13 @@ HPMLI_FN bool hpmli_shared_fits(const char *op, const char *name, const hpml_ten
     bool      fits = axis == part->axis && w->ndim == 2 && shape[0] == whole[0] && shape[1] == whole[1];
     if (fits && axis != HPML_AXIS_DATA)
         fits = w->param->split_dim == part->dim && w->param->sections == hpmli_max(part->sections, 1);
-    return fits || hpmli_false(w->ctx, HPML_ERR_SHAPE, "%s \"%s\": weight is %s, %s; expected a whole of %s%s%s", op,
-                               name, hpmli_describe(w), hpmli_split_text(w), hpmli_shape_text(w->ctx, 2, whole),
-                               part->axis ? " that is split over the tensor axis along dimension " : "",
-                               !part->axis ? "" : part->dim ? "1" : "0");
+    if (fits) return true;
+    const bool  split = axis != HPML_AXIS_DATA || part->axis != HPML_AXIS_DATA;
+    const char *want  = "";
+    if (part->axis != HPML_AXIS_DATA) want = part->dim ? " split along dimension 1" : " split along dimension 0";
+    return hpmli_false(w->ctx, HPML_ERR_SHAPE, "%s \"%s\": the shared weight is %s%s%s, expected %s%s", op, name,
+                       hpmli_describe(w), split ? ", " : "", split ? hpmli_split_text(w) : "",
+                       hpmli_shape_text(w->ctx, 2, whole), want);
 }
 
 /* Records y = act(x w^T + bias), with w (out, columns of x). Sources of the node: x, w, bias (NULL without). */

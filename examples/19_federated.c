@@ -161,7 +161,8 @@ int main(int argc, char **argv)
         { "--json", OPTION_FLAG, &s.json, NULL, "print one JSON object" },
     };
     char error[512] = "";
-    options_read("federated averaging with masks", table, sizeof table / sizeof table[0], argc, argv);
+    int code = options_read("federated averaging with masks", table, sizeof table / sizeof table[0], argc, argv);
+    if (code != 0) return code == 2 ? 2 : 0;
     draw_digits(s.samples);
     hpml_launch_desc d = { .ranks = (int32_t)s.clients, .ctx = { .seed = (uint64_t)s.seed, .threads = 1 } };
     if (hpml_launch(&d, client_main, &s, error, sizeof error) != HPML_OK) return fprintf(stderr, "%s\n", error), 1;

@@ -948,7 +948,7 @@ TEST(large_products_in_f32)
     all_products(HPML_CUDA_F32, 1e-4);
 }
 
-TEST_PLAIN(large_products_in_tf32)
+TEST_LONG(large_products_in_tf32)
 {
     if (no_device()) SKIP("no CUDA device");
     all_products(HPML_CUDA_TF32, 2e-2);

@@ -218,7 +218,7 @@ static hpml_status exchange(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 
-TEST(inner_steps_use_an_exchange_better)
+TEST_PLAIN(inner_steps_use_an_exchange_better)
 {
     emso plain = { .inner = 1 }, inner = { .inner = INNER, .gamma = 1e-4f };
     draw();

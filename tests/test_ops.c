@@ -170,7 +170,7 @@ static int64_t gradients(const op_case *c, hpml_dtype kept, int64_t batch, float
    log_softmax has 6 u. The limit is 8 u. The loss, a mean of many errors of either sign, is off by less than u. In f16
    gradients need a scale, as those of many samples are below the smallest number. 3 samples are one block, 600 are
    several. */
-TEST(every_op_in_halves)
+TEST_PLAIN(every_op_in_halves)
 {
     static const double u[] = { 0, 1.0 / 256, 1.0 / 2048 };
     for (int64_t batch = 3; batch <= 600; batch += 597)
