@@ -7451,10 +7451,16 @@ HPMLC_FN int hpmlc_rank(const hpml_distributed *d) { return d->c->origin[d->c->r
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
 
+/* Returns the ranks that have the same part of a parameter that is split over `axis` (DATA: the whole). */
+HPMLC_FN hpml_comm *hpmlc_ranks_of_axis(const hpml_distributed *d, hpml_axis axis)
+{
+    return d->all->mesh ? d->all->mesh->rest[axis] : d->c;
+}
+
 /* Returns the ranks over which the gradient of parameter p is added up: those that have the same numbers of it. */
 HPMLC_FN hpml_comm *hpmlc_ranks_of(const hpml_distributed *d, const hpml_tensor *p)
 {
-    return d->all->mesh ? d->all->mesh->rest[p->param->axis] : d->c;
+    return hpmlc_ranks_of_axis(d, p->param->axis);
 }
 
 /* Returns where the gradient of parameter p begins in the trainer's array of gradients, in floats. */
@@ -8012,7 +8018,9 @@ typedef struct hpmlc_state {
     hpmlc_scope  scope;
     float       *data;       /* (copies.count, floats) what this rank has of the copies; NULL: nothing */
     const hpmlc_host_view *view; /* host access to `data` */
-    int64_t      count;      /* floats of one whole copy */
+    int64_t      count;      /* floats of one copy: of the part of a tensor that this rank has, or the whole ... */
+    int64_t      whole;      /* ... and of the whole, as in the file */
+    const hpml_tensor *param; /* parameter as whose part, or whole, a copy lies in memory; NULL: none */
     int64_t      at, floats; /* this rank's range of one copy: [at, at + floats) */
     hpmlc_copies copies;     /* this rank's copies, and how many the file has: copies.all */
     bool         is_mean;    /* copies are shares of a mean: the fewer there are, the larger each is */
@@ -8030,6 +8038,15 @@ struct hpmlc_states {
     bool             *present;   /* hpmlc_state.present of the arrays that are added next */
     hpmlc_host_view       host;      /* host access to arrays on the host */
 };
+
+/* Returns the number of floats of the whole of which p is a part. */
+HPMLC_FN int64_t hpmlc_whole_count(const hpml_tensor *p)
+{
+    int64_t shape[HPML_MAX_DIMS], n = 1;
+    hpml_param_whole(p, shape);
+    for (int i = 0; i < p->ndim; i++) n *= shape[i];
+    return n;
+}
 
 /* Adds an array of `count` floats a copy to the list of what checkpoints hold, named KIND.COPY.TENSOR (NULL leaves a
    word out). scope: which ranks have copies. hpmlc_state_part says later what this rank has of it. Returns the item,
@@ -8061,6 +8078,10 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
     it->name         = name;
     it->scope        = scope;
     it->count        = count;
+    it->whole        = count;
+    it->param        = tensor ? hpml_param_find(d->ctx, tensor) : NULL;
+    if (it->param && hpml_tensor_count(it->param) != count) it->param = NULL;
+    if (it->param) it->whole = hpmlc_whole_count(it->param);
     it->view         = &list->host;
     it->present      = list->present;
     it->copies.count = 1;
@@ -8097,6 +8118,10 @@ HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, con
     hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, kind, list->copy, tensor, count);
     if (!it) return;
     it->copies  = list->d->copies;
+    if (x->c->size != list->d->c->size) { /* a part of a whole that is split over other ranks of list->d->c */
+        it->copies.first = x->c->rank;
+        it->copies.all   = x->c->size;
+    }
     it->is_mean = x->d.reduce == HPML_MEAN;
     hpmlc_state_part(it, x, data, 0, count);
 }
@@ -10996,25 +11021,51 @@ HPMLC_FN bool hpmlc_state_is_absent(const hpmlc_state *it) { return it->present 
 /* Returns the name of array `it` without its prefix "state.", because hpml_checkpoint_save adds this prefix. */
 HPMLC_FN const char *hpmlc_state_name(const hpmlc_state *it) { return it->name + sizeof "state"; }
 
-/* Copies what this rank has of array `it` to `rows`, all copies of the array side by side: (copies.all, count). */
+/* Returns whether a copy of array `it` is a part of what the file has. */
+HPMLC_FN bool hpmlc_state_is_part(const hpmlc_state *it) { return it->whole != it->count; }
+
+/* Returns whether this rank has array `it` whole, and the file has it from rank 0. */
+HPMLC_FN bool hpmlc_state_is_same(const hpmlc_state *it) { return it->is_same && !hpmlc_state_is_part(it); }
+
+/* Returns whether this rank's floats of array `it` go to the file. Else those of another rank do, which are the same:
+   ranks of axis tensor have the same floats of what is not split. */
+HPMLC_FN bool hpmlc_state_counts(const hpml_distributed *d, const hpmlc_state *it)
+{
+    const hpml_mesh *m    = hpml_comm_mesh(d->all);
+    const hpml_axis  axis = it->param ? it->param->param->axis : HPML_AXIS_DATA;
+    if (it->floats == 0) return false;
+    if (m && axis != HPML_AXIS_TENSOR && m->at[HPML_AXIS_TENSOR] > 0) return false;
+    return !it->is_same || hpmlc_ranks_of_axis(d, axis)->rank == 0;
+}
+
+/* Copies what this rank has of array `it` to `rows`, all copies of the array side by side: (copies.all, whole). */
 HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 {
-    for (int64_t l = 0; l < it->copies.count && it->floats > 0; l++) {
-        float *row = rows + (it->copies.first + l) * it->count;
-        hpmlc_host_view_copy(it->view, row + it->at, it->data + l * it->floats, it->floats, false);
+    for (int64_t l = 0; l < it->copies.count; l++) {
+        float *row = rows + (it->copies.first + l) * it->whole, *data = it->data + l * it->floats;
+        if (!hpmlc_state_is_part(it)) {
+            hpmlc_host_view_copy(it->view, row + it->at, data, it->floats, false);
+            continue;
+        }
+        float *host = hpmlc_host_view_begin(it->view, data, it->floats);
+        hpml_param_copy(it->param, host, it->at, it->floats, row, true);
+        hpmlc_host_view_end(it->view, data, it->floats);
     }
 }
 
-/* Adds factor times `row`, perhaps not aligned, to this rank's floats of copy l; set: replaces. row NULL: zeros. */
-HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, const char *row, float factor, bool set)
+/* Adds factor times `row`, the whole copy, to this rank's floats of copy l; set: replaces. row NULL: zeros. part:
+   (floats) scratch. */
+HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, float *row, float factor, bool set, float *part)
 {
     if (it->floats == 0) return;
     float *data = it->data + l * it->floats;
     float *host = hpmlc_host_view_begin(it->view, data, it->floats);
+    const float *from = part;
+    if (!row) memset(part, 0, (size_t)it->floats * sizeof *part);
+    else if (hpmlc_state_is_part(it)) hpml_param_copy(it->param, part, it->at, it->floats, row, false);
+    else from = row + it->at;
     for (int64_t i = 0; i < it->floats; i++) {
-        float x = 0;
-        if (row) memcpy(&x, row + (size_t)(it->at + i) * sizeof x, sizeof x);
-        x *= factor;
+        const float x = from[i] * factor;
         host[i] = set ? x : host[i] + x;
     }
     hpmlc_host_view_end(it->view, data, it->floats);
@@ -11028,9 +11079,9 @@ HPMLC_FN int64_t hpmlc_states_place(hpmlc_states *list, int64_t *summed)
     for (int is_same = 0; is_same < 2; is_same++) {
         for (int i = 0; i < list->count; i++) {
             hpmlc_state *it = &list->item[i];
-            if (it->is_same != (is_same == 1) || hpmlc_state_is_absent(it)) continue;
+            if (hpmlc_state_is_same(it) != (is_same == 1) || hpmlc_state_is_absent(it)) continue;
             it->offset = at;
-            at += it->copies.all * it->count;
+            at += it->copies.all * it->whole;
         }
         if (is_same == 0) *summed = at;
     }
@@ -11071,16 +11122,16 @@ HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *ro
     for (int i = 0; i < list->count && from; i++) {
         const hpmlc_state *it = &list->item[i];
         if (hpmlc_state_is_absent(it)) continue;
-        hpml_trainer_add_state(d->t, hpmlc_state_name(it), from + it->offset, it->copies.all * it->count);
+        hpml_trainer_add_state(d->t, hpmlc_state_name(it), from + it->offset, it->copies.all * it->whole);
     }
-    hpml_comm_busy(d->c, HPMLC_DISK);
-    writing.c        = d->c;
+    hpml_comm_busy(d->all, HPMLC_DISK);
+    writing.c        = d->all;
     progress.fn      = hpmlc_dist_progress;
     progress.user    = &writing;
     writing.progress = hpml_ctx_progress(d->ctx, progress);
     hpml_checkpoint_save(d->t, path);
     hpml_ctx_progress(d->ctx, writing.progress);
-    hpml_comm_busy(d->c, 0);
+    hpml_comm_busy(d->all, 0);
     for (int i = list->count; i-- > 0;) hpml_trainer_add_state(d->t, hpmlc_state_name(&list->item[i]), NULL, 0);
     if (copy) r->device->free(r->device_user, copy, bytes);
 }
@@ -11094,15 +11145,18 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     floats = hpmlc_states_place(&list, &summed);
     float *rows = is_listed ? (float *)hpml_ctx_alloc(d->ctx, (size_t)(floats + 1) * sizeof(float), NULL) : NULL;
     if (rows) {
-        for (int i = 0; i < list.count; i++)
-            if (!hpmlc_state_is_absent(&list.item[i])) hpmlc_state_save(&list.item[i], rows + list.item[i].offset);
-        hpml_status status = hpml_reduce_to(d->c, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
-        if (status == HPML_OK && d->c->rank == 0) hpmlc_states_write(&list, path, rows, floats);
+        for (int i = 0; i < list.count; i++) {
+            const hpmlc_state *it = &list.item[i];
+            if (!hpmlc_state_is_absent(it) && hpmlc_state_counts(d, it)) hpmlc_state_save(it, rows + it->offset);
+        }
+        hpml_status status = hpml_reduce_to(d->all, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
+        const bool writes = d->all->rank == 0 || hpmlc_plan_splits(&d->plan); /* all ranks, to join the parts */
+        if (status == HPML_OK && writes) hpmlc_states_write(&list, path, rows, floats);
         hpml_ctx_release(d->ctx, rows);
     }
     hpmlc_states_close(&list);
     if (!rows) return hpml_ctx_status(d->ctx);
-    return hpml_barrier(d->c); /* all ranks wait until the file is there, or get the error of rank 0 */
+    return hpml_barrier(d->all); /* all ranks wait until the file is there, or get the error of rank 0 */
 }
 
 /* Fails if file f has gradients that only another strategy applies, or that are in an older format. */
@@ -11124,15 +11178,16 @@ HPMLC_FN hpml_status hpmlc_states_refuse(hpml_distributed *d, const hpml_safeten
 }
 
 /* Loads array `it` of the list. saved: the array in the file; NULL: it is missing. Copy w in the file is added to copy
-   w modulo the number of copies that there are now. */
+   w modulo the number of copies that there are now. row: (whole + count) scratch. */
 HPMLC_FN hpml_status hpmlc_state_load(hpml_distributed *d, const hpmlc_state *it, const hpml_safetensor *saved,
-                                      const char *path)
+                                      const char *path, float *row)
 {
-    const size_t bytes  = (size_t)it->count * sizeof(float);
+    const size_t bytes  = (size_t)it->whole * sizeof(float);
     int64_t      copies = saved && saved->bytes % bytes == 0 ? (int64_t)(saved->bytes / bytes) : 0;
     const char  *from   = saved ? (const char *)saved->data : NULL;
+    float       *part   = row + it->whole;
     if (it->scope == HPMLC_SHARED) {
-        if (copies == 1) hpmlc_state_put(it, 0, from, 1, true);
+        if (copies == 1) hpmlc_state_put(it, 0, (float *)memcpy(row, from, bytes), 1, true, part);
         if (copies == 1 || !it->present) return HPML_OK;
         return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: %s is missing or not of %zu bytes; load it with the model it was "
                           "saved with", path, it->name, bytes);
@@ -11141,10 +11196,12 @@ HPMLC_FN hpml_status hpmlc_state_load(hpml_distributed *d, const hpmlc_state *it
         return hpmlc_fail(d->c, HPML_ERR_FORMAT, "%s: residuals (%s) are missing, or are of other tensors or places; "
                           "save with the codec, and in nodes on the ranks, that you load with", path, it->name);
     float factor = it->is_mean ? (float)((double)it->copies.all / (double)copies) : 1;
-    for (int64_t l = 0; l < it->copies.count; l++) hpmlc_state_put(it, l, NULL, 1, true);
+    for (int64_t l = 0; l < it->copies.count; l++) hpmlc_state_put(it, l, NULL, 1, true, part);
     for (int64_t w = 0; w < copies; w++) {
         int64_t l = w % it->copies.all - it->copies.first;
-        if (l >= 0 && l < it->copies.count) hpmlc_state_put(it, l, from + (size_t)w * bytes, factor, false);
+        if (l < 0 || l >= it->copies.count) continue;
+        memcpy(row, from + (size_t)w * bytes, bytes); /* because the file's array may not be aligned */
+        hpmlc_state_put(it, l, row, factor, false, part);
     }
     return HPML_OK;
 }
@@ -11158,7 +11215,10 @@ HPMLC_FN hpml_status hpmlc_states_load(hpmlc_states *list, const hpml_safetensor
         bool               is_found = hpml_safetensors_find(f, it->name, &saved);
         if (it->present && is_found) *it->present = true;
         if (hpmlc_state_is_absent(it)) continue;
-        status = hpmlc_state_load(list->d, it, is_found ? &saved : NULL, path);
+        float *row = (float *)hpml_ctx_alloc(list->d->ctx, (size_t)(it->whole + it->count) * sizeof *row, NULL);
+        if (!row) return hpmlc_failure(list->d->c);
+        status = hpmlc_state_load(list->d, it, is_found ? &saved : NULL, path, row);
+        hpml_ctx_release(list->d->ctx, row);
     }
     return status;
 }

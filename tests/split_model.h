@@ -5,6 +5,7 @@
 
 #include "../hpml_comm.h"
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -71,11 +72,14 @@ typedef struct split_run {
     hpml_opt    optimizer;
     int         steps, accumulate;
     void      (*after)(hpml_distributed *d, void *user); /* optional, on all ranks, after the last step */
+    int         fails;    /* 1 + the rank that fails after the first step; 0: none */
+    const hpml_plan *plan; /* given to hpml_distribute; NULL: that of the launch */
     void       *user;
     double      loss[16];
     int64_t     floats;               /* of all parameters' wholes */
     float      *gradients, *values;   /* (floats), released by split_free */
     hpml_distribute_report report;
+    char        errors[64][256];      /* of each rank */
 } split_run;
 
 static inline void split_free(split_run *r)
@@ -121,7 +125,7 @@ static inline hpml_status split_train(hpml_comm *c, void *user)
                                 .lr = 0.01f, .accumulate = r->accumulate };
     hpml_trainer      *t = hpml_trainer_create(ctx, &desc);
     hpml_dataset      *text = split_text(ctx, &r->model);
-    hpml_distributed  *d = hpml_distribute(t, c, NULL);
+    hpml_distributed  *d = hpml_distribute(t, c, r->plan);
     int64_t            floats = d ? split_collect(t, HPML_ARRAY_VALUES, NULL) : 0;
     float             *whole = (float *)calloc((size_t)(2 * floats + 1), sizeof *whole);
     for (int i = 0; i < r->steps && d; i++) {
@@ -132,6 +136,7 @@ static inline hpml_status split_train(hpml_comm *c, void *user)
         if (first) out->loss[i] = report.loss;
         if (first) out->report = report;
         if (i == 0) split_collect(t, HPML_ARRAY_GRADIENTS, whole);
+        if (r->fails == hpml_comm_rank(c) + 1) hpml_ctx_fail(ctx, HPML_ERR_WRITE, "a disk is full");
     }
     if (d && r->after) r->after(d, r->user);
     if (d && hpml_ctx_status(ctx) == HPML_OK) split_collect(t, HPML_ARRAY_VALUES, whole + floats);
@@ -143,6 +148,7 @@ static inline hpml_status split_train(hpml_comm *c, void *user)
         memcpy(out->values, whole + floats, sizeof(float) * (size_t)floats);
     }
     free(whole);
+    if (hpml_comm_rank(c) < 64) snprintf(out->errors[hpml_comm_rank(c)], 256, "%s", hpml_ctx_error(ctx));
     return hpml_ctx_status(ctx);
 }
 

@@ -191,3 +191,86 @@ TEST(all_factorizations_train_as_one_rank)
     split_free(&serial);
     ENSURE(good);
 }
+
+static const hpml_plan splits[] = {
+    { .tensor = 2 }, { .tensor = 4 }, { .data = 1, .tensor = 8 },
+};
+
+/* A rank that fails is named by all others, whatever its place. */
+TEST(a_rank_that_fails_is_named_by_all)
+{
+    for (size_t i = 0; i < sizeof splits / sizeof splits[0]; i++)
+        for (int rank = 0; rank < 8; rank += 7) {
+            split_run run = { .model = split_small, .steps = 3, .fails = 1 + rank };
+            char      text[512], name[16];
+            ENSURE(launch(HPML_TRANSPORT_THREADS, 8, &splits[i], split_train, &run, text) == HPML_ERR_WRITE);
+            snprintf(name, sizeof name, "rank %d", rank);
+            for (int r = 0; r < 8; r++) {
+                const bool good = strstr(run.errors[r], "a disk is full") && (r == rank || strstr(run.errors[r], name));
+                if (!good) printf("    rank %d: %s\n", r, run.errors[r]);
+                split_free(&run);
+                ENSURE(good);
+            }
+        }
+}
+
+/* Other ways to exchange gradients, and parameters, work inside the replicas: with the bits of as many whole replicas,
+   but for the last bits of the sums of layers. */
+TEST(strategies_work_on_replicas)
+{
+    static const hpml_plan plans[] = {
+        { .delayed = true }, { .codec.kind = HPML_CODEC_BF16 }, { .exact = true, .leaf = 2 },
+        { .strategy = HPML_STRATEGY_LOCAL, .period = 2 }, { .strategy = HPML_STRATEGY_BLOCK, .period = 2 },
+        { .strategy = HPML_STRATEGY_GOSSIP }, { .strategy = HPML_STRATEGY_ELASTIC }, { .global_batch = 13 },
+        { .bucket_bytes = 1 }, { .algorithm = HPML_CENTRAL },
+    };
+    for (size_t i = 0; i < sizeof plans / sizeof plans[0]; i++) {
+        split_run two = { .model = split_small, .steps = 4, .plan = &plans[i] }, four = two;
+        hpml_plan tensor = { .tensor = 2 };
+        char      text[512], words[128];
+        hpml_plan_text(&plans[i], false, words, sizeof words);
+        hpml_status status = launch(HPML_TRANSPORT_THREADS, 2, NULL, split_train, &two, text);
+        if (status == HPML_OK) status = launch(HPML_TRANSPORT_THREADS, 4, &tensor, split_train, &four, text);
+        if (status != HPML_OK) printf("    %s: %s\n", words, text);
+        ENSURE(status == HPML_OK);
+        const double gradient = split_differ(four.gradients, two.gradients, two.floats);
+        const double value = split_differ(four.values, two.values, two.floats);
+        printf("    %s: gradient %.1e, values %.1e\n", words, gradient, value);
+        split_free(&two);
+        split_free(&four);
+        ENSURE(value < (plans[i].codec.kind ? 1e-3 : 1e-5));
+    }
+}
+
+/* What the plan of hpml_distribute and that of the launch contradict. */
+TEST(other_axes_than_those_of_the_launch_are_refused)
+{
+    static const struct {
+        hpml_plan   plan;
+        const char *says;
+    } cases[] = {
+        { { .tensor = 4 }, "the plan has tensor=4, and the model was recorded for 2; set pipe, tensor, sequence and" },
+        { { .sequence = 2 }, "the plan has sequence=2, and the model was recorded for 1" },
+        { { .data = 4 }, "data 4 x tensor 2 + servers 0 = 8 ranks, and 4 were started" },
+        { { .strategy = HPML_STRATEGY_PS, .servers = 2 }, "servers and hogwild" },
+        { { .codec.kind = HPML_CODEC_LOWRANK }, "codec topk and lowrank pack whole tensors" },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        split_run run = { .model = split_small, .steps = 1, .plan = &cases[i].plan };
+        char      text[512];
+        ENSURE(launch(HPML_TRANSPORT_THREADS, 4, &splits[0], split_train, &run, text) != HPML_OK);
+        if (!strstr(text, cases[i].says)) printf("    %s\n", text);
+        split_free(&run);
+        ENSURE(strstr(text, cases[i].says));
+    }
+}
+
+/* 64 ranks in virtual time. */
+TEST(many_ranks_train_as_one)
+{
+    split_run serial = { .model = split_small, .steps = 2 };
+    hpml_plan plan   = { .tensor = 4 };
+    bool      good   = trains_as_one(HPML_TRANSPORT_CLOCK, 64, &plan, &serial);
+    split_free(&serial);
+    ENSURE(good);
+}
