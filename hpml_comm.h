@@ -1176,6 +1176,10 @@ HPMLC_REF(hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, cons
           hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
 HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
           (&d, out, error, size))
+HPMLC_REF(hpml_pipe_simulate, (const hpml_pipe_desc &d, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity,
+          char *error, size_t size), (&d, out, spans, capacity, error, size))
+HPMLC_REF(hpml_pipe_cut, (const hpml_pipe_cut_desc &d, hpml_pipe_stage *stages, double *pace, char *error, size_t size),
+          (&d, stages, pace, error, size))
 #undef HPMLC_REF
 #endif
 
