@@ -139,9 +139,9 @@ static void print(const trial *j, const hpml_pipe_desc *d, double bubble, double
                "\"loss\": %.4f}\n", hpml_pipe_name(d->kind), d->stages, d->micro, j->seconds, bubble, formula,
                slots_of(d, 0), slots_of(d, d->stages - 1), (long long)j->bytes, j->loss);
     else
-        printf("%-12s step %6.1f ms  bubble %5.2f %% (formula %5.2f %%)  in flight %d .. %d  %lld bytes  loss %.3f\n\n",
-               hpml_pipe_name(d->kind), 1e3 * j->seconds, 100 * bubble, 100 * formula, slots_of(d, 0),
-               slots_of(d, d->stages - 1), (long long)j->bytes, j->loss);
+        printf("%.1f ms a step, bubble %.2f %% (formula %.2f %%), %d to %d in flight,\n%lld bytes a step, loss %.3f "
+               "after %d steps\n\n", 1e3 * j->seconds, 100 * bubble, 100 * formula, slots_of(d, 0),
+               slots_of(d, d->stages - 1), (long long)j->bytes, j->loss, j->steps);
     fflush(stdout);
 }
 
@@ -193,7 +193,8 @@ int main(int argc, char **argv)
     for (int k = 0, first = 1; k < HPML_PIPE_COUNT; k++) {
         trial j = { .ranks = (int)stages, .steps = (int)steps, .trace = first ? trace : NULL };
         bool  wanted = only.count == 0 || environment;
-        for (int i = 0; i < only.count; i++) wanted = wanted || strcmp(only.word[i], hpml_pipe_name((hpml_pipe_kind)k)) == 0;
+        for (int i = 0; i < only.count; i++)
+            wanted = wanted || strcmp(only.word[i], hpml_pipe_name((hpml_pipe_kind)k)) == 0;
         if (!wanted) continue;
         j.plan.pipe     = (int32_t)stages;
         j.plan.schedule = (hpml_pipe_kind)k;
