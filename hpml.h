@@ -405,8 +405,9 @@ typedef struct hpml_param {
     hpml_axis axis;       /* over whose group the whole is split; DATA: the parameter is whole */
     int32_t   split_dim, sections; /* the dimension that is split; its sections, 1 or more */
     int32_t   stage;      /* the rank of the PIPE axis that has the parameter; -1: all of them */
-    int64_t   keep_first, keep_count; /* the floats of the parameter that this rank of the DATA axis keeps between steps,
-                                         where state, gradient or values are sharded; keep_count -1: all of them */
+    int32_t   shard;      /* what this rank keeps a part of, see hpml_trainer_keep: 0: nothing; 1: the optimizer's states;
+                             2: the gradient, too; 3: the values, too */
+    int64_t   keep_first, keep_count; /* the part: floats of the parameter; keep_count -1: all of them */
 } hpml_param;
 
 /* Order of the dimensions of images: NCHW is (B, C, H, W); NHWC is (B, H, W, C), a pixel's channels being adjacent. */
@@ -1116,6 +1117,11 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
    have no memory before either, so set values of your own (hpml_tensor_set) after hpml_trainer_alloc. */
 HPML_API void          hpml_ctx_defer(hpml_ctx *ctx, bool on);
 HPML_API hpml_status   hpml_trainer_alloc(hpml_trainer *t); /* takes the memory; nothing if the trainer has it */
+/* Before the memory is taken: from then on this rank keeps and steps only the floats [first, first + count) of parameter
+   number `param`, one shard of the parameter (Rajbhandari et al. 2020, "ZeRO"). Other ranks keep the others, and hooks
+   exchange them. shard: 1 to 3, as in hpml_param; hpml_graph_memory then has the bytes of this rank. An error once the
+   trainer has memory, for a range outside the parameter, and for optimizers that step whole tensors (.whole). */
+HPML_API hpml_status   hpml_trainer_keep(hpml_trainer *t, int param, int shard, int64_t first, int64_t count);
 /* Copies *d to *out, with zeros replaced by the defaults that they mean. */
 HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out);
 /* Computes the bytes that hpml_trainer_create with this desc would allocate, without allocating tensors. */
@@ -1205,6 +1211,11 @@ typedef struct hpml_moment {
            passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
    data    before the first batch of a fit that takes this rank's part of the data; `mark` is a hash of the data, their
            order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete
+   norms   adds up sums (parameters of the context, each) over all ranks that have parts of the model, where each rank has
+           the sums of squares of the parts that it keeps: for clip_norm, LARS, LAMB, .prepare and .layer_ratio, before
+           the step of hpml_trainer_apply, which all ranks then call alike
+   join    fills in the array `which` of parameter `param`: on entry `whole` has the part that this rank keeps, in its
+           place; on return also the parts of all other ranks, which call it alike
    next    returns which batch such a fit takes next, counted over all epochs of `batches` batches; below 0: its epoch
            ends, or an error is on the context. is_last: the epoch is the last one of this fit */
 typedef hpml_status hpml_hook_fn(void *user, hpml_trainer *t, const hpml_moment *at);
@@ -1216,6 +1227,8 @@ typedef struct hpml_hooks {
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
     int64_t (*next)(void *user, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last);
+    hpml_status (*norms)(void *user, hpml_trainer *t, double *sums, int64_t each);
+    hpml_status (*join)(void *user, hpml_trainer *t, int param, int which, float *whole); /* which: an hpml_array */
 } hpml_hooks;
 #define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
 HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hooks); /* copies *hooks */
@@ -1245,7 +1258,8 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
    -1: not trained. *floats: the length. NULL: the optimizer has no such state; or, with an error that names a
    parameter, values that are not one array: parameters lie in the order of recording, the trained ones first, but only
    those that got memory at the same time, and one that was frozen or that the loss does not depend on leaves a gap.
-   GRADIENTS: `grad` of the parameters is from then on their part of this array. */
+   GRADIENTS: `grad` of the parameters is from then on their part of this array. An array that is cut (hpml_trainer_keep)
+   has the parts that this rank keeps, one behind the other, without padding. */
 #define HPML_GRADIENT_ALIGN 16
 typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRAY_STATE, /* STATE + i: state i */
                           HPML_ARRAY_END = HPML_ARRAY_STATE + HPML_MAX_STATES } hpml_array;
@@ -3942,6 +3956,12 @@ HPMLI_FN int64_t hpmli_param_floats(const hpml_tensor *p)
     const int64_t align = HPML_GRADIENT_ALIGN;
     if (p->state->away) return 0;
     return (hpml_tensor_count(p) + align - 1) / align * align;
+}
+
+/* Returns how many floats this rank has, between steps, of an array of parameter p that a shard of `level` cuts. */
+HPMLI_FN int64_t hpmli_param_kept(const hpml_tensor *p, int level)
+{
+    return p->param->shard >= level ? p->param->keep_count : hpmli_param_floats(p);
 }
 
 HPML_API void hpml_param_whole(const hpml_tensor *t, int64_t *shape)
@@ -9326,6 +9346,13 @@ HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
     return sqrt(sum);
 }
 
+/* Computes norm[2], the Euclidean norms of the weights and of the gradient (or of the direction in its place). */
+HPMLI_FN void hpmli_update_norms(hpml_ctx *ctx, const hpml_update *u, double *norm)
+{
+    norm[0] = hpmli_l2_norm(ctx, u->w, u->n);
+    norm[1] = hpmli_l2_norm(ctx, u->g, u->n);
+}
+
 /* LARS (You et al. 2017): lr = lr trust |w| / (|g| + decay |w|); parameters without decay (vectors) keep lr, as in the
    paper's code. The rate multiplies the gradient before it enters the momentum, so that a new rate does not rescale
    older gradients: the step is then SGD with lr 1. */
@@ -9339,15 +9366,19 @@ HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad
     u->lr = 1;
 }
 
-/* Steps along the direction r, which the optimizer's step has written over the gradient: w -= lr r, by plain SGD; with
-   layer_ratio (LAMB, You et al. 2020): w -= lr |w| / |r| r. */
-HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update u)
+/* Makes the optimizer's step with a clipped gradient. norm[2]: Euclidean norms of the weights and of the gradient, of the
+   whole parameter, for an optimizer with `prepare`. */
+HPMLI_FN void hpmli_step_prepared(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update *u, const double *norm)
 {
-    if (row->layer_ratio) {
-        double w = hpmli_l2_norm(ctx, u.w, u.n);
-        double r = hpmli_l2_norm(ctx, u.g, u.n);
-        u.lr *= (float)(w > 0 && r > 0 ? w / r : 1);
-    }
+    if (row->prepare) row->prepare(u, norm[0], norm[1] * (double)u->grad_scale);
+    hpmli_optimizer_step(ctx, u, NULL);
+}
+
+/* Steps along the direction r, which the optimizer's step has written over the gradient: w -= lr r, by plain SGD; with
+   layer_ratio (LAMB, You et al. 2020): w -= lr |w| / |r| r. norm[2]: |w| and |r| of the whole parameter, if used. */
+HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update u, const double *norm)
+{
+    if (row->layer_ratio) u.lr *= (float)(norm[0] > 0 && norm[1] > 0 ? norm[0] / norm[1] : 1);
     u.opt          = HPML_OPT_SGD;
     u.state[0]     = NULL;
     u.grad_scale   = 1;
@@ -9355,18 +9386,25 @@ HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hp
     hpmli_optimizer_step(ctx, &u, NULL);
 }
 
+/* Clips: reduces the factor of the gradient if the norm of all gradients is larger than u->clip. */
+HPMLI_FN void hpmli_update_clip(hpml_update *u)
+{
+    float norm = u->sumsq ? (float)sqrt(*u->sumsq) : 0;
+    if (norm > u->clip) u->grad_scale *= u->clip / norm;
+}
+
 static hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
     for (int i = 0; i < count; i++) {
-        hpml_update           u    = updates[i];
-        const hpml_optimizer *row  = hpmli_update_row(&u);
-        float                 norm = u.sumsq ? (float)sqrt(*u.sumsq) : 0;
+        hpml_update           u       = updates[i];
+        const hpml_optimizer *row     = hpmli_update_row(&u);
+        double                norm[2] = { 0, 0 };
         if (u.n == 0) continue;
-        if (norm > u.clip) u.grad_scale *= u.clip / norm;
-        if (row->prepare)
-            row->prepare(&u, hpmli_l2_norm(ctx, u.w, u.n), hpmli_l2_norm(ctx, u.g, u.n) * (double)u.grad_scale);
-        hpmli_optimizer_step(ctx, &u, NULL);
-        if (row->direction) hpmli_direction_apply(ctx, row, u);
+        hpmli_update_clip(&u);
+        if (row->prepare) hpmli_update_norms(ctx, &u, norm);
+        hpmli_step_prepared(ctx, row, &u, norm);
+        if (row->layer_ratio) hpmli_update_norms(ctx, &u, norm);
+        if (row->direction) hpmli_direction_apply(ctx, row, u, norm);
     }
     return HPML_OK;
 }
@@ -9639,7 +9677,8 @@ struct hpml_trainer {
     const hpml_optimizer *optimizer;     /* the optimizer's entry in the table, or the user's */
     int64_t            *place;           /* (param_count) see hpml_trainer_place */
     float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not needed */
-    hpml_update        *updates;         /* (param_count) the next step of each parameter */
+    hpml_update        *updates;         /* (param_count) the next step of each parameter, of what this rank keeps */
+    double             *norms;           /* (param_count, 2) for hooks `norms`; NULL: there was no such hook */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
     int32_t            *host_y;          /* host memory for a batch of labels */
@@ -9785,6 +9824,28 @@ HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
     return !hpmli_failed(t->ctx);
 }
 
+/* Returns the floats that this rank keeps of one array of the trained parameters that a shard of `level` cuts. */
+HPMLI_FN int64_t hpmli_trainer_kept(const hpml_trainer *t, int level)
+{
+    int64_t floats = 0;
+    for (int i = 0; i < t->graph->param_count; i++)
+        if (t->graph->param_last[i] >= 0) floats += hpmli_param_kept(t->ctx->params[i], level);
+    return floats;
+}
+
+/* Computes the bytes of what the trainer keeps between steps. */
+HPMLI_FN void hpmli_trainer_measure(hpml_trainer *t)
+{
+    hpml_memory *m = &t->graph->memory;
+    m->parameters = hpml_params_bytes(t->ctx);
+    m->gradients  = (size_t)hpmli_trainer_kept(t, 2) * sizeof(float);
+    m->optimizer  = 0;
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+            m->optimizer += (size_t)hpmli_trainer_kept(t, 1) * sizeof(float);
+    m->total = m->parameters + m->gradients + m->activations + m->scratch + m->optimizer;
+}
+
 /* Checks the desc, records the loss and plans the graph: all of hpml_trainer_create but its memory. NULL: an error. */
 HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
@@ -9809,10 +9870,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     t->graph        = hpml_graph_create(ctx, &gd);
     if (!t->graph || !hpmli_trainer_check_inputs(t)) return NULL;
     t->graph->trainer = t;
-    for (int k = 0; k < HPML_MAX_STATES; k++)
-        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
-            t->graph->memory.optimizer += t->graph->memory.gradients;
-    t->graph->memory.total += t->graph->memory.optimizer;
+    hpmli_trainer_measure(t);
     return t;
 }
 
@@ -9862,7 +9920,7 @@ HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an er
     if (hpml_graph_alloc(g) != HPML_OK) return;
     for (int k = 0; k < HPML_MAX_STATES; k++)
         if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
-            t->state[k] = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+            t->state[k] = (float *)hpmli_device_alloc(ctx, (size_t)hpmli_trainer_kept(t, 1) * sizeof(float));
     t->updates         = hpmli_new(ctx, hpml_update, ctx->param_count);
     t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
     if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
@@ -9870,7 +9928,14 @@ HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an er
     t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
 }
 
-HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i) /* sets what every step of parameter i shares */
+/* Returns how many numbers of parameter p this rank steps. */
+HPMLI_FN int64_t hpmli_update_count(const hpml_tensor *p)
+{
+    return p->param->shard > 0 ? p->param->keep_count : hpml_tensor_count(p);
+}
+
+/* Sets what every step of parameter i shares. at: where the arrays of state have the parameter. */
+HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i, int64_t at)
 {
     hpml_tensor *p = t->ctx->params[i];
     hpml_update *u = &t->updates[i];
@@ -9884,11 +9949,11 @@ HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i) /* sets what every step 
     u->eps      = t->d.eps;
     u->nesterov = t->d.nesterov;
     if (!p->grad) return;
-    u->n = hpml_tensor_count(p);
-    u->w = p->data;
-    u->g = p->grad;
-    for (int k = 0; k < HPML_MAX_STATES; k++)
-        u->state[k] = t->state[k] ? t->state[k] + (p->grad - t->graph->grads) : NULL;
+    int64_t first = p->param->shard > 0 ? p->param->keep_first : 0;
+    u->n = hpmli_update_count(p);
+    u->w = p->data + first;
+    u->g = p->grad + first;
+    for (int k = 0; k < HPML_MAX_STATES; k++) u->state[k] = t->state[k] ? t->state[k] + at : NULL;
 }
 
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
@@ -9904,11 +9969,38 @@ HPML_API hpml_status hpml_trainer_alloc(hpml_trainer *t)
 {
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
+    int64_t   at  = 0;
     if (hpmli_failed(ctx) || t->updates) return ctx->status;
     if (hpmli_trainer_places(t)) hpmli_trainer_take(t);
-    for (int i = 0; ctx->status == HPML_OK && i < t->graph->param_count; i++) hpmli_update_init(t, i);
+    for (int i = 0; ctx->status == HPML_OK && i < t->graph->param_count; i++) {
+        hpmli_update_init(t, i, at);
+        if (t->place[i] >= 0) at += hpmli_param_kept(ctx->params[i], 1);
+    }
     if (ctx->status != HPML_OK && !t->graph->arena) hpmli_graph_release_nodes(t->graph);
     return ctx->status;
+}
+
+HPML_API hpml_status hpml_trainer_keep(hpml_trainer *t, int param, int shard, int64_t first, int64_t count)
+{
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    hpml_tensor *p = hpml_param_at(t->ctx, param);
+    if (!p || shard < 0 || shard > 3 || first < 0 || count < 0 || first > hpml_tensor_count(p) - count)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer keep: shard %d, floats %lld to %lld of parameter %d "
+                          "(\"%s\"): expected a shard from 0 to 3 and a range of the parameter", shard,
+                          (long long)first, (long long)(first + count), param, p ? p->name : "there is none");
+    hpml_param *kept = p->param;
+    if (kept->shard == shard && (shard == 0 || (kept->keep_first == first && kept->keep_count == count))) return HPML_OK;
+    if (t->updates || (shard > 2 && p->raw))
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer keep: \"%s\" has memory already; call hpml_ctx_defer "
+                          "before hpml_trainer_create, and this before the first step, evaluation or file", p->name);
+    if (t->optimizer->whole)
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer keep: %s steps whole tensors, not a part of \"%s\"; "
+                          "take another optimizer", t->optimizer->name, p->name);
+    kept->shard      = shard;
+    kept->keep_first = first;
+    kept->keep_count = count;
+    hpmli_trainer_measure(t);
+    return HPML_OK;
 }
 
 HPML_API void hpml_ctx_defer(hpml_ctx *ctx, bool on)
@@ -10010,6 +10102,8 @@ HPMLI_FN void hpmli_hooks_note(hpml_graph *g)
         if (h->grad) g->any.grad = h->grad;
         if (h->update) g->any.update = h->update;
         if (h->sum) g->any.sum = h->sum;
+        if (h->norms) g->any.norms = h->norms;
+        if (h->join) g->any.join = h->join;
     }
 }
 
@@ -10067,6 +10161,13 @@ HPMLI_FN float *hpmli_trainer_values(hpml_trainer *t)
     return first->data;
 }
 
+/* Returns the least hpml_param.shard of parameters of whose array `which` this rank keeps a part. */
+HPMLI_FN int hpmli_shard_of(hpml_array which)
+{
+    if (which == HPML_ARRAY_VALUES) return 3;
+    return which == HPML_ARRAY_GRADIENTS ? 2 : 1;
+}
+
 HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats)
 {
     float *array = NULL;
@@ -10075,7 +10176,7 @@ HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *f
     if (t && which == HPML_ARRAY_VALUES) array = hpmli_trainer_values(t);
     if (t && which == HPML_ARRAY_GRADIENTS) array = hpmli_graph_place_grads(t->graph);
     if (t && k >= 0 && k < HPML_MAX_STATES) array = t->state[k];
-    if (floats) *floats = array ? t->graph->grad_count : 0;
+    if (floats) *floats = array ? hpmli_trainer_kept(t, hpmli_shard_of(which)) : 0;
     return array;
 }
 
@@ -10234,12 +10335,49 @@ HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* fails if a paramete
    hpmli_step_update and hpmli_step_fill_info. Hooks of data parallelism replace the end of hpmli_step_run and of
    hpmli_step_update, and call hpml_trainer_forward_backward and hpml_trainer_apply themselves. */
 
+/* Returns the sum of squares of n floats on the device. */
+HPMLI_FN double hpmli_sum_of_squares(hpml_trainer *t, const float *x, int64_t n)
+{
+    const hpml_backend *b = t->ctx->backend;
+    double              sum = 0;
+    if (n == 0) return 0;
+    b->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, x, n, &t->device_scalars->sumsq);
+    b->read(t->ctx->device, &sum, &t->device_scalars->sumsq, sizeof sum);
+    return sum;
+}
+
+/* Computes t->norms (param_count, each): sums of squares of whole parameters, of which ranks have parts, by the hooks:
+   of the gradients, behind those of the weights if `each` is 2. Returns the sum of all gradients'; NaN after an error. */
+HPMLI_FN double hpmli_norms_of_parts(hpml_trainer *t, int64_t each)
+{
+    hpml_graph *g   = t->graph;
+    double      all = 0;
+    if (!t->norms) t->norms = hpmli_new(t->ctx, double, 2 * (int64_t)g->param_count);
+    if (!t->norms) return (double)NAN;
+    for (int i = 0; i < g->param_count; i++) {
+        const hpml_update *u = &t->updates[i];
+        int64_t            n = u->g ? hpmli_update_count(t->ctx->params[i]) : 0;
+        double            *s = t->norms + each * i;
+        if (each > 1) s[0] = hpmli_sum_of_squares(t, u->w, n);
+        s[each - 1] = hpmli_sum_of_squares(t, u->g, n);
+    }
+    for (const hpml_hooks *h = g->hooks; h < g->hooks + g->hook_count; h++)
+        if (h->norms && h->norms(h->user, t, t->norms, each) != HPML_OK) return (double)NAN;
+    for (int i = 0; i < g->param_count; i++) all += t->norms[each * i + each - 1];
+    return all;
+}
+
 /* Computes the norm of all gradients on the device, once a step, if clipping or a dynamic loss scale needs the norm. */
 HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
 {
-    if (!t->norm_ready && t->wants_norm)
-        t->ctx->backend->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count,
-                               &t->device_scalars->sumsq);
+    const hpml_backend *b = t->ctx->backend;
+    if (!t->norm_ready && t->wants_norm && t->graph->any.norms) {
+        double sum = hpmli_norms_of_parts(t, 1);
+        b->write(t->ctx->device, &t->device_scalars->sumsq, &sum, sizeof sum);
+    } else if (!t->norm_ready && t->wants_norm) {
+        b->sumsq(t->ctx->device, t->ctx, HPML_DTYPE_F32, t->graph->grads, t->graph->grad_count,
+                 &t->device_scalars->sumsq);
+    }
     t->norm_ready = t->wants_norm;
 }
 
@@ -10322,7 +10460,7 @@ HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_
         const hpml_param *p = t->ctx->params[i]->param;
         hpml_update      *u = &t->updates[i];
         bool              no_decay = p->no_decay && !t->d.decay_all;
-        u->n          = u->g && !p->frozen ? hpml_tensor_count(t->ctx->params[i]) : 0;
+        u->n          = u->g && !p->frozen ? hpmli_update_count(t->ctx->params[i]) : 0;
         u->step       = (uint64_t)t->step + 1;
         u->lr         = lr * p->lr_scale;
         u->grad_scale = 1 / scale;
@@ -10340,8 +10478,36 @@ HPMLI_FN bool hpmli_apply_begin(hpml_trainer *t)
 {
     if (hpmli_failed(t->ctx)) return false;
     hpmli_grad_norm_on_device(t);
+    if (hpmli_failed(t->ctx)) return false;
     bool host_needs_norm = t->wants_norm && (t->scale_age >= 0 || !t->d.no_finite_check);
     return !host_needs_norm || (hpmli_grad_norm_on_host(t) == HPML_OK && !t->overflowed);
+}
+
+/* Steps parameters by an optimizer that needs norms of whole tensors, of which other ranks have parts: as the CPU's
+   update does, but with the hooks' sums over ranks between the parts of the step. */
+HPMLI_FN hpml_status hpmli_apply_by_norms(hpml_trainer *t, int first_param, int param_count)
+{
+    hpml_ctx             *ctx = t->ctx;
+    const hpml_optimizer *row = t->optimizer;
+    if (!ctx->backend->host)
+        return hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "trainer: %s needs norms of tensors of which ranks have parts; on "
+                          "\"%s\" take sgd, adam or adamw", row->name, ctx->backend->name);
+    for (int i = first_param; i < first_param + param_count; i++)
+        hpmli_update_clip(&t->updates[i]); /* first, because the sums below replace the one that it reads */
+    for (int pass = 0; pass < 2; pass++) {
+        bool sums = pass == 0 ? row->prepare != NULL : row->layer_ratio;
+        if (pass == 1 && !row->direction) break;
+        if (sums) hpmli_norms_of_parts(t, 2);
+        if (hpmli_failed(ctx)) return ctx->status;
+        for (int i = first_param; i < first_param + param_count; i++) {
+            hpml_update *u       = &t->updates[i];
+            double       norm[2] = { sums ? sqrt(t->norms[2 * i]) : 0, sums ? sqrt(t->norms[2 * i + 1]) : 0 };
+            if (u->n == 0) continue;
+            if (pass == 0) hpmli_step_prepared(ctx, row, u, norm);
+            else hpmli_direction_apply(ctx, row, *u, norm);
+        }
+    }
+    return HPML_OK;
 }
 
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count)
@@ -10356,7 +10522,9 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
     if (param_count <= 0) return ctx->status;
     double start = ctx->trace ? hpmli_trace_time(ctx, hpml_now()) : 0;
     hpmli_updates_prepare(t, first_param, param_count);
-    ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
+    bool by_norms = t->graph->any.norms && (t->optimizer->prepare || t->optimizer->layer_ratio);
+    if (by_norms) hpmli_apply_by_norms(t, first_param, param_count);
+    else ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
     return hpmli_updates_check(t);
 }
@@ -10386,6 +10554,9 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
         return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: update of %lld floats from number %lld on, times %g: "
                           "expected a range of %lld floats, and a factor above 0", (long long)count,
                           (long long)first, (double)grad_scale, (long long)all);
+    if (hpmli_trainer_kept(t, 1) != all)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: update of a range, but this rank keeps parts of parameters "
+                          "(hpml_trainer_keep); call hpml_trainer_apply, which steps these");
     if (row->prepare || row->layer_ratio || row->whole)
         return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer: %s cannot step a range, because its step depends on "
                           "whole tensors; take sgd, adagrad, rmsprop, adam or adamw", row->name);
@@ -10547,6 +10718,9 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
     if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
+    if (!t->graph->any.join && hpmli_trainer_kept(t, 1) != t->graph->grad_count)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer step: this rank keeps parts of the parameters, and no hooks "
+                          "join them to those of other ranks; call hpml_distribute again with the same plan");
     memset(&s, 0, sizeof s);
     s.samples = samples;
     s.info    = info != NULL;

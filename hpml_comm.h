@@ -91,6 +91,7 @@
 //     api-plan   how a training is spread over ranks: one struct, its text, what it may hold
 //     api-mesh   axes of ranks: models larger than a worker
 //     api-distribute   data parallelism
+//     api-layers   layers whose ranks communicate
 //     api-simulate   step time on machines you do not have
 //     api-timeline   one timeline for all ranks
 // PART I   TALK: ranks, messages, transports
@@ -123,6 +124,7 @@
 //     state   one list of what a training carries from step to step
 //     distribute-rows   gradients of sparse tables: rows, gathered from all ranks
 //     strategy-sync   synchronous steps, gradients exchanged on the host
+//     strategy-shard   synchronous steps, each rank steps a part of the parameters
 //     strategy-factors   synchronous steps, dense layers by the factors of their gradients
 //     strategy-delayed   double buffering: steps apply the gradients of the step before
 //     strategy-exact   the same bits for every number of ranks
@@ -151,6 +153,12 @@
 //     pipe-run   pipelines: pieces of a trainer's graph, and the tensors that cross between them
 //     pipe-tasks   pipelines: the tasks of a stage, executed
 //     pipe-flow   pipelines without a flush: versions of the weights; the hooks of a pipeline
+//     layers   what layers that communicate have in common
+//     layer-ring   ring attention
+//     layer-halo   blocks of images with their neighbours' pixels: convolution, locally connected layers
+//     layer-experts   mixture of experts by all-to-all
+//     layer-members   collectives as layers; dense layers whose ranks have samples of their own
+//     named   named dimensions: rules of layout, sums over products
 // PART V   FORESEE: steps in virtual time
 //     simulate   moves in virtual time, by a queue of ranks
 //     simulate-fast   rings and all to all in virtual time without a queue
@@ -853,6 +861,9 @@ typedef struct hpml_plan {
     bool            exact;        /* sync: same bits for every number of ranks, algorithm, bucket and transport, see
                                      >>api-distribute */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
+    int32_t         shard;        /* sync: each rank keeps, for 1 / ranks of the parameters, 1: the optimizer's states;
+                                     see >>strategy-shard. Needs hpml_ctx_defer before the trainer is created. The same
+                                     bits as 0 with algorithm ring and the same bucket_bytes */
     int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
                                      steps of a round; 0: 1 */
     float           elastic;      /* elastic: how far a meeting moves a rank's parameters towards the centre, as a
@@ -891,7 +902,8 @@ typedef struct hpml_plan_facts {
     bool    no_factors;    /* results of layers are on a device, or stored as halves */
     bool    sparse;        /* an embedding of the model has .sparse set */
     bool    together;      /* ranks are threads of one process, on the host, and time is true */
-    bool    device;        /* the arrays of the model are on a device */
+    bool    device;        /* the trainer's arrays are in the memory of a device, not of the host */
+    bool    steps_whole;   /* a step of the optimizer takes a whole tensor at once (hpml_optimizer.whole) */
 } hpml_plan_facts;
 HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
 /* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
@@ -1084,6 +1096,107 @@ typedef struct hpml_batch_trial {
    which starts anew. -1: an error, on the context. trials: (capacity) the sizes that were tried; may be NULL. */
 HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
                                         hpml_batch_trial *trials, int capacity);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>api-layers   layers whose ranks communicate
+// ---------------------------------------------------------------------------------------------------------------------
+/* Layers for the groups of a context (hpml_ctx_set_group). All ranks of a group record the same layers in the same
+   order; a layer's messages are part of its forward and backward pass. A tensor that is split is on each rank this
+   rank's block of it, rank r having block r. Every rank has a loss of its own, and gradients are those of the sum of
+   the ranks' losses, which data parallelism divides by the number of ranks. For a group of one rank a layer computes
+   the same without messages, with parameters of the same names. Arrays are f32 in host memory while they travel; a
+   layer with a NULL source returns NULL. A rank whose step has failed gives its peers an error that names the rank. */
+
+/* Ring attention (Liu et al. 2023): hpml_attention on a sequence that the SEQUENCE axis splits. qkv (B, T / p, 3C):
+   this rank's time steps; y (B, T / p, C). Queries stay, keys and values pass from rank to rank around a ring of p
+   ranks, and softmax is computed block by block, so that no rank has more than 1 / p of the sequence and none of the
+   matrix (T, T). A rank sends (p - 1) B (T / p) 2C floats in the forward and (2p - 1) B (T / p) 2C in the backward
+   pass. With a causal mask rank r computes r + 1 of the p blocks, so that the last rank sets the time. */
+HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention_desc *desc);
+
+/* Mixture of experts: layers of which each token uses one or two. x (.., D) has n tokens, y (.., D):
+       p = softmax(x gate^T),   y = sum of g_e (relu(x w1_e^T + b1_e) w2_e^T + b2_e) over the best 1 or 2 experts e,
+   with g_e = p_e for one (Fedus et al. 2021, Switch) and g_e = p_e / (sum of both p) for two (Lepikhin et al. 2020,
+   GShard). The EXPERT axis splits the experts: each of its p ranks has experts / p of them, and tokens of its own,
+   which travel to their experts and back by all-to-all. The n tokens of a rank's full batch are a group with places of
+   its own in every expert: cap = ceil(capacity top n / experts); first choices take places first, then second ones, in
+   the order of tokens, and a token without a place gets 0 from that expert, so add y to x. A rank sends 2 (p - 1) / p
+   experts cap D floats in the forward and as many in the backward pass, also a rank without samples. Parameters:
+   gate.weight (experts, D), w1 (experts, hidden, D), b1 (experts, hidden), w2 (experts, D, hidden), b2 (experts, D),
+   split along dimension 0. */
+typedef struct hpml_experts_desc {
+    uint32_t    _begin;
+    int32_t     experts;  /* required, 2 or more, a multiple of the ranks of the EXPERT axis */
+    int32_t     top;      /* experts of a token: 1 or 2; 0: 1 */
+    int64_t     hidden;   /* 0: 4 D */
+    float       capacity; /* places in relation to an even spread of the tokens; 0: 1.25 */
+    const char *name;     /* NULL: "experts" and a number */
+    uint32_t    _end;
+} hpml_experts_desc;
+/* *balance, if not NULL: the loss experts x sum over e of f_e P_e, a scalar, which is 1 for an even spread; f_e: the
+   share of the tokens whose first choice is e, P_e: the mean of p_e. Add about 0.01 times this loss to the model's. */
+HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc, hpml_tensor **balance);
+
+/* Blocks of an image of (rows H) x (cols W) pixels in a grid of rows x cols blocks, one for each rank of the SEQUENCE
+   axis (row after row), with rows x cols ranks. x (B, C, H, W) is this rank's block; y (B, C, H + 2 halo_h, W + 2
+   halo_w) has the adjacent pixels of the neighbouring blocks around it, and zeros outside the image. Backward adds the
+   gradients of those pixels where they came from. A rank sends 2 B C W halo_h floats if rows > 1 and 2 B C (H + 2
+   halo_h) halo_w if cols > 1, in each pass (the first and the last block of the grid are neighbours for this count).
+   One rank: zeros. */
+HPML_API hpml_tensor *hpml_halo(hpml_tensor *x, int32_t rows, int32_t cols, int32_t halo_h, int32_t halo_w);
+
+/* hpml_conv2d whose images are split into bands of rows by the SEQUENCE axis (Dryden et al. 2019): x (B, C, H / p, W)
+   and y (B, out, H / p, W). Needs an odd kernel_h, padding_h = kernel_h / 2 and stride and dilation 1. Every rank has
+   the whole weights. A rank sends 2 (kernel_h / 2) B C W floats in each pass. */
+HPML_API hpml_tensor *hpml_conv2d_rows(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc);
+
+/* Locally connected layer (Le et al. 2012; Coates et al. 2013): as a convolution with stride 1 that keeps the size of
+   the image, but with weights of its own at each pixel. The image is cut into a grid of rows x cols blocks, each with H
+   x W pixels, and each of rows x cols ranks of the SEQUENCE axis has one of them, and its weights; neighbours exchange
+   a halo of kernel / 2 pixels. One rank alone has the whole image, (rows H) x (cols W). x (B, C, H, W), y (B, out, H,
+   W). Parameters: weight (rows x cols, H W, out, C kernel^2), bias (rows x cols, H W, out), split along dimension 0. */
+typedef struct hpml_local2d_desc {
+    uint32_t    _begin;
+    int32_t     kernel;     /* required, odd */
+    int32_t     rows, cols; /* of the grid; 0: 1 */
+    hpml_act    activation; /* 0: none */
+    const char *name;       /* NULL: "local2d" and a number */
+    uint32_t    _end;
+} hpml_local2d_desc;
+HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local2d_desc *desc);
+
+/* Collectives as layers (Lee et al. 2015, MPI-Caffe), for ranks that record different models, such as one trunk and
+   many heads. x has the same shape on all ranks. root: a rank of the group; reduce and gather: -1 means all ranks.
+     bcast   y = x of rank `root`. Backward: rank `root` gets the sum of the gradients. x of the others is not read
+     reduce  y = sum of the ranks' x at the root, else zeros. Backward: all get the root's gradient
+     gather  (B, C, ..) to (B, p C, ..): the ranks' x joined along dimension 1 at the root, else zeros. Backward: each
+             rank gets its block of the root's gradient
+   Both passes run on every rank that has recorded the layer, if its loss depends on y. */
+HPML_API hpml_tensor *hpml_layer_bcast(hpml_tensor *x, hpml_axis axis, int root);
+HPML_API hpml_tensor *hpml_layer_reduce(hpml_tensor *x, hpml_axis axis, int root);
+HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root);
+
+/* Dense layer for "one weird trick" (Krizhevsky 2014): ranks of the EXPERT axis have samples of their own, as data
+   parallelism has, for the convolutions, but each has only `out` / p rows of the weight of this layer. Features of all
+   ranks' samples go to all ranks, and results go back by all-to-all: (p - 1) B (in + out / p) floats from each rank in
+   each pass, instead of a gradient of in x out numbers. x (B, in), y (B, out), as hpml_linear with desc (.weight and
+   .split must be 0). */
+HPML_API hpml_tensor *hpml_linear_rows(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
+
+/* Named dimensions (Shazeer et al. 2018, Mesh-TensorFlow). `rules`, such as "batch:data,hidden:tensor", say which axis
+   splits a dimension; a dimension without a rule is whole on every rank. `dims` names the dimensions of a tensor, words
+   with spaces between. Change the rules, and the same program runs with another layout. Refused: two dimensions of a
+   tensor on one axis, a size that the ranks do not divide, and what the axes mean otherwise: DATA and EXPERT divide
+   samples (dimension 0 of an input, which is the rank's own already), TENSOR and SEQUENCE the other dimensions, and a
+   parameter is split along one dimension.
+     named_param  creates a parameter, of which this rank has its part; desc->shape is that of the whole
+     named_part   x is whole; the result is this rank's part of x (hpml_group_split)
+     einsum       y = sum over all dimensions that `text` has in a and b but not in y of a b: "batch in, hidden in ->
+                  batch hidden". y is split as a and b are. Where a dimension that is summed is split, the ranks' sums are
+                  added up (hpml_group_sum): in each such pass the bytes of one sum of y, over that axis */
+HPML_API hpml_tensor *hpml_named_param(hpml_ctx *ctx, const char *rules, const char *dims, const hpml_param_desc *desc);
+HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const char *dims);
+HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor *b);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-simulate   step time on machines you do not have
@@ -4301,7 +4414,7 @@ HPMLC_FN bool hpmlc_launch_plans(const hpml_launch_desc *d)
     const char *text = getenv("HPML_PLAN");
     HPMLC_ZERO(hpml_plan, plan);
     if (d->plan) return true;
-    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_splits(&plan));
+    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_splits(&plan) || plan.shard > 0);
 }
 
 HPMLC_FN void *hpmlc_start_main(void *arg)
@@ -6696,6 +6809,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("sum", sum, BOOL, 1, p->strategy <= HPML_STRATEGY_BACKUP, "strategies sync, ps and backup", 0) \
     X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("leaf", leaf, I64, 9e18, p->exact, NULL, 2) \
+    X("shard", shard, I32, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 1) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
@@ -6757,6 +6871,17 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "batch, and the trainer's accumulate adds up several; take route allreduce or set accumulate to 1") \
     RULE(hpmlc_factors_is_chosen(NULL, p) && f->no_factors, "routes factors and hybrid read the inputs of layers as " \
          "f32 in host memory, and here they are halves or on a device; take route allreduce") \
+    RULE(p->shard > 0 && (p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE), "with shard each rank gets the " \
+         "sum of its own part of the gradients, and exact, delayed and other routes give all ranks all of it; leave " \
+         "them out, or shard 0") \
+    RULE(p->shard > 0 && hpmlc_plan_packs(p), "shard adds up gradients as they are, and a codec packs them for an " \
+         "exchange that gives all ranks all of the sum; take codec none or shard 0") \
+    RULE(p->shard > 0 && p->algorithm != HPML_AUTO && p->algorithm != HPML_RING, "shard adds up and gathers by the " \
+         "two halves of a ring; take algorithm auto or ring, or shard 0") \
+    RULE(p->shard > 0 && f->steps_whole, "this optimizer steps whole tensors, and with shard each rank has a part of " \
+         "them; take another optimizer or shard 0") \
+    RULE(p->shard > 0 && f->device, "shard cuts arrays in host memory, and this trainer's are on a device; take " \
+         "shard 0, or the CPU backend") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
     RULE(p->exact && p->sum, "exact sums are divided by the samples, so exact excludes sum; set one of them") \
     RULE(p->exact && p->warm_steps > 0, "exact sums keep a residual for each leaf from the first step on, so exact " \
@@ -6779,10 +6904,10 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "strategy of its own rank alone, whose steps are then not those of the others; take bf16, a fixed " \
          "loss_scale, or strategy sync") \
     RULE(f->sparse && (hpmlc_plan_serves(p) || p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE || \
-                       hpmlc_plan_packs(p)), \
-         "a sparse embedding has rows as its gradient, which strategy sync gathers without exact, delayed, codec and " \
-         "other routes, and servers do not take; take the plain sync or hogwild, or leave .sparse of the embedding " \
-         "false") \
+                       p->shard > 0 || hpmlc_plan_packs(p)), \
+         "a sparse embedding has rows as its gradient, which strategy sync gathers without exact, delayed, codec, " \
+         "shard and other routes, and servers do not take; take the plain sync or hogwild, or leave .sparse of the " \
+         "embedding false") \
     RULE(hpmlc_plan_splits(p) && (p->servers > 0 || p->strategy == HPML_STRATEGY_HOGWILD), "servers and hogwild take " \
          "the gradient of one rank at a time, and with pipe, tensor, sequence or expert a rank has a part of it; " \
          "take strategy sync, or leave these axes out") \
@@ -6819,9 +6944,11 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "whole layers, and with pipe, tensor, sequence or expert a rank has a part of them; take route allreduce") \
     RULE(hpmlc_plan_splits(p) && f->sparse, "a sparse embedding has rows of the whole table as its gradient, and " \
          "with pipe, tensor, sequence or expert a rank may have a part of it; leave .sparse of the embedding false") \
-    RULE(hpmlc_plan_splits(p) && (f->clips || f->steps_tensors), "clip_norm and optimizers such as lars need norms " \
-         "of whole tensors, and with pipe, tensor, sequence or expert a rank has a part of them; take clip_norm 0 " \
-         "and sgd or adam, or leave these axes out") \
+    RULE(hpmlc_plan_splits(p) && f->steps_whole, "this optimizer steps whole tensors, and with pipe, tensor, " \
+         "sequence or expert a rank has a part of them; take another optimizer, or leave these axes out") \
+    RULE(hpmlc_plan_splits(p) && f->device && f->steps_tensors, "this optimizer needs norms of whole tensors, " \
+         "which on a device are not added up over ranks; take sgd or adam, or leave pipe, tensor, sequence and " \
+         "expert out") \
     RULE(hpmlc_plan_splits(p) && f->overflows, "in f16 a gradient that overflows skips a step, and with pipe, " \
          "tensor, sequence or expert on one rank alone; take bf16 or a fixed loss_scale") \
     RULE(p->strategy == HPML_STRATEGY_HOGWILD && !f->together, "strategy hogwild shares values in the memory of one " \
@@ -7594,8 +7721,8 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
 }
 
 /* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set), one
-   or more for each set of ranks, and calls `open` for each. gradients: array of layout.span floats where the exchanges
-   find them. False: an error. */
+   or more for each set of ranks, and calls `open` for each. open NULL: before the trainer has memory. gradients: array
+   of layout.span floats where the exchanges find them. False: an error. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
 {
@@ -7610,13 +7737,14 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
         hpml_tensor  *p = i >= 0 ? hpmlc_param(d, i) : NULL;
         hpml_comm    *c = p ? hpmlc_ranks_of(d, p) : NULL;
         hpmlc_bucket *b = &d->buckets.item[d->buckets.count];
-        if (p && (!p->grad || hpml_param_rows(p, NULL))) continue; /* sparse: see >>distribute-rows */
+        bool          none = open ? p && !p->grad : p && hpml_trainer_place(d->t, i) < 0;
+        if (none || (p && hpml_param_rows(p, NULL))) continue; /* sparse: see >>distribute-rows */
         if (count > 0 && (c != b->c || filled >= limit)) {
             d->buckets.count++;
             b->count  = count;
             b->at     = at;
             b->floats = end - at;
-            if (!open(d, b, g)) return false;
+            if (open && !open(d, b, g)) return false;
             end    = at;
             count  = 0;
             filled = 0;
@@ -7625,7 +7753,8 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
         l->bucket_of[i] = d->buckets.count;
         d->buckets.item[d->buckets.count].c = c;
         at = hpmlc_gradient_at(d, p);
-        hpmlc_gradient_of(p, gradients + at, &g[count++]);
+        if (open) hpmlc_gradient_of(p, gradients + at, &g[count]);
+        count++;
         filled += (int64_t)sizeof(float) * hpml_tensor_count(p);
     }
     hpml_ctx_release(d->ctx, g);
@@ -7748,6 +7877,30 @@ HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
     double end = hpml_comm_now(d->c);
     hpml_trace_span(d->ctx, HPML_LANE_COMPUTE, "wait", start, end);
     d->report.r.exposed_s += end - start;
+}
+
+/* Returns how many ranks keep the floats that this rank keeps of parameter p; 0: a rank of another stage counts it. */
+HPMLC_FN double hpmlc_keepers(const hpml_distributed *d, const hpml_tensor *p)
+{
+    const hpml_mesh  *m = hpml_comm_mesh(d->all);
+    const hpml_param *q = p->param;
+    double            ranks = d->all->size - d->plan.servers;
+    if (m && q->stage >= 0 && q->stage != m->at[HPML_AXIS_PIPE]) return 0;
+    if (m && q->stage >= 0) ranks /= m->size[HPML_AXIS_PIPE];
+    if (q->axis != HPML_AXIS_DATA) ranks /= hpml_ctx_group(d->ctx, q->axis)->size;
+    return q->shard > 0 ? ranks / hpmlc_ranks_of(d, p)->size : ranks;
+}
+
+/* Adds up sums of squares (params, each), of what each rank keeps of the parameters, over all ranks: the trainer's hook
+   `norms`. What several ranks keep is counted once. */
+HPMLC_FN hpml_status hpmlc_dist_norms(void *user, hpml_trainer *t HPMLC_UNUSED, double *sums, int64_t each)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    for (int i = 0; i < d->layout.params; i++) {
+        const double keepers = hpmlc_keepers(d, hpmlc_param(d, i));
+        for (int64_t k = each * i; k < each * (i + 1); k++) sums[k] = keepers > 0 ? sums[k] / keepers : 0;
+    }
+    return hpmlc_reduce_all(d->all, sums, each * d->layout.params, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
 }
 
 /* Adds up n statistics of batchnorm over all ranks, as the trainer's hook `sum` within a pass. The other ranks compute
@@ -8263,6 +8416,135 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
     hpmlc_buffers_average(d);
     hpmlc_steps_note(d);
     return hpmlc_host_apply(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>strategy-shard   synchronous steps, each rank steps a part of the parameters
+// ---------------------------------------------------------------------------------------------------------------------
+/* Strategy sync with the plan's field shard: each bucket of gradients is cut into blocks, one for each of the N ranks,
+   and rank r keeps the optimizer's state of block r alone: 1 / N of it (Rajbhandari et al. 2020, "ZeRO", stage 1). A step
+   is the two halves of a ring allreduce with the optimizer's step between them: reduce-scatter of a bucket, when its last
+   gradient is final; step of the own block; allgather of the new values. In all N ranks send 2 P (N - 1) elements, as
+   many as in the allreduce, for P parameters (with their padding).
+   The blocks are cut before the trainer takes its memory (hpml_trainer_keep). */
+
+typedef struct hpmlc_shard_job { /* the reduce-scatter of a bucket */
+    float      *data;   /* (floats) the bucket's gradients */
+    int64_t     floats;
+    hpml_reduce reduce;
+} hpmlc_shard_job;
+
+typedef struct hpmlc_sharding {
+    hpmlc_shard_job *job;    /* (buckets.count) */
+    float           *values; /* the trainer's array of values */
+} hpmlc_sharding;
+
+HPMLC_FN bool hpmlc_shard_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p) { return p->shard > 0; }
+
+/* Computes which floats [*first, *end) of parameter number `param` rank `rank` of its bucket's ranks keeps. */
+HPMLC_FN void hpmlc_shard_range(const hpml_distributed *d, int param, int rank, int64_t *first, int64_t *end)
+{
+    const hpmlc_bucket *b     = &d->buckets.item[d->layout.bucket_of[param]];
+    const int64_t       place = hpml_trainer_place(d->t, param), n = hpml_tensor_count(hpmlc_param(d, param));
+    const int64_t       from  = b->at + hpml_block(b->floats, b->c->size, rank) - place;
+    const int64_t       to    = b->at + hpml_block(b->floats, b->c->size, rank + 1) - place;
+    *first = hpmlc_min(hpmlc_max(from, 0), n);
+    *end   = hpmlc_min(hpmlc_max(to, 0), n);
+}
+
+/* Cuts the buckets and makes the trainer keep this rank's block of each, before it takes its memory. False: an error. */
+HPMLC_FN bool hpmlc_shard_keep(hpml_distributed *d)
+{
+    int64_t first, end;
+    hpmlc_background_choose(d);
+    if (!hpmlc_buckets_create(d, NULL, d->background ? (int64_t)1 << 18 : INT64_MAX, NULL)) return false;
+    for (int i = 0; i < d->layout.params; i++) {
+        if (d->layout.bucket_of[i] < 0) continue;
+        hpmlc_shard_range(d, i, hpmlc_ranks_of(d, hpmlc_param(d, i))->rank, &first, &end);
+        if (hpml_trainer_keep(d->t, i, d->plan.shard, first, end - first) != HPML_OK) return hpmlc_failed(d->c), false;
+    }
+    return hpml_ctx_status(d->ctx) == HPML_OK;
+}
+
+HPMLC_FN hpml_status hpmlc_shard_scatter(hpml_comm *c, void *user)
+{
+    const hpmlc_shard_job *job = (const hpmlc_shard_job *)user;
+    c->about.first = "gradients of a bucket, by blocks";
+    hpml_status status = hpml_reduce_scatter(c, job->data, job->floats, HPML_ELEMENT_F32, job->reduce);
+    c->about.first = NULL;
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_shard_start(hpml_distributed *d, hpmlc_bucket *b)
+{
+    hpmlc_sharding *s = (hpmlc_sharding *)d->own;
+    return hpmlc_task_start(d, &b->task, b->c, hpmlc_shard_scatter, &s->job[b - d->buckets.item]);
+}
+
+HPMLC_FN bool hpmlc_shard_open(hpml_distributed *d)
+{
+    hpmlc_sharding *s = (hpmlc_sharding *)hpmlc_dist_alloc(d, sizeof *s);
+    d->own   = s;
+    d->start = hpmlc_shard_start;
+    if (!d->background) d->plan.no_overlap = true;
+    if (s) s->job = (hpmlc_shard_job *)hpmlc_dist_alloc(d, sizeof *s->job * (size_t)(d->buckets.count + 1));
+    if (!s || !s->job) return false;
+    s->values = hpml_trainer_array(d->t, HPML_ARRAY_VALUES, NULL);
+    for (int i = 0; i < d->buckets.count; i++) {
+        const hpmlc_bucket *b = &d->buckets.item[i];
+        s->job[i].data   = d->layout.first + b->at;
+        s->job[i].floats = b->floats;
+        s->job[i].reduce = d->plan.sum ? HPML_SUM : HPML_MEAN;
+    }
+    return s->values != NULL;
+}
+
+/* Multiplies what this rank keeps of the gradients by `scale`; those of parts of a parameter, which fewer ranks have
+   added up, also by the share of the ranks that have. */
+HPMLC_FN void hpmlc_shard_scale(hpml_distributed *d, float scale)
+{
+    for (int i = 0; i < d->layout.params; i++) {
+        const hpml_tensor *p = hpmlc_param(d, i);
+        if (d->layout.bucket_of[i] < 0) continue;
+        const float ranks = d->plan.sum ? 1 : (float)hpmlc_ranks_of(d, p)->size / (float)d->c->size;
+        for (int64_t k = 0; k < p->param->keep_count && scale * ranks != 1; k++)
+            p->grad[p->param->keep_first + k] *= scale * ranks;
+    }
+}
+
+/* Steps this rank's blocks, then gathers the new values of all blocks. */
+HPMLC_FN hpml_status hpmlc_shard_update(hpml_distributed *d)
+{
+    hpmlc_sharding *s      = (hpmlc_sharding *)d->own;
+    hpml_status  status = hpmlc_dist_wait(d);
+    if (status != HPML_OK) return status;
+    hpmlc_buffers_average(d);
+    hpmlc_shard_scale(d, hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d)));
+    status = hpml_trainer_apply(d->t, 0, d->layout.params);
+    if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
+    double start = hpml_comm_now(d->c);
+    for (int i = 0; i < d->buckets.count && status == HPML_OK; i++) {
+        const hpmlc_bucket *b = &d->buckets.item[i];
+        status = hpml_allgather(b->c, s->values + b->at, b->floats, HPML_ELEMENT_F32);
+    }
+    hpmlc_dist_waited(d, start);
+    if (status == HPML_OK) hpmlc_steps_note(d);
+    return status;
+}
+
+/* Gets the other ranks' parts of an array of parameter `param`: the trainer's hook `join`. */
+HPMLC_FN hpml_status hpmlc_shard_join(void *user, hpml_trainer *t HPMLC_UNUSED, int param, int which HPMLC_UNUSED,
+                                      float *whole)
+{
+    hpml_distributed *d      = (hpml_distributed *)user;
+    hpml_status       status = HPML_OK;
+    int64_t           first, end;
+    hpml_comm        *c = hpmlc_ranks_of(d, hpmlc_param(d, param));
+    for (int r = 0; r < c->size && d->layout.bucket_of[param] >= 0 && status == HPML_OK; r++) {
+        hpmlc_shard_range(d, param, r, &first, &end);
+        if (first < end) status = hpml_broadcast(c, whole + first, sizeof(float) * (size_t)(end - first), r);
+    }
+    return status;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10451,6 +10733,8 @@ static const hpmlc_strategy hpmlc_strategies[] = {
       hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, NULL },
     { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
       hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state, NULL },
+    { HPML_STRATEGY_SYNC, "shard", NULL, NULL, hpmlc_shard_is_chosen, hpmlc_shard_open, hpmlc_sync_begin,
+      hpmlc_sync_gradient, hpmlc_shard_update, NULL, hpmlc_buckets_state, NULL },
     { HPML_STRATEGY_SYNC, "factors", NULL, NULL, hpmlc_factors_is_chosen, hpmlc_factors_open, hpmlc_factors_begin,
       hpmlc_factors_gradient, hpmlc_factors_update, NULL, hpmlc_buckets_state, hpmlc_factors_close },
     { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_link_begin,
@@ -10491,26 +10775,27 @@ HPMLC_FN const hpmlc_strategy *hpmlc_strategy_choose(hpml_comm *c, const hpml_pl
     return s;
 }
 
-/* Returns whether the optimizer steps whole tensors only, as LARS, so that hpml_trainer_apply_range refuses it. */
-HPMLC_FN bool hpmlc_steps_tensors(const hpml_trainer_desc *d)
+HPMLC_FN const hpml_optimizer *hpmlc_optimizer_of(const hpml_trainer_desc *d)
 {
     const hpml_optimizer *row = d->custom_optimizer;
     for (int i = 0; !row && hpml_optimizer_at(i); i++)
         if (hpml_optimizer_at(i)->opt == d->optimizer) row = hpml_optimizer_at(i);
-    return row && (row->prepare || row->layer_ratio || row->whole);
+    return row;
 }
 
 HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out)
 {
     memset(out, 0, sizeof *out);
     if (!t || !c) return;
+    const hpml_optimizer *row = hpmlc_optimizer_of(hpml_trainer_settings(t));
     out->ranks         = c->size;
     out->batch         = hpml_trainer_settings(t)->input->shape[0];
     out->accumulate    = hpml_trainer_settings(t)->accumulate;
     out->overflows     = hpmlc_overflows(t, c->ctx);
     out->mixes_samples = !hpml_graph_batchable(hpml_trainer_graph(t));
     out->clips         = hpml_trainer_settings(t)->clip_norm > 0;
-    out->steps_tensors = hpmlc_steps_tensors(hpml_trainer_settings(t));
+    out->steps_tensors = row && (row->prepare || row->layer_ratio || row->whole); /* as hpml_trainer_apply_range */
+    out->steps_whole   = row && row->whole;
     out->native        = (c->t->allreduce || c->link.begin) && !(c->mesh && hpmlc_plan_splits(&c->mesh->plan));
     out->no_factors    = !hpmlc_has_factors(c->ctx);
     out->device        = !hpml_ctx_backend(c->ctx)->host;
@@ -10614,19 +10899,23 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     int64_t       most = 1;
     l->params    = hpml_param_count(ctx);
     l->batch     = hpml_trainer_settings(d->t)->input->shape[0];
-    l->first     = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, &l->span);
     l->bucket_of = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
     l->by_name   = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
     if (!l->bucket_of || !l->by_name) return false;
     hpmlc_layout_names(d);
     for (int i = 0; i < l->params; i++) {
-        hpml_tensor *p = hpmlc_param(d, i);
-        int64_t      n = hpml_tensor_count(p);
+        hpml_tensor  *p     = hpmlc_param(d, i);
+        const int64_t n     = hpml_tensor_count(p), align = HPML_GRADIENT_ALIGN;
+        const int64_t place = hpml_trainer_place(d->t, i);
         most = hpmlc_max(most, n);
         l->bucket_of[i] = -1;
-        if (p->grad) l->grad_total += n;
+        if (place >= 0) l->span = place + (n + align - 1) / align * align;
+        if (place >= 0) l->grad_total += n;
         else if (p->param->buffer) l->buffer_total += n;
     }
+    if (d->plan.shard > 0 && !hpmlc_shard_keep(d)) return false;
+    l->first = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, NULL);
+    if (!l->first) return false;
     return hpml_ctx_backend(ctx)->host || hpmlc_host_view_create(&l->view, ctx, most);
 }
 
@@ -10721,6 +11010,8 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.update = hpmlc_dist_update;
     hooks.data   = hpmlc_dist_data;
     hooks.next   = d->next;
+    hooks.norms  = settings.shard > 0 || hpmlc_plan_splits(&settings) ? hpmlc_dist_norms : NULL;
+    hooks.join   = settings.shard > 0 ? hpmlc_shard_join : NULL;
     hpml_trainer_attach(t, &hooks);
     if (d->pipeline && !hpmlc_pipeline_attach(d->pipeline)) return NULL;
     hpmlc_shard_set(d);
@@ -11627,6 +11918,7 @@ HPML_API hpml_status hpml_comm_set_plan(hpml_comm *c, const hpml_plan *plan)
     mesh->m.all = c;
     c->mesh     = mesh;
     hpmlc_mesh_places(mesh);
+    if (settings.shard > 0) hpml_ctx_defer(c->ctx, true);
     if (hpmlc_plan_splits(&settings)) return hpmlc_mesh_open(mesh);
     mesh->m.replicas = c;
     for (int k = 0; k < HPML_AXES; k++) mesh->rest[k] = c;
@@ -12573,6 +12865,1333 @@ HPMLC_FN void hpmlc_pipeline_close(hpml_distributed *d)
     hpmlc_pipeline *pl = d->pipeline;
     for (int s = 0; pl->flying && s < pl->slots; s++) hpmlc_slot_wait(pl, s);
     hpml_trainer_detach(pl->t, pl);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>layers   what layers that communicate have in common
+// ---------------------------------------------------------------------------------------------------------------------
+/* Each layer is an op of hpml_custom_op with .collective, written with the functions of hpml.h that a program may call,
+   and with those of hpml_group. Messages have the length of a full batch on every rank, because ranks may have batches
+   of different lengths, or none. */
+
+/* Sets an error on ctx, its text formatted as by printf, and returns NULL. */
+HPMLC_PRINTF(2, 3)
+HPMLC_FN hpml_tensor *hpmlc_no_layer(hpml_ctx *ctx, const char *format, ...)
+{
+    char    text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    hpml_ctx_fail(ctx, HPML_ERR_SHAPE, "%s", text);
+    return NULL;
+}
+
+/* Returns whether layers may be recorded behind x; false: x is NULL or its context has an error. */
+HPMLC_FN bool hpmlc_recordable(const hpml_tensor *x) { return x && hpml_ctx_status(x->ctx) == HPML_OK; }
+
+/* Records the op d, of `count` sources, that reads a copy of the `bytes` bytes at `user`. The copy lives as long as the
+   context. */
+HPMLC_FN hpml_tensor *hpmlc_record(hpml_tensor *const *src, int count, hpml_custom *d, const void *user, size_t bytes)
+{
+    if (!hpmlc_recordable(src[0])) return NULL;
+    d->user = hpml_ctx_alloc(src[0]->ctx, bytes, NULL);
+    if (!d->user) return NULL;
+    memcpy(d->user, user, bytes);
+    return hpml_custom_op(src, count, d);
+}
+
+/* Creates the parameter "<layer>.<suffix>", split along dimension 0 over `axis` (DATA: whole); scale 0: zeros, else
+   uniform in -scale to scale. */
+HPMLC_FN hpml_tensor *hpmlc_layer_param(hpml_ctx *ctx, const char *layer, const char *suffix, hpml_axis axis,
+                                        double scale, int ndim, const int64_t *shape)
+{
+    char text[256];
+    snprintf(text, sizeof text, "%s.%s", layer, suffix);
+    HPMLC_ZERO(hpml_param_desc, d);
+    d.ndim       = ndim;
+    d.name       = text;
+    d.init       = scale > 0 ? HPML_INIT_UNIFORM : HPML_INIT_ZEROS;
+    d.init_scale = (float)scale;
+    d.no_decay   = !(scale > 0);
+    d.axis       = axis;
+    memcpy(d.shape, shape, sizeof *shape * (size_t)ndim);
+    return hpml_param_create(ctx, &d);
+}
+
+/* Returns `given`, or a name of a layer made of `kind` and the number of parameters recorded before, in text. */
+HPMLC_FN const char *hpmlc_layer_name(hpml_ctx *ctx, const char *given, const char *kind, char text[32])
+{
+    snprintf(text, 32, "%s%d", kind, hpml_param_count(ctx));
+    return given ? given : text;
+}
+
+/* Adds `count` floats to the gradient of source `i`, from its float `first` on, if the source needs a gradient. */
+HPMLC_FN void hpmlc_give(const hpml_node *n, int i, int64_t first, const float *from, int64_t count)
+{
+    float *to = n->src[i]->grad ? n->src[i]->grad + first : NULL;
+    for (int64_t k = 0; to && k < count; k++) to[k] += from[k];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>layer-ring   ring attention
+// ---------------------------------------------------------------------------------------------------------------------
+/* As hpml_attention (>>sequence of hpml.h has the formulas), but rank r has only block r of L = T / p time steps. In
+   round k it has the keys and values of block r - k, which come from rank r - 1. Softmax over blocks (Milakov and
+   Gimelshein 2018): for each query the largest score m until now, l = sum of exp(s - m), and o = sum of exp(s - m) v; a
+   block with a larger score multiplies l and o by exp(m - m'). Saved for backward: log sum exp = m + log l. The
+   backward pass sends the gradients of keys and values around with them: after p rounds each block's are back on its
+   rank. Work is cut into blocks of HPMLC_QUERIES queries, so that scratch has (64, L) scores and not (L, L). */
+#define HPMLC_QUERIES 64
+typedef struct hpmlc_ring {
+    const hpml_group *group;
+    int64_t           heads, L;    /* heads of this rank; its time steps */
+    size_t            block_bytes; /* of keys and values of a full batch, (B, L, 2C) */
+    float             scale;
+    bool              causal;
+} hpmlc_ring;
+
+typedef struct hpmlc_ring_pass { /* one pass on one rank */
+    const hpml_run   *run;
+    hpml_node        *n;
+    const hpmlc_ring *r;
+    int64_t           B, L, C, D, heads;
+    float            *kv, *dkv, *next; /* (B, L, 2C) keys and values, their gradients; what arrives */
+    float            *s, *ds;          /* (QUERIES, L) scores and their gradients */
+    int64_t           from;            /* the block that is in kv */
+} hpmlc_ring_pass;
+
+HPMLC_FN hpmlc_ring_pass hpmlc_ring_begin(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_ring *r = (const hpmlc_ring *)n->attr.custom->user;
+    HPMLC_ZERO(hpmlc_ring_pass, w);
+    w.run   = run;
+    w.n     = n;
+    w.r     = r;
+    w.B     = n->out->shape[0];
+    w.L     = r->L;
+    w.C     = n->out->shape[2];
+    w.heads = r->heads;
+    w.D     = w.C / r->heads;
+    w.kv    = (float *)n->scratch;
+    w.next  = w.kv + r->block_bytes / sizeof(float);
+    w.dkv   = w.next + r->block_bytes / sizeof(float);
+    w.s     = w.dkv + r->block_bytes / sizeof(float);
+    w.ds    = w.s + HPMLC_QUERIES * w.L;
+    w.from  = r->group->rank;
+    for (int64_t t = 0; t < w.B * w.L; t++)
+        memcpy(w.kv + t * 2 * w.C, n->src[0]->data + t * 3 * w.C + w.C, (size_t)(2 * w.C) * sizeof(float));
+    return w;
+}
+
+/* Passes one block of a full batch to the next rank; *block becomes that of the rank before. */
+HPMLC_FN hpml_status hpmlc_ring_send(hpmlc_ring_pass *w, float **block)
+{
+    const hpml_group *g      = w->r->group;
+    float            *in     = w->next;
+    hpml_status       status = g->pass(g->user, *block, in, (int64_t)(w->r->block_bytes / sizeof(float)), 1);
+    w->next = *block;
+    *block  = in;
+    return status;
+}
+
+/* A block of queries q0 .. q0 + rows - 1 of sample b and head h, and the keys that the last of them may attend to. */
+typedef struct hpmlc_ring_part {
+    int64_t first, rows, keys;      /* first: the first query's row among all (B L) rows */
+    const float *q, *k, *v, *o, *d_o;
+    float   *out, *dq, *dk, *dv, *ml; /* ml (rows, heads, 2) */
+} hpmlc_ring_part;
+
+HPMLC_FN hpmlc_ring_part hpmlc_ring_part_of(const hpmlc_ring_pass *w, int64_t b, int64_t h, int64_t q0)
+{
+    const hpml_tensor *qkv = w->n->src[0], *out = w->n->out;
+    bool               own = w->r->causal && w->from == w->r->group->rank;
+    int64_t            at  = b * w->L * 2 * w->C + h * w->D; /* of the head's keys in kv */
+    HPMLC_ZERO(hpmlc_ring_part, p);
+    p.first = b * w->L + q0;
+    p.rows  = w->L - q0 < HPMLC_QUERIES ? w->L - q0 : HPMLC_QUERIES;
+    p.keys  = own ? q0 + p.rows : w->L;
+    p.q     = qkv->data + p.first * 3 * w->C + h * w->D;
+    p.k     = w->kv + at;
+    p.v     = p.k + w->C;
+    p.out   = out->data + p.first * w->C + h * w->D;
+    p.o     = p.out;
+    p.d_o   = out->grad ? out->grad + p.first * w->C + h * w->D : NULL;
+    p.dq    = qkv->grad ? qkv->grad + p.first * 3 * w->C + h * w->D : NULL;
+    p.dk    = w->dkv + at;
+    p.dv    = p.dk + w->C;
+    p.ml    = (float *)w->n->saved + (p.first * w->heads + h) * 2;
+    return p;
+}
+
+/* Returns how many keys of p query number `row` may attend to. */
+HPMLC_FN int64_t hpmlc_ring_visible(const hpmlc_ring_pass *w, const hpmlc_ring_part *p, int64_t row)
+{
+    bool own = w->r->causal && w->from == w->r->group->rank;
+    return own ? p->keys - p->rows + row + 1 : p->keys;
+}
+
+HPMLC_FN hpml_status hpmlc_ring_scores(const hpmlc_ring_pass *w, const hpmlc_ring_part *p)
+{
+    return hpml_sgemm(w->run->ctx, false, true, p->rows, p->keys, w->D, w->r->scale, p->q, 3 * w->C, p->k, 2 * w->C, 0,
+                      w->s, p->keys);
+}
+
+HPMLC_FN hpml_status hpmlc_ring_forward_part(const hpmlc_ring_pass *w, const hpmlc_ring_part *p)
+{
+    hpml_status status = hpmlc_ring_scores(w, p);
+    if (status != HPML_OK) return status;
+    for (int64_t i = 0; i < p->rows; i++) {
+        float  *s = w->s + i * p->keys, *ml = p->ml + i * w->heads * 2, *o = p->out + i * w->C, top = ml[0], sum = 0;
+        int64_t visible = hpmlc_ring_visible(w, p, i);
+        for (int64_t j = 0; j < visible; j++) top = s[j] > top ? s[j] : top;
+        for (int64_t j = 0; j < p->keys; j++) {
+            s[j] = j < visible ? expf(s[j] - top) : 0;
+            sum += s[j];
+        }
+        float old = expf(ml[0] - top);
+        for (int64_t d = 0; d < w->D; d++) o[d] *= old;
+        ml[0] = top;
+        ml[1] = ml[1] * old + sum;
+    }
+    return hpml_sgemm(w->run->ctx, false, false, p->rows, w->D, p->keys, 1, w->s, p->keys, p->v, 2 * w->C, 1, p->out,
+                      w->C);
+}
+
+HPMLC_FN hpml_status hpmlc_ring_backward_part(const hpmlc_ring_pass *w, const hpmlc_ring_part *p)
+{
+    hpml_ctx   *ctx = w->run->ctx;
+    int64_t     C = w->C, D = w->D, keys = p->keys, rows = p->rows;
+    hpml_status status = hpmlc_ring_scores(w, p);
+    if (status != HPML_OK) return status;
+    hpml_sgemm(ctx, false, true, rows, keys, D, 1, p->d_o, C, p->v, 2 * C, 0, w->ds, keys);
+    for (int64_t i = 0; i < rows; i++) {
+        const float *o = p->o + i * C, *d_o = p->d_o + i * C;
+        float       *s = w->s + i * keys, *ds = w->ds + i * keys, lse = p->ml[i * w->heads * 2], delta = 0;
+        int64_t      visible = hpmlc_ring_visible(w, p, i);
+        for (int64_t d = 0; d < D; d++) delta += o[d] * d_o[d];
+        for (int64_t j = 0; j < keys; j++) {
+            s[j]  = j < visible ? expf(s[j] - lse) : 0;
+            ds[j] = s[j] * (ds[j] - delta) * w->r->scale;
+        }
+    }
+    hpml_sgemm(ctx, false, false, rows, D, keys, 1, w->ds, keys, p->k, 2 * C, 1, p->dq, 3 * C);
+    hpml_sgemm(ctx, true, false, keys, D, rows, 1, w->ds, keys, p->q, 3 * C, 1, p->dk, 2 * C);
+    return hpml_sgemm(ctx, true, false, keys, D, rows, 1, w->s, keys, p->d_o, C, 1, p->dv, 2 * C);
+}
+
+/* Computes with the block that is in kv, unless a causal mask hides all of it. */
+HPMLC_FN hpml_status hpmlc_ring_block(const hpmlc_ring_pass *w, bool backward)
+{
+    hpml_status status = HPML_OK;
+    if (w->r->causal && w->from > w->r->group->rank) return HPML_OK;
+    for (int64_t i = 0; i < w->B * w->heads && status == HPML_OK; i++)
+        for (int64_t q0 = 0; q0 < w->L && status == HPML_OK; q0 += HPMLC_QUERIES) {
+            hpmlc_ring_part p = hpmlc_ring_part_of(w, i / w->heads, i % w->heads, q0);
+            status = backward ? hpmlc_ring_backward_part(w, &p) : hpmlc_ring_forward_part(w, &p);
+        }
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_ring_forward(const hpml_run *run, hpml_node *n)
+{
+    hpmlc_ring_pass w  = hpmlc_ring_begin(run, n);
+    float          *ml = (float *)n->saved; /* (B, L, heads, 2) */
+    const int64_t   p = w.r->group->size, count = w.B * w.L * w.heads;
+    hpml_status     status = HPML_OK;
+    memset(n->out->data, 0, (size_t)(w.B * w.L * w.C) * sizeof(float));
+    for (int64_t i = 0; i < count; i++) {
+        ml[2 * i]     = -INFINITY;
+        ml[2 * i + 1] = 0;
+    }
+    for (int64_t k = 0; k < p && status == HPML_OK; k++) {
+        status = hpmlc_ring_block(&w, false);
+        if (status == HPML_OK && k + 1 < p) status = hpmlc_ring_send(&w, &w.kv);
+        w.from = (w.from + p - 1) % p;
+    }
+    for (int64_t i = 0; i < count * w.D; i++) n->out->data[i] /= ml[i / w.D * 2 + 1];
+    for (int64_t i = 0; i < count; i++) ml[2 * i] += logf(ml[2 * i + 1]);
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_ring_backward(const hpml_run *run, hpml_node *n)
+{
+    hpmlc_ring_pass w = hpmlc_ring_begin(run, n);
+    const int64_t   p = w.r->group->size;
+    hpml_status     status = HPML_OK;
+    memset(w.dkv, 0, w.r->block_bytes);
+    for (int64_t k = 0; k < p && status == HPML_OK; k++) {
+        status = hpmlc_ring_block(&w, true);
+        if (status == HPML_OK && k + 1 < p) status = hpmlc_ring_send(&w, &w.kv);
+        if (status == HPML_OK) status = hpmlc_ring_send(&w, &w.dkv);
+        w.from = (w.from + p - 1) % p;
+    }
+    for (int64_t t = 0; t < w.B * w.L; t++)
+        hpmlc_give(n, 0, t * 3 * w.C + w.C, w.dkv + t * 2 * w.C, 2 * w.C);
+    return status;
+}
+
+HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention_desc *desc)
+{
+    if (!hpmlc_recordable(qkv)) return NULL;
+    HPMLC_DESC(hpml_attention_desc, d, desc);
+    HPMLC_ZERO(hpmlc_ring, r);
+    HPMLC_ZERO(hpml_custom, op);
+    char text[96];
+    r.group = hpml_ctx_group(qkv->ctx, HPML_AXIS_SEQUENCE);
+    if (r.group->size == 1) return hpml_attention(qkv, desc);
+    const int64_t C = qkv->shape[2] / 3;
+    if (qkv->split[2] == HPML_AXIS_TENSOR) d.heads /= hpml_ctx_group(qkv->ctx, HPML_AXIS_TENSOR)->size;
+    if (d._begin || d._end || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || d.heads < 1 || C % d.heads != 0)
+        return hpmlc_no_layer(qkv->ctx, "ring_attention: input is %s with %d heads, expected (B, T / %d, 3C) with C a "
+                            "multiple of the heads", hpml_tensor_text(qkv, text, sizeof text), d.heads, r.group->size);
+    r.heads       = d.heads;
+    r.L           = qkv->shape[1];
+    r.causal      = !d.not_causal;
+    r.scale       = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
+    r.block_bytes = (size_t)(qkv->shape[0] * r.L * 2 * C) * sizeof(float);
+    op.name       = "ring_attention";
+    op.forward    = hpmlc_ring_forward;
+    op.backward   = hpmlc_ring_backward;
+    op.collective = true;
+    op.ndim       = 3;
+    op.shape[0]   = qkv->shape[0];
+    op.shape[1]   = r.L;
+    op.shape[2]   = C;
+    op.saved_bytes   = (size_t)(qkv->shape[0] * r.L * r.heads * 2) * sizeof(float);
+    op.scratch_bytes = 3 * r.block_bytes + (size_t)(2 * HPMLC_QUERIES * r.L) * sizeof(float);
+    op.flops         = 4.0 * (double)(qkv->shape[0] * r.L * C) * (double)(r.L * r.group->size) / (r.causal ? 2 : 1);
+    hpml_tensor *y = hpmlc_record(&qkv, 1, &op, &r, sizeof r);
+    if (!y) return NULL;
+    memcpy(y->split, qkv->split, sizeof y->split);
+    return y;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>layer-halo   blocks of images with their neighbours' pixels: convolution, locally connected layers
+// ---------------------------------------------------------------------------------------------------------------------
+/* A halo is filled by up to four shifts of the whole grid: rows down and up, then columns right and left. Columns have
+   the height of the block with its halo, so that the corners arrive with them. Each shift copies a strip at the inner
+   edge of the block to a buffer, passes the buffer on, and copies what arrives to the halo on the other side. Backward
+   runs the shifts in reverse order and direction, from halo to edge, and adds. The ranks at opposite ends of the grid
+   are neighbours for hpml_group.pass; what they get from each other is ignored. */
+typedef struct hpmlc_halo {
+    const hpml_group *group;
+    int64_t           rows, cols, h, w; /* of the grid; pixels of the halo at each side */
+    int64_t           images;           /* planes (images x channels) of a full batch */
+} hpmlc_halo;
+
+typedef struct hpmlc_strip { int64_t y, x, rows, cols; } hpmlc_strip; /* pixels of a block with its halo */
+typedef struct hpmlc_shift {
+    int         by;             /* passed to rank + by */
+    bool        sends, receives; /* inside the image: there is a block to which, from which this rank's strip goes */
+    hpmlc_strip edge, halo;
+} hpmlc_shift;
+
+/* Computes shift `i` of 0 to 3, for blocks of H x W pixels; false: the grid has no such shift. */
+HPMLC_FN bool hpmlc_halo_shift(const hpmlc_halo *k, int i, int64_t H, int64_t W, hpmlc_shift *s)
+{
+    const bool        vertical = i < 2, forward = i % 2 == 0;
+    const int64_t     sizes[2] = { H, W }, halos[2] = { k->h, k->w }, counts[2] = { k->rows, k->cols };
+    const int64_t     size = sizes[!vertical], halo = halos[!vertical], blocks = counts[!vertical];
+    const int64_t     at = vertical ? k->group->rank / k->cols : k->group->rank % k->cols;
+    const int         step = vertical ? (int)k->cols : 1;
+    const hpmlc_strip rows = { 0, k->w, halo, W }, cols = { 0, 0, H + 2 * k->h, halo };
+    s->by       = forward ? step : -step;
+    s->sends    = forward ? at + 1 < blocks : at > 0;
+    s->receives = forward ? at > 0 : at + 1 < blocks;
+    s->edge     = vertical ? rows : cols;
+    s->halo     = s->edge;
+    int64_t *edge = vertical ? &s->edge.y : &s->edge.x;
+    int64_t *beyond = vertical ? &s->halo.y : &s->halo.x;
+    *edge   = forward ? size : halo;
+    *beyond = forward ? 0 : size + halo;
+    return blocks > 1 && halo > 0;
+}
+
+/* What hpmlc_strip_copy does with the pixels of a strip and of the buffer. */
+typedef enum hpmlc_copy { HPMLC_TAKE, HPMLC_PUT, HPMLC_ADD } hpmlc_copy;
+/* Copies a strip of all planes of `image`, (planes, H, W), to the buffer, or the buffer to the strip, or adds it. */
+HPMLC_FN void hpmlc_strip_copy(hpmlc_copy what, float *image, int64_t planes, int64_t H, int64_t W, hpmlc_strip s,
+                               float *buffer)
+{
+    const size_t bytes = (size_t)s.cols * sizeof(float);
+    for (int64_t row = 0; row < planes * s.rows; row++) {
+        float *p = image + (row / s.rows * H + s.y + row % s.rows) * W + s.x, *b = buffer + row * s.cols;
+        if (what == HPMLC_TAKE) memcpy(b, p, bytes);
+        if (what == HPMLC_PUT) memcpy(p, b, bytes);
+        for (int64_t i = 0; what == HPMLC_ADD && i < s.cols; i++) p[i] += b[i];
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_halo_exchange(hpml_node *n, float *image, bool backward)
+{
+    const hpmlc_halo *k = (const hpmlc_halo *)n->attr.custom->user;
+    const int64_t     H = n->out->shape[2], W = n->out->shape[3], planes = n->out->shape[0] * n->out->shape[1];
+    hpml_status       status = HPML_OK;
+    for (int j = 0; j < 4 && status == HPML_OK; j++) {
+        hpmlc_shift s;
+        if (!hpmlc_halo_shift(k, backward ? 3 - j : j, H - 2 * k->h, W - 2 * k->w, &s)) continue;
+        int64_t count = k->images * s.edge.rows * s.edge.cols;
+        float  *out = (float *)n->scratch, *in = out + count;
+        hpmlc_strip_copy(HPMLC_TAKE, image, planes, H, W, backward ? s.halo : s.edge, out);
+        status = k->group->pass(k->group->user, out, in, count, backward ? -s.by : s.by);
+        if (status != HPML_OK) return status;
+        if (backward && s.sends) hpmlc_strip_copy(HPMLC_ADD, image, planes, H, W, s.edge, in);
+        if (!backward && s.receives) hpmlc_strip_copy(HPMLC_PUT, image, planes, H, W, s.halo, in);
+    }
+    return status;
+}
+
+HPMLC_FN hpmlc_strip hpmlc_halo_inside(const hpmlc_halo *k, const hpml_tensor *y)
+{
+    hpmlc_strip s = { k->h, k->w, y->shape[2] - 2 * k->h, y->shape[3] - 2 * k->w };
+    return s;
+}
+
+HPMLC_FN hpml_status hpmlc_halo_forward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
+{
+    const hpmlc_halo  *k = (const hpmlc_halo *)n->attr.custom->user;
+    const hpml_tensor *y = n->out;
+    memset(y->data, 0, (size_t)hpml_tensor_count(y) * sizeof(float));
+    hpmlc_strip_copy(HPMLC_PUT, y->data, y->shape[0] * y->shape[1], y->shape[2], y->shape[3], hpmlc_halo_inside(k, y),
+                     n->src[0]->data);
+    return hpmlc_halo_exchange(n, y->data, false);
+}
+
+HPMLC_FN hpml_status hpmlc_halo_backward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_halo  *k = (const hpmlc_halo *)n->attr.custom->user;
+    const hpml_tensor *y = n->out;
+    float             *inside = (float *)n->scratch; /* of the shape of x; free after the exchange */
+    hpml_status        status = hpmlc_halo_exchange(n, y->grad, true);
+    if (status != HPML_OK) return status;
+    hpmlc_strip_copy(HPMLC_TAKE, y->grad, y->shape[0] * y->shape[1], y->shape[2], y->shape[3], hpmlc_halo_inside(k, y),
+                     inside);
+    hpml_node_give(run, n, 0, inside);
+    return HPML_OK;
+}
+
+HPML_API hpml_tensor *hpml_halo(hpml_tensor *x, int32_t rows, int32_t cols, int32_t halo_h, int32_t halo_w)
+{
+    char text[96];
+    if (!hpmlc_recordable(x)) return NULL;
+    const hpml_group *g = hpml_ctx_group(x->ctx, HPML_AXIS_SEQUENCE);
+    hpmlc_halo        k = { g, rows, cols, halo_h, halo_w, x->shape[0] * x->shape[1] };
+    if (g->size == 1) k.rows = k.cols = 1;
+    if (x->ndim != 4 || x->layout != HPML_NCHW || halo_h < 0 || halo_w < 0 || rows < 1 || cols < 1)
+        return hpmlc_no_layer(x->ctx, "halo: input is %s with a halo of %d x %d pixels, grid %d x %d; expected images "
+                              "(B, C, H, W), NCHW, halos of 0 or more and a grid of 1 or more",
+                              hpml_tensor_text(x, text, sizeof text), halo_h, halo_w, rows, cols);
+    if (k.rows * k.cols != g->size)
+        return hpmlc_no_layer(x->ctx, "halo: a grid of %d x %d blocks on %d ranks of the sequence axis; expected one "
+                              "block for each rank, or one rank", rows, cols, g->size);
+    if ((k.rows > 1 && x->shape[2] < halo_h) || (k.cols > 1 && x->shape[3] < halo_w))
+        return hpmlc_no_layer(x->ctx, "halo: blocks of %s have fewer pixels than a halo of %d x %d; take fewer ranks "
+                              "or a smaller kernel", hpml_tensor_text(x, text, sizeof text), halo_h, halo_w);
+    HPMLC_ZERO(hpml_custom, op);
+    op.name       = "halo";
+    op.forward    = hpmlc_halo_forward;
+    op.backward   = hpmlc_halo_backward;
+    op.keeps      = HPML_KEEP_NONE;
+    op.collective = g->size > 1;
+    op.ndim       = 4;
+    memcpy(op.shape, x->shape, sizeof op.shape);
+    op.shape[2] += 2 * halo_h;
+    op.shape[3] += 2 * halo_w;
+    int64_t largest = 2 * (op.shape[2] * halo_w + x->shape[3] * halo_h) + x->shape[2] * x->shape[3];
+    op.scratch_bytes = (size_t)(k.images * largest) * sizeof(float);
+    return hpmlc_record(&x, 1, &op, &k, sizeof k);
+}
+
+HPML_API hpml_tensor *hpml_conv2d_rows(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
+{
+    if (!hpmlc_recordable(x)) return NULL;
+    HPMLC_DESC(hpml_conv2d_desc, d, desc);
+    const hpml_group *g = hpml_ctx_group(x->ctx, HPML_AXIS_SEQUENCE);
+    const int32_t     pad_w = d.padding_w == 0 ? d.padding_h : d.padding_w;
+    if (d.kernel_h < 1 || d.kernel_h % 2 == 0 || d.padding_h != d.kernel_h / 2 || d.stride_h > 1 || d.dilation_h > 1)
+        return hpmlc_no_layer(x->ctx, "conv2d_rows \"%s\": kernel_h %d, padding_h %d, stride_h %d, dilation_h %d; "
+                              "expected an odd kernel_h, padding_h = kernel_h / 2, stride and dilation 1, so that each "
+                              "rank computes as many rows as it has", d.name ? d.name : "", d.kernel_h, d.padding_h,
+                              d.stride_h, d.dilation_h);
+    hpml_tensor *tall = hpml_halo(x, g->size, 1, d.padding_h, 0);
+    d.stride_w   = d.stride_w ? d.stride_w : 1;
+    d.dilation_w = d.dilation_w ? d.dilation_w : 1;
+    d.kernel_w   = d.kernel_w ? d.kernel_w : d.kernel_h;
+    d.padding_w  = pad_w;
+    d.padding_h  = 0;
+    hpml_tensor *y = hpml_conv2d(tall, out, &d);
+    if (y) y->split[2] = x->split[2];
+    return y;
+}
+
+/* Locally connected layer behind a halo: y[p] = W_p patch_p + bias_p for each pixel p, with patches of C kernel^2
+   numbers. Sources: x with its halo, weight, bias. One matrix product over the batch for each pixel. */
+typedef struct hpmlc_local { int64_t kernel, rows, cols; } hpmlc_local; /* rows, cols: blocks in this rank's image */
+typedef struct hpmlc_pixel { /* one pixel's arrays */
+    int64_t B, K, out, y, x;
+    float  *patch, *result; /* (B, K), (B, out) */
+    int64_t weight, bias;   /* the first float of its weights, of its biases */
+} hpmlc_pixel;
+
+HPMLC_FN hpmlc_pixel hpmlc_pixel_of(hpml_node *n, int64_t p)
+{
+    const hpmlc_local *k = (const hpmlc_local *)n->attr.custom->user;
+    const int64_t      H = n->out->shape[2], W = n->out->shape[3], h = H / k->rows, w = W / k->cols;
+    HPMLC_ZERO(hpmlc_pixel, c);
+    c.B      = n->out->shape[0];
+    c.out    = n->out->shape[1];
+    c.K      = n->src[0]->shape[1] * k->kernel * k->kernel;
+    c.y      = p / W;
+    c.x      = p % W;
+    c.patch  = (float *)n->scratch;
+    c.result = c.patch + c.B * c.K;
+    const int64_t place = (c.y / h * k->cols + c.x / w) * h * w + c.y % h * w + c.x % w; /* in weight: block by block */
+    c.weight = place * c.out * c.K;
+    c.bias   = place * c.out;
+    return c;
+}
+
+/* Copies the patches of all samples from the image x (B, C, H, W), or adds them to x, its gradient. */
+HPMLC_FN void hpmlc_pixel_patch(const hpml_node *n, const hpmlc_pixel *c, float *x, bool add)
+{
+    const hpml_tensor *t = n->src[0];
+    const int64_t      kernel = ((const hpmlc_local *)n->attr.custom->user)->kernel;
+    const hpmlc_strip  s = { c->y, c->x, kernel, kernel };
+    hpmlc_strip_copy(add ? HPMLC_ADD : HPMLC_TAKE, x, c->B * t->shape[1], t->shape[2], t->shape[3], s, c->patch);
+}
+
+HPMLC_FN hpml_status hpmlc_local_forward(const hpml_run *run, hpml_node *n)
+{
+    const int64_t pixels = n->out->shape[2] * n->out->shape[3];
+    hpml_status   status = HPML_OK;
+    for (int64_t p = 0; p < pixels && status == HPML_OK; p++) {
+        hpmlc_pixel  c = hpmlc_pixel_of(n, p);
+        const float *w = n->src[1]->data + c.weight, *bias = n->src[2]->data + c.bias; /* (out, K), (out) */
+        hpmlc_pixel_patch(n, &c, n->src[0]->data, false);
+        status = hpml_sgemm(run->ctx, false, true, c.B, c.out, c.K, 1, c.patch, c.K, w, c.K, 0, c.result, c.out);
+        for (int64_t i = 0; i < c.B * c.out; i++) n->out->data[i * pixels + p] = c.result[i] + bias[i % c.out];
+    }
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_local_backward(const hpml_run *run, hpml_node *n)
+{
+    const int64_t pixels = n->out->shape[2] * n->out->shape[3];
+    hpml_status   status = HPML_OK;
+    for (int64_t p = 0; p < pixels && status == HPML_OK; p++) {
+        hpmlc_pixel  c = hpmlc_pixel_of(n, p);
+        const float *w = n->src[1]->data + c.weight;
+        for (int64_t i = 0; i < c.B * c.out; i++) c.result[i] = n->out->grad[i * pixels + p];
+        for (int64_t b = 0; b < c.B; b++) hpmlc_give(n, 2, c.bias, c.result + b * c.out, c.out);
+        hpmlc_pixel_patch(n, &c, n->src[0]->data, false);
+        if (n->src[1]->grad)
+            status = hpml_sgemm(run->ctx, true, false, c.out, c.K, c.B, 1, c.result, c.out, c.patch, c.K, 1,
+                                n->src[1]->grad + c.weight, c.K);
+        if (!n->src[0]->grad || status != HPML_OK) continue;
+        status = hpml_sgemm(run->ctx, false, false, c.B, c.K, c.out, 1, c.result, c.out, w, c.K, 0, c.patch, c.K);
+        hpmlc_pixel_patch(n, &c, n->src[0]->grad, true);
+    }
+    return status;
+}
+
+HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local2d_desc *desc)
+{
+    char text[96], own_name[32];
+    if (!hpmlc_recordable(x)) return NULL;
+    HPMLC_DESC(hpml_local2d_desc, d, desc);
+    const int32_t rows = d.rows ? d.rows : 1;
+    const int32_t cols = d.cols ? d.cols : 1, half = d.kernel / 2;
+    const bool    alone = hpml_ctx_group(x->ctx, HPML_AXIS_SEQUENCE)->size == 1; /* this rank has all blocks */
+    hpmlc_local   k = { d.kernel, 1, 1 };
+    const char   *name = hpmlc_layer_name(x->ctx, d.name, "local2d", own_name);
+    if (alone) {
+        k.rows = rows;
+        k.cols = cols;
+    }
+    if (d._begin || d._end || x->ndim != 4 || out < 1 || d.kernel < 1 || d.kernel % 2 == 0 || rows < 1 || cols < 1 ||
+        x->shape[2] % k.rows != 0 || x->shape[3] % k.cols != 0)
+        return hpmlc_no_layer(x->ctx, "local2d \"%s\": input is %s, out %lld, kernel %d, grid %d x %d; expected images "
+                              "(B, C, H, W) that the grid divides, and an odd kernel", name,
+                              hpml_tensor_text(x, text, sizeof text), (long long)out, d.kernel, rows, cols);
+    hpml_tensor  *src[3] = { hpml_halo(x, rows, cols, half, half), NULL, NULL };
+    const int64_t fan = x->shape[1] * d.kernel * d.kernel, pixels = x->shape[2] / k.rows * (x->shape[3] / k.cols);
+    const int64_t shape[4] = { (int64_t)rows * cols, pixels, out, fan };
+    src[1] = hpmlc_layer_param(x->ctx, name, "weight", HPML_AXIS_SEQUENCE, sqrt(6 / (double)fan), 4, shape);
+    src[2] = hpmlc_layer_param(x->ctx, name, "bias", HPML_AXIS_SEQUENCE, 0, 3, shape);
+    HPMLC_ZERO(hpml_custom, op);
+    op.name     = "local2d";
+    op.forward  = hpmlc_local_forward;
+    op.backward = hpmlc_local_backward;
+    op.keeps    = HPML_KEEP_SRC(0);
+    op.ndim     = 4;
+    memcpy(op.shape, x->shape, sizeof op.shape);
+    op.shape[1]      = out;
+    op.scratch_bytes = (size_t)(x->shape[0] * (fan + out)) * sizeof(float);
+    op.flops         = 2.0 * (double)(x->shape[0] * x->shape[2] * x->shape[3]) * (double)(fan * out);
+    hpml_tensor *y = hpmlc_record(src, 3, &op, &k, sizeof k);
+    if (y) memcpy(y->split, x->split, sizeof y->split);
+    return y && d.activation != HPML_ACT_NONE ? hpml_activation(y, d.activation, 0) : y;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>layer-experts   mixture of experts by all-to-all
+// ---------------------------------------------------------------------------------------------------------------------
+/* One op from tokens x and probabilities p to y, because a rank without samples must still compute for other ranks'
+   tokens. R = experts cap places. Buffers of rows in two orders:
+     at home       place e cap + s: slot s of expert e, for this rank's tokens
+     at experts    place (r local + i) cap + s: slot s that rank r fills of local expert i; `local` experts per rank
+   hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward:
+   route; rows of x to `sent` (home), swap to `in` (experts), hid = relu(in w1^T + b1), back = hid w2^T + b2, swap to
+   `back` (home), y = sum of g back. Backward takes the same ways. Saved: in (R, D), hid (R, hidden), back (R, D), and
+   for each token and choice the place (-1: no place was left) and g. Sources: x, p, w1, b1, w2, b2. */
+typedef struct hpmlc_experts {
+    const hpml_group *group;
+    int64_t           experts, local, cap, D, hidden, tokens; /* local: of this rank; tokens: of a full batch */
+    int32_t           top;
+} hpmlc_experts;
+
+typedef struct hpmlc_experts_arrays {
+    float   *in, *hid, *back, *gate; /* saved: (R, D), (R, hidden), (R, D), (tokens, top) */
+    int32_t *place, *choice;         /* saved: (tokens, top): place at home; expert */
+    float   *a, *b, *d_hid;          /* scratch: (R, D), (R, D), (cap, hidden) */
+    int64_t  rows, tokens;           /* R; tokens of this batch */
+} hpmlc_experts_arrays;
+
+HPMLC_FN hpmlc_experts_arrays hpmlc_experts_of(hpml_node *n)
+{
+    const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
+    HPMLC_ZERO(hpmlc_experts_arrays, w);
+    w.rows   = k->experts * k->cap;
+    w.tokens = hpml_tensor_count(n->out) / k->D;
+    w.in     = (float *)n->saved;
+    w.hid    = w.in + w.rows * k->D;
+    w.back   = w.hid + w.rows * k->hidden;
+    w.gate   = w.back + w.rows * k->D;
+    w.place  = (int32_t *)(w.gate + k->tokens * k->top);
+    w.choice = w.place + k->tokens * k->top;
+    w.a      = (float *)n->scratch;
+    w.b      = w.a + w.rows * k->D;
+    w.d_hid  = w.b + w.rows * k->D;
+    return w;
+}
+
+/* Returns the index of the largest of n numbers, without number `but`; the first of equal ones. */
+HPMLC_FN int32_t hpmlc_largest(const float *x, int64_t n, int32_t but)
+{
+    int32_t best = but == 0 ? 1 : 0;
+    for (int32_t i = best + 1; i < n; i++)
+        if (i != but && x[i] > x[best]) best = i;
+    return best;
+}
+
+/* Chooses experts and places for all tokens. `used`: (experts) zeros at first. */
+HPMLC_FN void hpmlc_experts_route(const hpmlc_experts *k, const hpmlc_experts_arrays *w, const float *p, float *used)
+{
+    for (int64_t e = 0; e < k->experts; e++) used[e] = 0;
+    for (int64_t j = 0; j < k->top * w->tokens; j++) { /* first choices of all tokens, then second ones */
+        int64_t      t = j % w->tokens, i = t * k->top + j / w->tokens;
+        const float *of = p + t * k->experts;
+        int32_t      e = hpmlc_largest(of, k->experts, i % k->top ? w->choice[i - 1] : -1);
+        w->choice[i] = e;
+        w->gate[i]   = of[e];
+        w->place[i]  = -1;
+        if (used[e] < (float)k->cap) w->place[i] = (int32_t)(e * k->cap + (int64_t)used[e]++);
+    }
+    for (int64_t t = 0; t < w->tokens && k->top == 2; t++) {
+        float sum = w->gate[2 * t] + w->gate[2 * t + 1];
+        w->gate[2 * t] = sum > 0 ? w->gate[2 * t] / sum : 0.5f;
+        w->gate[2 * t + 1] = 1 - w->gate[2 * t];
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_experts_swap(const hpmlc_experts *k, const float *from, float *to)
+{
+    return k->group->swap(k->group->user, from, to, k->local * k->cap * k->D);
+}
+
+/* to[i] = b[i % width], for n numbers: a bias, to which a matrix product is added. */
+HPMLC_FN void hpmlc_spread_bias(float *to, const float *b, int64_t n, int64_t width)
+{
+    for (int64_t i = 0; i < n; i++) to[i] = b[i % width];
+}
+
+/* Runs the rows of block `block`, those of one rank for one local expert, through the expert; results go to w->a. */
+HPMLC_FN hpml_status hpmlc_expert_forward(hpml_ctx *ctx, const hpml_node *n, const hpmlc_experts_arrays *w,
+                                          int64_t block)
+{
+    const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
+    const int64_t e = block % k->local, D = k->D, H = k->hidden, cap = k->cap;
+    const float  *w1 = n->src[2]->data + e * H * D, *w2 = n->src[4]->data + e * D * H; /* (H, D), (D, H) */
+    float        *in = w->in + block * cap * D, *hid = w->hid + block * cap * H, *out = w->a + block * cap * D;
+    hpmlc_spread_bias(hid, n->src[3]->data + e * H, cap * H, H);
+    hpmlc_spread_bias(out, n->src[5]->data + e * D, cap * D, D);
+    hpml_status status = hpml_sgemm(ctx, false, true, cap, H, D, 1, in, D, w1, D, 1, hid, H);
+    for (int64_t i = 0; i < cap * H; i++) hid[i] = hid[i] > 0 ? hid[i] : 0;
+    return status == HPML_OK ? hpml_sgemm(ctx, false, true, cap, D, H, 1, hid, H, w2, H, 1, out, D) : status;
+}
+
+HPMLC_FN hpml_status hpmlc_experts_forward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
+    hpmlc_experts_arrays w = hpmlc_experts_of(n);
+    const size_t         row = (size_t)k->D * sizeof(float);
+    hpmlc_experts_route(k, &w, n->src[1]->data, w.b);
+    memset(w.a, 0, (size_t)w.rows * row);
+    for (int64_t i = 0; i < w.tokens * k->top; i++)
+        if (w.place[i] >= 0) memcpy(w.a + w.place[i] * k->D, n->src[0]->data + i / k->top * k->D, row);
+    hpml_status status = hpmlc_experts_swap(k, w.a, w.in);
+    for (int64_t b = 0; b < k->experts && status == HPML_OK; b++)
+        status = hpmlc_expert_forward(run->ctx, n, &w, b);
+    if (status == HPML_OK) status = hpmlc_experts_swap(k, w.a, w.back);
+    memset(n->out->data, 0, (size_t)w.tokens * row);
+    for (int64_t i = 0; i < w.tokens * k->top; i++) {
+        float       *y = n->out->data + i / k->top * k->D;
+        const float *z = w.back + w.place[i] * k->D;
+        for (int64_t d = 0; w.place[i] >= 0 && d < k->D; d++) y[d] += w.gate[i] * z[d];
+    }
+    return status;
+}
+
+/* From gradients of an expert's results, in w->b, to those of its parameters and of its rows, in w->a. */
+HPMLC_FN hpml_status hpmlc_expert_backward(hpml_ctx *ctx, const hpml_node *n, const hpmlc_experts_arrays *w,
+                                           int64_t block)
+{
+    const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
+    const int64_t e = block % k->local, D = k->D, H = k->hidden, cap = k->cap;
+    const float  *w1 = n->src[2]->data + e * H * D, *w2 = n->src[4]->data + e * D * H;
+    const float  *in = w->in + block * cap * D, *hid = w->hid + block * cap * H, *dy = w->b + block * cap * D;
+    float        *dw1 = n->src[2]->grad, *dw2 = n->src[4]->grad;
+    for (int64_t s = 0; s < cap; s++) hpmlc_give(n, 5, e * D, dy + s * D, D);
+    if (dw2) hpml_sgemm(ctx, true, false, D, H, cap, 1, dy, D, hid, H, 1, dw2 + e * D * H, H);
+    hpml_status status = hpml_sgemm(ctx, false, false, cap, H, D, 1, dy, D, w2, H, 0, w->d_hid, H);
+    for (int64_t i = 0; i < cap * H; i++)
+        if (!(hid[i] > 0)) w->d_hid[i] = 0;
+    for (int64_t s = 0; s < cap; s++) hpmlc_give(n, 3, e * H, w->d_hid + s * H, H);
+    if (dw1) hpml_sgemm(ctx, true, false, H, D, cap, 1, w->d_hid, H, in, D, 1, dw1 + e * H * D, D);
+    if (status != HPML_OK) return status;
+    return hpml_sgemm(ctx, false, false, cap, D, H, 1, w->d_hid, H, w1, D, 0, w->a + block * cap * D, D);
+}
+
+/* Adds the gradients of the probabilities, from those of g, d_gate (top), of token t. */
+HPMLC_FN void hpmlc_experts_give_gate(const hpml_node *n, const hpmlc_experts_arrays *w, int64_t t, const float *d_gate)
+{
+    const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
+    const int32_t       *choice = w->choice + t * k->top;
+    const float         *g = w->gate + t * k->top, *p = n->src[1]->data + t * k->experts;
+    float                mean = k->top == 2 ? d_gate[0] * g[0] + d_gate[1] * g[1] : 0;
+    float                sum = k->top == 2 ? p[choice[0]] + p[choice[1]] : 1;
+    for (int32_t i = 0; i < k->top && sum > 0; i++) {
+        float d = (d_gate[i] - mean) / sum;
+        hpmlc_give(n, 1, t * k->experts + choice[i], &d, 1);
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_experts_backward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
+    hpmlc_experts_arrays w = hpmlc_experts_of(n);
+    memset(w.a, 0, (size_t)(w.rows * k->D) * sizeof(float));
+    for (int64_t t = 0; t < w.tokens; t++) {
+        const float *dy = n->out->grad + t * k->D;
+        float        d_gate[2] = { 0, 0 };
+        for (int64_t i = t * k->top; i < (t + 1) * k->top; i++) {
+            if (w.place[i] < 0) continue;
+            float       *to = w.a + w.place[i] * k->D;
+            const float *z = w.back + w.place[i] * k->D;
+            for (int64_t d = 0; d < k->D; d++) {
+                to[d] = w.gate[i] * dy[d];
+                d_gate[i % k->top] += dy[d] * z[d];
+            }
+        }
+        hpmlc_experts_give_gate(n, &w, t, d_gate);
+    }
+    hpml_status status = hpmlc_experts_swap(k, w.a, w.b);
+    for (int64_t b = 0; b < k->experts && status == HPML_OK; b++)
+        status = hpmlc_expert_backward(run->ctx, n, &w, b);
+    if (status == HPML_OK) status = hpmlc_experts_swap(k, w.a, w.b);
+    for (int64_t i = 0; i < w.tokens * k->top; i++)
+        if (w.place[i] >= 0) hpmlc_give(n, 0, i / k->top * k->D, w.b + w.place[i] * k->D, k->D);
+    return status;
+}
+
+/* The balance loss: experts x sum over e of f_e P_e. f has no derivative. Saved: f_e / tokens x experts, (experts). */
+HPMLC_FN hpml_status hpmlc_balance_forward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
+{
+    const float  *p = n->src[0]->data;
+    const int64_t E = n->src[0]->shape[n->src[0]->ndim - 1], tokens = hpml_tensor_count(n->src[0]) / E;
+    float        *f = (float *)n->saved;
+    double        sum = 0;
+    memset(f, 0, (size_t)E * sizeof(float));
+    for (int64_t t = 0; t < tokens; t++)
+        f[hpmlc_largest(p + t * E, E, -1)] += (float)E / ((float)tokens * (float)tokens);
+    for (int64_t i = 0; i < tokens * E; i++) sum += (double)(f[i % E] * p[i]);
+    n->out->data[0] = (float)sum;
+    return HPML_OK;
+}
+HPMLC_FN hpml_status hpmlc_balance_backward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
+{
+    const float  *f = (const float *)n->saved;
+    const int64_t E = n->src[0]->shape[n->src[0]->ndim - 1];
+    for (int64_t i = 0; i < hpml_tensor_count(n->src[0]); i++) {
+        float d = n->out->grad[0] * f[i % E];
+        hpmlc_give(n, 0, i, &d, 1);
+    }
+    return HPML_OK;
+}
+HPMLC_FN hpml_tensor *hpmlc_balance(hpml_tensor *p)
+{
+    HPMLC_ZERO(hpml_custom, op);
+    if (!p) return NULL;
+    op.name        = "balance";
+    op.forward     = hpmlc_balance_forward;
+    op.backward    = hpmlc_balance_backward;
+    op.keeps       = HPML_KEEP_NONE;
+    op.one_number  = true;
+    op.saved_bytes = (size_t)p->shape[p->ndim - 1] * sizeof(float);
+    return hpml_custom_op(&p, 1, &op);
+}
+
+/* Records the op behind x and the probabilities `p`, with its parameters. */
+HPMLC_FN hpml_tensor *hpmlc_experts_op(hpml_tensor *x, hpml_tensor *p, const hpmlc_experts *k, const char *name)
+{
+    const int64_t w1[3] = { k->experts, k->hidden, k->D }, w2[3] = { k->experts, k->D, k->hidden };
+    const double  scale1 = sqrt(6 / (double)k->D), scale2 = sqrt(6 / (double)k->hidden);
+    hpml_tensor  *src[6] = { x, p, NULL, NULL, NULL, NULL };
+    src[2] = hpmlc_layer_param(x->ctx, name, "w1", HPML_AXIS_EXPERT, scale1, 3, w1);
+    src[3] = hpmlc_layer_param(x->ctx, name, "b1", HPML_AXIS_EXPERT, 0, 2, w1);
+    src[4] = hpmlc_layer_param(x->ctx, name, "w2", HPML_AXIS_EXPERT, scale2, 3, w2);
+    src[5] = hpmlc_layer_param(x->ctx, name, "b2", HPML_AXIS_EXPERT, 0, 2, w2);
+    const int64_t rows = k->experts * k->cap, choices = k->tokens * k->top;
+    HPMLC_ZERO(hpml_custom, op);
+    op.name          = "experts";
+    op.forward       = hpmlc_experts_forward;
+    op.backward      = hpmlc_experts_backward;
+    op.collective    = k->group->size > 1;
+    op.keeps         = HPML_KEEP_SRC(1);
+    op.saved_bytes   = (size_t)(rows * (2 * k->D + k->hidden) + 3 * choices) * sizeof(float);
+    op.scratch_bytes = (size_t)(rows * 2 * k->D + k->cap * k->hidden) * sizeof(float);
+    op.flops         = 4.0 * (double)(rows * k->D) * (double)k->hidden;
+    hpml_tensor *y = hpmlc_record(src, 6, &op, k, sizeof *k);
+    if (y) memcpy(y->split, x->split, sizeof y->split);
+    return y;
+}
+
+HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc, hpml_tensor **balance)
+{
+    char text[96], own_name[32], gate[256];
+    if (balance) *balance = NULL;
+    if (!hpmlc_recordable(x)) return NULL;
+    HPMLC_DESC(hpml_experts_desc, d, desc);
+    HPMLC_ZERO(hpmlc_experts, k);
+    const char *name = hpmlc_layer_name(x->ctx, d.name, "experts", own_name);
+    k.group   = hpml_ctx_group(x->ctx, HPML_AXIS_EXPERT);
+    k.experts = d.experts;
+    k.local   = d.experts / k.group->size;
+    k.top     = d.top ? d.top : 1;
+    k.D       = x->ndim > 0 ? x->shape[x->ndim - 1] : 1;
+    k.hidden  = d.hidden ? d.hidden : 4 * k.D;
+    k.tokens  = hpml_tensor_count(x) / k.D;
+    if (d.capacity == 0) d.capacity = 1.25f;
+    if (d._begin || d._end || x->ndim < 2 || d.experts < 2 || k.top < 1 || k.top > 2 || k.hidden < 1 ||
+        !(d.capacity > 0))
+        return hpmlc_no_layer(x->ctx, "experts \"%s\": input is %s, %d experts, top %d, hidden %lld, capacity %g; "
+                              "expected (.., D), 2 or more experts, top 1 or 2, the others above 0", name,
+                              hpml_tensor_text(x, text, sizeof text), d.experts, d.top, (long long)d.hidden,
+                              (double)d.capacity);
+    if (k.local * k.group->size != k.experts)
+        return hpmlc_no_layer(x->ctx, "experts \"%s\": %d experts on %d ranks of the expert axis; expected a multiple "
+                              "of the ranks", name, d.experts, k.group->size);
+    double cap = ceil((double)d.capacity * k.top * (double)k.tokens / (double)k.experts);
+    k.cap = cap < (double)k.tokens ? (int64_t)cap : k.tokens; /* a token is at most once in an expert */
+    if (k.cap < 1) k.cap = 1;
+    snprintf(gate, sizeof gate, "%s.gate", name);
+    HPMLC_ZERO(hpml_linear_desc, linear);
+    linear.name    = gate;
+    linear.no_bias = true;
+    hpml_tensor *p = hpml_softmax(hpml_linear(x, k.experts, &linear));
+    if (balance) *balance = hpmlc_balance(p);
+    return hpmlc_experts_op(x, p, &k, name);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>layer-members   collectives as layers; dense layers whose ranks have samples of their own
+// ---------------------------------------------------------------------------------------------------------------------
+typedef enum hpmlc_relay_kind { HPMLC_BCAST, HPMLC_REDUCE, HPMLC_GATHER } hpmlc_relay_kind;
+typedef struct hpmlc_relay {
+    const hpml_group *group;
+    hpmlc_relay_kind kind;
+    int               root;  /* -1: all ranks */
+    int64_t           count; /* floats of x for a full batch */
+} hpmlc_relay;
+
+HPMLC_FN bool hpmlc_relay_is_root(const hpmlc_relay *k) { return k->root < 0 || k->root == k->group->rank; }
+
+HPMLC_FN void hpmlc_zero(float *x, int64_t n) { memset(x, 0, (size_t)n * sizeof *x); }
+
+/* Between the blocks of all ranks, (p, B, row), and an array that joins them along dimension 1, (B, p, row). */
+HPMLC_FN void hpmlc_join(const hpmlc_relay *k, const hpml_tensor *x, float *blocks, float *joined, bool backward)
+{
+    const int64_t p = k->group->size, B = x->shape[0], row = hpml_tensor_count(x) / (B > 0 ? B : 1);
+    for (int64_t i = 0; i < p * B; i++) {
+        float *block = blocks + i / B * k->count + i % B * row, *at = joined + (i % B * p + i / B) * row;
+        if (backward) memcpy(block, at, (size_t)row * sizeof(float));
+        else memcpy(at, block, (size_t)row * sizeof(float));
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_relay_forward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
+{
+    const hpmlc_relay *k = (const hpmlc_relay *)n->attr.custom->user;
+    const hpml_group   *g = k->group;
+    const hpml_tensor  *x = n->src[0];
+    const int64_t       count = hpml_tensor_count(x);
+    float              *mine = (float *)n->scratch, *all = mine + k->count; /* of a full batch; (p) of them */
+    hpml_status         status = HPML_OK;
+    hpmlc_zero(mine, k->count);
+    memcpy(mine, x->data, (size_t)count * sizeof(float));
+    if (k->kind == HPMLC_BCAST) status = g->bcast(g->user, mine, k->count, k->root);
+    if (k->kind == HPMLC_REDUCE) status = g->sum(g->user, mine, k->count);
+    if (k->kind == HPMLC_GATHER) status = g->gather(g->user, mine, all, k->count);
+    if (k->kind != HPMLC_BCAST && !hpmlc_relay_is_root(k)) hpmlc_zero(n->out->data, hpml_tensor_count(n->out));
+    else if (k->kind == HPMLC_GATHER) hpmlc_join(k, x, all, n->out->data, false);
+    else memcpy(n->out->data, mine, (size_t)count * sizeof(float));
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_relay_backward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_relay *k = (const hpmlc_relay *)n->attr.custom->user;
+    const hpml_group   *g = k->group;
+    const int64_t       count = hpml_tensor_count(n->src[0]);
+    float              *mine = (float *)n->scratch, *all = mine + k->count;
+    hpml_status         status = HPML_OK;
+    hpmlc_zero(mine, k->count * (k->kind == HPMLC_GATHER ? 1 + g->size : 1));
+    if (k->kind == HPMLC_GATHER) hpmlc_join(k, n->src[0], all, n->out->grad, true);
+    else memcpy(mine, n->out->grad, (size_t)count * sizeof(float));
+    if (k->kind == HPMLC_GATHER && !hpmlc_relay_is_root(k)) hpmlc_zero(all, k->count * g->size);
+    if (k->kind == HPMLC_GATHER) status = g->scatter(g->user, all, mine, k->count);
+    else if (k->kind == HPMLC_REDUCE && k->root >= 0) status = g->bcast(g->user, mine, k->count, k->root);
+    else status = g->sum(g->user, mine, k->count);
+    if (k->kind != HPMLC_BCAST || hpmlc_relay_is_root(k)) hpml_node_give(run, n, 0, mine);
+    return status;
+}
+
+HPMLC_FN hpml_tensor *hpmlc_relay_op(hpml_tensor *x, hpml_axis axis, hpmlc_relay_kind kind, int root)
+{
+    static const char *const names[] = { "layer_bcast", "layer_reduce", "layer_gather" };
+    char text[96];
+    if (!hpmlc_recordable(x)) return NULL;
+    const hpml_group *g = hpml_ctx_group(x->ctx, axis);
+    hpmlc_relay      k = { g, kind, root, hpml_tensor_count(x) };
+    if (x->dtype != HPML_DTYPE_F32 || x->ndim < (kind == HPMLC_GATHER ? 2 : 1))
+        return hpmlc_no_layer(x->ctx, "%s: input is %s, expected floats (B, ..)", names[kind],
+                              hpml_tensor_text(x, text, sizeof text));
+    if (root >= g->size || root < (kind == HPMLC_BCAST ? 0 : -1))
+        return hpmlc_no_layer(x->ctx, "%s: root %d of %d ranks of the %s axis; expected a rank%s", names[kind], root,
+                              g->size, hpml_axis_name(axis), kind == HPMLC_BCAST ? "" : ", or -1 for all");
+    HPMLC_ZERO(hpml_custom, op);
+    op.name       = names[kind];
+    op.forward    = hpmlc_relay_forward;
+    op.backward   = hpmlc_relay_backward;
+    op.keeps      = HPML_KEEP_NONE;
+    op.collective = g->size > 1;
+    op.ndim       = x->ndim;
+    memcpy(op.shape, x->shape, sizeof op.shape);
+    if (kind == HPMLC_GATHER) op.shape[1] *= g->size;
+    op.scratch_bytes = (size_t)(k.count * (1 + (kind == HPMLC_GATHER ? g->size : 0))) * sizeof(float);
+    hpml_tensor *y = hpmlc_record(&x, 1, &op, &k, sizeof k);
+    if (y) y->needs_grad = true; /* backward runs on all ranks, also where x is an input */
+    return y;
+}
+HPML_API hpml_tensor *hpml_layer_bcast(hpml_tensor *x, hpml_axis axis, int root)
+{
+    return hpmlc_relay_op(x, axis, HPMLC_BCAST, root);
+}
+HPML_API hpml_tensor *hpml_layer_reduce(hpml_tensor *x, hpml_axis axis, int root)
+{
+    return hpmlc_relay_op(x, axis, HPMLC_REDUCE, root);
+}
+HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root)
+{
+    return hpmlc_relay_op(x, axis, HPMLC_GATHER, root);
+}
+
+/* hpml_linear_rows: with B samples of each of p ranks and `cut` = out / p rows of the weight on each, all = x of all
+   ranks (p B, in), saved; part = all w^T + bias (p B, cut), of which block r belongs to rank r's samples. swap
+   exchanges these blocks: rank s then has block s of all ranks, (p, B, cut), and y (B, p cut). Sources: x, weight,
+   bias. */
+typedef struct hpmlc_rows { const hpml_group *group; int64_t B, in, cut; } hpmlc_rows;
+
+/* Copies y (B, p cut) to blocks (p, B, cut), of a full batch, or back; only the samples of the present batch. */
+HPMLC_FN void hpmlc_rows_turn(const hpmlc_rows *k, float *y, int64_t samples, float *blocks, bool to_y)
+{
+    const int64_t p = k->group->size, cut = k->cut;
+    for (int64_t i = 0; i < samples * p; i++) {
+        float *row = y + i * cut, *block = blocks + (i % p * k->B + i / p) * cut;
+        if (to_y) memcpy(row, block, (size_t)cut * sizeof(float));
+        else memcpy(block, row, (size_t)cut * sizeof(float));
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_rows_forward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_rows *k = (const hpmlc_rows *)n->attr.custom->user;
+    const hpml_group *g = k->group;
+    const int64_t     samples = n->out->shape[0], rows = k->B * g->size;
+    float            *all = (float *)n->saved, *part = (float *)n->scratch, *blocks = part + rows * k->cut;
+    float            *mine = blocks; /* x of a full batch, needed before the blocks */
+    hpmlc_zero(mine, k->B * k->in);
+    memcpy(mine, n->src[0]->data, (size_t)(samples * k->in) * sizeof(float));
+    hpml_status status = g->gather(g->user, mine, all, k->B * k->in);
+    for (int64_t i = 0; i < rows * k->cut; i++) part[i] = n->src_count > 2 ? n->src[2]->data[i % k->cut] : 0;
+    if (status == HPML_OK)
+        status = hpml_sgemm(run->ctx, false, true, rows, k->cut, k->in, 1, all, k->in, n->src[1]->data, k->in, 1, part,
+                            k->cut);
+    if (status == HPML_OK) status = g->swap(g->user, part, blocks, k->B * k->cut);
+    hpmlc_rows_turn(k, n->out->data, samples, blocks, true);
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_rows_backward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_rows *k = (const hpmlc_rows *)n->attr.custom->user;
+    const hpml_group *g = k->group;
+    const int64_t     samples = n->out->shape[0], rows = k->B * g->size, in = k->in, cut = k->cut;
+    float            *all = (float *)n->saved, *part = (float *)n->scratch, *blocks = part + rows * cut;
+    hpmlc_zero(blocks, rows * cut);
+    hpmlc_rows_turn(k, n->out->grad, samples, blocks, false);
+    hpml_status status = g->swap(g->user, blocks, part, k->B * cut);
+    for (int64_t i = 0; i < rows && n->src_count > 2; i++) hpmlc_give(n, 2, 0, part + i * cut, cut);
+    if (n->src[1]->grad && status == HPML_OK)
+        status = hpml_sgemm(run->ctx, true, false, cut, in, rows, 1, part, cut, all, in, 1, n->src[1]->grad, in);
+    if (status == HPML_OK) /* all is free now: its gradient takes its place */
+        status = hpml_sgemm(run->ctx, false, false, rows, in, cut, 1, part, cut, n->src[1]->data, in, 0, all, in);
+    if (status == HPML_OK) status = g->scatter(g->user, all, blocks, k->B * in);
+    hpmlc_give(n, 0, 0, blocks, samples * in);
+    return status;
+}
+
+HPML_API hpml_tensor *hpml_linear_rows(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc)
+{
+    char text[96], own_name[32];
+    if (!hpmlc_recordable(x)) return NULL;
+    HPMLC_DESC(hpml_linear_desc, d, desc);
+    const hpml_group *g = hpml_ctx_group(x->ctx, HPML_AXIS_EXPERT);
+    hpmlc_rows        k = { g, x->shape[0], x->shape[1], out / g->size };
+    const char       *name = hpmlc_layer_name(x->ctx, d.name, "linear_rows", own_name);
+    if (d._begin || d._end || d.weight || d.split != HPML_SPLIT_NONE || x->ndim != 2 || out < 1)
+        return hpmlc_no_layer(x->ctx, "linear_rows \"%s\": input is %s, out %lld; expected (B, in), out above 0, and a "
+                              "desc without .weight and .split", name, hpml_tensor_text(x, text, sizeof text),
+                              (long long)out);
+    if (out % g->size != 0)
+        return hpmlc_no_layer(x->ctx, "linear_rows \"%s\": out %lld on %d ranks of the expert axis; expected a "
+                              "multiple of the ranks", name, (long long)out, g->size);
+    const int64_t shape[2] = { out, k.in }, most = k.in > out ? k.in : out;
+    hpml_tensor  *src[3] = { x, NULL, NULL };
+    src[1] = hpmlc_layer_param(x->ctx, name, "weight", HPML_AXIS_EXPERT, sqrt(6 / (double)k.in), 2, shape);
+    if (!d.no_bias) src[2] = hpmlc_layer_param(x->ctx, name, "bias", HPML_AXIS_EXPERT, 0, 1, shape);
+    HPMLC_ZERO(hpml_custom, op);
+    op.name          = "linear_rows";
+    op.forward       = hpmlc_rows_forward;
+    op.backward      = hpmlc_rows_backward;
+    op.collective    = g->size > 1;
+    op.keeps         = HPML_KEEP_NONE;
+    op.ndim          = 2;
+    op.shape[0]      = k.B;
+    op.shape[1]      = out;
+    op.saved_bytes   = (size_t)(k.B * g->size * k.in) * sizeof(float);
+    op.scratch_bytes = (size_t)(k.B * (out + most)) * sizeof(float);
+    op.flops         = 2.0 * (double)(k.B * k.in) * (double)out;
+    hpml_tensor *y = hpmlc_record(src, d.no_bias ? 2 : 3, &op, &k, sizeof k);
+    return y && d.activation != HPML_ACT_NONE ? hpml_activation(y, d.activation, 0) : y;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>named   named dimensions: rules of layout, sums over products
+// ---------------------------------------------------------------------------------------------------------------------
+#define HPMLC_NAME 24
+typedef struct hpmlc_names { /* of a tensor's dimensions */
+    int  count;
+    char name[HPML_MAX_DIMS][HPMLC_NAME];
+} hpmlc_names;
+
+/* Reads the words of `text` up to `end`; false: too many, too long, or one of them twice. */
+HPMLC_FN bool hpmlc_names_read(const char *text, const char *end, hpmlc_names *n)
+{
+    memset(n, 0, sizeof *n);
+    while (text < end) {
+        size_t length = strcspn(text, " ,->:");
+        if (length > (size_t)(end - text)) length = (size_t)(end - text);
+        if (length >= HPMLC_NAME || (length > 0 && n->count == HPML_MAX_DIMS)) return false;
+        memcpy(n->name[n->count], text, length);
+        for (int i = 0; length > 0 && i < n->count; i++)
+            if (strcmp(n->name[i], n->name[n->count]) == 0) return false;
+        n->count += length > 0;
+        text += length > 0 ? length : 1;
+    }
+    return true;
+}
+
+HPMLC_FN int hpmlc_names_find(const hpmlc_names *n, const char *name)
+{
+    for (int i = 0; i < n->count; i++)
+        if (strcmp(n->name[i], name) == 0) return i;
+    return -1;
+}
+
+/* Sets axis[i] to the axis of dimension i by the rules, DATA where it is whole or consists of this rank's own samples.
+   `samples`: dimension 0 does. False: refused, with an error about the tensor `what`. */
+HPMLC_FN bool hpmlc_rules_read(hpml_ctx *ctx, const char *what, const char *rules, const hpmlc_names *n, bool samples,
+                               hpml_axis *axis)
+{
+    int of[HPML_AXES]; /* the dimension that an axis splits, or -1 */
+    for (int i = 0; i < HPML_AXES; i++) of[i] = -1;
+    for (int i = 0; i < HPML_MAX_DIMS; i++) axis[i] = HPML_AXIS_DATA;
+    for (const char *at = rules ? rules : ""; *at; at += *at == ',') {
+        const char *colon = at + strcspn(at, ":,"), *end = at + strcspn(at, ",");
+        hpmlc_names dim, word;
+        int         a = 0, d = -1;
+        if (!hpmlc_names_read(at, colon, &dim) || !hpmlc_names_read(colon, end, &word) || dim.count * word.count != 1)
+            return hpmlc_no_layer(ctx, "%s: rule \"%.*s\"; expected a dimension and an axis, such as \"hidden:tensor\"",
+                                  what, (int)(end - at), at) != NULL;
+        while (a < HPML_AXES && strcmp(word.name[0], hpml_axis_name((hpml_axis)a)) != 0) a++;
+        if (a == HPML_AXES || a == HPML_AXIS_PIPE)
+            return hpmlc_no_layer(ctx, "%s: rule \"%.*s\": no axis \"%s\"; expected data, tensor, sequence or expert",
+                                  what, (int)(end - at), at, word.name[0]) != NULL;
+        at = end;
+        d = hpmlc_names_find(n, dim.name[0]);
+        if (d < 0) continue;
+        if (of[a] >= 0)
+            return hpmlc_no_layer(ctx, "%s: \"%s\" and \"%s\" are both split over the %s axis; give one of them another "
+                                  "axis", what, n->name[of[a]], n->name[d], word.name[0]) != NULL;
+        of[a] = d;
+        bool divides_samples = a == HPML_AXIS_DATA || a == HPML_AXIS_EXPERT;
+        if (divides_samples != (samples && d == 0))
+            return hpmlc_no_layer(ctx, "%s: \"%s\" over the %s axis; samples are divided by the data and expert axes, all "
+                                  "other dimensions by tensor and sequence", what, n->name[d], word.name[0]) != NULL;
+        if (!divides_samples) axis[d] = (hpml_axis)a;
+    }
+    return true;
+}
+
+HPML_API hpml_tensor *hpml_named_param(hpml_ctx *ctx, const char *rules, const char *dims, const hpml_param_desc *desc)
+{
+    hpmlc_names n;
+    hpml_axis   axis[HPML_MAX_DIMS];
+    if (!ctx || hpml_ctx_status(ctx) != HPML_OK) return NULL;
+    HPMLC_DESC(hpml_param_desc, d, desc);
+    const char *what = d.name ? d.name : "named_param";
+    if (!dims || !hpmlc_names_read(dims, dims + strlen(dims), &n) || n.count != d.ndim)
+        return hpmlc_no_layer(ctx, "%s: dimensions \"%s\" of a parameter with %d; expected as many names", what,
+                              dims ? dims : "", d.ndim);
+    if (!hpmlc_rules_read(ctx, what, rules, &n, false, axis)) return NULL;
+    for (int i = 0; i < n.count; i++) {
+        const int64_t size = hpml_ctx_group(ctx, axis[i])->size;
+        if (axis[i] == HPML_AXIS_DATA || size == 1) continue;
+        if (d.axis != HPML_AXIS_DATA)
+            return hpmlc_no_layer(ctx, "%s: \"%s\" and \"%s\" are both split; a parameter is split along one dimension",
+                                  what, n.name[d.split_dim], n.name[i]);
+        if (d.shape[i] % size != 0)
+            return hpmlc_no_layer(ctx, "%s: \"%s\" of size %lld over %lld ranks of the %s axis; expected a multiple", what,
+                                  n.name[i], (long long)d.shape[i], (long long)size, hpml_axis_name(axis[i]));
+        d.axis      = axis[i];
+        d.split_dim = i;
+    }
+    return hpml_param_create(ctx, &d);
+}
+
+HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const char *dims)
+{
+    hpmlc_names n;
+    hpml_axis   axis[HPML_MAX_DIMS];
+    char        text[96];
+    if (!hpmlc_recordable(x)) return NULL;
+    if (!dims || !hpmlc_names_read(dims, dims + strlen(dims), &n) || n.count != x->ndim)
+        return hpmlc_no_layer(x->ctx, "named_part: dimensions \"%s\" of %s; expected as many names", dims ? dims : "",
+                              hpml_tensor_text(x, text, sizeof text));
+    if (!hpmlc_rules_read(x->ctx, "named_part", rules, &n, x->batch_rows > 0, axis)) return NULL;
+    for (int i = 0; i < n.count && x; i++)
+        if (axis[i] != HPML_AXIS_DATA) x = hpml_group_split(x, axis[i], i);
+    return x;
+}
+
+/* einsum: dimensions are of four kinds: g in a, b and y; m in a and y; n in b and y; k in a and b. With a as (g, m, k),
+   b as (g, n, k) and y as (g, m, n) the work is one matrix product for each g. order[t][i]: dimension i of tensor t (a,
+   b, y) in that order. */
+typedef struct hpmlc_einsum { int g, m, n, k, order[3][HPML_MAX_DIMS]; } hpmlc_einsum;
+typedef struct hpmlc_einsum_arrays {
+    int64_t g, m, n, k;
+    float  *a, *b, *y; /* in order; a tensor that is in order already is not copied */
+} hpmlc_einsum_arrays;
+
+/* Copies t's array `from` into order, to `to`; give: adds `to`, in order, to `from`. */
+HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from, float *to, bool give)
+{
+    int64_t stride[HPML_MAX_DIMS + 1], count = hpml_tensor_count(t);
+    stride[t->ndim] = 1;
+    for (int d = t->ndim - 1; d >= 0; d--) stride[d] = stride[d + 1] * t->shape[d];
+    for (int64_t i = 0; i < count; i++) {
+        int64_t at = 0, rest = i;
+        for (int d = t->ndim - 1; d >= 0; d--) {
+            at += rest % t->shape[order[d]] * stride[order[d] + 1];
+            rest /= t->shape[order[d]];
+        }
+        if (give) from[at] += to[i];
+        else to[i] = from[at];
+    }
+}
+
+/* Finds sizes, and brings a and b into order. y: scratch for the result or its gradient. */
+HPMLC_FN hpmlc_einsum_arrays hpmlc_einsum_of(const hpml_node *n)
+{
+    const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
+    const hpml_tensor  *a = n->src[0], *b = n->src[1];
+    hpmlc_einsum_arrays w = { 1, 1, 1, 1, NULL, NULL, NULL };
+    for (int i = 0; i < a->ndim; i++) {
+        int64_t *size = i < e->g ? &w.g : &w.m;
+        if (i >= e->g + e->m) size = &w.k;
+        *size *= a->shape[e->order[0][i]];
+    }
+    for (int i = e->g; i < e->g + e->n; i++) w.n *= b->shape[e->order[1][i]];
+    w.a = (float *)n->scratch;
+    w.b = w.a + hpml_tensor_count(a);
+    w.y = w.b + hpml_tensor_count(b);
+    hpmlc_reorder(a, e->order[0], a->data, w.a, false);
+    hpmlc_reorder(b, e->order[1], b->data, w.b, false);
+    return w;
+}
+
+HPMLC_FN hpml_status hpmlc_einsum_forward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
+    hpmlc_einsum_arrays w = hpmlc_einsum_of(n);
+    hpml_status         status = HPML_OK;
+    for (int64_t g = 0; g < w.g && status == HPML_OK; g++)
+        status = hpml_sgemm(run->ctx, false, true, w.m, w.n, w.k, 1, w.a + g * w.m * w.k, w.k, w.b + g * w.n * w.k, w.k,
+                            0, w.y + g * w.m * w.n, w.n);
+    memset(n->out->data, 0, (size_t)hpml_tensor_count(n->out) * sizeof(float));
+    hpmlc_reorder(n->out, e->order[2], n->out->data, w.y, true);
+    return status;
+}
+
+/* da = dy b, then db = dy^T a, each in place of the other operand's copy that is no longer needed. */
+HPMLC_FN hpml_status hpmlc_einsum_backward(const hpml_run *run, hpml_node *n)
+{
+    const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
+    hpmlc_einsum_arrays w = hpmlc_einsum_of(n);
+    float              *da = w.y + hpml_tensor_count(n->out), *db = w.b;
+    hpml_status         status = HPML_OK;
+    hpmlc_reorder(n->out, e->order[2], n->out->grad, w.y, false);
+    for (int64_t g = 0; g < w.g && status == HPML_OK; g++) {
+        float *dy = w.y + g * w.m * w.n;
+        status = hpml_sgemm(run->ctx, false, false, w.m, w.k, w.n, 1, dy, w.n, w.b + g * w.n * w.k, w.k, 0,
+                            da + g * w.m * w.k, w.k);
+        if (status == HPML_OK)
+            status = hpml_sgemm(run->ctx, true, false, w.n, w.k, w.m, 1, dy, w.n, w.a + g * w.m * w.k, w.k, 0,
+                                db + g * w.n * w.k, w.k);
+    }
+    if (n->src[0]->grad) hpmlc_reorder(n->src[0], e->order[0], n->src[0]->grad, da, true);
+    if (n->src[1]->grad) hpmlc_reorder(n->src[1], e->order[1], n->src[1]->grad, db, true);
+    return status;
+}
+
+/* Sorts the dimensions into kinds; false: a name that is in one tensor alone. */
+HPMLC_FN bool hpmlc_einsum_sort(const hpmlc_names n[3], hpmlc_einsum *e)
+{
+    static const int missing[4] = { 3, 1, 0, 2 }; /* of the kinds g, m, n, k: the tensor without them; 3: none */
+    int             *counts[4] = { &e->g, &e->m, &e->n, &e->k }, length[3] = { 0, 0, 0 };
+    memset(e, 0, sizeof *e);
+    for (int kind = 0; kind < 4; kind++) {
+        const hpmlc_names *by = &n[missing[kind] == 0 ? 1 : 0]; /* a tensor that has all dimensions of the kind */
+        for (int i = 0; i < by->count; i++) {
+            bool fits = true;
+            int  at[3];
+            for (int t = 0; t < 3; t++) {
+                at[t] = hpmlc_names_find(&n[t], by->name[i]);
+                fits  = fits && (at[t] < 0) == (missing[kind] == t);
+            }
+            for (int t = 0; fits && t < 3; t++)
+                if (at[t] >= 0) e->order[t][length[t]++] = at[t];
+            *counts[kind] += fits;
+        }
+    }
+    return length[0] == n[0].count && length[1] == n[1].count && length[2] == n[2].count;
+}
+
+/* Fills in shape and split of y, and the axes over which a sum has to be added up; false: refused, with an error. */
+HPMLC_FN bool hpmlc_einsum_shape(const char *text, const hpmlc_names n[3], hpml_tensor *const src[2], hpml_custom *op,
+                                 int8_t *split, bool *sums)
+{
+    bool used[HPML_AXES] = { false, false, false, false, false };
+    op->batch_rows = -1;
+    for (int t = 0; t < 2; t++) {
+        for (int i = 0; i < n[t].count; i++) {
+            const char *name = n[t].name[i];
+            const int   y = hpmlc_names_find(&n[2], name), other = hpmlc_names_find(&n[1 - t], name);
+            if (other >= 0 && (src[t]->shape[i] != src[1 - t]->shape[other] ||
+                               src[t]->split[i] != src[1 - t]->split[other]))
+                return hpmlc_no_layer(src[0]->ctx, "einsum \"%s\": \"%s\" has %lld indices in a, %lld in b, or is split in "
+                                      "one of them alone", text, name, (long long)src[t]->shape[i],
+                                      (long long)src[1 - t]->shape[other]) != NULL;
+            sums[src[t]->split[i]] |= y < 0 && src[t]->split[i] != 0;
+            if (y < 0 || (t == 1 && other >= 0)) continue;
+            op->shape[y] = src[t]->shape[i];
+            split[y]     = src[t]->split[i];
+            if (i == 0 && y == 0 && src[t]->batch_rows) op->batch_rows = src[t]->batch_rows;
+            if (split[y] && used[split[y]])
+                return hpmlc_no_layer(src[0]->ctx, "einsum \"%s\": two dimensions of the result are split over the %s axis",
+                                      text, hpml_axis_name((hpml_axis)split[y])) != NULL;
+            used[split[y]] = true;
+        }
+    }
+    return true;
+}
+
+/* Returns whether TENSOR splits the other operand along a dimension that this one, t, has not: t's gradient then is a
+   sum over the ranks (hpml_group_copy). */
+HPMLC_FN bool hpmlc_einsum_copies(const hpmlc_names n[3], hpml_tensor *const src[2], int t)
+{
+    for (int i = 0; i < n[1 - t].count; i++)
+        if (src[1 - t]->split[i] == HPML_AXIS_TENSOR && hpmlc_names_find(&n[t], n[1 - t].name[i]) < 0) return true;
+    return false;
+}
+
+HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor *b)
+{
+    hpmlc_names  n[3];
+    hpmlc_einsum e;
+    hpml_tensor *src[2] = { a, b };
+    int8_t       split[HPML_MAX_DIMS] = { 0, 0, 0, 0, 0 };
+    bool         sums[HPML_AXES] = { false, false, false, false, false };
+    if (!hpmlc_recordable(a) || !b) return NULL;
+    const char *comma = text ? strchr(text, ',') : NULL, *arrow = comma ? strstr(comma, "->") : NULL;
+    if (!arrow || !hpmlc_names_read(text, comma, &n[0]) || !hpmlc_names_read(comma, arrow, &n[1]) ||
+        !hpmlc_names_read(arrow, arrow + strlen(arrow), &n[2]) || n[0].count != a->ndim || n[1].count != b->ndim ||
+        n[2].count < 1 || !hpmlc_einsum_sort(n, &e))
+        return hpmlc_no_layer(a->ctx, "einsum \"%s\" of %d and %d dimensions; expected such as \"batch in, hidden in -> "
+                              "batch hidden\", every name in two tensors or all three", text ? text : "", a->ndim,
+                              b->ndim);
+    HPMLC_ZERO(hpml_custom, op);
+    if (!hpmlc_einsum_shape(text, n, src, &op, split, sums)) return NULL;
+    for (int t = 0; t < 2; t++)
+        if (hpmlc_einsum_copies(n, src, t)) src[t] = hpml_group_copy(src[t], HPML_AXIS_TENSOR);
+    if (!src[0] || !src[1]) return NULL;
+    op.name     = "einsum";
+    op.forward  = hpmlc_einsum_forward;
+    op.backward = hpmlc_einsum_backward;
+    op.keeps    = HPML_KEEP_SRC(0) | HPML_KEEP_SRC(1);
+    op.ndim     = n[2].count;
+    int64_t count = 1;
+    for (int i = 0; i < op.ndim; i++) count *= op.shape[i];
+    op.scratch_bytes = (size_t)(2 * hpml_tensor_count(a) + hpml_tensor_count(b) + count) * sizeof(float);
+    hpml_tensor *y = hpmlc_record(src, 2, &op, &e, sizeof e);
+    for (int axis = 1; axis < HPML_AXES && y; axis++) {
+        if (sums[axis]) y = hpml_group_sum(y, (hpml_axis)axis);
+        if (y) memcpy(y->split, split, sizeof y->split);
+    }
+    return y;
 }
 
 // =====================================================================================================================

@@ -71,6 +71,7 @@ typedef struct split_run {
     split_model model;
     hpml_opt    optimizer;
     int         steps, accumulate;
+    float       clip_norm;
     void      (*after)(hpml_distributed *d, void *user); /* optional, on all ranks, after the last step */
     int         fails;    /* 1 + the rank that fails after the first step; 0: none */
     const hpml_plan *plan; /* given to hpml_distribute; NULL: that of the launch */
@@ -89,8 +90,8 @@ static inline void split_free(split_run *r)
     r->gradients = r->values = NULL;
 }
 
-/* Copies the whole of one array of each parameter to `to`, or returns only the number of its floats (to NULL). Ranks add
-   up arrays of zeros that hold their parts alone. */
+/* Copies the wholes of one array of all parameters to `to` (NULL: does not), and returns the number of their floats.
+   Ranks add up arrays of zeros that hold their parts alone. */
 static inline int64_t split_collect(hpml_trainer *t, hpml_array which, float *to)
 {
     hpml_ctx *ctx = hpml_trainer_settings(t)->input->ctx;
@@ -122,7 +123,7 @@ static inline hpml_status split_train(hpml_comm *c, void *user)
     if (mesh) shares = mesh->size[HPML_AXIS_DATA] * mesh->size[HPML_AXIS_EXPERT];
     hpml_tensor       *x = hpml_input_tokens(ctx, (r->model.batch - 1) / shares + 1, r->model.context);
     hpml_trainer_desc  desc = { .input = x, .output = split_scores(x, &r->model), .optimizer = r->optimizer,
-                                .lr = 0.01f, .accumulate = r->accumulate };
+                                .lr = 0.01f, .accumulate = r->accumulate, .clip_norm = r->clip_norm };
     hpml_trainer      *t = hpml_trainer_create(ctx, &desc);
     hpml_dataset      *text = split_text(ctx, &r->model);
     hpml_distributed  *d = hpml_distribute(t, c, r->plan);

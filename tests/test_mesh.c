@@ -3,6 +3,13 @@
 #include "../hpml_comm.h"
 #include "split_model.h"
 #include "test.h"
+#ifdef HPML_USE_MPI
+#include <mpi.h>
+#endif
+
+enum { PIPES = 1 }; /* most stages of a pipeline */
+
+static int process; /* the number of this process; without MPI 0 */
 
 /* Runs fn on `ranks` ranks; the error's text is in `text`. */
 static hpml_status launch(hpml_transport_kind transport, int ranks, const hpml_plan *plan, hpml_rank_fn *fn, void *user,
@@ -10,9 +17,68 @@ static hpml_status launch(hpml_transport_kind transport, int ranks, const hpml_p
 {
     text[0] = 0;
     return hpml_launch(&(hpml_launch_desc){ .transport = transport, .ranks = ranks, .timeout = 20, .plan = plan,
-                                            .ctx.threads = 1 }, fn, user, text, 512);
+                                            .alone = true, .ctx.threads = 1 }, fn, user, text, 512);
 }
 
+/* Trains as one rank does and with the plan on `ranks` ranks, and compares losses, gradients and values. */
+static bool trains_as_one(hpml_transport_kind transport, int ranks, const hpml_plan *plan, split_run *serial)
+{
+    char      text[512], words[128];
+    split_run split = *serial;
+    split.gradients = split.values = NULL;
+    if (!serial->values && launch(HPML_TRANSPORT_THREADS, 1, NULL, split_train, serial, text) != HPML_OK)
+        return printf("    serial: %s\n", text), false;
+    hpml_status status = launch(transport, ranks, plan, split_train, &split, text);
+    hpml_plan_text(plan, false, words, sizeof words);
+    if (status != HPML_OK) return printf("    %d ranks, %s: %s\n", ranks, words, text), split_free(&split), false;
+    if (process > 0) return true; /* the results are on rank 0 */
+    double loss = 0;
+    for (int i = 0; i < serial->steps; i++) loss = fmax(loss, fabs(split.loss[i] - serial->loss[i]));
+    double gradient = split.floats == serial->floats ? 0 : 1e9, value = gradient;
+    if (gradient == 0) gradient = split_differ(split.gradients, serial->gradients, serial->floats);
+    if (value == 0) value = split_differ(split.values, serial->values, serial->floats);
+    const bool good = loss <= 1e-6 * serial->loss[0] && gradient <= 1e-5 && value <= 1e-4;
+    printf("    %d ranks, %s: loss %.1e, gradient %.1e, values %.1e%s\n", ranks, words, loss, gradient, value,
+           good ? "" : " WRONG");
+    split_free(&split);
+    return good;
+}
+
+/* Trains by all factorizations of a number of ranks into data x pipe x tensor as one rank does; returns how many. */
+static int factorizations(hpml_transport_kind transport, int ranks)
+{
+    split_run serial = { .model = split_small, .optimizer = HPML_OPT_SGD, .steps = 4 };
+    int       count = 0;
+    bool      good = true;
+    for (int pipe = 1; pipe <= PIPES && pipe <= ranks; pipe *= 2) {
+        for (int tensor = 1; tensor * pipe <= ranks; tensor *= 2, count++) {
+            hpml_plan plan = { .pipe = pipe, .tensor = tensor };
+            good = trains_as_one(transport, ranks, &plan, &serial) && good;
+        }
+    }
+    if (process == 0) printf("    %d factorizations of %d ranks\n", count, ranks);
+    split_free(&serial);
+    return good ? count : 0;
+}
+
+#ifdef HPML_USE_MPI
+static void mpi_end(void) { MPI_Finalize(); }
+
+__attribute__((constructor)) static void mpi_begin(void)
+{
+    int level;
+    MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
+    MPI_Comm_rank(MPI_COMM_WORLD, &process);
+    atexit(mpi_end);
+}
+
+TEST(all_factorizations_of_processes_train_as_one_rank)
+{
+    int ranks;
+    MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+    ENSURE(factorizations(HPML_TRANSPORT_MPI, ranks) > 0);
+}
+#else
 /* Number of the rank with these places, tensor fastest. */
 static int rank_of(const hpml_mesh *m, const int at[HPML_AXES])
 {
@@ -155,41 +221,9 @@ TEST(a_plan_is_set_once_and_before_the_model)
     }
 }
 
-/* Trains as one rank does and with the plan on `ranks` ranks, and compares losses, gradients and values. */
-static bool trains_as_one(hpml_transport_kind transport, int ranks, const hpml_plan *plan, split_run *serial)
-{
-    char      text[512], words[128];
-    split_run split = *serial;
-    split.gradients = split.values = NULL;
-    if (!serial->values && launch(HPML_TRANSPORT_THREADS, 1, NULL, split_train, serial, text) != HPML_OK)
-        return printf("    serial: %s\n", text), false;
-    hpml_status status = launch(transport, ranks, plan, split_train, &split, text);
-    hpml_plan_text(plan, false, words, sizeof words);
-    if (status != HPML_OK) return printf("    %d ranks, %s: %s\n", ranks, words, text), split_free(&split), false;
-    double loss = 0;
-    for (int i = 0; i < serial->steps; i++) loss = fmax(loss, fabs(split.loss[i] - serial->loss[i]));
-    double gradient = split.floats == serial->floats ? 0 : 1e9, value = gradient;
-    if (gradient == 0) gradient = split_differ(split.gradients, serial->gradients, serial->floats);
-    if (value == 0) value = split_differ(split.values, serial->values, serial->floats);
-    const bool good = loss <= 1e-6 * serial->loss[0] && gradient <= 1e-5 && value <= 1e-4;
-    printf("    %d ranks, %s: loss %.1e, gradient %.1e, values %.1e%s\n", ranks, words, loss, gradient, value,
-           good ? "" : " WRONG");
-    split_free(&split);
-    return good;
-}
-
-/* All factorizations of 8 ranks into data x tensor (x pipe) train as one rank. */
 TEST(all_factorizations_train_as_one_rank)
 {
-    split_run serial = { .model = split_small, .optimizer = HPML_OPT_SGD, .steps = 4 };
-    int       count = 0;
-    bool      good = true;
-    for (int pipe = 1; pipe <= 1; pipe *= 2)
-        for (int tensor = 1; tensor * pipe <= 8; tensor *= 2, count++)
-            good = trains_as_one(HPML_TRANSPORT_THREADS, 8, &(hpml_plan){ .pipe = pipe, .tensor = tensor }, &serial) && good;
-    printf("    %d factorizations of 8 ranks\n", count);
-    split_free(&serial);
-    ENSURE(good);
+    ENSURE(factorizations(HPML_TRANSPORT_THREADS, 8) > 0);
 }
 
 static const hpml_plan splits[] = {
@@ -274,3 +308,4 @@ TEST(many_ranks_train_as_one)
     split_free(&serial);
     ENSURE(good);
 }
+#endif

@@ -40,6 +40,8 @@ onebit() { timeout 200 "$mpiexec" $mpi_options -n $1 build/onebit_ranks --filter
 onebit 2 ''; check "1-bit training on 2 ranks" 0 '^8 passed'
 timeout 100 "$mpiexec" $mpi_options -n 3 build/servers_ranks >"$tmp/out" 2>&1
 check "workers and servers on 3 ranks" 0 '^1 passed'
+timeout 100 "$mpiexec" $mpi_options -n 4 build/mesh_ranks >"$tmp/out" 2>&1
+check "all factorizations of 4 ranks" 0 '^1 passed'
 if [ -n "$all" ]; then
     onebit 4 ''; check "1-bit training on 4 ranks" 0 '^6 passed, 0 failed, 3 skipped'
 fi

@@ -1,19 +1,20 @@
 /* Memory that is taken late, and shards: what each rank keeps of the optimizer's state, of gradients and of values, the
    bits of training, the elements moved, the bytes held, checkpoints and refusals. */
 #include "../hpml_comm.h"
+#include "split_model.h"
 #include "test.h"
 #include "toy_points.h"
 
-enum { BATCH = 6, WIDE = 24, MOST = 4 };
+enum { BATCH = 6, NARROW = 24, WIDE = 192, MOST = 4 };
 
 /* Records an MLP with a normalization and returns its trainer. */
-static hpml_trainer *model(hpml_ctx *ctx, const hpml_trainer_desc *settings, hpml_tensor **input)
+static hpml_trainer *model(hpml_ctx *ctx, const hpml_trainer_desc *settings, int width, hpml_tensor **input)
 {
     const hpml_linear_desc relu = { .activation = HPML_ACT_RELU };
     hpml_trainer_desc      d = *settings;
     d.input  = hpml_input_2d(ctx, BATCH, INPUTS);
     d.output = d.input;
-    for (int l = 0; l < 3; l++) d.output = hpml_linear(d.output, WIDE + l, &relu);
+    for (int l = 0; l < 3; l++) d.output = hpml_linear(d.output, width + l, &relu);
     d.output = hpml_linear(hpml_layernorm(d.output, NULL), CLASSES, NULL);
     if (input) *input = d.input;
     return hpml_trainer_create(ctx, &d);
@@ -28,7 +29,7 @@ static uint64_t train_serially(bool late, hpml_memory *planned, size_t *before, 
     const hpml_trainer_desc settings = { .optimizer = HPML_OPT_ADAMW, .weight_decay = 0.01f, .clip_norm = 1 };
     hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3, .threads = 1 });
     hpml_ctx_defer(ctx, late);
-    hpml_trainer *t = model(ctx, &settings, NULL);
+    hpml_trainer *t = model(ctx, &settings, NARROW, NULL);
     *before = hpml_ctx_bytes(ctx);
     hpml_graph_memory(hpml_trainer_graph(t), planned);
     ENSURE(hpml_trainer_alloc(t) == HPML_OK);
@@ -61,7 +62,7 @@ TEST(each_use_of_a_trainer_takes_its_memory)
         hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 3, .threads = 1 });
         hpml_ctx_defer(ctx, true);
         hpml_tensor  *input;
-        hpml_trainer *t = model(ctx, &(hpml_trainer_desc){ 0 }, &input);
+        hpml_trainer *t = model(ctx, &(hpml_trainer_desc){ 0 }, NARROW, &input);
         hpml_metrics  metrics = { 0 };
         ENSURE(t && !input->data && hpml_trainer_place(t, 0) == 0 && hpml_trainer_place(t, 1) > 0);
         switch (use) {
@@ -79,3 +80,228 @@ TEST(each_use_of_a_trainer_takes_its_memory)
     remove("build/shard_late.safetensors");
 }
 
+
+// ---------------------------------------------------------------------------------------------------------------------
+// shards
+// ---------------------------------------------------------------------------------------------------------------------
+/* A training on several ranks, and what came of it. */
+typedef struct job {
+    const char       *plan;
+    hpml_trainer_desc settings;
+    int               ranks, steps;
+    int               width;         /* of the layers; 0: NARROW */
+    uint64_t          hash;          /* of the parameters after the last step */
+    float            *weights;       /* (weight_count) of rank 0; the caller frees them */
+    int64_t           weight_count, padded; /* all floats of the parameters; with padding */
+    double            loss;
+    hpml_memory       memory[MOST];  /* planned, of each rank */
+    int64_t           held[MOST];    /* bytes of the trainer's arrays, by the allocator */
+    int64_t           kept[MOST];    /* floats of each state that a rank keeps */
+    int64_t           bytes;         /* sent by all ranks in all steps */
+    int64_t           small;         /* sent by all ranks for the sums of loss and samples of a step */
+    char              error[700];
+} job;
+
+/* Fills in a batch of rank `rank` in step `step`. */
+static void batch_of(int step, int rank, float *x, int32_t *y)
+{
+    hpml_rng r = { .seed = 77 + (uint64_t)(step * 64 + rank) };
+    hpml_rng_fill_normal(&r, x, BATCH * INPUTS);
+    for (int i = 0; i < BATCH; i++) y[i] = (int32_t)(fabsf(x[i * INPUTS]) * 3) % CLASSES;
+}
+
+static hpml_status run(hpml_comm *c, void *user)
+{
+    job      *j   = (job *)user;
+    hpml_ctx *ctx = hpml_comm_ctx(c);
+    hpml_plan plan = { 0 };
+    float     x[BATCH * INPUTS];
+    int32_t   y[BATCH];
+    const int rank = hpml_comm_rank(c);
+    hpml_step_info info = { 0 };
+    hpml_counters  before, after;
+    if (hpml_plan_parse(j->plan, &plan, NULL, 0) != HPML_OK) return HPML_ERR_ARGUMENT;
+    hpml_ctx_defer(ctx, true);
+    hpml_trainer *t = model(ctx, &j->settings, j->width ? j->width : NARROW, NULL);
+    const size_t  without = hpml_ctx_bytes(ctx);
+    hpml_distributed *d = hpml_distribute(t, c, &plan);
+    if (!d) return hpml_ctx_status(ctx);
+    hpml_graph_memory(hpml_trainer_graph(t), &j->memory[rank]);
+    j->held[rank] = (int64_t)(hpml_ctx_bytes(ctx) - without);
+    hpml_trainer_array(t, HPML_ARRAY_STATE, &j->kept[rank]);
+    hpml_comm_counters(c, &before);
+    for (int s = 0; s < j->steps && hpml_ctx_status(ctx) == HPML_OK; s++) {
+        batch_of(s, rank, x, y);
+        hpml_trainer_step(t, x, y, BATCH, &info);
+    }
+    hpml_comm_counters(c, &after);
+    double  stats[4] = { 0 };
+    int64_t sent[2] = { after.bytes - before.bytes, 0 };
+    hpml_allreduce(c, stats, 4, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_F64 });
+    hpml_comm_counters(c, &before);
+    sent[1] = before.bytes - after.bytes;
+    hpml_allreduce(c, sent, 2, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_I64 });
+    if (hpml_ctx_status(ctx) == HPML_OK && !same_params(c)) return hpml_ctx_fail(ctx, HPML_ERR_STATE, "ranks differ");
+    if (rank > 0) return hpml_ctx_status(ctx);
+    hpml_distribute_report report;
+    hpml_distribute_get(d, &report, false);
+    j->bytes = sent[0];
+    j->small = sent[1];
+    j->hash  = hpml_param_hash(ctx);
+    j->loss  = report.loss;
+    j->weight_count = hpml_param_total(ctx);
+    j->padded = (int64_t)(hpml_params_bytes(ctx) / sizeof(float));
+    j->weights = (float *)malloc(sizeof(float) * (size_t)j->weight_count);
+    for (int64_t i = 0, at = 0; i < hpml_param_count(ctx); i++) {
+        const hpml_tensor *p = hpml_param_at(ctx, (int)i);
+        memcpy(j->weights + at, p->data, sizeof(float) * (size_t)hpml_tensor_count(p));
+        at += hpml_tensor_count(p);
+    }
+    return hpml_ctx_status(ctx);
+}
+
+static hpml_status launch(job *j)
+{
+    const hpml_launch_desc d = { .ranks = j->ranks, .transport = HPML_TRANSPORT_THREADS, .timeout = 20 };
+    return hpml_launch(&d, run, j, j->error, sizeof j->error);
+}
+
+static const hpml_trainer_desc optimizers[] = {
+    { .optimizer = HPML_OPT_SGD, .lr = 0.05f },
+    { .optimizer = HPML_OPT_SGD, .lr = 0.05f, .momentum = 0.9f, .nesterov = true, .weight_decay = 0.01f },
+    { .optimizer = HPML_OPT_ADAM, .lr = 0.01f },
+    { .optimizer = HPML_OPT_ADAMW, .lr = 0.01f, .weight_decay = 0.05f },
+};
+enum { OPTIMIZERS = sizeof optimizers / sizeof *optimizers, SHARDS = 1 };
+
+/* Without norms a step with shards has the bits of a step without. P floats in N ranks: gradients move P (N - 1) floats
+   in all to their blocks, values as many from their blocks. */
+TEST(shards_train_to_the_bits_of_whole_arrays)
+{
+    for (int o = 0; o < OPTIMIZERS; o++)
+        for (int ranks = 1; ranks <= MOST; ranks += ranks < 2 ? 1 : 2) {
+            job all = { .settings = optimizers[o], .ranks = ranks, .steps = 12,
+                        .plan = "algorithm=ring,bucket_bytes=4000" };
+            if (launch(&all) != HPML_OK) printf("    %s\n", all.error);
+            for (int shard = 1; shard <= SHARDS; shard++) {
+                char plan[80];
+                job  j = all;
+                snprintf(plan, sizeof plan, "%s,shard=%d", all.plan, shard);
+                j.plan = plan;
+                hpml_status status = launch(&j);
+                if (status != HPML_OK) printf("    %s\n", j.error);
+                ENSURE(status == HPML_OK && j.hash == all.hash && j.loss == all.loss);
+                ENSURE(j.bytes == j.steps * (2 * (ranks - 1) * 4 * j.padded + j.small));
+                free(j.weights);
+            }
+            free(all.weights);
+        }
+}
+
+TEST(a_rank_holds_its_share_of_the_state)
+{
+    for (int ranks = 2; ranks <= MOST; ranks += 2) {
+        job     j = { .settings = optimizers[3], .ranks = ranks, .width = WIDE, .plan = "shard=1" };
+        job     all = { .settings = optimizers[3], .ranks = ranks, .width = WIDE, .plan = "" };
+        int64_t kept = 0;
+        ENSURE(launch(&j) == HPML_OK && launch(&all) == HPML_OK);
+        for (int r = 0; r < ranks; r++) {
+            kept += j.kept[r];
+            ENSURE_NEAR((double)j.kept[r] * ranks / (double)j.weight_count, 1, 0.01);
+            ENSURE((int64_t)j.memory[r].optimizer == 2 * 4 * j.kept[r]);
+            ENSURE(j.memory[r].total == all.memory[r].total - all.memory[r].optimizer + j.memory[r].optimizer);
+            ENSURE_NEAR((double)(all.held[r] - j.held[r]),
+                        (double)(all.memory[r].total - j.memory[r].total), 6000);
+        }
+        ENSURE(kept == j.weight_count);
+        free(j.weights);
+        free(all.weights);
+    }
+}
+
+/* The largest difference of two runs' weights, relative to the largest weight. */
+static double weights_differ(const job *a, const job *b)
+{
+    double most = 0, largest = 0;
+    for (int64_t i = 0; i < a->weight_count; i++) {
+        most    = fmax(most, fabs((double)a->weights[i] - (double)b->weights[i]));
+        largest = fmax(largest, fabs((double)a->weights[i]));
+    }
+    return most / largest;
+}
+
+TEST(norms_of_whole_tensors_are_summed_over_shards)
+{
+    const hpml_trainer_desc of_norms[] = {
+        { .optimizer = HPML_OPT_SGD, .lr = 0.05f, .clip_norm = 0.2f },
+        { .optimizer = HPML_OPT_ADAM, .lr = 0.01f, .clip_norm = 0.1f },
+        { .optimizer = HPML_OPT_LARS, .lr = 0.5f, .weight_decay = 0.01f, .clip_norm = 0.2f },
+        { .optimizer = HPML_OPT_LAMB, .lr = 0.01f, .weight_decay = 0.01f },
+        { .optimizer = HPML_OPT_LAMB, .lr = 0.01f, .weight_decay = 0.01f, .clip_norm = 0.1f } };
+    for (int o = 0; o < 5; o++)
+        for (int shard = 1; shard <= SHARDS; shard++) {
+            char plan[80];
+            job  all = { .settings = of_norms[o], .ranks = 4, .steps = 8, .plan = "algorithm=ring" }, j = all;
+            snprintf(plan, sizeof plan, "algorithm=ring,shard=%d", shard);
+            j.plan = plan;
+            hpml_status status = launch(&all) == HPML_OK ? launch(&j) : HPML_ERR_STATE;
+            if (status != HPML_OK) printf("    %s\n", j.error);
+            ENSURE(status == HPML_OK);
+            ENSURE_NEAR(weights_differ(&all, &j), 0, 1e-6);
+            free(all.weights);
+            free(j.weights);
+        }
+}
+
+TEST(plans_with_shards_that_cannot_be_are_refused)
+{
+    const struct { const char *plan, *says; } refused[] = {
+        { "shard=1,exact=1", "with shard each rank gets" },
+        { "shard=1,delayed=1", "with shard each rank gets" },
+        { "shard=1,route=factors", "with shard each rank gets" },
+        { "shard=1,codec=onebit", "a codec packs them" },
+        { "shard=1,algorithm=tree", "two halves of a ring" },
+        { "shard=1,strategy=local", "shard is for strategy sync" },
+    };
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        job j = { .settings = optimizers[0], .ranks = 2, .steps = 1, .plan = refused[i].plan };
+        ENSURE(launch(&j) == HPML_ERR_UNSUPPORTED && strstr(j.error, refused[i].says));
+    }
+}
+
+/* Trains a split model by the plan on 8 ranks; compares losses and values with those of one rank. */
+static bool trains_as_one(const char *words, split_run *serial)
+{
+    char      text[512];
+    hpml_plan plan = { 0 };
+    split_run split = *serial;
+    hpml_launch_desc d = { .ranks = 1, .timeout = 20, .ctx.threads = 1 };
+    split.gradients = split.values = NULL;
+    if (!serial->values && hpml_launch(&d, split_train, serial, text, sizeof text) != HPML_OK) return false;
+    d.ranks = 8;
+    d.plan  = &plan;
+    hpml_status status = hpml_plan_parse(words, &plan, text, sizeof text);
+    if (status == HPML_OK) status = hpml_launch(&d, split_train, &split, text, sizeof text);
+    double loss = 0, value = 1;
+    for (int i = 0; i < serial->steps; i++) loss = fmax(loss, fabs(split.loss[i] - serial->loss[i]) / serial->loss[0]);
+    if (status == HPML_OK) value = split_differ(split.values, serial->values, serial->floats);
+    if (status != HPML_OK) printf("    %s: %s\n", words, text);
+    else printf("    %s: loss %.1e, values %.1e\n", words, loss, value);
+    split_free(&split);
+    return status == HPML_OK && loss <= 1e-6 && value <= 1e-4;
+}
+
+TEST(norms_and_shards_of_split_models)
+{
+    static const hpml_opt optimizer[] = { HPML_OPT_SGD, HPML_OPT_LARS, HPML_OPT_LAMB };
+    for (int o = 0; o < 3; o++) {
+        split_run serial = { .model = split_small, .optimizer = optimizer[o], .steps = 4, .clip_norm = 0.3f };
+        ENSURE(trains_as_one("tensor=4", &serial));
+        for (int shard = 1; shard <= SHARDS; shard++) {
+            char words[40];
+            snprintf(words, sizeof words, "tensor=2,shard=%d", shard);
+            ENSURE(trains_as_one(words, &serial));
+        }
+        split_free(&serial);
+    }
+}
