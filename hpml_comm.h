@@ -7547,6 +7547,7 @@ HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
 HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
 HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl);
 HPMLC_FN void        hpmlc_pipeline_close(hpml_distributed *d);
+HPMLC_FN void        hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length);
 
 struct hpmlc_strategy {
     hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
@@ -7581,6 +7582,14 @@ HPMLC_FN void *hpmlc_dist_alloc(hpml_distributed *d, size_t bytes)
 HPMLC_FN int hpmlc_rank(const hpml_distributed *d) { return d->c->origin[d->c->rank]; }
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
+
+/* Returns how many running statistics of a batchnorm parameter p has on this rank; 0: none, or another stage's. */
+HPMLC_FN int64_t hpmlc_buffer_floats(const hpml_distributed *d, const hpml_tensor *p)
+{
+    const hpml_mesh *m    = hpml_comm_mesh(d->all);
+    const bool       away = d->pipeline && p->param->stage != m->at[HPML_AXIS_PIPE];
+    return p->param->buffer && !away ? hpml_tensor_count(p) : 0;
+}
 
 /* Returns the ranks that have the same part of a parameter that is split over `axis` (DATA: the whole). */
 HPMLC_FN hpml_comm *hpmlc_ranks_of_axis(const hpml_distributed *d, hpml_axis axis)
@@ -7865,7 +7874,7 @@ HPMLC_FN void hpmlc_buffers_copy(const hpml_distributed *d, float *row, bool set
     const hpmlc_layout *l = &d->layout;
     for (int i = 0; i < l->params; i++) {
         hpml_tensor *p = hpmlc_param(d, l->by_name[i]);
-        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
+        int64_t      n = hpmlc_buffer_floats(d, p);
         hpmlc_host_view_copy(&l->view, row, p->data, n, set);
         row += n;
     }
@@ -8898,7 +8907,7 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
         const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
         int64_t            n = hpml_tensor_count(p);
         if (p->grad) hpmlc_state_same(list, "delayed.gradient", p->name, own->in_flight + hpmlc_gradient_at(d, p), n);
-        if (!p->param->buffer) continue;
+        if (hpmlc_buffer_floats(d, p) == 0) continue;
         hpmlc_state_same(list, "delayed.change", p->name, own->change + moved, n);
         moved += n;
     }
@@ -10874,6 +10883,7 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
+        if (!p->data) continue; /* another stage's */
         float       *from = hpmlc_host_view_begin(&l->view, p->data, n);
         status = hpml_broadcast(hpmlc_ranks_of(d, p), from, (size_t)n * sizeof(float), 0);
         if (status == HPML_OK) hpmlc_host_view_end(&l->view, p->data, n);
@@ -10911,7 +10921,7 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
         l->bucket_of[i] = -1;
         if (place >= 0) l->span = place + (n + align - 1) / align * align;
         if (place >= 0) l->grad_total += n;
-        else if (p->param->buffer) l->buffer_total += n;
+        else l->buffer_total += hpmlc_buffer_floats(d, p);
     }
     if (d->plan.shard > 0 && !hpmlc_shard_keep(d)) return false;
     l->first = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, NULL);
@@ -11271,7 +11281,7 @@ HPMLC_FN const char *hpmlc_efficiency_warning(double efficiency, char text[128])
 HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size)
 {
     hpml_distribute_report r;
-    char                   low[128], axes[80];
+    char                   low[128], axes[160];
     if (!d) return 0;
     hpml_distribute_get(d, &r, false);
     double             sums = r.bytes - r.split_bytes; /* bytes of gradients */
@@ -11281,6 +11291,7 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
     axes[0] = 0;
     for (int k = 0; m && k < HPML_AXES && hpmlc_plan_splits(&d->plan); k++)
         if (m->size[k] > 1) hpmlc_append(&to, &length, ", %s %d", hpml_axis_name((hpml_axis)k), m->size[k]);
+    if (d->pipeline) hpmlc_pipeline_text(d->pipeline, &to, &length);
     return snprintf(buffer, size, "%d ranks (%s%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; "
                     "exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of f32; "
                     "efficiency %.0f %%%s",
@@ -11918,7 +11929,7 @@ HPML_API hpml_status hpml_comm_set_plan(hpml_comm *c, const hpml_plan *plan)
     mesh->m.all = c;
     c->mesh     = mesh;
     hpmlc_mesh_places(mesh);
-    if (settings.shard > 0) hpml_ctx_defer(c->ctx, true);
+    if (settings.shard > 0 || settings.pipe > 1) hpml_ctx_defer(c->ctx, true);
     if (hpmlc_plan_splits(&settings)) return hpmlc_mesh_open(mesh);
     mesh->m.replicas = c;
     for (int k = 0; k < HPML_AXES; k++) mesh->rest[k] = c;
@@ -12103,12 +12114,18 @@ HPML_API int hpml_pipe_slots(const hpml_pipe_desc *pipe, int stage, int chunk)
     return chunk < w.chunks ? w.slots[chunk] : 0;
 }
 
+/* As hpml_pipe_versions, for any number of micro-batches. */
+HPMLC_FN int hpmlc_pipe_versions(const hpml_pipe_desc *d, int stage)
+{
+    if (!hpmlc_pipe_stashes(d->kind)) return 1;
+    int behind = d->kind == HPML_PIPE_VERTICAL ? 0 : stage;
+    return (int)hpmlc_min(d->stages - behind, d->micro);
+}
+
 HPML_API int hpml_pipe_versions(const hpml_pipe_desc *pipe, int stage)
 {
     if (hpmlc_pipe_check(pipe, NULL) != HPML_OK || stage < 0 || stage >= pipe->stages) return 0;
-    if (!hpmlc_pipe_stashes(pipe->kind)) return 1;
-    int behind = pipe->kind == HPML_PIPE_VERTICAL ? 0 : stage;
-    return (int)hpmlc_min(pipe->stages - behind, pipe->micro);
+    return hpmlc_pipe_versions(pipe, stage);
 }
 
 HPML_API double hpml_pipe_bubble(const hpml_pipe_desc *pipe)
@@ -12835,6 +12852,15 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
                       hpml_param_at(d->ctx, pl->tied[0].param)->name), false;
 }
 
+/* Appends the schedule and its bubble by formula to the text of a report. */
+HPMLC_FN void hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length)
+{
+    hpmlc_append(to, length, ", %s", hpml_pipe_name(pl->desc.kind));
+    if (!hpmlc_pipe_stashes(pl->desc.kind))
+        hpmlc_append(to, length, " of %d micro-batches with a bubble of %.0f %%", pl->desc.micro,
+                     100 * hpml_pipe_bubble(&pl->desc));
+}
+
 /* Attaches the hooks of a pipeline, when the trainer has its memory. False: out of memory. */
 HPMLC_FN bool hpmlc_pipeline_attach(hpmlc_pipeline *pl)
 {
@@ -12852,7 +12878,7 @@ HPMLC_FN bool hpmlc_pipeline_attach(hpmlc_pipeline *pl)
             pl->own[k] = p->data;
             pl->values += hpml_tensor_count(p);
         }
-        pl->versions = hpml_pipe_versions(&pl->desc, pl->c->rank);
+        pl->versions = hpmlc_pipe_versions(&pl->desc, pl->c->rank);
         pl->stash = (float *)hpmlc_dist_alloc(pl->d, sizeof(float) * (size_t)(pl->values * (pl->versions - 1) + 1));
         if (!pl->own || !pl->stash) return false;
     }
