@@ -785,6 +785,12 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
    compute the bits of the whole graph, except where one cut severs a result and a reshape of it: their gradients are
    added up in another order. A parameter that is trained by two parts here is an error. */
 HPML_API hpml_status hpml_graph_part(hpml_graph *g, int from, int to, int64_t rows, int slots);
+/* Reserves memory for `floats` f32 in the arena, before it is taken, from one time of the plan to another, both
+   included; *place receives the address when memory is taken. Activations whose lives do not overlap with these times
+   share the memory. A time is the place of an op in the list of entries that its part runs; with several slots both
+   have to be of one pass. */
+HPML_API hpml_status hpml_graph_reserve(hpml_graph *g, int64_t floats, int from, int to, float **place);
+HPML_API int         hpml_graph_time(const hpml_graph *g, int op, bool backward); /* of an op in running order */
 /* Takes the planned memory, and points all tensors of a slot's ops into this slot, for the next passes; at first 0. */
 HPML_API hpml_status hpml_graph_slot(hpml_graph *g, int slot);
 /* Writes the results of ops before op `at` that ops from `at` on read to `tensors` (capacity); returns how many. */
@@ -1211,6 +1217,10 @@ typedef struct hpml_moment {
            passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
    data    before the first batch of a fit that takes this rank's part of the data; `mark` is a hash of the data, their
            order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete
+   pass    replaces the passes through the graph inside hpml_trainer_forward_backward, and in evaluate and predict (then
+           at->pass is EVALUATE, grad_scale 0, loss NULL in predict), to run parts of the graph (hpml_graph_part) by
+           hpml_trainer_forward and hpml_trainer_backward; sets *loss to the mean of these samples on every rank, and
+           in evaluate and predict their rows of hpml_trainer_output. Only one set of hooks may have it
    norms   adds up sums (parameters of the context, each) over all ranks that have parts of the model, where each rank has
            the sums of squares of the parts that it keeps: for clip_norm, LARS, LAMB, .prepare and .layer_ratio, before
            the step of hpml_trainer_apply, which all ranks then call alike
@@ -1227,6 +1237,8 @@ typedef struct hpml_hooks {
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
     int64_t (*next)(void *user, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last);
+    hpml_status (*pass)(void *user, hpml_trainer *t, const hpml_moment *at, int64_t first, int64_t samples,
+                        float grad_scale, bool accumulate, float *loss);
     hpml_status (*norms)(void *user, hpml_trainer *t, double *sums, int64_t each);
     hpml_status (*join)(void *user, hpml_trainer *t, int param, int which, float *whole); /* which: an hpml_array */
 } hpml_hooks;
@@ -1245,6 +1257,18 @@ HPML_API hpml_status hpml_trainer_update_inner(hpml_trainer *t);
    samples 0: gradients become zero, and the hooks are called as on other ranks. */
 HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                                    bool accumulate, float *loss);
+/* The two halves of hpml_trainer_forward_backward, for a hook `pass`. forward runs the ops of the slot (hpml_graph_part;
+   0 without parts) on samples [first, first + samples) of the batch, which with parts it copies to this slot's inputs,
+   so that passes on other slots, and other batches, may come before the slot's backward pass. loss, if not NULL,
+   receives the mean loss of these samples, 0 unless the loss is computed here. Random masks are those of the samples in
+   the whole batch. backward goes back through the slot's last forward pass. accumulate: adds to the gradients of
+   parameters, else overwrites those of the slot's ops. last: their gradients are then final, unless micro-batches of
+   .accumulate follow: hooks `grad` are called. */
+HPML_API hpml_status hpml_trainer_forward(hpml_trainer *t, int slot, int64_t first, int64_t samples, float *loss);
+HPML_API hpml_status hpml_trainer_backward(hpml_trainer *t, int slot, float grad_scale, bool accumulate, bool last);
+/* In evaluate and predict of a graph with parts: the output of the whole batch in host memory of every rank, which
+   hpml_trainer_forward fills where the output is computed; *floats: of a sample. NULL: nothing asks for the output. */
+HPML_API float *hpml_trainer_output(hpml_trainer *t, int64_t *floats);
 /* Clips the gradients and steps parameters first_param .. first_param + param_count - 1, those that there are. */
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count);
 /* Steps floats first .. first + count - 1 of the arrays of hpml_trainer_array alone, with gradients times grad_scale
@@ -4276,7 +4300,7 @@ typedef struct hpmli_area { /* arrays that are placed together */
 /* HELD: of each slot for itself; PASSING: shared by all slots, because one pass runs at a time. */
 enum { HPMLI_HELD, HPMLI_PASSING, HPMLI_AREAS };
 
-typedef struct hpmli_part {
+typedef struct hpmli_subgraph {
     int           from, to;         /* nodes from .. to - 1 of the graph */
     int64_t       rows;             /* most samples of a pass */
     int           slot_count;
@@ -4285,13 +4309,14 @@ typedef struct hpmli_part {
     hpml_tensor **inputs;           /* (input_count) read here and not computed here, but no parameters */
     int           input_count;
     hpmli_area    area[HPMLI_AREAS];
-} hpmli_part;
+} hpmli_subgraph;
 
 typedef struct hpmli_slot { /* memory for the arrays of a part, and the pass that has written to it */
     int      part;          /* place in hpml_graph.parts */
     size_t   base;          /* bytes: where its HELD arrays begin in the arena */
     int64_t  first, samples; /* in the inputs of the batch */
     int64_t  sample;        /* number of the first sample in the global batch */
+    bool     idle;          /* the pass had no samples */
     bool     train;
     uint64_t step;
 } hpmli_slot;
@@ -4305,13 +4330,15 @@ struct hpml_graph {
     hpml_tensor   *loss;
     hpml_tensor   *outputs[HPML_MAX_OUTPUTS];
     int            output_count;
-    hpmli_part    *parts;      /* (part_count) what runs here: at first one part, all nodes */
+    hpmli_subgraph    *parts;      /* (part_count) what runs here: at first one part, all nodes */
     int64_t        part_capacity, slot_capacity;
     int            part_count;
     bool           cut;        /* hpml_graph_part has named the parts */
     hpmli_slot    *slots;      /* (slot_count) */
     int            slot_count, slot;  /* slot: the one that the pointers of all tensors belong to */
-    int            states;     /* arrays of the trainer's optimizer, each as long as all gradients */
+    hpmli_life    *reserved;   /* (reserved_count) arrays of others in the arena, see hpml_graph_reserve */
+    int            reserved_count;
+    int64_t        reserved_capacity;
     hpml_memory    memory;
     void          *elsewhere;  /* unused address of an input that has its memory from another graph */
     char          *arena;      /* memory of activations, their gradients and scratch, on the device */
@@ -4335,6 +4362,7 @@ struct hpml_graph {
     bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
     hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
     bool           idle;       /* this rank has no samples, see hpml_run.idle */
+    bool           no_targets; /* a forward pass leaves the loss out */
 };
 
 /* True if t is a leaf (input, constant) of g. t->state->leaf may be of another graph, so that leaf is compared. */
@@ -4375,14 +4403,14 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
 }
 
 /* Returns the node that computes t in part p; NULL: t is computed elsewhere, or is an input or a parameter. */
-HPMLI_FN hpml_node *hpmli_node_in(const hpmli_part *p, const hpml_tensor *t)
+HPMLI_FN hpml_node *hpmli_node_in(const hpmli_subgraph *p, const hpml_tensor *t)
 {
     hpml_node *n = t ? t->node : NULL;
     return n && n->state->order >= p->from && n->state->order < p->to ? n : NULL;
 }
 
 /* Returns the node of part p in whose memory the value of n is computed, because n is a reshape of a result. */
-HPMLI_FN hpml_node *hpmli_base(const hpmli_part *p, hpml_node *n)
+HPMLI_FN hpml_node *hpmli_base(const hpmli_subgraph *p, hpml_node *n)
 {
     for (hpml_node *from; hpmli_has_trait(n, HPMLI_OP_IS_ALIAS); n = from) {
         from = hpmli_node_in(p, n->src[0]);
@@ -4394,7 +4422,7 @@ HPMLI_FN hpml_node *hpmli_base(const hpmli_part *p, hpml_node *n)
 HPMLI_FN bool hpmli_goes_back(const hpml_graph *g, const hpml_node *n) { return g->loss && n->out->needs_grad; }
 
 /* True if node n reads the value of the op `of` in the backward pass: backward of n, or n itself when it runs again. */
-HPMLI_FN bool hpmli_reads_late(const hpml_graph *g, const hpmli_part *p, hpml_node *n, const hpml_node *of)
+HPMLI_FN bool hpmli_reads_late(const hpml_graph *g, const hpmli_subgraph *p, hpml_node *n, const hpml_node *of)
 {
     unsigned needs = hpmli_goes_back(g, n) ? hpmli_op_of(n)->needs(n) : 0;
     if (hpmli_base(p, n) == of && needs & HPMLI_NEED_OUT) return true;
@@ -4407,7 +4435,7 @@ HPMLI_FN bool hpmli_reads_late(const hpml_graph *g, const hpmli_part *p, hpml_no
 }
 
 /* Chooses which nodes of the segment from .. to - 1 run again, and which of their results have two lives. */
-HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_part *p, int from, int to)
+HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_subgraph *p, int from, int to)
 {
     for (int k = to - 1; k >= from; k--) {
         hpml_node *n    = g->nodes[k];
@@ -4423,7 +4451,7 @@ HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_part *p, int from,
     }
 }
 
-HPMLI_FN void hpmli_entry_add(hpml_graph *g, hpmli_part *p, int node, hpmli_move move)
+HPMLI_FN void hpmli_entry_add(hpml_graph *g, hpmli_subgraph *p, int node, hpmli_move move)
 {
     const hpmli_entry e = { node, move };
     g->nodes[node]->state->at[move] = p->entry_count;
@@ -4431,7 +4459,7 @@ HPMLI_FN void hpmli_entry_add(hpml_graph *g, hpmli_part *p, int node, hpmli_move
 }
 
 /* Returns the first node of the segment of node `last` in part p, which is the segment's last node; no segment: last. */
-HPMLI_FN int hpmli_segment_first(const hpml_graph *g, const hpmli_part *p, int last)
+HPMLI_FN int hpmli_segment_first(const hpml_graph *g, const hpmli_subgraph *p, int last)
 {
     int segment = g->nodes[last]->state->segment, first = last;
     while (segment > 0 && first > p->from && g->nodes[first - 1]->state->segment == segment) first--;
@@ -4439,7 +4467,7 @@ HPMLI_FN int hpmli_segment_first(const hpml_graph *g, const hpmli_part *p, int l
 }
 
 /* Writes the list of entries of part p; false: no memory. */
-HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_part *p)
+HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_subgraph *p)
 {
     p->entries = hpmli_new(g->ctx, hpmli_entry, 3 * ((int64_t)p->to - p->from) + 1);
     if (!p->entries) return false;
@@ -4477,7 +4505,7 @@ typedef struct hpmli_use {      /* how a part uses the result of a node, or an i
 } hpmli_use;
 typedef struct hpmli_plan {     /* a part while it is planned */
     hpml_graph *g;
-    hpmli_part *p;
+    hpmli_subgraph *p;
     hpmli_use  *uses;           /* one for each node of the graph, then one for each leaf */
     int         end;            /* the time after all entries */
 } hpmli_plan;
@@ -4515,7 +4543,7 @@ HPMLI_FN void hpmli_use_note(const hpmli_plan *pl, const hpml_tensor *t, int tim
 /* Computes how long each value is needed. */
 HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
 {
-    const hpmli_part *p = pl->p;
+    const hpmli_subgraph *p = pl->p;
     for (int k = 0; k < p->entry_count; k++) {
         const hpmli_entry *e    = &p->entries[k];
         const hpml_node   *n    = pl->g->nodes[e->node];
@@ -4537,7 +4565,7 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
 /* Computes out_root, the tensor that owns the memory of each life of a value. */
 HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
 {
-    const hpmli_part *p = pl->p;
+    const hpmli_subgraph *p = pl->p;
     for (int k = 0; k < p->entry_count; k++) { /* in place: a node that alone reads a source, which is not read later */
         hpml_node *n = pl->g->nodes[p->entries[k].node], *x = hpmli_node_in(p, n->src[0]);
         int        life = hpmli_life_at(pl, n->out, k);
@@ -4650,7 +4678,7 @@ HPMLI_FN size_t hpmli_saved_bytes(const hpmli_plan *pl, const hpml_node *n)
 HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
 {
     hpml_graph *g = pl->g;
-    hpmli_part *p = pl->p;
+    hpmli_subgraph *p = pl->p;
     for (int i = p->from; i < p->to; i++) {
         hpml_node       *n      = g->nodes[i];
         const hpmli_use *u      = &pl->uses[i];
@@ -4676,6 +4704,10 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
     }
     if (g->loss && g->loss->node && !hpmli_node_in(p, g->loss))
         hpmli_life_add(pl, HPMLI_SCALAR_BYTES, 0, pl->end, &g->loss->raw);
+    for (int i = 0; i < g->reserved_count && p == g->parts; i++) {
+        const hpmli_life *r = &g->reserved[i];
+        hpmli_life_add(pl, r->bytes, r->from, r->to, r->place);
+    }
 }
 
 /* True if node n reads the tensor t. */
@@ -4695,7 +4727,7 @@ HPMLI_FN bool hpmli_any_reads(const hpml_graph *g, int from, int to, const hpml_
 }
 
 /* Lists what part p reads and does not compute: inputs and constants, and results of earlier parts. False: no memory. */
-HPMLI_FN bool hpmli_part_inputs(hpml_graph *g, hpmli_part *p)
+HPMLI_FN bool hpmli_part_inputs(hpml_graph *g, hpmli_subgraph *p)
 {
     p->inputs      = hpmli_new(g->ctx, hpml_tensor *, (int64_t)g->leaf_count + p->from + 1);
     p->input_count = 0;
@@ -4707,7 +4739,7 @@ HPMLI_FN bool hpmli_part_inputs(hpml_graph *g, hpmli_part *p)
     return true;
 }
 
-HPMLI_FN void hpmli_part_free(hpml_ctx *ctx, hpmli_part *p) /* what its plan has made */
+HPMLI_FN void hpmli_part_free(hpml_ctx *ctx, hpmli_subgraph *p) /* what its plan has made */
 {
     for (int a = 0; a < HPMLI_AREAS; a++) hpmli_free(ctx, p->area[a].lives);
     hpmli_free(ctx, p->inputs);
@@ -4734,11 +4766,11 @@ HPMLI_FN void hpmli_graph_restore_batch(hpml_graph *g)
 }
 
 /* Plans the memory of part p for its rows; false: no memory. */
-HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_part *p)
+HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_subgraph *p)
 {
     hpml_ctx   *ctx  = g->ctx;
     hpmli_plan  pl   = { g, p, NULL, 0 };
-    int64_t     most = 5 * ((int64_t)p->to - p->from) + 2 * ((int64_t)g->leaf_count + p->from) + 1;
+    int64_t     most = 5 * ((int64_t)p->to - p->from) + 2 * ((int64_t)g->leaf_count + p->from) + 1 + g->reserved_count;
     hpmli_part_free(ctx, p);
     if (!hpmli_part_list(g, p) || !hpmli_part_inputs(g, p)) return false;
     for (int a = 0; a < HPMLI_AREAS; a++) p->area[a].lives = hpmli_new(ctx, hpmli_life, a < g->slot_count ? most : 1);
@@ -4781,7 +4813,6 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
     m->scratch     = g->scratch_bytes;
     m->parameters  = hpml_params_bytes(g->ctx);
     m->gradients   = (size_t)g->grad_count * sizeof(float);
-    m->optimizer   = m->gradients * (size_t)g->states;
     m->total       = m->parameters + m->gradients + m->activations + m->scratch + m->optimizer;
 }
 
@@ -4800,7 +4831,7 @@ HPMLI_FN bool hpmli_graph_plan_parts(hpml_graph *g)
 /* Adds a part with its slots, not yet planned; false: no memory. */
 HPMLI_FN bool hpmli_part_add(hpml_graph *g, int from, int to, int64_t rows, int slots)
 {
-    hpmli_part p    = HPMLI_ZEROED;
+    hpmli_subgraph p    = HPMLI_ZEROED;
     hpmli_slot slot = HPMLI_ZEROED;
     if (!hpmli_grow(g->ctx, &g->parts, g->part_count, &g->part_capacity, sizeof p)) return false;
     p.from       = from;
@@ -4850,7 +4881,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
     g->param_count = ctx->param_count;
     g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
     g->back_names = hpmli_new(ctx, const char *, g->count + 1);
-    g->parts      = hpmli_new(ctx, hpmli_part, 1);
+    g->parts      = hpmli_new(ctx, hpmli_subgraph, 1);
     g->slots      = hpmli_new(ctx, hpmli_slot, 1);
     g->part_capacity = 1;
     g->slot_capacity = 1;
@@ -4939,6 +4970,7 @@ HPML_API int hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tens
     return count;
 }
 
+static void hpmli_trainer_planned(hpml_trainer *t); /* places and measures its arrays; see >>trainer */
 /* Checks a part that is to be added to g; false: an error on the context. */
 HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, int slots)
 {
@@ -4989,8 +5021,28 @@ HPML_API hpml_status hpml_graph_part(hpml_graph *g, int from, int to, int64_t ro
     }
     if (!hpmli_part_add(g, from, to, rows, slots)) return g->ctx->status;
     hpmli_params_note(g);
-    hpmli_graph_plan_parts(g);
+    if (hpmli_graph_plan_parts(g) && g->trainer) hpmli_trainer_planned(g->trainer);
     return g->ctx->status;
+}
+
+HPML_API hpml_status hpml_graph_reserve(hpml_graph *g, int64_t floats, int from, int to, float **place)
+{
+    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
+    int        end  = g->parts[0].entry_count;
+    hpmli_life life = { (size_t)floats * sizeof(float), 0, from, to, (void **)(void *)place };
+    if (g->arena || g->part_count > 1 || floats < 1 || from < 0 || from > to || to > end)
+        return hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "graph reserve: %lld floats from time %d to %d of %d%s: expected at "
+                          "least 1, times in this order, one part, and no memory taken", (long long)floats, from, to,
+                          end, g->arena ? ", memory taken" : "");
+    if (!hpmli_grow(g->ctx, &g->reserved, g->reserved_count, &g->reserved_capacity, sizeof life)) return g->ctx->status;
+    g->reserved[g->reserved_count++] = life;
+    if (hpmli_graph_plan_parts(g) && g->trainer) hpmli_trainer_planned(g->trainer);
+    return g->ctx->status;
+}
+HPML_API int hpml_graph_time(const hpml_graph *g, int op, bool backward)
+{
+    if (!g || op < 0 || op >= g->count) return -1;
+    return g->nodes[op]->state->at[backward ? HPMLI_BACKWARD : HPMLI_FORWARD];
 }
 
 /* Points `grad` of the parameters into this graph's array of gradients, instead of another graph's; returns it. */
@@ -5017,7 +5069,7 @@ HPMLI_FN void hpmli_value_point(hpml_node *n, int life)
 }
 
 /* Points what n computes again, and reshapes of the result, to the memory of the second life. */
-HPMLI_FN void hpmli_node_again(const hpml_graph *g, const hpmli_part *p, hpml_node *n)
+HPMLI_FN void hpmli_node_again(const hpml_graph *g, const hpmli_subgraph *p, hpml_node *n)
 {
     n->saved = n->state->saved[1];
     for (int i = n->state->order; i < p->to && n->state->relives; i++)
@@ -5028,7 +5080,7 @@ HPMLI_FN void hpmli_node_again(const hpml_graph *g, const hpmli_part *p, hpml_no
 HPMLI_FN void hpmli_graph_point(hpml_graph *g)
 {
     const hpmli_slot *slot = &g->slots[g->slot];
-    const hpmli_part *p    = &g->parts[slot->part];
+    const hpmli_subgraph *p    = &g->parts[slot->part];
     char             *base[HPMLI_AREAS] = { g->arena + slot->base, g->arena };
     for (int i = 0; i < p->input_count; i++) /* results of other parts, which another slot may have placed */
         if (p->inputs[i]->node) hpmli_set_memory(p->inputs[i], NULL, NULL);
@@ -5057,7 +5109,7 @@ HPMLI_FN bool hpmli_graph_whole(hpml_graph *g)
                                "two runs in parts, a few samples at a time; record an input for each",
                                hpmli_describe(t));
     }
-    for (const hpmli_part *p = g->parts; p < g->parts + g->part_count; p++)
+    for (const hpmli_subgraph *p = g->parts; p < g->parts + g->part_count; p++)
         for (int i = p->from; i < p->to; i++)
             for (int j = 0; j < g->nodes[i]->src_count; j++) {
                 const hpml_tensor *w = g->nodes[i]->src[j];
@@ -5078,7 +5130,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
     if (ctx->status != HPML_OK) return ctx->status;
-    for (const hpmli_part *p = g->parts; p < g->parts + g->part_count; p++) {
+    for (const hpmli_subgraph *p = g->parts; p < g->parts + g->part_count; p++) {
         for (int a = 0; a < HPMLI_AREAS; a++) /* a leaf keeps the memory that another graph gave it */
             for (int i = 0; i < p->area[a].count; i++)
                 if (*p->area[a].lives[i].place) p->area[a].lives[i].place = &g->elsewhere;
@@ -5147,7 +5199,7 @@ HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpm
 }
 
 /* True if no later entry of the pass in which the entry at place `at` of part p stands reads the parameter w. */
-HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_part *p, int at, const hpml_tensor *w)
+HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_subgraph *p, int at, const hpml_tensor *w)
 {
     int end = at < p->turn ? p->turn : p->entry_count;
     for (int k = at + 1; k < end; k++) {
@@ -5158,12 +5210,12 @@ HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_part *p, int
     return true;
 }
 
-HPMLI_FN const hpmli_part *hpmli_part_now(const hpml_graph *g) { return &g->parts[g->slots[g->slot].part]; }
+HPMLI_FN const hpmli_subgraph *hpmli_part_now(const hpml_graph *g) { return &g->parts[g->slots[g->slot].part]; }
 
 /* Calls the hook `need` for each parameter that node n reads, or `release` for those that no later node reads. */
 HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpml_node *n, hpmli_move move)
 {
-    const hpmli_part *part   = hpmli_part_now(g);
+    const hpmli_subgraph *part   = hpmli_part_now(g);
     hpml_status       status = HPML_OK;
     bool              called = which == HPMLI_HOOK_NEED ? g->any.need != NULL : g->any.release != NULL;
     for (int s = 0; called && s < n->src_count && status == HPML_OK; s++) {
@@ -5289,7 +5341,7 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
    launches; many let communication begin early. */
 #define HPMLI_PIECES_OF_PASS 8
 /* Points the tensors of the entries from .. to - 1 of part p that run again to their second lives. */
-HPMLI_FN void hpmli_entries_point(hpml_graph *g, const hpmli_part *p, int64_t from, int64_t to)
+HPMLI_FN void hpmli_entries_point(hpml_graph *g, const hpmli_subgraph *p, int64_t from, int64_t to)
 {
     for (int64_t k = from; k < to; k++)
         if (p->entries[k].move == HPMLI_AGAIN) hpmli_node_again(g, p, g->nodes[p->entries[k].node]);
@@ -5298,7 +5350,7 @@ HPMLI_FN void hpmli_entries_point(hpml_graph *g, const hpmli_part *p, int64_t fr
 /* Runs the entries pass->from .. pass->to - 1 of a pass, counted from the first entry of the pass. */
 HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
-    const hpmli_part *p      = hpmli_part_now(g);
+    const hpmli_subgraph *p      = hpmli_part_now(g);
     int               start  = pass->backward ? p->turn : 0;
     hpml_run          again  = *run;
     hpml_status       status = HPML_OK;
@@ -5307,7 +5359,9 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
         const hpmli_entry *e = &p->entries[k];
         hpmli_entries_point(g, p, k, k + 1);
         switch (e->move) {
-        case HPMLI_FORWARD: status = hpmli_run_node(g, run, e->node, e->move); break;
+        case HPMLI_FORWARD:
+            if (!g->no_targets || g->nodes[e->node]->out != g->loss) status = hpmli_run_node(g, run, e->node, e->move);
+            break;
         case HPMLI_AGAIN: status = hpmli_run_node(g, &again, e->node, e->move); break;
         case HPMLI_BACKWARD: status = hpmli_run_back(g, run, e->node, pass->accumulate != 0); break;
         }
@@ -5319,7 +5373,7 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
 HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
     const hpml_backend *b = g->ctx->backend;
-    const hpmli_part   *p = hpmli_part_now(g);
+    const hpmli_subgraph   *p = hpmli_part_now(g);
     bool                done, again;
     hpml_status         status;
     do {
@@ -5334,7 +5388,7 @@ HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, cons
 }
 
 /* Zeroes the inputs of a rank without samples, and points what runs again in the backward pass to its first life. */
-HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_part *p)
+HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_subgraph *p)
 {
     for (int i = 0; i < p->input_count && g->idle; i++)
         if (p->inputs[i]->batch_rows) hpmli_zero_values(g, p->inputs[i]);
@@ -5348,10 +5402,10 @@ HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_part *p)
 /* Runs all nodes forward or backward, in pieces, and pieces' gradient hooks. accumulate: adds to weights' gradients. */
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
-    const hpmli_part *p       = hpmli_part_now(g);
+    const hpmli_subgraph *p       = hpmli_part_now(g);
     const hpml_hooks *h       = &g->any;
     bool              timed   = g->profile || g->ctx->trace;
-    bool              single  = timed || h->need || h->release || h->sum || g->idle; /* run nodes singly */
+    bool              single  = timed || h->need || h->release || h->sum || g->idle || g->no_targets; /* run nodes singly */
     bool              replays = g->ctx->backend->begin && !single && !g->unreplayable && !g->collective;
     bool              hooks   = backward && h->grad && g->last;
     int               start   = backward ? p->turn : 0, count = backward ? p->entry_count - p->turn : p->turn;
@@ -9682,6 +9736,9 @@ struct hpml_trainer {
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
     int32_t            *host_y;          /* host memory for a batch of labels */
+    const void         *x, *y;           /* host: the batch, of which a graph with parts copies a slot's samples */
+    float              *batch_out;       /* host memory for a batch of outputs of all parts; NULL: not evaluated yet */
+    bool                evaluating;      /* a hook `pass` runs for evaluate or predict */
     hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
     int                 running[2];      /* 1 + the set of hooks whose `run`, whose `update` is running; 0: none */
     int                 rank, ranks;
@@ -9913,6 +9970,12 @@ HPMLI_FN bool hpmli_trainer_places(hpml_trainer *t)
     return t->place != NULL;
 }
 
+static void hpmli_trainer_planned(hpml_trainer *t)
+{
+    hpmli_trainer_places(t);
+    hpmli_trainer_measure(t);
+}
+
 HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an error stays on the context */
 {
     hpml_ctx   *ctx = t->ctx;
@@ -10077,15 +10140,20 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
                               "of %lld only; set drop_last in the loader", (long long)g->batch);
         rows = g->batch;
     }
-    if (hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
-    hpmli_write_samples(t, t->d.input, x, samples);
+    t->x = x;
+    t->y = y;
+    g->batch_now = rows;
+    hpmli_graph_apply_batch(g);
+    if (!g->cut && hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
+    if (!g->cut) hpmli_write_samples(t, t->d.input, x, samples);
     if (!y) return HPML_OK;
     if (rows > samples) {
         int64_t labels = hpml_tensor_count(t->target), given = labels / rows * samples;
         for (int64_t i = 0; i < labels; i++) t->host_y[i] = i < given ? ((const int32_t *)y)[i] : HPML_IGNORE;
         y = t->host_y;
     }
-    hpmli_write_samples(t, t->target, y, rows);
+    t->y = y;
+    if (!g->cut) hpmli_write_samples(t, t->target, y, rows);
     return HPML_OK;
 }
 
@@ -10102,6 +10170,7 @@ HPMLI_FN void hpmli_hooks_note(hpml_graph *g)
         if (h->grad) g->any.grad = h->grad;
         if (h->update) g->any.update = h->update;
         if (h->sum) g->any.sum = h->sum;
+        if (h->pass) g->any.pass = h->pass;
         if (h->norms) g->any.norms = h->norms;
         if (h->join) g->any.join = h->join;
     }
@@ -10114,6 +10183,9 @@ HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hook
     if (g->hook_count == HPML_MAX_HOOKS)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: %d sets of hooks are attached, as many as there may be "
                           "(HPML_MAX_HOOKS); detach one", HPML_MAX_HOOKS);
+    if (hooks->pass && g->any.pass)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: a set of hooks with `pass` is attached already, and only one "
+                          "may run the passes; detach the other");
     g->hooks[g->hook_count++] = *hooks;
     hpmli_hooks_note(g);
     return HPML_OK;
@@ -10186,15 +10258,14 @@ HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *f
 /* A step finds a NaN or infinity in a scalar (loss, gradients' sum of squares) or while it steps a parameter. Only then
    the step searches for the layer: it runs forward once more and checks each result. */
 
-/* Counts on the host, into t->scalars, the rows of the output whose largest number is at their label, and the rows
-   whose label is a class (HPML_IGNORE is none); adds each to the matrix `confusion`, unless that is NULL. */
-HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
+/* Counts on the host, into t->scalars, the rows of the output y (samples) whose largest number is at their label, and the
+   rows whose label is a class (HPML_IGNORE is none); adds each to the matrix `confusion`, unless that is NULL. */
+HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const float *y, int64_t samples, const int32_t *labels,
+                               int64_t *confusion)
 {
     const hpml_tensor *out = t->d.output;
-    int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out);
-    const float       *y = hpmli_trainer_host_out(t); /* (rows, classes) the output */
-    if (!y) return;
-    if (y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
+    int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out) / out->shape[0];
+    n *= out->batch_rows * samples;
     t->scalars.counts[0] = 0;
     t->scalars.counts[1] = 0;
     for (int64_t r = 0; r < n / classes; r++, y += classes) {
@@ -10221,7 +10292,10 @@ HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, in
                    hpml_tensor_count(out) / classes, classes, t->device_scalars->counts);
     b->read(t->ctx->device, &t->scalars, t->device_scalars, sizeof t->scalars);
     t->norm_fetched = t->norm_ready;
-    if (labels && !on_device) hpmli_count_hits(t, labels, confusion);
+    const float *y = labels && !on_device ? hpmli_trainer_host_out(t) : NULL; /* (rows, classes) the output */
+    if (!y) return;
+    if (y != out->data) hpmli_read_floats(t->ctx, out, hpml_tensor_count(out), t->host_out);
+    hpmli_count_hits(t, y, t->graph->batch_now, labels, confusion);
 }
 
 /* Moves the data address of each input, and of each reshape of an input, on by `samples` samples (negative: back), so
@@ -10229,8 +10303,8 @@ HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, in
 HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
 {
     hpml_graph *g = t->graph;
-    if (samples == 0) return;
     g->first_sample += samples;
+    if (samples == 0 || g->cut) return; /* with parts each slot has copies of its samples */
     g->shift += samples;
     for (int i = 0; i < g->leaf_count + g->count; i++) {
         hpml_tensor *x = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
@@ -10299,11 +10373,14 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
     run.sum = NULL; /* no sum over all ranks, which would wait: the other ranks are not here */
     for (int i = 0; i < ctx->param_count; i++)
         if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
-    for (int i = -g->leaf_count; i < g->count; i++) {
-        const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
-        if (i >= 0 && hpmli_is_collective(g->nodes[i])) break; /* would wait for the other ranks */
-        if (i >= 0 && hpmli_run_node(g, &run, i, HPMLI_FORWARD) != HPML_OK) return ctx->status;
-        const char *place = i < 0 ? "the data of" : "the result of";
+    const hpmli_subgraph *part = hpmli_part_now(g);
+    hpmli_forward_begin(g, part);
+    for (int i = part->from - part->input_count; i < part->to; i++) {
+        const hpml_tensor *y = i < part->from ? part->inputs[part->from - 1 - i] : g->nodes[i]->out;
+        bool               input = i < part->from;
+        if (!input && hpmli_is_collective(g->nodes[i])) break; /* would wait for the other ranks */
+        if (!input && hpmli_run_node(g, &run, i, HPMLI_FORWARD) != HPML_OK) return ctx->status;
+        const char *place = input ? "the data of" : "the result of";
         bool floats = y->dtype == HPML_DTYPE_F32 || hpmli_is_half(y->dtype);
         if (floats && hpmli_report_nonfinite(t, what, value, place, y, y->raw, false)) return ctx->status;
     }
@@ -10413,11 +10490,38 @@ HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
     t->counted += t->scalars.counts[1];
 }
 
+/* Passes go on samples [first, first + samples) of the batch: without parts these are some rows of the inputs, to which
+   hpmli_inputs_offset moves them; with parts they are copied from the host to the inputs of a slot. */
+HPMLI_FN hpml_status hpmli_pass_begin(hpml_trainer *t, int64_t first, int64_t samples)
+{
+    hpml_graph *g    = t->graph;
+    bool        part = g->cut || first != 0 || samples != t->batch_samples;
+    int64_t     rows = g->cut && !g->batchable ? g->batch : samples;
+    if (first < 0 || samples < 0 || first + samples > t->batch_samples)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
+                          (long long)first, (long long)(first + samples), (long long)t->batch_samples);
+    if (part && samples > 0 && hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
+    if (samples == 0 && g->collective) hpml_graph_set_batch(g, hpmli_part_now(g)->rows); /* of zeros */
+    hpmli_inputs_offset(t, first);
+    g->idle = samples == 0;
+    return HPML_OK;
+}
+HPMLI_FN void hpmli_pass_end(hpml_trainer *t, int64_t first)
+{
+    t->graph->idle = false;
+    hpmli_inputs_offset(t, -first);
+}
+
+HPMLI_FN uint64_t hpmli_pass_step(const hpml_trainer *t) /* the number that keys random masks of a training pass */
+{
+    return (uint64_t)(t->step * t->d.accumulate + t->micro_batch);
+}
+
 /* Runs forward and backward on the samples at the start of the inputs; see hpml_trainer_forward_backward. */
 HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, bool accumulate)
 {
     hpml_graph *g      = t->graph;
-    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro_batch));
+    hpml_status status = hpml_graph_forward(g, true, hpmli_pass_step(t));
     if (status != HPML_OK) return status;
     if (g->updates && !t->d.no_finite_check) { /* read now, because parameters step within the backward pass */
         hpmli_read_step_scalars(t, NULL, NULL);
@@ -10427,28 +10531,143 @@ HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, b
     return hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
 }
 
+/* True if a hook `pass` runs the passes; a graph with parts needs one. */
+HPMLI_FN bool hpmli_has_pass(const hpml_trainer *t) { return t->graph->any.pass || t->graph->cut; }
+
+/* Calls the hook `pass`. */
+HPMLI_FN hpml_status hpmli_pass_call(hpml_trainer *t, hpml_pass_kind kind, int64_t first, int64_t samples,
+                                     float grad_scale, bool accumulate, float *loss)
+{
+    const hpml_hooks *h  = t->graph->hooks, *end = h + t->graph->hook_count;
+    const hpml_moment at = { kind, t->micro_batch, t->d.accumulate, t->step, -1, NULL };
+    while (h < end && !h->pass) h++;
+    if (h == end)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: its graph runs in parts (hpml_graph_part), but no hook "
+                          "`pass` is attached that runs them");
+    return h->pass(h->user, t, &at, first, samples, grad_scale, accumulate, loss);
+}
+
+/* Runs the hook `pass` on the batch in t->x and t->y for evaluate, or for predict (loss NULL). */
+HPMLI_FN hpml_status hpmli_pass_outside(hpml_trainer *t, int64_t samples, float *loss)
+{
+    int64_t floats = hpml_tensor_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows;
+    if (!t->batch_out) t->batch_out = hpmli_new(t->ctx, float, floats * t->graph->batch);
+    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    t->batch_samples     = samples;
+    t->evaluating        = true;
+    t->graph->no_targets = !loss;
+    hpml_status status = hpmli_pass_call(t, HPML_PASS_EVALUATE, 0, samples, 0, false, loss);
+    t->graph->no_targets = false;
+    t->evaluating        = false;
+    return status;
+}
+
+HPML_API float *hpml_trainer_output(hpml_trainer *t, int64_t *floats)
+{
+    if (!t || !t->evaluating) return NULL;
+    if (floats) *floats = hpml_tensor_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows;
+    return t->batch_out;
+}
+
 HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                                    bool accumulate, float *loss)
 {
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_graph *g    = t->graph;
-    bool        part = samples > 0 && (first != 0 || samples != t->batch_samples);
-    if (first < 0 || samples < 0 || first + samples > t->batch_samples)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
-                          (long long)first, (long long)(first + samples), (long long)t->batch_samples);
-    if (part && hpml_graph_set_batch(g, samples) != HPML_OK) return t->ctx->status;
-    if (samples == 0 && g->collective) hpmli_graph_restore_batch(g); /* collective ops get a full batch of zeros */
-    hpmli_inputs_offset(t, first);
-    g->idle = samples == 0;
+    float       mean = 0;
+    if (hpmli_has_pass(t)) {
+        hpml_status status = hpmli_pass_call(t, HPML_PASS_TRAIN, first, samples, grad_scale, accumulate, &mean);
+        if (status == HPML_OK && t->update_follows) hpmli_grad_norm_on_device(t);
+        if (loss) *loss = mean;
+        return status;
+    }
+    hpml_status status = hpmli_pass_begin(t, first, samples);
+    if (status != HPML_OK) return status;
     g->last = t->micro_batch + 1 == t->d.accumulate;
-    hpml_status status = hpmli_forward_backward(t, grad_scale, accumulate);
+    status  = hpmli_forward_backward(t, grad_scale, accumulate);
     g->idle = false;
     if (status == HPML_OK) {
         if (t->update_follows) hpmli_grad_norm_on_device(t); /* now, so that the host waits once for loss and norm */
         if (samples > 0 && (loss || t->labels)) hpmli_read_pass(t, first);
         if (loss) *loss = samples > 0 ? t->scalars.loss : 0;
     }
-    hpmli_inputs_offset(t, -first);
+    hpmli_pass_end(t, first);
+    return status;
+}
+
+/* Copies samples from number `first` of the batch on to `input`, if the current slot reads it. */
+HPMLI_FN void hpmli_slot_write(hpml_trainer *t, hpml_tensor *input, const void *batch, int64_t first, int64_t samples)
+{
+    const hpmli_subgraph *p = hpmli_part_now(t->graph);
+    int64_t           n = hpml_tensor_count(input) / input->shape[0] * input->batch_rows; /* numbers of a sample */
+    for (int i = 0; i < p->input_count && batch; i++)
+        if (p->inputs[i] == input)
+            hpmli_write_samples(t, input, (const char *)batch + first * n * (int64_t)hpml_dtype_size(input->dtype),
+                                samples);
+}
+
+/* Makes the slot current; the step's scalars are in the memory of its loss. */
+HPMLI_FN hpml_status hpmli_slot_begin(hpml_trainer *t, int slot)
+{
+    if (hpml_trainer_alloc(t) != HPML_OK) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    hpml_status status = hpml_graph_slot(t->graph, slot);
+    t->device_scalars  = (hpmli_step_scalars *)(void *)t->loss->data;
+    return status;
+}
+
+/* After a forward pass: reads the loss and counts hits, or copies the output to t->batch_out, where this part has it. */
+HPMLI_FN void hpmli_slot_results(hpml_trainer *t, int64_t first, int64_t samples, float *loss)
+{
+    hpml_graph       *g   = t->graph;
+    const hpmli_subgraph *p   = hpmli_part_now(g);
+    hpml_tensor      *out = t->d.output;
+    bool              has_output = hpmli_node_in(p, out) != NULL, has_loss = hpmli_node_in(p, g->loss) != NULL;
+    if (samples == 0) return;
+    if (has_loss && !g->no_targets && (loss || (t->labels && !t->evaluating))) {
+        if (t->labels && !t->evaluating && out->raw) hpmli_read_pass(t, first);
+        else hpmli_read_step_scalars(t, NULL, NULL);
+        if (loss) *loss = t->scalars.loss;
+    }
+    int64_t floats = hpml_tensor_count(out) / out->shape[0] * out->batch_rows; /* of a sample */
+    if (t->evaluating && has_output)
+        hpmli_read_floats(t->ctx, out, samples * floats, t->batch_out + first * floats);
+}
+
+HPML_API hpml_status hpml_trainer_forward(hpml_trainer *t, int slot, int64_t first, int64_t samples, float *loss)
+{
+    if (loss) *loss = 0;
+    hpml_status status = hpmli_slot_begin(t, slot);
+    if (status == HPML_OK) status = hpmli_pass_begin(t, first, samples);
+    if (status != HPML_OK) return status;
+    hpml_graph *g = t->graph;
+    hpmli_slot *s = &g->slots[slot];
+    s->first = first;
+    s->idle  = samples == 0;
+    if (g->cut) {
+        hpmli_slot_write(t, t->d.input, t->x, first, samples);
+        hpmli_slot_write(t, t->target, t->y, first, g->batchable ? samples : g->batch);
+    }
+    status = hpml_graph_forward(g, !t->evaluating, t->evaluating ? 0 : hpmli_pass_step(t));
+    if (status == HPML_OK) hpmli_slot_results(t, first, samples, loss);
+    hpmli_pass_end(t, first);
+    return status;
+}
+
+HPML_API hpml_status hpml_trainer_backward(hpml_trainer *t, int slot, float grad_scale, bool accumulate, bool last)
+{
+    hpml_status status = hpmli_slot_begin(t, slot);
+    if (status != HPML_OK) return status;
+    hpml_graph       *g = t->graph;
+    const hpmli_slot *s = &g->slots[slot];
+    const int64_t     first_sample = g->first_sample;
+    hpmli_inputs_offset(t, s->first);
+    g->batch_now    = s->samples;
+    g->first_sample = s->sample;
+    g->idle         = s->idle;
+    g->last         = last && t->micro_batch + 1 == t->d.accumulate;
+    status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
+    hpmli_pass_end(t, s->first);
+    g->first_sample = first_sample;
     return status;
 }
 
@@ -10616,7 +10835,7 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     s->lr           = hpml_trainer_lr(t);
     s->loss_known   = any->run || s->info || !t->d.no_finite_check;
     t->update_follows    = t->micro_batch + 1 == t->d.accumulate && !any->run && !any->grad && !any->update;
-    t->update_early      = t->update_follows && !t->wants_norm && !b->sync && !b->begin;
+    t->update_early      = t->update_follows && !t->wants_norm && !b->sync && !b->begin && !any->pass;
     t->accumulate_weight = t->micro_batch > 0 ? t->accumulate_weight : 1;
     t->graph->at.batch   = t->micro_batch;
     t->graph->at.batches = t->d.accumulate;
@@ -10877,7 +11096,7 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
     hpml_graph *g    = t->graph;
     double      loss = (double)t->scalars.loss;
     bool        found = false;
-    for (int64_t i = 0; g->batchable && !g->collective && i < samples && !found; i++) {
+    for (int64_t i = 0; g->batchable && !g->collective && !g->any.pass && i < samples && !found; i++) {
         if (hpml_graph_set_batch(g, 1) != HPML_OK) return t->ctx->status;
         hpmli_inputs_offset(t, i);
         hpml_status status = hpml_graph_forward(g, false, 0);
@@ -10895,6 +11114,22 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
                       samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
 }
 
+/* Computes loss and hits of the batch in the inputs, into t->scalars, by the hook `pass` if there is one. */
+HPMLI_FN hpml_status hpmli_evaluate_run(hpml_trainer *t, int64_t samples, const int32_t *labels, int64_t *confusion)
+{
+    hpml_status status;
+    if (!hpmli_has_pass(t)) {
+        status = hpml_graph_forward(t->graph, false, 0);
+        if (status == HPML_OK) hpmli_read_step_scalars(t, labels, confusion);
+        return status;
+    }
+    float loss = 0;
+    status = hpmli_pass_outside(t, samples, &loss);
+    t->scalars.loss = loss;
+    if (status == HPML_OK && labels) hpmli_count_hits(t, t->batch_out, samples, labels, confusion);
+    return status;
+}
+
 /* Evaluates one batch; adds its loss, its samples and its rows predicted right to *out (in .accuracy, which is a count
    until the last batch), and its rows that have a label to *counted. False: an error on the context. */
 HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, hpml_metrics *out, int64_t *counted)
@@ -10902,8 +11137,8 @@ HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, hpml_me
     bool classifier = hpmli_is_classifier(t);
     if (!b->y) hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "evaluate: the dataset has no labels");
     if (hpmli_failed(t->ctx) || hpmli_write_batch(t, b->x, b->y, b->samples) != HPML_OK) return false;
-    if (hpml_graph_forward(t->graph, false, 0) != HPML_OK) return false;
-    hpmli_read_step_scalars(t, classifier ? (const int32_t *)b->y : NULL, out->confusion);
+    if (hpmli_evaluate_run(t, b->samples, classifier ? (const int32_t *)b->y : NULL, out->confusion) != HPML_OK)
+        return false;
     if (!t->d.no_finite_check && t->scalars.loss - t->scalars.loss != 0) {
         hpmli_evaluate_report(t, out->samples, b->samples);
         return false;
@@ -10937,24 +11172,40 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     return t->ctx->status;
 }
 
+/* Computes the output of `samples` samples, at most a batch, of x. */
+HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t samples, float *out)
+{
+    hpml_graph *g   = t->graph;
+    hpml_run    run = hpmli_run_of(g, false, 0, 1);
+    int64_t     floats = hpml_tensor_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows * samples;
+    if (hpmli_has_pass(t)) {
+        t->x = x;
+        t->y = NULL;
+        hpml_status status = hpmli_pass_outside(t, samples, NULL);
+        if (status == HPML_OK) memcpy(out, t->batch_out, (size_t)floats * sizeof(float));
+        return status;
+    }
+    if (hpml_graph_set_batch(g, g->batchable ? samples : g->batch) != HPML_OK) return t->ctx->status;
+    hpmli_write_samples(t, t->d.input, x, samples);
+    hpmli_forward_begin(g, hpmli_part_now(g));
+    for (int k = 0; k < g->count && t->ctx->status == HPML_OK; k++) /* without the loss: no targets are given */
+        if (g->nodes[k]->out != t->loss) hpmli_run_node(g, &run, k, HPMLI_FORWARD);
+    if (t->ctx->status == HPML_OK) hpmli_read_floats(t->ctx, t->d.output, floats, out);
+    return t->ctx->status;
+}
+
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
 {
     if (!t || !out || !x) return HPML_ERR_ARGUMENT;
     if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
-    hpml_graph *g   = t->graph;
-    hpml_run    run = hpmli_run_of(g, false, 0, 1);
+    hpml_graph *g = t->graph;
     hpmli_graph_restore_batch(g);
     int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
     int64_t out_floats = hpml_tensor_count(t->d.output) / g->batch; /* x_bytes and out_floats are of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
-        if (hpml_graph_set_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
-        hpmli_write_samples(t, t->d.input, (const char *)x + i * x_bytes, n);
-        for (int k = 0; k < g->count && t->ctx->status == HPML_OK; k++) /* without the loss: no targets are given */
-            if (g->nodes[k]->out != t->loss) hpmli_run_node(g, &run, k, HPMLI_FORWARD);
-        if (t->ctx->status != HPML_OK) break;
-        hpmli_read_floats(t->ctx, t->d.output, floats, out + i * out_floats);
+        if (hpmli_predict_run(t, (const char *)x + i * x_bytes, n, out + i * out_floats) != HPML_OK) break;
         if (t->d.no_finite_check) continue;
         int64_t at = hpmli_first_nonfinite(out + i * out_floats, floats);
         if (at < floats)
