@@ -12705,7 +12705,18 @@ HPMLC_FN void hpmlc_stash_begin(hpmlc_pipeline *pl)
     pl->base    = hpml_trainer_step_count(pl->t);
 }
 
-/* The hook `pass`. The loss reaches all stages. */
+/* Sends the output of an evaluation to all stages. */
+HPMLC_FN hpml_status hpmlc_pass_output(hpmlc_pipeline *pl, const hpmlc_pass *pass)
+{
+    int64_t          floats = 0;
+    float           *out  = hpml_trainer_output(pl->t, &floats);
+    const hpml_node *node = hpml_trainer_settings(pl->t)->output->node;
+    const int        root = hpmlc_piece_rank(pl, hpmlc_piece_of(pl, node));
+    if (!out) return HPML_OK;
+    return hpml_broadcast(pl->c, out + pass->first * floats, (size_t)(pass->samples * floats) * sizeof *out, root);
+}
+
+/* The hook `pass`. The loss reaches all stages, and in an evaluation the output as well. */
 HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at, int64_t first,
                                          int64_t samples, float grad_scale, bool accumulate, float *loss)
 {
@@ -12727,6 +12738,7 @@ HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t HPMLC_UNUSE
         for (int s = 0; s < pl->slots && status == HPML_OK; s++) status = hpmlc_slot_wait(pl, s);
         mean = (float)pass.loss;
         if (status == HPML_OK) status = hpml_broadcast(pl->c, &mean, sizeof mean, pl->desc.stages - 1);
+        if (status == HPML_OK && !pass.train) status = hpmlc_pass_output(pl, &pass);
     }
     if (loss) *loss = mean;
     return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
