@@ -138,6 +138,9 @@ static void print(const trial *j, const hpml_pipe_desc *d, double bubble, double
                "\"formula\": %.6f, \"in_flight_first\": %d, \"in_flight_last\": %d, \"bytes_sent\": %lld, "
                "\"loss\": %.4f}\n", hpml_pipe_name(d->kind), d->stages, d->micro, j->seconds, bubble, formula,
                slots_of(d, 0), slots_of(d, d->stages - 1), (long long)j->bytes, j->loss);
+    else if (d->kind == HPML_PIPE_ZERO_BUBBLE)
+        printf("simulated: %.1f ms a step, bubble %.2f %% (formula %.2f %%), %d to %d in flight\n\n", 1e3 * j->seconds,
+               100 * bubble, 100 * formula, slots_of(d, 0), slots_of(d, d->stages - 1));
     else
         printf("%.1f ms a step, bubble %.2f %% (formula %.2f %%), %d to %d in flight,\n%lld bytes a step, loss %.3f "
                "after %d steps\n\n", 1e3 * j->seconds, 100 * bubble, 100 * formula, slots_of(d, 0),
