@@ -114,7 +114,9 @@
 //     params   parameters: names, first values
 //     rows   gradients of embeddings as rows
 //     place   a place in memory for each array of a plan: first fit
+//     list   the list of entries that a pass runs, and which values of it are computed again
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
+//     graph   creating graphs and their parts, taking memory, choosing a slot
 //     run   running a graph forward and backward
 // PART IV   OPS: forward and backward of each, and the products under them
 //     gemm-threads   cutting a matrix product into tasks for threads
@@ -149,6 +151,7 @@
 //     npy   numpy arrays and packed records
 //     loader   batches: shuffled, sharded, augmented, made ahead
 //     safetensors   safetensors files
+//     collect   arrays of whole parameters from the parts that ranks have, and back
 //     checkpoint   parameters and whole trainings in safetensors files
 //     trace   the timeline; where the time goes, and what a model is
 // PART VII  KERNELS: one text, compiled once for each instruction set
@@ -798,7 +801,8 @@ HPML_API int         hpml_graph_crossing(const hpml_graph *g, int at, hpml_tenso
 
 /* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
    1e-2), at up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest |a
-   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. */
+   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. All ranks of
+   a split graph (>>api-group) call this together; each checks its own parts. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 /* Requests the gradient of an f32 input; an error if an op reads the input already. */
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
@@ -1182,7 +1186,8 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
    a NaN or infinite loss or output is HPML_ERR_NONFINITE and the error names the sample, except with
    no_finite_check. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
-/* Computes the output of `samples` samples of x, as in step; out: (samples, numbers of an output). */
+/* Computes the output of `samples` samples of x, as in step; out: (samples, numbers of an output). In evaluate and
+   predict all ranks of a group work together; each gets the whole of an output that is split. */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
 
 /* Where a training is when it calls a hook. */
@@ -1288,6 +1293,10 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
 typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRAY_STATE, /* STATE + i: state i */
                           HPML_ARRAY_END = HPML_ARRAY_STATE + HPML_MAX_STATES } hpml_array;
 HPML_API float  *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats);
+/* Writes the array `which` of one parameter to host memory, whole (hpml_param_whole), from the parts that ranks have:
+   shards, blocks of split dimensions, the rank of a pipeline that has the parameter. Where that is so, all ranks of all
+   groups call this together, and all get the whole; an error of one of them is an error on all. */
+HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array which, float *whole);
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param);
 /* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule uses; rank,
    ranks and grain as in hpml_loader_desc. rank = ranks: none, because this rank computes nothing (a server). */
@@ -1439,7 +1448,10 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
                                            const hpml_meta *meta, int meta_count);
 
 /* Saves all parameters under their names, as F32, BF16 or F16, with a CRC-32C of each array as metadata
-   "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite. */
+   "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite.
+   Groups: of the ranks that call this, the one with rank 0 in all groups writes. Files have whole parameters and states,
+   with the bytes that a program on one rank would write: where ranks have parts of them, all ranks save together, and an
+   error of one is an error on all. Each rank loads by itself and keeps its part, so a file fits any groups. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; ignores other tensors */
 
@@ -4158,15 +4170,16 @@ HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>place   a place in memory for each array of a plan: first fit
 // ---------------------------------------------------------------------------------------------------------------------
-/* A life is an array and the interval of times at which the array is needed. The arrays are placed in order of size, the largest first, each at the lowest address where its bytes are free during its whole life (first fit; close
-   to the optimum for chains of layers). A search among all slots placed before would take n^2 / 2 steps for n slots; a
-   binary tree over the times (a segment tree) takes about n log n for each size of slots, and networks have few sizes.
-   Each tree node has two lists of address ranges in use, in which adjacent ranges are joined: `whole`, of slots
-   alive at all times of the tree node, and `part`, of slots alive at some of them. A life is cut into at most two tree
+/* A life is an array and the interval of times at which the array is needed. The arrays are placed in order of size, the
+   largest first, each at the lowest address where its bytes are free during its whole life (first fit; close to the
+   optimum for chains of layers). A search among all arrays placed before would take n^2 / 2 steps for n arrays; a binary
+   tree over the times (a segment tree) takes about n log n for each size of arrays, and networks have few sizes.
+   Each tree node has two lists of address ranges in use, in which adjacent ranges are joined: `whole`, of arrays
+   alive at all times of the tree node, and `part`, of arrays alive at some of them. A life is cut into at most two tree
    nodes a level; it can collide only with the `part` lists of these and the `whole` lists of the tree nodes above. */
 typedef struct hpmli_life {
-    size_t   bytes, offset; /* offset: before the slot is placed, its number, for a stable order */
-    int      from, to;      /* first and last time of the slot's life */
+    size_t   bytes, offset; /* offset: before the array is placed, its number, for a stable order */
+    int      from, to;      /* first and last time at which the array is needed */
     void   **place;         /* set to the address when memory is allocated */
 } hpmli_life;
 HPMLI_FN int hpmli_life_order(const void *a, const void *b)
@@ -4191,7 +4204,7 @@ typedef struct hpmli_times {
     int          path_count;
 } hpmli_times;
 
-/* Appends to m->path the tree nodes from `node` (times first to last) down to those inside the life of the slot s. */
+/* Appends to m->path the tree nodes from `node` (times first to last) down to those inside the life s. */
 HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_life *s)
 {
     int  middle = first + (last - first) / 2;
@@ -4245,7 +4258,7 @@ HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
     return true;
 }
 
-/* Sorts and places the slots; raises *bytes to the memory that all need. False: no memory. */
+/* Sorts and places the arrays; raises *bytes to the memory that all need. False: no memory. */
 HPMLI_FN bool hpmli_lives_place(hpml_ctx *ctx, hpmli_life *lives, int count, size_t *bytes)
 {
     hpmli_times m     = HPMLI_ZEROED;
@@ -4685,15 +4698,17 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
         struct hpmli_node_state *state = n->state;
         bool             back   = hpmli_goes_back(g, n), scalar = hpml_tensor_count(n->out) == 1;
         size_t           bytes  = scalar ? HPMLI_SCALAR_BYTES : hpmli_tensor_bytes(n->out);
+        size_t           saved  = n->saved_bytes > 0 ? hpmli_saved_bytes(pl, n) : 0;
         int              fore   = state->at[HPMLI_FORWARD], again = state->at[HPMLI_AGAIN];
-        int              end    = back ? state->at[HPMLI_BACKWARD] : state->at[state->again ? HPMLI_AGAIN : HPMLI_FORWARD];
+        int              last   = state->again ? again : fore; /* time of the last pass that reads n->saved */
+        if (back) last = state->at[HPMLI_BACKWARD];
         if (state->out_root[0] == n->out) hpmli_life_add(pl, bytes, scalar ? 0 : fore, u->last[0], &state->raw[0]);
         if (state->out_root[1] == n->out) hpmli_life_add(pl, bytes, again, u->last[1], &state->raw[1]);
         if (back && state->grad_root == n->out && (n->out == g->loss || u->grad_written))
             hpmli_life_add(pl, hpmli_tensor_bytes(n->out), n->out == g->loss ? p->turn - 1 : u->grad_first,
                            u->grad_last, &n->out->raw_grad);
-        if (n->saved_bytes) hpmli_life_add(pl, hpmli_saved_bytes(pl, n), fore, state->again ? fore : end, &state->saved[0]);
-        if (n->saved_bytes && state->again) hpmli_life_add(pl, hpmli_saved_bytes(pl, n), again, end, &state->saved[1]);
+        if (saved > 0) hpmli_life_add(pl, saved, fore, state->again ? fore : last, &state->saved[0]);
+        if (saved > 0 && state->again) hpmli_life_add(pl, saved, again, last, &state->saved[1]);
         if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
     }
     for (int i = 0; i < p->input_count; i++) {
@@ -5474,7 +5489,7 @@ HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, floa
     return (double)loss;
 }
 
-HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
+HPML_API double hpml_check_grad(hpml_graph *g, float step, int samples)
 {
     double worst = 0;
     if (!g) return -1;
@@ -5484,10 +5499,10 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
                    hpml_dtype_name(hpmli_activation_dtype(g->ctx)));
         return -1;
     }
-    if (eps == 0) eps = 1e-2f;
-    if (!(eps > 0) || samples < 1) {
+    if (step == 0) step = 1e-2f;
+    if (!(step > 0) || samples < 1) {
         hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "check_grad: eps %g, %d samples, expected both above 0 (or eps 0 for "
-                   "1e-2)", (double)eps, samples);
+                   "1e-2)", (double)step, samples);
         return -1;
     }
     if (hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
@@ -5502,14 +5517,17 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
         g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
         for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
         scale = sqrt(scale / (double)n); /* smaller differences are rounding errors */
-        for (int64_t i = 0; i < samples && i < n; i++) {
-            int64_t at    = samples >= n ? i : hpml_rng_below(&rng, n);
+        const hpml_group *ranks = hpml_ctx_group(g->ctx, t->param ? t->param->axis : HPML_AXIS_DATA);
+        const int64_t     turns = t->param && t->param->axis ? ranks->size : 1; /* one rank's part moves at a time */
+        for (int64_t i = 0; i < turns * samples && i < turns * n; i++) {
+            int64_t at    = samples >= n ? i / turns : hpml_rng_below(&rng, n);
+            float   eps   = turns == 1 || i % turns == ranks->rank ? step : 0;
             double  step_1 = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
             double  step_2 = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
-            double  want   = (8 * step_1 - step_2) / (12 * (double)eps); /* fourth order: error about eps^4 */
+            double  want   = (8 * step_1 - step_2) / (12 * (double)step); /* fourth order: error about step^4 */
             double  got    = (double)grad[at];
             double  error  = fabs(want - got) / (fabs(want) + fabs(got) + scale + 1e-6);
-            if (!(error <= worst)) worst = error;
+            if (!(error <= worst) && eps != 0) worst = error;
         }
         hpmli_free(g->ctx, grad);
     }
@@ -9735,6 +9753,7 @@ struct hpml_trainer {
     double             *norms;           /* (param_count, 2) for hooks `norms`; NULL: there was no such hook */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
+    float              *best;            /* (2, rows) of an output split by classes: largest number; - its class */
     int32_t            *host_y;          /* host memory for a batch of labels */
     const void         *x, *y;           /* host: the batch, of which a graph with parts copies a slot's samples */
     float              *batch_out;       /* host memory for a batch of outputs of all parts; NULL: not evaluated yet */
@@ -9987,6 +10006,9 @@ HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an er
     t->updates         = hpmli_new(ctx, hpml_update, ctx->param_count);
     t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
     if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
+    const hpml_tensor *y = t->d.output;
+    if (hpmli_is_classifier(t) && y->split[y->ndim - 1] == HPML_AXIS_TENSOR)
+        t->best = hpmli_new(ctx, float, 2 * hpml_tensor_count(y) / y->shape[y->ndim - 1]);
     t->host_y         = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
     t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
 }
@@ -10258,21 +10280,69 @@ HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *f
 /* A step finds a NaN or infinity in a scalar (loss, gradients' sum of squares) or while it steps a parameter. Only then
    the step searches for the layer: it runs forward once more and checks each result. */
 
-/* Counts on the host, into t->scalars, the rows of the output y (samples) whose largest number is at their label, and the
-   rows whose label is a class (HPML_IGNORE is none); adds each to the matrix `confusion`, unless that is NULL. */
-HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const float *y, int64_t samples, const int32_t *labels,
+HPMLI_FN int64_t hpmli_best(const float *y, int64_t classes) /* returns the class of the largest number */
+{
+    int64_t best = 0;
+    for (int64_t c = 1; c < classes; c++)
+        if (y[c] > y[best]) best = c;
+    return best;
+}
+
+/* Returns the classes of an output y, of all ranks if the output is split by classes. */
+HPMLI_FN int64_t hpmli_vocabulary_size(const hpml_tensor *y)
+{
+    int64_t whole[HPML_MAX_DIMS];
+    hpml_param_whole(y, whole);
+    return whole[y->ndim - 1];
+}
+
+/* Fills t->best from the ranks' parts y (rows, classes) of an output that is split by classes. */
+HPMLI_FN void hpmli_best_of_ranks(hpml_trainer *t, const float *y, int64_t rows, int64_t classes)
+{
+    const hpml_group *g    = hpml_ctx_group(t->ctx, HPML_AXIS_TENSOR);
+    float            *most = t->best, *at = t->best + rows;
+    for (int64_t r = 0; r < rows; r++) most[r] = y[r * classes + hpmli_best(y + r * classes, classes)];
+    hpml_status status = g->max(g->user, most, rows);
+    for (int64_t r = 0; r < rows && status == HPML_OK; r++) {
+        int64_t best = hpmli_best(y + r * classes, classes);
+        at[r] = -(float)(y[r * classes + best] >= most[r] ? g->rank * classes + best : g->size * classes - 1);
+    }
+    if (status == HPML_OK) status = g->max(g->user, at, rows);
+    if (status != HPML_OK) hpmli_fail(t->ctx, status, "accuracy of a split output: %s", hpml_status_string(status));
+}
+
+/* Reads n numbers of the output y, whole: from all ranks if a dimension is split. */
+HPMLI_FN void hpmli_read_whole(hpml_trainer *t, const hpml_tensor *y, int64_t n, float *out)
+{
+    int d = y->ndim - 1;
+    while (d >= 0 && !y->split[d]) d--;
+    if (d < 0) {
+        hpmli_read_floats(t->ctx, y, n, out);
+        return;
+    }
+    const hpml_group *g     = hpml_ctx_group(t->ctx, (hpml_axis)y->split[d]);
+    const int64_t     count = n / g->size;
+    float            *part  = hpmli_new(t->ctx, float, count + n), *all = part + count;
+    hpmli_cut         c     = hpmli_cut_of(y, (hpml_axis)y->split[d], d, hpmli_sections(y, d));
+    if (!part) return;
+    hpmli_read_floats(t->ctx, y, count, part);
+    hpml_status status = g->gather(g->user, part, all, count);
+    for (c.rank = 0; c.rank < c.size; c.rank++) hpmli_cut_copy(&c, out, all + c.rank * count, 0, count, true);
+    if (status != HPML_OK) hpmli_fail(t->ctx, status, "predict: %s", hpml_status_string(status));
+    hpmli_free(t->ctx, part);
+}
+
+/* Counts into t->scalars the rows of y (rows, classes) whose largest number is at their label, and the rows whose label
+   is a class (HPML_IGNORE is none); adds each to the matrix `confusion`, unless that is NULL. y NULL: t->best has the
+   largest of each row. */
+HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const float *y, int64_t rows, int64_t classes, const int32_t *labels,
                                int64_t *confusion)
 {
-    const hpml_tensor *out = t->d.output;
-    int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out) / out->shape[0];
-    n *= out->batch_rows * samples;
     t->scalars.counts[0] = 0;
     t->scalars.counts[1] = 0;
-    for (int64_t r = 0; r < n / classes; r++, y += classes) {
+    for (int64_t r = 0; r < rows; r++) {
         if (labels[r] < 0 || labels[r] >= classes) continue;
-        int64_t best = 0;
-        for (int64_t c = 1; c < classes; c++)
-            if (y[c] > y[best]) best = c;
+        int64_t best = y ? hpmli_best(y + r * classes, classes) : (int64_t)-t->best[rows + r];
         if (best == labels[r]) t->scalars.counts[0]++;
         t->scalars.counts[1]++;
         if (confusion) confusion[labels[r] * classes + best]++;
@@ -10286,7 +10356,7 @@ HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, in
     const hpml_backend *b   = t->ctx->backend;
     const hpml_tensor  *out = t->d.output;
     int64_t             classes = out->shape[out->ndim - 1];
-    bool                on_device = labels && b->correct && !confusion;
+    bool                on_device = labels && b->correct && !confusion && !t->best;
     if (on_device)
         b->correct(t->ctx->device, t->ctx, out->dtype, out->raw, (const int32_t *)t->target->raw,
                    hpml_tensor_count(out) / classes, classes, t->device_scalars->counts);
@@ -10295,7 +10365,10 @@ HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, in
     const float *y = labels && !on_device ? hpmli_trainer_host_out(t) : NULL; /* (rows, classes) the output */
     if (!y) return;
     if (y != out->data) hpmli_read_floats(t->ctx, out, hpml_tensor_count(out), t->host_out);
-    hpmli_count_hits(t, y, t->graph->batch_now, labels, confusion);
+    int64_t rows = hpml_tensor_count(out) / classes;
+    if (t->best) hpmli_best_of_ranks(t, y, rows, classes);
+    if (t->best) hpmli_count_hits(t, NULL, rows, hpmli_vocabulary_size(out), labels, confusion);
+    else hpmli_count_hits(t, y, rows, classes, labels, confusion);
 }
 
 /* Moves the data address of each input, and of each reshape of an input, on by `samples` samples (negative: back), so
@@ -10547,11 +10620,15 @@ HPMLI_FN hpml_status hpmli_pass_call(hpml_trainer *t, hpml_pass_kind kind, int64
     return h->pass(h->user, t, &at, first, samples, grad_scale, accumulate, loss);
 }
 
+HPMLI_FN int64_t hpmli_output_floats(const hpml_trainer *t) /* numbers of the whole output of a sample */
+{
+    return hpmli_whole_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows;
+}
+
 /* Runs the hook `pass` on the batch in t->x and t->y for evaluate, or for predict (loss NULL). */
 HPMLI_FN hpml_status hpmli_pass_outside(hpml_trainer *t, int64_t samples, float *loss)
 {
-    int64_t floats = hpml_tensor_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows;
-    if (!t->batch_out) t->batch_out = hpmli_new(t->ctx, float, floats * t->graph->batch);
+    if (!t->batch_out) t->batch_out = hpmli_new(t->ctx, float, hpmli_output_floats(t) * t->graph->batch);
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     t->batch_samples     = samples;
     t->evaluating        = true;
@@ -10565,7 +10642,7 @@ HPMLI_FN hpml_status hpmli_pass_outside(hpml_trainer *t, int64_t samples, float 
 HPML_API float *hpml_trainer_output(hpml_trainer *t, int64_t *floats)
 {
     if (!t || !t->evaluating) return NULL;
-    if (floats) *floats = hpml_tensor_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows;
+    if (floats) *floats = hpmli_output_floats(t);
     return t->batch_out;
 }
 
@@ -10628,9 +10705,8 @@ HPMLI_FN void hpmli_slot_results(hpml_trainer *t, int64_t first, int64_t samples
         else hpmli_read_step_scalars(t, NULL, NULL);
         if (loss) *loss = t->scalars.loss;
     }
-    int64_t floats = hpml_tensor_count(out) / out->shape[0] * out->batch_rows; /* of a sample */
-    if (t->evaluating && has_output)
-        hpmli_read_floats(t->ctx, out, samples * floats, t->batch_out + first * floats);
+    int64_t floats = hpmli_output_floats(t);
+    if (t->evaluating && has_output) hpmli_read_whole(t, out, samples * floats, t->batch_out + first * floats);
 }
 
 HPML_API hpml_status hpml_trainer_forward(hpml_trainer *t, int slot, int64_t first, int64_t samples, float *loss)
@@ -11126,7 +11202,8 @@ HPMLI_FN hpml_status hpmli_evaluate_run(hpml_trainer *t, int64_t samples, const 
     float loss = 0;
     status = hpmli_pass_outside(t, samples, &loss);
     t->scalars.loss = loss;
-    if (status == HPML_OK && labels) hpmli_count_hits(t, t->batch_out, samples, labels, confusion);
+    int64_t classes = hpmli_vocabulary_size(t->d.output), rows = hpmli_output_floats(t) * samples / classes;
+    if (status == HPML_OK && labels) hpmli_count_hits(t, t->batch_out, rows, classes, labels, confusion);
     return status;
 }
 
@@ -11177,7 +11254,7 @@ HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t s
 {
     hpml_graph *g   = t->graph;
     hpml_run    run = hpmli_run_of(g, false, 0, 1);
-    int64_t     floats = hpml_tensor_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows * samples;
+    int64_t     floats = hpmli_output_floats(t) * samples;
     if (hpmli_has_pass(t)) {
         t->x = x;
         t->y = NULL;
@@ -11190,7 +11267,7 @@ HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t s
     hpmli_forward_begin(g, hpmli_part_now(g));
     for (int k = 0; k < g->count && t->ctx->status == HPML_OK; k++) /* without the loss: no targets are given */
         if (g->nodes[k]->out != t->loss) hpmli_run_node(g, &run, k, HPMLI_FORWARD);
-    if (t->ctx->status == HPML_OK) hpmli_read_floats(t->ctx, t->d.output, floats, out);
+    if (t->ctx->status == HPML_OK) hpmli_read_whole(t, t->d.output, floats, out);
     return t->ctx->status;
 }
 
@@ -11202,7 +11279,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     hpml_graph *g = t->graph;
     hpmli_graph_restore_batch(g);
     int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
-    int64_t out_floats = hpml_tensor_count(t->d.output) / g->batch; /* x_bytes and out_floats are of one sample */
+    int64_t out_floats = hpmli_whole_count(t->d.output) / g->batch; /* x_bytes and out_floats are of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
         if (hpmli_predict_run(t, (const char *)x + i * x_bytes, n, out + i * out_floats) != HPML_OK) break;
@@ -13047,6 +13124,8 @@ typedef struct hpmli_safe_content { /* what is to be written to a safetensors fi
     const hpml_meta       *meta; /* (meta_count) pairs of key and value */
     int                    count, meta_count;
     uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
+    void (*read)(void *user, int i, float *host); /* reads tensor i as f32, an error on the context; NULL: t has data */
+    void                  *user;
 } hpmli_safe_content;
 
 /* Fails, with an error about a `kind`, unless the names that begin `count` structs are UTF-8, distinct, unreserved. */
@@ -13083,7 +13162,7 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
     }
     for (int i = 0; i < c->count; i++) {
         int64_t n = t[i].ndim < 0 || t[i].ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(t[i].ndim, t[i].shape);
-        if (!t[i].name || !t[i].data || n < 0 || t[i].bytes == 0 ||
+        if (!t[i].name || !(t[i].data || c->read) || n < 0 || t[i].bytes == 0 ||
             (size_t)n * hpml_dtype_size(t[i].dtype) != t[i].bytes)
             return hpmli_false(ctx, HPML_ERR_ARGUMENT, "safetensors: tensor %d needs a name, data and the bytes of its "
                                "shape, not %zu", i, t[i].bytes);
@@ -13121,8 +13200,8 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
     while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
 }
 
-/* Writes a safetensors file. host NULL: each tensor's data are in host memory, in the dtype of the file; else in device
-   memory as f32, read and converted through `host`, memory for the largest tensor. The head is written first with
+/* Writes a safetensors file. host NULL: each tensor's data are in host memory, in the dtype of the file; else they are
+   read by c->read and converted in `host`, memory for the largest tensor. The head is written first with
    zeros, and again at the end, when its length and the checksums are known. */
 HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpmli_safe_content *c, float *host)
 {
@@ -13136,7 +13215,7 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
     for (int i = 0; i < c->count && ctx->status == HPML_OK; i++) {
         const hpml_safetensor *t = &c->t[i];
         size_t                 n = t->bytes / hpml_dtype_size(t->dtype);
-        if (host) ctx->backend->read(ctx->device, host, t->data, n * sizeof(float));
+        if (host) c->read(c->user, i, host);
         if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* in place */
         if (c->sums) c->sums[i] = ctx->k->crc32c(0, host ? host : t->data, t->bytes);
         hpmli_write_data(&w, (const char *)(host ? host : t->data), t->bytes);
@@ -13149,7 +13228,7 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
 HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, const hpml_safetensor *tensors, int count,
                                            const hpml_meta *meta, int meta_count)
 {
-    hpmli_safe_content c = { tensors, meta, count, meta_count, NULL };
+    hpmli_safe_content c = { tensors, meta, count, meta_count, NULL, NULL, NULL };
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (count < 0 || meta_count < 0 || (count > 0 && !tensors) || (meta_count > 0 && !meta))
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "safetensors save: %d tensors, %d pairs of metadata: expected 0 or "
@@ -13158,92 +13237,269 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>collect   arrays of whole parameters from the parts that ranks have, and back
+// ---------------------------------------------------------------------------------------------------------------------
+/* Returns whether other ranks have a part of parameter p, or all of it in place of this rank. */
+HPMLI_FN bool hpmli_param_is_cut(const hpml_tensor *p)
+{
+    return p->param->axis != HPML_AXIS_DATA || p->param->stage >= 0 || p->param->shard > 0;
+}
+
+/* Returns whether ranks have to work together to have parameters whole. The same on all ranks. */
+HPMLI_FN bool hpmli_params_are_cut(const hpml_ctx *ctx)
+{
+    for (int i = 0; i < ctx->param_count; i++)
+        if (hpmli_param_is_cut(ctx->params[i])) return true;
+    return false;
+}
+
+/* Returns whether the rank is number 0 in all groups: the one that writes files. */
+HPMLI_FN bool hpmli_groups_first(const hpml_ctx *ctx)
+{
+    for (int a = 0; a < HPML_AXES; a++)
+        if (hpml_ctx_group(ctx, (hpml_axis)a)->rank > 0) return false;
+    return true;
+}
+
+/* Returns HPML_OK if this rank and all others have no error; else every rank has one then. Called by all ranks. */
+HPMLI_FN hpml_status hpmli_groups_agree(hpml_ctx *ctx, const char *what)
+{
+    float worst = -(float)ctx->status;
+    for (int a = 0; a < HPML_AXES; a++) {
+        const hpml_group *g = hpml_ctx_group(ctx, (hpml_axis)a);
+        hpml_status       s = g->max(g->user, &worst, 1);
+        if (s != HPML_OK) worst = -(float)s;
+    }
+    if (worst > 0 && ctx->status == HPML_OK)
+        hpmli_fail(ctx, HPML_ERR_PEER, "%s: another rank has failed: %s", what,
+                   hpml_status_string((hpml_status)-(int)worst));
+    return ctx->status;
+}
+
+/* Returns whether this rank keeps only the floats keep_first .. of the array `which` of p. */
+HPMLI_FN bool hpmli_array_is_shard(const hpml_tensor *p, hpml_array which)
+{
+    return p->param->shard > 0 && p->param->shard >= hpmli_shard_of(which);
+}
+
+/* Returns what this rank has on the device of the array `which` of p; NULL: the trainer or this rank has none. */
+HPMLI_FN float *hpmli_param_array(const hpml_trainer *t, const hpml_tensor *p, hpml_array which)
+{
+    const bool         known = t && t->updates && p->param->index < t->graph->param_count;
+    const hpml_update *u     = known ? &t->updates[p->param->index] : NULL;
+    if (which == HPML_ARRAY_VALUES && !hpmli_array_is_shard(p, which)) return (float *)p->raw;
+    if (!u) return NULL;
+    if (which == HPML_ARRAY_VALUES) return u->w;
+    if (which == HPML_ARRAY_GRADIENTS) return u->g && hpmli_array_is_shard(p, which) ? u->g : (float *)p->raw_grad;
+    return u->state[(int)which - HPML_ARRAY_STATE];
+}
+
+/* Reads the array `which` of p to mine (elements of p), joined of the shards of all ranks. */
+HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpml_tensor *p, hpml_array which,
+                                       float *mine)
+{
+    const bool        shard  = hpmli_array_is_shard(p, which);
+    const int64_t     first  = shard ? p->param->keep_first : 0;
+    const int64_t     count  = shard ? p->param->keep_count : hpml_tensor_count(p);
+    hpml_status       status = HPML_OK;
+    if (count > 0)
+        status = ctx->backend->read(ctx->device, mine + first, hpmli_param_array(t, p, which), (size_t)count * 4);
+    for (int h = 0; t && shard && h < t->graph->hook_count; h++) {
+        const hpml_hooks *hooks = &t->graph->hooks[h];
+        if (hooks->join) status = hooks->join(hooks->user, t, p->param->index, (int)which, mine);
+    }
+    return status;
+}
+
+/* Returns whether the array `which` of parameter p exists, on this rank or on another one. */
+HPMLI_FN bool hpmli_param_has(const hpml_trainer *t, const hpml_tensor *p, hpml_array which)
+{
+    const int k = (int)which - HPML_ARRAY_STATE;
+    if (p->param->stage < 0) return hpmli_param_array(t, p, which) != NULL;
+    if (which == HPML_ARRAY_VALUES) return true;
+    if (!t || !hpmli_trainable(p) || p->param->index >= t->graph->param_count) return false;
+    return which == HPML_ARRAY_GRADIENTS || hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum);
+}
+
+/* Writes the whole array `which` of p to `whole`, on every rank that calls this; work: memory for two such arrays. */
+HPMLI_FN hpml_status hpmli_collect(hpml_ctx *ctx, hpml_trainer *t, const hpml_tensor *p, hpml_array which, float *work,
+                                   float *whole)
+{
+    const hpml_param *d     = p->param;
+    const hpml_group *pipe  = hpml_ctx_group(ctx, HPML_AXIS_PIPE), *g = hpml_ctx_group(ctx, d->axis);
+    const int64_t     n     = hpml_tensor_count(p);
+    const bool        split = d->axis != HPML_AXIS_DATA;
+    hpml_status       status = HPML_OK;
+    if (d->stage < 0 || d->stage == pipe->rank) {
+        float *part = split ? work : whole, *all = work + n;
+        status = hpmli_read_shards(ctx, t, p, which, part);
+        hpmli_cut c = hpmli_cut_of(p, d->axis, d->split_dim, d->sections);
+        if (split && status == HPML_OK) status = g->gather(g->user, part, all, n);
+        for (c.rank = 0; split && c.rank < c.size; c.rank++)
+            hpmli_cut_copy(&c, whole, all + c.rank * n, 0, n, true);
+    }
+    if (d->stage >= 0 && status == HPML_OK) status = pipe->bcast(pipe->user, whole, hpmli_whole_count(p), d->stage);
+    if (status != HPML_OK && ctx->status == HPML_OK)
+        hpmli_fail(ctx, status, "collect of \"%s\": %s", p->name, hpml_status_string(status));
+    return ctx->status;
+}
+
+/* Sets this rank's array `which` of p to its part of `whole`; part: memory for such an array. */
+HPMLI_FN void hpmli_distribute(hpml_ctx *ctx, const hpml_trainer *t, const hpml_tensor *p, hpml_array which,
+                               const float *whole, float *part)
+{
+    const bool    shard = hpmli_array_is_shard(p, which);
+    const int64_t first = shard ? p->param->keep_first : 0;
+    const int64_t count = shard ? p->param->keep_count : hpml_tensor_count(p);
+    float        *array = hpmli_param_array(t, p, which);
+    if (!array || count == 0) return; /* another rank has the array */
+    if (hpmli_param_is_cut(p)) hpml_param_copy(p, part, first, count, (float *)(uintptr_t)whole, false);
+    ctx->backend->write(ctx->device, array, hpmli_param_is_cut(p) ? part : whole, (size_t)count * sizeof *part);
+}
+
+HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array which, float *whole)
+{
+    if (!t || !whole) return HPML_ERR_ARGUMENT;
+    hpml_ctx    *ctx  = t->ctx;
+    hpml_tensor *p    = hpml_param_at(ctx, param);
+    float       *work = NULL;
+    if (!p || (int)which < 0 || which >= HPML_ARRAY_END || !hpmli_param_has(t, p, which))
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer collect: parameter %d has no array %d", param, (int)which);
+    if (!hpmli_failed(ctx)) work = (float *)hpmli_alloc(ctx, 2 * (size_t)hpmli_whole_count(p) * sizeof *work);
+    bool ready = !hpmli_param_is_cut(p) || hpmli_groups_agree(ctx, "trainer collect") == HPML_OK;
+    if (ready && work) hpmli_collect(ctx, t, p, which, work, whole);
+    hpmli_free(ctx, work);
+    return ctx->status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>checkpoint   parameters and whole trainings in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
-/* Named arrays in device memory, to save to a file or load from one. Loading checks all before it changes the first. */
+/* One array of a file: `which` of a parameter, or values on the device, of a named state. */
+typedef struct hpmli_array {
+    const hpml_tensor *param; /* NULL: a named state */
+    hpml_array         which;
+    bool               nonnegative; /* its numbers are sums or means of squares */
+    float             *values;
+} hpmli_array;
+
+/* Named arrays, to save to a file or load from one. Loading checks all before it changes the first. Ranks whose groups
+   have parts of parameters save together: each calls hpmli_array_read for each parameter's array in the same order,
+   also after an error, and the rank that is first in all groups writes. */
 typedef struct hpmli_arrays {
-    hpml_safetensor *t;     /* (count) data: f32 on the device. First in the memory of all these arrays */
+    hpml_ctx        *ctx;
+    hpml_trainer    *trainer; /* NULL: parameters only */
+    hpml_safetensor *t;     /* (count) as in the file, without data. First in the memory of all these arrays */
+    hpmli_array     *of;    /* (count) */
     float           *host;  /* host memory for the largest array */
+    float           *work;  /* for two more */
     uint32_t        *sums;  /* (count) CRC-32C of each array's data */
     char            *names; /* (count, HPMLI_ARRAY_NAME) names */
-    bool            *nonnegative; /* (count) its numbers are sums or means of squares */
-    int              count;
+    int              count, done; /* done: arrays that were read */
     hpml_dtype       dtype; /* of the data in the file */
 } hpmli_arrays;
 
-/* Adds an array in device memory to the list `a` (NULL: adds none, returns NULL); returns the memory for its name. */
-HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, const float *device, int ndim, const int64_t *shape)
+/* Adds an array to the list `a`; returns the memory for its name. */
+HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const int64_t *shape)
 {
-    hpml_safetensor *t = &a->t[a->count];
-    if (!device) return NULL;
-    char *name = a->names + a->count++ * HPMLI_ARRAY_NAME;
+    hpml_safetensor *t    = &a->t[a->count];
+    char            *name = a->names + a->count * HPMLI_ARRAY_NAME;
+    a->of[a->count++] = of;
     t->name  = name;
     t->dtype = a->dtype;
     t->ndim  = ndim;
-    t->data  = device;
+    t->data  = NULL;
     t->bytes = (size_t)hpmli_shape_count(ndim, shape) * hpml_dtype_size(a->dtype);
     memcpy(t->shape, shape, (size_t)ndim * sizeof *shape);
     return name;
 }
 
-/* Adds to `a` the optimizer's state number k of each parameter, under the name "opt.<state>.<parameter>". */
-HPMLI_FN void hpmli_arrays_add_state(hpmli_arrays *a, const hpml_trainer *t, int k)
+/* Adds the array `which` of each parameter that has one: the values, or the optimizer's states by the name
+   "opt.<state>.<parameter>". */
+HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which)
 {
-    const hpml_optimizer_state *state = &t->optimizer->states[k];
-    for (int i = 0; i < t->graph->param_count; i++) { /* not those recorded after the trainer */
-        const hpml_tensor *p = t->ctx->params[i];
-        char *name = hpmli_arrays_add(a, t->updates[i].state[k], p->ndim, p->shape);
-        if (!name) continue; /* a buffer, or frozen: the optimizer does not step it */
-        snprintf(name, HPMLI_ARRAY_NAME, "opt.%s.%s", state->name, p->name);
-        a->nonnegative[a->count - 1] = state->nonnegative;
+    const int k     = (int)which - HPML_ARRAY_STATE;
+    int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* not those recorded later */
+    for (int i = 0; i < count; i++) {
+        const hpml_tensor *p  = a->ctx->params[i];
+        hpmli_array        of = { p, which, false, NULL };
+        int64_t            whole[HPML_MAX_DIMS];
+        if (!hpmli_param_has(a->trainer, p, which)) continue; /* the optimizer does not step it */
+        if (k >= 0) of.nonnegative = a->trainer->optimizer->states[k].nonnegative;
+        hpml_param_whole(p, whole);
+        char *name = hpmli_arrays_add(a, of, p->ndim, whole);
+        if (k < 0) snprintf(name, HPMLI_ARRAY_NAME, "%s", p->name);
+        else snprintf(name, HPMLI_ARRAY_NAME, "opt.%s.%s", a->trainer->optimizer->states[k].name, p->name);
     }
 }
 
-/* Lists in *a the parameters; with a trainer t also its optimizer's states and named states. False: no memory. */
-HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, const hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
+/* Takes the memory of *a for `count` arrays of at most `largest` numbers; false: no memory. */
+HPMLI_FN bool hpmli_arrays_take(hpmli_arrays *a, int64_t count, int64_t largest)
 {
-    int64_t room = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
-    for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpml_tensor_count(ctx->params[i]));
+    const int64_t floats = hpmli_params_are_cut(a->ctx) ? 3 * largest : largest;
+    const size_t  each   = sizeof *a->t + sizeof *a->of + sizeof *a->sums + HPMLI_ARRAY_NAME;
+    a->t = (hpml_safetensor *)hpmli_alloc(a->ctx, (size_t)count * each + (size_t)floats * sizeof *a->host);
+    if (!a->t) return false;
+    a->of    = (hpmli_array *)(void *)(a->t + count);
+    a->host  = (float *)(void *)(a->of + count);
+    a->work  = a->host + largest;
+    a->sums  = (uint32_t *)(void *)(a->host + floats);
+    a->names = (char *)(a->sums + count);
+    return true;
+}
+
+/* Lists in *a the parameters; with a trainer t also its optimizer's states and named states. False: no memory. */
+HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
+{
+    int64_t most = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
+    for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpmli_whole_count(ctx->params[i]));
     for (const hpmli_named_array *v = t ? t->states : NULL; v; v = v->next) {
         largest = hpmli_max(largest, v->count);
-        room++;
+        most++;
     }
     memset(a, 0, sizeof *a);
-    a->dtype = dtype;
-    size_t each = sizeof *a->t + sizeof *a->sums + HPMLI_ARRAY_NAME + sizeof *a->nonnegative;
-    if (hpml_param_init(ctx) == HPML_OK)
-        a->t = (hpml_safetensor *)hpmli_alloc(ctx, (size_t)room * each + (size_t)largest * sizeof *a->host);
-    if (!a->t) return false;
-    a->host  = (float *)(void *)(a->t + room);
-    a->sums  = (uint32_t *)(void *)(a->host + largest);
-    a->names = (char *)(a->sums + room);
-    a->nonnegative = (bool *)(void *)(a->names + room * HPMLI_ARRAY_NAME);
-    memset(a->nonnegative, 0, (size_t)room * sizeof *a->nonnegative);
-    for (int i = 0; i < ctx->param_count; i++) {
-        const hpml_tensor *p = ctx->params[i];
-        char *name = hpmli_arrays_add(a, p->data, p->ndim, p->shape);
-        if (name) snprintf(name, HPMLI_ARRAY_NAME, "%s", p->name);
-    }
+    a->ctx     = ctx;
+    a->trainer = t;
+    a->dtype   = dtype;
+    if (hpml_param_init(ctx) != HPML_OK || !hpmli_arrays_take(a, most, largest)) return false;
+    hpmli_arrays_add_params(a, HPML_ARRAY_VALUES);
     if (!t) return true;
     for (int k = 0; k < HPML_MAX_STATES; k++)
-        if (t->state[k]) hpmli_arrays_add_state(a, t, k);
+        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+            hpmli_arrays_add_params(a, (hpml_array)(HPML_ARRAY_STATE + k));
     for (const hpmli_named_array *v = t->states; v; v = v->next) {
-        char *name = hpmli_arrays_add(a, v->values, 1, &v->count);
-        if (name) snprintf(name, HPMLI_ARRAY_NAME, "state.%s", v->name);
+        hpmli_array of = { NULL, HPML_ARRAY_VALUES, false, v->values };
+        snprintf(hpmli_arrays_add(a, of, 1, &v->count), HPMLI_ARRAY_NAME, "state.%s", v->name);
     }
     return true;
 }
 
-HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, const hpml_trainer *of, const char *path, hpml_dtype dtype,
+/* Reads array i of the list to host memory, whole. */
+HPMLI_FN void hpmli_array_read(void *list, int i, float *host)
+{
+    hpmli_arrays *a = (hpmli_arrays *)list;
+    hpmli_array   of = a->of[i];
+    if (of.param) hpmli_collect(a->ctx, a->trainer, of.param, of.which, a->work, host);
+    else a->ctx->backend->read(a->ctx->device, host, of.values, (size_t)a->t[i].shape[0] * sizeof *host);
+    a->done = i + 1;
+}
+
+HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, hpml_trainer *of, const char *path, hpml_dtype dtype,
                                        const hpml_meta *meta, int meta_count)
 {
-    hpmli_arrays a;
-    if (hpmli_arrays_of(ctx, of, dtype, &a)) {
-        hpmli_safe_content c = { a.t, meta, a.count, meta_count, a.sums };
+    hpmli_arrays a = HPMLI_ZEROED;
+    const bool   together = hpmli_params_are_cut(ctx), writes = hpmli_groups_first(ctx);
+    if (!together && !writes) return ctx->status; /* rank 0 has all that is saved */
+    bool ready = !hpmli_failed(ctx) && hpmli_arrays_of(ctx, of, dtype, &a);
+    if (together) ready = hpmli_groups_agree(ctx, path) == HPML_OK;
+    if (ready && writes) {
+        hpmli_safe_content c = { a.t, meta, a.count, meta_count, a.sums, hpmli_array_read, &a };
         hpmli_safe_save(ctx, path, &c, a.host);
     }
+    for (int i = ready && together ? a.done : a.count; i < a.count && a.of[i].param; i++)
+        hpmli_array_read(&a, i, a.host);
     hpmli_free(ctx, a.t);
-    return ctx->status;
+    return together ? hpmli_groups_agree(ctx, path) : ctx->status;
 }
 
 /* Checks the CRC-32C of every tensor of file f that has one; files of other programs have none. */
@@ -13279,7 +13535,7 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     const hpml_safetensor *t = &a->t[i];
     hpml_safetensor        e;
     int64_t                n = (int64_t)(t->bytes / sizeof(float));
-    float                  least = a->nonnegative[i] ? 0 : -FLT_MAX;
+    float                  least = a->of[i].nonnegative ? 0 : -FLT_MAX;
     if (!hpml_safetensors_find(f, t->name, &e))
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; expected the same "
                            "names, and at most %d dimensions", path, t->name, HPML_MAX_DIMS);
@@ -13295,7 +13551,7 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     return true;
 }
 
-HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, const hpml_safetensors *f,
+HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, hpml_trainer *of, const hpml_safetensors *f,
                                        const char *path)
 {
     hpmli_arrays    a;
@@ -13305,7 +13561,9 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, const hpml_trainer *of, co
     for (int i = 0; i < a.count && good; i++) {
         hpml_safetensors_find(f, a.t[i].name, &e);
         const float *values = hpmli_array_values(ctx, &a, &e, (int64_t)(a.t[i].bytes / sizeof(float)));
-        ctx->backend->write(ctx->device, (void *)(uintptr_t)a.t[i].data, values, a.t[i].bytes);
+        hpmli_array  to     = a.of[i];
+        if (to.param) hpmli_distribute(ctx, of, to.param, to.which, values, a.work);
+        else ctx->backend->write(ctx->device, to.values, values, a.t[i].bytes);
     }
     hpmli_free(ctx, a.t);
     return ctx->status;

@@ -805,13 +805,16 @@ HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync",
 /* How the gradient of a dense layer travels. The gradient of a weight w (m, n) is dz^T x, a sum of outer products of
    the layer's inputs x (b, n) and the derivatives dz (b, m), for the b rows of a rank's batch. Ranks may exchange x and
    dz in place of the gradient, and each computes the sum over all ranks' rows itself: sufficient factors (Xie et al.
-   2016). Of p ranks each sends (p - 1) b (m + n) floats; for a gradient that a ring adds up, 2 m n (p - 1) / p. */
+   2016). Of p ranks each sends (p - 1) b (m + n) floats; for a gradient that a ring adds up, 2 m n (p - 1) / p. To S
+   servers a worker sends b (m + S n) floats in place of m n, and the servers multiply (Chilimbi et al. 2014, "Project
+   Adam"); parameters come back as before. */
 typedef enum hpml_route {
     HPML_ROUTE_ALLREDUCE = 0, /* gradients are added up */
     HPML_ROUTE_FACTORS,       /* the factors of all dense layers travel; other gradients are added up. A dense layer is
                                  a hpml_linear with inputs of the batch, whose weight no other op reads */
     HPML_ROUTE_HYBRID,        /* for each dense layer what sends less (Zhang et al. 2017, "Poseidon"): factors where
-                                 b (m + n) p <= 2 m n, for the b rows of a full batch */
+                                 b (m + n) p <= 2 m n, to servers b (m + S n) <= m n, for the b rows of a full
+                                 batch */
     HPML_ROUTE_COUNT          /* the number of routes */
 } hpml_route;
 HPML_API const char *hpml_route_name(hpml_route route); /* "allreduce", ...; NULL: there is none */
@@ -856,10 +859,12 @@ typedef struct hpml_plan {
     int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
     bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
                                      small sum over ranks for each such layer, forward and backward */
-    hpml_route      route;        /* sync: how gradients of dense layers travel; the sum of factors has other last bits
-                                     than an allreduce, the same on all ranks */
+    hpml_route      route;        /* sync, ps, backup, ssp, async: how gradients of dense layers travel; the sum of
+                                     factors has other last bits than an allreduce, the same on all ranks */
     bool            exact;        /* sync: same bits for every number of ranks, algorithm, bucket and transport, see
-                                     >>api-distribute */
+                                     >>api-distribute. ps: servers add each push when it comes, as 64-bit integers, so
+                                     that any order of arrival gives the same bits; without it they add in the order of
+                                     the ranks, when all have come */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
     int32_t         shard;        /* sync: each rank keeps, for 1 / ranks of the parameters, 1: the optimizer's states;
                                      see >>strategy-shard. Needs hpml_ctx_defer before the trainer is created. The same
@@ -1210,6 +1215,11 @@ HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor 
        and the exchange of the bucket before it have ended: one stream of communication a rank, which overlaps the
        computation and is not slowed down by it
      - stragglers: network.slow multiplies a rank's computation
+   With servers the step is that of a long training: while a server answers one worker after another, the first workers
+   push again, because cards send and receive at once. So for K workers, M bytes and one server that is the limit a step
+   takes (K + 1) M / bandwidth, K (K + 1) / (2 (K - 1)) times as long as a ring of K ranks (K = 8: 5.1), and not 2 K M /
+   bandwidth (9.1 times), which are the bytes of the server's card. The best number of servers of p ranks is the one with
+   the most (p - servers) / step_s. Exact where each rank has a node of its own.
    It does not model jitter, lost packets, a switch with too little bandwidth, bandwidth shared with the computation. */
 typedef struct hpml_simulate_desc {
     uint32_t       _begin;
@@ -1230,6 +1240,10 @@ typedef struct hpml_simulate_desc {
     size_t         bucket_bytes;     /* bytes of f32 gradient in a bucket; 0: 25 MiB, 1: each layer alone */
     bool           no_overlap;       /* exchange after the backward pass, not during it */
     bool           delayed;          /* exchange the gradients of the step before during this one (double buffering) */
+    int32_t        servers;          /* strategy ps: so many of the last ranks are servers, which share the update; the
+                                        others push gradients (as packed) behind the backward pass and get f32 values.
+                                        algorithm, element, codec_s_per_byte, bucket_bytes, no_overlap and delayed do
+                                        not count. 0: an allreduce */
     uint32_t       _end;
 } hpml_simulate_desc;
 
@@ -6807,11 +6821,12 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("staleness", staleness, I32, INT32_MAX, p->strategy == HPML_STRATEGY_SSP, "strategy ssp", 3) \
     X("share", share, F32, 1, p->strategy == HPML_STRATEGY_FEDERATED, "strategy federated", 0.5) \
     X("sum", sum, BOOL, 1, p->strategy <= HPML_STRATEGY_BACKUP, "strategies sync, ps and backup", 0) \
-    X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
-    X("leaf", leaf, I64, 9e18, p->exact, NULL, 2) \
+    X("exact", exact, BOOL, 1, p->strategy <= HPML_STRATEGY_PS, "strategies sync and ps", 0) \
+    X("leaf", leaf, I64, 9e18, p->exact && p->strategy == HPML_STRATEGY_SYNC, NULL, 2) \
     X("shard", shard, I32, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 1) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
-    X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
+    X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
+      "strategies that send gradients", 0) \
     X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
       "strategies that send gradients", 0) \
     X("codec.threshold", codec.threshold, F32, 1e30, p->codec.kind == HPML_CODEC_TWOBIT, NULL, 0.01) \
@@ -6863,8 +6878,9 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(p->algorithm == HPML_NATIVE && !f->native, "algorithm native is the transport's own allreduce, and this " \
          "transport has none; take algorithm auto or ring") \
     RULE(p->leaf > f->batch, "leaf is more samples than the model's batch; take a smaller leaf or a larger batch") \
-    RULE(hpmlc_factors_is_chosen(NULL, p) && (p->exact || p->delayed), "exact and delayed work on the gradients that " \
-         "ranks exchange, and routes factors and hybrid exchange none; take route allreduce, or leave both out") \
+    RULE(hpmlc_factors_is_chosen(NULL, p) && (hpmlc_exact_is_chosen(NULL, p) || p->delayed), "exact and delayed " \
+         "work on the gradients that ranks exchange, and routes factors and hybrid exchange none; take route " \
+         "allreduce, or leave both out") \
     RULE(hpmlc_factors_is_chosen(NULL, p) && hpmlc_plan_packs(p), "a codec packs gradients, and routes factors and " \
          "hybrid exchange none; take route allreduce or codec none") \
     RULE(hpmlc_factors_is_chosen(NULL, p) && f->accumulate > 1, "routes factors and hybrid send the factors of one " \
@@ -6883,17 +6899,18 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(p->shard > 0 && f->device, "shard cuts arrays in host memory, and this trainer's are on a device; take " \
          "shard 0, or the CPU backend") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
-    RULE(p->exact && p->sum, "exact sums are divided by the samples, so exact excludes sum; set one of them") \
+    RULE(hpmlc_exact_is_chosen(NULL, p) && p->sum, "exact sums are divided by the samples, so exact excludes " \
+         "sum; set one of them") \
     RULE(p->exact && p->warm_steps > 0, "exact sums keep a residual for each leaf from the first step on, so exact " \
          "excludes warm_steps; set one of them") \
     RULE(p->exact && hpmlc_whole_codec(&p->codec), "exact sums go with codecs that pack rows, and codec topk and " \
          "lowrank pack whole tensors; take codec onebit, twobit, bf16 or none") \
     RULE(p->exact && p->sync_batchnorm, "exact sums compute leaves one by one, and sync_batchnorm normalizes a whole " \
          "batch; set one of them") \
-    RULE(p->exact && f->accumulate > 1, "exact sums go with one batch a step, not with the trainer's accumulate; set " \
-         "accumulate to 1") \
-    RULE(p->exact && f->mixes_samples, "exact sums compute leaves one by one, and this model mixes the samples of a " \
-         "batch; leave exact out") \
+    RULE(hpmlc_exact_is_chosen(NULL, p) && f->accumulate > 1, "exact sums go with one batch a step, not with " \
+         "the trainer's accumulate; set accumulate to 1") \
+    RULE(hpmlc_exact_is_chosen(NULL, p) && f->mixes_samples, "exact sums compute leaves one by one, and this " \
+         "model mixes the samples of a batch; leave exact out") \
     RULE(p->exact && f->overflows, "in f16 gradients overflow now and then, and the integers of exact sums cannot " \
          "carry an infinity; take bf16, a fixed loss_scale, or leave exact out") \
     RULE(hpmlc_plan_packs(p) && f->overflows, "in f16 gradients overflow now and then, and a codec cannot carry an " \
@@ -7263,6 +7280,12 @@ HPML_API int hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char 
     return count;
 }
 
+/* Returns whether sums are exact by leaves of the batch: is_chosen of form "exact" of strategy sync. */
+HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p)
+{
+    return p->exact && p->strategy == HPML_STRATEGY_SYNC;
+}
+
 /* Returns whether the plan's route lets dense layers send factors: is_chosen of form "factors" of strategy sync. */
 HPMLC_FN bool hpmlc_factors_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p)
 {
@@ -7277,7 +7300,7 @@ HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *f
 {
     hpml_plan whole;
     hpml_plan_resolve(plan, facts, &whole);
-    int64_t grain  = whole.exact ? whole.leaf : 1; /* samples that stay together */
+    int64_t grain  = hpmlc_exact_is_chosen(NULL, &whole) ? whole.leaf : 1; /* samples that stay together */
     int64_t grains = (whole.global_batch - 1) / grain + 1;
     return ((grains - 1) / hpmlc_plan_workers(plan, facts->ranks) + 1) * grain;
 }
@@ -7293,7 +7316,7 @@ HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *fa
 {
     *out = *plan;
     if (out->global_batch == 0) out->global_batch = hpmlc_plan_workers(plan, facts->ranks) * facts->batch;
-    if (out->exact && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
+    if (hpmlc_exact_is_chosen(NULL, out) && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
     if (out->history == 0) out->history = 64;
     if (out->pipe > 1 && out->micro == 0 && !hpmlc_pipe_stashes(out->schedule))
         out->micro = (int32_t)hpmlc_min(4 * (int64_t)out->pipe, facts->batch);
@@ -7348,9 +7371,8 @@ HPMLC_FN hpml_status hpmlc_axes_check(const hpml_plan *p, int ranks, const hpmlc
     const double left = ranks - p->servers;
     if (left < 1 || product == left || (p->data == 0 && fmod(left, product) == 0)) return HPML_OK;
     if (p->data == 0)
-        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "plan: %s = %.0f ranks, of which %.0f ranks are no multiple; make "
-                            "the product a divisor of %.0f, or start another number of ranks", text, product, left,
-                            left);
+        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "plan: %.0f ranks are no multiple of %s = %.0f ranks; make the "
+                            "product a divisor of %.0f, or start another number of ranks", left, text, product, left);
     return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "plan: %s + servers %d = %.0f ranks, and %d were started; make the "
                         "product %.0f, leave out data, which is then what is left, or start %.0f ranks", text,
                         p->servers, product + p->servers, ranks, left, product + p->servers);
@@ -7510,6 +7532,7 @@ typedef struct hpmlc_gathered {
 } hpmlc_gathered;
 
 typedef struct hpmlc_states   hpmlc_states; /* list of what checkpoints hold, see >>state */
+typedef struct hpmlc_factors  hpmlc_factors;
 typedef struct hpmlc_strategy hpmlc_strategy;
 
 /* Starts the exchange of one bucket and returns the status of starting alone. An error of an exchange that is done at
@@ -7537,6 +7560,7 @@ struct hpml_distributed {
     hpmlc_trial           trial;
     hpmlc_gathered        rows;
     hpmlc_pipeline       *pipeline;   /* this rank has a stage of the model; NULL: it has the whole model */
+    hpmlc_factors        *factors;    /* layers that send factors, see >>strategy-factors; NULL: the route has none */
     int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
@@ -7746,7 +7770,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
         hpml_tensor  *p = i >= 0 ? hpmlc_param(d, i) : NULL;
         hpml_comm    *c = p ? hpmlc_ranks_of(d, p) : NULL;
         hpmlc_bucket *b = &d->buckets.item[d->buckets.count];
-        bool          none = open ? p && !p->grad : p && hpml_trainer_place(d->t, i) < 0;
+        const bool    none = p && (open ? !p->grad : hpml_trainer_place(d->t, i) < 0);
         if (none || (p && hpml_param_rows(p, NULL))) continue; /* sparse: see >>distribute-rows */
         if (count > 0 && (c != b->c || filled >= limit)) {
             d->buckets.count++;
@@ -8563,7 +8587,7 @@ HPMLC_FN hpml_status hpmlc_shard_join(void *user, hpml_trainer *t HPMLC_UNUSED, 
    rank are copied to its blocks of two arrays, and an allgather of each starts. hpmlc_factors_update then computes, on
    every rank, dw = 1/p sum over ranks r of dz_r^T x_r, as one product. Short batches are filled up with rows of zeros.
    The local dw is not computed, because the weight has no `grad` during the pass. Other gradients are exchanged as by
-   strategy-sync. */
+   strategy-sync. With servers there is one block, which hpmlc_factor_pack sends (>>servers-step). */
 
 typedef struct hpmlc_factor { /* a dense layer, z = x w^T */
     hpml_distributed *d;
@@ -8571,17 +8595,17 @@ typedef struct hpmlc_factor { /* a dense layer, z = x w^T */
     hpml_tensor      *w;
     float            *grad;   /* the gradient of w, kept while w->grad is NULL */
     int64_t           rows, m, n; /* rows of a sample; columns of dz; of x */
-    float            *x, *dz; /* (ranks * batch * rows, n) and (.., m): factors of all ranks */
+    float            *x, *dz; /* (blocks * batch * rows, n) and (.., m): a block for each rank; with servers, one */
     bool              has_begun; /* the allgathers of this step have started */
     hpmlc_task        task;
 } hpmlc_factor;
 
-typedef struct hpmlc_factors { /* struct of the strategy */
+struct hpmlc_factors {
     hpmlc_factor  *layer;      /* (count) in the order of the backward pass */
     int            count;
     hpmlc_factor **of;         /* (params) the layer with this weight; NULL: none */
     int64_t        samples;    /* of this rank in this step */
-} hpmlc_factors;
+};
 
 /* Returns whether backends compute results of layers as f32 in host memory. */
 HPMLC_FN bool hpmlc_has_factors(const hpml_ctx *ctx)
@@ -8604,9 +8628,9 @@ HPMLC_FN void hpmlc_factors_show(const hpmlc_factors *f, bool show)
    readers: (params) number of ops that read each parameter. False: no memory. */
 HPMLC_FN bool hpmlc_factors_add(hpml_distributed *d, const hpml_node *n, const int *readers)
 {
-    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    hpmlc_factors *f = d->factors;
     hpml_tensor   *w = n->op == HPML_OP_LINEAR ? n->src[1] : NULL;
-    const int64_t  p = d->c->size;
+    const bool     serves = hpmlc_plan_serves(&d->plan);
     if (!w || !w->param || !w->grad || readers[w->param->index] != 1) return true;
     if (n->src[0]->batch_rows == 0 || n->src[0]->dtype != HPML_DTYPE_F32) return true;
     hpmlc_factor *it = &f->layer[f->count];
@@ -8617,8 +8641,9 @@ HPMLC_FN bool hpmlc_factors_add(hpml_distributed *d, const hpml_node *n, const i
     it->m    = w->shape[0];
     it->n    = w->shape[1];
     it->rows = hpml_tensor_count(n->out) / n->out->shape[0] * n->out->batch_rows / it->m;
-    int64_t all = p * d->layout.batch * it->rows; /* rows of all ranks */
-    bool    pays = (double)all * (double)(it->m + it->n) <= 2 * (double)it->m * (double)it->n;
+    int64_t all   = (serves ? 1 : d->c->size) * d->layout.batch * it->rows; /* rows of all blocks */
+    double  share = serves ? (double)(it->m + d->plan.servers * it->n) : 0.5 * (double)(it->m + it->n);
+    bool    pays  = (double)all * share <= (double)it->m * (double)it->n;
     if (d->plan.route == HPML_ROUTE_HYBRID && !pays) return true;
     it->x  = (float *)hpmlc_dist_alloc(d, sizeof(float) * (size_t)all * (size_t)it->n);
     it->dz = (float *)hpmlc_dist_alloc(d, sizeof(float) * (size_t)all * (size_t)it->m);
@@ -8649,18 +8674,25 @@ HPMLC_FN bool hpmlc_factors_find(hpml_distributed *d)
     return good;
 }
 
-HPMLC_FN bool hpmlc_factors_open(hpml_distributed *d)
+/* Sets d->factors to the layers that send factors, if the plan's route has any. False: no memory. */
+HPMLC_FN bool hpmlc_factors_create(hpml_distributed *d)
 {
-    const size_t   params = (size_t)d->layout.params;
+    const size_t params = (size_t)d->layout.params;
+    if (!hpmlc_factors_is_chosen(d->c, &d->plan)) return true;
     hpmlc_factors *f = (hpmlc_factors *)hpmlc_dist_alloc(d, sizeof *f);
-    d->own = f;
+    d->factors = f;
     if (!f) return false;
     f->layer = (hpmlc_factor *)hpmlc_dist_alloc(d, sizeof *f->layer * (params + 1));
     f->of    = (hpmlc_factor **)hpmlc_dist_alloc(d, sizeof *f->of * (params + 1));
-    if (!f->layer || !f->of || !hpmlc_factors_find(d)) return false;
-    hpmlc_factors_show(f, false);
+    return f->layer && f->of && hpmlc_factors_find(d);
+}
+
+HPMLC_FN bool hpmlc_factors_open(hpml_distributed *d)
+{
+    if (!hpmlc_factors_create(d)) return false;
+    hpmlc_factors_show(d->factors, false);
     bool good = hpmlc_sync_open(d);
-    hpmlc_factors_show(f, true);
+    hpmlc_factors_show(d->factors, true);
     return good;
 }
 
@@ -8690,24 +8722,41 @@ HPMLC_FN void hpmlc_factor_copy(float *all, int rank, const float *from, int64_t
     memset(block + rows * cols, 0, sizeof(float) * (size_t)((most - rows) * cols));
 }
 
+/* Keeps in block `block` the factors of parameter `param`'s gradient, which is final. NULL: the layer sends none. */
+HPMLC_FN hpmlc_factor *hpmlc_factor_keep(hpml_distributed *d, int param, int block)
+{
+    const hpmlc_factors *f  = d->factors;
+    hpmlc_factor        *it = f ? f->of[param] : NULL;
+    if (!it) return NULL;
+    int64_t rows = f->samples * it->rows, most = d->layout.batch * it->rows;
+    hpmlc_factor_copy(it->x, block, it->node->src[0]->data, rows, most, it->n);
+    hpmlc_factor_copy(it->dz, block, it->node->out->grad, rows, most, it->m);
+    return it;
+}
+
 HPMLC_FN hpml_status hpmlc_factors_gradient(hpml_distributed *d, int param)
 {
-    const hpmlc_factors *f  = (const hpmlc_factors *)d->own;
-    hpmlc_factor        *it = f->of[param];
+    hpmlc_factor *it = hpmlc_factor_keep(d, param, d->c->rank);
     if (!it) return hpmlc_sync_gradient(d, param);
-    int64_t rows = f->samples * it->rows, most = d->layout.batch * it->rows;
-    hpmlc_factor_copy(it->x, d->c->rank, it->node->src[0]->data, rows, most, it->n);
-    hpmlc_factor_copy(it->dz, d->c->rank, it->node->out->grad, rows, most, it->m);
     return d->plan.no_overlap ? HPML_OK : hpmlc_factor_start(it);
 }
 
-HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, float *loss)
+/* Runs hpmlc_dist_pass without computing the gradients of layers that send factors. */
+HPMLC_FN hpml_status hpmlc_factors_pass(hpml_distributed *d, int64_t samples, float *loss)
 {
-    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    hpmlc_factors *f = d->factors;
+    if (!f) return hpmlc_dist_pass(d, samples, loss);
     f->samples = samples;
     hpmlc_factors_show(f, false);
     hpml_status status = hpmlc_dist_pass(d, samples, loss);
     hpmlc_factors_show(f, true);
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_factors *f      = d->factors;
+    hpml_status    status = hpmlc_factors_pass(d, samples, loss);
     double start = hpml_comm_now(d->c);
     for (int i = 0; i < f->count && status == HPML_OK; i++)
         if (!f->layer[i].has_begun) status = hpmlc_factor_start(&f->layer[i]);
@@ -8719,7 +8768,7 @@ HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, f
 
 HPMLC_FN hpml_status hpmlc_factors_update(hpml_distributed *d)
 {
-    const hpmlc_factors *f     = (const hpmlc_factors *)d->own;
+    const hpmlc_factors *f     = d->factors;
     const float          share = d->plan.sum ? 1 : 1 / (float)d->c->size;
     hpml_status          status = HPML_OK;
     for (hpmlc_factor *it = f->layer; it < f->layer + f->count; it++) {
@@ -8739,15 +8788,14 @@ HPMLC_FN hpml_status hpmlc_factors_update(hpml_distributed *d)
 
 HPMLC_FN void hpmlc_factors_close(hpml_distributed *d)
 {
-    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    hpmlc_factors *f = d->factors;
     for (int i = 0; f && i < f->count; i++) hpmlc_task_wait(&f->layer[i].task);
 }
 
 HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param)
 {
-    if (!d || param < 0 || param >= d->layout.params || !hpmlc_factors_is_chosen(d->c, &d->plan))
-        return HPML_ROUTE_ALLREDUCE;
-    return ((const hpmlc_factors *)d->own)->of[param] ? HPML_ROUTE_FACTORS : HPML_ROUTE_ALLREDUCE;
+    if (!d || param < 0 || param >= d->layout.params || !d->factors) return HPML_ROUTE_ALLREDUCE;
+    return d->factors->of[param] ? HPML_ROUTE_FACTORS : HPML_ROUTE_ALLREDUCE;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -8933,8 +8981,6 @@ typedef struct hpmlc_exact {
     float   *before;  /* (buffer_total) running statistics that the step began with */
     int64_t  total;   /* floats of one leaf: gradients, running statistics */
 } hpmlc_exact;
-
-HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan) { return plan->exact; }
 
 /* Returns how many floats parameter i has in a leaf's array: gradient, or change of running statistics; 0: none. */
 HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
@@ -9811,6 +9857,7 @@ typedef struct hpmlc_client { /* a worker, as a server knows it */
 
 typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which are packed as one */
     hpml_packing packing;
+    const hpmlc_factor *layer;   /* sends factors in place of these rows; NULL: floats, packed by the codec */
     int          param;
     int64_t      from, at;    /* first float in the parameter; among all trained ones */
     size_t       offset;      /* of the packed bytes, among those of all pieces */
@@ -9826,6 +9873,7 @@ typedef struct hpmlc_servers {
     float         *gradient;         /* (floats) of a worker its own; of a server the sum, zero between steps */
     float         *values;           /* (floats) */
     float         *residual;         /* (floats) of a worker with a lossy codec; else NULL */
+    int64_t       *exact;            /* (floats) server: sum of the round's gradients; NULL: the plan is not exact */
     hpml_message  *message;          /* worker: (4 S) messages of a request */
     hpmlc_answer  *answer;           /* worker: (S) */
     hpmlc_client  *client;           /* server: (K) */
@@ -9865,6 +9913,18 @@ HPMLC_FN void hpmlc_ranges_copy(const hpml_distributed *d, hpml_array which, boo
     }
 }
 
+/* Returns the rows of both factors of a layer, in a full batch of a rank. */
+HPMLC_FN int64_t hpmlc_factor_rows(const hpml_distributed *d, const hpmlc_piece *p)
+{
+    return d->layout.batch * p->layer->rows;
+}
+
+HPMLC_FN size_t hpmlc_piece_size(const hpml_distributed *d, const hpmlc_piece *p)
+{
+    if (!p->layer) return p->packing.size;
+    return sizeof(float) * (size_t)(hpmlc_factor_rows(d, p) * (p->packing.rows + p->packing.cols));
+}
+
 /* Cuts the range of server s into pieces: whole rows, and parts of rows at its ends. False: the codec refuses. */
 HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
 {
@@ -9882,10 +9942,11 @@ HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
             const int64_t width = whole ? cols : hpmlc_min(left, cols - from % cols);
             hpmlc_piece  *piece = &own->piece[own->pieces++];
             if (hpml_packing_init(&piece->packing, &d->plan.codec, rows, width) != HPML_OK) return false;
+            piece->layer     = d->factors ? d->factors->of[i] : NULL;
             piece->param     = i;
             piece->from      = from;
             piece->at        = first + from;
-            piece[1].offset  = piece->offset + piece->packing.size;
+            piece[1].offset  = piece->offset + hpmlc_piece_size(d, piece);
             from += rows * width;
             left -= rows * width;
         }
@@ -9968,7 +10029,7 @@ HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_
     own->answer  = (hpmlc_answer *)hpmlc_dist_alloc(d, sizeof *own->answer * s);
     own->awaited = (hpml_message **)hpmlc_dist_alloc(d, sizeof *own->awaited * k);
     own->client  = (hpmlc_client *)hpmlc_dist_alloc(d, sizeof *own->client * k);
-    if (hpml_ctx_status(d->ctx) != HPML_OK) return false;
+    if (hpml_ctx_status(d->ctx) != HPML_OK || !hpmlc_factors_create(d)) return false;
     for (int i = 0; i < own->count; i++)
         if (!hpmlc_range_cut(d, i))
             return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: the codec cannot pack rows of the gradient"), false;
@@ -9977,6 +10038,7 @@ HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_
     own->values   = (float *)hpmlc_dist_alloc(d, bytes);
     own->packed   = (char *)hpmlc_dist_alloc(d, hpmlc_packed_size(own, own->first, own->end) + 1);
     if (!serves && hpmlc_has_feedback(d)) own->residual = (float *)hpmlc_dist_alloc(d, bytes);
+    if (serves && d->plan.exact) own->exact = (int64_t *)hpmlc_dist_alloc(d, 2 * bytes);
     if (hpml_ctx_status(d->ctx) != HPML_OK) return false;
     d->copies.all   = own->workers;
     d->copies.count = serves ? 0 : 1;
@@ -9989,6 +10051,54 @@ HPMLC_FN void hpmlc_servers_close(hpml_distributed *d) { hpml_ctx_release(d->ctx
 // ---------------------------------------------------------------------------------------------------------------------
 // >>servers-step   parameter servers: a worker asks, a server answers
 // ---------------------------------------------------------------------------------------------------------------------
+/* Packs for a server's rows of a weight the columns of dz of these rows, then the columns of x of the rows' floats, to
+   `to`. Returns 0, or NaN if a number is not finite. */
+HPMLC_FN float hpmlc_factor_pack(const hpml_distributed *d, const hpmlc_piece *p, float *to)
+{
+    const int64_t k = hpmlc_factor_rows(d, p), m = p->layer->m, n = p->layer->n;
+    const int64_t rows = p->packing.rows, cols = p->packing.cols;
+    const float  *dz = p->layer->dz + p->from / n; /* (k, m), from the first of the rows on */
+    const float  *x  = p->layer->x + p->from % n;  /* (k, n) */
+    float         bad = 0;
+    for (int64_t r = 0; r < k; r++) memcpy(to + r * rows, dz + r * m, sizeof(float) * (size_t)rows);
+    for (int64_t r = 0; r < k; r++) memcpy(to + k * rows + r * cols, x + r * n, sizeof(float) * (size_t)cols);
+    for (int64_t i = 0; i < k * (rows + cols); i++) bad += to[i] - to[i];
+    return bad;
+}
+
+/* Adds a piece that a worker packed to `gradient`, floats of the piece's rows. */
+HPMLC_FN void hpmlc_piece_add(hpml_distributed *d, const hpmlc_piece *p, float *gradient, const char *packed)
+{
+    const int64_t rows = p->packing.rows, cols = p->packing.cols;
+    if (!p->layer) {
+        hpml_packing_decode_add(&p->packing, gradient, packed, rows);
+        return;
+    }
+    const int64_t k  = hpmlc_factor_rows(d, p);
+    const float  *dz = (const float *)(const void *)packed; /* (k, rows) */
+    hpml_sgemm(d->ctx, true, false, rows, cols, k, 1, dz, rows, dz + k * rows, cols, 1, gradient, cols);
+}
+
+#define HPMLC_EXACT_ONE 1099511627776.0 /* of exact sums on servers: 2^40 stands for 1 */
+
+/* Moves own->gradient, of worker `worker`, to the exact sum of the round: multiples of 2^-40, as integers, which add up
+   to the same sum in any order. */
+HPMLC_FN hpml_status hpmlc_exact_move(hpml_distributed *d, int worker)
+{
+    hpmlc_servers *own  = hpmlc_servers_of(d);
+    const double   most = 4194304.0 / own->workers; /* 2^62 of the sum's unit, for all workers together */
+    for (int64_t i = 0; i < own->floats; i++) {
+        const double g = own->gradient[i];
+        if (!(fabs(g) < most))
+            return hpmlc_fail(d->c, HPML_ERR_NONFINITE, "step %lld: worker %d has a gradient of %g, and exact sums "
+                              "hold less than %g; lower the learning rate, set clip_norm or leave exact out",
+                              (long long)d->c->step, worker, g, most);
+        own->exact[i] += (int64_t)llrint(HPMLC_EXACT_ONE * g);
+        own->gradient[i] = 0;
+    }
+    return HPML_OK;
+}
+
 /* Packs own->gradient to own->packed. A NaN or infinity is an error, unless no_finite_check is set without a codec. */
 HPMLC_FN hpml_status hpmlc_worker_pack(hpml_distributed *d)
 {
@@ -9999,13 +10109,14 @@ HPMLC_FN hpml_status hpmlc_worker_pack(hpml_distributed *d)
     info.step = own->steps;
     info.seed = d->plan.codec.seed + (uint64_t)d->c->rank;
     for (int64_t k = 0; k < own->total; k++) bad += own->gradient[k] - own->gradient[k];
-    if (bad != 0 && !hpml_trainer_settings(d->t)->no_finite_check) status = HPML_ERR_NONFINITE;
     for (int i = 0; i < own->pieces && status == HPML_OK; i++) {
-        const hpmlc_piece *p = &own->piece[i];
-        float             *e = own->residual ? own->residual + p->at : NULL;
-        status = hpml_packing_encode(&p->packing, own->packed + p->offset, e, own->gradient + p->at, p->packing.rows,
-                                     &info);
+        const hpmlc_piece *p  = &own->piece[i];
+        float             *e  = own->residual ? own->residual + p->at : NULL;
+        char              *to = own->packed + p->offset;
+        if (p->layer) bad += hpmlc_factor_pack(d, p, (float *)(void *)to);
+        else status = hpml_packing_encode(&p->packing, to, e, own->gradient + p->at, p->packing.rows, &info);
     }
+    if (status == HPML_OK && bad != 0 && !hpml_trainer_settings(d->t)->no_finite_check) status = HPML_ERR_NONFINITE;
     if (status == HPML_OK) return HPML_OK;
     return hpmlc_fail(d->c, status, "step %lld: the gradient is NaN or infinite on this rank; lower the learning rate "
                       "or set clip_norm", (long long)d->c->step);
@@ -10124,11 +10235,12 @@ HPMLC_FN hpml_status hpmlc_take(hpml_distributed *d, int worker, float factor, b
     w->request.kind = HPMLC_PULL;
     for (int i = own->begin[own->first]; i < own->begin[own->end] && factor == 1; i++) {
         const hpmlc_piece *p = &own->piece[i], *zero = &own->piece[own->begin[own->first]];
-        hpml_packing_decode_add(&p->packing, own->gradient + p->at - zero->at, own->packed + p->offset - zero->offset,
-                                p->packing.rows);
+        hpmlc_piece_add(d, p, own->gradient + p->at - zero->at, own->packed + p->offset - zero->offset);
     }
     for (int64_t i = 0; i < own->floats && factor != 0 && factor != 1; i++) own->gradient[i] += factor * values[i];
     if (factor == 0) return HPML_OK;
+    if (own->exact) status = hpmlc_exact_move(d, worker);
+    if (status != HPML_OK) return status;
     own->taken++;
     own->samples += (double)w->request.samples;
     own->loss += w->request.loss * (double)w->request.samples;
@@ -10212,7 +10324,7 @@ HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, f
     const bool     serves = hpmlc_is_server(d);
     hpml_status    status = HPML_OK;
     if (!own->averages) own->is_skipped = own->batch < 0 && own->steps < own->round;
-    if (!serves && !own->is_skipped) return hpmlc_dist_pass(d, samples, loss);
+    if (!serves && !own->is_skipped) return hpmlc_factors_pass(d, samples, loss);
     *loss = isnan(d->report.r.loss) ? 0 : (float)d->report.r.loss;
     if (++d->micro < d->accumulate || !serves) return HPML_OK;
     own->steps += !own->is_served;
@@ -10220,6 +10332,12 @@ HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, f
     own->is_served = false;
     if (own->samples > 0) *loss = (float)(own->loss / own->samples);
     return status;
+}
+
+HPMLC_FN hpml_status hpmlc_servers_gradient(hpml_distributed *d, int param)
+{
+    hpmlc_factor_keep(d, param, 0);
+    return HPML_OK;
 }
 
 /* Counts a step in the report, unless `status` is an error; returns `status`. loss: sum over the samples. */
@@ -10365,11 +10483,16 @@ HPMLC_FN hpml_status hpmlc_ps_step(hpml_distributed *d)
     for (int k = 0; k < own->workers; k++)
         if (hpmlc_is_open(&own->client[k], HPMLC_PUSH)) all += (double)own->client[k].request.samples;
     for (int k = 0; k < own->workers && status == HPML_OK; k++) {
-        const double n    = (double)own->client[k].request.samples;
-        bool         came = false;
+        const double n = (double)own->client[k].request.samples;
+        bool         came;
         if (!hpmlc_is_open(&own->client[k], HPMLC_PUSH)) continue;
         status = hpmlc_take(d, k, own->averages && all > 0 ? (float)(n / all) : 1, &came);
-        samples += came ? n : 0;
+    }
+    for (int k = 0; k < own->workers; k++)
+        if (hpmlc_is_open(&own->client[k], HPMLC_PULL)) samples += (double)own->client[k].request.samples;
+    for (int64_t i = 0; own->exact && i < own->floats; i++) {
+        own->gradient[i] = (float)((double)own->exact[i] / HPMLC_EXACT_ONE);
+        own->exact[i]    = 0;
     }
     if (!d->plan.sum) hpmlc_divide_f32(own->gradient, own->floats, (float)own->workers);
     float scale = hpmlc_rescale(d, samples, hpmlc_whole_samples(d));
@@ -10395,10 +10518,12 @@ HPMLC_FN hpml_status hpmlc_ps_enter(hpml_distributed *d)
         hpmlc_client *w    = &own->client[k];
         const bool    asks = w->is_open && w->request.kind <= HPMLC_PULL;
         bool          came = false;
-        if (asks && w->request.step < own->round) status = hpmlc_take(d, k, 0, &came);
-        else ready += asks;
+        const bool    late = asks && w->request.step < own->round;
+        if (late) status = hpmlc_take(d, k, 0, &came);
+        if (own->exact && !late && hpmlc_is_open(w, HPMLC_PUSH)) status = hpmlc_take(d, k, 1, &came);
+        ready += asks && !late && w->is_open;
         there += hpmlc_is_active(w);
-        if (!came || status != HPML_OK) continue;
+        if (!late || !came || status != HPML_OK) continue;
         w->clock = own->round;
         status   = hpmlc_answer_to(d, k, own->round, -1);
     }
@@ -10760,14 +10885,14 @@ static const hpmlc_strategy hpmlc_strategies[] = {
       NULL, hpmlc_elastic_update, hpmlc_elastic_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_GOSSIP, "gossip", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
       hpmlc_gossip_update, hpmlc_local_meet, hpmlc_weights_state, NULL },
-    { HPML_STRATEGY_PS, "ps", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_ps_open, hpmlc_servers_begin, NULL,
-      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
-    { HPML_STRATEGY_BACKUP, "backup", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_ps_open, hpmlc_servers_begin, NULL,
-      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
-    { HPML_STRATEGY_SSP, "ssp", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_async_open, hpmlc_servers_begin, NULL,
-      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
-    { HPML_STRATEGY_ASYNC, "async", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_async_open, hpmlc_servers_begin, NULL,
-      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_PS, "ps", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_ps_open, hpmlc_servers_begin,
+      hpmlc_servers_gradient, hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_BACKUP, "backup", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_ps_open, hpmlc_servers_begin,
+      hpmlc_servers_gradient, hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_SSP, "ssp", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_async_open, hpmlc_servers_begin,
+      hpmlc_servers_gradient, hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_ASYNC, "async", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_async_open, hpmlc_servers_begin,
+      hpmlc_servers_gradient, hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
     { HPML_STRATEGY_FEDERATED, "federated", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_federated_open, hpmlc_servers_begin,
       NULL, hpmlc_federated_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
     { HPML_STRATEGY_HOGWILD, "hogwild", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_hogwild_open, hpmlc_hogwild_begin, NULL,
@@ -14753,6 +14878,9 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     if (hpml_element_size(d->element) == 0 || !HPMLC_GOOD(d->update_s) || !HPMLC_GOOD(d->codec_s_per_byte))
         return hpmlc_refuse(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
                             (int)d->element, d->update_s, d->codec_s_per_byte);
+    if (d->servers < 0 || d->servers >= d->ranks)
+        return hpmlc_refuse(to, wrong, "simulate: %d servers of %d ranks; at least one rank must be a worker",
+                            d->servers, d->ranks);
     for (int i = 0; i < d->layers; i++) {
         double  forward = d->forward_s ? d->forward_s[i] : 0, backward = d->backward_s[i];
         int64_t packed  = d->packed ? d->packed[i] : 0, n = d->elements[i];
@@ -14788,6 +14916,58 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
     return good;
 }
 
+/* Simulates that ranks [first, end) in the order of their clocks send `bytes` and a header to each of [to, to_end), which
+   wait for all of these messages. */
+HPMLC_FN void hpmlc_sim_deal(hpmlc_sim *s, int first, int end, int to, int to_end, size_t header, int64_t bytes)
+{
+    s->runs = 0;
+    for (int r = first; r < end; r++) hpmlc_sim_push(s, r);
+    for (int i = to; i < to_end; i++) s->work[i] = s->clock[i];
+    while (s->runs > 0) {
+        const int r = hpmlc_sim_pop(s);
+        for (int i = to; i < to_end; i++) {
+            hpmlc_sim_send(s, r, i, (int64_t)header);
+            s->work[i] = fmax(s->work[i], hpmlc_sim_send(s, r, i, bytes));
+        }
+    }
+    for (int i = to; i < to_end; i++) s->clock[i] = s->work[i];
+}
+
+/* Simulates steps of strategy ps and stores the mean of the later ones, times and counts, in *out. */
+HPMLC_FN void hpmlc_sim_servers(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
+{
+    enum { STEPS = 8 }; /* that are counted, after as many others */
+    const int workers = s->p - d->servers;
+    double    compute = 0, slowest = 1, begin = 0, end = 0;
+    int64_t   up = 0, down = 0;
+    for (int i = 0; i < d->layers; i++) {
+        compute += d->backward_s[i] + (d->forward_s ? d->forward_s[i] : 0);
+        up += d->packed ? d->packed[i] : 4 * d->elements[i];
+        down += 4 * d->elements[i];
+    }
+    for (int step = 0; step < 2 * STEPS; step++) {
+        if (step == STEPS) {
+            begin = end;
+            memset(s->bytes, 0, sizeof *s->bytes * 2 * (size_t)s->p); /* and s->messages */
+            s->between = 0;
+        }
+        for (int r = 0; r < workers; r++) s->clock[r] += compute * (d->network.slow ? d->network.slow[r] : 1);
+        hpmlc_sim_deal(s, 0, workers, workers, s->p, sizeof(hpmlc_request), up / d->servers);
+        for (int r = workers; r < s->p; r++) s->clock[r] += d->update_s / d->servers;
+        hpmlc_sim_deal(s, workers, s->p, 0, workers, sizeof(hpmlc_answer), down / d->servers);
+        end = hpmlc_sim_latest(s);
+    }
+    for (int r = 0; r < s->p; r++) {
+        if (d->network.slow && r < workers) slowest = fmax(slowest, d->network.slow[r]);
+        out->bytes_per_rank = hpmlc_max(out->bytes_per_rank, s->bytes[r] / STEPS);
+        out->messages       = hpmlc_max(out->messages, s->messages[r] / STEPS);
+    }
+    out->step_s        = (end - begin) / STEPS;
+    out->between_bytes = s->between / STEPS;
+    out->compute_s     = compute + d->update_s / d->servers;
+    out->straggle_s    = (slowest - 1) * compute;
+}
+
 /* Simulates one step of training, bucket by bucket, and stores its times and counts in *out. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
@@ -14820,8 +15000,6 @@ HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_sim
     out->between_bytes = s->between;
     out->compute_s     = whole + d->update_s;
     out->straggle_s    = slowest > 1 ? (slowest - 1) * out->compute_s : 0;
-    out->exposed_s     = fmax(0, out->step_s - out->compute_s - out->straggle_s);
-    out->efficiency = out->step_s > 0 ? out->compute_s / out->step_s : 1;
     return true;
 }
 
@@ -14835,10 +15013,16 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     *out = result;
     hpml_status status = hpmlc_sim_check(desc, &to);
     if (status != HPML_OK) return status;
-    if (!hpmlc_sim_open(&s, desc->ranks, &desc->network) || !hpmlc_sim_step(&s, desc, &result))
-        status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
-    else *out = result;
+    bool good = hpmlc_sim_open(&s, desc->ranks, &desc->network);
+    if (good && desc->servers > 0) hpmlc_sim_servers(&s, desc, &result);
+    else good = good && hpmlc_sim_step(&s, desc, &result);
+    if (!good) status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
     hpmlc_sim_close(&s);
+    if (!good) return status;
+    result.exposed_s = fmax(0, result.step_s - result.compute_s - result.straggle_s);
+    if (desc->servers > 0) result.comm_s = result.exposed_s;
+    result.efficiency = result.step_s > 0 ? result.compute_s / result.step_s : 1;
+    *out = result;
     return status;
 }
 

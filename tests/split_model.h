@@ -72,10 +72,10 @@ typedef struct split_run {
     hpml_opt    optimizer;
     int         steps, accumulate;
     float       clip_norm;
-    void      (*after)(hpml_distributed *d, void *user); /* optional, on all ranks, after the last step */
+    const char *load, *save; /* checkpoints, before the first and after the last step; NULL: none */
+    bool        pieces;   /* ranks have pieces of arrays (shard, pipe): hpml_trainer_collect joins them */
     int         fails;    /* 1 + the rank that fails after the first step; 0: none */
     const hpml_plan *plan; /* given to hpml_distribute; NULL: that of the launch */
-    void       *user;
     double      loss[16];
     int64_t     floats;               /* of all parameters' wholes */
     float      *gradients, *values;   /* (floats), released by split_free */
@@ -91,8 +91,8 @@ static inline void split_free(split_run *r)
 }
 
 /* Copies the wholes of one array of all parameters to `to` (NULL: does not), and returns the number of their floats.
-   Ranks add up arrays of zeros that hold their parts alone. */
-static inline int64_t split_collect(hpml_trainer *t, hpml_array which, float *to)
+   Ranks add up arrays of zeros that hold their parts alone, or let hpml_trainer_collect join pieces of parts. */
+static inline int64_t split_collect(hpml_trainer *t, hpml_array which, bool pieces, float *to)
 {
     hpml_ctx *ctx = hpml_trainer_settings(t)->input->ctx;
     int64_t   at = 0, span;
@@ -103,9 +103,17 @@ static inline int64_t split_collect(hpml_trainer *t, hpml_array which, float *to
         int64_t           shape[HPML_MAX_DIMS], n = 1;
         hpml_param_whole(p, shape);
         for (int k = 0; k < p->ndim; k++) n *= shape[k];
-        if (to) memset(to + at, 0, (size_t)n * sizeof *to);
-        if (to) hpml_param_copy(p, array + hpml_trainer_place(t, i), 0, hpml_tensor_count(p), to + at, true);
-        if (to && p->param->axis != HPML_AXIS_DATA) g->sum(g->user, to + at, n);
+        const bool summed = which == HPML_ARRAY_GRADIENTS && p->param->shard == 1; /* of a gradient, but for a piece */
+        if (to && pieces && !summed) hpml_trainer_collect(t, i, which, to + at);
+        else if (to) {
+            const int64_t     first = summed ? p->param->keep_first : 0;
+            const int64_t     count = summed ? p->param->keep_count : hpml_tensor_count(p);
+            const hpml_group *all = hpml_ctx_group(ctx, HPML_AXIS_DATA);
+            memset(to + at, 0, (size_t)n * sizeof *to);
+            hpml_param_copy(p, array + hpml_trainer_place(t, i) + first, first, count, to + at, true);
+            if (p->param->axis != HPML_AXIS_DATA) g->sum(g->user, to + at, n);
+            if (summed) all->sum(all->user, to + at, n);
+        }
         at += n;
     }
     return at;
@@ -127,8 +135,10 @@ static inline hpml_status split_train(hpml_comm *c, void *user)
     hpml_trainer      *t = hpml_trainer_create(ctx, &desc);
     hpml_dataset      *text = split_text(ctx, &r->model);
     hpml_distributed  *d = hpml_distribute(t, c, r->plan);
-    int64_t            floats = d ? split_collect(t, HPML_ARRAY_VALUES, NULL) : 0;
+    const bool         pieces = r->pieces;
+    int64_t            floats = d ? split_collect(t, HPML_ARRAY_VALUES, false, NULL) : 0;
     float             *whole = (float *)calloc((size_t)(2 * floats + 1), sizeof *whole);
+    if (d && r->load) hpml_distribute_load(d, r->load);
     for (int i = 0; i < r->steps && d; i++) {
         hpml_distribute_report report;
         hpml_trainer_fit(t, text, &(hpml_fit_desc){ .epochs = 100, .max_steps = 1 });
@@ -136,11 +146,11 @@ static inline hpml_status split_train(hpml_comm *c, void *user)
         hpml_distribute_get(d, &report, false);
         if (first) out->loss[i] = report.loss;
         if (first) out->report = report;
-        if (i == 0) split_collect(t, HPML_ARRAY_GRADIENTS, whole);
+        if (i == 0) split_collect(t, HPML_ARRAY_GRADIENTS, pieces, whole);
         if (r->fails == hpml_comm_rank(c) + 1) hpml_ctx_fail(ctx, HPML_ERR_WRITE, "a disk is full");
     }
-    if (d && r->after) r->after(d, r->user);
-    if (d && hpml_ctx_status(ctx) == HPML_OK) split_collect(t, HPML_ARRAY_VALUES, whole + floats);
+    if (d && r->save) hpml_distribute_save(d, r->save);
+    if (d && hpml_ctx_status(ctx) == HPML_OK) split_collect(t, HPML_ARRAY_VALUES, pieces, whole + floats);
     if (first) {
         out->floats    = floats;
         out->gradients = (float *)malloc(sizeof(float) * (size_t)(floats + 1));
