@@ -1528,6 +1528,7 @@ HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capa
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* operations at full batch */
+HPML_API double hpml_node_flops(const hpml_node *n, bool backward);   /* of one op */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-random   counter-based random numbers
@@ -13821,10 +13822,11 @@ HPMLI_FN const char *hpmli_op_kind(const hpml_node *n)
 {
     return n->op == HPML_OP_CUSTOM ? n->attr.custom->name : hpml_op_name(n->op);
 }
+HPML_API double hpml_node_flops(const hpml_node *n, bool backward) { return hpmli_op_of(n)->flops(n, backward); }
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 {
     double sum = 0;
-    for (int i = 0; g && i < g->count; i++) sum += hpmli_op_of(g->nodes[i])->flops(g->nodes[i], backward);
+    for (int i = 0; g && i < g->count; i++) sum += hpml_node_flops(g->nodes[i], backward);
     return sum;
 }
 
