@@ -86,7 +86,7 @@
 //     api-comm   ranks, communicators, messages between two
 //     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
-//     api-mix   averaging with neighbours
+//     api-mix   averaging with neighbours, tournaments
 //     api-pipe   pipelines: schedules as moves, drawn and simulated; where to cut a model
 //     api-plan   how a training is spread over ranks: one struct, its text, what it may hold
 //     api-mesh   axes of ranks: models larger than a worker
@@ -145,7 +145,7 @@
 //     report   where the time of steps went
 //     resume   checkpoints of the whole job
 //     batch-search   the largest batch that does not hurt
-//     mix   averaging with neighbours
+//     mix   averaging with neighbours, tournaments
 // PART IV   SPLIT THE MODEL: tensor, sequence, expert, pipeline, shards
 //     mesh   axes of ranks: their communicators, the groups of a context
 //     pipe-moves   pipelines: the order in which a stage does its tasks
@@ -628,7 +628,7 @@ typedef struct hpml_device_link {
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-mix   averaging with neighbours
+// >>api-mix   averaging with neighbours, tournaments
 // ---------------------------------------------------------------------------------------------------------------------
 /* Decentralized averaging (Lian et al. 2017): x_i <- sum over j of W_ij x_j, where W_ij is not 0 only for neighbours.
    With Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the
@@ -643,6 +643,20 @@ typedef enum hpml_topology {
 HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
 /* Runs one mixing step on n floats in place; the same seed and step on all ranks. Collective. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
+
+/* Tournament (Jacobs et al. 2017, LBANN's LTFB): every rank trains a model of its own on data of its own. In a
+   tournament ranks meet in random pairs, others in each round; the two exchange models, with the states of their
+   optimizers, both evaluate both models on their own `set`, and each keeps the model with the smaller loss, its own if
+   they are equal. A model with a NaN loses. Collective, with the same seed and round on all ranks; with an odd number
+   of ranks one of them sits out. The same model and optimizer on all ranks; data parallelism of the trainer must not
+   include ranks of c. */
+typedef struct hpml_tournament_result {
+    int32_t partner;       /* rank; this rank itself: it has sat out */
+    double  mine, theirs;  /* losses on `set`; infinite: not finite */
+    bool    changed;       /* the partner's model is this rank's now */
+} hpml_tournament_result;
+HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset *set, uint64_t seed, int64_t round,
+                                     hpml_tournament_result *out); /* out may be NULL */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-pipe   pipelines: schedules as moves, drawn and simulated; where to cut a model
@@ -1185,8 +1199,8 @@ HPML_API hpml_tensor *hpml_linear_rows(hpml_tensor *x, int64_t out, const hpml_l
      named_param  creates a parameter, of which this rank has its part; desc->shape is that of the whole
      named_part   x is whole; the result is this rank's part of x (hpml_group_split)
      einsum       y = sum over all dimensions that `text` has in a and b but not in y of a b: "batch in, hidden in ->
-                  batch hidden". y is split as a and b are. Where a dimension that is summed is split, the ranks' sums are
-                  added up (hpml_group_sum): in each such pass the bytes of one sum of y, over that axis */
+                  batch hidden". y is split as a and b are. Where a dimension that is summed is split, the ranks' sums
+                  are added up (hpml_group_sum): in each such pass the bytes of one sum of y, over that axis */
 HPML_API hpml_tensor *hpml_named_param(hpml_ctx *ctx, const char *rules, const char *dims, const hpml_param_desc *desc);
 HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const char *dims);
 HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor *b);
@@ -11712,7 +11726,7 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>mix   averaging with neighbours
+// >>mix   averaging with neighbours, tournaments
 // ---------------------------------------------------------------------------------------------------------------------
 /* Mixing: rank i replaces its array by x_i <- sum over neighbours j, and i itself, of W_ij x_j. The weights are those
    of Metropolis, W_ij = 1 / (1 + max(degree i, degree j)), W_ii = 1 - sum of W_ij: symmetric, rows add up to 1, hence
@@ -11799,6 +11813,76 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     }
     hpml_ctx_release(c->ctx, w);
     return hpmlc_leave(c, status);
+}
+
+/* Copies n floats between `host` and the backend's memory at x; save: to `host`. */
+HPMLC_FN void hpmlc_model_copy(hpml_ctx *ctx, float *host, float *x, int64_t n, bool save)
+{
+    const hpml_backend *b = hpml_ctx_backend(ctx);
+    if (save) b->read(hpml_ctx_device(ctx), host, x, (size_t)n * sizeof(float));
+    else b->write(hpml_ctx_device(ctx), x, host, (size_t)n * sizeof(float));
+}
+
+/* Copies parameters, running statistics and states of the optimizer to `model`, or from there; NULL: only counts.
+   Returns the floats. */
+HPMLC_FN int64_t hpmlc_model(hpml_trainer *t, hpml_ctx *ctx, float *model, bool save)
+{
+    int64_t n = 0, floats = 0;
+    for (int i = 0; i < hpml_param_count(ctx); i++) {
+        hpml_tensor *p = hpml_param_at(ctx, i);
+        if (model && p->data) hpmlc_model_copy(ctx, model + n, p->data, hpml_tensor_count(p), save);
+        n += hpml_tensor_count(p);
+    }
+    for (int a = HPML_ARRAY_STATE; a < HPML_ARRAY_END; a++) {
+        float *state = hpml_trainer_array(t, (hpml_array)a, &floats);
+        if (!state) break;
+        if (model) hpmlc_model_copy(ctx, model + n, state, floats, save);
+        n += floats;
+    }
+    return n;
+}
+
+/* Sets *loss to the trainer's loss on `set`; a NaN or infinity is no error but an infinite loss. */
+HPMLC_FN hpml_status hpmlc_tournament_loss(hpml_trainer *t, hpml_ctx *ctx, hpml_dataset *set, double *loss)
+{
+    HPMLC_ZERO(hpml_metrics, m);
+    hpml_status status = hpml_trainer_evaluate(t, set, &m);
+    *loss = m.loss - m.loss == 0 ? m.loss : (double)INFINITY;
+    if (status != HPML_ERR_NONFINITE) return status;
+    *loss = (double)INFINITY;
+    hpml_ctx_clear_error(ctx);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset *set, uint64_t seed, int64_t round,
+                                     hpml_tournament_result *out)
+{
+    HPMLC_ZERO(hpml_tournament_result, r);
+    if (out) *out = r;
+    if (c && !hpmlc_failed(c) && (!t || !set))
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "tournament: no trainer or no data set; pass those of this rank");
+    const int64_t n   = t && c && !hpmlc_failed(c) ? hpmlc_model(t, c->ctx, NULL, true) : 0;
+    int           tag = hpmlc_enter(c, "tournament", n, HPML_ELEMENT_F32, HPML_SUM, "round", (int)round);
+    if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    const size_t bytes = (size_t)n * sizeof(float);
+    float       *mine = (float *)hpml_ctx_alloc(c->ctx, 2 * bytes + 8, NULL), *theirs = mine + n;
+    if (!mine) return hpmlc_leave(c, hpmlc_failure(c));
+    r.partner = hpmlc_partner(c->size, seed, round, c->rank);
+    const int peer = r.partner == c->rank ? -1 : r.partner;
+    hpmlc_model(t, c->ctx, mine, true);
+    hpml_status status = hpmlc_round(c, tag, peer, (const char *)mine, bytes, peer, (char *)theirs, bytes, NULL);
+    status = hpmlc_leave(c, status);
+    if (status == HPML_OK) status = hpmlc_tournament_loss(t, c->ctx, set, &r.mine);
+    r.theirs = r.mine;
+    if (status == HPML_OK && peer >= 0) {
+        hpmlc_model(t, c->ctx, theirs, false);
+        status    = hpmlc_tournament_loss(t, c->ctx, set, &r.theirs);
+        r.changed = status == HPML_OK && r.theirs < r.mine;
+        if (!r.changed) hpmlc_model(t, c->ctx, mine, false);
+    }
+    hpml_ctx_release(c->ctx, mine);
+    if (out) *out = r;
+    return status;
 }
 
 // =====================================================================================================================
@@ -13374,13 +13458,14 @@ HPMLC_FN bool hpmlc_rules_read(hpml_ctx *ctx, const char *what, const char *rule
         d = hpmlc_names_find(n, dim.name[0]);
         if (d < 0) continue;
         if (of[a] >= 0)
-            return hpmlc_no_layer(ctx, "%s: \"%s\" and \"%s\" are both split over the %s axis; give one of them another "
-                                  "axis", what, n->name[of[a]], n->name[d], word.name[0]) != NULL;
+            return hpmlc_no_layer(ctx, "%s: \"%s\" and \"%s\" are both split over the %s axis; give one of them "
+                                  "another axis", what, n->name[of[a]], n->name[d], word.name[0]) != NULL;
         of[a] = d;
         bool divides_samples = a == HPML_AXIS_DATA || a == HPML_AXIS_EXPERT;
         if (divides_samples != (samples && d == 0))
-            return hpmlc_no_layer(ctx, "%s: \"%s\" over the %s axis; samples are divided by the data and expert axes, all "
-                                  "other dimensions by tensor and sequence", what, n->name[d], word.name[0]) != NULL;
+            return hpmlc_no_layer(ctx, "%s: \"%s\" over the %s axis; samples are divided by the data and expert axes, "
+                                  "all other dimensions by tensor and sequence", what, n->name[d],
+                                  word.name[0]) != NULL;
         if (!divides_samples) axis[d] = (hpml_axis)a;
     }
     return true;
@@ -13404,8 +13489,8 @@ HPML_API hpml_tensor *hpml_named_param(hpml_ctx *ctx, const char *rules, const c
             return hpmlc_no_layer(ctx, "%s: \"%s\" and \"%s\" are both split; a parameter is split along one dimension",
                                   what, n.name[d.split_dim], n.name[i]);
         if (d.shape[i] % size != 0)
-            return hpmlc_no_layer(ctx, "%s: \"%s\" of size %lld over %lld ranks of the %s axis; expected a multiple", what,
-                                  n.name[i], (long long)d.shape[i], (long long)size, hpml_axis_name(axis[i]));
+            return hpmlc_no_layer(ctx, "%s: \"%s\" of size %lld over %lld ranks of the %s axis; expected a multiple",
+                                  what, n.name[i], (long long)d.shape[i], (long long)size, hpml_axis_name(axis[i]));
         d.axis      = axis[i];
         d.split_dim = i;
     }
@@ -13542,8 +13627,8 @@ HPMLC_FN bool hpmlc_einsum_shape(const char *text, const hpmlc_names n[3], hpml_
             const int   y = hpmlc_names_find(&n[2], name), other = hpmlc_names_find(&n[1 - t], name);
             if (other >= 0 && (src[t]->shape[i] != src[1 - t]->shape[other] ||
                                src[t]->split[i] != src[1 - t]->split[other]))
-                return hpmlc_no_layer(src[0]->ctx, "einsum \"%s\": \"%s\" has %lld indices in a, %lld in b, or is split in "
-                                      "one of them alone", text, name, (long long)src[t]->shape[i],
+                return hpmlc_no_layer(src[0]->ctx, "einsum \"%s\": \"%s\" has %lld indices in a, %lld in b, or is "
+                                      "split in one of them alone", text, name, (long long)src[t]->shape[i],
                                       (long long)src[1 - t]->shape[other]) != NULL;
             sums[src[t]->split[i]] |= y < 0 && src[t]->split[i] != 0;
             if (y < 0 || (t == 1 && other >= 0)) continue;
@@ -13551,8 +13636,8 @@ HPMLC_FN bool hpmlc_einsum_shape(const char *text, const hpmlc_names n[3], hpml_
             split[y]     = src[t]->split[i];
             if (i == 0 && y == 0 && src[t]->batch_rows) op->batch_rows = src[t]->batch_rows;
             if (split[y] && used[split[y]])
-                return hpmlc_no_layer(src[0]->ctx, "einsum \"%s\": two dimensions of the result are split over the %s axis",
-                                      text, hpml_axis_name((hpml_axis)split[y])) != NULL;
+                return hpmlc_no_layer(src[0]->ctx, "einsum \"%s\": two dimensions of the result are split over the %s "
+                                      "axis", text, hpml_axis_name((hpml_axis)split[y])) != NULL;
             used[split[y]] = true;
         }
     }
@@ -13580,8 +13665,8 @@ HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor 
     if (!arrow || !hpmlc_names_read(text, comma, &n[0]) || !hpmlc_names_read(comma, arrow, &n[1]) ||
         !hpmlc_names_read(arrow, arrow + strlen(arrow), &n[2]) || n[0].count != a->ndim || n[1].count != b->ndim ||
         n[2].count < 1 || !hpmlc_einsum_sort(n, &e))
-        return hpmlc_no_layer(a->ctx, "einsum \"%s\" of %d and %d dimensions; expected such as \"batch in, hidden in -> "
-                              "batch hidden\", every name in two tensors or all three", text ? text : "", a->ndim,
+        return hpmlc_no_layer(a->ctx, "einsum \"%s\" of %d and %d dimensions; expected such as \"batch in, hidden in "
+                              "-> batch hidden\", every name in two tensors or all three", text ? text : "", a->ndim,
                               b->ndim);
     HPMLC_ZERO(hpml_custom, op);
     if (!hpmlc_einsum_shape(text, n, src, &op, split, sums)) return NULL;
