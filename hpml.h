@@ -4515,9 +4515,9 @@ HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_subgraph *p, int f
             if (j < to || swapped) needed = true;
             else held = true;
         }
-        n->state->relives = needed && !held;
-        n->state->again   = n->state->relives || (hpmli_goes_back(g, n) && n->saved_bytes > 0);
+        n->state->again   = (needed && !held) || (hpmli_goes_back(g, n) && n->saved_bytes > 0);
         n->state->swapped = n->state->again && swapped;
+        n->state->relives = n->state->again && !held && (needed || !swapped);
     }
 }
 
@@ -4659,7 +4659,7 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
         const hpml_node   *n    = pl->g->nodes[e->node];
         bool               back = e->move == HPMLI_BACKWARD;
         if (e->move == HPMLI_OUT || e->move == HPMLI_IN) {
-            hpmli_use_note(pl, n->out, k, false);
+            if (n->state->relives) hpmli_use_note(pl, n->out, k, false);
             continue;
         }
         unsigned           needs = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT | (HPMLI_NEED_OUT - 1);
