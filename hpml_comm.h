@@ -136,6 +136,7 @@
 //     strategy-elastic   parameters and a common centre attract each other
 //     strategy-gossip   averaging with neighbours in each step
 //     servers   parameter servers: ranges of parameters, requests of workers
+//     servers-rows   parameter servers: rows of sparse tables
 //     servers-step   parameter servers: a worker asks, a server answers
 //     strategy-ps   synchronous rounds on servers: gradients, without those of backup workers, or averaged parameters
 //     strategy-async   asynchronous steps on servers, with bounded or any staleness
@@ -1220,8 +1221,8 @@ HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor 
    With servers the step is that of a long training: while a server answers one worker after another, the first workers
    push again, because cards send and receive at once. So for K workers, M bytes and one server that is the limit a step
    takes (K + 1) M / bandwidth, K (K + 1) / (2 (K - 1)) times as long as a ring of K ranks (K = 8: 5.1), and not 2 K M /
-   bandwidth (9.1 times), which are the bytes of the server's card. The best number of servers of p ranks is the one with
-   the most (p - servers) / step_s. Exact where each rank has a node of its own.
+   bandwidth (9.1 times), which are the bytes of the server's card. Of p ranks, the best number of servers has the most
+   (p - servers) / step_s. Exact where each rank has a node of its own.
    It does not model jitter, lost packets, a switch with too little bandwidth, bandwidth shared with the computation. */
 typedef struct hpml_simulate_desc {
     uint32_t       _begin;
@@ -6913,11 +6914,11 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(!hpmlc_plan_sends_gradients(p) && f->overflows, "in f16 a gradient that overflows skips a step, with this " \
          "strategy of its own rank alone, whose steps are then not those of the others; take bf16, a fixed " \
          "loss_scale, or strategy sync") \
-    RULE(f->sparse && (hpmlc_plan_serves(p) || p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE || \
-                       p->shard > 0 || hpmlc_plan_packs(p)), \
-         "a sparse embedding has rows as its gradient, which strategy sync gathers without exact, delayed, codec, " \
-         "shard and other routes, and servers do not take; take the plain sync or hogwild, or leave .sparse of the " \
-         "embedding false") \
+    RULE(f->sparse && (p->strategy == HPML_STRATEGY_FEDERATED || p->exact || p->delayed || p->shard > 0 || \
+                       p->route != HPML_ROUTE_ALLREDUCE || hpmlc_plan_packs(p)), \
+         "a sparse embedding has rows as its gradient, which travel without exact, delayed, codec, shard and other " \
+         "routes, and not with federated, whose clients send parameters; take the plain sync, ps, async or hogwild, " \
+         "or leave .sparse of the embedding false") \
     RULE(hpmlc_plan_splits(p) && (p->servers > 0 || p->strategy == HPML_STRATEGY_HOGWILD), "servers and hogwild take " \
          "the gradient of one rank at a time, and with pipe, tensor, sequence or expert a rank has a part of it; " \
          "take strategy sync, or leave these axes out") \
@@ -7514,6 +7515,7 @@ struct hpml_distributed {
     bool                  shared;     /* ranks share one copy of the parameters, which rank 0 steps */
     hpmlc_start_fn       *start;
     int64_t             (*next)(void *d, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last); /* the hook */
+    hpml_status         (*need)(void *d, hpml_trainer *t, const hpml_moment *at); /* the hook */
     hpmlc_layout          layout;
     hpmlc_buckets         buckets;
     hpmlc_copies          copies;
@@ -9772,13 +9774,14 @@ typedef enum hpmlc_request_kind {
     HPMLC_PULL,  /* nothing follows; is answered. Also a push whose floats were taken */
     HPMLC_DEAL,  /* asks for the number of a batch */
     HPMLC_NOTE,  /* reports .epoch, is not answered */
+    HPMLC_ROWS,  /* indices of rows of a sparse table follow; is answered by the rows alone, at once */
     HPMLC_FINISH /* the training ends on this worker; open until it ends on all */
 } hpmlc_request_kind;
 
 typedef struct hpmlc_request { /* header from a worker to a server */
     int64_t kind;
-    int64_t step;    /* PUSH, PULL: number of the step, or of the round */
-    int64_t samples; /* PUSH: of the gradient, or of the round */
+    int64_t step;    /* PUSH, PULL: number of the step, or of the round; ROWS: of the parameter */
+    int64_t samples; /* PUSH: of the gradient, or of the round; ROWS: how many rows */
     int64_t batch;   /* PUSH: number of the batch that was dealt, -1: none was; DEAL: batches of an epoch */
     int64_t epoch;   /* DEAL: that the worker is in; NOTE: epochs that it has ended */
     int64_t wants;   /* PUSH, PULL: 1: values follow the answer; DEAL: 1: the last epoch of a fit */
@@ -9818,7 +9821,13 @@ typedef struct hpmlc_servers {
     float         *values;           /* (floats) */
     float         *residual;         /* (floats) of a worker with a lossy codec; else NULL */
     int64_t       *exact;            /* (floats) server: sum of the round's gradients; NULL: the plan is not exact */
-    hpml_message  *message;          /* worker: (4 S) messages of a request */
+    int           *table, tables;    /* (tables) the parameters that are sparse tables: see >>servers-rows */
+    int64_t       *rows;             /* (S, tables) rows of each table in a push to each server; server: (tables) */
+    float        **packed_rows;      /* (S + 1) worker: where those for each server begin */
+    int32_t       *wanted;           /* (most rows of a table) worker: rows of a batch */
+    bool          *is_wanted;        /* (most rows of a table) all false between batches */
+    bool           has_stepped_rows; /* server: the rows of the tables' gradients have been applied */
+    hpml_message  *message;          /* worker: (6 S) messages of a request */
     hpmlc_answer  *answer;           /* worker: (S) */
     hpmlc_client  *client;           /* server: (K) */
     hpml_message **awaited;          /* server: (K) messages for which it waits */
@@ -9877,7 +9886,8 @@ HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
     int64_t        first = 0; /* of the parameter, among all trained floats */
     for (int i = 0; i < d->layout.params; i++) {
         const hpml_tensor *p     = hpmlc_param(d, i);
-        const int64_t      count = hpml_trainer_place(d->t, i) < 0 ? 0 : hpml_tensor_count(p);
+        const bool         dense = hpml_trainer_place(d->t, i) >= 0 && !hpml_param_rows(p, NULL);
+        const int64_t      count = dense ? hpml_tensor_count(p) : 0;
         const int64_t      cols  = p->ndim > 1 ? count / p->shape[0] : count;
         int64_t            from = hpmlc_max(at - first, 0), left = hpmlc_min(end - first, count) - from;
         while (left > 0) {
@@ -9950,6 +9960,31 @@ HPMLC_FN void hpmlc_servers_restart(hpml_distributed *d)
     hpmlc_ranges_copy(d, HPML_ARRAY_VALUES, false, own->first, own->end, own->values);
 }
 
+HPMLC_FN hpml_status hpmlc_rows_need(void *user, hpml_trainer *t, const hpml_moment *at);
+
+/* Lists the sparse tables, takes their memory, and subtracts their floats from own->total. False: an error. */
+HPMLC_FN bool hpmlc_tables_open(hpml_distributed *d)
+{
+    hpmlc_servers *own  = hpmlc_servers_of(d);
+    const size_t   s    = (size_t)own->count;
+    int64_t        most = 0;
+    own->table = (int *)hpmlc_dist_alloc(d, sizeof *own->table * (size_t)(d->layout.params + 1));
+    for (int i = 0; i < d->layout.params && own->table; i++) {
+        const hpml_tensor *p = hpmlc_param(d, i);
+        if (hpml_trainer_place(d->t, i) < 0 || !hpml_param_rows(p, NULL)) continue;
+        own->table[own->tables++] = i;
+        own->total -= hpml_tensor_count(p);
+        most = hpmlc_max(most, p->shape[0]);
+    }
+    if (own->tables == 0) return own->table != NULL;
+    own->rows        = (int64_t *)hpmlc_dist_alloc(d, sizeof *own->rows * s * (size_t)own->tables);
+    own->packed_rows = (float **)hpmlc_dist_alloc(d, sizeof *own->packed_rows * (s + 1));
+    own->wanted      = (int32_t *)hpmlc_dist_alloc(d, sizeof *own->wanted * (size_t)most);
+    own->is_wanted   = (bool *)hpmlc_dist_alloc(d, sizeof *own->is_wanted * (size_t)most);
+    d->need          = hpmlc_is_server(d) ? NULL : hpmlc_rows_need;
+    return own->rows && own->packed_rows && own->wanted && own->is_wanted;
+}
+
 /* Divides the parameters among servers and takes a rank's memory. enter: the strategy's. False: an error. */
 HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_distributed *d))
 {
@@ -9964,12 +9999,13 @@ HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_
     own->batch   = -1;
     const bool   serves = hpmlc_is_server(d);
     const size_t k = (size_t)own->workers, s = (size_t)own->count, pieces = 3 * ((size_t)d->layout.params + s) + 1;
+    if (!hpmlc_tables_open(d)) return false;
     own->first   = serves ? d->c->rank - own->workers : 0;
     own->end     = serves ? own->first + 1 : own->count;
     own->floats  = hpmlc_server_at(own, own->end) - hpmlc_server_at(own, own->first);
     own->piece   = (hpmlc_piece *)hpmlc_dist_alloc(d, sizeof *own->piece * pieces);
     own->begin   = (int *)hpmlc_dist_alloc(d, sizeof *own->begin * (s + 1));
-    own->message = (hpml_message *)hpmlc_dist_alloc(d, sizeof *own->message * 4 * s);
+    own->message = (hpml_message *)hpmlc_dist_alloc(d, sizeof *own->message * 6 * s);
     own->answer  = (hpmlc_answer *)hpmlc_dist_alloc(d, sizeof *own->answer * s);
     own->awaited = (hpml_message **)hpmlc_dist_alloc(d, sizeof *own->awaited * k);
     own->client  = (hpmlc_client *)hpmlc_dist_alloc(d, sizeof *own->client * k);
@@ -9991,6 +10027,215 @@ HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_
 }
 
 HPMLC_FN void hpmlc_servers_close(hpml_distributed *d) { hpml_ctx_release(d->ctx, d->own); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>servers-rows   parameter servers: rows of sparse tables
+// ---------------------------------------------------------------------------------------------------------------------
+/* Row r of a sparse table (hpml_embedding_desc.sparse) is on server r mod S. Before a worker computes with a batch, it
+   pulls the rows of the batch's tokens; with its gradient it pushes the rows that the gradient has. So bytes follow the
+   rows that a batch touches, whatever the length of the table (Li et al. 2014; the third engine of Zou et al. 2014,
+   "Mariana"). Other rows of a worker's table are old until hpml_distribute_finish. */
+
+/* Returns `status` of a message to or from a server; an error that names the server if that is lost. */
+HPMLC_FN hpml_status hpmlc_server_lost(hpml_distributed *d, int server, hpml_status status)
+{
+    if (status != HPML_ERR_PEER || hpml_ctx_status(d->ctx) != HPML_OK) return status;
+    return hpmlc_fail(d->c, status, "step %lld: server %d of %d (rank %d) has failed or left, and its range of the "
+                      "parameters with it; start again from the last checkpoint", (long long)d->c->step,
+                      server - hpmlc_servers_of(d)->workers, hpmlc_servers_of(d)->count, d->c->origin[server]);
+}
+
+/* Waits for the messages of a worker in own->message up to `end`; an error names the server that is lost. */
+HPMLC_FN hpml_status hpmlc_messages_wait(hpml_distributed *d, const hpml_message *end)
+{
+    hpml_status status = HPML_OK;
+    int         lost   = 0;
+    for (hpml_message *each = hpmlc_servers_of(d)->message; each < end; each++) {
+        hpml_status s = hpml_wait(d->c, each);
+        if (status != HPML_OK || s == HPML_OK) continue;
+        status = s;
+        lost   = each->peer;
+    }
+    return status == HPML_OK ? HPML_OK : hpmlc_server_lost(d, lost, status);
+}
+
+/* Packs for each server the rows of all tables' gradients that are its own: of each table their indices, then their
+   floats. Returns 0, or NaN if a number is not finite or there is no memory. */
+HPMLC_FN float hpmlc_rows_pack(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    int64_t        floats = 1, count;
+    float          bad    = 0;
+    for (int t = 0; t < own->tables; t++) {
+        const hpml_tensor *p = hpmlc_param(d, own->table[t]);
+        hpml_param_rows(p, &count);
+        floats += count * (1 + p->shape[1]);
+    }
+    float *to = hpmlc_rows_reserve(d, floats);
+    if (!to) return NAN;
+    for (int k = 0; k < own->count * own->tables; k++) { /* server by server, table by table */
+        const int          s     = k / own->tables, t = k % own->tables;
+        const hpml_tensor *p     = hpmlc_param(d, own->table[t]);
+        const int32_t     *row   = hpml_param_rows(p, &count);
+        const int64_t      width = p->shape[1];
+        float             *begin = to;
+        if (t == 0) own->packed_rows[s] = to;
+        for (int64_t i = 0; i < count; i++)
+            if (row[i] % own->count == s) memcpy(to++, &row[i], sizeof *row);
+        own->rows[k] = to - begin;
+        for (int64_t i = 0; i < count; i++) {
+            const float *g = p->grad + row[i] * width;
+            if (row[i] % own->count != s) continue;
+            for (int64_t j = 0; j < width; j++) bad += g[j] - g[j];
+            memcpy(to, g, (size_t)width * sizeof(float));
+            to += width;
+        }
+    }
+    own->packed_rows[own->count] = to;
+    return bad;
+}
+
+/* Begins to send the packed rows to server s, by two messages at m; returns the next unused message. */
+HPMLC_FN hpml_message *hpmlc_rows_push(hpml_distributed *d, int s, hpml_message *m)
+{
+    const hpmlc_servers *own   = hpmlc_servers_of(d);
+    const size_t         bytes = (size_t)(own->packed_rows[s + 1] - own->packed_rows[s]) * sizeof(float);
+    const int64_t       *count = own->rows + s * own->tables;
+    hpml_isend(d->c, own->workers + s, HPMLC_TAG_FLOATS, count, sizeof *count * (size_t)own->tables, m);
+    hpml_isend(d->c, own->workers + s, HPMLC_TAG_FLOATS, own->packed_rows[s], bytes, m + 1);
+    return m + 2;
+}
+
+/* Server: receives the rows of a push to d->rows.memory, their numbers to own->rows. */
+HPMLC_FN hpml_status hpmlc_rows_receive(hpml_distributed *d, int worker)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    int64_t        floats = 0;
+    if (own->tables == 0) return HPML_OK;
+    hpml_status status = hpml_recv(d->c, worker, HPMLC_TAG_FLOATS, own->rows, sizeof *own->rows * (size_t)own->tables);
+    if (status != HPML_OK) return status;
+    for (int t = 0; t < own->tables; t++) floats += own->rows[t] * (1 + hpmlc_param(d, own->table[t])->shape[1]);
+    float *to = hpmlc_rows_reserve(d, floats + 1);
+    if (!to) return hpml_ctx_status(d->ctx);
+    return hpml_recv(d->c, worker, HPMLC_TAG_FLOATS, to, (size_t)floats * sizeof(float));
+}
+
+/* Server: adds the rows that were received to the tables' gradients. */
+HPMLC_FN hpml_status hpmlc_rows_add(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    const float   *from   = d->rows.memory;
+    hpml_status    status = HPML_OK;
+    for (int t = 0; t < own->tables && status == HPML_OK; t++) {
+        hpml_tensor  *p = hpmlc_param(d, own->table[t]);
+        const int64_t n = own->rows[t];
+        status = hpml_param_add_rows(p, own->has_stepped_rows, (const int32_t *)(const void *)from, from + n, n);
+        from += n * (1 + p->shape[1]);
+    }
+    own->has_stepped_rows = false;
+    return status;
+}
+
+/* Server: divides the rows of all tables' gradients by `divisor`, then multiplies them by `scale`. */
+HPMLC_FN void hpmlc_rows_scale(hpml_distributed *d, float divisor, float scale)
+{
+    const hpmlc_servers *own = hpmlc_servers_of(d);
+    for (int t = 0; t < own->tables; t++) {
+        hpml_tensor   *p     = hpmlc_param(d, own->table[t]);
+        const int64_t  width = p->shape[1];
+        int64_t        count;
+        const int32_t *row = hpml_param_rows(p, &count);
+        for (int64_t i = 0; i < count; i++) {
+            float *g = p->grad + row[i] * width;
+            hpmlc_divide_f32(g, width, divisor);
+            for (int64_t k = 0; k < width && scale != 1; k++) g[k] *= scale;
+        }
+    }
+}
+
+/* Server: steps the rows of the tables that do not lie among floats [first, end) of the arrays, which have stepped. */
+HPMLC_FN hpml_status hpmlc_rows_step(hpml_distributed *d, int64_t first, int64_t end)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    for (int t = 0; t < own->tables && status == HPML_OK; t++) {
+        const int64_t at = hpml_trainer_place(d->t, own->table[t]);
+        if (at >= first && at < end) continue;
+        status = hpml_trainer_apply_range(d->t, at, hpml_tensor_count(hpmlc_param(d, own->table[t])), 1);
+    }
+    own->has_stepped_rows = true;
+    return status;
+}
+
+/* Server: answers a request for rows. */
+HPMLC_FN hpml_status hpmlc_rows_answer(hpml_distributed *d, int worker)
+{
+    const hpmlc_request *r     = &hpmlc_servers_of(d)->client[worker].request;
+    const hpml_tensor   *p     = hpmlc_param(d, (int)r->step);
+    const int64_t        n     = r->samples, width = p->shape[1];
+    float               *rows  = hpmlc_rows_reserve(d, n * (1 + width));
+    if (!rows) return hpml_ctx_status(d->ctx);
+    hpml_status status = hpml_recv(d->c, worker, HPMLC_TAG_FLOATS, rows, (size_t)n * sizeof(int32_t));
+    for (int64_t i = 0; i < n && status == HPML_OK; i++) {
+        int32_t row;
+        memcpy(&row, &rows[i], sizeof row);
+        memcpy(rows + n + i * width, p->data + row * width, (size_t)width * sizeof(float));
+    }
+    if (status != HPML_OK) return status;
+    return hpml_send(d->c, worker, HPMLC_TAG_FLOATS, rows + n, (size_t)(n * width) * sizeof(float));
+}
+
+/* Lists in `wanted` the rows of table p on server s that tokens name, each once; returns how many. */
+HPMLC_FN int64_t hpmlc_rows_list(hpmlc_servers *own, const hpml_tensor *p, const hpml_tensor *tokens, int s,
+                                 int32_t *wanted)
+{
+    int64_t n = 0;
+    for (int64_t i = 0; i < hpml_tensor_count(tokens); i++) {
+        const int32_t row = ((const int32_t *)tokens->raw)[i];
+        if (row < 0 || row >= p->shape[0] || row % own->count != s || own->is_wanted[row]) continue;
+        own->is_wanted[row] = true;
+        wanted[n++]         = row;
+    }
+    return n;
+}
+
+/* Worker: pulls the rows of a sparse table that the batch's tokens name, before the forward pass of a training step, as
+   the trainer's hook `need`. */
+HPMLC_FN hpml_status hpmlc_rows_need(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
+{
+    hpml_distributed  *d      = (hpml_distributed *)user;
+    hpmlc_servers     *own    = hpmlc_servers_of(d);
+    hpml_tensor       *p      = hpmlc_param(d, at->param);
+    hpml_message      *m      = own->message;
+    const hpml_tensor *tokens = at->node->src[0];
+    int64_t            all    = 0;
+    HPMLC_ZERO(hpmlc_request, r);
+    if (at->pass != HPML_PASS_FORWARD || hpml_trainer_place(d->t, at->param) < 0 || !hpml_param_rows(p, NULL))
+        return HPML_OK;
+    const int64_t width  = p->shape[1];
+    float        *values = hpmlc_rows_reserve(d, hpmlc_min(p->shape[0], hpml_tensor_count(tokens)) * width + 1);
+    if (!values) return hpml_ctx_status(d->ctx);
+    r.kind = HPMLC_ROWS;
+    r.step = at->param;
+    for (int s = 0; s < own->count; s++) {
+        const int    to    = own->workers + s;
+        int32_t     *row   = own->wanted + all;
+        const size_t n     = (size_t)hpmlc_rows_list(own, p, tokens, s, row);
+        r.samples = (int64_t)n;
+        if (n == 0) continue;
+        hpml_status sent = hpml_send(d->c, to, HPMLC_TAG_REQUEST, &r, sizeof r);
+        if (sent != HPML_OK) return hpmlc_server_lost(d, to, sent);
+        hpml_isend(d->c, to, HPMLC_TAG_FLOATS, row, n * sizeof *row, m++);
+        hpml_irecv(d->c, to, HPMLC_TAG_FLOATS, values + all * width, n * (size_t)width * sizeof(float), m++);
+        all += (int64_t)n;
+    }
+    hpml_status status = hpmlc_messages_wait(d, m);
+    for (int64_t i = 0; i < all; i++) {
+        own->is_wanted[own->wanted[i]] = false;
+        memcpy(p->data + own->wanted[i] * width, values + i * width, (size_t)width * sizeof(float));
+    }
+    return status;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>servers-step   parameter servers: a worker asks, a server answers
@@ -10060,29 +10305,19 @@ HPMLC_FN hpml_status hpmlc_worker_pack(hpml_distributed *d)
         if (p->layer) bad += hpmlc_factor_pack(d, p, (float *)(void *)to);
         else status = hpml_packing_encode(&p->packing, to, e, own->gradient + p->at, p->packing.rows, &info);
     }
+    if (own->tables > 0) bad += hpmlc_rows_pack(d);
     if (status == HPML_OK && bad != 0 && !hpml_trainer_settings(d->t)->no_finite_check) status = HPML_ERR_NONFINITE;
     if (status == HPML_OK) return HPML_OK;
     return hpmlc_fail(d->c, status, "step %lld: the gradient is NaN or infinite on this rank; lower the learning rate "
                       "or set clip_norm", (long long)d->c->step);
 }
 
-/* Returns `status` of a message to or from a server; an error that names the server if that is lost. */
-HPMLC_FN hpml_status hpmlc_server_lost(hpml_distributed *d, int server, hpml_status status)
-{
-    if (status != HPML_ERR_PEER || hpml_ctx_status(d->ctx) != HPML_OK) return status;
-    return hpmlc_fail(d->c, status, "step %lld: server %d of %d (rank %d) has failed or left, and its range of the "
-                      "parameters with it; start again from the last checkpoint", (long long)d->c->step,
-                      server - hpmlc_servers_of(d)->workers, hpmlc_servers_of(d)->count, d->c->origin[server]);
-}
-
 /* Sends request r to the servers from `first` on, a push with each one's range of own->packed; waits for answers.
    Goes in their order, because the first server deals batches: from a worker lost meanwhile it has got the most. */
 HPMLC_FN hpml_status hpmlc_ask(hpml_distributed *d, const hpmlc_request *r, int first)
 {
-    hpmlc_servers *own    = hpmlc_servers_of(d);
-    hpml_message  *m      = own->message;
-    hpml_status    status = HPML_OK;
-    int            lost   = 0;
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    hpml_message  *m   = own->message;
     for (int s = first; s < own->count; s++) {
         const int     to    = own->workers + s;
         const int64_t at    = hpmlc_server_at(own, s);
@@ -10091,17 +10326,13 @@ HPMLC_FN hpml_status hpmlc_ask(hpml_distributed *d, const hpmlc_request *r, int 
         hpml_isend(d->c, to, HPMLC_TAG_REQUEST, r, sizeof *r, m++);
         if (r->kind == HPMLC_PUSH)
             hpml_isend(d->c, to, HPMLC_TAG_FLOATS, from, hpmlc_packed_size(own, s, s + 1), m++);
+        if (r->kind == HPMLC_PUSH && own->tables > 0) m = hpmlc_rows_push(d, s, m);
         if (r->kind > HPMLC_PULL) continue;
         hpml_irecv(d->c, to, HPMLC_TAG_REQUEST, &own->answer[s], sizeof own->answer[s], m++);
         if (r->wants) hpml_irecv(d->c, to, HPMLC_TAG_FLOATS, own->values + at, bytes, m++);
     }
-    for (hpml_message *each = own->message; each < m; each++) {
-        hpml_status s = hpml_wait(d->c, each);
-        if (status != HPML_OK || s == HPML_OK) continue;
-        status = s;
-        lost   = each->peer;
-    }
-    if (status != HPML_OK) return hpmlc_server_lost(d, lost, status);
+    hpml_status status = hpmlc_messages_wait(d, m);
+    if (status != HPML_OK) return status;
     if (r->wants) hpmlc_ranges_copy(d, HPML_ARRAY_VALUES, true, 0, own->count, own->values);
     return HPML_OK;
 }
@@ -10172,6 +10403,7 @@ HPMLC_FN hpml_status hpmlc_take(hpml_distributed *d, int worker, float factor, b
     hpml_status status  = hpml_recv(d->c, worker, HPMLC_TAG_FLOATS, own->packed,
                                     hpmlc_packed_size(own, own->first, own->end));
     const float *values = (const float *)(const void *)own->packed;
+    if (status == HPML_OK) status = hpmlc_rows_receive(d, worker);
     *came  = status == HPML_OK;
     status = hpmlc_survive(d, worker, status);
     if (!*came) return status;
@@ -10184,6 +10416,7 @@ HPMLC_FN hpml_status hpmlc_take(hpml_distributed *d, int worker, float factor, b
     for (int64_t i = 0; i < own->floats && factor != 0 && factor != 1; i++) own->gradient[i] += factor * values[i];
     if (factor == 0) return HPML_OK;
     if (own->exact) status = hpmlc_exact_move(d, worker);
+    if (status == HPML_OK) status = hpmlc_rows_add(d);
     if (status != HPML_OK) return status;
     own->taken++;
     own->samples += (double)w->request.samples;
@@ -10201,11 +10434,14 @@ HPMLC_FN hpml_status hpmlc_server_apply(hpml_distributed *d)
     hpml_status        status = HPML_OK;
     hpmlc_ranges_copy(d, to, true, me, me + 1, own->gradient);
     memset(own->gradient, 0, (size_t)own->floats * sizeof(float));
-    if (!own->averages && own->floats > 0) {
-        const int64_t at = hpml_trainer_place(d->t, from->param) + from->from;
-        const int64_t to_last = hpml_trainer_place(d->t, last->param) + last->from - at;
+    if (!own->averages) {
+        const int64_t at  = own->floats > 0 ? hpml_trainer_place(d->t, from->param) + from->from : 0;
+        int64_t       end = at;
+        if (own->floats > 0) end = hpml_trainer_place(d->t, last->param) + last->from;
+        if (own->floats > 0) end += last->packing.rows * last->packing.cols;
         hpml_trainer_set_step(d->t, own->updates++);
-        status = hpml_trainer_apply_range(d->t, at, to_last + last->packing.rows * last->packing.cols, 1);
+        if (own->floats > 0) status = hpml_trainer_apply_range(d->t, at, end - at, 1);
+        if (status == HPML_OK) status = hpmlc_rows_step(d, at, end);
     }
     hpmlc_ranges_copy(d, HPML_ARRAY_VALUES, false, me, me + 1, own->values);
     return status;
@@ -10227,6 +10463,8 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
     if (k < 0) return hpml_ctx_status(d->ctx);
     hpmlc_client *w = &own->client[k];
     w->is_posted = false;
+    if (w->message.status == HPML_OK && w->request.kind == HPMLC_ROWS)
+        return hpmlc_survive(d, k, hpmlc_rows_answer(d, k));
     w->is_open   = w->message.status == HPML_OK && w->request.kind != HPMLC_NOTE;
     if (w->message.status == HPML_OK && w->request.kind == HPMLC_NOTE) w->epochs = w->request.epoch;
     return hpmlc_survive(d, k, w->message.status);
@@ -10324,6 +10562,24 @@ HPMLC_FN hpml_status hpmlc_servers_send(hpml_distributed *d, int root, float *da
     return status;
 }
 
+/* Copies the rows of a sparse table that server s has, of an array of the trainer, to all ranks that are there. */
+HPMLC_FN hpml_status hpmlc_rows_share(hpml_distributed *d, hpml_array which, int param, int s)
+{
+    const hpml_tensor *p     = hpmlc_param(d, param);
+    const int64_t      step  = hpmlc_servers_of(d)->count, width = p->shape[1];
+    const int64_t      n     = (p->shape[0] - s + step - 1) / step;
+    const size_t       bytes = (size_t)width * sizeof(float);
+    float             *array = p->data;
+    float             *rows  = hpmlc_rows_reserve(d, n * width + 1);
+    if (!rows) return hpml_ctx_status(d->ctx);
+    if (which != HPML_ARRAY_VALUES) array = hpml_trainer_array(d->t, which, NULL) + hpml_trainer_place(d->t, param);
+    for (int64_t i = 0; i < n; i++) memcpy(rows + i * width, array + (s + i * step) * width, bytes);
+    hpml_status status = hpmlc_servers_send(d, hpmlc_servers_of(d)->workers + s, rows, n * width);
+    for (int64_t i = 0; i < n && status == HPML_OK; i++)
+        memcpy(array + (s + i * step) * width, rows + i * width, bytes);
+    return status;
+}
+
 /* Copies an array of the trainer, each range from its server, to all ranks that are there. */
 HPMLC_FN hpml_status hpmlc_servers_share(hpml_distributed *d, hpml_array which)
 {
@@ -10336,6 +10592,8 @@ HPMLC_FN hpml_status hpmlc_servers_share(hpml_distributed *d, hpml_array which)
         if (status == HPML_OK) hpmlc_ranges_copy(d, which, true, s, s + 1, own->gradient);
     }
     memset(own->gradient, 0, (size_t)own->floats * sizeof(float));
+    for (int k = 0; k < own->tables * own->count && status == HPML_OK; k++)
+        status = hpmlc_rows_share(d, which, own->table[k / own->count], k % own->count);
     return status;
 }
 
@@ -10440,6 +10698,7 @@ HPMLC_FN hpml_status hpmlc_ps_step(hpml_distributed *d)
     }
     if (!d->plan.sum) hpmlc_divide_f32(own->gradient, own->floats, (float)own->workers);
     float scale = hpmlc_rescale(d, samples, hpmlc_whole_samples(d));
+    hpmlc_rows_scale(d, d->plan.sum ? 1 : (float)own->workers, scale);
     if (own->averages && samples > 0) scale = (float)(all / samples); /* not 1 if a worker was lost meanwhile */
     for (int64_t i = 0; i < own->floats && scale != 1; i++) own->gradient[i] *= scale;
     if (status == HPML_OK && samples > 0) status = hpmlc_server_apply(d);
@@ -10737,7 +10996,6 @@ HPMLC_FN void hpmlc_hogwild_share(const hpml_distributed *d, hpml_tensor *p, int
 
 HPMLC_FN bool hpmlc_hogwild_open(hpml_distributed *d)
 {
-    HPMLC_ZERO(hpml_hooks, hooks);
     hpmlc_hogwild *own = (hpmlc_hogwild *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_hogwild_destroy);
     d->own = own;
     if (!own) return false;
@@ -10745,10 +11003,8 @@ HPMLC_FN bool hpmlc_hogwild_open(hpml_distributed *d)
     if (own->seen && d->c->rank == 0) own->shared = hpmlc_shared_create(d);
     if (own->shared) hpmlc_hogwild_all(d, false, hpmlc_hogwild_share);
     if (d->c->rank == 0 && !own->shared) hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute: no memory for shared values");
-    if (hpml_broadcast(d->c, &own->shared, sizeof own->shared, 0) != HPML_OK || !own->seen) return false;
-    hooks.user = d;
-    hooks.need = hpmlc_hogwild_need;
-    return hpml_trainer_attach(d->t, &hooks) == HPML_OK;
+    d->need = hpmlc_hogwild_need;
+    return hpml_broadcast(d->c, &own->shared, sizeof own->shared, 0) == HPML_OK && own->seen;
 }
 
 HPMLC_FN hpml_status hpmlc_hogwild_begin(hpml_distributed *d, int64_t samples, float *loss)
@@ -10794,9 +11050,7 @@ HPMLC_FN bool hpmlc_hogwild_state(hpml_distributed *d, hpmlc_states *list)
 
 HPMLC_FN void hpmlc_hogwild_close(hpml_distributed *d)
 {
-    hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
-    hpml_trainer_detach(d->t, d);
-    hpml_ctx_release(d->ctx, own); /* its destructor releases the shared values */
+    hpml_ctx_release(d->ctx, d->own); /* its destructor releases the shared values */
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -11086,6 +11340,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.update = hpmlc_dist_update;
     hooks.data   = hpmlc_dist_data;
     hooks.next   = d->next;
+    hooks.need   = d->need;
     hooks.norms  = settings.shard > 0 || hpmlc_plan_splits(&settings) ? hpmlc_dist_norms : NULL;
     hooks.join   = settings.shard > 0 ? hpmlc_shard_join : NULL;
     hpml_trainer_attach(t, &hooks);
@@ -14248,8 +14503,8 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
     return good;
 }
 
-/* Simulates that ranks [first, end) in the order of their clocks send `bytes` and a header to each of [to, to_end), which
-   wait for all of these messages. */
+/* Simulates that ranks [first, end), in the order of their clocks, send a header and `bytes` to each of ranks
+   [to, to_end), which wait for all of these messages. */
 HPMLC_FN void hpmlc_sim_deal(hpmlc_sim *s, int first, int end, int to, int to_end, size_t header, int64_t bytes)
 {
     s->runs = 0;
