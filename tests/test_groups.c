@@ -93,6 +93,10 @@ static hpml_status train(hpml_ctx *ctx, seat *at, void *user)
         if (off > worst[1]) snprintf(j->where, sizeof j->where, "%s", p->name);
         worst[1] = fmax(worst[1], off);
     }
+    hpml_trainer_forward_backward(t, 0, 0, 1, false, NULL); /* ranks without samples: ops of groups run, with zeros */
+    for (int i = 0; i < params; i++)
+        for (int64_t k = 0; hpml_param_at(ctx, i)->grad && k < hpml_tensor_count(hpml_param_at(ctx, i)); k++)
+            if (hpml_param_at(ctx, i)->grad[k] != 0) worst[0] = 1;
     for (int i = 0; i < STEPS; i++) hpml_trainer_step(t, x, y, B, &info);
     for (int i = 0; i < params; i++) {
         hpml_tensor *p = hpml_param_at(ctx, i);
