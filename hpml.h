@@ -537,8 +537,9 @@ HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory a
    `memory` has values that stay; else it gets first values. An error once a parameter has memory, or on a device. */
 HPML_API hpml_status  hpml_params_place(hpml_ctx *ctx, float *memory, bool keep);
 HPML_API size_t       hpml_params_bytes(const hpml_ctx *ctx);
-/* Writes to shape[HPML_MAX_DIMS] the shape of the whole of which t, a parameter or any other tensor, is a part. */
-HPML_API void         hpml_param_whole(const hpml_tensor *t, int64_t *shape);
+/* Returns the elements of the whole of which t, a parameter or any other tensor, is a part; 0 for NULL. shape: NULL, or
+   receives the shape of the whole, HPML_MAX_DIMS numbers. */
+HPML_API int64_t      hpml_param_whole(const hpml_tensor *t, int64_t *shape);
 /* Copies elements first .. first + count - 1 of a parameter, which begin at `part`, to their places in an array of the
    whole (to_whole), or from there; both arrays in host memory: values, gradients, states of optimizers, residuals. */
 HPML_API void         hpml_param_copy(const hpml_tensor *param, float *part, int64_t first, int64_t count,
@@ -1044,7 +1045,7 @@ typedef struct hpml_custom {
                                   of the device and halves are halves; they only launch work on hpml_cuda_stream */
     void        *user;         /* yours: node->attr.custom->user; must live as long as the context */
     bool         one_number;   /* the result is a scalar, such as a loss */
-    int32_t      ndim;         /* dimensions of the result; 0: the result has the shape of source 0 */
+    int32_t      ndim;         /* dimensions of the result; 0: the result has the shape of source 0, and its `split` */
     int64_t      shape[HPML_MAX_DIMS]; /* of the result, for a full batch */
     int64_t      batch_rows;   /* rows of the result that belong to a sample; 0: shape[0] / batch if that is whole, else
                                   none; -1: none. Without such rows the op mixes samples: full batches only */
@@ -3373,15 +3374,6 @@ HPMLI_FN void hpmli_cut_copy(const hpmli_cut *c, float *whole, float *part, int6
     }
 }
 
-/* Returns the elements of the whole of which t is a part. */
-HPMLI_FN int64_t hpmli_whole_count(const hpml_tensor *t)
-{
-    int64_t whole[HPML_MAX_DIMS], count = 1;
-    hpml_param_whole(t, whole);
-    for (int i = 0; i < t->ndim; i++) count *= whole[i];
-    return count;
-}
-
 /* Joins the ranks' parts (count elements each) in `whole`, by way of `all` (count times size). */
 HPMLI_FN hpml_status hpmli_cut_join(const hpml_group *g, hpmli_cut c, const float *part, int64_t count, float *all,
                                     float *whole)
@@ -4014,8 +4006,7 @@ HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
     hpmli_init_job    j = { ctx, t, w, hpml_tensor_count(t), HPMLI_STREAM_INIT + (uint64_t)p->index,
                             (double)p->init_scale, true, false };
     int64_t whole[HPML_MAX_DIMS];
-    hpml_param_whole(t, whole);
-    double fan_in = (double)hpmli_whole_count(t) / (double)whole[0], field = fan_in / (double)whole[1];
+    double fan_in = (double)hpml_param_whole(t, whole) / (double)whole[0], field = fan_in / (double)whole[1];
     double fan_out = (double)whole[0] * field;
     switch (p->init) {
     case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: j.scale = sqrt(6 / fan_in); break;
@@ -4047,12 +4038,16 @@ HPMLI_FN int64_t hpmli_param_kept(const hpml_tensor *p, int level)
     return p->param->shard >= level ? p->param->keep_count : hpmli_param_floats(p);
 }
 
-HPML_API void hpml_param_whole(const hpml_tensor *t, int64_t *shape)
+HPML_API int64_t hpml_param_whole(const hpml_tensor *t, int64_t *shape)
 {
+    int64_t count = t != NULL;
     for (int i = 0; i < HPML_MAX_DIMS; i++) {
-        shape[i] = t ? t->shape[i] : 1;
-        if (t && t->split[i]) shape[i] *= hpml_ctx_group(t->ctx, (hpml_axis)t->split[i])->size;
+        int64_t n = t ? t->shape[i] : 1;
+        if (t && t->split[i]) n *= hpml_ctx_group(t->ctx, (hpml_axis)t->split[i])->size;
+        if (shape) shape[i] = n;
+        count *= n;
     }
+    return count;
 }
 
 HPML_API void hpml_param_copy(const hpml_tensor *param, float *part, int64_t first, int64_t count, float *whole,
@@ -6770,7 +6765,7 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
     int8_t  split[HPML_MAX_DIMS];
     int32_t sections;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (!hpmli_reshape_rule(hpmli_whole_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
+    if (!hpmli_reshape_rule(hpml_param_whole(x, NULL), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
     if (!hpmli_split_reshape(x, ndim, full, part, split, &sections))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "reshape to %s, sizes of the whole: %s is %s, and no dimension of "
                           "the result would be split alike; hpml_group_gather it first",
@@ -8066,7 +8061,7 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
     hpml_tensor    *x = w->n->src[0], *y = w->n->out;
     const float    *from  = w->back ? y->grad : x->data;
     float          *to    = w->back ? x->grad : y->data, p = w->n->attr.dropout.p, scale = 1 / (1 - p);
-    int64_t         count = hpml_tensor_count(y), sample = y->batch_rows * (hpmli_whole_count(y) / y->shape[0]);
+    int64_t         count = hpml_tensor_count(y), sample = y->batch_rows * (hpml_param_whole(y, NULL) / y->shape[0]);
     int64_t         at = piece * HPMLI_PIECE, c = hpmli_min(count - at, HPMLI_PIECE), run_length;
     uint64_t        stream = run->step << 24 ^ (uint64_t)w->n->state->number ^ HPMLI_STREAM_DROPOUT;
     uint32_t        words[HPMLI_PIECE], least = (uint32_t)((double)p * 4294967296.0);
@@ -10498,14 +10493,6 @@ HPMLI_FN int64_t hpmli_best(const float *y, int64_t classes) /* returns the clas
     return best;
 }
 
-/* Returns the classes of an output y, of all ranks if the output is split by classes. */
-HPMLI_FN int64_t hpmli_vocabulary_size(const hpml_tensor *y)
-{
-    int64_t whole[HPML_MAX_DIMS];
-    hpml_param_whole(y, whole);
-    return whole[y->ndim - 1];
-}
-
 /* Fills t->best from the ranks' parts y (rows, classes) of an output that is split by classes. */
 HPMLI_FN void hpmli_best_of_ranks(hpml_trainer *t, const float *y, int64_t rows, int64_t classes)
 {
@@ -10530,7 +10517,7 @@ HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const float *y, int64_t samples,
     int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out) / out->shape[0], best;
     const int64_t      rows = n * out->batch_rows * samples / classes;
     if (t->best) hpmli_best_of_ranks(t, y, rows, classes);
-    if (t->best) classes = hpmli_vocabulary_size(out);
+    if (t->best) classes *= hpml_ctx_group(t->ctx, HPML_AXIS_TENSOR)->size;
     t->scalars.counts[0] = 0;
     t->scalars.counts[1] = 0;
     for (int64_t r = 0; r < rows; r++) {
@@ -11091,7 +11078,8 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     t->norm_fetched  = false;
     t->overflowed    = false;
     t->labels        = NULL;
-    if (s->info && hpmli_is_classifier(t)) t->labels = samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
+    bool counts = s->info ? hpmli_is_classifier(t) : t->best != NULL; /* best: all ranks count together */
+    if (counts) t->labels = samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     s->number       = t->step;
     s->traced_start = hpmli_trace_time(t->ctx, s->start);
@@ -11463,7 +11451,7 @@ HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t s
 {
     hpml_graph *g   = t->graph;
     hpml_run    run = hpmli_run_of(g, false, 0, 1);
-    int64_t     floats = hpmli_whole_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows * samples;
+    int64_t     floats = hpml_param_whole(t->d.output, NULL) / t->d.output->shape[0] * t->d.output->batch_rows * samples;
     if (hpmli_has_pass(t)) {
         t->x = x;
         t->y = NULL;
@@ -11488,7 +11476,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     hpml_graph *g = t->graph;
     hpmli_graph_restore_batch(g);
     int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
-    int64_t out_floats = hpmli_whole_count(t->d.output) / g->batch; /* x_bytes and out_floats are of one sample */
+    int64_t out_floats = hpml_param_whole(t->d.output, NULL) / g->batch; /* x_bytes and out_floats are of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
         if (hpmli_predict_run(t, (const char *)x + i * x_bytes, n, out + i * out_floats) != HPML_OK) break;
@@ -13547,7 +13535,7 @@ HPMLI_FN hpml_status hpmli_collect(hpml_ctx *ctx, hpml_trainer *t, const hpml_te
         hpmli_cut c = hpmli_cut_of(p, d->axis, d->split_dim, d->sections);
         if (split && status == HPML_OK) status = hpmli_cut_join(g, c, part, n, all, whole);
     }
-    if (d->stage >= 0 && status == HPML_OK) status = pipe->bcast(pipe->user, whole, hpmli_whole_count(p), d->stage);
+    if (d->stage >= 0 && status == HPML_OK) status = pipe->bcast(pipe->user, whole, hpml_param_whole(p, NULL), d->stage);
     if (status != HPML_OK && ctx->status == HPML_OK)
         hpmli_fail(ctx, status, "collect of \"%s\": %s", p->name, hpml_status_string(status));
     return ctx->status;
@@ -13574,7 +13562,7 @@ HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array
     float       *work = NULL;
     if (!p || (int)which < 0 || which >= HPML_ARRAY_END || !hpmli_param_has(t, p, which))
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer collect: parameter %d has no array %d", param, (int)which);
-    if (!hpmli_failed(ctx)) work = (float *)hpmli_alloc(ctx, 2 * (size_t)hpmli_whole_count(p) * sizeof *work);
+    if (!hpmli_failed(ctx)) work = (float *)hpmli_alloc(ctx, 2 * (size_t)hpml_param_whole(p, NULL) * sizeof *work);
     bool ready = !hpmli_param_is_cut(p) || hpmli_groups_agree(ctx, "trainer collect") == HPML_OK;
     if (ready && work) hpmli_collect(ctx, t, p, which, work, whole);
     hpmli_free(ctx, work);
@@ -13661,7 +13649,7 @@ HPMLI_FN bool hpmli_arrays_take(hpmli_arrays *a, int64_t count, int64_t largest)
 HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
 {
     int64_t most = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
-    for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpmli_whole_count(ctx->params[i]));
+    for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpml_param_whole(ctx->params[i], NULL));
     for (const hpmli_named_array *v = t ? t->states : NULL; v; v = v->next) {
         largest = hpmli_max(largest, v->count);
         most++;
