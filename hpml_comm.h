@@ -8304,7 +8304,8 @@ HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpml_exchange *x, float *d
     it->floats = floats;
 }
 
-/* Lists for checkpoints an array of `count` floats that every rank has whole, at `data` on the host. NULL: an error. */
+/* Lists for checkpoints an array of `count` floats that every rank has whole, at `data` on the host (NULL: but this
+   rank). NULL: an error. */
 HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, const char *tensor, float *data,
                                        int64_t count)
 {
@@ -8312,7 +8313,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, con
     if (!it) return NULL;
     it->is_same = true;
     it->data    = data;
-    it->floats  = count;
+    it->floats  = data ? count : 0;
     return it;
 }
 
@@ -8348,6 +8349,35 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     }
 }
 
+/* Returns whether another stage of the pipeline trains parameter p. All ranks list the same arrays for checkpoints, a
+   rank without p with no floats of them. */
+HPMLC_FN bool hpmlc_is_elsewhere(const hpml_distributed *d, const hpml_tensor *p)
+{
+    const hpml_mesh *m = hpml_comm_mesh(d->all);
+    if (!m || p->param->buffer || p->param->frozen) return false;
+    return p->param->stage >= 0 && p->param->stage != m->at[HPML_AXIS_PIPE];
+}
+
+/* Returns where `array`, laid out as the trainer's gradients, has what belongs to p; NULL: another rank trains p. */
+HPMLC_FN float *hpmlc_state_place(const hpml_distributed *d, float *array, const hpml_tensor *p)
+{
+    return p->grad ? array + hpmlc_gradient_at(d, p) : NULL;
+}
+
+/* Lists what hpmlc_item_state does on the ranks that train p. */
+HPMLC_FN void hpmlc_elsewhere_state(hpmlc_states *list, hpml_tensor *p)
+{
+    const hpml_distributed *d = list->d;
+    hpml_gradient           g;
+    hpml_packing            packing;
+    hpmlc_gradient_of(p, NULL, &g);
+    hpml_packing_init(&packing, &d->plan.codec, g.rows, g.cols);
+    if (packing.codec->linear || packing.residual_count == 0) return;
+    hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, "residual", list->copy, p->name, g.rows * g.cols);
+    if (it) it->copies = d->copies;
+    hpmlc_state_add(list, HPMLC_SHARED, "residual", "stripes", p->name, g.rows * g.cols);
+}
+
 /* Lists for checkpoints what all buckets' exchanges carry, tensors in the order of their names. False: an error. */
 HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 {
@@ -8355,6 +8385,7 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
         int                  param = d->layout.by_name[i], b = d->layout.bucket_of[param];
         const hpml_exchange *x     = b < 0 ? NULL : d->buckets.item[b].x;
         const char          *name  = hpmlc_param(d, param)->name;
+        if (hpmlc_is_elsewhere(d, hpmlc_param(d, param))) hpmlc_elsewhere_state(list, hpmlc_param(d, param));
         for (int k = 0; x && k < x->d.count; k++)
             if (x->item[k].g.name == name) hpmlc_item_state(list, x, &x->item[k]);
     }
@@ -8970,7 +9001,8 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
     for (int i = 0; i < d->layout.params; i++) {
         const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
         int64_t            n = hpml_tensor_count(p);
-        if (p->grad) hpmlc_state_same(list, "delayed.gradient", p->name, own->in_flight + hpmlc_gradient_at(d, p), n);
+        if (p->grad || hpmlc_is_elsewhere(d, p))
+            hpmlc_state_same(list, "delayed.gradient", p->name, hpmlc_state_place(d, own->in_flight, p), n);
         if (hpmlc_buffer_floats(d, p) == 0) continue;
         hpmlc_state_same(list, "delayed.change", p->name, own->change + moved, n);
         moved += n;
@@ -9680,10 +9712,10 @@ HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
     list->present = &own->is_set;
     for (int i = 0; i < d->layout.params && own->centre && status == HPML_OK; i++) {
         const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
-        if (!p->grad) continue;
-        int64_t at = hpmlc_gradient_at(d, p), n = hpml_tensor_count(p);
-        hpmlc_state_same(list, "centre", p->name, own->centre + at, n);
-        hpmlc_state_same(list, "centre.momentum", p->name, own->momentum + at, n);
+        if (!p->grad && !hpmlc_is_elsewhere(d, p)) continue;
+        hpmlc_state_same(list, "centre", p->name, hpmlc_state_place(d, own->centre, p), hpml_tensor_count(p));
+        hpmlc_state_same(list, "centre.momentum", p->name, hpmlc_state_place(d, own->momentum, p),
+                         hpml_tensor_count(p));
     }
     list->present = NULL;
     return hpml_ctx_status(d->ctx) == HPML_OK;
@@ -11724,17 +11756,21 @@ HPMLC_FN const char *hpmlc_state_name(const hpmlc_state *it) { return it->name +
 /* Returns whether a copy of array `it` is a part of what the file has. */
 HPMLC_FN bool hpmlc_state_is_part(const hpmlc_state *it) { return it->whole != it->count; }
 
-/* Returns whether this rank has array `it` whole, and the file has it from rank 0. */
-HPMLC_FN bool hpmlc_state_is_same(const hpmlc_state *it) { return it->is_same && !hpmlc_state_is_part(it); }
+/* Returns whether every rank has array `it` whole, so that the file has it from rank 0. */
+HPMLC_FN bool hpmlc_state_is_same(const hpmlc_state *it)
+{
+    return it->is_same && !hpmlc_state_is_part(it) && !(it->param && it->param->param->stage >= 0);
+}
 
 /* Returns whether this rank's floats of array `it` go to the file. Else those of another rank do, which are the same:
-   ranks of axis tensor have the same floats of what is not split. */
+   ranks of axis tensor have the same floats of what is not split, those of axis pipe of what is in all stages. */
 HPMLC_FN bool hpmlc_state_counts(const hpml_distributed *d, const hpmlc_state *it)
 {
     const hpml_mesh *m    = hpml_comm_mesh(d->all);
     const hpml_axis  axis = it->param ? it->param->param->axis : HPML_AXIS_DATA;
     if (it->floats == 0) return false;
     if (m && axis != HPML_AXIS_TENSOR && m->at[HPML_AXIS_TENSOR] > 0) return false;
+    if (m && (!it->param || it->param->param->stage < 0) && m->at[HPML_AXIS_PIPE] > 0) return false;
     return !it->is_same || hpmlc_ranks_of_axis(d, axis)->rank == 0;
 }
 

@@ -325,6 +325,8 @@ TEST(a_checkpoint_of_a_mesh_is_that_of_one_rank)
         { "pipe=2", "tensor=2", 4, 4 },
         { "shard=1,tensor=2", "pipe=2", 4, 4 },
         { "pipe=2,tensor=2,codec=onebit,codec.min_elements=16", "codec=onebit,codec.min_elements=16", 8, 2 },
+        { "pipe=2,delayed=1", "tensor=2,delayed=1", 4, 4 },
+        { "pipe=2,strategy=block,period=2", "strategy=block,period=2", 4, 2 },
         { "tensor=2,codec=onebit,codec.min_elements=16", "codec=onebit,codec.min_elements=16", 8, 4 },
         { "tensor=2,exact=1,leaf=2,codec=onebit,codec.min_elements=16",
           "tensor=4,exact=1,leaf=2,codec=onebit,codec.min_elements=16", 4, 4 },
