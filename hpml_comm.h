@@ -6868,17 +6868,22 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
       "strategies gossip and federated", 1) \
     X("history", history, I32, INT32_MAX, true, NULL, 1)
 
-/* RULE(a plan that is refused, the sentence: fields, reason, way out). */
-#define HPMLC_PLAN_RULES(RULE) \
-    RULE(p->_begin || p->_end || p->codec._begin || p->codec._end, \
-         "the plan or its codec was not cleared; set all of it to zero first") \
+/* RULE(a plan that is refused, the sentence: fields, reason, way out). A field further down in the list of fields may
+   satisfy a rule of NEEDS. The others refuse a plan whatever these fields are; hpml_plan_next leaves such plans out. */
+#define HPMLC_PLAN_NEEDS(RULE) \
     RULE(hpmlc_plan_serves(p) && p->servers == 0, "the strategy has no servers; set servers to 1 or more, or take " \
          "strategy sync") \
-    RULE(p->servers >= f->ranks, "all ranks are servers, and none computes gradients; take fewer servers or more " \
-         "ranks") \
     RULE(p->strategy == HPML_STRATEGY_BACKUP && (p->backup == 0 || p->backup >= f->ranks - p->servers), \
          "backup is the number of workers without whose gradients a step goes on; set 1 or more, but fewer than " \
          "there are workers (ranks - servers), or take strategy ps") \
+    RULE(hpmlc_plan_most(p, f) > f->batch, \
+         "a rank's share of global_batch is more samples than the model's batch; take a smaller global_batch, more " \
+         "ranks, or a larger batch")
+#define HPMLC_PLAN_RULES(RULE) \
+    RULE(p->_begin || p->_end || p->codec._begin || p->codec._end, \
+         "the plan or its codec was not cleared; set all of it to zero first") \
+    RULE(p->servers >= f->ranks, "all ranks are servers, and none computes gradients; take fewer servers or more " \
+         "ranks") \
     RULE(hpmlc_plan_serves(p) && p->warm_steps > 0, "ranks count their steps by themselves with servers, so " \
          "warm_steps would end at different times; leave it out, or take strategy sync") \
     RULE(hpmlc_plan_serves(p) && hpmlc_whole_codec(&p->codec), "servers have ranges of the floats, and codec topk " \
@@ -6887,9 +6892,6 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "needs whole tensors; take sgd, adam or another that steps each number by itself") \
     RULE(hpmlc_plan_steps_ranges(p) && p->servers > 1 && f->clips, "the trainer's clip_norm needs the norm of the " \
          "whole gradient, and each of the servers has a range; take servers=1 or clip_norm 0") \
-    RULE(hpmlc_plan_most(p, f) > f->batch, \
-         "a rank's share of global_batch is more samples than the model's batch; take a smaller global_batch, more " \
-         "ranks, or a larger batch") \
     RULE(p->algorithm == HPML_NATIVE && !f->native, "algorithm native is the transport's own allreduce, and this " \
          "transport has none; take algorithm auto or ring") \
     RULE(p->leaf > f->batch, "leaf is more samples than the model's batch; take a smaller leaf or a larger batch") \
@@ -7343,11 +7345,15 @@ HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *fa
     out->outer_momentum = hpmlc_default(out->outer_momentum, 1 - 1 / workers);
 }
 
-/* Returns the sentence of the first rule that refuses the plan p with the facts f; NULL: there is none. */
-HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f)
+/* Returns the sentence of a rule that refuses the plan p with the facts f; NULL: there is none. *is_final: fields further
+   down in the list than those that are set cannot satisfy the rule. */
+HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f, bool *is_final)
 {
 #define HPMLC_RULE(is_refused, sentence) if (is_refused) return sentence;
+    *is_final = true;
     HPMLC_PLAN_RULES(HPMLC_RULE)
+    *is_final = false;
+    HPMLC_PLAN_NEEDS(HPMLC_RULE)
 #undef HPMLC_RULE
     return NULL;
 }
@@ -7405,7 +7411,7 @@ HPMLC_FN hpml_status hpmlc_plan_environment(hpml_comm *c, hpml_plan *plan)
 HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_facts *facts, char *why, size_t size)
 {
     const hpmlc_text to = { why, size };
-    bool             matters[HPMLC_FIELDS];
+    bool             matters[HPMLC_FIELDS], is_final;
     char             text[300];
     hpml_status      status = HPML_OK;
     if (!plan || !facts || facts->ranks < 1 || facts->batch < 1)
@@ -7414,7 +7420,7 @@ HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_fact
     for (int i = 0; i < HPMLC_FIELDS && status == HPML_OK; i++)
         status = hpmlc_field_check(plan, &hpmlc_fields[i], matters[i], &to);
     if (status == HPML_OK) status = hpmlc_axes_check(plan, facts->ranks, &to);
-    const char *sentence = status == HPML_OK ? hpmlc_plan_refused(plan, facts) : NULL;
+    const char *sentence = status == HPML_OK ? hpmlc_plan_refused(plan, facts, &is_final) : NULL;
     if (!sentence) return status;
     hpml_plan_text(plan, false, text, sizeof text);
     return hpmlc_refuse(&to, HPML_ERR_UNSUPPORTED, "plan: %s (plan \"%s\", %d ranks, batch %lld)", sentence, text,
@@ -7442,13 +7448,14 @@ HPMLC_FN bool hpmlc_field_next(const hpmlc_field *field, hpml_plan *plan)
 
 HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
 {
-    bool matters[HPMLC_FIELDS];
+    bool matters[HPMLC_FIELDS], is_final = false;
+    int  i = 0;
     do {
-        int i = HPMLC_FIELDS - 1;
+        if (!is_final) i = HPMLC_FIELDS - 1; /* else the fields further down stay 0 */
         hpmlc_fields_matter(plan, matters);
         while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], plan))) i--;
         if (i < 0) return false;
-    } while (hpml_plan_check(plan, facts, NULL, 0) != HPML_OK);
+    } while (hpmlc_plan_refused(plan, facts, &is_final) || hpml_plan_check(plan, facts, NULL, 0) != HPML_OK);
     return true;
 }
 

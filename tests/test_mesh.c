@@ -348,6 +348,24 @@ TEST(a_checkpoint_of_a_mesh_is_that_of_one_rank)
     for (int i = 0; i < 3; i++) remove(paths[i]);
 }
 
+/* A plan whose axes but data are 1 computes the bits of no plan, and sends what no plan sends. */
+TEST(a_plan_of_ones_costs_nothing)
+{
+    const hpml_plan ones = { .pipe = 1, .tensor = 1, .sequence = 1, .expert = 1 };
+    for (int ranks = 1; ranks <= 4; ranks += 3) {
+        split_run none = { .model = split_small, .steps = 3 }, one = none;
+        char      text[512];
+        ENSURE(launch(HPML_TRANSPORT_CLOCK, ranks, NULL, split_train, &none, text) == HPML_OK);
+        ENSURE(launch(HPML_TRANSPORT_CLOCK, ranks, &ones, split_train, &one, text) == HPML_OK);
+        const size_t bytes = (size_t)none.floats * sizeof(float);
+        const bool   same = memcmp(none.values, one.values, bytes) == 0 &&
+                          memcmp(none.gradients, one.gradients, bytes) == 0;
+        split_free(&none);
+        split_free(&one);
+        ENSURE(same && none.report.bytes == one.report.bytes && none.report.step_s == one.report.step_s);
+    }
+}
+
 /* What the plan of hpml_distribute and that of the launch contradict. */
 TEST(other_axes_than_those_of_the_launch_are_refused)
 {
