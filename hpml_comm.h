@@ -1321,6 +1321,13 @@ HPMLC_REF(hpml_comm_set_plan, (hpml_comm *c, const hpml_plan &plan), (c, &plan))
 HPMLC_REF(hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_plan &plan), (t, c, &plan))
 HPMLC_REF(hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, const hpml_batch_search_desc &d,
           hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
+HPMLC_REF(hpml_ring_attention, (hpml_tensor *qkv, const hpml_attention_desc &d), (qkv, &d))
+HPMLC_REF(hpml_experts, (hpml_tensor *x, const hpml_experts_desc &d, hpml_tensor **balance), (x, &d, balance))
+HPMLC_REF(hpml_conv2d_rows, (hpml_tensor *x, int64_t out, const hpml_conv2d_desc &d), (x, out, &d))
+HPMLC_REF(hpml_local2d, (hpml_tensor *x, int64_t out, const hpml_local2d_desc &d), (x, out, &d))
+HPMLC_REF(hpml_linear_rows, (hpml_tensor *x, int64_t out, const hpml_linear_desc &d), (x, out, &d))
+HPMLC_REF(hpml_named_param, (hpml_ctx *c, const char *rules, const char *dims, const hpml_param_desc &d),
+          (c, rules, dims, &d))
 HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
           (&d, out, error, size))
 HPMLC_REF(hpml_pipe_simulate, (const hpml_pipe_desc &d, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity,
@@ -13953,10 +13960,10 @@ HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local
    tokens. R = experts cap places. Buffers of rows in two orders:
      at home       place e cap + s: slot s of expert e, for this rank's tokens
      at experts    place (r local + i) cap + s: slot s that rank r fills of local expert i; `local` experts per rank
-   hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward:
-   route; rows of x to `sent` (home), swap to `in` (experts), hid = relu(in w1^T + b1), back = hid w2^T + b2, swap to
-   `back` (home), y = sum of g back. Backward takes the same ways. Saved: in (R, D), hid (R, hidden), back (R, D), and
-   for each token and choice the place (-1: no place was left) and g. Sources: x, p, w1, b1, w2, b2. */
+   hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward: rows
+   of x go to their places at home, by swap to `in`, at experts; hid = relu(in w1^T + b1); hid w2^T + b2 goes by swap to
+   `back`, at home; y = sum of g back. Gradients go the same ways backward. Saved: in (R, D), hid (R, hidden), back (R,
+   D), and for each token and choice the place (-1: no place was left) and g. Sources: x, p, w1, b1, w2, b2. */
 typedef struct hpmlc_experts {
     const hpml_group *group;
     int64_t           experts, local, cap, D, hidden, tokens; /* local: of this rank; tokens: of a full batch */

@@ -6,8 +6,8 @@
              features and results travel instead of gradients ("one weird trick", Krizhevsky 2014)
      sparse  advertisements and clicks: a parameter server has a table of which a step touches few rows, and only these
              travel: pulled before the forward pass, their gradients pushed after the backward pass
-   prints the loss at first and at last, the parameters of a rank and the KB that it sends in a step: trick less than dp,
-   and sparse the same for a table of ten times as many rows. */
+   prints the loss at first and at last, the parameters of a rank and the KB that it sends in a step: trick less than
+   dp, and sparse the same for a table of ten times as many rows. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
 #include "digits.h"
