@@ -76,6 +76,10 @@
 //     move            what one rank sends, receives and adds in one round of an allreduce
 //     phase, team     part of an algorithm: rounds of one kind; the ranks that take part in it
 //     plan            how a training is spread over ranks: hpml_plan, one struct
+//     halo            pixels of the neighbouring ranks' blocks around a rank's block of an image
+//     expert          one of several dense networks of which each token uses one or two; token: a row of features
+//     place           of experts: a row of an expert's batch, which one token may take
+//     rule            of layout: the axis that splits a named dimension
 //     pipeline        ranks that have consecutive stages of one model
 //     stage, piece    the part of a model that one rank of a pipeline has; consecutive layers that run together: one
 //                     piece is a stage, or several, chunks of the model that do not follow each other, are one
@@ -1186,8 +1190,9 @@ typedef struct hpml_local2d_desc {
 HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local2d_desc *desc);
 
 /* Collectives as layers (Lee et al. 2015, MPI-Caffe), for ranks that record different models, such as one trunk and
-   many heads. x has the same shape on all ranks. root: a rank of the group; reduce and gather: -1 means all ranks.
-     bcast   y = x of rank `root`. Backward: rank `root` gets the sum of the gradients. x of the others is not read
+   many heads. x has the same shape on all ranks. root: a rank of the group; reduce and gather: -1 means all ranks. Not
+   over TENSOR. The x of ranks that are no root of bcast must be finite, an input for example, but is not used.
+     bcast   y = x of rank `root`. Backward: rank `root` gets the sum of the gradients
      reduce  y = sum of the ranks' x at the root, else zeros. Backward: all get the root's gradient
      gather  (B, C, ..) to (B, p C, ..): the ranks' x joined along dimension 1 at the root, else zeros. Backward: each
              rank gets its block of the root's gradient
@@ -1316,6 +1321,13 @@ HPMLC_REF(hpml_comm_set_plan, (hpml_comm *c, const hpml_plan &plan), (c, &plan))
 HPMLC_REF(hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_plan &plan), (t, c, &plan))
 HPMLC_REF(hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, const hpml_batch_search_desc &d,
           hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
+HPMLC_REF(hpml_ring_attention, (hpml_tensor *qkv, const hpml_attention_desc &d), (qkv, &d))
+HPMLC_REF(hpml_experts, (hpml_tensor *x, const hpml_experts_desc &d, hpml_tensor **balance), (x, &d, balance))
+HPMLC_REF(hpml_conv2d_rows, (hpml_tensor *x, int64_t out, const hpml_conv2d_desc &d), (x, out, &d))
+HPMLC_REF(hpml_local2d, (hpml_tensor *x, int64_t out, const hpml_local2d_desc &d), (x, out, &d))
+HPMLC_REF(hpml_linear_rows, (hpml_tensor *x, int64_t out, const hpml_linear_desc &d), (x, out, &d))
+HPMLC_REF(hpml_named_param, (hpml_ctx *c, const char *rules, const char *dims, const hpml_param_desc &d),
+          (c, rules, dims, &d))
 HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
           (&d, out, error, size))
 HPMLC_REF(hpml_pipe_simulate, (const hpml_pipe_desc &d, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity,
@@ -13408,8 +13420,8 @@ HPMLC_FN void hpmlc_pipeline_close(hpml_distributed *d)
 // >>layers   what layers that communicate have in common
 // ---------------------------------------------------------------------------------------------------------------------
 /* Each layer is an op of hpml_custom_op with .collective, written with the functions of hpml.h that a program may call,
-   and with those of hpml_group. Messages have the length of a full batch on every rank, because ranks may have batches
-   of different lengths, or none. */
+   and with those of hpml_group. Ranks of the SEQUENCE axis have the same samples. On other axes messages have the length
+   of a full batch on every rank, because ranks may have batches of different lengths, or none. */
 
 /* Sets an error on ctx, its text formatted as by printf, and returns NULL. */
 HPMLC_PRINTF(2, 3)
@@ -13521,12 +13533,12 @@ HPMLC_FN hpmlc_ring_pass hpmlc_ring_begin(const hpml_run *run, hpml_node *n)
     return w;
 }
 
-/* Passes one block of a full batch to the next rank; *block becomes that of the rank before. */
+/* Passes one block to the next rank; *block becomes that of the rank before. All ranks have the same samples. */
 HPMLC_FN hpml_status hpmlc_ring_send(hpmlc_ring_pass *w, float **block)
 {
     const hpml_group *g      = w->r->group;
     float            *in     = w->next;
-    hpml_status       status = g->pass(g->user, *block, in, (int64_t)(w->r->block_bytes / sizeof(float)), 1);
+    hpml_status       status = g->pass(g->user, *block, in, w->B * w->L * 2 * w->C, 1);
     w->next = *block;
     *block  = in;
     return status;
@@ -13678,14 +13690,16 @@ HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention
     r.group = hpml_ctx_group(qkv->ctx, HPML_AXIS_SEQUENCE);
     if (r.group->size == 1) return hpml_attention(qkv, desc);
     const int64_t C = qkv->shape[2] / 3;
-    if (qkv->split[2] == HPML_AXIS_TENSOR) d.heads /= hpml_ctx_group(qkv->ctx, HPML_AXIS_TENSOR)->size;
-    if (d._begin || d._end || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || d.heads < 1 || C % d.heads != 0)
-        return hpmlc_no_layer(qkv->ctx, "ring_attention: input is %s with %d heads, expected (B, T / %d, 3C) with C a "
-                            "multiple of the heads", hpml_tensor_text(qkv, text, sizeof text), d.heads, r.group->size);
-    r.heads       = d.heads;
+    const int32_t parts = qkv->split[2] == HPML_AXIS_TENSOR ? hpml_ctx_group(qkv->ctx, HPML_AXIS_TENSOR)->size : 1;
+    if (d._begin || d._end || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || d.heads < 1 || d.heads % parts != 0 ||
+        parts * C % d.heads != 0)
+        return hpmlc_no_layer(qkv->ctx, "ring_attention: input is %s with %d heads on %d ranks of the tensor axis; "
+                              "expected (B, T / %d, 3C) with C a multiple of the heads, and these of the ranks",
+                              hpml_tensor_text(qkv, text, sizeof text), d.heads, parts, r.group->size);
+    r.heads       = d.heads / parts;
     r.L           = qkv->shape[1];
     r.causal      = !d.not_causal;
-    r.scale       = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
+    r.scale       = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / r.heads)));
     r.block_bytes = (size_t)(qkv->shape[0] * r.L * 2 * C) * sizeof(float);
     op.name       = "ring_attention";
     op.forward    = hpmlc_ring_forward;
@@ -13769,7 +13783,7 @@ HPMLC_FN hpml_status hpmlc_halo_exchange(hpml_node *n, float *image, bool backwa
     for (int j = 0; j < 4 && status == HPML_OK; j++) {
         hpmlc_shift s;
         if (!hpmlc_halo_shift(k, backward ? 3 - j : j, H - 2 * k->h, W - 2 * k->w, &s)) continue;
-        int64_t count = k->images * s.edge.rows * s.edge.cols;
+        int64_t count = planes * s.edge.rows * s.edge.cols; /* all ranks have the same samples */
         float  *out = (float *)n->scratch, *in = out + count;
         hpmlc_strip_copy(HPMLC_TAKE, image, planes, H, W, backward ? s.halo : s.edge, out);
         status = k->group->pass(k->group->user, out, in, count, backward ? -s.by : s.by);
@@ -13780,6 +13794,7 @@ HPMLC_FN hpml_status hpmlc_halo_exchange(hpml_node *n, float *image, bool backwa
     return status;
 }
 
+/* Returns the pixels of y that are the block, without its halo. */
 HPMLC_FN hpmlc_strip hpmlc_halo_inside(const hpmlc_halo *k, const hpml_tensor *y)
 {
     hpmlc_strip s = { k->h, k->w, y->shape[2] - 2 * k->h, y->shape[3] - 2 * k->w };
@@ -13890,7 +13905,7 @@ HPMLC_FN hpmlc_pixel hpmlc_pixel_of(hpml_node *n, int64_t p)
     return c;
 }
 
-/* Copies the patches of all samples from the image x (B, C, H, W), or adds them to x, its gradient. */
+/* Copies the patches of all samples from the images x (B, C, H, W), or adds them to x, the gradient of the images. */
 HPMLC_FN void hpmlc_pixel_patch(const hpml_node *n, const hpmlc_pixel *c, float *x, bool add)
 {
     const hpml_tensor *t = n->src[0];
@@ -13979,10 +13994,10 @@ HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local
    tokens. R = experts cap places. Buffers of rows in two orders:
      at home       place e cap + s: slot s of expert e, for this rank's tokens
      at experts    place (r local + i) cap + s: slot s that rank r fills of local expert i; `local` experts per rank
-   hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward:
-   route; rows of x to `sent` (home), swap to `in` (experts), hid = relu(in w1^T + b1), back = hid w2^T + b2, swap to
-   `back` (home), y = sum of g back. Backward takes the same ways. Saved: in (R, D), hid (R, hidden), back (R, D), and
-   for each token and choice the place (-1: no place was left) and g. Sources: x, p, w1, b1, w2, b2. */
+   hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward: rows
+   of x go to their places at home, by swap to `in`, at experts; hid = relu(in w1^T + b1); hid w2^T + b2 goes by swap to
+   `back`, at home; y = sum of g back. Gradients go the same ways backward. Saved: in (R, D), hid (R, hidden), back (R,
+   D), and for each token and choice the place (-1: no place was left) and g. Sources: x, p, w1, b1, w2, b2. */
 typedef struct hpmlc_experts {
     const hpml_group *group;
     int64_t           experts, local, cap, D, hidden, tokens; /* local: of this rank; tokens: of a full batch */
@@ -14255,105 +14270,38 @@ HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layer-members   collectives as layers; dense layers whose ranks have samples of their own
 // ---------------------------------------------------------------------------------------------------------------------
+/* hpml_group_sum and _gather on other axes than TENSOR have the gradient of the sum of all ranks' losses. A root is a
+   factor 1 before or behind them, and 0 on the other ranks: what leaves these is not read, and so are their gradients. */
 typedef enum hpmlc_relay_kind { HPMLC_BCAST, HPMLC_REDUCE, HPMLC_GATHER } hpmlc_relay_kind;
-typedef struct hpmlc_relay {
-    const hpml_group *group;
-    hpmlc_relay_kind kind;
-    int               root;  /* -1: all ranks */
-    int64_t           count; /* floats of x for a full batch */
-} hpmlc_relay;
-
-HPMLC_FN bool hpmlc_relay_is_root(const hpmlc_relay *k) { return k->root < 0 || k->root == k->group->rank; }
-
-HPMLC_FN void hpmlc_zero(float *x, int64_t n) { memset(x, 0, (size_t)n * sizeof *x); }
-
-/* Between the blocks of all ranks, (p, B, row), and an array that joins them along dimension 1, (B, p, row). */
-HPMLC_FN void hpmlc_join(const hpmlc_relay *k, const hpml_tensor *x, float *blocks, float *joined, bool backward)
-{
-    const int64_t p = k->group->size, B = x->shape[0], row = hpml_tensor_count(x) / (B > 0 ? B : 1);
-    for (int64_t i = 0; i < p * B; i++) {
-        float *block = blocks + i / B * k->count + i % B * row, *at = joined + (i % B * p + i / B) * row;
-        if (backward) memcpy(block, at, (size_t)row * sizeof(float));
-        else memcpy(at, block, (size_t)row * sizeof(float));
-    }
-}
-
-HPMLC_FN hpml_status hpmlc_relay_forward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
-{
-    const hpmlc_relay *k = (const hpmlc_relay *)n->attr.custom->user;
-    const hpml_group   *g = k->group;
-    const hpml_tensor  *x = n->src[0];
-    const int64_t       count = hpml_tensor_count(x);
-    float              *mine = (float *)n->scratch, *all = mine + k->count; /* of a full batch; (p) of them */
-    hpml_status         status = HPML_OK;
-    hpmlc_zero(mine, k->count);
-    memcpy(mine, x->data, (size_t)count * sizeof(float));
-    if (k->kind == HPMLC_BCAST) status = g->bcast(g->user, mine, k->count, k->root);
-    if (k->kind == HPMLC_REDUCE) status = g->sum(g->user, mine, k->count);
-    if (k->kind == HPMLC_GATHER) status = g->gather(g->user, mine, all, k->count);
-    if (k->kind != HPMLC_BCAST && !hpmlc_relay_is_root(k)) hpmlc_zero(n->out->data, hpml_tensor_count(n->out));
-    else if (k->kind == HPMLC_GATHER) hpmlc_join(k, x, all, n->out->data, false);
-    else memcpy(n->out->data, mine, (size_t)count * sizeof(float));
-    return status;
-}
-
-HPMLC_FN hpml_status hpmlc_relay_backward(const hpml_run *run, hpml_node *n)
-{
-    const hpmlc_relay *k = (const hpmlc_relay *)n->attr.custom->user;
-    const hpml_group   *g = k->group;
-    const int64_t       count = hpml_tensor_count(n->src[0]);
-    float              *mine = (float *)n->scratch, *all = mine + k->count;
-    hpml_status         status = HPML_OK;
-    hpmlc_zero(mine, k->count * (k->kind == HPMLC_GATHER ? 1 + g->size : 1));
-    if (k->kind == HPMLC_GATHER) hpmlc_join(k, n->src[0], all, n->out->grad, true);
-    else memcpy(mine, n->out->grad, (size_t)count * sizeof(float));
-    if (k->kind == HPMLC_GATHER && !hpmlc_relay_is_root(k)) hpmlc_zero(all, k->count * g->size);
-    if (k->kind == HPMLC_GATHER) status = g->scatter(g->user, all, mine, k->count);
-    else if (k->kind == HPMLC_REDUCE && k->root >= 0) status = g->bcast(g->user, mine, k->count, k->root);
-    else status = g->sum(g->user, mine, k->count);
-    if (k->kind != HPMLC_BCAST || hpmlc_relay_is_root(k)) hpml_node_give(run, n, 0, mine);
-    return status;
-}
-
-HPMLC_FN hpml_tensor *hpmlc_relay_op(hpml_tensor *x, hpml_axis axis, hpmlc_relay_kind kind, int root)
+HPMLC_FN hpml_tensor *hpmlc_relay(hpml_tensor *x, hpml_axis axis, hpmlc_relay_kind kind, int root)
 {
     static const char *const names[] = { "layer_bcast", "layer_reduce", "layer_gather" };
-    char text[96];
     if (!hpmlc_recordable(x)) return NULL;
     const hpml_group *g = hpml_ctx_group(x->ctx, axis);
-    hpmlc_relay      k = { g, kind, root, hpml_tensor_count(x) };
-    if (x->dtype != HPML_DTYPE_F32 || x->ndim < (kind == HPMLC_GATHER ? 2 : 1))
-        return hpmlc_no_layer(x->ctx, "%s: input is %s, expected floats (B, ..)", names[kind],
-                              hpml_tensor_text(x, text, sizeof text));
-    if (root >= g->size || root < (kind == HPMLC_BCAST ? 0 : -1))
-        return hpmlc_no_layer(x->ctx, "%s: root %d of %d ranks of the %s axis; expected a rank%s", names[kind], root,
-                              g->size, hpml_axis_name(axis), kind == HPMLC_BCAST ? "" : ", or -1 for all");
-    HPMLC_ZERO(hpml_custom, op);
-    op.name       = names[kind];
-    op.forward    = hpmlc_relay_forward;
-    op.backward   = hpmlc_relay_backward;
-    op.keeps      = HPML_KEEP_NONE;
-    op.collective = g->size > 1;
-    op.ndim       = x->ndim;
-    memcpy(op.shape, x->shape, sizeof op.shape);
-    if (kind == HPMLC_GATHER) op.shape[1] *= g->size;
-    op.scratch_bytes = (size_t)(k.count * (1 + (kind == HPMLC_GATHER ? g->size : 0))) * sizeof(float);
-    hpml_tensor *y = hpmlc_record(&x, 1, &op, &k, sizeof k);
-    if (y) y->needs_grad = true; /* backward runs on all ranks, also where x is an input */
-    return y;
+    if (root >= g->size || root < (kind == HPMLC_BCAST ? 0 : -1) || axis == HPML_AXIS_TENSOR)
+        return hpmlc_no_layer(x->ctx, "%s: root %d of %d ranks of the %s axis; expected a rank%s of another axis than "
+                              "tensor, whose ranks have one loss", names[kind], root, g->size, hpml_axis_name(axis),
+                              kind == HPMLC_BCAST ? "" : ", or -1 for all,");
+    const float mine = root < 0 || root == g->rank ? 1.0f : 0.0f;
+    if (kind == HPMLC_BCAST) x = hpml_scale(x, mine, 0);
+    x = kind == HPMLC_GATHER ? hpml_group_gather(x, axis, 1) : hpml_group_sum(x, axis);
+    if (x && g->size > 1) x->needs_grad = true; /* backward runs on all ranks, also where x is an input */
+    return x && kind != HPMLC_BCAST && root >= 0 ? hpml_scale(x, mine, 0) : x;
 }
 HPML_API hpml_tensor *hpml_layer_bcast(hpml_tensor *x, hpml_axis axis, int root)
 {
-    return hpmlc_relay_op(x, axis, HPMLC_BCAST, root);
+    return hpmlc_relay(x, axis, HPMLC_BCAST, root);
 }
 HPML_API hpml_tensor *hpml_layer_reduce(hpml_tensor *x, hpml_axis axis, int root)
 {
-    return hpmlc_relay_op(x, axis, HPMLC_REDUCE, root);
+    return hpmlc_relay(x, axis, HPMLC_REDUCE, root);
 }
 HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root)
 {
-    return hpmlc_relay_op(x, axis, HPMLC_GATHER, root);
+    return hpmlc_relay(x, axis, HPMLC_GATHER, root);
 }
+
+HPMLC_FN void hpmlc_zero(float *x, int64_t n) { memset(x, 0, (size_t)n * sizeof *x); }
 
 /* hpml_linear_rows: with B samples of each of p ranks and `cut` = out / p rows of the weight on each, all = x of all
    ranks (p B, in), saved; part = all w^T + bias (p B, cut), of which block r belongs to rank r's samples. swap
@@ -14362,7 +14310,7 @@ HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root
 typedef struct hpmlc_rows { const hpml_group *group; int64_t B, in, cut; } hpmlc_rows;
 
 /* Copies y (B, p cut) to blocks (p, B, cut), of a full batch, or back; only the samples of the present batch. */
-HPMLC_FN void hpmlc_rows_turn(const hpmlc_rows *k, float *y, int64_t samples, float *blocks, bool to_y)
+HPMLC_FN void hpmlc_rows_copy(const hpmlc_rows *k, float *y, int64_t samples, float *blocks, bool to_y)
 {
     const int64_t p = k->group->size, cut = k->cut;
     for (int64_t i = 0; i < samples * p; i++) {
@@ -14387,7 +14335,7 @@ HPMLC_FN hpml_status hpmlc_rows_forward(const hpml_run *run, hpml_node *n)
         status = hpml_sgemm(run->ctx, false, true, rows, k->cut, k->in, 1, all, k->in, n->src[1]->data, k->in, 1, part,
                             k->cut);
     if (status == HPML_OK) status = g->swap(g->user, part, blocks, k->B * k->cut);
-    hpmlc_rows_turn(k, n->out->data, samples, blocks, true);
+    hpmlc_rows_copy(k, n->out->data, samples, blocks, true);
     return status;
 }
 
@@ -14398,7 +14346,7 @@ HPMLC_FN hpml_status hpmlc_rows_backward(const hpml_run *run, hpml_node *n)
     const int64_t     samples = n->out->shape[0], rows = k->B * g->size, in = k->in, cut = k->cut;
     float            *all = (float *)n->saved, *part = (float *)n->scratch, *blocks = part + rows * cut;
     hpmlc_zero(blocks, rows * cut);
-    hpmlc_rows_turn(k, n->out->grad, samples, blocks, false);
+    hpmlc_rows_copy(k, n->out->grad, samples, blocks, false);
     hpml_status status = g->swap(g->user, blocks, part, k->B * cut);
     for (int64_t i = 0; i < rows && n->src_count > 2; i++) hpmlc_give(n, 2, 0, part + i * cut, cut);
     if (n->src[1]->grad && status == HPML_OK)
@@ -14561,18 +14509,20 @@ HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const c
 typedef struct hpmlc_einsum { int g, m, n, k, order[3][HPML_MAX_DIMS]; } hpmlc_einsum;
 typedef struct hpmlc_einsum_arrays {
     int64_t g, m, n, k;
-    float  *a, *b, *y; /* in order; a tensor that is in order already is not copied */
+    float  *a, *b, *y; /* copies in order, in scratch; y: of the result or its gradient */
 } hpmlc_einsum_arrays;
 
 /* Copies t's array `from` into order, to `to`; give: adds `to`, in order, to `from`. */
 HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from, float *to, bool give)
 {
     int64_t stride[HPML_MAX_DIMS + 1], count = hpml_tensor_count(t);
+    int     last = t->ndim; /* dimensions from `last` on are in their places */
     stride[t->ndim] = 1;
     for (int d = t->ndim - 1; d >= 0; d--) stride[d] = stride[d + 1] * t->shape[d];
+    while (last > 0 && order[last - 1] == last - 1) last--;
     for (int64_t i = 0; i < count; i++) {
-        int64_t at = 0, rest = i;
-        for (int d = t->ndim - 1; d >= 0; d--) {
+        int64_t at = i % stride[last], rest = i / stride[last];
+        for (int d = last - 1; d >= 0; d--) {
             at += rest % t->shape[order[d]] * stride[order[d] + 1];
             rest /= t->shape[order[d]];
         }
@@ -14581,7 +14531,7 @@ HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from,
     }
 }
 
-/* Finds sizes, and brings a and b into order. y: scratch for the result or its gradient. */
+/* Finds sizes, and copies a and b in order. */
 HPMLC_FN hpmlc_einsum_arrays hpmlc_einsum_of(const hpml_node *n)
 {
     const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
@@ -14614,7 +14564,7 @@ HPMLC_FN hpml_status hpmlc_einsum_forward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* da = dy b, then db = dy^T a, each in place of the other operand's copy that is no longer needed. */
+/* da = dy b, and db = dy^T a, which takes the place of b's copy, because for that g the copy is no longer needed. */
 HPMLC_FN hpml_status hpmlc_einsum_backward(const hpml_run *run, hpml_node *n)
 {
     const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
