@@ -134,7 +134,8 @@ TEST(threads_learn_as_one)
 TEST(a_checkpoint_loads_into_shared_values)
 {
     const char *path = "build/hogwild.safetensors";
-    race whole = { .epochs = 2 }, first = { .epochs = 1, .save = path }, second = { .from = 1, .epochs = 1, .load = path };
+    race whole = { .epochs = 2 }, first = { .epochs = 1, .save = path };
+    race second = { .from = 1, .epochs = 1, .load = path };
     ENSURE(train(&whole, 1) && train(&first, 1) && train(&second, 1));
     ENSURE(second.hash[0] == whole.hash[0] && first.hash[0] != whole.hash[0]);
     race none = { .load = path }, more = { .from = 1, .epochs = 1, .load = path };

@@ -30,6 +30,8 @@ typedef struct job {
     bool                fails, quiet; /* fails: .lost fail, they do not leave; quiet: an error is not printed */
     const char         *save, *load;
     bool                twice;    /* as many epochs again, after finish */
+    int                 max_steps; /* of fit; 0: no limit */
+    bool                no_finish; /* the training ends without hpml_distribute_finish */
     /* results */
     uint64_t            hash[MOST_RANKS]; /* of the parameters of each rank after finish */
     double              accuracy, loss, first_free, end; /* of rank 0; first_free: virtual time when its fit is over */
@@ -123,7 +125,7 @@ static hpml_status step_by_step(job *j, hpml_trainer *t, hpml_dataset *data, wat
 static hpml_status epochs(job *j, hpml_trainer *t, hpml_dataset *data, watch *w)
 {
     hpml_loader_desc of = { .ranks = j->own_data };
-    hpml_fit_desc    d  = { .epochs = j->epochs, .on_step = each_step, .user = w, .loader = j->own_data ? &of : NULL };
+    hpml_fit_desc    d  = { .epochs = j->epochs, .max_steps = j->max_steps, .on_step = each_step, .user = w, .loader = j->own_data ? &of : NULL };
     hpml_metrics     m  = { 0 };
     if (j->step_by_step) return step_by_step(j, t, data, w);
     if (j->goal == 0) return hpml_trainer_fit(t, data, &d);
@@ -165,7 +167,7 @@ static hpml_status work(hpml_comm *c, void *user)
     j->sent[rank] = sent.bytes;
     if (status == HPML_ERR_STOPPED) return j->fails ? hpml_ctx_fail(ctx, HPML_ERR_STATE, "on purpose") : HPML_OK;
     if (status == HPML_OK && j->save && d) status = hpml_distribute_save(d, j->save);
-    if (status == HPML_OK && d) status = hpml_distribute_finish(d);
+    if (status == HPML_OK && d && !j->no_finish) status = hpml_distribute_finish(d);
     if (j->digits) data = digits(ctx, to_learn, TESTED);
     if (rank == 0 && status == HPML_OK) status = hpml_trainer_evaluate(t, data, &m);
     if (status != HPML_OK) return status;
@@ -565,6 +567,20 @@ TEST(gossip_and_checkpoints_go_on_without_lost_ranks)
             ENSURE(go(&more) && more.loss > 0 && (i == 3 || more.loss < 1.05 * j.loss));
         }
     remove("build/lost.safetensors");
+}
+
+/* A fit that .max_steps ends, without hpml_distribute_finish: no rank waits for ever. */
+TEST(a_training_may_end_without_finish)
+{
+    static const char *const plans[] = { "strategy=async,servers=1", "strategy=async,servers=2", "strategy=ps,servers=1",
+                                         "strategy=ssp,staleness=2,servers=1" };
+    for (int p = 0; p < 4; p++)
+        for (int i = 0; i < 4; i++) {
+            job j = { .plan = plans[p], .ranks = 5, .transport = transports[i / 2], .survive = i % 2, .epochs = 3 };
+            j.max_steps = 7, j.no_finish = true, j.step_s = 1;
+            const bool good = go(&j);
+            printf("    %s, case %d: %d %s\n", plans[p], i, good, j.error);
+        }
 }
 
 TEST(a_lost_server_is_an_error_that_names_it)
