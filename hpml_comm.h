@@ -1019,7 +1019,8 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
    the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
    (`delayed`) are not applied. Local, block: a meeting, unless the last step was one. Elastic: the centre. Gossip: the
    mean. With servers: their parameters, when all workers that are not lost have called it, and the mean of the workers'
-   running statistics. Training may go on afterwards. */
+   running statistics. Training may go on afterwards. A training may end without this call: servers then serve when the
+   distribution or the context is freed, until all workers' are. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
    between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
@@ -9819,6 +9820,7 @@ typedef enum hpmlc_request_kind {
     HPMLC_PULL,  /* nothing follows; is answered. Also a push whose floats were taken */
     HPMLC_DEAL,  /* asks for the number of a batch */
     HPMLC_NOTE,  /* reports .epoch, is not answered */
+    HPMLC_LEAVE, /* the worker ends its training without HPMLC_FINISH; is not answered */
     HPMLC_ROWS,  /* indices of rows of a sparse table follow; is answered by the rows alone, at once */
     HPMLC_FINISH /* the training ends on this worker; open until it ends on all */
 } hpmlc_request_kind;
@@ -9856,6 +9858,8 @@ typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which ar
 } hpmlc_piece;
 
 typedef struct hpmlc_servers {
+    hpml_distributed *d;
+    bool           is_finished;      /* no request since hpml_distribute_finish; server: or since the beginning */
     int            workers, count;   /* K, S */
     int            first, end;       /* servers of whose ranges this rank has memory: of itself; a worker: of all */
     int64_t        total, floats;    /* n; floats of these ranges */
@@ -9961,10 +9965,15 @@ HPMLC_FN size_t hpmlc_packed_size(const hpmlc_servers *own, int first, int end)
     return own->piece[own->begin[end]].offset - own->piece[own->begin[first]].offset;
 }
 
-/* Cancels a server's receives in flight, because they point into memory that is freed next. */
+HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d);
+
+/* Ends a training that was not finished: workers tell the servers, which serve until all have done so, because a server
+   may have ended its own steps first. Then cancels a server's receives in flight, because they point into memory that is
+   freed next. */
 HPMLC_FN void hpmlc_servers_destroy(void *object)
 {
     hpmlc_servers *own = (hpmlc_servers *)object;
+    if (own->d && !own->is_finished && hpml_ctx_status(own->d->ctx) == HPML_OK) hpmlc_servers_leave(own->d);
     for (int k = 0; k < own->workers && own->client; k++) {
         hpml_message *m = &own->client[k].message;
         if (!own->client[k].is_posted) continue;
@@ -10068,6 +10077,8 @@ HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_
     d->copies.all   = own->workers;
     d->copies.count = serves ? 0 : 1;
     hpmlc_servers_restart(d);
+    own->is_finished = serves;
+    own->d           = d;
     return true;
 }
 
@@ -10363,6 +10374,7 @@ HPMLC_FN hpml_status hpmlc_ask(hpml_distributed *d, const hpmlc_request *r, int 
 {
     hpmlc_servers *own = hpmlc_servers_of(d);
     hpml_message  *m   = own->message;
+    own->is_finished = false;
     for (int s = first; s < own->count; s++) {
         const int     to    = own->workers + s;
         const int64_t at    = hpmlc_server_at(own, s);
@@ -10508,6 +10520,9 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
     if (k < 0) return hpml_ctx_status(d->ctx);
     hpmlc_client *w = &own->client[k];
     w->is_posted = false;
+    own->is_finished = false;
+    if (w->message.status == HPML_OK && w->request.kind == HPMLC_LEAVE)
+        return hpmlc_survive(d, k, HPML_ERR_PEER);
     if (w->message.status == HPML_OK && w->request.kind == HPMLC_ROWS)
         return hpmlc_survive(d, k, hpmlc_rows_answer(d, k));
     w->is_open   = w->message.status == HPML_OK && w->request.kind != HPMLC_NOTE;
@@ -10543,6 +10558,17 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
     }
 }
 
+
+/* A worker ends its training for the servers; a server serves until all workers have. */
+HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d)
+{
+    const hpmlc_servers *own = hpmlc_servers_of(d);
+    HPMLC_ZERO(hpmlc_request, r);
+    r.kind = HPMLC_LEAVE;
+    if (hpmlc_is_server(d)) hpmlc_serve(d, NULL);
+    for (int s = own->workers; s < d->c->size && !hpmlc_is_server(d) && !d->c->survive; s++) /* else they notice */
+        hpml_send(d->c, s, HPMLC_TAG_REQUEST, &r, sizeof r);
+}
 
 /* Worker: computes a gradient, unless its step is over. Server: serves; *loss is the mean loss of the workers. */
 HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, float *loss)
@@ -10679,6 +10705,7 @@ HPMLC_FN hpml_status hpmlc_servers_finish(hpml_distributed *d)
     r.kind = HPMLC_FINISH;
     status = hpmlc_is_server(d) ? hpmlc_serve(d, NULL) : hpmlc_ask(d, &r, 0);
     for (int k = 0; k < own->workers; k++) own->client[k].is_open = false;
+    own->is_finished = true;
     if (status == HPML_OK) status = hpmlc_servers_share(d, HPML_ARRAY_VALUES);
     return status == HPML_OK ? hpmlc_servers_buffers(d) : status;
 }
