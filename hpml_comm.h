@@ -10586,6 +10586,7 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
         w->is_posted    = true;
         own->awaited[i] = &w->message;
     }
+    if (d->c->survive) hpml_comm_busy(d->c, 2 * d->c->timeout); /* or workers lose a server that waits for a lost one */
     const int k = hpml_wait_any(d->c, own->awaited, own->workers, -1);
     if (k < 0) return hpml_ctx_status(d->ctx);
     hpmlc_client *w = &own->client[k];

@@ -4,6 +4,8 @@
 #include "../hpml_comm.h"
 #include "test.h"
 #include "toy_points.h"
+#include <signal.h>
+#include <unistd.h>
 #ifdef HPML_USE_MPI
 #include <mpi.h>
 #endif
@@ -28,6 +30,8 @@ typedef struct job {
     double              step_s;   /* virtual seconds of a gradient */
     int                 lost[4], lost_step[4]; /* 1 + rank that leaves after so many steps; 0: none */
     bool                fails, quiet; /* fails: .lost fail, they do not leave; quiet: an error is not printed */
+    bool                killed;   /* .lost are killed, with MPI */
+    double              timeout;  /* seconds; 0: 30 */
     const char         *save, *load;
     bool                twice;    /* as many epochs again, after finish */
     int                 max_steps; /* of fit; 0: no limit */
@@ -55,8 +59,11 @@ static int each_step(const hpml_step_info *info, void *user)
     j->steps[w->rank]++;
     const int64_t asked = w->rank < workers ? hpml_comm_messages_to(w->c, workers) : 0;
     j->computed[w->rank] += asked > w->asked;
-    for (int i = 0; i < 4; i++)
-        if (j->lost[i] == w->rank + 1 && j->steps[w->rank] >= j->lost_step[i]) return 1;
+    for (int i = 0; i < 4; i++) {
+        if (j->lost[i] != w->rank + 1 || j->steps[w->rank] < j->lost_step[i]) continue;
+        if (j->killed) kill(getpid(), SIGKILL);
+        return 1;
+    }
     if (w->rank >= workers) return 0;
     for (int k = 0; k < workers && j->transport == HPML_TRANSPORT_CLOCK; k++) /* one thread runs at a time */
         if (j->steps[w->rank] - 1 - j->pushed[k] > j->lead) j->lead = j->steps[w->rank] - 1 - j->pushed[k];
@@ -184,7 +191,8 @@ static hpml_status work(hpml_comm *c, void *user)
 
 static bool go(job *j)
 {
-    hpml_launch_desc l = { .ranks = j->ranks, .transport = j->transport, .network = j->net, .timeout = 30 };
+    hpml_launch_desc l = { .ranks = j->ranks, .transport = j->transport, .network = j->net };
+    l.timeout = j->timeout > 0 ? j->timeout : 30;
     if (j->batch == 0) j->batch = 6;
     if (j->samples == 0 && !j->digits) j->samples = 200;
     if (j->epochs == 0) j->epochs = 1;
@@ -232,6 +240,31 @@ TEST(processes_of_mpiexec_train_as_threads_do)
         threads.transport = HPML_TRANSPORT_THREADS;
         ENSURE(go(&threads) && (p > 3 || own.hash[me] == threads.hash[0]));
     }
+}
+
+/* One worker's process is killed at a random step; the others end the training. HPML_KILL is the seed. Run by
+   storm_servers.sh, with mpiexec -disable-auto-cleanup. */
+TEST(processes_that_are_killed_are_lost)
+{
+    static const char *const plans[] = { "strategy=ps,servers=1", "strategy=async,servers=2",
+                                         "strategy=backup,backup=1,servers=1", "strategy=ssp,staleness=2,servers=1",
+                                         "strategy=federated,servers=1,period=5", "strategy=gossip,topology=all" };
+    const char *seed = getenv("HPML_KILL");
+    if (!seed) SKIP("HPML_KILL has no seed");
+    hpml_rng  r = { .seed = (uint64_t)atoi(seed) };
+    const int p = (int)hpml_rng_below(&r, 6);
+    int       size;
+    job       j = { .plan = plans[p], .ranks = 5, .transport = HPML_TRANSPORT_MPI, .own_data = p == 4 };
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    ENSURE(size == 5);
+    j.survive = j.killed = true, j.timeout = 3, j.epochs = 20, j.samples = 480;
+    j.lost[0]      = 1 + (int)hpml_rng_below(&r, 3);
+    j.lost_step[0] = 1 + (int)hpml_rng_below(&r, 60);
+    const bool good = go(&j) && j.hash[me] != 0;
+    printf("%s rank %d of 5: %s, rank %d killed after step %d\n", good ? "good" : "BAD", me, plans[p], j.lost[0] - 1,
+           j.lost_step[0]);
+    fflush(stdout);
+    _exit(!good); /* MPI_Finalize would wait for the process that was killed */
 }
 #else
 static bool same_hashes(const job *j)
