@@ -1549,6 +1549,7 @@ HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capa
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* operations at full batch */
+HPML_API double hpml_node_flops(const hpml_node *n, bool backward);   /* of one op */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-random   counter-based random numbers
@@ -10556,37 +10557,21 @@ HPMLI_FN void hpmli_best_of_ranks(hpml_trainer *t, const float *y, int64_t rows,
     if (status != HPML_OK) hpmli_fail(t->ctx, status, "accuracy of a split output: %s", hpml_status_string(status));
 }
 
-/* Reads n numbers of the output y, whole: from all ranks if a dimension is split. */
-HPMLI_FN void hpmli_read_whole(hpml_trainer *t, const hpml_tensor *y, int64_t n, float *out)
-{
-    int d = y->ndim - 1;
-    while (d >= 0 && !y->split[d]) d--;
-    if (d < 0) {
-        hpmli_read_floats(t->ctx, y, n, out);
-        return;
-    }
-    const hpml_group *g     = hpml_ctx_group(t->ctx, (hpml_axis)y->split[d]);
-    const int64_t     count = n / g->size;
-    float            *part  = hpmli_new(t->ctx, float, count + n), *all = part + count;
-    hpmli_cut         c     = hpmli_cut_of(y, (hpml_axis)y->split[d], d, hpmli_sections(y, d));
-    if (!part) return;
-    hpmli_read_floats(t->ctx, y, count, part);
-    hpml_status status = hpmli_cut_join(g, c, part, count, all, out);
-    if (status != HPML_OK) hpmli_fail(t->ctx, status, "predict: %s", hpml_status_string(status));
-    hpmli_free(t->ctx, part);
-}
-
-/* Counts into t->scalars the rows of y (rows, classes) whose largest number is at their label, and the rows whose label
-   is a class (HPML_IGNORE is none); adds each to the matrix `confusion`, unless that is NULL. y NULL: t->best has the
-   largest of each row. */
-HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const float *y, int64_t rows, int64_t classes, const int32_t *labels,
+/* Counts on the host, into t->scalars, the rows of the output y (samples) whose largest number is at their label, and the
+   rows whose label is a class (HPML_IGNORE is none); adds each to the matrix `confusion`, unless that is NULL. */
+HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const float *y, int64_t samples, const int32_t *labels,
                                int64_t *confusion)
 {
+    const hpml_tensor *out = t->d.output;
+    int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out) / out->shape[0], best;
+    const int64_t      rows = n * out->batch_rows * samples / classes;
+    if (t->best) hpmli_best_of_ranks(t, y, rows, classes);
+    if (t->best) classes = hpmli_vocabulary_size(out);
     t->scalars.counts[0] = 0;
     t->scalars.counts[1] = 0;
     for (int64_t r = 0; r < rows; r++) {
         if (labels[r] < 0 || labels[r] >= classes) continue;
-        int64_t best = y ? hpmli_best(y + r * classes, classes) : (int64_t)-t->best[rows + r];
+        best = t->best ? (int64_t)-t->best[rows + r] : hpmli_best(y + r * classes, classes);
         if (best == labels[r]) t->scalars.counts[0]++;
         t->scalars.counts[1]++;
         if (confusion) confusion[labels[r] * classes + best]++;
@@ -10609,10 +10594,7 @@ HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, in
     const float *y = labels && !on_device ? hpmli_trainer_host_out(t) : NULL; /* (rows, classes) the output */
     if (!y) return;
     if (y != out->data) hpmli_read_floats(t->ctx, out, hpml_tensor_count(out), t->host_out);
-    int64_t rows = hpml_tensor_count(out) / classes;
-    if (t->best) hpmli_best_of_ranks(t, y, rows, classes);
-    if (t->best) hpmli_count_hits(t, NULL, rows, hpmli_vocabulary_size(out), labels, confusion);
-    else hpmli_count_hits(t, y, rows, classes, labels, confusion);
+    hpmli_count_hits(t, y, t->graph->batch_now, labels, confusion);
 }
 
 /* Moves the data address of each input, and of each reshape of an input, on by `samples` samples (negative: back), so
@@ -10864,15 +10846,11 @@ HPMLI_FN hpml_status hpmli_pass_call(hpml_trainer *t, hpml_pass_kind kind, int64
     return h->pass(h->user, t, &at, first, samples, grad_scale, accumulate, loss);
 }
 
-HPMLI_FN int64_t hpmli_output_floats(const hpml_trainer *t) /* numbers of the whole output of a sample */
-{
-    return hpmli_whole_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows;
-}
-
 /* Runs the hook `pass` on the batch in t->x and t->y for evaluate, or for predict (loss NULL). */
 HPMLI_FN hpml_status hpmli_pass_outside(hpml_trainer *t, int64_t samples, float *loss)
 {
-    if (!t->batch_out) t->batch_out = hpmli_new(t->ctx, float, hpmli_output_floats(t) * t->graph->batch);
+    int64_t floats = hpml_tensor_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows;
+    if (!t->batch_out) t->batch_out = hpmli_new(t->ctx, float, floats * t->graph->batch);
     if (hpmli_failed(t->ctx)) return t->ctx->status;
     t->batch_samples     = samples;
     t->evaluating        = true;
@@ -10886,7 +10864,7 @@ HPMLI_FN hpml_status hpmli_pass_outside(hpml_trainer *t, int64_t samples, float 
 HPML_API float *hpml_trainer_output(hpml_trainer *t, int64_t *floats)
 {
     if (!t || !t->evaluating) return NULL;
-    if (floats) *floats = hpmli_output_floats(t);
+    if (floats) *floats = hpml_tensor_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows;
     return t->batch_out;
 }
 
@@ -10949,8 +10927,9 @@ HPMLI_FN void hpmli_slot_results(hpml_trainer *t, int64_t first, int64_t samples
         else hpmli_read_step_scalars(t, NULL, NULL);
         if (loss) *loss = t->scalars.loss;
     }
-    int64_t floats = hpmli_output_floats(t);
-    if (t->evaluating && has_output) hpmli_read_whole(t, out, samples * floats, t->batch_out + first * floats);
+    int64_t floats = hpml_tensor_count(out) / out->shape[0] * out->batch_rows; /* of a sample */
+    if (t->evaluating && has_output)
+        hpmli_read_floats(t->ctx, out, samples * floats, t->batch_out + first * floats);
 }
 
 HPML_API hpml_status hpml_trainer_forward(hpml_trainer *t, int slot, int64_t first, int64_t samples, float *loss)
@@ -11446,8 +11425,7 @@ HPMLI_FN hpml_status hpmli_evaluate_run(hpml_trainer *t, int64_t samples, const 
     float loss = 0;
     status = hpmli_pass_outside(t, samples, &loss);
     t->scalars.loss = loss;
-    int64_t classes = hpmli_vocabulary_size(t->d.output), rows = hpmli_output_floats(t) * samples / classes;
-    if (status == HPML_OK && labels) hpmli_count_hits(t, t->batch_out, rows, classes, labels, confusion);
+    if (status == HPML_OK && labels) hpmli_count_hits(t, t->batch_out, samples, labels, confusion);
     return status;
 }
 
@@ -11493,17 +11471,40 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     return t->ctx->status;
 }
 
-/* Computes the output of `samples` samples, at most a batch, of x. */
+/* Copies n numbers of the output y, whole, to `out`: from all ranks if a dimension is split. given: this rank's numbers
+   on the host; NULL: they are read from y. */
+HPMLI_FN void hpmli_read_whole(hpml_trainer *t, const hpml_tensor *y, const float *given, int64_t n, float *out)
+{
+    int d = y->ndim - 1;
+    while (d >= 0 && !y->split[d]) d--;
+    if (d < 0) {
+        if (given) memcpy(out, given, (size_t)n * sizeof *out);
+        else hpmli_read_floats(t->ctx, y, n, out);
+        return;
+    }
+    const hpml_group *g     = hpml_ctx_group(t->ctx, (hpml_axis)y->split[d]);
+    const int64_t     count = n / g->size;
+    float            *part  = hpmli_new(t->ctx, float, count + n), *all = part + count;
+    hpmli_cut         c     = hpmli_cut_of(y, (hpml_axis)y->split[d], d, hpmli_sections(y, d));
+    if (!part) return;
+    if (given) memcpy(part, given, (size_t)count * sizeof *part);
+    else hpmli_read_floats(t->ctx, y, count, part);
+    hpml_status status = hpmli_cut_join(g, c, part, count, all, out);
+    if (status != HPML_OK) hpmli_fail(t->ctx, status, "predict: %s", hpml_status_string(status));
+    hpmli_free(t->ctx, part);
+}
+
+/* Computes the output, whole, of `samples` samples, at most a batch, of x. */
 HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t samples, float *out)
 {
     hpml_graph *g   = t->graph;
     hpml_run    run = hpmli_run_of(g, false, 0, 1);
-    int64_t     floats = hpmli_output_floats(t) * samples;
+    int64_t     floats = hpmli_whole_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows * samples;
     if (hpmli_has_pass(t)) {
         t->x = x;
         t->y = NULL;
         hpml_status status = hpmli_pass_outside(t, samples, NULL);
-        if (status == HPML_OK) memcpy(out, t->batch_out, (size_t)floats * sizeof(float));
+        if (status == HPML_OK) hpmli_read_whole(t, t->d.output, t->batch_out, floats, out);
         return status;
     }
     if (hpml_graph_set_batch(g, g->batchable ? samples : g->batch) != HPML_OK) return t->ctx->status;
@@ -11511,7 +11512,7 @@ HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t s
     hpmli_forward_begin(g, hpmli_part_now(g));
     for (int k = 0; k < g->count && t->ctx->status == HPML_OK; k++) /* without the loss: no targets are given */
         if (g->nodes[k]->out != t->loss) hpmli_run_node(g, &run, k, HPMLI_FORWARD);
-    if (t->ctx->status == HPML_OK) hpmli_read_whole(t, t->d.output, floats, out);
+    if (t->ctx->status == HPML_OK) hpmli_read_whole(t, t->d.output, NULL, floats, out);
     return t->ctx->status;
 }
 
@@ -14129,10 +14130,11 @@ HPMLI_FN const char *hpmli_op_kind(const hpml_node *n)
 {
     return n->op == HPML_OP_CUSTOM ? n->attr.custom->name : hpml_op_name(n->op);
 }
+HPML_API double hpml_node_flops(const hpml_node *n, bool backward) { return hpmli_op_of(n)->flops(n, backward); }
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 {
     double sum = 0;
-    for (int i = 0; g && i < g->count; i++) sum += hpmli_op_of(g->nodes[i])->flops(g->nodes[i], backward);
+    for (int i = 0; g && i < g->count; i++) sum += hpml_node_flops(g->nodes[i], backward);
     return sum;
 }
 

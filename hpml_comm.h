@@ -151,6 +151,9 @@
 //     mesh   axes of ranks: their communicators, the groups of a context
 //     pipe-moves   pipelines: the order in which a stage does its tasks
 //     pipe-cut   where to cut a chain of layers into stages
+//     pipe-run   pipelines: pieces of a trainer's graph, and the tensors that cross between them
+//     pipe-tasks   pipelines: the tasks of a stage, executed
+//     pipe-flow   pipelines without a flush: versions of the weights; the hooks of a pipeline
 //     layers   what layers that communicate have in common
 //     layer-ring   ring attention
 //     layer-halo   blocks of images with their neighbours' pixels: convolution, locally connected layers
@@ -837,10 +840,18 @@ typedef struct hpml_plan {
     uint32_t        _begin;
     int32_t         data;         /* axes, see >>api-mesh: data * pipe * tensor * sequence * expert + servers is the
                                      number of ranks. 0: 1, and of data what is left */
-    int32_t         pipe;         /* each rank has some of the layers */
+    int32_t         pipe;         /* each rank has some of the layers, see >>api-pipe */
     int32_t         tensor;       /* each rank has a part of every layer with a .split */
     int32_t         sequence;     /* each rank has some time steps of each sequence */
     int32_t         expert;       /* each rank has some of the experts, and its own share of the batch */
+    hpml_pipe_kind  schedule;     /* pipe: in which order a stage works on its micro-batches. ZERO_BUBBLE can only be
+                                     simulated */
+    int32_t         micro;        /* pipe: micro-batches of a batch; 0: 4 for each stage, but at most the batch's
+                                     samples. STASH, VERTICAL: 0, because a batch is one */
+    int32_t         chunks;       /* pipe, INTERLEAVED: pieces of the model on each stage; 0: 2 */
+    const int32_t  *cut;          /* pipe: (pipe * chunks - 1) the ops, in running order, at which the pieces after the
+                                     first one begin; read by hpml_distribute. Texts do not hold it. NULL: pieces have
+                                     almost equal numbers of operations */
     hpml_strategy_kind strategy;
     int32_t         servers;      /* ps, backup, ssp, async, federated, required: so many of the last ranks are servers,
                                      the others workers */
@@ -1017,7 +1028,8 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
    the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
    (`delayed`) are not applied. Local, block: a meeting, unless the last step was one. Elastic: the centre. Gossip: the
    mean. With servers: their parameters, when all workers that are not lost have called it, and the mean of the workers'
-   running statistics. Training may go on afterwards. */
+   running statistics. Pipelines with schedule stash or vertical: the backward passes and updates of the micro-batches
+   in flight. Training may go on afterwards. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
    between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
@@ -1306,6 +1318,10 @@ HPMLC_REF(hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, cons
           hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
 HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
           (&d, out, error, size))
+HPMLC_REF(hpml_pipe_simulate, (const hpml_pipe_desc &d, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity,
+          char *error, size_t size), (&d, out, spans, capacity, error, size))
+HPMLC_REF(hpml_pipe_cut, (const hpml_pipe_cut_desc &d, hpml_pipe_stage *stages, double *pace, char *error, size_t size),
+          (&d, stages, pace, error, size))
 #undef HPMLC_REF
 #endif
 
@@ -1357,6 +1373,7 @@ extern "C" {
 #endif
 
 typedef struct hpmlc_background hpmlc_background; /* the background thread of a communicator: see >>async */
+typedef struct hpmlc_pipeline   hpmlc_pipeline;   /* this rank's stage of a model: see >>pipe-run */
 typedef struct hpmlc_mesh       hpmlc_mesh;       /* the axes of a communicator: see >>mesh */
 typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
@@ -6809,6 +6826,10 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("tensor", tensor, I32, 65536, true, NULL, 0) \
     X("sequence", sequence, I32, 65536, true, NULL, 0) \
     X("expert", expert, I32, 65536, true, NULL, 0) \
+    X("schedule", schedule, SCHEDULE, HPML_PIPE_COUNT - 1, p->pipe > 1, "plans with pipe above 1", 0) \
+    X("micro", micro, I32, 65536, p->pipe > 1 && !hpmlc_pipe_stashes(p->schedule), \
+      "pipe above 1 without schedules stash and vertical", 8) \
+    X("chunks", chunks, I32, 64, p->pipe > 1 && p->schedule == HPML_PIPE_INTERLEAVED, "schedule interleaved", 3) \
     X("strategy", strategy, STRATEGY, HPML_STRATEGY_COUNT - 1, true, NULL, 0) \
     X("servers", servers, I32, 65535, hpmlc_plan_serves(p), "strategies ps, backup, ssp, async, federated", 1, 2) \
     X("backup", backup, I32, 65535, p->strategy == HPML_STRATEGY_BACKUP, "strategy backup", 1) \
@@ -6928,6 +6949,25 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(hpmlc_plan_shares_loss(p) && (p->exact || p->delayed || p->sum), "with sequence and expert some gradients " \
          "are added up over data alone, which exact, delayed and sum do not do; leave these out, or take tensor in " \
          "place of sequence and expert") \
+    RULE(p->pipe > 1 && p->schedule == HPML_PIPE_ZERO_BUBBLE, "schedule zero_bubble needs the gradients of inputs " \
+         "and of weights one after the other, and ops compute both at once; take schedule 1f1b, or simulate it with " \
+         "hpml_pipe_simulate") \
+    RULE(p->pipe > 1 && p->micro > f->batch, "a micro-batch has one sample or more; take a smaller micro or a larger " \
+         "batch") \
+    RULE(p->pipe > 1 && f->device, "a pipeline sends arrays in host memory from stage to stage, and here they are on " \
+         "a device; take pipe=1") \
+    RULE(p->pipe > 1 && p->sync_batchnorm, "sync_batchnorm adds up numbers of all ranks for each micro-batch, and " \
+         "ranks may have different numbers of micro-batches; leave it out: with pipe, running statistics are those " \
+         "of all micro-batches of a rank") \
+    RULE(p->pipe > 1 && f->mixes_samples && p->micro != 1 && !hpmlc_pipe_stashes(p->schedule), "micro-batches are " \
+         "parts of a batch, and an op of this model mixes its samples; take micro=1") \
+    RULE(hpmlc_plan_flows(p) && (hpmlc_plan_packs(p) || p->delayed || p->strategy != HPML_STRATEGY_SYNC || \
+                                 hpmlc_plan_workers(p, f->ranks) > 1), \
+         "schedules stash and vertical have several versions of the weights, which each stage steps by itself, so " \
+         "they go without data, codec, delayed and other strategies than sync; leave these out, or take schedule " \
+         "1f1b") \
+    RULE(hpmlc_plan_flows(p) && f->accumulate > 1, "with schedules stash and vertical every batch is a step, and the " \
+         "trainer's accumulate adds up several; set accumulate to 1, or take schedule 1f1b") \
     RULE(p->pipe > 1 && p->exact, "exact computes leaf after leaf, and with pipe several micro-batches are in " \
          "flight; leave exact out, or take tensor in place of pipe") \
     RULE(hpmlc_plan_splits(p) && hpmlc_whole_codec(&p->codec), "codec topk and lowrank pack whole tensors, and with " \
@@ -6970,6 +7010,15 @@ HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
 /* Returns whether the ranks of the plan have parts of the model. */
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p) { return hpmlc_plan_replica(p) > 1 || p->expert > 1; }
 
+/* Returns whether every micro-batch is a step of its own. */
+HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
+{
+    return kind == HPML_PIPE_STASH || kind == HPML_PIPE_VERTICAL;
+}
+
+/* Returns whether the micro-batches of several steps are in flight at the same time. */
+HPMLC_FN bool hpmlc_plan_flows(const hpml_plan *p) { return p->pipe > 1 && hpmlc_pipe_stashes(p->schedule); }
+
 /* Returns whether there are parameters whose gradients are added up over fewer ranks than those of whole ones. */
 HPMLC_FN bool hpmlc_plan_shares_loss(const hpml_plan *p) { return p->sequence > 1 || p->expert > 1; }
 
@@ -6984,7 +7033,7 @@ HPMLC_FN int hpmlc_plan_workers(const hpml_plan *p, int ranks)
 typedef enum hpmlc_field_kind {
     HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
     HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY,
-    HPMLC_FIELD_ROUTE /* words, from STRATEGY on */
+    HPMLC_FIELD_ROUTE, HPMLC_FIELD_SCHEDULE /* words, from STRATEGY on */
 } hpmlc_field_kind;
 
 typedef struct hpmlc_field {
@@ -7078,6 +7127,7 @@ HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
     if (field->kind == HPMLC_FIELD_STRATEGY) return hpml_strategy_name((hpml_strategy_kind)value);
     if (field->kind == HPMLC_FIELD_CODEC) return hpml_codec_get((hpml_codec_kind)value)->name;
     if (field->kind == HPMLC_FIELD_ROUTE) return hpml_route_name((hpml_route)value);
+    if (field->kind == HPMLC_FIELD_SCHEDULE) return hpml_pipe_name((hpml_pipe_kind)value);
     if (field->kind == HPMLC_FIELD_TOPOLOGY) return topologies[value];
     return field->kind == HPMLC_FIELD_ALGORITHM ? hpml_algorithm_name((hpml_algorithm)value) : NULL;
 }
@@ -7283,6 +7333,8 @@ HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *fa
     if (out->global_batch == 0) out->global_batch = hpmlc_plan_workers(plan, facts->ranks) * facts->batch;
     if (hpmlc_exact_is_chosen(NULL, out) && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
     if (out->history == 0) out->history = 64;
+    if (out->pipe > 1 && out->micro == 0 && !hpmlc_pipe_stashes(out->schedule))
+        out->micro = (int32_t)hpmlc_min(4 * (int64_t)out->pipe, facts->batch);
     if (hpmlc_plan_meets(out) && out->period == 0) out->period = 1;
     const float workers = (float)hpmlc_plan_workers(plan, facts->ranks);
     if (out->strategy == HPML_STRATEGY_ELASTIC) out->elastic = hpmlc_default(out->elastic, 0.9f / workers);
@@ -7523,10 +7575,19 @@ struct hpml_distributed {
     hpmlc_reporting       report;
     hpmlc_trial           trial;
     hpmlc_gathered        rows;
+    hpmlc_pipeline       *pipeline;   /* this rank has a stage of the model; NULL: it has the whole model */
     hpmlc_factors        *factors;    /* layers that send factors, see >>strategy-factors; NULL: the route has none */
     int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
+
+/* See >>pipe-run. open: before memory is taken. join: adds up gradients of parameters that several stages have. */
+HPMLC_FN bool        hpmlc_pipeline_open(hpml_distributed *d);
+HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
+HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
+HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl);
+HPMLC_FN void        hpmlc_pipeline_close(hpml_distributed *d);
+HPMLC_FN void        hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length);
 
 struct hpmlc_strategy {
     hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
@@ -7561,6 +7622,14 @@ HPMLC_FN void *hpmlc_dist_alloc(hpml_distributed *d, size_t bytes)
 HPMLC_FN int hpmlc_rank(const hpml_distributed *d) { return d->c->origin[d->c->rank]; }
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
+
+/* Returns how many running statistics of a batchnorm parameter p has on this rank; 0: none, or another stage's. */
+HPMLC_FN int64_t hpmlc_buffer_floats(const hpml_distributed *d, const hpml_tensor *p)
+{
+    const hpml_mesh *m    = hpml_comm_mesh(d->all);
+    const bool       away = d->pipeline && p->param->stage != m->at[HPML_AXIS_PIPE];
+    return p->param->buffer && !away ? hpml_tensor_count(p) : 0;
+}
 
 /* Returns the ranks that have the same part of a parameter that is split over `axis` (DATA: the whole). */
 HPMLC_FN hpml_comm *hpmlc_ranks_of_axis(const hpml_distributed *d, hpml_axis axis)
@@ -7622,7 +7691,8 @@ HPMLC_FN hpml_status hpmlc_host_apply(hpml_distributed *d, double samples, doubl
     if (scale != 1)
         for (int64_t k = 0; k < l->span; k++) l->host[k] *= scale;
     if (l->host != l->first) hpmlc_host_view_copy(&l->view, l->host, l->first, l->span, true);
-    hpml_status status = d->shared && d->c->rank > 0 ? HPML_OK : hpml_trainer_apply(d->t, 0, l->params);
+    hpml_status status = d->pipeline ? hpmlc_pipeline_join(d->pipeline) : HPML_OK;
+    if (status == HPML_OK && !(d->shared && d->c->rank > 0)) status = hpml_trainer_apply(d->t, 0, l->params);
     hpml_status others = d->shared ? hpml_barrier(d->c) : HPML_OK; /* no rank goes on before rank 0 has stepped */
     return status != HPML_OK ? status : others;
 }
@@ -7844,7 +7914,7 @@ HPMLC_FN void hpmlc_buffers_copy(const hpml_distributed *d, float *row, bool set
     const hpmlc_layout *l = &d->layout;
     for (int i = 0; i < l->params; i++) {
         hpml_tensor *p = hpmlc_param(d, l->by_name[i]);
-        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
+        int64_t      n = hpmlc_buffer_floats(d, p);
         hpmlc_host_view_copy(&l->view, row, p->data, n, set);
         row += n;
     }
@@ -8901,7 +8971,7 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
         const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
         int64_t            n = hpml_tensor_count(p);
         if (p->grad) hpmlc_state_same(list, "delayed.gradient", p->name, own->in_flight + hpmlc_gradient_at(d, p), n);
-        if (!p->param->buffer) continue;
+        if (hpmlc_buffer_floats(d, p) == 0) continue;
         hpmlc_state_same(list, "delayed.change", p->name, own->change + moved, n);
         moved += n;
     }
@@ -11128,9 +11198,9 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->clips         = hpml_trainer_settings(t)->clip_norm > 0;
     out->steps_tensors = row && (row->prepare || row->layer_ratio || row->whole); /* as hpml_trainer_apply_range */
     out->steps_whole   = row && row->whole;
-    out->device        = !hpml_ctx_backend(c->ctx)->host;
     out->native        = (c->t->allreduce || c->link.begin) && !(c->mesh && hpmlc_plan_splits(&c->mesh->plan));
     out->no_factors    = !hpmlc_has_factors(c->ctx);
+    out->device        = !hpml_ctx_backend(c->ctx)->host;
     out->together      = hpml_ctx_backend(c->ctx)->host && (c->size == 1 || strcmp(c->t->name, "threads") == 0);
     for (int i = 0; i < hpml_param_count(c->ctx); i++)
         if (hpml_trainer_place(t, i) >= 0 && hpml_param_rows(hpml_param_at(c->ctx, i), NULL)) out->sparse = true;
@@ -11206,6 +11276,7 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
+        if (!p->data) continue; /* another stage's */
         float       *from = hpmlc_host_view_begin(&l->view, p->data, n);
         status = hpml_broadcast(hpmlc_ranks_of(d, p), from, (size_t)n * sizeof(float), 0);
         if (status == HPML_OK) hpmlc_host_view_end(&l->view, p->data, n);
@@ -11243,7 +11314,7 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
         l->bucket_of[i] = -1;
         if (place >= 0) l->span = place + (n + align - 1) / align * align;
         if (place >= 0) l->grad_total += n;
-        else if (p->param->buffer) l->buffer_total += n;
+        else l->buffer_total += hpmlc_buffer_floats(d, p);
     }
     if (d->plan.shard > 0 && !hpmlc_shard_keep(d)) return false;
     l->first = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, NULL);
@@ -11253,6 +11324,7 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
 
 HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
 {
+    if (d->plan.pipe > 1 && !hpmlc_pipeline_open(d)) return false;
     if (!hpmlc_layout_open(d)) return false;
     const size_t buffers = (size_t)d->layout.buffer_total;
     d->stats.sum     = (double *)hpmlc_dist_alloc(d, sizeof(double) * (HPMLC_STATS + buffers));
@@ -11265,6 +11337,7 @@ HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
 {
     void *older;
     if (d->strategy->close) d->strategy->close(d);
+    if (d->pipeline) hpmlc_pipeline_close(d);
     for (int i = 0; i < d->buckets.count; i++) {
         hpml_exchange_free(d->buckets.item[i].x);
         hpml_exchange_free(d->buckets.item[i].warm);
@@ -11344,6 +11417,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.norms  = settings.shard > 0 || hpmlc_plan_splits(&settings) ? hpmlc_dist_norms : NULL;
     hooks.join   = settings.shard > 0 ? hpmlc_shard_join : NULL;
     hpml_trainer_attach(t, &hooks);
+    if (d->pipeline && !hpmlc_pipeline_attach(d->pipeline)) return NULL;
     hpmlc_shard_set(d);
     hpml_distribute_get(d, NULL, true);
     d->report.r.loss = NAN; /* no step yet */
@@ -11353,6 +11427,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d)
 {
     if (!d) return HPML_ERR_ARGUMENT;
+    if (d->pipeline && !hpmlc_failed(d->c)) hpmlc_pipeline_drain(d->pipeline);
     if (hpmlc_failed(d->c) || !d->strategy->finish) return hpml_ctx_status(d->ctx);
     return d->strategy->finish(d);
 }
@@ -11600,7 +11675,7 @@ HPMLC_FN const char *hpmlc_efficiency_warning(double efficiency, char text[128])
 HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size)
 {
     hpml_distribute_report r;
-    char                   low[128], axes[80];
+    char                   low[128], axes[160];
     if (!d) return 0;
     hpml_distribute_get(d, &r, false);
     double             sums = r.bytes - r.split_bytes; /* bytes of gradients */
@@ -11610,6 +11685,7 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
     axes[0] = 0;
     for (int k = 0; m && k < HPML_AXES && hpmlc_plan_splits(&d->plan); k++)
         if (m->size[k] > 1) hpmlc_append(&to, &length, ", %s %d", hpml_axis_name((hpml_axis)k), m->size[k]);
+    if (d->pipeline) hpmlc_pipeline_text(d->pipeline, &to, &length);
     return snprintf(buffer, size, "%d ranks (%s%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; "
                     "exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of f32; "
                     "efficiency %.0f %%%s",
@@ -12116,6 +12192,7 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
     if (out) *out = r;
     if (c && !hpmlc_failed(c) && (!t || !set))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "tournament: no trainer or no data set; pass those of this rank");
+    if (c && !hpmlc_failed(c)) hpml_trainer_alloc(t);
     const int64_t n   = t && c && !hpmlc_failed(c) ? hpmlc_model(t, c->ctx, NULL, true) : 0;
     int           tag = hpmlc_enter(c, "tournament", n, HPML_ELEMENT_F32, HPML_SUM, "round", (int)round);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
@@ -12317,7 +12394,7 @@ HPML_API hpml_status hpml_comm_set_plan(hpml_comm *c, const hpml_plan *plan)
     mesh->m.all = c;
     c->mesh     = mesh;
     hpmlc_mesh_places(mesh);
-    if (settings.shard > 0) hpml_ctx_defer(c->ctx, true);
+    if (settings.shard > 0 || settings.pipe > 1) hpml_ctx_defer(c->ctx, true);
     if (hpmlc_plan_splits(&settings)) return hpmlc_mesh_open(mesh);
     mesh->m.replicas = c;
     for (int k = 0; k < HPML_AXES; k++) mesh->rest[k] = c;
@@ -12358,12 +12435,6 @@ HPML_API const char *hpml_pipe_name(hpml_pipe_kind kind)
     static const char *const names[HPML_PIPE_COUNT] = { "gpipe", "1f1b", "interleaved", "stash", "zero_bubble",
                                                         "vertical" };
     return (unsigned)kind < HPML_PIPE_COUNT ? names[kind] : NULL;
-}
-
-/* Returns whether every micro-batch is a step of its own. */
-HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
-{
-    return kind == HPML_PIPE_STASH || kind == HPML_PIPE_VERTICAL;
 }
 
 HPMLC_FN int hpmlc_pipe_chunks(const hpml_pipe_desc *d)
@@ -12508,12 +12579,18 @@ HPML_API int hpml_pipe_slots(const hpml_pipe_desc *pipe, int stage, int chunk)
     return chunk < w.chunks ? w.slots[chunk] : 0;
 }
 
+/* As hpml_pipe_versions, for any number of micro-batches. */
+HPMLC_FN int hpmlc_pipe_versions(const hpml_pipe_desc *d, int stage)
+{
+    if (!hpmlc_pipe_stashes(d->kind)) return 1;
+    int behind = d->kind == HPML_PIPE_VERTICAL ? 0 : stage;
+    return (int)hpmlc_min(d->stages - behind, d->micro);
+}
+
 HPML_API int hpml_pipe_versions(const hpml_pipe_desc *pipe, int stage)
 {
     if (hpmlc_pipe_check(pipe, NULL) != HPML_OK || stage < 0 || stage >= pipe->stages) return 0;
-    if (!hpmlc_pipe_stashes(pipe->kind)) return 1;
-    int behind = pipe->kind == HPML_PIPE_VERTICAL ? 0 : stage;
-    return (int)hpmlc_min(pipe->stages - behind, pipe->micro);
+    return hpmlc_pipe_versions(pipe, stage);
 }
 
 HPML_API double hpml_pipe_bubble(const hpml_pipe_desc *pipe)
@@ -12614,6 +12691,683 @@ HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stag
     free(row);
     free(seconds);
     return count > 0 ? count : -1;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>pipe-run   pipelines: pieces of a trainer's graph, and the tensors that cross between them
+// ---------------------------------------------------------------------------------------------------------------------
+/* The user records the whole model. hpmlc_pipeline_open cuts the list of its ops into pieces, of which this rank runs
+   one, or with chunks several (hpml_graph_part). A tensor that one piece computes and another one reads is an edge: its
+   values are sent to each piece that reads them, past the stages between, its gradients back. The trainer's hook `pass`
+   then executes the tasks of this stage. Sends are in flight while the stage computes: the values and gradients of an
+   edge stay where they are, in the slot of the micro-batch, until the slot is used again. */
+
+typedef struct hpmlc_edge { /* a tensor that piece `from` computes and piece `to` reads */
+    hpml_tensor *tensor;
+    int32_t      from, to;
+    bool         has_grad; /* piece `to` computes a gradient of the tensor */
+    bool         first;    /* of the tensor's edges with gradients; the gradients of others are added to this one */
+} hpmlc_edge;
+
+typedef struct hpmlc_tied { int32_t param, stage; } hpmlc_tied; /* a parameter of several stages, and one of these */
+
+typedef struct hpmlc_deferred { /* statistics of a batchnorm over all micro-batches of a step */
+    hpml_node *node;
+    int32_t    piece;
+    float     *before; /* (2, C) running mean and variance before the step */
+    double    *sum;    /* (2, C) sums of x and of x^2 */
+    double     count;  /* numbers in a channel */
+} hpmlc_deferred;
+
+struct hpmlc_pipeline {
+    hpml_distributed *d;
+    hpml_trainer     *t;
+    hpml_graph       *g;
+    hpml_ctx         *ctx;
+    hpml_comm        *c;       /* the stages */
+    hpml_pipe_desc    desc;
+    hpmlc_pipe_walk   walk;    /* of a full step; of STASH and VERTICAL: where this stage is */
+    int32_t           pieces;
+    int32_t          *cut;     /* (pieces + 1) the op at which each piece begins */
+    int64_t           rows;    /* samples of a micro-batch, but for the last one */
+    int32_t           slots;   /* of this rank */
+    hpmlc_edge       *edge;
+    int32_t           edges;
+    float            *scratch; /* for a gradient that is added to another one */
+    hpml_message     *sent;    /* (slots, edges, 2) values and gradients in flight */
+    bool             *flying;  /* (slots, edges, 2) `sent` is in use */
+    int64_t          *samples; /* (slots) */
+    hpmlc_tied       *tied;    /* parameters that several stages read, by number, then stage */
+    int32_t           ties;
+    hpmlc_deferred   *norm;    /* batchnorms of this rank */
+    int32_t           norms;
+    /* STASH and VERTICAL: */
+    float            *stash;   /* (versions - 1, values) weights of older versions */
+    float           **own;     /* (params) where the trainer has the values of each parameter */
+    int64_t           values;  /* floats of this stage's trained parameters */
+    int32_t           versions;
+    int32_t           version; /* updates since the pipeline was empty */
+    int64_t           base;    /* the trainer's step then */
+    bool              stepped; /* this step has a gradient */
+    float             loss;    /* of the last micro-batch that has passed this stage backward */
+};
+
+typedef struct hpmlc_pass { /* a call of the hook `pass` */
+    int64_t  first, samples;
+    float    grad_scale;
+    bool     accumulate, train;
+    bool     last;    /* of the micro-batches that the trainer accumulates */
+    int32_t  micro;   /* micro-batches that the samples fill */
+    double   loss;    /* of the samples, on the stage that computes the loss */
+} hpmlc_pass;
+
+/* Returns the piece that op `node` belongs to; -1: none, because the trainer does not run the op. */
+HPMLC_FN int hpmlc_piece_of(const hpmlc_pipeline *pl, const hpml_node *node)
+{
+    for (int q = 0; q < pl->pieces; q++)
+        for (int i = pl->cut[q]; i < pl->cut[q + 1]; i++)
+            if (hpml_graph_op(pl->g, i) == node) return q;
+    return -1;
+}
+
+/* Returns the bytes of an edge's values for `samples` samples. */
+HPMLC_FN size_t hpmlc_edge_bytes(const hpmlc_edge *e, int64_t samples)
+{
+    const hpml_tensor *t     = e->tensor;
+    int64_t            count = hpml_tensor_count(t);
+    if (t->batch_rows > 0) count = count / t->shape[0] * t->batch_rows * samples;
+    return (size_t)count * hpml_dtype_size(t->dtype);
+}
+
+/* Adds the edge of source `s` of op `reader`, which is in piece `to`, unless there is one. */
+HPMLC_FN void hpmlc_edge_add(hpmlc_pipeline *pl, const hpml_node *reader, hpml_tensor *s, int to)
+{
+    int from = s->node ? hpmlc_piece_of(pl, s->node) : to, i = 0;
+    if (from < 0 || from == to) return;
+    while (i < pl->edges && !(pl->edge[i].tensor == s && pl->edge[i].to == to)) i++;
+    hpmlc_edge *e = &pl->edge[i];
+    e->tensor   = s;
+    e->from     = from;
+    e->to       = to;
+    e->has_grad = e->has_grad || (s->needs_grad && reader->out->needs_grad);
+    if (i == pl->edges) pl->edges++;
+}
+
+/* Finds all edges, those to the last piece first, and how many pieces read each parameter. False: an error. */
+HPMLC_FN bool hpmlc_edges_find(hpmlc_pipeline *pl)
+{
+    size_t sources = 0;
+    for (int i = 0; i < hpml_graph_op_count(pl->g); i++) sources += (size_t)hpml_graph_op(pl->g, i)->src_count;
+    pl->edge = (hpmlc_edge *)hpmlc_dist_alloc(pl->d, sizeof *pl->edge * (sources + 1));
+    if (!pl->edge) return false;
+    for (int q = pl->pieces - 1; q >= 0; q--)
+        for (int i = pl->cut[q]; i < pl->cut[q + 1]; i++) {
+            const hpml_node *n = hpml_graph_op(pl->g, i);
+            for (int s = 0; s < n->src_count; s++)
+                if (n->src[s]) hpmlc_edge_add(pl, n, n->src[s], q);
+        }
+    for (int i = 0; i < pl->edges; i++) {
+        hpmlc_edge *e = &pl->edge[i];
+        e->first = e->has_grad;
+        for (int k = 0; k < i; k++)
+            if (pl->edge[k].tensor == e->tensor && pl->edge[k].has_grad) e->first = false;
+        if (e->has_grad && !e->first && e->tensor->dtype != HPML_DTYPE_F32)
+            return hpmlc_fail(pl->c, HPML_ERR_UNSUPPORTED, "pipeline: results of \"%s\" are halves and read by several "
+                              "stages; store them as f32, or cut elsewhere", e->tensor->name), false;
+    }
+    if (2 * pl->edges < HPML_TAG_MAX - 2) return true;
+    return hpmlc_fail(pl->c, HPML_ERR_UNSUPPORTED, "pipeline: %d tensors cross between stages, and there are tags for "
+                      "%d; cut elsewhere", pl->edges, HPML_TAG_MAX / 2 - 1), false;
+}
+
+HPMLC_FN bool hpmlc_piece_reads(const hpmlc_pipeline *pl, int q, const hpml_tensor *p)
+{
+    for (int i = pl->cut[q]; i < pl->cut[q + 1]; i++) {
+        const hpml_node *n = hpml_graph_op(pl->g, i);
+        for (int s = 0; s < n->src_count; s++)
+            if (n->src[s] == p) return true;
+    }
+    return false;
+}
+
+/* Sets hpml_param.stage to the first stage that reads the parameter, and lists those that several stages read. */
+HPMLC_FN bool hpmlc_stages_set(hpmlc_pipeline *pl)
+{
+    const int32_t params = hpml_param_count(pl->ctx);
+    pl->tied = (hpmlc_tied *)hpmlc_dist_alloc(pl->d, sizeof *pl->tied * (size_t)(params * pl->pieces + 1));
+    for (int32_t k = 0; k < params && pl->tied; k++) {
+        hpml_tensor *p     = hpml_param_at(pl->ctx, k);
+        int32_t      begin = pl->ties;
+        for (int q = 0; q < pl->pieces; q++) {
+            if (!hpmlc_piece_reads(pl, q, p)) continue;
+            pl->tied[pl->ties].param = k;
+            pl->tied[pl->ties++].stage = q % pl->desc.stages;
+        }
+        if (pl->ties > begin) p->param->stage = pl->tied[begin].stage;
+        if (pl->ties == begin + 1 || p->param->frozen || p->param->buffer) pl->ties = begin;
+    }
+    return pl->tied != NULL;
+}
+
+/* Cuts the ops into pieces, as the plan says, or so that the piece with most operations has as few as possible. */
+HPMLC_FN bool hpmlc_pipeline_cut(hpmlc_pipeline *pl, const hpml_plan *plan)
+{
+    HPMLC_ZERO(hpml_pipe_cut_desc, desc);
+    char     why[200];
+    int      ops = hpml_graph_op_count(pl->g), count = pl->pieces;
+    double  *flops = (double *)hpml_ctx_alloc(pl->ctx, sizeof *flops * (size_t)(ops + 1), NULL);
+    hpml_pipe_stage *stages = (hpml_pipe_stage *)hpml_ctx_alloc(pl->ctx, sizeof *stages * (size_t)count, NULL);
+    for (int i = 0; flops && i < ops; i++) {
+        const hpml_node *n = hpml_graph_op(pl->g, i);
+        flops[i] = hpml_node_flops(n, false) + hpml_node_flops(n, true);
+    }
+    desc.layers  = ops;
+    desc.ranks   = count;
+    desc.seconds = flops;
+    pl->cut[count] = ops;
+    if (!plan->cut && flops && stages && hpml_pipe_cut(&desc, stages, NULL, why, sizeof why) < 0)
+        hpmlc_fail(pl->c, HPML_ERR_ARGUMENT, "pipeline: the model's %d ops cannot be cut into %d pieces; take a "
+                   "smaller pipe or chunks (%s)", ops, count, why);
+    for (int q = 1; q < count && stages && !hpmlc_failed(pl->c); q++) {
+        pl->cut[q] = plan->cut ? plan->cut[q - 1] : stages[q].first;
+        if (pl->cut[q] <= pl->cut[q - 1] || pl->cut[q] >= ops)
+            hpmlc_fail(pl->c, HPML_ERR_ARGUMENT, "pipeline: piece %d begins at op %d, expected an op after %d and "
+                       "before %d; correct plan.cut", q, pl->cut[q], pl->cut[q - 1], ops);
+    }
+    hpml_ctx_release(pl->ctx, flops);
+    hpml_ctx_release(pl->ctx, stages);
+    return !hpmlc_failed(pl->c);
+}
+
+/* Says which pieces this rank runs, with how many slots. STASH has one more, for evaluations, because micro-batches of
+   steps are always in flight. False: an error on the context. */
+HPMLC_FN bool hpmlc_pipeline_parts(hpmlc_pipeline *pl)
+{
+    hpml_status status = HPML_OK;
+    hpmlc_pipe_begin(&pl->walk, &pl->desc, pl->c->rank);
+    for (int c = 0; c < pl->walk.chunks && status == HPML_OK; c++) {
+        int q = c * pl->desc.stages + pl->c->rank, slots = pl->walk.slots[c] + hpmlc_pipe_stashes(pl->desc.kind);
+        pl->slots += slots;
+        status = hpml_graph_part(pl->g, pl->cut[q], pl->cut[q + 1], pl->rows, slots);
+    }
+    return status == HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>pipe-tasks   pipelines: the tasks of a stage, executed
+// ---------------------------------------------------------------------------------------------------------------------
+HPMLC_FN int hpmlc_piece_rank(const hpmlc_pipeline *pl, int piece) { return piece % pl->desc.stages; }
+
+/* Returns whether the pass is a step of STASH or VERTICAL, which leaves other micro-batches in flight. */
+HPMLC_FN bool hpmlc_pass_flows(const hpmlc_pipeline *pl, const hpmlc_pass *pass)
+{
+    return pass->train && hpmlc_pipe_stashes(pl->desc.kind);
+}
+
+/* Sends the values (back: the gradient) of edge i in a slot, and returns while they are in flight. */
+HPMLC_FN hpml_status hpmlc_edge_send(hpmlc_pipeline *pl, int slot, int i, bool back)
+{
+    const hpmlc_edge *e  = &pl->edge[i];
+    size_t            at = ((size_t)slot * (size_t)pl->edges + (size_t)i) * 2 + back, bytes;
+    const void       *data = back ? e->tensor->raw_grad : e->tensor->raw;
+    bytes = hpmlc_edge_bytes(e, pl->samples[slot]);
+    if (bytes == 0) return HPML_OK;
+    pl->flying[at] = true;
+    return hpml_isend(pl->c, hpmlc_piece_rank(pl, back ? e->from : e->to), 2 * i + back, data, bytes, &pl->sent[at]);
+}
+
+/* Waits until the sends of a slot are over. */
+HPMLC_FN hpml_status hpmlc_slot_wait(hpmlc_pipeline *pl, int slot)
+{
+    size_t      at = (size_t)slot * (size_t)pl->edges * 2, end = at + (size_t)pl->edges * 2;
+    hpml_status status = HPML_OK;
+    for (; at < end; at++) {
+        if (!pl->flying[at]) continue;
+        hpml_status own = hpml_wait(pl->c, &pl->sent[at]);
+        pl->flying[at]  = false;
+        if (status == HPML_OK) status = own;
+    }
+    return status;
+}
+
+/* Receives the values of edge i, or adds the gradient of its reader to those of later pieces. */
+HPMLC_FN hpml_status hpmlc_edge_receive(hpmlc_pipeline *pl, int slot, int i, bool back)
+{
+    const hpmlc_edge *e = &pl->edge[i];
+    size_t            bytes = hpmlc_edge_bytes(e, pl->samples[slot]);
+    int               from = hpmlc_piece_rank(pl, back ? e->to : e->from);
+    bool              adds = back && !e->first;
+    void             *into = back ? e->tensor->raw_grad : e->tensor->raw;
+    if (bytes == 0) return HPML_OK;
+    hpml_status status = hpml_recv(pl->c, from, 2 * i + back, adds ? pl->scratch : into, bytes);
+    for (size_t k = 0; adds && status == HPML_OK && k < bytes / sizeof(float); k++)
+        e->tensor->grad[k] += pl->scratch[k];
+    return status;
+}
+
+/* The gradient of a tensor that later pieces read, but without a gradient, begins with zeros. */
+HPMLC_FN void hpmlc_edge_clear(hpmlc_pipeline *pl, int slot, int i)
+{
+    const hpmlc_edge *e = &pl->edge[i];
+    for (int k = 0; k < pl->edges; k++)
+        if (pl->edge[k].tensor == e->tensor && pl->edge[k].has_grad) return;
+    if (e->tensor->raw_grad) memset(e->tensor->raw_grad, 0, hpmlc_edge_bytes(e, pl->samples[slot]));
+}
+
+/* Sets the running statistics of all batchnorms to zero before a micro-batch's forward pass, which then adds those of
+   the micro-batch, times momentum, to them. */
+HPMLC_FN void hpmlc_norms_clear(hpmlc_pipeline *pl)
+{
+    for (int i = 0; i < pl->norms; i++)
+        for (int k = 3; k < 5; k++) {
+            hpml_tensor *r = pl->norm[i].node->src[k];
+            memset(r->data, 0, (size_t)hpml_tensor_count(r) * sizeof(float));
+        }
+}
+
+/* Adds the statistics of a micro-batch of `samples` samples to the sums of the batchnorms of piece q. */
+HPMLC_FN void hpmlc_norms_add(hpmlc_pipeline *pl, int q, int64_t samples)
+{
+    for (int i = 0; i < pl->norms; i++) {
+        hpmlc_deferred    *b = &pl->norm[i];
+        const hpml_tensor *x = b->node->src[0], *mean = b->node->src[3], *var = b->node->src[4];
+        int64_t            C = hpml_tensor_count(mean);
+        double             n = (double)(hpml_tensor_count(x) / x->shape[0] * x->batch_rows * samples / C);
+        double             momentum = (double)b->node->attr.norm.momentum;
+        if (b->piece != q || n <= 0) continue;
+        b->count += n;
+        for (int64_t c = 0; c < C; c++) {
+            double average = (double)mean->data[c] / momentum, square = (double)var->data[c] / momentum;
+            b->sum[c] += n * average;
+            b->sum[C + c] += square * (n > 1 ? n - 1 : 1) + n * average * average;
+        }
+    }
+}
+
+/* Moves the running statistics, once for all micro-batches, towards those of all their samples. begin: saves them. */
+HPMLC_FN void hpmlc_norms_step(hpmlc_pipeline *pl, bool begin)
+{
+    for (int i = 0; i < pl->norms; i++) {
+        hpmlc_deferred    *b = &pl->norm[i];
+        const hpml_tensor *mean = b->node->src[3], *var = b->node->src[4];
+        int64_t            C = hpml_tensor_count(mean);
+        size_t             bytes = (size_t)C * sizeof(float);
+        double             n = b->count, m = (double)b->node->attr.norm.momentum;
+        if (begin) {
+            memcpy(b->before, mean->data, bytes);
+            memcpy(b->before + C, var->data, bytes);
+            memset(b->sum, 0, 2 * (size_t)C * sizeof *b->sum);
+            b->count = 0;
+            continue;
+        }
+        memcpy(mean->data, b->before, bytes);
+        memcpy(var->data, b->before + C, bytes);
+        for (int64_t c = 0; c < C && n > 0; c++) {
+            double average = b->sum[c] / n, square = fmax(0, b->sum[C + c] - n * average * average);
+            mean->data[c] = (float)((1 - m) * (double)b->before[c] + m * average);
+            var->data[c]  = (float)((1 - m) * (double)b->before[C + c] + m * square / (n > 1 ? n - 1 : 1));
+        }
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, const hpml_pipe_task *task)
+{
+    int64_t     at = hpmlc_pass_flows(pl, pass) ? 0 : task->micro * pl->rows;
+    int64_t     samples = hpmlc_min(pl->rows, pass->samples - at);
+    bool        defers  = pass->train && pass->micro > 1;
+    float       loss    = 0;
+    hpml_status status  = hpmlc_slot_wait(pl, task->slot);
+    if (status == HPML_OK) status = hpml_graph_slot(pl->g, task->slot);
+    pl->samples[task->slot] = samples;
+    for (int i = 0; i < pl->edges && status == HPML_OK; i++)
+        if (pl->edge[i].to == task->piece) status = hpmlc_edge_receive(pl, task->slot, i, false);
+    if (defers) hpmlc_norms_clear(pl);
+    if (status == HPML_OK) status = hpml_trainer_forward(pl->t, task->slot, pass->first + at, samples, &loss);
+    if (status != HPML_OK) return status;
+    if (defers) hpmlc_norms_add(pl, task->piece, samples);
+    for (int i = 0; i < pl->edges && status == HPML_OK; i++)
+        if (pl->edge[i].from == task->piece) status = hpmlc_edge_send(pl, task->slot, i, false);
+    if (task->piece == pl->pieces - 1 && pass->samples > 0)
+        pass->loss += (double)loss * (double)samples / (double)pass->samples;
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *pass, const hpml_pipe_task *task)
+{
+    const bool  flows = hpmlc_pass_flows(pl, pass);
+    int64_t     samples = pl->samples[task->slot];
+    bool        adds = pass->accumulate || (!flows && task->micro > 0);
+    bool        last = pass->last && !flows && task->micro + 1 == pass->micro;
+    float       scale  = flows || pass->samples == 0 ? 1 : (float)((double)samples / (double)pass->samples);
+    hpml_status status = hpmlc_slot_wait(pl, task->slot);
+    if (status == HPML_OK) status = hpml_graph_slot(pl->g, task->slot);
+    for (int i = 0; i < pl->edges && status == HPML_OK; i++) {
+        if (pl->edge[i].from != task->piece) continue;
+        if (pl->edge[i].has_grad) status = hpmlc_edge_receive(pl, task->slot, i, true);
+        else hpmlc_edge_clear(pl, task->slot, i);
+    }
+    if (status == HPML_OK)
+        status = hpml_trainer_backward(pl->t, task->slot, pass->grad_scale * scale, adds, last);
+    for (int i = 0; i < pl->edges && status == HPML_OK; i++)
+        if (pl->edge[i].to == task->piece && pl->edge[i].has_grad)
+            status = hpmlc_edge_send(pl, task->slot, i, true);
+    return status;
+}
+
+/* Executes one task; in an evaluation forward passes alone. */
+HPMLC_FN hpml_status hpmlc_task_run(hpmlc_pipeline *pl, hpmlc_pass *pass, const hpml_pipe_task *task)
+{
+    const bool  forward = task->work == HPML_PIPE_FORWARD;
+    double      start   = hpml_comm_now(pl->c);
+    hpml_status status  = HPML_OK;
+    if (task->work == HPML_PIPE_UPDATE || !(forward || pass->train)) return HPML_OK;
+    if (forward) status = hpmlc_task_forward(pl, pass, task);
+    else status = hpmlc_task_backward(pl, pass, task);
+    hpmlc_span(pl->c, forward ? "stage forward" : "stage backward", start, hpml_comm_now(pl->c), task->micro);
+    return status;
+}
+
+/* Runs all tasks of a pass whose micro-batches enter an empty pipeline and leave it empty. */
+HPMLC_FN hpml_status hpmlc_pass_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass)
+{
+    hpml_pipe_desc  desc = pl->desc;
+    hpmlc_pipe_walk walk;
+    hpml_pipe_task  task;
+    hpml_status     status = HPML_OK;
+    const bool      apart = hpmlc_pipe_stashes(desc.kind); /* an evaluation between steps in flight */
+    desc.micro = pass->micro;
+    if (apart) desc.kind = HPML_PIPE_GPIPE;
+    hpmlc_pipe_begin(&walk, &desc, pl->c->rank);
+    memcpy(walk.slots, pl->walk.slots, sizeof walk.slots);
+    while (status == HPML_OK && hpmlc_pipe_next(&walk, &task)) {
+        if (apart) task.slot = pl->slots - 1;
+        status = hpmlc_task_run(pl, pass, &task);
+    }
+    return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>pipe-flow   pipelines without a flush: versions of the weights; the hooks of a pipeline
+// ---------------------------------------------------------------------------------------------------------------------
+/* With STASH and VERTICAL a call of hpml_trainer_step is the forward pass of one micro-batch, which is the whole batch
+   of the model, and the backward pass and update of the one p - 1 - r steps before it, on stage r. Each task has the
+   version of the weights that it must use: the newest one is in the trainer's arrays, older ones are copies, which ops
+   read because `data` of the parameters is their address meanwhile. */
+
+/* Gives the parameters' tensors the values of a version; the optimizer steps the trainer's own arrays in any case. */
+HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
+{
+    float *copy = pl->stash;
+    if (version < pl->version && pl->versions > 1) copy += version % (pl->versions - 1) * pl->values;
+    for (int k = 0; k < hpml_param_count(pl->ctx); k++) {
+        hpml_tensor *p = hpml_param_at(pl->ctx, k);
+        if (!pl->own[k]) continue;
+        p->data = version < pl->version ? copy : pl->own[k];
+        p->raw  = p->data;
+        copy += hpml_tensor_count(p);
+    }
+}
+
+/* Keeps a copy of the newest weights, and steps them with the gradient of micro-batch `micro` as in the step of that
+   micro-batch. */
+HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
+{
+    int64_t step = hpml_trainer_step_count(pl->t);
+    float  *copy = pl->stash;
+    if (pl->versions > 1) copy += pl->version % (pl->versions - 1) * pl->values;
+    for (int k = 0; k < hpml_param_count(pl->ctx) && pl->versions > 1; k++) {
+        int64_t n = hpml_tensor_count(hpml_param_at(pl->ctx, k));
+        if (!pl->own[k]) continue;
+        memcpy(copy, pl->own[k], (size_t)n * sizeof *copy);
+        copy += n;
+    }
+    hpml_trainer_set_step(pl->t, pl->base + micro);
+    hpml_status status = hpml_trainer_apply(pl->t, 0, hpml_param_count(pl->ctx));
+    hpml_trainer_set_step(pl->t, step);
+    pl->version++;
+    return status;
+}
+
+/* Passes the loss of the micro-batch that has been passed backward on to the stage before. */
+HPMLC_FN hpml_status hpmlc_stash_loss(hpmlc_pipeline *pl, const hpmlc_pass *pass)
+{
+    const int   rank = pl->c->rank, tag = 2 * pl->edges;
+    hpml_status status = HPML_OK;
+    if (rank + 1 == pl->desc.stages) pl->loss = (float)pass->loss;
+    else status = hpml_recv(pl->c, rank + 1, tag, &pl->loss, sizeof pl->loss);
+    if (rank > 0 && status == HPML_OK) status = hpml_send(pl->c, rank - 1, tag, &pl->loss, sizeof pl->loss);
+    return status;
+}
+
+/* Runs the tasks up to, but without, the forward pass of a further micro-batch. drains: and the updates. */
+HPMLC_FN hpml_status hpmlc_stash_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass, bool drains)
+{
+    const int       now = pl->walk.forwards;
+    hpmlc_pipe_walk next = pl->walk;
+    hpml_pipe_task  task;
+    hpml_status     status = HPML_OK;
+    pl->stepped = false;
+    while (status == HPML_OK && hpmlc_pipe_next(&next, &task)) {
+        if (task.work == HPML_PIPE_FORWARD && task.micro > now) break;
+        pl->walk = next;
+        if (task.work == HPML_PIPE_UPDATE) {
+            pl->stepped = true;
+            if (drains) status = hpmlc_stash_update(pl, task.micro);
+            continue;
+        }
+        hpmlc_stash_use(pl, task.version);
+        status = hpmlc_task_run(pl, pass, &task);
+        hpmlc_stash_use(pl, pl->version);
+        if (task.work == HPML_PIPE_BACKWARD && status == HPML_OK) status = hpmlc_stash_loss(pl, pass);
+    }
+    return status;
+}
+
+HPMLC_FN void hpmlc_stash_begin(hpmlc_pipeline *pl)
+{
+    hpmlc_pipe_begin(&pl->walk, &pl->desc, pl->c->rank);
+    pl->version = 0;
+    pl->base    = hpml_trainer_step_count(pl->t);
+}
+
+/* Sends the output of an evaluation to all stages. */
+HPMLC_FN hpml_status hpmlc_pass_output(hpmlc_pipeline *pl, const hpmlc_pass *pass)
+{
+    int64_t          floats = 0;
+    float           *out  = hpml_trainer_output(pl->t, &floats);
+    const hpml_node *node = hpml_trainer_settings(pl->t)->output->node;
+    const int        root = hpmlc_piece_rank(pl, hpmlc_piece_of(pl, node));
+    if (!out) return HPML_OK;
+    return hpml_broadcast(pl->c, out + pass->first * floats, (size_t)(pass->samples * floats) * sizeof *out, root);
+}
+
+/* The hook `pass`. The loss reaches all stages, and in an evaluation the output as well. */
+HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at, int64_t first,
+                                         int64_t samples, float grad_scale, bool accumulate, float *loss)
+{
+    hpmlc_pipeline *pl = (hpmlc_pipeline *)user;
+    const int64_t   micro = hpmlc_max(1, (samples + pl->rows - 1) / pl->rows);
+    hpmlc_pass      pass = { first, samples, grad_scale, accumulate, at->pass != HPML_PASS_EVALUATE,
+                             at->batch + 1 >= at->batches, (int32_t)micro, 0 };
+    hpml_status     status;
+    float           mean;
+    if (pass.train && hpmlc_pipe_stashes(pl->desc.kind)) {
+        if (pl->walk.forwards == 0) hpmlc_stash_begin(pl);
+        status = hpmlc_stash_tasks(pl, &pass, false);
+        mean   = pl->loss;
+    } else {
+        bool defers = pass.train && pass.micro > 1;
+        if (defers) hpmlc_norms_step(pl, true);
+        status = hpmlc_pass_tasks(pl, &pass);
+        if (defers) hpmlc_norms_step(pl, false);
+        for (int s = 0; s < pl->slots && status == HPML_OK; s++) status = hpmlc_slot_wait(pl, s);
+        mean = (float)pass.loss;
+        if (status == HPML_OK) status = hpml_broadcast(pl->c, &mean, sizeof mean, pl->desc.stages - 1);
+        if (status == HPML_OK && !pass.train) status = hpmlc_pass_output(pl, &pass);
+    }
+    if (loss) *loss = mean;
+    return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
+}
+
+/* Hooks of STASH and VERTICAL, whose steps the strategy does not take part in. */
+HPMLC_FN hpml_status hpmlc_stash_run(void *user HPMLC_UNUSED, hpml_trainer *t, const hpml_moment *at HPMLC_UNUSED,
+                                     int64_t samples, float *loss)
+{
+    return hpml_trainer_forward_backward(t, 0, samples, 1, false, loss);
+}
+HPMLC_FN hpml_status hpmlc_stash_step(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at HPMLC_UNUSED)
+{
+    hpmlc_pipeline *pl = (hpmlc_pipeline *)user;
+    return pl->stepped ? hpmlc_stash_update(pl, pl->version) : hpml_ctx_status(pl->ctx);
+}
+
+/* STASH, VERTICAL: runs the backward passes and updates that are in flight. Collective over the stages. */
+HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl)
+{
+    hpmlc_pass  pass   = { 0, 0, 1, false, true, false, 1, 0 };
+    hpml_status status = HPML_OK;
+    if (!hpmlc_pipe_stashes(pl->desc.kind) || pl->walk.forwards == 0) return HPML_OK;
+    pl->walk.total = pl->walk.micro = pl->walk.forwards;
+    status = hpmlc_stash_tasks(pl, &pass, true);
+    for (int s = 0; s < pl->slots && status == HPML_OK; s++) status = hpmlc_slot_wait(pl, s);
+    hpmlc_stash_begin(pl);
+    return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
+}
+
+/* Adds up the gradients of parameters that several stages read: their first stage adds those of the others, from the
+   last one on, and sends them the sum; so all of them step by the same bits. */
+HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl)
+{
+    hpml_status status = HPML_OK;
+    const int   tag = 2 * pl->edges + 1;
+    for (int i = 0, end = 0; i < pl->ties && status == HPML_OK; i = end) {
+        hpml_tensor *p    = hpml_param_at(pl->ctx, pl->tied[i].param);
+        size_t       size = (size_t)hpml_tensor_count(p) * sizeof(float);
+        bool         mine = false;
+        for (; end < pl->ties && pl->tied[end].param == pl->tied[i].param; end++)
+            if (pl->tied[end].stage == pl->c->rank) mine = true;
+        if (mine && pl->tied[i].stage != pl->c->rank) {
+            status = hpml_send(pl->c, pl->tied[i].stage, tag, p->grad, size);
+            if (status == HPML_OK) status = hpml_recv(pl->c, pl->tied[i].stage, tag, p->grad, size);
+            continue;
+        }
+        for (int k = end - 1; k > i && mine && status == HPML_OK; k--) {
+            status = hpml_recv(pl->c, pl->tied[k].stage, tag, pl->scratch, size);
+            for (int64_t n = 0; n < hpml_tensor_count(p); n++) p->grad[n] += pl->scratch[n];
+        }
+        for (int k = i + 1; k < end && mine && status == HPML_OK; k++)
+            status = hpml_send(pl->c, pl->tied[k].stage, tag, p->grad, size);
+    }
+    return status;
+}
+
+/* Takes the arrays of a pipeline whose pieces and edges are known. False: out of memory. */
+HPMLC_FN bool hpmlc_pipeline_arrays(hpmlc_pipeline *pl)
+{
+    hpml_distributed *d     = pl->d;
+    const size_t      sends = (size_t)pl->slots * (size_t)pl->edges * 2;
+    size_t            most  = sizeof(float);
+    for (int i = 0; i < pl->edges; i++) {
+        size_t bytes = hpmlc_edge_bytes(&pl->edge[i], pl->rows);
+        if (bytes > most) most = bytes;
+    }
+    for (int i = 0; i < pl->ties; i++) {
+        size_t bytes = (size_t)hpml_tensor_count(hpml_param_at(pl->ctx, pl->tied[i].param)) * sizeof(float);
+        if (bytes > most) most = bytes;
+    }
+    pl->scratch = (float *)hpmlc_dist_alloc(d, most);
+    pl->sent    = (hpml_message *)hpmlc_dist_alloc(d, sizeof *pl->sent * (sends + 1));
+    pl->flying  = (bool *)hpmlc_dist_alloc(d, sizeof *pl->flying * (sends + 1));
+    pl->samples = (int64_t *)hpmlc_dist_alloc(d, sizeof *pl->samples * (size_t)pl->slots);
+    return pl->scratch && pl->sent && pl->flying && pl->samples;
+}
+
+/* Lists the batchnorms of this rank. False: out of memory. */
+HPMLC_FN bool hpmlc_norms_open(hpmlc_pipeline *pl)
+{
+    pl->norm = (hpmlc_deferred *)hpmlc_dist_alloc(pl->d, sizeof *pl->norm * (size_t)(hpml_graph_op_count(pl->g) + 1));
+    for (int q = pl->c->rank; q < pl->pieces && pl->norm; q += pl->desc.stages)
+        for (int i = pl->cut[q]; i < pl->cut[q + 1]; i++) {
+            hpml_node *n = (hpml_node *)hpml_graph_op(pl->g, i);
+            if (n->op != HPML_OP_BATCHNORM || !(n->attr.norm.momentum > 0)) continue;
+            hpmlc_deferred *b = &pl->norm[pl->norms];
+            const size_t    C = (size_t)hpml_tensor_count(n->src[3]);
+            b->node   = n;
+            b->piece  = q;
+            b->before = (float *)hpmlc_dist_alloc(pl->d, 2 * C * sizeof *b->before);
+            b->sum    = (double *)hpmlc_dist_alloc(pl->d, 2 * C * sizeof *b->sum);
+            if (!b->before || !b->sum) return false;
+            pl->norms++;
+        }
+    return pl->norm != NULL;
+}
+
+/* Cuts the trainer's graph, before its memory is taken. False: an error on the context. */
+HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
+{
+    hpmlc_pipeline *pl = (hpmlc_pipeline *)hpmlc_dist_alloc(d, sizeof *pl);
+    if (!pl) return false;
+    const int64_t batch = hpml_trainer_settings(d->t)->input->shape[0];
+    d->pipeline     = pl;
+    pl->d           = d;
+    pl->t           = d->t;
+    pl->ctx         = d->ctx;
+    pl->g           = hpml_trainer_graph(d->t);
+    pl->c           = hpml_comm_mesh(d->all)->axis[HPML_AXIS_PIPE];
+    pl->desc.kind   = d->plan.schedule;
+    pl->desc.stages = pl->c->size;
+    pl->desc.chunks = d->plan.chunks;
+    pl->desc.micro  = hpmlc_pipe_stashes(d->plan.schedule) ? INT32_MAX / 2 : d->plan.micro;
+    pl->pieces      = pl->desc.stages * hpmlc_pipe_chunks(&pl->desc);
+    pl->rows        = hpmlc_pipe_stashes(d->plan.schedule) ? batch : (batch - 1) / d->plan.micro + 1;
+    pl->cut         = (int32_t *)hpmlc_dist_alloc(d, sizeof *pl->cut * ((size_t)pl->pieces + 1));
+    if (!pl->cut || !hpmlc_pipeline_cut(pl, &d->plan) || !hpmlc_edges_find(pl) || !hpmlc_stages_set(pl)) return false;
+    if (!hpmlc_pipeline_parts(pl) || !hpmlc_norms_open(pl) || !hpmlc_pipeline_arrays(pl)) return false;
+    if (pl->ties == 0 || (d->plan.strategy == HPML_STRATEGY_SYNC && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
+    return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "pipeline: parameter \"%s\" is read by several stages, which have to "
+                      "step it with one gradient; take strategy sync and schedule gpipe or 1f1b",
+                      hpml_param_at(d->ctx, pl->tied[0].param)->name), false;
+}
+
+/* Appends the schedule and its bubble by formula to the text of a report. */
+HPMLC_FN void hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length)
+{
+    hpmlc_append(to, length, ", %s", hpml_pipe_name(pl->desc.kind));
+    if (!hpmlc_pipe_stashes(pl->desc.kind))
+        hpmlc_append(to, length, " of %d micro-batches with a bubble of %.0f %%", pl->desc.micro,
+                     100 * hpml_pipe_bubble(&pl->desc));
+}
+
+/* Attaches the hooks of a pipeline, when the trainer has its memory. False: out of memory. */
+HPMLC_FN bool hpmlc_pipeline_attach(hpmlc_pipeline *pl)
+{
+    HPMLC_ZERO(hpml_hooks, hooks);
+    const int params = hpml_param_count(pl->ctx);
+    hooks.user = pl;
+    hooks.pass = hpmlc_pipeline_pass;
+    if (hpmlc_pipe_stashes(pl->desc.kind)) {
+        hooks.run    = hpmlc_stash_run;
+        hooks.update = hpmlc_stash_step;
+        pl->own      = (float **)hpmlc_dist_alloc(pl->d, sizeof *pl->own * ((size_t)params + 1));
+        for (int k = 0; k < params && pl->own; k++) {
+            hpml_tensor *p = hpml_param_at(pl->ctx, k);
+            if (!p->grad || p->param->frozen) continue;
+            pl->own[k] = p->data;
+            pl->values += hpml_tensor_count(p);
+        }
+        pl->versions = hpmlc_pipe_versions(&pl->desc, pl->c->rank);
+        pl->stash = (float *)hpmlc_dist_alloc(pl->d, sizeof(float) * (size_t)(pl->values * (pl->versions - 1) + 1));
+        if (!pl->own || !pl->stash) return false;
+    }
+    return hpml_trainer_attach(pl->t, &hooks) == HPML_OK;
+}
+
+/* Gives the messages in flight up, and detaches the hooks. */
+HPMLC_FN void hpmlc_pipeline_close(hpml_distributed *d)
+{
+    hpmlc_pipeline *pl = d->pipeline;
+    for (int s = 0; pl->flying && s < pl->slots; s++) hpmlc_slot_wait(pl, s);
+    hpml_trainer_detach(pl->t, pl);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

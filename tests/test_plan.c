@@ -168,6 +168,15 @@ static const refusal refusals[] = {
     { "tensor=2", { .ranks = 4, .batch = 6, .steps_tensors = true, .device = true },
       { "norms", "tensor", "sgd or adam" } },
     { "pipe=2", { 4, 6, 1, 1, 0, 0, 0, 0, 0, 0, 0 }, { "f16", "pipe", "loss_scale" } },
+    { "pipe=2,schedule=zero_bubble", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 },
+      { "zero_bubble", "gradients", "take schedule 1f1b" } },
+    { "pipe=2,micro=7", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 }, { "micro", "batch", "smaller micro" } },
+    { "pipe=2", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1 }, { "pipeline", "device", "take pipe=1" } },
+    { "pipe=2,sync_batchnorm=1", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 }, { "sync_batchnorm", "pipe", "leave it out" } },
+    { "pipe=2,micro=2", { 4, 6, 1, 0, 1, 0, 0, 0, 0, 0, 0 }, { "micro", "mixes", "take micro=1" } },
+    { "pipe=2,schedule=stash", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 0, 0 }, { "stash", "data", "take schedule 1f1b" } },
+    { "pipe=4,schedule=vertical", { 4, 6, 2, 0, 0, 0, 0, 0, 0, 0, 0 },
+      { "vertical", "accumulate", "set accumulate to 1" } },
 };
 
 TEST(each_rule_names_both_sides_and_a_way_out)
