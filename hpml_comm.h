@@ -8261,15 +8261,6 @@ struct hpmlc_states {
     hpmlc_host_view       host;      /* host access to arrays on the host */
 };
 
-/* Returns the number of floats of the whole of which p is a part. */
-HPMLC_FN int64_t hpmlc_whole_count(const hpml_tensor *p)
-{
-    int64_t shape[HPML_MAX_DIMS], n = 1;
-    hpml_param_whole(p, shape);
-    for (int i = 0; i < p->ndim; i++) n *= shape[i];
-    return n;
-}
-
 /* Adds an array of `count` floats a copy to the list of what checkpoints hold, named KIND.COPY.TENSOR (NULL leaves a
    word out). scope: which ranks have copies. hpmlc_state_part says later what this rank has of it. Returns the item,
    which stays where it is until the next is added; NULL: an error. */
@@ -8303,7 +8294,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
     it->whole        = count;
     it->param        = tensor ? hpml_param_find(d->ctx, tensor) : NULL;
     if (it->param && hpml_tensor_count(it->param) != count) it->param = NULL;
-    if (it->param) it->whole = hpmlc_whole_count(it->param);
+    if (it->param) it->whole = hpml_param_whole(it->param, NULL);
     it->view         = &list->host;
     it->present      = list->present;
     it->copies.count = 1;
