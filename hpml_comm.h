@@ -890,6 +890,11 @@ typedef struct hpml_plan {
     int32_t         shard;        /* sync: each rank keeps, for 1 / ranks of the parameters, 1: the optimizer's states;
                                      see >>strategy-shard. Needs hpml_ctx_defer before the trainer is created. The same
                                      bits as 0 with algorithm ring and the same bucket_bytes */
+    bool            recompute;    /* results are computed again for the backward pass, in segments: those recorded by
+                                     hpml_recompute, or about sqrt(ops) ones; the same bits, see hpml_graph_budget */
+    int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
+                                     again or swapped to host memory; 0: no limit. Both need hpml_ctx_defer before the
+                                     trainer is created, which a plan given to hpml_launch calls */
     int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
                                      steps of a round; 0: 1 */
     float           elastic;      /* elastic: how far a meeting moves a rank's parameters towards the centre, as a
@@ -4431,6 +4436,7 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
 // >>launch   running a function on every rank
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p);
+HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p);
 
 typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
     const hpml_launch_desc *d;
@@ -4458,7 +4464,7 @@ HPMLC_FN bool hpmlc_launch_plans(const hpml_launch_desc *d)
     const char *text = getenv("HPML_PLAN");
     HPMLC_ZERO(hpml_plan, plan);
     if (d->plan) return true;
-    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_splits(&plan) || plan.shard > 0);
+    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_splits(&plan) || hpmlc_plan_defers(&plan));
 }
 
 HPMLC_FN void *hpmlc_start_main(void *arg)
@@ -6854,6 +6860,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("exact", exact, BOOL, 1, p->strategy <= HPML_STRATEGY_PS, "strategies sync and ps", 0) \
     X("leaf", leaf, I64, 9e18, p->exact && p->strategy == HPML_STRATEGY_SYNC, NULL, 2) \
     X("shard", shard, I32, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 1) \
+    X("recompute", recompute, BOOL, 1, true, NULL, 0) \
+    X("memory", memory, I64, 9e18, true, NULL, 1 << 30) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
       "strategies that send gradients", 0) \
@@ -6930,6 +6938,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "them; take another optimizer or shard 0") \
     RULE(p->shard > 0 && f->device, "shard cuts arrays in host memory, and this trainer's are on a device; take " \
          "shard 0, or the CPU backend") \
+    RULE(p->recompute && p->memory > 0, "memory chooses what is computed again, and recompute computes all of it " \
+         "again; leave one of them out") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
     RULE(hpmlc_exact_is_chosen(NULL, p) && p->sum, "exact sums are divided by the samples, so exact excludes " \
          "sum; set one of them") \
@@ -7026,6 +7036,12 @@ HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
 
 /* Returns whether the ranks of the plan have parts of the model. */
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p) { return hpmlc_plan_replica(p) > 1 || p->expert > 1; }
+
+/* Returns whether the plan changes the memory of a trainer, which therefore takes it late. */
+HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p)
+{
+    return p->shard > 0 || p->pipe > 1 || p->recompute || p->memory > 0;
+}
 
 /* Returns whether every micro-batch is a step of its own. */
 HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
@@ -11432,9 +11448,17 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     return hpml_ctx_backend(ctx)->host || hpmlc_host_view_create(&l->view, ctx, most);
 }
 
+/* Makes the trainer's plan fit the plan's memory. False: an error on the context. */
+HPMLC_FN bool hpmlc_plan_fits(hpml_distributed *d)
+{
+    if (!d->plan.recompute && d->plan.memory == 0) return true;
+    return hpml_graph_budget(hpml_trainer_graph(d->t), (size_t)d->plan.memory, 0) == HPML_OK;
+}
+
 HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
 {
     if (d->plan.pipe > 1 && !hpmlc_pipeline_open(d)) return false;
+    if (!hpmlc_plan_fits(d)) return false;
     if (!hpmlc_layout_open(d)) return false;
     const size_t buffers = (size_t)d->layout.buffer_total;
     d->stats.sum     = (double *)hpmlc_dist_alloc(d, sizeof(double) * (HPMLC_STATS + buffers));
@@ -12519,7 +12543,7 @@ HPML_API hpml_status hpml_comm_set_plan(hpml_comm *c, const hpml_plan *plan)
     mesh->m.all = c;
     c->mesh     = mesh;
     hpmlc_mesh_places(mesh);
-    if (settings.shard > 0 || settings.pipe > 1) hpml_ctx_defer(c->ctx, true);
+    if (hpmlc_plan_defers(&settings)) hpml_ctx_defer(c->ctx, true);
     if (hpmlc_plan_splits(&settings)) return hpmlc_mesh_open(mesh);
     mesh->m.replicas = c;
     for (int k = 0; k < HPML_AXES; k++) mesh->rest[k] = c;
