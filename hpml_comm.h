@@ -13322,9 +13322,10 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
     pl->cut         = (int32_t *)hpmlc_dist_alloc(d, sizeof *pl->cut * ((size_t)pl->pieces + 1));
     if (!pl->cut || !hpmlc_pipeline_cut(pl, &d->plan) || !hpmlc_edges_find(pl) || !hpmlc_stages_set(pl)) return false;
     if (!hpmlc_pipeline_parts(pl) || !hpmlc_norms_open(pl) || !hpmlc_pipeline_arrays(pl)) return false;
-    if (pl->ties == 0 || (d->plan.strategy == HPML_STRATEGY_SYNC && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
+    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard == 0; /* calls hpmlc_pipeline_join */
+    if (pl->ties == 0 || (joins && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
     return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "pipeline: parameter \"%s\" is read by several stages, which have to "
-                      "step it with one gradient; take strategy sync and schedule gpipe or 1f1b",
+                      "step it with one gradient; take strategy sync without shard and schedule gpipe or 1f1b",
                       hpml_param_at(d->ctx, pl->tied[0].param)->name), false;
 }
 

@@ -97,15 +97,19 @@ static inline int64_t split_collect(hpml_trainer *t, hpml_array which, bool piec
     hpml_ctx *ctx = hpml_trainer_settings(t)->input->ctx;
     int64_t   at = 0, span;
     float    *array = hpml_trainer_array(t, which, &span);
+    bool      summed = false; /* gradients are sums, but for a piece of each on every rank */
+    for (int i = 0; i < hpml_param_count(ctx) && which == HPML_ARRAY_GRADIENTS; i++)
+        if (hpml_param_at(ctx, i)->param->shard == 1) summed = true;
     for (int i = 0; i < hpml_param_count(ctx); i++) {
         hpml_tensor      *p = hpml_param_at(ctx, i);
         const hpml_group *g = hpml_ctx_group(ctx, p->param->axis);
         int64_t           shape[HPML_MAX_DIMS], n = 1;
         hpml_param_whole(p, shape);
         for (int k = 0; k < p->ndim; k++) n *= shape[k];
-        const bool summed = which == HPML_ARRAY_GRADIENTS && p->param->shard == 1; /* of a gradient, but for a piece */
+        const int32_t     stage = p->param->stage;
+        const hpml_group *pipe = hpml_ctx_group(ctx, HPML_AXIS_PIPE);
         if (to && pieces && !summed) hpml_trainer_collect(t, i, which, to + at);
-        else if (to) {
+        else if (to && (stage < 0 || stage == pipe->rank)) {
             const int64_t     first = summed ? p->param->keep_first : 0;
             const int64_t     count = summed ? p->param->keep_count : hpml_tensor_count(p);
             const hpml_group *all = hpml_ctx_group(ctx, HPML_AXIS_DATA);
@@ -114,6 +118,7 @@ static inline int64_t split_collect(hpml_trainer *t, hpml_array which, bool piec
             if (p->param->axis != HPML_AXIS_DATA) g->sum(g->user, to + at, n);
             if (summed) all->sum(all->user, to + at, n);
         }
+        if (to && summed && stage >= 0) pipe->bcast(pipe->user, to + at, n, stage);
         at += n;
     }
     return at;

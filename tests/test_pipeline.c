@@ -12,6 +12,7 @@ typedef struct job {
     int       batch, steps, accumulate; /* samples of a step of all ranks; 0 steps: 3; 0 accumulate: 1 */
     int       fits;         /* not 0: trains by hpml_trainer_fit on so many samples; the last batch is short */
     hpml_opt  optimizer;
+    float     clip;         /* clip_norm */
     const int32_t *cut;
     /* results */
     double    worst;        /* largest difference of a parameter from one rank's */
@@ -62,7 +63,7 @@ static hpml_trainer *record(hpml_ctx *ctx, const job *j, int batch, int accumula
         for (int i = 0; i < 4; i++) h = layer(h, WIDTH, HPML_ACT_TANH);
         h = hpml_matmul(h, table, false, true);
         return hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = h, .lr = 0.1f, .momentum = 0.9f,
-                                                              .accumulate = accumulate });
+                                                              .accumulate = accumulate, .clip_norm = j->clip });
     }
     x = hpml_input_2d(ctx, batch, IN);
     first = h = layer(x, WIDTH, HPML_ACT_TANH);
@@ -75,7 +76,8 @@ static hpml_trainer *record(hpml_ctx *ctx, const job *j, int batch, int accumula
     h = layer(h, OUT, HPML_ACT_NONE);
     return hpml_trainer_create(ctx, &(hpml_trainer_desc){
         .input = x, .output = h, .lr = j->optimizer == HPML_OPT_ADAM ? 0.01f : 0.1f, .momentum = 0.9f,
-        .accumulate = accumulate, .optimizer = j->optimizer });
+        .accumulate = accumulate, .clip_norm = j->clip,
+        .optimizer = j->optimizer });
 }
 
 static int steps_of(const job *j) { return j->steps > 0 ? j->steps : 3; }
@@ -333,6 +335,21 @@ TEST(data_and_pipe)
     ENSURE_NEAR(j.outputs, 0, 1e-5);
     for (j.fits = 29; j.fits >= 17; j.fits -= 12) { /* 17: one replica has no sample of the last batch */
         ENSURE(pipeline(&j, 4, 1, text) == HPML_OK);
+        ENSURE_NEAR(j.worst, 0, 2e-6);
+    }
+}
+
+/* The norm of all gradients is that of all stages, with a table that two stages have once. */
+TEST(clipping_and_norms_of_tensors)
+{
+    static const hpml_opt optimizers[] = { HPML_OPT_SGD, HPML_OPT_LAMB };
+    char text[512];
+    for (int k = 0; k < 4; k++) {
+        job j = job_of(k < 2 ? MLP : TIED, 2, HPML_PIPE_1F1B, 2, 8);
+        j.optimizer = k < 2 ? optimizers[k] : HPML_OPT_SGD;
+        j.clip      = 0.05f;
+        j.plan.data = k == 3 ? 2 : 0;
+        ENSURE(pipeline(&j, k == 3 ? 4 : 2, k == 3 ? 1 : 2, text) == HPML_OK);
         ENSURE_NEAR(j.worst, 0, 2e-6);
     }
 }
