@@ -133,7 +133,7 @@
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
 //     custom   ops of the user, on the host or on host copies of a device's arrays
-//     groups   ops that communicate in a group: copy, sum, split, gather; tables and losses split by vocabulary
+//     groups   ops that communicate in a group: copy, sum, split, gather
 //     backend   the CPU backend: memory, sums of squares, the table of ops
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 //     optimizers   the table of optimizers, the driver of their steps, schedules
@@ -394,9 +394,9 @@ typedef enum hpml_init {
 } hpml_init;
 
 /* The properties of a parameter. You may change `frozen`, `no_decay` and `lr_scale` before or between training steps.
-   A parameter may be this rank's part of a whole: dimension split_dim of the whole consists of `sections` equal sections
-   (3 for queries, keys and values), each cut into as many blocks as the group of `axis` has ranks; the part has the
-   rank's block of each. Its first values, their scale, its name and what files contain are those of the whole. */
+   A parameter may be this rank's part of a whole: dimension split_dim of the whole consists of `sections` equal
+   sections (3 for queries, keys and values), each cut into as many blocks as the group of `axis` has ranks; the part has
+   the rank's block of each. Its first values, their scale, its name and what files contain are those of the whole. */
 typedef struct hpml_param {
     int       index;      /* position in the context's list of parameters: the order of recording */
     hpml_init init;
@@ -437,7 +437,7 @@ struct hpml_tensor {
     hpml_node  *node;       /* the op that computes the tensor; NULL: an input, a parameter or a constant */
     bool        needs_grad; /* set for parameters, results of them, and by hpml_tensor_require_grad */
     hpml_layout layout;     /* order of the dimensions, where there are 4 (images); see hpml_to_layout */
-    int8_t      split[HPML_MAX_DIMS]; /* the hpml_axis over whose ranks a dimension is split; 0: the dimension is whole */
+    int8_t      split[HPML_MAX_DIMS]; /* the hpml_axis over whose ranks a dimension is split; 0: none */
     int32_t     sections;   /* equal sections of the split dimension, each of which is split, see hpml_param; 0: one */
     struct hpmli_tensor_state *state; /* private */
 };
@@ -528,7 +528,7 @@ HPML_API int          hpml_param_count(const hpml_ctx *ctx);
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* number `index` recorded, or NULL */
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL: no such parameter; O(1) */
 HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements of all, without buffers */
-HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 of all values' bytes */
+HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);           /* FNV-1a 64 of all values' bytes on this rank */
 HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory and values; hpml_graph_alloc calls it */
 /* Places the values of all parameters recorded until now in `memory`: hpml_params_bytes(ctx) bytes of host memory,
    64-byte aligned, that outlive the context: shared by contexts of the same model, mapped from a file, pinned. keep:
@@ -712,7 +712,7 @@ HPML_API hpml_status    hpml_param_add_rows(hpml_tensor *table, bool clear, cons
    attends to the keys up to its own position. Works on blocks of queries, so that the (T, T) matrix is not stored. */
 typedef struct hpml_attention_desc {
     uint32_t _begin;
-    int32_t  heads;      /* number of heads, required, divides C */
+    int32_t  heads;      /* number of heads, required, divides C; of the whole, if qkv is split (in 3 sections) */
     bool     not_causal; /* true: every query attends to all keys */
     float    scale;      /* 0: 1 / sqrt(C / heads) */
     uint32_t _end;
@@ -726,7 +726,8 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
 
 /* Losses: f32 scalars. cross_entropy: -log softmax(logits)[label], logits (.., classes), labels I32 (..), averaged over
-   labels other than ignore_index. bce (s = sigmoid(logits)), mse, huber: means over all elements. */
+   labels other than ignore_index; the classes may be split over the TENSOR axis. bce (s = sigmoid(logits)), mse, huber:
+   means over all elements. */
 typedef struct hpml_cross_entropy_desc {
     uint32_t _begin;
     float    label_smoothing; /* 0 to 1: this part of the target is spread evenly over all classes */
@@ -801,8 +802,8 @@ HPML_API int         hpml_graph_crossing(const hpml_graph *g, int at, hpml_tenso
 
 /* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
    1e-2), at up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest |a
-   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. All ranks of
-   a split graph (>>api-group) call this together; each checks its own parts. */
+   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. All ranks
+   of a split graph (>>api-group) call this together; each checks its own parts. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 /* Requests the gradient of an f32 input; an error if an op reads the input already. */
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
@@ -1449,9 +1450,10 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 
 /* Saves all parameters under their names, as F32, BF16 or F16, with a CRC-32C of each array as metadata
    "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite.
-   Groups: of the ranks that call this, the one with rank 0 in all groups writes. Files have whole parameters and states,
-   with the bytes that a program on one rank would write: where ranks have parts of them, all ranks save together, and an
-   error of one is an error on all. Each rank loads by itself and keeps its part, so a file fits any groups. */
+   Groups: of the ranks that call this, the one with rank 0 in all groups writes. Files have whole parameters and
+   states, with the bytes that a program on one rank would write: where ranks have parts of them, all ranks save
+   together, and an error of one is an error on all. Each rank loads by itself and keeps its part, so a file fits any
+   groups. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; ignores other tensors */
 
@@ -3208,7 +3210,12 @@ enum {
     HPMLI_OP_JOINS_BATCH = 64,  /* results depend on the whole global batch: ranks without samples take part */
     HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
     HPMLI_OP_KEEPS_SUM   = 256, /* `saved` is the sum before the activation, an array of the result's shape */
-    HPMLI_OP_IS_WHOLE    = 512  /* runs on all samples at once, also where results are stored in halves */
+    HPMLI_OP_IS_WHOLE    = 512, /* runs on all samples at once, also where results are stored in halves */
+    /* Source 0 may be split over ranks (see >>split), so that the result is split alike: */
+    HPMLI_OP_SPLIT_ANY   = 1024, /* along any dimension */
+    HPMLI_OP_SPLIT_ROWS  = 2048, /* along all dimensions but the last one */
+    HPMLI_OP_SPLIT_PLANE = 4096, /* along the channels */
+    HPMLI_OP_SPLIT_OWN   = 8192  /* as the function that records the op checks, which sets the result's split */
 };
 
 /* An entry of the table of ops; hpmli_op_of returns the entry of a node's op. */
@@ -3353,6 +3360,16 @@ HPMLI_FN int64_t hpmli_whole_count(const hpml_tensor *t)
     return count;
 }
 
+/* Joins the ranks' parts (count elements each) in `whole`, by way of `all` (count times size). */
+HPMLI_FN hpml_status hpmli_cut_join(const hpml_group *g, hpmli_cut c, const float *part, int64_t count, float *all,
+                                    float *whole)
+{
+    hpml_status status = g->gather(g->user, part, all, count);
+    for (c.rank = 0; status == HPML_OK && c.rank < c.size; c.rank++)
+        hpmli_cut_copy(&c, whole, all + c.rank * count, 0, count, true);
+    return status;
+}
+
 HPMLI_FN bool hpmli_is_split(const hpml_tensor *t)
 {
     for (int i = 0; i < t->ndim; i++)
@@ -3413,52 +3430,54 @@ HPMLI_FN bool hpmli_split_refuse(const char *op, const hpml_tensor *x, int dim, 
                        hpmli_describe(x), hpmli_split_text(x), why, dim);
 }
 
-/* Returns why an op cannot read source 0 split along dimension d, or NULL if its result is split in the same way. */
-HPMLI_FN const char *hpmli_split_obstacle(const hpml_node *n, int d)
+HPMLI_FN void hpmli_split_take(hpml_tensor *t, const int8_t *split, int32_t sections) /* t may be NULL */
 {
-    const hpml_tensor *x      = n->src[0];
-    const bool         last   = d == x->ndim - 1, tensor = x->split[d] == HPML_AXIS_TENSOR;
-    const bool         trains = n->src_count > 1 && n->src[1] && n->src[1]->needs_grad; /* a whole parameter */
-    switch (n->op) {
-    case HPML_OP_SCALE: case HPML_OP_ACTIVATION: case HPML_OP_DROPOUT: return NULL;
-    case HPML_OP_MAX_POOL2D: case HPML_OP_AVG_POOL2D: case HPML_OP_BATCHNORM:
-        return d == (x->layout == HPML_NHWC ? x->ndim - 1 : 1) ? NULL : "a result needs several of its indices";
-    case HPML_OP_SOFTMAX: case HPML_OP_LOG_SOFTMAX: case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM:
-        if (last) return "a result needs whole rows";
-        break;
-    case HPML_OP_LINEAR: case HPML_OP_EMBEDDING: break;
-    case HPML_OP_ATTENTION: return last ? NULL : "a query needs all keys";
-    case HPML_OP_CROSS_ENTROPY: case HPML_OP_BCE_WITH_LOGITS: case HPML_OP_MSE: case HPML_OP_HUBER:
-        return tensor ? "each rank would have another loss" : NULL;
-    default: return "a result needs several of its indices";
-    }
-    return tensor && trains ? "each rank would have a part of a whole parameter's gradient" : NULL;
+    if (!t) return;
+    memcpy(t->split, split, sizeof t->split);
+    t->sections = sections;
 }
 
 /* Sets the split of n's result from that of source 0; false, with an error, if the op needs a split dimension whole.
-   Ops whose result has other dimensions than source 0 set the split themselves. */
+   The ranks of TENSOR have one loss, so none of them may have a part of it, or of a whole parameter's gradient. */
 HPMLI_FN bool hpmli_split_follow(hpml_node *n)
 {
-    const hpml_tensor *x = n->src[0];
-    switch (n->op) {
-    case HPML_OP_ADD: case HPML_OP_SUB: case HPML_OP_MUL: case HPML_OP_DIV: case HPML_OP_MATMUL: case HPML_OP_CONV2D:
-    case HPML_OP_RESHAPE: case HPML_OP_PERMUTE: case HPML_OP_SLICE: case HPML_OP_CONCAT: case HPML_OP_SUM: return true;
-    case HPML_OP_CUSTOM:
-        if (n->out->ndim != x->ndim || memcmp(n->out->shape, x->shape, sizeof x->shape) != 0) return true;
-        memcpy(n->out->split, x->split, sizeof x->split);
-        n->out->sections = x->sections;
-        return true;
-    default: break;
-    }
-    for (int d = 0; d < x->ndim; d++) {
-        bool own = n->op == HPML_OP_LINEAR && d == x->ndim - 1; /* the sum over d: hpml_linear checks d */
-        if (!x->split[d] || own) continue;
-        const char *why = hpmli_split_obstacle(n, d);
-        if (why) return hpmli_split_refuse(hpml_op_name(n->op), x, d, why);
-        if (d < n->out->ndim) hpmli_split_set(n->out, d, (hpml_axis)x->split[d], x->sections);
+    const hpml_tensor *x       = n->src[0];
+    const unsigned     traits  = hpmli_op_of(n)->traits;
+    const int          channel = x->layout == HPML_NHWC ? x->ndim - 1 : 1;
+    const bool         trains  = n->src_count > 1 && n->src[1] && n->src[1]->needs_grad && !hpmli_is_split(n->src[1]);
+    if (n->op == HPML_OP_CUSTOM && memcmp(n->out->shape, x->shape, sizeof x->shape) != 0) return true;
+    for (int d = 0; d < x->ndim && !(traits & HPMLI_OP_SPLIT_OWN); d++) {
+        const bool tensor = x->split[d] == HPML_AXIS_TENSOR, last = d == x->ndim - 1;
+        bool       fits   = (traits & HPMLI_OP_SPLIT_ANY) || ((traits & HPMLI_OP_SPLIT_PLANE) && d == channel);
+        if (traits & HPMLI_OP_SPLIT_ROWS && !last) fits = true;
+        if (tensor && trains && n->op != HPML_OP_CUSTOM) fits = false;
+        if (traits & HPMLI_OP_IS_MEAN) fits = !tensor;
+        if (x->split[d] && !fits) return hpmli_split_refuse(hpml_op_name(n->op), x, d, "the op needs it whole");
+        if (x->split[d] && d < n->out->ndim) hpmli_split_set(n->out, d, (hpml_axis)x->split[d], x->sections);
     }
     return true;
 }
+
+/* The classes of logits or the tokens of a table, `whole` of them, of which this rank has `count` from `first` on. A
+   loss or an embedding is recorded as a custom op where the vocabulary is split: then group is not NULL, for sums over
+   the ranks. */
+typedef struct hpmli_vocabulary {
+    const hpml_group *group;
+    int64_t           first, count, whole;
+    float             smoothing; /* of the loss; it ignores rows with the label `ignore` */
+    int32_t           ignore;
+} hpmli_vocabulary;
+HPMLI_FN hpmli_vocabulary hpmli_vocabulary_of(const hpml_node *n, int64_t count)
+{
+    hpmli_vocabulary v = { NULL, 0, count, count, 0, 0 };
+    if (n->op == HPML_OP_CUSTOM) return *(const hpmli_vocabulary *)n->attr.custom->user;
+    if (n->op != HPML_OP_CROSS_ENTROPY) return v;
+    v.smoothing = n->attr.cross_entropy.smoothing;
+    v.ignore    = n->attr.cross_entropy.ignore;
+    return v;
+}
+static hpml_tensor *hpmli_vocabulary_op(hpml_tensor *const src[2], hpml_custom *d, int64_t count, float smoothing,
+                                        int32_t ignore); /* see >>groups */
 
 HPMLI_FN bool hpmli_split_mismatch(const char *op, const hpml_tensor *a, const hpml_tensor *b)
 {
@@ -3521,8 +3540,8 @@ HPMLI_FN bool hpmli_split_pair(const char *op, hpml_tensor **src, int ndim, int8
     return true;
 }
 
-/* Makes start and count of a slice, sizes of the whole, those of the part, if dim of x is split: whole sections, *sections
-   of them, can be taken. False: an error. */
+/* Makes start and count of a slice, sizes of the whole, those of the part, if dim of x is split: whole sections,
+   *sections of them, can be taken. False: an error. */
 HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, int64_t *count, int64_t *sections)
 {
     if (dim < 0 || dim >= x->ndim || !x->split[dim]) return true;
@@ -6103,8 +6122,7 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
     }
     hpml_node *n = hpmli_node_create(op, NULL, 2, src, ndim, shape);
     n->mixes_batch |= (a->batch_rows && a->ndim < ndim) || (b->batch_rows && b->ndim < ndim);
-    if (n->out) memcpy(n->out->split, split, sizeof split);
-    if (n->out) n->out->sections = sections;
+    hpmli_split_take(n->out, split, sections);
     return n->out;
 }
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_ADD, a, b); }
@@ -6113,8 +6131,8 @@ HPML_API hpml_tensor *hpml_mul(hpml_tensor *a, hpml_tensor *b) { return hpmli_bi
 HPML_API hpml_tensor *hpml_div(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_DIV, a, b); }
 
 #define HPMLI_BINARY_OP(name, needs)                                                                                   \
-    HPMLI_OP(name, HPMLI_OP_PAIRS_ROWS, needs, hpmli_flops_pointwise(n, back), hpmli_binary_run(run, n, -1, 0),        \
-             hpmli_binary_run(run, n, 0, 2))
+    HPMLI_OP(name, HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, needs, hpmli_flops_pointwise(n, back),                    \
+             hpmli_binary_run(run, n, -1, 0), hpmli_binary_run(run, n, 0, 2))
 HPMLI_BINARY_OP(add, 0);
 HPMLI_BINARY_OP(sub, 0);
 HPMLI_BINARY_OP(mul, HPMLI_NEED_BOTH);
@@ -6145,7 +6163,8 @@ HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t chunk, int thread H
     else if (w->n->accumulate[0]) w->k->vaxpby(x->grad + at, a, y->grad + at, 1, c);
     else w->k->vscale_add(x->grad + at, y->grad + at, a, 0, c);
 }
-HPMLI_WORK_OP(scale, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, scale_chunk,
+HPMLI_WORK_OP(scale, HPMLI_OP_SPLIT_ANY, HPMLI_INPLACE, hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1,
+              scale_chunk,
               scale_chunk);
 
 /* Returns true if the derivative of act is computed from its argument; false if it is computed from its result. */
@@ -6188,7 +6207,7 @@ HPMLI_FN void hpmli_act_chunk(const hpmli_work *w, int64_t chunk, int thread HPM
     if (!w->back) w->k->act_forward(act, slope, y + at, z + at, c);
     else w->k->act_backward(act, slope, dz + at, dy + at, z + at, y + at, c, alone && n->accumulate[0]);
 }
-HPMLI_WORK_OP(activation, 0,
+HPMLI_WORK_OP(activation, HPMLI_OP_SPLIT_ANY,
               hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
               hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, act_chunk, act_chunk);
 
@@ -6241,8 +6260,7 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
         n->mixes_batch = b->batch_rows ? trans_b || !contracts || !a->batch_rows : contracts && a->batch_rows;
     }
     if (!n->out) return NULL;
-    memcpy(n->out->split, split, sizeof split);
-    n->out->sections = sections;
+    hpmli_split_take(n->out, split, sections);
     return sum == HPML_AXIS_DATA ? n->out : hpml_group_sum(n->out, sum);
 }
 
@@ -6284,7 +6302,7 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
         d[2].p += d[2].apart;
     }
 }
-HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_BOTH,
+HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH,
          hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
          hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
@@ -6306,6 +6324,9 @@ HPMLI_FN bool hpmli_layer_split(const char *op, const char *name, hpml_tensor **
         return hpmli_false(t->ctx, HPML_ERR_SHAPE, "%s \"%s\": its input %s is %s; set .split = HPML_SPLIT_IN, or "
                            "record hpml_group_gather(x, axis, %d)", op, name ? name : "", hpmli_describe(t),
                            hpmli_split_text(t), dim);
+    for (int i = 0; i < t->ndim; i++)
+        if (i != dim && t->split[i] == HPML_AXIS_TENSOR)
+            return hpmli_split_refuse(op, t, i, "each rank would have a part of the weight's gradient");
     if (*split == HPML_SPLIT_OUT) *x = hpml_group_copy(*x, HPML_AXIS_TENSOR);
     return *x != NULL;
 }
@@ -6377,9 +6398,10 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     n->attr.act.act   = act;
     n->attr.act.slope = 0.01f;
     if (n->out && hpmli_act_reads_x(act)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* saves x w^T + bias */
-    if (in) return hpmli_layer_sum(n->out, after, d.activation);
-    if (n->out && d.split) hpmli_split_set(n->out, last, HPML_AXIS_TENSOR, rows.sections);
-    return n->out;
+    hpmli_split_take(n->out, x->split, x->sections);
+    if (n->out) n->out->split[last] = (int8_t)bias.axis;
+    if (n->out && bias.axis) n->out->sections = bias.sections;
+    return in ? hpmli_layer_sum(n->out, after, d.activation) : n->out;
 }
 
 HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
@@ -6425,7 +6447,7 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     hpmli_optimizer_step(run->ctx, u, &d);
     u->n = 0;
 }
-HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
+HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM | HPMLI_OP_SPLIT_OWN,
          HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->shape[1]), hpmli_linear_pass(run, n), hpmli_linear_back(run, n));
 
@@ -6442,16 +6464,15 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
     if (!hpmli_recordable(1, &x)) return NULL;
     if (!hpmli_reshape_rule(hpmli_whole_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
     if (!hpmli_split_reshape(x, ndim, full, part, split, &sections))
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "reshape to %s, sizes of the whole: %s is %s, and no dimension of the "
-                          "result would be split alike; hpml_group_gather it first",
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "reshape to %s, sizes of the whole: %s is %s, and no dimension of "
+                          "the result would be split alike; hpml_group_gather it first",
                           hpmli_shape_text(x->ctx, ndim, full), hpmli_describe(x), hpmli_split_text(x));
     hpml_node *n = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, part);
     if (x->batch_rows) { /* there is a batch dimension if the new number of rows is a multiple of the samples */
         int64_t batch = x->shape[0] / x->batch_rows;
         hpmli_node_batch(n, ndim > 0 && part[0] % batch == 0 ? part[0] / batch : 0);
     }
-    if (n->out) memcpy(n->out->split, split, sizeof split);
-    if (n->out) n->out->sections = sections;
+    hpmli_split_take(n->out, split, sections);
     return n->out;
 }
 HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1)
@@ -6540,7 +6561,7 @@ HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
 }
 
 /* Copies inputs and parameters, of any dtype, because they own memory; other results stay in the source's memory. */
-HPMLI_OP(reshape, HPMLI_OP_IS_ALIAS | HPMLI_OP_REORDERS, 0, 0,
+HPMLI_OP(reshape, HPMLI_OP_IS_ALIAS | HPMLI_OP_REORDERS | HPMLI_OP_SPLIT_OWN, 0, 0,
          if (n->out->raw != n->src[0]->raw) memcpy(n->out->raw, n->src[0]->raw, hpmli_tensor_bytes(n->out)),
          hpmli_reshape_back(run, n));
 
@@ -6656,8 +6677,8 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     }
     hpmli_strided_copy_run(run, backward ? &read : y, backward ? x : &read, backward, n->accumulate[0]);
 }
-HPMLI_OP(permute, HPMLI_OP_REORDERS, 0, hpmli_flops_pointwise(n, back), hpmli_permute_run(run, n, false),
-         hpmli_permute_run(run, n, true));
+HPMLI_OP(permute, HPMLI_OP_REORDERS | HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back),
+         hpmli_permute_run(run, n, false), hpmli_permute_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
 {
@@ -6670,8 +6691,7 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
     n->attr.slice.dim   = dim;
     n->attr.slice.start = start;
     if (dim == 0) hpmli_node_batch(n, 0);
-    if (n->out) memcpy(n->out->split, x->split, sizeof x->split);
-    if (n->out) n->out->sections = (int32_t)(sections > 0 ? sections : x->sections);
+    hpmli_split_take(n->out, x->split, (int32_t)(sections > 0 ? sections : x->sections));
     return n->out;
 }
 
@@ -6683,7 +6703,8 @@ HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
     if (backward && !n->accumulate[0]) run->ctx->k->vfill(n->src[0]->grad, 0, hpml_tensor_count(n->src[0]));
     hpmli_strided_copy_run(run, n->out, &x, backward, true);
 }
-HPMLI_OP(slice, 0, 0, hpmli_flops_pointwise(n, back), hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true));
+HPMLI_OP(slice, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_slice_run(run, n, false),
+         hpmli_slice_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 {
@@ -6704,8 +6725,7 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
     hpml_node *n = hpmli_node_create(HPML_OP_CONCAT, NULL, count, x, x[0]->ndim, shape);
     n->attr.slice.dim = dim;
     if (dim == 0) hpmli_node_batch(n, 0);
-    if (n->out) memcpy(n->out->split, x[0]->split, sizeof x[0]->split);
-    if (n->out) n->out->sections = x[0]->sections;
+    hpmli_split_take(n->out, x[0]->split, x[0]->sections);
     if (n->out && x[0]->split[dim])
         n->out->sections = (int32_t)(shape[dim] * hpmli_sections(x[0], dim) / x[0]->shape[dim]);
     return n->out;
@@ -6720,8 +6740,8 @@ HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
         hpmli_strided_copy_run(run, &y, n->src[i], backward, n->accumulate[i]);
     }
 }
-HPMLI_OP(concat, HPMLI_OP_PAIRS_ROWS, 0, hpmli_flops_pointwise(n, back), hpmli_concat_run(run, n, false),
-         hpmli_concat_run(run, n, true));
+HPMLI_OP(concat, HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back),
+         hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true));
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
@@ -6731,9 +6751,9 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: no dimension %d", hpmli_describe(x), dim);
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
-    if (dim >= 0 ? x->split[dim] != 0 : hpmli_is_split(x)) {
-        const char *why = "each rank would have a part of the sum";
-        hpmli_split_refuse("sum", x, dim, why);
+    for (int i = 0; i < x->ndim; i++) {
+        if (!x->split[i] || (dim >= 0 && dim != i)) continue;
+        hpmli_split_refuse("sum", x, i, "each rank would have a part of it");
         return NULL;
     }
     hpml_node *n = hpmli_node_create(HPML_OP_SUM, NULL, 1, &x, dim >= 0 ? x->ndim : 0, shape);
@@ -6741,8 +6761,7 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
     n->attr.sum.mean = mean;
     if (dim <= 0) hpmli_node_batch(n, 0);
     n->mixes_batch = false; /* a sum over a short batch is a shorter sum */
-    if (n->out) memcpy(n->out->split, x->split, sizeof x->split);
-    if (n->out) n->out->sections = x->sections;
+    hpmli_split_take(n->out, x->split, x->sections);
     return n->out;
 }
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
@@ -6769,7 +6788,8 @@ HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
     }
     if (!back && n->attr.sum.mean) k->vscale_add(n->out->data, n->out->data, scale, 0, outer * inner);
 }
-HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true));
+HPMLI_OP(sum, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false),
+         hpmli_sum_run(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution: recording, sizes
@@ -7235,7 +7255,8 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
     if (n->src[0]->grad && hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, true);
 }
-HPMLI_OP(conv2d, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
+HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_SPLIT_OWN,
+         HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->stride[0]), hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7384,8 +7405,10 @@ HPMLI_FN void hpmli_pooling(const hpml_run *run, hpml_node *n, bool back)
     hpmli_for_each_parallel(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1,
                             nhwc ? hpmli_pool_image : hpmli_pool_plane);
 }
-HPMLI_OP(max_pool2d, 0, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
-HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
+HPMLI_OP(max_pool2d, HPMLI_OP_SPLIT_PLANE, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false),
+         hpmli_pooling(run, n, true));
+HPMLI_OP(avg_pool2d, HPMLI_OP_SPLIT_PLANE, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false),
+         hpmli_pooling(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
@@ -7581,7 +7604,7 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
     if (status == HPML_OK) hpmli_parallel(run->ctx, j.C, hpmli_bn_task, &j);
     return status;
 }
-HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH,
+HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH | HPMLI_OP_SPLIT_PLANE,
          HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0), hpmli_flops_pointwise(n, back),
          return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true));
 
@@ -7625,10 +7648,10 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int threa
         w->k->vaxpby(dx + i, 1, d, w->n->accumulate[0] ? 1.0f : 0.0f, c);
     }
 }
-HPMLI_OP(softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
+HPMLI_OP(softmax, HPMLI_OP_SPLIT_ROWS, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_softmax_row),
          hpmli_for_each_row(run, n, true, hpmli_softmax_back_row));
-HPMLI_OP(log_softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
+HPMLI_OP(log_softmax, HPMLI_OP_SPLIT_ROWS, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_softmax_row),
          hpmli_for_each_row(run, n, true, hpmli_softmax_back_row));
 
@@ -7703,9 +7726,9 @@ HPMLI_FN void hpmli_norm_back(const hpml_run *run, hpml_node *n)
             run->ctx->k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * cols, cols);
     }
 }
-HPMLI_OP(layernorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+HPMLI_OP(layernorm, HPMLI_OP_SPLIT_ROWS, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_norm_row), hpmli_norm_back(run, n));
-HPMLI_OP(rmsnorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+HPMLI_OP(rmsnorm, HPMLI_OP_SPLIT_ROWS, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_norm_row), hpmli_norm_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7720,6 +7743,10 @@ HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
     if (!(p >= 0 && p < 1))
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": p is %g, expected 0 <= p < 1", x->name,
                           (double)p);
+    if (hpmli_is_split(x) && !x->ctx->backend->host)
+        return hpmli_null(x->ctx, HPML_ERR_UNSUPPORTED, "dropout: %s is %s, and on \"%s\" masks are those of whole "
+                          "tensors; record dropout after the layer that joins the parts", hpmli_describe(x),
+                          hpmli_split_text(x), x->ctx->backend->name);
     hpml_node *n = hpmli_node_create(HPML_OP_DROPOUT, NULL, 1, &x, x->ndim, x->shape);
     n->attr.dropout.p = p;
     return n->out;
@@ -7750,18 +7777,53 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
         to[at + i] = add ? to[at + i] + v : v;
     }
 }
-HPMLI_WORK_OP(dropout, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back),
+HPMLI_WORK_OP(dropout, HPMLI_OP_SPLIT_ANY, HPMLI_INPLACE, hpmli_flops_pointwise(n, back),
               (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE, HPMLI_GRAIN / HPMLI_PIECE, dropout_piece,
               dropout_piece);
 
-static hpml_tensor *hpmli_embedding_parts(const char *name, hpml_tensor *const src[2]); /* see >>groups */
+HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
+{
+    const int32_t   *token = (const int32_t *)n->src[0]->raw; /* rows of the table */
+    const int64_t    count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
+    hpmli_vocabulary v     = hpmli_vocabulary_of(n, n->src[1]->shape[0]);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t row = token[i] - v.first;
+        float  *y   = n->out->data + i * width;
+        if (token[i] < 0 || token[i] >= v.whole)
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
+                              n->out->name, (long long)(n->state->first_index + i), token[i], (long long)v.whole - 1);
+        if (row < 0 || row >= v.count) run->ctx->k->vfill(y, 0, width); /* another rank has the row */
+        else memcpy(y, n->src[1]->data + row * width, (size_t)width * sizeof *y);
+    }
+    return v.group ? v.group->sum(v.group->user, n->out->data, count * width) : HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_embedding_back(const hpml_run *run, hpml_node *n)
+{
+    const int32_t   *token = (const int32_t *)n->src[0]->raw;
+    const int64_t    count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
+    hpmli_vocabulary v     = hpmli_vocabulary_of(n, n->src[1]->shape[0]);
+    float           *dw    = n->src[1]->grad;
+    hpmli_rows      *rows  = n->src[1]->state->rows;
+    if (dw && !n->accumulate[1] && !v.group) hpmli_gradient_clear(n->src[1]);
+    for (int64_t i = 0; dw && i < count; i++) {
+        int64_t row = token[i] - v.first;
+        if (row < 0 || row >= v.count) continue;
+        if (rows) hpmli_rows_add(rows, token[i]);
+        run->ctx->k->vadd(dw + row * width, dw + row * width, n->out->grad + i * width, width);
+    }
+    return HPML_OK;
+}
+HPMLI_OP(embedding, HPMLI_OP_INDEX_0 | HPMLI_OP_SPLIT_ANY, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
+         return hpmli_embedding_pass(run, n), return hpmli_embedding_back(run, n));
+
 /* Records y[i] = table[token[i]]; backward adds dy[i] to row token[i] of the table's gradient, in the order of i.
    Sources of the node: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc)
 {
     hpml_embedding_desc d;
-    int64_t             shape[HPML_MAX_DIMS], table[2];
+    int64_t             table[2];
     hpml_tensor        *src[2];
     if (!hpmli_recordable(1, &tokens) || !HPMLI_COPY_DESC(tokens->ctx, "embedding", d, desc)) return NULL;
     if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
@@ -7783,45 +7845,25 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                    d.init == HPML_INIT_DEFAULT ? 1.0f : d.init_scale, 2, table, &part);
     if (!hpmli_recordable(2, src)) return NULL;
     if (d.weight && !hpmli_shared_fits("embedding", name, src[1], table, &part)) return NULL;
-    if (parts) return hpmli_embedding_parts(name, src);
     if (d.sparse && (!src[1]->param || !tokens->ctx->backend->host))
         return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .sparse is for parameters on the host, "
                           "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
                           tokens->ctx->backend->name);
     if (d.sparse && !hpmli_rows_create(src[1])) return NULL;
-    memcpy(shape, tokens->shape, sizeof shape);
-    shape[tokens->ndim] = width;
-    return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
+    hpml_custom own = HPMLI_ZEROED; /* the op, where the vocabulary is split */
+    own.name     = "embedding";
+    own.forward  = hpmli_embedding_pass;
+    own.backward = hpmli_embedding_back;
+    own.keeps    = HPML_KEEP_SRC(0);
+    own.ndim     = tokens->ndim + 1;
+    memcpy(own.shape, tokens->shape, sizeof own.shape);
+    own.shape[tokens->ndim] = width;
+    if (!parts) return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, own.ndim, own.shape)->out;
+    hpml_tensor *y = hpmli_vocabulary_op(src, &own, src[1]->shape[0], 0, 0);
+    if (y) y->name = name;
+    hpmli_split_take(y, tokens->split, tokens->sections);
+    return y;
 }
-
-HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
-{
-    const int32_t *token = (const int32_t *)n->src[0]->raw; /* rows of the table */
-    int64_t        count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
-    for (int64_t i = 0; i < count; i++) {
-        if (token[i] < 0 || token[i] >= vocabulary)
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
-                              n->out->name, (long long)(n->state->first_index + i), token[i],
-                              (long long)vocabulary - 1);
-        memcpy(n->out->data + i * width, n->src[1]->data + token[i] * width, (size_t)width * sizeof(float));
-    }
-    return HPML_OK;
-}
-
-HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
-{
-    const int32_t *token = (const int32_t *)n->src[0]->raw;
-    int64_t        count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
-    float         *dw    = n->src[1]->grad;
-    hpmli_rows    *rows  = n->src[1]->state->rows;
-    if (dw && !n->accumulate[1]) hpmli_gradient_clear(n->src[1]);
-    for (int64_t i = 0; dw && i < count; i++) {
-        if (rows) hpmli_rows_add(rows, token[i]);
-        run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
-    }
-}
-HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
-         return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>sequence   multi-head attention; long short-term memory
@@ -7854,10 +7896,11 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     if (!hpmli_recordable(1, &qkv) || !HPMLI_COPY_DESC(qkv->ctx, "attention", d, desc)) return NULL;
     const int64_t C = qkv->shape[2] / 3, shape[3] = { qkv->shape[0], qkv->shape[1], C };
     const int32_t size = hpml_ctx_group(qkv->ctx, (hpml_axis)qkv->split[2])->size; /* ranks that share the heads */
-    if (qkv->split[2] && (d.heads % size != 0 || hpmli_sections(qkv, 2) != 3))
-        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input %s is %s, with %d heads; expected 3 sections "
-                          "(.sections of the linear layer before) and heads that divide among the %d ranks",
-                          hpmli_describe(qkv), hpmli_split_text(qkv), d.heads, size);
+    const bool fits = !qkv->split[2] || (d.heads % size == 0 && hpmli_sections(qkv, 2) == 3);
+    if (!fits || qkv->split[0] || qkv->split[1])
+        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input %s is %s, with %d heads; expected a split along "
+                          "dimension 2 alone in 3 sections (.sections of the linear layer before) and heads that "
+                          "divide among the %d ranks", hpmli_describe(qkv), hpmli_split_text(qkv), d.heads, size);
     if (qkv->split[2]) d.heads /= size;
     if (d.heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d.heads != 0)
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
@@ -7868,7 +7911,7 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     n->attr.attention.scale  = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
     n->saved_bytes   = (size_t)(shape[0] * shape[1] * d.heads) * sizeof(float); /* (B, heads, T) log sum exp */
     n->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
-    if (n->out && qkv->split[2]) n->out->sections = 1;
+    hpmli_split_take(n->out, qkv->split, 1);
     return n->out;
 }
 
@@ -7950,7 +7993,7 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
 }
 
 /* Operations: q k^T, and its softmax times v: 2 T T C each a sample, half if causal; backward twice as many. */
-HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
+HPMLI_WORK_OP(attention, HPMLI_OP_SPLIT_OWN, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
               (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1] *
                   (back ? 2 : 1),
               n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
@@ -8098,26 +8141,6 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor 
     return n->out;
 }
 
-static hpml_tensor *hpmli_cross_entropy_parts(hpml_tensor *const src[2], float smoothing, int32_t ignore);
-HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
-{
-    hpml_cross_entropy_desc d;
-    hpml_tensor            *src[2] = { logits, labels };
-    if (!hpmli_recordable(2, src) || !HPMLI_COPY_DESC(logits->ctx, "cross_entropy", d, desc)) return NULL;
-    bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
-    for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
-    if (!fits || !(d.label_smoothing >= 0 && d.label_smoothing <= 1))
-        return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
-                          "and i32 (..), label_smoothing in 0..1", hpmli_describe(logits), hpmli_describe(labels));
-    if (logits->split[logits->ndim - 1] == HPML_AXIS_TENSOR)
-        return hpmli_cross_entropy_parts(src, d.label_smoothing, d.ignore_index ? d.ignore_index : HPML_IGNORE);
-    hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
-    n->attr.cross_entropy.smoothing = d.label_smoothing;
-    n->attr.cross_entropy.ignore    = d.ignore_index ? d.ignore_index : HPML_IGNORE;
-    n->saved_bytes = (size_t)(3 * hpml_tensor_count(labels) + 1) * 4; /* max, 1 / sum, loss of rows; 1 / counted */
-    return n->out;
-}
-
 HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const hpml_node *n     = w->n;
@@ -8137,26 +8160,58 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thre
     *loss -= s * (float)(about[0] / (double)w->cols);
 }
 
+/* The same for logits split by classes: the maximum and three sums of each row are taken over the ranks. */
+HPMLI_FN hpml_status hpmli_cross_entropy_parts(const hpml_run *run, hpml_node *n, const hpmli_vocabulary *v)
+{
+    const int32_t *label = (const int32_t *)n->src[1]->raw;
+    const int64_t  rows  = hpml_tensor_count(n->src[1]);
+    float         *max   = (float *)n->saved, *inverse = max + rows, *loss = inverse + rows, piece[HPMLI_PIECE];
+    float         *sums  = (float *)n->scratch, s = v->smoothing; /* (rows, 3) sums: of exp(d), d of the label, d */
+    const float   *x     = n->src[0]->data;                       /* (rows, count), d = x - max */
+    for (int64_t r = 0; r < rows; r++) max[r] = run->ctx->k->vmax(x + r * v->count, v->count);
+    hpml_status status = v->group->max(v->group->user, max, rows);
+    for (int64_t r = 0; r < rows; r++, sums += 3, x += v->count) {
+        int64_t at       = label[r] - v->first;
+        double  about[2] = { 0, 0 };
+        sums[0] = 0;
+        HPMLI_PIECES(i, c, v->count) sums[0] += run->ctx->k->vexp_sum(piece, x + i, max[r], c);
+        sums[1] = at >= 0 && at < v->count ? x[at] - max[r] : 0;
+        if (s > 0) run->ctx->k->vmoments(about, NULL, x, max[r], v->count);
+        sums[2] = (float)about[0];
+    }
+    sums -= 3 * rows;
+    if (status == HPML_OK) status = v->group->sum(v->group->user, sums, 3 * rows);
+    for (int64_t r = 0; r < rows; r++, sums += 3) {
+        inverse[r] = 1 / sums[0];
+        loss[r]    = logf(sums[0]) - (1 - s) * sums[1] - s * (sums[2] / (float)v->whole);
+        if (label[r] == v->ignore) loss[r] = 0;
+    }
+    return status;
+}
+
 HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
 {
     const hpml_tensor *x     = n->src[0];
     const int32_t     *label = (const int32_t *)n->src[1]->raw;
-    int64_t            V = x->shape[x->ndim - 1], rows = hpml_tensor_count(x) / V, counted = 0;
+    hpmli_vocabulary   v     = hpmli_vocabulary_of(n, x->shape[x->ndim - 1]);
+    int64_t            rows = hpml_tensor_count(x) / v.count, counted = 0;
     const float       *loss = (const float *)n->saved + 2 * rows;
     double             sum  = 0;
+    hpml_status        status = HPML_OK;
     for (int64_t i = 0; i < rows; i++) {
-        if (label[i] == n->attr.cross_entropy.ignore) continue;
-        if (label[i] < 0 || label[i] >= V)
+        if (label[i] == v.ignore) continue;
+        if (label[i] < 0 || label[i] >= v.whole)
             return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to "
                               "%lld (or %d to be ignored)", (long long)(n->state->first_index + i), label[i],
-                              (long long)V - 1, n->attr.cross_entropy.ignore);
+                              (long long)v.whole - 1, v.ignore);
         counted++;
     }
-    hpmli_for_each_row(run, n, false, hpmli_cross_entropy_row);
+    if (v.group) status = hpmli_cross_entropy_parts(run, n, &v);
+    else hpmli_for_each_row(run, n, false, hpmli_cross_entropy_row);
     for (int64_t i = 0; i < rows; i++) sum += (double)loss[i];
     ((float *)n->saved)[3 * rows] = counted > 0 ? 1 / (float)counted : 0;
     n->out->data[0] = counted > 0 ? (float)(sum / (double)counted) : 0;
-    return HPML_OK;
+    return status;
 }
 
 HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
@@ -8166,23 +8221,58 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int
     float           *dx    = n->src[0]->grad + row * w->cols, piece[HPMLI_PIECE];
     int32_t          label = ((const int32_t *)n->src[1]->raw)[row];
     const float     *saved = (const float *)n->saved;
-    float            max   = saved[row], s = n->attr.cross_entropy.smoothing;
+    hpmli_vocabulary v     = hpmli_vocabulary_of(n, w->cols);
+    float            max   = saved[row], s = v.smoothing, shares = (float)v.whole;
     float            scale = saved[3 * w->count] * n->out->grad[0], share = scale * saved[w->count + row];
     bool             add   = n->accumulate[0];
-    if (label == n->attr.cross_entropy.ignore) {
+    if (label == v.ignore) {
         if (!add) w->k->vfill(dx, 0, w->cols);
         return;
     }
     HPMLI_PIECES(i, c, w->cols) {
         w->k->vexp_sum(piece, x + i, max, c);
         if (add) w->k->vaxpby(dx + i, share, piece, 1, c);
-        else w->k->vscale_add(dx + i, piece, share, -scale * s / (float)w->cols, c);
-        if (add && s > 0) w->k->vscale_add(dx + i, dx + i, 1, -scale * s / (float)w->cols, c);
+        else w->k->vscale_add(dx + i, piece, share, -scale * s / shares, c);
+        if (add && s > 0) w->k->vscale_add(dx + i, dx + i, 1, -scale * s / shares, c);
     }
-    dx[label] -= scale * (1 - s);
+    if (label >= v.first && label < v.first + v.count) dx[label - v.first] -= scale * (1 - s);
+}
+HPMLI_FN hpml_status hpmli_cross_entropy_back(const hpml_run *run, hpml_node *n)
+{
+    hpmli_for_each_row(run, n, true, hpmli_cross_entropy_back_row);
+    return HPML_OK;
 }
 HPMLI_OP(cross_entropy, HPMLI_OP_IS_MEAN | HPMLI_OP_INDEX_1, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
-         return hpmli_cross_entropy_pass(run, n), hpmli_for_each_row(run, n, true, hpmli_cross_entropy_back_row));
+         return hpmli_cross_entropy_pass(run, n), return hpmli_cross_entropy_back(run, n));
+
+HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
+{
+    hpml_cross_entropy_desc d;
+    hpml_tensor            *src[2] = { logits, labels };
+    if (!hpmli_recordable(2, src) || !HPMLI_COPY_DESC(logits->ctx, "cross_entropy", d, desc)) return NULL;
+    bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
+    for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
+    if (!fits || !(d.label_smoothing >= 0 && d.label_smoothing <= 1))
+        return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
+                          "and i32 (..), label_smoothing in 0..1", hpmli_describe(logits), hpmli_describe(labels));
+    const int64_t rows = hpml_tensor_count(labels);
+    hpml_custom   own  = HPMLI_ZEROED; /* the op, where the classes are split */
+    own.name          = "cross_entropy";
+    own.forward       = hpmli_cross_entropy_pass;
+    own.backward      = hpmli_cross_entropy_back;
+    own.keeps         = HPML_KEEP_SRC(0) | HPML_KEEP_SRC(1);
+    own.one_number    = true;
+    own.saved_bytes   = (size_t)(3 * rows + 1) * sizeof(float); /* max, 1 / sum, loss of rows; 1 / counted */
+    own.scratch_bytes = (size_t)(3 * rows) * sizeof(float);
+    if (d.ignore_index == 0) d.ignore_index = HPML_IGNORE;
+    if (logits->split[labels->ndim] == HPML_AXIS_TENSOR)
+        return hpmli_vocabulary_op(src, &own, logits->shape[labels->ndim], d.label_smoothing, d.ignore_index);
+    hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
+    n->attr.cross_entropy.smoothing = d.label_smoothing;
+    n->attr.cross_entropy.ignore    = d.ignore_index;
+    n->saved_bytes = own.saved_bytes;
+    return n->out;
+}
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
 {
@@ -8556,7 +8646,8 @@ HPMLI_FN hpml_status hpmli_custom_call(const hpml_run *run, hpml_node *n, bool b
                    back ? "backward" : "forward", hpml_status_string(status));
     return run->ctx->status;
 }
-HPMLI_OP(custom, HPMLI_OP_IS_WHOLE, n->attr.custom->keeps | (n->attr.custom->in_place ? HPMLI_INPLACE : 0),
+HPMLI_OP(custom, HPMLI_OP_IS_WHOLE | HPMLI_OP_SPLIT_ANY,
+         n->attr.custom->keeps | (n->attr.custom->in_place ? HPMLI_INPLACE : 0),
          n->attr.custom->flops * (back ? 2 * n->out->needs_grad : 1), return hpmli_custom_call(run, n, false),
          return hpmli_custom_call(run, n, true));
 
@@ -8652,7 +8743,7 @@ HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, b
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>groups   ops that communicate in a group: copy, sum, split, gather; tables and losses split by vocabulary
+// >>groups   ops that communicate in a group: copy, sum, split, gather
 // ---------------------------------------------------------------------------------------------------------------------
 /* Megatron's conjugate pairs (Shoeybi et al. 2019): copy and sum, split and gather are each other's backward pass where
    all ranks have one loss (TENSOR). Where each rank has its own (DATA, SEQUENCE, EXPERT), an element that several ranks
@@ -8667,17 +8758,6 @@ typedef struct hpmli_group_op {
 HPMLI_FN hpml_status hpmli_group_sum_floats(const hpmli_group_op *o, float *x, int64_t n)
 {
     return o->group->sum(o->group->user, x, n);
-}
-
-/* Joins the ranks' parts (count each) in `whole`, by way of `all` (count times size). */
-HPMLI_FN hpml_status hpmli_group_join(const hpmli_group_op *o, const float *part, int64_t count, float *all,
-                                      float *whole)
-{
-    hpmli_cut   c      = o->cut;
-    hpml_status status = o->group->gather(o->group->user, part, all, count);
-    for (c.rank = 0; status == HPML_OK && c.rank < c.size; c.rank++)
-        hpmli_cut_copy(&c, whole, all + c.rank * count, 0, count, true);
-    return status;
 }
 
 HPMLI_FN const hpmli_group_op *hpmli_group_op_of(const hpml_node *n)
@@ -8723,7 +8803,7 @@ HPMLI_FN hpml_status hpmli_group_split_back(const hpml_run *run, hpml_node *n)
     int64_t               count  = hpml_tensor_count(n->out);
     float                *whole  = (float *)n->scratch, *all = whole + count * o->cut.size;
     hpml_status           status = HPML_OK;
-    if (o->one_loss) status = hpmli_group_join(o, n->out->grad, count, all, whole);
+    if (o->one_loss) status = hpmli_cut_join(o->group, o->cut, n->out->grad, count, all, whole);
     else {
         run->ctx->k->vfill(whole, 0, count * o->cut.size);
         hpmli_cut_copy(&o->cut, whole, n->out->grad, 0, count, true);
@@ -8734,8 +8814,9 @@ HPMLI_FN hpml_status hpmli_group_split_back(const hpml_run *run, hpml_node *n)
 
 HPMLI_FN hpml_status hpmli_group_gather_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
-    return hpmli_group_join(hpmli_group_op_of(n), n->src[0]->data, hpml_tensor_count(n->src[0]), (float *)n->scratch,
-                            n->out->data);
+    const hpmli_group_op *o = hpmli_group_op_of(n);
+    return hpmli_cut_join(o->group, o->cut, n->src[0]->data, hpml_tensor_count(n->src[0]), (float *)n->scratch,
+                          n->out->data);
 }
 
 HPMLI_FN hpml_status hpmli_group_gather_back(const hpml_run *run, hpml_node *n)
@@ -8820,10 +8901,8 @@ HPMLI_FN hpml_tensor *hpmli_group_resize(hpml_tensor *x, hpml_axis axis, int dim
     if (d->batch_rows == 0) d->batch_rows = -1;
     d->scratch_bytes = (size_t)(hpml_tensor_count(x) * up * 2) * sizeof(float); /* the whole, and all parts */
     hpml_tensor *y = hpmli_group_record(x, axis, d, false, cut);
-    if (y) memcpy(y->split, x->split, sizeof y->split);
-    if (y) y->sections = x->sections;
-    if (y && dim < y->ndim) y->split[dim] = (int8_t)(up > 1 ? HPML_AXIS_DATA : axis);
-    if (y && !hpmli_is_split(y)) y->sections = 0;
+    hpmli_split_take(y, x->split, x->sections);
+    if (y) y->split[dim] = (int8_t)(up > 1 ? HPML_AXIS_DATA : axis);
     return y;
 }
 
@@ -8858,162 +8937,21 @@ HPML_API hpml_tensor *hpml_group_gather(hpml_tensor *x, hpml_axis axis, int dim)
     return hpmli_group_resize(x, axis, dim, cut.size, 1, &d, cut);
 }
 
-/* A split vocabulary: this rank has `count` of the classes or tokens, from `first` on. */
-typedef struct hpmli_vocabulary {
-    const hpml_group *group;
-    int64_t           first, count, whole;
-    float             smoothing; /* of the loss */
-    int32_t           ignore;
-} hpmli_vocabulary;
-
-HPMLI_FN hpmli_vocabulary *hpmli_vocabulary_new(hpml_ctx *ctx, int64_t count)
+/* Records an op that reads a table or logits split by vocabulary, with the passes of the built-in op; see >>split. */
+static hpml_tensor *hpmli_vocabulary_op(hpml_tensor *const src[2], hpml_custom *d, int64_t count, float smoothing,
+                                        int32_t ignore)
 {
-    hpmli_vocabulary *v = hpmli_new(ctx, hpmli_vocabulary, 1);
+    hpmli_vocabulary *v = hpmli_new(src[0]->ctx, hpmli_vocabulary, 1);
     if (!v) return NULL;
-    v->group = hpml_ctx_group(ctx, HPML_AXIS_TENSOR);
-    v->first = v->group->rank * count;
-    v->count = count;
-    v->whole = v->group->size * count;
-    return v;
-}
-
-/* Embedding with a table split by rows: rows of other ranks are zeros, then the ranks' results are added up. */
-HPMLI_FN hpml_status hpmli_embedding_parts_pass(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const int32_t          *token = (const int32_t *)n->src[0]->raw;
-    int64_t                 width = n->src[1]->shape[1], count = hpml_tensor_count(n->src[0]);
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t row = token[i] - v->first;
-        float        *y   = n->out->data + i * width;
-        if (token[i] < 0 || token[i] >= v->whole)
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
-                              n->out->name, (long long)i, token[i], (long long)v->whole - 1);
-        if (row < 0 || row >= v->count) run->ctx->k->vfill(y, 0, width);
-        else memcpy(y, n->src[1]->data + row * width, (size_t)width * sizeof *y);
-    }
-    return v->group->sum(v->group->user, n->out->data, count * width);
-}
-
-HPMLI_FN hpml_status hpmli_embedding_parts_back(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const int32_t          *token = (const int32_t *)n->src[0]->raw;
-    int64_t                 width = n->src[1]->shape[1], count = hpml_tensor_count(n->src[0]);
-    for (int64_t i = 0; i < count && n->src[1]->grad; i++) {
-        const int64_t row = token[i] - v->first;
-        float        *dw  = n->src[1]->grad + row * width;
-        if (row >= 0 && row < v->count) run->ctx->k->vadd(dw, dw, n->out->grad + i * width, width);
-    }
-    return HPML_OK;
-}
-
-static hpml_tensor *hpmli_embedding_parts(const char *name, hpml_tensor *const src[2])
-{
-    hpml_custom d = HPMLI_ZEROED;
-    d.name     = "embedding";
-    d.forward  = hpmli_embedding_parts_pass;
-    d.backward = hpmli_embedding_parts_back;
-    d.keeps    = HPML_KEEP_SRC(0);
-    d.user     = hpmli_vocabulary_new(src[0]->ctx, src[1]->shape[0]);
-    d.ndim     = src[0]->ndim + 1;
-    d.collective = true;
-    memcpy(d.shape, src[0]->shape, sizeof d.shape);
-    d.shape[d.ndim - 1] = src[1]->shape[1];
-    hpml_tensor *y = d.user ? hpml_custom_op(src, 2, &d) : NULL;
-    if (!y) return NULL;
-    y->name = name;
-    memcpy(y->split, src[0]->split, sizeof y->split);
-    return y;
-}
-
-/* Cross-entropy of logits split by classes: the formula of >>loss, with the maximum and three sums of each row taken
-   over the ranks. Saved: max, 1 / sum of each row; 1 / counted. */
-HPMLI_FN void hpmli_vocabulary_sums(const hpml_run *run, const hpml_node *n, int64_t r, float max, float *sums)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const float            *x     = n->src[0]->data + r * v->count; /* (count) this rank's logits of the row */
-    const int64_t           label = ((const int32_t *)n->src[1]->raw)[r] - v->first;
-    float                   piece[HPMLI_PIECE];
-    double                  about[2] = { 0, 0 };
-    sums[0] = 0;
-    HPMLI_PIECES(i, c, v->count) sums[0] += run->ctx->k->vexp_sum(piece, x + i, max, c);
-    sums[1] = label >= 0 && label < v->count ? x[label] - max : 0;
-    if (v->smoothing > 0) run->ctx->k->vmoments(about, NULL, x, max, v->count);
-    sums[2] = (float)about[0];
-}
-
-HPMLI_FN hpml_status hpmli_vocabulary_pass(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const int32_t          *label = (const int32_t *)n->src[1]->raw;
-    const int64_t           rows  = hpml_tensor_count(n->src[1]);
-    float                  *max   = (float *)n->saved, *inverse = max + rows, *sums = (float *)n->scratch;
-    int64_t                 counted = 0;
-    double                  loss    = 0;
-    for (int64_t r = 0; r < rows; r++) {
-        if (label[r] != v->ignore && (label[r] < 0 || label[r] >= v->whole))
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to "
-                              "%lld (or %d to be ignored)", (long long)r, label[r], (long long)v->whole - 1, v->ignore);
-        max[r] = run->ctx->k->vmax(n->src[0]->data + r * v->count, v->count);
-        counted += label[r] != v->ignore;
-    }
-    hpml_status status = v->group->max(v->group->user, max, rows);
-    for (int64_t r = 0; r < rows && status == HPML_OK; r++) hpmli_vocabulary_sums(run, n, r, max[r], sums + 3 * r);
-    if (status == HPML_OK) status = v->group->sum(v->group->user, sums, 3 * rows);
-    for (int64_t r = 0; r < rows && status == HPML_OK; r++, sums += 3) {
-        float row = logf(sums[0]) - (1 - v->smoothing) * sums[1] - v->smoothing * (sums[2] / (float)v->whole);
-        inverse[r] = 1 / sums[0];
-        if (label[r] != v->ignore) loss += (double)row;
-    }
-    max[2 * rows]   = counted > 0 ? 1 / (float)counted : 0;
-    n->out->data[0] = counted > 0 ? (float)(loss / (double)counted) : 0;
-    return status;
-}
-
-HPMLI_FN hpml_status hpmli_vocabulary_back(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const int32_t          *label = (const int32_t *)n->src[1]->raw;
-    const int64_t           rows  = hpml_tensor_count(n->src[1]);
-    const float            *max   = (const float *)n->saved, *inverse = max + rows;
-    const float             scale = max[2 * rows] * n->out->grad[0];
-    float                   piece[HPMLI_PIECE];
-    for (int64_t r = 0; r < rows && n->src[0]->grad; r++) {
-        const float  *x  = n->src[0]->data + r * v->count;
-        float        *dx = n->src[0]->grad + r * v->count;
-        const int64_t at = label[r] - v->first;
-        if (label[r] == v->ignore) continue;
-        HPMLI_PIECES(i, c, v->count) {
-            run->ctx->k->vexp_sum(piece, x + i, max[r], c);
-            run->ctx->k->vaxpby(dx + i, scale * inverse[r], piece, 1, c);
-            if (v->smoothing > 0)
-                run->ctx->k->vscale_add(dx + i, dx + i, 1, -scale * v->smoothing / (float)v->whole, c);
-        }
-        if (at >= 0 && at < v->count) dx[at] -= scale * (1 - v->smoothing);
-    }
-    return HPML_OK;
-}
-
-static hpml_tensor *hpmli_cross_entropy_parts(hpml_tensor *const src[2], float smoothing, int32_t ignore)
-{
-    hpml_custom       d    = HPMLI_ZEROED;
-    hpml_ctx         *ctx  = src[0]->ctx;
-    const int64_t     rows = hpml_tensor_count(src[1]);
-    hpmli_vocabulary *v    = hpmli_vocabulary_new(ctx, src[0]->shape[src[0]->ndim - 1]);
-    if (!v) return NULL;
-    v->smoothing    = smoothing;
-    v->ignore       = ignore;
-    d.name          = "cross_entropy";
-    d.forward       = hpmli_vocabulary_pass;
-    d.backward      = hpmli_vocabulary_back;
-    d.keeps         = HPML_KEEP_SRC(0) | HPML_KEEP_SRC(1);
-    d.user          = v;
-    d.one_number    = true;
-    d.collective    = true;
-    d.saved_bytes   = (size_t)(2 * rows + 1) * sizeof(float);
-    d.scratch_bytes = (size_t)(3 * rows) * sizeof(float);
-    return hpml_custom_op(src, 2, &d);
+    v->group      = hpml_ctx_group(src[0]->ctx, HPML_AXIS_TENSOR);
+    v->first      = v->group->rank * count;
+    v->count      = count;
+    v->whole      = v->group->size * count;
+    v->smoothing  = smoothing;
+    v->ignore     = ignore;
+    d->user       = v;
+    d->collective = true;
+    return hpml_custom_op(src, 2, d);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -11243,8 +11181,7 @@ HPMLI_FN void hpmli_read_whole(hpml_trainer *t, const hpml_tensor *y, const floa
     if (!part) return;
     if (given) memcpy(part, given, (size_t)count * sizeof *part);
     else hpmli_read_floats(t->ctx, y, count, part);
-    hpml_status status = g->gather(g->user, part, all, count);
-    for (c.rank = 0; c.rank < c.size; c.rank++) hpmli_cut_copy(&c, out, all + c.rank * count, 0, count, true);
+    hpml_status status = hpmli_cut_join(g, c, part, count, all, out);
     if (status != HPML_OK) hpmli_fail(t->ctx, status, "predict: %s", hpml_status_string(status));
     hpmli_free(t->ctx, part);
 }
@@ -13334,9 +13271,7 @@ HPMLI_FN hpml_status hpmli_collect(hpml_ctx *ctx, hpml_trainer *t, const hpml_te
         float *part = split ? work : whole, *all = work + n;
         status = hpmli_read_shards(ctx, t, p, which, part);
         hpmli_cut c = hpmli_cut_of(p, d->axis, d->split_dim, d->sections);
-        if (split && status == HPML_OK) status = g->gather(g->user, part, all, n);
-        for (c.rank = 0; split && c.rank < c.size; c.rank++)
-            hpmli_cut_copy(&c, whole, all + c.rank * n, 0, n, true);
+        if (split && status == HPML_OK) status = hpmli_cut_join(g, c, part, n, all, whole);
     }
     if (d->stage >= 0 && status == HPML_OK) status = pipe->bcast(pipe->user, whole, hpmli_whole_count(p), d->stage);
     if (status != HPML_OK && ctx->status == HPML_OK)
