@@ -10,6 +10,7 @@ typedef struct job {
     hpml_plan plan;
     model     model;
     int       batch, steps, accumulate; /* samples of a step of all ranks; 0 steps: 3; 0 accumulate: 1 */
+    int       first;        /* number of the first step, on which the samples depend */
     int       fits;         /* not 0: trains by hpml_trainer_fit on so many samples; the last batch is short */
     hpml_opt  optimizer;
     float     clip;         /* clip_norm */
@@ -101,7 +102,7 @@ static float train(hpml_trainer *t, const job *j, int batch, int parts, int shar
     for (int s = 0; s < steps_of(j); s++) {
         loss = 0;
         for (int i = 0; i < parts; i++) {
-            int at = (s * 4 + i * rows * shares + share * rows) % SAMPLES;
+            int at = ((j->first + s) * 4 + i * rows * shares + share * rows) % SAMPLES;
             if (at + rows > SAMPLES) at = 0;
             hpml_trainer_step(t, x + at * IN, y + at, rows, &info);
             loss += info.loss / (float)parts;
@@ -380,11 +381,19 @@ static hpml_status flow_main(hpml_comm *c, void *user)
 {
     flow         *f   = (flow *)user;
     hpml_ctx     *ctx = hpml_comm_ctx(c);
+    result       *mine = (result *)malloc(sizeof *mine);
     hpml_trainer *t   = record(ctx, f->j, f->j->batch, 1);
     hpml_distributed *d = hpml_distribute(t, c, NULL);
     if (!d) return hpml_ctx_status(ctx);
-    train(t, f->j, f->j->batch, 1, 0, 1);
+    job once = *f->j;
+    once.steps = 1;
+    for (int s = 0; s < f->j->steps; s++) { /* evaluations between the steps do not disturb micro-batches in flight */
+        once.first = s;
+        train(t, &once, f->j->batch, 1, 0, 1);
+        if (s % 3 == 2) judge(t, f->j, (result *)memset(mine, 0, sizeof *mine));
+    }
     hpml_distribute_finish(d);
+    free(mine);
     for (int k = 0, at = 0; k < hpml_param_count(ctx); k++) {
         hpml_tensor *p = hpml_param_at(ctx, k);
         size_t       n = (size_t)hpml_tensor_count(p);
