@@ -12204,6 +12204,7 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
     if (out) *out = r;
     if (c && !hpmlc_failed(c) && (!t || !set))
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "tournament: no trainer or no data set; pass those of this rank");
+    if (c && !hpmlc_failed(c)) hpml_trainer_alloc(t);
     const int64_t n   = t && c && !hpmlc_failed(c) ? hpmlc_model(t, c->ctx, NULL, true) : 0;
     int           tag = hpmlc_enter(c, "tournament", n, HPML_ELEMENT_F32, HPML_SUM, "round", (int)round);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;

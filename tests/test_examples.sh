@@ -224,6 +224,10 @@ timeout 60 build/19_federated --mixed --samples 4000 --rounds 4 --goal 0.75 --js
 check "federated averaging with masks" '[ $? -eq 0 ] && says "\"masked_sum_is_exact\": true"'
 fits timeout 60 build/22_experts --steps 30
 check "experts and ring attention by four plans" '[ "$(grep -c "^[a-z=2, ]*  *2\.[0-9]" "$tmp/out")" = 4 ]'
+fits timeout 60 build/23_presets --steps 20
+check "Mariana's three engines: dense layers by rows send less, sparse tables what they touch" \
+    'awk "/^dp/ { dp = \$NF } /^trick/ { t = \$NF } /^sparse/ { s[n++] = \$NF }
+        END { exit !(n == 2 && t > 0 && t < dp / 4 && s[0] == s[1] && s[0] < 10) }" "$tmp/out"'
 fits timeout 60 build/20_lbfgs
 check "L-BFGS on ranks finds the weights of one rank; a slow worker costs little" \
     '[ $? -eq 0 ] && says "step 15  loss 0.4131487" && says "^portions: 4"'

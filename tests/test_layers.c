@@ -978,7 +978,7 @@ typedef struct gpt_run {
     double  loss[GPT_STEPS];
     int     params;
     int64_t floats[GPT_PARAMS];
-    float   values[GPT_PARAMS][GPT_FLOATS]; /* of rank 0 */
+    float   values[GPT_PARAMS][GPT_FLOATS]; /* of the whole */
 } gpt_run;
 static hpml_status gpt_train(hpml_comm *c, void *user)
 {
@@ -1014,13 +1014,16 @@ static hpml_status gpt_train(hpml_comm *c, void *user)
         hpml_allreduce(c, &loss, 1, NULL);
         if (hpml_comm_rank(c) == 0) run->loss[s] = (double)loss;
     }
-    if (hpml_comm_rank(c) > 0) return hpml_ctx_status(ctx);
-    run->params = hpml_param_count(ctx);
-    for (int i = 0; i < run->params; i++) { /* rank 0 has the first experts, which are the first floats of the whole */
-        const hpml_tensor *p = hpml_param_at(ctx, i);
-        run->floats[i] = hpml_tensor_count(p);
-        CHECK(run->floats[i] <= GPT_FLOATS);
-        memcpy(run->values[i], p->data, (size_t)run->floats[i] * sizeof(float));
+    for (int i = 0; i < hpml_param_count(ctx); i++) {
+        int64_t whole[HPML_MAX_DIMS], floats = 1;
+        float   values[GPT_FLOATS];
+        hpml_param_whole(hpml_param_at(ctx, i), whole);
+        for (int d = 0; d < HPML_MAX_DIMS; d++) floats *= whole[d];
+        CHECK(floats <= GPT_FLOATS && hpml_trainer_collect(t, i, HPML_ARRAY_VALUES, values) == HPML_OK);
+        if (hpml_comm_rank(c) > 0) continue;
+        run->params    = i + 1;
+        run->floats[i] = floats;
+        memcpy(run->values[i], values, (size_t)floats * sizeof(float));
     }
     return hpml_ctx_status(ctx);
 }
@@ -1040,7 +1043,138 @@ TEST(a_language_model_on_sequence_and_expert_axes_trains_as_one_rank)
         if (status != HPML_OK) printf("    %s: %s\n", cases[i].plan, error);
         ENSURE(status == HPML_OK && split.params == one.params);
         for (int s = 0; s < GPT_STEPS; s++) ENSURE_NEAR(split.loss[s], one.loss[s], 1e-5);
-        for (int p = 0; p < one.params; p++) ENSURE(difference(split.values[p], one.values[p], split.floats[p]) < 1e-4);
-        ENSURE(split.floats[11] * (plan.expert > 1 ? plan.expert : 1) == one.floats[11]); /* b1 of the first experts */
+        for (int p = 0; p < one.params; p++) {
+            ENSURE(split.floats[p] == one.floats[p]);
+            ENSURE(difference(split.values[p], one.values[p], one.floats[p]) < 1e-4);
+        }
+    }
+}
+
+/* ---- one weird trick: convolutions by samples, dense layers by rows; against both pure choices ---- */
+enum { NET_B = 16, NET_SIDE = 8, NET_MAPS = 8, NET_DENSE = 128, NET_STEPS = 3 };
+typedef enum net_kind { NET_DATA, NET_TENSOR, NET_TRICK } net_kind;
+typedef struct net_run {
+    net_kind kind;
+    double   loss[NET_STEPS];
+    int64_t  bytes, expert; /* sent by rank 0 in a step: in all, over the expert axis */
+} net_run;
+
+static hpml_tensor *net_conv(hpml_tensor *x, hpml_split split)
+{
+    hpml_conv2d_desc d = { .kernel_h = 3, .padding_h = 1, .no_bias = true, .split = split };
+    return hpml_conv2d(x, NET_MAPS, &d);
+}
+static hpml_tensor *net_dense(hpml_tensor *x, int64_t out, hpml_split split, bool rows, const char *name)
+{
+    hpml_linear_desc d = { .split = split, .name = name };
+    return rows ? hpml_linear_rows(x, out, &d) : hpml_linear(x, out, &d);
+}
+/* What this rank has sent over all communicators of its mesh; *expert: over the expert axis. */
+static int64_t net_bytes(hpml_comm *c, int64_t *expert)
+{
+    const hpml_mesh *m = hpml_comm_mesh(c);
+    int64_t          bytes = bytes_sent(c);
+    hpml_comm       *axis = m ? m->axis[HPML_AXIS_EXPERT] : NULL;
+    hpml_counters    n = { 0 };
+    if (axis) hpml_comm_counters(axis, &n);
+    *expert = n.bytes;
+    if (m && m->replicas != c) bytes += bytes_sent(m->replicas);
+    for (int k = 0; m && k < HPML_AXES; k++)
+        if (m->axis[k] && m->axis[k] != c && m->axis[k] != m->replicas) bytes += bytes_sent(m->axis[k]);
+    return bytes;
+}
+static hpml_status net_train(hpml_comm *c, void *user)
+{
+    net_run     *run = (net_run *)user;
+    int64_t      expert = 0;
+    hpml_ctx    *ctx = hpml_comm_ctx(c);
+    const bool   tensor = run->kind == NET_TENSOR, trick = run->kind == NET_TRICK;
+    const int    share = tensor ? 1 : hpml_comm_size(c), rows = NET_B / share, first = tensor ? 0 : hpml_comm_rank(c);
+    hpml_split   out = tensor ? HPML_SPLIT_OUT : HPML_SPLIT_NONE, in = tensor ? HPML_SPLIT_IN : HPML_SPLIT_NONE;
+    hpml_tensor *x = hpml_input_4d(ctx, rows, 3, NET_SIDE, NET_SIDE);
+    hpml_tensor *h = net_conv(hpml_relu(net_conv(x, out)), in);
+    h = hpml_flatten(hpml_max_pool2d(hpml_relu(h), 2, 0, 0));
+    h = hpml_tanh(net_dense(h, NET_DENSE, out, trick, "d1"));
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = x, .output = net_dense(h, 4, in, trick, "d2"), .loss = HPML_LOSS_MSE, .lr = 0.02f });
+    CHECK(t);
+    CHECK(hpml_distribute(t, c, NULL));
+    for (int s = 0; s < NET_STEPS; s++) {
+        float          pixels[NET_B * 3 * NET_SIDE * NET_SIDE], target[NET_B * 4];
+        hpml_step_info info = { 0 };
+        for (int i = 0; i < rows * 3 * NET_SIDE * NET_SIDE; i++)
+            pixels[i] = number((uint64_t)s, (int64_t)first * rows * 3 * NET_SIDE * NET_SIDE + i);
+        for (int i = 0; i < rows * 4; i++) target[i] = number(40 + (uint64_t)s, first * rows * 4 + i);
+        net_bytes(c, &expert);
+        CHECK(hpml_trainer_step(t, pixels, target, rows, &info) == HPML_OK);
+        int64_t bytes = net_bytes(c, &expert);
+        float   loss  = info.loss / (float)hpml_comm_size(c);
+        hpml_allreduce(c, &loss, 1, NULL);
+        if (hpml_comm_rank(c) > 0) continue;
+        run->loss[s] = (double)loss;
+        run->bytes   = bytes;
+        run->expert  = expert;
+    }
+    return hpml_ctx_status(ctx);
+}
+TEST(one_weird_trick_sends_less_than_either_pure_choice)
+{
+    static const struct { const char *plan; net_kind kind; } cases[] = {
+        { "", NET_DATA }, { "data=4", NET_DATA }, { "tensor=4", NET_TENSOR }, { "expert=4", NET_TRICK } };
+    net_run run[4];
+    for (int i = 0; i < 4; i++) {
+        hpml_plan        plan = { 0 };
+        char             error[700];
+        hpml_launch_desc d = { .ranks = i ? 4 : 1, .plan = &plan, .timeout = 20, .ctx = { .threads = 1, .seed = 3 } };
+        run[i].kind = cases[i].kind;
+        ENSURE(hpml_plan_parse(cases[i].plan, &plan, error, sizeof error) == HPML_OK);
+        hpml_status status = hpml_launch(&d, net_train, &run[i], error, sizeof error);
+        if (status != HPML_OK) printf("    %s: %s\n", cases[i].plan, error);
+        ENSURE(status == HPML_OK);
+        for (int s = 0; s < NET_STEPS; s++) ENSURE_NEAR(run[i].loss[s], run[0].loss[s], 1e-5);
+    }
+    const int64_t flat = NET_MAPS * NET_SIDE * NET_SIDE / 4, rows = NET_B / 4;
+    const int64_t dense = 3 * rows * (flat + NET_DENSE / 4) + 3 * rows * (NET_DENSE + 4 / 4); /* floats of one pass */
+    printf("    bytes of a step: by samples %lld, by parts of layers %lld, both %lld\n", (long long)run[1].bytes,
+           (long long)run[2].bytes, (long long)run[3].bytes);
+    ENSURE(run[3].expert == 2 * 4 * dense);
+    ENSURE(run[3].bytes < run[1].bytes && run[3].bytes < run[2].bytes);
+}
+
+/* ---- a rank that fails ---- */
+static hpml_status fail_forward(const hpml_run *run, hpml_node *n)
+{
+    (void)n;
+    return hpml_ctx_fail(run->ctx, HPML_ERR_STATE, "the sensor is broken");
+}
+typedef struct fail_case { int layer; char text[4][300]; } fail_case;
+static hpml_status fail_check(hpml_comm *c, void *user)
+{
+    fail_case   *k = (fail_case *)user;
+    hpml_ctx    *ctx = hpml_comm_ctx(c);
+    hpml_custom  bad = { .name = "bad", .forward = fail_forward };
+    set_group(c, HPML_AXIS_SEQUENCE, ctx);
+    hpml_tensor *x = k->layer < 2 ? hpml_input_3d(ctx, 2, 4, 6) : hpml_input_4d(ctx, 2, 3, 4, 4), *y = x;
+    if (hpml_comm_rank(c) == 2) y = hpml_custom_op(&x, 1, &bad);
+    if (k->layer == 0) y = hpml_ring_attention(y, &(hpml_attention_desc){ .heads = 1 });
+    if (k->layer == 1) y = hpml_layer_reduce(y, HPML_AXIS_SEQUENCE, 0);
+    if (k->layer == 2) y = hpml_conv2d_rows(y, 4, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1 });
+    if (k->layer == 3) y = hpml_local2d(y, 2, &(hpml_local2d_desc){ .kernel = 3, .rows = 2, .cols = 2 });
+    hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+    hpml_graph_forward(g, false, 0);
+    snprintf(k->text[hpml_comm_rank(c)], sizeof k->text[0], "%s", hpml_ctx_error(ctx));
+    return hpml_ctx_status(ctx);
+}
+TEST(a_rank_that_fails_is_named_by_all_ranks_of_its_group)
+{
+    for (int layer = 0; layer < 4; layer++) {
+        fail_case        k = { .layer = layer };
+        hpml_launch_desc d = { .ranks = 4, .timeout = 20, .ctx = { .threads = 1 } };
+        ENSURE(hpml_launch(&d, fail_check, &k, NULL, 0) != HPML_OK && strstr(k.text[2], "the sensor is broken"));
+        for (int r = 0; r < 4; r++) {
+            bool named = r == 2 || strstr(k.text[r], "rank 2");
+            if (!named) printf("    layer %d, rank %d: %s\n", layer, r, k.text[r]);
+            ENSURE(named);
+        }
     }
 }
