@@ -24,6 +24,7 @@ typedef struct job {
     size_t    planned[8];   /* bytes of each rank's activations */
     float     mean;         /* the first running mean of a batchnorm */
     int       params[8];    /* parameters with values on each rank */
+    float    *values;       /* NULL, or gets the parameters of the first replica */
 } job;
 
 static double drawn(uint32_t *dice)
@@ -177,6 +178,8 @@ static hpml_status rank_main(hpml_comm *c, void *user)
         hpml_tensor *p = hpml_param_at(ctx, k);
         for (int64_t i = 0; p->data && i < hpml_tensor_count(p); i++)
             worst = fmax(worst, fabs((double)p->data[i] - (double)expected->values[place + i]));
+        if (j->values && p->data && at == 0)
+            memcpy(j->values + place, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
         place += (int)hpml_tensor_count(p);
         if (p->data) j->params[rank]++;
         if (p->data && strstr(p->name, "running_mean")) j->mean = p->data[0];
@@ -355,6 +358,32 @@ TEST(clipping_and_norms_of_tensors)
         j.plan.data = k == 3 ? 2 : 0;
         ENSURE(pipeline(&j, k == 3 ? 4 : 2, k == 3 ? 1 : 2, text) == HPML_OK);
         ENSURE_NEAR(j.worst, 0, 2e-6);
+    }
+}
+
+/* Strategies see the replicas of a stage: two replicas of two stages train as two whole ones do. */
+TEST(strategies_between_replicas)
+{
+    static const char *const plans[] = {
+        "bucket_bytes=1,algorithm=central", "no_overlap=1", "shard=1", "codec=bf16", "delayed=1", "global_batch=6",
+        "strategy=local,period=2", "strategy=block,period=2", "strategy=elastic", "strategy=gossip",
+        "codec=onebit,codec.min_elements=16",
+    };
+    static float two[MOST], four[MOST];
+    char         text[512];
+    for (size_t i = 0; i < sizeof plans / sizeof plans[0]; i++) {
+        job whole = job_of(NORM, 1, HPML_PIPE_GPIPE, 0, 8), cut = job_of(NORM, 2, HPML_PIPE_1F1B, 1, 8);
+        whole.plan.data = cut.plan.data = 2;
+        whole.fits      = cut.fits = 17;
+        whole.values    = two;
+        cut.values      = four;
+        ENSURE(hpml_plan_parse(plans[i], &whole.plan, text, sizeof text) == HPML_OK);
+        ENSURE(hpml_plan_parse(plans[i], &cut.plan, text, sizeof text) == HPML_OK);
+        ENSURE(pipeline(&whole, 2, 1, text) == HPML_OK && pipeline(&cut, 4, 1, text) == HPML_OK);
+        double worst = 0;
+        for (int k = 0; k < MOST; k++) worst = fmax(worst, fabs((double)two[k] - (double)four[k]));
+        if (worst > 1e-5) printf("    %s: %g\n", plans[i], worst);
+        ENSURE(worst <= 1e-5);
     }
 }
 
