@@ -67,8 +67,8 @@ static bool pipe_check(int p, int m)
         if (g.done[r] < 2 * m) return pipe_wrong(&g, r, "waits for ever");
         if (g.clock[r] > last) last = g.clock[r];
     }
-    if (last > 3 * (m + p - 1)) return pipe_wrong(&g, 0, "the bubble is larger than (stages - 1) / (micro + stages - 1)");
-    return true;
+    if (last <= 3 * (m + p - 1)) return true;
+    return pipe_wrong(&g, 0, "the bubble is larger than (stages - 1) / (micro + stages - 1)");
 }
 
 int main(void)

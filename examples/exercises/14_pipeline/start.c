@@ -2,8 +2,8 @@
    cc start.c -o exercise && ./exercise */
 #include "check.h"
 
-/* Sets *move to what stage `stage` of `stages` does as its move number k, with `micro` micro-batches; false: it has done
-   all. As given here: GPipe's order, whose time is right and whose memory is not. */
+/* Sets *move to the pass that stage `stage` of `stages` does as its move number k, with `micro` micro-batches; false:
+   the stage has done all. As given here: GPipe's order, whose time is right and whose memory is not. */
 bool pipe_move(int stages, int micro, int stage, int k, pipe_step *move)
 {
     (void)stages;
