@@ -15491,7 +15491,8 @@ HPMLC_FN double hpmlc_pipe_ready(const hpmlc_pipe_sim *s, int r)
 HPMLC_FN void hpmlc_pipe_send(hpmlc_pipe_sim *s, int r, const hpml_pipe_task *t)
 {
     bool forward = t->work == HPML_PIPE_FORWARD;
-    int  piece = forward ? t->piece + 1 : t->piece - 1, cut = forward ? t->piece : piece;
+    int  piece = forward ? t->piece + 1 : t->piece - 1; /* that reads the result */
+    int  cut   = forward ? t->piece : piece;
     if (t->work == HPML_PIPE_UPDATE || t->work == HPML_PIPE_BACKWARD_WEIGHTS) return;
     if (piece < 0 || piece >= s->p * s->chunks) return;
     double *arrival = &s->arrival[!forward][(size_t)piece * (size_t)s->m + (size_t)t->micro];

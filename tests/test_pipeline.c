@@ -24,6 +24,7 @@ typedef struct job {
     size_t    planned[8];   /* bytes of each rank's activations */
     float     mean;         /* the first running mean of a batchnorm */
     int       params[8];    /* parameters with values on each rank */
+    char      text[400];    /* of the report */
     float    *values;       /* NULL, or gets the parameters of the first replica */
 } job;
 
@@ -170,6 +171,7 @@ static hpml_status rank_main(hpml_comm *c, void *user)
     for (int i = 0; i < m->size[HPML_AXIS_PIPE] && rank == 0; i++)
         j->bytes[i] += hpml_comm_bytes_to(m->axis[HPML_AXIS_PIPE], i);
     hpml_distribute_finish(d);
+    if (rank == 0) hpml_distribute_text(d, j->text, sizeof j->text);
     hpml_memory planned;
     hpml_graph_memory(hpml_trainer_graph(t), &planned);
     j->planned[rank] = planned.activations;
@@ -247,6 +249,7 @@ TEST(stages_have_their_own_parameters)
     job  j = job_of(MLP, 4, HPML_PIPE_1F1B, 4, 16);
     ENSURE(pipeline(&j, 4, 4, text) == HPML_OK);
     ENSURE(j.params[0] == 4 && j.params[1] == 4 && j.params[2] == 4 && j.params[3] == 4);
+    ENSURE(strstr(j.text, ", pipe 4, 1f1b of 4 micro-batches with a bubble of 43 %"));
 }
 
 TEST(accumulate_around_micro_batches)
