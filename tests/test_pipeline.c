@@ -184,7 +184,7 @@ static hpml_status rank_main(hpml_comm *c, void *user)
             memcpy(j->values + place, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
         place += (int)hpml_tensor_count(p);
         if (p->data) j->params[rank]++;
-        if (p->data && strstr(p->name, "running_mean")) j->mean = p->data[0];
+        if (at == 0 && p->data && strstr(p->name, "running_mean")) j->mean = p->data[0];
     }
     static __thread result mine;
     memset(&mine, 0, sizeof mine);
