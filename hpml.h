@@ -397,8 +397,8 @@ typedef enum hpml_init {
 
 /* The properties of a parameter. You may change `frozen`, `no_decay` and `lr_scale` before or between training steps.
    A parameter may be this rank's part of a whole: dimension split_dim of the whole consists of `sections` equal
-   sections (3 for queries, keys and values), each cut into as many blocks as the group of `axis` has ranks; the part has
-   the rank's block of each. Its first values, their scale, its name and what files contain are those of the whole. */
+   sections (3 for queries, keys and values), each cut into as many blocks as the group of `axis` has ranks; the part
+   has the rank's block of each. First values, their scale, names and what files contain are those of the whole. */
 typedef struct hpml_param {
     int       index;      /* position in the context's list of parameters: the order of recording */
     hpml_init init;
@@ -537,8 +537,9 @@ HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory a
    `memory` has values that stay; else it gets first values. An error once a parameter has memory, or on a device. */
 HPML_API hpml_status  hpml_params_place(hpml_ctx *ctx, float *memory, bool keep);
 HPML_API size_t       hpml_params_bytes(const hpml_ctx *ctx);
-/* Writes to shape[HPML_MAX_DIMS] the shape of the whole of which t, a parameter or any other tensor, is a part. */
-HPML_API void         hpml_param_whole(const hpml_tensor *t, int64_t *shape);
+/* Returns the elements of the whole of which t, a parameter or any other tensor, is a part; 0 for NULL. shape: NULL, or
+   receives the shape of the whole, HPML_MAX_DIMS numbers. */
+HPML_API int64_t      hpml_param_whole(const hpml_tensor *t, int64_t *shape);
 /* Copies elements first .. first + count - 1 of a parameter, which begin at `part`, to their places in an array of the
    whole (to_whole), or from there; both arrays in host memory: values, gradients, states of optimizers, residuals. */
 HPML_API void         hpml_param_copy(const hpml_tensor *param, float *part, int64_t first, int64_t count,
@@ -1044,7 +1045,7 @@ typedef struct hpml_custom {
                                   of the device and halves are halves; they only launch work on hpml_cuda_stream */
     void        *user;         /* yours: node->attr.custom->user; must live as long as the context */
     bool         one_number;   /* the result is a scalar, such as a loss */
-    int32_t      ndim;         /* dimensions of the result; 0: the result has the shape of source 0 */
+    int32_t      ndim;         /* dimensions of the result; 0: the result has the shape of source 0, and its `split` */
     int64_t      shape[HPML_MAX_DIMS]; /* of the result, for a full batch */
     int64_t      batch_rows;   /* rows of the result that belong to a sample; 0: shape[0] / batch if that is whole, else
                                   none; -1: none. Without such rows the op mixes samples: full batches only */
@@ -3373,15 +3374,6 @@ HPMLI_FN void hpmli_cut_copy(const hpmli_cut *c, float *whole, float *part, int6
     }
 }
 
-/* Returns the elements of the whole of which t is a part. */
-HPMLI_FN int64_t hpmli_whole_count(const hpml_tensor *t)
-{
-    int64_t whole[HPML_MAX_DIMS], count = 1;
-    hpml_param_whole(t, whole);
-    for (int i = 0; i < t->ndim; i++) count *= whole[i];
-    return count;
-}
-
 /* Joins the ranks' parts (count elements each) in `whole`, by way of `all` (count times size). */
 HPMLI_FN hpml_status hpmli_cut_join(const hpml_group *g, hpmli_cut c, const float *part, int64_t count, float *all,
                                     float *whole)
@@ -4014,8 +4006,7 @@ HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
     hpmli_init_job    j = { ctx, t, w, hpml_tensor_count(t), HPMLI_STREAM_INIT + (uint64_t)p->index,
                             (double)p->init_scale, true, false };
     int64_t whole[HPML_MAX_DIMS];
-    hpml_param_whole(t, whole);
-    double fan_in = (double)hpmli_whole_count(t) / (double)whole[0], field = fan_in / (double)whole[1];
+    double fan_in = (double)hpml_param_whole(t, whole) / (double)whole[0], field = fan_in / (double)whole[1];
     double fan_out = (double)whole[0] * field;
     switch (p->init) {
     case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: j.scale = sqrt(6 / fan_in); break;
@@ -4047,12 +4038,16 @@ HPMLI_FN int64_t hpmli_param_kept(const hpml_tensor *p, int level)
     return p->param->shard >= level ? p->param->keep_count : hpmli_param_floats(p);
 }
 
-HPML_API void hpml_param_whole(const hpml_tensor *t, int64_t *shape)
+HPML_API int64_t hpml_param_whole(const hpml_tensor *t, int64_t *shape)
 {
+    int64_t count = t != NULL;
     for (int i = 0; i < HPML_MAX_DIMS; i++) {
-        shape[i] = t ? t->shape[i] : 1;
-        if (t && t->split[i]) shape[i] *= hpml_ctx_group(t->ctx, (hpml_axis)t->split[i])->size;
+        int64_t n = t ? t->shape[i] : 1;
+        if (t && t->split[i]) n *= hpml_ctx_group(t->ctx, (hpml_axis)t->split[i])->size;
+        if (shape) shape[i] = n;
+        count *= n;
     }
+    return count;
 }
 
 HPML_API void hpml_param_copy(const hpml_tensor *param, float *part, int64_t first, int64_t count, float *whole,
@@ -6770,7 +6765,7 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
     int8_t  split[HPML_MAX_DIMS];
     int32_t sections;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (!hpmli_reshape_rule(hpmli_whole_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
+    if (!hpmli_reshape_rule(hpml_param_whole(x, NULL), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
     if (!hpmli_split_reshape(x, ndim, full, part, split, &sections))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "reshape to %s, sizes of the whole: %s is %s, and no dimension of "
                           "the result would be split alike; hpml_group_gather it first",
@@ -8066,7 +8061,7 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
     hpml_tensor    *x = w->n->src[0], *y = w->n->out;
     const float    *from  = w->back ? y->grad : x->data;
     float          *to    = w->back ? x->grad : y->data, p = w->n->attr.dropout.p, scale = 1 / (1 - p);
-    int64_t         count = hpml_tensor_count(y), sample = y->batch_rows * (hpmli_whole_count(y) / y->shape[0]);
+    int64_t         count = hpml_tensor_count(y), sample = y->batch_rows * (hpml_param_whole(y, NULL) / y->shape[0]);
     int64_t         at = piece * HPMLI_PIECE, c = hpmli_min(count - at, HPMLI_PIECE), run_length;
     uint64_t        stream = run->step << 24 ^ (uint64_t)w->n->state->number ^ HPMLI_STREAM_DROPOUT;
     uint32_t        words[HPMLI_PIECE], least = (uint32_t)((double)p * 4294967296.0);
@@ -9053,135 +9048,130 @@ HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, b
 // ---------------------------------------------------------------------------------------------------------------------
 // >>groups   ops that communicate in a group: copy, sum, split, gather
 // ---------------------------------------------------------------------------------------------------------------------
-/* Megatron's conjugate pairs (Shoeybi et al. 2019): copy and sum, split and gather are each other's backward pass where
-   all ranks have one loss (TENSOR). Where each rank has its own (DATA, SEQUENCE, EXPERT), an element that several ranks
-   use gets the sum of their gradients, and one that other ranks have too gets none of theirs, because the gradients of
-   whole parameters are added up over these ranks after the backward pass. */
+/* The ops transfer arrays between ranks, and so do their backward passes: Megatron's conjugate pairs (Shoeybi et al.
+   2019), copy and sum, split and gather, where all ranks have one loss (TENSOR). Where each rank has its own (DATA,
+   SEQUENCE, EXPERT), an element that several ranks use gets the sum of their gradients, and one that other ranks have
+   too gets none of theirs, because gradients of whole parameters are added up over these ranks afterwards. */
+typedef enum hpmli_transfer {
+    HPMLI_TRANSFER_KEEP,    /* the array itself */
+    HPMLI_TRANSFER_ADD_UP,  /* the sum of the ranks' arrays */
+    HPMLI_TRANSFER_CUT,     /* this rank's part of a whole */
+    HPMLI_TRANSFER_JOIN,    /* the whole of the ranks' parts */
+    HPMLI_TRANSFER_PAD,     /* a whole of zeros with this rank's part */
+    HPMLI_TRANSFER_SCATTER  /* this rank's part of the sum of the ranks' wholes */
+} hpmli_transfer;
+typedef struct hpmli_group_kind {
+    const char    *name;
+    hpmli_transfer forward, back, back_apart; /* back: all ranks have one loss; back_apart: each has its own */
+} hpmli_group_kind;
+static const hpmli_group_kind hpmli_group_kinds[] = {
+    { "group_copy", HPMLI_TRANSFER_KEEP, HPMLI_TRANSFER_ADD_UP, HPMLI_TRANSFER_KEEP },
+    { "group_sum", HPMLI_TRANSFER_ADD_UP, HPMLI_TRANSFER_KEEP, HPMLI_TRANSFER_ADD_UP },
+    { "group_split", HPMLI_TRANSFER_CUT, HPMLI_TRANSFER_JOIN, HPMLI_TRANSFER_PAD },
+    { "group_gather", HPMLI_TRANSFER_JOIN, HPMLI_TRANSFER_CUT, HPMLI_TRANSFER_SCATTER }
+};
+enum { HPMLI_GROUP_COPY, HPMLI_GROUP_SUM, HPMLI_GROUP_SPLIT, HPMLI_GROUP_GATHER };
+
 typedef struct hpmli_group_op {
     const hpml_group *group;
-    bool              one_loss; /* TENSOR */
-    hpmli_cut         cut;      /* split, gather: the part in the whole */
+    hpmli_transfer    forward, back;
+    hpmli_cut         cut; /* the part in the whole */
 } hpmli_group_op;
 
-HPMLI_FN hpml_status hpmli_group_sum_floats(const hpmli_group_op *o, float *x, int64_t n)
+/* Transfers `from` to `to`, which may be equal for KEEP and ADD_UP. n: elements of a part; work: memory for a whole. */
+HPMLI_FN hpml_status hpmli_transfer_run(const hpmli_group_op *o, hpmli_transfer kind, float *from, float *to,
+                                        int64_t n, float *work)
 {
-    return o->group->sum(o->group->user, x, n);
-}
-
-HPMLI_FN const hpmli_group_op *hpmli_group_op_of(const hpml_node *n)
-{
-    return (const hpmli_group_op *)n->attr.custom->user;
-}
-
-HPMLI_FN hpml_status hpmli_group_copy_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
-{
-    if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
-    return HPML_OK;
-}
-
-HPMLI_FN hpml_status hpmli_group_copy_back(const hpml_run *run, hpml_node *n)
-{
-    hpml_status status = hpmli_group_sum_floats(hpmli_group_op_of(n), n->out->grad, hpml_tensor_count(n->out));
-    hpml_node_give(run, n, 0, n->out->grad);
-    return status;
-}
-
-HPMLI_FN hpml_status hpmli_group_sum_pass(const hpml_run *run, hpml_node *n)
-{
-    hpmli_group_copy_pass(run, n);
-    return hpmli_group_sum_floats(hpmli_group_op_of(n), n->out->data, hpml_tensor_count(n->out));
-}
-
-HPMLI_FN hpml_status hpmli_group_sum_back(const hpml_run *run, hpml_node *n)
-{
-    if (!hpmli_group_op_of(n)->one_loss) return hpmli_group_copy_back(run, n);
-    hpml_node_give(run, n, 0, n->out->grad);
-    return HPML_OK;
-}
-
-HPMLI_FN hpml_status hpmli_group_split_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
-{
-    hpmli_cut_copy(&hpmli_group_op_of(n)->cut, n->src[0]->data, n->out->data, 0, hpml_tensor_count(n->out), false);
-    return HPML_OK;
-}
-
-HPMLI_FN hpml_status hpmli_group_split_back(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_group_op *o      = hpmli_group_op_of(n);
-    int64_t               count  = hpml_tensor_count(n->out);
-    float                *whole  = (float *)n->scratch, *all = whole + count * o->cut.size;
-    hpml_status           status = HPML_OK;
-    if (o->one_loss) status = hpmli_cut_join(o->group, o->cut, n->out->grad, count, all, whole);
-    else {
-        run->ctx->k->vfill(whole, 0, count * o->cut.size);
-        hpmli_cut_copy(&o->cut, whole, n->out->grad, 0, count, true);
+    const hpml_group *g = o->group;
+    hpmli_cut         c = o->cut;
+    switch (kind) {
+    case HPMLI_TRANSFER_KEEP: case HPMLI_TRANSFER_ADD_UP:
+        if (to != from) memcpy(to, from, (size_t)n * sizeof *to);
+        return kind == HPMLI_TRANSFER_KEEP ? HPML_OK : g->sum(g->user, to, n);
+    case HPMLI_TRANSFER_CUT: hpmli_cut_copy(&c, from, to, 0, n, false); break;
+    case HPMLI_TRANSFER_JOIN: return hpmli_cut_join(g, c, from, n, work, to);
+    case HPMLI_TRANSFER_PAD:
+        memset(to, 0, (size_t)(n * c.size) * sizeof *to);
+        hpmli_cut_copy(&c, to, from, 0, n, true);
+        break;
+    case HPMLI_TRANSFER_SCATTER:
+        for (c.rank = 0; c.rank < c.size; c.rank++) hpmli_cut_copy(&c, from, work + c.rank * n, 0, n, false);
+        return g->scatter(g->user, work, to, n);
     }
-    hpml_node_give(run, n, 0, whole);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_group_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+{
+    const hpmli_group_op *o    = (const hpmli_group_op *)n->attr.custom->user;
+    int64_t               part = hpmli_min(hpml_tensor_count(n->src[0]), hpml_tensor_count(n->out));
+    return hpmli_transfer_run(o, o->forward, n->src[0]->data, n->out->data, part, (float *)n->scratch);
+}
+
+HPMLI_FN hpml_status hpmli_group_back(const hpml_run *run, hpml_node *n)
+{
+    const hpmli_group_op *o     = (const hpmli_group_op *)n->attr.custom->user;
+    int64_t               part  = hpmli_min(hpml_tensor_count(n->src[0]), hpml_tensor_count(n->out));
+    float                *given = n->out->grad, *work = (float *)n->scratch;
+    if (o->cut.size > 0) given = work + part * o->cut.size; /* split, gather: behind the memory of the parts */
+    hpml_status status = hpmli_transfer_run(o, o->back, n->out->grad, given, part, work);
+    hpml_node_give(run, n, 0, given);
     return status;
 }
 
-HPMLI_FN hpml_status hpmli_group_gather_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
-{
-    const hpmli_group_op *o = hpmli_group_op_of(n);
-    return hpmli_cut_join(o->group, o->cut, n->src[0]->data, hpml_tensor_count(n->src[0]), (float *)n->scratch,
-                          n->out->data);
-}
-
-HPMLI_FN hpml_status hpmli_group_gather_back(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_group_op *o      = hpmli_group_op_of(n);
-    hpmli_cut             c      = o->cut;
-    int64_t               count  = hpml_tensor_count(n->src[0]);
-    float                *all    = (float *)n->scratch, *part = all + count * c.size;
-    hpml_status           status = HPML_OK;
-    if (o->one_loss) hpmli_cut_copy(&c, n->out->grad, part, 0, count, false);
-    for (c.rank = 0; !o->one_loss && c.rank < c.size; c.rank++)
-        hpmli_cut_copy(&c, n->out->grad, all + c.rank * count, 0, count, false);
-    if (!o->one_loss) status = o->group->scatter(o->group->user, all, part, count);
-    hpml_node_give(run, n, 0, part);
-    return status;
-}
-
-/* True if the op `name` is to be recorded: x may be read, and the axis has more than one rank. */
-HPMLI_FN bool hpmli_group_ready(const char *name, hpml_tensor *x, hpml_axis axis, int dim)
+/* True if the op of this kind is to be recorded: x may be read, and the axis has more than one rank. */
+HPMLI_FN bool hpmli_group_ready(int kind, hpml_tensor *x, hpml_axis axis, int dim)
 {
     if (!hpmli_recordable(1, &x)) return false;
     if ((int)axis < 0 || axis >= HPML_AXES || axis == HPML_AXIS_PIPE || dim < 0 || dim >= hpmli_max(x->ndim, 1))
         return hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "%s of %s: %s axis, dimension %d; expected the data, tensor, "
-                           "sequence or expert axis and a dimension of the tensor", name, hpmli_describe(x),
-                           hpml_axis_name(axis), dim);
+                           "sequence or expert axis and a dimension of the tensor", hpmli_group_kinds[kind].name,
+                           hpmli_describe(x), hpml_axis_name(axis), dim);
     return hpml_ctx_group(x->ctx, axis)->size > 1;
 }
 
-/* Records a node that a serial program has not; `like`: the result has the shape of x, and may be in its memory. */
-HPMLI_FN hpml_tensor *hpmli_group_record(hpml_tensor *x, hpml_axis axis, hpml_custom *d, bool like, hpmli_cut cut)
+/* Records a node that a serial program has not. */
+HPMLI_FN hpml_tensor *hpmli_group_record(int kind, hpml_tensor *x, hpml_axis axis, int dim)
 {
-    hpml_ctx       *ctx = x->ctx;
-    hpmli_group_op *o   = hpmli_new(ctx, hpmli_group_op, 1);
+    const hpmli_group_kind *k    = &hpmli_group_kinds[kind];
+    const int64_t           size = hpml_ctx_group(x->ctx, axis)->size;
+    const bool              cuts = k->forward == HPMLI_TRANSFER_CUT, joins = k->forward == HPMLI_TRANSFER_JOIN;
+    hpml_custom             d    = HPMLI_ZEROED;
+    hpmli_group_op         *o    = hpmli_new(x->ctx, hpmli_group_op, 1);
     if (!o) return NULL;
-    o->group      = hpml_ctx_group(ctx, axis);
-    o->one_loss   = axis == HPML_AXIS_TENSOR;
-    o->cut        = cut;
-    d->user       = o;
-    d->in_place   = like;
-    d->keeps      = HPML_KEEP_NONE;
-    d->collective = true;
-    hpml_tensor *y = hpml_custom_op(&x, 1, d);
-    ctx->group_nodes++;
+    o->group     = hpml_ctx_group(x->ctx, axis);
+    o->forward   = k->forward;
+    o->back      = axis == HPML_AXIS_TENSOR ? k->back : k->back_apart;
+    d.name       = k->name;
+    d.forward    = hpmli_group_pass;
+    d.backward   = hpmli_group_back;
+    d.user       = o;
+    d.keeps      = HPML_KEEP_NONE;
+    d.in_place   = !cuts && !joins;
+    d.collective = true;
+    if (!d.in_place) {
+        o->cut = hpmli_cut_of(x, axis, dim, cuts ? size : hpmli_sections(x, dim));
+        d.ndim = x->ndim;
+        memcpy(d.shape, x->shape, sizeof d.shape);
+        d.shape[dim]    = cuts ? x->shape[dim] / size : x->shape[dim] * size;
+        d.batch_rows    = x->batch_rows * d.shape[0] / x->shape[0];
+        d.scratch_bytes = (size_t)hpml_tensor_count(x) * (size_t)(cuts ? 1 : size) * 2 * sizeof(float);
+        if (d.batch_rows == 0) d.batch_rows = -1;
+    }
+    hpml_tensor *y = hpml_custom_op(&x, 1, &d);
+    if (!y) return NULL;
+    x->ctx->group_nodes++;
+    hpmli_split_take(y, x->split, x->sections);
+    if (!d.in_place) y->split[dim] = (int8_t)(cuts ? axis : HPML_AXIS_DATA);
     return y;
 }
 
 HPML_API hpml_tensor *hpml_group_copy(hpml_tensor *x, hpml_axis axis)
 {
-    const hpmli_cut none = { 1, 0, 1 };
-    hpml_custom     d    = HPMLI_ZEROED;
-    bool            ready = hpmli_group_ready("group_copy", x, axis, 0);
+    bool ready = hpmli_group_ready(HPMLI_GROUP_COPY, x, axis, 0);
     if (!ready || axis != HPML_AXIS_TENSOR || !x->needs_grad) return x && x->ctx->status == HPML_OK ? x : NULL;
     if (x->state->copied) return x->state->copied;
-    d.name     = "group_copy";
-    d.forward  = hpmli_group_copy_pass;
-    d.backward = hpmli_group_copy_back;
-    hpml_tensor *y = hpmli_group_record(x, axis, &d, true, none);
+    hpml_tensor *y = hpmli_group_record(HPMLI_GROUP_COPY, x, axis, 0);
     if (y) y->state->copied = y;
     if (x->node) x->state->copied = y; /* inputs and parameters may be in several graphs, results are in one */
     return y;
@@ -9189,60 +9179,29 @@ HPML_API hpml_tensor *hpml_group_copy(hpml_tensor *x, hpml_axis axis)
 
 HPML_API hpml_tensor *hpml_group_sum(hpml_tensor *x, hpml_axis axis)
 {
-    const hpmli_cut none = { 1, 0, 1 };
-    hpml_custom     d    = HPMLI_ZEROED;
-    if (!hpmli_group_ready("group_sum", x, axis, 0)) return x && x->ctx->status == HPML_OK ? x : NULL;
-    d.name     = "group_sum";
-    d.forward  = hpmli_group_sum_pass;
-    d.backward = hpmli_group_sum_back;
-    return hpmli_group_record(x, axis, &d, true, none);
-}
-
-/* Records split or gather along dim: the result is `up` times as large there, or 1 / down. */
-HPMLI_FN hpml_tensor *hpmli_group_resize(hpml_tensor *x, hpml_axis axis, int dim, int64_t up, int64_t down,
-                                         hpml_custom *d, hpmli_cut cut)
-{
-    d->ndim = x->ndim;
-    memcpy(d->shape, x->shape, sizeof d->shape);
-    d->shape[dim] = x->shape[dim] * up / down;
-    d->batch_rows = dim == 0 ? x->batch_rows * up / down : x->batch_rows;
-    if (d->batch_rows == 0) d->batch_rows = -1;
-    d->scratch_bytes = (size_t)(hpml_tensor_count(x) * up * 2) * sizeof(float); /* the whole, and all parts */
-    hpml_tensor *y = hpmli_group_record(x, axis, d, false, cut);
-    hpmli_split_take(y, x->split, x->sections);
-    if (y) y->split[dim] = (int8_t)(up > 1 ? HPML_AXIS_DATA : axis);
-    return y;
+    if (hpmli_group_ready(HPMLI_GROUP_SUM, x, axis, 0)) return hpmli_group_record(HPMLI_GROUP_SUM, x, axis, 0);
+    return x && x->ctx->status == HPML_OK ? x : NULL;
 }
 
 HPML_API hpml_tensor *hpml_group_split(hpml_tensor *x, hpml_axis axis, int dim)
 {
-    hpml_custom d = HPMLI_ZEROED;
-    if (!hpmli_group_ready("group_split", x, axis, dim)) return x && x->ctx->status == HPML_OK ? x : NULL;
+    if (!hpmli_group_ready(HPMLI_GROUP_SPLIT, x, axis, dim)) return x && x->ctx->status == HPML_OK ? x : NULL;
     const int64_t size = hpml_ctx_group(x->ctx, axis)->size;
     if (x->split[dim] || x->sections > 1 || x->shape[dim] % size != 0 || (dim == 0 && x->batch_rows % size != 0))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "group_split along dimension %d over the %s axis: %s is %s; expected "
                           "a whole dimension%s that divides among the %lld ranks", dim, hpml_axis_name(axis),
                           hpmli_describe(x), hpmli_split_text(x), dim == 0 && x->batch_rows ? " of a sample" : "",
                           (long long)size);
-    hpmli_cut cut = hpmli_cut_of(x, axis, dim, size);
-    d.name     = "group_split";
-    d.forward  = hpmli_group_split_pass;
-    d.backward = hpmli_group_split_back;
-    return hpmli_group_resize(x, axis, dim, 1, size, &d, cut);
+    return hpmli_group_record(HPMLI_GROUP_SPLIT, x, axis, dim);
 }
 
 HPML_API hpml_tensor *hpml_group_gather(hpml_tensor *x, hpml_axis axis, int dim)
 {
-    hpml_custom d = HPMLI_ZEROED;
-    if (!hpmli_group_ready("group_gather", x, axis, dim)) return x && x->ctx->status == HPML_OK ? x : NULL;
+    if (!hpmli_group_ready(HPMLI_GROUP_GATHER, x, axis, dim)) return x && x->ctx->status == HPML_OK ? x : NULL;
     if (x->split[dim] && x->split[dim] != (int8_t)axis)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "group_gather along dimension %d over the %s axis: %s is %s", dim,
                           hpml_axis_name(axis), hpmli_describe(x), hpmli_split_text(x));
-    hpmli_cut cut = hpmli_cut_of(x, axis, dim, hpmli_sections(x, dim));
-    d.name     = "group_gather";
-    d.forward  = hpmli_group_gather_pass;
-    d.backward = hpmli_group_gather_back;
-    return hpmli_group_resize(x, axis, dim, cut.size, 1, &d, cut);
+    return hpmli_group_record(HPMLI_GROUP_GATHER, x, axis, dim);
 }
 
 /* Records an op that reads a table or logits split by vocabulary, with the passes of the built-in op; see >>split. */
@@ -10534,14 +10493,6 @@ HPMLI_FN int64_t hpmli_best(const float *y, int64_t classes) /* returns the clas
     return best;
 }
 
-/* Returns the classes of an output y, of all ranks if the output is split by classes. */
-HPMLI_FN int64_t hpmli_vocabulary_size(const hpml_tensor *y)
-{
-    int64_t whole[HPML_MAX_DIMS];
-    hpml_param_whole(y, whole);
-    return whole[y->ndim - 1];
-}
-
 /* Fills t->best from the ranks' parts y (rows, classes) of an output that is split by classes. */
 HPMLI_FN void hpmli_best_of_ranks(hpml_trainer *t, const float *y, int64_t rows, int64_t classes)
 {
@@ -10566,7 +10517,7 @@ HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const float *y, int64_t samples,
     int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out) / out->shape[0], best;
     const int64_t      rows = n * out->batch_rows * samples / classes;
     if (t->best) hpmli_best_of_ranks(t, y, rows, classes);
-    if (t->best) classes = hpmli_vocabulary_size(out);
+    if (t->best) classes *= hpml_ctx_group(t->ctx, HPML_AXIS_TENSOR)->size;
     t->scalars.counts[0] = 0;
     t->scalars.counts[1] = 0;
     for (int64_t r = 0; r < rows; r++) {
@@ -11127,7 +11078,8 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     t->norm_fetched  = false;
     t->overflowed    = false;
     t->labels        = NULL;
-    if (s->info && hpmli_is_classifier(t)) t->labels = samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
+    bool counts = s->info ? hpmli_is_classifier(t) : t->best != NULL; /* best: all ranks count together */
+    if (counts) t->labels = samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     s->number       = t->step;
     s->traced_start = hpmli_trace_time(t->ctx, s->start);
@@ -11499,7 +11451,7 @@ HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t s
 {
     hpml_graph *g   = t->graph;
     hpml_run    run = hpmli_run_of(g, false, 0, 1);
-    int64_t     floats = hpmli_whole_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows * samples;
+    int64_t     floats = hpml_param_whole(t->d.output, NULL) / t->d.output->shape[0] * t->d.output->batch_rows * samples;
     if (hpmli_has_pass(t)) {
         t->x = x;
         t->y = NULL;
@@ -11524,7 +11476,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     hpml_graph *g = t->graph;
     hpmli_graph_restore_batch(g);
     int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
-    int64_t out_floats = hpmli_whole_count(t->d.output) / g->batch; /* x_bytes and out_floats are of one sample */
+    int64_t out_floats = hpml_param_whole(t->d.output, NULL) / g->batch; /* x_bytes and out_floats are of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
         if (hpmli_predict_run(t, (const char *)x + i * x_bytes, n, out + i * out_floats) != HPML_OK) break;
@@ -13546,12 +13498,14 @@ HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpm
     const bool        shard  = hpmli_array_is_shard(p, which);
     const int64_t     first  = shard ? p->param->keep_first : 0;
     const int64_t     count  = shard ? p->param->keep_count : hpml_tensor_count(p);
+    const float      *array  = hpmli_param_array(t, p, which);
     hpml_status       status = HPML_OK;
-    if (count > 0)
-        status = ctx->backend->read(ctx->device, mine + first, hpmli_param_array(t, p, which), (size_t)count * 4);
+    if (count > 0 && array) status = ctx->backend->read(ctx->device, mine + first, array, (size_t)count * sizeof *mine);
     for (int h = 0; t && shard && h < t->graph->hook_count; h++) {
-        const hpml_hooks *hooks = &t->graph->hooks[h];
-        if (hooks->join) status = hooks->join(hooks->user, t, p->param->index, (int)which, mine);
+        const hpml_hooks *hooks  = &t->graph->hooks[h];
+        hpml_status       joined = HPML_OK; /* the other ranks wait for this one, also after an error */
+        if (hooks->join) joined = hooks->join(hooks->user, t, p->param->index, (int)which, mine);
+        if (status == HPML_OK) status = joined;
     }
     return status;
 }
@@ -13560,7 +13514,7 @@ HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpm
 HPMLI_FN bool hpmli_param_has(const hpml_trainer *t, const hpml_tensor *p, hpml_array which)
 {
     const int k = (int)which - HPML_ARRAY_STATE;
-    if (p->param->stage < 0) return hpmli_param_array(t, p, which) != NULL;
+    if (p->param->stage < 0 && p->param->shard == 0) return hpmli_param_array(t, p, which) != NULL;
     if (which == HPML_ARRAY_VALUES) return true;
     if (!t || !hpmli_trainable(p) || p->param->index >= t->graph->param_count) return false;
     return which == HPML_ARRAY_GRADIENTS || hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum);
@@ -13581,7 +13535,7 @@ HPMLI_FN hpml_status hpmli_collect(hpml_ctx *ctx, hpml_trainer *t, const hpml_te
         hpmli_cut c = hpmli_cut_of(p, d->axis, d->split_dim, d->sections);
         if (split && status == HPML_OK) status = hpmli_cut_join(g, c, part, n, all, whole);
     }
-    if (d->stage >= 0 && status == HPML_OK) status = pipe->bcast(pipe->user, whole, hpmli_whole_count(p), d->stage);
+    if (d->stage >= 0 && status == HPML_OK) status = pipe->bcast(pipe->user, whole, hpml_param_whole(p, NULL), d->stage);
     if (status != HPML_OK && ctx->status == HPML_OK)
         hpmli_fail(ctx, status, "collect of \"%s\": %s", p->name, hpml_status_string(status));
     return ctx->status;
@@ -13608,7 +13562,7 @@ HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array
     float       *work = NULL;
     if (!p || (int)which < 0 || which >= HPML_ARRAY_END || !hpmli_param_has(t, p, which))
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer collect: parameter %d has no array %d", param, (int)which);
-    if (!hpmli_failed(ctx)) work = (float *)hpmli_alloc(ctx, 2 * (size_t)hpmli_whole_count(p) * sizeof *work);
+    if (!hpmli_failed(ctx)) work = (float *)hpmli_alloc(ctx, 2 * (size_t)hpml_param_whole(p, NULL) * sizeof *work);
     bool ready = !hpmli_param_is_cut(p) || hpmli_groups_agree(ctx, "trainer collect") == HPML_OK;
     if (ready && work) hpmli_collect(ctx, t, p, which, work, whole);
     hpmli_free(ctx, work);
@@ -13695,7 +13649,7 @@ HPMLI_FN bool hpmli_arrays_take(hpmli_arrays *a, int64_t count, int64_t largest)
 HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
 {
     int64_t most = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
-    for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpmli_whole_count(ctx->params[i]));
+    for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpml_param_whole(ctx->params[i], NULL));
     for (const hpmli_named_array *v = t ? t->states : NULL; v; v = v->next) {
         largest = hpmli_max(largest, v->count);
         most++;

@@ -6880,17 +6880,22 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
       "strategies gossip and federated", 1) \
     X("history", history, I32, INT32_MAX, true, NULL, 1)
 
-/* RULE(a plan that is refused, the sentence: fields, reason, way out). */
-#define HPMLC_PLAN_RULES(RULE) \
-    RULE(p->_begin || p->_end || p->codec._begin || p->codec._end, \
-         "the plan or its codec was not cleared; set all of it to zero first") \
+/* RULE(a plan that is refused, the sentence: fields, reason, way out). A field further down in the list of fields may
+   satisfy a rule of NEEDS. The others refuse a plan whatever these fields are; hpml_plan_next leaves such plans out. */
+#define HPMLC_PLAN_NEEDS(RULE) \
     RULE(hpmlc_plan_serves(p) && p->servers == 0, "the strategy has no servers; set servers to 1 or more, or take " \
          "strategy sync") \
-    RULE(p->servers >= f->ranks, "all ranks are servers, and none computes gradients; take fewer servers or more " \
-         "ranks") \
     RULE(p->strategy == HPML_STRATEGY_BACKUP && (p->backup == 0 || p->backup >= f->ranks - p->servers), \
          "backup is the number of workers without whose gradients a step goes on; set 1 or more, but fewer than " \
          "there are workers (ranks - servers), or take strategy ps") \
+    RULE(hpmlc_plan_most(p, f) > f->batch, \
+         "a rank's share of global_batch is more samples than the model's batch; take a smaller global_batch, more " \
+         "ranks, or a larger batch")
+#define HPMLC_PLAN_RULES(RULE) \
+    RULE(p->_begin || p->_end || p->codec._begin || p->codec._end, \
+         "the plan or its codec was not cleared; set all of it to zero first") \
+    RULE(p->servers >= f->ranks, "all ranks are servers, and none computes gradients; take fewer servers or more " \
+         "ranks") \
     RULE(hpmlc_plan_serves(p) && p->warm_steps > 0, "ranks count their steps by themselves with servers, so " \
          "warm_steps would end at different times; leave it out, or take strategy sync") \
     RULE(hpmlc_plan_serves(p) && hpmlc_whole_codec(&p->codec), "servers have ranges of the floats, and codec topk " \
@@ -6899,9 +6904,6 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "needs whole tensors; take sgd, adam or another that steps each number by itself") \
     RULE(hpmlc_plan_steps_ranges(p) && p->servers > 1 && f->clips, "the trainer's clip_norm needs the norm of the " \
          "whole gradient, and each of the servers has a range; take servers=1 or clip_norm 0") \
-    RULE(hpmlc_plan_most(p, f) > f->batch, \
-         "a rank's share of global_batch is more samples than the model's batch; take a smaller global_batch, more " \
-         "ranks, or a larger batch") \
     RULE(p->algorithm == HPML_NATIVE && !f->native, "algorithm native is the transport's own allreduce, and this " \
          "transport has none; take algorithm auto or ring") \
     RULE(p->leaf > f->batch, "leaf is more samples than the model's batch; take a smaller leaf or a larger batch") \
@@ -7355,11 +7357,15 @@ HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *fa
     out->outer_momentum = hpmlc_default(out->outer_momentum, 1 - 1 / workers);
 }
 
-/* Returns the sentence of the first rule that refuses the plan p with the facts f; NULL: there is none. */
-HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f)
+/* Returns the sentence of a rule that refuses the plan p with the facts f; NULL: there is none. *is_final: fields further
+   down in the list than those that are set cannot satisfy the rule. */
+HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f, bool *is_final)
 {
 #define HPMLC_RULE(is_refused, sentence) if (is_refused) return sentence;
+    *is_final = true;
     HPMLC_PLAN_RULES(HPMLC_RULE)
+    *is_final = false;
+    HPMLC_PLAN_NEEDS(HPMLC_RULE)
 #undef HPMLC_RULE
     return NULL;
 }
@@ -7417,7 +7423,7 @@ HPMLC_FN hpml_status hpmlc_plan_environment(hpml_comm *c, hpml_plan *plan)
 HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_facts *facts, char *why, size_t size)
 {
     const hpmlc_text to = { why, size };
-    bool             matters[HPMLC_FIELDS];
+    bool             matters[HPMLC_FIELDS], is_final;
     char             text[300];
     hpml_status      status = HPML_OK;
     if (!plan || !facts || facts->ranks < 1 || facts->batch < 1)
@@ -7426,7 +7432,7 @@ HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_fact
     for (int i = 0; i < HPMLC_FIELDS && status == HPML_OK; i++)
         status = hpmlc_field_check(plan, &hpmlc_fields[i], matters[i], &to);
     if (status == HPML_OK) status = hpmlc_axes_check(plan, facts->ranks, &to);
-    const char *sentence = status == HPML_OK ? hpmlc_plan_refused(plan, facts) : NULL;
+    const char *sentence = status == HPML_OK ? hpmlc_plan_refused(plan, facts, &is_final) : NULL;
     if (!sentence) return status;
     hpml_plan_text(plan, false, text, sizeof text);
     return hpmlc_refuse(&to, HPML_ERR_UNSUPPORTED, "plan: %s (plan \"%s\", %d ranks, batch %lld)", sentence, text,
@@ -7454,13 +7460,14 @@ HPMLC_FN bool hpmlc_field_next(const hpmlc_field *field, hpml_plan *plan)
 
 HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
 {
-    bool matters[HPMLC_FIELDS];
+    bool matters[HPMLC_FIELDS], is_final = false;
+    int  i = 0;
     do {
-        int i = HPMLC_FIELDS - 1;
+        if (!is_final) i = HPMLC_FIELDS - 1; /* else the fields further down stay 0 */
         hpmlc_fields_matter(plan, matters);
         while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], plan))) i--;
         if (i < 0) return false;
-    } while (hpml_plan_check(plan, facts, NULL, 0) != HPML_OK);
+    } while (hpmlc_plan_refused(plan, facts, &is_final) || hpml_plan_check(plan, facts, NULL, 0) != HPML_OK);
     return true;
 }
 
@@ -8257,15 +8264,6 @@ struct hpmlc_states {
     hpmlc_host_view       host;      /* host access to arrays on the host */
 };
 
-/* Returns the number of floats of the whole of which p is a part. */
-HPMLC_FN int64_t hpmlc_whole_count(const hpml_tensor *p)
-{
-    int64_t shape[HPML_MAX_DIMS], n = 1;
-    hpml_param_whole(p, shape);
-    for (int i = 0; i < p->ndim; i++) n *= shape[i];
-    return n;
-}
-
 /* Adds an array of `count` floats a copy to the list of what checkpoints hold, named KIND.COPY.TENSOR (NULL leaves a
    word out). scope: which ranks have copies. hpmlc_state_part says later what this rank has of it. Returns the item,
    which stays where it is until the next is added; NULL: an error. */
@@ -8299,7 +8297,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
     it->whole        = count;
     it->param        = tensor ? hpml_param_find(d->ctx, tensor) : NULL;
     if (it->param && hpml_tensor_count(it->param) != count) it->param = NULL;
-    if (it->param) it->whole = hpmlc_whole_count(it->param);
+    if (it->param) it->whole = hpml_param_whole(it->param, NULL);
     it->view         = &list->host;
     it->present      = list->present;
     it->copies.count = 1;
@@ -8316,7 +8314,8 @@ HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpml_exchange *x, float *d
     it->floats = floats;
 }
 
-/* Lists for checkpoints an array of `count` floats that every rank has whole, at `data` on the host. NULL: an error. */
+/* Lists for checkpoints an array of `count` floats that every rank has whole, at `data` on the host (NULL: but this
+   rank). NULL: an error. */
 HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, const char *tensor, float *data,
                                        int64_t count)
 {
@@ -8324,7 +8323,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, con
     if (!it) return NULL;
     it->is_same = true;
     it->data    = data;
-    it->floats  = count;
+    it->floats  = data ? count : 0;
     return it;
 }
 
@@ -8360,6 +8359,35 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     }
 }
 
+/* Returns whether another stage of the pipeline trains parameter p. All ranks list the same arrays for checkpoints, a
+   rank without p with no floats of them. */
+HPMLC_FN bool hpmlc_is_elsewhere(const hpml_distributed *d, const hpml_tensor *p)
+{
+    const hpml_mesh *m = hpml_comm_mesh(d->all);
+    if (!m || p->param->buffer || p->param->frozen) return false;
+    return p->param->stage >= 0 && p->param->stage != m->at[HPML_AXIS_PIPE];
+}
+
+/* Returns where `array`, laid out as the trainer's gradients, has what belongs to p; NULL: another rank trains p. */
+HPMLC_FN float *hpmlc_state_place(const hpml_distributed *d, float *array, const hpml_tensor *p)
+{
+    return p->grad ? array + hpmlc_gradient_at(d, p) : NULL;
+}
+
+/* Lists what hpmlc_item_state does on the ranks that train p. */
+HPMLC_FN void hpmlc_elsewhere_state(hpmlc_states *list, hpml_tensor *p)
+{
+    const hpml_distributed *d = list->d;
+    hpml_gradient           g;
+    hpml_packing            packing;
+    hpmlc_gradient_of(p, NULL, &g);
+    hpml_packing_init(&packing, &d->plan.codec, g.rows, g.cols);
+    if (packing.codec->linear || packing.residual_count == 0) return;
+    hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, "residual", list->copy, p->name, g.rows * g.cols);
+    if (it) it->copies = d->copies;
+    hpmlc_state_add(list, HPMLC_SHARED, "residual", "stripes", p->name, g.rows * g.cols);
+}
+
 /* Lists for checkpoints what all buckets' exchanges carry, tensors in the order of their names. False: an error. */
 HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 {
@@ -8367,6 +8395,7 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
         int                  param = d->layout.by_name[i], b = d->layout.bucket_of[param];
         const hpml_exchange *x     = b < 0 ? NULL : d->buckets.item[b].x;
         const char          *name  = hpmlc_param(d, param)->name;
+        if (hpmlc_is_elsewhere(d, hpmlc_param(d, param))) hpmlc_elsewhere_state(list, hpmlc_param(d, param));
         for (int k = 0; x && k < x->d.count; k++)
             if (x->item[k].g.name == name) hpmlc_item_state(list, x, &x->item[k]);
     }
@@ -8982,7 +9011,8 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
     for (int i = 0; i < d->layout.params; i++) {
         const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
         int64_t            n = hpml_tensor_count(p);
-        if (p->grad) hpmlc_state_same(list, "delayed.gradient", p->name, own->in_flight + hpmlc_gradient_at(d, p), n);
+        if (p->grad || hpmlc_is_elsewhere(d, p))
+            hpmlc_state_same(list, "delayed.gradient", p->name, hpmlc_state_place(d, own->in_flight, p), n);
         if (hpmlc_buffer_floats(d, p) == 0) continue;
         hpmlc_state_same(list, "delayed.change", p->name, own->change + moved, n);
         moved += n;
@@ -9692,10 +9722,10 @@ HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
     list->present = &own->is_set;
     for (int i = 0; i < d->layout.params && own->centre && status == HPML_OK; i++) {
         const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
-        if (!p->grad) continue;
-        int64_t at = hpmlc_gradient_at(d, p), n = hpml_tensor_count(p);
-        hpmlc_state_same(list, "centre", p->name, own->centre + at, n);
-        hpmlc_state_same(list, "centre.momentum", p->name, own->momentum + at, n);
+        if (!p->grad && !hpmlc_is_elsewhere(d, p)) continue;
+        hpmlc_state_same(list, "centre", p->name, hpmlc_state_place(d, own->centre, p), hpml_tensor_count(p));
+        hpmlc_state_same(list, "centre.momentum", p->name, hpmlc_state_place(d, own->momentum, p),
+                         hpml_tensor_count(p));
     }
     list->present = NULL;
     return hpml_ctx_status(d->ctx) == HPML_OK;
@@ -11736,17 +11766,21 @@ HPMLC_FN const char *hpmlc_state_name(const hpmlc_state *it) { return it->name +
 /* Returns whether a copy of array `it` is a part of what the file has. */
 HPMLC_FN bool hpmlc_state_is_part(const hpmlc_state *it) { return it->whole != it->count; }
 
-/* Returns whether this rank has array `it` whole, and the file has it from rank 0. */
-HPMLC_FN bool hpmlc_state_is_same(const hpmlc_state *it) { return it->is_same && !hpmlc_state_is_part(it); }
+/* Returns whether every rank has array `it` whole, so that the file has it from rank 0. */
+HPMLC_FN bool hpmlc_state_is_same(const hpmlc_state *it)
+{
+    return it->is_same && !hpmlc_state_is_part(it) && !(it->param && it->param->param->stage >= 0);
+}
 
 /* Returns whether this rank's floats of array `it` go to the file. Else those of another rank do, which are the same:
-   ranks of axis tensor have the same floats of what is not split. */
+   ranks of axis tensor have the same floats of what is not split, those of axis pipe of what is in all stages. */
 HPMLC_FN bool hpmlc_state_counts(const hpml_distributed *d, const hpmlc_state *it)
 {
     const hpml_mesh *m    = hpml_comm_mesh(d->all);
     const hpml_axis  axis = it->param ? it->param->param->axis : HPML_AXIS_DATA;
     if (it->floats == 0) return false;
     if (m && axis != HPML_AXIS_TENSOR && m->at[HPML_AXIS_TENSOR] > 0) return false;
+    if (m && (!it->param || it->param->param->stage < 0) && m->at[HPML_AXIS_PIPE] > 0) return false;
     return !it->is_same || hpmlc_ranks_of_axis(d, axis)->rank == 0;
 }
 
