@@ -649,7 +649,9 @@ typedef enum hpml_topology {
 } hpml_topology;
 /* Fills in W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
 HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
-/* Runs one mixing step on n floats in place; the same seed and step on all ranks. Collective. */
+/* Runs one mixing step on n floats in place; the same seed and step on all ranks. Collective. With .survive of the
+   communicator, ranks go on without one that is lost: each adds the lost rank's weight to its own, which keeps the mean
+   over the ranks that are there. Messages then have the tag HPML_TAG_MAX - 2. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
 
 /* Tournament (Jacobs et al. 2017, LBANN's LTFB): every rank trains a model of its own on data of its own. In a
@@ -888,6 +890,11 @@ typedef struct hpml_plan {
     int32_t         shard;        /* sync: each rank keeps, for 1 / ranks of the parameters, 1: the optimizer's states;
                                      see >>strategy-shard. Needs hpml_ctx_defer before the trainer is created. The same
                                      bits as 0 with algorithm ring and the same bucket_bytes */
+    bool            recompute;    /* results are computed again for the backward pass, in segments: those recorded by
+                                     hpml_recompute, or about sqrt(ops) ones; the same bits, see hpml_graph_budget */
+    int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
+                                     again or swapped to host memory; 0: no limit. Both need hpml_ctx_defer before the
+                                     trainer is created, which a plan given to hpml_launch calls */
     int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
                                      steps of a round; 0: 1 */
     float           elastic;      /* elastic: how far a meeting moves a rank's parameters towards the centre, as a
@@ -1033,7 +1040,8 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
    (`delayed`) are not applied. Local, block: a meeting, unless the last step was one. Elastic: the centre. Gossip: the
    mean. With servers: their parameters, when all workers that are not lost have called it, and the mean of the workers'
    running statistics. Pipelines with schedule stash or vertical: the backward passes and updates of the micro-batches
-   in flight. Training may go on afterwards. */
+   in flight. Training may go on afterwards. A training may end without this call: servers then serve when the
+   distribution or the context is freed, until all workers' are. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
    between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
@@ -4428,6 +4436,7 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
 // >>launch   running a function on every rank
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p);
+HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p);
 
 typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
     const hpml_launch_desc *d;
@@ -4455,7 +4464,7 @@ HPMLC_FN bool hpmlc_launch_plans(const hpml_launch_desc *d)
     const char *text = getenv("HPML_PLAN");
     HPMLC_ZERO(hpml_plan, plan);
     if (d->plan) return true;
-    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_splits(&plan) || plan.shard > 0);
+    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_splits(&plan) || hpmlc_plan_defers(&plan));
 }
 
 HPMLC_FN void *hpmlc_start_main(void *arg)
@@ -6851,6 +6860,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("exact", exact, BOOL, 1, p->strategy <= HPML_STRATEGY_PS, "strategies sync and ps", 0) \
     X("leaf", leaf, I64, 9e18, p->exact && p->strategy == HPML_STRATEGY_SYNC, NULL, 2) \
     X("shard", shard, I32, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 1) \
+    X("recompute", recompute, BOOL, 1, true, NULL, 0) \
+    X("memory", memory, I64, 9e18, true, NULL, 1 << 30) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
       "strategies that send gradients", 0) \
@@ -6927,6 +6938,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "them; take another optimizer or shard 0") \
     RULE(p->shard > 0 && f->device, "shard cuts arrays in host memory, and this trainer's are on a device; take " \
          "shard 0, or the CPU backend") \
+    RULE(p->recompute && p->memory > 0, "memory chooses what is computed again, and recompute computes all of it " \
+         "again; leave one of them out") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
     RULE(hpmlc_exact_is_chosen(NULL, p) && p->sum, "exact sums are divided by the samples, so exact excludes " \
          "sum; set one of them") \
@@ -7023,6 +7036,12 @@ HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
 
 /* Returns whether the ranks of the plan have parts of the model. */
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p) { return hpmlc_plan_replica(p) > 1 || p->expert > 1; }
+
+/* Returns whether the plan changes the memory of a trainer, which therefore takes it late. */
+HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p)
+{
+    return p->shard > 0 || p->pipe > 1 || p->recompute || p->memory > 0;
+}
 
 /* Returns whether every micro-batch is a step of its own. */
 HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
@@ -7493,6 +7512,8 @@ typedef struct hpmlc_task {
     hpml_job   *job;    /* NULL: the work is done, and `status` is its result */
     hpml_status status;
 } hpmlc_task;
+
+enum { HPMLC_TAG_SUM = HPML_TAG_MAX - 2 }; /* of sums over the ranks that are there */
 
 typedef struct hpmlc_bucket {
     hpml_exchange *x, *warm;     /* warm: for the first .warm_steps steps, uncompressed; NULL: none */
@@ -8138,6 +8159,43 @@ HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
     hpmlc_sent(d, &r->row_sent);
 }
 
+/* Returns whether the training goes on when ranks are lost. */
+HPMLC_FN bool hpmlc_goes_on(const hpml_distributed *d)
+{
+    return d->c->survive && (d->plan.strategy == HPML_STRATEGY_GOSSIP || hpmlc_plan_serves(&d->plan));
+}
+
+/* Adds up n floats x over all ranks. If the training goes on when ranks are lost, adds up over the ranks that are there,
+   by way of the first of them, *root. *there: how many ranks have added. */
+HPMLC_FN hpml_status hpmlc_sum_there(hpml_distributed *d, float *x, int64_t n, int *there, int *root)
+{
+    hpml_comm   *c      = d->c;
+    const size_t bytes  = (size_t)n * sizeof(float);
+    hpml_status  status = HPML_OK;
+    *root  = 0;
+    *there = c->size;
+    if (!hpmlc_goes_on(d)) return hpmlc_reduce_all(c, x, n, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
+    float *theirs = (float *)hpmlc_scratch(c, bytes + 8);
+    for (; *root < c->rank && theirs; ++*root) {
+        status = hpml_send(c, *root, HPMLC_TAG_SUM, x, bytes);
+        if (status == HPML_OK) status = hpml_recv(c, *root, HPMLC_TAG_SUM, theirs, bytes);
+        if (status == HPML_OK) status = hpml_recv(c, *root, HPMLC_TAG_SUM, there, sizeof *there);
+        if (status == HPML_OK) memcpy(x, theirs, bytes);
+        if (status != HPML_ERR_PEER || hpml_ctx_status(d->ctx) != HPML_OK) return status;
+    }
+    *there = 1;
+    for (int r = c->rank + 1; r < c->size && theirs; r++) {
+        if (hpml_recv(c, r, HPMLC_TAG_SUM, theirs, bytes) != HPML_OK) continue; /* lost; or the context has the error */
+        for (int64_t i = 0; i < n; i++) x[i] += theirs[i];
+        ++*there;
+    }
+    for (int r = c->rank + 1; r < c->size && theirs; r++) {
+        hpml_send(c, r, HPMLC_TAG_SUM, x, bytes);
+        hpml_send(c, r, HPMLC_TAG_SUM, there, sizeof *there);
+    }
+    return hpml_ctx_status(d->ctx);
+}
+
 /* Counts the step and fills in its row for hpml_distribute_steps. No job may be running, because hpml_comm_counters
    waits for jobs. The row's bubble_s, the time of waiting for the slowest rank, is set there, because it depends on the
    rows of all ranks. */
@@ -8190,8 +8248,8 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED,
 
 /* Fails, as the trainer's hook `data`, unless `mark`, a hash of the data and its order, is the same on all ranks,
    because ranks take their shares of a batch by position: shares that the program made would be divided once more.
-   Times and bytes of this check are kept out of the report, which is of steps. With servers only in the first fit,
-   because ranks begin later ones at different times, or without a rank that is lost. */
+   Times and bytes of this check are kept out of the report, which is of steps. With servers, and where a training goes
+   on when ranks are lost, only in the first fit, because ranks begin later ones at different times, or without one. */
 HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, uint64_t mark)
 {
     hpml_distributed   *d = (hpml_distributed *)user;
@@ -8199,7 +8257,7 @@ HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, u
     const hpml_counters before = d->all->counters;
     const double        start = hpml_comm_now(d->all);
     bool                is_same;
-    if (d->data_known && d->plan.servers > 0) return HPML_OK;
+    if (d->data_known && (d->plan.servers > 0 || hpmlc_goes_on(d))) return HPML_OK;
     d->data_known = true;
     hpml_status status  = hpmlc_same(d->all, mark, &is_same);
     int64_t     bytes   = d->all->counters.bytes - before.bytes;
@@ -9590,6 +9648,7 @@ typedef struct hpmlc_weights {
     float  *centre;    /* (span) block: parameters after the last meeting; elastic: the centre; else NULL */
     float  *momentum;  /* (span) block: velocity of the outer optimizer; else NULL */
     int64_t floats;
+    int     there;     /* ranks at the last meeting */
     int64_t since;     /* steps since the last meeting */
     double  samples, loss; /* of these steps on this rank: samples; loss times samples */
     bool    is_set;    /* centre and momentum are set; false before the first step */
@@ -9669,15 +9728,16 @@ HPMLC_FN hpml_status hpmlc_weights_sum(hpml_distributed *d)
     hpmlc_weights *own     = (hpmlc_weights *)d->own;
     float         *buffers = own->meet + d->layout.span, *stats = buffers + d->layout.buffer_total;
     double         start   = hpml_comm_now(d->c);
+    int            root;
     hpmlc_buffers_copy(d, buffers, false);
     stats[HPMLC_MEET_SAMPLES] = (float)own->samples;
     stats[HPMLC_MEET_LOSS]    = (float)own->loss;
     d->c->about.first = "parameters";
-    hpml_status status = hpmlc_reduce_all(d->c, own->meet, own->floats, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
+    hpml_status status = hpmlc_sum_there(d, own->meet, own->floats, &own->there, &root);
     d->c->about.first = NULL;
     hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
-    hpmlc_divide_f32(buffers, d->layout.buffer_total, (float)d->c->size);
+    hpmlc_divide_f32(buffers, d->layout.buffer_total, (float)own->there);
     hpmlc_buffers_copy(d, buffers, true);
     d->report.r.samples = (int64_t)stats[HPMLC_MEET_SAMPLES];
     if (d->report.r.samples > 0) d->report.r.loss = (double)(stats[HPMLC_MEET_LOSS] / stats[HPMLC_MEET_SAMPLES]);
@@ -9691,7 +9751,7 @@ HPMLC_FN hpml_status hpmlc_weights_mean(hpml_distributed *d)
     hpmlc_weights *own = (hpmlc_weights *)d->own;
     hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
     hpml_status status = hpmlc_weights_sum(d);
-    hpmlc_divide_f32(own->meet, d->layout.span, (float)d->c->size);
+    hpmlc_divide_f32(own->meet, d->layout.span, (float)own->there);
     return status;
 }
 
@@ -9711,9 +9771,11 @@ HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
     hpml_status    status = list->is_saving ? d->strategy->finish(d) : HPML_OK;
+    int            root;
     for (int i = HPML_ARRAY_STATE; i < HPML_ARRAY_END && list->is_saving && status == HPML_OK; i++) {
         if (!hpmlc_array_copy(d, i, own->meet, false)) continue;
-        status = hpmlc_reduce_all(d->c, own->meet, d->layout.span, HPML_ELEMENT_F32, HPML_MEAN, HPML_AUTO);
+        status = hpmlc_sum_there(d, own->meet, d->layout.span, &own->there, &root);
+        hpmlc_divide_f32(own->meet, d->layout.span, (float)own->there);
         hpmlc_array_copy(d, i, own->meet, true);
     }
     hpmlc_weights_restart(own);
@@ -9886,6 +9948,7 @@ typedef enum hpmlc_request_kind {
     HPMLC_PULL,  /* nothing follows; is answered. Also a push whose floats were taken */
     HPMLC_DEAL,  /* asks for the number of a batch */
     HPMLC_NOTE,  /* reports .epoch, is not answered */
+    HPMLC_LEAVE, /* the worker ends its training without HPMLC_FINISH; is not answered */
     HPMLC_ROWS,  /* indices of rows of a sparse table follow; is answered by the rows alone, at once */
     HPMLC_FINISH /* the training ends on this worker; open until it ends on all */
 } hpmlc_request_kind;
@@ -9923,6 +9986,8 @@ typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which ar
 } hpmlc_piece;
 
 typedef struct hpmlc_servers {
+    hpml_distributed *d;
+    bool           is_finished;      /* no request since hpml_distribute_finish; server: or since the beginning */
     int            workers, count;   /* K, S */
     int            first, end;       /* servers of whose ranges this rank has memory: of itself; a worker: of all */
     int64_t        total, floats;    /* n; floats of these ranges */
@@ -10028,10 +10093,15 @@ HPMLC_FN size_t hpmlc_packed_size(const hpmlc_servers *own, int first, int end)
     return own->piece[own->begin[end]].offset - own->piece[own->begin[first]].offset;
 }
 
-/* Cancels a server's receives in flight, because they point into memory that is freed next. */
+HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d);
+
+/* Ends a training that was not finished: workers tell the servers, which serve until all have done so, because a server
+   may have ended its own steps first. Then cancels a server's receives in flight, because they point into memory that is
+   freed next. */
 HPMLC_FN void hpmlc_servers_destroy(void *object)
 {
     hpmlc_servers *own = (hpmlc_servers *)object;
+    if (own->d && !own->is_finished && hpml_ctx_status(own->d->ctx) == HPML_OK) hpmlc_servers_leave(own->d);
     for (int k = 0; k < own->workers && own->client; k++) {
         hpml_message *m = &own->client[k].message;
         if (!own->client[k].is_posted) continue;
@@ -10135,6 +10205,8 @@ HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_
     d->copies.all   = own->workers;
     d->copies.count = serves ? 0 : 1;
     hpmlc_servers_restart(d);
+    own->is_finished = serves;
+    own->d           = d;
     return true;
 }
 
@@ -10430,6 +10502,7 @@ HPMLC_FN hpml_status hpmlc_ask(hpml_distributed *d, const hpmlc_request *r, int 
 {
     hpmlc_servers *own = hpmlc_servers_of(d);
     hpml_message  *m   = own->message;
+    own->is_finished = false;
     for (int s = first; s < own->count; s++) {
         const int     to    = own->workers + s;
         const int64_t at    = hpmlc_server_at(own, s);
@@ -10571,10 +10644,14 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
         w->is_posted    = true;
         own->awaited[i] = &w->message;
     }
+    if (d->c->survive) hpml_comm_busy(d->c, 2 * d->c->timeout); /* or workers lose a server that waits for a lost one */
     const int k = hpml_wait_any(d->c, own->awaited, own->workers, -1);
     if (k < 0) return hpml_ctx_status(d->ctx);
     hpmlc_client *w = &own->client[k];
     w->is_posted = false;
+    own->is_finished = false;
+    if (w->message.status == HPML_OK && w->request.kind == HPMLC_LEAVE)
+        return hpmlc_survive(d, k, HPML_ERR_PEER);
     if (w->message.status == HPML_OK && w->request.kind == HPMLC_ROWS)
         return hpmlc_survive(d, k, hpmlc_rows_answer(d, k));
     w->is_open   = w->message.status == HPML_OK && w->request.kind != HPMLC_NOTE;
@@ -10610,6 +10687,17 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
     }
 }
 
+
+/* A worker ends its training for the servers; a server serves until all workers have. */
+HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d)
+{
+    const hpmlc_servers *own = hpmlc_servers_of(d);
+    HPMLC_ZERO(hpmlc_request, r);
+    r.kind = HPMLC_LEAVE;
+    if (hpmlc_is_server(d)) hpmlc_serve(d, NULL);
+    for (int s = own->workers; s < d->c->size && !hpmlc_is_server(d) && !d->c->survive; s++) /* else they notice */
+        hpml_send(d->c, s, HPMLC_TAG_REQUEST, &r, sizeof r);
+}
 
 /* Worker: computes a gradient, unless its step is over. Server: serves; *loss is the mean loss of the workers. */
 HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, float *loss)
@@ -10746,6 +10834,7 @@ HPMLC_FN hpml_status hpmlc_servers_finish(hpml_distributed *d)
     r.kind = HPMLC_FINISH;
     status = hpmlc_is_server(d) ? hpmlc_serve(d, NULL) : hpmlc_ask(d, &r, 0);
     for (int k = 0; k < own->workers; k++) own->client[k].is_open = false;
+    own->is_finished = true;
     if (status == HPML_OK) status = hpmlc_servers_share(d, HPML_ARRAY_VALUES);
     return status == HPML_OK ? hpmlc_servers_buffers(d) : status;
 }
@@ -10760,7 +10849,10 @@ HPMLC_FN bool hpmlc_servers_state(hpml_distributed *d, hpmlc_states *list)
     for (int i = HPML_ARRAY_STATE; list->is_saving && !own->averages && i < HPML_ARRAY_END && status == HPML_OK; i++)
         if (hpml_trainer_array(d->t, (hpml_array)i, NULL)) status = hpmlc_servers_share(d, (hpml_array)i);
     if (list->is_saving && !own->averages && status == HPML_OK) {
-        status = hpml_broadcast(d->c, &own->updates, sizeof own->updates, own->workers);
+        float updates[2]; /* 64 bits of own->updates */
+        memcpy(updates, &own->updates, sizeof updates);
+        status = hpmlc_servers_send(d, own->workers, updates, 2);
+        memcpy(&own->updates, updates, sizeof updates);
         hpml_trainer_set_step(d->t, own->updates);
     }
     if (status != HPML_OK || !hpmlc_has_feedback(d)) return status == HPML_OK;
@@ -11011,7 +11103,6 @@ typedef struct hpmlc_hogwild_values { /* values of all ranks; the rank that rele
 typedef struct hpmlc_hogwild {
     hpmlc_hogwild_values *shared;
     float        *seen;       /* (layout.span) the shared values as this rank read them last */
-    bool          is_loaded;  /* parameters come from a checkpoint: they are yet to be shared */
 } hpmlc_hogwild;
 
 /* Reads n shared values, from number `first` of parameter p on, to p. */
@@ -11119,14 +11210,6 @@ HPMLC_FN bool hpmlc_hogwild_open(hpml_distributed *d)
     return hpml_broadcast(d->c, &own->shared, sizeof own->shared, 0) == HPML_OK && own->seen;
 }
 
-HPMLC_FN hpml_status hpmlc_hogwild_begin(hpml_distributed *d, int64_t samples, float *loss)
-{
-    hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
-    if (own->is_loaded) hpmlc_hogwild_all(d, false, hpmlc_hogwild_share);
-    own->is_loaded = false;
-    return hpmlc_dist_pass(d, samples, loss);
-}
-
 HPMLC_FN hpml_status hpmlc_hogwild_update(hpml_distributed *d)
 {
     if (d->stats.samples == 0) return HPML_OK;
@@ -11153,11 +11236,12 @@ HPMLC_FN hpml_status hpmlc_hogwild_finish(hpml_distributed *d)
     return status == HPML_OK ? hpml_barrier(d->c) : status;
 }
 
+/* Before saving gets the shared values; after loading, when no rank steps yet, rank 0 shares those of the file. */
 HPMLC_FN bool hpmlc_hogwild_state(hpml_distributed *d, hpmlc_states *list)
 {
     if (list->is_saving) hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
-    else ((hpmlc_hogwild *)d->own)->is_loaded = true;
-    return true;
+    else if (d->c->rank == 0) hpmlc_hogwild_all(d, false, hpmlc_hogwild_share);
+    return list->is_saving || hpml_barrier(d->c) == HPML_OK;
 }
 
 HPMLC_FN void hpmlc_hogwild_close(hpml_distributed *d)
@@ -11205,7 +11289,7 @@ static const hpmlc_strategy hpmlc_strategies[] = {
       hpmlc_servers_gradient, hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
     { HPML_STRATEGY_FEDERATED, "federated", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_federated_open, hpmlc_servers_begin,
       NULL, hpmlc_federated_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
-    { HPML_STRATEGY_HOGWILD, "hogwild", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_hogwild_open, hpmlc_hogwild_begin, NULL,
+    { HPML_STRATEGY_HOGWILD, "hogwild", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_hogwild_open, hpmlc_dist_pass, NULL,
       hpmlc_hogwild_update, hpmlc_hogwild_finish, hpmlc_hogwild_state, hpmlc_hogwild_close },
 };
 
@@ -11364,9 +11448,17 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     return hpml_ctx_backend(ctx)->host || hpmlc_host_view_create(&l->view, ctx, most);
 }
 
+/* Makes the trainer's plan fit the plan's memory. False: an error on the context. */
+HPMLC_FN bool hpmlc_plan_fits(hpml_distributed *d)
+{
+    if (!d->plan.recompute && d->plan.memory == 0) return true;
+    return hpml_graph_budget(hpml_trainer_graph(d->t), (size_t)d->plan.memory, 0) == HPML_OK;
+}
+
 HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
 {
     if (d->plan.pipe > 1 && !hpmlc_pipeline_open(d)) return false;
+    if (!hpmlc_plan_fits(d)) return false;
     if (!hpmlc_layout_open(d)) return false;
     const size_t buffers = (size_t)d->layout.buffer_total;
     d->stats.sum     = (double *)hpmlc_dist_alloc(d, sizeof(double) * (HPMLC_STATS + buffers));
@@ -11886,6 +11978,8 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
     hpmlc_states list;
     int64_t      summed, floats;
+    float        done = 1;
+    int          there, root = 0, now;
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     bool is_listed = hpmlc_states_open(d, &list, true);
     floats = hpmlc_states_place(&list, &summed);
@@ -11895,14 +11989,19 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
             const hpmlc_state *it = &list.item[i];
             if (!hpmlc_state_is_absent(it) && hpmlc_state_counts(d, it)) hpmlc_state_save(it, rows + it->offset);
         }
-        hpml_status status = hpml_reduce_to(d->all, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
-        const bool writes = d->all->rank == 0 || hpmlc_plan_splits(&d->plan); /* all ranks, to join the parts */
+        hpml_status status = HPML_OK;
+        if (hpmlc_goes_on(d)) status = hpmlc_sum_there(d, rows, summed, &there, &root);
+        else status = hpml_reduce_to(d->all, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
+        const bool writes = d->all->rank == root || hpmlc_plan_splits(&d->plan); /* all ranks, to join the parts */
         if (status == HPML_OK && writes) hpmlc_states_write(&list, path, rows, floats);
         hpml_ctx_release(d->ctx, rows);
     }
     hpmlc_states_close(&list);
     if (!rows) return hpml_ctx_status(d->ctx);
-    return hpml_barrier(d->all); /* all ranks wait until the file is there, or get the error of rank 0 */
+    if (!hpmlc_goes_on(d)) return hpml_barrier(d->all); /* until the file is there, or the writer's error has come */
+    hpml_status status = hpmlc_sum_there(d, &done, 1, &there, &now);
+    if (status != HPML_OK || now == root) return status;
+    return hpmlc_fail(d->c, HPML_ERR_PEER, "distribute save: rank %d was lost, which wrote %s; save again", root, path);
 }
 
 /* Fails if file f has gradients that only another strategy applies, or that are in an older format. */
@@ -12171,6 +12270,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "mix: topology %d, data %p", (int)topology, (void *)data);
     int tag = hpmlc_enter(c, "mix", n, HPML_ELEMENT_F32, HPML_SUM, "topology", (int)topology);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    if (c->survive) tag = HPMLC_TAG_SUM; /* because a lost rank fails collectives of all ranks */
     const int    p = c->size, me = c->rank;
     const size_t bytes = (size_t)n * sizeof(float);
     hpml_status  status = HPML_OK;
@@ -12186,7 +12286,10 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
         int source = w[from] > 0 ? from : -1;
         c->round = k;
         status = hpmlc_round(c, tag, dest, (const char *)mine, bytes, source, (char *)theirs, bytes, NULL);
-        for (int64_t i = 0; source >= 0 && status == HPML_OK && i < n; i++) data[i] += (float)w[from] * theirs[i];
+        const bool   is_lost = status == HPML_ERR_PEER && hpml_ctx_status(c->ctx) == HPML_OK; /* `to` or `from` */
+        const float *x       = is_lost && hpml_comm_lost(c, from) ? mine : theirs;
+        if (is_lost) status = HPML_OK;
+        for (int64_t i = 0; source >= 0 && status == HPML_OK && i < n; i++) data[i] += (float)w[from] * x[i];
     }
     hpml_ctx_release(c->ctx, w);
     return hpmlc_leave(c, status);
@@ -12440,7 +12543,7 @@ HPML_API hpml_status hpml_comm_set_plan(hpml_comm *c, const hpml_plan *plan)
     mesh->m.all = c;
     c->mesh     = mesh;
     hpmlc_mesh_places(mesh);
-    if (settings.shard > 0 || settings.pipe > 1) hpml_ctx_defer(c->ctx, true);
+    if (hpmlc_plan_defers(&settings)) hpml_ctx_defer(c->ctx, true);
     if (hpmlc_plan_splits(&settings)) return hpmlc_mesh_open(mesh);
     mesh->m.replicas = c;
     for (int k = 0; k < HPML_AXES; k++) mesh->rest[k] = c;
