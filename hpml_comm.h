@@ -3058,6 +3058,10 @@ HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
         return hpmlc_fail(c, HPML_ERR_COMM, "%s: MPI says: %.*s; all ranks must pass the same counts", c->operation,
                           length, text);
     m->done = true;
+    if (kind != MPI_ERR_TRUNCATE && c->survive && m->tag <= HPML_TAG_MAX) { /* the peer's process has ended */
+        c->silent[m->peer] = true;
+        return hpmlc_lose(c, m, hpmlc_why_lost(c, m->peer));
+    }
     if (kind != MPI_ERR_TRUNCATE)
         return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->operation,
                                       c->origin[m->peer], length, text);
