@@ -3400,11 +3400,10 @@ HPMLI_FN int64_t hpmli_whole_place(const hpml_tensor *t, int64_t i, int64_t *run
 {
     int64_t later = 1; /* elements of the whole in the dimensions after d */
     *run = hpml_tensor_count(t) - i;
-    for (int d = t->ndim - 1; d >= 0; d--) {
+    for (int d = t->ndim - 1; d >= 0; later *= t->shape[d--]) {
+        if (!t->split[d]) continue;
         const hpml_group *g = hpml_ctx_group(t->ctx, (hpml_axis)t->split[d]);
         hpmli_cut         c = { t->shape[d] / hpmli_sections(t, d) * later, g->rank, g->size };
-        later *= t->shape[d];
-        if (!t->split[d]) continue;
         *run = hpmli_min(*run, c.n - i % c.n);
         i    = hpmli_cut_place(&c, i);
         later *= g->size;
@@ -3412,7 +3411,6 @@ HPMLI_FN int64_t hpmli_whole_place(const hpml_tensor *t, int64_t i, int64_t *run
     return i;
 }
 
-/* Marks dimension dim of t as split; tells t apart from a whole one in errors. */
 HPMLI_FN void hpmli_split_set(hpml_tensor *t, int dim, hpml_axis axis, int64_t sections)
 {
     t->split[dim] = (int8_t)axis;

@@ -53,6 +53,22 @@ TEST(plans_are_printed_and_read_back)
     ENSURE(count > 10000 && hpml_plan_differs(&plan, &zero, NULL, 0) == 0);
 }
 
+/* Stepping through all combinations one by one finds as many plans. */
+TEST_LONG(plans_that_are_left_out_are_refused)
+{
+    hpml_plan plan = { 0 }, next = { 0 };
+    int       all = 1, count = 1, i;
+    bool      matters[HPMLC_FIELDS];
+    while (hpml_plan_next(&next, &four)) count++;
+    do {
+        i = HPMLC_FIELDS - 1;
+        hpmlc_fields_matter(&plan, matters);
+        while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], &plan))) i--;
+        all += i >= 0 && hpml_plan_check(&plan, &four, NULL, 0) == HPML_OK;
+    } while (i >= 0);
+    ENSURE(all == count);
+}
+
 TEST(a_plan_is_read_from_text)
 {
     static const char sorted[] = "exact=1,leaf=3,codec=topk,codec.ratio=0.25,codec.seed=18446744073709551615,"
@@ -197,10 +213,12 @@ TEST(each_rule_names_both_sides_and_a_way_out)
 #define COUNT_RULE(is_refused, sentence) \
     for (int i = 0; i < COUNT; i++) \
         if (strncmp(why[i] + strlen("plan: "), sentence, strlen(sentence)) == 0) { tripped++; break; }
+    HPMLC_PLAN_NEEDS(COUNT_RULE)
     HPMLC_PLAN_RULES(COUNT_RULE)
 #undef COUNT_RULE
     int rules = 0;
 #define COUNT_RULE(is_refused, sentence) rules++;
+    HPMLC_PLAN_NEEDS(COUNT_RULE)
     HPMLC_PLAN_RULES(COUNT_RULE)
 #undef COUNT_RULE
     ENSURE(tripped == rules);
