@@ -7376,8 +7376,8 @@ HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *fa
     out->outer_momentum = hpmlc_default(out->outer_momentum, 1 - 1 / workers);
 }
 
-/* Returns the sentence of a rule that refuses the plan p with the facts f; NULL: there is none. *is_final: fields further
-   down in the list than those that are set cannot satisfy the rule. */
+/* Returns the sentence of a rule that refuses the plan p with the facts f; NULL: there is none. *is_final: fields
+   further down in the list than those that are set cannot satisfy the rule. */
 HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f, bool *is_final)
 {
 #define HPMLC_RULE(is_refused, sentence) if (is_refused) return sentence;

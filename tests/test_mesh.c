@@ -46,8 +46,8 @@ static bool trains_as_one(hpml_transport_kind transport, int ranks, const hpml_p
     return good;
 }
 
-/* Trains by all factorizations of a number of ranks into data x pipe x tensor, with each .shard that a plan may have, as
-   one rank does. Returns the number of plans; 0: one is wrong. */
+/* Trains by all factorizations of a number of ranks into data x pipe x tensor, with each .shard that a plan may have,
+   as one rank does. Returns the number of plans; 0: one is wrong. */
 static int factorizations(hpml_transport_kind transport, int ranks)
 {
     split_run serial = { .model = split_small, .optimizer = HPML_OPT_SGD, .steps = 3 };
