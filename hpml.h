@@ -797,12 +797,6 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
    compute the bits of the whole graph, except where one cut severs a result and a reshape of it: their gradients are
    added up in another order. A parameter that is trained by two parts here is an error. */
 HPML_API hpml_status hpml_graph_part(hpml_graph *g, int from, int to, int64_t rows, int slots);
-/* Reserves memory for `floats` f32 in the arena, before it is taken, from one time of the plan to another, both
-   included; *place receives the address when memory is taken. Activations whose lives do not overlap with these times
-   share the memory. A time is the place of an op in the list of entries that its part runs; with several slots both
-   have to be of one pass. */
-HPML_API hpml_status hpml_graph_reserve(hpml_graph *g, int64_t floats, int from, int to, float **place);
-HPML_API int         hpml_graph_time(const hpml_graph *g, int op, bool backward); /* of an op in running order */
 /* Takes the planned memory, and points all tensors of a slot's ops into this slot, for the next passes; at first 0. */
 HPML_API hpml_status hpml_graph_slot(hpml_graph *g, int slot);
 /* Writes the results of ops before op `at` that ops from `at` on read to `tensors` (capacity); returns how many. */
@@ -812,8 +806,8 @@ HPML_API int         hpml_graph_crossing(const hpml_graph *g, int at, hpml_tenso
    kept from the forward pass (KEEP); or the ops run AGAIN at the beginning of the segment's backward pass (Chen et al.
    2016), so that only what the segment reads is kept in between; or it is copied to host memory and back (SWAP). Ops
    that run again compute what they did, dropout with the same masks; running statistics move once; ops of your own run
-   again, too, and collective ones communicate again. hpml_recompute makes the ops recorded from `true` to `false` a segment that
-   runs AGAIN. hpml_graph_retain chooses for ops `from` to `to` - 1, a segment, before the graph's memory is taken. */
+   again, too, and collective ones communicate again. hpml_recompute makes the ops recorded from `true` to `false` a
+   segment that runs AGAIN. hpml_graph_retain makes ops `from` to `to` - 1 a segment, before memory is taken. */
 typedef enum hpml_retain_how { HPML_RETAIN_KEEP = 0, HPML_RETAIN_AGAIN, HPML_RETAIN_SWAP } hpml_retain_how;
 HPML_API void        hpml_recompute(hpml_ctx *ctx, bool on);
 HPML_API hpml_status hpml_graph_retain(hpml_graph *g, int from, int to, hpml_retain_how how);
@@ -3406,11 +3400,10 @@ HPMLI_FN int64_t hpmli_whole_place(const hpml_tensor *t, int64_t i, int64_t *run
 {
     int64_t later = 1; /* elements of the whole in the dimensions after d */
     *run = hpml_tensor_count(t) - i;
-    for (int d = t->ndim - 1; d >= 0; d--) {
+    for (int d = t->ndim - 1; d >= 0; later *= t->shape[d--]) {
+        if (!t->split[d]) continue;
         const hpml_group *g = hpml_ctx_group(t->ctx, (hpml_axis)t->split[d]);
         hpmli_cut         c = { t->shape[d] / hpmli_sections(t, d) * later, g->rank, g->size };
-        later *= t->shape[d];
-        if (!t->split[d]) continue;
         *run = hpmli_min(*run, c.n - i % c.n);
         i    = hpmli_cut_place(&c, i);
         later *= g->size;
@@ -3418,7 +3411,6 @@ HPMLI_FN int64_t hpmli_whole_place(const hpml_tensor *t, int64_t i, int64_t *run
     return i;
 }
 
-/* Marks dimension dim of t as split; tells t apart from a whole one in errors. */
 HPMLI_FN void hpmli_split_set(hpml_tensor *t, int dim, hpml_axis axis, int64_t sections)
 {
     t->split[dim] = (int8_t)axis;
@@ -4395,10 +4387,7 @@ struct hpml_graph {
     bool           cut;        /* hpml_graph_part has named the parts */
     hpmli_slot    *slots;      /* (slot_count) */
     int            slot_count, slot;  /* slot: the one that the pointers of all tensors belong to */
-    hpmli_life    *reserved;   /* (reserved_count) arrays of others in the arena, see hpml_graph_reserve */
-    int            reserved_count;
     double         ops_per_byte; /* operations that take as long as copying a byte to the host */
-    int64_t        reserved_capacity;
     hpml_memory    memory;
     void          *elsewhere;  /* unused address of an input that has its memory from another graph */
     char          *arena;      /* memory of activations, their gradients and scratch, on the device */
@@ -4842,10 +4831,6 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
     }
     if (g->loss && g->loss->node && !hpmli_node_in(p, g->loss))
         hpmli_life_add(pl, HPMLI_SCALAR_BYTES, 0, pl->end, &g->loss->raw);
-    for (int i = 0; i < g->reserved_count && p == g->parts; i++) {
-        const hpmli_life *r = &g->reserved[i];
-        hpmli_life_add(pl, r->bytes, r->from, r->to, r->place);
-    }
 }
 
 /* Lists what part p reads and does not compute: inputs, constants, results of earlier parts. False: no memory. */
@@ -4892,7 +4877,7 @@ HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_list *p)
 {
     hpml_ctx   *ctx  = g->ctx;
     hpmli_plan  pl   = { g, p, NULL, 0 };
-    int64_t     most = 5 * ((int64_t)p->to - p->from) + 2 * ((int64_t)g->leaf_count + p->from) + 1 + g->reserved_count;
+    int64_t     most = 5 * ((int64_t)p->to - p->from) + 2 * ((int64_t)g->leaf_count + p->from) + 1;
     hpmli_part_free(ctx, p);
     if (!hpmli_part_list(g, p) || !hpmli_part_inputs(g, p)) return false;
     for (int a = 0; a < HPMLI_AREAS; a++) p->area[a].lives = hpmli_new(ctx, hpmli_life, a < g->slot_count ? most : 1);
@@ -5162,26 +5147,6 @@ HPML_API hpml_status hpml_graph_part(hpml_graph *g, int from, int to, int64_t ro
     hpmli_params_note(g);
     if (hpmli_graph_plan_parts(g) && g->trainer) hpmli_trainer_planned(g->trainer);
     return g->ctx->status;
-}
-
-HPML_API hpml_status hpml_graph_reserve(hpml_graph *g, int64_t floats, int from, int to, float **place)
-{
-    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
-    int        end  = g->parts[0].entry_count;
-    hpmli_life life = { (size_t)floats * sizeof(float), 0, from, to, (void **)(void *)place };
-    if (g->arena || g->part_count > 1 || floats < 1 || from < 0 || from > to || to > end)
-        return hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "graph reserve: %lld floats from time %d to %d of %d%s: expected "
-                          "at least 1, times in this order, one part, and no memory taken", (long long)floats, from, to,
-                          end, g->arena ? ", memory taken" : "");
-    if (!hpmli_grow(g->ctx, &g->reserved, g->reserved_count, &g->reserved_capacity, sizeof life)) return g->ctx->status;
-    g->reserved[g->reserved_count++] = life;
-    if (hpmli_graph_plan_parts(g) && g->trainer) hpmli_trainer_planned(g->trainer);
-    return g->ctx->status;
-}
-HPML_API int hpml_graph_time(const hpml_graph *g, int op, bool backward)
-{
-    if (!g || op < 0 || op >= g->count) return -1;
-    return g->nodes[op]->state->at[backward ? HPMLI_BACKWARD : HPMLI_FORWARD];
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

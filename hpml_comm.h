@@ -687,7 +687,17 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
                    p - 1 steps                       and the pipeline never empties. A micro-batch has the same version
                                                      of a stage's weights in both passes, so a stage keeps p - r of them
      VERTICAL      as STASH                          min(p - r, m)    STASH with vertical sync: a micro-batch has the
-                                                     same version on all stages, so each stage keeps p of them */
+                                                     same version on all stages, so each stage keeps p of them
+
+   hpml_distribute with hpml_plan.pipe > 1 cuts the ops of a recorded model into stages; the program stays the same. All
+   stages get the whole batch (x, y) and call the trainer's functions alike, also evaluate and predict, whose outputs
+   all stages get. A tensor that a later stage reads goes there directly. A parameter is on the stages that read it
+   (`data` is NULL elsewhere); the gradient of one that several stages read is added up. With a flush the gradient has
+   the bits of one rank that accumulates as many micro-batches (batchnorm apart, whose running statistics are those of
+   all micro-batches together: Kim et al. 2020), and the loss of a step is known on all stages, hpml_step_info.accuracy
+   on the last one. With STASH and VERTICAL a step is the forward pass of its batch and, on stage r, the backward pass
+   and update of the batch p - 1 - r steps before, whose loss is the step's (0: there is none yet);
+   hpml_distribute_finish empties the pipeline, and hpml_distribute_get counts no steps. */
 typedef enum hpml_pipe_kind {
     HPML_PIPE_GPIPE = 0, HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_STASH, HPML_PIPE_ZERO_BUBBLE,
     HPML_PIPE_VERTICAL,
@@ -851,7 +861,7 @@ typedef struct hpml_plan {
     int32_t         sequence;     /* each rank has some time steps of each sequence */
     int32_t         expert;       /* each rank has some of the experts, and its own share of the batch */
     hpml_pipe_kind  schedule;     /* pipe: in which order a stage works on its micro-batches. ZERO_BUBBLE can only be
-                                     simulated */
+                                     simulated, because ops compute both gradients at once */
     int32_t         micro;        /* pipe: micro-batches of a batch; 0: 4 for each stage, but at most the batch's
                                      samples. STASH, VERTICAL: 0, because a batch is one */
     int32_t         chunks;       /* pipe, INTERLEAVED: pieces of the model on each stage; 0: 2 */
@@ -1094,7 +1104,8 @@ HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *ti
 /* A checkpoint of the whole job, the residuals of all ranks and, with `delayed`, the gradients not yet applied
    included; collective. It loads on any number of ranks: the residuals of all ranks are shared out among the ranks that
    load them, so that no part of a gradient is lost. On as many ranks as before, or with `exact`, the job continues bit
-   for bit. Where ranks exchange parameters, saving is also a hpml_distribute_finish, and the states of the ranks'
+   for bit. Where ranks exchange parameters, or with schedules stash and vertical, saving is also a
+   hpml_distribute_finish, and the states of the ranks'
    optimizers become their means, so that any number of ranks can continue. Residuals between nodes (a link that ends at
    the node) load on as many nodes with as many ranks each only.
    */
@@ -1490,6 +1501,14 @@ struct hpmlc_mesh { /* see >>mesh */
 /* HPMLC_ZERO defines a variable `name`, all zero; HPMLC_DESC a copy of the struct *given, all zero if given is NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
+
+/* See >>pipe-run. open: before memory is taken. join: adds up gradients of parameters that several stages have. */
+HPMLC_FN bool        hpmlc_pipeline_open(hpml_distributed *d);
+HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
+HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
+HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl);
+HPMLC_FN void        hpmlc_pipeline_close(hpml_distributed *d);
+HPMLC_FN void        hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length);
 
 HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLC_FN int64_t hpmlc_max(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -3039,6 +3058,10 @@ HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
         return hpmlc_fail(c, HPML_ERR_COMM, "%s: MPI says: %.*s; all ranks must pass the same counts", c->operation,
                           length, text);
     m->done = true;
+    if (kind != MPI_ERR_TRUNCATE && c->survive && m->tag <= HPML_TAG_MAX) { /* the peer's process has ended */
+        c->silent[m->peer] = true;
+        return hpmlc_lose(c, m, hpmlc_why_lost(c, m->peer));
+    }
     if (kind != MPI_ERR_TRUNCATE)
         return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->operation,
                                       c->origin[m->peer], length, text);
@@ -7621,14 +7644,6 @@ struct hpml_distributed {
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
 
-/* See >>pipe-run. open: before memory is taken. join: adds up gradients of parameters that several stages have. */
-HPMLC_FN bool        hpmlc_pipeline_open(hpml_distributed *d);
-HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
-HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
-HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl);
-HPMLC_FN void        hpmlc_pipeline_close(hpml_distributed *d);
-HPMLC_FN void        hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length);
-
 struct hpmlc_strategy {
     hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
     const char *name;         /* of the form, as the plan's field, if any; own arrays in checkpoints begin so */
@@ -11981,6 +11996,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     float        done = 1;
     int          there, root = 0, now;
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    if (d->pipeline && hpmlc_pipeline_drain(d->pipeline) != HPML_OK) return hpml_ctx_status(d->ctx);
     bool is_listed = hpmlc_states_open(d, &list, true);
     floats = hpmlc_states_place(&list, &summed);
     float *rows = is_listed ? (float *)hpml_ctx_alloc(d->ctx, (size_t)(floats + 1) * sizeof(float), NULL) : NULL;
@@ -13472,9 +13488,10 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
     pl->cut         = (int32_t *)hpmlc_dist_alloc(d, sizeof *pl->cut * ((size_t)pl->pieces + 1));
     if (!pl->cut || !hpmlc_pipeline_cut(pl, &d->plan) || !hpmlc_edges_find(pl) || !hpmlc_stages_set(pl)) return false;
     if (!hpmlc_pipeline_parts(pl) || !hpmlc_norms_open(pl) || !hpmlc_pipeline_arrays(pl)) return false;
-    if (pl->ties == 0 || (d->plan.strategy == HPML_STRATEGY_SYNC && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
+    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard == 0; /* calls hpmlc_pipeline_join */
+    if (pl->ties == 0 || (joins && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
     return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "pipeline: parameter \"%s\" is read by several stages, which have to "
-                      "step it with one gradient; take strategy sync and schedule gpipe or 1f1b",
+                      "step it with one gradient; take strategy sync without shard and schedule gpipe or 1f1b",
                       hpml_param_at(d->ctx, pl->tied[0].param)->name), false;
 }
 
@@ -15565,7 +15582,8 @@ HPMLC_FN double hpmlc_pipe_ready(const hpmlc_pipe_sim *s, int r)
 HPMLC_FN void hpmlc_pipe_send(hpmlc_pipe_sim *s, int r, const hpml_pipe_task *t)
 {
     bool forward = t->work == HPML_PIPE_FORWARD;
-    int  piece = forward ? t->piece + 1 : t->piece - 1, cut = forward ? t->piece : piece;
+    int  piece = forward ? t->piece + 1 : t->piece - 1; /* that reads the result */
+    int  cut   = forward ? t->piece : piece;
     if (t->work == HPML_PIPE_UPDATE || t->work == HPML_PIPE_BACKWARD_WEIGHTS) return;
     if (piece < 0 || piece >= s->p * s->chunks) return;
     double *arrival = &s->arrival[!forward][(size_t)piece * (size_t)s->m + (size_t)t->micro];

@@ -149,13 +149,13 @@ static int64_t pixel(const image_case *k, int channels, int block, int blocks, i
     return (i / (h * w) * k->H + y) * k->W + x + 0 * channels;
 }
 
-static hpml_tensor *image_layer(const image_case *k, hpml_tensor *x)
+/* whole: convolution of the whole image by the built-in op. */
+static hpml_tensor *image_layer(const image_case *k, hpml_tensor *x, bool whole, const char *name)
 {
-    const int block[2] = { k->rows, k->cols };
-    if (k->local)
-        return hpml_local2d(x, k->out, &(hpml_local2d_desc){ .kernel = k->kernel, .rows = block[0], .cols = block[1],
-                                                             .activation = HPML_ACT_TANH });
-    return hpml_conv2d_rows(x, k->out, &(hpml_conv2d_desc){ .kernel_h = k->kernel, .padding_h = k->kernel / 2 });
+    hpml_local2d_desc local = { .kernel = k->kernel, .rows = k->rows, .cols = k->cols, .activation = HPML_ACT_TANH };
+    hpml_conv2d_desc  conv = { .kernel_h = k->kernel, .padding_h = k->kernel / 2, .name = name };
+    if (k->local) return hpml_local2d(x, k->out, &local);
+    return whole ? hpml_conv2d(x, k->out, &conv) : hpml_conv2d_rows(x, k->out, &conv);
 }
 
 /* Two layers; the gradients of sum (y dy) / pixels. Weights of the whole are number(10 + parameter, place). */
@@ -164,10 +164,7 @@ static void image_model(hpml_ctx *ctx, const image_case *k, int block, int block
     int64_t h = blocks > 1 ? k->H / k->rows : k->H, w = blocks > 1 ? k->W / k->cols : k->W;
     hpml_tensor *x = hpml_input_4d(ctx, k->B, k->C, h, w), *dy = hpml_input_4d(ctx, k->B, k->out, h, w);
     hpml_tensor_require_grad(x);
-    hpml_tensor *y = image_layer(k, x);
-    image_case   second = *k;
-    second.C = k->out;
-    y = image_layer(&second, y);
+    hpml_tensor *y = image_layer(k, image_layer(k, x, !c, "c1"), !c, "c2");
     hpml_tensor *loss = hpml_sum(hpml_mul(y, dy), HPML_ALL_DIMS);
     hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1, .loss = loss });
     if (hpml_graph_alloc(g) != HPML_OK) return;
@@ -671,7 +668,7 @@ static void autoencoder(hpml_comm *c, hpml_ctx *ctx, int block, int blocks, doub
 {
     const image_case whole = { 4, 1, 8, 8, 3, 3, 2, 2, true };
     int64_t          side = blocks > 1 ? 4 : 8;
-    hpml_tensor *x = hpml_input_4d(ctx, 4, 1, side, side), *h = image_layer(&whole, x);
+    hpml_tensor *x = hpml_input_4d(ctx, 4, 1, side, side), *h = image_layer(&whole, x, !c, NULL);
     hpml_local2d_desc decoder = { .kernel = 3, .rows = 2, .cols = 2 };
     hpml_tensor *loss = hpml_mse(hpml_local2d(h, 1, &decoder), x);
     hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = loss });

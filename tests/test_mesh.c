@@ -331,6 +331,8 @@ TEST(a_checkpoint_of_a_mesh_is_that_of_one_rank)
         { "tensor=2,exact=1,leaf=2,codec=onebit,codec.min_elements=16",
           "tensor=4,exact=1,leaf=2,codec=onebit,codec.min_elements=16", 4, 4 },
         { "tensor=2,delayed=1", "tensor=4,delayed=1", 4, 4 },
+        { "pipe=2,tensor=2", "", 8, 1 },
+        { "pipe=4,schedule=interleaved", "pipe=2,tensor=2,schedule=1f1b", 4, 8 },
         { "tensor=2,strategy=block,period=2", "strategy=block,period=2", 4, 2 },
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
