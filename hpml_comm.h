@@ -1104,13 +1104,12 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
 HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *times);
 
 /* A checkpoint of the whole job, the residuals of all ranks and, with `delayed`, the gradients not yet applied
-   included; collective. It has whole tensors, and loads on any number of ranks and any axes: the residuals of all ranks are shared out among the ranks that
-   load them, so that no part of a gradient is lost. On as many ranks as before, or with `exact`, the job continues bit
-   for bit. Where ranks exchange parameters, or with schedules stash and vertical, saving is also a
-   hpml_distribute_finish, and the states of the ranks'
-   optimizers become their means, so that any number of ranks can continue. Residuals between nodes (a link that ends at
-   the node) load on as many nodes with as many ranks each only.
-   */
+   included; collective. It has whole tensors, and loads on any number of ranks and any axes: the residuals of all ranks
+   are shared out among the ranks that load them, so that no part of a gradient is lost. On as many ranks as before, or
+   with `exact`, the job continues bit for bit. Where ranks exchange parameters, or with schedules stash and vertical,
+   saving is also a hpml_distribute_finish, and the states of the ranks' optimizers become their means, so that any
+   number of ranks can continue. Residuals between nodes (a link that ends at the node) load on as many nodes with as
+   many ranks each only. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
 
