@@ -76,6 +76,8 @@
 //     move            what one rank sends, receives and adds in one round of an allreduce
 //     phase, team     part of an algorithm: rounds of one kind; the ranks that take part in it
 //     plan            how a training is spread over ranks: hpml_plan, one struct
+//     mesh, axis      the ranks of a plan as a block; its dimensions data, pipe, tensor, sequence, expert (>>api-mesh)
+//     replicas        ranks that have the same whole parameters and average their gradients
 //     halo            pixels of the neighbouring ranks' blocks around a rank's block of an image
 //     expert          one of several dense networks of which each token uses one or two; token: a row of features
 //     place           of experts: a row of an expert's batch, which one token may take
@@ -1102,13 +1104,12 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
 HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *times);
 
 /* A checkpoint of the whole job, the residuals of all ranks and, with `delayed`, the gradients not yet applied
-   included; collective. It loads on any number of ranks: the residuals of all ranks are shared out among the ranks that
-   load them, so that no part of a gradient is lost. On as many ranks as before, or with `exact`, the job continues bit
-   for bit. Where ranks exchange parameters, or with schedules stash and vertical, saving is also a
-   hpml_distribute_finish, and the states of the ranks'
-   optimizers become their means, so that any number of ranks can continue. Residuals between nodes (a link that ends at
-   the node) load on as many nodes with as many ranks each only.
-   */
+   included; collective. It has whole tensors, and loads on any number of ranks and any axes: the residuals of all ranks
+   are shared out among the ranks that load them, so that no part of a gradient is lost. On as many ranks as before, or
+   with `exact`, the job continues bit for bit. Where ranks exchange parameters, or with schedules stash and vertical,
+   saving is also a hpml_distribute_finish, and the states of the ranks' optimizers become their means, so that any
+   number of ranks can continue. Residuals between nodes (a link that ends at the node) load on as many nodes with as
+   many ranks each only. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
 
@@ -7399,8 +7400,8 @@ HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *fa
     out->outer_momentum = hpmlc_default(out->outer_momentum, 1 - 1 / workers);
 }
 
-/* Returns the sentence of a rule that refuses the plan p with the facts f; NULL: there is none. *is_final: fields further
-   down in the list than those that are set cannot satisfy the rule. */
+/* Returns the sentence of a rule that refuses the plan p with the facts f; NULL: there is none. *is_final: fields
+   further down in the list than those that are set cannot satisfy the rule. */
 HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f, bool *is_final)
 {
 #define HPMLC_RULE(is_refused, sentence) if (is_refused) return sentence;

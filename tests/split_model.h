@@ -92,8 +92,8 @@ static inline void split_free(split_run *r)
 }
 
 /* Copies the wholes of one array of all parameters to `to` (NULL: does not), and returns the number of their floats.
-   Ranks add up arrays of zeros that hold what they have alone: parts, of their stage, and with shard 1 a gradient's piece
-   that is a sum over all ranks. What hpml_trainer_collect can join, with .pieces, it does. */
+   Ranks add up arrays of zeros that hold what they have alone: parts, of their stage, and with shard 1 a gradient's
+   piece that is a sum over all ranks. What hpml_trainer_collect can join, with .pieces, it does. */
 static inline int64_t split_collect(hpml_trainer *t, hpml_array which, const split_run *r, float *to)
 {
     hpml_ctx         *ctx = hpml_trainer_settings(t)->input->ctx;
