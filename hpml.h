@@ -143,7 +143,9 @@
 //     trainer   the trainer: settings, creation, a batch in its inputs
 //     hooks   hooks of a trainer, and its arrays of values, gradients and states
 //     nonfinite   a step's scalars; the names of layers whose numbers are not finite
-//     step   one step: micro-batch, gradients, update
+//     step   one step: its norm, its loss scale
+//     half-steps   the passes of a step: whole, or in halves for a hook
+//     update   the steps of parameters, micro-batches, a whole step
 //     fit   passes over data, evaluation, prediction
 // PART VI   DATA AND FILES: datasets, batches, safetensors, checkpoints, the timeline
 //     files   reading files, writing files that appear whole
@@ -795,31 +797,25 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
    compute the bits of the whole graph, except where one cut severs a result and a reshape of it: their gradients are
    added up in another order. A parameter that is trained by two parts here is an error. */
 HPML_API hpml_status hpml_graph_part(hpml_graph *g, int from, int to, int64_t rows, int slots);
-/* Reserves memory for `floats` f32 in the arena, before it is taken, from one time of the plan to another, both
-   included; *place receives the address when memory is taken. Activations whose lives do not overlap with these times
-   share the memory. A time is the place of an op in the list of entries that its part runs; with several slots both
-   have to be of one pass. */
-HPML_API hpml_status hpml_graph_reserve(hpml_graph *g, int64_t floats, int from, int to, float **place);
-HPML_API int         hpml_graph_time(const hpml_graph *g, int op, bool backward); /* of an op in running order */
 /* Takes the planned memory, and points all tensors of a slot's ops into this slot, for the next passes; at first 0. */
 HPML_API hpml_status hpml_graph_slot(hpml_graph *g, int slot);
 /* Writes the results of ops before op `at` that ops from `at` on read to `tensors` (capacity); returns how many. */
 HPML_API int         hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tensors, int capacity);
 
 /* Less memory for more work, with the same bits. What the backward pass reads of the results of a segment of ops is
-   KEEPt from the forward pass; or the ops run AGAIN at the beginning of the segment's backward pass (Chen et al. 2016),
-   so that only what the segment reads is kept in between; or it is SWAPped: copied to host memory and back. Ops that run
-   again compute what they did, dropout with the same masks; running statistics move once; ops of your own run again, too,
-   and collective ones communicate again. hpml_recompute makes the ops recorded from `true` to `false` a segment that
-   runs AGAIN. hpml_graph_retain chooses for ops `from` to `to` - 1, a segment, before the graph's memory is taken. */
+   kept from the forward pass (KEEP); or the ops run AGAIN at the beginning of the segment's backward pass (Chen et al.
+   2016), so that only what the segment reads is kept in between; or it is copied to host memory and back (SWAP). Ops
+   that run again compute what they did, dropout with the same masks; running statistics move once; ops of your own run
+   again, too, and collective ones communicate again. hpml_recompute makes the ops recorded from `true` to `false` a
+   segment that runs AGAIN. hpml_graph_retain makes ops `from` to `to` - 1 a segment, before memory is taken. */
 typedef enum hpml_retain_how { HPML_RETAIN_KEEP = 0, HPML_RETAIN_AGAIN, HPML_RETAIN_SWAP } hpml_retain_how;
 HPML_API void        hpml_recompute(hpml_ctx *ctx, bool on);
 HPML_API hpml_status hpml_graph_retain(hpml_graph *g, int from, int to, hpml_retain_how how);
 /* Chooses by cost how each segment is retained, so that activations and scratch of hpml_memory are at most `bytes` (as
-   KARMA does, Wahib et al. 2020). Segments are those recorded by hpml_recompute; without any the graph is cut into up to
-   8 of about equally large results. ops_per_byte: operations that take as long as copying a byte; 0: 8. An error that
-   names the least bytes, if `bytes` are too few. With bytes 0 every segment runs AGAIN, by default about the square root
-   of the number of ops. */
+   KARMA does, Wahib et al. 2020). Segments are those recorded by hpml_recompute, at most 8 or joined to 8; without any
+   the graph is cut into up to 8 with about equally large results. ops_per_byte: operations that take as long as copying
+   a byte; 0: 8. An error that names the least bytes, if `bytes` are too few. With bytes 0 every segment runs AGAIN;
+   where none is recorded, these are about sqrt(ops), at most 8. */
 HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_per_byte);
 
 /* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
@@ -1285,7 +1281,7 @@ HPML_API hpml_status hpml_trainer_update_inner(hpml_trainer *t);
    samples 0: gradients become zero, and the hooks are called as on other ranks. */
 HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                                    bool accumulate, float *loss);
-/* The two halves of hpml_trainer_forward_backward, for a hook `pass`. forward runs the ops of the slot (hpml_graph_part;
+/* The two halves of hpml_trainer_forward_backward, for a hook `pass`. forward runs the ops of a slot (hpml_graph_part,
    0 without parts) on samples [first, first + samples) of the batch, which with parts it copies to this slot's inputs,
    so that passes on other slots, and other batches, may come before the slot's backward pass. loss, if not NULL,
    receives the mean loss of these samples, 0 unless the loss is computed here. Random masks are those of the samples in
@@ -3404,11 +3400,10 @@ HPMLI_FN int64_t hpmli_whole_place(const hpml_tensor *t, int64_t i, int64_t *run
 {
     int64_t later = 1; /* elements of the whole in the dimensions after d */
     *run = hpml_tensor_count(t) - i;
-    for (int d = t->ndim - 1; d >= 0; d--) {
+    for (int d = t->ndim - 1; d >= 0; later *= t->shape[d--]) {
+        if (!t->split[d]) continue;
         const hpml_group *g = hpml_ctx_group(t->ctx, (hpml_axis)t->split[d]);
         hpmli_cut         c = { t->shape[d] / hpmli_sections(t, d) * later, g->rank, g->size };
-        later *= t->shape[d];
-        if (!t->split[d]) continue;
         *run = hpmli_min(*run, c.n - i % c.n);
         i    = hpmli_cut_place(&c, i);
         later *= g->size;
@@ -3416,7 +3411,6 @@ HPMLI_FN int64_t hpmli_whole_place(const hpml_tensor *t, int64_t i, int64_t *run
     return i;
 }
 
-/* Marks dimension dim of t as split; tells t apart from a whole one in errors. */
 HPMLI_FN void hpmli_split_set(hpml_tensor *t, int dim, hpml_axis axis, int64_t sections)
 {
     t->split[dim] = (int8_t)axis;
@@ -4212,9 +4206,9 @@ HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>place   a place in memory for each array of a plan: first fit
 // ---------------------------------------------------------------------------------------------------------------------
-/* A life is an array and the interval of times at which the array is needed. The arrays are placed in order of size, the
+/* A life is an array and the interval of times at which the array is needed. Arrays are placed in order of size, the
    largest first, each at the lowest address where its bytes are free during its whole life (first fit; close to the
-   optimum for chains of layers). A search among all arrays placed before would take n^2 / 2 steps for n arrays; a binary
+   optimum for chains of layers). A search among all arrays placed before takes n^2 / 2 steps for n arrays; a binary
    tree over the times (a segment tree) takes about n log n for each size of arrays, and networks have few sizes.
    Each tree node has two lists of address ranges in use, in which adjacent ranges are joined: `whole`, of arrays
    alive at all times of the tree node, and `part`, of arrays alive at some of them. A life is cut into at most two tree
@@ -4334,14 +4328,15 @@ HPMLI_FN bool hpmli_lives_place(hpml_ctx *ctx, hpmli_life *lives, int count, siz
 // ---------------------------------------------------------------------------------------------------------------------
 // >>list   the list of entries that a pass runs, and which values of it are computed again
 // ---------------------------------------------------------------------------------------------------------------------
-/* A part is a range of a graph's nodes and the list of entries that run it: each node forward in the order of recording,
+/* A part is a range of a graph's nodes and the list of entries that run it: each node forward in the recorded order,
    then each node backward in the reverse order. In the backward pass of a segment (hpml_recompute) come first entries
    that compute its results again. All times of the plan are places in this list.
    A result that is computed again has two lives, from forward to its last reader before that entry and from that entry
    on, and so two addresses; between both only the inputs of its segment are kept. A result of the segment that a later
    backward pass reads is in memory anyhow until then, so it has one life, and is computed again only if its op needs
    saved values. A result that is swapped has two lives in the same way: OUT follows its op, IN comes before the first
-   entry of the backward pass that reads it. The result of a reshape lives in the memory of its source: hpmli_base is the op that computes it. */
+   entry of the backward pass that reads it. The result of a reshape lives in the memory of its source: hpmli_base
+   returns the op that computes this source. */
 typedef enum hpmli_move { HPMLI_FORWARD, HPMLI_BACKWARD, HPMLI_AGAIN, HPMLI_OUT, HPMLI_IN } hpmli_move;
 typedef struct hpmli_entry {
     int        node; /* its place in hpml_graph.nodes */
@@ -4356,7 +4351,7 @@ typedef struct hpmli_area { /* arrays that are placed together */
 /* HELD: of each slot for itself; PASSING: shared by all slots, because one pass runs at a time. */
 enum { HPMLI_HELD, HPMLI_PASSING, HPMLI_AREAS };
 
-typedef struct hpmli_subgraph {
+typedef struct hpmli_list {
     int           from, to;         /* nodes from .. to - 1 of the graph */
     int64_t       rows;             /* most samples of a pass */
     int           slot_count, first_slot;
@@ -4365,7 +4360,7 @@ typedef struct hpmli_subgraph {
     hpml_tensor **inputs;           /* (input_count) read here and not computed here, but no parameters */
     int           input_count;
     hpmli_area    area[HPMLI_AREAS];
-} hpmli_subgraph;
+} hpmli_list;
 
 typedef struct hpmli_slot { /* memory for the arrays of a part, and the pass that has written to it */
     int      part;          /* place in hpml_graph.parts */
@@ -4386,16 +4381,13 @@ struct hpml_graph {
     hpml_tensor   *loss;
     hpml_tensor   *outputs[HPML_MAX_OUTPUTS];
     int            output_count;
-    hpmli_subgraph    *parts;      /* (part_count) what runs here: at first one part, all nodes */
+    hpmli_list    *parts;      /* (part_count) what runs here: at first one part, all nodes */
     int64_t        part_capacity, slot_capacity;
     int            part_count;
     bool           cut;        /* hpml_graph_part has named the parts */
     hpmli_slot    *slots;      /* (slot_count) */
     int            slot_count, slot;  /* slot: the one that the pointers of all tensors belong to */
-    hpmli_life    *reserved;   /* (reserved_count) arrays of others in the arena, see hpml_graph_reserve */
-    int            reserved_count;
     double         ops_per_byte; /* operations that take as long as copying a byte to the host */
-    int64_t        reserved_capacity;
     hpml_memory    memory;
     void          *elsewhere;  /* unused address of an input that has its memory from another graph */
     char          *arena;      /* memory of activations, their gradients and scratch, on the device */
@@ -4460,14 +4452,14 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
 }
 
 /* Returns the node that computes t in part p; NULL: t is computed elsewhere, or is an input or a parameter. */
-HPMLI_FN hpml_node *hpmli_node_in(const hpmli_subgraph *p, const hpml_tensor *t)
+HPMLI_FN hpml_node *hpmli_node_in(const hpmli_list *p, const hpml_tensor *t)
 {
     hpml_node *n = t ? t->node : NULL;
     return n && n->state->order >= p->from && n->state->order < p->to ? n : NULL;
 }
 
 /* Returns the node of part p in whose memory the value of n is computed, because n is a reshape of a result. */
-HPMLI_FN hpml_node *hpmli_base(const hpmli_subgraph *p, hpml_node *n)
+HPMLI_FN hpml_node *hpmli_base(const hpmli_list *p, hpml_node *n)
 {
     for (hpml_node *from; hpmli_has_trait(n, HPMLI_OP_IS_ALIAS); n = from) {
         from = hpmli_node_in(p, n->src[0]);
@@ -4479,7 +4471,7 @@ HPMLI_FN hpml_node *hpmli_base(const hpmli_subgraph *p, hpml_node *n)
 HPMLI_FN bool hpmli_goes_back(const hpml_graph *g, const hpml_node *n) { return g->loss && n->out->needs_grad; }
 
 /* True if node n reads the value of the op `of` in the backward pass: backward of n, or n itself when it runs again. */
-HPMLI_FN bool hpmli_reads_late(const hpml_graph *g, const hpmli_subgraph *p, hpml_node *n, const hpml_node *of)
+HPMLI_FN bool hpmli_reads_late(const hpml_graph *g, const hpmli_list *p, hpml_node *n, const hpml_node *of)
 {
     unsigned needs = hpmli_goes_back(g, n) ? hpmli_op_of(n)->needs(n) : 0;
     if (hpmli_base(p, n) == of && needs & HPMLI_NEED_OUT) return true;
@@ -4508,7 +4500,7 @@ HPMLI_FN bool hpmli_any_reads(const hpml_graph *g, int from, int to, const hpml_
 }
 
 /* True if the result of n, or a reshape of it, is an output or is read by another part, so that it is not swapped. */
-HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_subgraph *p, const hpml_node *n)
+HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_list *p, const hpml_node *n)
 {
     for (int i = n->state->order; i < p->to; i++) {
         hpml_node *same = g->nodes[i];
@@ -4519,7 +4511,7 @@ HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_subgraph *p, const hp
 }
 
 /* Chooses which nodes of the segment from .. to - 1 run again, and which of their results have two lives. */
-HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_subgraph *p, int from, int to)
+HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_list *p, int from, int to)
 {
     for (int k = to - 1; k >= from; k--) {
         hpml_node *n    = g->nodes[k];
@@ -4536,15 +4528,15 @@ HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_subgraph *p, int f
     }
 }
 
-HPMLI_FN void hpmli_entry_add(hpml_graph *g, hpmli_subgraph *p, int node, hpmli_move move)
+HPMLI_FN void hpmli_entry_add(hpml_graph *g, hpmli_list *p, int node, hpmli_move move)
 {
     const hpmli_entry e = { node, move };
     g->nodes[node]->state->at[move] = p->entry_count;
     p->entries[p->entry_count++]    = e;
 }
 
-/* Returns the first node of the segment of node `last` in part p, which is the segment's last node; no segment: last. */
-HPMLI_FN int hpmli_segment_first(const hpml_graph *g, const hpmli_subgraph *p, int last)
+/* Returns the first node of the segment of which node `last` is the last one in part p; without a segment: last. */
+HPMLI_FN int hpmli_segment_first(const hpml_graph *g, const hpmli_list *p, int last)
 {
     int segment = g->nodes[last]->state->segment, first = last;
     while (segment > 0 && first > p->from && g->nodes[first - 1]->state->segment == segment) first--;
@@ -4552,7 +4544,7 @@ HPMLI_FN int hpmli_segment_first(const hpml_graph *g, const hpmli_subgraph *p, i
 }
 
 /* Adds, if the result of the op that computes t is swapped out, the entry that swaps it in, once. */
-HPMLI_FN void hpmli_entry_fetch(hpml_graph *g, hpmli_subgraph *p, const hpml_tensor *t)
+HPMLI_FN void hpmli_entry_fetch(hpml_graph *g, hpmli_list *p, const hpml_tensor *t)
 {
     hpml_node *n = hpmli_node_in(p, t);
     if (!n) return;
@@ -4563,7 +4555,7 @@ HPMLI_FN void hpmli_entry_fetch(hpml_graph *g, hpmli_subgraph *p, const hpml_ten
 }
 
 /* Adds an entry of the backward pass, and before it entries that swap in what it reads. */
-HPMLI_FN void hpmli_entry_late(hpml_graph *g, hpmli_subgraph *p, int node, hpmli_move move)
+HPMLI_FN void hpmli_entry_late(hpml_graph *g, hpmli_list *p, int node, hpmli_move move)
 {
     const hpml_node *n     = g->nodes[node];
     bool             back  = move == HPMLI_BACKWARD;
@@ -4577,7 +4569,7 @@ HPMLI_FN void hpmli_entry_late(hpml_graph *g, hpmli_subgraph *p, int node, hpmli
 }
 
 /* Chooses what of part p runs again or is swapped, from the last segment to the first. */
-HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_subgraph *p)
+HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
 {
     for (int i = p->from; i < p->to; i++) {
         struct hpmli_node_state *state = g->nodes[i]->state;
@@ -4593,7 +4585,7 @@ HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_subgraph *p)
 }
 
 /* Writes the list of entries of part p; false: no memory. */
-HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_subgraph *p)
+HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
 {
     p->entries = hpmli_new(g->ctx, hpmli_entry, 4 * ((int64_t)p->to - p->from) + 1);
     if (!p->entries) return false;
@@ -4630,7 +4622,7 @@ typedef struct hpmli_use {      /* how a part uses the result of a node, or an i
 } hpmli_use;
 typedef struct hpmli_plan {     /* a part while it is planned */
     hpml_graph *g;
-    hpmli_subgraph *p;
+    hpmli_list *p;
     hpmli_use  *uses;           /* one for each node of the graph, then one for each leaf */
     int         end;            /* the time after all entries */
 } hpmli_plan;
@@ -4668,7 +4660,7 @@ HPMLI_FN void hpmli_use_note(const hpmli_plan *pl, const hpml_tensor *t, int tim
 /* Computes how long each value is needed. */
 HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
 {
-    const hpmli_subgraph *p = pl->p;
+    const hpmli_list *p = pl->p;
     for (int k = 0; k < p->entry_count; k++) {
         const hpmli_entry *e    = &p->entries[k];
         const hpml_node   *n    = pl->g->nodes[e->node];
@@ -4694,7 +4686,7 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
 /* Computes out_root, the tensor that owns the memory of each life of a value. */
 HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
 {
-    const hpmli_subgraph *p = pl->p;
+    const hpmli_list *p = pl->p;
     for (int k = 0; k < p->entry_count; k++) { /* in place: a node that alone reads a source, which is not read later */
         hpml_node *n = pl->g->nodes[p->entries[k].node], *x = hpmli_node_in(p, n->src[0]);
         int        life = hpmli_life_at(pl, n->out, k);
@@ -4808,7 +4800,7 @@ HPMLI_FN size_t hpmli_saved_bytes(const hpmli_plan *pl, const hpml_node *n)
 HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
 {
     hpml_graph *g = pl->g;
-    hpmli_subgraph *p = pl->p;
+    hpmli_list *p = pl->p;
     for (int i = p->from; i < p->to; i++) {
         hpml_node       *n      = g->nodes[i];
         const hpmli_use *u      = &pl->uses[i];
@@ -4839,14 +4831,10 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
     }
     if (g->loss && g->loss->node && !hpmli_node_in(p, g->loss))
         hpmli_life_add(pl, HPMLI_SCALAR_BYTES, 0, pl->end, &g->loss->raw);
-    for (int i = 0; i < g->reserved_count && p == g->parts; i++) {
-        const hpmli_life *r = &g->reserved[i];
-        hpmli_life_add(pl, r->bytes, r->from, r->to, r->place);
-    }
 }
 
-/* Lists what part p reads and does not compute: inputs and constants, and results of earlier parts. False: no memory. */
-HPMLI_FN bool hpmli_part_inputs(hpml_graph *g, hpmli_subgraph *p)
+/* Lists what part p reads and does not compute: inputs, constants, results of earlier parts. False: no memory. */
+HPMLI_FN bool hpmli_part_inputs(hpml_graph *g, hpmli_list *p)
 {
     p->inputs      = hpmli_new(g->ctx, hpml_tensor *, (int64_t)g->leaf_count + p->from + 1);
     p->input_count = 0;
@@ -4858,7 +4846,7 @@ HPMLI_FN bool hpmli_part_inputs(hpml_graph *g, hpmli_subgraph *p)
     return true;
 }
 
-HPMLI_FN void hpmli_part_free(hpml_ctx *ctx, hpmli_subgraph *p) /* what its plan has made */
+HPMLI_FN void hpmli_part_free(hpml_ctx *ctx, hpmli_list *p) /* what its plan has made */
 {
     for (int a = 0; a < HPMLI_AREAS; a++) hpmli_free(ctx, p->area[a].lives);
     hpmli_free(ctx, p->inputs);
@@ -4885,11 +4873,11 @@ HPMLI_FN void hpmli_graph_restore_batch(hpml_graph *g)
 }
 
 /* Plans the memory of part p for its rows; false: no memory. */
-HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_subgraph *p)
+HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_list *p)
 {
     hpml_ctx   *ctx  = g->ctx;
     hpmli_plan  pl   = { g, p, NULL, 0 };
-    int64_t     most = 5 * ((int64_t)p->to - p->from) + 2 * ((int64_t)g->leaf_count + p->from) + 1 + g->reserved_count;
+    int64_t     most = 5 * ((int64_t)p->to - p->from) + 2 * ((int64_t)g->leaf_count + p->from) + 1;
     hpmli_part_free(ctx, p);
     if (!hpmli_part_list(g, p) || !hpmli_part_inputs(g, p)) return false;
     for (int a = 0; a < HPMLI_AREAS; a++) p->area[a].lives = hpmli_new(ctx, hpmli_life, a < g->slot_count ? most : 1);
@@ -4940,7 +4928,7 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
     m->activations = at;
     m->host        = 0;
     m->extra       = 0;
-    for (const hpmli_subgraph *p = g->parts; p < g->parts + g->part_count; p++) {
+    for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
         for (int k = 0; k < p->entry_count; k++) m->extra += hpmli_entry_cost(g, &p->entries[k]);
         for (int i = p->from; i < p->to; i++) m->host += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
     }
@@ -4965,7 +4953,7 @@ HPMLI_FN bool hpmli_graph_plan_parts(hpml_graph *g)
 /* Adds a part with its slots, not yet planned; false: no memory. */
 HPMLI_FN bool hpmli_part_add(hpml_graph *g, int from, int to, int64_t rows, int slots)
 {
-    hpmli_subgraph p    = HPMLI_ZEROED;
+    hpmli_list p    = HPMLI_ZEROED;
     hpmli_slot slot = HPMLI_ZEROED;
     if (!hpmli_grow(g->ctx, &g->parts, g->part_count, &g->part_capacity, sizeof p)) return false;
     p.from       = from;
@@ -5017,7 +5005,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
     g->ops_per_byte = 8;
     g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
     g->back_names = hpmli_new(ctx, const char *, g->count + 1);
-    g->parts      = hpmli_new(ctx, hpmli_subgraph, 1);
+    g->parts      = hpmli_new(ctx, hpmli_list, 1);
     g->slots      = hpmli_new(ctx, hpmli_slot, 1);
     g->part_capacity = 1;
     g->slot_capacity = 1;
@@ -5161,26 +5149,6 @@ HPML_API hpml_status hpml_graph_part(hpml_graph *g, int from, int to, int64_t ro
     return g->ctx->status;
 }
 
-HPML_API hpml_status hpml_graph_reserve(hpml_graph *g, int64_t floats, int from, int to, float **place)
-{
-    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
-    int        end  = g->parts[0].entry_count;
-    hpmli_life life = { (size_t)floats * sizeof(float), 0, from, to, (void **)(void *)place };
-    if (g->arena || g->part_count > 1 || floats < 1 || from < 0 || from > to || to > end)
-        return hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "graph reserve: %lld floats from time %d to %d of %d%s: expected at "
-                          "least 1, times in this order, one part, and no memory taken", (long long)floats, from, to,
-                          end, g->arena ? ", memory taken" : "");
-    if (!hpmli_grow(g->ctx, &g->reserved, g->reserved_count, &g->reserved_capacity, sizeof life)) return g->ctx->status;
-    g->reserved[g->reserved_count++] = life;
-    if (hpmli_graph_plan_parts(g) && g->trainer) hpmli_trainer_planned(g->trainer);
-    return g->ctx->status;
-}
-HPML_API int hpml_graph_time(const hpml_graph *g, int op, bool backward)
-{
-    if (!g || op < 0 || op >= g->count) return -1;
-    return g->nodes[op]->state->at[backward ? HPMLI_BACKWARD : HPMLI_FORWARD];
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>retain   segments that run again or are swapped, and their choice for a budget of memory
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5220,8 +5188,8 @@ HPML_API hpml_status hpml_graph_retain(hpml_graph *g, int from, int to, hpml_ret
 {
     if (!hpmli_graph_open(g, "retain")) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (from < 0 || to > g->count || from >= to || (int)how < 0 || how > HPML_RETAIN_SWAP)
-        return hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "graph retain: ops %d to %d, how %d: expected a range of the %d ops, "
-                          "and HPML_RETAIN_KEEP, _AGAIN or _SWAP", from, to, (int)how, g->count);
+        return hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "graph retain: ops %d to %d, how %d: expected a range of the %d "
+                          "ops, and HPML_RETAIN_KEEP, _AGAIN or _SWAP", from, to, (int)how, g->count);
     hpmli_segment_make(g, from, to, how);
     return hpmli_graph_plan_again(g);
 }
@@ -5350,8 +5318,8 @@ HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_p
     for (int i = 0; i < b.count; i++) hpmli_segment_make(g, b.from[i], b.from[i + 1], b.best[i]);
     hpmli_graph_plan_again(g);
     if (bytes == 0 || b.best_cost >= 0) return g->ctx->status;
-    return hpmli_fail(g->ctx, HPML_ERR_MEMORY, "graph budget: %zu bytes for activations and scratch, but the least that "
-                      "was found is %zu, with every segment kept, computed again or swapped; take smaller batches, or "
+    return hpmli_fail(g->ctx, HPML_ERR_MEMORY, "graph budget: %zu bytes for activations and scratch, but the least "
+                      "that was found is %zu, with every segment kept, computed again or swapped; take smaller batches, or "
                       "record shorter segments (hpml_recompute)", bytes, b.least);
 }
 
@@ -5382,7 +5350,7 @@ HPMLI_FN void hpmli_value_point(hpml_node *n, int life)
 }
 
 /* Points what n computes again, and reshapes of the result, to the memory of the second life. */
-HPMLI_FN void hpmli_node_again(const hpml_graph *g, const hpmli_subgraph *p, hpml_node *n)
+HPMLI_FN void hpmli_node_again(const hpml_graph *g, const hpmli_list *p, hpml_node *n)
 {
     n->saved = n->state->saved[1];
     for (int i = n->state->order; i < p->to && n->state->relives; i++)
@@ -5393,7 +5361,7 @@ HPMLI_FN void hpmli_node_again(const hpml_graph *g, const hpmli_subgraph *p, hpm
 HPMLI_FN void hpmli_graph_point(hpml_graph *g)
 {
     const hpmli_slot *slot = &g->slots[g->slot];
-    const hpmli_subgraph *p    = &g->parts[slot->part];
+    const hpmli_list *p    = &g->parts[slot->part];
     char             *base[HPMLI_AREAS] = { g->arena + slot->base, g->arena };
     for (int i = 0; i < p->input_count; i++) /* results of other parts, which another slot may have placed */
         if (p->inputs[i]->node) hpmli_set_memory(p->inputs[i], NULL, NULL);
@@ -5422,7 +5390,7 @@ HPMLI_FN bool hpmli_graph_whole(hpml_graph *g)
                                "two runs in parts, a few samples at a time; record an input for each",
                                hpmli_describe(t));
     }
-    for (const hpmli_subgraph *p = g->parts; p < g->parts + g->part_count; p++)
+    for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++)
         for (int i = p->from; i < p->to; i++)
             for (int j = 0; j < g->nodes[i]->src_count; j++) {
                 const hpml_tensor *w = g->nodes[i]->src[j];
@@ -5443,7 +5411,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
     if (ctx->status != HPML_OK) return ctx->status;
-    for (const hpmli_subgraph *p = g->parts; p < g->parts + g->part_count; p++) {
+    for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
         for (int a = 0; a < HPMLI_AREAS; a++) /* a leaf keeps the memory that another graph gave it */
             for (int i = 0; i < p->area[a].count; i++)
                 if (*p->area[a].lives[i].place) p->area[a].lives[i].place = &g->elsewhere;
@@ -5451,7 +5419,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
             if (!p->inputs[i]->raw) p->inputs[i]->state->samples = p->rows;
     }
     char *copies = g->memory.host > 0 ? (char *)hpmli_alloc(ctx, g->memory.host) : NULL;
-    for (const hpmli_subgraph *p = g->parts; p < g->parts + g->part_count && copies; p++)
+    for (const hpmli_list *p = g->parts; p < g->parts + g->part_count && copies; p++)
         for (int i = p->from; i < p->to; i++) {
             g->nodes[i]->state->copy = copies;
             copies += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
@@ -5518,7 +5486,7 @@ HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpm
 }
 
 /* True if no later entry of the pass in which the entry at place `at` of part p stands reads the parameter w. */
-HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_subgraph *p, int at, const hpml_tensor *w)
+HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_list *p, int at, const hpml_tensor *w)
 {
     int end = at < p->turn ? p->turn : p->entry_count;
     for (int k = at + 1; k < end; k++) {
@@ -5529,12 +5497,12 @@ HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_subgraph *p,
     return true;
 }
 
-HPMLI_FN const hpmli_subgraph *hpmli_part_now(const hpml_graph *g) { return &g->parts[g->slots[g->slot].part]; }
+HPMLI_FN const hpmli_list *hpmli_part_now(const hpml_graph *g) { return &g->parts[g->slots[g->slot].part]; }
 
 /* Calls the hook `need` for each parameter that node n reads, or `release` for those that no later node reads. */
 HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpml_node *n, hpmli_move move)
 {
-    const hpmli_subgraph *part   = hpmli_part_now(g);
+    const hpmli_list *part   = hpmli_part_now(g);
     hpml_status       status = HPML_OK;
     bool              called = which == HPMLI_HOOK_NEED ? g->any.need != NULL : g->any.release != NULL;
     for (int s = 0; called && s < n->src_count && status == HPML_OK; s++) {
@@ -5660,10 +5628,10 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
    launches; many let communication begin early. */
 #define HPMLI_PIECES_OF_PASS 8
 /* Points the tensors of the entries from .. to - 1 of part p that run again to their second lives. */
-HPMLI_FN void hpmli_entries_point(hpml_graph *g, const hpmli_subgraph *p, int64_t from, int64_t to)
+HPMLI_FN void hpmli_entries_point(hpml_graph *g, const hpmli_list *p, int64_t from, int64_t to)
 {
-    for (int64_t k = from; k < to; k++)
-        if (p->entries[k].move == HPMLI_AGAIN || p->entries[k].move == HPMLI_IN) hpmli_node_again(g, p, g->nodes[p->entries[k].node]);
+    for (const hpmli_entry *e = p->entries + from; e < p->entries + to; e++)
+        if (e->move == HPMLI_AGAIN || e->move == HPMLI_IN) hpmli_node_again(g, p, g->nodes[e->node]);
 }
 
 /* Copies what is swapped of n, for the current slot, to the host or, if `in`, back. */
@@ -5684,7 +5652,7 @@ HPMLI_FN hpml_status hpmli_node_swap(hpml_graph *g, const hpml_node *n, bool in)
 /* Runs the entries pass->from .. pass->to - 1 of a pass, counted from the first entry of the pass. */
 HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
-    const hpmli_subgraph *p      = hpmli_part_now(g);
+    const hpmli_list *p      = hpmli_part_now(g);
     int               start  = pass->backward ? p->turn : 0;
     hpml_run          again  = *run;
     hpml_status       status = HPML_OK;
@@ -5709,7 +5677,7 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
 HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
     const hpml_backend *b = g->ctx->backend;
-    const hpmli_subgraph   *p = hpmli_part_now(g);
+    const hpmli_list   *p = hpmli_part_now(g);
     bool                done, again;
     hpml_status         status;
     do {
@@ -5724,7 +5692,7 @@ HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, cons
 }
 
 /* Zeroes the inputs of a rank without samples, and points what runs again in the backward pass to its first life. */
-HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_subgraph *p)
+HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_list *p)
 {
     for (int i = 0; i < p->input_count && g->idle; i++)
         if (p->inputs[i]->batch_rows) hpmli_zero_values(g, p->inputs[i]);
@@ -5738,12 +5706,12 @@ HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_subgraph *p)
 /* Runs all nodes forward or backward, in pieces, and pieces' gradient hooks. accumulate: adds to weights' gradients. */
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
-    const hpmli_subgraph *p       = hpmli_part_now(g);
+    const hpmli_list *p       = hpmli_part_now(g);
     const hpml_hooks *h       = &g->any;
     bool              timed   = g->profile || g->ctx->trace;
-    bool              single  = timed || h->need || h->release || h->sum || g->idle || g->no_targets; /* run nodes singly */
-    bool              replays = g->ctx->backend->begin && !single && !g->unreplayable && !g->collective &&
-                                g->memory.host == 0;
+    bool              single  = timed || h->need || h->release || h->sum; /* run nodes singly */
+    bool              rare    = g->idle || g->no_targets || g->memory.host > 0;
+    bool              replays = g->ctx->backend->begin && !single && !rare && !g->unreplayable && !g->collective;
     bool              hooks   = backward && h->grad && g->last;
     int               start   = backward ? p->turn : 0, count = backward ? p->entry_count - p->turn : p->turn;
     int               piece   = 1; /* number of entries */
@@ -10411,8 +10379,8 @@ HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hook
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: %d sets of hooks are attached, as many as there may be "
                           "(HPML_MAX_HOOKS); detach one", HPML_MAX_HOOKS);
     if (hooks->pass && g->any.pass)
-        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: a set of hooks with `pass` is attached already, and only one "
-                          "may run the passes; detach the other");
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: a set of hooks with `pass` is attached already, and only "
+                          "one may run the passes; detach the other");
     g->hooks[g->hook_count++] = *hooks;
     hpmli_hooks_note(g);
     return HPML_OK;
@@ -10623,10 +10591,10 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
     run.sum = NULL; /* no sum over all ranks, which would wait: the other ranks are not here */
     for (int i = 0; i < ctx->param_count; i++)
         if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
-    const hpmli_subgraph *part = hpmli_part_now(g);
+    const hpmli_list *part = hpmli_part_now(g);
     hpmli_forward_begin(g, part);
     for (int i = part->from - part->input_count; i < part->to; i++) {
-        const hpml_tensor *y = i < part->from ? part->inputs[part->from - 1 - i] : g->nodes[i]->out;
+        const hpml_tensor *y = i < part->from ? part->inputs[i - part->from + part->input_count] : g->nodes[i]->out;
         bool               input = i < part->from;
         if (!input && hpmli_is_collective(g->nodes[i])) break; /* would wait for the other ranks */
         if (!input && hpmli_run_node(g, &run, i, HPMLI_FORWARD) != HPML_OK) return ctx->status;
@@ -10656,7 +10624,7 @@ HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* fails if a paramete
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>step   one step: micro-batch, gradients, update
+// >>step   one step: its norm, its loss scale
 // ---------------------------------------------------------------------------------------------------------------------
 /* hpml_trainer_step runs the update described at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
    hpmli_step_update and hpmli_step_fill_info. Hooks of data parallelism replace the end of hpmli_step_run and of
@@ -10740,6 +10708,9 @@ HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
     t->counted += t->scalars.counts[1];
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>half-steps   the passes of a step: whole, or in halves for a hook
+// ---------------------------------------------------------------------------------------------------------------------
 /* Passes go on samples [first, first + samples) of the batch: without parts these are some rows of the inputs, to which
    hpmli_inputs_offset moves them; with parts they are copied from the host to the inputs of a slot. */
 HPMLI_FN hpml_status hpmli_pass_begin(hpml_trainer *t, int64_t first, int64_t samples)
@@ -10848,7 +10819,7 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
 /* Copies samples from number `first` of the batch on to `input`, if the current slot reads it. */
 HPMLI_FN void hpmli_slot_write(hpml_trainer *t, hpml_tensor *input, const void *batch, int64_t first, int64_t samples)
 {
-    const hpmli_subgraph *p = hpmli_part_now(t->graph);
+    const hpmli_list *p = hpmli_part_now(t->graph);
     int64_t           n = hpml_tensor_count(input) / input->shape[0] * input->batch_rows; /* numbers of a sample */
     for (int i = 0; i < p->input_count && batch; i++)
         if (p->inputs[i] == input)
@@ -10865,11 +10836,11 @@ HPMLI_FN hpml_status hpmli_slot_begin(hpml_trainer *t, int slot)
     return status;
 }
 
-/* After a forward pass: reads the loss and counts hits, or copies the output to t->batch_out, where this part has it. */
+/* After a forward pass: reads the loss and counts hits, or copies the output to t->batch_out, if this part has it. */
 HPMLI_FN void hpmli_slot_results(hpml_trainer *t, int64_t first, int64_t samples, float *loss)
 {
     hpml_graph       *g   = t->graph;
-    const hpmli_subgraph *p   = hpmli_part_now(g);
+    const hpmli_list *p   = hpmli_part_now(g);
     hpml_tensor      *out = t->d.output;
     bool              has_output = hpmli_node_in(p, out) != NULL, has_loss = hpmli_node_in(p, g->loss) != NULL;
     if (samples == 0) return;
@@ -10921,6 +10892,9 @@ HPML_API hpml_status hpml_trainer_backward(hpml_trainer *t, int slot, float grad
     return status;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>update   the steps of parameters, micro-batches, a whole step
+// ---------------------------------------------------------------------------------------------------------------------
 /* Sets what changes with each step (lr, grad_scale ..) in t->updates of param_count parameters from first_param on. */
 HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_count)
 {

@@ -100,7 +100,7 @@ static int rank_of(const hpml_mesh *m, const int at[HPML_AXES])
 /* Compares each function of the group of axis k, on n floats, with the numbers that the ranks of the axis have. */
 static bool group_is_right(const hpml_mesh *m, int k, int64_t n)
 {
-    enum { MOST = 6, FLOATS = 40 };
+    enum { MOST = 8, FLOATS = 40 };
     const hpml_group *g = hpml_ctx_group(hpml_comm_ctx(m->all), (hpml_axis)k);
     int               ranks[MOST] = { 0 }, at[HPML_AXES];
     float             mine[FLOATS], x[FLOATS], all[MOST * FLOATS], in[MOST * FLOATS];
