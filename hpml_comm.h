@@ -76,6 +76,10 @@
 //     move            what one rank sends, receives and adds in one round of an allreduce
 //     phase, team     part of an algorithm: rounds of one kind; the ranks that take part in it
 //     plan            how a training is spread over ranks: hpml_plan, one struct
+//     halo            pixels of the neighbouring ranks' blocks around a rank's block of an image
+//     expert          one of several dense networks of which each token uses one or two; token: a row of features
+//     place           of experts: a row of an expert's batch, which one token may take
+//     rule            of layout: the axis that splits a named dimension
 //     pipeline        ranks that have consecutive stages of one model
 //     stage, piece    the part of a model that one rank of a pipeline has; consecutive layers that run together: one
 //                     piece is a stage, or several, chunks of the model that do not follow each other, are one
@@ -683,7 +687,17 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
                    p - 1 steps                       and the pipeline never empties. A micro-batch has the same version
                                                      of a stage's weights in both passes, so a stage keeps p - r of them
      VERTICAL      as STASH                          min(p - r, m)    STASH with vertical sync: a micro-batch has the
-                                                     same version on all stages, so each stage keeps p of them */
+                                                     same version on all stages, so each stage keeps p of them
+
+   hpml_distribute with hpml_plan.pipe > 1 cuts the ops of a recorded model into stages; the program stays the same. All
+   stages get the whole batch (x, y) and call the trainer's functions alike, also evaluate and predict, whose outputs
+   all stages get. A tensor that a later stage reads goes there directly. A parameter is on the stages that read it
+   (`data` is NULL elsewhere); the gradient of one that several stages read is added up. With a flush the gradient has
+   the bits of one rank that accumulates as many micro-batches (batchnorm apart, whose running statistics are those of
+   all micro-batches together: Kim et al. 2020), and the loss of a step is known on all stages, hpml_step_info.accuracy
+   on the last one. With STASH and VERTICAL a step is the forward pass of its batch and, on stage r, the backward pass
+   and update of the batch p - 1 - r steps before, whose loss is the step's (0: there is none yet);
+   hpml_distribute_finish empties the pipeline, and hpml_distribute_get counts no steps. */
 typedef enum hpml_pipe_kind {
     HPML_PIPE_GPIPE = 0, HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_STASH, HPML_PIPE_ZERO_BUBBLE,
     HPML_PIPE_VERTICAL,
@@ -847,7 +861,7 @@ typedef struct hpml_plan {
     int32_t         sequence;     /* each rank has some time steps of each sequence */
     int32_t         expert;       /* each rank has some of the experts, and its own share of the batch */
     hpml_pipe_kind  schedule;     /* pipe: in which order a stage works on its micro-batches. ZERO_BUBBLE can only be
-                                     simulated */
+                                     simulated, because ops compute both gradients at once */
     int32_t         micro;        /* pipe: micro-batches of a batch; 0: 4 for each stage, but at most the batch's
                                      samples. STASH, VERTICAL: 0, because a batch is one */
     int32_t         chunks;       /* pipe, INTERLEAVED: pieces of the model on each stage; 0: 2 */
@@ -886,6 +900,11 @@ typedef struct hpml_plan {
     int32_t         shard;        /* sync: each rank keeps, for 1 / ranks of the parameters, 1: the optimizer's states;
                                      see >>strategy-shard. Needs hpml_ctx_defer before the trainer is created. The same
                                      bits as 0 with algorithm ring and the same bucket_bytes */
+    bool            recompute;    /* results are computed again for the backward pass, in segments: those recorded by
+                                     hpml_recompute, or about sqrt(ops) ones; the same bits, see hpml_graph_budget */
+    int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
+                                     again or swapped to host memory; 0: no limit. Both need hpml_ctx_defer before the
+                                     trainer is created, which a plan given to hpml_launch calls */
     int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
                                      steps of a round; 0: 1 */
     float           elastic;      /* elastic: how far a meeting moves a rank's parameters towards the centre, as a
@@ -1085,7 +1104,8 @@ HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *ti
 /* A checkpoint of the whole job, the residuals of all ranks and, with `delayed`, the gradients not yet applied
    included; collective. It loads on any number of ranks: the residuals of all ranks are shared out among the ranks that
    load them, so that no part of a gradient is lost. On as many ranks as before, or with `exact`, the job continues bit
-   for bit. Where ranks exchange parameters, saving is also a hpml_distribute_finish, and the states of the ranks'
+   for bit. Where ranks exchange parameters, or with schedules stash and vertical, saving is also a
+   hpml_distribute_finish, and the states of the ranks'
    optimizers become their means, so that any number of ranks can continue. Residuals between nodes (a link that ends at
    the node) load on as many nodes with as many ranks each only.
    */
@@ -1189,8 +1209,9 @@ typedef struct hpml_local2d_desc {
 HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local2d_desc *desc);
 
 /* Collectives as layers (Lee et al. 2015, MPI-Caffe), for ranks that record different models, such as one trunk and
-   many heads. x has the same shape on all ranks. root: a rank of the group; reduce and gather: -1 means all ranks.
-     bcast   y = x of rank `root`. Backward: rank `root` gets the sum of the gradients. x of the others is not read
+   many heads. x has the same shape on all ranks. root: a rank of the group; reduce and gather: -1 means all ranks. Not
+   over TENSOR. The x of ranks that are no root of bcast must be finite, an input for example, but is not used.
+     bcast   y = x of rank `root`. Backward: rank `root` gets the sum of the gradients
      reduce  y = sum of the ranks' x at the root, else zeros. Backward: all get the root's gradient
      gather  (B, C, ..) to (B, p C, ..): the ranks' x joined along dimension 1 at the root, else zeros. Backward: each
              rank gets its block of the root's gradient
@@ -1319,6 +1340,13 @@ HPMLC_REF(hpml_comm_set_plan, (hpml_comm *c, const hpml_plan &plan), (c, &plan))
 HPMLC_REF(hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_plan &plan), (t, c, &plan))
 HPMLC_REF(hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, const hpml_batch_search_desc &d,
           hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
+HPMLC_REF(hpml_ring_attention, (hpml_tensor *qkv, const hpml_attention_desc &d), (qkv, &d))
+HPMLC_REF(hpml_experts, (hpml_tensor *x, const hpml_experts_desc &d, hpml_tensor **balance), (x, &d, balance))
+HPMLC_REF(hpml_conv2d_rows, (hpml_tensor *x, int64_t out, const hpml_conv2d_desc &d), (x, out, &d))
+HPMLC_REF(hpml_local2d, (hpml_tensor *x, int64_t out, const hpml_local2d_desc &d), (x, out, &d))
+HPMLC_REF(hpml_linear_rows, (hpml_tensor *x, int64_t out, const hpml_linear_desc &d), (x, out, &d))
+HPMLC_REF(hpml_named_param, (hpml_ctx *c, const char *rules, const char *dims, const hpml_param_desc &d),
+          (c, rules, dims, &d))
 HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
           (&d, out, error, size))
 HPMLC_REF(hpml_pipe_simulate, (const hpml_pipe_desc &d, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity,
@@ -1473,6 +1501,14 @@ struct hpmlc_mesh { /* see >>mesh */
 /* HPMLC_ZERO defines a variable `name`, all zero; HPMLC_DESC a copy of the struct *given, all zero if given is NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
+
+/* See >>pipe-run. open: before memory is taken. join: adds up gradients of parameters that several stages have. */
+HPMLC_FN bool        hpmlc_pipeline_open(hpml_distributed *d);
+HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
+HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
+HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl);
+HPMLC_FN void        hpmlc_pipeline_close(hpml_distributed *d);
+HPMLC_FN void        hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length);
 
 HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLC_FN int64_t hpmlc_max(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -4423,6 +4459,7 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
 // >>launch   running a function on every rank
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p);
+HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p);
 
 typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
     const hpml_launch_desc *d;
@@ -4450,7 +4487,7 @@ HPMLC_FN bool hpmlc_launch_plans(const hpml_launch_desc *d)
     const char *text = getenv("HPML_PLAN");
     HPMLC_ZERO(hpml_plan, plan);
     if (d->plan) return true;
-    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_splits(&plan) || plan.shard > 0);
+    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_splits(&plan) || hpmlc_plan_defers(&plan));
 }
 
 HPMLC_FN void *hpmlc_start_main(void *arg)
@@ -6846,6 +6883,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("exact", exact, BOOL, 1, p->strategy <= HPML_STRATEGY_PS, "strategies sync and ps", 0) \
     X("leaf", leaf, I64, 9e18, p->exact && p->strategy == HPML_STRATEGY_SYNC, NULL, 2) \
     X("shard", shard, I32, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 1) \
+    X("recompute", recompute, BOOL, 1, true, NULL, 0) \
+    X("memory", memory, I64, 9e18, true, NULL, 1 << 30) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
       "strategies that send gradients", 0) \
@@ -6875,17 +6914,22 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
       "strategies gossip and federated", 1) \
     X("history", history, I32, INT32_MAX, true, NULL, 1)
 
-/* RULE(a plan that is refused, the sentence: fields, reason, way out). */
-#define HPMLC_PLAN_RULES(RULE) \
-    RULE(p->_begin || p->_end || p->codec._begin || p->codec._end, \
-         "the plan or its codec was not cleared; set all of it to zero first") \
+/* RULE(a plan that is refused, the sentence: fields, reason, way out). A field further down in the list of fields may
+   satisfy a rule of NEEDS. The others refuse a plan whatever these fields are; hpml_plan_next leaves such plans out. */
+#define HPMLC_PLAN_NEEDS(RULE) \
     RULE(hpmlc_plan_serves(p) && p->servers == 0, "the strategy has no servers; set servers to 1 or more, or take " \
          "strategy sync") \
-    RULE(p->servers >= f->ranks, "all ranks are servers, and none computes gradients; take fewer servers or more " \
-         "ranks") \
     RULE(p->strategy == HPML_STRATEGY_BACKUP && (p->backup == 0 || p->backup >= f->ranks - p->servers), \
          "backup is the number of workers without whose gradients a step goes on; set 1 or more, but fewer than " \
          "there are workers (ranks - servers), or take strategy ps") \
+    RULE(hpmlc_plan_most(p, f) > f->batch, \
+         "a rank's share of global_batch is more samples than the model's batch; take a smaller global_batch, more " \
+         "ranks, or a larger batch")
+#define HPMLC_PLAN_RULES(RULE) \
+    RULE(p->_begin || p->_end || p->codec._begin || p->codec._end, \
+         "the plan or its codec was not cleared; set all of it to zero first") \
+    RULE(p->servers >= f->ranks, "all ranks are servers, and none computes gradients; take fewer servers or more " \
+         "ranks") \
     RULE(hpmlc_plan_serves(p) && p->warm_steps > 0, "ranks count their steps by themselves with servers, so " \
          "warm_steps would end at different times; leave it out, or take strategy sync") \
     RULE(hpmlc_plan_serves(p) && hpmlc_whole_codec(&p->codec), "servers have ranges of the floats, and codec topk " \
@@ -6894,9 +6938,6 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "needs whole tensors; take sgd, adam or another that steps each number by itself") \
     RULE(hpmlc_plan_steps_ranges(p) && p->servers > 1 && f->clips, "the trainer's clip_norm needs the norm of the " \
          "whole gradient, and each of the servers has a range; take servers=1 or clip_norm 0") \
-    RULE(hpmlc_plan_most(p, f) > f->batch, \
-         "a rank's share of global_batch is more samples than the model's batch; take a smaller global_batch, more " \
-         "ranks, or a larger batch") \
     RULE(p->algorithm == HPML_NATIVE && !f->native, "algorithm native is the transport's own allreduce, and this " \
          "transport has none; take algorithm auto or ring") \
     RULE(p->leaf > f->batch, "leaf is more samples than the model's batch; take a smaller leaf or a larger batch") \
@@ -6920,6 +6961,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "them; take another optimizer or shard 0") \
     RULE(p->shard > 0 && f->device, "shard cuts arrays in host memory, and this trainer's are on a device; take " \
          "shard 0, or the CPU backend") \
+    RULE(p->recompute && p->memory > 0, "memory chooses what is computed again, and recompute computes all of it " \
+         "again; leave one of them out") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
     RULE(hpmlc_exact_is_chosen(NULL, p) && p->sum, "exact sums are divided by the samples, so exact excludes " \
          "sum; set one of them") \
@@ -7016,6 +7059,12 @@ HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
 
 /* Returns whether the ranks of the plan have parts of the model. */
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p) { return hpmlc_plan_replica(p) > 1 || p->expert > 1; }
+
+/* Returns whether the plan changes the memory of a trainer, which therefore takes it late. */
+HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p)
+{
+    return p->shard > 0 || p->pipe > 1 || p->recompute || p->memory > 0;
+}
 
 /* Returns whether every micro-batch is a step of its own. */
 HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
@@ -7350,11 +7399,15 @@ HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *fa
     out->outer_momentum = hpmlc_default(out->outer_momentum, 1 - 1 / workers);
 }
 
-/* Returns the sentence of the first rule that refuses the plan p with the facts f; NULL: there is none. */
-HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f)
+/* Returns the sentence of a rule that refuses the plan p with the facts f; NULL: there is none. *is_final: fields further
+   down in the list than those that are set cannot satisfy the rule. */
+HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f, bool *is_final)
 {
 #define HPMLC_RULE(is_refused, sentence) if (is_refused) return sentence;
+    *is_final = true;
     HPMLC_PLAN_RULES(HPMLC_RULE)
+    *is_final = false;
+    HPMLC_PLAN_NEEDS(HPMLC_RULE)
 #undef HPMLC_RULE
     return NULL;
 }
@@ -7412,7 +7465,7 @@ HPMLC_FN hpml_status hpmlc_plan_environment(hpml_comm *c, hpml_plan *plan)
 HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_facts *facts, char *why, size_t size)
 {
     const hpmlc_text to = { why, size };
-    bool             matters[HPMLC_FIELDS];
+    bool             matters[HPMLC_FIELDS], is_final;
     char             text[300];
     hpml_status      status = HPML_OK;
     if (!plan || !facts || facts->ranks < 1 || facts->batch < 1)
@@ -7421,7 +7474,7 @@ HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_fact
     for (int i = 0; i < HPMLC_FIELDS && status == HPML_OK; i++)
         status = hpmlc_field_check(plan, &hpmlc_fields[i], matters[i], &to);
     if (status == HPML_OK) status = hpmlc_axes_check(plan, facts->ranks, &to);
-    const char *sentence = status == HPML_OK ? hpmlc_plan_refused(plan, facts) : NULL;
+    const char *sentence = status == HPML_OK ? hpmlc_plan_refused(plan, facts, &is_final) : NULL;
     if (!sentence) return status;
     hpml_plan_text(plan, false, text, sizeof text);
     return hpmlc_refuse(&to, HPML_ERR_UNSUPPORTED, "plan: %s (plan \"%s\", %d ranks, batch %lld)", sentence, text,
@@ -7449,13 +7502,14 @@ HPMLC_FN bool hpmlc_field_next(const hpmlc_field *field, hpml_plan *plan)
 
 HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
 {
-    bool matters[HPMLC_FIELDS];
+    bool matters[HPMLC_FIELDS], is_final = false;
+    int  i = 0;
     do {
-        int i = HPMLC_FIELDS - 1;
+        if (!is_final) i = HPMLC_FIELDS - 1; /* else the fields further down stay 0 */
         hpmlc_fields_matter(plan, matters);
         while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], plan))) i--;
         if (i < 0) return false;
-    } while (hpml_plan_check(plan, facts, NULL, 0) != HPML_OK);
+    } while (hpmlc_plan_refused(plan, facts, &is_final) || hpml_plan_check(plan, facts, NULL, 0) != HPML_OK);
     return true;
 }
 
@@ -7589,14 +7643,6 @@ struct hpml_distributed {
     int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
-
-/* See >>pipe-run. open: before memory is taken. join: adds up gradients of parameters that several stages have. */
-HPMLC_FN bool        hpmlc_pipeline_open(hpml_distributed *d);
-HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
-HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
-HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl);
-HPMLC_FN void        hpmlc_pipeline_close(hpml_distributed *d);
-HPMLC_FN void        hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length);
 
 struct hpmlc_strategy {
     hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
@@ -8291,15 +8337,6 @@ struct hpmlc_states {
     hpmlc_host_view       host;      /* host access to arrays on the host */
 };
 
-/* Returns the number of floats of the whole of which p is a part. */
-HPMLC_FN int64_t hpmlc_whole_count(const hpml_tensor *p)
-{
-    int64_t shape[HPML_MAX_DIMS], n = 1;
-    hpml_param_whole(p, shape);
-    for (int i = 0; i < p->ndim; i++) n *= shape[i];
-    return n;
-}
-
 /* Adds an array of `count` floats a copy to the list of what checkpoints hold, named KIND.COPY.TENSOR (NULL leaves a
    word out). scope: which ranks have copies. hpmlc_state_part says later what this rank has of it. Returns the item,
    which stays where it is until the next is added; NULL: an error. */
@@ -8333,7 +8370,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
     it->whole        = count;
     it->param        = tensor ? hpml_param_find(d->ctx, tensor) : NULL;
     if (it->param && hpml_tensor_count(it->param) != count) it->param = NULL;
-    if (it->param) it->whole = hpmlc_whole_count(it->param);
+    if (it->param) it->whole = hpml_param_whole(it->param, NULL);
     it->view         = &list->host;
     it->present      = list->present;
     it->copies.count = 1;
@@ -8350,7 +8387,8 @@ HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpml_exchange *x, float *d
     it->floats = floats;
 }
 
-/* Lists for checkpoints an array of `count` floats that every rank has whole, at `data` on the host. NULL: an error. */
+/* Lists for checkpoints an array of `count` floats that every rank has whole, at `data` on the host (NULL: but this
+   rank). NULL: an error. */
 HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, const char *tensor, float *data,
                                        int64_t count)
 {
@@ -8358,7 +8396,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, con
     if (!it) return NULL;
     it->is_same = true;
     it->data    = data;
-    it->floats  = count;
+    it->floats  = data ? count : 0;
     return it;
 }
 
@@ -8394,6 +8432,35 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     }
 }
 
+/* Returns whether another stage of the pipeline trains parameter p. All ranks list the same arrays for checkpoints, a
+   rank without p with no floats of them. */
+HPMLC_FN bool hpmlc_is_elsewhere(const hpml_distributed *d, const hpml_tensor *p)
+{
+    const hpml_mesh *m = hpml_comm_mesh(d->all);
+    if (!m || p->param->buffer || p->param->frozen) return false;
+    return p->param->stage >= 0 && p->param->stage != m->at[HPML_AXIS_PIPE];
+}
+
+/* Returns where `array`, laid out as the trainer's gradients, has what belongs to p; NULL: another rank trains p. */
+HPMLC_FN float *hpmlc_state_place(const hpml_distributed *d, float *array, const hpml_tensor *p)
+{
+    return p->grad ? array + hpmlc_gradient_at(d, p) : NULL;
+}
+
+/* Lists what hpmlc_item_state does on the ranks that train p. */
+HPMLC_FN void hpmlc_elsewhere_state(hpmlc_states *list, hpml_tensor *p)
+{
+    const hpml_distributed *d = list->d;
+    hpml_gradient           g;
+    hpml_packing            packing;
+    hpmlc_gradient_of(p, NULL, &g);
+    hpml_packing_init(&packing, &d->plan.codec, g.rows, g.cols);
+    if (packing.codec->linear || packing.residual_count == 0) return;
+    hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, "residual", list->copy, p->name, g.rows * g.cols);
+    if (it) it->copies = d->copies;
+    hpmlc_state_add(list, HPMLC_SHARED, "residual", "stripes", p->name, g.rows * g.cols);
+}
+
 /* Lists for checkpoints what all buckets' exchanges carry, tensors in the order of their names. False: an error. */
 HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 {
@@ -8401,6 +8468,7 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
         int                  param = d->layout.by_name[i], b = d->layout.bucket_of[param];
         const hpml_exchange *x     = b < 0 ? NULL : d->buckets.item[b].x;
         const char          *name  = hpmlc_param(d, param)->name;
+        if (hpmlc_is_elsewhere(d, hpmlc_param(d, param))) hpmlc_elsewhere_state(list, hpmlc_param(d, param));
         for (int k = 0; x && k < x->d.count; k++)
             if (x->item[k].g.name == name) hpmlc_item_state(list, x, &x->item[k]);
     }
@@ -9016,7 +9084,8 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
     for (int i = 0; i < d->layout.params; i++) {
         const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
         int64_t            n = hpml_tensor_count(p);
-        if (p->grad) hpmlc_state_same(list, "delayed.gradient", p->name, own->in_flight + hpmlc_gradient_at(d, p), n);
+        if (p->grad || hpmlc_is_elsewhere(d, p))
+            hpmlc_state_same(list, "delayed.gradient", p->name, hpmlc_state_place(d, own->in_flight, p), n);
         if (hpmlc_buffer_floats(d, p) == 0) continue;
         hpmlc_state_same(list, "delayed.change", p->name, own->change + moved, n);
         moved += n;
@@ -9730,10 +9799,10 @@ HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
     list->present = &own->is_set;
     for (int i = 0; i < d->layout.params && own->centre && status == HPML_OK; i++) {
         const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
-        if (!p->grad) continue;
-        int64_t at = hpmlc_gradient_at(d, p), n = hpml_tensor_count(p);
-        hpmlc_state_same(list, "centre", p->name, own->centre + at, n);
-        hpmlc_state_same(list, "centre.momentum", p->name, own->momentum + at, n);
+        if (!p->grad && !hpmlc_is_elsewhere(d, p)) continue;
+        hpmlc_state_same(list, "centre", p->name, hpmlc_state_place(d, own->centre, p), hpml_tensor_count(p));
+        hpmlc_state_same(list, "centre.momentum", p->name, hpmlc_state_place(d, own->momentum, p),
+                         hpml_tensor_count(p));
     }
     list->present = NULL;
     return hpml_ctx_status(d->ctx) == HPML_OK;
@@ -10042,8 +10111,8 @@ HPMLC_FN size_t hpmlc_packed_size(const hpmlc_servers *own, int first, int end)
 HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d);
 
 /* Ends a training that was not finished: workers tell the servers, which serve until all have done so, because a server
-   may have ended its own steps first. Then cancels a server's receives in flight, because they point into memory that is
-   freed next. */
+   may have ended its own steps first. Then cancels a server's receives in flight, because they point into memory that
+   is freed next. */
 HPMLC_FN void hpmlc_servers_destroy(void *object)
 {
     hpmlc_servers *own = (hpmlc_servers *)object;
@@ -11394,9 +11463,17 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     return hpml_ctx_backend(ctx)->host || hpmlc_host_view_create(&l->view, ctx, most);
 }
 
+/* Makes the trainer's plan fit the plan's memory. False: an error on the context. */
+HPMLC_FN bool hpmlc_plan_fits(hpml_distributed *d)
+{
+    if (!d->plan.recompute && d->plan.memory == 0) return true;
+    return hpml_graph_budget(hpml_trainer_graph(d->t), (size_t)d->plan.memory, 0) == HPML_OK;
+}
+
 HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
 {
     if (d->plan.pipe > 1 && !hpmlc_pipeline_open(d)) return false;
+    if (!hpmlc_plan_fits(d)) return false;
     if (!hpmlc_layout_open(d)) return false;
     const size_t buffers = (size_t)d->layout.buffer_total;
     d->stats.sum     = (double *)hpmlc_dist_alloc(d, sizeof(double) * (HPMLC_STATS + buffers));
@@ -11796,17 +11873,21 @@ HPMLC_FN const char *hpmlc_state_name(const hpmlc_state *it) { return it->name +
 /* Returns whether a copy of array `it` is a part of what the file has. */
 HPMLC_FN bool hpmlc_state_is_part(const hpmlc_state *it) { return it->whole != it->count; }
 
-/* Returns whether this rank has array `it` whole, and the file has it from rank 0. */
-HPMLC_FN bool hpmlc_state_is_same(const hpmlc_state *it) { return it->is_same && !hpmlc_state_is_part(it); }
+/* Returns whether every rank has array `it` whole, so that the file has it from rank 0. */
+HPMLC_FN bool hpmlc_state_is_same(const hpmlc_state *it)
+{
+    return it->is_same && !hpmlc_state_is_part(it) && !(it->param && it->param->param->stage >= 0);
+}
 
 /* Returns whether this rank's floats of array `it` go to the file. Else those of another rank do, which are the same:
-   ranks of axis tensor have the same floats of what is not split. */
+   ranks of axis tensor have the same floats of what is not split, those of axis pipe of what is in all stages. */
 HPMLC_FN bool hpmlc_state_counts(const hpml_distributed *d, const hpmlc_state *it)
 {
     const hpml_mesh *m    = hpml_comm_mesh(d->all);
     const hpml_axis  axis = it->param ? it->param->param->axis : HPML_AXIS_DATA;
     if (it->floats == 0) return false;
     if (m && axis != HPML_AXIS_TENSOR && m->at[HPML_AXIS_TENSOR] > 0) return false;
+    if (m && (!it->param || it->param->param->stage < 0) && m->at[HPML_AXIS_PIPE] > 0) return false;
     return !it->is_same || hpmlc_ranks_of_axis(d, axis)->rank == 0;
 }
 
@@ -11915,6 +11996,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     float        done = 1;
     int          there, root = 0, now;
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    if (d->pipeline && hpmlc_pipeline_drain(d->pipeline) != HPML_OK) return hpml_ctx_status(d->ctx);
     bool is_listed = hpmlc_states_open(d, &list, true);
     floats = hpmlc_states_place(&list, &summed);
     float *rows = is_listed ? (float *)hpml_ctx_alloc(d->ctx, (size_t)(floats + 1) * sizeof(float), NULL) : NULL;
@@ -12477,7 +12559,7 @@ HPML_API hpml_status hpml_comm_set_plan(hpml_comm *c, const hpml_plan *plan)
     mesh->m.all = c;
     c->mesh     = mesh;
     hpmlc_mesh_places(mesh);
-    if (settings.shard > 0 || settings.pipe > 1) hpml_ctx_defer(c->ctx, true);
+    if (hpmlc_plan_defers(&settings)) hpml_ctx_defer(c->ctx, true);
     if (hpmlc_plan_splits(&settings)) return hpmlc_mesh_open(mesh);
     mesh->m.replicas = c;
     for (int k = 0; k < HPML_AXES; k++) mesh->rest[k] = c;
@@ -13406,9 +13488,10 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
     pl->cut         = (int32_t *)hpmlc_dist_alloc(d, sizeof *pl->cut * ((size_t)pl->pieces + 1));
     if (!pl->cut || !hpmlc_pipeline_cut(pl, &d->plan) || !hpmlc_edges_find(pl) || !hpmlc_stages_set(pl)) return false;
     if (!hpmlc_pipeline_parts(pl) || !hpmlc_norms_open(pl) || !hpmlc_pipeline_arrays(pl)) return false;
-    if (pl->ties == 0 || (d->plan.strategy == HPML_STRATEGY_SYNC && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
+    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard == 0; /* calls hpmlc_pipeline_join */
+    if (pl->ties == 0 || (joins && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
     return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "pipeline: parameter \"%s\" is read by several stages, which have to "
-                      "step it with one gradient; take strategy sync and schedule gpipe or 1f1b",
+                      "step it with one gradient; take strategy sync without shard and schedule gpipe or 1f1b",
                       hpml_param_at(d->ctx, pl->tied[0].param)->name), false;
 }
 
@@ -13457,8 +13540,8 @@ HPMLC_FN void hpmlc_pipeline_close(hpml_distributed *d)
 // >>layers   what layers that communicate have in common
 // ---------------------------------------------------------------------------------------------------------------------
 /* Each layer is an op of hpml_custom_op with .collective, written with the functions of hpml.h that a program may call,
-   and with those of hpml_group. Messages have the length of a full batch on every rank, because ranks may have batches
-   of different lengths, or none. */
+   and with those of hpml_group. Ranks of the SEQUENCE axis have the same samples. On other axes messages have the length
+   of a full batch on every rank, because ranks may have batches of different lengths, or none. */
 
 /* Sets an error on ctx, its text formatted as by printf, and returns NULL. */
 HPMLC_PRINTF(2, 3)
@@ -13570,12 +13653,12 @@ HPMLC_FN hpmlc_ring_pass hpmlc_ring_begin(const hpml_run *run, hpml_node *n)
     return w;
 }
 
-/* Passes one block of a full batch to the next rank; *block becomes that of the rank before. */
+/* Passes one block to the next rank; *block becomes that of the rank before. All ranks have the same samples. */
 HPMLC_FN hpml_status hpmlc_ring_send(hpmlc_ring_pass *w, float **block)
 {
     const hpml_group *g      = w->r->group;
     float            *in     = w->next;
-    hpml_status       status = g->pass(g->user, *block, in, (int64_t)(w->r->block_bytes / sizeof(float)), 1);
+    hpml_status       status = g->pass(g->user, *block, in, w->B * w->L * 2 * w->C, 1);
     w->next = *block;
     *block  = in;
     return status;
@@ -13727,14 +13810,16 @@ HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention
     r.group = hpml_ctx_group(qkv->ctx, HPML_AXIS_SEQUENCE);
     if (r.group->size == 1) return hpml_attention(qkv, desc);
     const int64_t C = qkv->shape[2] / 3;
-    if (qkv->split[2] == HPML_AXIS_TENSOR) d.heads /= hpml_ctx_group(qkv->ctx, HPML_AXIS_TENSOR)->size;
-    if (d._begin || d._end || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || d.heads < 1 || C % d.heads != 0)
-        return hpmlc_no_layer(qkv->ctx, "ring_attention: input is %s with %d heads, expected (B, T / %d, 3C) with C a "
-                            "multiple of the heads", hpml_tensor_text(qkv, text, sizeof text), d.heads, r.group->size);
-    r.heads       = d.heads;
+    const int32_t parts = qkv->split[2] == HPML_AXIS_TENSOR ? hpml_ctx_group(qkv->ctx, HPML_AXIS_TENSOR)->size : 1;
+    if (d._begin || d._end || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || d.heads < 1 || d.heads % parts != 0 ||
+        parts * C % d.heads != 0)
+        return hpmlc_no_layer(qkv->ctx, "ring_attention: input is %s with %d heads on %d ranks of the tensor axis; "
+                              "expected (B, T / %d, 3C) with C a multiple of the heads, and these of the ranks",
+                              hpml_tensor_text(qkv, text, sizeof text), d.heads, parts, r.group->size);
+    r.heads       = d.heads / parts;
     r.L           = qkv->shape[1];
     r.causal      = !d.not_causal;
-    r.scale       = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
+    r.scale       = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / r.heads)));
     r.block_bytes = (size_t)(qkv->shape[0] * r.L * 2 * C) * sizeof(float);
     op.name       = "ring_attention";
     op.forward    = hpmlc_ring_forward;
@@ -13818,7 +13903,7 @@ HPMLC_FN hpml_status hpmlc_halo_exchange(hpml_node *n, float *image, bool backwa
     for (int j = 0; j < 4 && status == HPML_OK; j++) {
         hpmlc_shift s;
         if (!hpmlc_halo_shift(k, backward ? 3 - j : j, H - 2 * k->h, W - 2 * k->w, &s)) continue;
-        int64_t count = k->images * s.edge.rows * s.edge.cols;
+        int64_t count = planes * s.edge.rows * s.edge.cols; /* all ranks have the same samples */
         float  *out = (float *)n->scratch, *in = out + count;
         hpmlc_strip_copy(HPMLC_TAKE, image, planes, H, W, backward ? s.halo : s.edge, out);
         status = k->group->pass(k->group->user, out, in, count, backward ? -s.by : s.by);
@@ -13829,6 +13914,7 @@ HPMLC_FN hpml_status hpmlc_halo_exchange(hpml_node *n, float *image, bool backwa
     return status;
 }
 
+/* Returns the pixels of y that are the block, without its halo. */
 HPMLC_FN hpmlc_strip hpmlc_halo_inside(const hpmlc_halo *k, const hpml_tensor *y)
 {
     hpmlc_strip s = { k->h, k->w, y->shape[2] - 2 * k->h, y->shape[3] - 2 * k->w };
@@ -13939,7 +14025,7 @@ HPMLC_FN hpmlc_pixel hpmlc_pixel_of(hpml_node *n, int64_t p)
     return c;
 }
 
-/* Copies the patches of all samples from the image x (B, C, H, W), or adds them to x, its gradient. */
+/* Copies the patches of all samples from the images x (B, C, H, W), or adds them to x, the gradient of the images. */
 HPMLC_FN void hpmlc_pixel_patch(const hpml_node *n, const hpmlc_pixel *c, float *x, bool add)
 {
     const hpml_tensor *t = n->src[0];
@@ -14028,10 +14114,10 @@ HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local
    tokens. R = experts cap places. Buffers of rows in two orders:
      at home       place e cap + s: slot s of expert e, for this rank's tokens
      at experts    place (r local + i) cap + s: slot s that rank r fills of local expert i; `local` experts per rank
-   hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward:
-   route; rows of x to `sent` (home), swap to `in` (experts), hid = relu(in w1^T + b1), back = hid w2^T + b2, swap to
-   `back` (home), y = sum of g back. Backward takes the same ways. Saved: in (R, D), hid (R, hidden), back (R, D), and
-   for each token and choice the place (-1: no place was left) and g. Sources: x, p, w1, b1, w2, b2. */
+   hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward: rows
+   of x go to their places at home, by swap to `in`, at experts; hid = relu(in w1^T + b1); hid w2^T + b2 goes by swap to
+   `back`, at home; y = sum of g back. Gradients go the same ways backward. Saved: in (R, D), hid (R, hidden), back (R,
+   D), and for each token and choice the place (-1: no place was left) and g. Sources: x, p, w1, b1, w2, b2. */
 typedef struct hpmlc_experts {
     const hpml_group *group;
     int64_t           experts, local, cap, D, hidden, tokens; /* local: of this rank; tokens: of a full batch */
@@ -14304,105 +14390,38 @@ HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layer-members   collectives as layers; dense layers whose ranks have samples of their own
 // ---------------------------------------------------------------------------------------------------------------------
+/* hpml_group_sum and _gather on other axes than TENSOR have the gradient of the sum of all ranks' losses. A root is a
+   factor 1 before or behind them, and 0 on the other ranks: what leaves these is not read, and so are their gradients. */
 typedef enum hpmlc_relay_kind { HPMLC_BCAST, HPMLC_REDUCE, HPMLC_GATHER } hpmlc_relay_kind;
-typedef struct hpmlc_relay {
-    const hpml_group *group;
-    hpmlc_relay_kind kind;
-    int               root;  /* -1: all ranks */
-    int64_t           count; /* floats of x for a full batch */
-} hpmlc_relay;
-
-HPMLC_FN bool hpmlc_relay_is_root(const hpmlc_relay *k) { return k->root < 0 || k->root == k->group->rank; }
-
-HPMLC_FN void hpmlc_zero(float *x, int64_t n) { memset(x, 0, (size_t)n * sizeof *x); }
-
-/* Between the blocks of all ranks, (p, B, row), and an array that joins them along dimension 1, (B, p, row). */
-HPMLC_FN void hpmlc_join(const hpmlc_relay *k, const hpml_tensor *x, float *blocks, float *joined, bool backward)
-{
-    const int64_t p = k->group->size, B = x->shape[0], row = hpml_tensor_count(x) / (B > 0 ? B : 1);
-    for (int64_t i = 0; i < p * B; i++) {
-        float *block = blocks + i / B * k->count + i % B * row, *at = joined + (i % B * p + i / B) * row;
-        if (backward) memcpy(block, at, (size_t)row * sizeof(float));
-        else memcpy(at, block, (size_t)row * sizeof(float));
-    }
-}
-
-HPMLC_FN hpml_status hpmlc_relay_forward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
-{
-    const hpmlc_relay *k = (const hpmlc_relay *)n->attr.custom->user;
-    const hpml_group   *g = k->group;
-    const hpml_tensor  *x = n->src[0];
-    const int64_t       count = hpml_tensor_count(x);
-    float              *mine = (float *)n->scratch, *all = mine + k->count; /* of a full batch; (p) of them */
-    hpml_status         status = HPML_OK;
-    hpmlc_zero(mine, k->count);
-    memcpy(mine, x->data, (size_t)count * sizeof(float));
-    if (k->kind == HPMLC_BCAST) status = g->bcast(g->user, mine, k->count, k->root);
-    if (k->kind == HPMLC_REDUCE) status = g->sum(g->user, mine, k->count);
-    if (k->kind == HPMLC_GATHER) status = g->gather(g->user, mine, all, k->count);
-    if (k->kind != HPMLC_BCAST && !hpmlc_relay_is_root(k)) hpmlc_zero(n->out->data, hpml_tensor_count(n->out));
-    else if (k->kind == HPMLC_GATHER) hpmlc_join(k, x, all, n->out->data, false);
-    else memcpy(n->out->data, mine, (size_t)count * sizeof(float));
-    return status;
-}
-
-HPMLC_FN hpml_status hpmlc_relay_backward(const hpml_run *run, hpml_node *n)
-{
-    const hpmlc_relay *k = (const hpmlc_relay *)n->attr.custom->user;
-    const hpml_group   *g = k->group;
-    const int64_t       count = hpml_tensor_count(n->src[0]);
-    float              *mine = (float *)n->scratch, *all = mine + k->count;
-    hpml_status         status = HPML_OK;
-    hpmlc_zero(mine, k->count * (k->kind == HPMLC_GATHER ? 1 + g->size : 1));
-    if (k->kind == HPMLC_GATHER) hpmlc_join(k, n->src[0], all, n->out->grad, true);
-    else memcpy(mine, n->out->grad, (size_t)count * sizeof(float));
-    if (k->kind == HPMLC_GATHER && !hpmlc_relay_is_root(k)) hpmlc_zero(all, k->count * g->size);
-    if (k->kind == HPMLC_GATHER) status = g->scatter(g->user, all, mine, k->count);
-    else if (k->kind == HPMLC_REDUCE && k->root >= 0) status = g->bcast(g->user, mine, k->count, k->root);
-    else status = g->sum(g->user, mine, k->count);
-    if (k->kind != HPMLC_BCAST || hpmlc_relay_is_root(k)) hpml_node_give(run, n, 0, mine);
-    return status;
-}
-
-HPMLC_FN hpml_tensor *hpmlc_relay_op(hpml_tensor *x, hpml_axis axis, hpmlc_relay_kind kind, int root)
+HPMLC_FN hpml_tensor *hpmlc_relay(hpml_tensor *x, hpml_axis axis, hpmlc_relay_kind kind, int root)
 {
     static const char *const names[] = { "layer_bcast", "layer_reduce", "layer_gather" };
-    char text[96];
     if (!hpmlc_recordable(x)) return NULL;
     const hpml_group *g = hpml_ctx_group(x->ctx, axis);
-    hpmlc_relay      k = { g, kind, root, hpml_tensor_count(x) };
-    if (x->dtype != HPML_DTYPE_F32 || x->ndim < (kind == HPMLC_GATHER ? 2 : 1))
-        return hpmlc_no_layer(x->ctx, "%s: input is %s, expected floats (B, ..)", names[kind],
-                              hpml_tensor_text(x, text, sizeof text));
-    if (root >= g->size || root < (kind == HPMLC_BCAST ? 0 : -1))
-        return hpmlc_no_layer(x->ctx, "%s: root %d of %d ranks of the %s axis; expected a rank%s", names[kind], root,
-                              g->size, hpml_axis_name(axis), kind == HPMLC_BCAST ? "" : ", or -1 for all");
-    HPMLC_ZERO(hpml_custom, op);
-    op.name       = names[kind];
-    op.forward    = hpmlc_relay_forward;
-    op.backward   = hpmlc_relay_backward;
-    op.keeps      = HPML_KEEP_NONE;
-    op.collective = g->size > 1;
-    op.ndim       = x->ndim;
-    memcpy(op.shape, x->shape, sizeof op.shape);
-    if (kind == HPMLC_GATHER) op.shape[1] *= g->size;
-    op.scratch_bytes = (size_t)(k.count * (1 + (kind == HPMLC_GATHER ? g->size : 0))) * sizeof(float);
-    hpml_tensor *y = hpmlc_record(&x, 1, &op, &k, sizeof k);
-    if (y) y->needs_grad = true; /* backward runs on all ranks, also where x is an input */
-    return y;
+    if (root >= g->size || root < (kind == HPMLC_BCAST ? 0 : -1) || axis == HPML_AXIS_TENSOR)
+        return hpmlc_no_layer(x->ctx, "%s: root %d of %d ranks of the %s axis; expected a rank%s of another axis than "
+                              "tensor, whose ranks have one loss", names[kind], root, g->size, hpml_axis_name(axis),
+                              kind == HPMLC_BCAST ? "" : ", or -1 for all,");
+    const float mine = root < 0 || root == g->rank ? 1.0f : 0.0f;
+    if (kind == HPMLC_BCAST) x = hpml_scale(x, mine, 0);
+    x = kind == HPMLC_GATHER ? hpml_group_gather(x, axis, 1) : hpml_group_sum(x, axis);
+    if (x && g->size > 1) x->needs_grad = true; /* backward runs on all ranks, also where x is an input */
+    return x && kind != HPMLC_BCAST && root >= 0 ? hpml_scale(x, mine, 0) : x;
 }
 HPML_API hpml_tensor *hpml_layer_bcast(hpml_tensor *x, hpml_axis axis, int root)
 {
-    return hpmlc_relay_op(x, axis, HPMLC_BCAST, root);
+    return hpmlc_relay(x, axis, HPMLC_BCAST, root);
 }
 HPML_API hpml_tensor *hpml_layer_reduce(hpml_tensor *x, hpml_axis axis, int root)
 {
-    return hpmlc_relay_op(x, axis, HPMLC_REDUCE, root);
+    return hpmlc_relay(x, axis, HPMLC_REDUCE, root);
 }
 HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root)
 {
-    return hpmlc_relay_op(x, axis, HPMLC_GATHER, root);
+    return hpmlc_relay(x, axis, HPMLC_GATHER, root);
 }
+
+HPMLC_FN void hpmlc_zero(float *x, int64_t n) { memset(x, 0, (size_t)n * sizeof *x); }
 
 /* hpml_linear_rows: with B samples of each of p ranks and `cut` = out / p rows of the weight on each, all = x of all
    ranks (p B, in), saved; part = all w^T + bias (p B, cut), of which block r belongs to rank r's samples. swap
@@ -14411,7 +14430,7 @@ HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root
 typedef struct hpmlc_rows { const hpml_group *group; int64_t B, in, cut; } hpmlc_rows;
 
 /* Copies y (B, p cut) to blocks (p, B, cut), of a full batch, or back; only the samples of the present batch. */
-HPMLC_FN void hpmlc_rows_turn(const hpmlc_rows *k, float *y, int64_t samples, float *blocks, bool to_y)
+HPMLC_FN void hpmlc_rows_copy(const hpmlc_rows *k, float *y, int64_t samples, float *blocks, bool to_y)
 {
     const int64_t p = k->group->size, cut = k->cut;
     for (int64_t i = 0; i < samples * p; i++) {
@@ -14436,7 +14455,7 @@ HPMLC_FN hpml_status hpmlc_rows_forward(const hpml_run *run, hpml_node *n)
         status = hpml_sgemm(run->ctx, false, true, rows, k->cut, k->in, 1, all, k->in, n->src[1]->data, k->in, 1, part,
                             k->cut);
     if (status == HPML_OK) status = g->swap(g->user, part, blocks, k->B * k->cut);
-    hpmlc_rows_turn(k, n->out->data, samples, blocks, true);
+    hpmlc_rows_copy(k, n->out->data, samples, blocks, true);
     return status;
 }
 
@@ -14447,7 +14466,7 @@ HPMLC_FN hpml_status hpmlc_rows_backward(const hpml_run *run, hpml_node *n)
     const int64_t     samples = n->out->shape[0], rows = k->B * g->size, in = k->in, cut = k->cut;
     float            *all = (float *)n->saved, *part = (float *)n->scratch, *blocks = part + rows * cut;
     hpmlc_zero(blocks, rows * cut);
-    hpmlc_rows_turn(k, n->out->grad, samples, blocks, false);
+    hpmlc_rows_copy(k, n->out->grad, samples, blocks, false);
     hpml_status status = g->swap(g->user, blocks, part, k->B * cut);
     for (int64_t i = 0; i < rows && n->src_count > 2; i++) hpmlc_give(n, 2, 0, part + i * cut, cut);
     if (n->src[1]->grad && status == HPML_OK)
@@ -14610,18 +14629,20 @@ HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const c
 typedef struct hpmlc_einsum { int g, m, n, k, order[3][HPML_MAX_DIMS]; } hpmlc_einsum;
 typedef struct hpmlc_einsum_arrays {
     int64_t g, m, n, k;
-    float  *a, *b, *y; /* in order; a tensor that is in order already is not copied */
+    float  *a, *b, *y; /* copies in order, in scratch; y: of the result or its gradient */
 } hpmlc_einsum_arrays;
 
 /* Copies t's array `from` into order, to `to`; give: adds `to`, in order, to `from`. */
 HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from, float *to, bool give)
 {
     int64_t stride[HPML_MAX_DIMS + 1], count = hpml_tensor_count(t);
+    int     last = t->ndim; /* dimensions from `last` on are in their places */
     stride[t->ndim] = 1;
     for (int d = t->ndim - 1; d >= 0; d--) stride[d] = stride[d + 1] * t->shape[d];
+    while (last > 0 && order[last - 1] == last - 1) last--;
     for (int64_t i = 0; i < count; i++) {
-        int64_t at = 0, rest = i;
-        for (int d = t->ndim - 1; d >= 0; d--) {
+        int64_t at = i % stride[last], rest = i / stride[last];
+        for (int d = last - 1; d >= 0; d--) {
             at += rest % t->shape[order[d]] * stride[order[d] + 1];
             rest /= t->shape[order[d]];
         }
@@ -14630,7 +14651,7 @@ HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from,
     }
 }
 
-/* Finds sizes, and brings a and b into order. y: scratch for the result or its gradient. */
+/* Finds sizes, and copies a and b in order. */
 HPMLC_FN hpmlc_einsum_arrays hpmlc_einsum_of(const hpml_node *n)
 {
     const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
@@ -14663,7 +14684,7 @@ HPMLC_FN hpml_status hpmlc_einsum_forward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* da = dy b, then db = dy^T a, each in place of the other operand's copy that is no longer needed. */
+/* da = dy b, and db = dy^T a, which takes the place of b's copy, because for that g the copy is no longer needed. */
 HPMLC_FN hpml_status hpmlc_einsum_backward(const hpml_run *run, hpml_node *n)
 {
     const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
@@ -15561,7 +15582,8 @@ HPMLC_FN double hpmlc_pipe_ready(const hpmlc_pipe_sim *s, int r)
 HPMLC_FN void hpmlc_pipe_send(hpmlc_pipe_sim *s, int r, const hpml_pipe_task *t)
 {
     bool forward = t->work == HPML_PIPE_FORWARD;
-    int  piece = forward ? t->piece + 1 : t->piece - 1, cut = forward ? t->piece : piece;
+    int  piece = forward ? t->piece + 1 : t->piece - 1; /* that reads the result */
+    int  cut   = forward ? t->piece : piece;
     if (t->work == HPML_PIPE_UPDATE || t->work == HPML_PIPE_BACKWARD_WEIGHTS) return;
     if (piece < 0 || piece >= s->p * s->chunks) return;
     double *arrival = &s->arrival[!forward][(size_t)piece * (size_t)s->m + (size_t)t->micro];

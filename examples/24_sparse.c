@@ -1,4 +1,4 @@
-/* What you learn: a model with a large sparse table, trained by threads without locks and by servers. Difficulty 2 of 4.
+/* What you learn: training a large sparse table by threads without locks, and by servers. Difficulty 2 of 4.
    cc -O2 examples/24_sparse.c -o sparse -lm -lpthread && ./sparse          (or ./sparse WORDS, 100 or more)
    Texts of 12 words out of 200,000, a few of which decide between two classes; a word's weights are a row of a table.
    A step touches the rows of its batch alone, so neither time nor messages grow with the table (.sparse):
