@@ -767,6 +767,8 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* allocates the planned
 /* Sets the number of samples of later runs, 1 to the inputs' batch, and so shape[0] of all tensors with batch_rows. */
 HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples);
 HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: an op mixes samples; full batches only */
+HPML_API int         hpml_graph_op_count(const hpml_graph *g);
+HPML_API const hpml_node *hpml_graph_op(const hpml_graph *g, int i); /* in running order, from 0 */
 /* Computes all results. train: dropout is active and batchnorm uses the batch's statistics. step: the step's number, on
    which the dropout masks depend. */
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step);
@@ -1249,6 +1251,13 @@ HPML_API float  *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *
    groups call this together, and all get the whole; an error of one of them is an error on all. */
 HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array which, float *whole);
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param);
+/* Returns what this rank keeps of an array of a trained parameter: its float keep_first, or 0 of a whole one. With
+   hpml_param.shard 2 and 3 the whole gradient, `grad`, with 3 also `data`, are NULL except where hooks `need` set them
+   for the ops that follow. */
+HPML_API float  *hpml_trainer_part(hpml_trainer *t, int param, hpml_array which);
+/* Before memory is taken: asks for `floats` floats for hooks that hold whole VALUES or GRADIENTS for a time. They count
+   as parameters or gradients in hpml_memory; *memory gets their address when memory is taken. */
+HPML_API hpml_status hpml_trainer_reserve(hpml_trainer *t, hpml_array which, int64_t floats, float **memory);
 /* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule uses; rank,
    ranks and grain as in hpml_loader_desc. rank = ranks: none, because this rank computes nothing (a server). */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
@@ -2716,6 +2725,7 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 struct hpmli_tensor_state {
     bool owns_memory; /* true: made by hpml_tensor_create; freed with the tensor */
     bool used;        /* true: a recorded op reads the tensor */
+    float *kept;      /* a parameter of whose values this rank keeps a part (hpml_trainer_keep): the part */
     int  leaf;        /* index among the leaves of the graph that was planned last */
     struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
     hpml_tensor *copied; /* what hpml_group_copy has recorded for the tensor; NULL: nothing yet */
@@ -3938,7 +3948,9 @@ HPMLI_FN int64_t hpmli_param_floats(const hpml_tensor *p)
 /* Returns how many floats this rank has, between steps, of an array of parameter p that a shard of `level` cuts. */
 HPMLI_FN int64_t hpmli_param_kept(const hpml_tensor *p, int level)
 {
-    return p->param->shard >= level ? p->param->keep_count : hpmli_param_floats(p);
+    const int64_t align = HPML_GRADIENT_ALIGN;
+    if (p->param->shard < level) return hpmli_param_floats(p);
+    return (p->param->keep_count + align - 1) / align * align;
 }
 
 HPML_API void hpml_param_whole(const hpml_tensor *t, int64_t *shape)
@@ -3961,7 +3973,7 @@ HPML_API void hpml_param_copy(const hpml_tensor *param, float *part, int64_t fir
 HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
 {
     int64_t floats = 0;
-    for (int i = 0; i < hpml_param_count(ctx); i++) floats += hpmli_param_floats(ctx->params[i]);
+    for (int i = 0; i < hpml_param_count(ctx); i++) floats += hpmli_param_kept(ctx->params[i], 3);
     return (size_t)floats * sizeof(float);
 }
 
@@ -3969,22 +3981,26 @@ HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
    so that a trainer has them as one array, then the others. keep: without first values. */
 HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
 {
-    int64_t largest = 0, floats = 0; /* of the parameters without memory: the largest one's floats, those of all */
+    int64_t largest = 0, floats = 0; /* of the parameters without memory: the largest one's floats, those to take */
     for (int i = 0; i < ctx->param_count; i++) {
-        int64_t n = ctx->params[i]->raw ? 0 : hpmli_param_floats(ctx->params[i]);
-        largest = hpmli_max(largest, n);
-        floats += n;
+        const hpml_tensor *t = ctx->params[i];
+        if (t->raw || t->state->kept) continue;
+        largest = hpmli_max(largest, hpmli_param_floats(t));
+        floats += hpmli_param_kept(t, 3);
     }
     float *w = floats > 0 ? (float *)hpmli_alloc(ctx, (size_t)largest * sizeof(float)) : NULL;
     if (w && !memory) memory = (float *)hpmli_device_alloc(ctx, (size_t)floats * sizeof(float));
     for (int i = 0; w && memory && i < 2 * ctx->param_count; i++) {
         hpml_tensor *t = ctx->params[i % ctx->param_count];
-        if (t->raw || hpmli_trainable(t) != (i < ctx->param_count)) continue;
-        hpmli_set_memory(t, memory, t->raw_grad);
-        memory += hpmli_param_floats(t);
-        if (keep) continue;
-        hpmli_init_values(ctx, t, w);
-        ctx->backend->write(ctx->device, t->raw, w, hpmli_tensor_bytes(t));
+        bool         whole = t->param->shard < 3;
+        if (t->raw || t->state->kept || hpmli_trainable(t) != (i < ctx->param_count)) continue;
+        if (whole) hpmli_set_memory(t, memory, t->raw_grad);
+        else t->state->kept = memory;
+        if (!keep) hpmli_init_values(ctx, t, w);
+        if (!keep && whole) ctx->backend->write(ctx->device, memory, w, hpmli_tensor_bytes(t));
+        else if (!keep)
+            ctx->backend->write(ctx->device, memory, w + t->param->keep_first, (size_t)t->param->keep_count * sizeof *w);
+        memory += hpmli_param_kept(t, 3);
     }
     hpmli_free(ctx, w);
     return ctx->status;
@@ -4541,6 +4557,11 @@ HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
     if (g && out) *out = g->memory;
 }
 HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
+HPML_API int  hpml_graph_op_count(const hpml_graph *g) { return g ? g->count : 0; }
+HPML_API const hpml_node *hpml_graph_op(const hpml_graph *g, int i)
+{
+    return g && i >= 0 && i < g->count ? g->nodes[i] : NULL;
+}
 
 /* Points `grad` of the parameters into this graph's array of gradients, instead of another graph's; returns it. */
 HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
@@ -4552,10 +4573,19 @@ HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
         hpml_tensor *p    = g->ctx->params[i];
         bool         mine = i < g->param_count && g->param_last[i] >= 0;
         if (p->state->rows) hpmli_gradient_clear(p); /* rows that are not listed are zero in each graph's array */
-        hpmli_set_memory(p, p->raw, mine ? g->grads + at : NULL);
-        if (mine) at += hpmli_param_floats(p);
+        hpmli_set_memory(p, p->raw, mine && p->param->shard < 2 ? g->grads + at : NULL);
+        if (mine) at += hpmli_param_kept(p, 2);
     }
     return g->grads;
+}
+
+/* Returns the bytes that this rank keeps of one array of the trained parameters that a shard of `level` cuts. */
+HPMLI_FN size_t hpmli_graph_kept(const hpml_graph *g, int level)
+{
+    int64_t floats = 0;
+    for (int i = 0; i < g->param_count; i++)
+        if (g->param_last[i] >= 0) floats += hpmli_param_kept(g->ctx->params[i], level);
+    return (size_t)floats * sizeof(float);
 }
 
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
@@ -4566,7 +4596,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (g->arena) return HPML_OK;
     if (hpml_param_init(ctx) != HPML_OK) return ctx->status;
     g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
-    if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+    if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
     if (ctx->status != HPML_OK) return ctx->status;
     for (int i = 0; i < g->slot_count; i++) /* a leaf keeps the memory that another graph gave it */
         if (!*g->slots[i].place) *g->slots[i].place = g->arena + g->slots[i].offset;
@@ -9126,6 +9156,8 @@ struct hpml_trainer {
     int64_t            *place;           /* (param_count) see hpml_trainer_place */
     float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not needed */
     hpml_update        *updates;         /* (param_count) the next step of each parameter, of what this rank keeps */
+    int64_t             window[2];       /* floats of hpml_trainer_reserve: for values, for gradients */
+    float             **window_at[2];    /* where to write their address */
     double             *norms;           /* (param_count, 2) for hooks `norms`; NULL: there was no such hook */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
@@ -9275,18 +9307,15 @@ HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
 /* Returns the floats that this rank keeps of one array of the trained parameters that a shard of `level` cuts. */
 HPMLI_FN int64_t hpmli_trainer_kept(const hpml_trainer *t, int level)
 {
-    int64_t floats = 0;
-    for (int i = 0; i < t->graph->param_count; i++)
-        if (t->graph->param_last[i] >= 0) floats += hpmli_param_kept(t->ctx->params[i], level);
-    return floats;
+    return (int64_t)(hpmli_graph_kept(t->graph, level) / sizeof(float));
 }
 
 /* Computes the bytes of what the trainer keeps between steps. */
 HPMLI_FN void hpmli_trainer_measure(hpml_trainer *t)
 {
     hpml_memory *m = &t->graph->memory;
-    m->parameters = hpml_params_bytes(t->ctx);
-    m->gradients  = (size_t)hpmli_trainer_kept(t, 2) * sizeof(float);
+    m->parameters = hpml_params_bytes(t->ctx) + (size_t)t->window[0] * sizeof(float);
+    m->gradients  = (size_t)(hpmli_trainer_kept(t, 2) + t->window[1]) * sizeof(float);
     m->optimizer  = 0;
     for (int k = 0; k < HPML_MAX_STATES; k++)
         if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
@@ -9366,6 +9395,8 @@ HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an er
     hpml_ctx   *ctx = t->ctx;
     hpml_graph *g   = t->graph;
     if (hpml_graph_alloc(g) != HPML_OK) return;
+    for (int k = 0; k < 2; k++)
+        if (t->window[k] > 0) *t->window_at[k] = (float *)hpmli_device_alloc(ctx, (size_t)t->window[k] * sizeof(float));
     for (int k = 0; k < HPML_MAX_STATES; k++)
         if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
             t->state[k] = (float *)hpmli_device_alloc(ctx, (size_t)hpmli_trainer_kept(t, 1) * sizeof(float));
@@ -9382,8 +9413,8 @@ HPMLI_FN int64_t hpmli_update_count(const hpml_tensor *p)
     return p->param->shard > 0 ? p->param->keep_count : hpml_tensor_count(p);
 }
 
-/* Sets what every step of parameter i shares. at: where the arrays of state have the parameter. */
-HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i, int64_t at)
+/* Sets what every step of parameter i shares. at, gradient_at: where the arrays of state, of gradients have it. */
+HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i, int64_t at, int64_t gradient_at)
 {
     hpml_tensor *p = t->ctx->params[i];
     hpml_update *u = &t->updates[i];
@@ -9396,11 +9427,11 @@ HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i, int64_t at)
     u->beta2    = t->d.beta2;
     u->eps      = t->d.eps;
     u->nesterov = t->d.nesterov;
-    if (!p->grad) return;
+    if (t->place[i] < 0) return;
     int64_t first = p->param->shard > 0 ? p->param->keep_first : 0;
     u->n = hpmli_update_count(p);
-    u->w = p->data + first;
-    u->g = p->grad + first;
+    u->w = p->param->shard < 3 ? p->data + first : p->state->kept;
+    u->g = t->graph->grads + gradient_at + (p->param->shard < 2 ? first : 0);
     for (int k = 0; k < HPML_MAX_STATES; k++) u->state[k] = t->state[k] ? t->state[k] + at : NULL;
 }
 
@@ -9417,12 +9448,14 @@ HPML_API hpml_status hpml_trainer_alloc(hpml_trainer *t)
 {
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = t->ctx;
-    int64_t   at  = 0;
+    int64_t   at = 0, gradient_at = 0;
     if (hpmli_failed(ctx) || t->updates) return ctx->status;
     if (hpmli_trainer_places(t)) hpmli_trainer_take(t);
     for (int i = 0; ctx->status == HPML_OK && i < t->graph->param_count; i++) {
-        hpmli_update_init(t, i, at);
-        if (t->place[i] >= 0) at += hpmli_param_kept(ctx->params[i], 1);
+        hpmli_update_init(t, i, at, gradient_at);
+        if (t->place[i] < 0) continue;
+        at += hpmli_param_kept(ctx->params[i], 1);
+        gradient_at += hpmli_param_kept(ctx->params[i], 2);
     }
     if (ctx->status != HPML_OK && !t->graph->arena) hpmli_graph_release_nodes(t->graph);
     return ctx->status;
@@ -9449,6 +9482,29 @@ HPML_API hpml_status hpml_trainer_keep(hpml_trainer *t, int param, int shard, in
     kept->keep_count = count;
     hpmli_trainer_measure(t);
     return HPML_OK;
+}
+
+HPML_API hpml_status hpml_trainer_reserve(hpml_trainer *t, hpml_array which, int64_t floats, float **memory)
+{
+    const int k = which == HPML_ARRAY_VALUES ? 0 : 1;
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (!memory || floats < 0 || which > HPML_ARRAY_GRADIENTS || t->updates)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer reserve: %lld floats for array %d: expected VALUES or "
+                          "GRADIENTS, 0 floats or more, an address, and a trainer without memory", (long long)floats,
+                          (int)which);
+    t->window[k]    = floats;
+    t->window_at[k] = memory;
+    hpmli_trainer_measure(t);
+    return HPML_OK;
+}
+
+HPML_API float *hpml_trainer_part(hpml_trainer *t, int param, hpml_array which)
+{
+    const int k = (int)which - HPML_ARRAY_STATE;
+    if (hpml_trainer_alloc(t) != HPML_OK || hpml_trainer_place(t, param) < 0 || k >= HPML_MAX_STATES) return NULL;
+    const hpml_update *u = &t->updates[param];
+    if (which == HPML_ARRAY_VALUES) return u->w;
+    return which == HPML_ARRAY_GRADIENTS ? u->g : u->state[k];
 }
 
 HPML_API void hpml_ctx_defer(hpml_ctx *ctx, bool on)
@@ -9747,7 +9803,8 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
     run.sum = NULL; /* no sum over all ranks, which would wait: the other ranks are not here */
     for (int i = 0; i < ctx->param_count; i++)
         if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
-    for (int i = -g->leaf_count; i < g->count; i++) {
+    bool gathers = hpmli_trainer_kept(t, 3) != g->grad_count; /* ops wait for values of other ranks, which are not here */
+    for (int i = -g->leaf_count; i < (gathers ? 0 : g->count); i++) {
         const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
         if (i >= 0 && hpmli_is_collective(g->nodes[i])) break; /* would wait for the other ranks */
         if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
@@ -10159,16 +10216,23 @@ HPMLI_FN void hpmli_step_fill_info(hpml_trainer *t, const hpmli_step *s, hpml_st
     info->seconds   = hpml_now() - s->start;
 }
 
+/* Takes the trainer's memory. False: no memory, or this rank keeps parts of arrays that a shard of `level` cuts, and no
+   hooks join them to those of other ranks. */
+HPMLI_FN bool hpmli_trainer_joined(hpml_trainer *t, const char *call, int level)
+{
+    if (hpml_trainer_alloc(t) != HPML_OK) return false;
+    if (t->graph->any.join || hpmli_trainer_kept(t, level) == t->graph->grad_count) return true;
+    return hpmli_false(t->ctx, HPML_ERR_STATE, "trainer %s: this rank keeps parts of the parameters, and no hooks join "
+                       "them to those of other ranks; call hpml_distribute again with the same plan", call);
+}
+
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info)
 {
     hpmli_step s;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
-    if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
-    if (!t->graph->any.join && hpmli_trainer_kept(t, 1) != t->graph->grad_count)
-        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer step: this rank keeps parts of the parameters, and no hooks "
-                          "join them to those of other ranks; call hpml_distribute again with the same plan");
+    if (!hpmli_trainer_joined(t, "step", 1)) return t->ctx->status;
     memset(&s, 0, sizeof s);
     s.samples = samples;
     s.info    = info != NULL;
@@ -10370,7 +10434,7 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     int64_t    counted = 0;
     double     start = hpml_now();
     if (!t || !out) return HPML_ERR_ARGUMENT;
-    if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
+    if (!hpmli_trainer_joined(t, "evaluate", 3)) return t->ctx->status;
     hpml_loader *l = hpmli_trainer_loader(t, data, NULL, true);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     int64_t *confusion = out->confusion;
@@ -10388,7 +10452,7 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
 {
     if (!t || !out || !x) return HPML_ERR_ARGUMENT;
-    if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
+    if (!hpmli_trainer_joined(t, "predict", 3)) return t->ctx->status;
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
     hpml_graph *g   = t->graph;
     hpml_run    run = hpmli_run_of(g, false, 0, 1);
@@ -12396,10 +12460,11 @@ HPMLI_FN hpml_status hpmli_groups_agree(hpml_ctx *ctx, const char *what)
     return ctx->status;
 }
 
-/* Returns whether this rank keeps only the floats keep_first .. of the array `which` of p. */
+/* Returns whether only the floats keep_first .. of the array `which` of p are valid on this rank: those that it keeps,
+   and of a gradient those that it steps. */
 HPMLI_FN bool hpmli_array_is_shard(const hpml_tensor *p, hpml_array which)
 {
-    return p->param->shard > 0 && p->param->shard >= hpmli_shard_of(which);
+    return p->param->shard >= (which == HPML_ARRAY_VALUES ? 3 : 1);
 }
 
 /* Returns what this rank has on the device of the array `which` of p; NULL: the trainer or this rank has none. */

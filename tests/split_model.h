@@ -90,22 +90,17 @@ static inline void split_free(split_run *r)
     r->gradients = r->values = NULL;
 }
 
-/* Copies the wholes of one array of all parameters to `to` (NULL: does not), and returns the number of their floats.
-   Ranks add up arrays of zeros that hold their parts alone. */
+/* Copies the wholes of one array of all parameters to `to` (NULL: does not), and returns the number of their floats. */
 static inline int64_t split_collect(hpml_trainer *t, hpml_array which, float *to)
 {
     hpml_ctx *ctx = hpml_trainer_settings(t)->input->ctx;
-    int64_t   at = 0, span;
-    float    *array = hpml_trainer_array(t, which, &span);
+    int64_t   at = 0;
     for (int i = 0; i < hpml_param_count(ctx); i++) {
-        hpml_tensor      *p = hpml_param_at(ctx, i);
-        const hpml_group *g = hpml_ctx_group(ctx, p->param->axis);
-        int64_t           shape[HPML_MAX_DIMS], n = 1;
+        hpml_tensor *p = hpml_param_at(ctx, i);
+        int64_t      shape[HPML_MAX_DIMS], n = 1;
         hpml_param_whole(p, shape);
         for (int k = 0; k < p->ndim; k++) n *= shape[k];
-        if (to) memset(to + at, 0, (size_t)n * sizeof *to);
-        if (to) hpml_param_copy(p, array + hpml_trainer_place(t, i), 0, hpml_tensor_count(p), to + at, true);
-        if (to && p->param->axis != HPML_AXIS_DATA) g->sum(g->user, to + at, n);
+        if (to) hpml_trainer_collect(t, i, which, to + at);
         at += n;
     }
     return at;
