@@ -137,8 +137,10 @@
 //     optimizers   the table of optimizers, the driver of their steps, schedules
 //     codec   gradients packed for the wire
 //     trainer   the trainer: settings, creation, a batch in its inputs
+//     keep   the memory of a trainer: what this rank keeps, taken when it is needed
 //     hooks   hooks of a trainer, and its arrays of values, gradients and states
 //     nonfinite   a step's scalars; the names of layers whose numbers are not finite
+//     norms   norms of whole parameters of which several ranks have parts
 //     step   one step: micro-batch, gradients, update
 //     fit   passes over data, evaluation, prediction
 // PART VI   DATA AND FILES: datasets, batches, safetensors, checkpoints, the timeline
@@ -777,7 +779,8 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
 
 /* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
    1e-2), at up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest |a
-   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. */
+   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. All ranks of
+   a split graph (>>api-group) call this together; each checks its own parts. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 /* Requests the gradient of an f32 input; an error if an op reads the input already. */
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
@@ -1158,7 +1161,8 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
    a NaN or infinite loss or output is HPML_ERR_NONFINITE and the error names the sample, except with
    no_finite_check. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
-/* Computes the output of `samples` samples of x, as in step; out: (samples, numbers of an output). */
+/* Computes the output of `samples` samples of x, as in step; out: (samples, numbers of an output). In evaluate and
+   predict all ranks of a group work together; each gets the whole of an output that is split. */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
 
 /* Where a training is when it calls a hook. */
@@ -4900,7 +4904,7 @@ HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, floa
     return (double)loss;
 }
 
-HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
+HPML_API double hpml_check_grad(hpml_graph *g, float step, int samples)
 {
     double worst = 0;
     if (!g) return -1;
@@ -4910,10 +4914,10 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
                    hpml_dtype_name(hpmli_activation_dtype(g->ctx)));
         return -1;
     }
-    if (eps == 0) eps = 1e-2f;
-    if (!(eps > 0) || samples < 1) {
+    if (step == 0) step = 1e-2f;
+    if (!(step > 0) || samples < 1) {
         hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "check_grad: eps %g, %d samples, expected both above 0 (or eps 0 for "
-                   "1e-2)", (double)eps, samples);
+                   "1e-2)", (double)step, samples);
         return -1;
     }
     if (hpml_graph_forward(g, true, 0) != HPML_OK || hpml_graph_backward(g, 1, false) != HPML_OK) return -1;
@@ -4928,14 +4932,17 @@ HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples)
         g->ctx->backend->read(g->ctx->device, grad, t->grad, (size_t)n * sizeof(float));
         for (int64_t i = 0; i < n; i++) scale += (double)grad[i] * (double)grad[i];
         scale = sqrt(scale / (double)n); /* smaller differences are rounding errors */
-        for (int64_t i = 0; i < samples && i < n; i++) {
-            int64_t at    = samples >= n ? i : hpml_rng_below(&rng, n);
+        const hpml_group *ranks = hpml_ctx_group(g->ctx, t->param ? t->param->axis : HPML_AXIS_DATA);
+        const int64_t     turns = t->param && t->param->axis ? ranks->size : 1; /* one rank's part moves at a time */
+        for (int64_t i = 0; i < turns * samples && i < turns * n; i++) {
+            int64_t at    = samples >= n ? i / turns : hpml_rng_below(&rng, n);
+            float   eps   = turns == 1 || i % turns == ranks->rank ? step : 0;
             double  step_1 = hpmli_loss_moved(g, t, at, eps) - hpmli_loss_moved(g, t, at, -eps);
             double  step_2 = hpmli_loss_moved(g, t, at, 2 * eps) - hpmli_loss_moved(g, t, at, -2 * eps);
-            double  want   = (8 * step_1 - step_2) / (12 * (double)eps); /* fourth order: error about eps^4 */
+            double  want   = (8 * step_1 - step_2) / (12 * (double)step); /* fourth order: error about step^4 */
             double  got    = (double)grad[at];
             double  error  = fabs(want - got) / (fabs(want) + fabs(got) + scale + 1e-6);
-            if (!(error <= worst)) worst = error;
+            if (!(error <= worst) && eps != 0) worst = error;
         }
         hpmli_free(g->ctx, grad);
     }
@@ -9161,6 +9168,7 @@ struct hpml_trainer {
     double             *norms;           /* (param_count, 2) for hooks `norms`; NULL: there was no such hook */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
+    float              *best;            /* (2, rows) of an output split by classes: largest number; - its class */
     int32_t            *host_y;          /* host memory for a batch of labels */
     hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
     int                 running[2];      /* 1 + the set of hooks whose `run`, whose `update` is running; 0: none */
@@ -9376,65 +9384,7 @@ HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
     return t->host_out;
 }
 
-/* Sets t->place from the parameters that the graph trains. False: no memory. */
-HPMLI_FN bool hpmli_trainer_places(hpml_trainer *t)
-{
-    const hpml_graph *g  = t->graph;
-    int64_t           at = 0;
-    if (!t->place) t->place = hpmli_new(t->ctx, int64_t, g->param_count);
-    for (int i = 0; t->place && i < g->param_count; i++) {
-        bool trained = g->param_last[i] >= 0;
-        t->place[i]  = trained ? at : -1;
-        if (trained) at += hpmli_param_floats(t->ctx->params[i]);
-    }
-    return t->place != NULL;
-}
-
-HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an error stays on the context */
-{
-    hpml_ctx   *ctx = t->ctx;
-    hpml_graph *g   = t->graph;
-    if (hpml_graph_alloc(g) != HPML_OK) return;
-    for (int k = 0; k < 2; k++)
-        if (t->window[k] > 0) *t->window_at[k] = (float *)hpmli_device_alloc(ctx, (size_t)t->window[k] * sizeof(float));
-    for (int k = 0; k < HPML_MAX_STATES; k++)
-        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
-            t->state[k] = (float *)hpmli_device_alloc(ctx, (size_t)hpmli_trainer_kept(t, 1) * sizeof(float));
-    t->updates         = hpmli_new(ctx, hpml_update, ctx->param_count);
-    t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
-    if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
-    t->host_y         = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
-    t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
-}
-
-/* Returns how many numbers of parameter p this rank steps. */
-HPMLI_FN int64_t hpmli_update_count(const hpml_tensor *p)
-{
-    return p->param->shard > 0 ? p->param->keep_count : hpml_tensor_count(p);
-}
-
-/* Sets what every step of parameter i shares. at, gradient_at: where the arrays of state, of gradients have it. */
-HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i, int64_t at, int64_t gradient_at)
-{
-    hpml_tensor *p = t->ctx->params[i];
-    hpml_update *u = &t->updates[i];
-    u->opt      = t->d.optimizer;
-    u->custom   = t->optimizer;
-    u->user     = t->d.optimizer_user;
-    u->param    = p;
-    u->momentum = t->d.momentum;
-    u->beta1    = t->d.beta1;
-    u->beta2    = t->d.beta2;
-    u->eps      = t->d.eps;
-    u->nesterov = t->d.nesterov;
-    if (t->place[i] < 0) return;
-    int64_t first = p->param->shard > 0 ? p->param->keep_first : 0;
-    u->n = hpmli_update_count(p);
-    u->w = p->param->shard < 3 ? p->data + first : p->state->kept;
-    u->g = t->graph->grads + gradient_at + (p->param->shard < 2 ? first : 0);
-    for (int k = 0; k < HPML_MAX_STATES; k++) u->state[k] = t->state[k] ? t->state[k] + at : NULL;
-}
-
+HPMLI_FN bool hpmli_trainer_places(hpml_trainer *t); /* see >>keep */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
@@ -9442,74 +9392,6 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
     bool        deferred = ctx->deferred && hpmli_trainer_places(t);
     hpml_status status   = deferred ? HPML_OK : hpml_trainer_alloc(t);
     return status == HPML_OK ? t : NULL;
-}
-
-HPML_API hpml_status hpml_trainer_alloc(hpml_trainer *t)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    hpml_ctx *ctx = t->ctx;
-    int64_t   at = 0, gradient_at = 0;
-    if (hpmli_failed(ctx) || t->updates) return ctx->status;
-    if (hpmli_trainer_places(t)) hpmli_trainer_take(t);
-    for (int i = 0; ctx->status == HPML_OK && i < t->graph->param_count; i++) {
-        hpmli_update_init(t, i, at, gradient_at);
-        if (t->place[i] < 0) continue;
-        at += hpmli_param_kept(ctx->params[i], 1);
-        gradient_at += hpmli_param_kept(ctx->params[i], 2);
-    }
-    if (ctx->status != HPML_OK && !t->graph->arena) hpmli_graph_release_nodes(t->graph);
-    return ctx->status;
-}
-
-HPML_API hpml_status hpml_trainer_keep(hpml_trainer *t, int param, int shard, int64_t first, int64_t count)
-{
-    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    hpml_tensor *p = hpml_param_at(t->ctx, param);
-    if (!p || shard < 0 || shard > 3 || first < 0 || count < 0 || first > hpml_tensor_count(p) - count)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer keep: shard %d, floats %lld to %lld of parameter %d "
-                          "(\"%s\"): expected a shard from 0 to 3 and a range of the parameter", shard,
-                          (long long)first, (long long)(first + count), param, p ? p->name : "there is none");
-    hpml_param *kept = p->param;
-    if (kept->shard == shard && (shard == 0 || (kept->keep_first == first && kept->keep_count == count))) return HPML_OK;
-    if (t->updates || (shard > 2 && p->raw))
-        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer keep: \"%s\" has memory already; call hpml_ctx_defer "
-                          "before hpml_trainer_create, and this before the first step, evaluation or file", p->name);
-    if (t->optimizer->whole)
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer keep: %s steps whole tensors, not a part of \"%s\"; "
-                          "take another optimizer", t->optimizer->name, p->name);
-    kept->shard      = shard;
-    kept->keep_first = first;
-    kept->keep_count = count;
-    hpmli_trainer_measure(t);
-    return HPML_OK;
-}
-
-HPML_API hpml_status hpml_trainer_reserve(hpml_trainer *t, hpml_array which, int64_t floats, float **memory)
-{
-    const int k = which == HPML_ARRAY_VALUES ? 0 : 1;
-    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    if (!memory || floats < 0 || which > HPML_ARRAY_GRADIENTS || t->updates)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer reserve: %lld floats for array %d: expected VALUES or "
-                          "GRADIENTS, 0 floats or more, an address, and a trainer without memory", (long long)floats,
-                          (int)which);
-    t->window[k]    = floats;
-    t->window_at[k] = memory;
-    hpmli_trainer_measure(t);
-    return HPML_OK;
-}
-
-HPML_API float *hpml_trainer_part(hpml_trainer *t, int param, hpml_array which)
-{
-    const int k = (int)which - HPML_ARRAY_STATE;
-    if (hpml_trainer_alloc(t) != HPML_OK || hpml_trainer_place(t, param) < 0 || k >= HPML_MAX_STATES) return NULL;
-    const hpml_update *u = &t->updates[param];
-    if (which == HPML_ARRAY_VALUES) return u->w;
-    return which == HPML_ARRAY_GRADIENTS ? u->g : u->state[k];
-}
-
-HPML_API void hpml_ctx_defer(hpml_ctx *ctx, bool on)
-{
-    if (ctx) ctx->deferred = on;
 }
 
 HPML_API hpml_graph *hpml_trainer_graph(hpml_trainer *t) { return t ? t->graph : NULL; }
@@ -9591,6 +9473,142 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
     }
     hpmli_write_samples(t, t->target, y, rows);
     return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>keep   the memory of a trainer: what this rank keeps, taken when it is needed
+// ---------------------------------------------------------------------------------------------------------------------
+/* A trainer plans first and takes its memory once: at its creation or, after hpml_ctx_defer, when it is needed. Between
+   the two, hpml_trainer_keep cuts parameters: this rank then keeps a range of the floats of states, gradient or values,
+   and t->updates has the addresses of that range. */
+/* Sets t->place from the parameters that the graph trains. False: no memory. */
+HPMLI_FN bool hpmli_trainer_places(hpml_trainer *t)
+{
+    const hpml_graph *g  = t->graph;
+    int64_t           at = 0;
+    if (!t->place) t->place = hpmli_new(t->ctx, int64_t, g->param_count);
+    for (int i = 0; t->place && i < g->param_count; i++) {
+        bool trained = g->param_last[i] >= 0;
+        t->place[i]  = trained ? at : -1;
+        if (trained) at += hpmli_param_floats(t->ctx->params[i]);
+    }
+    return t->place != NULL;
+}
+
+HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an error stays on the context */
+{
+    hpml_ctx   *ctx = t->ctx;
+    hpml_graph *g   = t->graph;
+    if (hpml_graph_alloc(g) != HPML_OK) return;
+    for (int k = 0; k < 2; k++)
+        if (t->window[k] > 0) *t->window_at[k] = (float *)hpmli_device_alloc(ctx, (size_t)t->window[k] * sizeof(float));
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+            t->state[k] = (float *)hpmli_device_alloc(ctx, (size_t)hpmli_trainer_kept(t, 1) * sizeof(float));
+    t->updates         = hpmli_new(ctx, hpml_update, ctx->param_count);
+    t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
+    if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
+    const hpml_tensor *y = t->d.output;
+    if (hpmli_is_classifier(t) && y->split[y->ndim - 1] == HPML_AXIS_TENSOR)
+        t->best = hpmli_new(ctx, float, 2 * hpml_tensor_count(y) / y->shape[y->ndim - 1]);
+    t->host_y         = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
+    t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
+}
+
+/* Returns how many numbers of parameter p this rank steps. */
+HPMLI_FN int64_t hpmli_update_count(const hpml_tensor *p)
+{
+    return p->param->shard > 0 ? p->param->keep_count : hpml_tensor_count(p);
+}
+
+/* Sets what every step of parameter i shares. at, gradient_at: where the arrays of state, of gradients have it. */
+HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i, int64_t at, int64_t gradient_at)
+{
+    hpml_tensor *p = t->ctx->params[i];
+    hpml_update *u = &t->updates[i];
+    u->opt      = t->d.optimizer;
+    u->custom   = t->optimizer;
+    u->user     = t->d.optimizer_user;
+    u->param    = p;
+    u->momentum = t->d.momentum;
+    u->beta1    = t->d.beta1;
+    u->beta2    = t->d.beta2;
+    u->eps      = t->d.eps;
+    u->nesterov = t->d.nesterov;
+    if (t->place[i] < 0) return;
+    int64_t first = p->param->shard > 0 ? p->param->keep_first : 0;
+    u->n = hpmli_update_count(p);
+    u->w = p->param->shard < 3 ? p->data + first : p->state->kept;
+    u->g = t->graph->grads + gradient_at + (p->param->shard < 2 ? first : 0);
+    for (int k = 0; k < HPML_MAX_STATES; k++) u->state[k] = t->state[k] ? t->state[k] + at : NULL;
+}
+
+HPML_API hpml_status hpml_trainer_alloc(hpml_trainer *t)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    hpml_ctx *ctx = t->ctx;
+    int64_t   at = 0, gradient_at = 0;
+    if (hpmli_failed(ctx) || t->updates) return ctx->status;
+    if (hpmli_trainer_places(t)) hpmli_trainer_take(t);
+    for (int i = 0; ctx->status == HPML_OK && i < t->graph->param_count; i++) {
+        hpmli_update_init(t, i, at, gradient_at);
+        if (t->place[i] < 0) continue;
+        at += hpmli_param_kept(ctx->params[i], 1);
+        gradient_at += hpmli_param_kept(ctx->params[i], 2);
+    }
+    if (ctx->status != HPML_OK && !t->graph->arena) hpmli_graph_release_nodes(t->graph);
+    return ctx->status;
+}
+
+HPML_API hpml_status hpml_trainer_keep(hpml_trainer *t, int param, int shard, int64_t first, int64_t count)
+{
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    hpml_tensor *p = hpml_param_at(t->ctx, param);
+    if (!p || shard < 0 || shard > 3 || first < 0 || count < 0 || first > hpml_tensor_count(p) - count)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer keep: shard %d, floats %lld to %lld of parameter %d "
+                          "(\"%s\"): expected a shard from 0 to 3 and a range of the parameter", shard,
+                          (long long)first, (long long)(first + count), param, p ? p->name : "there is none");
+    hpml_param *kept = p->param;
+    if (kept->shard == shard && (shard == 0 || (kept->keep_first == first && kept->keep_count == count))) return HPML_OK;
+    if (t->updates || (shard > 2 && p->raw))
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer keep: \"%s\" has memory already; call hpml_ctx_defer "
+                          "before hpml_trainer_create, and this before the first step, evaluation or file", p->name);
+    if (t->optimizer->whole)
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer keep: %s steps whole tensors, not a part of \"%s\"; "
+                          "take another optimizer", t->optimizer->name, p->name);
+    kept->shard      = shard;
+    kept->keep_first = first;
+    kept->keep_count = count;
+    hpmli_trainer_measure(t);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_trainer_reserve(hpml_trainer *t, hpml_array which, int64_t floats, float **memory)
+{
+    const int k = which == HPML_ARRAY_VALUES ? 0 : 1;
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (!memory || floats < 0 || which > HPML_ARRAY_GRADIENTS || t->updates)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer reserve: %lld floats for array %d: expected VALUES or "
+                          "GRADIENTS, 0 floats or more, an address, and a trainer without memory", (long long)floats,
+                          (int)which);
+    t->window[k]    = floats;
+    t->window_at[k] = memory;
+    hpmli_trainer_measure(t);
+    return HPML_OK;
+}
+
+HPML_API float *hpml_trainer_part(hpml_trainer *t, int param, hpml_array which)
+{
+    const int k = (int)which - HPML_ARRAY_STATE;
+    if (hpml_trainer_alloc(t) != HPML_OK || hpml_trainer_place(t, param) < 0 || k >= HPML_MAX_STATES) return NULL;
+    const hpml_update *u = &t->updates[param];
+    if (which == HPML_ARRAY_VALUES) return u->w;
+    return which == HPML_ARRAY_GRADIENTS ? u->g : u->state[k];
+}
+
+HPML_API void hpml_ctx_defer(hpml_ctx *ctx, bool on)
+{
+    if (ctx) ctx->deferred = on;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9690,22 +9708,53 @@ HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *f
 /* A step finds a NaN or infinity in a scalar (loss, gradients' sum of squares) or while it steps a parameter. Only then
    the step searches for the layer: it runs forward once more and checks each result. */
 
+HPMLI_FN int64_t hpmli_best(const float *y, int64_t classes) /* returns the class of the largest number */
+{
+    int64_t best = 0;
+    for (int64_t c = 1; c < classes; c++)
+        if (y[c] > y[best]) best = c;
+    return best;
+}
+
+/* Returns the classes of an output y, of all ranks if the output is split by classes. */
+HPMLI_FN int64_t hpmli_vocabulary_size(const hpml_tensor *y)
+{
+    int64_t whole[HPML_MAX_DIMS];
+    hpml_param_whole(y, whole);
+    return whole[y->ndim - 1];
+}
+
+/* Fills t->best from the ranks' parts y (rows, classes) of an output that is split by classes. */
+HPMLI_FN void hpmli_best_of_ranks(hpml_trainer *t, const float *y, int64_t rows, int64_t classes)
+{
+    const hpml_group *g    = hpml_ctx_group(t->ctx, HPML_AXIS_TENSOR);
+    float            *most = t->best, *at = t->best + rows;
+    for (int64_t r = 0; r < rows; r++) most[r] = y[r * classes + hpmli_best(y + r * classes, classes)];
+    hpml_status status = g->max(g->user, most, rows);
+    for (int64_t r = 0; r < rows && status == HPML_OK; r++) {
+        int64_t best = hpmli_best(y + r * classes, classes);
+        at[r] = -(float)(y[r * classes + best] >= most[r] ? g->rank * classes + best : g->size * classes - 1);
+    }
+    if (status == HPML_OK) status = g->max(g->user, at, rows);
+    if (status != HPML_OK) hpmli_fail(t->ctx, status, "accuracy of a split output: %s", hpml_status_string(status));
+}
+
 /* Counts on the host, into t->scalars, the rows of the output whose largest number is at their label, and the rows
    whose label is a class (HPML_IGNORE is none); adds each to the matrix `confusion`, unless that is NULL. */
 HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
     const hpml_tensor *out = t->d.output;
-    int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out);
+    int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out), rows = n / classes, best;
     const float       *y = hpmli_trainer_host_out(t); /* (rows, classes) the output */
     if (!y) return;
     if (y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
+    if (t->best) hpmli_best_of_ranks(t, y, rows, classes);
+    if (t->best) classes = hpmli_vocabulary_size(out);
     t->scalars.counts[0] = 0;
     t->scalars.counts[1] = 0;
-    for (int64_t r = 0; r < n / classes; r++, y += classes) {
+    for (int64_t r = 0; r < rows; r++) {
         if (labels[r] < 0 || labels[r] >= classes) continue;
-        int64_t best = 0;
-        for (int64_t c = 1; c < classes; c++)
-            if (y[c] > y[best]) best = c;
+        best = t->best ? (int64_t)-t->best[rows + r] : hpmli_best(y + r * classes, classes);
         if (best == labels[r]) t->scalars.counts[0]++;
         t->scalars.counts[1]++;
         if (confusion) confusion[labels[r] * classes + best]++;
@@ -9719,7 +9768,7 @@ HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, in
     const hpml_backend *b   = t->ctx->backend;
     const hpml_tensor  *out = t->d.output;
     int64_t             classes = out->shape[out->ndim - 1];
-    bool                on_device = labels && b->correct && !confusion;
+    bool                on_device = labels && b->correct && !confusion && !t->best;
     if (on_device)
         b->correct(t->ctx->device, t->ctx, out->dtype, out->raw, (const int32_t *)t->target->raw,
                    hpml_tensor_count(out) / classes, classes, t->device_scalars->counts);
@@ -9834,12 +9883,8 @@ HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* fails if a paramete
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>step   one step: micro-batch, gradients, update
+// >>norms   norms of whole parameters of which several ranks have parts
 // ---------------------------------------------------------------------------------------------------------------------
-/* hpml_trainer_step runs the update described at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
-   hpmli_step_update and hpmli_step_fill_info. Hooks of data parallelism replace the end of hpmli_step_run and of
-   hpmli_step_update, and call hpml_trainer_forward_backward and hpml_trainer_apply themselves. */
-
 /* Returns the sum of squares of n floats on the device. */
 HPMLI_FN double hpmli_sum_of_squares(hpml_trainer *t, const float *x, int64_t n)
 {
@@ -9871,6 +9916,40 @@ HPMLI_FN double hpmli_norms_of_parts(hpml_trainer *t, int64_t each)
     for (int i = 0; i < g->param_count; i++) all += t->norms[each * i + each - 1];
     return all;
 }
+
+/* Steps parameters by an optimizer that needs norms of whole tensors, of which other ranks have parts: as the CPU's
+   update does, but with the hooks' sums over ranks between the parts of the step. */
+HPMLI_FN hpml_status hpmli_apply_by_norms(hpml_trainer *t, int first_param, int param_count)
+{
+    hpml_ctx             *ctx = t->ctx;
+    const hpml_optimizer *row = t->optimizer;
+    if (!ctx->backend->host)
+        return hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "trainer: %s needs norms of tensors of which ranks have parts; on "
+                          "\"%s\" take sgd, adam or adamw", row->name, ctx->backend->name);
+    for (int i = first_param; i < first_param + param_count; i++)
+        hpmli_update_clip(&t->updates[i]); /* first, because the sums below replace the one that it reads */
+    for (int pass = 0; pass < 2; pass++) {
+        bool sums = pass == 0 ? row->prepare != NULL : row->layer_ratio;
+        if (pass == 1 && !row->direction) break;
+        if (sums) hpmli_norms_of_parts(t, 2);
+        if (hpmli_failed(ctx)) return ctx->status;
+        for (int i = first_param; i < first_param + param_count; i++) {
+            hpml_update *u       = &t->updates[i];
+            double       norm[2] = { sums ? sqrt(t->norms[2 * i]) : 0, sums ? sqrt(t->norms[2 * i + 1]) : 0 };
+            if (u->n == 0) continue;
+            if (pass == 0) hpmli_step_prepared(ctx, row, u, norm);
+            else hpmli_direction_apply(ctx, row, *u, norm);
+        }
+    }
+    return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>step   one step: micro-batch, gradients, update
+// ---------------------------------------------------------------------------------------------------------------------
+/* hpml_trainer_step runs the update described at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
+   hpmli_step_update and hpmli_step_fill_info. Hooks of data parallelism replace the end of hpmli_step_run and of
+   hpmli_step_update, and call hpml_trainer_forward_backward and hpml_trainer_apply themselves. */
 
 /* Computes the norm of all gradients on the device, once a step, if clipping or a dynamic loss scale needs the norm. */
 HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
@@ -9986,33 +10065,6 @@ HPMLI_FN bool hpmli_apply_begin(hpml_trainer *t)
     if (hpmli_failed(t->ctx)) return false;
     bool host_needs_norm = t->wants_norm && (t->scale_age >= 0 || !t->d.no_finite_check);
     return !host_needs_norm || (hpmli_grad_norm_on_host(t) == HPML_OK && !t->overflowed);
-}
-
-/* Steps parameters by an optimizer that needs norms of whole tensors, of which other ranks have parts: as the CPU's
-   update does, but with the hooks' sums over ranks between the parts of the step. */
-HPMLI_FN hpml_status hpmli_apply_by_norms(hpml_trainer *t, int first_param, int param_count)
-{
-    hpml_ctx             *ctx = t->ctx;
-    const hpml_optimizer *row = t->optimizer;
-    if (!ctx->backend->host)
-        return hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "trainer: %s needs norms of tensors of which ranks have parts; on "
-                          "\"%s\" take sgd, adam or adamw", row->name, ctx->backend->name);
-    for (int i = first_param; i < first_param + param_count; i++)
-        hpmli_update_clip(&t->updates[i]); /* first, because the sums below replace the one that it reads */
-    for (int pass = 0; pass < 2; pass++) {
-        bool sums = pass == 0 ? row->prepare != NULL : row->layer_ratio;
-        if (pass == 1 && !row->direction) break;
-        if (sums) hpmli_norms_of_parts(t, 2);
-        if (hpmli_failed(ctx)) return ctx->status;
-        for (int i = first_param; i < first_param + param_count; i++) {
-            hpml_update *u       = &t->updates[i];
-            double       norm[2] = { sums ? sqrt(t->norms[2 * i]) : 0, sums ? sqrt(t->norms[2 * i + 1]) : 0 };
-            if (u->n == 0) continue;
-            if (pass == 0) hpmli_step_prepared(ctx, row, u, norm);
-            else hpmli_direction_apply(ctx, row, *u, norm);
-        }
-    }
-    return HPML_OK;
 }
 
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count)
@@ -10449,6 +10501,27 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     return t->ctx->status;
 }
 
+/* Reads n numbers of the output y, whole: from all ranks if a dimension is split. */
+HPMLI_FN void hpmli_read_whole(hpml_trainer *t, const hpml_tensor *y, int64_t n, float *out)
+{
+    int d = y->ndim - 1;
+    while (d >= 0 && !y->split[d]) d--;
+    if (d < 0) {
+        hpmli_read_floats(t->ctx, y, n, out);
+        return;
+    }
+    const hpml_group *g     = hpml_ctx_group(t->ctx, (hpml_axis)y->split[d]);
+    const int64_t     count = n / g->size;
+    float            *part  = hpmli_new(t->ctx, float, count + n), *all = part + count;
+    hpmli_cut         c     = hpmli_cut_of(y, (hpml_axis)y->split[d], d, hpmli_sections(y, d));
+    if (!part) return;
+    hpmli_read_floats(t->ctx, y, count, part);
+    hpml_status status = g->gather(g->user, part, all, count);
+    for (c.rank = 0; c.rank < c.size; c.rank++) hpmli_cut_copy(&c, out, all + c.rank * count, 0, count, true);
+    if (status != HPML_OK) hpmli_fail(t->ctx, status, "predict: %s", hpml_status_string(status));
+    hpmli_free(t->ctx, part);
+}
+
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
 {
     if (!t || !out || !x) return HPML_ERR_ARGUMENT;
@@ -10458,7 +10531,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     hpml_run    run = hpmli_run_of(g, false, 0, 1);
     hpmli_graph_restore_batch(g);
     int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
-    int64_t out_floats = hpml_tensor_count(t->d.output) / g->batch; /* x_bytes and out_floats are of one sample */
+    int64_t out_floats = hpmli_whole_count(t->d.output) / g->batch; /* x_bytes and out_floats are of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
         if (hpml_graph_set_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
@@ -10466,7 +10539,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
         for (int k = 0; k < g->count && t->ctx->status == HPML_OK; k++) /* without the loss: no targets are given */
             if (g->nodes[k]->out != t->loss) hpmli_run_node(g, &run, k, false);
         if (t->ctx->status != HPML_OK) break;
-        hpmli_read_floats(t->ctx, t->d.output, floats, out + i * out_floats);
+        hpmli_read_whole(t, t->d.output, floats, out + i * out_floats);
         if (t->d.no_finite_check) continue;
         int64_t at = hpmli_first_nonfinite(out + i * out_floats, floats);
         if (at < floats)

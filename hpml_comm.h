@@ -6790,7 +6790,6 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("sum", sum, BOOL, 1, p->strategy <= HPML_STRATEGY_BACKUP, "strategies sync, ps and backup", 0) \
     X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("leaf", leaf, I64, 9e18, p->exact, NULL, 2) \
-    X("shard", shard, I32, 3, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 1, 2, 3) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
@@ -6802,6 +6801,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("codec.min_elements", codec.min_elements, I64, 9e18, p->codec.kind > HPML_CODEC_BF16, NULL, 16) \
     X("codec.compress_all", codec.compress_all, BOOL, 1, p->codec.kind > HPML_CODEC_BF16, NULL, 0) \
     X("codec.no_feedback", codec.no_feedback, BOOL, 1, p->codec.kind != HPML_CODEC_NONE, NULL, 0) \
+    X("shard", shard, I32, 3, hpmlc_plan_may_shard(p), NULL, 1, 2, 3) \
     X("codec.seed", codec.seed, U64, 1.8446744073709552e19, p->codec.custom != NULL, NULL, 1) \
     X("warm_steps", warm_steps, I64, 9e18, p->codec.kind != HPML_CODEC_NONE, NULL, 2) \
     X("algorithm", algorithm, ALGORITHM, HPML_ALGORITHM_COUNT - 1, !hpmlc_plan_serves(p), NULL, 0) \
@@ -6852,6 +6852,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "batch, and the trainer's accumulate adds up several; take route allreduce or set accumulate to 1") \
     RULE(hpmlc_factors_is_chosen(NULL, p) && f->no_factors, "routes factors and hybrid read the inputs of layers as " \
          "f32 in host memory, and here they are halves or on a device; take route allreduce") \
+    RULE(p->shard > 0 && p->strategy != HPML_STRATEGY_SYNC, "shard cuts the sums that strategy sync makes in each " \
+         "step; take strategy sync or shard 0") \
     RULE(p->shard > 0 && (p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE), "with shard each rank gets the " \
          "sum of its own part of the gradients, and exact, delayed and other routes give all ranks all of it; leave " \
          "them out, or shard 0") \
@@ -6988,6 +6990,13 @@ HPML_API const char *hpml_route_name(hpml_route route)
 {
     static const char *const names[HPML_ROUTE_COUNT] = { "allreduce", "factors", "hybrid" };
     return (unsigned)route < HPML_ROUTE_COUNT ? names[route] : NULL;
+}
+
+/* Returns whether shards may be tried with the fields that stand before `shard`. */
+HPMLC_FN bool hpmlc_plan_may_shard(const hpml_plan *p)
+{
+    return p->strategy == HPML_STRATEGY_SYNC && !p->exact && !p->delayed && p->route == HPML_ROUTE_ALLREDUCE &&
+           p->codec.kind == HPML_CODEC_NONE && !p->codec.custom;
 }
 
 /* Returns whether ranks exchange gradients; else they exchange parameters. */
@@ -7304,9 +7313,8 @@ HPMLC_FN hpml_status hpmlc_axes_check(const hpml_plan *p, int ranks, const hpmlc
     const double left = ranks - p->servers;
     if (left < 1 || product == left || (p->data == 0 && fmod(left, product) == 0)) return HPML_OK;
     if (p->data == 0)
-        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "plan: %s = %.0f ranks, of which %.0f ranks are no multiple; make "
-                            "the product a divisor of %.0f, or start another number of ranks", text, product, left,
-                            left);
+        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "plan: %.0f ranks are no multiple of %s = %.0f ranks; make the "
+                            "product a divisor of %.0f, or start another number of ranks", left, text, product, left);
     return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "plan: %s + servers %d = %.0f ranks, and %d were started; make the "
                         "product %.0f, leave out data, which is then what is left, or start %.0f ranks", text,
                         p->servers, product + p->servers, ranks, left, product + p->servers);
@@ -7684,7 +7692,7 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
         hpml_tensor  *p = i >= 0 ? hpmlc_param(d, i) : NULL;
         hpml_comm    *c = p ? hpmlc_ranks_of(d, p) : NULL;
         hpmlc_bucket *b = &d->buckets.item[d->buckets.count];
-        bool          none = open ? p && !p->grad : p && hpml_trainer_place(d->t, i) < 0;
+        const bool    none = p && (open ? !p->grad : hpml_trainer_place(d->t, i) < 0);
         if (none || (p && hpml_param_rows(p, NULL))) continue; /* sparse: see >>distribute-rows */
         if (count > 0 && (c != b->c || filled >= limit)) {
             d->buckets.count++;

@@ -72,10 +72,9 @@ typedef struct split_run {
     hpml_opt    optimizer;
     int         steps, accumulate;
     float       clip_norm;
-    void      (*after)(hpml_distributed *d, void *user); /* optional, on all ranks, after the last step */
+    const char *load, *save; /* checkpoints, before the first and after the last step; NULL: none */
     int         fails;    /* 1 + the rank that fails after the first step; 0: none */
     const hpml_plan *plan; /* given to hpml_distribute; NULL: that of the launch */
-    void       *user;
     double      loss[16];
     int64_t     floats;               /* of all parameters' wholes */
     float      *gradients, *values;   /* (floats), released by split_free */
@@ -124,6 +123,7 @@ static inline hpml_status split_train(hpml_comm *c, void *user)
     hpml_distributed  *d = hpml_distribute(t, c, r->plan);
     int64_t            floats = d ? split_collect(t, HPML_ARRAY_VALUES, NULL) : 0;
     float             *whole = (float *)calloc((size_t)(2 * floats + 1), sizeof *whole);
+    if (d && r->load) hpml_distribute_load(d, r->load);
     for (int i = 0; i < r->steps && d; i++) {
         hpml_distribute_report report;
         hpml_trainer_fit(t, text, &(hpml_fit_desc){ .epochs = 100, .max_steps = 1 });
@@ -134,7 +134,7 @@ static inline hpml_status split_train(hpml_comm *c, void *user)
         if (i == 0) split_collect(t, HPML_ARRAY_GRADIENTS, whole);
         if (r->fails == hpml_comm_rank(c) + 1) hpml_ctx_fail(ctx, HPML_ERR_WRITE, "a disk is full");
     }
-    if (d && r->after) r->after(d, r->user);
+    if (d && r->save) hpml_distribute_save(d, r->save);
     if (d && hpml_ctx_status(ctx) == HPML_OK) split_collect(t, HPML_ARRAY_VALUES, whole + floats);
     if (first) {
         out->floats    = floats;

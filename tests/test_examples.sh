@@ -176,6 +176,13 @@ check "1 Gbit/s, 64 ranks: half as long with bf16, less when packed" 'awk "$time
 timeout 60 build/09_queue >"$tmp/out" 2>&1
 check "spread strands fewer GPUs than pack" \
     'awk "/^pack/ { p = \$6 } /^spread/ { s = \$6; n = 1 } END { exit !(n && s < p) }" "$tmp/out"'
+fits timeout 60 build/15_tensor_parallel --steps 5
+check "a GPT on 4 ranks, split in two: 4 sums a block" \
+    '[ $? -eq 0 ] && says "^a step: 12 sums, 4 in each of 2 blocks" && says "(blocks: 262144)"'
+HPML_RUN=clock:8 HPML_PLAN=tensor=4 timeout 60 build/15_tensor_parallel --steps 3 --layers 3 --json >"$tmp/out" 2>&1
+check "HPML_PLAN splits it in four" '[ $? -eq 0 ] && says "\"tensor\": 4, .*\"sums\": 16,"'
+HPML_PLAN=tensor=3 timeout 60 build/15_tensor_parallel >"$tmp/out" 2>&1
+check "a product of axes that is not the number of ranks" '[ $? -eq 1 ] && says "4 ranks are no multiple of tensor 3"'
 fits timeout 60 build/16_gossip
 check "the spread shrinks by the second eigenvalue" \
     'awk "/ of 8: spread/ { n++; d = \$6 - \$11; if (d * d > 0.02 * 0.02 * \$11 * \$11 + 1e-9) bad = 1 }

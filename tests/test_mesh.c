@@ -44,21 +44,27 @@ static bool trains_as_one(hpml_transport_kind transport, int ranks, const hpml_p
     return good;
 }
 
-/* Trains by all factorizations of a number of ranks into data x pipe x tensor as one rank does; returns how many. */
+/* Trains by all factorizations of a number of ranks into data x pipe x tensor, with each .shard that a plan may have, as
+   one rank does. Returns the number of plans; 0: one is wrong. */
 static int factorizations(hpml_transport_kind transport, int ranks)
 {
-    split_run serial = { .model = split_small, .optimizer = HPML_OPT_SGD, .steps = 4 };
-    int       count = 0;
+    split_run serial = { .model = split_small, .optimizer = HPML_OPT_SGD, .steps = 3 };
+    int       axes = 0, plans = 0;
     bool      good = true;
     for (int pipe = 1; pipe <= PIPES && pipe <= ranks; pipe *= 2) {
-        for (int tensor = 1; tensor * pipe <= ranks; tensor *= 2, count++) {
-            hpml_plan plan = { .pipe = pipe, .tensor = tensor };
-            good = trains_as_one(transport, ranks, &plan, &serial) && good;
+        for (int tensor = 1; tensor * pipe <= ranks; tensor *= 2, axes++) {
+            for (int shard = 0; shard <= 3; shard++) {
+                hpml_plan       plan  = { .pipe = pipe, .tensor = tensor, .shard = shard };
+                hpml_plan_facts facts = { .ranks = ranks, .batch = serial.model.batch };
+                if (hpml_plan_check(&plan, &facts, NULL, 0) != HPML_OK) continue;
+                good = trains_as_one(transport, ranks, &plan, &serial) && good;
+                plans++;
+            }
         }
     }
-    if (process == 0) printf("    %d factorizations of %d ranks\n", count, ranks);
+    if (process == 0) printf("    %d ranks: %d factorizations, %d plans with shard 0 to 3\n", ranks, axes, plans);
     split_free(&serial);
-    return good ? count : 0;
+    return good ? plans : 0;
 }
 
 #ifdef HPML_USE_MPI
@@ -74,7 +80,7 @@ __attribute__((constructor)) static void mpi_begin(void)
 
 TEST(all_factorizations_of_processes_train_as_one_rank)
 {
-    int ranks;
+    int ranks = 1;
     MPI_Comm_size(MPI_COMM_WORLD, &ranks);
     ENSURE(factorizations(HPML_TRANSPORT_MPI, ranks) > 0);
 }
@@ -94,7 +100,7 @@ static bool group_is_right(const hpml_mesh *m, int k, int64_t n)
 {
     enum { MOST = 6, FLOATS = 40 };
     const hpml_group *g = hpml_ctx_group(hpml_comm_ctx(m->all), (hpml_axis)k);
-    int               ranks[MOST], at[HPML_AXES];
+    int               ranks[MOST] = { 0 }, at[HPML_AXES];
     float             mine[FLOATS], x[FLOATS], all[MOST * FLOATS], in[MOST * FLOATS];
     bool              good = g->size == m->size[k] && g->rank == m->at[k];
     for (int r = 0; r < g->size; r++) {
@@ -145,7 +151,8 @@ static hpml_status check_groups(hpml_comm *c, void *user)
     bool             good = m && m->all == c && rank_of(m, m->at) == hpml_comm_rank(c);
     for (int k = 0; k < HPML_AXES && good; k++) {
         good = (m->axis[k] != NULL) == (m->size[k] > 1);
-        if (m->axis[k]) good = good && hpml_comm_size(m->axis[k]) == m->size[k] && hpml_comm_rank(m->axis[k]) == m->at[k];
+        if (m->axis[k]) good = good && hpml_comm_size(m->axis[k]) == m->size[k];
+        if (m->axis[k]) good = good && hpml_comm_rank(m->axis[k]) == m->at[k];
         for (int n = 1; n <= 10 && good; n += 3) good = group_is_right(m, k, n);
     }
     good = good && hpml_comm_size(m->replicas) ==
@@ -189,7 +196,7 @@ TEST(a_mesh_from_the_environment)
     ENSURE(launch(HPML_TRANSPORT_THREADS, 4, NULL, read_mesh, &tensor, text) == HPML_OK && tensor == 4);
     ENSURE(launch(HPML_TRANSPORT_THREADS, 4, &two, read_mesh, &tensor, text) == HPML_OK && tensor == 4);
     ENSURE(launch(HPML_TRANSPORT_THREADS, 6, &two, read_mesh, &tensor, text) == HPML_ERR_ARGUMENT);
-    ENSURE(strstr(text, "tensor 4 = 4 ranks, of which 6 ranks are no multiple"));
+    ENSURE(strstr(text, "6 ranks are no multiple of tensor 4 = 4 ranks"));
     setenv("HPML_PLAN", "codec=onebit", 1);
     ENSURE(launch(HPML_TRANSPORT_THREADS, 4, NULL, read_mesh, &tensor, text) == HPML_OK && tensor == -1);
     setenv("HPML_PLAN", "tensr=4", 1);
@@ -274,6 +281,63 @@ TEST(strategies_work_on_replicas)
         split_free(&four);
         ENSURE(value < (plans[i].codec.kind ? 1e-3 : 1e-5));
     }
+}
+
+/* Loads the checkpoint `from`, if any, on `ranks` ranks, trains for some steps, and saves the checkpoint `to`. */
+static bool resumes(const char *plan, int ranks, const char *from, int steps, const char *to)
+{
+    split_run run = { .model = split_small, .optimizer = HPML_OPT_ADAM, .steps = steps, .load = from, .save = to };
+    hpml_plan axes = { 0 };
+    char      text[512] = "";
+    bool      good = hpml_plan_parse(plan, &axes, text, sizeof text) == HPML_OK;
+    good = good && launch(HPML_TRANSPORT_THREADS, ranks, &axes, split_train, &run, text) == HPML_OK;
+    if (!good) printf("    %s, %d ranks, %s: %s\n", plan, ranks, to, text);
+    split_free(&run);
+    return good;
+}
+
+static bool same_files(const char *a, const char *b)
+{
+    FILE *f = fopen(a, "rb"), *g = fopen(b, "rb");
+    bool  same = f && g;
+    for (int x = 0, y = 0; same && x != EOF; same = x == y) {
+        x = getc(f);
+        y = getc(g);
+    }
+    if (f) fclose(f);
+    if (g) fclose(g);
+    return same;
+}
+
+/* A checkpoint of any axes loads on any others, and is the same file when saved there. */
+TEST(a_checkpoint_of_a_mesh_is_that_of_one_rank)
+{
+    static const char *const paths[] = { "build/mesh_a.ckpt", "build/mesh_b.ckpt", "build/mesh_c.ckpt" };
+    static const struct {
+        const char *plan, *other;
+        int         ranks, others;
+    } cases[] = {
+        { "tensor=2", "", 8, 1 },
+        { "tensor=4", "tensor=2", 4, 8 },
+        { "tensor=2,codec=onebit,codec.min_elements=16", "codec=onebit,codec.min_elements=16", 8, 4 },
+        { "tensor=2,exact=1,leaf=2,codec=onebit,codec.min_elements=16",
+          "tensor=4,exact=1,leaf=2,codec=onebit,codec.min_elements=16", 4, 4 },
+        { "tensor=2,delayed=1", "tensor=4,delayed=1", 4, 4 },
+        { "tensor=2,strategy=block,period=2", "strategy=block,period=2", 4, 2 },
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        ENSURE(resumes(cases[i].plan, cases[i].ranks, NULL, 2, paths[0]));
+        ENSURE(resumes(cases[i].other, cases[i].others, paths[0], 0, paths[1]));
+        ENSURE(resumes(cases[i].plan, cases[i].ranks, paths[1], 0, paths[2]));
+        if (!same_files(paths[0], paths[1]) || !same_files(paths[0], paths[2])) printf("    %s\n", cases[i].plan);
+        ENSURE(same_files(paths[0], paths[1]) && same_files(paths[0], paths[2]));
+    }
+    /* On the axes on which it was saved a training continues bit for bit. */
+    ENSURE(resumes("tensor=2,codec=onebit", 4, NULL, 4, paths[0]));
+    ENSURE(resumes("tensor=2,codec=onebit", 4, NULL, 2, paths[1]));
+    ENSURE(resumes("tensor=2,codec=onebit", 4, paths[1], 2, paths[2]));
+    ENSURE(same_files(paths[0], paths[2]) && !same_files(paths[0], paths[1]));
+    for (int i = 0; i < 3; i++) remove(paths[i]);
 }
 
 /* What the plan of hpml_distribute and that of the launch contradict. */

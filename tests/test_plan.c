@@ -147,6 +147,10 @@ static const refusal refusals[] = {
     { "delayed=1", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "delayed", "leave .sparse" } },
     { "strategy=ps,servers=1", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "servers", "leave .sparse" } },
     { "codec=onebit", { 4, 6, 1, 0, 0, 0, 0, 0, 0, 1, 0 }, { "sparse", "codec", "plain sync" } },
+    { "strategy=local,shard=1", { .ranks = 4, .batch = 6 }, { "strategy", "shard", "shard 0" } },
+    { "shard=2", { .ranks = 4, .batch = 6, .accumulate = 2 }, { "accumulate", "shard", "shard=1" } },
+    { "shard=2,no_overlap=1", { .ranks = 4, .batch = 6 }, { "no_overlap", "shard", "shard=1" } },
+    { "shard=2,pipe=2", { .ranks = 4, .batch = 6 }, { "micro-batches", "shard", "shard=1" } },
     { "shard=1,delayed=1", { .ranks = 4, .batch = 6 }, { "delayed", "shard", "shard 0" } },
     { "shard=1,codec=onebit", { .ranks = 4, .batch = 6 }, { "codec", "shard", "codec none" } },
     { "shard=1,algorithm=tree", { .ranks = 4, .batch = 6 }, { "algorithm", "shard", "auto or ring" } },
@@ -243,8 +247,8 @@ TEST(axes_make_the_number_of_ranks)
         { "data=2,pipe=2,tensor=3", 8, "data 2 x pipe 2 x tensor 3 + servers 0 = 12 ranks, and 8 were started; make" },
         { "data=2", 3, "data 2 + servers 0 = 2 ranks, and 3 were started; make the product 3" },
         { "data=4,strategy=async,servers=1", 4, "data 4 + servers 1 = 5 ranks, and 4 were started; make" },
-        { "tensor=3", 8, "tensor 3 = 3 ranks, of which 8 ranks are no multiple; make the product a divisor of 8" },
-        { "pipe=16", 8, "pipe 16 = 16 ranks, of which 8 ranks are no multiple" },
+        { "tensor=3", 8, "8 ranks are no multiple of tensor 3 = 3 ranks; make the product a divisor of 8" },
+        { "pipe=16", 8, "8 ranks are no multiple of pipe 16 = 16 ranks" },
         { "data=65536,pipe=65536,tensor=65536,sequence=65536,expert=65536", 8, "ranks, and 8 were started" },
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {

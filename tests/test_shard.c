@@ -23,7 +23,7 @@ static hpml_trainer *model(hpml_ctx *ctx, const hpml_trainer_desc *settings, int
 // ---------------------------------------------------------------------------------------------------------------------
 // memory that is taken late
 // ---------------------------------------------------------------------------------------------------------------------
-/* Trains for two epochs, with memory taken late or not; returns the hash of the parameters. */
+/* Trains for two epochs, with memory taken late or not; returns the hash of the parameters, 0 after an error. */
 static uint64_t train_serially(bool late, hpml_memory *planned, size_t *before, size_t *after)
 {
     const hpml_trainer_desc settings = { .optimizer = HPML_OPT_ADAMW, .weight_decay = 0.01f, .clip_norm = 1 };
@@ -32,11 +32,10 @@ static uint64_t train_serially(bool late, hpml_memory *planned, size_t *before, 
     hpml_trainer *t = model(ctx, &settings, NARROW, NULL);
     *before = hpml_ctx_bytes(ctx);
     hpml_graph_memory(hpml_trainer_graph(t), planned);
-    ENSURE(hpml_trainer_alloc(t) == HPML_OK);
+    hpml_trainer_alloc(t);
     *after = hpml_ctx_bytes(ctx);
     hpml_trainer_fit(t, points(ctx, 50, 0, 0, 0), &(hpml_fit_desc){ .epochs = 2 });
-    uint64_t hash = hpml_param_hash(ctx);
-    ENSURE(hpml_ctx_status(ctx) == HPML_OK);
+    uint64_t hash = hpml_ctx_status(ctx) == HPML_OK ? hpml_param_hash(ctx) : 0;
     hpml_ctx_free(ctx);
     return hash;
 }
@@ -47,7 +46,7 @@ TEST(memory_taken_late_trains_to_the_same_bits)
     size_t      before[2], after[2];
     uint64_t    hash[2];
     for (int late = 0; late < 2; late++) hash[late] = train_serially(late, &planned[late], &before[late], &after[late]);
-    ENSURE(hash[0] == hash[1]);
+    ENSURE(hash[0] == hash[1] && hash[0] != 0);
     ENSURE(memcmp(&planned[0], &planned[1], sizeof planned[0]) == 0);
     ENSURE(before[0] == after[0] && after[0] == after[1]);
     ENSURE(after[1] - before[1] >= planned[1].total && after[1] - before[1] < planned[1].total + 8192);
@@ -228,8 +227,8 @@ TEST(values_are_gathered_twice_but_for_those_at_hand)
     }
 }
 
-/* Bytes of values, gradients and two states, P floats, of N ranks: by shard 16 P, 8 P + 8 P / N, 4 P + 12 P / N and 16 P
-   / N, and slots of the largest tensor: 3 for gradients, 3 for values. */
+/* Bytes of values, gradients and two states, P floats, of N ranks, by shard: 16 P, 8 P + 8 P / N, 4 P + 12 P / N and
+   16 P / N, with 2 and 3 also slots of the largest tensor: 3 for gradients, with 3 as many for values. */
 TEST(a_rank_holds_its_share)
 {
     for (int ranks = 2; ranks <= MOST; ranks += 2) {
@@ -299,7 +298,7 @@ TEST(plans_with_shards_that_cannot_be_are_refused)
         { "shard=1,route=factors", "with shard each rank gets" },
         { "shard=1,codec=onebit", "a codec packs them" },
         { "shard=1,algorithm=tree", "two halves of a ring" },
-        { "shard=1,strategy=local", "shard is for strategy sync" },
+        { "shard=1,strategy=local", "take strategy sync" },
     };
     for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
         job j = { .settings = optimizers[0], .ranks = 2, .steps = 1, .plan = refused[i].plan };
