@@ -114,7 +114,9 @@
 //     params   parameters: names, first values
 //     rows   gradients of embeddings as rows
 //     place   a place in memory for each array of a plan: first fit
+//     list   the list of entries that a pass runs, and which values of it are computed again
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
+//     graph   creating graphs and their parts, taking memory, choosing a slot
 //     run   running a graph forward and backward
 // PART IV   OPS: forward and backward of each, and the products under them
 //     gemm-threads   cutting a matrix product into tasks for threads
@@ -131,7 +133,7 @@
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
 //     custom   ops of the user, on the host or on host copies of a device's arrays
-//     groups   ops that communicate in a group: copy, sum, split, gather; tables and losses split by vocabulary
+//     groups   ops that communicate in a group: copy, sum, split, gather
 //     backend   the CPU backend: memory, sums of squares, the table of ops
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 //     optimizers   the table of optimizers, the driver of their steps, schedules
@@ -394,9 +396,9 @@ typedef enum hpml_init {
 } hpml_init;
 
 /* The properties of a parameter. You may change `frozen`, `no_decay` and `lr_scale` before or between training steps.
-   A parameter may be this rank's part of a whole: dimension split_dim of the whole consists of `sections` equal sections
-   (3 for queries, keys and values), each cut into as many blocks as the group of `axis` has ranks; the part has the
-   rank's block of each. Its first values, their scale, its name and what files contain are those of the whole. */
+   A parameter may be this rank's part of a whole: dimension split_dim of the whole consists of `sections` equal
+   sections (3 for queries, keys and values), each cut into as many blocks as the group of `axis` has ranks; the part has
+   the rank's block of each. Its first values, their scale, its name and what files contain are those of the whole. */
 typedef struct hpml_param {
     int       index;      /* position in the context's list of parameters: the order of recording */
     hpml_init init;
@@ -437,7 +439,7 @@ struct hpml_tensor {
     hpml_node  *node;       /* the op that computes the tensor; NULL: an input, a parameter or a constant */
     bool        needs_grad; /* set for parameters, results of them, and by hpml_tensor_require_grad */
     hpml_layout layout;     /* order of the dimensions, where there are 4 (images); see hpml_to_layout */
-    int8_t      split[HPML_MAX_DIMS]; /* the hpml_axis over whose ranks a dimension is split; 0: the dimension is whole */
+    int8_t      split[HPML_MAX_DIMS]; /* the hpml_axis over whose ranks a dimension is split; 0: none */
     int32_t     sections;   /* equal sections of the split dimension, each of which is split, see hpml_param; 0: one */
     struct hpmli_tensor_state *state; /* private */
 };
@@ -528,7 +530,7 @@ HPML_API int          hpml_param_count(const hpml_ctx *ctx);
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* number `index` recorded, or NULL */
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL: no such parameter; O(1) */
 HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements of all, without buffers */
-HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);                           /* FNV-1a 64 of all values' bytes */
+HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);           /* FNV-1a 64 of all values' bytes on this rank */
 HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory and values; hpml_graph_alloc calls it */
 /* Places the values of all parameters recorded until now in `memory`: hpml_params_bytes(ctx) bytes of host memory,
    64-byte aligned, that outlive the context: shared by contexts of the same model, mapped from a file, pinned. keep:
@@ -712,7 +714,7 @@ HPML_API hpml_status    hpml_param_add_rows(hpml_tensor *table, bool clear, cons
    attends to the keys up to its own position. Works on blocks of queries, so that the (T, T) matrix is not stored. */
 typedef struct hpml_attention_desc {
     uint32_t _begin;
-    int32_t  heads;      /* number of heads, required, divides C */
+    int32_t  heads;      /* number of heads, required, divides C; of the whole, if qkv is split (in 3 sections) */
     bool     not_causal; /* true: every query attends to all keys */
     float    scale;      /* 0: 1 / sqrt(C / heads) */
     uint32_t _end;
@@ -726,7 +728,8 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
 
 /* Losses: f32 scalars. cross_entropy: -log softmax(logits)[label], logits (.., classes), labels I32 (..), averaged over
-   labels other than ignore_index. bce (s = sigmoid(logits)), mse, huber: means over all elements. */
+   labels other than ignore_index; the classes may be split over the TENSOR axis. bce (s = sigmoid(logits)), mse, huber:
+   means over all elements. */
 typedef struct hpml_cross_entropy_desc {
     uint32_t _begin;
     float    label_smoothing; /* 0 to 1: this part of the target is spread evenly over all classes */
@@ -777,10 +780,32 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
 /* Computes gradients of scale x loss of the last forward pass; accumulate: adds to those of parameters. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
+/* Cuts a graph, before its memory is taken, so that here only the ops `from` to `to` - 1 (in running order) run, on at
+   most `rows` samples at a time, in `slots` sets of activations: slot numbers go on from call to call, and each names
+   its ops. Further calls add ranges that do not overlap. What a forward pass leaves for the backward pass is kept for
+   each slot; all slots share the memory of what lives within a pass, as one pass runs at a time. A result computed in
+   another part is like an input: write its values to `raw` before the forward pass, and find its gradient in `raw_grad`
+   after the backward pass (NULL: none flows there); both stay until the slot is used again. A result that another part
+   reads has its values until the slot's backward pass begins; before that, write its gradient to `raw_grad`, to which
+   ops of this part add. Parameters that no op here reads have no memory, gradient or state. Parts run one after another
+   compute the bits of the whole graph, except where one cut severs a result and a reshape of it: their gradients are
+   added up in another order. A parameter that is trained by two parts here is an error. */
+HPML_API hpml_status hpml_graph_part(hpml_graph *g, int from, int to, int64_t rows, int slots);
+/* Reserves memory for `floats` f32 in the arena, before it is taken, from one time of the plan to another, both
+   included; *place receives the address when memory is taken. Activations whose lives do not overlap with these times
+   share the memory. A time is the place of an op in the list of entries that its part runs; with several slots both
+   have to be of one pass. */
+HPML_API hpml_status hpml_graph_reserve(hpml_graph *g, int64_t floats, int from, int to, float **place);
+HPML_API int         hpml_graph_time(const hpml_graph *g, int op, bool backward); /* of an op in running order */
+/* Takes the planned memory, and points all tensors of a slot's ops into this slot, for the next passes; at first 0. */
+HPML_API hpml_status hpml_graph_slot(hpml_graph *g, int slot);
+/* Writes the results of ops before op `at` that ops from `at` on read to `tensors` (capacity); returns how many. */
+HPML_API int         hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tensors, int capacity);
+
 /* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
    1e-2), at up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest |a
-   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. All ranks of
-   a split graph (>>api-group) call this together; each checks its own parts. */
+   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. All ranks
+   of a split graph (>>api-group) call this together; each checks its own parts. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 /* Requests the gradient of an f32 input; an error if an op reads the input already. */
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
@@ -922,6 +947,8 @@ typedef struct hpml_run {
        call it, equally often and with the same n on all ranks. NULL: this rank has the whole batch. */
     hpml_status (*sum)(void *user, double *values, int64_t n);
     void     *sum_user;
+    bool      again;       /* forward runs once more for the backward pass (hpml_recompute): the same results, and no
+                              other effects, such as running statistics that move */
 } hpml_run;
 typedef hpml_status hpml_op_fn(const hpml_run *run, hpml_node *node);
 typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /* backward NULL: none */
@@ -931,6 +958,7 @@ typedef struct hpml_op_impl { hpml_op_fn *forward, *backward; } hpml_op_impl; /*
 typedef struct hpml_pass {
     const hpml_graph *graph;
     int64_t           samples, first; /* number of samples; index of the first sample in the inputs */
+    int64_t           slot;                        /* the set of activations, see hpml_graph_part; 0: the only one */
     int64_t           from, to;                    /* ops from .. to - 1 in running order: gradient hooks cut a pass */
     uint64_t          train, backward, accumulate; /* 0 or 1 */
 } hpml_pass;
@@ -1197,6 +1225,10 @@ typedef struct hpml_moment {
            passes of training; called in the same order on all ranks, also on a rank that computes 0 samples
    data    before the first batch of a fit that takes this rank's part of the data; `mark` is a hash of the data, their
            order and the epochs to come: if it is the same on all ranks, the ranks' parts are disjoint and complete
+   pass    replaces the passes through the graph inside hpml_trainer_forward_backward, and in evaluate and predict (then
+           at->pass is EVALUATE, grad_scale 0, loss NULL in predict), to run parts of the graph (hpml_graph_part) by
+           hpml_trainer_forward and hpml_trainer_backward; sets *loss to the mean of these samples on every rank, and
+           in evaluate and predict their rows of hpml_trainer_output. Only one set of hooks may have it
    norms   adds up sums (parameters of the context, each) over all ranks that have parts of the model, where each rank has
            the sums of squares of the parts that it keeps: for clip_norm, LARS, LAMB, .prepare and .layer_ratio, before
            the step of hpml_trainer_apply, which all ranks then call alike
@@ -1213,6 +1245,8 @@ typedef struct hpml_hooks {
     hpml_status (*sum)(void *user, hpml_trainer *t, double *values, int64_t n);
     hpml_status (*data)(void *user, hpml_trainer *t, uint64_t mark);
     int64_t (*next)(void *user, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last);
+    hpml_status (*pass)(void *user, hpml_trainer *t, const hpml_moment *at, int64_t first, int64_t samples,
+                        float grad_scale, bool accumulate, float *loss);
     hpml_status (*norms)(void *user, hpml_trainer *t, double *sums, int64_t each);
     hpml_status (*join)(void *user, hpml_trainer *t, int param, int which, float *whole); /* which: an hpml_array */
 } hpml_hooks;
@@ -1231,6 +1265,18 @@ HPML_API hpml_status hpml_trainer_update_inner(hpml_trainer *t);
    samples 0: gradients become zero, and the hooks are called as on other ranks. */
 HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                                    bool accumulate, float *loss);
+/* The two halves of hpml_trainer_forward_backward, for a hook `pass`. forward runs the ops of the slot (hpml_graph_part;
+   0 without parts) on samples [first, first + samples) of the batch, which with parts it copies to this slot's inputs,
+   so that passes on other slots, and other batches, may come before the slot's backward pass. loss, if not NULL,
+   receives the mean loss of these samples, 0 unless the loss is computed here. Random masks are those of the samples in
+   the whole batch. backward goes back through the slot's last forward pass. accumulate: adds to the gradients of
+   parameters, else overwrites those of the slot's ops. last: their gradients are then final, unless micro-batches of
+   .accumulate follow: hooks `grad` are called. */
+HPML_API hpml_status hpml_trainer_forward(hpml_trainer *t, int slot, int64_t first, int64_t samples, float *loss);
+HPML_API hpml_status hpml_trainer_backward(hpml_trainer *t, int slot, float grad_scale, bool accumulate, bool last);
+/* In evaluate and predict of a graph with parts: the output of the whole batch in host memory of every rank, which
+   hpml_trainer_forward fills where the output is computed; *floats: of a sample. NULL: nothing asks for the output. */
+HPML_API float *hpml_trainer_output(hpml_trainer *t, int64_t *floats);
 /* Clips the gradients and steps parameters first_param .. first_param + param_count - 1, those that there are. */
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count);
 /* Steps floats first .. first + count - 1 of the arrays of hpml_trainer_array alone, with gradients times grad_scale
@@ -1413,9 +1459,10 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 
 /* Saves all parameters under their names, as F32, BF16 or F16, with a CRC-32C of each array as metadata
    "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite.
-   Groups: of the ranks that call this, the one with rank 0 in all groups writes. Files have whole parameters and states,
-   with the bytes that a program on one rank would write: where ranks have parts of them, all ranks save together, and an
-   error of one is an error on all. Each rank loads by itself and keeps its part, so a file fits any groups. */
+   Groups: of the ranks that call this, the one with rank 0 in all groups writes. Files have whole parameters and
+   states, with the bytes that a program on one rank would write: where ranks have parts of them, all ranks save
+   together, and an error of one is an error on all. Each rank loads by itself and keeps its part, so a file fits any
+   groups. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; ignores other tensors */
 
@@ -1490,6 +1537,7 @@ HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capa
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* operations at full batch */
+HPML_API double hpml_node_flops(const hpml_node *n, bool backward);   /* of one op */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-random   counter-based random numbers
@@ -2107,6 +2155,7 @@ HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != 
     ((desc) ? (void)((d) = *(desc)) : (void)memset(&(d), 0, sizeof(d)), HPMLI_DESC_OK(ctx, what, &(d)))
 HPMLI_FN int64_t hpmli_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLI_FN int64_t hpmli_max(int64_t a, int64_t b) { return a > b ? a : b; }
+HPMLI_FN int     hpmli_later(int a, int b) { return a > b ? a : b; }
 
 /* Sets *out = a b; false if the product could not be the size of an array. */
 HPMLI_FN bool hpmli_mul(size_t a, size_t b, size_t *out)
@@ -2730,6 +2779,8 @@ struct hpmli_tensor_state {
     bool owns_memory; /* true: made by hpml_tensor_create; freed with the tensor */
     bool used;        /* true: a recorded op reads the tensor */
     float *kept;      /* a parameter of whose values this rank keeps a part (hpml_trainer_keep): the part */
+    bool away;        /* true: a parameter that only ops in other ranks' parts read: it has no memory here */
+    int64_t samples;  /* of an input, in the memory that a graph with parts gave it; 0: the whole batch */
     int  leaf;        /* index among the leaves of the graph that was planned last */
     struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
     hpml_tensor *copied; /* what hpml_group_copy has recorded for the tensor; NULL: nothing yet */
@@ -3169,7 +3220,12 @@ enum {
     HPMLI_OP_JOINS_BATCH = 64,  /* results depend on the whole global batch: ranks without samples take part */
     HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
     HPMLI_OP_KEEPS_SUM   = 256, /* `saved` is the sum before the activation, an array of the result's shape */
-    HPMLI_OP_IS_WHOLE    = 512  /* runs on all samples at once, also where results are stored in halves */
+    HPMLI_OP_IS_WHOLE    = 512, /* runs on all samples at once, also where results are stored in halves */
+    /* Source 0 may be split over ranks (see >>split), so that the result is split alike: */
+    HPMLI_OP_SPLIT_ANY   = 1024, /* along any dimension */
+    HPMLI_OP_SPLIT_ROWS  = 2048, /* along all dimensions but the last one */
+    HPMLI_OP_SPLIT_PLANE = 4096, /* along the channels */
+    HPMLI_OP_SPLIT_OWN   = 8192  /* as the function that records the op checks, which sets the result's split */
 };
 
 /* An entry of the table of ops; hpmli_op_of returns the entry of a node's op. */
@@ -3314,6 +3370,16 @@ HPMLI_FN int64_t hpmli_whole_count(const hpml_tensor *t)
     return count;
 }
 
+/* Joins the ranks' parts (count elements each) in `whole`, by way of `all` (count times size). */
+HPMLI_FN hpml_status hpmli_cut_join(const hpml_group *g, hpmli_cut c, const float *part, int64_t count, float *all,
+                                    float *whole)
+{
+    hpml_status status = g->gather(g->user, part, all, count);
+    for (c.rank = 0; status == HPML_OK && c.rank < c.size; c.rank++)
+        hpmli_cut_copy(&c, whole, all + c.rank * count, 0, count, true);
+    return status;
+}
+
 HPMLI_FN bool hpmli_is_split(const hpml_tensor *t)
 {
     for (int i = 0; i < t->ndim; i++)
@@ -3374,52 +3440,54 @@ HPMLI_FN bool hpmli_split_refuse(const char *op, const hpml_tensor *x, int dim, 
                        hpmli_describe(x), hpmli_split_text(x), why, dim);
 }
 
-/* Returns why an op cannot read source 0 split along dimension d, or NULL if its result is split in the same way. */
-HPMLI_FN const char *hpmli_split_obstacle(const hpml_node *n, int d)
+HPMLI_FN void hpmli_split_take(hpml_tensor *t, const int8_t *split, int32_t sections) /* t may be NULL */
 {
-    const hpml_tensor *x      = n->src[0];
-    const bool         last   = d == x->ndim - 1, tensor = x->split[d] == HPML_AXIS_TENSOR;
-    const bool         trains = n->src_count > 1 && n->src[1] && n->src[1]->needs_grad; /* a whole parameter */
-    switch (n->op) {
-    case HPML_OP_SCALE: case HPML_OP_ACTIVATION: case HPML_OP_DROPOUT: return NULL;
-    case HPML_OP_MAX_POOL2D: case HPML_OP_AVG_POOL2D: case HPML_OP_BATCHNORM:
-        return d == (x->layout == HPML_NHWC ? x->ndim - 1 : 1) ? NULL : "a result needs several of its indices";
-    case HPML_OP_SOFTMAX: case HPML_OP_LOG_SOFTMAX: case HPML_OP_LAYERNORM: case HPML_OP_RMSNORM:
-        if (last) return "a result needs whole rows";
-        break;
-    case HPML_OP_LINEAR: case HPML_OP_EMBEDDING: break;
-    case HPML_OP_ATTENTION: return last ? NULL : "a query needs all keys";
-    case HPML_OP_CROSS_ENTROPY: case HPML_OP_BCE_WITH_LOGITS: case HPML_OP_MSE: case HPML_OP_HUBER:
-        return tensor ? "each rank would have another loss" : NULL;
-    default: return "a result needs several of its indices";
-    }
-    return tensor && trains ? "each rank would have a part of a whole parameter's gradient" : NULL;
+    if (!t) return;
+    memcpy(t->split, split, sizeof t->split);
+    t->sections = sections;
 }
 
 /* Sets the split of n's result from that of source 0; false, with an error, if the op needs a split dimension whole.
-   Ops whose result has other dimensions than source 0 set the split themselves. */
+   The ranks of TENSOR have one loss, so none of them may have a part of it, or of a whole parameter's gradient. */
 HPMLI_FN bool hpmli_split_follow(hpml_node *n)
 {
-    const hpml_tensor *x = n->src[0];
-    switch (n->op) {
-    case HPML_OP_ADD: case HPML_OP_SUB: case HPML_OP_MUL: case HPML_OP_DIV: case HPML_OP_MATMUL: case HPML_OP_CONV2D:
-    case HPML_OP_RESHAPE: case HPML_OP_PERMUTE: case HPML_OP_SLICE: case HPML_OP_CONCAT: case HPML_OP_SUM: return true;
-    case HPML_OP_CUSTOM:
-        if (n->out->ndim != x->ndim || memcmp(n->out->shape, x->shape, sizeof x->shape) != 0) return true;
-        memcpy(n->out->split, x->split, sizeof x->split);
-        n->out->sections = x->sections;
-        return true;
-    default: break;
-    }
-    for (int d = 0; d < x->ndim; d++) {
-        bool own = n->op == HPML_OP_LINEAR && d == x->ndim - 1; /* the sum over d: hpml_linear checks d */
-        if (!x->split[d] || own) continue;
-        const char *why = hpmli_split_obstacle(n, d);
-        if (why) return hpmli_split_refuse(hpml_op_name(n->op), x, d, why);
-        if (d < n->out->ndim) hpmli_split_set(n->out, d, (hpml_axis)x->split[d], x->sections);
+    const hpml_tensor *x       = n->src[0];
+    const unsigned     traits  = hpmli_op_of(n)->traits;
+    const int          channel = x->layout == HPML_NHWC ? x->ndim - 1 : 1;
+    const bool         trains  = n->src_count > 1 && n->src[1] && n->src[1]->needs_grad && !hpmli_is_split(n->src[1]);
+    if (n->op == HPML_OP_CUSTOM && memcmp(n->out->shape, x->shape, sizeof x->shape) != 0) return true;
+    for (int d = 0; d < x->ndim && !(traits & HPMLI_OP_SPLIT_OWN); d++) {
+        const bool tensor = x->split[d] == HPML_AXIS_TENSOR, last = d == x->ndim - 1;
+        bool       fits   = (traits & HPMLI_OP_SPLIT_ANY) || ((traits & HPMLI_OP_SPLIT_PLANE) && d == channel);
+        if (traits & HPMLI_OP_SPLIT_ROWS && !last) fits = true;
+        if (tensor && trains && n->op != HPML_OP_CUSTOM) fits = false;
+        if (traits & HPMLI_OP_IS_MEAN) fits = !tensor;
+        if (x->split[d] && !fits) return hpmli_split_refuse(hpml_op_name(n->op), x, d, "the op needs it whole");
+        if (x->split[d] && d < n->out->ndim) hpmli_split_set(n->out, d, (hpml_axis)x->split[d], x->sections);
     }
     return true;
 }
+
+/* The classes of logits or the tokens of a table, `whole` of them, of which this rank has `count` from `first` on. A
+   loss or an embedding is recorded as a custom op where the vocabulary is split: then group is not NULL, for sums over
+   the ranks. */
+typedef struct hpmli_vocabulary {
+    const hpml_group *group;
+    int64_t           first, count, whole;
+    float             smoothing; /* of the loss; it ignores rows with the label `ignore` */
+    int32_t           ignore;
+} hpmli_vocabulary;
+HPMLI_FN hpmli_vocabulary hpmli_vocabulary_of(const hpml_node *n, int64_t count)
+{
+    hpmli_vocabulary v = { NULL, 0, count, count, 0, 0 };
+    if (n->op == HPML_OP_CUSTOM) return *(const hpmli_vocabulary *)n->attr.custom->user;
+    if (n->op != HPML_OP_CROSS_ENTROPY) return v;
+    v.smoothing = n->attr.cross_entropy.smoothing;
+    v.ignore    = n->attr.cross_entropy.ignore;
+    return v;
+}
+static hpml_tensor *hpmli_vocabulary_op(hpml_tensor *const src[2], hpml_custom *d, int64_t count, float smoothing,
+                                        int32_t ignore); /* see >>groups */
 
 HPMLI_FN bool hpmli_split_mismatch(const char *op, const hpml_tensor *a, const hpml_tensor *b)
 {
@@ -3482,8 +3550,8 @@ HPMLI_FN bool hpmli_split_pair(const char *op, hpml_tensor **src, int ndim, int8
     return true;
 }
 
-/* Makes start and count of a slice, sizes of the whole, those of the part, if dim of x is split: whole sections, *sections
-   of them, can be taken. False: an error. */
+/* Makes start and count of a slice, sizes of the whole, those of the part, if dim of x is split: whole sections,
+   *sections of them, can be taken. False: an error. */
 HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, int64_t *count, int64_t *sections)
 {
     if (dim < 0 || dim >= x->ndim || !x->split[dim]) return true;
@@ -3546,8 +3614,13 @@ HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t 
 // ---------------------------------------------------------------------------------------------------------------------
 /* Private state of a node; allocated together with the node. */
 struct hpmli_node_state {
-    hpml_tensor *out_root, *grad_root;         /* tensors in whose memory value and gradient of the result are; NULL: in
-                                                  no graph */
+    hpml_tensor *out_root[2], *grad_root;      /* tensors in whose memory the lives of the value, and the gradient, of
+                                                  the result are; out_root[0] NULL: in no graph */
+    int          order, at[3];                 /* place in the graph's nodes; in the part's entries by hpmli_move */
+    int          segment;                      /* number of the segment that is computed again; 0: none */
+    bool         kept, has_gradient;           /* an output or the loss; some node's backward writes the gradient */
+    bool         again, relives;               /* the op runs again for backward; the result then has a second life */
+    void        *raw[2], *saved[2];            /* addresses in both lives: of the value, if its root; of n->saved */
     struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken when backward has
                                                   made its gradient final. A CPU op that takes the step sets n to 0 */
     /* Stored halves, see >>half; a block is some samples, computed at a time: */
@@ -3946,6 +4019,7 @@ HPMLI_FN bool hpmli_trainable(const hpml_tensor *t) { return t->param && !t->par
 HPMLI_FN int64_t hpmli_param_floats(const hpml_tensor *p)
 {
     const int64_t align = HPML_GRADIENT_ALIGN;
+    if (p->state->away) return 0;
     return (hpml_tensor_count(p) + align - 1) / align * align;
 }
 
@@ -3997,7 +4071,7 @@ HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
     for (int i = 0; w && memory && i < 2 * ctx->param_count; i++) {
         hpml_tensor *t = ctx->params[i % ctx->param_count];
         bool         whole = t->param->shard < 3;
-        if (t->raw || t->state->kept || hpmli_trainable(t) != (i < ctx->param_count)) continue;
+        if (t->raw || t->state->kept || t->state->away || hpmli_trainable(t) != (i < ctx->param_count)) continue;
         if (whole) hpmli_set_memory(t, memory, t->raw_grad);
         else t->state->kept = memory;
         if (!keep) hpmli_init_values(ctx, t, w);
@@ -4131,21 +4205,21 @@ HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>place   a place in memory for each array of a plan: first fit
 // ---------------------------------------------------------------------------------------------------------------------
-/* A slot is an array and its life: the interval of times at which the array is needed. The slots are placed in order of
-   size, the largest first, each at the lowest address where its bytes are free during its whole life (first fit; close
-   to the optimum for chains of layers). A search among all slots placed before would take n^2 / 2 steps for n slots; a
-   binary tree over the times (a segment tree) takes about n log n for each size of slots, and networks have few sizes.
-   Each tree node has two lists of address ranges in use, in which adjacent ranges are joined: `whole`, of slots
-   alive at all times of the tree node, and `part`, of slots alive at some of them. A life is cut into at most two tree
+/* A life is an array and the interval of times at which the array is needed. The arrays are placed in order of size, the
+   largest first, each at the lowest address where its bytes are free during its whole life (first fit; close to the
+   optimum for chains of layers). A search among all arrays placed before would take n^2 / 2 steps for n arrays; a binary
+   tree over the times (a segment tree) takes about n log n for each size of arrays, and networks have few sizes.
+   Each tree node has two lists of address ranges in use, in which adjacent ranges are joined: `whole`, of arrays
+   alive at all times of the tree node, and `part`, of arrays alive at some of them. A life is cut into at most two tree
    nodes a level; it can collide only with the `part` lists of these and the `whole` lists of the tree nodes above. */
-typedef struct hpmli_slot {
-    size_t   bytes, offset; /* offset: before the slot is placed, its number, for a stable order */
-    int      from, to;      /* first and last time of the slot's life */
+typedef struct hpmli_life {
+    size_t   bytes, offset; /* offset: before the array is placed, its number, for a stable order */
+    int      from, to;      /* first and last time at which the array is needed */
     void   **place;         /* set to the address when memory is allocated */
-} hpmli_slot;
-HPMLI_FN int hpmli_slot_order(const void *a, const void *b)
+} hpmli_life;
+HPMLI_FN int hpmli_life_order(const void *a, const void *b)
 {
-    const hpmli_slot *x = (const hpmli_slot *)a, *y = (const hpmli_slot *)b;
+    const hpmli_life *x = (const hpmli_life *)a, *y = (const hpmli_life *)b;
     if (x->bytes != y->bytes) return x->bytes < y->bytes ? 1 : -1;
     return x->offset < y->offset ? -1 : x->offset > y->offset;
 }
@@ -4165,8 +4239,8 @@ typedef struct hpmli_times {
     int          path_count;
 } hpmli_times;
 
-/* Appends to m->path the tree nodes from `node` (times first to last) down to those inside the life of the slot s. */
-HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_slot *s)
+/* Appends to m->path the tree nodes from `node` (times first to last) down to those inside the life s. */
+HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_life *s)
 {
     int  middle = first + (last - first) / 2;
     bool inside = s->from <= first && last <= s->to;
@@ -4219,21 +4293,21 @@ HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
     return true;
 }
 
-/* Sorts and places the slots; raises *bytes to the memory that all need. False: no memory. */
-HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, size_t *bytes)
+/* Sorts and places the arrays; raises *bytes to the memory that all need. False: no memory. */
+HPMLI_FN bool hpmli_lives_place(hpml_ctx *ctx, hpmli_life *lives, int count, size_t *bytes)
 {
     hpmli_times m     = HPMLI_ZEROED;
     int         times = 1;
-    if (count > 0) qsort(slots, (size_t)count, sizeof *slots, hpmli_slot_order);
+    if (count > 0) qsort(lives, (size_t)count, sizeof *lives, hpmli_life_order);
     for (int i = 0; i < count; i++)
-        if (slots[i].to >= times) times = slots[i].to + 1;
+        if (lives[i].to >= times) times = lives[i].to + 1;
     m.ctx   = ctx;
     m.count = 1;
     m.whole = hpmli_new(ctx, int, 4 * (int64_t)times);
     m.part  = hpmli_new(ctx, int, 4 * (int64_t)times);
     bool good = m.whole && m.part && hpmli_grow(ctx, &m.ranges, 0, &m.capacity, sizeof *m.ranges);
     for (int i = 0; i < count && good; i++) {
-        hpmli_slot *s = &slots[i];
+        hpmli_life *s = &lives[i];
         m.path_count = 0;
         hpmli_times_path(&m, 1, 0, times - 1, s);
         s->offset  = hpmli_times_fit(&m, s->bytes);
@@ -4251,21 +4325,49 @@ HPMLI_FN bool hpmli_slots_place(hpml_ctx *ctx, hpmli_slot *slots, int count, siz
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
+// >>list   the list of entries that a pass runs, and which values of it are computed again
 // ---------------------------------------------------------------------------------------------------------------------
-/* A graph of N nodes runs at the times 0 .. N - 1 forward and N .. 2N - 1 backward (node i at 2N - 1 - i). The life of
-   an array goes from the time that writes it to the last time that reads it; hpmli_op_info.needs says which values a
-   node's backward pass reads. Two arrays may share memory if their lives do not overlap: see >>place. Planning happens
-   once; a step allocates nothing.
-   Some results have no memory of their own: the result of a reshape is in the memory of its source, and so is the
-   result of an op that works in place on a source which no other op reads. out_root and grad_root of a node's state are
-   the tensors at the end of such chains, which own the memory. */
-typedef struct hpmli_use {     /* how a graph uses the result of a node, or an input */
-    int  last;                 /* last time of the life of the result's value */
-    int  grad_first, grad_last; /* first and last time of the gradient's life */
-    int  readers;              /* number of nodes that read the value */
-    bool kept, grad_written;   /* the result is an output or the loss; some node's backward writes the gradient */
-} hpmli_use;
+/* A part is a range of a graph's nodes and the list of entries that run it: each node forward in the order of recording,
+   then each node backward in the reverse order. In the backward pass of a segment (hpml_recompute) come first entries
+   that compute its results again. All times of the plan are places in this list.
+   A result that is computed again has two lives, from forward to its last reader before that entry and from that entry
+   on, and so two addresses; between both only the inputs of its segment are kept. A result of the segment that a later
+   backward pass reads is in memory anyhow until then, so it has one life, and is computed again only if its op needs
+   saved values. The result of a reshape lives in the memory of its source: hpmli_base is the op that computes it. */
+typedef enum hpmli_move { HPMLI_FORWARD, HPMLI_BACKWARD, HPMLI_AGAIN } hpmli_move;
+typedef struct hpmli_entry {
+    int        node; /* its place in hpml_graph.nodes */
+    hpmli_move move;
+} hpmli_entry;
+
+typedef struct hpmli_area { /* arrays that are placed together */
+    hpmli_life *lives;      /* (count) */
+    int         count;
+    size_t      bytes;
+} hpmli_area;
+/* HELD: of each slot for itself; PASSING: shared by all slots, because one pass runs at a time. */
+enum { HPMLI_HELD, HPMLI_PASSING, HPMLI_AREAS };
+
+typedef struct hpmli_subgraph {
+    int           from, to;         /* nodes from .. to - 1 of the graph */
+    int64_t       rows;             /* most samples of a pass */
+    int           slot_count;
+    hpmli_entry  *entries;          /* (entry_count) the forward pass, then from `turn` on the backward pass */
+    int           entry_count, turn;
+    hpml_tensor **inputs;           /* (input_count) read here and not computed here, but no parameters */
+    int           input_count;
+    hpmli_area    area[HPMLI_AREAS];
+} hpmli_subgraph;
+
+typedef struct hpmli_slot { /* memory for the arrays of a part, and the pass that has written to it */
+    int      part;          /* place in hpml_graph.parts */
+    size_t   base;          /* bytes: where its HELD arrays begin in the arena */
+    int64_t  first, samples; /* in the inputs of the batch */
+    int64_t  sample;        /* number of the first sample in the global batch */
+    bool     idle;          /* the pass had no samples */
+    bool     train;
+    uint64_t step;
+} hpmli_slot;
 
 struct hpml_graph {
     hpml_ctx      *ctx;
@@ -4274,10 +4376,19 @@ struct hpml_graph {
     hpml_tensor  **leaves;     /* (leaf_count) inputs and constants that the nodes read */
     int            leaf_count;
     hpml_tensor   *loss;
+    hpml_tensor   *outputs[HPML_MAX_OUTPUTS];
     int            output_count;
+    hpmli_subgraph    *parts;      /* (part_count) what runs here: at first one part, all nodes */
+    int64_t        part_capacity, slot_capacity;
+    int            part_count;
+    bool           cut;        /* hpml_graph_part has named the parts */
     hpmli_slot    *slots;      /* (slot_count) */
-    int            slot_count;
+    int            slot_count, slot;  /* slot: the one that the pointers of all tensors belong to */
+    hpmli_life    *reserved;   /* (reserved_count) arrays of others in the arena, see hpml_graph_reserve */
+    int            reserved_count;
+    int64_t        reserved_capacity;
     hpml_memory    memory;
+    void          *elsewhere;  /* unused address of an input that has its memory from another graph */
     char          *arena;      /* memory of activations, their gradients and scratch, on the device */
     float         *grads;      /* gradients of all parameters, in order of recording, each 64-byte aligned */
     int64_t        grad_count; /* floats */
@@ -4288,8 +4399,6 @@ struct hpml_graph {
     bool           batchable;   /* no op mixes samples: short batches may run */
     bool           collective;  /* an op communicates with other ranks */
     bool           unreplayable; /* an op of the user does more than launch work of the device */
-    bool           train;      /* `train` of the last forward pass */
-    uint64_t       step;       /* `step` of the last forward pass */
     int64_t        first_sample, shift; /* index of this pass's first sample: in the global batch, in the inputs */
     const char   **back_names; /* (count) names of backward spans in the timeline */
     hpml_profile_row *profile; /* (count) times of the nodes; NULL: no profile */
@@ -4301,6 +4410,7 @@ struct hpml_graph {
     bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
     hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
     bool           idle;       /* this rank has no samples, see hpml_run.idle */
+    bool           no_targets; /* a forward pass leaves the loss out */
 };
 
 /* True if t is a leaf (input, constant) of g. t->state->leaf may be of another graph, so that leaf is compared. */
@@ -4339,68 +4449,234 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
         if (found[i]) g->nodes[g->count++] = found[i];
     return true;
 }
-/* Returns the entry of t in `uses`: one for each recorded node, then one for each leaf; NULL for a parameter. */
-HPMLI_FN hpmli_use *hpmli_use_of(const hpml_graph *g, hpmli_use *uses, const hpml_tensor *t)
+
+/* Returns the node that computes t in part p; NULL: t is computed elsewhere, or is an input or a parameter. */
+HPMLI_FN hpml_node *hpmli_node_in(const hpmli_subgraph *p, const hpml_tensor *t)
 {
-    if (t && t->node) return &uses[t->node->index];
-    return t && hpmli_graph_leaf(g, t) ? &uses[g->ctx->node_count + t->state->leaf] : NULL;
+    hpml_node *n = t ? t->node : NULL;
+    return n && n->state->order >= p->from && n->state->order < p->to ? n : NULL;
 }
 
-/* Computes how long each result's value is needed, and out_root, the tensor that owns the memory of the value. */
-HPMLI_FN void hpmli_plan_values(hpml_graph *g, hpmli_use *uses)
+/* Returns the node of part p in whose memory the value of n is computed, because n is a reshape of a result. */
+HPMLI_FN hpml_node *hpmli_base(const hpmli_subgraph *p, hpml_node *n)
 {
-    int N = g->count;
-    for (int i = 0; i < N; i++) {
-        hpml_node *n      = g->nodes[i];
-        bool       back   = g->loss && n->out->needs_grad;
-        unsigned   needs  = hpmli_op_of(n)->needs(n);
-        hpmli_use *u      = &uses[n->index];
-        n->state->out_root = n->out;
-        u->last     = back && (needs & HPMLI_NEED_OUT) ? 2 * N - 1 - i : i;
-        if (u->kept) u->last = 2 * N;
-        for (int j = 0; j < n->src_count; j++) {
-            hpmli_use *s = hpmli_use_of(g, uses, n->src[j]);
-            int        at = back && (needs & HPMLI_NEED_SRC(j)) ? 2 * N - 1 - i : i + (n->fused_with != NULL);
-            if (s && s->last < at) s->last = at;
-            if (s) s->readers++;
+    for (hpml_node *from; hpmli_has_trait(n, HPMLI_OP_IS_ALIAS); n = from) {
+        from = hpmli_node_in(p, n->src[0]);
+        if (!from) break;
+    }
+    return n;
+}
+
+HPMLI_FN bool hpmli_goes_back(const hpml_graph *g, const hpml_node *n) { return g->loss && n->out->needs_grad; }
+
+/* True if node n reads the value of the op `of` in the backward pass: backward of n, or n itself when it runs again. */
+HPMLI_FN bool hpmli_reads_late(const hpml_graph *g, const hpmli_subgraph *p, hpml_node *n, const hpml_node *of)
+{
+    unsigned needs = hpmli_goes_back(g, n) ? hpmli_op_of(n)->needs(n) : 0;
+    if (hpmli_base(p, n) == of && needs & HPMLI_NEED_OUT) return true;
+    for (int j = 0; j < n->src_count; j++) {
+        hpml_node *s    = hpmli_node_in(p, n->src[j]);
+        bool       late = needs & HPMLI_NEED_SRC(j) || n->state->again;
+        if (s && late && hpmli_base(p, s) == of) return true;
+    }
+    return false;
+}
+
+/* Chooses which nodes of the segment from .. to - 1 run again, and which of their results have two lives. */
+HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_subgraph *p, int from, int to)
+{
+    for (int k = to - 1; k >= from; k--) {
+        hpml_node *n    = g->nodes[k];
+        bool       held = n->state->kept, needed = false;
+        if (hpmli_base(p, n) != n) continue;
+        for (int j = k; j < p->to; j++) {
+            if (!hpmli_reads_late(g, p, g->nodes[j], n)) continue;
+            if (j < to) needed = true;
+            else held = true;
+        }
+        n->state->again  = (needed && !held) || (hpmli_goes_back(g, n) && n->saved_bytes > 0);
+        n->state->relives = needed && !held;
+    }
+}
+
+HPMLI_FN void hpmli_entry_add(hpml_graph *g, hpmli_subgraph *p, int node, hpmli_move move)
+{
+    const hpmli_entry e = { node, move };
+    g->nodes[node]->state->at[move] = p->entry_count;
+    p->entries[p->entry_count++]    = e;
+}
+
+/* Returns the first node of the segment of node `last` in part p, which is the segment's last node; no segment: last. */
+HPMLI_FN int hpmli_segment_first(const hpml_graph *g, const hpmli_subgraph *p, int last)
+{
+    int segment = g->nodes[last]->state->segment, first = last;
+    while (segment > 0 && first > p->from && g->nodes[first - 1]->state->segment == segment) first--;
+    return first;
+}
+
+/* Writes the list of entries of part p; false: no memory. */
+HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_subgraph *p)
+{
+    p->entries = hpmli_new(g->ctx, hpmli_entry, 3 * ((int64_t)p->to - p->from) + 1);
+    if (!p->entries) return false;
+    for (int i = p->from; i < p->to; i++) {
+        g->nodes[i]->state->again   = false;
+        g->nodes[i]->state->relives = false;
+        hpmli_entry_add(g, p, i, HPMLI_FORWARD);
+    }
+    p->turn = p->entry_count;
+    for (int last = p->to - 1, first; g->loss && last >= p->from; last = first - 1) {
+        first = hpmli_segment_first(g, p, last);
+        if (g->nodes[last]->state->segment > 0) hpmli_segment_choose(g, p, first, last + 1);
+        for (int i = first; i <= last; i++)
+            if (g->nodes[i]->state->again) hpmli_entry_add(g, p, i, HPMLI_AGAIN);
+        for (int i = last; i >= first; i--) hpmli_entry_add(g, p, i, HPMLI_BACKWARD);
+    }
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
+// ---------------------------------------------------------------------------------------------------------------------
+/* The life of an array goes from the entry that writes it to the last entry that reads it; hpmli_op_info.needs says
+   which values a node's backward pass reads. Two arrays may share memory if their lives do not overlap: see >>place.
+   Planning happens once; a step allocates nothing.
+   Some results have no memory of their own: the result of a reshape is in the memory of its source, and so is the
+   result of an op that works in place on a source which no other op reads. out_root and grad_root of a node's state are
+   the tensors at the end of such chains, which own the memory. */
+typedef struct hpmli_use {      /* how a part uses the result of a node, or an input */
+    int  last[2];               /* last time of each life of the value */
+    int  readers[2];            /* number of entries forward and again that read this life */
+    int  grad_first, grad_last; /* first and last time of the gradient's life */
+    bool grad_written;          /* a node's backward, or the caller, writes the gradient */
+    bool crosses;               /* a later node that is in another part reads the result */
+} hpmli_use;
+typedef struct hpmli_plan {     /* a part while it is planned */
+    hpml_graph *g;
+    hpmli_subgraph *p;
+    hpmli_use  *uses;           /* one for each node of the graph, then one for each leaf */
+    int         end;            /* the time after all entries */
+} hpmli_plan;
+
+/* Returns the entry of t in the plan's uses; NULL for a parameter. */
+HPMLI_FN hpmli_use *hpmli_use_of(const hpmli_plan *pl, const hpml_tensor *t)
+{
+    if (t && t->node) return &pl->uses[t->node->state->order];
+    return t && hpmli_graph_leaf(pl->g, t) ? &pl->uses[pl->g->count + t->state->leaf] : NULL;
+}
+
+/* Returns which life of the value of t an entry at this time reads: 0, or 1 if the value has been computed again. */
+HPMLI_FN int hpmli_life_at(const hpmli_plan *pl, const hpml_tensor *t, int time)
+{
+    hpml_node *n = hpmli_node_in(pl->p, t);
+    if (!n) return 0;
+    const struct hpmli_node_state *base = hpmli_base(pl->p, n)->state;
+    return base->relives && time >= base->at[HPMLI_AGAIN];
+}
+
+/* Notes that an entry at this time reads or writes the value of t, and so that of the op whose reshape t may be. */
+HPMLI_FN void hpmli_use_note(const hpmli_plan *pl, const hpml_tensor *t, int time, bool reads)
+{
+    hpmli_use *u    = hpmli_use_of(pl, t);
+    int        life = hpmli_life_at(pl, t, time);
+    if (!u) return;
+    u->last[life] = hpmli_later(u->last[life], time);
+    u->readers[life] += reads;
+    hpml_node *n = hpmli_node_in(pl->p, t);
+    if (!n) return;
+    hpmli_use *base  = hpmli_use_of(pl, hpmli_base(pl->p, n)->out);
+    base->last[life] = hpmli_later(base->last[life], time);
+}
+
+/* Computes how long each value is needed. */
+HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
+{
+    const hpmli_subgraph *p = pl->p;
+    for (int k = 0; k < p->entry_count; k++) {
+        const hpmli_entry *e    = &p->entries[k];
+        const hpml_node   *n    = pl->g->nodes[e->node];
+        bool               back = e->move == HPMLI_BACKWARD;
+        unsigned           needs = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT | (HPMLI_NEED_OUT - 1);
+        int                fused = e->move == HPMLI_FORWARD && n->fused_with;
+        if (back && !hpmli_goes_back(pl->g, n)) continue;
+        for (int j = 0; j < n->src_count; j++)
+            if (needs & HPMLI_NEED_SRC(j)) hpmli_use_note(pl, n->src[j], k + fused, !back);
+        if (needs & HPMLI_NEED_OUT) hpmli_use_note(pl, n->out, k, false);
+    }
+    for (int i = p->from; i < p->to; i++) {
+        hpmli_use *u = &pl->uses[i];
+        if (u->crosses) u->last[0] = hpmli_later(u->last[0], p->turn);
+        if (pl->g->nodes[i]->state->kept) u->last[0] = pl->end;
+    }
+}
+
+/* Computes out_root, the tensor that owns the memory of each life of a value. */
+HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
+{
+    const hpmli_subgraph *p = pl->p;
+    for (int k = 0; k < p->entry_count; k++) { /* in place: a node that alone reads a source, which is not read later */
+        hpml_node *n = pl->g->nodes[p->entries[k].node], *x = hpmli_node_in(p, n->src[0]);
+        int        life = hpmli_life_at(pl, n->out, k);
+        bool       again = p->entries[k].move == HPMLI_AGAIN && life == 1;
+        if (p->entries[k].move != HPMLI_FORWARD && !again) continue;
+        n->state->out_root[life] = n->out;
+        if (!x || hpmli_life_at(pl, x->out, k) != life) continue;
+        const hpmli_use *u = hpmli_use_of(pl, x->out);
+        bool inplace = (hpmli_op_of(n)->needs(n) & HPMLI_INPLACE) && u->readers[life] == 1 && !x->state->kept &&
+                       u->last[life] <= k && x->state->out_root[life] == x->out && x->out->dtype == n->out->dtype;
+        if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->state->out_root[life] = x->state->out_root[life];
+    }
+    for (int i = p->from; i < p->to; i++) { /* reshapes of what is computed again */
+        hpml_node *n = pl->g->nodes[i], *base = hpmli_base(p, n);
+        if (base != n && base->state->relives) n->state->out_root[1] = base->state->out_root[1];
+    }
+    for (int i = p->to - 1; i >= p->from; i--) { /* a root lives as long as the results in its memory */
+        for (int life = 0; life < 2; life++) {
+            const hpml_tensor *root = pl->g->nodes[i]->state->out_root[life];
+            hpmli_use         *u = &pl->uses[i], *r = root ? hpmli_use_of(pl, root) : u;
+            r->last[life] = hpmli_later(r->last[life], u->last[life]);
         }
     }
-    for (int i = 0; i < N; i++) { /* in place: a node that alone reads a source, which is not read later */
-        hpml_node   *n = g->nodes[i];
-        hpml_tensor *x = n->src[0];
-        if (!x->node) continue;
-        const hpmli_use *u = &uses[x->node->index];
-        bool inplace = (hpmli_op_of(n)->needs(n) & HPMLI_INPLACE) && u->readers == 1 && !u->kept && u->last <= i &&
-                       x->node->state->out_root == x && x->dtype == n->out->dtype;
-        if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->state->out_root = x->node->state->out_root;
-    }
-    for (int i = N - 1; i >= 0; i--) { /* a root lives as long as the results in its memory */
-        hpmli_use *u = &uses[g->nodes[i]->index], *r = &uses[g->nodes[i]->state->out_root->node->index];
-        if (r->last < u->last) r->last = u->last;
+}
+
+/* Chooses grad_root, the tensor that owns the memory of a gradient, and notes the gradients that the caller writes. */
+HPMLI_FN void hpmli_plan_grad_roots(const hpmli_plan *pl)
+{
+    for (int i = pl->p->from; i < pl->p->to; i++) {
+        hpml_node *n = pl->g->nodes[i], *x = hpmli_node_in(pl->p, n->src[0]);
+        hpmli_use *u = &pl->uses[i];
+        bool       given = u->crosses && n->state->has_gradient;
+        n->state->grad_root = n->out;
+        u->grad_first = pl->end;
+        u->grad_last  = n->state->at[HPMLI_BACKWARD];
+        if (x && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) {
+            hpml_tensor *root = x->state->grad_root;
+            bool         both = given && hpmli_use_of(pl, root)->grad_written; /* the caller writes two arrays */
+            if (!both) n->state->grad_root = root;
+        }
+        if (!given) continue;
+        u = hpmli_use_of(pl, n->state->grad_root);
+        u->grad_written = true;
+        u->grad_first   = pl->p->turn - 1;
     }
 }
 
 /* Computes how long gradients are needed and, in backward order, which node overwrites a gradient and which nodes add
    to it. A result whose gradient no node has written when its own node is reached does not affect the loss. */
-HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
+HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
 {
-    int N = g->count;
-    for (int i = 0; i < N; i++) {
+    hpml_graph *g = pl->g;
+    hpmli_plan_grad_roots(pl);
+    for (int i = pl->p->to - 1; i >= pl->p->from; i--) {
         hpml_node *n = g->nodes[i];
-        hpmli_use *u = &uses[n->index];
-        n->state->grad_root  = n->out;
-        if (n->src[0]->node && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS))
-            n->state->grad_root = n->src[0]->node->state->grad_root;
-        u->grad_first = 2 * N;
-        u->grad_last  = 2 * N - 1 - i;
-    }
-    for (int i = N - 1; i >= 0; i--) {
-        hpml_node *n = g->nodes[i];
-        bool written = uses[n->state->grad_root->node->index].grad_written;
+        int        time = n->state->at[HPMLI_BACKWARD];
+        bool       written = hpmli_use_of(pl, n->state->grad_root)->grad_written;
+        bool       shares  = n->state->grad_root != n->out;
         if (!n->out->needs_grad || (n->out != g->loss && !written)) continue;
         for (int j = 0; j < n->src_count; j++) {
             hpml_tensor *s = n->src[j];
-            hpmli_use   *u = hpmli_use_of(g, uses, s), *r;
+            hpml_node   *from = hpmli_node_in(pl->p, s);
+            hpmli_use   *u = hpmli_use_of(pl, s), *r;
             n->accumulate[j] = false;
             if (!s || !s->needs_grad) continue;
             if (hpmli_trainable(s)) {
@@ -4408,52 +4684,223 @@ HPMLI_FN void hpmli_plan_grads(hpml_graph *g, hpmli_use *uses)
                 g->param_last[s->param->index] = i;
             }
             if (!u) continue;
-            r = s->node ? &uses[s->node->state->grad_root->node->index] : u;
-            n->accumulate[j] = r->grad_written && !(s->node && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS));
+            r = from ? hpmli_use_of(pl, from->state->grad_root) : u;
+            n->accumulate[j] = r->grad_written && !shares;
             r->grad_written  = true;
-            if (r->grad_first > 2 * N - 1 - i) r->grad_first = 2 * N - 1 - i;
-            if (r->grad_last < u->grad_last) r->grad_last = u->grad_last;
+            if (r->grad_first > time) r->grad_first = time;
+            r->grad_last = hpmli_later(r->grad_last, u->grad_last);
         }
     }
+    for (int i = pl->p->from; i < pl->p->to && !g->cut; i++) { /* later parts are planned with this of the whole */
+        struct hpmli_node_state *state = g->nodes[i]->state;
+        state->has_gradient = hpmli_use_of(pl, state->grad_root)->grad_written;
+    }
 }
 
-/* Requests `bytes` bytes for the times from .. to of the plan; *place receives the address when memory is allocated. */
-HPMLI_FN void hpmli_slot_add(hpml_graph *g, size_t bytes, int from, int to, void **place)
+/* Requests `bytes` bytes for the times from .. to of the plan; *place receives the address for the current slot. */
+HPMLI_FN void hpmli_life_add(const hpmli_plan *pl, size_t bytes, int from, int to, void **place)
 {
-    hpmli_slot s = { (bytes + 63) / 64 * 64, (size_t)g->slot_count, from, to, place };
-    HPML_ASSERT(g->slot_count < 3 * g->count + 2 * g->leaf_count);
-    g->slots[g->slot_count++] = s;
-    g->memory.unshared += s.bytes;
+    bool        held = from < pl->p->turn && to >= pl->p->turn; /* something of a pass whose backward pass is to come */
+    hpmli_area *area = &pl->p->area[held || pl->g->slot_count == 1 ? HPMLI_HELD : HPMLI_PASSING];
+    hpmli_life  life = { (bytes + 63) / 64 * 64, (size_t)area->count, from, to, place };
+    area->lives[area->count++] = life;
+    pl->g->memory.unshared += life.bytes * (size_t)(held ? pl->p->slot_count : 1);
 }
 
-/* Bytes of the slot of each scalar. The slot of the loss, or of the loss's root, contains the struct of a step's
-   scalars (>>trainer), which begins with the loss: the host reads loss, hits and gradient norm of a step in one copy.
-   The slot lives from time 0 on, because the trainer writes to the struct before the loss is computed. */
-#define HPMLI_SCALAR_SLOT 64
-HPMLI_FN void hpmli_plan_slots(hpml_graph *g, hpmli_use *uses)
+/* Returns the bytes of n->saved that p->rows samples need. The CPU's ops save as much for each sample. */
+HPMLI_FN size_t hpmli_saved_bytes(const hpmli_plan *pl, const hpml_node *n)
 {
-    int N = g->count;
-    for (int i = 0; i < N; i++) {
-        hpml_node *n    = g->nodes[i];
-        hpmli_use *u    = &uses[n->index];
-        bool       back = g->loss && n->out->needs_grad;
-        bool       scalar = hpml_tensor_count(n->out) == 1;
-        size_t     bytes  = scalar ? HPMLI_SCALAR_SLOT : hpmli_tensor_bytes(n->out);
-        if (n->state->out_root == n->out)
-            hpmli_slot_add(g, bytes, scalar ? 0 : i, u->last, &n->out->raw);
-        if (back && n->state->grad_root == n->out && (n->out == g->loss || u->grad_written))
-            hpmli_slot_add(g, hpmli_tensor_bytes(n->out), n->out == g->loss ? N - 1 : u->grad_first, u->grad_last,
-                           &n->out->raw_grad);
-        if (n->saved_bytes) hpmli_slot_add(g, n->saved_bytes, i, back ? 2 * N - 1 - i : i, &n->saved);
+    const hpml_graph  *g = pl->g;
+    const hpml_tensor *y = n->out->ndim > 0 ? n->out : n->src[0];
+    size_t             block = (size_t)n->state->block_samples, rows = (size_t)pl->p->rows;
+    bool               whole = !y->batch_rows || hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH) || n->op == HPML_OP_CUSTOM;
+    if (pl->p->rows == g->batch || whole || !g->ctx->backend->host) return n->saved_bytes;
+    if (block > 0 && n->state->block_saved > 0) return (rows + block - 1) / block * n->state->block_saved;
+    return n->saved_bytes / (size_t)g->batch * rows + 64; /* a loss saves one number more */
+}
+
+/* Bytes of each scalar. The memory of the loss, or of the loss's root, contains the struct of a step's scalars
+   (>>trainer), which begins with the loss: the host reads loss, hits and gradient norm of a step in one copy. It lives
+   from time 0 on, because the trainer writes to the struct before the loss is computed. */
+#define HPMLI_SCALAR_BYTES 64
+HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
+{
+    hpml_graph *g = pl->g;
+    hpmli_subgraph *p = pl->p;
+    for (int i = p->from; i < p->to; i++) {
+        hpml_node       *n      = g->nodes[i];
+        const hpmli_use *u      = &pl->uses[i];
+        struct hpmli_node_state *state = n->state;
+        bool             back   = hpmli_goes_back(g, n), scalar = hpml_tensor_count(n->out) == 1;
+        size_t           bytes  = scalar ? HPMLI_SCALAR_BYTES : hpmli_tensor_bytes(n->out);
+        size_t           saved  = n->saved_bytes > 0 ? hpmli_saved_bytes(pl, n) : 0;
+        int              fore   = state->at[HPMLI_FORWARD], again = state->at[HPMLI_AGAIN];
+        int              last   = state->again ? again : fore; /* time of the last pass that reads n->saved */
+        if (back) last = state->at[HPMLI_BACKWARD];
+        if (state->out_root[0] == n->out) hpmli_life_add(pl, bytes, scalar ? 0 : fore, u->last[0], &state->raw[0]);
+        if (state->out_root[1] == n->out) hpmli_life_add(pl, bytes, again, u->last[1], &state->raw[1]);
+        if (back && state->grad_root == n->out && (n->out == g->loss || u->grad_written))
+            hpmli_life_add(pl, hpmli_tensor_bytes(n->out), n->out == g->loss ? p->turn - 1 : u->grad_first,
+                           u->grad_last, &n->out->raw_grad);
+        if (saved > 0) hpmli_life_add(pl, saved, fore, state->again ? fore : last, &state->saved[0]);
+        if (saved > 0 && state->again) hpmli_life_add(pl, saved, again, last, &state->saved[1]);
         if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
     }
-    for (int i = 0; i < g->leaf_count; i++) {
-        hpml_tensor *t = g->leaves[i];
-        if (!t->raw) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, &t->raw);
-        if (g->loss && t->needs_grad) hpmli_slot_add(g, hpmli_tensor_bytes(t), 0, 2 * N, &t->raw_grad);
+    for (int i = 0; i < p->input_count; i++) {
+        hpml_tensor *t    = p->inputs[i];
+        bool         grad = g->loss && t->needs_grad && (!t->node || hpmli_use_of(pl, t)->grad_written);
+        if (!t->raw) hpmli_life_add(pl, hpmli_tensor_bytes(t), 0, pl->end, &t->raw);
+        if (grad) hpmli_life_add(pl, hpmli_tensor_bytes(t), 0, pl->end, &t->raw_grad);
+    }
+    if (g->loss && g->loss->node && !hpmli_node_in(p, g->loss))
+        hpmli_life_add(pl, HPMLI_SCALAR_BYTES, 0, pl->end, &g->loss->raw);
+    for (int i = 0; i < g->reserved_count && p == g->parts; i++) {
+        const hpmli_life *r = &g->reserved[i];
+        hpmli_life_add(pl, r->bytes, r->from, r->to, r->place);
     }
 }
 
+/* True if node n reads the tensor t. */
+HPMLI_FN bool hpmli_reads(const hpml_node *n, const hpml_tensor *t)
+{
+    for (int j = 0; j < n->src_count; j++)
+        if (n->src[j] == t) return true;
+    return false;
+}
+
+/* True if one of the nodes from .. to - 1 reads the tensor t. */
+HPMLI_FN bool hpmli_any_reads(const hpml_graph *g, int from, int to, const hpml_tensor *t)
+{
+    for (int i = from; i < to; i++)
+        if (hpmli_reads(g->nodes[i], t)) return true;
+    return false;
+}
+
+/* Lists what part p reads and does not compute: inputs and constants, and results of earlier parts. False: no memory. */
+HPMLI_FN bool hpmli_part_inputs(hpml_graph *g, hpmli_subgraph *p)
+{
+    p->inputs      = hpmli_new(g->ctx, hpml_tensor *, (int64_t)g->leaf_count + p->from + 1);
+    p->input_count = 0;
+    if (!p->inputs) return false;
+    for (int i = 0; i < g->leaf_count + p->from; i++) {
+        hpml_tensor *t = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
+        if (!g->cut || hpmli_any_reads(g, p->from, p->to, t)) p->inputs[p->input_count++] = t;
+    }
+    return true;
+}
+
+HPMLI_FN void hpmli_part_free(hpml_ctx *ctx, hpmli_subgraph *p) /* what its plan has made */
+{
+    for (int a = 0; a < HPMLI_AREAS; a++) hpmli_free(ctx, p->area[a].lives);
+    hpmli_free(ctx, p->inputs);
+    hpmli_free(ctx, p->entries);
+    memset(p->area, 0, sizeof p->area);
+    p->inputs      = NULL;
+    p->entries     = NULL;
+    p->entry_count = 0;
+}
+
+/* Sets shape[0] of all tensors with a batch to the current batch. Called before each pass: graphs may share inputs. */
+HPMLI_FN void hpmli_graph_apply_batch(hpml_graph *g)
+{
+    for (int i = 0; i < g->leaf_count + g->count; i++) {
+        hpml_tensor *t = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
+        if (t->batch_rows) t->shape[0] = t->batch_rows * g->batch_now;
+    }
+}
+
+HPMLI_FN void hpmli_graph_restore_batch(hpml_graph *g)
+{
+    g->batch_now = g->batch;
+    hpmli_graph_apply_batch(g);
+}
+
+/* Plans the memory of part p for its rows; false: no memory. */
+HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_subgraph *p)
+{
+    hpml_ctx   *ctx  = g->ctx;
+    hpmli_plan  pl   = { g, p, NULL, 0 };
+    int64_t     most = 5 * ((int64_t)p->to - p->from) + 2 * ((int64_t)g->leaf_count + p->from) + 1 + g->reserved_count;
+    hpmli_part_free(ctx, p);
+    if (!hpmli_part_list(g, p) || !hpmli_part_inputs(g, p)) return false;
+    for (int a = 0; a < HPMLI_AREAS; a++) p->area[a].lives = hpmli_new(ctx, hpmli_life, a < g->slot_count ? most : 1);
+    pl.uses = hpmli_new(ctx, hpmli_use, (int64_t)g->count + g->leaf_count + 1);
+    pl.end  = p->entry_count;
+    if (!pl.uses || !p->area[HPMLI_HELD].lives || !p->area[HPMLI_PASSING].lives) return false;
+    for (int i = p->from; i < p->to; i++) {
+        g->nodes[i]->state->out_root[1] = NULL;
+        pl.uses[i].crosses = hpmli_any_reads(g, p->to, g->count, g->nodes[i]->out);
+    }
+    if (p->to < g->count) g->nodes[p->to - 1]->fused_with = NULL;
+    g->batch_now = p->rows;
+    hpmli_graph_apply_batch(g);
+    hpmli_plan_values(&pl);
+    hpmli_plan_roots(&pl);
+    if (g->loss) hpmli_plan_grads(&pl);
+    hpmli_plan_lives(&pl);
+    hpmli_graph_restore_batch(g);
+    hpmli_free(ctx, pl.uses);
+    for (int a = 0; a < HPMLI_AREAS; a++)
+        if (!hpmli_lives_place(ctx, p->area[a].lives, p->area[a].count, &p->area[a].bytes)) return false;
+    return true;
+}
+
+/* Adds up the memory that the planned parts, the parameters and the optimizer need; places the slots in the arena. */
+HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
+{
+    hpml_memory *m = &g->memory;
+    size_t       at = 0; /* bytes of the arena in use: first what all slots share, then each slot's own */
+    for (int i = 0; i < g->part_count; i++)
+        if (g->parts[i].area[HPMLI_PASSING].bytes > at) at = g->parts[i].area[HPMLI_PASSING].bytes;
+    for (hpmli_slot *s = g->slots; s < g->slots + g->slot_count; s++) {
+        s->base = at;
+        at += g->parts[s->part].area[HPMLI_HELD].bytes;
+    }
+    g->grad_count = 0;
+    for (int i = 0; i < g->param_count; i++)
+        if (g->loss && g->param_last[i] >= 0) g->grad_count += hpmli_param_floats(g->ctx->params[i]);
+    m->activations = at;
+    m->scratch     = g->scratch_bytes;
+    m->parameters  = hpml_params_bytes(g->ctx);
+    m->gradients   = (size_t)g->grad_count * sizeof(float);
+    m->total       = m->parameters + m->gradients + m->activations + m->scratch + m->optimizer;
+}
+
+/* Plans all parts; false: no memory. */
+HPMLI_FN bool hpmli_graph_plan_parts(hpml_graph *g)
+{
+    g->scratch_bytes   = 0;
+    g->memory.unshared = 0;
+    for (int i = 0; i < g->param_count; i++) g->param_last[i] = -1;
+    for (int i = 0; i < g->part_count; i++)
+        if (!hpmli_part_plan(g, &g->parts[i])) return false;
+    hpmli_graph_sum(g);
+    return true;
+}
+
+/* Adds a part with its slots, not yet planned; false: no memory. */
+HPMLI_FN bool hpmli_part_add(hpml_graph *g, int from, int to, int64_t rows, int slots)
+{
+    hpmli_subgraph p    = HPMLI_ZEROED;
+    hpmli_slot slot = HPMLI_ZEROED;
+    if (!hpmli_grow(g->ctx, &g->parts, g->part_count, &g->part_capacity, sizeof p)) return false;
+    p.from       = from;
+    p.to         = to;
+    p.rows       = rows;
+    p.slot_count = slots;
+    slot.part    = g->part_count;
+    slot.samples = rows;
+    g->parts[g->part_count++] = p;
+    for (int i = 0; i < slots; i++) {
+        if (!hpmli_grow(g->ctx, &g->slots, g->slot_count, &g->slot_capacity, sizeof slot)) return false;
+        g->slots[g->slot_count++] = slot;
+    }
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>graph   creating graphs and their parts, taking memory, choosing a slot
+// ---------------------------------------------------------------------------------------------------------------------
 /* Sets g->batch, the samples of each input, and g->batchable, true if fewer may run; an error if inputs differ. */
 HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
 {
@@ -4477,47 +4924,40 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
     return true;
 }
 
-HPMLI_FN bool hpmli_graph_plan(hpml_graph *g, hpml_tensor *const *outputs)
+/* Plans the whole graph as one part with one slot; false: no memory. */
+HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
 {
-    hpml_ctx  *ctx  = g->ctx;
-    hpmli_use *uses = hpmli_new(ctx, hpmli_use, ctx->node_count + g->leaf_count + 1);
-    g->slots      = hpmli_new(ctx, hpmli_slot, 3 * (int64_t)g->count + 2 * (int64_t)g->leaf_count + 1);
+    hpml_ctx *ctx = g->ctx;
     g->param_count = ctx->param_count;
     g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
-    for (int i = 0; i < g->count && ctx->backend->plan; i++) ctx->backend->plan(ctx->device, g->nodes[i]);
     g->back_names = hpmli_new(ctx, const char *, g->count + 1);
-    if (!uses || !g->slots || !g->param_last || !g->back_names) return false;
+    g->parts      = hpmli_new(ctx, hpmli_subgraph, 1);
+    g->slots      = hpmli_new(ctx, hpmli_slot, 1);
+    g->part_capacity = 1;
+    g->slot_capacity = 1;
+    if (!g->param_last || !g->back_names || !g->parts || !g->slots) return false;
     for (int i = 0; i < g->count; i++) {
-        char text[160];
-        snprintf(text, sizeof text, "%s backward", g->nodes[i]->out->name);
+        hpml_node *n = g->nodes[i];
+        char       text[160];
+        if (ctx->backend->plan) ctx->backend->plan(ctx->device, n);
+        snprintf(text, sizeof text, "%s backward", n->out->name);
         g->back_names[i] = hpmli_strdup(ctx, text);
         if (!g->back_names[i]) return false;
+        n->state->order = i;
+        n->state->kept  = false;
     }
-    for (int i = 0; i < ctx->param_count; i++) g->param_last[i] = -1;
     for (int i = 0; i < g->output_count; i++)
-        if (outputs[i]->node) uses[outputs[i]->node->index].kept = true;
-    if (g->loss && g->loss->node) uses[g->loss->node->index].kept = true;
-    hpmli_plan_values(g, uses);
-    if (g->loss) hpmli_plan_grads(g, uses);
-    hpmli_plan_slots(g, uses);
-    for (int i = 0; i < g->param_count; i++) {
-        if (g->loss && g->param_last[i] >= 0) g->grad_count += hpmli_param_floats(ctx->params[i]);
-    }
-    g->memory.parameters = hpml_params_bytes(ctx);
-    g->memory.gradients  = (size_t)g->grad_count * sizeof(float);
-    hpmli_free(ctx, uses);
-    if (!hpmli_slots_place(ctx, g->slots, g->slot_count, &g->memory.activations)) return false;
-    g->memory.scratch = g->scratch_bytes;
-    g->memory.total   = g->memory.parameters + g->memory.gradients + g->memory.activations + g->memory.scratch;
-    return true;
+        if (g->outputs[i]->node) g->outputs[i]->node->state->kept = true;
+    if (g->loss && g->loss->node) g->loss->node->state->kept = true;
+    return hpmli_part_add(g, 0, g->count, g->batch, 1) && hpmli_graph_plan_parts(g);
 }
 
 /* Marks the nodes of g as planned by no graph, so that another graph may plan them. */
 HPMLI_FN void hpmli_graph_release_nodes(hpml_graph *g)
 {
     for (int i = 0; i < g->count; i++) {
-        g->nodes[i]->state->out_root  = NULL;
-        g->nodes[i]->state->grad_root = NULL;
+        g->nodes[i]->state->out_root[0] = NULL;
+        g->nodes[i]->state->grad_root   = NULL;
     }
 }
 
@@ -4544,13 +4984,14 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     g->ctx          = ctx;
     g->loss         = d.loss;
     g->output_count = d.output_count;
+    for (int i = 0; i < d.output_count; i++) g->outputs[i] = d.outputs[i];
     if (!hpmli_graph_collect(g, targets, count)) return NULL;
     for (int i = 0; i < g->count; i++)
-        if (g->nodes[i]->state->out_root)
+        if (g->nodes[i]->state->out_root[0])
             return hpmli_null(ctx, HPML_ERR_STATE, "graph: \"%s\" belongs to another graph already; name all results "
                               "as outputs of one graph, or record the model again",
                               g->nodes[i]->out->name);
-    if (hpmli_rows_fit(ctx, g->nodes, g->count) && hpmli_graph_batches(g) && hpmli_graph_plan(g, targets)) return g;
+    if (hpmli_rows_fit(ctx, g->nodes, g->count) && hpmli_graph_batches(g) && hpmli_graph_plan(g)) return g;
     hpmli_graph_release_nodes(g);
     return NULL;
 }
@@ -4565,6 +5006,93 @@ HPML_API int  hpml_graph_op_count(const hpml_graph *g) { return g ? g->count : 0
 HPML_API const hpml_node *hpml_graph_op(const hpml_graph *g, int i)
 {
     return g && i >= 0 && i < g->count ? g->nodes[i] : NULL;
+}
+
+HPML_API int hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tensors, int capacity)
+{
+    int count = 0;
+    for (int i = 0; g && i < at && i < g->count; i++) {
+        hpml_tensor *t = g->nodes[i]->out;
+        if (!hpmli_any_reads(g, at, g->count, t)) continue;
+        if (tensors && count < capacity) tensors[count] = t;
+        count++;
+    }
+    return count;
+}
+
+static void hpmli_trainer_planned(hpml_trainer *t); /* places and measures its arrays; see >>trainer */
+/* Checks a part that is to be added to g; false: an error on the context. */
+HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, int slots)
+{
+    if (g->arena)
+        return hpmli_false(g->ctx, HPML_ERR_STATE, "graph part: the graph has its memory already; name its parts "
+                           "before the first run, and before a trainer's with hpml_ctx_defer");
+    if (from < 0 || to > g->count || from >= to || slots < 1 || rows < 1 || rows > g->batch)
+        return hpmli_false(g->ctx, HPML_ERR_ARGUMENT, "graph part: ops %d to %d, %lld rows, %d slots: expected a range "
+                           "of the %d ops, 1 to %lld rows, at least 1 slot", from, to, (long long)rows, slots, g->count,
+                           (long long)g->batch);
+    if (rows < g->batch && !g->batchable)
+        return hpmli_false(g->ctx, HPML_ERR_SHAPE, "graph part: %lld rows of %lld, but an op mixes samples, so that "
+                           "only full batches run", (long long)rows, (long long)g->batch);
+    for (int i = 0; i < g->part_count && g->cut; i++)
+        if (from < g->parts[i].to && to > g->parts[i].from)
+            return hpmli_false(g->ctx, HPML_ERR_ARGUMENT, "graph part: ops %d to %d and the ops %d to %d of an earlier "
+                               "part overlap; an op runs in one part", from, to, g->parts[i].from, g->parts[i].to);
+    for (int i = 0; i < g->count && g->cut; i++) /* param_last is of the parts until now */
+        for (int j = 0; i >= from && i < to && j < g->nodes[i]->src_count; j++) {
+            const hpml_tensor *w = g->nodes[i]->src[j];
+            if (w && hpmli_trainable(w) && g->param_last[w->param->index] >= 0)
+                return hpmli_false(g->ctx, HPML_ERR_UNSUPPORTED, "graph part: \"%s\" is trained by two parts of one "
+                                   "rank; cut the graph so that its readers are in one part", w->name);
+        }
+    return true;
+}
+
+/* Notes which parameters of g's ops no part reads: these get no memory. */
+HPMLI_FN void hpmli_params_note(hpml_graph *g)
+{
+    for (int k = 0; k < g->param_count; k++) {
+        hpml_tensor *p    = g->ctx->params[k];
+        bool         here = false;
+        for (int i = 0; i < g->part_count && !here; i++) here = hpmli_any_reads(g, g->parts[i].from, g->parts[i].to, p);
+        if (hpmli_any_reads(g, 0, g->count, p)) p->state->away = !here;
+    }
+}
+
+HPML_API hpml_status hpml_graph_part(hpml_graph *g, int from, int to, int64_t rows, int slots)
+{
+    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
+    if (!hpmli_part_check(g, from, to, rows, slots)) return g->ctx->status;
+    if (!g->cut) { /* these parts replace the one that is the whole graph */
+        hpmli_part_free(g->ctx, &g->parts[0]);
+        g->part_count = 0;
+        g->slot_count = 0;
+        g->cut        = true;
+    }
+    if (!hpmli_part_add(g, from, to, rows, slots)) return g->ctx->status;
+    hpmli_params_note(g);
+    if (hpmli_graph_plan_parts(g) && g->trainer) hpmli_trainer_planned(g->trainer);
+    return g->ctx->status;
+}
+
+HPML_API hpml_status hpml_graph_reserve(hpml_graph *g, int64_t floats, int from, int to, float **place)
+{
+    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
+    int        end  = g->parts[0].entry_count;
+    hpmli_life life = { (size_t)floats * sizeof(float), 0, from, to, (void **)(void *)place };
+    if (g->arena || g->part_count > 1 || floats < 1 || from < 0 || from > to || to > end)
+        return hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "graph reserve: %lld floats from time %d to %d of %d%s: expected at "
+                          "least 1, times in this order, one part, and no memory taken", (long long)floats, from, to,
+                          end, g->arena ? ", memory taken" : "");
+    if (!hpmli_grow(g->ctx, &g->reserved, g->reserved_count, &g->reserved_capacity, sizeof life)) return g->ctx->status;
+    g->reserved[g->reserved_count++] = life;
+    if (hpmli_graph_plan_parts(g) && g->trainer) hpmli_trainer_planned(g->trainer);
+    return g->ctx->status;
+}
+HPML_API int hpml_graph_time(const hpml_graph *g, int op, bool backward)
+{
+    if (!g || op < 0 || op >= g->count) return -1;
+    return g->nodes[op]->state->at[backward ? HPMLI_BACKWARD : HPMLI_FORWARD];
 }
 
 /* Points `grad` of the parameters into this graph's array of gradients, instead of another graph's; returns it. */
@@ -4592,54 +5120,112 @@ HPMLI_FN size_t hpmli_graph_kept(const hpml_graph *g, int level)
     return (size_t)floats * sizeof(float);
 }
 
+/* Points the value of n, and its gradient, to their memory in a life (0 or 1) of the value. */
+HPMLI_FN void hpmli_value_point(hpml_node *n, int life)
+{
+    const hpml_tensor *root = n->state->out_root[life], *grad = n->state->grad_root ? n->state->grad_root : n->out;
+    hpmli_set_memory(n->out, root->node->state->raw[life], grad->raw_grad);
+}
+
+/* Points what n computes again, and reshapes of the result, to the memory of the second life. */
+HPMLI_FN void hpmli_node_again(const hpml_graph *g, const hpmli_subgraph *p, hpml_node *n)
+{
+    n->saved = n->state->saved[1];
+    for (int i = n->state->order; i < p->to && n->state->relives; i++)
+        if (hpmli_base(p, g->nodes[i]) == n) hpmli_value_point(g->nodes[i], 1);
+}
+
+/* Points all tensors of the current slot's part into the memory of this slot, as they are before a forward pass. */
+HPMLI_FN void hpmli_graph_point(hpml_graph *g)
+{
+    const hpmli_slot *slot = &g->slots[g->slot];
+    const hpmli_subgraph *p    = &g->parts[slot->part];
+    char             *base[HPMLI_AREAS] = { g->arena + slot->base, g->arena };
+    for (int i = 0; i < p->input_count; i++) /* results of other parts, which another slot may have placed */
+        if (p->inputs[i]->node) hpmli_set_memory(p->inputs[i], NULL, NULL);
+    for (int a = 0; a < HPMLI_AREAS; a++)
+        for (const hpmli_life *l = p->area[a].lives; l < p->area[a].lives + p->area[a].count; l++)
+            *l->place = base[a] + l->offset;
+    for (int i = 0; i < p->input_count; i++)
+        hpmli_set_memory(p->inputs[i], p->inputs[i]->raw, p->inputs[i]->raw_grad);
+    for (int i = p->from; i < p->to; i++) {
+        hpml_node *n = g->nodes[i];
+        hpmli_value_point(n, 0);
+        n->saved   = n->state->saved[0];
+        n->scratch = g->arena + g->memory.activations;
+    }
+    if (g->loss && !hpmli_node_in(p, g->loss)) hpmli_set_memory(g->loss, g->loss->raw, NULL);
+}
+
+/* Checks, before memory is taken, that the inputs and the parameters which g reads are whole here. */
+HPMLI_FN bool hpmli_graph_whole(hpml_graph *g)
+{
+    for (int i = 0; i < g->leaf_count; i++) {
+        const hpml_tensor *t    = g->leaves[i];
+        int64_t            most = t->state->samples;
+        if (t->raw && t->batch_rows && (g->slot_count > 1 || (most > 0 && most < g->batch)))
+            return hpmli_false(g->ctx, HPML_ERR_STATE, "graph: input %s is shared with another graph, and one of the "
+                               "two runs in parts, a few samples at a time; record an input for each",
+                               hpmli_describe(t));
+    }
+    for (const hpmli_subgraph *p = g->parts; p < g->parts + g->part_count; p++)
+        for (int i = p->from; i < p->to; i++)
+            for (int j = 0; j < g->nodes[i]->src_count; j++) {
+                const hpml_tensor *w = g->nodes[i]->src[j];
+                if (w && w->param && !w->raw && !w->state->kept)
+                    return hpmli_false(g->ctx, HPML_ERR_STATE, "graph: parameter \"%s\" is in the memory of another "
+                                       "rank, whose part of a graph reads it", w->name);
+            }
+    return true;
+}
+
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
 {
     if (!g) return HPML_ERR_ARGUMENT;
     hpml_ctx *ctx = g->ctx;
     if (hpmli_failed(ctx)) return ctx->status;
     if (g->arena) return HPML_OK;
-    if (hpml_param_init(ctx) != HPML_OK) return ctx->status;
+    if (hpml_param_init(ctx) != HPML_OK || !hpmli_graph_whole(g)) return ctx->status;
     g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
     if (ctx->status != HPML_OK) return ctx->status;
-    for (int i = 0; i < g->slot_count; i++) /* a leaf keeps the memory that another graph gave it */
-        if (!*g->slots[i].place) *g->slots[i].place = g->arena + g->slots[i].offset;
-    for (int i = 0; i < g->leaf_count; i++) hpmli_set_memory(g->leaves[i], g->leaves[i]->raw, g->leaves[i]->raw_grad);
-    hpmli_graph_place_grads(g);
-    for (int i = 0; i < g->count; i++) {
-        hpml_node *n = g->nodes[i];
-        void      *raw_grad = n->state->grad_root ? n->state->grad_root->raw_grad : n->out->raw_grad;
-        hpmli_set_memory(n->out, n->state->out_root->raw, raw_grad);
-        n->scratch = g->arena + g->memory.activations;
+    for (const hpmli_subgraph *p = g->parts; p < g->parts + g->part_count; p++) {
+        for (int a = 0; a < HPMLI_AREAS; a++) /* a leaf keeps the memory that another graph gave it */
+            for (int i = 0; i < p->area[a].count; i++)
+                if (*p->area[a].lives[i].place) p->area[a].lives[i].place = &g->elsewhere;
+        for (int i = 0; i < p->input_count && g->cut; i++)
+            if (!p->inputs[i]->raw) p->inputs[i]->state->samples = p->rows;
     }
-    return HPML_OK;
+    hpmli_graph_place_grads(g);
+    hpmli_graph_point(g);
+    if (g->cut) hpml_graph_set_batch(g, g->slots[0].samples);
+    return ctx->status;
+}
+HPML_API hpml_status hpml_graph_slot(hpml_graph *g, int slot)
+{
+    if (hpml_graph_alloc(g) != HPML_OK) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
+    if (slot < 0 || slot >= g->slot_count)
+        return hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "graph: slot %d of %d; hpml_graph_part says how many there are",
+                          slot, g->slot_count);
+    if (slot == g->slot) return HPML_OK;
+    g->slot = slot;
+    hpmli_graph_point(g);
+    return hpml_graph_set_batch(g, g->slots[slot].samples);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>run   running a graph forward and backward
 // ---------------------------------------------------------------------------------------------------------------------
-/* Sets shape[0] of all tensors with a batch to the current batch. Called before each pass: graphs may share inputs. */
-HPMLI_FN void hpmli_graph_apply_batch(hpml_graph *g)
-{
-    for (int i = 0; i < g->leaf_count + g->count; i++) {
-        hpml_tensor *t = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
-        if (t->batch_rows) t->shape[0] = t->batch_rows * g->batch_now;
-    }
-}
-
-HPMLI_FN void hpmli_graph_restore_batch(hpml_graph *g)
-{
-    g->batch_now = g->batch;
-    hpmli_graph_apply_batch(g);
-}
-
 HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
 {
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
-    if (samples < 1 || samples > g->batch || (samples != g->batch && !g->batchable))
+    hpmli_slot *slot = &g->slots[g->slot];
+    int64_t     rows = g->parts[slot->part].rows;
+    if (samples < 1 || samples > rows || (samples != g->batch && !g->batchable))
         return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
-                          g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)g->batch);
-    g->batch_now = samples;
+                          g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)rows);
+    slot->samples = samples;
+    g->batch_now  = samples;
     hpmli_graph_apply_batch(g);
     return HPML_OK;
 }
@@ -4671,28 +5257,30 @@ HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpm
     return status;
 }
 
-HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, int i, const hpml_tensor *p, bool backward)
+/* True if no later entry of the pass in which the entry at place `at` of part p stands reads the parameter w. */
+HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_subgraph *p, int at, const hpml_tensor *w)
 {
-    int step = backward ? -1 : 1;
-    for (i += step; i >= 0 && i < g->count; i += step) {
-        const hpml_node *n = g->nodes[i];
-        bool             runs = !backward || (n->out->needs_grad && n->out->raw_grad);
-        for (int s = 0; runs && s < n->src_count; s++)
-            if (n->src[s] == p) return false;
+    int end = at < p->turn ? p->turn : p->entry_count;
+    for (int k = at + 1; k < end; k++) {
+        const hpml_node *n    = g->nodes[p->entries[k].node];
+        bool             runs = p->entries[k].move != HPMLI_BACKWARD || (n->out->needs_grad && n->out->raw_grad);
+        if (runs && hpmli_reads(n, w)) return false;
     }
     return true;
 }
 
-/* Calls the hook `need` for each parameter that node i reads, or `release` for those that no later node reads. */
-HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, int i, bool backward)
+HPMLI_FN const hpmli_subgraph *hpmli_part_now(const hpml_graph *g) { return &g->parts[g->slots[g->slot].part]; }
+
+/* Calls the hook `need` for each parameter that node n reads, or `release` for those that no later node reads. */
+HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpml_node *n, hpmli_move move)
 {
-    const hpml_node *n      = g->nodes[i];
-    hpml_status      status = HPML_OK;
-    bool             called = which == HPMLI_HOOK_NEED ? g->any.need != NULL : g->any.release != NULL;
+    const hpmli_subgraph *part   = hpmli_part_now(g);
+    hpml_status       status = HPML_OK;
+    bool              called = which == HPMLI_HOOK_NEED ? g->any.need != NULL : g->any.release != NULL;
     for (int s = 0; called && s < n->src_count && status == HPML_OK; s++) {
         const hpml_tensor *p = n->src[s];
         if (!p || !p->param) continue;
-        if (which == HPMLI_HOOK_NEED || hpmli_is_last_reader(g, i, p, backward))
+        if (which == HPMLI_HOOK_NEED || hpmli_is_last_reader(g, part, n->state->at[move], p))
             status = hpmli_hooks_call(g, which, n, p);
     }
     return status;
@@ -4730,33 +5318,35 @@ HPMLI_FN hpml_status hpmli_node_update(hpml_graph *g, hpml_node *n, hpml_status 
     return status;
 }
 
-HPMLI_FN hpml_status hpmli_run_untimed(hpml_graph *g, const hpml_run *run, int i, bool backward)
+HPMLI_FN hpml_status hpmli_run_untimed(hpml_graph *g, const hpml_run *run, int i, hpmli_move move)
 {
     hpml_node  *n      = g->nodes[i];
-    hpml_status status = hpmli_node_hooks(g, HPMLI_HOOK_NEED, i, backward);
+    bool        backward = move == HPMLI_BACKWARD;
+    hpml_status status = hpmli_node_hooks(g, HPMLI_HOOK_NEED, n, move);
     if (status == HPML_OK) status = hpmli_node_op(g, run, n, backward);
     if (backward) status = hpmli_node_update(g, n, status);
-    return status == HPML_OK ? hpmli_node_hooks(g, HPMLI_HOOK_RELEASE, i, backward) : status;
+    return status == HPML_OK ? hpmli_node_hooks(g, HPMLI_HOOK_RELEASE, n, move) : status;
 }
 
 /* Runs node i forward or backward, and times it if a trace or a profile is on. A backend with time_op measures the time
-   on its device; the trace's span is then the time that the host took to launch the op. */
-HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, bool backward)
+   on its device; the trace's span is then the time that the host took to launch the op. What is computed again for the
+   backward pass counts as its time. */
+HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, hpmli_move move)
 {
     hpml_node          *n = g->nodes[i];
     const hpml_backend *b = g->ctx->backend;
-    if (!g->profile && !g->ctx->trace) return hpmli_run_untimed(g, run, i, backward);
-    const char *name    = backward ? g->back_names[i] : n->out->name;
+    if (!g->profile && !g->ctx->trace) return hpmli_run_untimed(g, run, i, move);
+    const char *name    = move == HPMLI_BACKWARD ? g->back_names[i] : n->out->name;
     double     *seconds = NULL, start = hpml_now(), span_start = hpmli_trace_time(g->ctx, start);
-    if (g->profile) seconds = backward ? &g->profile[i].backward_s : &g->profile[i].forward_s;
+    if (g->profile) seconds = move == HPMLI_FORWARD ? &g->profile[i].forward_s : &g->profile[i].backward_s;
     if (b->time_op) b->time_op(g->ctx->device, NULL, NULL);
-    hpml_status status = hpmli_run_untimed(g, run, i, backward);
+    hpml_status status = hpmli_run_untimed(g, run, i, move);
     if (b->time_op) b->time_op(g->ctx->device, name, seconds);
     else if (b->sync) b->sync(g->ctx->device);
     double end = hpml_now();
     hpml_trace_span(g->ctx, HPML_LANE_COMPUTE, name, span_start, hpmli_trace_time(g->ctx, end));
     if (seconds && !b->time_op) *seconds += end - start;
-    if (g->profile && !backward) g->profile[i].calls++;
+    if (g->profile && move == HPMLI_FORWARD) g->profile[i].calls++;
     return status;
 }
 
@@ -4771,7 +5361,7 @@ HPMLI_FN hpml_status hpmli_run_sum(void *graph, double *values, int64_t n)
 HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float scale)
 {
     hpml_run run = { g->ctx, train, step, scale, (uint64_t)g->first_sample, g->idle,
-                     g->any.sum ? hpmli_run_sum : NULL, g };
+                     g->any.sum ? hpmli_run_sum : NULL, g, false };
     g->at.pass = train ? HPML_PASS_FORWARD : HPML_PASS_EVALUATE;
     return run;
 }
@@ -4789,7 +5379,7 @@ HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, b
         if (accumulate) n->accumulate[s] = true;
         if (g->updates && g->param_last[param] == i) n->state->update[s] = &g->updates[param];
     }
-    hpml_status status = hpmli_run_node(g, run, i, true);
+    hpml_status status = hpmli_run_node(g, run, i, HPMLI_BACKWARD);
     memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
     return status;
 }
@@ -4809,13 +5399,32 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
    device replays a piece as a whole, and then the hooks of the piece's gradients are called. Few pieces cost few
    launches; many let communication begin early. */
 #define HPMLI_PIECES_OF_PASS 8
-/* Runs the nodes pass->from .. pass->to - 1 of a pass: node i forward, or node count - 1 - i backward. */
+/* Points the tensors of the entries from .. to - 1 of part p that run again to their second lives. */
+HPMLI_FN void hpmli_entries_point(hpml_graph *g, const hpmli_subgraph *p, int64_t from, int64_t to)
+{
+    for (int64_t k = from; k < to; k++)
+        if (p->entries[k].move == HPMLI_AGAIN) hpmli_node_again(g, p, g->nodes[p->entries[k].node]);
+}
+
+/* Runs the entries pass->from .. pass->to - 1 of a pass, counted from the first entry of the pass. */
 HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
-    hpml_status status = HPML_OK;
-    for (int i = (int)pass->from; i < pass->to && status == HPML_OK; i++)
-        if (pass->backward) status = hpmli_run_back(g, run, g->count - 1 - i, pass->accumulate != 0);
-        else status = hpmli_run_node(g, run, i, false);
+    const hpmli_subgraph *p      = hpmli_part_now(g);
+    int               start  = pass->backward ? p->turn : 0;
+    hpml_run          again  = *run;
+    hpml_status       status = HPML_OK;
+    again.again = true;
+    for (int k = start + (int)pass->from; k < start + pass->to && status == HPML_OK; k++) {
+        const hpmli_entry *e = &p->entries[k];
+        hpmli_entries_point(g, p, k, k + 1);
+        switch (e->move) {
+        case HPMLI_FORWARD:
+            if (!g->no_targets || g->nodes[e->node]->out != g->loss) status = hpmli_run_node(g, run, e->node, e->move);
+            break;
+        case HPMLI_AGAIN: status = hpmli_run_node(g, &again, e->node, e->move); break;
+        case HPMLI_BACKWARD: status = hpmli_run_back(g, run, e->node, pass->accumulate != 0); break;
+        }
+    }
     return status;
 }
 
@@ -4823,11 +5432,13 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
 HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
     const hpml_backend *b = g->ctx->backend;
+    const hpmli_subgraph   *p = hpmli_part_now(g);
     bool                done, again;
     hpml_status         status;
     do {
         done = again = false;
         status = b->begin(g->ctx->device, run, pass, &done);
+        if (done && pass->backward) hpmli_entries_point(g, p, p->turn + pass->from, p->turn + pass->to);
         if (done) return status;
         if (status == HPML_OK) status = hpmli_run_nodes(g, run, pass);
         status = b->end(g->ctx->device, run, status, &again);
@@ -4835,36 +5446,50 @@ HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, cons
     return status;
 }
 
+/* Zeroes the inputs of a rank without samples, and points what runs again in the backward pass to its first life. */
+HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_subgraph *p)
+{
+    for (int i = 0; i < p->input_count && g->idle; i++)
+        if (p->inputs[i]->batch_rows) hpmli_zero_values(g, p->inputs[i]);
+    for (int i = p->from; i < p->to; i++) {
+        hpml_node *n = g->nodes[i];
+        if (hpmli_base(p, n)->state->relives) hpmli_value_point(n, 0);
+        if (n->state->again) n->saved = n->state->saved[0];
+    }
+}
+
 /* Runs all nodes forward or backward, in pieces, and pieces' gradient hooks. accumulate: adds to weights' gradients. */
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
+    const hpmli_subgraph *p       = hpmli_part_now(g);
     const hpml_hooks *h       = &g->any;
     bool              timed   = g->profile || g->ctx->trace;
-    bool              single  = timed || h->need || h->release || h->sum || g->idle; /* run nodes singly */
+    bool              single  = timed || h->need || h->release || h->sum || g->idle || g->no_targets; /* run nodes singly */
     bool              replays = g->ctx->backend->begin && !single && !g->unreplayable && !g->collective;
     bool              hooks   = backward && h->grad && g->last;
-    int               piece   = 1; /* number of nodes */
+    int               start   = backward ? p->turn : 0, count = backward ? p->entry_count - p->turn : p->turn;
+    int               piece   = 1; /* number of entries */
     hpml_status       status  = HPML_OK;
     hpml_pass         pass;
-    if (replays) piece = (int)hpmli_max(HPMLI_PIECES_OF_PASS, (g->count - 1) / HPMLI_PIECES_OF_PASS + 1);
-    if (replays && !hooks) piece = g->count;
+    if (replays) piece = (int)hpmli_max(HPMLI_PIECES_OF_PASS, (count - 1) / HPMLI_PIECES_OF_PASS + 1);
+    if (replays && !hooks) piece = count;
     memset(&pass, 0, sizeof pass); /* padding too: compared by bytes */
     pass.graph      = g;
     pass.samples    = g->batch_now;
     pass.first      = g->shift;
+    pass.slot       = g->slot;
     pass.train      = run->train;
     pass.backward   = backward;
     pass.accumulate = accumulate;
     if (backward) g->at.pass = HPML_PASS_BACKWARD;
     hpmli_graph_apply_batch(g);
-    for (int i = 0; i < g->leaf_count && g->idle && !backward; i++)
-        if (g->leaves[i]->batch_rows) hpmli_zero_values(g, g->leaves[i]);
-    for (int from = 0; from < g->count && status == HPML_OK; from += piece) {
+    if (!backward) hpmli_forward_begin(g, p);
+    for (int from = 0; from < count && status == HPML_OK; from += piece) {
         pass.from = from;
-        pass.to   = hpmli_min((int64_t)from + piece, g->count);
+        pass.to   = hpmli_min((int64_t)from + piece, count);
         status = replays ? hpmli_run_recorded(g, run, &pass) : hpmli_run_nodes(g, run, &pass);
-        for (int i = from; i < pass.to && hooks && status == HPML_OK; i++)
-            status = hpmli_run_hooks(g, g->count - 1 - i);
+        for (int k = start + from; k < start + pass.to && hooks && status == HPML_OK; k++)
+            if (p->entries[k].move == HPMLI_BACKWARD) status = hpmli_run_hooks(g, p->entries[k].node);
     }
     return status;
 }
@@ -4873,21 +5498,25 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
 {
     hpml_status status = hpml_graph_alloc(g);
     if (status != HPML_OK) return status;
-    hpml_run run = hpmli_run_of(g, train, step, 1);
-    g->train = train;
-    g->step  = step;
+    hpml_run    run  = hpmli_run_of(g, train, step, 1);
+    hpmli_slot *slot = &g->slots[g->slot];
+    slot->train  = train;
+    slot->step   = step;
+    slot->sample = g->first_sample;
     return hpmli_graph_pass(g, &run, false, false);
 }
 
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate)
 {
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
-    if (!g->loss || !g->arena || !g->loss->grad)
+    bool has_loss = g->loss && hpmli_node_in(hpmli_part_now(g), g->loss);
+    if (!g->loss || !g->arena || (has_loss && !g->loss->grad))
         return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
                           "forward pass before the backward pass");
-    hpml_run run = hpmli_run_of(g, g->train, g->step, scale);
+    const hpmli_slot *slot = &g->slots[g->slot];
+    hpml_run          run  = hpmli_run_of(g, slot->train, slot->step, scale);
     hpmli_graph_place_grads(g);
-    g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
+    if (has_loss) g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
     return hpmli_graph_pass(g, &run, true, accumulate);
 }
 
@@ -4898,7 +5527,7 @@ HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, floa
     g->ctx->backend->read(g->ctx->device, &was, t->data + at, sizeof was);
     now = was + by;
     g->ctx->backend->write(g->ctx->device, t->data + at, &now, sizeof now);
-    hpml_graph_forward(g, g->train, g->step);
+    hpml_graph_forward(g, g->slots[g->slot].train, g->slots[g->slot].step);
     g->ctx->backend->read(g->ctx->device, &loss, g->loss->data, sizeof loss);
     g->ctx->backend->write(g->ctx->device, t->data + at, &was, sizeof was);
     return (double)loss;
@@ -5518,8 +6147,7 @@ HPMLI_FN hpml_tensor *hpmli_binary_record(hpml_op op, hpml_tensor *a, hpml_tenso
     }
     hpml_node *n = hpmli_node_create(op, NULL, 2, src, ndim, shape);
     n->mixes_batch |= (a->batch_rows && a->ndim < ndim) || (b->batch_rows && b->ndim < ndim);
-    if (n->out) memcpy(n->out->split, split, sizeof split);
-    if (n->out) n->out->sections = sections;
+    hpmli_split_take(n->out, split, sections);
     return n->out;
 }
 HPML_API hpml_tensor *hpml_add(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_ADD, a, b); }
@@ -5528,8 +6156,8 @@ HPML_API hpml_tensor *hpml_mul(hpml_tensor *a, hpml_tensor *b) { return hpmli_bi
 HPML_API hpml_tensor *hpml_div(hpml_tensor *a, hpml_tensor *b) { return hpmli_binary_record(HPML_OP_DIV, a, b); }
 
 #define HPMLI_BINARY_OP(name, needs)                                                                                   \
-    HPMLI_OP(name, HPMLI_OP_PAIRS_ROWS, needs, hpmli_flops_pointwise(n, back), hpmli_binary_run(run, n, -1, 0),        \
-             hpmli_binary_run(run, n, 0, 2))
+    HPMLI_OP(name, HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, needs, hpmli_flops_pointwise(n, back),                    \
+             hpmli_binary_run(run, n, -1, 0), hpmli_binary_run(run, n, 0, 2))
 HPMLI_BINARY_OP(add, 0);
 HPMLI_BINARY_OP(sub, 0);
 HPMLI_BINARY_OP(mul, HPMLI_NEED_BOTH);
@@ -5560,7 +6188,8 @@ HPMLI_FN void hpmli_scale_chunk(const hpmli_work *w, int64_t chunk, int thread H
     else if (w->n->accumulate[0]) w->k->vaxpby(x->grad + at, a, y->grad + at, 1, c);
     else w->k->vscale_add(x->grad + at, y->grad + at, a, 0, c);
 }
-HPMLI_WORK_OP(scale, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, scale_chunk,
+HPMLI_WORK_OP(scale, HPMLI_OP_SPLIT_ANY, HPMLI_INPLACE, hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1,
+              scale_chunk,
               scale_chunk);
 
 /* Returns true if the derivative of act is computed from its argument; false if it is computed from its result. */
@@ -5603,7 +6232,7 @@ HPMLI_FN void hpmli_act_chunk(const hpmli_work *w, int64_t chunk, int thread HPM
     if (!w->back) w->k->act_forward(act, slope, y + at, z + at, c);
     else w->k->act_backward(act, slope, dz + at, dy + at, z + at, y + at, c, alone && n->accumulate[0]);
 }
-HPMLI_WORK_OP(activation, 0,
+HPMLI_WORK_OP(activation, HPMLI_OP_SPLIT_ANY,
               hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_SRC(0) : HPMLI_NEED_OUT | HPMLI_INPLACE,
               hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, act_chunk, act_chunk);
 
@@ -5656,8 +6285,7 @@ HPML_API hpml_tensor *hpml_matmul(hpml_tensor *a, hpml_tensor *b, bool trans_a, 
         n->mixes_batch = b->batch_rows ? trans_b || !contracts || !a->batch_rows : contracts && a->batch_rows;
     }
     if (!n->out) return NULL;
-    memcpy(n->out->split, split, sizeof split);
-    n->out->sections = sections;
+    hpmli_split_take(n->out, split, sections);
     return sum == HPML_AXIS_DATA ? n->out : hpml_group_sum(n->out, sum);
 }
 
@@ -5699,7 +6327,7 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
         d[2].p += d[2].apart;
     }
 }
-HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_BOTH,
+HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH,
          hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
          hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
@@ -5721,6 +6349,9 @@ HPMLI_FN bool hpmli_layer_split(const char *op, const char *name, hpml_tensor **
         return hpmli_false(t->ctx, HPML_ERR_SHAPE, "%s \"%s\": its input %s is %s; set .split = HPML_SPLIT_IN, or "
                            "record hpml_group_gather(x, axis, %d)", op, name ? name : "", hpmli_describe(t),
                            hpmli_split_text(t), dim);
+    for (int i = 0; i < t->ndim; i++)
+        if (i != dim && t->split[i] == HPML_AXIS_TENSOR)
+            return hpmli_split_refuse(op, t, i, "each rank would have a part of the weight's gradient");
     if (*split == HPML_SPLIT_OUT) *x = hpml_group_copy(*x, HPML_AXIS_TENSOR);
     return *x != NULL;
 }
@@ -5792,9 +6423,10 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     n->attr.act.act   = act;
     n->attr.act.slope = 0.01f;
     if (n->out && hpmli_act_reads_x(act)) n->saved_bytes = hpmli_tensor_bytes(n->out); /* saves x w^T + bias */
-    if (in) return hpmli_layer_sum(n->out, after, d.activation);
-    if (n->out && d.split) hpmli_split_set(n->out, last, HPML_AXIS_TENSOR, rows.sections);
-    return n->out;
+    hpmli_split_take(n->out, x->split, x->sections);
+    if (n->out) n->out->split[last] = (int8_t)bias.axis;
+    if (n->out && bias.axis) n->out->sections = bias.sections;
+    return in ? hpmli_layer_sum(n->out, after, d.activation) : n->out;
 }
 
 HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
@@ -5840,7 +6472,7 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     hpmli_optimizer_step(run->ctx, u, &d);
     u->n = 0;
 }
-HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM,
+HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM | HPMLI_OP_SPLIT_OWN,
          HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->shape[1]), hpmli_linear_pass(run, n), hpmli_linear_back(run, n));
 
@@ -5857,16 +6489,15 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
     if (!hpmli_recordable(1, &x)) return NULL;
     if (!hpmli_reshape_rule(hpmli_whole_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
     if (!hpmli_split_reshape(x, ndim, full, part, split, &sections))
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "reshape to %s, sizes of the whole: %s is %s, and no dimension of the "
-                          "result would be split alike; hpml_group_gather it first",
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "reshape to %s, sizes of the whole: %s is %s, and no dimension of "
+                          "the result would be split alike; hpml_group_gather it first",
                           hpmli_shape_text(x->ctx, ndim, full), hpmli_describe(x), hpmli_split_text(x));
     hpml_node *n = hpmli_node_create(HPML_OP_RESHAPE, NULL, 1, &x, ndim, part);
     if (x->batch_rows) { /* there is a batch dimension if the new number of rows is a multiple of the samples */
         int64_t batch = x->shape[0] / x->batch_rows;
         hpmli_node_batch(n, ndim > 0 && part[0] % batch == 0 ? part[0] / batch : 0);
     }
-    if (n->out) memcpy(n->out->split, split, sizeof split);
-    if (n->out) n->out->sections = sections;
+    hpmli_split_take(n->out, split, sections);
     return n->out;
 }
 HPML_API hpml_tensor *hpml_reshape_2d(hpml_tensor *x, int64_t d0, int64_t d1)
@@ -5955,7 +6586,7 @@ HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
 }
 
 /* Copies inputs and parameters, of any dtype, because they own memory; other results stay in the source's memory. */
-HPMLI_OP(reshape, HPMLI_OP_IS_ALIAS | HPMLI_OP_REORDERS, 0, 0,
+HPMLI_OP(reshape, HPMLI_OP_IS_ALIAS | HPMLI_OP_REORDERS | HPMLI_OP_SPLIT_OWN, 0, 0,
          if (n->out->raw != n->src[0]->raw) memcpy(n->out->raw, n->src[0]->raw, hpmli_tensor_bytes(n->out)),
          hpmli_reshape_back(run, n));
 
@@ -6071,8 +6702,8 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     }
     hpmli_strided_copy_run(run, backward ? &read : y, backward ? x : &read, backward, n->accumulate[0]);
 }
-HPMLI_OP(permute, HPMLI_OP_REORDERS, 0, hpmli_flops_pointwise(n, back), hpmli_permute_run(run, n, false),
-         hpmli_permute_run(run, n, true));
+HPMLI_OP(permute, HPMLI_OP_REORDERS | HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back),
+         hpmli_permute_run(run, n, false), hpmli_permute_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t count)
 {
@@ -6085,8 +6716,7 @@ HPML_API hpml_tensor *hpml_slice(hpml_tensor *x, int dim, int64_t start, int64_t
     n->attr.slice.dim   = dim;
     n->attr.slice.start = start;
     if (dim == 0) hpmli_node_batch(n, 0);
-    if (n->out) memcpy(n->out->split, x->split, sizeof x->split);
-    if (n->out) n->out->sections = (int32_t)(sections > 0 ? sections : x->sections);
+    hpmli_split_take(n->out, x->split, (int32_t)(sections > 0 ? sections : x->sections));
     return n->out;
 }
 
@@ -6098,7 +6728,8 @@ HPMLI_FN void hpmli_slice_run(const hpml_run *run, hpml_node *n, bool backward)
     if (backward && !n->accumulate[0]) run->ctx->k->vfill(n->src[0]->grad, 0, hpml_tensor_count(n->src[0]));
     hpmli_strided_copy_run(run, n->out, &x, backward, true);
 }
-HPMLI_OP(slice, 0, 0, hpmli_flops_pointwise(n, back), hpmli_slice_run(run, n, false), hpmli_slice_run(run, n, true));
+HPMLI_OP(slice, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_slice_run(run, n, false),
+         hpmli_slice_run(run, n, true));
 
 HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
 {
@@ -6119,8 +6750,7 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim)
     hpml_node *n = hpmli_node_create(HPML_OP_CONCAT, NULL, count, x, x[0]->ndim, shape);
     n->attr.slice.dim = dim;
     if (dim == 0) hpmli_node_batch(n, 0);
-    if (n->out) memcpy(n->out->split, x[0]->split, sizeof x[0]->split);
-    if (n->out) n->out->sections = x[0]->sections;
+    hpmli_split_take(n->out, x[0]->split, x[0]->sections);
     if (n->out && x[0]->split[dim])
         n->out->sections = (int32_t)(shape[dim] * hpmli_sections(x[0], dim) / x[0]->shape[dim]);
     return n->out;
@@ -6135,8 +6765,8 @@ HPMLI_FN void hpmli_concat_run(const hpml_run *run, hpml_node *n, bool backward)
         hpmli_strided_copy_run(run, &y, n->src[i], backward, n->accumulate[i]);
     }
 }
-HPMLI_OP(concat, HPMLI_OP_PAIRS_ROWS, 0, hpmli_flops_pointwise(n, back), hpmli_concat_run(run, n, false),
-         hpmli_concat_run(run, n, true));
+HPMLI_OP(concat, HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back),
+         hpmli_concat_run(run, n, false), hpmli_concat_run(run, n, true));
 
 HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
 {
@@ -6146,9 +6776,9 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "sum of %s: no dimension %d", hpmli_describe(x), dim);
     memcpy(shape, x->shape, sizeof shape);
     if (dim >= 0) shape[dim] = 1;
-    if (dim >= 0 ? x->split[dim] != 0 : hpmli_is_split(x)) {
-        const char *why = "each rank would have a part of the sum";
-        hpmli_split_refuse("sum", x, dim, why);
+    for (int i = 0; i < x->ndim; i++) {
+        if (!x->split[i] || (dim >= 0 && dim != i)) continue;
+        hpmli_split_refuse("sum", x, i, "each rank would have a part of it");
         return NULL;
     }
     hpml_node *n = hpmli_node_create(HPML_OP_SUM, NULL, 1, &x, dim >= 0 ? x->ndim : 0, shape);
@@ -6156,8 +6786,7 @@ HPMLI_FN hpml_tensor *hpmli_sum_record(hpml_tensor *x, int dim, bool mean)
     n->attr.sum.mean = mean;
     if (dim <= 0) hpmli_node_batch(n, 0);
     n->mixes_batch = false; /* a sum over a short batch is a shorter sum */
-    if (n->out) memcpy(n->out->split, x->split, sizeof x->split);
-    if (n->out) n->out->sections = x->sections;
+    hpmli_split_take(n->out, x->split, x->sections);
     return n->out;
 }
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim) { return hpmli_sum_record(x, dim, false); }
@@ -6184,7 +6813,8 @@ HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
     }
     if (!back && n->attr.sum.mean) k->vscale_add(n->out->data, n->out->data, scale, 0, outer * inner);
 }
-HPMLI_OP(sum, 0, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false), hpmli_sum_run(run, n, true));
+HPMLI_OP(sum, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false),
+         hpmli_sum_run(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution: recording, sizes
@@ -6650,7 +7280,8 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
     if (n->src[0]->grad && hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, true);
 }
-HPMLI_OP(conv2d, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
+HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_SPLIT_OWN,
+         HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->stride[0]), hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6799,8 +7430,10 @@ HPMLI_FN void hpmli_pooling(const hpml_run *run, hpml_node *n, bool back)
     hpmli_for_each_parallel(run, n, back, n->out->shape[0] * (nhwc ? 1 : n->out->shape[1]), 1,
                             nhwc ? hpmli_pool_image : hpmli_pool_plane);
 }
-HPMLI_OP(max_pool2d, 0, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
-HPMLI_OP(avg_pool2d, 0, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false), hpmli_pooling(run, n, true));
+HPMLI_OP(max_pool2d, HPMLI_OP_SPLIT_PLANE, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false),
+         hpmli_pooling(run, n, true));
+HPMLI_OP(avg_pool2d, HPMLI_OP_SPLIT_PLANE, 0, hpmli_flops_pointwise(n, back), hpmli_pooling(run, n, false),
+         hpmli_pooling(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
@@ -6907,6 +7540,8 @@ HPMLI_FN void hpmli_bn_apply(const hpmli_bn_job *j, int64_t c)
     if (j->run->train) {
         mean          = j->sums[2 * c] / N;
         var           = square / N;
+    }
+    if (j->run->train && !j->run->again) {
         *running_mean = (1 - m) * *running_mean + m * (float)mean;
         *running_var  = (1 - m) * *running_var + m * (float)(square / (N > 1 ? N - 1 : 1));
     }
@@ -6994,7 +7629,7 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
     if (status == HPML_OK) hpmli_parallel(run->ctx, j.C, hpmli_bn_task, &j);
     return status;
 }
-HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH,
+HPMLI_OP(batchnorm, HPMLI_OP_JOINS_BATCH | HPMLI_OP_SPLIT_PLANE,
          HPMLI_NEED_BOTH | (n->attr.norm.act == HPML_ACT_RELU ? HPMLI_NEED_OUT : 0), hpmli_flops_pointwise(n, back),
          return hpmli_bn_run(run, n, false), return hpmli_bn_run(run, n, true));
 
@@ -7038,10 +7673,10 @@ HPMLI_FN void hpmli_softmax_back_row(const hpmli_work *w, int64_t row, int threa
         w->k->vaxpby(dx + i, 1, d, w->n->accumulate[0] ? 1.0f : 0.0f, c);
     }
 }
-HPMLI_OP(softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
+HPMLI_OP(softmax, HPMLI_OP_SPLIT_ROWS, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_softmax_row),
          hpmli_for_each_row(run, n, true, hpmli_softmax_back_row));
-HPMLI_OP(log_softmax, 0, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
+HPMLI_OP(log_softmax, HPMLI_OP_SPLIT_ROWS, HPMLI_NEED_OUT, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_softmax_row),
          hpmli_for_each_row(run, n, true, hpmli_softmax_back_row));
 
@@ -7116,9 +7751,9 @@ HPMLI_FN void hpmli_norm_back(const hpml_run *run, hpml_node *n)
             run->ctx->k->vadd(n->src[s]->grad, n->src[s]->grad, (float *)n->scratch + (2 * b + s - 1) * cols, cols);
     }
 }
-HPMLI_OP(layernorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+HPMLI_OP(layernorm, HPMLI_OP_SPLIT_ROWS, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_norm_row), hpmli_norm_back(run, n));
-HPMLI_OP(rmsnorm, 0, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
+HPMLI_OP(rmsnorm, HPMLI_OP_SPLIT_ROWS, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
          hpmli_for_each_row(run, n, false, hpmli_norm_row), hpmli_norm_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -7133,6 +7768,10 @@ HPML_API hpml_tensor *hpml_dropout(hpml_tensor *x, float p)
     if (!(p >= 0 && p < 1))
         return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "dropout of \"%s\": p is %g, expected 0 <= p < 1", x->name,
                           (double)p);
+    if (hpmli_is_split(x) && !x->ctx->backend->host)
+        return hpmli_null(x->ctx, HPML_ERR_UNSUPPORTED, "dropout: %s is %s, and on \"%s\" masks are those of whole "
+                          "tensors; record dropout after the layer that joins the parts", hpmli_describe(x),
+                          hpmli_split_text(x), x->ctx->backend->name);
     hpml_node *n = hpmli_node_create(HPML_OP_DROPOUT, NULL, 1, &x, x->ndim, x->shape);
     n->attr.dropout.p = p;
     return n->out;
@@ -7163,18 +7802,53 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
         to[at + i] = add ? to[at + i] + v : v;
     }
 }
-HPMLI_WORK_OP(dropout, 0, HPMLI_INPLACE, hpmli_flops_pointwise(n, back),
+HPMLI_WORK_OP(dropout, HPMLI_OP_SPLIT_ANY, HPMLI_INPLACE, hpmli_flops_pointwise(n, back),
               (hpml_tensor_count(n->out) + HPMLI_PIECE - 1) / HPMLI_PIECE, HPMLI_GRAIN / HPMLI_PIECE, dropout_piece,
               dropout_piece);
 
-static hpml_tensor *hpmli_embedding_parts(const char *name, hpml_tensor *const src[2]); /* see >>groups */
+HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
+{
+    const int32_t   *token = (const int32_t *)n->src[0]->raw; /* rows of the table */
+    const int64_t    count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
+    hpmli_vocabulary v     = hpmli_vocabulary_of(n, n->src[1]->shape[0]);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t row = token[i] - v.first;
+        float  *y   = n->out->data + i * width;
+        if (token[i] < 0 || token[i] >= v.whole)
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
+                              n->out->name, (long long)(n->state->first_index + i), token[i], (long long)v.whole - 1);
+        if (row < 0 || row >= v.count) run->ctx->k->vfill(y, 0, width); /* another rank has the row */
+        else memcpy(y, n->src[1]->data + row * width, (size_t)width * sizeof *y);
+    }
+    return v.group ? v.group->sum(v.group->user, n->out->data, count * width) : HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_embedding_back(const hpml_run *run, hpml_node *n)
+{
+    const int32_t   *token = (const int32_t *)n->src[0]->raw;
+    const int64_t    count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
+    hpmli_vocabulary v     = hpmli_vocabulary_of(n, n->src[1]->shape[0]);
+    float           *dw    = n->src[1]->grad;
+    hpmli_rows      *rows  = n->src[1]->state->rows;
+    if (dw && !n->accumulate[1] && !v.group) hpmli_gradient_clear(n->src[1]);
+    for (int64_t i = 0; dw && i < count; i++) {
+        int64_t row = token[i] - v.first;
+        if (row < 0 || row >= v.count) continue;
+        if (rows) hpmli_rows_add(rows, token[i]);
+        run->ctx->k->vadd(dw + row * width, dw + row * width, n->out->grad + i * width, width);
+    }
+    return HPML_OK;
+}
+HPMLI_OP(embedding, HPMLI_OP_INDEX_0 | HPMLI_OP_SPLIT_ANY, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
+         return hpmli_embedding_pass(run, n), return hpmli_embedding_back(run, n));
+
 /* Records y[i] = table[token[i]]; backward adds dy[i] to row token[i] of the table's gradient, in the order of i.
    Sources of the node: tokens, table. */
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc)
 {
     hpml_embedding_desc d;
-    int64_t             shape[HPML_MAX_DIMS], table[2];
+    int64_t             table[2];
     hpml_tensor        *src[2];
     if (!hpmli_recordable(1, &tokens) || !HPMLI_COPY_DESC(tokens->ctx, "embedding", d, desc)) return NULL;
     if (tokens->dtype != HPML_DTYPE_I32 || tokens->ndim >= HPML_MAX_DIMS || vocabulary < 1 || width < 1)
@@ -7196,45 +7870,25 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                    d.init == HPML_INIT_DEFAULT ? 1.0f : d.init_scale, 2, table, &part);
     if (!hpmli_recordable(2, src)) return NULL;
     if (d.weight && !hpmli_shared_fits("embedding", name, src[1], table, &part)) return NULL;
-    if (parts) return hpmli_embedding_parts(name, src);
     if (d.sparse && (!src[1]->param || !tokens->ctx->backend->host))
         return hpmli_null(tokens->ctx, HPML_ERR_UNSUPPORTED, "embedding \"%s\": .sparse is for parameters on the host, "
                           "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
                           tokens->ctx->backend->name);
     if (d.sparse && !hpmli_rows_create(src[1])) return NULL;
-    memcpy(shape, tokens->shape, sizeof shape);
-    shape[tokens->ndim] = width;
-    return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, tokens->ndim + 1, shape)->out;
+    hpml_custom own = HPMLI_ZEROED; /* the op, where the vocabulary is split */
+    own.name     = "embedding";
+    own.forward  = hpmli_embedding_pass;
+    own.backward = hpmli_embedding_back;
+    own.keeps    = HPML_KEEP_SRC(0);
+    own.ndim     = tokens->ndim + 1;
+    memcpy(own.shape, tokens->shape, sizeof own.shape);
+    own.shape[tokens->ndim] = width;
+    if (!parts) return hpmli_node_create(HPML_OP_EMBEDDING, name, 2, src, own.ndim, own.shape)->out;
+    hpml_tensor *y = hpmli_vocabulary_op(src, &own, src[1]->shape[0], 0, 0);
+    if (y) y->name = name;
+    hpmli_split_take(y, tokens->split, tokens->sections);
+    return y;
 }
-
-HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
-{
-    const int32_t *token = (const int32_t *)n->src[0]->raw; /* rows of the table */
-    int64_t        count = hpml_tensor_count(n->src[0]), vocabulary = n->src[1]->shape[0], width = n->src[1]->shape[1];
-    for (int64_t i = 0; i < count; i++) {
-        if (token[i] < 0 || token[i] >= vocabulary)
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
-                              n->out->name, (long long)(n->state->first_index + i), token[i],
-                              (long long)vocabulary - 1);
-        memcpy(n->out->data + i * width, n->src[1]->data + token[i] * width, (size_t)width * sizeof(float));
-    }
-    return HPML_OK;
-}
-
-HPMLI_FN void hpmli_embedding_back(const hpml_run *run, hpml_node *n)
-{
-    const int32_t *token = (const int32_t *)n->src[0]->raw;
-    int64_t        count = hpml_tensor_count(n->src[0]), width = n->src[1]->shape[1];
-    float         *dw    = n->src[1]->grad;
-    hpmli_rows    *rows  = n->src[1]->state->rows;
-    if (dw && !n->accumulate[1]) hpmli_gradient_clear(n->src[1]);
-    for (int64_t i = 0; dw && i < count; i++) {
-        if (rows) hpmli_rows_add(rows, token[i]);
-        run->ctx->k->vadd(dw + token[i] * width, dw + token[i] * width, n->out->grad + i * width, width);
-    }
-}
-HPMLI_OP(embedding, HPMLI_OP_INDEX_0, HPMLI_NEED_SRC(0), hpmli_flops_pointwise(n, back),
-         return hpmli_embedding_pass(run, n), hpmli_embedding_back(run, n));
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>sequence   multi-head attention; long short-term memory
@@ -7267,10 +7921,11 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     if (!hpmli_recordable(1, &qkv) || !HPMLI_COPY_DESC(qkv->ctx, "attention", d, desc)) return NULL;
     const int64_t C = qkv->shape[2] / 3, shape[3] = { qkv->shape[0], qkv->shape[1], C };
     const int32_t size = hpml_ctx_group(qkv->ctx, (hpml_axis)qkv->split[2])->size; /* ranks that share the heads */
-    if (qkv->split[2] && (d.heads % size != 0 || hpmli_sections(qkv, 2) != 3))
-        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input %s is %s, with %d heads; expected 3 sections "
-                          "(.sections of the linear layer before) and heads that divide among the %d ranks",
-                          hpmli_describe(qkv), hpmli_split_text(qkv), d.heads, size);
+    const bool fits = !qkv->split[2] || (d.heads % size == 0 && hpmli_sections(qkv, 2) == 3);
+    if (!fits || qkv->split[0] || qkv->split[1])
+        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input %s is %s, with %d heads; expected a split along "
+                          "dimension 2 alone in 3 sections (.sections of the linear layer before) and heads that "
+                          "divide among the %d ranks", hpmli_describe(qkv), hpmli_split_text(qkv), d.heads, size);
     if (qkv->split[2]) d.heads /= size;
     if (d.heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d.heads != 0)
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
@@ -7281,7 +7936,7 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     n->attr.attention.scale  = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
     n->saved_bytes   = (size_t)(shape[0] * shape[1] * d.heads) * sizeof(float); /* (B, heads, T) log sum exp */
     n->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
-    if (n->out && qkv->split[2]) n->out->sections = 1;
+    hpmli_split_take(n->out, qkv->split, 1);
     return n->out;
 }
 
@@ -7363,7 +8018,7 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
 }
 
 /* Operations: q k^T, and its softmax times v: 2 T T C each a sample, half if causal; backward twice as many. */
-HPMLI_WORK_OP(attention, 0, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
+HPMLI_WORK_OP(attention, HPMLI_OP_SPLIT_OWN, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
               (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1] *
                   (back ? 2 : 1),
               n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
@@ -7511,26 +8166,6 @@ HPMLI_FN hpml_tensor *hpmli_loss_record(hpml_op op, hpml_tensor *y, hpml_tensor 
     return n->out;
 }
 
-static hpml_tensor *hpmli_cross_entropy_parts(hpml_tensor *const src[2], float smoothing, int32_t ignore);
-HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
-{
-    hpml_cross_entropy_desc d;
-    hpml_tensor            *src[2] = { logits, labels };
-    if (!hpmli_recordable(2, src) || !HPMLI_COPY_DESC(logits->ctx, "cross_entropy", d, desc)) return NULL;
-    bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
-    for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
-    if (!fits || !(d.label_smoothing >= 0 && d.label_smoothing <= 1))
-        return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
-                          "and i32 (..), label_smoothing in 0..1", hpmli_describe(logits), hpmli_describe(labels));
-    if (logits->split[logits->ndim - 1] == HPML_AXIS_TENSOR)
-        return hpmli_cross_entropy_parts(src, d.label_smoothing, d.ignore_index ? d.ignore_index : HPML_IGNORE);
-    hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
-    n->attr.cross_entropy.smoothing = d.label_smoothing;
-    n->attr.cross_entropy.ignore    = d.ignore_index ? d.ignore_index : HPML_IGNORE;
-    n->saved_bytes = (size_t)(3 * hpml_tensor_count(labels) + 1) * 4; /* max, 1 / sum, loss of rows; 1 / counted */
-    return n->out;
-}
-
 HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const hpml_node *n     = w->n;
@@ -7550,26 +8185,58 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thre
     *loss -= s * (float)(about[0] / (double)w->cols);
 }
 
+/* The same for logits split by classes: the maximum and three sums of each row are taken over the ranks. */
+HPMLI_FN hpml_status hpmli_cross_entropy_parts(const hpml_run *run, hpml_node *n, const hpmli_vocabulary *v)
+{
+    const int32_t *label = (const int32_t *)n->src[1]->raw;
+    const int64_t  rows  = hpml_tensor_count(n->src[1]);
+    float         *max   = (float *)n->saved, *inverse = max + rows, *loss = inverse + rows, piece[HPMLI_PIECE];
+    float         *sums  = (float *)n->scratch, s = v->smoothing; /* (rows, 3) sums: of exp(d), d of the label, d */
+    const float   *x     = n->src[0]->data;                       /* (rows, count), d = x - max */
+    for (int64_t r = 0; r < rows; r++) max[r] = run->ctx->k->vmax(x + r * v->count, v->count);
+    hpml_status status = v->group->max(v->group->user, max, rows);
+    for (int64_t r = 0; r < rows; r++, sums += 3, x += v->count) {
+        int64_t at       = label[r] - v->first;
+        double  about[2] = { 0, 0 };
+        sums[0] = 0;
+        HPMLI_PIECES(i, c, v->count) sums[0] += run->ctx->k->vexp_sum(piece, x + i, max[r], c);
+        sums[1] = at >= 0 && at < v->count ? x[at] - max[r] : 0;
+        if (s > 0) run->ctx->k->vmoments(about, NULL, x, max[r], v->count);
+        sums[2] = (float)about[0];
+    }
+    sums -= 3 * rows;
+    if (status == HPML_OK) status = v->group->sum(v->group->user, sums, 3 * rows);
+    for (int64_t r = 0; r < rows; r++, sums += 3) {
+        inverse[r] = 1 / sums[0];
+        loss[r]    = logf(sums[0]) - (1 - s) * sums[1] - s * (sums[2] / (float)v->whole);
+        if (label[r] == v->ignore) loss[r] = 0;
+    }
+    return status;
+}
+
 HPMLI_FN hpml_status hpmli_cross_entropy_pass(const hpml_run *run, hpml_node *n)
 {
     const hpml_tensor *x     = n->src[0];
     const int32_t     *label = (const int32_t *)n->src[1]->raw;
-    int64_t            V = x->shape[x->ndim - 1], rows = hpml_tensor_count(x) / V, counted = 0;
+    hpmli_vocabulary   v     = hpmli_vocabulary_of(n, x->shape[x->ndim - 1]);
+    int64_t            rows = hpml_tensor_count(x) / v.count, counted = 0;
     const float       *loss = (const float *)n->saved + 2 * rows;
     double             sum  = 0;
+    hpml_status        status = HPML_OK;
     for (int64_t i = 0; i < rows; i++) {
-        if (label[i] == n->attr.cross_entropy.ignore) continue;
-        if (label[i] < 0 || label[i] >= V)
+        if (label[i] == v.ignore) continue;
+        if (label[i] < 0 || label[i] >= v.whole)
             return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to "
                               "%lld (or %d to be ignored)", (long long)(n->state->first_index + i), label[i],
-                              (long long)V - 1, n->attr.cross_entropy.ignore);
+                              (long long)v.whole - 1, v.ignore);
         counted++;
     }
-    hpmli_for_each_row(run, n, false, hpmli_cross_entropy_row);
+    if (v.group) status = hpmli_cross_entropy_parts(run, n, &v);
+    else hpmli_for_each_row(run, n, false, hpmli_cross_entropy_row);
     for (int64_t i = 0; i < rows; i++) sum += (double)loss[i];
     ((float *)n->saved)[3 * rows] = counted > 0 ? 1 / (float)counted : 0;
     n->out->data[0] = counted > 0 ? (float)(sum / (double)counted) : 0;
-    return HPML_OK;
+    return status;
 }
 
 HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
@@ -7579,23 +8246,58 @@ HPMLI_FN void hpmli_cross_entropy_back_row(const hpmli_work *w, int64_t row, int
     float           *dx    = n->src[0]->grad + row * w->cols, piece[HPMLI_PIECE];
     int32_t          label = ((const int32_t *)n->src[1]->raw)[row];
     const float     *saved = (const float *)n->saved;
-    float            max   = saved[row], s = n->attr.cross_entropy.smoothing;
+    hpmli_vocabulary v     = hpmli_vocabulary_of(n, w->cols);
+    float            max   = saved[row], s = v.smoothing, shares = (float)v.whole;
     float            scale = saved[3 * w->count] * n->out->grad[0], share = scale * saved[w->count + row];
     bool             add   = n->accumulate[0];
-    if (label == n->attr.cross_entropy.ignore) {
+    if (label == v.ignore) {
         if (!add) w->k->vfill(dx, 0, w->cols);
         return;
     }
     HPMLI_PIECES(i, c, w->cols) {
         w->k->vexp_sum(piece, x + i, max, c);
         if (add) w->k->vaxpby(dx + i, share, piece, 1, c);
-        else w->k->vscale_add(dx + i, piece, share, -scale * s / (float)w->cols, c);
-        if (add && s > 0) w->k->vscale_add(dx + i, dx + i, 1, -scale * s / (float)w->cols, c);
+        else w->k->vscale_add(dx + i, piece, share, -scale * s / shares, c);
+        if (add && s > 0) w->k->vscale_add(dx + i, dx + i, 1, -scale * s / shares, c);
     }
-    dx[label] -= scale * (1 - s);
+    if (label >= v.first && label < v.first + v.count) dx[label - v.first] -= scale * (1 - s);
+}
+HPMLI_FN hpml_status hpmli_cross_entropy_back(const hpml_run *run, hpml_node *n)
+{
+    hpmli_for_each_row(run, n, true, hpmli_cross_entropy_back_row);
+    return HPML_OK;
 }
 HPMLI_OP(cross_entropy, HPMLI_OP_IS_MEAN | HPMLI_OP_INDEX_1, HPMLI_NEED_BOTH, hpmli_flops_pointwise(n, back),
-         return hpmli_cross_entropy_pass(run, n), hpmli_for_each_row(run, n, true, hpmli_cross_entropy_back_row));
+         return hpmli_cross_entropy_pass(run, n), return hpmli_cross_entropy_back(run, n));
+
+HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *labels, const hpml_cross_entropy_desc *desc)
+{
+    hpml_cross_entropy_desc d;
+    hpml_tensor            *src[2] = { logits, labels };
+    if (!hpmli_recordable(2, src) || !HPMLI_COPY_DESC(logits->ctx, "cross_entropy", d, desc)) return NULL;
+    bool fits = labels->dtype == HPML_DTYPE_I32 && labels->ndim == logits->ndim - 1;
+    for (int i = 0; fits && i < labels->ndim; i++) fits = labels->shape[i] == logits->shape[i];
+    if (!fits || !(d.label_smoothing >= 0 && d.label_smoothing <= 1))
+        return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
+                          "and i32 (..), label_smoothing in 0..1", hpmli_describe(logits), hpmli_describe(labels));
+    const int64_t rows = hpml_tensor_count(labels);
+    hpml_custom   own  = HPMLI_ZEROED; /* the op, where the classes are split */
+    own.name          = "cross_entropy";
+    own.forward       = hpmli_cross_entropy_pass;
+    own.backward      = hpmli_cross_entropy_back;
+    own.keeps         = HPML_KEEP_SRC(0) | HPML_KEEP_SRC(1);
+    own.one_number    = true;
+    own.saved_bytes   = (size_t)(3 * rows + 1) * sizeof(float); /* max, 1 / sum, loss of rows; 1 / counted */
+    own.scratch_bytes = (size_t)(3 * rows) * sizeof(float);
+    if (d.ignore_index == 0) d.ignore_index = HPML_IGNORE;
+    if (logits->split[labels->ndim] == HPML_AXIS_TENSOR)
+        return hpmli_vocabulary_op(src, &own, logits->shape[labels->ndim], d.label_smoothing, d.ignore_index);
+    hpml_node *n = hpmli_node_create(HPML_OP_CROSS_ENTROPY, NULL, 2, src, 0, NULL);
+    n->attr.cross_entropy.smoothing = d.label_smoothing;
+    n->attr.cross_entropy.ignore    = d.ignore_index;
+    n->saved_bytes = own.saved_bytes;
+    return n->out;
+}
 
 HPML_API hpml_tensor *hpml_bce_with_logits(hpml_tensor *logits, hpml_tensor *target)
 {
@@ -7969,7 +8671,8 @@ HPMLI_FN hpml_status hpmli_custom_call(const hpml_run *run, hpml_node *n, bool b
                    back ? "backward" : "forward", hpml_status_string(status));
     return run->ctx->status;
 }
-HPMLI_OP(custom, HPMLI_OP_IS_WHOLE, n->attr.custom->keeps | (n->attr.custom->in_place ? HPMLI_INPLACE : 0),
+HPMLI_OP(custom, HPMLI_OP_IS_WHOLE | HPMLI_OP_SPLIT_ANY,
+         n->attr.custom->keeps | (n->attr.custom->in_place ? HPMLI_INPLACE : 0),
          n->attr.custom->flops * (back ? 2 * n->out->needs_grad : 1), return hpmli_custom_call(run, n, false),
          return hpmli_custom_call(run, n, true));
 
@@ -8065,7 +8768,7 @@ HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, b
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>groups   ops that communicate in a group: copy, sum, split, gather; tables and losses split by vocabulary
+// >>groups   ops that communicate in a group: copy, sum, split, gather
 // ---------------------------------------------------------------------------------------------------------------------
 /* Megatron's conjugate pairs (Shoeybi et al. 2019): copy and sum, split and gather are each other's backward pass where
    all ranks have one loss (TENSOR). Where each rank has its own (DATA, SEQUENCE, EXPERT), an element that several ranks
@@ -8080,17 +8783,6 @@ typedef struct hpmli_group_op {
 HPMLI_FN hpml_status hpmli_group_sum_floats(const hpmli_group_op *o, float *x, int64_t n)
 {
     return o->group->sum(o->group->user, x, n);
-}
-
-/* Joins the ranks' parts (count each) in `whole`, by way of `all` (count times size). */
-HPMLI_FN hpml_status hpmli_group_join(const hpmli_group_op *o, const float *part, int64_t count, float *all,
-                                      float *whole)
-{
-    hpmli_cut   c      = o->cut;
-    hpml_status status = o->group->gather(o->group->user, part, all, count);
-    for (c.rank = 0; status == HPML_OK && c.rank < c.size; c.rank++)
-        hpmli_cut_copy(&c, whole, all + c.rank * count, 0, count, true);
-    return status;
 }
 
 HPMLI_FN const hpmli_group_op *hpmli_group_op_of(const hpml_node *n)
@@ -8136,7 +8828,7 @@ HPMLI_FN hpml_status hpmli_group_split_back(const hpml_run *run, hpml_node *n)
     int64_t               count  = hpml_tensor_count(n->out);
     float                *whole  = (float *)n->scratch, *all = whole + count * o->cut.size;
     hpml_status           status = HPML_OK;
-    if (o->one_loss) status = hpmli_group_join(o, n->out->grad, count, all, whole);
+    if (o->one_loss) status = hpmli_cut_join(o->group, o->cut, n->out->grad, count, all, whole);
     else {
         run->ctx->k->vfill(whole, 0, count * o->cut.size);
         hpmli_cut_copy(&o->cut, whole, n->out->grad, 0, count, true);
@@ -8147,8 +8839,9 @@ HPMLI_FN hpml_status hpmli_group_split_back(const hpml_run *run, hpml_node *n)
 
 HPMLI_FN hpml_status hpmli_group_gather_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
-    return hpmli_group_join(hpmli_group_op_of(n), n->src[0]->data, hpml_tensor_count(n->src[0]), (float *)n->scratch,
-                            n->out->data);
+    const hpmli_group_op *o = hpmli_group_op_of(n);
+    return hpmli_cut_join(o->group, o->cut, n->src[0]->data, hpml_tensor_count(n->src[0]), (float *)n->scratch,
+                          n->out->data);
 }
 
 HPMLI_FN hpml_status hpmli_group_gather_back(const hpml_run *run, hpml_node *n)
@@ -8233,10 +8926,8 @@ HPMLI_FN hpml_tensor *hpmli_group_resize(hpml_tensor *x, hpml_axis axis, int dim
     if (d->batch_rows == 0) d->batch_rows = -1;
     d->scratch_bytes = (size_t)(hpml_tensor_count(x) * up * 2) * sizeof(float); /* the whole, and all parts */
     hpml_tensor *y = hpmli_group_record(x, axis, d, false, cut);
-    if (y) memcpy(y->split, x->split, sizeof y->split);
-    if (y) y->sections = x->sections;
-    if (y && dim < y->ndim) y->split[dim] = (int8_t)(up > 1 ? HPML_AXIS_DATA : axis);
-    if (y && !hpmli_is_split(y)) y->sections = 0;
+    hpmli_split_take(y, x->split, x->sections);
+    if (y) y->split[dim] = (int8_t)(up > 1 ? HPML_AXIS_DATA : axis);
     return y;
 }
 
@@ -8271,162 +8962,21 @@ HPML_API hpml_tensor *hpml_group_gather(hpml_tensor *x, hpml_axis axis, int dim)
     return hpmli_group_resize(x, axis, dim, cut.size, 1, &d, cut);
 }
 
-/* A split vocabulary: this rank has `count` of the classes or tokens, from `first` on. */
-typedef struct hpmli_vocabulary {
-    const hpml_group *group;
-    int64_t           first, count, whole;
-    float             smoothing; /* of the loss */
-    int32_t           ignore;
-} hpmli_vocabulary;
-
-HPMLI_FN hpmli_vocabulary *hpmli_vocabulary_new(hpml_ctx *ctx, int64_t count)
+/* Records an op that reads a table or logits split by vocabulary, with the passes of the built-in op; see >>split. */
+static hpml_tensor *hpmli_vocabulary_op(hpml_tensor *const src[2], hpml_custom *d, int64_t count, float smoothing,
+                                        int32_t ignore)
 {
-    hpmli_vocabulary *v = hpmli_new(ctx, hpmli_vocabulary, 1);
+    hpmli_vocabulary *v = hpmli_new(src[0]->ctx, hpmli_vocabulary, 1);
     if (!v) return NULL;
-    v->group = hpml_ctx_group(ctx, HPML_AXIS_TENSOR);
-    v->first = v->group->rank * count;
-    v->count = count;
-    v->whole = v->group->size * count;
-    return v;
-}
-
-/* Embedding with a table split by rows: rows of other ranks are zeros, then the ranks' results are added up. */
-HPMLI_FN hpml_status hpmli_embedding_parts_pass(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const int32_t          *token = (const int32_t *)n->src[0]->raw;
-    int64_t                 width = n->src[1]->shape[1], count = hpml_tensor_count(n->src[0]);
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t row = token[i] - v->first;
-        float        *y   = n->out->data + i * width;
-        if (token[i] < 0 || token[i] >= v->whole)
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
-                              n->out->name, (long long)i, token[i], (long long)v->whole - 1);
-        if (row < 0 || row >= v->count) run->ctx->k->vfill(y, 0, width);
-        else memcpy(y, n->src[1]->data + row * width, (size_t)width * sizeof *y);
-    }
-    return v->group->sum(v->group->user, n->out->data, count * width);
-}
-
-HPMLI_FN hpml_status hpmli_embedding_parts_back(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const int32_t          *token = (const int32_t *)n->src[0]->raw;
-    int64_t                 width = n->src[1]->shape[1], count = hpml_tensor_count(n->src[0]);
-    for (int64_t i = 0; i < count && n->src[1]->grad; i++) {
-        const int64_t row = token[i] - v->first;
-        float        *dw  = n->src[1]->grad + row * width;
-        if (row >= 0 && row < v->count) run->ctx->k->vadd(dw, dw, n->out->grad + i * width, width);
-    }
-    return HPML_OK;
-}
-
-static hpml_tensor *hpmli_embedding_parts(const char *name, hpml_tensor *const src[2])
-{
-    hpml_custom d = HPMLI_ZEROED;
-    d.name     = "embedding";
-    d.forward  = hpmli_embedding_parts_pass;
-    d.backward = hpmli_embedding_parts_back;
-    d.keeps    = HPML_KEEP_SRC(0);
-    d.user     = hpmli_vocabulary_new(src[0]->ctx, src[1]->shape[0]);
-    d.ndim     = src[0]->ndim + 1;
-    d.collective = true;
-    memcpy(d.shape, src[0]->shape, sizeof d.shape);
-    d.shape[d.ndim - 1] = src[1]->shape[1];
-    hpml_tensor *y = d.user ? hpml_custom_op(src, 2, &d) : NULL;
-    if (!y) return NULL;
-    y->name = name;
-    memcpy(y->split, src[0]->split, sizeof y->split);
-    return y;
-}
-
-/* Cross-entropy of logits split by classes: the formula of >>loss, with the maximum and three sums of each row taken
-   over the ranks. Saved: max, 1 / sum of each row; 1 / counted. */
-HPMLI_FN void hpmli_vocabulary_sums(const hpml_run *run, const hpml_node *n, int64_t r, float max, float *sums)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const float            *x     = n->src[0]->data + r * v->count; /* (count) this rank's logits of the row */
-    const int64_t           label = ((const int32_t *)n->src[1]->raw)[r] - v->first;
-    float                   piece[HPMLI_PIECE];
-    double                  about[2] = { 0, 0 };
-    sums[0] = 0;
-    HPMLI_PIECES(i, c, v->count) sums[0] += run->ctx->k->vexp_sum(piece, x + i, max, c);
-    sums[1] = label >= 0 && label < v->count ? x[label] - max : 0;
-    if (v->smoothing > 0) run->ctx->k->vmoments(about, NULL, x, max, v->count);
-    sums[2] = (float)about[0];
-}
-
-HPMLI_FN hpml_status hpmli_vocabulary_pass(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const int32_t          *label = (const int32_t *)n->src[1]->raw;
-    const int64_t           rows  = hpml_tensor_count(n->src[1]);
-    float                  *max   = (float *)n->saved, *inverse = max + rows, *sums = (float *)n->scratch;
-    int64_t                 counted = 0;
-    double                  loss    = 0;
-    for (int64_t r = 0; r < rows; r++) {
-        if (label[r] != v->ignore && (label[r] < 0 || label[r] >= v->whole))
-            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to "
-                              "%lld (or %d to be ignored)", (long long)r, label[r], (long long)v->whole - 1, v->ignore);
-        max[r] = run->ctx->k->vmax(n->src[0]->data + r * v->count, v->count);
-        counted += label[r] != v->ignore;
-    }
-    hpml_status status = v->group->max(v->group->user, max, rows);
-    for (int64_t r = 0; r < rows && status == HPML_OK; r++) hpmli_vocabulary_sums(run, n, r, max[r], sums + 3 * r);
-    if (status == HPML_OK) status = v->group->sum(v->group->user, sums, 3 * rows);
-    for (int64_t r = 0; r < rows && status == HPML_OK; r++, sums += 3) {
-        float row = logf(sums[0]) - (1 - v->smoothing) * sums[1] - v->smoothing * (sums[2] / (float)v->whole);
-        inverse[r] = 1 / sums[0];
-        if (label[r] != v->ignore) loss += (double)row;
-    }
-    max[2 * rows]   = counted > 0 ? 1 / (float)counted : 0;
-    n->out->data[0] = counted > 0 ? (float)(loss / (double)counted) : 0;
-    return status;
-}
-
-HPMLI_FN hpml_status hpmli_vocabulary_back(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_vocabulary *v     = (const hpmli_vocabulary *)n->attr.custom->user;
-    const int32_t          *label = (const int32_t *)n->src[1]->raw;
-    const int64_t           rows  = hpml_tensor_count(n->src[1]);
-    const float            *max   = (const float *)n->saved, *inverse = max + rows;
-    const float             scale = max[2 * rows] * n->out->grad[0];
-    float                   piece[HPMLI_PIECE];
-    for (int64_t r = 0; r < rows && n->src[0]->grad; r++) {
-        const float  *x  = n->src[0]->data + r * v->count;
-        float        *dx = n->src[0]->grad + r * v->count;
-        const int64_t at = label[r] - v->first;
-        if (label[r] == v->ignore) continue;
-        HPMLI_PIECES(i, c, v->count) {
-            run->ctx->k->vexp_sum(piece, x + i, max[r], c);
-            run->ctx->k->vaxpby(dx + i, scale * inverse[r], piece, 1, c);
-            if (v->smoothing > 0)
-                run->ctx->k->vscale_add(dx + i, dx + i, 1, -scale * v->smoothing / (float)v->whole, c);
-        }
-        if (at >= 0 && at < v->count) dx[at] -= scale * (1 - v->smoothing);
-    }
-    return HPML_OK;
-}
-
-static hpml_tensor *hpmli_cross_entropy_parts(hpml_tensor *const src[2], float smoothing, int32_t ignore)
-{
-    hpml_custom       d    = HPMLI_ZEROED;
-    hpml_ctx         *ctx  = src[0]->ctx;
-    const int64_t     rows = hpml_tensor_count(src[1]);
-    hpmli_vocabulary *v    = hpmli_vocabulary_new(ctx, src[0]->shape[src[0]->ndim - 1]);
-    if (!v) return NULL;
-    v->smoothing    = smoothing;
-    v->ignore       = ignore;
-    d.name          = "cross_entropy";
-    d.forward       = hpmli_vocabulary_pass;
-    d.backward      = hpmli_vocabulary_back;
-    d.keeps         = HPML_KEEP_SRC(0) | HPML_KEEP_SRC(1);
-    d.user          = v;
-    d.one_number    = true;
-    d.collective    = true;
-    d.saved_bytes   = (size_t)(2 * rows + 1) * sizeof(float);
-    d.scratch_bytes = (size_t)(3 * rows) * sizeof(float);
-    return hpml_custom_op(src, 2, &d);
+    v->group      = hpml_ctx_group(src[0]->ctx, HPML_AXIS_TENSOR);
+    v->first      = v->group->rank * count;
+    v->count      = count;
+    v->whole      = v->group->size * count;
+    v->smoothing  = smoothing;
+    v->ignore     = ignore;
+    d->user       = v;
+    d->collective = true;
+    return hpml_custom_op(src, 2, d);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9149,9 +9699,9 @@ typedef struct hpmli_named_array { /* an array of the user's that checkpoints sa
 
 /* What a step leaves on the device: the loss; rows of the output whose largest number is at the label, and rows that
    have a label; the sum of squares of all gradients. It is in the memory of the loss, so that one copy to the host
-   reads all: the planner gives each scalar HPMLI_SCALAR_SLOT bytes (hpmli_plan_slots). */
+   reads all: the planner gives each scalar HPMLI_SCALAR_BYTES bytes (hpmli_plan_slots). */
 typedef struct hpmli_step_scalars { float loss, unused; int64_t counts[2]; double sumsq; } hpmli_step_scalars;
-typedef char hpmli_step_scalars_fit[sizeof(hpmli_step_scalars) <= HPMLI_SCALAR_SLOT ? 1 : -1];
+typedef char hpmli_step_scalars_fit[sizeof(hpmli_step_scalars) <= HPMLI_SCALAR_BYTES ? 1 : -1];
 #define HPMLI_LOSS_SCALE_START 65536.0f /* first value of a dynamic loss scale: 2^16 */
 #define HPMLI_LOSS_SCALE_MAX   1099511627776.0f /* the largest: 2^40, because gradients that stay 0 never overflow */
 struct hpml_trainer {
@@ -9170,6 +9720,9 @@ struct hpml_trainer {
     float              *host_out;        /* host memory for a batch of the output */
     float              *best;            /* (2, rows) of an output split by classes: largest number; - its class */
     int32_t            *host_y;          /* host memory for a batch of labels */
+    const void         *x, *y;           /* host: the batch, of which a graph with parts copies a slot's samples */
+    float              *batch_out;       /* host memory for a batch of outputs of all parts; NULL: not evaluated yet */
+    bool                evaluating;      /* a hook `pass` runs for evaluate or predict */
     hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
     int                 running[2];      /* 1 + the set of hooks whose `run`, whose `update` is running; 0: none */
     int                 rank, ranks;
@@ -9384,7 +9937,7 @@ HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
     return t->host_out;
 }
 
-HPMLI_FN bool hpmli_trainer_places(hpml_trainer *t); /* see >>keep */
+HPMLI_FN bool hpmli_trainer_places(hpml_trainer *t);
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
@@ -9463,15 +10016,20 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
                               "of %lld only; set drop_last in the loader", (long long)g->batch);
         rows = g->batch;
     }
-    if (hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
-    hpmli_write_samples(t, t->d.input, x, samples);
+    t->x = x;
+    t->y = y;
+    g->batch_now = rows;
+    hpmli_graph_apply_batch(g);
+    if (!g->cut && hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
+    if (!g->cut) hpmli_write_samples(t, t->d.input, x, samples);
     if (!y) return HPML_OK;
     if (rows > samples) {
         int64_t labels = hpml_tensor_count(t->target), given = labels / rows * samples;
         for (int64_t i = 0; i < labels; i++) t->host_y[i] = i < given ? ((const int32_t *)y)[i] : HPML_IGNORE;
         y = t->host_y;
     }
-    hpmli_write_samples(t, t->target, y, rows);
+    t->y = y;
+    if (!g->cut) hpmli_write_samples(t, t->target, y, rows);
     return HPML_OK;
 }
 
@@ -9493,6 +10051,12 @@ HPMLI_FN bool hpmli_trainer_places(hpml_trainer *t)
         if (trained) at += hpmli_param_floats(t->ctx->params[i]);
     }
     return t->place != NULL;
+}
+
+static void hpmli_trainer_planned(hpml_trainer *t)
+{
+    hpmli_trainer_places(t);
+    hpmli_trainer_measure(t);
 }
 
 HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an error stays on the context */
@@ -9624,6 +10188,7 @@ HPMLI_FN void hpmli_hooks_note(hpml_graph *g)
         if (h->grad) g->any.grad = h->grad;
         if (h->update) g->any.update = h->update;
         if (h->sum) g->any.sum = h->sum;
+        if (h->pass) g->any.pass = h->pass;
         if (h->norms) g->any.norms = h->norms;
         if (h->join) g->any.join = h->join;
     }
@@ -9636,6 +10201,9 @@ HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hook
     if (g->hook_count == HPML_MAX_HOOKS)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: %d sets of hooks are attached, as many as there may be "
                           "(HPML_MAX_HOOKS); detach one", HPML_MAX_HOOKS);
+    if (hooks->pass && g->any.pass)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: a set of hooks with `pass` is attached already, and only one "
+                          "may run the passes; detach the other");
     g->hooks[g->hook_count++] = *hooks;
     hpmli_hooks_note(g);
     return HPML_OK;
@@ -9739,15 +10307,14 @@ HPMLI_FN void hpmli_best_of_ranks(hpml_trainer *t, const float *y, int64_t rows,
     if (status != HPML_OK) hpmli_fail(t->ctx, status, "accuracy of a split output: %s", hpml_status_string(status));
 }
 
-/* Counts on the host, into t->scalars, the rows of the output whose largest number is at their label, and the rows
-   whose label is a class (HPML_IGNORE is none); adds each to the matrix `confusion`, unless that is NULL. */
-HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
+/* Counts on the host, into t->scalars, the rows of the output y (samples) whose largest number is at their label, and the
+   rows whose label is a class (HPML_IGNORE is none); adds each to the matrix `confusion`, unless that is NULL. */
+HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const float *y, int64_t samples, const int32_t *labels,
+                               int64_t *confusion)
 {
     const hpml_tensor *out = t->d.output;
-    int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out), rows = n / classes, best;
-    const float       *y = hpmli_trainer_host_out(t); /* (rows, classes) the output */
-    if (!y) return;
-    if (y != out->data) hpmli_read_floats(t->ctx, out, n, t->host_out);
+    int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out) / out->shape[0], best;
+    const int64_t      rows = n * out->batch_rows * samples / classes;
     if (t->best) hpmli_best_of_ranks(t, y, rows, classes);
     if (t->best) classes = hpmli_vocabulary_size(out);
     t->scalars.counts[0] = 0;
@@ -9774,7 +10341,10 @@ HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, in
                    hpml_tensor_count(out) / classes, classes, t->device_scalars->counts);
     b->read(t->ctx->device, &t->scalars, t->device_scalars, sizeof t->scalars);
     t->norm_fetched = t->norm_ready;
-    if (labels && !on_device) hpmli_count_hits(t, labels, confusion);
+    const float *y = labels && !on_device ? hpmli_trainer_host_out(t) : NULL; /* (rows, classes) the output */
+    if (!y) return;
+    if (y != out->data) hpmli_read_floats(t->ctx, out, hpml_tensor_count(out), t->host_out);
+    hpmli_count_hits(t, y, t->graph->batch_now, labels, confusion);
 }
 
 /* Moves the data address of each input, and of each reshape of an input, on by `samples` samples (negative: back), so
@@ -9782,12 +10352,12 @@ HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, in
 HPMLI_FN void hpmli_inputs_offset(hpml_trainer *t, int64_t samples)
 {
     hpml_graph *g = t->graph;
-    if (samples == 0) return;
     g->first_sample += samples;
+    if (samples == 0 || g->cut) return; /* with parts each slot has copies of its samples */
     g->shift += samples;
     for (int i = 0; i < g->leaf_count + g->count; i++) {
         hpml_tensor *x = i < g->leaf_count ? g->leaves[i] : g->nodes[i - g->leaf_count]->out;
-        hpml_tensor *root = x->node ? x->node->state->out_root : x;
+        hpml_tensor *root = x->node ? x->node->state->out_root[0] : x;
         if (root->node || !root->batch_rows) continue;
         int64_t sample_bytes = hpml_tensor_count(x) / g->batch_now * (int64_t)hpml_dtype_size(x->dtype);
         hpmli_set_memory(x, (char *)x->raw + samples * sample_bytes, x->raw_grad);
@@ -9848,16 +10418,21 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
     hpml_ctx           *ctx = t->ctx;
     hpml_graph         *g   = t->graph;
     hpml_tensor *const *p   = ctx->params;
-    hpml_run            run = hpmli_run_of(g, true, g->step, 1);
+    hpml_run            run = hpmli_run_of(g, true, g->slots[g->slot].step, 1);
     run.sum = NULL; /* no sum over all ranks, which would wait: the other ranks are not here */
     for (int i = 0; i < ctx->param_count; i++)
         if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
-    bool gathers = hpmli_trainer_kept(t, 3) != g->grad_count; /* ops wait for values of other ranks, which are not here */
-    for (int i = -g->leaf_count; i < (gathers ? 0 : g->count); i++) {
-        const hpml_tensor *y = i < 0 ? g->leaves[i + g->leaf_count] : g->nodes[i]->out;
-        if (i >= 0 && hpmli_is_collective(g->nodes[i])) break; /* would wait for the other ranks */
-        if (i >= 0 && hpmli_run_node(g, &run, i, false) != HPML_OK) return ctx->status;
-        const char *place = i < 0 ? "the data of" : "the result of";
+    if (hpmli_trainer_kept(t, 3) != g->grad_count) /* ops wait for values of other ranks, which are not here */
+        return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
+                          hpmli_plain_nan(value));
+    const hpmli_subgraph *part = hpmli_part_now(g);
+    hpmli_forward_begin(g, part);
+    for (int i = part->from - part->input_count; i < part->to; i++) {
+        const hpml_tensor *y = i < part->from ? part->inputs[part->from - 1 - i] : g->nodes[i]->out;
+        bool               input = i < part->from;
+        if (!input && hpmli_is_collective(g->nodes[i])) break; /* would wait for the other ranks */
+        if (!input && hpmli_run_node(g, &run, i, HPMLI_FORWARD) != HPML_OK) return ctx->status;
+        const char *place = input ? "the data of" : "the result of";
         bool floats = y->dtype == HPML_DTYPE_F32 || hpmli_is_half(y->dtype);
         if (floats && hpmli_report_nonfinite(t, what, value, place, y, y->raw, false)) return ctx->status;
     }
@@ -9997,11 +10572,38 @@ HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
     t->counted += t->scalars.counts[1];
 }
 
+/* Passes go on samples [first, first + samples) of the batch: without parts these are some rows of the inputs, to which
+   hpmli_inputs_offset moves them; with parts they are copied from the host to the inputs of a slot. */
+HPMLI_FN hpml_status hpmli_pass_begin(hpml_trainer *t, int64_t first, int64_t samples)
+{
+    hpml_graph *g    = t->graph;
+    bool        part = g->cut || first != 0 || samples != t->batch_samples;
+    int64_t     rows = g->cut && !g->batchable ? g->batch : samples;
+    if (first < 0 || samples < 0 || first + samples > t->batch_samples)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
+                          (long long)first, (long long)(first + samples), (long long)t->batch_samples);
+    if (part && samples > 0 && hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
+    if (samples == 0 && g->collective) hpml_graph_set_batch(g, hpmli_part_now(g)->rows); /* of zeros */
+    hpmli_inputs_offset(t, first);
+    g->idle = samples == 0;
+    return HPML_OK;
+}
+HPMLI_FN void hpmli_pass_end(hpml_trainer *t, int64_t first)
+{
+    t->graph->idle = false;
+    hpmli_inputs_offset(t, -first);
+}
+
+HPMLI_FN uint64_t hpmli_pass_step(const hpml_trainer *t) /* the number that keys random masks of a training pass */
+{
+    return (uint64_t)(t->step * t->d.accumulate + t->micro_batch);
+}
+
 /* Runs forward and backward on the samples at the start of the inputs; see hpml_trainer_forward_backward. */
 HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, bool accumulate)
 {
     hpml_graph *g      = t->graph;
-    hpml_status status = hpml_graph_forward(g, true, (uint64_t)(t->step * t->d.accumulate + t->micro_batch));
+    hpml_status status = hpml_graph_forward(g, true, hpmli_pass_step(t));
     if (status != HPML_OK) return status;
     if (g->updates && !t->d.no_finite_check) { /* read now, because parameters step within the backward pass */
         hpmli_read_step_scalars(t, NULL, NULL);
@@ -10011,28 +10613,143 @@ HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, b
     return hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
 }
 
+/* True if a hook `pass` runs the passes; a graph with parts needs one. */
+HPMLI_FN bool hpmli_has_pass(const hpml_trainer *t) { return t->graph->any.pass || t->graph->cut; }
+
+/* Calls the hook `pass`. */
+HPMLI_FN hpml_status hpmli_pass_call(hpml_trainer *t, hpml_pass_kind kind, int64_t first, int64_t samples,
+                                     float grad_scale, bool accumulate, float *loss)
+{
+    const hpml_hooks *h  = t->graph->hooks, *end = h + t->graph->hook_count;
+    const hpml_moment at = { kind, t->micro_batch, t->d.accumulate, t->step, -1, NULL };
+    while (h < end && !h->pass) h++;
+    if (h == end)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: its graph runs in parts (hpml_graph_part), but no hook "
+                          "`pass` is attached that runs them");
+    return h->pass(h->user, t, &at, first, samples, grad_scale, accumulate, loss);
+}
+
+/* Runs the hook `pass` on the batch in t->x and t->y for evaluate, or for predict (loss NULL). */
+HPMLI_FN hpml_status hpmli_pass_outside(hpml_trainer *t, int64_t samples, float *loss)
+{
+    int64_t floats = hpml_tensor_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows;
+    if (!t->batch_out) t->batch_out = hpmli_new(t->ctx, float, floats * t->graph->batch);
+    if (hpmli_failed(t->ctx)) return t->ctx->status;
+    t->batch_samples     = samples;
+    t->evaluating        = true;
+    t->graph->no_targets = !loss;
+    hpml_status status = hpmli_pass_call(t, HPML_PASS_EVALUATE, 0, samples, 0, false, loss);
+    t->graph->no_targets = false;
+    t->evaluating        = false;
+    return status;
+}
+
+HPML_API float *hpml_trainer_output(hpml_trainer *t, int64_t *floats)
+{
+    if (!t || !t->evaluating) return NULL;
+    if (floats) *floats = hpml_tensor_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows;
+    return t->batch_out;
+}
+
 HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                                    bool accumulate, float *loss)
 {
     if (!t) return HPML_ERR_ARGUMENT;
     hpml_graph *g    = t->graph;
-    bool        part = samples > 0 && (first != 0 || samples != t->batch_samples);
-    if (first < 0 || samples < 0 || first + samples > t->batch_samples)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: samples %lld to %lld of a batch of %lld",
-                          (long long)first, (long long)(first + samples), (long long)t->batch_samples);
-    if (part && hpml_graph_set_batch(g, samples) != HPML_OK) return t->ctx->status;
-    if (samples == 0 && g->collective) hpmli_graph_restore_batch(g); /* collective ops get a full batch of zeros */
-    hpmli_inputs_offset(t, first);
-    g->idle = samples == 0;
+    float       mean = 0;
+    if (hpmli_has_pass(t)) {
+        hpml_status status = hpmli_pass_call(t, HPML_PASS_TRAIN, first, samples, grad_scale, accumulate, &mean);
+        if (status == HPML_OK && t->update_follows) hpmli_grad_norm_on_device(t);
+        if (loss) *loss = mean;
+        return status;
+    }
+    hpml_status status = hpmli_pass_begin(t, first, samples);
+    if (status != HPML_OK) return status;
     g->last = t->micro_batch + 1 == t->d.accumulate;
-    hpml_status status = hpmli_forward_backward(t, grad_scale, accumulate);
+    status  = hpmli_forward_backward(t, grad_scale, accumulate);
     g->idle = false;
     if (status == HPML_OK) {
         if (t->update_follows) hpmli_grad_norm_on_device(t); /* now, so that the host waits once for loss and norm */
         if (samples > 0 && (loss || t->labels)) hpmli_read_pass(t, first);
         if (loss) *loss = samples > 0 ? t->scalars.loss : 0;
     }
-    hpmli_inputs_offset(t, -first);
+    hpmli_pass_end(t, first);
+    return status;
+}
+
+/* Copies samples from number `first` of the batch on to `input`, if the current slot reads it. */
+HPMLI_FN void hpmli_slot_write(hpml_trainer *t, hpml_tensor *input, const void *batch, int64_t first, int64_t samples)
+{
+    const hpmli_subgraph *p = hpmli_part_now(t->graph);
+    int64_t           n = hpml_tensor_count(input) / input->shape[0] * input->batch_rows; /* numbers of a sample */
+    for (int i = 0; i < p->input_count && batch; i++)
+        if (p->inputs[i] == input)
+            hpmli_write_samples(t, input, (const char *)batch + first * n * (int64_t)hpml_dtype_size(input->dtype),
+                                samples);
+}
+
+/* Makes the slot current; the step's scalars are in the memory of its loss. */
+HPMLI_FN hpml_status hpmli_slot_begin(hpml_trainer *t, int slot)
+{
+    if (hpml_trainer_alloc(t) != HPML_OK) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    hpml_status status = hpml_graph_slot(t->graph, slot);
+    t->device_scalars  = (hpmli_step_scalars *)(void *)t->loss->data;
+    return status;
+}
+
+/* After a forward pass: reads the loss and counts hits, or copies the output to t->batch_out, where this part has it. */
+HPMLI_FN void hpmli_slot_results(hpml_trainer *t, int64_t first, int64_t samples, float *loss)
+{
+    hpml_graph       *g   = t->graph;
+    const hpmli_subgraph *p   = hpmli_part_now(g);
+    hpml_tensor      *out = t->d.output;
+    bool              has_output = hpmli_node_in(p, out) != NULL, has_loss = hpmli_node_in(p, g->loss) != NULL;
+    if (samples == 0) return;
+    if (has_loss && !g->no_targets && (loss || (t->labels && !t->evaluating))) {
+        if (t->labels && !t->evaluating && out->raw) hpmli_read_pass(t, first);
+        else hpmli_read_step_scalars(t, NULL, NULL);
+        if (loss) *loss = t->scalars.loss;
+    }
+    int64_t floats = hpml_tensor_count(out) / out->shape[0] * out->batch_rows; /* of a sample */
+    if (t->evaluating && has_output)
+        hpmli_read_floats(t->ctx, out, samples * floats, t->batch_out + first * floats);
+}
+
+HPML_API hpml_status hpml_trainer_forward(hpml_trainer *t, int slot, int64_t first, int64_t samples, float *loss)
+{
+    if (loss) *loss = 0;
+    hpml_status status = hpmli_slot_begin(t, slot);
+    if (status == HPML_OK) status = hpmli_pass_begin(t, first, samples);
+    if (status != HPML_OK) return status;
+    hpml_graph *g = t->graph;
+    hpmli_slot *s = &g->slots[slot];
+    s->first = first;
+    s->idle  = samples == 0;
+    if (g->cut) {
+        hpmli_slot_write(t, t->d.input, t->x, first, samples);
+        hpmli_slot_write(t, t->target, t->y, first, g->batchable ? samples : g->batch);
+    }
+    status = hpml_graph_forward(g, !t->evaluating, t->evaluating ? 0 : hpmli_pass_step(t));
+    if (status == HPML_OK) hpmli_slot_results(t, first, samples, loss);
+    hpmli_pass_end(t, first);
+    return status;
+}
+
+HPML_API hpml_status hpml_trainer_backward(hpml_trainer *t, int slot, float grad_scale, bool accumulate, bool last)
+{
+    hpml_status status = hpmli_slot_begin(t, slot);
+    if (status != HPML_OK) return status;
+    hpml_graph       *g = t->graph;
+    const hpmli_slot *s = &g->slots[slot];
+    const int64_t     first_sample = g->first_sample;
+    hpmli_inputs_offset(t, s->first);
+    g->batch_now    = s->samples;
+    g->first_sample = s->sample;
+    g->idle         = s->idle;
+    g->last         = last && t->micro_batch + 1 == t->d.accumulate;
+    status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
+    hpmli_pass_end(t, s->first);
+    g->first_sample = first_sample;
     return status;
 }
 
@@ -10173,7 +10890,7 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     s->lr           = hpml_trainer_lr(t);
     s->loss_known   = any->run || s->info || !t->d.no_finite_check;
     t->update_follows    = t->micro_batch + 1 == t->d.accumulate && !any->run && !any->grad && !any->update;
-    t->update_early      = t->update_follows && !t->wants_norm && !b->sync && !b->begin;
+    t->update_early      = t->update_follows && !t->wants_norm && !b->sync && !b->begin && !any->pass;
     t->accumulate_weight = t->micro_batch > 0 ? t->accumulate_weight : 1;
     t->graph->at.batch   = t->micro_batch;
     t->graph->at.batches = t->d.accumulate;
@@ -10441,7 +11158,7 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
     hpml_graph *g    = t->graph;
     double      loss = (double)t->scalars.loss;
     bool        found = false;
-    for (int64_t i = 0; g->batchable && !g->collective && i < samples && !found; i++) {
+    for (int64_t i = 0; g->batchable && !g->collective && !g->any.pass && i < samples && !found; i++) {
         if (hpml_graph_set_batch(g, 1) != HPML_OK) return t->ctx->status;
         hpmli_inputs_offset(t, i);
         hpml_status status = hpml_graph_forward(g, false, 0);
@@ -10459,6 +11176,22 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
                       samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
 }
 
+/* Computes loss and hits of the batch in the inputs, into t->scalars, by the hook `pass` if there is one. */
+HPMLI_FN hpml_status hpmli_evaluate_run(hpml_trainer *t, int64_t samples, const int32_t *labels, int64_t *confusion)
+{
+    hpml_status status;
+    if (!hpmli_has_pass(t)) {
+        status = hpml_graph_forward(t->graph, false, 0);
+        if (status == HPML_OK) hpmli_read_step_scalars(t, labels, confusion);
+        return status;
+    }
+    float loss = 0;
+    status = hpmli_pass_outside(t, samples, &loss);
+    t->scalars.loss = loss;
+    if (status == HPML_OK && labels) hpmli_count_hits(t, t->batch_out, samples, labels, confusion);
+    return status;
+}
+
 /* Evaluates one batch; adds its loss, its samples and its rows predicted right to *out (in .accuracy, which is a count
    until the last batch), and its rows that have a label to *counted. False: an error on the context. */
 HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, hpml_metrics *out, int64_t *counted)
@@ -10466,8 +11199,8 @@ HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, hpml_me
     bool classifier = hpmli_is_classifier(t);
     if (!b->y) hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "evaluate: the dataset has no labels");
     if (hpmli_failed(t->ctx) || hpmli_write_batch(t, b->x, b->y, b->samples) != HPML_OK) return false;
-    if (hpml_graph_forward(t->graph, false, 0) != HPML_OK) return false;
-    hpmli_read_step_scalars(t, classifier ? (const int32_t *)b->y : NULL, out->confusion);
+    if (hpmli_evaluate_run(t, b->samples, classifier ? (const int32_t *)b->y : NULL, out->confusion) != HPML_OK)
+        return false;
     if (!t->d.no_finite_check && t->scalars.loss - t->scalars.loss != 0) {
         hpmli_evaluate_report(t, out->samples, b->samples);
         return false;
@@ -10501,13 +11234,15 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     return t->ctx->status;
 }
 
-/* Reads n numbers of the output y, whole: from all ranks if a dimension is split. */
-HPMLI_FN void hpmli_read_whole(hpml_trainer *t, const hpml_tensor *y, int64_t n, float *out)
+/* Copies n numbers of the output y, whole, to `out`: from all ranks if a dimension is split. given: this rank's numbers
+   on the host; NULL: they are read from y. */
+HPMLI_FN void hpmli_read_whole(hpml_trainer *t, const hpml_tensor *y, const float *given, int64_t n, float *out)
 {
     int d = y->ndim - 1;
     while (d >= 0 && !y->split[d]) d--;
     if (d < 0) {
-        hpmli_read_floats(t->ctx, y, n, out);
+        if (given) memcpy(out, given, (size_t)n * sizeof *out);
+        else hpmli_read_floats(t->ctx, y, n, out);
         return;
     }
     const hpml_group *g     = hpml_ctx_group(t->ctx, (hpml_axis)y->split[d]);
@@ -10515,11 +11250,33 @@ HPMLI_FN void hpmli_read_whole(hpml_trainer *t, const hpml_tensor *y, int64_t n,
     float            *part  = hpmli_new(t->ctx, float, count + n), *all = part + count;
     hpmli_cut         c     = hpmli_cut_of(y, (hpml_axis)y->split[d], d, hpmli_sections(y, d));
     if (!part) return;
-    hpmli_read_floats(t->ctx, y, count, part);
-    hpml_status status = g->gather(g->user, part, all, count);
-    for (c.rank = 0; c.rank < c.size; c.rank++) hpmli_cut_copy(&c, out, all + c.rank * count, 0, count, true);
+    if (given) memcpy(part, given, (size_t)count * sizeof *part);
+    else hpmli_read_floats(t->ctx, y, count, part);
+    hpml_status status = hpmli_cut_join(g, c, part, count, all, out);
     if (status != HPML_OK) hpmli_fail(t->ctx, status, "predict: %s", hpml_status_string(status));
     hpmli_free(t->ctx, part);
+}
+
+/* Computes the output, whole, of `samples` samples, at most a batch, of x. */
+HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t samples, float *out)
+{
+    hpml_graph *g   = t->graph;
+    hpml_run    run = hpmli_run_of(g, false, 0, 1);
+    int64_t     floats = hpmli_whole_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows * samples;
+    if (hpmli_has_pass(t)) {
+        t->x = x;
+        t->y = NULL;
+        hpml_status status = hpmli_pass_outside(t, samples, NULL);
+        if (status == HPML_OK) hpmli_read_whole(t, t->d.output, t->batch_out, floats, out);
+        return status;
+    }
+    if (hpml_graph_set_batch(g, g->batchable ? samples : g->batch) != HPML_OK) return t->ctx->status;
+    hpmli_write_samples(t, t->d.input, x, samples);
+    hpmli_forward_begin(g, hpmli_part_now(g));
+    for (int k = 0; k < g->count && t->ctx->status == HPML_OK; k++) /* without the loss: no targets are given */
+        if (g->nodes[k]->out != t->loss) hpmli_run_node(g, &run, k, HPMLI_FORWARD);
+    if (t->ctx->status == HPML_OK) hpmli_read_whole(t, t->d.output, NULL, floats, out);
+    return t->ctx->status;
 }
 
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
@@ -10527,19 +11284,13 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     if (!t || !out || !x) return HPML_ERR_ARGUMENT;
     if (!hpmli_trainer_joined(t, "predict", 3)) return t->ctx->status;
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
-    hpml_graph *g   = t->graph;
-    hpml_run    run = hpmli_run_of(g, false, 0, 1);
+    hpml_graph *g = t->graph;
     hpmli_graph_restore_batch(g);
     int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
     int64_t out_floats = hpmli_whole_count(t->d.output) / g->batch; /* x_bytes and out_floats are of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
-        if (hpml_graph_set_batch(g, g->batchable ? n : g->batch) != HPML_OK) break;
-        hpmli_write_samples(t, t->d.input, (const char *)x + i * x_bytes, n);
-        for (int k = 0; k < g->count && t->ctx->status == HPML_OK; k++) /* without the loss: no targets are given */
-            if (g->nodes[k]->out != t->loss) hpmli_run_node(g, &run, k, false);
-        if (t->ctx->status != HPML_OK) break;
-        hpmli_read_whole(t, t->d.output, floats, out + i * out_floats);
+        if (hpmli_predict_run(t, (const char *)x + i * x_bytes, n, out + i * out_floats) != HPML_OK) break;
         if (t->d.no_finite_check) continue;
         int64_t at = hpmli_first_nonfinite(out + i * out_floats, floats);
         if (at < floats)
@@ -12592,9 +13343,7 @@ HPMLI_FN hpml_status hpmli_collect(hpml_ctx *ctx, hpml_trainer *t, const hpml_te
         float *part = split ? work : whole, *all = work + n;
         status = hpmli_read_shards(ctx, t, p, which, part);
         hpmli_cut c = hpmli_cut_of(p, d->axis, d->split_dim, d->sections);
-        if (split && status == HPML_OK) status = g->gather(g->user, part, all, n);
-        for (c.rank = 0; split && c.rank < c.size; c.rank++)
-            hpmli_cut_copy(&c, whole, all + c.rank * n, 0, n, true);
+        if (split && status == HPML_OK) status = hpmli_cut_join(g, c, part, n, all, whole);
     }
     if (d->stage >= 0 && status == HPML_OK) status = pipe->bcast(pipe->user, whole, hpmli_whole_count(p), d->stage);
     if (status != HPML_OK && ctx->status == HPML_OK)
@@ -13145,10 +13894,11 @@ HPMLI_FN const char *hpmli_op_kind(const hpml_node *n)
 {
     return n->op == HPML_OP_CUSTOM ? n->attr.custom->name : hpml_op_name(n->op);
 }
+HPML_API double hpml_node_flops(const hpml_node *n, bool backward) { return hpmli_op_of(n)->flops(n, backward); }
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 {
     double sum = 0;
-    for (int i = 0; g && i < g->count; i++) sum += hpmli_op_of(g->nodes[i])->flops(g->nodes[i], backward);
+    for (int i = 0; g && i < g->count; i++) sum += hpml_node_flops(g->nodes[i], backward);
     return sum;
 }
 

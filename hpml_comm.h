@@ -86,7 +86,7 @@
 //     api-comm   ranks, communicators, messages between two
 //     api-collectives   all ranks together, at once or in the background
 //     api-exchange   gradients added up in fewer bytes
-//     api-mix   averaging with neighbours
+//     api-mix   averaging with neighbours, tournaments
 //     api-pipe   pipelines: schedules as moves, drawn and simulated; where to cut a model
 //     api-plan   how a training is spread over ranks: one struct, its text, what it may hold
 //     api-mesh   axes of ranks: models larger than a worker
@@ -137,6 +137,7 @@
 //     strategy-elastic   parameters and a common centre attract each other
 //     strategy-gossip   averaging with neighbours in each step
 //     servers   parameter servers: ranges of parameters, requests of workers
+//     servers-rows   parameter servers: rows of sparse tables
 //     servers-step   parameter servers: a worker asks, a server answers
 //     strategy-ps   synchronous rounds on servers: gradients, without those of backup workers, or averaged parameters
 //     strategy-async   asynchronous steps on servers, with bounded or any staleness
@@ -146,11 +147,14 @@
 //     report   where the time of steps went
 //     resume   checkpoints of the whole job
 //     batch-search   the largest batch that does not hurt
-//     mix   averaging with neighbours
+//     mix   averaging with neighbours, tournaments
 // PART IV   SPLIT THE MODEL: tensor, sequence, expert, pipeline, shards
 //     mesh   axes of ranks: their communicators, the groups of a context
 //     pipe-moves   pipelines: the order in which a stage does its tasks
 //     pipe-cut   where to cut a chain of layers into stages
+//     pipe-run   pipelines: pieces of a trainer's graph, and the tensors that cross between them
+//     pipe-tasks   pipelines: the tasks of a stage, executed
+//     pipe-flow   pipelines without a flush: versions of the weights; the hooks of a pipeline
 //     layers   what layers that communicate have in common
 //     layer-ring   ring attention
 //     layer-halo   blocks of images with their neighbours' pixels: convolution, locally connected layers
@@ -629,7 +633,7 @@ typedef struct hpml_device_link {
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>api-mix   averaging with neighbours
+// >>api-mix   averaging with neighbours, tournaments
 // ---------------------------------------------------------------------------------------------------------------------
 /* Decentralized averaging (Lian et al. 2017): x_i <- sum over j of W_ij x_j, where W_ij is not 0 only for neighbours.
    With Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the
@@ -644,6 +648,20 @@ typedef enum hpml_topology {
 HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
 /* Runs one mixing step on n floats in place; the same seed and step on all ranks. Collective. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
+
+/* Tournament (Jacobs et al. 2017, LBANN's LTFB): every rank trains a model of its own on data of its own. In a
+   tournament ranks meet in random pairs, others in each round; the two exchange models, with the states of their
+   optimizers, both evaluate both models on their own `set`, and each keeps the model with the smaller loss, its own if
+   they are equal. A model with a NaN loses. Collective, with the same seed and round on all ranks; with an odd number
+   of ranks one of them sits out. The same model and optimizer on all ranks; data parallelism of the trainer must not
+   include ranks of c. */
+typedef struct hpml_tournament_result {
+    int32_t partner;       /* rank; this rank itself: it has sat out */
+    double  mine, theirs;  /* losses on `set`; infinite: not finite */
+    bool    changed;       /* the partner's model is this rank's now */
+} hpml_tournament_result;
+HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset *set, uint64_t seed, int64_t round,
+                                     hpml_tournament_result *out); /* out may be NULL */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-pipe   pipelines: schedules as moves, drawn and simulated; where to cut a model
@@ -803,13 +821,16 @@ HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync",
 /* How the gradient of a dense layer travels. The gradient of a weight w (m, n) is dz^T x, a sum of outer products of
    the layer's inputs x (b, n) and the derivatives dz (b, m), for the b rows of a rank's batch. Ranks may exchange x and
    dz in place of the gradient, and each computes the sum over all ranks' rows itself: sufficient factors (Xie et al.
-   2016). Of p ranks each sends (p - 1) b (m + n) floats; for a gradient that a ring adds up, 2 m n (p - 1) / p. */
+   2016). Of p ranks each sends (p - 1) b (m + n) floats; for a gradient that a ring adds up, 2 m n (p - 1) / p. To S
+   servers a worker sends b (m + S n) floats in place of m n, and the servers multiply (Chilimbi et al. 2014, "Project
+   Adam"); parameters come back as before. */
 typedef enum hpml_route {
     HPML_ROUTE_ALLREDUCE = 0, /* gradients are added up */
     HPML_ROUTE_FACTORS,       /* the factors of all dense layers travel; other gradients are added up. A dense layer is
                                  a hpml_linear with inputs of the batch, whose weight no other op reads */
     HPML_ROUTE_HYBRID,        /* for each dense layer what sends less (Zhang et al. 2017, "Poseidon"): factors where
-                                 b (m + n) p <= 2 m n, for the b rows of a full batch */
+                                 b (m + n) p <= 2 m n, to servers b (m + S n) <= m n, for the b rows of a full
+                                 batch */
     HPML_ROUTE_COUNT          /* the number of routes */
 } hpml_route;
 HPML_API const char *hpml_route_name(hpml_route route); /* "allreduce", ...; NULL: there is none */
@@ -820,10 +841,18 @@ typedef struct hpml_plan {
     uint32_t        _begin;
     int32_t         data;         /* axes, see >>api-mesh: data * pipe * tensor * sequence * expert + servers is the
                                      number of ranks. 0: 1, and of data what is left */
-    int32_t         pipe;         /* each rank has some of the layers */
+    int32_t         pipe;         /* each rank has some of the layers, see >>api-pipe */
     int32_t         tensor;       /* each rank has a part of every layer with a .split */
     int32_t         sequence;     /* each rank has some time steps of each sequence */
     int32_t         expert;       /* each rank has some of the experts, and its own share of the batch */
+    hpml_pipe_kind  schedule;     /* pipe: in which order a stage works on its micro-batches. ZERO_BUBBLE can only be
+                                     simulated */
+    int32_t         micro;        /* pipe: micro-batches of a batch; 0: 4 for each stage, but at most the batch's
+                                     samples. STASH, VERTICAL: 0, because a batch is one */
+    int32_t         chunks;       /* pipe, INTERLEAVED: pieces of the model on each stage; 0: 2 */
+    const int32_t  *cut;          /* pipe: (pipe * chunks - 1) the ops, in running order, at which the pieces after the
+                                     first one begin; read by hpml_distribute. Texts do not hold it. NULL: pieces have
+                                     almost equal numbers of operations */
     hpml_strategy_kind strategy;
     int32_t         servers;      /* ps, backup, ssp, async, federated, required: so many of the last ranks are servers,
                                      the others workers */
@@ -846,10 +875,12 @@ typedef struct hpml_plan {
     int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
     bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
                                      small sum over ranks for each such layer, forward and backward */
-    hpml_route      route;        /* sync: how gradients of dense layers travel; the sum of factors has other last bits
-                                     than an allreduce, the same on all ranks */
+    hpml_route      route;        /* sync, ps, backup, ssp, async: how gradients of dense layers travel; the sum of
+                                     factors has other last bits than an allreduce, the same on all ranks */
     bool            exact;        /* sync: same bits for every number of ranks, algorithm, bucket and transport, see
-                                     >>api-distribute */
+                                     >>api-distribute. ps: servers add each push when it comes, as 64-bit integers, so
+                                     that any order of arrival gives the same bits; without it they add in the order of
+                                     the ranks, when all have come */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
     int32_t         shard;        /* sync: for 1 / ranks of the parameters alone each rank keeps, 1: the optimizer's
                                      states, 2: gradients, too, 3: values, too; see >>strategy-shard. With 3 evaluation
@@ -999,7 +1030,8 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
    the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
    (`delayed`) are not applied. Local, block: a meeting, unless the last step was one. Elastic: the centre. Gossip: the
    mean. With servers: their parameters, when all workers that are not lost have called it, and the mean of the workers'
-   running statistics. Training may go on afterwards. */
+   running statistics. Pipelines with schedule stash or vertical: the backward passes and updates of the micro-batches
+   in flight. Training may go on afterwards. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
    between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
@@ -1182,8 +1214,8 @@ HPML_API hpml_tensor *hpml_linear_rows(hpml_tensor *x, int64_t out, const hpml_l
      named_param  creates a parameter, of which this rank has its part; desc->shape is that of the whole
      named_part   x is whole; the result is this rank's part of x (hpml_group_split)
      einsum       y = sum over all dimensions that `text` has in a and b but not in y of a b: "batch in, hidden in ->
-                  batch hidden". y is split as a and b are. Where a dimension that is summed is split, the ranks' sums are
-                  added up (hpml_group_sum): in each such pass the bytes of one sum of y, over that axis */
+                  batch hidden". y is split as a and b are. Where a dimension that is summed is split, the ranks' sums
+                  are added up (hpml_group_sum): in each such pass the bytes of one sum of y, over that axis */
 HPML_API hpml_tensor *hpml_named_param(hpml_ctx *ctx, const char *rules, const char *dims, const hpml_param_desc *desc);
 HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const char *dims);
 HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor *b);
@@ -1200,6 +1232,11 @@ HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor 
        and the exchange of the bucket before it have ended: one stream of communication a rank, which overlaps the
        computation and is not slowed down by it
      - stragglers: network.slow multiplies a rank's computation
+   With servers the step is that of a long training: while a server answers one worker after another, the first workers
+   push again, because cards send and receive at once. So for K workers, M bytes and one server that is the limit a step
+   takes (K + 1) M / bandwidth, K (K + 1) / (2 (K - 1)) times as long as a ring of K ranks (K = 8: 5.1), and not 2 K M /
+   bandwidth (9.1 times), which are the bytes of the server's card. Of p ranks, the best number of servers has the most
+   (p - servers) / step_s. Exact where each rank has a node of its own.
    It does not model jitter, lost packets, a switch with too little bandwidth, bandwidth shared with the computation. */
 typedef struct hpml_simulate_desc {
     uint32_t       _begin;
@@ -1220,6 +1257,10 @@ typedef struct hpml_simulate_desc {
     size_t         bucket_bytes;     /* bytes of f32 gradient in a bucket; 0: 25 MiB, 1: each layer alone */
     bool           no_overlap;       /* exchange after the backward pass, not during it */
     bool           delayed;          /* exchange the gradients of the step before during this one (double buffering) */
+    int32_t        servers;          /* strategy ps: so many of the last ranks are servers, which share the update; the
+                                        others push gradients (as packed) behind the backward pass and get f32 values.
+                                        algorithm, element, codec_s_per_byte, bucket_bytes, no_overlap and delayed do
+                                        not count. 0: an allreduce */
     uint32_t       _end;
 } hpml_simulate_desc;
 
@@ -1279,6 +1320,10 @@ HPMLC_REF(hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, cons
           hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
 HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
           (&d, out, error, size))
+HPMLC_REF(hpml_pipe_simulate, (const hpml_pipe_desc &d, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity,
+          char *error, size_t size), (&d, out, spans, capacity, error, size))
+HPMLC_REF(hpml_pipe_cut, (const hpml_pipe_cut_desc &d, hpml_pipe_stage *stages, double *pace, char *error, size_t size),
+          (&d, stages, pace, error, size))
 #undef HPMLC_REF
 #endif
 
@@ -1330,6 +1375,7 @@ extern "C" {
 #endif
 
 typedef struct hpmlc_background hpmlc_background; /* the background thread of a communicator: see >>async */
+typedef struct hpmlc_pipeline   hpmlc_pipeline;   /* this rank's stage of a model: see >>pipe-run */
 typedef struct hpmlc_mesh       hpmlc_mesh;       /* the axes of a communicator: see >>mesh */
 typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
@@ -6782,16 +6828,21 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("tensor", tensor, I32, 65536, true, NULL, 0) \
     X("sequence", sequence, I32, 65536, true, NULL, 0) \
     X("expert", expert, I32, 65536, true, NULL, 0) \
+    X("schedule", schedule, SCHEDULE, HPML_PIPE_COUNT - 1, p->pipe > 1, "plans with pipe above 1", 0) \
+    X("micro", micro, I32, 65536, p->pipe > 1 && !hpmlc_pipe_stashes(p->schedule), \
+      "pipe above 1 without schedules stash and vertical", 8) \
+    X("chunks", chunks, I32, 64, p->pipe > 1 && p->schedule == HPML_PIPE_INTERLEAVED, "schedule interleaved", 3) \
     X("strategy", strategy, STRATEGY, HPML_STRATEGY_COUNT - 1, true, NULL, 0) \
     X("servers", servers, I32, 65535, hpmlc_plan_serves(p), "strategies ps, backup, ssp, async, federated", 1, 2) \
     X("backup", backup, I32, 65535, p->strategy == HPML_STRATEGY_BACKUP, "strategy backup", 1) \
     X("staleness", staleness, I32, INT32_MAX, p->strategy == HPML_STRATEGY_SSP, "strategy ssp", 3) \
     X("share", share, F32, 1, p->strategy == HPML_STRATEGY_FEDERATED, "strategy federated", 0.5) \
     X("sum", sum, BOOL, 1, p->strategy <= HPML_STRATEGY_BACKUP, "strategies sync, ps and backup", 0) \
-    X("exact", exact, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
-    X("leaf", leaf, I64, 9e18, p->exact, NULL, 2) \
+    X("exact", exact, BOOL, 1, p->strategy <= HPML_STRATEGY_PS, "strategies sync and ps", 0) \
+    X("leaf", leaf, I64, 9e18, p->exact && p->strategy == HPML_STRATEGY_SYNC, NULL, 2) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
-    X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
+    X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
+      "strategies that send gradients", 0) \
     X("codec", codec.kind, CODEC, HPML_CODEC_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
       "strategies that send gradients", 0) \
     X("codec.threshold", codec.threshold, F32, 1e30, p->codec.kind == HPML_CODEC_TWOBIT, NULL, 0.01) \
@@ -6844,8 +6895,9 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(p->algorithm == HPML_NATIVE && !f->native, "algorithm native is the transport's own allreduce, and this " \
          "transport has none; take algorithm auto or ring") \
     RULE(p->leaf > f->batch, "leaf is more samples than the model's batch; take a smaller leaf or a larger batch") \
-    RULE(hpmlc_factors_is_chosen(NULL, p) && (p->exact || p->delayed), "exact and delayed work on the gradients that " \
-         "ranks exchange, and routes factors and hybrid exchange none; take route allreduce, or leave both out") \
+    RULE(hpmlc_factors_is_chosen(NULL, p) && (hpmlc_exact_is_chosen(NULL, p) || p->delayed), "exact and delayed " \
+         "work on the gradients that ranks exchange, and routes factors and hybrid exchange none; take route " \
+         "allreduce, or leave both out") \
     RULE(hpmlc_factors_is_chosen(NULL, p) && hpmlc_plan_packs(p), "a codec packs gradients, and routes factors and " \
          "hybrid exchange none; take route allreduce or codec none") \
     RULE(hpmlc_factors_is_chosen(NULL, p) && f->accumulate > 1, "routes factors and hybrid send the factors of one " \
@@ -6872,17 +6924,18 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(p->shard > 1 && p->pipe > 1, "shard 2 and 3 keep no whole gradient to which pipe's micro-batches could add " \
          "theirs; take shard=1, or tensor in place of pipe") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
-    RULE(p->exact && p->sum, "exact sums are divided by the samples, so exact excludes sum; set one of them") \
+    RULE(hpmlc_exact_is_chosen(NULL, p) && p->sum, "exact sums are divided by the samples, so exact excludes " \
+         "sum; set one of them") \
     RULE(p->exact && p->warm_steps > 0, "exact sums keep a residual for each leaf from the first step on, so exact " \
          "excludes warm_steps; set one of them") \
     RULE(p->exact && hpmlc_whole_codec(&p->codec), "exact sums go with codecs that pack rows, and codec topk and " \
          "lowrank pack whole tensors; take codec onebit, twobit, bf16 or none") \
     RULE(p->exact && p->sync_batchnorm, "exact sums compute leaves one by one, and sync_batchnorm normalizes a whole " \
          "batch; set one of them") \
-    RULE(p->exact && f->accumulate > 1, "exact sums go with one batch a step, not with the trainer's accumulate; set " \
-         "accumulate to 1") \
-    RULE(p->exact && f->mixes_samples, "exact sums compute leaves one by one, and this model mixes the samples of a " \
-         "batch; leave exact out") \
+    RULE(hpmlc_exact_is_chosen(NULL, p) && f->accumulate > 1, "exact sums go with one batch a step, not with " \
+         "the trainer's accumulate; set accumulate to 1") \
+    RULE(hpmlc_exact_is_chosen(NULL, p) && f->mixes_samples, "exact sums compute leaves one by one, and this " \
+         "model mixes the samples of a batch; leave exact out") \
     RULE(p->exact && f->overflows, "in f16 gradients overflow now and then, and the integers of exact sums cannot " \
          "carry an infinity; take bf16, a fixed loss_scale, or leave exact out") \
     RULE(hpmlc_plan_packs(p) && f->overflows, "in f16 gradients overflow now and then, and a codec cannot carry an " \
@@ -6892,11 +6945,11 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(!hpmlc_plan_sends_gradients(p) && f->overflows, "in f16 a gradient that overflows skips a step, with this " \
          "strategy of its own rank alone, whose steps are then not those of the others; take bf16, a fixed " \
          "loss_scale, or strategy sync") \
-    RULE(f->sparse && (hpmlc_plan_serves(p) || p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE || \
-                       p->shard > 0 || hpmlc_plan_packs(p)), \
-         "a sparse embedding has rows as its gradient, which strategy sync gathers without exact, delayed, codec, " \
-         "shard and other routes, and servers do not take; take the plain sync or hogwild, or leave .sparse of the " \
-         "embedding false") \
+    RULE(f->sparse && (p->strategy == HPML_STRATEGY_FEDERATED || p->exact || p->delayed || p->shard > 0 || \
+                       p->route != HPML_ROUTE_ALLREDUCE || hpmlc_plan_packs(p)), \
+         "a sparse embedding has rows as its gradient, which travel without exact, delayed, codec, shard and other " \
+         "routes, and not with federated, whose clients send parameters; take the plain sync, ps, async or hogwild, " \
+         "or leave .sparse of the embedding false") \
     RULE(hpmlc_plan_splits(p) && (p->servers > 0 || p->strategy == HPML_STRATEGY_HOGWILD), "servers and hogwild take " \
          "the gradient of one rank at a time, and with pipe, tensor, sequence or expert a rank has a part of it; " \
          "take strategy sync, or leave these axes out") \
@@ -6906,6 +6959,25 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(hpmlc_plan_shares_loss(p) && (p->exact || p->delayed || p->sum), "with sequence and expert some gradients " \
          "are added up over data alone, which exact, delayed and sum do not do; leave these out, or take tensor in " \
          "place of sequence and expert") \
+    RULE(p->pipe > 1 && p->schedule == HPML_PIPE_ZERO_BUBBLE, "schedule zero_bubble needs the gradients of inputs " \
+         "and of weights one after the other, and ops compute both at once; take schedule 1f1b, or simulate it with " \
+         "hpml_pipe_simulate") \
+    RULE(p->pipe > 1 && p->micro > f->batch, "a micro-batch has one sample or more; take a smaller micro or a larger " \
+         "batch") \
+    RULE(p->pipe > 1 && f->device, "a pipeline sends arrays in host memory from stage to stage, and here they are on " \
+         "a device; take pipe=1") \
+    RULE(p->pipe > 1 && p->sync_batchnorm, "sync_batchnorm adds up numbers of all ranks for each micro-batch, and " \
+         "ranks may have different numbers of micro-batches; leave it out: with pipe, running statistics are those " \
+         "of all micro-batches of a rank") \
+    RULE(p->pipe > 1 && f->mixes_samples && p->micro != 1 && !hpmlc_pipe_stashes(p->schedule), "micro-batches are " \
+         "parts of a batch, and an op of this model mixes its samples; take micro=1") \
+    RULE(hpmlc_plan_flows(p) && (hpmlc_plan_packs(p) || p->delayed || p->strategy != HPML_STRATEGY_SYNC || \
+                                 hpmlc_plan_workers(p, f->ranks) > 1), \
+         "schedules stash and vertical have several versions of the weights, which each stage steps by itself, so " \
+         "they go without data, codec, delayed and other strategies than sync; leave these out, or take schedule " \
+         "1f1b") \
+    RULE(hpmlc_plan_flows(p) && f->accumulate > 1, "with schedules stash and vertical every batch is a step, and the " \
+         "trainer's accumulate adds up several; set accumulate to 1, or take schedule 1f1b") \
     RULE(p->pipe > 1 && p->exact, "exact computes leaf after leaf, and with pipe several micro-batches are in " \
          "flight; leave exact out, or take tensor in place of pipe") \
     RULE(hpmlc_plan_splits(p) && hpmlc_whole_codec(&p->codec), "codec topk and lowrank pack whole tensors, and with " \
@@ -6948,6 +7020,15 @@ HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
 /* Returns whether the ranks of the plan have parts of the model. */
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p) { return hpmlc_plan_replica(p) > 1 || p->expert > 1; }
 
+/* Returns whether every micro-batch is a step of its own. */
+HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
+{
+    return kind == HPML_PIPE_STASH || kind == HPML_PIPE_VERTICAL;
+}
+
+/* Returns whether the micro-batches of several steps are in flight at the same time. */
+HPMLC_FN bool hpmlc_plan_flows(const hpml_plan *p) { return p->pipe > 1 && hpmlc_pipe_stashes(p->schedule); }
+
 /* Returns whether there are parameters whose gradients are added up over fewer ranks than those of whole ones. */
 HPMLC_FN bool hpmlc_plan_shares_loss(const hpml_plan *p) { return p->sequence > 1 || p->expert > 1; }
 
@@ -6962,7 +7043,7 @@ HPMLC_FN int hpmlc_plan_workers(const hpml_plan *p, int ranks)
 typedef enum hpmlc_field_kind {
     HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
     HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY,
-    HPMLC_FIELD_ROUTE /* words, from STRATEGY on */
+    HPMLC_FIELD_ROUTE, HPMLC_FIELD_SCHEDULE /* words, from STRATEGY on */
 } hpmlc_field_kind;
 
 typedef struct hpmlc_field {
@@ -7063,6 +7144,7 @@ HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
     if (field->kind == HPMLC_FIELD_STRATEGY) return hpml_strategy_name((hpml_strategy_kind)value);
     if (field->kind == HPMLC_FIELD_CODEC) return hpml_codec_get((hpml_codec_kind)value)->name;
     if (field->kind == HPMLC_FIELD_ROUTE) return hpml_route_name((hpml_route)value);
+    if (field->kind == HPMLC_FIELD_SCHEDULE) return hpml_pipe_name((hpml_pipe_kind)value);
     if (field->kind == HPMLC_FIELD_TOPOLOGY) return topologies[value];
     return field->kind == HPMLC_FIELD_ALGORITHM ? hpml_algorithm_name((hpml_algorithm)value) : NULL;
 }
@@ -7230,6 +7312,12 @@ HPML_API int hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char 
     return count;
 }
 
+/* Returns whether sums are exact by leaves of the batch: is_chosen of form "exact" of strategy sync. */
+HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p)
+{
+    return p->exact && p->strategy == HPML_STRATEGY_SYNC;
+}
+
 /* Returns whether the plan's route lets dense layers send factors: is_chosen of form "factors" of strategy sync. */
 HPMLC_FN bool hpmlc_factors_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p)
 {
@@ -7244,7 +7332,7 @@ HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *f
 {
     hpml_plan whole;
     hpml_plan_resolve(plan, facts, &whole);
-    int64_t grain  = whole.exact ? whole.leaf : 1; /* samples that stay together */
+    int64_t grain  = hpmlc_exact_is_chosen(NULL, &whole) ? whole.leaf : 1; /* samples that stay together */
     int64_t grains = (whole.global_batch - 1) / grain + 1;
     return ((grains - 1) / hpmlc_plan_workers(plan, facts->ranks) + 1) * grain;
 }
@@ -7260,8 +7348,10 @@ HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *fa
 {
     *out = *plan;
     if (out->global_batch == 0) out->global_batch = hpmlc_plan_workers(plan, facts->ranks) * facts->batch;
-    if (out->exact && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
+    if (hpmlc_exact_is_chosen(NULL, out) && out->leaf == 0) out->leaf = hpmlc_min(facts->batch, 8);
     if (out->history == 0) out->history = 64;
+    if (out->pipe > 1 && out->micro == 0 && !hpmlc_pipe_stashes(out->schedule))
+        out->micro = (int32_t)hpmlc_min(4 * (int64_t)out->pipe, facts->batch);
     if (hpmlc_plan_meets(out) && out->period == 0) out->period = 1;
     const float workers = (float)hpmlc_plan_workers(plan, facts->ranks);
     if (out->strategy == HPML_STRATEGY_ELASTIC) out->elastic = hpmlc_default(out->elastic, 0.9f / workers);
@@ -7474,6 +7564,7 @@ typedef struct hpmlc_gathered {
 } hpmlc_gathered;
 
 typedef struct hpmlc_states   hpmlc_states; /* list of what checkpoints hold, see >>state */
+typedef struct hpmlc_factors  hpmlc_factors;
 typedef struct hpmlc_strategy hpmlc_strategy;
 
 /* Starts the exchange of one bucket and returns the status of starting alone. An error of an exchange that is done at
@@ -7493,6 +7584,7 @@ struct hpml_distributed {
     bool                  shared;     /* ranks share one copy of the parameters, which rank 0 steps */
     hpmlc_start_fn       *start;
     int64_t             (*next)(void *d, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last); /* the hook */
+    hpml_status         (*need)(void *d, hpml_trainer *t, const hpml_moment *at); /* the hook */
     hpmlc_layout          layout;
     hpmlc_buckets         buckets;
     hpmlc_copies          copies;
@@ -7500,9 +7592,19 @@ struct hpml_distributed {
     hpmlc_reporting       report;
     hpmlc_trial           trial;
     hpmlc_gathered        rows;
+    hpmlc_pipeline       *pipeline;   /* this rank has a stage of the model; NULL: it has the whole model */
+    hpmlc_factors        *factors;    /* layers that send factors, see >>strategy-factors; NULL: the route has none */
     int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
+
+/* See >>pipe-run. open: before memory is taken. join: adds up gradients of parameters that several stages have. */
+HPMLC_FN bool        hpmlc_pipeline_open(hpml_distributed *d);
+HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
+HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
+HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl);
+HPMLC_FN void        hpmlc_pipeline_close(hpml_distributed *d);
+HPMLC_FN void        hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length);
 
 struct hpmlc_strategy {
     hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
@@ -7537,6 +7639,14 @@ HPMLC_FN void *hpmlc_dist_alloc(hpml_distributed *d, size_t bytes)
 HPMLC_FN int hpmlc_rank(const hpml_distributed *d) { return d->c->origin[d->c->rank]; }
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
+
+/* Returns how many running statistics of a batchnorm parameter p has on this rank; 0: none, or another stage's. */
+HPMLC_FN int64_t hpmlc_buffer_floats(const hpml_distributed *d, const hpml_tensor *p)
+{
+    const hpml_mesh *m    = hpml_comm_mesh(d->all);
+    const bool       away = d->pipeline && p->param->stage != m->at[HPML_AXIS_PIPE];
+    return p->param->buffer && !away ? hpml_tensor_count(p) : 0;
+}
 
 /* Returns the ranks that have the same part of a parameter that is split over `axis` (DATA: the whole). */
 HPMLC_FN hpml_comm *hpmlc_ranks_of_axis(const hpml_distributed *d, hpml_axis axis)
@@ -7598,7 +7708,8 @@ HPMLC_FN hpml_status hpmlc_host_apply(hpml_distributed *d, double samples, doubl
     if (scale != 1)
         for (int64_t k = 0; k < l->span; k++) l->host[k] *= scale;
     if (l->host != l->first) hpmlc_host_view_copy(&l->view, l->host, l->first, l->span, true);
-    hpml_status status = d->shared && d->c->rank > 0 ? HPML_OK : hpml_trainer_apply(d->t, 0, l->params);
+    hpml_status status = d->pipeline ? hpmlc_pipeline_join(d->pipeline) : HPML_OK;
+    if (status == HPML_OK && !(d->shared && d->c->rank > 0)) status = hpml_trainer_apply(d->t, 0, l->params);
     hpml_status others = d->shared ? hpml_barrier(d->c) : HPML_OK; /* no rank goes on before rank 0 has stepped */
     return status != HPML_OK ? status : others;
 }
@@ -7820,7 +7931,7 @@ HPMLC_FN void hpmlc_buffers_copy(const hpml_distributed *d, float *row, bool set
     const hpmlc_layout *l = &d->layout;
     for (int i = 0; i < l->params; i++) {
         hpml_tensor *p = hpmlc_param(d, l->by_name[i]);
-        int64_t      n = p->param->buffer ? hpml_tensor_count(p) : 0;
+        int64_t      n = hpmlc_buffer_floats(d, p);
         hpmlc_host_view_copy(&l->view, row, p->data, n, set);
         row += n;
     }
@@ -8812,7 +8923,7 @@ HPMLC_FN hpml_status hpmlc_shard_join(void *user, hpml_trainer *t HPMLC_UNUSED, 
    rank are copied to its blocks of two arrays, and an allgather of each starts. hpmlc_factors_update then computes, on
    every rank, dw = 1/p sum over ranks r of dz_r^T x_r, as one product. Short batches are filled up with rows of zeros.
    The local dw is not computed, because the weight has no `grad` during the pass. Other gradients are exchanged as by
-   strategy-sync. */
+   strategy-sync. With servers there is one block, which hpmlc_factor_pack sends (>>servers-step). */
 
 typedef struct hpmlc_factor { /* a dense layer, z = x w^T */
     hpml_distributed *d;
@@ -8820,17 +8931,17 @@ typedef struct hpmlc_factor { /* a dense layer, z = x w^T */
     hpml_tensor      *w;
     float            *grad;   /* the gradient of w, kept while w->grad is NULL */
     int64_t           rows, m, n; /* rows of a sample; columns of dz; of x */
-    float            *x, *dz; /* (ranks * batch * rows, n) and (.., m): factors of all ranks */
+    float            *x, *dz; /* (blocks * batch * rows, n) and (.., m): a block for each rank; with servers, one */
     bool              has_begun; /* the allgathers of this step have started */
     hpmlc_task        task;
 } hpmlc_factor;
 
-typedef struct hpmlc_factors { /* struct of the strategy */
+struct hpmlc_factors {
     hpmlc_factor  *layer;      /* (count) in the order of the backward pass */
     int            count;
     hpmlc_factor **of;         /* (params) the layer with this weight; NULL: none */
     int64_t        samples;    /* of this rank in this step */
-} hpmlc_factors;
+};
 
 /* Returns whether backends compute results of layers as f32 in host memory. */
 HPMLC_FN bool hpmlc_has_factors(const hpml_ctx *ctx)
@@ -8853,9 +8964,9 @@ HPMLC_FN void hpmlc_factors_show(const hpmlc_factors *f, bool show)
    readers: (params) number of ops that read each parameter. False: no memory. */
 HPMLC_FN bool hpmlc_factors_add(hpml_distributed *d, const hpml_node *n, const int *readers)
 {
-    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    hpmlc_factors *f = d->factors;
     hpml_tensor   *w = n->op == HPML_OP_LINEAR ? n->src[1] : NULL;
-    const int64_t  p = d->c->size;
+    const bool     serves = hpmlc_plan_serves(&d->plan);
     if (!w || !w->param || !w->grad || readers[w->param->index] != 1) return true;
     if (n->src[0]->batch_rows == 0 || n->src[0]->dtype != HPML_DTYPE_F32) return true;
     hpmlc_factor *it = &f->layer[f->count];
@@ -8866,8 +8977,9 @@ HPMLC_FN bool hpmlc_factors_add(hpml_distributed *d, const hpml_node *n, const i
     it->m    = w->shape[0];
     it->n    = w->shape[1];
     it->rows = hpml_tensor_count(n->out) / n->out->shape[0] * n->out->batch_rows / it->m;
-    int64_t all = p * d->layout.batch * it->rows; /* rows of all ranks */
-    bool    pays = (double)all * (double)(it->m + it->n) <= 2 * (double)it->m * (double)it->n;
+    int64_t all   = (serves ? 1 : d->c->size) * d->layout.batch * it->rows; /* rows of all blocks */
+    double  share = serves ? (double)(it->m + d->plan.servers * it->n) : 0.5 * (double)(it->m + it->n);
+    bool    pays  = (double)all * share <= (double)it->m * (double)it->n;
     if (d->plan.route == HPML_ROUTE_HYBRID && !pays) return true;
     it->x  = (float *)hpmlc_dist_alloc(d, sizeof(float) * (size_t)all * (size_t)it->n);
     it->dz = (float *)hpmlc_dist_alloc(d, sizeof(float) * (size_t)all * (size_t)it->m);
@@ -8898,18 +9010,25 @@ HPMLC_FN bool hpmlc_factors_find(hpml_distributed *d)
     return good;
 }
 
-HPMLC_FN bool hpmlc_factors_open(hpml_distributed *d)
+/* Sets d->factors to the layers that send factors, if the plan's route has any. False: no memory. */
+HPMLC_FN bool hpmlc_factors_create(hpml_distributed *d)
 {
-    const size_t   params = (size_t)d->layout.params;
+    const size_t params = (size_t)d->layout.params;
+    if (!hpmlc_factors_is_chosen(d->c, &d->plan)) return true;
     hpmlc_factors *f = (hpmlc_factors *)hpmlc_dist_alloc(d, sizeof *f);
-    d->own = f;
+    d->factors = f;
     if (!f) return false;
     f->layer = (hpmlc_factor *)hpmlc_dist_alloc(d, sizeof *f->layer * (params + 1));
     f->of    = (hpmlc_factor **)hpmlc_dist_alloc(d, sizeof *f->of * (params + 1));
-    if (!f->layer || !f->of || !hpmlc_factors_find(d)) return false;
-    hpmlc_factors_show(f, false);
+    return f->layer && f->of && hpmlc_factors_find(d);
+}
+
+HPMLC_FN bool hpmlc_factors_open(hpml_distributed *d)
+{
+    if (!hpmlc_factors_create(d)) return false;
+    hpmlc_factors_show(d->factors, false);
     bool good = hpmlc_sync_open(d);
-    hpmlc_factors_show(f, true);
+    hpmlc_factors_show(d->factors, true);
     return good;
 }
 
@@ -8939,24 +9058,41 @@ HPMLC_FN void hpmlc_factor_copy(float *all, int rank, const float *from, int64_t
     memset(block + rows * cols, 0, sizeof(float) * (size_t)((most - rows) * cols));
 }
 
+/* Keeps in block `block` the factors of parameter `param`'s gradient, which is final. NULL: the layer sends none. */
+HPMLC_FN hpmlc_factor *hpmlc_factor_keep(hpml_distributed *d, int param, int block)
+{
+    const hpmlc_factors *f  = d->factors;
+    hpmlc_factor        *it = f ? f->of[param] : NULL;
+    if (!it) return NULL;
+    int64_t rows = f->samples * it->rows, most = d->layout.batch * it->rows;
+    hpmlc_factor_copy(it->x, block, it->node->src[0]->data, rows, most, it->n);
+    hpmlc_factor_copy(it->dz, block, it->node->out->grad, rows, most, it->m);
+    return it;
+}
+
 HPMLC_FN hpml_status hpmlc_factors_gradient(hpml_distributed *d, int param)
 {
-    const hpmlc_factors *f  = (const hpmlc_factors *)d->own;
-    hpmlc_factor        *it = f->of[param];
+    hpmlc_factor *it = hpmlc_factor_keep(d, param, d->c->rank);
     if (!it) return hpmlc_sync_gradient(d, param);
-    int64_t rows = f->samples * it->rows, most = d->layout.batch * it->rows;
-    hpmlc_factor_copy(it->x, d->c->rank, it->node->src[0]->data, rows, most, it->n);
-    hpmlc_factor_copy(it->dz, d->c->rank, it->node->out->grad, rows, most, it->m);
     return d->plan.no_overlap ? HPML_OK : hpmlc_factor_start(it);
 }
 
-HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, float *loss)
+/* Runs hpmlc_dist_pass without computing the gradients of layers that send factors. */
+HPMLC_FN hpml_status hpmlc_factors_pass(hpml_distributed *d, int64_t samples, float *loss)
 {
-    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    hpmlc_factors *f = d->factors;
+    if (!f) return hpmlc_dist_pass(d, samples, loss);
     f->samples = samples;
     hpmlc_factors_show(f, false);
     hpml_status status = hpmlc_dist_pass(d, samples, loss);
     hpmlc_factors_show(f, true);
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_factors *f      = d->factors;
+    hpml_status    status = hpmlc_factors_pass(d, samples, loss);
     double start = hpml_comm_now(d->c);
     for (int i = 0; i < f->count && status == HPML_OK; i++)
         if (!f->layer[i].has_begun) status = hpmlc_factor_start(&f->layer[i]);
@@ -8968,7 +9104,7 @@ HPMLC_FN hpml_status hpmlc_factors_begin(hpml_distributed *d, int64_t samples, f
 
 HPMLC_FN hpml_status hpmlc_factors_update(hpml_distributed *d)
 {
-    const hpmlc_factors *f     = (const hpmlc_factors *)d->own;
+    const hpmlc_factors *f     = d->factors;
     const float          share = d->plan.sum ? 1 : 1 / (float)d->c->size;
     hpml_status          status = HPML_OK;
     for (hpmlc_factor *it = f->layer; it < f->layer + f->count; it++) {
@@ -8988,15 +9124,14 @@ HPMLC_FN hpml_status hpmlc_factors_update(hpml_distributed *d)
 
 HPMLC_FN void hpmlc_factors_close(hpml_distributed *d)
 {
-    hpmlc_factors *f = (hpmlc_factors *)d->own;
+    hpmlc_factors *f = d->factors;
     for (int i = 0; f && i < f->count; i++) hpmlc_task_wait(&f->layer[i].task);
 }
 
 HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param)
 {
-    if (!d || param < 0 || param >= d->layout.params || !hpmlc_factors_is_chosen(d->c, &d->plan))
-        return HPML_ROUTE_ALLREDUCE;
-    return ((const hpmlc_factors *)d->own)->of[param] ? HPML_ROUTE_FACTORS : HPML_ROUTE_ALLREDUCE;
+    if (!d || param < 0 || param >= d->layout.params || !d->factors) return HPML_ROUTE_ALLREDUCE;
+    return d->factors->of[param] ? HPML_ROUTE_FACTORS : HPML_ROUTE_ALLREDUCE;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -9156,7 +9291,7 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
         const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
         int64_t            n = hpml_tensor_count(p);
         if (p->grad) hpmlc_state_same(list, "delayed.gradient", p->name, own->in_flight + hpmlc_gradient_at(d, p), n);
-        if (!p->param->buffer) continue;
+        if (hpmlc_buffer_floats(d, p) == 0) continue;
         hpmlc_state_same(list, "delayed.change", p->name, own->change + moved, n);
         moved += n;
     }
@@ -9182,8 +9317,6 @@ typedef struct hpmlc_exact {
     float   *before;  /* (buffer_total) running statistics that the step began with */
     int64_t  total;   /* floats of one leaf: gradients, running statistics */
 } hpmlc_exact;
-
-HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan) { return plan->exact; }
 
 /* Returns how many floats parameter i has in a leaf's array: gradient, or change of running statistics; 0: none. */
 HPMLC_FN int64_t hpmlc_leaf_floats(const hpml_distributed *d, int i)
@@ -10031,13 +10164,14 @@ typedef enum hpmlc_request_kind {
     HPMLC_PULL,  /* nothing follows; is answered. Also a push whose floats were taken */
     HPMLC_DEAL,  /* asks for the number of a batch */
     HPMLC_NOTE,  /* reports .epoch, is not answered */
+    HPMLC_ROWS,  /* indices of rows of a sparse table follow; is answered by the rows alone, at once */
     HPMLC_FINISH /* the training ends on this worker; open until it ends on all */
 } hpmlc_request_kind;
 
 typedef struct hpmlc_request { /* header from a worker to a server */
     int64_t kind;
-    int64_t step;    /* PUSH, PULL: number of the step, or of the round */
-    int64_t samples; /* PUSH: of the gradient, or of the round */
+    int64_t step;    /* PUSH, PULL: number of the step, or of the round; ROWS: of the parameter */
+    int64_t samples; /* PUSH: of the gradient, or of the round; ROWS: how many rows */
     int64_t batch;   /* PUSH: number of the batch that was dealt, -1: none was; DEAL: batches of an epoch */
     int64_t epoch;   /* DEAL: that the worker is in; NOTE: epochs that it has ended */
     int64_t wants;   /* PUSH, PULL: 1: values follow the answer; DEAL: 1: the last epoch of a fit */
@@ -10060,6 +10194,7 @@ typedef struct hpmlc_client { /* a worker, as a server knows it */
 
 typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which are packed as one */
     hpml_packing packing;
+    const hpmlc_factor *layer;   /* sends factors in place of these rows; NULL: floats, packed by the codec */
     int          param;
     int64_t      from, at;    /* first float in the parameter; among all trained ones */
     size_t       offset;      /* of the packed bytes, among those of all pieces */
@@ -10075,7 +10210,14 @@ typedef struct hpmlc_servers {
     float         *gradient;         /* (floats) of a worker its own; of a server the sum, zero between steps */
     float         *values;           /* (floats) */
     float         *residual;         /* (floats) of a worker with a lossy codec; else NULL */
-    hpml_message  *message;          /* worker: (4 S) messages of a request */
+    int64_t       *exact;            /* (floats) server: sum of the round's gradients; NULL: the plan is not exact */
+    int           *table, tables;    /* (tables) the parameters that are sparse tables: see >>servers-rows */
+    int64_t       *rows;             /* (S, tables) rows of each table in a push to each server; server: (tables) */
+    float        **packed_rows;      /* (S + 1) worker: where those for each server begin */
+    int32_t       *wanted;           /* (most rows of a table) worker: rows of a batch */
+    bool          *is_wanted;        /* (most rows of a table) all false between batches */
+    bool           has_stepped_rows; /* server: the rows of the tables' gradients have been applied */
+    hpml_message  *message;          /* worker: (6 S) messages of a request */
     hpmlc_answer  *answer;           /* worker: (S) */
     hpmlc_client  *client;           /* server: (K) */
     hpml_message **awaited;          /* server: (K) messages for which it waits */
@@ -10114,6 +10256,18 @@ HPMLC_FN void hpmlc_ranges_copy(const hpml_distributed *d, hpml_array which, boo
     }
 }
 
+/* Returns the rows of both factors of a layer, in a full batch of a rank. */
+HPMLC_FN int64_t hpmlc_factor_rows(const hpml_distributed *d, const hpmlc_piece *p)
+{
+    return d->layout.batch * p->layer->rows;
+}
+
+HPMLC_FN size_t hpmlc_piece_size(const hpml_distributed *d, const hpmlc_piece *p)
+{
+    if (!p->layer) return p->packing.size;
+    return sizeof(float) * (size_t)(hpmlc_factor_rows(d, p) * (p->packing.rows + p->packing.cols));
+}
+
 /* Cuts the range of server s into pieces: whole rows, and parts of rows at its ends. False: the codec refuses. */
 HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
 {
@@ -10122,7 +10276,8 @@ HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
     int64_t        first = 0; /* of the parameter, among all trained floats */
     for (int i = 0; i < d->layout.params; i++) {
         const hpml_tensor *p     = hpmlc_param(d, i);
-        const int64_t      count = hpml_trainer_place(d->t, i) < 0 ? 0 : hpml_tensor_count(p);
+        const bool         dense = hpml_trainer_place(d->t, i) >= 0 && !hpml_param_rows(p, NULL);
+        const int64_t      count = dense ? hpml_tensor_count(p) : 0;
         const int64_t      cols  = p->ndim > 1 ? count / p->shape[0] : count;
         int64_t            from = hpmlc_max(at - first, 0), left = hpmlc_min(end - first, count) - from;
         while (left > 0) {
@@ -10131,10 +10286,11 @@ HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
             const int64_t width = whole ? cols : hpmlc_min(left, cols - from % cols);
             hpmlc_piece  *piece = &own->piece[own->pieces++];
             if (hpml_packing_init(&piece->packing, &d->plan.codec, rows, width) != HPML_OK) return false;
+            piece->layer     = d->factors ? d->factors->of[i] : NULL;
             piece->param     = i;
             piece->from      = from;
             piece->at        = first + from;
-            piece[1].offset  = piece->offset + piece->packing.size;
+            piece[1].offset  = piece->offset + hpmlc_piece_size(d, piece);
             from += rows * width;
             left -= rows * width;
         }
@@ -10194,6 +10350,31 @@ HPMLC_FN void hpmlc_servers_restart(hpml_distributed *d)
     hpmlc_ranges_copy(d, HPML_ARRAY_VALUES, false, own->first, own->end, own->values);
 }
 
+HPMLC_FN hpml_status hpmlc_rows_need(void *user, hpml_trainer *t, const hpml_moment *at);
+
+/* Lists the sparse tables, takes their memory, and subtracts their floats from own->total. False: an error. */
+HPMLC_FN bool hpmlc_tables_open(hpml_distributed *d)
+{
+    hpmlc_servers *own  = hpmlc_servers_of(d);
+    const size_t   s    = (size_t)own->count;
+    int64_t        most = 0;
+    own->table = (int *)hpmlc_dist_alloc(d, sizeof *own->table * (size_t)(d->layout.params + 1));
+    for (int i = 0; i < d->layout.params && own->table; i++) {
+        const hpml_tensor *p = hpmlc_param(d, i);
+        if (hpml_trainer_place(d->t, i) < 0 || !hpml_param_rows(p, NULL)) continue;
+        own->table[own->tables++] = i;
+        own->total -= hpml_tensor_count(p);
+        most = hpmlc_max(most, p->shape[0]);
+    }
+    if (own->tables == 0) return own->table != NULL;
+    own->rows        = (int64_t *)hpmlc_dist_alloc(d, sizeof *own->rows * s * (size_t)own->tables);
+    own->packed_rows = (float **)hpmlc_dist_alloc(d, sizeof *own->packed_rows * (s + 1));
+    own->wanted      = (int32_t *)hpmlc_dist_alloc(d, sizeof *own->wanted * (size_t)most);
+    own->is_wanted   = (bool *)hpmlc_dist_alloc(d, sizeof *own->is_wanted * (size_t)most);
+    d->need          = hpmlc_is_server(d) ? NULL : hpmlc_rows_need;
+    return own->rows && own->packed_rows && own->wanted && own->is_wanted;
+}
+
 /* Divides the parameters among servers and takes a rank's memory. enter: the strategy's. False: an error. */
 HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_distributed *d))
 {
@@ -10208,16 +10389,17 @@ HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_
     own->batch   = -1;
     const bool   serves = hpmlc_is_server(d);
     const size_t k = (size_t)own->workers, s = (size_t)own->count, pieces = 3 * ((size_t)d->layout.params + s) + 1;
+    if (!hpmlc_tables_open(d)) return false;
     own->first   = serves ? d->c->rank - own->workers : 0;
     own->end     = serves ? own->first + 1 : own->count;
     own->floats  = hpmlc_server_at(own, own->end) - hpmlc_server_at(own, own->first);
     own->piece   = (hpmlc_piece *)hpmlc_dist_alloc(d, sizeof *own->piece * pieces);
     own->begin   = (int *)hpmlc_dist_alloc(d, sizeof *own->begin * (s + 1));
-    own->message = (hpml_message *)hpmlc_dist_alloc(d, sizeof *own->message * 4 * s);
+    own->message = (hpml_message *)hpmlc_dist_alloc(d, sizeof *own->message * 6 * s);
     own->answer  = (hpmlc_answer *)hpmlc_dist_alloc(d, sizeof *own->answer * s);
     own->awaited = (hpml_message **)hpmlc_dist_alloc(d, sizeof *own->awaited * k);
     own->client  = (hpmlc_client *)hpmlc_dist_alloc(d, sizeof *own->client * k);
-    if (hpml_ctx_status(d->ctx) != HPML_OK) return false;
+    if (hpml_ctx_status(d->ctx) != HPML_OK || !hpmlc_factors_create(d)) return false;
     for (int i = 0; i < own->count; i++)
         if (!hpmlc_range_cut(d, i))
             return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: the codec cannot pack rows of the gradient"), false;
@@ -10226,6 +10408,7 @@ HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_
     own->values   = (float *)hpmlc_dist_alloc(d, bytes);
     own->packed   = (char *)hpmlc_dist_alloc(d, hpmlc_packed_size(own, own->first, own->end) + 1);
     if (!serves && hpmlc_has_feedback(d)) own->residual = (float *)hpmlc_dist_alloc(d, bytes);
+    if (serves && d->plan.exact) own->exact = (int64_t *)hpmlc_dist_alloc(d, 2 * bytes);
     if (hpml_ctx_status(d->ctx) != HPML_OK) return false;
     d->copies.all   = own->workers;
     d->copies.count = serves ? 0 : 1;
@@ -10236,29 +10419,12 @@ HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_
 HPMLC_FN void hpmlc_servers_close(hpml_distributed *d) { hpml_ctx_release(d->ctx, d->own); }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>servers-step   parameter servers: a worker asks, a server answers
+// >>servers-rows   parameter servers: rows of sparse tables
 // ---------------------------------------------------------------------------------------------------------------------
-/* Packs own->gradient to own->packed. A NaN or infinity is an error, unless no_finite_check is set without a codec. */
-HPMLC_FN hpml_status hpmlc_worker_pack(hpml_distributed *d)
-{
-    hpmlc_servers *own    = hpmlc_servers_of(d);
-    hpml_status    status = HPML_OK;
-    float          bad    = 0; /* stays 0 unless a number is not finite */
-    HPMLC_ZERO(hpml_encode_info, info);
-    info.step = own->steps;
-    info.seed = d->plan.codec.seed + (uint64_t)d->c->rank;
-    for (int64_t k = 0; k < own->total; k++) bad += own->gradient[k] - own->gradient[k];
-    if (bad != 0 && !hpml_trainer_settings(d->t)->no_finite_check) status = HPML_ERR_NONFINITE;
-    for (int i = 0; i < own->pieces && status == HPML_OK; i++) {
-        const hpmlc_piece *p = &own->piece[i];
-        float             *e = own->residual ? own->residual + p->at : NULL;
-        status = hpml_packing_encode(&p->packing, own->packed + p->offset, e, own->gradient + p->at, p->packing.rows,
-                                     &info);
-    }
-    if (status == HPML_OK) return HPML_OK;
-    return hpmlc_fail(d->c, status, "step %lld: the gradient is NaN or infinite on this rank; lower the learning rate "
-                      "or set clip_norm", (long long)d->c->step);
-}
+/* Row r of a sparse table (hpml_embedding_desc.sparse) is on server r mod S. Before a worker computes with a batch, it
+   pulls the rows of the batch's tokens; with its gradient it pushes the rows that the gradient has. So bytes follow the
+   rows that a batch touches, whatever the length of the table (Li et al. 2014; the third engine of Zou et al. 2014,
+   "Mariana"). Other rows of a worker's table are old until hpml_distribute_finish. */
 
 /* Returns `status` of a message to or from a server; an error that names the server if that is lost. */
 HPMLC_FN hpml_status hpmlc_server_lost(hpml_distributed *d, int server, hpml_status status)
@@ -10269,14 +10435,279 @@ HPMLC_FN hpml_status hpmlc_server_lost(hpml_distributed *d, int server, hpml_sta
                       server - hpmlc_servers_of(d)->workers, hpmlc_servers_of(d)->count, d->c->origin[server]);
 }
 
+/* Waits for the messages of a worker in own->message up to `end`; an error names the server that is lost. */
+HPMLC_FN hpml_status hpmlc_messages_wait(hpml_distributed *d, const hpml_message *end)
+{
+    hpml_status status = HPML_OK;
+    int         lost   = 0;
+    for (hpml_message *each = hpmlc_servers_of(d)->message; each < end; each++) {
+        hpml_status s = hpml_wait(d->c, each);
+        if (status != HPML_OK || s == HPML_OK) continue;
+        status = s;
+        lost   = each->peer;
+    }
+    return status == HPML_OK ? HPML_OK : hpmlc_server_lost(d, lost, status);
+}
+
+/* Packs for each server the rows of all tables' gradients that are its own: of each table their indices, then their
+   floats. Returns 0, or NaN if a number is not finite or there is no memory. */
+HPMLC_FN float hpmlc_rows_pack(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    int64_t        floats = 1, count;
+    float          bad    = 0;
+    for (int t = 0; t < own->tables; t++) {
+        const hpml_tensor *p = hpmlc_param(d, own->table[t]);
+        hpml_param_rows(p, &count);
+        floats += count * (1 + p->shape[1]);
+    }
+    float *to = hpmlc_rows_reserve(d, floats);
+    if (!to) return NAN;
+    for (int k = 0; k < own->count * own->tables; k++) { /* server by server, table by table */
+        const int          s     = k / own->tables, t = k % own->tables;
+        const hpml_tensor *p     = hpmlc_param(d, own->table[t]);
+        const int32_t     *row   = hpml_param_rows(p, &count);
+        const int64_t      width = p->shape[1];
+        float             *begin = to;
+        if (t == 0) own->packed_rows[s] = to;
+        for (int64_t i = 0; i < count; i++)
+            if (row[i] % own->count == s) memcpy(to++, &row[i], sizeof *row);
+        own->rows[k] = to - begin;
+        for (int64_t i = 0; i < count; i++) {
+            const float *g = p->grad + row[i] * width;
+            if (row[i] % own->count != s) continue;
+            for (int64_t j = 0; j < width; j++) bad += g[j] - g[j];
+            memcpy(to, g, (size_t)width * sizeof(float));
+            to += width;
+        }
+    }
+    own->packed_rows[own->count] = to;
+    return bad;
+}
+
+/* Begins to send the packed rows to server s, by two messages at m; returns the next unused message. */
+HPMLC_FN hpml_message *hpmlc_rows_push(hpml_distributed *d, int s, hpml_message *m)
+{
+    const hpmlc_servers *own   = hpmlc_servers_of(d);
+    const size_t         bytes = (size_t)(own->packed_rows[s + 1] - own->packed_rows[s]) * sizeof(float);
+    const int64_t       *count = own->rows + s * own->tables;
+    hpml_isend(d->c, own->workers + s, HPMLC_TAG_FLOATS, count, sizeof *count * (size_t)own->tables, m);
+    hpml_isend(d->c, own->workers + s, HPMLC_TAG_FLOATS, own->packed_rows[s], bytes, m + 1);
+    return m + 2;
+}
+
+/* Server: receives the rows of a push to d->rows.memory, their numbers to own->rows. */
+HPMLC_FN hpml_status hpmlc_rows_receive(hpml_distributed *d, int worker)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    int64_t        floats = 0;
+    if (own->tables == 0) return HPML_OK;
+    hpml_status status = hpml_recv(d->c, worker, HPMLC_TAG_FLOATS, own->rows, sizeof *own->rows * (size_t)own->tables);
+    if (status != HPML_OK) return status;
+    for (int t = 0; t < own->tables; t++) floats += own->rows[t] * (1 + hpmlc_param(d, own->table[t])->shape[1]);
+    float *to = hpmlc_rows_reserve(d, floats + 1);
+    if (!to) return hpml_ctx_status(d->ctx);
+    return hpml_recv(d->c, worker, HPMLC_TAG_FLOATS, to, (size_t)floats * sizeof(float));
+}
+
+/* Server: adds the rows that were received to the tables' gradients. */
+HPMLC_FN hpml_status hpmlc_rows_add(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    const float   *from   = d->rows.memory;
+    hpml_status    status = HPML_OK;
+    for (int t = 0; t < own->tables && status == HPML_OK; t++) {
+        hpml_tensor  *p = hpmlc_param(d, own->table[t]);
+        const int64_t n = own->rows[t];
+        status = hpml_param_add_rows(p, own->has_stepped_rows, (const int32_t *)(const void *)from, from + n, n);
+        from += n * (1 + p->shape[1]);
+    }
+    own->has_stepped_rows = false;
+    return status;
+}
+
+/* Server: divides the rows of all tables' gradients by `divisor`, then multiplies them by `scale`. */
+HPMLC_FN void hpmlc_rows_scale(hpml_distributed *d, float divisor, float scale)
+{
+    const hpmlc_servers *own = hpmlc_servers_of(d);
+    for (int t = 0; t < own->tables; t++) {
+        hpml_tensor   *p     = hpmlc_param(d, own->table[t]);
+        const int64_t  width = p->shape[1];
+        int64_t        count;
+        const int32_t *row = hpml_param_rows(p, &count);
+        for (int64_t i = 0; i < count; i++) {
+            float *g = p->grad + row[i] * width;
+            hpmlc_divide_f32(g, width, divisor);
+            for (int64_t k = 0; k < width && scale != 1; k++) g[k] *= scale;
+        }
+    }
+}
+
+/* Server: steps the rows of the tables that do not lie among floats [first, end) of the arrays, which have stepped. */
+HPMLC_FN hpml_status hpmlc_rows_step(hpml_distributed *d, int64_t first, int64_t end)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    for (int t = 0; t < own->tables && status == HPML_OK; t++) {
+        const int64_t at = hpml_trainer_place(d->t, own->table[t]);
+        if (at >= first && at < end) continue;
+        status = hpml_trainer_apply_range(d->t, at, hpml_tensor_count(hpmlc_param(d, own->table[t])), 1);
+    }
+    own->has_stepped_rows = true;
+    return status;
+}
+
+/* Server: answers a request for rows. */
+HPMLC_FN hpml_status hpmlc_rows_answer(hpml_distributed *d, int worker)
+{
+    const hpmlc_request *r     = &hpmlc_servers_of(d)->client[worker].request;
+    const hpml_tensor   *p     = hpmlc_param(d, (int)r->step);
+    const int64_t        n     = r->samples, width = p->shape[1];
+    float               *rows  = hpmlc_rows_reserve(d, n * (1 + width));
+    if (!rows) return hpml_ctx_status(d->ctx);
+    hpml_status status = hpml_recv(d->c, worker, HPMLC_TAG_FLOATS, rows, (size_t)n * sizeof(int32_t));
+    for (int64_t i = 0; i < n && status == HPML_OK; i++) {
+        int32_t row;
+        memcpy(&row, &rows[i], sizeof row);
+        memcpy(rows + n + i * width, p->data + row * width, (size_t)width * sizeof(float));
+    }
+    if (status != HPML_OK) return status;
+    return hpml_send(d->c, worker, HPMLC_TAG_FLOATS, rows + n, (size_t)(n * width) * sizeof(float));
+}
+
+/* Lists in `wanted` the rows of table p on server s that tokens name, each once; returns how many. */
+HPMLC_FN int64_t hpmlc_rows_list(hpmlc_servers *own, const hpml_tensor *p, const hpml_tensor *tokens, int s,
+                                 int32_t *wanted)
+{
+    int64_t n = 0;
+    for (int64_t i = 0; i < hpml_tensor_count(tokens); i++) {
+        const int32_t row = ((const int32_t *)tokens->raw)[i];
+        if (row < 0 || row >= p->shape[0] || row % own->count != s || own->is_wanted[row]) continue;
+        own->is_wanted[row] = true;
+        wanted[n++]         = row;
+    }
+    return n;
+}
+
+/* Worker: pulls the rows of a sparse table that the batch's tokens name, before the forward pass of a training step, as
+   the trainer's hook `need`. */
+HPMLC_FN hpml_status hpmlc_rows_need(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
+{
+    hpml_distributed  *d      = (hpml_distributed *)user;
+    hpmlc_servers     *own    = hpmlc_servers_of(d);
+    hpml_tensor       *p      = hpmlc_param(d, at->param);
+    hpml_message      *m      = own->message;
+    const hpml_tensor *tokens = at->node->src[0];
+    int64_t            all    = 0;
+    HPMLC_ZERO(hpmlc_request, r);
+    if (at->pass != HPML_PASS_FORWARD || hpml_trainer_place(d->t, at->param) < 0 || !hpml_param_rows(p, NULL))
+        return HPML_OK;
+    const int64_t width  = p->shape[1];
+    float        *values = hpmlc_rows_reserve(d, hpmlc_min(p->shape[0], hpml_tensor_count(tokens)) * width + 1);
+    if (!values) return hpml_ctx_status(d->ctx);
+    r.kind = HPMLC_ROWS;
+    r.step = at->param;
+    for (int s = 0; s < own->count; s++) {
+        const int    to    = own->workers + s;
+        int32_t     *row   = own->wanted + all;
+        const size_t n     = (size_t)hpmlc_rows_list(own, p, tokens, s, row);
+        r.samples = (int64_t)n;
+        if (n == 0) continue;
+        hpml_status sent = hpml_send(d->c, to, HPMLC_TAG_REQUEST, &r, sizeof r);
+        if (sent != HPML_OK) return hpmlc_server_lost(d, to, sent);
+        hpml_isend(d->c, to, HPMLC_TAG_FLOATS, row, n * sizeof *row, m++);
+        hpml_irecv(d->c, to, HPMLC_TAG_FLOATS, values + all * width, n * (size_t)width * sizeof(float), m++);
+        all += (int64_t)n;
+    }
+    hpml_status status = hpmlc_messages_wait(d, m);
+    for (int64_t i = 0; i < all; i++) {
+        own->is_wanted[own->wanted[i]] = false;
+        memcpy(p->data + own->wanted[i] * width, values + i * width, (size_t)width * sizeof(float));
+    }
+    return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>servers-step   parameter servers: a worker asks, a server answers
+// ---------------------------------------------------------------------------------------------------------------------
+/* Packs for a server's rows of a weight the columns of dz of these rows, then the columns of x of the rows' floats, to
+   `to`. Returns 0, or NaN if a number is not finite. */
+HPMLC_FN float hpmlc_factor_pack(const hpml_distributed *d, const hpmlc_piece *p, float *to)
+{
+    const int64_t k = hpmlc_factor_rows(d, p), m = p->layer->m, n = p->layer->n;
+    const int64_t rows = p->packing.rows, cols = p->packing.cols;
+    const float  *dz = p->layer->dz + p->from / n; /* (k, m), from the first of the rows on */
+    const float  *x  = p->layer->x + p->from % n;  /* (k, n) */
+    float         bad = 0;
+    for (int64_t r = 0; r < k; r++) memcpy(to + r * rows, dz + r * m, sizeof(float) * (size_t)rows);
+    for (int64_t r = 0; r < k; r++) memcpy(to + k * rows + r * cols, x + r * n, sizeof(float) * (size_t)cols);
+    for (int64_t i = 0; i < k * (rows + cols); i++) bad += to[i] - to[i];
+    return bad;
+}
+
+/* Adds a piece that a worker packed to `gradient`, floats of the piece's rows. */
+HPMLC_FN void hpmlc_piece_add(hpml_distributed *d, const hpmlc_piece *p, float *gradient, const char *packed)
+{
+    const int64_t rows = p->packing.rows, cols = p->packing.cols;
+    if (!p->layer) {
+        hpml_packing_decode_add(&p->packing, gradient, packed, rows);
+        return;
+    }
+    const int64_t k  = hpmlc_factor_rows(d, p);
+    const float  *dz = (const float *)(const void *)packed; /* (k, rows) */
+    hpml_sgemm(d->ctx, true, false, rows, cols, k, 1, dz, rows, dz + k * rows, cols, 1, gradient, cols);
+}
+
+#define HPMLC_EXACT_ONE 1099511627776.0 /* of exact sums on servers: 2^40 stands for 1 */
+
+/* Moves own->gradient, of worker `worker`, to the exact sum of the round: multiples of 2^-40, as integers, which add up
+   to the same sum in any order. */
+HPMLC_FN hpml_status hpmlc_exact_move(hpml_distributed *d, int worker)
+{
+    hpmlc_servers *own  = hpmlc_servers_of(d);
+    const double   most = 4194304.0 / own->workers; /* 2^62 of the sum's unit, for all workers together */
+    for (int64_t i = 0; i < own->floats; i++) {
+        const double g = own->gradient[i];
+        if (!(fabs(g) < most))
+            return hpmlc_fail(d->c, HPML_ERR_NONFINITE, "step %lld: worker %d has a gradient of %g, and exact sums "
+                              "hold less than %g; lower the learning rate, set clip_norm or leave exact out",
+                              (long long)d->c->step, worker, g, most);
+        own->exact[i] += (int64_t)llrint(HPMLC_EXACT_ONE * g);
+        own->gradient[i] = 0;
+    }
+    return HPML_OK;
+}
+
+/* Packs own->gradient to own->packed. A NaN or infinity is an error, unless no_finite_check is set without a codec. */
+HPMLC_FN hpml_status hpmlc_worker_pack(hpml_distributed *d)
+{
+    hpmlc_servers *own    = hpmlc_servers_of(d);
+    hpml_status    status = HPML_OK;
+    float          bad    = 0; /* stays 0 unless a number is not finite */
+    HPMLC_ZERO(hpml_encode_info, info);
+    info.step = own->steps;
+    info.seed = d->plan.codec.seed + (uint64_t)d->c->rank;
+    for (int64_t k = 0; k < own->total; k++) bad += own->gradient[k] - own->gradient[k];
+    for (int i = 0; i < own->pieces && status == HPML_OK; i++) {
+        const hpmlc_piece *p  = &own->piece[i];
+        float             *e  = own->residual ? own->residual + p->at : NULL;
+        char              *to = own->packed + p->offset;
+        if (p->layer) bad += hpmlc_factor_pack(d, p, (float *)(void *)to);
+        else status = hpml_packing_encode(&p->packing, to, e, own->gradient + p->at, p->packing.rows, &info);
+    }
+    if (own->tables > 0) bad += hpmlc_rows_pack(d);
+    if (status == HPML_OK && bad != 0 && !hpml_trainer_settings(d->t)->no_finite_check) status = HPML_ERR_NONFINITE;
+    if (status == HPML_OK) return HPML_OK;
+    return hpmlc_fail(d->c, status, "step %lld: the gradient is NaN or infinite on this rank; lower the learning rate "
+                      "or set clip_norm", (long long)d->c->step);
+}
+
 /* Sends request r to the servers from `first` on, a push with each one's range of own->packed; waits for answers.
    Goes in their order, because the first server deals batches: from a worker lost meanwhile it has got the most. */
 HPMLC_FN hpml_status hpmlc_ask(hpml_distributed *d, const hpmlc_request *r, int first)
 {
-    hpmlc_servers *own    = hpmlc_servers_of(d);
-    hpml_message  *m      = own->message;
-    hpml_status    status = HPML_OK;
-    int            lost   = 0;
+    hpmlc_servers *own = hpmlc_servers_of(d);
+    hpml_message  *m   = own->message;
     for (int s = first; s < own->count; s++) {
         const int     to    = own->workers + s;
         const int64_t at    = hpmlc_server_at(own, s);
@@ -10285,17 +10716,13 @@ HPMLC_FN hpml_status hpmlc_ask(hpml_distributed *d, const hpmlc_request *r, int 
         hpml_isend(d->c, to, HPMLC_TAG_REQUEST, r, sizeof *r, m++);
         if (r->kind == HPMLC_PUSH)
             hpml_isend(d->c, to, HPMLC_TAG_FLOATS, from, hpmlc_packed_size(own, s, s + 1), m++);
+        if (r->kind == HPMLC_PUSH && own->tables > 0) m = hpmlc_rows_push(d, s, m);
         if (r->kind > HPMLC_PULL) continue;
         hpml_irecv(d->c, to, HPMLC_TAG_REQUEST, &own->answer[s], sizeof own->answer[s], m++);
         if (r->wants) hpml_irecv(d->c, to, HPMLC_TAG_FLOATS, own->values + at, bytes, m++);
     }
-    for (hpml_message *each = own->message; each < m; each++) {
-        hpml_status s = hpml_wait(d->c, each);
-        if (status != HPML_OK || s == HPML_OK) continue;
-        status = s;
-        lost   = each->peer;
-    }
-    if (status != HPML_OK) return hpmlc_server_lost(d, lost, status);
+    hpml_status status = hpmlc_messages_wait(d, m);
+    if (status != HPML_OK) return status;
     if (r->wants) hpmlc_ranges_copy(d, HPML_ARRAY_VALUES, true, 0, own->count, own->values);
     return HPML_OK;
 }
@@ -10366,6 +10793,7 @@ HPMLC_FN hpml_status hpmlc_take(hpml_distributed *d, int worker, float factor, b
     hpml_status status  = hpml_recv(d->c, worker, HPMLC_TAG_FLOATS, own->packed,
                                     hpmlc_packed_size(own, own->first, own->end));
     const float *values = (const float *)(const void *)own->packed;
+    if (status == HPML_OK) status = hpmlc_rows_receive(d, worker);
     *came  = status == HPML_OK;
     status = hpmlc_survive(d, worker, status);
     if (!*came) return status;
@@ -10373,11 +10801,13 @@ HPMLC_FN hpml_status hpmlc_take(hpml_distributed *d, int worker, float factor, b
     w->request.kind = HPMLC_PULL;
     for (int i = own->begin[own->first]; i < own->begin[own->end] && factor == 1; i++) {
         const hpmlc_piece *p = &own->piece[i], *zero = &own->piece[own->begin[own->first]];
-        hpml_packing_decode_add(&p->packing, own->gradient + p->at - zero->at, own->packed + p->offset - zero->offset,
-                                p->packing.rows);
+        hpmlc_piece_add(d, p, own->gradient + p->at - zero->at, own->packed + p->offset - zero->offset);
     }
     for (int64_t i = 0; i < own->floats && factor != 0 && factor != 1; i++) own->gradient[i] += factor * values[i];
     if (factor == 0) return HPML_OK;
+    if (own->exact) status = hpmlc_exact_move(d, worker);
+    if (status == HPML_OK) status = hpmlc_rows_add(d);
+    if (status != HPML_OK) return status;
     own->taken++;
     own->samples += (double)w->request.samples;
     own->loss += w->request.loss * (double)w->request.samples;
@@ -10394,11 +10824,14 @@ HPMLC_FN hpml_status hpmlc_server_apply(hpml_distributed *d)
     hpml_status        status = HPML_OK;
     hpmlc_ranges_copy(d, to, true, me, me + 1, own->gradient);
     memset(own->gradient, 0, (size_t)own->floats * sizeof(float));
-    if (!own->averages && own->floats > 0) {
-        const int64_t at = hpml_trainer_place(d->t, from->param) + from->from;
-        const int64_t to_last = hpml_trainer_place(d->t, last->param) + last->from - at;
+    if (!own->averages) {
+        const int64_t at  = own->floats > 0 ? hpml_trainer_place(d->t, from->param) + from->from : 0;
+        int64_t       end = at;
+        if (own->floats > 0) end = hpml_trainer_place(d->t, last->param) + last->from;
+        if (own->floats > 0) end += last->packing.rows * last->packing.cols;
         hpml_trainer_set_step(d->t, own->updates++);
-        status = hpml_trainer_apply_range(d->t, at, to_last + last->packing.rows * last->packing.cols, 1);
+        if (own->floats > 0) status = hpml_trainer_apply_range(d->t, at, end - at, 1);
+        if (status == HPML_OK) status = hpmlc_rows_step(d, at, end);
     }
     hpmlc_ranges_copy(d, HPML_ARRAY_VALUES, false, me, me + 1, own->values);
     return status;
@@ -10420,6 +10853,8 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
     if (k < 0) return hpml_ctx_status(d->ctx);
     hpmlc_client *w = &own->client[k];
     w->is_posted = false;
+    if (w->message.status == HPML_OK && w->request.kind == HPMLC_ROWS)
+        return hpmlc_survive(d, k, hpmlc_rows_answer(d, k));
     w->is_open   = w->message.status == HPML_OK && w->request.kind != HPMLC_NOTE;
     if (w->message.status == HPML_OK && w->request.kind == HPMLC_NOTE) w->epochs = w->request.epoch;
     return hpmlc_survive(d, k, w->message.status);
@@ -10461,7 +10896,7 @@ HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, f
     const bool     serves = hpmlc_is_server(d);
     hpml_status    status = HPML_OK;
     if (!own->averages) own->is_skipped = own->batch < 0 && own->steps < own->round;
-    if (!serves && !own->is_skipped) return hpmlc_dist_pass(d, samples, loss);
+    if (!serves && !own->is_skipped) return hpmlc_factors_pass(d, samples, loss);
     *loss = isnan(d->report.r.loss) ? 0 : (float)d->report.r.loss;
     if (++d->micro < d->accumulate || !serves) return HPML_OK;
     own->steps += !own->is_served;
@@ -10469,6 +10904,12 @@ HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, f
     own->is_served = false;
     if (own->samples > 0) *loss = (float)(own->loss / own->samples);
     return status;
+}
+
+HPMLC_FN hpml_status hpmlc_servers_gradient(hpml_distributed *d, int param)
+{
+    hpmlc_factor_keep(d, param, 0);
+    return HPML_OK;
 }
 
 /* Counts a step in the report, unless `status` is an error; returns `status`. loss: sum over the samples. */
@@ -10511,6 +10952,24 @@ HPMLC_FN hpml_status hpmlc_servers_send(hpml_distributed *d, int root, float *da
     return status;
 }
 
+/* Copies the rows of a sparse table that server s has, of an array of the trainer, to all ranks that are there. */
+HPMLC_FN hpml_status hpmlc_rows_share(hpml_distributed *d, hpml_array which, int param, int s)
+{
+    const hpml_tensor *p     = hpmlc_param(d, param);
+    const int64_t      step  = hpmlc_servers_of(d)->count, width = p->shape[1];
+    const int64_t      n     = (p->shape[0] - s + step - 1) / step;
+    const size_t       bytes = (size_t)width * sizeof(float);
+    float             *array = p->data;
+    float             *rows  = hpmlc_rows_reserve(d, n * width + 1);
+    if (!rows) return hpml_ctx_status(d->ctx);
+    if (which != HPML_ARRAY_VALUES) array = hpml_trainer_array(d->t, which, NULL) + hpml_trainer_place(d->t, param);
+    for (int64_t i = 0; i < n; i++) memcpy(rows + i * width, array + (s + i * step) * width, bytes);
+    hpml_status status = hpmlc_servers_send(d, hpmlc_servers_of(d)->workers + s, rows, n * width);
+    for (int64_t i = 0; i < n && status == HPML_OK; i++)
+        memcpy(array + (s + i * step) * width, rows + i * width, bytes);
+    return status;
+}
+
 /* Copies an array of the trainer, each range from its server, to all ranks that are there. */
 HPMLC_FN hpml_status hpmlc_servers_share(hpml_distributed *d, hpml_array which)
 {
@@ -10523,6 +10982,8 @@ HPMLC_FN hpml_status hpmlc_servers_share(hpml_distributed *d, hpml_array which)
         if (status == HPML_OK) hpmlc_ranges_copy(d, which, true, s, s + 1, own->gradient);
     }
     memset(own->gradient, 0, (size_t)own->floats * sizeof(float));
+    for (int k = 0; k < own->tables * own->count && status == HPML_OK; k++)
+        status = hpmlc_rows_share(d, which, own->table[k / own->count], k % own->count);
     return status;
 }
 
@@ -10614,14 +11075,20 @@ HPMLC_FN hpml_status hpmlc_ps_step(hpml_distributed *d)
     for (int k = 0; k < own->workers; k++)
         if (hpmlc_is_open(&own->client[k], HPMLC_PUSH)) all += (double)own->client[k].request.samples;
     for (int k = 0; k < own->workers && status == HPML_OK; k++) {
-        const double n    = (double)own->client[k].request.samples;
-        bool         came = false;
+        const double n = (double)own->client[k].request.samples;
+        bool         came;
         if (!hpmlc_is_open(&own->client[k], HPMLC_PUSH)) continue;
         status = hpmlc_take(d, k, own->averages && all > 0 ? (float)(n / all) : 1, &came);
-        samples += came ? n : 0;
+    }
+    for (int k = 0; k < own->workers; k++)
+        if (hpmlc_is_open(&own->client[k], HPMLC_PULL)) samples += (double)own->client[k].request.samples;
+    for (int64_t i = 0; own->exact && i < own->floats; i++) {
+        own->gradient[i] = (float)((double)own->exact[i] / HPMLC_EXACT_ONE);
+        own->exact[i]    = 0;
     }
     if (!d->plan.sum) hpmlc_divide_f32(own->gradient, own->floats, (float)own->workers);
     float scale = hpmlc_rescale(d, samples, hpmlc_whole_samples(d));
+    hpmlc_rows_scale(d, d->plan.sum ? 1 : (float)own->workers, scale);
     if (own->averages && samples > 0) scale = (float)(all / samples); /* not 1 if a worker was lost meanwhile */
     for (int64_t i = 0; i < own->floats && scale != 1; i++) own->gradient[i] *= scale;
     if (status == HPML_OK && samples > 0) status = hpmlc_server_apply(d);
@@ -10644,10 +11111,12 @@ HPMLC_FN hpml_status hpmlc_ps_enter(hpml_distributed *d)
         hpmlc_client *w    = &own->client[k];
         const bool    asks = w->is_open && w->request.kind <= HPMLC_PULL;
         bool          came = false;
-        if (asks && w->request.step < own->round) status = hpmlc_take(d, k, 0, &came);
-        else ready += asks;
+        const bool    late = asks && w->request.step < own->round;
+        if (late) status = hpmlc_take(d, k, 0, &came);
+        if (own->exact && !late && hpmlc_is_open(w, HPMLC_PUSH)) status = hpmlc_take(d, k, 1, &came);
+        ready += asks && !late && w->is_open;
         there += hpmlc_is_active(w);
-        if (!came || status != HPML_OK) continue;
+        if (!late || !came || status != HPML_OK) continue;
         w->clock = own->round;
         status   = hpmlc_answer_to(d, k, own->round, -1);
     }
@@ -10917,7 +11386,6 @@ HPMLC_FN void hpmlc_hogwild_share(const hpml_distributed *d, hpml_tensor *p, int
 
 HPMLC_FN bool hpmlc_hogwild_open(hpml_distributed *d)
 {
-    HPMLC_ZERO(hpml_hooks, hooks);
     hpmlc_hogwild *own = (hpmlc_hogwild *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_hogwild_destroy);
     d->own = own;
     if (!own) return false;
@@ -10925,10 +11393,8 @@ HPMLC_FN bool hpmlc_hogwild_open(hpml_distributed *d)
     if (own->seen && d->c->rank == 0) own->shared = hpmlc_shared_create(d);
     if (own->shared) hpmlc_hogwild_all(d, false, hpmlc_hogwild_share);
     if (d->c->rank == 0 && !own->shared) hpmlc_fail(d->c, HPML_ERR_MEMORY, "distribute: no memory for shared values");
-    if (hpml_broadcast(d->c, &own->shared, sizeof own->shared, 0) != HPML_OK || !own->seen) return false;
-    hooks.user = d;
-    hooks.need = hpmlc_hogwild_need;
-    return hpml_trainer_attach(d->t, &hooks) == HPML_OK;
+    d->need = hpmlc_hogwild_need;
+    return hpml_broadcast(d->c, &own->shared, sizeof own->shared, 0) == HPML_OK && own->seen;
 }
 
 HPMLC_FN hpml_status hpmlc_hogwild_begin(hpml_distributed *d, int64_t samples, float *loss)
@@ -10974,9 +11440,7 @@ HPMLC_FN bool hpmlc_hogwild_state(hpml_distributed *d, hpmlc_states *list)
 
 HPMLC_FN void hpmlc_hogwild_close(hpml_distributed *d)
 {
-    hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
-    hpml_trainer_detach(d->t, d);
-    hpml_ctx_release(d->ctx, own); /* its destructor releases the shared values */
+    hpml_ctx_release(d->ctx, d->own); /* its destructor releases the shared values */
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -11009,14 +11473,14 @@ static const hpmlc_strategy hpmlc_strategies[] = {
       NULL, hpmlc_elastic_update, hpmlc_elastic_finish, hpmlc_weights_state, NULL },
     { HPML_STRATEGY_GOSSIP, "gossip", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_weights_open, hpmlc_weights_begin, NULL,
       hpmlc_gossip_update, hpmlc_local_meet, hpmlc_weights_state, NULL },
-    { HPML_STRATEGY_PS, "ps", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_ps_open, hpmlc_servers_begin, NULL,
-      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
-    { HPML_STRATEGY_BACKUP, "backup", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_ps_open, hpmlc_servers_begin, NULL,
-      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
-    { HPML_STRATEGY_SSP, "ssp", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_async_open, hpmlc_servers_begin, NULL,
-      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
-    { HPML_STRATEGY_ASYNC, "async", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_async_open, hpmlc_servers_begin, NULL,
-      hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_PS, "ps", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_ps_open, hpmlc_servers_begin,
+      hpmlc_servers_gradient, hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_BACKUP, "backup", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_ps_open, hpmlc_servers_begin,
+      hpmlc_servers_gradient, hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_SSP, "ssp", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_async_open, hpmlc_servers_begin,
+      hpmlc_servers_gradient, hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
+    { HPML_STRATEGY_ASYNC, "async", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_async_open, hpmlc_servers_begin,
+      hpmlc_servers_gradient, hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
     { HPML_STRATEGY_FEDERATED, "federated", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_federated_open, hpmlc_servers_begin,
       NULL, hpmlc_federated_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
     { HPML_STRATEGY_HOGWILD, "hogwild", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_hogwild_open, hpmlc_hogwild_begin, NULL,
@@ -11054,9 +11518,9 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->clips         = hpml_trainer_settings(t)->clip_norm > 0;
     out->steps_tensors = row && (row->prepare || row->layer_ratio || row->whole); /* as hpml_trainer_apply_range */
     out->steps_whole   = row && row->whole;
-    out->device        = !hpml_ctx_backend(c->ctx)->host;
     out->native        = (c->t->allreduce || c->link.begin) && !(c->mesh && hpmlc_plan_splits(&c->mesh->plan));
     out->no_factors    = !hpmlc_has_factors(c->ctx);
+    out->device        = !hpml_ctx_backend(c->ctx)->host;
     out->together      = hpml_ctx_backend(c->ctx)->host && (c->size == 1 || strcmp(c->t->name, "threads") == 0);
     for (int i = 0; i < hpml_param_count(c->ctx); i++)
         if (hpml_trainer_place(t, i) >= 0 && hpml_param_rows(hpml_param_at(c->ctx, i), NULL)) out->sparse = true;
@@ -11133,7 +11597,7 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
-        if (p->param->shard > 2) continue; /* from the same seed on all ranks, see shape[2] */
+        if (!p->data) continue; /* of another stage, or with shard 3 from the same seed on all ranks */
         float       *from = hpmlc_host_view_begin(&l->view, p->data, n);
         status = hpml_broadcast(hpmlc_ranks_of(d, p), from, (size_t)n * sizeof(float), 0);
         if (status == HPML_OK) hpmlc_host_view_end(&l->view, p->data, n);
@@ -11171,7 +11635,7 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
         l->bucket_of[i] = -1;
         if (place >= 0) l->span = place + (n + align - 1) / align * align;
         if (place >= 0) l->grad_total += n;
-        else if (p->param->buffer) l->buffer_total += n;
+        else l->buffer_total += hpmlc_buffer_floats(d, p);
     }
     if (d->plan.shard > 0 && !hpmlc_shard_keep(d)) return false;
     if (hpml_trainer_alloc(d->t) != HPML_OK) return hpmlc_failed(d->c), false;
@@ -11182,6 +11646,7 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
 
 HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
 {
+    if (d->plan.pipe > 1 && !hpmlc_pipeline_open(d)) return false;
     if (!hpmlc_layout_open(d)) return false;
     const size_t buffers = (size_t)d->layout.buffer_total;
     d->stats.sum     = (double *)hpmlc_dist_alloc(d, sizeof(double) * (HPMLC_STATS + buffers));
@@ -11194,6 +11659,7 @@ HPMLC_FN void hpmlc_dist_close(hpml_distributed *d)
 {
     void *older;
     if (d->strategy->close) d->strategy->close(d);
+    if (d->pipeline) hpmlc_pipeline_close(d);
     for (int i = 0; i < d->buckets.count; i++) {
         hpml_exchange_free(d->buckets.item[i].x);
         hpml_exchange_free(d->buckets.item[i].warm);
@@ -11269,10 +11735,12 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.update = hpmlc_dist_update;
     hooks.data   = hpmlc_dist_data;
     hooks.next   = d->next;
+    hooks.need   = d->need;
     hooks.norms  = settings.shard > 0 || hpmlc_plan_splits(&settings) ? hpmlc_dist_norms : NULL;
     hooks.join   = settings.shard > 0 ? hpmlc_shard_join : NULL;
-    hooks.need   = settings.shard > 1 ? hpmlc_shard_need : NULL;
+    if (settings.shard > 1) hooks.need = hpmlc_shard_need;
     hpml_trainer_attach(t, &hooks);
+    if (d->pipeline && !hpmlc_pipeline_attach(d->pipeline)) return NULL;
     hpmlc_shard_set(d);
     hpml_distribute_get(d, NULL, true);
     d->report.r.loss = NAN; /* no step yet */
@@ -11282,6 +11750,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d)
 {
     if (!d) return HPML_ERR_ARGUMENT;
+    if (d->pipeline && !hpmlc_failed(d->c)) hpmlc_pipeline_drain(d->pipeline);
     if (hpmlc_failed(d->c) || !d->strategy->finish) return hpml_ctx_status(d->ctx);
     return d->strategy->finish(d);
 }
@@ -11529,7 +11998,7 @@ HPMLC_FN const char *hpmlc_efficiency_warning(double efficiency, char text[128])
 HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size)
 {
     hpml_distribute_report r;
-    char                   low[128], axes[80];
+    char                   low[128], axes[160];
     if (!d) return 0;
     hpml_distribute_get(d, &r, false);
     double             sums = r.bytes - r.split_bytes; /* bytes of gradients */
@@ -11539,6 +12008,7 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
     axes[0] = 0;
     for (int k = 0; m && k < HPML_AXES && hpmlc_plan_splits(&d->plan); k++)
         if (m->size[k] > 1) hpmlc_append(&to, &length, ", %s %d", hpml_axis_name((hpml_axis)k), m->size[k]);
+    if (d->pipeline) hpmlc_pipeline_text(d->pipeline, &to, &length);
     return snprintf(buffer, size, "%d ranks (%s%s), %d buckets: step %.2f ms = compute %.2f + exposed %.2f; "
                     "exchange %.2f ms, %.0f %% hidden; %.0f bytes a step and rank, %.1fx less than a ring of f32; "
                     "efficiency %.0f %%%s",
@@ -11910,7 +12380,7 @@ HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data,
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>mix   averaging with neighbours
+// >>mix   averaging with neighbours, tournaments
 // ---------------------------------------------------------------------------------------------------------------------
 /* Mixing: rank i replaces its array by x_i <- sum over neighbours j, and i itself, of W_ij x_j. The weights are those
    of Metropolis, W_ij = 1 / (1 + max(degree i, degree j)), W_ii = 1 - sum of W_ij: symmetric, rows add up to 1, hence
@@ -11997,6 +12467,77 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     }
     hpml_ctx_release(c->ctx, w);
     return hpmlc_leave(c, status);
+}
+
+/* Copies n floats between `host` and the backend's memory at x; save: to `host`. */
+HPMLC_FN void hpmlc_model_copy(hpml_ctx *ctx, float *host, float *x, int64_t n, bool save)
+{
+    const hpml_backend *b = hpml_ctx_backend(ctx);
+    if (save) b->read(hpml_ctx_device(ctx), host, x, (size_t)n * sizeof(float));
+    else b->write(hpml_ctx_device(ctx), x, host, (size_t)n * sizeof(float));
+}
+
+/* Copies parameters, running statistics and states of the optimizer to `model`, or from there; NULL: only counts.
+   Returns the floats. */
+HPMLC_FN int64_t hpmlc_model(hpml_trainer *t, hpml_ctx *ctx, float *model, bool save)
+{
+    int64_t n = 0, floats = 0;
+    for (int i = 0; i < hpml_param_count(ctx); i++) {
+        hpml_tensor *p = hpml_param_at(ctx, i);
+        if (model && p->data) hpmlc_model_copy(ctx, model + n, p->data, hpml_tensor_count(p), save);
+        n += hpml_tensor_count(p);
+    }
+    for (int a = HPML_ARRAY_STATE; a < HPML_ARRAY_END; a++) {
+        float *state = hpml_trainer_array(t, (hpml_array)a, &floats);
+        if (!state) break;
+        if (model) hpmlc_model_copy(ctx, model + n, state, floats, save);
+        n += floats;
+    }
+    return n;
+}
+
+/* Sets *loss to the trainer's loss on `set`; a NaN or infinity is no error but an infinite loss. */
+HPMLC_FN hpml_status hpmlc_tournament_loss(hpml_trainer *t, hpml_ctx *ctx, hpml_dataset *set, double *loss)
+{
+    HPMLC_ZERO(hpml_metrics, m);
+    hpml_status status = hpml_trainer_evaluate(t, set, &m);
+    *loss = m.loss - m.loss == 0 ? m.loss : (double)INFINITY;
+    if (status != HPML_ERR_NONFINITE) return status;
+    *loss = (double)INFINITY;
+    hpml_ctx_clear_error(ctx);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset *set, uint64_t seed, int64_t round,
+                                     hpml_tournament_result *out)
+{
+    HPMLC_ZERO(hpml_tournament_result, r);
+    if (out) *out = r;
+    if (c && !hpmlc_failed(c) && (!t || !set))
+        return hpmlc_fail(c, HPML_ERR_ARGUMENT, "tournament: no trainer or no data set; pass those of this rank");
+    if (c && !hpmlc_failed(c)) hpml_trainer_alloc(t);
+    const int64_t n   = t && c && !hpmlc_failed(c) ? hpmlc_model(t, c->ctx, NULL, true) : 0;
+    int           tag = hpmlc_enter(c, "tournament", n, HPML_ELEMENT_F32, HPML_SUM, "round", (int)round);
+    if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    const size_t bytes = (size_t)n * sizeof(float);
+    float       *mine = (float *)hpml_ctx_alloc(c->ctx, 2 * bytes + 8, NULL), *theirs = mine + n;
+    if (!mine) return hpmlc_leave(c, hpmlc_failure(c));
+    r.partner = hpmlc_partner(c->size, seed, round, c->rank);
+    const int peer = r.partner == c->rank ? -1 : r.partner;
+    hpmlc_model(t, c->ctx, mine, true);
+    hpml_status status = hpmlc_round(c, tag, peer, (const char *)mine, bytes, peer, (char *)theirs, bytes, NULL);
+    status = hpmlc_leave(c, status);
+    if (status == HPML_OK) status = hpmlc_tournament_loss(t, c->ctx, set, &r.mine);
+    r.theirs = r.mine;
+    if (status == HPML_OK && peer >= 0) {
+        hpmlc_model(t, c->ctx, theirs, false);
+        status    = hpmlc_tournament_loss(t, c->ctx, set, &r.theirs);
+        r.changed = status == HPML_OK && r.theirs < r.mine;
+        if (!r.changed) hpmlc_model(t, c->ctx, mine, false);
+    }
+    hpml_ctx_release(c->ctx, mine);
+    if (out) *out = r;
+    return status;
 }
 
 // =====================================================================================================================
@@ -12176,7 +12717,7 @@ HPML_API hpml_status hpml_comm_set_plan(hpml_comm *c, const hpml_plan *plan)
     mesh->m.all = c;
     c->mesh     = mesh;
     hpmlc_mesh_places(mesh);
-    if (settings.shard > 0) hpml_ctx_defer(c->ctx, true);
+    if (settings.shard > 0 || settings.pipe > 1) hpml_ctx_defer(c->ctx, true);
     if (hpmlc_plan_splits(&settings)) return hpmlc_mesh_open(mesh);
     mesh->m.replicas = c;
     for (int k = 0; k < HPML_AXES; k++) mesh->rest[k] = c;
@@ -12217,12 +12758,6 @@ HPML_API const char *hpml_pipe_name(hpml_pipe_kind kind)
     static const char *const names[HPML_PIPE_COUNT] = { "gpipe", "1f1b", "interleaved", "stash", "zero_bubble",
                                                         "vertical" };
     return (unsigned)kind < HPML_PIPE_COUNT ? names[kind] : NULL;
-}
-
-/* Returns whether every micro-batch is a step of its own. */
-HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
-{
-    return kind == HPML_PIPE_STASH || kind == HPML_PIPE_VERTICAL;
 }
 
 HPMLC_FN int hpmlc_pipe_chunks(const hpml_pipe_desc *d)
@@ -12367,12 +12902,18 @@ HPML_API int hpml_pipe_slots(const hpml_pipe_desc *pipe, int stage, int chunk)
     return chunk < w.chunks ? w.slots[chunk] : 0;
 }
 
+/* As hpml_pipe_versions, for any number of micro-batches. */
+HPMLC_FN int hpmlc_pipe_versions(const hpml_pipe_desc *d, int stage)
+{
+    if (!hpmlc_pipe_stashes(d->kind)) return 1;
+    int behind = d->kind == HPML_PIPE_VERTICAL ? 0 : stage;
+    return (int)hpmlc_min(d->stages - behind, d->micro);
+}
+
 HPML_API int hpml_pipe_versions(const hpml_pipe_desc *pipe, int stage)
 {
     if (hpmlc_pipe_check(pipe, NULL) != HPML_OK || stage < 0 || stage >= pipe->stages) return 0;
-    if (!hpmlc_pipe_stashes(pipe->kind)) return 1;
-    int behind = pipe->kind == HPML_PIPE_VERTICAL ? 0 : stage;
-    return (int)hpmlc_min(pipe->stages - behind, pipe->micro);
+    return hpmlc_pipe_versions(pipe, stage);
 }
 
 HPML_API double hpml_pipe_bubble(const hpml_pipe_desc *pipe)
@@ -12473,6 +13014,683 @@ HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stag
     free(row);
     free(seconds);
     return count > 0 ? count : -1;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>pipe-run   pipelines: pieces of a trainer's graph, and the tensors that cross between them
+// ---------------------------------------------------------------------------------------------------------------------
+/* The user records the whole model. hpmlc_pipeline_open cuts the list of its ops into pieces, of which this rank runs
+   one, or with chunks several (hpml_graph_part). A tensor that one piece computes and another one reads is an edge: its
+   values are sent to each piece that reads them, past the stages between, its gradients back. The trainer's hook `pass`
+   then executes the tasks of this stage. Sends are in flight while the stage computes: the values and gradients of an
+   edge stay where they are, in the slot of the micro-batch, until the slot is used again. */
+
+typedef struct hpmlc_edge { /* a tensor that piece `from` computes and piece `to` reads */
+    hpml_tensor *tensor;
+    int32_t      from, to;
+    bool         has_grad; /* piece `to` computes a gradient of the tensor */
+    bool         first;    /* of the tensor's edges with gradients; the gradients of others are added to this one */
+} hpmlc_edge;
+
+typedef struct hpmlc_tied { int32_t param, stage; } hpmlc_tied; /* a parameter of several stages, and one of these */
+
+typedef struct hpmlc_deferred { /* statistics of a batchnorm over all micro-batches of a step */
+    hpml_node *node;
+    int32_t    piece;
+    float     *before; /* (2, C) running mean and variance before the step */
+    double    *sum;    /* (2, C) sums of x and of x^2 */
+    double     count;  /* numbers in a channel */
+} hpmlc_deferred;
+
+struct hpmlc_pipeline {
+    hpml_distributed *d;
+    hpml_trainer     *t;
+    hpml_graph       *g;
+    hpml_ctx         *ctx;
+    hpml_comm        *c;       /* the stages */
+    hpml_pipe_desc    desc;
+    hpmlc_pipe_walk   walk;    /* of a full step; of STASH and VERTICAL: where this stage is */
+    int32_t           pieces;
+    int32_t          *cut;     /* (pieces + 1) the op at which each piece begins */
+    int64_t           rows;    /* samples of a micro-batch, but for the last one */
+    int32_t           slots;   /* of this rank */
+    hpmlc_edge       *edge;
+    int32_t           edges;
+    float            *scratch; /* for a gradient that is added to another one */
+    hpml_message     *sent;    /* (slots, edges, 2) values and gradients in flight */
+    bool             *flying;  /* (slots, edges, 2) `sent` is in use */
+    int64_t          *samples; /* (slots) */
+    hpmlc_tied       *tied;    /* parameters that several stages read, by number, then stage */
+    int32_t           ties;
+    hpmlc_deferred   *norm;    /* batchnorms of this rank */
+    int32_t           norms;
+    /* STASH and VERTICAL: */
+    float            *stash;   /* (versions - 1, values) weights of older versions */
+    float           **own;     /* (params) where the trainer has the values of each parameter */
+    int64_t           values;  /* floats of this stage's trained parameters */
+    int32_t           versions;
+    int32_t           version; /* updates since the pipeline was empty */
+    int64_t           base;    /* the trainer's step then */
+    bool              stepped; /* this step has a gradient */
+    float             loss;    /* of the last micro-batch that has passed this stage backward */
+};
+
+typedef struct hpmlc_pass { /* a call of the hook `pass` */
+    int64_t  first, samples;
+    float    grad_scale;
+    bool     accumulate, train;
+    bool     last;    /* of the micro-batches that the trainer accumulates */
+    int32_t  micro;   /* micro-batches that the samples fill */
+    double   loss;    /* of the samples, on the stage that computes the loss */
+} hpmlc_pass;
+
+/* Returns the piece that op `node` belongs to; -1: none, because the trainer does not run the op. */
+HPMLC_FN int hpmlc_piece_of(const hpmlc_pipeline *pl, const hpml_node *node)
+{
+    for (int q = 0; q < pl->pieces; q++)
+        for (int i = pl->cut[q]; i < pl->cut[q + 1]; i++)
+            if (hpml_graph_op(pl->g, i) == node) return q;
+    return -1;
+}
+
+/* Returns the bytes of an edge's values for `samples` samples. */
+HPMLC_FN size_t hpmlc_edge_bytes(const hpmlc_edge *e, int64_t samples)
+{
+    const hpml_tensor *t     = e->tensor;
+    int64_t            count = hpml_tensor_count(t);
+    if (t->batch_rows > 0) count = count / t->shape[0] * t->batch_rows * samples;
+    return (size_t)count * hpml_dtype_size(t->dtype);
+}
+
+/* Adds the edge of source `s` of op `reader`, which is in piece `to`, unless there is one. */
+HPMLC_FN void hpmlc_edge_add(hpmlc_pipeline *pl, const hpml_node *reader, hpml_tensor *s, int to)
+{
+    int from = s->node ? hpmlc_piece_of(pl, s->node) : to, i = 0;
+    if (from < 0 || from == to) return;
+    while (i < pl->edges && !(pl->edge[i].tensor == s && pl->edge[i].to == to)) i++;
+    hpmlc_edge *e = &pl->edge[i];
+    e->tensor   = s;
+    e->from     = from;
+    e->to       = to;
+    e->has_grad = e->has_grad || (s->needs_grad && reader->out->needs_grad);
+    if (i == pl->edges) pl->edges++;
+}
+
+/* Finds all edges, those to the last piece first, and how many pieces read each parameter. False: an error. */
+HPMLC_FN bool hpmlc_edges_find(hpmlc_pipeline *pl)
+{
+    size_t sources = 0;
+    for (int i = 0; i < hpml_graph_op_count(pl->g); i++) sources += (size_t)hpml_graph_op(pl->g, i)->src_count;
+    pl->edge = (hpmlc_edge *)hpmlc_dist_alloc(pl->d, sizeof *pl->edge * (sources + 1));
+    if (!pl->edge) return false;
+    for (int q = pl->pieces - 1; q >= 0; q--)
+        for (int i = pl->cut[q]; i < pl->cut[q + 1]; i++) {
+            const hpml_node *n = hpml_graph_op(pl->g, i);
+            for (int s = 0; s < n->src_count; s++)
+                if (n->src[s]) hpmlc_edge_add(pl, n, n->src[s], q);
+        }
+    for (int i = 0; i < pl->edges; i++) {
+        hpmlc_edge *e = &pl->edge[i];
+        e->first = e->has_grad;
+        for (int k = 0; k < i; k++)
+            if (pl->edge[k].tensor == e->tensor && pl->edge[k].has_grad) e->first = false;
+        if (e->has_grad && !e->first && e->tensor->dtype != HPML_DTYPE_F32)
+            return hpmlc_fail(pl->c, HPML_ERR_UNSUPPORTED, "pipeline: results of \"%s\" are halves and read by several "
+                              "stages; store them as f32, or cut elsewhere", e->tensor->name), false;
+    }
+    if (2 * pl->edges < HPML_TAG_MAX - 2) return true;
+    return hpmlc_fail(pl->c, HPML_ERR_UNSUPPORTED, "pipeline: %d tensors cross between stages, and there are tags for "
+                      "%d; cut elsewhere", pl->edges, HPML_TAG_MAX / 2 - 1), false;
+}
+
+HPMLC_FN bool hpmlc_piece_reads(const hpmlc_pipeline *pl, int q, const hpml_tensor *p)
+{
+    for (int i = pl->cut[q]; i < pl->cut[q + 1]; i++) {
+        const hpml_node *n = hpml_graph_op(pl->g, i);
+        for (int s = 0; s < n->src_count; s++)
+            if (n->src[s] == p) return true;
+    }
+    return false;
+}
+
+/* Sets hpml_param.stage to the first stage that reads the parameter, and lists those that several stages read. */
+HPMLC_FN bool hpmlc_stages_set(hpmlc_pipeline *pl)
+{
+    const int32_t params = hpml_param_count(pl->ctx);
+    pl->tied = (hpmlc_tied *)hpmlc_dist_alloc(pl->d, sizeof *pl->tied * (size_t)(params * pl->pieces + 1));
+    for (int32_t k = 0; k < params && pl->tied; k++) {
+        hpml_tensor *p     = hpml_param_at(pl->ctx, k);
+        int32_t      begin = pl->ties;
+        for (int q = 0; q < pl->pieces; q++) {
+            if (!hpmlc_piece_reads(pl, q, p)) continue;
+            pl->tied[pl->ties].param = k;
+            pl->tied[pl->ties++].stage = q % pl->desc.stages;
+        }
+        if (pl->ties > begin) p->param->stage = pl->tied[begin].stage;
+        if (pl->ties == begin + 1 || p->param->frozen || p->param->buffer) pl->ties = begin;
+    }
+    return pl->tied != NULL;
+}
+
+/* Cuts the ops into pieces, as the plan says, or so that the piece with most operations has as few as possible. */
+HPMLC_FN bool hpmlc_pipeline_cut(hpmlc_pipeline *pl, const hpml_plan *plan)
+{
+    HPMLC_ZERO(hpml_pipe_cut_desc, desc);
+    char     why[200];
+    int      ops = hpml_graph_op_count(pl->g), count = pl->pieces;
+    double  *flops = (double *)hpml_ctx_alloc(pl->ctx, sizeof *flops * (size_t)(ops + 1), NULL);
+    hpml_pipe_stage *stages = (hpml_pipe_stage *)hpml_ctx_alloc(pl->ctx, sizeof *stages * (size_t)count, NULL);
+    for (int i = 0; flops && i < ops; i++) {
+        const hpml_node *n = hpml_graph_op(pl->g, i);
+        flops[i] = hpml_node_flops(n, false) + hpml_node_flops(n, true);
+    }
+    desc.layers  = ops;
+    desc.ranks   = count;
+    desc.seconds = flops;
+    pl->cut[count] = ops;
+    if (!plan->cut && flops && stages && hpml_pipe_cut(&desc, stages, NULL, why, sizeof why) < 0)
+        hpmlc_fail(pl->c, HPML_ERR_ARGUMENT, "pipeline: the model's %d ops cannot be cut into %d pieces; take a "
+                   "smaller pipe or chunks (%s)", ops, count, why);
+    for (int q = 1; q < count && stages && !hpmlc_failed(pl->c); q++) {
+        pl->cut[q] = plan->cut ? plan->cut[q - 1] : stages[q].first;
+        if (pl->cut[q] <= pl->cut[q - 1] || pl->cut[q] >= ops)
+            hpmlc_fail(pl->c, HPML_ERR_ARGUMENT, "pipeline: piece %d begins at op %d, expected an op after %d and "
+                       "before %d; correct plan.cut", q, pl->cut[q], pl->cut[q - 1], ops);
+    }
+    hpml_ctx_release(pl->ctx, flops);
+    hpml_ctx_release(pl->ctx, stages);
+    return !hpmlc_failed(pl->c);
+}
+
+/* Says which pieces this rank runs, with how many slots. STASH has one more, for evaluations, because micro-batches of
+   steps are always in flight. False: an error on the context. */
+HPMLC_FN bool hpmlc_pipeline_parts(hpmlc_pipeline *pl)
+{
+    hpml_status status = HPML_OK;
+    hpmlc_pipe_begin(&pl->walk, &pl->desc, pl->c->rank);
+    for (int c = 0; c < pl->walk.chunks && status == HPML_OK; c++) {
+        int q = c * pl->desc.stages + pl->c->rank, slots = pl->walk.slots[c] + hpmlc_pipe_stashes(pl->desc.kind);
+        pl->slots += slots;
+        status = hpml_graph_part(pl->g, pl->cut[q], pl->cut[q + 1], pl->rows, slots);
+    }
+    return status == HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>pipe-tasks   pipelines: the tasks of a stage, executed
+// ---------------------------------------------------------------------------------------------------------------------
+HPMLC_FN int hpmlc_piece_rank(const hpmlc_pipeline *pl, int piece) { return piece % pl->desc.stages; }
+
+/* Returns whether the pass is a step of STASH or VERTICAL, which leaves other micro-batches in flight. */
+HPMLC_FN bool hpmlc_pass_flows(const hpmlc_pipeline *pl, const hpmlc_pass *pass)
+{
+    return pass->train && hpmlc_pipe_stashes(pl->desc.kind);
+}
+
+/* Sends the values (back: the gradient) of edge i in a slot, and returns while they are in flight. */
+HPMLC_FN hpml_status hpmlc_edge_send(hpmlc_pipeline *pl, int slot, int i, bool back)
+{
+    const hpmlc_edge *e  = &pl->edge[i];
+    size_t            at = ((size_t)slot * (size_t)pl->edges + (size_t)i) * 2 + back, bytes;
+    const void       *data = back ? e->tensor->raw_grad : e->tensor->raw;
+    bytes = hpmlc_edge_bytes(e, pl->samples[slot]);
+    if (bytes == 0) return HPML_OK;
+    pl->flying[at] = true;
+    return hpml_isend(pl->c, hpmlc_piece_rank(pl, back ? e->from : e->to), 2 * i + back, data, bytes, &pl->sent[at]);
+}
+
+/* Waits until the sends of a slot are over. */
+HPMLC_FN hpml_status hpmlc_slot_wait(hpmlc_pipeline *pl, int slot)
+{
+    size_t      at = (size_t)slot * (size_t)pl->edges * 2, end = at + (size_t)pl->edges * 2;
+    hpml_status status = HPML_OK;
+    for (; at < end; at++) {
+        if (!pl->flying[at]) continue;
+        hpml_status own = hpml_wait(pl->c, &pl->sent[at]);
+        pl->flying[at]  = false;
+        if (status == HPML_OK) status = own;
+    }
+    return status;
+}
+
+/* Receives the values of edge i, or adds the gradient of its reader to those of later pieces. */
+HPMLC_FN hpml_status hpmlc_edge_receive(hpmlc_pipeline *pl, int slot, int i, bool back)
+{
+    const hpmlc_edge *e = &pl->edge[i];
+    size_t            bytes = hpmlc_edge_bytes(e, pl->samples[slot]);
+    int               from = hpmlc_piece_rank(pl, back ? e->to : e->from);
+    bool              adds = back && !e->first;
+    void             *into = back ? e->tensor->raw_grad : e->tensor->raw;
+    if (bytes == 0) return HPML_OK;
+    hpml_status status = hpml_recv(pl->c, from, 2 * i + back, adds ? pl->scratch : into, bytes);
+    for (size_t k = 0; adds && status == HPML_OK && k < bytes / sizeof(float); k++)
+        e->tensor->grad[k] += pl->scratch[k];
+    return status;
+}
+
+/* The gradient of a tensor that later pieces read, but without a gradient, begins with zeros. */
+HPMLC_FN void hpmlc_edge_clear(hpmlc_pipeline *pl, int slot, int i)
+{
+    const hpmlc_edge *e = &pl->edge[i];
+    for (int k = 0; k < pl->edges; k++)
+        if (pl->edge[k].tensor == e->tensor && pl->edge[k].has_grad) return;
+    if (e->tensor->raw_grad) memset(e->tensor->raw_grad, 0, hpmlc_edge_bytes(e, pl->samples[slot]));
+}
+
+/* Sets the running statistics of all batchnorms to zero before a micro-batch's forward pass, which then adds those of
+   the micro-batch, times momentum, to them. */
+HPMLC_FN void hpmlc_norms_clear(hpmlc_pipeline *pl)
+{
+    for (int i = 0; i < pl->norms; i++)
+        for (int k = 3; k < 5; k++) {
+            hpml_tensor *r = pl->norm[i].node->src[k];
+            memset(r->data, 0, (size_t)hpml_tensor_count(r) * sizeof(float));
+        }
+}
+
+/* Adds the statistics of a micro-batch of `samples` samples to the sums of the batchnorms of piece q. */
+HPMLC_FN void hpmlc_norms_add(hpmlc_pipeline *pl, int q, int64_t samples)
+{
+    for (int i = 0; i < pl->norms; i++) {
+        hpmlc_deferred    *b = &pl->norm[i];
+        const hpml_tensor *x = b->node->src[0], *mean = b->node->src[3], *var = b->node->src[4];
+        int64_t            C = hpml_tensor_count(mean);
+        double             n = (double)(hpml_tensor_count(x) / x->shape[0] * x->batch_rows * samples / C);
+        double             momentum = (double)b->node->attr.norm.momentum;
+        if (b->piece != q || n <= 0) continue;
+        b->count += n;
+        for (int64_t c = 0; c < C; c++) {
+            double average = (double)mean->data[c] / momentum, square = (double)var->data[c] / momentum;
+            b->sum[c] += n * average;
+            b->sum[C + c] += square * (n > 1 ? n - 1 : 1) + n * average * average;
+        }
+    }
+}
+
+/* Moves the running statistics, once for all micro-batches, towards those of all their samples. begin: saves them. */
+HPMLC_FN void hpmlc_norms_step(hpmlc_pipeline *pl, bool begin)
+{
+    for (int i = 0; i < pl->norms; i++) {
+        hpmlc_deferred    *b = &pl->norm[i];
+        const hpml_tensor *mean = b->node->src[3], *var = b->node->src[4];
+        int64_t            C = hpml_tensor_count(mean);
+        size_t             bytes = (size_t)C * sizeof(float);
+        double             n = b->count, m = (double)b->node->attr.norm.momentum;
+        if (begin) {
+            memcpy(b->before, mean->data, bytes);
+            memcpy(b->before + C, var->data, bytes);
+            memset(b->sum, 0, 2 * (size_t)C * sizeof *b->sum);
+            b->count = 0;
+            continue;
+        }
+        memcpy(mean->data, b->before, bytes);
+        memcpy(var->data, b->before + C, bytes);
+        for (int64_t c = 0; c < C && n > 0; c++) {
+            double average = b->sum[c] / n, square = fmax(0, b->sum[C + c] - n * average * average);
+            mean->data[c] = (float)((1 - m) * (double)b->before[c] + m * average);
+            var->data[c]  = (float)((1 - m) * (double)b->before[C + c] + m * square / (n > 1 ? n - 1 : 1));
+        }
+    }
+}
+
+HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, const hpml_pipe_task *task)
+{
+    int64_t     at = hpmlc_pass_flows(pl, pass) ? 0 : task->micro * pl->rows;
+    int64_t     samples = hpmlc_min(pl->rows, pass->samples - at);
+    bool        defers  = pass->train && pass->micro > 1;
+    float       loss    = 0;
+    hpml_status status  = hpmlc_slot_wait(pl, task->slot);
+    if (status == HPML_OK) status = hpml_graph_slot(pl->g, task->slot);
+    pl->samples[task->slot] = samples;
+    for (int i = 0; i < pl->edges && status == HPML_OK; i++)
+        if (pl->edge[i].to == task->piece) status = hpmlc_edge_receive(pl, task->slot, i, false);
+    if (defers) hpmlc_norms_clear(pl);
+    if (status == HPML_OK) status = hpml_trainer_forward(pl->t, task->slot, pass->first + at, samples, &loss);
+    if (status != HPML_OK) return status;
+    if (defers) hpmlc_norms_add(pl, task->piece, samples);
+    for (int i = 0; i < pl->edges && status == HPML_OK; i++)
+        if (pl->edge[i].from == task->piece) status = hpmlc_edge_send(pl, task->slot, i, false);
+    if (task->piece == pl->pieces - 1 && pass->samples > 0)
+        pass->loss += (double)loss * (double)samples / (double)pass->samples;
+    return status;
+}
+
+HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *pass, const hpml_pipe_task *task)
+{
+    const bool  flows = hpmlc_pass_flows(pl, pass);
+    int64_t     samples = pl->samples[task->slot];
+    bool        adds = pass->accumulate || (!flows && task->micro > 0);
+    bool        last = pass->last && !flows && task->micro + 1 == pass->micro;
+    float       scale  = flows || pass->samples == 0 ? 1 : (float)((double)samples / (double)pass->samples);
+    hpml_status status = hpmlc_slot_wait(pl, task->slot);
+    if (status == HPML_OK) status = hpml_graph_slot(pl->g, task->slot);
+    for (int i = 0; i < pl->edges && status == HPML_OK; i++) {
+        if (pl->edge[i].from != task->piece) continue;
+        if (pl->edge[i].has_grad) status = hpmlc_edge_receive(pl, task->slot, i, true);
+        else hpmlc_edge_clear(pl, task->slot, i);
+    }
+    if (status == HPML_OK)
+        status = hpml_trainer_backward(pl->t, task->slot, pass->grad_scale * scale, adds, last);
+    for (int i = 0; i < pl->edges && status == HPML_OK; i++)
+        if (pl->edge[i].to == task->piece && pl->edge[i].has_grad)
+            status = hpmlc_edge_send(pl, task->slot, i, true);
+    return status;
+}
+
+/* Executes one task; in an evaluation forward passes alone. */
+HPMLC_FN hpml_status hpmlc_task_run(hpmlc_pipeline *pl, hpmlc_pass *pass, const hpml_pipe_task *task)
+{
+    const bool  forward = task->work == HPML_PIPE_FORWARD;
+    double      start   = hpml_comm_now(pl->c);
+    hpml_status status  = HPML_OK;
+    if (task->work == HPML_PIPE_UPDATE || !(forward || pass->train)) return HPML_OK;
+    if (forward) status = hpmlc_task_forward(pl, pass, task);
+    else status = hpmlc_task_backward(pl, pass, task);
+    hpmlc_span(pl->c, forward ? "stage forward" : "stage backward", start, hpml_comm_now(pl->c), task->micro);
+    return status;
+}
+
+/* Runs all tasks of a pass whose micro-batches enter an empty pipeline and leave it empty. */
+HPMLC_FN hpml_status hpmlc_pass_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass)
+{
+    hpml_pipe_desc  desc = pl->desc;
+    hpmlc_pipe_walk walk;
+    hpml_pipe_task  task;
+    hpml_status     status = HPML_OK;
+    const bool      apart = hpmlc_pipe_stashes(desc.kind); /* an evaluation between steps in flight */
+    desc.micro = pass->micro;
+    if (apart) desc.kind = HPML_PIPE_GPIPE;
+    hpmlc_pipe_begin(&walk, &desc, pl->c->rank);
+    memcpy(walk.slots, pl->walk.slots, sizeof walk.slots);
+    while (status == HPML_OK && hpmlc_pipe_next(&walk, &task)) {
+        if (apart) task.slot = pl->slots - 1;
+        status = hpmlc_task_run(pl, pass, &task);
+    }
+    return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>pipe-flow   pipelines without a flush: versions of the weights; the hooks of a pipeline
+// ---------------------------------------------------------------------------------------------------------------------
+/* With STASH and VERTICAL a call of hpml_trainer_step is the forward pass of one micro-batch, which is the whole batch
+   of the model, and the backward pass and update of the one p - 1 - r steps before it, on stage r. Each task has the
+   version of the weights that it must use: the newest one is in the trainer's arrays, older ones are copies, which ops
+   read because `data` of the parameters is their address meanwhile. */
+
+/* Gives the parameters' tensors the values of a version; the optimizer steps the trainer's own arrays in any case. */
+HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
+{
+    float *copy = pl->stash;
+    if (version < pl->version && pl->versions > 1) copy += version % (pl->versions - 1) * pl->values;
+    for (int k = 0; k < hpml_param_count(pl->ctx); k++) {
+        hpml_tensor *p = hpml_param_at(pl->ctx, k);
+        if (!pl->own[k]) continue;
+        p->data = version < pl->version ? copy : pl->own[k];
+        p->raw  = p->data;
+        copy += hpml_tensor_count(p);
+    }
+}
+
+/* Keeps a copy of the newest weights, and steps them with the gradient of micro-batch `micro` as in the step of that
+   micro-batch. */
+HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
+{
+    int64_t step = hpml_trainer_step_count(pl->t);
+    float  *copy = pl->stash;
+    if (pl->versions > 1) copy += pl->version % (pl->versions - 1) * pl->values;
+    for (int k = 0; k < hpml_param_count(pl->ctx) && pl->versions > 1; k++) {
+        int64_t n = hpml_tensor_count(hpml_param_at(pl->ctx, k));
+        if (!pl->own[k]) continue;
+        memcpy(copy, pl->own[k], (size_t)n * sizeof *copy);
+        copy += n;
+    }
+    hpml_trainer_set_step(pl->t, pl->base + micro);
+    hpml_status status = hpml_trainer_apply(pl->t, 0, hpml_param_count(pl->ctx));
+    hpml_trainer_set_step(pl->t, step);
+    pl->version++;
+    return status;
+}
+
+/* Passes the loss of the micro-batch that has been passed backward on to the stage before. */
+HPMLC_FN hpml_status hpmlc_stash_loss(hpmlc_pipeline *pl, const hpmlc_pass *pass)
+{
+    const int   rank = pl->c->rank, tag = 2 * pl->edges;
+    hpml_status status = HPML_OK;
+    if (rank + 1 == pl->desc.stages) pl->loss = (float)pass->loss;
+    else status = hpml_recv(pl->c, rank + 1, tag, &pl->loss, sizeof pl->loss);
+    if (rank > 0 && status == HPML_OK) status = hpml_send(pl->c, rank - 1, tag, &pl->loss, sizeof pl->loss);
+    return status;
+}
+
+/* Runs the tasks up to, but without, the forward pass of a further micro-batch. drains: and the updates. */
+HPMLC_FN hpml_status hpmlc_stash_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass, bool drains)
+{
+    const int       now = pl->walk.forwards;
+    hpmlc_pipe_walk next = pl->walk;
+    hpml_pipe_task  task;
+    hpml_status     status = HPML_OK;
+    pl->stepped = false;
+    while (status == HPML_OK && hpmlc_pipe_next(&next, &task)) {
+        if (task.work == HPML_PIPE_FORWARD && task.micro > now) break;
+        pl->walk = next;
+        if (task.work == HPML_PIPE_UPDATE) {
+            pl->stepped = true;
+            if (drains) status = hpmlc_stash_update(pl, task.micro);
+            continue;
+        }
+        hpmlc_stash_use(pl, task.version);
+        status = hpmlc_task_run(pl, pass, &task);
+        hpmlc_stash_use(pl, pl->version);
+        if (task.work == HPML_PIPE_BACKWARD && status == HPML_OK) status = hpmlc_stash_loss(pl, pass);
+    }
+    return status;
+}
+
+HPMLC_FN void hpmlc_stash_begin(hpmlc_pipeline *pl)
+{
+    hpmlc_pipe_begin(&pl->walk, &pl->desc, pl->c->rank);
+    pl->version = 0;
+    pl->base    = hpml_trainer_step_count(pl->t);
+}
+
+/* Sends the output of an evaluation to all stages. */
+HPMLC_FN hpml_status hpmlc_pass_output(hpmlc_pipeline *pl, const hpmlc_pass *pass)
+{
+    int64_t          floats = 0;
+    float           *out  = hpml_trainer_output(pl->t, &floats);
+    const hpml_node *node = hpml_trainer_settings(pl->t)->output->node;
+    const int        root = hpmlc_piece_rank(pl, hpmlc_piece_of(pl, node));
+    if (!out) return HPML_OK;
+    return hpml_broadcast(pl->c, out + pass->first * floats, (size_t)(pass->samples * floats) * sizeof *out, root);
+}
+
+/* The hook `pass`. The loss reaches all stages, and in an evaluation the output as well. */
+HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at, int64_t first,
+                                         int64_t samples, float grad_scale, bool accumulate, float *loss)
+{
+    hpmlc_pipeline *pl = (hpmlc_pipeline *)user;
+    const int64_t   micro = hpmlc_max(1, (samples + pl->rows - 1) / pl->rows);
+    hpmlc_pass      pass = { first, samples, grad_scale, accumulate, at->pass != HPML_PASS_EVALUATE,
+                             at->batch + 1 >= at->batches, (int32_t)micro, 0 };
+    hpml_status     status;
+    float           mean;
+    if (pass.train && hpmlc_pipe_stashes(pl->desc.kind)) {
+        if (pl->walk.forwards == 0) hpmlc_stash_begin(pl);
+        status = hpmlc_stash_tasks(pl, &pass, false);
+        mean   = pl->loss;
+    } else {
+        bool defers = pass.train && pass.micro > 1;
+        if (defers) hpmlc_norms_step(pl, true);
+        status = hpmlc_pass_tasks(pl, &pass);
+        if (defers) hpmlc_norms_step(pl, false);
+        for (int s = 0; s < pl->slots && status == HPML_OK; s++) status = hpmlc_slot_wait(pl, s);
+        mean = (float)pass.loss;
+        if (status == HPML_OK) status = hpml_broadcast(pl->c, &mean, sizeof mean, pl->desc.stages - 1);
+        if (status == HPML_OK && !pass.train) status = hpmlc_pass_output(pl, &pass);
+    }
+    if (loss) *loss = mean;
+    return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
+}
+
+/* Hooks of STASH and VERTICAL, whose steps the strategy does not take part in. */
+HPMLC_FN hpml_status hpmlc_stash_run(void *user HPMLC_UNUSED, hpml_trainer *t, const hpml_moment *at HPMLC_UNUSED,
+                                     int64_t samples, float *loss)
+{
+    return hpml_trainer_forward_backward(t, 0, samples, 1, false, loss);
+}
+HPMLC_FN hpml_status hpmlc_stash_step(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at HPMLC_UNUSED)
+{
+    hpmlc_pipeline *pl = (hpmlc_pipeline *)user;
+    return pl->stepped ? hpmlc_stash_update(pl, pl->version) : hpml_ctx_status(pl->ctx);
+}
+
+/* STASH, VERTICAL: runs the backward passes and updates that are in flight. Collective over the stages. */
+HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl)
+{
+    hpmlc_pass  pass   = { 0, 0, 1, false, true, false, 1, 0 };
+    hpml_status status = HPML_OK;
+    if (!hpmlc_pipe_stashes(pl->desc.kind) || pl->walk.forwards == 0) return HPML_OK;
+    pl->walk.total = pl->walk.micro = pl->walk.forwards;
+    status = hpmlc_stash_tasks(pl, &pass, true);
+    for (int s = 0; s < pl->slots && status == HPML_OK; s++) status = hpmlc_slot_wait(pl, s);
+    hpmlc_stash_begin(pl);
+    return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
+}
+
+/* Adds up the gradients of parameters that several stages read: their first stage adds those of the others, from the
+   last one on, and sends them the sum; so all of them step by the same bits. */
+HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl)
+{
+    hpml_status status = HPML_OK;
+    const int   tag = 2 * pl->edges + 1;
+    for (int i = 0, end = 0; i < pl->ties && status == HPML_OK; i = end) {
+        hpml_tensor *p    = hpml_param_at(pl->ctx, pl->tied[i].param);
+        size_t       size = (size_t)hpml_tensor_count(p) * sizeof(float);
+        bool         mine = false;
+        for (; end < pl->ties && pl->tied[end].param == pl->tied[i].param; end++)
+            if (pl->tied[end].stage == pl->c->rank) mine = true;
+        if (mine && pl->tied[i].stage != pl->c->rank) {
+            status = hpml_send(pl->c, pl->tied[i].stage, tag, p->grad, size);
+            if (status == HPML_OK) status = hpml_recv(pl->c, pl->tied[i].stage, tag, p->grad, size);
+            continue;
+        }
+        for (int k = end - 1; k > i && mine && status == HPML_OK; k--) {
+            status = hpml_recv(pl->c, pl->tied[k].stage, tag, pl->scratch, size);
+            for (int64_t n = 0; n < hpml_tensor_count(p); n++) p->grad[n] += pl->scratch[n];
+        }
+        for (int k = i + 1; k < end && mine && status == HPML_OK; k++)
+            status = hpml_send(pl->c, pl->tied[k].stage, tag, p->grad, size);
+    }
+    return status;
+}
+
+/* Takes the arrays of a pipeline whose pieces and edges are known. False: out of memory. */
+HPMLC_FN bool hpmlc_pipeline_arrays(hpmlc_pipeline *pl)
+{
+    hpml_distributed *d     = pl->d;
+    const size_t      sends = (size_t)pl->slots * (size_t)pl->edges * 2;
+    size_t            most  = sizeof(float);
+    for (int i = 0; i < pl->edges; i++) {
+        size_t bytes = hpmlc_edge_bytes(&pl->edge[i], pl->rows);
+        if (bytes > most) most = bytes;
+    }
+    for (int i = 0; i < pl->ties; i++) {
+        size_t bytes = (size_t)hpml_tensor_count(hpml_param_at(pl->ctx, pl->tied[i].param)) * sizeof(float);
+        if (bytes > most) most = bytes;
+    }
+    pl->scratch = (float *)hpmlc_dist_alloc(d, most);
+    pl->sent    = (hpml_message *)hpmlc_dist_alloc(d, sizeof *pl->sent * (sends + 1));
+    pl->flying  = (bool *)hpmlc_dist_alloc(d, sizeof *pl->flying * (sends + 1));
+    pl->samples = (int64_t *)hpmlc_dist_alloc(d, sizeof *pl->samples * (size_t)pl->slots);
+    return pl->scratch && pl->sent && pl->flying && pl->samples;
+}
+
+/* Lists the batchnorms of this rank. False: out of memory. */
+HPMLC_FN bool hpmlc_norms_open(hpmlc_pipeline *pl)
+{
+    pl->norm = (hpmlc_deferred *)hpmlc_dist_alloc(pl->d, sizeof *pl->norm * (size_t)(hpml_graph_op_count(pl->g) + 1));
+    for (int q = pl->c->rank; q < pl->pieces && pl->norm; q += pl->desc.stages)
+        for (int i = pl->cut[q]; i < pl->cut[q + 1]; i++) {
+            hpml_node *n = (hpml_node *)hpml_graph_op(pl->g, i);
+            if (n->op != HPML_OP_BATCHNORM || !(n->attr.norm.momentum > 0)) continue;
+            hpmlc_deferred *b = &pl->norm[pl->norms];
+            const size_t    C = (size_t)hpml_tensor_count(n->src[3]);
+            b->node   = n;
+            b->piece  = q;
+            b->before = (float *)hpmlc_dist_alloc(pl->d, 2 * C * sizeof *b->before);
+            b->sum    = (double *)hpmlc_dist_alloc(pl->d, 2 * C * sizeof *b->sum);
+            if (!b->before || !b->sum) return false;
+            pl->norms++;
+        }
+    return pl->norm != NULL;
+}
+
+/* Cuts the trainer's graph, before its memory is taken. False: an error on the context. */
+HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
+{
+    hpmlc_pipeline *pl = (hpmlc_pipeline *)hpmlc_dist_alloc(d, sizeof *pl);
+    if (!pl) return false;
+    const int64_t batch = hpml_trainer_settings(d->t)->input->shape[0];
+    d->pipeline     = pl;
+    pl->d           = d;
+    pl->t           = d->t;
+    pl->ctx         = d->ctx;
+    pl->g           = hpml_trainer_graph(d->t);
+    pl->c           = hpml_comm_mesh(d->all)->axis[HPML_AXIS_PIPE];
+    pl->desc.kind   = d->plan.schedule;
+    pl->desc.stages = pl->c->size;
+    pl->desc.chunks = d->plan.chunks;
+    pl->desc.micro  = hpmlc_pipe_stashes(d->plan.schedule) ? INT32_MAX / 2 : d->plan.micro;
+    pl->pieces      = pl->desc.stages * hpmlc_pipe_chunks(&pl->desc);
+    pl->rows        = hpmlc_pipe_stashes(d->plan.schedule) ? batch : (batch - 1) / d->plan.micro + 1;
+    pl->cut         = (int32_t *)hpmlc_dist_alloc(d, sizeof *pl->cut * ((size_t)pl->pieces + 1));
+    if (!pl->cut || !hpmlc_pipeline_cut(pl, &d->plan) || !hpmlc_edges_find(pl) || !hpmlc_stages_set(pl)) return false;
+    if (!hpmlc_pipeline_parts(pl) || !hpmlc_norms_open(pl) || !hpmlc_pipeline_arrays(pl)) return false;
+    if (pl->ties == 0 || (d->plan.strategy == HPML_STRATEGY_SYNC && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
+    return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "pipeline: parameter \"%s\" is read by several stages, which have to "
+                      "step it with one gradient; take strategy sync and schedule gpipe or 1f1b",
+                      hpml_param_at(d->ctx, pl->tied[0].param)->name), false;
+}
+
+/* Appends the schedule and its bubble by formula to the text of a report. */
+HPMLC_FN void hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length)
+{
+    hpmlc_append(to, length, ", %s", hpml_pipe_name(pl->desc.kind));
+    if (!hpmlc_pipe_stashes(pl->desc.kind))
+        hpmlc_append(to, length, " of %d micro-batches with a bubble of %.0f %%", pl->desc.micro,
+                     100 * hpml_pipe_bubble(&pl->desc));
+}
+
+/* Attaches the hooks of a pipeline, when the trainer has its memory. False: out of memory. */
+HPMLC_FN bool hpmlc_pipeline_attach(hpmlc_pipeline *pl)
+{
+    HPMLC_ZERO(hpml_hooks, hooks);
+    const int params = hpml_param_count(pl->ctx);
+    hooks.user = pl;
+    hooks.pass = hpmlc_pipeline_pass;
+    if (hpmlc_pipe_stashes(pl->desc.kind)) {
+        hooks.run    = hpmlc_stash_run;
+        hooks.update = hpmlc_stash_step;
+        pl->own      = (float **)hpmlc_dist_alloc(pl->d, sizeof *pl->own * ((size_t)params + 1));
+        for (int k = 0; k < params && pl->own; k++) {
+            hpml_tensor *p = hpml_param_at(pl->ctx, k);
+            if (!p->grad || p->param->frozen) continue;
+            pl->own[k] = p->data;
+            pl->values += hpml_tensor_count(p);
+        }
+        pl->versions = hpmlc_pipe_versions(&pl->desc, pl->c->rank);
+        pl->stash = (float *)hpmlc_dist_alloc(pl->d, sizeof(float) * (size_t)(pl->values * (pl->versions - 1) + 1));
+        if (!pl->own || !pl->stash) return false;
+    }
+    return hpml_trainer_attach(pl->t, &hooks) == HPML_OK;
+}
+
+/* Gives the messages in flight up, and detaches the hooks. */
+HPMLC_FN void hpmlc_pipeline_close(hpml_distributed *d)
+{
+    hpmlc_pipeline *pl = d->pipeline;
+    for (int s = 0; pl->flying && s < pl->slots; s++) hpmlc_slot_wait(pl, s);
+    hpml_trainer_detach(pl->t, pl);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -13572,13 +14790,14 @@ HPMLC_FN bool hpmlc_rules_read(hpml_ctx *ctx, const char *what, const char *rule
         d = hpmlc_names_find(n, dim.name[0]);
         if (d < 0) continue;
         if (of[a] >= 0)
-            return hpmlc_no_layer(ctx, "%s: \"%s\" and \"%s\" are both split over the %s axis; give one of them another "
-                                  "axis", what, n->name[of[a]], n->name[d], word.name[0]) != NULL;
+            return hpmlc_no_layer(ctx, "%s: \"%s\" and \"%s\" are both split over the %s axis; give one of them "
+                                  "another axis", what, n->name[of[a]], n->name[d], word.name[0]) != NULL;
         of[a] = d;
         bool divides_samples = a == HPML_AXIS_DATA || a == HPML_AXIS_EXPERT;
         if (divides_samples != (samples && d == 0))
-            return hpmlc_no_layer(ctx, "%s: \"%s\" over the %s axis; samples are divided by the data and expert axes, all "
-                                  "other dimensions by tensor and sequence", what, n->name[d], word.name[0]) != NULL;
+            return hpmlc_no_layer(ctx, "%s: \"%s\" over the %s axis; samples are divided by the data and expert axes, "
+                                  "all other dimensions by tensor and sequence", what, n->name[d],
+                                  word.name[0]) != NULL;
         if (!divides_samples) axis[d] = (hpml_axis)a;
     }
     return true;
@@ -13602,8 +14821,8 @@ HPML_API hpml_tensor *hpml_named_param(hpml_ctx *ctx, const char *rules, const c
             return hpmlc_no_layer(ctx, "%s: \"%s\" and \"%s\" are both split; a parameter is split along one dimension",
                                   what, n.name[d.split_dim], n.name[i]);
         if (d.shape[i] % size != 0)
-            return hpmlc_no_layer(ctx, "%s: \"%s\" of size %lld over %lld ranks of the %s axis; expected a multiple", what,
-                                  n.name[i], (long long)d.shape[i], (long long)size, hpml_axis_name(axis[i]));
+            return hpmlc_no_layer(ctx, "%s: \"%s\" of size %lld over %lld ranks of the %s axis; expected a multiple",
+                                  what, n.name[i], (long long)d.shape[i], (long long)size, hpml_axis_name(axis[i]));
         d.axis      = axis[i];
         d.split_dim = i;
     }
@@ -13740,8 +14959,8 @@ HPMLC_FN bool hpmlc_einsum_shape(const char *text, const hpmlc_names n[3], hpml_
             const int   y = hpmlc_names_find(&n[2], name), other = hpmlc_names_find(&n[1 - t], name);
             if (other >= 0 && (src[t]->shape[i] != src[1 - t]->shape[other] ||
                                src[t]->split[i] != src[1 - t]->split[other]))
-                return hpmlc_no_layer(src[0]->ctx, "einsum \"%s\": \"%s\" has %lld indices in a, %lld in b, or is split in "
-                                      "one of them alone", text, name, (long long)src[t]->shape[i],
+                return hpmlc_no_layer(src[0]->ctx, "einsum \"%s\": \"%s\" has %lld indices in a, %lld in b, or is "
+                                      "split in one of them alone", text, name, (long long)src[t]->shape[i],
                                       (long long)src[1 - t]->shape[other]) != NULL;
             sums[src[t]->split[i]] |= y < 0 && src[t]->split[i] != 0;
             if (y < 0 || (t == 1 && other >= 0)) continue;
@@ -13749,8 +14968,8 @@ HPMLC_FN bool hpmlc_einsum_shape(const char *text, const hpmlc_names n[3], hpml_
             split[y]     = src[t]->split[i];
             if (i == 0 && y == 0 && src[t]->batch_rows) op->batch_rows = src[t]->batch_rows;
             if (split[y] && used[split[y]])
-                return hpmlc_no_layer(src[0]->ctx, "einsum \"%s\": two dimensions of the result are split over the %s axis",
-                                      text, hpml_axis_name((hpml_axis)split[y])) != NULL;
+                return hpmlc_no_layer(src[0]->ctx, "einsum \"%s\": two dimensions of the result are split over the %s "
+                                      "axis", text, hpml_axis_name((hpml_axis)split[y])) != NULL;
             used[split[y]] = true;
         }
     }
@@ -13778,8 +14997,8 @@ HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor 
     if (!arrow || !hpmlc_names_read(text, comma, &n[0]) || !hpmlc_names_read(comma, arrow, &n[1]) ||
         !hpmlc_names_read(arrow, arrow + strlen(arrow), &n[2]) || n[0].count != a->ndim || n[1].count != b->ndim ||
         n[2].count < 1 || !hpmlc_einsum_sort(n, &e))
-        return hpmlc_no_layer(a->ctx, "einsum \"%s\" of %d and %d dimensions; expected such as \"batch in, hidden in -> "
-                              "batch hidden\", every name in two tensors or all three", text ? text : "", a->ndim,
+        return hpmlc_no_layer(a->ctx, "einsum \"%s\" of %d and %d dimensions; expected such as \"batch in, hidden in "
+                              "-> batch hidden\", every name in two tensors or all three", text ? text : "", a->ndim,
                               b->ndim);
     HPMLC_ZERO(hpml_custom, op);
     if (!hpmlc_einsum_shape(text, n, src, &op, split, sums)) return NULL;
@@ -14323,6 +15542,9 @@ HPMLC_FN hpml_status hpmlc_sim_check(const hpml_simulate_desc *d, const hpmlc_te
     if (hpml_element_size(d->element) == 0 || !HPMLC_GOOD(d->update_s) || !HPMLC_GOOD(d->codec_s_per_byte))
         return hpmlc_refuse(to, wrong, "simulate: element %d, update_s %g, codec_s_per_byte %g: out of range",
                             (int)d->element, d->update_s, d->codec_s_per_byte);
+    if (d->servers < 0 || d->servers >= d->ranks)
+        return hpmlc_refuse(to, wrong, "simulate: %d servers of %d ranks; at least one rank must be a worker",
+                            d->servers, d->ranks);
     for (int i = 0; i < d->layers; i++) {
         double  forward = d->forward_s ? d->forward_s[i] : 0, backward = d->backward_s[i];
         int64_t packed  = d->packed ? d->packed[i] : 0, n = d->elements[i];
@@ -14358,6 +15580,58 @@ HPMLC_FN bool hpmlc_sim_bucket(hpmlc_sim *s, const hpml_simulate_desc *d, double
     return good;
 }
 
+/* Simulates that ranks [first, end), in the order of their clocks, send a header and `bytes` to each of ranks
+   [to, to_end), which wait for all of these messages. */
+HPMLC_FN void hpmlc_sim_deal(hpmlc_sim *s, int first, int end, int to, int to_end, size_t header, int64_t bytes)
+{
+    s->runs = 0;
+    for (int r = first; r < end; r++) hpmlc_sim_push(s, r);
+    for (int i = to; i < to_end; i++) s->work[i] = s->clock[i];
+    while (s->runs > 0) {
+        const int r = hpmlc_sim_pop(s);
+        for (int i = to; i < to_end; i++) {
+            hpmlc_sim_send(s, r, i, (int64_t)header);
+            s->work[i] = fmax(s->work[i], hpmlc_sim_send(s, r, i, bytes));
+        }
+    }
+    for (int i = to; i < to_end; i++) s->clock[i] = s->work[i];
+}
+
+/* Simulates steps of strategy ps and stores the mean of the later ones, times and counts, in *out. */
+HPMLC_FN void hpmlc_sim_servers(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
+{
+    enum { STEPS = 8 }; /* that are counted, after as many others */
+    const int workers = s->p - d->servers;
+    double    compute = 0, slowest = 1, begin = 0, end = 0;
+    int64_t   up = 0, down = 0;
+    for (int i = 0; i < d->layers; i++) {
+        compute += d->backward_s[i] + (d->forward_s ? d->forward_s[i] : 0);
+        up += d->packed ? d->packed[i] : 4 * d->elements[i];
+        down += 4 * d->elements[i];
+    }
+    for (int step = 0; step < 2 * STEPS; step++) {
+        if (step == STEPS) {
+            begin = end;
+            memset(s->bytes, 0, sizeof *s->bytes * 2 * (size_t)s->p); /* and s->messages */
+            s->between = 0;
+        }
+        for (int r = 0; r < workers; r++) s->clock[r] += compute * (d->network.slow ? d->network.slow[r] : 1);
+        hpmlc_sim_deal(s, 0, workers, workers, s->p, sizeof(hpmlc_request), up / d->servers);
+        for (int r = workers; r < s->p; r++) s->clock[r] += d->update_s / d->servers;
+        hpmlc_sim_deal(s, workers, s->p, 0, workers, sizeof(hpmlc_answer), down / d->servers);
+        end = hpmlc_sim_latest(s);
+    }
+    for (int r = 0; r < s->p; r++) {
+        if (d->network.slow && r < workers) slowest = fmax(slowest, d->network.slow[r]);
+        out->bytes_per_rank = hpmlc_max(out->bytes_per_rank, s->bytes[r] / STEPS);
+        out->messages       = hpmlc_max(out->messages, s->messages[r] / STEPS);
+    }
+    out->step_s        = (end - begin) / STEPS;
+    out->between_bytes = s->between / STEPS;
+    out->compute_s     = compute + d->update_s / d->servers;
+    out->straggle_s    = (slowest - 1) * compute;
+}
+
 /* Simulates one step of training, bucket by bucket, and stores its times and counts in *out. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
@@ -14390,8 +15664,6 @@ HPMLC_FN bool hpmlc_sim_step(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_sim
     out->between_bytes = s->between;
     out->compute_s     = whole + d->update_s;
     out->straggle_s    = slowest > 1 ? (slowest - 1) * out->compute_s : 0;
-    out->exposed_s     = fmax(0, out->step_s - out->compute_s - out->straggle_s);
-    out->efficiency = out->step_s > 0 ? out->compute_s / out->step_s : 1;
     return true;
 }
 
@@ -14405,10 +15677,16 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     *out = result;
     hpml_status status = hpmlc_sim_check(desc, &to);
     if (status != HPML_OK) return status;
-    if (!hpmlc_sim_open(&s, desc->ranks, &desc->network) || !hpmlc_sim_step(&s, desc, &result))
-        status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
-    else *out = result;
+    bool good = hpmlc_sim_open(&s, desc->ranks, &desc->network);
+    if (good && desc->servers > 0) hpmlc_sim_servers(&s, desc, &result);
+    else good = good && hpmlc_sim_step(&s, desc, &result);
+    if (!good) status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
     hpmlc_sim_close(&s);
+    if (!good) return status;
+    result.exposed_s = fmax(0, result.step_s - result.compute_s - result.straggle_s);
+    if (desc->servers > 0) result.comm_s = result.exposed_s;
+    result.efficiency = result.step_s > 0 ? result.compute_s / result.step_s : 1;
+    *out = result;
     return status;
 }
 

@@ -12,23 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Inside a function that a rank runs: returns from the function with an error if the condition does not hold. */
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) return check_failed(c, __FILE__, __LINE__, #condition);                                      \
-    } while (0)
-
-static hpml_status check_failed(hpml_comm *c, const char *file, int line, const char *text)
-{
-    hpml_ctx *ctx = hpml_comm_ctx(c);
-    if (hpml_ctx_status(ctx) != HPML_OK) {
-        printf("    %s:%d: %s: %s\n", file, line, text, hpml_ctx_error(ctx));
-        return hpml_ctx_status(ctx);
-    }
-    printf("    %s:%d: %s on rank %d of %d, %s\n", file, line, text, hpml_comm_rank(c), hpml_comm_size(c),
-           hpml_comm_transport(c));
-    return hpml_ctx_fail(ctx, HPML_ERR_STATE, "%s:%d: %s", file, line, text);
-}
+#include "check.h"
 
 /* Element i of a rank's input, a whole number so small that the sums over all ranks are exact in bf16. */
 static double whole(int rank, int64_t i) { return (double)((i * 7 + rank * 3) % 11 - 4); }

@@ -128,6 +128,8 @@ static void *rank_thread(void *arg)
     return NULL;
 }
 
+static int ranks_failed; /* ranks that had an error in the last run_ranks */
+
 /* Runs fn on `ranks` threads with groups of this axis; returns the first rank's status, and its error in `error`. */
 static hpml_status run_ranks(int ranks, hpml_axis axis, const hpml_ctx_desc *desc, rank_fn *fn, void *user, char *error)
 {
@@ -143,9 +145,11 @@ static hpml_status run_ranks(int ranks, hpml_axis axis, const hpml_ctx_desc *des
     for (int r = 0; r < ranks; r++) pthread_join(thread[r], NULL);
     pthread_barrier_destroy(&w.barrier);
     hpml_status first = HPML_OK;
+    ranks_failed = 0;
     for (int r = ranks - 1; r >= 0; r--)
         if (w.status[r] != HPML_OK) {
             first = w.status[r];
+            ranks_failed++;
             if (error) snprintf(error, sizeof w.error[0], "%s", w.error[r]);
         }
     return first;

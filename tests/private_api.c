@@ -62,7 +62,7 @@ void private_gemm_serial(hpml_ctx *ctx, int thread, const private_product *p)
 
 bool private_offsets(hpml_ctx *ctx, private_slot *slots, int count)
 {
-    hpmli_slot *s = hpmli_new(ctx, hpmli_slot, count);
+    hpmli_life *s = hpmli_new(ctx, hpmli_life, count);
     for (int i = 0; s && i < count; i++) {
         s[i].bytes  = slots[i].bytes;
         s[i].offset = (size_t)i;
@@ -70,7 +70,7 @@ bool private_offsets(hpml_ctx *ctx, private_slot *slots, int count)
         s[i].to     = slots[i].to;
     }
     size_t bytes = 0;
-    bool   good  = s && hpmli_slots_place(ctx, s, count, &bytes);
+    bool   good  = s && hpmli_lives_place(ctx, s, count, &bytes);
     for (int i = 0; good && i < count; i++)
         slots[i] = (private_slot){ s[i].bytes, s[i].offset, s[i].from, s[i].to };
     hpmli_free(ctx, s);

@@ -176,6 +176,15 @@ check "1 Gbit/s, 64 ranks: half as long with bf16, less when packed" 'awk "$time
 timeout 60 build/09_queue >"$tmp/out" 2>&1
 check "spread strands fewer GPUs than pack" \
     'awk "/^pack/ { p = \$6 } /^spread/ { s = \$6; n = 1 } END { exit !(n && s < p) }" "$tmp/out"'
+fits timeout 60 build/14_pipeline
+check "a drawing of six schedules" \
+    '[ $? -eq 0 ] && [ "$(grep -c "in flight" "$tmp/out")" = 6 ] && says "^  3 \.\.\.0" &&
+        tail -n 1 build/pipeline_stash.svg | grep -q "</svg>"'
+timeout 60 build/14_pipeline --json gpipe 1f1b interleaved >"$tmp/out" 2>&1
+check "bubbles in virtual time are those of the formula" \
+    'awk -F "[:,]" "{ d = \$10 - \$12; if (d * d > 1e-6) bad = 1 } END { exit NR != 3 || bad }" "$tmp/out"'
+HPML_PLAN=pipe=2,schedule=interleaved,micro=4 timeout 60 build/14_pipeline --json >"$tmp/out" 2>&1
+check "the same program by HPML_PLAN" 'says "\"interleaved\", \"stages\": 2, \"micro\": 4"'
 fits timeout 60 build/15_tensor_parallel --steps 5
 check "a GPT on 4 ranks, split in two: 4 sums a block" \
     '[ $? -eq 0 ] && says "^a step: 12 sums, 4 in each of 2 blocks" && says "(blocks: 262144)"'
@@ -211,6 +220,12 @@ if [ -z "$lack" ]; then
 fi
 timeout 60 build/19_federated --mixed --samples 4000 --rounds 4 --goal 0.75 --json >"$tmp/out" 2>&1
 check "federated averaging with masks" '[ $? -eq 0 ] && says "\"masked_sum_is_exact\": true"'
+fits timeout 60 build/22_experts --steps 30
+check "experts and ring attention by four plans" '[ "$(grep -c "^[a-z=2, ]*  *2\.[0-9]" "$tmp/out")" = 4 ]'
+fits timeout 60 build/23_presets --steps 20
+check "Mariana's three engines: dense layers by rows send less, sparse tables what they touch" \
+    'awk "/^dp/ { dp = \$NF } /^trick/ { t = \$NF } /^sparse/ { s[n++] = \$NF }
+        END { exit !(n == 2 && t > 0 && t < dp / 4 && s[0] == s[1] && s[0] < 10) }" "$tmp/out"'
 fits timeout 60 build/20_lbfgs
 check "L-BFGS on ranks finds the weights of one rank; a slow worker costs little" \
     '[ $? -eq 0 ] && says "step 15  loss 0.4131487" && says "^portions: 4"'

@@ -13,6 +13,8 @@ typedef struct job {
     bool      odd;       /* batchnorm, a tied weight, (B, T, C) inputs; short batches and ranks without samples */
     bool      bare;      /* no bias */
     hpml_dtype store;
+    bool      wild;      /* a target so large that gradients do not fit exact sums */
+    uint64_t  seed;      /* of the jitter in virtual time */
     int64_t   steps;     /* 0: STEPS */
     double    bytes;     /* sent in a step */
     uint64_t  hash;
@@ -60,7 +62,8 @@ static hpml_status train(hpml_comm *c, void *user)
     } else h = dense(h, mine.m, &mine, NULL);
     if (mine.out) h = dense(h, out, &mine, NULL);
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
-        .input = x, .output = h, .loss = HPML_LOSS_MSE, .lr = 0.5f, .clip_norm = 1 });
+        .input = x, .output = h, .loss = HPML_LOSS_MSE, .lr = mine.plan.servers ? 0.1f : 0.5f,
+        .clip_norm = mine.plan.servers ? 0 : 1 });
     bool       hidden = false;
     hpml_hooks watch = { .user = &hidden, .grad = look };
     hpml_trainer_attach(t, &watch);
@@ -73,11 +76,15 @@ static hpml_status train(hpml_comm *c, void *user)
         if (mine.odd && s == 1) samples = r;           /* rank 0 has none */
         if (mine.odd && s == 2) samples = mine.batch - r;
         hpml_rng_fill_normal(&rng, in, mine.batch * (mine.in + out));
+        if (mine.wild) y[0] = 1e9f;
+        if (hpml_comm_rank(c) >= hpml_comm_size(c) - mine.plan.servers) samples = 0;
+        if (mine.plan.servers > 0 && strcmp(hpml_comm_transport(c), "clock") == 0) hpml_comm_compute(c, 1e-3);
         hpml_trainer_step(t, in, y, samples, NULL);
     }
     free(in);
     hpml_distribute_report report = { 0 };
     hpml_distribute_get(d, &report, false);
+    hpml_distribute_finish(d);
     mine.count  = hpml_param_count(ctx);
     mine.bytes  = report.bytes;
     mine.hidden = hidden;
@@ -99,6 +106,7 @@ static hpml_status go(job *j, int ranks, hpml_transport_kind transport, hpml_rou
                            .ctx = { .seed = 3, .threads = j->threads ? j->threads : 1, .activation_dtype = j->store } };
     j->plan.route = route;
     if (transport == HPML_TRANSPORT_CLOCK) l.network.inside.latency = 1e-5, l.network.jitter = 0.5;
+    l.network.seed = j->seed;
     hpml_status status = hpml_launch(&l, train, j, j->text, sizeof j->text);
     return status;
 }
@@ -178,6 +186,81 @@ TEST(the_same_bits_twice_in_virtual_time)
     ENSURE(apart(&a, 3, HPML_TRANSPORT_CLOCK, HPML_ROUTE_FACTORS) < 1e-5);
     ENSURE(apart(&b, 3, HPML_TRANSPORT_CLOCK, HPML_ROUTE_FACTORS) >= 0 && a.hash == b.hash);
     ENSURE(go(&b, 3, HPML_TRANSPORT_THREADS, HPML_ROUTE_FACTORS) == HPML_OK && a.hash != 0);
+}
+
+/* The workers' factors go to servers, which multiply; parameters come back. A worker sends b (m + S n) floats to S
+   servers, headers of 56 bytes apart. */
+static double by_servers(job *j, int workers, const char *plan, hpml_transport_kind transport)
+{
+    job sum = *j;
+    hpml_plan_parse(plan, &j->plan, NULL, 0);
+    sum.plan           = j->plan;
+    sum.plan.exact     = false;
+    const int    ranks = workers + j->plan.servers;
+    const bool   good  = go(j, ranks, transport, HPML_ROUTE_FACTORS) == HPML_OK &&
+                         go(&sum, ranks, transport, HPML_ROUTE_ALLREDUCE) == HPML_OK;
+    double       worst = 0;
+    if (!good) printf("    %s: %s %s\n", plan, j->text, sum.text);
+    for (int i = 0; i < MOST; i++) worst = fmax(worst, fabs((double)j->w[i] - (double)sum.w[i]));
+    return good ? worst : -1;
+}
+
+TEST(servers_multiply_what_workers_send)
+{
+    static const char *const plans[] = { "strategy=ps,servers=1", "strategy=ps,servers=3",
+                                         "strategy=ps,servers=2,exact=1", "strategy=ssp,servers=2",
+                                         "strategy=ps,servers=2,sum=1" };
+    for (int p = 0; p < 5; p++)
+        for (int odd = 0; odd < 2; odd++) {
+            job    j = { .batch = 6, .in = 10, .m = 7, .out = 3, .odd = odd && p != 3 };
+            double d = by_servers(&j, 3, plans[p], p % 2 ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS);
+            if (!(d >= 0 && d < 2e-5)) printf("    %s, %d: %g\n", plans[p], odd, d);
+            ENSURE(d >= 0 && d < 2e-5 && j.hidden && j.route[0] == HPML_ROUTE_FACTORS);
+        }
+    job one = { .batch = 8, .in = 784, .m = 128, .bare = true, .steps = 1 };
+    ENSURE(by_servers(&one, 3, "strategy=ps,servers=1", HPML_TRANSPORT_THREADS) <= 1e-6);
+    ENSURE(one.bytes == 8 * (784 + 128) * 4 + 56); /* 29,184, in place of 401,408 */
+    ENSURE(by_servers(&one, 3, "strategy=ps,servers=2", HPML_TRANSPORT_THREADS) <= 1e-6);
+    ENSURE(one.bytes == 8 * (2 * 784 + 128) * 4 + 2 * 56);
+}
+
+/* Exact sums of a round have the same bits in any order of arrival; one by one, in the order of arrival, not. */
+TEST(pushes_in_any_order_give_the_same_bits)
+{
+    static const char *const plans[] = { "strategy=ps,servers=2,exact=1", "strategy=ssp,staleness=1,servers=2" };
+    for (int p = 0; p < 2; p++) {
+        uint64_t hash[5] = { 0 };
+        for (int i = 0; i < 5; i++) {
+            job j = { .batch = 6, .in = 40, .m = 30, .out = 5, .seed = (uint64_t)i };
+            hpml_plan_parse(plans[p], &j.plan, NULL, 0);
+            ENSURE(go(&j, 7, i < 4 ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS, HPML_ROUTE_FACTORS) == HPML_OK);
+            hash[i] = j.hash;
+        }
+        ENSURE(hash[0] != 0 && (p == 1 || (hash[1] == hash[0] && hash[2] == hash[0] && hash[4] == hash[0])));
+        ENSURE(p == 0 || hash[1] != hash[0] || hash[2] != hash[0]);
+    }
+    job wild = { .batch = 2, .in = 4, .m = 3, .wild = true };
+    hpml_plan_parse("strategy=ps,servers=1,exact=1", &wild.plan, NULL, 0);
+    ENSURE(go(&wild, 3, HPML_TRANSPORT_THREADS, HPML_ROUTE_FACTORS) != HPML_OK);
+    if (!strstr(wild.text, "exact sums hold less than")) printf("    %s\n", wild.text);
+    ENSURE(strstr(wild.text, "exact sums hold less than"));
+}
+
+/* To S servers factors are b (m + S n) floats, the gradient m n. */
+TEST(hybrid_takes_what_is_less_to_servers)
+{
+    hpml_rng rng = { .seed = 12 };
+    int      both[2] = { 0, 0 };
+    for (int i = 0; i < 10; i++) {
+        job  j = { .batch = 1 + hpml_rng_below(&rng, 12), .in = 1 + hpml_rng_below(&rng, 60), .steps = 2,
+                   .m = 1 + hpml_rng_below(&rng, 60), .bare = true, .plan.strategy = HPML_STRATEGY_PS };
+        j.plan.servers = 1 + (int32_t)hpml_rng_below(&rng, 3);
+        ENSURE(go(&j, 2 + j.plan.servers, HPML_TRANSPORT_THREADS, HPML_ROUTE_HYBRID) == HPML_OK);
+        bool factors = j.batch * (j.m + j.plan.servers * j.in) <= j.m * j.in;
+        ENSURE(j.route[0] == (factors ? HPML_ROUTE_FACTORS : HPML_ROUTE_ALLREDUCE));
+        both[factors]++;
+    }
+    ENSURE(both[0] > 2 && both[1] > 2);
 }
 
 TEST(halves_are_refused)

@@ -1,0 +1,291 @@
+/* Parts and slots of a graph: a model cut at every op into parts on contexts of their own, which run one after another
+   as a pipeline would, against the same model in one piece; memory of slots; results computed again. */
+#include "../hpml.h"
+#include "test.h"
+
+enum { BATCH = 12, IN = 16, CLASSES = 5, MOST = 3 };
+
+/* A skip connection, ops in place, reshapes, dropout. */
+static hpml_tensor *record(hpml_tensor *x)
+{
+    const hpml_linear_desc relu = { .activation = HPML_ACT_RELU }, gelu = { .activation = HPML_ACT_GELU };
+    const int64_t          rows[] = { BATCH, 4, 6 }, flat[] = { BATCH, 24 };
+    hpml_tensor *h = hpml_dropout(hpml_linear(x, 24, &relu), 0.3f);
+    hpml_tensor *r = hpml_layernorm(hpml_reshape(h, 3, rows), NULL);
+    hpml_tensor *q = hpml_linear(hpml_reshape(r, 2, flat), 24, &gelu);
+    return hpml_linear(hpml_relu(hpml_add(q, h)), CLASSES, NULL);
+}
+
+typedef struct rank { /* one context with the model, and the part of it that runs there */
+    hpml_ctx     *ctx;
+    hpml_trainer *t;
+    hpml_graph   *g;
+    int           from, to, number;
+    struct pipe  *pipe;
+} rank;
+typedef struct pipe {
+    rank         rank[MOST];
+    int          ranks, micro;
+    const float *x;
+    const void  *y;
+    bool         evaluate;
+    float       *predicted;
+    float        loss, inner;
+} pipe;
+
+static rank create(int accumulate)
+{
+    rank r = { .ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .seed = 3 }) };
+    hpml_ctx_defer(r.ctx, true);
+    hpml_tensor *x = hpml_input_2d(r.ctx, BATCH, IN);
+    r.t = hpml_trainer_create(r.ctx, &(hpml_trainer_desc){ .input = x, .output = record(x), .lr = 0.1f, .momentum = 0.9f,
+                                                           .accumulate = accumulate });
+    r.g  = hpml_trainer_graph(r.t);
+    r.to = hpml_graph_op_count(r.g);
+    return r;
+}
+
+static void fill(float *x, int32_t *y)
+{
+    hpml_rng rng = { 5, 0, 0 };
+    for (int i = 0; i < BATCH * IN; i++) x[i] = hpml_rng_uniform(&rng) - 0.5f;
+    for (int i = 0; i < BATCH; i++) y[i] = (int32_t)hpml_rng_below(&rng, CLASSES);
+}
+
+static int order_of(const hpml_graph *g, const hpml_tensor *t)
+{
+    int i = 0;
+    while (hpml_graph_op(g, i)->out != t) i++;
+    return i;
+}
+
+/* Copies what crosses into rank r, in slot `slot`, from the ranks that compute it; back: sends the gradients there. */
+static void exchange(pipe *p, int r, int slot, bool back)
+{
+    hpml_tensor *in[64];
+    rank        *to = &p->rank[r];
+    int          count = hpml_graph_crossing(to->g, to->from, in, 64);
+    hpml_graph_slot(to->g, slot);
+    for (int k = 0; k < count; k++) {
+        int   op   = order_of(to->g, in[k]), s = 0;
+        rank *from = p->rank;
+        if (!in[k]->raw) continue; /* passes over this rank */
+        while (from->to <= op) from++;
+        hpml_graph_slot(from->g, slot);
+        hpml_tensor *out   = hpml_graph_op(from->g, op)->out;
+        size_t       bytes = (size_t)hpml_tensor_count(in[k]) * sizeof(float);
+        hpml_tensor *later[64];
+        int          also = r + 1 < p->ranks ? hpml_graph_crossing(to->g, to->to, later, 64) : 0;
+        while (s < also && (later[s] != in[k] || !hpml_graph_op(p->rank[r + 1].g, op)->out->raw)) s++;
+        if (!back) memcpy(in[k]->raw, out->raw, bytes);
+        else if (s == also) memcpy(out->raw_grad, in[k]->raw_grad, bytes);
+        else
+            for (size_t i = 0; i < bytes / sizeof(float); i++) out->grad[i] += in[k]->grad[i];
+    }
+}
+
+/* The hook `pass`: each rank's step calls the next rank's; the last rank then runs all micro-batches in GPipe's order. */
+static hpml_status pass(void *user, hpml_trainer *t, const hpml_moment *at, int64_t first, int64_t samples,
+                        float grad_scale, bool accumulate, float *loss)
+{
+    rank   *me = (rank *)user;
+    pipe   *p  = me->pipe;
+    rank   *next = me->number + 1 < p->ranks ? me + 1 : NULL;
+    int64_t rows = BATCH / p->micro;
+    int     slots = (int)((samples + rows - 1) / rows);
+    (void)t;
+    if (next && at->pass == HPML_PASS_EVALUATE) {
+        int64_t floats;
+        float  *out = hpml_trainer_output(me->t, &floats);
+        float       got[BATCH * CLASSES];
+        bool        mine   = order_of(me->g, hpml_trainer_settings(me->t)->output) < me->to;
+        hpml_status status = hpml_trainer_predict(next->t, p->x, samples, got);
+        if (!mine) memcpy(out, got, (size_t)(samples * floats) * sizeof(float));
+        return status;
+    }
+    if (next) {
+        hpml_step_info info;
+        hpml_status    status = hpml_trainer_step(next->t, p->x, p->y, samples, &info);
+        *loss = p->loss;
+        return status;
+    }
+    p->loss = 0;
+    for (int j = 0; j < slots; j++) {
+        int64_t n = rows < samples - j * rows ? rows : samples - j * rows;
+        for (int r = 0; r < p->ranks; r++) {
+            float part = 0;
+            hpml_graph_slot(p->rank[r].g, j);
+            hpml_graph_set_batch(p->rank[r].g, n);
+            exchange(p, r, j, false);
+            if (hpml_trainer_forward(p->rank[r].t, j, first + j * rows, n, loss ? &part : NULL) != HPML_OK)
+                return hpml_ctx_status(p->rank[r].ctx);
+            p->loss += part * (float)n / (float)samples;
+        }
+    }
+    if (loss) *loss = p->loss;
+    for (int j = 0; j < slots && at->pass == HPML_PASS_TRAIN; j++) {
+        int64_t n = rows < samples - j * rows ? rows : samples - j * rows;
+        for (int r = p->ranks - 1; r >= 0; r--) {
+            float scale = grad_scale * (float)n / (float)samples;
+            if (hpml_trainer_backward(p->rank[r].t, j, scale, accumulate || j > 0, j + 1 == slots) != HPML_OK)
+                return hpml_ctx_status(p->rank[r].ctx);
+            exchange(p, r, j, true);
+        }
+    }
+    return HPML_OK;
+}
+
+/* Cuts the model before the ops at[0] < at[1] .. into ranks parts. */
+static void cut(pipe *p, int ranks, const int *at, int micro)
+{
+    memset(p, 0, sizeof *p);
+    p->ranks = ranks;
+    p->micro = micro;
+    for (int r = 0; r < ranks; r++) {
+        rank *k = &p->rank[r];
+        *k        = create(1);
+        k->number = r;
+        k->pipe   = p;
+        k->from   = r > 0 ? at[r - 1] : 0;
+        k->to     = r + 1 < ranks ? at[r] : k->to;
+        hpml_graph_part(k->g, k->from, k->to, BATCH / micro, micro);
+        hpml_trainer_attach(k->t, &(hpml_hooks){ .user = k, .pass = pass });
+    }
+}
+
+/* A hook `run` that runs a batch as `micro` micro-batches. */
+static int         micro_now;
+static hpml_status run_micro(void *user, hpml_trainer *t, const hpml_moment *at, int64_t samples, float *loss)
+{
+    int64_t rows = BATCH / micro_now, n;
+    (void)user;
+    *loss = 0;
+    for (int64_t j = 0; j * rows < samples; j++) {
+        float part;
+        n = rows < samples - j * rows ? rows : samples - j * rows;
+        hpml_status status = hpml_trainer_forward_backward(t, j * rows, n, (float)n / (float)samples,
+                                                           at->batch > 0 || j > 0, &part);
+        if (status != HPML_OK) return status;
+        *loss += part * (float)n / (float)samples;
+    }
+    return HPML_OK;
+}
+
+/* True if values and gradients of the part's parameters have the bits of the whole model's; others have no memory. */
+static bool same_parameters(const rank *part, const rank *whole)
+{
+    for (int i = 0; i < hpml_param_count(whole->ctx); i++) {
+        const hpml_tensor *a = hpml_param_at(part->ctx, i), *b = hpml_param_at(whole->ctx, i);
+        size_t             bytes = (size_t)hpml_tensor_count(b) * sizeof(float);
+        bool               here = false;
+        for (int k = part->from; k < part->to; k++)
+            for (int s = 0; s < hpml_graph_op(part->g, k)->src_count; s++) here |= hpml_graph_op(part->g, k)->src[s] == a;
+        if (here != (a->raw != NULL) || here != (hpml_trainer_place(part->t, i) >= 0)) return false;
+        if (here && (memcmp(a->raw, b->raw, bytes) != 0 || memcmp(a->grad, b->grad, bytes) != 0)) return false;
+    }
+    return true;
+}
+
+static bool cut_is_whole(int ranks, const int *at, int micro)
+{
+    pipe    p;
+    rank    whole = create(1);
+    float   x[BATCH * IN], out[2][BATCH * CLASSES];
+    int32_t y[BATCH];
+    bool    good = true;
+    fill(x, y);
+    cut(&p, ranks, at, micro);
+    p.x       = x;
+    p.y       = y;
+    micro_now = micro;
+    hpml_trainer_attach(whole.t, &(hpml_hooks){ .run = run_micro });
+    for (int step = 0; step < 3; step++) {
+        int64_t        samples = step == 1 ? BATCH - 3 : BATCH; /* the second batch is short */
+        hpml_step_info a, b;
+        good = good && hpml_trainer_step(p.rank[0].t, x, y, samples, &a) == HPML_OK;
+        good = good && hpml_trainer_step(whole.t, x, y, samples, &b) == HPML_OK && a.loss == b.loss;
+        for (int r = 0; r < ranks && good; r++) good = same_parameters(&p.rank[r], &whole);
+        if (!good) printf("    step %d: loss %g and %g, cut %d %d of %d, %d micro-batches: %s %s\n", step, (double)a.loss,
+                          (double)b.loss, at[0], at[1], whole.to, micro, hpml_ctx_error(p.rank[0].ctx),
+                          hpml_ctx_error(p.rank[ranks - 1].ctx));
+        if (!good) break;
+    }
+    good = good && hpml_trainer_predict(p.rank[0].t, x, BATCH - 1, out[0]) == HPML_OK &&
+           hpml_trainer_predict(whole.t, x, BATCH - 1, out[1]) == HPML_OK &&
+           memcmp(out[0], out[1], (BATCH - 1) * CLASSES * sizeof(float)) == 0;
+    for (int r = 0; r < ranks; r++) hpml_ctx_free(p.rank[r].ctx);
+    hpml_ctx_free(whole.ctx);
+    return good;
+}
+
+TEST(two_parts_cut_anywhere_compute_the_bits_of_the_whole)
+{
+    rank r   = create(1);
+    int  ops = r.to;
+    hpml_ctx_free(r.ctx);
+    ENSURE(ops == 10);
+    for (int micro = 1; micro <= 4; micro++)
+        for (int at = 1; at < ops; at++) ENSURE(cut_is_whole(2, (int[]){ at, 0 }, micro));
+}
+
+TEST(three_parts_cut_anywhere_compute_the_bits_of_the_whole)
+{
+    for (int at = 1; at < 9; at++)
+        for (int to = at + 1; to < 10; to++) ENSURE(cut_is_whole(3, (int[]){ at, to }, 3));
+}
+
+static size_t bytes_of(int from, int to, int64_t rows, int slots)
+{
+    rank        r = create(1);
+    hpml_memory m;
+    hpml_graph_part(r.g, from, to, rows, slots);
+    hpml_graph_memory(r.g, &m);
+    size_t before = hpml_ctx_bytes(r.ctx);
+    hpml_trainer_alloc(r.t);
+    size_t taken = hpml_ctx_bytes(r.ctx) - before;
+    if (taken < m.total || taken > m.total + 4096) m.activations = 0;
+    hpml_ctx_free(r.ctx);
+    return m.activations;
+}
+
+TEST(slots_add_what_lives_from_forward_to_backward)
+{
+    rank        r = create(1);
+    hpml_memory m;
+    hpml_graph_memory(r.g, &m);
+    ENSURE(bytes_of(0, r.to, BATCH, 1) == m.activations); /* one part that is all: nothing changes */
+    size_t one = bytes_of(0, r.to, BATCH, 1), two = bytes_of(0, r.to, BATCH, 2), four = bytes_of(0, r.to, BATCH, 4);
+    ENSURE(one > 0 && two > one && two < 2 * one && four - two == 2 * (bytes_of(0, r.to, BATCH, 3) - two));
+    ENSURE(bytes_of(0, r.to, BATCH / 4, 4) < two && bytes_of(0, 5, BATCH, 1) < one);
+    hpml_ctx_free(r.ctx);
+}
+
+TEST(crossing_lists_results_that_later_ops_read)
+{
+    rank         r = create(1);
+    hpml_tensor *t[8];
+    ENSURE(hpml_graph_crossing(r.g, 0, t, 8) == 0 && hpml_graph_crossing(r.g, r.to, t, 8) == 0);
+    ENSURE(hpml_graph_crossing(r.g, 1, t, 8) == 1 && t[0] == hpml_graph_op(r.g, 0)->out);
+    ENSURE(hpml_graph_crossing(r.g, 5, t, 1) == 2 && t[0] == hpml_graph_op(r.g, 1)->out); /* the skip connection */
+    ENSURE(hpml_graph_op(r.g, r.to) == NULL && hpml_graph_op(NULL, 0) == NULL && hpml_graph_op_count(NULL) == 0);
+    hpml_ctx_free(r.ctx);
+}
+
+TEST(parts_that_cannot_be_are_refused)
+{
+    rank    r = create(1);
+    float   x[BATCH * IN];
+    int32_t y[BATCH];
+    fill(x, y);
+    ENSURE_ERROR(r.ctx, hpml_graph_part(r.g, 3, 3, BATCH, 1) != HPML_OK, HPML_ERR_ARGUMENT, "expected a range");
+    ENSURE_ERROR(r.ctx, hpml_graph_part(r.g, 0, 3, BATCH + 1, 1) != HPML_OK, HPML_ERR_ARGUMENT, "1 to 12 rows");
+    ENSURE_ERROR(r.ctx, hpml_graph_part(r.g, 0, 3, BATCH, 0) != HPML_OK, HPML_ERR_ARGUMENT, "at least 1 slot");
+    ENSURE(hpml_graph_part(r.g, 0, 3, BATCH, 1) == HPML_OK);
+    ENSURE_ERROR(r.ctx, hpml_graph_part(r.g, 2, 5, BATCH, 1) != HPML_OK, HPML_ERR_ARGUMENT, "overlap");
+    ENSURE_ERROR(r.ctx, hpml_trainer_step(r.t, x, y, BATCH, NULL) != HPML_OK, HPML_ERR_STATE, "hook `pass`");
+    ENSURE_ERROR(r.ctx, hpml_graph_slot(r.g, 1) != HPML_OK, HPML_ERR_ARGUMENT, "slot 1 of 1");
+    ENSURE_ERROR(r.ctx, hpml_graph_part(r.g, 5, 6, BATCH, 1) != HPML_OK, HPML_ERR_STATE, "memory already");
+    ENSURE(hpml_trainer_attach(r.t, &(hpml_hooks){ .pass = pass }) == HPML_OK);
+    ENSURE_ERROR(r.ctx, hpml_trainer_attach(r.t, &(hpml_hooks){ .pass = pass }) != HPML_OK, HPML_ERR_STATE, "only one");
+    hpml_ctx_free(r.ctx);
+}

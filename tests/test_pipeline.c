@@ -1,0 +1,598 @@
+/* Pipelines that train: against one rank with the same model, in counts, and in virtual time. */
+#include "../hpml.h"
+#include "../hpml_comm.h"
+#include "test.h"
+
+enum { IN = 12, WIDTH = 16, OUT = 5, SAMPLES = 32, MOST = 8192 };
+typedef enum model { MLP, SKIP, TIED, NORM, DROP } model;
+
+typedef struct job {
+    hpml_plan plan;
+    model     model;
+    int       batch, steps, accumulate; /* samples of a step of all ranks; 0 steps: 3; 0 accumulate: 1 */
+    int       fits;         /* not 0: trains by hpml_trainer_fit on so many samples; the last batch is short */
+    hpml_opt  optimizer;
+    const int32_t *cut;
+    /* results */
+    double    worst;        /* largest difference of a parameter from one rank's */
+    double    loss, outputs; /* differences of the loss, of predicted outputs and the evaluated loss */
+    double    seconds;      /* of a step */
+    int64_t   bytes[8];     /* that rank 0 has sent along the pipe to each stage in the last step */
+    size_t    planned[8];   /* bytes of each rank's activations */
+    float     mean;         /* the first running mean of a batchnorm */
+    int       params[8];    /* parameters with values on each rank */
+} job;
+
+static double drawn(uint32_t *dice)
+{
+    *dice = *dice * 1664525u + 1013904223u;
+    return (double)(*dice >> 8) / 8388608 - 1;
+}
+
+static void draw(float *x, int32_t *y, bool tokens)
+{
+    uint32_t dice = 5;
+    for (int i = 0; i < SAMPLES * IN; i++) {
+        double  v     = drawn(&dice);
+        int32_t token = (int32_t)((v + 1) * 5);
+        if (tokens) memcpy(&x[i], &token, sizeof token);
+        else x[i] = (float)v;
+    }
+    for (int i = 0; i < SAMPLES; i++) y[i] = (int32_t)((drawn(&dice) + 1) / 2 * OUT) % OUT;
+}
+
+static hpml_tensor *layer(hpml_tensor *x, int width, hpml_act act)
+{
+    hpml_linear_desc d = { .activation = act };
+    return hpml_linear(x, width, &d);
+}
+
+/* Eight layers. SKIP: what the first computes is added in the middle and at the end; TIED: an embedding whose table is
+   the last layer's weight as well. */
+static hpml_trainer *record(hpml_ctx *ctx, const job *j, int batch, int accumulate)
+{
+    hpml_tensor *x, *h, *first;
+    if (j->model == TIED) {
+        const hpml_param_desc place = { .name = "table", .ndim = 2, .shape = { 10, WIDTH }, .init = HPML_INIT_NORMAL,
+                                        .init_scale = 0.3f };
+        hpml_tensor *table = hpml_param_create(ctx, &place);
+        hpml_embedding_desc e = { .weight = table };
+        x = hpml_input_tokens(ctx, batch, IN);
+        h = hpml_sum(hpml_embedding(x, 10, WIDTH, &e), 1);
+        for (int i = 0; i < 4; i++) h = layer(h, WIDTH, HPML_ACT_TANH);
+        h = hpml_matmul(h, table, false, true);
+        return hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = h, .lr = 0.1f, .momentum = 0.9f,
+                                                              .accumulate = accumulate });
+    }
+    x = hpml_input_2d(ctx, batch, IN);
+    first = h = layer(x, WIDTH, HPML_ACT_TANH);
+    for (int i = 0; i < 6; i++) {
+        h = layer(h, WIDTH, HPML_ACT_TANH);
+        if (j->model == NORM && i == 1) h = hpml_batchnorm(h, NULL);
+        if (j->model == DROP && i % 2 == 1) h = hpml_dropout(h, 0.2f);
+        if (j->model == SKIP && (i == 3 || i == 5)) h = hpml_add(h, first);
+    }
+    h = layer(h, OUT, HPML_ACT_NONE);
+    return hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = x, .output = h, .lr = j->optimizer == HPML_OPT_ADAM ? 0.01f : 0.1f, .momentum = 0.9f,
+        .accumulate = accumulate, .optimizer = j->optimizer });
+}
+
+static int steps_of(const job *j) { return j->steps > 0 ? j->steps : 3; }
+
+/* Trains `steps` steps: batches of `batch` samples, each in `parts` calls, of which this rank takes its share. */
+static float train(hpml_trainer *t, const job *j, int batch, int parts, int share, int shares)
+{
+    static const int64_t shape[1] = { IN };
+    hpml_step_info info = { 0 };
+    float          x[SAMPLES * IN], loss = 0;
+    int32_t        y[SAMPLES];
+    int            rows = batch / parts / shares;
+    hpml_ctx      *ctx = hpml_trainer_settings(t)->input->ctx;
+    draw(x, y, j->model == TIED);
+    if (j->fits) {
+        hpml_dtype    type = j->model == TIED ? HPML_DTYPE_I32 : HPML_DTYPE_F32;
+        hpml_dataset *data = hpml_dataset_create(ctx, j->fits, type, 1, shape, x, HPML_DTYPE_I32, 1, y);
+        hpml_trainer_fit(t, data, &(hpml_fit_desc){ .epochs = 2 });
+        return 0;
+    }
+    for (int s = 0; s < steps_of(j); s++) {
+        loss = 0;
+        for (int i = 0; i < parts; i++) {
+            int at = (s * 4 + i * rows * shares + share * rows) % SAMPLES;
+            if (at + rows > SAMPLES) at = 0;
+            hpml_trainer_step(t, x + at * IN, y + at, rows, &info);
+            loss += info.loss / (float)parts;
+        }
+    }
+    return loss;
+}
+
+typedef struct result { float values[MOST], out[SAMPLES * 10], loss; hpml_metrics metrics; } result;
+
+static void judge(hpml_trainer *t, const job *j, result *r) /* predicts and evaluates */
+{
+    static const int64_t shape[1] = { IN };
+    float         x[SAMPLES * IN];
+    int32_t       y[SAMPLES];
+    hpml_ctx     *ctx  = hpml_trainer_settings(t)->input->ctx;
+    hpml_dtype    type = j->model == TIED ? HPML_DTYPE_I32 : HPML_DTYPE_F32;
+    draw(x, y, j->model == TIED);
+    hpml_dataset *data = hpml_dataset_create(ctx, 27, type, 1, shape, x, HPML_DTYPE_I32, 1, y);
+    memset(&r->metrics, 0, sizeof r->metrics);
+    hpml_trainer_evaluate(t, data, &r->metrics);
+    hpml_trainer_predict(t, x, SAMPLES - 3, r->out);
+}
+
+/* One rank: every step is `parts` micro-batches, accumulated. */
+static result *serial(const job *j, int parts)
+{
+    result       *r   = (result *)calloc(1, sizeof *r);
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .seed = 4 });
+    hpml_trainer *t   = record(ctx, j, j->batch / parts, parts * (j->accumulate > 0 ? j->accumulate : 1));
+    r->loss = train(t, j, j->batch * (j->accumulate > 0 ? j->accumulate : 1),
+                    parts * (j->accumulate > 0 ? j->accumulate : 1), 0, 1);
+    for (int k = 0, at = 0; k < hpml_param_count(ctx); k++) {
+        hpml_tensor *p = hpml_param_at(ctx, k);
+        memcpy(r->values + at, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
+        at += (int)hpml_tensor_count(p);
+    }
+    judge(t, j, r);
+    if (hpml_ctx_status(ctx) != HPML_OK) printf("    %s\n", hpml_ctx_error(ctx));
+    hpml_ctx_free(ctx);
+    return r;
+}
+
+static result *expected;
+
+static hpml_status rank_main(hpml_comm *c, void *user)
+{
+    job             *j    = (job *)user;
+    hpml_ctx        *ctx  = hpml_comm_ctx(c);
+    const hpml_mesh *m    = hpml_comm_mesh(c);
+    const int        rank = hpml_comm_rank(c), data = m ? m->size[HPML_AXIS_DATA] : 1;
+    const int        at = m ? m->at[HPML_AXIS_DATA] : 0, parts = j->accumulate > 0 ? j->accumulate : 1;
+    hpml_trainer    *t = record(ctx, j, j->batch / data, parts);
+    hpml_plan        plan = j->plan;
+    plan.cut = j->cut;
+    hpml_distributed *d = hpml_distribute(t, c, &plan);
+    if (!d) return hpml_ctx_status(ctx);
+    for (int i = 0; i < m->size[HPML_AXIS_PIPE] && rank == 0; i++)
+        j->bytes[i] = -hpml_comm_bytes_to(m->axis[HPML_AXIS_PIPE], i);
+    float loss = train(t, j, j->batch * parts, parts, at, data);
+    for (int i = 0; i < m->size[HPML_AXIS_PIPE] && rank == 0; i++)
+        j->bytes[i] += hpml_comm_bytes_to(m->axis[HPML_AXIS_PIPE], i);
+    hpml_distribute_finish(d);
+    hpml_memory planned;
+    hpml_graph_memory(hpml_trainer_graph(t), &planned);
+    j->planned[rank] = planned.activations;
+    double worst = 0, outputs = 0, off = data == 1 ? fabs((double)loss - (double)expected->loss) : 0;
+    for (int k = 0, place = 0; k < hpml_param_count(ctx); k++) {
+        hpml_tensor *p = hpml_param_at(ctx, k);
+        for (int64_t i = 0; p->data && i < hpml_tensor_count(p); i++)
+            worst = fmax(worst, fabs((double)p->data[i] - (double)expected->values[place + i]));
+        place += (int)hpml_tensor_count(p);
+        if (p->data) j->params[rank]++;
+        if (p->data && strstr(p->name, "running_mean")) j->mean = p->data[0];
+    }
+    static __thread result mine;
+    memset(&mine, 0, sizeof mine);
+    judge(t, j, &mine);
+    for (int i = 0; i < (SAMPLES - 3) * OUT; i++)
+        outputs = fmax(outputs, fabs((double)mine.out[i] - (double)expected->out[i]));
+    outputs = fmax(outputs, fabs(mine.metrics.loss - expected->metrics.loss));
+    outputs = fmax(outputs, fabs(mine.metrics.accuracy - expected->metrics.accuracy));
+    double all[3] = { worst, outputs, off };
+    hpml_allreduce(c, all, 3, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_F64, .reduce = HPML_MAX });
+    if (rank == 0) {
+        j->worst   = all[0];
+        j->outputs = all[1];
+        j->loss    = all[2];
+    }
+    return hpml_ctx_status(ctx);
+}
+
+static hpml_status pipeline(job *j, int ranks, int parts, char text[512])
+{
+    text[0]  = 0;
+    expected = serial(j, parts);
+    hpml_status status = hpml_launch(&(hpml_launch_desc){ .ranks = ranks, .timeout = 20, .plan = &j->plan,
+                                                          .ctx = { .threads = 1, .seed = 4 } },
+                                     rank_main, j, text, 512);
+    free(expected);
+    if (status != HPML_OK) printf("    %s\n", text);
+    return status;
+}
+
+static job job_of(model what, int pipe, hpml_pipe_kind schedule, int micro, int batch)
+{
+    job j = { 0 };
+    j.model         = what;
+    j.plan.pipe     = pipe;
+    j.plan.schedule = schedule;
+    j.plan.micro    = micro;
+    j.batch         = batch;
+    return j;
+}
+
+/* The gradient of m micro-batches is that of one rank which accumulates them, bit for bit. */
+TEST(flush_is_one_rank_that_accumulates)
+{
+    static const hpml_pipe_kind kinds[] = { HPML_PIPE_GPIPE, HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED };
+    char text[512];
+    for (int k = 0; k < 3; k++)
+        for (int p = 2; p <= 4; p += 2)
+            for (int m = 1; m <= 8; m = m == 1 ? 4 : m + 4) {
+                job j = job_of(MLP, p, kinds[k], m, 16);
+                ENSURE(pipeline(&j, p, m, text) == HPML_OK);
+                ENSURE(j.worst == 0);
+                ENSURE_NEAR(j.loss, 0, 1e-6);
+                ENSURE_NEAR(j.outputs, 0, 1e-5);
+            }
+}
+
+/* Every parameter is on one stage only. */
+TEST(stages_have_their_own_parameters)
+{
+    char text[512];
+    job  j = job_of(MLP, 4, HPML_PIPE_1F1B, 4, 16);
+    ENSURE(pipeline(&j, 4, 4, text) == HPML_OK);
+    ENSURE(j.params[0] == 4 && j.params[1] == 4 && j.params[2] == 4 && j.params[3] == 4);
+}
+
+TEST(accumulate_around_micro_batches)
+{
+    char text[512];
+    job  j = job_of(MLP, 2, HPML_PIPE_1F1B, 2, 8);
+    j.accumulate = 2;
+    ENSURE(pipeline(&j, 2, 2, text) == HPML_OK);
+    ENSURE(j.worst == 0);
+}
+
+TEST(short_last_batch)
+{
+    char text[512];
+    job  j = job_of(MLP, 2, HPML_PIPE_GPIPE, 4, 16);
+    j.fits = 29;
+    ENSURE(pipeline(&j, 2, 1, text) == HPML_OK);
+    ENSURE_NEAR(j.worst, 0, 2e-6);
+    ENSURE_NEAR(j.outputs, 0, 1e-5);
+}
+
+/* Masks belong to samples, so the micro-batches of any cut get those of the whole batch. */
+TEST(dropout_is_that_of_one_rank)
+{
+    char text[512];
+    for (int p = 2; p <= 4; p += 2) {
+        job j = job_of(DROP, p, HPML_PIPE_1F1B, 4, 16);
+        j.fits = 29;
+        ENSURE(pipeline(&j, p, 1, text) == HPML_OK);
+        ENSURE_NEAR(j.worst, 0, 2e-6);
+    }
+}
+
+/* A tensor that a later stage reads goes there directly: nothing of it passes through the stages between. */
+TEST(skips_bypass_stages)
+{
+    static const int32_t cuts[3] = { 2, 4, 6 }; /* the first sum is in stage 2, the second one in stage 3 */
+    char text[512];
+    job  j = job_of(SKIP, 4, HPML_PIPE_GPIPE, 4, 16);
+    j.steps = 1;
+    j.cut   = cuts;
+    ENSURE(pipeline(&j, 4, 4, text) == HPML_OK);
+    ENSURE(j.worst == 0);
+    const int64_t values = 16 * WIDTH * sizeof(float);
+    ENSURE(j.bytes[1] == values);
+    ENSURE(j.bytes[2] == values && j.bytes[3] == values);
+    j = job_of(SKIP, 2, HPML_PIPE_INTERLEAVED, 4, 16);
+    j.cut = cuts;
+    ENSURE(pipeline(&j, 2, 4, text) == HPML_OK);
+    ENSURE_NEAR(j.worst, 0, 1e-6);
+}
+
+/* A table that the first and the last stage read has one gradient. */
+TEST(tied_parameters)
+{
+    char text[512];
+    for (int p = 2; p <= 4; p += 2) {
+        job j = job_of(TIED, p, HPML_PIPE_1F1B, 4, 16);
+        ENSURE(pipeline(&j, p, 4, text) == HPML_OK);
+        ENSURE_NEAR(j.worst, 0, 1e-6);
+        ENSURE_NEAR(j.outputs, 0, 1e-5);
+        j = job_of(TIED, p, HPML_PIPE_1F1B, 2, 16);
+        j.plan.data = 2;
+        ENSURE(pipeline(&j, 2 * p, 1, text) == HPML_OK);
+        ENSURE_NEAR(j.worst, 0, 2e-6);
+    }
+}
+
+/* Running statistics are those of the whole batch, for any number of micro-batches. */
+TEST(deferred_batchnorm)
+{
+    char  text[512];
+    float mean[3];
+    for (int k = 0; k < 3; k++) {
+        job j = job_of(NORM, 2, HPML_PIPE_GPIPE, 1 << k, 16);
+        j.steps = 1;
+        ENSURE(pipeline(&j, 2, 1, text) == HPML_OK);
+        mean[k] = j.mean;
+        if (k == 0) ENSURE(j.worst == 0);
+    }
+    ENSURE(mean[0] != 0);
+    ENSURE_NEAR(mean[1], mean[0], 1e-7);
+    ENSURE_NEAR(mean[2], mean[0], 1e-7);
+}
+
+TEST(data_and_pipe)
+{
+    char text[512];
+    job  j = job_of(MLP, 2, HPML_PIPE_1F1B, 2, 16);
+    j.plan.data = 2;
+    ENSURE(pipeline(&j, 4, 1, text) == HPML_OK);
+    ENSURE_NEAR(j.worst, 0, 2e-6);
+    ENSURE_NEAR(j.outputs, 0, 1e-5);
+    for (j.fits = 29; j.fits >= 17; j.fits -= 12) { /* 17: one replica has no sample of the last batch */
+        ENSURE(pipeline(&j, 4, 1, text) == HPML_OK);
+        ENSURE_NEAR(j.worst, 0, 2e-6);
+    }
+}
+
+/* The activations of a stage are those of its micro-batches in flight. */
+TEST(slots_are_the_micro_batches_in_flight)
+{
+    char text[512];
+    job  all = job_of(MLP, 4, HPML_PIPE_GPIPE, 8, 32), few = job_of(MLP, 4, HPML_PIPE_1F1B, 8, 32);
+    ENSURE(pipeline(&all, 4, 8, text) == HPML_OK);
+    ENSURE(pipeline(&few, 4, 8, text) == HPML_OK);
+    for (int r = 0; r < 4; r++) {
+        double slot = (double)all.planned[r] / 8;
+        ENSURE((double)few.planned[r] > 0.9 * slot * (4 - r) && (double)few.planned[r] < slot * (4 - r) + slot);
+    }
+}
+
+/* ---- without a flush: versions of the weights ---- */
+
+typedef struct flow {
+    job   *j;
+    int    stage[32];               /* of each parameter */
+    float  values[MOST], loss;      /* of this pipeline in the end, each stage's own */
+    double outputs;
+} flow;
+
+static hpml_status flow_main(hpml_comm *c, void *user)
+{
+    flow         *f   = (flow *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_trainer *t   = record(ctx, f->j, f->j->batch, 1);
+    hpml_distributed *d = hpml_distribute(t, c, NULL);
+    if (!d) return hpml_ctx_status(ctx);
+    train(t, f->j, f->j->batch, 1, 0, 1);
+    hpml_distribute_finish(d);
+    for (int k = 0, at = 0; k < hpml_param_count(ctx); k++) {
+        hpml_tensor *p = hpml_param_at(ctx, k);
+        size_t       n = (size_t)hpml_tensor_count(p);
+        if (hpml_comm_rank(c) == 0) f->stage[k] = p->param->stage;
+        if (p->param->stage == hpml_comm_rank(c)) memcpy(f->values + at, p->data, n * sizeof(float));
+        at += (int)n;
+    }
+    return hpml_ctx_status(ctx);
+}
+
+static float history[64][MOST]; /* the parameters after each update */
+static int   now;               /* updates until now */
+
+/* Copies all parameters from or to a row of the history; from: each of its version. */
+static void copy_params(hpml_ctx *ctx, const flow *f, int stages, bool vertical, bool save)
+{
+    for (int k = 0, place = 0; k < hpml_param_count(ctx); k++) {
+        hpml_tensor *p     = hpml_param_at(ctx, k);
+        size_t       size  = (size_t)hpml_tensor_count(p) * sizeof(float);
+        int          delay = vertical ? stages - 1 : stages - 1 - f->stage[k];
+        if (stages == 0) delay = 0;
+        if (save) memcpy(history[now] + place, p->data, size);
+        else memcpy(p->data, history[now > delay ? now - delay : 0] + place, size);
+        place += (int)hpml_tensor_count(p);
+    }
+}
+
+static hpml_status update_newest(void *user, hpml_trainer *t, const hpml_moment *at)
+{
+    hpml_ctx *ctx = hpml_trainer_settings(t)->input->ctx;
+    (void)at;
+    copy_params(ctx, (const flow *)user, 0, false, false);
+    hpml_status status = hpml_trainer_update_inner(t);
+    now++;
+    copy_params(ctx, (const flow *)user, 0, false, true);
+    return status;
+}
+
+/* One rank: the gradient of batch i at the weights after i - delay updates is the i-th update; delay: p - 1 - stage. */
+static double stale(flow *f, int stages, bool vertical)
+{
+    job           one = *f->j;
+    hpml_hooks    hooks = { .user = f, .update = update_newest };
+    float         x[SAMPLES * IN];
+    int32_t       y[SAMPLES];
+    double        worst = 0;
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .seed = 4 });
+    hpml_trainer *t   = record(ctx, &one, one.batch, 1);
+    hpml_trainer_attach(t, &hooks);
+    draw(x, y, false);
+    now = 0;
+    copy_params(ctx, f, 0, false, true);
+    for (int i = 0; i < steps_of(&one); i++) {
+        int at = i * 4 % SAMPLES;
+        if (at + one.batch > SAMPLES) at = 0;
+        copy_params(ctx, f, stages, vertical, false);
+        hpml_trainer_step(t, x + at * IN, y + at, one.batch, NULL);
+    }
+    for (int64_t e = 0; e < hpml_param_total(ctx); e++)
+        worst = fmax(worst, fabs((double)f->values[e] - (double)history[now][e]));
+    if (hpml_ctx_status(ctx) != HPML_OK || now != steps_of(&one)) worst = HUGE_VAL;
+    hpml_ctx_free(ctx);
+    return worst;
+}
+
+TEST(stash_is_one_rank_with_delays)
+{
+    static const int stages[3] = { 2, 4, 4 }, steps[3] = { 12, 2, 12 };
+    char text[512];
+    for (int kind = HPML_PIPE_STASH; kind <= HPML_PIPE_VERTICAL; kind += HPML_PIPE_VERTICAL - HPML_PIPE_STASH)
+        for (int k = 0; k < 6; k++) {
+            job  j = job_of(MLP, stages[k % 3], (hpml_pipe_kind)kind, 0, 4);
+            flow f = { 0 };
+            j.steps     = steps[k % 3];
+            j.optimizer = k < 3 ? HPML_OPT_SGD : HPML_OPT_ADAM;
+            f.j = &j;
+            hpml_status status = hpml_launch(&(hpml_launch_desc){ .ranks = j.plan.pipe, .timeout = 20, .plan = &j.plan,
+                                                                  .ctx = { .threads = 1, .seed = 4 } },
+                                             flow_main, &f, text, sizeof text);
+            if (status != HPML_OK) printf("    %s\n", text);
+            ENSURE(status == HPML_OK);
+            ENSURE_NEAR(stale(&f, j.plan.pipe, kind == HPML_PIPE_VERTICAL), 0, 1e-6);
+        }
+}
+
+/* ---- in virtual time ---- */
+
+typedef struct timed { hpml_plan plan; int layers, batch; double seconds; int fails; } timed;
+
+static hpml_status work_forward(const hpml_run *run, hpml_node *n)
+{
+    hpml_comm *c = (hpml_comm *)n->attr.custom->user;
+    memcpy(n->out->data, n->src[0]->data, (size_t)hpml_tensor_count(n->out) * sizeof(float));
+    hpml_comm_compute(c, 1e-3 * (double)n->out->shape[0]);
+    if (run->step == 1 && n->index < 0) return HPML_ERR_STATE;
+    return HPML_OK;
+}
+static hpml_status work_backward(const hpml_run *run, hpml_node *n)
+{
+    hpml_node_give(run, n, 0, n->out->grad);
+    hpml_comm_compute((hpml_comm *)n->attr.custom->user, 2e-3 * (double)n->out->shape[0]);
+    return HPML_OK;
+}
+static hpml_status fails_forward(const hpml_run *run, hpml_node *n)
+{
+    if (run->step > 0) return hpml_ctx_fail(run->ctx, HPML_ERR_STATE, "layer of stage 1 has failed");
+    memcpy(n->out->data, n->src[0]->data, (size_t)hpml_tensor_count(n->out) * sizeof(float));
+    return HPML_OK;
+}
+static hpml_status fails_backward(const hpml_run *run, hpml_node *n)
+{
+    hpml_node_give(run, n, 0, n->out->grad);
+    return HPML_OK;
+}
+
+static hpml_status timed_main(hpml_comm *c, void *user)
+{
+    timed         *j    = (timed *)user;
+    hpml_ctx      *ctx  = hpml_comm_ctx(c);
+    hpml_custom    work = { .name = "work", .forward = work_forward, .backward = work_backward, .user = c,
+                            .flops = 1e9 };
+    float          x[64 * IN] = { 0 };
+    int32_t        y[64] = { 0 };
+    hpml_step_info info;
+    hpml_tensor   *in = hpml_input_2d(ctx, j->batch, IN), *h = in;
+    for (int i = 0; i < j->layers; i++) {
+        h = layer(h, i < j->layers - 1 ? IN : OUT, HPML_ACT_NONE);
+        if (j->fails && i == j->layers / 2) {
+            work.forward  = fails_forward;
+            work.backward = fails_backward;
+        }
+        h = hpml_custom_op(&h, 1, &work);
+    }
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = h, .lr = 0.1f });
+    if (!hpml_distribute(t, c, NULL)) return hpml_ctx_status(ctx);
+    double start = hpml_comm_now(c);
+    for (int s = 0; s < 2; s++)
+        if (hpml_trainer_step(t, x, y, j->batch, &info) != HPML_OK) return hpml_ctx_status(ctx);
+    hpml_barrier(c);
+    if (hpml_comm_rank(c) == 0) j->seconds = (hpml_comm_now(c) - start) / 2;
+    return hpml_ctx_status(ctx);
+}
+
+TEST(bubble_in_virtual_time)
+{
+    static const hpml_pipe_kind kinds[] = { HPML_PIPE_GPIPE, HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED };
+    char text[512];
+    for (int k = 0; k < 3; k++)
+        for (int m = 4; m <= 16; m *= 2) {
+            timed          j = { .layers = 8, .batch = 16 };
+            hpml_pipe_desc d = { .kind = kinds[k], .stages = 4, .micro = m };
+            j.plan.pipe     = 4;
+            j.plan.schedule = kinds[k];
+            j.plan.micro    = m;
+            ENSURE(hpml_launch(&(hpml_launch_desc){ .transport = HPML_TRANSPORT_CLOCK, .ranks = 4, .plan = &j.plan,
+                                                    .ctx.threads = 1 }, timed_main, &j, text, sizeof text) == HPML_OK);
+            ENSURE_NEAR(1 - 3e-3 * 16 * 8 / 4 / j.seconds, hpml_pipe_bubble(&d), 1e-3);
+        }
+}
+
+/* Links that take time: a step takes as long as the simulation says. */
+TEST(simulation_is_the_clock)
+{
+    char           text[512];
+    hpml_network   slow = { .inside = { 2e-3, 1e6 } };
+    const int64_t  bytes[4] = { 2 * IN * 4, 2 * IN * 4, 2 * IN * 4, 0 };
+    const double   forward[4] = { 4e-3, 4e-3, 4e-3, 4e-3 };
+    timed          j = { .layers = 8, .batch = 16 };
+    hpml_pipe_desc d = { .kind = HPML_PIPE_1F1B, .stages = 4, .micro = 8, .forward_s = forward, .bytes = bytes };
+    hpml_pipe_simulation r;
+    d.network       = slow;
+    j.plan.pipe     = 4;
+    j.plan.schedule = HPML_PIPE_1F1B;
+    j.plan.micro    = 8;
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .transport = HPML_TRANSPORT_CLOCK, .ranks = 4, .plan = &j.plan,
+                                            .network = slow, .ctx.threads = 1 }, timed_main, &j, text,
+                       sizeof text) == HPML_OK);
+    ENSURE(hpml_pipe_simulate(&d, &r, NULL, 0, text, sizeof text) == HPML_OK);
+    ENSURE(j.seconds >= r.step_s && j.seconds < r.step_s + 3 * 4 * 2e-3); /* and a broadcast of the loss, a barrier */
+}
+
+TEST(a_stage_that_fails_is_named)
+{
+    char  text[512];
+    timed j = { .layers = 8, .batch = 16, .fails = 1 };
+    j.plan.pipe     = 4;
+    j.plan.schedule = HPML_PIPE_1F1B;
+    ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 4, .timeout = 20, .plan = &j.plan, .ctx.threads = 1 }, timed_main,
+                       &j, text, sizeof text) != HPML_OK);
+    ENSURE(strstr(text, "layer of stage 1 has failed"));
+}
+
+TEST(refusals)
+{
+    static const struct { const char *plan, *says; int batch; } wrong[] = {
+        { "pipe=2,schedule=zero_bubble", "zero_bubble", 16 },
+        { "pipe=2,micro=17", "micro", 16 },
+        { "pipe=2,schedule=stash,delayed=1", "stash", 16 },
+        { "pipe=2,schedule=stash,micro=4", "micro", 16 },
+        { "pipe=2,chunks=2", "chunks", 16 },
+        { "pipe=2,sync_batchnorm=1", "sync_batchnorm", 16 },
+        { "schedule=stash", "schedule", 16 },
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        hpml_plan       plan = { 0 };
+        hpml_plan_facts facts = { .ranks = 2, .batch = wrong[i].batch };
+        char            why[768];
+        ENSURE(hpml_plan_parse(wrong[i].plan, &plan, why, sizeof why) == HPML_OK);
+        ENSURE(hpml_plan_check(&plan, &facts, why, sizeof why) != HPML_OK);
+        if (!strstr(why, wrong[i].says)) printf("    %s\n", why);
+        ENSURE(strstr(why, wrong[i].says));
+    }
+}
+
+TEST(cuts_that_are_not_possible)
+{
+    static const int32_t cuts[2][1] = { { 0 }, { 900 } };
+    char text[512];
+    for (int k = 0; k < 2; k++) {
+        job j = job_of(MLP, 2, HPML_PIPE_GPIPE, 2, 8);
+        j.cut    = cuts[k];
+        expected = serial(&j, 1);
+        ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2, .timeout = 20, .plan = &j.plan, .ctx = { .threads = 1 } },
+                           rank_main, &j, text, sizeof text) != HPML_OK);
+        free(expected);
+        ENSURE(strstr(text, "plan.cut"));
+    }
+}
