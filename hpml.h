@@ -116,7 +116,9 @@
 //     place   a place in memory for each array of a plan: first fit
 //     list   the list of entries that a pass runs, and which values of it are computed again
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
-//     graph   creating graphs and their parts, taking memory, choosing a slot
+//     graph   creating graphs and their parts
+//     retain   segments that run again or are swapped, and their choice for a budget of memory
+//     slots   taking memory, choosing a slot
 //     run   running a graph forward and backward
 // PART IV   OPS: forward and backward of each, and the products under them
 //     gemm-threads   cutting a matrix product into tasks for threads
@@ -753,7 +755,10 @@ typedef struct hpml_memory {
     size_t unshared;    /* what activations would be if no memory were used again */
     size_t scratch;     /* working memory of ops; all ops use the same memory */
     size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer */
+    size_t host;        /* copies in host memory of what is swapped out of the arena; not part of total */
     size_t total;       /* parameters + gradients + activations + scratch + optimizer */
+    double extra;       /* operations that a step computes again, and 1 for each byte of these results; a byte swapped
+                           out and in counts as hpml_graph_budget says */
 } hpml_memory;
 
 typedef struct hpml_graph_desc {
@@ -801,6 +806,22 @@ HPML_API int         hpml_graph_time(const hpml_graph *g, int op, bool backward)
 HPML_API hpml_status hpml_graph_slot(hpml_graph *g, int slot);
 /* Writes the results of ops before op `at` that ops from `at` on read to `tensors` (capacity); returns how many. */
 HPML_API int         hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tensors, int capacity);
+
+/* Less memory for more work, with the same bits. What the backward pass reads of the results of a segment of ops is
+   KEEPt from the forward pass; or the ops run AGAIN at the beginning of the segment's backward pass (Chen et al. 2016),
+   so that only what the segment reads is kept in between; or it is SWAPped: copied to host memory and back. Ops that run
+   again compute what they did, dropout with the same masks; running statistics move once; ops of your own run again, too,
+   and collective ones communicate again. hpml_recompute makes the ops recorded from `true` to `false` a segment that
+   runs AGAIN. hpml_graph_retain chooses for ops `from` to `to` - 1, a segment, before the graph's memory is taken. */
+typedef enum hpml_retain_how { HPML_RETAIN_KEEP = 0, HPML_RETAIN_AGAIN, HPML_RETAIN_SWAP } hpml_retain_how;
+HPML_API void        hpml_recompute(hpml_ctx *ctx, bool on);
+HPML_API hpml_status hpml_graph_retain(hpml_graph *g, int from, int to, hpml_retain_how how);
+/* Chooses by cost how each segment is retained, so that activations and scratch of hpml_memory are at most `bytes` (as
+   KARMA does, Wahib et al. 2020). Segments are those recorded by hpml_recompute; without any the graph is cut into up to
+   8 of about equally large results. ops_per_byte: operations that take as long as copying a byte; 0: 8. An error that
+   names the least bytes, if `bytes` are too few. With bytes 0 every segment runs AGAIN, by default about the square root
+   of the number of ops. */
+HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_per_byte);
 
 /* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
    1e-2), at up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest |a
@@ -2041,6 +2062,7 @@ struct hpml_ctx {
     int64_t              name_size;  /* a power of two, at least twice the number of parameters */
     int                  node_count; /* recorded nodes: the next node's index, used in names and masks */
     int64_t              source_count; /* sources of all recorded nodes together */
+    int                  segment, segments; /* that ops are recorded into, 0: none; number of segments until now */
     int                  layout_permutes; /* nodes recorded by hpml_to_layout, which default names do not count */
     bool                 deferred;   /* trainers take their memory late, see hpml_ctx_defer */
     int                  group_nodes;    /* nodes that groups need and a serial program has not: names, masks */
@@ -3616,10 +3638,14 @@ HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t 
 struct hpmli_node_state {
     hpml_tensor *out_root[2], *grad_root;      /* tensors in whose memory the lives of the value, and the gradient, of
                                                   the result are; out_root[0] NULL: in no graph */
-    int          order, at[3];                 /* place in the graph's nodes; in the part's entries by hpmli_move */
-    int          segment;                      /* number of the segment that is computed again; 0: none */
+    int          order, at[5];                 /* place in the graph's nodes; in the part's entries by hpmli_move */
+    int          segment;                      /* number of the segment; 0: none */
+    hpml_retain_how how;                       /* what the backward pass reads of the segment's results */
     bool         kept, has_gradient;           /* an output or the loss; some node's backward writes the gradient */
-    bool         again, relives;               /* the op runs again for backward; the result then has a second life */
+    bool         again, swapped;               /* the op runs again for backward; is swapped in instead */
+    bool         relives;                      /* the result then has a second life, as n->saved has */
+    char        *copy;                         /* (slots, copy_bytes) what is swapped out: the result, then n->saved */
+    size_t       copy_bytes, copy_saved;       /* of `copy` in a slot; of n->saved in it */
     void        *raw[2], *saved[2];            /* addresses in both lives: of the value, if its root; of n->saved */
     struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken when backward has
                                                   made its gradient final. A CPU op that takes the step sets n to 0 */
@@ -3738,6 +3764,8 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     n->state     = &block->state;
     n->op        = op;
     n->index     = ctx->node_count++;
+    block->state.segment = ctx->segment;
+    block->state.how     = ctx->segment > 0 ? HPML_RETAIN_AGAIN : HPML_RETAIN_KEEP;
     n->state->number = n->index - ctx->group_nodes;
     ctx->source_count += src_count;
     n->out       = out;
@@ -4333,8 +4361,9 @@ HPMLI_FN bool hpmli_lives_place(hpml_ctx *ctx, hpmli_life *lives, int count, siz
    A result that is computed again has two lives, from forward to its last reader before that entry and from that entry
    on, and so two addresses; between both only the inputs of its segment are kept. A result of the segment that a later
    backward pass reads is in memory anyhow until then, so it has one life, and is computed again only if its op needs
-   saved values. The result of a reshape lives in the memory of its source: hpmli_base is the op that computes it. */
-typedef enum hpmli_move { HPMLI_FORWARD, HPMLI_BACKWARD, HPMLI_AGAIN } hpmli_move;
+   saved values. A result that is swapped has two lives in the same way: OUT follows its op, IN comes before the first
+   entry of the backward pass that reads it. The result of a reshape lives in the memory of its source: hpmli_base is the op that computes it. */
+typedef enum hpmli_move { HPMLI_FORWARD, HPMLI_BACKWARD, HPMLI_AGAIN, HPMLI_OUT, HPMLI_IN } hpmli_move;
 typedef struct hpmli_entry {
     int        node; /* its place in hpml_graph.nodes */
     hpmli_move move;
@@ -4351,7 +4380,7 @@ enum { HPMLI_HELD, HPMLI_PASSING, HPMLI_AREAS };
 typedef struct hpmli_subgraph {
     int           from, to;         /* nodes from .. to - 1 of the graph */
     int64_t       rows;             /* most samples of a pass */
-    int           slot_count;
+    int           slot_count, first_slot;
     hpmli_entry  *entries;          /* (entry_count) the forward pass, then from `turn` on the backward pass */
     int           entry_count, turn;
     hpml_tensor **inputs;           /* (input_count) read here and not computed here, but no parameters */
@@ -4386,6 +4415,7 @@ struct hpml_graph {
     int            slot_count, slot;  /* slot: the one that the pointers of all tensors belong to */
     hpmli_life    *reserved;   /* (reserved_count) arrays of others in the arena, see hpml_graph_reserve */
     int            reserved_count;
+    double         ops_per_byte; /* operations that take as long as copying a byte to the host */
     int64_t        reserved_capacity;
     hpml_memory    memory;
     void          *elsewhere;  /* unused address of an input that has its memory from another graph */
@@ -4476,8 +4506,35 @@ HPMLI_FN bool hpmli_reads_late(const hpml_graph *g, const hpmli_subgraph *p, hpm
     if (hpmli_base(p, n) == of && needs & HPMLI_NEED_OUT) return true;
     for (int j = 0; j < n->src_count; j++) {
         hpml_node *s    = hpmli_node_in(p, n->src[j]);
-        bool       late = needs & HPMLI_NEED_SRC(j) || n->state->again;
+        bool       late = needs & HPMLI_NEED_SRC(j) || (n->state->again && !n->state->swapped);
         if (s && late && hpmli_base(p, s) == of) return true;
+    }
+    return false;
+}
+
+/* True if node n reads the tensor t. */
+HPMLI_FN bool hpmli_reads(const hpml_node *n, const hpml_tensor *t)
+{
+    for (int j = 0; j < n->src_count; j++)
+        if (n->src[j] == t) return true;
+    return false;
+}
+
+/* True if one of the nodes from .. to - 1 reads the tensor t. */
+HPMLI_FN bool hpmli_any_reads(const hpml_graph *g, int from, int to, const hpml_tensor *t)
+{
+    for (int i = from; i < to; i++)
+        if (hpmli_reads(g->nodes[i], t)) return true;
+    return false;
+}
+
+/* True if the result of n, or a reshape of it, is an output or is read by another part, so that it is not swapped. */
+HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_subgraph *p, const hpml_node *n)
+{
+    for (int i = n->state->order; i < p->to; i++) {
+        hpml_node *same = g->nodes[i];
+        if (hpmli_base(p, same) != n) continue;
+        if (same->state->kept || hpmli_any_reads(g, p->to, g->count, same->out)) return true;
     }
     return false;
 }
@@ -4487,15 +4544,16 @@ HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_subgraph *p, int f
 {
     for (int k = to - 1; k >= from; k--) {
         hpml_node *n    = g->nodes[k];
-        bool       held = n->state->kept, needed = false;
-        if (hpmli_base(p, n) != n) continue;
+        bool       held = n->state->kept, needed = false, swapped = n->state->how == HPML_RETAIN_SWAP;
+        if (hpmli_base(p, n) != n || (swapped && hpmli_stays(g, p, n))) continue;
         for (int j = k; j < p->to; j++) {
             if (!hpmli_reads_late(g, p, g->nodes[j], n)) continue;
-            if (j < to) needed = true;
+            if (j < to || swapped) needed = true;
             else held = true;
         }
-        n->state->again  = (needed && !held) || (hpmli_goes_back(g, n) && n->saved_bytes > 0);
-        n->state->relives = needed && !held;
+        n->state->again   = (needed && !held) || (hpmli_goes_back(g, n) && n->saved_bytes > 0);
+        n->state->swapped = n->state->again && swapped;
+        n->state->relives = n->state->again && !held && (needed || !swapped);
     }
 }
 
@@ -4514,23 +4572,63 @@ HPMLI_FN int hpmli_segment_first(const hpml_graph *g, const hpmli_subgraph *p, i
     return first;
 }
 
+/* Adds, if the result of the op that computes t is swapped out, the entry that swaps it in, once. */
+HPMLI_FN void hpmli_entry_fetch(hpml_graph *g, hpmli_subgraph *p, const hpml_tensor *t)
+{
+    hpml_node *n = hpmli_node_in(p, t);
+    if (!n) return;
+    n = hpmli_base(p, n);
+    if (!n->state->swapped || n->state->at[HPMLI_IN] >= 0) return;
+    n->state->at[HPMLI_AGAIN] = p->entry_count; /* where the second life begins */
+    hpmli_entry_add(g, p, n->state->order, HPMLI_IN);
+}
+
+/* Adds an entry of the backward pass, and before it entries that swap in what it reads. */
+HPMLI_FN void hpmli_entry_late(hpml_graph *g, hpmli_subgraph *p, int node, hpmli_move move)
+{
+    const hpml_node *n     = g->nodes[node];
+    bool             back  = move == HPMLI_BACKWARD;
+    unsigned         needs = back ? 0 : HPMLI_NEED_OUT - 1;
+    if (back && hpmli_goes_back(g, n)) needs = hpmli_op_of(n)->needs(n);
+    for (int j = 0; j < n->src_count; j++)
+        if (needs & HPMLI_NEED_SRC(j)) hpmli_entry_fetch(g, p, n->src[j]);
+    if (back && (needs & HPMLI_NEED_OUT || (hpmli_goes_back(g, n) && n->saved_bytes > 0)))
+        hpmli_entry_fetch(g, p, n->out);
+    hpmli_entry_add(g, p, node, move);
+}
+
+/* Chooses what of part p runs again or is swapped, from the last segment to the first. */
+HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_subgraph *p)
+{
+    for (int i = p->from; i < p->to; i++) {
+        struct hpmli_node_state *state = g->nodes[i]->state;
+        state->again   = false;
+        state->swapped = false;
+        state->relives = false;
+        for (int move = 0; move <= HPMLI_IN; move++) state->at[move] = -1;
+    }
+    for (int last = p->to - 1, first; g->loss && last >= p->from; last = first - 1) {
+        first = hpmli_segment_first(g, p, last);
+        if (g->nodes[last]->state->how != HPML_RETAIN_KEEP) hpmli_segment_choose(g, p, first, last + 1);
+    }
+}
+
 /* Writes the list of entries of part p; false: no memory. */
 HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_subgraph *p)
 {
-    p->entries = hpmli_new(g->ctx, hpmli_entry, 3 * ((int64_t)p->to - p->from) + 1);
+    p->entries = hpmli_new(g->ctx, hpmli_entry, 4 * ((int64_t)p->to - p->from) + 1);
     if (!p->entries) return false;
+    hpmli_part_choose(g, p);
     for (int i = p->from; i < p->to; i++) {
-        g->nodes[i]->state->again   = false;
-        g->nodes[i]->state->relives = false;
         hpmli_entry_add(g, p, i, HPMLI_FORWARD);
+        if (g->nodes[i]->state->swapped) hpmli_entry_add(g, p, i, HPMLI_OUT);
     }
     p->turn = p->entry_count;
     for (int last = p->to - 1, first; g->loss && last >= p->from; last = first - 1) {
         first = hpmli_segment_first(g, p, last);
-        if (g->nodes[last]->state->segment > 0) hpmli_segment_choose(g, p, first, last + 1);
         for (int i = first; i <= last; i++)
-            if (g->nodes[i]->state->again) hpmli_entry_add(g, p, i, HPMLI_AGAIN);
-        for (int i = last; i >= first; i--) hpmli_entry_add(g, p, i, HPMLI_BACKWARD);
+            if (g->nodes[i]->state->again && !g->nodes[i]->state->swapped) hpmli_entry_late(g, p, i, HPMLI_AGAIN);
+        for (int i = last; i >= first; i--) hpmli_entry_late(g, p, i, HPMLI_BACKWARD);
     }
     return true;
 }
@@ -4596,6 +4694,10 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
         const hpmli_entry *e    = &p->entries[k];
         const hpml_node   *n    = pl->g->nodes[e->node];
         bool               back = e->move == HPMLI_BACKWARD;
+        if (e->move == HPMLI_OUT || e->move == HPMLI_IN) {
+            if (n->state->relives) hpmli_use_note(pl, n->out, k, false);
+            continue;
+        }
         unsigned           needs = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT | (HPMLI_NEED_OUT - 1);
         int                fused = e->move == HPMLI_FORWARD && n->fused_with;
         if (back && !hpmli_goes_back(pl->g, n)) continue;
@@ -4617,10 +4719,11 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
     for (int k = 0; k < p->entry_count; k++) { /* in place: a node that alone reads a source, which is not read later */
         hpml_node *n = pl->g->nodes[p->entries[k].node], *x = hpmli_node_in(p, n->src[0]);
         int        life = hpmli_life_at(pl, n->out, k);
-        bool       again = p->entries[k].move == HPMLI_AGAIN && life == 1;
-        if (p->entries[k].move != HPMLI_FORWARD && !again) continue;
+        hpmli_move move = p->entries[k].move;
+        bool       again = (move == HPMLI_AGAIN || move == HPMLI_IN) && life == 1;
+        if (move != HPMLI_FORWARD && !again) continue;
         n->state->out_root[life] = n->out;
-        if (!x || hpmli_life_at(pl, x->out, k) != life) continue;
+        if (!x || move == HPMLI_IN || hpmli_life_at(pl, x->out, k) != life) continue;
         const hpmli_use *u = hpmli_use_of(pl, x->out);
         bool inplace = (hpmli_op_of(n)->needs(n) & HPMLI_INPLACE) && u->readers[life] == 1 && !x->state->kept &&
                        u->last[life] <= k && x->state->out_root[life] == x->out && x->out->dtype == n->out->dtype;
@@ -4742,8 +4845,11 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
         if (back && state->grad_root == n->out && (n->out == g->loss || u->grad_written))
             hpmli_life_add(pl, hpmli_tensor_bytes(n->out), n->out == g->loss ? p->turn - 1 : u->grad_first,
                            u->grad_last, &n->out->raw_grad);
-        if (saved > 0) hpmli_life_add(pl, saved, fore, state->again ? fore : last, &state->saved[0]);
+        if (saved > 0) hpmli_life_add(pl, saved, fore, state->again ? hpmli_later(fore, state->at[HPMLI_OUT]) : last,
+                                      &state->saved[0]);
         if (saved > 0 && state->again) hpmli_life_add(pl, saved, again, last, &state->saved[1]);
+        state->copy_saved = state->swapped ? (saved + 63) / 64 * 64 : 0;
+        state->copy_bytes = state->copy_saved + (state->swapped && state->relives ? (bytes + 63) / 64 * 64 : 0);
         if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
     }
     for (int i = 0; i < p->input_count; i++) {
@@ -4758,22 +4864,6 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
         const hpmli_life *r = &g->reserved[i];
         hpmli_life_add(pl, r->bytes, r->from, r->to, r->place);
     }
-}
-
-/* True if node n reads the tensor t. */
-HPMLI_FN bool hpmli_reads(const hpml_node *n, const hpml_tensor *t)
-{
-    for (int j = 0; j < n->src_count; j++)
-        if (n->src[j] == t) return true;
-    return false;
-}
-
-/* True if one of the nodes from .. to - 1 reads the tensor t. */
-HPMLI_FN bool hpmli_any_reads(const hpml_graph *g, int from, int to, const hpml_tensor *t)
-{
-    for (int i = from; i < to; i++)
-        if (hpmli_reads(g->nodes[i], t)) return true;
-    return false;
 }
 
 /* Lists what part p reads and does not compute: inputs and constants, and results of earlier parts. False: no memory. */
@@ -4845,6 +4935,15 @@ HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_subgraph *p)
     return true;
 }
 
+/* Returns the operations of an entry that a plan without segments would not have. */
+HPMLI_FN double hpmli_entry_cost(const hpml_graph *g, const hpmli_entry *e)
+{
+    const hpml_node *n = g->nodes[e->node];
+    if (e->move == HPMLI_AGAIN) return hpmli_op_of(n)->flops(n, false) + (double)hpmli_tensor_bytes(n->out);
+    if (e->move == HPMLI_OUT || e->move == HPMLI_IN) return (double)n->state->copy_bytes * g->ops_per_byte;
+    return 0;
+}
+
 /* Adds up the memory that the planned parts, the parameters and the optimizer need; places the slots in the arena. */
 HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
 {
@@ -4860,6 +4959,12 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
     for (int i = 0; i < g->param_count; i++)
         if (g->loss && g->param_last[i] >= 0) g->grad_count += hpmli_param_floats(g->ctx->params[i]);
     m->activations = at;
+    m->host        = 0;
+    m->extra       = 0;
+    for (const hpmli_subgraph *p = g->parts; p < g->parts + g->part_count; p++) {
+        for (int k = 0; k < p->entry_count; k++) m->extra += hpmli_entry_cost(g, &p->entries[k]);
+        for (int i = p->from; i < p->to; i++) m->host += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
+    }
     m->scratch     = g->scratch_bytes;
     m->parameters  = hpml_params_bytes(g->ctx);
     m->gradients   = (size_t)g->grad_count * sizeof(float);
@@ -4888,6 +4993,7 @@ HPMLI_FN bool hpmli_part_add(hpml_graph *g, int from, int to, int64_t rows, int 
     p.to         = to;
     p.rows       = rows;
     p.slot_count = slots;
+    p.first_slot = g->slot_count;
     slot.part    = g->part_count;
     slot.samples = rows;
     g->parts[g->part_count++] = p;
@@ -4899,7 +5005,7 @@ HPMLI_FN bool hpmli_part_add(hpml_graph *g, int from, int to, int64_t rows, int 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>graph   creating graphs and their parts, taking memory, choosing a slot
+// >>graph   creating graphs and their parts
 // ---------------------------------------------------------------------------------------------------------------------
 /* Sets g->batch, the samples of each input, and g->batchable, true if fewer may run; an error if inputs differ. */
 HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
@@ -4928,7 +5034,8 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
 HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
 {
     hpml_ctx *ctx = g->ctx;
-    g->param_count = ctx->param_count;
+    g->param_count  = ctx->param_count;
+    g->ops_per_byte = 8;
     g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
     g->back_names = hpmli_new(ctx, const char *, g->count + 1);
     g->parts      = hpmli_new(ctx, hpmli_subgraph, 1);
@@ -5095,6 +5202,183 @@ HPML_API int hpml_graph_time(const hpml_graph *g, int op, bool backward)
     return g->nodes[op]->state->at[backward ? HPMLI_BACKWARD : HPMLI_FORWARD];
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>retain   segments that run again or are swapped, and their choice for a budget of memory
+// ---------------------------------------------------------------------------------------------------------------------
+HPML_API void hpml_recompute(hpml_ctx *ctx, bool on)
+{
+    if (hpmli_failed(ctx)) return;
+    ctx->segment = on ? ++ctx->segments : 0;
+}
+
+/* Plans again, after what is retained has changed. */
+HPMLI_FN hpml_status hpmli_graph_plan_again(hpml_graph *g)
+{
+    if (hpmli_graph_plan_parts(g) && g->trainer) hpmli_trainer_planned(g->trainer);
+    return g->ctx->status;
+}
+
+/* Fails if the memory of g is taken. */
+HPMLI_FN bool hpmli_graph_open(hpml_graph *g, const char *what)
+{
+    if (!g || hpmli_failed(g->ctx)) return false;
+    if (!g->arena) return true;
+    return hpmli_false(g->ctx, HPML_ERR_STATE, "graph %s: the graph has its memory already; call this before the first "
+                       "run, and before a trainer's with hpml_ctx_defer", what);
+}
+
+/* Makes the nodes from .. to - 1 one segment, which is retained in this way; the graph is not yet planned again. */
+HPMLI_FN void hpmli_segment_make(hpml_graph *g, int from, int to, hpml_retain_how how)
+{
+    int number = ++g->ctx->segments;
+    for (int i = from; i < to; i++) {
+        g->nodes[i]->state->segment = number;
+        g->nodes[i]->state->how     = how;
+    }
+}
+
+HPML_API hpml_status hpml_graph_retain(hpml_graph *g, int from, int to, hpml_retain_how how)
+{
+    if (!hpmli_graph_open(g, "retain")) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
+    if (from < 0 || to > g->count || from >= to || (int)how < 0 || how > HPML_RETAIN_SWAP)
+        return hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "graph retain: ops %d to %d, how %d: expected a range of the %d ops, "
+                          "and HPML_RETAIN_KEEP, _AGAIN or _SWAP", from, to, (int)how, g->count);
+    hpmli_segment_make(g, from, to, how);
+    return hpmli_graph_plan_again(g);
+}
+
+enum { HPMLI_SEGMENTS = 8 }; /* most segments among which a budget chooses */
+typedef struct hpmli_budget {
+    hpml_graph     *g;
+    size_t          bytes;                                /* at most, of activations and scratch */
+    int             from[HPMLI_SEGMENTS + 1], count;      /* first node of each segment */
+    hpml_retain_how best[HPMLI_SEGMENTS];                 /* the cheapest choice that fits */
+    double          best_cost;                            /* below 0: none fits */
+    size_t          least;                                /* bytes of all choices tried */
+    double          cost[HPMLI_SEGMENTS][HPML_RETAIN_SWAP + 1]; /* extra operations of each segment alone */
+} hpmli_budget;
+
+/* Cuts the graph where the recorded segments begin or end, at most `most` of them; false: there are none. */
+HPMLI_FN bool hpmli_budget_recorded(hpmli_budget *b, int most)
+{
+    const hpml_graph *g = b->g;
+    int               cuts = 0, made = 0;
+    for (int i = 1; i < g->count; i++) cuts += g->nodes[i]->state->segment != g->nodes[i - 1]->state->segment;
+    b->count = 1;
+    for (int i = 1; i < g->count; i++) {
+        if (g->nodes[i]->state->segment == g->nodes[i - 1]->state->segment) continue;
+        made++;
+        if (made * (most - 1) / cuts > (made - 1) * (most - 1) / cuts || cuts < most) b->from[b->count++] = i;
+    }
+    return cuts > 0;
+}
+
+/* Cuts the graph into `count` segments with about the same bytes of results. */
+HPMLI_FN void hpmli_budget_equal(hpmli_budget *b, int count)
+{
+    const hpml_graph *g = b->g;
+    double            all = 0, at = 0;
+    for (int i = 0; i < g->count; i++) all += (double)hpmli_tensor_bytes(g->nodes[i]->out);
+    b->count = 1;
+    for (int i = 0; i + 1 < g->count; i++) {
+        at += (double)hpmli_tensor_bytes(g->nodes[i]->out);
+        if (b->count < count && at * count >= all * b->count) b->from[b->count++] = i + 1;
+    }
+}
+
+/* Plans a choice for each segment, and returns its extra operations; notes it if it fits and is the cheapest. */
+HPMLI_FN double hpmli_budget_try(hpmli_budget *b, const hpml_retain_how *how)
+{
+    hpml_graph *g = b->g;
+    for (int i = 0; i < b->count; i++) hpmli_segment_make(g, b->from[i], b->from[i + 1], how[i]);
+    if (!hpmli_graph_plan_parts(g)) return 0;
+    size_t bytes = g->memory.activations + g->memory.scratch;
+    if (b->least == 0 || bytes < b->least) b->least = bytes;
+    if (bytes > b->bytes || (b->best_cost >= 0 && g->memory.extra >= b->best_cost)) return g->memory.extra;
+    b->best_cost = g->memory.extra;
+    memcpy(b->best, how, sizeof b->best);
+    return g->memory.extra;
+}
+
+/* Tries all choices, but those that cannot be cheaper than the best one until then. */
+HPMLI_FN void hpmli_budget_all(hpmli_budget *b)
+{
+    hpml_retain_how how[HPMLI_SEGMENTS] = HPMLI_ZEROED;
+    int             choices = 1;
+    for (int i = 0; i < b->count; i++) choices *= HPML_RETAIN_SWAP + 1;
+    for (int c = 0; c < choices && b->g->ctx->status == HPML_OK; c++) {
+        double cost = 0;
+        for (int i = 0, rest = c; i < b->count; i++, rest /= HPML_RETAIN_SWAP + 1) {
+            how[i] = (hpml_retain_how)(rest % (HPML_RETAIN_SWAP + 1));
+            cost += b->cost[i][how[i]];
+        }
+        if (b->best_cost < 0 || cost < b->best_cost) hpmli_budget_try(b, how);
+    }
+}
+
+/* Begins with the choice `all` for every segment and, while that is cheaper and fits, changes one segment's. */
+HPMLI_FN void hpmli_budget_descend(hpmli_budget *b, hpml_retain_how all)
+{
+    hpml_retain_how how[HPMLI_SEGMENTS];
+    for (int i = 0; i < HPMLI_SEGMENTS; i++) how[i] = all;
+    hpmli_budget_try(b, how);
+    for (double before = -2; before != b->best_cost && b->best_cost >= 0;) {
+        before = b->best_cost;
+        hpml_retain_how start[HPMLI_SEGMENTS];
+        memcpy(start, b->best, sizeof start);
+        for (int c = 0; c < b->count * (HPML_RETAIN_SWAP + 1); c++) {
+            memcpy(how, start, sizeof how);
+            how[c / (HPML_RETAIN_SWAP + 1)] = (hpml_retain_how)(c % (HPML_RETAIN_SWAP + 1));
+            hpmli_budget_try(b, how);
+        }
+    }
+}
+
+/* Finds the cheapest choice that fits: of all, or in a large graph by descents. */
+HPMLI_FN void hpmli_budget_search(hpmli_budget *b)
+{
+    hpml_retain_how how[HPMLI_SEGMENTS] = HPMLI_ZEROED;
+    hpmli_budget_try(b, how);
+    if (b->best_cost == 0) return; /* everything may be kept */
+    for (int i = 0; i < b->count; i++) {
+        for (int c = 1; c <= HPML_RETAIN_SWAP; c++) {
+            how[i]        = (hpml_retain_how)c;
+            b->cost[i][c] = hpmli_budget_try(b, how);
+        }
+        how[i] = HPML_RETAIN_KEEP;
+    }
+    if (b->count <= 6 || b->g->count <= 40) {
+        hpmli_budget_all(b);
+        return;
+    }
+    hpmli_budget_descend(b, HPML_RETAIN_AGAIN);
+    hpmli_budget_descend(b, HPML_RETAIN_SWAP);
+}
+
+HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_per_byte)
+{
+    hpmli_budget b = HPMLI_ZEROED;
+    if (!hpmli_graph_open(g, "budget")) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
+    b.g         = g;
+    b.bytes     = bytes;
+    b.best_cost = -1;
+    if (ops_per_byte > 0) g->ops_per_byte = ops_per_byte;
+    if (!hpmli_budget_recorded(&b, HPMLI_SEGMENTS))
+        hpmli_budget_equal(&b, (int)hpmli_min(HPMLI_SEGMENTS, bytes > 0 ? g->count : (int64_t)sqrt((double)g->count)));
+    b.from[b.count] = g->count;
+    for (int i = 0; i < HPMLI_SEGMENTS; i++) b.best[i] = HPML_RETAIN_AGAIN;
+    if (bytes > 0) hpmli_budget_search(&b);
+    for (int i = 0; i < b.count; i++) hpmli_segment_make(g, b.from[i], b.from[i + 1], b.best[i]);
+    hpmli_graph_plan_again(g);
+    if (bytes == 0 || b.best_cost >= 0) return g->ctx->status;
+    return hpmli_fail(g->ctx, HPML_ERR_MEMORY, "graph budget: %zu bytes for activations and scratch, but the least that "
+                      "was found is %zu, with every segment kept, computed again or swapped; take smaller batches, or "
+                      "record shorter segments (hpml_recompute)", bytes, b.least);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>slots   taking memory, choosing a slot
+// ---------------------------------------------------------------------------------------------------------------------
 /* Points `grad` of the parameters into this graph's array of gradients, instead of another graph's; returns it. */
 HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
 {
@@ -5196,6 +5480,12 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
         for (int i = 0; i < p->input_count && g->cut; i++)
             if (!p->inputs[i]->raw) p->inputs[i]->state->samples = p->rows;
     }
+    char *copies = g->memory.host > 0 ? (char *)hpmli_alloc(ctx, g->memory.host) : NULL;
+    for (const hpmli_subgraph *p = g->parts; p < g->parts + g->part_count && copies; p++)
+        for (int i = p->from; i < p->to; i++) {
+            g->nodes[i]->state->copy = copies;
+            copies += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
+        }
     hpmli_graph_place_grads(g);
     hpmli_graph_point(g);
     if (g->cut) hpml_graph_set_batch(g, g->slots[0].samples);
@@ -5403,7 +5693,22 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
 HPMLI_FN void hpmli_entries_point(hpml_graph *g, const hpmli_subgraph *p, int64_t from, int64_t to)
 {
     for (int64_t k = from; k < to; k++)
-        if (p->entries[k].move == HPMLI_AGAIN) hpmli_node_again(g, p, g->nodes[p->entries[k].node]);
+        if (p->entries[k].move == HPMLI_AGAIN || p->entries[k].move == HPMLI_IN) hpmli_node_again(g, p, g->nodes[p->entries[k].node]);
+}
+
+/* Copies what is swapped of n, for the current slot, to the host or, if `in`, back. */
+HPMLI_FN hpml_status hpmli_node_swap(hpml_graph *g, const hpml_node *n, bool in)
+{
+    const hpml_backend *b    = g->ctx->backend;
+    size_t              size = hpmli_tensor_bytes(n->out), saved = n->state->copy_saved;
+    int                 slot = g->slot - hpmli_part_now(g)->first_slot;
+    char               *copy = n->state->copy + (size_t)slot * n->state->copy_bytes;
+    hpml_status         status = HPML_OK;
+    if (n->state->relives && in) status = b->write(g->ctx->device, n->out->raw, copy, size);
+    else if (n->state->relives) status = b->read(g->ctx->device, copy, n->out->raw, size);
+    copy += n->state->copy_bytes - saved;
+    if (saved == 0 || status != HPML_OK) return status;
+    return in ? b->write(g->ctx->device, n->saved, copy, saved) : b->read(g->ctx->device, copy, n->saved, saved);
 }
 
 /* Runs the entries pass->from .. pass->to - 1 of a pass, counted from the first entry of the pass. */
@@ -5423,6 +5728,8 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
             break;
         case HPMLI_AGAIN: status = hpmli_run_node(g, &again, e->node, e->move); break;
         case HPMLI_BACKWARD: status = hpmli_run_back(g, run, e->node, pass->accumulate != 0); break;
+        case HPMLI_OUT: status = hpmli_node_swap(g, g->nodes[e->node], false); break;
+        case HPMLI_IN: status = hpmli_node_swap(g, g->nodes[e->node], true); break;
         }
     }
     return status;
@@ -5465,7 +5772,8 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     const hpml_hooks *h       = &g->any;
     bool              timed   = g->profile || g->ctx->trace;
     bool              single  = timed || h->need || h->release || h->sum || g->idle || g->no_targets; /* run nodes singly */
-    bool              replays = g->ctx->backend->begin && !single && !g->unreplayable && !g->collective;
+    bool              replays = g->ctx->backend->begin && !single && !g->unreplayable && !g->collective &&
+                                g->memory.host == 0;
     bool              hooks   = backward && h->grad && g->last;
     int               start   = backward ? p->turn : 0, count = backward ? p->entry_count - p->turn : p->turn;
     int               piece   = 1; /* number of entries */

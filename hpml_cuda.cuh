@@ -2352,6 +2352,7 @@ typedef struct hpmlg_bn {           /* the arguments of batchnorm's kernels; siz
     hpmlg_moments<double> *part;    /* (splits, C): each split's result */
     float        eps, momentum;
     bool         train, relu, add[3];
+    bool         again;             /* runs once more for the backward pass: the running statistics stay */
 } hpmlg_bn;
 
 /* Returns the offset in x of unit u of channel c, where a unit is s.unit (1 or 8) neighbouring numbers. */
@@ -2438,7 +2439,7 @@ template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
     double mean = s.train ? all.mean : s.running_mean[c], var = s.train ? all.square / all.n : s.running_var[c];
     s.saved[c]  = make_float2((float)mean, (float)(1 / sqrt(var + (double)s.eps)));
     s.rest[c]   = (float)(mean - (double)s.saved[c].x);
-    if (!s.train) return;
+    if (!s.train || s.again) return;
     s.running_mean[c] = (1 - s.momentum) * s.running_mean[c] + s.momentum * (float)mean;
     s.running_var[c]  = (1 - s.momentum) * s.running_var[c] + s.momentum * (float)(all.square / fmax(all.n - 1, 1.0));
 }
@@ -2559,6 +2560,7 @@ HPMLG_FN void hpmlg_op_batchnorm(HPMLG_OP_ARGUMENTS)
     unsigned channels = (unsigned)((s.C + 127) / 128);
     dim3     grid((unsigned)((s.C + s.width - 1) / s.width), (unsigned)s.splits);
     if (run->idle) s.B = s.N = 0;
+    s.again = run->again;
     all = s;
     if (back || s.train) HPMLG_RUN_BOOL(d, back, hpmlg_k_bn_splits, true, false, grid, 256, 0, s);
     if (back) HPMLG_RUN(d, hpmlg_k_bn_channels<true>, channels, 128, 0, s);

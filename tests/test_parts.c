@@ -21,9 +21,9 @@ typedef struct rank { /* one context with the model, and the part of it that run
     hpml_trainer *t;
     hpml_graph   *g;
     int           from, to, number;
-    struct pipe  *pipe;
+    struct pipeline  *pipe;
 } rank;
-typedef struct pipe {
+typedef struct pipeline {
     rank         rank[MOST];
     int          ranks, micro;
     const float *x;
@@ -31,7 +31,7 @@ typedef struct pipe {
     bool         evaluate;
     float       *predicted;
     float        loss, inner;
-} pipe;
+} pipeline;
 
 static rank create(int accumulate)
 {
@@ -60,7 +60,7 @@ static int order_of(const hpml_graph *g, const hpml_tensor *t)
 }
 
 /* Copies what crosses into rank r, in slot `slot`, from the ranks that compute it; back: sends the gradients there. */
-static void exchange(pipe *p, int r, int slot, bool back)
+static void exchange(pipeline *p, int r, int slot, bool back)
 {
     hpml_tensor *in[64];
     rank        *to = &p->rank[r];
@@ -89,7 +89,7 @@ static hpml_status pass(void *user, hpml_trainer *t, const hpml_moment *at, int6
                         float grad_scale, bool accumulate, float *loss)
 {
     rank   *me = (rank *)user;
-    pipe   *p  = me->pipe;
+    pipeline *p  = me->pipe;
     rank   *next = me->number + 1 < p->ranks ? me + 1 : NULL;
     int64_t rows = BATCH / p->micro;
     int     slots = (int)((samples + rows - 1) / rows);
@@ -136,7 +136,7 @@ static hpml_status pass(void *user, hpml_trainer *t, const hpml_moment *at, int6
 }
 
 /* Cuts the model before the ops at[0] < at[1] .. into ranks parts. */
-static void cut(pipe *p, int ranks, const int *at, int micro)
+static void cut(pipeline *p, int ranks, const int *at, int micro)
 {
     memset(p, 0, sizeof *p);
     p->ranks = ranks;
@@ -188,7 +188,7 @@ static bool same_parameters(const rank *part, const rank *whole)
 
 static bool cut_is_whole(int ranks, const int *at, int micro)
 {
-    pipe    p;
+    pipeline p;
     rank    whole = create(1);
     float   x[BATCH * IN], out[2][BATCH * CLASSES];
     int32_t y[BATCH];
@@ -288,4 +288,142 @@ TEST(parts_that_cannot_be_are_refused)
     ENSURE(hpml_trainer_attach(r.t, &(hpml_hooks){ .pass = pass }) == HPML_OK);
     ENSURE_ERROR(r.ctx, hpml_trainer_attach(r.t, &(hpml_hooks){ .pass = pass }) != HPML_OK, HPML_ERR_STATE, "only one");
     hpml_ctx_free(r.ctx);
+}
+
+/* Blocks with batchnorm, dropout, saved sums (gelu), reshapes and skip connections. how: of each block. */
+enum { BLOCKS = 4, WIDTH = 48 };
+typedef struct deep {
+    hpml_ctx     *ctx;
+    hpml_trainer *t;
+    hpml_graph   *g;
+    int           first[BLOCKS + 1]; /* op of each block */
+} deep;
+static deep create_deep(bool recompute, hpml_dtype dtype)
+{
+    const hpml_linear_desc gelu = { .activation = HPML_ACT_GELU };
+    const int64_t          rows[] = { BATCH, 4, WIDTH / 4 }, flat[] = { BATCH, WIDTH };
+    deep d = { .ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .seed = 3, .activation_dtype = dtype }) };
+    hpml_ctx_defer(d.ctx, true);
+    hpml_tensor *x = hpml_input_2d(d.ctx, BATCH, IN), *h = hpml_linear(x, WIDTH, NULL);
+    int          at = 1;
+    for (int i = 0; i < BLOCKS; i++) {
+        d.first[i] = at;
+        hpml_recompute(d.ctx, recompute);
+        hpml_tensor *a = hpml_dropout(hpml_batchnorm(hpml_linear(h, WIDTH, &gelu), NULL), 0.2f);
+        hpml_tensor *b = hpml_reshape(hpml_layernorm(hpml_reshape(a, 3, rows), NULL), 2, flat);
+        h = hpml_relu(hpml_add(hpml_linear(b, WIDTH, &gelu), h));
+        hpml_recompute(d.ctx, false);
+        at += 9;
+    }
+    d.first[BLOCKS] = at;
+    d.t = hpml_trainer_create(d.ctx, &(hpml_trainer_desc){ .input = x, .output = hpml_linear(h, CLASSES, NULL),
+                                                           .lr = 0.1f, .momentum = 0.9f });
+    d.g = hpml_trainer_graph(d.t);
+    return d;
+}
+
+static hpml_memory memory_of(const hpml_graph *g)
+{
+    hpml_memory m;
+    hpml_graph_memory(g, &m);
+    return m;
+}
+
+/* Trains 3 steps, the second on a short batch, and returns the hash of all parameters and running statistics. */
+static uint64_t train(deep *d)
+{
+    float   x[BATCH * IN];
+    int32_t y[BATCH];
+    fill(x, y);
+    for (int step = 0; step < 3; step++) hpml_trainer_step(d->t, x, y, step == 1 ? BATCH - 3 : BATCH, NULL);
+    uint64_t hash = hpml_param_hash(d->ctx);
+    if (hpml_ctx_status(d->ctx) != HPML_OK) printf("    %s\n", hpml_ctx_error(d->ctx));
+    hpml_ctx_free(d->ctx);
+    return hash;
+}
+
+TEST(segments_computed_again_give_the_same_bits_in_less_memory)
+{
+    for (int half = 0; half < 2; half++) {
+        hpml_dtype  dtype = half ? HPML_DTYPE_BF16 : HPML_DTYPE_F32;
+        deep        kept = create_deep(false, dtype), again = create_deep(true, dtype);
+        hpml_memory a = memory_of(kept.g), b = memory_of(again.g);
+        ENSURE(hpml_graph_op_count(kept.g) == kept.first[BLOCKS] + 2);
+        ENSURE(b.activations * 10 < a.activations * 7 && b.extra > 0 && a.extra == 0 && b.host == 0);
+        size_t before = hpml_ctx_bytes(again.ctx);
+        ENSURE(hpml_trainer_alloc(again.t) == HPML_OK && hpml_ctx_bytes(again.ctx) - before < b.total + 24000);
+        ENSURE(train(&kept) == train(&again));
+    }
+}
+
+/* Sets how each block is retained, by the digits of `choice` in base 3. */
+static void retain(deep *d, int choice)
+{
+    for (int i = 0; i < BLOCKS; i++, choice /= 3)
+        hpml_graph_retain(d->g, d->first[i], d->first[i + 1], (hpml_retain_how)(choice % 3));
+}
+
+TEST(each_segment_kept_computed_again_or_swapped_gives_the_same_bits)
+{
+    deep     whole = create_deep(false, HPML_DTYPE_F32);
+    uint64_t want = train(&whole);
+    for (int choice = 1; choice < 81; choice += 4) {
+        deep d = create_deep(false, HPML_DTYPE_F32);
+        retain(&d, choice);
+        ENSURE((memory_of(d.g).host > 0) == (choice % 3 == 2 || choice / 3 % 3 == 2 || choice / 9 % 3 == 2 || choice / 27 == 2));
+        ENSURE(train(&d) == want);
+    }
+}
+
+TEST(a_budget_takes_the_cheapest_plan_that_fits)
+{
+    deep        d = create_deep(true, HPML_DTYPE_F32), whole = create_deep(false, HPML_DTYPE_F32);
+    hpml_memory in_core = memory_of(whole.g), m;
+    size_t      all = in_core.activations + in_core.scratch;
+    uint64_t    want = train(&whole);
+    double      extra[81];
+    size_t      bytes[81], least = all;
+    for (int choice = 0; choice < 81; choice++) {
+        retain(&d, choice);
+        m = memory_of(d.g);
+        extra[choice] = m.extra;
+        bytes[choice] = m.activations + m.scratch;
+        if (bytes[choice] < least) least = bytes[choice];
+    }
+    hpml_ctx_free(d.ctx);
+    for (int percent = 40; percent <= 100; percent += 10) {
+        size_t budget = all * (size_t)percent / 100;
+        double best = -1;
+        for (int choice = 0; choice < 81; choice++)
+            if (bytes[choice] <= budget && (best < 0 || extra[choice] < best)) best = extra[choice];
+        d = create_deep(true, HPML_DTYPE_F32);
+        ENSURE(hpml_graph_budget(d.g, budget, 0) == (best < 0 ? HPML_ERR_MEMORY : HPML_OK));
+        m = memory_of(d.g);
+        if (best < 0) hpml_ctx_free(d.ctx);
+        if (best < 0) continue;
+        ENSURE(m.activations + m.scratch <= budget && m.extra <= 1.05 * best && (percent < 100 || m.extra == 0));
+        ENSURE(train(&d) == want);
+    }
+    ENSURE(least < all);
+}
+
+TEST(a_graph_without_segments_cuts_itself_for_a_budget)
+{
+    deep        whole = create_deep(false, HPML_DTYPE_F32), d = create_deep(false, HPML_DTYPE_F32);
+    hpml_memory in_core = memory_of(whole.g), m;
+    size_t      all = in_core.activations + in_core.scratch;
+    uint64_t    want = train(&whole);
+    char        least[64];
+    ENSURE_ERROR(d.ctx, hpml_graph_budget(d.g, 1000, 0) != HPML_OK, HPML_ERR_MEMORY, "the least that was found is");
+    (void)least;
+    ENSURE(hpml_graph_budget(d.g, all * 4 / 10, 0) == HPML_OK); /* 40 % */
+    m = memory_of(d.g);
+    ENSURE(m.activations + m.scratch <= all * 4 / 10 && m.extra > 0);
+    ENSURE(train(&d) == want);
+    d = create_deep(false, HPML_DTYPE_F32);
+    ENSURE(hpml_graph_budget(d.g, 0, 0) == HPML_OK && memory_of(d.g).activations < in_core.activations);
+    hpml_trainer_alloc(d.t);
+    ENSURE_ERROR(d.ctx, hpml_graph_budget(d.g, all, 0) != HPML_OK, HPML_ERR_STATE, "memory already");
+    ENSURE_ERROR(d.ctx, hpml_graph_retain(d.g, 0, 1, HPML_RETAIN_SWAP) != HPML_OK, HPML_ERR_STATE, "memory already");
+    ENSURE(train(&d) == want);
 }
