@@ -1208,7 +1208,7 @@ typedef struct hpml_fit_desc {
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
 /* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. In evaluate and predict
    a NaN or infinite loss or output is HPML_ERR_NONFINITE and the error names the sample, except with
-   no_finite_check. */
+   no_finite_check. Where ranks keep parts of values (hpml_param.shard 3) all ranks call these functions alike. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
 /* Computes the output of `samples` samples of x, as in step; out: (samples, numbers of an output). In evaluate and
    predict all ranks of a group work together; each gets the whole of an output that is split. */
@@ -13604,9 +13604,8 @@ HPMLI_FN float *hpmli_param_array(const hpml_trainer *t, const hpml_tensor *p, h
 {
     const bool         known = t && t->updates && p->param->index < t->graph->param_count;
     const hpml_update *u     = known ? &t->updates[p->param->index] : NULL;
-    if (which == HPML_ARRAY_VALUES && !hpmli_array_is_shard(p, which)) return (float *)p->raw;
+    if (which == HPML_ARRAY_VALUES) return p->state->kept ? p->state->kept : (float *)p->raw;
     if (!u) return NULL;
-    if (which == HPML_ARRAY_VALUES) return u->w;
     if (which == HPML_ARRAY_GRADIENTS) return u->g && hpmli_array_is_shard(p, which) ? u->g : (float *)p->raw_grad;
     return u->state[(int)which - HPML_ARRAY_STATE];
 }
@@ -13889,6 +13888,10 @@ HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtyp
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
         return hpmli_fail(ctx, HPML_ERR_DTYPE, "params_save: parameters are stored as f32, bf16 or f16");
+    for (int i = 0; i < ctx->param_count; i++)
+        if (ctx->params[i]->state->kept)
+            return hpmli_fail(ctx, HPML_ERR_STATE, "params_save: this rank keeps a part of \"%s\" (shard 3), and only "
+                              "the trainer's hooks join parts; call hpml_checkpoint_save", ctx->params[i]->name);
     return hpmli_arrays_save(ctx, NULL, path, dtype, NULL, 0);
 }
 

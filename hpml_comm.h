@@ -4417,7 +4417,7 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>launch   running a function on every rank
 // ---------------------------------------------------------------------------------------------------------------------
-HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p);
+HPMLC_FN bool hpmlc_plan_cuts(const hpml_plan *p);
 
 typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
     const hpml_launch_desc *d;
@@ -4445,7 +4445,7 @@ HPMLC_FN bool hpmlc_launch_plans(const hpml_launch_desc *d)
     const char *text = getenv("HPML_PLAN");
     HPMLC_ZERO(hpml_plan, plan);
     if (d->plan) return true;
-    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_splits(&plan) || plan.shard > 0);
+    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_cuts(&plan));
 }
 
 HPMLC_FN void *hpmlc_start_main(void *arg)
@@ -7028,6 +7028,9 @@ HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
 
 /* Returns whether the micro-batches of several steps are in flight at the same time. */
 HPMLC_FN bool hpmlc_plan_flows(const hpml_plan *p) { return p->pipe > 1 && hpmlc_pipe_stashes(p->schedule); }
+
+/* Returns whether a rank has parts of parameters, or of what is kept for them. */
+HPMLC_FN bool hpmlc_plan_cuts(const hpml_plan *p) { return hpmlc_plan_splits(p) || p->shard > 0; }
 
 /* Returns whether there are parameters whose gradients are added up over fewer ranks than those of whole ones. */
 HPMLC_FN bool hpmlc_plan_shares_loss(const hpml_plan *p) { return p->sequence > 1 || p->expert > 1; }
@@ -11736,7 +11739,7 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.data   = hpmlc_dist_data;
     hooks.next   = d->next;
     hooks.need   = d->need;
-    hooks.norms  = settings.shard > 0 || hpmlc_plan_splits(&settings) ? hpmlc_dist_norms : NULL;
+    hooks.norms  = hpmlc_plan_cuts(&settings) ? hpmlc_dist_norms : NULL;
     hooks.join   = settings.shard > 0 ? hpmlc_shard_join : NULL;
     if (settings.shard > 1) hooks.need = hpmlc_shard_need;
     hpml_trainer_attach(t, &hooks);
@@ -11864,7 +11867,7 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d)
     const char *wrong = d->strategy->update != hpmlc_sync_update ? "only strategy sync on the host lets it" : NULL;
     hpml_plan_facts_of(d->t, d->c, &facts);
     if (facts.overflows) wrong = "the loss scale is dynamic";
-    if (hpmlc_plan_splits(&d->plan)) wrong = "ranks have parts of the model";
+    if (hpmlc_plan_cuts(&d->plan)) wrong = "ranks have parts of the model";
     for (int i = 0; i < d->layout.params; i++) {
         const hpml_tensor *p    = hpmlc_param(d, i);
         uint64_t           mine = (uint64_t)(uintptr_t)p->data, address = mine;
@@ -12173,7 +12176,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
             if (!hpmlc_state_is_absent(it) && hpmlc_state_counts(d, it)) hpmlc_state_save(it, rows + it->offset);
         }
         hpml_status status = hpml_reduce_to(d->all, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
-        const bool writes = d->all->rank == 0 || hpmlc_plan_splits(&d->plan); /* all ranks, to join the parts */
+        const bool writes = d->all->rank == 0 || hpmlc_plan_cuts(&d->plan); /* all ranks, to join the parts */
         if (status == HPML_OK && writes) hpmlc_states_write(&list, path, rows, floats);
         hpml_ctx_release(d->ctx, rows);
     }
@@ -12252,6 +12255,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpmlc_tasks_wait(d); /* gradients in flight are not applied */
     d->micro = 0;
+    if (d->plan.shard > 2) hpmlc_shard_forget(d);
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
     if (!f) return hpmlc_failure(d->c);

@@ -342,3 +342,88 @@ TEST(norms_and_shards_of_split_models)
         split_free(&serial);
     }
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// evaluation, errors
+// ---------------------------------------------------------------------------------------------------------------------
+enum { EVALUATE = 1, FAIL, SAVE, SERIAL, LATE, KEEP };
+typedef struct use { int what, shard; double loss; float first[CLASSES]; char errors[MOST][256]; } use;
+
+/* Trains two steps and evaluates, or does something that is refused. */
+static hpml_status use_shards(hpml_comm *c, void *user)
+{
+    use          *u    = (use *)user;
+    hpml_ctx     *ctx  = hpml_comm_ctx(c);
+    const int     rank = hpml_comm_rank(c);
+    hpml_metrics  m    = { 0 };
+    float         x[BATCH * INPUTS], out[BATCH * CLASSES];
+    int32_t       y[BATCH];
+    if (u->what == LATE) hpml_ctx_defer(ctx, false);
+    hpml_trainer     *t = model(ctx, &optimizers[3], NARROW, NULL);
+    hpml_distributed *d = hpml_distribute(t, c, NULL);
+    for (int s = 0; s < 2 && d; s++) {
+        batch_of(s, rank, x, y);
+        if (u->what == FAIL && rank == 1 && s == 1) hpml_ctx_fail(ctx, HPML_ERR_WRITE, "a disk is full");
+        hpml_trainer_step(t, x, y, BATCH, NULL);
+    }
+    hpml_dataset *data = points(ctx, 20, 0, 0, 0);
+    batch_of(9, 0, x, y);
+    if (u->what == EVALUATE) hpml_trainer_evaluate(t, data, &m);
+    if (u->what == EVALUATE) hpml_trainer_predict(t, x, BATCH, out);
+    if (u->what == SAVE) hpml_params_save(ctx, "build/shard_part.safetensors", HPML_DTYPE_F32);
+    if (u->what == KEEP) hpml_trainer_keep(t, 0, 1, 0, 1);
+    if (u->what == SERIAL) {
+        hpml_distribute_free(d);
+        hpml_trainer_step(t, x, y, BATCH, NULL);
+    }
+    if (rank == 0 && u->what == EVALUATE) {
+        u->loss = m.loss;
+        memcpy(u->first, out, sizeof u->first);
+    }
+    snprintf(u->errors[rank], sizeof u->errors[rank], "%s", hpml_ctx_error(ctx));
+    return hpml_ctx_status(ctx);
+}
+
+static hpml_status use_on(use *u, int ranks, bool planned)
+{
+    char                   text[512];
+    hpml_plan              plan = { .shard = u->shard, .algorithm = HPML_RING, .bucket_bytes = 4000 };
+    const hpml_launch_desc d = { .ranks = ranks, .timeout = 20, .plan = planned ? &plan : NULL, .ctx.threads = 1 };
+    return hpml_launch(&d, use_shards, u, text, sizeof text);
+}
+
+TEST(evaluation_with_shards)
+{
+    use all = { .what = EVALUATE };
+    ENSURE(use_on(&all, 3, true) == HPML_OK);
+    for (int shard = 1; shard <= SHARDS; shard++) {
+        use u = { .what = EVALUATE, .shard = shard };
+        ENSURE(use_on(&u, 3, true) == HPML_OK);
+        ENSURE(u.loss == all.loss && memcmp(u.first, all.first, sizeof u.first) == 0);
+    }
+}
+
+TEST(a_rank_that_fails_is_named)
+{
+    for (int shard = 1; shard <= SHARDS; shard++) {
+        use u = { .what = FAIL, .shard = shard };
+        ENSURE(use_on(&u, 3, true) != HPML_OK);
+        for (int r = 0; r < 3; r++) ENSURE(strstr(u.errors[r], r == 1 ? "a disk is full" : "rank 1"));
+    }
+}
+
+TEST(wrong_uses_of_shards_are_named)
+{
+    const struct { int what, shard; const char *says; } wrong[] = {
+        { SAVE, 3, "call hpml_checkpoint_save" },
+        { SERIAL, 1, "call hpml_distribute again" },
+        { SERIAL, 3, "call hpml_distribute again" },
+        { LATE, 1, "call hpml_ctx_defer" },
+        { KEEP, 2, "has memory already" },
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        use u = { .what = wrong[i].what, .shard = wrong[i].shard };
+        ENSURE(use_on(&u, 2, true) != HPML_OK);
+        ENSURE(strstr(u.errors[0], wrong[i].says));
+    }
+}
