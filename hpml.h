@@ -145,7 +145,9 @@
 //     hooks   hooks of a trainer, and its arrays of values, gradients and states
 //     nonfinite   a step's scalars; the names of layers whose numbers are not finite
 //     norms   norms of whole parameters of which several ranks have parts
-//     step   one step: micro-batch, gradients, update
+//     step   one step: its norm, its loss scale
+//     half-steps   the passes of a step: whole, or in halves for a hook
+//     update   the steps of parameters, micro-batches, a whole step
 //     fit   passes over data, evaluation, prediction
 // PART VI   DATA AND FILES: datasets, batches, safetensors, checkpoints, the timeline
 //     files   reading files, writing files that appear whole
@@ -399,8 +401,8 @@ typedef enum hpml_init {
 
 /* The properties of a parameter. You may change `frozen`, `no_decay` and `lr_scale` before or between training steps.
    A parameter may be this rank's part of a whole: dimension split_dim of the whole consists of `sections` equal
-   sections (3 for queries, keys and values), each cut into as many blocks as the group of `axis` has ranks; the part has
-   the rank's block of each. Its first values, their scale, its name and what files contain are those of the whole. */
+   sections (3 for queries, keys and values), each cut into as many blocks as the group of `axis` has ranks; the part
+   has the rank's block of each. First values, their scale, names and what files contain are those of the whole. */
 typedef struct hpml_param {
     int       index;      /* position in the context's list of parameters: the order of recording */
     hpml_init init;
@@ -539,8 +541,9 @@ HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory a
    `memory` has values that stay; else it gets first values. An error once a parameter has memory, or on a device. */
 HPML_API hpml_status  hpml_params_place(hpml_ctx *ctx, float *memory, bool keep);
 HPML_API size_t       hpml_params_bytes(const hpml_ctx *ctx);
-/* Writes to shape[HPML_MAX_DIMS] the shape of the whole of which t, a parameter or any other tensor, is a part. */
-HPML_API void         hpml_param_whole(const hpml_tensor *t, int64_t *shape);
+/* Returns the elements of the whole of which t, a parameter or any other tensor, is a part; 0 for NULL. shape: NULL, or
+   receives the shape of the whole, HPML_MAX_DIMS numbers. */
+HPML_API int64_t      hpml_param_whole(const hpml_tensor *t, int64_t *shape);
 /* Copies elements first .. first + count - 1 of a parameter, which begin at `part`, to their places in an array of the
    whole (to_whole), or from there; both arrays in host memory: values, gradients, states of optimizers, residuals. */
 HPML_API void         hpml_param_copy(const hpml_tensor *param, float *part, int64_t first, int64_t count,
@@ -796,31 +799,25 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
    compute the bits of the whole graph, except where one cut severs a result and a reshape of it: their gradients are
    added up in another order. A parameter that is trained by two parts here is an error. */
 HPML_API hpml_status hpml_graph_part(hpml_graph *g, int from, int to, int64_t rows, int slots);
-/* Reserves memory for `floats` f32 in the arena, before it is taken, from one time of the plan to another, both
-   included; *place receives the address when memory is taken. Activations whose lives do not overlap with these times
-   share the memory. A time is the place of an op in the list of entries that its part runs; with several slots both
-   have to be of one pass. */
-HPML_API hpml_status hpml_graph_reserve(hpml_graph *g, int64_t floats, int from, int to, float **place);
-HPML_API int         hpml_graph_time(const hpml_graph *g, int op, bool backward); /* of an op in running order */
 /* Takes the planned memory, and points all tensors of a slot's ops into this slot, for the next passes; at first 0. */
 HPML_API hpml_status hpml_graph_slot(hpml_graph *g, int slot);
 /* Writes the results of ops before op `at` that ops from `at` on read to `tensors` (capacity); returns how many. */
 HPML_API int         hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tensors, int capacity);
 
 /* Less memory for more work, with the same bits. What the backward pass reads of the results of a segment of ops is
-   KEEPt from the forward pass; or the ops run AGAIN at the beginning of the segment's backward pass (Chen et al. 2016),
-   so that only what the segment reads is kept in between; or it is SWAPped: copied to host memory and back. Ops that run
-   again compute what they did, dropout with the same masks; running statistics move once; ops of your own run again, too,
-   and collective ones communicate again. hpml_recompute makes the ops recorded from `true` to `false` a segment that
-   runs AGAIN. hpml_graph_retain chooses for ops `from` to `to` - 1, a segment, before the graph's memory is taken. */
+   kept from the forward pass (KEEP); or the ops run AGAIN at the beginning of the segment's backward pass (Chen et al.
+   2016), so that only what the segment reads is kept in between; or it is copied to host memory and back (SWAP). Ops
+   that run again compute what they did, dropout with the same masks; running statistics move once; ops of your own run
+   again, too, and collective ones communicate again. hpml_recompute makes the ops recorded from `true` to `false` a
+   segment that runs AGAIN. hpml_graph_retain makes ops `from` to `to` - 1 a segment, before memory is taken. */
 typedef enum hpml_retain_how { HPML_RETAIN_KEEP = 0, HPML_RETAIN_AGAIN, HPML_RETAIN_SWAP } hpml_retain_how;
 HPML_API void        hpml_recompute(hpml_ctx *ctx, bool on);
 HPML_API hpml_status hpml_graph_retain(hpml_graph *g, int from, int to, hpml_retain_how how);
 /* Chooses by cost how each segment is retained, so that activations and scratch of hpml_memory are at most `bytes` (as
-   KARMA does, Wahib et al. 2020). Segments are those recorded by hpml_recompute; without any the graph is cut into up to
-   8 of about equally large results. ops_per_byte: operations that take as long as copying a byte; 0: 8. An error that
-   names the least bytes, if `bytes` are too few. With bytes 0 every segment runs AGAIN, by default about the square root
-   of the number of ops. */
+   KARMA does, Wahib et al. 2020). Segments are those recorded by hpml_recompute, at most 8 or joined to 8; without any
+   the graph is cut into up to 8 with about equally large results. ops_per_byte: operations that take as long as copying
+   a byte; 0: 8. An error that names the least bytes, if `bytes` are too few. With bytes 0 every segment runs AGAIN;
+   where none is recorded, these are about sqrt(ops), at most 8. */
 HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_per_byte);
 
 /* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
@@ -1046,7 +1043,7 @@ typedef struct hpml_custom {
                                   of the device and halves are halves; they only launch work on hpml_cuda_stream */
     void        *user;         /* yours: node->attr.custom->user; must live as long as the context */
     bool         one_number;   /* the result is a scalar, such as a loss */
-    int32_t      ndim;         /* dimensions of the result; 0: the result has the shape of source 0 */
+    int32_t      ndim;         /* dimensions of the result; 0: the result has the shape of source 0, and its `split` */
     int64_t      shape[HPML_MAX_DIMS]; /* of the result, for a full batch */
     int64_t      batch_rows;   /* rows of the result that belong to a sample; 0: shape[0] / batch if that is whole, else
                                   none; -1: none. Without such rows the op mixes samples: full batches only */
@@ -1286,7 +1283,7 @@ HPML_API hpml_status hpml_trainer_update_inner(hpml_trainer *t);
    samples 0: gradients become zero, and the hooks are called as on other ranks. */
 HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                                    bool accumulate, float *loss);
-/* The two halves of hpml_trainer_forward_backward, for a hook `pass`. forward runs the ops of the slot (hpml_graph_part;
+/* The two halves of hpml_trainer_forward_backward, for a hook `pass`. forward runs the ops of a slot (hpml_graph_part,
    0 without parts) on samples [first, first + samples) of the batch, which with parts it copies to this slot's inputs,
    so that passes on other slots, and other batches, may come before the slot's backward pass. loss, if not NULL,
    receives the mean loss of these samples, 0 unless the loss is computed here. Random masks are those of the samples in
@@ -3383,15 +3380,6 @@ HPMLI_FN void hpmli_cut_copy(const hpmli_cut *c, float *whole, float *part, int6
     }
 }
 
-/* Returns the elements of the whole of which t is a part. */
-HPMLI_FN int64_t hpmli_whole_count(const hpml_tensor *t)
-{
-    int64_t whole[HPML_MAX_DIMS], count = 1;
-    hpml_param_whole(t, whole);
-    for (int i = 0; i < t->ndim; i++) count *= whole[i];
-    return count;
-}
-
 /* Joins the ranks' parts (count elements each) in `whole`, by way of `all` (count times size). */
 HPMLI_FN hpml_status hpmli_cut_join(const hpml_group *g, hpmli_cut c, const float *part, int64_t count, float *all,
                                     float *whole)
@@ -3422,11 +3410,10 @@ HPMLI_FN int64_t hpmli_whole_place(const hpml_tensor *t, int64_t i, int64_t *run
 {
     int64_t later = 1; /* elements of the whole in the dimensions after d */
     *run = hpml_tensor_count(t) - i;
-    for (int d = t->ndim - 1; d >= 0; d--) {
+    for (int d = t->ndim - 1; d >= 0; later *= t->shape[d--]) {
+        if (!t->split[d]) continue;
         const hpml_group *g = hpml_ctx_group(t->ctx, (hpml_axis)t->split[d]);
         hpmli_cut         c = { t->shape[d] / hpmli_sections(t, d) * later, g->rank, g->size };
-        later *= t->shape[d];
-        if (!t->split[d]) continue;
         *run = hpmli_min(*run, c.n - i % c.n);
         i    = hpmli_cut_place(&c, i);
         later *= g->size;
@@ -3434,7 +3421,6 @@ HPMLI_FN int64_t hpmli_whole_place(const hpml_tensor *t, int64_t i, int64_t *run
     return i;
 }
 
-/* Marks dimension dim of t as split; tells t apart from a whole one in errors. */
 HPMLI_FN void hpmli_split_set(hpml_tensor *t, int dim, hpml_axis axis, int64_t sections)
 {
     t->split[dim] = (int8_t)axis;
@@ -4024,8 +4010,7 @@ HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
     hpmli_init_job    j = { ctx, t, w, hpml_tensor_count(t), HPMLI_STREAM_INIT + (uint64_t)p->index,
                             (double)p->init_scale, true, false };
     int64_t whole[HPML_MAX_DIMS];
-    hpml_param_whole(t, whole);
-    double fan_in = (double)hpmli_whole_count(t) / (double)whole[0], field = fan_in / (double)whole[1];
+    double fan_in = (double)hpml_param_whole(t, whole) / (double)whole[0], field = fan_in / (double)whole[1];
     double fan_out = (double)whole[0] * field;
     switch (p->init) {
     case HPML_INIT_DEFAULT: case HPML_INIT_KAIMING_UNIFORM: j.scale = sqrt(6 / fan_in); break;
@@ -4059,12 +4044,16 @@ HPMLI_FN int64_t hpmli_param_kept(const hpml_tensor *p, int level)
     return (p->param->keep_count + align - 1) / align * align;
 }
 
-HPML_API void hpml_param_whole(const hpml_tensor *t, int64_t *shape)
+HPML_API int64_t hpml_param_whole(const hpml_tensor *t, int64_t *shape)
 {
+    int64_t count = t != NULL;
     for (int i = 0; i < HPML_MAX_DIMS; i++) {
-        shape[i] = t ? t->shape[i] : 1;
-        if (t && t->split[i]) shape[i] *= hpml_ctx_group(t->ctx, (hpml_axis)t->split[i])->size;
+        int64_t n = t ? t->shape[i] : 1;
+        if (t && t->split[i]) n *= hpml_ctx_group(t->ctx, (hpml_axis)t->split[i])->size;
+        if (shape) shape[i] = n;
+        count *= n;
     }
+    return count;
 }
 
 HPML_API void hpml_param_copy(const hpml_tensor *param, float *part, int64_t first, int64_t count, float *whole,
@@ -4233,9 +4222,9 @@ HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>place   a place in memory for each array of a plan: first fit
 // ---------------------------------------------------------------------------------------------------------------------
-/* A life is an array and the interval of times at which the array is needed. The arrays are placed in order of size, the
+/* A life is an array and the interval of times at which the array is needed. Arrays are placed in order of size, the
    largest first, each at the lowest address where its bytes are free during its whole life (first fit; close to the
-   optimum for chains of layers). A search among all arrays placed before would take n^2 / 2 steps for n arrays; a binary
+   optimum for chains of layers). A search among all arrays placed before takes n^2 / 2 steps for n arrays; a binary
    tree over the times (a segment tree) takes about n log n for each size of arrays, and networks have few sizes.
    Each tree node has two lists of address ranges in use, in which adjacent ranges are joined: `whole`, of arrays
    alive at all times of the tree node, and `part`, of arrays alive at some of them. A life is cut into at most two tree
@@ -4355,14 +4344,15 @@ HPMLI_FN bool hpmli_lives_place(hpml_ctx *ctx, hpmli_life *lives, int count, siz
 // ---------------------------------------------------------------------------------------------------------------------
 // >>list   the list of entries that a pass runs, and which values of it are computed again
 // ---------------------------------------------------------------------------------------------------------------------
-/* A part is a range of a graph's nodes and the list of entries that run it: each node forward in the order of recording,
+/* A part is a range of a graph's nodes and the list of entries that run it: each node forward in the recorded order,
    then each node backward in the reverse order. In the backward pass of a segment (hpml_recompute) come first entries
    that compute its results again. All times of the plan are places in this list.
    A result that is computed again has two lives, from forward to its last reader before that entry and from that entry
    on, and so two addresses; between both only the inputs of its segment are kept. A result of the segment that a later
    backward pass reads is in memory anyhow until then, so it has one life, and is computed again only if its op needs
    saved values. A result that is swapped has two lives in the same way: OUT follows its op, IN comes before the first
-   entry of the backward pass that reads it. The result of a reshape lives in the memory of its source: hpmli_base is the op that computes it. */
+   entry of the backward pass that reads it. The result of a reshape lives in the memory of its source: hpmli_base
+   returns the op that computes this source. */
 typedef enum hpmli_move { HPMLI_FORWARD, HPMLI_BACKWARD, HPMLI_AGAIN, HPMLI_OUT, HPMLI_IN } hpmli_move;
 typedef struct hpmli_entry {
     int        node; /* its place in hpml_graph.nodes */
@@ -4377,7 +4367,7 @@ typedef struct hpmli_area { /* arrays that are placed together */
 /* HELD: of each slot for itself; PASSING: shared by all slots, because one pass runs at a time. */
 enum { HPMLI_HELD, HPMLI_PASSING, HPMLI_AREAS };
 
-typedef struct hpmli_subgraph {
+typedef struct hpmli_list {
     int           from, to;         /* nodes from .. to - 1 of the graph */
     int64_t       rows;             /* most samples of a pass */
     int           slot_count, first_slot;
@@ -4386,7 +4376,7 @@ typedef struct hpmli_subgraph {
     hpml_tensor **inputs;           /* (input_count) read here and not computed here, but no parameters */
     int           input_count;
     hpmli_area    area[HPMLI_AREAS];
-} hpmli_subgraph;
+} hpmli_list;
 
 typedef struct hpmli_slot { /* memory for the arrays of a part, and the pass that has written to it */
     int      part;          /* place in hpml_graph.parts */
@@ -4407,16 +4397,13 @@ struct hpml_graph {
     hpml_tensor   *loss;
     hpml_tensor   *outputs[HPML_MAX_OUTPUTS];
     int            output_count;
-    hpmli_subgraph    *parts;      /* (part_count) what runs here: at first one part, all nodes */
+    hpmli_list    *parts;      /* (part_count) what runs here: at first one part, all nodes */
     int64_t        part_capacity, slot_capacity;
     int            part_count;
     bool           cut;        /* hpml_graph_part has named the parts */
     hpmli_slot    *slots;      /* (slot_count) */
     int            slot_count, slot;  /* slot: the one that the pointers of all tensors belong to */
-    hpmli_life    *reserved;   /* (reserved_count) arrays of others in the arena, see hpml_graph_reserve */
-    int            reserved_count;
     double         ops_per_byte; /* operations that take as long as copying a byte to the host */
-    int64_t        reserved_capacity;
     hpml_memory    memory;
     void          *elsewhere;  /* unused address of an input that has its memory from another graph */
     char          *arena;      /* memory of activations, their gradients and scratch, on the device */
@@ -4481,14 +4468,14 @@ HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, in
 }
 
 /* Returns the node that computes t in part p; NULL: t is computed elsewhere, or is an input or a parameter. */
-HPMLI_FN hpml_node *hpmli_node_in(const hpmli_subgraph *p, const hpml_tensor *t)
+HPMLI_FN hpml_node *hpmli_node_in(const hpmli_list *p, const hpml_tensor *t)
 {
     hpml_node *n = t ? t->node : NULL;
     return n && n->state->order >= p->from && n->state->order < p->to ? n : NULL;
 }
 
 /* Returns the node of part p in whose memory the value of n is computed, because n is a reshape of a result. */
-HPMLI_FN hpml_node *hpmli_base(const hpmli_subgraph *p, hpml_node *n)
+HPMLI_FN hpml_node *hpmli_base(const hpmli_list *p, hpml_node *n)
 {
     for (hpml_node *from; hpmli_has_trait(n, HPMLI_OP_IS_ALIAS); n = from) {
         from = hpmli_node_in(p, n->src[0]);
@@ -4500,7 +4487,7 @@ HPMLI_FN hpml_node *hpmli_base(const hpmli_subgraph *p, hpml_node *n)
 HPMLI_FN bool hpmli_goes_back(const hpml_graph *g, const hpml_node *n) { return g->loss && n->out->needs_grad; }
 
 /* True if node n reads the value of the op `of` in the backward pass: backward of n, or n itself when it runs again. */
-HPMLI_FN bool hpmli_reads_late(const hpml_graph *g, const hpmli_subgraph *p, hpml_node *n, const hpml_node *of)
+HPMLI_FN bool hpmli_reads_late(const hpml_graph *g, const hpmli_list *p, hpml_node *n, const hpml_node *of)
 {
     unsigned needs = hpmli_goes_back(g, n) ? hpmli_op_of(n)->needs(n) : 0;
     if (hpmli_base(p, n) == of && needs & HPMLI_NEED_OUT) return true;
@@ -4529,7 +4516,7 @@ HPMLI_FN bool hpmli_any_reads(const hpml_graph *g, int from, int to, const hpml_
 }
 
 /* True if the result of n, or a reshape of it, is an output or is read by another part, so that it is not swapped. */
-HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_subgraph *p, const hpml_node *n)
+HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_list *p, const hpml_node *n)
 {
     for (int i = n->state->order; i < p->to; i++) {
         hpml_node *same = g->nodes[i];
@@ -4540,7 +4527,7 @@ HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_subgraph *p, const hp
 }
 
 /* Chooses which nodes of the segment from .. to - 1 run again, and which of their results have two lives. */
-HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_subgraph *p, int from, int to)
+HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_list *p, int from, int to)
 {
     for (int k = to - 1; k >= from; k--) {
         hpml_node *n    = g->nodes[k];
@@ -4557,15 +4544,15 @@ HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_subgraph *p, int f
     }
 }
 
-HPMLI_FN void hpmli_entry_add(hpml_graph *g, hpmli_subgraph *p, int node, hpmli_move move)
+HPMLI_FN void hpmli_entry_add(hpml_graph *g, hpmli_list *p, int node, hpmli_move move)
 {
     const hpmli_entry e = { node, move };
     g->nodes[node]->state->at[move] = p->entry_count;
     p->entries[p->entry_count++]    = e;
 }
 
-/* Returns the first node of the segment of node `last` in part p, which is the segment's last node; no segment: last. */
-HPMLI_FN int hpmli_segment_first(const hpml_graph *g, const hpmli_subgraph *p, int last)
+/* Returns the first node of the segment of which node `last` is the last one in part p; without a segment: last. */
+HPMLI_FN int hpmli_segment_first(const hpml_graph *g, const hpmli_list *p, int last)
 {
     int segment = g->nodes[last]->state->segment, first = last;
     while (segment > 0 && first > p->from && g->nodes[first - 1]->state->segment == segment) first--;
@@ -4573,7 +4560,7 @@ HPMLI_FN int hpmli_segment_first(const hpml_graph *g, const hpmli_subgraph *p, i
 }
 
 /* Adds, if the result of the op that computes t is swapped out, the entry that swaps it in, once. */
-HPMLI_FN void hpmli_entry_fetch(hpml_graph *g, hpmli_subgraph *p, const hpml_tensor *t)
+HPMLI_FN void hpmli_entry_fetch(hpml_graph *g, hpmli_list *p, const hpml_tensor *t)
 {
     hpml_node *n = hpmli_node_in(p, t);
     if (!n) return;
@@ -4584,7 +4571,7 @@ HPMLI_FN void hpmli_entry_fetch(hpml_graph *g, hpmli_subgraph *p, const hpml_ten
 }
 
 /* Adds an entry of the backward pass, and before it entries that swap in what it reads. */
-HPMLI_FN void hpmli_entry_late(hpml_graph *g, hpmli_subgraph *p, int node, hpmli_move move)
+HPMLI_FN void hpmli_entry_late(hpml_graph *g, hpmli_list *p, int node, hpmli_move move)
 {
     const hpml_node *n     = g->nodes[node];
     bool             back  = move == HPMLI_BACKWARD;
@@ -4598,7 +4585,7 @@ HPMLI_FN void hpmli_entry_late(hpml_graph *g, hpmli_subgraph *p, int node, hpmli
 }
 
 /* Chooses what of part p runs again or is swapped, from the last segment to the first. */
-HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_subgraph *p)
+HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
 {
     for (int i = p->from; i < p->to; i++) {
         struct hpmli_node_state *state = g->nodes[i]->state;
@@ -4614,7 +4601,7 @@ HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_subgraph *p)
 }
 
 /* Writes the list of entries of part p; false: no memory. */
-HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_subgraph *p)
+HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
 {
     p->entries = hpmli_new(g->ctx, hpmli_entry, 4 * ((int64_t)p->to - p->from) + 1);
     if (!p->entries) return false;
@@ -4651,7 +4638,7 @@ typedef struct hpmli_use {      /* how a part uses the result of a node, or an i
 } hpmli_use;
 typedef struct hpmli_plan {     /* a part while it is planned */
     hpml_graph *g;
-    hpmli_subgraph *p;
+    hpmli_list *p;
     hpmli_use  *uses;           /* one for each node of the graph, then one for each leaf */
     int         end;            /* the time after all entries */
 } hpmli_plan;
@@ -4689,7 +4676,7 @@ HPMLI_FN void hpmli_use_note(const hpmli_plan *pl, const hpml_tensor *t, int tim
 /* Computes how long each value is needed. */
 HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
 {
-    const hpmli_subgraph *p = pl->p;
+    const hpmli_list *p = pl->p;
     for (int k = 0; k < p->entry_count; k++) {
         const hpmli_entry *e    = &p->entries[k];
         const hpml_node   *n    = pl->g->nodes[e->node];
@@ -4715,7 +4702,7 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
 /* Computes out_root, the tensor that owns the memory of each life of a value. */
 HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
 {
-    const hpmli_subgraph *p = pl->p;
+    const hpmli_list *p = pl->p;
     for (int k = 0; k < p->entry_count; k++) { /* in place: a node that alone reads a source, which is not read later */
         hpml_node *n = pl->g->nodes[p->entries[k].node], *x = hpmli_node_in(p, n->src[0]);
         int        life = hpmli_life_at(pl, n->out, k);
@@ -4829,7 +4816,7 @@ HPMLI_FN size_t hpmli_saved_bytes(const hpmli_plan *pl, const hpml_node *n)
 HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
 {
     hpml_graph *g = pl->g;
-    hpmli_subgraph *p = pl->p;
+    hpmli_list *p = pl->p;
     for (int i = p->from; i < p->to; i++) {
         hpml_node       *n      = g->nodes[i];
         const hpmli_use *u      = &pl->uses[i];
@@ -4860,14 +4847,10 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
     }
     if (g->loss && g->loss->node && !hpmli_node_in(p, g->loss))
         hpmli_life_add(pl, HPMLI_SCALAR_BYTES, 0, pl->end, &g->loss->raw);
-    for (int i = 0; i < g->reserved_count && p == g->parts; i++) {
-        const hpmli_life *r = &g->reserved[i];
-        hpmli_life_add(pl, r->bytes, r->from, r->to, r->place);
-    }
 }
 
-/* Lists what part p reads and does not compute: inputs and constants, and results of earlier parts. False: no memory. */
-HPMLI_FN bool hpmli_part_inputs(hpml_graph *g, hpmli_subgraph *p)
+/* Lists what part p reads and does not compute: inputs, constants, results of earlier parts. False: no memory. */
+HPMLI_FN bool hpmli_part_inputs(hpml_graph *g, hpmli_list *p)
 {
     p->inputs      = hpmli_new(g->ctx, hpml_tensor *, (int64_t)g->leaf_count + p->from + 1);
     p->input_count = 0;
@@ -4879,7 +4862,7 @@ HPMLI_FN bool hpmli_part_inputs(hpml_graph *g, hpmli_subgraph *p)
     return true;
 }
 
-HPMLI_FN void hpmli_part_free(hpml_ctx *ctx, hpmli_subgraph *p) /* what its plan has made */
+HPMLI_FN void hpmli_part_free(hpml_ctx *ctx, hpmli_list *p) /* what its plan has made */
 {
     for (int a = 0; a < HPMLI_AREAS; a++) hpmli_free(ctx, p->area[a].lives);
     hpmli_free(ctx, p->inputs);
@@ -4906,11 +4889,11 @@ HPMLI_FN void hpmli_graph_restore_batch(hpml_graph *g)
 }
 
 /* Plans the memory of part p for its rows; false: no memory. */
-HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_subgraph *p)
+HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_list *p)
 {
     hpml_ctx   *ctx  = g->ctx;
     hpmli_plan  pl   = { g, p, NULL, 0 };
-    int64_t     most = 5 * ((int64_t)p->to - p->from) + 2 * ((int64_t)g->leaf_count + p->from) + 1 + g->reserved_count;
+    int64_t     most = 5 * ((int64_t)p->to - p->from) + 2 * ((int64_t)g->leaf_count + p->from) + 1;
     hpmli_part_free(ctx, p);
     if (!hpmli_part_list(g, p) || !hpmli_part_inputs(g, p)) return false;
     for (int a = 0; a < HPMLI_AREAS; a++) p->area[a].lives = hpmli_new(ctx, hpmli_life, a < g->slot_count ? most : 1);
@@ -4961,7 +4944,7 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
     m->activations = at;
     m->host        = 0;
     m->extra       = 0;
-    for (const hpmli_subgraph *p = g->parts; p < g->parts + g->part_count; p++) {
+    for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
         for (int k = 0; k < p->entry_count; k++) m->extra += hpmli_entry_cost(g, &p->entries[k]);
         for (int i = p->from; i < p->to; i++) m->host += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
     }
@@ -4986,7 +4969,7 @@ HPMLI_FN bool hpmli_graph_plan_parts(hpml_graph *g)
 /* Adds a part with its slots, not yet planned; false: no memory. */
 HPMLI_FN bool hpmli_part_add(hpml_graph *g, int from, int to, int64_t rows, int slots)
 {
-    hpmli_subgraph p    = HPMLI_ZEROED;
+    hpmli_list p    = HPMLI_ZEROED;
     hpmli_slot slot = HPMLI_ZEROED;
     if (!hpmli_grow(g->ctx, &g->parts, g->part_count, &g->part_capacity, sizeof p)) return false;
     p.from       = from;
@@ -5038,7 +5021,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
     g->ops_per_byte = 8;
     g->param_last = hpmli_new(ctx, int, ctx->param_count + 1);
     g->back_names = hpmli_new(ctx, const char *, g->count + 1);
-    g->parts      = hpmli_new(ctx, hpmli_subgraph, 1);
+    g->parts      = hpmli_new(ctx, hpmli_list, 1);
     g->slots      = hpmli_new(ctx, hpmli_slot, 1);
     g->part_capacity = 1;
     g->slot_capacity = 1;
@@ -5182,26 +5165,6 @@ HPML_API hpml_status hpml_graph_part(hpml_graph *g, int from, int to, int64_t ro
     return g->ctx->status;
 }
 
-HPML_API hpml_status hpml_graph_reserve(hpml_graph *g, int64_t floats, int from, int to, float **place)
-{
-    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
-    int        end  = g->parts[0].entry_count;
-    hpmli_life life = { (size_t)floats * sizeof(float), 0, from, to, (void **)(void *)place };
-    if (g->arena || g->part_count > 1 || floats < 1 || from < 0 || from > to || to > end)
-        return hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "graph reserve: %lld floats from time %d to %d of %d%s: expected at "
-                          "least 1, times in this order, one part, and no memory taken", (long long)floats, from, to,
-                          end, g->arena ? ", memory taken" : "");
-    if (!hpmli_grow(g->ctx, &g->reserved, g->reserved_count, &g->reserved_capacity, sizeof life)) return g->ctx->status;
-    g->reserved[g->reserved_count++] = life;
-    if (hpmli_graph_plan_parts(g) && g->trainer) hpmli_trainer_planned(g->trainer);
-    return g->ctx->status;
-}
-HPML_API int hpml_graph_time(const hpml_graph *g, int op, bool backward)
-{
-    if (!g || op < 0 || op >= g->count) return -1;
-    return g->nodes[op]->state->at[backward ? HPMLI_BACKWARD : HPMLI_FORWARD];
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // >>retain   segments that run again or are swapped, and their choice for a budget of memory
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5241,8 +5204,8 @@ HPML_API hpml_status hpml_graph_retain(hpml_graph *g, int from, int to, hpml_ret
 {
     if (!hpmli_graph_open(g, "retain")) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     if (from < 0 || to > g->count || from >= to || (int)how < 0 || how > HPML_RETAIN_SWAP)
-        return hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "graph retain: ops %d to %d, how %d: expected a range of the %d ops, "
-                          "and HPML_RETAIN_KEEP, _AGAIN or _SWAP", from, to, (int)how, g->count);
+        return hpmli_fail(g->ctx, HPML_ERR_ARGUMENT, "graph retain: ops %d to %d, how %d: expected a range of the %d "
+                          "ops, and HPML_RETAIN_KEEP, _AGAIN or _SWAP", from, to, (int)how, g->count);
     hpmli_segment_make(g, from, to, how);
     return hpmli_graph_plan_again(g);
 }
@@ -5371,8 +5334,8 @@ HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_p
     for (int i = 0; i < b.count; i++) hpmli_segment_make(g, b.from[i], b.from[i + 1], b.best[i]);
     hpmli_graph_plan_again(g);
     if (bytes == 0 || b.best_cost >= 0) return g->ctx->status;
-    return hpmli_fail(g->ctx, HPML_ERR_MEMORY, "graph budget: %zu bytes for activations and scratch, but the least that "
-                      "was found is %zu, with every segment kept, computed again or swapped; take smaller batches, or "
+    return hpmli_fail(g->ctx, HPML_ERR_MEMORY, "graph budget: %zu bytes for activations and scratch, but the least "
+                      "that was found is %zu, with every segment kept, computed again or swapped; take smaller batches, or "
                       "record shorter segments (hpml_recompute)", bytes, b.least);
 }
 
@@ -5412,7 +5375,7 @@ HPMLI_FN void hpmli_value_point(hpml_node *n, int life)
 }
 
 /* Points what n computes again, and reshapes of the result, to the memory of the second life. */
-HPMLI_FN void hpmli_node_again(const hpml_graph *g, const hpmli_subgraph *p, hpml_node *n)
+HPMLI_FN void hpmli_node_again(const hpml_graph *g, const hpmli_list *p, hpml_node *n)
 {
     n->saved = n->state->saved[1];
     for (int i = n->state->order; i < p->to && n->state->relives; i++)
@@ -5423,7 +5386,7 @@ HPMLI_FN void hpmli_node_again(const hpml_graph *g, const hpmli_subgraph *p, hpm
 HPMLI_FN void hpmli_graph_point(hpml_graph *g)
 {
     const hpmli_slot *slot = &g->slots[g->slot];
-    const hpmli_subgraph *p    = &g->parts[slot->part];
+    const hpmli_list *p    = &g->parts[slot->part];
     char             *base[HPMLI_AREAS] = { g->arena + slot->base, g->arena };
     for (int i = 0; i < p->input_count; i++) /* results of other parts, which another slot may have placed */
         if (p->inputs[i]->node) hpmli_set_memory(p->inputs[i], NULL, NULL);
@@ -5452,7 +5415,7 @@ HPMLI_FN bool hpmli_graph_whole(hpml_graph *g)
                                "two runs in parts, a few samples at a time; record an input for each",
                                hpmli_describe(t));
     }
-    for (const hpmli_subgraph *p = g->parts; p < g->parts + g->part_count; p++)
+    for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++)
         for (int i = p->from; i < p->to; i++)
             for (int j = 0; j < g->nodes[i]->src_count; j++) {
                 const hpml_tensor *w = g->nodes[i]->src[j];
@@ -5473,7 +5436,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
     if (ctx->status != HPML_OK) return ctx->status;
-    for (const hpmli_subgraph *p = g->parts; p < g->parts + g->part_count; p++) {
+    for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
         for (int a = 0; a < HPMLI_AREAS; a++) /* a leaf keeps the memory that another graph gave it */
             for (int i = 0; i < p->area[a].count; i++)
                 if (*p->area[a].lives[i].place) p->area[a].lives[i].place = &g->elsewhere;
@@ -5481,7 +5444,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
             if (!p->inputs[i]->raw) p->inputs[i]->state->samples = p->rows;
     }
     char *copies = g->memory.host > 0 ? (char *)hpmli_alloc(ctx, g->memory.host) : NULL;
-    for (const hpmli_subgraph *p = g->parts; p < g->parts + g->part_count && copies; p++)
+    for (const hpmli_list *p = g->parts; p < g->parts + g->part_count && copies; p++)
         for (int i = p->from; i < p->to; i++) {
             g->nodes[i]->state->copy = copies;
             copies += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
@@ -5548,7 +5511,7 @@ HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpm
 }
 
 /* True if no later entry of the pass in which the entry at place `at` of part p stands reads the parameter w. */
-HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_subgraph *p, int at, const hpml_tensor *w)
+HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_list *p, int at, const hpml_tensor *w)
 {
     int end = at < p->turn ? p->turn : p->entry_count;
     for (int k = at + 1; k < end; k++) {
@@ -5559,12 +5522,12 @@ HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_subgraph *p,
     return true;
 }
 
-HPMLI_FN const hpmli_subgraph *hpmli_part_now(const hpml_graph *g) { return &g->parts[g->slots[g->slot].part]; }
+HPMLI_FN const hpmli_list *hpmli_part_now(const hpml_graph *g) { return &g->parts[g->slots[g->slot].part]; }
 
 /* Calls the hook `need` for each parameter that node n reads, or `release` for those that no later node reads. */
 HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpml_node *n, hpmli_move move)
 {
-    const hpmli_subgraph *part   = hpmli_part_now(g);
+    const hpmli_list *part   = hpmli_part_now(g);
     hpml_status       status = HPML_OK;
     bool              called = which == HPMLI_HOOK_NEED ? g->any.need != NULL : g->any.release != NULL;
     for (int s = 0; called && s < n->src_count && status == HPML_OK; s++) {
@@ -5690,10 +5653,10 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
    launches; many let communication begin early. */
 #define HPMLI_PIECES_OF_PASS 8
 /* Points the tensors of the entries from .. to - 1 of part p that run again to their second lives. */
-HPMLI_FN void hpmli_entries_point(hpml_graph *g, const hpmli_subgraph *p, int64_t from, int64_t to)
+HPMLI_FN void hpmli_entries_point(hpml_graph *g, const hpmli_list *p, int64_t from, int64_t to)
 {
-    for (int64_t k = from; k < to; k++)
-        if (p->entries[k].move == HPMLI_AGAIN || p->entries[k].move == HPMLI_IN) hpmli_node_again(g, p, g->nodes[p->entries[k].node]);
+    for (const hpmli_entry *e = p->entries + from; e < p->entries + to; e++)
+        if (e->move == HPMLI_AGAIN || e->move == HPMLI_IN) hpmli_node_again(g, p, g->nodes[e->node]);
 }
 
 /* Copies what is swapped of n, for the current slot, to the host or, if `in`, back. */
@@ -5714,7 +5677,7 @@ HPMLI_FN hpml_status hpmli_node_swap(hpml_graph *g, const hpml_node *n, bool in)
 /* Runs the entries pass->from .. pass->to - 1 of a pass, counted from the first entry of the pass. */
 HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
-    const hpmli_subgraph *p      = hpmli_part_now(g);
+    const hpmli_list *p      = hpmli_part_now(g);
     int               start  = pass->backward ? p->turn : 0;
     hpml_run          again  = *run;
     hpml_status       status = HPML_OK;
@@ -5739,7 +5702,7 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
 HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
     const hpml_backend *b = g->ctx->backend;
-    const hpmli_subgraph   *p = hpmli_part_now(g);
+    const hpmli_list   *p = hpmli_part_now(g);
     bool                done, again;
     hpml_status         status;
     do {
@@ -5754,7 +5717,7 @@ HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, cons
 }
 
 /* Zeroes the inputs of a rank without samples, and points what runs again in the backward pass to its first life. */
-HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_subgraph *p)
+HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_list *p)
 {
     for (int i = 0; i < p->input_count && g->idle; i++)
         if (p->inputs[i]->batch_rows) hpmli_zero_values(g, p->inputs[i]);
@@ -5768,12 +5731,12 @@ HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_subgraph *p)
 /* Runs all nodes forward or backward, in pieces, and pieces' gradient hooks. accumulate: adds to weights' gradients. */
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
-    const hpmli_subgraph *p       = hpmli_part_now(g);
+    const hpmli_list *p       = hpmli_part_now(g);
     const hpml_hooks *h       = &g->any;
     bool              timed   = g->profile || g->ctx->trace;
-    bool              single  = timed || h->need || h->release || h->sum || g->idle || g->no_targets; /* run nodes singly */
-    bool              replays = g->ctx->backend->begin && !single && !g->unreplayable && !g->collective &&
-                                g->memory.host == 0;
+    bool              single  = timed || h->need || h->release || h->sum; /* run nodes singly */
+    bool              rare    = g->idle || g->no_targets || g->memory.host > 0;
+    bool              replays = g->ctx->backend->begin && !single && !rare && !g->unreplayable && !g->collective;
     bool              hooks   = backward && h->grad && g->last;
     int               start   = backward ? p->turn : 0, count = backward ? p->entry_count - p->turn : p->turn;
     int               piece   = 1; /* number of entries */
@@ -6795,7 +6758,7 @@ HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shap
     int8_t  split[HPML_MAX_DIMS];
     int32_t sections;
     if (!hpmli_recordable(1, &x)) return NULL;
-    if (!hpmli_reshape_rule(hpmli_whole_count(x), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
+    if (!hpmli_reshape_rule(hpml_param_whole(x, NULL), ndim, shape, full)) return hpmli_reshape_error(x, ndim, shape);
     if (!hpmli_split_reshape(x, ndim, full, part, split, &sections))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "reshape to %s, sizes of the whole: %s is %s, and no dimension of "
                           "the result would be split alike; hpml_group_gather it first",
@@ -8091,7 +8054,7 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
     hpml_tensor    *x = w->n->src[0], *y = w->n->out;
     const float    *from  = w->back ? y->grad : x->data;
     float          *to    = w->back ? x->grad : y->data, p = w->n->attr.dropout.p, scale = 1 / (1 - p);
-    int64_t         count = hpml_tensor_count(y), sample = y->batch_rows * (hpmli_whole_count(y) / y->shape[0]);
+    int64_t         count = hpml_tensor_count(y), sample = y->batch_rows * (hpml_param_whole(y, NULL) / y->shape[0]);
     int64_t         at = piece * HPMLI_PIECE, c = hpmli_min(count - at, HPMLI_PIECE), run_length;
     uint64_t        stream = run->step << 24 ^ (uint64_t)w->n->state->number ^ HPMLI_STREAM_DROPOUT;
     uint32_t        words[HPMLI_PIECE], least = (uint32_t)((double)p * 4294967296.0);
@@ -9078,135 +9041,130 @@ HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, b
 // ---------------------------------------------------------------------------------------------------------------------
 // >>groups   ops that communicate in a group: copy, sum, split, gather
 // ---------------------------------------------------------------------------------------------------------------------
-/* Megatron's conjugate pairs (Shoeybi et al. 2019): copy and sum, split and gather are each other's backward pass where
-   all ranks have one loss (TENSOR). Where each rank has its own (DATA, SEQUENCE, EXPERT), an element that several ranks
-   use gets the sum of their gradients, and one that other ranks have too gets none of theirs, because the gradients of
-   whole parameters are added up over these ranks after the backward pass. */
+/* The ops transfer arrays between ranks, and so do their backward passes: Megatron's conjugate pairs (Shoeybi et al.
+   2019), copy and sum, split and gather, where all ranks have one loss (TENSOR). Where each rank has its own (DATA,
+   SEQUENCE, EXPERT), an element that several ranks use gets the sum of their gradients, and one that other ranks have
+   too gets none of theirs, because gradients of whole parameters are added up over these ranks afterwards. */
+typedef enum hpmli_transfer {
+    HPMLI_TRANSFER_KEEP,    /* the array itself */
+    HPMLI_TRANSFER_ADD_UP,  /* the sum of the ranks' arrays */
+    HPMLI_TRANSFER_CUT,     /* this rank's part of a whole */
+    HPMLI_TRANSFER_JOIN,    /* the whole of the ranks' parts */
+    HPMLI_TRANSFER_PAD,     /* a whole of zeros with this rank's part */
+    HPMLI_TRANSFER_SCATTER  /* this rank's part of the sum of the ranks' wholes */
+} hpmli_transfer;
+typedef struct hpmli_group_kind {
+    const char    *name;
+    hpmli_transfer forward, back, back_apart; /* back: all ranks have one loss; back_apart: each has its own */
+} hpmli_group_kind;
+static const hpmli_group_kind hpmli_group_kinds[] = {
+    { "group_copy", HPMLI_TRANSFER_KEEP, HPMLI_TRANSFER_ADD_UP, HPMLI_TRANSFER_KEEP },
+    { "group_sum", HPMLI_TRANSFER_ADD_UP, HPMLI_TRANSFER_KEEP, HPMLI_TRANSFER_ADD_UP },
+    { "group_split", HPMLI_TRANSFER_CUT, HPMLI_TRANSFER_JOIN, HPMLI_TRANSFER_PAD },
+    { "group_gather", HPMLI_TRANSFER_JOIN, HPMLI_TRANSFER_CUT, HPMLI_TRANSFER_SCATTER }
+};
+enum { HPMLI_GROUP_COPY, HPMLI_GROUP_SUM, HPMLI_GROUP_SPLIT, HPMLI_GROUP_GATHER };
+
 typedef struct hpmli_group_op {
     const hpml_group *group;
-    bool              one_loss; /* TENSOR */
-    hpmli_cut         cut;      /* split, gather: the part in the whole */
+    hpmli_transfer    forward, back;
+    hpmli_cut         cut; /* the part in the whole */
 } hpmli_group_op;
 
-HPMLI_FN hpml_status hpmli_group_sum_floats(const hpmli_group_op *o, float *x, int64_t n)
+/* Transfers `from` to `to`, which may be equal for KEEP and ADD_UP. n: elements of a part; work: memory for a whole. */
+HPMLI_FN hpml_status hpmli_transfer_run(const hpmli_group_op *o, hpmli_transfer kind, float *from, float *to,
+                                        int64_t n, float *work)
 {
-    return o->group->sum(o->group->user, x, n);
-}
-
-HPMLI_FN const hpmli_group_op *hpmli_group_op_of(const hpml_node *n)
-{
-    return (const hpmli_group_op *)n->attr.custom->user;
-}
-
-HPMLI_FN hpml_status hpmli_group_copy_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
-{
-    if (n->out->data != n->src[0]->data) memcpy(n->out->data, n->src[0]->data, hpmli_tensor_bytes(n->out));
-    return HPML_OK;
-}
-
-HPMLI_FN hpml_status hpmli_group_copy_back(const hpml_run *run, hpml_node *n)
-{
-    hpml_status status = hpmli_group_sum_floats(hpmli_group_op_of(n), n->out->grad, hpml_tensor_count(n->out));
-    hpml_node_give(run, n, 0, n->out->grad);
-    return status;
-}
-
-HPMLI_FN hpml_status hpmli_group_sum_pass(const hpml_run *run, hpml_node *n)
-{
-    hpmli_group_copy_pass(run, n);
-    return hpmli_group_sum_floats(hpmli_group_op_of(n), n->out->data, hpml_tensor_count(n->out));
-}
-
-HPMLI_FN hpml_status hpmli_group_sum_back(const hpml_run *run, hpml_node *n)
-{
-    if (!hpmli_group_op_of(n)->one_loss) return hpmli_group_copy_back(run, n);
-    hpml_node_give(run, n, 0, n->out->grad);
-    return HPML_OK;
-}
-
-HPMLI_FN hpml_status hpmli_group_split_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
-{
-    hpmli_cut_copy(&hpmli_group_op_of(n)->cut, n->src[0]->data, n->out->data, 0, hpml_tensor_count(n->out), false);
-    return HPML_OK;
-}
-
-HPMLI_FN hpml_status hpmli_group_split_back(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_group_op *o      = hpmli_group_op_of(n);
-    int64_t               count  = hpml_tensor_count(n->out);
-    float                *whole  = (float *)n->scratch, *all = whole + count * o->cut.size;
-    hpml_status           status = HPML_OK;
-    if (o->one_loss) status = hpmli_cut_join(o->group, o->cut, n->out->grad, count, all, whole);
-    else {
-        run->ctx->k->vfill(whole, 0, count * o->cut.size);
-        hpmli_cut_copy(&o->cut, whole, n->out->grad, 0, count, true);
+    const hpml_group *g = o->group;
+    hpmli_cut         c = o->cut;
+    switch (kind) {
+    case HPMLI_TRANSFER_KEEP: case HPMLI_TRANSFER_ADD_UP:
+        if (to != from) memcpy(to, from, (size_t)n * sizeof *to);
+        return kind == HPMLI_TRANSFER_KEEP ? HPML_OK : g->sum(g->user, to, n);
+    case HPMLI_TRANSFER_CUT: hpmli_cut_copy(&c, from, to, 0, n, false); break;
+    case HPMLI_TRANSFER_JOIN: return hpmli_cut_join(g, c, from, n, work, to);
+    case HPMLI_TRANSFER_PAD:
+        memset(to, 0, (size_t)(n * c.size) * sizeof *to);
+        hpmli_cut_copy(&c, to, from, 0, n, true);
+        break;
+    case HPMLI_TRANSFER_SCATTER:
+        for (c.rank = 0; c.rank < c.size; c.rank++) hpmli_cut_copy(&c, from, work + c.rank * n, 0, n, false);
+        return g->scatter(g->user, work, to, n);
     }
-    hpml_node_give(run, n, 0, whole);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_group_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+{
+    const hpmli_group_op *o    = (const hpmli_group_op *)n->attr.custom->user;
+    int64_t               part = hpmli_min(hpml_tensor_count(n->src[0]), hpml_tensor_count(n->out));
+    return hpmli_transfer_run(o, o->forward, n->src[0]->data, n->out->data, part, (float *)n->scratch);
+}
+
+HPMLI_FN hpml_status hpmli_group_back(const hpml_run *run, hpml_node *n)
+{
+    const hpmli_group_op *o     = (const hpmli_group_op *)n->attr.custom->user;
+    int64_t               part  = hpmli_min(hpml_tensor_count(n->src[0]), hpml_tensor_count(n->out));
+    float                *given = n->out->grad, *work = (float *)n->scratch;
+    if (o->cut.size > 0) given = work + part * o->cut.size; /* split, gather: behind the memory of the parts */
+    hpml_status status = hpmli_transfer_run(o, o->back, n->out->grad, given, part, work);
+    hpml_node_give(run, n, 0, given);
     return status;
 }
 
-HPMLI_FN hpml_status hpmli_group_gather_pass(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
-{
-    const hpmli_group_op *o = hpmli_group_op_of(n);
-    return hpmli_cut_join(o->group, o->cut, n->src[0]->data, hpml_tensor_count(n->src[0]), (float *)n->scratch,
-                          n->out->data);
-}
-
-HPMLI_FN hpml_status hpmli_group_gather_back(const hpml_run *run, hpml_node *n)
-{
-    const hpmli_group_op *o      = hpmli_group_op_of(n);
-    hpmli_cut             c      = o->cut;
-    int64_t               count  = hpml_tensor_count(n->src[0]);
-    float                *all    = (float *)n->scratch, *part = all + count * c.size;
-    hpml_status           status = HPML_OK;
-    if (o->one_loss) hpmli_cut_copy(&c, n->out->grad, part, 0, count, false);
-    for (c.rank = 0; !o->one_loss && c.rank < c.size; c.rank++)
-        hpmli_cut_copy(&c, n->out->grad, all + c.rank * count, 0, count, false);
-    if (!o->one_loss) status = o->group->scatter(o->group->user, all, part, count);
-    hpml_node_give(run, n, 0, part);
-    return status;
-}
-
-/* True if the op `name` is to be recorded: x may be read, and the axis has more than one rank. */
-HPMLI_FN bool hpmli_group_ready(const char *name, hpml_tensor *x, hpml_axis axis, int dim)
+/* True if the op of this kind is to be recorded: x may be read, and the axis has more than one rank. */
+HPMLI_FN bool hpmli_group_ready(int kind, hpml_tensor *x, hpml_axis axis, int dim)
 {
     if (!hpmli_recordable(1, &x)) return false;
     if ((int)axis < 0 || axis >= HPML_AXES || axis == HPML_AXIS_PIPE || dim < 0 || dim >= hpmli_max(x->ndim, 1))
         return hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "%s of %s: %s axis, dimension %d; expected the data, tensor, "
-                           "sequence or expert axis and a dimension of the tensor", name, hpmli_describe(x),
-                           hpml_axis_name(axis), dim);
+                           "sequence or expert axis and a dimension of the tensor", hpmli_group_kinds[kind].name,
+                           hpmli_describe(x), hpml_axis_name(axis), dim);
     return hpml_ctx_group(x->ctx, axis)->size > 1;
 }
 
-/* Records a node that a serial program has not; `like`: the result has the shape of x, and may be in its memory. */
-HPMLI_FN hpml_tensor *hpmli_group_record(hpml_tensor *x, hpml_axis axis, hpml_custom *d, bool like, hpmli_cut cut)
+/* Records a node that a serial program has not. */
+HPMLI_FN hpml_tensor *hpmli_group_record(int kind, hpml_tensor *x, hpml_axis axis, int dim)
 {
-    hpml_ctx       *ctx = x->ctx;
-    hpmli_group_op *o   = hpmli_new(ctx, hpmli_group_op, 1);
+    const hpmli_group_kind *k    = &hpmli_group_kinds[kind];
+    const int64_t           size = hpml_ctx_group(x->ctx, axis)->size;
+    const bool              cuts = k->forward == HPMLI_TRANSFER_CUT, joins = k->forward == HPMLI_TRANSFER_JOIN;
+    hpml_custom             d    = HPMLI_ZEROED;
+    hpmli_group_op         *o    = hpmli_new(x->ctx, hpmli_group_op, 1);
     if (!o) return NULL;
-    o->group      = hpml_ctx_group(ctx, axis);
-    o->one_loss   = axis == HPML_AXIS_TENSOR;
-    o->cut        = cut;
-    d->user       = o;
-    d->in_place   = like;
-    d->keeps      = HPML_KEEP_NONE;
-    d->collective = true;
-    hpml_tensor *y = hpml_custom_op(&x, 1, d);
-    ctx->group_nodes++;
+    o->group     = hpml_ctx_group(x->ctx, axis);
+    o->forward   = k->forward;
+    o->back      = axis == HPML_AXIS_TENSOR ? k->back : k->back_apart;
+    d.name       = k->name;
+    d.forward    = hpmli_group_pass;
+    d.backward   = hpmli_group_back;
+    d.user       = o;
+    d.keeps      = HPML_KEEP_NONE;
+    d.in_place   = !cuts && !joins;
+    d.collective = true;
+    if (!d.in_place) {
+        o->cut = hpmli_cut_of(x, axis, dim, cuts ? size : hpmli_sections(x, dim));
+        d.ndim = x->ndim;
+        memcpy(d.shape, x->shape, sizeof d.shape);
+        d.shape[dim]    = cuts ? x->shape[dim] / size : x->shape[dim] * size;
+        d.batch_rows    = x->batch_rows * d.shape[0] / x->shape[0];
+        d.scratch_bytes = (size_t)hpml_tensor_count(x) * (size_t)(cuts ? 1 : size) * 2 * sizeof(float);
+        if (d.batch_rows == 0) d.batch_rows = -1;
+    }
+    hpml_tensor *y = hpml_custom_op(&x, 1, &d);
+    if (!y) return NULL;
+    x->ctx->group_nodes++;
+    hpmli_split_take(y, x->split, x->sections);
+    if (!d.in_place) y->split[dim] = (int8_t)(cuts ? axis : HPML_AXIS_DATA);
     return y;
 }
 
 HPML_API hpml_tensor *hpml_group_copy(hpml_tensor *x, hpml_axis axis)
 {
-    const hpmli_cut none = { 1, 0, 1 };
-    hpml_custom     d    = HPMLI_ZEROED;
-    bool            ready = hpmli_group_ready("group_copy", x, axis, 0);
+    bool ready = hpmli_group_ready(HPMLI_GROUP_COPY, x, axis, 0);
     if (!ready || axis != HPML_AXIS_TENSOR || !x->needs_grad) return x && x->ctx->status == HPML_OK ? x : NULL;
     if (x->state->copied) return x->state->copied;
-    d.name     = "group_copy";
-    d.forward  = hpmli_group_copy_pass;
-    d.backward = hpmli_group_copy_back;
-    hpml_tensor *y = hpmli_group_record(x, axis, &d, true, none);
+    hpml_tensor *y = hpmli_group_record(HPMLI_GROUP_COPY, x, axis, 0);
     if (y) y->state->copied = y;
     if (x->node) x->state->copied = y; /* inputs and parameters may be in several graphs, results are in one */
     return y;
@@ -9214,60 +9172,29 @@ HPML_API hpml_tensor *hpml_group_copy(hpml_tensor *x, hpml_axis axis)
 
 HPML_API hpml_tensor *hpml_group_sum(hpml_tensor *x, hpml_axis axis)
 {
-    const hpmli_cut none = { 1, 0, 1 };
-    hpml_custom     d    = HPMLI_ZEROED;
-    if (!hpmli_group_ready("group_sum", x, axis, 0)) return x && x->ctx->status == HPML_OK ? x : NULL;
-    d.name     = "group_sum";
-    d.forward  = hpmli_group_sum_pass;
-    d.backward = hpmli_group_sum_back;
-    return hpmli_group_record(x, axis, &d, true, none);
-}
-
-/* Records split or gather along dim: the result is `up` times as large there, or 1 / down. */
-HPMLI_FN hpml_tensor *hpmli_group_resize(hpml_tensor *x, hpml_axis axis, int dim, int64_t up, int64_t down,
-                                         hpml_custom *d, hpmli_cut cut)
-{
-    d->ndim = x->ndim;
-    memcpy(d->shape, x->shape, sizeof d->shape);
-    d->shape[dim] = x->shape[dim] * up / down;
-    d->batch_rows = dim == 0 ? x->batch_rows * up / down : x->batch_rows;
-    if (d->batch_rows == 0) d->batch_rows = -1;
-    d->scratch_bytes = (size_t)(hpml_tensor_count(x) * up * 2) * sizeof(float); /* the whole, and all parts */
-    hpml_tensor *y = hpmli_group_record(x, axis, d, false, cut);
-    hpmli_split_take(y, x->split, x->sections);
-    if (y) y->split[dim] = (int8_t)(up > 1 ? HPML_AXIS_DATA : axis);
-    return y;
+    if (hpmli_group_ready(HPMLI_GROUP_SUM, x, axis, 0)) return hpmli_group_record(HPMLI_GROUP_SUM, x, axis, 0);
+    return x && x->ctx->status == HPML_OK ? x : NULL;
 }
 
 HPML_API hpml_tensor *hpml_group_split(hpml_tensor *x, hpml_axis axis, int dim)
 {
-    hpml_custom d = HPMLI_ZEROED;
-    if (!hpmli_group_ready("group_split", x, axis, dim)) return x && x->ctx->status == HPML_OK ? x : NULL;
+    if (!hpmli_group_ready(HPMLI_GROUP_SPLIT, x, axis, dim)) return x && x->ctx->status == HPML_OK ? x : NULL;
     const int64_t size = hpml_ctx_group(x->ctx, axis)->size;
     if (x->split[dim] || x->sections > 1 || x->shape[dim] % size != 0 || (dim == 0 && x->batch_rows % size != 0))
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "group_split along dimension %d over the %s axis: %s is %s; expected "
                           "a whole dimension%s that divides among the %lld ranks", dim, hpml_axis_name(axis),
                           hpmli_describe(x), hpmli_split_text(x), dim == 0 && x->batch_rows ? " of a sample" : "",
                           (long long)size);
-    hpmli_cut cut = hpmli_cut_of(x, axis, dim, size);
-    d.name     = "group_split";
-    d.forward  = hpmli_group_split_pass;
-    d.backward = hpmli_group_split_back;
-    return hpmli_group_resize(x, axis, dim, 1, size, &d, cut);
+    return hpmli_group_record(HPMLI_GROUP_SPLIT, x, axis, dim);
 }
 
 HPML_API hpml_tensor *hpml_group_gather(hpml_tensor *x, hpml_axis axis, int dim)
 {
-    hpml_custom d = HPMLI_ZEROED;
-    if (!hpmli_group_ready("group_gather", x, axis, dim)) return x && x->ctx->status == HPML_OK ? x : NULL;
+    if (!hpmli_group_ready(HPMLI_GROUP_GATHER, x, axis, dim)) return x && x->ctx->status == HPML_OK ? x : NULL;
     if (x->split[dim] && x->split[dim] != (int8_t)axis)
         return hpmli_null(x->ctx, HPML_ERR_SHAPE, "group_gather along dimension %d over the %s axis: %s is %s", dim,
                           hpml_axis_name(axis), hpmli_describe(x), hpmli_split_text(x));
-    hpmli_cut cut = hpmli_cut_of(x, axis, dim, hpmli_sections(x, dim));
-    d.name     = "group_gather";
-    d.forward  = hpmli_group_gather_pass;
-    d.backward = hpmli_group_gather_back;
-    return hpmli_group_resize(x, axis, dim, cut.size, 1, &d, cut);
+    return hpmli_group_record(HPMLI_GROUP_GATHER, x, axis, dim);
 }
 
 /* Records an op that reads a table or logits split by vocabulary, with the passes of the built-in op; see >>split. */
@@ -10510,8 +10437,8 @@ HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hook
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: %d sets of hooks are attached, as many as there may be "
                           "(HPML_MAX_HOOKS); detach one", HPML_MAX_HOOKS);
     if (hooks->pass && g->any.pass)
-        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: a set of hooks with `pass` is attached already, and only one "
-                          "may run the passes; detach the other");
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer: a set of hooks with `pass` is attached already, and only "
+                          "one may run the passes; detach the other");
     g->hooks[g->hook_count++] = *hooks;
     hpmli_hooks_note(g);
     return HPML_OK;
@@ -10592,14 +10519,6 @@ HPMLI_FN int64_t hpmli_best(const float *y, int64_t classes) /* returns the clas
     return best;
 }
 
-/* Returns the classes of an output y, of all ranks if the output is split by classes. */
-HPMLI_FN int64_t hpmli_vocabulary_size(const hpml_tensor *y)
-{
-    int64_t whole[HPML_MAX_DIMS];
-    hpml_param_whole(y, whole);
-    return whole[y->ndim - 1];
-}
-
 /* Fills t->best from the ranks' parts y (rows, classes) of an output that is split by classes. */
 HPMLI_FN void hpmli_best_of_ranks(hpml_trainer *t, const float *y, int64_t rows, int64_t classes)
 {
@@ -10624,7 +10543,7 @@ HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const float *y, int64_t samples,
     int64_t            classes = out->shape[out->ndim - 1], n = hpml_tensor_count(out) / out->shape[0], best;
     const int64_t      rows = n * out->batch_rows * samples / classes;
     if (t->best) hpmli_best_of_ranks(t, y, rows, classes);
-    if (t->best) classes = hpmli_vocabulary_size(out);
+    if (t->best) classes *= hpml_ctx_group(t->ctx, HPML_AXIS_TENSOR)->size;
     t->scalars.counts[0] = 0;
     t->scalars.counts[1] = 0;
     for (int64_t r = 0; r < rows; r++) {
@@ -10733,10 +10652,10 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
     if (hpmli_trainer_kept(t, 3) != g->grad_count) /* ops wait for values of other ranks, which are not here */
         return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
                           hpmli_plain_nan(value));
-    const hpmli_subgraph *part = hpmli_part_now(g);
+    const hpmli_list *part = hpmli_part_now(g);
     hpmli_forward_begin(g, part);
     for (int i = part->from - part->input_count; i < part->to; i++) {
-        const hpml_tensor *y = i < part->from ? part->inputs[part->from - 1 - i] : g->nodes[i]->out;
+        const hpml_tensor *y = i < part->from ? part->inputs[i - part->from + part->input_count] : g->nodes[i]->out;
         bool               input = i < part->from;
         if (!input && hpmli_is_collective(g->nodes[i])) break; /* would wait for the other ranks */
         if (!input && hpmli_run_node(g, &run, i, HPMLI_FORWARD) != HPML_OK) return ctx->status;
@@ -10828,7 +10747,7 @@ HPMLI_FN hpml_status hpmli_apply_by_norms(hpml_trainer *t, int first_param, int 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>step   one step: micro-batch, gradients, update
+// >>step   one step: its norm, its loss scale
 // ---------------------------------------------------------------------------------------------------------------------
 /* hpml_trainer_step runs the update described at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
    hpmli_step_update and hpmli_step_fill_info. Hooks of data parallelism replace the end of hpmli_step_run and of
@@ -10880,6 +10799,9 @@ HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
     t->counted += t->scalars.counts[1];
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>half-steps   the passes of a step: whole, or in halves for a hook
+// ---------------------------------------------------------------------------------------------------------------------
 /* Passes go on samples [first, first + samples) of the batch: without parts these are some rows of the inputs, to which
    hpmli_inputs_offset moves them; with parts they are copied from the host to the inputs of a slot. */
 HPMLI_FN hpml_status hpmli_pass_begin(hpml_trainer *t, int64_t first, int64_t samples)
@@ -10988,7 +10910,7 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
 /* Copies samples from number `first` of the batch on to `input`, if the current slot reads it. */
 HPMLI_FN void hpmli_slot_write(hpml_trainer *t, hpml_tensor *input, const void *batch, int64_t first, int64_t samples)
 {
-    const hpmli_subgraph *p = hpmli_part_now(t->graph);
+    const hpmli_list *p = hpmli_part_now(t->graph);
     int64_t           n = hpml_tensor_count(input) / input->shape[0] * input->batch_rows; /* numbers of a sample */
     for (int i = 0; i < p->input_count && batch; i++)
         if (p->inputs[i] == input)
@@ -11005,11 +10927,11 @@ HPMLI_FN hpml_status hpmli_slot_begin(hpml_trainer *t, int slot)
     return status;
 }
 
-/* After a forward pass: reads the loss and counts hits, or copies the output to t->batch_out, where this part has it. */
+/* After a forward pass: reads the loss and counts hits, or copies the output to t->batch_out, if this part has it. */
 HPMLI_FN void hpmli_slot_results(hpml_trainer *t, int64_t first, int64_t samples, float *loss)
 {
     hpml_graph       *g   = t->graph;
-    const hpmli_subgraph *p   = hpmli_part_now(g);
+    const hpmli_list *p   = hpmli_part_now(g);
     hpml_tensor      *out = t->d.output;
     bool              has_output = hpmli_node_in(p, out) != NULL, has_loss = hpmli_node_in(p, g->loss) != NULL;
     if (samples == 0) return;
@@ -11061,6 +10983,9 @@ HPML_API hpml_status hpml_trainer_backward(hpml_trainer *t, int slot, float grad
     return status;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>update   the steps of parameters, micro-batches, a whole step
+// ---------------------------------------------------------------------------------------------------------------------
 /* Sets what changes with each step (lr, grad_scale ..) in t->updates of param_count parameters from first_param on. */
 HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_count)
 {
@@ -11191,7 +11116,8 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     t->norm_fetched  = false;
     t->overflowed    = false;
     t->labels        = NULL;
-    if (s->info && hpmli_is_classifier(t)) t->labels = samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
+    bool counts = s->info ? hpmli_is_classifier(t) : t->best != NULL; /* best: all ranks count together */
+    if (counts) t->labels = samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     s->number       = t->step;
     s->traced_start = hpmli_trace_time(t->ctx, s->start);
@@ -11570,7 +11496,7 @@ HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t s
 {
     hpml_graph *g   = t->graph;
     hpml_run    run = hpmli_run_of(g, false, 0, 1);
-    int64_t     floats = hpmli_whole_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows * samples;
+    int64_t     floats = hpml_param_whole(t->d.output, NULL) / t->d.output->shape[0] * t->d.output->batch_rows * samples;
     if (hpmli_has_pass(t)) {
         t->x = x;
         t->y = NULL;
@@ -11595,7 +11521,7 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     hpml_graph *g = t->graph;
     hpmli_graph_restore_batch(g);
     int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
-    int64_t out_floats = hpmli_whole_count(t->d.output) / g->batch; /* x_bytes and out_floats are of one sample */
+    int64_t out_floats = hpml_param_whole(t->d.output, NULL) / g->batch; /* x_bytes and out_floats are of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
         int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
         if (hpmli_predict_run(t, (const char *)x + i * x_bytes, n, out + i * out_floats) != HPML_OK) break;
@@ -13617,12 +13543,14 @@ HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpm
     const bool        shard  = hpmli_array_is_shard(p, which);
     const int64_t     first  = shard ? p->param->keep_first : 0;
     const int64_t     count  = shard ? p->param->keep_count : hpml_tensor_count(p);
+    const float      *array  = hpmli_param_array(t, p, which);
     hpml_status       status = HPML_OK;
-    if (count > 0)
-        status = ctx->backend->read(ctx->device, mine + first, hpmli_param_array(t, p, which), (size_t)count * 4);
+    if (count > 0 && array) status = ctx->backend->read(ctx->device, mine + first, array, (size_t)count * sizeof *mine);
     for (int h = 0; t && shard && h < t->graph->hook_count; h++) {
-        const hpml_hooks *hooks = &t->graph->hooks[h];
-        if (hooks->join) status = hooks->join(hooks->user, t, p->param->index, (int)which, mine);
+        const hpml_hooks *hooks  = &t->graph->hooks[h];
+        hpml_status       joined = HPML_OK; /* the other ranks wait for this one, also after an error */
+        if (hooks->join) joined = hooks->join(hooks->user, t, p->param->index, (int)which, mine);
+        if (status == HPML_OK) status = joined;
     }
     return status;
 }
@@ -13631,7 +13559,7 @@ HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpm
 HPMLI_FN bool hpmli_param_has(const hpml_trainer *t, const hpml_tensor *p, hpml_array which)
 {
     const int k = (int)which - HPML_ARRAY_STATE;
-    if (p->param->stage < 0) return hpmli_param_array(t, p, which) != NULL;
+    if (p->param->stage < 0 && p->param->shard == 0) return hpmli_param_array(t, p, which) != NULL;
     if (which == HPML_ARRAY_VALUES) return true;
     if (!t || !hpmli_trainable(p) || p->param->index >= t->graph->param_count) return false;
     return which == HPML_ARRAY_GRADIENTS || hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum);
@@ -13652,7 +13580,7 @@ HPMLI_FN hpml_status hpmli_collect(hpml_ctx *ctx, hpml_trainer *t, const hpml_te
         hpmli_cut c = hpmli_cut_of(p, d->axis, d->split_dim, d->sections);
         if (split && status == HPML_OK) status = hpmli_cut_join(g, c, part, n, all, whole);
     }
-    if (d->stage >= 0 && status == HPML_OK) status = pipe->bcast(pipe->user, whole, hpmli_whole_count(p), d->stage);
+    if (d->stage >= 0 && status == HPML_OK) status = pipe->bcast(pipe->user, whole, hpml_param_whole(p, NULL), d->stage);
     if (status != HPML_OK && ctx->status == HPML_OK)
         hpmli_fail(ctx, status, "collect of \"%s\": %s", p->name, hpml_status_string(status));
     return ctx->status;
@@ -13679,7 +13607,7 @@ HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array
     float       *work = NULL;
     if (!p || (int)which < 0 || which >= HPML_ARRAY_END || !hpmli_param_has(t, p, which))
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "trainer collect: parameter %d has no array %d", param, (int)which);
-    if (!hpmli_failed(ctx)) work = (float *)hpmli_alloc(ctx, 2 * (size_t)hpmli_whole_count(p) * sizeof *work);
+    if (!hpmli_failed(ctx)) work = (float *)hpmli_alloc(ctx, 2 * (size_t)hpml_param_whole(p, NULL) * sizeof *work);
     bool ready = !hpmli_param_is_cut(p) || hpmli_groups_agree(ctx, "trainer collect") == HPML_OK;
     if (ready && work) hpmli_collect(ctx, t, p, which, work, whole);
     hpmli_free(ctx, work);
@@ -13766,7 +13694,7 @@ HPMLI_FN bool hpmli_arrays_take(hpmli_arrays *a, int64_t count, int64_t largest)
 HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
 {
     int64_t most = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
-    for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpmli_whole_count(ctx->params[i]));
+    for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpml_param_whole(ctx->params[i], NULL));
     for (const hpmli_named_array *v = t ? t->states : NULL; v; v = v->next) {
         largest = hpmli_max(largest, v->count);
         most++;

@@ -76,6 +76,10 @@
 //     move            what one rank sends, receives and adds in one round of an allreduce
 //     phase, team     part of an algorithm: rounds of one kind; the ranks that take part in it
 //     plan            how a training is spread over ranks: hpml_plan, one struct
+//     halo            pixels of the neighbouring ranks' blocks around a rank's block of an image
+//     expert          one of several dense networks of which each token uses one or two; token: a row of features
+//     place           of experts: a row of an expert's batch, which one token may take
+//     rule            of layout: the axis that splits a named dimension
 //     pipeline        ranks that have consecutive stages of one model
 //     stage, piece    the part of a model that one rank of a pipeline has; consecutive layers that run together: one
 //                     piece is a stage, or several, chunks of the model that do not follow each other, are one
@@ -646,7 +650,9 @@ typedef enum hpml_topology {
 } hpml_topology;
 /* Fills in W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
 HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
-/* Runs one mixing step on n floats in place; the same seed and step on all ranks. Collective. */
+/* Runs one mixing step on n floats in place; the same seed and step on all ranks. Collective. With .survive of the
+   communicator, ranks go on without one that is lost: each adds the lost rank's weight to its own, which keeps the mean
+   over the ranks that are there. Messages then have the tag HPML_TAG_MAX - 2. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology topology, uint64_t seed, int64_t step);
 
 /* Tournament (Jacobs et al. 2017, LBANN's LTFB): every rank trains a model of its own on data of its own. In a
@@ -682,7 +688,17 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
                    p - 1 steps                       and the pipeline never empties. A micro-batch has the same version
                                                      of a stage's weights in both passes, so a stage keeps p - r of them
      VERTICAL      as STASH                          min(p - r, m)    STASH with vertical sync: a micro-batch has the
-                                                     same version on all stages, so each stage keeps p of them */
+                                                     same version on all stages, so each stage keeps p of them
+
+   hpml_distribute with hpml_plan.pipe > 1 cuts the ops of a recorded model into stages; the program stays the same. All
+   stages get the whole batch (x, y) and call the trainer's functions alike, also evaluate and predict, whose outputs
+   all stages get. A tensor that a later stage reads goes there directly. A parameter is on the stages that read it
+   (`data` is NULL elsewhere); the gradient of one that several stages read is added up. With a flush the gradient has
+   the bits of one rank that accumulates as many micro-batches (batchnorm apart, whose running statistics are those of
+   all micro-batches together: Kim et al. 2020), and the loss of a step is known on all stages, hpml_step_info.accuracy
+   on the last one. With STASH and VERTICAL a step is the forward pass of its batch and, on stage r, the backward pass
+   and update of the batch p - 1 - r steps before, whose loss is the step's (0: there is none yet);
+   hpml_distribute_finish empties the pipeline, and hpml_distribute_get counts no steps. */
 typedef enum hpml_pipe_kind {
     HPML_PIPE_GPIPE = 0, HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_STASH, HPML_PIPE_ZERO_BUBBLE,
     HPML_PIPE_VERTICAL,
@@ -846,7 +862,7 @@ typedef struct hpml_plan {
     int32_t         sequence;     /* each rank has some time steps of each sequence */
     int32_t         expert;       /* each rank has some of the experts, and its own share of the batch */
     hpml_pipe_kind  schedule;     /* pipe: in which order a stage works on its micro-batches. ZERO_BUBBLE can only be
-                                     simulated */
+                                     simulated, because ops compute both gradients at once */
     int32_t         micro;        /* pipe: micro-batches of a batch; 0: 4 for each stage, but at most the batch's
                                      samples. STASH, VERTICAL: 0, because a batch is one */
     int32_t         chunks;       /* pipe, INTERLEAVED: pieces of the model on each stage; 0: 2 */
@@ -886,6 +902,11 @@ typedef struct hpml_plan {
                                      states, 2: gradients, too, 3: values, too; see >>strategy-shard. With 3 evaluation
                                      and prediction are collective. The same bits as 0 with algorithm ring and the same
                                      bucket_bytes. Needs hpml_comm_set_plan, or hpml_launch with a plan */
+    bool            recompute;    /* results are computed again for the backward pass, in segments: those recorded by
+                                     hpml_recompute, or about sqrt(ops) ones; the same bits, see hpml_graph_budget */
+    int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
+                                     again or swapped to host memory; 0: no limit. Both need hpml_ctx_defer before the
+                                     trainer is created, which a plan given to hpml_launch calls */
     int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
                                      steps of a round; 0: 1 */
     float           elastic;      /* elastic: how far a meeting moves a rank's parameters towards the centre, as a
@@ -1031,7 +1052,8 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
    (`delayed`) are not applied. Local, block: a meeting, unless the last step was one. Elastic: the centre. Gossip: the
    mean. With servers: their parameters, when all workers that are not lost have called it, and the mean of the workers'
    running statistics. Pipelines with schedule stash or vertical: the backward passes and updates of the micro-batches
-   in flight. Training may go on afterwards. */
+   in flight. Training may go on afterwards. A training may end without this call: servers then serve when the
+   distribution or the context is freed, until all workers' are. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
    between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
@@ -1084,7 +1106,8 @@ HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *ti
 /* A checkpoint of the whole job, the residuals of all ranks and, with `delayed`, the gradients not yet applied
    included; collective. It loads on any number of ranks: the residuals of all ranks are shared out among the ranks that
    load them, so that no part of a gradient is lost. On as many ranks as before, or with `exact`, the job continues bit
-   for bit. Where ranks exchange parameters, saving is also a hpml_distribute_finish, and the states of the ranks'
+   for bit. Where ranks exchange parameters, or with schedules stash and vertical, saving is also a
+   hpml_distribute_finish, and the states of the ranks'
    optimizers become their means, so that any number of ranks can continue. Residuals between nodes (a link that ends at
    the node) load on as many nodes with as many ranks each only.
    */
@@ -1188,8 +1211,9 @@ typedef struct hpml_local2d_desc {
 HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local2d_desc *desc);
 
 /* Collectives as layers (Lee et al. 2015, MPI-Caffe), for ranks that record different models, such as one trunk and
-   many heads. x has the same shape on all ranks. root: a rank of the group; reduce and gather: -1 means all ranks.
-     bcast   y = x of rank `root`. Backward: rank `root` gets the sum of the gradients. x of the others is not read
+   many heads. x has the same shape on all ranks. root: a rank of the group; reduce and gather: -1 means all ranks. Not
+   over TENSOR. The x of ranks that are no root of bcast must be finite, an input for example, but is not used.
+     bcast   y = x of rank `root`. Backward: rank `root` gets the sum of the gradients
      reduce  y = sum of the ranks' x at the root, else zeros. Backward: all get the root's gradient
      gather  (B, C, ..) to (B, p C, ..): the ranks' x joined along dimension 1 at the root, else zeros. Backward: each
              rank gets its block of the root's gradient
@@ -1318,6 +1342,13 @@ HPMLC_REF(hpml_comm_set_plan, (hpml_comm *c, const hpml_plan &plan), (c, &plan))
 HPMLC_REF(hpml_distribute, (hpml_trainer *t, hpml_comm *c, const hpml_plan &plan), (t, c, &plan))
 HPMLC_REF(hpml_distribute_search, (hpml_distributed *x, hpml_dataset *data, const hpml_batch_search_desc &d,
           hpml_batch_trial *trials, int capacity), (x, data, &d, trials, capacity))
+HPMLC_REF(hpml_ring_attention, (hpml_tensor *qkv, const hpml_attention_desc &d), (qkv, &d))
+HPMLC_REF(hpml_experts, (hpml_tensor *x, const hpml_experts_desc &d, hpml_tensor **balance), (x, &d, balance))
+HPMLC_REF(hpml_conv2d_rows, (hpml_tensor *x, int64_t out, const hpml_conv2d_desc &d), (x, out, &d))
+HPMLC_REF(hpml_local2d, (hpml_tensor *x, int64_t out, const hpml_local2d_desc &d), (x, out, &d))
+HPMLC_REF(hpml_linear_rows, (hpml_tensor *x, int64_t out, const hpml_linear_desc &d), (x, out, &d))
+HPMLC_REF(hpml_named_param, (hpml_ctx *c, const char *rules, const char *dims, const hpml_param_desc &d),
+          (c, rules, dims, &d))
 HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
           (&d, out, error, size))
 HPMLC_REF(hpml_pipe_simulate, (const hpml_pipe_desc &d, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity,
@@ -1472,6 +1503,14 @@ struct hpmlc_mesh { /* see >>mesh */
 /* HPMLC_ZERO defines a variable `name`, all zero; HPMLC_DESC a copy of the struct *given, all zero if given is NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
+
+/* See >>pipe-run. open: before memory is taken. join: adds up gradients of parameters that several stages have. */
+HPMLC_FN bool        hpmlc_pipeline_open(hpml_distributed *d);
+HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
+HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
+HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl);
+HPMLC_FN void        hpmlc_pipeline_close(hpml_distributed *d);
+HPMLC_FN void        hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length);
 
 HPMLC_FN int64_t hpmlc_min(int64_t a, int64_t b) { return a < b ? a : b; }
 HPMLC_FN int64_t hpmlc_max(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -3021,6 +3060,10 @@ HPMLC_FN hpml_status hpmlc_mpi_error(hpml_comm *c, hpml_message *m, int code)
         return hpmlc_fail(c, HPML_ERR_COMM, "%s: MPI says: %.*s; all ranks must pass the same counts", c->operation,
                           length, text);
     m->done = true;
+    if (kind != MPI_ERR_TRUNCATE && c->survive && m->tag <= HPML_TAG_MAX) { /* the peer's process has ended */
+        c->silent[m->peer] = true;
+        return hpmlc_lose(c, m, hpmlc_why_lost(c, m->peer));
+    }
     if (kind != MPI_ERR_TRUNCATE)
         return m->status = hpmlc_fail(c, HPML_ERR_COMM, "%s with rank %d: MPI says: %.*s", c->operation,
                                       c->origin[m->peer], length, text);
@@ -4417,7 +4460,8 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>launch   running a function on every rank
 // ---------------------------------------------------------------------------------------------------------------------
-HPMLC_FN bool hpmlc_plan_cuts(const hpml_plan *p);
+HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p);
+HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p);
 
 typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
     const hpml_launch_desc *d;
@@ -4445,7 +4489,8 @@ HPMLC_FN bool hpmlc_launch_plans(const hpml_launch_desc *d)
     const char *text = getenv("HPML_PLAN");
     HPMLC_ZERO(hpml_plan, plan);
     if (d->plan) return true;
-    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_cuts(&plan));
+    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_splits(&plan) ||
+                    hpmlc_plan_defers(&plan));
 }
 
 HPMLC_FN void *hpmlc_start_main(void *arg)
@@ -6840,6 +6885,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("sum", sum, BOOL, 1, p->strategy <= HPML_STRATEGY_BACKUP, "strategies sync, ps and backup", 0) \
     X("exact", exact, BOOL, 1, p->strategy <= HPML_STRATEGY_PS, "strategies sync and ps", 0) \
     X("leaf", leaf, I64, 9e18, p->exact && p->strategy == HPML_STRATEGY_SYNC, NULL, 2) \
+    X("recompute", recompute, BOOL, 1, true, NULL, 0) \
+    X("memory", memory, I64, 9e18, true, NULL, 1 << 30) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
       "strategies that send gradients", 0) \
@@ -6870,17 +6917,22 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
       "strategies gossip and federated", 1) \
     X("history", history, I32, INT32_MAX, true, NULL, 1)
 
-/* RULE(a plan that is refused, the sentence: fields, reason, way out). */
-#define HPMLC_PLAN_RULES(RULE) \
-    RULE(p->_begin || p->_end || p->codec._begin || p->codec._end, \
-         "the plan or its codec was not cleared; set all of it to zero first") \
+/* RULE(a plan that is refused, the sentence: fields, reason, way out). A field further down in the list of fields may
+   satisfy a rule of NEEDS. The others refuse a plan whatever these fields are; hpml_plan_next leaves such plans out. */
+#define HPMLC_PLAN_NEEDS(RULE) \
     RULE(hpmlc_plan_serves(p) && p->servers == 0, "the strategy has no servers; set servers to 1 or more, or take " \
          "strategy sync") \
-    RULE(p->servers >= f->ranks, "all ranks are servers, and none computes gradients; take fewer servers or more " \
-         "ranks") \
     RULE(p->strategy == HPML_STRATEGY_BACKUP && (p->backup == 0 || p->backup >= f->ranks - p->servers), \
          "backup is the number of workers without whose gradients a step goes on; set 1 or more, but fewer than " \
          "there are workers (ranks - servers), or take strategy ps") \
+    RULE(hpmlc_plan_most(p, f) > f->batch, \
+         "a rank's share of global_batch is more samples than the model's batch; take a smaller global_batch, more " \
+         "ranks, or a larger batch")
+#define HPMLC_PLAN_RULES(RULE) \
+    RULE(p->_begin || p->_end || p->codec._begin || p->codec._end, \
+         "the plan or its codec was not cleared; set all of it to zero first") \
+    RULE(p->servers >= f->ranks, "all ranks are servers, and none computes gradients; take fewer servers or more " \
+         "ranks") \
     RULE(hpmlc_plan_serves(p) && p->warm_steps > 0, "ranks count their steps by themselves with servers, so " \
          "warm_steps would end at different times; leave it out, or take strategy sync") \
     RULE(hpmlc_plan_serves(p) && hpmlc_whole_codec(&p->codec), "servers have ranges of the floats, and codec topk " \
@@ -6889,9 +6941,6 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "needs whole tensors; take sgd, adam or another that steps each number by itself") \
     RULE(hpmlc_plan_steps_ranges(p) && p->servers > 1 && f->clips, "the trainer's clip_norm needs the norm of the " \
          "whole gradient, and each of the servers has a range; take servers=1 or clip_norm 0") \
-    RULE(hpmlc_plan_most(p, f) > f->batch, \
-         "a rank's share of global_batch is more samples than the model's batch; take a smaller global_batch, more " \
-         "ranks, or a larger batch") \
     RULE(p->algorithm == HPML_NATIVE && !f->native, "algorithm native is the transport's own allreduce, and this " \
          "transport has none; take algorithm auto or ring") \
     RULE(p->leaf > f->batch, "leaf is more samples than the model's batch; take a smaller leaf or a larger batch") \
@@ -6923,6 +6972,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "to the end; leave no_overlap out, or take shard=1") \
     RULE(p->shard > 1 && p->pipe > 1, "shard 2 and 3 keep no whole gradient to which pipe's micro-batches could add " \
          "theirs; take shard=1, or tensor in place of pipe") \
+    RULE(p->recompute && p->memory > 0, "memory chooses what is computed again, and recompute computes all of it " \
+         "again; leave one of them out") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
     RULE(hpmlc_exact_is_chosen(NULL, p) && p->sum, "exact sums are divided by the samples, so exact excludes " \
          "sum; set one of them") \
@@ -7019,6 +7070,12 @@ HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
 
 /* Returns whether the ranks of the plan have parts of the model. */
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p) { return hpmlc_plan_replica(p) > 1 || p->expert > 1; }
+
+/* Returns whether the plan changes the memory of a trainer, which therefore takes it late. */
+HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p)
+{
+    return p->shard > 0 || p->pipe > 1 || p->recompute || p->memory > 0;
+}
 
 /* Returns whether every micro-batch is a step of its own. */
 HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
@@ -7363,11 +7420,15 @@ HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *fa
     out->outer_momentum = hpmlc_default(out->outer_momentum, 1 - 1 / workers);
 }
 
-/* Returns the sentence of the first rule that refuses the plan p with the facts f; NULL: there is none. */
-HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f)
+/* Returns the sentence of a rule that refuses the plan p with the facts f; NULL: there is none. *is_final: fields further
+   down in the list than those that are set cannot satisfy the rule. */
+HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f, bool *is_final)
 {
 #define HPMLC_RULE(is_refused, sentence) if (is_refused) return sentence;
+    *is_final = true;
     HPMLC_PLAN_RULES(HPMLC_RULE)
+    *is_final = false;
+    HPMLC_PLAN_NEEDS(HPMLC_RULE)
 #undef HPMLC_RULE
     return NULL;
 }
@@ -7425,7 +7486,7 @@ HPMLC_FN hpml_status hpmlc_plan_environment(hpml_comm *c, hpml_plan *plan)
 HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_facts *facts, char *why, size_t size)
 {
     const hpmlc_text to = { why, size };
-    bool             matters[HPMLC_FIELDS];
+    bool             matters[HPMLC_FIELDS], is_final;
     char             text[300];
     hpml_status      status = HPML_OK;
     if (!plan || !facts || facts->ranks < 1 || facts->batch < 1)
@@ -7434,7 +7495,7 @@ HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_fact
     for (int i = 0; i < HPMLC_FIELDS && status == HPML_OK; i++)
         status = hpmlc_field_check(plan, &hpmlc_fields[i], matters[i], &to);
     if (status == HPML_OK) status = hpmlc_axes_check(plan, facts->ranks, &to);
-    const char *sentence = status == HPML_OK ? hpmlc_plan_refused(plan, facts) : NULL;
+    const char *sentence = status == HPML_OK ? hpmlc_plan_refused(plan, facts, &is_final) : NULL;
     if (!sentence) return status;
     hpml_plan_text(plan, false, text, sizeof text);
     return hpmlc_refuse(&to, HPML_ERR_UNSUPPORTED, "plan: %s (plan \"%s\", %d ranks, batch %lld)", sentence, text,
@@ -7462,13 +7523,14 @@ HPMLC_FN bool hpmlc_field_next(const hpmlc_field *field, hpml_plan *plan)
 
 HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
 {
-    bool matters[HPMLC_FIELDS];
+    bool matters[HPMLC_FIELDS], is_final = false;
+    int  i = 0;
     do {
-        int i = HPMLC_FIELDS - 1;
+        if (!is_final) i = HPMLC_FIELDS - 1; /* else the fields further down stay 0 */
         hpmlc_fields_matter(plan, matters);
         while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], plan))) i--;
         if (i < 0) return false;
-    } while (hpml_plan_check(plan, facts, NULL, 0) != HPML_OK);
+    } while (hpmlc_plan_refused(plan, facts, &is_final) || hpml_plan_check(plan, facts, NULL, 0) != HPML_OK);
     return true;
 }
 
@@ -7494,6 +7556,8 @@ typedef struct hpmlc_task {
     hpml_job   *job;    /* NULL: the work is done, and `status` is its result */
     hpml_status status;
 } hpmlc_task;
+
+enum { HPMLC_TAG_SUM = HPML_TAG_MAX - 2 }; /* of sums over the ranks that are there */
 
 typedef struct hpmlc_bucket {
     hpml_exchange *x, *warm;     /* warm: for the first .warm_steps steps, uncompressed; NULL: none */
@@ -7600,14 +7664,6 @@ struct hpml_distributed {
     int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
-
-/* See >>pipe-run. open: before memory is taken. join: adds up gradients of parameters that several stages have. */
-HPMLC_FN bool        hpmlc_pipeline_open(hpml_distributed *d);
-HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
-HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
-HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl);
-HPMLC_FN void        hpmlc_pipeline_close(hpml_distributed *d);
-HPMLC_FN void        hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length);
 
 struct hpmlc_strategy {
     hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
@@ -8139,6 +8195,43 @@ HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
     hpmlc_sent(d, &r->row_sent);
 }
 
+/* Returns whether the training goes on when ranks are lost. */
+HPMLC_FN bool hpmlc_goes_on(const hpml_distributed *d)
+{
+    return d->c->survive && (d->plan.strategy == HPML_STRATEGY_GOSSIP || hpmlc_plan_serves(&d->plan));
+}
+
+/* Adds up n floats x over all ranks. If the training goes on when ranks are lost, adds up over the ranks that are there,
+   by way of the first of them, *root. *there: how many ranks have added. */
+HPMLC_FN hpml_status hpmlc_sum_there(hpml_distributed *d, float *x, int64_t n, int *there, int *root)
+{
+    hpml_comm   *c      = d->c;
+    const size_t bytes  = (size_t)n * sizeof(float);
+    hpml_status  status = HPML_OK;
+    *root  = 0;
+    *there = c->size;
+    if (!hpmlc_goes_on(d)) return hpmlc_reduce_all(c, x, n, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
+    float *theirs = (float *)hpmlc_scratch(c, bytes + 8);
+    for (; *root < c->rank && theirs; ++*root) {
+        status = hpml_send(c, *root, HPMLC_TAG_SUM, x, bytes);
+        if (status == HPML_OK) status = hpml_recv(c, *root, HPMLC_TAG_SUM, theirs, bytes);
+        if (status == HPML_OK) status = hpml_recv(c, *root, HPMLC_TAG_SUM, there, sizeof *there);
+        if (status == HPML_OK) memcpy(x, theirs, bytes);
+        if (status != HPML_ERR_PEER || hpml_ctx_status(d->ctx) != HPML_OK) return status;
+    }
+    *there = 1;
+    for (int r = c->rank + 1; r < c->size && theirs; r++) {
+        if (hpml_recv(c, r, HPMLC_TAG_SUM, theirs, bytes) != HPML_OK) continue; /* lost; or the context has the error */
+        for (int64_t i = 0; i < n; i++) x[i] += theirs[i];
+        ++*there;
+    }
+    for (int r = c->rank + 1; r < c->size && theirs; r++) {
+        hpml_send(c, r, HPMLC_TAG_SUM, x, bytes);
+        hpml_send(c, r, HPMLC_TAG_SUM, there, sizeof *there);
+    }
+    return hpml_ctx_status(d->ctx);
+}
+
 /* Counts the step and fills in its row for hpml_distribute_steps. No job may be running, because hpml_comm_counters
    waits for jobs. The row's bubble_s, the time of waiting for the slowest rank, is set there, because it depends on the
    rows of all ranks. */
@@ -8191,8 +8284,8 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED,
 
 /* Fails, as the trainer's hook `data`, unless `mark`, a hash of the data and its order, is the same on all ranks,
    because ranks take their shares of a batch by position: shares that the program made would be divided once more.
-   Times and bytes of this check are kept out of the report, which is of steps. With servers only in the first fit,
-   because ranks begin later ones at different times, or without a rank that is lost. */
+   Times and bytes of this check are kept out of the report, which is of steps. With servers, and where a training goes
+   on when ranks are lost, only in the first fit, because ranks begin later ones at different times, or without one. */
 HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, uint64_t mark)
 {
     hpml_distributed   *d = (hpml_distributed *)user;
@@ -8200,7 +8293,7 @@ HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, u
     const hpml_counters before = d->all->counters;
     const double        start = hpml_comm_now(d->all);
     bool                is_same;
-    if (d->data_known && d->plan.servers > 0) return HPML_OK;
+    if (d->data_known && (d->plan.servers > 0 || hpmlc_goes_on(d))) return HPML_OK;
     d->data_known = true;
     hpml_status status  = hpmlc_same(d->all, mark, &is_same);
     int64_t     bytes   = d->all->counters.bytes - before.bytes;
@@ -8265,15 +8358,6 @@ struct hpmlc_states {
     hpmlc_host_view       host;      /* host access to arrays on the host */
 };
 
-/* Returns the number of floats of the whole of which p is a part. */
-HPMLC_FN int64_t hpmlc_whole_count(const hpml_tensor *p)
-{
-    int64_t shape[HPML_MAX_DIMS], n = 1;
-    hpml_param_whole(p, shape);
-    for (int i = 0; i < p->ndim; i++) n *= shape[i];
-    return n;
-}
-
 /* Adds an array of `count` floats a copy to the list of what checkpoints hold, named KIND.COPY.TENSOR (NULL leaves a
    word out). scope: which ranks have copies. hpmlc_state_part says later what this rank has of it. Returns the item,
    which stays where it is until the next is added; NULL: an error. */
@@ -8307,7 +8391,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, con
     it->whole        = count;
     it->param        = tensor ? hpml_param_find(d->ctx, tensor) : NULL;
     if (it->param && hpml_tensor_count(it->param) != count) it->param = NULL;
-    if (it->param) it->whole = hpmlc_whole_count(it->param);
+    if (it->param) it->whole = hpml_param_whole(it->param, NULL);
     it->view         = &list->host;
     it->present      = list->present;
     it->copies.count = 1;
@@ -8324,7 +8408,8 @@ HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpml_exchange *x, float *d
     it->floats = floats;
 }
 
-/* Lists for checkpoints an array of `count` floats that every rank has whole, at `data` on the host. NULL: an error. */
+/* Lists for checkpoints an array of `count` floats that every rank has whole, at `data` on the host (NULL: but this
+   rank). NULL: an error. */
 HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, const char *tensor, float *data,
                                        int64_t count)
 {
@@ -8332,7 +8417,7 @@ HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, con
     if (!it) return NULL;
     it->is_same = true;
     it->data    = data;
-    it->floats  = count;
+    it->floats  = data ? count : 0;
     return it;
 }
 
@@ -8368,6 +8453,35 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     }
 }
 
+/* Returns whether another stage of the pipeline trains parameter p. All ranks list the same arrays for checkpoints, a
+   rank without p with no floats of them. */
+HPMLC_FN bool hpmlc_is_elsewhere(const hpml_distributed *d, const hpml_tensor *p)
+{
+    const hpml_mesh *m = hpml_comm_mesh(d->all);
+    if (!m || p->param->buffer || p->param->frozen) return false;
+    return p->param->stage >= 0 && p->param->stage != m->at[HPML_AXIS_PIPE];
+}
+
+/* Returns where `array`, laid out as the trainer's gradients, has what belongs to p; NULL: another rank trains p. */
+HPMLC_FN float *hpmlc_state_place(const hpml_distributed *d, float *array, const hpml_tensor *p)
+{
+    return p->grad ? array + hpmlc_gradient_at(d, p) : NULL;
+}
+
+/* Lists what hpmlc_item_state does on the ranks that train p. */
+HPMLC_FN void hpmlc_elsewhere_state(hpmlc_states *list, hpml_tensor *p)
+{
+    const hpml_distributed *d = list->d;
+    hpml_gradient           g;
+    hpml_packing            packing;
+    hpmlc_gradient_of(p, NULL, &g);
+    hpml_packing_init(&packing, &d->plan.codec, g.rows, g.cols);
+    if (packing.codec->linear || packing.residual_count == 0) return;
+    hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, "residual", list->copy, p->name, g.rows * g.cols);
+    if (it) it->copies = d->copies;
+    hpmlc_state_add(list, HPMLC_SHARED, "residual", "stripes", p->name, g.rows * g.cols);
+}
+
 /* Lists for checkpoints what all buckets' exchanges carry, tensors in the order of their names. False: an error. */
 HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 {
@@ -8375,6 +8489,7 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
         int                  param = d->layout.by_name[i], b = d->layout.bucket_of[param];
         const hpml_exchange *x     = b < 0 ? NULL : d->buckets.item[b].x;
         const char          *name  = hpmlc_param(d, param)->name;
+        if (hpmlc_is_elsewhere(d, hpmlc_param(d, param))) hpmlc_elsewhere_state(list, hpmlc_param(d, param));
         for (int k = 0; x && k < x->d.count; k++)
             if (x->item[k].g.name == name) hpmlc_item_state(list, x, &x->item[k]);
     }
@@ -9293,7 +9408,8 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
     for (int i = 0; i < d->layout.params; i++) {
         const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
         int64_t            n = hpml_tensor_count(p);
-        if (p->grad) hpmlc_state_same(list, "delayed.gradient", p->name, own->in_flight + hpmlc_gradient_at(d, p), n);
+        if (p->grad || hpmlc_is_elsewhere(d, p))
+            hpmlc_state_same(list, "delayed.gradient", p->name, hpmlc_state_place(d, own->in_flight, p), n);
         if (hpmlc_buffer_floats(d, p) == 0) continue;
         hpmlc_state_same(list, "delayed.change", p->name, own->change + moved, n);
         moved += n;
@@ -9871,6 +9987,7 @@ typedef struct hpmlc_weights {
     float  *centre;    /* (span) block: parameters after the last meeting; elastic: the centre; else NULL */
     float  *momentum;  /* (span) block: velocity of the outer optimizer; else NULL */
     int64_t floats;
+    int     there;     /* ranks at the last meeting */
     int64_t since;     /* steps since the last meeting */
     double  samples, loss; /* of these steps on this rank: samples; loss times samples */
     bool    is_set;    /* centre and momentum are set; false before the first step */
@@ -9950,15 +10067,16 @@ HPMLC_FN hpml_status hpmlc_weights_sum(hpml_distributed *d)
     hpmlc_weights *own     = (hpmlc_weights *)d->own;
     float         *buffers = own->meet + d->layout.span, *stats = buffers + d->layout.buffer_total;
     double         start   = hpml_comm_now(d->c);
+    int            root;
     hpmlc_buffers_copy(d, buffers, false);
     stats[HPMLC_MEET_SAMPLES] = (float)own->samples;
     stats[HPMLC_MEET_LOSS]    = (float)own->loss;
     d->c->about.first = "parameters";
-    hpml_status status = hpmlc_reduce_all(d->c, own->meet, own->floats, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
+    hpml_status status = hpmlc_sum_there(d, own->meet, own->floats, &own->there, &root);
     d->c->about.first = NULL;
     hpmlc_dist_waited(d, start);
     if (status != HPML_OK) return status;
-    hpmlc_divide_f32(buffers, d->layout.buffer_total, (float)d->c->size);
+    hpmlc_divide_f32(buffers, d->layout.buffer_total, (float)own->there);
     hpmlc_buffers_copy(d, buffers, true);
     d->report.r.samples = (int64_t)stats[HPMLC_MEET_SAMPLES];
     if (d->report.r.samples > 0) d->report.r.loss = (double)(stats[HPMLC_MEET_LOSS] / stats[HPMLC_MEET_SAMPLES]);
@@ -9972,7 +10090,7 @@ HPMLC_FN hpml_status hpmlc_weights_mean(hpml_distributed *d)
     hpmlc_weights *own = (hpmlc_weights *)d->own;
     hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
     hpml_status status = hpmlc_weights_sum(d);
-    hpmlc_divide_f32(own->meet, d->layout.span, (float)d->c->size);
+    hpmlc_divide_f32(own->meet, d->layout.span, (float)own->there);
     return status;
 }
 
@@ -9992,9 +10110,11 @@ HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
     hpml_status    status = list->is_saving ? d->strategy->finish(d) : HPML_OK;
+    int            root;
     for (int i = HPML_ARRAY_STATE; i < HPML_ARRAY_END && list->is_saving && status == HPML_OK; i++) {
         if (!hpmlc_array_copy(d, i, own->meet, false)) continue;
-        status = hpmlc_reduce_all(d->c, own->meet, d->layout.span, HPML_ELEMENT_F32, HPML_MEAN, HPML_AUTO);
+        status = hpmlc_sum_there(d, own->meet, d->layout.span, &own->there, &root);
+        hpmlc_divide_f32(own->meet, d->layout.span, (float)own->there);
         hpmlc_array_copy(d, i, own->meet, true);
     }
     hpmlc_weights_restart(own);
@@ -10003,10 +10123,10 @@ HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
     list->present = &own->is_set;
     for (int i = 0; i < d->layout.params && own->centre && status == HPML_OK; i++) {
         const hpml_tensor *p = hpmlc_param(d, d->layout.by_name[i]);
-        if (!p->grad) continue;
-        int64_t at = hpmlc_gradient_at(d, p), n = hpml_tensor_count(p);
-        hpmlc_state_same(list, "centre", p->name, own->centre + at, n);
-        hpmlc_state_same(list, "centre.momentum", p->name, own->momentum + at, n);
+        if (!p->grad && !hpmlc_is_elsewhere(d, p)) continue;
+        hpmlc_state_same(list, "centre", p->name, hpmlc_state_place(d, own->centre, p), hpml_tensor_count(p));
+        hpmlc_state_same(list, "centre.momentum", p->name, hpmlc_state_place(d, own->momentum, p),
+                         hpml_tensor_count(p));
     }
     list->present = NULL;
     return hpml_ctx_status(d->ctx) == HPML_OK;
@@ -10167,6 +10287,7 @@ typedef enum hpmlc_request_kind {
     HPMLC_PULL,  /* nothing follows; is answered. Also a push whose floats were taken */
     HPMLC_DEAL,  /* asks for the number of a batch */
     HPMLC_NOTE,  /* reports .epoch, is not answered */
+    HPMLC_LEAVE, /* the worker ends its training without HPMLC_FINISH; is not answered */
     HPMLC_ROWS,  /* indices of rows of a sparse table follow; is answered by the rows alone, at once */
     HPMLC_FINISH /* the training ends on this worker; open until it ends on all */
 } hpmlc_request_kind;
@@ -10204,6 +10325,8 @@ typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which ar
 } hpmlc_piece;
 
 typedef struct hpmlc_servers {
+    hpml_distributed *d;
+    bool           is_finished;      /* no request since hpml_distribute_finish; server: or since the beginning */
     int            workers, count;   /* K, S */
     int            first, end;       /* servers of whose ranges this rank has memory: of itself; a worker: of all */
     int64_t        total, floats;    /* n; floats of these ranges */
@@ -10309,10 +10432,15 @@ HPMLC_FN size_t hpmlc_packed_size(const hpmlc_servers *own, int first, int end)
     return own->piece[own->begin[end]].offset - own->piece[own->begin[first]].offset;
 }
 
-/* Cancels a server's receives in flight, because they point into memory that is freed next. */
+HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d);
+
+/* Ends a training that was not finished: workers tell the servers, which serve until all have done so, because a server
+   may have ended its own steps first. Then cancels a server's receives in flight, because they point into memory that is
+   freed next. */
 HPMLC_FN void hpmlc_servers_destroy(void *object)
 {
     hpmlc_servers *own = (hpmlc_servers *)object;
+    if (own->d && !own->is_finished && hpml_ctx_status(own->d->ctx) == HPML_OK) hpmlc_servers_leave(own->d);
     for (int k = 0; k < own->workers && own->client; k++) {
         hpml_message *m = &own->client[k].message;
         if (!own->client[k].is_posted) continue;
@@ -10416,6 +10544,8 @@ HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_
     d->copies.all   = own->workers;
     d->copies.count = serves ? 0 : 1;
     hpmlc_servers_restart(d);
+    own->is_finished = serves;
+    own->d           = d;
     return true;
 }
 
@@ -10711,6 +10841,7 @@ HPMLC_FN hpml_status hpmlc_ask(hpml_distributed *d, const hpmlc_request *r, int 
 {
     hpmlc_servers *own = hpmlc_servers_of(d);
     hpml_message  *m   = own->message;
+    own->is_finished = false;
     for (int s = first; s < own->count; s++) {
         const int     to    = own->workers + s;
         const int64_t at    = hpmlc_server_at(own, s);
@@ -10852,10 +10983,14 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
         w->is_posted    = true;
         own->awaited[i] = &w->message;
     }
+    if (d->c->survive) hpml_comm_busy(d->c, 2 * d->c->timeout); /* or workers lose a server that waits for a lost one */
     const int k = hpml_wait_any(d->c, own->awaited, own->workers, -1);
     if (k < 0) return hpml_ctx_status(d->ctx);
     hpmlc_client *w = &own->client[k];
     w->is_posted = false;
+    own->is_finished = false;
+    if (w->message.status == HPML_OK && w->request.kind == HPMLC_LEAVE)
+        return hpmlc_survive(d, k, HPML_ERR_PEER);
     if (w->message.status == HPML_OK && w->request.kind == HPMLC_ROWS)
         return hpmlc_survive(d, k, hpmlc_rows_answer(d, k));
     w->is_open   = w->message.status == HPML_OK && w->request.kind != HPMLC_NOTE;
@@ -10891,6 +11026,17 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
     }
 }
 
+
+/* A worker ends its training for the servers; a server serves until all workers have. */
+HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d)
+{
+    const hpmlc_servers *own = hpmlc_servers_of(d);
+    HPMLC_ZERO(hpmlc_request, r);
+    r.kind = HPMLC_LEAVE;
+    if (hpmlc_is_server(d)) hpmlc_serve(d, NULL);
+    for (int s = own->workers; s < d->c->size && !hpmlc_is_server(d) && !d->c->survive; s++) /* else they notice */
+        hpml_send(d->c, s, HPMLC_TAG_REQUEST, &r, sizeof r);
+}
 
 /* Worker: computes a gradient, unless its step is over. Server: serves; *loss is the mean loss of the workers. */
 HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, float *loss)
@@ -11027,6 +11173,7 @@ HPMLC_FN hpml_status hpmlc_servers_finish(hpml_distributed *d)
     r.kind = HPMLC_FINISH;
     status = hpmlc_is_server(d) ? hpmlc_serve(d, NULL) : hpmlc_ask(d, &r, 0);
     for (int k = 0; k < own->workers; k++) own->client[k].is_open = false;
+    own->is_finished = true;
     if (status == HPML_OK) status = hpmlc_servers_share(d, HPML_ARRAY_VALUES);
     return status == HPML_OK ? hpmlc_servers_buffers(d) : status;
 }
@@ -11041,7 +11188,10 @@ HPMLC_FN bool hpmlc_servers_state(hpml_distributed *d, hpmlc_states *list)
     for (int i = HPML_ARRAY_STATE; list->is_saving && !own->averages && i < HPML_ARRAY_END && status == HPML_OK; i++)
         if (hpml_trainer_array(d->t, (hpml_array)i, NULL)) status = hpmlc_servers_share(d, (hpml_array)i);
     if (list->is_saving && !own->averages && status == HPML_OK) {
-        status = hpml_broadcast(d->c, &own->updates, sizeof own->updates, own->workers);
+        float updates[2]; /* 64 bits of own->updates */
+        memcpy(updates, &own->updates, sizeof updates);
+        status = hpmlc_servers_send(d, own->workers, updates, 2);
+        memcpy(&own->updates, updates, sizeof updates);
         hpml_trainer_set_step(d->t, own->updates);
     }
     if (status != HPML_OK || !hpmlc_has_feedback(d)) return status == HPML_OK;
@@ -11292,7 +11442,6 @@ typedef struct hpmlc_hogwild_values { /* values of all ranks; the rank that rele
 typedef struct hpmlc_hogwild {
     hpmlc_hogwild_values *shared;
     float        *seen;       /* (layout.span) the shared values as this rank read them last */
-    bool          is_loaded;  /* parameters come from a checkpoint: they are yet to be shared */
 } hpmlc_hogwild;
 
 /* Reads n shared values, from number `first` of parameter p on, to p. */
@@ -11400,14 +11549,6 @@ HPMLC_FN bool hpmlc_hogwild_open(hpml_distributed *d)
     return hpml_broadcast(d->c, &own->shared, sizeof own->shared, 0) == HPML_OK && own->seen;
 }
 
-HPMLC_FN hpml_status hpmlc_hogwild_begin(hpml_distributed *d, int64_t samples, float *loss)
-{
-    hpmlc_hogwild *own = (hpmlc_hogwild *)d->own;
-    if (own->is_loaded) hpmlc_hogwild_all(d, false, hpmlc_hogwild_share);
-    own->is_loaded = false;
-    return hpmlc_dist_pass(d, samples, loss);
-}
-
 HPMLC_FN hpml_status hpmlc_hogwild_update(hpml_distributed *d)
 {
     if (d->stats.samples == 0) return HPML_OK;
@@ -11434,11 +11575,12 @@ HPMLC_FN hpml_status hpmlc_hogwild_finish(hpml_distributed *d)
     return status == HPML_OK ? hpml_barrier(d->c) : status;
 }
 
+/* Before saving gets the shared values; after loading, when no rank steps yet, rank 0 shares those of the file. */
 HPMLC_FN bool hpmlc_hogwild_state(hpml_distributed *d, hpmlc_states *list)
 {
     if (list->is_saving) hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
-    else ((hpmlc_hogwild *)d->own)->is_loaded = true;
-    return true;
+    else if (d->c->rank == 0) hpmlc_hogwild_all(d, false, hpmlc_hogwild_share);
+    return list->is_saving || hpml_barrier(d->c) == HPML_OK;
 }
 
 HPMLC_FN void hpmlc_hogwild_close(hpml_distributed *d)
@@ -11486,7 +11628,7 @@ static const hpmlc_strategy hpmlc_strategies[] = {
       hpmlc_servers_gradient, hpmlc_servers_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
     { HPML_STRATEGY_FEDERATED, "federated", HPMLC_OWN_STEPS, NULL, NULL, hpmlc_federated_open, hpmlc_servers_begin,
       NULL, hpmlc_federated_update, hpmlc_servers_finish, hpmlc_servers_state, hpmlc_servers_close },
-    { HPML_STRATEGY_HOGWILD, "hogwild", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_hogwild_open, hpmlc_hogwild_begin, NULL,
+    { HPML_STRATEGY_HOGWILD, "hogwild", HPMLC_OWN_LOSS, NULL, NULL, hpmlc_hogwild_open, hpmlc_dist_pass, NULL,
       hpmlc_hogwild_update, hpmlc_hogwild_finish, hpmlc_hogwild_state, hpmlc_hogwild_close },
 };
 
@@ -11647,9 +11789,17 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     return hpml_ctx_backend(ctx)->host || hpmlc_host_view_create(&l->view, ctx, most);
 }
 
+/* Makes the trainer's plan fit the plan's memory. False: an error on the context. */
+HPMLC_FN bool hpmlc_plan_fits(hpml_distributed *d)
+{
+    if (!d->plan.recompute && d->plan.memory == 0) return true;
+    return hpml_graph_budget(hpml_trainer_graph(d->t), (size_t)d->plan.memory, 0) == HPML_OK;
+}
+
 HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
 {
     if (d->plan.pipe > 1 && !hpmlc_pipeline_open(d)) return false;
+    if (!hpmlc_plan_fits(d)) return false;
     if (!hpmlc_layout_open(d)) return false;
     const size_t buffers = (size_t)d->layout.buffer_total;
     d->stats.sum     = (double *)hpmlc_dist_alloc(d, sizeof(double) * (HPMLC_STATS + buffers));
@@ -12050,17 +12200,21 @@ HPMLC_FN const char *hpmlc_state_name(const hpmlc_state *it) { return it->name +
 /* Returns whether a copy of array `it` is a part of what the file has. */
 HPMLC_FN bool hpmlc_state_is_part(const hpmlc_state *it) { return it->whole != it->count; }
 
-/* Returns whether this rank has array `it` whole, and the file has it from rank 0. */
-HPMLC_FN bool hpmlc_state_is_same(const hpmlc_state *it) { return it->is_same && !hpmlc_state_is_part(it); }
+/* Returns whether every rank has array `it` whole, so that the file has it from rank 0. */
+HPMLC_FN bool hpmlc_state_is_same(const hpmlc_state *it)
+{
+    return it->is_same && !hpmlc_state_is_part(it) && !(it->param && it->param->param->stage >= 0);
+}
 
 /* Returns whether this rank's floats of array `it` go to the file. Else those of another rank do, which are the same:
-   ranks of axis tensor have the same floats of what is not split. */
+   ranks of axis tensor have the same floats of what is not split, those of axis pipe of what is in all stages. */
 HPMLC_FN bool hpmlc_state_counts(const hpml_distributed *d, const hpmlc_state *it)
 {
     const hpml_mesh *m    = hpml_comm_mesh(d->all);
     const hpml_axis  axis = it->param ? it->param->param->axis : HPML_AXIS_DATA;
     if (it->floats == 0) return false;
     if (m && axis != HPML_AXIS_TENSOR && m->at[HPML_AXIS_TENSOR] > 0) return false;
+    if (m && (!it->param || it->param->param->stage < 0) && m->at[HPML_AXIS_PIPE] > 0) return false;
     return !it->is_same || hpmlc_ranks_of_axis(d, axis)->rank == 0;
 }
 
@@ -12166,7 +12320,10 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
 {
     hpmlc_states list;
     int64_t      summed, floats;
+    float        done = 1;
+    int          there, root = 0, now;
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    if (d->pipeline && hpmlc_pipeline_drain(d->pipeline) != HPML_OK) return hpml_ctx_status(d->ctx);
     bool is_listed = hpmlc_states_open(d, &list, true);
     floats = hpmlc_states_place(&list, &summed);
     float *rows = is_listed ? (float *)hpml_ctx_alloc(d->ctx, (size_t)(floats + 1) * sizeof(float), NULL) : NULL;
@@ -12175,14 +12332,19 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
             const hpmlc_state *it = &list.item[i];
             if (!hpmlc_state_is_absent(it) && hpmlc_state_counts(d, it)) hpmlc_state_save(it, rows + it->offset);
         }
-        hpml_status status = hpml_reduce_to(d->all, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
-        const bool writes = d->all->rank == 0 || hpmlc_plan_cuts(&d->plan); /* all ranks, to join the parts */
+        hpml_status status = HPML_OK;
+        if (hpmlc_goes_on(d)) status = hpmlc_sum_there(d, rows, summed, &there, &root);
+        else status = hpml_reduce_to(d->all, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
+        const bool writes = d->all->rank == root || hpmlc_plan_cuts(&d->plan); /* all ranks, to join the parts */
         if (status == HPML_OK && writes) hpmlc_states_write(&list, path, rows, floats);
         hpml_ctx_release(d->ctx, rows);
     }
     hpmlc_states_close(&list);
     if (!rows) return hpml_ctx_status(d->ctx);
-    return hpml_barrier(d->all); /* all ranks wait until the file is there, or get the error of rank 0 */
+    if (!hpmlc_goes_on(d)) return hpml_barrier(d->all); /* until the file is there, or the writer's error has come */
+    hpml_status status = hpmlc_sum_there(d, &done, 1, &there, &now);
+    if (status != HPML_OK || now == root) return status;
+    return hpmlc_fail(d->c, HPML_ERR_PEER, "distribute save: rank %d was lost, which wrote %s; save again", root, path);
 }
 
 /* Fails if file f has gradients that only another strategy applies, or that are in an older format. */
@@ -12452,6 +12614,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "mix: topology %d, data %p", (int)topology, (void *)data);
     int tag = hpmlc_enter(c, "mix", n, HPML_ELEMENT_F32, HPML_SUM, "topology", (int)topology);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    if (c->survive) tag = HPMLC_TAG_SUM; /* because a lost rank fails collectives of all ranks */
     const int    p = c->size, me = c->rank;
     const size_t bytes = (size_t)n * sizeof(float);
     hpml_status  status = HPML_OK;
@@ -12467,7 +12630,10 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
         int source = w[from] > 0 ? from : -1;
         c->round = k;
         status = hpmlc_round(c, tag, dest, (const char *)mine, bytes, source, (char *)theirs, bytes, NULL);
-        for (int64_t i = 0; source >= 0 && status == HPML_OK && i < n; i++) data[i] += (float)w[from] * theirs[i];
+        const bool   is_lost = status == HPML_ERR_PEER && hpml_ctx_status(c->ctx) == HPML_OK; /* `to` or `from` */
+        const float *x       = is_lost && hpml_comm_lost(c, from) ? mine : theirs;
+        if (is_lost) status = HPML_OK;
+        for (int64_t i = 0; source >= 0 && status == HPML_OK && i < n; i++) data[i] += (float)w[from] * x[i];
     }
     hpml_ctx_release(c->ctx, w);
     return hpmlc_leave(c, status);
@@ -12721,7 +12887,7 @@ HPML_API hpml_status hpml_comm_set_plan(hpml_comm *c, const hpml_plan *plan)
     mesh->m.all = c;
     c->mesh     = mesh;
     hpmlc_mesh_places(mesh);
-    if (settings.shard > 0 || settings.pipe > 1) hpml_ctx_defer(c->ctx, true);
+    if (hpmlc_plan_defers(&settings)) hpml_ctx_defer(c->ctx, true);
     if (hpmlc_plan_splits(&settings)) return hpmlc_mesh_open(mesh);
     mesh->m.replicas = c;
     for (int k = 0; k < HPML_AXES; k++) mesh->rest[k] = c;
@@ -13650,9 +13816,10 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
     pl->cut         = (int32_t *)hpmlc_dist_alloc(d, sizeof *pl->cut * ((size_t)pl->pieces + 1));
     if (!pl->cut || !hpmlc_pipeline_cut(pl, &d->plan) || !hpmlc_edges_find(pl) || !hpmlc_stages_set(pl)) return false;
     if (!hpmlc_pipeline_parts(pl) || !hpmlc_norms_open(pl) || !hpmlc_pipeline_arrays(pl)) return false;
-    if (pl->ties == 0 || (d->plan.strategy == HPML_STRATEGY_SYNC && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
+    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard == 0; /* calls hpmlc_pipeline_join */
+    if (pl->ties == 0 || (joins && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
     return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "pipeline: parameter \"%s\" is read by several stages, which have to "
-                      "step it with one gradient; take strategy sync and schedule gpipe or 1f1b",
+                      "step it with one gradient; take strategy sync without shard and schedule gpipe or 1f1b",
                       hpml_param_at(d->ctx, pl->tied[0].param)->name), false;
 }
 
@@ -13701,8 +13868,8 @@ HPMLC_FN void hpmlc_pipeline_close(hpml_distributed *d)
 // >>layers   what layers that communicate have in common
 // ---------------------------------------------------------------------------------------------------------------------
 /* Each layer is an op of hpml_custom_op with .collective, written with the functions of hpml.h that a program may call,
-   and with those of hpml_group. Messages have the length of a full batch on every rank, because ranks may have batches
-   of different lengths, or none. */
+   and with those of hpml_group. Ranks of the SEQUENCE axis have the same samples. On other axes messages have the length
+   of a full batch on every rank, because ranks may have batches of different lengths, or none. */
 
 /* Sets an error on ctx, its text formatted as by printf, and returns NULL. */
 HPMLC_PRINTF(2, 3)
@@ -13814,12 +13981,12 @@ HPMLC_FN hpmlc_ring_pass hpmlc_ring_begin(const hpml_run *run, hpml_node *n)
     return w;
 }
 
-/* Passes one block of a full batch to the next rank; *block becomes that of the rank before. */
+/* Passes one block to the next rank; *block becomes that of the rank before. All ranks have the same samples. */
 HPMLC_FN hpml_status hpmlc_ring_send(hpmlc_ring_pass *w, float **block)
 {
     const hpml_group *g      = w->r->group;
     float            *in     = w->next;
-    hpml_status       status = g->pass(g->user, *block, in, (int64_t)(w->r->block_bytes / sizeof(float)), 1);
+    hpml_status       status = g->pass(g->user, *block, in, w->B * w->L * 2 * w->C, 1);
     w->next = *block;
     *block  = in;
     return status;
@@ -13971,14 +14138,16 @@ HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention
     r.group = hpml_ctx_group(qkv->ctx, HPML_AXIS_SEQUENCE);
     if (r.group->size == 1) return hpml_attention(qkv, desc);
     const int64_t C = qkv->shape[2] / 3;
-    if (qkv->split[2] == HPML_AXIS_TENSOR) d.heads /= hpml_ctx_group(qkv->ctx, HPML_AXIS_TENSOR)->size;
-    if (d._begin || d._end || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || d.heads < 1 || C % d.heads != 0)
-        return hpmlc_no_layer(qkv->ctx, "ring_attention: input is %s with %d heads, expected (B, T / %d, 3C) with C a "
-                            "multiple of the heads", hpml_tensor_text(qkv, text, sizeof text), d.heads, r.group->size);
-    r.heads       = d.heads;
+    const int32_t parts = qkv->split[2] == HPML_AXIS_TENSOR ? hpml_ctx_group(qkv->ctx, HPML_AXIS_TENSOR)->size : 1;
+    if (d._begin || d._end || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || d.heads < 1 || d.heads % parts != 0 ||
+        parts * C % d.heads != 0)
+        return hpmlc_no_layer(qkv->ctx, "ring_attention: input is %s with %d heads on %d ranks of the tensor axis; "
+                              "expected (B, T / %d, 3C) with C a multiple of the heads, and these of the ranks",
+                              hpml_tensor_text(qkv, text, sizeof text), d.heads, parts, r.group->size);
+    r.heads       = d.heads / parts;
     r.L           = qkv->shape[1];
     r.causal      = !d.not_causal;
-    r.scale       = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
+    r.scale       = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / r.heads)));
     r.block_bytes = (size_t)(qkv->shape[0] * r.L * 2 * C) * sizeof(float);
     op.name       = "ring_attention";
     op.forward    = hpmlc_ring_forward;
@@ -14062,7 +14231,7 @@ HPMLC_FN hpml_status hpmlc_halo_exchange(hpml_node *n, float *image, bool backwa
     for (int j = 0; j < 4 && status == HPML_OK; j++) {
         hpmlc_shift s;
         if (!hpmlc_halo_shift(k, backward ? 3 - j : j, H - 2 * k->h, W - 2 * k->w, &s)) continue;
-        int64_t count = k->images * s.edge.rows * s.edge.cols;
+        int64_t count = planes * s.edge.rows * s.edge.cols; /* all ranks have the same samples */
         float  *out = (float *)n->scratch, *in = out + count;
         hpmlc_strip_copy(HPMLC_TAKE, image, planes, H, W, backward ? s.halo : s.edge, out);
         status = k->group->pass(k->group->user, out, in, count, backward ? -s.by : s.by);
@@ -14073,6 +14242,7 @@ HPMLC_FN hpml_status hpmlc_halo_exchange(hpml_node *n, float *image, bool backwa
     return status;
 }
 
+/* Returns the pixels of y that are the block, without its halo. */
 HPMLC_FN hpmlc_strip hpmlc_halo_inside(const hpmlc_halo *k, const hpml_tensor *y)
 {
     hpmlc_strip s = { k->h, k->w, y->shape[2] - 2 * k->h, y->shape[3] - 2 * k->w };
@@ -14183,7 +14353,7 @@ HPMLC_FN hpmlc_pixel hpmlc_pixel_of(hpml_node *n, int64_t p)
     return c;
 }
 
-/* Copies the patches of all samples from the image x (B, C, H, W), or adds them to x, its gradient. */
+/* Copies the patches of all samples from the images x (B, C, H, W), or adds them to x, the gradient of the images. */
 HPMLC_FN void hpmlc_pixel_patch(const hpml_node *n, const hpmlc_pixel *c, float *x, bool add)
 {
     const hpml_tensor *t = n->src[0];
@@ -14272,10 +14442,10 @@ HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local
    tokens. R = experts cap places. Buffers of rows in two orders:
      at home       place e cap + s: slot s of expert e, for this rank's tokens
      at experts    place (r local + i) cap + s: slot s that rank r fills of local expert i; `local` experts per rank
-   hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward:
-   route; rows of x to `sent` (home), swap to `in` (experts), hid = relu(in w1^T + b1), back = hid w2^T + b2, swap to
-   `back` (home), y = sum of g back. Backward takes the same ways. Saved: in (R, D), hid (R, hidden), back (R, D), and
-   for each token and choice the place (-1: no place was left) and g. Sources: x, p, w1, b1, w2, b2. */
+   hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward: rows
+   of x go to their places at home, by swap to `in`, at experts; hid = relu(in w1^T + b1); hid w2^T + b2 goes by swap to
+   `back`, at home; y = sum of g back. Gradients go the same ways backward. Saved: in (R, D), hid (R, hidden), back (R,
+   D), and for each token and choice the place (-1: no place was left) and g. Sources: x, p, w1, b1, w2, b2. */
 typedef struct hpmlc_experts {
     const hpml_group *group;
     int64_t           experts, local, cap, D, hidden, tokens; /* local: of this rank; tokens: of a full batch */
@@ -14548,105 +14718,38 @@ HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layer-members   collectives as layers; dense layers whose ranks have samples of their own
 // ---------------------------------------------------------------------------------------------------------------------
+/* hpml_group_sum and _gather on other axes than TENSOR have the gradient of the sum of all ranks' losses. A root is a
+   factor 1 before or behind them, and 0 on the other ranks: what leaves these is not read, and so are their gradients. */
 typedef enum hpmlc_relay_kind { HPMLC_BCAST, HPMLC_REDUCE, HPMLC_GATHER } hpmlc_relay_kind;
-typedef struct hpmlc_relay {
-    const hpml_group *group;
-    hpmlc_relay_kind kind;
-    int               root;  /* -1: all ranks */
-    int64_t           count; /* floats of x for a full batch */
-} hpmlc_relay;
-
-HPMLC_FN bool hpmlc_relay_is_root(const hpmlc_relay *k) { return k->root < 0 || k->root == k->group->rank; }
-
-HPMLC_FN void hpmlc_zero(float *x, int64_t n) { memset(x, 0, (size_t)n * sizeof *x); }
-
-/* Between the blocks of all ranks, (p, B, row), and an array that joins them along dimension 1, (B, p, row). */
-HPMLC_FN void hpmlc_join(const hpmlc_relay *k, const hpml_tensor *x, float *blocks, float *joined, bool backward)
-{
-    const int64_t p = k->group->size, B = x->shape[0], row = hpml_tensor_count(x) / (B > 0 ? B : 1);
-    for (int64_t i = 0; i < p * B; i++) {
-        float *block = blocks + i / B * k->count + i % B * row, *at = joined + (i % B * p + i / B) * row;
-        if (backward) memcpy(block, at, (size_t)row * sizeof(float));
-        else memcpy(at, block, (size_t)row * sizeof(float));
-    }
-}
-
-HPMLC_FN hpml_status hpmlc_relay_forward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
-{
-    const hpmlc_relay *k = (const hpmlc_relay *)n->attr.custom->user;
-    const hpml_group   *g = k->group;
-    const hpml_tensor  *x = n->src[0];
-    const int64_t       count = hpml_tensor_count(x);
-    float              *mine = (float *)n->scratch, *all = mine + k->count; /* of a full batch; (p) of them */
-    hpml_status         status = HPML_OK;
-    hpmlc_zero(mine, k->count);
-    memcpy(mine, x->data, (size_t)count * sizeof(float));
-    if (k->kind == HPMLC_BCAST) status = g->bcast(g->user, mine, k->count, k->root);
-    if (k->kind == HPMLC_REDUCE) status = g->sum(g->user, mine, k->count);
-    if (k->kind == HPMLC_GATHER) status = g->gather(g->user, mine, all, k->count);
-    if (k->kind != HPMLC_BCAST && !hpmlc_relay_is_root(k)) hpmlc_zero(n->out->data, hpml_tensor_count(n->out));
-    else if (k->kind == HPMLC_GATHER) hpmlc_join(k, x, all, n->out->data, false);
-    else memcpy(n->out->data, mine, (size_t)count * sizeof(float));
-    return status;
-}
-
-HPMLC_FN hpml_status hpmlc_relay_backward(const hpml_run *run, hpml_node *n)
-{
-    const hpmlc_relay *k = (const hpmlc_relay *)n->attr.custom->user;
-    const hpml_group   *g = k->group;
-    const int64_t       count = hpml_tensor_count(n->src[0]);
-    float              *mine = (float *)n->scratch, *all = mine + k->count;
-    hpml_status         status = HPML_OK;
-    hpmlc_zero(mine, k->count * (k->kind == HPMLC_GATHER ? 1 + g->size : 1));
-    if (k->kind == HPMLC_GATHER) hpmlc_join(k, n->src[0], all, n->out->grad, true);
-    else memcpy(mine, n->out->grad, (size_t)count * sizeof(float));
-    if (k->kind == HPMLC_GATHER && !hpmlc_relay_is_root(k)) hpmlc_zero(all, k->count * g->size);
-    if (k->kind == HPMLC_GATHER) status = g->scatter(g->user, all, mine, k->count);
-    else if (k->kind == HPMLC_REDUCE && k->root >= 0) status = g->bcast(g->user, mine, k->count, k->root);
-    else status = g->sum(g->user, mine, k->count);
-    if (k->kind != HPMLC_BCAST || hpmlc_relay_is_root(k)) hpml_node_give(run, n, 0, mine);
-    return status;
-}
-
-HPMLC_FN hpml_tensor *hpmlc_relay_op(hpml_tensor *x, hpml_axis axis, hpmlc_relay_kind kind, int root)
+HPMLC_FN hpml_tensor *hpmlc_relay(hpml_tensor *x, hpml_axis axis, hpmlc_relay_kind kind, int root)
 {
     static const char *const names[] = { "layer_bcast", "layer_reduce", "layer_gather" };
-    char text[96];
     if (!hpmlc_recordable(x)) return NULL;
     const hpml_group *g = hpml_ctx_group(x->ctx, axis);
-    hpmlc_relay      k = { g, kind, root, hpml_tensor_count(x) };
-    if (x->dtype != HPML_DTYPE_F32 || x->ndim < (kind == HPMLC_GATHER ? 2 : 1))
-        return hpmlc_no_layer(x->ctx, "%s: input is %s, expected floats (B, ..)", names[kind],
-                              hpml_tensor_text(x, text, sizeof text));
-    if (root >= g->size || root < (kind == HPMLC_BCAST ? 0 : -1))
-        return hpmlc_no_layer(x->ctx, "%s: root %d of %d ranks of the %s axis; expected a rank%s", names[kind], root,
-                              g->size, hpml_axis_name(axis), kind == HPMLC_BCAST ? "" : ", or -1 for all");
-    HPMLC_ZERO(hpml_custom, op);
-    op.name       = names[kind];
-    op.forward    = hpmlc_relay_forward;
-    op.backward   = hpmlc_relay_backward;
-    op.keeps      = HPML_KEEP_NONE;
-    op.collective = g->size > 1;
-    op.ndim       = x->ndim;
-    memcpy(op.shape, x->shape, sizeof op.shape);
-    if (kind == HPMLC_GATHER) op.shape[1] *= g->size;
-    op.scratch_bytes = (size_t)(k.count * (1 + (kind == HPMLC_GATHER ? g->size : 0))) * sizeof(float);
-    hpml_tensor *y = hpmlc_record(&x, 1, &op, &k, sizeof k);
-    if (y) y->needs_grad = true; /* backward runs on all ranks, also where x is an input */
-    return y;
+    if (root >= g->size || root < (kind == HPMLC_BCAST ? 0 : -1) || axis == HPML_AXIS_TENSOR)
+        return hpmlc_no_layer(x->ctx, "%s: root %d of %d ranks of the %s axis; expected a rank%s of another axis than "
+                              "tensor, whose ranks have one loss", names[kind], root, g->size, hpml_axis_name(axis),
+                              kind == HPMLC_BCAST ? "" : ", or -1 for all,");
+    const float mine = root < 0 || root == g->rank ? 1.0f : 0.0f;
+    if (kind == HPMLC_BCAST) x = hpml_scale(x, mine, 0);
+    x = kind == HPMLC_GATHER ? hpml_group_gather(x, axis, 1) : hpml_group_sum(x, axis);
+    if (x && g->size > 1) x->needs_grad = true; /* backward runs on all ranks, also where x is an input */
+    return x && kind != HPMLC_BCAST && root >= 0 ? hpml_scale(x, mine, 0) : x;
 }
 HPML_API hpml_tensor *hpml_layer_bcast(hpml_tensor *x, hpml_axis axis, int root)
 {
-    return hpmlc_relay_op(x, axis, HPMLC_BCAST, root);
+    return hpmlc_relay(x, axis, HPMLC_BCAST, root);
 }
 HPML_API hpml_tensor *hpml_layer_reduce(hpml_tensor *x, hpml_axis axis, int root)
 {
-    return hpmlc_relay_op(x, axis, HPMLC_REDUCE, root);
+    return hpmlc_relay(x, axis, HPMLC_REDUCE, root);
 }
 HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root)
 {
-    return hpmlc_relay_op(x, axis, HPMLC_GATHER, root);
+    return hpmlc_relay(x, axis, HPMLC_GATHER, root);
 }
+
+HPMLC_FN void hpmlc_zero(float *x, int64_t n) { memset(x, 0, (size_t)n * sizeof *x); }
 
 /* hpml_linear_rows: with B samples of each of p ranks and `cut` = out / p rows of the weight on each, all = x of all
    ranks (p B, in), saved; part = all w^T + bias (p B, cut), of which block r belongs to rank r's samples. swap
@@ -14655,7 +14758,7 @@ HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root
 typedef struct hpmlc_rows { const hpml_group *group; int64_t B, in, cut; } hpmlc_rows;
 
 /* Copies y (B, p cut) to blocks (p, B, cut), of a full batch, or back; only the samples of the present batch. */
-HPMLC_FN void hpmlc_rows_turn(const hpmlc_rows *k, float *y, int64_t samples, float *blocks, bool to_y)
+HPMLC_FN void hpmlc_rows_copy(const hpmlc_rows *k, float *y, int64_t samples, float *blocks, bool to_y)
 {
     const int64_t p = k->group->size, cut = k->cut;
     for (int64_t i = 0; i < samples * p; i++) {
@@ -14680,7 +14783,7 @@ HPMLC_FN hpml_status hpmlc_rows_forward(const hpml_run *run, hpml_node *n)
         status = hpml_sgemm(run->ctx, false, true, rows, k->cut, k->in, 1, all, k->in, n->src[1]->data, k->in, 1, part,
                             k->cut);
     if (status == HPML_OK) status = g->swap(g->user, part, blocks, k->B * k->cut);
-    hpmlc_rows_turn(k, n->out->data, samples, blocks, true);
+    hpmlc_rows_copy(k, n->out->data, samples, blocks, true);
     return status;
 }
 
@@ -14691,7 +14794,7 @@ HPMLC_FN hpml_status hpmlc_rows_backward(const hpml_run *run, hpml_node *n)
     const int64_t     samples = n->out->shape[0], rows = k->B * g->size, in = k->in, cut = k->cut;
     float            *all = (float *)n->saved, *part = (float *)n->scratch, *blocks = part + rows * cut;
     hpmlc_zero(blocks, rows * cut);
-    hpmlc_rows_turn(k, n->out->grad, samples, blocks, false);
+    hpmlc_rows_copy(k, n->out->grad, samples, blocks, false);
     hpml_status status = g->swap(g->user, blocks, part, k->B * cut);
     for (int64_t i = 0; i < rows && n->src_count > 2; i++) hpmlc_give(n, 2, 0, part + i * cut, cut);
     if (n->src[1]->grad && status == HPML_OK)
@@ -14854,18 +14957,20 @@ HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const c
 typedef struct hpmlc_einsum { int g, m, n, k, order[3][HPML_MAX_DIMS]; } hpmlc_einsum;
 typedef struct hpmlc_einsum_arrays {
     int64_t g, m, n, k;
-    float  *a, *b, *y; /* in order; a tensor that is in order already is not copied */
+    float  *a, *b, *y; /* copies in order, in scratch; y: of the result or its gradient */
 } hpmlc_einsum_arrays;
 
 /* Copies t's array `from` into order, to `to`; give: adds `to`, in order, to `from`. */
 HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from, float *to, bool give)
 {
     int64_t stride[HPML_MAX_DIMS + 1], count = hpml_tensor_count(t);
+    int     last = t->ndim; /* dimensions from `last` on are in their places */
     stride[t->ndim] = 1;
     for (int d = t->ndim - 1; d >= 0; d--) stride[d] = stride[d + 1] * t->shape[d];
+    while (last > 0 && order[last - 1] == last - 1) last--;
     for (int64_t i = 0; i < count; i++) {
-        int64_t at = 0, rest = i;
-        for (int d = t->ndim - 1; d >= 0; d--) {
+        int64_t at = i % stride[last], rest = i / stride[last];
+        for (int d = last - 1; d >= 0; d--) {
             at += rest % t->shape[order[d]] * stride[order[d] + 1];
             rest /= t->shape[order[d]];
         }
@@ -14874,7 +14979,7 @@ HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from,
     }
 }
 
-/* Finds sizes, and brings a and b into order. y: scratch for the result or its gradient. */
+/* Finds sizes, and copies a and b in order. */
 HPMLC_FN hpmlc_einsum_arrays hpmlc_einsum_of(const hpml_node *n)
 {
     const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
@@ -14907,7 +15012,7 @@ HPMLC_FN hpml_status hpmlc_einsum_forward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* da = dy b, then db = dy^T a, each in place of the other operand's copy that is no longer needed. */
+/* da = dy b, and db = dy^T a, which takes the place of b's copy, because for that g the copy is no longer needed. */
 HPMLC_FN hpml_status hpmlc_einsum_backward(const hpml_run *run, hpml_node *n)
 {
     const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
@@ -15805,7 +15910,8 @@ HPMLC_FN double hpmlc_pipe_ready(const hpmlc_pipe_sim *s, int r)
 HPMLC_FN void hpmlc_pipe_send(hpmlc_pipe_sim *s, int r, const hpml_pipe_task *t)
 {
     bool forward = t->work == HPML_PIPE_FORWARD;
-    int  piece = forward ? t->piece + 1 : t->piece - 1, cut = forward ? t->piece : piece;
+    int  piece = forward ? t->piece + 1 : t->piece - 1; /* that reads the result */
+    int  cut   = forward ? t->piece : piece;
     if (t->work == HPML_PIPE_UPDATE || t->work == HPML_PIPE_BACKWARD_WEIGHTS) return;
     if (piece < 0 || piece >= s->p * s->chunks) return;
     double *arrival = &s->arrival[!forward][(size_t)piece * (size_t)s->m + (size_t)t->micro];

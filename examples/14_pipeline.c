@@ -1,11 +1,12 @@
 /* What you learn: a model cut into stages, and how the order of micro-batches decides how long the stages wait.
    cc -O2 examples/14_pipeline.c -o pipeline -lm -lpthread && ./pipeline      Difficulty 3 of 4.
-   Four ranks in virtual time train an MLP of 8 layers on digits; each layer takes 1 ms for 8 samples, and 2 ms back. The
-   program is the same for every schedule: the plan cuts the model.
+   Four ranks in virtual time train an MLP of 8 layers on digits; each layer takes 1 ms for 8 samples, and 2 ms back.
+   The program is the same for every schedule: the plan cuts the model.
    prints for each schedule its drawing and a line: time of a step, bubble (the share of time for which stages wait)
    measured and by formula, micro-batches in flight on the first and the last stage, bytes sent, loss. Draws
    build/pipeline_NAME.svg.
    ./pipeline 1f1b stash      only these; HPML_PLAN="pipe=2,schedule=interleaved,micro=4" ./pipeline: one plan
+   --uneven: layer i takes i + 1 ms, and hpml_pipe_cut finds the best cuts; --tasks: lists the tasks of each stage;
    --trace FILE: the timeline of the first one, for Perfetto; --json: an object a line; --help lists all options */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
@@ -23,34 +24,55 @@ static int32_t labels[LEARN];
 
 typedef struct trial {
     hpml_plan   plan;
+    bool        uneven;
     const char *trace; /* where to save the timeline; NULL: nowhere */
     int         ranks, steps;
-    double      seconds, first_loss, loss;
+    double      seconds, loss;
     int64_t     bytes;
 } trial;
 
-/* An op that computes nothing, but takes virtual time: 1 ms for 8 samples, and twice as long in the backward pass. */
+typedef struct work { hpml_comm *c; double seconds; } work; /* of the forward pass of a sample */
+
+/* An op that computes nothing, but takes virtual time, in the backward pass twice as long. */
 static hpml_status work_forward(const hpml_run *run, hpml_node *n)
 {
+    const work *w = (const work *)n->attr.custom->user;
     (void)run;
     memcpy(n->out->data, n->src[0]->data, (size_t)hpml_tensor_count(n->out) * sizeof(float));
-    hpml_comm_compute((hpml_comm *)n->attr.custom->user, 1e-3 / 8 * (double)n->out->shape[0]);
+    hpml_comm_compute(w->c, w->seconds * (double)n->out->shape[0]);
     return HPML_OK;
 }
 static hpml_status work_backward(const hpml_run *run, hpml_node *n)
 {
+    const work *w = (const work *)n->attr.custom->user;
     hpml_node_give(run, n, 0, n->out->grad);
-    hpml_comm_compute((hpml_comm *)n->attr.custom->user, 2e-3 / 8 * (double)n->out->shape[0]);
+    hpml_comm_compute(w->c, 2 * w->seconds * (double)n->out->shape[0]);
     return HPML_OK;
 }
 
-static hpml_tensor *layer(hpml_comm *c, hpml_tensor *x, int width, hpml_act act)
+static hpml_tensor *layer(work *w, hpml_tensor *x, int width, hpml_act act)
 {
-    const hpml_custom work = { .name = "work", .forward = work_forward, .backward = work_backward, .user = c,
-                               .flops = 1e9 };
-    hpml_linear_desc  d    = { .activation = act };
-    hpml_tensor      *h    = hpml_linear(x, width, &d);
-    return hpml_custom_op(&h, 1, &work);
+    const hpml_custom op = { .name = "work", .forward = work_forward, .backward = work_backward, .user = w,
+                             .flops = 1e9 };
+    hpml_linear_desc  d  = { .activation = act };
+    hpml_tensor      *h  = hpml_linear(x, width, &d);
+    return hpml_custom_op(&h, 1, &op);
+}
+
+/* Seconds of layer i for a sample, forward: 1 ms for 8 samples. Uneven layers take as long together. */
+static double seconds_of(const trial *j, int i) { return 1e-3 / 8 * (j->uneven ? 2 * (i + 1.0) / (LAYERS + 1) : 1); }
+
+/* Finds the cuts with which the slowest piece is as fast as possible. A layer is two ops, so its first op is 2 i. */
+static const int32_t *cuts_of(const trial *j, int pieces)
+{
+    static int32_t     cut[LAYERS];
+    double             seconds[LAYERS];
+    hpml_pipe_stage    stages[LAYERS];
+    hpml_pipe_cut_desc d = { .layers = LAYERS, .ranks = pieces, .seconds = seconds };
+    for (int i = 0; i < LAYERS; i++) seconds[i] = seconds_of(j, i);
+    if (pieces > LAYERS || hpml_pipe_cut(&d, stages, NULL, NULL, 0) < 0) return NULL;
+    for (int q = 1; q < pieces; q++) cut[q - 1] = 2 * stages[q].first;
+    return cut;
 }
 
 /* The program: a model, a trainer, a loop. Nothing in it speaks of stages. */
@@ -62,9 +84,13 @@ static hpml_status train(hpml_comm *c, void *user)
     hpml_step_info       info = { 0 };
     hpml_counters        sent = { 0 };
     float                x[BATCH * DIGITS_PIXELS];
+    work                 w[LAYERS];
     hpml_tensor         *in = hpml_input_2d(ctx, BATCH, shape[0]), *h = in;           /* (B, 784) */
-    for (int i = 1; i < LAYERS; i++) h = layer(c, h, WIDTH, HPML_ACT_TANH);           /* (B, 32) */
-    h = layer(c, h, 10, HPML_ACT_NONE);                                               /* (B, 10) */
+    for (int i = 0; i < LAYERS; i++) {
+        w[i] = (work){ c, seconds_of(j, i) };
+        if (i < LAYERS - 1) h = layer(&w[i], h, WIDTH, HPML_ACT_TANH);                /* (B, 32) */
+        else h = layer(&w[i], h, 10, HPML_ACT_NONE);                                  /* (B, 10) */
+    }
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = h, .lr = 0.1f,
                                                                      .momentum = 0.5f });
     hpml_distributed *d = hpml_distribute(t, c, NULL);
@@ -76,11 +102,10 @@ static hpml_status train(hpml_comm *c, void *user)
         const int first = s * BATCH % LEARN;
         for (int i = 0; i < BATCH * DIGITS_PIXELS; i++) x[i] = (float)images[first * DIGITS_PIXELS + i] / 255;
         if (hpml_trainer_step(t, x, labels + first, BATCH, &info) != HPML_OK) return hpml_ctx_status(ctx);
-        if (hpml_comm_rank(c) == 0 && s == 0) j->first_loss = info.loss;
     }
     hpml_distribute_finish(d);
     hpml_barrier(c);
-    double seconds = (hpml_comm_now(c) - start) / j->steps;
+    const double seconds = (hpml_comm_now(c) - start) / j->steps;
     if (j->trace) hpml_comm_trace_save(c, j->trace);
     if (m && m->axis[HPML_AXIS_PIPE]) hpml_comm_counters(m->axis[HPML_AXIS_PIPE], &sent);
     hpml_allreduce(c, &sent.bytes, 1, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_I64 });
@@ -96,9 +121,8 @@ static hpml_status train(hpml_comm *c, void *user)
 static hpml_pipe_desc pipe_of(const trial *j)
 {
     hpml_pipe_desc d = { .kind = j->plan.schedule, .stages = j->plan.pipe, .chunks = j->plan.chunks };
-    bool           flows = d.kind == HPML_PIPE_STASH || d.kind == HPML_PIPE_VERTICAL;
     d.micro = j->plan.micro > 0 ? j->plan.micro : 4 * d.stages;
-    if (flows) d.micro = j->steps;
+    if (d.kind == HPML_PIPE_STASH || d.kind == HPML_PIPE_VERTICAL) d.micro = j->steps;
     return d;
 }
 
@@ -107,6 +131,18 @@ static int slots_of(const hpml_pipe_desc *d, int stage)
     int slots = 0;
     for (int c = 0; hpml_pipe_slots(d, stage, c) > 0; c++) slots += hpml_pipe_slots(d, stage, c);
     return slots;
+}
+
+/* Lists the tasks of each stage: F0 is the forward pass of micro-batch 0, B its backward pass, W of weights alone. */
+static void list(const hpml_pipe_desc *d)
+{
+    hpml_pipe_task t;
+    for (int r = 0; r < d->stages; r++) {
+        printf("stage %d keeps %d version%s:", r, hpml_pipe_versions(d, r), hpml_pipe_versions(d, r) > 1 ? "s" : "");
+        for (int k = 0; hpml_pipe_move(d, r, k, &t); k++)
+            printf("%s%c%d", k % 16 ? " " : "\n  ", "FBBWU"[t.work], t.micro);
+        printf("\n");
+    }
 }
 
 /* Draws the moves as text and as build/pipeline_NAME.svg. */
@@ -138,27 +174,26 @@ static void print(const trial *j, const hpml_pipe_desc *d, double bubble, double
                "\"formula\": %.6f, \"in_flight_first\": %d, \"in_flight_last\": %d, \"bytes_sent\": %lld, "
                "\"loss\": %.4f}\n", hpml_pipe_name(d->kind), d->stages, d->micro, j->seconds, bubble, formula,
                slots_of(d, 0), slots_of(d, d->stages - 1), (long long)j->bytes, j->loss);
-    else if (d->kind == HPML_PIPE_ZERO_BUBBLE)
-        printf("simulated: %.1f ms a step, bubble %.2f %% (formula %.2f %%), %d to %d in flight\n\n", 1e3 * j->seconds,
-               100 * bubble, 100 * formula, slots_of(d, 0), slots_of(d, d->stages - 1));
     else
-        printf("%.1f ms a step, bubble %.2f %% (formula %.2f %%), %d to %d in flight,\n%lld bytes a step, loss %.3f "
-               "after %d steps\n\n", 1e3 * j->seconds, 100 * bubble, 100 * formula, slots_of(d, 0),
-               slots_of(d, d->stages - 1), (long long)j->bytes, j->loss, j->steps);
+        printf("%.1f ms a step, bubble %.2f %% (formula %.2f %%), %d to %d in flight\n", 1e3 * j->seconds, 100 * bubble,
+               100 * formula, slots_of(d, 0), slots_of(d, d->stages - 1));
+    if (!json && d->kind == HPML_PIPE_ZERO_BUBBLE) printf("(simulated)\n\n");
+    else if (!json) printf("%lld bytes a step, loss %.3f after %d steps\n\n", (long long)j->bytes, j->loss, j->steps);
     fflush(stdout);
 }
 
-static bool run(trial *j, bool json, bool environment)
+static bool run(trial *j, bool json, bool environment, bool tasks)
 {
     char                 why[768];
     hpml_pipe_simulation s;
     hpml_launch_desc     l = { .transport = HPML_TRANSPORT_CLOCK, .ranks = j->ranks, .ctx = { .seed = 1, .threads = 1 },
                                .plan = environment ? NULL : &j->plan };
-    hpml_pipe_desc d = pipe_of(j);
     if (environment && hpml_plan_parse(getenv("HPML_PLAN"), &j->plan, why, sizeof why) != HPML_OK)
         return fprintf(stderr, "%s\n", why), false;
-    d = pipe_of(j);
+    hpml_pipe_desc d = pipe_of(j);
     l.ranks = d.stages;
+    if (tasks) list(&d);
+    if (j->uneven) j->plan.cut = cuts_of(j, d.stages * (d.kind == HPML_PIPE_INTERLEAVED ? 2 : 1));
     if (d.kind != HPML_PIPE_ZERO_BUBBLE && hpml_launch(&l, train, j, why, sizeof why) != HPML_OK)
         return fprintf(stderr, "%s\n", why), false;
     if (!draw(&d, &s, json)) return fprintf(stderr, "cannot draw into build/\n"), false;
@@ -173,7 +208,7 @@ static bool run(trial *j, bool json, bool environment)
 int main(int argc, char **argv)
 {
     int64_t      stages = 4, micro = 8, steps = 16;
-    int          json = 0;
+    int          json = 0, uneven = 0, tasks = 0;
     const char  *trace = NULL;
     option_words only = { { NULL }, 0 };
     const option table[] = {
@@ -181,6 +216,8 @@ int main(int argc, char **argv)
         { "--stages", OPTION_COUNT, &stages, "N", "ranks of the pipeline (4)" },
         { "--micro", OPTION_COUNT, &micro, "N", "micro-batches of a batch of 64 samples (8)" },
         { "--steps", OPTION_COUNT, &steps, "N", "steps of training (16)" },
+        { "--uneven", OPTION_FLAG, &uneven, NULL, "layer i takes i + 1 ms; the best cuts are searched" },
+        { "--tasks", OPTION_FLAG, &tasks, NULL, "lists the tasks of each stage" },
         { "--trace", OPTION_TEXT, &trace, "FILE", "saves the timeline of the first schedule" },
         { "--json", OPTION_FLAG, &json, NULL, "an object a line" },
     };
@@ -202,7 +239,8 @@ int main(int argc, char **argv)
         j.plan.pipe     = (int32_t)stages;
         j.plan.schedule = (hpml_pipe_kind)k;
         j.plan.micro    = k == HPML_PIPE_STASH || k == HPML_PIPE_VERTICAL ? 0 : (int32_t)micro;
-        good  = run(&j, json, environment) && good;
+        j.uneven        = uneven;
+        good  = run(&j, json, environment, tasks) && good;
         first = 0;
         if (environment) break;
     }

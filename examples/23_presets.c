@@ -2,11 +2,12 @@
    cc -O2 examples/23_presets.c -o presets -lm -lpthread && ./presets [--steps N] [--ranks N]
    The three engines of Mariana (Zou et al. 2014), from one source:
      dp      each rank has the whole model, and a share of the samples; gradients are added up
-     trick   convolutions like dp, but each rank has some rows of every dense layer, where most of the parameters are:
+     trick   convolutions like dp, but each rank has some rows of the large dense layer, which has most parameters:
              features and results travel instead of gradients ("one weird trick", Krizhevsky 2014)
-     sparse  advertisements and clicks: a table of which a step touches few rows, and of which only these travel
-   prints the loss at first and at last, the parameters of a rank and the KB that it sends in a step: trick less than dp,
-   and sparse the same for a table of ten times as many rows. */
+     sparse  advertisements and clicks: a parameter server has a table of which a step touches few rows, and only these
+             travel: pulled before the forward pass, their gradients pushed after the backward pass
+   prints the loss at first and at last, the parameters of a rank and the KB that it sends in a step: trick less than
+   dp, and sparse the same for a table of ten times as many rows. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
 #include "digits.h"
@@ -15,8 +16,9 @@
 enum { BATCH = 32, FEATURES = 6, WIDTH = 8 };
 
 typedef struct job {
-    const char *name, *plan; /* the plan: an axis, whose size is the number of ranks; "": data */
+    const char *name, *plan; /* the plan but for its last number, that of the workers */
     int64_t     words;       /* rows of the table; 0: digits */
+    int32_t     workers, servers;
     bool        rows;        /* the large dense layer by rows */
     int64_t     steps;
     double      first, last; /* loss of the first and of the last tenth of the steps */
@@ -87,7 +89,7 @@ static hpml_status train(hpml_comm *c, void *user)
 {
     job          *j    = (job *)user;
     hpml_ctx     *ctx  = hpml_comm_ctx(c);
-    const int64_t rows = BATCH / hpml_comm_size(c);
+    const int64_t rows = BATCH / j->workers;
     hpml_tensor  *x = j->words > 0 ? hpml_input_tokens(ctx, rows, FEATURES) : hpml_input_4d(ctx, rows, 1, 28, 28);
     hpml_tensor  *y = j->words > 0 ? clicks_model(x, j) : digits_model(x, j);
     hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
@@ -113,12 +115,13 @@ static hpml_status train(hpml_comm *c, void *user)
 
 int main(int argc, char **argv)
 {
+    const char  *clicks = "strategy=ps,servers=1,data";
     job          jobs[] = { { .name = "dp", .plan = "data" }, { .name = "trick", .plan = "expert", .rows = true },
-                            { .name = "sparse, 5,000 rows", .plan = "data", .words = 5000 },
-                            { .name = "sparse, 50,000 rows", .plan = "data", .words = 50000 } };
+                            { .name = "sparse, 5,000 rows", .plan = clicks, .words = 5000, .servers = 1 },
+                            { .name = "sparse, 50,000 rows", .plan = clicks, .words = 50000, .servers = 1 } };
     int64_t      steps = 200, ranks = 4;
     const option table[] = { { "--steps", OPTION_COUNT, &steps, "N", "steps of training (200)" },
-                             { "--ranks", OPTION_COUNT, &ranks, "N", "1, 2, 4 or 8 ranks, threads (4)" } };
+                             { "--ranks", OPTION_COUNT, &ranks, "N", "1, 2, 4 or 8 workers, threads (4)" } };
     int          failed = options_read("Trains by the three engines of Mariana.", table, 2, argc, argv);
     if (failed) return failed == 1 ? 0 : failed;
     if (steps < 10) steps = 10;
@@ -126,12 +129,13 @@ int main(int argc, char **argv)
     printf("%-20s %12s %11s %20s %9s\n", "", "loss: first", "last", "parameters of a rank", "KB a step");
     for (size_t i = 0; i < sizeof jobs / sizeof *jobs; i++) {
         job      *j = &jobs[i];
-        char      text[32], error[500];
+        char      text[64], error[500];
         hpml_plan plan = { 0 };
-        j->steps = steps;
+        j->steps   = steps;
+        j->workers = (int32_t)ranks;
         snprintf(text, sizeof text, "%s=%d", j->plan, (int)ranks);
         if (hpml_plan_parse(text, &plan, error, sizeof error) != HPML_OK ||
-            hpml_launch(&(hpml_launch_desc){ .ranks = (int32_t)ranks, .plan = &plan,
+            hpml_launch(&(hpml_launch_desc){ .ranks = j->workers + j->servers, .plan = &plan,
                                              .ctx = { .threads = 1, .seed = 1 } }, train, j, error,
                         sizeof error) != HPML_OK)
             return fprintf(stderr, "%s: %s\n", j->name, error), 1;

@@ -178,13 +178,20 @@ check "spread strands fewer GPUs than pack" \
     'awk "/^pack/ { p = \$6 } /^spread/ { s = \$6; n = 1 } END { exit !(n && s < p) }" "$tmp/out"'
 fits timeout 60 build/14_pipeline
 check "a drawing of six schedules" \
-    '[ $? -eq 0 ] && [ "$(grep -c "in flight" "$tmp/out")" = 6 ] && says "^  3 \.\.\.0" &&
+    '[ $? -eq 0 ] && [ "$(grep -c "in flight" "$tmp/out")" = 6 ] && says "^  3 \.*0" &&
         tail -n 1 build/pipeline_stash.svg | grep -q "</svg>"'
 timeout 60 build/14_pipeline --json gpipe 1f1b interleaved >"$tmp/out" 2>&1
 check "bubbles in virtual time are those of the formula" \
     'awk -F "[:,]" "{ d = \$10 - \$12; if (d * d > 1e-6) bad = 1 } END { exit NR != 3 || bad }" "$tmp/out"'
 HPML_PLAN=pipe=2,schedule=interleaved,micro=4 timeout 60 build/14_pipeline --json >"$tmp/out" 2>&1
 check "the same program by HPML_PLAN" 'says "\"interleaved\", \"stages\": 2, \"micro\": 4"'
+timeout 60 build/14_pipeline 1f1b --uneven --tasks >"$tmp/out" 2>&1
+check "tasks of the stages, uneven layers" '[ $? -eq 0 ] && says "^  F0 B0 F1 B1 F2 B2" && says "^70.7 ms a step"'
+for file in examples/exercises/14_pipeline/start.c tests/solutions/14_pipeline.c; do
+    ${CC:-cc} "$file" -o "$tmp/exercise" && "$tmp/exercise"
+done >"$tmp/out" 2>&1
+check "the exercise of 1F1B: the start is wrong, the solution right" \
+    '[ $(wc -l <"$tmp/out") = 2 ] && head -n 1 "$tmp/out" | grep -q "more micro-batches in flight" && says "^right"'
 fits timeout 60 build/15_tensor_parallel --steps 5
 check "a GPT on 4 ranks, split in two: 4 sums a block" \
     '[ $? -eq 0 ] && says "^a step: 12 sums, 4 in each of 2 blocks" && says "(blocks: 262144)"'

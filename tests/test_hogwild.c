@@ -42,7 +42,8 @@ static double loss_of(const float *w)
 typedef struct race {
     bool            locked, plain; /* steps behind one lock; serial training without a distribution */
     pthread_mutex_t lock;
-    int             epochs;
+    int             epochs, from;  /* from: number of the first */
+    const char     *save, *load;
     double          loss, seconds;
     uint64_t        hash[4];
 } race;
@@ -78,9 +79,10 @@ static hpml_status run(hpml_comm *c, void *user)
     if (!r->plain) d = hpml_distribute(t, c, &(hpml_plan){ .strategy = HPML_STRATEGY_HOGWILD });
     if (!r->plain && !d) return hpml_ctx_status(ctx);
     if (r->locked) hpml_trainer_attach(t, &(hpml_hooks){ .user = r, .run = locked_run, .update = locked_update });
+    if (r->load) hpml_distribute_load(d, r->load);
     hpml_barrier(c);
     double start = hpml_now();
-    for (int epoch = 0; epoch < r->epochs; epoch++)
+    for (int epoch = r->from; epoch < r->from + r->epochs; epoch++)
         for (int64_t b = rank; b < SAMPLES / BATCH; b += p) {
             int64_t i = hpml_permute_index(3, (uint64_t)epoch, SAMPLES / BATCH, b) * BATCH;
             if (hpml_trainer_step(t, tokens + i * WORDS, target + i, BATCH, NULL) != HPML_OK)
@@ -88,6 +90,7 @@ static hpml_status run(hpml_comm *c, void *user)
         }
     hpml_barrier(c);
     if (rank == 0) r->seconds = hpml_now() - start;
+    if (r->save) hpml_distribute_save(d, r->save);
     if (d) hpml_distribute_finish(d);
     r->hash[rank] = hpml_param_hash(ctx);
     if (rank == 0) r->loss = loss_of(hpml_param_at(ctx, 0)->data);
@@ -125,6 +128,21 @@ TEST(threads_learn_as_one)
         ENSURE(fabs(many.loss - serial.loss) < 0.02 * serial.loss);
         for (int r = 1; r < ranks; r++) ENSURE(many.hash[r] == many.hash[0]);
     }
+}
+
+/* A checkpoint goes on with the bits of one run on one rank; on more ranks all of them begin with its values. */
+TEST(a_checkpoint_loads_into_shared_values)
+{
+    const char *path = "build/hogwild.safetensors";
+    race whole = { .epochs = 2 }, first = { .epochs = 1, .save = path };
+    race second = { .from = 1, .epochs = 1, .load = path };
+    ENSURE(train(&whole, 1) && train(&first, 1) && train(&second, 1));
+    ENSURE(second.hash[0] == whole.hash[0] && first.hash[0] != whole.hash[0]);
+    race none = { .load = path }, more = { .from = 1, .epochs = 1, .load = path };
+    ENSURE(train(&none, 3) && train(&more, 3));
+    for (int r = 0; r < 3; r++) ENSURE(none.hash[r] == first.hash[0] && more.hash[r] == more.hash[0]);
+    ENSURE(more.loss < first.loss);
+    remove(path);
 }
 
 static int by_size(const void *a, const void *b)

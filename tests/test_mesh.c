@@ -7,7 +7,7 @@
 #include <mpi.h>
 #endif
 
-enum { PIPES = 1 }; /* most stages of a pipeline */
+enum { PIPES = 8 }; /* most stages of a pipeline */
 
 static int process; /* the number of this process; without MPI 0 */
 
@@ -98,7 +98,7 @@ static int rank_of(const hpml_mesh *m, const int at[HPML_AXES])
 /* Compares each function of the group of axis k, on n floats, with the numbers that the ranks of the axis have. */
 static bool group_is_right(const hpml_mesh *m, int k, int64_t n)
 {
-    enum { MOST = 6, FLOATS = 40 };
+    enum { MOST = 8, FLOATS = 40 };
     const hpml_group *g = hpml_ctx_group(hpml_comm_ctx(m->all), (hpml_axis)k);
     int               ranks[MOST] = { 0 }, at[HPML_AXES];
     float             mine[FLOATS], x[FLOATS], all[MOST * FLOATS], in[MOST * FLOATS];
@@ -234,7 +234,7 @@ TEST(all_factorizations_train_as_one_rank)
 }
 
 static const hpml_plan splits[] = {
-    { .tensor = 2 }, { .tensor = 4 }, { .data = 1, .tensor = 8 },
+    { .tensor = 2 }, { .data = 1, .tensor = 8 }, { .pipe = 4 }, { .pipe = 2, .tensor = 2 }, { .pipe = 2, .tensor = 4 },
 };
 
 /* A rank that fails is named by all others, whatever its place. */
@@ -319,6 +319,12 @@ TEST(a_checkpoint_of_a_mesh_is_that_of_one_rank)
     } cases[] = {
         { "tensor=2", "", 8, 1 },
         { "tensor=4", "tensor=2", 4, 8 },
+        { "tensor=2,pipe=2", "", 8, 1 },
+        { "pipe=2", "tensor=2", 4, 4 },
+        { "shard=1,tensor=2", "pipe=2", 4, 4 },
+        { "pipe=2,tensor=2,codec=onebit,codec.min_elements=16", "codec=onebit,codec.min_elements=16", 8, 2 },
+        { "pipe=2,delayed=1", "tensor=2,delayed=1", 4, 4 },
+        { "pipe=2,strategy=block,period=2", "strategy=block,period=2", 4, 2 },
         { "tensor=2,codec=onebit,codec.min_elements=16", "codec=onebit,codec.min_elements=16", 8, 4 },
         { "tensor=2,exact=1,leaf=2,codec=onebit,codec.min_elements=16",
           "tensor=4,exact=1,leaf=2,codec=onebit,codec.min_elements=16", 4, 4 },
@@ -326,6 +332,8 @@ TEST(a_checkpoint_of_a_mesh_is_that_of_one_rank)
         { "shard=1", "", 4, 1 },
         { "shard=3", "shard=2", 4, 3 },
         { "tensor=2,shard=3", "shard=1", 4, 2 },
+        { "pipe=2,tensor=2", "", 8, 1 },
+        { "pipe=4,schedule=interleaved", "pipe=2,tensor=2,schedule=1f1b", 4, 8 },
         { "tensor=2,strategy=block,period=2", "strategy=block,period=2", 4, 2 },
     };
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
@@ -345,6 +353,24 @@ TEST(a_checkpoint_of_a_mesh_is_that_of_one_rank)
     ENSURE(resumes("shard=3", 4, paths[1], 2, paths[2]));
     ENSURE(same_files(paths[0], paths[2]));
     for (int i = 0; i < 3; i++) remove(paths[i]);
+}
+
+/* A plan whose axes but data are 1 computes the bits of no plan, and sends what no plan sends. */
+TEST(a_plan_of_ones_costs_nothing)
+{
+    const hpml_plan ones = { .pipe = 1, .tensor = 1, .sequence = 1, .expert = 1 };
+    for (int ranks = 1; ranks <= 4; ranks += 3) {
+        split_run none = { .model = split_small, .steps = 3 }, one = none;
+        char      text[512];
+        ENSURE(launch(HPML_TRANSPORT_CLOCK, ranks, NULL, split_train, &none, text) == HPML_OK);
+        ENSURE(launch(HPML_TRANSPORT_CLOCK, ranks, &ones, split_train, &one, text) == HPML_OK);
+        const size_t bytes = (size_t)none.floats * sizeof(float);
+        const bool   same = memcmp(none.values, one.values, bytes) == 0 &&
+                          memcmp(none.gradients, one.gradients, bytes) == 0;
+        split_free(&none);
+        split_free(&one);
+        ENSURE(same && none.report.bytes == one.report.bytes && none.report.step_s == one.report.step_s);
+    }
 }
 
 /* What the plan of hpml_distribute and that of the launch contradict. */
@@ -374,8 +400,9 @@ TEST(other_axes_than_those_of_the_launch_are_refused)
 TEST(many_ranks_train_as_one)
 {
     split_run serial = { .model = split_small, .steps = 2 };
-    hpml_plan plan   = { .tensor = 4 };
+    hpml_plan plan   = { .tensor = 4 }, piped = { .pipe = 4, .tensor = 4 };
     bool      good   = trains_as_one(HPML_TRANSPORT_CLOCK, 64, &plan, &serial);
+    good = trains_as_one(HPML_TRANSPORT_CLOCK, 64, &piped, &serial) && good;
     split_free(&serial);
     ENSURE(good);
 }

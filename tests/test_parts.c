@@ -38,8 +38,8 @@ static rank create(int accumulate)
     rank r = { .ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .seed = 3 }) };
     hpml_ctx_defer(r.ctx, true);
     hpml_tensor *x = hpml_input_2d(r.ctx, BATCH, IN);
-    r.t = hpml_trainer_create(r.ctx, &(hpml_trainer_desc){ .input = x, .output = record(x), .lr = 0.1f, .momentum = 0.9f,
-                                                           .accumulate = accumulate });
+    r.t = hpml_trainer_create(r.ctx, &(hpml_trainer_desc){ .input = x, .output = record(x), .lr = 0.1f,
+                                                           .momentum = 0.9f, .accumulate = accumulate });
     r.g  = hpml_trainer_graph(r.t);
     r.to = hpml_graph_op_count(r.g);
     return r;
@@ -84,7 +84,7 @@ static void exchange(pipeline *p, int r, int slot, bool back)
     }
 }
 
-/* The hook `pass`: each rank's step calls the next rank's; the last rank then runs all micro-batches in GPipe's order. */
+/* The hook `pass`: each rank's step calls the next rank's; the last one then runs all micro-batches in GPipe's order. */
 static hpml_status pass(void *user, hpml_trainer *t, const hpml_moment *at, int64_t first, int64_t samples,
                         float grad_scale, bool accumulate, float *loss)
 {
@@ -179,7 +179,8 @@ static bool same_parameters(const rank *part, const rank *whole)
         size_t             bytes = (size_t)hpml_tensor_count(b) * sizeof(float);
         bool               here = false;
         for (int k = part->from; k < part->to; k++)
-            for (int s = 0; s < hpml_graph_op(part->g, k)->src_count; s++) here |= hpml_graph_op(part->g, k)->src[s] == a;
+            for (int s = 0; s < hpml_graph_op(part->g, k)->src_count; s++)
+                if (hpml_graph_op(part->g, k)->src[s] == a) here = true;
         if (here != (a->raw != NULL) || here != (hpml_trainer_place(part->t, i) >= 0)) return false;
         if (here && (memcmp(a->raw, b->raw, bytes) != 0 || memcmp(a->grad, b->grad, bytes) != 0)) return false;
     }
@@ -205,10 +206,8 @@ static bool cut_is_whole(int ranks, const int *at, int micro)
         good = good && hpml_trainer_step(p.rank[0].t, x, y, samples, &a) == HPML_OK;
         good = good && hpml_trainer_step(whole.t, x, y, samples, &b) == HPML_OK && a.loss == b.loss;
         for (int r = 0; r < ranks && good; r++) good = same_parameters(&p.rank[r], &whole);
-        if (!good) printf("    step %d: loss %g and %g, cut %d %d of %d, %d micro-batches: %s %s\n", step, (double)a.loss,
-                          (double)b.loss, at[0], at[1], whole.to, micro, hpml_ctx_error(p.rank[0].ctx),
+        if (!good) printf("    step %d: cut at %d of %d, %d micro-batches: %s\n", step, at[0], whole.to, micro,
                           hpml_ctx_error(p.rank[ranks - 1].ctx));
-        if (!good) break;
     }
     good = good && hpml_trainer_predict(p.rank[0].t, x, BATCH - 1, out[0]) == HPML_OK &&
            hpml_trainer_predict(whole.t, x, BATCH - 1, out[1]) == HPML_OK &&
@@ -370,7 +369,9 @@ TEST(each_segment_kept_computed_again_or_swapped_gives_the_same_bits)
     for (int choice = 1; choice < 81; choice += 4) {
         deep d = create_deep(false, HPML_DTYPE_F32);
         retain(&d, choice);
-        ENSURE((memory_of(d.g).host > 0) == (choice % 3 == 2 || choice / 3 % 3 == 2 || choice / 9 % 3 == 2 || choice / 27 == 2));
+        bool swaps = false;
+        for (int rest = choice; rest > 0; rest /= 3) swaps = swaps || rest % 3 == HPML_RETAIN_SWAP;
+        ENSURE((memory_of(d.g).host > 0) == swaps);
         ENSURE(train(&d) == want);
     }
 }
@@ -413,9 +414,7 @@ TEST(a_graph_without_segments_cuts_itself_for_a_budget)
     hpml_memory in_core = memory_of(whole.g), m;
     size_t      all = in_core.activations + in_core.scratch;
     uint64_t    want = train(&whole);
-    char        least[64];
     ENSURE_ERROR(d.ctx, hpml_graph_budget(d.g, 1000, 0) != HPML_OK, HPML_ERR_MEMORY, "the least that was found is");
-    (void)least;
     ENSURE(hpml_graph_budget(d.g, all * 4 / 10, 0) == HPML_OK); /* 40 % */
     m = memory_of(d.g);
     ENSURE(m.activations + m.scratch <= all * 4 / 10 && m.extra > 0);

@@ -10,8 +10,11 @@ typedef struct job {
     hpml_plan plan;
     model     model;
     int       batch, steps, accumulate; /* samples of a step of all ranks; 0 steps: 3; 0 accumulate: 1 */
+    int       first;        /* number of the first step, on which the samples depend */
     int       fits;         /* not 0: trains by hpml_trainer_fit on so many samples; the last batch is short */
     hpml_opt  optimizer;
+    float     clip;         /* clip_norm */
+    bool      again;        /* the results of groups of three layers are computed again */
     const int32_t *cut;
     /* results */
     double    worst;        /* largest difference of a parameter from one rank's */
@@ -21,6 +24,8 @@ typedef struct job {
     size_t    planned[8];   /* bytes of each rank's activations */
     float     mean;         /* the first running mean of a batchnorm */
     int       params[8];    /* parameters with values on each rank */
+    char      text[400];    /* of the report */
+    float    *values;       /* NULL, or gets the parameters of the first replica */
 } job;
 
 static double drawn(uint32_t *dice)
@@ -62,12 +67,14 @@ static hpml_trainer *record(hpml_ctx *ctx, const job *j, int batch, int accumula
         for (int i = 0; i < 4; i++) h = layer(h, WIDTH, HPML_ACT_TANH);
         h = hpml_matmul(h, table, false, true);
         return hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = h, .lr = 0.1f, .momentum = 0.9f,
-                                                              .accumulate = accumulate });
+                                                              .accumulate = accumulate, .clip_norm = j->clip });
     }
     x = hpml_input_2d(ctx, batch, IN);
     first = h = layer(x, WIDTH, HPML_ACT_TANH);
     for (int i = 0; i < 6; i++) {
+        if (j->again && i % 3 == 0) hpml_recompute(ctx, true);
         h = layer(h, WIDTH, HPML_ACT_TANH);
+        if (j->again && i % 3 == 2) hpml_recompute(ctx, false);
         if (j->model == NORM && i == 1) h = hpml_batchnorm(h, NULL);
         if (j->model == DROP && i % 2 == 1) h = hpml_dropout(h, 0.2f);
         if (j->model == SKIP && (i == 3 || i == 5)) h = hpml_add(h, first);
@@ -75,7 +82,8 @@ static hpml_trainer *record(hpml_ctx *ctx, const job *j, int batch, int accumula
     h = layer(h, OUT, HPML_ACT_NONE);
     return hpml_trainer_create(ctx, &(hpml_trainer_desc){
         .input = x, .output = h, .lr = j->optimizer == HPML_OPT_ADAM ? 0.01f : 0.1f, .momentum = 0.9f,
-        .accumulate = accumulate, .optimizer = j->optimizer });
+        .accumulate = accumulate, .clip_norm = j->clip,
+        .optimizer = j->optimizer });
 }
 
 static int steps_of(const job *j) { return j->steps > 0 ? j->steps : 3; }
@@ -99,7 +107,7 @@ static float train(hpml_trainer *t, const job *j, int batch, int parts, int shar
     for (int s = 0; s < steps_of(j); s++) {
         loss = 0;
         for (int i = 0; i < parts; i++) {
-            int at = (s * 4 + i * rows * shares + share * rows) % SAMPLES;
+            int at = ((j->first + s) * 4 + i * rows * shares + share * rows) % SAMPLES;
             if (at + rows > SAMPLES) at = 0;
             hpml_trainer_step(t, x + at * IN, y + at, rows, &info);
             loss += info.loss / (float)parts;
@@ -163,6 +171,7 @@ static hpml_status rank_main(hpml_comm *c, void *user)
     for (int i = 0; i < m->size[HPML_AXIS_PIPE] && rank == 0; i++)
         j->bytes[i] += hpml_comm_bytes_to(m->axis[HPML_AXIS_PIPE], i);
     hpml_distribute_finish(d);
+    if (rank == 0) hpml_distribute_text(d, j->text, sizeof j->text);
     hpml_memory planned;
     hpml_graph_memory(hpml_trainer_graph(t), &planned);
     j->planned[rank] = planned.activations;
@@ -171,9 +180,11 @@ static hpml_status rank_main(hpml_comm *c, void *user)
         hpml_tensor *p = hpml_param_at(ctx, k);
         for (int64_t i = 0; p->data && i < hpml_tensor_count(p); i++)
             worst = fmax(worst, fabs((double)p->data[i] - (double)expected->values[place + i]));
+        if (j->values && p->data && at == 0)
+            memcpy(j->values + place, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
         place += (int)hpml_tensor_count(p);
         if (p->data) j->params[rank]++;
-        if (p->data && strstr(p->name, "running_mean")) j->mean = p->data[0];
+        if (at == 0 && p->data && strstr(p->name, "running_mean")) j->mean = p->data[0];
     }
     static __thread result mine;
     memset(&mine, 0, sizeof mine);
@@ -238,6 +249,7 @@ TEST(stages_have_their_own_parameters)
     job  j = job_of(MLP, 4, HPML_PIPE_1F1B, 4, 16);
     ENSURE(pipeline(&j, 4, 4, text) == HPML_OK);
     ENSURE(j.params[0] == 4 && j.params[1] == 4 && j.params[2] == 4 && j.params[3] == 4);
+    ENSURE(strstr(j.text, ", pipe 4, 1f1b of 4 micro-batches with a bubble of 43 %"));
 }
 
 TEST(accumulate_around_micro_batches)
@@ -337,6 +349,59 @@ TEST(data_and_pipe)
     }
 }
 
+/* The norm of all gradients is that of all stages, with a table that two stages have once. */
+TEST(clipping_and_norms_of_tensors)
+{
+    static const hpml_opt optimizers[] = { HPML_OPT_SGD, HPML_OPT_LAMB };
+    char text[512];
+    for (int k = 0; k < 4; k++) {
+        job j = job_of(k < 2 ? MLP : TIED, 2, HPML_PIPE_1F1B, 2, 8);
+        j.optimizer = k < 2 ? optimizers[k] : HPML_OPT_SGD;
+        j.clip      = 0.05f;
+        j.plan.data = k == 3 ? 2 : 0;
+        ENSURE(pipeline(&j, k == 3 ? 4 : 2, k == 3 ? 1 : 2, text) == HPML_OK);
+        ENSURE_NEAR(j.worst, 0, 2e-6);
+    }
+}
+
+/* Strategies see the replicas of a stage: two replicas of two stages train as two whole ones do. */
+TEST(strategies_between_replicas)
+{
+    static const char *const plans[] = {
+        "bucket_bytes=1,algorithm=central", "no_overlap=1", "shard=1", "codec=bf16", "delayed=1", "global_batch=6",
+        "strategy=local,period=2", "strategy=block,period=2", "strategy=elastic", "strategy=gossip",
+        "codec=onebit,codec.min_elements=16",
+    };
+    static float two[MOST], four[MOST];
+    char         text[512];
+    for (size_t i = 0; i < sizeof plans / sizeof plans[0]; i++) {
+        job whole = job_of(NORM, 1, HPML_PIPE_GPIPE, 0, 8), cut = job_of(NORM, 2, HPML_PIPE_1F1B, 1, 8);
+        whole.plan.data = cut.plan.data = 2;
+        whole.fits      = cut.fits = 17;
+        whole.values    = two;
+        cut.values      = four;
+        ENSURE(hpml_plan_parse(plans[i], &whole.plan, text, sizeof text) == HPML_OK);
+        ENSURE(hpml_plan_parse(plans[i], &cut.plan, text, sizeof text) == HPML_OK);
+        ENSURE(pipeline(&whole, 2, 1, text) == HPML_OK && pipeline(&cut, 4, 1, text) == HPML_OK);
+        double worst = 0;
+        for (int k = 0; k < MOST; k++) worst = fmax(worst, fabs((double)two[k] - (double)four[k]));
+        if (worst > 1e-5) printf("    %s: %g\n", plans[i], worst);
+        ENSURE(worst <= 1e-5);
+    }
+}
+
+/* Segments that are computed again give the same bits, and slots keep less. */
+TEST(recomputed_segments)
+{
+    char text[512];
+    job  j = job_of(MLP, 2, HPML_PIPE_GPIPE, 4, 16), less = j;
+    less.again = true;
+    ENSURE(pipeline(&j, 2, 4, text) == HPML_OK);
+    ENSURE(pipeline(&less, 2, 4, text) == HPML_OK);
+    ENSURE(less.worst == 0);
+    ENSURE(less.planned[0] < j.planned[0] && less.planned[1] < j.planned[1]);
+}
+
 /* The activations of a stage are those of its micro-batches in flight. */
 TEST(slots_are_the_micro_batches_in_flight)
 {
@@ -363,11 +428,19 @@ static hpml_status flow_main(hpml_comm *c, void *user)
 {
     flow         *f   = (flow *)user;
     hpml_ctx     *ctx = hpml_comm_ctx(c);
+    result       *mine = (result *)malloc(sizeof *mine);
     hpml_trainer *t   = record(ctx, f->j, f->j->batch, 1);
     hpml_distributed *d = hpml_distribute(t, c, NULL);
     if (!d) return hpml_ctx_status(ctx);
-    train(t, f->j, f->j->batch, 1, 0, 1);
+    job once = *f->j;
+    once.steps = 1;
+    for (int s = 0; s < f->j->steps; s++) { /* evaluations between the steps do not disturb micro-batches in flight */
+        once.first = s;
+        train(t, &once, f->j->batch, 1, 0, 1);
+        if (s % 3 == 2) judge(t, f->j, (result *)memset(mine, 0, sizeof *mine));
+    }
     hpml_distribute_finish(d);
+    free(mine);
     for (int k = 0, at = 0; k < hpml_param_count(ctx); k++) {
         hpml_tensor *p = hpml_param_at(ctx, k);
         size_t       n = (size_t)hpml_tensor_count(p);

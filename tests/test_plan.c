@@ -53,6 +53,22 @@ TEST(plans_are_printed_and_read_back)
     ENSURE(count > 10000 && hpml_plan_differs(&plan, &zero, NULL, 0) == 0);
 }
 
+/* Stepping through all combinations one by one finds as many plans. */
+TEST_LONG(plans_that_are_left_out_are_refused)
+{
+    hpml_plan plan = { 0 }, next = { 0 };
+    int       all = 1, count = 1, i;
+    bool      matters[HPMLC_FIELDS];
+    while (hpml_plan_next(&next, &four)) count++;
+    do {
+        i = HPMLC_FIELDS - 1;
+        hpmlc_fields_matter(&plan, matters);
+        while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], &plan))) i--;
+        all += i >= 0 && hpml_plan_check(&plan, &four, NULL, 0) == HPML_OK;
+    } while (i >= 0);
+    ENSURE(all == count);
+}
+
 TEST(a_plan_is_read_from_text)
 {
     static const char sorted[] = "exact=1,leaf=3,codec=topk,codec.ratio=0.25,codec.seed=18446744073709551615,"
@@ -154,6 +170,7 @@ static const refusal refusals[] = {
     { "shard=2", { .ranks = 4, .batch = 6, .accumulate = 2 }, { "accumulate", "shard", "shard=1" } },
     { "shard=2,no_overlap=1", { .ranks = 4, .batch = 6 }, { "no_overlap", "shard", "shard=1" } },
     { "shard=2,pipe=2", { .ranks = 4, .batch = 6 }, { "micro-batches", "shard", "shard=1" } },
+    { "recompute=1,memory=1000000", { .ranks = 4, .batch = 6 }, { "recompute", "memory", "leave one of them out" } },
     { "shard=1,delayed=1", { .ranks = 4, .batch = 6 }, { "delayed", "shard", "shard 0" } },
     { "shard=1,codec=onebit", { .ranks = 4, .batch = 6 }, { "codec", "shard", "codec none" } },
     { "shard=1,algorithm=tree", { .ranks = 4, .batch = 6 }, { "algorithm", "shard", "auto or ring" } },
@@ -200,10 +217,12 @@ TEST(each_rule_names_both_sides_and_a_way_out)
 #define COUNT_RULE(is_refused, sentence) \
     for (int i = 0; i < COUNT; i++) \
         if (strncmp(why[i] + strlen("plan: "), sentence, strlen(sentence)) == 0) { tripped++; break; }
+    HPMLC_PLAN_NEEDS(COUNT_RULE)
     HPMLC_PLAN_RULES(COUNT_RULE)
 #undef COUNT_RULE
     int rules = 0;
 #define COUNT_RULE(is_refused, sentence) rules++;
+    HPMLC_PLAN_NEEDS(COUNT_RULE)
     HPMLC_PLAN_RULES(COUNT_RULE)
 #undef COUNT_RULE
     ENSURE(tripped == rules);
@@ -318,6 +337,25 @@ static bool tried(tally *sum, const hpml_plan *plan, int one_in)
     hpml_plan_text(plan, false, text, sizeof text);
     printf("    %s: %lld steps, %s\n", text, (long long)j.made, j.text);
     return false;
+}
+
+/* Less memory for more work: the same bits; a budget that cannot be met names the least bytes on all ranks. */
+TEST(recompute_and_memory_change_no_bit)
+{
+    static const char *const plans[] = { "", "recompute=1", "memory=2500", "pipe=2", "pipe=2,recompute=1" };
+    uint64_t want = 0;
+    for (int i = 0; i < 5; i++) {
+        plan_trial j = { .plan = plan_of(plans[i]) };
+        hpml_launch_desc l = { .transport = HPML_TRANSPORT_CLOCK, .ranks = 4, .timeout = 20, .plan = &j.plan,
+                               .ctx = { .seed = 3, .threads = 1 } };
+        hpml_status status = hpml_launch(&l, plan_train, &j, j.text, sizeof j.text);
+        if (status != HPML_OK) printf("    %s: %s\n", plans[i], j.text);
+        ENSURE(status == HPML_OK && (j.same || j.plan.pipe > 1));
+        if (i == 0 || i == 3) want = j.hash;
+        ENSURE(j.hash == want);
+    }
+    plan_trial none = { .plan = plan_of("memory=100") };
+    ENSURE(run(&none) == HPML_ERR_MEMORY && strstr(none.text, "the least that was found is"));
 }
 
 TEST(all_pairs_of_values_train_or_are_refused)

@@ -4,6 +4,8 @@
 #include "../hpml_comm.h"
 #include "test.h"
 #include "toy_points.h"
+#include <signal.h>
+#include <unistd.h>
 #ifdef HPML_USE_MPI
 #include <mpi.h>
 #endif
@@ -28,8 +30,12 @@ typedef struct job {
     double              step_s;   /* virtual seconds of a gradient */
     int                 lost[4], lost_step[4]; /* 1 + rank that leaves after so many steps; 0: none */
     bool                fails, quiet; /* fails: .lost fail, they do not leave; quiet: an error is not printed */
+    bool                killed;   /* .lost are killed, with MPI */
+    double              timeout;  /* seconds; 0: 30 */
     const char         *save, *load;
     bool                twice;    /* as many epochs again, after finish */
+    int                 max_steps; /* of fit; 0: no limit */
+    bool                no_finish; /* the training ends without hpml_distribute_finish */
     /* results */
     uint64_t            hash[MOST_RANKS]; /* of the parameters of each rank after finish */
     double              accuracy, loss, first_free, end; /* of rank 0; first_free: virtual time when its fit is over */
@@ -37,7 +43,7 @@ typedef struct job {
     int64_t             sent[MOST_RANKS]; /* bytes */
     int64_t             pushed[MOST_RANKS], lead; /* steps that began to push; the most that a rank was ahead of it */
     int                 rounds, computed[MOST_RANKS]; /* gradients */
-    char                error[700];
+    char                error[700], why[700]; /* of the first rank that failed; of rank 0 */
 } job;
 
 typedef struct watch { job *j; hpml_comm *c; hpml_distributed *d; int rank, servers, period; int64_t asked; } watch;
@@ -53,8 +59,11 @@ static int each_step(const hpml_step_info *info, void *user)
     j->steps[w->rank]++;
     const int64_t asked = w->rank < workers ? hpml_comm_messages_to(w->c, workers) : 0;
     j->computed[w->rank] += asked > w->asked;
-    for (int i = 0; i < 4; i++)
-        if (j->lost[i] == w->rank + 1 && j->steps[w->rank] >= j->lost_step[i]) return 1;
+    for (int i = 0; i < 4; i++) {
+        if (j->lost[i] != w->rank + 1 || j->steps[w->rank] < j->lost_step[i]) continue;
+        if (j->killed) kill(getpid(), SIGKILL);
+        return 1;
+    }
     if (w->rank >= workers) return 0;
     for (int k = 0; k < workers && j->transport == HPML_TRANSPORT_CLOCK; k++) /* one thread runs at a time */
         if (j->steps[w->rank] - 1 - j->pushed[k] > j->lead) j->lead = j->steps[w->rank] - 1 - j->pushed[k];
@@ -123,8 +132,9 @@ static hpml_status step_by_step(job *j, hpml_trainer *t, hpml_dataset *data, wat
 static hpml_status epochs(job *j, hpml_trainer *t, hpml_dataset *data, watch *w)
 {
     hpml_loader_desc of = { .ranks = j->own_data };
-    hpml_fit_desc    d  = { .epochs = j->epochs, .on_step = each_step, .user = w, .loader = j->own_data ? &of : NULL };
+    hpml_fit_desc    d  = { .epochs = j->epochs, .max_steps = j->max_steps, .on_step = each_step, .user = w };
     hpml_metrics     m  = { 0 };
+    d.loader = j->own_data ? &of : NULL;
     if (j->step_by_step) return step_by_step(j, t, data, w);
     if (j->goal == 0) return hpml_trainer_fit(t, data, &d);
     d.epochs = (int32_t)(w->period * j->batch / (to_learn / (j->ranks - w->servers))); /* of a round */
@@ -165,9 +175,10 @@ static hpml_status work(hpml_comm *c, void *user)
     j->sent[rank] = sent.bytes;
     if (status == HPML_ERR_STOPPED) return j->fails ? hpml_ctx_fail(ctx, HPML_ERR_STATE, "on purpose") : HPML_OK;
     if (status == HPML_OK && j->save && d) status = hpml_distribute_save(d, j->save);
-    if (status == HPML_OK && d) status = hpml_distribute_finish(d);
+    if (status == HPML_OK && d && !j->no_finish) status = hpml_distribute_finish(d);
     if (j->digits) data = digits(ctx, to_learn, TESTED);
     if (rank == 0 && status == HPML_OK) status = hpml_trainer_evaluate(t, data, &m);
+    if (status != HPML_OK && rank == 0) snprintf(j->why, sizeof j->why, "%s", hpml_ctx_error(ctx));
     if (status != HPML_OK) return status;
     j->hash[rank] = hpml_param_hash(ctx);
     if (rank == 0) {
@@ -180,7 +191,8 @@ static hpml_status work(hpml_comm *c, void *user)
 
 static bool go(job *j)
 {
-    hpml_launch_desc l = { .ranks = j->ranks, .transport = j->transport, .network = j->net, .timeout = 30 };
+    hpml_launch_desc l = { .ranks = j->ranks, .transport = j->transport, .network = j->net };
+    l.timeout = j->timeout > 0 ? j->timeout : 30;
     if (j->batch == 0) j->batch = 6;
     if (j->samples == 0 && !j->digits) j->samples = 200;
     if (j->epochs == 0) j->epochs = 1;
@@ -228,6 +240,31 @@ TEST(processes_of_mpiexec_train_as_threads_do)
         threads.transport = HPML_TRANSPORT_THREADS;
         ENSURE(go(&threads) && (p > 3 || own.hash[me] == threads.hash[0]));
     }
+}
+
+/* One worker's process is killed at a random step; the others end the training. HPML_KILL is the seed. Run by
+   storm_servers.sh, with mpiexec -disable-auto-cleanup. */
+TEST(processes_that_are_killed_are_lost)
+{
+    static const char *const plans[] = { "strategy=ps,servers=1", "strategy=async,servers=2",
+                                         "strategy=backup,backup=1,servers=1", "strategy=ssp,staleness=2,servers=1",
+                                         "strategy=federated,servers=1,period=5", "strategy=gossip,topology=all" };
+    const char *seed = getenv("HPML_KILL");
+    if (!seed) SKIP("HPML_KILL has no seed");
+    hpml_rng  r = { .seed = (uint64_t)atoi(seed) };
+    const int p = (int)hpml_rng_below(&r, 6);
+    int       size;
+    job       j = { .plan = plans[p], .ranks = 5, .transport = HPML_TRANSPORT_MPI, .own_data = p == 4 };
+    MPI_Comm_size(MPI_COMM_WORLD, &size);
+    ENSURE(size == 5);
+    j.survive = j.killed = true, j.timeout = 3, j.epochs = 20, j.samples = 480;
+    j.lost[0]      = 1 + (int)hpml_rng_below(&r, 3);
+    j.lost_step[0] = 1 + (int)hpml_rng_below(&r, 60);
+    const bool good = go(&j) && j.hash[me] != 0;
+    printf("%s rank %d of 5: %s, rank %d killed after step %d\n", good ? "good" : "BAD", me, plans[p], j.lost[0] - 1,
+           j.lost_step[0]);
+    fflush(stdout);
+    _exit(!good); /* MPI_Finalize would wait for the process that was killed */
 }
 #else
 static bool same_hashes(const job *j)
@@ -535,6 +572,52 @@ TEST(a_training_goes_on_without_workers_that_are_lost)
         }
 }
 
+/* Neighbours of a lost rank take its weight themselves; the mean at the end is that of the ranks that are there. A
+   checkpoint that is saved then loads on other numbers of ranks. */
+TEST(gossip_and_checkpoints_go_on_without_lost_ranks)
+{
+    static const char *const plans[] = { "strategy=gossip", "strategy=gossip,topology=wheel",
+                                         "strategy=gossip,topology=pairs", "strategy=gossip,topology=all",
+                                         "strategy=ps,servers=2", "strategy=async,servers=1",
+                                         "strategy=federated,servers=1,period=2" };
+    for (int p = 0; p < 7; p++)
+        for (int i = 0; i < 4; i++) {
+            const int servers = p < 4 ? 0 : p == 4 ? 2 : 1;
+            job j = { .plan = plans[p], .ranks = 6 + servers, .transport = transports[i / 2], .survive = true };
+            j.epochs = 4, j.samples = 240, j.step_s = 1, j.own_data = p == 6, j.fails = i % 2;
+            j.opt = p < 4 ? HPML_OPT_ADAM : HPML_OPT_SGD, j.lr = p < 4 ? 0.01f : 0.1f;
+            j.lost[0] = 3, j.lost_step[0] = 5;
+            j.lost[1] = i == 3 ? 1 : 5, j.lost_step[1] = 11; /* the first rank, whose hub the wheel has */
+            j.save = "build/lost.safetensors";
+            ENSURE(go(&j));
+            for (int r = 0; r < 6; r++) {
+                const bool lost = r == j.lost[0] - 1 || r == j.lost[1] - 1;
+                if (p == 5 && lost) continue; /* may have got too few batches to be lost */
+                if ((j.hash[r] == 0) != lost || (!lost && j.hash[r] != j.hash[1]))
+                    printf("    %s, case %d, rank %d\n", plans[p], i, r);
+                ENSURE((j.hash[r] == 0) == lost && (lost || j.hash[r] == j.hash[1]));
+            }
+            job more = { .plan = plans[p], .ranks = 3 + servers, .load = j.save, .own_data = p == 6 };
+            more.opt = j.opt, more.lr = j.lr, more.transport = j.transport;
+            ENSURE(go(&more) && more.loss > 0 && (i == 3 || more.loss < 1.05 * j.loss));
+        }
+    remove("build/lost.safetensors");
+}
+
+/* A fit that .max_steps ends, without hpml_distribute_finish: no rank waits for ever. */
+TEST(a_training_may_end_without_finish)
+{
+    static const char *const plans[] = { "strategy=async,servers=1", "strategy=async,servers=2",
+                                         "strategy=ps,servers=1", "strategy=ssp,staleness=2,servers=1" };
+    for (int p = 0; p < 4; p++)
+        for (int i = 0; i < 4; i++) {
+            job j = { .plan = plans[p], .ranks = 5, .transport = transports[i / 2], .survive = i % 2, .epochs = 3 };
+            j.max_steps = 7, j.no_finish = true, j.step_s = 1;
+            ENSURE(go(&j) && j.computed[0] + j.computed[1] + j.computed[2] > 0);
+            for (int r = 0; r < 3; r++) ENSURE(j.steps[r] == 7); /* of a worker, whatever those of the servers */
+        }
+}
+
 TEST(a_lost_server_is_an_error_that_names_it)
 {
     static const char *const plans[] = { "strategy=ps,servers=2", "strategy=async,servers=2",
@@ -542,10 +625,10 @@ TEST(a_lost_server_is_an_error_that_names_it)
     for (int p = 0; p < 3; p++)
         for (int t = 0; t < 2; t++) {
             job j = { .plan = plans[p], .ranks = 5, .transport = transports[t], .survive = true, .epochs = 3 };
-            j.lost[0] = 5, j.lost_step[0] = 5, j.own_data = p == 2, j.quiet = true;
+            j.lost[0] = 5, j.lost_step[0] = 5, j.own_data = p == 2, j.quiet = j.fails = true;
             ENSURE(!go(&j));
-            if (!strstr(j.error, "server 1 of 2 (rank 4)")) printf("    %s\n", j.error);
-            ENSURE(strstr(j.error, "server 1 of 2 (rank 4) has failed or left"));
+            if (!strstr(j.why, "server 1 of 2 (rank 4)")) printf("    %s\n", j.why);
+            ENSURE(strstr(j.why, "server 1 of 2 (rank 4) has failed or left") && strstr(j.error, "on purpose"));
         }
 }
 
