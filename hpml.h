@@ -414,8 +414,8 @@ typedef struct hpml_param {
     hpml_axis axis;       /* over whose group the whole is split; DATA: the parameter is whole */
     int32_t   split_dim, sections; /* the dimension that is split; its sections, 1 or more */
     int32_t   stage;      /* the rank of the PIPE axis that has the parameter; -1: all of them */
-    int32_t   shard;      /* what this rank keeps a part of, see hpml_trainer_keep: 0: nothing; 1: the optimizer's states;
-                             2: the gradient, too; 3: the values, too */
+    int32_t   shard;      /* what this rank keeps a part of, see hpml_trainer_keep: 0: nothing; 1: the states of the
+                             optimizer; 2: the gradient, too; 3: the values, too */
     int64_t   keep_first, keep_count; /* the part: floats of the parameter; keep_count -1: all of them */
 } hpml_param;
 
@@ -1143,13 +1143,13 @@ typedef struct hpml_trainer_desc {
    the same parameters too; each updates those that its loss depends on. A parameter's `grad` is that of the trainer or
    graph that ran backward last. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
-/* on: from now on hpml_trainer_create checks and plans, but takes no memory until hpml_trainer_alloc, hpml_distribute or
-   the first step, evaluation, prediction or checkpoint. Until then hpml_trainer_keep may reduce what is taken. Inputs
+/* on: from now on hpml_trainer_create checks and plans, but takes no memory until hpml_trainer_alloc, hpml_distribute
+   or the first step, evaluation, prediction or checkpoint. Until then hpml_trainer_keep may reduce what is taken. Inputs
    have no memory before either, so set values of your own (hpml_tensor_set) after hpml_trainer_alloc. */
 HPML_API void          hpml_ctx_defer(hpml_ctx *ctx, bool on);
 HPML_API hpml_status   hpml_trainer_alloc(hpml_trainer *t); /* takes the memory; nothing if the trainer has it */
-/* Before the memory is taken: from then on this rank keeps and steps only the floats [first, first + count) of parameter
-   number `param`, one shard of the parameter (Rajbhandari et al. 2020, "ZeRO"). Other ranks keep the others, and hooks
+/* Before the memory is taken: from then on this rank keeps and steps only the floats [first, first + count) of
+   parameter number `param`, one shard of the parameter (Rajbhandari et al. 2020, "ZeRO"). Other ranks keep the others, and hooks
    exchange them. shard: 1 to 3, as in hpml_param; hpml_graph_memory then has the bytes of this rank. An error once the
    trainer has memory, for a range outside the parameter, and for optimizers that step whole tensors (.whole). */
 HPML_API hpml_status   hpml_trainer_keep(hpml_trainer *t, int param, int shard, int64_t first, int64_t count);
@@ -1247,8 +1247,8 @@ typedef struct hpml_moment {
            at->pass is EVALUATE, grad_scale 0, loss NULL in predict), to run parts of the graph (hpml_graph_part) by
            hpml_trainer_forward and hpml_trainer_backward; sets *loss to the mean of these samples on every rank, and
            in evaluate and predict their rows of hpml_trainer_output. Only one set of hooks may have it
-   norms   adds up sums (parameters of the context, each) over all ranks that have parts of the model, where each rank has
-           the sums of squares of the parts that it keeps: for clip_norm, LARS, LAMB, .prepare and .layer_ratio, before
+   norms   adds up sums (parameters of the context, each) over all ranks that have parts of the model, where each rank
+           has the sums of squares of the parts that it keeps: for clip_norm, LARS, LAMB, .prepare and .layer_ratio, before
            the step of hpml_trainer_apply, which all ranks then call alike
    join    fills in the array `which` of parameter `param`: on entry `whole` has the part that this rank keeps, in its
            place; on return also the parts of all other ranks, which call it alike
@@ -1308,8 +1308,8 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
    -1: not trained. *floats: the length. NULL: the optimizer has no such state; or, with an error that names a
    parameter, values that are not one array: parameters lie in the order of recording, the trained ones first, but only
    those that got memory at the same time, and one that was frozen or that the loss does not depend on leaves a gap.
-   GRADIENTS: `grad` of the parameters is from then on their part of this array. An array that is cut (hpml_trainer_keep)
-   has the parts that this rank keeps, one behind the other, without padding. */
+   GRADIENTS: `grad` of the parameters is from then on their part of this array. An array that is cut, see
+   hpml_trainer_keep, has the parts that this rank keeps, one behind the other, each padded. */
 #define HPML_GRADIENT_ALIGN 16
 typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRAY_STATE, /* STATE + i: state i */
                           HPML_ARRAY_END = HPML_ARRAY_STATE + HPML_MAX_STATES } hpml_array;
@@ -4092,9 +4092,9 @@ HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
         if (whole) hpmli_set_memory(t, memory, t->raw_grad);
         else t->state->kept = memory;
         if (!keep) hpmli_init_values(ctx, t, w);
-        if (!keep && whole) ctx->backend->write(ctx->device, memory, w, hpmli_tensor_bytes(t));
-        else if (!keep)
-            ctx->backend->write(ctx->device, memory, w + t->param->keep_first, (size_t)t->param->keep_count * sizeof *w);
+        const float *first = whole ? w : w + t->param->keep_first;
+        size_t       bytes = whole ? hpmli_tensor_bytes(t) : (size_t)t->param->keep_count * sizeof *w;
+        if (!keep) ctx->backend->write(ctx->device, memory, first, bytes);
         memory += hpmli_param_kept(t, 3);
     }
     hpmli_free(ctx, w);
@@ -9636,8 +9636,8 @@ HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad
     u->lr = 1;
 }
 
-/* Makes the optimizer's step with a clipped gradient. norm[2]: Euclidean norms of the weights and of the gradient, of the
-   whole parameter, for an optimizer with `prepare`. */
+/* Makes the optimizer's step with a clipped gradient. norm[2]: Euclidean norms of the weights and of the gradient, of
+   the whole parameter, for an optimizer with `prepare`. */
 HPMLI_FN void hpmli_step_prepared(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update *u, const double *norm)
 {
     if (row->prepare) row->prepare(u, norm[0], norm[1] * (double)u->grad_scale);
@@ -10368,7 +10368,8 @@ HPML_API hpml_status hpml_trainer_keep(hpml_trainer *t, int param, int shard, in
                           "(\"%s\"): expected a shard from 0 to 3 and a range of the parameter", shard,
                           (long long)first, (long long)(first + count), param, p ? p->name : "there is none");
     hpml_param *kept = p->param;
-    if (kept->shard == shard && (shard == 0 || (kept->keep_first == first && kept->keep_count == count))) return HPML_OK;
+    bool same_range = kept->keep_first == first && kept->keep_count == count;
+    if (kept->shard == shard && (shard == 0 || same_range)) return HPML_OK;
     if (t->updates || (shard > 2 && p->raw))
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer keep: \"%s\" has memory already; call hpml_ctx_defer "
                           "before hpml_trainer_create, and this before the first step, evaluation or file", p->name);
@@ -10699,7 +10700,7 @@ HPMLI_FN double hpmli_sum_of_squares(hpml_trainer *t, const float *x, int64_t n)
 }
 
 /* Computes t->norms (param_count, each): sums of squares of whole parameters, of which ranks have parts, by the hooks:
-   of the gradients, behind those of the weights if `each` is 2. Returns the sum of all gradients'; NaN after an error. */
+   of the gradients, behind those of the weights if `each` is 2. Returns the sum of all gradients'; NaN: an error. */
 HPMLI_FN double hpmli_norms_of_parts(hpml_trainer *t, int64_t each)
 {
     hpml_graph *g   = t->graph;

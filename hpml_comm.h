@@ -6955,8 +6955,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "f32 in host memory, and here they are halves or on a device; take route allreduce") \
     RULE(p->shard > 0 && p->strategy != HPML_STRATEGY_SYNC, "shard cuts the sums that strategy sync makes in each " \
          "step; take strategy sync or shard 0") \
-    RULE(p->shard > 0 && (p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE), "with shard each rank gets the " \
-         "sum of its own part of the gradients, and exact, delayed and other routes give all ranks all of it; leave " \
+    RULE(p->shard > 0 && (p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE), "with shard each rank gets " \
+         "the sum of its own part of the gradients, and exact, delayed and other routes give all ranks all of it; leave " \
          "them out, or shard 0") \
     RULE(p->shard > 0 && hpmlc_plan_packs(p), "shard adds up gradients as they are, and a codec packs them for an " \
          "exchange that gives all ranks all of the sum; take codec none or shard 0") \
@@ -6968,8 +6968,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "shard 0, or the CPU backend") \
     RULE(p->shard > 1 && f->accumulate > 1, "shard 2 and 3 keep no whole gradient to which the trainer's accumulate " \
          "could add another; take shard=1 or set accumulate to 1") \
-    RULE(p->shard > 1 && p->no_overlap, "shard 2 and 3 exchange a gradient to free its memory, and no_overlap keeps all " \
-         "to the end; leave no_overlap out, or take shard=1") \
+    RULE(p->shard > 1 && p->no_overlap, "shard 2 and 3 exchange a gradient to free its memory, and no_overlap keeps " \
+         "all to the end; leave no_overlap out, or take shard=1") \
     RULE(p->shard > 1 && p->pipe > 1, "shard 2 and 3 keep no whole gradient to which pipe's micro-batches could add " \
          "theirs; take shard=1, or tensor in place of pipe") \
     RULE(p->recompute && p->memory > 0, "memory chooses what is computed again, and recompute computes all of it " \
@@ -8617,9 +8617,9 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
                They are gathered for the forward pass, the next bucket while the ops of one run, and again for the
                backward pass, except those that are still in their slots: 3 P (N - 1) elements less those
 
-   A slot has the size of the largest bucket. There are as many for values as buckets that one op reads and one more, and
-   for gradients as buckets that are incomplete at a time and one more, which is under way. The blocks are cut and the
-   slots are counted before the trainer takes its memory. All ranks choose slots alike, because they run the same ops. */
+   A slot has the size of the largest bucket. There are as many for values as buckets that one op reads and one more,
+   and for gradients as buckets that are incomplete at a time and one more, which is under way. The blocks are cut and
+   the slots are counted before the trainer takes its memory. All ranks choose slots alike, as they run the same ops. */
 
 typedef struct hpmlc_shard_job { /* reduce-scatter or allgather of a bucket */
     float      *data;   /* (floats) the bucket */
@@ -8717,7 +8717,8 @@ HPMLC_FN int hpmlc_shard_incomplete(hpml_distributed *d, bool *open, int *left)
             }
             if (now > most) most = now;
             for (bool done = pass == 1; done && posted < d->buckets.count;) { /* buckets are posted in their order */
-                for (int p = 0; p < d->layout.params; p++) done = done && (d->layout.bucket_of[p] != posted || !left[p]);
+                for (int p = 0; p < d->layout.params; p++)
+                    if (d->layout.bucket_of[p] == posted && left[p] > 0) done = false;
                 posted += done;
                 now -= done;
             }
@@ -8756,7 +8757,7 @@ HPMLC_FN bool hpmlc_shard_prepare(hpml_distributed *d)
     return d->plan.shard < 3 || hpmlc_slots_reserve(d, &s->values, HPML_ARRAY_VALUES, most);
 }
 
-/* Cuts the buckets and makes the trainer keep this rank's block of each, before it takes its memory. False: an error. */
+/* Cuts the buckets and makes the trainer keep this rank's block of each, before it takes memory. False: an error. */
 HPMLC_FN bool hpmlc_shard_keep(hpml_distributed *d)
 {
     int64_t first, end;
