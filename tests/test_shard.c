@@ -89,6 +89,7 @@ typedef struct job {
     hpml_trainer_desc settings;
     int               ranks, steps;
     int               width;         /* of the layers; 0: NARROW */
+    bool              slow;          /* the network is, so that exchanges run in the background */
     float            *weights;       /* (weight_count) of rank 0; the caller frees them */
     int64_t           weight_count;  /* all floats of the parameters */
     int64_t           padded;        /* all floats with padding */
@@ -176,7 +177,9 @@ static hpml_status run(hpml_comm *c, void *user)
 static hpml_status launch(job *j)
 {
     hpml_plan              plan = { 0 };
-    const hpml_launch_desc d = { .ranks = j->ranks, .timeout = 20, .plan = &plan, .ctx.threads = 1 };
+    const hpml_launch_desc d = { .ranks = j->ranks, .timeout = 20, .plan = &plan, .ctx.threads = 1,
+                                 .network.inside.latency = j->slow ? 1e-4 : 0,
+                                 .transport = j->slow ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS };
     if (hpml_plan_parse(j->plan, &plan, j->error, sizeof j->error) != HPML_OK) return HPML_ERR_ARGUMENT;
     return hpml_launch(&d, run, j, j->error, sizeof j->error);
 }
@@ -214,12 +217,31 @@ TEST(shards_train_to_the_bits_of_whole_arrays)
         }
 }
 
+/* In virtual time: buckets are exchanged in the background, the next values gathered while an op runs. */
+TEST(shards_in_the_background_train_to_the_same_bits)
+{
+    job all = { .settings = optimizers[2], .ranks = 3, .steps = 6, .plan = "algorithm=ring,bucket_bytes=2000" };
+    ENSURE(launch(&all) == HPML_OK);
+    for (int shard = 1; shard <= SHARDS; shard++) {
+        char plan[80];
+        job  j = all;
+        snprintf(plan, sizeof plan, "%s,shard=%d", all.plan, shard);
+        j.plan = plan;
+        j.slow = true;
+        ENSURE(launch(&j) == HPML_OK);
+        ENSURE(memcmp(j.weights, all.weights, sizeof(float) * (size_t)all.weight_count) == 0);
+        free(j.weights);
+    }
+    free(all.weights);
+}
+
 /* With each tensor in a bucket of its own the slots of shard 3 hold three tensors, as an op reads two at most: the
    last three of the forward pass are not gathered again for the backward pass. */
 TEST(values_are_gathered_twice_but_for_those_at_hand)
 {
     for (int ranks = 2; ranks <= MOST; ranks++) {
-        job j = { .settings = optimizers[3], .ranks = ranks, .steps = 5, .plan = "shard=3,bucket_bytes=1" };
+        job j = { .settings = optimizers[3], .ranks = ranks, .steps = 5, .plan = "shard=3,bucket_bytes=1",
+                  .slow = ranks == 3 };
         ENSURE(launch(&j) == HPML_OK);
         const int64_t shift = (NARROW + 2 + 15) / 16 * 16, weight = ((NARROW + 2) * CLASSES + 15) / 16 * 16, bias = 16;
         ENSURE(j.bytes == j.steps * ((3 * j.padded - shift - weight - bias) * (ranks - 1) * 4 + j.small));
