@@ -7904,6 +7904,12 @@ HPMLC_FN bool hpmlc_buckets_count(hpml_distributed *d, int param)
     return number >= 0;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>distribute-step   data parallelism: a step, its statistics, the trainer's hooks
+// ---------------------------------------------------------------------------------------------------------------------
+/* Samples, loss and the running statistics of batchnorm ("buffers") of all ranks are added up in one small sum behind
+   the last bucket. Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
+
 /* Waits for all tasks of the step, even after an error, and returns one of their errors, else HPML_OK. */
 HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
 {
@@ -7915,12 +7921,6 @@ HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
     hpml_status s = hpmlc_task_wait(&d->stats.task);
     return s != HPML_OK ? s : status;
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// >>distribute-step   data parallelism: a step, its statistics, the trainer's hooks
-// ---------------------------------------------------------------------------------------------------------------------
-/* Samples, loss and the running statistics of batchnorm ("buffers") of all ranks are added up in one small sum behind
-   the last bucket. Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
 
 /* Gets what this rank has sent along all axes but data, by layers. */
 HPMLC_FN void hpmlc_axes_sent(const hpml_distributed *d, hpml_counters *out)
