@@ -144,6 +144,7 @@
 //     servers   parameter servers: ranges of parameters, requests of workers
 //     servers-rows   parameter servers: rows of sparse tables
 //     servers-step   parameter servers: a worker asks, a server answers
+//     servers-finish   parameter servers: the end of a training, checkpoints
 //     strategy-ps   synchronous rounds on servers: gradients, without those of backup workers, or averaged parameters
 //     strategy-async   asynchronous steps on servers, with bounded or any staleness
 //     strategy-hogwild   threads that update shared values without locks
@@ -7537,8 +7538,6 @@ typedef struct hpmlc_task {
     hpml_status status;
 } hpmlc_task;
 
-enum { HPMLC_TAG_SUM = HPML_TAG_MAX - 2 }; /* of sums over the ranks that are there */
-
 typedef struct hpmlc_bucket {
     hpml_exchange *x, *warm;     /* warm: for the first .warm_steps steps, uncompressed; NULL: none */
     hpml_exchange *now;          /* x or warm, as this step uses it; NULL: before the first step */
@@ -8174,6 +8173,8 @@ HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
     r->row_time = hpml_comm_now(d->c);
     hpmlc_sent(d, &r->row_sent);
 }
+
+enum { HPMLC_TAG_SUM = HPML_TAG_MAX - 2 }; /* of sums over the ranks that are there */
 
 /* Returns whether the training goes on when ranks are lost. */
 HPMLC_FN bool hpmlc_goes_on(const hpml_distributed *d)
@@ -10112,8 +10113,8 @@ HPMLC_FN size_t hpmlc_packed_size(const hpmlc_servers *own, int first, int end)
 HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d);
 
 /* Ends a training that was not finished: workers tell the servers, which serve until all have done so, because a server
-   may have ended its own steps first. Then cancels a server's receives in flight, because they point into memory that is
-   freed next. */
+   may have ended its own steps first. Then cancels a server's receives in flight, because they point into memory that
+   is freed next. */
 HPMLC_FN void hpmlc_servers_destroy(void *object)
 {
     hpmlc_servers *own = (hpmlc_servers *)object;
@@ -10763,6 +10764,9 @@ HPMLC_FN hpml_status hpmlc_servers_update(hpml_distributed *d)
     return hpmlc_servers_note(d, status, d->stats.samples, d->stats.loss);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>servers-finish   parameter servers: the end of a training, checkpoints
+// ---------------------------------------------------------------------------------------------------------------------
 /* Sends n floats of rank `root`, a server, to all ranks that are there. */
 HPMLC_FN hpml_status hpmlc_servers_send(hpml_distributed *d, int root, float *data, int64_t n)
 {

@@ -11,9 +11,10 @@ check() {
 wide() { awk 'length > 120 { print FILENAME ":" FNR ": " length }' "$@"; }
 # skip N REASON: N checks are left out.
 skip() { skipped=$((skipped + $1)); echo "skip $1 checks ($2)"; }
-run() { # FILE: prints why the program does not compile or run, if so; with ninja's bodies, because they compile slowly
-    ${CC:-cc} -O0 -DHPMLI_BODY_INCLUDED -DHPML_COMM_BODY -I. "$1" build/hpml.o build/comm.o -o "$tmp/program" \
-        $(cat build/zlib.flags) -lm -lpthread -ldl 2>&1 || { echo "does not compile"; return; }
+run() { # FILE: prints why the program does not compile or run, if so. The bodies, which compile slowly and include
+    # stdio.h, are those that ninja has compiled
+    ${CC:-cc} -O0 -DHPMLI_BODY_INCLUDED -DHPML_COMM_BODY -include stdio.h -I. "$1" build/hpml.o build/comm.o \
+        -o "$tmp/program" $(cat build/zlib.flags) -lm -lpthread -ldl 2>&1 || { echo "does not compile"; return; }
     "$tmp/program" >"$tmp/out" 2>&1 || { echo "exit status $?"; cat "$tmp/out"; }
 }
 index() { # FILE: its INDEX has the banners of PARTs and the tags of sections, in their order

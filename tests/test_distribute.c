@@ -1757,7 +1757,16 @@ TEST(hooks_around_a_distribution)
 }
 
 /* A sparse table on several ranks: rank 1 has no samples in the last step. */
-typedef struct bag { bool sparse; int rows; hpml_plan plan; uint64_t hash; float w[60 * 4]; int64_t bytes; } bag;
+typedef struct bag {
+    bool        sparse;
+    int         rows, from, steps; /* from: number of the first step */
+    hpml_opt    opt;
+    const char *save, *load;
+    hpml_plan   plan;
+    uint64_t    hash;
+    float       w[60 * 4];
+    int64_t     bytes;
+} bag;
 static hpml_status bag_of_words(hpml_comm *c, void *user)
 {
     enum { WORDS = 3, ROWS = 60, WIDTH = 4, B = 6 };
@@ -1767,19 +1776,22 @@ static hpml_status bag_of_words(hpml_comm *c, void *user)
     hpml_embedding_desc e = { .name = "e", .sparse = s->sparse };
     hpml_tensor  *h   = hpml_embedding(in, s->rows ? s->rows : ROWS, WIDTH, &e);
     const int     workers = hpml_comm_size(c) - s->plan.servers, rank = hpml_comm_rank(c);
-    hpml_trainer *t   = trainer(ctx, in, hpml_linear(hpml_sum(h, 1), CLASSES, NULL), 0.2f);
+    hpml_trainer *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = in, .output = hpml_linear(hpml_sum(h, 1), CLASSES, NULL), .lr = 0.2f, .optimizer = s->opt });
     int32_t       x[B * WORDS], y[B];
     hpml_counters sent;
     hpml_distributed *d = hpml_distribute(t, c, &s->plan);
     if (!d) return hpml_ctx_status(ctx);
+    if (s->load) hpml_distribute_load(d, s->load);
     hpml_comm_counters_reset(c);
-    for (int step = 0; step < 8; step++) {
+    for (int step = s->from; step < s->from + (s->steps ? s->steps : 8); step++) {
         int from = 100 * step + 17 * rank;
         for (int i = 0; i < B * WORDS; i++) x[i] = (from + 5 * i) % 11 * (rank + 3) % ROWS;
         for (int i = 0; i < B; i++) y[i] = x[i * WORDS] % CLASSES;
         hpml_trainer_step(t, x, y, rank >= workers || (step == 7 && rank == 1) ? 0 : B, NULL);
     }
     hpml_comm_counters(c, &sent);
+    if (s->save) hpml_distribute_save(d, s->save);
     if (s->plan.servers > 0) hpml_distribute_finish(d);
     if (s->plan.servers > 0 && !same_params(c)) return hpml_ctx_fail(ctx, HPML_ERR_STATE, "other parameters");
     if (rank != 0) return hpml_ctx_status(ctx);
@@ -1830,6 +1842,26 @@ TEST(rows_of_sparse_tables_go_to_servers)
             async.plan.sum      = false;
             ENSURE(hpml_launch(&l, bag_of_words, &async, NULL, 0) == HPML_OK && async.bytes == ps.bytes);
         }
+}
+
+/* A checkpoint has rows and states of all servers: another number of servers goes on with the same bits. */
+TEST(rows_on_servers_are_in_checkpoints)
+{
+    const char      *file  = "build/sparse_servers.safetensors";
+    bag              whole = { .sparse = true, .opt = HPML_OPT_ADAGRAD, .steps = 6 }, first = whole, second = whole;
+    hpml_launch_desc l     = { .ranks = 4, .timeout = 20 };
+    whole.plan = (hpml_plan){ .strategy = HPML_STRATEGY_PS, .servers = 2 };
+    first.plan = second.plan = whole.plan;
+    first.steps = 2, first.save = file;
+    second.from = 2, second.steps = 4, second.load = file;
+    ENSURE(hpml_launch(&l, bag_of_words, &whole, NULL, 0) == HPML_OK);
+    ENSURE(hpml_launch(&l, bag_of_words, &first, NULL, 0) == HPML_OK && first.hash != whole.hash);
+    for (int servers = 1; servers < 4; servers++) {
+        second.plan.servers = servers;
+        l.ranks             = 2 + servers;
+        ENSURE(hpml_launch(&l, bag_of_words, &second, NULL, 0) == HPML_OK && second.hash == whole.hash);
+    }
+    remove(file);
 }
 
 static hpml_status foreign(hpml_comm *c, void *user)

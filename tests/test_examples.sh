@@ -236,6 +236,9 @@ fits timeout 60 build/23_presets --steps 20
 check "Mariana's three engines: dense layers by rows send less, sparse tables what they touch" \
     'awk "/^dp/ { dp = \$NF } /^trick/ { t = \$NF } /^sparse/ { s[n++] = \$NF }
         END { exit !(n == 2 && t > 0 && t < dp / 4 && s[0] == s[1] && s[0] < 10) }" "$tmp/out"'
+fits timeout 60 build/24_sparse 2000
+check "a sparse table by threads without locks and by servers" \
+    '[ "$(grep -c "ranks: loss 0\.[0-5].* bytes a step" "$tmp/out")" = 5 ]'
 fits timeout 60 build/20_lbfgs
 check "L-BFGS on ranks finds the weights of one rank; a slow worker costs little" \
     '[ $? -eq 0 ] && says "step 15  loss 0.4131487" && says "^portions: 4"'

@@ -84,7 +84,7 @@ static void exchange(pipeline *p, int r, int slot, bool back)
     }
 }
 
-/* The hook `pass`: each rank's step calls the next rank's; the last one then runs all micro-batches in GPipe's order. */
+/* The hook `pass`: each rank's step calls the next rank's; the last one then runs all micro-batches, as GPipe does. */
 static hpml_status pass(void *user, hpml_trainer *t, const hpml_moment *at, int64_t first, int64_t samples,
                         float grad_scale, bool accumulate, float *loss)
 {
@@ -110,10 +110,10 @@ static hpml_status pass(void *user, hpml_trainer *t, const hpml_moment *at, int6
         return status;
     }
     p->loss = 0;
-    for (int j = 0; j < slots; j++) {
-        int64_t n = rows < samples - j * rows ? rows : samples - j * rows;
-        for (int r = 0; r < p->ranks; r++) {
-            float part = 0;
+    for (int r = 0; r < p->ranks; r++) {
+        for (int j = 0; j < slots; j++) { /* results wait in their slots until all are computed */
+            int64_t n = rows < samples - j * rows ? rows : samples - j * rows;
+            float   part = 0;
             hpml_graph_slot(p->rank[r].g, j);
             hpml_graph_set_batch(p->rank[r].g, n);
             exchange(p, r, j, false);
@@ -308,11 +308,12 @@ static deep create_deep(bool recompute, hpml_dtype dtype)
     for (int i = 0; i < BLOCKS; i++) {
         d.first[i] = at;
         hpml_recompute(d.ctx, recompute);
-        hpml_tensor *a = hpml_dropout(hpml_batchnorm(hpml_linear(h, WIDTH, &gelu), NULL), 0.2f);
-        hpml_tensor *b = hpml_reshape(hpml_layernorm(hpml_reshape(a, 3, rows), NULL), 2, flat);
+        hpml_tensor *n = hpml_batchnorm(hpml_linear(h, WIDTH, &gelu), NULL), *a = hpml_dropout(hpml_relu(n), 0.2f);
+        hpml_tensor *b = hpml_reshape(hpml_layernorm(hpml_reshape(n, 3, rows), NULL), 2, flat);
+        h = hpml_add(a, h);
         h = hpml_relu(hpml_add(hpml_linear(b, WIDTH, &gelu), h));
         hpml_recompute(d.ctx, false);
-        at += 9;
+        at += 11;
     }
     d.first[BLOCKS] = at;
     d.t = hpml_trainer_create(d.ctx, &(hpml_trainer_desc){ .input = x, .output = hpml_linear(h, CLASSES, NULL),

@@ -115,6 +115,11 @@ static hpml_tensor *record(const char *model, hpml_tensor *x)
     hpml_linear_desc relu = { .activation = HPML_ACT_RELU };
     hpml_conv2d_desc conv = { .kernel_h = 5, .padding_h = 2, .activation = HPML_ACT_RELU };
     if (strcmp(model, "mlp") == 0) return hpml_linear(hpml_linear(hpml_flatten(x), 128, &relu), 10, NULL);
+    if (strcmp(model, "wide") == 0) { /* four equal layers, two for each stage of a pipeline */
+        x = hpml_flatten(x);
+        for (int i = 0; i < 4; i++) x = hpml_linear(x, 784, &relu);
+        return hpml_linear(x, 10, NULL);
+    }
     if (strcmp(model, "deep") == 0) { /* equal layers, so that what is sent can hide behind the layers before it */
         x = hpml_flatten(x);
         for (int i = 0; i < 6; i++) x = hpml_linear(x, 256, &relu);
@@ -218,6 +223,37 @@ static hpml_status hidden(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 
+/* Samples a second of whole batches, which all ranks get: of one rank, or of the stages of a pipeline. */
+static hpml_status staged(hpml_comm *c, void *user)
+{
+    training     *j = (training *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_trainer *t = trainer(ctx, j->model, j->batch);
+    float        *x = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)j->batch * 784, NULL);
+    int32_t      *y = (int32_t *)hpml_ctx_alloc(ctx, sizeof(int32_t) * (size_t)j->batch, NULL);
+    if (!x || !y || !hpml_distribute(t, c, NULL)) return hpml_ctx_status(ctx);
+    rate(t, x, y, j->batch, 5, NULL);
+    double samples = rate(t, x, y, j->batch, 30, NULL);
+    if (hpml_comm_rank(c) == 0) j->result[0] = samples;
+    return hpml_ctx_status(ctx);
+}
+
+/* Prints the speed of 2 stages with 8 micro-batches as a fraction of twice one rank, and what its bubble allows. */
+static int pipeline(training *j)
+{
+    char           error[768];
+    hpml_plan      plan = { .pipe = 2, .schedule = HPML_PIPE_1F1B, .micro = 8 };
+    hpml_pipe_desc pipe = { .kind = HPML_PIPE_1F1B, .stages = 2, .micro = 8 };
+    double         speed[2];
+    for (int ranks = 1; ranks <= 2; ranks++) {
+        hpml_launch_desc d = { .ranks = ranks, .ctx.threads = 1, .plan = ranks == 2 ? &plan : NULL };
+        if (hpml_launch(&d, staged, j, error, sizeof error) != HPML_OK) return fprintf(stderr, "%s\n", error), 1;
+        speed[ranks - 1] = j->result[0];
+    }
+    printf("%.0f %.3f %.3f\n", speed[0], speed[1] / speed[0] / 2, 1 - hpml_pipe_bubble(&pipe));
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     char             error[768];
@@ -226,6 +262,7 @@ int main(int argc, char **argv)
     training         j = { argc > 3 ? argv[2] : "mlp", argc > 3 ? atoll(argv[3]) : 256, false, { 0 } };
     memset(&d, 0, sizeof d);
     hpml_rank_fn *fn = measure;
+    if (argc > 1 && strcmp(argv[1], "pipeline") == 0) return pipeline(&j);
     if (argc > 1 && strcmp(argv[1], "hidden") == 0) {
         d.ranks = 2, d.ctx.threads = 1, d.network.ranks_per_node = 1;
         d.network.between.latency = 50e-6, d.network.between.bandwidth = 125e6;

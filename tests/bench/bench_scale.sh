@@ -17,6 +17,11 @@ for row in 'mlp 256' 'mlp 1024' 'cnn 64'; do
     row "${row% *}, batch ${row#* }: 2 workers, efficiency" fraction "$two" "2 strangers, in step" "$most" \
         "$(ratio "$two" "$most")"
 done
+# pipeline: 2 stages, 8 micro-batches, against one rank and what the bubble of (2 - 1) / (8 + 1) allows.
+: >build/stages
+for round in 1 2 3; do timeout 100 build/bench_comm pipeline wide 256 >>build/stages; done
+two=$(cut -d ' ' -f 2 build/stages | median) most=$(cut -d ' ' -f 3 build/stages | median)
+row "wide, batch 256: 2 stages, efficiency" fraction "$two" "without their bubble" "$most" "$(ratio "$two" "$most")"
 for row in 'cnn 64' 'cnn 128' 'cnn 256'; do
     : >build/hidden
     for round in 1 2 3; do timeout 100 build/bench_comm hidden $row >>build/hidden; done
