@@ -141,8 +141,10 @@
 //     optimizers   the table of optimizers, the driver of their steps, schedules
 //     codec   gradients packed for the wire
 //     trainer   the trainer: settings, creation, a batch in its inputs
+//     keep   the memory of a trainer: what this rank keeps, taken when it is needed
 //     hooks   hooks of a trainer, and its arrays of values, gradients and states
 //     nonfinite   a step's scalars; the names of layers whose numbers are not finite
+//     norms   norms of whole parameters of which several ranks have parts
 //     step   one step: its norm, its loss scale
 //     half-steps   the passes of a step: whole, or in halves for a hook
 //     update   the steps of parameters, micro-batches, a whole step
@@ -412,8 +414,8 @@ typedef struct hpml_param {
     hpml_axis axis;       /* over whose group the whole is split; DATA: the parameter is whole */
     int32_t   split_dim, sections; /* the dimension that is split; its sections, 1 or more */
     int32_t   stage;      /* the rank of the PIPE axis that has the parameter; -1: all of them */
-    int32_t   shard;      /* what this rank keeps a part of, see hpml_trainer_keep: 0: nothing; 1: the optimizer's states;
-                             2: the gradient, too; 3: the values, too */
+    int32_t   shard;      /* what this rank keeps a part of, see hpml_trainer_keep: 0: nothing; 1: the states of the
+                             optimizer; 2: the gradient, too; 3: the values, too */
     int64_t   keep_first, keep_count; /* the part: floats of the parameter; keep_count -1: all of them */
 } hpml_param;
 
@@ -1141,13 +1143,13 @@ typedef struct hpml_trainer_desc {
    the same parameters too; each updates those that its loss depends on. A parameter's `grad` is that of the trainer or
    graph that ran backward last. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
-/* on: from now on hpml_trainer_create checks and plans, but takes no memory until hpml_trainer_alloc, hpml_distribute or
-   the first step, evaluation, prediction or checkpoint. Until then hpml_trainer_keep may reduce what is taken. Inputs
+/* on: from now on hpml_trainer_create checks and plans, but takes no memory until hpml_trainer_alloc, hpml_distribute
+   or the first step, evaluation, prediction or checkpoint. Until then hpml_trainer_keep may reduce what is taken. Inputs
    have no memory before either, so set values of your own (hpml_tensor_set) after hpml_trainer_alloc. */
 HPML_API void          hpml_ctx_defer(hpml_ctx *ctx, bool on);
 HPML_API hpml_status   hpml_trainer_alloc(hpml_trainer *t); /* takes the memory; nothing if the trainer has it */
-/* Before the memory is taken: from then on this rank keeps and steps only the floats [first, first + count) of parameter
-   number `param`, one shard of the parameter (Rajbhandari et al. 2020, "ZeRO"). Other ranks keep the others, and hooks
+/* Before the memory is taken: from then on this rank keeps and steps only the floats [first, first + count) of
+   parameter number `param`, one shard of the parameter (Rajbhandari et al. 2020, "ZeRO"). Other ranks keep the others, and hooks
    exchange them. shard: 1 to 3, as in hpml_param; hpml_graph_memory then has the bytes of this rank. An error once the
    trainer has memory, for a range outside the parameter, and for optimizers that step whole tensors (.whole). */
 HPML_API hpml_status   hpml_trainer_keep(hpml_trainer *t, int param, int shard, int64_t first, int64_t count);
@@ -1203,7 +1205,7 @@ typedef struct hpml_fit_desc {
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
 /* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. In evaluate and predict
    a NaN or infinite loss or output is HPML_ERR_NONFINITE and the error names the sample, except with
-   no_finite_check. */
+   no_finite_check. Where ranks keep parts of values (hpml_param.shard 3) all ranks call these functions alike. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
 /* Computes the output of `samples` samples of x, as in step; out: (samples, numbers of an output). In evaluate and
    predict all ranks of a group work together; each gets the whole of an output that is split. */
@@ -1245,8 +1247,8 @@ typedef struct hpml_moment {
            at->pass is EVALUATE, grad_scale 0, loss NULL in predict), to run parts of the graph (hpml_graph_part) by
            hpml_trainer_forward and hpml_trainer_backward; sets *loss to the mean of these samples on every rank, and
            in evaluate and predict their rows of hpml_trainer_output. Only one set of hooks may have it
-   norms   adds up sums (parameters of the context, each) over all ranks that have parts of the model, where each rank has
-           the sums of squares of the parts that it keeps: for clip_norm, LARS, LAMB, .prepare and .layer_ratio, before
+   norms   adds up sums (parameters of the context, each) over all ranks that have parts of the model, where each rank
+           has the sums of squares of the parts that it keeps: for clip_norm, LARS, LAMB, .prepare and .layer_ratio, before
            the step of hpml_trainer_apply, which all ranks then call alike
    join    fills in the array `which` of parameter `param`: on entry `whole` has the part that this rank keeps, in its
            place; on return also the parts of all other ranks, which call it alike
@@ -1306,8 +1308,8 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
    -1: not trained. *floats: the length. NULL: the optimizer has no such state; or, with an error that names a
    parameter, values that are not one array: parameters lie in the order of recording, the trained ones first, but only
    those that got memory at the same time, and one that was frozen or that the loss does not depend on leaves a gap.
-   GRADIENTS: `grad` of the parameters is from then on their part of this array. An array that is cut (hpml_trainer_keep)
-   has the parts that this rank keeps, one behind the other, without padding. */
+   GRADIENTS: `grad` of the parameters is from then on their part of this array. An array that is cut, see
+   hpml_trainer_keep, has the parts that this rank keeps, one behind the other, each padded. */
 #define HPML_GRADIENT_ALIGN 16
 typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRAY_STATE, /* STATE + i: state i */
                           HPML_ARRAY_END = HPML_ARRAY_STATE + HPML_MAX_STATES } hpml_array;
@@ -1317,6 +1319,13 @@ HPML_API float  *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *
    groups call this together, and all get the whole; an error of one of them is an error on all. */
 HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array which, float *whole);
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param);
+/* Returns what this rank keeps of an array of a trained parameter: its float keep_first, or 0 of a whole one. With
+   hpml_param.shard 2 and 3 the whole gradient, `grad`, with 3 also `data`, are NULL except where hooks `need` set them
+   for the ops that follow. */
+HPML_API float  *hpml_trainer_part(hpml_trainer *t, int param, hpml_array which);
+/* Before memory is taken: asks for `floats` floats for hooks that hold whole VALUES or GRADIENTS for a time. They count
+   as parameters or gradients in hpml_memory; *memory gets their address when memory is taken. */
+HPML_API hpml_status hpml_trainer_reserve(hpml_trainer *t, hpml_array which, int64_t floats, float **memory);
 /* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule uses; rank,
    ranks and grain as in hpml_loader_desc. rank = ranks: none, because this rank computes nothing (a server). */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
@@ -2788,6 +2797,7 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 struct hpmli_tensor_state {
     bool owns_memory; /* true: made by hpml_tensor_create; freed with the tensor */
     bool used;        /* true: a recorded op reads the tensor */
+    float *kept;      /* a parameter of whose values this rank keeps a part (hpml_trainer_keep): the part */
     bool away;        /* true: a parameter that only ops in other ranks' parts read: it has no memory here */
     int64_t samples;  /* of an input, in the memory that a graph with parts gave it; 0: the whole batch */
     int  leaf;        /* index among the leaves of the graph that was planned last */
@@ -4029,7 +4039,9 @@ HPMLI_FN int64_t hpmli_param_floats(const hpml_tensor *p)
 /* Returns how many floats this rank has, between steps, of an array of parameter p that a shard of `level` cuts. */
 HPMLI_FN int64_t hpmli_param_kept(const hpml_tensor *p, int level)
 {
-    return p->param->shard >= level ? p->param->keep_count : hpmli_param_floats(p);
+    const int64_t align = HPML_GRADIENT_ALIGN;
+    if (p->param->shard < level) return hpmli_param_floats(p);
+    return (p->param->keep_count + align - 1) / align * align;
 }
 
 HPML_API int64_t hpml_param_whole(const hpml_tensor *t, int64_t *shape)
@@ -4056,7 +4068,7 @@ HPML_API void hpml_param_copy(const hpml_tensor *param, float *part, int64_t fir
 HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
 {
     int64_t floats = 0;
-    for (int i = 0; i < hpml_param_count(ctx); i++) floats += hpmli_param_floats(ctx->params[i]);
+    for (int i = 0; i < hpml_param_count(ctx); i++) floats += hpmli_param_kept(ctx->params[i], 3);
     return (size_t)floats * sizeof(float);
 }
 
@@ -4064,22 +4076,26 @@ HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
    so that a trainer has them as one array, then the others. keep: without first values. */
 HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
 {
-    int64_t largest = 0, floats = 0; /* of the parameters without memory: the largest one's floats, those of all */
+    int64_t largest = 0, floats = 0; /* of the parameters without memory: the largest one's floats, those to take */
     for (int i = 0; i < ctx->param_count; i++) {
-        int64_t n = ctx->params[i]->raw ? 0 : hpmli_param_floats(ctx->params[i]);
-        largest = hpmli_max(largest, n);
-        floats += n;
+        const hpml_tensor *t = ctx->params[i];
+        if (t->raw || t->state->kept) continue;
+        largest = hpmli_max(largest, hpmli_param_floats(t));
+        floats += hpmli_param_kept(t, 3);
     }
     float *w = floats > 0 ? (float *)hpmli_alloc(ctx, (size_t)largest * sizeof(float)) : NULL;
     if (w && !memory) memory = (float *)hpmli_device_alloc(ctx, (size_t)floats * sizeof(float));
     for (int i = 0; w && memory && i < 2 * ctx->param_count; i++) {
         hpml_tensor *t = ctx->params[i % ctx->param_count];
-        if (t->raw || t->state->away || hpmli_trainable(t) != (i < ctx->param_count)) continue;
-        hpmli_set_memory(t, memory, t->raw_grad);
-        memory += hpmli_param_floats(t);
-        if (keep) continue;
-        hpmli_init_values(ctx, t, w);
-        ctx->backend->write(ctx->device, t->raw, w, hpmli_tensor_bytes(t));
+        bool         whole = t->param->shard < 3;
+        if (t->raw || t->state->kept || t->state->away || hpmli_trainable(t) != (i < ctx->param_count)) continue;
+        if (whole) hpmli_set_memory(t, memory, t->raw_grad);
+        else t->state->kept = memory;
+        if (!keep) hpmli_init_values(ctx, t, w);
+        const float *first = whole ? w : w + t->param->keep_first;
+        size_t       bytes = whole ? hpmli_tensor_bytes(t) : (size_t)t->param->keep_count * sizeof *w;
+        if (!keep) ctx->backend->write(ctx->device, memory, first, bytes);
+        memory += hpmli_param_kept(t, 3);
     }
     hpmli_free(ctx, w);
     return ctx->status;
@@ -5336,10 +5352,19 @@ HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
         hpml_tensor *p    = g->ctx->params[i];
         bool         mine = i < g->param_count && g->param_last[i] >= 0;
         if (p->state->rows) hpmli_gradient_clear(p); /* rows that are not listed are zero in each graph's array */
-        hpmli_set_memory(p, p->raw, mine ? g->grads + at : NULL);
-        if (mine) at += hpmli_param_floats(p);
+        hpmli_set_memory(p, p->raw, mine && p->param->shard < 2 ? g->grads + at : NULL);
+        if (mine) at += hpmli_param_kept(p, 2);
     }
     return g->grads;
+}
+
+/* Returns the bytes that this rank keeps of one array of the trained parameters that a shard of `level` cuts. */
+HPMLI_FN size_t hpmli_graph_kept(const hpml_graph *g, int level)
+{
+    int64_t floats = 0;
+    for (int i = 0; i < g->param_count; i++)
+        if (g->param_last[i] >= 0) floats += hpmli_param_kept(g->ctx->params[i], level);
+    return (size_t)floats * sizeof(float);
 }
 
 /* Points the value of n, and its gradient, to their memory in a life (0 or 1) of the value. */
@@ -5394,7 +5419,7 @@ HPMLI_FN bool hpmli_graph_whole(hpml_graph *g)
         for (int i = p->from; i < p->to; i++)
             for (int j = 0; j < g->nodes[i]->src_count; j++) {
                 const hpml_tensor *w = g->nodes[i]->src[j];
-                if (w && w->param && !w->raw)
+                if (w && w->param && !w->raw && !w->state->kept)
                     return hpmli_false(g->ctx, HPML_ERR_STATE, "graph: parameter \"%s\" is in the memory of another "
                                        "rank, whose part of a graph reads it", w->name);
             }
@@ -5409,7 +5434,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (g->arena) return HPML_OK;
     if (hpml_param_init(ctx) != HPML_OK || !hpmli_graph_whole(g)) return ctx->status;
     g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
-    if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, g->memory.gradients);
+    if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
     if (ctx->status != HPML_OK) return ctx->status;
     for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
         for (int a = 0; a < HPMLI_AREAS; a++) /* a leaf keeps the memory that another graph gave it */
@@ -9611,8 +9636,8 @@ HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad
     u->lr = 1;
 }
 
-/* Makes the optimizer's step with a clipped gradient. norm[2]: Euclidean norms of the weights and of the gradient, of the
-   whole parameter, for an optimizer with `prepare`. */
+/* Makes the optimizer's step with a clipped gradient. norm[2]: Euclidean norms of the weights and of the gradient, of
+   the whole parameter, for an optimizer with `prepare`. */
 HPMLI_FN void hpmli_step_prepared(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update *u, const double *norm)
 {
     if (row->prepare) row->prepare(u, norm[0], norm[1] * (double)u->grad_scale);
@@ -9923,6 +9948,8 @@ struct hpml_trainer {
     int64_t            *place;           /* (param_count) see hpml_trainer_place */
     float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not needed */
     hpml_update        *updates;         /* (param_count) the next step of each parameter, of what this rank keeps */
+    int64_t             window[2];       /* floats of hpml_trainer_reserve: for values, for gradients */
+    float             **window_at[2];    /* where to write their address */
     double             *norms;           /* (param_count, 2) for hooks `norms`; NULL: there was no such hook */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
@@ -10076,18 +10103,15 @@ HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
 /* Returns the floats that this rank keeps of one array of the trained parameters that a shard of `level` cuts. */
 HPMLI_FN int64_t hpmli_trainer_kept(const hpml_trainer *t, int level)
 {
-    int64_t floats = 0;
-    for (int i = 0; i < t->graph->param_count; i++)
-        if (t->graph->param_last[i] >= 0) floats += hpmli_param_kept(t->ctx->params[i], level);
-    return floats;
+    return (int64_t)(hpmli_graph_kept(t->graph, level) / sizeof(float));
 }
 
 /* Computes the bytes of what the trainer keeps between steps. */
 HPMLI_FN void hpmli_trainer_measure(hpml_trainer *t)
 {
     hpml_memory *m = &t->graph->memory;
-    m->parameters = hpml_params_bytes(t->ctx);
-    m->gradients  = (size_t)hpmli_trainer_kept(t, 2) * sizeof(float);
+    m->parameters = hpml_params_bytes(t->ctx) + (size_t)t->window[0] * sizeof(float);
+    m->gradients  = (size_t)(hpmli_trainer_kept(t, 2) + t->window[1]) * sizeof(float);
     m->optimizer  = 0;
     for (int k = 0; k < HPML_MAX_STATES; k++)
         if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
@@ -10148,72 +10172,7 @@ HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
     return t->host_out;
 }
 
-/* Sets t->place from the parameters that the graph trains. False: no memory. */
-HPMLI_FN bool hpmli_trainer_places(hpml_trainer *t)
-{
-    const hpml_graph *g  = t->graph;
-    int64_t           at = 0;
-    if (!t->place) t->place = hpmli_new(t->ctx, int64_t, g->param_count);
-    for (int i = 0; t->place && i < g->param_count; i++) {
-        bool trained = g->param_last[i] >= 0;
-        t->place[i]  = trained ? at : -1;
-        if (trained) at += hpmli_param_floats(t->ctx->params[i]);
-    }
-    return t->place != NULL;
-}
-
-static void hpmli_trainer_planned(hpml_trainer *t)
-{
-    hpmli_trainer_places(t);
-    hpmli_trainer_measure(t);
-}
-
-HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an error stays on the context */
-{
-    hpml_ctx   *ctx = t->ctx;
-    hpml_graph *g   = t->graph;
-    if (hpml_graph_alloc(g) != HPML_OK) return;
-    for (int k = 0; k < HPML_MAX_STATES; k++)
-        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
-            t->state[k] = (float *)hpmli_device_alloc(ctx, (size_t)hpmli_trainer_kept(t, 1) * sizeof(float));
-    t->updates         = hpmli_new(ctx, hpml_update, ctx->param_count);
-    t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
-    if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
-    const hpml_tensor *y = t->d.output;
-    if (hpmli_is_classifier(t) && y->split[y->ndim - 1] == HPML_AXIS_TENSOR)
-        t->best = hpmli_new(ctx, float, 2 * hpml_tensor_count(y) / y->shape[y->ndim - 1]);
-    t->host_y         = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
-    t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
-}
-
-/* Returns how many numbers of parameter p this rank steps. */
-HPMLI_FN int64_t hpmli_update_count(const hpml_tensor *p)
-{
-    return p->param->shard > 0 ? p->param->keep_count : hpml_tensor_count(p);
-}
-
-/* Sets what every step of parameter i shares. at: where the arrays of state have the parameter. */
-HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i, int64_t at)
-{
-    hpml_tensor *p = t->ctx->params[i];
-    hpml_update *u = &t->updates[i];
-    u->opt      = t->d.optimizer;
-    u->custom   = t->optimizer;
-    u->user     = t->d.optimizer_user;
-    u->param    = p;
-    u->momentum = t->d.momentum;
-    u->beta1    = t->d.beta1;
-    u->beta2    = t->d.beta2;
-    u->eps      = t->d.eps;
-    u->nesterov = t->d.nesterov;
-    if (!p->grad) return;
-    int64_t first = p->param->shard > 0 ? p->param->keep_first : 0;
-    u->n = hpmli_update_count(p);
-    u->w = p->data + first;
-    u->g = p->grad + first;
-    for (int k = 0; k < HPML_MAX_STATES; k++) u->state[k] = t->state[k] ? t->state[k] + at : NULL;
-}
-
+HPMLI_FN bool hpmli_trainer_places(hpml_trainer *t);
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
@@ -10221,49 +10180,6 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
     bool        deferred = ctx->deferred && hpmli_trainer_places(t);
     hpml_status status   = deferred ? HPML_OK : hpml_trainer_alloc(t);
     return status == HPML_OK ? t : NULL;
-}
-
-HPML_API hpml_status hpml_trainer_alloc(hpml_trainer *t)
-{
-    if (!t) return HPML_ERR_ARGUMENT;
-    hpml_ctx *ctx = t->ctx;
-    int64_t   at  = 0;
-    if (hpmli_failed(ctx) || t->updates) return ctx->status;
-    if (hpmli_trainer_places(t)) hpmli_trainer_take(t);
-    for (int i = 0; ctx->status == HPML_OK && i < t->graph->param_count; i++) {
-        hpmli_update_init(t, i, at);
-        if (t->place[i] >= 0) at += hpmli_param_kept(ctx->params[i], 1);
-    }
-    if (ctx->status != HPML_OK && !t->graph->arena) hpmli_graph_release_nodes(t->graph);
-    return ctx->status;
-}
-
-HPML_API hpml_status hpml_trainer_keep(hpml_trainer *t, int param, int shard, int64_t first, int64_t count)
-{
-    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
-    hpml_tensor *p = hpml_param_at(t->ctx, param);
-    if (!p || shard < 0 || shard > 3 || first < 0 || count < 0 || first > hpml_tensor_count(p) - count)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer keep: shard %d, floats %lld to %lld of parameter %d "
-                          "(\"%s\"): expected a shard from 0 to 3 and a range of the parameter", shard,
-                          (long long)first, (long long)(first + count), param, p ? p->name : "there is none");
-    hpml_param *kept = p->param;
-    if (kept->shard == shard && (shard == 0 || (kept->keep_first == first && kept->keep_count == count))) return HPML_OK;
-    if (t->updates || (shard > 2 && p->raw))
-        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer keep: \"%s\" has memory already; call hpml_ctx_defer "
-                          "before hpml_trainer_create, and this before the first step, evaluation or file", p->name);
-    if (t->optimizer->whole)
-        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer keep: %s steps whole tensors, not a part of \"%s\"; "
-                          "take another optimizer", t->optimizer->name, p->name);
-    kept->shard      = shard;
-    kept->keep_first = first;
-    kept->keep_count = count;
-    hpmli_trainer_measure(t);
-    return HPML_OK;
-}
-
-HPML_API void hpml_ctx_defer(hpml_ctx *ctx, bool on)
-{
-    if (ctx) ctx->deferred = on;
 }
 
 HPML_API hpml_graph *hpml_trainer_graph(hpml_trainer *t) { return t ? t->graph : NULL; }
@@ -10350,6 +10266,149 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
     t->y = y;
     if (!g->cut) hpmli_write_samples(t, t->target, y, rows);
     return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>keep   the memory of a trainer: what this rank keeps, taken when it is needed
+// ---------------------------------------------------------------------------------------------------------------------
+/* A trainer plans first and takes its memory once: at its creation or, after hpml_ctx_defer, when it is needed. Between
+   the two, hpml_trainer_keep cuts parameters: this rank then keeps a range of the floats of states, gradient or values,
+   and t->updates has the addresses of that range. */
+/* Sets t->place from the parameters that the graph trains. False: no memory. */
+HPMLI_FN bool hpmli_trainer_places(hpml_trainer *t)
+{
+    const hpml_graph *g  = t->graph;
+    int64_t           at = 0;
+    if (!t->place) t->place = hpmli_new(t->ctx, int64_t, g->param_count);
+    for (int i = 0; t->place && i < g->param_count; i++) {
+        bool trained = g->param_last[i] >= 0;
+        t->place[i]  = trained ? at : -1;
+        if (trained) at += hpmli_param_floats(t->ctx->params[i]);
+    }
+    return t->place != NULL;
+}
+
+static void hpmli_trainer_planned(hpml_trainer *t)
+{
+    hpmli_trainer_places(t);
+    hpmli_trainer_measure(t);
+}
+
+HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an error stays on the context */
+{
+    hpml_ctx   *ctx = t->ctx;
+    hpml_graph *g   = t->graph;
+    if (hpml_graph_alloc(g) != HPML_OK) return;
+    for (int k = 0; k < 2; k++)
+        if (t->window[k] > 0) *t->window_at[k] = (float *)hpmli_device_alloc(ctx, (size_t)t->window[k] * sizeof(float));
+    for (int k = 0; k < HPML_MAX_STATES; k++)
+        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
+            t->state[k] = (float *)hpmli_device_alloc(ctx, (size_t)hpmli_trainer_kept(t, 1) * sizeof(float));
+    t->updates         = hpmli_new(ctx, hpml_update, ctx->param_count);
+    t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
+    if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
+    const hpml_tensor *y = t->d.output;
+    if (hpmli_is_classifier(t) && y->split[y->ndim - 1] == HPML_AXIS_TENSOR)
+        t->best = hpmli_new(ctx, float, 2 * hpml_tensor_count(y) / y->shape[y->ndim - 1]);
+    t->host_y         = hpmli_new(ctx, int32_t, hpml_tensor_count(t->target));
+    t->device_scalars = (hpmli_step_scalars *)(void *)t->loss->data;
+}
+
+/* Returns how many numbers of parameter p this rank steps. */
+HPMLI_FN int64_t hpmli_update_count(const hpml_tensor *p)
+{
+    return p->param->shard > 0 ? p->param->keep_count : hpml_tensor_count(p);
+}
+
+/* Sets what every step of parameter i shares. at, gradient_at: where the arrays of state, of gradients have it. */
+HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i, int64_t at, int64_t gradient_at)
+{
+    hpml_tensor *p = t->ctx->params[i];
+    hpml_update *u = &t->updates[i];
+    u->opt      = t->d.optimizer;
+    u->custom   = t->optimizer;
+    u->user     = t->d.optimizer_user;
+    u->param    = p;
+    u->momentum = t->d.momentum;
+    u->beta1    = t->d.beta1;
+    u->beta2    = t->d.beta2;
+    u->eps      = t->d.eps;
+    u->nesterov = t->d.nesterov;
+    if (t->place[i] < 0) return;
+    int64_t first = p->param->shard > 0 ? p->param->keep_first : 0;
+    u->n = hpmli_update_count(p);
+    u->w = p->param->shard < 3 ? p->data + first : p->state->kept;
+    u->g = t->graph->grads + gradient_at + (p->param->shard < 2 ? first : 0);
+    for (int k = 0; k < HPML_MAX_STATES; k++) u->state[k] = t->state[k] ? t->state[k] + at : NULL;
+}
+
+HPML_API hpml_status hpml_trainer_alloc(hpml_trainer *t)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    hpml_ctx *ctx = t->ctx;
+    int64_t   at = 0, gradient_at = 0;
+    if (hpmli_failed(ctx) || t->updates) return ctx->status;
+    if (hpmli_trainer_places(t)) hpmli_trainer_take(t);
+    for (int i = 0; ctx->status == HPML_OK && i < t->graph->param_count; i++) {
+        hpmli_update_init(t, i, at, gradient_at);
+        if (t->place[i] < 0) continue;
+        at += hpmli_param_kept(ctx->params[i], 1);
+        gradient_at += hpmli_param_kept(ctx->params[i], 2);
+    }
+    if (ctx->status != HPML_OK && !t->graph->arena) hpmli_graph_release_nodes(t->graph);
+    return ctx->status;
+}
+
+HPML_API hpml_status hpml_trainer_keep(hpml_trainer *t, int param, int shard, int64_t first, int64_t count)
+{
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    hpml_tensor *p = hpml_param_at(t->ctx, param);
+    if (!p || shard < 0 || shard > 3 || first < 0 || count < 0 || first > hpml_tensor_count(p) - count)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer keep: shard %d, floats %lld to %lld of parameter %d "
+                          "(\"%s\"): expected a shard from 0 to 3 and a range of the parameter", shard,
+                          (long long)first, (long long)(first + count), param, p ? p->name : "there is none");
+    hpml_param *kept = p->param;
+    bool same_range = kept->keep_first == first && kept->keep_count == count;
+    if (kept->shard == shard && (shard == 0 || same_range)) return HPML_OK;
+    if (t->updates || (shard > 2 && p->raw))
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer keep: \"%s\" has memory already; call hpml_ctx_defer "
+                          "before hpml_trainer_create, and this before the first step, evaluation or file", p->name);
+    if (t->optimizer->whole)
+        return hpmli_fail(t->ctx, HPML_ERR_UNSUPPORTED, "trainer keep: %s steps whole tensors, not a part of \"%s\"; "
+                          "take another optimizer", t->optimizer->name, p->name);
+    kept->shard      = shard;
+    kept->keep_first = first;
+    kept->keep_count = count;
+    hpmli_trainer_measure(t);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_trainer_reserve(hpml_trainer *t, hpml_array which, int64_t floats, float **memory)
+{
+    const int k = which == HPML_ARRAY_VALUES ? 0 : 1;
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (!memory || floats < 0 || which > HPML_ARRAY_GRADIENTS || t->updates)
+        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer reserve: %lld floats for array %d: expected VALUES or "
+                          "GRADIENTS, 0 floats or more, an address, and a trainer without memory", (long long)floats,
+                          (int)which);
+    t->window[k]    = floats;
+    t->window_at[k] = memory;
+    hpmli_trainer_measure(t);
+    return HPML_OK;
+}
+
+HPML_API float *hpml_trainer_part(hpml_trainer *t, int param, hpml_array which)
+{
+    const int k = (int)which - HPML_ARRAY_STATE;
+    if (hpml_trainer_alloc(t) != HPML_OK || hpml_trainer_place(t, param) < 0 || k >= HPML_MAX_STATES) return NULL;
+    const hpml_update *u = &t->updates[param];
+    if (which == HPML_ARRAY_VALUES) return u->w;
+    return which == HPML_ARRAY_GRADIENTS ? u->g : u->state[k];
+}
+
+HPML_API void hpml_ctx_defer(hpml_ctx *ctx, bool on)
+{
+    if (ctx) ctx->deferred = on;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10591,6 +10650,9 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
     run.sum = NULL; /* no sum over all ranks, which would wait: the other ranks are not here */
     for (int i = 0; i < ctx->param_count; i++)
         if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
+    if (hpmli_trainer_kept(t, 3) != g->grad_count) /* ops wait for values of other ranks, which are not here */
+        return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
+                          hpmli_plain_nan(value));
     const hpmli_list *part = hpmli_part_now(g);
     hpmli_forward_begin(g, part);
     for (int i = part->from - part->input_count; i < part->to; i++) {
@@ -10624,12 +10686,8 @@ HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* fails if a paramete
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>step   one step: its norm, its loss scale
+// >>norms   norms of whole parameters of which several ranks have parts
 // ---------------------------------------------------------------------------------------------------------------------
-/* hpml_trainer_step runs the update described at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
-   hpmli_step_update and hpmli_step_fill_info. Hooks of data parallelism replace the end of hpmli_step_run and of
-   hpmli_step_update, and call hpml_trainer_forward_backward and hpml_trainer_apply themselves. */
-
 /* Returns the sum of squares of n floats on the device. */
 HPMLI_FN double hpmli_sum_of_squares(hpml_trainer *t, const float *x, int64_t n)
 {
@@ -10642,7 +10700,7 @@ HPMLI_FN double hpmli_sum_of_squares(hpml_trainer *t, const float *x, int64_t n)
 }
 
 /* Computes t->norms (param_count, each): sums of squares of whole parameters, of which ranks have parts, by the hooks:
-   of the gradients, behind those of the weights if `each` is 2. Returns the sum of all gradients'; NaN after an error. */
+   of the gradients, behind those of the weights if `each` is 2. Returns the sum of all gradients'; NaN: an error. */
 HPMLI_FN double hpmli_norms_of_parts(hpml_trainer *t, int64_t each)
 {
     hpml_graph *g   = t->graph;
@@ -10661,6 +10719,40 @@ HPMLI_FN double hpmli_norms_of_parts(hpml_trainer *t, int64_t each)
     for (int i = 0; i < g->param_count; i++) all += t->norms[each * i + each - 1];
     return all;
 }
+
+/* Steps parameters by an optimizer that needs norms of whole tensors, of which other ranks have parts: as the CPU's
+   update does, but with the hooks' sums over ranks between the parts of the step. */
+HPMLI_FN hpml_status hpmli_apply_by_norms(hpml_trainer *t, int first_param, int param_count)
+{
+    hpml_ctx             *ctx = t->ctx;
+    const hpml_optimizer *row = t->optimizer;
+    if (!ctx->backend->host)
+        return hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "trainer: %s needs norms of tensors of which ranks have parts; on "
+                          "\"%s\" take sgd, adam or adamw", row->name, ctx->backend->name);
+    for (int i = first_param; i < first_param + param_count; i++)
+        hpmli_update_clip(&t->updates[i]); /* first, because the sums below replace the one that it reads */
+    for (int pass = 0; pass < 2; pass++) {
+        bool sums = pass == 0 ? row->prepare != NULL : row->layer_ratio;
+        if (pass == 1 && !row->direction) break;
+        if (sums) hpmli_norms_of_parts(t, 2);
+        if (hpmli_failed(ctx)) return ctx->status;
+        for (int i = first_param; i < first_param + param_count; i++) {
+            hpml_update *u       = &t->updates[i];
+            double       norm[2] = { sums ? sqrt(t->norms[2 * i]) : 0, sums ? sqrt(t->norms[2 * i + 1]) : 0 };
+            if (u->n == 0) continue;
+            if (pass == 0) hpmli_step_prepared(ctx, row, u, norm);
+            else hpmli_direction_apply(ctx, row, *u, norm);
+        }
+    }
+    return HPML_OK;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>step   one step: its norm, its loss scale
+// ---------------------------------------------------------------------------------------------------------------------
+/* hpml_trainer_step runs the update described at the beginning of PART V in hpmli_step_begin, hpmli_step_run,
+   hpmli_step_update and hpmli_step_fill_info. Hooks of data parallelism replace the end of hpmli_step_run and of
+   hpmli_step_update, and call hpml_trainer_forward_backward and hpml_trainer_apply themselves. */
 
 /* Computes the norm of all gradients on the device, once a step, if clipping or a dynamic loss scale needs the norm. */
 HPMLI_FN void hpmli_grad_norm_on_device(hpml_trainer *t)
@@ -10926,33 +11018,6 @@ HPMLI_FN bool hpmli_apply_begin(hpml_trainer *t)
     return !host_needs_norm || (hpmli_grad_norm_on_host(t) == HPML_OK && !t->overflowed);
 }
 
-/* Steps parameters by an optimizer that needs norms of whole tensors, of which other ranks have parts: as the CPU's
-   update does, but with the hooks' sums over ranks between the parts of the step. */
-HPMLI_FN hpml_status hpmli_apply_by_norms(hpml_trainer *t, int first_param, int param_count)
-{
-    hpml_ctx             *ctx = t->ctx;
-    const hpml_optimizer *row = t->optimizer;
-    if (!ctx->backend->host)
-        return hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "trainer: %s needs norms of tensors of which ranks have parts; on "
-                          "\"%s\" take sgd, adam or adamw", row->name, ctx->backend->name);
-    for (int i = first_param; i < first_param + param_count; i++)
-        hpmli_update_clip(&t->updates[i]); /* first, because the sums below replace the one that it reads */
-    for (int pass = 0; pass < 2; pass++) {
-        bool sums = pass == 0 ? row->prepare != NULL : row->layer_ratio;
-        if (pass == 1 && !row->direction) break;
-        if (sums) hpmli_norms_of_parts(t, 2);
-        if (hpmli_failed(ctx)) return ctx->status;
-        for (int i = first_param; i < first_param + param_count; i++) {
-            hpml_update *u       = &t->updates[i];
-            double       norm[2] = { sums ? sqrt(t->norms[2 * i]) : 0, sums ? sqrt(t->norms[2 * i + 1]) : 0 };
-            if (u->n == 0) continue;
-            if (pass == 0) hpmli_step_prepared(ctx, row, u, norm);
-            else hpmli_direction_apply(ctx, row, *u, norm);
-        }
-    }
-    return HPML_OK;
-}
-
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count)
 {
     if (!t) return HPML_ERR_ARGUMENT;
@@ -11155,16 +11220,23 @@ HPMLI_FN void hpmli_step_fill_info(hpml_trainer *t, const hpmli_step *s, hpml_st
     info->seconds   = hpml_now() - s->start;
 }
 
+/* Takes the trainer's memory. False: no memory, or this rank keeps parts of arrays that a shard of `level` cuts, and no
+   hooks join them to those of other ranks. */
+HPMLI_FN bool hpmli_trainer_joined(hpml_trainer *t, const char *call, int level)
+{
+    if (hpml_trainer_alloc(t) != HPML_OK) return false;
+    if (t->graph->any.join || hpmli_trainer_kept(t, level) == t->graph->grad_count) return true;
+    return hpmli_false(t->ctx, HPML_ERR_STATE, "trainer %s: this rank keeps parts of the parameters, and no hooks join "
+                       "them to those of other ranks; call hpml_distribute again with the same plan", call);
+}
+
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info)
 {
     hpmli_step s;
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (!y) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no targets; the dataset has no labels?");
-    if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
-    if (!t->graph->any.join && hpmli_trainer_kept(t, 1) != t->graph->grad_count)
-        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer step: this rank keeps parts of the parameters, and no hooks "
-                          "join them to those of other ranks; call hpml_distribute again with the same plan");
+    if (!hpmli_trainer_joined(t, "step", 1)) return t->ctx->status;
     memset(&s, 0, sizeof s);
     s.samples = samples;
     s.info    = info != NULL;
@@ -11382,7 +11454,7 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     int64_t    counted = 0;
     double     start = hpml_now();
     if (!t || !out) return HPML_ERR_ARGUMENT;
-    if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
+    if (!hpmli_trainer_joined(t, "evaluate", 3)) return t->ctx->status;
     hpml_loader *l = hpmli_trainer_loader(t, data, NULL, true);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     int64_t *confusion = out->confusion;
@@ -11445,7 +11517,7 @@ HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t s
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
 {
     if (!t || !out || !x) return HPML_ERR_ARGUMENT;
-    if (hpml_trainer_alloc(t) != HPML_OK) return t->ctx->status;
+    if (!hpmli_trainer_joined(t, "predict", 3)) return t->ctx->status;
     if (samples < 0) return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "predict: %lld samples", (long long)samples);
     hpml_graph *g = t->graph;
     hpmli_graph_restore_batch(g);
@@ -13447,10 +13519,11 @@ HPMLI_FN hpml_status hpmli_groups_agree(hpml_ctx *ctx, const char *what)
     return ctx->status;
 }
 
-/* Returns whether this rank keeps only the floats keep_first .. of the array `which` of p. */
+/* Returns whether only the floats keep_first .. of the array `which` of p are valid on this rank: those that it keeps,
+   and of a gradient those that it steps. */
 HPMLI_FN bool hpmli_array_is_shard(const hpml_tensor *p, hpml_array which)
 {
-    return p->param->shard > 0 && p->param->shard >= hpmli_shard_of(which);
+    return p->param->shard >= (which == HPML_ARRAY_VALUES ? 3 : 1);
 }
 
 /* Returns what this rank has on the device of the array `which` of p; NULL: the trainer or this rank has none. */
@@ -13458,9 +13531,8 @@ HPMLI_FN float *hpmli_param_array(const hpml_trainer *t, const hpml_tensor *p, h
 {
     const bool         known = t && t->updates && p->param->index < t->graph->param_count;
     const hpml_update *u     = known ? &t->updates[p->param->index] : NULL;
-    if (which == HPML_ARRAY_VALUES && !hpmli_array_is_shard(p, which)) return (float *)p->raw;
+    if (which == HPML_ARRAY_VALUES) return p->state->kept ? p->state->kept : (float *)p->raw;
     if (!u) return NULL;
-    if (which == HPML_ARRAY_VALUES) return u->w;
     if (which == HPML_ARRAY_GRADIENTS) return u->g && hpmli_array_is_shard(p, which) ? u->g : (float *)p->raw_grad;
     return u->state[(int)which - HPML_ARRAY_STATE];
 }
@@ -13745,6 +13817,10 @@ HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtyp
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
     if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
         return hpmli_fail(ctx, HPML_ERR_DTYPE, "params_save: parameters are stored as f32, bf16 or f16");
+    for (int i = 0; i < ctx->param_count; i++)
+        if (ctx->params[i]->state->kept)
+            return hpmli_fail(ctx, HPML_ERR_STATE, "params_save: this rank keeps a part of \"%s\" (shard 3), and only "
+                              "the trainer's hooks join parts; call hpml_checkpoint_save", ctx->params[i]->name);
     return hpmli_arrays_save(ctx, NULL, path, dtype, NULL, 0);
 }
 

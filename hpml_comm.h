@@ -131,6 +131,7 @@
 //     distribute-rows   gradients of sparse tables: rows, gathered from all ranks
 //     strategy-sync   synchronous steps, gradients exchanged on the host
 //     strategy-shard   synchronous steps, each rank steps a part of the parameters
+//     shard-slots   whole values and gradients of a few buckets at a time; a step
 //     strategy-factors   synchronous steps, dense layers by the factors of their gradients
 //     strategy-delayed   double buffering: steps apply the gradients of the step before
 //     strategy-exact   the same bits for every number of ranks
@@ -900,9 +901,10 @@ typedef struct hpml_plan {
                                      that any order of arrival gives the same bits; without it they add in the order of
                                      the ranks, when all have come */
     int64_t         leaf;         /* exact: samples of a leaf, at most the model's batch; 0: 8 */
-    int32_t         shard;        /* sync: each rank keeps, for 1 / ranks of the parameters, 1: the optimizer's states;
-                                     see >>strategy-shard. Needs hpml_ctx_defer before the trainer is created. The same
-                                     bits as 0 with algorithm ring and the same bucket_bytes */
+    int32_t         shard;        /* sync: for 1 / ranks of the parameters alone each rank keeps, 1: the optimizer's
+                                     states, 2: gradients, too, 3: values, too; see >>strategy-shard. With 3 evaluation
+                                     and prediction are collective. The same bits as 0 with algorithm ring and the same
+                                     bucket_bytes. Needs hpml_comm_set_plan, or hpml_launch with a plan */
     bool            recompute;    /* results are computed again for the backward pass, in segments: those recorded by
                                      hpml_recompute, or about sqrt(ops) ones; the same bits, see hpml_graph_budget */
     int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
@@ -4489,7 +4491,8 @@ HPMLC_FN bool hpmlc_launch_plans(const hpml_launch_desc *d)
     const char *text = getenv("HPML_PLAN");
     HPMLC_ZERO(hpml_plan, plan);
     if (d->plan) return true;
-    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_splits(&plan) || hpmlc_plan_defers(&plan));
+    return text && (hpml_plan_parse(text, &plan, NULL, 0) != HPML_OK || hpmlc_plan_splits(&plan) ||
+                    hpmlc_plan_defers(&plan));
 }
 
 HPMLC_FN void *hpmlc_start_main(void *arg)
@@ -6884,7 +6887,6 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("sum", sum, BOOL, 1, p->strategy <= HPML_STRATEGY_BACKUP, "strategies sync, ps and backup", 0) \
     X("exact", exact, BOOL, 1, p->strategy <= HPML_STRATEGY_PS, "strategies sync and ps", 0) \
     X("leaf", leaf, I64, 9e18, p->exact && p->strategy == HPML_STRATEGY_SYNC, NULL, 2) \
-    X("shard", shard, I32, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 1) \
     X("recompute", recompute, BOOL, 1, true, NULL, 0) \
     X("memory", memory, I64, 9e18, true, NULL, 1 << 30) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
@@ -6899,6 +6901,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("codec.min_elements", codec.min_elements, I64, 9e18, p->codec.kind > HPML_CODEC_BF16, NULL, 16) \
     X("codec.compress_all", codec.compress_all, BOOL, 1, p->codec.kind > HPML_CODEC_BF16, NULL, 0) \
     X("codec.no_feedback", codec.no_feedback, BOOL, 1, p->codec.kind != HPML_CODEC_NONE, NULL, 0) \
+    X("shard", shard, I32, 3, hpmlc_plan_may_shard(p), NULL, 1, 2, 3) \
     X("codec.seed", codec.seed, U64, 1.8446744073709552e19, p->codec.custom != NULL, NULL, 1) \
     X("warm_steps", warm_steps, I64, 9e18, p->codec.kind != HPML_CODEC_NONE, NULL, 2) \
     X("algorithm", algorithm, ALGORITHM, HPML_ALGORITHM_COUNT - 1, !hpmlc_plan_serves(p), NULL, 0) \
@@ -6952,8 +6955,10 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "batch, and the trainer's accumulate adds up several; take route allreduce or set accumulate to 1") \
     RULE(hpmlc_factors_is_chosen(NULL, p) && f->no_factors, "routes factors and hybrid read the inputs of layers as " \
          "f32 in host memory, and here they are halves or on a device; take route allreduce") \
-    RULE(p->shard > 0 && (p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE), "with shard each rank gets the " \
-         "sum of its own part of the gradients, and exact, delayed and other routes give all ranks all of it; leave " \
+    RULE(p->shard > 0 && p->strategy != HPML_STRATEGY_SYNC, "shard cuts the sums that strategy sync makes in each " \
+         "step; take strategy sync or shard 0") \
+    RULE(p->shard > 0 && (p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE), "with shard each rank gets " \
+         "the sum of its own part of the gradients, and exact, delayed and other routes give all ranks all of it; leave " \
          "them out, or shard 0") \
     RULE(p->shard > 0 && hpmlc_plan_packs(p), "shard adds up gradients as they are, and a codec packs them for an " \
          "exchange that gives all ranks all of the sum; take codec none or shard 0") \
@@ -6963,6 +6968,12 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "them; take another optimizer or shard 0") \
     RULE(p->shard > 0 && f->device, "shard cuts arrays in host memory, and this trainer's are on a device; take " \
          "shard 0, or the CPU backend") \
+    RULE(p->shard > 1 && f->accumulate > 1, "shard 2 and 3 keep no whole gradient to which the trainer's accumulate " \
+         "could add another; take shard=1 or set accumulate to 1") \
+    RULE(p->shard > 1 && p->no_overlap, "shard 2 and 3 exchange a gradient to free its memory, and no_overlap keeps " \
+         "all to the end; leave no_overlap out, or take shard=1") \
+    RULE(p->shard > 1 && p->pipe > 1, "shard 2 and 3 keep no whole gradient to which pipe's micro-batches could add " \
+         "theirs; take shard=1, or tensor in place of pipe") \
     RULE(p->recompute && p->memory > 0, "memory chooses what is computed again, and recompute computes all of it " \
          "again; leave one of them out") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
@@ -7077,6 +7088,9 @@ HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
 /* Returns whether the micro-batches of several steps are in flight at the same time. */
 HPMLC_FN bool hpmlc_plan_flows(const hpml_plan *p) { return p->pipe > 1 && hpmlc_pipe_stashes(p->schedule); }
 
+/* Returns whether a rank has parts of parameters, or of what is kept for them. */
+HPMLC_FN bool hpmlc_plan_cuts(const hpml_plan *p) { return hpmlc_plan_splits(p) || p->shard > 0; }
+
 /* Returns whether there are parameters whose gradients are added up over fewer ranks than those of whole ones. */
 HPMLC_FN bool hpmlc_plan_shares_loss(const hpml_plan *p) { return p->sequence > 1 || p->expert > 1; }
 
@@ -7119,6 +7133,13 @@ HPML_API const char *hpml_route_name(hpml_route route)
 {
     static const char *const names[HPML_ROUTE_COUNT] = { "allreduce", "factors", "hybrid" };
     return (unsigned)route < HPML_ROUTE_COUNT ? names[route] : NULL;
+}
+
+/* Returns whether shards may be tried with the fields that stand before `shard`. */
+HPMLC_FN bool hpmlc_plan_may_shard(const hpml_plan *p)
+{
+    return p->strategy == HPML_STRATEGY_SYNC && !p->exact && !p->delayed && p->route == HPML_ROUTE_ALLREDUCE &&
+           p->codec.kind == HPML_CODEC_NONE && !p->codec.custom;
 }
 
 /* Returns whether ranks exchange gradients; else they exchange parameters. */
@@ -8586,25 +8607,57 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-shard   synchronous steps, each rank steps a part of the parameters
 // ---------------------------------------------------------------------------------------------------------------------
-/* Strategy sync with the plan's field shard: each bucket of gradients is cut into blocks, one for each of the N ranks,
-   and rank r keeps the optimizer's state of block r alone: 1 / N of it (Rajbhandari et al. 2020, "ZeRO", stage 1). A step
-   is the two halves of a ring allreduce with the optimizer's step between them: reduce-scatter of a bucket, when its last
-   gradient is final; step of the own block; allgather of the new values. In all N ranks send 2 P (N - 1) elements, as
-   many as in the allreduce, for P parameters (with their padding).
-   The blocks are cut before the trainer takes its memory (hpml_trainer_keep). */
+/* Strategy sync with the plan's field shard (Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP"). Each
+   bucket of gradients is cut into blocks, one for each of the N ranks that add them up, and rank r keeps block r of
 
-typedef struct hpmlc_shard_job { /* the reduce-scatter of a bucket */
-    float      *data;   /* (floats) the bucket's gradients */
+     shard 1   the optimizer's states: a step is the two halves of a ring allreduce with the optimizer's step between
+               them: reduce-scatter of a bucket when its last gradient is final, step of the own block, allgather of the
+               new values. In all the ranks send 2 P (N - 1) elements, as in the allreduce, for P floats of parameters
+     2         also the gradients: the whole gradient of a bucket is in one of a few slots from the op that writes the
+               first of it until its reduce-scatter is done
+     3         also the values: the whole values of a bucket are in one of a few slots around the ops that read them.
+               They are gathered for the forward pass, the next bucket while the ops of one run, and again for the
+               backward pass, except those that are still in their slots: 3 P (N - 1) elements less those
+
+   A slot has the size of the largest bucket. There are as many for values as buckets that one op reads and one more,
+   and for gradients as buckets that are incomplete at a time and one more, which is under way. The blocks are cut and
+   the slots are counted before the trainer takes its memory. All ranks choose slots alike, as they run the same ops. */
+
+typedef struct hpmlc_shard_job { /* reduce-scatter or allgather of a bucket */
+    float      *data;   /* (floats) the bucket */
     int64_t     floats;
     hpml_reduce reduce;
 } hpmlc_shard_job;
 
+typedef struct hpmlc_slot { /* memory for a whole bucket */
+    int              bucket;  /* -1: none */
+    bool             pinned;  /* the op that runs now reads the bucket */
+    int64_t          used;    /* when an op needed the bucket last */
+    hpmlc_task       task;    /* the allgather of values */
+    hpmlc_shard_job  job;
+} hpmlc_slot;
+
+typedef struct hpmlc_slots {
+    hpmlc_slot *item;         /* (count) */
+    int         count;
+    float      *memory;       /* (count, largest) */
+} hpmlc_slots;
+
 typedef struct hpmlc_sharding {
-    hpmlc_shard_job *job;    /* (buckets.count) */
-    float           *values; /* the trainer's array of values */
+    hpmlc_slots      values, gradients;
+    hpmlc_shard_job *job;     /* (buckets.count) reduce-scatters */
+    float           *all;     /* shard 1, 2: the trainer's array of values */
+    int64_t          largest; /* floats of the largest bucket */
+    int64_t          clock;   /* counts the needs of ops */
+    const hpml_node *node;    /* the op whose buckets are pinned */
+    int             *order;   /* (orders) buckets in the order in which the forward pass needs them first */
+    int             *turn;    /* (buckets.count) place of each bucket in `order`; -1: no op reads it */
+    int              orders;
 } hpmlc_sharding;
 
 HPMLC_FN bool hpmlc_shard_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p) { return p->shard > 0; }
+
+HPMLC_FN hpmlc_sharding *hpmlc_sharding_of(const hpml_distributed *d) { return (hpmlc_sharding *)d->own; }
 
 /* Computes which floats [*first, *end) of parameter number `param` rank `rank` of its bucket's ranks keeps. */
 HPMLC_FN void hpmlc_shard_range(const hpml_distributed *d, int param, int rank, int64_t *first, int64_t *end)
@@ -8617,12 +8670,105 @@ HPMLC_FN void hpmlc_shard_range(const hpml_distributed *d, int param, int rank, 
     *end   = hpmlc_min(hpmlc_max(to, 0), n);
 }
 
-/* Cuts the buckets and makes the trainer keep this rank's block of each, before it takes its memory. False: an error. */
+/* Returns the bucket of source number s of op n; -1: none. */
+HPMLC_FN int hpmlc_bucket_read(const hpml_distributed *d, const hpml_node *n, int s)
+{
+    const hpml_tensor *p = n->src[s];
+    return p && p->param && p->param->index < d->layout.params ? d->layout.bucket_of[p->param->index] : -1;
+}
+
+/* Finds the order in which the forward pass needs buckets, and the most buckets that one op reads. */
+HPMLC_FN int hpmlc_shard_order(hpml_distributed *d)
+{
+    hpmlc_sharding   *s    = hpmlc_sharding_of(d);
+    const hpml_graph *g    = hpml_trainer_graph(d->t);
+    int               most = 1;
+    for (int i = 0; i < d->buckets.count; i++) s->turn[i] = -1;
+    for (int i = 0; i < hpml_graph_op_count(g); i++) {
+        const hpml_node *n     = hpml_graph_op(g, i);
+        int              reads = 0;
+        for (int k = 0; k < n->src_count; k++) {
+            const int b = hpmlc_bucket_read(d, n, k);
+            bool      again = b < 0;
+            for (int j = 0; j < k; j++) again = again || hpmlc_bucket_read(d, n, j) == b;
+            reads += !again;
+            if (b < 0 || s->turn[b] >= 0) continue;
+            s->turn[b] = s->orders;
+            s->order[s->orders++] = b;
+        }
+        if (reads > most) most = reads;
+    }
+    return most;
+}
+
+/* Counts, by the ops in the order of the backward pass, how many buckets have gradients and are not complete: the most
+   at a time. open: (buckets.count) memory. left: (params) ops that have not yet added to a parameter's gradient. */
+HPMLC_FN int hpmlc_shard_incomplete(hpml_distributed *d, bool *open, int *left)
+{
+    const hpml_graph *g = hpml_trainer_graph(d->t);
+    int               now = 0, most = 0, posted = 0;
+    for (int pass = 0; pass < 2; pass++)
+        for (int i = hpml_graph_op_count(g) - 1; i >= 0; i--) {
+            const hpml_node *n = hpml_graph_op(g, i);
+            for (int k = 0; k < n->src_count && n->out->needs_grad; k++) {
+                const int b = hpmlc_bucket_read(d, n, k);
+                if (b < 0) continue;
+                left[n->src[k]->param->index] += pass == 0 ? 1 : -1;
+                now += pass == 1 && !open[b];
+                open[b] = open[b] || pass == 1;
+            }
+            if (now > most) most = now;
+            for (bool done = pass == 1; done && posted < d->buckets.count;) { /* buckets are posted in their order */
+                for (int p = 0; p < d->layout.params; p++)
+                    if (d->layout.bucket_of[p] == posted && left[p] > 0) done = false;
+                posted += done;
+                now -= done;
+            }
+        }
+    return most;
+}
+
+/* Reserves, before the trainer takes its memory, `count` slots for whole values or gradients. */
+HPMLC_FN bool hpmlc_slots_reserve(hpml_distributed *d, hpmlc_slots *slots, hpml_array which, int count)
+{
+    const int64_t floats = count * hpmlc_sharding_of(d)->largest;
+    slots->count = count;
+    slots->item  = (hpmlc_slot *)hpmlc_dist_alloc(d, sizeof *slots->item * (size_t)count);
+    for (int i = 0; slots->item && i < count; i++) slots->item[i].bucket = -1;
+    return slots->item && hpml_trainer_reserve(d->t, which, floats, &slots->memory) == HPML_OK;
+}
+
+/* Takes the struct of the strategy and, with shard 2 and 3, slots. False: an error. */
+HPMLC_FN bool hpmlc_shard_prepare(hpml_distributed *d)
+{
+    const size_t    buckets = (size_t)d->buckets.count + 1;
+    hpmlc_sharding *s       = (hpmlc_sharding *)hpmlc_dist_alloc(d, sizeof *s);
+    d->own = s;
+    if (!s) return false;
+    s->job   = (hpmlc_shard_job *)hpmlc_dist_alloc(d, sizeof *s->job * buckets);
+    s->order = (int *)hpmlc_dist_alloc(d, sizeof(int) * (2 * buckets + (size_t)d->layout.params));
+    bool *open = (bool *)hpmlc_dist_alloc(d, sizeof(bool) * buckets);
+    if (!s->job || !s->order || !open) return false;
+    s->turn = s->order + buckets;
+    for (int i = 0; i < d->buckets.count; i++) s->largest = hpmlc_max(s->largest, d->buckets.item[i].floats);
+    int most  = hpmlc_shard_order(d) + 1;
+    int count = hpmlc_shard_incomplete(d, open, s->turn + buckets) + 1;
+    if (count > d->buckets.count) count = d->buckets.count;
+    if (most > d->buckets.count) most = d->buckets.count;
+    if (d->plan.shard > 1 && !hpmlc_slots_reserve(d, &s->gradients, HPML_ARRAY_GRADIENTS, count)) return false;
+    return d->plan.shard < 3 || hpmlc_slots_reserve(d, &s->values, HPML_ARRAY_VALUES, most);
+}
+
+/* Cuts the buckets and makes the trainer keep this rank's block of each, before it takes memory. False: an error. */
 HPMLC_FN bool hpmlc_shard_keep(hpml_distributed *d)
 {
     int64_t first, end;
+    if (!d->all->mesh)
+        return hpmlc_fail(d->all, HPML_ERR_STATE, "distribute: with shard the plan must be known before the model is "
+                          "recorded; give it to hpml_launch, HPML_PLAN or hpml_comm_set_plan"), false;
     hpmlc_background_choose(d);
-    if (!hpmlc_buckets_create(d, NULL, d->background ? (int64_t)1 << 18 : INT64_MAX, NULL)) return false;
+    int64_t bytes = d->background || d->plan.shard > 1 ? (int64_t)1 << 18 : INT64_MAX;
+    if (!hpmlc_buckets_create(d, NULL, bytes, NULL) || !hpmlc_shard_prepare(d)) return false;
     for (int i = 0; i < d->layout.params; i++) {
         if (d->layout.bucket_of[i] < 0) continue;
         hpmlc_shard_range(d, i, hpmlc_ranks_of(d, hpmlc_param(d, i))->rank, &first, &end);
@@ -8640,28 +8786,200 @@ HPMLC_FN hpml_status hpmlc_shard_scatter(hpml_comm *c, void *user)
     return status;
 }
 
+HPMLC_FN hpml_status hpmlc_shard_gather(hpml_comm *c, void *user)
+{
+    const hpmlc_shard_job *job = (const hpmlc_shard_job *)user;
+    c->about.first = "values of a bucket";
+    hpml_status status = hpml_allgather(c, job->data, job->floats, HPML_ELEMENT_F32);
+    c->about.first = NULL;
+    return status;
+}
+
+/* Moves the seconds since `start`, of waiting within a pass, from computing to waiting. */
+HPMLC_FN void hpmlc_shard_waited(hpml_distributed *d, double start)
+{
+    const double seconds = hpml_comm_now(d->c) - start;
+    d->report.r.exposed_s += seconds;
+    d->report.r.compute_s -= seconds;
+}
+
+/* Starts the reduce-scatter of a bucket whose gradients are final. */
 HPMLC_FN hpml_status hpmlc_shard_start(hpml_distributed *d, hpmlc_bucket *b)
 {
-    hpmlc_sharding *s = (hpmlc_sharding *)d->own;
-    return hpmlc_task_start(d, &b->task, b->c, hpmlc_shard_scatter, &s->job[b - d->buckets.item]);
+    hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    const double    start  = hpml_comm_now(d->c);
+    hpml_status     status = hpmlc_task_start(d, &b->task, b->c, hpmlc_shard_scatter, &s->job[b - d->buckets.item]);
+    if (!d->plan.no_overlap && !d->background) hpmlc_shard_waited(d, start); /* within the backward pass */
+    return status;
 }
 
 HPMLC_FN bool hpmlc_shard_open(hpml_distributed *d)
 {
-    hpmlc_sharding *s = (hpmlc_sharding *)hpmlc_dist_alloc(d, sizeof *s);
-    d->own   = s;
+    hpmlc_sharding *s = hpmlc_sharding_of(d);
     d->start = hpmlc_shard_start;
-    if (!d->background) d->plan.no_overlap = true;
-    if (s) s->job = (hpmlc_shard_job *)hpmlc_dist_alloc(d, sizeof *s->job * (size_t)(d->buckets.count + 1));
-    if (!s || !s->job) return false;
-    s->values = hpml_trainer_array(d->t, HPML_ARRAY_VALUES, NULL);
+    if (!d->background && d->plan.shard < 2) d->plan.no_overlap = true;
     for (int i = 0; i < d->buckets.count; i++) {
         const hpmlc_bucket *b = &d->buckets.item[i];
-        s->job[i].data   = d->layout.first + b->at;
+        s->job[i].data   = d->plan.shard < 2 ? d->layout.first + b->at : NULL;
         s->job[i].floats = b->floats;
         s->job[i].reduce = d->plan.sum ? HPML_SUM : HPML_MEAN;
     }
-    return s->values != NULL;
+    if (d->plan.shard < 3) s->all = hpml_trainer_array(d->t, HPML_ARRAY_VALUES, NULL);
+    return s->all || d->plan.shard == 3;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>shard-slots   whole values and gradients of a few buckets at a time; a step
+// ---------------------------------------------------------------------------------------------------------------------
+/* Points values, or gradients, of the parameters of bucket number b into a slot at `data`; NULL: away. */
+HPMLC_FN void hpmlc_slot_point(hpml_distributed *d, int b, hpml_array which, float *data)
+{
+    for (int i = 0; i < d->layout.params; i++) {
+        if (d->layout.bucket_of[i] != b) continue;
+        hpml_tensor *p  = hpmlc_param(d, i);
+        float       *at = data ? data + hpml_trainer_place(d->t, i) - d->buckets.item[b].at : NULL;
+        if (which == HPML_ARRAY_VALUES) p->data = at;
+        else p->grad = at;
+        p->raw      = p->data;
+        p->raw_grad = p->grad;
+    }
+}
+
+/* Copies what this rank keeps of values (to a slot), or of gradients (from a slot), of the parameters of bucket b. */
+HPMLC_FN void hpmlc_slot_copy(hpml_distributed *d, int b, hpml_array which, float *data)
+{
+    for (int i = 0; i < d->layout.params; i++) {
+        const hpml_param *q = hpmlc_param(d, i)->param;
+        if (d->layout.bucket_of[i] != b || q->keep_count == 0) continue;
+        float *part = hpml_trainer_part(d->t, i, which);
+        float *slot = data + hpml_trainer_place(d->t, i) - d->buckets.item[b].at + q->keep_first;
+        const bool from = which == HPML_ARRAY_VALUES;
+        memcpy(from ? slot : part, from ? part : slot, sizeof(float) * (size_t)q->keep_count);
+    }
+}
+
+/* Starts gathering the values of bucket b in a slot that no running op reads, the one used longest ago; returns the
+   slot, which may have the bucket already; NULL: there is no such slot. */
+HPMLC_FN hpmlc_slot *hpmlc_shard_fetch(hpml_distributed *d, int b, hpml_status *status)
+{
+    hpmlc_slots *v    = &hpmlc_sharding_of(d)->values;
+    hpmlc_slot  *slot = NULL;
+    for (hpmlc_slot *at = v->item; at < v->item + v->count; at++) {
+        if (at->bucket == b) return at;
+        if (!at->pinned && (!slot || at->used < slot->used)) slot = at;
+    }
+    if (!slot) return NULL;
+    *status = hpmlc_task_wait(&slot->task);
+    if (slot->bucket >= 0) hpmlc_slot_point(d, slot->bucket, HPML_ARRAY_VALUES, NULL);
+    slot->bucket     = b;
+    slot->used       = hpmlc_sharding_of(d)->clock;
+    slot->job.data   = v->memory + (slot - v->item) * hpmlc_sharding_of(d)->largest;
+    slot->job.floats = d->buckets.item[b].floats;
+    hpmlc_slot_copy(d, b, HPML_ARRAY_VALUES, slot->job.data);
+    if (*status == HPML_OK)
+        *status = hpmlc_task_start(d, &slot->task, d->buckets.item[b].c, hpmlc_shard_gather, &slot->job);
+    return slot;
+}
+
+/* Frees all slots of values. */
+HPMLC_FN hpml_status hpmlc_shard_forget(hpml_distributed *d)
+{
+    hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    hpml_status     status = HPML_OK;
+    for (hpmlc_slot *at = s->values.item; at < s->values.item + s->values.count; at++) {
+        hpml_status done = hpmlc_task_wait(&at->task);
+        if (status == HPML_OK) status = done;
+        if (at->bucket >= 0) hpmlc_slot_point(d, at->bucket, HPML_ARRAY_VALUES, NULL);
+        at->bucket = -1;
+        at->pinned = false;
+        at->used   = 0;
+    }
+    s->node = NULL;
+    return status;
+}
+
+/* Gathers the values of bucket b for the op at->node, and begins to gather those that the pass needs next. */
+HPMLC_FN hpml_status hpmlc_shard_values(hpml_distributed *d, int b, const hpml_moment *at)
+{
+    hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    const bool      begins = s->node && at->pass != HPML_PASS_BACKWARD && at->node->index < s->node->index;
+    hpml_status     status = begins ? hpmlc_shard_forget(d) : HPML_OK; /* values may have been loaded since */
+    for (hpmlc_slot *v = s->values.item; s->node != at->node && v < s->values.item + s->values.count; v++) {
+        v->pinned = false;
+        for (int k = 0; k < at->node->src_count && v->bucket >= 0; k++)
+            if (hpmlc_bucket_read(d, at->node, k) == v->bucket) v->pinned = true;
+    }
+    s->node = at->node;
+    s->clock++;
+    hpmlc_slot *slot = hpmlc_shard_fetch(d, b, &status);
+    if (!slot) return hpmlc_fail(d->c, HPML_ERR_STATE, "shard: no slot for the values that \"%s\" reads",
+                                 at->node->out->name);
+    slot->pinned = true;
+    slot->used   = s->clock;
+    if (status == HPML_OK) status = hpmlc_task_wait(&slot->task);
+    if (status != HPML_OK) return status;
+    hpmlc_slot_point(d, b, HPML_ARRAY_VALUES, slot->job.data);
+    const int next = s->turn[b] + (at->pass == HPML_PASS_BACKWARD ? -1 : 1);
+    if (d->background && next >= 0 && next < s->orders) hpmlc_shard_fetch(d, s->order[next], &status);
+    return status;
+}
+
+/* Keeps this rank's block of the gradients of bucket b, when their reduce-scatter is done, and frees their slot. */
+HPMLC_FN hpml_status hpmlc_shard_collect(hpml_distributed *d, hpmlc_slot *slot)
+{
+    hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    const int       b      = slot->bucket;
+    hpml_status     status = hpmlc_task_wait(&d->buckets.item[b].task);
+    if (status == HPML_OK) hpmlc_slot_copy(d, b, HPML_ARRAY_GRADIENTS, s->job[b].data);
+    hpmlc_slot_point(d, b, HPML_ARRAY_GRADIENTS, NULL);
+    slot->bucket = -1;
+    return status;
+}
+
+/* Gives the gradients of bucket b a slot, before the first op adds to them. */
+HPMLC_FN hpml_status hpmlc_shard_gradients(hpml_distributed *d, int b, const hpml_node *node)
+{
+    hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    hpmlc_slot     *slot   = NULL, *end = s->gradients.item + s->gradients.count;
+    hpml_status     status = HPML_OK;
+    for (hpmlc_slot *at = s->gradients.item; at < end; at++) {
+        if (at->bucket == b) return HPML_OK;
+        if (at->bucket >= d->buckets.posted) continue; /* incomplete */
+        if (!slot || at->bucket < slot->bucket) slot = at; /* a free one, or the bucket that is under way longest */
+    }
+    if (!slot) return hpmlc_fail(d->c, HPML_ERR_STATE, "shard: no slot for the gradients of \"%s\"", node->out->name);
+    if (slot->bucket >= 0) status = hpmlc_shard_collect(d, slot);
+    slot->bucket   = b;
+    s->job[b].data = s->gradients.memory + (slot - s->gradients.item) * s->largest;
+    hpmlc_slot_point(d, b, HPML_ARRAY_GRADIENTS, s->job[b].data);
+    return status;
+}
+
+/* Before an op reads a parameter: whole values and, in the backward pass, memory for the whole gradient: the trainer's
+   hook `need`. */
+HPMLC_FN hpml_status hpmlc_shard_need(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
+{
+    hpml_distributed *d      = (hpml_distributed *)user;
+    const int         b      = at->param < d->layout.params ? d->layout.bucket_of[at->param] : -1;
+    const double      start  = hpml_comm_now(d->c);
+    hpml_status       status = HPML_OK;
+    if (b < 0) return HPML_OK;
+    if (d->plan.shard > 2) status = hpmlc_shard_values(d, b, at);
+    if (status == HPML_OK && at->pass == HPML_PASS_BACKWARD) status = hpmlc_shard_gradients(d, b, at->node);
+    if (at->pass != HPML_PASS_EVALUATE) hpmlc_shard_waited(d, start);
+    return status;
+}
+
+/* Waits for all slots' tasks and frees the slots: values in them are those before the step. */
+HPMLC_FN hpml_status hpmlc_shard_empty(hpml_distributed *d)
+{
+    hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    hpml_status     status = hpmlc_shard_forget(d);
+    for (hpmlc_slot *at = s->gradients.item; at < s->gradients.item + s->gradients.count; at++) {
+        hpml_status done = at->bucket >= 0 ? hpmlc_shard_collect(d, at) : HPML_OK;
+        if (status == HPML_OK) status = done;
+    }
+    return status;
 }
 
 /* Multiplies what this rank keeps of the gradients by `scale`; those of parts of a parameter, which fewer ranks have
@@ -8672,29 +8990,36 @@ HPMLC_FN void hpmlc_shard_scale(hpml_distributed *d, float scale)
         const hpml_tensor *p = hpmlc_param(d, i);
         if (d->layout.bucket_of[i] < 0) continue;
         const float ranks = d->plan.sum ? 1 : (float)hpmlc_ranks_of(d, p)->size / (float)d->c->size;
-        for (int64_t k = 0; k < p->param->keep_count && scale * ranks != 1; k++)
-            p->grad[p->param->keep_first + k] *= scale * ranks;
+        float      *part  = hpml_trainer_part(d->t, i, HPML_ARRAY_GRADIENTS);
+        for (int64_t k = 0; k < p->param->keep_count && scale * ranks != 1; k++) part[k] *= scale * ranks;
     }
 }
 
-/* Steps this rank's blocks, then gathers the new values of all blocks. */
+/* Steps this rank's blocks, then, with shard 1 and 2, gathers the new values of all blocks. */
 HPMLC_FN hpml_status hpmlc_shard_update(hpml_distributed *d)
 {
-    hpmlc_sharding *s      = (hpmlc_sharding *)d->own;
-    hpml_status  status = hpmlc_dist_wait(d);
+    hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    hpml_status     status = hpmlc_dist_wait(d), slots = hpmlc_shard_empty(d);
     if (status != HPML_OK) return status;
+    if (slots != HPML_OK) return slots;
     hpmlc_buffers_average(d);
     hpmlc_shard_scale(d, hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d)));
     status = hpml_trainer_apply(d->t, 0, d->layout.params);
     if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
     double start = hpml_comm_now(d->c);
-    for (int i = 0; i < d->buckets.count && status == HPML_OK; i++) {
+    for (int i = 0; i < d->buckets.count && s->all && status == HPML_OK; i++) {
         const hpmlc_bucket *b = &d->buckets.item[i];
-        status = hpml_allgather(b->c, s->values + b->at, b->floats, HPML_ELEMENT_F32);
+        status = hpml_allgather(b->c, s->all + b->at, b->floats, HPML_ELEMENT_F32);
     }
     hpmlc_dist_waited(d, start);
     if (status == HPML_OK) hpmlc_steps_note(d);
     return status;
+}
+
+/* Waits for what is under way, and takes the whole values away from the parameters. */
+HPMLC_FN void hpmlc_shard_close(hpml_distributed *d)
+{
+    if (d->own) hpmlc_shard_empty(d);
 }
 
 /* Gets the other ranks' parts of an array of parameter `param`: the trainer's hook `join`. */
@@ -8702,9 +9027,9 @@ HPMLC_FN hpml_status hpmlc_shard_join(void *user, hpml_trainer *t HPMLC_UNUSED, 
                                       float *whole)
 {
     hpml_distributed *d      = (hpml_distributed *)user;
+    hpml_comm        *c      = hpmlc_ranks_of(d, hpmlc_param(d, param));
     hpml_status       status = HPML_OK;
     int64_t           first, end;
-    hpml_comm        *c = hpmlc_ranks_of(d, hpmlc_param(d, param));
     for (int r = 0; r < c->size && d->layout.bucket_of[param] >= 0 && status == HPML_OK; r++) {
         hpmlc_shard_range(d, param, r, &first, &end);
         if (first < end) status = hpml_broadcast(c, whole + first, sizeof(float) * (size_t)(end - first), r);
@@ -11282,7 +11607,7 @@ static const hpmlc_strategy hpmlc_strategies[] = {
     { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
       hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state, NULL },
     { HPML_STRATEGY_SYNC, "shard", NULL, NULL, hpmlc_shard_is_chosen, hpmlc_shard_open, hpmlc_sync_begin,
-      hpmlc_sync_gradient, hpmlc_shard_update, NULL, hpmlc_buckets_state, NULL },
+      hpmlc_sync_gradient, hpmlc_shard_update, NULL, hpmlc_buckets_state, hpmlc_shard_close },
     { HPML_STRATEGY_SYNC, "factors", NULL, NULL, hpmlc_factors_is_chosen, hpmlc_factors_open, hpmlc_factors_begin,
       hpmlc_factors_gradient, hpmlc_factors_update, NULL, hpmlc_buckets_state, hpmlc_factors_close },
     { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_link_begin,
@@ -11405,6 +11730,7 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     shape[0] = total;
     shape[1] = -total;
     shape[2] = (hpmlc_plan_hash(&d->plan) << 32) + l->params;
+    if (d->plan.shard > 2) shape[2] ^= (int64_t)(hpml_ctx_seed(d->ctx) % 999983) << 32;
     shape[3] = -shape[2];
     hpml_status status = hpmlc_reduce_all(d->c, shape, 4, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     if (status == HPML_OK && shape[0] != -shape[1])
@@ -11413,8 +11739,8 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
                           (long long)shape[0]);
     if (status == HPML_OK && shape[2] != -shape[3])
         return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: ranks have different plans, or numbers of parameters "
-                          "(%d here); give the same plan, and the same HPML_PLAN in the environment, on all ranks",
-                          l->params);
+                          "(%d here), or with shard=3 seeds; give the same plan, HPML_PLAN in the environment and "
+                          "seed on all ranks", l->params);
     if (status == HPML_OK && d->c != d->all) status = hpmlc_same(d->all, (uint64_t)shape[2], &is_same);
     if (!is_same)
         return hpmlc_fail(d->c, HPML_ERR_ARGUMENT, "distribute: ranks have different plans, or numbers of parameters "
@@ -11422,7 +11748,7 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
-        if (!p->data) continue; /* another stage's */
+        if (!p->data) continue; /* of another stage, or with shard 3 from the same seed on all ranks */
         float       *from = hpmlc_host_view_begin(&l->view, p->data, n);
         status = hpml_broadcast(hpmlc_ranks_of(d, p), from, (size_t)n * sizeof(float), 0);
         if (status == HPML_OK) hpmlc_host_view_end(&l->view, p->data, n);
@@ -11463,6 +11789,7 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
         else l->buffer_total += hpmlc_buffer_floats(d, p);
     }
     if (d->plan.shard > 0 && !hpmlc_shard_keep(d)) return false;
+    if (hpml_trainer_alloc(d->t) != HPML_OK) return hpmlc_failed(d->c), false;
     l->first = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, NULL);
     if (!l->first) return false;
     return hpml_ctx_backend(ctx)->host || hpmlc_host_view_create(&l->view, ctx, most);
@@ -11568,8 +11895,9 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.data   = hpmlc_dist_data;
     hooks.next   = d->next;
     hooks.need   = d->need;
-    hooks.norms  = settings.shard > 0 || hpmlc_plan_splits(&settings) ? hpmlc_dist_norms : NULL;
+    hooks.norms  = hpmlc_plan_cuts(&settings) ? hpmlc_dist_norms : NULL;
     hooks.join   = settings.shard > 0 ? hpmlc_shard_join : NULL;
+    if (settings.shard > 1) hooks.need = hpmlc_shard_need;
     hpml_trainer_attach(t, &hooks);
     if (d->pipeline && !hpmlc_pipeline_attach(d->pipeline)) return NULL;
     hpmlc_shard_set(d);
@@ -11695,7 +12023,7 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d)
     const char *wrong = d->strategy->update != hpmlc_sync_update ? "only strategy sync on the host lets it" : NULL;
     hpml_plan_facts_of(d->t, d->c, &facts);
     if (facts.overflows) wrong = "the loss scale is dynamic";
-    if (hpmlc_plan_splits(&d->plan)) wrong = "ranks have parts of the model";
+    if (hpmlc_plan_cuts(&d->plan)) wrong = "ranks have parts of the model";
     for (int i = 0; i < d->layout.params; i++) {
         const hpml_tensor *p    = hpmlc_param(d, i);
         uint64_t           mine = (uint64_t)(uintptr_t)p->data, address = mine;
@@ -12013,7 +12341,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
         hpml_status status = HPML_OK;
         if (hpmlc_goes_on(d)) status = hpmlc_sum_there(d, rows, summed, &there, &root);
         else status = hpml_reduce_to(d->all, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
-        const bool writes = d->all->rank == root || hpmlc_plan_splits(&d->plan); /* all ranks, to join the parts */
+        const bool writes = d->all->rank == root || hpmlc_plan_cuts(&d->plan); /* all ranks, to join the parts */
         if (status == HPML_OK && writes) hpmlc_states_write(&list, path, rows, floats);
         hpml_ctx_release(d->ctx, rows);
     }
@@ -12095,6 +12423,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpmlc_tasks_wait(d); /* gradients in flight are not applied */
     d->micro = 0;
+    if (d->plan.shard > 2) hpmlc_shard_forget(d);
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
     if (!f) return hpmlc_failure(d->c);

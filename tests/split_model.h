@@ -73,8 +73,6 @@ typedef struct split_run {
     int         steps, accumulate;
     float       clip_norm;
     const char *load, *save; /* checkpoints, before the first and after the last step; NULL: none */
-    bool        pieces;   /* ranks have pieces of arrays (shard, pipe): hpml_trainer_collect joins them ... */
-    int         shard;    /* ... but for gradients with this field of the plan */
     int         fails;    /* 1 + the rank that fails after the first step; 0: none */
     const hpml_plan *plan; /* given to hpml_distribute; NULL: that of the launch */
     double      loss[16];
@@ -91,34 +89,18 @@ static inline void split_free(split_run *r)
     r->gradients = r->values = NULL;
 }
 
-/* Copies the wholes of one array of all parameters to `to` (NULL: does not), and returns the number of their floats.
-   Ranks add up arrays of zeros that hold what they have alone: parts, of their stage, and with shard 1 a gradient's
-   piece that is a sum over all ranks. What hpml_trainer_collect can join, with .pieces, it does. */
-static inline int64_t split_collect(hpml_trainer *t, hpml_array which, const split_run *r, float *to)
+/* Copies the wholes of one array of all parameters to `to` (NULL: does not), and returns the number of their floats. */
+static inline int64_t split_collect(hpml_trainer *t, hpml_array which, float *to)
 {
-    hpml_ctx         *ctx = hpml_trainer_settings(t)->input->ctx;
-    const hpml_group *pipe = hpml_ctx_group(ctx, HPML_AXIS_PIPE), *data = hpml_ctx_group(ctx, HPML_AXIS_DATA);
-    const bool        summed = which == HPML_ARRAY_GRADIENTS && r->shard == 1;
-    int64_t           at = 0, span;
-    float            *array = hpml_trainer_array(t, which, &span);
+    hpml_ctx *ctx = hpml_trainer_settings(t)->input->ctx;
+    int64_t   at = 0;
     for (int i = 0; i < hpml_param_count(ctx); i++) {
-        hpml_tensor      *p = hpml_param_at(ctx, i);
-        const hpml_param *own = p->param;
-        const hpml_group *split = hpml_ctx_group(ctx, own->axis);
-        int64_t           shape[HPML_MAX_DIMS], n = 1;
-        const int64_t     first = summed ? own->keep_first : 0;
-        const int64_t     count = summed ? own->keep_count : hpml_tensor_count(p);
+        hpml_tensor *p = hpml_param_at(ctx, i);
+        int64_t      shape[HPML_MAX_DIMS], n = 1;
         hpml_param_whole(p, shape);
         for (int k = 0; k < p->ndim; k++) n *= shape[k];
+        if (to) hpml_trainer_collect(t, i, which, to + at);
         at += n;
-        if (to && r->pieces && !summed) hpml_trainer_collect(t, i, which, to + at - n);
-        if (!to || (r->pieces && !summed)) continue;
-        memset(to + at - n, 0, (size_t)n * sizeof *to);
-        if (own->stage < 0 || own->stage == pipe->rank)
-            hpml_param_copy(p, array + hpml_trainer_place(t, i) + first, first, count, to + at - n, true);
-        if (own->axis != HPML_AXIS_DATA) split->sum(split->user, to + at - n, n);
-        if (own->stage >= 0) pipe->sum(pipe->user, to + at - n, n);
-        if (summed) data->sum(data->user, to + at - n, n);
     }
     return at;
 }
@@ -139,7 +121,7 @@ static inline hpml_status split_train(hpml_comm *c, void *user)
     hpml_trainer      *t = hpml_trainer_create(ctx, &desc);
     hpml_dataset      *text = split_text(ctx, &r->model);
     hpml_distributed  *d = hpml_distribute(t, c, r->plan);
-    int64_t            floats = d ? split_collect(t, HPML_ARRAY_VALUES, r, NULL) : 0;
+    int64_t            floats = d ? split_collect(t, HPML_ARRAY_VALUES, NULL) : 0;
     float             *whole = (float *)calloc((size_t)(2 * floats + 1), sizeof *whole);
     if (d && r->load) hpml_distribute_load(d, r->load);
     for (int i = 0; i < r->steps && d; i++) {
@@ -149,11 +131,11 @@ static inline hpml_status split_train(hpml_comm *c, void *user)
         hpml_distribute_get(d, &report, false);
         if (first) out->loss[i] = report.loss;
         if (first) out->report = report;
-        if (i == 0) split_collect(t, HPML_ARRAY_GRADIENTS, r, whole);
+        if (i == 0) split_collect(t, HPML_ARRAY_GRADIENTS, whole);
         if (r->fails == hpml_comm_rank(c) + 1) hpml_ctx_fail(ctx, HPML_ERR_WRITE, "a disk is full");
     }
     if (d && r->save) hpml_distribute_save(d, r->save);
-    if (d && hpml_ctx_status(ctx) == HPML_OK) split_collect(t, HPML_ARRAY_VALUES, r, whole + floats);
+    if (d && hpml_ctx_status(ctx) == HPML_OK) split_collect(t, HPML_ARRAY_VALUES, whole + floats);
     if (first) {
         out->floats    = floats;
         out->gradients = (float *)malloc(sizeof(float) * (size_t)(floats + 1));

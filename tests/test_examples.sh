@@ -202,6 +202,11 @@ check "HPML_PLAN splits it in four; a further block makes 4 sums more" \
     'awk -F "[:,]" "/\"tensor\": 4,/ { d = \$10 - d; n++ } END { exit n != 2 || d != 4 }" "$tmp/out"'
 HPML_PLAN=tensor=3 timeout 60 build/15_tensor_parallel >"$tmp/out" 2>&1
 check "a product of axes that is not the number of ranks" '[ $? -eq 1 ] && says "4 ranks are no multiple of tensor 3"'
+fits timeout 60 build/21_large_model --steps 4
+check "a GPT that one rank has no memory for trains on 4" '[ $? -eq 0 ] && says "^one rank with .* out of memory"'
+HPML_PLAN=shard=2 timeout 60 build/21_large_model --steps 2 --json >"$tmp/out" 2>&1
+check "HPML_PLAN says what a rank keeps: below 0.6 of the memory of one rank" \
+    '[ $? -eq 0 ] && awk -F "[:,]" "{ exit !(\$11 < 0.6 * \$13) }" "$tmp/out"'
 fits timeout 60 build/16_gossip
 check "the spread shrinks by the second eigenvalue" \
     'awk "/ of 8: spread/ { n++; d = \$6 - \$11; if (d * d > 0.02 * 0.02 * \$11 * \$11 + 1e-9) bad = 1 }

@@ -26,8 +26,6 @@ static bool trains_as_one(hpml_transport_kind transport, int ranks, const hpml_p
     char      text[512], words[128];
     split_run split = *serial;
     split.gradients = split.values = NULL;
-    split.pieces = plan->shard > 0 || plan->pipe > 1;
-    split.shard = plan->shard;
     if (!serial->values && launch(HPML_TRANSPORT_THREADS, 1, NULL, split_train, serial, text) != HPML_OK)
         return printf("    serial: %s\n", text), false;
     hpml_status status = launch(transport, ranks, plan, split_train, &split, text);
@@ -331,6 +329,9 @@ TEST(a_checkpoint_of_a_mesh_is_that_of_one_rank)
         { "tensor=2,exact=1,leaf=2,codec=onebit,codec.min_elements=16",
           "tensor=4,exact=1,leaf=2,codec=onebit,codec.min_elements=16", 4, 4 },
         { "tensor=2,delayed=1", "tensor=4,delayed=1", 4, 4 },
+        { "shard=1", "", 4, 1 },
+        { "shard=3", "shard=2", 4, 3 },
+        { "tensor=2,shard=3", "shard=1", 4, 2 },
         { "pipe=2,tensor=2", "", 8, 1 },
         { "pipe=4,schedule=interleaved", "pipe=2,tensor=2,schedule=1f1b", 4, 8 },
         { "tensor=2,strategy=block,period=2", "strategy=block,period=2", 4, 2 },
@@ -347,6 +348,10 @@ TEST(a_checkpoint_of_a_mesh_is_that_of_one_rank)
     ENSURE(resumes("tensor=2,codec=onebit", 4, NULL, 2, paths[1]));
     ENSURE(resumes("tensor=2,codec=onebit", 4, paths[1], 2, paths[2]));
     ENSURE(same_files(paths[0], paths[2]) && !same_files(paths[0], paths[1]));
+    ENSURE(resumes("shard=3", 4, NULL, 4, paths[0]));
+    ENSURE(resumes("shard=3", 4, NULL, 2, paths[1]));
+    ENSURE(resumes("shard=3", 4, paths[1], 2, paths[2]));
+    ENSURE(same_files(paths[0], paths[2]));
     for (int i = 0; i < 3; i++) remove(paths[i]);
 }
 
