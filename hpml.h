@@ -140,7 +140,8 @@
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 //     optimizers   the table of optimizers, the driver of their steps, schedules
 //     codec   gradients packed for the wire
-//     trainer   the trainer: settings, creation, a batch in its inputs
+//     trainer   the trainer: settings, checks, its plan
+//     trainer-memory   the memory of a trainer, a batch in its inputs
 //     hooks   hooks of a trainer, and its arrays of values, gradients and states
 //     nonfinite   a step's scalars; the names of layers whose numbers are not finite
 //     step   one step: its norm, its loss scale
@@ -5094,7 +5095,7 @@ HPML_API int hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tens
     return count;
 }
 
-static void hpmli_trainer_planned(hpml_trainer *t); /* places and measures its arrays; see >>trainer */
+static void hpmli_trainer_planned(hpml_trainer *t); /* places and measures its arrays; see >>trainer-memory */
 /* Checks a part that is to be added to g; false: an error on the context. */
 HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, int slots)
 {
@@ -9895,7 +9896,7 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>trainer   the trainer: settings, creation, a batch in its inputs
+// >>trainer   the trainer: settings, checks, its plan
 // ---------------------------------------------------------------------------------------------------------------------
 /* A trainer is a graph that ends in a loss, the settings of its steps, and what they keep: states of the optimizer, the
    number of updates, the place in the data. This section checks, plans and allocates all of it; >>step runs it. */
@@ -10135,6 +10136,9 @@ HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc 
     return HPML_OK;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>trainer-memory   the memory of a trainer, a batch in its inputs
+// ---------------------------------------------------------------------------------------------------------------------
 HPMLI_FN bool hpmli_is_classifier(const hpml_trainer *t) /* true if targets are labels: there is an accuracy */
 {
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
