@@ -5110,7 +5110,7 @@ HPML_API int hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tens
     return count;
 }
 
-static void hpmli_trainer_planned(hpml_trainer *t); /* places and measures its arrays; see >>trainer */
+static void hpmli_trainer_planned(hpml_trainer *t); /* places and measures its arrays; see >>trainer-memory */
 /* Checks a part that is to be added to g; false: an error on the context. */
 HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, int slots)
 {
@@ -5335,8 +5335,8 @@ HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_p
     hpmli_graph_plan_again(g);
     if (bytes == 0 || b.best_cost >= 0) return g->ctx->status;
     return hpmli_fail(g->ctx, HPML_ERR_MEMORY, "graph budget: %zu bytes for activations and scratch, but the least "
-                      "that was found is %zu, with every segment kept, computed again or swapped; take smaller batches, or "
-                      "record shorter segments (hpml_recompute)", bytes, b.least);
+                      "that was found is %zu, with every segment kept, computed again or swapped; take smaller batches, "
+                      "or record shorter segments (hpml_recompute)", bytes, b.least);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10535,8 +10535,8 @@ HPMLI_FN void hpmli_best_of_ranks(hpml_trainer *t, const float *y, int64_t rows,
     if (status != HPML_OK) hpmli_fail(t->ctx, status, "accuracy of a split output: %s", hpml_status_string(status));
 }
 
-/* Counts on the host, into t->scalars, the rows of the output y (samples) whose largest number is at their label, and the
-   rows whose label is a class (HPML_IGNORE is none); adds each to the matrix `confusion`, unless that is NULL. */
+/* Counts on the host, into t->scalars, the rows of the output y (samples) whose largest number is at their label, and
+   the rows whose label is a class (HPML_IGNORE is none); adds each to the matrix `confusion`, unless that is NULL. */
 HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const float *y, int64_t samples, const int32_t *labels,
                                int64_t *confusion)
 {
@@ -11497,7 +11497,8 @@ HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t s
 {
     hpml_graph *g   = t->graph;
     hpml_run    run = hpmli_run_of(g, false, 0, 1);
-    int64_t     floats = hpml_param_whole(t->d.output, NULL) / t->d.output->shape[0] * t->d.output->batch_rows * samples;
+    int64_t     all = hpml_param_whole(t->d.output, NULL);
+    int64_t     floats = all / t->d.output->shape[0] * t->d.output->batch_rows * samples;
     if (hpmli_has_pass(t)) {
         t->x = x;
         t->y = NULL;
