@@ -1144,14 +1144,15 @@ typedef struct hpml_trainer_desc {
    graph that ran backward last. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
 /* on: from now on hpml_trainer_create checks and plans, but takes no memory until hpml_trainer_alloc, hpml_distribute
-   or the first step, evaluation, prediction or checkpoint. Until then hpml_trainer_keep may reduce what is taken. Inputs
+   or the first step, evaluation, prediction or checkpoint. Until then hpml_trainer_keep may reduce the memory. Inputs
    have no memory before either, so set values of your own (hpml_tensor_set) after hpml_trainer_alloc. */
 HPML_API void          hpml_ctx_defer(hpml_ctx *ctx, bool on);
 HPML_API hpml_status   hpml_trainer_alloc(hpml_trainer *t); /* takes the memory; nothing if the trainer has it */
 /* Before the memory is taken: from then on this rank keeps and steps only the floats [first, first + count) of
-   parameter number `param`, one shard of the parameter (Rajbhandari et al. 2020, "ZeRO"). Other ranks keep the others, and hooks
-   exchange them. shard: 1 to 3, as in hpml_param; hpml_graph_memory then has the bytes of this rank. An error once the
-   trainer has memory, for a range outside the parameter, and for optimizers that step whole tensors (.whole). */
+   parameter number `param`, one shard of the parameter (Rajbhandari et al. 2020, "ZeRO"). Other ranks keep the other
+   shards, and hooks exchange them. shard: 1 to 3, as in hpml_param; hpml_graph_memory then has the bytes of this rank.
+   An error once the trainer has memory, for a range outside the parameter, and for optimizers that step whole tensors
+   (.whole). */
 HPML_API hpml_status   hpml_trainer_keep(hpml_trainer *t, int param, int shard, int64_t first, int64_t count);
 /* Copies *d to *out, with zeros replaced by the defaults that they mean. */
 HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out);
@@ -1248,8 +1249,8 @@ typedef struct hpml_moment {
            hpml_trainer_forward and hpml_trainer_backward; sets *loss to the mean of these samples on every rank, and
            in evaluate and predict their rows of hpml_trainer_output. Only one set of hooks may have it
    norms   adds up sums (parameters of the context, each) over all ranks that have parts of the model, where each rank
-           has the sums of squares of the parts that it keeps: for clip_norm, LARS, LAMB, .prepare and .layer_ratio, before
-           the step of hpml_trainer_apply, which all ranks then call alike
+           has the sums of squares of the parts that it keeps: for clip_norm, LARS, LAMB, .prepare and .layer_ratio,
+           before the step of hpml_trainer_apply, which all ranks then call alike
    join    fills in the array `which` of parameter `param`: on entry `whole` has the part that this rank keeps, in its
            place; on return also the parts of all other ranks, which call it alike
    next    returns which batch such a fit takes next, counted over all epochs of `batches` batches; below 0: its epoch
@@ -5335,8 +5336,8 @@ HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_p
     hpmli_graph_plan_again(g);
     if (bytes == 0 || b.best_cost >= 0) return g->ctx->status;
     return hpmli_fail(g->ctx, HPML_ERR_MEMORY, "graph budget: %zu bytes for activations and scratch, but the least "
-                      "that was found is %zu, with every segment kept, computed again or swapped; take smaller batches, "
-                      "or record shorter segments (hpml_recompute)", bytes, b.least);
+                      "that was found is %zu, with every segment kept, computed again or swapped; take smaller "
+                      "batches, or record shorter segments (hpml_recompute)", bytes, b.least);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -13582,7 +13583,8 @@ HPMLI_FN hpml_status hpmli_collect(hpml_ctx *ctx, hpml_trainer *t, const hpml_te
         hpmli_cut c = hpmli_cut_of(p, d->axis, d->split_dim, d->sections);
         if (split && status == HPML_OK) status = hpmli_cut_join(g, c, part, n, all, whole);
     }
-    if (d->stage >= 0 && status == HPML_OK) status = pipe->bcast(pipe->user, whole, hpml_param_whole(p, NULL), d->stage);
+    if (d->stage >= 0 && status == HPML_OK)
+        status = pipe->bcast(pipe->user, whole, hpml_param_whole(p, NULL), d->stage);
     if (status != HPML_OK && ctx->status == HPML_OK)
         hpmli_fail(ctx, status, "collect of \"%s\": %s", p->name, hpml_status_string(status));
     return ctx->status;

@@ -6958,8 +6958,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(p->shard > 0 && p->strategy != HPML_STRATEGY_SYNC, "shard cuts the sums that strategy sync makes in each " \
          "step; take strategy sync or shard 0") \
     RULE(p->shard > 0 && (p->exact || p->delayed || p->route != HPML_ROUTE_ALLREDUCE), "with shard each rank gets " \
-         "the sum of its own part of the gradients, and exact, delayed and other routes give all ranks all of it; leave " \
-         "them out, or shard 0") \
+         "the sum of its own part of the gradients, and exact, delayed and other routes give all ranks all of it; " \
+         "leave them out, or shard 0") \
     RULE(p->shard > 0 && hpmlc_plan_packs(p), "shard adds up gradients as they are, and a codec packs them for an " \
          "exchange that gives all ranks all of the sum; take codec none or shard 0") \
     RULE(p->shard > 0 && p->algorithm != HPML_AUTO && p->algorithm != HPML_RING, "shard adds up and gathers by the " \
@@ -8203,8 +8203,8 @@ HPMLC_FN bool hpmlc_goes_on(const hpml_distributed *d)
     return d->c->survive && (d->plan.strategy == HPML_STRATEGY_GOSSIP || hpmlc_plan_serves(&d->plan));
 }
 
-/* Adds up n floats x over all ranks. If the training goes on when ranks are lost, adds up over the ranks that are there,
-   by way of the first of them, *root. *there: how many ranks have added. */
+/* Adds up n floats x over all ranks. If the training goes on when ranks are lost, adds up over the ranks that are
+   there, by way of the first of them, *root. *there: how many ranks have added. */
 HPMLC_FN hpml_status hpmlc_sum_there(hpml_distributed *d, float *x, int64_t n, int *there, int *root)
 {
     hpml_comm   *c      = d->c;
@@ -13874,8 +13874,8 @@ HPMLC_FN void hpmlc_pipeline_close(hpml_distributed *d)
 // >>layers   what layers that communicate have in common
 // ---------------------------------------------------------------------------------------------------------------------
 /* Each layer is an op of hpml_custom_op with .collective, written with the functions of hpml.h that a program may call,
-   and with those of hpml_group. Ranks of the SEQUENCE axis have the same samples. On other axes messages have the length
-   of a full batch on every rank, because ranks may have batches of different lengths, or none. */
+   and with those of hpml_group. Ranks of the SEQUENCE axis have the same samples. On other axes messages have the
+   length of a full batch on every rank, because ranks may have batches of different lengths, or none. */
 
 /* Sets an error on ctx, its text formatted as by printf, and returns NULL. */
 HPMLC_PRINTF(2, 3)
@@ -14725,7 +14725,7 @@ HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc
 // >>layer-members   collectives as layers; dense layers whose ranks have samples of their own
 // ---------------------------------------------------------------------------------------------------------------------
 /* hpml_group_sum and _gather on other axes than TENSOR have the gradient of the sum of all ranks' losses. A root is a
-   factor 1 before or behind them, and 0 on the other ranks: what leaves these is not read, and so are their gradients. */
+   factor 1 before or behind them; the other ranks' factor is 0: what leaves these is not read, nor their gradients. */
 typedef enum hpmlc_relay_kind { HPMLC_BCAST, HPMLC_REDUCE, HPMLC_GATHER } hpmlc_relay_kind;
 HPMLC_FN hpml_tensor *hpmlc_relay(hpml_tensor *x, hpml_axis axis, hpmlc_relay_kind kind, int root)
 {

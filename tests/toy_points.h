@@ -24,7 +24,7 @@ static hpml_dataset *points(hpml_ctx *ctx, int64_t n, int64_t first, int64_t odd
 }
 
 /* Returns true on rank 0 if all ranks have the same parameters: the largest hash is the smallest one. */
-static bool same_params(hpml_comm *c)
+static inline bool same_params(hpml_comm *c)
 {
     int64_t hash[2] = { (int64_t)(hpml_param_hash(hpml_comm_ctx(c)) >> 2), 0 };
     hash[1] = -hash[0];
