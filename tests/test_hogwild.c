@@ -4,6 +4,7 @@
 #include "../hpml_comm.h"
 #include "test.h"
 #include <pthread.h>
+#include <unistd.h>
 
 /* Sparse logistic regression: WEIGHTS weights, SAMPLES samples of WORDS tokens. */
 enum { WEIGHTS = 20000, SAMPLES = 40000, WORDS = 20, BATCH = 8, RUNS = 11 };
@@ -151,19 +152,25 @@ static int by_size(const void *a, const void *b)
     return x > 0 ? 1 : -(x < 0);
 }
 
-/* Samples a second of two threads without locks against two with one lock: the median of pairs that run in turns. */
+/* Samples a second of two threads without locks against two with one lock: the median of pairs that run in turns; the
+   best of five medians, because other programs may keep the cores busy. */
 TEST(without_locks_is_faster)
 {
-    double ratio[RUNS];
+    double ratio[RUNS], best = 0;
     if (SLOW_BUILD) SKIP("a measurement");
-    for (int k = 0; k < RUNS; k++) {
-        race free = { .epochs = 1 }, locked = { .epochs = 1, .locked = true };
-        ENSURE(train(&free, 2) && train(&locked, 2));
-        ratio[k] = locked.seconds / free.seconds;
+    if (sysconf(_SC_NPROCESSORS_ONLN) < 2) SKIP("one core");
+    for (int tries = 0; tries < 5 && best < 1.15; tries++) {
+        for (int k = 0; k < RUNS; k++) {
+            race free = { .epochs = 1 }, locked = { .epochs = 1, .locked = true };
+            ENSURE(train(&free, 2) && train(&locked, 2));
+            ratio[k] = locked.seconds / free.seconds;
+        }
+        qsort(ratio, RUNS, sizeof *ratio, by_size);
+        best = fmax(best, ratio[RUNS / 2]);
     }
-    qsort(ratio, RUNS, sizeof *ratio, by_size);
     printf("    2 threads without locks: %.2f times as fast as with one lock (%.2f to %.2f)\n", ratio[RUNS / 2],
            ratio[0], ratio[RUNS - 1]);
+    ENSURE(best >= 1.15);
 }
 
 /* T11: with a lock K threads lose none of their increments. */
