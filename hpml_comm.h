@@ -12139,7 +12139,7 @@ HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer,
     }
     if (slowest >= 0)
         at += (size_t)snprintf(at < size ? buffer + at : NULL, at < size ? size - at : 0, "  slowest: rank %d, which "
-                               "computes %.2f times as long as the other ranks on average\n", slowest, times);
+                               "computes %.2f times as long as the others on average\n", slowest, times);
     return (int)at;
 }
 
