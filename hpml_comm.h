@@ -15741,7 +15741,7 @@ HPMLC_FN void hpmlc_sim_servers(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_
         out->bytes_per_rank = hpmlc_max(out->bytes_per_rank, s->bytes[r] / STEPS);
         out->messages       = hpmlc_max(out->messages, s->messages[r] / STEPS);
     }
-    out->step_s        = (end - begin) / STEPS;
+    out->step_s        = (end - begin) / (double)STEPS;
     out->between_bytes = s->between / STEPS;
     out->compute_s     = compute + d->update_s / d->servers;
     out->straggle_s    = (slowest - 1) * compute;
