@@ -799,7 +799,7 @@ HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumu
    compute the bits of the whole graph, except where one cut severs a result and a reshape of it: their gradients are
    added up in another order. A parameter that is trained by two parts here is an error. */
 HPML_API hpml_status hpml_graph_part(hpml_graph *g, int from, int to, int64_t rows, int slots);
-/* Takes the planned memory, and points all tensors of a slot's ops into this slot, for the next passes; at first 0. */
+/* Takes the planned memory once; points all tensors of the slot's ops into this slot, for later passes (default: 0). */
 HPML_API hpml_status hpml_graph_slot(hpml_graph *g, int slot);
 /* Writes the results of ops before op `at` that ops from `at` on read to `tensors` (capacity); returns how many. */
 HPML_API int         hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tensors, int capacity);
@@ -3361,7 +3361,7 @@ HPMLI_FN int64_t hpmli_cut_place(const hpmli_cut *c, int64_t i)
     return (i / c->n * c->size + c->rank) * c->n + i % c->n;
 }
 
-/* Returns how dimension dim of t, of so many equal sections, is cut; t has the sizes of a part there. */
+/* Returns how each of the equal sections of dimension dim is cut over the ranks of `axis`; t has a part's shape. */
 HPMLI_FN hpmli_cut hpmli_cut_of(const hpml_tensor *t, hpml_axis axis, int dim, int64_t sections)
 {
     const hpml_group *g = hpml_ctx_group(t->ctx, axis);
@@ -3398,7 +3398,7 @@ HPMLI_FN bool hpmli_is_split(const hpml_tensor *t)
     return false;
 }
 
-/* Returns the sections of dimension dim of t: t->sections for the last dimension that is split, else 1. */
+/* Returns how many sections of dimension dim are each split over ranks: t->sections in the last split one, else 1. */
 HPMLI_FN int64_t hpmli_sections(const hpml_tensor *t, int dim)
 {
     for (int i = dim + 1; i < t->ndim; i++)
@@ -3456,8 +3456,8 @@ HPMLI_FN void hpmli_split_take(hpml_tensor *t, const int8_t *split, int32_t sect
     t->sections = sections;
 }
 
-/* Sets the split of n's result from that of source 0; false, with an error, if the op needs a split dimension whole.
-   The ranks of TENSOR have one loss, so none of them may have a part of it, or of a whole parameter's gradient. */
+/* Splits n's result as its source 0 is; false, with an error, if the op needs a split dimension whole. A loss, or a
+   whole parameter's gradient, needs this on TENSOR, because each rank of this axis would compute only a part of it. */
 HPMLI_FN bool hpmli_split_follow(hpml_node *n)
 {
     const hpml_tensor *x       = n->src[0];
@@ -3477,9 +3477,9 @@ HPMLI_FN bool hpmli_split_follow(hpml_node *n)
     return true;
 }
 
-/* The classes of logits or the tokens of a table, `whole` of them, of which this rank has `count` from `first` on. A
-   loss or an embedding is recorded as a custom op where the vocabulary is split: then group is not NULL, for sums over
-   the ranks. */
+/* The classes of logits or the tokens of an embedding table, `whole` in number, of which this rank has `count` from
+   number `first` on. If they are split over ranks, the loss or embedding is a custom op, and `group` is not NULL,
+   because its results must be added up over the ranks. */
 typedef struct hpmli_vocabulary {
     const hpml_group *group;
     int64_t           first, count, whole;
@@ -3505,10 +3505,10 @@ HPMLI_FN bool hpmli_split_mismatch(const char *op, const hpml_tensor *a, const h
                        hpmli_split_text(b));
 }
 
-/* Checks how the operands a (.., m, k) and b (.., k, n) of a matrix product are split, before it is recorded; m_k and
-   k_n are these dimensions of a and of b. Copies an operand to the TENSOR axis of which ranks use different parts with
-   other parts of the other. Sets split and *sections of the result, and *sum, the axis that has parts of the sums over
-   k (DATA: none); false: an error. */
+/* Checks how the operands a (.., m, k) and b (.., k, n) of a matrix product are split; m_k and k_n are these
+   dimensions. If rows of a or columns of b are split over TENSOR, records hpml_group_copy of the other operand, because
+   each rank computes only a part of its gradient. Sets split and *sections of the result, and *sum, the axis over which
+   the ranks' products must be added up because k is split (DATA: none). False: an error. */
 HPMLI_FN bool hpmli_split_matmul(hpml_tensor **src, const int m_k[2], const int k_n[2], int8_t *split,
                                  int32_t *sections, hpml_axis *sum)
 {
@@ -3559,8 +3559,8 @@ HPMLI_FN bool hpmli_split_pair(const char *op, hpml_tensor **src, int ndim, int8
     return true;
 }
 
-/* Makes start and count of a slice, sizes of the whole, those of the part, if dim of x is split: whole sections,
-   *sections of them, can be taken. False: an error. */
+/* Changes start and count of a slice along dim from indices of the whole to indices of this rank's part, if dim is
+   split. Only whole sections can be taken: *sections of them. False: an error. */
 HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, int64_t *count, int64_t *sections)
 {
     if (dim < 0 || dim >= x->ndim || !x->split[dim]) return true;
@@ -3588,8 +3588,8 @@ HPMLI_FN bool hpmli_split_concat(const hpml_tensor *first, const hpml_tensor *x,
                                hpmli_describe(x), hpmli_split_text(x));
 }
 
-/* Finds the shape `part` of this rank's part of x reshaped to `whole` (ndim sizes), and the split of each dimension.
-   Each split dimension of x must become a dimension of `whole` that has the same runs; false if there is none. */
+/* Finds the shape `part` of this rank's part of x reshaped to `whole` (ndim sizes), and the split of each dimension. A
+   split dimension of x must become one of `whole` that cuts the elements alike on each rank; false if there is none. */
 HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t *whole, int64_t *part, int8_t *split,
                                   int32_t *sections)
 {
@@ -3867,7 +3867,7 @@ typedef struct hpmli_part {
     int32_t   sections;
 } hpmli_part;
 
-/* Changes `shape`, that of a whole, to that of this rank's part; false, with an error, if it cannot be split. */
+/* Changes `shape` from that of a whole parameter to that of this rank's part; false: an error, it cannot be split. */
 HPMLI_FN bool hpmli_part_shape(hpml_ctx *ctx, const char *name, const hpmli_part *part, int ndim, int64_t *shape)
 {
     const int64_t size = hpml_ctx_group(ctx, part->axis)->size, sections = hpmli_max(part->sections, 1);
@@ -4037,7 +4037,7 @@ HPMLI_FN int64_t hpmli_param_floats(const hpml_tensor *p)
     return (hpml_tensor_count(p) + align - 1) / align * align;
 }
 
-/* Returns how many floats this rank has, between steps, of an array of parameter p that a shard of `level` cuts. */
+/* Returns the floats of p that this rank keeps, between steps, in an array that shards of `level` or more cut. */
 HPMLI_FN int64_t hpmli_param_kept(const hpml_tensor *p, int level)
 {
     const int64_t align = HPML_GRADIENT_ALIGN;
@@ -4311,7 +4311,7 @@ HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
     return true;
 }
 
-/* Sorts and places the arrays; raises *bytes to the memory that all need. False: no memory. */
+/* Gives each array, the largest first, an offset in memory; raises *bytes to what all need. False: out of memory. */
 HPMLI_FN bool hpmli_lives_place(hpml_ctx *ctx, hpmli_life *lives, int count, size_t *bytes)
 {
     hpmli_times m     = HPMLI_ZEROED;
@@ -4365,7 +4365,7 @@ typedef struct hpmli_area { /* arrays that are placed together */
     int         count;
     size_t      bytes;
 } hpmli_area;
-/* HELD: of each slot for itself; PASSING: shared by all slots, because one pass runs at a time. */
+/* Areas of a part's memory. HELD: each slot has its own; PASSING: all share one, because one pass runs at a time. */
 enum { HPMLI_HELD, HPMLI_PASSING, HPMLI_AREAS };
 
 typedef struct hpmli_list {
@@ -4487,7 +4487,7 @@ HPMLI_FN hpml_node *hpmli_base(const hpmli_list *p, hpml_node *n)
 
 HPMLI_FN bool hpmli_goes_back(const hpml_graph *g, const hpml_node *n) { return g->loss && n->out->needs_grad; }
 
-/* True if node n reads the value of the op `of` in the backward pass: backward of n, or n itself when it runs again. */
+/* True if the backward pass of node n, or n itself when recomputed for backward, reads the value of node `of`. */
 HPMLI_FN bool hpmli_reads_late(const hpml_graph *g, const hpmli_list *p, hpml_node *n, const hpml_node *of)
 {
     unsigned needs = hpmli_goes_back(g, n) ? hpmli_op_of(n)->needs(n) : 0;
@@ -4516,7 +4516,7 @@ HPMLI_FN bool hpmli_any_reads(const hpml_graph *g, int from, int to, const hpml_
     return false;
 }
 
-/* True if the result of n, or a reshape of it, is an output or is read by another part, so that it is not swapped. */
+/* True if n's result, or a reshape of it, is an output or is read by a later part; then it must not be swapped. */
 HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_list *p, const hpml_node *n)
 {
     for (int i = n->state->order; i < p->to; i++) {
@@ -4527,7 +4527,7 @@ HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_list *p, const hpml_n
     return false;
 }
 
-/* Chooses which nodes of the segment from .. to - 1 run again, and which of their results have two lives. */
+/* Chooses which nodes of the segment from .. to - 1 run again, and whose results have two lives in memory (>>list). */
 HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_list *p, int from, int to)
 {
     for (int k = to - 1; k >= from; k--) {
@@ -4601,7 +4601,7 @@ HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
     }
 }
 
-/* Writes the list of entries of part p; false: no memory. */
+/* Lists, in the order of execution, what part p runs: nodes forward, backward and again, swaps. False: no memory. */
 HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
 {
     p->entries = hpmli_new(g->ctx, hpmli_entry, 4 * ((int64_t)p->to - p->from) + 1);
@@ -4624,12 +4624,12 @@ HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>plan   from a recorded graph to a memory plan: how long each array is needed, and where
 // ---------------------------------------------------------------------------------------------------------------------
-/* The life of an array goes from the entry that writes it to the last entry that reads it; hpmli_op_info.needs says
-   which values a node's backward pass reads. Two arrays may share memory if their lives do not overlap: see >>place.
-   Planning happens once; a step allocates nothing.
-   Some results have no memory of their own: the result of a reshape is in the memory of its source, and so is the
-   result of an op that works in place on a source which no other op reads. out_root and grad_root of a node's state are
-   the tensors at the end of such chains, which own the memory. */
+/* The life of an array is the time from the entry of a part's list (a node's pass, or a swap) that writes it to the
+   last one that reads it; hpmli_op_info.needs says which values a node's backward pass reads. Arrays whose lives do not
+   overlap may share memory: see >>place. Planning happens once, so that a step allocates nothing. Some results have no
+   memory of their own: a reshape is in the memory of its source, and so is the result of an op that works in place on a
+   source which no other op reads. out_root and grad_root of a node's state are the tensors at the end of such chains,
+   which own the memory. */
 typedef struct hpmli_use {      /* how a part uses the result of a node, or an input */
     int  last[2];               /* last time of each life of the value */
     int  readers[2];            /* number of entries forward and again that read this life */
@@ -4660,7 +4660,7 @@ HPMLI_FN int hpmli_life_at(const hpmli_plan *pl, const hpml_tensor *t, int time)
     return base->relives && time >= base->at[HPMLI_AGAIN];
 }
 
-/* Notes that an entry at this time reads or writes the value of t, and so that of the op whose reshape t may be. */
+/* Notes that the entry at `time` reads or writes t and, if t is a reshape, also the result in whose memory t is. */
 HPMLI_FN void hpmli_use_note(const hpmli_plan *pl, const hpml_tensor *t, int time, bool reads)
 {
     hpmli_use *u    = hpmli_use_of(pl, t);
@@ -4700,7 +4700,7 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
     }
 }
 
-/* Computes out_root, the tensor that owns the memory of each life of a value. */
+/* Computes out_root: the tensor that owns the memory of a value, for each life (a value computed again has two). */
 HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
 {
     const hpmli_list *p = pl->p;
@@ -4788,7 +4788,7 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
     }
 }
 
-/* Requests `bytes` bytes for the times from .. to of the plan; *place receives the address for the current slot. */
+/* Plans memory of `bytes` bytes for the times from .. to of the plan; *place gets its address in the current slot. */
 HPMLI_FN void hpmli_life_add(const hpmli_plan *pl, size_t bytes, int from, int to, void **place)
 {
     bool        held = from < pl->p->turn && to >= pl->p->turn; /* something of a pass whose backward pass is to come */
@@ -4798,7 +4798,7 @@ HPMLI_FN void hpmli_life_add(const hpmli_plan *pl, size_t bytes, int from, int t
     pl->g->memory.unshared += life.bytes * (size_t)(held ? pl->p->slot_count : 1);
 }
 
-/* Returns the bytes of n->saved that p->rows samples need. The CPU's ops save as much for each sample. */
+/* Returns the bytes of n->saved for p->rows samples; an op of the CPU saves the same number of bytes per sample. */
 HPMLI_FN size_t hpmli_saved_bytes(const hpmli_plan *pl, const hpml_node *n)
 {
     const hpml_graph  *g = pl->g;
@@ -4810,9 +4810,9 @@ HPMLI_FN size_t hpmli_saved_bytes(const hpmli_plan *pl, const hpml_node *n)
     return n->saved_bytes / (size_t)g->batch * rows + 64; /* a loss saves one number more */
 }
 
-/* Bytes of each scalar. The memory of the loss, or of the loss's root, contains the struct of a step's scalars
-   (>>trainer), which begins with the loss: the host reads loss, hits and gradient norm of a step in one copy. It lives
-   from time 0 on, because the trainer writes to the struct before the loss is computed. */
+/* Bytes of each scalar. The memory of the loss, or of the tensor whose memory the loss shares, contains the struct of a
+   step's scalars (>>trainer), which begins with the loss: the host reads loss, hits and gradient norm in one copy. This
+   memory is reserved from time 0 on, because the trainer writes to the struct before the loss is computed. */
 #define HPMLI_SCALAR_BYTES 64
 HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
 {
@@ -4874,7 +4874,7 @@ HPMLI_FN void hpmli_part_free(hpml_ctx *ctx, hpmli_list *p) /* what its plan has
     p->entry_count = 0;
 }
 
-/* Sets shape[0] of all tensors with a batch to the current batch. Called before each pass: graphs may share inputs. */
+/* Sets shape[0] of tensors with a batch to the current batch; before each pass, because graphs may share inputs. */
 HPMLI_FN void hpmli_graph_apply_batch(hpml_graph *g)
 {
     for (int i = 0; i < g->leaf_count + g->count; i++) {
@@ -4889,7 +4889,7 @@ HPMLI_FN void hpmli_graph_restore_batch(hpml_graph *g)
     hpmli_graph_apply_batch(g);
 }
 
-/* Plans the memory of part p for its rows; false: no memory. */
+/* Plans the memory of part p of the graph for passes of up to p->rows samples; false: no memory. */
 HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_list *p)
 {
     hpml_ctx   *ctx  = g->ctx;
@@ -5139,7 +5139,7 @@ HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, in
     return true;
 }
 
-/* Notes which parameters of g's ops no part reads: these get no memory. */
+/* Marks the parameters that only ops of g outside its parts read: these get no memory. */
 HPMLI_FN void hpmli_params_note(hpml_graph *g)
 {
     for (int k = 0; k < g->param_count; k++) {
@@ -5175,7 +5175,7 @@ HPML_API void hpml_recompute(hpml_ctx *ctx, bool on)
     ctx->segment = on ? ++ctx->segments : 0;
 }
 
-/* Plans again, after what is retained has changed. */
+/* Plans the graph's memory again, after the choice of results to keep, recompute or swap has changed. */
 HPMLI_FN hpml_status hpmli_graph_plan_again(hpml_graph *g)
 {
     if (hpmli_graph_plan_parts(g) && g->trainer) hpmli_trainer_planned(g->trainer);
@@ -5191,7 +5191,7 @@ HPMLI_FN bool hpmli_graph_open(hpml_graph *g, const char *what)
                        "run, and before a trainer's with hpml_ctx_defer", what);
 }
 
-/* Makes the nodes from .. to - 1 one segment, which is retained in this way; the graph is not yet planned again. */
+/* Makes the nodes from .. to - 1 one segment, which is retained as `how` says; the graph is not yet planned again. */
 HPMLI_FN void hpmli_segment_make(hpml_graph *g, int from, int to, hpml_retain_how how)
 {
     int number = ++g->ctx->segments;
@@ -5222,7 +5222,7 @@ typedef struct hpmli_budget {
     double          cost[HPMLI_SEGMENTS][HPML_RETAIN_SWAP + 1]; /* extra operations of each segment alone */
 } hpmli_budget;
 
-/* Cuts the graph where the recorded segments begin or end, at most `most` of them; false: there are none. */
+/* Makes at most `most` segments, cut where segments of hpml_recompute begin or end; false: the graph has none. */
 HPMLI_FN bool hpmli_budget_recorded(hpmli_budget *b, int most)
 {
     const hpml_graph *g = b->g;
@@ -5250,7 +5250,7 @@ HPMLI_FN void hpmli_budget_equal(hpmli_budget *b, int count)
     }
 }
 
-/* Plans a choice for each segment, and returns its extra operations; notes it if it fits and is the cheapest. */
+/* Plans the graph with how[i] for segment i; returns the extra operations. Notes `how` if it fits and is cheapest. */
 HPMLI_FN double hpmli_budget_try(hpmli_budget *b, const hpml_retain_how *how)
 {
     hpml_graph *g = b->g;
@@ -5280,7 +5280,7 @@ HPMLI_FN void hpmli_budget_all(hpmli_budget *b)
     }
 }
 
-/* Begins with the choice `all` for every segment and, while that is cheaper and fits, changes one segment's. */
+/* Starts with the choice `all` for every segment; makes the best change of one segment while that is cheaper. */
 HPMLI_FN void hpmli_budget_descend(hpmli_budget *b, hpml_retain_how all)
 {
     hpml_retain_how how[HPMLI_SEGMENTS];
@@ -5298,7 +5298,7 @@ HPMLI_FN void hpmli_budget_descend(hpmli_budget *b, hpml_retain_how all)
     }
 }
 
-/* Finds the cheapest choice that fits: of all, or in a large graph by descents. */
+/* Finds the cheapest way within the budget to keep, recompute or swap segments: tries all, or descends if many. */
 HPMLI_FN void hpmli_budget_search(hpmli_budget *b)
 {
     hpml_retain_how how[HPMLI_SEGMENTS] = HPMLI_ZEROED;
@@ -5359,7 +5359,7 @@ HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
     return g->grads;
 }
 
-/* Returns the bytes that this rank keeps of one array of the trained parameters that a shard of `level` cuts. */
+/* Returns this rank's bytes of an array of all trained parameters that is cut if hpml_param.shard >= level. */
 HPMLI_FN size_t hpmli_graph_kept(const hpml_graph *g, int level)
 {
     int64_t floats = 0;
@@ -5375,7 +5375,7 @@ HPMLI_FN void hpmli_value_point(hpml_node *n, int life)
     hpmli_set_memory(n->out, root->node->state->raw[life], grad->raw_grad);
 }
 
-/* Points what n computes again, and reshapes of the result, to the memory of the second life. */
+/* Points what n computes again, and reshapes of it, to the memory of its second life (>>list). */
 HPMLI_FN void hpmli_node_again(const hpml_graph *g, const hpmli_list *p, hpml_node *n)
 {
     n->saved = n->state->saved[1];
@@ -5653,7 +5653,7 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
    device replays a piece as a whole, and then the hooks of the piece's gradients are called. Few pieces cost few
    launches; many let communication begin early. */
 #define HPMLI_PIECES_OF_PASS 8
-/* Points the tensors of the entries from .. to - 1 of part p that run again to their second lives. */
+/* Points the tensors that entries from .. to - 1 of part p compute again or swap in to their second lives (>>list). */
 HPMLI_FN void hpmli_entries_point(hpml_graph *g, const hpmli_list *p, int64_t from, int64_t to)
 {
     for (const hpmli_entry *e = p->entries + from; e < p->entries + to; e++)
@@ -5675,7 +5675,7 @@ HPMLI_FN hpml_status hpmli_node_swap(hpml_graph *g, const hpml_node *n, bool in)
     return in ? b->write(g->ctx->device, n->saved, copy, saved) : b->read(g->ctx->device, copy, n->saved, saved);
 }
 
-/* Runs the entries pass->from .. pass->to - 1 of a pass, counted from the first entry of the pass. */
+/* Runs entries from .. to - 1 of `pass`, counted from its first; an entry runs a node or swaps its result. */
 HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
     const hpmli_list *p      = hpmli_part_now(g);
@@ -5717,7 +5717,7 @@ HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, cons
     return status;
 }
 
-/* Zeroes the inputs of a rank without samples, and points what runs again in the backward pass to its first life. */
+/* Zeroes the inputs if the rank has no samples; points results that get a second place in backward to their first. */
 HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_list *p)
 {
     for (int i = 0; i < p->input_count && g->idle; i++)
@@ -6603,8 +6603,8 @@ HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, HP
          hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
          hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
-/* Prepares the source *x of a layer whose outputs or inputs, dimension dim of *x, may be split: makes *split NONE in a
-   group of one rank, checks how *x is split, and makes *x a copy for OUT. False: an error. */
+/* Prepares the source *x of a layer split by outputs (OUT) or by inputs (IN: dimension dim of *x): makes *split NONE if
+   TENSOR has one rank, checks how *x is split, records hpml_group_copy of *x for OUT. False: an error. */
 HPMLI_FN bool hpmli_layer_split(const char *op, const char *name, hpml_tensor **x, int dim, hpml_split *split,
                                 int32_t sections)
 {
@@ -7228,7 +7228,7 @@ HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr 
     return true;
 }
 
-/* Creates weight and bias of a convolution: src[1] and src[2] (NULL without). False: an error. */
+/* Creates weight (src[1]) and bias (src[2]; NULL: no bias) of a convolution; src[0]: x. False: an error. */
 HPMLI_FN bool hpmli_conv_params(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a,
                                 const hpml_conv2d_desc *d, hpml_tensor **src)
 {
@@ -7243,7 +7243,7 @@ HPMLI_FN bool hpmli_conv_params(hpml_tensor *x, const char *name, int64_t out, c
     return !hpmli_failed(x->ctx);
 }
 
-/* Records the end of a convolution that is split by its inputs; a bias is repeated over the pixels of y. */
+/* Ends a convolution that is split by input channels: sums y over the ranks, adds the bias at each pixel, then act. */
 HPMLI_FN hpml_tensor *hpmli_conv_sum(hpml_tensor *y, hpml_tensor *bias, hpml_act act)
 {
     if (!y || !bias || y->layout == HPML_NHWC) return hpmli_layer_sum(y, bias, act);
@@ -9042,10 +9042,10 @@ HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, b
 // ---------------------------------------------------------------------------------------------------------------------
 // >>groups   ops that communicate in a group: copy, sum, split, gather
 // ---------------------------------------------------------------------------------------------------------------------
-/* The ops transfer arrays between ranks, and so do their backward passes: Megatron's conjugate pairs (Shoeybi et al.
-   2019), copy and sum, split and gather, where all ranks have one loss (TENSOR). Where each rank has its own (DATA,
-   SEQUENCE, EXPERT), an element that several ranks use gets the sum of their gradients, and one that other ranks have
-   too gets none of theirs, because gradients of whole parameters are added up over these ranks afterwards. */
+/* The ops transfer arrays between ranks, and so do their backward passes. Where all ranks have one loss (TENSOR), these
+   are Megatron's conjugate pairs (Shoeybi et al. 2019): copy and sum, split and gather. Where each rank has a loss of
+   its own (DATA, SEQUENCE, EXPERT), the backward passes of sum and gather add up the ranks' gradients; those of copy
+   and split do not, because gradients of whole parameters are added up over these ranks afterwards. */
 typedef enum hpmli_transfer {
     HPMLI_TRANSFER_KEEP,    /* the array itself */
     HPMLI_TRANSFER_ADD_UP,  /* the sum of the ranks' arrays */
@@ -9072,7 +9072,7 @@ typedef struct hpmli_group_op {
     hpmli_cut         cut; /* the part in the whole */
 } hpmli_group_op;
 
-/* Transfers `from` to `to`, which may be equal for KEEP and ADD_UP. n: elements of a part; work: memory for a whole. */
+/* Runs transfer `kind`; KEEP and ADD_UP allow to == from. n: elements of a rank's part; work: scratch for a whole. */
 HPMLI_FN hpml_status hpmli_transfer_run(const hpmli_group_op *o, hpmli_transfer kind, float *from, float *to,
                                         int64_t n, float *work)
 {
@@ -9113,7 +9113,7 @@ HPMLI_FN hpml_status hpmli_group_back(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* True if the op of this kind is to be recorded: x may be read, and the axis has more than one rank. */
+/* True if a group op is to be recorded, because `axis` has several ranks; false also after an error. */
 HPMLI_FN bool hpmli_group_ready(int kind, hpml_tensor *x, hpml_axis axis, int dim)
 {
     if (!hpmli_recordable(1, &x)) return false;
@@ -9124,7 +9124,7 @@ HPMLI_FN bool hpmli_group_ready(int kind, hpml_tensor *x, hpml_axis axis, int di
     return hpml_ctx_group(x->ctx, axis)->size > 1;
 }
 
-/* Records a node that a serial program has not. */
+/* Records the node of a transfer over the ranks of an axis (hpmli_group_kinds); a group of one rank needs none. */
 HPMLI_FN hpml_tensor *hpmli_group_record(int kind, hpml_tensor *x, hpml_axis axis, int dim)
 {
     const hpmli_group_kind *k    = &hpmli_group_kinds[kind];
@@ -10101,7 +10101,7 @@ HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
     return !hpmli_failed(t->ctx);
 }
 
-/* Returns the floats that this rank keeps of one array of the trained parameters that a shard of `level` cuts. */
+/* Returns how many floats this rank keeps of an array of all trained parameters that shards of `level` or more cut. */
 HPMLI_FN int64_t hpmli_trainer_kept(const hpml_trainer *t, int level)
 {
     return (int64_t)(hpmli_graph_kept(t->graph, level) / sizeof(float));
@@ -10275,7 +10275,7 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
 /* A trainer plans first and takes its memory once: at its creation or, after hpml_ctx_defer, when it is needed. Between
    the two, hpml_trainer_keep cuts parameters: this rank then keeps a range of the floats of states, gradient or values,
    and t->updates has the addresses of that range. */
-/* Sets t->place from the parameters that the graph trains. False: no memory. */
+/* Sets t->place[i] to where parameter i begins in the trainer's arrays; -1: it is not trained. False: no memory. */
 HPMLI_FN bool hpmli_trainer_places(hpml_trainer *t)
 {
     const hpml_graph *g  = t->graph;
@@ -10321,7 +10321,7 @@ HPMLI_FN int64_t hpmli_update_count(const hpml_tensor *p)
     return p->param->shard > 0 ? p->param->keep_count : hpml_tensor_count(p);
 }
 
-/* Sets what every step of parameter i shares. at, gradient_at: where the arrays of state, of gradients have it. */
+/* Sets the fields that all updates of parameter i share. at, gradient_at: its first float in state, in gradients. */
 HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i, int64_t at, int64_t gradient_at)
 {
     hpml_tensor *p = t->ctx->params[i];
@@ -10804,8 +10804,8 @@ HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>half-steps   the passes of a step: whole, or in halves for a hook
 // ---------------------------------------------------------------------------------------------------------------------
-/* Passes go on samples [first, first + samples) of the batch: without parts these are some rows of the inputs, to which
-   hpmli_inputs_offset moves them; with parts they are copied from the host to the inputs of a slot. */
+/* Begins a pass on samples [first, first + samples) of the batch. In a graph without parts hpmli_inputs_offset moves
+   the inputs to these rows; with parts the samples are copied from the host to the inputs of a slot. */
 HPMLI_FN hpml_status hpmli_pass_begin(hpml_trainer *t, int64_t first, int64_t samples)
 {
     hpml_graph *g    = t->graph;
@@ -10845,10 +10845,10 @@ HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, b
     return hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
 }
 
-/* True if a hook `pass` runs the passes; a graph with parts needs one. */
+/* True if a hook `pass` runs the forward and backward passes, as one must if the graph is cut into parts. */
 HPMLI_FN bool hpmli_has_pass(const hpml_trainer *t) { return t->graph->any.pass || t->graph->cut; }
 
-/* Calls the hook `pass`. */
+/* Makes the hook `pass` compute samples [first, first + samples) and their mean *loss; without such a hook an error. */
 HPMLI_FN hpml_status hpmli_pass_call(hpml_trainer *t, hpml_pass_kind kind, int64_t first, int64_t samples,
                                      float grad_scale, bool accumulate, float *loss)
 {
@@ -10909,7 +10909,7 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
     return status;
 }
 
-/* Copies samples from number `first` of the batch on to `input`, if the current slot reads it. */
+/* Copies samples [first, first + samples) of the batch to `input`, if the current part of the graph reads it. */
 HPMLI_FN void hpmli_slot_write(hpml_trainer *t, hpml_tensor *input, const void *batch, int64_t first, int64_t samples)
 {
     const hpmli_list *p = hpmli_part_now(t->graph);
@@ -10920,7 +10920,7 @@ HPMLI_FN void hpmli_slot_write(hpml_trainer *t, hpml_tensor *input, const void *
                                 samples);
 }
 
-/* Makes the slot current; the step's scalars are in the memory of its loss. */
+/* Makes `slot` current and points t->device_scalars to the slot's loss, because the step's scalars are there. */
 HPMLI_FN hpml_status hpmli_slot_begin(hpml_trainer *t, int slot)
 {
     if (hpml_trainer_alloc(t) != HPML_OK) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
@@ -10929,7 +10929,7 @@ HPMLI_FN hpml_status hpmli_slot_begin(hpml_trainer *t, int slot)
     return status;
 }
 
-/* After a forward pass: reads the loss and counts hits, or copies the output to t->batch_out, if this part has it. */
+/* After a forward pass: reads loss and hits or, in an evaluation, the output to t->batch_out, if this part has them. */
 HPMLI_FN void hpmli_slot_results(hpml_trainer *t, int64_t first, int64_t samples, float *loss)
 {
     hpml_graph       *g   = t->graph;
@@ -11221,8 +11221,8 @@ HPMLI_FN void hpmli_step_fill_info(hpml_trainer *t, const hpmli_step *s, hpml_st
     info->seconds   = hpml_now() - s->start;
 }
 
-/* Takes the trainer's memory. False: no memory, or this rank keeps parts of arrays that a shard of `level` cuts, and no
-   hooks join them to those of other ranks. */
+/* Takes the trainer's memory. False, with an error: no memory, or this rank keeps only parts of the arrays that are cut
+   by a shard (ZeRO) of `level` or more, and no hooks gather the parts of other ranks. */
 HPMLI_FN bool hpmli_trainer_joined(hpml_trainer *t, const char *call, int level)
 {
     if (hpml_trainer_alloc(t) != HPML_OK) return false;
@@ -11470,8 +11470,8 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
     return t->ctx->status;
 }
 
-/* Copies n numbers of the output y, whole, to `out`: from all ranks if a dimension is split. given: this rank's numbers
-   on the host; NULL: they are read from y. */
+/* Copies n numbers of the whole output y to `out`; if a dimension of y is split, gathers the parts of all ranks. given:
+   this rank's numbers in host memory; NULL: reads them from y. */
 HPMLI_FN void hpmli_read_whole(hpml_trainer *t, const hpml_tensor *y, const float *given, int64_t n, float *out)
 {
     int d = y->ndim - 1;
@@ -13521,8 +13521,8 @@ HPMLI_FN hpml_status hpmli_groups_agree(hpml_ctx *ctx, const char *what)
     return ctx->status;
 }
 
-/* Returns whether only the floats keep_first .. of the array `which` of p are valid on this rank: those that it keeps,
-   and of a gradient those that it steps. */
+/* Returns whether only the floats of p's array `which` from keep_first on, keep_count of them, are valid on this rank:
+   the part of the array that it keeps, or the part of the gradient with which it steps. */
 HPMLI_FN bool hpmli_array_is_shard(const hpml_tensor *p, hpml_array which)
 {
     return p->param->shard >= (which == HPML_ARRAY_VALUES ? 3 : 1);
@@ -13621,7 +13621,7 @@ HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array
 // ---------------------------------------------------------------------------------------------------------------------
 // >>checkpoint   parameters and whole trainings in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
-/* One array of a file: `which` of a parameter, or values on the device, of a named state. */
+/* One array of a file: array `which` of parameter `param`, or the values, on the device, of a named state. */
 typedef struct hpmli_array {
     const hpml_tensor *param; /* NULL: a named state */
     hpml_array         which;
@@ -13629,9 +13629,9 @@ typedef struct hpmli_array {
     float             *values;
 } hpmli_array;
 
-/* Named arrays, to save to a file or load from one. Loading checks all before it changes the first. Ranks whose groups
-   have parts of parameters save together: each calls hpmli_array_read for each parameter's array in the same order,
-   also after an error, and the rank that is first in all groups writes. */
+/* Named arrays that are saved to a file or loaded from one. Loading checks every array before it changes any. If
+   parameters are split over ranks, all ranks save together: each reads the same arrays in the same order by
+   hpmli_array_read, also after an error, because this is collective; the rank that is first in all groups writes. */
 typedef struct hpmli_arrays {
     hpml_ctx        *ctx;
     hpml_trainer    *trainer; /* NULL: parameters only */
@@ -13660,8 +13660,8 @@ HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const
     return name;
 }
 
-/* Adds the array `which` of each parameter that has one: the values, or the optimizer's states by the name
-   "opt.<state>.<parameter>". */
+/* Adds to the list *a the array `which` of each parameter that has one: the values, or a state of the optimizer, which
+   is named "opt.<state>.<parameter>". */
 HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which)
 {
     const int k     = (int)which - HPML_ARRAY_STATE;
@@ -13720,7 +13720,7 @@ HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, hpml_dtype dtype, 
     return true;
 }
 
-/* Reads array i of the list to host memory, whole. */
+/* Reads array i of `list`, an hpmli_arrays, whole to `host`; collective if split, because ranks join its parts. */
 HPMLI_FN void hpmli_array_read(void *list, int i, float *host)
 {
     hpmli_arrays *a = (hpmli_arrays *)list;

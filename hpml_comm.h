@@ -1100,10 +1100,10 @@ typedef struct hpml_step_row {
    Collective, with the same capacity. Returns the number of rows, the same rows on all ranks; -1: an error, on the
    context. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity);
-/* As snprintf; the last line names the slowest rank. */
+/* Writes the rows and their mean as a table, then a line that names the slowest rank. Returns as snprintf. */
 HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size);
-/* Returns the rank that computed longest in these rows, for which the others waited if steps are synchronous, and in
-   *times (may be NULL) how many times as long as the others on average; 0: no other computed. -1: there are no rows. */
+/* Returns the rank that computed longest in these rows, for which the others waited if steps are synchronous; -1: no
+   rows. *times (may be NULL): its computing time divided by the mean of the other ranks; 0: no other rank computed. */
 HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *times);
 
 /* A checkpoint of the whole job, the residuals of all ranks and, with `delayed`, the gradients not yet applied
@@ -4484,8 +4484,8 @@ HPMLC_FN void hpmlc_start_error(hpmlc_start *s, int rank, const char *text)
     snprintf(s->error + n, sizeof s->error - (size_t)n, "%s", text);
 }
 
-/* Returns whether the plan of desc d, or HPML_PLAN, has to be given to hpml_comm_set_plan: HPML_PLAN also where it is
-   wrong, which that function reports. */
+/* Returns whether hpml_comm_set_plan must be called: if desc d has a plan, or HPML_PLAN splits the model, changes when
+   memory is taken, or is wrong, because that function reports the error. */
 HPMLC_FN bool hpmlc_launch_plans(const hpml_launch_desc *d)
 {
     const char *text = getenv("HPML_PLAN");
@@ -6919,8 +6919,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
       "strategies gossip and federated", 1) \
     X("history", history, I32, INT32_MAX, true, NULL, 1)
 
-/* RULE(a plan that is refused, the sentence: fields, reason, way out). A field further down in the list of fields may
-   satisfy a rule of NEEDS. The others refuse a plan whatever these fields are; hpml_plan_next leaves such plans out. */
+/* RULE(condition that refuses a plan, message: fields, reason, way out). A plan refused by NEEDS may become valid with
+   other values of later fields in the list; other rules refuse it in any case, so hpml_plan_next skips it. */
 #define HPMLC_PLAN_NEEDS(RULE) \
     RULE(hpmlc_plan_serves(p) && p->servers == 0, "the strategy has no servers; set servers to 1 or more, or take " \
          "strategy sync") \
@@ -7061,7 +7061,7 @@ HPMLC_FN bool hpmlc_plan_steps_ranges(const hpml_plan *p)
     return hpmlc_plan_serves(p) && p->strategy != HPML_STRATEGY_FEDERATED;
 }
 
-/* Returns how many ranks of the plan have one copy of the model and of its samples, at most 1e15. */
+/* Returns how many ranks share one copy of the model and its samples: pipe * tensor * sequence, at most 1e15. */
 HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
 {
     const int32_t axes[] = { p->pipe, p->tensor, p->sequence };
@@ -7073,7 +7073,7 @@ HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
 /* Returns whether the ranks of the plan have parts of the model. */
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p) { return hpmlc_plan_replica(p) > 1 || p->expert > 1; }
 
-/* Returns whether the plan changes the memory of a trainer, which therefore takes it late. */
+/* Returns whether the plan changes how much memory a trainer needs, so that it is taken late (see hpml_ctx_defer). */
 HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p)
 {
     return p->shard > 0 || p->pipe > 1 || p->recompute || p->memory > 0;
@@ -7088,14 +7088,14 @@ HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
 /* Returns whether the micro-batches of several steps are in flight at the same time. */
 HPMLC_FN bool hpmlc_plan_flows(const hpml_plan *p) { return p->pipe > 1 && hpmlc_pipe_stashes(p->schedule); }
 
-/* Returns whether a rank has parts of parameters, or of what is kept for them. */
+/* Returns whether a rank keeps only parts of the parameters, or of their gradients or optimizer state. */
 HPMLC_FN bool hpmlc_plan_cuts(const hpml_plan *p) { return hpmlc_plan_splits(p) || p->shard > 0; }
 
-/* Returns whether there are parameters whose gradients are added up over fewer ranks than those of whole ones. */
+/* Returns whether gradients of split parameters are added up over fewer ranks than gradients of whole parameters. */
 HPMLC_FN bool hpmlc_plan_shares_loss(const hpml_plan *p) { return p->sequence > 1 || p->expert > 1; }
 
-/* Returns into how many shares the ranks divide a batch. Ranks with the same share have parts of one model; servers,
-   the last ranks, have none. */
+/* Returns into how many shares the ranks divide a batch. Ranks that compute the same share hold parts of one model;
+   servers, which are the last ranks, compute no share. */
 HPMLC_FN int hpmlc_plan_workers(const hpml_plan *p, int ranks)
 {
     int64_t workers = p->servers > 0 && p->servers < ranks ? ranks - p->servers : ranks;
@@ -7135,7 +7135,7 @@ HPML_API const char *hpml_route_name(hpml_route route)
     return (unsigned)route < HPML_ROUTE_COUNT ? names[route] : NULL;
 }
 
-/* Returns whether shards may be tried with the fields that stand before `shard`. */
+/* Returns whether a search may try shard > 0 with the values of the plan's other fields. */
 HPMLC_FN bool hpmlc_plan_may_shard(const hpml_plan *p)
 {
     return p->strategy == HPML_STRATEGY_SYNC && !p->exact && !p->delayed && p->route == HPML_ROUTE_ALLREDUCE &&
@@ -7453,7 +7453,7 @@ HPMLC_FN hpml_status hpmlc_field_check(const hpml_plan *plan, const hpmlc_field 
                         field->name);
 }
 
-/* Checks that the axes of the plan and its servers make `ranks` ranks. An error goes to `to`. */
+/* Checks that the plan's axes, multiplied, and its servers fit `ranks` ranks. The text of an error goes to `to`. */
 HPMLC_FN hpml_status hpmlc_axes_check(const hpml_plan *p, int ranks, const hpmlc_text *to)
 {
     const int32_t    size[HPML_AXES] = { p->data, p->pipe, p->tensor, p->sequence, p->expert };
@@ -7699,7 +7699,7 @@ HPMLC_FN int hpmlc_rank(const hpml_distributed *d) { return d->c->origin[d->c->r
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
 
-/* Returns how many running statistics of a batchnorm parameter p has on this rank; 0: none, or another stage's. */
+/* Returns the floats of p on this rank if p is a running statistic of batchnorm; 0: it is not, or not on this stage. */
 HPMLC_FN int64_t hpmlc_buffer_floats(const hpml_distributed *d, const hpml_tensor *p)
 {
     const hpml_mesh *m    = hpml_comm_mesh(d->all);
@@ -7713,7 +7713,7 @@ HPMLC_FN hpml_comm *hpmlc_ranks_of_axis(const hpml_distributed *d, hpml_axis axi
     return d->all->mesh ? d->all->mesh->rest[axis] : d->c;
 }
 
-/* Returns the ranks over which the gradient of parameter p is added up: those that have the same numbers of it. */
+/* Returns the ranks over which the gradient of parameter p is added up: those that have the same part of p. */
 HPMLC_FN hpml_comm *hpmlc_ranks_of(const hpml_distributed *d, const hpml_tensor *p)
 {
     return hpmlc_ranks_of_axis(d, p->param->axis);
@@ -7746,8 +7746,8 @@ HPMLC_FN float hpmlc_rescale(const hpml_distributed *d, double samples, double f
     return d->plan.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
 }
 
-/* Divides gradients of parts that are split over sequence or expert, means over fewer ranks than d->c has, to be parts
-   of the mean over d->c, because each rank's loss counts 1 / d->c->size in the loss that is trained. */
+/* Scales the gradients of parts of parameters that are split over SEQUENCE or EXPERT, which are means over fewer ranks
+   than d->c has, by the share of these ranks, because each rank's loss counts 1 / d->c->size in the trained loss. */
 HPMLC_FN void hpmlc_parts_scale(const hpml_distributed *d)
 {
     for (int i = 0; i < d->buckets.count; i++) {
@@ -7845,9 +7845,9 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
     return hpmlc_task_start(d, &b->task, b->now->c, hpmlc_exchange_on, b->now);
 }
 
-/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set), one
-   or more for each set of ranks, and calls `open` for each. open NULL: before the trainer has memory. gradients: array
-   of layout.span floats where the exchanges find them. False: an error. */
+/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set),
+   none with gradients of different sets of ranks, and calls `open` for each; open NULL: only cuts, because the trainer
+   has no memory yet. gradients: the array of layout.span floats that is exchanged. False: an error. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
 {
@@ -7927,8 +7927,8 @@ HPMLC_FN bool hpmlc_buckets_count(hpml_distributed *d, int param)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>distribute-step   data parallelism: a step, its statistics, the trainer's hooks
 // ---------------------------------------------------------------------------------------------------------------------
-/* Samples, loss and the running statistics of batchnorm ("buffers") of all ranks are added up in one small sum behind
-   the last bucket. Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
+/* One small allreduce after the last bucket of gradients adds up samples, losses and running statistics of batchnorm
+   ("buffers"). Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
 
 /* Waits for all tasks of the step, even after an error, and returns one of their errors, else HPML_OK. */
 HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
@@ -7942,7 +7942,7 @@ HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
     return s != HPML_OK ? s : status;
 }
 
-/* Gets what this rank has sent along all axes but data, by layers. */
+/* Sets *out to the sum of this rank's counters on all axes of the mesh but data. */
 HPMLC_FN void hpmlc_axes_sent(const hpml_distributed *d, hpml_counters *out)
 {
     memset(out, 0, sizeof *out);
@@ -7954,7 +7954,7 @@ HPMLC_FN void hpmlc_axes_sent(const hpml_distributed *d, hpml_counters *out)
     }
 }
 
-/* Gets what this rank has sent, by all communicators of the mesh. */
+/* Sets *out to the sum of this rank's counters on all communicators of the mesh, each counted once. */
 HPMLC_FN void hpmlc_sent(const hpml_distributed *d, hpml_counters *out)
 {
     const hpmlc_mesh *mesh = d->all->mesh;
@@ -7973,8 +7973,8 @@ HPMLC_FN void hpmlc_sent(const hpml_distributed *d, hpml_counters *out)
     }
 }
 
-/* Returns the seconds in which ops of this rank have communicated along the axes of split layers. Unlike hpml_counters
-   does not wait for background work, of which these communicators have none. */
+/* Returns the seconds that ops of this rank have spent in communication along all axes but data. Unlike
+   hpml_comm_counters does not wait for background work, because these communicators have none. */
 HPMLC_FN double hpmlc_axes_seconds(const hpml_distributed *d)
 {
     const hpmlc_mesh *mesh = d->all->mesh;
@@ -8016,8 +8016,8 @@ HPMLC_FN double hpmlc_keepers(const hpml_distributed *d, const hpml_tensor *p)
     return q->shard > 0 ? ranks / hpmlc_ranks_of(d, p)->size : ranks;
 }
 
-/* Adds up sums of squares (params, each), of what each rank keeps of the parameters, over all ranks: the trainer's hook
-   `norms`. What several ranks keep is counted once. */
+/* The trainer's hook `norms`: adds up `sums` (params, each) over all ranks. A rank's sums of squares are of the part of
+   each parameter that it keeps; a part that several ranks keep is counted once. */
 HPMLC_FN hpml_status hpmlc_dist_norms(void *user, hpml_trainer *t HPMLC_UNUSED, double *sums, int64_t each)
 {
     hpml_distributed *d = (hpml_distributed *)user;
@@ -8203,8 +8203,8 @@ HPMLC_FN bool hpmlc_goes_on(const hpml_distributed *d)
     return d->c->survive && (d->plan.strategy == HPML_STRATEGY_GOSSIP || hpmlc_plan_serves(&d->plan));
 }
 
-/* Adds up n floats x over all ranks. If the training goes on when ranks are lost, adds up over the ranks that are
-   there, by way of the first of them, *root. *there: how many ranks have added. */
+/* Adds up n floats x over all ranks. If the training goes on when ranks are lost, adds up over the ranks that are left,
+   through the first of these, *root. *there: how many ranks took part in the sum. */
 HPMLC_FN hpml_status hpmlc_sum_there(hpml_distributed *d, float *x, int64_t n, int *there, int *root)
 {
     hpml_comm   *c      = d->c;
@@ -8410,8 +8410,8 @@ HPMLC_FN void hpmlc_state_part(hpmlc_state *it, const hpml_exchange *x, float *d
     it->floats = floats;
 }
 
-/* Lists for checkpoints an array of `count` floats that every rank has whole, at `data` on the host (NULL: but this
-   rank). NULL: an error. */
+/* Lists for checkpoints an array of `count` floats that every rank has whole, at `data` in host memory; data NULL: this
+   rank does not have it. Returns the array's entry in the list; NULL: an error. */
 HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, const char *tensor, float *data,
                                        int64_t count)
 {
@@ -8455,8 +8455,8 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     }
 }
 
-/* Returns whether another stage of the pipeline trains parameter p. All ranks list the same arrays for checkpoints, a
-   rank without p with no floats of them. */
+/* Returns whether another stage of the pipeline trains parameter p. Such arrays are listed for checkpoints too, with no
+   floats on this rank, because the lists of all ranks must be the same. */
 HPMLC_FN bool hpmlc_is_elsewhere(const hpml_distributed *d, const hpml_tensor *p)
 {
     const hpml_mesh *m = hpml_comm_mesh(d->all);
@@ -8464,13 +8464,13 @@ HPMLC_FN bool hpmlc_is_elsewhere(const hpml_distributed *d, const hpml_tensor *p
     return p->param->stage >= 0 && p->param->stage != m->at[HPML_AXIS_PIPE];
 }
 
-/* Returns where `array`, laid out as the trainer's gradients, has what belongs to p; NULL: another rank trains p. */
+/* Returns where the floats of p begin in `array`, laid out as the trainer's gradients; NULL: another rank trains p. */
 HPMLC_FN float *hpmlc_state_place(const hpml_distributed *d, float *array, const hpml_tensor *p)
 {
     return p->grad ? array + hpmlc_gradient_at(d, p) : NULL;
 }
 
-/* Lists what hpmlc_item_state does on the ranks that train p. */
+/* Lists, for a rank that does not train p, the arrays that hpmlc_item_state lists on ranks that do, without floats. */
 HPMLC_FN void hpmlc_elsewhere_state(hpmlc_states *list, hpml_tensor *p)
 {
     const hpml_distributed *d = list->d;
@@ -8670,7 +8670,7 @@ HPMLC_FN void hpmlc_shard_range(const hpml_distributed *d, int param, int rank, 
     *end   = hpmlc_min(hpmlc_max(to, 0), n);
 }
 
-/* Returns the bucket of source number s of op n; -1: none. */
+/* Returns the bucket of the parameter that op n reads as source number s; -1: this source is in no bucket. */
 HPMLC_FN int hpmlc_bucket_read(const hpml_distributed *d, const hpml_node *n, int s)
 {
     const hpml_tensor *p = n->src[s];
@@ -8728,7 +8728,7 @@ HPMLC_FN int hpmlc_shard_incomplete(hpml_distributed *d, bool *open, int *left)
     return most;
 }
 
-/* Reserves, before the trainer takes its memory, `count` slots for whole values or gradients. */
+/* Reserves `count` slots, each for the whole values or gradients of a bucket, before the trainer takes its memory. */
 HPMLC_FN bool hpmlc_slots_reserve(hpml_distributed *d, hpmlc_slots *slots, hpml_array which, int count)
 {
     const int64_t floats = count * hpmlc_sharding_of(d)->largest;
@@ -8759,7 +8759,7 @@ HPMLC_FN bool hpmlc_shard_prepare(hpml_distributed *d)
     return d->plan.shard < 3 || hpmlc_slots_reserve(d, &s->values, HPML_ARRAY_VALUES, most);
 }
 
-/* Cuts the buckets and makes the trainer keep this rank's block of each, before it takes memory. False: an error. */
+/* Cuts gradients into buckets; makes the trainer plan memory for this rank's block of each only. False: an error. */
 HPMLC_FN bool hpmlc_shard_keep(hpml_distributed *d)
 {
     int64_t first, end;
@@ -8795,7 +8795,7 @@ HPMLC_FN hpml_status hpmlc_shard_gather(hpml_comm *c, void *user)
     return status;
 }
 
-/* Moves the seconds since `start`, of waiting within a pass, from computing to waiting. */
+/* Moves the seconds since `start`, in which a pass has waited, from the report's compute_s to exposed_s. */
 HPMLC_FN void hpmlc_shard_waited(hpml_distributed *d, double start)
 {
     const double seconds = hpml_comm_now(d->c) - start;
@@ -8831,7 +8831,7 @@ HPMLC_FN bool hpmlc_shard_open(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>shard-slots   whole values and gradients of a few buckets at a time; a step
 // ---------------------------------------------------------------------------------------------------------------------
-/* Points values, or gradients, of the parameters of bucket number b into a slot at `data`; NULL: away. */
+/* Sets the addresses of values, or gradients, of bucket b's parameters: into the slot at `data`, or all to NULL. */
 HPMLC_FN void hpmlc_slot_point(hpml_distributed *d, int b, hpml_array which, float *data)
 {
     for (int i = 0; i < d->layout.params; i++) {
@@ -8881,7 +8881,7 @@ HPMLC_FN hpmlc_slot *hpmlc_shard_fetch(hpml_distributed *d, int b, hpml_status *
     return slot;
 }
 
-/* Frees all slots of values. */
+/* Frees all slots of values, after waiting for the allgathers that fill them. */
 HPMLC_FN hpml_status hpmlc_shard_forget(hpml_distributed *d)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -8955,8 +8955,8 @@ HPMLC_FN hpml_status hpmlc_shard_gradients(hpml_distributed *d, int b, const hpm
     return status;
 }
 
-/* Before an op reads a parameter: whole values and, in the backward pass, memory for the whole gradient: the trainer's
-   hook `need`. */
+/* The trainer's hook `need`, before an op reads a parameter: with shard 3 gathers the whole values, and in the backward
+   pass provides memory for the whole gradient. */
 HPMLC_FN hpml_status hpmlc_shard_need(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
 {
     hpml_distributed *d      = (hpml_distributed *)user;
@@ -9016,7 +9016,7 @@ HPMLC_FN hpml_status hpmlc_shard_update(hpml_distributed *d)
     return status;
 }
 
-/* Waits for what is under way, and takes the whole values away from the parameters. */
+/* Waits for collectives in flight and frees the slots: parameters no longer point to whole values. */
 HPMLC_FN void hpmlc_shard_close(hpml_distributed *d)
 {
     if (d->own) hpmlc_shard_empty(d);
@@ -9198,7 +9198,7 @@ HPMLC_FN hpml_status hpmlc_factors_gradient(hpml_distributed *d, int param)
     return d->plan.no_overlap ? HPML_OK : hpmlc_factor_start(it);
 }
 
-/* Runs hpmlc_dist_pass without computing the gradients of layers that send factors. */
+/* Runs hpmlc_dist_pass without the weight gradients of layers that send factors (input, output gradient) instead. */
 HPMLC_FN hpml_status hpmlc_factors_pass(hpml_distributed *d, int64_t samples, float *loss)
 {
     hpmlc_factors *f = d->factors;
@@ -10385,7 +10385,7 @@ HPMLC_FN void hpmlc_ranges_copy(const hpml_distributed *d, hpml_array which, boo
     }
 }
 
-/* Returns the rows of both factors of a layer, in a full batch of a rank. */
+/* Returns how many rows each factor of a layer's weight gradient (dz^T x) has for a full batch of one rank. */
 HPMLC_FN int64_t hpmlc_factor_rows(const hpml_distributed *d, const hpmlc_piece *p)
 {
     return d->layout.batch * p->layer->rows;
@@ -10562,7 +10562,7 @@ HPMLC_FN void hpmlc_servers_close(hpml_distributed *d) { hpml_ctx_release(d->ctx
    rows that a batch touches, whatever the length of the table (Li et al. 2014; the third engine of Zou et al. 2014,
    "Mariana"). Other rows of a worker's table are old until hpml_distribute_finish. */
 
-/* Returns `status` of a message to or from a server; an error that names the server if that is lost. */
+/* Returns `status`, that of a message to or from `server`; if this server is lost, also sets an error that names it. */
 HPMLC_FN hpml_status hpmlc_server_lost(hpml_distributed *d, int server, hpml_status status)
 {
     if (status != HPML_ERR_PEER || hpml_ctx_status(d->ctx) != HPML_OK) return status;
@@ -10585,8 +10585,8 @@ HPMLC_FN hpml_status hpmlc_messages_wait(hpml_distributed *d, const hpml_message
     return status == HPML_OK ? HPML_OK : hpmlc_server_lost(d, lost, status);
 }
 
-/* Packs for each server the rows of all tables' gradients that are its own: of each table their indices, then their
-   floats. Returns 0, or NaN if a number is not finite or there is no memory. */
+/* Packs for each server the rows of the sparse tables' gradients that this server holds: for each table the numbers of
+   the rows, then their floats. Returns 0, or NaN if a float is not finite or there is no memory. */
 HPMLC_FN float hpmlc_rows_pack(hpml_distributed *d)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -10679,7 +10679,7 @@ HPMLC_FN void hpmlc_rows_scale(hpml_distributed *d, float divisor, float scale)
     }
 }
 
-/* Server: steps the rows of the tables that do not lie among floats [first, end) of the arrays, which have stepped. */
+/* Server: steps the sparse tables, except those in floats [first, end), because that range has stepped already. */
 HPMLC_FN hpml_status hpmlc_rows_step(hpml_distributed *d, int64_t first, int64_t end)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -10693,7 +10693,7 @@ HPMLC_FN hpml_status hpmlc_rows_step(hpml_distributed *d, int64_t first, int64_t
     return status;
 }
 
-/* Server: answers a request for rows. */
+/* Server: answers a worker's request for rows of a sparse table. */
 HPMLC_FN hpml_status hpmlc_rows_answer(hpml_distributed *d, int worker)
 {
     const hpmlc_request *r     = &hpmlc_servers_of(d)->client[worker].request;
@@ -10766,8 +10766,8 @@ HPMLC_FN hpml_status hpmlc_rows_need(void *user, hpml_trainer *t HPMLC_UNUSED, c
 // ---------------------------------------------------------------------------------------------------------------------
 // >>servers-step   parameter servers: a worker asks, a server answers
 // ---------------------------------------------------------------------------------------------------------------------
-/* Packs for a server's rows of a weight the columns of dz of these rows, then the columns of x of the rows' floats, to
-   `to`. Returns 0, or NaN if a number is not finite. */
+/* Packs to `to` the factors of the gradient dz^T x of a server's piece of a weight: the columns of dz for the piece's
+   rows, then the columns of x for its columns. Returns 0, or NaN if a number is not finite. */
 HPMLC_FN float hpmlc_factor_pack(const hpml_distributed *d, const hpmlc_piece *p, float *to)
 {
     const int64_t k = hpmlc_factor_rows(d, p), m = p->layer->m, n = p->layer->n;
@@ -10796,8 +10796,8 @@ HPMLC_FN void hpmlc_piece_add(hpml_distributed *d, const hpmlc_piece *p, float *
 
 #define HPMLC_EXACT_ONE 1099511627776.0 /* of exact sums on servers: 2^40 stands for 1 */
 
-/* Moves own->gradient, of worker `worker`, to the exact sum of the round: multiples of 2^-40, as integers, which add up
-   to the same sum in any order. */
+/* Adds own->gradient, of worker `worker`, to the round's exact sum own->exact, and zeroes it. The sum is in integer
+   multiples of 2^-40, because integers add up to the same sum in any order. */
 HPMLC_FN hpml_status hpmlc_exact_move(hpml_distributed *d, int worker)
 {
     hpmlc_servers *own  = hpmlc_servers_of(d);
@@ -11030,7 +11030,7 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
 }
 
 
-/* A worker ends its training for the servers; a server serves until all workers have. */
+/* Worker: sends the servers that its training has ended. Server: answers requests until all workers have ended. */
 HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d)
 {
     const hpmlc_servers *own = hpmlc_servers_of(d);
@@ -11107,7 +11107,7 @@ HPMLC_FN hpml_status hpmlc_servers_send(hpml_distributed *d, int root, float *da
     return status;
 }
 
-/* Copies the rows of a sparse table that server s has, of an array of the trainer, to all ranks that are there. */
+/* Copies the rows that server s owns of a sparse table, in array `which`, to all ranks that are left. */
 HPMLC_FN hpml_status hpmlc_rows_share(hpml_distributed *d, hpml_array which, int param, int s)
 {
     const hpml_tensor *p     = hpmlc_param(d, param);
@@ -11581,7 +11581,7 @@ HPMLC_FN hpml_status hpmlc_hogwild_finish(hpml_distributed *d)
     return status == HPML_OK ? hpml_barrier(d->c) : status;
 }
 
-/* Before saving gets the shared values; after loading, when no rank steps yet, rank 0 shares those of the file. */
+/* Before saving, copies the shared values here; after loading, rank 0 shares the loaded ones before any rank steps. */
 HPMLC_FN bool hpmlc_hogwild_state(hpml_distributed *d, hpmlc_states *list)
 {
     if (list->is_saving) hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
@@ -11677,7 +11677,7 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
         if (hpml_trainer_place(t, i) >= 0 && hpml_param_rows(hpml_param_at(c->ctx, i), NULL)) out->sparse = true;
 }
 
-/* Sets the axes that the plan leaves 0 to those for which the model was recorded; an error where others differ. */
+/* Sets the axes that are 0 in the plan to the sizes for which the model was recorded; another size is an error. */
 HPMLC_FN bool hpmlc_dist_axes(hpml_comm *c, hpml_plan *plan)
 {
     int32_t *const axis[HPML_AXES] = { NULL, &plan->pipe, &plan->tensor, &plan->sequence, &plan->expert };
@@ -12212,8 +12212,8 @@ HPMLC_FN bool hpmlc_state_is_same(const hpmlc_state *it)
     return it->is_same && !hpmlc_state_is_part(it) && !(it->param && it->param->param->stage >= 0);
 }
 
-/* Returns whether this rank's floats of array `it` go to the file. Else those of another rank do, which are the same:
-   ranks of axis tensor have the same floats of what is not split, those of axis pipe of what is in all stages. */
+/* Returns whether the file gets array `it` from this rank. If not, another rank has the same floats: ranks of axis
+   tensor share arrays that are not split, ranks of axis pipe share arrays that all stages have. */
 HPMLC_FN bool hpmlc_state_counts(const hpml_distributed *d, const hpmlc_state *it)
 {
     const hpml_mesh *m    = hpml_comm_mesh(d->all);
@@ -12224,7 +12224,7 @@ HPMLC_FN bool hpmlc_state_counts(const hpml_distributed *d, const hpmlc_state *i
     return !it->is_same || hpmlc_ranks_of_axis(d, axis)->rank == 0;
 }
 
-/* Copies what this rank has of array `it` to `rows`, all copies of the array side by side: (copies.all, whole). */
+/* Copies this rank's floats of array `it` to `rows` (copies.all, whole), which has one row for each copy of `it`. */
 HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 {
     for (int64_t l = 0; l < it->copies.count; l++) {
@@ -12239,8 +12239,8 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
     }
 }
 
-/* Adds factor times `row`, the whole copy, to this rank's floats of copy l; set: replaces. row NULL: zeros. part:
-   (floats) scratch. */
+/* Adds to copy l of array `it` factor times this rank's floats of `row`, a whole copy from the file (NULL: zeros); set:
+   overwrites copy l instead. part: scratch memory for it->floats floats. */
 HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, float *row, float factor, bool set, float *part)
 {
     if (it->floats == 0) return;
@@ -12723,9 +12723,9 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
 // ---------------------------------------------------------------------------------------------------------------------
 // >>mesh   axes of ranks: their communicators, the groups of a context
 // ---------------------------------------------------------------------------------------------------------------------
-/* hpml.h knows axes as groups, tables of functions (hpml_group). Here each axis with several ranks gets a communicator,
-   and its group's functions are collectives on it, called by the thread of the rank while layers compute. Each axis has
-   a communicator of its own, so that its counters are those of its ops; data shares that of the replicas. */
+/* hpml.h knows each axis as a group, a table of functions (hpml_group). Here an axis with several ranks gets a
+   communicator, and its group's functions are collectives on it, called by the rank's thread while layers compute. The
+   communicators are separate, because each counts the ops of its axis; only data may share that of the replicas. */
 
 HPMLC_FN hpml_status hpmlc_axis_sum(void *user, float *x, int64_t n)
 {
@@ -12786,7 +12786,7 @@ HPMLC_FN hpml_status hpmlc_axis_bcast(void *user, float *x, int64_t n, int root)
     return hpml_broadcast(((const hpmlc_axis *)user)->c, x, (size_t)n * sizeof *x, root);
 }
 
-/* Gives the context the group of axis k, whose communicator is there. */
+/* Gives the context the group of this rank along axis k, which uses the existing communicator mesh->m.axis[k]. */
 HPMLC_FN hpml_status hpmlc_axis_open(hpmlc_mesh *mesh, int k)
 {
     hpmlc_axis *a = &mesh->axis[k];
@@ -12811,7 +12811,7 @@ HPMLC_FN hpml_status hpmlc_axis_open(hpmlc_mesh *mesh, int k)
 static const hpml_axis hpmlc_axis_order[HPML_AXES] = { HPML_AXIS_TENSOR, HPML_AXIS_SEQUENCE, HPML_AXIS_EXPERT,
                                                        HPML_AXIS_PIPE, HPML_AXIS_DATA };
 
-/* Sets sizes and places of the mesh from its plan. */
+/* Sets, from the mesh's plan, the size of each axis and the position of this rank on it. */
 HPMLC_FN void hpmlc_mesh_places(hpmlc_mesh *mesh)
 {
     hpml_mesh       *m = &mesh->m;
@@ -12942,7 +12942,7 @@ HPMLC_FN int hpmlc_pipe_chunks(const hpml_pipe_desc *d)
     return d->chunks > 0 ? d->chunks : 2;
 }
 
-/* Sets *work, and *n to how many tasks of this work the stage has done before; false: the stage has no further task. */
+/* Chooses the kind *work of the stage's next task, and its number *n among those of its kind; false: none is left. */
 HPMLC_FN bool hpmlc_pipe_rule(hpmlc_pipe_walk *w, hpml_pipe_work *work, int *n)
 {
     const bool splits = w->kind == HPML_PIPE_ZERO_BUBBLE;
@@ -12977,7 +12977,7 @@ HPMLC_FN void hpmlc_pipe_place(const hpmlc_pipe_walk *w, int n, hpml_pipe_task *
     if (t->work != HPML_PIPE_FORWARD) t->chunk = w->chunks - 1 - t->chunk;
 }
 
-/* Goes to the stage's next task, without its slot; false: there is none. */
+/* Sets *t, except t->slot, to the next task of the stage; false: no task is left. */
 HPMLC_FN bool hpmlc_pipe_go(hpmlc_pipe_walk *w, hpml_pipe_task *t)
 {
     int n = 0, delay = w->stages - 1;
@@ -13042,7 +13042,7 @@ HPMLC_FN void hpmlc_pipe_begin(hpmlc_pipe_walk *w, const hpml_pipe_desc *d, int 
     hpmlc_pipe_count(w);
 }
 
-/* Checks a desc; an error's text goes to `to`. */
+/* Checks the description of a pipeline; writes the reason of a refusal to `to`. */
 HPMLC_FN hpml_status hpmlc_pipe_check(const hpml_pipe_desc *d, const hpmlc_text *to)
 {
     const hpml_status wrong = HPML_ERR_ARGUMENT;
@@ -13269,7 +13269,7 @@ HPMLC_FN int hpmlc_piece_of(const hpmlc_pipeline *pl, const hpml_node *node)
     return -1;
 }
 
-/* Returns the bytes of an edge's values for `samples` samples. */
+/* Returns the bytes, for `samples` samples, of the tensor of edge e, which one piece of the model sends to another. */
 HPMLC_FN size_t hpmlc_edge_bytes(const hpmlc_edge *e, int64_t samples)
 {
     const hpml_tensor *t     = e->tensor;
@@ -13444,7 +13444,7 @@ HPMLC_FN hpml_status hpmlc_edge_receive(hpmlc_pipeline *pl, int slot, int i, boo
     return status;
 }
 
-/* The gradient of a tensor that later pieces read, but without a gradient, begins with zeros. */
+/* Sets the gradient of the tensor of edge i to zeros if no later piece sends a gradient of this tensor back. */
 HPMLC_FN void hpmlc_edge_clear(hpmlc_pipeline *pl, int slot, int i)
 {
     const hpmlc_edge *e = &pl->edge[i];
@@ -13553,7 +13553,7 @@ HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *p
     return status;
 }
 
-/* Executes one task; in an evaluation forward passes alone. */
+/* Executes a forward or backward pass of this stage, in an evaluation forward alone; an update does nothing here. */
 HPMLC_FN hpml_status hpmlc_task_run(hpmlc_pipeline *pl, hpmlc_pass *pass, const hpml_pipe_task *task)
 {
     const bool  forward = task->work == HPML_PIPE_FORWARD;
@@ -13588,10 +13588,10 @@ HPMLC_FN hpml_status hpmlc_pass_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pipe-flow   pipelines without a flush: versions of the weights; the hooks of a pipeline
 // ---------------------------------------------------------------------------------------------------------------------
-/* With STASH and VERTICAL a call of hpml_trainer_step is the forward pass of one micro-batch, which is the whole batch
-   of the model, and the backward pass and update of the one p - 1 - r steps before it, on stage r. Each task has the
-   version of the weights that it must use: the newest one is in the trainer's arrays, older ones are copies, which ops
-   read because `data` of the parameters is their address meanwhile. */
+/* With STASH and VERTICAL a call of hpml_trainer_step runs on stage r the forward pass of one micro-batch, which is the
+   whole batch of the step, and then the backward pass and update of the micro-batch p - 1 - r steps before. Each task
+   needs a certain version of the weights: the newest is in the trainer's arrays, older ones are copies, to which `data`
+   of the parameters points while a task uses them. */
 
 /* Gives the parameters' tensors the values of a version; the optimizer steps the trainer's own arrays in any case. */
 HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
@@ -13607,8 +13607,8 @@ HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
     }
 }
 
-/* Keeps a copy of the newest weights, and steps them with the gradient of micro-batch `micro` as in the step of that
-   micro-batch. */
+/* Copies the newest weights to the stash, then steps them with the gradient of micro-batch `micro`, under the step
+   number that this micro-batch has. */
 HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
 {
     int64_t step = hpml_trainer_step_count(pl->t);
@@ -13829,7 +13829,7 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
                       hpml_param_at(d->ctx, pl->tied[0].param)->name), false;
 }
 
-/* Appends the schedule and its bubble by formula to the text of a report. */
+/* Appends to a report the schedule's name and its bubble, the idle share of the time by hpml_pipe_bubble. */
 HPMLC_FN void hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length)
 {
     hpmlc_append(to, length, ", %s", hpml_pipe_name(pl->desc.kind));
@@ -13890,7 +13890,7 @@ HPMLC_FN hpml_tensor *hpmlc_no_layer(hpml_ctx *ctx, const char *format, ...)
     return NULL;
 }
 
-/* Returns whether layers may be recorded behind x; false: x is NULL or its context has an error. */
+/* Returns whether a layer that reads x may be recorded; false: x is NULL or its context has an error. */
 HPMLC_FN bool hpmlc_recordable(const hpml_tensor *x) { return x && hpml_ctx_status(x->ctx) == HPML_OK; }
 
 /* Records the op d, of `count` sources, that reads a copy of the `bytes` bytes at `user`. The copy lives as long as the
@@ -13922,7 +13922,7 @@ HPMLC_FN hpml_tensor *hpmlc_layer_param(hpml_ctx *ctx, const char *layer, const 
     return hpml_param_create(ctx, &d);
 }
 
-/* Returns `given`, or a name of a layer made of `kind` and the number of parameters recorded before, in text. */
+/* Returns the name of a layer: `given` or, if NULL, `kind` and the number of earlier parameters, built in `text`. */
 HPMLC_FN const char *hpmlc_layer_name(hpml_ctx *ctx, const char *given, const char *kind, char text[32])
 {
     snprintf(text, 32, "%s%d", kind, hpml_param_count(ctx));
@@ -14027,7 +14027,7 @@ HPMLC_FN hpmlc_ring_part hpmlc_ring_part_of(const hpmlc_ring_pass *w, int64_t b,
     return p;
 }
 
-/* Returns how many keys of p query number `row` may attend to. */
+/* Returns how many of the keys in p query number `row` of p may attend to: all, or fewer because of the causal mask. */
 HPMLC_FN int64_t hpmlc_ring_visible(const hpmlc_ring_pass *w, const hpmlc_ring_part *p, int64_t row)
 {
     bool own = w->r->causal && w->from == w->r->group->rank;
@@ -14248,7 +14248,7 @@ HPMLC_FN hpml_status hpmlc_halo_exchange(hpml_node *n, float *image, bool backwa
     return status;
 }
 
-/* Returns the pixels of y that are the block, without its halo. */
+/* Returns the region of y that is this rank's own block of the image, without the halo around it. */
 HPMLC_FN hpmlc_strip hpmlc_halo_inside(const hpmlc_halo *k, const hpml_tensor *y)
 {
     hpmlc_strip s = { k->h, k->w, y->shape[2] - 2 * k->h, y->shape[3] - 2 * k->w };
@@ -14332,8 +14332,8 @@ HPML_API hpml_tensor *hpml_conv2d_rows(hpml_tensor *x, int64_t out, const hpml_c
     return y;
 }
 
-/* Locally connected layer behind a halo: y[p] = W_p patch_p + bias_p for each pixel p, with patches of C kernel^2
-   numbers. Sources: x with its halo, weight, bias. One matrix product over the batch for each pixel. */
+/* Locally connected layer, a convolution with other weights for each pixel p: y[p] = W_p patch_p + bias_p, with patches
+   of C kernel^2 numbers. Sources: x with its halo, weight, bias. One matrix product over the batch for each pixel. */
 typedef struct hpmlc_local { int64_t kernel, rows, cols; } hpmlc_local; /* rows, cols: blocks in this rank's image */
 typedef struct hpmlc_pixel { /* one pixel's arrays */
     int64_t B, K, out, y, x;
@@ -14560,7 +14560,7 @@ HPMLC_FN hpml_status hpmlc_experts_forward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* From gradients of an expert's results, in w->b, to those of its parameters and of its rows, in w->a. */
+/* Computes, from the gradients of an expert's results in w->b, those of its parameters and, in w->a, of its input. */
 HPMLC_FN hpml_status hpmlc_expert_backward(hpml_ctx *ctx, const hpml_node *n, const hpmlc_experts_arrays *w,
                                            int64_t block)
 {
@@ -14580,7 +14580,7 @@ HPMLC_FN hpml_status hpmlc_expert_backward(hpml_ctx *ctx, const hpml_node *n, co
     return hpml_sgemm(ctx, false, false, cap, D, H, 1, w->d_hid, H, w1, D, 0, w->a + block * cap * D, D);
 }
 
-/* Adds the gradients of the probabilities, from those of g, d_gate (top), of token t. */
+/* Adds to the gradients of the router's probabilities; d_gate (top): gradients of the gate weights of token t. */
 HPMLC_FN void hpmlc_experts_give_gate(const hpml_node *n, const hpmlc_experts_arrays *w, int64_t t, const float *d_gate)
 {
     const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
@@ -14659,7 +14659,7 @@ HPMLC_FN hpml_tensor *hpmlc_balance(hpml_tensor *p)
     return hpml_custom_op(&p, 1, &op);
 }
 
-/* Records the op behind x and the probabilities `p`, with its parameters. */
+/* Records the op that applies the experts to x, weighted by the probabilities `p`; creates the experts' parameters. */
 HPMLC_FN hpml_tensor *hpmlc_experts_op(hpml_tensor *x, hpml_tensor *p, const hpmlc_experts *k, const char *name)
 {
     const int64_t w1[3] = { k->experts, k->hidden, k->D }, w2[3] = { k->experts, k->D, k->hidden };
@@ -14724,8 +14724,8 @@ HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layer-members   collectives as layers; dense layers whose ranks have samples of their own
 // ---------------------------------------------------------------------------------------------------------------------
-/* hpml_group_sum and _gather on other axes than TENSOR have the gradient of the sum of all ranks' losses. A root is a
-   factor 1 before or behind them; the other ranks' factor is 0: what leaves these is not read, nor their gradients. */
+/* Except on TENSOR the gradients of hpml_group_sum and _gather are of the sum of all ranks' losses. A root is a factor,
+   1 on the root and 0 elsewhere, which scales the source of BCAST, but the results of REDUCE and GATHER. */
 typedef enum hpmlc_relay_kind { HPMLC_BCAST, HPMLC_REDUCE, HPMLC_GATHER } hpmlc_relay_kind;
 HPMLC_FN hpml_tensor *hpmlc_relay(hpml_tensor *x, hpml_axis axis, hpmlc_relay_kind kind, int root)
 {
@@ -14763,7 +14763,7 @@ HPMLC_FN void hpmlc_zero(float *x, int64_t n) { memset(x, 0, (size_t)n * sizeof 
    bias. */
 typedef struct hpmlc_rows { const hpml_group *group; int64_t B, in, cut; } hpmlc_rows;
 
-/* Copies y (B, p cut) to blocks (p, B, cut), of a full batch, or back; only the samples of the present batch. */
+/* Copies y (samples, p * cut) to blocks (p, B, cut), where B is the samples of a full batch; to_y: the other way. */
 HPMLC_FN void hpmlc_rows_copy(const hpmlc_rows *k, float *y, int64_t samples, float *blocks, bool to_y)
 {
     const int64_t p = k->group->size, cut = k->cut;
@@ -14880,8 +14880,8 @@ HPMLC_FN int hpmlc_names_find(const hpmlc_names *n, const char *name)
     return -1;
 }
 
-/* Sets axis[i] to the axis of dimension i by the rules, DATA where it is whole or consists of this rank's own samples.
-   `samples`: dimension 0 does. False: refused, with an error about the tensor `what`. */
+/* Sets axis[i] to the axis over which `rules` split dimension i, DATA if dimension i is whole or is that of the
+   samples. samples: dimension 0 is that of the samples. False: refused, with an error about the tensor named `what`. */
 HPMLC_FN bool hpmlc_rules_read(hpml_ctx *ctx, const char *what, const char *rules, const hpmlc_names *n, bool samples,
                                hpml_axis *axis)
 {
@@ -14966,7 +14966,7 @@ typedef struct hpmlc_einsum_arrays {
     float  *a, *b, *y; /* copies in order, in scratch; y: of the result or its gradient */
 } hpmlc_einsum_arrays;
 
-/* Copies t's array `from` into order, to `to`; give: adds `to`, in order, to `from`. */
+/* Copies t's array `from` to `to`, with dimensions permuted by `order`; give: adds `to`, permuted back, to `from`. */
 HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from, float *to, bool give)
 {
     int64_t stride[HPML_MAX_DIMS + 1], count = hpml_tensor_count(t);
@@ -15018,7 +15018,7 @@ HPMLC_FN hpml_status hpmlc_einsum_forward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* da = dy b, and db = dy^T a, which takes the place of b's copy, because for that g the copy is no longer needed. */
+/* For each g: da = dy b, then db = dy^T a, written over the copy of b, because block g of b is no longer needed. */
 HPMLC_FN hpml_status hpmlc_einsum_backward(const hpml_run *run, hpml_node *n)
 {
     const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
@@ -15091,8 +15091,8 @@ HPMLC_FN bool hpmlc_einsum_shape(const char *text, const hpmlc_names n[3], hpml_
     return true;
 }
 
-/* Returns whether TENSOR splits the other operand along a dimension that this one, t, has not: t's gradient then is a
-   sum over the ranks (hpml_group_copy). */
+/* Returns whether the other operand is split over the TENSOR axis along a dimension that operand t does not have: the
+   gradient of t then is a sum over the ranks (hpml_group_copy). */
 HPMLC_FN bool hpmlc_einsum_copies(const hpmlc_names n[3], hpml_tensor *const src[2], int t)
 {
     for (int i = 0; i < n[1 - t].count; i++)
@@ -15712,7 +15712,7 @@ HPMLC_FN void hpmlc_sim_deal(hpmlc_sim *s, int first, int end, int to, int to_en
     for (int i = to; i < to_end; i++) s->clock[i] = s->work[i];
 }
 
-/* Simulates steps of strategy ps and stores the mean of the later ones, times and counts, in *out. */
+/* Simulates steps with parameter servers; stores mean times and counts of the steps after warm-up in *out. */
 HPMLC_FN void hpmlc_sim_servers(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
     enum { STEPS = 8 }; /* that are counted, after as many others */
@@ -15926,8 +15926,8 @@ HPMLC_FN void hpmlc_pipe_send(hpmlc_pipe_sim *s, int r, const hpml_pipe_task *t)
         *arrival = hpmlc_sim_send(&s->net, r, piece % s->p, s->desc->bytes ? s->desc->bytes[cut] : 0);
 }
 
-/* Runs the task that ends first, of equal ones that of the lowest stage; so messages leave in the order of time. Stores
-   the task in *span; false: no stage can go on. */
+/* Simulates, of the next tasks of all stages, the one that ends first (if equal, that of the lowest stage), so that
+   messages leave in the order of time. Stores the task in *span. False: no stage can go on. */
 HPMLC_FN bool hpmlc_pipe_step(hpmlc_pipe_sim *s, hpml_pipe_span *span)
 {
     int first = -1;
@@ -15947,7 +15947,7 @@ HPMLC_FN bool hpmlc_pipe_step(hpmlc_pipe_sim *s, hpml_pipe_span *span)
     return true;
 }
 
-/* Checks the times of a desc that is otherwise valid. */
+/* Checks the seconds, bytes and network in the description of a pipeline whose other fields are valid. */
 HPMLC_FN hpml_status hpmlc_pipe_check_times(const hpml_pipe_desc *d, const hpmlc_text *to)
 {
     for (int i = 0; i < d->stages * hpmlc_pipe_chunks(d); i++) {
@@ -16019,7 +16019,7 @@ HPMLC_FN int hpmlc_pipe_extent(const hpml_pipe_span *spans, int count, double *e
     return last;
 }
 
-/* Returns the character of a task: of micro-batch 0 to 9 a digit, a letter, ... */
+/* Returns a task's character, by micro-batch: forward '0'.., backward 'a'.., of weights alone 'A'..; update: '|'. */
 HPMLC_FN char hpmlc_pipe_letter(const hpml_pipe_task *t)
 {
     switch (t->work) {
