@@ -1293,8 +1293,8 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
    .accumulate follow: hooks `grad` are called. */
 HPML_API hpml_status hpml_trainer_forward(hpml_trainer *t, int slot, int64_t first, int64_t samples, float *loss);
 HPML_API hpml_status hpml_trainer_backward(hpml_trainer *t, int slot, float grad_scale, bool accumulate, bool last);
-/* In evaluate and predict of a graph with parts: the output of the whole batch in host memory of every rank, which
-   hpml_trainer_forward fills where the output is computed; *floats: of a sample. NULL: nothing asks for the output. */
+/* Returns, in evaluate and predict of a graph with parts, the output of the whole batch in host memory of every rank,
+   which hpml_trainer_forward fills where the output is computed. *floats: floats of a sample. NULL: at other times. */
 HPML_API float *hpml_trainer_output(hpml_trainer *t, int64_t *floats);
 /* Clips the gradients and steps parameters first_param .. first_param + param_count - 1, those that there are. */
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count);
@@ -1316,13 +1316,13 @@ typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRA
                           HPML_ARRAY_END = HPML_ARRAY_STATE + HPML_MAX_STATES } hpml_array;
 HPML_API float  *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *floats);
 /* Writes the array `which` of one parameter to host memory, whole (hpml_param_whole), from the parts that ranks have:
-   shards, blocks of split dimensions, the rank of a pipeline that has the parameter. Where that is so, all ranks of all
-   groups call this together, and all get the whole; an error of one of them is an error on all. */
+   shards, blocks of split dimensions, the rank of a pipeline that has the parameter. If any rank has not the whole, all
+   ranks of all groups call this together, and all get the whole; an error of one of them is an error on all. */
 HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array which, float *whole);
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param);
-/* Returns what this rank keeps of an array of a trained parameter: its float keep_first, or 0 of a whole one. With
-   hpml_param.shard 2 and 3 the whole gradient, `grad`, with 3 also `data`, are NULL except where hooks `need` set them
-   for the ops that follow. */
+/* Returns the address of what this rank keeps of an array of a trained parameter, which begins with the array's float
+   hpml_param.keep_first, or 0 if the rank keeps it whole. With hpml_param.shard 2 and 3 the whole gradient, `grad`,
+   with 3 also `data`, are NULL except where hooks `need` set them for the ops that follow. */
 HPML_API float  *hpml_trainer_part(hpml_trainer *t, int param, hpml_array which);
 /* Before memory is taken: asks for `floats` floats for hooks that hold whole VALUES or GRADIENTS for a time. They count
    as parameters or gradients in hpml_memory; *memory gets their address when memory is taken. */
@@ -3533,9 +3533,9 @@ HPMLI_FN bool hpmli_split_matmul(hpml_tensor **src, const int m_k[2], const int 
     return true;
 }
 
-/* Checks the operands of an elementwise op before it is recorded: dimensions from the last on must be split alike, or
-   be 1 in the operand that is whole. Such an operand is copied to the TENSOR axis, because each rank computes a part of
-   its gradient. Sets split (ndim) and *sections of the result; false: an error. */
+/* Checks the operands of an elementwise op before it is recorded: dimensions, matched from the last one, must be split
+   alike, or not be split and have size 1 in one operand. hpml_group_copy then replaces that operand (axis TENSOR),
+   because each rank computes a part of its gradient. Sets split (ndim), *sections of the result; false: an error. */
 HPMLI_FN bool hpmli_split_pair(const char *op, hpml_tensor **src, int ndim, int8_t *split, int32_t *sections)
 {
     bool copy[2] = { false, false };
@@ -3574,7 +3574,7 @@ HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, i
     return true;
 }
 
-/* Checks that x, which is concatenated with `first` along dim, is split in the same way, dim in sections as long. */
+/* Checks that x, to be concatenated with `first` along dim, has the same splits, in dim sections of equal length. */
 HPMLI_FN bool hpmli_split_concat(const hpml_tensor *first, const hpml_tensor *x, int dim)
 {
     bool fits = memcmp(first->split, x->split, sizeof x->split) == 0;
@@ -3886,7 +3886,7 @@ HPMLI_FN bool hpmli_part_shape(hpml_ctx *ctx, const char *name, const hpmli_part
     return true;
 }
 
-/* Creates a parameter: this rank's part of a whole that has this shape. */
+/* Creates a parameter: this rank's part of one that has the shape `whole` and is split as `part` says. */
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
                                       const int64_t *whole, const hpmli_part *part)
 {
@@ -4257,7 +4257,7 @@ typedef struct hpmli_times {
     int          path_count;
 } hpmli_times;
 
-/* Appends to m->path the tree nodes from `node` (times first to last) down to those inside the life s. */
+/* Appends to m->path the interval tree's nodes from `node` (times first to last) down to those inside lifetime s. */
 HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_life *s)
 {
     int  middle = first + (last - first) / 2;
@@ -4560,7 +4560,7 @@ HPMLI_FN int hpmli_segment_first(const hpml_graph *g, const hpmli_list *p, int l
     return first;
 }
 
-/* Adds, if the result of the op that computes t is swapped out, the entry that swaps it in, once. */
+/* If the result of the op that computes t is swapped out, adds an entry that swaps it in, unless p has it already. */
 HPMLI_FN void hpmli_entry_fetch(hpml_graph *g, hpmli_list *p, const hpml_tensor *t)
 {
     hpml_node *n = hpmli_node_in(p, t);
@@ -4585,7 +4585,7 @@ HPMLI_FN void hpmli_entry_late(hpml_graph *g, hpmli_list *p, int node, hpmli_mov
     hpmli_entry_add(g, p, node, move);
 }
 
-/* Chooses what of part p runs again or is swapped, from the last segment to the first. */
+/* Chooses the ops of part p that run again for the backward pass or whose results are swapped, last segment first. */
 HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
 {
     for (int i = p->from; i < p->to; i++) {
@@ -4919,7 +4919,7 @@ HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_list *p)
     return true;
 }
 
-/* Returns the operations of an entry that a plan without segments would not have. */
+/* Returns the extra operations of an entry because of segments: for running an op again, or for copying by a swap. */
 HPMLI_FN double hpmli_entry_cost(const hpml_graph *g, const hpmli_entry *e)
 {
     const hpml_node *n = g->nodes[e->node];
@@ -5014,7 +5014,7 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
     return true;
 }
 
-/* Plans the whole graph as one part with one slot; false: no memory. */
+/* Plans the whole graph as one part with one slot, that is memory for one pass at a time; false: no memory. */
 HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
 {
     hpml_ctx *ctx = g->ctx;
@@ -5368,7 +5368,7 @@ HPMLI_FN size_t hpmli_graph_kept(const hpml_graph *g, int level)
     return (size_t)floats * sizeof(float);
 }
 
-/* Points the value of n, and its gradient, to their memory in a life (0 or 1) of the value. */
+/* Points the value of n, and its gradient, to their memory; life 1: after the value ran again or was swapped in. */
 HPMLI_FN void hpmli_value_point(hpml_node *n, int life)
 {
     const hpml_tensor *root = n->state->out_root[life], *grad = n->state->grad_root ? n->state->grad_root : n->out;
@@ -5660,7 +5660,7 @@ HPMLI_FN void hpmli_entries_point(hpml_graph *g, const hpmli_list *p, int64_t fr
         if (e->move == HPMLI_AGAIN || e->move == HPMLI_IN) hpmli_node_again(g, p, g->nodes[e->node]);
 }
 
-/* Copies what is swapped of n, for the current slot, to the host or, if `in`, back. */
+/* Copies the swapped arrays of node n (result, n->saved) for the current slot to host memory or, if `in`, back. */
 HPMLI_FN hpml_status hpmli_node_swap(hpml_graph *g, const hpml_node *n, bool in)
 {
     const hpml_backend *b    = g->ctx->backend;
@@ -8457,7 +8457,7 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thre
     *loss -= s * (float)(about[0] / (double)w->cols);
 }
 
-/* The same for logits split by classes: the maximum and three sums of each row are taken over the ranks. */
+/* Cross-entropy of logits split by classes: the maximum and three sums of each row are taken over the ranks. */
 HPMLI_FN hpml_status hpmli_cross_entropy_parts(const hpml_run *run, hpml_node *n, const hpmli_vocabulary *v)
 {
     const int32_t *label = (const int32_t *)n->src[1]->raw;
@@ -10488,7 +10488,7 @@ HPMLI_FN float *hpmli_trainer_values(hpml_trainer *t)
     return first->data;
 }
 
-/* Returns the least hpml_param.shard of parameters of whose array `which` this rank keeps a part. */
+/* Returns the least hpml_param.shard with which a rank keeps only a part of a parameter's array `which`. */
 HPMLI_FN int hpmli_shard_of(hpml_array which)
 {
     if (which == HPML_ARRAY_VALUES) return 3;
@@ -10521,7 +10521,7 @@ HPMLI_FN int64_t hpmli_best(const float *y, int64_t classes) /* returns the clas
     return best;
 }
 
-/* Fills t->best from the ranks' parts y (rows, classes) of an output that is split by classes. */
+/* Sets t->best, each row's largest number and minus its class, from the ranks' parts y (rows, classes) of an output. */
 HPMLI_FN void hpmli_best_of_ranks(hpml_trainer *t, const float *y, int64_t rows, int64_t classes)
 {
     const hpml_group *g    = hpml_ctx_group(t->ctx, HPML_AXIS_TENSOR);
@@ -10700,8 +10700,8 @@ HPMLI_FN double hpmli_sum_of_squares(hpml_trainer *t, const float *x, int64_t n)
     return sum;
 }
 
-/* Computes t->norms (param_count, each): sums of squares of whole parameters, of which ranks have parts, by the hooks:
-   of the gradients, behind those of the weights if `each` is 2. Returns the sum of all gradients'; NaN: an error. */
+/* Sets t->norms (param_count, each) to sums of squares of each gradient or, if `each` is 2, of each weight, then of its
+   gradient; the hooks `norms` add up the ranks' parts. Returns the sum over all gradients; NaN: an error. */
 HPMLI_FN double hpmli_norms_of_parts(hpml_trainer *t, int64_t each)
 {
     hpml_graph *g   = t->graph;
@@ -13490,7 +13490,7 @@ HPMLI_FN bool hpmli_param_is_cut(const hpml_tensor *p)
     return p->param->axis != HPML_AXIS_DATA || p->param->stage >= 0 || p->param->shard > 0;
 }
 
-/* Returns whether ranks have to work together to have parameters whole. The same on all ranks. */
+/* Returns whether ranks have to communicate to get whole parameters. All ranks return the same. */
 HPMLI_FN bool hpmli_params_are_cut(const hpml_ctx *ctx)
 {
     for (int i = 0; i < ctx->param_count; i++)
@@ -13539,7 +13539,7 @@ HPMLI_FN float *hpmli_param_array(const hpml_trainer *t, const hpml_tensor *p, h
     return u->state[(int)which - HPML_ARRAY_STATE];
 }
 
-/* Reads the array `which` of p to mine (elements of p), joined of the shards of all ranks. */
+/* Reads the array `which` of p, joined from the shards of all ranks, to `mine`, which has as many floats as p. */
 HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpml_tensor *p, hpml_array which,
                                        float *mine)
 {
@@ -13590,7 +13590,7 @@ HPMLI_FN hpml_status hpmli_collect(hpml_ctx *ctx, hpml_trainer *t, const hpml_te
     return ctx->status;
 }
 
-/* Sets this rank's array `which` of p to its part of `whole`; part: memory for such an array. */
+/* Sets this rank's array `which` of p to its part of `whole`; part: scratch memory as large as this rank's array. */
 HPMLI_FN void hpmli_distribute(hpml_ctx *ctx, const hpml_trainer *t, const hpml_tensor *p, hpml_array which,
                                const float *whole, float *part)
 {

@@ -745,16 +745,16 @@ typedef struct hpml_pipe_task { /* what a stage does next */
     int32_t        version; /* updates of the weights that the pass has seen; of an UPDATE: with itself */
 } hpml_pipe_task;
 
-/* Computes task k of a stage, k = 0, 1, ...: the one text of every schedule, which hpml_distribute executes and the
-   functions below count, time and draw. False: the stage has no further task, or the desc is not valid. Takes time in
-   proportion to the tasks of the stage. */
+/* Computes task k of a stage, k = 0, 1, ...: the only implementation of the schedules, because hpml_distribute executes
+   these tasks and the functions below count, time and draw them. False: the stage has no further task, or the desc is
+   not valid. Takes time in proportion to the tasks of the stage. */
 HPML_API bool hpml_pipe_move(const hpml_pipe_desc *pipe, int stage, int k, hpml_pipe_task *out);
 /* Returns how many sets of activations chunk `chunk` of a stage needs: the most micro-batches that it has in flight. */
 HPML_API int  hpml_pipe_slots(const hpml_pipe_desc *pipe, int stage, int chunk);
 /* Returns how many versions of its weights a stage keeps, the newest included: 1, unless STASH or VERTICAL. */
 HPML_API int  hpml_pipe_versions(const hpml_pipe_desc *pipe, int stage);
-/* The formula of the table above; 0 for STASH and VERTICAL. INTERLEAVED: m must be a multiple of p, else it is less
-   than the true value. */
+/* Returns the bubble, the idle share of a step, by the formula of the table above; 0 for STASH and VERTICAL.
+   INTERLEAVED: the formula holds if m is a multiple of p, and else gives less than the true value. */
 HPML_API double hpml_pipe_bubble(const hpml_pipe_desc *pipe);
 
 typedef struct hpml_pipe_span { /* a task, and when it runs */
@@ -805,8 +805,8 @@ typedef struct hpml_pipe_stage {
     int32_t first, end; /* layers first to end - 1 */
     int32_t replicas;   /* ranks that share the stage's micro-batches */
 } hpml_pipe_stage;
-/* Sets `stages`, (ranks) of them, of which the returned number is used; *pace: seconds of the slowest stage or link,
-   may be NULL. -1: an error, with the reason in `error` (may be NULL). */
+/* Writes the stages of the best cut to `stages`, an array of desc->ranks, and returns their number. *pace: seconds of
+   the slowest stage or link, may be NULL. -1: an error, with the reason in `error` (may be NULL). */
 HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stages, double *pace, char *error,
                            size_t size);
 
@@ -7070,7 +7070,7 @@ HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
     return ranks;
 }
 
-/* Returns whether the ranks of the plan have parts of the model. */
+/* Returns whether the plan splits the model: it has several ranks on an axis other than data. */
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p) { return hpmlc_plan_replica(p) > 1 || p->expert > 1; }
 
 /* Returns whether the plan changes how much memory a trainer needs, so that it is taken late (see hpml_ctx_defer). */
@@ -7079,7 +7079,7 @@ HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p)
     return p->shard > 0 || p->pipe > 1 || p->recompute || p->memory > 0;
 }
 
-/* Returns whether every micro-batch is a step of its own. */
+/* Returns whether the schedule is one in which every micro-batch is a step of its own: STASH or VERTICAL. */
 HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
 {
     return kind == HPML_PIPE_STASH || kind == HPML_PIPE_VERTICAL;
@@ -7374,7 +7374,7 @@ HPML_API int hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char 
     return count;
 }
 
-/* Returns whether sums are exact by leaves of the batch: is_chosen of form "exact" of strategy sync. */
+/* Returns whether strategy sync adds up gradients exactly, in leaves (fixed-size parts) of the batch: form "exact". */
 HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p)
 {
     return p->exact && p->strategy == HPML_STRATEGY_SYNC;
@@ -7422,8 +7422,8 @@ HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *fa
     out->outer_momentum = hpmlc_default(out->outer_momentum, 1 - 1 / workers);
 }
 
-/* Returns the sentence of a rule that refuses the plan p with the facts f; NULL: there is none. *is_final: fields
-   further down in the list than those that are set cannot satisfy the rule. */
+/* Returns the sentence of the first rule that refuses plan p for the facts f; NULL: no rule does. Sets *is_final to
+   whether the rule refuses p whatever the fields are that come later in the list than those that are set. */
 HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f, bool *is_final)
 {
 #define HPMLC_RULE(is_refused, sentence) if (is_refused) return sentence;
@@ -7694,7 +7694,7 @@ HPMLC_FN void *hpmlc_dist_alloc(hpml_distributed *d, size_t bytes)
     return block + HPMLC_BLOCK;
 }
 
-/* Returns the number of this rank, as errors have it. */
+/* Returns the number by which error texts name this rank: its number in hpml_comm_create's communicator. */
 HPMLC_FN int hpmlc_rank(const hpml_distributed *d) { return d->c->origin[d->c->rank]; }
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
@@ -8004,7 +8004,7 @@ HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
     d->report.r.exposed_s += end - start;
 }
 
-/* Returns how many ranks keep the floats that this rank keeps of parameter p; 0: a rank of another stage counts it. */
+/* Returns how many ranks keep the same floats of parameter p as this rank; 0: another pipeline stage counts p. */
 HPMLC_FN double hpmlc_keepers(const hpml_distributed *d, const hpml_tensor *p)
 {
     const hpml_mesh  *m = hpml_comm_mesh(d->all);
@@ -8677,7 +8677,7 @@ HPMLC_FN int hpmlc_bucket_read(const hpml_distributed *d, const hpml_node *n, in
     return p && p->param && p->param->index < d->layout.params ? d->layout.bucket_of[p->param->index] : -1;
 }
 
-/* Finds the order in which the forward pass needs buckets, and the most buckets that one op reads. */
+/* Stores the order in which the forward pass first needs the buckets; returns the most buckets that one op reads. */
 HPMLC_FN int hpmlc_shard_order(hpml_distributed *d)
 {
     hpmlc_sharding   *s    = hpmlc_sharding_of(d);
@@ -8701,8 +8701,8 @@ HPMLC_FN int hpmlc_shard_order(hpml_distributed *d)
     return most;
 }
 
-/* Counts, by the ops in the order of the backward pass, how many buckets have gradients and are not complete: the most
-   at a time. open: (buckets.count) memory. left: (params) ops that have not yet added to a parameter's gradient. */
+/* Returns the most buckets that are incomplete at a time in the backward pass: some op has added to their gradients and
+   others have not yet. Work memory, zeros: open (buckets.count), left (params), ops that have not yet added to each. */
 HPMLC_FN int hpmlc_shard_incomplete(hpml_distributed *d, bool *open, int *left)
 {
     const hpml_graph *g = hpml_trainer_graph(d->t);
@@ -8738,7 +8738,7 @@ HPMLC_FN bool hpmlc_slots_reserve(hpml_distributed *d, hpmlc_slots *slots, hpml_
     return slots->item && hpml_trainer_reserve(d->t, which, floats, &slots->memory) == HPML_OK;
 }
 
-/* Takes the struct of the strategy and, with shard 2 and 3, slots. False: an error. */
+/* Allocates the strategy's struct and slots for buckets of gradients (shard 2, 3) and values (3). False: an error. */
 HPMLC_FN bool hpmlc_shard_prepare(hpml_distributed *d)
 {
     const size_t    buckets = (size_t)d->buckets.count + 1;
@@ -8845,7 +8845,7 @@ HPMLC_FN void hpmlc_slot_point(hpml_distributed *d, int b, hpml_array which, flo
     }
 }
 
-/* Copies what this rank keeps of values (to a slot), or of gradients (from a slot), of the parameters of bucket b. */
+/* Copies this rank's part of the values of bucket b to `data`, a slot, or its part of the gradients from there. */
 HPMLC_FN void hpmlc_slot_copy(hpml_distributed *d, int b, hpml_array which, float *data)
 {
     for (int i = 0; i < d->layout.params; i++) {
@@ -8858,8 +8858,8 @@ HPMLC_FN void hpmlc_slot_copy(hpml_distributed *d, int b, hpml_array which, floa
     }
 }
 
-/* Starts gathering the values of bucket b in a slot that no running op reads, the one used longest ago; returns the
-   slot, which may have the bucket already; NULL: there is no such slot. */
+/* Returns the slot that has the values of bucket b. If there is none, starts gathering them in the slot used longest
+   ago, except slots that the running op reads; NULL: it reads all slots. */
 HPMLC_FN hpmlc_slot *hpmlc_shard_fetch(hpml_distributed *d, int b, hpml_status *status)
 {
     hpmlc_slots *v    = &hpmlc_sharding_of(d)->values;
@@ -8936,7 +8936,7 @@ HPMLC_FN hpml_status hpmlc_shard_collect(hpml_distributed *d, hpmlc_slot *slot)
     return status;
 }
 
-/* Gives the gradients of bucket b a slot, before the first op adds to them. */
+/* Gives the gradients of bucket b a slot, memory for a whole bucket, before the first op adds to them. */
 HPMLC_FN hpml_status hpmlc_shard_gradients(hpml_distributed *d, int b, const hpml_node *node)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -8970,7 +8970,7 @@ HPMLC_FN hpml_status hpmlc_shard_need(void *user, hpml_trainer *t HPMLC_UNUSED, 
     return status;
 }
 
-/* Waits for all slots' tasks and frees the slots: values in them are those before the step. */
+/* Waits for the transfers of all slots and frees the slots, because the step makes gathered values out of date. */
 HPMLC_FN hpml_status hpmlc_shard_empty(hpml_distributed *d)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -8982,8 +8982,8 @@ HPMLC_FN hpml_status hpmlc_shard_empty(hpml_distributed *d)
     return status;
 }
 
-/* Multiplies what this rank keeps of the gradients by `scale`; those of parts of a parameter, which fewer ranks have
-   added up, also by the share of the ranks that have. */
+/* Multiplies what this rank keeps of the gradients by `scale`. Gradients that are means over the ranks with the same
+   part of a parameter are also multiplied by the share of these ranks, because the mean is over all ranks. */
 HPMLC_FN void hpmlc_shard_scale(hpml_distributed *d, float scale)
 {
     for (int i = 0; i < d->layout.params; i++) {
@@ -9131,7 +9131,7 @@ HPMLC_FN bool hpmlc_factors_find(hpml_distributed *d)
     return good;
 }
 
-/* Sets d->factors to the layers that send factors, if the plan's route has any. False: no memory. */
+/* Lists in d->factors the layers that send factors of their gradients, if d->plan.route asks. False: no memory. */
 HPMLC_FN bool hpmlc_factors_create(hpml_distributed *d)
 {
     const size_t params = (size_t)d->layout.params;
@@ -9179,7 +9179,7 @@ HPMLC_FN void hpmlc_factor_copy(float *all, int rank, const float *from, int64_t
     memset(block + rows * cols, 0, sizeof(float) * (size_t)((most - rows) * cols));
 }
 
-/* Keeps in block `block` the factors of parameter `param`'s gradient, which is final. NULL: the layer sends none. */
+/* Copies x and dz, the factors of parameter `param`'s gradient, to their block `block`. NULL: its layer sends none. */
 HPMLC_FN hpmlc_factor *hpmlc_factor_keep(hpml_distributed *d, int param, int block)
 {
     const hpmlc_factors *f  = d->factors;
@@ -10557,10 +10557,10 @@ HPMLC_FN void hpmlc_servers_close(hpml_distributed *d) { hpml_ctx_release(d->ctx
 // ---------------------------------------------------------------------------------------------------------------------
 // >>servers-rows   parameter servers: rows of sparse tables
 // ---------------------------------------------------------------------------------------------------------------------
-/* Row r of a sparse table (hpml_embedding_desc.sparse) is on server r mod S. Before a worker computes with a batch, it
-   pulls the rows of the batch's tokens; with its gradient it pushes the rows that the gradient has. So bytes follow the
-   rows that a batch touches, whatever the length of the table (Li et al. 2014; the third engine of Zou et al. 2014,
-   "Mariana"). Other rows of a worker's table are old until hpml_distribute_finish. */
+/* Of S servers, server r mod S has row r of a sparse table (hpml_embedding_desc.sparse). Before a worker computes with
+   a batch, it pulls the rows of the batch's tokens; with its gradient it pushes the rows that the gradient has. So the
+   bytes sent depend on the rows that a batch uses, not on the length of the table (Li et al. 2014; the third engine of
+   Zou et al. 2014, "Mariana"). Other rows of a worker's table are out of date until hpml_distribute_finish. */
 
 /* Returns `status`, that of a message to or from `server`; if this server is lost, also sets an error that names it. */
 HPMLC_FN hpml_status hpmlc_server_lost(hpml_distributed *d, int server, hpml_status status)
@@ -10571,7 +10571,7 @@ HPMLC_FN hpml_status hpmlc_server_lost(hpml_distributed *d, int server, hpml_sta
                       server - hpmlc_servers_of(d)->workers, hpmlc_servers_of(d)->count, d->c->origin[server]);
 }
 
-/* Waits for the messages of a worker in own->message up to `end`; an error names the server that is lost. */
+/* Waits for this worker's messages from own->message to before `end`; an error names a server that is lost. */
 HPMLC_FN hpml_status hpmlc_messages_wait(hpml_distributed *d, const hpml_message *end)
 {
     hpml_status status = HPML_OK;
@@ -10781,7 +10781,7 @@ HPMLC_FN float hpmlc_factor_pack(const hpml_distributed *d, const hpmlc_piece *p
     return bad;
 }
 
-/* Adds a piece that a worker packed to `gradient`, floats of the piece's rows. */
+/* Unpacks `packed`, a worker's gradient of piece p, and adds it to `gradient`, the floats of the rows of p. */
 HPMLC_FN void hpmlc_piece_add(hpml_distributed *d, const hpmlc_piece *p, float *gradient, const char *packed)
 {
     const int64_t rows = p->packing.rows, cols = p->packing.cols;
@@ -11720,8 +11720,8 @@ HPMLC_FN int64_t hpmlc_plan_hash(const hpml_plan *plan)
     return hash >> 1;
 }
 
-/* Checks that all ranks have the same model and plan, and broadcasts parameters to the ranks that have the same numbers
-   of them, from the first of these ranks. */
+/* Checks that all ranks have the same model and plan. Then broadcasts each parameter, or part of a split one, among the
+   ranks that have the same part, from the first of these ranks. */
 HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
 {
     const hpmlc_layout *l = &d->layout;
@@ -11795,7 +11795,7 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     return hpml_ctx_backend(ctx)->host || hpmlc_host_view_create(&l->view, ctx, most);
 }
 
-/* Makes the trainer's plan fit the plan's memory. False: an error on the context. */
+/* Makes the trainer recompute or swap activations as d->plan.recompute and .memory ask. False: an error. */
 HPMLC_FN bool hpmlc_plan_fits(hpml_distributed *d)
 {
     if (!d->plan.recompute && d->plan.memory == 0) return true;
@@ -12203,7 +12203,7 @@ HPMLC_FN bool hpmlc_state_is_absent(const hpmlc_state *it) { return it->present 
 /* Returns the name of array `it` without its prefix "state.", because hpml_checkpoint_save adds this prefix. */
 HPMLC_FN const char *hpmlc_state_name(const hpmlc_state *it) { return it->name + sizeof "state"; }
 
-/* Returns whether a copy of array `it` is a part of what the file has. */
+/* Returns whether this rank has only a part of each copy of array `it`, which the file has whole. */
 HPMLC_FN bool hpmlc_state_is_part(const hpmlc_state *it) { return it->whole != it->count; }
 
 /* Returns whether every rank has array `it` whole, so that the file has it from rank 0. */
@@ -12653,8 +12653,8 @@ HPMLC_FN void hpmlc_model_copy(hpml_ctx *ctx, float *host, float *x, int64_t n, 
     else b->write(hpml_ctx_device(ctx), x, host, (size_t)n * sizeof(float));
 }
 
-/* Copies parameters, running statistics and states of the optimizer to `model`, or from there; NULL: only counts.
-   Returns the floats. */
+/* Copies parameters, running statistics and states of the optimizer to the array `model` (save) or from it; copies
+   nothing if `model` is NULL. Returns the number of these floats. */
 HPMLC_FN int64_t hpmlc_model(hpml_trainer *t, hpml_ctx *ctx, float *model, bool save)
 {
     int64_t n = 0, floats = 0;
@@ -12807,7 +12807,7 @@ HPMLC_FN hpml_status hpmlc_axis_open(hpmlc_mesh *mesh, int k)
     return hpml_ctx_set_group(a->c->ctx, (hpml_axis)k, &group);
 }
 
-/* The axes in the order in which numbers of ranks grow: fastest first. */
+/* The axes in the order in which they number the ranks: from one rank to the next, the first axis changes fastest. */
 static const hpml_axis hpmlc_axis_order[HPML_AXES] = { HPML_AXIS_TENSOR, HPML_AXIS_SEQUENCE, HPML_AXIS_EXPERT,
                                                        HPML_AXIS_PIPE, HPML_AXIS_DATA };
 
@@ -12998,8 +12998,8 @@ HPMLC_FN bool hpmlc_pipe_go(hpmlc_pipe_walk *w, hpml_pipe_task *t)
     return true;
 }
 
-/* As hpmlc_pipe_go, with the slot: chunk c has the slots after those of chunk c - 1, and its micro-batches, which enter
-   and leave in order, take them in turn. */
+/* Goes to the stage's next task and sets its slot; false: there is none. The slots of chunk c follow those of chunk
+   c - 1, and its micro-batches take them in turn, because they enter and leave the chunk in order. */
 HPMLC_FN bool hpmlc_pipe_next(hpmlc_pipe_walk *w, hpml_pipe_task *t)
 {
     if (!hpmlc_pipe_go(w, t)) return false;
@@ -13108,7 +13108,7 @@ typedef struct hpmlc_cut { /* A(j, m): how the first j layers are best cut for m
     int32_t first, replicas; /* of the last stage */
 } hpmlc_cut;
 
-/* Returns T(first, end, replicas): the seconds of a stage. seconds, bytes: sums of the layers before each one. */
+/* Returns T(first, end, replicas): the seconds of a stage. seconds[i], bytes[i]: sums over layers before layer i. */
 HPMLC_FN double hpmlc_cut_stage(const hpml_pipe_cut_desc *d, const double *seconds, const double *bytes, int first,
                                 int end, int replicas)
 {
@@ -13117,7 +13117,7 @@ HPMLC_FN double hpmlc_cut_stage(const hpml_pipe_cut_desc *d, const double *secon
     return fmax(compute, sync) / r;
 }
 
-/* Sets a[j] of m ranks, from the rows of fewer ranks before it: row m - r has the results for m - r ranks. */
+/* Sets element j of row m, the best cut A(j, m) of the first j layers for m ranks, from the rows for fewer ranks. */
 HPMLC_FN void hpmlc_cut_best(const hpml_pipe_cut_desc *d, const double *seconds, const double *bytes, hpmlc_cut *row,
                              int m, int j)
 {
@@ -13278,7 +13278,7 @@ HPMLC_FN size_t hpmlc_edge_bytes(const hpmlc_edge *e, int64_t samples)
     return (size_t)count * hpml_dtype_size(t->dtype);
 }
 
-/* Adds the edge of source `s` of op `reader`, which is in piece `to`, unless there is one. */
+/* Adds an edge for s, which op `reader` of piece `to` reads, if another piece computes s, unless the edge exists. */
 HPMLC_FN void hpmlc_edge_add(hpmlc_pipeline *pl, const hpml_node *reader, hpml_tensor *s, int to)
 {
     int from = s->node ? hpmlc_piece_of(pl, s->node) : to, i = 0;
@@ -13292,7 +13292,7 @@ HPMLC_FN void hpmlc_edge_add(hpmlc_pipeline *pl, const hpml_node *reader, hpml_t
     if (i == pl->edges) pl->edges++;
 }
 
-/* Finds all edges, those to the last piece first, and how many pieces read each parameter. False: an error. */
+/* Finds all edges (tensors that cross between pieces), those that the last piece reads first. False: an error. */
 HPMLC_FN bool hpmlc_edges_find(hpmlc_pipeline *pl)
 {
     size_t sources = 0;
@@ -13378,8 +13378,8 @@ HPMLC_FN bool hpmlc_pipeline_cut(hpmlc_pipeline *pl, const hpml_plan *plan)
     return !hpmlc_failed(pl->c);
 }
 
-/* Says which pieces this rank runs, with how many slots. STASH has one more, for evaluations, because micro-batches of
-   steps are always in flight. False: an error on the context. */
+/* Makes each piece that this rank runs a part of the graph with its slots. STASH and VERTICAL have one slot more, for
+   evaluations, because micro-batches of steps are always in flight. False: an error on the context. */
 HPMLC_FN bool hpmlc_pipeline_parts(hpmlc_pipeline *pl)
 {
     hpml_status status = HPML_OK;
@@ -13429,7 +13429,7 @@ HPMLC_FN hpml_status hpmlc_slot_wait(hpmlc_pipeline *pl, int slot)
     return status;
 }
 
-/* Receives the values of edge i, or adds the gradient of its reader to those of later pieces. */
+/* Receives the values of edge i; back: their gradient from its reader, added to what later pieces have sent. */
 HPMLC_FN hpml_status hpmlc_edge_receive(hpmlc_pipeline *pl, int slot, int i, bool back)
 {
     const hpmlc_edge *e = &pl->edge[i];
@@ -13483,7 +13483,7 @@ HPMLC_FN void hpmlc_norms_add(hpmlc_pipeline *pl, int q, int64_t samples)
     }
 }
 
-/* Moves the running statistics, once for all micro-batches, towards those of all their samples. begin: saves them. */
+/* begin: saves the running statistics. Else updates them once, by the samples of all micro-batches as one batch. */
 HPMLC_FN void hpmlc_norms_step(hpmlc_pipeline *pl, bool begin)
 {
     for (int i = 0; i < pl->norms; i++) {
@@ -13638,7 +13638,7 @@ HPMLC_FN hpml_status hpmlc_stash_loss(hpmlc_pipeline *pl, const hpmlc_pass *pass
     return status;
 }
 
-/* Runs the tasks up to, but without, the forward pass of a further micro-batch. drains: and the updates. */
+/* Runs the next forward pass and all tasks before the one after it. drains: also updates, which else a hook runs. */
 HPMLC_FN hpml_status hpmlc_stash_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass, bool drains)
 {
     const int       now = pl->walk.forwards;
@@ -13680,7 +13680,7 @@ HPMLC_FN hpml_status hpmlc_pass_output(hpmlc_pipeline *pl, const hpmlc_pass *pas
     return hpml_broadcast(pl->c, out + pass->first * floats, (size_t)(pass->samples * floats) * sizeof *out, root);
 }
 
-/* The hook `pass`. The loss reaches all stages, and in an evaluation the output as well. */
+/* The trainer's hook `pass`: runs this stage's tasks. All stages get the loss and, of an evaluation, the output. */
 HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at, int64_t first,
                                          int64_t samples, float grad_scale, bool accumulate, float *loss)
 {
@@ -13708,7 +13708,7 @@ HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t HPMLC_UNUSE
     return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
 }
 
-/* Hooks of STASH and VERTICAL, whose steps the strategy does not take part in. */
+/* The hooks `run` and `update` of STASH and VERTICAL, which replace those of the strategy. */
 HPMLC_FN hpml_status hpmlc_stash_run(void *user HPMLC_UNUSED, hpml_trainer *t, const hpml_moment *at HPMLC_UNUSED,
                                      int64_t samples, float *loss)
 {
@@ -13862,7 +13862,7 @@ HPMLC_FN bool hpmlc_pipeline_attach(hpmlc_pipeline *pl)
     return hpml_trainer_attach(pl->t, &hooks) == HPML_OK;
 }
 
-/* Gives the messages in flight up, and detaches the hooks. */
+/* Waits for the sends that are in flight, and detaches the pipeline's hooks from the trainer. */
 HPMLC_FN void hpmlc_pipeline_close(hpml_distributed *d)
 {
     hpmlc_pipeline *pl = d->pipeline;
@@ -13987,7 +13987,7 @@ HPMLC_FN hpmlc_ring_pass hpmlc_ring_begin(const hpml_run *run, hpml_node *n)
     return w;
 }
 
-/* Passes one block to the next rank; *block becomes that of the rank before. All ranks have the same samples. */
+/* Sends *block to the next rank and sets *block to the one received from the rank before, which has the same size. */
 HPMLC_FN hpml_status hpmlc_ring_send(hpmlc_ring_pass *w, float **block)
 {
     const hpml_group *g      = w->r->group;
@@ -14193,7 +14193,7 @@ typedef struct hpmlc_shift {
     hpmlc_strip edge, halo;
 } hpmlc_shift;
 
-/* Computes shift `i` of 0 to 3, for blocks of H x W pixels; false: the grid has no such shift. */
+/* Computes halo shift i (0 down, 1 up, 2 right, 3 left) of blocks of H x W pixels; false: the grid does not need it. */
 HPMLC_FN bool hpmlc_halo_shift(const hpmlc_halo *k, int i, int64_t H, int64_t W, hpmlc_shift *s)
 {
     const bool        vertical = i < 2, forward = i % 2 == 0;
@@ -14214,9 +14214,9 @@ HPMLC_FN bool hpmlc_halo_shift(const hpmlc_halo *k, int i, int64_t H, int64_t W,
     return blocks > 1 && halo > 0;
 }
 
-/* What hpmlc_strip_copy does with the pixels of a strip and of the buffer. */
+/* hpmlc_strip_copy copies a strip to the buffer (TAKE) or the buffer to the strip (PUT), or adds it there (ADD). */
 typedef enum hpmlc_copy { HPMLC_TAKE, HPMLC_PUT, HPMLC_ADD } hpmlc_copy;
-/* Copies a strip of all planes of `image`, (planes, H, W), to the buffer, or the buffer to the strip, or adds it. */
+/* Copies or adds, as `what` says, between `buffer` and the strip s of every plane of `image`, (planes, H, W). */
 HPMLC_FN void hpmlc_strip_copy(hpmlc_copy what, float *image, int64_t planes, int64_t H, int64_t W, hpmlc_strip s,
                                float *buffer)
 {
@@ -14359,7 +14359,7 @@ HPMLC_FN hpmlc_pixel hpmlc_pixel_of(hpml_node *n, int64_t p)
     return c;
 }
 
-/* Copies the patches of all samples from the images x (B, C, H, W), or adds them to x, the gradient of the images. */
+/* Copies the patches at pixel c of the images x (B, C, H, W) to c->patch; add: adds c->patch to x, their gradient. */
 HPMLC_FN void hpmlc_pixel_patch(const hpml_node *n, const hpmlc_pixel *c, float *x, bool add)
 {
     const hpml_tensor *t = n->src[0];
@@ -14483,7 +14483,7 @@ HPMLC_FN hpmlc_experts_arrays hpmlc_experts_of(hpml_node *n)
     return w;
 }
 
-/* Returns the index of the largest of n numbers, without number `but`; the first of equal ones. */
+/* Returns the index of the largest of n numbers x, the first of equal ones, ignoring x[but] (-1: none is ignored). */
 HPMLC_FN int32_t hpmlc_largest(const float *x, int64_t n, int32_t but)
 {
     int32_t best = but == 0 ? 1 : 0;
@@ -14622,7 +14622,7 @@ HPMLC_FN hpml_status hpmlc_experts_backward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* The balance loss: experts x sum over e of f_e P_e. f has no derivative. Saved: f_e / tokens x experts, (experts). */
+/* Loss for balance (see hpml_experts): experts x sum of f_e P_e; f has no derivative. Saved: f x experts / tokens. */
 HPMLC_FN hpml_status hpmlc_balance_forward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
 {
     const float  *p = n->src[0]->data;
@@ -14985,7 +14985,7 @@ HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from,
     }
 }
 
-/* Finds sizes, and copies a and b in order. */
+/* Computes the sizes of an einsum, and copies a and b to scratch in the orders (g, m, k) and (g, n, k). */
 HPMLC_FN hpmlc_einsum_arrays hpmlc_einsum_of(const hpml_node *n)
 {
     const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
@@ -15039,7 +15039,7 @@ HPMLC_FN hpml_status hpmlc_einsum_backward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* Sorts the dimensions into kinds; false: a name that is in one tensor alone. */
+/* Sorts the dimensions of an einsum into its kinds g, m, n and k; false: a name is in one of the tensors only. */
 HPMLC_FN bool hpmlc_einsum_sort(const hpmlc_names n[3], hpmlc_einsum *e)
 {
     static const int missing[4] = { 3, 1, 0, 2 }; /* of the kinds g, m, n, k: the tensor without them; 3: none */
@@ -15062,7 +15062,7 @@ HPMLC_FN bool hpmlc_einsum_sort(const hpmlc_names n[3], hpmlc_einsum *e)
     return length[0] == n[0].count && length[1] == n[1].count && length[2] == n[2].count;
 }
 
-/* Fills in shape and split of y, and the axes over which a sum has to be added up; false: refused, with an error. */
+/* Sets shape and split of the result y, and sums[a] for each axis a whose ranks' results are added. False: an error. */
 HPMLC_FN bool hpmlc_einsum_shape(const char *text, const hpmlc_names n[3], hpml_tensor *const src[2], hpml_custom *op,
                                  int8_t *split, bool *sums)
 {
@@ -15912,7 +15912,7 @@ HPMLC_FN double hpmlc_pipe_ready(const hpmlc_pipe_sim *s, int r)
     return arrival < 0 ? -1 : fmax(arrival, s->net.clock[r]);
 }
 
-/* Sends the result of stage r's task t to the stage with the next piece or, of a backward pass, the piece before. */
+/* Simulates that stage r sends the result of its task t to the stage of the next piece (backward: the one before). */
 HPMLC_FN void hpmlc_pipe_send(hpmlc_pipe_sim *s, int r, const hpml_pipe_task *t)
 {
     bool forward = t->work == HPML_PIPE_FORWARD;

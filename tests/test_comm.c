@@ -540,7 +540,7 @@ static hpml_status orders(hpml_comm *c, void *user)
     return orders_case(c, is_clock(c) ? 5 : *(bool *)user || SLOW_BUILD ? 20 : 50, *(bool *)user);
 }
 
-TEST(tensors_in_different_orders)
+TEST_PLAIN(tensors_in_different_orders)
 {
     for (int t = 0; t < 2; t++)
         for (int p = 1; p <= 5; p++)
