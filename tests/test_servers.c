@@ -213,8 +213,6 @@ static bool go(job *j)
     return good;
 }
 
-static const hpml_transport_kind transports[] = { HPML_TRANSPORT_THREADS, HPML_TRANSPORT_CLOCK };
-
 #ifdef HPML_USE_MPI
 static int me;
 
@@ -276,6 +274,8 @@ TEST(processes_that_are_killed_are_lost)
     _exit(!good); /* MPI_Finalize would wait for the process that was killed */
 }
 #else
+static const hpml_transport_kind transports[] = { HPML_TRANSPORT_THREADS, HPML_TRANSPORT_CLOCK };
+
 static bool same_hashes(const job *j)
 {
     for (int r = 1; r < j->ranks; r++)
