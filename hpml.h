@@ -3377,7 +3377,8 @@ HPMLI_FN void hpmli_cut_copy(const hpmli_cut *c, float *whole, float *part, int6
     for (int64_t i = first, n; i < first + count; i += n, part += n) {
         float *at = whole + hpmli_cut_place(c, i);
         n = hpmli_min(c->n - i % c->n, first + count - i);
-        memcpy(join ? at : part, join ? part : at, (size_t)n * sizeof *part);
+        if (join) memcpy(at, part, (size_t)n * sizeof *part);
+        else memcpy(part, at, (size_t)n * sizeof *part);
     }
 }
 
@@ -5739,7 +5740,8 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     bool              rare    = g->idle || g->no_targets || g->memory.host > 0;
     bool              replays = g->ctx->backend->begin && !single && !rare && !g->unreplayable && !g->collective;
     bool              hooks   = backward && h->grad && g->last;
-    int               start   = backward ? p->turn : 0, count = backward ? p->entry_count - p->turn : p->turn;
+    int               start   = backward ? p->turn : 0;
+    int               count   = backward ? p->entry_count - p->turn : p->turn;
     int               piece   = 1; /* number of entries */
     hpml_status       status  = HPML_OK;
     hpml_pass         pass;

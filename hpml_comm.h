@@ -8853,8 +8853,8 @@ HPMLC_FN void hpmlc_slot_copy(hpml_distributed *d, int b, hpml_array which, floa
         if (d->layout.bucket_of[i] != b || q->keep_count == 0) continue;
         float *part = hpml_trainer_part(d->t, i, which);
         float *slot = data + hpml_trainer_place(d->t, i) - d->buckets.item[b].at + q->keep_first;
-        const bool from = which == HPML_ARRAY_VALUES;
-        memcpy(from ? slot : part, from ? part : slot, sizeof(float) * (size_t)q->keep_count);
+        if (which == HPML_ARRAY_VALUES) memcpy(slot, part, sizeof(float) * (size_t)q->keep_count);
+        else memcpy(part, slot, sizeof(float) * (size_t)q->keep_count);
     }
 }
 
@@ -15108,7 +15108,8 @@ HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor 
     int8_t       split[HPML_MAX_DIMS] = { 0, 0, 0, 0, 0 };
     bool         sums[HPML_AXES] = { false, false, false, false, false };
     if (!hpmlc_recordable(a) || !b) return NULL;
-    const char *comma = text ? strchr(text, ',') : NULL, *arrow = comma ? strstr(comma, "->") : NULL;
+    const char *comma = text ? strchr(text, ',') : NULL;
+    const char *arrow = comma ? strstr(comma, "->") : NULL;
     if (!arrow || !hpmlc_names_read(text, comma, &n[0]) || !hpmlc_names_read(comma, arrow, &n[1]) ||
         !hpmlc_names_read(arrow, arrow + strlen(arrow), &n[2]) || n[0].count != a->ndim || n[1].count != b->ndim ||
         n[2].count < 1 || !hpmlc_einsum_sort(n, &e))
