@@ -203,9 +203,9 @@ check "HPML_PLAN splits it in four; a further block makes 4 sums more" \
     'awk -F "[:,]" "/\"tensor\": 4,/ { d = \$10 - d; n++ } END { exit n != 2 || d != 4 }" "$tmp/out"'
 HPML_PLAN=tensor=3 timeout 60 build/15_tensor_parallel >"$tmp/out" 2>&1
 check "a product of axes that is not the number of ranks" '[ $? -eq 1 ] && says "4 ranks are no multiple of tensor 3"'
-fits timeout 60 build/21_large_model --steps 4
+fits timeout 60 build/19_large_model --steps 4
 check "a GPT that one rank has no memory for trains on 4" '[ $? -eq 0 ] && says "^one rank with .* out of memory"'
-HPML_PLAN=shard=2 timeout 60 build/21_large_model --steps 2 --json >"$tmp/out" 2>&1
+HPML_PLAN=shard=2 timeout 60 build/19_large_model --steps 2 --json >"$tmp/out" 2>&1
 check "HPML_PLAN says what a rank keeps: below 0.6 of the memory of one rank" \
     '[ $? -eq 0 ] && awk -F "[:,]" "{ exit !(\$11 < 0.6 * \$13) }" "$tmp/out"'
 fits timeout 60 build/16_gossip
@@ -234,7 +234,7 @@ if [ -z "$lack" ]; then
     check "that loses a worker" \
         '[ $? -ne 124 ] && says "250 gradients, 2 workers" && says "worker 0 fails in step 50"'
 fi
-timeout 60 build/19_federated --mixed --samples 4000 --rounds 4 --goal 0.75 --json >"$tmp/out" 2>&1
+timeout 60 build/21_federated --mixed --samples 4000 --rounds 4 --goal 0.75 --json >"$tmp/out" 2>&1
 check "federated averaging with masks" '[ $? -eq 0 ] && says "\"masked_sum_is_exact\": true"'
 fits timeout 60 build/22_experts --steps 30
 check "experts and ring attention by four plans" 'awk "
@@ -266,7 +266,7 @@ fits build/05_allreduce --ranks 2 --max 4096
 fits build/17_plans strategy=local,period=10 strategy=gossip,topology=pairs
 fits build/08_simulate --out "$files" --ranks 64
 for program in 01_xor 04_embed_cpp 07_digits 06_onebit_dropin 09_queue 18_own_op; do fits build/$program; done
-for program in 02_mnist 03_charlm 05_allreduce 08_simulate 13_parameter_server 19_federated; do
+for program in 02_mnist 03_charlm 05_allreduce 08_simulate 13_parameter_server 21_federated; do
     fits build/$program --help
     check "$program --help" 'says "^  --[a-z]* "'
 done

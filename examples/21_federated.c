@@ -1,7 +1,7 @@
 /* What you learn: federated averaging (McMahan et al. 2017). Data stay where they are, a share of the clients trains in
    each round, and the server sees only the sum of their models (Bonawitz et al. 2017). Difficulty 3 of 4.
-   cc -O2 examples/19_federated.c -o federated -lm -lpthread && ./federated
-   mpicc -O2 -DHPML_USE_MPI examples/19_federated.c -o federated -lm -lpthread && HPML_RUN=mpi mpiexec -n 10 ./federated
+   cc -O2 examples/21_federated.c -o federated -lm -lpthread && ./federated
+   mpicc -O2 -DHPML_USE_MPI examples/21_federated.c -o federated -lm -lpthread && HPML_RUN=mpi mpiexec -n 10 ./federated
    Ten clients, ranks that are threads, each with digits of at most three classes (--mixed: of all classes). In a round
    half of them train some passes over their own digits; the new model is the mean of theirs, weighted by samples. A
    client hides its model: to the numbers, as 64-bit integers, it adds for each other client of the round a random mask

@@ -1,6 +1,6 @@
 /* What you learn: training a model that does not fit into the memory of a rank (Rajbhandari et al. 2020, "ZeRO").
    Difficulty 3 of 4.
-   cc -O2 examples/21_large_model.c -o large -lm -lpthread && ./large                     (./large --help: options)
+   cc -O2 examples/19_large_model.c -o large -lm -lpthread && ./large                     (./large --help: options)
    HPML_PLAN=shard=1 ./large    HPML_PLAN=shard=3,bucket_bytes=1 ./large    HPML_PLAN=tensor=2,shard=3 ./large
    Each rank gets an allocator that gives at most --memory bytes. One rank cannot train the GPT with so few. Four ranks
    can: each computes a quarter of the batch, and keeps a quarter of the parameters, of their gradients and of the
