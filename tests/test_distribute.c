@@ -1819,7 +1819,7 @@ TEST(ranks_gather_the_rows_of_sparse_tables)
 
 /* Servers have rows of the table, workers pull and push those of their tokens: the bits of sync by CENTRAL, and as many
    bytes for a table that is a hundred times as long. */
-TEST(rows_of_sparse_tables_go_to_servers)
+TEST_PLAIN(rows_of_sparse_tables_go_to_servers)
 {
     for (int k = 1; k <= 4; k++)
         for (int kind = 0; kind < 4; kind++) { /* sum; the number of servers; virtual time */

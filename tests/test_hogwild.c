@@ -132,7 +132,7 @@ TEST(threads_learn_as_one)
 }
 
 /* A checkpoint goes on with the bits of one run on one rank; on more ranks all of them begin with its values. */
-TEST(a_checkpoint_loads_into_shared_values)
+TEST_PLAIN(a_checkpoint_loads_into_shared_values)
 {
     const char *path = "build/hogwild.safetensors";
     race whole = { .epochs = 2 }, first = { .epochs = 1, .save = path };
