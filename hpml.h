@@ -5192,7 +5192,8 @@ HPMLI_FN bool hpmli_graph_open(hpml_graph *g, const char *what)
                        "run, and before a trainer's with hpml_ctx_defer", what);
 }
 
-/* Makes the nodes from .. to - 1 one segment, which is retained as `how` says; the graph is not yet planned again. */
+/* Makes the nodes from .. to - 1 one segment, whose results `how` keeps in memory, computes again for the backward pass
+   or copies to host memory. The caller then plans the graph's memory again. */
 HPMLI_FN void hpmli_segment_make(hpml_graph *g, int from, int to, hpml_retain_how how)
 {
     int number = ++g->ctx->segments;
@@ -6316,7 +6317,7 @@ HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t i
 // >>elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
 /* add, sub, mul and div, with numpy's broadcasting (hpmli_broadcast_iter). The gradient of a repeated operand is the
-   sum over its repetitions. A source's batch that becomes a later dimension of the result cannot be shortened. */
+   sum over its repetitions. If a source's batch is a later dimension of the result, a short batch cannot run. */
 typedef struct hpmli_binary {
     const hpmli_kernels *k;
     hpml_node           *n;

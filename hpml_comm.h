@@ -595,11 +595,11 @@ HPML_API void           hpml_exchange_free(hpml_exchange *x); /* optional */
    context stays usable: skip this step. Plain tensors are added unchecked: the optimizer's update checks them. */
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x);
 HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background; hpml_job_wait */
-/* The same where ranks finish tensors in different orders, as in Horovod: call it once a run for each tensor, when that
-   tensor is ready. In the background the ranks agree on which tensors are ready on all ranks; a fused sum begins when
-   all of its tensors are, so the bits do not depend on the order; packed tensors travel last. Returns the job with the
-   last tensor; NULL before it, or on an error. When the deadline passes, the error names a tensor for which ranks wait,
-   and the rank where it is not ready. */
+/* An exchange where ranks finish tensors in different orders, as in Horovod: call it once a run for each tensor, when
+   that tensor is ready. In the background ranks agree on which tensors are ready on all ranks; a fused sum begins when
+   all of its tensors are, so bits do not depend on the order; tensors that a codec packs travel last. Returns the job
+   with the last tensor; NULL before it, or on an error. When the deadline passes, the error names a tensor for which
+   ranks wait, and the rank where it is not ready. */
 HPML_API hpml_job   *hpml_exchange_ready(hpml_exchange *x, int tensor);
 /* Bytes that this rank sends in one run: exact for messages (AUTO: as hpml_comm_choose chooses now); for NATIVE and
    device links those of a ring. The messages by which hpml_exchange_ready agrees are not counted. */
@@ -2261,7 +2261,8 @@ typedef struct hpmlc_thread_state {
     unsigned       seen;       /* value of the inbox's `changes` at the end of the last sleep */
 } hpmlc_thread_state;
 
-/* What hpml_message.state, the bytes of a message for the transport's own data, contains with THREADS and CLOCK. */
+/* What hpml_message.state, the bytes of a message for the transport's own data, contains with the transports THREADS
+   and CLOCK (virtual time). */
 typedef struct __attribute__((may_alias)) hpmlc_post {
     hpml_message *next;   /* of a send: the next send in the receiver's inbox */
     hpml_message *after, **before; /* of a copy of a send: the next of the inbox's copies; what points to this one */
@@ -3276,8 +3277,8 @@ HPMLC_FN void hpmlc_mpi_poll_control(hpmlc_shared *x)
     hpmlc_mpi_unlock(x);
 }
 
-/* Returns what `rank` last announced: the rank that it waits for; x->size: it waits for all; more: it is busy. -1: it
-   does not wait, or the announcement has expired, after one deadline, or when its busy time is over. */
+/* Returns what `rank` last announced: the rank that it waits for; x->size: it waits for all ranks; a larger number: it
+   is busy for an announced time. -1: it does not wait, or one deadline, or that time, has passed since. */
 HPMLC_FN int hpmlc_mpi_valid_number(const hpmlc_shared *x, int rank)
 {
     const int number = (int)x->awaits[2 * rank];
@@ -10951,7 +10952,8 @@ HPMLC_FN hpml_status hpmlc_take(hpml_distributed *d, int worker, float factor, b
     return HPML_OK;
 }
 
-/* Steps this server's range with own->gradient; federated: own->gradient holds the new values. */
+/* Makes an optimizer step of this server's range with own->gradient; federated: own->gradient has the new values, which
+   replace those of the range. */
 HPMLC_FN hpml_status hpmlc_server_apply(hpml_distributed *d)
 {
     hpmlc_servers     *own    = hpmlc_servers_of(d);
@@ -13292,7 +13294,7 @@ HPMLC_FN void hpmlc_edge_add(hpmlc_pipeline *pl, const hpml_node *reader, hpml_t
     if (i == pl->edges) pl->edges++;
 }
 
-/* Finds all edges (tensors that cross between pieces), those that the last piece reads first. False: an error. */
+/* Lists all edges (tensors that cross between pieces); edges to the last piece come first. False: an error. */
 HPMLC_FN bool hpmlc_edges_find(hpmlc_pipeline *pl)
 {
     size_t sources = 0;

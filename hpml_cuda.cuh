@@ -1278,7 +1278,8 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
 }
 
 /* Gives up recording the pass p as a CUDA graph, after an error. Its ops were only captured and have not run: restores
-   counts and side results from before the recording, and marks p to run op by op from now on. Returns HPML_OK. */
+   the counts of products and what ops noted to what they were before the recording, and marks p to run op by op from
+   now on. Returns HPML_OK. */
 HPMLG_FN hpml_status hpmlg_record_give_up(hpmlg_device *d, hpmlg_pass *p)
 {
     cudaGetLastError();
