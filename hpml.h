@@ -6680,7 +6680,8 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     const char *name = hpmli_layer_name(x->ctx, d.name, "linear");
     if (!hpmli_layer_split("linear", name, &x, last, &d.split, d.sections)) return NULL;
     const bool       in   = d.split == HPML_SPLIT_IN;
-    const hpmli_part rows = { d.split ? HPML_AXIS_TENSOR : HPML_AXIS_DATA, in, in ? x->sections : d.sections };
+    const hpml_axis  axis = d.split ? HPML_AXIS_TENSOR : HPML_AXIS_DATA;
+    const hpmli_part rows = { axis, in, in ? x->sections : d.sections };
     const hpmli_part bias = { in ? HPML_AXIS_DATA : rows.axis, 0, rows.sections };
     hpml_param_whole(x, shape);
     weight[0] = out, weight[1] = shape[last];
@@ -7236,7 +7237,8 @@ HPMLI_FN bool hpmli_conv_params(hpml_tensor *x, const char *name, int64_t out, c
                                 const hpml_conv2d_desc *d, hpml_tensor **src)
 {
     const bool       in   = d->split == HPML_SPLIT_IN;
-    const hpmli_part part = { d->split ? HPML_AXIS_TENSOR : HPML_AXIS_DATA, in, in ? x->sections : 1 };
+    const hpml_axis  axis = d->split ? HPML_AXIS_TENSOR : HPML_AXIS_DATA;
+    const hpmli_part part = { axis, in, in ? x->sections : 1 };
     const hpmli_part rest = { in ? HPML_AXIS_DATA : part.axis, 0, 1 };
     int64_t w[4] = { out, hpmli_image(x, 0) / a->conv.groups, a->conv.kernel[0], a->conv.kernel[1] };
     if (in) w[1] *= hpml_ctx_group(x->ctx, HPML_AXIS_TENSOR)->size;
@@ -10742,7 +10744,8 @@ HPMLI_FN hpml_status hpmli_apply_by_norms(hpml_trainer *t, int first_param, int 
         if (hpmli_failed(ctx)) return ctx->status;
         for (int i = first_param; i < first_param + param_count; i++) {
             hpml_update *u       = &t->updates[i];
-            double       norm[2] = { sums ? sqrt(t->norms[2 * i]) : 0, sums ? sqrt(t->norms[2 * i + 1]) : 0 };
+            double       norm[2] = { 0, 0 };
+            for (int k = 0; k < 2 && sums; k++) norm[k] = sqrt(t->norms[2 * i + k]);
             if (u->n == 0) continue;
             if (pass == 0) hpmli_step_prepared(ctx, row, u, norm);
             else hpmli_direction_apply(ctx, row, *u, norm);

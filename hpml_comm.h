@@ -16070,7 +16070,7 @@ HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *t
     hpmlc_append(&to, &length, "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"1000\" height=\"%d\" "
                  "font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"1000\" height=\"%d\" fill=\"white\"/>\n"
                  "<text x=\"70\" y=\"20\">", 30 * last + 70, 30 * last + 70);
-    for (const char *c = title ? title : ""; *c; c++) hpmlc_append(&to, &length, "%c", strchr("<>&", *c) ? ' ' : *c);
+    for (const char *c = title; c && *c; c++) hpmlc_append(&to, &length, "%c", strchr("<>&", *c) ? ' ' : *c);
     hpmlc_append(&to, &length, "</text>\n");
     for (int r = 0; r <= last; r++)
         hpmlc_append(&to, &length, "<text x=\"10\" y=\"%d\">stage %d</text>\n", 30 * r + 50, r);
