@@ -1876,7 +1876,7 @@ typedef struct hpmli_gemm_part {
 /* The arguments of an optimizer step that are equal for all weights of a parameter, see >>vupdate. */
 typedef struct hpmli_opt_args {
     hpml_update u;                         /* the step; for LARS grad_scale and weight_decay include lr */
-    float       correction1, correction2;  /* 1 - beta1^step, 1 - beta2^step */
+    float       correction1, correction2;  /* 1 / (1 - beta1^step), 1 / (1 - beta2^step) */
 } hpmli_opt_args;
 #define HPMLI_PHILOX_CHUNK 64       /* random words that a call makes at once */
 #define HPMLI_PHILOX_M0 0xD2511F53u /* multipliers of Philox */
@@ -9596,8 +9596,8 @@ static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpml
 {
     hpmli_update_job  j    = { ctx, d, { *u, 0, 0 }, HPMLI_GRAIN };
     const hpmli_rows *rows = u->param ? u->param->state->rows : NULL;
-    j.o.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
-    j.o.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
+    j.o.correction1 = (float)(1 / (1 - pow((double)u->beta1, (double)u->step)));
+    j.o.correction2 = (float)(1 / (1 - pow((double)u->beta2, (double)u->step)));
     if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* rows of d by 12: its tiles have 6 or 12 */
     if (u->opt == HPML_OPT_CUSTOM && u->custom->whole) j.piece = u->n;
     if (rows) hpmli_parallel(ctx, rows->count, hpmli_update_row_task, &j);
@@ -15195,12 +15195,13 @@ HPMLI_VEC_INLINE void HV(rmsprop)(const hpmli_opt_args *o, float *w, HV(f32) g, 
     if (m) step = HV(store_state)(m, HV(fma)(HV(set1)(o->u.momentum), HV(load_upto)(m, c), step), c);
     HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
-/* Updates moments m, v by gradient g; returns m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) for step t. */
+/* Updates moments m, v by gradient g; returns m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) for step t. The two
+   corrections are factors, because a division takes as long as ten multiplications. */
 HPMLI_VEC_INLINE HV(f32) HV(adam_direction)(const hpmli_opt_args *o, HV(f32) g, float *m, float *v,
                                             HV(update_check) *f, int64_t c)
 {
-    HV(f32) mean   = HV(update_mean)(m, g, o->u.beta1, c) / HV(set1)(o->correction1);
-    HV(f32) square = HV(update_mean)(v, g * g, o->u.beta2, c) / HV(set1)(o->correction2);
+    HV(f32) mean   = HV(update_mean)(m, g, o->u.beta1, c) * HV(set1)(o->correction1);
+    HV(f32) square = HV(update_mean)(v, g * g, o->u.beta2, c) * HV(set1)(o->correction2);
     f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite v would make all later steps 0 */
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }

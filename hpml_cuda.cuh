@@ -5413,7 +5413,7 @@ HPMLG_FN void hpmlg_op_huber(HPMLG_OP_ARGUMENTS) { hpmlg_loss_pass(d, n, back); 
 
 typedef struct hpmlg_param_step {         /* one row of the table: a parameter's update */
     hpml_update u;
-    float       correction1, correction2; /* 1 - beta^step, of beta1 and beta2 */
+    float       correction1, correction2; /* 1 / (1 - beta^step), of beta1 and beta2 */
     void       *half;                     /* (n): the half copy of w, updated too; NULL: none */
     int64_t     chunk, chunks;            /* index of its first chunk; number of chunks */
     int         param;                    /* its index in the context; -1: unknown */
@@ -5460,7 +5460,7 @@ HPMLG_DEVICE float hpmlg_moment(float *state, float g, float beta)
 }
 
 /* Returns the new weight of one element (for LAMB its direction of update) from weight w, gradient g and moments *m and
-   *v, the optimizer's states, which it updates; c1, c2: 1 - beta1^step, 1 - beta2^step. Formulas: hpml.h, vupdate. */
+   *v, the optimizer's states, which it updates; c1, c2: 1 / (1 - beta^step). Formulas: hpml.h, vupdate. */
 HPMLG_DEVICE float hpmlg_update_one(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v)
 {
     float step = 0;
@@ -5487,8 +5487,8 @@ HPMLG_DEVICE float hpmlg_update_one(const hpml_update *u, float c1, float c2, fl
         }
         break;
     default: /* ADAM, ADAMW, LAMB */
-        step = hpmlg_moment(m, g, u->beta1) / c1;
-        step /= sqrtf(hpmlg_moment(v, g * g, u->beta2) / c2) + u->eps;
+        step = hpmlg_moment(m, g, u->beta1) * c1;
+        step /= sqrtf(hpmlg_moment(v, g * g, u->beta2) * c2) + u->eps;
         if (u->opt == HPML_OPT_LAMB) return fmaf(u->weight_decay, w, step);
         if (u->opt == HPML_OPT_ADAMW) w = fmaf(-(u->lr * u->weight_decay), w, w);
     }
@@ -5628,8 +5628,8 @@ HPMLG_FN hpmlg_param_step hpmlg_param_step_of(hpmlg_device *d, const hpml_update
     hpmlg_param_step s = {};
     s.u           = *u;
     s.param       = u->found_nonfinite && u->n > 0 ? hpmlg_param_number(d->ctx, u->w, before) : before;
-    s.correction1 = (float)(1 - pow((double)u->beta1, (double)u->step));
-    s.correction2 = (float)(1 - pow((double)u->beta2, (double)u->step));
+    s.correction1 = (float)(1 / (1 - pow((double)u->beta1, (double)u->step)));
+    s.correction2 = (float)(1 / (1 - pow((double)u->beta2, (double)u->step)));
     s.half        = u->n > 0 ? hpmlg_update_half(d, u->w, u->n) : NULL;
     s.chunk       = chunk;
     s.chunks      = (u->n + HPMLG_CHUNK - 1) / HPMLG_CHUNK;
