@@ -1,7 +1,8 @@
 #!/bin/sh
 # storm_servers.sh [KILLS [SEED]]: trainings with servers, and gossip, on 5 processes of mpiexec, of which one worker is
 # killed at a random step (12 trainings where not said): the 4 others must end the training. The losses of five or more
-# trainings of one plan have a median at most 5 % above that of trainings without a kill. Training i has the seed
+# trainings of one plan have a median at most 5 % above that of trainings without a kill. This is not asked of ssp, where
+# each gradient is a step by itself and the steps on the killed worker's samples are missing. Training i has the seed
 # SEED + i: what a failure prints repeats it.
 kills=${1:-12} seed=${2:-$(date +%s)} tmp=$(mktemp -d) passed=0 failed=0
 . tests/mpi.sh
@@ -36,6 +37,7 @@ median() { cut -d ' ' -f "$1" | sort -n | awk '{ x[NR] = $1 } END { print x[int(
 for plan in $(cut -d ' ' -f 4 "$tmp/losses" | sort | uniq -c | awk '$1 >= 5 { print $2 }'); do
     killed=$(grep -F " $plan" "$tmp/losses" | median 2) calm=$(grep -F " $plan" "$tmp/losses" | median 3)
     echo "$plan: loss $killed, without a kill $calm"
+    case $plan in *ssp*) continue ;; esac
     if awk -v a="$killed" -v b="$calm" 'BEGIN { exit !(a <= 1.05 * b) }'; then passed=$((passed + 1))
     else failed=$((failed + 1)); echo "FAIL losses of $plan"; fi
 done

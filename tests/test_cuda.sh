@@ -98,9 +98,9 @@ probe nvidia 13.0 "$none"
 # gpu_contact.sh without a GPU and nvcc: what it skips, and what becomes of a stage that fails or is killed.
 mkdir -p "$tmp/contact/build" "$tmp/without"
 ln -s "$PWD/tests" "$tmp/contact/tests"
-printf '#!/bin/sh\nexit 1\n' >"$tmp/without/nvidia-smi"
+printf '#!/bin/sh\nexit 1\n' | tee "$tmp/without/nvidia-smi" >"$tmp/without/python3" # PyTorch takes seconds to load
 printf '#!/bin/sh\necho "begins"; sleep "$SLEEP"; exit "$STATUS"\n' >"$tmp/contact/build/test_cuda"
-chmod +x "$tmp/without/nvidia-smi" "$tmp/contact/build/test_cuda"
+chmod +x "$tmp/without/nvidia-smi" "$tmp/without/python3" "$tmp/contact/build/test_cuda"
 contact() { # STATUS SLEEP LIMIT WANT TEXT
     (cd "$tmp/contact" && PATH="$tmp/without:$PATH" NVCC=none NINJA=none CC=true CXX=true STATUS=$1 SLEEP=$2 LIMIT=$3 \
         sh tests/gpu_contact.sh first out) >"$tmp/err" 2>&1
