@@ -370,10 +370,11 @@ typedef enum hpml_split {
     HPML_SPLIT_IN   = 2  /* each rank has some inputs, that is columns of w: x is split, y is the sum over the ranks */
 } hpml_split;
 
-/* What the ops of split layers are made of, each with its backward pass; `split` of tensors is kept and checked. For a
-   group of one rank, and for NULL, they record nothing and return x. dim: the dimension that is divided.
+/* The ops of which split layers consist, each with its backward pass; each op sets `split` of its result and refuses an
+   x whose split does not fit. With a group of one rank, or x NULL, they record nothing and return x. dim: the dimension
+   that is divided.
    copy    y = x on all ranks of TENSOR, each of which then computes another part with y: backward adds up the ranks'
-           gradients. Recorded once for each x. On other axes y = x, because their ranks' losses are added anyway
+           gradients. Recorded once for each result x. On other axes y = x, because their ranks' losses are added anyway
    sum     y = the sum of the ranks' x; backward: the gradient itself (TENSOR), else the sum of the ranks' gradients
    split   y = this rank's block of x; backward: the ranks' gradients joined (TENSOR), else zeros but in the block
    gather  y = the ranks' x joined; backward: this rank's block (TENSOR), else of the sum of the ranks' gradients */
@@ -402,7 +403,8 @@ typedef enum hpml_init {
 /* The properties of a parameter. You may change `frozen`, `no_decay` and `lr_scale` before or between training steps.
    A parameter may be this rank's part of a whole: dimension split_dim of the whole consists of `sections` equal
    sections (3 for queries, keys and values), each cut into as many blocks as the group of `axis` has ranks; the part
-   has the rank's block of each. First values, their scale, names and what files contain are those of the whole. */
+   has the rank's block of each section. Initial values, their scale, names and the contents of files are those of the
+   whole. */
 typedef struct hpml_param {
     int       index;      /* position in the context's list of parameters: the order of recording */
     hpml_init init;
@@ -537,8 +539,9 @@ HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    
 HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);           /* FNV-1a 64 of all values' bytes on this rank */
 HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory and values; hpml_graph_alloc calls it */
 /* Places the values of all parameters recorded until now in `memory`: hpml_params_bytes(ctx) bytes of host memory,
-   64-byte aligned, that outlive the context: shared by contexts of the same model, mapped from a file, pinned. keep:
-   `memory` has values that stay; else it gets first values. An error once a parameter has memory, or on a device. */
+   64-byte aligned, that outlive the context, for example shared by contexts of the same model, mapped from a file or
+   pinned. keep: the values in `memory` stay; else they are overwritten by initial values. An error if a parameter has
+   memory already, or on a device. */
 HPML_API hpml_status  hpml_params_place(hpml_ctx *ctx, float *memory, bool keep);
 HPML_API size_t       hpml_params_bytes(const hpml_ctx *ctx);
 /* Returns the elements of the whole of which t, a parameter or any other tensor, is a part; 0 for NULL. shape: NULL, or
@@ -667,9 +670,9 @@ HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x);
 
 /* Normalization. layernorm: y = (x - mean) / sqrt(var + eps) gamma + beta, mean and variance over the last dimension
    (Ba et al. 2016). rmsnorm: y = x / sqrt(mean(x^2) + eps) gamma (Zhang & Sennrich 2019). batchnorm: as layernorm, but
-   for each channel over (B, H, W) or B; training uses the batch's statistics and moves the running ones, running = (1 -
-   momentum) running + momentum batch (unbiased variance), which evaluation uses (Ioffe & Szegedy 2015). Parameters:
-   weight (gamma), bias (beta); buffers: running_mean, running_var. */
+   for each channel over (B, H, W) or B; training uses the batch's statistics and updates the running statistics,
+   running = (1 - momentum) running + momentum batch (unbiased variance), which evaluation uses (Ioffe & Szegedy 2015).
+   Parameters: weight (gamma), bias (beta); buffers: running_mean, running_var. */
 typedef struct hpml_norm_desc {
     uint32_t    _begin;
     const char *name;
@@ -702,14 +705,15 @@ typedef struct hpml_embedding_desc {
 } hpml_embedding_desc;
 HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, int64_t width,
                                      const hpml_embedding_desc *desc);
-/* A sparse table's gradient is a list of rows; row r of its `grad` holds the sum over all places of token r, and rows
-   that are not listed are zero. Work follows the rows: nothing clears, steps or sends the others. An update leaves rows
-   without a gradient as they are, weight decay and states of the optimizer included (lazy updates). With SGD without
-   momentum and decay a sparse table has the bits of a dense one. Refused: tables that other ops read too, devices, and
-   trainers that need a norm of the gradient (clip_norm, dynamic loss scale, LARS, LAMB, own optimizers with prepare or
-   direction).
-   hpml_param_rows returns the rows in the order in which the passes met them, and *count; NULL: the gradient is dense.
-   hpml_param_add_rows adds `values` (count, width) to these rows of the gradient; clear: which it clears before. */
+/* A sparse table's gradient is a list of rows; row r of its `grad` holds the sum over all positions of token r, and
+   rows that are not listed are zero. Only listed rows are cleared, sent and updated by the optimizer. An update leaves
+   rows without a gradient as they are, weight decay and states of the optimizer included (lazy updates). With SGD
+   without momentum and decay a sparse table has the bits of a dense one. Refused: tables that other ops read too,
+   devices, and trainers that need a norm of the gradient (clip_norm, dynamic loss scale, LARS, LAMB, own optimizers
+   with prepare or direction).
+   hpml_param_rows returns the rows in the order in which the passes met them, and *count, the number of rows; NULL: the
+   gradient is dense. hpml_param_add_rows adds `values` (count, width) to the `count` rows with the indices `rows` of
+   the gradient; clear: first clears the whole gradient. */
 HPML_API const int32_t *hpml_param_rows(const hpml_tensor *table, int64_t *count);
 HPML_API hpml_status    hpml_param_add_rows(hpml_tensor *table, bool clear, const int32_t *rows, const float *values,
                                             int64_t count);
@@ -785,39 +789,44 @@ HPML_API const hpml_node *hpml_graph_op(const hpml_graph *g, int i); /* in runni
 /* Computes all results. train: dropout is active and batchnorm uses the batch's statistics. step: the step's number, on
    which the dropout masks depend. */
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step);
-/* Computes gradients of scale x loss of the last forward pass; accumulate: adds to those of parameters. */
+/* Computes the gradients of `scale` times the loss of the last forward pass; accumulate: adds the new gradients of
+   parameters to their old ones, instead of replacing the old ones. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
-/* Cuts a graph, before its memory is taken, so that here only the ops `from` to `to` - 1 (in running order) run, on at
-   most `rows` samples at a time, in `slots` sets of activations: slot numbers go on from call to call, and each names
-   its ops. Further calls add ranges that do not overlap. What a forward pass leaves for the backward pass is kept for
-   each slot; all slots share the memory of what lives within a pass, as one pass runs at a time. A result computed in
-   another part is like an input: write its values to `raw` before the forward pass, and find its gradient in `raw_grad`
-   after the backward pass (NULL: none flows there); both stay until the slot is used again. A result that another part
-   reads has its values until the slot's backward pass begins; before that, write its gradient to `raw_grad`, to which
-   ops of this part add. Parameters that no op here reads have no memory, gradient or state. Parts run one after another
-   compute the bits of the whole graph, except where one cut severs a result and a reshape of it: their gradients are
-   added up in another order. A parameter that is trained by two parts here is an error. */
+/* Cuts a graph, before its memory is taken, so that in this graph only the ops `from` to `to` - 1 (in running order)
+   run, on at most `rows` samples at a time, in `slots` slots, which are sets of activations. The numbers of slots go on
+   from call to call, so that the number of a slot also names its ops. Further calls add ranges of ops that do not
+   overlap. Values that a forward pass leaves for the backward pass are kept for each slot; all slots share the memory
+   of values that live within one pass, because one pass runs at a time. A result computed in another part is like an
+   input: write its values to `raw` before the forward pass, and find its gradient in `raw_grad` after the backward pass
+   (NULL: it gets no gradient); both stay until the slot is used again. A result that another part reads has its values
+   until the slot's backward pass begins; before that, write its gradient to `raw_grad`, to which ops of this part add.
+   Parameters that no op of these parts reads have no memory, gradient or state. Parts run one after another compute the
+   bits of the whole graph, except where one cut separates a result from a reshape of it: their gradients are added up
+   in another order. A parameter that is trained by two parts of one graph is an error. */
 HPML_API hpml_status hpml_graph_part(hpml_graph *g, int from, int to, int64_t rows, int slots);
-/* Takes the planned memory once; points all tensors of the slot's ops into this slot, for later passes (default: 0). */
+/* Allocates the planned memory if the graph has none yet, and makes `slot` the current slot (0 at first): later passes
+   run the ops of this slot, whose tensors now point to the slot's memory. */
 HPML_API hpml_status hpml_graph_slot(hpml_graph *g, int slot);
 /* Writes the results of ops before op `at` that ops from `at` on read to `tensors` (capacity); returns how many. */
 HPML_API int         hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tensors, int capacity);
 
-/* Less memory for more work, with the same bits. What the backward pass reads of the results of a segment of ops is
-   kept from the forward pass (KEEP); or the ops run AGAIN at the beginning of the segment's backward pass (Chen et al.
-   2016), so that only what the segment reads is kept in between; or it is copied to host memory and back (SWAP). Ops
-   that run again compute what they did, dropout with the same masks; running statistics move once; ops of your own run
-   again, too, and collective ones communicate again. hpml_recompute makes the ops recorded from `true` to `false` a
-   segment that runs AGAIN. hpml_graph_retain makes ops `from` to `to` - 1 a segment, before memory is taken. */
+/* Less memory for more work, with the same bits. The results of a segment of ops that the backward pass reads are kept
+   from the forward pass (KEEP); or the segment's ops run AGAIN at the beginning of its backward pass (Chen et al.
+   2016), so that between both passes only the inputs of the segment are kept; or the results are copied to host memory
+   and back (SWAP). Ops that run again compute the same results, dropout with the same masks; running statistics are
+   updated only once; ops of your own run again, too, and collective ones communicate again. hpml_recompute makes the
+   ops recorded between its calls with `true` and with `false` a segment that runs AGAIN. hpml_graph_retain makes ops
+   `from` to `to` - 1 a segment, before the graph's memory is allocated. */
 typedef enum hpml_retain_how { HPML_RETAIN_KEEP = 0, HPML_RETAIN_AGAIN, HPML_RETAIN_SWAP } hpml_retain_how;
 HPML_API void        hpml_recompute(hpml_ctx *ctx, bool on);
 HPML_API hpml_status hpml_graph_retain(hpml_graph *g, int from, int to, hpml_retain_how how);
-/* Chooses by cost how each segment is retained, so that activations and scratch of hpml_memory are at most `bytes` (as
-   KARMA does, Wahib et al. 2020). Segments are those recorded by hpml_recompute, at most 8 or joined to 8; without any
-   the graph is cut into up to 8 with about equally large results. ops_per_byte: operations that take as long as copying
-   a byte; 0: 8. An error that names the least bytes, if `bytes` are too few. With bytes 0 every segment runs AGAIN;
-   where none is recorded, these are about sqrt(ops), at most 8. */
+/* Chooses by cost how each segment is retained (kept, run AGAIN or swapped), so that activations and scratch of
+   hpml_memory are at most `bytes` (as KARMA does, Wahib et al. 2020). Segments are cut where those of hpml_recompute
+   begin and end, and joined if they are more than 8; where none is recorded, the graph is cut into up to 8 segments
+   with about equally large results. ops_per_byte: operations that take as long as copying a byte to or from the host;
+   0: 8. An error, which names the least bytes that were found, if `bytes` are too few. With bytes 0 every segment runs
+   AGAIN, and a graph where none is recorded is cut into about sqrt(ops) segments, at most 8. */
 HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_per_byte);
 
 /* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
@@ -873,13 +882,14 @@ typedef struct hpml_optimizer_state {
 /* An optimizer. For your own, define one (static const, or as long-lived as its trainers) and pass it as
    hpml_trainer_desc.custom_optimizer. Clipping, loss scaling, accumulation, weight decay by parameter, schedules,
    checkpoints and the data parallelism of hpml_comm.h work as for built-in ones. Your own steps run on the CPU backend
-   only: a trainer on another device refuses them.
+   only: a trainer on another device refuses them. u: the hpml_update that both functions get.
    step     computes new weights w and states of n numbers of one parameter from g, a copy of their gradient (unscaled,
             clipped, without weight decay) that step may change. Number i must depend on numbers i of w, g and state
-            alone, because a parameter comes in parts, cut differently by threads and fused ops; several threads call at
-            once. Rates are in u; use the arguments, not the arrays in u. States are 0 before the first step.
+            alone, because step is called for one part of a parameter at a time, and threads and fused ops cut the parts
+            differently; several threads call at once. Learning rate and other settings are in u; use the arguments w,
+            g and state, not the arrays in u. States are 0 before the first step.
    prepare  optional; called once for each parameter before its parts, with the Euclidean norms of its weights and of
-            its gradient (unscaled, clipped; NaN or infinite where the gradient is): may change the rates in u (LARS) */
+            its gradient (unscaled, clipped; NaN or infinite where the gradient is): may change settings in u (LARS) */
 typedef struct hpml_optimizer {
     const char *name;          /* 1 to 31 characters, not a built-in optimizer's name; checkpoints store it */
     hpml_opt    opt;           /* of a built-in optimizer: its number; HPML_OPT_CUSTOM or 0 in your own */
@@ -953,7 +963,7 @@ struct hpml_node {
     struct hpmli_node_state *state;            /* private */
 };
 
-/* What an op is given when it runs forward or backward. */
+/* The arguments that each op gets for a forward or backward run. */
 typedef struct hpml_run {
     hpml_ctx *ctx;
     bool      train;       /* dropout is active, batchnorm uses the batch's statistics */
@@ -1001,8 +1011,8 @@ struct hpml_backend {
     void (*plan)(void *device, hpml_node *node); /* optional: sets saved_bytes, scratch_bytes, fused_with of a node */
     /* optional: begin is called before the first op of a pass. It sets *done if the device has replayed the whole pass;
        otherwise the ops run, and then end is called with their status. end sets *again if recording has failed and no
-       op has run: begin, the ops and end are then called once more. Neither is called while a trace, a profile or hooks
-       other than `grad` need single ops. */
+       op has run: begin, the ops and end are then called once more. Neither begin nor end is called while ops must run
+       one by one: for a trace, a profile or hooks other than `grad`. */
     hpml_status (*begin)(void *device, const hpml_run *run, const hpml_pass *pass, bool *done);
     hpml_status (*end)(void *device, const hpml_run *run, hpml_status status, bool *again);
     /* optional: counts[0] = number of rows of y (rows, classes) whose largest number is at the label; counts[1] =
@@ -1059,7 +1069,7 @@ typedef struct hpml_custom {
 #define HPML_KEEP_SRC(i) (UINT32_C(1) << (i))          /* the value of source i */
 #define HPML_KEEP_OUT    (UINT32_C(1) << HPML_MAX_SRC) /* the value of the result */
 #define HPML_KEEP_NONE   (UINT32_C(1) << 31)
-/* Records an op of your own with `count` sources, 1 to HPML_MAX_SRC, of floats or I32 (`raw`). */
+/* Records an op of your own with `count` sources, 1 to HPML_MAX_SRC, of floats or of I32 (at address `raw`). */
 HPML_API hpml_tensor *hpml_custom_op(hpml_tensor *const *src, int count, const hpml_custom *desc);
 /* In backward: adds an array of the shape of source number `source` to the gradient of that source, if it needs one. */
 HPML_API void hpml_node_give(const hpml_run *run, hpml_node *node, int source, const float *gradient);
@@ -1139,20 +1149,20 @@ typedef struct hpml_trainer_desc {
 } hpml_trainer_desc;
 
 /* Plans the graph, allocates all memory, initializes the parameters; no training step allocates. Batch, minibatch and
-   stochastic gradient descent differ only in the first dimension of the input. A context may have several trainers, of
-   the same parameters too; each updates those that its loss depends on. A parameter's `grad` is that of the trainer or
-   graph that ran backward last. */
+   stochastic gradient descent differ only in the first dimension of the input. A context may have several trainers,
+   which may share parameters; each trainer updates the parameters that its loss depends on. A parameter's `grad` is the
+   gradient of the trainer or graph that ran its backward pass last. */
 HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_desc *desc);
 /* on: from now on hpml_trainer_create checks and plans, but takes no memory until hpml_trainer_alloc, hpml_distribute
-   or the first step, evaluation, prediction or checkpoint. Until then hpml_trainer_keep may reduce the memory. Inputs
-   have no memory before either, so set values of your own (hpml_tensor_set) after hpml_trainer_alloc. */
+   or the first step, evaluation, prediction or checkpoint. Until then hpml_trainer_keep may reduce the memory. Until
+   then inputs have no memory either, so set values of your own (hpml_tensor_set) after hpml_trainer_alloc. */
 HPML_API void          hpml_ctx_defer(hpml_ctx *ctx, bool on);
 HPML_API hpml_status   hpml_trainer_alloc(hpml_trainer *t); /* takes the memory; nothing if the trainer has it */
-/* Before the memory is taken: from then on this rank keeps and steps only the floats [first, first + count) of
-   parameter number `param`, one shard of the parameter (Rajbhandari et al. 2020, "ZeRO"). Other ranks keep the other
-   shards, and hooks exchange them. shard: 1 to 3, as in hpml_param; hpml_graph_memory then has the bytes of this rank.
-   An error once the trainer has memory, for a range outside the parameter, and for optimizers that step whole tensors
-   (.whole). */
+/* Must be called before the trainer's memory is allocated: from the call on this rank keeps and steps only the floats
+   [first, first + count) of parameter number `param`, one shard of the parameter (Rajbhandari et al. 2020, "ZeRO").
+   Other ranks keep the other shards, and hooks exchange them. shard: 1 to 3, as in hpml_param; hpml_graph_memory then
+   has the bytes of this rank. An error once the trainer has memory, for a range outside the parameter, and for
+   optimizers that step whole tensors (.whole). */
 HPML_API hpml_status   hpml_trainer_keep(hpml_trainer *t, int param, int shard, int64_t first, int64_t count);
 /* Copies *d to *out, with zeros replaced by the defaults that they mean. */
 HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out);
@@ -1177,7 +1187,8 @@ typedef struct hpml_step_info {
 typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* returns not 0: fit stops with HPML_ERR_STOPPED */
 
 /* Trains on one micro-batch in host memory: x and y have `samples` samples (1 to the input's batch) in the dtypes of
-   input and target (I32 labels for cross-entropy). Every accumulate-th call updates. info may be NULL. */
+   input and target (I32 labels for cross-entropy). Every accumulate-th call (hpml_trainer_desc.accumulate) updates the
+   parameters. info may be NULL. */
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info);
 
@@ -1206,13 +1217,15 @@ typedef struct hpml_fit_desc {
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
 /* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. In evaluate and predict
    a NaN or infinite loss or output is HPML_ERR_NONFINITE and the error names the sample, except with
-   no_finite_check. Where ranks keep parts of values (hpml_param.shard 3) all ranks call these functions alike. */
+   no_finite_check. Where each rank keeps only a part of the parameters' values (hpml_param.shard 3), all ranks must
+   make the same calls of these functions, because ranks exchange values in them. */
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out);
-/* Computes the output of `samples` samples of x, as in step; out: (samples, numbers of an output). In evaluate and
-   predict all ranks of a group work together; each gets the whole of an output that is split. */
+/* Computes the output of `samples` samples of x, host memory in the dtype of the input; there may be more samples than
+   in a batch. out: (samples, numbers of an output). In evaluate and predict all ranks of a group work together; each
+   gets the whole of an output that is split. */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
 
-/* Where a training is when it calls a hook. */
+/* What a trainer is doing when it calls a hook: the kind of pass, the micro-batch, the step. */
 typedef enum hpml_pass_kind { HPML_PASS_TRAIN = 0, HPML_PASS_FORWARD, HPML_PASS_BACKWARD, HPML_PASS_EVALUATE,
                               HPML_PASS_UPDATE } hpml_pass_kind;
 typedef struct hpml_moment {
@@ -1248,13 +1261,14 @@ typedef struct hpml_moment {
            at->pass is EVALUATE, grad_scale 0, loss NULL in predict), to run parts of the graph (hpml_graph_part) by
            hpml_trainer_forward and hpml_trainer_backward; sets *loss to the mean of these samples on every rank, and
            in evaluate and predict their rows of hpml_trainer_output. Only one set of hooks may have it
-   norms   adds up sums (parameters of the context, each) over all ranks that have parts of the model, where each rank
-           has the sums of squares of the parts that it keeps: for clip_norm, LARS, LAMB, .prepare and .layer_ratio,
-           before the step of hpml_trainer_apply, which all ranks then call alike
+   norms   adds up `sums`, an array of shape (parameters of the context, each), over all ranks that have parts of the
+           model; on entry it has the sums of squares of the parts that this rank keeps: for clip_norm, LARS, LAMB,
+           .prepare and .layer_ratio, before the step of hpml_trainer_apply, which all ranks then call alike
    join    fills in the array `which` of parameter `param`: on entry `whole` has the part that this rank keeps, in its
            place; on return also the parts of all other ranks, which call it alike
-   next    returns which batch such a fit takes next, counted over all epochs of `batches` batches; below 0: its epoch
-           ends, or an error is on the context. is_last: the epoch is the last one of this fit */
+   next    returns which batch a fit that takes this rank's part of the data computes next, counted over all epochs of
+           `batches` batches; below 0: the fit's epoch ends, or an error is on the context. is_last: the epoch is the
+           last one of this fit */
 typedef hpml_status hpml_hook_fn(void *user, hpml_trainer *t, const hpml_moment *at);
 typedef struct hpml_hooks {
     void *user;
@@ -1293,24 +1307,26 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
    .accumulate follow: hooks `grad` are called. */
 HPML_API hpml_status hpml_trainer_forward(hpml_trainer *t, int slot, int64_t first, int64_t samples, float *loss);
 HPML_API hpml_status hpml_trainer_backward(hpml_trainer *t, int slot, float grad_scale, bool accumulate, bool last);
-/* Returns, in evaluate and predict of a graph with parts, the output of the whole batch in host memory of every rank,
-   which hpml_trainer_forward fills where the output is computed. *floats: floats of a sample. NULL: at other times. */
+/* For hooks, while evaluate or predict runs a graph that is cut into parts: returns the array, in host memory of every
+   rank, for the output of the whole batch; hpml_trainer_forward fills the array on the rank that computes the output.
+   *floats: floats of a sample. Returns NULL at other times. */
 HPML_API float *hpml_trainer_output(hpml_trainer *t, int64_t *floats);
-/* Clips the gradients and steps parameters first_param .. first_param + param_count - 1, those that there are. */
+/* Clips the gradients and steps parameters first_param .. first_param + param_count - 1, as far as they exist. */
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count);
 /* Steps floats first .. first + count - 1 of the arrays of hpml_trainer_array alone, with gradients times grad_scale
    (1: as they are). Ranges that together cover the arrays give the bits of hpml_trainer_apply. clip_norm takes the norm
    of the whole array of gradients, once in a step; weight decay, lr_scale and frozen are those of each parameter. An
    error for optimizers that step whole tensors: LARS, LAMB, own ones with prepare, layer_ratio or whole. */
 HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, int64_t count, float grad_scale);
-/* All values, all gradients, or all numbers of state i (hpml_optimizer.states) as one array in the backend's memory: of
-   trained parameters in order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats with zeros, which
-   sums over ranks and steps keep. hpml_trainer_place: the float where parameter `param` begins in each of these arrays;
-   -1: not trained. *floats: the length. NULL: the optimizer has no such state; or, with an error that names a
-   parameter, values that are not one array: parameters lie in the order of recording, the trained ones first, but only
-   those that got memory at the same time, and one that was frozen or that the loss does not depend on leaves a gap.
-   GRADIENTS: `grad` of the parameters is from then on their part of this array. An array that is cut, see
-   hpml_trainer_keep, has the parts that this rank keeps, one behind the other, each padded. */
+/* Returns the values, the gradients, or state i (hpml_optimizer.states) of all trained parameters as one array in the
+   backend's memory: parameters in order of recording, each padded to a multiple of HPML_GRADIENT_ALIGN floats with
+   zeros, which stay zeros in sums over ranks and in steps. hpml_trainer_place: the index of the float where parameter
+   `param` begins in each of these arrays; -1: not trained. *floats: the array's length. Returns NULL if the optimizer
+   has no such state or, with an error that names a parameter, if the values are not one array: parameters lie in the
+   order of recording, the trained ones first, but only parameters that got memory at the same time, and a parameter
+   that was frozen afterwards, or on which the loss does not depend, leaves a gap. GRADIENTS: after this call `grad` of
+   each parameter points to its place in the array. Where ranks keep only parts of an array (hpml_trainer_keep), the
+   returned array has the parts that this rank keeps, one behind the other, each padded. */
 #define HPML_GRADIENT_ALIGN 16
 typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRAY_STATE, /* STATE + i: state i */
                           HPML_ARRAY_END = HPML_ARRAY_STATE + HPML_MAX_STATES } hpml_array;
@@ -1320,12 +1336,13 @@ HPML_API float  *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *
    ranks of all groups call this together, and all get the whole; an error of one of them is an error on all. */
 HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array which, float *whole);
 HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param);
-/* Returns the address of what this rank keeps of an array of a trained parameter, which begins with the array's float
-   hpml_param.keep_first, or 0 if the rank keeps it whole. With hpml_param.shard 2 and 3 the whole gradient, `grad`,
-   with 3 also `data`, are NULL except where hooks `need` set them for the ops that follow. */
+/* Returns the address of the part that this rank keeps of an array of a trained parameter. This part begins with float
+   hpml_param.keep_first of the array, or float 0 if the rank keeps the whole array. With hpml_param.shard 2 and 3 the
+   parameter's field `grad`, with 3 also its field `data`, which point to whole arrays, are NULL except where hooks
+   `need` set them for the ops that follow. */
 HPML_API float  *hpml_trainer_part(hpml_trainer *t, int param, hpml_array which);
-/* Before memory is taken: asks for `floats` floats for hooks that hold whole VALUES or GRADIENTS for a time. They count
-   as parameters or gradients in hpml_memory; *memory gets their address when memory is taken. */
+/* Before the trainer's memory is allocated: reserves `floats` floats for hooks that hold whole VALUES or GRADIENTS for
+   a time. They count as parameters or gradients in hpml_memory; *memory gets their address when they are allocated. */
 HPML_API hpml_status hpml_trainer_reserve(hpml_trainer *t, hpml_array which, int64_t floats, float **memory);
 /* Sets which part of each global batch fit reads on this rank, and the global batch (samples) that lr_rule uses; rank,
    ranks and grain as in hpml_loader_desc. rank = ranks: none, because this rank computes nothing (a server). */
@@ -1367,8 +1384,9 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
 /* Reads `count` files of CIFAR-10's binary version into one dataset of (3, 32, 32) pixels. */
 HPML_API hpml_dataset *hpml_dataset_load_cifar10(hpml_ctx *ctx, const char *const *paths, int count);
 /* Reads numbers (also the labels) separated by `,` `;` or tabs, each rounded to the nearest float in any locale. The
-   first line is a header if no field is a number. Errors name line, column and the header's name of it. label_column:
-   from 0; negative: from the end (-1 the last); HPML_NO_LABEL: none. regression: the label is a float target. */
+   first line is a header if no field is a number. Errors name the line, the column and the column's name in the header.
+   label_column: index from 0; negative: from the end (-1 the last); HPML_NO_LABEL: there are no labels. regression: the
+   label is a float target, not the number of a class. */
 #define HPML_NO_LABEL INT32_MIN
 HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, int32_t label_column, bool regression);
 /* Reads text as tokens: x of a sample is `context` characters, y the same characters shifted by one. bytes: the
@@ -1496,7 +1514,8 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path); /*
 // >>api-see   timeline, profile, summary
 // ---------------------------------------------------------------------------------------------------------------------
 /* The timeline in Chrome's trace format, for Perfetto: one process for each rank, one lane (thread) for each stream of
-   work that has events; steps as spans, loss and bytes sent in each step as counters. An event takes about 50 ns. */
+   work that has events; steps as spans, loss and bytes sent in each step as counters. Recording an event takes about
+   50 ns. */
 typedef struct hpml_trace_desc {
     uint32_t _begin;
     int32_t  rank;                  /* process id in the trace */
@@ -1536,8 +1555,9 @@ HPML_API hpml_status hpml_trace_save(hpml_ctx *ctx, const char *path);
 /* Returns the earliest start of the events that are kept, in seconds from the trace's origin; 0 if there is none. */
 HPML_API double      hpml_trace_first(const hpml_ctx *ctx);
 HPML_API void        hpml_trace_shift(hpml_ctx *ctx, double seconds); /* adds to the trace's origin */
-/* Sets the clock of the spans of layers and updates on the CPU to *seconds, instead of hpml_now(), and returns the
-   clock before; NULL: hpml_now(). With such a clock the loader adds no spans. hpml_comm.h uses it for virtual time. */
+/* Makes *seconds, instead of hpml_now(), the clock of the trace's spans of layers and updates on the CPU, and returns
+   the previous clock; NULL, also as argument: hpml_now(). With another clock than hpml_now() the loader adds no spans.
+   hpml_comm.h uses it for virtual time. */
 HPML_API const double *hpml_trace_clock(hpml_ctx *ctx, const double *seconds);
 
 /* One layer of a profile; times are sums in seconds over the runs since the profile was enabled. */
@@ -1552,7 +1572,8 @@ typedef struct hpml_profile_row {
 HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* on: starts a profile from zero; else ends it */
 /* Copies up to `capacity` layers to rows; returns the number of layers that there are. */
 HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity);
-/* Write a table as text to `buffer` (`size` bytes, cut there); return the length of the whole text, as snprintf. */
+/* Write a table as text to `buffer`, cut off to fit in `size` bytes; return the length of the whole text, as snprintf
+   does. */
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* operations at full batch */
@@ -1629,7 +1650,8 @@ typedef struct hpml_codec_desc {
     uint32_t          _end;
 } hpml_codec_desc;
 
-/* How one tensor is packed: desc and shape, resolved once. Read the fields; do not change them. */
+/* How one tensor is packed: the codec, its options with the defaults filled in, and the sizes that follow from the
+   tensor's shape; hpml_packing_init computes them once. Read the fields; do not change them. */
 struct hpml_packing {
     const hpml_codec *codec;          /* the codec used for this tensor: NONE's if the tensor is exempt */
     hpml_codec_desc   desc;
@@ -1652,20 +1674,22 @@ typedef struct hpml_encode_info {
     uint64_t seed; /* in exchanges a mix of desc.seed, the tensor and the contribution, so that each seed differs */
 } hpml_encode_info;
 
-/* Packs `rows` rows, all or some. packed: rows * row_size bytes, aligned to 4; residual, grad: (rows, cols), from the
-   first packed row on; residual is read and updated, NULL: no feedback. Nothing may overlap. A lossy codec never packs
-   NaN or infinity: a row of grad + residual that has one is packed as zeros, its residual becomes zero, the other rows
-   are packed as usual, and the call returns HPML_ERR_NONFINITE: skip this step on all ranks. NONE copies rows
-   unchecked. Clip gradients before packing. Mean, sum and learning rate are not applied: the residual has the
-   gradient's unit. You own the residual: save it with the weights (hpml_safetensors_save); zero it when the loss
-   function changes. info: for codecs that round at random, which the built-in ones do not; NULL: zeros. */
+/* Packs `rows` rows, which may be all or a part of the tensor's rows. packed: rows * row_size bytes, aligned to 4;
+   residual, grad: (rows, cols), from the first packed row on; residual is read and updated, NULL: no error feedback.
+   The arrays may not overlap. A lossy codec never packs NaN or infinity: a row of grad + residual that has one is
+   packed as zeros, its residual becomes zero, the other rows are packed as usual, and the call returns
+   HPML_ERR_NONFINITE: skip this step on all ranks. The codec NONE copies rows unchecked. Clip gradients before packing.
+   The residual is in the unit of `grad`: neither a sum or mean over ranks nor the learning rate is applied to it. You
+   own the residual: save it with the weights (hpml_safetensors_save); zero it when the loss function changes.
+   info: for codecs that round at random, which the built-in codecs do not; NULL: zeros. */
 HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, float *residual, const float *grad,
                                          int64_t rows, const hpml_encode_info *info);
 HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows);     /* out = */
 HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows); /* out += */
 
-/* A built-in codec, or one of your own, to which desc.custom points. `rows` may be a part of the tensor's rows; p has
-   the desc and the shape. The functions are called by several threads at a time on CPU arrays. */
+/* A built-in codec, or one of your own, to which hpml_codec_desc.custom points. The functions get the desc and the
+   tensor's shape in p, and in `rows` a number of rows, all or a part of the tensor's. Several threads call them at the
+   same time, with CPU arrays. */
 struct hpml_codec {
     const char *name;
     bool        linear;        /* the packed form is f32, and packed sums decode to sums: any allreduce adds it */
@@ -1701,7 +1725,8 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #undef HPMLI_REF
 #endif
 
-/* All code but kernels is between these macros: without six passes gcc compiles it in two thirds of the time. */
+/* All code but kernels is between these macros, which turn off six optimization passes of gcc, because without these
+   passes gcc compiles the code in two thirds of the time. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #define HPMLI_COMPILE_FAST_BEGIN                                                                                       \
     _Pragma("GCC push_options") _Pragma("GCC optimize(\"no-tree-pre,no-tree-vrp,no-tree-dominator-opts\")")            \
@@ -1799,7 +1824,8 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_BLAS false
 #endif
 
-/* True if a replaces b as the largest value so as to keep NaN: a NaN in b stays, and a NaN in a replaces b. */
+/* True if a is to replace b as the largest value, in a way that keeps NaN: a NaN in b stays, and a NaN in a replaces a
+   number in b. */
 #define HPMLI_MAX_OR_NAN(a, b) (!((a) <= (b)) && (b) == (b))
 #define HPMLI_FN     static __attribute__((unused))
 #define HPMLI_UNUSED __attribute__((unused))
@@ -1922,14 +1948,15 @@ typedef struct hpmli_conv {
     int64_t    packed_floats, thread_floats, scratch_floats; /* scratch: packed, sum_space and thread_space together */
 } hpmli_conv;
 
-/* Copies `rows` rows of `pixels` pixels, `channels` floats of each; to_, from_: floats to the next row or pixel. */
+/* Describes a copy of `rows` rows of `pixels` pixels, `channels` floats of each. to_row, to_pixel, from_row and
+   from_pixel: distances in floats from a row or pixel to the next one, in the destination and in the source. */
 typedef struct hpmli_conv_copy {
     int64_t rows, pixels, channels, to_row, to_pixel, from_row, from_pixel;
 } hpmli_conv_copy;
 
-/* Describes a product C (`rows` rows of one or two SIMD vectors) = sum over runs u < runs[0], v < runs[1] and k <
-   length of a[u * a_run[0] + v * a_run[1] + i * a_row + k * a_k] times the vectors at b + u * b_run[0] + v * b_run[1] +
-   k * b_k; add: C += this sum. */
+/* Describes a product C of `rows` rows, each of one or two SIMD vectors, c_row floats apart. Row i of C is the sum,
+   over runs u < runs[0] and v < runs[1] and over k < length, of the number a[u * a_run[0] + v * a_run[1] + i * a_row +
+   k * a_k] times the vectors at b + u * b_run[0] + v * b_run[1] + k * b_k. add: the sum is added to C. */
 typedef struct hpmli_conv_product {
     int64_t rows, a_row, a_k, b_k, c_row, length, runs[2], a_run[2], b_run[2];
     int     add;
@@ -2002,7 +2029,8 @@ typedef struct hpmli_kernels {
     void (*conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx);
     void (*conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int add);
     void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t o, int accumulate);
-    /* y: n maxima of 2 x 2 windows in the rows at x and x + width; at: the corner of each maximum, 0 to 3. */
+    /* Sets y to the n maxima of the 2 x 2 windows in the rows at x and x + width, and `at` to the position of each
+       maximum in its window, 0 to 3. */
     void (*max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n);
     void (*max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n, bool accumulate);
     /* Returns the CRC-32C of a string to which n bytes are appended; crc: that of the string before, 0 if empty. */
@@ -2170,7 +2198,8 @@ HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != 
     (((d)->_begin == 0 && (d)->_end == 0) ||                                                                           \
      hpmli_false(ctx, HPML_ERR_ARGUMENT, what " desc: canary is not zero; zero the struct before you set fields"))
 
-/* Copies *desc to d (zeros if desc is NULL); false, with an error, if _begin or _end is not 0. */
+/* Copies *desc to d (zeros if desc is NULL). True if the guards _begin and _end of d are 0; else false, with
+   an error. */
 #define HPMLI_COPY_DESC(ctx, what, d, desc)                                                                            \
     ((desc) ? (void)((d) = *(desc)) : (void)memset(&(d), 0, sizeof(d)), HPMLI_DESC_OK(ctx, what, &(d)))
 HPMLI_FN int64_t hpmli_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -2354,7 +2383,8 @@ HPMLI_FN void hpmli_pause(int turn)
 
 /* Keeps a woken worker off the caller's core, because Linux may place the worker there, where it waits for milliseconds
    behind the busy caller while other cores idle. wake 1, by the caller: excludes the caller's core for each sleeping
-   worker; wake 0, by an awake worker: allows all cores. Callers have locked the mutex, so that no exclusion remains. */
+   worker; wake 0, by an awake worker: allows itself all cores. The callers of this function have locked the pool's
+   mutex, because otherwise a worker that wakes at the same time could stay excluded from that core. */
 HPMLI_FN void hpmli_pool_avoid_caller_core(hpmli_pool *p, int wake)
 {
 #if HPMLI_AFFINITY
@@ -2516,7 +2546,8 @@ HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *
 
 /* Elements of a task's chunk of a long array: few, to balance threads; many, so that starting a task costs little. */
 #define HPMLI_GRAIN 16384
-/* Largest number of parts of a long sum. It is the same for any threads, and parts are added in order: equal bits. */
+/* Largest number of parts of a long sum. It does not depend on the number of threads, and the parts are added in order,
+   so that the sum has the same bits for any number of threads. */
 #define HPMLI_SUM_TASKS 64
 /* Returns how many rows of `cols` elements make a task of about HPMLI_GRAIN elements. */
 HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAIN / hpmli_max(cols, 1), 1); }
@@ -2628,7 +2659,7 @@ HPML_API hpml_allocator hpml_ctx_allocator(const hpml_ctx *ctx)
     return ctx ? ctx->allocator : none;
 }
 
-/* The functions of a group of one rank. */
+/* The functions of a group of one rank: they send nothing, because sum, maximum and copy are this rank's own array. */
 HPMLI_FN hpml_status hpmli_alone(void *user, float *x, int64_t n)
 {
     (void)user, (void)x, (void)n;
@@ -3126,7 +3157,8 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
     for (int i = 0; i < w->ndim - 1; i++) w->runs *= w->shape[i];
 }
 
-/* Returns the offset, in elements, of operand s (0: a, 1: b) at the start of run r, the r-th row of results. */
+/* Returns the offset, in elements, of operand s (0: a, 1: b) at the start of run r, which is the r-th row of the result
+   if its last joined dimension counts as the row. */
 HPMLI_FN int64_t hpmli_broadcast_offset(const hpmli_broadcast_iter *w, int s, int64_t r)
 {
     int64_t at = 0;
@@ -3399,7 +3431,8 @@ HPMLI_FN bool hpmli_is_split(const hpml_tensor *t)
     return false;
 }
 
-/* Returns how many sections of dimension dim are each split over ranks: t->sections in the last split one, else 1. */
+/* Returns the number of sections of dimension dim, equal ranges of which each is split over all ranks by itself:
+   t->sections if dim is the last split dimension of t, else 1. */
 HPMLI_FN int64_t hpmli_sections(const hpml_tensor *t, int dim)
 {
     for (int i = dim + 1; i < t->ndim; i++)
@@ -3407,7 +3440,8 @@ HPMLI_FN int64_t hpmli_sections(const hpml_tensor *t, int dim)
     return t->split[dim] ? hpmli_max(t->sections, 1) : 1;
 }
 
-/* Returns the index in the whole of element i of t; *run: how many elements from there on follow each other in both. */
+/* Returns the index, in the whole, of element i of t, which is this rank's part of the whole. *run: the number of
+   elements, from element i on, that follow each other without a gap both in t and in the whole. */
 HPMLI_FN int64_t hpmli_whole_place(const hpml_tensor *t, int64_t i, int64_t *run)
 {
     int64_t later = 1; /* elements of the whole in the dimensions after d */
@@ -3457,8 +3491,9 @@ HPMLI_FN void hpmli_split_take(hpml_tensor *t, const int8_t *split, int32_t sect
     t->sections = sections;
 }
 
-/* Splits n's result as its source 0 is; false, with an error, if the op needs a split dimension whole. A loss, or a
-   whole parameter's gradient, needs this on TENSOR, because each rank of this axis would compute only a part of it. */
+/* Splits n's result as its source 0 is split; false, with an error, if the op needs the whole of a dimension that is
+   split. An op that computes a loss or the gradient of a whole (not split) parameter needs the whole of dimensions that
+   are split on TENSOR, because each rank of this axis would compute only a part of the loss or gradient. */
 HPMLI_FN bool hpmli_split_follow(hpml_node *n)
 {
     const hpml_tensor *x       = n->src[0];
@@ -3506,10 +3541,11 @@ HPMLI_FN bool hpmli_split_mismatch(const char *op, const hpml_tensor *a, const h
                        hpmli_split_text(b));
 }
 
-/* Checks how the operands a (.., m, k) and b (.., k, n) of a matrix product are split; m_k and k_n are these
-   dimensions. If rows of a or columns of b are split over TENSOR, records hpml_group_copy of the other operand, because
-   each rank computes only a part of its gradient. Sets split and *sections of the result, and *sum, the axis over which
-   the ranks' products must be added up because k is split (DATA: none). False: an error. */
+/* Checks how the operands a (.., m, k) and b (.., k, n) of a matrix product are split; m_k and k_n: the numbers of
+   these dimensions in a and b. If rows of a or columns of b are split over TENSOR, records hpml_group_copy of the other
+   operand, because each rank computes only a part of that operand's gradient. Sets split and *sections of the result,
+   and *sum, the axis over which the ranks' products must be added up because k is split (DATA: k is not split). False:
+   an error. */
 HPMLI_FN bool hpmli_split_matmul(hpml_tensor **src, const int m_k[2], const int k_n[2], int8_t *split,
                                  int32_t *sections, hpml_axis *sum)
 {
@@ -3534,9 +3570,10 @@ HPMLI_FN bool hpmli_split_matmul(hpml_tensor **src, const int m_k[2], const int 
     return true;
 }
 
-/* Checks the operands of an elementwise op before it is recorded: dimensions, matched from the last one, must be split
-   alike, or not be split and have size 1 in one operand. hpml_group_copy then replaces that operand (axis TENSOR),
-   because each rank computes a part of its gradient. Sets split (ndim), *sections of the result; false: an error. */
+/* Checks the operands of an elementwise op before it is recorded: dimensions, paired from the last one backwards, must
+   be split alike, or one operand's dimension is not split and has size 1. On axis TENSOR this operand is then replaced
+   by hpml_group_copy of it, because each rank computes a part of its gradient. Sets split (ndim) and *sections of the
+   result; false: an error. */
 HPMLI_FN bool hpmli_split_pair(const char *op, hpml_tensor **src, int ndim, int8_t *split, int32_t *sections)
 {
     bool copy[2] = { false, false };
@@ -3561,7 +3598,7 @@ HPMLI_FN bool hpmli_split_pair(const char *op, hpml_tensor **src, int ndim, int8
 }
 
 /* Changes start and count of a slice along dim from indices of the whole to indices of this rank's part, if dim is
-   split. Only whole sections can be taken: *sections of them. False: an error. */
+   split. The slice must consist of whole sections (hpmli_sections); *sections: gets their number. False: an error. */
 HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, int64_t *count, int64_t *sections)
 {
     if (dim < 0 || dim >= x->ndim || !x->split[dim]) return true;
@@ -3575,7 +3612,8 @@ HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, i
     return true;
 }
 
-/* Checks that x, to be concatenated with `first` along dim, has the same splits, in dim sections of equal length. */
+/* Checks that x, to be concatenated with `first` along dimension dim, is split as `first` is; along dim, if that is
+   split, the sections of both must have the same length, along other dimensions there must be as many sections. */
 HPMLI_FN bool hpmli_split_concat(const hpml_tensor *first, const hpml_tensor *x, int dim)
 {
     bool fits = memcmp(first->split, x->split, sizeof x->split) == 0;
@@ -3589,8 +3627,9 @@ HPMLI_FN bool hpmli_split_concat(const hpml_tensor *first, const hpml_tensor *x,
                                hpmli_describe(x), hpmli_split_text(x));
 }
 
-/* Finds the shape `part` of this rank's part of x reshaped to `whole` (ndim sizes), and the split of each dimension. A
-   split dimension of x must become one of `whole` that cuts the elements alike on each rank; false if there is none. */
+/* Computes which shape `part` this rank's block of x has after a reshape of the whole tensor to `whole` (ndim sizes),
+   and the split of each dimension. For each split dimension of x there must be a dimension of `whole` whose split gives
+   each rank the same elements; false if there is none. */
 HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t *whole, int64_t *part, int8_t *split,
                                   int32_t *sections)
 {
@@ -3637,7 +3676,7 @@ struct hpmli_node_state {
     void        *raw[2], *saved[2];            /* addresses in both lives: of the value, if its root; of n->saved */
     struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken when backward has
                                                   made its gradient final. A CPU op that takes the step sets n to 0 */
-    /* Stored halves, see >>half; a block is some samples, computed at a time: */
+    /* Of an op whose tensors are stored as halves (>>half), which runs on one block of samples after another: */
     int64_t block_samples;                     /* samples of a block; 0: all samples */
     int64_t first_index;                       /* number of labels or tokens in the blocks before the present block */
     size_t  copies_at, block_saved;            /* bytes: offset of f32 copies in scratch; saved for a block */
@@ -3767,8 +3806,8 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     return n;
 }
 
-/* Sets the number of the result's rows that belong to one sample, where it is not that of a source with as many rows.
-   rows 0: the result has no batch dimension; if a source has one, the op mixes samples. */
+/* Sets the number of the result's rows that belong to one sample, for ops where this number is not the same as that of
+   a source with as many rows. rows 0: the result has no batch dimension; if a source has one, the op mixes samples. */
 HPMLI_FN void hpmli_node_batch(hpml_node *n, int64_t rows)
 {
     if (!n->out) return;
@@ -3831,7 +3870,8 @@ HPMLI_FN uint64_t hpmli_hash(uint64_t hash, const void *bytes, size_t n)
     return hash;
 }
 
-/* Returns the address of the entry for a parameter's name in the hash table: its index + 1, or 0 for a free entry. */
+/* Returns the address of the entry for a parameter's name in the hash table. An entry contains the index + 1 of the
+   parameter with this name; 0: the entry is free, because no parameter has this name. */
 HPMLI_FN int *hpmli_name_entry(const hpml_ctx *ctx, const char *name)
 {
     uint64_t hash = hpmli_hash(HPMLI_HASH, name, strlen(name));
@@ -3982,7 +4022,8 @@ HPML_API int64_t hpml_param_total(const hpml_ctx *ctx)
     return total;
 }
 
-/* A job that makes the first values w of a parameter, on the host, from the random stream of its index alone. */
+/* A job that computes the initial values w of a parameter on the host. They are drawn from a random stream that depends
+   on the parameter's index alone. */
 typedef struct hpmli_init_job {
     const hpml_ctx *ctx;
     const hpml_tensor *t;          /* the parameter */
@@ -4038,7 +4079,8 @@ HPMLI_FN int64_t hpmli_param_floats(const hpml_tensor *p)
     return (hpml_tensor_count(p) + align - 1) / align * align;
 }
 
-/* Returns the floats of p that this rank keeps, between steps, in an array that shards of `level` or more cut. */
+/* Returns how many floats of p this rank keeps between steps in an array (values, gradients or states) in which a
+   parameter whose hpml_param.shard is at least `level` has only this rank's shard. */
 HPMLI_FN int64_t hpmli_param_kept(const hpml_tensor *p, int level)
 {
     const int64_t align = HPML_GRADIENT_ALIGN;
@@ -4075,7 +4117,8 @@ HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
 }
 
 /* Places parameters without memory in `memory`, or, if NULL, in new memory of the device: first those that are trained,
-   so that a trainer has them as one array, then the others. keep: without first values. */
+   so that a trainer has them as one array, then the others. Writes the parameters' first values or, if `keep`, leaves
+   the contents of the memory as they are. */
 HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
 {
     int64_t largest = 0, floats = 0; /* of the parameters without memory: the largest one's floats, those to take */
@@ -4167,7 +4210,8 @@ HPMLI_FN void hpmli_rows_add(hpmli_rows *r, int32_t row)
     r->index[r->count++] = row;
 }
 
-/* Zeroes the gradient of t, if it has one; of a sparse table only the rows in hpmli_rows.index, which it empties. */
+/* Zeroes the gradient of t, if it has one; of a sparse table (hpml_embedding_desc.sparse) only the rows that are listed
+   in hpmli_rows.index, and empties this list. */
 HPMLI_FN void hpmli_gradient_clear(const hpml_tensor *t)
 {
     hpmli_rows *r = t->state->rows;
@@ -4258,7 +4302,8 @@ typedef struct hpmli_times {
     int          path_count;
 } hpmli_times;
 
-/* Appends to m->path the interval tree's nodes from `node` (times first to last) down to those inside lifetime s. */
+/* Appends to m->path nodes of the interval tree: `node`, which stands for the times `first` to `last`, and, unless it
+   lies inside lifetime s, those nodes below it that overlap s, down to the nodes that lie inside s. */
 HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, const hpmli_life *s)
 {
     int  middle = first + (last - first) / 2;
@@ -4269,7 +4314,8 @@ HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, co
     if (!inside && s->to > middle) hpmli_times_path(m, 2 * node + 1, middle + 1, last, s);
 }
 
-/* Returns the lowest offset at which `bytes` bytes overlap no range in use in the lists of the tree nodes m->path. */
+/* Returns the lowest offset at which `bytes` bytes overlap no range of addresses in use during the life for which
+   m->path was set: no range in the lists `part` and `whole` of the interval tree's nodes m->path. */
 HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
 {
     int    list[sizeof m->path / sizeof *m->path], count = 0;
@@ -4312,7 +4358,8 @@ HPMLI_FN bool hpmli_times_add(hpmli_times *m, int *head, size_t from, size_t to)
     return true;
 }
 
-/* Gives each array, the largest first, an offset in memory; raises *bytes to what all need. False: out of memory. */
+/* Gives each array of `lives`, the largest first, an offset in memory; raises *bytes to the size of the memory that
+   holds all of these arrays. False: out of memory. */
 HPMLI_FN bool hpmli_lives_place(hpml_ctx *ctx, hpmli_life *lives, int count, size_t *bytes)
 {
     hpmli_times m     = HPMLI_ZEROED;
@@ -4348,13 +4395,14 @@ HPMLI_FN bool hpmli_lives_place(hpml_ctx *ctx, hpmli_life *lives, int count, siz
 // ---------------------------------------------------------------------------------------------------------------------
 /* A part is a range of a graph's nodes and the list of entries that run it: each node forward in the recorded order,
    then each node backward in the reverse order. In the backward pass of a segment (hpml_recompute) come first entries
-   that compute its results again. All times of the plan are places in this list.
-   A result that is computed again has two lives, from forward to its last reader before that entry and from that entry
-   on, and so two addresses; between both only the inputs of its segment are kept. A result of the segment that a later
-   backward pass reads is in memory anyhow until then, so it has one life, and is computed again only if its op needs
-   saved values. A result that is swapped has two lives in the same way: OUT follows its op, IN comes before the first
-   entry of the backward pass that reads it. The result of a reshape lives in the memory of its source: hpmli_base
-   returns the op that computes this source. */
+   that compute its results again. All times of the plan are places in this list; a life of a result is the range of
+   times for which its values are in memory.
+   A result that is computed again has two lives, one from its forward pass to its last reader before the entry that
+   computes it again, the other from that entry on, and so two addresses; between the two lives only the inputs of its
+   segment are kept. A result of the segment that a later backward pass reads is in memory until then in any case, so it
+   has one life, and is computed again only if its op needs saved values. A result that is swapped has two lives in the
+   same way: OUT follows its op, IN comes before the first entry of the backward pass that reads it. The result of a
+   reshape is stored in the memory of its source: hpmli_base returns the op that computes this source. */
 typedef enum hpmli_move { HPMLI_FORWARD, HPMLI_BACKWARD, HPMLI_AGAIN, HPMLI_OUT, HPMLI_IN } hpmli_move;
 typedef struct hpmli_entry {
     int        node; /* its place in hpml_graph.nodes */
@@ -4432,7 +4480,8 @@ struct hpml_graph {
     bool           no_targets; /* a forward pass leaves the loss out */
 };
 
-/* True if t is a leaf (input, constant) of g. t->state->leaf may be of another graph, so that leaf is compared. */
+/* True if t is a leaf (input, constant) of g. t->state->leaf may be the index of t in the leaves of another graph, so
+   the leaf of g at this index is compared with t. */
 HPMLI_FN bool hpmli_graph_leaf(const hpml_graph *g, const hpml_tensor *t)
 {
     return t->state->leaf < g->leaf_count && g->leaves[t->state->leaf] == t;
@@ -4476,7 +4525,8 @@ HPMLI_FN hpml_node *hpmli_node_in(const hpmli_list *p, const hpml_tensor *t)
     return n && n->state->order >= p->from && n->state->order < p->to ? n : NULL;
 }
 
-/* Returns the node of part p in whose memory the value of n is computed, because n is a reshape of a result. */
+/* Returns the node of part p whose result has the memory of n's value: n itself or, because a reshape has the memory of
+   its source, where n is a reshape, the node at the beginning of the chain of reshapes. */
 HPMLI_FN hpml_node *hpmli_base(const hpmli_list *p, hpml_node *n)
 {
     for (hpml_node *from; hpmli_has_trait(n, HPMLI_OP_IS_ALIAS); n = from) {
@@ -4517,7 +4567,8 @@ HPMLI_FN bool hpmli_any_reads(const hpml_graph *g, int from, int to, const hpml_
     return false;
 }
 
-/* True if n's result, or a reshape of it, is an output or is read by a later part; then it must not be swapped. */
+/* True if n's result, or a reshape of it, is an output or is read by a later part of the graph; then it must not be
+   swapped. */
 HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_list *p, const hpml_node *n)
 {
     for (int i = n->state->order; i < p->to; i++) {
@@ -4586,7 +4637,8 @@ HPMLI_FN void hpmli_entry_late(hpml_graph *g, hpmli_list *p, int node, hpmli_mov
     hpmli_entry_add(g, p, node, move);
 }
 
-/* Chooses the ops of part p that run again for the backward pass or whose results are swapped, last segment first. */
+/* Chooses the ops of part p that run again for the backward pass, and those whose results are swapped (copied out and
+   back in), in its last segment first. */
 HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
 {
     for (int i = p->from; i < p->to; i++) {
@@ -4602,7 +4654,8 @@ HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
     }
 }
 
-/* Lists, in the order of execution, what part p runs: nodes forward, backward and again, swaps. False: no memory. */
+/* Lists, in the order of execution, the entries of part p: nodes that run forward, backward, or again for the backward
+   pass, and swaps. False: no memory. */
 HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
 {
     p->entries = hpmli_new(g->ctx, hpmli_entry, 4 * ((int64_t)p->to - p->from) + 1);
@@ -4652,7 +4705,8 @@ HPMLI_FN hpmli_use *hpmli_use_of(const hpmli_plan *pl, const hpml_tensor *t)
     return t && hpmli_graph_leaf(pl->g, t) ? &pl->uses[pl->g->count + t->state->leaf] : NULL;
 }
 
-/* Returns which life of the value of t an entry at this time reads: 0, or 1 if the value has been computed again. */
+/* Returns which of the two lives of the value of t the list's entry at `time` reads: 0 or, after the value has been
+   computed again or swapped in for the backward pass, 1. */
 HPMLI_FN int hpmli_life_at(const hpmli_plan *pl, const hpml_tensor *t, int time)
 {
     hpml_node *n = hpmli_node_in(pl->p, t);
@@ -4661,7 +4715,8 @@ HPMLI_FN int hpmli_life_at(const hpmli_plan *pl, const hpml_tensor *t, int time)
     return base->relives && time >= base->at[HPMLI_AGAIN];
 }
 
-/* Notes that the entry at `time` reads or writes t and, if t is a reshape, also the result in whose memory t is. */
+/* Notes that entry number `time` of the plan's list reads (`reads`) or writes t; if t is the result of a reshape, also
+   that the source in whose memory t is stored is needed until then. */
 HPMLI_FN void hpmli_use_note(const hpmli_plan *pl, const hpml_tensor *t, int time, bool reads)
 {
     hpmli_use *u    = hpmli_use_of(pl, t);
@@ -4731,7 +4786,8 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
     }
 }
 
-/* Chooses grad_root, the tensor that owns the memory of a gradient, and notes the gradients that the caller writes. */
+/* Chooses, for each node of the part, grad_root, the tensor that owns the memory of its result's gradient, and sets
+   grad_written where the caller writes this gradient, because another part reads the result. */
 HPMLI_FN void hpmli_plan_grad_roots(const hpmli_plan *pl)
 {
     for (int i = pl->p->from; i < pl->p->to; i++) {
@@ -4789,7 +4845,8 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
     }
 }
 
-/* Plans memory of `bytes` bytes for the times from .. to of the plan; *place gets its address in the current slot. */
+/* Plans memory of `bytes` bytes that is in use from entry `from` to entry `to` of the part's list of entries; *place
+   gets the address of this memory in the graph's current slot. */
 HPMLI_FN void hpmli_life_add(const hpmli_plan *pl, size_t bytes, int from, int to, void **place)
 {
     bool        held = from < pl->p->turn && to >= pl->p->turn; /* something of a pass whose backward pass is to come */
@@ -4799,7 +4856,8 @@ HPMLI_FN void hpmli_life_add(const hpmli_plan *pl, size_t bytes, int from, int t
     pl->g->memory.unshared += life.bytes * (size_t)(held ? pl->p->slot_count : 1);
 }
 
-/* Returns the bytes of n->saved for p->rows samples; an op of the CPU saves the same number of bytes per sample. */
+/* Returns the bytes of n->saved for pl->p->rows samples, which may be fewer than the batch. Fewer samples take fewer
+   bytes only on the CPU, where an op saves the same number of bytes for each sample. */
 HPMLI_FN size_t hpmli_saved_bytes(const hpmli_plan *pl, const hpml_node *n)
 {
     const hpml_graph  *g = pl->g;
@@ -4811,9 +4869,10 @@ HPMLI_FN size_t hpmli_saved_bytes(const hpmli_plan *pl, const hpml_node *n)
     return n->saved_bytes / (size_t)g->batch * rows + 64; /* a loss saves one number more */
 }
 
-/* Bytes of each scalar. The memory of the loss, or of the tensor whose memory the loss shares, contains the struct of a
-   step's scalars (>>trainer), which begins with the loss: the host reads loss, hits and gradient norm in one copy. This
-   memory is reserved from time 0 on, because the trainer writes to the struct before the loss is computed. */
+/* Bytes of memory reserved for each scalar. The memory of the loss, or of the tensor whose memory the loss shares,
+   holds the struct of a step's scalars (>>trainer), which begins with the loss, because the host then reads loss, hits
+   and gradient norm in one copy. This memory is reserved from time 0 on, because the trainer writes to the struct
+   before the loss is computed. */
 #define HPMLI_SCALAR_BYTES 64
 HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
 {
@@ -4875,7 +4934,8 @@ HPMLI_FN void hpmli_part_free(hpml_ctx *ctx, hpmli_list *p) /* what its plan has
     p->entry_count = 0;
 }
 
-/* Sets shape[0] of tensors with a batch to the current batch; before each pass, because graphs may share inputs. */
+/* Sets shape[0] of all tensors with a batch dimension to the current batch; called before each pass, because graphs may
+   share inputs, whose shape[0] another graph may have changed. */
 HPMLI_FN void hpmli_graph_apply_batch(hpml_graph *g)
 {
     for (int i = 0; i < g->leaf_count + g->count; i++) {
@@ -4920,7 +4980,8 @@ HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_list *p)
     return true;
 }
 
-/* Returns the extra operations of an entry because of segments: for running an op again, or for copying by a swap. */
+/* Returns the operations that an entry adds to a step because its segment is not kept (>>retain): those of an op that
+   runs again, or as many as could be done in the time of a swap's copy. */
 HPMLI_FN double hpmli_entry_cost(const hpml_graph *g, const hpmli_entry *e)
 {
     const hpml_node *n = g->nodes[e->node];
@@ -5113,7 +5174,7 @@ HPML_API int hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tens
 }
 
 static void hpmli_trainer_planned(hpml_trainer *t); /* places and measures its arrays; see >>trainer-memory */
-/* Checks a part that is to be added to g; false: an error on the context. */
+/* Checks a part (ops `from` to `to` - 1) before it is added to the graph g; false: an error on the context. */
 HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, int slots)
 {
     if (g->arena)
@@ -5140,7 +5201,7 @@ HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, in
     return true;
 }
 
-/* Marks the parameters that only ops of g outside its parts read: these get no memory. */
+/* Marks (`away`) the parameters of g that only ops outside the parts of g read: these get no memory on this rank. */
 HPMLI_FN void hpmli_params_note(hpml_graph *g)
 {
     for (int k = 0; k < g->param_count; k++) {
@@ -5183,7 +5244,7 @@ HPMLI_FN hpml_status hpmli_graph_plan_again(hpml_graph *g)
     return g->ctx->status;
 }
 
-/* Fails if the memory of g is taken. */
+/* True if the memory of g has not been allocated yet; else false, with an error that names the call, `what`. */
 HPMLI_FN bool hpmli_graph_open(hpml_graph *g, const char *what)
 {
     if (!g || hpmli_failed(g->ctx)) return false;
@@ -5224,7 +5285,7 @@ typedef struct hpmli_budget {
     double          cost[HPMLI_SEGMENTS][HPML_RETAIN_SWAP + 1]; /* extra operations of each segment alone */
 } hpmli_budget;
 
-/* Makes at most `most` segments, cut where segments of hpml_recompute begin or end; false: the graph has none. */
+/* Makes at most `most` segments, cut where segments of hpml_recompute begin or end; false: none is recorded. */
 HPMLI_FN bool hpmli_budget_recorded(hpmli_budget *b, int most)
 {
     const hpml_graph *g = b->g;
@@ -5252,7 +5313,8 @@ HPMLI_FN void hpmli_budget_equal(hpmli_budget *b, int count)
     }
 }
 
-/* Plans the graph with how[i] for segment i; returns the extra operations. Notes `how` if it fits and is cheapest. */
+/* Plans the graph with how[i] for segment i; returns the extra operations of that plan. Copies `how` to b->best if the
+   plan fits in b->bytes and has fewer extra operations than every plan tried before that fits. */
 HPMLI_FN double hpmli_budget_try(hpmli_budget *b, const hpml_retain_how *how)
 {
     hpml_graph *g = b->g;
@@ -5266,7 +5328,7 @@ HPMLI_FN double hpmli_budget_try(hpmli_budget *b, const hpml_retain_how *how)
     return g->memory.extra;
 }
 
-/* Tries all choices, but those that cannot be cheaper than the best one until then. */
+/* Tries all choices of `how` for the segments, except choices that cannot cost less than the best one found before. */
 HPMLI_FN void hpmli_budget_all(hpmli_budget *b)
 {
     hpml_retain_how how[HPMLI_SEGMENTS] = HPMLI_ZEROED;
@@ -5282,7 +5344,8 @@ HPMLI_FN void hpmli_budget_all(hpmli_budget *b)
     }
 }
 
-/* Starts with the choice `all` for every segment; makes the best change of one segment while that is cheaper. */
+/* Tries the choice `all` for every segment; then, starting from the best choices found, makes again and again the
+   change of one segment that is cheapest, until no change of one segment is cheaper. */
 HPMLI_FN void hpmli_budget_descend(hpmli_budget *b, hpml_retain_how all)
 {
     hpml_retain_how how[HPMLI_SEGMENTS];
@@ -5300,7 +5363,8 @@ HPMLI_FN void hpmli_budget_descend(hpmli_budget *b, hpml_retain_how all)
     }
 }
 
-/* Finds the cheapest way within the budget to keep, recompute or swap segments: tries all, or descends if many. */
+/* Finds the cheapest choice within the budget to keep, recompute or swap each segment: tries all choices or, if there
+   are too many, improves a choice by changing one segment at a time (hpmli_budget_descend). */
 HPMLI_FN void hpmli_budget_search(hpmli_budget *b)
 {
     hpml_retain_how how[HPMLI_SEGMENTS] = HPMLI_ZEROED;
@@ -5361,7 +5425,8 @@ HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
     return g->grads;
 }
 
-/* Returns this rank's bytes of an array of all trained parameters that is cut if hpml_param.shard >= level. */
+/* Returns this rank's bytes of an array (values, gradients or states) of all trained parameters, in which a parameter
+   whose hpml_param.shard is at least `level` has only this rank's shard. */
 HPMLI_FN size_t hpmli_graph_kept(const hpml_graph *g, int level)
 {
     int64_t floats = 0;
@@ -5370,14 +5435,15 @@ HPMLI_FN size_t hpmli_graph_kept(const hpml_graph *g, int level)
     return (size_t)floats * sizeof(float);
 }
 
-/* Points the value of n, and its gradient, to their memory; life 1: after the value ran again or was swapped in. */
+/* Points the value of n, and its gradient, to their memory; life 1: after n ran again or its value was swapped in. */
 HPMLI_FN void hpmli_value_point(hpml_node *n, int life)
 {
     const hpml_tensor *root = n->state->out_root[life], *grad = n->state->grad_root ? n->state->grad_root : n->out;
     hpmli_set_memory(n->out, root->node->state->raw[life], grad->raw_grad);
 }
 
-/* Points what n computes again, and reshapes of it, to the memory of its second life (>>list). */
+/* Points n->saved and, where the result of n has a second life (>>list), this result and reshapes of it to the memory
+   of the second life, before n runs again or is swapped in. */
 HPMLI_FN void hpmli_node_again(const hpml_graph *g, const hpmli_list *p, hpml_node *n)
 {
     n->saved = n->state->saved[1];
@@ -5407,7 +5473,8 @@ HPMLI_FN void hpmli_graph_point(hpml_graph *g)
     if (g->loss && !hpmli_node_in(p, g->loss)) hpmli_set_memory(g->loss, g->loss->raw, NULL);
 }
 
-/* Checks, before memory is taken, that the inputs and the parameters which g reads are whole here. */
+/* Checks, before memory is taken, that no input which g shares with another graph is in memory for a few samples at a
+   time in one of the two, and that the parameters which g reads are in this rank's memory. */
 HPMLI_FN bool hpmli_graph_whole(hpml_graph *g)
 {
     for (int i = 0; i < g->leaf_count; i++) {
@@ -5486,8 +5553,9 @@ HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
     return HPML_OK;
 }
 
-/* Zeroes the gradients that backward of n would overwrite and that have no batch dimension: a short batch may not write
-   all of their elements, and a rank without samples writes none. There, collective ops read other gradients, too. */
+/* Zeroes the gradients that backward of n would overwrite and that have no batch dimension, because a short batch may
+   not write all of their elements, and a rank without samples writes none. On a rank without samples, in a graph with
+   collective ops, zeroes also those with a batch dimension, because the collective ops read these gradients. */
 HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
 {
     for (int s = 0; s < n->src_count; s++) {
@@ -5513,7 +5581,8 @@ HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpm
     return status;
 }
 
-/* True if no later entry of the pass in which the entry at place `at` of part p stands reads the parameter w. */
+/* True if no entry after place `at` in the list of part p, within the same pass (forward or backward), reads the
+   parameter w. */
 HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_list *p, int at, const hpml_tensor *w)
 {
     int end = at < p->turn ? p->turn : p->entry_count;
@@ -5527,7 +5596,8 @@ HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_list *p, int
 
 HPMLI_FN const hpmli_list *hpmli_part_now(const hpml_graph *g) { return &g->parts[g->slots[g->slot].part]; }
 
-/* Calls the hook `need` for each parameter that node n reads, or `release` for those that no later node reads. */
+/* Calls the hook `need` for each parameter that node n reads, or `release` for each of them that no later node of the
+   same pass reads. */
 HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpml_node *n, hpmli_move move)
 {
     const hpmli_list *part   = hpmli_part_now(g);
@@ -5561,7 +5631,8 @@ HPMLI_FN hpml_status hpmli_node_op(hpml_graph *g, const hpml_run *run, hpml_node
     return backward ? op->backward(run, n) : op->forward(run, n);
 }
 
-/* Takes, if status is HPML_OK, the optimizer steps that follow backward of n, except those that the op has taken. */
+/* If status is HPML_OK, makes the optimizer steps that are due after the backward pass of n: of the parameters whose
+   gradients n made final. Skips those that the op of n has made itself, which sets their hpml_update.n to 0. */
 HPMLI_FN hpml_status hpmli_node_update(hpml_graph *g, hpml_node *n, hpml_status status)
 {
     for (int s = 0; s < n->src_count; s++) {
@@ -5585,8 +5656,8 @@ HPMLI_FN hpml_status hpmli_run_untimed(hpml_graph *g, const hpml_run *run, int i
 }
 
 /* Runs node i forward or backward, and times it if a trace or a profile is on. A backend with time_op measures the time
-   on its device; the trace's span is then the time that the host took to launch the op. What is computed again for the
-   backward pass counts as its time. */
+   on its device; the trace's span is then the time that the host took to launch the op. The time of a forward run that
+   is repeated for the backward pass counts as the node's backward time. */
 HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, hpmli_move move)
 {
     hpml_node          *n = g->nodes[i];
@@ -5655,7 +5726,8 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
    device replays a piece as a whole, and then the hooks of the piece's gradients are called. Few pieces cost few
    launches; many let communication begin early. */
 #define HPMLI_PIECES_OF_PASS 8
-/* Points the tensors that entries from .. to - 1 of part p compute again or swap in to their second lives (>>list). */
+/* Sets the addresses of the tensors that entries `from` to `to` - 1 of part p compute again or swap in to the memory of
+   their second lives (>>list). */
 HPMLI_FN void hpmli_entries_point(hpml_graph *g, const hpmli_list *p, int64_t from, int64_t to)
 {
     for (const hpmli_entry *e = p->entries + from; e < p->entries + to; e++)
@@ -5731,7 +5803,8 @@ HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_list *p)
     }
 }
 
-/* Runs all nodes forward or backward, in pieces, and pieces' gradient hooks. accumulate: adds to weights' gradients. */
+/* Runs all nodes forward or backward, piece by piece, and after each piece of the backward pass the gradient hooks of
+   its nodes. accumulate: the backward pass adds to the parameters' gradients. */
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
 {
     const hpmli_list *p       = hpmli_part_now(g);
@@ -5933,8 +6006,8 @@ HPMLI_FN void hpmli_gemm_split_task(void *arg, int64_t task, int thread)
 
 #ifdef HPML_USE_CBLAS
 /* Lets the BLAS library compute the product d, with its own threads and rounding, if d is a single product of matrices
-   that BLAS can address; copies the bias to C before, applies relu after. Returns false for all others (batches, a bias
-   for each row), which hpml's kernels compute, like products inside tasks. */
+   that BLAS can address; copies the bias to C before, applies relu after. Returns false for all other products
+   (batches, a bias for each row): hpml's kernels compute these, and also all products inside tasks. */
 HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 {
     bool  ta = d->a_k != 1, tb = d->b_col != 1;
@@ -5965,7 +6038,8 @@ HPMLI_FN void hpmli_gemm_cut(hpmli_gemm_job *job, int64_t want)
     const hpmli_gemm_desc *d = job->d;
     while (job->rows * job->cols * d->batch < want) {
         int64_t height = d->m / job->rows, width = d->n / job->cols;
-        /* prefer to cut rows of C if A is stored by columns, far apart: each column of rectangles copies all of A */
+        /* prefer to cut the rows of C if A is stored by columns that lie far apart, because then all of A is copied
+           (packed) once for each column of rectangles */
         bool    prefer_rows = d->a_row == 1 && d->a_k * d->k >= 262144 && width >= 256;
         bool    even_cols   = width >= 256 || d->n % (32 * (job->cols + 1)) == 0; /* cut at multiples of 32 */
         if (width >= height + prefer_rows && width >= 64 && even_cols) job->cols++;
@@ -5996,8 +6070,8 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
         return;
     }
     hpmli_gemm_cut(&job, want);
-    /* Rectangles of more than 8e6 multiply-adds are cut into up to four, so that a slow core can take fewer of them:
-       along the columns of C, so that no part of B is packed twice. */
+    /* Rectangles of C of more than 8e6 multiply-adds are cut into up to four, so that a slow core can take fewer of
+       them. They are cut along the columns of C, so that no part of B is packed twice. */
     double each = elements * (double)d->k / (double)(job.rows * job.cols * d->batch);
     if (d->a_k == 1) job.cols *= (int64_t)fmax(1, fmin(fmin(each / 8e6, 4), (double)(d->n / job.cols / 128)));
     hpmli_parallel(ctx, job.rows * job.cols * d->batch, hpmli_gemm_task, &job);
@@ -6492,8 +6566,9 @@ HPML_API hpml_tensor *hpml_silu(hpml_tensor *x) { return hpml_activation(x, HPML
 HPML_API hpml_tensor *hpml_sigmoid(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_SIGMOID, 0); }
 HPML_API hpml_tensor *hpml_tanh(hpml_tensor *x) { return hpml_activation(x, HPML_ACT_TANH, 0); }
 
-/* Computes one chunk of y = act(z); backward dz = dy act'(z), or dz += dy act'(z). z is the source of an activation op;
-   at the end of linear and conv2d, z is saved or in the memory of y, and dz overwrites dy, which no other op reads. */
+/* Computes one chunk of y = act(z); backward dz = dy act'(z), or dz += dy act'(z). In an activation op z is the source;
+   in the activation that ends a linear or conv2d op, z is saved or in the memory of y, and dz overwrites dy, which no
+   other op reads. */
 HPMLI_FN void hpmli_act_chunk(const hpmli_work *w, int64_t chunk, int thread HPMLI_UNUSED)
 {
     const hpml_node *n    = w->n;
@@ -6606,8 +6681,9 @@ HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, HP
          hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
          hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
-/* Prepares the source *x of a layer split by outputs (OUT) or by inputs (IN: dimension dim of *x): makes *split NONE if
-   TENSOR has one rank, checks how *x is split, records hpml_group_copy of *x for OUT. False: an error. */
+/* Prepares the source *x of a layer split by outputs (OUT) or by inputs (IN); dimension dim of *x has the inputs. Sets
+   *split to NONE if the axis TENSOR has one rank, checks how *x is split, and records hpml_group_copy of *x for OUT.
+   False: an error. */
 HPMLI_FN bool hpmli_layer_split(const char *op, const char *name, hpml_tensor **x, int dim, hpml_split *split,
                                 int32_t sections)
 {
@@ -6631,7 +6707,8 @@ HPMLI_FN bool hpmli_layer_split(const char *op, const char *name, hpml_tensor **
     return *x != NULL;
 }
 
-/* Records the end of a layer that is split by its inputs: act(sum over the ranks of y + bias); bias may be NULL. */
+/* Records the end of a layer whose inputs are split over ranks: act(s + bias), where s is the sum of the tensors y of
+   all ranks of the TENSOR axis; bias may be NULL. */
 HPMLI_FN hpml_tensor *hpmli_layer_sum(hpml_tensor *y, hpml_tensor *bias, hpml_act act)
 {
     if (!y) return NULL;
@@ -6719,12 +6796,13 @@ HPMLI_FN void hpmli_linear_pass(const hpml_run *run, hpml_node *n)
         hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
-/* Takes the optimizer step u; d: NULL, or the product that makes the gradient, computed by pieces; see >>optimizers. */
+/* Takes the optimizer step u. d: NULL, or the product that makes the gradient: each task then computes some rows of the
+   gradient and steps the same rows of the parameter, see >>optimizers. */
 static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpmli_gemm_desc *d);
 static bool hpmli_optimizer_by_pieces(const hpml_update *u); /* true: the step needs no sum over the whole gradient */
 
-/* Computes dz = dy act'(z), in the memory of dy; dbias = sums of the columns of dz; dx = dz w; and last dw = dz^T x,
-   because the optimizer step of w may be taken with dw, and dx needs the w before the step. */
+/* Computes dz = dy act'(z), in the memory of dy; dbias = sums of the columns of dz; dx = dz w; and last dw = dz^T x:
+   the optimizer's step of w may be fused with this product, and dx must be computed with w as it is before the step. */
 HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
@@ -6735,9 +6813,10 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     if (x->grad) hpmli_product(run->ctx, dz, hpmli_values(w), hpmli_grads(x), n->accumulate[0]);
     if (!w->grad) return;
     hpmli_gemm_desc d = hpmli_gemm_of(hpmli_transposed(dz), hpmli_values(x), hpmli_grads(w), n->accumulate[1]);
-    /* The optimizer step is fused with a large product only: a small one stays in the cache, may be cut along k, or
-       would leave threads idle. A batch of more than 256 rows would be packed again for each block of dw, and some
-       optimizers need the norm of the whole gradient first. */
+    /* The optimizer step is fused with the product dw = dz^T x only where dw is large: a small dw stays in the cache
+       until its step, and its product may be cut along k or has too few blocks for all threads. A batch of more than
+       256 rows would be packed again for each block of dw, and some optimizers need the norm of the whole gradient
+       first. */
     bool         own = run->ctx->backend->update != hpml_backend_cpu()->update; /* the backend steps by itself */
     hpml_update *u = own || x == w ? NULL : n->state->update[1];
     bool         large = u && u->n >= 4 * HPMLI_GRAIN * run->ctx->threads && dz.rows <= 256;
@@ -6755,8 +6834,9 @@ HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM | HPMLI_OP_SPLIT_OWN,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>shape   reshape, permute, slice, concat, sum
 // ---------------------------------------------------------------------------------------------------------------------
-/* A reshape of a result costs nothing: the planner gives it, and its gradient, the memory of its source. Other ops copy
-   between a tensor and a range of another one, or one with reordered dimensions, in runs as long as strides allow. */
+/* A reshape of a result costs nothing: the planner gives it, and its gradient, the memory of its source. Permute, slice
+   and concat copy between a tensor and a range of another one, or one with reordered dimensions, in runs of contiguous
+   elements that are as long as the strides allow. */
 HPML_API hpml_tensor *hpml_reshape(hpml_tensor *x, int ndim, const int64_t *shape)
 {
     int64_t full[HPML_MAX_DIMS], part[HPML_MAX_DIMS];
@@ -6861,7 +6941,8 @@ HPMLI_FN void hpmli_reshape_back(const hpml_run *run, const hpml_node *n)
     hpmli_strided_copy_run(run, n->out, &x, true, n->accumulate[0]);
 }
 
-/* Copies inputs and parameters, of any dtype, because they own memory; other results stay in the source's memory. */
+/* Reshape copies a source that is an input or a parameter, of any dtype, because inputs and parameters own their
+   memory; the result of another source stays in the source's memory. */
 HPMLI_OP(reshape, HPMLI_OP_IS_ALIAS | HPMLI_OP_REORDERS | HPMLI_OP_SPLIT_OWN, 0, 0,
          if (n->out->raw != n->src[0]->raw) memcpy(n->out->raw, n->src[0]->raw, hpmli_tensor_bytes(n->out)),
          hpmli_reshape_back(run, n));
@@ -7157,7 +7238,8 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.taps    = (int64_t)a->conv.kernel[0] * a->conv.kernel[1];
     c.x_pitch = (c.W + 2 * a->conv.padding[1]) * c.C;
     c.x_first = a->conv.padding[0] * c.x_pitch + a->conv.padding[1] * c.C;
-    /* Kernels read and write whole tiles of pixels, so memory follows the padded image of x and the image of dy. */
+    /* Kernels read and write whole tiles of pixels, so unused memory is allocated behind the padded image of x and
+       behind the image of dy. */
     c.x_floats     = hpmli_round_up((c.H + 2 * a->conv.padding[0]) * c.x_pitch + HPMLI_CONV_PANEL, 16);
     c.y_floats     = hpmli_round_up(c.OH * c.OW * c.OC + 2 * HPMLI_CONV_PANEL, 16);
     c.x_row_step   = a->conv.stride[0] * c.x_pitch;
@@ -7314,7 +7396,8 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-run   convolution: its forward and backward pass
 // ---------------------------------------------------------------------------------------------------------------------
-/* Packs weights of HPMLI_CONV_PANEL output channels of a group (one task) in kernel order, for y or, want_dx, dx. */
+/* Packs weights of HPMLI_CONV_PANEL output channels of a group (one task) in the order in which kernels read them to
+   compute y or, if c->want_dx, dx. */
 HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -7382,7 +7465,8 @@ HPMLI_FN void hpmli_conv_bias(const hpmli_conv *c, hpmli_gemm_desc *d, const flo
     else d->bias_m = bias;
 }
 
-/* Computes 1 x 1 convolutions of each image (NHWC: all): y (OC, pixels) = w (OC, C) x (C, pixels), back dx = w^T dy. */
+/* Computes 1 x 1 convolutions, image by image or, for NHWC, of all images at once: y (OC, pixels) = w (OC, C) x (C,
+   pixels); back: dx = w^T dy. */
 HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 {
     const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
@@ -7412,7 +7496,8 @@ HPMLI_FN void hpmli_conv_dz_and_db(const hpmli_conv *c, int64_t b, float *db, bo
         db[o] = (first ? 0 : db[o]) + c->ctx->k->vsum(dz + o * pixels, pixels);
 }
 
-/* im2col: a matrix of the numbers of x that some rows of y read, a row for each kernel position (tap) and channel. */
+/* im2col: the matrix of the numbers of x from which some rows of y are computed: a row for each channel and kernel
+   position (tap), a column for each pixel of these rows of y. */
 typedef struct hpmli_columns {
     const hpmli_conv *c;
     float            *p;         /* the matrix: (C x taps, rows x OW) */
@@ -7421,7 +7506,8 @@ typedef struct hpmli_columns {
     bool              back;      /* the matrix is added to dx, else filled from x */
 } hpmli_columns;
 
-/* Fills im2col row `task` from x; m->back: adds the rows of channel `task` to dx, in one task, because they overlap. */
+/* Fills row `task` of the im2col matrix from x. If m->back, instead adds the matrix's rows of channel `task` to dx, all
+   in one task, because they overlap in dx. */
 HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_columns *m = (const hpmli_columns *)arg;
@@ -7501,7 +7587,7 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
-/* Computes dx of the images whose dw and db go into partial sum number `sum` (one task), and that partial sum. */
+/* The task of one range of images: computes the images' dx, and the partial sum number `sum` of dw and db over them. */
 HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t sum, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -7716,7 +7802,8 @@ HPMLI_OP(avg_pool2d, HPMLI_OP_SPLIT_PLANE, 0, hpmli_flops_pointwise(n, back), hp
 // >>norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 // ---------------------------------------------------------------------------------------------------------------------
 #define HPMLI_NORM_ROWS 32 /* rows of a block in the backward pass of layernorm and rmsnorm */
-/* Saved by a norm for each channel or row: its mean, as mean + rest; rstd = 1 / sqrt(variance + eps). */
+/* Saved by a normalization for each channel or row: its mean, as the sum of two floats, mean + rest, and rstd = 1 /
+   sqrt(variance + eps). */
 typedef struct hpmli_centre { float mean, rstd, rest; } hpmli_centre;
 
 /* Batch normalization, for each channel of N = B H W numbers: xhat = (x - mean) rstd, y = gamma xhat + beta, and a relu
@@ -7792,7 +7879,8 @@ typedef struct hpmli_bn_job {
     bool                 measure, apply; /* compute the sums; use the sums */
 } hpmli_bn_job;
 
-/* Computes the sums of x and of (x - mean)^2 of channel c, from sums of differences to `mean`, rounded to float. */
+/* Computes the sums of x and of (x - mean)^2 over channel c. `mean` is rounded to float, so both sums are computed in
+   double from the differences x - mean. */
 HPMLI_FN void hpmli_bn_measure(const hpmli_bn_job *j, int64_t c)
 {
     const float *x = j->n->src[0]->data + c * j->P;
@@ -8294,7 +8382,7 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
     }
 }
 
-/* Operations: q k^T, and its softmax times v: 2 T T C each a sample, half if causal; backward twice as many. */
+/* Operations of a sample: 2 T T C for q k^T, as many for softmax(q k^T) v, half if causal; backward twice as many. */
 HPMLI_WORK_OP(attention, HPMLI_OP_SPLIT_OWN, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
               (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1] *
                   (back ? 2 : 1),
@@ -8340,7 +8428,8 @@ HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n)
     return j;
 }
 
-/* Computes gates, cell c and output h of sample b at step j->t from the gates' inputs a, stored in place of gates. */
+/* Computes gates, cell c and output h of sample b at time step j->t. The gates overwrite the numbers a from which they
+   are computed (see hpml_lstm), in j->gates. */
 HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
@@ -8375,7 +8464,8 @@ HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
     }
 }
 
-/* Overwrites gates of sample b at step j->t with the gradient of their inputs a, dc with that of the cell before. */
+/* Overwrites the gates of sample b at time step j->t with the gradients of the gates' inputs (their values before the
+   activations), and dc, the gradient of the cell, with the gradient of the cell at time step j->t - 1. */
 HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
@@ -8695,9 +8785,10 @@ HPMLI_FN float *hpmli_wrap_copy(hpmli_wrap *e, void *stored, int64_t n, int64_t 
     return f32;
 }
 
-/* Sets *to to the tensor that the op gets instead of t: this block's samples, with f32 copies of halves. value and grad
-   say how values and gradient are copied (HPMLI_LOAD ...; 0: not, but there is memory, because kernels may read numbers
-   that they do not use). Without a batch dimension, t is loaded for the first block, saved after the last. */
+/* Sets *to to the tensor that the op gets instead of t: the samples of block e, with f32 copies of halves. value and
+   grad say how values and gradient are copied (HPMLI_LOAD ...; 0: not copied, but the copy has memory, because kernels
+   may read numbers that they do not use). A t without a batch dimension is loaded for the first block of samples and
+   saved after the last one. */
 HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tensor *t, unsigned value, unsigned grad)
 {
     int64_t  block = e->state.block_samples, n = hpml_tensor_count(t), most = n;
@@ -8725,7 +8816,8 @@ HPMLI_FN void hpmli_wrap_tensor(hpmli_wrap *e, hpml_tensor *to, const hpml_tenso
     hpmli_set_memory(to, raw, raw_grad);
 }
 
-/* True if a and b are one tensor, or one a reshape of the other: both need the same f32 copies. */
+/* True if a and b are one tensor, or have one array in memory because one is a reshape of the other: an op that reads
+   both then needs only one f32 copy of the array. */
 HPMLI_FN bool hpmli_one_array(const hpml_tensor *a, const hpml_tensor *b)
 {
     bool alike = a && a->raw == b->raw && a->dtype == b->dtype && (a->batch_rows > 0) == (b->batch_rows > 0);
@@ -8790,7 +8882,7 @@ HPMLI_FN int64_t hpmli_wrap_tasks(const hpmli_wrap *e, const hpmli_copy *c)
     return wanted ? (c->n + HPMLI_GRAIN - 1) / HPMLI_GRAIN : 0;
 }
 
-/* Loads or saves, as e->now says, up to HPMLI_GRAIN numbers of one of the copies (one task). */
+/* Loads or saves, as e->now says, up to HPMLI_GRAIN numbers of one of the f32 copies of an op's arrays (one task). */
 HPMLI_FN void hpmli_wrap_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_wrap    *e = (const hpmli_wrap *)arg;
@@ -8837,7 +8929,8 @@ HPMLI_FN bool hpmli_is_mean(const hpml_node *n) { return hpmli_has_trait(n, HPML
 /* Returns the tensor whose samples are cut into blocks: source 0 of a loss, else the result. */
 HPMLI_FN const hpml_tensor *hpmli_wrap_batch(const hpml_node *n) { return hpmli_is_mean(n) ? n->src[0] : n->out; }
 
-/* Returns the number of samples of a block, or 0 for one block of all: the op mixes samples or the batch is small. */
+/* Returns the number of samples of a block, or 0 if all samples are to be one block, because the op mixes samples or
+   the batch is small. */
 HPMLI_FN int64_t hpmli_wrap_block(const hpml_node *n)
 {
     const hpml_tensor *y = hpmli_wrap_batch(n);
@@ -8856,7 +8949,8 @@ HPMLI_FN int64_t hpmli_wrap_block(const hpml_node *n)
     return block < batch ? block : 0;
 }
 
-/* Plans node n once (hpml_backend.plan of the CPU): samples of a block, bytes of its f32 copies and saved values. */
+/* Implements hpml_backend.plan of the CPU, once for each node n: sets how many samples of the batch make a block, and
+   the bytes that a block saves; adds the bytes of the block's f32 copies to n's scratch memory. */
 HPMLI_FN void hpmli_wrap_plan(void *device, hpml_node *n)
 {
     const hpml_ctx *ctx = (const hpml_ctx *)device;
@@ -8890,7 +8984,8 @@ HPMLI_FN double hpmli_wrap_weight(const hpml_node *n)
     return (double)(count - ignored);
 }
 
-/* Runs a pass of any op, one block of samples after another; a reshape at once, because it copies bytes of any type. */
+/* Runs node n of any op forward or, if `back`, backward: one block of samples after another, but a reshape in one call,
+   because a reshape copies bytes of any type. */
 HPMLI_FN hpml_status hpmli_wrap_run(const hpml_run *run, hpml_node *n, bool back)
 {
     const hpml_op_impl *op = &hpmli_op_of(n)->run;
@@ -8935,7 +9030,8 @@ HPMLI_FN const hpml_op_impl *hpmli_wrap_ops(void)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>custom   ops of the user, on the host or on host copies of a device's arrays
 // ---------------------------------------------------------------------------------------------------------------------
-/* Calls the user's forward or backward. Backward adds to gradients, so those not yet written in this pass become 0. */
+/* Calls the user's function forward or backward. Because backward adds to the gradients of the op's sources, gradients
+   that no op has written in this pass are set to 0 first. */
 HPMLI_FN hpml_status hpmli_custom_call(const hpml_run *run, hpml_node *n, bool back)
 {
     const hpml_custom *d = n->attr.custom;
@@ -8987,7 +9083,8 @@ HPMLI_FN bool hpmli_custom_fits(hpml_ctx *ctx, const hpml_custom *d, int count, 
                        hpmli_describe(x), wrong);
 }
 
-/* Sets the result's rows for each sample as the desc says; false, with an error, if the batch does not divide them. */
+/* Sets, by desc.batch_rows, how many rows of the result belong to a sample; false, with an error, if batch_rows is
+   positive and the result does not have that many rows for each sample of the batch. */
 HPMLI_FN bool hpmli_custom_batch(hpml_node *n)
 {
     const hpml_custom *d     = n->attr.custom;
@@ -9047,10 +9144,11 @@ HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, b
 // ---------------------------------------------------------------------------------------------------------------------
 // >>groups   ops that communicate in a group: copy, sum, split, gather
 // ---------------------------------------------------------------------------------------------------------------------
-/* The ops transfer arrays between ranks, and so do their backward passes. Where all ranks have one loss (TENSOR), these
-   are Megatron's conjugate pairs (Shoeybi et al. 2019): copy and sum, split and gather. Where each rank has a loss of
-   its own (DATA, SEQUENCE, EXPERT), the backward passes of sum and gather add up the ranks' gradients; those of copy
-   and split do not, because gradients of whole parameters are added up over these ranks afterwards. */
+/* The ops copy, sum, split and gather transfer arrays between the ranks of a group, and so do their backward passes.
+   Where all ranks have one loss (axis TENSOR), copy and sum, and split and gather, are conjugate: each is the backward
+   pass of the other, as in Megatron (Shoeybi et al. 2019). Where each rank has a loss of its own (DATA, SEQUENCE,
+   EXPERT), the backward passes of sum and gather add up the ranks' gradients; the backward passes of copy and split do
+   not, because gradients of whole parameters are added up over these ranks afterwards. */
 typedef enum hpmli_transfer {
     HPMLI_TRANSFER_KEEP,    /* the array itself */
     HPMLI_TRANSFER_ADD_UP,  /* the sum of the ranks' arrays */
@@ -9077,7 +9175,8 @@ typedef struct hpmli_group_op {
     hpmli_cut         cut; /* the part in the whole */
 } hpmli_group_op;
 
-/* Runs transfer `kind`; KEEP and ADD_UP allow to == from. n: elements of a rank's part; work: scratch for a whole. */
+/* Runs transfer `kind` of the array `from` to the array `to`, which may be the same array for KEEP and ADD_UP.
+   n: elements of a rank's part; work: scratch memory for a whole tensor. */
 HPMLI_FN hpml_status hpmli_transfer_run(const hpmli_group_op *o, hpmli_transfer kind, float *from, float *to,
                                         int64_t n, float *work)
 {
@@ -9580,7 +9679,8 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
     if (found && u->found_nonfinite) __atomic_fetch_or(u->found_nonfinite, found, __ATOMIC_RELAXED);
 }
 
-/* Steps one row of a sparse table, the `task`-th in the list of rows with a gradient, as far as the row is in u. */
+/* Steps one row of a sparse table, number `task` in the list of rows with a gradient. Of that row only the elements are
+   stepped that are in u->w, which may be a shard of the table. */
 HPMLI_FN void hpmli_update_row_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_update_job *j = (const hpmli_update_job *)arg;
@@ -9622,7 +9722,8 @@ HPMLI_FN double hpmli_l2_norm(hpml_ctx *ctx, const float *x, int64_t n)
     return sqrt(sum);
 }
 
-/* Computes norm[2], the Euclidean norms of the weights and of the gradient (or of the direction in its place). */
+/* Computes norm[0] and norm[1], the Euclidean norms of the weights and of the array u->g: the gradient, or the
+   direction that an optimizer's step has written over the gradient. */
 HPMLI_FN void hpmli_update_norms(hpml_ctx *ctx, const hpml_update *u, double *norm)
 {
     norm[0] = hpmli_l2_norm(ctx, u->w, u->n);
@@ -9662,7 +9763,7 @@ HPMLI_FN void hpmli_direction_apply(hpml_ctx *ctx, const hpml_optimizer *row, hp
     hpmli_optimizer_step(ctx, &u, NULL);
 }
 
-/* Clips: reduces the factor of the gradient if the norm of all gradients is larger than u->clip. */
+/* Clips: reduces u->grad_scale, which multiplies the gradient, if the norm of all gradients is larger than u->clip. */
 HPMLI_FN void hpmli_update_clip(hpml_update *u)
 {
     float norm = u->sumsq ? (float)sqrt(*u->sumsq) : 0;
@@ -9938,9 +10039,9 @@ typedef struct hpmli_named_array { /* an array of the user's that checkpoints sa
     struct hpmli_named_array *next;
 } hpmli_named_array;
 
-/* What a step leaves on the device: the loss; rows of the output whose largest number is at the label, and rows that
-   have a label; the sum of squares of all gradients. It is in the memory of the loss, so that one copy to the host
-   reads all: the planner gives each scalar HPMLI_SCALAR_BYTES bytes (hpmli_plan_slots). */
+/* Results of a step, on the device: the loss; the number of the output's rows whose largest number is at the label, and
+   of rows that have a label; the sum of squares of all gradients. The struct is in the memory of the loss tensor, so
+   that one copy to the host reads all: the planner gives each scalar HPMLI_SCALAR_BYTES bytes (hpmli_plan_slots). */
 typedef struct hpmli_step_scalars { float loss, unused; int64_t counts[2]; double sumsq; } hpmli_step_scalars;
 typedef char hpmli_step_scalars_fit[sizeof(hpmli_step_scalars) <= HPMLI_SCALAR_BYTES ? 1 : -1];
 #define HPMLI_LOSS_SCALE_START 65536.0f /* first value of a dynamic loss scale: 2^16 */
@@ -10106,13 +10207,14 @@ HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
     return !hpmli_failed(t->ctx);
 }
 
-/* Returns how many floats this rank keeps of an array of all trained parameters that shards of `level` or more cut. */
+/* Returns how many floats this rank keeps of an array of all trained parameters: of those with hpml_param.shard of at
+   least `level` only this rank's shard. */
 HPMLI_FN int64_t hpmli_trainer_kept(const hpml_trainer *t, int level)
 {
     return (int64_t)(hpmli_graph_kept(t->graph, level) / sizeof(float));
 }
 
-/* Computes the bytes of what the trainer keeps between steps. */
+/* Computes the bytes of what the trainer keeps between steps (values, gradients, optimizer states) and the total. */
 HPMLI_FN void hpmli_trainer_measure(hpml_trainer *t)
 {
     hpml_memory *m = &t->graph->memory;
@@ -10170,7 +10272,8 @@ HPMLI_FN bool hpmli_is_classifier(const hpml_trainer *t) /* true if targets are 
     return t->d.loss == HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor && t->target->dtype == HPML_DTYPE_I32;
 }
 
-/* Returns host memory for a batch of outputs: the output tensor's if f32 on the host, else t->host_out, made once. */
+/* Returns host memory for a batch of outputs: that of the output tensor if this is f32 on the host, else t->host_out,
+   which the first call allocates. */
 HPMLI_FN float *hpmli_trainer_host_out(hpml_trainer *t)
 {
     if (t->ctx->backend->host && t->d.output->dtype == HPML_DTYPE_F32) return t->d.output->data;
@@ -10326,7 +10429,8 @@ HPMLI_FN int64_t hpmli_update_count(const hpml_tensor *p)
     return p->param->shard > 0 ? p->param->keep_count : hpml_tensor_count(p);
 }
 
-/* Sets the fields that all updates of parameter i share. at, gradient_at: its first float in state, in gradients. */
+/* Sets the fields that all updates of parameter i share. at, gradient_at: the index of the parameter's first float in
+   the arrays of the optimizer's state, and in the array of gradients. */
 HPMLI_FN void hpmli_update_init(hpml_trainer *t, int i, int64_t at, int64_t gradient_at)
 {
     hpml_tensor *p = t->ctx->params[i];
@@ -10475,7 +10579,8 @@ HPML_API int64_t hpml_trainer_place(const hpml_trainer *t, int param)
     return t && param >= 0 && param < t->graph->param_count ? t->place[param] : -1;
 }
 
-/* Returns the values of the trained parameters as one array; NULL, with an error, if they do not lie in its places. */
+/* Returns the values of the trained parameters as one array; NULL, with an error, if a parameter's values do not lie at
+   the parameter's place in such an array (hpml_trainer_place). */
 HPMLI_FN float *hpmli_trainer_values(hpml_trainer *t)
 {
     const hpml_tensor *first = NULL;
@@ -10526,7 +10631,8 @@ HPMLI_FN int64_t hpmli_best(const float *y, int64_t classes) /* returns the clas
     return best;
 }
 
-/* Sets t->best, each row's largest number and minus its class, from the ranks' parts y (rows, classes) of an output. */
+/* Sets t->best (2, rows) for an output split by classes over the ranks: each row's largest number on all ranks, then
+   minus the class of that number. y: this rank's part of the output (rows, classes). */
 HPMLI_FN void hpmli_best_of_ranks(hpml_trainer *t, const float *y, int64_t rows, int64_t classes)
 {
     const hpml_group *g    = hpml_ctx_group(t->ctx, HPML_AXIS_TENSOR);
@@ -10542,7 +10648,8 @@ HPMLI_FN void hpmli_best_of_ranks(hpml_trainer *t, const float *y, int64_t rows,
 }
 
 /* Counts on the host, into t->scalars, the rows of the output y (samples) whose largest number is at their label, and
-   the rows whose label is a class (HPML_IGNORE is none); adds each to the matrix `confusion`, unless that is NULL. */
+   the rows whose label is a class (HPML_IGNORE is none); counts each of the latter in the matrix `confusion` (label,
+   predicted class), unless that is NULL. */
 HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const float *y, int64_t samples, const int32_t *labels,
                                int64_t *confusion)
 {
@@ -10796,7 +10903,8 @@ HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t) /* dynamic loss scale: / 2 
     if (t->loss_scale < HPMLI_LOSS_SCALE_MAX) t->loss_scale *= 2;
 }
 
-/* Reads the loss of the pass from sample `first` on; if t->labels is set, adds rows predicted right to t->correct. */
+/* Reads the loss of the pass over the samples from `first` on; if t->labels is set, adds the number of correctly
+   predicted rows to t->correct and the number of rows with a valid label to t->counted. */
 HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
 {
     const int32_t *labels = t->labels;
@@ -10811,7 +10919,8 @@ HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
 // >>half-steps   the passes of a step: whole, or in halves for a hook
 // ---------------------------------------------------------------------------------------------------------------------
 /* Begins a pass on samples [first, first + samples) of the batch. In a graph without parts hpmli_inputs_offset moves
-   the inputs to these rows; with parts the samples are copied from the host to the inputs of a slot. */
+   the inputs to these rows; in a graph with parts the inputs stay, because the caller copies these samples from the
+   host to the inputs of a slot. */
 HPMLI_FN hpml_status hpmli_pass_begin(hpml_trainer *t, int64_t first, int64_t samples)
 {
     hpml_graph *g    = t->graph;
@@ -10851,7 +10960,8 @@ HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, b
     return hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
 }
 
-/* True if a hook `pass` runs the forward and backward passes, as one must if the graph is cut into parts. */
+/* True if a hook `pass` runs the forward and backward passes: there is one, or the graph is cut into parts, which only
+   such a hook can run. */
 HPMLI_FN bool hpmli_has_pass(const hpml_trainer *t) { return t->graph->any.pass || t->graph->cut; }
 
 /* Makes the hook `pass` compute samples [first, first + samples) and their mean *loss; without such a hook an error. */
@@ -10926,7 +11036,8 @@ HPMLI_FN void hpmli_slot_write(hpml_trainer *t, hpml_tensor *input, const void *
                                 samples);
 }
 
-/* Makes `slot` current and points t->device_scalars to the slot's loss, because the step's scalars are there. */
+/* Makes slot number `slot` of the graph's memory current and points t->device_scalars to the loss in this slot, because
+   the loss is the first of the step's scalars in memory. */
 HPMLI_FN hpml_status hpmli_slot_begin(hpml_trainer *t, int slot)
 {
     if (hpml_trainer_alloc(t) != HPML_OK) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
@@ -10935,7 +11046,8 @@ HPMLI_FN hpml_status hpmli_slot_begin(hpml_trainer *t, int slot)
     return status;
 }
 
-/* After a forward pass: reads loss and hits or, in an evaluation, the output to t->batch_out, if this part has them. */
+/* After a forward pass of the current part of the graph: reads the loss and the number of right predictions if this
+   part computes the loss; in an evaluation reads the output to t->batch_out if this part computes the output. */
 HPMLI_FN void hpmli_slot_results(hpml_trainer *t, int64_t first, int64_t samples, float *loss)
 {
     hpml_graph       *g   = t->graph;
@@ -10994,7 +11106,8 @@ HPML_API hpml_status hpml_trainer_backward(hpml_trainer *t, int slot, float grad
 // ---------------------------------------------------------------------------------------------------------------------
 // >>update   the steps of parameters, micro-batches, a whole step
 // ---------------------------------------------------------------------------------------------------------------------
-/* Sets what changes with each step (lr, grad_scale ..) in t->updates of param_count parameters from first_param on. */
+/* Sets the fields that change with each step (lr, grad_scale ..) in t->updates of parameters first_param to first_param
+   + param_count - 1. */
 HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_count)
 {
     float lr = hpml_trainer_lr(t), scale = t->loss_scale * t->accumulate_weight;
@@ -11044,7 +11157,7 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
     return hpmli_updates_check(t);
 }
 
-/* Steps those of the floats first .. end - 1 that belong to parameter i, whose step is prepared. */
+/* Steps, of the floats first .. end - 1 of the trainer's arrays, those of parameter i, whose t->updates[i] is ready. */
 HPMLI_FN void hpmli_apply_part(hpml_trainer *t, int i, int64_t first, int64_t end, float grad_scale)
 {
     hpml_update u  = t->updates[i];
@@ -11106,7 +11219,8 @@ typedef struct hpmli_step { /* one call of hpml_trainer_step */
     bool       info;       /* the caller wants a hpml_step_info */
 } hpmli_step;
 
-/* Copies micro-batch x, y into the inputs, clears the last step's results, fills in *s, what the step's parts share. */
+/* Copies micro-batch x, y into the inputs, clears the last step's results, and fills in *s, the data of this step that
+   its later functions read. */
 HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void *y, hpmli_step *s)
 {
     const hpml_backend *b       = t->ctx->backend;
@@ -11154,8 +11268,8 @@ HPMLI_FN hpml_status hpmli_run_own(hpml_trainer *t, int64_t samples, float *loss
     return status;
 }
 
-/* Calls the hook `run` (or `update`) of the outermost set below number `below` that has it, or else does what the
-   trainer does by itself. */
+/* Calls the hook `run` (or `update`) of the outermost set of hooks that has it, of the sets number 0, the innermost, to
+   `below` - 1; if none of them has it, does what the trainer does without hooks. */
 HPMLI_FN hpml_status hpmli_hook_below(hpml_trainer *t, int below, bool update, int64_t samples, float *loss)
 {
     const hpml_hooks *first   = t->graph->hooks, *h = first + below - 1;
@@ -11187,7 +11301,8 @@ HPML_API hpml_status hpml_trainer_run_inner(hpml_trainer *t, int64_t samples, fl
 }
 HPML_API hpml_status hpml_trainer_update_inner(hpml_trainer *t) { return hpmli_hook_inner(t, true, 0, NULL); }
 
-/* Runs a micro-batch, by hooks or by the trainer's own. Fails if the loss is not finite. */
+/* Runs forward and backward on a micro-batch, by the hooks `run` or, without such hooks, by the trainer's own function.
+   Fails if the loss is not finite, unless no_finite_check is set. */
 HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
 {
     hpml_status status = hpmli_hook_below(t, t->graph->hook_count, false, s->samples,
@@ -11198,7 +11313,8 @@ HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
     return HPML_OK;
 }
 
-/* Counts the micro-batch; after an update's last one steps the parameters, or checks those that stepped in backward. */
+/* Counts the micro-batch. After the last micro-batch of an update steps the parameters or, if they have been stepped
+   within the backward pass, checks the new parameters. */
 HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t)
 {
     hpml_status status = HPML_OK;
@@ -11291,7 +11407,8 @@ HPMLI_FN const hpml_hooks *hpmli_hooks_deal(const hpml_trainer *t) /* returns ho
     return k >= 0 ? &t->graph->hooks[k] : NULL;
 }
 
-/* Creates a loader: to evaluate, of all samples in order, else of this rank's shard. NULL: an error, or no `data`. */
+/* Creates a loader for `data`: if `evaluate`, of all samples in order, else of this rank's shard. given: its options,
+   NULL: defaults. Returns NULL after an error, or if `data` is NULL. */
 HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, const hpml_loader_desc *given,
                                            bool evaluate)
 {
@@ -11418,7 +11535,8 @@ HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64
                       samples > 1 ? " or one of its batch" : "", hpmli_plain_nan(loss));
 }
 
-/* Computes loss and hits of the batch in the inputs, into t->scalars, by the hook `pass` if there is one. */
+/* Computes, into t->scalars, the loss of the batch that is in the model's inputs and, with labels, its hits (rows
+   predicted right); by the hook `pass` if there is one. */
 HPMLI_FN hpml_status hpmli_evaluate_run(hpml_trainer *t, int64_t samples, const int32_t *labels, int64_t *confusion)
 {
     hpml_status status;
@@ -11499,7 +11617,8 @@ HPMLI_FN void hpmli_read_whole(hpml_trainer *t, const hpml_tensor *y, const floa
     hpmli_free(t->ctx, part);
 }
 
-/* Computes the output, whole, of `samples` samples, at most a batch, of x. */
+/* Computes the output for `samples` samples of x, at most one batch; an output that is split over ranks is joined, so
+   that `out` gets the whole. */
 HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t samples, float *out)
 {
     hpml_graph *g   = t->graph;
@@ -11734,8 +11853,9 @@ HPMLI_FN bool hpmli_temporary_take(hpmli_writer *w, const struct stat *old)
     return false;
 }
 
-/* Opens "path.tmp", so that a save overwrites what a killed save left; if that name is a link, another user's, locked
-   by another writer or not lockable, creates a new numbered name. size: bytes of w->temporary's memory. */
+/* Opens the file "path.tmp", so that a save overwrites the file that a killed save left; if "path.tmp" is a link,
+   another user's, locked by another writer or not lockable, creates a new file with a number in its name. size: bytes
+   of w->temporary's memory. */
 HPMLI_FN bool hpmli_temporary_open(hpmli_writer *w, size_t size)
 {
     struct stat old;
@@ -12159,7 +12279,8 @@ HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d)
     return n / d->x_shape[d->x_ndim - 2] / d->x_shape[d->x_ndim - 1] * crop * crop;
 }
 
-/* A dataset with its own arrays, which lie in memory behind this struct. A slice is a hpml_dataset alone. */
+/* A dataset with its own arrays, which lie in memory behind this struct. A slice of a dataset (hpml_dataset_slice) is
+   a hpml_dataset alone, because its arrays are ranges of that dataset's. */
 typedef struct hpmli_samples {
     hpml_dataset  d;
     char         *x;
@@ -12411,7 +12532,8 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
     return another;
 }
 
-/* Counts the first line's columns. A line with a number is no header, because its data would be lost silently. */
+/* Counts the first line's columns, and decides whether the line is a header: a line with a number is not, because its
+   data would be lost silently if it were skipped as a header. */
 HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
 {
     static const char nonfinite[][4] = { "nan", "inf" }; /* here also numbers; as data, errors later */
@@ -12607,7 +12729,8 @@ HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype
     return true;
 }
 
-/* Reads the header's text into `header`, zeroed memory of `capacity` bytes; returns the data's offset, 0: no .npy. */
+/* Reads the header's text of a .npy file into `header`, zeroed memory of `capacity` bytes; returns the offset of the
+   data in the file, or 0 if f is not a .npy file. */
 HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t capacity)
 {
     unsigned char start[12] = { 0 };
@@ -12797,8 +12920,8 @@ HPML_API const void *hpml_records_get(const hpml_records_file *f, int64_t i, siz
 }
 
 HPML_API void hpml_records_close(hpml_records_file *f) { if (f) hpmli_free(f->file.ctx, f); }
-/* Record 0 describes the samples in ten i64: dtype of x, its dimensions, five sizes, dtype of y, its size, classes.
-   Each further record is x and y of a sample. */
+/* Record 0 describes the samples in ten i64: dtype of x, number of dimensions of x, five sizes of these (1 where x has
+   fewer), dtype of y, size of y, number of classes. Each further record is x and y of a sample. */
 HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
 {
     int64_t head[10];
@@ -12880,7 +13003,7 @@ struct hpml_loader {
 };
 
 /* Copies a sample with random crop, shift (dx, dy), flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx], where j'
-   is j or, flipped, w - 1 - j; 0 outside the image and in the cutout. */
+   is j or, if flipped, w - 1 - j, with w the width of the result; 0 outside the image and in the cutout. */
 HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, uint64_t epoch, int64_t sample)
 {
     const hpml_augment *a     = &l->d.augment;
@@ -13159,7 +13282,8 @@ HPMLI_FN int hpmli_name_find(const void *name, const void *b)
     return strcmp((const char *)name, *(const char *const *)b);
 }
 
-/* Sorts structs of `size` bytes by name, keeps the last of each name, returns how many. *twice: a repeated name. */
+/* Sorts structs of `size` bytes by name and keeps the last one of each name; returns the number of those kept. Sets
+   *twice to a name that occurs more than once, if there is one. */
 HPMLI_FN int hpmli_name_sort(void *named, int count, size_t size, const char **twice)
 {
     char *p = (char *)named, *to = p;
@@ -13423,8 +13547,8 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
 }
 #define HPMLI_ARRAY_NAME (HPMLI_NAME + 32) /* bytes for "opt.<state>." and the name of a parameter */
 #define HPMLI_SUM "hpml.crc32c." /* metadata: checksum of the tensor whose name follows, in hexadecimal */
-/* Appends all that comes before the data. Its size depends neither on `length`, the header's length field, nor on the
-   checksums, so that length and checksums can be filled in later. */
+/* Appends what comes before the data in a safetensors file: length field and header. Its size depends neither on the
+   value of `length`, the length field, nor on the checksums, so that both can be filled in later. */
 HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
 {
     const char *before = "\"" HPMLI_SAFE_META "\":{";
@@ -13452,8 +13576,8 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
 }
 
 /* Writes a safetensors file. host NULL: each tensor's data are in host memory, in the dtype of the file; else they are
-   read by c->read and converted in `host`, memory for the largest tensor. The head is written first with
-   zeros, and again at the end, when its length and the checksums are known. */
+   read by c->read and converted in `host`, memory for the largest tensor. The file's header is written first with zeros
+   for its length and the checksums, and again at the end, when length and checksums are known. */
 HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpmli_safe_content *c, float *host)
 {
     hpmli_writer w;
@@ -13534,7 +13658,8 @@ HPMLI_FN bool hpmli_array_is_shard(const hpml_tensor *p, hpml_array which)
     return p->param->shard >= (which == HPML_ARRAY_VALUES ? 3 : 1);
 }
 
-/* Returns what this rank has on the device of the array `which` of p; NULL: the trainer or this rank has none. */
+/* Returns the address, on the device, of the array `which` of p, or of the part of this array that this rank has; NULL:
+   the trainer has no such array, or this rank has no part of it. */
 HPMLI_FN float *hpmli_param_array(const hpml_trainer *t, const hpml_tensor *p, hpml_array which)
 {
     const bool         known = t && t->updates && p->param->index < t->graph->param_count;
@@ -13685,7 +13810,8 @@ HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which)
     }
 }
 
-/* Takes the memory of *a for `count` arrays of at most `largest` numbers; false: no memory. */
+/* Allocates the memory of *a: a list of `count` arrays, and a buffer for one array of `largest` numbers, the most that
+   an array has (three such buffers if parameters are split over ranks). False: no memory. */
 HPMLI_FN bool hpmli_arrays_take(hpmli_arrays *a, int64_t count, int64_t largest)
 {
     const int64_t floats = hpmli_params_are_cut(a->ctx) ? 3 * largest : largest;
@@ -13700,7 +13826,8 @@ HPMLI_FN bool hpmli_arrays_take(hpmli_arrays *a, int64_t count, int64_t largest)
     return true;
 }
 
-/* Lists in *a the parameters; with a trainer t also its optimizer's states and named states. False: no memory. */
+/* Lists in *a the parameters; with a trainer t also the states of its optimizer, and the named arrays that were added
+   to the trainer's checkpoints (t->states). False: no memory. */
 HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
 {
     int64_t most = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
@@ -13888,7 +14015,8 @@ HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const c
     return true;
 }
 
-/* Reads and checks a checkpoint's metadata: n[HPMLI_ENTRIES] and, where n is 0, *optimizer; false: an error. */
+/* Reads and checks a checkpoint's metadata: sets n[HPMLI_ENTRIES] to the numbers and, for the one entry that is a text,
+   the optimizer's name, n to 0 and *optimizer to this name. False: an error. */
 HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n,
                                  const char **optimizer)
 {
@@ -14288,11 +14416,13 @@ HPMLI_COMPILE_FAST_END
    Tile sizes follow from the number of vector registers: a tile of R rows and V vectors takes R V registers for its
    sums, V for B (the right operand of the product A B) and one for A. */
 
-/* HPMLI_CAT joins two names after their expansion. Macros that are the same in each pass are just defined again. */
+/* HPMLI_CAT joins two names after their expansion. Macros that are the same for all instruction sets are defined again
+   in the pass of each set (see >>passes), which C allows. */
 #define HPMLI_CAT_(a, b) a##b
 #define HPMLI_CAT(a, b)  HPMLI_CAT_(a, b)
 #define HV(name)         HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX) /* HV(exp): hpmli_exp_avx2 */
-/* Repeat the macro X: HPMLI_TIMES_4(X, a) is X(a, 0) X(a, 1) X(a, 2) X(a, 3); HPMLI_ROWS does so for each row. */
+/* Repeat the macro X: HPMLI_TIMES_4(X, a) is X(a, 0) X(a, 1) X(a, 2) X(a, 3); HPMLI_ROWS(X, a) repeats X for each row
+   of a tile of C, and HPMLI_DOT_ROWS for each row of a tile of dot products. */
 #define HPMLI_TIMES_2(X, a)  X(a, 0) X(a, 1)
 #define HPMLI_TIMES_4(X, a)  HPMLI_TIMES_2(X, a) X(a, 2) X(a, 3)
 #define HPMLI_TIMES_6(X, a)  HPMLI_TIMES_4(X, a) X(a, 4) X(a, 5)
@@ -14495,13 +14625,14 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* rounds to the near
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simd-x86   vectors: AVX2, AVX-512
 // ---------------------------------------------------------------------------------------------------------------------
-/* HPMLI_MM(add_ps) is _mm256_add_ps in the pass for AVX2, _mm512_add_ps in that for AVX-512. Operations that differ by
-   more than this prefix are in the middle of this section, once for each instruction set; others once for both. */
+/* HPMLI_MM(add_ps) is _mm256_add_ps where the kernels are compiled for AVX2, _mm512_add_ps for AVX-512. Operations
+   whose intrinsics differ by more than this prefix are in the middle of this section, once for each instruction set;
+   the other operations are written once for both. */
 #pragma GCC diagnostic push /* at -O0 some functions of gcc's own headers are macros, about which -Wconversion warns */
 #pragma GCC diagnostic ignored "-Wsign-conversion"
 #ifdef HPMLI_MM
-/* Defines a function that returns the sum (op add) or the largest (op max) of the lanes of a. Halves of 16 lanes are
-   loaded from memory, because gcc 12 warns about its own casts to half a register. */
+/* Defines a function that returns the sum (op add) or the largest (op max) of the lanes of a. 16 lanes are stored to
+   memory and loaded as two times 8, because gcc 12 warns about its own casts from a register to half of it. */
 #define HPMLI_FOLD(name, op)                                                                                           \
     HPMLI_VEC_INLINE float HV(name)(HV(f32) a)                                                                         \
     {                                                                                                                  \
@@ -14758,7 +14889,8 @@ HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t in_row, int64_t row
 
 HPMLI_VEC_INLINE HV(f32) HV(zero)(void) { return HV(set1)(0); }
 HPMLI_VEC_FN1(HV(exponent), HV(from_i32)(HV(as_words)(a) >> 23 & 255u) - 127.0f);
-/* Returns 2^a for integers a: a + 127 is in the last bits of the sum, and belongs in the exponent's bits. */
+/* Returns 2^a for integers a: adding 2^23 + 127 puts a + 127 into the last bits of the sum, and the shift moves these
+   bits to the place of the exponent. */
 HPMLI_VEC_FN1(HV(pow2i), HV(as_floats)(HV(as_words)(a + (8388608.0f + 127.0f)) << 23));
 HPMLI_VEC_INLINE HV(f32) HV(load_i32)(const int32_t *p) { return HV(from_i32)(HV(load_words)((const uint32_t *)p)); }
 HPMLI_VEC_INLINE HV(f32) HV(load_bf16)(const uint16_t *p) { return HV(as_floats)(HV(widen)(p) << 16); }
@@ -14787,8 +14919,9 @@ HPMLI_VEC_INLINE void HV(store_upto)(float *p, HV(f32) a, int64_t n) /* stores t
     if (n >= HV_LANES) HV(store)(p, a);
     else HV(store_partial)(p, a, n);
 }
-/* Define load_upto_T and store_upto_T, which convert numbers of type T at p to floats and back: n, or HV_LANES if n is
-   more. A partial vector is copied through a buffer, so that the same instruction converts it. */
+/* Defines load_upto_TYPE and store_upto_TYPE, which convert numbers of that type at p to floats and back: the first
+   min(n, HV_LANES) numbers. Fewer than HV_LANES are copied through a buffer, so that the same instruction converts
+   them. */
 #define HPMLI_LOAD_STORE_UPTO(type, T)                                                                                 \
     HPMLI_VEC_INLINE HV(f32) HV(load_upto_##type)(const T *p, int64_t n)                                               \
     {                                                                                                                  \
@@ -14979,8 +15112,8 @@ HPMLI_KERNEL void HV(vscale_add)(float *y, const float *x, float a, float b, int
     HV(f32) va = HV(set1)(a), vb = HV(set1)(b);
     HV_LOOP(n) HV(store_upto)(y + i, HV(fma)(va, HV(load_upto)(x + i, c), vb), c);
 }
-/* The centre is subtracted first, because the rounding errors of a x and of a centre are in proportion to the centre,
-   and their difference would keep them. */
+/* Computes y = a (x - centre) + b; if `relu`, then max(y, 0). The centre is subtracted first, because the products
+   a * x and a * centre have rounding errors in proportion to the centre, which their difference would keep. */
 HPMLI_KERNEL void HV(vcentred)(float *y, const float *x, float centre, float a, float b, bool relu, int64_t n)
 {
     HV(f32) va = HV(set1)(a), vb = HV(set1)(b), vc = HV(set1)(centre);
@@ -15043,8 +15176,8 @@ HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n),
     static double HV(name) params
 HPMLI_REDUCE_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c));
 HPMLI_REDUCE_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c));
-/* Adds the sum of weights w to sums[0] and that of w d to sums[1], where d = x - centre. Not `weighted`: w = d; for a
-   centre near the mean, sums[1] gets the sum of squared deviations, sums[0] n times the mean's distance from it. */
+/* Adds the sum of weights w to sums[0] and the sum of w d to sums[1], where d = x - centre. Not `weighted`: w = d; for
+   a centre near the mean of x, sums[1] then gets the sum of squared deviations, sums[0] n times (mean - centre). */
 HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const float *w, const float *x, float centre,
                                       int64_t n)
 {
@@ -15104,7 +15237,7 @@ HPMLI_KERNEL float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n
     }
     return HV(sum_lanes)(s);
 }
-/* Each 64 rows are summed by themselves, which keeps the rounding error small. */
+/* Sums each column of x (rows, cols). Blocks of 64 rows are summed separately, to keep the rounding error small. */
 HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
 {
     HV_LOOP(cols) {
@@ -15138,11 +15271,12 @@ HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_
      LARS     SGD with lr 1; hpmli_lars_prepare has put the layer's rate into g and c      You et al. 2017
      LAMB     AdamW's r + c w, written over the gradient; hpmli_direction_apply steps      You et al. 2020 */
 
-/* Collects the non-finite results of one update in sums that are 0, or NaN once a new weight, a mean square or LAMB's
-   gradient was not finite. `replacement`, 0 or NaN, is added to the old weight where the new one is not finite. */
+/* Collects the non-finite results of one update: weight, square and gradient are sums that are 0, or NaN once a new
+   weight, a mean square or LAMB's gradient was not finite. Where a new weight is not finite, `replacement` is added to
+   the old one and the sum is stored: 0 (with hpml_update.found_nonfinite) keeps the old weight, NaN stores NaN. */
 typedef struct HV(update_check) { HV(f32) weight, square, gradient, replacement; } HV(update_check);
-/* Stores c lanes of x, updated weights, at w; where x is not finite, stores old + f->replacement and makes f->weight
-   NaN. Only x is checked, because a non-finite gradient makes x non-finite as well. */
+/* Stores c lanes of x, updated weights, at w; where x is not finite, stores the old weight plus f->replacement (0 or
+   NaN) and makes f->weight NaN. Only x is checked, because a non-finite gradient makes x non-finite as well. */
 HPMLI_VEC_INLINE void HV(store_weight)(float *w, HV(f32) x, HV(f32) old, HV(update_check) *f, int64_t c)
 {
     HV(f32) nan_or_0 = x * HV(zero)();
@@ -15150,7 +15284,7 @@ HPMLI_VEC_INLINE void HV(store_weight)(float *w, HV(f32) x, HV(f32) old, HV(upda
     HV(store_upto)(w, HV(if_eq)(nan_or_0, nan_or_0, x, old + f->replacement), c);
 }
 /* Stores c lanes of x, the optimizer's new state, with denormals set to 0, and returns x. Where all gradients are 0 (a
-   dead unit) it would decay to denormals, with which the CPU computes a hundred times slower. NaN stays NaN. */
+   dead unit) the state would decay to denormals, with which CPUs compute a hundred times slower. NaN stays NaN. */
 HPMLI_VEC_INLINE HV(f32) HV(store_state)(float *state, HV(f32) x, int64_t c)
 {
     x = HV(if_gt)(HV(set1)(1.17549435e-38f), HV(abs)(x), HV(set1)(0), x);
@@ -15229,7 +15363,8 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
     }
     return found;
 }
-/* HPMLI_STEP(step): `step` updates c weights from index i on by their scaled gradient g. HPMLI_STEPS: for n weights. */
+/* HPMLI_STEP(step): `step` updates the c weights from index i on, with g, their scaled gradient. HPMLI_STEPS(step) does
+   this for all n weights and then leaves the `switch`. */
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
         HV(f32) g = HV(load_upto)(dw + i, c);                                                                          \
@@ -15296,8 +15431,9 @@ HPMLI_KERNEL void HV(from_f32)(hpml_dtype dtype, void *y, const float *x, int64_
     }
 }
 
-/* CRC-32C has Castagnoli's polynomial, as in iSCSI. Where the CPU has no instruction for it, eight bytes at a time are
-   looked up in tables (Kounavis and Berry 2005), which are made on the stack for n >= 1,024. */
+/* CRC-32C has Castagnoli's polynomial, as in iSCSI. Where the CPU has no instruction for it, and n >= 1,024, tables are
+   made on the stack and eight bytes at a time are looked up in them (Kounavis and Berry 2005); other bytes are
+   processed bit by bit. */
 HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 {
     const unsigned char *p = (const unsigned char *)bytes;
@@ -15368,7 +15504,7 @@ HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
 #define HPMLI_NR (2 * HV_LANES) /* columns of two vectors: the width of the panels of convolutions */
 
 #ifndef HPMLI_TILE_ROW
-/* What one call of a tile function computes: `panels` columns of tiles of C, each of `tiles` tiles, all of one size. */
+/* The work of one call of a tile function: `panels` columns of tiles of C, each of `tiles` tiles, all of one size. */
 typedef struct hpmli_tile_run {
     int64_t tiles;         /* tiles below each other in a column */
     int64_t a_tile;        /* floats in A from a tile's first row to that of the tile below */
@@ -15394,9 +15530,10 @@ typedef struct hpmli_gemm_epilogue {
 #define HPMLI_TILE_ARGS                                                                                                \
     int64_t kc, const float *a, int64_t a_row, int64_t a_k, const float *b, int64_t b_k, const hpmli_tile_run *run
 typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
-/* Row r of a tile of mr rows, nv vectors, has the sums s##r .. v##r: _ZERO clears them; _ROW adds a number of A times
-   the vectors b0 .. b3 of B. mr, nv are constants once inlined: code for further rows and vectors vanishes. Every third
-   row of A has a pointer (a0, a3 ..), the others are one or two rows from it. */
+/* Row r of a tile of mr rows, nv vectors, has the sums s##r .. v##r: HPMLI_TILE_ZERO clears these sums, HPMLI_TILE_ROW
+   adds a number of A times the vectors b0 .. b3 of B to them. Once inlined, mr and nv are constants, so the compiler
+   removes the code for further rows and vectors. Rows 0, 3, 6, 9 and 12 of A have pointers (a0, a3 ..); the address of
+   another row is that of the last such row before it plus one or two times a_row. */
 #define HPMLI_TILE_ZERO(nv, r) HV(f32) s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
 #define HPMLI_TILE_A(r)        (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * a_row]
 #define HPMLI_TILE_ROW(nv, r)  HPMLI_TILE_FMA(nv, r, HV(set1)(HPMLI_TILE_A(r)))
@@ -15408,7 +15545,8 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
         if (nv > 2) u##r = HV(fma)(x, b2, u##r);                                                                       \
         if (nv > 3) v##r = HV(fma)(x, b3, v##r);                                                                       \
     }
-/* Offset in floats of vector i in a tile's row. The last vector ends with the last of cols columns, and may overlap. */
+/* Offset in floats of vector i in a tile's row. The last vector ends with the last of the tile's `cols` columns, and
+   may therefore overlap the vector before it. */
 #define HPMLI_TILE_V(i) (nv == i + 1 ? last : i * HV_LANES)
 #define HPMLI_TILE_LOAD(i, p)                                                                                          \
     (nv <= i ? HV(zero)() : nv == 1 ? HV(load_partial)(p, cols) : HV(load)((p) + HPMLI_TILE_V(i)))
@@ -15434,7 +15572,8 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 #define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1) /* 1: for writing */
 #endif
 
-/* HPMLI_TILE_B loads b0 .. b3, vectors of B; HPMLI_TILE_STEP also multiplies them by a number of A for each row. */
+/* HPMLI_TILE_B loads b0 .. b3, vectors of B. HPMLI_TILE_STEP, one step of k, loads them, multiplies them for each row
+   of the tile by a number of A, adds the products to the row's sums, and advances the addresses a0 .. a12 and b. */
 #define HPMLI_TILE_B                                                                                                   \
     HV(f32) b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b);                                                    \
     HV(f32) b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
@@ -15444,7 +15583,8 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
         HPMLI_ROWS(HPMLI_TILE_ROW, nv)                                                                                 \
         a0 += a_k, a3 += a_k, a6 += a_k, a9 += a_k, a12 += a_k, b += b_k;                                              \
     }
-/* Computes the tiles of `run`, of mr rows by nv vectors, in kc steps of k each; arguments as in HPMLI_TILE_ARGS. */
+/* Computes the tiles that `run`, the last of HPMLI_TILE_ARGS, describes: each of mr rows by nv vectors, summed over kc
+   values of k. */
 HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
 {
     float  *c = run->c, *packed = run->packed;
@@ -15531,7 +15671,8 @@ HPMLI_KERNEL void HV(pack_columns)(const float *x, int64_t x_k, int64_t x_col, i
                 dst[k * width + j + q] = q < rows ? x[(j + q) * x_col + k * x_k] : 0;
     }
 }
-/* Applies the epilogue e (alpha, beta, bias, relu) to n lanes of v, element (r, j) of C and the next; stores at c. */
+/* Applies the epilogue e (alpha, beta, bias, relu) to the first n lanes of v, which belong to elements (r, j) to
+   (r, j + n - 1) of C, and stores them at c. */
 HPMLI_VEC_INLINE void HV(finish_vector)(const hpmli_gemm_epilogue *e, float *c, int64_t r, int64_t j, HV(f32) v,
                                         int64_t n)
 {
@@ -15605,7 +15746,8 @@ typedef struct hpmli_gemm_panel {
     float  *packed;     /* space for the packed panel: (k, cols rounded up to vectors) */
     bool    is_packed;  /* true: the panel was packed for an earlier block of rows */
 } hpmli_gemm_panel;
-/* Where a tile function reads: rows of (packed) P at a, columns of (packed) Q at b; floats from row to row, k to k. */
+/* Arguments of a tile function: rows of (packed) P begin at `a`, columns of (packed) Q at `b`; a_row: floats from one
+   row of P to the next; a_k, b_k: floats from one k, the summed index, to the next. */
 typedef struct hpmli_gemm_operands {
     const float *a;
     int64_t      a_row, a_k;
@@ -15620,7 +15762,8 @@ HPMLI_VEC_INLINE bool HV(columns_alias_cache)(int64_t row_stride, int64_t k_stri
 {
     return row_stride == 1 && k_stride * k >= 262144 && cols >= 4 * HPMLI_NR;
 }
-/* Returns the product for a rectangle of C as its tiles see it: chooses P and Q (see >>gemm-part) and which to pack. */
+/* Returns the product for a rectangle of C in the form P Q in which its tiles are computed: chooses the operands P and
+   Q (see >>gemm-part), and which of them to pack. */
 HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -15642,8 +15785,8 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     v.q     = d->b + part->batch * d->b_batch + part->j0 * d->b_col;
     v.q_k   = d->b_k;
     v.q_col = d->b_col;
-    /* Floats moved without a swap: transposing B, packing A. With a swap: transposing A, packing B, and transposing C
-       for each block of k, where writing the columns of C costs 7/4 as much. */
+    /* Floats moved for each k. C = A B (plain): transposing B, packing A. C^T = B^T A^T (swapped): transposing A,
+       packing B and, once for each block of k, transposing C, where writing the columns of C costs 7/4 as much. */
     int64_t moved_plain   = (v.q_col != 1) * n + HV(columns_alias_cache)(v.p_row, v.p_k, v.k, n) * m;
     int64_t moved_swapped = (v.p_row != 1) * m + HV(columns_alias_cache)(v.q_col, v.q_k, v.k, m) * n;
     if (moved_plain * v.k > moved_swapped * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
@@ -15663,8 +15806,9 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     if (HV(columns_alias_cache)(v.p_row, v.p_k, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
     return v;
 }
-/* Returns the floats from one tile's rows in packed P, the left operand, to the next tile's. The 16 extra floats keep
-   the distance from being a power of two, and absorb the surplus that HV(pack_rows) writes behind a tile. */
+/* Returns the distance in floats, in packed P, the left operand, from one tile's rows to the next tile's. The 16 extra
+   floats keep the distance from being a power of two (conflict misses of the cache), and absorb the surplus that
+   HV(pack_rows) writes behind a tile. */
 HPMLI_VEC_INLINE int64_t HV(packed_tile_floats)(const hpmli_gemm_block *block)
 {
     return block->height * block->k + 16;
@@ -15705,8 +15849,8 @@ HPMLI_VEC_INLINE void HV(gemm_run)(const hpmli_gemm_block *block, const hpmli_ge
     x->b   = panel->packed;
     x->b_k = vectors * HV_LANES;
 }
-/* Computes a panel, a column of tiles of C that store into C, or add to C, themselves. One call computes all tiles of
-   one height, except that the first tile of a panel that is packed by that tile has a call of its own. */
+/* Computes a panel, a column of tiles of C that store into C, or add to C, themselves. One call of gemm_run computes
+   all tiles of one height, except that the first tile has a call of its own if it also packs the panel of B. */
 HPMLI_KERNEL void HV(gemm_panel_direct)(const HV(gemm_view) *v, const hpmli_gemm_block *block,
                                         const hpmli_gemm_panel *panel, hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
@@ -15726,8 +15870,8 @@ HPMLI_KERNEL void HV(gemm_panel_direct)(const HV(gemm_view) *v, const hpmli_gemm
         c += run->tiles * height * v->ldc;
     }
 }
-/* Computes a panel, a column of tiles of C, tile by tile in a buffer. The epilogue is applied to the buffer, which for
-   swapped products is also transposed, and the result is stored into C. */
+/* Computes a panel, a column of tiles of C, tile by tile in a buffer. The epilogue is applied to the buffer, which is
+   also transposed for swapped products (their tiles compute C^T), and the result is stored into C. */
 HPMLI_KERNEL void HV(gemm_panel_buffered)(const HV(gemm_view) *v, const hpmli_gemm_block *block,
                                           const hpmli_gemm_panel *panel, hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
@@ -15755,7 +15899,8 @@ HPMLI_KERNEL void HV(gemm_panel_buffered)(const HV(gemm_view) *v, const hpmli_ge
     }
 }
 /* Computes the tiles of a block of rows of P (left operand) by a panel of columns of Q (right operand). Q is read as it
-   is, or the panel is packed: before the first tile if it must be transposed, else by that tile as it computes. */
+   is, or the panel is packed: before the first tile if the panel must be transposed, else by the function that computes
+   the first tile, while it reads the panel. */
 HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, const hpmli_gemm_block *block, const hpmli_gemm_panel *panel)
 {
     int64_t             width = (panel->cols + HV_LANES - 1) / HV_LANES * HV_LANES;
@@ -15778,7 +15923,8 @@ HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, const hpmli_gemm_block 
     if (block->plain && !v->swapped) HV(gemm_panel_direct)(v, block, panel, &run, &x);
     else HV(gemm_panel_buffered)(v, block, panel, &run, &x);
 }
-/* Sets the epilogue (what follows the sums) for the block's range of k: the first has beta, the last bias and relu. */
+/* Sets the epilogue (the operations that follow the sums) for the block's range of k. The first range of k multiplies
+   the previous C by beta, the last range adds bias and applies relu. */
 HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_block *block)
 {
     const hpmli_gemm_desc *d    = v->part->d;
@@ -15790,13 +15936,15 @@ HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_blo
     e->bias_row = last && d->bias_m ? d->bias_m + v->part->i0 : NULL;
     e->relu     = last && d->act == 1;
     block->plain = d->alpha == 1 && (e->beta == 0 || e->beta == 1) && !e->bias_col && !e->bias_row && !e->relu;
-    /* Prefetching pays for a C beyond the first-level cache; but loads wait for stores a multiple of 4 KiB away. */
+    /* Prefetching C pays if C is larger than the first-level cache; but not for a small k if the rows of C are a
+       multiple of 1 KiB apart, because loads wait for stores to addresses a multiple of 4 KiB away. */
     block->prefetch = v->rows * v->cols >= 8192 && !v->swapped && (v->k > 32 || v->ldc % 256 != 0);
 }
 /* Computes a block of rows of P (left operand) by columns [col, col + cols) of Q (right), cut evenly into panels of at
-   most `widest` vectors. One call computes all panels of full width where more calls would cost too much: for a single
-   row of tiles, or a short k. If only this block of rows reads the packed panels, one overwrites the other, else (keep)
-   they lie one behind the other. is_packed: an earlier block of rows has packed them. */
+   most `widest` vectors. For a single row of tiles, or a short k, one call of HV(gemm_panel) computes all panels of
+   full width, because a call for each panel would cost too much. keep: the packed panels lie one behind the other,
+   because other blocks of rows read them, too; else each panel overwrites the one before. is_packed: an earlier block
+   of rows has packed the panels. */
 HPMLI_KERNEL void HV(gemm_block)(const HV(gemm_view) *v, const hpmli_gemm_block *block, int64_t col, int64_t cols,
                                  bool keep, bool is_packed)
 {
@@ -15846,9 +15994,10 @@ HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-thin   matrix product: small and thin shapes
 // ---------------------------------------------------------------------------------------------------------------------
-/* Where C is small, or a single row, packing and transposing would cost more than the product. If k runs along memory
-   in both operands, each element is a dot product of a row of P with one of Q: A and B^T or, swapped, B^T and A.
-   Vectors run along k; HPMLI_DOT_MR x 4 sums, s0 t0 u0 v0 s1 .. as in >>gemm, share loads; last, lanes are added up. */
+/* Where C is small, or a single row, packing and transposing would cost more than the product. If k, the summed index,
+   runs along memory in both operands, each element of C is a dot product of a row of P with a row of Q, where P and Q
+   are A and B^T or, swapped, B^T and A. Vectors run along k; HPMLI_DOT_MR x 4 accumulators, named s0 t0 u0 v0 s1 .. as
+   in >>gemm, share the loads of P and Q; at the end the lanes of each accumulator are added up. */
 #ifndef HPMLI_DOT_ROW
 #define HPMLI_DOT_ROW(LOAD, r) HPMLI_TILE_FMA(4, r, LOAD(p + r * p_row))
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
@@ -15903,7 +16052,8 @@ HPMLI_VEC_INLINE void HV(store_4)(float *to, int64_t stride, const float *from)
     to[2 * stride] = from[2];
     to[3 * stride] = from[3];
 }
-/* Computes a rectangle of C by dot products; as C^T = B^T A^T (swapped) where that gives fewer groups of four sums. */
+/* Computes a rectangle of C by dot products, in groups of up to four neighbouring elements of a row; as C^T = B^T A^T
+   (swapped) where C^T has fewer such groups. */
 HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
 {
     const hpmli_gemm_desc *d = part->d;
@@ -15941,7 +16091,8 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
         }
 }
 
-/* For vector i of nv in a row of C (n columns, the last vector maybe partial): its sum s##i; x: from A; b: B's row. */
+/* For vector i of the nv vectors that make up n columns of a row of C (the last may be partial); s##i has its sums.
+   _ZERO clears s##i, _B loads its columns of a row of B, _ADD adds x (a number of A) times these, _SAVE stores to C. */
 #define HPMLI_ROW_ZERO(nv, i) HV(f32) s##i = HV(zero)();
 #define HPMLI_ROW_B(nv, i)                                                                                             \
     (nv > i + 1 ? HV(load)(b + i * HV_LANES) : HV(load_upto)(b + i * HV_LANES, n - i * HV_LANES))
@@ -16024,7 +16175,7 @@ HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float 
    high, low) of the line above, and the counter shifted right by one word is (c1, 0, c3, 0): a round is five
    instructions. The unit of work is a chunk of 64 words, 16 blocks, on every instruction set; a range that starts or
    ends inside a chunk computes all of the chunk and copies what it needs. HV(exact_fma) fuses every multiplication with
-   the addition that follows, in the scalar pass too, so that all sets compute the same floats: a seed gives the same
+   the addition that follows, on the scalar set too, so that all sets compute the same floats: a seed gives the same
    initial weights on every CPU. Operations for this section, where HV(u32) holds HV_LANES / 4 blocks:
    HV(set_u64_pairs)(a, b) sets each pair of 64-bit words to a, b; HV(philox_products)(c, M) is the line above without
    its ^ terms. */
@@ -16133,7 +16284,7 @@ HPMLI_VEC_INLINE void HV(chunk_uniform)(float *x, const uint32_t *w) // x, w: (6
     for (int i = 0; i < HPMLI_PHILOX_CHUNK; i += HV_LANES)
         HV(store)(x + i, HV(from_i32)(HV(load_words)(w + i) >> 8) * (1.0f / 16777216.0f));
 }
-/* Makes 64 normally distributed floats: x[j] and x[j + 32] of the random words w[j] and w[j + 32]. */
+/* Makes 64 normally distributed floats: x[j] and x[j + 32] from the random words w[j] and w[j + 32], for j < 32. */
 HPMLI_VEC_INLINE void HV(chunk_normal)(float *x, const uint32_t *w) // x, w: (64)
 {
     for (int i = 0; i < HPMLI_PHILOX_CHUNK / 2; i += HV_LANES) {
@@ -16193,7 +16344,8 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
         bits |= HV(sign_bits)(v) << at;
         a->sum[0][u] += HV(if_ge)(v, zero, zero, v);
         a->sum[1][u] += HV(if_ge)(v, zero, v, zero);
-        /* Lanes behind the end are 0. Of the extremes in use, 0 can change only a->least[1], which leaves them out. */
+        /* Lanes behind the end of the row hold 0. On a side that has elements, these zeros could change only
+           a->least[1], the least element >= 0; hence select_bits leaves the lanes behind the end out of it. */
         least = HV(min)(HV(if_ge)(v, zero, v, inf), a->least[1][u]);
         a->least[0][u] = HV(min)(v, a->least[0][u]);
         a->most[0][u]  = HV(max)(HV(if_ge)(v, zero, minf, v), a->most[0][u]);
@@ -16203,7 +16355,8 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
     return bits & valid;
 }
 
-/* Pass 1 of 1-bit SGD. The sums in `row` show whether an element is NaN or infinite. */
+/* Pass 1 of 1-bit SGD over a row: adds gradient g to the error e (if not NULL), writes the signs as bits and, to *row,
+   sums and extremes of both signs. The sums are not finite if an element is NaN or infinite. */
 HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n)
 {
     HV(onebit_acc) a;
@@ -16247,7 +16400,8 @@ HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e
     row->count[0] = n - ones;
 }
 
-/* Pass 2 of 1-bit SGD; e: gradient + residual. */
+/* Pass 2 of 1-bit SGD: turns e, gradient + residual, into the new residual, by subtracting from each element its level:
+   `high` if the element is 0 or more, else `low`. */
 HPMLI_KERNEL void HV(onebit_carry)(float *e, float low, float high, int64_t n)
 {
     HV(f32) l = HV(set1)(low), h = HV(set1)(high);
@@ -16379,8 +16533,9 @@ HPMLI_KERNEL void HV(transpose_block)(const float *x, int64_t ldx, int64_t rows,
     }
     HV(transpose)(x, ldx, rows, out, HV_LANES);
 }
-/* Sets y[j * ldy + i] = x[i * ldx + j] + bias[j] (or no bias) for i < rows, j < cols; `accumulate`: adds y; then relu.
-   padded: whole vectors may be read from the last columns of x, because there is memory behind them. */
+/* Sets y[j * ldy + i] = x[i * ldx + j] + bias[j] (bias NULL: no bias) for i < rows, j < cols. If `accumulate`, adds the
+   previous y; then, if `relu`, applies relu. padded: whole vectors may be read from the last columns of x, because
+   there is memory behind them. */
 HPMLI_VEC_INLINE void HV(conv_store_transposed)(const float *x, int64_t ldx, int64_t rows, int64_t cols, bool padded,
                                                 float *y, int64_t ldy, const float *bias, int relu, int accumulate)
 {
@@ -16415,8 +16570,9 @@ HPMLI_KERNEL void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w,
                                       d->C * HPMLI_NR, NULL, 0, 0);
     }
 }
-/* Packs the weights w of output channel o for the gradient of the input: for each run of contiguous taps, panels of
-   HPMLI_NR floats of the run: dst[run][panel][o * HPMLI_NR + lane]. */
+/* Packs the weights w of output channel o for the gradient of the convolution's input: the weights of each run of
+   contiguous taps, in the order (tap, channel of the input), are cut into panels of HPMLI_NR floats, the last one
+   filled up with zeros: dst[run][panel][o * HPMLI_NR + lane]. */
 HPMLI_KERNEL void HV(conv_pack_for_dx)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
 {
     int64_t runs  = d->runs[0] * d->runs[1], run_taps = d->run_floats / d->C;
@@ -16484,7 +16640,8 @@ HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float
             }
         }
 }
-/* Copies, or adds if `accumulate`, a padded NHWC image without its padding to dx: (C, H, W) or channels of NHWC. */
+/* Copies, or adds if `accumulate`, a padded NHWC image without its padding to dx, an array (C, H, W) or, if d->nhwc,
+   the channels of one group in an NHWC image. */
 HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float *image, int accumulate)
 {
     hpmli_conv_copy copy = { d->H, d->W, d->C, d->W * d->x_pixel, d->x_pixel, d->x_pitch, d->C };
@@ -16523,7 +16680,7 @@ HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, const float *w, const fl
     }
 }
 /* dx += dy W^T, the gradient of the input, for padded NHWC images, one run (contiguous taps) after the other. The
-   pixels of a row of dy are added one after the other, because the runs that they read overlap. */
+   pixels of a row of dy are added one after the other, because the runs of dx that they are added to overlap. */
 HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
 {
     hpmli_conv_product s = { d->OW, d->OC, 1, HPMLI_NR, d->x_pixel_step, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1 };
@@ -16568,7 +16725,8 @@ HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *p
             }
     }
 }
-/* Loads corner q (0, 1 of the row at x, 2, 3 of that at x + width) of n adjacent windows of 2 x 2 pixels. */
+/* Loads one corner of each of n adjacent windows of 2 x 2 pixels. q: the corner; 0 and 1 are in the image row at x, 2
+   and 3 in the row below, at x + width. */
 HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, int64_t n)
 {
     const float *p = x + q / 2 * width;
@@ -16576,7 +16734,7 @@ HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, i
     HV(f32) b = 2 * n > HV_LANES ? HV(load_upto)(p + HV_LANES, 2 * n - HV_LANES) : HV(zero)();
     return q % 2 ? HV(odd_lanes)(a, b) : HV(even_lanes)(a, b);
 }
-/* at: the corner of the first of equal maxima, or of the first NaN. */
+/* at: for each window, the corner (0 to 3, as in pool_corner) of the first of equal maxima, or of the first NaN. */
 HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
     HV_LOOP(n) {
@@ -16590,7 +16748,8 @@ HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t 
         HV(store_upto)(at + i, from, c);
     }
 }
-/* Sets the gradient dx of 2 x 2 windows: dy at corner `at`, 0 at the other three, added to dx when `accumulate`. */
+/* Sets the gradient dx of n windows of 2 x 2 pixels: dy at position `at` of each window, which had the maximum, and 0
+   at the other three; `accumulate`: adds them to dx. */
 HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float *dy, int64_t width, int64_t n,
                                         bool accumulate)
 {

@@ -381,13 +381,14 @@ HPML_API hpml_status hpml_wait(hpml_comm *c, hpml_message *m);
    Else m stays in flight. In virtual time m is over when this rank's clock has come to the message's arrival; testing
    takes no time, so a loop that tests must call hpml_comm_compute, or it never ends. */
 HPML_API bool        hpml_test(hpml_comm *c, hpml_message *m);
-/* Waits until one of m[0] to m[count - 1] is over and returns its index: of several the one that arrived first, then
-   the first in the list (over THREADS without links, and MPI, arrivals are not known: the list decides). NULL entries
-   are skipped; before the next call replace the entry that is over, which would be found again, by NULL or begin its
-   message again. Returns -1 when `seconds` of hpml_comm_now have passed; 0: does not wait; negative: waits for the
-   deadline of the communicator, which is an error. Also returns -1 after an error, which is on the context: then all
-   messages of the list are given up, as by hpml_wait, and their structs and arrays may be reused. A server with one
-   thread posts one small receive for each peer, waits for any of them, answers, and posts that receive again. */
+/* Waits until one of m[0] to m[count - 1] is done and returns its index. If several are done, takes the one that
+   arrived first, and of equal ones the first in the list (with THREADS without links, and with MPI, arrivals are not
+   known, so the list decides). NULL entries are skipped; before the next call replace the entry that is done, which
+   would be found again, by NULL or begin its message again. Returns -1 when `seconds` of hpml_comm_now have passed; 0:
+   does not wait; negative: waits for the deadline of the communicator, which is an error. Also returns -1 after an
+   error, which is on the context: then all messages of the list are given up, as by hpml_wait, and their structs and
+   arrays may be reused. A server with one thread posts one small receive for each peer, waits for any of these
+   receives, answers, and posts that receive again. */
 HPML_API int         hpml_wait_any(hpml_comm *c, hpml_message *const *m, int count, double seconds);
 
 /* A transport moves messages between ranks; collectives and all that stands on them are written once over this table.
@@ -421,8 +422,8 @@ typedef struct hpml_transport {
        first send matches the first receive. A send may be done at once, if the transport has copied its array. */
     void (*start)(hpml_comm *c, hpml_message *m);
     /* Required: advances m without waiting. Sets m->done when m is complete; a receive is completed by
-       hpml_message_deliver. May set m->arrival of a receive, during which hpml_wait sleeps. Of several receives with
-       equal peer and tag only the oldest is tested. */
+       hpml_message_deliver. For a receive it may set m->arrival, the time at which the message arrives; hpml_wait then
+       sleeps until that time. Of several receives with equal peer and tag only the oldest is tested. */
     void (*test)(hpml_comm *c, hpml_message *m);
     /* Optional: sleeps until one of m[0] to m[count - 1] may have advanced, at most until hpml_now() is `until` (0:
        does not sleep). Entries that are NULL or done are skipped; hpml_wait passes one. No `block`: sleeps 30 us. */
@@ -433,8 +434,9 @@ typedef struct hpml_transport {
 
     void (*announce_failure)(hpml_comm *c, const char *text); /* optional: this rank has failed: ends others' waits */
     void (*announce_busy)(hpml_comm *c, double seconds); /* optional: extends others' deadlines, see hpml_comm_busy */
-    /* Optional, after the deadline of m: returns the rank at the end of the chain of waits that begins with m's peer,
-       and the hpml_now() until which it is busy; -1: a rank has failed, as the next test of m reports. NULL: peer */
+    /* Optional, called after the deadline of m: returns the rank at the end of the chain of waits that begins with m's
+       peer, and sets *busy to the hpml_now() until which that rank is busy; -1: a rank has failed, as the next test of
+       m reports. Where this function is NULL, m's peer is taken for that rank. */
     int  (*stuck_at)(hpml_comm *c, const hpml_message *m, double *busy);
 
     /* Optional, for .survive: returns why `peer` is lost, "has left", "failed: " and a text, or a sentence that begins
@@ -454,7 +456,8 @@ typedef struct hpml_transport {
     const struct hpmlc_schedule *schedule; /* private to THREADS and CLOCK: how a process's threads take turns */
 } hpml_transport;
 
-/* For transports. The state is one pointer; the ranks of a part have a state of their own. */
+/* For transports: a communicator's state is one pointer, which its transport may set and use freely. A part, being a
+   communicator of its own, also has a state of its own on each of its ranks. */
 HPML_API void *hpml_comm_state(const hpml_comm *c);
 HPML_API void  hpml_comm_set_state(hpml_comm *c, void *state);
 /* Completes the receive m with a message of `bytes` at `from`: copies or reduces it into m's array and sets m->done; an
@@ -511,7 +514,7 @@ HPML_API hpml_status hpml_comm_tune(hpml_comm *c);
 HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes); /* what AUTO chooses; NONE: out of memory, or c
                                                                             is NULL. Keeps what it has simulated */
 
-/* Block r of an array of n elements is [n r / p, n (r+1) / p). */
+/* Of an array of n elements that is cut into p = `parts` blocks, block r is elements [n r / p, n (r+1) / p). */
 HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n * index / parts: offset of block
                                                                        `index`; 0 where parts is 0 */
 
@@ -522,8 +525,9 @@ HPML_API hpml_status hpml_allgather(hpml_comm *c, void *data, int64_t n, hpml_el
 HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_element e, hpml_reduce op, int root);
 HPML_API hpml_status hpml_broadcast(hpml_comm *c, void *data, size_t bytes, int root);
 
-/* Blocks of `bytes`. all: (p, bytes), at the root only; sent, received: (p, bytes), two arrays: block r of `sent` goes
-   to rank r, block r of `received` comes from rank r. */
+/* Exchange blocks of `bytes` bytes between p ranks. mine: this rank's block; all: (p, bytes), the blocks of all ranks,
+   used by the root only; sent, received: two arrays (p, bytes): block r of `sent` goes to rank r, block r of `received`
+   comes from rank r. */
 HPML_API hpml_status hpml_gather(hpml_comm *c, const void *mine, size_t bytes, void *all, int root);
 HPML_API hpml_status hpml_scatter(hpml_comm *c, const void *all, size_t bytes, void *mine, int root);
 HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *sent, void *received, size_t bytes);
@@ -565,11 +569,11 @@ typedef struct hpml_gradient {
    through one plain allreduce. Gradients whose packed form cannot be added travel as in 1-bit SGD (Seide et al. 2014):
      1. every rank packs its whole gradient, with its residual;
      2. stripe j of the rows goes to rank j;
-     3. rank j unpacks and adds the p contributions, in the order of the ranks;
-     4. rank j packs the sum with a second residual, which it keeps for its stripe alone;
+     3. rank j unpacks and adds the contributions of all p ranks, in the order of the ranks;
+     4. rank j packs the sum with a second residual, which it keeps only for its own stripe;
      5. all ranks receive and unpack the same bits.
-   Each rank sends 2 (p-1)/p of the packed size, for any p. TOPK gathers all ranks' pairs; LOWRANK adds up P and Q. A
-   codec of your own (codec.custom) packs on the host. */
+   Each rank sends 2 (p-1)/p of the packed size, for any p. TOPK gathers the (index, value) pairs of all ranks; LOWRANK
+   adds up the factors P and Q. A codec of your own (codec.custom) packs on the host. */
 typedef struct hpml_exchange_desc {
     uint32_t             _begin;
     int32_t              count;      /* number of tensors: required */
@@ -580,7 +584,7 @@ typedef struct hpml_exchange_desc {
     int32_t              leaves;     /* contributions of this rank; 0: 1. See `exact` of hpml_distribute */
     int64_t              leaf_step;  /* contribution l of a tensor is at data + l * leaf_step; the result: at l = 0 */
     int64_t              fuse_bytes; /* plain tensors, end to end, are cut into sums of this many bytes; 0: one sum */
-    /* Optional, called between 3 and 4: Adagrad on the sum, as the paper does. */
+    /* Optional, called on the sum between steps 3 and 4 of the list above; for example Adagrad (Seide et al. 2014). */
     void (*in_stripe)(void *user, int tensor, int64_t row, int64_t rows, float *sum);
     void                *user;
     uint32_t             _end;
@@ -604,7 +608,8 @@ HPML_API hpml_job   *hpml_exchange_ready(hpml_exchange *x, int tensor);
 /* Bytes that this rank sends in one run: exact for messages (AUTO: as hpml_comm_choose chooses now); for NATIVE and
    device links those of a ring. The messages by which hpml_exchange_ready agrees are not counted. */
 HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x);
-/* Residuals of a tensor: (leaves, rows, cols) of this rank, and of its stripe. NULL when the codec has none. */
+/* Return the residuals of a tensor: hpml_exchange_residual those of this rank's gradients, (leaves, rows, cols);
+   hpml_exchange_stripe that of the sum over the stripe that this rank owns. NULL when the codec has no residuals. */
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count);
 HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row, int64_t *rows);
 
@@ -626,13 +631,13 @@ typedef struct hpml_device_link {
                                                                                      of the device, not of the link */
     void (*free)(void *user);         /* optional: called when the communicator is freed or gets another link */
     /* Not NULL: the link connects the ranks of a node only, equally many on each node; `across` has the ranks with this
-       rank's place on every node. Each rank adds up a share of its node's gradients, which meets the shares of the
-       other nodes by messages over `across`. */
+       rank's place on every node. Each rank adds up a share of its node's gradients; messages over `across` then add up
+       the same share of all nodes. */
     hpml_comm *across;
     float *(*stage)(void *user, int64_t n); /* memory on the host; freed with the link */
-    /* Part r of x is elements at[r] to at[r + 1] - 1. reduce_scatter: part r becomes the node's sum on place r of the
-       node, and this rank copies its part to `stage`. allgather: copies `stage` to this rank's part of x, and all ranks
-       of the node get all parts. Each contains its own begin and end. */
+    /* Part r of x is elements at[r] to at[r + 1] - 1. reduce_scatter: the rank at place r of the node gets part r of
+       the node's sum, and copies it to `stage`. allgather: copies `stage` to this rank's part of x, and all ranks of
+       the node get all parts. Each of the two functions does the work of `begin` and `end` itself. */
     hpml_status (*reduce_scatter)(void *user, float *x, const int64_t *at, float *stage);
     hpml_status (*allgather)(void *user, float *x, const int64_t *at, const float *stage);
     hpml_status (*landed)(void *user, float *stage); /* any thread waits for the copy; no error on the context */
@@ -724,7 +729,8 @@ typedef struct hpml_pipe_desc {
     int32_t        stages;      /* p: ranks of the pipeline, 1 to 1024 */
     int32_t        micro;       /* m: micro-batches of a step, STASH and VERTICAL: steps; 1 to 65536 */
     int32_t        chunks;      /* v: INTERLEAVED: chunks of the model on each stage, 1 to 64; 0: 2. Others: 0 or 1 */
-    /* For simulations; (pieces): p v values, for each piece of the model, in the model's order. NULL: see each one */
+    /* For simulations. (pieces): an array of p v numbers, one for each piece of the model, in the model's order. NULL:
+       the default that is named with each array */
     const double  *forward_s;   /* (pieces) seconds of a micro-batch's forward pass; NULL: 1 / v each */
     const double  *backward_s;  /* (pieces) of its backward pass, all of it; NULL: twice the forward pass */
     const double  *weights_s;   /* (pieces) share of backward_s for gradients of weights, ZERO_BUBBLE; NULL: half */
@@ -754,7 +760,8 @@ HPML_API int  hpml_pipe_slots(const hpml_pipe_desc *pipe, int stage, int chunk);
 /* Returns how many versions of its weights a stage keeps, the newest included: 1, unless STASH or VERTICAL. */
 HPML_API int  hpml_pipe_versions(const hpml_pipe_desc *pipe, int stage);
 /* Returns the bubble, the idle share of a step, by the formula of the table above; 0 for STASH and VERTICAL.
-   INTERLEAVED: the formula holds if m is a multiple of p, and else gives less than the true value. */
+   INTERLEAVED: the formula holds if m, the number of micro-batches, is a multiple of p, the number of stages, and else
+   gives less than the true value. */
 HPML_API double hpml_pipe_bubble(const hpml_pipe_desc *pipe);
 
 typedef struct hpml_pipe_span { /* a task, and when it runs */
@@ -770,9 +777,9 @@ typedef struct hpml_pipe_simulation {
     int32_t tasks;     /* of all stages */
     int32_t slots;     /* of the stage that needs most */
 } hpml_pipe_simulation;
-/* Plays the tasks of all stages in virtual time. A task starts when its stage is free and its input has arrived; links
-   and network cards are those of hpml_simulate. spans: NULL, or gets the first `capacity` tasks in the order in which
-   they end. HPML_ERR_ARGUMENT or HPML_ERR_MEMORY, with the reason in `error` (may be NULL). */
+/* Simulates the tasks of all stages in virtual time. A task starts when its stage is free and its input has arrived;
+   links and network cards are those of hpml_simulate. spans: NULL, or gets the first `capacity` tasks in the order in
+   which they end. HPML_ERR_ARGUMENT or HPML_ERR_MEMORY, with the reason in `error` (may be NULL). */
 HPML_API hpml_status hpml_pipe_simulate(const hpml_pipe_desc *pipe, hpml_pipe_simulation *out, hpml_pipe_span *spans,
                                         int capacity, char *error, size_t size);
 /* Draw spans, a row for each stage, as a text (forward passes are digits, backward passes small letters, gradients of
@@ -786,10 +793,11 @@ HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *t
 
      A(j, m) = min over i < j and r < m of max(A(i, m - r), 2 a / b, T(i, j, r))
 
-   where a is the bytes that layer i - 1 sends to layer i, b bytes a second, and T(i, j, r) the seconds of a stage of
-   layers i to j - 1 with r replicas, which share the micro-batches: max(sum of seconds, 4 (r - 1) / r w / b) / r, where
-   w is the bytes of its parameters (Narayanan et al. 2019). Without .replicate r is 1, and with free links the result
-   is the block partition that TorchGPipe (Kim et al. 2020) balances by. */
+   where a is the bytes that layer i - 1 sends to layer i, b the bandwidth of the links in bytes a second, and T(i, j,
+   r) the seconds of a stage of layers i to j - 1 with r replicas, which share the micro-batches: max(sum of the layers'
+   seconds, 4 (r - 1) / r w / b) / r, where w is the bytes of the stage's parameters (Narayanan et al. 2019). Without
+   .replicate r is 1; if also the links take no time, the result is the block partition by which TorchGPipe (Kim et al.
+   2020) balances stages. */
 typedef struct hpml_pipe_cut_desc {
     uint32_t       _begin;
     int32_t        layers;      /* 1 to 65536 */
@@ -968,11 +976,12 @@ typedef struct hpml_cluster {
     int32_t     workers, servers; /* tasks of the roles "worker", 1 or more, and "ps" */
     const char *tasks[2];         /* where their lists begin in the text, which must live on */
 } hpml_cluster;
-/* HPML_ERR_ARGUMENT: *out is zero, and `error` (may be NULL) names the word that is wrong and what is possible. */
+/* On HPML_ERR_ARGUMENT *out is zero, and `error` (may be NULL) gets a text that names the wrong word and shows what may
+   be written. */
 HPML_API hpml_status hpml_cluster_parse(const char *text, hpml_cluster *out, char *error, size_t size);
 HPML_API int         hpml_cluster_rank(const hpml_cluster *c, const char *role, int task); /* -1: no such task */
 HPML_API const char *hpml_cluster_role(const hpml_cluster *c, int rank, int *task);        /* NULL: no such rank */
-/* Writes the address of a rank's task, "" if there is none. Returns its length, as snprintf. */
+/* Writes the address of the task that is rank `rank`, "" if no task is. Returns the length of the text, as snprintf. */
 HPML_API int         hpml_cluster_address(const hpml_cluster *c, int rank, char *buffer, size_t size);
 /* Deals whole tensors to `servers` servers in turn, as TensorFlow's replica_device_setter does. server: (count) gets
    the server of each tensor; floats: (servers) gets the floats on each server, or NULL. Strategies with servers give
@@ -1045,18 +1054,19 @@ HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c); /* NULL: no plan h
 typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan);
 /* Central storage, as TensorFlow's CentralStorageStrategy: ranks that are threads of one process share one copy of the
-   parameters. Each rank places its own in the same memory (hpml_params_place; rank 0 first, the others with `keep`)
-   before it creates its trainer, and calls this function after hpml_distribute: all ranks compute gradients, rank 0
-   steps the parameters for all. Collective; an error where parameters are not in the memory of rank 0's, with other
-   strategies than sync, on devices, with batchnorm or a dynamic loss scale. */
+   parameters. Each rank places its parameters in the same memory (hpml_params_place; rank 0 first, the others with
+   `keep`) before it creates its trainer, and calls this function after hpml_distribute: all ranks compute gradients,
+   rank 0 steps the parameters for all. Collective; an error where a rank's parameters are not in the memory of rank 0's
+   parameters, with other strategies than sync, on devices, with batchnorm or a dynamic loss scale. */
 HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
 /* The end of training, collective: completes exchanges in flight and sets the parameters of every rank to the result of
    the training. Sync: nothing to do, because all ranks have the same parameters after each step; gradients in flight
-   (`delayed`) are not applied. Local, block: a meeting, unless the last step was one. Elastic: the centre. Gossip: the
-   mean. With servers: their parameters, when all workers that are not lost have called it, and the mean of the workers'
-   running statistics. Pipelines with schedule stash or vertical: the backward passes and updates of the micro-batches
-   in flight. Training may go on afterwards. A training may end without this call: servers then serve when the
-   distribution or the context is freed, until all workers' are. */
+   (`delayed`) are not applied. Local, block: the ranks exchange their parameters once more, unless they did in the
+   last step; block: the parameters become the centre. Elastic: the centre. Gossip: the mean over the ranks. With
+   servers: their parameters, as soon as all workers that are not lost have called this function, and the mean of the
+   workers' running statistics. Pipelines with schedule stash or vertical: the backward passes and updates of the
+   micro-batches in flight are run. Training may go on afterwards. A training may end without this call: a server then
+   serves while its distribution or context is being freed, until all workers' distributions or contexts are freed. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
 /* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
    between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
@@ -1084,9 +1094,9 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
 HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line; warns below 50 % */
 
-/* Where the time of one step of one rank went, from the end of the wait of the step before to the end of its own. The
-   time that is not in compute, exposed and bubble is data and update. With `delayed` the exchange is that of the step
-   before. */
+/* Where the time of one step of one rank went. The step lasts from the end of the rank's wait in the step before to the
+   end of its wait in this step. What remains of step_s after compute_s, exposed_s and bubble_s is the time for loading
+   data and for the update. With `delayed` the exchange that is waited for is the one of the step before. */
 typedef struct hpml_step_row {
     int64_t step;      /* updates done, this one included */
     int32_t rank;
@@ -1111,13 +1121,14 @@ HPML_API int hpml_steps_slowest(const hpml_step_row *rows, int count, double *ti
    are shared out among the ranks that load them, so that no part of a gradient is lost. On as many ranks as before, or
    with `exact`, the job continues bit for bit. Where ranks exchange parameters, or with schedules stash and vertical,
    saving is also a hpml_distribute_finish, and the states of the ranks' optimizers become their means, so that any
-   number of ranks can continue. Residuals between nodes (a link that ends at the node) load on as many nodes with as
-   many ranks each only. */
+   number of ranks can continue. Residuals of exchanges between nodes (where a device link connects only the ranks of a
+   node) load only on as many nodes with as many ranks each. */
 HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path);
 HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path);
 
-/* Sets the samples of a step, from the next pass of fit on: at most the sum of the models' batches. Not with `exact`.
-   The learning rate follows by the trainer's lr_rule. Same call on all ranks; checkpoints do not hold it. */
+/* Sets the samples of a step, from the next call of hpml_trainer_fit on: at most the sum of the batches for which the
+   ranks' models are recorded. Not with `exact`. The learning rate follows by the trainer's lr_rule. All ranks make the
+   same call; checkpoints do not hold this number. */
 HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t global_batch);
 
 /* How large may a step be before training suffers? As in Seide et al. 2014, batch sizes are tried on a part of the
@@ -1139,8 +1150,9 @@ typedef struct hpml_batch_trial {
     int64_t batch; /* samples a step; 0: the list ends here */
     double  loss;  /* mean over the samples; infinite: training diverged */
 } hpml_batch_trial;
-/* Collective, between two passes. Returns the size taken, which is then set; all else is as before, except the report,
-   which starts anew. -1: an error, on the context. trials: (capacity) the sizes that were tried; may be NULL. */
+/* Collective, between two passes over the data. Returns the batch size that was chosen and set, in samples a step; all
+   else is as before the call, except the report, which starts anew. -1: an error, on the context. trials: (capacity)
+   gets the sizes that were tried; may be NULL. */
 HPML_API int64_t hpml_distribute_search(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *desc,
                                         hpml_batch_trial *trials, int capacity);
 
@@ -1180,8 +1192,9 @@ typedef struct hpml_experts_desc {
     const char *name;     /* NULL: "experts" and a number */
     uint32_t    _end;
 } hpml_experts_desc;
-/* *balance, if not NULL: the loss experts x sum over e of f_e P_e, a scalar, which is 1 for an even spread; f_e: the
-   share of the tokens whose first choice is e, P_e: the mean of p_e. Add about 0.01 times this loss to the model's. */
+/* *balance, if not NULL, becomes a loss, a scalar that is 1 where tokens are spread evenly over the experts: the number
+   of experts x sum over experts e of f_e P_e, with f_e: the share of the tokens whose first choice is e, and P_e: the
+   mean over the tokens of the gate's probability p_e. Add about 0.01 times this loss to the loss of the model. */
 HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc, hpml_tensor **balance);
 
 /* Blocks of an image of (rows H) x (cols W) pixels in a grid of rows x cols blocks, one for each rank of the SEQUENCE
@@ -1189,7 +1202,7 @@ HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc
    halo_w) has the adjacent pixels of the neighbouring blocks around it, and zeros outside the image. Backward adds the
    gradients of those pixels where they came from. A rank sends 2 B C W halo_h floats if rows > 1 and 2 B C (H + 2
    halo_h) halo_w if cols > 1, in each pass (the first and the last block of the grid are neighbours for this count).
-   One rank: zeros. */
+   With one rank all pixels around x are zeros. */
 HPML_API hpml_tensor *hpml_halo(hpml_tensor *x, int32_t rows, int32_t cols, int32_t halo_h, int32_t halo_w);
 
 /* hpml_conv2d whose images are split into bands of rows by the SEQUENCE axis (Dryden et al. 2019): x (B, C, H / p, W)
@@ -1224,8 +1237,8 @@ HPML_API hpml_tensor *hpml_layer_bcast(hpml_tensor *x, hpml_axis axis, int root)
 HPML_API hpml_tensor *hpml_layer_reduce(hpml_tensor *x, hpml_axis axis, int root);
 HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root);
 
-/* Dense layer for "one weird trick" (Krizhevsky 2014): ranks of the EXPERT axis have samples of their own, as data
-   parallelism has, for the convolutions, but each has only `out` / p rows of the weight of this layer. Features of all
+/* Dense layer for "one weird trick" (Krizhevsky 2014): the convolutions before it are data parallel, so each rank of
+   the EXPERT axis has its own samples, but only `out` / p rows of the weight of this layer. Features of all
    ranks' samples go to all ranks, and results go back by all-to-all: (p - 1) B (in + out / p) floats from each rank in
    each pass, instead of a gradient of in x out numbers. x (B, in), y (B, out), as hpml_linear with desc (.weight and
    .split must be 0). */
@@ -1259,10 +1272,11 @@ HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor 
        computation and is not slowed down by it
      - stragglers: network.slow multiplies a rank's computation
    With servers the step is that of a long training: while a server answers one worker after another, the first workers
-   push again, because cards send and receive at once. So for K workers, M bytes and one server that is the limit a step
-   takes (K + 1) M / bandwidth, K (K + 1) / (2 (K - 1)) times as long as a ring of K ranks (K = 8: 5.1), and not 2 K M /
-   bandwidth (9.1 times), which are the bytes of the server's card. Of p ranks, the best number of servers has the most
-   (p - servers) / step_s. Exact where each rank has a node of its own.
+   push again, because cards send and receive at once. So with K workers, M bytes of gradients and one server, whose
+   card limits the speed, a step takes (K + 1) M / bandwidth, K (K + 1) / (2 (K - 1)) times as long as a ring of K ranks
+   (K = 8: 5.1), and not 2 K M / bandwidth (9.1 times), the time in which the server's card would pass all its bytes one
+   after another. Of p ranks, the best number of servers has the largest (p - servers) / step_s. With servers the
+   simulation is exact where each rank has a node of its own.
    It does not model jitter, lost packets, a switch with too little bandwidth, bandwidth shared with the computation. */
 typedef struct hpml_simulate_desc {
     uint32_t       _begin;
@@ -1303,7 +1317,8 @@ typedef struct hpml_simulation {
     int32_t buckets;
 } hpml_simulation;
 
-/* HPML_ERR_ARGUMENT, HPML_ERR_UNSUPPORTED or HPML_ERR_MEMORY, with the reason in `error` (may be NULL). */
+/* Simulates the training that desc describes, and writes times and counts of a step to *out. Returns HPML_OK; or
+   HPML_ERR_ARGUMENT, HPML_ERR_UNSUPPORTED or HPML_ERR_MEMORY, with the reason in `error` (may be NULL). */
 HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulation *out, char *error, size_t size);
 HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t size); /* as hpml_distribute_text */
 /* Returns the seconds from the start of an allreduce until the last rank has the sum; -1: an argument is out of range
@@ -1468,8 +1483,9 @@ struct hpml_comm {
    transports have no such struct: the operating system decides. */
 typedef struct hpmlc_schedule {
     /* Functions of virtual time, NULL where time is real. now: returns the clock of c's thread, in seconds; compute:
-       advances that clock by `seconds`; advance: advances that clock to `time`, unless it is past `time`; settle: does
-       so when no other thread can send a message that arrives by then, or returns false if a message was sent. */
+       advances that clock by `seconds`; advance: advances that clock to `time`, unless it is past `time`; settle: waits
+       until no other thread can send a message that arrives up to `time`, and then does the same as `advance`; returns
+       false if a message was sent meanwhile. */
     double (*now)(const hpml_comm *c);
     void   (*compute)(hpml_comm *c, double seconds);
     void   (*advance)(hpml_comm *c, double time);
@@ -1506,7 +1522,8 @@ struct hpmlc_mesh { /* see >>mesh */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
 
-/* See >>pipe-run. open: before memory is taken. join: adds up gradients of parameters that several stages have. */
+/* Functions of section >>pipe-run. hpmlc_pipeline_open is called before the trainer takes its memory;
+   hpmlc_pipeline_join adds up the gradients of parameters that several stages have. */
 HPMLC_FN bool        hpmlc_pipeline_open(hpml_distributed *d);
 HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
 HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
@@ -1631,7 +1648,8 @@ HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
     hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_now());
 }
 
-/* In virtual time: sets this thread's clock to `time`, after all threads whose clocks are behind. Else does nothing. */
+/* In virtual time: sets this thread's clock to `time`, after all threads whose clocks are behind `time` have run. In
+   real time: does nothing. */
 HPMLC_FN void hpmlc_advance(hpml_comm *c, double time)
 {
     if (c->is_virtual) c->t->schedule->advance(c, time);
@@ -1661,7 +1679,8 @@ HPMLC_FN int hpmlc_network_nodes(const hpml_network *n, int p)
 
 #define HPMLC_GOOD(x) ((x) >= 0 && (x) <= 1e12) /* true for 0 to 1e12, false for NaN */
 
-/* Checks network `net` of p ranks; clock: also jitter and slow ranks. An error's text, in `to`, begins with `who`. */
+/* Checks network `net` of p ranks; if `clock`, also its fields `jitter` and `slow`, which only virtual time uses. The
+   text of an error, written to `to`, begins with `who`. */
 HPMLC_FN hpml_status hpmlc_network_check(const char *who, const hpml_network *net, int p, bool clock,
                                          const hpmlc_text *to)
 {
@@ -1752,7 +1771,8 @@ HPML_API bool hpml_comm_lost(const hpml_comm *c, int rank)
     return c && rank >= 0 && rank < c->size && hpmlc_why_lost(c, rank) != NULL;
 }
 
-/* Writes to `to` (256 bytes) what hpml_transport.why_lost returns of a rank with error `text`; NULL: it has left. */
+/* Writes to `to` (256 bytes) the reason that hpml_transport.why_lost returns for a lost rank, whose error is `text`;
+   NULL: the rank has left without an error. */
 HPMLC_FN void hpmlc_loss_text(char *to, const char *text)
 {
     const bool names = text && strncmp(text, "rank ", 5) == 0; /* it failed because another rank was lost */
@@ -1817,8 +1837,8 @@ HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
 /* Returns whether m is done, read atomically, because with THREADS the receiver's thread completes a send. */
 HPMLC_FN bool hpmlc_done(const hpml_message *m) { return __atomic_load_n(&m->done, __ATOMIC_ACQUIRE); }
 
-/* Returns the receive that gets the next message from m's peer with m's tag: of all pending receives with both the
-   oldest, which comes last in the list c->pending. Where m is a send, returns m. */
+/* Returns the receive that gets the next message from m's peer with m's tag: the oldest of all pending receives with
+   this peer and tag, which comes last in the list c->pending. Where m is a send, returns m. */
 HPMLC_FN const hpml_message *hpmlc_oldest(const hpml_message *m)
 {
     const hpml_message *oldest = m;
@@ -2100,7 +2120,8 @@ HPML_API int hpml_wait_any(hpml_comm *c, hpml_message *const *m, int count, doub
     return over;
 }
 
-/* Adds a span `name` of `bytes` bytes to the timeline, from `start` to `end` (seconds), about c->about's tensors. */
+/* Adds a span `name` of `bytes` bytes to the timeline, from `start` to `end` (seconds), labelled with the bucket and
+   the names of tensors in c->about. */
 HPMLC_FN void hpmlc_span(const hpml_comm *c, const char *name, double start, double end, int64_t bytes)
 {
     if (!hpml_trace_on(c->trace)) return;
@@ -2507,7 +2528,8 @@ HPMLC_FN const hpmlc_loss *hpmlc_loss_of(const hpml_comm *c, int peer)
     return __atomic_load_n(&hpmlc_world_of(c)->lost[c->origin[peer]], __ATOMIC_ACQUIRE);
 }
 
-/* With .survive: records that c's rank is lost, by its error `text`, NULL: it leaves. Waits for this rank end. */
+/* With .survive: records that c's rank is lost, by its error `text`; text NULL: because the rank leaves. Wakes all
+   threads of this process, because those that wait for this rank must give up. */
 HPMLC_FN void hpmlc_world_lose(hpml_comm *c, const char *text)
 {
     hpml_world *w    = hpmlc_world_of(c);
@@ -2553,8 +2575,9 @@ HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
     return -1;
 }
 
-/* Returns the rank at the end of the chain of waits that begins with m's peer; -1: a rank has failed. A rank that is
-   busy (hpml_comm_busy) until *busy ends the chain, even if its background thread waits or the chain began there. */
+/* Returns the rank at the end of the chain of waits that begins with m's peer (m's peer, if the chain ends at this
+   rank); -1: a rank has failed. A busy rank (hpml_comm_busy) ends the chain, even if its background thread waits, or if
+   it is this rank. *busy: hpml_now() until which the rank at the end is, or was, busy. */
 HPMLC_FN int hpmlc_threads_stuck_at(hpml_comm *c, const hpml_message *m, double *busy)
 {
     hpml_world  *w     = hpmlc_world_of(c);
@@ -2803,7 +2826,8 @@ HPMLC_FN void hpmlc_group_leave(hpml_comm *c)
     if (last) hpmlc_group_free(group);
 }
 
-/* Stops counting a thread that ends as awake in world w: if none is awake then, the others' waits are a deadlock. */
+/* Subtracts a thread that ends from the number of awake threads of world w. If no other thread is awake, the waits of
+   the others are a deadlock. */
 HPMLC_FN void hpmlc_world_thread_ends(hpml_world *w)
 {
     if (__atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL) == 0) hpmlc_world_deadlock(w);
@@ -3171,7 +3195,8 @@ HPMLC_FN void hpmlc_mpi_step(hpml_comm *c, hpml_message *m)
     else hpmlc_mpi_feed(c, m);
 }
 
-/* Advances m and all listed sends, because else two ranks that send to each other would both wait for a piece. */
+/* Advances message m and all listed sends: large messages are sent in pieces, and two ranks that send to each other
+   would both wait for the other's next piece if a rank that waits did not go on sending. */
 HPMLC_FN void hpmlc_mpi_test(hpml_comm *c, hpml_message *m)
 {
     bool listed = false;
@@ -3196,7 +3221,8 @@ HPMLC_FN bool hpmlc_mpi_finalized(void)
 }
 
 /* Sends the control message at `data` to all other ranks; `data` must stay unchanged until the sends are complete.
-   requests: (x->size) gets MPI's requests; NULL: frees them, as `data` lives long enough. The caller locks x. */
+   requests: (x->size) gets MPI's requests; NULL: frees the requests at once, because `data` exists longer than the
+   sends need it. The caller has locked x. */
 HPMLC_FN void hpmlc_mpi_send_control(hpmlc_shared *x, const void *data, int bytes, MPI_Request *requests)
 {
     for (int i = 0; i < x->size && !hpmlc_mpi_finalized(); i++) {
@@ -3277,8 +3303,9 @@ HPMLC_FN void hpmlc_mpi_poll_control(hpmlc_shared *x)
     hpmlc_mpi_unlock(x);
 }
 
-/* Returns what `rank` last announced: the rank that it waits for; x->size: it waits for all ranks; a larger number: it
-   is busy for an announced time. -1: it does not wait, or one deadline, or that time, has passed since. */
+/* Returns the number that `rank` announced last: the rank for which it waits; x->size if it waits for all ranks; a
+   larger number if it is busy for an announced time. -1: it does not wait, or its announcement is no longer valid,
+   because one deadline or, if busy, the announced time has passed since. */
 HPMLC_FN int hpmlc_mpi_valid_number(const hpmlc_shared *x, int rank)
 {
     const int number = (int)x->awaits[2 * rank];
@@ -3306,7 +3333,8 @@ HPMLC_FN void hpmlc_mpi_announce_wait(hpmlc_shared *x, int number, double until,
     hpmlc_mpi_send_number(x, number);
 }
 
-/* Announces the end of a wait announced at hpml_now() `announced` (0: never), because others would blame the peer. */
+/* Announces to the other ranks the end of a wait that was announced at hpml_now() `announced` (0: it was not),
+   because they would otherwise take the rank for which this one waited for the one that delays them. */
 HPMLC_FN void hpmlc_mpi_announce_no_wait(hpmlc_shared *x, double announced)
 {
     if (announced > 0 && hpml_now() >= hpmlc_mpi_busy_until(x)) hpmlc_mpi_send_number(x, x->rank);
@@ -3329,8 +3357,9 @@ HPMLC_FN int hpmlc_mpi_delaying_rank(const hpmlc_shared *x)
     return absent;
 }
 
-/* Returns the last rank of the chain of announced waits that begins at rank `at`, or, where `at` is -1, at a wait for
-   all ranks; -1: every rank waits for all. *busy: hpml_now() until which that last rank is busy, 0: it is not. */
+/* Ranks announce whom they wait for, so that waits form chains. Returns the last rank of the chain that begins at rank
+   `at`, or, where `at` is -1, at a wait for all ranks; -1: all other ranks wait, none delays the wait for all. *busy:
+   the hpml_now() until which that last rank is busy; 0: it is not busy. */
 HPMLC_FN int hpmlc_mpi_chain_end(const hpmlc_shared *x, int at, double *busy)
 {
     if (at < 0) at = hpmlc_mpi_delaying_rank(x);
@@ -3596,8 +3625,9 @@ HPMLC_FN hpml_status hpmlc_mpi_split(hpml_comm *c, hpml_comm *part, const int32_
     return HPML_OK;
 }
 
-/* The list of the structs hpmlc_shared of all MPI communicators in this process, for hpmlc_mpi_exit (handled: exit
-   calls it). The one mutable static of this header, because exit passes no argument. locked: while the list changes. */
+/* The list of the structs hpmlc_shared of all MPI communicators in this process, for hpmlc_mpi_exit, which exit calls.
+   The one mutable static of this header, because exit passes no argument. locked: the list is being changed; handled:
+   hpmlc_mpi_exit is registered by atexit; process: the process that changed the list last. */
 static struct { bool locked, handled; long process; hpmlc_shared *first; } hpmlc_mpi_living;
 
 /* Waits until all other ranks have sent a final control message ("left" or "failed") and received this rank's, so that
@@ -4113,7 +4143,8 @@ HPMLC_FN void hpmlc_clock_test(hpml_comm *c, hpml_message *m)
     else if (__atomic_load_n(&hpmlc_world_of(c)->failed, __ATOMIC_ACQUIRE)) hpmlc_threads_fail(c, m);
 }
 
-/* Returns when the first loss of a peer of the list m will be known, which lies behind c's clock; 1e300: none. */
+/* Returns the earliest time, after c's present clock, at which the loss of a peer of the list m becomes known;
+   1e300: there is none. */
 HPMLC_FN double hpmlc_clock_next_loss(const hpml_comm *c, hpml_message *const *m, int count)
 {
     double first = 1e300;
@@ -4124,10 +4155,10 @@ HPMLC_FN double hpmlc_clock_next_loss(const hpml_comm *c, hpml_message *const *m
     return first;
 }
 
-/* Sleeps in virtual time until the first message of the list m arrives, at most until c->gives_up, or until a message
-   is sent to this rank. Where an older receive with the same peer and tag gets the next message, that one's arrival
-   ends the sleep. Never sleeps until the message of a receive outside the list arrives, because one of the list may be
-   done before. There are no deadlines. */
+/* Sleeps in virtual time until the first message of the list m arrives or a peer of the list is known to be lost, at
+   most until c->gives_up, or until a message is sent to this rank. If an older receive with the same peer and tag as
+   one of the list gets the next message, the arrival of that message ends the sleep. Never sleeps until any other
+   message outside the list arrives, because a receive of the list may be done before. There are no deadlines. */
 HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *const *m, int count, double until HPMLC_UNUSED)
 {
     const double arrival = fmin(hpmlc_next_arrival(m, count), hpmlc_clock_next_loss(c, m, count));
@@ -4485,8 +4516,9 @@ HPMLC_FN void hpmlc_start_error(hpmlc_start *s, int rank, const char *text)
     snprintf(s->error + n, sizeof s->error - (size_t)n, "%s", text);
 }
 
-/* Returns whether hpml_comm_set_plan must be called: if desc d has a plan, or HPML_PLAN splits the model, changes when
-   memory is taken, or is wrong, because that function reports the error. */
+/* Returns whether hpml_comm_set_plan must be called: if desc d has a plan, or if the plan in the environment variable
+   HPML_PLAN splits the model, or changes when trainers take their memory, or is wrong; hpml_comm_set_plan reports the
+   error then. */
 HPMLC_FN bool hpmlc_launch_plans(const hpml_launch_desc *d)
 {
     const char *text = getenv("HPML_PLAN");
@@ -4632,7 +4664,7 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
 }
 
 /* Runs `ranks` ranks of the transports THREADS or CLOCK, each in a thread of its own with one element of s, and waits
-   for all. Returns the status of the rank that failed first, its text in `to`. */
+   for all. Returns the status of the rank that failed first, and writes its error text to `to`. */
 HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc_text *to)
 {
 #ifndef HPML_NO_THREADS
@@ -4660,7 +4692,8 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
 }
 
 /* Sets transport and ranks of d from d->run, such as "threads:4". Returns an error, its text in `to`, where these or
-   the network are out of range, or where each of several processes would run threads without d->alone. */
+   the network are out of range, or where each of several processes of mpiexec or srun would run threads of its own and
+   neither d->alone nor HPML_RUN allows that. */
 HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *to)
 {
     if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
@@ -4881,7 +4914,8 @@ HPMLC_FN int hpmlc_rounds_down(int size) { return hpmlc_log2(size); }
 HPMLC_FN int hpmlc_rounds_up(int size) { return hpmlc_log2(size) + (size > 1 << hpmlc_log2(size)); }
 HPMLC_FN int hpmlc_rounds_fold(int size) { return hpmlc_rounds_up(size) - hpmlc_rounds_down(size); }
 
-/* Sets what move m sends to member `to`: blocks `first` to `end` - 1, where phase f's range has a block per member. */
+/* Sets what move m sends to member `to`: blocks `first` to `end` - 1 of the range of phase f, which is cut into one
+   block for each member of the team. */
 HPMLC_FN void hpmlc_set_send(const hpmlc_phase *f, hpml_move *m, int to, int first, int end)
 {
     m->to         = hpmlc_member(&f->team, to);
@@ -4968,8 +5002,9 @@ HPMLC_FN void hpmlc_halving_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_halve  = { hpmlc_rounds_down, hpmlc_halving_move, HPMLC_SUMS_BLOCK, true, false };
 static const hpmlc_kind hpmlc_double = { hpmlc_rounds_down, hpmlc_halving_move, HPMLC_SUMS_NONE, true, false };
 
-/* Sets the move of the one round that folds a team to its first q members, q the largest power of two: where the phase
-   adds, each member from q on sends the range to the member q before it, which adds it; else it is sent back. */
+/* Sets the move of the one round that folds a team to its first q members, q the largest power of two that is at most
+   the team's size: where the phase adds, each member i >= q sends the range to member i - q, which adds it; else member
+   i - q sends the range back. */
 HPMLC_FN void hpmlc_fold_move(const hpmlc_phase *f, int k HPMLC_UNUSED, hpml_move *m)
 {
     int p = f->team.size, i = f->team.me, full = 1 << hpmlc_log2(p);
@@ -5383,7 +5418,7 @@ HPMLC_FN hpml_status hpmlc_leave(hpml_comm *c, hpml_status status)
     return status;
 }
 
-/* Replaces each of the n values in `most` by the largest one that any rank has in its place. name: shown in errors. */
+/* Replaces most[i], for each i < n, by the largest most[i] of all ranks. name: the operation's name, for errors. */
 HPMLC_FN hpml_status hpmlc_agree(hpml_comm *c, const char *name, int64_t *most, int64_t n)
 {
     hpmlc_phases all;
@@ -5491,8 +5526,9 @@ HPML_API hpml_status hpml_all_to_all(hpml_comm *c, const void *sent, void *recei
     return hpmlc_blocks(c, &hpmlc_all_to_all_rule, (const char *)sent, (char *)received, bytes, -1);
 }
 
-/* Returns the seconds of an allreduce of 2^k bytes by algorithm a: simulated, because no formula describes how messages
-   overlap between nodes, or where the number of ranks is no power of two, then kept in c->forecast. -1: no memory. */
+/* Returns the seconds of an allreduce of 2^k bytes by algorithm a; -1: no memory. The first call simulates it, because
+   no formula covers messages that overlap between nodes, or numbers of ranks that are no power of two, and keeps the
+   result in c->forecast. */
 HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
 {
     double *kept = &c->forecast[k][a];
@@ -5774,7 +5810,8 @@ HPMLC_FN void hpmlc_background_stop(hpml_comm *c)
     hpml_ctx_free(b->ctx);
 }
 
-/* Returns the background of c (a thread and its twin), which the first call makes, a collective one. NULL: an error. */
+/* Returns the background of c: a thread, and the twin of c which that thread uses. The first call creates both, so that
+   all ranks must make the first call together (it is a collective). NULL: an error. */
 HPMLC_FN hpmlc_background *hpmlc_background_of(hpml_comm *c)
 {
     if (c->background) return c->background;
@@ -5888,7 +5925,8 @@ HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
     if (c->background) hpmlc_counters_add(out, &c->background->twin->counters);
 }
 
-/* Returns messages (which 0) or bytes (which 1) sent to rank `peer` by c and its background, when all jobs are done. */
+/* Waits for all jobs of c's background thread, and returns how many messages (which 0) or bytes (which 1) c and the
+   twin that this thread uses have sent to rank `peer`. */
 HPMLC_FN int64_t hpmlc_sent_to(const hpml_comm *c, int peer, int which)
 {
     if (!c || peer < 0 || peer >= c->size) return 0;
@@ -6049,8 +6087,9 @@ HPMLC_FN size_t hpmlc_message_size(const hpml_exchange *x, int rank)
 }
 
 /* Sets x->span, the first float of the plain tensors, if these fill a range of memory: an allreduce then adds them up
-   without a copy. They must lie in the order given, as in a copy, because other ranks may need a copy; but the
-   gradients of a trainer, and a node's shares, may lie in any order, because all ranks have the same order. */
+   without copying them side by side. Tensors of a caller (ANYWHERE) must then be in memory in the order of the list,
+   because ranks that do copy theirs copy them in that order; the gradients of a trainer, and a node's shares, may be in
+   any order, because all ranks have the same order. */
 HPMLC_FN void hpmlc_exchange_span(hpml_exchange *x)
 {
     float  *low = NULL, *high = NULL;
@@ -6267,8 +6306,9 @@ HPML_API void hpml_exchange_free(hpml_exchange *x)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>stripes   the five steps of an exchange, on the host or on a device
 // ---------------------------------------------------------------------------------------------------------------------
-/* Returns the exchange's seed mixed, by the steps of splitmix64, with the numbers of a tensor and of a contribution
-   over all ranks (-1: the sum), so that each pair draws its own numbers, on whichever rank the contribution is. */
+/* Returns the exchange's seed mixed, by the steps of splitmix64, with the tensor's number and with the contribution's
+   number, counted over all ranks (-1: the sum), so that each pair of tensor and contribution draws random numbers of
+   its own, which do not depend on the rank that has the contribution. */
 HPMLC_FN uint64_t hpmlc_encode_seed(const hpml_exchange *x, const hpmlc_item *it, int64_t contribution)
 {
     uint64_t h = x->seed;
@@ -6462,7 +6502,8 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
     hpmlc_span(c, name, start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
-/* Adds up part number `part`, x->part floats of the plain tensors counted end to end, by one allreduce. */
+/* Adds up, over all ranks and by one allreduce, part number `part` of the plain tensors: their floats are counted from
+   the first tensor to the last and cut into parts of x->part floats. */
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
@@ -6501,8 +6542,9 @@ HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 }
 
 /* Waits until more than *ready tensors are ready (final) on this rank, or all are, or a quarter of the deadline has
-   passed: then this rank agrees with the others on those that are ready, because they wait for this rank, and an error
-   is to name the late tensor, not this rank. Sets *ready to their number. False: the thread is being stopped. */
+   passed. This quarter is the limit because the other ranks wait until this rank, too, reports which tensors are ready,
+   and because an error is to name the tensor that is late, not this rank. Sets *ready to the number of tensors that are
+   ready on this rank. False: the thread is being stopped. */
 HPMLC_FN bool hpmlc_exchange_await(hpml_comm *c, hpml_exchange *x, int *ready)
 {
     hpmlc_background *b = x->by;
@@ -6516,8 +6558,9 @@ HPMLC_FN bool hpmlc_exchange_await(hpml_comm *c, hpml_exchange *x, int *ready)
     return true;
 }
 
-/* Adds `by` (1 or -1) to x->missing of each part of the plain tensors that contains elements of tensor i: the number of
-   its tensors that are not yet final on all ranks. Adds up over the ranks each part for which that is 0 now. */
+/* The plain tensors are summed in ranges of x->part floats, one allreduce each; x->missing[k] is the number of tensors
+   of range k that are not yet final on all ranks. Adds `by` (1 or -1) to this number for each range that contains
+   elements of tensor i, and runs the allreduce of each such range for which the number is 0 now. */
 HPMLC_FN hpml_status hpmlc_exchange_count(hpml_comm *c, hpml_exchange *x, int i, int by)
 {
     const hpmlc_item *it = &x->item[i];
@@ -6681,8 +6724,9 @@ HPMLC_FN float hpmlc_select(float *x, int64_t n, int64_t k)
     return x[k - 1];
 }
 
-/* Adds the gradient to velocity and residual, and writes this rank's k pairs (index in the tensor, value) behind those
-   of the ranks before it: first the values larger in size than the k-th largest, then those equal to it. */
+/* Adds the gradient to velocity and residual, and writes this rank's k pairs (index in the tensor, value) behind the
+   pairs of the ranks with lower numbers: first the values whose magnitude is above the k-th largest magnitude, then
+   values whose magnitude equals it. */
 HPMLC_FN void hpmlc_topk_pack(const hpml_comm *c, const hpml_exchange *x, hpmlc_item *it)
 {
     int64_t k = hpmlc_topk_count(x, it), n = it->g.rows * it->g.cols, packed = 0;
@@ -6813,7 +6857,8 @@ HPMLC_FN const hpmlc_whole *hpmlc_whole_codec(const hpml_codec_desc *codec)
     return NULL;
 }
 
-/* Sets it->plain unless the codec, top-k or low rank, packs the tensor; else allocates arrays. False: no memory. */
+/* Sets it->plain to whether the codec, top-k or low rank, leaves the tensor unpacked; allocates the arrays of a tensor
+   that is packed. False: no memory. */
 HPMLC_FN bool hpmlc_whole_create(hpml_exchange *x, hpmlc_item *it)
 {
     int64_t n = it->g.rows * it->g.cols, least = x->d.codec.min_elements;
@@ -6866,10 +6911,10 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
    is done from one list; what fields exclude each other is a list of rules. Both are pure. In the conditions of both
    lists, p is the plan and f the facts. */
 
-/* X(name in texts, member, kind, largest value, whether the field matters, where the field may be set, values other
-   than zero that hpml_plan_next steps through). The smallest value is 0. A field may be set everywhere (NULL), or only
-   where it matters, which the text describes. Flags and words have all their values. A condition depends on fields
-   further up in the list alone. */
+/* X(name in texts, member, kind, largest value, condition: whether the field matters, text: where the field may be set,
+   values other than zero that hpml_plan_next steps through). The smallest value is 0. If the text is NULL, the field
+   may be set in every plan, else only where it matters, which the text describes. Through flags (BOOL) and words
+   (enums) hpml_plan_next steps with all their values. A condition depends only on fields further up in the list. */
 #define HPMLC_PLAN_FIELDS(X) \
     X("data", data, I32, 65536, true, NULL, 0) \
     X("pipe", pipe, I32, 65536, true, NULL, 0) \
@@ -7146,14 +7191,14 @@ HPMLC_FN bool hpmlc_plan_may_shard(const hpml_plan *p)
 /* Returns whether ranks exchange gradients; else they exchange parameters. */
 HPMLC_FN bool hpmlc_plan_sends_gradients(const hpml_plan *p) { return p->strategy == HPML_STRATEGY_SYNC; }
 
-/* Returns whether all ranks exchange parameters at meetings, .period steps apart. */
+/* Returns whether all ranks exchange parameters together at meetings, which are .period steps apart. */
 HPMLC_FN bool hpmlc_plan_meets(const hpml_plan *p)
 {
     return (p->strategy >= HPML_STRATEGY_LOCAL && p->strategy <= HPML_STRATEGY_ELASTIC) ||
            p->strategy == HPML_STRATEGY_FEDERATED;
 }
 
-/* Sets matters[i] to whether field i of the list changes what the plan does. */
+/* Sets matters[i] to whether field i of the list HPMLC_PLAN_FIELDS changes the training that plan p describes. */
 HPMLC_FN void hpmlc_fields_matter(const hpml_plan *p, bool matters[HPMLC_FIELDS])
 {
     int i = 0;
@@ -7168,7 +7213,7 @@ HPMLC_FN size_t hpmlc_field_size(const hpmlc_field *field)
     return field->kind == HPMLC_FIELD_I64 || field->kind == HPMLC_FIELD_U64 ? sizeof(int64_t) : sizeof(int32_t);
 }
 
-/* Gets a field as a whole number; for F32 `real` gets the value instead. */
+/* Returns the value of a field of the plan as a whole number; for a field of type F32 sets *real and returns 0. */
 HPMLC_FN int64_t hpmlc_field_get(const hpmlc_field *field, const hpml_plan *plan, float *real)
 {
     const char *at = (const char *)plan + field->at;
@@ -7330,7 +7375,7 @@ HPMLC_FN bool hpmlc_field_parse(const hpmlc_field *field, const char *text, size
     return hpmlc_field_in_range(field, plan);
 }
 
-/* Writes an error: there is no field with a name of n characters, and which ones there are. */
+/* Writes an error: the plan has no field `name` (n characters); and lists the fields that the plan has. */
 HPMLC_FN hpml_status hpmlc_field_unknown(const char *name, int n, const hpmlc_text *to)
 {
     size_t length = 0;
@@ -7381,7 +7426,8 @@ HPMLC_FN bool hpmlc_exact_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *
     return p->exact && p->strategy == HPML_STRATEGY_SYNC;
 }
 
-/* Returns whether the plan's route lets dense layers send factors: is_chosen of form "factors" of strategy sync. */
+/* Returns whether dense layers may send the factors of their gradients instead of the gradients, as plan.route says. It
+   is the function is_chosen of form "factors" of strategy sync. */
 HPMLC_FN bool hpmlc_factors_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p)
 {
     return p->route != HPML_ROUTE_ALLREDUCE;
@@ -7424,7 +7470,8 @@ HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *fa
 }
 
 /* Returns the sentence of the first rule that refuses plan p for the facts f; NULL: no rule does. Sets *is_final to
-   whether the rule refuses p whatever the fields are that come later in the list than those that are set. */
+   whether p stays refused whatever values the fields get that come later, in the list of fields, than those that are
+   chosen already. */
 HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f, bool *is_final)
 {
 #define HPMLC_RULE(is_refused, sentence) if (is_refused) return sentence;
@@ -7436,7 +7483,8 @@ HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_fact
     return NULL;
 }
 
-/* Checks field i of the plan: its range, and whether it may be set. An error goes to `to`. */
+/* Checks one field of the plan: its value's range, and that it is 0 unless it matters for this plan (`matters`). The
+   text of an error goes to `to`. */
 HPMLC_FN hpml_status hpmlc_field_check(const hpml_plan *plan, const hpmlc_field *field, bool matters,
                                        const hpmlc_text *to)
 {
@@ -7505,7 +7553,8 @@ HPML_API hpml_status hpml_plan_check(const hpml_plan *plan, const hpml_plan_fact
                         (int)facts->ranks, (long long)facts->batch);
 }
 
-/* Sets a field to the value after its present one among zero and its typical values; false: to zero, after the last. */
+/* Sets a field of the plan to the next value of the list that begins with zero and goes on with the field's typical
+   values (all values of a flag or a word). After the last value sets it to zero and returns false. */
 HPMLC_FN bool hpmlc_field_next(const hpmlc_field *field, hpml_plan *plan)
 {
     const int tries = (int)(sizeof field->tries / sizeof field->tries[0]);
@@ -7591,14 +7640,15 @@ typedef struct hpmlc_layout {
     hpmlc_host_view view;           /* host access to arrays of the trainer */
 } hpmlc_layout;
 
-/* A rank's gradients in the sum over ranks: one, unless a strategy has one for each leaf, a group of some samples. */
+/* How many gradients a rank contributes to the sum over ranks: one, unless a strategy adds up one gradient for each
+   leaf, a group of some samples. */
 typedef struct hpmlc_copies {
     int64_t first, count, all;   /* this rank's contributions are [first, first + count) of all */
 } hpmlc_copies;
 
 enum { HPMLC_SAMPLES, HPMLC_LOSS, HPMLC_BAD, HPMLC_BAD_RANK, HPMLC_STATS };
 
-/* What is added up over all ranks in each step, in addition to gradients. */
+/* Numbers that are added up over all ranks in each step, in addition to gradients. */
 typedef struct hpmlc_stats {
     double    *sum;              /* (HPMLC_STATS + buffer_total) samples, loss times samples, number of ranks with a
                                     loss that is NaN or infinite, such a rank; running statistics times samples */
@@ -7635,8 +7685,8 @@ typedef struct hpmlc_states   hpmlc_states; /* list of what checkpoints hold, se
 typedef struct hpmlc_factors  hpmlc_factors;
 typedef struct hpmlc_strategy hpmlc_strategy;
 
-/* Starts the exchange of one bucket and returns the status of starting alone. An error of an exchange that is done at
-   once is kept in the bucket's task, because all ranks must go on with the next bucket. */
+/* Starts the exchange of one bucket and returns the status of the start only. An error of the exchange itself, if it is
+   done at once, is kept in the bucket's task, because all ranks must go on with the next bucket. */
 typedef hpml_status hpmlc_start_fn(hpml_distributed *d, hpmlc_bucket *b);
 
 struct hpml_distributed {
@@ -7759,7 +7809,8 @@ HPMLC_FN void hpmlc_parts_scale(const hpml_distributed *d)
     }
 }
 
-/* Makes the optimizer step with the gradients in layout.host, of `samples` samples but divided by `full`. */
+/* Makes the optimizer step with the gradients in layout.host, which are sums over `samples` samples divided by `full`,
+   and which are scaled here to means over `samples`. */
 HPMLC_FN hpml_status hpmlc_host_apply(hpml_distributed *d, double samples, double full)
 {
     const hpmlc_layout *l = &d->layout;
@@ -7846,9 +7897,10 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
     return hpmlc_task_start(d, &b->task, b->now->c, hpmlc_exchange_on, b->now);
 }
 
-/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set),
-   none with gradients of different sets of ranks, and calls `open` for each; open NULL: only cuts, because the trainer
-   has no memory yet. gradients: the array of layout.span floats that is exchanged. False: an error. */
+/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set), so
+   that one set of ranks exchanges all gradients of a bucket, and calls `open` for each bucket; open NULL: only cuts,
+   because the trainer has no memory yet. gradients: the array of layout.span floats that is exchanged. False: an
+   error. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
 {
@@ -7985,7 +8037,8 @@ HPMLC_FN double hpmlc_axes_seconds(const hpml_distributed *d)
     return sum;
 }
 
-/* Copies the model's running statistics (batchnorm), buffer_total floats by name, to `row`; set: from `row`. */
+/* Copies the model's running statistics (batchnorm) to `row`, or from `row` if `set`: layout.buffer_total floats, the
+   tensors in the order of their names. */
 HPMLC_FN void hpmlc_buffers_copy(const hpml_distributed *d, float *row, bool set)
 {
     const hpmlc_layout *l = &d->layout;
@@ -8005,7 +8058,8 @@ HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
     d->report.r.exposed_s += end - start;
 }
 
-/* Returns how many ranks keep the same floats of parameter p as this rank; 0: another pipeline stage counts p. */
+/* Returns how many ranks keep the same floats of parameter p as this rank; 0: p belongs to another pipeline stage,
+   which alone counts p in sums over ranks. */
 HPMLC_FN double hpmlc_keepers(const hpml_distributed *d, const hpml_tensor *p)
 {
     const hpml_mesh  *m = hpml_comm_mesh(d->all);
@@ -8085,7 +8139,8 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
     return HPML_OK;
 }
 
-/* Sets the running statistics of the model to their mean over all ranks, from the sums of the step. */
+/* Sets the running statistics of the model to their mean over all ranks, weighted by samples, from d->stats.sum, which
+   has the step's sums over all ranks. */
 HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
 {
     const double *s = d->stats.sum;
@@ -8118,8 +8173,9 @@ HPMLC_FN void hpmlc_dist_computed(hpml_distributed *d, double start, double sums
     d->report.r.compute_s += hpml_comm_now(d->c) - start - waited;
 }
 
-/* Runs forward and backward pass of a micro-batch, with its mean *loss. Scales the gradient such that the mean over
-   ranks is the mean over the global batch. Clears the step's counts before the first micro-batch of an update. */
+/* Runs forward and backward pass of a micro-batch and sets *loss to its mean loss. Scales the gradient such that the
+   mean over ranks is the mean over the global batch. Before the first micro-batch of an update it zeroes the step's
+   sums of samples and loss and the buckets' counts of ready gradients. */
 HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float *loss)
 {
     double start = hpml_comm_now(d->c);
@@ -8187,7 +8243,7 @@ HPMLC_FN hpml_status hpmlc_dist_wait(hpml_distributed *d)
 /* Returns the samples of a whole update, of all ranks and micro-batches. */
 HPMLC_FN double hpmlc_whole_samples(const hpml_distributed *d) { return (double)d->plan.global_batch * d->accumulate; }
 
-/* Begins the next row of hpml_distribute_steps: keeps the report, the time and the counters that it starts from. */
+/* Begins the next row of hpml_distribute_steps: stores the report, the time and the counters at the row's start. */
 HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
 {
     hpmlc_reporting *r = &d->report;
@@ -8236,8 +8292,8 @@ HPMLC_FN hpml_status hpmlc_sum_there(hpml_distributed *d, float *x, int64_t n, i
 }
 
 /* Counts the step and fills in its row for hpml_distribute_steps. No job may be running, because hpml_comm_counters
-   waits for jobs. The row's bubble_s, the time of waiting for the slowest rank, is set there, because it depends on the
-   rows of all ranks. */
+   waits for jobs. The row's bubble_s, the time of waiting for the slowest rank, is set by hpml_distribute_steps,
+   because it depends on the rows of all ranks. */
 HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 {
     hpmlc_reporting *r    = &d->report;
@@ -8285,10 +8341,11 @@ HPMLC_FN hpml_status hpmlc_dist_update(void *user, hpml_trainer *t HPMLC_UNUSED,
     return d->strategy->update(d);
 }
 
-/* Fails, as the trainer's hook `data`, unless `mark`, a hash of the data and its order, is the same on all ranks,
-   because ranks take their shares of a batch by position: shares that the program made would be divided once more.
-   Times and bytes of this check are kept out of the report, which is of steps. With servers, and where a training goes
-   on when ranks are lost, only in the first fit, because ranks begin later ones at different times, or without one. */
+/* The trainer's hook `data`: fails unless `mark`, a hash of the data and its order, is the same on all ranks, because
+   ranks take their shares of a batch by position: data that the program has divided already would be divided once more.
+   The time and the bytes of this check are kept out of the report, which is about steps. With servers, and where a
+   training goes on when ranks are lost, only the first fit is checked, because ranks begin later fits at different
+   times, or without a rank that is lost. */
 HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, uint64_t mark)
 {
     hpml_distributed   *d = (hpml_distributed *)user;
@@ -8361,9 +8418,10 @@ struct hpmlc_states {
     hpmlc_host_view       host;      /* host access to arrays on the host */
 };
 
-/* Adds an array of `count` floats a copy to the list of what checkpoints hold, named KIND.COPY.TENSOR (NULL leaves a
-   word out). scope: which ranks have copies. hpmlc_state_part says later what this rank has of it. Returns the item,
-   which stays where it is until the next is added; NULL: an error. */
+/* Adds an array, of which each copy has `count` floats, to the list of arrays that checkpoints hold, with the name
+   state.KIND.COPY.TENSOR (an argument that is NULL leaves its word out). scope: which ranks have copies.
+   hpmlc_state_part sets later which floats of each copy this rank has. Returns the array's item in the list, whose
+   address is valid until the next item is added; NULL: an error. */
 HPMLC_FN hpmlc_state *hpmlc_state_add(hpmlc_states *list, hpmlc_scope scope, const char *kind, const char *copy,
                                       const char *tensor, int64_t count)
 {
@@ -8424,8 +8482,9 @@ HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, con
     return it;
 }
 
-/* Adds an array to the list of what checkpoints hold, of which each gradient that is added up (of a rank, or a leaf)
-   has a copy of `count` floats; the copies of this rank are at `data`, in the memory of exchange x. */
+/* Adds to `list`, the arrays that a checkpoint holds, an array of which there is one copy of `count` floats for each
+   contribution: for each rank or, with exact sums, for each leaf. This rank's copies are at `data`, in the memory (host
+   or device) of exchange x. */
 HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, const char *kind, const char *tensor,
                                  float *data, int64_t count)
 {
@@ -8440,7 +8499,8 @@ HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, con
     hpmlc_state_part(it, x, data, 0, count);
 }
 
-/* Lists for checkpoints what exchange x, of all ranks, carries from step to step for tensor `it`, such as residuals. */
+/* Lists for checkpoints the arrays, such as residuals, that exchange x keeps from step to step for tensor `it`, on all
+   ranks. */
 HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const hpmlc_item *it)
 {
     const char *name = it->g.name;
@@ -8485,7 +8545,8 @@ HPMLC_FN void hpmlc_elsewhere_state(hpmlc_states *list, hpml_tensor *p)
     hpmlc_state_add(list, HPMLC_SHARED, "residual", "stripes", p->name, g.rows * g.cols);
 }
 
-/* Lists for checkpoints what all buckets' exchanges carry, tensors in the order of their names. False: an error. */
+/* Lists for checkpoints the arrays, such as residuals, that the exchanges of all buckets keep from step to step, in the
+   order of the tensors' names. False: an error. */
 HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 {
     for (int i = 0; i < d->layout.params; i++) {
@@ -8859,8 +8920,8 @@ HPMLC_FN void hpmlc_slot_copy(hpml_distributed *d, int b, hpml_array which, floa
     }
 }
 
-/* Returns the slot that has the values of bucket b. If there is none, starts gathering them in the slot used longest
-   ago, except slots that the running op reads; NULL: it reads all slots. */
+/* Returns the slot that has the values of bucket b. If there is none, starts gathering these values in the slot used
+   longest ago, except slots that the running op reads; NULL: the running op reads all slots. */
 HPMLC_FN hpmlc_slot *hpmlc_shard_fetch(hpml_distributed *d, int b, hpml_status *status)
 {
     hpmlc_slots *v    = &hpmlc_sharding_of(d)->values;
@@ -8925,7 +8986,8 @@ HPMLC_FN hpml_status hpmlc_shard_values(hpml_distributed *d, int b, const hpml_m
     return status;
 }
 
-/* Keeps this rank's block of the gradients of bucket b, when their reduce-scatter is done, and frees their slot. */
+/* Waits for the reduce-scatter of the gradients of the bucket in `slot`, keeps this rank's block of the sums, and frees
+   the slot. */
 HPMLC_FN hpml_status hpmlc_shard_collect(hpml_distributed *d, hpmlc_slot *slot)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -8983,8 +9045,9 @@ HPMLC_FN hpml_status hpmlc_shard_empty(hpml_distributed *d)
     return status;
 }
 
-/* Multiplies what this rank keeps of the gradients by `scale`. Gradients that are means over the ranks with the same
-   part of a parameter are also multiplied by the share of these ranks, because the mean is over all ranks. */
+/* Multiplies the part of the gradients that this rank keeps by `scale`. Without .sum, a gradient that is a mean over
+   only those ranks which have the same part of a parameter is also multiplied by their number divided by that of all
+   ranks, because the trained loss is a mean over all ranks. */
 HPMLC_FN void hpmlc_shard_scale(hpml_distributed *d, float scale)
 {
     for (int i = 0; i < d->layout.params; i++) {
@@ -8996,7 +9059,8 @@ HPMLC_FN void hpmlc_shard_scale(hpml_distributed *d, float scale)
     }
 }
 
-/* Steps this rank's blocks, then, with shard 1 and 2, gathers the new values of all blocks. */
+/* Steps this rank's block of each bucket of parameters; then, where the plan's field shard is 1 or 2, gathers the new
+   values of all ranks' blocks. */
 HPMLC_FN hpml_status hpmlc_shard_update(hpml_distributed *d)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -9065,7 +9129,7 @@ struct hpmlc_factors {
     int64_t        samples;    /* of this rank in this step */
 };
 
-/* Returns whether backends compute results of layers as f32 in host memory. */
+/* Returns whether the backend of ctx computes the results of layers as f32 in host memory. */
 HPMLC_FN bool hpmlc_has_factors(const hpml_ctx *ctx)
 {
     const hpml_backend *b = hpml_ctx_backend(ctx);
@@ -9073,7 +9137,8 @@ HPMLC_FN bool hpmlc_has_factors(const hpml_ctx *ctx)
     return b->host && dtype == HPML_DTYPE_F32;
 }
 
-/* Hides the gradients of layers that send factors from the trainer and from buckets, or shows them again. */
+/* Sets the gradient addresses (grad, raw_grad) of layers that send factors to NULL, so that the trainer and the buckets
+   skip these gradients; show: sets the addresses back. */
 HPMLC_FN void hpmlc_factors_show(const hpmlc_factors *f, bool show)
 {
     for (const hpmlc_factor *it = f->layer; it < f->layer + f->count; it++) {
@@ -9082,8 +9147,9 @@ HPMLC_FN void hpmlc_factors_show(const hpmlc_factors *f, bool show)
     }
 }
 
-/* Adds node n to the list of layers if it is a dense layer whose factors x and dz are sent by the plan's route.
-   readers: (params) number of ops that read each parameter. False: no memory. */
+/* Adds node n to d->factors->layer, the list of layers for which ranks exchange the factors x and dz of the weight's
+   gradient, not the gradient, if n is a dense layer whose weight no other op reads; with HPML_ROUTE_HYBRID only if the
+   factors are fewer bytes. readers: (params) number of ops that read each parameter. False: no memory. */
 HPMLC_FN bool hpmlc_factors_add(hpml_distributed *d, const hpml_node *n, const int *readers)
 {
     hpmlc_factors *f = d->factors;
@@ -9110,7 +9176,8 @@ HPMLC_FN bool hpmlc_factors_add(hpml_distributed *d, const hpml_node *n, const i
     return it->x && it->dz;
 }
 
-/* Lists the layers that send factors: walks from the results of the trainer's model to its inputs. */
+/* Lists the dense layers that send the factors of their gradients (the layers' inputs x and output gradients dz)
+   instead of the gradients: walks from the results of the trainer's model to its inputs. False: no memory. */
 HPMLC_FN bool hpmlc_factors_find(hpml_distributed *d)
 {
     const hpml_trainer_desc *t = hpml_trainer_settings(d->t);
@@ -9180,7 +9247,8 @@ HPMLC_FN void hpmlc_factor_copy(float *all, int rank, const float *from, int64_t
     memset(block + rows * cols, 0, sizeof(float) * (size_t)((most - rows) * cols));
 }
 
-/* Copies x and dz, the factors of parameter `param`'s gradient, to their block `block`. NULL: its layer sends none. */
+/* Copies x and dz (a layer's input and output gradient), the factors of the gradient of parameter `param`, to block
+   `block` of the arrays that gather all ranks' factors. NULL: the layer of this parameter sends no factors. */
 HPMLC_FN hpmlc_factor *hpmlc_factor_keep(hpml_distributed *d, int param, int block)
 {
     const hpmlc_factors *f  = d->factors;
@@ -9395,8 +9463,8 @@ HPMLC_FN hpml_status hpmlc_delayed_update(hpml_distributed *d)
     return samples > 0 ? hpmlc_host_apply(d, samples, whole) : HPML_OK; /* the first step has nothing to apply */
 }
 
-/* Lists what checkpoints hold: what exchanges carry (residuals), and the gradients and changes of running statistics
-   that the next step applies, which are the same on all ranks. False: an error on the context. */
+/* Lists what checkpoints hold: what exchanges carry from step to step (residuals), and the gradients and changes of
+   running statistics that the next step applies; these are the same on all ranks. False: an error on the context. */
 HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
 {
     hpmlc_delayed *own   = (hpmlc_delayed *)d->own;
@@ -9638,7 +9706,8 @@ HPMLC_FN hpml_status hpmlc_exact_update(hpml_distributed *d)
     return hpml_trainer_apply(d->t, 0, d->layout.params);
 }
 
-/* Lists what checkpoints hold: residuals, which belong to leaves of the batch, not to ranks. */
+/* Lists the arrays of this strategy that checkpoints hold: residuals, which belong to leaves of the batch, not to
+   ranks. */
 HPMLC_FN bool hpmlc_exact_state(hpml_distributed *d, hpmlc_states *list)
 {
     list->copy = "leaves";
@@ -9691,7 +9760,8 @@ HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d, hpmlc_bucket *b)
     return HPML_OK;
 }
 
-/* Opens what strategies with a device link share. Returns d->own: `size` bytes, a hpmlc_link first; NULL: no memory. */
+/* Allocates and sets up the state of a strategy that uses a device link. Returns the state, d->own: `size` bytes, of
+   which the first are the hpmlc_link that all such strategies have; NULL: no memory. */
 HPMLC_FN void *hpmlc_link_attach(hpml_distributed *d, size_t size, hpmlc_start_fn *start)
 {
     const hpml_trainer_desc *t   = hpml_trainer_settings(d->t);
@@ -9714,7 +9784,8 @@ HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
            hpmlc_buckets_create(d, d->layout.first, HPMLC_LINK_BUCKET, hpmlc_bucket_open);
 }
 
-/* Lets the host wait for the device link's collectives; at a deadline an error, which is sent to the other ranks. */
+/* Lets the host wait until the device link's collectives are done. If a deadline passes before that, returns an error,
+   which is also sent to the other ranks. */
 HPMLC_FN hpml_status hpmlc_link_check(hpml_distributed *d)
 {
     const hpml_device_link *l = ((const hpmlc_link *)d->own)->l;
@@ -9763,7 +9834,7 @@ HPMLC_FN hpml_status hpmlc_link_finish(hpml_distributed *d)
     return status;
 }
 
-/* Makes the update of a step that a device link exchanges. finish: the function that completes this on the devices. */
+/* Makes the update of a step whose gradients a device link exchanges. finish: completes the exchange on the devices. */
 HPMLC_FN hpml_status hpmlc_link_step(hpml_distributed *d, hpml_status (*finish)(hpml_distributed *d))
 {
     const hpmlc_link *own    = (const hpmlc_link *)d->own;
@@ -9835,8 +9906,9 @@ HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
     return status == HPML_ERR_NONFINITE ? HPML_OK : status; /* hpmlc_link_step sends hpml_exchange.bad to all ranks */
 }
 
-/* Starts adding up bucket b inside the node and, in the background, the exchange of this rank's shard of it with other
-   nodes. Without a background thread hpmlc_nodes_finish exchanges, because an exchange here waits for the device. */
+/* Starts adding up bucket b inside the node and, in the background, the exchange of this rank's shard of b with other
+   nodes. Without a background thread hpmlc_nodes_finish makes this exchange later, because here the exchange would make
+   the calling thread wait for the device. */
 HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -9998,7 +10070,8 @@ typedef struct hpmlc_weights {
     bool    is_ahead;  /* block: parameters began this block ahead of the centre */
 } hpmlc_weights;
 
-/* Copies an array of the trainer to `host`, layout.span floats; set: from `host`. False: there is no such array. */
+/* Copies the trainer's array `which` (hpml_array) to `host`, layout.span floats; set: copies `host` to the array
+   instead. False: there is no such array. */
 HPMLC_FN bool hpmlc_array_copy(const hpml_distributed *d, int which, float *host, bool set)
 {
     int64_t n;
@@ -10017,7 +10090,8 @@ HPMLC_FN bool hpmlc_weights_open(hpml_distributed *d)
     return own->meet && hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
 }
 
-/* As hpmlc_weights_open, for a strategy with a centre, and with a velocity if it is one with a momentum. */
+/* Does what hpmlc_weights_open does, and allocates the arrays of the strategies that have a centre: the centre, and the
+   velocity of the outer optimizer, which strategy block uses. */
 HPMLC_FN bool hpmlc_weights_open_centre(hpml_distributed *d)
 {
     const size_t bytes = (size_t)d->layout.span * sizeof(float);
@@ -10064,8 +10138,9 @@ HPMLC_FN void hpmlc_weights_restart(hpmlc_weights *own)
     own->loss    = 0;
 }
 
-/* Adds up own->meet over all ranks; the caller has set its first layout.span floats. Sets the running statistics to
-   their means over ranks, and the report's loss and samples to those of all ranks since the last meeting. */
+/* Makes the sum of a meeting: adds up own->meet over all ranks; the caller has set the first layout.span floats of
+   own->meet. Sets the running statistics to their means over ranks, and the loss and samples of the report
+   (hpml_distribute_get) to those of all ranks since the last meeting. */
 HPMLC_FN hpml_status hpmlc_weights_sum(hpml_distributed *d)
 {
     hpmlc_weights *own     = (hpmlc_weights *)d->own;
@@ -10098,7 +10173,8 @@ HPMLC_FN hpml_status hpmlc_weights_mean(hpml_distributed *d)
     return status;
 }
 
-/* Makes a step of this rank alone and, at the end of a period, a meeting. */
+/* Makes a step of this rank alone and, after every d->plan.period steps, a meeting: calls `meet`, which exchanges
+   parameters with all ranks. */
 HPMLC_FN hpml_status hpmlc_weights_update(hpml_distributed *d, hpml_status (*meet)(hpml_distributed *d))
 {
     const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
@@ -10109,7 +10185,7 @@ HPMLC_FN hpml_status hpmlc_weights_update(hpml_distributed *d, hpml_status (*mee
 }
 
 /* Lists centre and momentum for checkpoints. Before saving, finishes the training and sets the states of the optimizers
-   to their means, because a checkpoint has one array of each. */
+   to their means over the ranks, because a checkpoint has one array of each state for all ranks. */
 HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
@@ -10166,7 +10242,8 @@ HPMLC_FN hpml_status hpmlc_local_finish(hpml_distributed *d)
    Momentum 1 - 1 / ranks and lr 1 are those of blockwise model-update filtering (Chen and Huo 2016). An optimizer SGD
    begins each block with its own momentum at zero; other optimizers keep their state. */
 
-/* Sets `start` to the parameters a block begins with: the centre c or, if `ahead`, c - momentum v. */
+/* Sets `start` to the parameters with which a block (`period` training steps) begins: the centre c or, if `ahead`
+   (Nesterov momentum), c - momentum v. */
 HPMLC_FN void hpmlc_block_start(const hpml_distributed *d, bool ahead, float *start)
 {
     const hpmlc_weights *own  = (const hpmlc_weights *)d->own;
@@ -10196,7 +10273,8 @@ HPMLC_FN hpml_status hpmlc_block_meet(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_block_update(hpml_distributed *d) { return hpmlc_weights_update(d, hpmlc_block_meet); }
 
-/* Ends the block, if it has steps, and sets the parameters to the centre. */
+/* Ends the current block, if it has had steps, by an outer step, and sets the parameters to the centre c (with nesterov
+   a block begins with c - momentum v instead). */
 HPMLC_FN hpml_status hpmlc_block_finish(hpml_distributed *d)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
@@ -10233,7 +10311,8 @@ HPMLC_FN hpml_status hpmlc_elastic_meet(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_elastic_update(hpml_distributed *d) { return hpmlc_weights_update(d, hpmlc_elastic_meet); }
 
-/* Sets the parameters to the centre, and the running statistics to their means, unless the last step was a meeting. */
+/* Sets the parameters to the centre and, unless the last step ended with a meeting of the ranks, the running statistics
+   to their means over ranks. */
 HPMLC_FN hpml_status hpmlc_elastic_finish(hpml_distributed *d)
 {
     const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
@@ -10366,13 +10445,14 @@ typedef struct hpmlc_servers {
 HPMLC_FN hpmlc_servers *hpmlc_servers_of(const hpml_distributed *d) { return (hpmlc_servers *)d->own; }
 HPMLC_FN bool hpmlc_is_server(const hpml_distributed *d) { return d->c->rank >= hpmlc_servers_of(d)->workers; }
 
-/* Returns the first float of server s, among all trained ones. */
+/* Returns the index, among all trained floats, of the first float that server s keeps. */
 HPMLC_FN int64_t hpmlc_server_at(const hpmlc_servers *own, int s)
 {
     return own->total / own->count * s + own->total % own->count * s / own->count;
 }
 
-/* Copies ranges of servers [first, end) of a trainer's array to `flat`, or back to it if `writes`. */
+/* Copies, of the trainer's array `which`, the ranges of floats that servers `first` to `end` - 1 keep, to `flat` or, if
+   `writes`, back from `flat` to the array. */
 HPMLC_FN void hpmlc_ranges_copy(const hpml_distributed *d, hpml_array which, bool writes, int first, int end,
                                 float *flat)
 {
@@ -10398,7 +10478,8 @@ HPMLC_FN size_t hpmlc_piece_size(const hpml_distributed *d, const hpmlc_piece *p
     return sizeof(float) * (size_t)(hpmlc_factor_rows(d, p) * (p->packing.rows + p->packing.cols));
 }
 
-/* Cuts the range of server s into pieces: whole rows, and parts of rows at its ends. False: the codec refuses. */
+/* Cuts the range of server s into pieces: whole rows, and parts of rows at its ends. False: the plan's codec cannot
+   pack a piece. */
 HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
 {
     hpmlc_servers *own   = hpmlc_servers_of(d);
@@ -10438,9 +10519,9 @@ HPMLC_FN size_t hpmlc_packed_size(const hpmlc_servers *own, int first, int end)
 
 HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d);
 
-/* Ends a training that was not finished: workers tell the servers, which serve until all have done so, because a server
-   may have ended its own steps first. Then cancels a server's receives in flight, because they point into memory that
-   is freed next. */
+/* Ends a training that was not finished: workers notify the servers that they leave, and servers answer requests until
+   all workers have left, because a server may have ended its own steps before them. Then cancels a server's receives in
+   flight, because they point into memory that is freed next. */
 HPMLC_FN void hpmlc_servers_destroy(void *object)
 {
     hpmlc_servers *own = (hpmlc_servers *)object;
@@ -10468,7 +10549,8 @@ HPMLC_FN bool hpmlc_is_drawn(const hpml_distributed *d, int64_t round)
     return hpml_permute_index(d->plan.seed, (uint64_t)round, workers, d->c->rank % workers) < drawn;
 }
 
-/* Begins to count steps, rounds and dealt batches anew, from the trainer's numbers and values, which were loaded. */
+/* Begins to count steps, rounds and dealt batches (the batches that a server gives to workers) anew, after a checkpoint
+   was loaded: takes the number of updates, and the values, from the trainer. */
 HPMLC_FN void hpmlc_servers_restart(hpml_distributed *d)
 {
     hpmlc_servers *own = hpmlc_servers_of(d);
@@ -10510,7 +10592,8 @@ HPMLC_FN bool hpmlc_tables_open(hpml_distributed *d)
     return own->rows && own->packed_rows && own->wanted && own->is_wanted;
 }
 
-/* Divides the parameters among servers and takes a rank's memory. enter: the strategy's. False: an error. */
+/* Divides the parameters among the servers and allocates this rank's memory. enter: the function of the strategy by
+   which a server answers requests (own->enter). False: an error. */
 HPMLC_FN bool hpmlc_servers_open(hpml_distributed *d, hpml_status (*enter)(hpml_distributed *d))
 {
     hpmlc_servers *own = (hpmlc_servers *)hpml_ctx_alloc(d->ctx, sizeof *own, hpmlc_servers_destroy);
@@ -10572,7 +10655,7 @@ HPMLC_FN hpml_status hpmlc_server_lost(hpml_distributed *d, int server, hpml_sta
                       server - hpmlc_servers_of(d)->workers, hpmlc_servers_of(d)->count, d->c->origin[server]);
 }
 
-/* Waits for this worker's messages from own->message to before `end`; an error names a server that is lost. */
+/* Waits for this worker's messages own->message[0] up to, but without, *end; an error names a server that is lost. */
 HPMLC_FN hpml_status hpmlc_messages_wait(hpml_distributed *d, const hpml_message *end)
 {
     hpml_status status = HPML_OK;
@@ -10622,7 +10705,8 @@ HPMLC_FN float hpmlc_rows_pack(hpml_distributed *d)
     return bad;
 }
 
-/* Begins to send the packed rows to server s, by two messages at m; returns the next unused message. */
+/* Begins to send the packed rows of the sparse tables' gradients to server s, as the messages m[0], the number of rows
+   of each table, and m[1], the rows; returns m + 2. */
 HPMLC_FN hpml_message *hpmlc_rows_push(hpml_distributed *d, int s, hpml_message *m)
 {
     const hpmlc_servers *own   = hpmlc_servers_of(d);
@@ -10633,7 +10717,8 @@ HPMLC_FN hpml_message *hpmlc_rows_push(hpml_distributed *d, int s, hpml_message 
     return m + 2;
 }
 
-/* Server: receives the rows of a push to d->rows.memory, their numbers to own->rows. */
+/* Server: receives a push's numbers of rows, one for each sparse table, to own->rows, then these rows, with their
+   indices, to d->rows.memory. */
 HPMLC_FN hpml_status hpmlc_rows_receive(hpml_distributed *d, int worker)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -10797,8 +10882,8 @@ HPMLC_FN void hpmlc_piece_add(hpml_distributed *d, const hpmlc_piece *p, float *
 
 #define HPMLC_EXACT_ONE 1099511627776.0 /* of exact sums on servers: 2^40 stands for 1 */
 
-/* Adds own->gradient, of worker `worker`, to the round's exact sum own->exact, and zeroes it. The sum is in integer
-   multiples of 2^-40, because integers add up to the same sum in any order. */
+/* Adds own->gradient, of worker `worker`, to the round's exact sum own->exact, and zeroes own->gradient. The sum is in
+   integer multiples of 2^-40, because integers add up to the same sum in any order. */
 HPMLC_FN hpml_status hpmlc_exact_move(hpml_distributed *d, int worker)
 {
     hpmlc_servers *own  = hpmlc_servers_of(d);
@@ -10839,8 +10924,9 @@ HPMLC_FN hpml_status hpmlc_worker_pack(hpml_distributed *d)
                       "or set clip_norm", (long long)d->c->step);
 }
 
-/* Sends request r to the servers from `first` on, a push with each one's range of own->packed; waits for answers.
-   Goes in their order, because the first server deals batches: from a worker lost meanwhile it has got the most. */
+/* Sends request r to the servers from number `first` on, with a push also each server's range of own->packed; waits for
+   the answers. Sends in the servers' order, because server 0 deals out batches: if this worker is lost meanwhile,
+   server 0 has then got at least as many of its requests as the other servers. */
 HPMLC_FN hpml_status hpmlc_ask(hpml_distributed *d, const hpmlc_request *r, int first)
 {
     hpmlc_servers *own = hpmlc_servers_of(d);
@@ -10888,7 +10974,8 @@ HPMLC_FN hpml_status hpmlc_exchange_with(hpml_distributed *d, hpml_array which, 
     return status;
 }
 
-/* Returns `status` of a server's message to or from a worker; HPML_OK if that is lost, because the others go on. */
+/* Returns `status`, the result of a server's message to or from a worker. If the worker is lost, notes this and returns
+   HPML_OK, because the training goes on with the other workers. */
 HPMLC_FN hpml_status hpmlc_survive(hpml_distributed *d, int worker, hpml_status status)
 {
     hpmlc_servers *own = hpmlc_servers_of(d);
@@ -10904,7 +10991,7 @@ HPMLC_FN bool hpmlc_is_open(const hpmlc_client *w, hpmlc_request_kind kind)
     return w->is_open && w->request.kind == (int64_t)kind;
 }
 
-/* Returns whether worker w is there and has not finished. */
+/* Returns whether worker w is neither lost nor finished. */
 HPMLC_FN bool hpmlc_is_active(const hpmlc_client *w) { return !w->is_lost && !hpmlc_is_open(w, HPMLC_FINISH); }
 
 /* Answers a worker's request, with this server's parameters if the request wants them. */
@@ -10976,7 +11063,8 @@ HPMLC_FN hpml_status hpmlc_server_apply(hpml_distributed *d)
     return status;
 }
 
-/* Receives a worker's next request, or notes a lost worker. own->enter answers. */
+/* Server: receives the next request of any worker, or records that a worker is lost. Rows of sparse tables are sent at
+   once; the strategy's function own->enter answers the other requests. */
 HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
 {
     hpmlc_servers *own = hpmlc_servers_of(d);
@@ -11043,7 +11131,8 @@ HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d)
         hpml_send(d->c, s, HPMLC_TAG_REQUEST, &r, sizeof r);
 }
 
-/* Worker: computes a gradient, unless its step is over. Server: serves; *loss is the mean loss of the workers. */
+/* Worker: computes a gradient, unless this step's round is complete without it or, federated, the worker was not drawn.
+   Server: answers the workers' requests until the step is complete; *loss is the mean loss of the workers. */
 HPMLC_FN hpml_status hpmlc_servers_begin(hpml_distributed *d, int64_t samples, float *loss)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -11094,7 +11183,7 @@ HPMLC_FN hpml_status hpmlc_servers_update(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>servers-finish   parameter servers: the end of a training, checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
-/* Sends n floats of rank `root`, a server, to all ranks that are there. */
+/* Sends n floats of rank `root`, a server, to all other ranks that are not lost. */
 HPMLC_FN hpml_status hpmlc_servers_send(hpml_distributed *d, int root, float *data, int64_t n)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -11127,7 +11216,7 @@ HPMLC_FN hpml_status hpmlc_rows_share(hpml_distributed *d, hpml_array which, int
     return status;
 }
 
-/* Copies an array of the trainer, each range from its server, to all ranks that are there. */
+/* Copies an array of the trainer to all ranks that are not lost; each range of the array comes from its server. */
 HPMLC_FN hpml_status hpmlc_servers_share(hpml_distributed *d, hpml_array which)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -11172,7 +11261,7 @@ HPMLC_FN hpml_status hpmlc_servers_buffers(hpml_distributed *d)
     return status;
 }
 
-/* Waits until all workers that are there have come here, and gives all ranks the servers' values. */
+/* Waits until all workers that are not lost have called this function, and gives all ranks the servers' values. */
 HPMLC_FN hpml_status hpmlc_servers_finish(hpml_distributed *d)
 {
     hpmlc_servers *own = hpmlc_servers_of(d);
@@ -11227,7 +11316,8 @@ HPMLC_FN bool hpmlc_servers_state(hpml_distributed *d, hpmlc_states *list)
    (McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data"). The others sit
    the round out. Steps behind the last whole round do not enter. */
 
-/* Takes what was pushed in round own->round, in the order of the ranks, makes its step, and answers. */
+/* Server: adds up the gradients (federated: values) that workers have pushed in round own->round, in the order of
+   ranks, makes the round's step, and answers the workers that wait for the new values. */
 HPMLC_FN hpml_status hpmlc_ps_step(hpml_distributed *d)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -11385,7 +11475,7 @@ HPMLC_FN hpml_status hpmlc_async_enter(hpml_distributed *d)
     return status;
 }
 
-/* Returns whether the server `own` took a gradient in this step, or worker w has ended the server's epoch. */
+/* Returns whether the server `own` took a gradient in this step, or worker w has ended the epoch number own->epoch. */
 HPMLC_FN bool hpmlc_has_ended(const hpmlc_servers *own, const hpmlc_client *w)
 {
     return own->taken > 0 || w->epochs > own->epoch;
@@ -11479,7 +11569,8 @@ HPMLC_FN void hpmlc_hogwild_push(const hpml_distributed *d, hpml_tensor *p, int6
     }
 }
 
-/* Reads or changes all shared values; only_rows: of sparse tables only the rows that have a gradient. */
+/* Calls `move`, which reads or changes the values that ranks share, for all parameters; only_rows: of sparse tables
+   only for the rows that have a gradient. */
 HPMLC_FN void hpmlc_hogwild_all(const hpml_distributed *d, bool only_rows,
                                 void (*move)(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n))
 {
@@ -11493,7 +11584,7 @@ HPMLC_FN void hpmlc_hogwild_all(const hpml_distributed *d, bool only_rows,
     }
 }
 
-/* Reads the shared values that an op needs, before each forward pass: the trainer's hook `need`. */
+/* The trainer's hook `need`: in forward passes, reads the shared values that an op needs, before the op runs. */
 HPMLC_FN hpml_status hpmlc_hogwild_need(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
 {
     const hpml_distributed *d      = (const hpml_distributed *)user;
@@ -11583,7 +11674,8 @@ HPMLC_FN hpml_status hpmlc_hogwild_finish(hpml_distributed *d)
     return status == HPML_OK ? hpml_barrier(d->c) : status;
 }
 
-/* Before saving, copies the shared values here; after loading, rank 0 shares the loaded ones before any rank steps. */
+/* Before saving, copies the shared values to this rank's parameters. After loading, rank 0 makes the loaded values the
+   shared ones, and a barrier keeps all ranks from stepping before. */
 HPMLC_FN bool hpmlc_hogwild_state(hpml_distributed *d, hpmlc_states *list)
 {
     if (list->is_saving) hpmlc_hogwild_all(d, false, hpmlc_hogwild_pull);
@@ -11601,7 +11693,8 @@ HPMLC_FN void hpmlc_hogwild_close(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 #define HPMLC_OWN_LOSS "between meetings no rank has the loss of all ranks, which a search compares"
 
-/* The strategies. The first row of the plan's strategy that fits is chosen; the last row of a strategy always fits. */
+/* The table of strategies. Of the rows of the plan's strategy, one for each form, the first whose is_chosen returns
+   true is used; the last row has no is_chosen and always fits. */
 #define HPMLC_OWN_STEPS "with servers ranks do not step together"
 static const hpmlc_strategy hpmlc_strategies[] = {
     { HPML_STRATEGY_SYNC, "exact", "exact sums cut the batch into leaves once", NULL, hpmlc_exact_is_chosen,
@@ -11852,7 +11945,8 @@ HPMLC_FN bool hpmlc_dist_attaches(hpml_trainer *t, hpml_comm *c)
     return true;
 }
 
-/* Sets the trainer's share of each global batch; a server has none. Where batches are dealt, they are of one worker. */
+/* Sets the trainer's share of each global batch; a server has none. Where servers deal whole batches to the workers, a
+   batch of the trainer is 1 / workers of the global batch, and one worker computes all of it. */
 HPMLC_FN hpml_status hpmlc_shard_set(const hpml_distributed *d)
 {
     const int        workers = hpmlc_plan_workers(&d->plan, d->all->size);
@@ -12042,7 +12136,8 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>report   where the time of steps went
 // ---------------------------------------------------------------------------------------------------------------------
-/* Means a step since the last reset: step_s is the sum of compute_s, exposed_s and the rest (data, update). */
+/* Stores in *out the means per step since the last reset: step_s is the sum of compute_s, exposed_s and the rest of the
+   step's time (reading data, updating parameters). */
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
     hpml_counters now, split;
@@ -12184,7 +12279,8 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
 /* Rank 0 writes the checkpoint. Before, each rank copies what it has of the arrays of >>state to memory for all of
    them, with zeros where other ranks have theirs, so that the sum over ranks is exact. */
 
-/* Makes the list of the arrays that the strategy carries, to save or to load them; false: an error on the context. */
+/* Makes the list of the arrays that the strategy keeps from step to step, such as residuals, to save or to load them in
+   a checkpoint. False: an error on the context. */
 HPMLC_FN bool hpmlc_states_open(hpml_distributed *d, hpmlc_states *list, bool is_saving)
 {
     memset(list, 0, sizeof *list);
@@ -12226,7 +12322,8 @@ HPMLC_FN bool hpmlc_state_counts(const hpml_distributed *d, const hpmlc_state *i
     return !it->is_same || hpmlc_ranks_of_axis(d, axis)->rank == 0;
 }
 
-/* Copies this rank's floats of array `it` to `rows` (copies.all, whole), which has one row for each copy of `it`. */
+/* Copies this rank's floats of array `it` to `rows`, an array (it->copies.all, it->whole) that has one row for each
+   copy of `it` in the file. */
 HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
 {
     for (int64_t l = 0; l < it->copies.count; l++) {
@@ -12241,8 +12338,9 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
     }
 }
 
-/* Adds to copy l of array `it` factor times this rank's floats of `row`, a whole copy from the file (NULL: zeros); set:
-   overwrites copy l instead. part: scratch memory for it->floats floats. */
+/* Adds `factor` times this rank's floats of `row` to number l of this rank's copies of array `it`; set: overwrites that
+   copy instead. row: one copy of the whole array, from the file (NULL: zeros). part: scratch memory for it->floats
+   floats. */
 HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, float *row, float factor, bool set, float *part)
 {
     if (it->floats == 0) return;
@@ -12291,8 +12389,9 @@ HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
     if (w->progress.fn) w->progress.fn(w->progress.user, bytes);
 }
 
-/* Writes the checkpoint with the arrays of the list, which are in `rows`, `floats` floats on the host. For a trainer on
-   a device writes a copy on that device, because a checkpoint takes arrays of state from the backend's memory. */
+/* Writes the checkpoint, with the arrays of the list, which are in `rows`, `floats` floats in host memory. For a
+   trainer on a device, copies them to the device first and writes that copy, because hpml_checkpoint_save reads arrays
+   of state from the backend's memory. */
 HPMLC_FN void hpmlc_states_write(hpmlc_states *list, const char *path, float *rows, int64_t floats)
 {
     hpml_distributed  *d     = list->d;
@@ -12373,8 +12472,9 @@ HPMLC_FN hpml_status hpmlc_states_refuse(hpml_distributed *d, const hpml_safeten
     return HPML_OK;
 }
 
-/* Loads array `it` of the list. saved: the array in the file; NULL: it is missing. Copy w in the file is added to copy
-   w modulo the number of copies that there are now. row: (whole + count) scratch. */
+/* Loads `it`, an array of the list. saved: the array in the file; NULL: the file lacks the array. Where ranks have
+   copies of their own, copy w in the file is added to copy w modulo the number of copies in this training. row: scratch
+   memory of it->whole + it->count floats. */
 HPMLC_FN hpml_status hpmlc_state_load(hpml_distributed *d, const hpmlc_state *it, const hpml_safetensor *saved,
                                       const char *path, float *row)
 {
@@ -12493,7 +12593,8 @@ HPMLC_FN hpml_status hpmlc_search_check(hpml_distributed *d, const hpml_dataset 
     return HPML_OK;
 }
 
-/* Fails if the checkpoint was made within a pass over the data, because a trial would then go on in that pass. */
+/* Fails if the checkpoint was made within an epoch, because each trial of the search for a batch size begins from this
+   checkpoint and would go on in that epoch. */
 HPMLC_FN hpml_status hpmlc_search_place(hpml_distributed *d, const char *path)
 {
     hpml_safetensors *f      = hpml_safetensors_open(d->ctx, path);
@@ -12615,7 +12716,8 @@ HPML_API void hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, i
     for (int i = 0; i < p; i++) hpmlc_mixing_row(topology, p, seed, step, i, w + (size_t)i * (size_t)p);
 }
 
-/* Replaces this rank's array by the weighted sum of its and its neighbours' old arrays, added in order of distance. */
+/* Replaces this rank's array by the weighted sum of its and its neighbours' old arrays, which are added from the rank
+   before this one downward, modulo the number of ranks. */
 HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topology topology, uint64_t seed, int64_t step)
 {
     if (c && ((unsigned)topology > HPML_TOPOLOGY_ALL || (n > 0 && !data)))
@@ -12809,7 +12911,8 @@ HPMLC_FN hpml_status hpmlc_axis_open(hpmlc_mesh *mesh, int k)
     return hpml_ctx_set_group(a->c->ctx, (hpml_axis)k, &group);
 }
 
-/* The axes in the order in which they number the ranks: from one rank to the next, the first axis changes fastest. */
+/* The axes in the order in which they number the ranks: from one rank to the next, the position on the first axis of
+   this list changes fastest. */
 static const hpml_axis hpmlc_axis_order[HPML_AXES] = { HPML_AXIS_TENSOR, HPML_AXIS_SEQUENCE, HPML_AXIS_EXPERT,
                                                        HPML_AXIS_PIPE, HPML_AXIS_DATA };
 
@@ -12909,16 +13012,16 @@ HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c) { return c && c->me
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pipe-moves   pipelines: the order in which a stage does its tasks
 // ---------------------------------------------------------------------------------------------------------------------
-/* One rule makes every schedule. A stage counts the forward passes that it has begun and the backward passes that it
-   has ended, and does the next forward pass as long as fewer than `limit` micro-batches are in flight, else the next
-   backward pass. GPIPE's limit is all micro-batches; with 1F1B's, p - r on stage r, the first backward pass is due when
-   the gradient of micro-batch 0 arrives, after p - 1 - r further stages. ZERO_BUBBLE computes the gradients of weights
-   r micro-batches after those of the inputs, so that every stage has p in flight. STASH updates the weights after each
-   backward pass, the others after the last one.
+/* One rule makes all schedules of p stages and m micro-batches. A stage counts the forward passes that it has begun and
+   the backward passes that it has ended, and does the next forward pass as long as fewer than `limit` micro-batches are
+   in flight, else the next backward pass. GPIPE's limit is m; with 1F1B's limit, p - r on stage r, the first backward
+   pass is due when the gradient of micro-batch 0 arrives, which has passed through p - 1 - r later stages. ZERO_BUBBLE
+   computes the gradients of weights r micro-batches after those of the inputs, so that every stage has p micro-batches
+   in flight. STASH and VERTICAL update the weights after each backward pass, the others after the last one.
 
    With chunks, stages take micro-batches in groups of p: chunk 0 of the group, chunk 1 of the group, ..., and backward
    passes from the last chunk to the first. Where p does not divide m, the last group is filled up with micro-batches
-   that do not exist, whose tasks are left out: leaving tasks out can let no stage wait for another for ever. */
+   that do not exist, whose tasks are left out: leaving tasks out cannot cause a deadlock between stages. */
 #define HPMLC_PIPE_CHUNKS 64
 
 typedef struct hpmlc_pipe_walk { /* a stage on its way through its tasks */
@@ -13010,7 +13113,7 @@ HPMLC_FN bool hpmlc_pipe_next(hpmlc_pipe_walk *w, hpml_pipe_task *t)
     return true;
 }
 
-/* Counts the slots of each chunk: the largest number of its micro-batches in flight. */
+/* Counts the slots (sets of activations) of each chunk: the largest number of its micro-batches in flight. */
 HPMLC_FN void hpmlc_pipe_count(hpmlc_pipe_walk *w)
 {
     hpmlc_pipe_walk walk = *w;
@@ -13080,7 +13183,8 @@ HPML_API int hpml_pipe_slots(const hpml_pipe_desc *pipe, int stage, int chunk)
     return chunk < w.chunks ? w.slots[chunk] : 0;
 }
 
-/* As hpml_pipe_versions, for any number of micro-batches. */
+/* Returns how many versions of its weights a stage keeps, as hpml_pipe_versions, but for any number of micro-batches,
+   because it does not check the desc. */
 HPMLC_FN int hpmlc_pipe_versions(const hpml_pipe_desc *d, int stage)
 {
     if (!hpmlc_pipe_stashes(d->kind)) return 1;
@@ -13242,7 +13346,7 @@ struct hpmlc_pipeline {
     int32_t           ties;
     hpmlc_deferred   *norm;    /* batchnorms of this rank */
     int32_t           norms;
-    /* STASH and VERTICAL: */
+    /* Only for pipelines of kind HPML_PIPE_STASH or HPML_PIPE_VERTICAL: */
     float            *stash;   /* (versions - 1, values) weights of older versions */
     float           **own;     /* (params) where the trainer has the values of each parameter */
     int64_t           values;  /* floats of this stage's trained parameters */
@@ -13280,7 +13384,8 @@ HPMLC_FN size_t hpmlc_edge_bytes(const hpmlc_edge *e, int64_t samples)
     return (size_t)count * hpml_dtype_size(t->dtype);
 }
 
-/* Adds an edge for s, which op `reader` of piece `to` reads, if another piece computes s, unless the edge exists. */
+/* Adds an edge for the tensor s, which op `reader` of piece `to` reads, if another piece computes s, unless the list of
+   edges (tensors that cross between pieces) has this edge already. */
 HPMLC_FN void hpmlc_edge_add(hpmlc_pipeline *pl, const hpml_node *reader, hpml_tensor *s, int to)
 {
     int from = s->node ? hpmlc_piece_of(pl, s->node) : to, i = 0;
@@ -13405,7 +13510,8 @@ HPMLC_FN bool hpmlc_pass_flows(const hpmlc_pipeline *pl, const hpmlc_pass *pass)
     return pass->train && hpmlc_pipe_stashes(pl->desc.kind);
 }
 
-/* Sends the values (back: the gradient) of edge i in a slot, and returns while they are in flight. */
+/* Sends the tensor of edge i (a tensor that one piece computes and another one reads), from the memory of a slot: its
+   values or, if `back`, its gradient. Returns while the message is in flight. */
 HPMLC_FN hpml_status hpmlc_edge_send(hpmlc_pipeline *pl, int slot, int i, bool back)
 {
     const hpmlc_edge *e  = &pl->edge[i];
@@ -13417,7 +13523,7 @@ HPMLC_FN hpml_status hpmlc_edge_send(hpmlc_pipeline *pl, int slot, int i, bool b
     return hpml_isend(pl->c, hpmlc_piece_rank(pl, back ? e->from : e->to), 2 * i + back, data, bytes, &pl->sent[at]);
 }
 
-/* Waits until the sends of a slot are over. */
+/* Waits until the sends of values and gradients from slot `slot`, one of the stage's sets of activations, are done. */
 HPMLC_FN hpml_status hpmlc_slot_wait(hpmlc_pipeline *pl, int slot)
 {
     size_t      at = (size_t)slot * (size_t)pl->edges * 2, end = at + (size_t)pl->edges * 2;
@@ -13431,7 +13537,8 @@ HPMLC_FN hpml_status hpmlc_slot_wait(hpmlc_pipeline *pl, int slot)
     return status;
 }
 
-/* Receives the values of edge i; back: their gradient from its reader, added to what later pieces have sent. */
+/* Receives the values of edge i's tensor or, if `back`, their gradient from the piece that reads this edge, and adds it
+   to the gradients that other pieces have sent for the same tensor, unless the edge is the tensor's first. */
 HPMLC_FN hpml_status hpmlc_edge_receive(hpmlc_pipeline *pl, int slot, int i, bool back)
 {
     const hpmlc_edge *e = &pl->edge[i];
@@ -13609,8 +13716,8 @@ HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
     }
 }
 
-/* Copies the newest weights to the stash, then steps them with the gradient of micro-batch `micro`, under the step
-   number that this micro-batch has. */
+/* Copies the newest weights to the stash, then updates the newest weights with the gradient of micro-batch `micro`. The
+   update uses the step number pl->base + micro, that of this micro-batch. */
 HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
 {
     int64_t step = hpml_trainer_step_count(pl->t);
@@ -13629,7 +13736,8 @@ HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
     return status;
 }
 
-/* Passes the loss of the micro-batch that has been passed backward on to the stage before. */
+/* Sets pl->loss to the loss of the micro-batch whose backward pass this stage has just run, on the last stage from
+   `pass`, else received from the next stage; then sends this loss to the previous stage. */
 HPMLC_FN hpml_status hpmlc_stash_loss(hpmlc_pipeline *pl, const hpmlc_pass *pass)
 {
     const int   rank = pl->c->rank, tag = 2 * pl->edges;
@@ -13640,7 +13748,8 @@ HPMLC_FN hpml_status hpmlc_stash_loss(hpmlc_pipeline *pl, const hpmlc_pass *pass
     return status;
 }
 
-/* Runs the next forward pass and all tasks before the one after it. drains: also updates, which else a hook runs. */
+/* Runs a stage's tasks with schedules STASH and VERTICAL: the next forward pass and all tasks up to the forward pass
+   after it. drains: also runs the updates of weights among these tasks; otherwise a hook of the trainer runs them. */
 HPMLC_FN hpml_status hpmlc_stash_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass, bool drains)
 {
     const int       now = pl->walk.forwards;
@@ -13710,7 +13819,7 @@ HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t HPMLC_UNUSE
     return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
 }
 
-/* The hooks `run` and `update` of STASH and VERTICAL, which replace those of the strategy. */
+/* The hooks `run` and `update` of pipelines with the schedule STASH or VERTICAL: they replace the strategy's hooks. */
 HPMLC_FN hpml_status hpmlc_stash_run(void *user HPMLC_UNUSED, hpml_trainer *t, const hpml_moment *at HPMLC_UNUSED,
                                      int64_t samples, float *loss)
 {
@@ -13722,7 +13831,8 @@ HPMLC_FN hpml_status hpmlc_stash_step(void *user, hpml_trainer *t HPMLC_UNUSED, 
     return pl->stepped ? hpmlc_stash_update(pl, pl->version) : hpml_ctx_status(pl->ctx);
 }
 
-/* STASH, VERTICAL: runs the backward passes and updates that are in flight. Collective over the stages. */
+/* For schedules STASH and VERTICAL: runs the backward passes and updates of the micro-batches that are in flight.
+   Collective over the stages. */
 HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl)
 {
     hpmlc_pass  pass   = { 0, 0, 1, false, true, false, 1, 0 };
@@ -13803,7 +13913,8 @@ HPMLC_FN bool hpmlc_norms_open(hpmlc_pipeline *pl)
     return pl->norm != NULL;
 }
 
-/* Cuts the trainer's graph, before its memory is taken. False: an error on the context. */
+/* Cuts the trainer's graph into the stages of a pipeline, before the memory of the graph is allocated. False: an error
+   on the context. */
 HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
 {
     hpmlc_pipeline *pl = (hpmlc_pipeline *)hpmlc_dist_alloc(d, sizeof *pl);
@@ -13944,9 +14055,10 @@ HPMLC_FN void hpmlc_give(const hpml_node *n, int i, int64_t first, const float *
 /* As hpml_attention (>>sequence of hpml.h has the formulas), but rank r has only block r of L = T / p time steps. In
    round k it has the keys and values of block r - k, which come from rank r - 1. Softmax over blocks (Milakov and
    Gimelshein 2018): for each query the largest score m until now, l = sum of exp(s - m), and o = sum of exp(s - m) v; a
-   block with a larger score multiplies l and o by exp(m - m'). Saved for backward: log sum exp = m + log l. The
-   backward pass sends the gradients of keys and values around with them: after p rounds each block's are back on its
-   rank. Work is cut into blocks of HPMLC_QUERIES queries, so that scratch has (64, L) scores and not (L, L). */
+   block with a larger score m' multiplies l and o by exp(m - m'). Saved for backward: log sum exp = m + log l. The
+   backward pass sends the gradients of keys and values around with the keys and values: after p rounds the gradients of
+   each block are back on the block's rank. Work is cut into blocks of HPMLC_QUERIES queries, so that scratch memory has
+   (64, L) scores and not (L, L). */
 #define HPMLC_QUERIES 64
 typedef struct hpmlc_ring {
     const hpml_group *group;
@@ -14029,7 +14141,8 @@ HPMLC_FN hpmlc_ring_part hpmlc_ring_part_of(const hpmlc_ring_pass *w, int64_t b,
     return p;
 }
 
-/* Returns how many of the keys in p query number `row` of p may attend to: all, or fewer because of the causal mask. */
+/* Returns how many of the keys of part p the query in row `row` of p may attend to: all, or fewer because of the causal
+   mask. */
 HPMLC_FN int64_t hpmlc_ring_visible(const hpmlc_ring_pass *w, const hpmlc_ring_part *p, int64_t row)
 {
     bool own = w->r->causal && w->from == w->r->group->rank;
@@ -14085,7 +14198,8 @@ HPMLC_FN hpml_status hpmlc_ring_backward_part(const hpmlc_ring_pass *w, const hp
     return hpml_sgemm(ctx, true, false, keys, D, rows, 1, w->s, keys, p->d_o, C, 1, p->dv, 2 * C);
 }
 
-/* Computes with the block that is in kv, unless a causal mask hides all of it. */
+/* Computes attention of this rank's queries, forward or backward, with w->kv, the block of keys and values of rank
+   w->from, unless a causal mask hides all of that block. */
 HPMLC_FN hpml_status hpmlc_ring_block(const hpmlc_ring_pass *w, bool backward)
 {
     hpml_status status = HPML_OK;
@@ -14216,7 +14330,8 @@ HPMLC_FN bool hpmlc_halo_shift(const hpmlc_halo *k, int i, int64_t H, int64_t W,
     return blocks > 1 && halo > 0;
 }
 
-/* hpmlc_strip_copy copies a strip to the buffer (TAKE) or the buffer to the strip (PUT), or adds it there (ADD). */
+/* hpmlc_strip_copy copies a strip (a rectangle at an edge of an image) to the buffer (TAKE), copies the buffer to the
+   strip (PUT), or adds the buffer to the strip (ADD). */
 typedef enum hpmlc_copy { HPMLC_TAKE, HPMLC_PUT, HPMLC_ADD } hpmlc_copy;
 /* Copies or adds, as `what` says, between `buffer` and the strip s of every plane of `image`, (planes, H, W). */
 HPMLC_FN void hpmlc_strip_copy(hpmlc_copy what, float *image, int64_t planes, int64_t H, int64_t W, hpmlc_strip s,
@@ -14334,8 +14449,9 @@ HPML_API hpml_tensor *hpml_conv2d_rows(hpml_tensor *x, int64_t out, const hpml_c
     return y;
 }
 
-/* Locally connected layer, a convolution with other weights for each pixel p: y[p] = W_p patch_p + bias_p, with patches
-   of C kernel^2 numbers. Sources: x with its halo, weight, bias. One matrix product over the batch for each pixel. */
+/* Locally connected layer, a convolution with weights of its own for each pixel p: y[p] = W_p patch_p + bias_p, with
+   patches of C kernel^2 numbers. Sources: x with its halo, weight, bias. Each pixel is one matrix product, whose rows
+   are the samples of the batch. */
 typedef struct hpmlc_local { int64_t kernel, rows, cols; } hpmlc_local; /* rows, cols: blocks in this rank's image */
 typedef struct hpmlc_pixel { /* one pixel's arrays */
     int64_t B, K, out, y, x;
@@ -14361,7 +14477,8 @@ HPMLC_FN hpmlc_pixel hpmlc_pixel_of(hpml_node *n, int64_t p)
     return c;
 }
 
-/* Copies the patches at pixel c of the images x (B, C, H, W) to c->patch; add: adds c->patch to x, their gradient. */
+/* For output pixel c copies the windows that its kernel covers from the images x (B, C, H, W) to c->patch; add: adds
+   c->patch to these windows of x, which is then the gradient of the images. */
 HPMLC_FN void hpmlc_pixel_patch(const hpml_node *n, const hpmlc_pixel *c, float *x, bool add)
 {
     const hpml_tensor *t = n->src[0];
@@ -14447,13 +14564,14 @@ HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local
 // >>layer-experts   mixture of experts by all-to-all
 // ---------------------------------------------------------------------------------------------------------------------
 /* One op from tokens x and probabilities p to y, because a rank without samples must still compute for other ranks'
-   tokens. R = experts cap places. Buffers of rows in two orders:
-     at home       place e cap + s: slot s of expert e, for this rank's tokens
-     at experts    place (r local + i) cap + s: slot s that rank r fills of local expert i; `local` experts per rank
+   tokens. Buffers of R = experts * cap rows (places; cap: tokens of a rank that an expert takes at most) in two orders:
+     at home       row e cap + s: slot s of expert e, for this rank's tokens
+     at experts    row (r local + i) cap + s: slot s that rank r fills of local expert i; `local` experts per rank
    hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward: rows
    of x go to their places at home, by swap to `in`, at experts; hid = relu(in w1^T + b1); hid w2^T + b2 goes by swap to
-   `back`, at home; y = sum of g back. Gradients go the same ways backward. Saved: in (R, D), hid (R, hidden), back (R,
-   D), and for each token and choice the place (-1: no place was left) and g. Sources: x, p, w1, b1, w2, b2. */
+   `back`, at home; y = sum of gate times back over the experts chosen for a token. Gradients go the same ways backward.
+   Saved: in (R, D), hid (R, hidden), back (R, D), and for each token and choice the place (-1: none left) and the gate.
+   Sources: x, p, w1, b1, w2, b2. */
 typedef struct hpmlc_experts {
     const hpml_group *group;
     int64_t           experts, local, cap, D, hidden, tokens; /* local: of this rank; tokens: of a full batch */
@@ -14582,7 +14700,8 @@ HPMLC_FN hpml_status hpmlc_expert_backward(hpml_ctx *ctx, const hpml_node *n, co
     return hpml_sgemm(ctx, false, false, cap, D, H, 1, w->d_hid, H, w1, D, 0, w->a + block * cap * D, D);
 }
 
-/* Adds to the gradients of the router's probabilities; d_gate (top): gradients of the gate weights of token t. */
+/* Adds the terms of token t to the gradients of the router's probabilities, computed from d_gate (top): the gradients
+   of the weights by which the results of the token's 1 or 2 experts are multiplied. */
 HPMLC_FN void hpmlc_experts_give_gate(const hpml_node *n, const hpmlc_experts_arrays *w, int64_t t, const float *d_gate)
 {
     const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
@@ -14624,7 +14743,8 @@ HPMLC_FN hpml_status hpmlc_experts_backward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* Loss for balance (see hpml_experts): experts x sum of f_e P_e; f has no derivative. Saved: f x experts / tokens. */
+/* Computes the loss for balance (see hpml_experts): experts x sum over e of f_e P_e, f_e the share of the tokens whose
+   first choice is expert e, P_e the mean of p_e over the tokens; f has no derivative. Saved: f x experts / tokens. */
 HPMLC_FN hpml_status hpmlc_balance_forward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
 {
     const float  *p = n->src[0]->data;
@@ -14726,8 +14846,9 @@ HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layer-members   collectives as layers; dense layers whose ranks have samples of their own
 // ---------------------------------------------------------------------------------------------------------------------
-/* Except on TENSOR the gradients of hpml_group_sum and _gather are of the sum of all ranks' losses. A root is a factor,
-   1 on the root and 0 elsewhere, which scales the source of BCAST, but the results of REDUCE and GATHER. */
+/* Collectives as layers, made of hpml_group_sum and hpml_group_gather, whose gradients are, on every axis but TENSOR,
+   those of the sum of all ranks' losses. A root is chosen by a factor, 1 on the root and 0 on the other ranks: it
+   multiplies the source of a BCAST, but the result of a REDUCE or GATHER. */
 typedef enum hpmlc_relay_kind { HPMLC_BCAST, HPMLC_REDUCE, HPMLC_GATHER } hpmlc_relay_kind;
 HPMLC_FN hpml_tensor *hpmlc_relay(hpml_tensor *x, hpml_axis axis, hpmlc_relay_kind kind, int root)
 {
@@ -14987,7 +15108,8 @@ HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from,
     }
 }
 
-/* Computes the sizes of an einsum, and copies a and b to scratch in the orders (g, m, k) and (g, n, k). */
+/* Computes the sizes g, m, n and k of an einsum, and copies its sources a and b to scratch memory in the orders
+   (g, m, k) and (g, n, k). */
 HPMLC_FN hpmlc_einsum_arrays hpmlc_einsum_of(const hpml_node *n)
 {
     const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
@@ -15020,7 +15142,8 @@ HPMLC_FN hpml_status hpmlc_einsum_forward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* For each g: da = dy b, then db = dy^T a, written over the copy of b, because block g of b is no longer needed. */
+/* For each g, the index of the dimensions that a, b and y share: da = dy b, then db = dy^T a, which is written over
+   block g of the copy of b, because no later product reads this block. */
 HPMLC_FN hpml_status hpmlc_einsum_backward(const hpml_run *run, hpml_node *n)
 {
     const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
@@ -15264,9 +15387,10 @@ HPMLC_FN int hpmlc_sim_representative(const hpmlc_sim *s, int rank)
 /* Returns the index in s->out and s->in of a rank's network card: if `far` (another node) its node's, else its own. */
 HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far) { return far ? s->p + s->node[rank] : rank; }
 
-/* Simulates a message sent at the clock of rank `from`; returns when it arrives, in seconds, as hpmlc_arrival. But in
-   an all to all as many bytes enter a node as leave it at any time, so the receiving card is not counted: reserved in
-   the order of sending, it would delay the sending card, and that the next message: no switch does that. */
+/* Simulates a message that rank `from` sends at its clock; returns when it arrives, in seconds, by the rules of
+   hpmlc_arrival except in an all to all: there the receiving node's card is not occupied, because at any time as many
+   bytes enter a node as leave it. If cards were reserved in the order of sending, a busy receiving card would delay the
+   sending card, and this card the next message, which does not happen in a real switch. */
 HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
 {
     bool    far  = s->node[from] != s->node[to];
@@ -15386,7 +15510,8 @@ HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
     return false;
 }
 
-/* Keeps a message from rank `from` as a letter: rank r does not wait for the message yet. arrival: in seconds. */
+/* Appends a message from rank `from` to the list of messages to rank r for which r does not wait yet. arrival: the
+   virtual time, in seconds, at which the message arrives. */
 HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
 {
     if (s->free_letter < 0) {
@@ -15458,9 +15583,10 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>simulate-fast   rings and all to all in virtual time without a queue
 // ---------------------------------------------------------------------------------------------------------------------
-/* Returns how many ranks represent all p ranks of a ring over n elements: 1, those of a node, or p. Fewer than p only
-   where the p blocks of the array are equal, or so many that each may count as the longest (the time is an upper bound
-   then). free_at: (p) when the link from rank i to i + 1 gets free, in seconds. */
+/* Returns q, the number of ranks of a ring over n elements that are simulated for all p, because rank i does the same
+   at the same time as rank i % q: 1, the ranks of a node, or p. Fewer than p only where the p blocks of the array are
+   equal, or so many that each may count as the longest (then the time is an upper bound). free_at: (p) the time in
+   seconds at which the link from rank i to rank i + 1 gets free. */
 HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_at)
 {
     int q = s->per_node > 0 && !s->mixed ? s->per_node : s->p;
@@ -15471,8 +15597,9 @@ HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_
     return q;
 }
 
-/* Simulates a ring of all ranks; no two pairs share a network card. rounds: 2 (p - 1), or p - 1 for an allgather alone.
-   In round k rank i sends block i - 1 - k, in an allgather alone block i - k, of the p blocks of the array. */
+/* Simulates a ring of all ranks in which no two pairs of neighbours share a network card. rounds: 2 (p - 1), or p - 1
+   for an allgather alone. In round k rank i sends block i - 1 - k, in an allgather alone block i - k, of the p blocks
+   of the array. */
 HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
 {
     int     p = s->p, all = rounds == p - 1 ? 0 : 1;
@@ -15568,7 +15695,7 @@ HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 }
 
 /* Returns true when the collective is nothing but the ring that hpmlc_sim_ring simulates: all ranks, the whole array,
-   reduce-scatter and allgather, or allgather alone. Looks at rank 0's phases, because the other ranks have the same. */
+   reduce-scatter and allgather, or allgather alone. Checks rank 0's phases, because the other ranks have the same. */
 HPMLC_FN bool hpmlc_sim_is_ring(const hpmlc_sim *s)
 {
     const hpmlc_kind *const ring[] = { &hpmlc_ring_scatter, &hpmlc_ring_gather };
@@ -15589,8 +15716,9 @@ HPMLC_FN void hpmlc_sim_set_phases(hpmlc_sim *s, int rank, const hpmlc_phases *a
     for (int i = 0; i < all->count; i++) s->phase[(size_t)i * (size_t)s->p + (size_t)rank] = all->phase[i];
 }
 
-/* Simulates the collective whose kind, elements and plans are set in s, from the ranks' clocks on: a ring or all to all
-   round by round where possible, else by the queue, which is slower. False: out of memory. */
+/* Simulates the collective whose kind, elements and plans are set in s, from the ranks' clocks on: a ring or an all to
+   all round by round where possible, else with a queue of the ranks ordered by clock, which is slower. False: out of
+   memory. */
 HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
 {
     bool to_all = s->kind == HPMLC_SIM_ALL_TO_ALL;
@@ -16022,7 +16150,8 @@ HPMLC_FN int hpmlc_pipe_extent(const hpml_pipe_span *spans, int count, double *e
     return last;
 }
 
-/* Returns a task's character, by micro-batch: forward '0'.., backward 'a'.., of weights alone 'A'..; update: '|'. */
+/* Returns a character for a task, which encodes its micro-batch: '0'.. for a forward pass, 'a'.. for a backward pass or
+   its input gradients, 'A'.. for weight gradients alone; '|' for an update. */
 HPMLC_FN char hpmlc_pipe_letter(const hpml_pipe_task *t)
 {
     switch (t->work) {
@@ -16057,7 +16186,7 @@ HPML_API int hpml_pipe_text(const hpml_pipe_span *spans, int count, int columns,
     return (int)length;
 }
 
-/* A rectangle for each task: a row of 30 pixels for each stage, 900 pixels for all of the time. */
+/* Draws a rectangle for each task: each stage is a row of 30 pixels, and the whole time is 900 pixels wide. */
 HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *title, char *buffer, size_t size)
 {
     static const char *const colour[] = { "#77aadd", "#99ddaa", "#99ddaa", "#eedd88", "#ee8866" };

@@ -175,8 +175,8 @@ HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx);
      own kernels, and how many of these cuBLASLt had refused;
    - the same for convolutions and cuDNN, with the algorithms of each pass;
    - the workspace, and the largest workspace that an algorithm wanted;
-   - passes that ran op by op, were recorded, replayed (their products are counted in each replay), and given up because
-     recording failed, so that they run op by op; a pass under a profile or a trace is not counted;
+   - passes that ran op by op, were captured as a CUDA graph, were replayed (their products are counted in each replay),
+     and passes whose capture failed, so that they run op by op; a pass under a profile or a trace is not counted;
    - how often the host has waited for the device.
    Returns the length of the text as snprintf does; 0 and "" for a context that is not on a GPU. */
 HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size);
@@ -185,11 +185,11 @@ HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size);
 // >>api-nccl   ranks on several GPUs
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* NCCL reduces arrays that live on GPUs over NVLink or the network, without passing through host memory. The body has
-   this with HPML_USE_NCCL; the library is loaded when the first communicator is made, so a program starts without NCCL.
-   Every rank has a context on a GPU of its own: hpml_cuda_desc.device is the rank modulo hpml_cuda_device_count()
-   (which may be 0); hpml_launch_desc.place sets the device. With hpml_comm.h, included before this header, one call is
-   enough:
+/* NCCL reduces arrays that live on GPUs over NVLink or the network, without passing through host memory. NCCL is used
+   only if HPML_USE_NCCL is defined; its library is loaded when the first communicator is made, so that a program starts
+   also where NCCL is not installed. Every rank has a context on a GPU of its own: hpml_cuda_desc.device is the rank
+   modulo hpml_cuda_device_count() (which may be 0); set the device in the callback hpml_launch_desc.place. With
+   hpml_comm.h, included before this header, one call is enough:
 
        hpml_nccl_attach(comm, NULL);    then hpml_distribute(trainer, comm, ...) as without NCCL
 
@@ -223,7 +223,7 @@ typedef struct hpml_nccl_desc {
 } hpml_nccl_desc;
 
 /* Collective. Returns NULL on failure, with the error on the context: NCCL is missing, two ranks are on one GPU, a rank
-   did not come before the timeout. */
+   did not call this function before the timeout. */
 HPML_API hpml_nccl  *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc);
 HPML_API void        hpml_nccl_free(hpml_nccl *n); /* optional, before its context is freed */
 /* Replaces an array on the device by the sum or mean over all ranks, in place. The reduction comes after the device's
@@ -246,8 +246,8 @@ HPML_API hpml_status hpml_nccl_link_allgather(void *nccl, float *x, const int64_
 HPML_API hpml_status hpml_nccl_link_landed(void *nccl, float *stage);
 
 #ifdef HPML_COMM_H_INCLUDED
-/* The functions of hpml_nccl_attach's meeting: identities travel as messages, and the communicator loses its link when
-   the hpml_nccl is freed. */
+/* The two functions that hpml_nccl_attach puts into its hpml_nccl_meeting: hpml_nccl_meet gathers the identities of all
+   ranks by messages, and hpml_nccl_closed removes the communicator's link when the hpml_nccl is freed. */
 static inline hpml_status hpml_nccl_meet(void *comm, void *all, size_t bytes)
 {
     hpml_comm *c = (hpml_comm *)comm;
@@ -630,8 +630,8 @@ HPMLG_DEVICE void hpmlg_put_range(hpmlg_array a, int64_t at, int64_t from, int64
             if (at + j >= from && at + j < to) hpmlg_put(a, at + j, e.v[j]);
 }
 
-/* Read or write (hpmlg_row_put) elements c to c + 7 of row `row` of the matrix `a` with `cols` columns. For columns
-   past the row's end the read returns `fill` and the write does nothing; add: e is added to the elements. */
+/* hpmlg_row_get reads and hpmlg_row_put writes elements c to c + 7 of row `row` of the matrix `a` with `cols` columns.
+   For columns past the row's end the read returns `fill`, the write does nothing; add: e is added to the elements. */
 HPMLG_DEVICE hpmlg_vec8 hpmlg_row_get(hpmlg_array a, int64_t row, int64_t cols, int64_t c, float fill)
 {
     return hpmlg_get_range(a, row * cols + c, row * cols + c, row * cols + cols, fill);
@@ -665,10 +665,10 @@ typedef struct hpmlg_note {
     const hpml_node *node;      /* the op whose input number `index` is `value`, out of range; NULL: none */
 } hpmlg_note;
 
-/* The enum lists what cuBLASLt can fuse into a product's kernel, its epilogue. The struct has counts of launches, for
-   hpml_cuda_text: products, convolutions: [0] by a library, [1] by this header's kernels; products_refused,
-   convolutions_refused: those of [1] that the library had refused before; fused: convolutions with bias and activation
-   in one launch; epilogues: [0] fused into cuBLASLt's products, [1] refused by cuBLASLt. */
+/* hpmlg_epilogue_kind lists the work that cuBLASLt can fuse into a product's kernel, its epilogue. hpmlg_work_counts
+   counts launches, for hpml_cuda_text: products, convolutions: [0] by a library, [1] by this header's kernels;
+   products_refused, convolutions_refused: those of [1] that the library had refused before; fused: convolutions with
+   bias and activation in one launch; epilogues: [0] fused into cuBLASLt's products, [1] refused by cuBLASLt. */
 enum hpmlg_epilogue_kind { HPMLG_BIAS, HPMLG_RELU, HPMLG_GELU, HPMLG_GELU_BACK, HPMLG_SUMS, HPMLG_EPILOGUES };
 typedef struct hpmlg_work_counts {
     long long products[2], convolutions[2], products_refused, convolutions_refused, fused;
@@ -872,7 +872,7 @@ HPMLG_FN hpmlg_array hpmlg_op_output(const hpml_node *n, bool back)
     return hpmlg_value_or_grad(back ? n->src[0] : n->out, back);
 }
 
-/* Returns true if the op adds its result to the array: to a gradient to which another op has added terms already. */
+/* Returns true if the op adds its result to its output array: a gradient to which another op has already added. */
 HPMLG_FN bool hpmlg_op_adds(const hpml_node *n, bool back) { return back && n->accumulate[0]; }
 
 HPMLG_FN int64_t hpmlg_last_dim(const hpml_tensor *t) { return t->ndim > 0 ? t->shape[t->ndim - 1] : 1; }
@@ -1133,8 +1133,8 @@ HPMLG_DEVICE unsigned long long hpmlg_nonfinite_pack(uint64_t step, int param, b
     return (unsigned long long)(0xffffffffu - (unsigned)step) << 32 | (unsigned)(2 * (param + 1) + (gradient ? 1 : 0));
 }
 
-/* Downloads the packed finding of a NaN or infinity, clears it on the device, and gives the context the error that
-   names the step and the parameter. Returns the error's status. */
+/* Downloads the number into which hpmlg_nonfinite_pack has packed where a NaN or infinity was found, clears it on the
+   device, and gives the context the error that names the step and the parameter. Returns the error's status. */
 HPMLG_FN hpml_status hpmlg_nonfinite_error(hpmlg_device *d)
 {
     unsigned long long worst = 0;
@@ -1278,8 +1278,8 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
 }
 
 /* Gives up recording the pass p as a CUDA graph, after an error. Its ops were only captured and have not run: restores
-   the counts of products and what ops noted to what they were before the recording, and marks p to run op by op from
-   now on. Returns HPML_OK. */
+   the counts of launches (d->work) and the side results of ops (d->op_notes) from before the recording, and marks p to
+   run op by op from now on. Returns HPML_OK. */
 HPMLG_FN hpml_status hpmlg_record_give_up(hpmlg_device *d, hpmlg_pass *p)
 {
     cudaGetLastError();
@@ -1852,7 +1852,7 @@ static __global__ void __launch_bounds__(1024) hpmlg_k_sum_finish(hpmlg_sum_fini
 }
 
 /* Sums squares of x, or losses of x and the target t (`what`: which), over n elements, and writes the results to the
-   addresses in `f`, where the caller has set these and the divisor. */
+   addresses in `f`; the caller has set these addresses and the divisor in `f`. */
 HPMLG_FN void hpmlg_sum_terms_run(hpmlg_device *d, hpmlg_sum_finish f, hpmlg_array x, hpmlg_array t,
                                   enum hpmlg_loss_kind what, float delta, int64_t n)
 {
@@ -2363,8 +2363,9 @@ HPMLG_DEVICE int64_t hpmlg_bn_offset(const hpmlg_bn &s, int64_t c, int64_t u)
     return (image * s.C + c) * s.P + (i - image * s.P);
 }
 
-/* Loads up to 8 numbers of channel c of the array x into *e and returns their count: unit u, if units have 8 numbers;
-   else, of units u, u + d, ..., u + 7 d, those below `to`; d: the number of this block's threads for one channel. */
+/* Loads up to 8 numbers of channel c of the array x into *e and returns their count. If a unit has 8 numbers (s.unit),
+   loads unit u; if it has one, loads units u, u + d, ..., u + 7 d as far as they are below `to`, where d is the number
+   of this block's threads for one channel. */
 HPMLG_DEVICE int hpmlg_bn_load(const hpmlg_bn &s, hpmlg_array x, int64_t c, int64_t u, int64_t to, hpmlg_vec8 *e)
 {
     int count = 0;
@@ -3097,7 +3098,7 @@ template <int T> HPMLG_DEVICE int hpmlg_sum_offset(int row, int col) { return ro
 
 /* Stores the sums of tile t of C, T x T, which the threads have in their registers acc[] in the layout of the tensor
    cores (MMA) or of hpmlg_f32_step: the sums pass through the shared memory `sums`, so that each thread gets 8
-   neighbours of a row. Warp w of 4 has the quarter in row w / 2, column w % 2 of the tile. */
+   neighbours of a row. With MMA, warp w of 4 has the quarter in row w / 2, column w % 2 of the tile. */
 template <int T, bool MMA>
 HPMLG_DEVICE void hpmlg_store_tile(const hpmlg_product &g, hpmlg_tile t, const float *acc, float *sums)
 {
@@ -3134,7 +3135,8 @@ HPMLG_DEVICE void hpmlg_store_tile(const hpmlg_product &g, hpmlg_tile t, const f
 }
 
 /* The order of an operand's tile in shared memory: 16-bit floats as [line][32 k] or [32 k][line] (line: row of the left
-   operand, column of the right one), in 16-byte units exchanged to avoid bank conflicts, or gathered: [line][16 k]. */
+   operand, column of the right one), in 16-byte units permuted to avoid bank conflicts; or, for an operand that
+   hpmlg_gather_load reads, as [line][16 k]. */
 enum hpmlg_layout { HPMLG_K_MAJOR, HPMLG_LINE_MAJOR, HPMLG_GATHERED };
 
 /* Returns the index of element (line, k) of an operand's tile of T lines in shared memory; L: its hpmlg_layout. */
@@ -3254,8 +3256,8 @@ HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t ba
     }
 }
 
-/* Returns v rounded to tf32 (for an instruction that cuts off 13 bits). The device's NaN, 0x7fffffff, is returned
-   unchanged, because adding half of the last place would make it -0. */
+/* Returns v rounded to tf32 (for an instruction that cuts off 13 bits). For NaN returns 0x7fffffff, the device's NaN,
+   because adding half of the last place to that would make it -0. */
 HPMLG_DEVICE unsigned hpmlg_tf32(float v) { return v == v ? __float_as_uint(v) + 0x1000u : 0x7fffffffu; }
 
 /* Stores to shared memory the tile (T lines by 16 k) that hpmlg_gather_load has loaded into registers v. KIND, an
@@ -3387,8 +3389,9 @@ static __global__ void hpmlg_k_product_join(const __grid_constant__ hpmlg_produc
 
 typedef void hpmlg_product_kernel(const hpmlg_product);
 
-/* Indices: [tile edge T is 64, 128][dense (16-bit, copied without conversion): a and b with neighbours along k; b along
-   its lines; both along their lines; gathering in f32, tf32, 16-bit floats] */
+/* Indices: [tile edge T: 64, 128][kernel: dense, for 16-bit operands that are copied without conversion, where elements
+   adjacent in memory are neighbours along k in a and b; along k in a, of adjacent lines in b; of adjacent lines in a
+   and b; then gathering, for operands of any layout and type, multiplied in f32, in tf32, in 16-bit floats] */
 static hpmlg_product_kernel *const hpmlg_product_kernels[2][6] = {
     { hpmlg_k_product_dense<64, HPMLG_K_MAJOR, HPMLG_K_MAJOR>,
       hpmlg_k_product_dense<64, HPMLG_K_MAJOR, HPMLG_LINE_MAJOR>,
@@ -3975,7 +3978,8 @@ HPMLG_FN void hpmlg_op_matmul(HPMLG_OP_ARGUMENTS)
     }
 }
 
-/* Returns what linear layer n's act' is computed from: the activation's input z if it is saved, else its output. */
+/* Returns the array from which the derivative of linear layer n's activation is computed: the activation's input z if z
+   is saved, else the activation's output. */
 HPMLG_FN hpmlg_array hpmlg_linear_z(const hpml_node *n)
 {
     return n->saved ? hpmlg_array_of(n->saved, n->out->dtype) : hpmlg_value(n->out);
@@ -4126,7 +4130,8 @@ HPMLG_FN hpmlg_residue hpmlg_residue_of(const hpmlg_conv *c, int i, int first, i
     return r;
 }
 
-/* Computes dx (+)= the gradient of a convolution by its input, one product for each remainder of the stride. */
+/* Computes dx (+)= the gradient of a convolution by its input: one product for each pair of remainders that the row and
+   the column of a pixel of dx leave when divided by the stride. */
 HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy, hpmlg_array w, hpmlg_array dx,
                             bool add)
 {
@@ -4456,7 +4461,8 @@ HPMLG_FN hpmlg_dnn *hpmlg_dnn_open(hpmlg_device *d)
     return NULL;
 }
 
-/* Runs a pass of convolution n by cuDNN; false: cuDNN refuses, now and later, and this header's kernels must run it. */
+/* Runs a pass of convolution n by cuDNN. False: this header's kernels must run the pass, because cuDNN refuses it, now
+   and in later calls, or because cuDNN is not to be used (own_kernels), or not for these types or addresses. */
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                             hpmlg_array y, bool add)
 {
@@ -4601,7 +4607,7 @@ HPMLG_DEVICE float hpmlg_exp2(float x)
 }
 
 /* Returns the address of 16-byte unit number `chunk` in row `row` of a tile of DP columns of type E in shared memory,
-   where units are exchanged to avoid bank conflicts. */
+   where the units of each row are swizzled (permuted by an exclusive or with the row) to avoid bank conflicts. */
 template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_chunk(E *tile, int row, int chunk)
 {
     int swap = DP * sizeof(E) % 128 == 0 ? row & 7 : row >> 1 & 3;
@@ -4753,8 +4759,8 @@ HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, in
 }
 
 /* Returns the first row of the tile of `rows` rows that this block computes, and sets *bh to the number of its pair of
-   sample and head. The longest tiles are computed first: with a causal mask the last queries read most keys
-   (last_first), and the first keys are read by most queries. */
+   sample and head. The longest tiles are computed first: with a causal mask, these are the last tiles of queries
+   (last_first), because the last queries read most keys, or the first tiles of keys, because most queries read them. */
 HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first, int64_t *bh)
 {
     int64_t tile = blockIdx.x / p.pairs;
@@ -4877,9 +4883,10 @@ static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
     }
 }
 
-/* Turns scores into their gradients in hpmlg_k_attn_back. s: the scores of rows from `row` with columns from `column`,
-   becomes the probabilities P; dp: dP, becomes dS. If KEYS, rows are keys and columns queries, and lse and delta of the
-   query in column c are line[c] and line[8 N + c]; else of_row has those of the query. edge: some keys are hidden. */
+/* Turns scores into their gradients in hpmlg_k_attn_back, for the rows from `row` and the columns from `column` on. s:
+   the scores S, overwritten by the probabilities P; dp: the gradient dP of P, overwritten by dS, that of S. If KEYS,
+   rows are keys and columns queries, and lse and delta of the query in column c are line[c] and line[8 N + c]; else
+   rows are queries, and of_row has their lse and delta. edge: some keys are hidden from some queries. */
 template <bool KEYS, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], float (&dp)[M][N][4],
                                      const float (&of_row)[M][2][2], const float *line, int row, int column, bool edge)
@@ -4899,9 +4906,10 @@ HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], f
     }
 }
 
-/* Computes the gradients of attention. A block computes dK and dV of 16 M W keys of one head (KEYS), or dQ of as many
-   queries, in DA columns, from blockIdx.y DA on. In shared memory, `own` has two tiles of DP columns of these rows (K
-   and V, or Q and dO), and `stream` two stages of two tiles, of 8 N rows, of the other two arrays. */
+/* Computes the gradients of attention. A block computes dK and dV of 16 x M x W keys of one head (KEYS), or dQ of as
+   many queries, in DA columns, from column blockIdx.y x DA on. In shared memory, `own` has two tiles of DP columns of
+   these keys or queries (K and V, or Q and dO), and `stream` has two stages, each of two tiles of 8 x N rows of the
+   other two arrays (Q and dO, or K and V). */
 template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
 static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
 {
@@ -4916,7 +4924,8 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     int     end = !KEYS && p.causal && first + R < p.T ? first + R : p.T;
     float   d0[M][DA / 8][4], d1[KEYS ? M : 1][KEYS ? DA / 8 : 1][4], s[M][N][4], dp[M][N][4], of_row[M][2][2];
     float   scale[M][2], one[M][2];
-    /* 1. Load lse and delta of the block's queries into registers; clear the sums; start to load the tiles in `own`. */
+    /* 1. Unless KEYS, load lse and delta of the block's queries into registers; clear the sums; start to load the tiles
+          in `own`. */
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
         int r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
         of_row[i / 2][i % 2][0] = !KEYS && r < p.T ? p.lse[bh * p.T + r] : INFINITY;
@@ -4934,7 +4943,8 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     for (int c = begin - K; c < end; c += K, stage ^= 1) {
         E     *now = stream + stage * 2 * K * DP, *next = stream + (stage ^ 1) * 2 * K * DP;
         float *line = lines + stage * 2 * K, *next_line = lines + (stage ^ 1) * 2 * K;
-        /* 2. Wait for the current tiles in `stream`; start to load the next ones (KEYS: with lse and delta). */
+        /* 2. Wait until the current tiles in `stream` are loaded; start to load the next tiles, which for KEYS are of
+           queries, together with lse and delta of these queries. */
         hpmlg_copy_wait(0);
         __syncthreads();
         if (c + K < end) {
@@ -4965,7 +4975,8 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
 }
 
 /* Launches an attention kernel, `threads` threads a block: one block computes `rows` rows, and of the columns one of
-   `parts` parts; shared: bytes of shared memory, for which passes that are not recorded raise the limit of 48 KiB. */
+   `parts` parts; shared: bytes of shared memory. The kernel's limit, by default 48 KiB, is raised unless the pass is
+   being captured, because the run of the pass before the capture has raised the limit already. */
 HPMLG_FN void hpmlg_attn_launch(hpmlg_device *d, void (*kernel)(hpmlg_attn), const hpmlg_attn *p, int rows,
                                 unsigned parts, int threads, size_t shared)
 {
@@ -5636,7 +5647,8 @@ HPMLG_FN hpmlg_param_step hpmlg_param_step_of(hpmlg_device *d, const hpml_update
     return s;
 }
 
-/* Allocates device memory for an optimizer's table and sums; it grows with the first step of a larger model. */
+/* Makes d->updates at least `bytes` bytes large: device memory for the table of parameters that the update kernel
+   reads, and for sums of LARS and LAMB. It grows at the first step of a model that needs more. */
 HPMLG_FN hpml_status hpmlg_update_reserve(hpmlg_device *d, size_t bytes)
 {
     if (bytes <= d->updates_bytes) return HPML_OK;
@@ -5797,8 +5809,8 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
             if (rest > HPMLG_ONEBIT_CHUNK) rest = HPMLG_ONEBIT_CHUNK;
             return (int)(rest < 0 ? 0 : rest);
         };
-        /* 1. Read chunks (v = gradient + residual), write signs; add up, in order, the row's sums, extremes and
-           ones. */
+        /* 1. Read chunks (v = gradient + residual), write signs; add up, in order, the row's sums and the number of its
+           ones (set sign bits), and find its extremes. */
         for (int64_t c0 = 0; c0 < (longer ? chunks : 1); c0 += each) {
             unsigned bits[2];
             chunk = c0 + team % each;
@@ -5821,7 +5833,8 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
             HPMLG_UNROLL for (int j = 0; j < HPMLG_ONEBIT_TURNS; j++)
                 if (longer && p.e && 16 * j + lane < n) p.e[at + 16 * j + lane] = v[j];
         }
-        /* 2. Compute and write the levels of the row, and mark the row if a sum is not finite. */
+        /* 2. Compute and write the row's two levels, the numbers that its 0 bits and its 1 bits stand for, and mark the
+           row if a sum is not finite. */
         float low  = hpmlg_onebit_level(sum[0], p.cols - ones, least[0], most[0]);
         float high = hpmlg_onebit_level(sum[1], ones, least[1], most[1]);
         if (mine && lane == 0 && team % each == 0) {
@@ -5902,7 +5915,8 @@ HPMLG_FN hpml_status hpmlg_codec_kind(hpml_ctx *ctx, const hpml_packing *p, int 
                          "of hpml_codec_kind, or a context without this backend", p->codec->name ? p->codec->name : "");
 }
 
-/* Returns the arguments of a launch to pack `rows` rows from `row` on; the caller adds gradient and residual. */
+/* Returns the arguments of a launch that packs or unpacks `rows` rows from `row` on; to pack, the caller also sets the
+   addresses of gradient, residual and marks (g, e, nonfinite). */
 HPMLG_FN hpmlg_pack hpmlg_pack_of(const hpml_packing *p, const void *packed, int64_t row, int64_t rows)
 {
     hpmlg_pack some = {};
@@ -6711,7 +6725,8 @@ HPMLG_FN void hpmlg_close(void *device)
     if (d->stream) cudaStreamDestroy(d->stream);
 }
 
-/* Writes 0 to *taken (on the device); launched at opening, to report there a device that cannot run kernels. */
+/* Writes 0 to *taken (on the device); launched when the device is opened, so that a device that cannot run kernels is
+   reported at once. */
 static __global__ void hpmlg_k_first(int *taken) { *taken = 0; }
 
 HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
@@ -6741,8 +6756,9 @@ HPMLG_FN hpml_status hpmlg_open(hpml_ctx *ctx, const void *desc, void **device)
     return hpml_ctx_status(ctx);
 }
 
-/* An op of the user: its own functions for the device, or those for the host, on host copies of the arrays. backward
-   adds to gradients, so those that no op has given yet become zeros. */
+/* Runs an op of the user: by its functions for the device or, if it has none, by its functions for the host, on host
+   copies of the arrays. `backward` on the device adds to the gradients of the sources; hence those gradients that no
+   other op has set before are first filled with zeros. */
 HPMLG_FN void hpmlg_op_custom(HPMLG_OP_ARGUMENTS)
 {
     const hpml_op_impl *own    = &n->attr.custom->kernel;

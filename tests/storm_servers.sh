@@ -1,9 +1,9 @@
 #!/bin/sh
 # storm_servers.sh [KILLS [SEED]]: trainings with servers, and gossip, on 5 processes of mpiexec, of which one worker is
 # killed at a random step (12 trainings where not said): the 4 others must end the training. The losses of five or more
-# trainings of one plan have a median at most 5 % above that of trainings without a kill. This is not asked of ssp, where
-# each gradient is a step by itself and the steps on the killed worker's samples are missing. Training i has the seed
-# SEED + i: what a failure prints repeats it.
+# trainings of one plan have a median at most 5 % above that of trainings without a kill. Not so for ssp, where each
+# gradient is a step by itself and the steps on the killed worker's samples are missing. Training i has the seed SEED +
+# i: what a failure prints repeats it.
 kills=${1:-12} seed=${2:-$(date +%s)} tmp=$(mktemp -d) passed=0 failed=0
 . tests/mpi.sh
 trap 'rm -rf "$tmp"' EXIT
