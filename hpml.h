@@ -127,6 +127,7 @@
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
 //     conv   two-dimensional convolution: recording, sizes
+//     conv-kept   convolutions in graphs that predict: kept weights, folded batchnorm
 //     conv-run   convolution: its forward and backward pass
 //     pool   max, average and global pooling
 //     norm   batch normalization; softmax, layernorm, rmsnorm: row by row
@@ -428,7 +429,8 @@ typedef enum hpml_layout { HPML_NCHW = 0, HPML_NHWC = 1 } hpml_layout;
    the memory; until then the four pointers are NULL. `raw` and `raw_grad` point to numbers of the type `dtype`. `data`
    and `grad` are the same addresses where dtype is F32, and NULL for all other types, so that no program reads halves
    or integers as floats. With the CPU backend you may read and write all of them; another backend's are addresses of
-   the device: use hpml_tensor_get and _set. The first dimension of an input is the batch; see `batch_rows`. */
+   the device: use hpml_tensor_get and _set. After a write through a pointer to a parameter, call hpml_tensor_changed if
+   a graph that predicts reads it. The first dimension of an input is the batch; see `batch_rows`. */
 struct hpml_tensor {
     hpml_ctx   *ctx;
     const char *name;                  /* unique among parameters; never NULL */
@@ -478,6 +480,10 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_
 /* Copies all values unconverted; bytes: hpml_tensor_count times hpml_dtype_size (labels, tokens, halves). */
 HPML_API hpml_status hpml_tensor_set_raw(hpml_tensor *t, const void *values, size_t bytes);
 HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, size_t bytes);
+/* Says that you have written to a parameter, or a view of one, through `data` or `raw`. Graphs that predict
+   (hpml_graph_desc) keep weights in the order in which kernels read them, until hpml changes a parameter or you call
+   this: else they go on with the old values. One call after several writes suffices. Other tensors: does nothing. */
+HPML_API hpml_status hpml_tensor_changed(hpml_tensor *t);
 /* Converts n contiguous elements between any two dtypes in host memory. */
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
 
@@ -761,9 +767,10 @@ typedef struct hpml_memory {
     size_t activations; /* inputs, results of ops, their gradients and saved values; memory is used again */
     size_t unshared;    /* what activations would be if no memory were used again */
     size_t scratch;     /* working memory of ops; all ops use the same memory */
+    size_t packed;      /* weights in the order in which kernels read them; 0 unless the graph predicts */
     size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer */
     size_t host;        /* copies in host memory of what is swapped out of the arena; not part of total */
-    size_t total;       /* parameters + gradients + activations + scratch + optimizer */
+    size_t total;       /* parameters + gradients + activations + scratch + packed + optimizer */
     double extra;       /* operations that a step computes again, and 1 for each byte of these results; a byte swapped
                            out and in counts as hpml_graph_budget says */
 } hpml_memory;
@@ -773,8 +780,13 @@ typedef struct hpml_graph_desc {
     int32_t             output_count; /* 0 to HPML_MAX_OUTPUTS */
     hpml_tensor *const *outputs;      /* results that may be read after a run */
     hpml_tensor        *loss;         /* an f32 scalar; NULL: no backward pass */
+    bool                predict;      /* the graph only predicts; loss must be NULL, and hpml_graph_part is an error */
     uint32_t            _end;
 } hpml_graph_desc;
+/* A graph that predicts runs forward passes in evaluation mode only. On the CPU, where results are stored in f32, it is
+   faster and smaller: it has no gradients, saves nothing for a backward pass and keeps the packed weights of
+   convolutions from pass to pass (see hpml_tensor_changed), scaled by a batchnorm that alone reads the result of a
+   convolution without activation, which then is computed within the convolution: equal results up to rounding. */
 
 /* Plans the ops on which outputs and loss depend; no tensor memory is allocated. A result of an op belongs to at most
    one graph, and its memory may be used again unless it is an output; inputs and parameters may be in several. */
@@ -786,8 +798,8 @@ HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples);
 HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: an op mixes samples; full batches only */
 HPML_API int         hpml_graph_op_count(const hpml_graph *g);
 HPML_API const hpml_node *hpml_graph_op(const hpml_graph *g, int i); /* in running order, from 0 */
-/* Computes all results. train: dropout is active and batchnorm uses the batch's statistics. step: the step's number, on
-   which the dropout masks depend. */
+/* Computes all results. train: dropout is active and batchnorm uses the batch's statistics; an error in a graph that
+   predicts. step: the step's number, on which the dropout masks depend. */
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step);
 /* Computes the gradients of `scale` times the loss of the last forward pass; accumulate: adds the new gradients of
    parameters to their old ones, instead of replacing the old ones. */
@@ -1943,6 +1955,10 @@ typedef struct hpmli_conv {
     bool       want_dx, want_dw, want_db;
     int64_t    sums, sum_floats;       /* backward: number and size of partial sums of dw and db */
     int64_t    images_at_once;         /* backward: images whose dw is summed by one product */
+    float     *weights;                /* (groups x OC, C, taps); forward: perhaps a scaled copy, see >>conv-kept */
+    const float *bias;                 /* forward: (groups x OC) */
+    const float *scale;                /* kept: factors of the weights, (groups x OC); NULL: none */
+    hpml_act   act;                    /* forward: the node's activation, or that of the batchnorm folded into it */
     float     *packed;                 /* packed weights: (groups, packed_floats) */
     float     *sum_space;              /* partial sums: (sums, sum_floats) */
     float     *thread_space;           /* working memory of threads: (threads, thread_floats) */
@@ -2019,7 +2035,7 @@ typedef struct hpmli_kernels {
     void (*bf16_decode_add)(float *y, const void *packed, int64_t n);
     /* Convolution: packing of weights w (for y, for dx), copies of images to and from NHWC order, the products that
        give y, dx and dw, and the sum of partial sums of dw. */
-    void (*conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
+    void (*conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o, const float *scale);
     void (*conv_pack_for_dx)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
     void (*conv_to_nhwc)(float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch);
     void (*conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
@@ -2084,6 +2100,7 @@ struct hpml_ctx {
     int                  param_count;
     int                  param_kept; /* parameters whose op is recorded; after an error those after them go */
     hpml_graph          *grads_of;   /* the graph whose memory contains the parameters' gradients now */
+    uint64_t             param_writes; /* grows, from 1, when parameters may have changed, see >>conv-kept */
     int64_t              param_capacity;
     int                 *names;      /* (name_size) hash table of names: 1 + index of a parameter; 0: free */
     int64_t              name_size;  /* a power of two, at least twice the number of parameters */
@@ -2607,6 +2624,7 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
     ctx->log         = d.log;
     ctx->log_user    = d.log_user;
     ctx->seed        = d.seed;
+    ctx->param_writes = 1;
     ctx->process     = HPMLI_PROCESS;
     ctx->backend     = d.backend ? d.backend : hpml_backend_cpu();
     ctx->ops         = ctx->backend->ops;
@@ -2833,6 +2851,7 @@ struct hpmli_tensor_state {
     bool used;        /* true: a recorded op reads the tensor */
     float *kept;      /* a parameter of whose values this rank keeps a part (hpml_trainer_keep): the part */
     bool away;        /* true: a parameter that only ops in other ranks' parts read: it has no memory here */
+    bool of_param;    /* true: a view of a parameter */
     int64_t samples;  /* of an input, in the memory that a graph with parts gave it; 0: the whole batch */
     int  leaf;        /* index among the leaves of the graph that was planned last */
     struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
@@ -2941,6 +2960,7 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
 HPMLI_FN void hpmli_set_memory(hpml_tensor *t, void *raw, void *raw_grad)
 {
     bool f32 = t->dtype == HPML_DTYPE_F32;
+    if (t->param && raw != t->raw) t->ctx->param_writes++;
     t->raw      = raw;
     t->raw_grad = raw_grad;
     t->data     = f32 ? (float *)raw : NULL;
@@ -3003,6 +3023,7 @@ HPMLI_FN hpml_tensor *hpmli_view(const hpml_tensor *t)
     hpml_tensor *v = hpmli_tensor_new(t->ctx, "view", t->dtype, t->ndim, t->shape);
     if (!v) return NULL;
     hpmli_set_memory(v, t->raw, NULL);
+    v->state->of_param = t->param || t->state->of_param;
     memcpy(v->stride, t->stride, sizeof v->stride);
     return v;
 }
@@ -3171,6 +3192,13 @@ HPMLI_FN int64_t hpmli_broadcast_offset(const hpmli_broadcast_iter *w, int s, in
     return at + r * w->stride[s][0];
 }
 
+HPML_API hpml_status hpml_tensor_changed(hpml_tensor *t)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    if (t->param || t->state->of_param) t->ctx->param_writes++;
+    return t->ctx->status;
+}
+
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 {
     hpmli_broadcast_iter w;
@@ -3186,7 +3214,7 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
         hpmli_convert(dst->ctx->k, dst->dtype, (char *)dst->raw + (size_t)d * hpml_dtype_size(dst->dtype), src->dtype,
                       (const char *)src->raw + (size_t)s * hpml_dtype_size(src->dtype), whole);
     }
-    return HPML_OK;
+    return hpml_tensor_changed(dst);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3235,6 +3263,7 @@ HPMLI_FN hpml_status hpmli_tensor_status(const hpml_tensor *t) { return t ? t->c
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const float *values, int64_t count)
 {
     if (!hpmli_transferable(t, "set", values, count)) return hpmli_tensor_status(t);
+    hpml_tensor_changed(t);
     if (t->dtype != HPML_DTYPE_F32) return hpmli_write_floats(t->ctx, t, count, values);
     return t->ctx->backend->write(t->ctx->device, t->raw, values, hpmli_tensor_bytes(t));
 }
@@ -3246,6 +3275,7 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_
 HPML_API hpml_status hpml_tensor_set_raw(hpml_tensor *t, const void *values, size_t bytes)
 {
     if (!hpmli_transferable_raw(t, "set_raw", values, bytes)) return hpmli_tensor_status(t);
+    hpml_tensor_changed(t);
     return t->ctx->backend->write(t->ctx->device, t->raw, values, bytes);
 }
 HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, size_t bytes)
@@ -3679,6 +3709,13 @@ struct hpmli_node_state {
     void        *raw[2], *saved[2];            /* addresses in both lives: of the value, if its root; of n->saved */
     struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken when backward has
                                                   made its gradient final. A CPU op that takes the step sets n to 0 */
+    /* Of a convolution or batchnorm in a graph that predicts, see >>conv-kept: */
+    hpml_node   *folds;                        /* of a convolution: the batchnorm computed in it; of this batchnorm: the
+                                                  convolution; NULL: none */
+    bool         keeps;                        /* a convolution that keeps its weights */
+    size_t       kept_at, kept_bytes;          /* of kept_memory: offset in the graph's packed memory, size */
+    size_t       kept_scratch;                 /* bytes of scratch memory that a convolution which keeps needs */
+    float       *kept_memory;
     /* Of an op whose tensors are stored as halves (>>half), which runs on one block of samples after another: */
     int64_t block_samples;                     /* samples of a block; 0: all samples */
     int64_t first_index;                       /* number of labels or tokens in the blocks before the present block */
@@ -4481,6 +4518,7 @@ struct hpml_graph {
     hpml_moment    at;         /* where the training is */
     bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
     hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
+    bool           predicts;   /* hpml_graph_desc.predict */
     bool           idle;       /* this rank has no samples, see hpml_run.idle */
     bool           no_targets; /* a forward pass leaves the loss out */
 };
@@ -4542,6 +4580,8 @@ HPMLI_FN hpml_node *hpmli_base(const hpmli_list *p, hpml_node *n)
 }
 
 HPMLI_FN bool hpmli_goes_back(const hpml_graph *g, const hpml_node *n) { return g->loss && n->out->needs_grad; }
+/* True if g predicts on the CPU's own ops, which then save memory and time (hpml_graph_desc). */
+HPMLI_FN bool hpmli_predicts_lean(const hpml_graph *g) { return g->predicts && g->ctx->ops == hpml_backend_cpu()->ops; }
 
 /* True if the backward pass of node n, or n itself when recomputed for backward, reads the value of node `of`. */
 HPMLI_FN bool hpmli_reads_late(const hpml_graph *g, const hpmli_list *p, hpml_node *n, const hpml_node *of)
@@ -4776,7 +4816,8 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
         n->state->out_root[life] = n->out;
         if (!x || move == HPMLI_IN || hpmli_life_at(pl, x->out, k) != life) continue;
         const hpmli_use *u = hpmli_use_of(pl, x->out);
-        bool inplace = (hpmli_op_of(n)->needs(n) & HPMLI_INPLACE) && u->readers[life] == 1 && !x->state->kept &&
+        bool may     = (hpmli_op_of(n)->needs(n) & HPMLI_INPLACE) || n->state->folds == x;
+        bool inplace = may && u->readers[life] == 1 && !x->state->kept &&
                        u->last[life] <= k && x->state->out_root[life] == x->out && x->out->dtype == n->out->dtype;
         if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->state->out_root[life] = x->state->out_root[life];
     }
@@ -4892,9 +4933,11 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
         bool             back   = hpmli_goes_back(g, n), scalar = hpml_tensor_count(n->out) == 1;
         size_t           bytes  = scalar ? HPMLI_SCALAR_BYTES : hpmli_tensor_bytes(n->out);
         size_t           saved  = n->saved_bytes > 0 ? hpmli_saved_bytes(pl, n) : 0;
+        size_t           scratch = state->keeps ? state->kept_scratch : n->scratch_bytes;
         int              fore   = state->at[HPMLI_FORWARD], again = state->at[HPMLI_AGAIN];
         int              last   = state->again ? again : fore; /* time of the last pass that reads n->saved */
         if (back) last = state->at[HPMLI_BACKWARD];
+        if (hpmli_predicts_lean(g) && (state->folds || hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM))) saved = 0;
         if (state->out_root[0] == n->out) hpmli_life_add(pl, bytes, scalar ? 0 : fore, u->last[0], &state->raw[0]);
         if (state->out_root[1] == n->out) hpmli_life_add(pl, bytes, again, u->last[1], &state->raw[1]);
         if (back && state->grad_root == n->out && (n->out == g->loss || u->grad_written))
@@ -4905,7 +4948,7 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
         if (saved > 0 && state->again) hpmli_life_add(pl, saved, again, last, &state->saved[1]);
         state->copy_saved = state->swapped ? (saved + 63) / 64 * 64 : 0;
         state->copy_bytes = state->copy_saved + (state->swapped && state->relives ? (bytes + 63) / 64 * 64 : 0);
-        if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
+        if (scratch > g->scratch_bytes) g->scratch_bytes = (scratch + 63) / 64 * 64;
     }
     for (int i = 0; i < p->input_count; i++) {
         hpml_tensor *t    = p->inputs[i];
@@ -5018,10 +5061,15 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
         for (int k = 0; k < p->entry_count; k++) m->extra += hpmli_entry_cost(g, &p->entries[k]);
         for (int i = p->from; i < p->to; i++) m->host += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
     }
+    m->packed      = 0;
+    for (int i = 0; i < g->count; i++) {
+        g->nodes[i]->state->kept_at = m->packed;
+        m->packed += g->nodes[i]->state->kept_bytes;
+    }
     m->scratch     = g->scratch_bytes;
     m->parameters  = hpml_params_bytes(g->ctx);
     m->gradients   = (size_t)g->grad_count * sizeof(float);
-    m->total       = m->parameters + m->gradients + m->activations + m->scratch + m->optimizer;
+    m->total       = m->parameters + m->gradients + m->activations + m->scratch + m->packed + m->optimizer;
 }
 
 /* Plans all parts; false: no memory. */
@@ -5083,6 +5131,7 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
     return true;
 }
 
+static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n); /* plans what a convolution keeps; see >>conv-kept */
 /* Plans the whole graph as one part with one slot, that is memory for one pass at a time; false: no memory. */
 HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
 {
@@ -5109,6 +5158,8 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
     for (int i = 0; i < g->output_count; i++)
         if (g->outputs[i]->node) g->outputs[i]->node->state->kept = true;
     if (g->loss && g->loss->node) g->loss->node->state->kept = true;
+    for (int i = 0; i < g->count && hpmli_predicts_lean(g); i++)
+        if (g->nodes[i]->op == HPML_OP_CONV2D) hpmli_conv_keeps(g, g->nodes[i]);
     return hpmli_part_add(g, 0, g->count, g->batch, 1) && hpmli_graph_plan_parts(g);
 }
 
@@ -5116,8 +5167,12 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
 HPMLI_FN void hpmli_graph_release_nodes(hpml_graph *g)
 {
     for (int i = 0; i < g->count; i++) {
-        g->nodes[i]->state->out_root[0] = NULL;
-        g->nodes[i]->state->grad_root   = NULL;
+        struct hpmli_node_state *state = g->nodes[i]->state;
+        state->out_root[0] = NULL;
+        state->grad_root   = NULL;
+        state->folds       = NULL;
+        state->keeps       = false;
+        state->kept_bytes  = 0;
     }
 }
 
@@ -5134,6 +5189,9 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     for (int i = 0; i < d.output_count; i++) targets[count++] = d.outputs[i];
     if (d.loss) targets[count++] = d.loss;
     if (!hpmli_recordable(count, targets)) return NULL;
+    if (d.loss && d.predict)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: .predict with .loss \"%s\"; a graph that predicts has no "
+                          "backward pass: name the loss among the outputs", d.loss->name);
     if (d.loss && d.loss->dtype != HPML_DTYPE_F32)
         return hpmli_null(ctx, HPML_ERR_DTYPE, "graph: the loss is %s, expected an f32 scalar, such as a loss or "
                           "hpml_mean over HPML_ALL_DIMS", hpmli_describe(d.loss));
@@ -5143,6 +5201,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     if (!g) return NULL;
     g->ctx          = ctx;
     g->loss         = d.loss;
+    g->predicts     = d.predict;
     g->output_count = d.output_count;
     for (int i = 0; i < d.output_count; i++) g->outputs[i] = d.outputs[i];
     if (!hpmli_graph_collect(g, targets, count)) return NULL;
@@ -5187,6 +5246,8 @@ HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, in
     if (g->arena)
         return hpmli_false(g->ctx, HPML_ERR_STATE, "graph part: the graph has its memory already; name its parts "
                            "before the first run, and before a trainer's with hpml_ctx_defer");
+    if (g->predicts)
+        return hpmli_false(g->ctx, HPML_ERR_UNSUPPORTED, "graph part: a graph that predicts (.predict) runs as a whole");
     if (from < 0 || to > g->count || from >= to || slots < 1 || rows < 1 || rows > g->batch)
         return hpmli_false(g->ctx, HPML_ERR_ARGUMENT, "graph part: ops %d to %d, %lld rows, %d slots: expected a range "
                            "of the %d ops, 1 to %lld rows, at least 1 slot", from, to, (long long)rows, slots, g->count,
@@ -5478,6 +5539,8 @@ HPMLI_FN void hpmli_graph_point(hpml_graph *g)
         hpmli_value_point(n, 0);
         n->saved   = n->state->saved[0];
         n->scratch = g->arena + g->memory.activations;
+        if (n->state->kept_bytes > 0)
+            n->state->kept_memory = (float *)(g->arena + g->memory.activations + g->scratch_bytes + n->state->kept_at);
     }
     if (g->loss && !hpmli_node_in(p, g->loss)) hpmli_set_memory(g->loss, g->loss->raw, NULL);
 }
@@ -5512,7 +5575,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (hpmli_failed(ctx)) return ctx->status;
     if (g->arena) return HPML_OK;
     if (hpml_param_init(ctx) != HPML_OK || !hpmli_graph_whole(g)) return ctx->status;
-    g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
+    g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + g->memory.packed + 64);
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
     if (ctx->status != HPML_OK) return ctx->status;
     for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
@@ -5841,6 +5904,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     pass.backward   = backward;
     pass.accumulate = accumulate;
     if (backward) g->at.pass = HPML_PASS_BACKWARD;
+    if (backward || run->train) g->ctx->param_writes++; /* optimizer steps, running statistics */
     hpmli_graph_apply_batch(g);
     if (!backward) hpmli_forward_begin(g, p);
     for (int from = 0; from < count && status == HPML_OK; from += piece) {
@@ -5857,6 +5921,9 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
 {
     hpml_status status = hpml_graph_alloc(g);
     if (status != HPML_OK) return status;
+    if (train && g->predicts)
+        return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph forward: `train` in a graph that predicts (.predict), whose "
+                          "batchnorm and dropout only evaluate; pass false, or plan a graph without .predict");
     hpml_run    run  = hpmli_run_of(g, train, step, 1);
     hpmli_slot *slot = &g->slots[g->slot];
     slot->train  = train;
@@ -7214,6 +7281,7 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     int64_t weights = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
     int64_t for_dx  = c->runs[0] * c->runs[1] * hpmli_round_up(c->run_floats, HPMLI_CONV_PANEL) * c->OC;
     int64_t forward, backward; /* floats of scratch memory for a thread */
+    bool    keeps = n->state && n->state->keeps; /* forward passes only, with packed weights in other memory */
     c->band_rows      = hpmli_max(64 / c->OW, 1);
     c->sums           = hpmli_min(c->groups * weights > 65536 ? 8 : 16, c->B);
     c->images_at_once = hpmli_max(hpmli_min(128 / (c->OH * c->OW), (c->B - 1) / c->sums + 1), 1);
@@ -7222,14 +7290,18 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     c->sum_floats     = c->groups * weights + hpmli_round_up(c->groups * c->OC, 16);
     c->packed_floats  = hpmli_max(weights, for_dx);
     c->thread_floats  = hpmli_max(forward, backward);
-    c->scratch_floats = c->sums * c->sum_floats + c->groups * c->packed_floats + c->ctx->threads * c->thread_floats;
-    if (!n->scratch || n->attr.conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
+    if (keeps) c->packed_floats = weights;
+    if (keeps) c->thread_floats = forward;
+    c->scratch_floats = keeps ? 0 : c->sums * c->sum_floats + c->groups * c->packed_floats;
+    c->thread_space   = (float *)n->scratch + c->scratch_floats;
+    c->scratch_floats += c->ctx->threads * c->thread_floats;
+    if (keeps || !n->scratch || n->attr.conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
     HPML_ASSERT((size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
-    c->sum_space    = (float *)n->scratch;
-    c->packed       = c->sum_space + c->sums * c->sum_floats;
-    c->thread_space = c->packed + c->groups * c->packed_floats;
+    c->sum_space = (float *)n->scratch;
+    c->packed    = c->sum_space + c->sums * c->sum_floats;
 }
 
+static void hpmli_conv_kept(hpmli_conv *c); /* sets the addresses of what c keeps; see >>conv-kept */
 /* Returns the sizes of the convolution n, and the addresses of its scratch memory if that is allocated. */
 HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
 {
@@ -7263,7 +7335,11 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.run_floats   = c.taps * c.C / (c.runs[0] * c.runs[1]);
     c.run_step[0]  = a->conv.dilation[0] * c.x_pitch;
     c.run_step[1]  = a->conv.dilation[1] * c.C;
+    c.act          = a->conv.act;
+    c.weights      = n->src[1] ? n->src[1]->data : NULL;
+    c.bias         = n->src[2] ? n->src[2]->data : NULL;
     hpmli_conv_scratch(&c, n);
+    if (n->state && n->state->keeps) hpmli_conv_kept(&c);
     return c;
 }
 
@@ -7408,6 +7484,94 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>conv-kept   convolutions in graphs that predict: kept weights, folded batchnorm
+// ---------------------------------------------------------------------------------------------------------------------
+/* A convolution in a graph that predicts keeps its packed weights from pass to pass, because packing them costs as much
+   as a third of the pass on one image. ctx->param_writes grows with each change of parameters: hpmli_set_memory,
+   hpml_tensor_set and _copy, files, every pass that trains, optimizer steps. The convolution packs again when
+   ctx->param_writes differs from the value that was kept with the packed weights. A batchnorm that alone reads the
+   result z = w * x + b is folded into the convolution: for each channel
+       y = act(gamma rstd (z - mean) + beta) = act((s w) * x + s (b - mean) + beta),   s = gamma rstd.
+   y then is in the memory of z, and the op of the batchnorm does nothing. Kept memory, in floats: HPMLI_KEPT, whose
+   first 8 bytes are the value of param_writes; with a batchnorm s and the bias; the weights s w, packed or, where
+   kernels read them as they are, in the order of w, and then only if there is a batchnorm. */
+#define HPMLI_KEPT 16 /* floats: 64 bytes, so that the arrays behind are aligned */
+HPMLI_FN bool hpmli_conv_packs(const hpmli_conv *c)
+{
+    return c->n->attr.conv.algorithm != HPML_CONV_IM2COL && !hpmli_conv_is_1x1(c);
+}
+
+/* Returns the batchnorm that is to be folded into convolution n of g; NULL: none. */
+HPMLI_FN hpml_node *hpmli_conv_norm(const hpml_graph *g, const hpml_node *n)
+{
+    hpml_node *found = NULL;
+    if (n->state->kept || n->attr.conv.act != HPML_ACT_NONE) return NULL;
+    for (int i = n->state->order + 1; i < g->count; i++) {
+        if (!hpmli_reads(g->nodes[i], n->out)) continue;
+        if (found || g->nodes[i]->op != HPML_OP_BATCHNORM) return NULL;
+        found = g->nodes[i];
+    }
+    return found;
+}
+
+static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n)
+{
+    struct hpmli_node_state *state = n->state;
+    state->keeps = true;
+    state->folds = hpmli_conv_norm(g, n);
+    if (state->folds) state->folds->state->folds = n;
+    hpmli_conv c      = hpmli_conv_of(g->ctx, n);
+    bool       packs  = hpmli_conv_packs(&c);
+    int64_t    floats = HPMLI_KEPT;
+    if (state->folds) floats += 2 * hpmli_round_up(c.groups * c.OC, 16);
+    if (packs) floats += c.groups * c.packed_floats;
+    else if (state->folds) floats += hpmli_round_up(hpml_tensor_count(n->src[1]), 16);
+    state->kept_bytes   = floats > HPMLI_KEPT ? (size_t)floats * sizeof(float) : 0;
+    state->kept_scratch = n->attr.conv.algorithm == HPML_CONV_IM2COL ? n->scratch_bytes : 0;
+    if (packs) state->kept_scratch = (size_t)c.scratch_floats * sizeof(float);
+}
+
+static void hpmli_conv_kept(hpmli_conv *c)
+{
+    const hpml_node *norm = c->n->state->folds;
+    float           *at   = c->n->state->kept_memory;
+    if (!at) return;
+    at += HPMLI_KEPT;
+    if (norm) {
+        c->scale = at;
+        c->bias  = at + hpmli_round_up(c->groups * c->OC, 16);
+        c->act   = norm->attr.norm.act;
+        at += 2 * hpmli_round_up(c->groups * c->OC, 16);
+    }
+    if (hpmli_conv_packs(c)) c->packed = at;
+    else if (norm) c->weights = at;
+}
+
+/* Brings what c keeps, except packed weights, up to date. Returns true if weights have to be packed: parameters have
+   changed since they were packed, or c keeps nothing. */
+HPMLI_FN bool hpmli_conv_refresh(const hpmli_conv *c)
+{
+    const hpml_node *n = c->n, *norm = n->state->folds;
+    float           *kept = n->state->kept_memory;
+    int64_t          channels = c->groups * c->OC, each = c->C * c->taps;
+    if (!n->state->keeps || !kept) return true;
+    if (memcmp(kept, &c->ctx->param_writes, sizeof c->ctx->param_writes) == 0) return false;
+    memcpy(kept, &c->ctx->param_writes, sizeof c->ctx->param_writes);
+    float *scale = kept + HPMLI_KEPT, *bias = scale + hpmli_round_up(channels, 16);
+    for (int64_t o = 0; o < channels && norm; o++) {
+        double s = 1 / sqrt((double)norm->src[4]->data[o] + (double)norm->attr.norm.eps);
+        if (norm->src[1]) s *= (double)norm->src[1]->data[o];
+        double z = (n->src[2] ? (double)n->src[2]->data[o] : 0) - (double)norm->src[3]->data[o];
+        scale[o] = (float)s;
+        bias[o]  = (float)(s * z + (norm->src[2] ? (double)norm->src[2]->data[o] : 0));
+        if (!hpmli_conv_packs(c))
+            c->ctx->k->vscale_add(bias + hpmli_round_up(channels, 16) + o * each, n->src[1]->data + o * each, scale[o],
+                                  0, each);
+    }
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>conv-run   convolution: its forward and backward pass
 // ---------------------------------------------------------------------------------------------------------------------
 /* Packs weights of HPMLI_CONV_PANEL output channels of a group (one task) in the order in which kernels read them to
@@ -7419,7 +7583,7 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
     int64_t end    = o + HPMLI_CONV_PANEL < c->OC ? o + HPMLI_CONV_PANEL : c->OC;
     const float *w = c->n->src[1]->data + g * c->OC * c->C * c->taps;
     float  *packed = c->packed + g * c->packed_floats;
-    if (!c->want_dx) c->ctx->k->conv_pack(c, packed, w, o);
+    if (!c->want_dx) c->ctx->k->conv_pack(c, packed, w, o, c->scale ? c->scale + g * c->OC : NULL);
     for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_for_dx(c, packed, w, o);
 }
 
@@ -7465,10 +7629,9 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
     int64_t o1 = hpmli_min((piece + 1) * panels / c->channel_pieces * HPMLI_CONV_PANEL, c->OC);
     float  *image = c->thread_space + thread * c->thread_floats, *band = image + c->x_floats;
     for (int64_t g = 0; g < c->groups; g++) {
-        const float *bias = c->n->src[2] ? c->n->src[2]->data + g * c->OC : NULL;
+        const float *bias = c->bias ? c->bias + g * c->OC : NULL;
         hpmli_conv_x_to_nhwc(c, b, g, image);
-        c->ctx->k->conv_forward(c, c->packed + g * c->packed_floats, image, o0, o1, bias,
-                              c->n->attr.conv.act == HPML_ACT_RELU,
+        c->ctx->k->conv_forward(c, c->packed + g * c->packed_floats, image, o0, o1, bias, c->act == HPML_ACT_RELU,
                               hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
     }
 }
@@ -7483,16 +7646,16 @@ HPMLI_FN void hpmli_conv_bias(const hpmli_conv *c, hpmli_gemm_desc *d, const flo
    pixels); back: dx = w^T dy. */
 HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 {
-    const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
+    const hpml_tensor *x = c->n->src[0], *y = c->n->out;
     int64_t rows = c->nhwc ? c->B * c->OH : c->OH;
     for (int64_t g = 0; g < c->groups; g++) {
-        hpmli_mat a  = hpmli_matrix(w->data + g * c->OC * c->C, c->OC, c->C, c->C);
+        hpmli_mat a  = hpmli_matrix(c->weights + g * c->OC * c->C, c->OC, c->C, c->C);
         hpmli_mat b  = hpmli_conv_mat(c, back ? y->grad : x->data, back, 0, g, 0, rows);
         hpmli_mat to = hpmli_conv_mat(c, back ? x->grad : y->data, !back, 0, g, 0, rows);
         b.count = to.count = c->nhwc ? 1 : c->B;
         hpmli_gemm_desc d = hpmli_gemm_of(back ? hpmli_transposed(a) : a, b, to, back && c->n->accumulate[0]);
-        hpmli_conv_bias(c, &d, !back && bias ? bias->data + g * c->OC : NULL);
-        d.act = !back && c->n->attr.conv.act == HPML_ACT_RELU;
+        hpmli_conv_bias(c, &d, !back && c->bias ? c->bias + g * c->OC : NULL);
+        d.act = !back && c->act == HPML_ACT_RELU;
         hpmli_gemm(c->ctx, &d);
     }
 }
@@ -7566,12 +7729,12 @@ HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
             int64_t   weights = m.g * c->OC * K;
             hpmli_mat columns = hpmli_matrix(m.p, K, m.rows * c->OW, m.rows * c->OW);
             hpmli_mat to      = hpmli_conv_mat(c, back ? y->grad : y->data, true, m.b, m.g, row, m.rows);
-            hpmli_mat by      = hpmli_matrix(w->data + weights, c->OC, K, K);
+            hpmli_mat by      = hpmli_matrix(c->weights + weights, c->OC, K, K);
             if (!back || dw) hpmli_parallel(c->ctx, K, hpmli_columns_task, &m);
             if (!back) {
                 hpmli_gemm_desc d = hpmli_gemm_of(by, columns, to, false);
-                hpmli_conv_bias(c, &d, bias ? bias->data + m.g * c->OC : NULL);
-                d.act = n->attr.conv.act == HPML_ACT_RELU;
+                hpmli_conv_bias(c, &d, c->bias ? c->bias + m.g * c->OC : NULL);
+                d.act = c->act == HPML_ACT_RELU;
                 hpmli_gemm(c->ctx, &d);
             }
             if (dw)
@@ -7586,13 +7749,14 @@ HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
 
 HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
 {
-    hpmli_conv c   = hpmli_conv_of(run->ctx, n);
-    hpml_act   act = n->attr.conv.act;
+    hpmli_conv c    = hpmli_conv_of(run->ctx, n);
+    hpml_act   act  = c.act;
+    bool       pack = hpmli_conv_refresh(&c);
     if (n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
     else if (hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, false);
     else {
         int64_t panels = hpmli_conv_panels(c.OC), want = 2 * run->ctx->threads; /* number of tasks */
-        hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
+        if (pack) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
         c.channel_pieces = hpmli_min((want - 1) / c.B + 1, panels); /* fewer images than threads: cut channels, too */
         if (run->ctx->threads == 1) c.channel_pieces = 1;
         hpmli_parallel(run->ctx, c.B * c.channel_pieces, hpmli_conv_forward_task, &c);
@@ -7995,6 +8159,7 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
 {
     const int64_t *y = n->out->shape; /* absent dimensions are 1 */
     bool           measure = run->train || backward, shared = run->sum && run->train;
+    if (n->state->folds) return HPML_OK; /* computed by the convolution before it */
     hpmli_bn_job   j = { run, run->ctx->k, n, run->idle ? 0 : y[0], y[1], y[2] * y[3], (double *)n->scratch,
                          backward, measure, !shared };
     j.sums[2 * j.C]  = (double)(j.B * j.P);
@@ -16576,8 +16741,9 @@ HPMLI_VEC_INLINE void HV(conv_store_transposed)(const float *x, int64_t ldx, int
     }
 }
 /* Packs the weights w (OC, C, taps) of output channels [o, o + HPMLI_CONV_PANEL) as tiles read them, in panels of
-   HPMLI_NR channels: dst[panel][(tap * C + c) * HPMLI_NR + lane], with zeros in lanes without a channel. */
-HPMLI_KERNEL void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
+   HPMLI_NR channels: dst[panel][(tap * C + c) * HPMLI_NR + lane], with zeros in lanes without a channel. scale, if not
+   NULL: (OC) factors of the channels' weights. */
+HPMLI_KERNEL void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o, const float *scale)
 {
     int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC, each = d->C * d->taps;
     if (end % HPMLI_NR) memset(dst + end / HPMLI_NR * HPMLI_NR * each, 0, (size_t)(each * HPMLI_NR) * sizeof *dst);
@@ -16587,6 +16753,8 @@ HPMLI_KERNEL void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w,
         for (int64_t c = 0; c < d->C; c++)
             HV(conv_store_transposed)(w + o * each + c * d->taps, each, rows, d->taps, false, to + c * HPMLI_NR,
                                       d->C * HPMLI_NR, NULL, 0, 0);
+        for (int64_t k = 0; k < each && scale; k++)
+            HV(store)(to + k * HPMLI_NR, HV(load)(to + k * HPMLI_NR) * HV(load_upto)(scale + o, rows));
     }
 }
 /* Packs the weights w of output channel o for the gradient of the convolution's input: the weights of each run of
