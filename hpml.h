@@ -1950,6 +1950,7 @@ typedef struct hpmli_conv {
     int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
     int64_t    run_floats;             /* length of a run in floats */
     int64_t    run_step[2];            /* distances of the runs in x */
+    int64_t    expanded;               /* floats of the expanded image of x (>>conv-kept); 0: x is not expanded */
     int64_t    band_rows;              /* forward: rows of y that are computed in a buffer before they are stored */
     int64_t    channel_pieces;         /* forward: tasks for one image, each for some channels */
     bool       want_dx, want_dw, want_db;
@@ -5568,6 +5569,7 @@ HPMLI_FN bool hpmli_graph_whole(hpml_graph *g)
     return true;
 }
 
+static void *hpmli_cpu_zeroed(hpml_ctx *ctx, size_t bytes, bool huge); /* see >>backend */
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
 {
     if (!g) return HPML_ERR_ARGUMENT;
@@ -5575,7 +5577,8 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (hpmli_failed(ctx)) return ctx->status;
     if (g->arena) return HPML_OK;
     if (hpml_param_init(ctx) != HPML_OK || !hpmli_graph_whole(g)) return ctx->status;
-    g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + g->memory.packed + 64);
+    const size_t bytes = g->memory.activations + g->scratch_bytes + g->memory.packed + 64;
+    g->arena = (char *)(g->memory.packed > 0 ? hpmli_cpu_zeroed(ctx, bytes, true) : hpmli_device_alloc(ctx, bytes));
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
     if (ctx->status != HPML_OK) return ctx->status;
     for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
@@ -7291,7 +7294,7 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     c->packed_floats  = hpmli_max(weights, for_dx);
     c->thread_floats  = hpmli_max(forward, backward);
     if (keeps) c->packed_floats = weights;
-    if (keeps) c->thread_floats = forward;
+    if (keeps) c->thread_floats = forward + hpmli_round_up(c->expanded, 16);
     c->scratch_floats = keeps ? 0 : c->sums * c->sum_floats + c->groups * c->packed_floats;
     c->thread_space   = (float *)n->scratch + c->scratch_floats;
     c->scratch_floats += c->ctx->threads * c->thread_floats;
@@ -7301,6 +7304,7 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     c->packed    = c->sum_space + c->sums * c->sum_floats;
 }
 
+static void hpmli_conv_expands(hpmli_conv *c); /* see >>conv-kept */
 static void hpmli_conv_kept(hpmli_conv *c); /* sets the addresses of what c keeps; see >>conv-kept */
 /* Returns the sizes of the convolution n, and the addresses of its scratch memory if that is allocated. */
 HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
@@ -7338,6 +7342,7 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.act          = a->conv.act;
     c.weights      = n->src[1] ? n->src[1]->data : NULL;
     c.bias         = n->src[2] ? n->src[2]->data : NULL;
+    if (n->state && n->state->keeps) hpmli_conv_expands(&c);
     hpmli_conv_scratch(&c, n);
     if (n->state && n->state->keeps) hpmli_conv_kept(&c);
     return c;
@@ -7495,6 +7500,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
    y then is in the memory of z, and the op of the batchnorm does nothing. Kept memory, in floats: HPMLI_KEPT, whose
    first 8 bytes are the value of param_writes; with a batchnorm s and the bias; the weights s w, packed or, where
    kernels read them as they are, in the order of w, and then only if there is a batchnorm. */
+#define HPMLI_CONV_ROW 14 /* pixels of a row of y from which on a tile is full enough */
 #define HPMLI_KEPT 16 /* floats: 64 bytes, so that the arrays behind are aligned */
 HPMLI_FN bool hpmli_conv_packs(const hpmli_conv *c)
 {
@@ -7529,6 +7535,42 @@ static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n)
     state->kept_bytes   = floats > HPMLI_KEPT ? (size_t)floats * sizeof(float) : 0;
     state->kept_scratch = n->attr.conv.algorithm == HPML_CONV_IM2COL ? n->scratch_bytes : 0;
     if (packs) state->kept_scratch = (size_t)c.scratch_floats * sizeof(float);
+}
+
+/* Where rows of y are shorter than a tile of pixels, a convolution that keeps its weights computes all rows of y as one
+   row, so that tiles are full and weights are read less often. For this, the padded image of x is expanded: for each
+   pixel of y in turn, the numbers that it reads. With a stride of 1 from row to row, only those of one row of the
+   kernel: the next row of the kernel reads the same, some rows of y later. The order of sums stays the same. */
+static void hpmli_conv_expands(hpmli_conv *c)
+{
+    const hpml_attr *a  = &c->n->attr;
+    const bool       by_row = a->conv.stride[0] == 1; /* a pixel's numbers of one row of the kernel, else of all rows */
+    if (!hpmli_conv_packs(c) || c->OW >= HPMLI_CONV_ROW || c->OC < HPMLI_CONV_PANEL) return;
+    int64_t pixel = c->taps * c->C / (by_row ? a->conv.kernel[0] : 1); /* floats */
+    int64_t more  = by_row ? (a->conv.kernel[0] - 1) * a->conv.dilation[0] : 0; /* rows of x that y has not */
+    c->expanded     = (c->OH + more) * c->OW * pixel;
+    c->runs[0]      = by_row ? a->conv.kernel[0] : 1;
+    c->runs[1]      = 1;
+    c->run_floats   = pixel;
+    c->run_step[0]  = a->conv.dilation[0] * c->OW * pixel;
+    c->x_pixel_step = pixel;
+    c->OW *= c->OH;
+    c->OH = 1;
+}
+
+/* Copies the padded image of x in NHWC order to `to`, expanded. */
+HPMLI_FN void hpmli_conv_expand(const hpmli_conv *c, const float *image, float *to)
+{
+    const hpml_attr *a      = &c->n->attr;
+    const bool       joined = a->conv.dilation[1] == 1; /* the taps of a row of the kernel are contiguous */
+    const int64_t    run    = joined ? a->conv.kernel[1] * c->C : c->C, width = hpmli_image(c->n->out, 2);
+    for (const float *end = to + c->expanded; to < end; image += a->conv.stride[0] * c->x_pitch)
+        for (int64_t j = 0; j < width; j++)
+            for (int64_t at = 0; at < c->run_floats; at += run, to += run) {
+                int64_t tap = at / c->C, h = tap / a->conv.kernel[1], w = tap % a->conv.kernel[1];
+                memcpy(to, image + h * a->conv.dilation[0] * c->x_pitch +
+                       (j * a->conv.stride[1] + w * a->conv.dilation[1]) * c->C, (size_t)run * sizeof *to);
+            }
 }
 
 static void hpmli_conv_kept(hpmli_conv *c)
@@ -7628,11 +7670,13 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
     int64_t o0 = piece * panels / c->channel_pieces * HPMLI_CONV_PANEL;
     int64_t o1 = hpmli_min((piece + 1) * panels / c->channel_pieces * HPMLI_CONV_PANEL, c->OC);
     float  *image = c->thread_space + thread * c->thread_floats, *band = image + c->x_floats;
+    float  *expanded = band + hpmli_round_up(c->band_rows * c->OW, 16) * HPMLI_CONV_PANEL;
     for (int64_t g = 0; g < c->groups; g++) {
         const float *bias = c->bias ? c->bias + g * c->OC : NULL;
         hpmli_conv_x_to_nhwc(c, b, g, image);
-        c->ctx->k->conv_forward(c, c->packed + g * c->packed_floats, image, o0, o1, bias, c->act == HPML_ACT_RELU,
-                              hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
+        if (c->expanded > 0) hpmli_conv_expand(c, image, expanded);
+        c->ctx->k->conv_forward(c, c->packed + g * c->packed_floats, c->expanded > 0 ? expanded : image, o0, o1, bias,
+                                c->act == HPML_ACT_RELU, hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
     }
 }
 
@@ -9536,13 +9580,20 @@ HPMLI_FN void hpmli_clear_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     }
 }
 
-HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
+/* Allocates zeroed memory; huge: if possible in huge pages, because of their fewer, faster translations of addresses. */
+static void *hpmli_cpu_zeroed(hpml_ctx *ctx, size_t bytes, bool huge)
 {
-    hpml_ctx       *ctx = (hpml_ctx *)device;
-    hpmli_clear_job j   = { (char *)hpmli_alloc(ctx, bytes), bytes };
+    hpmli_clear_job j = { (char *)hpmli_alloc(ctx, bytes), bytes };
+#ifdef MADV_HUGEPAGE
+    if (j.p && huge && bytes > HPMLI_CLEAR)
+        madvise(j.p + (4096 - (uintptr_t)j.p % 4096) % 4096, (bytes - 4096) / 4096 * 4096, MADV_HUGEPAGE);
+#else
+    (void)huge;
+#endif
     if (j.p) hpmli_parallel(ctx, (int64_t)((bytes + HPMLI_CLEAR - 1) / HPMLI_CLEAR), hpmli_clear_task, &j);
     return j.p;
 }
+HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes) { return hpmli_cpu_zeroed((hpml_ctx *)device, bytes, false); }
 HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED) { hpmli_free((hpml_ctx *)device, p); }
 HPMLI_FN hpml_status hpmli_cpu_copy(void *device HPMLI_UNUSED, void *to, const void *from, size_t bytes)
 {
@@ -9953,6 +10004,7 @@ HPMLI_FN void hpmli_update_clip(hpml_update *u)
 
 static hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
+    ctx->param_writes++;
     for (int i = 0; i < count; i++) {
         hpml_update           u       = updates[i];
         const hpml_optimizer *row     = hpmli_update_row(&u);
@@ -10693,6 +10745,7 @@ HPML_API float *hpml_trainer_part(hpml_trainer *t, int param, hpml_array which)
     const int k = (int)which - HPML_ARRAY_STATE;
     if (hpml_trainer_alloc(t) != HPML_OK || hpml_trainer_place(t, param) < 0 || k >= HPML_MAX_STATES) return NULL;
     const hpml_update *u = &t->updates[param];
+    if (which == HPML_ARRAY_VALUES) hpml_tensor_changed(t->ctx->params[param]); /* the caller may write */
     if (which == HPML_ARRAY_VALUES) return u->w;
     return which == HPML_ARRAY_GRADIENTS ? u->g : u->state[k];
 }
@@ -10792,6 +10845,7 @@ HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *f
     int    k     = (int)which - HPML_ARRAY_STATE;
     if (hpml_trainer_alloc(t) != HPML_OK) t = NULL;
     if (t && which == HPML_ARRAY_VALUES) array = hpmli_trainer_values(t);
+    if (array) t->ctx->param_writes++; /* the caller may write */
     if (t && which == HPML_ARRAY_GRADIENTS) array = hpmli_graph_place_grads(t->graph);
     if (t && k >= 0 && k < HPML_MAX_STATES) array = t->state[k];
     if (floats) *floats = array ? hpmli_trainer_kept(t, hpmli_shard_of(which)) : 0;
@@ -11550,6 +11604,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (status == HPML_OK) status = hpmli_step_run(t, &s);
     if (status != HPML_OK) return status;
     status = hpmli_step_update(t);
+    t->ctx->param_writes++; /* hooks may have written */
     if (t->ctx->trace) hpmli_trace_stepped(t->ctx, s.number, s.traced_start, s.loss_known ? s.loss : (float)NAN);
     if (info && status == HPML_OK) hpmli_step_fill_info(t, &s, info);
     return status;
@@ -16664,6 +16719,7 @@ HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
    The same tile computes all three products. The gradient of the weights has taps x channels as rows and sums over
    pixels; the gradient of the input has pixels of dy as rows, taps x channels as columns, and is added to the places
    that those taps read. */
+#define HPMLI_CONV_AHEAD 512 /* floats: how far behind the vectors of b being multiplied the next ones are fetched */
 /* Computes a tile of mr rows by nv vectors of the product that s describes, of the operands at a and b, into c, with
    the row macros of >>gemm. All lanes are stored, because the arrays have space for whole tiles. */
 HPMLI_VEC_INLINE void HV(conv_tile)(const int mr, const int nv, HPMLI_CONV_TILE_ARGS)
@@ -16678,6 +16734,8 @@ HPMLI_VEC_INLINE void HV(conv_tile)(const int mr, const int nv, HPMLI_CONV_TILE_
             const float *a12 = a9 + 3 * a_row, *q = b_from;
             for (int64_t k = s->length; k > 0; k--) {
                 HV(f32) b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_LANES), b2 = b1, b3 = b1;
+                __builtin_prefetch(q + HPMLI_CONV_AHEAD);
+                __builtin_prefetch(q + HPMLI_CONV_AHEAD + HPMLI_NR - 1);
                 HPMLI_ROWS(HPMLI_TILE_ROW, nv)
                 a0 += a_k, a3 += a_k, a6 += a_k, a9 += a_k, a12 += a_k, q += b_k;
             }
