@@ -13983,6 +13983,7 @@ HPMLI_FN void hpmli_distribute(hpml_ctx *ctx, const hpml_trainer *t, const hpml_
     if (!array || count == 0) return; /* another rank has the array */
     if (hpmli_param_is_cut(p)) hpml_param_copy(p, part, first, count, (float *)(uintptr_t)whole, false);
     ctx->backend->write(ctx->device, array, hpmli_param_is_cut(p) ? part : whole, (size_t)count * sizeof *part);
+    ctx->param_writes++;
 }
 
 HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array which, float *whole)
