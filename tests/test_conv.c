@@ -787,7 +787,7 @@ typedef struct net {
     hpml_conv_algorithm algorithm;
     int  act;    /* of the first convolution */
     int  layout; /* of the images */
-    int  other;  /* 1: another op reads the first convolution's result; 2: the result is an output */
+    int  other;  /* 1: another op reads the first convolution's result; 2: the result is an output; 3: two batchnorms */
 } net;
 static const net nets[] = {
     { 3, 20, 40, 3, 1, 1, 1, false, true, true, HPML_CONV_AUTO, 0, 0, 0 },
@@ -807,6 +807,7 @@ static const net nets[] = {
     { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, HPML_ACT_TANH, 0, 0 },
     { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, 0, 0, 1 },
     { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, 0, 0, 2 },
+    { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, 0, 0, 3 },
 };
 #define NETS ((int)(sizeof nets / sizeof nets[0]))
 
@@ -835,6 +836,7 @@ static netted net_make(hpml_ctx *ctx, const net *n, int64_t batch, bool predict)
     z            = hpml_conv2d(m.x, n->out, &c);
     m.y          = hpml_batchnorm(z, &b);
     if (n->other == 1) m.y = hpml_add(m.y, z);
+    if (n->other == 3) m.y = hpml_add(m.y, hpml_batchnorm(z, &b));
     memset(&c, 0, sizeof c);
     c.kernel_h = 3, c.padding_h = 1, c.activation = HPML_ACT_RELU;
     m.y = hpml_conv2d(m.y, 20, &c);
