@@ -3,10 +3,11 @@
 # The fastest peer counts; medians of alternating rounds. Rows go to build/bench.jsonl, with the figures of all peers.
 #     sh tests/bench/bench_models.sh [MODEL...]    MODEL: a name of `build/bench_models list`, or growth; none: all
 # In the environment: ROUNDS (3), TURN (1: seconds of a measurement), THREADS ("1 2", and 4 8 16 where there are so many
-# cores), COMPILE (90: seconds that the first compiled step may take; 0: eager only; what is compiled is kept in
-# build/inductor), LLMC (the folder with llm.c's source), CPU=avx2 (holds hpml and PyTorch to that instruction set).
+# cores), COMPILE (90: seconds that the first compiled step may take; 0: eager only), LLMC (the folder with llm.c's
+# source), CPU=avx2 (holds hpml and PyTorch to that instruction set). What is compiled is kept in build/inductor; after
+# 35 minutes COMPILE becomes 10, enough to load it, so that all rows take less than an hour; a further run has the rest.
 . tests/bench/rows.sh
-bench=models rounds=${ROUNDS:-3} failed=0 missing=
+bench=models rounds=${ROUNDS:-3} began=$(date +%s) failed=0 missing=
 trap '' PIPE
 [ -z "$CPU" ] || export ATEN_CPU_CAPABILITY="$CPU" ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 command -v python3 >/dev/null || missing="python3 is not installed"
@@ -67,18 +68,19 @@ growth() {
 
 printf '%-44s %12s %-10s %-22s %12s %7s%8s %8s %8s\n' case hpml unit peer peer_value ratio of_peak MB peer_MB
 build/bench_models list >build/models.list
-for model in ${*:-$(cut -d ' ' -f 1 build/models.list | uniq) growth}; do
-    [ "$model" != growth ] || { growth; continue; }
-    grep -q "^$model " build/models.list || { echo "no model $model"; failed=1; }
-    for threads in ${THREADS:-1 2 4 8 16}; do
-        [ "$threads" -le 2 ] || [ "$threads" -le "$(nproc)" ] || continue
+models=${*:-$(cut -d ' ' -f 1 build/models.list | uniq) growth}
+for threads in ${THREADS:-1 2 4 8 16}; do
+    [ "$threads" -le 2 ] || [ "$threads" -le "$(nproc)" ] || continue
+    for model in $models; do
+        [ "$model" != growth ] || continue
+        grep "^$model " build/models.list >build/models.rows || { echo "no model $model"; failed=1; }
         while read -r line <&3; do
+            [ "$(($(date +%s) - began))" -lt 2100 ] || export COMPILE=10
             measure $line "$threads" && report $line "$threads" || failed=1
             exec 4>&- 5<&-
             wait
-        done 3<<-END
-		$(grep "^$model " build/models.list)
-		END
+        done 3<build/models.rows
     done
 done
+case " $models " in *growth*) growth ;; esac
 exit $failed
