@@ -8,7 +8,9 @@
 # 35 minutes COMPILE becomes 10, enough to load it, so that all rows take less than an hour; a further run has the rest.
 . tests/bench/rows.sh
 bench=models rounds=${ROUNDS:-3} began=$(date +%s) failed=0 missing=
+tmp=$(mktemp -d)
 trap '' PIPE
+trap 'rm -rf "$tmp"' EXIT
 [ -z "$CPU" ] || export ATEN_CPU_CAPABILITY="$CPU" ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 command -v python3 >/dev/null || missing="python3 is not installed"
 if [ -n "$LLMC" ]; then # with the flags of its Makefile
@@ -17,20 +19,19 @@ if [ -n "$LLMC" ]; then # with the flags of its Makefile
     export LLMC=build/bench_llmc
 fi
 
-value() { awk -v key="$2" '{ for (i = 1; i < NF; i += 2) if ($i == key) print $(i + 1) }' "build/models.$1" | median; }
+value() { awk -v key="$2" '{ for (i = 1; i < NF; i += 2) if ($i == key) print $(i + 1) }' "$tmp/$1" | median; }
 
 measure() { # MODEL OPTIMIZER BATCH train|predict THREADS: ours and the peers' program take turns
-    : >build/models.ours; : >build/models.theirs; : >build/models.errors
+    : >"$tmp/ours"; : >"$tmp/theirs"; : >"$tmp/errors"
     if [ -z "$missing" ]; then
-        rm -f build/models.ask build/models.answer
-        mkfifo build/models.ask build/models.answer || exit 1
-        timeout 900 python3 tests/bench/bench_models.py "$@" \
-            <build/models.ask >build/models.answer 2>build/models.errors &
-        exec 4>build/models.ask 5<build/models.answer
+        rm -f "$tmp/ask" "$tmp/answer"
+        mkfifo "$tmp/ask" "$tmp/answer" || exit 1
+        timeout 900 python3 tests/bench/bench_models.py "$@" <"$tmp/ask" >"$tmp/answer" 2>"$tmp/errors" &
+        exec 4>"$tmp/ask" 5<"$tmp/answer"
     fi
     for round in $(seq "$rounds"); do
-        timeout 300 build/bench_models "$1" "$3" "$4" "$5" "$CPU" >>build/models.ours || return 1
-        [ -n "$missing" ] || { echo go >&4; read -r answer <&5 && echo "$answer" >>build/models.theirs; } 2>/dev/null
+        timeout 300 build/bench_models "$1" "$3" "$4" "$5" "$CPU" >>"$tmp/ours" || return 1
+        [ -n "$missing" ] || { echo go >&4; read -r answer <&5 && echo "$answer" >>"$tmp/theirs"; } 2>/dev/null
     done
 }
 
@@ -50,7 +51,7 @@ report() { # MODEL OPTIMIZER BATCH train|predict THREADS: the row of what was me
         }
         theirs=${best% *} peer=${best#* } ratio=$(ratio "$ours" "$theirs")
     fi
-    why=$(grep -E '^(PyTorch|pytorch|compiled|onnxruntime|llm.c): ' build/models.errors | sort -u)
+    why=$(grep -E '^(PyTorch|pytorch|compiled|onnxruntime|llm.c): ' "$tmp/errors" | sort -u)
     why=$(echo "${missing:-$why}" | tr -d '"\\\t' | tr '\n' ' ')
     row "$1 $3 $4 ${5}t${CPU:+ $CPU}" samples/s "$ours" "$peer" "$theirs" "$ratio" \
         "$(printf '%8s %8s %8s  %s' "$(value ours of_peak)" "$(value ours mb)" "${memory:-null}" "$why")" \
@@ -61,25 +62,25 @@ growth() {
     build/bench_models growth | while IFS='|' read -r case unit cost first ratio; do
         row "$case" "$unit" "$cost" "the smallest" "$first" "$ratio"
     done
-    for round in $(seq "$rounds"); do timeout 100 build/bench_comm workers mlp 64; done >build/models.ours
+    for round in $(seq "$rounds"); do timeout 100 build/bench_comm workers mlp 64; done >"$tmp/ours"
     one=$(value ours one) sixteen=$(value ours sixteen)
     row "16 workers, MLP of batch 64 each" samples/s "$sixteen" "1 worker" "$one" "$(ratio "$sixteen" "$one")"
 }
 
 printf '%-44s %12s %-10s %-22s %12s %7s%8s %8s %8s\n' case hpml unit peer peer_value ratio of_peak MB peer_MB
-build/bench_models list >build/models.list
-models=${*:-$(cut -d ' ' -f 1 build/models.list | uniq) growth}
+build/bench_models list >"$tmp/list"
+models=${*:-$(cut -d ' ' -f 1 "$tmp/list" | uniq) growth}
 for threads in ${THREADS:-1 2 4 8 16}; do
     [ "$threads" -le 2 ] || [ "$threads" -le "$(nproc)" ] || continue
     for model in $models; do
         [ "$model" != growth ] || continue
-        grep "^$model " build/models.list >build/models.rows || { echo "no model $model"; failed=1; }
+        grep "^$model " "$tmp/list" >"$tmp/rows" || { echo "no model $model"; failed=1; }
         while read -r line <&3; do
             [ "$(($(date +%s) - began))" -lt 2100 ] || export COMPILE=10
             measure $line "$threads" && report $line "$threads" || failed=1
             exec 4>&- 5<&-
             wait
-        done 3<build/models.rows
+        done 3<"$tmp/rows"
     done
 done
 case " $models " in *growth*) growth ;; esac
