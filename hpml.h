@@ -1955,6 +1955,8 @@ typedef struct hpmli_conv {
     bool       want_dx, want_dw, want_db;
     int64_t    sums, sum_floats;       /* backward: number and size of partial sums of dw and db */
     int64_t    images_at_once;         /* backward: images whose dw is summed by one product */
+    bool       by_channels;            /* backward: dw is summed over all images, in tasks for some channels each */
+    float     *all_x, *all_dy, *all_dw; /* by_channels: x and dy of all images in NHWC order; dw as tiles store it */
     int64_t    images_forward;         /* forward: images of a task; above 1 the rows of a tile are a pixel of each */
     float     *packed;                 /* packed weights: (groups, packed_floats) */
     float     *sum_space;              /* partial sums: (sums, sum_floats) */
@@ -1977,6 +1979,7 @@ typedef struct hpmli_conv_product {
 } hpmli_conv_product;
 #define HPMLI_CONV_TILE_ARGS const hpmli_conv_product *s, const float *a, const float *b, float *c
 typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
+#define HPMLI_CONV_IMAGES 12 /* images that share a load of the weights, where images are small */
 #define HPMLI_CONV_NARROW 8  /* images with narrower rows have tiles that go over rows or images */
 #define HPMLI_CONV_PIXELS 32 /* pixels whose products with a panel of weights are computed at once */
 #define HPMLI_CONV_PANEL 32 /* channels in a task of a convolution; a multiple of HPMLI_NR in every instruction set */
@@ -2043,8 +2046,10 @@ typedef struct hpmli_kernels {
     void (*conv_forward)(const hpmli_conv *d, int64_t images, const float *w, const float *x, int64_t o0, int64_t o1,
                          const float *bias, int relu, float *y, float *band);
     void (*conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx);
-    void (*conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int add);
-    void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t o, int accumulate);
+    void (*conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int64_t o0,
+                             int64_t o1, int add);
+    void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t count, int64_t o,
+                        int accumulate);
     /* Sets y to the n maxima of the 2 x 2 windows in the rows at x and x + width, and `at` to the position of each
        maximum in its window, 0 to 3. */
     void (*max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n);
@@ -7218,7 +7223,8 @@ HPMLI_OP(sum, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_sum_r
        }
    HPML_CONV_DIRECT computes this by the kernels of >>conv-kernels, HPML_CONV_IM2COL by a matrix product with copies of
    x, in less memory. The gradient of the weights is summed image by image into a number of partial sums that depends on
-   the shape alone and that are added up in order, so that the bits do not depend on the number of threads. */
+   the shape alone and that are added up in order, or (by_channels) over all images in tasks for some channels each; so
+   the bits do not depend on the number of threads. */
 
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 HPMLI_FN int64_t hpmli_conv_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
@@ -7229,22 +7235,30 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     int64_t weights = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
     int64_t for_dx  = c->runs[0] * c->runs[1] * hpmli_round_up(c->run_floats, HPMLI_CONV_PANEL) * c->OC;
     int64_t band, forward, backward; /* floats of scratch memory for a thread */
-    c->images_forward = c->OW < HPMLI_CONV_NARROW ? hpmli_min(c->B, 12) : 1; /* a narrow row would fill only a part of a tile */
+    int64_t copies;                  /* floats of scratch memory for all threads together, if by_channels */
+    c->images_forward = c->OW < HPMLI_CONV_NARROW ? hpmli_min(c->B, HPMLI_CONV_IMAGES) : 1; /* a narrow row would fill only a part of a tile */
     c->band_rows      = c->images_forward > 1 ? c->OH : hpmli_max(64 / c->OW, 1);
     c->sums           = hpmli_min(c->groups * weights > 65536 ? 8 : 16, c->B);
     c->images_at_once = hpmli_max(hpmli_min(128 / (c->OH * c->OW), (c->B - 1) / c->sums + 1), 1);
     band              = hpmli_round_up(c->images_forward * c->band_rows * c->OW, 16) * HPMLI_CONV_PANEL;
     forward           = c->images_forward * c->x_floats + band;
     backward          = c->images_at_once * (2 * c->x_floats + c->y_floats);
-    c->sum_floats     = c->groups * weights + hpmli_round_up(c->groups * c->OC, 16);
+    /* Many weights of small images: copies of all images take less memory, and time, than partial sums of dw. */
+    copies            = c->B * (c->x_floats + c->y_floats) + weights;
+    c->by_channels    = c->groups == 1 && c->OW < HPMLI_CONV_NARROW && copies < c->sums * weights;
+    c->sum_floats     = (c->by_channels ? 0 : c->groups * weights) + hpmli_round_up(c->groups * c->OC, 16);
     c->packed_floats  = hpmli_max(weights, for_dx);
-    c->thread_floats  = hpmli_max(forward, backward);
+    c->thread_floats  = hpmli_max(forward, c->by_channels ? HPMLI_CONV_IMAGES * c->x_floats : backward);
     c->scratch_floats = c->sums * c->sum_floats + c->groups * c->packed_floats + c->ctx->threads * c->thread_floats;
+    if (c->by_channels) c->scratch_floats += copies;
     if (!n->scratch || n->attr.conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
     HPML_ASSERT((size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
     c->sum_space    = (float *)n->scratch;
     c->packed       = c->sum_space + c->sums * c->sum_floats;
     c->thread_space = c->packed + c->groups * c->packed_floats;
+    c->all_dw       = c->thread_space + c->ctx->threads * c->thread_floats;
+    c->all_x        = c->all_dw + weights;
+    c->all_dy       = c->all_x + c->B * c->x_floats;
 }
 
 /* Returns the sizes of the convolution n, and the addresses of its scratch memory if that is allocated. */
@@ -7620,6 +7634,16 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
+/* Computes dx of group g of `images` images from number b on. ys: dy in NHWC order; dx: space for their padded images. */
+HPMLI_FN void hpmli_conv_dx(const hpmli_conv *c, int64_t b, int64_t images, int64_t g, const float *ys, float *dx)
+{
+    memset(dx, 0, (size_t)(images * c->x_floats) * sizeof(float));
+    c->ctx->k->conv_input_grad(c, images, c->packed + g * c->packed_floats, ys, dx);
+    for (int64_t i = 0; i < images; i++)
+        c->ctx->k->conv_from_nhwc(c, hpmli_conv_mat(c, c->n->src[0]->grad, false, b + i, g, 0, 1).p,
+                                  dx + i * c->x_floats + c->x_first, c->n->accumulate[0]);
+}
+
 /* The task of one range of images: computes the images' dx, and the partial sum number `sum` of dw and db over them. */
 HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t sum, int thread)
 {
@@ -7637,15 +7661,40 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t sum, int thread)
                 if (c->want_dw) hpmli_conv_x_to_nhwc(c, b + i, g, xs + i * c->x_floats);
                 if (c->want_dw || c->want_dx) hpmli_conv_dy_to_nhwc(c, b + i, g, ys + i * c->y_floats);
             }
-            if (c->want_dw) c->ctx->k->conv_weight_grad(c, images, xs, ys, dw + g * panels, b > first);
-            if (!c->want_dx) continue;
-            memset(dx, 0, (size_t)(images * c->x_floats) * sizeof(float));
-            c->ctx->k->conv_input_grad(c, images, c->packed + g * c->packed_floats, ys, dx);
-            for (int64_t i = 0; i < images; i++)
-                c->ctx->k->conv_from_nhwc(c, hpmli_conv_mat(c, c->n->src[0]->grad, false, b + i, g, 0, 1).p,
-                                       dx + i * c->x_floats + c->x_first, c->n->accumulate[0]);
+            if (c->want_dw) c->ctx->k->conv_weight_grad(c, images, xs, ys, dw + g * panels, 0, c->OC, b > first);
+            if (c->want_dx) hpmli_conv_dx(c, b, images, g, ys, dx);
         }
     }
+}
+
+/* by_channels: computes dz and partial sum number `sum` of db of a range of images (one task), and copies the images. */
+HPMLI_FN void hpmli_conv_copy_task(void *arg, int64_t sum, int thread HPMLI_UNUSED)
+{
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    int64_t first = sum * c->B / c->sums, end = (sum + 1) * c->B / c->sums;
+    for (int64_t b = first; b < end; b++) {
+        hpmli_conv_dz_and_db(c, b, c->sum_space + sum * c->sum_floats, b == first);
+        if (c->want_dw) hpmli_conv_x_to_nhwc(c, b, 0, c->all_x + b * c->x_floats);
+        hpmli_conv_dy_to_nhwc(c, b, 0, c->all_dy + b * c->y_floats);
+    }
+}
+
+/* by_channels: sums dw over all images for HPMLI_CONV_PANEL output channels (one task). */
+HPMLI_FN void hpmli_conv_dw_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    int64_t o = task * HPMLI_CONV_PANEL;
+    c->ctx->k->conv_weight_grad(c, c->B, c->all_x, c->all_dy, c->all_dw + o * c->taps * c->C, o,
+                                hpmli_min(o + HPMLI_CONV_PANEL, c->OC), 0);
+}
+
+/* by_channels: computes dx of up to HPMLI_CONV_IMAGES images (one task). */
+HPMLI_FN void hpmli_conv_dx_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    int64_t b = task * HPMLI_CONV_IMAGES;
+    hpmli_conv_dx(c, b, hpmli_min(HPMLI_CONV_IMAGES, c->B - b), 0, c->all_dy + b * c->y_floats,
+                  c->thread_space + thread * c->thread_floats);
 }
 
 /* Adds up the partial sums of dw for HPMLI_CONV_PANEL output channels of one group (one task). */
@@ -7653,8 +7702,9 @@ HPMLI_FN void hpmli_conv_sum_parts_task(void *arg, int64_t task, int thread HPML
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
     int64_t panels = hpmli_conv_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
-    c->ctx->k->conv_unpack(c, c->n->src[1]->grad + g * c->OC * c->C * c->taps,
-                           c->sum_space + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, o, c->n->accumulate[1]);
+    const float *sums = c->by_channels ? c->all_dw : c->sum_space + g * c->taps * c->C * panels * HPMLI_CONV_PANEL;
+    c->ctx->k->conv_unpack(c, c->n->src[1]->grad + g * c->OC * c->C * c->taps, sums, c->by_channels ? 1 : c->sums, o,
+                           c->n->accumulate[1]);
 }
 
 HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
@@ -7669,7 +7719,10 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
     }
     c.want_dx = n->src[0]->grad && !hpmli_conv_is_1x1(&c);
     if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
-    hpmli_parallel(run->ctx, c.sums, hpmli_conv_back_task, &c);
+    hpmli_parallel(run->ctx, c.sums, c.by_channels ? hpmli_conv_copy_task : hpmli_conv_back_task, &c);
+    if (c.by_channels && c.want_dw) hpmli_parallel(run->ctx, panels, hpmli_conv_dw_task, &c);
+    if (c.by_channels && c.want_dx)
+        hpmli_parallel(run->ctx, (c.B - 1) / HPMLI_CONV_IMAGES + 1, hpmli_conv_dx_task, &c);
     if (c.want_dw) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_sum_parts_task, &c);
     for (int64_t p = 0; c.want_db && p < c.sums; p++)
         run->ctx->k->vaxpby(n->src[2]->grad, 1, c.sum_space + (p + 1) * c.sum_floats - hpmli_round_up(channels, 16),
@@ -16774,19 +16827,22 @@ HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const
                                          to + row * d->x_row_step);
                 }
 }
-/* Sums the weights' gradient over all pixels of `images` images: dw (panels of OC, taps, C, HPMLI_NR), += if `add`. */
+/* Sums the weights' gradient of output channels [o0, o1), of which dw has panels (panel, taps, C, HPMLI_NR), over all
+   pixels of `images` images; add: adds to dw. */
 HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
-                                       int add)
+                                       int64_t o0, int64_t o1, int add)
 {
     hpmli_conv_product s = { d->run_floats, 1, d->x_pixel_step, d->OC, HPMLI_NR, d->OW, { images, d->OH },
                              { d->x_floats, d->x_row_step }, { d->y_floats, d->OW * d->OC }, add };
-    for (int64_t o = 0; o < d->OC; o += HPMLI_NR)
+    for (int64_t o = o0; o < o1; o += HPMLI_NR)
         for (int64_t u = 0; u < d->runs[0]; u++)
             for (int64_t v = 0; v < d->runs[1]; v++, dw += d->run_floats * HPMLI_NR)
                 HV(conv_product)(&s, d->OC - o, x + u * d->run_step[0] + v * d->run_step[1], dy + o, dw);
 }
-/* Adds up partial sums of dw, in order: dw (OC, C, taps) for channels [o, o + HPMLI_CONV_PANEL), += if `accumulate`. */
-HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t o, int accumulate)
+/* Adds up `count` partial sums of dw in order: dw (OC, C, taps) of channels [o, o + HPMLI_CONV_PANEL), += if
+   `accumulate`. */
+HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t count,
+                              int64_t o, int accumulate)
 {
     float   sum[HV_LANES * HV_LANES];
     int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC;
@@ -16798,7 +16854,7 @@ HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *p
                 for (int64_t i = 0; i < n; i++) {
                     const float *p = from + ((t + i) * d->C + c) * HPMLI_NR;
                     HV(f32)      s = HV(load)(p);
-                    for (int64_t k = 1; k < d->sums; k++) s += HV(load)(p + k * d->sum_floats);
+                    for (int64_t k = 1; k < count; k++) s += HV(load)(p + k * d->sum_floats);
                     HV(store)(sum + i * HV_LANES, s);
                 }
                 HV(conv_store_transposed)(sum, HV_LANES, n, end - o < HV_LANES ? end - o : HV_LANES, true,
