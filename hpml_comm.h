@@ -692,8 +692,10 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
      INTERLEAVED   (p-1) / (v m + p-1)               more; v chunks of the model on each stage: chunk c of stage r is
                                                      piece c p + r of the model's p v pieces (Narayanan et al. 2021)
      ZERO_BUBBLE   (p-1) / (3 m + p-1)               min(p, m)        Qi et al. 2023, "ZB-H1": the gradients of weights
-                                                     are computed later, while the stage would wait. The formula is for
-                                                     equal times of forward pass, gradients of inputs, of weights
+                                                     of products are computed later, while the stage would wait (see
+                                                     hpml_graph_halves). The formula is for equal times of forward
+                                                     pass, gradients of inputs, of weights. Until then a micro-batch
+                                                     keeps the inputs of its products and the gradients of the results
      STASH         0, but for the first and last     min(p - r, m)    PipeDream: every micro-batch is a step of its own,
                    p - 1 steps                       and the pipeline never empties. A micro-batch has the same version
                                                      of a stage's weights in both passes, so a stage keeps p - r of them
@@ -875,8 +877,7 @@ typedef struct hpml_plan {
     int32_t         tensor;       /* each rank has a part of every layer with a .split */
     int32_t         sequence;     /* each rank has some time steps of each sequence */
     int32_t         expert;       /* each rank has some of the experts, and its own share of the batch */
-    hpml_pipe_kind  schedule;     /* pipe: in which order a stage works on its micro-batches. ZERO_BUBBLE can only be
-                                     simulated, because ops compute both gradients at once */
+    hpml_pipe_kind  schedule;     /* pipe: in which order a stage works on its micro-batches */
     int32_t         micro;        /* pipe: micro-batches of a batch; 0: 4 for each stage, but at most the batch's
                                      samples. STASH, VERTICAL: 0, because a batch is one */
     int32_t         chunks;       /* pipe, INTERLEAVED: pieces of the model on each stage; 0: 2 */
@@ -7068,9 +7069,6 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(hpmlc_plan_shares_loss(p) && (p->exact || p->delayed || p->sum), "with sequence and expert some gradients " \
          "are added up over data alone, which exact, delayed and sum do not do; leave these out, or take tensor in " \
          "place of sequence and expert") \
-    RULE(p->pipe > 1 && p->schedule == HPML_PIPE_ZERO_BUBBLE, "schedule zero_bubble needs the gradients of inputs " \
-         "and of weights one after the other, and ops compute both at once; take schedule 1f1b, or simulate it with " \
-         "hpml_pipe_simulate") \
     RULE(p->pipe > 1 && p->micro > f->batch, "a micro-batch has one sample or more; take a smaller micro or a larger " \
          "batch") \
     RULE(p->pipe > 1 && f->device, "a pipeline sends arrays in host memory from stage to stage, and here they are on " \
@@ -13508,6 +13506,7 @@ HPMLC_FN bool hpmlc_pipeline_parts(hpmlc_pipeline *pl)
 {
     hpml_status status = HPML_OK;
     hpmlc_pipe_begin(&pl->walk, &pl->desc, pl->c->rank);
+    if (pl->desc.kind == HPML_PIPE_ZERO_BUBBLE) status = hpml_graph_halves(pl->g);
     for (int c = 0; c < pl->walk.chunks && status == HPML_OK; c++) {
         int q = c * pl->desc.stages + pl->c->rank, slots = pl->walk.slots[c] + hpmlc_pipe_stashes(pl->desc.kind);
         pl->slots += slots;
@@ -13659,23 +13658,27 @@ HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, co
     return status;
 }
 
+/* Executes a backward pass of this stage, or a half of it. Only gradients of inputs are received and sent; while they
+   are in flight, the half of the weights may run, because it does not write to them. */
 HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *pass, const hpml_pipe_task *task)
 {
-    const bool  flows = hpmlc_pass_flows(pl, pass);
+    const bool  flows = hpmlc_pass_flows(pl, pass), weights = task->work == HPML_PIPE_BACKWARD_WEIGHTS;
+    hpml_half   half  = weights ? HPML_HALF_WEIGHTS : HPML_HALF_BOTH;
     int64_t     samples = pl->samples[task->slot];
     bool        adds = pass->accumulate || (!flows && task->micro > 0);
     bool        last = pass->last && !flows && task->micro + 1 == pass->micro;
     float       scale  = flows || pass->samples == 0 ? 1 : (float)((double)samples / (double)pass->samples);
-    hpml_status status = hpmlc_slot_wait(pl, task->slot);
+    hpml_status status = weights ? HPML_OK : hpmlc_slot_wait(pl, task->slot);
+    if (task->work == HPML_PIPE_BACKWARD_INPUTS) half = HPML_HALF_INPUTS;
     if (status == HPML_OK) status = hpml_graph_slot(pl->g, task->slot);
-    for (int i = 0; i < pl->edges && status == HPML_OK; i++) {
+    for (int i = 0; i < pl->edges && status == HPML_OK && !weights; i++) {
         if (pl->edge[i].from != task->piece) continue;
         if (pl->edge[i].has_grad) status = hpmlc_edge_receive(pl, task->slot, i, true);
         else hpmlc_edge_clear(pl, task->slot, i);
     }
     if (status == HPML_OK)
-        status = hpml_trainer_backward(pl->t, task->slot, pass->grad_scale * scale, adds, last);
-    for (int i = 0; i < pl->edges && status == HPML_OK; i++)
+        status = hpml_trainer_backward_half(pl->t, task->slot, half, pass->grad_scale * scale, adds, last);
+    for (int i = 0; i < pl->edges && status == HPML_OK && !weights; i++)
         if (pl->edge[i].to == task->piece && pl->edge[i].has_grad)
             status = hpmlc_edge_send(pl, task->slot, i, true);
     return status;
@@ -13687,10 +13690,12 @@ HPMLC_FN hpml_status hpmlc_task_run(hpmlc_pipeline *pl, hpmlc_pass *pass, const 
     const bool  forward = task->work == HPML_PIPE_FORWARD;
     double      start   = hpml_comm_now(pl->c);
     hpml_status status  = HPML_OK;
+    const char *name    = forward ? "stage forward" : "stage backward";
     if (task->work == HPML_PIPE_UPDATE || !(forward || pass->train)) return HPML_OK;
     if (forward) status = hpmlc_task_forward(pl, pass, task);
     else status = hpmlc_task_backward(pl, pass, task);
-    hpmlc_span(pl->c, forward ? "stage forward" : "stage backward", start, hpml_comm_now(pl->c), task->micro);
+    if (task->work == HPML_PIPE_BACKWARD_WEIGHTS) name = "stage weights";
+    hpmlc_span(pl->c, name, start, hpml_comm_now(pl->c), task->micro);
     return status;
 }
 

@@ -191,8 +191,6 @@ static const refusal refusals[] = {
     { "tensor=2", { .ranks = 4, .batch = 6, .steps_tensors = true, .device = true },
       { "norms", "tensor", "sgd or adam" } },
     { "pipe=2", { FOUR_RANKS, .overflows = 1 }, { "f16", "pipe", "loss_scale" } },
-    { "pipe=2,schedule=zero_bubble", { FOUR_RANKS },
-      { "zero_bubble", "gradients", "take schedule 1f1b" } },
     { "pipe=2,micro=7", { FOUR_RANKS }, { "micro", "batch", "smaller micro" } },
     { "pipe=2", { FOUR_RANKS, .device = 1 }, { "pipeline", "device", "take pipe=1" } },
     { "pipe=2,sync_batchnorm=1", { FOUR_RANKS }, { "sync_batchnorm", "pipe", "leave it out" } },
