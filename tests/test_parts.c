@@ -497,7 +497,8 @@ static void halved_create(halved *k, bool halves, hpml_dtype dtype, hpml_retain_
     k->x      = hpml_input_2d(k->ctx, BATCH, IN);
     k->tokens = hpml_input(k->ctx, HPML_DTYPE_I32, 1, &batch);
     k->y      = hpml_input(k->ctx, HPML_DTYPE_I32, 1, &batch);
-    k->g      = hpml_graph_create(k->ctx, &(hpml_graph_desc){ .loss = hpml_cross_entropy(halved_layers(k), k->y, NULL) });
+    hpml_tensor *loss = hpml_cross_entropy(halved_layers(k), k->y, NULL);
+    k->g      = hpml_graph_create(k->ctx, &(hpml_graph_desc){ .loss = loss });
     k->ops    = hpml_graph_op_count(k->g);
     if (how != HPML_RETAIN_KEEP) hpml_graph_retain(k->g, 4, 12, how);
     if (halves) hpml_graph_halves(k->g);
