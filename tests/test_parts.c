@@ -510,7 +510,8 @@ static void halved_create(halved *k, bool halves, hpml_dtype dtype, hpml_retain_
 static bool halved_run(halved *k, bool halves, const char *tasks)
 {
     for (const char *t = tasks; *t; t += t[2] ? 3 : 2) {
-        const int slot = t[1] - '0';
+        const int  slot = t[1] - '0';
+        const bool adds = strchr(tasks, t[0]) < t; /* not the first of its kind */
         hpml_rng  rng  = { 5, 0, (uint64_t)slot * 1000 };
         hpml_graph_slot(k->g, slot);
         if (hpml_ctx_status(k->ctx) != HPML_OK) return false;
@@ -520,9 +521,9 @@ static bool halved_run(halved *k, bool halves, const char *tasks)
             for (int i = 0; i < BATCH; i++) ((int32_t *)k->y->raw)[i] = (int32_t)hpml_rng_below(&rng, 7);
             hpml_graph_forward(k->g, true, (uint64_t)slot);
         } else if (!halves) {
-            if (t[0] == 'B') hpml_graph_backward(k->g, 1, slot > 0);
+            if (t[0] == 'B') hpml_graph_backward(k->g, 1, adds);
         } else
-            hpml_graph_backward_half(k->g, t[0] == 'B' ? HPML_HALF_INPUTS : HPML_HALF_WEIGHTS, 1, slot > 0);
+            hpml_graph_backward_half(k->g, t[0] == 'B' ? HPML_HALF_INPUTS : HPML_HALF_WEIGHTS, 1, adds);
     }
     if (hpml_ctx_status(k->ctx) != HPML_OK) printf("    %s\n", hpml_ctx_error(k->ctx));
     return hpml_ctx_status(k->ctx) == HPML_OK;
