@@ -711,7 +711,7 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
    and the loss of a step is known on all stages, hpml_step_info.accuracy on the last one. With STASH and VERTICAL a
    step is the forward pass of its batch and, on stage r, the backward pass and update of the batch p - 1 - r steps
    before, whose loss is the step's (0: there is none yet); hpml_distribute_finish empties the pipeline, and
-   hpml_distribute_get counts no steps. */
+   hpml_distribute_get counts no steps. With data > 1 an update takes the mean gradient of the replicas of the stage. */
 typedef enum hpml_pipe_kind {
     HPML_PIPE_GPIPE = 0, HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_STASH, HPML_PIPE_ZERO_BUBBLE,
     HPML_PIPE_VERTICAL,
@@ -7076,10 +7076,10 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(p->pipe > 1 && f->mixes_samples && p->micro != 1 && !hpmlc_pipe_stashes(p->schedule), "micro-batches are " \
          "parts of a batch, and an op of this model mixes its samples; take micro=1") \
     RULE(hpmlc_plan_flows(p) && (hpmlc_plan_packs(p) || p->delayed || p->strategy != HPML_STRATEGY_SYNC || \
-                                 hpmlc_plan_workers(p, f->ranks) > 1), \
+                                 hpmlc_plan_shares_loss(p) || (p->shard && hpmlc_plan_workers(p, f->ranks) > 1)), \
          "schedules stash and vertical have several versions of the weights, which each stage steps by itself, so " \
-         "they go without data, codec, delayed and other strategies than sync; leave these out, or take schedule " \
-         "1f1b") \
+         "they go without sequence, expert, shard, codec, delayed and other strategies than sync; leave these out, " \
+         "or take schedule 1f1b") \
     RULE(hpmlc_plan_flows(p) && f->accumulate > 1, "with schedules stash and vertical every batch is a step, and the " \
          "trainer's accumulate adds up several; set accumulate to 1, or take schedule 1f1b") \
     RULE(p->pipe > 1 && p->exact, "exact computes leaf after leaf, and with pipe several micro-batches are in " \
@@ -13364,6 +13364,7 @@ struct hpmlc_pipeline {
     int64_t           base;    /* the trainer's step then */
     bool              stepped; /* this step has a gradient */
     float             loss;    /* of the last micro-batch that has passed this stage backward */
+    double            share;   /* of this replica of the stage in the samples of that micro-batch */
 };
 
 typedef struct hpmlc_pass { /* a call of the hook `pass` */
@@ -13736,6 +13737,25 @@ HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
     }
 }
 
+/* Replicas of a stage: replaces this one's gradients and batchnorm's running statistics by their means over all
+   replicas, weighted by the samples of the last micro-batch that has passed the stage backward. */
+HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
+{
+    hpml_distributed   *d = pl->d;
+    const hpmlc_layout *l = &d->layout;
+    const int64_t       n = l->buffer_total;
+    hpml_status         status;
+    if (d->c->size == 1) return HPML_OK;
+    for (int64_t k = 0; k < l->span && !d->plan.sum; k++) l->first[k] *= (float)pl->share;
+    status = hpmlc_reduce_all(d->c, l->first, l->span, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
+    if (n == 0 || status != HPML_OK) return status;
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
+    for (int64_t k = 0; k < n; k++) d->stats.buffers[k] *= (float)pl->share;
+    status = hpmlc_reduce_all(d->c, d->stats.buffers, n, HPML_ELEMENT_F32, HPML_SUM, HPML_AUTO);
+    hpmlc_buffers_copy(d, d->stats.buffers, true);
+    return status;
+}
+
 /* Copies the newest weights to the stash, then updates the newest weights with the gradient of micro-batch `micro`. The
    update uses the step number pl->base + micro, that of this micro-batch. */
 HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
@@ -13750,19 +13770,30 @@ HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
         copy += n;
     }
     hpml_trainer_set_step(pl->t, pl->base + micro);
-    hpml_status status = hpml_trainer_apply(pl->t, 0, hpml_param_count(pl->ctx));
+    hpml_status status = hpmlc_stash_mean(pl);
+    if (status == HPML_OK) status = hpml_trainer_apply(pl->t, 0, hpml_param_count(pl->ctx));
     hpml_trainer_set_step(pl->t, step);
     pl->version++;
     return status;
 }
 
-/* Sets pl->loss to the loss of the micro-batch whose backward pass this stage has just run, on the last stage from
-   `pass`, else received from the next stage; then sends this loss to the previous stage. */
-HPMLC_FN hpml_status hpmlc_stash_loss(hpmlc_pipeline *pl, const hpmlc_pass *pass)
+/* Sets pl->loss to the loss of the micro-batch, of `samples` samples, whose backward pass this stage has just run: on
+   the last stage from `pass`, as the mean over its replicas, else received from the next stage. Then sends this loss to
+   the previous stage. */
+HPMLC_FN hpml_status hpmlc_stash_loss(hpmlc_pipeline *pl, const hpmlc_pass *pass, int64_t samples)
 {
     const int   rank = pl->c->rank, tag = 2 * pl->edges;
+    double      sums[2] = { (double)samples, (double)samples * pass->loss }, loss = pass->loss;
+    hpml_comm  *replicas = pl->d->c;
     hpml_status status = HPML_OK;
-    if (rank + 1 == pl->desc.stages) pl->loss = (float)pass->loss;
+    pl->share = 1;
+    if (replicas->size > 1) {
+        status    = hpmlc_reduce_all(replicas, sums, 2, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
+        pl->share = (double)samples / sums[0];
+        loss      = sums[1] / sums[0];
+    }
+    if (status != HPML_OK) return status;
+    if (rank + 1 == pl->desc.stages) pl->loss = (float)loss;
     else status = hpml_recv(pl->c, rank + 1, tag, &pl->loss, sizeof pl->loss);
     if (rank > 0 && status == HPML_OK) status = hpml_send(pl->c, rank - 1, tag, &pl->loss, sizeof pl->loss);
     return status;
@@ -13788,7 +13819,8 @@ HPMLC_FN hpml_status hpmlc_stash_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass, boo
         hpmlc_stash_use(pl, task.version);
         status = hpmlc_task_run(pl, pass, &task);
         hpmlc_stash_use(pl, pl->version);
-        if (task.work == HPML_PIPE_BACKWARD && status == HPML_OK) status = hpmlc_stash_loss(pl, pass);
+        if (task.work == HPML_PIPE_BACKWARD && status == HPML_OK)
+            status = hpmlc_stash_loss(pl, pass, pl->samples[task.slot]);
     }
     return status;
 }

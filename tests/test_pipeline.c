@@ -465,35 +465,56 @@ TEST(zero_bubble_is_1f1b)
 typedef struct flow {
     job   *j;
     int    stage[32];               /* of each parameter */
-    float  values[MOST], loss;      /* of this pipeline in the end, each stage's own */
-    double outputs;
+    float  values[MOST];            /* of this pipeline in the end, each stage's own */
+    bool   same;                    /* all replicas of a stage have the same values */
 } flow;
 
 static hpml_status flow_main(hpml_comm *c, void *user)
 {
     flow         *f   = (flow *)user;
     hpml_ctx     *ctx = hpml_comm_ctx(c);
+    const hpml_mesh *m = hpml_comm_mesh(c);
+    const int     stage = m->at[HPML_AXIS_PIPE], replica = m->at[HPML_AXIS_DATA], replicas = m->size[HPML_AXIS_DATA];
     result       *mine = (result *)malloc(sizeof *mine);
-    hpml_trainer *t   = record(ctx, f->j, f->j->batch, 1);
+    hpml_trainer *t   = record(ctx, f->j, f->j->batch / replicas, 1);
     hpml_distributed *d = hpml_distribute(t, c, NULL);
+    double        differ = 0;
     if (!d) return hpml_ctx_status(ctx);
     job once = *f->j;
     once.steps = 1;
     for (int s = 0; s < f->j->steps; s++) { /* evaluations between the steps do not disturb micro-batches in flight */
         once.first = s;
-        train(t, &once, f->j->batch, 1, 0, 1);
+        train(t, &once, f->j->batch, 1, replica, replicas);
         if (s % 3 == 2) judge(t, f->j, (result *)memset(mine, 0, sizeof *mine));
     }
     hpml_distribute_finish(d);
-    free(mine);
     for (int k = 0, at = 0; k < hpml_param_count(ctx); k++) {
         hpml_tensor *p = hpml_param_at(ctx, k);
         size_t       n = (size_t)hpml_tensor_count(p);
         if (hpml_comm_rank(c) == 0) f->stage[k] = p->param->stage;
-        if (p->param->stage == hpml_comm_rank(c)) memcpy(f->values + at, p->data, n * sizeof(float));
+        if (p->param->stage == stage && replica == 0) memcpy(f->values + at, p->data, n * sizeof(float));
+        if (p->param->stage == stage && replicas > 1) {
+            memcpy(mine->values, p->data, n * sizeof(float));
+            hpml_broadcast(m->axis[HPML_AXIS_DATA], mine->values, n * sizeof(float), 0);
+            differ += memcmp(mine->values, p->data, n * sizeof(float)) != 0;
+        }
         at += (int)n;
     }
+    free(mine);
+    hpml_allreduce(c, &differ, 1, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_F64 });
+    if (hpml_comm_rank(c) == 0) f->same = differ == 0;
     return hpml_ctx_status(ctx);
+}
+
+static bool flows(flow *f)
+{
+    char        text[512];
+    int         ranks  = f->j->plan.pipe * (f->j->plan.data > 1 ? f->j->plan.data : 1);
+    hpml_status status = hpml_launch(&(hpml_launch_desc){ .ranks = ranks, .timeout = 20, .plan = &f->j->plan,
+                                                          .ctx = { .threads = 1, .seed = 4 } },
+                                     flow_main, f, text, sizeof text);
+    if (status != HPML_OK) printf("    %s\n", text);
+    return status == HPML_OK;
 }
 
 static float history[64][MOST]; /* the parameters after each update */
@@ -553,22 +574,32 @@ static double stale(flow *f, int stages, bool vertical)
 
 TEST(stash_is_one_rank_with_delays)
 {
-    static const int stages[3] = { 2, 4, 4 }, steps[3] = { 12, 2, 12 };
-    char text[512];
+    static const int stages[4] = { 2, 4, 4, 2 }, steps[4] = { 12, 2, 12, 12 };
     for (int kind = HPML_PIPE_STASH; kind <= HPML_PIPE_VERTICAL; kind += HPML_PIPE_VERTICAL - HPML_PIPE_STASH)
-        for (int k = 0; k < 6; k++) {
-            job  j = job_of(MLP, stages[k % 3], (hpml_pipe_kind)kind, 0, 4);
+        for (int k = 0; k < 8; k++) {
+            job  j = job_of(MLP, stages[k % 4], (hpml_pipe_kind)kind, 0, 4);
             flow f = { 0 };
-            j.steps     = steps[k % 3];
-            j.optimizer = k < 3 ? HPML_OPT_SGD : HPML_OPT_ADAM;
+            j.plan.data = k % 4 == 3 ? 2 : 1; /* and so two replicas of each stage */
+            j.steps     = steps[k % 4];
+            j.optimizer = k < 4 ? HPML_OPT_SGD : HPML_OPT_ADAM;
             f.j = &j;
-            hpml_status status = hpml_launch(&(hpml_launch_desc){ .ranks = j.plan.pipe, .timeout = 20, .plan = &j.plan,
-                                                                  .ctx = { .threads = 1, .seed = 4 } },
-                                             flow_main, &f, text, sizeof text);
-            if (status != HPML_OK) printf("    %s\n", text);
-            ENSURE(status == HPML_OK);
-            ENSURE_NEAR(stale(&f, j.plan.pipe, kind == HPML_PIPE_VERTICAL), 0, 1e-6);
+            ENSURE(flows(&f) && f.same);
+            ENSURE_NEAR(stale(&f, j.plan.pipe, kind == HPML_PIPE_VERTICAL), 0, j.plan.data == 2 ? 2e-6 : 1e-6);
         }
+}
+
+/* Running statistics are those of all replicas; a last batch that leaves one replica without samples. */
+TEST(replicas_of_stages_without_a_flush_stay_equal)
+{
+    for (int fits = 0; fits <= 17; fits += 17) {
+        job  j = job_of(NORM, 2, HPML_PIPE_STASH, 0, 8);
+        flow f = { 0 };
+        f.j = &j;
+        j.plan.data = 2;
+        j.steps     = 5;
+        j.fits      = fits;
+        ENSURE(flows(&f) && f.same);
+    }
 }
 
 /* ---- in virtual time ---- */

@@ -195,7 +195,7 @@ static const refusal refusals[] = {
     { "pipe=2", { FOUR_RANKS, .device = 1 }, { "pipeline", "device", "take pipe=1" } },
     { "pipe=2,sync_batchnorm=1", { FOUR_RANKS }, { "sync_batchnorm", "pipe", "leave it out" } },
     { "pipe=2,micro=2", { FOUR_RANKS, .mixes_samples = 1 }, { "micro", "mixes", "take micro=1" } },
-    { "pipe=2,schedule=stash", { FOUR_RANKS }, { "stash", "data", "take schedule 1f1b" } },
+    { "pipe=2,schedule=stash,shard=1", { FOUR_RANKS }, { "stash", "shard", "take schedule 1f1b" } },
     { "pipe=4,schedule=vertical", { .ranks = 4, .batch = 6, .accumulate = 2 },
       { "vertical", "accumulate", "set accumulate to 1" } },
 };
