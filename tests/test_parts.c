@@ -465,9 +465,11 @@ typedef struct halved {
 static hpml_tensor *halved_layers(halved *k)
 {
     const hpml_linear_desc gelu = { .activation = HPML_ACT_GELU }, relu = { .activation = HPML_ACT_RELU };
-    const hpml_conv2d_desc conv[3] = {
+    const hpml_conv2d_desc conv[5] = {
         { .kernel_h = 3, .padding_h = 1, .activation = HPML_ACT_RELU }, { .kernel_h = 1, .activation = HPML_ACT_TANH },
         { .kernel_h = 3, .padding_h = 1, .groups = 2, .activation = HPML_ACT_SIGMOID, .algorithm = HPML_CONV_IM2COL },
+        { .kernel_h = 3, .padding_h = 1, .groups = 4, .activation = HPML_ACT_RELU },
+        { .kernel_h = 3, .padding_h = 1, .groups = 2, .activation = HPML_ACT_TANH },
     };
     const hpml_param_desc  one = { .name = "one", .ndim = 1, .shape = { 1 }, .init = HPML_INIT_ONES };
     const hpml_param_desc  mix = { .name = "mix", .ndim = 2, .shape = { 24, 24 }, .init = HPML_INIT_NORMAL,
@@ -476,7 +478,7 @@ static hpml_tensor *halved_layers(halved *k)
     const int64_t          images[] = { BATCH, 4, 2, 2 }, steps[] = { BATCH, 4, 4 }, flat[] = { BATCH, 24 };
     hpml_tensor *h = hpml_reshape(k->x, 4, images), *p = hpml_param_create(k->ctx, &one);
     hpml_tensor *w = hpml_param_create(k->ctx, &table);
-    for (int i = 0; i < 3; i++) h = hpml_conv2d(h, 4, &conv[i]);
+    for (int i = 0; i < 5; i++) h = hpml_conv2d(h, 4, &conv[i]);
     h = hpml_reshape(hpml_lstm(hpml_reshape(h, 3, steps), 6, NULL), 2, flat);
     hpml_tensor *first = hpml_linear(h, 24, &gelu);
     h = hpml_add(first, hpml_embedding(k->tokens, 7, 24, &(hpml_embedding_desc){ .weight = w }));
@@ -488,7 +490,7 @@ static hpml_tensor *halved_layers(halved *k)
     return hpml_linear(h, 7, &(hpml_linear_desc){ .weight = w });
 }
 
-/* how: of the layers from op 4 to 12 */
+/* how: of the layers from op 4 to 14 */
 static void halved_create(halved *k, bool halves, hpml_dtype dtype, hpml_retain_how how, int slots)
 {
     const int64_t batch = BATCH;
@@ -500,7 +502,7 @@ static void halved_create(halved *k, bool halves, hpml_dtype dtype, hpml_retain_
     hpml_tensor *loss = hpml_cross_entropy(halved_layers(k), k->y, NULL);
     k->g      = hpml_graph_create(k->ctx, &(hpml_graph_desc){ .loss = loss });
     k->ops    = hpml_graph_op_count(k->g);
-    if (how != HPML_RETAIN_KEEP) hpml_graph_retain(k->g, 4, 12, how);
+    if (how != HPML_RETAIN_KEEP) hpml_graph_retain(k->g, 4, 14, how);
     if (halves) hpml_graph_halves(k->g);
     hpml_graph_part(k->g, 0, k->ops, BATCH, slots);
 }
