@@ -122,6 +122,7 @@
 //     retain   segments that run again or are swapped, and their choice for a budget of memory
 //     slots   taking memory, choosing a slot
 //     run   running a graph forward and backward
+//     check-grad   gradients compared with central differences
 // PART IV   OPS: forward and backward of each, and the products under them
 //     gemm-threads   cutting a matrix product into tasks for threads
 //     blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
@@ -795,6 +796,16 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
    parameters to their old ones, instead of replacing the old ones. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
+/* The backward pass in two halves (Qi et al. 2023): WEIGHTS computes the gradients of the parameters that only products
+   (linear, conv2d, matmul, lstm) and own ops with .halves read, INPUTS all other gradients, so that a pipeline's stage
+   can send them before it computes WEIGHTS. Both halves together have the bits of one pass. hpml_graph_halves, called
+   before the graph's memory is allocated, plans memory in which the arrays that WEIGHTS reads are kept until then, also
+   while other slots run (hpml_graph_part); on the host only. hpml_graph_backward_half runs one half, INPUTS first, or
+   both. */
+typedef enum hpml_half { HPML_HALF_BOTH = 0, HPML_HALF_INPUTS, HPML_HALF_WEIGHTS } hpml_half;
+HPML_API hpml_status hpml_graph_halves(hpml_graph *g);
+HPML_API hpml_status hpml_graph_backward_half(hpml_graph *g, hpml_half half, float scale, bool accumulate);
+
 /* Cuts a graph, before its memory is taken, so that in this graph only the ops `from` to `to` - 1 (in running order)
    run, on at most `rows` samples at a time, in `slots` slots, which are sets of activations. The numbers of slots go on
    from call to call, so that the number of a slot also names its ops. Further calls add ranges of ops that do not
@@ -1064,6 +1075,9 @@ typedef struct hpml_custom {
     bool         in_place;     /* forward also works where the result is in the memory of source 0 */
     bool         collective;   /* communicates with ranks that make the same calls. Also runs where run->idle, on a rank
                                   without samples, as on a full batch of zeros; runs once in a pass, never replayed */
+    bool         halves;       /* backward may run twice (hpml_graph_halves), the second time for parameters, the first
+                                  time for the other sources: each time the others' grad is NULL. The first call must
+                                  then overwrite neither node->out->grad nor node->saved */
     size_t       saved_bytes, scratch_bytes; /* of node->saved, from forward to backward; of node->scratch, in a call */
     double       flops;        /* operations of forward on a full batch, for profiles; backward counts twice as many */
     uint32_t     _end;
@@ -1310,6 +1324,9 @@ HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t firs
    further micro-batches of .accumulate follow. */
 HPML_API hpml_status hpml_trainer_forward(hpml_trainer *t, int slot, int64_t first, int64_t samples, float *loss);
 HPML_API hpml_status hpml_trainer_backward(hpml_trainer *t, int slot, float grad_scale, bool accumulate, bool last);
+/* One half of backward, for a graph of hpml_graph_halves; pass both halves the same numbers. */
+HPML_API hpml_status hpml_trainer_backward_half(hpml_trainer *t, int slot, hpml_half half, float grad_scale,
+                                                bool accumulate, bool last);
 /* For hooks, while evaluate or predict runs a graph that is cut into parts: returns the array, in host memory of every
    rank, for the output of the whole batch; hpml_trainer_forward fills the array on the rank that computes the output.
    *floats: floats of a sample. Returns NULL at other times. */
@@ -3299,7 +3316,9 @@ enum {
     HPMLI_OP_SPLIT_ANY   = 1024, /* along any dimension */
     HPMLI_OP_SPLIT_ROWS  = 2048, /* along all dimensions but the last one */
     HPMLI_OP_SPLIT_PLANE = 4096, /* along the channels */
-    HPMLI_OP_SPLIT_OWN   = 8192  /* as the function that records the op checks, which sets the result's split */
+    HPMLI_OP_SPLIT_OWN   = 8192, /* as the function that records the op checks, which sets the result's split */
+    HPMLI_OP_KEEPS_DZ    = 16384 /* backward overwrites dy by dz, the gradient before the activation; the gradient of
+                                    source 0 is a product of dz and source 1, that of source 1 of dz and source 0 */
 };
 
 /* An entry of the table of ops; hpmli_op_of returns the entry of a node's op. */
@@ -3688,12 +3707,14 @@ HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t 
 struct hpmli_node_state {
     hpml_tensor *out_root[2], *grad_root;      /* tensors in whose memory the lives of the value, and the gradient, of
                                                   the result are; out_root[0] NULL: in no graph */
-    int          order, at[5];                 /* place in the graph's nodes; in the part's entries by hpmli_move */
+    int          order, at[6];                 /* place in the graph's nodes; in the part's entries by hpmli_move */
     int          segment;                      /* number of the segment; 0: none */
     hpml_retain_how how;                       /* what the backward pass reads of the segment's results */
     bool         kept, has_gradient;           /* an output or the loss; some node's backward writes the gradient */
     bool         again, swapped;               /* the op runs again for backward; is swapped in instead */
     bool         relives;                      /* the result then has a second life, as n->saved has */
+    bool         second;                       /* backward now computes the gradients of the sources in `late` */
+    unsigned     late;                         /* bits of the sources whose gradients are in the half WEIGHTS */
     char        *copy;                         /* (slots, copy_bytes) what is swapped out: the result, then n->saved */
     size_t       copy_bytes, copy_saved;       /* of `copy` in a slot; of n->saved in it */
     void        *raw[2], *saved[2];            /* addresses in both lives: of the value, if its root; of n->saved */
@@ -4418,16 +4439,20 @@ HPMLI_FN bool hpmli_lives_place(hpml_ctx *ctx, hpmli_life *lives, int count, siz
 // >>list   the list of entries that a pass runs, and which values of it are computed again
 // ---------------------------------------------------------------------------------------------------------------------
 /* A part is a range of a graph's nodes and the list of entries that run it: each node forward in the recorded order,
-   then each node backward in the reverse order. In the backward pass of a segment (hpml_recompute) come first entries
-   that compute its results again. All times of the plan are places in this list; a life of a result is the range of
-   times for which its values are in memory.
+   then each node backward in the reverse order, and last, in a graph of hpml_graph_halves, second halves of backward
+   runs in the same order. In the backward pass of a segment (hpml_recompute) come first entries that compute its
+   results again. All times of the plan are places in this list; a life of a result is the range of times for which its
+   values are in memory.
    A result that is computed again has two lives, one from its forward pass to its last reader before the entry that
    computes it again, the other from that entry on, and so two addresses; between the two lives only the inputs of its
    segment are kept. A result of the segment that a later backward pass reads is in memory until then in any case, so it
    has one life, and is computed again only if its op needs saved values. A result that is swapped has two lives in the
    same way: OUT follows its op, IN comes before the first entry of the backward pass that reads it. The result of a
    reshape is stored in the memory of its source: hpmli_base returns the op that computes this source. */
-typedef enum hpmli_move { HPMLI_FORWARD, HPMLI_BACKWARD, HPMLI_AGAIN, HPMLI_OUT, HPMLI_IN } hpmli_move;
+typedef enum hpmli_move {
+    HPMLI_FORWARD, HPMLI_BACKWARD, HPMLI_AGAIN, HPMLI_OUT, HPMLI_IN,
+    HPMLI_WEIGHTS /* the second half of a node's backward pass, see hpml_graph_halves */
+} hpmli_move;
 typedef struct hpmli_entry {
     int        node; /* its place in hpml_graph.nodes */
     hpmli_move move;
@@ -4448,6 +4473,7 @@ typedef struct hpmli_list {
     int           slot_count, first_slot;
     hpmli_entry  *entries;          /* (entry_count) the forward pass, then from `turn` on the backward pass */
     int           entry_count, turn;
+    int           late;             /* the first entry of the half WEIGHTS; entry_count: there is none */
     hpml_tensor **inputs;           /* (input_count) read here and not computed here, but no parameters */
     int           input_count;
     hpmli_area    area[HPMLI_AREAS];
@@ -4476,6 +4502,7 @@ struct hpml_graph {
     int64_t        part_capacity, slot_capacity;
     int            part_count;
     bool           cut;        /* hpml_graph_part has named the parts */
+    bool           halves;     /* backward passes have two halves, see hpml_graph_halves */
     hpmli_slot    *slots;      /* (slot_count) */
     int            slot_count, slot;  /* slot: the one that the pointers of all tensors belong to */
     double         ops_per_byte; /* operations that take as long as copying a byte to the host */
@@ -4562,6 +4589,30 @@ HPMLI_FN hpml_node *hpmli_base(const hpmli_list *p, hpml_node *n)
 }
 
 HPMLI_FN bool hpmli_goes_back(const hpml_graph *g, const hpml_node *n) { return g->loss && n->out->needs_grad; }
+
+/* True if `move` is a backward run of a node, or the second half of one. */
+HPMLI_FN bool hpmli_is_back(hpmli_move move) { return move == HPMLI_BACKWARD || move == HPMLI_WEIGHTS; }
+
+/* True if the first half of n's backward pass leaves dz in the memory of dy. Where results are stored as halves
+   (>>half) it does not, because dz is in an f32 copy; the second half then computes dz again. */
+HPMLI_FN bool hpmli_keeps_dz(const hpml_node *n)
+{
+    return hpmli_has_trait(n, HPMLI_OP_KEEPS_DZ) && n->state->copies_at == 0;
+}
+/* True if the gradient of n's result is dz already, because backward of n runs its second half. */
+HPMLI_FN bool hpmli_dz_is_done(const hpml_node *n) { return n->state->second && hpmli_keeps_dz(n); }
+
+/* Returns which values the backward run `move` of node n reads, as HPMLI_NEED_ bits. */
+HPMLI_FN unsigned hpmli_back_needs(const hpml_node *n, hpmli_move move)
+{
+    const unsigned needs = hpmli_op_of(n)->needs(n), late = n->state->late;
+    const unsigned makes = move == HPMLI_WEIGHTS ? late : ~late; /* the sources whose gradients this run computes */
+    unsigned       reads = move == HPMLI_WEIGHTS ? 0 : HPMLI_NEED_OUT;
+    if (!late || !hpmli_keeps_dz(n)) return needs;
+    if (makes & 1 && n->src[0]->needs_grad) reads |= HPMLI_NEED_SRC(1);
+    if (makes & 2 && n->src[1]->needs_grad) reads |= HPMLI_NEED_SRC(0);
+    return needs & reads;
+}
 
 /* True if the backward pass of node n, or n itself when recomputed for backward, reads the value of node `of`. */
 HPMLI_FN bool hpmli_reads_late(const hpml_graph *g, const hpmli_list *p, hpml_node *n, const hpml_node *of)
@@ -4653,14 +4704,32 @@ HPMLI_FN void hpmli_entry_fetch(hpml_graph *g, hpmli_list *p, const hpml_tensor 
 HPMLI_FN void hpmli_entry_late(hpml_graph *g, hpmli_list *p, int node, hpmli_move move)
 {
     const hpml_node *n     = g->nodes[node];
-    bool             back  = move == HPMLI_BACKWARD;
+    bool             back  = hpmli_is_back(move);
     unsigned         needs = back ? 0 : HPMLI_NEED_OUT - 1;
-    if (back && hpmli_goes_back(g, n)) needs = hpmli_op_of(n)->needs(n);
+    if (back && hpmli_goes_back(g, n)) needs = hpmli_back_needs(n, move);
     for (int j = 0; j < n->src_count; j++)
         if (needs & HPMLI_NEED_SRC(j)) hpmli_entry_fetch(g, p, n->src[j]);
-    if (back && (needs & HPMLI_NEED_OUT || (hpmli_goes_back(g, n) && n->saved_bytes > 0)))
+    if (move == HPMLI_BACKWARD && (needs & HPMLI_NEED_OUT || (hpmli_goes_back(g, n) && n->saved_bytes > 0)))
         hpmli_entry_fetch(g, p, n->out);
     hpmli_entry_add(g, p, node, move);
+}
+
+/* Chooses the sources of node n whose gradients the half WEIGHTS computes: trained parameters, if all ops of part p
+   that read one can run in halves, because the gradient is added up in the order in which these ops run. */
+HPMLI_FN void hpmli_late_choose(const hpml_graph *g, const hpmli_list *p, hpml_node *n)
+{
+    n->state->late   = 0;
+    n->state->second = false;
+    for (int s = 0; g->halves && hpmli_goes_back(g, n) && s < n->src_count; s++) {
+        const hpml_tensor *w    = n->src[s];
+        bool               late = w && hpmli_trainable(w);
+        for (int i = p->from; i < p->to && late; i++) {
+            const hpml_node *k   = g->nodes[i];
+            const bool       own = k->op == HPML_OP_CUSTOM && k->attr.custom->halves;
+            late = own || hpmli_has_trait(k, HPMLI_OP_PRODUCT) || !hpmli_reads(k, w);
+        }
+        if (late) n->state->late |= 1u << s;
+    }
 }
 
 /* Chooses the ops of part p that run again for the backward pass, and those whose results are swapped (copied out and
@@ -4672,7 +4741,8 @@ HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
         state->again   = false;
         state->swapped = false;
         state->relives = false;
-        for (int move = 0; move <= HPMLI_IN; move++) state->at[move] = -1;
+        for (int move = 0; move <= HPMLI_WEIGHTS; move++) state->at[move] = -1;
+        hpmli_late_choose(g, p, g->nodes[i]);
     }
     for (int last = p->to - 1, first; g->loss && last >= p->from; last = first - 1) {
         first = hpmli_segment_first(g, p, last);
@@ -4681,10 +4751,10 @@ HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
 }
 
 /* Lists, in the order of execution, the entries of part p: nodes that run forward, backward, or again for the backward
-   pass, and swaps. False: no memory. */
+   pass, second halves, and swaps. False: no memory. */
 HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
 {
-    p->entries = hpmli_new(g->ctx, hpmli_entry, 4 * ((int64_t)p->to - p->from) + 1);
+    p->entries = hpmli_new(g->ctx, hpmli_entry, (4 + g->halves) * ((int64_t)p->to - p->from) + 1);
     if (!p->entries) return false;
     hpmli_part_choose(g, p);
     for (int i = p->from; i < p->to; i++) {
@@ -4698,6 +4768,9 @@ HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
             if (g->nodes[i]->state->again && !g->nodes[i]->state->swapped) hpmli_entry_late(g, p, i, HPMLI_AGAIN);
         for (int i = last; i >= first; i--) hpmli_entry_late(g, p, i, HPMLI_BACKWARD);
     }
+    p->late = p->entry_count;
+    for (int i = p->to - 1; i >= p->from; i--)
+        if (g->nodes[i]->state->late) hpmli_entry_late(g, p, i, HPMLI_WEIGHTS);
     return true;
 }
 
@@ -4763,12 +4836,12 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
     for (int k = 0; k < p->entry_count; k++) {
         const hpmli_entry *e    = &p->entries[k];
         const hpml_node   *n    = pl->g->nodes[e->node];
-        bool               back = e->move == HPMLI_BACKWARD;
+        bool               back = hpmli_is_back(e->move);
         if (e->move == HPMLI_OUT || e->move == HPMLI_IN) {
             if (n->state->relives) hpmli_use_note(pl, n->out, k, false);
             continue;
         }
-        unsigned           needs = back ? hpmli_op_of(n)->needs(n) : HPMLI_NEED_OUT | (HPMLI_NEED_OUT - 1);
+        unsigned           needs = back ? hpmli_back_needs(n, e->move) : HPMLI_NEED_OUT | (HPMLI_NEED_OUT - 1);
         int                fused = e->move == HPMLI_FORWARD && n->fused_with;
         if (back && !hpmli_goes_back(pl->g, n)) continue;
         for (int j = 0; j < n->src_count; j++)
@@ -4823,7 +4896,7 @@ HPMLI_FN void hpmli_plan_grad_roots(const hpmli_plan *pl)
         bool       given = u->crosses && n->state->has_gradient;
         n->state->grad_root = n->out;
         u->grad_first = pl->end;
-        u->grad_last  = n->state->at[HPMLI_BACKWARD];
+        u->grad_last  = hpmli_later(n->state->at[HPMLI_BACKWARD], n->state->at[HPMLI_WEIGHTS]);
         if (x && hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) {
             hpml_tensor *root = x->state->grad_root;
             bool         both = given && hpmli_use_of(pl, root)->grad_written; /* the caller writes two arrays */
@@ -4877,6 +4950,7 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
 HPMLI_FN void hpmli_life_add(const hpmli_plan *pl, size_t bytes, int from, int to, void **place)
 {
     bool        held = from < pl->p->turn && to >= pl->p->turn; /* something of a pass whose backward pass is to come */
+    if (pl->g->halves && from < pl->p->late && to >= pl->p->late) held = true; /* or the second half of that */
     hpmli_area *area = &pl->p->area[held || pl->g->slot_count == 1 ? HPMLI_HELD : HPMLI_PASSING];
     hpmli_life  life = { (bytes + 63) / 64 * 64, (size_t)area->count, from, to, place };
     area->lives[area->count++] = life;
@@ -4915,6 +4989,7 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
         int              fore   = state->at[HPMLI_FORWARD], again = state->at[HPMLI_AGAIN];
         int              last   = state->again ? again : fore; /* time of the last pass that reads n->saved */
         if (back) last = state->at[HPMLI_BACKWARD];
+        if (!hpmli_keeps_dz(n)) last = hpmli_later(last, state->at[HPMLI_WEIGHTS]);
         if (state->out_root[0] == n->out) hpmli_life_add(pl, bytes, scalar ? 0 : fore, u->last[0], &state->raw[0]);
         if (state->out_root[1] == n->out) hpmli_life_add(pl, bytes, again, u->last[1], &state->raw[1]);
         if (back && state->grad_root == n->out && (n->out == g->loss || u->grad_written))
@@ -5301,6 +5376,16 @@ HPML_API hpml_status hpml_graph_retain(hpml_graph *g, int from, int to, hpml_ret
     return hpmli_graph_plan_again(g);
 }
 
+HPML_API hpml_status hpml_graph_halves(hpml_graph *g)
+{
+    if (!hpmli_graph_open(g, "halves")) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
+    if (!g->ctx->backend->host)
+        return hpmli_fail(g->ctx, HPML_ERR_UNSUPPORTED, "graph halves: ops of backend \"%s\" compute all gradients at "
+                          "once; take the CPU", g->ctx->backend->name);
+    g->halves = true;
+    return hpmli_graph_plan_again(g);
+}
+
 enum { HPMLI_SEGMENTS = 8 }; /* most segments among which a budget chooses */
 typedef struct hpmli_budget {
     hpml_graph     *g;
@@ -5617,7 +5702,7 @@ HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_list *p, int
     int end = at < p->turn ? p->turn : p->entry_count;
     for (int k = at + 1; k < end; k++) {
         const hpml_node *n    = g->nodes[p->entries[k].node];
-        bool             runs = p->entries[k].move != HPMLI_BACKWARD || (n->out->needs_grad && n->out->raw_grad);
+        bool             runs = !hpmli_is_back(p->entries[k].move) || (n->out->needs_grad && n->out->raw_grad);
         if (runs && hpmli_reads(n, w)) return false;
     }
     return true;
@@ -5677,7 +5762,7 @@ HPMLI_FN hpml_status hpmli_node_update(hpml_graph *g, hpml_node *n, hpml_status 
 HPMLI_FN hpml_status hpmli_run_untimed(hpml_graph *g, const hpml_run *run, int i, hpmli_move move)
 {
     hpml_node  *n      = g->nodes[i];
-    bool        backward = move == HPMLI_BACKWARD;
+    bool        backward = hpmli_is_back(move);
     hpml_status status = hpmli_node_hooks(g, HPMLI_HOOK_NEED, n, move);
     if (status == HPML_OK) status = hpmli_node_op(g, run, n, backward);
     if (backward) status = hpmli_node_update(g, n, status);
@@ -5692,7 +5777,7 @@ HPMLI_FN hpml_status hpmli_run_node(hpml_graph *g, const hpml_run *run, int i, h
     hpml_node          *n = g->nodes[i];
     const hpml_backend *b = g->ctx->backend;
     if (!g->profile && !g->ctx->trace) return hpmli_run_untimed(g, run, i, move);
-    const char *name    = move == HPMLI_BACKWARD ? g->back_names[i] : n->out->name;
+    const char *name    = hpmli_is_back(move) ? g->back_names[i] : n->out->name;
     double     *seconds = NULL, start = hpml_now(), span_start = hpmli_trace_time(g->ctx, start);
     if (g->profile) seconds = move == HPMLI_FORWARD ? &g->profile[i].forward_s : &g->profile[i].backward_s;
     if (b->time_op) b->time_op(g->ctx->device, NULL, NULL);
@@ -5722,10 +5807,32 @@ HPMLI_FN hpml_run hpmli_run_of(hpml_graph *g, bool train, uint64_t step, float s
     return run;
 }
 
-/* Runs the backward pass of node i. accumulate: gradients of parameters are added to, else overwritten. */
-HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, bool accumulate)
+/* True if the run `move` of node n, backward or the second half of it, computes the gradient of source s. */
+HPMLI_FN bool hpmli_is_made(const hpml_node *n, int s, hpmli_move move)
 {
-    hpml_node *n = g->nodes[i];
+    return (n->state->late >> s & 1) == (move == HPMLI_WEIGHTS);
+}
+
+/* Runs node n in one half of its backward pass: meanwhile the sources of the other half have no gradient. */
+HPMLI_FN hpml_status hpmli_run_half(hpml_graph *g, const hpml_run *run, hpml_node *n, hpmli_move move)
+{
+    void *grad[HPML_MAX_SRC];
+    for (int s = 0; s < n->src_count; s++) grad[s] = n->src[s] ? n->src[s]->raw_grad : NULL;
+    for (int s = 0; s < n->src_count; s++)
+        if (n->src[s] && !hpmli_is_made(n, s, move)) hpmli_set_memory(n->src[s], n->src[s]->raw, NULL);
+    n->state->second   = move == HPMLI_WEIGHTS;
+    hpml_status status = hpmli_run_node(g, run, n->state->order, move);
+    for (int s = 0; s < n->src_count; s++)
+        if (n->src[s]) hpmli_set_memory(n->src[s], n->src[s]->raw, grad[s]);
+    n->state->second = false;
+    return status;
+}
+
+/* Runs entry e, a node's backward pass or the second half of it. accumulate: gradients of parameters are added to, else
+   overwritten. */
+HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, const hpmli_entry *e, bool accumulate)
+{
+    hpml_node *n = g->nodes[e->node];
     bool       before[HPML_MAX_SRC];
     if (!n->out->needs_grad || !n->out->raw_grad) return HPML_OK;
     for (int s = 0; s < n->src_count; s++) { /* with `accumulate` the first node adds to a gradient, too */
@@ -5733,21 +5840,26 @@ HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, int i, b
         if (!n->src[s] || !hpmli_trainable(n->src[s])) continue;
         int param = n->src[s]->param->index;
         if (accumulate) n->accumulate[s] = true;
-        if (g->updates && g->param_last[param] == i) n->state->update[s] = &g->updates[param];
+        bool due = g->updates && g->param_last[param] == e->node && hpmli_is_made(n, s, e->move);
+        if (due) n->state->update[s] = &g->updates[param];
     }
-    hpml_status status = hpmli_run_node(g, run, i, HPMLI_BACKWARD);
+    hpml_status status = HPML_OK;
+    if (n->state->late) status = hpmli_run_half(g, run, n, e->move);
+    else status = hpmli_run_node(g, run, e->node, e->move);
     memcpy(n->accumulate, before, sizeof(bool) * (size_t)n->src_count);
     return status;
 }
 
-/* Calls the hook `grad` for each parameter whose gradient is final after backward of node i. */
-HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
+/* Calls the hook `grad` for each parameter whose gradient is final after entry e, a node's backward run. */
+HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, const hpmli_entry *e)
 {
-    hpml_node  *n      = g->nodes[i];
+    hpml_node  *n      = g->nodes[e->node];
     hpml_status status = HPML_OK;
-    for (int s = 0; n->out->needs_grad && n->out->raw_grad && s < n->src_count && status == HPML_OK; s++)
-        if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
-            status = hpmli_hooks_call(g, HPMLI_HOOK_GRAD, n, n->src[s]);
+    for (int s = 0; n->out->needs_grad && n->out->raw_grad && s < n->src_count && status == HPML_OK; s++) {
+        const hpml_tensor *w = n->src[s];
+        if (!w || !hpmli_trainable(w) || g->param_last[w->param->index] != e->node) continue;
+        if (hpmli_is_made(n, s, e->move)) status = hpmli_hooks_call(g, HPMLI_HOOK_GRAD, n, w);
+    }
     return status;
 }
 
@@ -5795,7 +5907,8 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
             if (!g->no_targets || g->nodes[e->node]->out != g->loss) status = hpmli_run_node(g, run, e->node, e->move);
             break;
         case HPMLI_AGAIN: status = hpmli_run_node(g, &again, e->node, e->move); break;
-        case HPMLI_BACKWARD: status = hpmli_run_back(g, run, e->node, pass->accumulate != 0); break;
+        case HPMLI_BACKWARD:
+        case HPMLI_WEIGHTS: status = hpmli_run_back(g, run, e, pass->accumulate != 0); break;
         case HPMLI_OUT: status = hpmli_node_swap(g, g->nodes[e->node], false); break;
         case HPMLI_IN: status = hpmli_node_swap(g, g->nodes[e->node], true); break;
         }
@@ -5834,9 +5947,10 @@ HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_list *p)
     }
 }
 
-/* Runs all nodes forward or backward, piece by piece, and after each piece of the backward pass the gradient hooks of
-   its nodes. accumulate: the backward pass adds to the parameters' gradients. */
-HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, bool accumulate)
+/* Runs all nodes forward or backward (both halves, or one), piece by piece, and after each piece of the backward pass
+   the gradient hooks of its nodes. accumulate: the backward pass adds to the parameters' gradients. */
+HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, hpml_half half,
+                                      bool accumulate)
 {
     const hpmli_list *p       = hpmli_part_now(g);
     const hpml_hooks *h       = &g->any;
@@ -5847,9 +5961,12 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     bool              hooks   = backward && h->grad && g->last;
     int               start   = backward ? p->turn : 0;
     int               count   = backward ? p->entry_count - p->turn : p->turn;
+    int               first   = half == HPML_HALF_WEIGHTS ? p->late - p->turn : 0;
     int               piece   = 1; /* number of entries */
     hpml_status       status  = HPML_OK;
     hpml_pass         pass;
+    if (half == HPML_HALF_INPUTS) count = p->late - p->turn;
+    if (half == HPML_HALF_WEIGHTS) hpmli_entries_point(g, p, p->turn, p->late); /* another slot was current, perhaps */
     if (replays) piece = (int)hpmli_max(HPMLI_PIECES_OF_PASS, (count - 1) / HPMLI_PIECES_OF_PASS + 1);
     if (replays && !hooks) piece = count;
     memset(&pass, 0, sizeof pass); /* padding too: compared by bytes */
@@ -5863,12 +5980,12 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     if (backward) g->at.pass = HPML_PASS_BACKWARD;
     hpmli_graph_apply_batch(g);
     if (!backward) hpmli_forward_begin(g, p);
-    for (int from = 0; from < count && status == HPML_OK; from += piece) {
+    for (int from = first; from < count && status == HPML_OK; from += piece) {
         pass.from = from;
         pass.to   = hpmli_min((int64_t)from + piece, count);
         status = replays ? hpmli_run_recorded(g, run, &pass) : hpmli_run_nodes(g, run, &pass);
         for (int k = start + from; k < start + pass.to && hooks && status == HPML_OK; k++)
-            if (p->entries[k].move == HPMLI_BACKWARD) status = hpmli_run_hooks(g, p->entries[k].node);
+            if (hpmli_is_back(p->entries[k].move)) status = hpmli_run_hooks(g, &p->entries[k]);
     }
     return status;
 }
@@ -5882,23 +5999,35 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
     slot->train  = train;
     slot->step   = step;
     slot->sample = g->first_sample;
-    return hpmli_graph_pass(g, &run, false, false);
+    return hpmli_graph_pass(g, &run, false, HPML_HALF_BOTH, false);
 }
 
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate)
+{
+    return hpml_graph_backward_half(g, HPML_HALF_BOTH, scale, accumulate);
+}
+
+HPML_API hpml_status hpml_graph_backward_half(hpml_graph *g, hpml_half half, float scale, bool accumulate)
 {
     if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
     bool has_loss = g->loss && hpmli_node_in(hpmli_part_now(g), g->loss);
     if (!g->loss || !g->arena || (has_loss && !g->loss->grad))
         return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: needs a loss that depends on a parameter, and a "
                           "forward pass before the backward pass");
+    if ((int)half < 0 || half > HPML_HALF_WEIGHTS || (half != HPML_HALF_BOTH && !g->halves))
+        return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph backward: half %d, expected HPML_HALF_BOTH, or after "
+                          "hpml_graph_halves _INPUTS or _WEIGHTS", (int)half);
     const hpmli_slot *slot = &g->slots[g->slot];
     hpml_run          run  = hpmli_run_of(g, slot->train, slot->step, scale);
     hpmli_graph_place_grads(g);
-    if (has_loss) g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
-    return hpmli_graph_pass(g, &run, true, accumulate);
+    if (has_loss && half != HPML_HALF_WEIGHTS)
+        g->ctx->backend->write(g->ctx->device, g->loss->grad, &scale, sizeof scale);
+    return hpmli_graph_pass(g, &run, true, half, accumulate);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>check-grad   gradients compared with central differences
+// ---------------------------------------------------------------------------------------------------------------------
 /* Returns the loss that g computes with `by` added to element `at` of t, and restores the element. */
 HPMLI_FN double hpmli_loss_moved(hpml_graph *g, hpml_tensor *t, int64_t at, float by)
 {
@@ -6711,7 +6840,7 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
         d[2].p += d[2].apart;
     }
 }
-HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH,
+HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_DZ | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH,
          hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
          hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
@@ -6841,7 +6970,7 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
 {
     hpml_tensor *x = n->src[0], *w = n->src[1], *bias = n->src[2];
     hpmli_mat    dz = hpmli_grads(n->out); /* dy, then dz: (rows, out) */
-    if (n->attr.act.act != HPML_ACT_NONE)
+    if (n->attr.act.act != HPML_ACT_NONE && !hpmli_dz_is_done(n))
         hpmli_for_each_parallel(run, n, true, hpmli_chunk_count(n), 1, hpmli_act_chunk);
     if (bias && bias->grad) run->ctx->k->vsum_rows(bias->grad, dz.p, dz.rows, dz.cols, n->accumulate[2]);
     if (x->grad) hpmli_product(run->ctx, dz, hpmli_values(w), hpmli_grads(x), n->accumulate[0]);
@@ -6861,7 +6990,7 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     hpmli_optimizer_step(run->ctx, u, &d);
     u->n = 0;
 }
-HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_SUM | HPMLI_OP_SPLIT_OWN,
+HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_DZ | HPMLI_OP_KEEPS_SUM | HPMLI_OP_SPLIT_OWN,
          HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->shape[1]), hpmli_linear_pass(run, n), hpmli_linear_back(run, n));
 
@@ -7534,7 +7663,7 @@ HPMLI_FN void hpmli_conv_dz_and_db(const hpmli_conv *c, int64_t b, float *db, bo
 {
     int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
     float  *dz = c->n->out->grad + b * channels * pixels;
-    if (c->n->attr.conv.act != HPML_ACT_NONE)
+    if (c->n->attr.conv.act != HPML_ACT_NONE && !hpmli_dz_is_done(c->n))
         c->ctx->k->act_backward(c->n->attr.conv.act, 0.01f, dz, dz, NULL, c->n->out->data + b * channels * pixels,
                                 channels * pixels, 0);
     if (c->want_db && c->nhwc) c->ctx->k->vsum_rows(db, dz, pixels, channels, !first);
@@ -7729,7 +7858,7 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
     if (n->src[0]->grad && hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, true);
 }
-HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_SPLIT_OWN,
+HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_DZ | HPMLI_OP_SPLIT_OWN,
          HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->stride[0]), hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n));
 
@@ -8576,7 +8705,7 @@ HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
     const hpml_tensor *x = n->src[0], *w_x = n->src[1], *w_h = n->src[2], *bias = n->src[3];
     int64_t            H = j.H;
     hpmli_mat          da = hpmli_matrix(j.gates, j.B * j.T, 4 * H, 4 * H);
-    for (j.t = j.T - 1; j.t >= 0; j.t--) {
+    for (j.t = n->state->second ? -1 : j.T - 1; j.t >= 0; j.t--) { /* the second half finds da in the gates */
         hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell_back, &j);
         if (j.t > 0) /* dh_{t-1} = da_t W_h */
             hpmli_product(run->ctx, hpmli_matrix(j.gates + j.t * 4 * H, j.B, 4 * H, j.T * 4 * H), hpmli_values(w_h),
@@ -11176,6 +11305,12 @@ HPML_API hpml_status hpml_trainer_forward(hpml_trainer *t, int slot, int64_t fir
 
 HPML_API hpml_status hpml_trainer_backward(hpml_trainer *t, int slot, float grad_scale, bool accumulate, bool last)
 {
+    return hpml_trainer_backward_half(t, slot, HPML_HALF_BOTH, grad_scale, accumulate, last);
+}
+
+HPML_API hpml_status hpml_trainer_backward_half(hpml_trainer *t, int slot, hpml_half half, float grad_scale,
+                                                bool accumulate, bool last)
+{
     hpml_status status = hpmli_slot_begin(t, slot);
     if (status != HPML_OK) return status;
     hpml_graph       *g = t->graph;
@@ -11186,7 +11321,7 @@ HPML_API hpml_status hpml_trainer_backward(hpml_trainer *t, int slot, float grad
     g->first_sample = s->sample;
     g->idle         = s->idle;
     g->last         = last && t->micro_batch + 1 == t->d.accumulate;
-    status = hpml_graph_backward(g, grad_scale * t->loss_scale, accumulate);
+    status = hpml_graph_backward_half(g, half, grad_scale * t->loss_scale, accumulate);
     hpmli_pass_end(t, s->first);
     g->first_sample = first_sample;
     return status;
