@@ -1972,6 +1972,9 @@ typedef struct hpmli_conv {
     bool       want_dx, want_dw, want_db;
     int64_t    sums, sum_floats;       /* backward: number and size of partial sums of dw and db */
     int64_t    images_at_once;         /* backward: images whose dw is summed by one product */
+    bool       by_channels;            /* backward: dw is summed over all images, in tasks for some channels each */
+    float     *all_x, *all_dy, *all_dw; /* by_channels: x and dy of all images in NHWC order; dw as tiles store it */
+    int64_t    images_forward;         /* forward: images of a task; above 1 the rows of a tile are a pixel of each */
     float     *packed;                 /* packed weights: (groups, packed_floats) */
     float     *sum_space;              /* partial sums: (sums, sum_floats) */
     float     *thread_space;           /* working memory of threads: (threads, thread_floats) */
@@ -1993,6 +1996,9 @@ typedef struct hpmli_conv_product {
 } hpmli_conv_product;
 #define HPMLI_CONV_TILE_ARGS const hpmli_conv_product *s, const float *a, const float *b, float *c
 typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
+#define HPMLI_CONV_IMAGES 12 /* images that share a load of the weights, where images are small */
+#define HPMLI_CONV_NARROW 8  /* images with narrower rows have tiles that go over rows or images */
+#define HPMLI_CONV_PIXELS 32 /* pixels whose products with a panel of weights are computed at once */
 #define HPMLI_CONV_PANEL 32 /* channels in a task of a convolution; a multiple of HPMLI_NR in every instruction set */
 
 /* The kernels: loops over contiguous f32 arrays of any alignment. Each instruction set has its own version of each
@@ -2054,11 +2060,13 @@ typedef struct hpmli_kernels {
     void (*conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                       int accumulate);
     void (*conv_from_nhwc)(const hpmli_conv *d, float *dx, const float *image, int accumulate);
-    void (*conv_forward)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
+    void (*conv_forward)(const hpmli_conv *d, int64_t images, const float *w, const float *x, int64_t o0, int64_t o1,
                          const float *bias, int relu, float *y, float *band);
     void (*conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx);
-    void (*conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int add);
-    void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t o, int accumulate);
+    void (*conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int64_t o0,
+                             int64_t o1, int add);
+    void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t count, int64_t o,
+                        int accumulate);
     /* Sets y to the n maxima of the 2 x 2 windows in the rows at x and x + width, and `at` to the position of each
        maximum in its window, 0 to 3. */
     void (*max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n);
@@ -7344,7 +7352,8 @@ HPMLI_OP(sum, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_sum_r
        }
    HPML_CONV_DIRECT computes this by the kernels of >>conv-kernels, HPML_CONV_IM2COL by a matrix product with copies of
    x, in less memory. The gradient of the weights is summed image by image into a number of partial sums that depends on
-   the shape alone and that are added up in order, so that the bits do not depend on the number of threads. */
+   the shape alone and that are added up in order, or (by_channels) over all images in tasks for some channels each; so
+   the bits do not depend on the number of threads. */
 
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 HPMLI_FN int64_t hpmli_conv_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
@@ -7354,21 +7363,31 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
 {
     int64_t weights = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
     int64_t for_dx  = c->runs[0] * c->runs[1] * hpmli_round_up(c->run_floats, HPMLI_CONV_PANEL) * c->OC;
-    int64_t forward, backward; /* floats of scratch memory for a thread */
-    c->band_rows      = hpmli_max(64 / c->OW, 1);
+    int64_t band, forward, backward; /* floats of scratch memory for a thread */
+    int64_t copies;                  /* floats of scratch memory for all threads together, if by_channels */
+    c->images_forward = c->OW < HPMLI_CONV_NARROW ? hpmli_min(c->B, HPMLI_CONV_IMAGES) : 1; /* a narrow row would fill only a part of a tile */
+    c->band_rows      = c->images_forward > 1 ? c->OH : hpmli_max(64 / c->OW, 1);
     c->sums           = hpmli_min(c->groups * weights > 65536 ? 8 : 16, c->B);
     c->images_at_once = hpmli_max(hpmli_min(128 / (c->OH * c->OW), (c->B - 1) / c->sums + 1), 1);
-    forward           = c->x_floats + hpmli_round_up(c->band_rows * c->OW, 16) * HPMLI_CONV_PANEL;
+    band              = hpmli_round_up(c->images_forward * c->band_rows * c->OW, 16) * HPMLI_CONV_PANEL;
+    forward           = c->images_forward * c->x_floats + band;
     backward          = c->images_at_once * (2 * c->x_floats + c->y_floats);
-    c->sum_floats     = c->groups * weights + hpmli_round_up(c->groups * c->OC, 16);
+    /* Many weights of small images: copies of all images take less memory, and time, than partial sums of dw. */
+    copies            = c->B * (c->x_floats + c->y_floats) + weights;
+    c->by_channels    = c->groups == 1 && c->OW < HPMLI_CONV_NARROW && copies < c->sums * weights;
+    c->sum_floats     = (c->by_channels ? 0 : c->groups * weights) + hpmli_round_up(c->groups * c->OC, 16);
     c->packed_floats  = hpmli_max(weights, for_dx);
-    c->thread_floats  = hpmli_max(forward, backward);
+    c->thread_floats  = hpmli_max(forward, c->by_channels ? HPMLI_CONV_IMAGES * c->x_floats : backward);
     c->scratch_floats = c->sums * c->sum_floats + c->groups * c->packed_floats + c->ctx->threads * c->thread_floats;
+    if (c->by_channels) c->scratch_floats += copies;
     if (!n->scratch || n->attr.conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
     HPML_ASSERT((size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
     c->sum_space    = (float *)n->scratch;
     c->packed       = c->sum_space + c->sums * c->sum_floats;
     c->thread_space = c->packed + c->groups * c->packed_floats;
+    c->all_dw       = c->thread_space + c->ctx->threads * c->thread_floats;
+    c->all_x        = c->all_dw + weights;
+    c->all_dy       = c->all_x + c->B * c->x_floats;
 }
 
 /* Returns the sizes of the convolution n, and the addresses of its scratch memory if that is allocated. */
@@ -7597,18 +7616,19 @@ HPMLI_FN void hpmli_conv_dy_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, f
     else c->ctx->k->conv_to_nhwc(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
 }
 
-/* Computes, for one image, one of c->channel_pieces ranges of the output channels of each group (one task). */
+/* Computes, for images_forward images, one of channel_pieces ranges of the output channels of each group (one task). */
 HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    int64_t b = task / c->channel_pieces, piece = task % c->channel_pieces, panels = hpmli_conv_panels(c->OC);
+    int64_t b = task / c->channel_pieces * c->images_forward, images = hpmli_min(c->images_forward, c->B - b);
+    int64_t piece = task % c->channel_pieces, panels = hpmli_conv_panels(c->OC);
     int64_t o0 = piece * panels / c->channel_pieces * HPMLI_CONV_PANEL;
     int64_t o1 = hpmli_min((piece + 1) * panels / c->channel_pieces * HPMLI_CONV_PANEL, c->OC);
-    float  *image = c->thread_space + thread * c->thread_floats, *band = image + c->x_floats;
+    float  *xs = c->thread_space + thread * c->thread_floats, *band = xs + c->images_forward * c->x_floats;
     for (int64_t g = 0; g < c->groups; g++) {
         const float *bias = c->n->src[2] ? c->n->src[2]->data + g * c->OC : NULL;
-        hpmli_conv_x_to_nhwc(c, b, g, image);
-        c->ctx->k->conv_forward(c, c->packed + g * c->packed_floats, image, o0, o1, bias,
+        for (int64_t i = 0; i < images; i++) hpmli_conv_x_to_nhwc(c, b + i, g, xs + i * c->x_floats);
+        c->ctx->k->conv_forward(c, images, c->packed + g * c->packed_floats, xs, o0, o1, bias,
                               c->n->attr.conv.act == HPML_ACT_RELU,
                               hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
     }
@@ -7734,12 +7754,23 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
     else {
         int64_t panels = hpmli_conv_panels(c.OC), want = 2 * run->ctx->threads; /* number of tasks */
         hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
-        c.channel_pieces = hpmli_min((want - 1) / c.B + 1, panels); /* fewer images than threads: cut channels, too */
+        int64_t tasks  = (c.B - 1) / c.images_forward + 1;
+        c.channel_pieces = hpmli_min((want - 1) / tasks + 1, panels); /* too few tasks: cut the channels as well */
         if (run->ctx->threads == 1) c.channel_pieces = 1;
-        hpmli_parallel(run->ctx, c.B * c.channel_pieces, hpmli_conv_forward_task, &c);
+        hpmli_parallel(run->ctx, tasks * c.channel_pieces, hpmli_conv_forward_task, &c);
     }
     if (act != HPML_ACT_NONE && act != HPML_ACT_RELU)
         hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
+}
+
+/* Computes dx of group g of `images` images from number b on. ys: dy in NHWC order; dx: space for their padded images. */
+HPMLI_FN void hpmli_conv_dx(const hpmli_conv *c, int64_t b, int64_t images, int64_t g, const float *ys, float *dx)
+{
+    memset(dx, 0, (size_t)(images * c->x_floats) * sizeof(float));
+    c->ctx->k->conv_input_grad(c, images, c->packed + g * c->packed_floats, ys, dx);
+    for (int64_t i = 0; i < images; i++)
+        c->ctx->k->conv_from_nhwc(c, hpmli_conv_mat(c, c->n->src[0]->grad, false, b + i, g, 0, 1).p,
+                                  dx + i * c->x_floats + c->x_first, c->n->accumulate[0]);
 }
 
 /* The task of one range of images: computes the images' dx, and the partial sum number `sum` of dw and db over them. */
@@ -7759,15 +7790,40 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t sum, int thread)
                 if (c->want_dw) hpmli_conv_x_to_nhwc(c, b + i, g, xs + i * c->x_floats);
                 if (c->want_dw || c->want_dx) hpmli_conv_dy_to_nhwc(c, b + i, g, ys + i * c->y_floats);
             }
-            if (c->want_dw) c->ctx->k->conv_weight_grad(c, images, xs, ys, dw + g * panels, b > first);
-            if (!c->want_dx) continue;
-            memset(dx, 0, (size_t)(images * c->x_floats) * sizeof(float));
-            c->ctx->k->conv_input_grad(c, images, c->packed + g * c->packed_floats, ys, dx);
-            for (int64_t i = 0; i < images; i++)
-                c->ctx->k->conv_from_nhwc(c, hpmli_conv_mat(c, c->n->src[0]->grad, false, b + i, g, 0, 1).p,
-                                       dx + i * c->x_floats + c->x_first, c->n->accumulate[0]);
+            if (c->want_dw) c->ctx->k->conv_weight_grad(c, images, xs, ys, dw + g * panels, 0, c->OC, b > first);
+            if (c->want_dx) hpmli_conv_dx(c, b, images, g, ys, dx);
         }
     }
+}
+
+/* by_channels: computes dz and partial sum number `sum` of db of a range of images (one task), and copies the images. */
+HPMLI_FN void hpmli_conv_copy_task(void *arg, int64_t sum, int thread HPMLI_UNUSED)
+{
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    int64_t first = sum * c->B / c->sums, end = (sum + 1) * c->B / c->sums;
+    for (int64_t b = first; b < end; b++) {
+        hpmli_conv_dz_and_db(c, b, c->sum_space + sum * c->sum_floats, b == first);
+        if (c->want_dw) hpmli_conv_x_to_nhwc(c, b, 0, c->all_x + b * c->x_floats);
+        hpmli_conv_dy_to_nhwc(c, b, 0, c->all_dy + b * c->y_floats);
+    }
+}
+
+/* by_channels: sums dw over all images for HPMLI_CONV_PANEL output channels (one task). */
+HPMLI_FN void hpmli_conv_dw_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
+{
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    int64_t o = task * HPMLI_CONV_PANEL;
+    c->ctx->k->conv_weight_grad(c, c->B, c->all_x, c->all_dy, c->all_dw + o * c->taps * c->C, o,
+                                hpmli_min(o + HPMLI_CONV_PANEL, c->OC), 0);
+}
+
+/* by_channels: computes dx of up to HPMLI_CONV_IMAGES images (one task). */
+HPMLI_FN void hpmli_conv_dx_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    int64_t b = task * HPMLI_CONV_IMAGES;
+    hpmli_conv_dx(c, b, hpmli_min(HPMLI_CONV_IMAGES, c->B - b), 0, c->all_dy + b * c->y_floats,
+                  c->thread_space + thread * c->thread_floats);
 }
 
 /* Adds up the partial sums of dw for HPMLI_CONV_PANEL output channels of one group (one task). */
@@ -7775,8 +7831,9 @@ HPMLI_FN void hpmli_conv_sum_parts_task(void *arg, int64_t task, int thread HPML
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
     int64_t panels = hpmli_conv_panels(c->OC), g = task / panels, o = task % panels * HPMLI_CONV_PANEL;
-    c->ctx->k->conv_unpack(c, c->n->src[1]->grad + g * c->OC * c->C * c->taps,
-                           c->sum_space + g * c->taps * c->C * panels * HPMLI_CONV_PANEL, o, c->n->accumulate[1]);
+    const float *sums = c->by_channels ? c->all_dw : c->sum_space + g * c->taps * c->C * panels * HPMLI_CONV_PANEL;
+    c->ctx->k->conv_unpack(c, c->n->src[1]->grad + g * c->OC * c->C * c->taps, sums, c->by_channels ? 1 : c->sums, o,
+                           c->n->accumulate[1]);
 }
 
 HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
@@ -7791,7 +7848,10 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
     }
     c.want_dx = n->src[0]->grad && !hpmli_conv_is_1x1(&c);
     if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
-    hpmli_parallel(run->ctx, c.sums, hpmli_conv_back_task, &c);
+    hpmli_parallel(run->ctx, c.sums, c.by_channels ? hpmli_conv_copy_task : hpmli_conv_back_task, &c);
+    if (c.by_channels && c.want_dw) hpmli_parallel(run->ctx, panels, hpmli_conv_dw_task, &c);
+    if (c.by_channels && c.want_dx)
+        hpmli_parallel(run->ctx, (c.B - 1) / HPMLI_CONV_IMAGES + 1, hpmli_conv_dx_task, &c);
     if (c.want_dw) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_sum_parts_task, &c);
     for (int64_t p = 0; c.want_db && p < c.sums; p++)
         run->ctx->k->vaxpby(n->src[2]->grad, 1, c.sum_space + (p + 1) * c.sum_floats - hpmli_round_up(channels, 16),
@@ -16825,26 +16885,63 @@ HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float
         HV(conv_store_transposed)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0,
                                   accumulate);
 }
-/* Computes output channels [o0, o1) of one image and group from its padded image in NHWC order and packed weights w.
-   band: scratch of (d->band_rows, OW, HPMLI_NR) floats. y: the group's first channel of the result. */
-HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, const float *w, const float *image, int64_t o0, int64_t o1,
-                                   const float *bias, int relu, float *y, float *band)
+/* Computes output channels [o, o + n) of `rows` rows of `images` images into the band (images, rows, OW, HPMLI_NR). The
+   rows of a tile are pixels of a row, or one pixel of several images where rows are narrow (see hpmli_conv). */
+HPMLI_VEC_INLINE void HV(conv_band)(const hpmli_conv *d, int64_t images, int64_t rows, const float *w, const float *x,
+                                    int64_t n, float *band)
 {
     const int64_t      w_run = d->run_floats * HPMLI_NR; /* weights of a run for a panel of channels */
     hpmli_conv_product s = { d->OW, d->x_pixel_step, 1, HPMLI_NR, HPMLI_NR, d->run_floats, { d->runs[0], d->runs[1] },
                              { d->run_step[0], d->run_step[1] }, { d->runs[1] * w_run, w_run }, 0 };
+    if (d->images_forward == 1) {
+        for (int64_t r = 0; r < rows; r++)
+            HV(conv_product)(&s, n, x + r * d->x_row_step, w, band + r * d->OW * HPMLI_NR);
+        return;
+    }
+    s.rows  = images;
+    s.a_row = d->x_floats;
+    s.c_row = rows * d->OW * HPMLI_NR;
+    for (int64_t p = 0; p < rows * d->OW; p++)
+        HV(conv_product)(&s, n, x + p / d->OW * d->x_row_step + p % d->OW * d->x_pixel_step, w, band + p * HPMLI_NR);
+}
+/* Computes output channels [o0, o1) of `images` images of one group from their padded images in NHWC order and packed
+   weights w. band: scratch of (images_forward, band_rows, OW, HPMLI_NR) floats. y: the group's first channel. */
+HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, int64_t images, const float *w, const float *x, int64_t o0,
+                                   int64_t o1, const float *bias, int relu, float *y, float *band)
+{
+    const int64_t pixels = d->OH * d->OW, y_image = d->groups * d->OC * pixels;
     for (int64_t o = o0; o < o1; o += HPMLI_NR) {
-        int64_t n = o1 - o < HPMLI_NR ? o1 - o : HPMLI_NR;
+        int64_t      n   = o1 - o < HPMLI_NR ? o1 - o : HPMLI_NR;
+        const float *add = bias ? bias + o : NULL;
         for (int64_t row = 0; row < d->OH; row += d->band_rows) {
             int64_t rows = d->OH - row < d->band_rows ? d->OH - row : d->band_rows;
-            for (int64_t r = 0; r < rows; r++)
-                HV(conv_product)(&s, n, image + (row + r) * d->x_row_step, w + o * d->taps * d->C,
-                                 band + r * d->OW * HPMLI_NR);
             hpmli_conv_copy copy = { 1, rows * d->OW, n, 0, d->y_pixel, 0, HPMLI_NR };
-            const float    *add  = bias ? bias + o : NULL;
-            if (d->nhwc) HV(conv_copy)(&copy, y + row * d->OW * d->y_pixel + o, band, add, relu, 0);
-            else HV(conv_store_transposed)(band, HPMLI_NR, rows * d->OW, n, true,
-                                           y + o * d->OH * d->OW + row * d->OW, d->OH * d->OW, add, relu, 0);
+            HV(conv_band)(d, images, rows, w + o * d->taps * d->C, x + row * d->x_row_step, n, band);
+            for (int64_t i = 0; i < images; i++) {
+                float       *to   = y + i * y_image + row * d->OW * (d->nhwc ? d->y_pixel : 1);
+                const float *from = band + i * rows * d->OW * HPMLI_NR;
+                if (d->nhwc) HV(conv_copy)(&copy, to + o, from, add, relu, 0);
+                else HV(conv_store_transposed)(from, HPMLI_NR, rows * d->OW, n, true, to + o * pixels, pixels, add,
+                                               relu, 0);
+            }
+        }
+    }
+}
+/* Adds dy times a panel of W^T, of `cols` numbers of a run, to the dx of one image. The products of HPMLI_CONV_PIXELS
+   pixels are computed first, in tiles that go over rows, because a tile of one narrow row would be small. */
+HPMLI_VEC_INLINE void HV(conv_input_grad_narrow)(const hpmli_conv *d, int64_t cols, const float *w, const float *dy,
+                                                 float *dx)
+{
+    float              sums[HPMLI_CONV_PIXELS * HPMLI_NR];
+    hpmli_conv_product s = { 0, d->OC, 1, HPMLI_NR, HPMLI_NR, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 0 };
+    const int64_t      pixels = d->OH * d->OW;
+    for (int64_t p = 0; p < pixels; p += s.rows) {
+        s.rows = pixels - p < HPMLI_CONV_PIXELS ? pixels - p : HPMLI_CONV_PIXELS;
+        HV(conv_product)(&s, cols, dy + p * d->OC, w, sums);
+        for (int64_t q = 0; q < s.rows; q++) {
+            float *to = dx + (p + q) / d->OW * d->x_row_step + (p + q) % d->OW * d->x_pixel_step;
+            for (int64_t j = 0; j < HPMLI_NR && j < cols; j += HV_LANES)
+                HV(store)(to + j, HV(load)(to + j) + HV(load)(sums + q * HPMLI_NR + j));
         }
     }
 }
@@ -16856,25 +16953,31 @@ HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const
     for (int64_t u = 0; u < d->runs[0]; u++)
         for (int64_t v = 0; v < d->runs[1]; v++)
             for (int64_t lane = 0; lane < d->run_floats; lane += HPMLI_NR, w += HPMLI_NR * d->OC)
-                for (int64_t i = 0; i < images; i++)
-                    for (int64_t row = 0; row < d->OH; row++)
-                        HV(conv_product)(&s, d->run_floats - lane, dy + i * d->y_floats + row * d->OW * d->OC, w,
-                                         dx + i * d->x_floats + row * d->x_row_step +
-                                         u * d->run_step[0] + v * d->run_step[1] + lane);
+                for (int64_t i = 0; i < images; i++) {
+                    const float *from = dy + i * d->y_floats;
+                    float *to = dx + i * d->x_floats + u * d->run_step[0] + v * d->run_step[1] + lane;
+                    if (d->OW < HPMLI_CONV_NARROW) HV(conv_input_grad_narrow)(d, d->run_floats - lane, w, from, to);
+                    for (int64_t row = 0; row < d->OH && d->OW >= HPMLI_CONV_NARROW; row++)
+                        HV(conv_product)(&s, d->run_floats - lane, from + row * d->OW * d->OC, w,
+                                         to + row * d->x_row_step);
+                }
 }
-/* Sums the weights' gradient over all pixels of `images` images: dw (panels of OC, taps, C, HPMLI_NR), += if `add`. */
+/* Sums the weights' gradient of output channels [o0, o1), of which dw has panels (panel, taps, C, HPMLI_NR), over all
+   pixels of `images` images; add: adds to dw. */
 HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
-                                       int add)
+                                       int64_t o0, int64_t o1, int add)
 {
     hpmli_conv_product s = { d->run_floats, 1, d->x_pixel_step, d->OC, HPMLI_NR, d->OW, { images, d->OH },
                              { d->x_floats, d->x_row_step }, { d->y_floats, d->OW * d->OC }, add };
-    for (int64_t o = 0; o < d->OC; o += HPMLI_NR)
+    for (int64_t o = o0; o < o1; o += HPMLI_NR)
         for (int64_t u = 0; u < d->runs[0]; u++)
             for (int64_t v = 0; v < d->runs[1]; v++, dw += d->run_floats * HPMLI_NR)
                 HV(conv_product)(&s, d->OC - o, x + u * d->run_step[0] + v * d->run_step[1], dy + o, dw);
 }
-/* Adds up partial sums of dw, in order: dw (OC, C, taps) for channels [o, o + HPMLI_CONV_PANEL), += if `accumulate`. */
-HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t o, int accumulate)
+/* Adds up `count` partial sums of dw in order: dw (OC, C, taps) of channels [o, o + HPMLI_CONV_PANEL), += if
+   `accumulate`. */
+HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t count,
+                              int64_t o, int accumulate)
 {
     float   sum[HV_LANES * HV_LANES];
     int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC;
@@ -16886,7 +16989,7 @@ HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *p
                 for (int64_t i = 0; i < n; i++) {
                     const float *p = from + ((t + i) * d->C + c) * HPMLI_NR;
                     HV(f32)      s = HV(load)(p);
-                    for (int64_t k = 1; k < d->sums; k++) s += HV(load)(p + k * d->sum_floats);
+                    for (int64_t k = 1; k < count; k++) s += HV(load)(p + k * d->sum_floats);
                     HV(store)(sum + i * HV_LANES, s);
                 }
                 HV(conv_store_transposed)(sum, HV_LANES, n, end - o < HV_LANES ? end - o : HV_LANES, true,
