@@ -563,7 +563,8 @@ static hpml_status predict(hpml_comm *c, void *user)
     hpml_ctx        *ctx  = hpml_comm_ctx(c);
     hpml_conv2d_desc conv = { .name = "conv", .kernel_h = 3, .padding_h = 1, .no_bias = true };
     hpml_tensor     *x    = hpml_input_4d(ctx, 1, 1, 1, 1), *y = hpml_conv2d(x, 1, &conv);
-    hpml_graph      *g    = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1, .predict = 1 });
+    hpml_graph_desc  gd   = { .outputs = &y, .output_count = 1, .predict = true };
+    hpml_graph      *g    = hpml_graph_create(ctx, &gd);
     hpml_tensor     *w    = hpml_param_find(ctx, "conv.weight"), *in = hpml_input_2d(ctx, 1, 1);
     hpml_trainer    *t    = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .lr = 0.1f,
         .output = hpml_matmul(in, hpml_reshape_2d(w, 1, 9), false, false), .loss = HPML_LOSS_MSE });
@@ -573,7 +574,8 @@ static hpml_status predict(hpml_comm *c, void *user)
     good = predicted(g, y, w) && good;
     hpml_distributed *d = hpml_distribute(t, c, &(hpml_plan){ .strategy = p->kind });
     good = predicted(g, y, w) && good;
-    for (int i = 0; i < 3; i++) good = hpml_trainer_step(t, &one, goal, 1, NULL) == HPML_OK && predicted(g, y, w) && good;
+    for (int i = 0; i < 3; i++)
+        good = hpml_trainer_step(t, &one, goal, 1, NULL) == HPML_OK && predicted(g, y, w) && good;
     good = hpml_distribute_finish(d) == HPML_OK && predicted(g, y, w) && good;
     if (!good) p->good = false;
     return hpml_ctx_status(ctx);
