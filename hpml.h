@@ -7455,11 +7455,12 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     c->thread_floats  = hpmli_max(forward, c->by_channels ? HPMLI_CONV_IMAGES * c->x_floats : backward);
     if (keeps) c->packed_floats = weights;
     if (keeps) c->thread_floats = forward + hpmli_round_up(c->expanded, 16);
-    c->scratch_floats = keeps ? 0 : c->sums * c->sum_floats + c->groups * c->packed_floats;
-    c->thread_space   = (float *)n->scratch + c->scratch_floats;
-    c->scratch_floats += c->ctx->threads * c->thread_floats;
+    int64_t sums_packed = keeps ? 0 : c->sums * c->sum_floats + c->groups * c->packed_floats;
+    c->scratch_floats = sums_packed + c->ctx->threads * c->thread_floats;
     if (c->by_channels && !keeps) c->scratch_floats += copies;
-    if (keeps || !n->scratch || n->attr.conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
+    if (!n->scratch || n->attr.conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
+    c->thread_space = (float *)n->scratch + sums_packed;
+    if (keeps) return;
     HPML_ASSERT((size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
     c->sum_space = (float *)n->scratch;
     c->packed    = c->sum_space + c->sums * c->sum_floats;
