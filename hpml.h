@@ -8441,6 +8441,7 @@ HPMLI_WORK_OP(attention, HPMLI_OP_SPLIT_OWN, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
    the node: x, w_x, w_h, bias. Saved: gates i, f, g, o (B, T, 4H), cells c (B, T, H). */
 #define HPMLI_LSTM_UNITS 32 /* hidden units in a panel: the width of one or more tiles of >>gemm */
 #define HPMLI_LSTM_ROWS  32 /* samples in a block */
+#define HPMLI_LSTM_FEW   4  /* for fewer samples panels are 4 times as wide, so that a product has enough sums */
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
 {
     hpml_tensor *src[4];
@@ -8467,7 +8468,8 @@ typedef struct hpmli_lstm_job {
     hpml_ctx  *ctx;
     hpml_node *n;
     bool       back;
-    int64_t    B, T, H, t, panels; /* t: the time step that is computed */
+    int64_t    B, T, H, t;         /* t: the time step that is computed */
+    int64_t    width, panels;      /* hidden units in a panel; number of panels */
     float     *gates, *cells;      /* i, f, g, o: (B, T, 4H), c: (B, T, H) */
     float     *dc;                 /* (B, H) gradient of c */
     float     *packed;             /* W_h: (4, H, units) for each panel; backward: (4H, units) */
@@ -8477,9 +8479,9 @@ typedef struct hpmli_lstm_job {
 HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n, bool back)
 {
     int64_t B = n->out->shape[0], T = n->out->shape[1], H = n->out->shape[2];
-    int64_t panels = (H + HPMLI_LSTM_UNITS - 1) / HPMLI_LSTM_UNITS;
+    int64_t width = B < HPMLI_LSTM_FEW ? 4 * HPMLI_LSTM_UNITS : HPMLI_LSTM_UNITS, panels = (H + width - 1) / width;
     float  *gates = (float *)n->saved, *dc = (float *)n->scratch, *packed = dc + B * H, *next = packed + 4 * H * H;
-    hpmli_lstm_job j = { run->ctx, n, back, B, T, H, 0, panels, gates, gates + B * T * 4 * H, dc, packed,
+    hpmli_lstm_job j = { run->ctx, n, back, B, T, H, 0, width, panels, gates, gates + B * T * 4 * H, dc, packed,
                          { next, next + B * 4 * H }, next + B * 8 * H };
     return j;
 }
@@ -8489,7 +8491,7 @@ HPMLI_FN void hpmli_lstm_pack(void *arg, int64_t panel, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
     const float          *w = j->n->src[2]->data;
-    int64_t H = j->H, first = panel * HPMLI_LSTM_UNITS, units = hpmli_min(H - first, HPMLI_LSTM_UNITS);
+    int64_t H = j->H, first = panel * j->width, units = hpmli_min(H - first, j->width);
     float  *to = j->packed + first * 4 * H;
     for (int64_t gate = 0; !j->back && gate < 4; gate++)
         j->ctx->k->conv_to_nhwc(to + gate * H * units, w + (gate * H + first) * H, units, 1, H, H * units);
@@ -8502,8 +8504,8 @@ HPMLI_FN void hpmli_lstm_task(void *arg, int64_t task, int thread)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
     hpmli_lstm_cells      s;
-    int64_t H = j->H, unit = task % j->panels * HPMLI_LSTM_UNITS, row = task / j->panels * HPMLI_LSTM_ROWS;
-    int64_t units = hpmli_min(H - unit, HPMLI_LSTM_UNITS), at = row * j->T + j->t;
+    int64_t H = j->H, unit = task % j->panels * j->width, row = task / j->panels * HPMLI_LSTM_ROWS;
+    int64_t units = hpmli_min(H - unit, j->width), at = row * j->T + j->t;
     int64_t products = j->back ? 1 : 4, k = j->back ? 4 * H : H;
     float  *sums = j->sums + thread * HPMLI_LSTM_ROWS * 4 * HPMLI_LSTM_UNITS;
     s.rows  = hpmli_min(j->B - row, HPMLI_LSTM_ROWS);

@@ -353,7 +353,8 @@ static double run_world(world *w)
       1, 1, 131, 66)                                                                                                   \
     X(one_lstm, hpml_lstm(ROW(x, 2, 1), 1, NULL), 2, 1, 1, 1)                                                          \
     X(odd_lstm, hpml_lstm(ROW(x, 2, 7), 17, NULL), 2, 1, 7, 33)                                                        \
-    X(wide_lstm, hpml_lstm(ROW(x, 33, 3), 65, NULL), 33, 1, 3, 5)
+    X(wide_lstm, hpml_lstm(ROW(x, 33, 3), 65, NULL), 33, 1, 3, 5)                                                      \
+    X(few_lstm, hpml_lstm(ROW(x, 1, 4), 139, NULL), 1, 1, 4, 3)
 #define MORE_DEFINE(name, e, a, b, c, d) static hpml_tensor *more_##name(hpml_tensor *x) { return e; }
 #define MORE_ROW(name, e, a, b, c, d) { #name, more_##name, 0, { a, b, c, d } },
 MORE(MORE_DEFINE)
