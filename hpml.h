@@ -1984,7 +1984,7 @@ typedef struct hpmli_lstm_cells {
     int64_t      rows, units, T, H;
     bool         first, last; /* this is time step 0, time step T - 1 */
     const float *bias;        /* forward: (4, H) */
-    float       *gates;       /* (B, T, 4, H) forward: products with x, then gates i, f, g, o; backward: gates, then da */
+    float       *gates;       /* (B, T, 4, H) forward: products with x, then gates i f g o; backward: gates, then da */
     float       *cells;       /* (B, T, H) c */
     float       *h;           /* (B, T, H) forward: result h; backward: dy, the gradient of the result */
     const float *sums;        /* forward: (rows, 4, units) h W_h^T of the step before, which is not read at the first;
@@ -8431,14 +8431,14 @@ HPMLI_WORK_OP(attention, HPMLI_OP_SPLIT_OWN, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
                   (back ? 2 : 1),
               n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
 
-/* LSTM with H hidden units, for each time step t: a = x_t W_x^T + bias + h_{t-1} W_h^T (4H numbers); i, f and o are the
-   sigmoid, g the tanh of a quarter of a, in the order i, f, g, o; c_t = f c_{t-1} + i g; h_t = o tanh(c_t). The
+/* LSTM with H hidden units, for each time step t: a = x_t W_x^T + bias + h_{t-1} W_h^T (4H numbers); i, f and o are
+   the sigmoid, g the tanh of a quarter of a, in the order i, f, g, o; c_t = f c_{t-1} + i g; h_t = o tanh(c_t). The
    products with x of all time steps are one matrix product. A task of the recurrent part computes, for one time step, a
    block of samples and a panel of hidden units, the product with h of the step before and then the cells. W_h is packed
    once a pass, panel by panel, so that these products read contiguous memory; their left operand is a compact copy,
-   because rows of h and of da that are T time steps apart would share few sets of the cache. Backward goes from the last
-   time step to the first, overwrites the saved gates with da, and ends with one product for each gradient. Sources of
-   the node: x, w_x, w_h, bias. Saved: gates i, f, g, o (B, T, 4H), cells c (B, T, H). */
+   because rows of h and of da that are T time steps apart would share few sets of the cache. Backward goes from the
+   last time step to the first, overwrites the saved gates with da, and ends with one product for each gradient. Sources
+   of the node: x, w_x, w_h, bias. Saved: gates i, f, g, o (B, T, 4H), cells c (B, T, H). */
 #define HPMLI_LSTM_UNITS 32 /* hidden units in a panel: the width of one or more tiles of >>gemm */
 #define HPMLI_LSTM_ROWS  32 /* samples in a block */
 #define HPMLI_LSTM_FEW   4  /* for fewer samples panels are 4 times as wide, so that a product has enough sums */
@@ -8473,7 +8473,7 @@ typedef struct hpmli_lstm_job {
     float     *gates, *cells;      /* i, f, g, o: (B, T, 4H), c: (B, T, H) */
     float     *dc;                 /* (B, H) gradient of c */
     float     *packed;             /* W_h: (4, H, units) for each panel; backward: (4H, units) */
-    float     *next[2];            /* (B, 4H) h or da of the time step t in next[t % 2], of its neighbour in the other */
+    float     *next[2];            /* (B, 4H) h or da of time step t in next[t % 2], of its neighbour in the other */
     float     *sums;               /* (threads, rows, 4, units) products of a task */
 } hpmli_lstm_job;
 HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n, bool back)
@@ -16927,7 +16927,8 @@ static const hpmli_kernels HV(kernels) = {
     HPMLI_ISA_NAME, HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv),
     HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
     HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(lstm_cells),
-    HV(lstm_cells_back), HV(opt_step), HV(to_f32), HV(from_f32), HV(gemm_part), HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode),
+    HV(lstm_cells_back), HV(opt_step), HV(to_f32),
+    HV(from_f32), HV(gemm_part), HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode),
     HV(onebit_decode_add), HV(bf16_encode), HV(bf16_decode_add), HV(conv_pack), HV(conv_pack_for_dx),
     HV(conv_to_nhwc), HV(conv_copy), HV(conv_from_nhwc), HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad),
     HV(conv_unpack), HV(max_pool_row), HV(max_pool_row_back), HV(crc32c),
