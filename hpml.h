@@ -3686,9 +3686,10 @@ HPMLI_FN bool hpmli_split_concat(const hpml_tensor *first, const hpml_tensor *x,
                                hpmli_describe(x), hpmli_split_text(x));
 }
 
-/* Computes which shape `part` this rank's block of x has after a reshape of the whole tensor to `whole` (ndim sizes),
-   and the split of each dimension. For each split dimension of x there must be a dimension of `whole` whose split gives
-   each rank the same elements; false if there is none. */
+/* Computes for a reshape of the whole tensor of x to the shape `whole` (ndim sizes): the shape `part` of this rank's
+   block, the axis split[i] over whose ranks dimension i is then split (0: none), and the number of its *sections (0: no
+   dimension is split). For each split dimension of x there must be a dimension of `whole` which, split over the same
+   axis, leaves each rank the same elements as before; false if there is none. */
 HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t *whole, int64_t *part, int8_t *split,
                                   int32_t *sections)
 {
@@ -13594,7 +13595,8 @@ static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
 /* Values of ndim that mark an entry: FOREIGN, valid but nothing hpml can load, is skipped; WRONG makes the file
    invalid, unless a later entry of the same name replaces it. */
 enum { HPMLI_SAFE_FOREIGN = -1, HPMLI_SAFE_WRONG = -2 };
-/* Parses a tensor's entry: an object or, as the reference reader accepts, a list of its values. size: bytes of data. */
+/* Parses a tensor's entry in the header of a safetensors file: an object or, because the format's reference
+   implementation accepts it, a list of dtype, shape and data_offsets. size: bytes of all tensors' data in the file. */
 HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t size)
 {
     static const char *const keys[] = { "dtype", "shape", "data_offsets" };
@@ -15924,8 +15926,9 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 #define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1) /* 1: for writing */
 #endif
 
-/* HPMLI_TILE_B loads b0 .. b3, vectors of B. HPMLI_TILE_STEP, one step of k, loads them, multiplies them for each row
-   of the tile by a number of A, adds the products to the row's sums, and advances the addresses a0 .. a12 and b. */
+/* HPMLI_TILE_B loads the tile's columns of one row of B, up to four vectors, into b0 .. b3. HPMLI_TILE_STEP does one
+   step of the sum over k: it loads b0 .. b3, adds to the sums of each row of the tile these vectors times the row's
+   element of A, and advances the row pointers of A (a0, a3, a6, a9, a12) and b, the pointer to B, to the next k. */
 #define HPMLI_TILE_B                                                                                                   \
     HV(f32) b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b);                                                    \
     HV(f32) b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
