@@ -2243,6 +2243,8 @@ typedef struct hpmlc_inbox {
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
     int             others;         /* number of other messages that end the wait as well: hpml_wait_any */
+    hpml_message *const *awaited;   /* list of the messages, one of which ends the wait; valid while the owner sleeps */
+    int             awaited_count;
     const char     *operation;      /* name of the operation in which the owner waits */
     int             core;           /* 1 + the core on which the owner's thread last waited; 0: none */
     char            pad[64];
@@ -2328,22 +2330,22 @@ HPMLC_FN void hpmlc_waitpoint_close(hpmlc_waitpoint *g)
     pthread_cond_destroy(&g->changed);
 }
 
-/* Wakes the thread that sleeps at waitpoint g, if there is one, and counts it as running in the world w, unless w is
-   NULL. The caller holds g->mutex. */
-HPMLC_FN void hpmlc_waitpoint_wake_held(hpml_world *w, hpmlc_waitpoint *g)
+/* Unlocks g->mutex, which the caller holds, after a change at waitpoint g. wake: wakes the thread that sleeps there, if
+   any, and counts it as running in w, unless NULL. Wakes after unlocking, because that thread needs the mutex first. */
+HPMLC_FN void hpmlc_waitpoint_unlock(hpml_world *w, hpmlc_waitpoint *g, bool wake)
 {
+    wake = wake && g->sleeping;
     __atomic_add_fetch(&g->changes, 1, __ATOMIC_RELEASE);
-    if (!g->sleeping) return;
-    g->sleeping = false;
-    if (w && g->counted) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    pthread_cond_signal(&g->changed);
+    if (wake) g->sleeping = false;
+    if (wake && w && g->counted) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
+    pthread_mutex_unlock(&g->mutex);
+    if (wake) pthread_cond_signal(&g->changed);
 }
 
 HPMLC_FN void hpmlc_waitpoint_wake(hpml_world *w, hpmlc_waitpoint *g)
 {
     pthread_mutex_lock(&g->mutex);
-    hpmlc_waitpoint_wake_held(w, g);
-    pthread_mutex_unlock(&g->mutex);
+    hpmlc_waitpoint_unlock(w, g, true);
 }
 
 HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w);
@@ -2419,7 +2421,7 @@ HPMLC_FN void hpmlc_waitpoint_sleep(hpml_world *w, hpmlc_waitpoint *g, unsigned 
             hpmlc_world_deadlock(w);
             pthread_mutex_lock(&g->mutex);
         }
-        while (g->changes == *seen)
+        while (g->sleeping)
             if (pthread_cond_timedwait(&g->changed, &g->mutex, &limit) != 0) break;
         if (g->sleeping && w && counted) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
         g->sleeping = false;
@@ -2615,6 +2617,8 @@ HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, hpml_message *const *m, int count)
     int          others = -1;
     for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) others++;
     if (count > 0) in->operation = c->operation;
+    in->awaited       = m;
+    in->awaited_count = count;
     __atomic_store_n(&in->others, others, __ATOMIC_RELAXED);
     __atomic_store_n(&in->peer, first < count ? c->origin[m[first]->peer] : -1, __ATOMIC_RELEASE);
 }
@@ -2642,7 +2646,26 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     return start + busy + link->latency;
 }
 
-/* Appends the send m to the inbox of rank m->peer. wake: wakes that rank if it sleeps; false in virtual time. */
+/* Returns the receive that the sleeping owner of the inbox `in` has begun for the message m of rank `from`; NULL: none.
+   The caller holds the mutex of the inbox. */
+HPMLC_FN hpml_message *hpmlc_inbox_expects(const hpmlc_inbox *in, const hpml_message *m, int from)
+{
+    hpml_message *found = NULL; /* the oldest, which is the last of the list */
+    for (hpml_message *r = in->owner->pending; r; r = r->next)
+        if (!r->done && r->peer == from && r->tag == m->tag) found = r;
+    return found;
+}
+
+/* Returns whether the message m ends the wait in which the owner of the inbox `in` sleeps. The caller holds the mutex. */
+HPMLC_FN bool hpmlc_inbox_awaits(const hpmlc_inbox *in, const hpml_message *m)
+{
+    for (int i = 0; i < in->awaited_count; i++)
+        if (in->awaited[i] == m) return true;
+    return false;
+}
+
+/* Appends the send m to the inbox of rank m->peer. wake: wakes that rank if it sleeps and has begun to receive m; false
+   in virtual time. */
 HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpmlc_inbox *in   = &hpmlc_group_of(c)->inbox[m->peer];
@@ -2658,8 +2681,33 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     }
     *in->last = m;
     in->last  = &post->next;
-    if (wake) hpmlc_waitpoint_wake_held(hpmlc_world_of(c), &in->wait);
-    pthread_mutex_unlock(&in->wait.mutex);
+    if (!wake) pthread_mutex_unlock(&in->wait.mutex);
+    else hpmlc_waitpoint_unlock(hpmlc_world_of(c), &in->wait, in->wait.sleeping && hpmlc_inbox_expects(in, m, c->rank));
+}
+
+#define HPMLC_HANDED 16384 /* bytes of the largest message that ranks with cores of their own hand over */
+
+/* Returns whether a message of `bytes` bytes is handed over by the rank that comes second, which then does the work of
+   both: a short message, because to wake a thread takes longer; or most, where other ranks wait for a core. */
+HPMLC_FN bool hpmlc_threads_hands_over(const hpml_comm *c, size_t bytes)
+{
+    return bytes <= HPMLC_HANDED || (hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE && bytes <= 16 * HPMLC_HANDED);
+}
+
+/* Completes the send m and its receive, if the receiver sleeps and has begun to receive m, and wakes the receiver if it
+   waits for just that. Returns false if it does not sleep, or expects another number of bytes, which is an error. */
+HPMLC_FN bool hpmlc_threads_hand_over(hpml_comm *c, hpml_message *m)
+{
+    hpmlc_inbox  *in      = &hpmlc_group_of(c)->inbox[m->peer];
+    hpml_message *receive = NULL;
+    pthread_mutex_lock(&in->wait.mutex);
+    if (in->wait.sleeping) receive = hpmlc_inbox_expects(in, m, c->rank);
+    if (receive && receive->bytes == m->bytes) {
+        hpml_message_deliver(in->owner, receive, m->data, m->bytes);
+        m->done = true;
+        hpmlc_waitpoint_unlock(hpmlc_world_of(c), &in->wait, hpmlc_inbox_awaits(in, receive));
+    } else pthread_mutex_unlock(&in->wait.mutex);
+    return m->done;
 }
 
 /* Appends a copy of the send m and of its array to the receiver's inbox and completes m at once, so that the sender
@@ -2701,10 +2749,13 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
     return sent;
 }
 
+HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m);
 HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
     const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* a send of a collective meets its receive soon */
-    if (m->receiving) return;
+    const bool hands = hpmlc_threads_hands_over(c, m->bytes) && !hpmlc_world_of(c)->buffered;
+    if (m->receiving && hands && hpmlc_oldest(m) == m) hpmlc_threads_test(c, m);
+    if (m->receiving || (hands && hpmlc_threads_hand_over(c, m))) return;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
     if (small || hpmlc_world_of(c)->buffered) hpmlc_inbox_post_copy(c, m, true);
     else hpmlc_inbox_post(c, m, true);
@@ -2755,16 +2806,16 @@ HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c HPMLC_UNUSED, int peer HPML
    it is a copy. */
 HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
-    hpmlc_waitpoint *sender = &hpmlc_group_of(c)->inbox[hpmlc_post_of(sent)->from].wait;
+    hpmlc_inbox *sender = &hpmlc_group_of(c)->inbox[hpmlc_post_of(sent)->from];
     hpml_message_deliver(c, m, sent->data, sent->bytes);
     if (hpmlc_post_of(sent)->copied) {
         free(sent);
         return;
     }
-    pthread_mutex_lock(&sender->mutex);
+    pthread_mutex_lock(&sender->wait.mutex);
+    const bool awaited = sender->wait.sleeping && hpmlc_inbox_awaits(sender, sent);
     __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* the sender may now reuse the struct at `sent` */
-    hpmlc_waitpoint_wake_held(hpmlc_world_of(c), sender);
-    pthread_mutex_unlock(&sender->mutex);
+    hpmlc_waitpoint_unlock(hpmlc_world_of(c), &sender->wait, awaited);
 }
 
 /* Completes m with the error recorded for all ranks of this process: a deadlock, or another rank's failure. */
@@ -2958,7 +3009,7 @@ HPMLC_FN hpml_status hpmlc_threads_open(hpml_comm *c, const hpml_comm_desc *d)
     for (s->group = w->groups; s->group->next;) s->group = s->group->next; /* the last group has all ranks */
     pthread_mutex_unlock(&w->mutex);
     for (int i = 0; i < c->size; i++) c->node[i] = hpmlc_network_node(&w->network, w->nodes, i);
-    c->spin_limit = w->ranks <= hpmlc_cores(1) ? HPMLC_SPIN_OWN_CORE : 20;
+    c->spin_limit = w->ranks <= hpmlc_cores(1) ? HPMLC_SPIN_OWN_CORE : 0;
     hpmlc_group_enter(s->group, c->rank, c);
     return HPML_OK;
 }
