@@ -1479,6 +1479,9 @@ struct hpml_comm {
     hpml_device_link      link;     /* moves arrays between devices; .begin NULL: there is none */
     hpmlc_mesh           *mesh;     /* axes into which the ranks are cut; NULL: no plan has been set */
     char                 *scratch;  /* buffer for copies of arrays that are sent while they are added to */
+    bool                  returns;  /* true: received sums are written to the sender's array, too: see hpmlc_returns */
+    hpml_element          returned; /* the type of the sums */
+    int                   divisor;  /* divides these sums by this number; 0: does not */
     size_t                scratch_size; /* bytes */
 };
 
@@ -2694,6 +2697,26 @@ HPMLC_FN bool hpmlc_threads_hands_over(const hpml_comm *c, size_t bytes)
     return bytes <= HPMLC_HANDED || (hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE && bytes <= 16 * HPMLC_HANDED);
 }
 
+HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p);
+/* Delivers the send `sent` to the receive m of c. With c->returns each sum is also written to the sender's array, in
+   pieces that the first level of cache holds, divided by c->divisor. */
+HPMLC_FN void hpmlc_threads_copy(hpml_comm *c, hpml_message *m, const hpml_message *sent)
+{
+    enum { PIECE = 8192 };
+    if (!m->reduce || !c->returns || sent->bytes != m->bytes) {
+        hpml_message_deliver(c, m, sent->data, sent->bytes);
+        return;
+    }
+    for (size_t at = 0, bytes; at < m->bytes; at += bytes) {
+        char *sum = m->data + at;
+        bytes = m->bytes - at < PIECE ? m->bytes - at : PIECE;
+        m->reduce(sum, sent->data + at, bytes);
+        if (c->divisor) hpmlc_divide(sum, (int64_t)(bytes / hpml_element_size(c->returned)), c->returned, c->divisor);
+        memcpy(sent->data + at, sum, bytes);
+    }
+    m->done = true;
+}
+
 /* Completes the send m and its receive, if the receiver sleeps and has begun to receive m, and wakes the receiver if it
    waits for just that. Returns false if it does not sleep, or expects another number of bytes, which is an error. */
 HPMLC_FN bool hpmlc_threads_hand_over(hpml_comm *c, hpml_message *m)
@@ -2703,7 +2726,7 @@ HPMLC_FN bool hpmlc_threads_hand_over(hpml_comm *c, hpml_message *m)
     pthread_mutex_lock(&in->wait.mutex);
     if (in->wait.sleeping) receive = hpmlc_inbox_expects(in, m, c->rank);
     if (receive && receive->bytes == m->bytes) {
-        hpml_message_deliver(in->owner, receive, m->data, m->bytes);
+        hpmlc_threads_copy(in->owner, receive, m);
         m->done = true;
         hpmlc_waitpoint_unlock(hpmlc_world_of(c), &in->wait, hpmlc_inbox_awaits(in, receive));
     } else pthread_mutex_unlock(&in->wait.mutex);
@@ -2807,7 +2830,7 @@ HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c HPMLC_UNUSED, int peer HPML
 HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
     hpmlc_inbox *sender = &hpmlc_group_of(c)->inbox[hpmlc_post_of(sent)->from];
-    hpml_message_deliver(c, m, sent->data, sent->bytes);
+    hpmlc_threads_copy(c, m, sent);
     if (hpmlc_post_of(sent)->copied) {
         free(sent);
         return;
@@ -3022,7 +3045,11 @@ static const hpml_transport hpmlc_threads = {
     true, (size_t)512 << 10, 2e-6, 0.25e-9, &hpmlc_threads_schedule
 };
 
+/* Returns whether c's messages are the sender's array itself and no copy, so that a receiver may write to that array. */
+HPMLC_FN bool hpmlc_shares_arrays(const hpml_comm *c) { return c->t == &hpmlc_threads && !hpmlc_world_of(c)->buffered; }
+
 #else
+HPMLC_FN bool hpmlc_shares_arrays(const hpml_comm *c HPMLC_UNUSED) { return false; }
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSED, int32_t ranks HPMLC_UNUSED,
                                        const hpml_network *network HPMLC_UNUSED)
 {
@@ -5391,6 +5418,16 @@ HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_phases *all, int i,
     hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
 }
 
+/* Returns whether the sums of round k of phase i can be returned to their senders at once, because this round and the
+   first of the next phase are between the same two ranks: the last of halving and the first of doubling, where the
+   transport gives the receiver the sender's own array. Then one message does the work of two. */
+HPMLC_FN bool hpmlc_returns(const hpml_comm *c, const hpmlc_phases *all, int i, int k)
+{
+    const hpmlc_phase *f = &all->phase[i];
+    return f->kind == &hpmlc_halve && k + 1 == f->rounds && i + 1 < all->count && f[1].kind == &hpmlc_double &&
+           hpmlc_shares_arrays(c);
+}
+
 /* Executes phases on `data`, elements of type e, with messages of this tag. op: an hpml_reduce; -1: adds nothing. */
 HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_phases *all, char *data, hpml_element e, int op, int tag)
 {
@@ -5398,6 +5435,7 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_phases *all, char *data
     hpmlc_reduce_fn *reduce = op < 0 ? NULL : hpmlc_reducer(e, (hpml_reduce)op);
     hpml_status      status = HPML_OK;
     double           since  = all->level ? hpml_comm_now(c) : 0, end;
+    bool             skips  = false;
     c->round = 0;
     for (int i = 0; i < all->count; i++) {
         const hpmlc_phase *f = &all->phase[i];
@@ -5406,15 +5444,26 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_phases *all, char *data
             hpmlc_move_of(f, k, &m);
             char  *sent = data + (size_t)m.send_at * size, *received = data + (size_t)m.receive_at * size;
             size_t sent_bytes = (size_t)m.send_count * size, received_bytes = (size_t)m.receive_count * size;
-            if (m.to >= 0 && m.add && sent == received && sent_bytes > 0) { /* because the receive changes `sent` */
+            if (skips) { /* the round before has returned these sums; it counts as two */
+                skips = false;
+                c->counters.rounds++;
+                hpmlc_count_send(c, m.to, sent_bytes);
+                continue;
+            }
+            c->returns  = hpmlc_returns(c, all, i, k);
+            c->returned = e;
+            c->divisor  = op == HPML_MEAN ? c->size : 0;
+            if (m.add && sent == received && sent_bytes > 0 && received_bytes > 0) { /* the receive changes `sent` */
                 char *copy = hpmlc_scratch(c, sent_bytes);
                 if (!copy) return hpml_ctx_status(c->ctx);
                 sent = (char *)memcpy(copy, sent, sent_bytes);
             }
             status = hpmlc_round(c, tag, m.to, sent, sent_bytes, m.from, received, received_bytes,
                                  m.add ? reduce : NULL);
+            skips      = c->returns;
+            c->returns = false;
         }
-        if (op == HPML_MEAN && status == HPML_OK) hpmlc_run_mean(c, all, i, data, e);
+        if (op == HPML_MEAN && status == HPML_OK && !skips) hpmlc_run_mean(c, all, i, data, e);
         if (!f->level || status != HPML_OK || (i + 1 < all->count && f[1].level == f->level)) continue;
         end = hpml_comm_now(c);
         hpmlc_span(c, f->level, since, end, f->count * (int64_t)size);
