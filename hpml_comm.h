@@ -277,7 +277,7 @@ typedef struct hpml_launch_desc {
     double              timeout;   /* as in hpml_comm_desc, like the next two */
     bool                check;
     bool                survive;
-    hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores divided by the ranks */
+    hpml_ctx_desc       ctx;       /* of every rank; threads 0: the process's cores divided by the ranks */
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
     const struct hpml_plan *plan;  /* given to hpml_comm_set_plan on every rank before `fn` is called; NULL: HPML_PLAN
                                       in the environment is, if it splits the model */
@@ -1984,6 +1984,7 @@ HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, hpml_message *const *m, int count, 
     return true;
 }
 
+HPMLC_FN int hpmlc_cores_online(void);
 HPMLC_FN int hpmlc_cores(int ranks);
 
 /* Writes " or N others" to `text` and returns it, where N is `others`: the messages in flight that a wait for several
@@ -2702,14 +2703,14 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p);
    pieces that the first level of cache holds, divided by c->divisor. */
 HPMLC_FN void hpmlc_threads_copy(hpml_comm *c, hpml_message *m, const hpml_message *sent)
 {
-    enum { PIECE = 8192 };
+    const size_t piece = 8192;
     if (!m->reduce || !c->returns || sent->bytes != m->bytes) {
         hpml_message_deliver(c, m, sent->data, sent->bytes);
         return;
     }
     for (size_t at = 0, bytes; at < m->bytes; at += bytes) {
         char *sum = m->data + at;
-        bytes = m->bytes - at < PIECE ? m->bytes - at : PIECE;
+        bytes = m->bytes - at < piece ? m->bytes - at : piece;
         m->reduce(sum, sent->data + at, bytes);
         if (c->divisor) hpmlc_divide(sum, (int64_t)(bytes / hpml_element_size(c->returned)), c->returned, c->divisor);
         memcpy(sent->data + at, sum, bytes);
@@ -4008,7 +4009,7 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     hpmlc_mpi_list(x, true);
     hpmlc_mpi_nodes(c, d->ranks_per_node); /* after an error c is open, and is closed later */
     for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
-    x->own_core = near <= hpmlc_cores(1);
+    x->own_core = near <= hpmlc_cores_online(); /* each process may be bound to cores of its own */
     return HPML_OK;
 }
 
@@ -4657,15 +4658,28 @@ HPML_API int hpml_launched(int *rank)
     return 0;
 }
 
-/* Returns how many cores of this machine each of `ranks` ranks may use, at least 1. */
-HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
+/* Returns how many cores this machine has, at least 1. */
+HPMLC_FN int hpmlc_cores_online(void)
 {
 #ifndef HPML_NO_THREADS
-    long n = sysconf(_SC_NPROCESSORS_ONLN) / (ranks > 0 ? ranks : 1);
-    return n > 0 ? (int)n : 1;
+    return (int)hpmlc_max(sysconf(_SC_NPROCESSORS_ONLN), 1);
 #else
     return 1;
 #endif
+}
+
+/* Returns how many of the cores that this thread may use each of `ranks` ranks of this process has, at least 1. */
+HPMLC_FN int hpmlc_cores(int ranks)
+{
+    int cores = hpmlc_cores_online();
+#if defined(__linux__) && !defined(HPML_NO_THREADS)
+    unsigned long bits[128 / sizeof(long)] = { 0 };
+    int           count = 0;
+    if (syscall(SYS_sched_getaffinity, 0L, sizeof bits, bits) > 0)
+        for (size_t i = 0; i < sizeof bits / sizeof *bits; i++) count += __builtin_popcountl(bits[i]);
+    if (count > 0) cores = count;
+#endif
+    return (int)hpmlc_max(cores / hpmlc_max(ranks, 1), 1);
 }
 
 /* Sets transport and ranks of d from a text such as "threads:4": the environment variable HPML_RUN or d->run, see
@@ -4739,7 +4753,10 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
 #ifdef HPML_USE_MPI
     int  rank    = 0;
     bool started = hpmlc_mpi_init(&rank);
-    if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpml_launched(NULL));
+    if (s->ctx.threads == 0) { /* mpiexec may have bound this process to cores of its own, or to none */
+        int64_t share = hpmlc_cores_online() / hpmlc_max(hpml_launched(NULL), 1);
+        s->ctx.threads = (int32_t)hpmlc_max(hpmlc_min(share, hpmlc_cores(1)), 1);
+    }
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
     const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else others may never call it ... */
@@ -7961,7 +7978,7 @@ HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
     hpml_comm *c = d->all;
     int32_t    near = 0, pays = hpmlc_has_delay(c);
     for (int i = 0; i < c->size; i++) near += c->t->one_process || c->node[i] == c->node[c->rank];
-    if (near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
+    if (c->size > 1 && near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
     hpmlc_reduce_all(c, &pays, 1, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
     d->background = pays != 0;
 }
