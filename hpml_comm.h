@@ -1429,6 +1429,7 @@ extern "C" {
 typedef struct hpmlc_background hpmlc_background; /* the background thread of a communicator: see >>async */
 typedef struct hpmlc_pipeline   hpmlc_pipeline;   /* this rank's stage of a model: see >>pipe-run */
 typedef struct hpmlc_mesh       hpmlc_mesh;       /* the axes of a communicator: see >>mesh */
+typedef struct hpmlc_course     hpmlc_course;     /* where this rank is in a collective: see >>collectives */
 typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
 typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* into += from, or into = max(into, from) */
@@ -1482,6 +1483,9 @@ struct hpml_comm {
     bool                  returns;  /* true: received sums are written to the sender's array, too: see hpmlc_returns */
     hpml_element          returned; /* the type of the sums */
     int                   divisor;  /* divides these sums by this number; 0: does not */
+    hpmlc_course         *course;   /* the collective that this rank executes; NULL: none, or one without phases */
+    hpml_comm            *stopped;  /* THREADS: list of sleeping ranks whose course this thread must continue */
+    hpml_comm            *next_stopped;
     size_t                scratch_size; /* bytes */
 };
 
@@ -1528,6 +1532,11 @@ struct hpmlc_mesh { /* see >>mesh */
 /* HPMLC_ZERO defines a variable `name`, all zero; HPMLC_DESC a copy of the struct *given, all zero if given is NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
+
+/* Functions of section >>collectives, by which a thread continues the collective of a rank that sleeps. */
+HPMLC_FN bool hpmlc_course_over(const hpml_comm *c);
+HPMLC_FN bool hpmlc_course_next(hpml_comm *c);
+HPMLC_FN hpml_message *const *hpmlc_course_missing(const hpml_comm *c);
 
 /* Functions of section >>pipe-run. hpmlc_pipeline_open is called before the trainer takes its memory;
    hpmlc_pipeline_join adds up the gradients of parameters that several stages have. */
@@ -2070,6 +2079,7 @@ HPMLC_FN bool hpmlc_is_first(hpml_comm *c, const hpml_message *m, int count)
 HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
 {
     double limit = 0; /* the deadline, a time of hpml_now; 0: not set, because this wait has not slept yet */
+    int64_t rounds = c->counters.rounds;
     bool   shares_core = false;
     int    over;
     for (int turn = 0; (over = hpmlc_first_over(m, count)) < 0 || !hpmlc_is_first(c, m[over], count); turn++) {
@@ -2082,7 +2092,9 @@ HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
             hpmlc_give_up(c, m, count);
             continue;
         }
-        if (limit == 0) limit = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout;
+        if (limit == 0 || c->counters.rounds > rounds) /* another thread may have gone on to later rounds meanwhile */
+            limit = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout;
+        rounds = c->counters.rounds;
         if (c->gives_up < 1e300 && !c->is_virtual) limit = c->gives_up;
         if (hpml_now() < limit) hpmlc_block(c, m, count, limit);
         else if (c->gives_up >= 1e300) limit = hpmlc_deadline_passed(c, m, count);
@@ -2237,6 +2249,7 @@ struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
     pthread_cond_t  changed;
     unsigned        changes;
     bool            sleeping;
+    bool            stopped; /* it sleeps on while another thread continues its course: see hpmlc_threads_help */
     bool            counted; /* while it sleeps, the world does not count the thread as awake */
 };
 
@@ -2425,8 +2438,8 @@ HPMLC_FN void hpmlc_waitpoint_sleep(hpml_world *w, hpmlc_waitpoint *g, unsigned 
             hpmlc_world_deadlock(w);
             pthread_mutex_lock(&g->mutex);
         }
-        while (g->sleeping)
-            if (pthread_cond_timedwait(&g->changed, &g->mutex, &limit) != 0) break;
+        while (g->sleeping || g->stopped)
+            if (pthread_cond_timedwait(&g->changed, &g->mutex, &limit) != 0 && !g->stopped) break;
         if (g->sleeping && w && counted) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
         g->sleeping = false;
     }
@@ -2650,6 +2663,8 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     return start + busy + link->latency;
 }
 
+#define HPMLC_HANDED 16384 /* bytes of the largest message that ranks with cores of their own hand over */
+
 /* Returns the receive that the sleeping owner of the inbox `in` has begun for the message m of rank `from`; NULL: none.
    The caller holds the mutex of the inbox. */
 HPMLC_FN hpml_message *hpmlc_inbox_expects(const hpmlc_inbox *in, const hpml_message *m, int from)
@@ -2660,12 +2675,35 @@ HPMLC_FN hpml_message *hpmlc_inbox_expects(const hpmlc_inbox *in, const hpml_mes
     return found;
 }
 
+/* Returns whether c's thread continues the course (the collective) of `sleeper`, whose message m is done, instead of
+   waking it for the next round, because threads wait for a core and the messages are short. */
+HPMLC_FN bool hpmlc_threads_continues(const hpml_comm *c, const hpml_comm *sleeper, const hpml_message *m)
+{
+    const bool crowded = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE;
+    return sleeper->course && crowded && m->bytes <= HPMLC_HANDED && !sleeper->survive && !hpml_trace_on(sleeper->trace);
+}
+
 /* Returns whether the message m ends the wait in which the owner of the inbox `in` sleeps. The caller holds the mutex. */
 HPMLC_FN bool hpmlc_inbox_awaits(const hpmlc_inbox *in, const hpml_message *m)
 {
+    if (in->owner->course) return hpmlc_course_over(in->owner);
     for (int i = 0; i < in->awaited_count; i++)
         if (in->awaited[i] == m) return true;
     return false;
+}
+
+/* Wakes the owner of the inbox `in` if it sleeps and waits for the message m alone, which is done; or puts it on the
+   list c->stopped, if this thread shall continue the owner's course. Unlocks the mutex of the inbox. */
+HPMLC_FN void hpmlc_inbox_done(hpml_comm *c, hpmlc_inbox *in, const hpml_message *m)
+{
+    bool wakes = in->wait.sleeping && hpmlc_inbox_awaits(in, m);
+    if (wakes && hpmlc_threads_continues(c, in->owner, m)) {
+        wakes = in->wait.sleeping = false;
+        in->wait.stopped        = true;
+        in->owner->next_stopped = c->stopped;
+        c->stopped              = in->owner;
+    }
+    hpmlc_waitpoint_unlock(hpmlc_world_of(c), &in->wait, wakes);
 }
 
 /* Appends the send m to the inbox of rank m->peer. wake: wakes that rank if it sleeps and has begun to receive m; false
@@ -2688,8 +2726,6 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     if (!wake) pthread_mutex_unlock(&in->wait.mutex);
     else hpmlc_waitpoint_unlock(hpmlc_world_of(c), &in->wait, in->wait.sleeping && hpmlc_inbox_expects(in, m, c->rank));
 }
-
-#define HPMLC_HANDED 16384 /* bytes of the largest message that ranks with cores of their own hand over */
 
 /* Returns whether a message of `bytes` bytes is handed over by the rank that comes second, which then does the work of
    both: a short message, because to wake a thread takes longer; or most, where other ranks wait for a core. */
@@ -2729,7 +2765,7 @@ HPMLC_FN bool hpmlc_threads_hand_over(hpml_comm *c, hpml_message *m)
     if (receive && receive->bytes == m->bytes) {
         hpmlc_threads_copy(in->owner, receive, m);
         m->done = true;
-        hpmlc_waitpoint_unlock(hpmlc_world_of(c), &in->wait, hpmlc_inbox_awaits(in, receive));
+        hpmlc_inbox_done(c, in, receive);
     } else pthread_mutex_unlock(&in->wait.mutex);
     return m->done;
 }
@@ -2837,9 +2873,8 @@ HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message 
         return;
     }
     pthread_mutex_lock(&sender->wait.mutex);
-    const bool awaited = sender->wait.sleeping && hpmlc_inbox_awaits(sender, sent);
-    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* the sender may now reuse the struct at `sent` */
-    hpmlc_waitpoint_unlock(hpmlc_world_of(c), &sender->wait, awaited);
+    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* a sender that is awake may now reuse `sent` */
+    hpmlc_inbox_done(c, sender, sent);
 }
 
 /* Completes m with the error recorded for all ranks of this process: a deadlock, or another rank's failure. */
@@ -2865,8 +2900,10 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
     if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_fail(c, m); /* else the receiver is reading m's array */
 }
 
+HPMLC_FN void hpmlc_help_others(hpml_comm *c);
 HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int count, double until)
 {
+    hpmlc_help_others(c);
     hpmlc_inbox *in      = hpmlc_inbox_of(c);
     bool         counted = c->gives_up >= 1e300; /* else this thread wakes by itself */
     double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
@@ -2877,6 +2914,34 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int coun
         }
     hpmlc_set_awaited(c, m, count);
     hpmlc_waitpoint_sleep(hpmlc_world_of(c), &in->wait, &hpmlc_thread(c)->seen, until, counted);
+}
+
+/* Continues the courses of the ranks of the list c->stopped, which sleep, until a message is missing, for which they
+   sleep on, or until the course is over: then wakes the rank. So a rank sleeps once in a collective. */
+HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
+{
+    for (hpml_comm *r; (r = c->stopped) != NULL;) {
+        hpmlc_inbox *in = hpmlc_inbox_of(r);
+        unsigned     changes;
+        bool         waits;
+        c->stopped = r->next_stopped;
+        do {
+            changes = __atomic_load_n(&in->wait.changes, __ATOMIC_ACQUIRE);
+            waits   = hpmlc_course_next(r);
+            while (r->stopped) { /* r's messages have ended rounds of others */
+                hpml_comm *other = r->stopped;
+                r->stopped          = other->next_stopped;
+                other->next_stopped = c->stopped;
+                c->stopped          = other;
+            }
+            if (waits) hpmlc_set_awaited(r, hpmlc_course_missing(r), 1);
+            pthread_mutex_lock(&in->wait.mutex);
+            if (waits && changes != in->wait.changes) pthread_mutex_unlock(&in->wait.mutex);
+            else in->wait.stopped = false;
+        } while (in->wait.stopped);
+        in->wait.sleeping = true;
+        hpmlc_waitpoint_unlock(hpmlc_world_of(r), &in->wait, !waits);
+    }
 }
 
 HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, NULL, 0); }
@@ -3046,10 +3111,16 @@ static const hpml_transport hpmlc_threads = {
     true, (size_t)512 << 10, 2e-6, 0.25e-9, &hpmlc_threads_schedule
 };
 
+HPMLC_FN void hpmlc_help_others(hpml_comm *c)
+{
+    if (c->stopped) hpmlc_threads_help(c);
+}
+
 /* Returns whether c's messages are the sender's array itself and no copy, so that a receiver may write to that array. */
 HPMLC_FN bool hpmlc_shares_arrays(const hpml_comm *c) { return c->t == &hpmlc_threads && !hpmlc_world_of(c)->buffered; }
 
 #else
+HPMLC_FN void hpmlc_help_others(hpml_comm *c HPMLC_UNUSED) {}
 HPMLC_FN bool hpmlc_shares_arrays(const hpml_comm *c HPMLC_UNUSED) { return false; }
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSED, int32_t ranks HPMLC_UNUSED,
                                        const hpml_network *network HPMLC_UNUSED)
@@ -5445,48 +5516,126 @@ HPMLC_FN bool hpmlc_returns(const hpml_comm *c, const hpmlc_phases *all, int i, 
            hpmlc_shares_arrays(c);
 }
 
+/* Phases that a rank executes, at one of their rounds. The messages of a round are here and not in the function that
+   waits for them, because a thread that completes both while the rank sleeps begins the next round in its place. */
+struct hpmlc_course {
+    const hpmlc_phases *all;
+    char               *data;
+    hpml_element        e;
+    int                 op, tag;
+    hpmlc_reduce_fn    *reduce;
+    int                 phase, at;       /* the round: number `at` of all->phase[phase] */
+    bool                sends, receives; /* the round has a message to, from another rank */
+    bool                skips;           /* the round before has returned the sums of this one */
+    bool                is_begun;
+    double              since;           /* hpml_comm_now() when the phases of the current level began */
+    hpml_status         status;
+    hpml_message        send, receive, *missing;
+};
+
+/* Begins the messages of the current round of c->course. */
+HPMLC_FN void hpmlc_course_begin(hpml_comm *c)
+{
+    hpmlc_course *x    = c->course;
+    const size_t  size = hpml_element_size(x->e);
+    hpml_move     m;
+    hpmlc_move_of(&x->all->phase[x->phase], x->at, &m);
+    char  *sent = x->data + (size_t)m.send_at * size, *received = x->data + (size_t)m.receive_at * size;
+    size_t sent_bytes = (size_t)m.send_count * size, received_bytes = (size_t)m.receive_count * size;
+    x->is_begun = true;
+    x->sends    = m.to >= 0 && !x->skips;
+    x->receives = m.from >= 0 && !x->skips;
+    if (m.to >= 0 || m.from >= 0) c->counters.rounds++;
+    if (x->skips) hpmlc_count_send(c, m.to, sent_bytes); /* a round that the one before has done counts as well */
+    c->returns  = !x->skips && hpmlc_returns(c, x->all, x->phase, x->at);
+    c->returned = x->e;
+    c->divisor  = x->op == HPML_MEAN ? c->size : 0;
+    if (x->sends && m.add && sent == received && sent_bytes > 0 && received_bytes > 0) {
+        char *copy = hpmlc_scratch(c, sent_bytes); /* because the receive changes `sent` */
+        if (copy) sent = (char *)memcpy(copy, sent, sent_bytes);
+    }
+    if (x->sends) hpmlc_arrow(c, false, m.to);
+    if (x->receives)
+        hpmlc_begin(c, true, m.from, x->tag, received, received_bytes, m.add ? x->reduce : NULL, &x->receive);
+    if (x->sends) hpmlc_begin(c, false, m.to, x->tag, sent, sent_bytes, NULL, &x->send);
+}
+
+/* Ends the current round of c->course, whose messages are over; at the end of a phase divides sums for HPML_MEAN. */
+HPMLC_FN void hpmlc_course_end(hpml_comm *c)
+{
+    hpmlc_course       *x = c->course;
+    const hpmlc_phases *all = x->all;
+    const hpmlc_phase  *f = &all->phase[x->phase];
+    if (x->receives) hpmlc_arrow(c, true, x->receive.peer);
+    if (x->sends) x->status = x->send.status;
+    if (x->receives && x->receive.status != HPML_OK) x->status = x->receive.status;
+    x->is_begun = false;
+    x->skips    = c->returns;
+    c->returns  = false;
+    c->round++;
+    if (x->status != HPML_OK || ++x->at < f->rounds) return;
+    if (x->op == HPML_MEAN && !x->skips) hpmlc_run_mean(c, all, x->phase, x->data, x->e);
+    x->at = 0;
+    x->phase++;
+    if (!f->level || (x->phase < all->count && f[1].level == f->level)) return;
+    double end = hpml_comm_now(c);
+    hpmlc_span(c, f->level, x->since, end, f->count * (int64_t)hpml_element_size(x->e));
+    x->since = end;
+}
+
+/* Returns whether the messages of the current round of c->course are over. */
+HPMLC_FN bool hpmlc_course_over(const hpml_comm *c)
+{
+    const hpmlc_course *x = c->course;
+    return (!x->receives || hpmlc_done(&x->receive)) && (!x->sends || hpmlc_done(&x->send));
+}
+
+/* Ends the current round of c->course, if one is begun, and begins the next one that has messages in flight. Returns
+   false if there is none: the course is over, or has failed. */
+HPMLC_FN bool hpmlc_course_next(hpml_comm *c)
+{
+    hpmlc_course *x = c->course;
+    while (x->status == HPML_OK && (x->is_begun || x->phase < x->all->count)) {
+        if (!x->is_begun) hpmlc_course_begin(c);
+        else if (x->receives && !hpmlc_done(&x->receive)) hpmlc_test(c, &x->receive);
+        if (!hpmlc_course_over(c)) return true;
+        if (x->receives) hpmlc_unlist(c, &x->receive);
+        hpmlc_course_end(c);
+    }
+    return false;
+}
+
+/* Returns a list of one message, for which the course of c waits. */
+HPMLC_FN hpml_message *const *hpmlc_course_missing(const hpml_comm *c)
+{
+    hpmlc_course *x = c->course;
+    x->missing = &x->send;
+    if (x->receives && !hpmlc_done(&x->receive)) x->missing = &x->receive;
+    return &x->missing;
+}
+
 /* Executes phases on `data`, elements of type e, with messages of this tag. op: an hpml_reduce; -1: adds nothing. */
 HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_phases *all, char *data, hpml_element e, int op, int tag)
 {
-    size_t           size   = hpml_element_size(e);
-    hpmlc_reduce_fn *reduce = op < 0 ? NULL : hpmlc_reducer(e, (hpml_reduce)op);
-    hpml_status      status = HPML_OK;
-    double           since  = all->level ? hpml_comm_now(c) : 0, end;
-    bool             skips  = false;
-    c->round = 0;
-    for (int i = 0; i < all->count; i++) {
-        const hpmlc_phase *f = &all->phase[i];
-        for (int k = 0; k < f->rounds && status == HPML_OK; k++, c->round++) {
-            hpml_move m;
-            hpmlc_move_of(f, k, &m);
-            char  *sent = data + (size_t)m.send_at * size, *received = data + (size_t)m.receive_at * size;
-            size_t sent_bytes = (size_t)m.send_count * size, received_bytes = (size_t)m.receive_count * size;
-            if (skips) { /* the round before has returned these sums; it counts as two */
-                skips = false;
-                c->counters.rounds++;
-                hpmlc_count_send(c, m.to, sent_bytes);
-                continue;
-            }
-            c->returns  = hpmlc_returns(c, all, i, k);
-            c->returned = e;
-            c->divisor  = op == HPML_MEAN ? c->size : 0;
-            if (m.add && sent == received && sent_bytes > 0 && received_bytes > 0) { /* the receive changes `sent` */
-                char *copy = hpmlc_scratch(c, sent_bytes);
-                if (!copy) return hpml_ctx_status(c->ctx);
-                sent = (char *)memcpy(copy, sent, sent_bytes);
-            }
-            status = hpmlc_round(c, tag, m.to, sent, sent_bytes, m.from, received, received_bytes,
-                                 m.add ? reduce : NULL);
-            skips      = c->returns;
-            c->returns = false;
-        }
-        if (op == HPML_MEAN && status == HPML_OK && !skips) hpmlc_run_mean(c, all, i, data, e);
-        if (!f->level || status != HPML_OK || (i + 1 < all->count && f[1].level == f->level)) continue;
-        end = hpml_comm_now(c);
-        hpmlc_span(c, f->level, since, end, f->count * (int64_t)size);
-        since = end;
+    HPMLC_ZERO(hpmlc_course, x);
+    x.all    = all;
+    x.data   = data;
+    x.e      = e;
+    x.op     = op;
+    x.tag    = tag;
+    x.reduce = op < 0 ? NULL : hpmlc_reducer(e, (hpml_reduce)op);
+    x.since  = all->level ? hpml_comm_now(c) : 0;
+    c->round  = 0;
+    c->course = &x;
+    while (hpmlc_course_next(c)) {
+        hpmlc_help_others(c);
+        if (x.receives) hpml_wait(c, &x.receive);
+        if (x.sends) hpml_wait(c, &x.send); /* even after an error, because `send` is on the stack */
     }
-    return status;
+    c->course  = NULL;
+    c->returns = false;
+    hpmlc_help_others(c);
+    return x.status;
 }
 
 /* Compares `mine`, in which each rank describes the collective that it has entered (for .check of hpml_comm_desc): rank
