@@ -105,6 +105,7 @@
 //     messages   beginning and testing messages; lost ranks
 //     waiting   waiting for a message, or for the first of several; sending, receiving
 //     world   ranks as threads: inboxes, links, deadlock
+//     hand-over   inboxes of threads; the rank that comes second does the work of both
 //     threads-transport   messages between threads
 //     mpi   messages between processes, by MPI
 //     mpi-control   control messages: which rank failed, left, waits or is busy; waits for all ranks
@@ -117,7 +118,8 @@
 // PART II   ADD UP: collectives, codecs on the wire
 //     moves   the allreduce algorithms: phases, one table of algorithms, the phases of a rank
 //     reduce   adding up elements; the mean
-//     collectives   the moves, executed
+//     course   the moves, executed round by round
+//     collectives   all ranks together: reductions, broadcasts, blocks; the choice of an algorithm
 //     async   work in the background
 //     exchange   1-bit exchange: stripes, owners, two residuals
 //     stripes   the five steps of an exchange, on the host or on a device
@@ -1429,7 +1431,7 @@ extern "C" {
 typedef struct hpmlc_background hpmlc_background; /* the background thread of a communicator: see >>async */
 typedef struct hpmlc_pipeline   hpmlc_pipeline;   /* this rank's stage of a model: see >>pipe-run */
 typedef struct hpmlc_mesh       hpmlc_mesh;       /* the axes of a communicator: see >>mesh */
-typedef struct hpmlc_course     hpmlc_course;     /* where this rank is in a collective: see >>collectives */
+typedef struct hpmlc_course     hpmlc_course;     /* where this rank is in a collective: see >>course */
 typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
 typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* into += from, or into = max(into, from) */
@@ -1533,7 +1535,7 @@ struct hpmlc_mesh { /* see >>mesh */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
 
-/* Functions of section >>collectives, by which a thread continues the collective of a rank that sleeps. */
+/* Functions of section >>course, by which a thread continues the collective of a rank that sleeps. */
 HPMLC_FN bool hpmlc_course_over(const hpml_comm *c);
 HPMLC_FN bool hpmlc_course_next(hpml_comm *c);
 HPMLC_FN hpml_message *const *hpmlc_course_missing(const hpml_comm *c);
@@ -2626,6 +2628,9 @@ HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
     pthread_mutex_unlock(&w->mutex);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>hand-over   inboxes of threads; the rank that comes second does the work of both
+// ---------------------------------------------------------------------------------------------------------------------
 /* Records in the inbox of this rank of c that it waits for the list m; count 0: for nothing. */
 HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, hpml_message *const *m, int count)
 {
@@ -2640,9 +2645,6 @@ HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, hpml_message *const *m, int count)
     __atomic_store_n(&in->peer, first < count ? c->origin[m[first]->peer] : -1, __ATOMIC_RELEASE);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>threads-transport   messages between threads
-// ---------------------------------------------------------------------------------------------------------------------
 /* Returns when, in seconds, a message of `bytes` arrives that is sent to rank `to` at time `now`; 0: its link takes no
    time. Occupies the network cards of sender and receiver, because a card serves one message after another. */
 HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
@@ -2809,6 +2811,9 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
     return sent;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>threads-transport   messages between threads
+// ---------------------------------------------------------------------------------------------------------------------
 HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m);
 HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
@@ -5478,7 +5483,7 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>collectives   the moves, executed
+// >>course   the moves, executed round by round
 // ---------------------------------------------------------------------------------------------------------------------
 /* Returns the scratch buffer of c, enlarged to at least `size` bytes (its contents are then lost). NULL: no memory. */
 HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
@@ -5638,6 +5643,9 @@ HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_phases *all, char *data
     return x.status;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>collectives   all ranks together: reductions, broadcasts, blocks; the choice of an algorithm
+// ---------------------------------------------------------------------------------------------------------------------
 /* Compares `mine`, in which each rank describes the collective that it has entered (for .check of hpml_comm_desc): rank
    0 receives the texts of all ranks, compares them and sends the verdict to all, which fail if two texts differ. */
 HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
