@@ -2681,11 +2681,12 @@ HPMLC_FN hpml_message *hpmlc_inbox_expects(const hpmlc_inbox *in, const hpml_mes
    waking it for the next round, because threads wait for a core and the messages are short. */
 HPMLC_FN bool hpmlc_threads_continues(const hpml_comm *c, const hpml_comm *sleeper, const hpml_message *m)
 {
-    const bool crowded = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE;
-    return sleeper->course && crowded && m->bytes <= HPMLC_HANDED && !sleeper->survive && !hpml_trace_on(sleeper->trace);
+    if (!sleeper->course || sleeper->survive || hpml_trace_on(sleeper->trace)) return false;
+    return m->bytes <= HPMLC_HANDED && hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE;
 }
 
-/* Returns whether the message m ends the wait in which the owner of the inbox `in` sleeps. The caller holds the mutex. */
+/* Returns whether the message m ends the wait in which the owner of the inbox `in` sleeps; the caller holds the
+   mutex. */
 HPMLC_FN bool hpmlc_inbox_awaits(const hpmlc_inbox *in, const hpml_message *m)
 {
     if (in->owner->course) return hpmlc_course_over(in->owner);
@@ -2925,6 +2926,7 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int coun
    sleep on, or until the course is over: then wakes the rank. So a rank sleeps once in a collective. */
 HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
 {
+    hpml_world *w = hpmlc_world_of(c);
     for (hpml_comm *r; (r = c->stopped) != NULL;) {
         hpmlc_inbox *in = hpmlc_inbox_of(r);
         unsigned     changes;
@@ -2933,6 +2935,7 @@ HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
         do {
             changes = __atomic_load_n(&in->wait.changes, __ATOMIC_ACQUIRE);
             waits   = hpmlc_course_next(r);
+            if (waits) hpmlc_test_list(r, hpmlc_course_missing(r), 1); /* the rank's other receives, too */
             while (r->stopped) { /* r's messages have ended rounds of others */
                 hpml_comm *other = r->stopped;
                 r->stopped          = other->next_stopped;
@@ -2941,11 +2944,12 @@ HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
             }
             if (waits) hpmlc_set_awaited(r, hpmlc_course_missing(r), 1);
             pthread_mutex_lock(&in->wait.mutex);
-            if (waits && changes != in->wait.changes) pthread_mutex_unlock(&in->wait.mutex);
+            waits = waits && !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE); /* else the rank reports the error */
+            if (waits && (changes != in->wait.changes || hpmlc_course_over(r))) pthread_mutex_unlock(&in->wait.mutex);
             else in->wait.stopped = false;
         } while (in->wait.stopped);
         in->wait.sleeping = true;
-        hpmlc_waitpoint_unlock(hpmlc_world_of(r), &in->wait, !waits);
+        hpmlc_waitpoint_unlock(w, &in->wait, !waits);
     }
 }
 
@@ -3121,7 +3125,7 @@ HPMLC_FN void hpmlc_help_others(hpml_comm *c)
     if (c->stopped) hpmlc_threads_help(c);
 }
 
-/* Returns whether c's messages are the sender's array itself and no copy, so that a receiver may write to that array. */
+/* Returns whether c's messages are the sender's array itself and no copy, so that a receiver may write to it. */
 HPMLC_FN bool hpmlc_shares_arrays(const hpml_comm *c) { return c->t == &hpmlc_threads && !hpmlc_world_of(c)->buffered; }
 
 #else
@@ -5602,7 +5606,6 @@ HPMLC_FN bool hpmlc_course_next(hpml_comm *c)
     hpmlc_course *x = c->course;
     while (x->status == HPML_OK && (x->is_begun || x->phase < x->all->count)) {
         if (!x->is_begun) hpmlc_course_begin(c);
-        else if (x->receives && !hpmlc_done(&x->receive)) hpmlc_test(c, &x->receive);
         if (!hpmlc_course_over(c)) return true;
         if (x->receives) hpmlc_unlist(c, &x->receive);
         hpmlc_course_end(c);
