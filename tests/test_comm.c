@@ -195,7 +195,7 @@ TEST(eight_ranks_on_two_cores_sleep_once_in_an_allreduce)
         printf("    %.2f sleeps an allreduce%s\n", calm.sleeps, disturbed ? " and a message" : "");
         if (disturbed) syscall(SYS_sched_setaffinity, 0, sizeof all, &all);
         ENSURE(status == HPML_OK);
-        ENSURE(calm.sleeps < 1.6 + 0.4 * disturbed);
+        ENSURE(calm.sleeps < 1.25);
     }
 }
 
