@@ -2243,7 +2243,6 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_
 
    The world, this process's ranks, counts its awake threads. A thread that falls asleep subtracts 1; the thread that
    wakes it first adds 1. So a count of zero means that no thread can ever wake another: a deadlock. */
-
 #ifndef HPML_NO_THREADS
 
 struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
@@ -2309,8 +2308,7 @@ typedef struct hpmlc_thread_state {
     unsigned       seen;       /* value of the inbox's `changes` at the end of the last sleep */
 } hpmlc_thread_state;
 
-/* What hpml_message.state, the bytes of a message for the transport's own data, contains with the transports THREADS
-   and CLOCK (virtual time). */
+/* The content of hpml_message.state, memory for the transport's data of a message, with THREADS and CLOCK. */
 typedef struct __attribute__((may_alias)) hpmlc_post {
     hpml_message *next;   /* of a send: the next send in the receiver's inbox */
     hpml_message *after, **before; /* of a copy of a send: the next of the inbox's copies; what points to this one */
@@ -8324,8 +8322,7 @@ HPMLC_FN double hpmlc_axes_seconds(const hpml_distributed *d)
     return sum;
 }
 
-/* Copies the model's running statistics (batchnorm) to `row`, or from `row` if `set`: layout.buffer_total floats, the
-   tensors in the order of their names. */
+/* Copies the running statistics, in the order of their names, to (`set`: from) `row`: layout.buffer_total floats. */
 HPMLC_FN void hpmlc_buffers_copy(const hpml_distributed *d, float *row, bool set)
 {
     const hpmlc_layout *l = &d->layout;
@@ -8426,8 +8423,7 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
     return HPML_OK;
 }
 
-/* Sets the running statistics of the model to their mean over all ranks, weighted by samples, from d->stats.sum, which
-   has the step's sums over all ranks. */
+/* Sets the model's running statistics to their means over all ranks, weighted by samples: d->stats.sum has the sums. */
 HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
 {
     const double *s = d->stats.sum;
