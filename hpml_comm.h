@@ -5306,8 +5306,13 @@ HPMLC_FN void hpmlc_phases_hierarchy(hpmlc_phases *all, int p, int per_node, boo
 }
 
 /* Return the seconds that AUTO adds to the simulated time of an algorithm: BUTTERFLY copies the array each round at
-   1e-10 s a byte, because it is added to while it is sent; CENTRAL's rank 0 starts 2 (p - 1) messages in turn. */
+   1e-10 s a byte, because it is added to while it is sent; HALVING between two threads saves a round, because sums are
+   returned (hpmlc_returns); CENTRAL's rank 0 starts 2 (p - 1) messages in turn. */
 HPMLC_FN double hpmlc_butterfly_extra(const hpml_comm *c, double bytes) { return hpmlc_log2(c->size) * bytes * 1e-10; }
+HPMLC_FN double hpmlc_halving_extra(const hpml_comm *c, double bytes HPMLC_UNUSED)
+{
+    return c->size == 2 && hpmlc_shares_arrays(c) ? -c->between.latency : 0;
+}
 HPMLC_FN double hpmlc_central_extra(const hpml_comm *c, double bytes HPMLC_UNUSED)
 {
     return 2 * (c->size - 1) * c->t->alpha;
@@ -5320,7 +5325,7 @@ static const hpmlc_algorithm hpmlc_algorithms[] = {
     { HPML_BUTTERFLY, "butterfly", { &hpmlc_fold, &hpmlc_doubling, &hpmlc_unfold, NULL }, NULL, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_butterfly_extra },
     { HPML_HALVING, "halving", { &hpmlc_fold, &hpmlc_halve, &hpmlc_double, &hpmlc_unfold, NULL }, NULL, false,
-      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
+      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_halving_extra },
     { HPML_RING, "ring", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, false,
       HPMLC_MAX_RANKS, 256, NULL }, /* auto_mixed 256: a simulation then plays p^2 messages */
     { HPML_HIERARCHICAL, "hierarchical", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, hpmlc_phases_hierarchy,
