@@ -1961,8 +1961,8 @@ typedef struct hpmli_conv {
     float     *sum_space;              /* partial sums: (sums, sum_floats) */
     float     *thread_space;           /* working memory of threads: (threads, thread_floats) */
     int64_t    packed_floats, thread_floats, scratch_floats; /* scratch: packed, sum_space and thread_space together */
-    /* Groups of few channels, see >>conv-groups: grids of rows x columns, and memory behind each that a vector may touch;
-       images_at_once images are one below the other in a grid. */
+    /* Groups of few channels, see >>conv-groups: a grid has images_at_once images, one below the other, and memory
+       behind them that a vector may touch. */
     bool       by_grids;               /* computed by >>conv-groups */
     int64_t    lanes, units;           /* groups that a grid holds, interleaved; number of such units of groups */
     int64_t    grids;                  /* grids of a channel of x: stride x stride */
@@ -7240,7 +7240,8 @@ HPMLI_OP(sum, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_sum_r
            }
            y[oc][oh][ow] = act(sum);
        }
-   HPML_CONV_DIRECT computes this by the kernels of >>conv-kernels, HPML_CONV_IM2COL by a matrix product with copies of
+   HPML_CONV_DIRECT computes this by the kernels of >>conv-kernels, or of >>conv-groups where groups have few channels,
+   and HPML_CONV_IM2COL by a matrix product with copies of
    x, in less memory. The gradient of the weights is summed image by image into a number of partial sums that depends on
    the shape alone and that are added up in order, so that the bits do not depend on the number of threads. */
 
@@ -7752,20 +7753,23 @@ HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_SPLIT_OWN,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-groups   convolutions in groups of few channels
 // ---------------------------------------------------------------------------------------------------------------------
-/* In groups of few channels, of which a depthwise convolution has one, the products of >>conv-kernels have few columns
-   and would multiply zeros in most lanes of a vector. Here pixels are in the lanes. A channel of x is copied to grids
-   with the padding's zeros, one grid for each remainder of a row and a column by the stride S, so that neighbours in a
-   row of y read neighbours in a row of a grid. For kernel 3 x 3, S 2, padding P 1 (. is 0, the digits are pixels of x):
-        row of x  0 1 2 3 4 5     grid (row, 0)  . 1 3 5     grid (row, 1)  0 2 4
-   In grids that are rows of one length, also where y has fewer pixels, each weight meets x at a constant distance: with
-   a = kh D % S, b = kh D / S for the kernel's rows and likewise e, f for its columns (D: dilation), y and dy being grids
-   themselves, which are zero outside of their pixels:
-        y[p] += w[kh][kw] grid[a][e][p + b row + f]       dgrid[a][e][p] += w[kh][kw] dy[p - b row - f]
-        dw[kh][kw] += dy[p] grid[a][e][p + b row + f]
-   so that two kernels compute all, conv_taps and conv_dots, over long runs of p. The zeros at the end of a row are those
-   at the beginning of the next one, and those below an image are those above the next one. Small images of a channel
-   are in one grid; the lanes of NHWC images are of neighbouring channels (units), each element of a grid is a vector.
-   A task computes some channels of a range of images. The number of ranges depends on the shape alone, as in >>conv. */
+/* In groups of few channels (a depthwise convolution has one channel in each group) the products of >>conv-kernels have
+   few columns and would multiply zeros in most lanes of a vector. Here pixels are in the lanes. A channel of x is copied
+   with the zeros of its padding to grids, one grid for each remainder of a row's and a column's index divided by the
+   stride S, so that pixels of a grid are adjacent where adjacent pixels of y read them. For a kernel of 3 x 3, S 2 and
+   padding P 1 (a dot is a zero, digits are columns of x):
+        row of x  0 1 2 3 4 5     row of grid (., 0)  . 1 3 5     row of grid (., 1)  0 2 4
+   Grids of y and dy have rows of the same length and are zero outside of the images, so each weight w[kh][kw] meets
+   numbers at a constant distance: with dilation D, remainders a = kh D % S and e = kw D % S, and the distance
+   at = (kh D / S) row + kw D / S, for all p in a grid:
+        y[p] += w[kh][kw] x[a][e][p + at]
+        dx[a][e][p] += w[kh][kw] dy[p - at]
+        dw[kh][kw] += dy[p] x[a][e][p + at]
+   Two kernels compute these sums for long ranges of p: conv_taps the first two, conv_dots the third. The zeros behind a
+   row are those in front of the next row, and the zeros below an image are those above the next image: small images of
+   the same channel share a grid. Of NHWC images of a depthwise convolution, each element of a grid is a vector of
+   adjacent channels (a unit). A task computes some channels of a range of images; the number of ranges, which each have
+   a partial sum of dw, depends on the shape alone, as in >>conv. */
 
 /* Copies channel k of unit u from `images` images at p, x or, if is_y, y, to their places in its grids; back: from the
    grids to p, `add` adding to it. */
@@ -7777,6 +7781,7 @@ HPMLI_FN void hpmli_grids_copy(const hpmli_conv *c, float *grid, float *p, bool 
     int64_t SH = is_y ? 1 : a->conv.stride[0], SW = is_y ? 1 : a->conv.stride[1];
     int64_t PH = is_y ? 0 : a->conv.padding[0], PW = is_y ? 0 : a->conv.padding[1];
     int64_t lanes = hpmli_min(c->groups - u * c->lanes, c->lanes);
+    int64_t ahead = back || c->nhwc ? 0 : hpmli_min(H * W, 4096); /* floats of the next channel to prefetch */
     bool    pairs = !c->nhwc && SW == 2; /* a kernel copies two columns */
     hpmli_mat from = hpmli_conv_mat(c, p, is_y, b, u * c->lanes, 0, 1);
     from.p += k * (c->nhwc ? 1 : H * W);
@@ -7791,10 +7796,10 @@ HPMLI_FN void hpmli_grids_copy(const hpmli_conv *c, float *grid, float *p, bool 
                                    SH * W * pixel, SW * pixel };
             if (!c->nhwc && SW == 1) in.pixels = 1, in.channels = W; /* rows are contiguous */
             if (pairs) in.pixels = W;
-            hpmli_conv_copy out = { in.rows, in.pixels, in.channels, in.from_row, in.from_pixel, in.to_row, in.to_pixel };
+            hpmli_conv_copy out = { in.rows, in.pixels, in.channels, in.from_row, in.from_pixel, in.to_row,
+                                    in.to_pixel };
             for (int64_t i = 0, to = 0; i < images; i++, to += c->grid_rows * c->grid_row, x += from.apart) {
-                for (int64_t j = 0; !back && !c->nhwc && r + w == 0 && j < H * W; j += 16)
-                    __builtin_prefetch(x + H * W + j); /* of the next channel */
+                for (int64_t j = 0; j < ahead && r + w == 0; j += 16) __builtin_prefetch(x + H * W + j);
                 if (pairs) c->ctx->k->conv_pairs(&in, at + to, odd + to, x, back, add);
                 else if (back) c->ctx->k->conv_copy(&out, x, at + to, NULL, 0, add);
                 else c->ctx->k->conv_copy(&in, at + to, x, NULL, 0, 0);
@@ -7849,7 +7854,8 @@ HPMLI_FN hpmli_grids_task hpmli_grids_task_of(const hpmli_conv *c, int64_t task,
     return t;
 }
 
-/* Returns true if a kernel may write rows of `width` pixels to the result itself: NCHW, few lanes unused. */
+/* Returns true if a kernel writes rows of `width` pixels directly to y or dx, not to a grid that is copied: for NCHW
+   images, if few lanes are unused. */
 HPMLI_FN bool hpmli_grids_direct(const hpmli_conv *c, int64_t width)
 {
     return !c->nhwc && 4 * hpmli_round_up(width, c->ctx->k->lanes) <= 5 * c->grid_row;
@@ -16988,13 +16994,18 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
 /* Copies rows of n floats from `from` to `to`, d->from_row and d->to_row floats apart; `add`: adds them. */
 HPMLI_VEC_INLINE void HV(copy_rows)(const hpmli_conv_copy *d, int64_t n, const bool add, float *to, const float *from)
 {
-    for (int64_t r = 0; r < d->rows; r++, to += d->to_row, from += d->from_row) {
+    const int64_t rows = d->rows, to_row = d->to_row, from_row = d->from_row;
+    for (int64_t r = 0; n < HV_LANES && r < rows; r++, to += to_row, from += from_row) {
+        HV(f32) v = HV(load_partial)(from, n);
+        if (add) v += HV(load_partial)(to, n);
+        HV(store_partial)(to, v, n);
+    }
+    for (int64_t r = 0; n >= HV_LANES && r < rows; r++, to += to_row, from += from_row)
         HV_LOOP(n) {
             HV(f32) v = HV(load_upto)(from + i, c);
             if (add) v += HV(load_upto)(to + i, c);
             HV(store_upto)(to + i, v, c);
         }
-    }
 }
 HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                                 int accumulate)
@@ -17011,6 +17022,10 @@ HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float
         for (int64_t p = 0; p < count; p++) {
             const float *x = from + r * d->from_row + p * d->from_pixel;
             float       *y = to + r * d->to_row + p * d->to_pixel;
+            if (n == 1 && !bias && !relu) {
+                *y = accumulate ? *x + *y : *x;
+                continue;
+            }
             HV_LOOP(n) {
                 HV(f32) v = HV(load_upto)(x + i, c);
                 if (bias) v += HV(load_upto)(bias + i, c);

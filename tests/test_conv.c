@@ -288,18 +288,22 @@ TEST(conv_keeps_to_its_workspace)
     for (int i = 0; i < CONVOLUTIONS; i++) {
         const convolution *t = &convolutions[i];
         float  *want[4], *have[4];
-        int64_t n[4], most, row = t->C / t->groups * t->kh * t->kw * 4;
+        int64_t n[4], most[2], row = t->C / t->groups * t->kh * t->kw * 4; /* most: of NCHW and of NHWC images */
         hpml_conv_algorithm chosen;
-        ENSURE((most = conv_values(t, want, n, &chosen)) > 0 && chosen == HPML_CONV_DIRECT);
+        convolution nhwc = *t;
+        nhwc.layout = HPML_NHWC;
+        ENSURE((most[1] = conv_values(&nhwc, want, n, &chosen)) > 0 && chosen == HPML_CONV_DIRECT);
+        for (int v = 0; v < 4; v++) free(want[v]);
+        ENSURE((most[0] = conv_values(t, want, n, &chosen)) > 0 && chosen == HPML_CONV_DIRECT);
         row *= (t->W + 2 * t->pw - t->dw * (t->kw - 1) - 1) / t->sw + 1;
         for (int k = 0; k < 8; k++) {
-            const int64_t limits[] = { row, 3 * row, most - 1, most };
+            const int64_t limits[] = { row, 3 * row, most[k % 2] - 1, most[k % 2] };
             convolution   l = *t;
             l.layout = k % 2 ? HPML_NHWC : HPML_NCHW, l.workspace = (size_t)limits[k / 2];
             if (limits[k / 2] < row) continue;
             int64_t bytes = conv_values(&l, have, n, &chosen);
             ENSURE(bytes >= 0 && bytes <= limits[k / 2]);
-            ENSURE(chosen == (limits[k / 2] < most ? HPML_CONV_IM2COL : HPML_CONV_DIRECT));
+            ENSURE(chosen == (limits[k / 2] < most[k % 2] ? HPML_CONV_IM2COL : HPML_CONV_DIRECT));
             for (int v = 0; v < 4; v++) {
                 double scale = 1e-9; /* the largest number: rounding of sums goes by it */
                 for (int64_t j = 0; j < n[v]; j++) scale = fmax(scale, fabs((double)want[v][j]));
