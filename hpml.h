@@ -622,7 +622,8 @@ typedef enum hpml_conv_algorithm {
 } hpml_conv_algorithm;
 
 /* Convolution (cross-correlation, as usual in the field): x (B, C, H, W), w (out, C / groups, kernel_h, kernel_w), y
-   (B, out, H', W') with H' = floor((H + 2 padding - dilation (kernel - 1) - 1) / stride) + 1. groups = C is depthwise.
+   (B, out, H', W') with H' = floor((H + 2 padding - dilation (kernel - 1) - 1) / stride) + 1. groups = C is depthwise;
+   groups of at most 4 input and 4 output channels have kernels of their own on the CPU, which need little workspace.
    y->node->attr.conv.algorithm is the algorithm chosen and y->node->scratch_bytes the bytes of its workspace, with the
    f32 copies that are needed where results are stored in halves. */
 typedef struct hpml_conv2d_desc {

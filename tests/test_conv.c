@@ -315,6 +315,35 @@ TEST(conv_keeps_to_its_workspace)
     }
 }
 
+/* Where another op reads x as well, a convolution adds to the gradient of x, which has the other op's part, 3. */
+TEST(conv_adds_to_the_gradient_of_its_input)
+{
+    for (int i = 0; i < 2 * CONVOLUTIONS * ISAS; i++) {
+        const char *isa = isas[i % ISAS];
+        convolution t = convolutions[i / ISAS / 2];
+        model       m[2];
+        memset(m, 0, sizeof m);
+        t.layout = layouts[i / ISAS % 2];
+        for (int k = 0; k < 2; k++) {
+            if (!(m[k].ctx = context(isa, 2))) break;
+            m[k].x = images(m[k].ctx, t.layout, t.B, t.C, t.H, t.W);
+            hpml_tensor *loss = hpml_sum(conv_record(m[k].x, &t), HPML_ALL_DIMS);
+            if (k == 1) loss = hpml_add(loss, hpml_sum(hpml_scale(m[k].x, 3, 0), HPML_ALL_DIMS));
+            hpml_graph_desc d = { .loss = loss };
+            m[k].g = hpml_graph_create(m[k].ctx, &d);
+            ENSURE(hpml_graph_alloc(m[k].g) == HPML_OK);
+            noise = 3;
+            randomize(m[k].x->data, hpml_tensor_count(m[k].x));
+            randomize(hpml_param_at(m[k].ctx, 0)->data, hpml_tensor_count(hpml_param_at(m[k].ctx, 0)));
+            hpml_graph_forward(m[k].g, true, 1);
+            ENSURE(hpml_graph_backward(m[k].g, 1, false) == HPML_OK);
+        }
+        for (int64_t j = 0; m[1].x && j < hpml_tensor_count(m[0].x); j++)
+            ENSURE_NEAR(m[1].x->grad[j], m[0].x->grad[j] + 3, 1e-4);
+        for (int k = 0; k < 2; k++) hpml_ctx_free(m[k].ctx);
+    }
+}
+
 /* The gradient of images that are stored in halves: both algorithms agree within the rounding of their copies. */
 TEST(conv_algorithms_agree_on_halves)
 {
