@@ -132,6 +132,7 @@
 //     conv   two-dimensional convolution: recording, sizes
 //     conv-kept   convolutions in graphs that predict: kept weights, folded batchnorm
 //     conv-run   convolution: its forward and backward pass
+//     conv-groups   convolutions in groups of few channels
 //     pool   max, average and global pooling
 //     norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 //     dropout   dropout and embedding
@@ -181,6 +182,7 @@
 //     random   Philox: random numbers by number
 //     onebit   gradient codecs: 1 bit and bf16, one row
 //     conv-kernels   convolution: tiles of pixels by channels
+//     conv-group-kernels   convolution in groups of few channels: sums of shifted arrays
 //     table   the kernels of this pass
 //     choose   which of the kernels run: the best instruction set of the CPU
 #ifndef HPML_H_INCLUDED
@@ -627,7 +629,8 @@ typedef enum hpml_conv_algorithm {
 } hpml_conv_algorithm;
 
 /* Convolution (cross-correlation, as usual in the field): x (B, C, H, W), w (out, C / groups, kernel_h, kernel_w), y
-   (B, out, H', W') with H' = floor((H + 2 padding - dilation (kernel - 1) - 1) / stride) + 1. groups = C is depthwise.
+   (B, out, H', W') with H' = floor((H + 2 padding - dilation (kernel - 1) - 1) / stride) + 1. groups = C is depthwise;
+   groups of at most 4 input and 4 output channels have kernels of their own on the CPU, which need little workspace.
    y->node->attr.conv.algorithm is the algorithm chosen and y->node->scratch_bytes the bytes of its workspace, with the
    f32 copies that are needed where results are stored in halves. */
 typedef struct hpml_conv2d_desc {
@@ -1996,7 +1999,24 @@ typedef struct hpmli_conv {
     float     *sum_space;              /* partial sums: (sums, sum_floats) */
     float     *thread_space;           /* working memory of threads: (threads, thread_floats) */
     int64_t    packed_floats, thread_floats, scratch_floats; /* scratch: packed, sum_space and thread_space together */
+    /* Groups of few channels, see >>conv-groups: a grid has images_at_once images, one below the other, and memory
+       behind them that a vector may touch. */
+    bool       by_grids;               /* computed by >>conv-groups */
+    int64_t    lanes, units;           /* groups that a grid holds, interleaved; number of such units of groups */
+    int64_t    grids;                  /* grids of a channel of x: stride x stride */
+    int64_t    grid_rows, grid_row;    /* rows that an image takes in a grid; length of a row in floats */
+    int64_t    grid_floats, lead;      /* length of a grid in floats; zeros in front of a grid of dy */
+    int32_t   *x_at, *dy_at, *w_at;    /* places of the numbers that a sum reads, see hpmli_grids_lists */
 } hpmli_conv;
+
+/* Describes sums y[p] = start + (sum over k < taps of w[k] x[p + at[k]]) for p < n, in each of `rows` rows, which are
+   y_row and x_row floats apart. wide: w[k] and start are vectors of HV_LANES numbers, p counts such vectors' lanes. */
+typedef struct hpmli_conv_taps {
+    int64_t        rows, n, y_row, x_row, taps;
+    const int32_t *at;
+    bool           wide;
+    int            relu, add; /* relu: y = max(0, y); add: adds the previous y */
+} hpmli_conv_taps;
 
 /* Describes a copy of `rows` rows of `pixels` pixels, `channels` floats of each. to_row, to_pixel, from_row and
    from_pixel: distances in floats from a row or pixel to the next one, in the destination and in the source. */
@@ -2015,6 +2035,8 @@ typedef struct hpmli_conv_product {
 #define HPMLI_CONV_AHEAD 512 /* for weights, which are read in order and may be in no cache */
 #define HPMLI_CONV_TILE_ARGS const hpmli_conv_product *s, const float *a, const float *b, float *c
 typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
+#define HPMLI_CONV_FEW   4     /* channels of a group, at most, for >>conv-groups */
+#define HPMLI_CONV_GRID  1024  /* floats in a grid that small images fill together */
 #define HPMLI_CONV_IMAGES 12 /* images that share a load of the weights, where images are small */
 #define HPMLI_CONV_NARROW 8  /* images with narrower rows have tiles that go over rows or images */
 #define HPMLI_CONV_PIXELS 32 /* pixels whose products with a panel of weights are computed at once */
@@ -2040,7 +2062,8 @@ typedef struct hpmli_lstm_cells {
    accumulate: adds to the result, else overwrites it. A result may overwrite an operand unless a comment says no. */
 typedef void hpmli_binary_fn(float *y, const float *a, const float *b, int64_t n);
 typedef struct hpmli_kernels {
-    const char *name; /* "scalar", "avx2", "avx512", "neon" */
+    const char *name;  /* "scalar", "avx2", "avx512", "neon" */
+    int64_t     lanes; /* floats in a vector */
     /* Elementwise loops over n elements of each array. */
     void (*act_forward)(hpml_act act, float slope, float *y, const float *x, int64_t n); /* y = act(x) */
     /* dx = dy act'(x) from x or from y = act(x); x or y may be NULL where the derivative does not read it */
@@ -2103,6 +2126,11 @@ typedef struct hpmli_kernels {
                              int64_t o0, int64_t o1, int add);
     void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t count, int64_t o,
                         int accumulate);
+    /* Convolution in groups of few channels: y as hpmli_conv_taps describes; dw[k] = sum over p of dy[p] x[p + at[k]]
+       (wide: dw[k] is a vector, of which each lane sums its own p); rows of x split into numbers 0, 2 .. and 1, 3 .. */
+    void (*conv_taps)(const hpmli_conv_taps *d, float *y, const float *x, const float *w, const float *start);
+    void (*conv_dots)(const hpmli_conv_taps *d, float *dw, const float *x, const float *dy);
+    void (*conv_pairs)(const hpmli_conv_copy *d, float *even, float *odd, float *x, bool join, int accumulate);
     /* Sets y to the n maxima of the 2 x 2 windows in the rows at x and x + width, and `at` to the position of each
        maximum in its window, 0 to 3. */
     void (*max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n);
@@ -7441,13 +7469,56 @@ HPMLI_OP(sum, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_sum_r
            }
            y[oc][oh][ow] = act(sum);
        }
-   HPML_CONV_DIRECT computes this by the kernels of >>conv-kernels, HPML_CONV_IM2COL by a matrix product with copies of
-   x, in less memory. The gradient of the weights is summed image by image into a number of partial sums that depends on
-   the shape alone and that are added up in order, or (by_channels) over all images in tasks for some channels each; so
-   the bits do not depend on the number of threads. */
+   HPML_CONV_DIRECT computes this by the kernels of >>conv-kernels, or of >>conv-groups where groups have few channels,
+   HPML_CONV_IM2COL by a matrix product with copies of x, in less memory. The gradient of the weights is summed image by
+   image into a number of partial sums that depends on the shape alone and that are added up in order, or (by_channels)
+   over all images in tasks for some channels each; so the bits do not depend on the number of threads. */
 
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 HPMLI_FN int64_t hpmli_conv_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
+
+/* Sets c->by_grids, and if it is true the sizes and addresses of the arrays in n's scratch memory, see >>conv-groups. */
+HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
+{
+    const hpml_attr *a = &n->attr;
+    int64_t size[2], shared[2], shift[2];
+    for (int i = 0; i < 2; i++) {
+        int64_t image = i ? c->W : c->H, stride = a->conv.stride[i], padding = a->conv.padding[i];
+        shift[i]  = (a->conv.kernel[i] - 1) * (int64_t)a->conv.dilation[i] / stride;
+        shared[i] = padding / stride; /* zeros in front of each row (image) that the previous row (image) reads, too */
+        size[i]   = hpmli_max((i ? c->OW : c->OH) + shift[i] - shared[i], (image + padding - 1) / stride + 1);
+    }
+    bool    wide  = c->nhwc && c->C == 1 && c->OC == 1;
+    int64_t limit = INT32_MAX / 4; /* floats: places in grids are of 32 bits */
+    c->lanes     = wide ? c->ctx->k->lanes : 1;
+    c->units     = (c->groups - 1) / c->lanes + 1;
+    c->grids     = (int64_t)a->conv.stride[0] * a->conv.stride[1];
+    c->grid_rows = size[0];
+    c->grid_row  = size[1] * c->lanes;
+    c->lead      = shift[0] * c->grid_row + shift[1] * c->lanes;
+    c->by_grids  = c->groups > 1 && c->C <= HPMLI_CONV_FEW && c->OC <= HPMLI_CONV_FEW;
+    c->by_grids  = c->by_grids && a->conv.stride[0] <= 8 && a->conv.stride[1] <= 8;
+    c->by_grids  = c->by_grids && c->grid_rows + shift[0] + 1 < limit / c->grid_row / c->grids / (c->C + c->OC);
+    if (!c->by_grids) return;
+    c->images_at_once = hpmli_min(hpmli_max(HPMLI_CONV_GRID / (c->grid_rows * c->grid_row * c->grids), 1), c->B);
+    c->grid_floats    = (c->images_at_once * c->grid_rows + shared[0] + 1) * c->grid_row + HPMLI_CONV_PANEL;
+    c->grid_floats    = hpmli_round_up(c->grid_floats, 16);
+    c->y_floats       = hpmli_round_up(c->lead + c->grid_floats, 16);
+    c->sums           = hpmli_min(c->B / c->images_at_once, 16);
+    c->sum_floats     = hpmli_round_up(c->groups * c->OC * (c->C * c->taps + 1), 16);
+    c->packed_floats  = hpmli_round_up((c->C + 2 * c->OC) * c->taps + c->grids + 1, 16); /* the lists */
+    c->thread_floats  = (c->C + 1) * c->grids * c->grid_floats + c->OC * c->y_floats;
+    c->thread_floats += hpmli_round_up((c->C + c->OC) * c->taps * c->lanes, 16);
+    c->scratch_floats = c->sums * c->sum_floats + c->packed_floats + c->ctx->threads * c->thread_floats;
+    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
+    HPML_ASSERT((size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
+    c->sum_space    = (float *)n->scratch;
+    c->packed       = c->sum_space + c->sums * c->sum_floats;
+    c->thread_space = c->packed + c->packed_floats;
+    c->x_at         = (int32_t *)c->packed;
+    c->dy_at        = c->x_at + c->C * c->taps;
+    c->w_at         = c->dy_at + c->OC * c->taps;
+}
 
 /* Sets the sizes, in floats, and addresses of the arrays in n's scratch memory, which both passes use alike. */
 HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
@@ -7525,8 +7596,9 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.act          = a->conv.act;
     c.weights      = n->src[1] ? n->src[1]->data : NULL;
     c.bias         = n->src[2] ? n->src[2]->data : NULL;
+    hpmli_conv_grids(&c, n);
     if (n->state && n->state->keeps) hpmli_conv_expands(&c);
-    hpmli_conv_scratch(&c, n);
+    if (!c.by_grids) hpmli_conv_scratch(&c, n);
     if (n->state && n->state->keeps) hpmli_conv_kept(&c);
     return c;
 }
@@ -7687,7 +7759,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 #define HPMLI_KEPT 16 /* floats: 64 bytes, so that the arrays behind are aligned */
 HPMLI_FN bool hpmli_conv_packs(const hpmli_conv *c)
 {
-    return c->n->attr.conv.algorithm != HPML_CONV_IM2COL && !hpmli_conv_is_1x1(c);
+    return c->n->attr.conv.algorithm != HPML_CONV_IM2COL && !c->by_grids && !hpmli_conv_is_1x1(c);
 }
 
 /* Returns the batchnorm that is to be folded into convolution n of g; NULL: none. */
@@ -7717,7 +7789,7 @@ static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n)
     if (packs) floats += c.groups * c.packed_floats;
     else if (state->folds) floats += hpmli_round_up(hpml_tensor_count(n->src[1]), 16);
     state->kept_bytes   = floats > HPMLI_KEPT ? (size_t)floats * sizeof(float) : 0;
-    state->kept_scratch = n->attr.conv.algorithm == HPML_CONV_IM2COL ? n->scratch_bytes : 0;
+    state->kept_scratch = c.by_grids || n->attr.conv.algorithm == HPML_CONV_IM2COL ? n->scratch_bytes : 0;
     if (packs) state->kept_scratch = (size_t)c.scratch_floats * sizeof(float);
 }
 
@@ -7978,12 +8050,15 @@ HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
         }
 }
 
+HPMLI_FN void hpmli_grids_forward(hpmli_conv *c); /* see >>conv-groups */
+HPMLI_FN void hpmli_grids_back(hpmli_conv *c);
 HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
 {
     hpmli_conv c    = hpmli_conv_of(run->ctx, n);
     hpml_act   act  = c.act;
     bool       pack = hpmli_conv_refresh(&c);
     if (n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
+    else if (c.by_grids) hpmli_grids_forward(&c);
     else if (hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, false);
     else {
         int64_t panels = hpmli_conv_panels(c.OC), want = 2 * run->ctx->threads; /* number of tasks */
@@ -8081,6 +8156,11 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
         hpmli_conv_by_columns(&c, true);
         return;
     }
+    if (c.by_grids) {
+        c.want_dx = n->src[0]->grad != NULL;
+        hpmli_grids_back(&c);
+        return;
+    }
     c.want_dx = n->src[0]->grad && !hpmli_conv_is_1x1(&c);
     if (c.want_dx) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
     hpmli_parallel(run->ctx, c.sums, c.by_channels ? hpmli_conv_copy_task : hpmli_conv_back_task, &c);
@@ -8096,6 +8176,264 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
 HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_DZ | HPMLI_OP_SPLIT_OWN,
          HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->stride[0]), hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n));
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>conv-groups   convolutions in groups of few channels
+// ---------------------------------------------------------------------------------------------------------------------
+/* In groups of few channels (a depthwise convolution has one channel in each group) the products of >>conv-kernels have
+   few columns and would multiply zeros in most lanes of a vector. Here pixels are in the lanes. A channel of x is copied
+   with the zeros of its padding to grids, one grid for each remainder of a row's and a column's index divided by the
+   stride S, so that pixels of a grid are adjacent where adjacent pixels of y read them. For a kernel of 3 x 3, S 2 and
+   padding P 1 (a dot is a zero, digits are columns of x):
+        row of x  0 1 2 3 4 5     row of grid (., 0)  . 1 3 5     row of grid (., 1)  0 2 4
+   Grids of y and dy have rows of the same length and are zero outside of the images, so each weight w[kh][kw] meets
+   numbers at a constant distance: with dilation D, remainders a = kh D % S and e = kw D % S, and the distance
+   at = (kh D / S) row + kw D / S, for all p in a grid:
+        y[p] += w[kh][kw] x[a][e][p + at]
+        dx[a][e][p] += w[kh][kw] dy[p - at]
+        dw[kh][kw] += dy[p] x[a][e][p + at]
+   Two kernels compute these sums for long ranges of p: conv_taps the first two, conv_dots the third. The zeros behind a
+   row are those in front of the next row, and the zeros below an image are those above the next image: small images of
+   the same channel share a grid. Of NHWC images of a depthwise convolution, each element of a grid is a vector of
+   adjacent channels (a unit). A task computes some channels of a range of images; the number of ranges, which each have
+   a partial sum of dw, depends on the shape alone, as in >>conv. */
+
+/* Copies channel k of unit u from `images` images at p, x or, if is_y, y, to their places in its grids; back: from the
+   grids to p, `add` adding to it. */
+HPMLI_FN void hpmli_grids_copy(const hpmli_conv *c, float *grid, float *p, bool is_y, int64_t b, int64_t images,
+                               int64_t u, int64_t k, bool back, bool add)
+{
+    const hpml_attr *a = &c->n->attr;
+    int64_t H = is_y ? c->OH : c->H, W = is_y ? c->OW : c->W, pixel = is_y ? c->y_pixel : c->x_pixel;
+    int64_t SH = is_y ? 1 : a->conv.stride[0], SW = is_y ? 1 : a->conv.stride[1];
+    int64_t PH = is_y ? 0 : a->conv.padding[0], PW = is_y ? 0 : a->conv.padding[1];
+    int64_t lanes = hpmli_min(c->groups - u * c->lanes, c->lanes);
+    int64_t ahead = back || c->nhwc ? 0 : hpmli_min(H * W, 4096); /* floats of the next channel to prefetch */
+    bool    pairs = !c->nhwc && SW == 2; /* a kernel copies two columns */
+    hpmli_mat from = hpmli_conv_mat(c, p, is_y, b, u * c->lanes, 0, 1);
+    from.p += k * (c->nhwc ? 1 : H * W);
+    for (int64_t r = 0; r < SH && r < H; r++)
+        for (int64_t w = 0; w < SW && w < W; w += pairs ? 2 : 1) { /* pixels r, r + SH .. of columns w, w + SW .. */
+            float *at  = grid + ((r + PH) % SH * SW + (w + PW) % SW) * c->grid_floats;
+            float *odd = grid + ((r + PH) % SH * SW + (w + PW + 1) % SW) * c->grid_floats;
+            float *x   = from.p + (r * W + w) * pixel;
+            at  += (r + PH) / SH * c->grid_row + (w + PW) / SW * c->lanes;
+            odd += (r + PH) / SH * c->grid_row + (w + PW + 1) / SW;
+            hpmli_conv_copy in = { (H - r - 1) / SH + 1, (W - w - 1) / SW + 1, lanes, c->grid_row, c->lanes,
+                                   SH * W * pixel, SW * pixel };
+            if (!c->nhwc && SW == 1) in.pixels = 1, in.channels = W; /* rows are contiguous */
+            if (pairs) in.pixels = W;
+            hpmli_conv_copy out = { in.rows, in.pixels, in.channels, in.from_row, in.from_pixel, in.to_row,
+                                    in.to_pixel };
+            for (int64_t i = 0, to = 0; i < images; i++, to += c->grid_rows * c->grid_row, x += from.apart) {
+                for (int64_t j = 0; j < ahead && r + w == 0; j += 16) __builtin_prefetch(x + H * W + j);
+                if (pairs) c->ctx->k->conv_pairs(&in, at + to, odd + to, x, back, add);
+                else if (back) c->ctx->k->conv_copy(&out, x, at + to, NULL, 0, add);
+                else c->ctx->k->conv_copy(&in, at + to, x, NULL, 0, 0);
+            }
+        }
+}
+
+/* Writes the places, in floats, of the numbers that the sums for y, dw (x_at: in order of the weights of an output
+   channel) and dx (dy_at, w_at) read. For dx they are in order of the grids: first[f] of them are before grid f. */
+HPMLI_FN void hpmli_grids_lists(const hpmli_conv *c)
+{
+    const hpml_attr *a = &c->n->attr;
+    int32_t *first = c->w_at + c->OC * c->taps;
+    int64_t  count = 0;
+    for (int64_t f = 0; f < c->grids; f++) {
+        first[f] = (int32_t)count;
+        for (int64_t t = 0; t < c->taps; t++) {
+            int64_t h  = t / a->conv.kernel[1] * a->conv.dilation[0], w = t % a->conv.kernel[1] * a->conv.dilation[1];
+            int64_t at = h / a->conv.stride[0] * c->grid_row + w / a->conv.stride[1] * c->lanes;
+            if (h % a->conv.stride[0] * a->conv.stride[1] + w % a->conv.stride[1] != f) continue;
+            for (int64_t i = 0; i < c->C; i++)
+                c->x_at[i * c->taps + t] = (int32_t)((i * c->grids + f) * c->grid_floats + at);
+            for (int64_t o = 0; o < c->OC; o++, count++) {
+                c->dy_at[count] = (int32_t)(o * c->y_floats - at);
+                c->w_at[count]  = (int32_t)(o * c->C * c->taps + t);
+            }
+        }
+    }
+    first[c->grids] = (int32_t)count;
+}
+
+/* What a task computes: units [u0, u1) of images [b0, b1), and its working memory. */
+typedef struct hpmli_grids_task {
+    int64_t b0, b1, u0, u1, step; /* step: images at once */
+    float  *x, *y, *out, *w, *dw; /* grids of x, of dy and of results; weights; gradients of weights */
+} hpmli_grids_task;
+
+HPMLI_FN hpmli_grids_task hpmli_grids_task_of(const hpmli_conv *c, int64_t task, int thread)
+{
+    int64_t range = task / c->channel_pieces, piece = task % c->channel_pieces;
+    hpmli_grids_task t;
+    t.b0   = range * c->B / c->sums;
+    t.b1   = (range + 1) * c->B / c->sums;
+    t.u0   = piece * c->units / c->channel_pieces;
+    t.u1   = (piece + 1) * c->units / c->channel_pieces;
+    t.step = (t.b1 - t.b0 - 1) / ((t.b1 - t.b0 - 1) / c->images_at_once + 1) + 1; /* as even as can be */
+    t.x    = c->thread_space + thread * c->thread_floats;
+    t.out  = t.x + c->C * c->grids * c->grid_floats;
+    t.y    = t.out + c->grids * c->grid_floats;
+    t.w    = t.y + c->OC * c->y_floats;
+    t.dw   = t.w + c->OC * c->taps * c->lanes;
+    return t;
+}
+
+/* Returns true if a kernel writes rows of `width` pixels directly to y or dx, not to a grid that is copied: for NCHW
+   images, if few lanes are unused. */
+HPMLI_FN bool hpmli_grids_direct(const hpmli_conv *c, int64_t width)
+{
+    return !c->nhwc && 4 * hpmli_round_up(width, c->ctx->k->lanes) <= 5 * c->grid_row;
+}
+
+/* Returns the description of the sums over x for a result of the size of y that fill a grid of `images` images. */
+HPMLI_FN hpmli_conv_taps hpmli_grids_sums(const hpmli_conv *c, int64_t images)
+{
+    int64_t         rows = (images - 1) * c->grid_rows + c->OH - 1;
+    hpmli_conv_taps d = { 1, rows * c->grid_row + c->OW * c->lanes, 0, 0, c->C * c->taps, c->x_at, c->lanes > 1, 0, 0 };
+    return d;
+}
+
+/* Computes y of unit u of `images` images from the grids t->x. */
+HPMLI_FN void hpmli_grids_y(const hpmli_conv *c, const hpmli_grids_task *t, int64_t b, int64_t images, int64_t u)
+{
+    const float    *w = c->weights + u * c->lanes * c->OC * c->C * c->taps;
+    int64_t         lanes = hpmli_min(c->groups - u * c->lanes, c->lanes);
+    float           start[HPMLI_CONV_PANEL] = { 0 };
+    hpmli_conv_taps d = hpmli_grids_sums(c, images);
+    d.relu = c->act == HPML_ACT_RELU;
+    for (int64_t k = 0; c->lanes > 1 && k < c->taps; k++)
+        for (int64_t i = 0; i < c->lanes; i++) t->w[k * c->lanes + i] = i < lanes ? w[i * c->taps + k] : 0;
+    if (c->lanes > 1) w = t->w;
+    for (int64_t o = 0; o < c->OC; o++, w += c->C * c->taps) {
+        if (c->bias) memcpy(start, c->bias + u * c->lanes * c->OC + o, (size_t)lanes * sizeof(float));
+        if (!hpmli_grids_direct(c, c->OW)) {
+            c->ctx->k->conv_taps(&d, t->out, t->x, w, start);
+            hpmli_grids_copy(c, t->out, c->n->out->data, true, b, images, u, o, true, false);
+            continue;
+        }
+        d.rows = c->OH, d.n = d.y_row = c->OW, d.x_row = c->grid_row;
+        for (int64_t i = 0; i < images; i++)
+            c->ctx->k->conv_taps(&d, hpmli_conv_mat(c, c->n->out->data, true, b + i, u, 0, 1).p + o * c->OH * c->OW,
+                                 t->x + i * c->grid_rows * c->grid_row, w, start);
+    }
+}
+
+HPMLI_FN void hpmli_grids_forward_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    hpmli_grids_task  t = hpmli_grids_task_of(c, task, thread);
+    memset(t.x, 0, (size_t)(c->C * c->grids * c->grid_floats) * sizeof(float));
+    for (int64_t b = t.b0; b < t.b1; b += t.step)
+        for (int64_t u = t.u0, images = hpmli_min(t.step, t.b1 - b); u < t.u1; u++) {
+            for (int64_t k = 0; k < c->C; k++)
+                hpmli_grids_copy(c, t.x + k * c->grids * c->grid_floats, c->n->src[0]->data, false, b, images, u, k,
+                                 false, false);
+            hpmli_grids_y(c, &t, b, images, u);
+        }
+}
+
+/* Computes dx of unit u of `images` images from the grids t->y. */
+HPMLI_FN void hpmli_grids_dx(const hpmli_conv *c, const hpmli_grids_task *t, int64_t b, int64_t images, int64_t u)
+{
+    const int32_t  *first = c->w_at + c->OC * c->taps, *padding = c->n->attr.conv.padding;
+    const float    *w = c->n->src[1]->data + u * c->lanes * c->OC * c->C * c->taps, *y = t->y + c->lead;
+    int64_t         lanes = hpmli_min(c->groups - u * c->lanes, c->lanes);
+    float          *dx = c->n->src[0]->grad;
+    hpmli_conv_taps d = { 1, images * c->grid_rows * c->grid_row, c->W, c->grid_row, 0, NULL, c->lanes > 1, 0, 0 };
+    bool            direct = c->grids == 1 && hpmli_grids_direct(c, c->W);
+    if (direct) d.rows = c->H, d.n = c->W, d.add = c->n->accumulate[0];
+    for (int64_t k = 0; k < c->C; k++, w += c->taps) {
+        for (int64_t j = 0; j < c->OC * c->taps; j++)
+            for (int64_t i = 0; i < c->lanes; i++)
+                t->w[j * c->lanes + i] = i < lanes ? w[i * c->taps + c->w_at[j]] : 0;
+        for (int64_t f = 0; f < c->grids; f++) {
+            d.taps = first[f + 1] - first[f];
+            d.at   = c->dy_at + first[f];
+            if (!direct) c->ctx->k->conv_taps(&d, t->out + f * c->grid_floats, y, t->w + first[f] * c->lanes, NULL);
+            for (int64_t i = 0; direct && i < images; i++)
+                c->ctx->k->conv_taps(&d, hpmli_conv_mat(c, dx, false, b + i, u, 0, 1).p + k * c->H * c->W,
+                                     y + (i * c->grid_rows + padding[0]) * c->grid_row + padding[1], t->w, NULL);
+        }
+        if (!direct) hpmli_grids_copy(c, t->out, dx, false, b, images, u, k, true, c->n->accumulate[0]);
+    }
+}
+
+/* Adds dw of unit u over `images` images, from the grids t->x and t->y, to the partial sum `sum`; first: sets it. */
+HPMLI_FN void hpmli_grids_dw(const hpmli_conv *c, const hpmli_grids_task *t, float *sum, int64_t images, int64_t u,
+                             bool first)
+{
+    hpmli_conv_taps d = hpmli_grids_sums(c, images);
+    int64_t         lanes = hpmli_min(c->groups - u * c->lanes, c->lanes);
+    sum += u * c->lanes * c->OC * d.taps;
+    for (int64_t o = 0; o < c->OC; o++) {
+        c->ctx->k->conv_dots(&d, t->dw, t->x, t->y + o * c->y_floats + c->lead);
+        for (int64_t i = 0; i < lanes; i++)
+            for (int64_t k = 0; k < d.taps; k++, sum++)
+                *sum = (first ? 0 : *sum) + t->dw[k * c->lanes + i];
+    }
+}
+
+HPMLI_FN void hpmli_grids_back_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_conv *c   = (const hpmli_conv *)arg;
+    hpmli_grids_task  t   = hpmli_grids_task_of(c, task, thread);
+    float            *sum = c->sum_space + task / c->channel_pieces * c->sum_floats;
+    memset(t.x, 0, (size_t)(c->C * c->grids * c->grid_floats) * sizeof(float));
+    memset(t.y, 0, (size_t)(c->OC * c->y_floats) * sizeof(float));
+    for (int64_t b = t.b0; b < t.b1; b += t.step)
+        for (int64_t u = t.u0, images = hpmli_min(t.step, t.b1 - b); u < t.u1; u++) {
+            for (int64_t o = 0; o < c->OC; o++)
+                hpmli_grids_copy(c, t.y + o * c->y_floats + c->lead, c->n->out->grad, true, b, images, u, o, false,
+                                 false);
+            for (int64_t k = 0; c->want_dw && k < c->C; k++)
+                hpmli_grids_copy(c, t.x + k * c->grids * c->grid_floats, c->n->src[0]->data, false, b, images, u, k,
+                                 false, false);
+            if (c->want_dw) hpmli_grids_dw(c, &t, sum, images, u, b == t.b0);
+            if (c->want_dx) hpmli_grids_dx(c, &t, b, images, u);
+        }
+}
+
+/* Computes dz and the partial sum of db of one range of images (one task). */
+HPMLI_FN void hpmli_grids_dz_task(void *arg, int64_t sum, int thread HPMLI_UNUSED)
+{
+    const hpmli_conv *c = (const hpmli_conv *)arg;
+    int64_t first = sum * c->B / c->sums, end = (sum + 1) * c->B / c->sums;
+    float  *db = c->sum_space + sum * c->sum_floats + c->groups * c->OC * c->C * c->taps;
+    for (int64_t b = first; b < end; b++) hpmli_conv_dz_and_db(c, b, db, b == first);
+}
+
+/* Prepares a pass: its lists, and tasks for all threads. */
+HPMLI_FN void hpmli_grids_begin(hpmli_conv *c)
+{
+    int threads = c->ctx->threads;
+    hpmli_grids_lists(c);
+    c->channel_pieces = threads == 1 ? 1 : hpmli_min((2 * threads - 1) / c->sums + 1, c->units);
+}
+
+HPMLI_FN void hpmli_grids_forward(hpmli_conv *c)
+{
+    hpmli_grids_begin(c);
+    hpmli_parallel(c->ctx, c->sums * c->channel_pieces, hpmli_grids_forward_task, c);
+}
+
+HPMLI_FN void hpmli_grids_back(hpmli_conv *c)
+{
+    const hpml_tensor *w = c->n->src[1], *bias = c->n->src[2];
+    int64_t            channels = c->groups * c->OC, weights = channels * c->C * c->taps;
+    hpmli_grids_begin(c);
+    if (c->want_db || c->n->attr.conv.act != HPML_ACT_NONE)
+        hpmli_parallel(c->ctx, c->sums, hpmli_grids_dz_task, c);
+    if (c->want_dw || c->want_dx) hpmli_parallel(c->ctx, c->sums * c->channel_pieces, hpmli_grids_back_task, c);
+    for (int64_t p = 0; p < c->sums; p++) {
+        const float *sum = c->sum_space + p * c->sum_floats;
+        if (c->want_dw) c->ctx->k->vaxpby(w->grad, 1, sum, p > 0 || c->n->accumulate[1] ? 1.0f : 0.0f, weights);
+        if (c->want_db)
+            c->ctx->k->vaxpby(bias->grad, 1, sum + weights, p > 0 || c->n->accumulate[2] ? 1.0f : 0.0f, channels);
+    }
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pool   max, average and global pooling
@@ -17209,16 +17547,41 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         }
     }
 }
+/* Copies rows of n floats from `from` to `to`, d->from_row and d->to_row floats apart; `add`: adds them. */
+HPMLI_VEC_INLINE void HV(copy_rows)(const hpmli_conv_copy *d, int64_t n, const bool add, float *to, const float *from)
+{
+    const int64_t rows = d->rows, to_row = d->to_row, from_row = d->from_row;
+    for (int64_t r = 0; n < HV_LANES && r < rows; r++, to += to_row, from += from_row) {
+        HV(f32) v = HV(load_partial)(from, n);
+        if (add) v += HV(load_partial)(to, n);
+        HV(store_partial)(to, v, n);
+    }
+    for (int64_t r = 0; n >= HV_LANES && r < rows; r++, to += to_row, from += from_row)
+        HV_LOOP(n) {
+            HV(f32) v = HV(load_upto)(from + i, c);
+            if (add) v += HV(load_upto)(to + i, c);
+            HV(store_upto)(to + i, v, c);
+        }
+}
 HPMLI_KERNEL void HV(conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
                                 int accumulate)
 {
-    bool    rows_contiguous = !bias && d->to_pixel == d->channels && d->from_pixel == d->channels;
+    bool    rows_contiguous = !bias && (d->pixels == 1 || (d->to_pixel == d->channels && d->from_pixel == d->channels));
     int64_t n = rows_contiguous ? d->pixels * d->channels : d->channels;
+    if (rows_contiguous && !relu) {
+        if (accumulate) HV(copy_rows)(d, n, true, to, from);
+        else HV(copy_rows)(d, n, false, to, from);
+        return;
+    }
     int64_t count = rows_contiguous ? 1 : d->pixels;
     for (int64_t r = 0; r < d->rows; r++)
         for (int64_t p = 0; p < count; p++) {
             const float *x = from + r * d->from_row + p * d->from_pixel;
             float       *y = to + r * d->to_row + p * d->to_pixel;
+            if (n == 1 && !bias && !relu) {
+                *y = accumulate ? *x + *y : *x;
+                continue;
+            }
             HV_LOOP(n) {
                 HV(f32) v = HV(load_upto)(x + i, c);
                 if (bias) v += HV(load_upto)(bias + i, c);
@@ -17400,17 +17763,110 @@ HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>conv-group-kernels   convolution in groups of few channels: sums of shifted arrays
+// ---------------------------------------------------------------------------------------------------------------------
+/* Computes `vectors` vectors of a row of the sums that d describes, of which the last one has `lanes` lanes. */
+HPMLI_VEC_INLINE void HV(conv_taps_block)(const int vectors, const hpmli_conv_taps *d, float *y, const float *x,
+                                          const float *w, HV(f32) start, int64_t lanes)
+{
+    const int64_t w_step = d->wide ? HV_LANES : 1;
+    HV(f32) sum[4];
+    HPMLI_UNROLL_4
+    for (int j = 0; j < vectors; j++) sum[j] = start;
+    for (int64_t k = 0; k < d->taps; k++, w += w_step) {
+        const float *from = x + d->at[k];
+        HV(f32)      v = d->wide ? HV(load)(w) : HV(set1)(*w);
+        HPMLI_UNROLL_4
+        for (int j = 0; j < vectors; j++) sum[j] = HV(fma)(v, HV(load)(from + j * HV_LANES), sum[j]);
+    }
+    HPMLI_UNROLL_4
+    for (int j = 0; j < vectors; j++) {
+        int64_t n = j < vectors - 1 ? HV_LANES : lanes;
+        if (d->add) sum[j] += HV(load_upto)(y + j * HV_LANES, n);
+        if (d->relu) sum[j] = HV(max)(HV(zero)(), sum[j]); /* in this order a NaN stays NaN */
+        HV(store_upto)(y + j * HV_LANES, sum[j], n);
+    }
+}
+/* Whole vectors are read from the end of a row of x, because there is memory behind it. */
+HPMLI_KERNEL void HV(conv_taps)(const hpmli_conv_taps *d, float *y, const float *x, const float *w, const float *start)
+{
+    HV(f32) v = HV(zero)();
+    if (start) v = d->wide ? HV(load)(start) : HV(set1)(*start);
+    for (int64_t r = 0; r < d->rows; r++, y += d->y_row, x += d->x_row) {
+        int64_t i = 0;
+        for (; i + 4 * HV_LANES <= d->n; i += 4 * HV_LANES) HV(conv_taps_block)(4, d, y + i, x + i, w, v, HV_LANES);
+        if (i + 2 * HV_LANES <= d->n) {
+            HV(conv_taps_block)(2, d, y + i, x + i, w, v, HV_LANES);
+            i += 2 * HV_LANES;
+        }
+        for (; i < d->n; i += HV_LANES)
+            HV(conv_taps_block)(1, d, y + i, x + i, w, v, d->n - i < HV_LANES ? d->n - i : HV_LANES);
+    }
+}
+/* Computes dw[k] for `taps` adjacent k, the first of which reads x + at[0] and so on. */
+HPMLI_VEC_INLINE void HV(conv_dots_block)(const int taps, const hpmli_conv_taps *d, const int32_t *at, float *dw,
+                                          const float *x, const float *dy)
+{
+    HV(f32)      sum[9];
+    const float *from[9];
+    HPMLI_UNROLL
+    for (int k = 0; k < taps; k++) {
+        sum[k]  = HV(zero)();
+        from[k] = x + at[k];
+    }
+    HV_LOOP(d->n) {
+        HV(f32) v = HV(load_upto)(dy + i, c);
+        HPMLI_UNROLL
+        for (int k = 0; k < taps; k++) sum[k] = HV(fma)(v, HV(load)(from[k] + i), sum[k]);
+    }
+    HPMLI_UNROLL
+    for (int k = 0; k < taps; k++) {
+        if (d->wide) HV(store)(dw + k * HV_LANES, sum[k]);
+        else dw[k] = HV(sum_lanes)(sum[k]);
+    }
+}
+HPMLI_KERNEL void HV(conv_dots)(const hpmli_conv_taps *d, float *dw, const float *x, const float *dy)
+{
+    const int64_t step = d->wide ? HV_LANES : 1;
+    int64_t       k = 0;
+    for (; k + 9 <= d->taps; k += 9) HV(conv_dots_block)(9, d, d->at + k, dw + k * step, x, dy);
+    for (; k + 3 <= d->taps; k += 3) HV(conv_dots_block)(3, d, d->at + k, dw + k * step, x, dy);
+    for (; k < d->taps; k++) HV(conv_dots_block)(1, d, d->at + k, dw + k * step, x, dy);
+}
+/* Sets even[i] = x[2 i] and odd[i] = x[2 i + 1] in each of d->rows rows of d->pixels floats of x, d->from_row apart
+   in x and d->to_row in even and odd; join: sets, or adds to if `accumulate`, x from even and odd. */
+HPMLI_KERNEL void HV(conv_pairs)(const hpmli_conv_copy *d, float *even, float *odd, float *x, bool join, int accumulate)
+{
+    for (int64_t r = 0; r < d->rows; r++, even += d->to_row, odd += d->to_row, x += d->from_row)
+        for (int64_t i = 0; 2 * i < d->pixels; i += HV_LANES) {
+            int64_t n = d->pixels - 2 * i; /* floats of x */
+            for (int64_t h = 0; join && h < 2 && h * HV_LANES < n; h++) {
+                HV(f32) a = HV(load)(even + i), b = HV(load)(odd + i);
+                float  *to = x + 2 * i + h * HV_LANES;
+                HV(f32) v = h ? HV(interleave_high)(a, b) : HV(interleave_low)(a, b);
+                if (accumulate) v += HV(load_upto)(to, n - h * HV_LANES);
+                HV(store_upto)(to, v, n - h * HV_LANES);
+            }
+            if (join) continue;
+            HV(f32) a = HV(load_upto)(x + 2 * i, n);
+            HV(f32) b = n > HV_LANES ? HV(load_upto)(x + 2 * i + HV_LANES, n - HV_LANES) : HV(zero)();
+            HV(store_upto)(even + i, HV(even_lanes)(a, b), (n + 1) / 2);
+            if (n > 1) HV(store_upto)(odd + i, HV(odd_lanes)(a, b), n / 2);
+        }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>table   the kernels of this pass
 // ---------------------------------------------------------------------------------------------------------------------
 static const hpmli_kernels HV(kernels) = {
-    HPMLI_ISA_NAME, HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv),
+    HPMLI_ISA_NAME, HV_LANES, HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv),
     HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
     HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(lstm_cells),
     HV(lstm_cells_back), HV(opt_step), HV(to_f32),
     HV(from_f32), HV(gemm_part), HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode),
     HV(onebit_decode_add), HV(bf16_encode), HV(bf16_decode_add), HV(conv_pack), HV(conv_pack_for_dx),
     HV(conv_to_nhwc), HV(conv_copy), HV(conv_from_nhwc), HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad),
-    HV(conv_unpack), HV(max_pool_row), HV(max_pool_row_back), HV(crc32c),
+    HV(conv_unpack), HV(conv_taps), HV(conv_dots), HV(conv_pairs), HV(max_pool_row), HV(max_pool_row_back), HV(crc32c),
 };
 #undef HPMLI_ISA
 #endif /* HPMLI_ISA */

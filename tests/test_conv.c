@@ -221,6 +221,17 @@ static const convolution convolutions[] = {
     CONV(2, 3, 12, 13, 9, 3, 3, 1, 1, 2, 2, 2, 2, 3, 1, HPML_ACT_NONE)
     CONV(2, 3, 12, 23, 6, 3, 3, 3, 3, 1, 2, 1, 2, 3, 1, HPML_ACT_NONE)
     CONV(2, 4, 37, 40, 4, 7, 7, 1, 1, 3, 3, 1, 1, 4, 1, HPML_ACT_NONE)
+    /* groups of few channels, which have kernels of their own */
+    CONV(3, 17, 8, 8, 17, 3, 3, 1, 1, 1, 1, 1, 1, 17, 1, HPML_ACT_RELU)
+    CONV(2, 18, 9, 35, 18, 3, 3, 2, 2, 1, 1, 1, 1, 18, 1, HPML_ACT_TANH)
+    CONV(2, 4, 21, 32, 4, 5, 5, 1, 1, 2, 2, 1, 1, 4, 1, HPML_ACT_RELU)
+    CONV(3, 3, 16, 19, 3, 5, 5, 2, 2, 2, 2, 1, 1, 3, 0, HPML_ACT_NONE)
+    CONV(2, 3, 15, 37, 6, 3, 3, 2, 2, 0, 0, 2, 2, 3, 1, HPML_ACT_NONE)
+    CONV(2, 8, 11, 16, 8, 3, 3, 1, 1, 1, 1, 1, 1, 4, 1, HPML_ACT_RELU)
+    CONV(2, 8, 9, 13, 12, 3, 3, 2, 2, 1, 1, 1, 1, 2, 1, HPML_ACT_NONE)
+    CONV(37, 5, 4, 4, 5, 3, 3, 1, 1, 1, 1, 1, 1, 5, 1, HPML_ACT_NONE)
+    CONV(2, 2, 8, 21, 4, 2, 2, 4, 5, 1, 3, 1, 1, 2, 1, HPML_ACT_NONE)
+    CONV(2, 3, 1, 2, 3, 3, 3, 2, 2, 5, 7, 3, 4, 3, 1, HPML_ACT_NONE)
     CONV(5, 40, 1, 1, 33, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, HPML_ACT_NONE)
     CONV(5, 3, 1, 70, 3, 1, 5, 1, 1, 0, 2, 1, 1, 1, 1, HPML_ACT_NONE)
     CONV(5, 3, 70, 1, 3, 5, 1, 1, 1, 2, 0, 1, 1, 1, 1, HPML_ACT_NONE)
@@ -277,18 +288,22 @@ TEST(conv_keeps_to_its_workspace)
     for (int i = 0; i < CONVOLUTIONS; i++) {
         const convolution *t = &convolutions[i];
         float  *want[4], *have[4];
-        int64_t n[4], most, row = t->C / t->groups * t->kh * t->kw * 4;
+        int64_t n[4], most[2], row = t->C / t->groups * t->kh * t->kw * 4; /* most: of NCHW and of NHWC images */
         hpml_conv_algorithm chosen;
-        ENSURE((most = conv_values(t, want, n, &chosen)) > 0 && chosen == HPML_CONV_DIRECT);
+        convolution nhwc = *t;
+        nhwc.layout = HPML_NHWC;
+        ENSURE((most[1] = conv_values(&nhwc, want, n, &chosen)) > 0 && chosen == HPML_CONV_DIRECT);
+        for (int v = 0; v < 4; v++) free(want[v]);
+        ENSURE((most[0] = conv_values(t, want, n, &chosen)) > 0 && chosen == HPML_CONV_DIRECT);
         row *= (t->W + 2 * t->pw - t->dw * (t->kw - 1) - 1) / t->sw + 1;
         for (int k = 0; k < 8; k++) {
-            const int64_t limits[] = { row, 3 * row, most - 1, most };
+            const int64_t limits[] = { row, 3 * row, most[k % 2] - 1, most[k % 2] };
             convolution   l = *t;
             l.layout = k % 2 ? HPML_NHWC : HPML_NCHW, l.workspace = (size_t)limits[k / 2];
             if (limits[k / 2] < row) continue;
             int64_t bytes = conv_values(&l, have, n, &chosen);
             ENSURE(bytes >= 0 && bytes <= limits[k / 2]);
-            ENSURE(chosen == (limits[k / 2] < most ? HPML_CONV_IM2COL : HPML_CONV_DIRECT));
+            ENSURE(chosen == (limits[k / 2] < most[k % 2] ? HPML_CONV_IM2COL : HPML_CONV_DIRECT));
             for (int v = 0; v < 4; v++) {
                 double scale = 1e-9; /* the largest number: rounding of sums goes by it */
                 for (int64_t j = 0; j < n[v]; j++) scale = fmax(scale, fabs((double)want[v][j]));
@@ -297,6 +312,35 @@ TEST(conv_keeps_to_its_workspace)
             }
         }
         for (int v = 0; v < 4; v++) free(want[v]);
+    }
+}
+
+/* Where another op reads x as well, a convolution adds to the gradient of x, which has the other op's part, 3. */
+TEST(conv_adds_to_the_gradient_of_its_input)
+{
+    for (int i = 0; i < 2 * CONVOLUTIONS * ISAS; i++) {
+        const char *isa = isas[i % ISAS];
+        convolution t = convolutions[i / ISAS / 2];
+        model       m[2];
+        memset(m, 0, sizeof m);
+        t.layout = layouts[i / ISAS % 2];
+        for (int k = 0; k < 2; k++) {
+            if (!(m[k].ctx = context(isa, 2))) break;
+            m[k].x = images(m[k].ctx, t.layout, t.B, t.C, t.H, t.W);
+            hpml_tensor *loss = hpml_sum(conv_record(m[k].x, &t), HPML_ALL_DIMS);
+            if (k == 1) loss = hpml_add(loss, hpml_sum(hpml_scale(m[k].x, 3, 0), HPML_ALL_DIMS));
+            hpml_graph_desc d = { .loss = loss };
+            m[k].g = hpml_graph_create(m[k].ctx, &d);
+            ENSURE(hpml_graph_alloc(m[k].g) == HPML_OK);
+            noise = 3;
+            randomize(m[k].x->data, hpml_tensor_count(m[k].x));
+            randomize(hpml_param_at(m[k].ctx, 0)->data, hpml_tensor_count(hpml_param_at(m[k].ctx, 0)));
+            hpml_graph_forward(m[k].g, true, 1);
+            ENSURE(hpml_graph_backward(m[k].g, 1, false) == HPML_OK);
+        }
+        for (int64_t j = 0; m[1].x && j < hpml_tensor_count(m[0].x); j++)
+            ENSURE_NEAR(m[1].x->grad[j], m[0].x->grad[j] + 3, 1e-4);
+        for (int k = 0; k < 2; k++) hpml_ctx_free(m[k].ctx);
     }
 }
 
