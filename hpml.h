@@ -790,8 +790,8 @@ typedef struct hpml_graph_desc {
     uint32_t            _end;
 } hpml_graph_desc;
 /* A graph that predicts runs forward passes in evaluation mode only. On the CPU, where results are stored in f32, it is
-   faster and smaller: it has no gradients, saves nothing for a backward pass and keeps the packed weights of
-   convolutions from pass to pass (see hpml_tensor_changed), scaled by a batchnorm that alone reads the result of a
+   faster: it has no gradients, saves nothing for a backward pass and keeps the packed weights of convolutions, in more
+   memory (hpml_memory.packed), from pass to pass (see hpml_tensor_changed), scaled by a batchnorm that alone reads the result of a
    convolution without activation, which then is computed within the convolution: equal results up to rounding. */
 
 /* Plans the ops on which outputs and loss depend; no tensor memory is allocated. A result of an op belongs to at most
