@@ -175,7 +175,7 @@
 //     gemm-part   matrix product: one rectangle of C
 //     gemm-thin   matrix product: small and thin shapes
 //     random   Philox: random numbers by number
-//     onebit   gradient codecs: 1 bit and bf16, one row
+//     onebit   gradient codecs: 1 bit, bf16 and 2 bits, one row
 //     conv-kernels   convolution: tiles of pixels by channels
 //     table   the kernels of this pass
 //     choose   which of the kernels run: the best instruction set of the CPU
@@ -2016,6 +2016,9 @@ typedef struct hpmli_kernels {
     void (*onebit_decode_add)(float *y, const uint8_t *bits, float low, float high, int64_t n);
     bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: not finite in bf16 */
     void (*bf16_decode_add)(float *y, const void *packed, int64_t n);
+    bool (*twobit_encode)(uint8_t *packed, float *e, const float *g, float threshold, int64_t n); /* false: NaN, inf */
+    void (*twobit_decode)(float *y, const uint8_t *packed, float threshold, int64_t n);
+    void (*twobit_decode_add)(float *y, const uint8_t *packed, float threshold, int64_t n);
     /* Convolution: packing of weights w (for y, for dx), copies of images to and from NHWC order, the products that
        give y, dx and dw, and the sum of partial sums of dw. */
     void (*conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
@@ -9894,24 +9897,15 @@ HPMLI_FN void hpmli_onebit_decode(const hpml_packing *p, float *out, const void 
 
 HPMLI_FN bool hpmli_twobit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
 {
-    const float t   = p->desc.threshold;
-    float       bad = 0;
-    memset(q, 0, p->row_size);
-    for (int64_t i = 0; i < p->cols; i++) {
-        float    v    = g[i] + (e ? e[i] : 0), sent = 0;
-        unsigned code = 0;
-        if (v >= t) {
-            sent = t;
-            code = 3;
-        } else if (v <= -t) {
-            sent = -t;
-            code = 2;
-        }
-        q[i / 4] = (uint8_t)(q[i / 4] | code << (2 * (i % 4)));
-        bad += v - v; /* 0 unless v is NaN or infinite */
-        if (e) e[i] = v - sent;
-    }
-    return bad == 0;
+    return p->kernels->twobit_encode(q, e, g, p->desc.threshold, p->cols);
+}
+
+HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
+{
+    const hpmli_kernels *k = p->kernels;
+    const uint8_t       *q = (const uint8_t *)packed;
+    for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size)
+        (add ? k->twobit_decode_add : k->twobit_decode)(out, q, p->desc.threshold, p->cols);
 }
 
 /* Packs rows of g + e by `pack`. A row with a NaN or infinity is packed as zeros and its residual e is zeroed, because
@@ -9947,17 +9941,6 @@ HPMLI_FN hpml_status hpmli_twobit_encode(const hpml_packing *p, void *packed, fl
                                          const hpml_encode_info *info HPMLI_UNUSED)
 {
     return hpmli_encode_rows(p, packed, e, g, rows, hpmli_twobit_pack);
-}
-
-HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
-{
-    const float    t = p->desc.threshold, value[4] = { 0, 0, -t, t };
-    const uint8_t *q = (const uint8_t *)packed;
-    for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size)
-        for (int64_t i = 0; i < p->cols; i++) {
-            float x = value[q[i / 4] >> (2 * (i % 4)) & 3];
-            out[i]  = add ? out[i] + x : x;
-        }
 }
 
 HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind)
@@ -16310,7 +16293,7 @@ HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>onebit   gradient codecs: 1 bit and bf16, one row
+// >>onebit   gradient codecs: 1 bit, bf16 and 2 bits, one row
 // ---------------------------------------------------------------------------------------------------------------------
 /* 1-bit SGD [Seide, Fu, Droppo, Li, Yu, Interspeech 2014]. A row v = g + e (g: gradient, e: residual, the error of the
    last packing) becomes a bit for each element, v >= 0, and two levels: the mean of the elements on each side, which
@@ -16452,6 +16435,73 @@ HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
         HV(store_upto)(out + i, v, c);
     }
 }
+
+/* 2 bits for each element: 3 (it is sent as t) if it is t or more, 2 (as -t) if -t or less, else 0. 16 elements make a
+   little-endian word of 32 bits, the first element in its lowest bits. */
+#define HPMLI_TWOBIT_WORD 16 /* elements in a word */
+
+/* Returns the word of v = g + e (e NULL: g), c <= 16 elements; stores v less what is sent in e, adds 0 v to *nan. */
+HPMLI_VEC_INLINE uint32_t HV(twobit_step)(HV(f32) *nan, float *e, const float *g, float threshold, int64_t c)
+{
+    HV(f32)  t = HV(set1)(threshold), zero = HV(zero)();
+    uint64_t bits = 0; /* 16 bits `t or more`, and from bit 32 on 16 bits `-t or less` */
+#if HV_LANES > 1 /* 16 single numbers stay a loop */
+    HPMLI_UNROLL
+#endif
+    for (int u = 0; u < HPMLI_TWOBIT_WORD; u += HV_LANES) {
+        int64_t left = c > u ? c - u : 0;
+        HV(f32) v    = HV(load_upto)(g + u, left); /* 0, which has the code 0, in lanes behind the end of the row */
+        if (e) {
+            v += HV(load_upto)(e + u, left);
+            HV(store_upto)(e + u, v - HV(if_ge)(v, t, t, HV(if_ge)(-t, v, -t, zero)), left);
+        }
+        bits |= (uint64_t)HV(sign_bits)(v - t) << u | (uint64_t)HV(sign_bits)(-t - v) << (32 + u);
+        *nan = HV(fma)(v, zero, *nan);
+    }
+    bits |= bits << 32; /* from bit 32 on: is sent */
+    bits = (bits | bits << 8) & UINT64_C(0x00ff00ff00ff00ff); /* bit i of both halves moves to bit 2 i */
+    bits = (bits | bits << 4) & UINT64_C(0x0f0f0f0f0f0f0f0f);
+    bits = (bits | bits << 2) & UINT64_C(0x3333333333333333);
+    bits = (bits | bits << 1) & UINT64_C(0x5555555555555555);
+    return (uint32_t)bits | (uint32_t)(bits >> 32) << 1;
+}
+
+/* Packs g + e (e NULL: g), n elements, and stores in e what is not sent. False: an element is NaN or infinite. */
+HPMLI_KERNEL bool HV(twobit_encode)(uint8_t *packed, float *e, const float *g, float threshold, int64_t n)
+{
+    HV(f32) nan = HV(zero)();
+    for (int64_t i = 0; i < n; i += HPMLI_TWOBIT_WORD) { /* two calls: whole words are compiled without checks of c */
+        float   *ei = e ? e + i : NULL;
+        uint32_t m  = n - i >= HPMLI_TWOBIT_WORD ? HV(twobit_step)(&nan, ei, g + i, threshold, HPMLI_TWOBIT_WORD)
+                                                 : HV(twobit_step)(&nan, ei, g + i, threshold, n - i);
+        for (int b = 0; b < 4; b++) packed[i / 4 + b] = (uint8_t)(m >> 8 * b);
+    }
+    return HV(sum_lanes)(nan) == 0;
+}
+
+/* In decoding, each lane shifts its 2 bits to the top of the word: bit 31 is set if t or -t was sent, bit 30 if t. */
+static const uint32_t HV(twobit_shift)[HPMLI_TWOBIT_WORD] = { 30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2,
+                                                              0 };
+#define HPMLI_TWOBIT_DECODE(name, result)                                                                              \
+    HPMLI_KERNEL void HV(name)(float *out, const uint8_t *packed, float threshold, int64_t n)                          \
+    {                                                                                                                  \
+        HV(u32) none = HV(as_words)(HV(zero)()), t = HV(as_words)(HV(set1)(threshold));                                \
+        for (int64_t i = 0; i < n; i += HPMLI_TWOBIT_WORD) {                                                           \
+            const uint8_t *q = packed + i / 4;                                                                         \
+            HV(u32)        m = none + (q[0] | (uint32_t)q[1] << 8 | (uint32_t)q[2] << 16 | (uint32_t)q[3] << 24);      \
+            HPMLI_UNROLL                                                                                               \
+            for (int u = 0; u < HPMLI_TWOBIT_WORD; u += HV_LANES) {                                                    \
+                int64_t c = n - i > u ? n - i - u : 0;                                                                 \
+                float  *y = out + i + u;                                                                               \
+                HV(u32) s = m << HV(load_words)(HV(twobit_shift) + u);                                                 \
+                HV(f32) v = HV(as_floats)((t | (~s << 1 & 0x80000000u)) & (0u - (s >> 31)));                           \
+                HV(store_upto)(y, result, c);                                                                          \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    static void HV(name)(float *out, const uint8_t *packed, float threshold, int64_t n)
+HPMLI_TWOBIT_DECODE(twobit_decode, v);
+HPMLI_TWOBIT_DECODE(twobit_decode_add, HV(load_upto)(y, c) + v);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-kernels   convolution: tiles of pixels by channels
@@ -16776,9 +16826,9 @@ static const hpmli_kernels HV(kernels) = {
     HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
     HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(opt_step), HV(to_f32),
     HV(from_f32), HV(gemm_part), HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode),
-    HV(onebit_decode_add), HV(bf16_encode), HV(bf16_decode_add), HV(conv_pack), HV(conv_pack_for_dx),
-    HV(conv_to_nhwc), HV(conv_copy), HV(conv_from_nhwc), HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad),
-    HV(conv_unpack), HV(max_pool_row), HV(max_pool_row_back), HV(crc32c),
+    HV(onebit_decode_add), HV(bf16_encode), HV(bf16_decode_add), HV(twobit_encode), HV(twobit_decode),
+    HV(twobit_decode_add), HV(conv_pack), HV(conv_pack_for_dx), HV(conv_to_nhwc), HV(conv_copy), HV(conv_from_nhwc),
+    HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad), HV(conv_unpack), HV(max_pool_row), HV(max_pool_row_back), HV(crc32c),
 };
 #undef HPMLI_ISA
 #endif /* HPMLI_ISA */
