@@ -1495,7 +1495,8 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
                                            const hpml_meta *meta, int meta_count);
 
 /* Saves all parameters under their names, as F32, BF16 or F16, with a CRC-32C of each array as metadata
-   "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite.
+   "hpml.crc32c.<name>". A finite number that would be infinite in BF16 or F16 is an error: HPML_ERR_NONFINITE, and
+   nothing is written. Loading checks the checksums that a file has, and that all numbers are finite.
    Groups: of the ranks that call this, the one with rank 0 in all groups writes. Files have whole parameters and
    states, with the bytes that a program on one rank would write: where ranks have parts of them, all ranks save
    together, and an error of one is an error on all. Each rank loads by itself and keeps its part, so a file fits any
@@ -2233,6 +2234,20 @@ HPMLI_FN void hpmli_default_free(void *p, size_t size HPMLI_UNUSED, void *user H
     void *raw;
     memcpy(&raw, (char *)p - sizeof(void *), sizeof(void *));
     free(raw);
+}
+
+/* Asks the system to provide `bytes` bytes at p, all of which will be written, in pages of 2 MB, because the first
+   access to a page takes long. */
+HPMLI_FN void hpmli_use_huge_pages(const void *p, size_t bytes)
+{
+#ifdef MADV_HUGEPAGE
+    const uintptr_t huge = 1 << 21, at = ((uintptr_t)p + huge - 1) / huge * huge;
+    const uintptr_t end  = ((uintptr_t)p + bytes) / huge * huge;
+    if (p && at < end) madvise((void *)at, end - at, MADV_HUGEPAGE);
+#else
+    (void)p;
+    (void)bytes;
+#endif
 }
 
 /* Allocates 64-byte aligned memory, not zeroed. Returns NULL, with an error on the context, when memory is short. */
@@ -3102,8 +3117,11 @@ HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hp
 {
     float  piece[1024], raw[1024]; /* raw: an aligned copy of elements that are not aligned, as in files */
     size_t to_size = hpml_dtype_size(to), from_size = hpml_dtype_size(from);
+    bool   aligned = (uintptr_t)src % from_size == 0 && (uintptr_t)dst % to_size == 0;
     if (to == from) memmove(dst, src, (size_t)n * to_size);
-    for (int64_t i = 0, count; i < n && to != from; i += count) {
+    else if (aligned && to == HPML_DTYPE_F32) k->to_f32((float *)dst, from, src, n);
+    else if (aligned && from == HPML_DTYPE_F32) k->from_f32(to, dst, (const float *)src, n);
+    else for (int64_t i = 0, count; i < n; i += count) {
         const void *x = (const char *)src + (size_t)i * from_size;
         void       *y = (char *)dst + (size_t)i * to_size, *made = (uintptr_t)y % to_size ? raw : y;
         count = hpmli_min(n - i, 1024);
@@ -9362,6 +9380,7 @@ HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
 {
     hpml_ctx       *ctx = (hpml_ctx *)device;
     hpmli_clear_job j   = { (char *)hpmli_alloc(ctx, bytes), bytes };
+    hpmli_use_huge_pages(j.p, bytes);
     if (j.p) hpmli_parallel(ctx, (int64_t)((bytes + HPMLI_CLEAR - 1) / HPMLI_CLEAR), hpmli_clear_task, &j);
     return j.p;
 }
@@ -11665,6 +11684,10 @@ int     fsync(int fd);
 int     ftruncate(int fd, off_t size);
 ssize_t readlink(const char *path, char *target, size_t size);
 #endif
+#if defined(__linux__) && !defined(SYNC_FILE_RANGE_WRITE) /* shown only with _GNU_SOURCE */
+#define SYNC_FILE_RANGE_WRITE 2
+int     sync_file_range(int fd, int64_t offset, int64_t size, unsigned flags);
+#endif
 #if defined(O_NOFOLLOW)
 #define HPMLI_NOFOLLOW O_NOFOLLOW
 #elif defined(__O_NOFOLLOW) /* the name of O_NOFOLLOW in glibc under -std=c99 */
@@ -11772,6 +11795,7 @@ HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, b
 #endif
     if (!map) {
         f->bytes = (const unsigned char *)hpmli_alloc(ctx, f->size);
+        hpmli_use_huge_pages(f->bytes, f->size);
         good     = f->bytes && hpmli_file_read(f, (void *)(uintptr_t)f->bytes, f->size);
     }
     if (good) {
@@ -11785,6 +11809,7 @@ typedef struct hpmli_writer {
     FILE     *f;
     char     *path, *temporary; /* the final name, with symbolic links resolved; the name while writing */
     uint64_t  size, synced;     /* bytes written; bytes written at the last sync */
+    uint64_t  begun;            /* bytes that the system has begun to write to the disk */
     int       error;            /* errno of the first failure; 0: none */
     int       fd;               /* POSIX: the temporary file, locked until it is renamed; -1: none */
     bool      direct;           /* `path` is a device or a pipe: no temporary file, no rename */
@@ -11914,16 +11939,24 @@ HPMLI_FN void hpmli_write_start(hpmli_writer *w) /* seeks to 0: the next writes 
     if (!w->error && fseek(w->f, 0, SEEK_SET) != 0) w->error = errno;
 }
 
-/* Appends large data. After each 64 MB, if there is a progress callback, syncs the file and calls the callback, so that
-   the last sync is short and the callback counts only bytes that are on the disk. */
-HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
+/* Appends large data. Linux begins to write them to the disk at once, while the caller makes the next ones. After each
+   64 MB, if there is a progress callback, syncs the file and calls the callback, so that the last sync is short and the
+   callback counts only bytes that are on the disk. */
+HPMLI_FN void hpmli_write_data(hpmli_writer *w, const void *data, size_t size)
 {
-    const size_t         piece    = (size_t)64 << 20;
+    const size_t         piece    = (size_t)8 << 20, sync = (size_t)64 << 20;
     const hpml_progress *progress = &w->ctx->progress;
-    for (size_t n; size > 0; data += n, size -= n) {
+    const char          *bytes    = (const char *)data;
+    for (size_t n; size > 0; bytes += n, size -= n) {
         n = size < piece ? size : piece;
-        hpmli_write(w, data, n);
-        if (!progress->fn || w->size - w->synced < piece) continue;
+        hpmli_write(w, bytes, n);
+#ifdef __linux__
+        if (w->size - w->begun >= piece && !w->direct) {
+            sync_file_range(w->fd, (int64_t)w->begun, 0, SYNC_FILE_RANGE_WRITE); /* 0: to the end of the file */
+            w->begun = w->size;
+        }
+#endif
+        if (!progress->fn || w->size - w->synced < sync) continue;
         w->synced = w->size;
 #if HPMLI_POSIX
         if (!w->direct && !w->error && (fflush(w->f) != 0 || fsync(w->fd) != 0)) w->error = errno;
@@ -12749,7 +12782,9 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
                    "or <i8 in C order, at most %d dimensions, none 0, and data of just that size; the header says %.*s",
                    path, HPML_MAX_DIMS, (int)strcspn(header, "}\n") + 1, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
-    if (t) data = (char *)hpmli_alloc(ctx, (size_t)count * kinds[kind].size);
+    bool in_place = t && ctx->backend->host && kinds[kind].size < 8; /* the file is read into the tensor */
+    if (in_place) hpmli_file_read(&f, t->raw, hpmli_tensor_bytes(t));
+    else if (t) data = (char *)hpmli_alloc(ctx, (size_t)count * kinds[kind].size);
     if (data && hpmli_file_read(&f, data, (size_t)count * kinds[kind].size) &&
         (kinds[kind].size < 8 || hpmli_npy_narrow(ctx, path, kinds[kind].dtype, data, count)))
         hpml_tensor_set_raw(t, data, hpmli_tensor_bytes(t));
@@ -12780,18 +12815,18 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     n = text.used;
     while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data begin at a multiple of 64 bytes */
     header[n++] = '\n';
-    void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
-    if (!host || !hpmli_transferable(t, "save", host, hpml_tensor_count(t)) ||
-        t->ctx->backend->read(t->ctx->device, host, t->raw, hpmli_tensor_bytes(t)) != HPML_OK ||
-        !hpmli_writer_open(t->ctx, &w, path, false)) {
-        hpmli_free(t->ctx, host);
+    size_t bytes = hpmli_tensor_bytes(t);
+    void  *copy  = t->ctx->backend->host ? NULL : hpmli_alloc(t->ctx, bytes);
+    if (copy) t->ctx->backend->read(t->ctx->device, copy, t->raw, bytes);
+    if (t->ctx->status != HPML_OK || !hpmli_writer_open(t->ctx, &w, path, false)) {
+        hpmli_free(t->ctx, copy);
         return t->ctx->status;
     }
     hpmli_write(&w, "\x93NUMPY\1\0", 8);
     hpmli_write_little(&w, (uint64_t)n, 2);
     hpmli_write(&w, header, (size_t)n);
-    hpmli_write(&w, host, hpmli_tensor_bytes(t));
-    hpmli_free(t->ctx, host);
+    hpmli_write_data(&w, copy ? copy : t->raw, bytes);
+    hpmli_free(t->ctx, copy);
     return hpmli_writer_close(&w, true);
 }
 struct hpml_records_writer {
@@ -13482,7 +13517,9 @@ typedef struct hpmli_safe_content { /* what is to be written to a safetensors fi
     const hpml_meta       *meta; /* (meta_count) pairs of key and value */
     int                    count, meta_count;
     uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
-    void (*read)(void *user, int i, float *host); /* reads tensor i as f32, an error on the context; NULL: t has data */
+    /* NULL: t has data. Else returns the f32 numbers of tensor i, which it reads to `host` if they are not in the host's
+       memory; an error is on the context. */
+    const float *(*read)(void *user, int i, float *host);
     void                  *user;
 } hpmli_safe_content;
 
@@ -13558,6 +13595,43 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
     while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
 }
 
+/* Fails if one of n numbers of tensor t, from x[at] on, is finite but would be infinite in t->dtype. */
+HPMLI_FN bool hpmli_half_check(hpml_ctx *ctx, const char *path, const hpml_safetensor *t, const float *x, int64_t at,
+                               int64_t n)
+{
+    const float end = t->dtype == HPML_DTYPE_F16 ? 65520.0f : 3.3961775e38f; /* this and more round to infinity */
+    if (t->dtype == HPML_DTYPE_F32 || ctx->k->vamax(x + at, n) < end) return true;
+    for (const int64_t last = at + n; at < last; at++)
+        if (fabsf(x[at]) >= end && fabsf(x[at]) <= FLT_MAX)
+            return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, more than %s holds; save "
+                               "as f32%s", path, (long long)at, t->name, (double)x[at], hpml_dtype_name(t->dtype),
+                               t->dtype == HPML_DTYPE_F16 ? " or bf16" : "");
+    return true;
+}
+
+/* Appends the data of tensor i, in pieces that stay in the cache: each is converted in `host`, added to the checksum
+   and written. */
+HPMLI_FN void hpmli_safe_data(hpmli_writer *w, const hpmli_safe_content *c, int i, float *host)
+{
+    const hpml_safetensor *t = &c->t[i];
+    const size_t           size = hpml_dtype_size(t->dtype);
+    const int64_t          n = (int64_t)(t->bytes / size), piece = 1 << 17;
+    const float           *x = host ? c->read(c->user, i, host) : NULL;
+    hpml_ctx              *ctx = w->ctx;
+    if (c->sums) c->sums[i] = 0;
+    for (int64_t at = 0, count; at < n && ctx->status == HPML_OK; at += count) {
+        const void *bytes = x ? (const char *)(x + at) : (const char *)t->data + (size_t)at * size;
+        count = hpmli_min(n - at, piece);
+        if (x && !hpmli_half_check(ctx, w->path, t, x, at, count)) return;
+        if (x && t->dtype != HPML_DTYPE_F32) { /* x may be `host`: its numbers up to `at` are not needed any more */
+            hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, bytes, count);
+            bytes = host;
+        }
+        if (c->sums) c->sums[i] = ctx->k->crc32c(c->sums[i], bytes, (size_t)count * size);
+        hpmli_write_data(w, bytes, (size_t)count * size);
+    }
+}
+
 /* Writes a safetensors file. host NULL: each tensor's data are in host memory, in the dtype of the file; else they are
    read by c->read and converted in `host`, memory for the largest tensor. The file's header is written first with zeros
    for its length and the checksums, and again at the end, when length and checksums are known. */
@@ -13570,14 +13644,7 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
     if (length > HPMLI_SAFE_HEADER)
         hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "\"%s\": names, shapes and metadata take %llu bytes, the format allows "
                    "%d", path, (unsigned long long)length, HPMLI_SAFE_HEADER);
-    for (int i = 0; i < c->count && ctx->status == HPML_OK; i++) {
-        const hpml_safetensor *t = &c->t[i];
-        size_t                 n = t->bytes / hpml_dtype_size(t->dtype);
-        if (host) c->read(c->user, i, host);
-        if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* in place */
-        if (c->sums) c->sums[i] = ctx->k->crc32c(0, host ? host : t->data, t->bytes);
-        hpmli_write_data(&w, (const char *)(host ? host : t->data), t->bytes);
-    }
+    for (int i = 0; i < c->count && ctx->status == HPML_OK; i++) hpmli_safe_data(&w, c, i, host);
     hpmli_write_start(&w);
     hpmli_write_head(&w, c, length);
     return hpmli_writer_close(&w, ctx->status == HPML_OK);
@@ -13836,14 +13903,26 @@ HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, hpml_dtype dtype, 
     return true;
 }
 
-/* Reads array i of `list`, an hpmli_arrays, whole to `host`; collective if split, because ranks join its parts. */
-HPMLI_FN void hpmli_array_read(void *list, int i, float *host)
+/* Returns the address of array i if the host's memory has all of it; NULL: it is on a device, or in parts. */
+HPMLI_FN float *hpmli_array_on_host(const hpmli_arrays *a, int i)
 {
-    hpmli_arrays *a = (hpmli_arrays *)list;
+    const hpmli_array *of = &a->of[i];
+    if (!a->ctx->backend->host || (of->param && hpmli_param_is_cut(of->param))) return NULL;
+    return of->param ? hpmli_param_array(a->trainer, of->param, of->which) : of->values;
+}
+
+/* Returns the numbers of array i of `list`, an hpmli_arrays: on the host, or read whole to `host`; collective if split,
+   because ranks join its parts. */
+HPMLI_FN const float *hpmli_array_read(void *list, int i, float *host)
+{
+    hpmli_arrays *a  = (hpmli_arrays *)list;
     hpmli_array   of = a->of[i];
+    const float  *x  = hpmli_array_on_host(a, i);
+    a->done = i + 1;
+    if (x) return x;
     if (of.param) hpmli_collect(a->ctx, a->trainer, of.param, of.which, a->work, host);
     else a->ctx->backend->read(a->ctx->device, host, of.values, (size_t)a->t[i].shape[0] * sizeof *host);
-    a->done = i + 1;
+    return host;
 }
 
 HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, hpml_trainer *of, const char *path, hpml_dtype dtype,
@@ -13882,11 +13961,14 @@ HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const c
     return true;
 }
 
-/* Returns the n numbers of tensor e of a file as f32: in the file's memory if f32, else converted into a->host. */
-HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t n)
+/* Returns n numbers from number `at` on of tensor e of a file as f32: in the file's memory if f32, else converted into
+   a->host. */
+HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t at,
+                                         int64_t n)
 {
-    if (e->dtype == HPML_DTYPE_F32 && (uintptr_t)e->data % sizeof(float) == 0) return (const float *)e->data;
-    hpmli_convert(ctx->k, HPML_DTYPE_F32, a->host, e->dtype, e->data, n);
+    const char *from = (const char *)e->data + (size_t)at * hpml_dtype_size(e->dtype);
+    if (e->dtype == HPML_DTYPE_F32 && (uintptr_t)from % sizeof(float) == 0) return (const float *)(const void *)from;
+    hpmli_convert(ctx->k, HPML_DTYPE_F32, a->host, e->dtype, from, n);
     return a->host;
 }
 
@@ -13904,12 +13986,16 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
         return hpmli_false(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
                            hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
-    const float *values = hpmli_array_values(ctx, a, &e, n);
-    for (int64_t at = 0; at < n; at++)
-        if (!(values[at] >= least && values[at] <= FLT_MAX))
+    for (int64_t at = 0, count; at < n; at += count) { /* pieces that stay in the cache */
+        count = hpmli_min(n - at, 1 << 14);
+        const float *x = hpmli_array_values(ctx, a, &e, at, count);
+        int64_t      good = 0;
+        while (good < count && x[good] >= least && x[good] <= FLT_MAX) good++;
+        if (good < count)
             return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, expected finite "
-                               "numbers%s", path, (long long)at, t->name, (double)values[at],
+                               "numbers%s", path, (long long)(at + good), t->name, (double)x[good],
                                least == 0 ? " from 0, as sums and means of squares are" : "");
+    }
     return true;
 }
 
@@ -13921,9 +14007,15 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, hpml_trainer *of, const hp
     bool            good = hpmli_arrays_of(ctx, of, HPML_DTYPE_F32, &a) && hpmli_sums_check(ctx, f, path);
     for (int i = 0; i < a.count && good; i++) good = hpmli_array_check(ctx, &a, i, f, path);
     for (int i = 0; i < a.count && good; i++) {
+        int64_t     n  = (int64_t)(a.t[i].bytes / sizeof(float));
+        hpmli_array to = a.of[i];
+        float      *on_host = hpmli_array_on_host(&a, i);
         hpml_safetensors_find(f, a.t[i].name, &e);
-        const float *values = hpmli_array_values(ctx, &a, &e, (int64_t)(a.t[i].bytes / sizeof(float)));
-        hpmli_array  to     = a.of[i];
+        if (on_host) {
+            hpmli_convert(ctx->k, HPML_DTYPE_F32, on_host, e.dtype, e.data, n);
+            continue;
+        }
+        const float *values = hpmli_array_values(ctx, &a, &e, 0, n);
         if (to.param) hpmli_distribute(ctx, of, to.param, to.which, values, a.work);
         else ctx->backend->write(ctx->device, to.values, values, a.t[i].bytes);
     }
