@@ -2236,20 +2236,6 @@ HPMLI_FN void hpmli_default_free(void *p, size_t size HPMLI_UNUSED, void *user H
     free(raw);
 }
 
-/* Asks the system to provide `bytes` bytes at p, all of which will be written, in pages of 2 MB, because the first
-   access to a page takes long. */
-HPMLI_FN void hpmli_use_huge_pages(const void *p, size_t bytes)
-{
-#ifdef MADV_HUGEPAGE
-    const uintptr_t huge = 1 << 21, at = ((uintptr_t)p + huge - 1) / huge * huge;
-    const uintptr_t end  = ((uintptr_t)p + bytes) / huge * huge;
-    if (p && at < end) madvise((void *)at, end - at, MADV_HUGEPAGE);
-#else
-    (void)p;
-    (void)bytes;
-#endif
-}
-
 /* Allocates 64-byte aligned memory, not zeroed. Returns NULL, with an error on the context, when memory is short. */
 HPMLI_FN void *hpmli_alloc(hpml_ctx *ctx, size_t bytes)
 {
@@ -9380,7 +9366,6 @@ HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
 {
     hpml_ctx       *ctx = (hpml_ctx *)device;
     hpmli_clear_job j   = { (char *)hpmli_alloc(ctx, bytes), bytes };
-    hpmli_use_huge_pages(j.p, bytes);
     if (j.p) hpmli_parallel(ctx, (int64_t)((bytes + HPMLI_CLEAR - 1) / HPMLI_CLEAR), hpmli_clear_task, &j);
     return j.p;
 }
@@ -11795,7 +11780,6 @@ HPMLI_FN bool hpmli_file_whole(hpml_ctx *ctx, hpmli_file *f, const char *path, b
 #endif
     if (!map) {
         f->bytes = (const unsigned char *)hpmli_alloc(ctx, f->size);
-        hpmli_use_huge_pages(f->bytes, f->size);
         good     = f->bytes && hpmli_file_read(f, (void *)(uintptr_t)f->bytes, f->size);
     }
     if (good) {
