@@ -2086,6 +2086,7 @@ struct hpml_ctx {
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
     int                  param_kept; /* parameters whose op is recorded; after an error those after them go */
+    int                  param_placed; /* parameters before this one all have memory */
     hpml_graph          *grads_of;   /* the graph whose memory contains the parameters' gradients now */
     int64_t              param_capacity;
     int                 *names;      /* (name_size) hash table of names: 1 + index of a parameter; 0: free */
@@ -4129,7 +4130,10 @@ HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
 HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
 {
     int64_t largest = 0, floats = 0; /* of the parameters without memory: the largest one's floats, those to take */
-    for (int i = 0; i < ctx->param_count; i++) {
+    int     first = (int)hpmli_min(ctx->param_placed, ctx->param_count), count = ctx->param_count - first;
+    for (; count > 0 && (ctx->params[first]->raw || ctx->params[first]->state->kept); count--) first++;
+    ctx->param_placed = first;
+    for (int i = first; i < ctx->param_count; i++) {
         const hpml_tensor *t = ctx->params[i];
         if (t->raw || t->state->kept) continue;
         largest = hpmli_max(largest, hpmli_param_floats(t));
@@ -4137,16 +4141,16 @@ HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
     }
     float *w = floats > 0 ? (float *)hpmli_alloc(ctx, (size_t)largest * sizeof(float)) : NULL;
     if (w && !memory) memory = (float *)hpmli_device_alloc(ctx, (size_t)floats * sizeof(float));
-    for (int i = 0; w && memory && i < 2 * ctx->param_count; i++) {
-        hpml_tensor *t = ctx->params[i % ctx->param_count];
+    for (int i = 0; w && memory && i < 2 * count; i++) {
+        hpml_tensor *t = ctx->params[first + i % count];
         bool         whole = t->param->shard < 3;
-        if (t->raw || t->state->kept || t->state->away || hpmli_trainable(t) != (i < ctx->param_count)) continue;
+        if (t->raw || t->state->kept || t->state->away || hpmli_trainable(t) != (i < count)) continue;
         if (whole) hpmli_set_memory(t, memory, t->raw_grad);
         else t->state->kept = memory;
         if (!keep) hpmli_init_values(ctx, t, w);
-        const float *first = whole ? w : w + t->param->keep_first;
+        const float *kept  = whole ? w : w + t->param->keep_first;
         size_t       bytes = whole ? hpmli_tensor_bytes(t) : (size_t)t->param->keep_count * sizeof *w;
-        if (!keep) ctx->backend->write(ctx->device, memory, first, bytes);
+        if (!keep) ctx->backend->write(ctx->device, memory, kept, bytes);
         memory += hpmli_param_kept(t, 3);
     }
     hpmli_free(ctx, w);
@@ -5019,9 +5023,7 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
         for (int i = p->from; i < p->to; i++) m->host += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
     }
     m->scratch     = g->scratch_bytes;
-    m->parameters  = hpml_params_bytes(g->ctx);
     m->gradients   = (size_t)g->grad_count * sizeof(float);
-    m->total       = m->parameters + m->gradients + m->activations + m->scratch + m->optimizer;
 }
 
 /* Plans all parts; false: no memory. */
@@ -5159,7 +5161,10 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
 HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
 {
     if (out) memset(out, 0, sizeof *out);
-    if (g && out) *out = g->memory;
+    if (!g || !out) return;
+    *out = g->memory;
+    if (out->parameters == 0) out->parameters = hpml_params_bytes(g->ctx); /* not summed anew for each of many graphs */
+    out->total = out->parameters + out->gradients + out->activations + out->scratch + out->optimizer;
 }
 HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
 HPML_API int  hpml_graph_op_count(const hpml_graph *g) { return g ? g->count : 0; }
@@ -10201,7 +10206,7 @@ HPMLI_FN int64_t hpmli_trainer_kept(const hpml_trainer *t, int level)
     return (int64_t)(hpmli_graph_kept(t->graph, level) / sizeof(float));
 }
 
-/* Computes the bytes of what the trainer keeps between steps (values, gradients, optimizer states) and the total. */
+/* Computes the bytes of what the trainer keeps between steps: values, gradients and optimizer states. */
 HPMLI_FN void hpmli_trainer_measure(hpml_trainer *t)
 {
     hpml_memory *m = &t->graph->memory;
@@ -10211,7 +10216,6 @@ HPMLI_FN void hpmli_trainer_measure(hpml_trainer *t)
     for (int k = 0; k < HPML_MAX_STATES; k++)
         if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
             m->optimizer += (size_t)hpmli_trainer_kept(t, 1) * sizeof(float);
-    m->total = m->parameters + m->gradients + m->activations + m->scratch + m->optimizer;
 }
 
 /* Checks the desc, records the loss and plans the graph: all of hpml_trainer_create but its memory. NULL: an error. */
@@ -14405,11 +14409,12 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
     hpmli_text_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
                     (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false),
                     1e-6 * hpml_graph_flops(g, true), (long long)g->batch);
-    const hpml_memory *m = &g->memory;
+    hpml_memory m;
+    hpml_graph_memory(g, &m);
     hpmli_text_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without "
-                    "reuse), scratch %.3f, total %.3f\n", 1e-6 * (double)m->parameters, 1e-6 * (double)m->gradients,
-                    1e-6 * (double)m->optimizer, 1e-6 * (double)m->activations, 1e-6 * (double)m->unshared,
-                    1e-6 * (double)m->scratch, 1e-6 * (double)m->total);
+                    "reuse), scratch %.3f, total %.3f\n", 1e-6 * (double)m.parameters, 1e-6 * (double)m.gradients,
+                    1e-6 * (double)m.optimizer, 1e-6 * (double)m.activations, 1e-6 * (double)m.unshared,
+                    1e-6 * (double)m.scratch, 1e-6 * (double)m.total);
     return t.used;
 }
 
