@@ -443,7 +443,8 @@ typedef struct hpml_transport {
        with "rank "; NULL: it is not lost. The text lives as long as c. */
     const char *(*why_lost)(const hpml_comm *c, int peer);
 
-    /* Optional: HPML_NATIVE. hpml_element and hpml_reduce as int; MEAN: the sum, which the caller divides. */
+    /* Optional: runs algorithm HPML_NATIVE. element is an hpml_element, reduce an hpml_reduce; for HPML_MEAN computes
+       the sum, which the caller divides. */
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int element, int reduce);
     bool (*shares_core)(hpml_comm *c, int peer);   /* optional: the peer needs this core: hpml_wait does not spin */
     bool (*has_delay)(const hpml_comm *c);   /* optional: messages take time that a computation can hide; NULL:
@@ -509,7 +510,8 @@ typedef struct hpml_allreduce_desc {
 
 /* In place, any n >= 0, any number of ranks. desc NULL: the sum of f32. Every rank must pass the same n and desc. */
 HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc);
-/* Measures alpha and beta of this communicator once (some milliseconds), for AUTO. Collective. */
+/* Measures alpha and beta (seconds for a message and for a byte) of this communicator once, for the choice of AUTO; it
+   takes some milliseconds. Collective. */
 HPML_API hpml_status hpml_comm_tune(hpml_comm *c);
 HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes); /* what AUTO chooses; NONE: out of memory, or c
                                                                             is NULL. Keeps what it has simulated */
@@ -690,8 +692,10 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
      INTERLEAVED   (p-1) / (v m + p-1)               more; v chunks of the model on each stage: chunk c of stage r is
                                                      piece c p + r of the model's p v pieces (Narayanan et al. 2021)
      ZERO_BUBBLE   (p-1) / (3 m + p-1)               min(p, m)        Qi et al. 2023, "ZB-H1": the gradients of weights
-                                                     are computed later, while the stage would wait. The formula is for
-                                                     equal times of forward pass, gradients of inputs, of weights
+                                                     of products are computed later, while the stage would wait (see
+                                                     hpml_graph_halves). The formula is for equal times of forward
+                                                     pass, gradients of inputs, of weights. Until then a micro-batch
+                                                     keeps the inputs of its products and the gradients of the results
      STASH         0, but for the first and last     min(p - r, m)    PipeDream: every micro-batch is a step of its own,
                    p - 1 steps                       and the pipeline never empties. A micro-batch has the same version
                                                      of a stage's weights in both passes, so a stage keeps p - r of them
@@ -701,12 +705,13 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
    hpml_distribute with hpml_plan.pipe > 1 cuts the ops of a recorded model into stages; the program stays the same. All
    stages get the whole batch (x, y) and call the trainer's functions alike, also evaluate and predict, whose outputs
    all stages get. A tensor that a later stage reads goes there directly. A parameter is on the stages that read it
-   (`data` is NULL elsewhere); the gradient of one that several stages read is added up. With a flush the gradient has
-   the bits of one rank that accumulates as many micro-batches (batchnorm apart, whose running statistics are those of
-   all micro-batches together: Kim et al. 2020), and the loss of a step is known on all stages, hpml_step_info.accuracy
-   on the last one. With STASH and VERTICAL a step is the forward pass of its batch and, on stage r, the backward pass
-   and update of the batch p - 1 - r steps before, whose loss is the step's (0: there is none yet);
-   hpml_distribute_finish empties the pipeline, and hpml_distribute_get counts no steps. */
+   (`data` is NULL elsewhere); the gradient of one that several stages read is added up. With schedules that empty the
+   pipeline in each step, all but STASH and VERTICAL, the gradient has the bits of one rank that accumulates as many
+   micro-batches (batchnorm apart, whose running statistics are those of all micro-batches together: Kim et al. 2020),
+   and the loss of a step is known on all stages, hpml_step_info.accuracy on the last one. With STASH and VERTICAL a
+   step is the forward pass of its batch and, on stage r, the backward pass and update of the batch p - 1 - r steps
+   before, whose loss is the step's (0: there is none yet); hpml_distribute_finish empties the pipeline, and
+   hpml_distribute_get counts no steps. With data > 1 an update takes the mean gradient of the replicas of the stage. */
 typedef enum hpml_pipe_kind {
     HPML_PIPE_GPIPE = 0, HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_STASH, HPML_PIPE_ZERO_BUBBLE,
     HPML_PIPE_VERTICAL,
@@ -850,7 +855,7 @@ HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync",
    dz in place of the gradient, and each computes the sum over all ranks' rows itself: sufficient factors (Xie et al.
    2016). Of p ranks each sends (p - 1) b (m + n) floats; for a gradient that a ring adds up, 2 m n (p - 1) / p. To S
    servers a worker sends b (m + S n) floats in place of m n, and the servers multiply (Chilimbi et al. 2014, "Project
-   Adam"); parameters come back as before. */
+   Adam"); the servers send parameters back as they do without factors. */
 typedef enum hpml_route {
     HPML_ROUTE_ALLREDUCE = 0, /* gradients are added up */
     HPML_ROUTE_FACTORS,       /* the factors of all dense layers travel; other gradients are added up. A dense layer is
@@ -872,8 +877,7 @@ typedef struct hpml_plan {
     int32_t         tensor;       /* each rank has a part of every layer with a .split */
     int32_t         sequence;     /* each rank has some time steps of each sequence */
     int32_t         expert;       /* each rank has some of the experts, and its own share of the batch */
-    hpml_pipe_kind  schedule;     /* pipe: in which order a stage works on its micro-batches. ZERO_BUBBLE can only be
-                                     simulated, because ops compute both gradients at once */
+    hpml_pipe_kind  schedule;     /* pipe: in which order a stage works on its micro-batches */
     int32_t         micro;        /* pipe: micro-batches of a batch; 0: 4 for each stage, but at most the batch's
                                      samples. STASH, VERTICAL: 0, because a batch is one */
     int32_t         chunks;       /* pipe, INTERLEAVED: pieces of the model on each stage; 0: 2 */
@@ -1012,11 +1016,12 @@ typedef struct hpml_mesh {
 
 /* Cuts the communicator into the axes of the plan, and gives their groups to its context (hpml_ctx_set_group).
    Collective, with the same plan on all ranks, once, before the model is recorded. HPML_PLAN in the environment
-   replaces the fields that it names; plan NULL: only these. hpml_launch does all this for hpml_launch_desc.plan and
-   HPML_PLAN. A hpml_distribute without a plan then takes this one; axes that its plan leaves 0 are those of the mesh. A
-   plan whose axes but data are 1 sends nothing, and computes the same bits as no plan.
+   replaces the fields that it names; plan NULL: only these fields are set. hpml_launch does all this for
+   hpml_launch_desc.plan and HPML_PLAN. A later hpml_distribute without a plan takes this plan; one with a plan in which
+   axes are 0 takes these axes from the mesh. With a plan in which all axes but data are 1, axes send nothing, and the
+   bits are the same as without a plan.
    HPML_ERR_ARGUMENT: the product of the axes and servers is not the number of ranks; HPML_ERR_STATE: there is a mesh
-   already, or a model. An error of one rank is one of all. */
+   already, or a model. If one rank has an error, all have one. */
 HPML_API hpml_status      hpml_comm_set_plan(hpml_comm *c, const hpml_plan *plan);
 HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c); /* NULL: no plan has been set */
 
@@ -1245,11 +1250,11 @@ HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root
 HPML_API hpml_tensor *hpml_linear_rows(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
 
 /* Named dimensions (Shazeer et al. 2018, Mesh-TensorFlow). `rules`, such as "batch:data,hidden:tensor", say which axis
-   splits a dimension; a dimension without a rule is whole on every rank. `dims` names the dimensions of a tensor, words
-   with spaces between. Change the rules, and the same program runs with another layout. Refused: two dimensions of a
-   tensor on one axis, a size that the ranks do not divide, and what the axes mean otherwise: DATA and EXPERT divide
-   samples (dimension 0 of an input, which is the rank's own already), TENSOR and SEQUENCE the other dimensions, and a
-   parameter is split along one dimension.
+   splits a dimension; a dimension without a rule is whole on every rank. `dims` names the dimensions of a tensor, in
+   words separated by spaces. With other rules the same program runs with another layout. Errors: two dimensions of a
+   tensor on one axis; a size that the number of ranks does not divide; a rule that contradicts what an axis means: DATA
+   and EXPERT divide samples (dimension 0 of an input, of which each rank already has only its own samples), TENSOR and
+   SEQUENCE divide the other dimensions; a parameter split along two dimensions.
      named_param  creates a parameter, of which this rank has its part; desc->shape is that of the whole
      named_part   x is whole; the result is this rank's part of x (hpml_group_split)
      einsum       y = sum over all dimensions that `text` has in a and b but not in y of a b: "batch in, hidden in ->
@@ -1979,7 +1984,8 @@ HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, hpml_message *const *m, int count, 
 
 HPMLC_FN int hpmlc_cores(int ranks);
 
-/* Writes " or N others" to `text`, where a wait for the list m has N messages in flight besides the first; else "". */
+/* Writes " or N others" to `text` and returns it, where N is `others`: the messages in flight that a wait for several
+   messages has besides the one that the error text names; "" if N is 0 or less. */
 HPMLC_FN const char *hpmlc_others(char text[32], int others)
 {
     text[0] = 0;
@@ -2048,8 +2054,9 @@ HPMLC_FN bool hpmlc_shares_core(hpml_comm *c, hpml_message *const *m, int count)
     return shares;
 }
 
-/* Returns whether m, of a list of `count`, was over first for certain. In virtual time other threads may have to run
-   before, because a message of theirs may arrive as early, and stand before m in the list. */
+/* Returns whether m, a message that is done, was certainly the first of a list of `count` to be done. In virtual time
+   other threads may have to run before this is certain, because one of them may send a message that arrives as early as
+   m and stands before m in the list. */
 HPMLC_FN bool hpmlc_is_first(hpml_comm *c, const hpml_message *m, int count)
 {
     return count == 1 || !c->is_virtual || !m->receiving || c->t->schedule->settle(c, m->arrival);
@@ -2219,7 +2226,6 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_
 
    The world, this process's ranks, counts its awake threads. A thread that falls asleep subtracts 1; the thread that
    wakes it first adds 1. So a count of zero means that no thread can ever wake another: a deadlock. */
-
 #ifndef HPML_NO_THREADS
 
 struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
@@ -2282,8 +2288,7 @@ typedef struct hpmlc_thread_state {
     unsigned       seen;       /* value of the inbox's `changes` at the end of the last sleep */
 } hpmlc_thread_state;
 
-/* What hpml_message.state, the bytes of a message for the transport's own data, contains with the transports THREADS
-   and CLOCK (virtual time). */
+/* The content of hpml_message.state, memory for the transport's data of a message, with THREADS and CLOCK. */
 typedef struct __attribute__((may_alias)) hpmlc_post {
     hpml_message *next;   /* of a send: the next send in the receiver's inbox */
     hpml_message *after, **before; /* of a copy of a send: the next of the inbox's copies; what points to this one */
@@ -2322,7 +2327,7 @@ HPMLC_FN void hpmlc_waitpoint_close(hpmlc_waitpoint *g)
     pthread_cond_destroy(&g->changed);
 }
 
-/* Wakes the thread that sleeps at waitpoint g, and counts it as awake in w, unless NULL. The caller holds g->mutex. */
+/* Wakes the thread that may sleep at g, and counts it as running in world w, unless NULL. Caller holds g->mutex. */
 HPMLC_FN void hpmlc_waitpoint_wake_held(hpml_world *w, hpmlc_waitpoint *g)
 {
     __atomic_add_fetch(&g->changes, 1, __ATOMIC_RELEASE);
@@ -4058,7 +4063,8 @@ HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time)
     return undisturbed;
 }
 
-/* Waits until c's thread, a new one, is the one to run. The thread of the last rank to enter starts the first turn. */
+/* Waits until c's thread, a new one in a world where one thread runs at a time, gets its turn. The first turn starts
+   when the thread of the last rank has entered. */
 HPMLC_FN void hpmlc_vthread_enter(hpml_comm *c)
 {
     hpml_world    *w    = hpmlc_world_of(c);
@@ -4076,8 +4082,8 @@ HPMLC_FN void hpmlc_vthread_wake(hpml_world *w, hpmlc_vthread *a)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Advances the clock of c's thread to `time`, in seconds, unless it is later. Threads whose clocks are behind run
-   first, because what they send comes before anything that this thread does next. */
+/* Sets the clock of c's thread to `time`, in seconds, unless the clock is past `time`. Then lets the threads run whose
+   clocks are behind, because what they send comes before anything that this thread does next. */
 HPMLC_FN void hpmlc_clock_advance(hpml_comm *c, double time)
 {
     hpmlc_vthread *self = hpmlc_vthread_of(c);
@@ -4177,8 +4183,9 @@ HPMLC_FN hpmlc_vthread *hpmlc_vthread_of_clock(const double *clock)
     return (hpmlc_vthread *)((uintptr_t)clock - offsetof(hpmlc_vthread, clock));
 }
 
-/* Before `self` is freed, makes the timeline of ctx read the clock that it read earlier. Where it reads the clock of a
-   communicator that was created later on ctx, it keeps doing so, and that one's thread gets the clock to return to. */
+/* Called before `self` is freed. If the timeline of ctx reads the clock of `self`, makes it read the clock that it read
+   before that one (self->replaced). If it reads the clock of a communicator that was created later on ctx, it keeps
+   doing so, and self->replaced becomes the clock to which that later communicator's thread returns. */
 HPMLC_FN void hpmlc_clock_restore(hpml_ctx *ctx, hpmlc_vthread *self)
 {
     const double *top = hpml_trace_clock(ctx, self->replaced);
@@ -4782,7 +4789,8 @@ HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *
     return hpml_trace_start(c->ctx, &d);
 }
 
-/* Returns the content of file `path`, on ctx, with a zero byte after it; *size: its bytes. NULL: cannot be read. */
+/* Returns the content of file `path`, in memory of ctx, with a zero byte after it; *size: the bytes of the file. NULL:
+   the file cannot be read. */
 HPMLC_FN char *hpmlc_read_file(hpml_ctx *ctx, const char *path, int64_t *size)
 {
     FILE *f    = fopen(path, "rb");
@@ -5130,9 +5138,9 @@ HPMLC_FN double hpmlc_central_extra(const hpml_comm *c, double bytes HPMLC_UNUSE
     return 2 * (c->size - 1) * c->t->alpha;
 }
 
-/* The algorithms, in the order in which AUTO tries them: of equally fast ones AUTO takes the first. The rows of AUTO
-   and NATIVE have the phases of a ring, because their bytes are estimated as a ring's. */
 #define HPMLC_MAX_RANKS 65536 /* the largest number of ranks that the simulator accepts */
+/* The allreduce algorithms, in the order in which AUTO tries them: of equally fast ones AUTO takes the first. The rows
+   of AUTO and NATIVE have the phases of a ring, because their bytes are estimated as a ring's. */
 static const hpmlc_algorithm hpmlc_algorithms[] = {
     { HPML_BUTTERFLY, "butterfly", { &hpmlc_fold, &hpmlc_doubling, &hpmlc_unfold, NULL }, NULL, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_butterfly_extra },
@@ -7058,9 +7066,6 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(hpmlc_plan_shares_loss(p) && (p->exact || p->delayed || p->sum), "with sequence and expert some gradients " \
          "are added up over data alone, which exact, delayed and sum do not do; leave these out, or take tensor in " \
          "place of sequence and expert") \
-    RULE(p->pipe > 1 && p->schedule == HPML_PIPE_ZERO_BUBBLE, "schedule zero_bubble needs the gradients of inputs " \
-         "and of weights one after the other, and ops compute both at once; take schedule 1f1b, or simulate it with " \
-         "hpml_pipe_simulate") \
     RULE(p->pipe > 1 && p->micro > f->batch, "a micro-batch has one sample or more; take a smaller micro or a larger " \
          "batch") \
     RULE(p->pipe > 1 && f->device, "a pipeline sends arrays in host memory from stage to stage, and here they are on " \
@@ -7071,10 +7076,10 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(p->pipe > 1 && f->mixes_samples && p->micro != 1 && !hpmlc_pipe_stashes(p->schedule), "micro-batches are " \
          "parts of a batch, and an op of this model mixes its samples; take micro=1") \
     RULE(hpmlc_plan_flows(p) && (hpmlc_plan_packs(p) || p->delayed || p->strategy != HPML_STRATEGY_SYNC || \
-                                 hpmlc_plan_workers(p, f->ranks) > 1), \
+                                 hpmlc_plan_shares_loss(p) || (p->shard && hpmlc_plan_workers(p, f->ranks) > 1)), \
          "schedules stash and vertical have several versions of the weights, which each stage steps by itself, so " \
-         "they go without data, codec, delayed and other strategies than sync; leave these out, or take schedule " \
-         "1f1b") \
+         "they go without sequence, expert, shard, codec, delayed and other strategies than sync; leave these out, " \
+         "or take schedule 1f1b") \
     RULE(hpmlc_plan_flows(p) && f->accumulate > 1, "with schedules stash and vertical every batch is a step, and the " \
          "trainer's accumulate adds up several; set accumulate to 1, or take schedule 1f1b") \
     RULE(p->pipe > 1 && p->exact, "exact computes leaf after leaf, and with pipe several micro-batches are in " \
@@ -8037,8 +8042,7 @@ HPMLC_FN double hpmlc_axes_seconds(const hpml_distributed *d)
     return sum;
 }
 
-/* Copies the model's running statistics (batchnorm) to `row`, or from `row` if `set`: layout.buffer_total floats, the
-   tensors in the order of their names. */
+/* Copies the running statistics, in the order of their names, to (`set`: from) `row`: layout.buffer_total floats. */
 HPMLC_FN void hpmlc_buffers_copy(const hpml_distributed *d, float *row, bool set)
 {
     const hpmlc_layout *l = &d->layout;
@@ -8139,8 +8143,7 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
     return HPML_OK;
 }
 
-/* Sets the running statistics of the model to their mean over all ranks, weighted by samples, from d->stats.sum, which
-   has the step's sums over all ranks. */
+/* Sets the model's running statistics to their means over all ranks, weighted by samples: d->stats.sum has the sums. */
 HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
 {
     const double *s = d->stats.sum;
@@ -8326,7 +8329,8 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, const hpml_mome
     return d->strategy->begin(d, samples, loss);
 }
 
-/* Tells the strategy that the gradient of parameter at->param is final: the trainer's hook `grad`. */
+/* The trainer's hook `grad`: calls the strategy's function `gradient`, because the gradient of parameter at->param is
+   final. */
 HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
 {
     hpml_distributed *d = (hpml_distributed *)user;
@@ -8516,8 +8520,8 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     }
 }
 
-/* Returns whether another stage of the pipeline trains parameter p. Such arrays are listed for checkpoints too, with no
-   floats on this rank, because the lists of all ranks must be the same. */
+/* Returns whether another stage of the pipeline trains parameter p. This rank's list of arrays for checkpoints has the
+   arrays of such a parameter too, with no floats, because the lists of all ranks must be the same. */
 HPMLC_FN bool hpmlc_is_elsewhere(const hpml_distributed *d, const hpml_tensor *p)
 {
     const hpml_mesh *m = hpml_comm_mesh(d->all);
@@ -9221,7 +9225,7 @@ HPMLC_FN bool hpmlc_factors_open(hpml_distributed *d)
     return good;
 }
 
-/* Gathers the factors of a layer of all ranks, as a task. */
+/* Gathers the factors of one layer's gradient (its inputs x and derivatives dz) from all ranks; the work of a task. */
 HPMLC_FN hpml_status hpmlc_factor_gather(hpml_comm *c, void *user)
 {
     const hpmlc_factor *it   = (const hpmlc_factor *)user;
@@ -9408,7 +9412,8 @@ HPMLC_FN void hpmlc_delayed_undo(hpml_distributed *d)
     for (int64_t k = 0; k < d->layout.buffer_total; k++) own->before[k] = now[k] - own->before[k];
 }
 
-/* Adds the mean change of the running statistics in the step before to the running statistics of the model. */
+/* Adds own->change, the change of the running statistics in the step before, averaged over the samples of all ranks, to
+   the running statistics of the model. */
 HPMLC_FN void hpmlc_delayed_redo(hpml_distributed *d)
 {
     const hpmlc_delayed *own = (const hpmlc_delayed *)d->own;
@@ -9853,7 +9858,8 @@ HPMLC_FN hpml_status hpmlc_link_step(hpml_distributed *d, hpml_status (*finish)(
     float scale = hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
     if (scale != 1) own->l->scale(own->l->user, d->layout.first, d->layout.span, scale, 1);
     status = hpml_trainer_apply(d->t, 0, d->layout.params);
-    /* with clipping, checks the link until a deadline, because the update's wait on the device has none */
+    /* with clipping, waits for the link's collectives at most until a deadline, because the host's wait for the
+       update on the device has no deadline */
     return status == HPML_OK && own->is_clipped ? own->l->check(own->l->user) : status;
 }
 
@@ -10797,7 +10803,8 @@ HPMLC_FN hpml_status hpmlc_rows_answer(hpml_distributed *d, int worker)
     return hpml_send(d->c, worker, HPMLC_TAG_FLOATS, rows + n, (size_t)(n * width) * sizeof(float));
 }
 
-/* Lists in `wanted` the rows of table p on server s that tokens name, each once; returns how many. */
+/* Lists in `wanted` the rows of table p that server s keeps and whose numbers occur in `tokens`, each row once; returns
+   how many. */
 HPMLC_FN int64_t hpmlc_rows_list(hpmlc_servers *own, const hpml_tensor *p, const hpml_tensor *tokens, int s,
                                  int32_t *wanted)
 {
@@ -11198,7 +11205,7 @@ HPMLC_FN hpml_status hpmlc_servers_send(hpml_distributed *d, int root, float *da
     return status;
 }
 
-/* Copies the rows that server s owns of a sparse table, in array `which`, to all ranks that are left. */
+/* Copies the rows of a sparse table that server s owns, in array `which`, from s to all ranks that are not lost. */
 HPMLC_FN hpml_status hpmlc_rows_share(hpml_distributed *d, hpml_array which, int param, int s)
 {
     const hpml_tensor *p     = hpmlc_param(d, param);
@@ -12381,7 +12388,8 @@ typedef struct hpmlc_writing {
     hpml_progress progress; /* the program's own callback */
 } hpmlc_writing;
 
-/* Called when bytes of a checkpoint are written: extends the deadlines of ranks that wait for it, calls the program. */
+/* Called when bytes of a checkpoint have been written: extends the deadlines of ranks that wait for this rank, and
+   calls the program's own progress callback. */
 HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
 {
     const hpmlc_writing *w = (const hpmlc_writing *)user;
@@ -13214,7 +13222,8 @@ typedef struct hpmlc_cut { /* A(j, m): how the first j layers are best cut for m
     int32_t first, replicas; /* of the last stage */
 } hpmlc_cut;
 
-/* Returns T(first, end, replicas): the seconds of a stage. seconds[i], bytes[i]: sums over layers before layer i. */
+/* Returns T(first, end, replicas) of hpml_pipe_cut: the seconds of a stage of layers first to end - 1 with `replicas`
+   replicas. seconds[i], bytes[i]: sums over layers before layer i. */
 HPMLC_FN double hpmlc_cut_stage(const hpml_pipe_cut_desc *d, const double *seconds, const double *bytes, int first,
                                 int end, int replicas)
 {
@@ -13355,6 +13364,7 @@ struct hpmlc_pipeline {
     int64_t           base;    /* the trainer's step then */
     bool              stepped; /* this step has a gradient */
     float             loss;    /* of the last micro-batch that has passed this stage backward */
+    double            share;   /* of this replica of the stage in the samples of that micro-batch */
 };
 
 typedef struct hpmlc_pass { /* a call of the hook `pass` */
@@ -13485,12 +13495,14 @@ HPMLC_FN bool hpmlc_pipeline_cut(hpmlc_pipeline *pl, const hpml_plan *plan)
     return !hpmlc_failed(pl->c);
 }
 
-/* Makes each piece that this rank runs a part of the graph with its slots. STASH and VERTICAL have one slot more, for
-   evaluations, because micro-batches of steps are always in flight. False: an error on the context. */
+/* Makes each piece that this rank runs a part of the graph, with a slot (set of activations) for each micro-batch in
+   flight. With STASH and VERTICAL a part has one slot more, for evaluations, because micro-batches of training steps
+   always occupy the other ones. False: an error on the context. */
 HPMLC_FN bool hpmlc_pipeline_parts(hpmlc_pipeline *pl)
 {
     hpml_status status = HPML_OK;
     hpmlc_pipe_begin(&pl->walk, &pl->desc, pl->c->rank);
+    if (pl->desc.kind == HPML_PIPE_ZERO_BUBBLE) status = hpml_graph_halves(pl->g);
     for (int c = 0; c < pl->walk.chunks && status == HPML_OK; c++) {
         int q = c * pl->desc.stages + pl->c->rank, slots = pl->walk.slots[c] + hpmlc_pipe_stashes(pl->desc.kind);
         pl->slots += slots;
@@ -13553,7 +13565,8 @@ HPMLC_FN hpml_status hpmlc_edge_receive(hpmlc_pipeline *pl, int slot, int i, boo
     return status;
 }
 
-/* Sets the gradient of the tensor of edge i to zeros if no later piece sends a gradient of this tensor back. */
+/* Sets the gradient of the tensor of edge i (a tensor that one piece computes and another one reads) to zeros if no
+   later piece sends a gradient of this tensor back. */
 HPMLC_FN void hpmlc_edge_clear(hpmlc_pipeline *pl, int slot, int i)
 {
     const hpmlc_edge *e = &pl->edge[i];
@@ -13592,7 +13605,8 @@ HPMLC_FN void hpmlc_norms_add(hpmlc_pipeline *pl, int q, int64_t samples)
     }
 }
 
-/* begin: saves the running statistics. Else updates them once, by the samples of all micro-batches as one batch. */
+/* begin: saves the running statistics of the batchnorms. Else restores and updates them once, as if the samples of all
+   micro-batches were one batch. */
 HPMLC_FN void hpmlc_norms_step(hpmlc_pipeline *pl, bool begin)
 {
     for (int i = 0; i < pl->norms; i++) {
@@ -13640,23 +13654,27 @@ HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, co
     return status;
 }
 
+/* Executes a backward pass of this stage, or a half of it. Only gradients of inputs are received and sent; while they
+   are in flight, the half of the weights may run, because it does not write to them. */
 HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *pass, const hpml_pipe_task *task)
 {
-    const bool  flows = hpmlc_pass_flows(pl, pass);
+    const bool  flows = hpmlc_pass_flows(pl, pass), weights = task->work == HPML_PIPE_BACKWARD_WEIGHTS;
+    hpml_half   half  = weights ? HPML_HALF_WEIGHTS : HPML_HALF_BOTH;
     int64_t     samples = pl->samples[task->slot];
     bool        adds = pass->accumulate || (!flows && task->micro > 0);
     bool        last = pass->last && !flows && task->micro + 1 == pass->micro;
     float       scale  = flows || pass->samples == 0 ? 1 : (float)((double)samples / (double)pass->samples);
-    hpml_status status = hpmlc_slot_wait(pl, task->slot);
+    hpml_status status = weights ? HPML_OK : hpmlc_slot_wait(pl, task->slot);
+    if (task->work == HPML_PIPE_BACKWARD_INPUTS) half = HPML_HALF_INPUTS;
     if (status == HPML_OK) status = hpml_graph_slot(pl->g, task->slot);
-    for (int i = 0; i < pl->edges && status == HPML_OK; i++) {
+    for (int i = 0; i < pl->edges && status == HPML_OK && !weights; i++) {
         if (pl->edge[i].from != task->piece) continue;
         if (pl->edge[i].has_grad) status = hpmlc_edge_receive(pl, task->slot, i, true);
         else hpmlc_edge_clear(pl, task->slot, i);
     }
     if (status == HPML_OK)
-        status = hpml_trainer_backward(pl->t, task->slot, pass->grad_scale * scale, adds, last);
-    for (int i = 0; i < pl->edges && status == HPML_OK; i++)
+        status = hpml_trainer_backward_half(pl->t, task->slot, half, pass->grad_scale * scale, adds, last);
+    for (int i = 0; i < pl->edges && status == HPML_OK && !weights; i++)
         if (pl->edge[i].to == task->piece && pl->edge[i].has_grad)
             status = hpmlc_edge_send(pl, task->slot, i, true);
     return status;
@@ -13668,10 +13686,12 @@ HPMLC_FN hpml_status hpmlc_task_run(hpmlc_pipeline *pl, hpmlc_pass *pass, const 
     const bool  forward = task->work == HPML_PIPE_FORWARD;
     double      start   = hpml_comm_now(pl->c);
     hpml_status status  = HPML_OK;
+    const char *name    = forward ? "stage forward" : "stage backward";
     if (task->work == HPML_PIPE_UPDATE || !(forward || pass->train)) return HPML_OK;
     if (forward) status = hpmlc_task_forward(pl, pass, task);
     else status = hpmlc_task_backward(pl, pass, task);
-    hpmlc_span(pl->c, forward ? "stage forward" : "stage backward", start, hpml_comm_now(pl->c), task->micro);
+    if (task->work == HPML_PIPE_BACKWARD_WEIGHTS) name = "stage weights";
+    hpmlc_span(pl->c, name, start, hpml_comm_now(pl->c), task->micro);
     return status;
 }
 
@@ -13702,7 +13722,8 @@ HPMLC_FN hpml_status hpmlc_pass_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass)
    needs a certain version of the weights: the newest is in the trainer's arrays, older ones are copies, to which `data`
    of the parameters points while a task uses them. */
 
-/* Gives the parameters' tensors the values of a version; the optimizer steps the trainer's own arrays in any case. */
+/* Points `data` of this stage's parameters to a version of the weights: a copy in the stash or, for the newest version,
+   the trainer's own arrays. The optimizer steps the trainer's own arrays in any case. */
 HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
 {
     float *copy = pl->stash;
@@ -13714,6 +13735,25 @@ HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
         p->raw  = p->data;
         copy += hpml_tensor_count(p);
     }
+}
+
+/* Replicas of a stage: replaces this one's gradients and batchnorm's running statistics by their means over all
+   replicas, weighted by the samples of the last micro-batch that has passed the stage backward. */
+HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
+{
+    hpml_distributed   *d = pl->d;
+    const hpmlc_layout *l = &d->layout;
+    const int64_t       n = l->buffer_total;
+    hpml_status         status;
+    if (d->c->size == 1) return HPML_OK;
+    for (int64_t k = 0; k < l->span && !d->plan.sum; k++) l->first[k] *= (float)pl->share;
+    status = hpmlc_reduce_all(d->c, l->first, l->span, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
+    if (n == 0 || status != HPML_OK) return status;
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
+    for (int64_t k = 0; k < n; k++) d->stats.buffers[k] *= (float)pl->share;
+    status = hpmlc_reduce_all(d->c, d->stats.buffers, n, HPML_ELEMENT_F32, HPML_SUM, HPML_AUTO);
+    hpmlc_buffers_copy(d, d->stats.buffers, true);
+    return status;
 }
 
 /* Copies the newest weights to the stash, then updates the newest weights with the gradient of micro-batch `micro`. The
@@ -13730,19 +13770,30 @@ HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
         copy += n;
     }
     hpml_trainer_set_step(pl->t, pl->base + micro);
-    hpml_status status = hpml_trainer_apply(pl->t, 0, hpml_param_count(pl->ctx));
+    hpml_status status = hpmlc_stash_mean(pl);
+    if (status == HPML_OK) status = hpml_trainer_apply(pl->t, 0, hpml_param_count(pl->ctx));
     hpml_trainer_set_step(pl->t, step);
     pl->version++;
     return status;
 }
 
-/* Sets pl->loss to the loss of the micro-batch whose backward pass this stage has just run, on the last stage from
-   `pass`, else received from the next stage; then sends this loss to the previous stage. */
-HPMLC_FN hpml_status hpmlc_stash_loss(hpmlc_pipeline *pl, const hpmlc_pass *pass)
+/* Sets pl->loss to the loss of the micro-batch, of `samples` samples, whose backward pass this stage has just run: on
+   the last stage from `pass`, as the mean over its replicas, else received from the next stage. Then sends this loss to
+   the previous stage. */
+HPMLC_FN hpml_status hpmlc_stash_loss(hpmlc_pipeline *pl, const hpmlc_pass *pass, int64_t samples)
 {
     const int   rank = pl->c->rank, tag = 2 * pl->edges;
+    double      sums[2] = { (double)samples, (double)samples * pass->loss }, loss = pass->loss;
+    hpml_comm  *replicas = pl->d->c;
     hpml_status status = HPML_OK;
-    if (rank + 1 == pl->desc.stages) pl->loss = (float)pass->loss;
+    pl->share = 1;
+    if (replicas->size > 1) {
+        status    = hpmlc_reduce_all(replicas, sums, 2, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
+        pl->share = (double)samples / sums[0];
+        loss      = sums[1] / sums[0];
+    }
+    if (status != HPML_OK) return status;
+    if (rank + 1 == pl->desc.stages) pl->loss = (float)loss;
     else status = hpml_recv(pl->c, rank + 1, tag, &pl->loss, sizeof pl->loss);
     if (rank > 0 && status == HPML_OK) status = hpml_send(pl->c, rank - 1, tag, &pl->loss, sizeof pl->loss);
     return status;
@@ -13768,7 +13819,8 @@ HPMLC_FN hpml_status hpmlc_stash_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass, boo
         hpmlc_stash_use(pl, task.version);
         status = hpmlc_task_run(pl, pass, &task);
         hpmlc_stash_use(pl, pl->version);
-        if (task.work == HPML_PIPE_BACKWARD && status == HPML_OK) status = hpmlc_stash_loss(pl, pass);
+        if (task.work == HPML_PIPE_BACKWARD && status == HPML_OK)
+            status = hpmlc_stash_loss(pl, pass, pl->samples[task.slot]);
     }
     return status;
 }
@@ -13872,7 +13924,8 @@ HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl)
     return status;
 }
 
-/* Takes the arrays of a pipeline whose pieces and edges are known. False: out of memory. */
+/* Allocates the arrays of a pipeline whose pieces and edges (tensors that one piece computes and another one reads) are
+   known. False: out of memory. */
 HPMLC_FN bool hpmlc_pipeline_arrays(hpmlc_pipeline *pl)
 {
     hpml_distributed *d     = pl->d;
