@@ -2067,8 +2067,8 @@ typedef struct hpmli_kernels {
     void (*conv_forward)(const hpmli_conv *d, int64_t images, const float *w, const float *x, int64_t o0, int64_t o1,
                          const float *bias, int relu, float *y, float *band);
     void (*conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx);
-    void (*conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw, int64_t o0,
-                             int64_t o1, int add);
+    void (*conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
+                             int64_t o0, int64_t o1, int add);
     void (*conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t count, int64_t o,
                         int accumulate);
     /* Sets y to the n maxima of the 2 x 2 windows in the rows at x and x + width, and `at` to the position of each
@@ -7377,7 +7377,8 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     int64_t for_dx  = c->runs[0] * c->runs[1] * hpmli_round_up(c->run_floats, HPMLI_CONV_PANEL) * c->OC;
     int64_t band, forward, backward; /* floats of scratch memory for a thread */
     int64_t copies;                  /* floats of scratch memory for all threads together, if by_channels */
-    c->images_forward = c->OW < HPMLI_CONV_NARROW ? hpmli_min(c->B, HPMLI_CONV_IMAGES) : 1; /* a narrow row would fill only a part of a tile */
+    /* Rows of a tile are pixels of one row, or one pixel of several images where a row would fill a part of a tile. */
+    c->images_forward = c->OW < HPMLI_CONV_NARROW ? hpmli_min(c->B, HPMLI_CONV_IMAGES) : 1;
     c->band_rows      = c->images_forward > 1 ? c->OH : hpmli_max(64 / c->OW, 1);
     c->sums           = hpmli_min(c->groups * weights > 65536 ? 8 : 16, c->B);
     c->images_at_once = hpmli_max(hpmli_min(128 / (c->OH * c->OW), (c->B - 1) / c->sums + 1), 1);
@@ -7775,7 +7776,8 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
-/* Computes dx of group g of `images` images from number b on. ys: dy in NHWC order; dx: space for their padded images. */
+/* Computes dx of group g of `images` images, the first of which is b. ys: dy in NHWC order; dx: scratch memory for
+   padded images. */
 HPMLI_FN void hpmli_conv_dx(const hpmli_conv *c, int64_t b, int64_t images, int64_t g, const float *ys, float *dx)
 {
     memset(dx, 0, (size_t)(images * c->x_floats) * sizeof(float));
@@ -7808,7 +7810,7 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t sum, int thread)
     }
 }
 
-/* by_channels: computes dz and partial sum number `sum` of db of a range of images (one task), and copies the images. */
+/* by_channels: computes dz and partial sum number `sum` of db of a range of images, which it copies (one task). */
 HPMLI_FN void hpmli_conv_copy_task(void *arg, int64_t sum, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
