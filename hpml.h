@@ -10472,7 +10472,7 @@ HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc 
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
     if (out) memset(out, 0, sizeof *out);
     if (!t) return hpml_ctx_status(ctx);
-    *out = t->graph->memory;
+    hpml_graph_memory(t->graph, out);
     hpmli_graph_release_nodes(t->graph);
     return HPML_OK;
 }
@@ -13732,8 +13732,8 @@ typedef struct hpmli_safe_content { /* what is to be written to a safetensors fi
     const hpml_meta       *meta; /* (meta_count) pairs of key and value */
     int                    count, meta_count;
     uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
-    /* NULL: t has data. Else returns the f32 numbers of tensor i, which it reads to `host` if they are not in the host's
-       memory; an error is on the context. */
+    /* NULL: t has data. Else returns the f32 numbers of tensor i, which it reads to `host` if they are not in memory
+       of the host; an error is on the context. */
     const float *(*read)(void *user, int i, float *host);
     void                  *user;
 } hpmli_safe_content;
@@ -13818,8 +13818,8 @@ HPMLI_FN bool hpmli_half_check(hpml_ctx *ctx, const char *path, const hpml_safet
     if (t->dtype == HPML_DTYPE_F32 || ctx->k->vamax(x + at, n) < end) return true;
     for (const int64_t last = at + n; at < last; at++)
         if (fabsf(x[at]) >= end && fabsf(x[at]) <= FLT_MAX)
-            return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, more than %s holds; save "
-                               "as f32%s", path, (long long)at, t->name, (double)x[at], hpml_dtype_name(t->dtype),
+            return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, more than %s holds; "
+                               "save as f32%s", path, (long long)at, t->name, (double)x[at], hpml_dtype_name(t->dtype),
                                t->dtype == HPML_DTYPE_F16 ? " or bf16" : "");
     return true;
 }
@@ -17183,7 +17183,8 @@ static const hpmli_kernels HV(kernels) = {
     HV(from_f32), HV(gemm_part), HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode),
     HV(onebit_decode_add), HV(bf16_encode), HV(bf16_decode_add), HV(twobit_encode), HV(twobit_decode),
     HV(twobit_decode_add), HV(conv_pack), HV(conv_pack_for_dx), HV(conv_to_nhwc), HV(conv_copy), HV(conv_from_nhwc),
-    HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad), HV(conv_unpack), HV(max_pool_row), HV(max_pool_row_back), HV(crc32c),
+    HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad), HV(conv_unpack), HV(max_pool_row),
+    HV(max_pool_row_back), HV(crc32c),
 };
 #undef HPMLI_ISA
 #endif /* HPMLI_ISA */
