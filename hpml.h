@@ -11900,8 +11900,8 @@ int     fsync(int fd);
 int     ftruncate(int fd, off_t size);
 ssize_t readlink(const char *path, char *target, size_t size);
 #endif
-#if defined(__linux__) && !defined(SYNC_FILE_RANGE_WRITE) /* shown only with _GNU_SOURCE */
-#define SYNC_FILE_RANGE_WRITE 2
+#define HPMLI_RANGE_WRITE 2 /* SYNC_FILE_RANGE_WRITE of Linux, which is shown only with _GNU_SOURCE */
+#if defined(__linux__) && !defined(SYNC_FILE_RANGE_WRITE)
 int     sync_file_range(int fd, int64_t offset, int64_t size, unsigned flags);
 #endif
 #if defined(O_NOFOLLOW)
@@ -12167,7 +12167,7 @@ HPMLI_FN void hpmli_write_data(hpmli_writer *w, const void *data, size_t size)
         hpmli_write(w, bytes, n);
 #ifdef __linux__
         if (w->size - w->begun >= piece && !w->direct) {
-            sync_file_range(w->fd, (int64_t)w->begun, 0, SYNC_FILE_RANGE_WRITE); /* 0: to the end of the file */
+            sync_file_range(w->fd, (int64_t)w->begun, 0, HPMLI_RANGE_WRITE); /* 0: to the end of the file */
             w->begun = w->size;
         }
 #endif
@@ -13824,8 +13824,7 @@ HPMLI_FN bool hpmli_half_check(hpml_ctx *ctx, const char *path, const hpml_safet
     return true;
 }
 
-/* Appends the data of tensor i, in pieces that stay in the cache: each is converted in `host`, added to the checksum
-   and written. */
+/* Appends the data of tensor i in pieces that stay in the cache, converted in `host` and added to the checksum. */
 HPMLI_FN void hpmli_safe_data(hpmli_writer *w, const hpmli_safe_content *c, int i, float *host)
 {
     const hpml_safetensor *t = &c->t[i];
