@@ -2804,8 +2804,9 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int coun
 
 HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, NULL, 0); }
 
-/* Makes `owner` (NULL: none) the communicator that receives in the inbox of rank `rank` in `group`. Locks the world's
-   mutex, because other threads read the owners to find out who waits for whom. */
+/* Opens the inbox of rank `rank` in `group`, the inboxes of all ranks of one communicator, for `owner`, the
+   communicator as this rank sees it; NULL closes the inbox. Locks the world's mutex, because other threads read the
+   owners of inboxes to find out who waits for whom, for example when they report a deadlock. */
 HPMLC_FN void hpmlc_group_enter(hpmlc_group *group, int rank, hpml_comm *owner)
 {
     pthread_mutex_lock(&group->world->mutex);
@@ -6413,7 +6414,8 @@ HPMLC_FN const char *hpmlc_message_from(const hpml_exchange *x, int r, int me)
     return r == me ? x->sent + x->sent_at[r] : x->received + x->received_at[r];
 }
 
-/* Sets *bad, if it is 0, to the header of a message: a tensor and a rank with a NaN that its sender had; 0: none. */
+/* Sets *bad, if it is 0, to the header of a message: which tensor on which rank has a NaN or infinity, 0 for none. A
+   header of packed rows is about its sender's gradients, a header of sums about those of all ranks and the sums. */
 HPMLC_FN void hpmlc_merge_bad(int64_t *bad, const char *message)
 {
     int64_t other;
@@ -9091,7 +9093,8 @@ HPMLC_FN void hpmlc_shard_close(hpml_distributed *d)
     if (d->own) hpmlc_shard_empty(d);
 }
 
-/* Gets the other ranks' parts of an array of parameter `param`: the trainer's hook `join`. */
+/* The trainer's hook `join`: on entry `whole`, an array of parameter `param` (its values, gradients or a state of the
+   optimizer), has only the floats that this rank keeps; each rank broadcasts its own, so that all have them all. */
 HPMLC_FN hpml_status hpmlc_shard_join(void *user, hpml_trainer *t HPMLC_UNUSED, int param, int which HPMLC_UNUSED,
                                       float *whole)
 {
