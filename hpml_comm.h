@@ -7014,12 +7014,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "them; take another optimizer or shard 0") \
     RULE(p->shard > 0 && f->device, "shard cuts arrays in host memory, and this trainer's are on a device; take " \
          "shard 0, or the CPU backend") \
-    RULE(p->shard > 1 && f->accumulate > 1, "shard 2 and 3 keep no whole gradient to which the trainer's accumulate " \
-         "could add another; take shard=1 or set accumulate to 1") \
-    RULE(p->shard > 1 && p->no_overlap, "shard 2 and 3 exchange a gradient to free its memory, and no_overlap keeps " \
-         "all to the end; leave no_overlap out, or take shard=1") \
-    RULE(p->shard > 1 && p->pipe > 1, "shard 2 and 3 keep no whole gradient to which pipe's micro-batches could add " \
-         "theirs; take shard=1, or tensor in place of pipe") \
+    RULE(p->shard > 1 && p->pipe > 1, "shard 2 and 3 exchange gradients in each micro-batch, and of pipe's " \
+         "micro-batches ranks may have different numbers; take shard=1, or tensor in place of pipe") \
     RULE(p->recompute && p->memory > 0, "memory chooses what is computed again, and recompute computes all of it " \
          "again; leave one of them out") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
@@ -7615,6 +7611,7 @@ typedef struct hpmlc_bucket {
     hpmlc_task     task;         /* the bucket's exchange in this step */
     hpml_comm     *c;            /* ranks over which these gradients are added up, see hpmlc_ranks_of */
     int            count, ready; /* number of tensors; how many gradients are final in this step */
+    bool           adds;         /* shard 2, 3: this rank's block has the sum of earlier micro-batches of the step */
     int64_t        at, floats;   /* the bucket's range of the trainer's array of gradients */
 } hpmlc_bucket;
 
@@ -8185,7 +8182,10 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
         d->stats.samples  = 0;
         d->stats.loss     = 0;
         d->buckets.posted = 0;
-        for (int i = 0; i < d->buckets.count; i++) d->buckets.item[i].ready = 0;
+        for (int i = 0; i < d->buckets.count; i++) {
+            d->buckets.item[i].ready = 0;
+            d->buckets.item[i].adds  = false;
+        }
     }
     *loss = 0;
     if (samples == 0 && d->plan.expert > 1)
@@ -8194,7 +8194,8 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
                           "an epoch if it is smaller", (long long)d->all->step,
                           hpmlc_plan_workers(&d->plan, d->all->size));
     double      sums   = hpmlc_axes_seconds(d);
-    hpml_status status = hpml_trainer_forward_backward(d->t, 0, samples, scale, d->micro > 0, loss);
+    bool        adds   = d->micro > 0 && d->plan.shard < 2;
+    hpml_status status = hpml_trainer_forward_backward(d->t, 0, samples, scale, adds, loss);
     d->stats.samples += (double)samples;
     d->stats.loss += (double)*loss * (double)samples;
     if (d->trial.on) *loss = 0; /* because the trainer would stop at a NaN */
@@ -8681,6 +8682,12 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
                They are gathered for the forward pass, the next bucket while the ops of one run, and again for the
                backward pass, except those that are still in their slots: 3 P (N - 1) elements less those
 
+   Of the m micro-batches of a trainer's .accumulate each has, with shard 2 and 3, its own reduce-scatters, which add to
+   the block, because no rank has memory for the sum of whole gradients; with 3 its own gathers, too. Elements sent are
+   2 P (N - 1), (m + 1) P (N - 1), and m times those of one batch. Sums over ranks come before those over micro-batches,
+   so the last bits are not those of shard 0 and 1. With .no_overlap shard 2 and 3 make each exchange at once, within
+   the pass, which waits for it.
+
    A slot has the size of the largest bucket. There are as many for values as buckets that one op reads and one more,
    and for gradients as buckets that are incomplete at a time and one more, which is under way. The blocks are cut and
    the slots are counted before the trainer takes its memory. All ranks choose slots alike, as they run the same ops. */
@@ -8693,8 +8700,9 @@ typedef struct hpmlc_shard_job { /* reduce-scatter or allgather of a bucket */
 
 typedef struct hpmlc_slot { /* memory for a whole bucket */
     int              bucket;  /* -1: none */
-    bool             pinned;  /* the op that runs now reads the bucket */
-    int64_t          used;    /* when an op needed the bucket last */
+    bool             pinned;  /* of values: the op that runs now reads the bucket */
+    bool             posted;  /* of gradients: the bucket's reduce-scatter was started */
+    int64_t          used;    /* when an op needed the bucket last, or when the reduce-scatter was started */
     hpmlc_task       task;    /* the allgather of values */
     hpmlc_shard_job  job;
 } hpmlc_slot;
@@ -8715,6 +8723,8 @@ typedef struct hpmlc_sharding {
     int             *order;   /* (orders) buckets in the order in which the forward pass needs them first */
     int             *turn;    /* (buckets.count) place of each bucket in `order`; -1: no op reads it */
     int              orders;
+    const hpml_node *first_node;  /* a pass forward begins when this op needs ... */
+    int              first_param; /* ... this parameter, of those that it reads the first */
 } hpmlc_sharding;
 
 HPMLC_FN bool hpmlc_shard_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p) { return p->shard > 0; }
@@ -8755,6 +8765,10 @@ HPMLC_FN int hpmlc_shard_order(hpml_distributed *d)
             for (int j = 0; j < k; j++) again = again || hpmlc_bucket_read(d, n, j) == b;
             reads += !again;
             if (b < 0 || s->turn[b] >= 0) continue;
+            if (s->orders == 0) {
+                s->first_node  = n;
+                s->first_param = n->src[k]->param->index;
+            }
             s->turn[b] = s->orders;
             s->order[s->orders++] = b;
         }
@@ -8829,6 +8843,7 @@ HPMLC_FN bool hpmlc_shard_keep(hpml_distributed *d)
         return hpmlc_fail(d->all, HPML_ERR_STATE, "distribute: with shard the plan must be known before the model is "
                           "recorded; give it to hpml_launch, HPML_PLAN or hpml_comm_set_plan"), false;
     hpmlc_background_choose(d);
+    if (d->plan.shard > 1 && d->plan.no_overlap) d->background = false;
     int64_t bytes = d->background || d->plan.shard > 1 ? (int64_t)1 << 18 : INT64_MAX;
     if (!hpmlc_buckets_create(d, NULL, bytes, NULL) || !hpmlc_shard_prepare(d)) return false;
     for (int i = 0; i < d->layout.params; i++) {
@@ -8869,9 +8884,17 @@ HPMLC_FN void hpmlc_shard_waited(hpml_distributed *d, double start)
 HPMLC_FN hpml_status hpmlc_shard_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    hpmlc_slot     *slots  = s->gradients.item;
+    const int       number = (int)(b - d->buckets.item);
     const double    start  = hpml_comm_now(d->c);
-    hpml_status     status = hpmlc_task_start(d, &b->task, b->c, hpmlc_shard_scatter, &s->job[b - d->buckets.item]);
-    if (!d->plan.no_overlap && !d->background) hpmlc_shard_waited(d, start); /* within the backward pass */
+    hpml_status     status = hpmlc_task_start(d, &b->task, b->c, hpmlc_shard_scatter, &s->job[number]);
+    const bool      within = d->plan.shard > 1 || !d->plan.no_overlap; /* the backward pass */
+    if (within && !d->background) hpmlc_shard_waited(d, start);
+    for (int i = 0; i < s->gradients.count; i++) {
+        if (slots[i].bucket != number) continue;
+        slots[i].posted = true;
+        slots[i].used   = ++s->clock;
+    }
     return status;
 }
 
@@ -8907,7 +8930,8 @@ HPMLC_FN void hpmlc_slot_point(hpml_distributed *d, int b, hpml_array which, flo
     }
 }
 
-/* Copies this rank's part of the values of bucket b to `data`, a slot, or its part of the gradients from there. */
+/* Copies this rank's part of the values of bucket b to `data`, a slot; or copies its part of the gradients from there,
+   and adds it to that of earlier micro-batches. */
 HPMLC_FN void hpmlc_slot_copy(hpml_distributed *d, int b, hpml_array which, float *data)
 {
     for (int i = 0; i < d->layout.params; i++) {
@@ -8915,8 +8939,10 @@ HPMLC_FN void hpmlc_slot_copy(hpml_distributed *d, int b, hpml_array which, floa
         if (d->layout.bucket_of[i] != b || q->keep_count == 0) continue;
         float *part = hpml_trainer_part(d->t, i, which);
         float *slot = data + hpml_trainer_place(d->t, i) - d->buckets.item[b].at + q->keep_first;
-        if (which == HPML_ARRAY_VALUES) memcpy(slot, part, sizeof(float) * (size_t)q->keep_count);
-        else memcpy(part, slot, sizeof(float) * (size_t)q->keep_count);
+        const size_t bytes = sizeof(float) * (size_t)q->keep_count;
+        if (which == HPML_ARRAY_VALUES) memcpy(slot, part, bytes);
+        else if (!d->buckets.item[b].adds) memcpy(part, slot, bytes);
+        else for (int64_t k = 0; k < q->keep_count; k++) part[k] += slot[k];
     }
 }
 
@@ -8964,7 +8990,8 @@ HPMLC_FN hpml_status hpmlc_shard_forget(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_shard_values(hpml_distributed *d, int b, const hpml_moment *at)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
-    const bool      begins = s->node && at->pass != HPML_PASS_BACKWARD && at->node->index < s->node->index;
+    const bool      first  = at->node == s->first_node && at->param == s->first_param;
+    const bool      begins = first && at->pass != HPML_PASS_BACKWARD;
     hpml_status     status = begins ? hpmlc_shard_forget(d) : HPML_OK; /* values may have been loaded since */
     for (hpmlc_slot *v = s->values.item; s->node != at->node && v < s->values.item + s->values.count; v++) {
         v->pinned = false;
@@ -8995,7 +9022,10 @@ HPMLC_FN hpml_status hpmlc_shard_collect(hpml_distributed *d, hpmlc_slot *slot)
     hpml_status     status = hpmlc_task_wait(&d->buckets.item[b].task);
     if (status == HPML_OK) hpmlc_slot_copy(d, b, HPML_ARRAY_GRADIENTS, s->job[b].data);
     hpmlc_slot_point(d, b, HPML_ARRAY_GRADIENTS, NULL);
+    d->buckets.item[b].adds = true;
     slot->bucket = -1;
+    slot->posted = false;
+    slot->used   = 0;
     return status;
 }
 
@@ -9006,9 +9036,12 @@ HPMLC_FN hpml_status hpmlc_shard_gradients(hpml_distributed *d, int b, const hpm
     hpmlc_slot     *slot   = NULL, *end = s->gradients.item + s->gradients.count;
     hpml_status     status = HPML_OK;
     for (hpmlc_slot *at = s->gradients.item; at < end; at++) {
-        if (at->bucket == b) return HPML_OK;
-        if (at->bucket >= d->buckets.posted) continue; /* incomplete */
-        if (!slot || at->bucket < slot->bucket) slot = at; /* a free one, or the bucket that is under way longest */
+        if (at->bucket == b && !at->posted) return HPML_OK;
+        if (at->bucket >= 0 && !at->posted) continue; /* incomplete */
+        if (!slot || at->used < slot->used) slot = at; /* a free one, or the bucket that is under way longest */
+        if (at->bucket != b) continue;
+        slot = at; /* has the gradients of the micro-batch before */
+        break;
     }
     if (!slot) return hpmlc_fail(d->c, HPML_ERR_STATE, "shard: no slot for the gradients of \"%s\"", node->out->name);
     if (slot->bucket >= 0) status = hpmlc_shard_collect(d, slot);
@@ -9031,6 +9064,17 @@ HPMLC_FN hpml_status hpmlc_shard_need(void *user, hpml_trainer *t HPMLC_UNUSED, 
     if (status == HPML_OK && at->pass == HPML_PASS_BACKWARD) status = hpmlc_shard_gradients(d, b, at->node);
     if (at->pass != HPML_PASS_EVALUATE) hpmlc_shard_waited(d, start);
     return status;
+}
+
+/* The trainer's hook `release` with shard 2 and 3: the last op of a backward pass that reads a parameter has made the
+   gradient of this micro-batch final; the hook `grad` is called in the last micro-batch only. */
+HPMLC_FN hpml_status hpmlc_shard_release(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    if (at->pass != HPML_PASS_BACKWARD || at->param >= d->layout.params) return HPML_OK;
+    for (int i = 0; d->buckets.posted == d->buckets.count && i < d->buckets.count; i++) d->buckets.item[i].ready = 0;
+    if (d->buckets.posted == d->buckets.count) d->buckets.posted = 0; /* all were of the micro-batch before */
+    return hpmlc_buckets_count(d, at->param) ? hpmlc_buckets_post(d) : HPML_OK;
 }
 
 /* Waits for the transfers of all slots and frees the slots, because the step makes gathered values out of date. */
@@ -11993,7 +12037,11 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.need   = d->need;
     hooks.norms  = hpmlc_plan_cuts(&settings) ? hpmlc_dist_norms : NULL;
     hooks.join   = settings.shard > 0 ? hpmlc_shard_join : NULL;
-    if (settings.shard > 1) hooks.need = hpmlc_shard_need;
+    if (settings.shard > 1) {
+        hooks.grad    = NULL;
+        hooks.need    = hpmlc_shard_need;
+        hooks.release = hpmlc_shard_release;
+    }
     hpml_trainer_attach(t, &hooks);
     if (d->pipeline && !hpmlc_pipeline_attach(d->pipeline)) return NULL;
     hpmlc_shard_set(d);
@@ -12525,7 +12573,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpmlc_tasks_wait(d); /* gradients in flight are not applied */
     d->micro = 0;
-    if (d->plan.shard > 2) hpmlc_shard_forget(d);
+    if (d->plan.shard > 1) hpmlc_shard_empty(d);
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
     if (!f) return hpmlc_failure(d->c);

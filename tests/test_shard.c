@@ -90,6 +90,7 @@ typedef struct job {
     int               ranks, steps;
     int               width;         /* of the layers; 0: NARROW */
     bool              slow;          /* the network is, so that exchanges run in the background */
+    bool              by_hand;       /* each micro-batch is added up over ranks by hooks of this test, not by a plan */
     float            *weights;       /* (weight_count) of rank 0; the caller frees them */
     int64_t           weight_count;  /* all floats of the parameters */
     int64_t           padded;        /* all floats with padding */
@@ -130,6 +131,31 @@ static int64_t padded(hpml_ctx *ctx)
     return HPML_GRADIENT_ALIGN * floats;
 }
 
+/* Steps in which the gradient of each micro-batch is added up over ranks by a ring, before it is added to the sum. */
+typedef struct by_hand { hpml_comm *c; float *sum; } by_hand;
+
+static hpml_status by_hand_run(void *user, hpml_trainer *t, const hpml_moment *at, int64_t samples, float *loss)
+{
+    by_hand    *own = (by_hand *)user;
+    int64_t     floats;
+    hpml_status status = hpml_trainer_forward_backward(t, 0, samples, 1.0f / (float)at->batches, false, loss);
+    float      *g = hpml_trainer_array(t, HPML_ARRAY_GRADIENTS, &floats);
+    hpml_allreduce(own->c, g, floats, &(hpml_allreduce_desc){ .algorithm = HPML_RING, .reduce = HPML_MEAN });
+    if (!own->sum) own->sum = (float *)calloc((size_t)floats, sizeof(float));
+    for (int64_t i = 0; i < floats; i++) own->sum[i] = at->batch == 0 ? g[i] : own->sum[i] + g[i];
+    return status;
+}
+
+static hpml_status by_hand_update(void *user, hpml_trainer *t, const hpml_moment *at)
+{
+    int64_t floats;
+    float  *g = hpml_trainer_array(t, HPML_ARRAY_GRADIENTS, &floats);
+    memcpy(g, ((by_hand *)user)->sum, sizeof(float) * (size_t)floats);
+    return at->batch < 0 ? HPML_ERR_STATE : hpml_trainer_update_inner(t);
+}
+
+static void by_hand_free(void *user) { free(((by_hand *)user)->sum); }
+
 static hpml_status run(hpml_comm *c, void *user)
 {
     job      *j   = (job *)user;
@@ -142,8 +168,11 @@ static hpml_status run(hpml_comm *c, void *user)
     hpml_ctx_defer(ctx, true);
     hpml_trainer *t = model(ctx, &j->settings, j->width ? j->width : NARROW, NULL);
     const size_t  without = hpml_ctx_bytes(ctx);
-    hpml_distributed *d = hpml_distribute(t, c, NULL);
-    if (!d) return hpml_ctx_status(ctx);
+    by_hand           own = { c, NULL };
+    const hpml_hooks  hooks = { .user = &own, .run = by_hand_run, .update = by_hand_update, .free = by_hand_free };
+    hpml_distributed *d = j->by_hand ? NULL : hpml_distribute(t, c, NULL);
+    if (j->by_hand) hpml_trainer_attach(t, &hooks);
+    if (hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
     hpml_graph_memory(hpml_trainer_graph(t), &j->memory[rank]);
     j->held[rank] = (int64_t)(hpml_ctx_bytes(ctx) - without);
     hpml_comm_counters(c, &before);
@@ -159,12 +188,13 @@ static hpml_status run(hpml_comm *c, void *user)
     sent[1] = before.bytes - after.bytes;
     hpml_allreduce(c, sent, 2, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_I64 });
     float *weights = wholes(t);
+    hpml_trainer_detach(t, &own);
     if (rank > 0) {
         free(weights);
         return hpml_ctx_status(ctx);
     }
-    hpml_distribute_report report;
-    hpml_distribute_get(d, &report, false);
+    hpml_distribute_report report = { 0 };
+    if (d) hpml_distribute_get(d, &report, false);
     j->weight_count = hpml_param_total(ctx);
     j->padded = padded(ctx);
     j->bytes = sent[0];
@@ -235,6 +265,76 @@ TEST(shards_in_the_background_train_to_the_same_bits)
     free(all.weights);
 }
 
+/* The largest difference of two runs' weights, relative to the largest weight. */
+static double weights_differ(const job *a, const job *b)
+{
+    double most = 0, largest = 0;
+    for (int64_t i = 0; i < a->weight_count; i++) {
+        most    = fmax(most, fabs((double)a->weights[i] - (double)b->weights[i]));
+        largest = fmax(largest, fabs((double)a->weights[i]));
+    }
+    return most / largest;
+}
+
+/* Floats that values_are_gathered_twice_but_for_those_at_hand does not gather again: of the last three tensors. */
+static int64_t reused(void)
+{
+    const int64_t shift = (NARROW + 2 + 15) / 16 * 16, weight = ((NARROW + 2) * CLASSES + 15) / 16 * 16, bias = 16;
+    return shift + weight + bias;
+}
+
+/* With .accumulate the gradients of each of m micro-batches are exchanged, with shard 3 also its values gathered. So the
+   sum over ranks comes before that over micro-batches: the bits are those of ranks that do so with whole arrays. */
+TEST(micro_batches_are_added_up_over_ranks_one_by_one)
+{
+    enum { MICRO = 3, UPDATES = 4 };
+    for (int o = 0; o < OPTIMIZERS; o += 2)
+        for (int slow = 0; slow < 2; slow++) {
+            job by = { .settings = optimizers[o], .ranks = 3, .steps = MICRO * UPDATES, .by_hand = true, .plan = "" };
+            by.settings.accumulate = MICRO;
+            job whole = by, j = by;
+            whole.by_hand = j.by_hand = false;
+            whole.plan = "algorithm=ring";
+            ENSURE(launch(&by) == HPML_OK && launch(&whole) == HPML_OK);
+            j.slow = slow > 0;
+            for (int shard = 1; shard <= SHARDS; shard++)
+                for (int size = 0; size < 2; size++) {
+                    char plan[80];
+                    snprintf(plan, sizeof plan, "bucket_bytes=%d,shard=%d", size ? 1 : 1 << 20, shard);
+                    j.plan = plan;
+                    ENSURE(launch(&j) == HPML_OK);
+                    const job *like = shard > 1 ? &by : &whole;
+                    ENSURE(size || memcmp(j.weights, like->weights, sizeof(float) * (size_t)j.weight_count) == 0);
+                    ENSURE_NEAR(weights_differ(&j, &whole), 0, o == 0 ? 1e-6 : 1e-4);
+                    const int64_t moved[] = { 2 * j.padded, (MICRO + 1) * j.padded, MICRO * (3 * j.padded - reused()) };
+                    if (size) ENSURE(j.bytes == UPDATES * (moved[shard - 1] * 2 * 4 + j.small));
+                    free(j.weights);
+                }
+            free(by.weights);
+            free(whole.weights);
+        }
+}
+
+/* With shard 2 and 3 no_overlap makes each exchange at once: the same bits, nothing in the background. */
+TEST(shards_without_overlap_train_to_the_same_bits)
+{
+    for (int shard = 1; shard <= SHARDS; shard++)
+        for (int micro = 1; micro < 3; micro++) {
+            char plan[80];
+            job  during = { .settings = optimizers[3], .ranks = 3, .steps = 4, .slow = true, .plan = plan }, after;
+            during.settings.accumulate = micro;
+            after = during;
+            snprintf(plan, sizeof plan, "bucket_bytes=2000,shard=%d", shard);
+            ENSURE(launch(&during) == HPML_OK);
+            snprintf(plan, sizeof plan, "bucket_bytes=2000,no_overlap=1,shard=%d", shard);
+            ENSURE(launch(&after) == HPML_OK);
+            ENSURE(during.bytes == after.bytes && during.loss == after.loss);
+            ENSURE(memcmp(during.weights, after.weights, sizeof(float) * (size_t)after.weight_count) == 0);
+            free(during.weights);
+            free(after.weights);
+        }
+}
+
 /* With each tensor in a bucket of its own the slots of shard 3 hold three tensors, as an op reads two at most: the
    last three of the forward pass are not gathered again for the backward pass. */
 TEST(values_are_gathered_twice_but_for_those_at_hand)
@@ -243,8 +343,7 @@ TEST(values_are_gathered_twice_but_for_those_at_hand)
         job j = { .settings = optimizers[3], .ranks = ranks, .steps = 5, .plan = "shard=3,bucket_bytes=1",
                   .slow = ranks == 3 };
         ENSURE(launch(&j) == HPML_OK);
-        const int64_t shift = (NARROW + 2 + 15) / 16 * 16, weight = ((NARROW + 2) * CLASSES + 15) / 16 * 16, bias = 16;
-        ENSURE(j.bytes == j.steps * ((3 * j.padded - shift - weight - bias) * (ranks - 1) * 4 + j.small));
+        ENSURE(j.bytes == j.steps * ((3 * j.padded - reused()) * (ranks - 1) * 4 + j.small));
         free(j.weights);
     }
 }
@@ -276,17 +375,6 @@ TEST(a_rank_holds_its_share)
         }
         free(all.weights);
     }
-}
-
-/* The largest difference of two runs' weights, relative to the largest weight. */
-static double weights_differ(const job *a, const job *b)
-{
-    double most = 0, largest = 0;
-    for (int64_t i = 0; i < a->weight_count; i++) {
-        most    = fmax(most, fabs((double)a->weights[i] - (double)b->weights[i]));
-        largest = fmax(largest, fabs((double)a->weights[i]));
-    }
-    return most / largest;
 }
 
 TEST(norms_of_whole_tensors_are_summed_over_shards)
