@@ -1227,9 +1227,10 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 
 /* What a trainer is doing when it calls a hook: the kind of pass, the micro-batch, the step. */
 typedef enum hpml_pass_kind { HPML_PASS_TRAIN = 0, HPML_PASS_FORWARD, HPML_PASS_BACKWARD, HPML_PASS_EVALUATE,
-                              HPML_PASS_UPDATE } hpml_pass_kind;
+                              HPML_PASS_UPDATE, HPML_PASS_AGAIN } hpml_pass_kind;
 typedef struct hpml_moment {
-    hpml_pass_kind   pass;    /* run: TRAIN; update: UPDATE; others: FORWARD, BACKWARD, or EVALUATE without training */
+    hpml_pass_kind   pass;    /* run: TRAIN; update: UPDATE; others: FORWARD, BACKWARD, EVALUATE without training, or
+                                 AGAIN for an op that runs forward again within the backward pass (hpml_recompute) */
     int32_t          batch, batches; /* index of the micro-batch in its update, from 0; micro-batches of an update */
     int64_t          step;    /* updates before this one; as batch, that of the last training step in EVALUATE */
     int              param;   /* index in the context of the parameter; -1: none (run, update) */
@@ -1284,6 +1285,9 @@ typedef struct hpml_hooks {
     hpml_status (*join)(void *user, hpml_trainer *t, int param, int which, float *whole); /* which: an hpml_array */
 } hpml_hooks;
 #define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
+/* For hooks `need` that fetch parameters ahead of time: returns the op that runs after at->node in the same pass or, if
+   called with the same *place again, the op after the one returned before; NULL: no op follows. *place is 0 at first. */
+HPML_API const hpml_node *hpml_graph_ahead(const hpml_graph *g, const hpml_moment *at, int *place);
 HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hooks); /* copies *hooks */
 /* Returns the sets of hooks that are attached, the innermost first; *count: how many. */
 HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count);
@@ -5581,20 +5585,38 @@ HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpm
     return status;
 }
 
+/* True if entry e of a list runs an op of graph g, forward, again or backward, so that it reads parameters. */
+HPMLI_FN bool hpmli_entry_runs(const hpml_graph *g, const hpmli_entry *e)
+{
+    const hpml_tensor *out = g->nodes[e->node]->out;
+    if (e->move == HPMLI_BACKWARD) return out->needs_grad && out->raw_grad;
+    return e->move == HPMLI_FORWARD || e->move == HPMLI_AGAIN;
+}
+
 /* True if no entry after place `at` in the list of part p, within the same pass (forward or backward), reads the
    parameter w. */
 HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_list *p, int at, const hpml_tensor *w)
 {
     int end = at < p->turn ? p->turn : p->entry_count;
-    for (int k = at + 1; k < end; k++) {
-        const hpml_node *n    = g->nodes[p->entries[k].node];
-        bool             runs = p->entries[k].move != HPMLI_BACKWARD || (n->out->needs_grad && n->out->raw_grad);
-        if (runs && hpmli_reads(n, w)) return false;
-    }
+    for (int k = at + 1; k < end; k++)
+        if (hpmli_entry_runs(g, &p->entries[k]) && hpmli_reads(g->nodes[p->entries[k].node], w)) return false;
     return true;
 }
 
 HPMLI_FN const hpmli_list *hpmli_part_now(const hpml_graph *g) { return &g->parts[g->slots[g->slot].part]; }
+
+HPML_API const hpml_node *hpml_graph_ahead(const hpml_graph *g, const hpml_moment *at, int *place)
+{
+    const hpmli_list *p    = hpmli_part_now(g);
+    hpmli_move        move = HPMLI_FORWARD;
+    if (at->pass == HPML_PASS_BACKWARD) move = HPMLI_BACKWARD;
+    if (at->pass == HPML_PASS_AGAIN) move = HPMLI_AGAIN;
+    const int now = at->node->state->at[move], end = now < p->turn ? p->turn : p->entry_count;
+    *place = (int)hpmli_max(*place, now);
+    while (++*place < end)
+        if (hpmli_entry_runs(g, &p->entries[*place])) return g->nodes[p->entries[*place].node];
+    return NULL;
+}
 
 /* Calls the hook `need` for each parameter that node n reads, or `release` for each of them that no later node of the
    same pass reads. */
@@ -5764,7 +5786,11 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
         case HPMLI_FORWARD:
             if (!g->no_targets || g->nodes[e->node]->out != g->loss) status = hpmli_run_node(g, run, e->node, e->move);
             break;
-        case HPMLI_AGAIN: status = hpmli_run_node(g, &again, e->node, e->move); break;
+        case HPMLI_AGAIN:
+            g->at.pass = HPML_PASS_AGAIN;
+            status     = hpmli_run_node(g, &again, e->node, e->move);
+            g->at.pass = HPML_PASS_BACKWARD;
+            break;
         case HPMLI_BACKWARD: status = hpmli_run_back(g, run, e->node, pass->accumulate != 0); break;
         case HPMLI_OUT: status = hpmli_node_swap(g, g->nodes[e->node], false); break;
         case HPMLI_IN: status = hpmli_node_swap(g, g->nodes[e->node], true); break;

@@ -8700,7 +8700,6 @@ typedef struct hpmlc_shard_job { /* reduce-scatter or allgather of a bucket */
 
 typedef struct hpmlc_slot { /* memory for a whole bucket */
     int              bucket;  /* -1: none */
-    bool             pinned;  /* of values: the op that runs now reads the bucket */
     bool             posted;  /* of gradients: the bucket's reduce-scatter was started */
     int64_t          used;    /* when an op needed the bucket last, or when the reduce-scatter was started */
     hpmlc_task       task;    /* the allgather of values */
@@ -8719,10 +8718,7 @@ typedef struct hpmlc_sharding {
     float           *all;     /* shard 1, 2: the trainer's array of values */
     int64_t          largest; /* floats of the largest bucket */
     int64_t          clock;   /* counts the needs of ops */
-    const hpml_node *node;    /* the op whose buckets are pinned */
-    int             *order;   /* (orders) buckets in the order in which the forward pass needs them first */
-    int             *turn;    /* (buckets.count) place of each bucket in `order`; -1: no op reads it */
-    int              orders;
+    const hpml_node *node;    /* the op that runs now, whose buckets stay in their slots; NULL: none */
     const hpml_node *first_node;  /* a pass forward begins when this op needs ... */
     int              first_param; /* ... this parameter, of those that it reads the first */
 } hpmlc_sharding;
@@ -8749,13 +8745,12 @@ HPMLC_FN int hpmlc_bucket_read(const hpml_distributed *d, const hpml_node *n, in
     return p && p->param && p->param->index < d->layout.params ? d->layout.bucket_of[p->param->index] : -1;
 }
 
-/* Stores the order in which the forward pass first needs the buckets; returns the most buckets that one op reads. */
-HPMLC_FN int hpmlc_shard_order(hpml_distributed *d)
+/* Returns the most buckets that one op reads; stores which op, for which parameter, needs a bucket first. */
+HPMLC_FN int hpmlc_shard_reads(hpml_distributed *d)
 {
     hpmlc_sharding   *s    = hpmlc_sharding_of(d);
     const hpml_graph *g    = hpml_trainer_graph(d->t);
     int               most = 1;
-    for (int i = 0; i < d->buckets.count; i++) s->turn[i] = -1;
     for (int i = 0; i < hpml_graph_op_count(g); i++) {
         const hpml_node *n     = hpml_graph_op(g, i);
         int              reads = 0;
@@ -8764,13 +8759,9 @@ HPMLC_FN int hpmlc_shard_order(hpml_distributed *d)
             bool      again = b < 0;
             for (int j = 0; j < k; j++) again = again || hpmlc_bucket_read(d, n, j) == b;
             reads += !again;
-            if (b < 0 || s->turn[b] >= 0) continue;
-            if (s->orders == 0) {
-                s->first_node  = n;
-                s->first_param = n->src[k]->param->index;
-            }
-            s->turn[b] = s->orders;
-            s->order[s->orders++] = b;
+            if (b < 0 || s->first_node) continue;
+            s->first_node  = n;
+            s->first_param = n->src[k]->param->index;
         }
         if (reads > most) most = reads;
     }
@@ -8821,14 +8812,13 @@ HPMLC_FN bool hpmlc_shard_prepare(hpml_distributed *d)
     hpmlc_sharding *s       = (hpmlc_sharding *)hpmlc_dist_alloc(d, sizeof *s);
     d->own = s;
     if (!s) return false;
-    s->job   = (hpmlc_shard_job *)hpmlc_dist_alloc(d, sizeof *s->job * buckets);
-    s->order = (int *)hpmlc_dist_alloc(d, sizeof(int) * (2 * buckets + (size_t)d->layout.params));
+    s->job = (hpmlc_shard_job *)hpmlc_dist_alloc(d, sizeof *s->job * buckets);
+    int  *left = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(d->layout.params + 1));
     bool *open = (bool *)hpmlc_dist_alloc(d, sizeof(bool) * buckets);
-    if (!s->job || !s->order || !open) return false;
-    s->turn = s->order + buckets;
+    if (!s->job || !left || !open) return false;
     for (int i = 0; i < d->buckets.count; i++) s->largest = hpmlc_max(s->largest, d->buckets.item[i].floats);
-    int most  = hpmlc_shard_order(d) + 1;
-    int count = hpmlc_shard_incomplete(d, open, s->turn + buckets) + 1;
+    int most  = hpmlc_shard_reads(d) + 1;
+    int count = hpmlc_shard_incomplete(d, open, left) + 1;
     if (count > d->buckets.count) count = d->buckets.count;
     if (most > d->buckets.count) most = d->buckets.count;
     if (d->plan.shard > 1 && !hpmlc_slots_reserve(d, &s->gradients, HPML_ARRAY_GRADIENTS, count)) return false;
@@ -8946,22 +8936,31 @@ HPMLC_FN void hpmlc_slot_copy(hpml_distributed *d, int b, hpml_array which, floa
     }
 }
 
-/* Returns the slot that has the values of bucket b. If there is none, starts gathering these values in the slot used
-   longest ago, except slots that the running op reads; NULL: the running op reads all slots. */
-HPMLC_FN hpmlc_slot *hpmlc_shard_fetch(hpml_distributed *d, int b, hpml_status *status)
+/* Returns whether op n (NULL: none) reads bucket b. */
+HPMLC_FN bool hpmlc_reads_bucket(const hpml_distributed *d, const hpml_node *n, int b)
 {
-    hpmlc_slots *v    = &hpmlc_sharding_of(d)->values;
-    hpmlc_slot  *slot = NULL;
-    for (hpmlc_slot *at = v->item; at < v->item + v->count; at++) {
+    for (int k = 0; n && b >= 0 && k < n->src_count; k++)
+        if (hpmlc_bucket_read(d, n, k) == b) return true;
+    return false;
+}
+
+/* Returns the slot that has the values of bucket b, which op n reads. If there is none, starts gathering these values in
+   the slot used longest ago, except slots that n or the running op reads; NULL: these two read all slots. */
+HPMLC_FN hpmlc_slot *hpmlc_shard_fetch(hpml_distributed *d, int b, const hpml_node *n, hpml_status *status)
+{
+    hpmlc_sharding *s    = hpmlc_sharding_of(d);
+    hpmlc_slot     *slot = NULL;
+    for (hpmlc_slot *at = s->values.item; at < s->values.item + s->values.count; at++) {
         if (at->bucket == b) return at;
-        if (!at->pinned && (!slot || at->used < slot->used)) slot = at;
+        if (hpmlc_reads_bucket(d, s->node, at->bucket) || hpmlc_reads_bucket(d, n, at->bucket)) continue;
+        if (!slot || at->used < slot->used) slot = at;
     }
     if (!slot) return NULL;
     *status = hpmlc_task_wait(&slot->task);
     if (slot->bucket >= 0) hpmlc_slot_point(d, slot->bucket, HPML_ARRAY_VALUES, NULL);
     slot->bucket     = b;
-    slot->used       = hpmlc_sharding_of(d)->clock;
-    slot->job.data   = v->memory + (slot - v->item) * hpmlc_sharding_of(d)->largest;
+    slot->used       = s->clock;
+    slot->job.data   = s->values.memory + (slot - s->values.item) * s->largest;
     slot->job.floats = d->buckets.item[b].floats;
     hpmlc_slot_copy(d, b, HPML_ARRAY_VALUES, slot->job.data);
     if (*status == HPML_OK)
@@ -8979,10 +8978,27 @@ HPMLC_FN hpml_status hpmlc_shard_forget(hpml_distributed *d)
         if (status == HPML_OK) status = done;
         if (at->bucket >= 0) hpmlc_slot_point(d, at->bucket, HPML_ARRAY_VALUES, NULL);
         at->bucket = -1;
-        at->pinned = false;
         at->used   = 0;
     }
     s->node = NULL;
+    return status;
+}
+
+/* Begins to gather, in the background, the values that the pass needs next: the other buckets of the op at->node, then
+   those of the next op that reads others, as far as there are slots. */
+HPMLC_FN hpml_status hpmlc_shard_prefetch(hpml_distributed *d, const hpml_moment *at)
+{
+    const hpml_graph *g      = hpml_trainer_graph(d->t);
+    hpml_status       status = HPML_OK;
+    int               place  = 0;
+    bool              more   = d->background;
+    for (const hpml_node *n = at->node; n && more && status == HPML_OK; n = hpml_graph_ahead(g, at, &place))
+        for (int k = 0; k < n->src_count && status == HPML_OK; k++) {
+            const int b = hpmlc_bucket_read(d, n, k);
+            if (b < 0) continue;
+            if (!hpmlc_reads_bucket(d, at->node, b)) more = false;
+            hpmlc_shard_fetch(d, b, n, &status);
+        }
     return status;
 }
 
@@ -8991,25 +9007,17 @@ HPMLC_FN hpml_status hpmlc_shard_values(hpml_distributed *d, int b, const hpml_m
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
     const bool      first  = at->node == s->first_node && at->param == s->first_param;
-    const bool      begins = first && at->pass != HPML_PASS_BACKWARD;
+    const bool      begins = first && (at->pass == HPML_PASS_FORWARD || at->pass == HPML_PASS_EVALUATE);
     hpml_status     status = begins ? hpmlc_shard_forget(d) : HPML_OK; /* values may have been loaded since */
-    for (hpmlc_slot *v = s->values.item; s->node != at->node && v < s->values.item + s->values.count; v++) {
-        v->pinned = false;
-        for (int k = 0; k < at->node->src_count && v->bucket >= 0; k++)
-            if (hpmlc_bucket_read(d, at->node, k) == v->bucket) v->pinned = true;
-    }
     s->node = at->node;
     s->clock++;
-    hpmlc_slot *slot = hpmlc_shard_fetch(d, b, &status);
+    hpmlc_slot *slot = hpmlc_shard_fetch(d, b, at->node, &status);
     if (!slot) return hpmlc_fail(d->c, HPML_ERR_STATE, "shard: no slot for the values that \"%s\" reads",
                                  at->node->out->name);
-    slot->pinned = true;
-    slot->used   = s->clock;
+    slot->used = s->clock;
+    if (status == HPML_OK) status = hpmlc_shard_prefetch(d, at);
     if (status == HPML_OK) status = hpmlc_task_wait(&slot->task);
-    if (status != HPML_OK) return status;
-    hpmlc_slot_point(d, b, HPML_ARRAY_VALUES, slot->job.data);
-    const int next = s->turn[b] + (at->pass == HPML_PASS_BACKWARD ? -1 : 1);
-    if (d->background && next >= 0 && next < s->orders) hpmlc_shard_fetch(d, s->order[next], &status);
+    if (status == HPML_OK) hpmlc_slot_point(d, b, HPML_ARRAY_VALUES, slot->job.data);
     return status;
 }
 
@@ -11634,7 +11642,8 @@ HPMLC_FN hpml_status hpmlc_hogwild_need(void *user, hpml_trainer *t HPMLC_UNUSED
     const hpml_distributed *d      = (const hpml_distributed *)user;
     hpml_tensor            *p      = hpmlc_param(d, at->param);
     const hpml_tensor      *tokens = at->node->src[0];
-    if (at->pass == HPML_PASS_BACKWARD || hpmlc_gradient_at(d, p) < 0) return HPML_OK;
+    const bool              reads  = at->pass == HPML_PASS_FORWARD || at->pass == HPML_PASS_EVALUATE;
+    if (!reads || hpmlc_gradient_at(d, p) < 0) return HPML_OK;
     if (!hpml_param_rows(p, NULL)) {
         hpmlc_hogwild_pull(d, p, 0, hpml_tensor_count(p));
         return HPML_OK;

@@ -335,6 +335,26 @@ TEST(shards_without_overlap_train_to_the_same_bits)
         }
 }
 
+/* Ops that run again in the backward pass need values, but no memory for gradients. */
+TEST(shards_of_recomputed_models_train_to_the_same_bits)
+{
+    job all = { .settings = optimizers[2], .ranks = 2, .steps = 3, .plan = "algorithm=ring,bucket_bytes=1" };
+    ENSURE(launch(&all) == HPML_OK);
+    for (int shard = 1; shard <= SHARDS; shard++)
+        for (int slow = 0; slow < 2; slow++) {
+            char plan[80];
+            job  j = all;
+            snprintf(plan, sizeof plan, "%s,recompute=1,shard=%d", all.plan, shard);
+            j.plan = plan;
+            j.slow = slow > 0;
+            if (launch(&j) != HPML_OK) printf("    %s: %s\n", plan, j.error);
+            ENSURE(j.weights && memcmp(j.weights, all.weights, sizeof(float) * (size_t)all.weight_count) == 0);
+            printf("%d %d: %g (P: %g)\n", shard, slow, (double)j.bytes/j.steps - (double)j.small, 4.0*j.padded);
+            free(j.weights);
+        }
+    free(all.weights);
+}
+
 /* With each tensor in a bucket of its own the slots of shard 3 hold three tensors, as an op reads two at most: the
    last three of the forward pass are not gathered again for the backward pass. */
 TEST(values_are_gathered_twice_but_for_those_at_hand)
