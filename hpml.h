@@ -761,7 +761,8 @@ typedef struct hpml_memory {
     size_t activations; /* inputs, results of ops, their gradients and saved values; memory is used again */
     size_t unshared;    /* what activations would be if no memory were used again */
     size_t scratch;     /* working memory of ops; all ops use the same memory */
-    size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer */
+    size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer, and with .host_optimizer on a device,
+                           where the states are in host memory */
     size_t host;        /* copies in host memory of what is swapped out of the arena; not part of total */
     size_t total;       /* parameters + gradients + activations + scratch + optimizer */
     double extra;       /* operations that a step computes again, and 1 for each byte of these results; a byte swapped
@@ -1131,6 +1132,10 @@ typedef struct hpml_trainer_desc {
     float         trust;           /* LARS: a parameter's rate is lr trust |w| / (|g| + weight_decay |w|), but lr for
                                       biases and norms unless decay_all; 0: 0.001. LAMB's rate is lr |w| / |r| for
                                       all parameters (You et al. 2020, algorithm 2) */
+    bool          host_optimizer;  /* on a device: the optimizer's states are in host memory and take none of the device.
+                                      A step copies gradients and values to the host, steps there with the CPU's kernels
+                                      (so an optimizer of your own runs, too), and copies the values back (Ren et al.
+                                      2021, "ZeRO-Offload"). On the host nothing changes */
     hpml_schedule schedule;
     hpml_lr_rule  lr_rule;         /* scales lr by (samples of an update, all ranks) / lr_base_batch */
     int64_t       lr_base_batch;   /* samples of the update that lr was tuned for; 0: no scaling */
@@ -1329,7 +1334,7 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
    has no such state or, with an error that names a parameter, if the values are not one array: parameters lie in the
    order of recording, the trained ones first, but only parameters that got memory at the same time, and a parameter
    that was frozen afterwards, or on which the loss does not depend, leaves a gap. GRADIENTS: after this call `grad` of
-   each parameter points to its place in the array. Where ranks keep only parts of an array (hpml_trainer_keep), the
+   each parameter points to its place in the array. With .host_optimizer states are in host memory. Where ranks keep only parts of an array (hpml_trainer_keep), the
    returned array has the parts that this rank keeps, one behind the other, each padded. */
 #define HPML_GRADIENT_ALIGN 16
 typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRAY_STATE, /* STATE + i: state i */
@@ -9587,8 +9592,9 @@ HPMLI_FN bool hpmli_state_name_fits(const hpml_optimizer *row, int k)
     return true;
 }
 
-/* Checks the user's own optimizer (built-in ones are right); false: an error on ctx names the field that is wrong. */
-HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
+/* Checks the user's own optimizer (built-in ones are right); false: an error on ctx names the field that is wrong.
+   on_host: the optimizer steps on the host, as hpml_trainer_desc.host_optimizer asks, also for a device. */
+HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row, bool on_host)
 {
     const char *name = row->name ? row->name : "";
     if (hpml_optimizer_find(name) == row) return true;
@@ -9613,10 +9619,10 @@ HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
     if ((row->whole || row->layer_ratio) && !row->direction)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" sets %s without .direction; its "
                            "step must write a direction over g", name, row->whole ? ".whole" : ".layer_ratio");
-    if (!ctx->backend->host)
+    if (!ctx->backend->host && !on_host)
         return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "trainer: custom_optimizer \"%s\" runs on the CPU backend only, "
-                           "this context's is \"%s\"; take a built-in row (hpml_optimizer_find)", name,
-                           ctx->backend->name);
+                           "this context's is \"%s\"; take a built-in row (hpml_optimizer_find), or set "
+                           ".host_optimizer", name, ctx->backend->name);
     return true;
 }
 
@@ -10079,7 +10085,10 @@ struct hpml_trainer {
     hpml_tensor        *target, *loss;
     const hpml_optimizer *optimizer;     /* the optimizer's entry in the table, or the user's */
     int64_t            *place;           /* (param_count) see hpml_trainer_place */
-    float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not needed */
+    float              *state[HPML_MAX_STATES]; /* on the device, with .host_optimizer on the host, laid out as
+                                            graph->grads; NULL: not needed */
+    float              *staged;          /* host: values, then gradient, of a parameter that steps on the host for a
+                                            device; NULL: parameters step where they are */
     hpml_update        *updates;         /* (param_count) the next step of each parameter, of what this rank keeps */
     int64_t             window[2];       /* floats of hpml_trainer_reserve: for values, for gradients */
     float             **window_at[2];    /* where to write their address */
@@ -10196,7 +10205,7 @@ HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d
     if (!row)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: optimizer %d is not a built-in one; set .optimizer to an "
                            "HPML_OPT_ value, or .custom_optimizer", (int)d->optimizer);
-    if (!hpmli_optimizer_check(ctx, row)) return false;
+    if (!hpmli_optimizer_check(ctx, row, d->host_optimizer)) return false;
     if (d->nesterov && row->nesterov && hpmli_default_if_zero(d->momentum, row->momentum) == 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: .nesterov needs a .momentum");
     return true;
@@ -10240,6 +10249,12 @@ HPMLI_FN int64_t hpmli_trainer_kept(const hpml_trainer *t, int level)
     return (int64_t)(hpmli_graph_kept(t->graph, level) / sizeof(float));
 }
 
+/* Returns whether the optimizer's states are in host memory, and its steps are made there, for parameters on a device. */
+HPMLI_FN bool hpmli_trainer_steps_on_host(const hpml_trainer *t)
+{
+    return t->d.host_optimizer && !t->ctx->backend->host;
+}
+
 /* Computes the bytes of what the trainer keeps between steps (values, gradients, optimizer states) and the total. */
 HPMLI_FN void hpmli_trainer_measure(hpml_trainer *t)
 {
@@ -10247,7 +10262,7 @@ HPMLI_FN void hpmli_trainer_measure(hpml_trainer *t)
     m->parameters = hpml_params_bytes(t->ctx) + (size_t)t->window[0] * sizeof(float);
     m->gradients  = (size_t)(hpmli_trainer_kept(t, 2) + t->window[1]) * sizeof(float);
     m->optimizer  = 0;
-    for (int k = 0; k < HPML_MAX_STATES; k++)
+    for (int k = 0; k < HPML_MAX_STATES && !hpmli_trainer_steps_on_host(t); k++)
         if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
             m->optimizer += (size_t)hpmli_trainer_kept(t, 1) * sizeof(float);
     m->total = m->parameters + m->gradients + m->activations + m->scratch + m->optimizer;
@@ -10436,9 +10451,16 @@ HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an er
     if (hpml_graph_alloc(g) != HPML_OK) return;
     for (int k = 0; k < 2; k++)
         if (t->window[k] > 0) *t->window_at[k] = (float *)hpmli_device_alloc(ctx, (size_t)t->window[k] * sizeof(float));
-    for (int k = 0; k < HPML_MAX_STATES; k++)
-        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
-            t->state[k] = (float *)hpmli_device_alloc(ctx, (size_t)hpmli_trainer_kept(t, 1) * sizeof(float));
+    const int64_t states = hpmli_trainer_kept(t, 1);
+    int64_t       most   = 0;
+    for (int k = 0; k < HPML_MAX_STATES; k++) {
+        if (!hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum)) continue;
+        if (hpmli_trainer_steps_on_host(t)) t->state[k] = hpmli_new(ctx, float, states);
+        else t->state[k] = (float *)hpmli_device_alloc(ctx, (size_t)states * sizeof(float));
+    }
+    for (int i = 0; i < g->param_count; i++)
+        if (t->place[i] >= 0) most = hpmli_max(most, hpml_tensor_count(ctx->params[i]));
+    if (hpmli_trainer_steps_on_host(t)) t->staged = hpmli_new(ctx, float, 2 * most);
     t->updates         = hpmli_new(ctx, hpml_update, ctx->param_count);
     t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
     if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
@@ -11154,6 +11176,30 @@ HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_
     }
 }
 
+/* Makes `count` steps: on the backend or, where t->staged is set, on the host with copies of values and gradient. */
+HPMLI_FN hpml_status hpmli_updates_run(hpml_trainer *t, const hpml_update *updates, int count)
+{
+    hpml_ctx           *ctx    = t->ctx;
+    const hpml_backend *b      = ctx->backend;
+    hpml_status         status = HPML_OK;
+    double              sumsq  = 0;
+    if (!t->staged) return b->update(ctx->device, ctx, updates, count);
+    if (updates[0].sumsq) status = b->read(ctx->device, &sumsq, updates[0].sumsq, sizeof sumsq);
+    for (int i = 0; i < count && status == HPML_OK; i++) {
+        hpml_update  u     = updates[i];
+        const size_t bytes = (size_t)u.n * sizeof(float);
+        if (u.n == 0) continue;
+        if (u.sumsq) u.sumsq = &sumsq;
+        u.w = t->staged;
+        u.g = t->staged + u.n;
+        if (status == HPML_OK) status = b->read(ctx->device, u.w, updates[i].w, bytes);
+        if (status == HPML_OK) status = b->read(ctx->device, u.g, updates[i].g, bytes);
+        if (status == HPML_OK) status = hpmli_cpu_update(NULL, ctx, &u, 1);
+        if (status == HPML_OK) status = b->write(ctx->device, updates[i].w, u.w, bytes);
+    }
+    return status;
+}
+
 /* Gets ready to step: computes the gradients' norm where one is needed. False: an error, or a gradient overflowed. */
 HPMLI_FN bool hpmli_apply_begin(hpml_trainer *t)
 {
@@ -11178,7 +11224,7 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
     hpmli_updates_prepare(t, first_param, param_count);
     bool by_norms = t->graph->any.norms && (t->optimizer->prepare || t->optimizer->layer_ratio);
     if (by_norms) hpmli_apply_by_norms(t, first_param, param_count);
-    else ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
+    else hpmli_updates_run(t, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
     return hpmli_updates_check(t);
 }
@@ -11196,7 +11242,7 @@ HPMLI_FN void hpmli_apply_part(hpml_trainer *t, int i, int64_t first, int64_t en
         if (u.state[k]) u.state[k] += from;
     u.grad_scale *= grad_scale;
     u.clip /= grad_scale;
-    t->ctx->backend->update(t->ctx->device, t->ctx, &u, 1);
+    hpmli_updates_run(t, &u, 1);
 }
 
 HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, int64_t count, float grad_scale)
@@ -11272,7 +11318,8 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     s->lr           = hpml_trainer_lr(t);
     s->loss_known   = any->run || s->info || !t->d.no_finite_check;
     t->update_follows    = t->micro_batch + 1 == t->d.accumulate && !any->run && !any->grad && !any->update;
-    t->update_early      = t->update_follows && !t->wants_norm && !b->sync && !b->begin && !any->pass;
+    t->update_early      = t->update_follows && !t->wants_norm && !b->sync && !b->begin && !any->pass &&
+                           !t->staged;
     t->accumulate_weight = t->micro_batch > 0 ? t->accumulate_weight : 1;
     t->graph->at.batch   = t->micro_batch;
     t->graph->at.batches = t->d.accumulate;
@@ -13696,6 +13743,18 @@ HPMLI_FN float *hpmli_param_array(const hpml_trainer *t, const hpml_tensor *p, h
     return u->state[(int)which - HPML_ARRAY_STATE];
 }
 
+/* Copies `count` floats of an array of t (NULL: of no trainer) to `host` or, if `set`, from there. */
+HPMLI_FN hpml_status hpmli_array_copy(hpml_ctx *ctx, const hpml_trainer *t, hpml_array which, float *array, float *host,
+                                      int64_t count, bool set)
+{
+    const size_t bytes   = (size_t)count * sizeof *host;
+    const bool   on_host = t && t->staged && which >= HPML_ARRAY_STATE;
+    if (on_host) memcpy(set ? array : host, set ? host : array, bytes);
+    else if (set) return ctx->backend->write(ctx->device, array, host, bytes);
+    else return ctx->backend->read(ctx->device, host, array, bytes);
+    return HPML_OK;
+}
+
 /* Reads the array `which` of p, joined from the shards of all ranks, to `mine`, which has as many floats as p. */
 HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpml_tensor *p, hpml_array which,
                                        float *mine)
@@ -13703,9 +13762,9 @@ HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpm
     const bool        shard  = hpmli_array_is_shard(p, which);
     const int64_t     first  = shard ? p->param->keep_first : 0;
     const int64_t     count  = shard ? p->param->keep_count : hpml_tensor_count(p);
-    const float      *array  = hpmli_param_array(t, p, which);
+    float            *array  = hpmli_param_array(t, p, which);
     hpml_status       status = HPML_OK;
-    if (count > 0 && array) status = ctx->backend->read(ctx->device, mine + first, array, (size_t)count * sizeof *mine);
+    if (count > 0 && array) status = hpmli_array_copy(ctx, t, which, array, mine + first, count, false);
     for (int h = 0; t && shard && h < t->graph->hook_count; h++) {
         const hpml_hooks *hooks  = &t->graph->hooks[h];
         hpml_status       joined = HPML_OK; /* the other ranks wait for this one, also after an error */
@@ -13756,8 +13815,9 @@ HPMLI_FN void hpmli_distribute(hpml_ctx *ctx, const hpml_trainer *t, const hpml_
     const int64_t count = shard ? p->param->keep_count : hpml_tensor_count(p);
     float        *array = hpmli_param_array(t, p, which);
     if (!array || count == 0) return; /* another rank has the array */
-    if (hpmli_param_is_cut(p)) hpml_param_copy(p, part, first, count, (float *)(uintptr_t)whole, false);
-    ctx->backend->write(ctx->device, array, hpmli_param_is_cut(p) ? part : whole, (size_t)count * sizeof *part);
+    float *mine = hpmli_param_is_cut(p) ? part : (float *)(uintptr_t)whole;
+    if (mine == part) hpml_param_copy(p, part, first, count, (float *)(uintptr_t)whole, false);
+    hpmli_array_copy(ctx, t, which, array, mine, count, true);
 }
 
 HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array which, float *whole)

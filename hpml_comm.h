@@ -958,6 +958,7 @@ typedef struct hpml_plan_facts {
     bool    together;      /* ranks are threads of one process, on the host, and time is true */
     bool    device;        /* the trainer's arrays are in the memory of a device, not of the host */
     bool    steps_whole;   /* a step of the optimizer takes a whole tensor at once (hpml_optimizer.whole) */
+    bool    host_states;   /* the optimizer's states are in host memory, and values on a device (.host_optimizer) */
 } hpml_plan_facts;
 HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
 /* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
@@ -7014,6 +7015,9 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "them; take another optimizer or shard 0") \
     RULE(p->shard > 0 && f->device, "shard cuts arrays in host memory, and this trainer's are on a device; take " \
          "shard 0, or the CPU backend") \
+    RULE(f->host_states && p->strategy != HPML_STRATEGY_SYNC, "this strategy shares or averages states of the " \
+         "optimizer in the memory of a device, and with the trainer's host_optimizer they are in host memory; take " \
+         "strategy sync, or leave host_optimizer out") \
     RULE(p->shard > 1 && p->pipe > 1, "shard 2 and 3 exchange gradients in each micro-batch, and of pipe's " \
          "micro-batches ranks may have different numbers; take shard=1, or tensor in place of pipe") \
     RULE(p->recompute && p->memory > 0, "memory chooses what is computed again, and recompute computes all of it " \
@@ -11820,6 +11824,7 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->native        = (c->t->allreduce || c->link.begin) && !(c->mesh && hpmlc_plan_splits(&c->mesh->plan));
     out->no_factors    = !hpmlc_has_factors(c->ctx);
     out->device        = !hpml_ctx_backend(c->ctx)->host;
+    out->host_states   = out->device && hpml_trainer_settings(t)->host_optimizer;
     out->together      = hpml_ctx_backend(c->ctx)->host && (c->size == 1 || strcmp(c->t->name, "threads") == 0);
     for (int i = 0; i < hpml_param_count(c->ctx); i++)
         if (hpml_trainer_place(t, i) >= 0 && hpml_param_rows(hpml_param_at(c->ctx, i), NULL)) out->sparse = true;
@@ -12818,7 +12823,8 @@ HPMLC_FN void hpmlc_model_copy(hpml_ctx *ctx, float *host, float *x, int64_t n, 
    nothing if `model` is NULL. Returns the number of these floats. */
 HPMLC_FN int64_t hpmlc_model(hpml_trainer *t, hpml_ctx *ctx, float *model, bool save)
 {
-    int64_t n = 0, floats = 0;
+    const bool host = hpml_trainer_settings(t)->host_optimizer; /* where the states are */
+    int64_t    n = 0, floats = 0;
     for (int i = 0; i < hpml_param_count(ctx); i++) {
         hpml_tensor *p = hpml_param_at(ctx, i);
         if (model && p->data) hpmlc_model_copy(ctx, model + n, p->data, hpml_tensor_count(p), save);
@@ -12827,7 +12833,8 @@ HPMLC_FN int64_t hpmlc_model(hpml_trainer *t, hpml_ctx *ctx, float *model, bool 
     for (int a = HPML_ARRAY_STATE; a < HPML_ARRAY_END; a++) {
         float *state = hpml_trainer_array(t, (hpml_array)a, &floats);
         if (!state) break;
-        if (model) hpmlc_model_copy(ctx, model + n, state, floats, save);
+        if (model && !host) hpmlc_model_copy(ctx, model + n, state, floats, save);
+        else if (model) memcpy(save ? model + n : state, save ? state : model + n, sizeof(float) * (size_t)floats);
         n += floats;
     }
     return n;

@@ -169,6 +169,8 @@ static const refusal refusals[] = {
       { "sparse", "federated", "leave .sparse" } },
     { "codec=onebit", { FOUR_RANKS, .sparse = 1 }, { "sparse", "codec", "plain sync" } },
     { "strategy=local,shard=1", { .ranks = 4, .batch = 6 }, { "strategy", "shard", "shard 0" } },
+    { "strategy=local", { .ranks = 4, .batch = 6, .device = true, .host_states = true },
+      { "host_optimizer", "states", "strategy sync" } },
     { "shard=2,pipe=2", { .ranks = 4, .batch = 6 }, { "micro-batches", "shard", "shard=1" } },
     { "recompute=1,memory=1000000", { .ranks = 4, .batch = 6 }, { "recompute", "memory", "leave one of them out" } },
     { "shard=1,delayed=1", { .ranks = 4, .batch = 6 }, { "delayed", "shard", "shard 0" } },
