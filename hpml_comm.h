@@ -131,7 +131,8 @@
 //     distribute-rows   gradients of sparse tables: rows, gathered from all ranks
 //     strategy-sync   synchronous steps, gradients exchanged on the host
 //     strategy-shard   synchronous steps, each rank steps a part of the parameters
-//     shard-slots   whole values and gradients of a few buckets at a time; a step
+//     shard-slots   whole values and gradients of a few buckets at a time
+//     shard-step   steps of buckets of which each rank has a part, within the backward pass or after it
 //     strategy-factors   synchronous steps, dense layers by the factors of their gradients
 //     strategy-delayed   double buffering: steps apply the gradients of the step before
 //     strategy-exact   the same bits for every number of ranks
@@ -8679,7 +8680,10 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
 
      shard 1   the optimizer's states: a step is the two halves of a ring allreduce with the optimizer's step between
                them: reduce-scatter of a bucket when its last gradient is final, step of the own block, allgather of the
-               new values. In all the ranks send 2 P (N - 1) elements, as in the allreduce, for P floats of parameters
+               new values. In all the ranks send 2 P (N - 1) elements, as in the allreduce, for P floats of parameters.
+               In the background a bucket is stepped and gathered when the next bucket's gradients are final, within
+               the backward pass, which has no more use for its values. This waits for the end of the pass if the
+               optimizer needs norms (clip_norm, LARS, LAMB) or a gradient may overflow, and with pipe
      2         also the gradients: the whole gradient of a bucket is in one of a few slots from the op that writes the
                first of it until its reduce-scatter is done
      3         also the values: the whole values of a bucket are in one of a few slots around the ops that read them.
@@ -8725,6 +8729,12 @@ typedef struct hpmlc_sharding {
     const hpml_node *node;    /* the op that runs now, whose buckets stay in their slots; NULL: none */
     const hpml_node *first_node;  /* a pass forward begins when this op needs ... */
     int              first_param; /* ... this parameter, of those that it reads the first */
+    hpmlc_slot      *whole;   /* shard 1, 2: (buckets.count) the allgather of each bucket's new values */
+    int              stepped; /* buckets that were stepped in this update */
+    int64_t          samples; /* of the micro-batch that runs now, on this rank */
+    bool             early;   /* buckets are stepped and gathered within the backward pass ... */
+    bool             posted;  /* ... so the sum of samples and losses was started within it, too, in this update ... */
+    bool             known;   /* ... and is known, and no rank's loss is NaN or infinite */
 } hpmlc_sharding;
 
 HPMLC_FN bool hpmlc_shard_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p) { return p->shard > 0; }
@@ -8816,10 +8826,11 @@ HPMLC_FN bool hpmlc_shard_prepare(hpml_distributed *d)
     hpmlc_sharding *s       = (hpmlc_sharding *)hpmlc_dist_alloc(d, sizeof *s);
     d->own = s;
     if (!s) return false;
-    s->job = (hpmlc_shard_job *)hpmlc_dist_alloc(d, sizeof *s->job * buckets);
+    s->job   = (hpmlc_shard_job *)hpmlc_dist_alloc(d, sizeof *s->job * buckets);
+    s->whole = (hpmlc_slot *)hpmlc_dist_alloc(d, sizeof *s->whole * buckets);
     int  *left = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(d->layout.params + 1));
     bool *open = (bool *)hpmlc_dist_alloc(d, sizeof(bool) * buckets);
-    if (!s->job || !left || !open) return false;
+    if (!s->job || !s->whole || !left || !open) return false;
     for (int i = 0; i < d->buckets.count; i++) s->largest = hpmlc_max(s->largest, d->buckets.item[i].floats);
     int most  = hpmlc_shard_reads(d) + 1;
     int count = hpmlc_shard_incomplete(d, open, left) + 1;
@@ -8895,7 +8906,11 @@ HPMLC_FN hpml_status hpmlc_shard_start(hpml_distributed *d, hpmlc_bucket *b)
 HPMLC_FN bool hpmlc_shard_open(hpml_distributed *d)
 {
     hpmlc_sharding *s = hpmlc_sharding_of(d);
+    hpml_plan_facts facts;
+    hpml_plan_facts_of(d->t, d->all, &facts);
+    const bool whole = facts.clips || facts.overflows || facts.steps_tensors || d->pipeline;
     d->start = hpmlc_shard_start;
+    s->early = d->background && d->plan.shard < 3 && !d->plan.no_overlap && !whole;
     if (!d->background && d->plan.shard < 2) d->plan.no_overlap = true;
     for (int i = 0; i < d->buckets.count; i++) {
         const hpmlc_bucket *b = &d->buckets.item[i];
@@ -8904,11 +8919,15 @@ HPMLC_FN bool hpmlc_shard_open(hpml_distributed *d)
         s->job[i].reduce = d->plan.sum ? HPML_SUM : HPML_MEAN;
     }
     if (d->plan.shard < 3) s->all = hpml_trainer_array(d->t, HPML_ARRAY_VALUES, NULL);
+    for (int i = 0; i < d->buckets.count && s->all; i++) {
+        s->whole[i].job.data   = s->all + d->buckets.item[i].at;
+        s->whole[i].job.floats = d->buckets.item[i].floats;
+    }
     return s->all || d->plan.shard == 3;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>shard-slots   whole values and gradients of a few buckets at a time; a step
+// >>shard-slots   whole values and gradients of a few buckets at a time
 // ---------------------------------------------------------------------------------------------------------------------
 /* Sets the addresses of values, or gradients, of bucket b's parameters: into the slot at `data`, or all to NULL. */
 HPMLC_FN void hpmlc_slot_point(hpml_distributed *d, int b, hpml_array which, float *data)
@@ -9078,17 +9097,6 @@ HPMLC_FN hpml_status hpmlc_shard_need(void *user, hpml_trainer *t HPMLC_UNUSED, 
     return status;
 }
 
-/* The trainer's hook `release` with shard 2 and 3: the last op of a backward pass that reads a parameter has made the
-   gradient of this micro-batch final; the hook `grad` is called in the last micro-batch only. */
-HPMLC_FN hpml_status hpmlc_shard_release(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
-{
-    hpml_distributed *d = (hpml_distributed *)user;
-    if (at->pass != HPML_PASS_BACKWARD || at->param >= d->layout.params) return HPML_OK;
-    for (int i = 0; d->buckets.posted == d->buckets.count && i < d->buckets.count; i++) d->buckets.item[i].ready = 0;
-    if (d->buckets.posted == d->buckets.count) d->buckets.posted = 0; /* all were of the micro-batch before */
-    return hpmlc_buckets_count(d, at->param) ? hpmlc_buckets_post(d) : HPML_OK;
-}
-
 /* Waits for the transfers of all slots and frees the slots, because the step makes gathered values out of date. */
 HPMLC_FN hpml_status hpmlc_shard_empty(hpml_distributed *d)
 {
@@ -9101,12 +9109,15 @@ HPMLC_FN hpml_status hpmlc_shard_empty(hpml_distributed *d)
     return status;
 }
 
-/* Multiplies the part of the gradients that this rank keeps by `scale`. Without .sum, a gradient that is a mean over
-   only those ranks which have the same part of a parameter is also multiplied by their number divided by that of all
-   ranks, because the trained loss is a mean over all ranks. */
-HPMLC_FN void hpmlc_shard_scale(hpml_distributed *d, float scale)
+// ---------------------------------------------------------------------------------------------------------------------
+// >>shard-step   steps of buckets of which each rank has a part, within the backward pass or after it
+// ---------------------------------------------------------------------------------------------------------------------
+/* Multiplies the parts that this rank keeps of the gradients of parameters first .. end - 1 by `scale`. Without .sum, a
+   gradient that is a mean over only those ranks which have the same part of a parameter is also multiplied by their
+   number divided by that of all ranks, because the trained loss is a mean over all ranks. */
+HPMLC_FN void hpmlc_shard_scale(hpml_distributed *d, int first, int end, float scale)
 {
-    for (int i = 0; i < d->layout.params; i++) {
+    for (int i = first; i < end; i++) {
         const hpml_tensor *p = hpmlc_param(d, i);
         if (d->layout.bucket_of[i] < 0) continue;
         const float ranks = d->plan.sum ? 1 : (float)hpmlc_ranks_of(d, p)->size / (float)d->c->size;
@@ -9115,22 +9126,126 @@ HPMLC_FN void hpmlc_shard_scale(hpml_distributed *d, float scale)
     }
 }
 
-/* Steps this rank's block of each bucket of parameters; then, where the plan's field shard is 1 or 2, gathers the new
-   values of all ranks' blocks. */
+/* Steps this rank's block of each bucket from s->stepped to `to` - 1, whose gradients are added up; then, with shard 1
+   and 2, starts to gather the new values of all ranks' blocks. */
+HPMLC_FN hpml_status hpmlc_shard_step(hpml_distributed *d, int to)
+{
+    hpmlc_sharding *s     = hpmlc_sharding_of(d);
+    int             first = d->layout.params, end = 0;
+    for (int i = 0; i < d->layout.params; i++) {
+        const int b = d->layout.bucket_of[i];
+        if (b < s->stepped || b >= to) continue;
+        first = (int)hpmlc_min(first, i);
+        end   = i + 1;
+    }
+    hpmlc_shard_scale(d, first, end, hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d)));
+    hpml_status status = first < end ? hpml_trainer_apply(d->t, first, end - first) : HPML_OK;
+    if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
+    for (; s->stepped < to && status == HPML_OK; s->stepped++) {
+        hpmlc_slot *whole = &s->whole[s->stepped];
+        hpml_comm  *c     = d->buckets.item[s->stepped].c;
+        if (s->all) status = hpmlc_task_start(d, &whole->task, c, hpmlc_shard_gather, &whole->job);
+    }
+    return status;
+}
+
+/* Within the last micro-batch's backward pass: starts the sum of samples and losses over ranks, because steps need it. */
+HPMLC_FN hpml_status hpmlc_shard_stats(hpml_distributed *d)
+{
+    hpmlc_sharding    *s     = hpmlc_sharding_of(d);
+    const hpml_graph  *g     = hpml_trainer_graph(d->t);
+    const hpml_tensor *value = hpml_trainer_settings(d->t)->loss_tensor;
+    const double       samples = d->stats.samples, loss = d->stats.loss;
+    if (!value) value = hpml_graph_op(g, hpml_graph_op_count(g) - 1)->out; /* the loss that the trainer has recorded */
+    d->stats.samples += (double)s->samples;
+    if (s->samples > 0) d->stats.loss += (double)value->data[0] * (double)s->samples;
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
+    hpmlc_stats_fill(d, d->stats.buffers);
+    d->stats.samples = samples; /* hpmlc_dist_pass adds this micro-batch after the pass */
+    d->stats.loss    = loss;
+    s->posted        = true;
+    return hpmlc_task_start(d, &d->stats.task, d->c, hpmlc_stats_sum, d);
+}
+
+/* Within the backward pass: steps the buckets whose reduce-scatters were started before the last one. If a rank's loss
+   is NaN or infinite, leaves the steps to hpmlc_shard_update, which fails on all ranks. */
+HPMLC_FN hpml_status hpmlc_shard_early(hpml_distributed *d)
+{
+    hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    hpml_status     status = HPML_OK;
+    while (s->stepped + 1 < d->buckets.posted && status == HPML_OK) {
+        const int    b     = s->stepped;
+        const double start = hpml_comm_now(d->c);
+        hpmlc_slot  *slots = s->gradients.item;
+        status   = hpmlc_task_wait(&d->stats.task);
+        s->known = d->stats.sum[HPMLC_BAD] == 0 && d->stats.sum[HPMLC_SAMPLES] > 0;
+        if (status != HPML_OK || !s->known) return status;
+        status = hpmlc_task_wait(&d->buckets.item[b].task);
+        for (int i = 0; i < s->gradients.count && status == HPML_OK; i++)
+            if (slots[i].bucket == b) status = hpmlc_shard_collect(d, &slots[i]);
+        hpmlc_shard_waited(d, start);
+        if (status == HPML_OK) status = hpmlc_shard_step(d, b + 1);
+    }
+    return status;
+}
+
+/* Counts that the gradient of parameter `param` is final in this micro-batch; then starts what this makes possible. */
+HPMLC_FN hpml_status hpmlc_shard_gradient(hpml_distributed *d, int param)
+{
+    hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    const bool      early  = s->early && d->micro + 1 == d->accumulate;
+    hpml_status     status = HPML_OK;
+    for (int i = 0; d->buckets.posted == d->buckets.count && i < d->buckets.count; i++) d->buckets.item[i].ready = 0;
+    if (d->buckets.posted == d->buckets.count) d->buckets.posted = 0; /* all were of the micro-batch before */
+    if (!hpmlc_buckets_count(d, param) || (d->plan.no_overlap && d->plan.shard < 2)) return HPML_OK;
+    if (early && !s->posted) status = hpmlc_shard_stats(d);
+    if (status == HPML_OK) status = hpmlc_buckets_post(d);
+    return early && status == HPML_OK ? hpmlc_shard_early(d) : status;
+}
+
+/* The trainer's hook `release` with shard 2 and 3: in all micro-batches but the last one, in which the hook `grad` is
+   called, the last op of a backward pass that reads a parameter makes its gradient final. */
+HPMLC_FN hpml_status hpmlc_shard_release(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
+{
+    hpml_distributed *d    = (hpml_distributed *)user;
+    const bool        last = at->batch + 1 == at->batches;
+    if (last || at->pass != HPML_PASS_BACKWARD || at->param >= d->layout.params) return HPML_OK;
+    return hpmlc_shard_gradient(d, at->param);
+}
+
+HPMLC_FN hpml_status hpmlc_shard_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_sharding   *s = hpmlc_sharding_of(d);
+    int               count;
+    const hpml_hooks *h = hpml_trainer_hooks(d->t, &count);
+    for (int k = 0; k < count && s->early; k++)
+        if (h[k].update && h[k].user != d)
+            return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "shard: parameters are stepped within the backward pass, "
+                              "before the hook `update` of other hooks; detach these, or set no_overlap");
+    s->samples = samples;
+    s->posted  = s->known = false;
+    s->stepped = 0;
+    hpml_status status = hpmlc_dist_pass(d, samples, loss);
+    if (status != HPML_OK || d->micro < d->accumulate || s->posted) return status;
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
+    return hpmlc_dist_post(d, d->stats.buffers);
+}
+
+/* Steps this rank's block of each bucket of parameters that was not stepped within the backward pass; waits until, with
+   shard 1 and 2, the new values of all ranks' blocks are gathered. */
 HPMLC_FN hpml_status hpmlc_shard_update(hpml_distributed *d)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
     hpml_status     status = hpmlc_dist_wait(d), slots = hpmlc_shard_empty(d);
-    if (status != HPML_OK) return status;
-    if (slots != HPML_OK) return slots;
-    hpmlc_buffers_average(d);
-    hpmlc_shard_scale(d, hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d)));
-    status = hpml_trainer_apply(d->t, 0, d->layout.params);
-    if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
+    if (status == HPML_OK) status = slots;
+    if (status == HPML_OK) {
+        hpmlc_buffers_average(d);
+        status = hpmlc_shard_step(d, d->buckets.count);
+    }
     double start = hpml_comm_now(d->c);
-    for (int i = 0; i < d->buckets.count && s->all && status == HPML_OK; i++) {
-        const hpmlc_bucket *b = &d->buckets.item[i];
-        status = hpml_allgather(b->c, s->all + b->at, b->floats, HPML_ELEMENT_F32);
+    for (int i = 0; i < d->buckets.count; i++) {
+        hpml_status gathered = hpmlc_task_wait(&s->whole[i].task);
+        if (status == HPML_OK) status = gathered;
     }
     hpmlc_dist_waited(d, start);
     if (status == HPML_OK) hpmlc_steps_note(d);
@@ -9140,7 +9255,9 @@ HPMLC_FN hpml_status hpmlc_shard_update(hpml_distributed *d)
 /* Waits for collectives in flight and frees the slots: parameters no longer point to whole values. */
 HPMLC_FN void hpmlc_shard_close(hpml_distributed *d)
 {
-    if (d->own) hpmlc_shard_empty(d);
+    if (!d->own) return;
+    hpmlc_shard_empty(d);
+    for (int i = 0; i < d->buckets.count; i++) hpmlc_task_wait(&hpmlc_sharding_of(d)->whole[i].task);
 }
 
 /* Gets the other ranks' parts of an array of parameter `param`: the trainer's hook `join`. */
@@ -11758,8 +11875,8 @@ static const hpmlc_strategy hpmlc_strategies[] = {
       hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, NULL },
     { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
       hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state, NULL },
-    { HPML_STRATEGY_SYNC, "shard", NULL, NULL, hpmlc_shard_is_chosen, hpmlc_shard_open, hpmlc_sync_begin,
-      hpmlc_sync_gradient, hpmlc_shard_update, NULL, hpmlc_buckets_state, hpmlc_shard_close },
+    { HPML_STRATEGY_SYNC, "shard", NULL, NULL, hpmlc_shard_is_chosen, hpmlc_shard_open, hpmlc_shard_begin,
+      hpmlc_shard_gradient, hpmlc_shard_update, NULL, hpmlc_buckets_state, hpmlc_shard_close },
     { HPML_STRATEGY_SYNC, "factors", NULL, NULL, hpmlc_factors_is_chosen, hpmlc_factors_open, hpmlc_factors_begin,
       hpmlc_factors_gradient, hpmlc_factors_update, NULL, hpmlc_buckets_state, hpmlc_factors_close },
     { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_link_begin,
@@ -12052,7 +12169,6 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.norms  = hpmlc_plan_cuts(&settings) ? hpmlc_dist_norms : NULL;
     hooks.join   = settings.shard > 0 ? hpmlc_shard_join : NULL;
     if (settings.shard > 1) {
-        hooks.grad    = NULL;
         hooks.need    = hpmlc_shard_need;
         hooks.release = hpmlc_shard_release;
     }
