@@ -5623,6 +5623,14 @@ HPML_API const hpml_node *hpml_graph_ahead(const hpml_graph *g, const hpml_momen
     return NULL;
 }
 
+/* True if source s of node n is a parameter for which hooks are called: one that is no earlier source of n, too. */
+HPMLI_FN bool hpmli_is_hooked(const hpml_node *n, int s)
+{
+    for (int k = 0; k < s; k++)
+        if (n->src[k] == n->src[s]) return false;
+    return n->src[s] && n->src[s]->param;
+}
+
 /* Calls the hook `need` for each parameter that node n reads, or `release` for each of them that no later node of the
    same pass reads. */
 HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpml_node *n, hpmli_move move)
@@ -5632,7 +5640,7 @@ HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpm
     bool              called = which == HPMLI_HOOK_NEED ? g->any.need != NULL : g->any.release != NULL;
     for (int s = 0; called && s < n->src_count && status == HPML_OK; s++) {
         const hpml_tensor *p = n->src[s];
-        if (!p || !p->param) continue;
+        if (!hpmli_is_hooked(n, s)) continue;
         if (which == HPMLI_HOOK_NEED || hpmli_is_last_reader(g, part, n->state->at[move], p))
             status = hpmli_hooks_call(g, which, n, p);
     }
@@ -5744,7 +5752,7 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
     hpml_node  *n      = g->nodes[i];
     hpml_status status = HPML_OK;
     for (int s = 0; n->out->needs_grad && n->out->raw_grad && s < n->src_count && status == HPML_OK; s++)
-        if (n->src[s] && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
+        if (hpmli_is_hooked(n, s) && hpmli_trainable(n->src[s]) && g->param_last[n->src[s]->param->index] == i)
             status = hpmli_hooks_call(g, HPMLI_HOOK_GRAD, n, n->src[s]);
     return status;
 }

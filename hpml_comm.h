@@ -9142,9 +9142,11 @@ HPMLC_FN hpml_status hpmlc_shard_step(hpml_distributed *d, int to)
     hpml_status status = first < end ? hpml_trainer_apply(d->t, first, end - first) : HPML_OK;
     if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
     for (; s->stepped < to && status == HPML_OK; s->stepped++) {
-        hpmlc_slot *whole = &s->whole[s->stepped];
-        hpml_comm  *c     = d->buckets.item[s->stepped].c;
+        hpmlc_slot  *whole = &s->whole[s->stepped];
+        hpml_comm   *c     = d->buckets.item[s->stepped].c;
+        const double start = hpml_comm_now(d->c);
         if (s->all) status = hpmlc_task_start(d, &whole->task, c, hpmlc_shard_gather, &whole->job);
+        if (!d->background) hpmlc_dist_waited(d, start);
     }
     return status;
 }

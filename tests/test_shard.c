@@ -371,13 +371,46 @@ TEST(values_are_gathered_twice_but_for_those_at_hand)
    backward. */
 enum { LAYERS = 8, SIDE = 64, DEEP_RANKS = 4, DEEP_STEPS = 4 };
 #define LAYER_S 1.0
-typedef struct deep { const char *plan; double step_s, exposed_s; uint64_t hash; } deep;
+typedef struct deep {
+    const char *plan;
+    double      step_s, exposed_s;  /* of a step, by the clock and by the report */
+    double      busy_s, hidden_s;   /* by the timeline: of exchanges, and of these while rank 0 computes */
+    uint64_t    hash;
+} deep;
 
 static hpml_status layer_takes(void *user, hpml_trainer *t, const hpml_moment *at)
 {
     const hpml_tensor *p = hpml_param_at(hpml_trainer_settings(t)->input->ctx, at->param);
     if (p->ndim == 2) hpml_comm_compute((hpml_comm *)user, at->pass == HPML_PASS_BACKWARD ? 2 * LAYER_S : LAYER_S);
     return HPML_OK;
+}
+
+/* Reads the timeline of rank 0: seconds of spans in the lane of communication, and of these within computing spans. */
+static void read_timeline(const char *path, deep *j)
+{
+    enum { SPANS = 4096 };
+    char    line[512], name[64];
+    double *span = (double *)malloc(sizeof(double) * 3 * SPANS); /* (count) lane, start, seconds */
+    FILE   *f = fopen(path, "r");
+    int     count = 0, lane;
+    while (f && count < SPANS && fgets(line, sizeof line, f)) {
+        double *s = span + 3 * count;
+        int     n = sscanf(line, "{\"name\":\"%63[^\"]\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%lf,\"dur\":%lf", name,
+                           &lane, s + 1, s + 2);
+        s[0] = lane;
+        count += n == 4 && (lane == HPML_LANE_COMM || strcmp(name, "compute") == 0);
+    }
+    if (f) fclose(f);
+    for (double *a = span; a < span + 3 * count; a += 3) {
+        if (a[0] != HPML_LANE_COMM) continue;
+        j->busy_s += a[2] / 1e6;
+        for (double *b = span; b < span + 3 * count; b += 3) {
+            const double both = fmin(a[1] + a[2], b[1] + b[2]) - fmax(a[1], b[1]);
+            if (b[0] != HPML_LANE_COMM && both > 0) j->hidden_s += both / 1e6;
+        }
+    }
+    free(span);
+    remove(path);
 }
 
 static hpml_status train_deep(hpml_comm *c, void *user)
@@ -396,11 +429,16 @@ static hpml_status train_deep(hpml_comm *c, void *user)
     hpml_trainer_step(t, x, y, CLASSES, NULL); /* the first step starts the background thread */
     hpml_barrier(c);
     hpml_distribute_get(d, NULL, true);
+    if (hpml_comm_rank(c) == 0) hpml_trace_start(ctx, NULL);
     const double start = hpml_comm_now(c);
     for (int s = 0; s < DEEP_STEPS; s++) hpml_trainer_step(t, x, y, CLASSES, NULL);
     hpml_distribute_report report = { 0 };
     const double end = hpml_comm_now(c);
     if (d) hpml_distribute_get(d, &report, false);
+    if (hpml_comm_rank(c) == 0) {
+        hpml_trace_save(ctx, "build/shard_timeline.json");
+        read_timeline("build/shard_timeline.json", j);
+    }
     float   *weights = wholes(t);
     uint64_t hash = 0;
     for (int64_t i = 0; i < hpml_param_total(ctx); i++) hash = hash * 31 + (uint64_t)(weights[i] * 1e8f);
@@ -408,7 +446,7 @@ static hpml_status train_deep(hpml_comm *c, void *user)
     if (hpml_comm_rank(c) > 0) return hpml_ctx_status(ctx);
     j->hash      = hash;
     j->step_s    = (end - start) / DEEP_STEPS;
-    j->exposed_s = report.exposed_s / DEEP_STEPS;
+    j->exposed_s = report.exposed_s;
     return hpml_ctx_status(ctx);
 }
 
@@ -426,15 +464,27 @@ static bool launch_deep(deep *j)
     return status == HPML_OK;
 }
 
+/* At once: the sum of computing (24 s) and exchanges (shard 3: two layers are not gathered again). In the background:
+   the time of computing, and of the exchanges before the first and behind the last layer. */
 TEST(the_next_values_are_gathered_while_a_layer_computes)
 {
+    const double computing = 3 * LAYERS * LAYER_S;
     for (int shard = 1; shard <= SHARDS; shard++) {
-        char plan[2][80];
-        deep at_once = { .plan = plan[0] }, ahead = { .plan = plan[1] };
+        char         plan[2][80];
+        deep         at_once = { .plan = plan[0] }, ahead = { .plan = plan[1] };
+        const double exchanges = (shard < 3 ? 2 * LAYERS : 3 * LAYERS - 2) * LAYER_S, alone = shard < 3 ? 3 : 2;
         snprintf(plan[0], sizeof plan[0], "shard=%d,bucket_bytes=16384,no_overlap=1", shard);
         snprintf(plan[1], sizeof plan[1], "shard=%d,bucket_bytes=16384", shard);
         ENSURE(launch_deep(&at_once) && launch_deep(&ahead));
-        printf("step %g %g exposed %g %g\n", at_once.step_s, ahead.step_s, at_once.exposed_s, ahead.exposed_s);
+        printf("    shard %d: %.2f s, ahead %.2f s; exposed %.2f s, ahead %.2f s\n", shard, at_once.step_s, ahead.step_s,
+               at_once.exposed_s, ahead.exposed_s);
+        ENSURE_NEAR(at_once.step_s, computing + exchanges, 0.1);
+        ENSURE_NEAR(ahead.step_s, computing + alone * LAYER_S, 0.1);
+        ENSURE_NEAR(at_once.exposed_s, exchanges, 0.1);
+        ENSURE_NEAR(ahead.exposed_s, alone * LAYER_S, 0.1);
+        ENSURE_NEAR(ahead.busy_s, DEEP_STEPS * exchanges, 0.4);
+        ENSURE_NEAR(at_once.hidden_s, 0, 0.01);
+        ENSURE_NEAR(ahead.hidden_s, DEEP_STEPS * (exchanges - alone * LAYER_S), 0.4);
         ENSURE(at_once.hash == ahead.hash);
     }
 }
