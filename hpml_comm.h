@@ -8951,6 +8951,7 @@ HPMLC_FN void hpmlc_slot_copy(hpml_distributed *d, int b, hpml_array which, floa
         const hpml_param *q = hpmlc_param(d, i)->param;
         if (d->layout.bucket_of[i] != b || q->keep_count == 0) continue;
         float *part = hpml_trainer_part(d->t, i, which);
+        if (!part) return; /* the context has an error */
         float *slot = data + hpml_trainer_place(d->t, i) - d->buckets.item[b].at + q->keep_first;
         const size_t bytes = sizeof(float) * (size_t)q->keep_count;
         if (which == HPML_ARRAY_VALUES) memcpy(slot, part, bytes);

@@ -7,17 +7,32 @@
 
 enum { BATCH = 6, NARROW = 24, WIDE = 192, MOST = 4 };
 
-/* Records an MLP with a normalization and returns its trainer. */
-static hpml_trainer *model(hpml_ctx *ctx, const hpml_trainer_desc *settings, int width, hpml_tensor **input)
+/* Records an MLP with a normalization and returns its trainer. odd: the normalization is batchnorm, an op reads one
+   parameter twice, and two ops read another one. */
+static hpml_trainer *model_of(hpml_ctx *ctx, const hpml_trainer_desc *settings, int width, bool odd,
+                              hpml_tensor **input)
 {
     const hpml_linear_desc relu = { .activation = HPML_ACT_RELU };
     hpml_trainer_desc      d = *settings;
     d.input  = hpml_input_2d(ctx, BATCH, INPUTS);
     d.output = d.input;
     for (int l = 0; l < 3; l++) d.output = hpml_linear(d.output, width + l, &relu);
-    d.output = hpml_linear(hpml_layernorm(d.output, NULL), CLASSES, NULL);
+    if (odd) {
+        hpml_tensor *w = hpml_param_create(ctx, &(hpml_param_desc){ .name = "squared", .ndim = 2,
+                                                                    .shape = { width + 2, width + 2 },
+                                                                    .init = HPML_INIT_NORMAL });
+        d.output = hpml_linear(d.output, width + 2, &(hpml_linear_desc){ .weight = w });
+        d.output = hpml_matmul(d.output, hpml_mul(w, w), false, false);
+        d.output = hpml_batchnorm(d.output, NULL);
+    }
+    d.output = hpml_linear(odd ? d.output : hpml_layernorm(d.output, NULL), CLASSES, NULL);
     if (input) *input = d.input;
     return hpml_trainer_create(ctx, &d);
+}
+
+static hpml_trainer *model(hpml_ctx *ctx, const hpml_trainer_desc *settings, int width, hpml_tensor **input)
+{
+    return model_of(ctx, settings, width, false, input);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -90,6 +105,8 @@ typedef struct job {
     int               ranks, steps;
     int               width;         /* of the layers; 0: NARROW */
     bool              slow;          /* the network is, so that exchanges run in the background */
+    bool              odd;           /* the model is that of `odd` in model_of */
+    bool              ragged;        /* in odd steps rank r has r samples less than others, the last rank none */
     bool              by_hand;       /* each micro-batch is added up over ranks by hooks of this test, not by a plan */
     float            *weights;       /* (weight_count) of rank 0; the caller frees them */
     int64_t           weight_count;  /* all floats of the parameters */
@@ -110,11 +127,19 @@ static void batch_of(int step, int rank, float *x, int32_t *y)
     for (int i = 0; i < BATCH; i++) y[i] = (int32_t)(fabsf(x[i * INPUTS]) * 3) % CLASSES;
 }
 
+/* Returns the floats of all parameters and running statistics. */
+static int64_t total(hpml_ctx *ctx)
+{
+    int64_t floats = 0;
+    for (int i = 0; i < hpml_param_count(ctx); i++) floats += hpml_tensor_count(hpml_param_at(ctx, i));
+    return floats;
+}
+
 /* Returns the values of all parameters, joined of all ranks' parts; the caller frees them. */
 static float *wholes(hpml_trainer *t)
 {
     hpml_ctx *ctx = hpml_trainer_settings(t)->input->ctx;
-    float    *all = (float *)malloc(sizeof(float) * (size_t)hpml_param_total(ctx));
+    float    *all = (float *)malloc(sizeof(float) * (size_t)total(ctx));
     for (int64_t i = 0, at = 0; i < hpml_param_count(ctx); i++) {
         hpml_trainer_collect(t, (int)i, HPML_ARRAY_VALUES, all + at);
         at += hpml_tensor_count(hpml_param_at(ctx, (int)i));
@@ -166,7 +191,7 @@ static hpml_status run(hpml_comm *c, void *user)
     hpml_step_info info = { 0 };
     hpml_counters  before, after;
     hpml_ctx_defer(ctx, true);
-    hpml_trainer *t = model(ctx, &j->settings, j->width ? j->width : NARROW, NULL);
+    hpml_trainer *t = model_of(ctx, &j->settings, j->width ? j->width : NARROW, j->odd, NULL);
     const size_t  without = hpml_ctx_bytes(ctx);
     by_hand           own = { c, NULL };
     const hpml_hooks  hooks = { .user = &own, .run = by_hand_run, .update = by_hand_update, .free = by_hand_free };
@@ -177,8 +202,10 @@ static hpml_status run(hpml_comm *c, void *user)
     j->held[rank] = (int64_t)(hpml_ctx_bytes(ctx) - without);
     hpml_comm_counters(c, &before);
     for (int s = 0; s < j->steps && hpml_ctx_status(ctx) == HPML_OK; s++) {
+        int samples = j->ragged && s % 2 ? BATCH - rank : BATCH;
+        if (j->ragged && s % 2 && rank == j->ranks - 1) samples = 0;
         batch_of(s, rank, x, y);
-        hpml_trainer_step(t, x, y, BATCH, &info);
+        hpml_trainer_step(t, x, y, samples, &info);
     }
     hpml_comm_counters(c, &after);
     double  stats[4] = { 0 };
@@ -195,7 +222,7 @@ static hpml_status run(hpml_comm *c, void *user)
     }
     hpml_distribute_report report = { 0 };
     if (d) hpml_distribute_get(d, &report, false);
-    j->weight_count = hpml_param_total(ctx);
+    j->weight_count = total(ctx);
     j->padded = padded(ctx);
     j->bytes = sent[0];
     j->small = sent[1];
@@ -247,22 +274,27 @@ TEST(shards_train_to_the_bits_of_whole_arrays)
         }
 }
 
-/* In virtual time: buckets are exchanged in the background, the next values gathered while an op runs. */
+/* In virtual time: buckets are exchanged in the background, stepped within the backward pass, the next values gathered
+   while an op runs; also with unequal numbers of samples, running statistics, and parameters that are read twice. */
 TEST(shards_in_the_background_train_to_the_same_bits)
 {
-    job all = { .settings = optimizers[2], .ranks = 3, .steps = 6, .plan = "algorithm=ring,bucket_bytes=2000" };
-    ENSURE(launch(&all) == HPML_OK);
-    for (int shard = 1; shard <= SHARDS; shard++) {
-        char plan[80];
-        job  j = all;
-        snprintf(plan, sizeof plan, "%s,shard=%d", all.plan, shard);
-        j.plan = plan;
-        j.slow = true;
-        ENSURE(launch(&j) == HPML_OK);
-        ENSURE(memcmp(j.weights, all.weights, sizeof(float) * (size_t)all.weight_count) == 0);
-        free(j.weights);
+    for (int kind = 0; kind < 4; kind++) {
+        job all = { .settings = optimizers[2], .ranks = 3, .steps = 6, .ragged = kind == 1, .odd = kind > 1,
+                    .plan = kind < 3 ? "algorithm=ring,bucket_bytes=2000" : "algorithm=ring,bucket_bytes=1" };
+        ENSURE(launch(&all) == HPML_OK);
+        for (int shard = 0; shard <= SHARDS; shard++) {
+            char plan[80];
+            job  j = all;
+            snprintf(plan, sizeof plan, "%s,shard=%d", all.plan, shard);
+            j.plan = plan;
+            j.slow = true;
+            if (launch(&j) != HPML_OK) printf("    %s\n", j.error);
+            ENSURE(j.loss == all.loss);
+            ENSURE(memcmp(j.weights, all.weights, sizeof(float) * (size_t)all.weight_count) == 0);
+            free(j.weights);
+        }
+        free(all.weights);
     }
-    free(all.weights);
 }
 
 /* The largest difference of two runs' weights, relative to the largest weight. */
@@ -441,7 +473,7 @@ static hpml_status train_deep(hpml_comm *c, void *user)
     }
     float   *weights = wholes(t);
     uint64_t hash = 0;
-    for (int64_t i = 0; i < hpml_param_total(ctx); i++) hash = hash * 31 + (uint64_t)(weights[i] * 1e8f);
+    for (int64_t i = 0; i < total(ctx); i++) hash = hash * 31 + (uint64_t)(weights[i] * 1e8f);
     free(weights);
     if (hpml_comm_rank(c) > 0) return hpml_ctx_status(ctx);
     j->hash      = hash;
@@ -597,8 +629,14 @@ TEST(norms_and_shards_of_split_models)
 // ---------------------------------------------------------------------------------------------------------------------
 // evaluation, errors
 // ---------------------------------------------------------------------------------------------------------------------
-enum { EVALUATE = 1, FAIL, SAVE, SERIAL, LATE, KEEP };
-typedef struct use { int what, shard; double loss; float first[CLASSES]; char errors[MOST][256]; } use;
+enum { EVALUATE = 1, FAIL, SAVE, SERIAL, LATE, KEEP, INFINITE, HOOK };
+typedef struct use { int what, shard; bool slow; double loss; float first[CLASSES]; char errors[MOST][256]; } use;
+
+static hpml_status no_update(void *user, hpml_trainer *t, const hpml_moment *at)
+{
+    (void)user, (void)at;
+    return hpml_trainer_update_inner(t);
+}
 
 /* Trains two steps and evaluates, or does something that is refused. */
 static hpml_status use_shards(hpml_comm *c, void *user)
@@ -612,8 +650,10 @@ static hpml_status use_shards(hpml_comm *c, void *user)
     if (u->what == LATE) hpml_ctx_defer(ctx, false);
     hpml_trainer     *t = model(ctx, &optimizers[3], NARROW, NULL);
     hpml_distributed *d = hpml_distribute(t, c, NULL);
+    if (u->what == HOOK) hpml_trainer_attach(t, &(hpml_hooks){ .user = u, .update = no_update });
     for (int s = 0; s < 2 && d; s++) {
         batch_of(s, rank, x, y);
+        if (u->what == INFINITE && rank == 1 && s == 1) x[3] = INFINITY;
         if (u->what == FAIL && rank == 1 && s == 1) hpml_ctx_fail(ctx, HPML_ERR_WRITE, "a disk is full");
         hpml_trainer_step(t, x, y, BATCH, NULL);
     }
@@ -639,7 +679,9 @@ static hpml_status use_on(use *u, int ranks, bool planned)
 {
     char                   text[512];
     hpml_plan              plan = { .shard = u->shard, .algorithm = HPML_RING, .bucket_bytes = 4000 };
-    const hpml_launch_desc d = { .ranks = ranks, .timeout = 20, .plan = planned ? &plan : NULL, .ctx.threads = 1 };
+    const hpml_launch_desc d = { .ranks = ranks, .timeout = 20, .plan = planned ? &plan : NULL, .ctx.threads = 1,
+                                 .network.inside.latency = u->slow ? 1e-4 : 0,
+                                 .transport = u->slow ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS };
     return hpml_launch(&d, use_shards, u, text, sizeof text);
 }
 
@@ -663,6 +705,17 @@ TEST(a_rank_that_fails_is_named)
     }
 }
 
+TEST(a_rank_with_an_infinite_loss_is_named)
+{
+    for (int shard = 1; shard <= SHARDS; shard++)
+        for (int slow = 0; slow < 2; slow++) {
+            use u = { .what = INFINITE, .shard = shard, .slow = slow > 0 };
+            ENSURE(use_on(&u, 3, true) != HPML_OK);
+            for (int r = 0; r < 3; r++)
+                ENSURE(strstr(u.errors[r], "rank 1") || (r == 1 && strstr(u.errors[r], "the loss is nan")));
+        }
+}
+
 TEST(wrong_uses_of_shards_are_named)
 {
     const struct { int what, shard; const char *says; } wrong[] = {
@@ -671,9 +724,10 @@ TEST(wrong_uses_of_shards_are_named)
         { SERIAL, 3, "call hpml_distribute again" },
         { LATE, 1, "call hpml_ctx_defer" },
         { KEEP, 2, "has memory already" },
+        { HOOK, 1, "before the hook `update`" },
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
-        use u = { .what = wrong[i].what, .shard = wrong[i].shard };
+        use u = { .what = wrong[i].what, .shard = wrong[i].shard, .slow = wrong[i].what == HOOK };
         ENSURE(use_on(&u, 2, true) != HPML_OK);
         ENSURE(strstr(u.errors[0], wrong[i].says));
     }
