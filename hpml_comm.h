@@ -895,9 +895,10 @@ typedef struct hpml_plan {
                                      differ by at most 1 sample */
     int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
                                      1: each tensor alone */
-    bool            no_overlap;   /* exchange after the backward pass, not during it. This is also done, at once and in
-                                     one bucket, where the ranks of one machine keep all its cores busy and no network
-                                     is slow, because a background thread would take time from the computation */
+    bool            no_overlap;   /* exchange after the backward pass, not during it (shard 2, 3: at once, while the
+                                     pass waits). This is also done, in one bucket, where the ranks of one machine keep
+                                     all its cores busy and no network is slow, because a background thread would take
+                                     time from the computation */
     bool            delayed;      /* sync, double buffering: a step applies the gradients (and changes of batchnorm's
                                      running statistics) of the step before; the first step applies none */
     int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
@@ -913,7 +914,10 @@ typedef struct hpml_plan {
     int32_t         shard;        /* sync: for 1 / ranks of the parameters alone each rank keeps, 1: the optimizer's
                                      states, 2: gradients, too, 3: values, too; see >>strategy-shard. With 3 evaluation
                                      and prediction are collective. The same bits as 0 with algorithm ring and the same
-                                     bucket_bytes. Needs hpml_comm_set_plan, or hpml_launch with a plan */
+                                     bucket_bytes, except 2 and 3 with the trainer's accumulate, whose micro-batches are
+                                     added up over ranks one by one. 1 and 2 step parameters within the backward pass,
+                                     unless no_overlap is set, and then refuse other hooks `update`. Needs
+                                     hpml_comm_set_plan, or hpml_launch with a plan */
     bool            recompute;    /* results are computed again for the backward pass, in segments: those recorded by
                                      hpml_recompute, or about sqrt(ops) ones; the same bits, see hpml_graph_budget */
     int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed

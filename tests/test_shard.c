@@ -315,7 +315,7 @@ static int64_t reused(void)
     return shift + weight + bias;
 }
 
-/* With .accumulate the gradients of each of m micro-batches are exchanged, with shard 3 also its values gathered. So the
+/* With .accumulate the gradients of each of m micro-batches are exchanged, with shard 3 its values gathered, too. So the
    sum over ranks comes before that over micro-batches: the bits are those of ranks that do so with whole arrays. */
 TEST(micro_batches_are_added_up_over_ranks_one_by_one)
 {
@@ -399,7 +399,7 @@ TEST(values_are_gathered_twice_but_for_those_at_hand)
     }
 }
 
-/* Layers in virtual time: one takes LAYER_S seconds forward, when the gather of its values takes as long, and twice that
+/* Layers in virtual time: one takes LAYER_S seconds forward, as long as the gather of its values, and twice that
    backward. */
 enum { LAYERS = 8, SIDE = 64, DEEP_RANKS = 4, DEEP_STEPS = 4 };
 #define LAYER_S 1.0
@@ -426,9 +426,9 @@ static void read_timeline(const char *path, deep *j)
     FILE   *f = fopen(path, "r");
     int     count = 0, lane;
     while (f && count < SPANS && fgets(line, sizeof line, f)) {
-        double *s = span + 3 * count;
-        int     n = sscanf(line, "{\"name\":\"%63[^\"]\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%lf,\"dur\":%lf", name,
-                           &lane, s + 1, s + 2);
+        double     *s = span + 3 * count;
+        const char *as = "{\"name\":\"%63[^\"]\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%lf,\"dur\":%lf";
+        int         n = sscanf(line, as, name, &lane, s + 1, s + 2);
         s[0] = lane;
         count += n == 4 && (lane == HPML_LANE_COMM || strcmp(name, "compute") == 0);
     }
@@ -508,8 +508,8 @@ TEST(the_next_values_are_gathered_while_a_layer_computes)
         snprintf(plan[0], sizeof plan[0], "shard=%d,bucket_bytes=16384,no_overlap=1", shard);
         snprintf(plan[1], sizeof plan[1], "shard=%d,bucket_bytes=16384", shard);
         ENSURE(launch_deep(&at_once) && launch_deep(&ahead));
-        printf("    shard %d: %.2f s, ahead %.2f s; exposed %.2f s, ahead %.2f s\n", shard, at_once.step_s, ahead.step_s,
-               at_once.exposed_s, ahead.exposed_s);
+        printf("    shard %d: %.2f s, ahead %.2f s; exposed %.2f s, ahead %.2f s\n", shard, at_once.step_s,
+               ahead.step_s, at_once.exposed_s, ahead.exposed_s);
         ENSURE_NEAR(at_once.step_s, computing + exchanges, 0.1);
         ENSURE_NEAR(ahead.step_s, computing + alone * LAYER_S, 0.1);
         ENSURE_NEAR(at_once.exposed_s, exchanges, 0.1);

@@ -1393,7 +1393,7 @@ TEST(a_host_optimizer_steps_for_a_device)
     remove("build/host_optimizer_1.safetensors");
 }
 
-/* A step copies weights and gradients to the host and weights back; a NaN is named, and the rest of the step is made. */
+/* A step copies weights and gradients to the host, and weights back; a NaN is named. */
 TEST(a_host_optimizer_copies_values_and_gradients)
 {
     const hpml_backend device = away_backend();
