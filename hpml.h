@@ -41,6 +41,8 @@
 //     HPML_STATIC           everything static: one-file programs
 //     HPML_NO_THREADS       no pthreads; one thread
 //     HPML_NO_SIMD          portable kernels only
+//     HPML_NATIVE           portable kernels and one other set: AVX-512 if -march=native allows it, else AVX2; compiles
+//                           in about 3/4 of the time
 //     HPML_USE_ZLIB         read gzipped IDX files (-lz)
 //     HPML_USE_CBLAS        large matrix products by a BLAS (cblas.h; -lopenblas)
 //     HPML_DEBUG            check internal assumptions
@@ -1307,13 +1309,14 @@ HPML_API hpml_status hpml_trainer_update_inner(hpml_trainer *t);
    samples 0: gradients become zero, and the hooks are called as on other ranks. */
 HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                                    bool accumulate, float *loss);
-/* The two halves of hpml_trainer_forward_backward, for a hook `pass`. forward runs the ops of a slot (hpml_graph_part,
-   0 without parts) on samples [first, first + samples) of the batch, which with parts it copies to this slot's inputs,
-   so that passes on other slots, and other batches, may come before the slot's backward pass. loss, if not NULL,
-   receives the mean loss of these samples, 0 unless the loss is computed here. Random masks are those of the samples in
-   the whole batch. backward goes back through the slot's last forward pass. accumulate: adds to the gradients of
-   parameters, else overwrites those of the slot's ops. last: their gradients are then final, unless micro-batches of
-   .accumulate follow: hooks `grad` are called. */
+/* The two halves of hpml_trainer_forward_backward, for a hook `pass`. A slot is a set of activations of one part of the
+   graph (hpml_graph_part); without parts, slot is 0. forward runs the ops of the slot's part on samples [first, first +
+   samples) of the batch, which with parts it copies to this slot's inputs, so that passes on other slots, and of other
+   batches, may come before the slot's backward pass. loss, if not NULL, receives the mean loss of these samples; 0 if
+   the loss is not computed in this part. Random masks are those of the samples in a pass over the whole batch. backward
+   goes back through the slot's last forward pass. accumulate: adds to the gradients of parameters; else overwrites
+   those of the slot's ops. last: this pass makes these gradients final, and calls the hooks `grad`, unless
+   further micro-batches of .accumulate follow. */
 HPML_API hpml_status hpml_trainer_forward(hpml_trainer *t, int slot, int64_t first, int64_t samples, float *loss);
 HPML_API hpml_status hpml_trainer_backward(hpml_trainer *t, int slot, float grad_scale, bool accumulate, bool last);
 /* For hooks, while evaluate or predict runs a graph that is cut into parts: returns the array, in host memory of every
@@ -1357,7 +1360,7 @@ HPML_API hpml_status hpml_trainer_reserve(hpml_trainer *t, hpml_array which, int
    ranks and grain as in hpml_loader_desc. rank = ranks: none, because this rank computes nothing (a server). */
 HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks, int64_t global_batch, int64_t grain);
 /* Adds `count` floats in the backend's memory to the trainer's checkpoints (a residual, state of a strategy); replaces
-   an earlier array of that name, values NULL: removes it. Keep the memory until then. */
+   an earlier array of that name, values NULL: removes it. Until then the memory must stay valid. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates until now */
 HPML_API void        hpml_trainer_set_step(hpml_trainer *t, int64_t step); /* for hooks that step on others' behalf */
@@ -1782,6 +1785,16 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 
 #if !defined(HPML_NO_SIMD) && defined(__x86_64__)
 #define HPMLI_HAVE_X86
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define HPMLI_HAVE_AVX512
+#endif
+#ifndef HPML_NATIVE /* kernels for both instruction sets, whatever the compiler's options allow */
+#undef  HPMLI_HAVE_AVX512
+#define HPMLI_HAVE_AVX512
+#endif
+#if !defined(HPML_NATIVE) || !defined(HPMLI_HAVE_AVX512)
+#define HPMLI_HAVE_AVX2
+#endif
 #if !defined(__clang__) /* gcc 12 warns, as C++, about "undefined" vectors in its own header */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -2411,7 +2424,8 @@ HPMLI_FN void hpmli_pool_avoid_caller_core(hpmli_pool *p, int wake)
     (void)p, (void)wake;
 }
 
-/* Runs the open job's tasks until none is left: first those of this thread's range, then those of other threads'. */
+/* Runs the tasks of the open job until none is left: first those in this thread's range, then those in the ranges of
+   the other threads. */
 HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
 {
     for (int i = 0, threads = p->worker_count + 1; i < threads; i++) {
@@ -3282,7 +3296,7 @@ enum {
     HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
     HPMLI_OP_KEEPS_SUM   = 256, /* `saved` is the sum before the activation, an array of the result's shape */
     HPMLI_OP_IS_WHOLE    = 512, /* runs on all samples at once, also where results are stored in halves */
-    /* Source 0 may be split over ranks (see >>split), so that the result is split alike: */
+    /* If source 0 is split over ranks (see >>split) in a way that a flag below allows, the result is split alike: */
     HPMLI_OP_SPLIT_ANY   = 1024, /* along any dimension */
     HPMLI_OP_SPLIT_ROWS  = 2048, /* along all dimensions but the last one */
     HPMLI_OP_SPLIT_PLANE = 4096, /* along the channels */
@@ -3423,7 +3437,8 @@ HPMLI_FN void hpmli_cut_copy(const hpmli_cut *c, float *whole, float *part, int6
     }
 }
 
-/* Joins the ranks' parts (count elements each) in `whole`, by way of `all` (count times size). */
+/* Gathers the parts of all ranks of g (count elements each) in the array `all` (count times size), and copies each part
+   from there to its place in `whole`, which c describes. */
 HPMLI_FN hpml_status hpmli_cut_join(const hpml_group *g, hpmli_cut c, const float *part, int64_t count, float *all,
                                     float *whole)
 {
@@ -4260,7 +4275,8 @@ HPML_API hpml_status hpml_param_add_rows(hpml_tensor *table, bool clear, const i
     return HPML_OK;
 }
 
-/* Fails if an op of another kind reads a sparse table, because this op's gradient has all rows. */
+/* Fails if an op other than embedding reads the table of a sparse embedding, because such an op's gradient has all
+   rows. */
 HPMLI_FN bool hpmli_rows_fit(hpml_ctx *ctx, hpml_node *const *nodes, int count)
 {
     for (int i = 0; i < count; i++)
@@ -4423,7 +4439,8 @@ typedef struct hpmli_area { /* arrays that are placed together */
     int         count;
     size_t      bytes;
 } hpmli_area;
-/* Areas of a part's memory. HELD: each slot has its own; PASSING: all share one, because one pass runs at a time. */
+/* Areas of memory of a part of the graph. HELD: each slot (set of activations, see hpml_graph_part) has its own;
+   PASSING: all slots share one, because one pass runs at a time. */
 enum { HPMLI_HELD, HPMLI_PASSING, HPMLI_AREAS };
 
 typedef struct hpmli_list {
@@ -4632,7 +4649,8 @@ HPMLI_FN void hpmli_entry_fetch(hpml_graph *g, hpmli_list *p, const hpml_tensor 
     hpmli_entry_add(g, p, n->state->order, HPMLI_IN);
 }
 
-/* Adds an entry of the backward pass, and before it entries that swap in what it reads. */
+/* Adds the entry (node, move) of the backward pass to the list p, and before it entries that swap in the values that
+   this entry reads. */
 HPMLI_FN void hpmli_entry_late(hpml_graph *g, hpmli_list *p, int node, hpmli_move move)
 {
     const hpml_node *n     = g->nodes[node];
@@ -4765,7 +4783,8 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
     }
 }
 
-/* Computes out_root: the tensor that owns the memory of a value, for each life (a value computed again has two). */
+/* Computes out_root of the nodes: the tensor in whose memory the result stands. A result has one out_root for its life
+   from the forward pass on, and one for its second life, if it is computed again or swapped in for backward. */
 HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
 {
     const hpmli_list *p = pl->p;
@@ -5418,7 +5437,8 @@ HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_p
 // ---------------------------------------------------------------------------------------------------------------------
 // >>slots   taking memory, choosing a slot
 // ---------------------------------------------------------------------------------------------------------------------
-/* Points `grad` of the parameters into this graph's array of gradients, instead of another graph's; returns it. */
+/* Sets `grad` of the parameters to addresses in this graph's array of gradients, if they are in another graph's array;
+   returns this graph's array. */
 HPMLI_FN float *hpmli_graph_place_grads(hpml_graph *g)
 {
     int64_t at = 0;
@@ -5460,7 +5480,8 @@ HPMLI_FN void hpmli_node_again(const hpml_graph *g, const hpmli_list *p, hpml_no
         if (hpmli_base(p, g->nodes[i]) == n) hpmli_value_point(g->nodes[i], 1);
 }
 
-/* Points all tensors of the current slot's part into the memory of this slot, as they are before a forward pass. */
+/* Sets the addresses of all tensors of the current slot's part to the slot's memory, at the places that the tensors
+   have in the forward pass. */
 HPMLI_FN void hpmli_graph_point(hpml_graph *g)
 {
     const hpmli_slot *slot = &g->slots[g->slot];
@@ -5576,7 +5597,7 @@ HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
 }
 
 typedef enum hpmli_hook { HPMLI_HOOK_NEED, HPMLI_HOOK_RELEASE, HPMLI_HOOK_GRAD } hpmli_hook;
-/* Calls the hook `which` of all sets, the innermost first, for parameter p of node n. */
+/* Calls the hook `which` of all attached sets of hooks, the innermost set first, for parameter p of node n. */
 HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpml_node *n, const hpml_tensor *p)
 {
     hpml_status status = HPML_OK;
@@ -5757,9 +5778,9 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, int i)
     return status;
 }
 
-/* A backward pass with gradient hooks is cut into at most HPMLI_PIECES_OF_PASS pieces of at least that many nodes: a
-   device replays a piece as a whole, and then the hooks of the piece's gradients are called. Few pieces cost few
-   launches; many let communication begin early. */
+/* A backward pass with gradient hooks is cut, if a device replays it, into at most HPMLI_PIECES_OF_PASS pieces of at
+   least HPMLI_PIECES_OF_PASS entries (the last may be shorter): the device replays a piece as a whole, and then the
+   hooks of the piece's gradients are called. Few pieces cost few launches; many let communication begin early. */
 #define HPMLI_PIECES_OF_PASS 8
 /* Sets the addresses of the tensors that entries `from` to `to` - 1 of part p compute again or swap in to the memory of
    their second lives (>>list). */
@@ -5784,7 +5805,8 @@ HPMLI_FN hpml_status hpmli_node_swap(hpml_graph *g, const hpml_node *n, bool in)
     return in ? b->write(g->ctx->device, n->saved, copy, saved) : b->read(g->ctx->device, copy, n->saved, saved);
 }
 
-/* Runs entries from .. to - 1 of `pass`, counted from its first; an entry runs a node or swaps its result. */
+/* Runs entries pass->from to pass->to - 1, counted from the first entry of the forward or backward pass; an entry runs
+   a node or swaps its result out or in. */
 HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
     const hpmli_list *p      = hpmli_part_now(g);
@@ -5830,7 +5852,8 @@ HPMLI_FN hpml_status hpmli_run_recorded(hpml_graph *g, const hpml_run *run, cons
     return status;
 }
 
-/* Zeroes the inputs if the rank has no samples; points results that get a second place in backward to their first. */
+/* Zeroes the inputs if the rank has no samples. Sets the addresses of the results that have another place in memory in
+   the backward pass (computed again or swapped in) back to their place in the forward pass. */
 HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_list *p)
 {
     for (int i = 0; i < p->input_count && g->idle; i++)
@@ -6169,7 +6192,8 @@ HPMLI_FN void hpmli_product(hpml_ctx *ctx, hpmli_mat a, hpmli_mat b, hpmli_mat c
 // ---------------------------------------------------------------------------------------------------------------------
 /* A product with halves (bf16, f16) in A or B is computed in tiles of C, one a task, and in blocks of k, the summed
    dimension. A task converts its blocks of A and B to f32, in the part of its packing space that products of this size
-   leave free, and adds their product to its tile. The shape alone decides the cuts: threads do not change the bits. */
+   leave free, and adds their product to its tile. The sizes of tiles and blocks depend on the shape alone, so that the
+   number of threads does not change the bits. */
 #define HPMLI_MIXED_SIDE  512 /* rows and columns of a tile of C, at most */
 #define HPMLI_MIXED_DEPTH 256 /* length of a block along k, the summed dimension */
 #define HPMLI_MIXED_BLOCK (HPMLI_MIXED_SIDE * HPMLI_MIXED_DEPTH)
@@ -6224,7 +6248,8 @@ HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
     } while (k0 < j->d.k);
 }
 
-/* Runs a task for each tile of C: large, because a converted number serves a row or column of it, but 16 or more. */
+/* Runs a task for each tile of C. The tiles are large, because each converted number is then used for a whole row or
+   column of a tile; but they are halved until there are at least 16 tiles or tiles are small. */
 HPMLI_FN void hpmli_mixed_run(hpmli_mixed *j)
 {
     const hpmli_gemm_desc *d = &j->d;
@@ -6430,7 +6455,8 @@ HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t i
 // >>elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
 /* add, sub, mul and div, with numpy's broadcasting (hpmli_broadcast_iter). The gradient of a repeated operand is the
-   sum over its repetitions. If a source's batch is a later dimension of the result, a short batch cannot run. */
+   sum over its repetitions. If a source with a batch has fewer dimensions than the result, its batch dimension is
+   matched with a later dimension of the result, and a batch shorter than the recorded one cannot run. */
 typedef struct hpmli_binary {
     const hpmli_kernels *k;
     hpml_node           *n;
@@ -6951,7 +6977,7 @@ HPMLI_FN void hpmli_strided_copy_task(void *arg, int64_t task, int thread HPMLI_
 }
 
 /* Copies values of x to y or, backward, the gradient of y to that of x (if `add`: adds it). x or y may be a range of a
-   larger tensor or have reordered dimensions. The shape is that of y, which follows the current batch. */
+   larger tensor or have reordered dimensions. Copies as many elements as y has with the current batch. */
 HPMLI_FN void hpmli_strided_copy_run(const hpml_run *run, const hpml_tensor *y, const hpml_tensor *x, bool backward,
                                      bool add)
 {
@@ -8914,7 +8940,8 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
         e->node.saved = (char *)n->saved + (size_t)(first / n->state->block_samples) * n->state->block_saved;
 }
 
-/* Returns the number of tasks, of HPMLI_GRAIN numbers each, that the copy c needs when e->now is loaded or saved. */
+/* Returns how many tasks, of HPMLI_GRAIN numbers each, it takes to load (if e->now is HPMLI_LOAD) or save (HPMLI_SAVE)
+   the f32 copy c; 0: c is not among the copies that are loaded, or saved. */
 HPMLI_FN int64_t hpmli_wrap_tasks(const hpmli_wrap *e, const hpmli_copy *c)
 {
     bool wanted = c->how & (e->now == HPMLI_LOAD ? HPMLI_LOAD | HPMLI_ROUND : HPMLI_SAVE);
@@ -8954,7 +8981,8 @@ HPMLI_FN void hpmli_wrap_transfer(const hpmli_wrap *e, hpml_ctx *ctx)
     }
 }
 
-/* Loads (now: HPMLI_LOAD) or saves (HPMLI_SAVE) all f32 copies of the op on a block of samples, e, by all threads. */
+/* Loads (now: HPMLI_LOAD) or saves (HPMLI_SAVE) all f32 copies of e, an op on a block of samples: with all threads, or
+   from or to the device. */
 HPMLI_FN void hpmli_wrap_move(hpmli_wrap *e, hpml_ctx *ctx, unsigned now)
 {
     int64_t tasks = 0;
@@ -9007,7 +9035,7 @@ HPMLI_FN void hpmli_wrap_plan(void *device, hpml_node *n)
     n->state->copies_at       = (n->scratch_bytes + 63) / 64 * 64 + 64;
     n->scratch_bytes = n->state->copies_at + most;
     if (block == 0 || n->saved_bytes == 0 || hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM)) return;
-    /* rounded up, because a loss saves one number more */
+    /* with up to 64 bytes to spare, because a loss saves one number besides those of its rows */
     n->state->block_saved = n->saved_bytes / (size_t)batch * (size_t)block / 64 * 64 + 64;
     n->saved_bytes += 64 * (size_t)((batch + block - 1) / block);
 }
@@ -10795,8 +10823,9 @@ HPMLI_FN bool hpmli_has_nonfinite(hpml_trainer *t, const hpml_tensor *y, const v
     return false;
 }
 
-/* Sets an error and returns true if a number of x (on the device, laid out as tensor y) is not finite, or `known` says
-   so; else returns false. The error names `place` ("parameter" ..), y, and `what` with its non-finite `value`. */
+/* Sets an error and returns true if `known` is true or if x (an array on the device, laid out as tensor y; NULL: none)
+   has a number that is not finite; else returns false. The error names `place` (such as "parameter"), the tensor y, and
+   `what`, the quantity with the non-finite `value` by which the trainer found the problem. */
 HPMLI_FN bool hpmli_report_nonfinite(hpml_trainer *t, const char *what, double value, const char *place,
                                      const hpml_tensor *y, const void *x, bool known)
 {
@@ -11367,7 +11396,8 @@ HPMLI_FN hpml_status hpmli_hook_below(hpml_trainer *t, int below, bool update, i
     return status;
 }
 
-/* Does what the running hook `run` (or `update`) replaces. */
+/* Runs what the hook `run` (if `update`: the hook `update`) that is running now replaces: the same hook of the next
+   inner set or, without one, the trainer's own function. */
 HPMLI_FN hpml_status hpmli_hook_inner(hpml_trainer *t, bool update, int64_t samples, float *loss)
 {
     const char *name = update ? "update" : "run";
@@ -11424,8 +11454,8 @@ HPMLI_FN void hpmli_step_fill_info(hpml_trainer *t, const hpmli_step *s, hpml_st
     info->seconds   = hpml_now() - s->start;
 }
 
-/* Takes the trainer's memory. False, with an error: no memory, or this rank keeps only parts of the arrays that are cut
-   by a shard (ZeRO) of `level` or more, and no hooks gather the parts of other ranks. */
+/* Allocates the trainer's memory. False, with an error: out of memory; or this rank keeps only parts of the arrays that
+   sharding (ZeRO) of stage `level` or higher cuts, and no hook `join` fills in the parts of the other ranks. */
 HPMLI_FN bool hpmli_trainer_joined(hpml_trainer *t, const char *call, int level)
 {
     if (hpml_trainer_alloc(t) != HPML_OK) return false;
@@ -13717,7 +13747,8 @@ HPMLI_FN bool hpmli_groups_first(const hpml_ctx *ctx)
     return true;
 }
 
-/* Returns HPML_OK if this rank and all others have no error; else every rank has one then. Called by all ranks. */
+/* Returns HPML_OK if no rank has an error. Else every rank has an error on return: its own or, in the name of the call
+   `what`, that another rank has failed. Called by all ranks. */
 HPMLI_FN hpml_status hpmli_groups_agree(hpml_ctx *ctx, const char *what)
 {
     float worst = -(float)ctx->status;
@@ -13870,7 +13901,7 @@ typedef struct hpmli_arrays {
     hpml_dtype       dtype; /* of the data in the file */
 } hpmli_arrays;
 
-/* Adds an array to the list `a`; returns the memory for its name. */
+/* Adds the array `of`, of the given shape, to the list `a`; returns the memory to which the caller writes its name. */
 HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const int64_t *shape)
 {
     hpml_safetensor *t    = &a->t[a->count];
@@ -14476,12 +14507,15 @@ HPMLI_COMPILE_FAST_END
 #else
 #define HPMLI_ISA HPMLI_SCALAR
 #include HPML_SELF
-#if defined(HPMLI_HAVE_X86)
+#if defined(HPMLI_HAVE_AVX2)
 #define HPMLI_ISA HPMLI_AVX2
 #include HPML_SELF
+#endif
+#if defined(HPMLI_HAVE_AVX512)
 #define HPMLI_ISA HPMLI_AVX512
 #include HPML_SELF
-#elif defined(HPMLI_HAVE_NEON)
+#endif
+#if defined(HPMLI_HAVE_NEON)
 #define HPMLI_ISA HPMLI_NEON
 #include HPML_SELF
 #endif
@@ -16896,10 +16930,14 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 #if defined(HPMLI_EDITOR) /* an editor knows only the scalar pass */
 #elif defined(HPMLI_HAVE_X86)
     __builtin_cpu_init();
+#ifdef HPMLI_HAVE_AVX512
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         sets[count++] = &hpmli_kernels_avx512;
+#endif
+#ifdef HPMLI_HAVE_AVX2
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets[count++] = &hpmli_kernels_avx2;
+#endif
 #elif defined(HPMLI_HAVE_NEON)
     sets[count++] = &hpmli_kernels_neon;
 #endif

@@ -444,7 +444,8 @@ typedef struct hpml_transport {
        with "rank "; NULL: it is not lost. The text lives as long as c. */
     const char *(*why_lost)(const hpml_comm *c, int peer);
 
-    /* Optional: HPML_NATIVE. hpml_element and hpml_reduce as int; MEAN: the sum, which the caller divides. */
+    /* Optional: runs algorithm HPML_NATIVE. element is an hpml_element, reduce an hpml_reduce; for HPML_MEAN computes
+       the sum, which the caller divides. */
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int element, int reduce);
     bool (*shares_core)(hpml_comm *c, int peer);   /* optional: the peer needs this core: hpml_wait does not spin */
     bool (*has_delay)(const hpml_comm *c);   /* optional: messages take time that a computation can hide; NULL:
@@ -510,7 +511,8 @@ typedef struct hpml_allreduce_desc {
 
 /* In place, any n >= 0, any number of ranks. desc NULL: the sum of f32. Every rank must pass the same n and desc. */
 HPML_API hpml_status hpml_allreduce(hpml_comm *c, void *data, int64_t n, const hpml_allreduce_desc *desc);
-/* Measures alpha and beta of this communicator once (some milliseconds), for AUTO. Collective. */
+/* Measures alpha and beta (seconds for a message and for a byte) of this communicator once, for the choice of AUTO; it
+   takes some milliseconds. Collective. */
 HPML_API hpml_status hpml_comm_tune(hpml_comm *c);
 HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes); /* what AUTO chooses; NONE: out of memory, or c
                                                                             is NULL. Keeps what it has simulated */
@@ -702,12 +704,13 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
    hpml_distribute with hpml_plan.pipe > 1 cuts the ops of a recorded model into stages; the program stays the same. All
    stages get the whole batch (x, y) and call the trainer's functions alike, also evaluate and predict, whose outputs
    all stages get. A tensor that a later stage reads goes there directly. A parameter is on the stages that read it
-   (`data` is NULL elsewhere); the gradient of one that several stages read is added up. With a flush the gradient has
-   the bits of one rank that accumulates as many micro-batches (batchnorm apart, whose running statistics are those of
-   all micro-batches together: Kim et al. 2020), and the loss of a step is known on all stages, hpml_step_info.accuracy
-   on the last one. With STASH and VERTICAL a step is the forward pass of its batch and, on stage r, the backward pass
-   and update of the batch p - 1 - r steps before, whose loss is the step's (0: there is none yet);
-   hpml_distribute_finish empties the pipeline, and hpml_distribute_get counts no steps. */
+   (`data` is NULL elsewhere); the gradient of one that several stages read is added up. With schedules that empty the
+   pipeline in each step, all but STASH and VERTICAL, the gradient has the bits of one rank that accumulates as many
+   micro-batches (batchnorm apart, whose running statistics are those of all micro-batches together: Kim et al. 2020),
+   and the loss of a step is known on all stages, hpml_step_info.accuracy on the last one. With STASH and VERTICAL a
+   step is the forward pass of its batch and, on stage r, the backward pass and update of the batch p - 1 - r steps
+   before, whose loss is the step's (0: there is none yet); hpml_distribute_finish empties the pipeline, and
+   hpml_distribute_get counts no steps. */
 typedef enum hpml_pipe_kind {
     HPML_PIPE_GPIPE = 0, HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_STASH, HPML_PIPE_ZERO_BUBBLE,
     HPML_PIPE_VERTICAL,
@@ -851,7 +854,7 @@ HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync",
    dz in place of the gradient, and each computes the sum over all ranks' rows itself: sufficient factors (Xie et al.
    2016). Of p ranks each sends (p - 1) b (m + n) floats; for a gradient that a ring adds up, 2 m n (p - 1) / p. To S
    servers a worker sends b (m + S n) floats in place of m n, and the servers multiply (Chilimbi et al. 2014, "Project
-   Adam"); parameters come back as before. */
+   Adam"); the servers send parameters back as they do without factors. */
 typedef enum hpml_route {
     HPML_ROUTE_ALLREDUCE = 0, /* gradients are added up */
     HPML_ROUTE_FACTORS,       /* the factors of all dense layers travel; other gradients are added up. A dense layer is
@@ -1018,11 +1021,12 @@ typedef struct hpml_mesh {
 
 /* Cuts the communicator into the axes of the plan, and gives their groups to its context (hpml_ctx_set_group).
    Collective, with the same plan on all ranks, once, before the model is recorded. HPML_PLAN in the environment
-   replaces the fields that it names; plan NULL: only these. hpml_launch does all this for hpml_launch_desc.plan and
-   HPML_PLAN. A hpml_distribute without a plan then takes this one; axes that its plan leaves 0 are those of the mesh. A
-   plan whose axes but data are 1 sends nothing, and computes the same bits as no plan.
+   replaces the fields that it names; plan NULL: only these fields are set. hpml_launch does all this for
+   hpml_launch_desc.plan and HPML_PLAN. A later hpml_distribute without a plan takes this plan; one with a plan in which
+   axes are 0 takes these axes from the mesh. With a plan in which all axes but data are 1, axes send nothing, and the
+   bits are the same as without a plan.
    HPML_ERR_ARGUMENT: the product of the axes and servers is not the number of ranks; HPML_ERR_STATE: there is a mesh
-   already, or a model. An error of one rank is one of all. */
+   already, or a model. If one rank has an error, all have one. */
 HPML_API hpml_status      hpml_comm_set_plan(hpml_comm *c, const hpml_plan *plan);
 HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c); /* NULL: no plan has been set */
 
@@ -1251,11 +1255,11 @@ HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root
 HPML_API hpml_tensor *hpml_linear_rows(hpml_tensor *x, int64_t out, const hpml_linear_desc *desc);
 
 /* Named dimensions (Shazeer et al. 2018, Mesh-TensorFlow). `rules`, such as "batch:data,hidden:tensor", say which axis
-   splits a dimension; a dimension without a rule is whole on every rank. `dims` names the dimensions of a tensor, words
-   with spaces between. Change the rules, and the same program runs with another layout. Refused: two dimensions of a
-   tensor on one axis, a size that the ranks do not divide, and what the axes mean otherwise: DATA and EXPERT divide
-   samples (dimension 0 of an input, which is the rank's own already), TENSOR and SEQUENCE the other dimensions, and a
-   parameter is split along one dimension.
+   splits a dimension; a dimension without a rule is whole on every rank. `dims` names the dimensions of a tensor, in
+   words separated by spaces. With other rules the same program runs with another layout. Errors: two dimensions of a
+   tensor on one axis; a size that the number of ranks does not divide; a rule that contradicts what an axis means: DATA
+   and EXPERT divide samples (dimension 0 of an input, of which each rank already has only its own samples), TENSOR and
+   SEQUENCE divide the other dimensions; a parameter split along two dimensions.
      named_param  creates a parameter, of which this rank has its part; desc->shape is that of the whole
      named_part   x is whole; the result is this rank's part of x (hpml_group_split)
      einsum       y = sum over all dimensions that `text` has in a and b but not in y of a b: "batch in, hidden in ->
@@ -1985,7 +1989,8 @@ HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, hpml_message *const *m, int count, 
 
 HPMLC_FN int hpmlc_cores(int ranks);
 
-/* Writes " or N others" to `text`, where a wait for the list m has N messages in flight besides the first; else "". */
+/* Writes " or N others" to `text` and returns it, where N is `others`: the messages in flight that a wait for several
+   messages has besides the one that the error text names; "" if N is 0 or less. */
 HPMLC_FN const char *hpmlc_others(char text[32], int others)
 {
     text[0] = 0;
@@ -2054,8 +2059,9 @@ HPMLC_FN bool hpmlc_shares_core(hpml_comm *c, hpml_message *const *m, int count)
     return shares;
 }
 
-/* Returns whether m, of a list of `count`, was over first for certain. In virtual time other threads may have to run
-   before, because a message of theirs may arrive as early, and stand before m in the list. */
+/* Returns whether m, a message that is done, was certainly the first of a list of `count` to be done. In virtual time
+   other threads may have to run before this is certain, because one of them may send a message that arrives as early as
+   m and stands before m in the list. */
 HPMLC_FN bool hpmlc_is_first(hpml_comm *c, const hpml_message *m, int count)
 {
     return count == 1 || !c->is_virtual || !m->receiving || c->t->schedule->settle(c, m->arrival);
@@ -2225,7 +2231,6 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_
 
    The world, this process's ranks, counts its awake threads. A thread that falls asleep subtracts 1; the thread that
    wakes it first adds 1. So a count of zero means that no thread can ever wake another: a deadlock. */
-
 #ifndef HPML_NO_THREADS
 
 struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
@@ -2288,8 +2293,7 @@ typedef struct hpmlc_thread_state {
     unsigned       seen;       /* value of the inbox's `changes` at the end of the last sleep */
 } hpmlc_thread_state;
 
-/* What hpml_message.state, the bytes of a message for the transport's own data, contains with the transports THREADS
-   and CLOCK (virtual time). */
+/* The content of hpml_message.state, memory for the transport's data of a message, with THREADS and CLOCK. */
 typedef struct __attribute__((may_alias)) hpmlc_post {
     hpml_message *next;   /* of a send: the next send in the receiver's inbox */
     hpml_message *after, **before; /* of a copy of a send: the next of the inbox's copies; what points to this one */
@@ -2328,7 +2332,7 @@ HPMLC_FN void hpmlc_waitpoint_close(hpmlc_waitpoint *g)
     pthread_cond_destroy(&g->changed);
 }
 
-/* Wakes the thread that sleeps at waitpoint g, and counts it as awake in w, unless NULL. The caller holds g->mutex. */
+/* Wakes the thread that may sleep at g, and counts it as running in world w, unless NULL. Caller holds g->mutex. */
 HPMLC_FN void hpmlc_waitpoint_wake_held(hpml_world *w, hpmlc_waitpoint *g)
 {
     __atomic_add_fetch(&g->changes, 1, __ATOMIC_RELEASE);
@@ -4064,7 +4068,8 @@ HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time)
     return undisturbed;
 }
 
-/* Waits until c's thread, a new one, is the one to run. The thread of the last rank to enter starts the first turn. */
+/* Waits until c's thread, a new one in a world where one thread runs at a time, gets its turn. The first turn starts
+   when the thread of the last rank has entered. */
 HPMLC_FN void hpmlc_vthread_enter(hpml_comm *c)
 {
     hpml_world    *w    = hpmlc_world_of(c);
@@ -4082,8 +4087,8 @@ HPMLC_FN void hpmlc_vthread_wake(hpml_world *w, hpmlc_vthread *a)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Advances the clock of c's thread to `time`, in seconds, unless it is later. Threads whose clocks are behind run
-   first, because what they send comes before anything that this thread does next. */
+/* Sets the clock of c's thread to `time`, in seconds, unless the clock is past `time`. Then lets the threads run whose
+   clocks are behind, because what they send comes before anything that this thread does next. */
 HPMLC_FN void hpmlc_clock_advance(hpml_comm *c, double time)
 {
     hpmlc_vthread *self = hpmlc_vthread_of(c);
@@ -4183,8 +4188,9 @@ HPMLC_FN hpmlc_vthread *hpmlc_vthread_of_clock(const double *clock)
     return (hpmlc_vthread *)((uintptr_t)clock - offsetof(hpmlc_vthread, clock));
 }
 
-/* Before `self` is freed, makes the timeline of ctx read the clock that it read earlier. Where it reads the clock of a
-   communicator that was created later on ctx, it keeps doing so, and that one's thread gets the clock to return to. */
+/* Called before `self` is freed. If the timeline of ctx reads the clock of `self`, makes it read the clock that it read
+   before that one (self->replaced). If it reads the clock of a communicator that was created later on ctx, it keeps
+   doing so, and self->replaced becomes the clock to which that later communicator's thread returns. */
 HPMLC_FN void hpmlc_clock_restore(hpml_ctx *ctx, hpmlc_vthread *self)
 {
     const double *top = hpml_trace_clock(ctx, self->replaced);
@@ -4788,7 +4794,8 @@ HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *
     return hpml_trace_start(c->ctx, &d);
 }
 
-/* Returns the content of file `path`, on ctx, with a zero byte after it; *size: its bytes. NULL: cannot be read. */
+/* Returns the content of file `path`, in memory of ctx, with a zero byte after it; *size: the bytes of the file. NULL:
+   the file cannot be read. */
 HPMLC_FN char *hpmlc_read_file(hpml_ctx *ctx, const char *path, int64_t *size)
 {
     FILE *f    = fopen(path, "rb");
@@ -5136,9 +5143,9 @@ HPMLC_FN double hpmlc_central_extra(const hpml_comm *c, double bytes HPMLC_UNUSE
     return 2 * (c->size - 1) * c->t->alpha;
 }
 
-/* The algorithms, in the order in which AUTO tries them: of equally fast ones AUTO takes the first. The rows of AUTO
-   and NATIVE have the phases of a ring, because their bytes are estimated as a ring's. */
 #define HPMLC_MAX_RANKS 65536 /* the largest number of ranks that the simulator accepts */
+/* The allreduce algorithms, in the order in which AUTO tries them: of equally fast ones AUTO takes the first. The rows
+   of AUTO and NATIVE have the phases of a ring, because their bytes are estimated as a ring's. */
 static const hpmlc_algorithm hpmlc_algorithms[] = {
     { HPML_BUTTERFLY, "butterfly", { &hpmlc_fold, &hpmlc_doubling, &hpmlc_unfold, NULL }, NULL, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_butterfly_extra },
@@ -8043,8 +8050,7 @@ HPMLC_FN double hpmlc_axes_seconds(const hpml_distributed *d)
     return sum;
 }
 
-/* Copies the model's running statistics (batchnorm) to `row`, or from `row` if `set`: layout.buffer_total floats, the
-   tensors in the order of their names. */
+/* Copies the running statistics, in the order of their names, to (`set`: from) `row`: layout.buffer_total floats. */
 HPMLC_FN void hpmlc_buffers_copy(const hpml_distributed *d, float *row, bool set)
 {
     const hpmlc_layout *l = &d->layout;
@@ -8145,8 +8151,7 @@ HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
     return HPML_OK;
 }
 
-/* Sets the running statistics of the model to their mean over all ranks, weighted by samples, from d->stats.sum, which
-   has the step's sums over all ranks. */
+/* Sets the model's running statistics to their means over all ranks, weighted by samples: d->stats.sum has the sums. */
 HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
 {
     const double *s = d->stats.sum;
@@ -8336,7 +8341,8 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, const hpml_mome
     return d->strategy->begin(d, samples, loss);
 }
 
-/* Tells the strategy that the gradient of parameter at->param is final: the trainer's hook `grad`. */
+/* The trainer's hook `grad`: calls the strategy's function `gradient`, because the gradient of parameter at->param is
+   final. */
 HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
 {
     hpml_distributed *d = (hpml_distributed *)user;
@@ -8526,8 +8532,8 @@ HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const
     }
 }
 
-/* Returns whether another stage of the pipeline trains parameter p. Such arrays are listed for checkpoints too, with no
-   floats on this rank, because the lists of all ranks must be the same. */
+/* Returns whether another stage of the pipeline trains parameter p. This rank's list of arrays for checkpoints has the
+   arrays of such a parameter too, with no floats, because the lists of all ranks must be the same. */
 HPMLC_FN bool hpmlc_is_elsewhere(const hpml_distributed *d, const hpml_tensor *p)
 {
     const hpml_mesh *m = hpml_comm_mesh(d->all);
@@ -9401,7 +9407,7 @@ HPMLC_FN bool hpmlc_factors_open(hpml_distributed *d)
     return good;
 }
 
-/* Gathers the factors of a layer of all ranks, as a task. */
+/* Gathers the factors of one layer's gradient (its inputs x and derivatives dz) from all ranks; the work of a task. */
 HPMLC_FN hpml_status hpmlc_factor_gather(hpml_comm *c, void *user)
 {
     const hpmlc_factor *it   = (const hpmlc_factor *)user;
@@ -9588,7 +9594,8 @@ HPMLC_FN void hpmlc_delayed_undo(hpml_distributed *d)
     for (int64_t k = 0; k < d->layout.buffer_total; k++) own->before[k] = now[k] - own->before[k];
 }
 
-/* Adds the mean change of the running statistics in the step before to the running statistics of the model. */
+/* Adds own->change, the change of the running statistics in the step before, averaged over the samples of all ranks, to
+   the running statistics of the model. */
 HPMLC_FN void hpmlc_delayed_redo(hpml_distributed *d)
 {
     const hpmlc_delayed *own = (const hpmlc_delayed *)d->own;
@@ -10033,7 +10040,8 @@ HPMLC_FN hpml_status hpmlc_link_step(hpml_distributed *d, hpml_status (*finish)(
     float scale = hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
     if (scale != 1) own->l->scale(own->l->user, d->layout.first, d->layout.span, scale, 1);
     status = hpml_trainer_apply(d->t, 0, d->layout.params);
-    /* with clipping, checks the link until a deadline, because the update's wait on the device has none */
+    /* with clipping, waits for the link's collectives at most until a deadline, because the host's wait for the
+       update on the device has no deadline */
     return status == HPML_OK && own->is_clipped ? own->l->check(own->l->user) : status;
 }
 
@@ -10977,7 +10985,8 @@ HPMLC_FN hpml_status hpmlc_rows_answer(hpml_distributed *d, int worker)
     return hpml_send(d->c, worker, HPMLC_TAG_FLOATS, rows + n, (size_t)(n * width) * sizeof(float));
 }
 
-/* Lists in `wanted` the rows of table p on server s that tokens name, each once; returns how many. */
+/* Lists in `wanted` the rows of table p that server s keeps and whose numbers occur in `tokens`, each row once; returns
+   how many. */
 HPMLC_FN int64_t hpmlc_rows_list(hpmlc_servers *own, const hpml_tensor *p, const hpml_tensor *tokens, int s,
                                  int32_t *wanted)
 {
@@ -11378,7 +11387,7 @@ HPMLC_FN hpml_status hpmlc_servers_send(hpml_distributed *d, int root, float *da
     return status;
 }
 
-/* Copies the rows that server s owns of a sparse table, in array `which`, to all ranks that are left. */
+/* Copies the rows of a sparse table that server s owns, in array `which`, from s to all ranks that are not lost. */
 HPMLC_FN hpml_status hpmlc_rows_share(hpml_distributed *d, hpml_array which, int param, int s)
 {
     const hpml_tensor *p     = hpmlc_param(d, param);
@@ -12566,7 +12575,8 @@ typedef struct hpmlc_writing {
     hpml_progress progress; /* the program's own callback */
 } hpmlc_writing;
 
-/* Called when bytes of a checkpoint are written: extends the deadlines of ranks that wait for it, calls the program. */
+/* Called when bytes of a checkpoint have been written: extends the deadlines of ranks that wait for this rank, and
+   calls the program's own progress callback. */
 HPMLC_FN void hpmlc_dist_progress(void *user, uint64_t bytes)
 {
     const hpmlc_writing *w = (const hpmlc_writing *)user;
@@ -13401,7 +13411,8 @@ typedef struct hpmlc_cut { /* A(j, m): how the first j layers are best cut for m
     int32_t first, replicas; /* of the last stage */
 } hpmlc_cut;
 
-/* Returns T(first, end, replicas): the seconds of a stage. seconds[i], bytes[i]: sums over layers before layer i. */
+/* Returns T(first, end, replicas) of hpml_pipe_cut: the seconds of a stage of layers first to end - 1 with `replicas`
+   replicas. seconds[i], bytes[i]: sums over layers before layer i. */
 HPMLC_FN double hpmlc_cut_stage(const hpml_pipe_cut_desc *d, const double *seconds, const double *bytes, int first,
                                 int end, int replicas)
 {
@@ -13672,8 +13683,9 @@ HPMLC_FN bool hpmlc_pipeline_cut(hpmlc_pipeline *pl, const hpml_plan *plan)
     return !hpmlc_failed(pl->c);
 }
 
-/* Makes each piece that this rank runs a part of the graph with its slots. STASH and VERTICAL have one slot more, for
-   evaluations, because micro-batches of steps are always in flight. False: an error on the context. */
+/* Makes each piece that this rank runs a part of the graph, with a slot (set of activations) for each micro-batch in
+   flight. With STASH and VERTICAL a part has one slot more, for evaluations, because micro-batches of training steps
+   always occupy the other ones. False: an error on the context. */
 HPMLC_FN bool hpmlc_pipeline_parts(hpmlc_pipeline *pl)
 {
     hpml_status status = HPML_OK;
@@ -13740,7 +13752,8 @@ HPMLC_FN hpml_status hpmlc_edge_receive(hpmlc_pipeline *pl, int slot, int i, boo
     return status;
 }
 
-/* Sets the gradient of the tensor of edge i to zeros if no later piece sends a gradient of this tensor back. */
+/* Sets the gradient of the tensor of edge i (a tensor that one piece computes and another one reads) to zeros if no
+   later piece sends a gradient of this tensor back. */
 HPMLC_FN void hpmlc_edge_clear(hpmlc_pipeline *pl, int slot, int i)
 {
     const hpmlc_edge *e = &pl->edge[i];
@@ -13779,7 +13792,8 @@ HPMLC_FN void hpmlc_norms_add(hpmlc_pipeline *pl, int q, int64_t samples)
     }
 }
 
-/* begin: saves the running statistics. Else updates them once, by the samples of all micro-batches as one batch. */
+/* begin: saves the running statistics of the batchnorms. Else restores and updates them once, as if the samples of all
+   micro-batches were one batch. */
 HPMLC_FN void hpmlc_norms_step(hpmlc_pipeline *pl, bool begin)
 {
     for (int i = 0; i < pl->norms; i++) {
@@ -13889,7 +13903,8 @@ HPMLC_FN hpml_status hpmlc_pass_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass)
    needs a certain version of the weights: the newest is in the trainer's arrays, older ones are copies, to which `data`
    of the parameters points while a task uses them. */
 
-/* Gives the parameters' tensors the values of a version; the optimizer steps the trainer's own arrays in any case. */
+/* Points `data` of this stage's parameters to a version of the weights: a copy in the stash or, for the newest version,
+   the trainer's own arrays. The optimizer steps the trainer's own arrays in any case. */
 HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
 {
     float *copy = pl->stash;
@@ -14059,7 +14074,8 @@ HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl)
     return status;
 }
 
-/* Takes the arrays of a pipeline whose pieces and edges are known. False: out of memory. */
+/* Allocates the arrays of a pipeline whose pieces and edges (tensors that one piece computes and another one reads) are
+   known. False: out of memory. */
 HPMLC_FN bool hpmlc_pipeline_arrays(hpmlc_pipeline *pl)
 {
     hpml_distributed *d     = pl->d;

@@ -6058,7 +6058,8 @@ struct hpml_nccl {
     char              operation[96]; /* name of the current operation, for error texts */
 };
 
-/* Sleeps 50 us between polls of a wait that began at time `since` (s), unless in its first ms, in which most end. */
+/* Sleeps 50 us between polls of a wait that began at time `since` (s); during its first ms does not sleep, because most
+   waits end in that time. */
 HPMLG_FN void hpmlg_poll_pause(double since)
 {
     struct timespec t = { 0, 50000 };

@@ -3,7 +3,8 @@
    A test that took a second or more of processor time is printed with its seconds. TEST_PLAIN(name): a test for builds
    without a sanitizer. A build with one leaves the test out unless HPML_TEST_ALL is set (ninja test-all), because the
    test takes long there and runs hardly any code that other tests do not run. TEST_LONG(name): a test that every build
-   leaves out unless HPML_TEST_ALL is set. A test that --test or --filter names runs in any case.
+   leaves out unless HPML_TEST_ALL is set. TEST_ACCURACY(name): a long test of what trainings learn, which builds with a
+   sanitizer always leave out. A test that --test or --filter names runs in any case.
    Exit status: 0 all passed, 1 some failed, 77 all were skipped. */
 #ifndef HPML_TEST_H
 #define HPML_TEST_H
@@ -33,7 +34,7 @@
 typedef struct test_case {
     const char       *name;
     void            (*run)(void);
-    int               plain; /* 1: of TEST_PLAIN; 2: of TEST_LONG */
+    int               plain; /* 1: of TEST_PLAIN; 2: of TEST_LONG; 3: of TEST_ACCURACY */
     struct test_case *next;
 } test_case;
 
@@ -50,6 +51,7 @@ static const char *test_skipped;
 #define TEST(name)       TEST_CASE(name, 0)
 #define TEST_PLAIN(name) TEST_CASE(name, 1)
 #define TEST_LONG(name)  TEST_CASE(name, 2)
+#define TEST_ACCURACY(name) TEST_CASE(name, 3)
 
 /* Registers the test before main runs. */
 #define TEST_CASE(name, is_plain)                                        \
@@ -113,6 +115,7 @@ int main(int argc, char **argv)
         }
         if (only ? strcmp(t->name, only) != 0 : !strstr(t->name, filter)) continue;
         if (t->plain > (SLOW_BUILD ? 0 : 1) && argc == 1 && !getenv("HPML_TEST_ALL")) continue;
+        if (t->plain == 3 && argc == 1 && SLOW_BUILD) continue;
         test_failed  = 0;
         test_skipped = NULL;
         double began = (double)clock();

@@ -1595,7 +1595,7 @@ static double learned(hpml_lr_rule rule, int64_t batch, int32_t warm)
     return sum;
 }
 
-TEST_LONG(larger_batches_want_a_larger_rate)
+TEST_ACCURACY(larger_batches_want_a_larger_rate)
 {
     get_digits(8000);
     double small  = learned(HPML_LR_LINEAR, 32, 0);

@@ -534,7 +534,7 @@ TEST(batches_are_dealt_on_demand)
 
 /* ---- federated ---- */
 
-TEST_LONG(federated_clients_learn_in_few_rounds)
+TEST_ACCURACY(federated_clients_learn_in_few_rounds)
 {
     job few  = learning("strategy=federated,servers=1,period=250,share=0.5,seed=1", 11);
     few.own_data = true, few.batch = 16, few.lr = 0.1f, few.goal = 0.93, few.epochs = 60;
@@ -687,7 +687,7 @@ TEST_PLAIN(storms_of_lost_workers_leave_the_loss_as_it_is)
 /* ---- codecs, checkpoints, threads ---- */
 
 /* What workers pushed and what they keep is all of their gradients; few bits a number train as well as all. */
-TEST_LONG(gradients_go_up_in_few_bits)
+TEST_ACCURACY(gradients_go_up_in_few_bits)
 {
     static const struct { const char *plan; double least, share; } rows[] = {
         { "strategy=ps,servers=2,codec=bf16", 0.955, 0.51 },
@@ -706,7 +706,7 @@ TEST_LONG(gradients_go_up_in_few_bits)
 }
 
 /* A threshold far above the gradients: they wait in the residual until they are old. */
-TEST_LONG(a_threshold_of_two_bits_far_above_the_gradients_is_a_trap)
+TEST_ACCURACY(a_threshold_of_two_bits_far_above_the_gradients_is_a_trap)
 {
     static const char *const plans[] = { "strategy=ps,servers=1",
                                          "strategy=ps,servers=1,codec=twobit,codec.threshold=0.05",

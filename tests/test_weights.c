@@ -497,7 +497,7 @@ static void insert(double *list, int n, double x)
 }
 
 /* Five seeds each: the median reaches the goal. */
-TEST_LONG(accuracy_of_each_strategy)
+TEST_ACCURACY(accuracy_of_each_strategy)
 {
     get_digits(8000);
     for (size_t i = 0; i < sizeof goals / sizeof goals[0]; i++) {
