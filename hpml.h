@@ -121,6 +121,7 @@
 //     graph   creating graphs and their parts
 //     retain   segments that run again or are swapped, and their choice for a budget of memory
 //     slots   taking memory, choosing a slot
+//     node-hooks   hooks called for the parameters of an op; the ops that run next
 //     run   running a graph forward and backward
 // PART IV   OPS: forward and backward of each, and the products under them
 //     gemm-threads   cutting a matrix product into tasks for threads
@@ -763,8 +764,8 @@ typedef struct hpml_memory {
     size_t activations; /* inputs, results of ops, their gradients and saved values; memory is used again */
     size_t unshared;    /* what activations would be if no memory were used again */
     size_t scratch;     /* working memory of ops; all ops use the same memory */
-    size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer, and with .host_optimizer on a device,
-                           where the states are in host memory */
+    size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer, and with .host_optimizer on a
+                           device, because then the states are in host memory */
     size_t host;        /* copies in host memory of what is swapped out of the arena; not part of total */
     size_t total;       /* parameters + gradients + activations + scratch + optimizer */
     double extra;       /* operations that a step computes again, and 1 for each byte of these results; a byte swapped
@@ -1134,8 +1135,8 @@ typedef struct hpml_trainer_desc {
     float         trust;           /* LARS: a parameter's rate is lr trust |w| / (|g| + weight_decay |w|), but lr for
                                       biases and norms unless decay_all; 0: 0.001. LAMB's rate is lr |w| / |r| for
                                       all parameters (You et al. 2020, algorithm 2) */
-    bool          host_optimizer;  /* on a device: the optimizer's states are in host memory and take none of the device.
-                                      A step copies gradients and values to the host, steps there with the CPU's kernels
+    bool          host_optimizer;  /* on a device: the optimizer's states take host memory, and none of the device. A
+                                      step copies gradients and values to the host, steps there with the CPU's kernels
                                       (so an optimizer of your own runs, too), and copies the values back (Ren et al.
                                       2021, "ZeRO-Offload"). On the host nothing changes */
     hpml_schedule schedule;
@@ -1293,7 +1294,7 @@ typedef struct hpml_hooks {
 } hpml_hooks;
 #define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
 /* For hooks `need` that fetch parameters ahead of time: returns the op that runs after at->node in the same pass or, if
-   called with the same *place again, the op after the one returned before; NULL: no op follows. *place is 0 at first. */
+   called with the same *place again, the op after the one returned before; NULL: no op follows. *place: 0 at first */
 HPML_API const hpml_node *hpml_graph_ahead(const hpml_graph *g, const hpml_moment *at, int *place);
 HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hooks); /* copies *hooks */
 /* Returns the sets of hooks that are attached, the innermost first; *count: how many. */
@@ -1337,8 +1338,9 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
    has no such state or, with an error that names a parameter, if the values are not one array: parameters lie in the
    order of recording, the trained ones first, but only parameters that got memory at the same time, and a parameter
    that was frozen afterwards, or on which the loss does not depend, leaves a gap. GRADIENTS: after this call `grad` of
-   each parameter points to its place in the array. With .host_optimizer states are in host memory. Where ranks keep only parts of an array (hpml_trainer_keep), the
-   returned array has the parts that this rank keeps, one behind the other, each padded. */
+   each parameter points to its place in the array. With .host_optimizer states are in host memory. Where ranks keep
+   only parts of an array (hpml_trainer_keep), the returned array has the parts that this rank keeps, one behind the
+   other, each padded. */
 #define HPML_GRADIENT_ALIGN 16
 typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRAY_STATE, /* STATE + i: state i */
                           HPML_ARRAY_END = HPML_ARRAY_STATE + HPML_MAX_STATES } hpml_array;
@@ -5567,35 +5569,8 @@ HPML_API hpml_status hpml_graph_slot(hpml_graph *g, int slot)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>run   running a graph forward and backward
+// >>node-hooks   hooks called for the parameters of an op; the ops that run next
 // ---------------------------------------------------------------------------------------------------------------------
-HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
-{
-    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
-    hpmli_slot *slot = &g->slots[g->slot];
-    int64_t     rows = g->parts[slot->part].rows;
-    if (samples < 1 || samples > rows || (samples != g->batch && !g->batchable))
-        return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
-                          g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)rows);
-    slot->samples = samples;
-    g->batch_now  = samples;
-    hpmli_graph_apply_batch(g);
-    return HPML_OK;
-}
-
-/* Zeroes the gradients that backward of n would overwrite and that have no batch dimension, because a short batch may
-   not write all of their elements, and a rank without samples writes none. On a rank without samples, in a graph with
-   collective ops, zeroes also those with a batch dimension, because the collective ops read these gradients. */
-HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
-{
-    for (int s = 0; s < n->src_count; s++) {
-        const hpml_tensor *t = n->src[s];
-        bool partial = t && (!t->batch_rows || (g->idle && g->collective));
-        if (partial && t->raw_grad && !n->accumulate[s] && t->raw_grad != n->out->raw_grad)
-            hpmli_gradient_clear(t);
-    }
-}
-
 typedef enum hpmli_hook { HPMLI_HOOK_NEED, HPMLI_HOOK_RELEASE, HPMLI_HOOK_GRAD } hpmli_hook;
 /* Calls the hook `which` of all attached sets of hooks, the innermost set first, for parameter p of node n. */
 HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpml_node *n, const hpml_tensor *p)
@@ -5666,6 +5641,36 @@ HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpm
             status = hpmli_hooks_call(g, which, n, p);
     }
     return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>run   running a graph forward and backward
+// ---------------------------------------------------------------------------------------------------------------------
+HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
+{
+    if (!g || hpmli_failed(g->ctx)) return g ? g->ctx->status : HPML_ERR_ARGUMENT;
+    hpmli_slot *slot = &g->slots[g->slot];
+    int64_t     rows = g->parts[slot->part].rows;
+    if (samples < 1 || samples > rows || (samples != g->batch && !g->batchable))
+        return hpmli_fail(g->ctx, HPML_ERR_SHAPE, "graph: %lld samples, expected %s%lld", (long long)samples,
+                          g->batchable ? "1 to " : "(an op mixes samples) exactly ", (long long)rows);
+    slot->samples = samples;
+    g->batch_now  = samples;
+    hpmli_graph_apply_batch(g);
+    return HPML_OK;
+}
+
+/* Zeroes the gradients that backward of n would overwrite and that have no batch dimension, because a short batch may
+   not write all of their elements, and a rank without samples writes none. On a rank without samples, in a graph with
+   collective ops, zeroes also those with a batch dimension, because the collective ops read these gradients. */
+HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
+{
+    for (int s = 0; s < n->src_count; s++) {
+        const hpml_tensor *t = n->src[s];
+        bool partial = t && (!t->batch_rows || (g->idle && g->collective));
+        if (partial && t->raw_grad && !n->accumulate[s] && t->raw_grad != n->out->raw_grad)
+            hpmli_gradient_clear(t);
+    }
 }
 
 /* Zeroes the values of t, an input or a result of a rank without samples, for collective ops. */
@@ -10285,7 +10290,7 @@ HPMLI_FN int64_t hpmli_trainer_kept(const hpml_trainer *t, int level)
     return (int64_t)(hpmli_graph_kept(t->graph, level) / sizeof(float));
 }
 
-/* Returns whether the optimizer's states are in host memory, and its steps are made there, for parameters on a device. */
+/* Returns whether the optimizer's states are in host memory, and steps are made there, for parameters on a device. */
 HPMLI_FN bool hpmli_trainer_steps_on_host(const hpml_trainer *t)
 {
     return t->d.host_optimizer && !t->ctx->backend->host;

@@ -7982,6 +7982,12 @@ HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
     return status;
 }
 
+HPMLC_FN void hpmlc_buckets_reset(hpml_distributed *d) /* before a pass: no gradient is final */
+{
+    d->buckets.posted = 0;
+    for (int i = 0; i < d->buckets.count; i++) d->buckets.item[i].ready = 0;
+}
+
 /* Counts in its bucket that the gradient of parameter number `param` is final; false: the parameter is in no bucket. */
 HPMLC_FN bool hpmlc_buckets_count(hpml_distributed *d, int param)
 {
@@ -8195,11 +8201,7 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
     if (d->micro == 0) {
         d->stats.samples  = 0;
         d->stats.loss     = 0;
-        d->buckets.posted = 0;
-        for (int i = 0; i < d->buckets.count; i++) {
-            d->buckets.item[i].ready = 0;
-            d->buckets.item[i].adds  = false;
-        }
+        hpmlc_buckets_reset(d);
     }
     *loss = 0;
     if (samples == 0 && d->plan.expert > 1)
@@ -8743,8 +8745,7 @@ typedef struct hpmlc_sharding {
     int              stepped; /* buckets that were stepped in this update */
     int64_t          samples; /* of the micro-batch that runs now, on this rank */
     bool             early;   /* buckets are stepped and gathered within the backward pass ... */
-    bool             posted;  /* ... so the sum of samples and losses was started within it, too, in this update ... */
-    bool             known;   /* ... and is known, and no rank's loss is NaN or infinite */
+    bool             posted;  /* ... so the sum of samples and losses was started within it, too, in this update */
 } hpmlc_sharding;
 
 HPMLC_FN bool hpmlc_shard_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p) { return p->shard > 0; }
@@ -8978,7 +8979,7 @@ HPMLC_FN bool hpmlc_reads_bucket(const hpml_distributed *d, const hpml_node *n, 
     return false;
 }
 
-/* Returns the slot that has the values of bucket b, which op n reads. If there is none, starts gathering these values in
+/* Returns the slot that has the values of bucket b, which op n reads. If there is none, starts gathering the values in
    the slot used longest ago, except slots that n or the running op reads; NULL: these two read all slots. */
 HPMLC_FN hpmlc_slot *hpmlc_shard_fetch(hpml_distributed *d, int b, const hpml_node *n, hpml_status *status)
 {
@@ -9162,7 +9163,7 @@ HPMLC_FN hpml_status hpmlc_shard_step(hpml_distributed *d, int to)
     return status;
 }
 
-/* Within the last micro-batch's backward pass: starts the sum of samples and losses over ranks, because steps need it. */
+/* Within the last micro-batch's backward pass: starts the sum of samples and losses over ranks, which steps need. */
 HPMLC_FN hpml_status hpmlc_shard_stats(hpml_distributed *d)
 {
     hpmlc_sharding    *s     = hpmlc_sharding_of(d);
@@ -9190,9 +9191,8 @@ HPMLC_FN hpml_status hpmlc_shard_early(hpml_distributed *d)
         const int    b     = s->stepped;
         const double start = hpml_comm_now(d->c);
         hpmlc_slot  *slots = s->gradients.item;
-        status   = hpmlc_task_wait(&d->stats.task);
-        s->known = d->stats.sum[HPMLC_BAD] == 0 && d->stats.sum[HPMLC_SAMPLES] > 0;
-        if (status != HPML_OK || !s->known) return status;
+        status = hpmlc_task_wait(&d->stats.task);
+        if (d->stats.sum[HPMLC_BAD] > 0 || d->stats.sum[HPMLC_SAMPLES] <= 0 || status != HPML_OK) return status;
         status = hpmlc_task_wait(&d->buckets.item[b].task);
         for (int i = 0; i < s->gradients.count && status == HPML_OK; i++)
             if (slots[i].bucket == b) status = hpmlc_shard_collect(d, &slots[i]);
@@ -9208,8 +9208,7 @@ HPMLC_FN hpml_status hpmlc_shard_gradient(hpml_distributed *d, int param)
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
     const bool      early  = s->early && d->micro + 1 == d->accumulate;
     hpml_status     status = HPML_OK;
-    for (int i = 0; d->buckets.posted == d->buckets.count && i < d->buckets.count; i++) d->buckets.item[i].ready = 0;
-    if (d->buckets.posted == d->buckets.count) d->buckets.posted = 0; /* all were of the micro-batch before */
+    if (d->buckets.posted == d->buckets.count) hpmlc_buckets_reset(d); /* they were of the micro-batch before */
     if (!hpmlc_buckets_count(d, param) || (d->plan.no_overlap && d->plan.shard < 2)) return HPML_OK;
     if (early && !s->posted) status = hpmlc_shard_stats(d);
     if (status == HPML_OK) status = hpmlc_buckets_post(d);
@@ -9235,8 +9234,9 @@ HPMLC_FN hpml_status hpmlc_shard_begin(hpml_distributed *d, int64_t samples, flo
         if (h[k].update && h[k].user != d)
             return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "shard: parameters are stepped within the backward pass, "
                               "before the hook `update` of other hooks; detach these, or set no_overlap");
+    for (int i = 0; i < d->buckets.count && d->micro == 0; i++) d->buckets.item[i].adds = false;
     s->samples = samples;
-    s->posted  = s->known = false;
+    s->posted  = false;
     s->stepped = 0;
     hpml_status status = hpmlc_dist_pass(d, samples, loss);
     if (status != HPML_OK || d->micro < d->accumulate || s->posted) return status;

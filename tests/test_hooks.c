@@ -515,7 +515,7 @@ TEST(sparse_tables_that_cannot_be_are_errors)
     hpml_ctx_free(ctx);
 }
 
-/* Notes each need as a sign (+ forward, - backward, * again) and the op's first parameter, and compares the op that runs
+/* Notes each need as a sign (+ forward, - backward, * again) and the op's first parameter; compares the op that runs
    next with the one announced by hpml_graph_ahead. */
 typedef struct needs {
     const hpml_graph *g;

@@ -315,7 +315,7 @@ static int64_t reused(void)
     return shift + weight + bias;
 }
 
-/* With .accumulate the gradients of each of m micro-batches are exchanged, with shard 3 its values gathered, too. So the
+/* With .accumulate the gradients of each of m micro-batches are exchanged, with shard 3 values gathered, too. So the
    sum over ranks comes before that over micro-batches: the bits are those of ranks that do so with whole arrays. */
 TEST(micro_batches_are_added_up_over_ranks_one_by_one)
 {
