@@ -693,8 +693,10 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
      INTERLEAVED   (p-1) / (v m + p-1)               more; v chunks of the model on each stage: chunk c of stage r is
                                                      piece c p + r of the model's p v pieces (Narayanan et al. 2021)
      ZERO_BUBBLE   (p-1) / (3 m + p-1)               min(p, m)        Qi et al. 2023, "ZB-H1": the gradients of weights
-                                                     are computed later, while the stage would wait. The formula is for
-                                                     equal times of forward pass, gradients of inputs, of weights
+                                                     of products are computed later, while the stage would wait (see
+                                                     hpml_graph_halves). The formula is for equal times of forward
+                                                     pass, gradients of inputs, of weights. Until then a micro-batch
+                                                     keeps the inputs of its products and the gradients of the results
      STASH         0, but for the first and last     min(p - r, m)    PipeDream: every micro-batch is a step of its own,
                    p - 1 steps                       and the pipeline never empties. A micro-batch has the same version
                                                      of a stage's weights in both passes, so a stage keeps p - r of them
@@ -710,7 +712,7 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
    and the loss of a step is known on all stages, hpml_step_info.accuracy on the last one. With STASH and VERTICAL a
    step is the forward pass of its batch and, on stage r, the backward pass and update of the batch p - 1 - r steps
    before, whose loss is the step's (0: there is none yet); hpml_distribute_finish empties the pipeline, and
-   hpml_distribute_get counts no steps. */
+   hpml_distribute_get counts no steps. With data > 1 an update takes the mean gradient of the replicas of the stage. */
 typedef enum hpml_pipe_kind {
     HPML_PIPE_GPIPE = 0, HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_STASH, HPML_PIPE_ZERO_BUBBLE,
     HPML_PIPE_VERTICAL,
@@ -876,8 +878,7 @@ typedef struct hpml_plan {
     int32_t         tensor;       /* each rank has a part of every layer with a .split */
     int32_t         sequence;     /* each rank has some time steps of each sequence */
     int32_t         expert;       /* each rank has some of the experts, and its own share of the batch */
-    hpml_pipe_kind  schedule;     /* pipe: in which order a stage works on its micro-batches. ZERO_BUBBLE can only be
-                                     simulated, because ops compute both gradients at once */
+    hpml_pipe_kind  schedule;     /* pipe: in which order a stage works on its micro-batches */
     int32_t         micro;        /* pipe: micro-batches of a batch; 0: 4 for each stage, but at most the batch's
                                      samples. STASH, VERTICAL: 0, because a batch is one */
     int32_t         chunks;       /* pipe, INTERLEAVED: pieces of the model on each stage; 0: 2 */
@@ -7070,9 +7071,6 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(hpmlc_plan_shares_loss(p) && (p->exact || p->delayed || p->sum), "with sequence and expert some gradients " \
          "are added up over data alone, which exact, delayed and sum do not do; leave these out, or take tensor in " \
          "place of sequence and expert") \
-    RULE(p->pipe > 1 && p->schedule == HPML_PIPE_ZERO_BUBBLE, "schedule zero_bubble needs the gradients of inputs " \
-         "and of weights one after the other, and ops compute both at once; take schedule 1f1b, or simulate it with " \
-         "hpml_pipe_simulate") \
     RULE(p->pipe > 1 && p->micro > f->batch, "a micro-batch has one sample or more; take a smaller micro or a larger " \
          "batch") \
     RULE(p->pipe > 1 && f->device, "a pipeline sends arrays in host memory from stage to stage, and here they are on " \
@@ -7083,10 +7081,10 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(p->pipe > 1 && f->mixes_samples && p->micro != 1 && !hpmlc_pipe_stashes(p->schedule), "micro-batches are " \
          "parts of a batch, and an op of this model mixes its samples; take micro=1") \
     RULE(hpmlc_plan_flows(p) && (hpmlc_plan_packs(p) || p->delayed || p->strategy != HPML_STRATEGY_SYNC || \
-                                 hpmlc_plan_workers(p, f->ranks) > 1), \
+                                 hpmlc_plan_shares_loss(p) || (p->shard && hpmlc_plan_workers(p, f->ranks) > 1)), \
          "schedules stash and vertical have several versions of the weights, which each stage steps by itself, so " \
-         "they go without data, codec, delayed and other strategies than sync; leave these out, or take schedule " \
-         "1f1b") \
+         "they go without sequence, expert, shard, codec, delayed and other strategies than sync; leave these out, " \
+         "or take schedule 1f1b") \
     RULE(hpmlc_plan_flows(p) && f->accumulate > 1, "with schedules stash and vertical every batch is a step, and the " \
          "trainer's accumulate adds up several; set accumulate to 1, or take schedule 1f1b") \
     RULE(p->pipe > 1 && p->exact, "exact computes leaf after leaf, and with pipe several micro-batches are in " \
@@ -9027,7 +9025,7 @@ HPMLC_FN hpml_status hpmlc_shard_prefetch(hpml_distributed *d, const hpml_moment
     hpml_status       status = HPML_OK;
     int               place  = 0;
     bool              more   = d->background;
-    for (const hpml_node *n = at->node; n && more && status == HPML_OK; n = hpml_graph_ahead(g, at, &place))
+    for (const hpml_node *n = at->node; n && more && status == HPML_OK; n = hpml_graph_ahead(g, &place))
         for (int k = 0; k < n->src_count && status == HPML_OK; k++) {
             const int b = hpmlc_bucket_read(d, n, k);
             if (b < 0) continue;
@@ -13553,6 +13551,7 @@ struct hpmlc_pipeline {
     int64_t           base;    /* the trainer's step then */
     bool              stepped; /* this step has a gradient */
     float             loss;    /* of the last micro-batch that has passed this stage backward */
+    double            share;   /* of this replica of the stage in the samples of that micro-batch */
 };
 
 typedef struct hpmlc_pass { /* a call of the hook `pass` */
@@ -13690,6 +13689,7 @@ HPMLC_FN bool hpmlc_pipeline_parts(hpmlc_pipeline *pl)
 {
     hpml_status status = HPML_OK;
     hpmlc_pipe_begin(&pl->walk, &pl->desc, pl->c->rank);
+    if (pl->desc.kind == HPML_PIPE_ZERO_BUBBLE) status = hpml_graph_halves(pl->g);
     for (int c = 0; c < pl->walk.chunks && status == HPML_OK; c++) {
         int q = c * pl->desc.stages + pl->c->rank, slots = pl->walk.slots[c] + hpmlc_pipe_stashes(pl->desc.kind);
         pl->slots += slots;
@@ -13841,23 +13841,27 @@ HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, co
     return status;
 }
 
+/* Executes a backward pass of this stage, or a half of it. Only gradients of inputs are received and sent; while they
+   are in flight, the half of the weights may run, because it does not write to them. */
 HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *pass, const hpml_pipe_task *task)
 {
-    const bool  flows = hpmlc_pass_flows(pl, pass);
+    const bool  flows = hpmlc_pass_flows(pl, pass), weights = task->work == HPML_PIPE_BACKWARD_WEIGHTS;
+    hpml_half   half  = weights ? HPML_HALF_WEIGHTS : HPML_HALF_BOTH;
     int64_t     samples = pl->samples[task->slot];
     bool        adds = pass->accumulate || (!flows && task->micro > 0);
     bool        last = pass->last && !flows && task->micro + 1 == pass->micro;
     float       scale  = flows || pass->samples == 0 ? 1 : (float)((double)samples / (double)pass->samples);
-    hpml_status status = hpmlc_slot_wait(pl, task->slot);
+    hpml_status status = weights ? HPML_OK : hpmlc_slot_wait(pl, task->slot);
+    if (task->work == HPML_PIPE_BACKWARD_INPUTS) half = HPML_HALF_INPUTS;
     if (status == HPML_OK) status = hpml_graph_slot(pl->g, task->slot);
-    for (int i = 0; i < pl->edges && status == HPML_OK; i++) {
+    for (int i = 0; i < pl->edges && status == HPML_OK && !weights; i++) {
         if (pl->edge[i].from != task->piece) continue;
         if (pl->edge[i].has_grad) status = hpmlc_edge_receive(pl, task->slot, i, true);
         else hpmlc_edge_clear(pl, task->slot, i);
     }
     if (status == HPML_OK)
-        status = hpml_trainer_backward(pl->t, task->slot, pass->grad_scale * scale, adds, last);
-    for (int i = 0; i < pl->edges && status == HPML_OK; i++)
+        status = hpml_trainer_backward_half(pl->t, task->slot, half, pass->grad_scale * scale, adds, last);
+    for (int i = 0; i < pl->edges && status == HPML_OK && !weights; i++)
         if (pl->edge[i].to == task->piece && pl->edge[i].has_grad)
             status = hpmlc_edge_send(pl, task->slot, i, true);
     return status;
@@ -13869,10 +13873,12 @@ HPMLC_FN hpml_status hpmlc_task_run(hpmlc_pipeline *pl, hpmlc_pass *pass, const 
     const bool  forward = task->work == HPML_PIPE_FORWARD;
     double      start   = hpml_comm_now(pl->c);
     hpml_status status  = HPML_OK;
+    const char *name    = forward ? "stage forward" : "stage backward";
     if (task->work == HPML_PIPE_UPDATE || !(forward || pass->train)) return HPML_OK;
     if (forward) status = hpmlc_task_forward(pl, pass, task);
     else status = hpmlc_task_backward(pl, pass, task);
-    hpmlc_span(pl->c, forward ? "stage forward" : "stage backward", start, hpml_comm_now(pl->c), task->micro);
+    if (task->work == HPML_PIPE_BACKWARD_WEIGHTS) name = "stage weights";
+    hpmlc_span(pl->c, name, start, hpml_comm_now(pl->c), task->micro);
     return status;
 }
 
@@ -13918,6 +13924,25 @@ HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
     }
 }
 
+/* Replicas of a stage: replaces this one's gradients and batchnorm's running statistics by their means over all
+   replicas, weighted by the samples of the last micro-batch that has passed the stage backward. */
+HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
+{
+    hpml_distributed   *d = pl->d;
+    const hpmlc_layout *l = &d->layout;
+    const int64_t       n = l->buffer_total;
+    hpml_status         status;
+    if (d->c->size == 1) return HPML_OK;
+    for (int64_t k = 0; k < l->span && !d->plan.sum; k++) l->first[k] *= (float)pl->share;
+    status = hpmlc_reduce_all(d->c, l->first, l->span, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
+    if (n == 0 || status != HPML_OK) return status;
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
+    for (int64_t k = 0; k < n; k++) d->stats.buffers[k] *= (float)pl->share;
+    status = hpmlc_reduce_all(d->c, d->stats.buffers, n, HPML_ELEMENT_F32, HPML_SUM, HPML_AUTO);
+    hpmlc_buffers_copy(d, d->stats.buffers, true);
+    return status;
+}
+
 /* Copies the newest weights to the stash, then updates the newest weights with the gradient of micro-batch `micro`. The
    update uses the step number pl->base + micro, that of this micro-batch. */
 HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
@@ -13932,19 +13957,30 @@ HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
         copy += n;
     }
     hpml_trainer_set_step(pl->t, pl->base + micro);
-    hpml_status status = hpml_trainer_apply(pl->t, 0, hpml_param_count(pl->ctx));
+    hpml_status status = hpmlc_stash_mean(pl);
+    if (status == HPML_OK) status = hpml_trainer_apply(pl->t, 0, hpml_param_count(pl->ctx));
     hpml_trainer_set_step(pl->t, step);
     pl->version++;
     return status;
 }
 
-/* Sets pl->loss to the loss of the micro-batch whose backward pass this stage has just run, on the last stage from
-   `pass`, else received from the next stage; then sends this loss to the previous stage. */
-HPMLC_FN hpml_status hpmlc_stash_loss(hpmlc_pipeline *pl, const hpmlc_pass *pass)
+/* Sets pl->loss to the loss of the micro-batch, of `samples` samples, whose backward pass this stage has just run: on
+   the last stage from `pass`, as the mean over its replicas, else received from the next stage. Then sends this loss to
+   the previous stage. */
+HPMLC_FN hpml_status hpmlc_stash_loss(hpmlc_pipeline *pl, const hpmlc_pass *pass, int64_t samples)
 {
     const int   rank = pl->c->rank, tag = 2 * pl->edges;
+    double      sums[2] = { (double)samples, (double)samples * pass->loss }, loss = pass->loss;
+    hpml_comm  *replicas = pl->d->c;
     hpml_status status = HPML_OK;
-    if (rank + 1 == pl->desc.stages) pl->loss = (float)pass->loss;
+    pl->share = 1;
+    if (replicas->size > 1) {
+        status    = hpmlc_reduce_all(replicas, sums, 2, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
+        pl->share = (double)samples / sums[0];
+        loss      = sums[1] / sums[0];
+    }
+    if (status != HPML_OK) return status;
+    if (rank + 1 == pl->desc.stages) pl->loss = (float)loss;
     else status = hpml_recv(pl->c, rank + 1, tag, &pl->loss, sizeof pl->loss);
     if (rank > 0 && status == HPML_OK) status = hpml_send(pl->c, rank - 1, tag, &pl->loss, sizeof pl->loss);
     return status;
@@ -13970,7 +14006,8 @@ HPMLC_FN hpml_status hpmlc_stash_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass, boo
         hpmlc_stash_use(pl, task.version);
         status = hpmlc_task_run(pl, pass, &task);
         hpmlc_stash_use(pl, pl->version);
-        if (task.work == HPML_PIPE_BACKWARD && status == HPML_OK) status = hpmlc_stash_loss(pl, pass);
+        if (task.work == HPML_PIPE_BACKWARD && status == HPML_OK)
+            status = hpmlc_stash_loss(pl, pass, pl->samples[task.slot]);
     }
     return status;
 }

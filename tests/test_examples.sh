@@ -181,9 +181,9 @@ fits timeout 60 build/14_pipeline
 check "a drawing of six schedules" \
     '[ $? -eq 0 ] && [ "$(grep -c "in flight" "$tmp/out")" = 6 ] && says "^  3 \.*0" &&
         tail -n 1 build/pipeline_stash.svg | grep -q "</svg>"'
-timeout 60 build/14_pipeline --json gpipe 1f1b interleaved >"$tmp/out" 2>&1
+timeout 60 build/14_pipeline --json gpipe 1f1b interleaved zero_bubble >"$tmp/out" 2>&1
 check "bubbles in virtual time are those of the formula" \
-    'awk -F "[:,]" "{ d = \$10 - \$12; if (d * d > 1e-6) bad = 1 } END { exit NR != 3 || bad }" "$tmp/out"'
+    'awk -F "[:,]" "{ d = \$10 - \$12; if (d * d > 1e-6) bad = 1 } END { exit NR != 4 || bad }" "$tmp/out"'
 HPML_PLAN=pipe=2,schedule=interleaved,micro=4 timeout 60 build/14_pipeline --json >"$tmp/out" 2>&1
 check "the same program by HPML_PLAN" 'says "\"interleaved\", \"stages\": 2, \"micro\": 4"'
 timeout 60 build/14_pipeline 1f1b --uneven --tasks >"$tmp/out" 2>&1

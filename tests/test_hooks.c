@@ -543,7 +543,7 @@ static hpml_status note_need(void *user, hpml_trainer *t, const hpml_moment *at)
     if (at->pass == HPML_PASS_FORWARD) sign = "+";
     snprintf(own->text + n, sizeof own->text - n, "%s%d", sign, at->param);
     if (own->announced && own->announced != at->node) own->wrong++;
-    do next = hpml_graph_ahead(own->g, at, &place);
+    do next = hpml_graph_ahead(own->g, &place);
     while (next && !parameter_of(next));
     own->announced = next;
     return HPML_OK;

@@ -45,7 +45,8 @@ static bool trains_as_one(hpml_transport_kind transport, int ranks, const hpml_p
 }
 
 /* Trains by all factorizations of a number of ranks into data x pipe x tensor, with each .shard that a plan may have,
-   as one rank does. Returns the number of plans; 0: one is wrong. */
+   and the pipelines among them with schedule zero_bubble, too, as one rank does. Returns the number of plans with
+   .shard; 0: one is wrong. */
 static int factorizations(hpml_transport_kind transport, int ranks)
 {
     split_run serial = { .model = split_small, .optimizer = HPML_OPT_SGD, .steps = 3 };
@@ -60,6 +61,8 @@ static int factorizations(hpml_transport_kind transport, int ranks)
                 good = trains_as_one(transport, ranks, &plan, &serial) && good;
                 plans++;
             }
+            hpml_plan bubble = { .pipe = pipe, .tensor = tensor, .schedule = HPML_PIPE_ZERO_BUBBLE };
+            if (pipe > 1) good = trains_as_one(transport, ranks, &bubble, &serial) && good;
         }
     }
     if (process == 0) printf("    %d ranks: %d factorizations, %d plans with shard 0 to 3\n", ranks, axes, plans);

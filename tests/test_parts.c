@@ -427,3 +427,200 @@ TEST(a_graph_without_segments_cuts_itself_for_a_budget)
     ENSURE_ERROR(d.ctx, hpml_graph_retain(d.g, 0, 1, HPML_RETAIN_SWAP) != HPML_OK, HPML_ERR_STATE, "memory already");
     ENSURE(train(&d) == want);
 }
+
+/* ---- the backward pass in two halves ---- */
+
+/* y = x p, with p (1) a parameter; counts in *user how often each gradient was computed. */
+static hpml_status times_forward(const hpml_run *run, hpml_node *n)
+{
+    (void)run;
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) n->out->data[i] = n->src[0]->data[i] * n->src[1]->data[0];
+    return HPML_OK;
+}
+static hpml_status times_backward(const hpml_run *run, hpml_node *n)
+{
+    int  *calls = (int *)n->attr.custom->user;
+    float dx[BATCH * 24], dp = 0;
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
+        dx[i] = n->out->grad[i] * n->src[1]->data[0];
+        dp += n->out->grad[i] * n->src[0]->data[i];
+    }
+    calls[0] += n->src[0]->grad != NULL;
+    calls[1] += n->src[1]->grad != NULL;
+    calls[2]++;
+    hpml_node_give(run, n, 0, dx);
+    hpml_node_give(run, n, 1, &dp);
+    return HPML_OK;
+}
+
+/* All kinds of products, in place and with saved sums; a weight of two layers; a table that an embedding reads as well;
+   layers whose parameters are no product's. */
+typedef struct halved {
+    hpml_ctx    *ctx;
+    hpml_graph  *g;
+    hpml_tensor *x, *y, *tokens;
+    int          ops, calls[3];
+} halved;
+
+static hpml_tensor *halved_layers(halved *k)
+{
+    const hpml_linear_desc gelu = { .activation = HPML_ACT_GELU }, relu = { .activation = HPML_ACT_RELU };
+    const hpml_conv2d_desc conv[5] = {
+        { .kernel_h = 3, .padding_h = 1, .activation = HPML_ACT_RELU }, { .kernel_h = 1, .activation = HPML_ACT_TANH },
+        { .kernel_h = 3, .padding_h = 1, .groups = 2, .activation = HPML_ACT_SIGMOID, .algorithm = HPML_CONV_IM2COL },
+        { .kernel_h = 3, .padding_h = 1, .groups = 4, .activation = HPML_ACT_RELU },
+        { .kernel_h = 3, .padding_h = 1, .groups = 2, .activation = HPML_ACT_TANH },
+    };
+    const hpml_param_desc  one = { .name = "one", .ndim = 1, .shape = { 1 }, .init = HPML_INIT_ONES };
+    const hpml_param_desc  mix = { .name = "mix", .ndim = 2, .shape = { 24, 24 }, .init = HPML_INIT_NORMAL,
+                                   .init_scale = 0.2f };
+    const hpml_param_desc  table = { .name = "table", .ndim = 2, .shape = { 7, 24 }, .init = HPML_INIT_NORMAL };
+    const int64_t          images[] = { BATCH, 4, 2, 2 }, steps[] = { BATCH, 4, 4 }, flat[] = { BATCH, 24 };
+    hpml_tensor *h = hpml_reshape(k->x, 4, images), *p = hpml_param_create(k->ctx, &one);
+    hpml_tensor *w = hpml_param_create(k->ctx, &table);
+    for (int i = 0; i < 5; i++) h = hpml_conv2d(h, 4, &conv[i]);
+    h = hpml_reshape(hpml_lstm(hpml_reshape(h, 3, steps), 6, NULL), 2, flat);
+    hpml_tensor *first = hpml_linear(h, 24, &gelu);
+    h = hpml_add(first, hpml_embedding(k->tokens, 7, 24, &(hpml_embedding_desc){ .weight = w }));
+    h = hpml_linear(hpml_dropout(hpml_relu(h), 0.2f), 24, &(hpml_linear_desc){ .weight = first->node->src[1] });
+    h = hpml_layernorm(hpml_matmul(h, hpml_param_create(k->ctx, &mix), false, true), NULL);
+    h = hpml_custom_op((hpml_tensor *[]){ h, p }, 2, &(hpml_custom){ .name = "times", .forward = times_forward,
+                       .backward = times_backward, .user = k->calls, .halves = true });
+    h = hpml_add(hpml_linear(h, 24, &relu), h);
+    return hpml_linear(h, 7, &(hpml_linear_desc){ .weight = w });
+}
+
+/* how: of the layers from op 4 to 14 */
+static void halved_create(halved *k, bool halves, hpml_dtype dtype, hpml_retain_how how, int slots)
+{
+    const int64_t batch = BATCH;
+    memset(k, 0, sizeof *k);
+    k->ctx    = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .seed = 3, .activation_dtype = dtype });
+    k->x      = hpml_input_2d(k->ctx, BATCH, IN);
+    k->tokens = hpml_input(k->ctx, HPML_DTYPE_I32, 1, &batch);
+    k->y      = hpml_input(k->ctx, HPML_DTYPE_I32, 1, &batch);
+    hpml_tensor *loss = hpml_cross_entropy(halved_layers(k), k->y, NULL);
+    k->g      = hpml_graph_create(k->ctx, &(hpml_graph_desc){ .loss = loss });
+    k->ops    = hpml_graph_op_count(k->g);
+    if (how != HPML_RETAIN_KEEP) hpml_graph_retain(k->g, 4, 14, how);
+    if (halves) hpml_graph_halves(k->g);
+    hpml_graph_part(k->g, 0, k->ops, BATCH, slots);
+}
+
+/* Runs the tasks "F0 B0 W0 ...": F is a forward pass in slot 0, B its backward pass or with halves the first of them,
+   W the second. The samples of slots differ. */
+static bool halved_run(halved *k, bool halves, const char *tasks)
+{
+    for (const char *t = tasks; *t; t += t[2] ? 3 : 2) {
+        const int  slot = t[1] - '0';
+        const bool adds = strchr(tasks, t[0]) < t; /* not the first of its kind */
+        hpml_rng  rng  = { 5, 0, (uint64_t)slot * 1000 };
+        hpml_graph_slot(k->g, slot);
+        if (hpml_ctx_status(k->ctx) != HPML_OK) return false;
+        if (t[0] == 'F') {
+            for (int i = 0; i < BATCH * IN; i++) k->x->data[i] = hpml_rng_uniform(&rng) - 0.5f;
+            for (int i = 0; i < BATCH; i++) ((int32_t *)k->tokens->raw)[i] = (int32_t)hpml_rng_below(&rng, 7);
+            for (int i = 0; i < BATCH; i++) ((int32_t *)k->y->raw)[i] = (int32_t)hpml_rng_below(&rng, 7);
+            hpml_graph_forward(k->g, true, (uint64_t)slot);
+        } else if (!halves) {
+            if (t[0] == 'B') hpml_graph_backward(k->g, 1, adds);
+        } else
+            hpml_graph_backward_half(k->g, t[0] == 'B' ? HPML_HALF_INPUTS : HPML_HALF_WEIGHTS, 1, adds);
+    }
+    if (hpml_ctx_status(k->ctx) != HPML_OK) printf("    %s\n", hpml_ctx_error(k->ctx));
+    return hpml_ctx_status(k->ctx) == HPML_OK;
+}
+
+static bool same_gradients(const halved *a, const halved *b)
+{
+    for (int i = 0; i < hpml_param_count(a->ctx); i++) {
+        const hpml_tensor *p = hpml_param_at(a->ctx, i), *q = hpml_param_at(b->ctx, i);
+        if (memcmp(p->grad, q->grad, (size_t)hpml_tensor_count(p) * sizeof(float)) == 0) continue;
+        printf("    the gradient of %s differs\n", p->name);
+        return false;
+    }
+    return true;
+}
+
+#define HALVED_TASKS "F0 F1 F2 B0 F3 B1 W0 B2 W1 F0 W2 B3 W3 B0 W0" /* slot 0 twice */
+
+TEST(two_halves_have_the_bits_of_one_pass)
+{
+    for (int dtype = 0; dtype < 2; dtype++)
+        for (int how = HPML_RETAIN_KEEP; how <= HPML_RETAIN_SWAP; how++) {
+            halved a, b;
+            halved_create(&a, false, dtype ? HPML_DTYPE_BF16 : HPML_DTYPE_F32, HPML_RETAIN_KEEP, 4);
+            halved_create(&b, true, dtype ? HPML_DTYPE_BF16 : HPML_DTYPE_F32, (hpml_retain_how)how, 4);
+            ENSURE(halved_run(&a, false, HALVED_TASKS) && halved_run(&b, true, HALVED_TASKS));
+            ENSURE(same_gradients(&a, &b));
+            ENSURE(b.calls[0] == a.calls[0] && b.calls[1] == a.calls[1] && b.calls[2] == 2 * a.calls[2]);
+            hpml_ctx_free(a.ctx);
+            hpml_ctx_free(b.ctx);
+        }
+}
+
+/* Bytes that a slot adds for a chain of linear layers, (BATCH, 64) each; act: their activation. */
+static size_t chain_slot(bool halves, int layers, hpml_act act)
+{
+    const int64_t batch = BATCH;
+    size_t        bytes[2];
+    for (int k = 0; k < 2; k++) {
+        hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+        hpml_tensor *h = hpml_input_2d(ctx, BATCH, 64), *y = hpml_input(ctx, HPML_DTYPE_I32, 1, &batch);
+        for (int i = 0; i < layers; i++) h = hpml_linear(h, 64, &(hpml_linear_desc){ .activation = act });
+        hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = hpml_cross_entropy(h, y, NULL) });
+        if (halves) hpml_graph_halves(g);
+        hpml_graph_part(g, 0, layers + 1, BATCH, 3 + k);
+        size_t before = hpml_ctx_bytes(ctx);
+        hpml_graph_alloc(g);
+        size_t taken = hpml_ctx_bytes(ctx) - before, want = memory_of(g).total;
+        bytes[k] = memory_of(g).activations;
+        if (taken < want || taken > want + 4096) bytes[k] = 0;
+        hpml_ctx_free(ctx);
+    }
+    return bytes[1] - bytes[0];
+}
+
+TEST(halves_keep_inputs_of_products_and_gradients_of_their_results)
+{
+    static const hpml_act acts[] = { HPML_ACT_NONE, HPML_ACT_TANH, HPML_ACT_GELU };
+    const size_t          one = BATCH * 64 * sizeof(float);
+    for (int k = 0; k < 3; k++)
+        for (size_t layers = 3; layers <= 6; layers++) {
+            size_t whole = chain_slot(false, (int)layers, acts[k]), halves = chain_slot(true, (int)layers, acts[k]);
+            size_t sums  = acts[k] == HPML_ACT_GELU; /* gelu keeps sums until the first half */
+            ENSURE(whole / one == layers + 1 + sums * layers);
+            ENSURE(halves / one == 2 * layers + 3 * sums);
+        }
+}
+
+TEST(halves_that_cannot_be_are_refused)
+{
+    halved k;
+    halved_create(&k, false, HPML_DTYPE_F32, HPML_RETAIN_KEEP, 1);
+    ENSURE(halved_run(&k, false, "F0"));
+    ENSURE_ERROR(k.ctx, hpml_graph_backward_half(k.g, HPML_HALF_INPUTS, 1, false) != HPML_OK, HPML_ERR_STATE,
+                 "hpml_graph_halves");
+    ENSURE_ERROR(k.ctx, hpml_graph_halves(k.g) != HPML_OK, HPML_ERR_STATE, "memory already");
+    ENSURE(hpml_graph_halves(NULL) == HPML_ERR_ARGUMENT);
+    hpml_ctx_free(k.ctx);
+}
+
+/* A trainer steps by both halves in one call, with the same bits, and calls its hook for each gradient once. */
+static hpml_status counts_gradients(void *user, hpml_trainer *t, const hpml_moment *at)
+{
+    (void)t;
+    ((int *)user)[at->param]++;
+    return HPML_OK;
+}
+TEST(a_step_with_halves_is_a_step)
+{
+    deep a = create_deep(false, HPML_DTYPE_F32), b = create_deep(true, HPML_DTYPE_F32);
+    int  calls[64] = { 0 };
+    ENSURE(hpml_graph_halves(b.g) == HPML_OK);
+    hpml_trainer_attach(b.t, &(hpml_hooks){ .user = calls, .grad = counts_gradients });
+    int params = hpml_param_count(b.ctx), want[64];
+    for (int i = 0; i < params; i++) want[i] = hpml_param_at(b.ctx, i)->param->buffer ? 0 : 3; /* steps */
+    ENSURE(train(&a) == train(&b) && params <= 64);
+    ENSURE(memcmp(calls, want, (size_t)params * sizeof(int)) == 0);
+}
