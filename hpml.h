@@ -7408,7 +7408,7 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     int64_t for_dx  = c->runs[0] * c->runs[1] * hpmli_round_up(c->run_floats, HPMLI_CONV_PANEL) * c->OC;
     int64_t band, forward, backward; /* floats of scratch memory for a thread */
     int64_t copies;                  /* floats of scratch memory for all threads together, if by_channels */
-    /* Rows of a tile are pixels of one row, or one pixel of many images where a row would fill only a part of a tile. */
+    /* Rows of a tile are pixels of one row, or one pixel of several images where a row would fill a part of a tile. */
     c->images_forward = c->OW < HPMLI_CONV_NARROW ? hpmli_min(c->B, HPMLI_CONV_IMAGES) : 1;
     c->band_rows      = c->images_forward > 1 ? c->OH : hpmli_max(64 / c->OW, 1);
     c->sums           = hpmli_min(c->groups * weights > 65536 ? 8 : 16, c->B);
@@ -7841,7 +7841,7 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t sum, int thread)
     }
 }
 
-/* by_channels: computes dz and partial sum number `sum` of db of a range of images (one task), and copies the images. */
+/* by_channels: computes dz and partial sum number `sum` of db of a range of images, which it copies (one task). */
 HPMLI_FN void hpmli_conv_copy_task(void *arg, int64_t sum, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;

@@ -2,6 +2,7 @@
    measurement; bench_comm.sh repeats, takes the best of each and writes the rows.
    Training: bench_comm scale MODEL BATCH (or mpiexec -n 2 bench_comm_mpi scale ...) sets 2 workers that share a batch
    against 1 worker, and against 2 that only wait for each other: what the machine allows.
+   bench_comm workers MODEL BATCH sets 16 workers with such a batch each against 1 worker on one thread.
    bench_comm hidden MODEL BATCH injects a link of 1 Gbit/s and exchanges during, then after, the backward pass.
    Prints one line of numbers. */
 #define HPML_IMPLEMENTATION
@@ -107,6 +108,7 @@ typedef struct training {
     const char *model;
     int64_t     batch; /* of all workers together */
     bool        no_overlap;
+    int         steps; /* of which `staged` takes the mean; 0: the median of 30 */
     double      result[6];
 } training;
 
@@ -233,7 +235,8 @@ static hpml_status staged(hpml_comm *c, void *user)
     int32_t      *y = (int32_t *)hpml_ctx_alloc(ctx, sizeof(int32_t) * (size_t)j->batch, NULL);
     if (!x || !y || !hpml_distribute(t, c, NULL)) return hpml_ctx_status(ctx);
     rate(t, x, y, j->batch, 5, NULL);
-    double samples = rate(t, x, y, j->batch, 30, NULL);
+    double start = hpml_now(), samples = rate(t, x, y, j->batch, j->steps ? j->steps : 30, NULL);
+    if (j->steps) samples = (double)(j->batch * j->steps) / (hpml_now() - start);
     if (hpml_comm_rank(c) == 0) j->result[0] = samples;
     return hpml_ctx_status(ctx);
 }
@@ -254,15 +257,29 @@ static int pipeline(training *j)
     return 0;
 }
 
+/* Prints the samples a second of all workers together. */
+static int workers(training *j)
+{
+    char error[768];
+    j->steps = 200;
+    for (int ranks = 1; ranks <= 16; ranks += 15) {
+        hpml_launch_desc d = { .ranks = ranks, .ctx.threads = 1 };
+        if (hpml_launch(&d, staged, j, error, sizeof error) != HPML_OK) return fprintf(stderr, "%s\n", error), 1;
+        printf("%s %.0f%s", ranks == 1 ? "one" : "sixteen", ranks * j->result[0], ranks == 1 ? " " : "\n");
+    }
+    return 0;
+}
+
 int main(int argc, char **argv)
 {
     char             error[768];
     hpml_launch_desc d;
     int64_t          bytes = argc > 2 ? atoll(argv[2]) : 410000;
-    training         j = { argc > 3 ? argv[2] : "mlp", argc > 3 ? atoll(argv[3]) : 256, false, { 0 } };
+    training         j = { argc > 3 ? argv[2] : "mlp", argc > 3 ? atoll(argv[3]) : 256, false, 0, { 0 } };
     memset(&d, 0, sizeof d);
     hpml_rank_fn *fn = measure;
     if (argc > 1 && strcmp(argv[1], "pipeline") == 0) return pipeline(&j);
+    if (argc > 1 && strcmp(argv[1], "workers") == 0) return workers(&j);
     if (argc > 1 && strcmp(argv[1], "hidden") == 0) {
         d.ranks = 2, d.ctx.threads = 1, d.network.ranks_per_node = 1;
         d.network.between.latency = 50e-6, d.network.between.bandwidth = 125e6;

@@ -107,7 +107,7 @@ static void measure(const bench *x, const shape *s, int threads, int rounds, dou
     double seconds = 2.0 * (double)s->m * (double)s->n * (double)s->k / (100e9 * threads);
     int    reps = (int)(2e-3 / (seconds + 1e-7)) + 1;
     for (int round = 0; round < rounds; round++) {
-        peaks[round] = peak_gflops() * threads;
+        peaks[round] = peak_gflops(hpml_ctx_cpu(x->ctx)) * threads;
         for (int library = 0; library < LIBRARIES; library++) {
             value[library][round] = 0;
             if ((library == OPENBLAS && !x->openblas) || (library == ONEDNN && !x->onednn)) continue;

@@ -1,13 +1,7 @@
 #!/bin/sh
 # What a second worker brings, and how much of a slow network hides behind the backward pass: medians of three rounds.
-median() { sort -g | sed -n 2p; }
-ratio() { awk -v a="$1" -v b="$2" 'BEGIN { printf("%.2f", a / b) }'; }
-row() { # CASE UNIT OURS PEER THEIRS RATIO
-    peer="\"$4\""; [ "$4" != - ] || peer=null
-    printf '%-44s %12s %-10s %-22s %12s %7s\n' "$1" "$3" "$2" "$4" "$5" "$6"
-    printf '{"bench": "scale", "case": "%s", "unit": "%s", "hpml": %s, "peer": %s, "peer_value": %s, "ratio": %s}\n' \
-        "$1" "$2" "$3" "$peer" "$5" "$6" >>build/bench.jsonl
-}
+. tests/bench/rows.sh
+bench=scale
 # scale: samples/s of one worker, efficiency of two, and of two that only wait for each other. hidden: what stays in
 # sight of an exchange over 1 Gbit/s (milliseconds a step) when it is done during, and after, the backward pass.
 for row in 'mlp 256' 'mlp 1024' 'cnn 64'; do
