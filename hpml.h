@@ -2012,6 +2012,21 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 #define HPMLI_CONV_PIXELS 32 /* pixels whose products with a panel of weights are computed at once */
 #define HPMLI_CONV_PANEL 32 /* channels in a task of a convolution; a multiple of HPMLI_NR in every instruction set */
 
+/* The cells of an LSTM at one time step, `units` hidden units of `rows` samples, see hpml_lstm. Arrays begin with the
+   numbers of the first of these units, of the first of these samples, at this time step; shapes are of whole arrays. */
+typedef struct hpmli_lstm_cells {
+    int64_t      rows, units, T, H;
+    bool         first, last; /* this is time step 0, time step T - 1 */
+    const float *bias;        /* forward: (4, H) */
+    float       *gates;       /* (B, T, 4, H) forward: products with x, then gates i f g o; backward: gates, then da */
+    float       *cells;       /* (B, T, H) c */
+    float       *h;           /* (B, T, H) forward: result h; backward: dy, the gradient of the result */
+    const float *sums;        /* forward: (rows, 4, units) h W_h^T of the step before, which is not read at the first;
+                                 backward: (rows, units) da W_h of the step after, which is not read at the last */
+    float       *next;        /* forward: (B, H) a copy of h; backward: (B, 4, H) a copy of da */
+    float       *dc;          /* backward: (B, H) gradient of c, through the step after; then that of the step before */
+} hpmli_lstm_cells;
+
 /* The kernels: loops over contiguous f32 arrays of any alignment. Each instruction set has its own version of each
    kernel (PART VII), with equal results up to rounding; ctx->k is the table of the fastest set that the CPU runs.
    accumulate: adds to the result, else overwrites it. A result may overwrite an operand unless a comment says no. */
@@ -2044,6 +2059,8 @@ typedef struct hpmli_kernels {
     float (*vexp_sum)(float *y, const float *x, float shift, int64_t n); /* y = exp(x - shift); returns the sum of y */
     /* y[j] = sum over r of x[r][j]; x: (rows, cols), y: (cols) */
     void (*vsum_rows)(float *y, const float *x, int64_t rows, int64_t cols, int accumulate);
+    void (*lstm_cells)(const hpmli_lstm_cells *s); /* computes gates, c and h */
+    void (*lstm_cells_back)(const hpmli_lstm_cells *s); /* computes da, gradient of the gates' sums, and dc */
     /* One step of a built-in optimizer on n weights w. dw: their gradients, which LAMB overwrites with its direction;
        m, v: first and second moments, or NULL. Returns HPML_NONFINITE_ bits. */
     int (*opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n);
@@ -3680,9 +3697,10 @@ HPMLI_FN bool hpmli_split_concat(const hpml_tensor *first, const hpml_tensor *x,
                                hpmli_describe(x), hpmli_split_text(x));
 }
 
-/* Computes which shape `part` this rank's block of x has after a reshape of the whole tensor to `whole` (ndim sizes),
-   and the split of each dimension. For each split dimension of x there must be a dimension of `whole` whose split gives
-   each rank the same elements; false if there is none. */
+/* Computes for a reshape of the whole tensor of x to the shape `whole` (ndim sizes): the shape `part` of this rank's
+   block, the axis split[i] over whose ranks dimension i is then split (0: none), and the number of its *sections (0: no
+   dimension is split). For each split dimension of x there must be a dimension of `whole` which, split over the same
+   axis, leaves each rank the same elements as before; false if there is none. */
 HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t *whole, int64_t *part, int8_t *split,
                                   int32_t *sections)
 {
@@ -8648,11 +8666,17 @@ HPMLI_WORK_OP(attention, HPMLI_OP_SPLIT_OWN, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
                   (back ? 2 : 1),
               n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
 
-/* LSTM with H hidden units, for each time step t: a = x_t W_x^T + bias + h_{t-1} W_h^T (4H numbers); i, f and o are the
-   sigmoid, g the tanh of a quarter of a, in the order i, f, g, o; c_t = f c_{t-1} + i g; h_t = o tanh(c_t). The
-   products with x of all time steps are one matrix product; the recurrent product with h is one for each time step.
-   Backward goes from the last time step to the first, overwrites the saved gates with da, and ends with one product for
-   each gradient. Sources of the node: x, w_x, w_h, bias. Saved: gates i, f, g, o (B, T, 4H), cells c (B, T, H). */
+/* LSTM with H hidden units, for each time step t: a = x_t W_x^T + bias + h_{t-1} W_h^T (4H numbers); i, f and o are
+   the sigmoid, g the tanh of a quarter of a, in the order i, f, g, o; c_t = f c_{t-1} + i g; h_t = o tanh(c_t). The
+   products with x of all time steps are one matrix product. A task of the recurrent part computes, for one time step, a
+   block of samples and a panel of hidden units, the product with h of the step before and then the cells. W_h is packed
+   once a pass, panel by panel, so that these products read contiguous memory; their left operand is a compact copy,
+   because rows of h and of da that are T time steps apart would share few sets of the cache. Backward goes from the
+   last time step to the first, overwrites the saved gates with da, and ends with one product for each gradient. Sources
+   of the node: x, w_x, w_h, bias. Saved: gates i, f, g, o (B, T, 4H), cells c (B, T, H). */
+#define HPMLI_LSTM_UNITS 32 /* hidden units in a panel: the width of one or more tiles of >>gemm */
+#define HPMLI_LSTM_ROWS  32 /* samples in a block */
+#define HPMLI_LSTM_FEW   4  /* for fewer samples panels are 4 times as wide, so that a product has enough sums */
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
 {
     hpml_tensor *src[4];
@@ -8663,107 +8687,124 @@ HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *give
     const char *name = hpmli_layer_name(x->ctx, given, "lstm");
     const int64_t shape[3] = { x->shape[0], x->shape[1], hidden };
     const int64_t w_x[2] = { 4 * hidden, x->shape[2] }, w_h[2] = { 4 * hidden, hidden };
+    const size_t  B = (size_t)shape[0], H = (size_t)hidden;
     src[0] = x;
     src[1] = hpmli_layer_param(x->ctx, name, "weight_x", HPML_INIT_XAVIER_UNIFORM, 0, 2, w_x);
     src[2] = hpmli_layer_param(x->ctx, name, "weight_h", HPML_INIT_XAVIER_UNIFORM, 0, 2, w_h);
     src[3] = hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, w_x);
     hpml_node *n = hpmli_node_create(HPML_OP_LSTM, name, 4, src, 3, shape);
-    n->saved_bytes   = (size_t)(shape[0] * shape[1]) * 5 * (size_t)hidden * sizeof(float);
-    n->scratch_bytes = 2 * (size_t)shape[0] * (size_t)hidden * sizeof(float); /* gradients of h and c, (B, H) */
+    n->saved_bytes   = B * (size_t)shape[1] * 5 * H * sizeof(float);
+    n->scratch_bytes = (H * 4 * H + B * 9 * H) * sizeof(float);
+    n->scratch_bytes += (size_t)x->ctx->threads * HPMLI_LSTM_ROWS * 4 * HPMLI_LSTM_UNITS * sizeof(float);
     return n->out;
 }
 
 typedef struct hpmli_lstm_job {
-    const hpmli_kernels *k;
-    hpml_node           *n;
-    int64_t              B, T, H, t;         /* t: the time step that is computed */
-    float               *gates, *cells;      /* i, f, g, o: (B, T, 4H), c: (B, T, H) */
-    float               *dh, *dc;            /* (B, H) gradients from the next time step */
+    hpml_ctx  *ctx;
+    hpml_node *n;
+    bool       back;
+    int64_t    B, T, H, t;         /* t: the time step that is computed */
+    int64_t    width, panels;      /* hidden units in a panel; number of panels */
+    float     *gates, *cells;      /* i, f, g, o: (B, T, 4H), c: (B, T, H) */
+    float     *dc;                 /* (B, H) gradient of c */
+    float     *packed;             /* W_h: (4, H, units) for each panel; backward: (4H, units) */
+    float     *next[2];            /* (B, 4H) h or da of time step t in next[t % 2], of its neighbour in the other */
+    float     *sums;               /* (threads, rows, 4, units) products of a task */
 } hpmli_lstm_job;
-HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n)
+HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n, bool back)
 {
     int64_t B = n->out->shape[0], T = n->out->shape[1], H = n->out->shape[2];
-    float  *gates = (float *)n->saved, *dh = (float *)n->scratch;
-    hpmli_lstm_job j = { run->ctx->k, n, B, T, H, 0, gates, gates + B * T * 4 * H, dh, dh + B * H };
+    int64_t width = B < HPMLI_LSTM_FEW ? 4 * HPMLI_LSTM_UNITS : HPMLI_LSTM_UNITS, panels = (H + width - 1) / width;
+    float  *gates = (float *)n->saved, *dc = (float *)n->scratch, *packed = dc + B * H, *next = packed + 4 * H * H;
+    hpmli_lstm_job j = { run->ctx, n, back, B, T, H, 0, width, panels, gates, gates + B * T * 4 * H, dc, packed,
+                         { next, next + B * 4 * H }, next + B * 8 * H };
     return j;
 }
 
-/* Computes gates, cell c and output h of sample b at time step j->t. The gates overwrite the numbers a from which they
-   are computed (see hpml_lstm), in j->gates. */
-HPMLI_FN void hpmli_lstm_cell(void *arg, int64_t b, int thread HPMLI_UNUSED)
+/* Packs the weights of a panel: forward, W_h^T of one gate after the other; backward, some columns of W_h. */
+HPMLI_FN void hpmli_lstm_pack(void *arg, int64_t panel, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
-    int64_t H  = j->H, at = b * j->T + j->t;
-    float  *a  = j->gates + at * 4 * H, *c = j->cells + at * H, *h = j->n->out->data + at * H;
-    j->k->act_forward(HPML_ACT_SIGMOID, 0, a, a, 2 * H);
-    j->k->act_forward(HPML_ACT_TANH, 0, a + 2 * H, a + 2 * H, H);
-    j->k->act_forward(HPML_ACT_SIGMOID, 0, a + 3 * H, a + 3 * H, H);
-    j->k->vmul(c, a, a + 2 * H, H);
-    if (j->t > 0) {
-        j->k->vmul(h, a + H, c - H, H);
-        j->k->vadd(c, c, h, H);
+    const float          *w = j->n->src[2]->data;
+    int64_t H = j->H, first = panel * j->width, units = hpmli_min(H - first, j->width);
+    float  *to = j->packed + first * 4 * H;
+    for (int64_t gate = 0; !j->back && gate < 4; gate++)
+        j->ctx->k->conv_to_nhwc(to + gate * H * units, w + (gate * H + first) * H, units, 1, H, H * units);
+    for (int64_t i = 0; j->back && i < 4 * H; i++)
+        memcpy(to + i * units, w + i * H + first, (size_t)units * sizeof(float));
+}
+
+/* Computes the time step j->t of the samples of a block and the hidden units of a panel. */
+HPMLI_FN void hpmli_lstm_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
+    hpmli_lstm_cells      s;
+    int64_t H = j->H, unit = task % j->panels * j->width, row = task / j->panels * HPMLI_LSTM_ROWS;
+    int64_t units = hpmli_min(H - unit, j->width), at = row * j->T + j->t;
+    int64_t products = j->back ? 1 : 4, k = j->back ? 4 * H : H;
+    float  *sums = j->sums + thread * HPMLI_LSTM_ROWS * 4 * HPMLI_LSTM_UNITS;
+    s.rows  = hpmli_min(j->B - row, HPMLI_LSTM_ROWS);
+    s.units = units;
+    s.T     = j->T;
+    s.H     = H;
+    s.first = j->t == 0;
+    s.last  = j->t == j->T - 1;
+    s.bias  = j->n->src[3]->data + unit;
+    s.gates = j->gates + at * 4 * H + unit;
+    s.cells = j->cells + at * H + unit;
+    s.h     = (j->back ? j->n->out->grad : j->n->out->data) + at * H + unit;
+    s.sums  = sums;
+    s.next  = j->next[j->t % 2] + row * k + unit;
+    s.dc    = j->dc + row * H + unit;
+    if (j->back ? !s.last : !s.first) {
+        hpmli_mat a = hpmli_matrix(j->next[1 - j->t % 2] + row * k, s.rows, k, k);
+        hpmli_mat w = { j->packed + unit * 4 * H, k, units, units, products, k * units, false };
+        hpmli_mat c = { sums, s.rows, units, products * units, products, units, false };
+        hpmli_gemm_desc d = hpmli_gemm_of(a, w, c, false);
+        hpmli_gemm_serial(j->ctx, thread, &d);
     }
-    j->k->act_forward(HPML_ACT_TANH, 0, h, c, H);
-    j->k->vmul(h, h, a + 3 * H, H);
+    if (j->back) j->ctx->k->lstm_cells_back(&s);
+    else j->ctx->k->lstm_cells(&s);
+}
+
+/* Computes all time steps, forward from the first to the last, backward from the last to the first. */
+HPMLI_FN void hpmli_lstm_steps(hpmli_lstm_job *j)
+{
+    int64_t tasks = (j->B + HPMLI_LSTM_ROWS - 1) / HPMLI_LSTM_ROWS * j->panels;
+    if (j->T > 1) hpmli_parallel(j->ctx, j->panels, hpmli_lstm_pack, j);
+    for (int64_t i = 0; i < j->T; i++) {
+        j->t = j->back ? j->T - 1 - i : i;
+        hpmli_parallel(j->ctx, tasks, hpmli_lstm_task, j);
+    }
 }
 
 HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
 {
-    hpmli_lstm_job  j = hpmli_lstm_of(run, n);
-    int64_t         H = j.H;
-    hpmli_gemm_desc d = hpmli_gemm_of(hpmli_values(n->src[0]), hpmli_transposed(hpmli_values(n->src[1])),
-                                      hpmli_matrix(j.gates, j.B * j.T, 4 * H, 4 * H), false);
-    d.bias_n = n->src[3]->data;
-    hpmli_gemm(run->ctx, &d);
-    for (j.t = 0; j.t < j.T; j.t++) {
-        if (j.t > 0) /* a_t += h_{t-1} W_h^T */
-            hpmli_product(run->ctx, hpmli_matrix(n->out->data + (j.t - 1) * H, j.B, H, j.T * H),
-                          hpmli_transposed(hpmli_values(n->src[2])),
-                          hpmli_matrix(j.gates + j.t * 4 * H, j.B, 4 * H, j.T * 4 * H), true);
-        hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell, &j);
-    }
+    hpmli_lstm_job j = hpmli_lstm_of(run, n, false);
+    hpmli_product(run->ctx, hpmli_values(n->src[0]), hpmli_transposed(hpmli_values(n->src[1])),
+                  hpmli_matrix(j.gates, j.B * j.T, 4 * j.H, 4 * j.H), false);
+    hpmli_lstm_steps(&j);
 }
 
-/* Overwrites the gates of sample b at time step j->t with the gradients of the gates' inputs (their values before the
-   activations), and dc, the gradient of the cell, with the gradient of the cell at time step j->t - 1. */
-HPMLI_FN void hpmli_lstm_cell_back(void *arg, int64_t b, int thread HPMLI_UNUSED)
-{
-    const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
-    int64_t      H = j->H, at = b * j->T + j->t;
-    float       *a = j->gates + at * 4 * H, *dc = j->dc + b * H;
-    const float *c = j->cells + at * H, *dy = j->n->out->grad + at * H, *dh = j->dh + b * H;
-    for (int64_t i = 0; i < H; i++) {
-        float in = a[i], forget = a[H + i], g = a[2 * H + i], out = a[3 * H + i], t = tanhf(c[i]);
-        float d  = dy[i] + (j->t < j->T - 1 ? dh[i] : 0);
-        float dcell = d * out * (1 - t * t) + (j->t < j->T - 1 ? dc[i] : 0);
-        a[i]         = dcell * g * in * (1 - in);
-        a[H + i]     = j->t > 0 ? dcell * c[i - H] * forget * (1 - forget) : 0;
-        a[2 * H + i] = dcell * in * (1 - g * g);
-        a[3 * H + i] = d * t * out * (1 - out);
-        dc[i]        = dcell * forget;
-    }
-}
-
+/* dW_h is the sum, over the samples and t >= 1, of da_t^T h_{t-1}: one product of all rows of da but the first with all
+   rows of h but the last, where da of time step 0 is set to 0, because the row of h before it is another sample's. */
 HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
 {
-    hpmli_lstm_job     j = hpmli_lstm_of(run, n);
+    hpmli_lstm_job     j = hpmli_lstm_of(run, n, true);
     const hpml_tensor *x = n->src[0], *w_x = n->src[1], *w_h = n->src[2], *bias = n->src[3];
-    int64_t            H = j.H;
-    hpmli_mat          da = hpmli_matrix(j.gates, j.B * j.T, 4 * H, 4 * H);
-    for (j.t = n->state->second ? -1 : j.T - 1; j.t >= 0; j.t--) { /* the second half finds da in the gates */
-        hpmli_parallel(run->ctx, j.B, hpmli_lstm_cell_back, &j);
-        if (j.t > 0) /* dh_{t-1} = da_t W_h */
-            hpmli_product(run->ctx, hpmli_matrix(j.gates + j.t * 4 * H, j.B, 4 * H, j.T * 4 * H), hpmli_values(w_h),
-                          hpmli_matrix(j.dh, j.B, H, H), false);
-    }
+    int64_t            H = j.H, rows = j.B * j.T, pairs = j.T > 1 ? rows - 1 : 0;
+    hpmli_mat          da = hpmli_matrix(j.gates, rows, 4 * H, 4 * H);
+    bool               steps = !n->state->second; /* the second half finds da in the gates */
+    if (steps) hpmli_lstm_steps(&j);
     if (x->grad) hpmli_product(run->ctx, da, hpmli_values(w_x), hpmli_grads(x), n->accumulate[0]);
     if (w_x->grad) hpmli_product(run->ctx, hpmli_transposed(da), hpmli_values(x), hpmli_grads(w_x), n->accumulate[1]);
-    if (bias->grad) j.k->vsum_rows(bias->grad, da.p, da.rows, da.cols, n->accumulate[3]);
+    if (bias->grad) run->ctx->k->vsum_rows(bias->grad, da.p, da.rows, da.cols, n->accumulate[3]);
     if (!w_h->grad) return;
-    if (!n->accumulate[2]) j.k->vfill(w_h->grad, 0, 4 * H * H);
-    for (int64_t b = 0; b < j.B && j.T > 1; b++) /* dW_h = sum over t >= 1 of da_t^T h_{t-1} */
-        hpmli_product(run->ctx, hpmli_transposed(hpmli_mat_at(da, b * j.T + 1, j.T - 1, 0, 4 * H)),
-                      hpmli_mat_at(hpmli_values(n->out), b * j.T, j.T - 1, 0, H), hpmli_grads(w_h), true);
+    for (int64_t b = 0; b < j.B; b++) run->ctx->k->vfill(j.gates + b * j.T * 4 * H, 0, 4 * H);
+    hpmli_product(run->ctx, hpmli_transposed(hpmli_mat_at(da, rows - pairs, pairs, 0, 4 * H)),
+                  hpmli_mat_at(hpmli_values(n->out), 0, pairs, 0, H), hpmli_grads(w_h), n->accumulate[2]);
+    for (int64_t b = 0; b < j.B && steps; b++) /* the second half may still need da of time step 0 */
+        memcpy(j.gates + b * j.T * 4 * H, j.next[0] + b * 4 * H, (size_t)(4 * H) * sizeof(float));
 }
 HPMLI_OP(lstm, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT,
          hpmli_flops_product(n, back, 4 * (n->out->shape[2] + n->src[0]->shape[2])), hpmli_lstm_pass(run, n),
@@ -13639,7 +13680,8 @@ static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
 /* Values of ndim that mark an entry: FOREIGN, valid but nothing hpml can load, is skipped; WRONG makes the file
    invalid, unless a later entry of the same name replaces it. */
 enum { HPMLI_SAFE_FOREIGN = -1, HPMLI_SAFE_WRONG = -2 };
-/* Parses a tensor's entry: an object or, as the reference reader accepts, a list of its values. size: bytes of data. */
+/* Parses a tensor's entry in the header of a safetensors file: an object or, because the format's reference
+   implementation accepts it, a list of dtype, shape and data_offsets. size: bytes of all tensors' data in the file. */
 HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *name, size_t size)
 {
     static const char *const keys[] = { "dtype", "shape", "data_offsets" };
@@ -15460,6 +15502,87 @@ HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const
     }
 }
 
+/* Prefetches the gates, c and h of row r + 2, T time steps away: too far for the prefetcher of the CPU. */
+HPMLI_VEC_INLINE void HV(lstm_prefetch)(const hpmli_lstm_cells *s, int64_t r)
+{
+    const int64_t at = (r + 2) * s->T * s->H;
+    if (r + 2 >= s->rows) return;
+    for (int64_t i = 0; i < s->units; i += 16) {
+        for (int64_t gate = 0; gate < 4; gate++) __builtin_prefetch(s->gates + 4 * at + gate * s->H + i, 1);
+        __builtin_prefetch(s->cells + at + i, 1);
+        __builtin_prefetch(s->h + at + i, 1);
+    }
+}
+/* Computes c = f c_before + i g and h = o tanh(c), with gates from the sum of bias and the products with x and h. */
+HPMLI_KERNEL void HV(lstm_cells)(const hpmli_lstm_cells *s)
+{
+    const int64_t H = s->H, units = s->units;
+    for (int64_t r = 0; r < s->rows; r++) {
+        float       *a = s->gates + r * s->T * 4 * H, *cell = s->cells + r * s->T * H, *h = s->h + r * s->T * H;
+        const float *sums = s->sums + r * 4 * units, *bias = s->bias;
+        HV(lstm_prefetch)(s, r);
+        HV_LOOP(units) {
+            HV(f32) in     = HV(load_upto)(a + i, c) + HV(load_upto)(bias + i, c);
+            HV(f32) forget = HV(load_upto)(a + H + i, c) + HV(load_upto)(bias + H + i, c);
+            HV(f32) g      = HV(load_upto)(a + 2 * H + i, c) + HV(load_upto)(bias + 2 * H + i, c);
+            HV(f32) out    = HV(load_upto)(a + 3 * H + i, c) + HV(load_upto)(bias + 3 * H + i, c);
+            if (!s->first) {
+                in += HV(load_upto)(sums + i, c);
+                forget += HV(load_upto)(sums + units + i, c);
+                g += HV(load_upto)(sums + 2 * units + i, c);
+                out += HV(load_upto)(sums + 3 * units + i, c);
+            }
+            in     = HV(sigmoid)(in);
+            forget = HV(sigmoid)(forget);
+            g      = HV(tanh)(g);
+            out    = HV(sigmoid)(out);
+            HV(f32) now = in * g;
+            if (!s->first) now = HV(fma)(forget, HV(load_upto)(cell - H + i, c), now);
+            HV(f32) y = out * HV(tanh)(now);
+            HV(store_upto)(a + i, in, c);
+            HV(store_upto)(a + H + i, forget, c);
+            HV(store_upto)(a + 2 * H + i, g, c);
+            HV(store_upto)(a + 3 * H + i, out, c);
+            HV(store_upto)(cell + i, now, c);
+            HV(store_upto)(h + i, y, c);
+            HV(store_upto)(s->next + r * H + i, y, c);
+        }
+    }
+}
+/* Stores v, derivatives of gate number `gate` of row r, as da and as its copy. */
+HPMLI_VEC_INLINE void HV(lstm_store)(const hpmli_lstm_cells *s, int64_t r, int gate, int64_t i, HV(f32) v, int64_t c)
+{
+    HV(store_upto)(s->gates + (r * s->T * 4 + gate) * s->H + i, v, c);
+    HV(store_upto)(s->next + (r * 4 + gate) * s->H + i, v, c);
+}
+/* Computes da and dc from dh, the gradient of h: sigmoid'(x) = s (1 - s) with s = sigmoid(x), tanh' = 1 - tanh^2. */
+HPMLI_KERNEL void HV(lstm_cells_back)(const hpmli_lstm_cells *s)
+{
+    const int64_t H   = s->H;
+    const HV(f32) one = HV(set1)(1);
+    for (int64_t r = 0; r < s->rows; r++) {
+        const float *a = s->gates + r * s->T * 4 * H, *cell = s->cells + r * s->T * H, *dy = s->h + r * s->T * H;
+        float       *dc = s->dc + r * H;
+        HV(lstm_prefetch)(s, r);
+        HV_LOOP(s->units) {
+            HV(f32) in = HV(load_upto)(a + i, c), forget = HV(load_upto)(a + H + i, c);
+            HV(f32) g = HV(load_upto)(a + 2 * H + i, c), out = HV(load_upto)(a + 3 * H + i, c);
+            HV(f32) t = HV(tanh)(HV(load_upto)(cell + i, c)), dh = HV(load_upto)(dy + i, c), dcell = HV(zero)();
+            if (!s->last) {
+                dh += HV(load_upto)(s->sums + r * s->units + i, c);
+                dcell = HV(load_upto)(dc + i, c);
+            }
+            dcell = HV(fma)(dh * out, HV(fnma)(t, t, one), dcell);
+            HV(store_upto)(dc + i, dcell * forget, c);
+            HV(f32) before = s->first ? HV(zero)() : HV(load_upto)(cell - H + i, c);
+            HV(lstm_store)(s, r, 0, i, dcell * g * in * (one - in), c);
+            HV(lstm_store)(s, r, 1, i, dcell * before * forget * (one - forget), c);
+            HV(lstm_store)(s, r, 2, i, dcell * in * HV(fnma)(g, g, one), c);
+            HV(lstm_store)(s, r, 3, i, dh * t * out * (one - out), c);
+        }
+    }
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vreduce   sums, maxima, norms
 // ---------------------------------------------------------------------------------------------------------------------
@@ -15901,8 +16024,9 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 #define HPMLI_PREFETCH(p) __builtin_prefetch(p, 1) /* 1: for writing */
 #endif
 
-/* HPMLI_TILE_B loads b0 .. b3, vectors of B. HPMLI_TILE_STEP, one step of k, loads them, multiplies them for each row
-   of the tile by a number of A, adds the products to the row's sums, and advances the addresses a0 .. a12 and b. */
+/* HPMLI_TILE_B loads the tile's columns of one row of B, up to four vectors, into b0 .. b3. HPMLI_TILE_STEP does one
+   step of the sum over k: it loads b0 .. b3, adds to the sums of each row of the tile these vectors times the row's
+   element of A, and advances the row pointers of A (a0, a3, a6, a9, a12) and b, the pointer to B, to the next k. */
 #define HPMLI_TILE_B                                                                                                   \
     HV(f32) b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b);                                                    \
     HV(f32) b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
@@ -17146,7 +17270,8 @@ HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float 
 static const hpmli_kernels HV(kernels) = {
     HPMLI_ISA_NAME, HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv),
     HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
-    HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(opt_step), HV(to_f32),
+    HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(lstm_cells),
+    HV(lstm_cells_back), HV(opt_step), HV(to_f32),
     HV(from_f32), HV(gemm_part), HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode),
     HV(onebit_decode_add), HV(bf16_encode), HV(bf16_decode_add), HV(conv_pack), HV(conv_pack_for_dx),
     HV(conv_to_nhwc), HV(conv_copy), HV(conv_from_nhwc), HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad),

@@ -105,6 +105,7 @@
 //     messages   beginning and testing messages; lost ranks
 //     waiting   waiting for a message, or for the first of several; sending, receiving
 //     world   ranks as threads: inboxes, links, deadlock
+//     hand-over   inboxes of threads; the rank that comes second does the work of both
 //     threads-transport   messages between threads
 //     mpi   messages between processes, by MPI
 //     mpi-control   control messages: which rank failed, left, waits or is busy; waits for all ranks
@@ -117,7 +118,8 @@
 // PART II   ADD UP: collectives, codecs on the wire
 //     moves   the allreduce algorithms: phases, one table of algorithms, the phases of a rank
 //     reduce   adding up elements; the mean
-//     collectives   the moves, executed
+//     course   the moves, executed round by round
+//     collectives   all ranks together: reductions, broadcasts, blocks; the choice of an algorithm
 //     async   work in the background
 //     exchange   1-bit exchange: stripes, owners, two residuals
 //     stripes   the five steps of an exchange, on the host or on a device
@@ -278,7 +280,7 @@ typedef struct hpml_launch_desc {
     double              timeout;   /* as in hpml_comm_desc, like the next two */
     bool                check;
     bool                survive;
-    hpml_ctx_desc       ctx;       /* of every rank; threads 0: this machine's cores divided by the ranks */
+    hpml_ctx_desc       ctx;       /* of every rank; threads 0: the process's cores divided by the ranks */
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
     const struct hpml_plan *plan;  /* given to hpml_comm_set_plan on every rank before `fn` is called; NULL: HPML_PLAN
                                       in the environment is, if it splits the model */
@@ -1436,6 +1438,7 @@ extern "C" {
 typedef struct hpmlc_background hpmlc_background; /* the background thread of a communicator: see >>async */
 typedef struct hpmlc_pipeline   hpmlc_pipeline;   /* this rank's stage of a model: see >>pipe-run */
 typedef struct hpmlc_mesh       hpmlc_mesh;       /* the axes of a communicator: see >>mesh */
+typedef struct hpmlc_course     hpmlc_course;     /* where this rank is in a collective: see >>course */
 typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
 typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* into += from, or into = max(into, from) */
@@ -1486,6 +1489,12 @@ struct hpml_comm {
     hpml_device_link      link;     /* moves arrays between devices; .begin NULL: there is none */
     hpmlc_mesh           *mesh;     /* axes into which the ranks are cut; NULL: no plan has been set */
     char                 *scratch;  /* buffer for copies of arrays that are sent while they are added to */
+    bool                  returns;  /* true: received sums are written to the sender's array, too: see hpmlc_returns */
+    hpml_element          returned; /* the type of the sums */
+    int                   divisor;  /* divides these sums by this number; 0: does not */
+    hpmlc_course         *course;   /* the collective that this rank executes; NULL: none, or one without phases */
+    hpml_comm            *stopped;  /* THREADS: list of sleeping ranks whose course this thread must continue */
+    hpml_comm            *next_stopped;
     size_t                scratch_size; /* bytes */
 };
 
@@ -1532,6 +1541,11 @@ struct hpmlc_mesh { /* see >>mesh */
 /* HPMLC_ZERO defines a variable `name`, all zero; HPMLC_DESC a copy of the struct *given, all zero if given is NULL. */
 #define HPMLC_ZERO(type, name)        type name; memset(&name, 0, sizeof name)
 #define HPMLC_DESC(type, name, given) HPMLC_ZERO(type, name); if (given) name = *(given)
+
+/* Functions of section >>course, by which a thread continues the collective of a rank that sleeps. */
+HPMLC_FN bool hpmlc_course_over(const hpml_comm *c);
+HPMLC_FN bool hpmlc_course_next(hpml_comm *c);
+HPMLC_FN hpml_message *const *hpmlc_course_missing(const hpml_comm *c);
 
 /* Functions of section >>pipe-run. hpmlc_pipeline_open is called before the trainer takes its memory;
    hpmlc_pipeline_join adds up the gradients of parameters that several stages have. */
@@ -1988,6 +2002,7 @@ HPMLC_FN bool hpmlc_wait_awake(hpml_comm *c, hpml_message *const *m, int count, 
     return true;
 }
 
+HPMLC_FN int hpmlc_cores_online(void);
 HPMLC_FN int hpmlc_cores(int ranks);
 
 /* Writes " or N others" to `text` and returns it, where N is `others`: the messages in flight that a wait for several
@@ -2073,6 +2088,7 @@ HPMLC_FN bool hpmlc_is_first(hpml_comm *c, const hpml_message *m, int count)
 HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
 {
     double limit = 0; /* the deadline, a time of hpml_now; 0: not set, because this wait has not slept yet */
+    int64_t rounds = c->counters.rounds;
     bool   shares_core = false;
     int    over;
     for (int turn = 0; (over = hpmlc_first_over(m, count)) < 0 || !hpmlc_is_first(c, m[over], count); turn++) {
@@ -2085,7 +2101,9 @@ HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
             hpmlc_give_up(c, m, count);
             continue;
         }
-        if (limit == 0) limit = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout;
+        if (limit == 0 || c->counters.rounds > rounds) /* another thread may have gone on to later rounds meanwhile */
+            limit = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout;
+        rounds = c->counters.rounds;
         if (c->gives_up < 1e300 && !c->is_virtual) limit = c->gives_up;
         if (hpml_now() < limit) hpmlc_block(c, m, count, limit);
         else if (c->gives_up >= 1e300) limit = hpmlc_deadline_passed(c, m, count);
@@ -2239,6 +2257,7 @@ struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
     pthread_cond_t  changed;
     unsigned        changes;
     bool            sleeping;
+    bool            stopped; /* it sleeps on while another thread continues its course: see hpmlc_threads_help */
     bool            counted; /* while it sleeps, the world does not count the thread as awake */
 };
 
@@ -2249,6 +2268,8 @@ typedef struct hpmlc_inbox {
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
     int             others;         /* number of other messages that end the wait as well: hpml_wait_any */
+    hpml_message *const *awaited;   /* list of the messages, one of which ends the wait; valid while the owner sleeps */
+    int             awaited_count;
     const char     *operation;      /* name of the operation in which the owner waits */
     int             core;           /* 1 + the core on which the owner's thread last waited; 0: none */
     char            pad[64];
@@ -2333,21 +2354,22 @@ HPMLC_FN void hpmlc_waitpoint_close(hpmlc_waitpoint *g)
     pthread_cond_destroy(&g->changed);
 }
 
-/* Wakes the thread that may sleep at g, and counts it as running in world w, unless NULL. Caller holds g->mutex. */
-HPMLC_FN void hpmlc_waitpoint_wake_held(hpml_world *w, hpmlc_waitpoint *g)
+/* Unlocks g->mutex, which the caller holds, after a change at waitpoint g. wake: wakes the thread that sleeps there, if
+   any, and counts it as running in w, unless NULL. Wakes after unlocking, because that thread needs the mutex first. */
+HPMLC_FN void hpmlc_waitpoint_unlock(hpml_world *w, hpmlc_waitpoint *g, bool wake)
 {
+    wake = wake && g->sleeping;
     __atomic_add_fetch(&g->changes, 1, __ATOMIC_RELEASE);
-    if (!g->sleeping) return;
-    g->sleeping = false;
-    if (w && g->counted) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
-    pthread_cond_signal(&g->changed);
+    if (wake) g->sleeping = false;
+    if (wake && w && g->counted) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
+    pthread_mutex_unlock(&g->mutex);
+    if (wake) pthread_cond_signal(&g->changed);
 }
 
 HPMLC_FN void hpmlc_waitpoint_wake(hpml_world *w, hpmlc_waitpoint *g)
 {
     pthread_mutex_lock(&g->mutex);
-    hpmlc_waitpoint_wake_held(w, g);
-    pthread_mutex_unlock(&g->mutex);
+    hpmlc_waitpoint_unlock(w, g, true);
 }
 
 HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w);
@@ -2423,8 +2445,8 @@ HPMLC_FN void hpmlc_waitpoint_sleep(hpml_world *w, hpmlc_waitpoint *g, unsigned 
             hpmlc_world_deadlock(w);
             pthread_mutex_lock(&g->mutex);
         }
-        while (g->changes == *seen)
-            if (pthread_cond_timedwait(&g->changed, &g->mutex, &limit) != 0) break;
+        while (g->sleeping || g->stopped)
+            if (pthread_cond_timedwait(&g->changed, &g->mutex, &limit) != 0 && !g->stopped) break;
         if (g->sleeping && w && counted) __atomic_add_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
         g->sleeping = false;
     }
@@ -2611,6 +2633,9 @@ HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
     pthread_mutex_unlock(&w->mutex);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>hand-over   inboxes of threads; the rank that comes second does the work of both
+// ---------------------------------------------------------------------------------------------------------------------
 /* Records in the inbox of this rank of c that it waits for the list m; count 0: for nothing. */
 HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, hpml_message *const *m, int count)
 {
@@ -2619,13 +2644,12 @@ HPMLC_FN void hpmlc_set_awaited(hpml_comm *c, hpml_message *const *m, int count)
     int          others = -1;
     for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) others++;
     if (count > 0) in->operation = c->operation;
+    in->awaited       = m;
+    in->awaited_count = count;
     __atomic_store_n(&in->others, others, __ATOMIC_RELAXED);
     __atomic_store_n(&in->peer, first < count ? c->origin[m[first]->peer] : -1, __ATOMIC_RELEASE);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// >>threads-transport   messages between threads
-// ---------------------------------------------------------------------------------------------------------------------
 /* Returns when, in seconds, a message of `bytes` arrives that is sent to rank `to` at time `now`; 0: its link takes no
    time. Occupies the network cards of sender and receiver, because a card serves one message after another. */
 HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
@@ -2646,7 +2670,52 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     return start + busy + link->latency;
 }
 
-/* Appends the send m to the inbox of rank m->peer. wake: wakes that rank if it sleeps; false in virtual time. */
+#define HPMLC_HANDED 16384 /* bytes of the largest message that ranks with cores of their own hand over */
+
+/* Returns the receive that the sleeping owner of the inbox `in` has begun for the message m of rank `from`; NULL: none.
+   The caller holds the mutex of the inbox. */
+HPMLC_FN hpml_message *hpmlc_inbox_expects(const hpmlc_inbox *in, const hpml_message *m, int from)
+{
+    hpml_message *found = NULL; /* the oldest, which is the last of the list */
+    for (hpml_message *r = in->owner->pending; r; r = r->next)
+        if (!r->done && r->peer == from && r->tag == m->tag) found = r;
+    return found;
+}
+
+/* Returns whether c's thread continues the course (the collective) of `sleeper`, whose message m is done, instead of
+   waking it for the next round, because threads wait for a core and the messages are short. */
+HPMLC_FN bool hpmlc_threads_continues(const hpml_comm *c, const hpml_comm *sleeper, const hpml_message *m)
+{
+    if (!sleeper->course || sleeper->survive || hpml_trace_on(sleeper->trace)) return false;
+    return m->bytes <= HPMLC_HANDED && hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE;
+}
+
+/* Returns whether the message m ends the wait in which the owner of the inbox `in` sleeps; the caller holds the
+   mutex. */
+HPMLC_FN bool hpmlc_inbox_awaits(const hpmlc_inbox *in, const hpml_message *m)
+{
+    if (in->owner->course) return hpmlc_course_over(in->owner);
+    for (int i = 0; i < in->awaited_count; i++)
+        if (in->awaited[i] == m) return true;
+    return false;
+}
+
+/* Wakes the owner of the inbox `in` if it sleeps and waits for the message m alone, which is done; or puts it on the
+   list c->stopped, if this thread shall continue the owner's course. Unlocks the mutex of the inbox. */
+HPMLC_FN void hpmlc_inbox_done(hpml_comm *c, hpmlc_inbox *in, const hpml_message *m)
+{
+    bool wakes = in->wait.sleeping && hpmlc_inbox_awaits(in, m);
+    if (wakes && hpmlc_threads_continues(c, in->owner, m)) {
+        wakes = in->wait.sleeping = false;
+        in->wait.stopped        = true;
+        in->owner->next_stopped = c->stopped;
+        c->stopped              = in->owner;
+    }
+    hpmlc_waitpoint_unlock(hpmlc_world_of(c), &in->wait, wakes);
+}
+
+/* Appends the send m to the inbox of rank m->peer. wake: wakes that rank if it sleeps and has begun to receive m; false
+   in virtual time. */
 HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
 {
     hpmlc_inbox *in   = &hpmlc_group_of(c)->inbox[m->peer];
@@ -2662,8 +2731,51 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     }
     *in->last = m;
     in->last  = &post->next;
-    if (wake) hpmlc_waitpoint_wake_held(hpmlc_world_of(c), &in->wait);
-    pthread_mutex_unlock(&in->wait.mutex);
+    if (!wake) pthread_mutex_unlock(&in->wait.mutex);
+    else hpmlc_waitpoint_unlock(hpmlc_world_of(c), &in->wait, in->wait.sleeping && hpmlc_inbox_expects(in, m, c->rank));
+}
+
+/* Returns whether a message of `bytes` bytes is handed over by the rank that comes second, which then does the work of
+   both: a short message, because to wake a thread takes longer; or most, where other ranks wait for a core. */
+HPMLC_FN bool hpmlc_threads_hands_over(const hpml_comm *c, size_t bytes)
+{
+    return bytes <= HPMLC_HANDED || (hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE && bytes <= 16 * HPMLC_HANDED);
+}
+
+HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p);
+/* Delivers the send `sent` to the receive m of c. With c->returns each sum is also written to the sender's array, in
+   pieces that the first level of cache holds, divided by c->divisor. */
+HPMLC_FN void hpmlc_threads_copy(hpml_comm *c, hpml_message *m, const hpml_message *sent)
+{
+    const size_t piece = 8192;
+    if (!m->reduce || !c->returns || sent->bytes != m->bytes) {
+        hpml_message_deliver(c, m, sent->data, sent->bytes);
+        return;
+    }
+    for (size_t at = 0, bytes; at < m->bytes; at += bytes) {
+        char *sum = m->data + at;
+        bytes = m->bytes - at < piece ? m->bytes - at : piece;
+        m->reduce(sum, sent->data + at, bytes);
+        if (c->divisor) hpmlc_divide(sum, (int64_t)(bytes / hpml_element_size(c->returned)), c->returned, c->divisor);
+        memcpy(sent->data + at, sum, bytes);
+    }
+    m->done = true;
+}
+
+/* Completes the send m and its receive, if the receiver sleeps and has begun to receive m, and wakes the receiver if it
+   waits for just that. Returns false if it does not sleep, or expects another number of bytes, which is an error. */
+HPMLC_FN bool hpmlc_threads_hand_over(hpml_comm *c, hpml_message *m)
+{
+    hpmlc_inbox  *in      = &hpmlc_group_of(c)->inbox[m->peer];
+    hpml_message *receive = NULL;
+    pthread_mutex_lock(&in->wait.mutex);
+    if (in->wait.sleeping) receive = hpmlc_inbox_expects(in, m, c->rank);
+    if (receive && receive->bytes == m->bytes) {
+        hpmlc_threads_copy(in->owner, receive, m);
+        m->done = true;
+        hpmlc_inbox_done(c, in, receive);
+    } else pthread_mutex_unlock(&in->wait.mutex);
+    return m->done;
 }
 
 /* Appends a copy of the send m and of its array to the receiver's inbox and completes m at once, so that the sender
@@ -2705,10 +2817,16 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
     return sent;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>threads-transport   messages between threads
+// ---------------------------------------------------------------------------------------------------------------------
+HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m);
 HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
     const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* a send of a collective meets its receive soon */
-    if (m->receiving) return;
+    const bool hands = hpmlc_threads_hands_over(c, m->bytes) && !hpmlc_world_of(c)->buffered;
+    if (m->receiving && hands && hpmlc_oldest(m) == m) hpmlc_threads_test(c, m);
+    if (m->receiving || (hands && hpmlc_threads_hand_over(c, m))) return;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
     if (small || hpmlc_world_of(c)->buffered) hpmlc_inbox_post_copy(c, m, true);
     else hpmlc_inbox_post(c, m, true);
@@ -2759,16 +2877,15 @@ HPMLC_FN bool hpmlc_threads_shares_core(hpml_comm *c HPMLC_UNUSED, int peer HPML
    it is a copy. */
 HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message *sent)
 {
-    hpmlc_waitpoint *sender = &hpmlc_group_of(c)->inbox[hpmlc_post_of(sent)->from].wait;
-    hpml_message_deliver(c, m, sent->data, sent->bytes);
+    hpmlc_inbox *sender = &hpmlc_group_of(c)->inbox[hpmlc_post_of(sent)->from];
+    hpmlc_threads_copy(c, m, sent);
     if (hpmlc_post_of(sent)->copied) {
         free(sent);
         return;
     }
-    pthread_mutex_lock(&sender->mutex);
-    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* the sender may now reuse the struct at `sent` */
-    hpmlc_waitpoint_wake_held(hpmlc_world_of(c), sender);
-    pthread_mutex_unlock(&sender->mutex);
+    pthread_mutex_lock(&sender->wait.mutex);
+    __atomic_store_n(&sent->done, true, __ATOMIC_RELEASE); /* a sender that is awake may now reuse `sent` */
+    hpmlc_inbox_done(c, sender, sent);
 }
 
 /* Completes m with the error recorded for all ranks of this process: a deadlock, or another rank's failure. */
@@ -2794,8 +2911,10 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m)
     if (m->receiving || hpmlc_inbox_take(in, m)) hpmlc_threads_fail(c, m); /* else the receiver is reading m's array */
 }
 
+HPMLC_FN void hpmlc_help_others(hpml_comm *c);
 HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int count, double until)
 {
+    hpmlc_help_others(c);
     hpmlc_inbox *in      = hpmlc_inbox_of(c);
     bool         counted = c->gives_up >= 1e300; /* else this thread wakes by itself */
     double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
@@ -2808,10 +2927,42 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int coun
     hpmlc_waitpoint_sleep(hpmlc_world_of(c), &in->wait, &hpmlc_thread(c)->seen, until, counted);
 }
 
+/* Continues the courses of the ranks of the list c->stopped, which sleep, until a message is missing, for which they
+   sleep on, or until the course is over: then wakes the rank. So a rank sleeps once in a collective. */
+HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
+{
+    hpml_world *w = hpmlc_world_of(c);
+    for (hpml_comm *r; (r = c->stopped) != NULL;) {
+        hpmlc_inbox *in = hpmlc_inbox_of(r);
+        unsigned     changes;
+        bool         waits;
+        c->stopped = r->next_stopped;
+        do {
+            changes = __atomic_load_n(&in->wait.changes, __ATOMIC_ACQUIRE);
+            waits   = hpmlc_course_next(r);
+            if (waits) hpmlc_test_list(r, hpmlc_course_missing(r), 1); /* the rank's other receives, too */
+            while (r->stopped) { /* r's messages have ended rounds of others */
+                hpml_comm *other = r->stopped;
+                r->stopped          = other->next_stopped;
+                other->next_stopped = c->stopped;
+                c->stopped          = other;
+            }
+            if (waits) hpmlc_set_awaited(r, hpmlc_course_missing(r), 1);
+            pthread_mutex_lock(&in->wait.mutex);
+            waits = waits && !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE); /* else the rank reports the error */
+            if (waits && (changes != in->wait.changes || hpmlc_course_over(r))) pthread_mutex_unlock(&in->wait.mutex);
+            else in->wait.stopped = false;
+        } while (in->wait.stopped);
+        in->wait.sleeping = true;
+        hpmlc_waitpoint_unlock(w, &in->wait, !waits);
+    }
+}
+
 HPMLC_FN void hpmlc_threads_unblock(hpml_comm *c, hpml_message *m HPMLC_UNUSED) { hpmlc_set_awaited(c, NULL, 0); }
 
-/* Makes `owner` (NULL: none) the communicator that receives in the inbox of rank `rank` in `group`. Locks the world's
-   mutex, because other threads read the owners to find out who waits for whom. */
+/* Opens the inbox of rank `rank` in `group`, the inboxes of all ranks of one communicator, for `owner`, the
+   communicator as this rank sees it; NULL closes the inbox. Locks the world's mutex, because other threads read the
+   owners of inboxes to find out who waits for whom, for example when they report a deadlock. */
 HPMLC_FN void hpmlc_group_enter(hpmlc_group *group, int rank, hpml_comm *owner)
 {
     pthread_mutex_lock(&group->world->mutex);
@@ -2962,7 +3113,7 @@ HPMLC_FN hpml_status hpmlc_threads_open(hpml_comm *c, const hpml_comm_desc *d)
     for (s->group = w->groups; s->group->next;) s->group = s->group->next; /* the last group has all ranks */
     pthread_mutex_unlock(&w->mutex);
     for (int i = 0; i < c->size; i++) c->node[i] = hpmlc_network_node(&w->network, w->nodes, i);
-    c->spin_limit = w->ranks <= hpmlc_cores(1) ? HPMLC_SPIN_OWN_CORE : 20;
+    c->spin_limit = w->ranks <= hpmlc_cores(1) ? HPMLC_SPIN_OWN_CORE : 0;
     hpmlc_group_enter(s->group, c->rank, c);
     return HPML_OK;
 }
@@ -2975,7 +3126,17 @@ static const hpml_transport hpmlc_threads = {
     true, (size_t)512 << 10, 2e-6, 0.25e-9, &hpmlc_threads_schedule
 };
 
+HPMLC_FN void hpmlc_help_others(hpml_comm *c)
+{
+    if (c->stopped) hpmlc_threads_help(c);
+}
+
+/* Returns whether c's messages are the sender's array itself and no copy, so that a receiver may write to it. */
+HPMLC_FN bool hpmlc_shares_arrays(const hpml_comm *c) { return c->t == &hpmlc_threads && !hpmlc_world_of(c)->buffered; }
+
 #else
+HPMLC_FN void hpmlc_help_others(hpml_comm *c HPMLC_UNUSED) {}
+HPMLC_FN bool hpmlc_shares_arrays(const hpml_comm *c HPMLC_UNUSED) { return false; }
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSED, int32_t ranks HPMLC_UNUSED,
                                        const hpml_network *network HPMLC_UNUSED)
 {
@@ -3934,7 +4095,7 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     hpmlc_mpi_list(x, true);
     hpmlc_mpi_nodes(c, d->ranks_per_node); /* after an error c is open, and is closed later */
     for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
-    x->own_core = near <= hpmlc_cores(1);
+    x->own_core = near <= hpmlc_cores_online(); /* each process may be bound to cores of its own */
     return HPML_OK;
 }
 
@@ -4583,15 +4744,28 @@ HPML_API int hpml_launched(int *rank)
     return 0;
 }
 
-/* Returns how many cores of this machine each of `ranks` ranks may use, at least 1. */
-HPMLC_FN int hpmlc_cores(int ranks HPMLC_UNUSED)
+/* Returns how many cores this machine has, at least 1. */
+HPMLC_FN int hpmlc_cores_online(void)
 {
 #ifndef HPML_NO_THREADS
-    long n = sysconf(_SC_NPROCESSORS_ONLN) / (ranks > 0 ? ranks : 1);
-    return n > 0 ? (int)n : 1;
+    return (int)hpmlc_max(sysconf(_SC_NPROCESSORS_ONLN), 1);
 #else
     return 1;
 #endif
+}
+
+/* Returns how many of the cores that this thread may use each of `ranks` ranks of this process has, at least 1. */
+HPMLC_FN int hpmlc_cores(int ranks)
+{
+    int cores = hpmlc_cores_online();
+#if defined(__linux__) && !defined(HPML_NO_THREADS)
+    unsigned long bits[128 / sizeof(long)] = { 0 };
+    int           count = 0;
+    if (syscall(SYS_sched_getaffinity, 0L, sizeof bits, bits) > 0)
+        for (size_t i = 0; i < sizeof bits / sizeof *bits; i++) count += __builtin_popcountl(bits[i]);
+    if (count > 0) cores = count;
+#endif
+    return (int)hpmlc_max(cores / hpmlc_max(ranks, 1), 1);
 }
 
 /* Sets transport and ranks of d from a text such as "threads:4": the environment variable HPML_RUN or d->run, see
@@ -4665,7 +4839,10 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
 #ifdef HPML_USE_MPI
     int  rank    = 0;
     bool started = hpmlc_mpi_init(&rank);
-    if (s->ctx.threads == 0) s->ctx.threads = hpmlc_cores(hpml_launched(NULL));
+    if (s->ctx.threads == 0) { /* mpiexec may have bound this process to cores of its own, or to none */
+        int64_t share = hpmlc_cores_online() / hpmlc_max(hpml_launched(NULL), 1);
+        s->ctx.threads = (int32_t)hpmlc_max(hpmlc_min(share, hpmlc_cores(1)), 1);
+    }
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
     const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else others may never call it ... */
@@ -5137,8 +5314,13 @@ HPMLC_FN void hpmlc_phases_hierarchy(hpmlc_phases *all, int p, int per_node, boo
 }
 
 /* Return the seconds that AUTO adds to the simulated time of an algorithm: BUTTERFLY copies the array each round at
-   1e-10 s a byte, because it is added to while it is sent; CENTRAL's rank 0 starts 2 (p - 1) messages in turn. */
+   1e-10 s a byte, because it is added to while it is sent; HALVING between two threads saves a round, because sums are
+   returned (hpmlc_returns); CENTRAL's rank 0 starts 2 (p - 1) messages in turn. */
 HPMLC_FN double hpmlc_butterfly_extra(const hpml_comm *c, double bytes) { return hpmlc_log2(c->size) * bytes * 1e-10; }
+HPMLC_FN double hpmlc_halving_extra(const hpml_comm *c, double bytes HPMLC_UNUSED)
+{
+    return c->size == 2 && hpmlc_shares_arrays(c) ? -c->between.latency : 0;
+}
 HPMLC_FN double hpmlc_central_extra(const hpml_comm *c, double bytes HPMLC_UNUSED)
 {
     return 2 * (c->size - 1) * c->t->alpha;
@@ -5151,7 +5333,7 @@ static const hpmlc_algorithm hpmlc_algorithms[] = {
     { HPML_BUTTERFLY, "butterfly", { &hpmlc_fold, &hpmlc_doubling, &hpmlc_unfold, NULL }, NULL, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_butterfly_extra },
     { HPML_HALVING, "halving", { &hpmlc_fold, &hpmlc_halve, &hpmlc_double, &hpmlc_unfold, NULL }, NULL, false,
-      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
+      HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_halving_extra },
     { HPML_RING, "ring", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, false,
       HPMLC_MAX_RANKS, 256, NULL }, /* auto_mixed 256: a simulation then plays p^2 messages */
     { HPML_HIERARCHICAL, "hierarchical", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, hpmlc_phases_hierarchy,
@@ -5316,7 +5498,7 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>collectives   the moves, executed
+// >>course   the moves, executed round by round
 // ---------------------------------------------------------------------------------------------------------------------
 /* Returns the scratch buffer of c, enlarged to at least `size` bytes (its contents are then lost). NULL: no memory. */
 HPMLC_FN char *hpmlc_scratch(hpml_comm *c, size_t size)
@@ -5344,38 +5526,140 @@ HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_phases *all, int i,
     hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
 }
 
+/* Returns whether the sums of round k of phase i can be returned to their senders at once, because this round and the
+   first of the next phase are between the same two ranks: the last of halving and the first of doubling, where the
+   transport gives the receiver the sender's own array. Then one message does the work of two. */
+HPMLC_FN bool hpmlc_returns(const hpml_comm *c, const hpmlc_phases *all, int i, int k)
+{
+    const hpmlc_phase *f = &all->phase[i];
+    return f->kind == &hpmlc_halve && k + 1 == f->rounds && i + 1 < all->count && f[1].kind == &hpmlc_double &&
+           hpmlc_shares_arrays(c);
+}
+
+/* Phases that a rank executes, at one of their rounds. The messages of a round are here and not in the function that
+   waits for them, because a thread that completes both while the rank sleeps begins the next round in its place. */
+struct hpmlc_course {
+    const hpmlc_phases *all;
+    char               *data;
+    hpml_element        e;
+    int                 op, tag;
+    hpmlc_reduce_fn    *reduce;
+    int                 phase, at;       /* the round: number `at` of all->phase[phase] */
+    bool                sends, receives; /* the round has a message to, from another rank */
+    bool                skips;           /* the round before has returned the sums of this one */
+    bool                is_begun;
+    double              since;           /* hpml_comm_now() when the phases of the current level began */
+    hpml_status         status;
+    hpml_message        send, receive, *missing;
+};
+
+/* Begins the messages of the current round of c->course. */
+HPMLC_FN void hpmlc_course_begin(hpml_comm *c)
+{
+    hpmlc_course *x    = c->course;
+    const size_t  size = hpml_element_size(x->e);
+    hpml_move     m;
+    hpmlc_move_of(&x->all->phase[x->phase], x->at, &m);
+    char  *sent = x->data + (size_t)m.send_at * size, *received = x->data + (size_t)m.receive_at * size;
+    size_t sent_bytes = (size_t)m.send_count * size, received_bytes = (size_t)m.receive_count * size;
+    x->is_begun = true;
+    x->sends    = m.to >= 0 && !x->skips;
+    x->receives = m.from >= 0 && !x->skips;
+    if (m.to >= 0 || m.from >= 0) c->counters.rounds++;
+    if (x->skips) hpmlc_count_send(c, m.to, sent_bytes); /* a round that the one before has done counts as well */
+    c->returns  = !x->skips && hpmlc_returns(c, x->all, x->phase, x->at);
+    c->returned = x->e;
+    c->divisor  = x->op == HPML_MEAN ? c->size : 0;
+    if (x->sends && m.add && sent == received && sent_bytes > 0 && received_bytes > 0) {
+        char *copy = hpmlc_scratch(c, sent_bytes); /* because the receive changes `sent` */
+        if (copy) sent = (char *)memcpy(copy, sent, sent_bytes);
+    }
+    if (x->sends) hpmlc_arrow(c, false, m.to);
+    if (x->receives)
+        hpmlc_begin(c, true, m.from, x->tag, received, received_bytes, m.add ? x->reduce : NULL, &x->receive);
+    if (x->sends) hpmlc_begin(c, false, m.to, x->tag, sent, sent_bytes, NULL, &x->send);
+}
+
+/* Ends the current round of c->course, whose messages are over; at the end of a phase divides sums for HPML_MEAN. */
+HPMLC_FN void hpmlc_course_end(hpml_comm *c)
+{
+    hpmlc_course       *x = c->course;
+    const hpmlc_phases *all = x->all;
+    const hpmlc_phase  *f = &all->phase[x->phase];
+    if (x->receives) hpmlc_arrow(c, true, x->receive.peer);
+    if (x->sends) x->status = x->send.status;
+    if (x->receives && x->receive.status != HPML_OK) x->status = x->receive.status;
+    x->is_begun = false;
+    x->skips    = c->returns;
+    c->returns  = false;
+    c->round++;
+    if (x->status != HPML_OK || ++x->at < f->rounds) return;
+    if (x->op == HPML_MEAN && !x->skips) hpmlc_run_mean(c, all, x->phase, x->data, x->e);
+    x->at = 0;
+    x->phase++;
+    if (!f->level || (x->phase < all->count && f[1].level == f->level)) return;
+    double end = hpml_comm_now(c);
+    hpmlc_span(c, f->level, x->since, end, f->count * (int64_t)hpml_element_size(x->e));
+    x->since = end;
+}
+
+/* Returns whether the messages of the current round of c->course are over. */
+HPMLC_FN bool hpmlc_course_over(const hpml_comm *c)
+{
+    const hpmlc_course *x = c->course;
+    return (!x->receives || hpmlc_done(&x->receive)) && (!x->sends || hpmlc_done(&x->send));
+}
+
+/* Ends the current round of c->course, if one is begun, and begins the next one that has messages in flight. Returns
+   false if there is none: the course is over, or has failed. */
+HPMLC_FN bool hpmlc_course_next(hpml_comm *c)
+{
+    hpmlc_course *x = c->course;
+    while (x->status == HPML_OK && (x->is_begun || x->phase < x->all->count)) {
+        if (!x->is_begun) hpmlc_course_begin(c);
+        if (!hpmlc_course_over(c)) return true;
+        if (x->receives) hpmlc_unlist(c, &x->receive);
+        hpmlc_course_end(c);
+    }
+    return false;
+}
+
+/* Returns a list of one message, for which the course of c waits. */
+HPMLC_FN hpml_message *const *hpmlc_course_missing(const hpml_comm *c)
+{
+    hpmlc_course *x = c->course;
+    x->missing = &x->send;
+    if (x->receives && !hpmlc_done(&x->receive)) x->missing = &x->receive;
+    return &x->missing;
+}
+
 /* Executes phases on `data`, elements of type e, with messages of this tag. op: an hpml_reduce; -1: adds nothing. */
 HPMLC_FN hpml_status hpmlc_run(hpml_comm *c, const hpmlc_phases *all, char *data, hpml_element e, int op, int tag)
 {
-    size_t           size   = hpml_element_size(e);
-    hpmlc_reduce_fn *reduce = op < 0 ? NULL : hpmlc_reducer(e, (hpml_reduce)op);
-    hpml_status      status = HPML_OK;
-    double           since  = all->level ? hpml_comm_now(c) : 0, end;
-    c->round = 0;
-    for (int i = 0; i < all->count; i++) {
-        const hpmlc_phase *f = &all->phase[i];
-        for (int k = 0; k < f->rounds && status == HPML_OK; k++, c->round++) {
-            hpml_move m;
-            hpmlc_move_of(f, k, &m);
-            char  *sent = data + (size_t)m.send_at * size, *received = data + (size_t)m.receive_at * size;
-            size_t sent_bytes = (size_t)m.send_count * size, received_bytes = (size_t)m.receive_count * size;
-            if (m.to >= 0 && m.add && sent == received && sent_bytes > 0) { /* because the receive changes `sent` */
-                char *copy = hpmlc_scratch(c, sent_bytes);
-                if (!copy) return hpml_ctx_status(c->ctx);
-                sent = (char *)memcpy(copy, sent, sent_bytes);
-            }
-            status = hpmlc_round(c, tag, m.to, sent, sent_bytes, m.from, received, received_bytes,
-                                 m.add ? reduce : NULL);
-        }
-        if (op == HPML_MEAN && status == HPML_OK) hpmlc_run_mean(c, all, i, data, e);
-        if (!f->level || status != HPML_OK || (i + 1 < all->count && f[1].level == f->level)) continue;
-        end = hpml_comm_now(c);
-        hpmlc_span(c, f->level, since, end, f->count * (int64_t)size);
-        since = end;
+    HPMLC_ZERO(hpmlc_course, x);
+    x.all    = all;
+    x.data   = data;
+    x.e      = e;
+    x.op     = op;
+    x.tag    = tag;
+    x.reduce = op < 0 ? NULL : hpmlc_reducer(e, (hpml_reduce)op);
+    x.since  = all->level ? hpml_comm_now(c) : 0;
+    c->round  = 0;
+    c->course = &x;
+    while (hpmlc_course_next(c)) {
+        hpmlc_help_others(c);
+        if (x.receives) hpml_wait(c, &x.receive);
+        if (x.sends) hpml_wait(c, &x.send); /* even after an error, because `send` is on the stack */
     }
-    return status;
+    c->course  = NULL;
+    c->returns = false;
+    hpmlc_help_others(c);
+    return x.status;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>collectives   all ranks together: reductions, broadcasts, blocks; the choice of an algorithm
+// ---------------------------------------------------------------------------------------------------------------------
 /* Compares `mine`, in which each rank describes the collective that it has entered (for .check of hpml_comm_desc): rank
    0 receives the texts of all ranks, compares them and sends the verdict to all, which fail if two texts differ. */
 HPMLC_FN hpml_status hpmlc_check(hpml_comm *c, const char mine[96], int tag)
@@ -6419,7 +6703,8 @@ HPMLC_FN const char *hpmlc_message_from(const hpml_exchange *x, int r, int me)
     return r == me ? x->sent + x->sent_at[r] : x->received + x->received_at[r];
 }
 
-/* Sets *bad, if it is 0, to the header of a message: a tensor and a rank with a NaN that its sender had; 0: none. */
+/* Sets *bad, if it is 0, to the header of a message: which tensor on which rank has a NaN or infinity, 0 for none. A
+   header of packed rows is about its sender's gradients, a header of sums about those of all ranks and the sums. */
 HPMLC_FN void hpmlc_merge_bad(int64_t *bad, const char *message)
 {
     int64_t other;
@@ -7862,7 +8147,7 @@ HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
     hpml_comm *c = d->all;
     int32_t    near = 0, pays = hpmlc_has_delay(c);
     for (int i = 0; i < c->size; i++) near += c->t->one_process || c->node[i] == c->node[c->rank];
-    if (near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
+    if (c->size > 1 && near * hpml_ctx_threads(c->ctx) < hpmlc_cores(1)) pays = 1;
     hpmlc_reduce_all(c, &pays, 1, HPML_ELEMENT_I32, HPML_MAX, HPML_AUTO);
     d->background = pays != 0;
 }
@@ -9271,7 +9556,8 @@ HPMLC_FN void hpmlc_shard_close(hpml_distributed *d)
     for (int i = 0; i < d->buckets.count; i++) hpmlc_task_wait(&hpmlc_sharding_of(d)->whole[i].task);
 }
 
-/* Gets the other ranks' parts of an array of parameter `param`: the trainer's hook `join`. */
+/* The trainer's hook `join`: on entry `whole`, an array of parameter `param` (its values, gradients or a state of the
+   optimizer), has only the floats that this rank keeps; each rank broadcasts its own, so that all have them all. */
 HPMLC_FN hpml_status hpmlc_shard_join(void *user, hpml_trainer *t HPMLC_UNUSED, int param, int which HPMLC_UNUSED,
                                       float *whole)
 {

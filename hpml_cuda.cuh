@@ -1851,8 +1851,9 @@ static __global__ void __launch_bounds__(1024) hpmlg_k_sum_finish(hpmlg_sum_fini
     if (f.inverse) f.inverse[0] = divisor > 0 ? (float)(1 / divisor) : 0;
 }
 
-/* Sums squares of x, or losses of x and the target t (`what`: which), over n elements, and writes the results to the
-   addresses in `f`; the caller has set these addresses and the divisor in `f`. */
+/* Sums squares of x, or losses of x and the target t (`what`: which), over n elements, and divides the sum. The caller
+   has set, in `f`, the divisor (1 for a plain sum, n for a mean) and the addresses that get the results: `out` and
+   `wide` the quotient as float and as double, `inverse` 1 / divisor. */
 HPMLG_FN void hpmlg_sum_terms_run(hpmlg_device *d, hpmlg_sum_finish f, hpmlg_array x, hpmlg_array t,
                                   enum hpmlg_loss_kind what, float delta, int64_t n)
 {
@@ -4906,10 +4907,11 @@ HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], f
     }
 }
 
-/* Computes the gradients of attention. A block computes dK and dV of 16 x M x W keys of one head (KEYS), or dQ of as
-   many queries, in DA columns, from column blockIdx.y x DA on. In shared memory, `own` has two tiles of DP columns of
-   these keys or queries (K and V, or Q and dO), and `stream` has two stages, each of two tiles of 8 x N rows of the
-   other two arrays (Q and dO, or K and V). */
+/* Computes the gradients of attention. A block of W warps computes dK and dV of 16 x M x W keys of one head (KEYS), or
+   dQ of as many queries: DA columns of them, from column blockIdx.y x DA on. DP is the number of columns of a head,
+   rounded up; scores need all of them. In shared memory, `own` has two tiles of DP columns, the rows of these keys or
+   queries (K and V, or Q and dO); `stream` has two stages, each of two tiles of 8 x N rows and DP columns of the other
+   two arrays (Q and dO, or K and V). */
 template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
 static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
 {

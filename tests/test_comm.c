@@ -145,6 +145,60 @@ TEST(two_ranks_on_one_core)
     ENSURE(each > 0.5);
 }
 
+/* More ranks than cores: a rank sleeps about once in a collective of short messages, because the ranks that come later
+   do its later rounds as well. The kernel counts sleeps, so other programs on this machine do not matter. Meanwhile
+   every rank receives a message that has no part in the collective, and whose sender waits until it is received. */
+typedef struct crowd { bool disturbed; double sleeps; } crowd; /* sleeps: of a rank, in an allreduce */
+
+static hpml_status eight_on_two_cores(hpml_comm *c, void *user)
+{
+    enum { SUMS = 300, N = 1024 };
+    crowd        *all = (crowd *)user;
+    int           p = hpml_comm_size(c), rank = hpml_comm_rank(c);
+    struct rusage before, after;
+    float         x[N];
+    char          sent[5000] = { 0 }, received[5000];
+    double        sleeps;
+    CHECK(hpml_barrier(c) == HPML_OK);
+    getrusage(RUSAGE_THREAD, &before);
+    for (int k = 0; k < SUMS; k++) {
+        hpml_message m;
+        int          from = k % p, to = (k + 1 + k / p % (p - 1)) % p;
+        for (int i = 0; i < N; i++) x[i] = (float)(rank + i + k);
+        if (all->disturbed && rank == to) hpml_irecv(c, from, 0, received, sizeof received, &m);
+        if (all->disturbed && rank == from) CHECK(hpml_send(c, to, 0, sent, sizeof sent) == HPML_OK);
+        CHECK(hpml_allreduce(c, x, N, NULL) == HPML_OK);
+        for (int i = 0; i < N; i++) CHECK((int)x[i] == p * (p - 1) / 2 + p * (i + k));
+        if (all->disturbed && rank == to) CHECK(hpml_wait(c, &m) == HPML_OK);
+    }
+    getrusage(RUSAGE_THREAD, &after);
+    sleeps = (double)(after.ru_nvcsw - before.ru_nvcsw) / SUMS / p;
+    CHECK(hpml_reduce_to(c, &sleeps, 1, HPML_ELEMENT_F64, HPML_SUM, 0) == HPML_OK);
+    if (rank == 0) all->sleeps = sleeps;
+    return HPML_OK;
+}
+
+TEST(eight_ranks_on_two_cores_sleep_once_in_an_allreduce)
+{
+    core_mask all = { { 0 } }, two = { { 0 } };
+    int       count = 0;
+    ENSURE(syscall(SYS_sched_getaffinity, 0, sizeof all, &all) > 0);
+    for (int core = 0; core < 1024 && count < 2; core++) {
+        if (!(all.bits[core / 64] >> core % 64 & 1)) continue;
+        two.bits[core / 64] |= 1ul << core % 64;
+        count++;
+    }
+    if (syscall(SYS_sched_setaffinity, 0, sizeof two, &two) != 0) SKIP("the threads cannot be bound to cores");
+    for (int disturbed = 0; disturbed < 2; disturbed++) {
+        crowd       calm = { disturbed == 1, 9 };
+        hpml_status status = launch(HPML_TRANSPORT_THREADS, 8, eight_on_two_cores, &calm);
+        printf("    %.2f sleeps an allreduce%s\n", calm.sleeps, disturbed ? " and a message" : "");
+        if (disturbed) syscall(SYS_sched_setaffinity, 0, sizeof all, &all);
+        ENSURE(status == HPML_OK);
+        ENSURE(calm.sleeps < 1.25);
+    }
+}
+
 /* Both ranks start on one core, then may use all cores: one moves to another core during the first waits. The kernel
    would move one at some time, too, and on a busy machine may move it back. So most of several tries must succeed. */
 typedef struct parting { int cores, rounds; } parting; /* rounds: allreduces until they were on two cores */

@@ -352,7 +352,9 @@ static double run_world(world *w)
     X(long_attention_full, hpml_attention(ROW(x, 1, 131), &(hpml_attention_desc){ .heads = 2, .not_causal = true }),   \
       1, 1, 131, 66)                                                                                                   \
     X(one_lstm, hpml_lstm(ROW(x, 2, 1), 1, NULL), 2, 1, 1, 1)                                                          \
-    X(odd_lstm, hpml_lstm(ROW(x, 2, 7), 17, NULL), 2, 1, 7, 33)
+    X(odd_lstm, hpml_lstm(ROW(x, 2, 7), 17, NULL), 2, 1, 7, 33)                                                        \
+    X(wide_lstm, hpml_lstm(ROW(x, 33, 3), 65, NULL), 33, 1, 3, 5)                                                      \
+    X(few_lstm, hpml_lstm(ROW(x, 1, 4), 139, NULL), 1, 1, 4, 3)
 #define MORE_DEFINE(name, e, a, b, c, d) static hpml_tensor *more_##name(hpml_tensor *x) { return e; }
 #define MORE_ROW(name, e, a, b, c, d) { #name, more_##name, 0, { a, b, c, d } },
 MORE(MORE_DEFINE)
@@ -470,6 +472,43 @@ TEST(losses_in_double)
 {
     static const char *const names[] = { "cross_entropy", "cross_entropy, smooth", "embedding", "bce", "l1", "huber" };
     for (int kind = 0; kind < 6; kind++) check(NULL, kind, names[kind]);
+}
+
+/* Two LSTMs of several panels and blocks: with 1 and 3 threads the gradients have the same bits; a second backward pass
+   that accumulates doubles them. */
+TEST(lstm_gradients_do_not_depend_on_threads_and_accumulate)
+{
+    static const char *const cpus[] = { "scalar", "avx2", "avx512", "neon" };
+    for (int k = 0; k < 4; k++) {
+        float *once = NULL;
+        for (int threads = 1; threads <= 3; threads += 2) {
+            hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .cpu = cpus[k], .threads = threads, .seed = 5 });
+            hpml_tensor *x = hpml_input_3d(ctx, 33, 4, 5), *y;
+            hpml_tensor_require_grad(x);
+            y = hpml_lstm(hpml_lstm(x, 65, NULL), 34, NULL);
+            hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = hpml_sum(y, HPML_ALL_DIMS) });
+            if (hpml_ctx_status(ctx) == HPML_ERR_UNSUPPORTED) { hpml_ctx_free(ctx); continue; }
+            ENSURE(hpml_graph_alloc(g) == HPML_OK);
+            fill(x, 1);
+            for (int pass = 0; pass < 2; pass++) {
+                ENSURE(hpml_graph_forward(g, true, 0) == HPML_OK && hpml_graph_backward(g, 1, pass > 0) == HPML_OK);
+                for (int64_t p = 0, at = 0; p < hpml_param_count(ctx); p++) {
+                    hpml_tensor *w = hpml_param_at(ctx, (int)p);
+                    int64_t      n = hpml_tensor_count(w);
+                    if (threads == 1 && pass == 0) {
+                        once = (float *)realloc(once, (size_t)(at + n) * sizeof *once);
+                        memcpy(once + at, w->grad, (size_t)n * sizeof *once);
+                    }
+                    for (int64_t i = 0; i < n && pass > 0; i++)
+                        ENSURE_NEAR(w->grad[i], 2 * (double)once[at + i], 1e-5 * fabs((double)w->grad[i]) + 1e-6);
+                    ENSURE(pass > 0 || memcmp(once + at, w->grad, (size_t)n * sizeof *once) == 0);
+                    at += n;
+                }
+            }
+            hpml_ctx_free(ctx);
+        }
+        free(once);
+    }
 }
 
 /* Dropout keeps about 1 - p of the numbers, multiplied by 1 / (1 - p); gradients pass for the same elements; evaluation
