@@ -121,6 +121,7 @@
 //     graph   creating graphs and their parts
 //     retain   segments that run again or are swapped, and their choice for a budget of memory
 //     slots   taking memory, choosing a slot
+//     node-hooks   hooks called for the parameters of an op; the ops that run next
 //     run   running a graph forward and backward
 //     check-grad   gradients compared with central differences
 // PART IV   OPS: forward and backward of each, and the products under them
@@ -767,7 +768,8 @@ typedef struct hpml_memory {
     size_t activations; /* inputs, results of ops, their gradients and saved values; memory is used again */
     size_t unshared;    /* what activations would be if no memory were used again */
     size_t scratch;     /* working memory of ops; all ops use the same memory */
-    size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer */
+    size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer, and with .host_optimizer on a
+                           device, because then the states are in host memory */
     size_t host;        /* copies in host memory of what is swapped out of the arena; not part of total */
     size_t total;       /* parameters + gradients + activations + scratch + optimizer */
     double extra;       /* operations that a step computes again, and 1 for each byte of these results; a byte swapped
@@ -1150,6 +1152,10 @@ typedef struct hpml_trainer_desc {
     float         trust;           /* LARS: a parameter's rate is lr trust |w| / (|g| + weight_decay |w|), but lr for
                                       biases and norms unless decay_all; 0: 0.001. LAMB's rate is lr |w| / |r| for
                                       all parameters (You et al. 2020, algorithm 2) */
+    bool          host_optimizer;  /* on a device: the optimizer's states take host memory, and none of the device. A
+                                      step copies gradients and values to the host, steps there with the CPU's kernels
+                                      (so an optimizer of your own runs, too), and copies the values back (Ren et al.
+                                      2021, "ZeRO-Offload"). On the host nothing changes */
     hpml_schedule schedule;
     hpml_lr_rule  lr_rule;         /* scales lr by (samples of an update, all ranks) / lr_base_batch */
     int64_t       lr_base_batch;   /* samples of the update that lr was tuned for; 0: no scaling */
@@ -1246,9 +1252,10 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 
 /* What a trainer is doing when it calls a hook: the kind of pass, the micro-batch, the step. */
 typedef enum hpml_pass_kind { HPML_PASS_TRAIN = 0, HPML_PASS_FORWARD, HPML_PASS_BACKWARD, HPML_PASS_EVALUATE,
-                              HPML_PASS_UPDATE } hpml_pass_kind;
+                              HPML_PASS_UPDATE, HPML_PASS_AGAIN } hpml_pass_kind;
 typedef struct hpml_moment {
-    hpml_pass_kind   pass;    /* run: TRAIN; update: UPDATE; others: FORWARD, BACKWARD, or EVALUATE without training */
+    hpml_pass_kind   pass;    /* run: TRAIN; update: UPDATE; others: FORWARD, BACKWARD, EVALUATE without training, or
+                                 AGAIN for an op that runs forward again within the backward pass (hpml_recompute) */
     int32_t          batch, batches; /* index of the micro-batch in its update, from 0; micro-batches of an update */
     int64_t          step;    /* updates before this one; as batch, that of the last training step in EVALUATE */
     int              param;   /* index in the context of the parameter; -1: none (run, update) */
@@ -1303,6 +1310,9 @@ typedef struct hpml_hooks {
     hpml_status (*join)(void *user, hpml_trainer *t, int param, int which, float *whole); /* which: an hpml_array */
 } hpml_hooks;
 #define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
+/* For hooks `need` that fetch parameters ahead of time: returns the op that runs in the same pass after the present one
+   or, if called with the same *place again, after the one returned before; NULL: no op follows. *place: 0 at first */
+HPML_API const hpml_node *hpml_graph_ahead(const hpml_graph *g, int *place);
 HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hooks); /* copies *hooks */
 /* Returns the sets of hooks that are attached, the innermost first; *count: how many. */
 HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count);
@@ -1348,8 +1358,9 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
    has no such state or, with an error that names a parameter, if the values are not one array: parameters lie in the
    order of recording, the trained ones first, but only parameters that got memory at the same time, and a parameter
    that was frozen afterwards, or on which the loss does not depend, leaves a gap. GRADIENTS: after this call `grad` of
-   each parameter points to its place in the array. Where ranks keep only parts of an array (hpml_trainer_keep), the
-   returned array has the parts that this rank keeps, one behind the other, each padded. */
+   each parameter points to its place in the array. With .host_optimizer states are in host memory. Where ranks keep
+   only parts of an array (hpml_trainer_keep), the returned array has the parts that this rank keeps, one behind the
+   other, each padded. */
 #define HPML_GRADIENT_ALIGN 16
 typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRAY_STATE, /* STATE + i: state i */
                           HPML_ARRAY_END = HPML_ARRAY_STATE + HPML_MAX_STATES } hpml_array;
@@ -4583,6 +4594,7 @@ struct hpml_graph {
     int            hook_count;
     hpml_hooks     any;        /* in each field a hook of one of the sets; NULL: no set has this hook */
     hpml_moment    at;         /* where the training is */
+    int            entry;      /* place, in the list of the current part, of the entry that runs now */
     bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
     hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
     bool           idle;       /* this rank has no samples, see hpml_run.idle */
@@ -5709,6 +5721,78 @@ HPML_API hpml_status hpml_graph_slot(hpml_graph *g, int slot)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>node-hooks   hooks called for the parameters of an op; the ops that run next
+// ---------------------------------------------------------------------------------------------------------------------
+typedef enum hpmli_hook { HPMLI_HOOK_NEED, HPMLI_HOOK_RELEASE, HPMLI_HOOK_GRAD } hpmli_hook;
+/* Calls the hook `which` of all attached sets of hooks, the innermost set first, for parameter p of node n. */
+HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpml_node *n, const hpml_tensor *p)
+{
+    hpml_status status = HPML_OK;
+    g->at.node  = n;
+    g->at.param = p->param->index;
+    for (int k = 0; k < g->hook_count && status == HPML_OK; k++) {
+        const hpml_hooks   *h    = &g->hooks[k];
+        hpml_hook_fn *const fn[] = { h->need, h->release, h->grad };
+        if (fn[which]) status = fn[which](h->user, g->trainer, &g->at);
+    }
+    return status;
+}
+
+/* True if entry e of a list runs an op of graph g, forward, again or backward, so that it reads parameters. */
+HPMLI_FN bool hpmli_entry_runs(const hpml_graph *g, const hpmli_entry *e)
+{
+    const hpml_tensor *out = g->nodes[e->node]->out;
+    if (hpmli_is_back(e->move)) return out->needs_grad && out->raw_grad;
+    return e->move == HPMLI_FORWARD || e->move == HPMLI_AGAIN;
+}
+
+/* True if no entry after place `at` in the list of part p, within the same pass (forward or backward), reads the
+   parameter w. */
+HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_list *p, int at, const hpml_tensor *w)
+{
+    int end = at < p->turn ? p->turn : p->entry_count;
+    for (int k = at + 1; k < end; k++)
+        if (hpmli_entry_runs(g, &p->entries[k]) && hpmli_reads(g->nodes[p->entries[k].node], w)) return false;
+    return true;
+}
+
+HPMLI_FN const hpmli_list *hpmli_part_now(const hpml_graph *g) { return &g->parts[g->slots[g->slot].part]; }
+
+HPML_API const hpml_node *hpml_graph_ahead(const hpml_graph *g, int *place)
+{
+    const hpmli_list *p   = hpmli_part_now(g);
+    const int         end = g->entry < p->turn ? p->turn : p->entry_count;
+    *place = (int)hpmli_max(*place, g->entry);
+    while (++*place < end)
+        if (hpmli_entry_runs(g, &p->entries[*place])) return g->nodes[p->entries[*place].node];
+    return NULL;
+}
+
+/* True if source s of node n is a parameter for which hooks are called: one that is no earlier source of n, too. */
+HPMLI_FN bool hpmli_is_hooked(const hpml_node *n, int s)
+{
+    for (int k = 0; k < s; k++)
+        if (n->src[k] == n->src[s]) return false;
+    return n->src[s] && n->src[s]->param;
+}
+
+/* Calls the hook `need` for each parameter that node n reads, or `release` for each of them that no later node of the
+   same pass reads. */
+HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpml_node *n, hpmli_move move)
+{
+    const hpmli_list *part   = hpmli_part_now(g);
+    hpml_status       status = HPML_OK;
+    bool              called = which == HPMLI_HOOK_NEED ? g->any.need != NULL : g->any.release != NULL;
+    for (int s = 0; called && s < n->src_count && status == HPML_OK; s++) {
+        const hpml_tensor *p = n->src[s];
+        if (!hpmli_is_hooked(n, s)) continue;
+        if (which == HPMLI_HOOK_NEED || hpmli_is_last_reader(g, part, n->state->at[move], p))
+            status = hpmli_hooks_call(g, which, n, p);
+    }
+    return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>run   running a graph forward and backward
 // ---------------------------------------------------------------------------------------------------------------------
 HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
@@ -5736,52 +5820,6 @@ HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
         if (partial && t->raw_grad && !n->accumulate[s] && t->raw_grad != n->out->raw_grad)
             hpmli_gradient_clear(t);
     }
-}
-
-typedef enum hpmli_hook { HPMLI_HOOK_NEED, HPMLI_HOOK_RELEASE, HPMLI_HOOK_GRAD } hpmli_hook;
-/* Calls the hook `which` of all attached sets of hooks, the innermost set first, for parameter p of node n. */
-HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpml_node *n, const hpml_tensor *p)
-{
-    hpml_status status = HPML_OK;
-    g->at.node  = n;
-    g->at.param = p->param->index;
-    for (int k = 0; k < g->hook_count && status == HPML_OK; k++) {
-        const hpml_hooks   *h    = &g->hooks[k];
-        hpml_hook_fn *const fn[] = { h->need, h->release, h->grad };
-        if (fn[which]) status = fn[which](h->user, g->trainer, &g->at);
-    }
-    return status;
-}
-
-/* True if no entry after place `at` in the list of part p, within the same pass (forward or backward), reads the
-   parameter w. */
-HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_list *p, int at, const hpml_tensor *w)
-{
-    int end = at < p->turn ? p->turn : p->entry_count;
-    for (int k = at + 1; k < end; k++) {
-        const hpml_node *n    = g->nodes[p->entries[k].node];
-        bool             runs = !hpmli_is_back(p->entries[k].move) || (n->out->needs_grad && n->out->raw_grad);
-        if (runs && hpmli_reads(n, w)) return false;
-    }
-    return true;
-}
-
-HPMLI_FN const hpmli_list *hpmli_part_now(const hpml_graph *g) { return &g->parts[g->slots[g->slot].part]; }
-
-/* Calls the hook `need` for each parameter that node n reads, or `release` for each of them that no later node of the
-   same pass reads. */
-HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpml_node *n, hpmli_move move)
-{
-    const hpmli_list *part   = hpmli_part_now(g);
-    hpml_status       status = HPML_OK;
-    bool              called = which == HPMLI_HOOK_NEED ? g->any.need != NULL : g->any.release != NULL;
-    for (int s = 0; called && s < n->src_count && status == HPML_OK; s++) {
-        const hpml_tensor *p = n->src[s];
-        if (!p || !p->param) continue;
-        if (which == HPMLI_HOOK_NEED || hpmli_is_last_reader(g, part, n->state->at[move], p))
-            status = hpmli_hooks_call(g, which, n, p);
-    }
-    return status;
 }
 
 /* Zeroes the values of t, an input or a result of a rank without samples, for collective ops. */
@@ -5915,7 +5953,7 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, const hpmli_entry *e)
     hpml_status status = HPML_OK;
     for (int s = 0; n->out->needs_grad && n->out->raw_grad && s < n->src_count && status == HPML_OK; s++) {
         const hpml_tensor *w = n->src[s];
-        if (!w || !hpmli_trainable(w) || g->param_last[w->param->index] != e->node) continue;
+        if (!hpmli_is_hooked(n, s) || !hpmli_trainable(w) || g->param_last[w->param->index] != e->node) continue;
         if (hpmli_is_made(n, s, e->move)) status = hpmli_hooks_call(g, HPMLI_HOOK_GRAD, n, w);
     }
     return status;
@@ -5959,12 +5997,17 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
     again.again = true;
     for (int k = start + (int)pass->from; k < start + pass->to && status == HPML_OK; k++) {
         const hpmli_entry *e = &p->entries[k];
+        g->entry = k;
         hpmli_entries_point(g, p, k, k + 1);
         switch (e->move) {
         case HPMLI_FORWARD:
             if (!g->no_targets || g->nodes[e->node]->out != g->loss) status = hpmli_run_node(g, run, e->node, e->move);
             break;
-        case HPMLI_AGAIN: status = hpmli_run_node(g, &again, e->node, e->move); break;
+        case HPMLI_AGAIN:
+            g->at.pass = HPML_PASS_AGAIN;
+            status     = hpmli_run_node(g, &again, e->node, e->move);
+            g->at.pass = HPML_PASS_BACKWARD;
+            break;
         case HPMLI_BACKWARD:
         case HPMLI_WEIGHTS: status = hpmli_run_back(g, run, e, pass->accumulate != 0); break;
         case HPMLI_OUT: status = hpmli_node_swap(g, g->nodes[e->node], false); break;
@@ -10172,8 +10215,9 @@ HPMLI_FN bool hpmli_state_name_fits(const hpml_optimizer *row, int k)
     return true;
 }
 
-/* Checks the user's own optimizer (built-in ones are right); false: an error on ctx names the field that is wrong. */
-HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
+/* Checks the user's own optimizer (built-in ones are right); false: an error on ctx names the field that is wrong.
+   on_host: the optimizer steps on the host, as hpml_trainer_desc.host_optimizer asks, also for a device. */
+HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row, bool on_host)
 {
     const char *name = row->name ? row->name : "";
     if (hpml_optimizer_find(name) == row) return true;
@@ -10198,10 +10242,10 @@ HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
     if ((row->whole || row->layer_ratio) && !row->direction)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" sets %s without .direction; its "
                            "step must write a direction over g", name, row->whole ? ".whole" : ".layer_ratio");
-    if (!ctx->backend->host)
+    if (!ctx->backend->host && !on_host)
         return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "trainer: custom_optimizer \"%s\" runs on the CPU backend only, "
-                           "this context's is \"%s\"; take a built-in row (hpml_optimizer_find)", name,
-                           ctx->backend->name);
+                           "this context's is \"%s\"; take a built-in row (hpml_optimizer_find), or set "
+                           ".host_optimizer", name, ctx->backend->name);
     return true;
 }
 
@@ -10644,7 +10688,10 @@ struct hpml_trainer {
     hpml_tensor        *target, *loss;
     const hpml_optimizer *optimizer;     /* the optimizer's entry in the table, or the user's */
     int64_t            *place;           /* (param_count) see hpml_trainer_place */
-    float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not needed */
+    float              *state[HPML_MAX_STATES]; /* on the device, with .host_optimizer on the host, laid out as
+                                            graph->grads; NULL: not needed */
+    float              *staged;          /* host: values, then gradient, of a parameter that steps on the host for a
+                                            device; NULL: parameters step where they are */
     hpml_update        *updates;         /* (param_count) the next step of each parameter, of what this rank keeps */
     int64_t             window[2];       /* floats of hpml_trainer_reserve: for values, for gradients */
     float             **window_at[2];    /* where to write their address */
@@ -10761,7 +10808,7 @@ HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d
     if (!row)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: optimizer %d is not a built-in one; set .optimizer to an "
                            "HPML_OPT_ value, or .custom_optimizer", (int)d->optimizer);
-    if (!hpmli_optimizer_check(ctx, row)) return false;
+    if (!hpmli_optimizer_check(ctx, row, d->host_optimizer)) return false;
     if (d->nesterov && row->nesterov && hpmli_default_if_zero(d->momentum, row->momentum) == 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: .nesterov needs a .momentum");
     return true;
@@ -10805,6 +10852,12 @@ HPMLI_FN int64_t hpmli_trainer_kept(const hpml_trainer *t, int level)
     return (int64_t)(hpmli_graph_kept(t->graph, level) / sizeof(float));
 }
 
+/* Returns whether the optimizer's states are in host memory, and steps are made there, for parameters on a device. */
+HPMLI_FN bool hpmli_trainer_steps_on_host(const hpml_trainer *t)
+{
+    return t->d.host_optimizer && !t->ctx->backend->host;
+}
+
 /* Computes the bytes of what the trainer keeps between steps: values, gradients and optimizer states. */
 HPMLI_FN void hpmli_trainer_measure(hpml_trainer *t)
 {
@@ -10812,7 +10865,7 @@ HPMLI_FN void hpmli_trainer_measure(hpml_trainer *t)
     m->parameters = hpml_params_bytes(t->ctx) + (size_t)t->window[0] * sizeof(float);
     m->gradients  = (size_t)(hpmli_trainer_kept(t, 2) + t->window[1]) * sizeof(float);
     m->optimizer  = 0;
-    for (int k = 0; k < HPML_MAX_STATES; k++)
+    for (int k = 0; k < HPML_MAX_STATES && !hpmli_trainer_steps_on_host(t); k++)
         if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
             m->optimizer += (size_t)hpmli_trainer_kept(t, 1) * sizeof(float);
 }
@@ -11000,9 +11053,16 @@ HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an er
     if (hpml_graph_alloc(g) != HPML_OK) return;
     for (int k = 0; k < 2; k++)
         if (t->window[k] > 0) *t->window_at[k] = (float *)hpmli_device_alloc(ctx, (size_t)t->window[k] * sizeof(float));
-    for (int k = 0; k < HPML_MAX_STATES; k++)
-        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
-            t->state[k] = (float *)hpmli_device_alloc(ctx, (size_t)hpmli_trainer_kept(t, 1) * sizeof(float));
+    const int64_t states = hpmli_trainer_kept(t, 1);
+    int64_t       most   = 0;
+    for (int k = 0; k < HPML_MAX_STATES; k++) {
+        if (!hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum)) continue;
+        if (hpmli_trainer_steps_on_host(t)) t->state[k] = hpmli_new(ctx, float, states);
+        else t->state[k] = (float *)hpmli_device_alloc(ctx, (size_t)states * sizeof(float));
+    }
+    for (int i = 0; i < g->param_count; i++)
+        if (t->place[i] >= 0) most = hpmli_max(most, hpml_tensor_count(ctx->params[i]));
+    if (hpmli_trainer_steps_on_host(t)) t->staged = hpmli_new(ctx, float, 2 * most);
     t->updates         = hpmli_new(ctx, hpml_update, ctx->param_count);
     t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
     if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
@@ -11725,6 +11785,30 @@ HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_
     }
 }
 
+/* Makes `count` steps: on the backend or, where t->staged is set, on the host with copies of values and gradient. */
+HPMLI_FN hpml_status hpmli_updates_run(hpml_trainer *t, const hpml_update *updates, int count)
+{
+    hpml_ctx           *ctx    = t->ctx;
+    const hpml_backend *b      = ctx->backend;
+    hpml_status         status = HPML_OK;
+    double              sumsq  = 0;
+    if (!t->staged) return b->update(ctx->device, ctx, updates, count);
+    if (updates[0].sumsq) status = b->read(ctx->device, &sumsq, updates[0].sumsq, sizeof sumsq);
+    for (int i = 0; i < count && status == HPML_OK; i++) {
+        hpml_update  u     = updates[i];
+        const size_t bytes = (size_t)u.n * sizeof(float);
+        if (u.n == 0) continue;
+        if (u.sumsq) u.sumsq = &sumsq;
+        u.w = t->staged;
+        u.g = t->staged + u.n;
+        if (status == HPML_OK) status = b->read(ctx->device, u.w, updates[i].w, bytes);
+        if (status == HPML_OK) status = b->read(ctx->device, u.g, updates[i].g, bytes);
+        if (status == HPML_OK) status = hpmli_cpu_update(NULL, ctx, &u, 1);
+        if (status == HPML_OK) status = b->write(ctx->device, updates[i].w, u.w, bytes);
+    }
+    return status;
+}
+
 /* Gets ready to step: computes the gradients' norm where one is needed. False: an error, or a gradient overflowed. */
 HPMLI_FN bool hpmli_apply_begin(hpml_trainer *t)
 {
@@ -11749,7 +11833,7 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
     hpmli_updates_prepare(t, first_param, param_count);
     bool by_norms = t->graph->any.norms && (t->optimizer->prepare || t->optimizer->layer_ratio);
     if (by_norms) hpmli_apply_by_norms(t, first_param, param_count);
-    else ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
+    else hpmli_updates_run(t, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
     return hpmli_updates_check(t);
 }
@@ -11767,7 +11851,7 @@ HPMLI_FN void hpmli_apply_part(hpml_trainer *t, int i, int64_t first, int64_t en
         if (u.state[k]) u.state[k] += from;
     u.grad_scale *= grad_scale;
     u.clip /= grad_scale;
-    t->ctx->backend->update(t->ctx->device, t->ctx, &u, 1);
+    hpmli_updates_run(t, &u, 1);
 }
 
 HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, int64_t count, float grad_scale)
@@ -11843,7 +11927,8 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     s->lr           = hpml_trainer_lr(t);
     s->loss_known   = any->run || s->info || !t->d.no_finite_check;
     t->update_follows    = t->micro_batch + 1 == t->d.accumulate && !any->run && !any->grad && !any->update;
-    t->update_early      = t->update_follows && !t->wants_norm && !b->sync && !b->begin && !any->pass;
+    t->update_early      = t->update_follows && !t->wants_norm && !b->sync && !b->begin && !any->pass &&
+                           !t->staged;
     t->accumulate_weight = t->micro_batch > 0 ? t->accumulate_weight : 1;
     t->graph->at.batch   = t->micro_batch;
     t->graph->at.batches = t->d.accumulate;
@@ -14113,8 +14198,7 @@ typedef struct hpmli_safe_content { /* what is to be written to a safetensors fi
     const hpml_meta       *meta; /* (meta_count) pairs of key and value */
     int                    count, meta_count;
     uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
-    /* NULL: t has data. Else returns the f32 numbers of tensor i, which it reads to `host` if they are not in memory
-       of the host; an error is on the context. */
+    /* NULL: t has data. Else returns tensor i's f32 numbers, which it copies to `host` if a device has them; or fails. */
     const float *(*read)(void *user, int i, float *host);
     void                  *user;
 } hpmli_safe_content;
@@ -14316,6 +14400,18 @@ HPMLI_FN float *hpmli_param_array(const hpml_trainer *t, const hpml_tensor *p, h
     return u->state[(int)which - HPML_ARRAY_STATE];
 }
 
+/* Copies `count` floats of an array of t (NULL: of no trainer) to `host` or, if `set`, from there. */
+HPMLI_FN hpml_status hpmli_array_copy(hpml_ctx *ctx, const hpml_trainer *t, hpml_array which, float *array, float *host,
+                                      int64_t count, bool set)
+{
+    const size_t bytes   = (size_t)count * sizeof *host;
+    const bool   on_host = t && t->staged && which >= HPML_ARRAY_STATE;
+    if (on_host) memcpy(set ? array : host, set ? host : array, bytes);
+    else if (set) return ctx->backend->write(ctx->device, array, host, bytes);
+    else return ctx->backend->read(ctx->device, host, array, bytes);
+    return HPML_OK;
+}
+
 /* Reads the array `which` of p, joined from the shards of all ranks, to `mine`, which has as many floats as p. */
 HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpml_tensor *p, hpml_array which,
                                        float *mine)
@@ -14323,9 +14419,9 @@ HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpm
     const bool        shard  = hpmli_array_is_shard(p, which);
     const int64_t     first  = shard ? p->param->keep_first : 0;
     const int64_t     count  = shard ? p->param->keep_count : hpml_tensor_count(p);
-    const float      *array  = hpmli_param_array(t, p, which);
+    float            *array  = hpmli_param_array(t, p, which);
     hpml_status       status = HPML_OK;
-    if (count > 0 && array) status = ctx->backend->read(ctx->device, mine + first, array, (size_t)count * sizeof *mine);
+    if (count > 0 && array) status = hpmli_array_copy(ctx, t, which, array, mine + first, count, false);
     for (int h = 0; t && shard && h < t->graph->hook_count; h++) {
         const hpml_hooks *hooks  = &t->graph->hooks[h];
         hpml_status       joined = HPML_OK; /* the other ranks wait for this one, also after an error */
@@ -14376,8 +14472,9 @@ HPMLI_FN void hpmli_distribute(hpml_ctx *ctx, const hpml_trainer *t, const hpml_
     const int64_t count = shard ? p->param->keep_count : hpml_tensor_count(p);
     float        *array = hpmli_param_array(t, p, which);
     if (!array || count == 0) return; /* another rank has the array */
-    if (hpmli_param_is_cut(p)) hpml_param_copy(p, part, first, count, (float *)(uintptr_t)whole, false);
-    ctx->backend->write(ctx->device, array, hpmli_param_is_cut(p) ? part : whole, (size_t)count * sizeof *part);
+    float *mine = hpmli_param_is_cut(p) ? part : (float *)(uintptr_t)whole;
+    if (mine == part) hpml_param_copy(p, part, first, count, (float *)(uintptr_t)whole, false);
+    hpmli_array_copy(ctx, t, which, array, mine, count, true);
 }
 
 HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array which, float *whole)
