@@ -14198,7 +14198,7 @@ typedef struct hpmli_safe_content { /* what is to be written to a safetensors fi
     const hpml_meta       *meta; /* (meta_count) pairs of key and value */
     int                    count, meta_count;
     uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
-    /* NULL: t has data. Else returns tensor i's f32 numbers, which it copies to `host` if a device has them; or fails. */
+    /* NULL: t has data. Else returns tensor i's f32 numbers, copied to `host` if a device has them; NULL: an error. */
     const float *(*read)(void *user, int i, float *host);
     void                  *user;
 } hpmli_safe_content;
