@@ -121,6 +121,7 @@
 //     graph   creating graphs and their parts
 //     retain   segments that run again or are swapped, and their choice for a budget of memory
 //     slots   taking memory, choosing a slot
+//     node-hooks   hooks called for the parameters of an op; the ops that run next
 //     run   running a graph forward and backward
 //     check-grad   gradients compared with central differences
 // PART IV   OPS: forward and backward of each, and the products under them
@@ -180,7 +181,7 @@
 //     gemm-part   matrix product: one rectangle of C
 //     gemm-thin   matrix product: small and thin shapes
 //     random   Philox: random numbers by number
-//     onebit   gradient codecs: 1 bit and bf16, one row
+//     onebit   gradient codecs: 1 bit, bf16 and 2 bits, one row
 //     conv-kernels   convolution: tiles of pixels by channels
 //     conv-group-kernels   convolution in groups of few channels: sums of shifted arrays
 //     table   the kernels of this pass
@@ -774,7 +775,8 @@ typedef struct hpml_memory {
     size_t unshared;    /* what activations would be if no memory were used again */
     size_t scratch;     /* working memory of ops; all ops use the same memory */
     size_t packed;      /* weights in the order in which kernels read them; 0 unless the graph predicts */
-    size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer */
+    size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer, and with .host_optimizer on a
+                           device, because then the states are in host memory */
     size_t host;        /* copies in host memory of what is swapped out of the arena; not part of total */
     size_t total;       /* parameters + gradients + activations + scratch + packed + optimizer */
     double extra;       /* operations that a step computes again, and 1 for each byte of these results; a byte swapped
@@ -1162,6 +1164,10 @@ typedef struct hpml_trainer_desc {
     float         trust;           /* LARS: a parameter's rate is lr trust |w| / (|g| + weight_decay |w|), but lr for
                                       biases and norms unless decay_all; 0: 0.001. LAMB's rate is lr |w| / |r| for
                                       all parameters (You et al. 2020, algorithm 2) */
+    bool          host_optimizer;  /* on a device: the optimizer's states take host memory, and none of the device. A
+                                      step copies gradients and values to the host, steps there with the CPU's kernels
+                                      (so an optimizer of your own runs, too), and copies the values back (Ren et al.
+                                      2021, "ZeRO-Offload"). On the host nothing changes */
     hpml_schedule schedule;
     hpml_lr_rule  lr_rule;         /* scales lr by (samples of an update, all ranks) / lr_base_batch */
     int64_t       lr_base_batch;   /* samples of the update that lr was tuned for; 0: no scaling */
@@ -1258,9 +1264,10 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
 
 /* What a trainer is doing when it calls a hook: the kind of pass, the micro-batch, the step. */
 typedef enum hpml_pass_kind { HPML_PASS_TRAIN = 0, HPML_PASS_FORWARD, HPML_PASS_BACKWARD, HPML_PASS_EVALUATE,
-                              HPML_PASS_UPDATE } hpml_pass_kind;
+                              HPML_PASS_UPDATE, HPML_PASS_AGAIN } hpml_pass_kind;
 typedef struct hpml_moment {
-    hpml_pass_kind   pass;    /* run: TRAIN; update: UPDATE; others: FORWARD, BACKWARD, or EVALUATE without training */
+    hpml_pass_kind   pass;    /* run: TRAIN; update: UPDATE; others: FORWARD, BACKWARD, EVALUATE without training, or
+                                 AGAIN for an op that runs forward again within the backward pass (hpml_recompute) */
     int32_t          batch, batches; /* index of the micro-batch in its update, from 0; micro-batches of an update */
     int64_t          step;    /* updates before this one; as batch, that of the last training step in EVALUATE */
     int              param;   /* index in the context of the parameter; -1: none (run, update) */
@@ -1315,6 +1322,9 @@ typedef struct hpml_hooks {
     hpml_status (*join)(void *user, hpml_trainer *t, int param, int which, float *whole); /* which: an hpml_array */
 } hpml_hooks;
 #define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
+/* For hooks `need` that fetch parameters ahead of time: returns the op that runs in the same pass after the present one
+   or, if called with the same *place again, after the one returned before; NULL: no op follows. *place: 0 at first */
+HPML_API const hpml_node *hpml_graph_ahead(const hpml_graph *g, int *place);
 HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hooks); /* copies *hooks */
 /* Returns the sets of hooks that are attached, the innermost first; *count: how many. */
 HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count);
@@ -1360,8 +1370,9 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
    has no such state or, with an error that names a parameter, if the values are not one array: parameters lie in the
    order of recording, the trained ones first, but only parameters that got memory at the same time, and a parameter
    that was frozen afterwards, or on which the loss does not depend, leaves a gap. GRADIENTS: after this call `grad` of
-   each parameter points to its place in the array. Where ranks keep only parts of an array (hpml_trainer_keep), the
-   returned array has the parts that this rank keeps, one behind the other, each padded. */
+   each parameter points to its place in the array. With .host_optimizer states are in host memory. Where ranks keep
+   only parts of an array (hpml_trainer_keep), the returned array has the parts that this rank keeps, one behind the
+   other, each padded. */
 #define HPML_GRADIENT_ALIGN 16
 typedef enum hpml_array { HPML_ARRAY_VALUES = 0, HPML_ARRAY_GRADIENTS, HPML_ARRAY_STATE, /* STATE + i: state i */
                           HPML_ARRAY_END = HPML_ARRAY_STATE + HPML_MAX_STATES } hpml_array;
@@ -1530,7 +1541,8 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
                                            const hpml_meta *meta, int meta_count);
 
 /* Saves all parameters under their names, as F32, BF16 or F16, with a CRC-32C of each array as metadata
-   "hpml.crc32c.<name>". Loading checks the checksums that a file has, and that all numbers are finite.
+   "hpml.crc32c.<name>". A finite number that would be infinite in BF16 or F16 is an error: HPML_ERR_NONFINITE, and
+   nothing is written. Loading checks the checksums that a file has, and that all numbers are finite.
    Groups: of the ranks that call this, the one with rank 0 in all groups writes. Files have whole parameters and
    states, with the bytes that a program on one rank would write: where ranks have parts of them, all ranks save
    together, and an error of one is an error on all. Each rank loads by itself and keeps its part, so a file fits any
@@ -2111,6 +2123,9 @@ typedef struct hpmli_kernels {
     void (*onebit_decode_add)(float *y, const uint8_t *bits, float low, float high, int64_t n);
     bool (*bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n); /* false: not finite in bf16 */
     void (*bf16_decode_add)(float *y, const void *packed, int64_t n);
+    bool (*twobit_encode)(uint8_t *packed, float *e, const float *g, float threshold, int64_t n); /* false: NaN, inf */
+    void (*twobit_decode)(float *y, const uint8_t *packed, float threshold, int64_t n);
+    void (*twobit_decode_add)(float *y, const uint8_t *packed, float threshold, int64_t n);
     /* Convolution: packing of weights w (for y, for dx), copies of images to and from NHWC order, the products that
        give y, dx and dw, and the sum of partial sums of dw. */
     void (*conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o, const float *scale);
@@ -2184,6 +2199,7 @@ struct hpml_ctx {
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
     int                  param_kept; /* parameters whose op is recorded; after an error those after them go */
+    int                  param_placed; /* parameters before this one all have memory */
     hpml_graph          *grads_of;   /* the graph whose memory contains the parameters' gradients now */
     uint64_t             param_writes; /* grows, from 1, when parameters may have changed, see >>conv-kept */
     int64_t              param_capacity;
@@ -3207,8 +3223,11 @@ HPMLI_FN void hpmli_convert(const hpmli_kernels *k, hpml_dtype to, void *dst, hp
 {
     float  piece[1024], raw[1024]; /* raw: an aligned copy of elements that are not aligned, as in files */
     size_t to_size = hpml_dtype_size(to), from_size = hpml_dtype_size(from);
+    bool   aligned = (uintptr_t)src % from_size == 0 && (uintptr_t)dst % to_size == 0;
     if (to == from) memmove(dst, src, (size_t)n * to_size);
-    for (int64_t i = 0, count; i < n && to != from; i += count) {
+    else if (aligned && to == HPML_DTYPE_F32) k->to_f32((float *)dst, from, src, n);
+    else if (aligned && from == HPML_DTYPE_F32) k->from_f32(to, dst, (const float *)src, n);
+    else for (int64_t i = 0, count; i < n; i += count) {
         const void *x = (const char *)src + (size_t)i * from_size;
         void       *y = (char *)dst + (size_t)i * to_size, *made = (uintptr_t)y % to_size ? raw : y;
         count = hpmli_min(n - i, 1024);
@@ -4253,7 +4272,10 @@ HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
 HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
 {
     int64_t largest = 0, floats = 0; /* of the parameters without memory: the largest one's floats, those to take */
-    for (int i = 0; i < ctx->param_count; i++) {
+    int     first = (int)hpmli_min(ctx->param_placed, ctx->param_count), count = ctx->param_count - first;
+    for (; count > 0 && (ctx->params[first]->raw || ctx->params[first]->state->kept); count--) first++;
+    ctx->param_placed = first;
+    for (int i = first; i < ctx->param_count; i++) {
         const hpml_tensor *t = ctx->params[i];
         if (t->raw || t->state->kept) continue;
         largest = hpmli_max(largest, hpmli_param_floats(t));
@@ -4261,16 +4283,16 @@ HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
     }
     float *w = floats > 0 ? (float *)hpmli_alloc(ctx, (size_t)largest * sizeof(float)) : NULL;
     if (w && !memory) memory = (float *)hpmli_device_alloc(ctx, (size_t)floats * sizeof(float));
-    for (int i = 0; w && memory && i < 2 * ctx->param_count; i++) {
-        hpml_tensor *t = ctx->params[i % ctx->param_count];
+    for (int i = 0; w && memory && i < 2 * count; i++) {
+        hpml_tensor *t = ctx->params[first + i % count];
         bool         whole = t->param->shard < 3;
-        if (t->raw || t->state->kept || t->state->away || hpmli_trainable(t) != (i < ctx->param_count)) continue;
+        if (t->raw || t->state->kept || t->state->away || hpmli_trainable(t) != (i < count)) continue;
         if (whole) hpmli_set_memory(t, memory, t->raw_grad);
         else t->state->kept = memory;
         if (!keep) hpmli_init_values(ctx, t, w);
-        const float *first = whole ? w : w + t->param->keep_first;
+        const float *kept  = whole ? w : w + t->param->keep_first;
         size_t       bytes = whole ? hpmli_tensor_bytes(t) : (size_t)t->param->keep_count * sizeof *w;
-        if (!keep) ctx->backend->write(ctx->device, memory, first, bytes);
+        if (!keep) ctx->backend->write(ctx->device, memory, kept, bytes);
         memory += hpmli_param_kept(t, 3);
     }
     hpmli_free(ctx, w);
@@ -4613,6 +4635,7 @@ struct hpml_graph {
     int            hook_count;
     hpml_hooks     any;        /* in each field a hook of one of the sets; NULL: no set has this hook */
     hpml_moment    at;         /* where the training is */
+    int            entry;      /* place, in the list of the current part, of the entry that runs now */
     bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
     hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
     bool           predicts;   /* hpml_graph_desc.predict */
@@ -5212,9 +5235,7 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
         m->packed += g->nodes[i]->state->kept_bytes;
     }
     m->scratch     = g->scratch_bytes;
-    m->parameters  = hpml_params_bytes(g->ctx);
     m->gradients   = (size_t)g->grad_count * sizeof(float);
-    m->total       = m->parameters + m->gradients + m->activations + m->scratch + m->packed + m->optimizer;
 }
 
 /* Plans all parts; false: no memory. */
@@ -5363,7 +5384,11 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
 HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
 {
     if (out) memset(out, 0, sizeof *out);
-    if (g && out) *out = g->memory;
+    if (!g || !out) return;
+    *out = g->memory;
+    if (out->parameters == 0) out->parameters = hpml_params_bytes(g->ctx); /* not summed anew for each of many graphs */
+    out->total = out->parameters + out->gradients + out->activations + out->scratch + out->packed;
+    out->total += out->optimizer;
 }
 HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
 HPML_API int  hpml_graph_op_count(const hpml_graph *g) { return g ? g->count : 0; }
@@ -5766,6 +5791,78 @@ HPML_API hpml_status hpml_graph_slot(hpml_graph *g, int slot)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>node-hooks   hooks called for the parameters of an op; the ops that run next
+// ---------------------------------------------------------------------------------------------------------------------
+typedef enum hpmli_hook { HPMLI_HOOK_NEED, HPMLI_HOOK_RELEASE, HPMLI_HOOK_GRAD } hpmli_hook;
+/* Calls the hook `which` of all attached sets of hooks, the innermost set first, for parameter p of node n. */
+HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpml_node *n, const hpml_tensor *p)
+{
+    hpml_status status = HPML_OK;
+    g->at.node  = n;
+    g->at.param = p->param->index;
+    for (int k = 0; k < g->hook_count && status == HPML_OK; k++) {
+        const hpml_hooks   *h    = &g->hooks[k];
+        hpml_hook_fn *const fn[] = { h->need, h->release, h->grad };
+        if (fn[which]) status = fn[which](h->user, g->trainer, &g->at);
+    }
+    return status;
+}
+
+/* True if entry e of a list runs an op of graph g, forward, again or backward, so that it reads parameters. */
+HPMLI_FN bool hpmli_entry_runs(const hpml_graph *g, const hpmli_entry *e)
+{
+    const hpml_tensor *out = g->nodes[e->node]->out;
+    if (hpmli_is_back(e->move)) return out->needs_grad && out->raw_grad;
+    return e->move == HPMLI_FORWARD || e->move == HPMLI_AGAIN;
+}
+
+/* True if no entry after place `at` in the list of part p, within the same pass (forward or backward), reads the
+   parameter w. */
+HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_list *p, int at, const hpml_tensor *w)
+{
+    int end = at < p->turn ? p->turn : p->entry_count;
+    for (int k = at + 1; k < end; k++)
+        if (hpmli_entry_runs(g, &p->entries[k]) && hpmli_reads(g->nodes[p->entries[k].node], w)) return false;
+    return true;
+}
+
+HPMLI_FN const hpmli_list *hpmli_part_now(const hpml_graph *g) { return &g->parts[g->slots[g->slot].part]; }
+
+HPML_API const hpml_node *hpml_graph_ahead(const hpml_graph *g, int *place)
+{
+    const hpmli_list *p   = hpmli_part_now(g);
+    const int         end = g->entry < p->turn ? p->turn : p->entry_count;
+    *place = (int)hpmli_max(*place, g->entry);
+    while (++*place < end)
+        if (hpmli_entry_runs(g, &p->entries[*place])) return g->nodes[p->entries[*place].node];
+    return NULL;
+}
+
+/* True if source s of node n is a parameter for which hooks are called: one that is no earlier source of n, too. */
+HPMLI_FN bool hpmli_is_hooked(const hpml_node *n, int s)
+{
+    for (int k = 0; k < s; k++)
+        if (n->src[k] == n->src[s]) return false;
+    return n->src[s] && n->src[s]->param;
+}
+
+/* Calls the hook `need` for each parameter that node n reads, or `release` for each of them that no later node of the
+   same pass reads. */
+HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpml_node *n, hpmli_move move)
+{
+    const hpmli_list *part   = hpmli_part_now(g);
+    hpml_status       status = HPML_OK;
+    bool              called = which == HPMLI_HOOK_NEED ? g->any.need != NULL : g->any.release != NULL;
+    for (int s = 0; called && s < n->src_count && status == HPML_OK; s++) {
+        const hpml_tensor *p = n->src[s];
+        if (!hpmli_is_hooked(n, s)) continue;
+        if (which == HPMLI_HOOK_NEED || hpmli_is_last_reader(g, part, n->state->at[move], p))
+            status = hpmli_hooks_call(g, which, n, p);
+    }
+    return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>run   running a graph forward and backward
 // ---------------------------------------------------------------------------------------------------------------------
 HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples)
@@ -5793,52 +5890,6 @@ HPMLI_FN void hpmli_zero_gradients(hpml_graph *g, const hpml_node *n)
         if (partial && t->raw_grad && !n->accumulate[s] && t->raw_grad != n->out->raw_grad)
             hpmli_gradient_clear(t);
     }
-}
-
-typedef enum hpmli_hook { HPMLI_HOOK_NEED, HPMLI_HOOK_RELEASE, HPMLI_HOOK_GRAD } hpmli_hook;
-/* Calls the hook `which` of all attached sets of hooks, the innermost set first, for parameter p of node n. */
-HPMLI_FN hpml_status hpmli_hooks_call(hpml_graph *g, hpmli_hook which, const hpml_node *n, const hpml_tensor *p)
-{
-    hpml_status status = HPML_OK;
-    g->at.node  = n;
-    g->at.param = p->param->index;
-    for (int k = 0; k < g->hook_count && status == HPML_OK; k++) {
-        const hpml_hooks   *h    = &g->hooks[k];
-        hpml_hook_fn *const fn[] = { h->need, h->release, h->grad };
-        if (fn[which]) status = fn[which](h->user, g->trainer, &g->at);
-    }
-    return status;
-}
-
-/* True if no entry after place `at` in the list of part p, within the same pass (forward or backward), reads the
-   parameter w. */
-HPMLI_FN bool hpmli_is_last_reader(const hpml_graph *g, const hpmli_list *p, int at, const hpml_tensor *w)
-{
-    int end = at < p->turn ? p->turn : p->entry_count;
-    for (int k = at + 1; k < end; k++) {
-        const hpml_node *n    = g->nodes[p->entries[k].node];
-        bool             runs = !hpmli_is_back(p->entries[k].move) || (n->out->needs_grad && n->out->raw_grad);
-        if (runs && hpmli_reads(n, w)) return false;
-    }
-    return true;
-}
-
-HPMLI_FN const hpmli_list *hpmli_part_now(const hpml_graph *g) { return &g->parts[g->slots[g->slot].part]; }
-
-/* Calls the hook `need` for each parameter that node n reads, or `release` for each of them that no later node of the
-   same pass reads. */
-HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpml_node *n, hpmli_move move)
-{
-    const hpmli_list *part   = hpmli_part_now(g);
-    hpml_status       status = HPML_OK;
-    bool              called = which == HPMLI_HOOK_NEED ? g->any.need != NULL : g->any.release != NULL;
-    for (int s = 0; called && s < n->src_count && status == HPML_OK; s++) {
-        const hpml_tensor *p = n->src[s];
-        if (!p || !p->param) continue;
-        if (which == HPMLI_HOOK_NEED || hpmli_is_last_reader(g, part, n->state->at[move], p))
-            status = hpmli_hooks_call(g, which, n, p);
-    }
-    return status;
 }
 
 /* Zeroes the values of t, an input or a result of a rank without samples, for collective ops. */
@@ -5972,7 +6023,7 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, const hpmli_entry *e)
     hpml_status status = HPML_OK;
     for (int s = 0; n->out->needs_grad && n->out->raw_grad && s < n->src_count && status == HPML_OK; s++) {
         const hpml_tensor *w = n->src[s];
-        if (!w || !hpmli_trainable(w) || g->param_last[w->param->index] != e->node) continue;
+        if (!hpmli_is_hooked(n, s) || !hpmli_trainable(w) || g->param_last[w->param->index] != e->node) continue;
         if (hpmli_is_made(n, s, e->move)) status = hpmli_hooks_call(g, HPMLI_HOOK_GRAD, n, w);
     }
     return status;
@@ -6016,12 +6067,17 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
     again.again = true;
     for (int k = start + (int)pass->from; k < start + pass->to && status == HPML_OK; k++) {
         const hpmli_entry *e = &p->entries[k];
+        g->entry = k;
         hpmli_entries_point(g, p, k, k + 1);
         switch (e->move) {
         case HPMLI_FORWARD:
             if (!g->no_targets || g->nodes[e->node]->out != g->loss) status = hpmli_run_node(g, run, e->node, e->move);
             break;
-        case HPMLI_AGAIN: status = hpmli_run_node(g, &again, e->node, e->move); break;
+        case HPMLI_AGAIN:
+            g->at.pass = HPML_PASS_AGAIN;
+            status     = hpmli_run_node(g, &again, e->node, e->move);
+            g->at.pass = HPML_PASS_BACKWARD;
+            break;
         case HPMLI_BACKWARD:
         case HPMLI_WEIGHTS: status = hpmli_run_back(g, run, e, pass->accumulate != 0); break;
         case HPMLI_OUT: status = hpmli_node_swap(g, g->nodes[e->node], false); break;
@@ -7477,7 +7533,7 @@ HPMLI_OP(sum, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_sum_r
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 HPMLI_FN int64_t hpmli_conv_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
-/* Sets c->by_grids, and if it is true the sizes and addresses of the arrays in n's scratch memory, see >>conv-groups. */
+/* Sets c->by_grids, and if it is true the sizes and addresses of arrays in n's scratch memory, see >>conv-groups. */
 HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
 {
     const hpml_attr *a = &n->attr;
@@ -8181,7 +8237,7 @@ HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_DZ | HPMLI_OP_SPLIT_OWN,
 // >>conv-groups   convolutions in groups of few channels
 // ---------------------------------------------------------------------------------------------------------------------
 /* In groups of few channels (a depthwise convolution has one channel in each group) the products of >>conv-kernels have
-   few columns and would multiply zeros in most lanes of a vector. Here pixels are in the lanes. A channel of x is copied
+   few columns and would multiply zeros in most lanes. Pixels are in the lanes here. A channel of x is copied
    with the zeros of its padding to grids, one grid for each remainder of a row's and a column's index divided by the
    stride S, so that pixels of a grid are adjacent where adjacent pixels of y read them. For a kernel of 3 x 3, S 2 and
    padding P 1 (a dot is a zero, digits are columns of x):
@@ -10382,8 +10438,9 @@ HPMLI_FN bool hpmli_state_name_fits(const hpml_optimizer *row, int k)
     return true;
 }
 
-/* Checks the user's own optimizer (built-in ones are right); false: an error on ctx names the field that is wrong. */
-HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
+/* Checks the user's own optimizer (built-in ones are right); false: an error on ctx names the field that is wrong.
+   on_host: the optimizer steps on the host, as hpml_trainer_desc.host_optimizer asks, also for a device. */
+HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row, bool on_host)
 {
     const char *name = row->name ? row->name : "";
     if (hpml_optimizer_find(name) == row) return true;
@@ -10408,10 +10465,10 @@ HPMLI_FN bool hpmli_optimizer_check(hpml_ctx *ctx, const hpml_optimizer *row)
     if ((row->whole || row->layer_ratio) && !row->direction)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: custom_optimizer \"%s\" sets %s without .direction; its "
                            "step must write a direction over g", name, row->whole ? ".whole" : ".layer_ratio");
-    if (!ctx->backend->host)
+    if (!ctx->backend->host && !on_host)
         return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "trainer: custom_optimizer \"%s\" runs on the CPU backend only, "
-                           "this context's is \"%s\"; take a built-in row (hpml_optimizer_find)", name,
-                           ctx->backend->name);
+                           "this context's is \"%s\"; take a built-in row (hpml_optimizer_find), or set "
+                           ".host_optimizer", name, ctx->backend->name);
     return true;
 }
 
@@ -10716,24 +10773,15 @@ HPMLI_FN void hpmli_onebit_decode(const hpml_packing *p, float *out, const void 
 
 HPMLI_FN bool hpmli_twobit_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
 {
-    const float t   = p->desc.threshold;
-    float       bad = 0;
-    memset(q, 0, p->row_size);
-    for (int64_t i = 0; i < p->cols; i++) {
-        float    v    = g[i] + (e ? e[i] : 0), sent = 0;
-        unsigned code = 0;
-        if (v >= t) {
-            sent = t;
-            code = 3;
-        } else if (v <= -t) {
-            sent = -t;
-            code = 2;
-        }
-        q[i / 4] = (uint8_t)(q[i / 4] | code << (2 * (i % 4)));
-        bad += v - v; /* 0 unless v is NaN or infinite */
-        if (e) e[i] = v - sent;
-    }
-    return bad == 0;
+    return p->kernels->twobit_encode(q, e, g, p->desc.threshold, p->cols);
+}
+
+HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
+{
+    const hpmli_kernels *k = p->kernels;
+    const uint8_t       *q = (const uint8_t *)packed;
+    for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size)
+        (add ? k->twobit_decode_add : k->twobit_decode)(out, q, p->desc.threshold, p->cols);
 }
 
 /* Packs rows of g + e by `pack`. A row with a NaN or infinity is packed as zeros and its residual e is zeroed, because
@@ -10769,17 +10817,6 @@ HPMLI_FN hpml_status hpmli_twobit_encode(const hpml_packing *p, void *packed, fl
                                          const hpml_encode_info *info HPMLI_UNUSED)
 {
     return hpmli_encode_rows(p, packed, e, g, rows, hpmli_twobit_pack);
-}
-
-HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows, bool add)
-{
-    const float    t = p->desc.threshold, value[4] = { 0, 0, -t, t };
-    const uint8_t *q = (const uint8_t *)packed;
-    for (int64_t r = 0; r < rows; r++, out += p->cols, q += p->row_size)
-        for (int64_t i = 0; i < p->cols; i++) {
-            float x = value[q[i / 4] >> (2 * (i % 4)) & 3];
-            out[i]  = add ? out[i] + x : x;
-        }
 }
 
 HPML_API const hpml_codec *hpml_codec_get(hpml_codec_kind kind)
@@ -10875,7 +10912,10 @@ struct hpml_trainer {
     hpml_tensor        *target, *loss;
     const hpml_optimizer *optimizer;     /* the optimizer's entry in the table, or the user's */
     int64_t            *place;           /* (param_count) see hpml_trainer_place */
-    float              *state[HPML_MAX_STATES]; /* on the device, laid out as graph->grads; NULL: not needed */
+    float              *state[HPML_MAX_STATES]; /* on the device, with .host_optimizer on the host, laid out as
+                                            graph->grads; NULL: not needed */
+    float              *staged;          /* host: values, then gradient, of a parameter that steps on the host for a
+                                            device; NULL: parameters step where they are */
     hpml_update        *updates;         /* (param_count) the next step of each parameter, of what this rank keeps */
     int64_t             window[2];       /* floats of hpml_trainer_reserve: for values, for gradients */
     float             **window_at[2];    /* where to write their address */
@@ -10992,7 +11032,7 @@ HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d
     if (!row)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: optimizer %d is not a built-in one; set .optimizer to an "
                            "HPML_OPT_ value, or .custom_optimizer", (int)d->optimizer);
-    if (!hpmli_optimizer_check(ctx, row)) return false;
+    if (!hpmli_optimizer_check(ctx, row, d->host_optimizer)) return false;
     if (d->nesterov && row->nesterov && hpmli_default_if_zero(d->momentum, row->momentum) == 0)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: .nesterov needs a .momentum");
     return true;
@@ -11036,17 +11076,22 @@ HPMLI_FN int64_t hpmli_trainer_kept(const hpml_trainer *t, int level)
     return (int64_t)(hpmli_graph_kept(t->graph, level) / sizeof(float));
 }
 
-/* Computes the bytes of what the trainer keeps between steps (values, gradients, optimizer states) and the total. */
+/* Returns whether the optimizer's states are in host memory, and steps are made there, for parameters on a device. */
+HPMLI_FN bool hpmli_trainer_steps_on_host(const hpml_trainer *t)
+{
+    return t->d.host_optimizer && !t->ctx->backend->host;
+}
+
+/* Computes the bytes of what the trainer keeps between steps: values, gradients and optimizer states. */
 HPMLI_FN void hpmli_trainer_measure(hpml_trainer *t)
 {
     hpml_memory *m = &t->graph->memory;
     m->parameters = hpml_params_bytes(t->ctx) + (size_t)t->window[0] * sizeof(float);
     m->gradients  = (size_t)(hpmli_trainer_kept(t, 2) + t->window[1]) * sizeof(float);
     m->optimizer  = 0;
-    for (int k = 0; k < HPML_MAX_STATES; k++)
+    for (int k = 0; k < HPML_MAX_STATES && !hpmli_trainer_steps_on_host(t); k++)
         if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
             m->optimizer += (size_t)hpmli_trainer_kept(t, 1) * sizeof(float);
-    m->total = m->parameters + m->gradients + m->activations + m->scratch + m->optimizer;
 }
 
 /* Checks the desc, records the loss and plans the graph: all of hpml_trainer_create but its memory. NULL: an error. */
@@ -11084,7 +11129,7 @@ HPML_API hpml_status hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc 
     hpml_trainer *t = hpmli_trainer_plan(ctx, desc);
     if (out) memset(out, 0, sizeof *out);
     if (!t) return hpml_ctx_status(ctx);
-    *out = t->graph->memory;
+    hpml_graph_memory(t->graph, out);
     hpmli_graph_release_nodes(t->graph);
     return HPML_OK;
 }
@@ -11232,9 +11277,16 @@ HPMLI_FN void hpmli_trainer_take(hpml_trainer *t) /* allocates all arrays; an er
     if (hpml_graph_alloc(g) != HPML_OK) return;
     for (int k = 0; k < 2; k++)
         if (t->window[k] > 0) *t->window_at[k] = (float *)hpmli_device_alloc(ctx, (size_t)t->window[k] * sizeof(float));
-    for (int k = 0; k < HPML_MAX_STATES; k++)
-        if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
-            t->state[k] = (float *)hpmli_device_alloc(ctx, (size_t)hpmli_trainer_kept(t, 1) * sizeof(float));
+    const int64_t states = hpmli_trainer_kept(t, 1);
+    int64_t       most   = 0;
+    for (int k = 0; k < HPML_MAX_STATES; k++) {
+        if (!hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum)) continue;
+        if (hpmli_trainer_steps_on_host(t)) t->state[k] = hpmli_new(ctx, float, states);
+        else t->state[k] = (float *)hpmli_device_alloc(ctx, (size_t)states * sizeof(float));
+    }
+    for (int i = 0; i < g->param_count; i++)
+        if (t->place[i] >= 0) most = hpmli_max(most, hpml_tensor_count(ctx->params[i]));
+    if (hpmli_trainer_steps_on_host(t)) t->staged = hpmli_new(ctx, float, 2 * most);
     t->updates         = hpmli_new(ctx, hpml_update, ctx->param_count);
     t->found_nonfinite = hpmli_new(ctx, int32_t, ctx->param_count);
     if (hpmli_is_classifier(t) && !ctx->backend->correct) hpmli_trainer_host_out(t);
@@ -11959,6 +12011,30 @@ HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_
     }
 }
 
+/* Makes `count` steps: on the backend or, where t->staged is set, on the host with copies of values and gradient. */
+HPMLI_FN hpml_status hpmli_updates_run(hpml_trainer *t, const hpml_update *updates, int count)
+{
+    hpml_ctx           *ctx    = t->ctx;
+    const hpml_backend *b      = ctx->backend;
+    hpml_status         status = HPML_OK;
+    double              sumsq  = 0;
+    if (!t->staged) return b->update(ctx->device, ctx, updates, count);
+    if (updates[0].sumsq) status = b->read(ctx->device, &sumsq, updates[0].sumsq, sizeof sumsq);
+    for (int i = 0; i < count && status == HPML_OK; i++) {
+        hpml_update  u     = updates[i];
+        const size_t bytes = (size_t)u.n * sizeof(float);
+        if (u.n == 0) continue;
+        if (u.sumsq) u.sumsq = &sumsq;
+        u.w = t->staged;
+        u.g = t->staged + u.n;
+        if (status == HPML_OK) status = b->read(ctx->device, u.w, updates[i].w, bytes);
+        if (status == HPML_OK) status = b->read(ctx->device, u.g, updates[i].g, bytes);
+        if (status == HPML_OK) status = hpmli_cpu_update(NULL, ctx, &u, 1);
+        if (status == HPML_OK) status = b->write(ctx->device, updates[i].w, u.w, bytes);
+    }
+    return status;
+}
+
 /* Gets ready to step: computes the gradients' norm where one is needed. False: an error, or a gradient overflowed. */
 HPMLI_FN bool hpmli_apply_begin(hpml_trainer *t)
 {
@@ -11983,7 +12059,7 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
     hpmli_updates_prepare(t, first_param, param_count);
     bool by_norms = t->graph->any.norms && (t->optimizer->prepare || t->optimizer->layer_ratio);
     if (by_norms) hpmli_apply_by_norms(t, first_param, param_count);
-    else ctx->backend->update(ctx->device, ctx, t->updates + first_param, param_count);
+    else hpmli_updates_run(t, t->updates + first_param, param_count);
     if (ctx->trace) hpml_trace_span(ctx, HPML_LANE_COMPUTE, "update", start, hpmli_trace_time(ctx, hpml_now()));
     return hpmli_updates_check(t);
 }
@@ -12001,7 +12077,7 @@ HPMLI_FN void hpmli_apply_part(hpml_trainer *t, int i, int64_t first, int64_t en
         if (u.state[k]) u.state[k] += from;
     u.grad_scale *= grad_scale;
     u.clip /= grad_scale;
-    t->ctx->backend->update(t->ctx->device, t->ctx, &u, 1);
+    hpmli_updates_run(t, &u, 1);
 }
 
 HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, int64_t count, float grad_scale)
@@ -12077,7 +12153,8 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     s->lr           = hpml_trainer_lr(t);
     s->loss_known   = any->run || s->info || !t->d.no_finite_check;
     t->update_follows    = t->micro_batch + 1 == t->d.accumulate && !any->run && !any->grad && !any->update;
-    t->update_early      = t->update_follows && !t->wants_norm && !b->sync && !b->begin && !any->pass;
+    t->update_early      = t->update_follows && !t->wants_norm && !b->sync && !b->begin && !any->pass &&
+                           !t->staged;
     t->accumulate_weight = t->micro_batch > 0 ? t->accumulate_weight : 1;
     t->graph->at.batch   = t->micro_batch;
     t->graph->at.batches = t->d.accumulate;
@@ -12515,6 +12592,10 @@ int     fsync(int fd);
 int     ftruncate(int fd, off_t size);
 ssize_t readlink(const char *path, char *target, size_t size);
 #endif
+#define HPMLI_RANGE_WRITE 2 /* SYNC_FILE_RANGE_WRITE of Linux, which is shown only with _GNU_SOURCE */
+#if defined(__linux__) && !defined(SYNC_FILE_RANGE_WRITE)
+int     sync_file_range(int fd, int64_t offset, int64_t size, unsigned flags);
+#endif
 #if defined(O_NOFOLLOW)
 #define HPMLI_NOFOLLOW O_NOFOLLOW
 #elif defined(__O_NOFOLLOW) /* the name of O_NOFOLLOW in glibc under -std=c99 */
@@ -12635,6 +12716,7 @@ typedef struct hpmli_writer {
     FILE     *f;
     char     *path, *temporary; /* the final name, with symbolic links resolved; the name while writing */
     uint64_t  size, synced;     /* bytes written; bytes written at the last sync */
+    uint64_t  begun;            /* bytes that the system has begun to write to the disk */
     int       error;            /* errno of the first failure; 0: none */
     int       fd;               /* POSIX: the temporary file, locked until it is renamed; -1: none */
     bool      direct;           /* `path` is a device or a pipe: no temporary file, no rename */
@@ -12764,16 +12846,24 @@ HPMLI_FN void hpmli_write_start(hpmli_writer *w) /* seeks to 0: the next writes 
     if (!w->error && fseek(w->f, 0, SEEK_SET) != 0) w->error = errno;
 }
 
-/* Appends large data. After each 64 MB, if there is a progress callback, syncs the file and calls the callback, so that
-   the last sync is short and the callback counts only bytes that are on the disk. */
-HPMLI_FN void hpmli_write_data(hpmli_writer *w, const char *data, size_t size)
+/* Appends large data. Linux begins to write them to the disk at once, while the caller makes the next ones. After each
+   64 MB, if there is a progress callback, syncs the file and calls the callback, so that the last sync is short and the
+   callback counts only bytes that are on the disk. */
+HPMLI_FN void hpmli_write_data(hpmli_writer *w, const void *data, size_t size)
 {
-    const size_t         piece    = (size_t)64 << 20;
+    const size_t         piece    = (size_t)8 << 20, sync = (size_t)64 << 20;
     const hpml_progress *progress = &w->ctx->progress;
-    for (size_t n; size > 0; data += n, size -= n) {
+    const char          *bytes    = (const char *)data;
+    for (size_t n; size > 0; bytes += n, size -= n) {
         n = size < piece ? size : piece;
-        hpmli_write(w, data, n);
-        if (!progress->fn || w->size - w->synced < piece) continue;
+        hpmli_write(w, bytes, n);
+#ifdef __linux__
+        if (w->size - w->begun >= piece && !w->direct) {
+            sync_file_range(w->fd, (int64_t)w->begun, 0, HPMLI_RANGE_WRITE); /* 0: to the end of the file */
+            w->begun = w->size;
+        }
+#endif
+        if (!progress->fn || w->size - w->synced < sync) continue;
         w->synced = w->size;
 #if HPMLI_POSIX
         if (!w->direct && !w->error && (fflush(w->f) != 0 || fsync(w->fd) != 0)) w->error = errno;
@@ -13599,7 +13689,9 @@ HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
                    "or <i8 in C order, at most %d dimensions, none 0, and data of just that size; the header says %.*s",
                    path, HPML_MAX_DIMS, (int)strcspn(header, "}\n") + 1, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
-    if (t) data = (char *)hpmli_alloc(ctx, (size_t)count * kinds[kind].size);
+    bool in_place = t && ctx->backend->host && kinds[kind].size < 8; /* the file is read into the tensor */
+    if (in_place) hpmli_file_read(&f, t->raw, hpmli_tensor_bytes(t));
+    else if (t) data = (char *)hpmli_alloc(ctx, (size_t)count * kinds[kind].size);
     if (data && hpmli_file_read(&f, data, (size_t)count * kinds[kind].size) &&
         (kinds[kind].size < 8 || hpmli_npy_narrow(ctx, path, kinds[kind].dtype, data, count)))
         hpml_tensor_set_raw(t, data, hpmli_tensor_bytes(t));
@@ -13630,18 +13722,18 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
     n = text.used;
     while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data begin at a multiple of 64 bytes */
     header[n++] = '\n';
-    void *host = hpmli_alloc(t->ctx, hpmli_tensor_bytes(t));
-    if (!host || !hpmli_transferable(t, "save", host, hpml_tensor_count(t)) ||
-        t->ctx->backend->read(t->ctx->device, host, t->raw, hpmli_tensor_bytes(t)) != HPML_OK ||
-        !hpmli_writer_open(t->ctx, &w, path, false)) {
-        hpmli_free(t->ctx, host);
+    size_t bytes = hpmli_tensor_bytes(t);
+    void  *copy  = t->ctx->backend->host ? NULL : hpmli_alloc(t->ctx, bytes);
+    if (copy) t->ctx->backend->read(t->ctx->device, copy, t->raw, bytes);
+    if (t->ctx->status != HPML_OK || !hpmli_writer_open(t->ctx, &w, path, false)) {
+        hpmli_free(t->ctx, copy);
         return t->ctx->status;
     }
     hpmli_write(&w, "\x93NUMPY\1\0", 8);
     hpmli_write_little(&w, (uint64_t)n, 2);
     hpmli_write(&w, header, (size_t)n);
-    hpmli_write(&w, host, hpmli_tensor_bytes(t));
-    hpmli_free(t->ctx, host);
+    hpmli_write_data(&w, copy ? copy : t->raw, bytes);
+    hpmli_free(t->ctx, copy);
     return hpmli_writer_close(&w, true);
 }
 struct hpml_records_writer {
@@ -14333,7 +14425,8 @@ typedef struct hpmli_safe_content { /* what is to be written to a safetensors fi
     const hpml_meta       *meta; /* (meta_count) pairs of key and value */
     int                    count, meta_count;
     uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
-    void (*read)(void *user, int i, float *host); /* reads tensor i as f32, an error on the context; NULL: t has data */
+    /* NULL: t has data. Else returns tensor i's f32 numbers, copied to `host` if a device has them; NULL: an error. */
+    const float *(*read)(void *user, int i, float *host);
     void                  *user;
 } hpmli_safe_content;
 
@@ -14409,6 +14502,42 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
     while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
 }
 
+/* Fails if one of n numbers of tensor t, from x[at] on, is finite but would be infinite in t->dtype. */
+HPMLI_FN bool hpmli_half_check(hpml_ctx *ctx, const char *path, const hpml_safetensor *t, const float *x, int64_t at,
+                               int64_t n)
+{
+    const float end = t->dtype == HPML_DTYPE_F16 ? 65520.0f : 3.3961775e38f; /* this and more round to infinity */
+    if (t->dtype == HPML_DTYPE_F32 || ctx->k->vamax(x + at, n) < end) return true;
+    for (const int64_t last = at + n; at < last; at++)
+        if (fabsf(x[at]) >= end && fabsf(x[at]) <= FLT_MAX)
+            return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, more than %s holds; "
+                               "save as f32%s", path, (long long)at, t->name, (double)x[at], hpml_dtype_name(t->dtype),
+                               t->dtype == HPML_DTYPE_F16 ? " or bf16" : "");
+    return true;
+}
+
+/* Appends the data of tensor i in pieces that stay in the cache, converted in `host` and added to the checksum. */
+HPMLI_FN void hpmli_safe_data(hpmli_writer *w, const hpmli_safe_content *c, int i, float *host)
+{
+    const hpml_safetensor *t = &c->t[i];
+    const size_t           size = hpml_dtype_size(t->dtype);
+    const int64_t          n = (int64_t)(t->bytes / size), piece = 1 << 17;
+    const float           *x = host ? c->read(c->user, i, host) : NULL;
+    hpml_ctx              *ctx = w->ctx;
+    if (c->sums) c->sums[i] = 0;
+    for (int64_t at = 0, count; at < n && ctx->status == HPML_OK; at += count) {
+        const void *bytes = x ? (const char *)(x + at) : (const char *)t->data + (size_t)at * size;
+        count = hpmli_min(n - at, piece);
+        if (x && !hpmli_half_check(ctx, w->path, t, x, at, count)) return;
+        if (x && t->dtype != HPML_DTYPE_F32) { /* x may be `host`: its numbers up to `at` are not needed any more */
+            hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, bytes, count);
+            bytes = host;
+        }
+        if (c->sums) c->sums[i] = ctx->k->crc32c(c->sums[i], bytes, (size_t)count * size);
+        hpmli_write_data(w, bytes, (size_t)count * size);
+    }
+}
+
 /* Writes a safetensors file. host NULL: each tensor's data are in host memory, in the dtype of the file; else they are
    read by c->read and converted in `host`, memory for the largest tensor. The file's header is written first with zeros
    for its length and the checksums, and again at the end, when length and checksums are known. */
@@ -14421,14 +14550,7 @@ HPMLI_FN hpml_status hpmli_safe_save(hpml_ctx *ctx, const char *path, const hpml
     if (length > HPMLI_SAFE_HEADER)
         hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "\"%s\": names, shapes and metadata take %llu bytes, the format allows "
                    "%d", path, (unsigned long long)length, HPMLI_SAFE_HEADER);
-    for (int i = 0; i < c->count && ctx->status == HPML_OK; i++) {
-        const hpml_safetensor *t = &c->t[i];
-        size_t                 n = t->bytes / hpml_dtype_size(t->dtype);
-        if (host) c->read(c->user, i, host);
-        if (host) hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, host, (int64_t)n); /* in place */
-        if (c->sums) c->sums[i] = ctx->k->crc32c(0, host ? host : t->data, t->bytes);
-        hpmli_write_data(&w, (const char *)(host ? host : t->data), t->bytes);
-    }
+    for (int i = 0; i < c->count && ctx->status == HPML_OK; i++) hpmli_safe_data(&w, c, i, host);
     hpmli_write_start(&w);
     hpmli_write_head(&w, c, length);
     return hpmli_writer_close(&w, ctx->status == HPML_OK);
@@ -14505,6 +14627,18 @@ HPMLI_FN float *hpmli_param_array(const hpml_trainer *t, const hpml_tensor *p, h
     return u->state[(int)which - HPML_ARRAY_STATE];
 }
 
+/* Copies `count` floats of an array of t (NULL: of no trainer) to `host` or, if `set`, from there. */
+HPMLI_FN hpml_status hpmli_array_copy(hpml_ctx *ctx, const hpml_trainer *t, hpml_array which, float *array, float *host,
+                                      int64_t count, bool set)
+{
+    const size_t bytes   = (size_t)count * sizeof *host;
+    const bool   on_host = t && t->staged && which >= HPML_ARRAY_STATE;
+    if (on_host) memcpy(set ? array : host, set ? host : array, bytes);
+    else if (set) return ctx->backend->write(ctx->device, array, host, bytes);
+    else return ctx->backend->read(ctx->device, host, array, bytes);
+    return HPML_OK;
+}
+
 /* Reads the array `which` of p, joined from the shards of all ranks, to `mine`, which has as many floats as p. */
 HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpml_tensor *p, hpml_array which,
                                        float *mine)
@@ -14512,9 +14646,9 @@ HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpm
     const bool        shard  = hpmli_array_is_shard(p, which);
     const int64_t     first  = shard ? p->param->keep_first : 0;
     const int64_t     count  = shard ? p->param->keep_count : hpml_tensor_count(p);
-    const float      *array  = hpmli_param_array(t, p, which);
+    float            *array  = hpmli_param_array(t, p, which);
     hpml_status       status = HPML_OK;
-    if (count > 0 && array) status = ctx->backend->read(ctx->device, mine + first, array, (size_t)count * sizeof *mine);
+    if (count > 0 && array) status = hpmli_array_copy(ctx, t, which, array, mine + first, count, false);
     for (int h = 0; t && shard && h < t->graph->hook_count; h++) {
         const hpml_hooks *hooks  = &t->graph->hooks[h];
         hpml_status       joined = HPML_OK; /* the other ranks wait for this one, also after an error */
@@ -14565,9 +14699,9 @@ HPMLI_FN void hpmli_distribute(hpml_ctx *ctx, const hpml_trainer *t, const hpml_
     const int64_t count = shard ? p->param->keep_count : hpml_tensor_count(p);
     float        *array = hpmli_param_array(t, p, which);
     if (!array || count == 0) return; /* another rank has the array */
-    if (hpmli_param_is_cut(p)) hpml_param_copy(p, part, first, count, (float *)(uintptr_t)whole, false);
-    ctx->backend->write(ctx->device, array, hpmli_param_is_cut(p) ? part : whole, (size_t)count * sizeof *part);
-    ctx->param_writes++;
+    float *mine = hpmli_param_is_cut(p) ? part : (float *)(uintptr_t)whole;
+    if (mine == part) hpml_param_copy(p, part, first, count, (float *)(uintptr_t)whole, false);
+    hpmli_array_copy(ctx, t, which, array, mine, count, true);
 }
 
 HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array which, float *whole)
@@ -14689,14 +14823,26 @@ HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, hpml_dtype dtype, 
     return true;
 }
 
-/* Reads array i of `list`, an hpmli_arrays, whole to `host`; collective if split, because ranks join its parts. */
-HPMLI_FN void hpmli_array_read(void *list, int i, float *host)
+/* Returns the address of array i if the host's memory has all of it; NULL: it is on a device, or in parts. */
+HPMLI_FN float *hpmli_array_on_host(const hpmli_arrays *a, int i)
 {
-    hpmli_arrays *a = (hpmli_arrays *)list;
+    const hpmli_array *of = &a->of[i];
+    if (!a->ctx->backend->host || (of->param && hpmli_param_is_cut(of->param))) return NULL;
+    return of->param ? hpmli_param_array(a->trainer, of->param, of->which) : of->values;
+}
+
+/* Returns the numbers of array i of `list`, an hpmli_arrays: on the host, or read whole to `host`; collective if split,
+   because ranks join its parts. */
+HPMLI_FN const float *hpmli_array_read(void *list, int i, float *host)
+{
+    hpmli_arrays *a  = (hpmli_arrays *)list;
     hpmli_array   of = a->of[i];
+    const float  *x  = hpmli_array_on_host(a, i);
+    a->done = i + 1;
+    if (x) return x;
     if (of.param) hpmli_collect(a->ctx, a->trainer, of.param, of.which, a->work, host);
     else a->ctx->backend->read(a->ctx->device, host, of.values, (size_t)a->t[i].shape[0] * sizeof *host);
-    a->done = i + 1;
+    return host;
 }
 
 HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, hpml_trainer *of, const char *path, hpml_dtype dtype,
@@ -14735,11 +14881,14 @@ HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const c
     return true;
 }
 
-/* Returns the n numbers of tensor e of a file as f32: in the file's memory if f32, else converted into a->host. */
-HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t n)
+/* Returns n numbers from number `at` on of tensor e of a file as f32: in the file's memory if f32, else converted into
+   a->host. */
+HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t at,
+                                         int64_t n)
 {
-    if (e->dtype == HPML_DTYPE_F32 && (uintptr_t)e->data % sizeof(float) == 0) return (const float *)e->data;
-    hpmli_convert(ctx->k, HPML_DTYPE_F32, a->host, e->dtype, e->data, n);
+    const char *from = (const char *)e->data + (size_t)at * hpml_dtype_size(e->dtype);
+    if (e->dtype == HPML_DTYPE_F32 && (uintptr_t)from % sizeof(float) == 0) return (const float *)(const void *)from;
+    hpmli_convert(ctx->k, HPML_DTYPE_F32, a->host, e->dtype, from, n);
     return a->host;
 }
 
@@ -14757,12 +14906,16 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
         return hpmli_false(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
                            hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
-    const float *values = hpmli_array_values(ctx, a, &e, n);
-    for (int64_t at = 0; at < n; at++)
-        if (!(values[at] >= least && values[at] <= FLT_MAX))
+    for (int64_t at = 0, count; at < n; at += count) { /* pieces that stay in the cache */
+        count = hpmli_min(n - at, 1 << 14);
+        const float *x = hpmli_array_values(ctx, a, &e, at, count);
+        int64_t      good = 0;
+        while (good < count && x[good] >= least && x[good] <= FLT_MAX) good++;
+        if (good < count)
             return hpmli_false(ctx, HPML_ERR_NONFINITE, "\"%s\": element %lld of \"%s\" is %g, expected finite "
-                               "numbers%s", path, (long long)at, t->name, (double)values[at],
+                               "numbers%s", path, (long long)(at + good), t->name, (double)x[good],
                                least == 0 ? " from 0, as sums and means of squares are" : "");
+    }
     return true;
 }
 
@@ -14773,10 +14926,17 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, hpml_trainer *of, const hp
     hpml_safetensor e;
     bool            good = hpmli_arrays_of(ctx, of, HPML_DTYPE_F32, &a) && hpmli_sums_check(ctx, f, path);
     for (int i = 0; i < a.count && good; i++) good = hpmli_array_check(ctx, &a, i, f, path);
+    ctx->param_writes++;
     for (int i = 0; i < a.count && good; i++) {
+        int64_t     n  = (int64_t)(a.t[i].bytes / sizeof(float));
+        hpmli_array to = a.of[i];
+        float      *on_host = hpmli_array_on_host(&a, i);
         hpml_safetensors_find(f, a.t[i].name, &e);
-        const float *values = hpmli_array_values(ctx, &a, &e, (int64_t)(a.t[i].bytes / sizeof(float)));
-        hpmli_array  to     = a.of[i];
+        if (on_host) {
+            hpmli_convert(ctx->k, HPML_DTYPE_F32, on_host, e.dtype, e.data, n);
+            continue;
+        }
+        const float *values = hpmli_array_values(ctx, &a, &e, 0, n);
         if (to.param) hpmli_distribute(ctx, of, to.param, to.which, values, a.work);
         else ctx->backend->write(ctx->device, to.values, values, a.t[i].bytes);
     }
@@ -15182,11 +15342,12 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
     hpmli_text_add(&t, "%lld parameters, %.1f MFLOP forward and %.1f backward for a batch of %lld\n",
                     (long long)hpml_param_total(g->ctx), 1e-6 * hpml_graph_flops(g, false),
                     1e-6 * hpml_graph_flops(g, true), (long long)g->batch);
-    const hpml_memory *m = &g->memory;
+    hpml_memory m;
+    hpml_graph_memory(g, &m);
     hpmli_text_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without "
-                    "reuse), scratch %.3f, total %.3f\n", 1e-6 * (double)m->parameters, 1e-6 * (double)m->gradients,
-                    1e-6 * (double)m->optimizer, 1e-6 * (double)m->activations, 1e-6 * (double)m->unshared,
-                    1e-6 * (double)m->scratch, 1e-6 * (double)m->total);
+                    "reuse), scratch %.3f, total %.3f\n", 1e-6 * (double)m.parameters, 1e-6 * (double)m.gradients,
+                    1e-6 * (double)m.optimizer, 1e-6 * (double)m.activations, 1e-6 * (double)m.unshared,
+                    1e-6 * (double)m.scratch, 1e-6 * (double)m.total);
     return t.used;
 }
 
@@ -17231,7 +17392,7 @@ HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>onebit   gradient codecs: 1 bit and bf16, one row
+// >>onebit   gradient codecs: 1 bit, bf16 and 2 bits, one row
 // ---------------------------------------------------------------------------------------------------------------------
 /* 1-bit SGD [Seide, Fu, Droppo, Li, Yu, Interspeech 2014]. A row v = g + e (g: gradient, e: residual, the error of the
    last packing) becomes a bit for each element, v >= 0, and two levels: the mean of the elements on each side, which
@@ -17373,6 +17534,73 @@ HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
         HV(store_upto)(out + i, v, c);
     }
 }
+
+/* 2 bits for each element: 3 (it is sent as t) if it is t or more, 2 (as -t) if -t or less, else 0. 16 elements make a
+   little-endian word of 32 bits, the first element in its lowest bits. */
+#define HPMLI_TWOBIT_WORD 16 /* elements in a word */
+
+/* Returns the word of v = g + e (e NULL: g), c <= 16 elements; stores v less what is sent in e, adds 0 v to *nan. */
+HPMLI_VEC_INLINE uint32_t HV(twobit_step)(HV(f32) *nan, float *e, const float *g, float threshold, int64_t c)
+{
+    HV(f32)  t = HV(set1)(threshold), zero = HV(zero)();
+    uint64_t bits = 0; /* 16 bits `t or more`, and from bit 32 on 16 bits `-t or less` */
+#if HV_LANES > 1 /* 16 single numbers stay a loop */
+    HPMLI_UNROLL
+#endif
+    for (int u = 0; u < HPMLI_TWOBIT_WORD; u += HV_LANES) {
+        int64_t left = c > u ? c - u : 0;
+        HV(f32) v    = HV(load_upto)(g + u, left); /* 0, which has the code 0, in lanes behind the end of the row */
+        if (e) {
+            v += HV(load_upto)(e + u, left);
+            HV(store_upto)(e + u, v - HV(if_ge)(v, t, t, HV(if_ge)(-t, v, -t, zero)), left);
+        }
+        bits |= (uint64_t)HV(sign_bits)(v - t) << u | (uint64_t)HV(sign_bits)(-t - v) << (32 + u);
+        *nan = HV(fma)(v, zero, *nan);
+    }
+    bits |= bits << 32; /* from bit 32 on: is sent */
+    bits = (bits | bits << 8) & UINT64_C(0x00ff00ff00ff00ff); /* bit i of both halves moves to bit 2 i */
+    bits = (bits | bits << 4) & UINT64_C(0x0f0f0f0f0f0f0f0f);
+    bits = (bits | bits << 2) & UINT64_C(0x3333333333333333);
+    bits = (bits | bits << 1) & UINT64_C(0x5555555555555555);
+    return (uint32_t)bits | (uint32_t)(bits >> 32) << 1;
+}
+
+/* Packs g + e (e NULL: g), n elements, and stores in e what is not sent. False: an element is NaN or infinite. */
+HPMLI_KERNEL bool HV(twobit_encode)(uint8_t *packed, float *e, const float *g, float threshold, int64_t n)
+{
+    HV(f32) nan = HV(zero)();
+    for (int64_t i = 0; i < n; i += HPMLI_TWOBIT_WORD) { /* two calls: whole words are compiled without checks of c */
+        float   *ei = e ? e + i : NULL;
+        uint32_t m  = n - i >= HPMLI_TWOBIT_WORD ? HV(twobit_step)(&nan, ei, g + i, threshold, HPMLI_TWOBIT_WORD)
+                                                 : HV(twobit_step)(&nan, ei, g + i, threshold, n - i);
+        for (int b = 0; b < 4; b++) packed[i / 4 + b] = (uint8_t)(m >> 8 * b);
+    }
+    return HV(sum_lanes)(nan) == 0;
+}
+
+/* In decoding, each lane shifts its 2 bits to the top of the word: bit 31 is set if t or -t was sent, bit 30 if t. */
+static const uint32_t HV(twobit_shift)[HPMLI_TWOBIT_WORD] = { 30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2,
+                                                              0 };
+#define HPMLI_TWOBIT_DECODE(name, result)                                                                              \
+    HPMLI_KERNEL void HV(name)(float *out, const uint8_t *packed, float threshold, int64_t n)                          \
+    {                                                                                                                  \
+        HV(u32) none = HV(as_words)(HV(zero)()), t = HV(as_words)(HV(set1)(threshold));                                \
+        for (int64_t i = 0; i < n; i += HPMLI_TWOBIT_WORD) {                                                           \
+            const uint8_t *q = packed + i / 4;                                                                         \
+            HV(u32)        m = none + (q[0] | (uint32_t)q[1] << 8 | (uint32_t)q[2] << 16 | (uint32_t)q[3] << 24);      \
+            HPMLI_UNROLL                                                                                               \
+            for (int u = 0; u < HPMLI_TWOBIT_WORD; u += HV_LANES) {                                                    \
+                int64_t c = n - i > u ? n - i - u : 0;                                                                 \
+                float  *y = out + i + u;                                                                               \
+                HV(u32) s = m << HV(load_words)(HV(twobit_shift) + u);                                                 \
+                HV(f32) v = HV(as_floats)((t | (~s << 1 & 0x80000000u)) & (0u - (s >> 31)));                           \
+                HV(store_upto)(y, result, c);                                                                          \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    static void HV(name)(float *out, const uint8_t *packed, float threshold, int64_t n)
+HPMLI_TWOBIT_DECODE(twobit_decode, v);
+HPMLI_TWOBIT_DECODE(twobit_decode_add, HV(load_upto)(y, c) + v);
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-kernels   convolution: tiles of pixels by channels
@@ -17864,9 +18092,10 @@ static const hpmli_kernels HV(kernels) = {
     HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(lstm_cells),
     HV(lstm_cells_back), HV(opt_step), HV(to_f32),
     HV(from_f32), HV(gemm_part), HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode),
-    HV(onebit_decode_add), HV(bf16_encode), HV(bf16_decode_add), HV(conv_pack), HV(conv_pack_for_dx),
-    HV(conv_to_nhwc), HV(conv_copy), HV(conv_from_nhwc), HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad),
-    HV(conv_unpack), HV(conv_taps), HV(conv_dots), HV(conv_pairs), HV(max_pool_row), HV(max_pool_row_back), HV(crc32c),
+    HV(onebit_decode_add), HV(bf16_encode), HV(bf16_decode_add), HV(twobit_encode), HV(twobit_decode),
+    HV(twobit_decode_add), HV(conv_pack), HV(conv_pack_for_dx), HV(conv_to_nhwc), HV(conv_copy), HV(conv_from_nhwc),
+    HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad), HV(conv_unpack), HV(conv_taps), HV(conv_dots),
+    HV(conv_pairs), HV(max_pool_row), HV(max_pool_row_back), HV(crc32c),
 };
 #undef HPMLI_ISA
 #endif /* HPMLI_ISA */

@@ -133,7 +133,8 @@
 //     distribute-rows   gradients of sparse tables: rows, gathered from all ranks
 //     strategy-sync   synchronous steps, gradients exchanged on the host
 //     strategy-shard   synchronous steps, each rank steps a part of the parameters
-//     shard-slots   whole values and gradients of a few buckets at a time; a step
+//     shard-slots   whole values and gradients of a few buckets at a time
+//     shard-step   steps of buckets of which each rank has a part, within the backward pass or after it
 //     strategy-factors   synchronous steps, dense layers by the factors of their gradients
 //     strategy-delayed   double buffering: steps apply the gradients of the step before
 //     strategy-exact   the same bits for every number of ranks
@@ -900,9 +901,10 @@ typedef struct hpml_plan {
                                      differ by at most 1 sample */
     int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
                                      1: each tensor alone */
-    bool            no_overlap;   /* exchange after the backward pass, not during it. This is also done, at once and in
-                                     one bucket, where the ranks of one machine keep all its cores busy and no network
-                                     is slow, because a background thread would take time from the computation */
+    bool            no_overlap;   /* exchange after the backward pass, not during it (shard 2, 3: at once, while the
+                                     pass waits). This is also done, in one bucket, where the ranks of one machine keep
+                                     all its cores busy and no network is slow, because a background thread would take
+                                     time from the computation */
     bool            delayed;      /* sync, double buffering: a step applies the gradients (and changes of batchnorm's
                                      running statistics) of the step before; the first step applies none */
     int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
@@ -918,7 +920,10 @@ typedef struct hpml_plan {
     int32_t         shard;        /* sync: for 1 / ranks of the parameters alone each rank keeps, 1: the optimizer's
                                      states, 2: gradients, too, 3: values, too; see >>strategy-shard. With 3 evaluation
                                      and prediction are collective. The same bits as 0 with algorithm ring and the same
-                                     bucket_bytes. Needs hpml_comm_set_plan, or hpml_launch with a plan */
+                                     bucket_bytes, except 2 and 3 with the trainer's accumulate, whose micro-batches are
+                                     added up over ranks one by one. 1 and 2 step parameters within the backward pass,
+                                     unless no_overlap is set, and then refuse other hooks `update`. Needs
+                                     hpml_comm_set_plan, or hpml_launch with a plan */
     bool            recompute;    /* results are computed again for the backward pass, in segments: those recorded by
                                      hpml_recompute, or about sqrt(ops) ones; the same bits, see hpml_graph_budget */
     int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
@@ -964,6 +969,7 @@ typedef struct hpml_plan_facts {
     bool    together;      /* ranks are threads of one process, on the host, and time is true */
     bool    device;        /* the trainer's arrays are in the memory of a device, not of the host */
     bool    steps_whole;   /* a step of the optimizer takes a whole tensor at once (hpml_optimizer.whole) */
+    bool    host_states;   /* the optimizer's states are in host memory, and values on a device (.host_optimizer) */
 } hpml_plan_facts;
 HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
 /* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
@@ -7307,12 +7313,11 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
          "them; take another optimizer or shard 0") \
     RULE(p->shard > 0 && f->device, "shard cuts arrays in host memory, and this trainer's are on a device; take " \
          "shard 0, or the CPU backend") \
-    RULE(p->shard > 1 && f->accumulate > 1, "shard 2 and 3 keep no whole gradient to which the trainer's accumulate " \
-         "could add another; take shard=1 or set accumulate to 1") \
-    RULE(p->shard > 1 && p->no_overlap, "shard 2 and 3 exchange a gradient to free its memory, and no_overlap keeps " \
-         "all to the end; leave no_overlap out, or take shard=1") \
-    RULE(p->shard > 1 && p->pipe > 1, "shard 2 and 3 keep no whole gradient to which pipe's micro-batches could add " \
-         "theirs; take shard=1, or tensor in place of pipe") \
+    RULE(f->host_states && p->strategy != HPML_STRATEGY_SYNC, "this strategy shares or averages states of the " \
+         "optimizer in the memory of a device, and with the trainer's host_optimizer they are in host memory; take " \
+         "strategy sync, or leave host_optimizer out") \
+    RULE(p->shard > 1 && p->pipe > 1, "shard 2 and 3 exchange gradients in each micro-batch, and of pipe's " \
+         "micro-batches ranks may have different numbers; take shard=1, or tensor in place of pipe") \
     RULE(p->recompute && p->memory > 0, "memory chooses what is computed again, and recompute computes all of it " \
          "again; leave one of them out") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
@@ -7905,6 +7910,7 @@ typedef struct hpmlc_bucket {
     hpmlc_task     task;         /* the bucket's exchange in this step */
     hpml_comm     *c;            /* ranks over which these gradients are added up, see hpmlc_ranks_of */
     int            count, ready; /* number of tensors; how many gradients are final in this step */
+    bool           adds;         /* shard 2, 3: this rank's block has the sum of earlier micro-batches of the step */
     int64_t        at, floats;   /* the bucket's range of the trainer's array of gradients */
 } hpmlc_bucket;
 
@@ -8259,6 +8265,12 @@ HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
     return status;
 }
 
+HPMLC_FN void hpmlc_buckets_reset(hpml_distributed *d) /* before a pass: no gradient is final */
+{
+    d->buckets.posted = 0;
+    for (int i = 0; i < d->buckets.count; i++) d->buckets.item[i].ready = 0;
+}
+
 /* Counts in its bucket that the gradient of parameter number `param` is final; false: the parameter is in no bucket. */
 HPMLC_FN bool hpmlc_buckets_count(hpml_distributed *d, int param)
 {
@@ -8472,8 +8484,7 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
     if (d->micro == 0) {
         d->stats.samples  = 0;
         d->stats.loss     = 0;
-        d->buckets.posted = 0;
-        for (int i = 0; i < d->buckets.count; i++) d->buckets.item[i].ready = 0;
+        hpmlc_buckets_reset(d);
     }
     *loss = 0;
     if (samples == 0 && d->plan.expert > 1)
@@ -8482,7 +8493,8 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
                           "an epoch if it is smaller", (long long)d->all->step,
                           hpmlc_plan_workers(&d->plan, d->all->size));
     double      sums   = hpmlc_axes_seconds(d);
-    hpml_status status = hpml_trainer_forward_backward(d->t, 0, samples, scale, d->micro > 0, loss);
+    bool        adds   = d->micro > 0 && d->plan.shard < 2;
+    hpml_status status = hpml_trainer_forward_backward(d->t, 0, samples, scale, adds, loss);
     d->stats.samples += (double)samples;
     d->stats.loss += (double)*loss * (double)samples;
     if (d->trial.on) *loss = 0; /* because the trainer would stop at a NaN */
@@ -8963,12 +8975,21 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
 
      shard 1   the optimizer's states: a step is the two halves of a ring allreduce with the optimizer's step between
                them: reduce-scatter of a bucket when its last gradient is final, step of the own block, allgather of the
-               new values. In all the ranks send 2 P (N - 1) elements, as in the allreduce, for P floats of parameters
+               new values. In all the ranks send 2 P (N - 1) elements, as in the allreduce, for P floats of parameters.
+               In the background a bucket is stepped and gathered when the next bucket's gradients are final, within
+               the backward pass, which has no more use for its values. This waits for the end of the pass if the
+               optimizer needs norms (clip_norm, LARS, LAMB) or a gradient may overflow, and with pipe
      2         also the gradients: the whole gradient of a bucket is in one of a few slots from the op that writes the
                first of it until its reduce-scatter is done
      3         also the values: the whole values of a bucket are in one of a few slots around the ops that read them.
                They are gathered for the forward pass, the next bucket while the ops of one run, and again for the
                backward pass, except those that are still in their slots: 3 P (N - 1) elements less those
+
+   Of the m micro-batches of a trainer's .accumulate each has, with shard 2 and 3, its own reduce-scatters, which add to
+   the block, because no rank has memory for the sum of whole gradients; with 3 its own gathers, too. Elements sent are
+   2 P (N - 1), (m + 1) P (N - 1), and m times those of one batch. Sums over ranks come before those over micro-batches,
+   so the last bits are not those of shard 0 and 1. With .no_overlap shard 2 and 3 make each exchange at once, within
+   the pass, which waits for it.
 
    A slot has the size of the largest bucket. There are as many for values as buckets that one op reads and one more,
    and for gradients as buckets that are incomplete at a time and one more, which is under way. The blocks are cut and
@@ -8982,8 +9003,8 @@ typedef struct hpmlc_shard_job { /* reduce-scatter or allgather of a bucket */
 
 typedef struct hpmlc_slot { /* memory for a whole bucket */
     int              bucket;  /* -1: none */
-    bool             pinned;  /* the op that runs now reads the bucket */
-    int64_t          used;    /* when an op needed the bucket last */
+    bool             posted;  /* of gradients: the bucket's reduce-scatter was started */
+    int64_t          used;    /* when an op needed the bucket last, or when the reduce-scatter was started */
     hpmlc_task       task;    /* the allgather of values */
     hpmlc_shard_job  job;
 } hpmlc_slot;
@@ -9000,10 +9021,14 @@ typedef struct hpmlc_sharding {
     float           *all;     /* shard 1, 2: the trainer's array of values */
     int64_t          largest; /* floats of the largest bucket */
     int64_t          clock;   /* counts the needs of ops */
-    const hpml_node *node;    /* the op whose buckets are pinned */
-    int             *order;   /* (orders) buckets in the order in which the forward pass needs them first */
-    int             *turn;    /* (buckets.count) place of each bucket in `order`; -1: no op reads it */
-    int              orders;
+    const hpml_node *node;    /* the op that runs now, whose buckets stay in their slots; NULL: none */
+    const hpml_node *first_node;  /* a pass forward begins when this op needs ... */
+    int              first_param; /* ... this parameter, of those that it reads the first */
+    hpmlc_slot      *whole;   /* shard 1, 2: (buckets.count) the allgather of each bucket's new values */
+    int              stepped; /* buckets that were stepped in this update */
+    int64_t          samples; /* of the micro-batch that runs now, on this rank */
+    bool             early;   /* buckets are stepped and gathered within the backward pass ... */
+    bool             posted;  /* ... so the sum of samples and losses was started within it, too, in this update */
 } hpmlc_sharding;
 
 HPMLC_FN bool hpmlc_shard_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p) { return p->shard > 0; }
@@ -9028,13 +9053,12 @@ HPMLC_FN int hpmlc_bucket_read(const hpml_distributed *d, const hpml_node *n, in
     return p && p->param && p->param->index < d->layout.params ? d->layout.bucket_of[p->param->index] : -1;
 }
 
-/* Stores the order in which the forward pass first needs the buckets; returns the most buckets that one op reads. */
-HPMLC_FN int hpmlc_shard_order(hpml_distributed *d)
+/* Returns the most buckets that one op reads; stores which op, for which parameter, needs a bucket first. */
+HPMLC_FN int hpmlc_shard_reads(hpml_distributed *d)
 {
     hpmlc_sharding   *s    = hpmlc_sharding_of(d);
     const hpml_graph *g    = hpml_trainer_graph(d->t);
     int               most = 1;
-    for (int i = 0; i < d->buckets.count; i++) s->turn[i] = -1;
     for (int i = 0; i < hpml_graph_op_count(g); i++) {
         const hpml_node *n     = hpml_graph_op(g, i);
         int              reads = 0;
@@ -9043,9 +9067,9 @@ HPMLC_FN int hpmlc_shard_order(hpml_distributed *d)
             bool      again = b < 0;
             for (int j = 0; j < k; j++) again = again || hpmlc_bucket_read(d, n, j) == b;
             reads += !again;
-            if (b < 0 || s->turn[b] >= 0) continue;
-            s->turn[b] = s->orders;
-            s->order[s->orders++] = b;
+            if (b < 0 || s->first_node) continue;
+            s->first_node  = n;
+            s->first_param = n->src[k]->param->index;
         }
         if (reads > most) most = reads;
     }
@@ -9097,13 +9121,13 @@ HPMLC_FN bool hpmlc_shard_prepare(hpml_distributed *d)
     d->own = s;
     if (!s) return false;
     s->job   = (hpmlc_shard_job *)hpmlc_dist_alloc(d, sizeof *s->job * buckets);
-    s->order = (int *)hpmlc_dist_alloc(d, sizeof(int) * (2 * buckets + (size_t)d->layout.params));
+    s->whole = (hpmlc_slot *)hpmlc_dist_alloc(d, sizeof *s->whole * buckets);
+    int  *left = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(d->layout.params + 1));
     bool *open = (bool *)hpmlc_dist_alloc(d, sizeof(bool) * buckets);
-    if (!s->job || !s->order || !open) return false;
-    s->turn = s->order + buckets;
+    if (!s->job || !s->whole || !left || !open) return false;
     for (int i = 0; i < d->buckets.count; i++) s->largest = hpmlc_max(s->largest, d->buckets.item[i].floats);
-    int most  = hpmlc_shard_order(d) + 1;
-    int count = hpmlc_shard_incomplete(d, open, s->turn + buckets) + 1;
+    int most  = hpmlc_shard_reads(d) + 1;
+    int count = hpmlc_shard_incomplete(d, open, left) + 1;
     if (count > d->buckets.count) count = d->buckets.count;
     if (most > d->buckets.count) most = d->buckets.count;
     if (d->plan.shard > 1 && !hpmlc_slots_reserve(d, &s->gradients, HPML_ARRAY_GRADIENTS, count)) return false;
@@ -9118,6 +9142,7 @@ HPMLC_FN bool hpmlc_shard_keep(hpml_distributed *d)
         return hpmlc_fail(d->all, HPML_ERR_STATE, "distribute: with shard the plan must be known before the model is "
                           "recorded; give it to hpml_launch, HPML_PLAN or hpml_comm_set_plan"), false;
     hpmlc_background_choose(d);
+    if (d->plan.shard > 1 && d->plan.no_overlap) d->background = false;
     int64_t bytes = d->background || d->plan.shard > 1 ? (int64_t)1 << 18 : INT64_MAX;
     if (!hpmlc_buckets_create(d, NULL, bytes, NULL) || !hpmlc_shard_prepare(d)) return false;
     for (int i = 0; i < d->layout.params; i++) {
@@ -9158,16 +9183,28 @@ HPMLC_FN void hpmlc_shard_waited(hpml_distributed *d, double start)
 HPMLC_FN hpml_status hpmlc_shard_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    hpmlc_slot     *slots  = s->gradients.item;
+    const int       number = (int)(b - d->buckets.item);
     const double    start  = hpml_comm_now(d->c);
-    hpml_status     status = hpmlc_task_start(d, &b->task, b->c, hpmlc_shard_scatter, &s->job[b - d->buckets.item]);
-    if (!d->plan.no_overlap && !d->background) hpmlc_shard_waited(d, start); /* within the backward pass */
+    hpml_status     status = hpmlc_task_start(d, &b->task, b->c, hpmlc_shard_scatter, &s->job[number]);
+    const bool      within = d->plan.shard > 1 || !d->plan.no_overlap; /* the backward pass */
+    if (within && !d->background) hpmlc_shard_waited(d, start);
+    for (int i = 0; i < s->gradients.count; i++) {
+        if (slots[i].bucket != number) continue;
+        slots[i].posted = true;
+        slots[i].used   = ++s->clock;
+    }
     return status;
 }
 
 HPMLC_FN bool hpmlc_shard_open(hpml_distributed *d)
 {
     hpmlc_sharding *s = hpmlc_sharding_of(d);
+    hpml_plan_facts facts;
+    hpml_plan_facts_of(d->t, d->all, &facts);
+    const bool whole = facts.clips || facts.overflows || facts.steps_tensors || d->pipeline;
     d->start = hpmlc_shard_start;
+    s->early = d->background && d->plan.shard < 3 && !d->plan.no_overlap && !whole;
     if (!d->background && d->plan.shard < 2) d->plan.no_overlap = true;
     for (int i = 0; i < d->buckets.count; i++) {
         const hpmlc_bucket *b = &d->buckets.item[i];
@@ -9176,11 +9213,15 @@ HPMLC_FN bool hpmlc_shard_open(hpml_distributed *d)
         s->job[i].reduce = d->plan.sum ? HPML_SUM : HPML_MEAN;
     }
     if (d->plan.shard < 3) s->all = hpml_trainer_array(d->t, HPML_ARRAY_VALUES, NULL);
+    for (int i = 0; i < d->buckets.count && s->all; i++) {
+        s->whole[i].job.data   = s->all + d->buckets.item[i].at;
+        s->whole[i].job.floats = d->buckets.item[i].floats;
+    }
     return s->all || d->plan.shard == 3;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>shard-slots   whole values and gradients of a few buckets at a time; a step
+// >>shard-slots   whole values and gradients of a few buckets at a time
 // ---------------------------------------------------------------------------------------------------------------------
 /* Sets the addresses of values, or gradients, of bucket b's parameters: into the slot at `data`, or all to NULL. */
 HPMLC_FN void hpmlc_slot_point(hpml_distributed *d, int b, hpml_array which, float *data)
@@ -9196,35 +9237,48 @@ HPMLC_FN void hpmlc_slot_point(hpml_distributed *d, int b, hpml_array which, flo
     }
 }
 
-/* Copies this rank's part of the values of bucket b to `data`, a slot, or its part of the gradients from there. */
+/* Copies this rank's part of the values of bucket b to `data`, a slot; or copies its part of the gradients from there,
+   and adds it to that of earlier micro-batches. */
 HPMLC_FN void hpmlc_slot_copy(hpml_distributed *d, int b, hpml_array which, float *data)
 {
     for (int i = 0; i < d->layout.params; i++) {
         const hpml_param *q = hpmlc_param(d, i)->param;
         if (d->layout.bucket_of[i] != b || q->keep_count == 0) continue;
         float *part = hpml_trainer_part(d->t, i, which);
+        if (!part) return; /* the context has an error */
         float *slot = data + hpml_trainer_place(d->t, i) - d->buckets.item[b].at + q->keep_first;
-        if (which == HPML_ARRAY_VALUES) memcpy(slot, part, sizeof(float) * (size_t)q->keep_count);
-        else memcpy(part, slot, sizeof(float) * (size_t)q->keep_count);
+        const size_t bytes = sizeof(float) * (size_t)q->keep_count;
+        if (which == HPML_ARRAY_VALUES) memcpy(slot, part, bytes);
+        else if (!d->buckets.item[b].adds) memcpy(part, slot, bytes);
+        else for (int64_t k = 0; k < q->keep_count; k++) part[k] += slot[k];
     }
 }
 
-/* Returns the slot that has the values of bucket b. If there is none, starts gathering these values in the slot used
-   longest ago, except slots that the running op reads; NULL: the running op reads all slots. */
-HPMLC_FN hpmlc_slot *hpmlc_shard_fetch(hpml_distributed *d, int b, hpml_status *status)
+/* Returns whether op n (NULL: none) reads bucket b. */
+HPMLC_FN bool hpmlc_reads_bucket(const hpml_distributed *d, const hpml_node *n, int b)
 {
-    hpmlc_slots *v    = &hpmlc_sharding_of(d)->values;
-    hpmlc_slot  *slot = NULL;
-    for (hpmlc_slot *at = v->item; at < v->item + v->count; at++) {
+    for (int k = 0; n && b >= 0 && k < n->src_count; k++)
+        if (hpmlc_bucket_read(d, n, k) == b) return true;
+    return false;
+}
+
+/* Returns the slot that has the values of bucket b, which op n reads. If there is none, starts gathering the values in
+   the slot used longest ago, except slots that n or the running op reads; NULL: these two read all slots. */
+HPMLC_FN hpmlc_slot *hpmlc_shard_fetch(hpml_distributed *d, int b, const hpml_node *n, hpml_status *status)
+{
+    hpmlc_sharding *s    = hpmlc_sharding_of(d);
+    hpmlc_slot     *slot = NULL;
+    for (hpmlc_slot *at = s->values.item; at < s->values.item + s->values.count; at++) {
         if (at->bucket == b) return at;
-        if (!at->pinned && (!slot || at->used < slot->used)) slot = at;
+        if (hpmlc_reads_bucket(d, s->node, at->bucket) || hpmlc_reads_bucket(d, n, at->bucket)) continue;
+        if (!slot || at->used < slot->used) slot = at;
     }
     if (!slot) return NULL;
     *status = hpmlc_task_wait(&slot->task);
     if (slot->bucket >= 0) hpmlc_slot_point(d, slot->bucket, HPML_ARRAY_VALUES, NULL);
     slot->bucket     = b;
-    slot->used       = hpmlc_sharding_of(d)->clock;
-    slot->job.data   = v->memory + (slot - v->item) * hpmlc_sharding_of(d)->largest;
+    slot->used       = s->clock;
+    slot->job.data   = s->values.memory + (slot - s->values.item) * s->largest;
     slot->job.floats = d->buckets.item[b].floats;
     hpmlc_slot_copy(d, b, HPML_ARRAY_VALUES, slot->job.data);
     if (*status == HPML_OK)
@@ -9242,10 +9296,27 @@ HPMLC_FN hpml_status hpmlc_shard_forget(hpml_distributed *d)
         if (status == HPML_OK) status = done;
         if (at->bucket >= 0) hpmlc_slot_point(d, at->bucket, HPML_ARRAY_VALUES, NULL);
         at->bucket = -1;
-        at->pinned = false;
         at->used   = 0;
     }
     s->node = NULL;
+    return status;
+}
+
+/* Begins to gather, in the background, the values that the pass needs next: the other buckets of the op at->node, then
+   those of the next op that reads others, as far as there are slots. */
+HPMLC_FN hpml_status hpmlc_shard_prefetch(hpml_distributed *d, const hpml_moment *at)
+{
+    const hpml_graph *g      = hpml_trainer_graph(d->t);
+    hpml_status       status = HPML_OK;
+    int               place  = 0;
+    bool              more   = d->background;
+    for (const hpml_node *n = at->node; n && more && status == HPML_OK; n = hpml_graph_ahead(g, &place))
+        for (int k = 0; k < n->src_count && status == HPML_OK; k++) {
+            const int b = hpmlc_bucket_read(d, n, k);
+            if (b < 0) continue;
+            if (!hpmlc_reads_bucket(d, at->node, b)) more = false;
+            hpmlc_shard_fetch(d, b, n, &status);
+        }
     return status;
 }
 
@@ -9253,25 +9324,18 @@ HPMLC_FN hpml_status hpmlc_shard_forget(hpml_distributed *d)
 HPMLC_FN hpml_status hpmlc_shard_values(hpml_distributed *d, int b, const hpml_moment *at)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
-    const bool      begins = s->node && at->pass != HPML_PASS_BACKWARD && at->node->index < s->node->index;
+    const bool      first  = at->node == s->first_node && at->param == s->first_param;
+    const bool      begins = first && (at->pass == HPML_PASS_FORWARD || at->pass == HPML_PASS_EVALUATE);
     hpml_status     status = begins ? hpmlc_shard_forget(d) : HPML_OK; /* values may have been loaded since */
-    for (hpmlc_slot *v = s->values.item; s->node != at->node && v < s->values.item + s->values.count; v++) {
-        v->pinned = false;
-        for (int k = 0; k < at->node->src_count && v->bucket >= 0; k++)
-            if (hpmlc_bucket_read(d, at->node, k) == v->bucket) v->pinned = true;
-    }
     s->node = at->node;
     s->clock++;
-    hpmlc_slot *slot = hpmlc_shard_fetch(d, b, &status);
+    hpmlc_slot *slot = hpmlc_shard_fetch(d, b, at->node, &status);
     if (!slot) return hpmlc_fail(d->c, HPML_ERR_STATE, "shard: no slot for the values that \"%s\" reads",
                                  at->node->out->name);
-    slot->pinned = true;
-    slot->used   = s->clock;
+    slot->used = s->clock;
+    if (status == HPML_OK) status = hpmlc_shard_prefetch(d, at);
     if (status == HPML_OK) status = hpmlc_task_wait(&slot->task);
-    if (status != HPML_OK) return status;
-    hpmlc_slot_point(d, b, HPML_ARRAY_VALUES, slot->job.data);
-    const int next = s->turn[b] + (at->pass == HPML_PASS_BACKWARD ? -1 : 1);
-    if (d->background && next >= 0 && next < s->orders) hpmlc_shard_fetch(d, s->order[next], &status);
+    if (status == HPML_OK) hpmlc_slot_point(d, b, HPML_ARRAY_VALUES, slot->job.data);
     return status;
 }
 
@@ -9284,7 +9348,10 @@ HPMLC_FN hpml_status hpmlc_shard_collect(hpml_distributed *d, hpmlc_slot *slot)
     hpml_status     status = hpmlc_task_wait(&d->buckets.item[b].task);
     if (status == HPML_OK) hpmlc_slot_copy(d, b, HPML_ARRAY_GRADIENTS, s->job[b].data);
     hpmlc_slot_point(d, b, HPML_ARRAY_GRADIENTS, NULL);
+    d->buckets.item[b].adds = true;
     slot->bucket = -1;
+    slot->posted = false;
+    slot->used   = 0;
     return status;
 }
 
@@ -9295,9 +9362,12 @@ HPMLC_FN hpml_status hpmlc_shard_gradients(hpml_distributed *d, int b, const hpm
     hpmlc_slot     *slot   = NULL, *end = s->gradients.item + s->gradients.count;
     hpml_status     status = HPML_OK;
     for (hpmlc_slot *at = s->gradients.item; at < end; at++) {
-        if (at->bucket == b) return HPML_OK;
-        if (at->bucket >= d->buckets.posted) continue; /* incomplete */
-        if (!slot || at->bucket < slot->bucket) slot = at; /* a free one, or the bucket that is under way longest */
+        if (at->bucket == b && !at->posted) return HPML_OK;
+        if (at->bucket >= 0 && !at->posted) continue; /* incomplete */
+        if (!slot || at->used < slot->used) slot = at; /* a free one, or the bucket that is under way longest */
+        if (at->bucket != b) continue;
+        slot = at; /* has the gradients of the micro-batch before */
+        break;
     }
     if (!slot) return hpmlc_fail(d->c, HPML_ERR_STATE, "shard: no slot for the gradients of \"%s\"", node->out->name);
     if (slot->bucket >= 0) status = hpmlc_shard_collect(d, slot);
@@ -9334,12 +9404,15 @@ HPMLC_FN hpml_status hpmlc_shard_empty(hpml_distributed *d)
     return status;
 }
 
-/* Multiplies the part of the gradients that this rank keeps by `scale`. Without .sum, a gradient that is a mean over
-   only those ranks which have the same part of a parameter is also multiplied by their number divided by that of all
-   ranks, because the trained loss is a mean over all ranks. */
-HPMLC_FN void hpmlc_shard_scale(hpml_distributed *d, float scale)
+// ---------------------------------------------------------------------------------------------------------------------
+// >>shard-step   steps of buckets of which each rank has a part, within the backward pass or after it
+// ---------------------------------------------------------------------------------------------------------------------
+/* Multiplies the parts that this rank keeps of the gradients of parameters first .. end - 1 by `scale`. Without .sum, a
+   gradient that is a mean over only those ranks which have the same part of a parameter is also multiplied by their
+   number divided by that of all ranks, because the trained loss is a mean over all ranks. */
+HPMLC_FN void hpmlc_shard_scale(hpml_distributed *d, int first, int end, float scale)
 {
-    for (int i = 0; i < d->layout.params; i++) {
+    for (int i = first; i < end; i++) {
         const hpml_tensor *p = hpmlc_param(d, i);
         if (d->layout.bucket_of[i] < 0) continue;
         const float ranks = d->plan.sum ? 1 : (float)hpmlc_ranks_of(d, p)->size / (float)d->c->size;
@@ -9348,22 +9421,127 @@ HPMLC_FN void hpmlc_shard_scale(hpml_distributed *d, float scale)
     }
 }
 
-/* Steps this rank's block of each bucket of parameters; then, where the plan's field shard is 1 or 2, gathers the new
-   values of all ranks' blocks. */
+/* Steps this rank's block of each bucket from s->stepped to `to` - 1, whose gradients are added up; then, with shard 1
+   and 2, starts to gather the new values of all ranks' blocks. */
+HPMLC_FN hpml_status hpmlc_shard_step(hpml_distributed *d, int to)
+{
+    hpmlc_sharding *s     = hpmlc_sharding_of(d);
+    int             first = d->layout.params, end = 0;
+    for (int i = 0; i < d->layout.params; i++) {
+        const int b = d->layout.bucket_of[i];
+        if (b < s->stepped || b >= to) continue;
+        first = (int)hpmlc_min(first, i);
+        end   = i + 1;
+    }
+    hpmlc_shard_scale(d, first, end, hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d)));
+    hpml_status status = first < end ? hpml_trainer_apply(d->t, first, end - first) : HPML_OK;
+    if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
+    for (; s->stepped < to && status == HPML_OK; s->stepped++) {
+        hpmlc_slot  *whole = &s->whole[s->stepped];
+        hpml_comm   *c     = d->buckets.item[s->stepped].c;
+        const double start = hpml_comm_now(d->c);
+        if (s->all) status = hpmlc_task_start(d, &whole->task, c, hpmlc_shard_gather, &whole->job);
+        if (!d->background) hpmlc_dist_waited(d, start);
+    }
+    return status;
+}
+
+/* Within the last micro-batch's backward pass: starts the sum of samples and losses over ranks, which steps need. */
+HPMLC_FN hpml_status hpmlc_shard_stats(hpml_distributed *d)
+{
+    hpmlc_sharding    *s     = hpmlc_sharding_of(d);
+    const hpml_graph  *g     = hpml_trainer_graph(d->t);
+    const hpml_tensor *value = hpml_trainer_settings(d->t)->loss_tensor;
+    const double       samples = d->stats.samples, loss = d->stats.loss;
+    if (!value) value = hpml_graph_op(g, hpml_graph_op_count(g) - 1)->out; /* the loss that the trainer has recorded */
+    d->stats.samples += (double)s->samples;
+    if (s->samples > 0) d->stats.loss += (double)value->data[0] * (double)s->samples;
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
+    hpmlc_stats_fill(d, d->stats.buffers);
+    d->stats.samples = samples; /* hpmlc_dist_pass adds this micro-batch after the pass */
+    d->stats.loss    = loss;
+    s->posted        = true;
+    return hpmlc_task_start(d, &d->stats.task, d->c, hpmlc_stats_sum, d);
+}
+
+/* Within the backward pass: steps the buckets whose reduce-scatters were started before the last one. If a rank's loss
+   is NaN or infinite, leaves the steps to hpmlc_shard_update, which fails on all ranks. */
+HPMLC_FN hpml_status hpmlc_shard_early(hpml_distributed *d)
+{
+    hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    hpml_status     status = HPML_OK;
+    while (s->stepped + 1 < d->buckets.posted && status == HPML_OK) {
+        const int    b     = s->stepped;
+        const double start = hpml_comm_now(d->c);
+        hpmlc_slot  *slots = s->gradients.item;
+        status = hpmlc_task_wait(&d->stats.task);
+        if (d->stats.sum[HPMLC_BAD] > 0 || d->stats.sum[HPMLC_SAMPLES] <= 0 || status != HPML_OK) return status;
+        status = hpmlc_task_wait(&d->buckets.item[b].task);
+        for (int i = 0; i < s->gradients.count && status == HPML_OK; i++)
+            if (slots[i].bucket == b) status = hpmlc_shard_collect(d, &slots[i]);
+        hpmlc_shard_waited(d, start);
+        if (status == HPML_OK) status = hpmlc_shard_step(d, b + 1);
+    }
+    return status;
+}
+
+/* Counts that the gradient of parameter `param` is final in this micro-batch; then starts what this makes possible. */
+HPMLC_FN hpml_status hpmlc_shard_gradient(hpml_distributed *d, int param)
+{
+    hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    const bool      early  = s->early && d->micro + 1 == d->accumulate;
+    hpml_status     status = HPML_OK;
+    if (d->buckets.posted == d->buckets.count) hpmlc_buckets_reset(d); /* they were of the micro-batch before */
+    if (!hpmlc_buckets_count(d, param) || (d->plan.no_overlap && d->plan.shard < 2)) return HPML_OK;
+    if (early && !s->posted) status = hpmlc_shard_stats(d);
+    if (status == HPML_OK) status = hpmlc_buckets_post(d);
+    return early && status == HPML_OK ? hpmlc_shard_early(d) : status;
+}
+
+/* The trainer's hook `release` with shard 2 and 3: in all micro-batches but the last one, in which the hook `grad` is
+   called, the last op of a backward pass that reads a parameter makes its gradient final. */
+HPMLC_FN hpml_status hpmlc_shard_release(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
+{
+    hpml_distributed *d    = (hpml_distributed *)user;
+    const bool        last = at->batch + 1 == at->batches;
+    if (last || at->pass != HPML_PASS_BACKWARD || at->param >= d->layout.params) return HPML_OK;
+    return hpmlc_shard_gradient(d, at->param);
+}
+
+HPMLC_FN hpml_status hpmlc_shard_begin(hpml_distributed *d, int64_t samples, float *loss)
+{
+    hpmlc_sharding   *s = hpmlc_sharding_of(d);
+    int               count;
+    const hpml_hooks *h = hpml_trainer_hooks(d->t, &count);
+    for (int k = 0; k < count && s->early; k++)
+        if (h[k].update && h[k].user != d)
+            return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "shard: parameters are stepped within the backward pass, "
+                              "before the hook `update` of other hooks; detach these, or set no_overlap");
+    for (int i = 0; i < d->buckets.count && d->micro == 0; i++) d->buckets.item[i].adds = false;
+    s->samples = samples;
+    s->posted  = false;
+    s->stepped = 0;
+    hpml_status status = hpmlc_dist_pass(d, samples, loss);
+    if (status != HPML_OK || d->micro < d->accumulate || s->posted) return status;
+    hpmlc_buffers_copy(d, d->stats.buffers, false);
+    return hpmlc_dist_post(d, d->stats.buffers);
+}
+
+/* Steps this rank's block of each bucket of parameters that was not stepped within the backward pass; waits until, with
+   shard 1 and 2, the new values of all ranks' blocks are gathered. */
 HPMLC_FN hpml_status hpmlc_shard_update(hpml_distributed *d)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
     hpml_status     status = hpmlc_dist_wait(d), slots = hpmlc_shard_empty(d);
-    if (status != HPML_OK) return status;
-    if (slots != HPML_OK) return slots;
-    hpmlc_buffers_average(d);
-    hpmlc_shard_scale(d, hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d)));
-    status = hpml_trainer_apply(d->t, 0, d->layout.params);
-    if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
+    if (status == HPML_OK) status = slots;
+    if (status == HPML_OK) {
+        hpmlc_buffers_average(d);
+        status = hpmlc_shard_step(d, d->buckets.count);
+    }
     double start = hpml_comm_now(d->c);
-    for (int i = 0; i < d->buckets.count && s->all && status == HPML_OK; i++) {
-        const hpmlc_bucket *b = &d->buckets.item[i];
-        status = hpml_allgather(b->c, s->all + b->at, b->floats, HPML_ELEMENT_F32);
+    for (int i = 0; i < d->buckets.count; i++) {
+        hpml_status gathered = hpmlc_task_wait(&s->whole[i].task);
+        if (status == HPML_OK) status = gathered;
     }
     hpmlc_dist_waited(d, start);
     if (status == HPML_OK) hpmlc_steps_note(d);
@@ -9373,7 +9551,9 @@ HPMLC_FN hpml_status hpmlc_shard_update(hpml_distributed *d)
 /* Waits for collectives in flight and frees the slots: parameters no longer point to whole values. */
 HPMLC_FN void hpmlc_shard_close(hpml_distributed *d)
 {
-    if (d->own) hpmlc_shard_empty(d);
+    if (!d->own) return;
+    hpmlc_shard_empty(d);
+    for (int i = 0; i < d->buckets.count; i++) hpmlc_task_wait(&hpmlc_sharding_of(d)->whole[i].task);
 }
 
 /* The trainer's hook `join`: on entry `whole`, an array of parameter `param` (its values, gradients or a state of the
@@ -11883,7 +12063,8 @@ HPMLC_FN hpml_status hpmlc_hogwild_need(void *user, hpml_trainer *t HPMLC_UNUSED
     const hpml_distributed *d      = (const hpml_distributed *)user;
     hpml_tensor            *p      = hpmlc_param(d, at->param);
     const hpml_tensor      *tokens = at->node->src[0];
-    if (at->pass == HPML_PASS_BACKWARD || hpmlc_gradient_at(d, p) < 0) return HPML_OK;
+    const bool              reads  = at->pass == HPML_PASS_FORWARD || at->pass == HPML_PASS_EVALUATE;
+    if (!reads || hpmlc_gradient_at(d, p) < 0) return HPML_OK;
     if (!hpml_param_rows(p, NULL)) {
         hpmlc_hogwild_pull(d, p, 0, hpml_tensor_count(p));
         return HPML_OK;
@@ -11994,8 +12175,8 @@ static const hpmlc_strategy hpmlc_strategies[] = {
       hpmlc_exact_open, hpmlc_exact_begin, NULL, hpmlc_exact_update, NULL, hpmlc_exact_state, NULL },
     { HPML_STRATEGY_SYNC, "delayed", NULL, "delayed.step", hpmlc_delayed_is_chosen, hpmlc_delayed_open,
       hpmlc_delayed_begin, hpmlc_delayed_gradient, hpmlc_delayed_update, NULL, hpmlc_delayed_state, NULL },
-    { HPML_STRATEGY_SYNC, "shard", NULL, NULL, hpmlc_shard_is_chosen, hpmlc_shard_open, hpmlc_sync_begin,
-      hpmlc_sync_gradient, hpmlc_shard_update, NULL, hpmlc_buckets_state, hpmlc_shard_close },
+    { HPML_STRATEGY_SYNC, "shard", NULL, NULL, hpmlc_shard_is_chosen, hpmlc_shard_open, hpmlc_shard_begin,
+      hpmlc_shard_gradient, hpmlc_shard_update, NULL, hpmlc_buckets_state, hpmlc_shard_close },
     { HPML_STRATEGY_SYNC, "factors", NULL, NULL, hpmlc_factors_is_chosen, hpmlc_factors_open, hpmlc_factors_begin,
       hpmlc_factors_gradient, hpmlc_factors_update, NULL, hpmlc_buckets_state, hpmlc_factors_close },
     { HPML_STRATEGY_SYNC, "nodes", NULL, NULL, hpmlc_nodes_is_chosen, hpmlc_nodes_open, hpmlc_link_begin,
@@ -12060,6 +12241,7 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->native        = (c->t->allreduce || c->link.begin) && !(c->mesh && hpmlc_plan_splits(&c->mesh->plan));
     out->no_factors    = !hpmlc_has_factors(c->ctx);
     out->device        = !hpml_ctx_backend(c->ctx)->host;
+    out->host_states   = out->device && hpml_trainer_settings(t)->host_optimizer;
     out->together      = hpml_ctx_backend(c->ctx)->host && (c->size == 1 || strcmp(c->t->name, "threads") == 0);
     for (int i = 0; i < hpml_param_count(c->ctx); i++)
         if (hpml_trainer_place(t, i) >= 0 && hpml_param_rows(hpml_param_at(c->ctx, i), NULL)) out->sparse = true;
@@ -12287,7 +12469,10 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     hooks.need   = d->need;
     hooks.norms  = hpmlc_plan_cuts(&settings) ? hpmlc_dist_norms : NULL;
     hooks.join   = settings.shard > 0 ? hpmlc_shard_join : NULL;
-    if (settings.shard > 1) hooks.need = hpmlc_shard_need;
+    if (settings.shard > 1) {
+        hooks.need    = hpmlc_shard_need;
+        hooks.release = hpmlc_shard_release;
+    }
     hpml_trainer_attach(t, &hooks);
     if (d->pipeline && !hpmlc_pipeline_attach(d->pipeline)) return NULL;
     hpmlc_shard_set(d);
@@ -12821,7 +13006,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
     hpmlc_tasks_wait(d); /* gradients in flight are not applied */
     d->micro = 0;
-    if (d->plan.shard > 2) hpmlc_shard_forget(d);
+    if (d->plan.shard > 1) hpmlc_shard_empty(d);
     hpml_status       status = hpml_checkpoint_load(d->t, path);
     hpml_safetensors *f = status == HPML_OK ? hpml_safetensors_open(d->ctx, path) : NULL;
     if (!f) return hpmlc_failure(d->c);
@@ -13057,7 +13242,8 @@ HPMLC_FN void hpmlc_model_copy(hpml_ctx *ctx, float *host, float *x, int64_t n, 
    nothing if `model` is NULL. Returns the number of these floats. */
 HPMLC_FN int64_t hpmlc_model(hpml_trainer *t, hpml_ctx *ctx, float *model, bool save)
 {
-    int64_t n = 0, floats = 0;
+    const bool host = hpml_trainer_settings(t)->host_optimizer; /* where the states are */
+    int64_t    n = 0, floats = 0;
     for (int i = 0; i < hpml_param_count(ctx); i++) {
         hpml_tensor *p = hpml_param_at(ctx, i);
         if (model && p->data) hpmlc_model_copy(ctx, model + n, p->data, hpml_tensor_count(p), save);
@@ -13067,7 +13253,8 @@ HPMLC_FN int64_t hpmlc_model(hpml_trainer *t, hpml_ctx *ctx, float *model, bool 
     for (int a = HPML_ARRAY_STATE; a < HPML_ARRAY_END; a++) {
         float *state = hpml_trainer_array(t, (hpml_array)a, &floats);
         if (!state) break;
-        if (model) hpmlc_model_copy(ctx, model + n, state, floats, save);
+        if (model && !host) hpmlc_model_copy(ctx, model + n, state, floats, save);
+        else if (model) memcpy(save ? model + n : state, save ? state : model + n, sizeof(float) * (size_t)floats);
         n += floats;
     }
     return n;

@@ -78,6 +78,44 @@ TEST(onebit_is_the_definition_at_all_sizes)
     }
 }
 
+/* All numbers of a few rows, among them both thresholds and their neighbours, at all positions in a word. */
+TEST(twobit_is_the_definition_at_all_sizes)
+{
+    const float t = 0.3f, edges[] = { t, -t, nextafterf(t, 0), nextafterf(-t, 0), nextafterf(t, 1), -0.0f, FLT_MAX };
+    const int   rows = 3;
+    for (int a = 0; a < ISAS; a++)
+        for (int64_t n = 1; n < 70; n++) {
+            hpml_packing p = packing_of(HPML_CODEC_TWOBIT, rows, n);
+            if (p.codec != hpml_codec_get(HPML_CODEC_TWOBIT)) continue;
+            p.kernels        = private_kernels(isas[a]);
+            p.desc.threshold = t;
+            if (!p.kernels) continue;
+            fill(g, (uint64_t)n, rows * n, 0.4f, 0);
+            fill(e, (uint64_t)n + 1, rows * n, 0.4f, 0);
+            for (int64_t i = 0; i < rows * n; i++) {
+                if ((i + n) % 3 == 0) g[i] = edges[(i + n) / 3 % 7], e[i] = 0;
+                v[i] = g[i] + e[i];
+            }
+            memset(packed, 0xa5, sizeof packed);
+            ENSURE(hpml_packing_encode(&p, packed, e, g, rows, NULL) == HPML_OK);
+            ENSURE(packed[p.size] == 0xa5); /* not a byte more */
+            hpml_packing_decode(&p, out, packed, rows);
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t i = 0; i < (n + 15) / 16 * 16; i++) {
+                    const int64_t at   = r * n + i;
+                    const int     code = packed[(size_t)r * p.row_size + (size_t)i / 4] >> 2 * (i % 4) & 3;
+                    float         sent = 0;
+                    if (i < n && v[at] >= t) sent = t;
+                    if (i < n && v[at] <= -t) sent = -t;
+                    ENSURE(code == (sent != 0) * 2 + (sent > 0));
+                    if (i < n) ENSURE(out[at] == sent && e[at] == v[at] - sent);
+                }
+            for (int64_t i = 0; i < rows * n; i++) before[i] = out[i], out[i] = g[i];
+            hpml_packing_decode_add(&p, out, packed, rows);
+            for (int64_t i = 0; i < rows * n; i++) ENSURE(out[i] == g[i] + before[i]);
+        }
+}
+
 /* |sum of gradients - sum of what was sent - residual| / |sum of gradients| after 1,000 steps. */
 static double telescope(const hpml_codec_desc *d, int64_t rows, int64_t cols)
 {
@@ -249,10 +287,10 @@ TEST(bad_arguments)
    returns HPML_ERR_NONFINITE. */
 TEST(nonfinite_rows_are_zeroed_and_reported)
 {
-    static const hpml_codec_kind kinds[] = { HPML_CODEC_BF16, HPML_CODEC_ONEBIT };
+    static const hpml_codec_kind kinds[] = { HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT };
     const float                  bad[] = { NAN, INFINITY, -INFINITY, -NAN, FLT_MAX };
     const int64_t                cols = 37, rows = 5;
-    for (int t = 0; t < 2; t++)
+    for (int t = 0; t < 3; t++)
         for (int b = 0; b < 5; b++)
             for (int64_t at = 0; at < cols; at++) {
                 hpml_packing p = packing_of(kinds[t], rows, cols);
@@ -298,14 +336,15 @@ TEST(bf16_rounds_to_nearest_even_and_carries_the_rest)
 /* Rows in any pieces, by any kernels: the same bytes and the same residual, over several steps. */
 TEST(same_bytes_in_any_cut_on_any_cpu)
 {
-    static const hpml_codec_kind kinds[] = { HPML_CODEC_NONE, HPML_CODEC_BF16, HPML_CODEC_ONEBIT };
+    static const hpml_codec_kind kinds[] = { HPML_CODEC_NONE, HPML_CODEC_BF16, HPML_CODEC_ONEBIT, HPML_CODEC_TWOBIT };
     static const int64_t         shapes[][2] = { { 13, 31 }, { 17, 128 }, { 11, 785 }, { 5, 4099 }, { 300, 5 } };
-    for (int t = 0; t < 3; t++)
+    for (int t = 0; t < 4; t++)
         for (int s = 0; s < 5; s++) {
             const int64_t rows = shapes[s][0], cols = shapes[s][1];
             const size_t  bytes = (size_t)(rows * cols) * sizeof *e;
             hpml_packing  p = packing_of(kinds[t], rows, cols);
             p.kernels = private_kernels("scalar");
+            p.desc.threshold = 0.1f;
             memset(before, 0, sizeof before);
             for (int step = 0; step < 3; step++) {
                 fill(g, 20 + (uint64_t)step, rows * cols, 0.1f, 0);

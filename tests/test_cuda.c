@@ -2000,3 +2000,87 @@ TEST(trainings_in_tf32_and_halves)
         if (emulated()) train_both(&trainings[i], kinds + i, tolerances + i, 1);
         else train_both(&trainings[i], kinds, tolerances, 3);
 }
+
+/* A trainer on the GPU with .host_optimizer, and one on the CPU that steps with the GPU's gradients. */
+typedef struct on_host { hpml_trainer *cpu; int64_t step; bool same; } on_host;
+
+/* The hook `update` of the trainer on the GPU: the CPU makes the step, too, which must give the same bits. */
+static hpml_status step_both(void *user, hpml_trainer *t, const hpml_moment *at)
+{
+    on_host        *own = (on_host *)user;
+    hpml_ctx       *gpu = hpml_trainer_settings(t)->input->ctx, *cpu = hpml_trainer_settings(own->cpu)->input->ctx;
+    int64_t         floats, others;
+    float          *g = hpml_trainer_array(t, HPML_ARRAY_GRADIENTS, &floats);
+    float          *to = hpml_trainer_array(own->cpu, HPML_ARRAY_GRADIENTS, &others);
+    own->same = own->same && at->pass == HPML_PASS_UPDATE && floats == others;
+    hpml_ctx_backend(gpu)->read(hpml_ctx_device(gpu), to, g, (size_t)floats * sizeof(float));
+    hpml_trainer_set_step(own->cpu, own->step++);
+    hpml_trainer_apply(own->cpu, 0, (int)hpml_param_count(cpu));
+    hpml_status status = hpml_trainer_update_inner(t);
+    for (int i = 0; i < hpml_param_count(gpu); i++) {
+        hpml_tensor *p = hpml_param_at(gpu, i);
+        int64_t      n = hpml_tensor_count(p);
+        float       *x = (float *)malloc((size_t)n * sizeof(float));
+        hpml_tensor_get(p, x, n);
+        own->same = own->same && memcmp(x, hpml_param_at(cpu, i)->data, (size_t)n * sizeof(float)) == 0;
+        free(x);
+    }
+    for (int k = HPML_ARRAY_STATE; hpml_trainer_array(t, (hpml_array)k, NULL); k++) {
+        const float *a = hpml_trainer_array(t, (hpml_array)k, NULL);
+        const float *b = hpml_trainer_array(own->cpu, (hpml_array)k, NULL);
+        own->same = own->same && memcmp(a, b, (size_t)floats * sizeof(float)) == 0;
+    }
+    return status;
+}
+
+static hpml_trainer *record_mlp(hpml_ctx *ctx, hpml_opt opt, bool on)
+{
+    hpml_tensor *in, *out = train_mlp(ctx, true, &in);
+    return hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .optimizer = opt, .lr = 0.01f,
+                                                          .momentum = 0.9f, .weight_decay = 0.01f,
+                                                          .host_optimizer = on });
+}
+
+/* The states are not in the GPU's memory, and each step has the bits of the CPU's; in halves the GPU's next pass reads
+   the new values. */
+TEST(a_host_optimizer_makes_the_steps_of_the_cpu)
+{
+    static const hpml_opt opts[] = { HPML_OPT_SGD, HPML_OPT_ADAMW, HPML_OPT_LAMB };
+    float                 x[16 * 20];
+    int32_t               y[16];
+    if (no_device()) SKIP("no CUDA device");
+    EACH(opts, o) {
+        long bytes[2] = { 0, 0 };
+        for (int on = 0; on < 2 && emulated(); on++) {
+            hpml_ctx *ctx = context(true, HPML_CUDA_F32);
+            ENSURE(record_mlp(ctx, opts[o], on == 1));
+            bytes[on] = cuda_on_cpu_count("bytes");
+            hpml_ctx_free(ctx);
+        }
+        for (int half = 0; half < 2; half++) {
+            hpml_ctx      *gpu = context(true, half ? HPML_CUDA_BF16 : HPML_CUDA_F32), *cpu = context(false, 0);
+            hpml_trainer  *t   = record_mlp(gpu, opts[o], true);
+            on_host        own = { record_mlp(cpu, opts[o], true), 0, true };
+            hpml_memory    m, plain;
+            hpml_step_info info = { 0 };
+            float          loss[8];
+            hpml_graph_memory(hpml_trainer_graph(t), &m);
+            hpml_graph_memory(hpml_trainer_graph(own.cpu), &plain);
+            ENSURE(m.optimizer == 0 && plain.optimizer > 0);
+            if (emulated()) ENSURE(bytes[0] - bytes[1] >= (long)plain.optimizer);
+            hpml_trainer_attach(t, &(hpml_hooks){ .user = &own, .update = step_both });
+            for (int i = 0; i < hpml_param_count(gpu); i++) {
+                hpml_tensor *p = hpml_param_at(gpu, i);
+                hpml_tensor_get(p, hpml_param_at(cpu, i)->data, hpml_tensor_count(p));
+            }
+            for (int s = 0; s < 8; s++) {
+                train_data(HPML_DTYPE_F32, 16, 20, s % 2, x, y);
+                ENSURE(hpml_trainer_step(t, x, y, 16, &info) == HPML_OK);
+                loss[s] = info.loss;
+            }
+            ENSURE(own.same && own.step == 8 && loss[6] < loss[0] && loss[7] < loss[1]);
+            hpml_ctx_free(gpu);
+            hpml_ctx_free(cpu);
+        }
+    }
+}

@@ -178,6 +178,36 @@ static hpml_trainer *small_trainer(hpml_ctx *ctx)
     return hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = y, .momentum = 0.9f });
 }
 
+/* A finite number that would be infinite in the file is an error with the names of both; the old file stays. */
+TEST(numbers_beyond_the_halves_are_not_saved)
+{
+    static const struct { hpml_dtype dtype; float fits, beyond; } halves[] = {
+        { HPML_DTYPE_F16, 65519.996f, -65520 }, { HPML_DTYPE_BF16, 3.3961773e38f, 3.3961777e38f } };
+    char before[4096], after[4096];
+    for (int h = 0; h < 2; h++) {
+        hpml_ctx    *ctx = hpml_ctx_create(NULL);
+        hpml_tensor *w = hpml_param_create(ctx, &(hpml_param_desc){ .name = "first", .ndim = 1, .shape = { 3 } });
+        w = hpml_param_create(ctx, &(hpml_param_desc){ .name = "the.second", .ndim = 2, .shape = { 300, 1000 } });
+        hpml_param_init(ctx);
+        w->data[250123] = halves[h].fits;
+        ENSURE(hpml_params_save(ctx, file("h"), halves[h].dtype) == HPML_OK);
+        FILE  *f = fopen(file("h"), "rb");
+        size_t n = fread(before, 1, sizeof before, f);
+        fclose(f);
+        w->data[250123] = halves[h].beyond;
+        w->data[250124] = NAN; /* not hidden by one */
+        ENSURE(hpml_params_save(ctx, file("h"), halves[h].dtype) == HPML_ERR_NONFINITE);
+        ENSURE(strstr(hpml_ctx_error(ctx), "element 250123 of \"the.second\""));
+        f = fopen(file("h"), "rb");
+        ENSURE(fread(after, 1, sizeof after, f) == n && memcmp(before, after, n) == 0);
+        fclose(f);
+        ENSURE(!fopen(file("h.tmp"), "rb"));
+        hpml_ctx_clear_error(ctx);
+        ENSURE(hpml_params_save(ctx, file("h"), HPML_DTYPE_F32) == HPML_OK);
+        hpml_ctx_free(ctx);
+    }
+}
+
 TEST(safetensors_and_parameters)
 {
     hpml_ctx         *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = UINT64_C(1) << 63 });

@@ -514,3 +514,66 @@ TEST(sparse_tables_that_cannot_be_are_errors)
     ENSURE_ERROR(ctx, !words(ctx, true, (hpml_trainer_desc){ .lr = 0.1f }), HPML_ERR_UNSUPPORTED, "on the host");
     hpml_ctx_free(ctx);
 }
+
+/* Notes each need as a sign (+ forward, - backward, * again) and the op's first parameter; compares the op that runs
+   next with the one announced by hpml_graph_ahead. */
+typedef struct needs {
+    const hpml_graph *g;
+    const hpml_node  *announced; /* the next op with a parameter */
+    char              text[256];
+    int               wrong, grads[8];
+} needs;
+
+static const hpml_tensor *parameter_of(const hpml_node *n)
+{
+    for (int k = 0; k < n->src_count; k++)
+        if (n->src[k] && n->src[k]->param) return n->src[k];
+    return NULL;
+}
+
+static hpml_status note_need(void *user, hpml_trainer *t, const hpml_moment *at)
+{
+    needs            *own   = (needs *)user;
+    const char       *sign  = at->pass == HPML_PASS_AGAIN ? "*" : "-";
+    size_t            n     = strlen(own->text);
+    int               place = 0;
+    const hpml_node  *next  = at->node;
+    (void)t;
+    if (parameter_of(at->node)->param->index != at->param) return HPML_OK;
+    if (at->pass == HPML_PASS_FORWARD) sign = "+";
+    snprintf(own->text + n, sizeof own->text - n, "%s%d", sign, at->param);
+    if (own->announced && own->announced != at->node) own->wrong++;
+    do next = hpml_graph_ahead(own->g, &place);
+    while (next && !parameter_of(next));
+    own->announced = next;
+    return HPML_OK;
+}
+
+static hpml_status note_grad(void *user, hpml_trainer *t, const hpml_moment *at)
+{
+    (void)t;
+    ((needs *)user)->grads[at->param]++;
+    return HPML_OK;
+}
+
+/* An op that runs again needs its parameters; a parameter that an op reads twice is needed, and final, once. */
+TEST(needs_of_ops_that_run_again_and_of_those_ahead)
+{
+    hpml_ctx    *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 2, .threads = 1 });
+    hpml_tensor *x = hpml_input_2d(ctx, BATCH, INPUTS), *y = x, *w;
+    hpml_linear_desc relu = { .activation = HPML_ACT_RELU, .no_bias = true };
+    for (int l = 0; l < 3; l++) {
+        if (l == 1) hpml_recompute(ctx, true);
+        y = hpml_relu(hpml_linear(y, INPUTS, &relu));
+        if (l == 2) hpml_recompute(ctx, false);
+    }
+    w = hpml_param_create(ctx, &(hpml_param_desc){ .name = "w", .ndim = 2, .shape = { INPUTS, 3 } });
+    y = hpml_matmul(y, hpml_mul(w, w), false, false);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = y, .lr = 0.1f });
+    needs own = { .g = hpml_trainer_graph(t) };
+    ENSURE(hpml_trainer_attach(t, &(hpml_hooks){ .user = &own, .need = note_need, .grad = note_grad }) == HPML_OK);
+    ENSURE(hpml_trainer_step(t, xs[0], ys[0], BATCH, NULL) == HPML_OK);
+    ENSURE(strcmp(own.text, "+0+1+2+3-3*1*2-2-1-0") == 0 && own.wrong == 0 && !own.announced);
+    for (int i = 0; i < 4; i++) ENSURE(own.grads[i] == 1);
+    hpml_ctx_free(ctx);
+}

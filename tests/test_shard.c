@@ -7,17 +7,32 @@
 
 enum { BATCH = 6, NARROW = 24, WIDE = 192, MOST = 4 };
 
-/* Records an MLP with a normalization and returns its trainer. */
-static hpml_trainer *model(hpml_ctx *ctx, const hpml_trainer_desc *settings, int width, hpml_tensor **input)
+/* Records an MLP with a normalization and returns its trainer. odd: the normalization is batchnorm, an op reads one
+   parameter twice, and two ops read another one. */
+static hpml_trainer *model_of(hpml_ctx *ctx, const hpml_trainer_desc *settings, int width, bool odd,
+                              hpml_tensor **input)
 {
     const hpml_linear_desc relu = { .activation = HPML_ACT_RELU };
     hpml_trainer_desc      d = *settings;
     d.input  = hpml_input_2d(ctx, BATCH, INPUTS);
     d.output = d.input;
     for (int l = 0; l < 3; l++) d.output = hpml_linear(d.output, width + l, &relu);
-    d.output = hpml_linear(hpml_layernorm(d.output, NULL), CLASSES, NULL);
+    if (odd) {
+        hpml_tensor *w = hpml_param_create(ctx, &(hpml_param_desc){ .name = "squared", .ndim = 2,
+                                                                    .shape = { width + 2, width + 2 },
+                                                                    .init = HPML_INIT_NORMAL });
+        d.output = hpml_linear(d.output, width + 2, &(hpml_linear_desc){ .weight = w });
+        d.output = hpml_matmul(d.output, hpml_mul(w, w), false, false);
+        d.output = hpml_batchnorm(d.output, NULL);
+    }
+    d.output = hpml_linear(odd ? d.output : hpml_layernorm(d.output, NULL), CLASSES, NULL);
     if (input) *input = d.input;
     return hpml_trainer_create(ctx, &d);
+}
+
+static hpml_trainer *model(hpml_ctx *ctx, const hpml_trainer_desc *settings, int width, hpml_tensor **input)
+{
+    return model_of(ctx, settings, width, false, input);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -90,6 +105,9 @@ typedef struct job {
     int               ranks, steps;
     int               width;         /* of the layers; 0: NARROW */
     bool              slow;          /* the network is, so that exchanges run in the background */
+    bool              odd;           /* the model is that of `odd` in model_of */
+    bool              ragged;        /* in odd steps rank r has r samples less than others, the last rank none */
+    bool              by_hand;       /* each micro-batch is added up over ranks by hooks of this test, not by a plan */
     float            *weights;       /* (weight_count) of rank 0; the caller frees them */
     int64_t           weight_count;  /* all floats of the parameters */
     int64_t           padded;        /* all floats with padding */
@@ -109,11 +127,19 @@ static void batch_of(int step, int rank, float *x, int32_t *y)
     for (int i = 0; i < BATCH; i++) y[i] = (int32_t)(fabsf(x[i * INPUTS]) * 3) % CLASSES;
 }
 
+/* Returns the floats of all parameters and running statistics. */
+static int64_t total(hpml_ctx *ctx)
+{
+    int64_t floats = 0;
+    for (int i = 0; i < hpml_param_count(ctx); i++) floats += hpml_tensor_count(hpml_param_at(ctx, i));
+    return floats;
+}
+
 /* Returns the values of all parameters, joined of all ranks' parts; the caller frees them. */
 static float *wholes(hpml_trainer *t)
 {
     hpml_ctx *ctx = hpml_trainer_settings(t)->input->ctx;
-    float    *all = (float *)malloc(sizeof(float) * (size_t)hpml_param_total(ctx));
+    float    *all = (float *)malloc(sizeof(float) * (size_t)total(ctx));
     for (int64_t i = 0, at = 0; i < hpml_param_count(ctx); i++) {
         hpml_trainer_collect(t, (int)i, HPML_ARRAY_VALUES, all + at);
         at += hpml_tensor_count(hpml_param_at(ctx, (int)i));
@@ -130,6 +156,31 @@ static int64_t padded(hpml_ctx *ctx)
     return HPML_GRADIENT_ALIGN * floats;
 }
 
+/* Steps in which the gradient of each micro-batch is added up over ranks by a ring, before it is added to the sum. */
+typedef struct by_hand { hpml_comm *c; float *sum; } by_hand;
+
+static hpml_status by_hand_run(void *user, hpml_trainer *t, const hpml_moment *at, int64_t samples, float *loss)
+{
+    by_hand    *own = (by_hand *)user;
+    int64_t     floats;
+    hpml_status status = hpml_trainer_forward_backward(t, 0, samples, 1.0f / (float)at->batches, false, loss);
+    float      *g = hpml_trainer_array(t, HPML_ARRAY_GRADIENTS, &floats);
+    hpml_allreduce(own->c, g, floats, &(hpml_allreduce_desc){ .algorithm = HPML_RING, .reduce = HPML_MEAN });
+    if (!own->sum) own->sum = (float *)calloc((size_t)floats, sizeof(float));
+    for (int64_t i = 0; i < floats; i++) own->sum[i] = at->batch == 0 ? g[i] : own->sum[i] + g[i];
+    return status;
+}
+
+static hpml_status by_hand_update(void *user, hpml_trainer *t, const hpml_moment *at)
+{
+    int64_t floats;
+    float  *g = hpml_trainer_array(t, HPML_ARRAY_GRADIENTS, &floats);
+    memcpy(g, ((by_hand *)user)->sum, sizeof(float) * (size_t)floats);
+    return at->batch < 0 ? HPML_ERR_STATE : hpml_trainer_update_inner(t);
+}
+
+static void by_hand_free(void *user) { free(((by_hand *)user)->sum); }
+
 static hpml_status run(hpml_comm *c, void *user)
 {
     job      *j   = (job *)user;
@@ -140,16 +191,21 @@ static hpml_status run(hpml_comm *c, void *user)
     hpml_step_info info = { 0 };
     hpml_counters  before, after;
     hpml_ctx_defer(ctx, true);
-    hpml_trainer *t = model(ctx, &j->settings, j->width ? j->width : NARROW, NULL);
+    hpml_trainer *t = model_of(ctx, &j->settings, j->width ? j->width : NARROW, j->odd, NULL);
     const size_t  without = hpml_ctx_bytes(ctx);
-    hpml_distributed *d = hpml_distribute(t, c, NULL);
-    if (!d) return hpml_ctx_status(ctx);
+    by_hand           own = { c, NULL };
+    const hpml_hooks  hooks = { .user = &own, .run = by_hand_run, .update = by_hand_update, .free = by_hand_free };
+    hpml_distributed *d = j->by_hand ? NULL : hpml_distribute(t, c, NULL);
+    if (j->by_hand) hpml_trainer_attach(t, &hooks);
+    if (hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
     hpml_graph_memory(hpml_trainer_graph(t), &j->memory[rank]);
     j->held[rank] = (int64_t)(hpml_ctx_bytes(ctx) - without);
     hpml_comm_counters(c, &before);
     for (int s = 0; s < j->steps && hpml_ctx_status(ctx) == HPML_OK; s++) {
+        int samples = j->ragged && s % 2 ? BATCH - rank : BATCH;
+        if (j->ragged && s % 2 && rank == j->ranks - 1) samples = 0;
         batch_of(s, rank, x, y);
-        hpml_trainer_step(t, x, y, BATCH, &info);
+        hpml_trainer_step(t, x, y, samples, &info);
     }
     hpml_comm_counters(c, &after);
     double  stats[4] = { 0 };
@@ -159,13 +215,14 @@ static hpml_status run(hpml_comm *c, void *user)
     sent[1] = before.bytes - after.bytes;
     hpml_allreduce(c, sent, 2, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_I64 });
     float *weights = wholes(t);
+    hpml_trainer_detach(t, &own);
     if (rank > 0) {
         free(weights);
         return hpml_ctx_status(ctx);
     }
-    hpml_distribute_report report;
-    hpml_distribute_get(d, &report, false);
-    j->weight_count = hpml_param_total(ctx);
+    hpml_distribute_report report = { 0 };
+    if (d) hpml_distribute_get(d, &report, false);
+    j->weight_count = total(ctx);
     j->padded = padded(ctx);
     j->bytes = sent[0];
     j->small = sent[1];
@@ -217,21 +274,115 @@ TEST(shards_train_to_the_bits_of_whole_arrays)
         }
 }
 
-/* In virtual time: buckets are exchanged in the background, the next values gathered while an op runs. */
+/* In virtual time: buckets are exchanged in the background, stepped within the backward pass, the next values gathered
+   while an op runs; also with unequal numbers of samples, running statistics, and parameters that are read twice. */
 TEST(shards_in_the_background_train_to_the_same_bits)
 {
-    job all = { .settings = optimizers[2], .ranks = 3, .steps = 6, .plan = "algorithm=ring,bucket_bytes=2000" };
-    ENSURE(launch(&all) == HPML_OK);
-    for (int shard = 1; shard <= SHARDS; shard++) {
-        char plan[80];
-        job  j = all;
-        snprintf(plan, sizeof plan, "%s,shard=%d", all.plan, shard);
-        j.plan = plan;
-        j.slow = true;
-        ENSURE(launch(&j) == HPML_OK);
-        ENSURE(memcmp(j.weights, all.weights, sizeof(float) * (size_t)all.weight_count) == 0);
-        free(j.weights);
+    for (int kind = 0; kind < 4; kind++) {
+        job all = { .settings = optimizers[2], .ranks = 3, .steps = 6, .ragged = kind == 1, .odd = kind > 1,
+                    .plan = kind < 3 ? "algorithm=ring,bucket_bytes=2000" : "algorithm=ring,bucket_bytes=1" };
+        ENSURE(launch(&all) == HPML_OK);
+        for (int shard = 0; shard <= SHARDS; shard++) {
+            char plan[80];
+            job  j = all;
+            snprintf(plan, sizeof plan, "%s,shard=%d", all.plan, shard);
+            j.plan = plan;
+            j.slow = true;
+            if (launch(&j) != HPML_OK) printf("    %s\n", j.error);
+            ENSURE(j.loss == all.loss);
+            ENSURE(memcmp(j.weights, all.weights, sizeof(float) * (size_t)all.weight_count) == 0);
+            free(j.weights);
+        }
+        free(all.weights);
     }
+}
+
+/* The largest difference of two runs' weights, relative to the largest weight. */
+static double weights_differ(const job *a, const job *b)
+{
+    double most = 0, largest = 0;
+    for (int64_t i = 0; i < a->weight_count; i++) {
+        most    = fmax(most, fabs((double)a->weights[i] - (double)b->weights[i]));
+        largest = fmax(largest, fabs((double)a->weights[i]));
+    }
+    return most / largest;
+}
+
+/* Floats that values_are_gathered_twice_but_for_those_at_hand does not gather again: of the last three tensors. */
+static int64_t reused(void)
+{
+    const int64_t shift = (NARROW + 2 + 15) / 16 * 16, weight = ((NARROW + 2) * CLASSES + 15) / 16 * 16, bias = 16;
+    return shift + weight + bias;
+}
+
+/* With .accumulate the gradients of each of m micro-batches are exchanged, with shard 3 values gathered, too. So the
+   sum over ranks comes before that over micro-batches: the bits are those of ranks that do so with whole arrays. */
+TEST(micro_batches_are_added_up_over_ranks_one_by_one)
+{
+    enum { MICRO = 3, UPDATES = 4 };
+    for (int o = 0; o < OPTIMIZERS; o += 2)
+        for (int slow = 0; slow < 2; slow++) {
+            job by = { .settings = optimizers[o], .ranks = 3, .steps = MICRO * UPDATES, .by_hand = true, .plan = "" };
+            by.settings.accumulate = MICRO;
+            job whole = by, j = by;
+            whole.by_hand = j.by_hand = false;
+            whole.plan = "algorithm=ring";
+            ENSURE(launch(&by) == HPML_OK && launch(&whole) == HPML_OK);
+            j.slow = slow > 0;
+            for (int shard = 1; shard <= SHARDS; shard++)
+                for (int size = 0; size < 2; size++) {
+                    char plan[80];
+                    snprintf(plan, sizeof plan, "bucket_bytes=%d,shard=%d", size ? 1 : 1 << 20, shard);
+                    j.plan = plan;
+                    ENSURE(launch(&j) == HPML_OK);
+                    const job *like = shard > 1 ? &by : &whole;
+                    ENSURE(size || memcmp(j.weights, like->weights, sizeof(float) * (size_t)j.weight_count) == 0);
+                    ENSURE_NEAR(weights_differ(&j, &whole), 0, o == 0 ? 1e-6 : 1e-4);
+                    const int64_t moved[] = { 2 * j.padded, (MICRO + 1) * j.padded, MICRO * (3 * j.padded - reused()) };
+                    if (size) ENSURE(j.bytes == UPDATES * (moved[shard - 1] * 2 * 4 + j.small));
+                    free(j.weights);
+                }
+            free(by.weights);
+            free(whole.weights);
+        }
+}
+
+/* With shard 2 and 3 no_overlap makes each exchange at once: the same bits, nothing in the background. */
+TEST(shards_without_overlap_train_to_the_same_bits)
+{
+    for (int shard = 1; shard <= SHARDS; shard++)
+        for (int micro = 1; micro < 3; micro++) {
+            char plan[80];
+            job  during = { .settings = optimizers[3], .ranks = 3, .steps = 4, .slow = true, .plan = plan }, after;
+            during.settings.accumulate = micro;
+            after = during;
+            snprintf(plan, sizeof plan, "bucket_bytes=2000,shard=%d", shard);
+            ENSURE(launch(&during) == HPML_OK);
+            snprintf(plan, sizeof plan, "bucket_bytes=2000,no_overlap=1,shard=%d", shard);
+            ENSURE(launch(&after) == HPML_OK);
+            ENSURE(during.bytes == after.bytes && during.loss == after.loss);
+            ENSURE(memcmp(during.weights, after.weights, sizeof(float) * (size_t)after.weight_count) == 0);
+            free(during.weights);
+            free(after.weights);
+        }
+}
+
+/* Ops that run again in the backward pass need values, but no memory for gradients. */
+TEST(shards_of_recomputed_models_train_to_the_same_bits)
+{
+    job all = { .settings = optimizers[2], .ranks = 2, .steps = 3, .plan = "algorithm=ring,bucket_bytes=1" };
+    ENSURE(launch(&all) == HPML_OK);
+    for (int shard = 1; shard <= SHARDS; shard++)
+        for (int slow = 0; slow < 2; slow++) {
+            char plan[80];
+            job  j = all;
+            snprintf(plan, sizeof plan, "%s,recompute=1,shard=%d", all.plan, shard);
+            j.plan = plan;
+            j.slow = slow > 0;
+            if (launch(&j) != HPML_OK) printf("    %s: %s\n", plan, j.error);
+            ENSURE(j.weights && memcmp(j.weights, all.weights, sizeof(float) * (size_t)all.weight_count) == 0);
+            free(j.weights);
+        }
     free(all.weights);
 }
 
@@ -243,9 +394,130 @@ TEST(values_are_gathered_twice_but_for_those_at_hand)
         job j = { .settings = optimizers[3], .ranks = ranks, .steps = 5, .plan = "shard=3,bucket_bytes=1",
                   .slow = ranks == 3 };
         ENSURE(launch(&j) == HPML_OK);
-        const int64_t shift = (NARROW + 2 + 15) / 16 * 16, weight = ((NARROW + 2) * CLASSES + 15) / 16 * 16, bias = 16;
-        ENSURE(j.bytes == j.steps * ((3 * j.padded - shift - weight - bias) * (ranks - 1) * 4 + j.small));
+        ENSURE(j.bytes == j.steps * ((3 * j.padded - reused()) * (ranks - 1) * 4 + j.small));
         free(j.weights);
+    }
+}
+
+/* Layers in virtual time: one takes LAYER_S seconds forward, as long as the gather of its values, and twice that
+   backward. */
+enum { LAYERS = 8, SIDE = 64, DEEP_RANKS = 4, DEEP_STEPS = 4 };
+#define LAYER_S 1.0
+typedef struct deep {
+    const char *plan;
+    double      step_s, exposed_s;  /* of a step, by the clock and by the report */
+    double      busy_s, hidden_s;   /* by the timeline: of exchanges, and of these while rank 0 computes */
+    uint64_t    hash;
+} deep;
+
+static hpml_status layer_takes(void *user, hpml_trainer *t, const hpml_moment *at)
+{
+    const hpml_tensor *p = hpml_param_at(hpml_trainer_settings(t)->input->ctx, at->param);
+    if (p->ndim == 2) hpml_comm_compute((hpml_comm *)user, at->pass == HPML_PASS_BACKWARD ? 2 * LAYER_S : LAYER_S);
+    return HPML_OK;
+}
+
+/* Reads the timeline of rank 0: seconds of spans in the lane of communication, and of these within computing spans. */
+static void read_timeline(const char *path, deep *j)
+{
+    enum { SPANS = 4096 };
+    char    line[512], name[64];
+    double *span = (double *)malloc(sizeof(double) * 3 * SPANS); /* (count) lane, start, seconds */
+    FILE   *f = fopen(path, "r");
+    int     count = 0, lane;
+    while (f && count < SPANS && fgets(line, sizeof line, f)) {
+        double     *s = span + 3 * count;
+        const char *as = "{\"name\":\"%63[^\"]\",\"ph\":\"X\",\"pid\":0,\"tid\":%d,\"ts\":%lf,\"dur\":%lf";
+        int         n = sscanf(line, as, name, &lane, s + 1, s + 2);
+        s[0] = lane;
+        count += n == 4 && (lane == HPML_LANE_COMM || strcmp(name, "compute") == 0);
+    }
+    if (f) fclose(f);
+    for (double *a = span; a < span + 3 * count; a += 3) {
+        if (a[0] != HPML_LANE_COMM) continue;
+        j->busy_s += a[2] / 1e6;
+        for (double *b = span; b < span + 3 * count; b += 3) {
+            const double both = fmin(a[1] + a[2], b[1] + b[2]) - fmax(a[1], b[1]);
+            if (b[0] != HPML_LANE_COMM && both > 0) j->hidden_s += both / 1e6;
+        }
+    }
+    free(span);
+    remove(path);
+}
+
+static hpml_status train_deep(hpml_comm *c, void *user)
+{
+    deep          *j    = (deep *)user;
+    hpml_ctx      *ctx  = hpml_comm_ctx(c);
+    hpml_tensor   *in   = hpml_input_2d(ctx, CLASSES, SIDE), *out = in;
+    float          x[CLASSES * SIDE];
+    int32_t        y[CLASSES];
+    for (int i = 0; i < LAYERS; i++) out = hpml_linear(out, SIDE, NULL);
+    hpml_trainer     *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = out, .lr = 0.001f });
+    hpml_distributed *d = hpml_distribute(t, c, NULL);
+    hpml_trainer_attach(t, &(hpml_hooks){ .user = c, .need = layer_takes });
+    for (int i = 0; i < CLASSES * SIDE; i++) x[i] = (float)(i * (hpml_comm_rank(c) + 3) % 7) / 7;
+    for (int i = 0; i < CLASSES; i++) y[i] = i;
+    hpml_trainer_step(t, x, y, CLASSES, NULL); /* the first step starts the background thread */
+    hpml_barrier(c);
+    hpml_distribute_get(d, NULL, true);
+    if (hpml_comm_rank(c) == 0) hpml_trace_start(ctx, NULL);
+    const double start = hpml_comm_now(c);
+    for (int s = 0; s < DEEP_STEPS; s++) hpml_trainer_step(t, x, y, CLASSES, NULL);
+    hpml_distribute_report report = { 0 };
+    const double end = hpml_comm_now(c);
+    if (d) hpml_distribute_get(d, &report, false);
+    if (hpml_comm_rank(c) == 0) {
+        hpml_trace_save(ctx, "build/shard_timeline.json");
+        read_timeline("build/shard_timeline.json", j);
+    }
+    float   *weights = wholes(t);
+    uint64_t hash = 0;
+    for (int64_t i = 0; i < total(ctx); i++) hash = hash * 31 + (uint64_t)(weights[i] * 1e8f);
+    free(weights);
+    if (hpml_comm_rank(c) > 0) return hpml_ctx_status(ctx);
+    j->hash      = hash;
+    j->step_s    = (end - start) / DEEP_STEPS;
+    j->exposed_s = report.exposed_s;
+    return hpml_ctx_status(ctx);
+}
+
+static bool launch_deep(deep *j)
+{
+    char         text[512];
+    hpml_plan    plan = { 0 };
+    const double floats = SIDE * SIDE + SIDE; /* of a layer, of which each rank gets those of the others */
+    const hpml_launch_desc d = { .ranks = DEEP_RANKS, .plan = &plan, .ctx.threads = 1,
+        .transport = HPML_TRANSPORT_CLOCK,
+        .network.inside = { 1e-6, 4 * floats * (DEEP_RANKS - 1) / DEEP_RANKS / LAYER_S } };
+    hpml_status status = hpml_plan_parse(j->plan, &plan, text, sizeof text);
+    if (status == HPML_OK) status = hpml_launch(&d, train_deep, j, text, sizeof text);
+    if (status != HPML_OK) printf("    %s: %s\n", j->plan, text);
+    return status == HPML_OK;
+}
+
+/* At once: the sum of computing (24 s) and exchanges (shard 3: two layers are not gathered again). In the background:
+   the time of computing, and of the exchanges before the first and behind the last layer. */
+TEST(the_next_values_are_gathered_while_a_layer_computes)
+{
+    const double computing = 3 * LAYERS * LAYER_S;
+    for (int shard = 1; shard <= SHARDS; shard++) {
+        char         plan[2][80];
+        deep         at_once = { .plan = plan[0] }, ahead = { .plan = plan[1] };
+        const double exchanges = (shard < 3 ? 2 * LAYERS : 3 * LAYERS - 2) * LAYER_S, alone = shard < 3 ? 3 : 2;
+        snprintf(plan[0], sizeof plan[0], "shard=%d,bucket_bytes=16384,no_overlap=1", shard);
+        snprintf(plan[1], sizeof plan[1], "shard=%d,bucket_bytes=16384", shard);
+        ENSURE(launch_deep(&at_once) && launch_deep(&ahead));
+        printf("    shard %d: %.2f s, ahead %.2f s; exposed %.2f s, ahead %.2f s\n", shard, at_once.step_s,
+               ahead.step_s, at_once.exposed_s, ahead.exposed_s);
+        ENSURE_NEAR(at_once.step_s, computing + exchanges, 0.1);
+        ENSURE_NEAR(ahead.step_s, computing + alone * LAYER_S, 0.1);
+        ENSURE_NEAR(at_once.exposed_s, exchanges, 0.1);
+        ENSURE_NEAR(ahead.exposed_s, alone * LAYER_S, 0.1);
+        ENSURE_NEAR(ahead.busy_s, DEEP_STEPS * exchanges, 0.4);
+        ENSURE_NEAR(at_once.hidden_s, 0, 0.01);
+        ENSURE_NEAR(ahead.hidden_s, DEEP_STEPS * (exchanges - alone * LAYER_S), 0.4);
+        ENSURE(at_once.hash == ahead.hash);
     }
 }
 
@@ -276,17 +548,6 @@ TEST(a_rank_holds_its_share)
         }
         free(all.weights);
     }
-}
-
-/* The largest difference of two runs' weights, relative to the largest weight. */
-static double weights_differ(const job *a, const job *b)
-{
-    double most = 0, largest = 0;
-    for (int64_t i = 0; i < a->weight_count; i++) {
-        most    = fmax(most, fabs((double)a->weights[i] - (double)b->weights[i]));
-        largest = fmax(largest, fabs((double)a->weights[i]));
-    }
-    return most / largest;
 }
 
 TEST(norms_of_whole_tensors_are_summed_over_shards)
@@ -368,8 +629,14 @@ TEST(norms_and_shards_of_split_models)
 // ---------------------------------------------------------------------------------------------------------------------
 // evaluation, errors
 // ---------------------------------------------------------------------------------------------------------------------
-enum { EVALUATE = 1, FAIL, SAVE, SERIAL, LATE, KEEP };
-typedef struct use { int what, shard; double loss; float first[CLASSES]; char errors[MOST][256]; } use;
+enum { EVALUATE = 1, FAIL, SAVE, SERIAL, LATE, KEEP, INFINITE, HOOK };
+typedef struct use { int what, shard; bool slow; double loss; float first[CLASSES]; char errors[MOST][256]; } use;
+
+static hpml_status no_update(void *user, hpml_trainer *t, const hpml_moment *at)
+{
+    (void)user, (void)at;
+    return hpml_trainer_update_inner(t);
+}
 
 /* Trains two steps and evaluates, or does something that is refused. */
 static hpml_status use_shards(hpml_comm *c, void *user)
@@ -383,8 +650,10 @@ static hpml_status use_shards(hpml_comm *c, void *user)
     if (u->what == LATE) hpml_ctx_defer(ctx, false);
     hpml_trainer     *t = model(ctx, &optimizers[3], NARROW, NULL);
     hpml_distributed *d = hpml_distribute(t, c, NULL);
+    if (u->what == HOOK) hpml_trainer_attach(t, &(hpml_hooks){ .user = u, .update = no_update });
     for (int s = 0; s < 2 && d; s++) {
         batch_of(s, rank, x, y);
+        if (u->what == INFINITE && rank == 1 && s == 1) x[3] = INFINITY;
         if (u->what == FAIL && rank == 1 && s == 1) hpml_ctx_fail(ctx, HPML_ERR_WRITE, "a disk is full");
         hpml_trainer_step(t, x, y, BATCH, NULL);
     }
@@ -410,7 +679,9 @@ static hpml_status use_on(use *u, int ranks, bool planned)
 {
     char                   text[512];
     hpml_plan              plan = { .shard = u->shard, .algorithm = HPML_RING, .bucket_bytes = 4000 };
-    const hpml_launch_desc d = { .ranks = ranks, .timeout = 20, .plan = planned ? &plan : NULL, .ctx.threads = 1 };
+    const hpml_launch_desc d = { .ranks = ranks, .timeout = 20, .plan = planned ? &plan : NULL, .ctx.threads = 1,
+                                 .network.inside.latency = u->slow ? 1e-4 : 0,
+                                 .transport = u->slow ? HPML_TRANSPORT_CLOCK : HPML_TRANSPORT_THREADS };
     return hpml_launch(&d, use_shards, u, text, sizeof text);
 }
 
@@ -434,6 +705,17 @@ TEST(a_rank_that_fails_is_named)
     }
 }
 
+TEST(a_rank_with_an_infinite_loss_is_named)
+{
+    for (int shard = 1; shard <= SHARDS; shard++)
+        for (int slow = 0; slow < 2; slow++) {
+            use u = { .what = INFINITE, .shard = shard, .slow = slow > 0 };
+            ENSURE(use_on(&u, 3, true) != HPML_OK);
+            for (int r = 0; r < 3; r++)
+                ENSURE(strstr(u.errors[r], "rank 1") || (r == 1 && strstr(u.errors[r], "the loss is nan")));
+        }
+}
+
 TEST(wrong_uses_of_shards_are_named)
 {
     const struct { int what, shard; const char *says; } wrong[] = {
@@ -442,9 +724,10 @@ TEST(wrong_uses_of_shards_are_named)
         { SERIAL, 3, "call hpml_distribute again" },
         { LATE, 1, "call hpml_ctx_defer" },
         { KEEP, 2, "has memory already" },
+        { HOOK, 1, "before the hook `update`" },
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
-        use u = { .what = wrong[i].what, .shard = wrong[i].shard };
+        use u = { .what = wrong[i].what, .shard = wrong[i].shard, .slow = wrong[i].what == HOOK };
         ENSURE(use_on(&u, 2, true) != HPML_OK);
         ENSURE(strstr(u.errors[0], wrong[i].says));
     }

@@ -1309,3 +1309,104 @@ TEST(trace_and_tables)
     ENSURE(hpml_trace_start(ctx, &(hpml_trace_desc){ .capacity = -1 }) == HPML_ERR_ARGUMENT);
     hpml_ctx_free(ctx);
 }
+
+/* A device of its own memory for tests of .host_optimizer: counts its bytes and copies; its `update` is an error. */
+static size_t away_bytes, away_read, away_written;
+static void *away_alloc(void *device, size_t bytes)
+{
+    away_bytes += bytes;
+    return hpml_backend_cpu()->alloc(device, bytes);
+}
+
+static hpml_status away_read_from(void *device, void *host, const void *src, size_t bytes)
+{
+    away_read += bytes;
+    return hpml_backend_cpu()->read(device, host, src, bytes);
+}
+
+static hpml_status away_write(void *device, void *dst, const void *host, size_t bytes)
+{
+    away_written += bytes;
+    return hpml_backend_cpu()->write(device, dst, host, bytes);
+}
+
+static hpml_status away_update(void *device, hpml_ctx *ctx, const hpml_update *updates, int count)
+{
+    (void)device, (void)updates, (void)count;
+    return hpml_ctx_fail(ctx, HPML_ERR_STATE, "the device steps");
+}
+
+static hpml_backend away_backend(void)
+{
+    hpml_backend b = *hpml_backend_cpu();
+    b.name   = "away";
+    b.host   = false;
+    b.alloc  = away_alloc;
+    b.read   = away_read_from;
+    b.write  = away_write;
+    b.update = away_update;
+    return b;
+}
+
+/* Trains and saves a checkpoint to `path`, or loads it before; *m: planned memory. Returns the hash of the values. */
+static uint64_t train_away(bool away, hpml_trainer_desc d, const char *path, bool load, hpml_memory *m)
+{
+    const hpml_backend device = away_backend();
+    hpml_ctx          *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 4, .backend = away ? &device : NULL });
+    away_bytes = 0;
+    hpml_trainer *t = classifier(ctx, 32, d);
+    hpml_graph_memory(hpml_trainer_graph(t), m);
+    if (load) hpml_checkpoint_load(t, path);
+    hpml_trainer_fit(t, blobs(ctx, 96), &(hpml_fit_desc){ .epochs = 2 + load });
+    if (!load) hpml_checkpoint_save(t, path);
+    if (hpml_ctx_status(ctx) != HPML_OK) printf("    %s\n", hpml_ctx_error(ctx));
+    uint64_t hash = hpml_ctx_status(ctx) == HPML_OK ? hpml_param_hash(ctx) : 0;
+    hpml_ctx_free(ctx);
+    return hash;
+}
+
+/* With .host_optimizer a device has no states, and every optimizer, also of the user's own, makes the CPU's steps. */
+TEST(a_host_optimizer_steps_for_a_device)
+{
+    const hpml_optimizer *const own[] = { &own_sgd, &own_lars, &own_lamb };
+    for (int o = 0; o < HPML_OPT_CUSTOM + 3; o++) {
+        hpml_trainer_desc d = { .lr = 0.02f, .momentum = 0.9f, .weight_decay = 0.01f, .host_optimizer = true };
+        hpml_memory       here, plain, away;
+        uint64_t          hash[4];
+        if (o < HPML_OPT_CUSTOM) d.optimizer = (hpml_opt)o;
+        else d.custom_optimizer = own[o - HPML_OPT_CUSTOM];
+        if (o % 2) d.clip_norm = 0.3f;
+        if (o % 3 == 1) d.accumulate = 2;
+        hash[0] = train_away(false, d, "build/host_optimizer_0.safetensors", false, &here);
+        hash[1] = train_away(true, d, "build/host_optimizer_1.safetensors", false, &away);
+        const size_t taken = away_bytes;
+        hash[2] = train_away(true, d, "build/host_optimizer_0.safetensors", true, &plain);
+        hash[3] = train_away(false, d, "build/host_optimizer_1.safetensors", true, &plain);
+        ENSURE(hash[0] != 0 && hash[0] == hash[1] && hash[2] != 0 && hash[2] == hash[3]);
+        d.host_optimizer = false;
+        ENSURE(train_away(false, d, "build/host_optimizer_1.safetensors", false, &plain) == hash[0]);
+        ENSURE(memcmp(&plain, &here, sizeof plain) == 0);
+        ENSURE(here.optimizer > 0 && away.optimizer == 0 && away.total == here.total - here.optimizer);
+        ENSURE(taken >= away.total && taken < away.total + 1024);
+    }
+    remove("build/host_optimizer_0.safetensors");
+    remove("build/host_optimizer_1.safetensors");
+}
+
+/* A step copies weights and gradients to the host, and weights back; a NaN is named. */
+TEST(a_host_optimizer_copies_values_and_gradients)
+{
+    const hpml_backend device = away_backend();
+    hpml_ctx          *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 4, .backend = &device });
+    hpml_tensor       *x = hpml_input_2d(ctx, 2, 3), *y = hpml_linear(x, 4, NULL);
+    hpml_trainer      *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){
+        .input = x, .output = y, .loss = HPML_LOSS_MSE, .optimizer = HPML_OPT_ADAM, .host_optimizer = true });
+    const float        target[8] = { 1 };
+    float              bad[6] = { 1, 2, NAN };
+    ENSURE(hpml_trainer_step(t, X, target, 2, NULL) == HPML_OK);
+    away_read = away_written = 0;
+    ENSURE(hpml_trainer_apply(t, 0, 2) == HPML_OK);
+    ENSURE(away_read == 2 * 16 * sizeof(float) && away_written == 16 * sizeof(float));
+    ENSURE_ERROR(ctx, hpml_trainer_step(t, bad, target, 2, NULL) != HPML_OK, HPML_ERR_NONFINITE, "NaN");
+    hpml_ctx_free(ctx);
+}

@@ -49,7 +49,7 @@ int main(int argc, char **argv)
     FILE                    *f = fopen(argc > 1 ? argv[1] : "build/bench.jsonl", "a");
     printf("%-10s %-8s %14s %8s %8s %8s\n", "codec", "verb", "rows x cols", "GB/s", "memcpy", "ratio");
     for (int s = 0; s < 5; s++)
-        for (int kind = HPML_CODEC_BF16; kind <= HPML_CODEC_ONEBIT; kind++) {
+        for (int kind = HPML_CODEC_BF16; kind <= HPML_CODEC_TWOBIT; kind++) {
             hpml_codec_desc d;
             hpml_rng        r = { 1, 0, 0 };
             bench           b;
