@@ -131,6 +131,7 @@
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
 //     conv   two-dimensional convolution: recording, sizes
+//     conv-kept   convolutions in graphs that predict: kept weights, folded batchnorm
 //     conv-run   convolution: its forward and backward pass
 //     conv-groups   convolutions in groups of few channels
 //     pool   max, average and global pooling
@@ -434,7 +435,8 @@ typedef enum hpml_layout { HPML_NCHW = 0, HPML_NHWC = 1 } hpml_layout;
    the memory; until then the four pointers are NULL. `raw` and `raw_grad` point to numbers of the type `dtype`. `data`
    and `grad` are the same addresses where dtype is F32, and NULL for all other types, so that no program reads halves
    or integers as floats. With the CPU backend you may read and write all of them; another backend's are addresses of
-   the device: use hpml_tensor_get and _set. The first dimension of an input is the batch; see `batch_rows`. */
+   the device: use hpml_tensor_get and _set. After a write through a pointer to a parameter, call hpml_tensor_changed if
+   a graph that predicts reads it. The first dimension of an input is the batch; see `batch_rows`. */
 struct hpml_tensor {
     hpml_ctx   *ctx;
     const char *name;                  /* unique among parameters; never NULL */
@@ -484,6 +486,10 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_
 /* Copies all values unconverted; bytes: hpml_tensor_count times hpml_dtype_size (labels, tokens, halves). */
 HPML_API hpml_status hpml_tensor_set_raw(hpml_tensor *t, const void *values, size_t bytes);
 HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, size_t bytes);
+/* Says that you have written to a parameter, or a view of one, through `data` or `raw`. Graphs that predict
+   (hpml_graph_desc) keep weights in the order in which kernels read them, until hpml changes a parameter or you call
+   this: else they go on with the old values. One call after several writes suffices. Other tensors: does nothing. */
+HPML_API hpml_status hpml_tensor_changed(hpml_tensor *t);
 /* Converts n contiguous elements between any two dtypes in host memory. */
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
 
@@ -768,10 +774,11 @@ typedef struct hpml_memory {
     size_t activations; /* inputs, results of ops, their gradients and saved values; memory is used again */
     size_t unshared;    /* what activations would be if no memory were used again */
     size_t scratch;     /* working memory of ops; all ops use the same memory */
+    size_t packed;      /* weights in the order in which kernels read them; 0 unless the graph predicts */
     size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer, and with .host_optimizer on a
                            device, because then the states are in host memory */
     size_t host;        /* copies in host memory of what is swapped out of the arena; not part of total */
-    size_t total;       /* parameters + gradients + activations + scratch + optimizer */
+    size_t total;       /* parameters + gradients + activations + scratch + packed + optimizer */
     double extra;       /* operations that a step computes again, and 1 for each byte of these results; a byte swapped
                            out and in counts as hpml_graph_budget says */
 } hpml_memory;
@@ -781,8 +788,13 @@ typedef struct hpml_graph_desc {
     int32_t             output_count; /* 0 to HPML_MAX_OUTPUTS */
     hpml_tensor *const *outputs;      /* results that may be read after a run */
     hpml_tensor        *loss;         /* an f32 scalar; NULL: no backward pass */
+    bool                predict;      /* the graph only predicts; loss must be NULL, and hpml_graph_part is an error */
     uint32_t            _end;
 } hpml_graph_desc;
+/* A graph that predicts runs forward passes in evaluation mode only. On the CPU, where results are stored in f32, it is
+   faster: it has no gradients, saves nothing for a backward pass and keeps the packed weights of convolutions, in more
+   memory (hpml_memory.packed), from pass to pass (see hpml_tensor_changed), scaled by a batchnorm that alone reads the result of a
+   convolution without activation, which then is computed within the convolution: equal results up to rounding. */
 
 /* Plans the ops on which outputs and loss depend; no tensor memory is allocated. A result of an op belongs to at most
    one graph, and its memory may be used again unless it is an output; inputs and parameters may be in several. */
@@ -794,8 +806,8 @@ HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples);
 HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: an op mixes samples; full batches only */
 HPML_API int         hpml_graph_op_count(const hpml_graph *g);
 HPML_API const hpml_node *hpml_graph_op(const hpml_graph *g, int i); /* in running order, from 0 */
-/* Computes all results. train: dropout is active and batchnorm uses the batch's statistics. step: the step's number, on
-   which the dropout masks depend. */
+/* Computes all results. train: dropout is active and batchnorm uses the batch's statistics; an error in a graph that
+   predicts. step: the step's number, on which the dropout masks depend. */
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step);
 /* Computes the gradients of `scale` times the loss of the last forward pass; accumulate: adds the new gradients of
    parameters to their old ones, instead of replacing the old ones. */
@@ -1982,6 +1994,7 @@ typedef struct hpmli_conv {
     int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
     int64_t    run_floats;             /* length of a run in floats */
     int64_t    run_step[2];            /* distances of the runs in x */
+    int64_t    expanded;               /* floats of the expanded image of x (>>conv-kept); 0: x is not expanded */
     int64_t    band_rows;              /* forward: rows of y that are computed in a buffer before they are stored */
     int64_t    channel_pieces;         /* forward: tasks for one image, each for some channels */
     bool       want_dx, want_dw, want_db;
@@ -1990,6 +2003,10 @@ typedef struct hpmli_conv {
     bool       by_channels;            /* backward: dw is summed over all images, in tasks for some channels each */
     float     *all_x, *all_dy, *all_dw; /* by_channels: x and dy of all images in NHWC order; dw as tiles store it */
     int64_t    images_forward;         /* forward: images of a task; above 1 the rows of a tile are a pixel of each */
+    float     *weights;                /* (groups x OC, C, taps); forward: perhaps a scaled copy, see >>conv-kept */
+    const float *bias;                 /* forward: (groups x OC) */
+    const float *scale;                /* kept: factors of the weights, (groups x OC); NULL: none */
+    hpml_act   act;                    /* forward: the node's activation, or that of the batchnorm folded into it */
     float     *packed;                 /* packed weights: (groups, packed_floats) */
     float     *sum_space;              /* partial sums: (sums, sum_floats) */
     float     *thread_space;           /* working memory of threads: (threads, thread_floats) */
@@ -2025,7 +2042,9 @@ typedef struct hpmli_conv_copy {
 typedef struct hpmli_conv_product {
     int64_t rows, a_row, a_k, b_k, c_row, length, runs[2], a_run[2], b_run[2];
     int     add;
+    int64_t ahead; /* floats behind the vectors of b in use, of vectors to fetch from memory; 0: none */
 } hpmli_conv_product;
+#define HPMLI_CONV_AHEAD 512 /* for weights, which are read in order and may be in no cache */
 #define HPMLI_CONV_TILE_ARGS const hpmli_conv_product *s, const float *a, const float *b, float *c
 typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 #define HPMLI_CONV_FEW   4     /* channels of a group, at most, for >>conv-groups */
@@ -2109,7 +2128,7 @@ typedef struct hpmli_kernels {
     void (*twobit_decode_add)(float *y, const uint8_t *packed, float threshold, int64_t n);
     /* Convolution: packing of weights w (for y, for dx), copies of images to and from NHWC order, the products that
        give y, dx and dw, and the sum of partial sums of dw. */
-    void (*conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
+    void (*conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o, const float *scale);
     void (*conv_pack_for_dx)(const hpmli_conv *d, float *dst, const float *w, int64_t o);
     void (*conv_to_nhwc)(float *image, const float *x, int64_t channels, int64_t height, int64_t width, int64_t pitch);
     void (*conv_copy)(const hpmli_conv_copy *d, float *to, const float *from, const float *bias, int relu,
@@ -2182,6 +2201,7 @@ struct hpml_ctx {
     int                  param_kept; /* parameters whose op is recorded; after an error those after them go */
     int                  param_placed; /* parameters before this one all have memory */
     hpml_graph          *grads_of;   /* the graph whose memory contains the parameters' gradients now */
+    uint64_t             param_writes; /* grows, from 1, when parameters may have changed, see >>conv-kept */
     int64_t              param_capacity;
     int                 *names;      /* (name_size) hash table of names: 1 + index of a parameter; 0: free */
     int64_t              name_size;  /* a power of two, at least twice the number of parameters */
@@ -2705,6 +2725,7 @@ HPML_API hpml_ctx *hpml_ctx_create(const hpml_ctx_desc *desc)
     ctx->log         = d.log;
     ctx->log_user    = d.log_user;
     ctx->seed        = d.seed;
+    ctx->param_writes = 1;
     ctx->process     = HPMLI_PROCESS;
     ctx->backend     = d.backend ? d.backend : hpml_backend_cpu();
     ctx->ops         = ctx->backend->ops;
@@ -2931,6 +2952,7 @@ struct hpmli_tensor_state {
     bool used;        /* true: a recorded op reads the tensor */
     float *kept;      /* a parameter of whose values this rank keeps a part (hpml_trainer_keep): the part */
     bool away;        /* true: a parameter that only ops in other ranks' parts read: it has no memory here */
+    bool of_param;    /* true: a view of a parameter */
     int64_t samples;  /* of an input, in the memory that a graph with parts gave it; 0: the whole batch */
     int  leaf;        /* index among the leaves of the graph that was planned last */
     struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
@@ -3039,6 +3061,7 @@ HPMLI_FN hpml_tensor *hpmli_tensor_new(hpml_ctx *ctx, const char *name, hpml_dty
 HPMLI_FN void hpmli_set_memory(hpml_tensor *t, void *raw, void *raw_grad)
 {
     bool f32 = t->dtype == HPML_DTYPE_F32;
+    if (t->param && raw != t->raw) t->ctx->param_writes++;
     t->raw      = raw;
     t->raw_grad = raw_grad;
     t->data     = f32 ? (float *)raw : NULL;
@@ -3101,6 +3124,7 @@ HPMLI_FN hpml_tensor *hpmli_view(const hpml_tensor *t)
     hpml_tensor *v = hpmli_tensor_new(t->ctx, "view", t->dtype, t->ndim, t->shape);
     if (!v) return NULL;
     hpmli_set_memory(v, t->raw, NULL);
+    v->state->of_param = t->param || t->state->of_param;
     memcpy(v->stride, t->stride, sizeof v->stride);
     return v;
 }
@@ -3272,6 +3296,13 @@ HPMLI_FN int64_t hpmli_broadcast_offset(const hpmli_broadcast_iter *w, int s, in
     return at + r * w->stride[s][0];
 }
 
+HPML_API hpml_status hpml_tensor_changed(hpml_tensor *t)
+{
+    if (!t) return HPML_ERR_ARGUMENT;
+    if (t->param || t->state->of_param) t->ctx->param_writes++;
+    return t->ctx->status;
+}
+
 HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
 {
     hpmli_broadcast_iter w;
@@ -3287,7 +3318,7 @@ HPML_API hpml_status hpml_tensor_copy(hpml_tensor *dst, const hpml_tensor *src)
         hpmli_convert(dst->ctx->k, dst->dtype, (char *)dst->raw + (size_t)d * hpml_dtype_size(dst->dtype), src->dtype,
                       (const char *)src->raw + (size_t)s * hpml_dtype_size(src->dtype), whole);
     }
-    return HPML_OK;
+    return hpml_tensor_changed(dst);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -3336,6 +3367,7 @@ HPMLI_FN hpml_status hpmli_tensor_status(const hpml_tensor *t) { return t ? t->c
 HPML_API hpml_status hpml_tensor_set(hpml_tensor *t, const float *values, int64_t count)
 {
     if (!hpmli_transferable(t, "set", values, count)) return hpmli_tensor_status(t);
+    hpml_tensor_changed(t);
     if (t->dtype != HPML_DTYPE_F32) return hpmli_write_floats(t->ctx, t, count, values);
     return t->ctx->backend->write(t->ctx->device, t->raw, values, hpmli_tensor_bytes(t));
 }
@@ -3347,6 +3379,7 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_
 HPML_API hpml_status hpml_tensor_set_raw(hpml_tensor *t, const void *values, size_t bytes)
 {
     if (!hpmli_transferable_raw(t, "set_raw", values, bytes)) return hpmli_tensor_status(t);
+    hpml_tensor_changed(t);
     return t->ctx->backend->write(t->ctx->device, t->raw, values, bytes);
 }
 HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, size_t bytes)
@@ -3785,6 +3818,14 @@ struct hpmli_node_state {
     void        *raw[2], *saved[2];            /* addresses in both lives: of the value, if its root; of n->saved */
     struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken when backward has
                                                   made its gradient final. A CPU op that takes the step sets n to 0 */
+    /* Of a convolution or batchnorm in a graph that predicts, see >>conv-kept: */
+    hpml_node   *folds;                        /* of a convolution: the batchnorm computed in it; of this batchnorm: the
+                                                  convolution; NULL: none */
+    bool         keeps;                        /* a convolution that keeps its weights */
+    bool         expands;                      /* planned for one image, of which it may compute all rows as one */
+    size_t       kept_at, kept_bytes;          /* of kept_memory: offset in the graph's packed memory, size */
+    size_t       kept_scratch;                 /* bytes of scratch memory that a convolution which keeps needs */
+    float       *kept_memory;
     /* Of an op whose tensors are stored as halves (>>half), which runs on one block of samples after another: */
     int64_t block_samples;                     /* samples of a block; 0: all samples */
     int64_t first_index;                       /* number of labels or tokens in the blocks before the present block */
@@ -4597,6 +4638,7 @@ struct hpml_graph {
     int            entry;      /* place, in the list of the current part, of the entry that runs now */
     bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
     hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
+    bool           predicts;   /* hpml_graph_desc.predict */
     bool           idle;       /* this rank has no samples, see hpml_run.idle */
     bool           no_targets; /* a forward pass leaves the loss out */
 };
@@ -4658,6 +4700,8 @@ HPMLI_FN hpml_node *hpmli_base(const hpmli_list *p, hpml_node *n)
 }
 
 HPMLI_FN bool hpmli_goes_back(const hpml_graph *g, const hpml_node *n) { return g->loss && n->out->needs_grad; }
+/* True if g predicts on the CPU's own ops, which then save memory and time (hpml_graph_desc). */
+HPMLI_FN bool hpmli_predicts_lean(const hpml_graph *g) { return g->predicts && g->ctx->ops == hpml_backend_cpu()->ops; }
 
 /* True if `move` is a backward run of a node, or the second half of one. */
 HPMLI_FN bool hpmli_is_back(hpmli_move move) { return move == HPMLI_BACKWARD || move == HPMLI_WEIGHTS; }
@@ -4938,7 +4982,8 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
         n->state->out_root[life] = n->out;
         if (!x || move == HPMLI_IN || hpmli_life_at(pl, x->out, k) != life) continue;
         const hpmli_use *u = hpmli_use_of(pl, x->out);
-        bool inplace = (hpmli_op_of(n)->needs(n) & HPMLI_INPLACE) && u->readers[life] == 1 && !x->state->kept &&
+        bool may     = (hpmli_op_of(n)->needs(n) & HPMLI_INPLACE) || n->state->folds == x;
+        bool inplace = may && u->readers[life] == 1 && !x->state->kept &&
                        u->last[life] <= k && x->state->out_root[life] == x->out && x->out->dtype == n->out->dtype;
         if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->state->out_root[life] = x->state->out_root[life];
     }
@@ -5055,9 +5100,11 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
         bool             back   = hpmli_goes_back(g, n), scalar = hpml_tensor_count(n->out) == 1;
         size_t           bytes  = scalar ? HPMLI_SCALAR_BYTES : hpmli_tensor_bytes(n->out);
         size_t           saved  = n->saved_bytes > 0 ? hpmli_saved_bytes(pl, n) : 0;
+        size_t           scratch = state->keeps ? state->kept_scratch : n->scratch_bytes;
         int              fore   = state->at[HPMLI_FORWARD], again = state->at[HPMLI_AGAIN];
         int              last   = state->again ? again : fore; /* time of the last pass that reads n->saved */
         if (back) last = state->at[HPMLI_BACKWARD];
+        if (hpmli_predicts_lean(g) && (state->folds || hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM))) saved = 0;
         if (!hpmli_keeps_dz(n)) last = hpmli_later(last, state->at[HPMLI_WEIGHTS]);
         if (state->out_root[0] == n->out) hpmli_life_add(pl, bytes, scalar ? 0 : fore, u->last[0], &state->raw[0]);
         if (state->out_root[1] == n->out) hpmli_life_add(pl, bytes, again, u->last[1], &state->raw[1]);
@@ -5069,7 +5116,7 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
         if (saved > 0 && state->again) hpmli_life_add(pl, saved, again, last, &state->saved[1]);
         state->copy_saved = state->swapped ? (saved + 63) / 64 * 64 : 0;
         state->copy_bytes = state->copy_saved + (state->swapped && state->relives ? (bytes + 63) / 64 * 64 : 0);
-        if (n->scratch_bytes > g->scratch_bytes) g->scratch_bytes = (n->scratch_bytes + 63) / 64 * 64;
+        if (scratch > g->scratch_bytes) g->scratch_bytes = (scratch + 63) / 64 * 64;
     }
     for (int i = 0; i < p->input_count; i++) {
         hpml_tensor *t    = p->inputs[i];
@@ -5182,6 +5229,11 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
         for (int k = 0; k < p->entry_count; k++) m->extra += hpmli_entry_cost(g, &p->entries[k]);
         for (int i = p->from; i < p->to; i++) m->host += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
     }
+    m->packed      = 0;
+    for (int i = 0; i < g->count; i++) {
+        g->nodes[i]->state->kept_at = m->packed;
+        m->packed += g->nodes[i]->state->kept_bytes;
+    }
     m->scratch     = g->scratch_bytes;
     m->gradients   = (size_t)g->grad_count * sizeof(float);
 }
@@ -5245,6 +5297,7 @@ HPMLI_FN bool hpmli_graph_batches(hpml_graph *g)
     return true;
 }
 
+static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n); /* plans what a convolution keeps; see >>conv-kept */
 /* Plans the whole graph as one part with one slot, that is memory for one pass at a time; false: no memory. */
 HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
 {
@@ -5271,6 +5324,8 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
     for (int i = 0; i < g->output_count; i++)
         if (g->outputs[i]->node) g->outputs[i]->node->state->kept = true;
     if (g->loss && g->loss->node) g->loss->node->state->kept = true;
+    for (int i = 0; i < g->count && hpmli_predicts_lean(g); i++)
+        if (g->nodes[i]->op == HPML_OP_CONV2D) hpmli_conv_keeps(g, g->nodes[i]);
     return hpmli_part_add(g, 0, g->count, g->batch, 1) && hpmli_graph_plan_parts(g);
 }
 
@@ -5278,8 +5333,12 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
 HPMLI_FN void hpmli_graph_release_nodes(hpml_graph *g)
 {
     for (int i = 0; i < g->count; i++) {
-        g->nodes[i]->state->out_root[0] = NULL;
-        g->nodes[i]->state->grad_root   = NULL;
+        struct hpmli_node_state *state = g->nodes[i]->state;
+        state->out_root[0] = NULL;
+        state->grad_root   = NULL;
+        state->folds       = NULL;
+        state->keeps       = false;
+        state->kept_bytes  = 0;
     }
 }
 
@@ -5296,6 +5355,9 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     for (int i = 0; i < d.output_count; i++) targets[count++] = d.outputs[i];
     if (d.loss) targets[count++] = d.loss;
     if (!hpmli_recordable(count, targets)) return NULL;
+    if (d.loss && d.predict)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: .predict with .loss \"%s\"; a graph that predicts has no "
+                          "backward pass: name the loss among the outputs", d.loss->name);
     if (d.loss && d.loss->dtype != HPML_DTYPE_F32)
         return hpmli_null(ctx, HPML_ERR_DTYPE, "graph: the loss is %s, expected an f32 scalar, such as a loss or "
                           "hpml_mean over HPML_ALL_DIMS", hpmli_describe(d.loss));
@@ -5305,6 +5367,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     if (!g) return NULL;
     g->ctx          = ctx;
     g->loss         = d.loss;
+    g->predicts     = d.predict;
     g->output_count = d.output_count;
     for (int i = 0; i < d.output_count; i++) g->outputs[i] = d.outputs[i];
     if (!hpmli_graph_collect(g, targets, count)) return NULL;
@@ -5324,7 +5387,8 @@ HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
     if (!g || !out) return;
     *out = g->memory;
     if (out->parameters == 0) out->parameters = hpml_params_bytes(g->ctx); /* not summed anew for each of many graphs */
-    out->total = out->parameters + out->gradients + out->activations + out->scratch + out->optimizer;
+    out->total = out->parameters + out->gradients + out->activations + out->scratch + out->packed;
+    out->total += out->optimizer;
 }
 HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
 HPML_API int  hpml_graph_op_count(const hpml_graph *g) { return g ? g->count : 0; }
@@ -5352,6 +5416,8 @@ HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, in
     if (g->arena)
         return hpmli_false(g->ctx, HPML_ERR_STATE, "graph part: the graph has its memory already; name its parts "
                            "before the first run, and before a trainer's with hpml_ctx_defer");
+    if (g->predicts)
+        return hpmli_false(g->ctx, HPML_ERR_UNSUPPORTED, "graph part: a graph that predicts (.predict) runs as a whole");
     if (from < 0 || to > g->count || from >= to || slots < 1 || rows < 1 || rows > g->batch)
         return hpmli_false(g->ctx, HPML_ERR_ARGUMENT, "graph part: ops %d to %d, %lld rows, %d slots: expected a range "
                            "of the %d ops, 1 to %lld rows, at least 1 slot", from, to, (long long)rows, slots, g->count,
@@ -5653,6 +5719,8 @@ HPMLI_FN void hpmli_graph_point(hpml_graph *g)
         hpmli_value_point(n, 0);
         n->saved   = n->state->saved[0];
         n->scratch = g->arena + g->memory.activations;
+        if (n->state->kept_bytes > 0)
+            n->state->kept_memory = (float *)(g->arena + g->memory.activations + g->scratch_bytes + n->state->kept_at);
     }
     if (g->loss && !hpmli_node_in(p, g->loss)) hpmli_set_memory(g->loss, g->loss->raw, NULL);
 }
@@ -5680,6 +5748,7 @@ HPMLI_FN bool hpmli_graph_whole(hpml_graph *g)
     return true;
 }
 
+static void *hpmli_cpu_zeroed(hpml_ctx *ctx, size_t bytes, bool huge); /* see >>backend */
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
 {
     if (!g) return HPML_ERR_ARGUMENT;
@@ -5687,7 +5756,8 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (hpmli_failed(ctx)) return ctx->status;
     if (g->arena) return HPML_OK;
     if (hpml_param_init(ctx) != HPML_OK || !hpmli_graph_whole(g)) return ctx->status;
-    g->arena = (char *)hpmli_device_alloc(ctx, g->memory.activations + g->scratch_bytes + 64);
+    const size_t bytes = g->memory.activations + g->scratch_bytes + g->memory.packed + 64;
+    g->arena = (char *)(g->memory.packed > 0 ? hpmli_cpu_zeroed(ctx, bytes, true) : hpmli_device_alloc(ctx, bytes));
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
     if (ctx->status != HPML_OK) return ctx->status;
     for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++) {
@@ -6079,6 +6149,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     pass.backward   = backward;
     pass.accumulate = accumulate;
     if (backward) g->at.pass = HPML_PASS_BACKWARD;
+    if (backward || run->train) g->ctx->param_writes++; /* optimizer steps, running statistics */
     hpmli_graph_apply_batch(g);
     if (!backward) hpmli_forward_begin(g, p);
     for (int from = first; from < count && status == HPML_OK; from += piece) {
@@ -6095,6 +6166,9 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
 {
     hpml_status status = hpml_graph_alloc(g);
     if (status != HPML_OK) return status;
+    if (train && g->predicts)
+        return hpmli_fail(g->ctx, HPML_ERR_STATE, "graph forward: `train` in a graph that predicts (.predict), whose "
+                          "batchnorm and dropout only evaluate; pass false, or plan a graph without .predict");
     hpml_run    run  = hpmli_run_of(g, train, step, 1);
     hpmli_slot *slot = &g->slots[g->slot];
     slot->train  = train;
@@ -7509,6 +7583,7 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     int64_t for_dx  = c->runs[0] * c->runs[1] * hpmli_round_up(c->run_floats, HPMLI_CONV_PANEL) * c->OC;
     int64_t band, forward, backward; /* floats of scratch memory for a thread */
     int64_t copies;                  /* floats of scratch memory for all threads together, if by_channels */
+    bool    keeps = n->state && n->state->keeps; /* forward passes only, with packed weights in other memory */
     /* Rows of a tile are pixels of one row, or one pixel of several images where a row would fill a part of a tile. */
     c->images_forward = c->OW < HPMLI_CONV_NARROW ? hpmli_min(c->B, HPMLI_CONV_IMAGES) : 1;
     c->band_rows      = c->images_forward > 1 ? c->OH : hpmli_max(64 / c->OW, 1);
@@ -7523,18 +7598,24 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     c->sum_floats     = (c->by_channels ? 0 : c->groups * weights) + hpmli_round_up(c->groups * c->OC, 16);
     c->packed_floats  = hpmli_max(weights, for_dx);
     c->thread_floats  = hpmli_max(forward, c->by_channels ? HPMLI_CONV_IMAGES * c->x_floats : backward);
-    c->scratch_floats = c->sums * c->sum_floats + c->groups * c->packed_floats + c->ctx->threads * c->thread_floats;
-    if (c->by_channels) c->scratch_floats += copies;
+    if (keeps) c->packed_floats = weights;
+    if (keeps) c->thread_floats = forward + hpmli_round_up(c->expanded, 16);
+    int64_t sums_packed = keeps ? 0 : c->sums * c->sum_floats + c->groups * c->packed_floats;
+    c->scratch_floats = sums_packed + c->ctx->threads * c->thread_floats;
+    if (c->by_channels && !keeps) c->scratch_floats += copies;
     if (!n->scratch || n->attr.conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
+    c->thread_space = (float *)n->scratch + sums_packed;
+    if (keeps) return;
     HPML_ASSERT((size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
-    c->sum_space    = (float *)n->scratch;
-    c->packed       = c->sum_space + c->sums * c->sum_floats;
-    c->thread_space = c->packed + c->groups * c->packed_floats;
-    c->all_dw       = c->thread_space + c->ctx->threads * c->thread_floats;
-    c->all_x        = c->all_dw + weights;
-    c->all_dy       = c->all_x + c->B * c->x_floats;
+    c->sum_space = (float *)n->scratch;
+    c->packed    = c->sum_space + c->sums * c->sum_floats;
+    c->all_dw    = c->thread_space + c->ctx->threads * c->thread_floats;
+    c->all_x     = c->all_dw + weights;
+    c->all_dy    = c->all_x + c->B * c->x_floats;
 }
 
+static void hpmli_conv_expands(hpmli_conv *c); /* see >>conv-kept */
+static void hpmli_conv_kept(hpmli_conv *c); /* sets the addresses of what c keeps; see >>conv-kept */
 /* Returns the sizes of the convolution n, and the addresses of its scratch memory if that is allocated. */
 HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
 {
@@ -7568,8 +7649,13 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     c.run_floats   = c.taps * c.C / (c.runs[0] * c.runs[1]);
     c.run_step[0]  = a->conv.dilation[0] * c.x_pitch;
     c.run_step[1]  = a->conv.dilation[1] * c.C;
+    c.act          = a->conv.act;
+    c.weights      = n->src[1] ? n->src[1]->data : NULL;
+    c.bias         = n->src[2] ? n->src[2]->data : NULL;
     hpmli_conv_grids(&c, n);
+    if (n->state && n->state->keeps) hpmli_conv_expands(&c);
     if (!c.by_grids) hpmli_conv_scratch(&c, n);
+    if (n->state && n->state->keeps) hpmli_conv_kept(&c);
     return c;
 }
 
@@ -7714,6 +7800,133 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>conv-kept   convolutions in graphs that predict: kept weights, folded batchnorm
+// ---------------------------------------------------------------------------------------------------------------------
+/* A convolution in a graph that predicts keeps its packed weights from pass to pass, because packing them costs as much
+   as a third of the pass on one image. ctx->param_writes grows with each change of parameters: hpmli_set_memory,
+   hpml_tensor_set and _copy, files, every pass that trains, optimizer steps. The convolution packs again when
+   ctx->param_writes differs from the value that was kept with the packed weights. A batchnorm that alone reads the
+   result z = w * x + b is folded into the convolution: for each channel
+       y = act(gamma rstd (z - mean) + beta) = act((s w) * x + s (b - mean) + beta),   s = gamma rstd.
+   y then is in the memory of z, and the op of the batchnorm does nothing. Kept memory, in floats: HPMLI_KEPT, whose
+   first 8 bytes are the value of param_writes; with a batchnorm s and the bias; the weights s w, packed or, where
+   kernels read them as they are, in the order of w, and then only if there is a batchnorm. */
+#define HPMLI_CONV_ROW 14 /* pixels of a row of y from which on a tile is full enough */
+#define HPMLI_KEPT 16 /* floats: 64 bytes, so that the arrays behind are aligned */
+HPMLI_FN bool hpmli_conv_packs(const hpmli_conv *c)
+{
+    return c->n->attr.conv.algorithm != HPML_CONV_IM2COL && !c->by_grids && !hpmli_conv_is_1x1(c);
+}
+
+/* Returns the batchnorm that is to be folded into convolution n of g; NULL: none. */
+HPMLI_FN hpml_node *hpmli_conv_norm(const hpml_graph *g, const hpml_node *n)
+{
+    hpml_node *found = NULL;
+    if (n->state->kept || n->attr.conv.act != HPML_ACT_NONE) return NULL;
+    for (int i = n->state->order + 1; i < g->count; i++) {
+        if (!hpmli_reads(g->nodes[i], n->out)) continue;
+        if (found || g->nodes[i]->op != HPML_OP_BATCHNORM) return NULL;
+        found = g->nodes[i];
+    }
+    return found;
+}
+
+static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n)
+{
+    struct hpmli_node_state *state = n->state;
+    state->keeps   = true;
+    state->expands = n->src[0]->shape[0] == 1;
+    state->folds = hpmli_conv_norm(g, n);
+    if (state->folds) state->folds->state->folds = n;
+    hpmli_conv c      = hpmli_conv_of(g->ctx, n);
+    bool       packs  = hpmli_conv_packs(&c);
+    int64_t    floats = HPMLI_KEPT;
+    if (state->folds) floats += 2 * hpmli_round_up(c.groups * c.OC, 16);
+    if (packs) floats += c.groups * c.packed_floats;
+    else if (state->folds) floats += hpmli_round_up(hpml_tensor_count(n->src[1]), 16);
+    state->kept_bytes   = floats > HPMLI_KEPT ? (size_t)floats * sizeof(float) : 0;
+    state->kept_scratch = c.by_grids || n->attr.conv.algorithm == HPML_CONV_IM2COL ? n->scratch_bytes : 0;
+    if (packs) state->kept_scratch = (size_t)c.scratch_floats * sizeof(float);
+}
+
+/* Where rows of y are shorter than a tile of pixels, a convolution that keeps its weights computes all rows of y as one
+   row, so that tiles are full and weights are read less often; if the graph is planned for several images, a tile
+   has pixels of these instead. For this, the padded image of x is expanded: for each pixel of y, the numbers that it
+   reads. With a stride of 1 from row to row, only those of one row of the
+   kernel: the next row of the kernel reads the same, some rows of y later. The order of sums stays the same. */
+static void hpmli_conv_expands(hpmli_conv *c)
+{
+    const hpml_attr *a  = &c->n->attr;
+    const bool       by_row = a->conv.stride[0] == 1; /* a pixel's numbers of one row of the kernel, else of all rows */
+    if (!c->n->state->expands || !hpmli_conv_packs(c) || c->OW >= HPMLI_CONV_ROW || c->OC < HPMLI_CONV_PANEL) return;
+    int64_t pixel = c->taps * c->C / (by_row ? a->conv.kernel[0] : 1); /* floats */
+    int64_t more  = by_row ? (a->conv.kernel[0] - 1) * a->conv.dilation[0] : 0; /* rows of x that y has not */
+    c->expanded     = (c->OH + more) * c->OW * pixel;
+    c->runs[0]      = by_row ? a->conv.kernel[0] : 1;
+    c->runs[1]      = 1;
+    c->run_floats   = pixel;
+    c->run_step[0]  = a->conv.dilation[0] * c->OW * pixel;
+    c->x_pixel_step = pixel;
+    c->OW *= c->OH;
+    c->OH = 1;
+}
+
+/* Copies the padded image of x in NHWC order to `to`, expanded. */
+HPMLI_FN void hpmli_conv_expand(const hpmli_conv *c, const float *image, float *to)
+{
+    const hpml_attr *a      = &c->n->attr;
+    const bool       joined = a->conv.dilation[1] == 1; /* the taps of a row of the kernel are contiguous */
+    const int64_t    run    = joined ? a->conv.kernel[1] * c->C : c->C, width = hpmli_image(c->n->out, 2);
+    for (const float *end = to + c->expanded; to < end; image += a->conv.stride[0] * c->x_pitch)
+        for (int64_t j = 0; j < width; j++)
+            for (int64_t at = 0; at < c->run_floats; at += run, to += run) {
+                int64_t tap = at / c->C, h = tap / a->conv.kernel[1], w = tap % a->conv.kernel[1];
+                memcpy(to, image + h * a->conv.dilation[0] * c->x_pitch +
+                       (j * a->conv.stride[1] + w * a->conv.dilation[1]) * c->C, (size_t)run * sizeof *to);
+            }
+}
+
+static void hpmli_conv_kept(hpmli_conv *c)
+{
+    const hpml_node *norm = c->n->state->folds;
+    float           *at   = c->n->state->kept_memory;
+    if (!at) return;
+    at += HPMLI_KEPT;
+    if (norm) {
+        c->scale = at;
+        c->bias  = at + hpmli_round_up(c->groups * c->OC, 16);
+        c->act   = norm->attr.norm.act;
+        at += 2 * hpmli_round_up(c->groups * c->OC, 16);
+    }
+    if (hpmli_conv_packs(c)) c->packed = at;
+    else if (norm) c->weights = at;
+}
+
+/* Brings what c keeps, except packed weights, up to date. Returns true if weights have to be packed: parameters have
+   changed since they were packed, or c keeps nothing. */
+HPMLI_FN bool hpmli_conv_refresh(const hpmli_conv *c)
+{
+    const hpml_node *n = c->n, *norm = n->state->folds;
+    float           *kept = n->state->kept_memory;
+    int64_t          channels = c->groups * c->OC, each = c->C * c->taps;
+    if (!n->state->keeps || !kept) return true;
+    if (memcmp(kept, &c->ctx->param_writes, sizeof c->ctx->param_writes) == 0) return false;
+    memcpy(kept, &c->ctx->param_writes, sizeof c->ctx->param_writes);
+    float *scale = kept + HPMLI_KEPT, *bias = scale + hpmli_round_up(channels, 16);
+    for (int64_t o = 0; o < channels && norm; o++) {
+        double s = 1 / sqrt((double)norm->src[4]->data[o] + (double)norm->attr.norm.eps);
+        if (norm->src[1]) s *= (double)norm->src[1]->data[o];
+        double z = (n->src[2] ? (double)n->src[2]->data[o] : 0) - (double)norm->src[3]->data[o];
+        scale[o] = (float)s;
+        bias[o]  = (float)(s * z + (norm->src[2] ? (double)norm->src[2]->data[o] : 0));
+        if (!hpmli_conv_packs(c))
+            c->ctx->k->vscale_add(bias + hpmli_round_up(channels, 16) + o * each, n->src[1]->data + o * each, scale[o],
+                                  0, each);
+    }
+    return true;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>conv-run   convolution: its forward and backward pass
 // ---------------------------------------------------------------------------------------------------------------------
 /* Packs weights of HPMLI_CONV_PANEL output channels of a group (one task) in the order in which kernels read them to
@@ -7725,7 +7938,7 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
     int64_t end    = o + HPMLI_CONV_PANEL < c->OC ? o + HPMLI_CONV_PANEL : c->OC;
     const float *w = c->n->src[1]->data + g * c->OC * c->C * c->taps;
     float  *packed = c->packed + g * c->packed_floats;
-    if (!c->want_dx) c->ctx->k->conv_pack(c, packed, w, o);
+    if (!c->want_dx) c->ctx->k->conv_pack(c, packed, w, o, c->scale ? c->scale + g * c->OC : NULL);
     for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_for_dx(c, packed, w, o);
 }
 
@@ -7771,12 +7984,14 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
     int64_t o0 = piece * panels / c->channel_pieces * HPMLI_CONV_PANEL;
     int64_t o1 = hpmli_min((piece + 1) * panels / c->channel_pieces * HPMLI_CONV_PANEL, c->OC);
     float  *xs = c->thread_space + thread * c->thread_floats, *band = xs + c->images_forward * c->x_floats;
+    float  *expanded = xs + c->thread_floats - hpmli_round_up(c->expanded, 16); /* if c->expanded > 0, of one image */
     for (int64_t g = 0; g < c->groups; g++) {
-        const float *bias = c->n->src[2] ? c->n->src[2]->data + g * c->OC : NULL;
+        const float *bias = c->bias ? c->bias + g * c->OC : NULL;
         for (int64_t i = 0; i < images; i++) hpmli_conv_x_to_nhwc(c, b + i, g, xs + i * c->x_floats);
-        c->ctx->k->conv_forward(c, images, c->packed + g * c->packed_floats, xs, o0, o1, bias,
-                              c->n->attr.conv.act == HPML_ACT_RELU,
-                              hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
+        if (c->expanded > 0) hpmli_conv_expand(c, xs, expanded);
+        c->ctx->k->conv_forward(c, images, c->packed + g * c->packed_floats, c->expanded > 0 ? expanded : xs, o0, o1,
+                                bias, c->act == HPML_ACT_RELU,
+                                hpmli_conv_mat(c, c->n->out->data, true, b, g, 0, 1).p, band);
     }
 }
 
@@ -7790,16 +8005,16 @@ HPMLI_FN void hpmli_conv_bias(const hpmli_conv *c, hpmli_gemm_desc *d, const flo
    pixels); back: dx = w^T dy. */
 HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
 {
-    const hpml_tensor *x = c->n->src[0], *w = c->n->src[1], *bias = c->n->src[2], *y = c->n->out;
+    const hpml_tensor *x = c->n->src[0], *y = c->n->out;
     int64_t rows = c->nhwc ? c->B * c->OH : c->OH;
     for (int64_t g = 0; g < c->groups; g++) {
-        hpmli_mat a  = hpmli_matrix(w->data + g * c->OC * c->C, c->OC, c->C, c->C);
+        hpmli_mat a  = hpmli_matrix(c->weights + g * c->OC * c->C, c->OC, c->C, c->C);
         hpmli_mat b  = hpmli_conv_mat(c, back ? y->grad : x->data, back, 0, g, 0, rows);
         hpmli_mat to = hpmli_conv_mat(c, back ? x->grad : y->data, !back, 0, g, 0, rows);
         b.count = to.count = c->nhwc ? 1 : c->B;
         hpmli_gemm_desc d = hpmli_gemm_of(back ? hpmli_transposed(a) : a, b, to, back && c->n->accumulate[0]);
-        hpmli_conv_bias(c, &d, !back && bias ? bias->data + g * c->OC : NULL);
-        d.act = !back && c->n->attr.conv.act == HPML_ACT_RELU;
+        hpmli_conv_bias(c, &d, !back && c->bias ? c->bias + g * c->OC : NULL);
+        d.act = !back && c->act == HPML_ACT_RELU;
         hpmli_gemm(c->ctx, &d);
     }
 }
@@ -7873,12 +8088,12 @@ HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
             int64_t   weights = m.g * c->OC * K;
             hpmli_mat columns = hpmli_matrix(m.p, K, m.rows * c->OW, m.rows * c->OW);
             hpmli_mat to      = hpmli_conv_mat(c, back ? y->grad : y->data, true, m.b, m.g, row, m.rows);
-            hpmli_mat by      = hpmli_matrix(w->data + weights, c->OC, K, K);
+            hpmli_mat by      = hpmli_matrix(c->weights + weights, c->OC, K, K);
             if (!back || dw) hpmli_parallel(c->ctx, K, hpmli_columns_task, &m);
             if (!back) {
                 hpmli_gemm_desc d = hpmli_gemm_of(by, columns, to, false);
-                hpmli_conv_bias(c, &d, bias ? bias->data + m.g * c->OC : NULL);
-                d.act = n->attr.conv.act == HPML_ACT_RELU;
+                hpmli_conv_bias(c, &d, c->bias ? c->bias + m.g * c->OC : NULL);
+                d.act = c->act == HPML_ACT_RELU;
                 hpmli_gemm(c->ctx, &d);
             }
             if (dw)
@@ -7895,15 +8110,16 @@ HPMLI_FN void hpmli_grids_forward(hpmli_conv *c); /* see >>conv-groups */
 HPMLI_FN void hpmli_grids_back(hpmli_conv *c);
 HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
 {
-    hpmli_conv c   = hpmli_conv_of(run->ctx, n);
-    hpml_act   act = n->attr.conv.act;
+    hpmli_conv c    = hpmli_conv_of(run->ctx, n);
+    hpml_act   act  = c.act;
+    bool       pack = hpmli_conv_refresh(&c);
     if (n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
     else if (c.by_grids) hpmli_grids_forward(&c);
     else if (hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, false);
     else {
         int64_t panels = hpmli_conv_panels(c.OC), want = 2 * run->ctx->threads; /* number of tasks */
-        hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
         int64_t tasks  = (c.B - 1) / c.images_forward + 1;
+        if (pack) hpmli_parallel(run->ctx, c.groups * panels, hpmli_conv_pack_task, &c);
         c.channel_pieces = hpmli_min((want - 1) / tasks + 1, panels); /* too few tasks: cut the channels as well */
         if (run->ctx->threads == 1) c.channel_pieces = 1;
         hpmli_parallel(run->ctx, tasks * c.channel_pieces, hpmli_conv_forward_task, &c);
@@ -8139,17 +8355,16 @@ HPMLI_FN hpmli_conv_taps hpmli_grids_sums(const hpmli_conv *c, int64_t images)
 /* Computes y of unit u of `images` images from the grids t->x. */
 HPMLI_FN void hpmli_grids_y(const hpmli_conv *c, const hpmli_grids_task *t, int64_t b, int64_t images, int64_t u)
 {
-    const hpml_tensor *bias = c->n->src[2];
-    const float    *w = c->n->src[1]->data + u * c->lanes * c->OC * c->C * c->taps;
+    const float    *w = c->weights + u * c->lanes * c->OC * c->C * c->taps;
     int64_t         lanes = hpmli_min(c->groups - u * c->lanes, c->lanes);
     float           start[HPMLI_CONV_PANEL] = { 0 };
     hpmli_conv_taps d = hpmli_grids_sums(c, images);
-    d.relu = c->n->attr.conv.act == HPML_ACT_RELU;
+    d.relu = c->act == HPML_ACT_RELU;
     for (int64_t k = 0; c->lanes > 1 && k < c->taps; k++)
         for (int64_t i = 0; i < c->lanes; i++) t->w[k * c->lanes + i] = i < lanes ? w[i * c->taps + k] : 0;
     if (c->lanes > 1) w = t->w;
     for (int64_t o = 0; o < c->OC; o++, w += c->C * c->taps) {
-        if (bias) memcpy(start, bias->data + u * c->lanes * c->OC + o, (size_t)lanes * sizeof(float));
+        if (c->bias) memcpy(start, c->bias + u * c->lanes * c->OC + o, (size_t)lanes * sizeof(float));
         if (!hpmli_grids_direct(c, c->OW)) {
             c->ctx->k->conv_taps(&d, t->out, t->x, w, start);
             hpmli_grids_copy(c, t->out, c->n->out->data, true, b, images, u, o, true, false);
@@ -8610,6 +8825,7 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
 {
     const int64_t *y = n->out->shape; /* absent dimensions are 1 */
     bool           measure = run->train || backward, shared = run->sum && run->train;
+    if (n->state->folds) return HPML_OK; /* computed by the convolution before it */
     hpmli_bn_job   j = { run, run->ctx->k, n, run->idle ? 0 : y[0], y[1], y[2] * y[3], (double *)n->scratch,
                          backward, measure, !shared };
     j.sums[2 * j.C]  = (double)(j.B * j.P);
@@ -10009,13 +10225,20 @@ HPMLI_FN void hpmli_clear_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     }
 }
 
-HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
+/* Allocates zeroed memory; huge: if possible in huge pages, because of their fewer, faster translations of addresses. */
+static void *hpmli_cpu_zeroed(hpml_ctx *ctx, size_t bytes, bool huge)
 {
-    hpml_ctx       *ctx = (hpml_ctx *)device;
-    hpmli_clear_job j   = { (char *)hpmli_alloc(ctx, bytes), bytes };
+    hpmli_clear_job j = { (char *)hpmli_alloc(ctx, bytes), bytes };
+#ifdef MADV_HUGEPAGE
+    if (j.p && huge && bytes > HPMLI_CLEAR)
+        madvise(j.p + (4096 - (uintptr_t)j.p % 4096) % 4096, (bytes - 4096) / 4096 * 4096, MADV_HUGEPAGE);
+#else
+    (void)huge;
+#endif
     if (j.p) hpmli_parallel(ctx, (int64_t)((bytes + HPMLI_CLEAR - 1) / HPMLI_CLEAR), hpmli_clear_task, &j);
     return j.p;
 }
+HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes) { return hpmli_cpu_zeroed((hpml_ctx *)device, bytes, false); }
 HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED) { hpmli_free((hpml_ctx *)device, p); }
 HPMLI_FN hpml_status hpmli_cpu_copy(void *device HPMLI_UNUSED, void *to, const void *from, size_t bytes)
 {
@@ -10427,6 +10650,7 @@ HPMLI_FN void hpmli_update_clip(hpml_update *u)
 
 static hpml_status hpmli_cpu_update(void *device HPMLI_UNUSED, hpml_ctx *ctx, const hpml_update *updates, int count)
 {
+    ctx->param_writes++;
     for (int i = 0; i < count; i++) {
         hpml_update           u       = updates[i];
         const hpml_optimizer *row     = hpmli_update_row(&u);
@@ -11162,6 +11386,7 @@ HPML_API float *hpml_trainer_part(hpml_trainer *t, int param, hpml_array which)
     const int k = (int)which - HPML_ARRAY_STATE;
     if (hpml_trainer_alloc(t) != HPML_OK || hpml_trainer_place(t, param) < 0 || k >= HPML_MAX_STATES) return NULL;
     const hpml_update *u = &t->updates[param];
+    if (which == HPML_ARRAY_VALUES) hpml_tensor_changed(t->ctx->params[param]); /* the caller may write */
     if (which == HPML_ARRAY_VALUES) return u->w;
     return which == HPML_ARRAY_GRADIENTS ? u->g : u->state[k];
 }
@@ -11261,6 +11486,7 @@ HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *f
     int    k     = (int)which - HPML_ARRAY_STATE;
     if (hpml_trainer_alloc(t) != HPML_OK) t = NULL;
     if (t && which == HPML_ARRAY_VALUES) array = hpmli_trainer_values(t);
+    if (array) t->ctx->param_writes++; /* the caller may write */
     if (t && which == HPML_ARRAY_GRADIENTS) array = hpmli_graph_place_grads(t->graph);
     if (t && k >= 0 && k < HPML_MAX_STATES) array = t->state[k];
     if (floats) *floats = array ? hpmli_trainer_kept(t, hpmli_shard_of(which)) : 0;
@@ -12050,6 +12276,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (status == HPML_OK) status = hpmli_step_run(t, &s);
     if (status != HPML_OK) return status;
     status = hpmli_step_update(t);
+    t->ctx->param_writes++; /* hooks may have written */
     if (t->ctx->trace) hpmli_trace_stepped(t->ctx, s.number, s.traced_start, s.loss_known ? s.loss : (float)NAN);
     if (info && status == HPML_OK) hpmli_step_fill_info(t, &s, info);
     return status;
@@ -14699,6 +14926,7 @@ HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, hpml_trainer *of, const hp
     hpml_safetensor e;
     bool            good = hpmli_arrays_of(ctx, of, HPML_DTYPE_F32, &a) && hpmli_sums_check(ctx, f, path);
     for (int i = 0; i < a.count && good; i++) good = hpmli_array_check(ctx, &a, i, f, path);
+    ctx->param_writes++;
     for (int i = 0; i < a.count && good; i++) {
         int64_t     n  = (int64_t)(a.t[i].bytes / sizeof(float));
         hpmli_array to = a.of[i];
@@ -17406,7 +17634,7 @@ HPMLI_TWOBIT_DECODE(twobit_decode_add, HV(load_upto)(y, c) + v);
 HPMLI_VEC_INLINE void HV(conv_tile)(const int mr, const int nv, HPMLI_CONV_TILE_ARGS)
 {
     const int64_t a_row = s->a_row, a_k = s->a_k, b_k = s->b_k, ldc = s->c_row;
-    const int64_t cols = HV_LANES, last = (nv - 1) * HV_LANES;
+    const int64_t cols = HV_LANES, last = (nv - 1) * HV_LANES, ahead = s->ahead;
     HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
     for (int64_t u = s->runs[0]; u > 0; u--, a += s->a_run[0], b += s->b_run[0]) {
         const float *a_from = a, *b_from = b;
@@ -17415,6 +17643,8 @@ HPMLI_VEC_INLINE void HV(conv_tile)(const int mr, const int nv, HPMLI_CONV_TILE_
             const float *a12 = a9 + 3 * a_row, *q = b_from;
             for (int64_t k = s->length; k > 0; k--) {
                 HV(f32) b0 = HV(load)(q), b1 = nv < 2 ? b0 : HV(load)(q + HV_LANES), b2 = b1, b3 = b1;
+                __builtin_prefetch(q + ahead);
+                __builtin_prefetch(q + ahead + HPMLI_NR - 1);
                 HPMLI_ROWS(HPMLI_TILE_ROW, nv)
                 a0 += a_k, a3 += a_k, a6 += a_k, a9 += a_k, a12 += a_k, q += b_k;
             }
@@ -17478,8 +17708,9 @@ HPMLI_VEC_INLINE void HV(conv_store_transposed)(const float *x, int64_t ldx, int
     }
 }
 /* Packs the weights w (OC, C, taps) of output channels [o, o + HPMLI_CONV_PANEL) as tiles read them, in panels of
-   HPMLI_NR channels: dst[panel][(tap * C + c) * HPMLI_NR + lane], with zeros in lanes without a channel. */
-HPMLI_KERNEL void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o)
+   HPMLI_NR channels: dst[panel][(tap * C + c) * HPMLI_NR + lane], with zeros in lanes without a channel. scale, if not
+   NULL: (OC) factors of the channels' weights. */
+HPMLI_KERNEL void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w, int64_t o, const float *scale)
 {
     int64_t end = o + HPMLI_CONV_PANEL < d->OC ? o + HPMLI_CONV_PANEL : d->OC, each = d->C * d->taps;
     if (end % HPMLI_NR) memset(dst + end / HPMLI_NR * HPMLI_NR * each, 0, (size_t)(each * HPMLI_NR) * sizeof *dst);
@@ -17489,6 +17720,8 @@ HPMLI_KERNEL void HV(conv_pack)(const hpmli_conv *d, float *dst, const float *w,
         for (int64_t c = 0; c < d->C; c++)
             HV(conv_store_transposed)(w + o * each + c * d->taps, each, rows, d->taps, false, to + c * HPMLI_NR,
                                       d->C * HPMLI_NR, NULL, 0, 0);
+        for (int64_t k = 0; k < each && scale; k++)
+            HV(store)(to + k * HPMLI_NR, HV(load)(to + k * HPMLI_NR) * HV(load_upto)(scale + o, rows));
     }
 }
 /* Packs the weights w of output channel o for the gradient of the convolution's input: the weights of each run of
@@ -17609,7 +17842,7 @@ HPMLI_VEC_INLINE void HV(conv_band)(const hpmli_conv *d, int64_t images, int64_t
 {
     const int64_t      w_run = d->run_floats * HPMLI_NR; /* weights of a run for a panel of channels */
     hpmli_conv_product s = { d->OW, d->x_pixel_step, 1, HPMLI_NR, HPMLI_NR, d->run_floats, { d->runs[0], d->runs[1] },
-                             { d->run_step[0], d->run_step[1] }, { d->runs[1] * w_run, w_run }, 0 };
+                             { d->run_step[0], d->run_step[1] }, { d->runs[1] * w_run, w_run }, 0, HPMLI_CONV_AHEAD };
     if (d->images_forward == 1) {
         for (int64_t r = 0; r < rows; r++)
             HV(conv_product)(&s, n, x + r * d->x_row_step, w, band + r * d->OW * HPMLI_NR);
@@ -17650,7 +17883,7 @@ HPMLI_VEC_INLINE void HV(conv_input_grad_narrow)(const hpmli_conv *d, int64_t co
                                                  float *dx)
 {
     float              sums[HPMLI_CONV_PIXELS * HPMLI_NR];
-    hpmli_conv_product s = { 0, d->OC, 1, HPMLI_NR, HPMLI_NR, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 0 };
+    hpmli_conv_product s = { 0, d->OC, 1, HPMLI_NR, HPMLI_NR, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 0, 0 };
     const int64_t      pixels = d->OH * d->OW;
     for (int64_t p = 0; p < pixels; p += s.rows) {
         s.rows = pixels - p < HPMLI_CONV_PIXELS ? pixels - p : HPMLI_CONV_PIXELS;
@@ -17666,7 +17899,7 @@ HPMLI_VEC_INLINE void HV(conv_input_grad_narrow)(const hpmli_conv *d, int64_t co
    pixels of a row of dy are added one after the other, because the runs of dx that they are added to overlap. */
 HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const float *w, const float *dy, float *dx)
 {
-    hpmli_conv_product s = { d->OW, d->OC, 1, HPMLI_NR, d->x_pixel_step, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1 };
+    hpmli_conv_product s = { d->OW, d->OC, 1, HPMLI_NR, d->x_pixel_step, d->OC, { 1, 1 }, { 0, 0 }, { 0, 0 }, 1, 0 };
     for (int64_t u = 0; u < d->runs[0]; u++)
         for (int64_t v = 0; v < d->runs[1]; v++)
             for (int64_t lane = 0; lane < d->run_floats; lane += HPMLI_NR, w += HPMLI_NR * d->OC)
@@ -17685,7 +17918,7 @@ HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, cons
                                        int64_t o0, int64_t o1, int add)
 {
     hpmli_conv_product s = { d->run_floats, 1, d->x_pixel_step, d->OC, HPMLI_NR, d->OW, { images, d->OH },
-                             { d->x_floats, d->x_row_step }, { d->y_floats, d->OW * d->OC }, add };
+                             { d->x_floats, d->x_row_step }, { d->y_floats, d->OW * d->OC }, add, 0 };
     for (int64_t o = o0; o < o1; o += HPMLI_NR)
         for (int64_t u = 0; u < d->runs[0]; u++)
             for (int64_t v = 0; v < d->runs[1]; v++, dw += d->run_floats * HPMLI_NR)

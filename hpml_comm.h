@@ -12322,6 +12322,7 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
         float       *from = hpmlc_host_view_begin(&l->view, p->data, n);
         status = hpml_broadcast(hpmlc_ranks_of(d, p), from, (size_t)n * sizeof(float), 0);
         if (status == HPML_OK) hpmlc_host_view_end(&l->view, p->data, n);
+        hpml_tensor_changed(p);
     }
     return status;
 }
@@ -12485,6 +12486,7 @@ HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d)
     if (!d) return HPML_ERR_ARGUMENT;
     if (d->pipeline && !hpmlc_failed(d->c)) hpmlc_pipeline_drain(d->pipeline);
     if (hpmlc_failed(d->c) || !d->strategy->finish) return hpml_ctx_status(d->ctx);
+    for (int i = 0; i < d->layout.params; i++) hpml_tensor_changed(hpmlc_param(d, i));
     return d->strategy->finish(d);
 }
 
@@ -13245,6 +13247,7 @@ HPMLC_FN int64_t hpmlc_model(hpml_trainer *t, hpml_ctx *ctx, float *model, bool 
     for (int i = 0; i < hpml_param_count(ctx); i++) {
         hpml_tensor *p = hpml_param_at(ctx, i);
         if (model && p->data) hpmlc_model_copy(ctx, model + n, p->data, hpml_tensor_count(p), save);
+        if (model && !save) hpml_tensor_changed(p);
         n += hpml_tensor_count(p);
     }
     for (int a = HPML_ARRAY_STATE; a < HPML_ARRAY_END; a++) {

@@ -1,5 +1,5 @@
 /* Tests convolution, pooling and batch normalization against plain loops in double, on each instruction set and with
-   several numbers of threads. */
+   several numbers of threads; graphs that predict against plain graphs. */
 #include "kernels.h"
 #include "test.h"
 
@@ -820,5 +820,329 @@ TEST(batchnorm_errors)
     memset(&d, 0, sizeof d);
     d.activation = HPML_ACT_TANH;
     ENSURE(hpml_batchnorm(hpml_input_4d(ctx, 2, 3, 4, 4), &d) == NULL && hpml_ctx_status(ctx) != HPML_OK);
+    hpml_ctx_free(ctx);
+}
+
+/* A network for the tests of graphs that predict: in this order a convolution, perhaps other readers of its result, a
+   batchnorm, and a convolution with relu that no batchnorm follows. */
+typedef struct net {
+    int  C, size, out, kernel, stride, dilation, groups;
+    bool bias, affine, relu;
+    hpml_conv_algorithm algorithm;
+    int  act;    /* of the first convolution */
+    int  layout; /* of the images */
+    int  other;  /* 1: another op reads the first convolution's result; 2: the result is an output; 3: two batchnorms */
+} net;
+static const net nets[] = {
+    { 3, 20, 40, 3, 1, 1, 1, false, true, true, HPML_CONV_AUTO, 0, 0, 0 },
+    { 5, 6, 37, 3, 1, 1, 1, true, true, false, HPML_CONV_AUTO, 0, 0, 0 },
+    { 19, 7, 64, 3, 2, 1, 1, true, false, true, HPML_CONV_AUTO, 0, 0, 0 },
+    { 8, 9, 33, 3, 1, 2, 1, false, true, true, HPML_CONV_AUTO, 0, 0, 0 },
+    { 8, 9, 33, 3, 2, 2, 1, false, true, true, HPML_CONV_AUTO, 0, 0, 0 },
+    { 6, 5, 18, 1, 1, 1, 1, true, true, true, HPML_CONV_AUTO, 0, 0, 0 },
+    { 6, 5, 35, 1, 2, 1, 1, false, true, false, HPML_CONV_AUTO, 0, 0, 0 },
+    { 8, 8, 12, 3, 1, 1, 4, true, true, true, HPML_CONV_AUTO, 0, 0, 0 },
+    { 68, 6, 68, 3, 1, 1, 2, true, true, true, HPML_CONV_AUTO, 0, 0, 0 },
+    { 9, 8, 9, 3, 1, 1, 9, false, true, true, HPML_CONV_AUTO, 0, 0, 0 },
+    { 9, 8, 18, 3, 2, 1, 9, true, true, true, HPML_CONV_AUTO, 0, 0, 0 },
+    { 5, 6, 17, 3, 1, 1, 1, true, true, true, HPML_CONV_IM2COL, 0, 0, 0 },
+    { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, 0, 1, 0 },
+    { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, HPML_ACT_RELU, 0, 0 },
+    { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, HPML_ACT_TANH, 0, 0 },
+    { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, 0, 0, 1 },
+    { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, 0, 0, 2 },
+    { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, 0, 0, 3 },
+};
+#define NETS ((int)(sizeof nets / sizeof nets[0]))
+
+/* A network, its input and the graph that computes y, with parameters and images that depend on `noise` alone. */
+typedef struct netted {
+    hpml_ctx    *ctx;
+    hpml_graph  *g;
+    hpml_tensor *x, *y;
+    hpml_memory  memory;
+} netted;
+
+static netted net_make(hpml_ctx *ctx, const net *n, int64_t batch, bool predict)
+{
+    netted           m;
+    hpml_conv2d_desc c;
+    hpml_norm_desc   b;
+    hpml_graph_desc  d;
+    hpml_tensor     *z, *out[2];
+    memset(&c, 0, sizeof c), memset(&b, 0, sizeof b), memset(&d, 0, sizeof d), memset(&m, 0, sizeof m);
+    m.ctx        = ctx;
+    m.x          = images(ctx, layouts[n->layout], batch, n->C, n->size, n->size);
+    c.kernel_h   = n->kernel, c.stride_h = n->stride, c.dilation_h = n->dilation, c.groups = n->groups;
+    c.padding_h  = n->kernel / 2, c.no_bias = !n->bias, c.algorithm = n->algorithm, c.activation = (hpml_act)n->act;
+    b.no_affine  = !n->affine;
+    b.activation = n->relu ? HPML_ACT_RELU : HPML_ACT_NONE;
+    z            = hpml_conv2d(m.x, n->out, &c);
+    m.y          = hpml_batchnorm(z, &b);
+    if (n->other == 1) m.y = hpml_add(m.y, z);
+    if (n->other == 3) m.y = hpml_add(m.y, hpml_batchnorm(z, &b));
+    memset(&c, 0, sizeof c);
+    c.kernel_h = 3, c.padding_h = 1, c.activation = HPML_ACT_RELU;
+    m.y = hpml_conv2d(m.y, 20, &c);
+    out[0] = m.y, out[1] = z;
+    d.outputs = out, d.output_count = n->other == 2 ? 2 : 1, d.predict = predict;
+    m.g = hpml_graph_create(ctx, &d);
+    hpml_graph_memory(m.g, &m.memory);
+    if (hpml_graph_alloc(m.g) != HPML_OK) return m;
+    noise = 11;
+    randomize(m.x->data, hpml_tensor_count(m.x));
+    for (int i = 0; i < hpml_param_count(ctx); i++) {
+        hpml_tensor *p = hpml_param_at(ctx, i);
+        randomize(p->data, hpml_tensor_count(p));
+        for (int64_t j = 0; p->ndim == 1 && j < hpml_tensor_count(p); j++) p->data[j] = 0.7f + 0.4f * p->data[j];
+    }
+    return m;
+}
+
+/* Returns the largest difference of the two results, divided by the largest number. */
+static double net_distance(const netted *a, const netted *b)
+{
+    double  worst = 0, most = 1e-30;
+    int64_t n = hpml_tensor_count(b->y);
+    if (hpml_ctx_status(a->ctx) != HPML_OK || hpml_ctx_status(b->ctx) != HPML_OK) return 1;
+    for (int64_t i = 0; i < n; i++) most = fmax(most, fabs((double)b->y->data[i]));
+    for (int64_t i = 0; i < n; i++) {
+        double e = fabs((double)a->y->data[i] - (double)b->y->data[i]) / most;
+        if (!(e <= worst)) worst = e;
+    }
+    return worst;
+}
+
+TEST(predict_equals_plain_graphs)
+{
+    for (int i = 0; i < ISAS * NETS; i++) {
+        const int threads = 1 + i % 3;
+        hpml_ctx *ctx[2] = { context(isas[i / NETS], threads), context(isas[i / NETS], threads) };
+        if (ctx[0]) {
+            netted a = net_make(ctx[0], &nets[i % NETS], 3, true), b = net_make(ctx[1], &nets[i % NETS], 3, false);
+            for (int pass = 0; pass < 3; pass++) {
+                hpml_graph_set_batch(a.g, 3 - pass), hpml_graph_set_batch(b.g, 3 - pass);
+                hpml_graph_forward(a.g, false, 0), hpml_graph_forward(b.g, false, 0);
+                double d = net_distance(&a, &b);
+                if (!(d < 1e-5)) printf("%s, net %d, pass %d: %g\n", isas[i / NETS], i % NETS, pass, d);
+                ENSURE(d < 1e-5);
+                for (int64_t k = 0; k < hpml_tensor_count(a.x); k++) a.x->data[k] = b.x->data[k] *= 0.9f;
+            }
+            ENSURE(hpml_graph_backward(a.g, 1, false) == HPML_ERR_STATE);
+        }
+        hpml_ctx_free(ctx[0]), hpml_ctx_free(ctx[1]);
+    }
+}
+
+TEST(predict_same_bits_at_any_thread_count)
+{
+    for (int i = 0; i < NETS; i++) {
+        float first[2 * 20 * 400];
+        for (int threads = 1; threads <= 3; threads++) {
+            hpml_ctx *ctx = context(NULL, threads);
+            netted    m   = net_make(ctx, &nets[i], 2, true);
+            ENSURE(hpml_graph_forward(m.g, false, 0) == HPML_OK);
+            size_t bytes = (size_t)hpml_tensor_count(m.y) * sizeof(float);
+            ENSURE(bytes <= sizeof first);
+            if (threads == 1) memcpy(first, m.y->data, bytes);
+            ENSURE(memcmp(first, m.y->data, bytes) == 0);
+            hpml_ctx_free(ctx);
+        }
+    }
+}
+
+/* The memory plan: packed weights and a stamp for each convolution, and with a folded batchnorm its scale and bias. */
+TEST(predict_memory)
+{
+    static const net n = { 8, 6, 40, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, 0, 0, 0 };
+    hpml_ctx *ctx[2] = { context(NULL, 1), context(NULL, 1) };
+    netted    plain  = net_make(ctx[0], &n, 4, false);
+    size_t    before = hpml_ctx_bytes(ctx[1]);
+    netted    lean   = net_make(ctx[1], &n, 4, true);
+    const hpml_memory *m = &lean.memory;
+    ENSURE(plain.memory.packed == 0 && m->gradients == 0 && m->parameters == plain.memory.parameters);
+    ENSURE(m->packed == sizeof(float) * (16 + 2 * 48 + 9 * 8 * 64 + 16 + 9 * 40 * 32));
+    ENSURE(m->total == m->parameters + m->activations + m->scratch + m->packed);
+    ENSURE(m->scratch < plain.memory.scratch / 2 && m->unshared < plain.memory.unshared);
+    ENSURE(m->activations < plain.memory.activations);
+    ENSURE(hpml_ctx_bytes(ctx[1]) >= before + m->total && hpml_ctx_bytes(ctx[1]) < before + m->total + 24000);
+    before = hpml_ctx_bytes(ctx[1]);
+    ENSURE(hpml_graph_forward(lean.g, false, 0) == HPML_OK && hpml_ctx_bytes(ctx[1]) == before);
+    hpml_ctx_free(ctx[0]), hpml_ctx_free(ctx[1]);
+}
+
+/* Two networks with the same parameters, of which the first predicts with kept weights. */
+typedef struct twins {
+    netted kept, plain;
+    double last; /* the sum of the result's numbers */
+} twins;
+
+static double net_sum(const netted *m)
+{
+    double sum = 0;
+    for (int64_t i = 0; i < hpml_tensor_count(m->y); i++) sum += (double)m->y->data[i];
+    return sum;
+}
+
+/* Copies all parameters to the plain network. True if both then have the same result, other than before. */
+static bool twins_moved(twins *t)
+{
+    double was = t->last;
+    for (int i = 0; i < hpml_param_count(t->plain.ctx); i++) {
+        const hpml_tensor *from = hpml_param_at(t->kept.ctx, i);
+        memcpy(hpml_param_at(t->plain.ctx, i)->data, from->data, (size_t)hpml_tensor_count(from) * sizeof(float));
+    }
+    hpml_graph_forward(t->kept.g, false, 0), hpml_graph_forward(t->plain.g, false, 0);
+    t->last = net_sum(&t->kept);
+    return net_distance(&t->kept, &t->plain) < 1e-5 && t->last != was;
+}
+
+static const net twin = { 4, 6, 32, 3, 1, 1, 1, true, true, false, HPML_CONV_AUTO, 0, 0, 0 };
+static bool twins_make(twins *t)
+{
+    t->kept  = net_make(context(NULL, 1), &twin, 1, true);
+    t->plain = net_make(context(NULL, 1), &twin, 1, false);
+    t->last  = -1;
+    return twins_moved(t);
+}
+
+TEST(predict_notices_writes)
+{
+    twins t;
+    float values[4 * 32 * 9];
+    ENSURE(twins_make(&t));
+    hpml_ctx    *ctx = t.kept.ctx;
+    hpml_tensor *w = hpml_param_find(ctx, "conv0.weight"), *b = hpml_param_find(ctx, "conv0.bias");
+    hpml_tensor *one = hpml_tensor_create_1d(ctx, 32);
+    ENSURE(w && b && one);
+    ENSURE(!twins_moved(&t)); /* nothing has changed */
+    randomize(values, 4 * 32 * 9);
+    ENSURE(hpml_tensor_set(w, values, 4 * 32 * 9) == HPML_OK && twins_moved(&t));
+    for (int i = 0; i < hpml_param_count(ctx); i++) { /* weight, bias; gamma, beta, mean, variance; weight, bias */
+        hpml_tensor *p = hpml_param_at(ctx, i);
+        size_t       n = (size_t)hpml_tensor_count(p);
+        float       *x = (float *)malloc(n * sizeof *x);
+        for (size_t k = 0; k < n; k++) x[k] = 0.9f * p->data[k] + 0.1f;
+        ENSURE(hpml_tensor_set_raw(p, x, n * sizeof *x) == HPML_OK && twins_moved(&t));
+        free(x);
+    }
+    for (int k = 0; k < 32; k++) one->data[k] = 0.25f * (float)k;
+    ENSURE(hpml_tensor_copy(b, one) == HPML_OK && twins_moved(&t));
+    for (int k = 0; k < 36; k++) values[k] = 1 - values[k];
+    hpml_tensor *view = hpml_view_slice(hpml_view_reshape(w, 2, (const int64_t[2]){ 32, 36 }), 0, 0, 1);
+    ENSURE(hpml_tensor_set(view, values, 36) == HPML_OK && twins_moved(&t));
+    w->data[0] += 1;
+    hpml_tensor_changed(one), hpml_tensor_changed(t.kept.x), hpml_tensor_set(one, values, 32); /* not parameters */
+    hpml_graph_forward(t.kept.g, false, 0);
+    ENSURE(net_sum(&t.kept) == t.last); /* as documented: the write is not known yet */
+    ENSURE(hpml_tensor_changed(w) == HPML_OK && twins_moved(&t));
+    w->data[3] += 1;
+    ENSURE(hpml_tensor_changed(view) == HPML_OK && twins_moved(&t));
+    hpml_ctx_free(t.kept.ctx), hpml_ctx_free(t.plain.ctx);
+}
+
+TEST(predict_notices_files)
+{
+    twins t, other;
+    ENSURE(twins_make(&t) && twins_make(&other));
+    hpml_tensor *w = hpml_param_find(other.kept.ctx, "conv0.weight");
+    randomize(w->data, hpml_tensor_count(w));
+    ENSURE(hpml_params_save(other.kept.ctx, "build/predict.safetensors", HPML_DTYPE_F32) == HPML_OK);
+    ENSURE(hpml_params_load(t.kept.ctx, "build/predict.safetensors") == HPML_OK && twins_moved(&t));
+    remove("build/predict.safetensors");
+    hpml_ctx_free(t.kept.ctx), hpml_ctx_free(t.plain.ctx);
+    hpml_ctx_free(other.kept.ctx), hpml_ctx_free(other.plain.ctx);
+}
+
+/* A graph that trains shares the convolution's weight with the graph that predicts. */
+TEST(predict_notices_training)
+{
+    twins             t;
+    hpml_trainer_desc d;
+    int64_t           floats = 0;
+    float             in[2 * 36], target[2 * 32];
+    ENSURE(twins_make(&t));
+    hpml_ctx    *ctx = t.kept.ctx;
+    hpml_tensor *w = hpml_param_find(ctx, "conv0.weight");
+    memset(&d, 0, sizeof d);
+    d.input  = hpml_input_2d(ctx, 2, 36);
+    d.output = hpml_matmul(d.input, hpml_reshape_2d(w, 36, 32), false, false);
+    d.loss = HPML_LOSS_MSE, d.lr = 0.1f;
+    hpml_trainer *trainer = hpml_trainer_create(ctx, &d);
+    randomize(in, 2 * 36), randomize(target, 2 * 32);
+    ENSURE(!twins_moved(&t));
+    for (int i = 0; i < 3; i++) ENSURE(hpml_trainer_step(trainer, in, target, 2, NULL) == HPML_OK && twins_moved(&t));
+    ENSURE(!twins_moved(&t));
+    ENSURE(hpml_checkpoint_save(trainer, "build/predict.checkpoint") == HPML_OK);
+    ENSURE(hpml_trainer_apply(trainer, 0, hpml_param_count(ctx)) == HPML_OK && twins_moved(&t));
+    ENSURE(hpml_trainer_apply_range(trainer, 0, 36 * 32, 0.5f) == HPML_OK && twins_moved(&t));
+    ENSURE(hpml_checkpoint_load(trainer, "build/predict.checkpoint") == HPML_OK && twins_moved(&t));
+    remove("build/predict.checkpoint");
+    hpml_trainer_array(trainer, HPML_ARRAY_VALUES, &floats)[hpml_trainer_place(trainer, w->param->index)] += 1;
+    ENSURE(floats >= 36 * 32 && twins_moved(&t));
+    hpml_trainer_part(trainer, w->param->index, HPML_ARRAY_VALUES)[1] += 1;
+    ENSURE(twins_moved(&t));
+    hpml_ctx_free(t.kept.ctx), hpml_ctx_free(t.plain.ctx);
+}
+
+/* Two graphs of one context predict from parameters that both read, and from their own. */
+TEST(predict_two_graphs)
+{
+    twins            t;
+    hpml_graph_desc  d;
+    hpml_conv2d_desc c;
+    ENSURE(twins_make(&t));
+    hpml_tensor *w = hpml_param_find(t.kept.ctx, "conv0.weight"), *x = hpml_input_4d(t.kept.ctx, 1, 4, 3, 3), *y;
+    memset(&d, 0, sizeof d), memset(&c, 0, sizeof c);
+    c.kernel_h = 3, c.no_bias = true, c.name = "second";
+    y = hpml_matmul(hpml_reshape_2d(hpml_conv2d(x, 32, &c), 1, 32), hpml_reshape_2d(w, 32, 36), false, false);
+    d.outputs = &y, d.output_count = 1, d.predict = true;
+    hpml_graph  *g = hpml_graph_create(t.kept.ctx, &d);
+    ENSURE(hpml_graph_alloc(g) == HPML_OK);
+    hpml_tensor *second = hpml_param_find(t.kept.ctx, "second.weight");
+    float        ones[4 * 9 * 32];
+    for (int i = 0; i < 36; i++) x->data[i] = 1;
+    for (int round = 1; round < 4; round++) {
+        for (int i = 0; i < 36 * 32; i++) ones[i] = (float)round;
+        ENSURE(hpml_tensor_set(round == 2 ? second : w, ones, 36 * 32) == HPML_OK);
+        ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
+        double sum = 0;
+        for (int i = 0; i < 36 * 32; i++) sum += (double)second->data[i] * (double)w->data[0];
+        ENSURE_NEAR(y->data[5], sum, 1e-4 * fabs(sum) + 1e-2);
+        ENSURE(round == 2 || twins_moved(&t));
+    }
+    hpml_ctx_free(t.kept.ctx), hpml_ctx_free(t.plain.ctx);
+}
+
+TEST(predict_in_halves)
+{
+    float    y[2][2 * 20 * 36];
+    for (int predict = 0; predict < 2; predict++) {
+        hpml_ctx_desc d;
+        memset(&d, 0, sizeof d);
+        d.activation_dtype = HPML_DTYPE_BF16;
+        hpml_ctx *ctx = hpml_ctx_create(&d);
+        netted    m   = net_make(ctx, &nets[1], 2, predict != 0);
+        ENSURE(hpml_graph_forward(m.g, false, 0) == HPML_OK && m.memory.packed == 0);
+        ENSURE(hpml_tensor_get(m.y, y[predict], hpml_tensor_count(m.y)) == HPML_OK);
+        hpml_ctx_free(ctx);
+    }
+    ENSURE(memcmp(y[0], y[1], sizeof y[0]) == 0);
+}
+
+TEST(predict_errors)
+{
+    hpml_ctx       *ctx = context(NULL, 1);
+    hpml_graph_desc d;
+    hpml_tensor    *y = hpml_linear(hpml_input_2d(ctx, 2, 3), 4, NULL), *loss = hpml_mean(y, HPML_ALL_DIMS);
+    memset(&d, 0, sizeof d);
+    ENSURE(hpml_tensor_changed(NULL) == HPML_ERR_ARGUMENT);
+    d.outputs = &y, d.output_count = 1, d.loss = loss, d.predict = true;
+    ENSURE_ERROR(ctx, !hpml_graph_create(ctx, &d), HPML_ERR_ARGUMENT, "name the loss among the outputs");
+    d.loss = NULL;
+    hpml_graph *g = hpml_graph_create(ctx, &d);
+    ENSURE_ERROR(ctx, hpml_graph_part(g, 0, 1, 2, 1) != HPML_OK, HPML_ERR_UNSUPPORTED, "runs as a whole");
+    ENSURE_ERROR(ctx, hpml_graph_forward(g, true, 0) != HPML_OK, HPML_ERR_STATE, "only evaluate");
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK && hpml_tensor_changed(y) == HPML_OK);
     hpml_ctx_free(ctx);
 }

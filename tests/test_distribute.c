@@ -549,6 +549,46 @@ TEST(finish_and_unknown_strategies)
            HPML_ERR_ARGUMENT && strstr(text, "strategy=99"));
 }
 
+typedef struct prediction { hpml_strategy_kind kind; bool good; } prediction;
+/* True if g, whose input is 1 in one pixel, has the present centre of the convolution's weight w. */
+static bool predicted(hpml_graph *g, const hpml_tensor *y, const hpml_tensor *w)
+{
+    return hpml_graph_forward(g, false, 0) == HPML_OK && y->data[0] == w->data[4];
+}
+
+/* A graph that predicts shares its convolution's weight with a trainer, whose strategy writes to it. */
+static hpml_status predict(hpml_comm *c, void *user)
+{
+    prediction      *p    = (prediction *)user;
+    hpml_ctx        *ctx  = hpml_comm_ctx(c);
+    hpml_conv2d_desc conv = { .name = "conv", .kernel_h = 3, .padding_h = 1, .no_bias = true };
+    hpml_tensor     *x    = hpml_input_4d(ctx, 1, 1, 1, 1), *y = hpml_conv2d(x, 1, &conv);
+    hpml_graph_desc  gd   = { .outputs = &y, .output_count = 1, .predict = true };
+    hpml_graph      *g    = hpml_graph_create(ctx, &gd);
+    hpml_tensor     *w    = hpml_param_find(ctx, "conv.weight"), *in = hpml_input_2d(ctx, 1, 1);
+    hpml_trainer    *t    = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .lr = 0.1f,
+        .output = hpml_matmul(in, hpml_reshape_2d(w, 1, 9), false, false), .loss = HPML_LOSS_MSE });
+    const float one = 1, goal[9] = { 0, 1, 2, 3, 4, 5, 6, 7, 8 };
+    bool        good = hpml_graph_alloc(g) == HPML_OK && hpml_tensor_set(x, &one, 1) == HPML_OK;
+    w->data[4] = (float)hpml_comm_rank(c); /* other numbers, which rank 0's will replace */
+    good = predicted(g, y, w) && good;
+    hpml_distributed *d = hpml_distribute(t, c, &(hpml_plan){ .strategy = p->kind });
+    good = predicted(g, y, w) && good;
+    for (int i = 0; i < 3; i++)
+        good = hpml_trainer_step(t, &one, goal, 1, NULL) == HPML_OK && predicted(g, y, w) && good;
+    good = hpml_distribute_finish(d) == HPML_OK && predicted(g, y, w) && good;
+    if (!good) p->good = false;
+    return hpml_ctx_status(ctx);
+}
+
+TEST(graphs_that_predict_notice_what_strategies_write)
+{
+    prediction p[] = { { HPML_STRATEGY_SYNC, true }, { HPML_STRATEGY_LOCAL, true }, { HPML_STRATEGY_GOSSIP, true } };
+    for (int i = 0; i < 3; i++)
+        ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = 2, .timeout = 20 }, predict, &p[i], NULL, 0) == HPML_OK &&
+               p[i].good);
+}
+
 TEST(strategies_in_turns)
 {
     for (int background = 0; background < 2; background++) {
