@@ -793,8 +793,8 @@ typedef struct hpml_graph_desc {
 } hpml_graph_desc;
 /* A graph that predicts runs forward passes in evaluation mode only. On the CPU, where results are stored in f32, it is
    faster: it has no gradients, saves nothing for a backward pass and keeps the packed weights of convolutions, in more
-   memory (hpml_memory.packed), from pass to pass (see hpml_tensor_changed), scaled by a batchnorm that alone reads the result of a
-   convolution without activation, which then is computed within the convolution: equal results up to rounding. */
+   memory (hpml_memory.packed), from pass to pass (see hpml_tensor_changed). A batchnorm that alone reads the result of
+   a convolution without activation is computed within the convolution, by scaled weights: equal up to rounding. */
 
 /* Plans the ops on which outputs and loss depend; no tensor memory is allocated. A result of an op belongs to at most
    one graph, and its memory may be used again unless it is an output; inputs and parameters may be in several. */
@@ -5417,7 +5417,7 @@ HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, in
         return hpmli_false(g->ctx, HPML_ERR_STATE, "graph part: the graph has its memory already; name its parts "
                            "before the first run, and before a trainer's with hpml_ctx_defer");
     if (g->predicts)
-        return hpmli_false(g->ctx, HPML_ERR_UNSUPPORTED, "graph part: a graph that predicts (.predict) runs as a whole");
+        return hpmli_false(g->ctx, HPML_ERR_UNSUPPORTED, "graph part: a graph with .predict set runs as a whole");
     if (from < 0 || to > g->count || from >= to || slots < 1 || rows < 1 || rows > g->batch)
         return hpmli_false(g->ctx, HPML_ERR_ARGUMENT, "graph part: ops %d to %d, %lld rows, %d slots: expected a range "
                            "of the %d ops, 1 to %lld rows, at least 1 slot", from, to, (long long)rows, slots, g->count,
@@ -10225,7 +10225,7 @@ HPMLI_FN void hpmli_clear_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
     }
 }
 
-/* Allocates zeroed memory; huge: if possible in huge pages, because of their fewer, faster translations of addresses. */
+/* Allocates zeroed memory; huge: if possible in huge pages, because the CPU translates fewer addresses of those. */
 static void *hpmli_cpu_zeroed(hpml_ctx *ctx, size_t bytes, bool huge)
 {
     hpmli_clear_job j = { (char *)hpmli_alloc(ctx, bytes), bytes };
