@@ -10238,7 +10238,10 @@ static void *hpmli_cpu_zeroed(hpml_ctx *ctx, size_t bytes, bool huge)
     if (j.p) hpmli_parallel(ctx, (int64_t)((bytes + HPMLI_CLEAR - 1) / HPMLI_CLEAR), hpmli_clear_task, &j);
     return j.p;
 }
-HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes) { return hpmli_cpu_zeroed((hpml_ctx *)device, bytes, false); }
+HPMLI_FN void *hpmli_cpu_alloc(void *device, size_t bytes)
+{
+    return hpmli_cpu_zeroed((hpml_ctx *)device, bytes, false);
+}
 HPMLI_FN void hpmli_cpu_free(void *device, void *p, size_t bytes HPMLI_UNUSED) { hpmli_free((hpml_ctx *)device, p); }
 HPMLI_FN hpml_status hpmli_cpu_copy(void *device HPMLI_UNUSED, void *to, const void *from, size_t bytes)
 {
