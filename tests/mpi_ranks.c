@@ -509,7 +509,7 @@ int main(int argc, char **argv)
     if (strcmp(what, "many_parts") == 0) return launch(many_parts, 0, false, 20);
     if (strcmp(what, "chain") == 0) return launch(chain, 0, false, 0.8);
     if (strcmp(what, "works") == 0) return launch(works, 0, false, 0.3);
-    if (strcmp(what, "works_beside") == 0) return launch(works_beside, 0, false, 0.3);
+    if (strcmp(what, "works_beside") == 0) return launch(works_beside, 0, false, 0.5);
     if (strcmp(what, "works_to_end") == 0) return launch(works_to_end, 0, false, 0.3);
     if (strcmp(what, "hangs_after_a_wait") == 0) return launch(hangs_after_a_wait, 0, false, 1);
     if (strcmp(what, "part_outlives") == 0) return part_outlives();
