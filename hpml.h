@@ -8260,9 +8260,13 @@ HPMLI_FN void hpmli_grids_copy(const hpmli_conv *c, float *grid, float *p, bool 
                                int64_t u, int64_t k, bool back, bool add)
 {
     const hpml_attr *a = &c->n->attr;
-    int64_t H = is_y ? c->OH : c->H, W = is_y ? c->OW : c->W, pixel = is_y ? c->y_pixel : c->x_pixel;
-    int64_t SH = is_y ? 1 : a->conv.stride[0], SW = is_y ? 1 : a->conv.stride[1];
-    int64_t PH = is_y ? 0 : a->conv.padding[0], PW = is_y ? 0 : a->conv.padding[1];
+    int64_t H     = is_y ? c->OH : c->H;
+    int64_t W     = is_y ? c->OW : c->W;
+    int64_t pixel = is_y ? c->y_pixel : c->x_pixel;
+    int64_t SH    = is_y ? 1 : a->conv.stride[0];
+    int64_t SW    = is_y ? 1 : a->conv.stride[1];
+    int64_t PH    = is_y ? 0 : a->conv.padding[0];
+    int64_t PW    = is_y ? 0 : a->conv.padding[1];
     int64_t lanes = hpmli_min(c->groups - u * c->lanes, c->lanes);
     int64_t ahead = back || c->nhwc ? 0 : hpmli_min(H * W, 4096); /* floats of the next channel to prefetch */
     bool    pairs = !c->nhwc && SW == 2; /* a kernel copies two columns */
@@ -9308,7 +9312,8 @@ HPMLI_FN void hpmli_lstm_task(void *arg, int64_t task, int thread)
     hpmli_lstm_cells      s;
     int64_t H = j->H, unit = task % j->panels * j->width, row = task / j->panels * HPMLI_LSTM_ROWS;
     int64_t units = hpmli_min(H - unit, j->width), at = row * j->T + j->t;
-    int64_t products = j->back ? 1 : 4, k = j->back ? 4 * H : H;
+    int64_t products = j->back ? 1 : 4;
+    int64_t k        = j->back ? 4 * H : H;
     float  *sums = j->sums + thread * HPMLI_LSTM_ROWS * 4 * HPMLI_LSTM_UNITS;
     s.rows  = hpmli_min(j->B - row, HPMLI_LSTM_ROWS);
     s.units = units;
@@ -14636,7 +14641,8 @@ HPMLI_FN hpml_status hpmli_array_copy(hpml_ctx *ctx, const hpml_trainer *t, hpml
 {
     const size_t bytes   = (size_t)count * sizeof *host;
     const bool   on_host = t && t->staged && which >= HPML_ARRAY_STATE;
-    if (on_host) memcpy(set ? array : host, set ? host : array, bytes);
+    if (on_host && set) memcpy(array, host, bytes);
+    else if (on_host) memcpy(host, array, bytes);
     else if (set) return ctx->backend->write(ctx->device, array, host, bytes);
     else return ctx->backend->read(ctx->device, host, array, bytes);
     return HPML_OK;

@@ -13254,7 +13254,8 @@ HPMLC_FN int64_t hpmlc_model(hpml_trainer *t, hpml_ctx *ctx, float *model, bool 
         float *state = hpml_trainer_array(t, (hpml_array)a, &floats);
         if (!state) break;
         if (model && !host) hpmlc_model_copy(ctx, model + n, state, floats, save);
-        else if (model) memcpy(save ? model + n : state, save ? state : model + n, sizeof(float) * (size_t)floats);
+        else if (model && save) memcpy(model + n, state, sizeof(float) * (size_t)floats);
+        else if (model) memcpy(state, model + n, sizeof(float) * (size_t)floats);
         n += floats;
     }
     return n;
