@@ -556,8 +556,8 @@ HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory a
    memory already, or on a device. */
 HPML_API hpml_status  hpml_params_place(hpml_ctx *ctx, float *memory, bool keep);
 HPML_API size_t       hpml_params_bytes(const hpml_ctx *ctx);
-/* Returns the elements of the whole of which t, a parameter or any other tensor, is a part; 0 for NULL. shape: NULL, or
-   receives the shape of the whole, HPML_MAX_DIMS numbers. */
+/* Returns the number of elements of the whole tensor of which t, a parameter or any other tensor, is a part; 0 if t is
+   NULL. shape: NULL, or receives the shape of the whole, HPML_MAX_DIMS numbers. */
 HPML_API int64_t      hpml_param_whole(const hpml_tensor *t, int64_t *shape);
 /* Copies elements first .. first + count - 1 of a parameter, which begin at `part`, to their places in an array of the
    whole (to_whole), or from there; both arrays in host memory: values, gradients, states of optimizers, residuals. */
@@ -622,7 +622,8 @@ HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout);
 /* Declares, without moving numbers, the layout of x: an input or a reshape that no op has read yet. */
 HPML_API hpml_status  hpml_tensor_set_layout(hpml_tensor *x, hpml_layout layout);
 
-/* How the CPU computes hpml_conv2d; results agree up to rounding. C: channels of x; t: height x width of a kernel. */
+/* How the CPU computes hpml_conv2d; results agree up to rounding. Names in the sizes below: C: channels of x; out:
+   channels of y; t: kernel_h x kernel_w. */
 typedef enum hpml_conv_algorithm {
     HPML_CONV_AUTO   = 0, /* DIRECT, or IM2COL if DIRECT would exceed the limit of the workspace */
     HPML_CONV_DIRECT = 1, /* reads images in place. Workspace: up to 17 t C out floats, some images per thread */
@@ -1330,8 +1331,9 @@ HPML_API hpml_status hpml_trainer_attach(hpml_trainer *t, const hpml_hooks *hook
 HPML_API const hpml_hooks *hpml_trainer_hooks(const hpml_trainer *t, int *count);
 /* Detaches the sets of hooks with this `user`, those attached last first. Not from within a hook. */
 HPML_API void        hpml_trainer_detach(hpml_trainer *t, const void *user);
-/* Within a hook `run`, once for each call, and within a hook `update`: run what this hook replaces. The trainer's own
-   run weighs micro-batches by their samples (.accumulate), its own update is hpml_trainer_apply for all parameters. */
+/* For a hook `run`, once in each call of the hook, and for a hook `update`: run the function that the hook replaces,
+   the next inner set's hook or the trainer's own. The trainer's own run weighs micro-batches by their samples
+   (.accumulate), its own update is hpml_trainer_apply for all parameters. */
 HPML_API hpml_status hpml_trainer_run_inner(hpml_trainer *t, int64_t samples, float *loss);
 HPML_API hpml_status hpml_trainer_update_inner(hpml_trainer *t);
 /* Runs forward and backward on samples [first, first + samples) of the micro-batch that is in the inputs; gradients are
@@ -1340,16 +1342,18 @@ HPML_API hpml_status hpml_trainer_update_inner(hpml_trainer *t);
 HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,
                                                    bool accumulate, float *loss);
 /* The two halves of hpml_trainer_forward_backward, for a hook `pass`. A slot is a set of activations of one part of the
-   graph (hpml_graph_part); without parts, slot is 0. forward runs the ops of the slot's part on samples [first, first +
-   samples) of the batch, which with parts it copies to this slot's inputs, so that passes on other slots, and of other
-   batches, may come before the slot's backward pass. loss, if not NULL, receives the mean loss of these samples; 0 if
-   the loss is not computed in this part. Random masks are those of the samples in a pass over the whole batch. backward
-   goes back through the slot's last forward pass. accumulate: adds to the gradients of parameters; else overwrites
-   those of the slot's ops. last: this pass makes these gradients final, and calls the hooks `grad`, unless
-   further micro-batches of .accumulate follow. */
+   graph (hpml_graph_part); in a graph without parts, slot is 0. forward runs the ops of the slot's part on samples
+   [first, first + samples) of the batch. In a graph with parts it first copies these samples to the slot's inputs, so
+   that passes on other slots, and of other batches, may come before the slot's backward pass. loss, if not NULL,
+   receives the mean loss of these samples; 0 if this part does not compute the loss. Each sample's random masks are
+   those that a pass over the whole batch draws for it. backward goes back through the slot's last forward pass.
+   accumulate: adds to the gradients of parameters; else overwrites the gradients that the slot's ops compute. last:
+   this pass makes these gradients final, and calls the hooks `grad`, unless further micro-batches of the trainer's
+   option .accumulate follow. */
 HPML_API hpml_status hpml_trainer_forward(hpml_trainer *t, int slot, int64_t first, int64_t samples, float *loss);
 HPML_API hpml_status hpml_trainer_backward(hpml_trainer *t, int slot, float grad_scale, bool accumulate, bool last);
-/* One half of backward, for a graph of hpml_graph_halves; pass both halves the same numbers. */
+/* Runs one half of hpml_trainer_backward, INPUTS first, on a graph for which hpml_graph_halves was called; the other
+   arguments are the same in both calls. */
 HPML_API hpml_status hpml_trainer_backward_half(hpml_trainer *t, int slot, hpml_half half, float grad_scale,
                                                 bool accumulate, bool last);
 /* For hooks, while evaluate or predict runs a graph that is cut into parts: returns the array, in host memory of every
@@ -1403,7 +1407,8 @@ HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-data   datasets, readers, the loader
 // ---------------------------------------------------------------------------------------------------------------------
-/* Samples in host memory. The dataset owns its arrays and frees them; a slice uses those of its dataset. */
+/* Samples in host memory. The dataset owns its arrays and frees them; a slice (hpml_dataset_slice) uses the arrays of
+   the dataset of which it is a range. */
 struct hpml_dataset {
     hpml_ctx   *ctx;
     int64_t     count;                  /* samples */
@@ -1619,8 +1624,8 @@ typedef struct hpml_profile_row {
 HPML_API void hpml_profile_enable(hpml_graph *g, bool on); /* on: starts a profile from zero; else ends it */
 /* Copies up to `capacity` layers to rows; returns the number of layers that there are. */
 HPML_API int  hpml_profile(const hpml_graph *g, hpml_profile_row *rows, int capacity);
-/* Write a table as text to `buffer`, cut off to fit in `size` bytes; return the length of the whole text, as snprintf
-   does. */
+/* Write a table, the profile or the summary of graph g, as text to `buffer`, cut off to fit in `size` bytes; return the
+   length of the whole text, as snprintf does. */
 HPML_API int  hpml_profile_text(const hpml_graph *g, char *buffer, size_t size);
 HPML_API int  hpml_summary_text(const hpml_graph *g, char *buffer, size_t size); /* layers, parameters, FLOPs, memory */
 HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward); /* operations at full batch */
@@ -1713,8 +1718,8 @@ struct hpml_packing {
    not valid, HPML_ERR_UNSUPPORTED for TOPK and LOWRANK, which do not pack rows. */
 HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols);
 
-/* What encode gets besides the numbers: stochastic rounding takes its random numbers (>>api-random) from these fields,
-   so that the same gradients give the same bytes again. */
+/* Facts that a codec's function `encode` gets besides the gradient: a codec that rounds stochastically computes its
+   random numbers (>>api-random) from these fields, so that the same gradients give the same bytes again. */
 typedef struct hpml_encode_info {
     int64_t  row;  /* number, in the tensor, of the first row that is packed */
     int64_t  step; /* number of the trainer's step; without a trainer, how often an exchange has run */
@@ -2037,7 +2042,7 @@ typedef struct hpmli_conv_copy {
 } hpmli_conv_copy;
 
 /* Describes a product C of `rows` rows, each of one or two SIMD vectors, c_row floats apart. Row i of C is the sum,
-   over runs u < runs[0] and v < runs[1] and over k < length, of the number a[u * a_run[0] + v * a_run[1] + i * a_row +
+   over the indices u < runs[0], v < runs[1] and k < length, of the number a[u * a_run[0] + v * a_run[1] + i * a_row +
    k * a_k] times the vectors at b + u * b_run[0] + v * b_run[1] + k * b_k. add: the sum is added to C. */
 typedef struct hpmli_conv_product {
     int64_t rows, a_row, a_k, b_k, c_row, length, runs[2], a_run[2], b_run[2];
@@ -2115,8 +2120,9 @@ typedef struct hpmli_kernels {
     void (*gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride);
     /* Writes numbers first .. first + n - 1 of a random stream to out; kind: 32-bit words, uniform or normal floats. */
     void (*random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);
-    /* Codecs of n gradient elements g; e: the error of the last encoding, or NULL. onebit_scan: e += g; writes signs as
-       bits and, to *row, sums and extremes of both signs; onebit_carry: e -= its decoded value, low or high. */
+    /* Codecs of a row of n gradient elements g; e: the error (residual) of the last encoding, or NULL. onebit_scan adds
+       g to e, writes the signs of the result as bits and, to *row, sums and extremes of both signs; onebit_carry
+       subtracts from each element of e the value that its bit stands for: low or high. */
     void (*onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e, const float *g, int64_t n);
     void (*onebit_carry)(float *e, float low, float high, int64_t n);
     void (*onebit_decode)(float *y, const uint8_t *bits, float low, float high, int64_t n);
@@ -2870,7 +2876,8 @@ HPML_API float hpml_rng_uniform(hpml_rng *r) { return (float)(hpml_rng_u32(r) >>
 
 HPML_API float hpml_rng_normal(hpml_rng *r)
 {
-    /* Box & Muller make two numbers from two words, here from those at positions j and j + half a chunk */
+    /* The Box-Muller transform makes two numbers from two random words, here from the words at positions j and j + half
+       a chunk of the stream; these two are the numbers at positions j and j + half a chunk. */
     uint64_t i    = r->counter++, j = i & ~(uint64_t)(HPMLI_PHILOX_CHUNK / 2);
     uint32_t a    = hpmli_rng_word(r, j), b = hpmli_rng_word(r, j + HPMLI_PHILOX_CHUNK / 2);
     float    x, y;
@@ -3284,8 +3291,8 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
     for (int i = 0; i < w->ndim - 1; i++) w->runs *= w->shape[i];
 }
 
-/* Returns the offset, in elements, of operand s (0: a, 1: b) at the start of run r, which is the r-th row of the result
-   if its last joined dimension counts as the row. */
+/* Returns the offset, in elements, at which operand s (0: a, 1: b) has the first element of run r of the loop w. A run
+   is a row of the result, after adjacent dimensions of the result that allow it were joined. */
 HPMLI_FN int64_t hpmli_broadcast_offset(const hpmli_broadcast_iter *w, int s, int64_t r)
 {
     int64_t at = 0;
@@ -3441,7 +3448,8 @@ HPML_API const char *hpml_op_name(hpml_op op)
     return op >= 0 && op < HPML_OP_COUNT ? names[op] : "?";
 }
 
-/* Returns the operations of a pass of n, one for each element of its result; none in backward without a gradient. */
+/* Returns the number of operations of a pass of n: one for each element of its result; 0 for a backward pass (`back`)
+   if the result needs no gradient. */
 HPMLI_FN double hpmli_flops_pointwise(const hpml_node *n, bool back)
 {
     return back && !n->out->needs_grad ? 0 : (double)hpml_tensor_count(n->out);
@@ -3510,7 +3518,8 @@ HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, h
     hpmli_for_each_parallel(run, n, back, hpml_tensor_count(n->src[0]) / cols, hpmli_rows_per_task(cols), fn);
 }
 
-/* Loops over n elements in parts of at most HPMLI_PIECE, for buffers on the stack: c elements from element i on. */
+/* HPMLI_PIECES loops over n elements, in each round over elements i to i + c - 1; c is at most HPMLI_PIECE, so that
+   buffers for c elements fit on the stack. */
 #define HPMLI_PIECE 512
 #define HPMLI_PIECES(i, c, n) \
     for (int64_t i = 0, c; c = (n) - i < HPMLI_PIECE ? (n) - i : HPMLI_PIECE, i < (n); i += HPMLI_PIECE)
@@ -3540,8 +3549,8 @@ HPMLI_FN hpmli_cut hpmli_cut_of(const hpml_tensor *t, hpml_axis axis, int dim, i
     return c;
 }
 
-/* Copies elements first .. first + count - 1 of a part, which begin at `part`, to their places in the whole (join), or
-   from there. */
+/* If `join`, copies elements first .. first + count - 1 of a part, which begin at `part`, to their places in the array
+   `whole`; else copies them from these places to `part`. */
 HPMLI_FN void hpmli_cut_copy(const hpmli_cut *c, float *whole, float *part, int64_t first, int64_t count, bool join)
 {
     for (int64_t i = first, n; i < first + count; i += n, part += n) {
@@ -3680,11 +3689,12 @@ HPMLI_FN bool hpmli_split_mismatch(const char *op, const hpml_tensor *a, const h
                        hpmli_split_text(b));
 }
 
-/* Checks how the operands a (.., m, k) and b (.., k, n) of a matrix product are split; m_k and k_n: the numbers of
-   these dimensions in a and b. If rows of a or columns of b are split over TENSOR, records hpml_group_copy of the other
-   operand, because each rank computes only a part of that operand's gradient. Sets split and *sections of the result,
-   and *sum, the axis over which the ranks' products must be added up because k is split (DATA: k is not split). False:
-   an error. */
+/* Checks how the operands a = src[0], (.., m, k), and b = src[1], (.., k, n), of a matrix product are split; m_k, k_n:
+   the indices of these dimensions in the shapes of a and b. If rows of a or columns of b are split over TENSOR, the
+   other operand in src is replaced by hpml_group_copy of it, because each rank computes only a part of that operand's
+   gradient. Sets split (the axis of each dimension) and *sections of the result, and *sum, the axis over which the
+   ranks' products must be added up because k is split (DATA: k is not split). False: an error, the operands are not
+   split alike. */
 HPMLI_FN bool hpmli_split_matmul(hpml_tensor **src, const int m_k[2], const int k_n[2], int8_t *split,
                                  int32_t *sections, hpml_axis *sum)
 {
@@ -3766,10 +3776,11 @@ HPMLI_FN bool hpmli_split_concat(const hpml_tensor *first, const hpml_tensor *x,
                                hpmli_describe(x), hpmli_split_text(x));
 }
 
-/* Computes for a reshape of the whole tensor of x to the shape `whole` (ndim sizes): the shape `part` of this rank's
-   block, the axis split[i] over whose ranks dimension i is then split (0: none), and the number of its *sections (0: no
-   dimension is split). For each split dimension of x there must be a dimension of `whole` which, split over the same
-   axis, leaves each rank the same elements as before; false if there is none. */
+/* For a reshape of x to `whole`, the shape (ndim sizes) that the result has as a whole: sets `part` to the shape of
+   this rank's part of the result, split[i] to the axis over whose ranks dimension i of the result is split (0: not
+   split), and *sections to the number of sections (hpmli_sections) of the result (0: no dimension is split). For each
+   split dimension of x there must be a dimension of `whole` which, split over the same axis, leaves each rank the same
+   elements as before; false if there is none. */
 HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t *whole, int64_t *part, int8_t *split,
                                   int32_t *sections)
 {
@@ -3956,8 +3967,9 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     return n;
 }
 
-/* Sets the number of the result's rows that belong to one sample, for ops where this number is not the same as that of
-   a source with as many rows. rows 0: the result has no batch dimension; if a source has one, the op mixes samples. */
+/* Sets batch_rows of the result of n, the number of indices of dimension 0 that belong to one sample, to `rows`, for
+   ops where this number is not that of a source whose dimension 0 has the same size. rows 0: the result has no batch
+   dimension; if a source has one, the op mixes samples. */
 HPMLI_FN void hpmli_node_batch(hpml_node *n, int64_t rows)
 {
     if (!n->out) return;
@@ -4468,8 +4480,9 @@ HPMLI_FN void hpmli_times_path(hpmli_times *m, int node, int first, int last, co
     if (!inside && s->to > middle) hpmli_times_path(m, 2 * node + 1, middle + 1, last, s);
 }
 
-/* Returns the lowest offset at which `bytes` bytes overlap no range of addresses in use during the life for which
-   m->path was set: no range in the lists `part` and `whole` of the interval tree's nodes m->path. */
+/* Returns the lowest offset for an array of `bytes` bytes that overlaps no other array during its life (the times at
+   which it is needed). m->path: the tree nodes that hpmli_times_path has listed for this life. Their lists of addresses
+   in use are tested: `part` of tree nodes inside the life, `whole` of the tree nodes above these. */
 HPMLI_FN size_t hpmli_times_fit(const hpmli_times *m, size_t bytes)
 {
     int    list[sizeof m->path / sizeof *m->path], count = 0;
@@ -4715,7 +4728,8 @@ HPMLI_FN bool hpmli_keeps_dz(const hpml_node *n)
 /* True if the gradient of n's result is dz already, because backward of n runs its second half. */
 HPMLI_FN bool hpmli_dz_is_done(const hpml_node *n) { return n->state->second && hpmli_keeps_dz(n); }
 
-/* Returns which values the backward run `move` of node n reads, as HPMLI_NEED_ bits. */
+/* Returns which values node n reads, as HPMLI_NEED_ bits, in its backward pass. If that pass is cut into halves
+   (hpml_graph_halves): in the half that `move` denotes (BACKWARD: the first half, WEIGHTS: the second half). */
 HPMLI_FN unsigned hpmli_back_needs(const hpml_node *n, hpmli_move move)
 {
     const unsigned needs = hpmli_op_of(n)->needs(n), late = n->state->late;
@@ -4793,7 +4807,8 @@ HPMLI_FN void hpmli_entry_add(hpml_graph *g, hpmli_list *p, int node, hpmli_move
     p->entries[p->entry_count++]    = e;
 }
 
-/* Returns the first node of the segment of which node `last` is the last one in part p; without a segment: last. */
+/* Returns the first node of the segment whose last node in part p of the graph is node number `last`; returns `last` if
+   that node is in no segment. */
 HPMLI_FN int hpmli_segment_first(const hpml_graph *g, const hpmli_list *p, int last)
 {
     int segment = g->nodes[last]->state->segment, first = last;
@@ -4801,7 +4816,8 @@ HPMLI_FN int hpmli_segment_first(const hpml_graph *g, const hpmli_list *p, int l
     return first;
 }
 
-/* If the result of the op that computes t is swapped out, adds an entry that swaps it in, unless p has it already. */
+/* If the value of t is swapped out to host memory, appends an entry that swaps the value in to the list p, unless p has
+   this entry already. */
 HPMLI_FN void hpmli_entry_fetch(hpml_graph *g, hpmli_list *p, const hpml_tensor *t)
 {
     hpml_node *n = hpmli_node_in(p, t);
@@ -4827,8 +4843,9 @@ HPMLI_FN void hpmli_entry_late(hpml_graph *g, hpmli_list *p, int node, hpmli_mov
     hpmli_entry_add(g, p, node, move);
 }
 
-/* Chooses the sources of node n whose gradients the half WEIGHTS computes: trained parameters, if all ops of part p
-   that read one can run in halves, because the gradient is added up in the order in which these ops run. */
+/* Chooses the sources of node n whose gradients are computed in the half WEIGHTS of the backward pass
+   (HPML_HALF_WEIGHTS): each trained parameter that only ops that can run in halves read in part p, because a gradient
+   is added up in the order in which these ops run, and all of them have to be in the same half. */
 HPMLI_FN void hpmli_late_choose(const hpml_graph *g, const hpmli_list *p, hpml_node *n)
 {
     n->state->late   = 0;
@@ -4845,8 +4862,8 @@ HPMLI_FN void hpmli_late_choose(const hpml_graph *g, const hpmli_list *p, hpml_n
     }
 }
 
-/* Chooses the ops of part p that run again for the backward pass, and those whose results are swapped (copied out and
-   back in), in its last segment first. */
+/* Chooses the nodes of part p that run again for the backward pass, and those whose results are swapped (copied out and
+   back in), segment by segment (of hpml_recompute or hpml_graph_retain), from the last segment of p to the first. */
 HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
 {
     for (int i = p->from; i < p->to; i++) {
@@ -4863,8 +4880,9 @@ HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
     }
 }
 
-/* Lists, in the order of execution, the entries of part p: nodes that run forward, backward, or again for the backward
-   pass, second halves, and swaps. False: no memory. */
+/* Lists in p->entries, in the order of execution, what part p of the graph runs: nodes forward, backward, or again for
+   the backward pass, second halves of backward passes, and copies of results to and from host memory (swaps). False: no
+   memory. */
 HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
 {
     p->entries = hpmli_new(g->ctx, hpmli_entry, (4 + g->halves) * ((int64_t)p->to - p->from) + 1);
@@ -4917,8 +4935,8 @@ HPMLI_FN hpmli_use *hpmli_use_of(const hpmli_plan *pl, const hpml_tensor *t)
     return t && hpmli_graph_leaf(pl->g, t) ? &pl->uses[pl->g->count + t->state->leaf] : NULL;
 }
 
-/* Returns which of the two lives of the value of t the list's entry at `time` reads: 0 or, after the value has been
-   computed again or swapped in for the backward pass, 1. */
+/* Returns which of the two lives of the value of t is read by entry number `time` of the part's list of entries: 0 or,
+   after the value has been computed again or swapped in for the backward pass, 1. */
 HPMLI_FN int hpmli_life_at(const hpmli_plan *pl, const hpml_tensor *t, int time)
 {
     hpml_node *n = hpmli_node_in(pl->p, t);
@@ -5023,8 +5041,9 @@ HPMLI_FN void hpmli_plan_grad_roots(const hpmli_plan *pl)
     }
 }
 
-/* Computes how long gradients are needed and, in backward order, which node overwrites a gradient and which nodes add
-   to it. A result whose gradient no node has written when its own node is reached does not affect the loss. */
+/* Plans the gradients of a part, in backward order: when each is written first and needed last (grad_first, grad_last),
+   and whether node n adds to the gradient of its source j or overwrites it (n->accumulate[j]). A node whose result has
+   no gradient yet when its turn comes is skipped, because that result does not affect the loss. */
 HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
 {
     hpml_graph *g = pl->g;
@@ -5059,8 +5078,9 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
     }
 }
 
-/* Plans memory of `bytes` bytes that is in use from entry `from` to entry `to` of the part's list of entries; *place
-   gets the address of this memory in the graph's current slot. */
+/* Plans memory of `bytes` bytes that is in use from entry `from` to entry `to`, inclusive, of the list of entries of a
+   part of the graph. When memory is taken, *place gets the address of this memory in the graph's current slot, one of
+   the sets of activations of that part. */
 HPMLI_FN void hpmli_life_add(const hpmli_plan *pl, size_t bytes, int from, int to, void **place)
 {
     bool        held = from < pl->p->turn && to >= pl->p->turn; /* something of a pass whose backward pass is to come */
@@ -5128,7 +5148,8 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
         hpmli_life_add(pl, HPMLI_SCALAR_BYTES, 0, pl->end, &g->loss->raw);
 }
 
-/* Lists what part p reads and does not compute: inputs, constants, results of earlier parts. False: no memory. */
+/* Lists in p->inputs the tensors that the ops of part p of the graph read and do not compute: inputs, constants,
+   results of earlier parts. False: no memory. */
 HPMLI_FN bool hpmli_part_inputs(hpml_graph *g, hpmli_list *p)
 {
     p->inputs      = hpmli_new(g->ctx, hpml_tensor *, (int64_t)g->leaf_count + p->from + 1);
@@ -5168,7 +5189,7 @@ HPMLI_FN void hpmli_graph_restore_batch(hpml_graph *g)
     hpmli_graph_apply_batch(g);
 }
 
-/* Plans the memory of part p of the graph for passes of up to p->rows samples; false: no memory. */
+/* Plans the memory of p, one of the parts of graph g, for passes of up to p->rows samples; false: no memory. */
 HPMLI_FN bool hpmli_part_plan(hpml_graph *g, hpmli_list *p)
 {
     hpml_ctx   *ctx  = g->ctx;
@@ -5238,7 +5259,7 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
     m->gradients   = (size_t)g->grad_count * sizeof(float);
 }
 
-/* Plans all parts; false: no memory. */
+/* Plans all parts of the graph g, one after another; false: no memory. */
 HPMLI_FN bool hpmli_graph_plan_parts(hpml_graph *g)
 {
     g->scratch_bytes   = 0;
@@ -5410,7 +5431,8 @@ HPML_API int hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tens
 }
 
 static void hpmli_trainer_planned(hpml_trainer *t); /* places and measures its arrays; see >>trainer-memory */
-/* Checks a part (ops `from` to `to` - 1) before it is added to the graph g; false: an error on the context. */
+/* Checks a part of the graph g before hpml_graph_part adds the part to g: ops `from` to `to` - 1, on at most
+   `rows` samples at a time, in `slots` sets of activations. False: an error on the context. */
 HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, int slots)
 {
     if (g->arena)
@@ -5439,7 +5461,8 @@ HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, in
     return true;
 }
 
-/* Marks (`away`) the parameters of g that only ops outside the parts of g read: these get no memory on this rank. */
+/* Sets `away` for each parameter that ops of g read, but no op in the parts of g that this rank runs: such a parameter
+   gets no memory on this rank. */
 HPMLI_FN void hpmli_params_note(hpml_graph *g)
 {
     for (int k = 0; k < g->param_count; k++) {
@@ -5491,8 +5514,8 @@ HPMLI_FN bool hpmli_graph_open(hpml_graph *g, const char *what)
                        "run, and before a trainer's with hpml_ctx_defer", what);
 }
 
-/* Makes the nodes from .. to - 1 one segment, whose results `how` keeps in memory, computes again for the backward pass
-   or copies to host memory. The caller then plans the graph's memory again. */
+/* Makes the nodes from .. to - 1 one segment; `how` says whether their results are kept in memory, computed again for
+   the backward pass or copied to host memory. The caller then plans the graph's memory again. */
 HPMLI_FN void hpmli_segment_make(hpml_graph *g, int from, int to, hpml_retain_how how)
 {
     int number = ++g->ctx->segments;
@@ -5561,8 +5584,9 @@ HPMLI_FN void hpmli_budget_equal(hpmli_budget *b, int count)
     }
 }
 
-/* Plans the graph with how[i] for segment i; returns the extra operations of that plan. Copies `how` to b->best if the
-   plan fits in b->bytes and has fewer extra operations than every plan tried before that fits. */
+/* Plans the graph b->g with segment i retained by how[i] (kept, run again or swapped); returns hpml_memory.extra, the
+   plan's extra work, or 0 after an error. If the plan fits in b->bytes and has less extra work than every plan tried
+   before that fits, copies `how` to b->best. */
 HPMLI_FN double hpmli_budget_try(hpmli_budget *b, const hpml_retain_how *how)
 {
     hpml_graph *g = b->g;
@@ -5576,7 +5600,8 @@ HPMLI_FN double hpmli_budget_try(hpmli_budget *b, const hpml_retain_how *how)
     return g->memory.extra;
 }
 
-/* Tries all choices of `how` for the segments, except choices that cannot cost less than the best one found before. */
+/* Tries, with hpmli_budget_try, all ways to retain the segments (each kept, run again or swapped), except those whose
+   costs add up to no less than the extra work of the best plan found before. */
 HPMLI_FN void hpmli_budget_all(hpmli_budget *b)
 {
     hpml_retain_how how[HPMLI_SEGMENTS] = HPMLI_ZEROED;
@@ -5592,8 +5617,9 @@ HPMLI_FN void hpmli_budget_all(hpmli_budget *b)
     }
 }
 
-/* Tries the choice `all` for every segment; then, starting from the best choices found, makes again and again the
-   change of one segment that is cheapest, until no change of one segment is cheaper. */
+/* Tries the choice that treats all segments alike, as `all` says. Then starts from b->best, the best choice found until
+   now, and again and again makes the change of one segment that gives the cheapest choice, until no change of one
+   segment gives a cheaper one. */
 HPMLI_FN void hpmli_budget_descend(hpmli_budget *b, hpml_retain_how all)
 {
     hpml_retain_how how[HPMLI_SEGMENTS];
@@ -5684,7 +5710,8 @@ HPMLI_FN size_t hpmli_graph_kept(const hpml_graph *g, int level)
     return (size_t)floats * sizeof(float);
 }
 
-/* Points the value of n, and its gradient, to their memory; life 1: after n ran again or its value was swapped in. */
+/* Points the value of n, and its gradient, to their memory. life: which of the value's two places in memory; 0: its
+   place from the forward pass on; 1: its place after n ran again or the value was swapped in. */
 HPMLI_FN void hpmli_value_point(hpml_node *n, int life)
 {
     const hpml_tensor *root = n->state->out_root[life], *grad = n->state->grad_root ? n->state->grad_root : n->out;
@@ -5725,8 +5752,9 @@ HPMLI_FN void hpmli_graph_point(hpml_graph *g)
     if (g->loss && !hpmli_node_in(p, g->loss)) hpmli_set_memory(g->loss, g->loss->raw, NULL);
 }
 
-/* Checks, before memory is taken, that no input which g shares with another graph is in memory for a few samples at a
-   time in one of the two, and that the parameters which g reads are in this rank's memory. */
+/* Checks, before the graph's memory is allocated, that each input which g shares with another graph has memory for the
+   whole batch in both, not for a few samples at a time, and that the parameters which g reads are in this rank's
+   memory. False: an error. */
 HPMLI_FN bool hpmli_graph_whole(hpml_graph *g)
 {
     for (int i = 0; i < g->leaf_count; i++) {
@@ -5979,7 +6007,8 @@ HPMLI_FN bool hpmli_is_made(const hpml_node *n, int s, hpmli_move move)
     return (n->state->late >> s & 1) == (move == HPMLI_WEIGHTS);
 }
 
-/* Runs node n in one half of its backward pass: meanwhile the sources of the other half have no gradient. */
+/* Runs one half of the backward pass of node n, which `move` names. During the call the sources whose gradients belong
+   to the other half have no gradient, so that the op computes only the gradients of this half. */
 HPMLI_FN hpml_status hpmli_run_half(hpml_graph *g, const hpml_run *run, hpml_node *n, hpmli_move move)
 {
     void *grad[HPML_MAX_SRC];
@@ -5994,8 +6023,8 @@ HPMLI_FN hpml_status hpmli_run_half(hpml_graph *g, const hpml_run *run, hpml_nod
     return status;
 }
 
-/* Runs entry e, a node's backward pass or the second half of it. accumulate: gradients of parameters are added to, else
-   overwritten. */
+/* Runs entry e: the backward pass of a node, or one half of that pass (hpml_graph_halves). accumulate: all nodes add to
+   the gradients of parameters; else the first node that computes such a gradient overwrites it. */
 HPMLI_FN hpml_status hpmli_run_back(hpml_graph *g, const hpml_run *run, const hpmli_entry *e, bool accumulate)
 {
     hpml_node *n = g->nodes[e->node];
@@ -6033,8 +6062,8 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, const hpmli_entry *e)
    least HPMLI_PIECES_OF_PASS entries (the last may be shorter): the device replays a piece as a whole, and then the
    hooks of the piece's gradients are called. Few pieces cost few launches; many let communication begin early. */
 #define HPMLI_PIECES_OF_PASS 8
-/* Sets the addresses of the tensors that entries `from` to `to` - 1 of part p compute again or swap in to the memory of
-   their second lives (>>list). */
+/* For entries `from` to `to` - 1 of part p: makes the tensors that they compute again or swap in for the backward pass
+   point to the memory that these tensors have from then on (their second lives, >>list). */
 HPMLI_FN void hpmli_entries_point(hpml_graph *g, const hpmli_list *p, int64_t from, int64_t to)
 {
     for (const hpmli_entry *e = p->entries + from; e < p->entries + to; e++)
@@ -6118,8 +6147,9 @@ HPMLI_FN void hpmli_forward_begin(hpml_graph *g, const hpmli_list *p)
     }
 }
 
-/* Runs all nodes forward or backward (both halves, or one), piece by piece, and after each piece of the backward pass
-   the gradient hooks of its nodes. accumulate: the backward pass adds to the parameters' gradients. */
+/* Runs all nodes forward or backward, piece by piece, and after each piece of the backward pass the gradient hooks of
+   its nodes. half: of the backward pass, gradients of inputs, gradients of weights, or both. accumulate: the backward
+   pass adds to the parameters' gradients, else overwrites them. */
 HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool backward, hpml_half half,
                                       bool accumulate)
 {
@@ -6280,7 +6310,7 @@ typedef struct hpmli_gemm_job {
     float                 *sums;       /* (pieces, m, n) one partial C for each piece */
 } hpmli_gemm_job;
 
-/* Returns the first index of part t when indices 0 .. length - 1 are cut into `pieces` parts at multiples of 32. */
+/* Returns the first index of range t when indices 0 .. length - 1 are cut into `pieces` ranges at multiples of 32. */
 HPMLI_FN int64_t hpmli_piece_start(int64_t length, int64_t pieces, int64_t t)
 {
     return hpmli_min((length + 31) / 32 * t / pieces * 32, length);
@@ -6464,9 +6494,9 @@ HPMLI_FN void hpmli_product(hpml_ctx *ctx, hpmli_mat a, hpmli_mat b, hpmli_mat c
 // >>blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 // ---------------------------------------------------------------------------------------------------------------------
 /* A product with halves (bf16, f16) in A or B is computed in tiles of C, one a task, and in blocks of k, the summed
-   dimension. A task converts its blocks of A and B to f32, in the part of its packing space that products of this size
-   leave free, and adds their product to its tile. The sizes of tiles and blocks depend on the shape alone, so that the
-   number of threads does not change the bits. */
+   dimension. A task converts its blocks of A and B to f32 and adds their product to its tile; the converted blocks are
+   in the part of its thread's packing space (ctx->gemm_ws) that products of this size leave free. The sizes of tiles
+   and blocks depend on the shape alone, so that the number of threads does not change the bits. */
 #define HPMLI_MIXED_SIDE  512 /* rows and columns of a tile of C, at most */
 #define HPMLI_MIXED_DEPTH 256 /* length of a block along k, the summed dimension */
 #define HPMLI_MIXED_BLOCK (HPMLI_MIXED_SIDE * HPMLI_MIXED_DEPTH)
@@ -6625,7 +6655,8 @@ HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t 
     return HPML_OK;
 }
 
-/* Vectors of saxpy, sscal or isamax, cut into tasks; parts that are strided are copied to a contiguous array. */
+/* The vectors x and y of saxpy, sscal or isamax, whose elements are cut into tasks. Where the elements of a vector are
+   not contiguous (inc_x, inc_y), a task copies them, HPMLI_PIECE at a time, to a contiguous array. */
 typedef struct hpmli_vectors {
     const hpmli_kernels *k;
     int64_t              n, inc_x, inc_y, pieces;
@@ -6728,8 +6759,8 @@ HPML_API int64_t hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64_t i
 // >>elementwise   add, sub, mul, div with broadcasting; scale; activations
 // ---------------------------------------------------------------------------------------------------------------------
 /* add, sub, mul and div, with numpy's broadcasting (hpmli_broadcast_iter). The gradient of a repeated operand is the
-   sum over its repetitions. If a source with a batch has fewer dimensions than the result, its batch dimension is
-   matched with a later dimension of the result, and a batch shorter than the recorded one cannot run. */
+   sum over its repetitions. If a source with a batch has fewer dimensions than the result, broadcasting matches its
+   batch dimension with a later dimension of the result; such an op cannot run on fewer samples than were recorded. */
 typedef struct hpmli_binary {
     const hpmli_kernels *k;
     hpml_node           *n;
@@ -6788,8 +6819,9 @@ HPMLI_FN void hpmli_binary_task(void *arg, int64_t task, int thread HPMLI_UNUSED
     }
 }
 
-/* Computes the result of n (side -1) or the gradient of operand 0 or 1 (that side), for sides first .. end - 1. The
-   gradient of a repeated operand is summed by one thread, in order; other arrays are computed by all threads. */
+/* Computes, for each side from `first` to end - 1: for side -1 the result of n, for side 0 or 1 the gradient of operand
+   0 or 1. The gradient of an operand that is repeated (broadcast) is summed by one thread, in order; other arrays are
+   computed by all threads. */
 HPMLI_FN void hpmli_binary_run(const hpml_run *run, hpml_node *n, int first, int end)
 {
     hpmli_binary b = HPMLI_ZEROED;
@@ -7061,7 +7093,8 @@ HPMLI_FN hpml_tensor *hpmli_layer_sum(hpml_tensor *y, hpml_tensor *bias, hpml_ac
     return hpml_activation(y, act, 0);
 }
 
-/* True if w, a parameter that several layers use, has the shape `whole` and is split as `part` says; else an error. */
+/* True if w, a parameter that several layers use, has the whole shape `whole` (2 sizes) and is split over ranks as
+   `part` says; else an error of op `op`, of the layer called `name`. */
 HPMLI_FN bool hpmli_shared_fits(const char *op, const char *name, const hpml_tensor *w, const int64_t *whole,
                                 const hpmli_part *part)
 {
@@ -7665,7 +7698,8 @@ HPMLI_FN bool hpmli_conv_is_1x1(const hpmli_conv *c)
     return c->taps == 1 && c->x_row_step == c->x_pitch && c->x_pixel_step == c->C && c->x_first == 0;
 }
 
-/* Returns the height (i 0) or width (i 1) of the result, or 0 if the kernel is larger than the padded image of x. */
+/* Returns the height (i 0) or width (i 1) of the result of a convolution of x with options a, or 0 if the kernel is
+   larger than the padded image. */
 HPMLI_FN int64_t hpmli_conv_size(const hpml_tensor *x, const hpml_attr *a, int i)
 {
     int64_t span = hpmli_image(x, 1 + i) + 2 * (int64_t)a->conv.padding[i] - 1;
@@ -7695,8 +7729,8 @@ HPMLI_FN const char *hpmli_conv_check(const hpml_tensor *x, int64_t out, const h
 }
 HPMLI_FN int32_t hpmli_conv_default(int32_t value, int32_t if_zero) { return value == 0 ? if_zero : value; }
 
-/* Chooses the algorithm, in a, for a result of this shape within the workspace that d allows, and sets *bytes to the
-   workspace that the algorithm needs. Returns false, and reports an error, if d allows too little. */
+/* Sets a->conv.algorithm and, for im2col, a->conv.rows, for a result of this shape within the workspace that d allows,
+   and *bytes to the workspace that the algorithm needs. Returns false, and reports an error, if d allows too little. */
 HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr *a, const hpml_conv2d_desc *d,
                                 size_t *bytes)
 {
@@ -7720,7 +7754,8 @@ HPMLI_FN bool hpmli_conv_choose(hpml_tensor *x, const int64_t *shape, hpml_attr 
     return true;
 }
 
-/* Creates weight (src[1]) and bias (src[2]; NULL: no bias) of a convolution; src[0]: x. False: an error. */
+/* Sets the sources of a convolution: src[0] to x, src[1] to a new weight, src[2] to a new bias (d->no_bias: NULL). out:
+   number of output channels; a: groups and kernel. False: an error. */
 HPMLI_FN bool hpmli_conv_params(hpml_tensor *x, const char *name, int64_t out, const hpml_attr *a,
                                 const hpml_conv2d_desc *d, hpml_tensor **src)
 {
@@ -7942,8 +7977,8 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
     for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_for_dx(c, packed, w, o);
 }
 
-/* Returns rows [row, row + rows) of image b and group g of the array p as a matrix: (OC, pixels) if is_y, then p is y
-   or its gradient; else (C, pixels), then p is x or its gradient. */
+/* Returns pixel rows [row, row + rows) of group g of channels of image b, in the array p, as a matrix. If is_y, p is y
+   or its gradient, and the matrix is (OC, pixels); else p is x or its gradient, and the matrix is (C, pixels). */
 HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool is_y, int64_t b, int64_t g, int64_t row,
                                   int64_t rows)
 {
@@ -7966,7 +8001,8 @@ HPMLI_FN void hpmli_conv_x_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, fl
     else c->ctx->k->conv_to_nhwc(image + c->x_first, x, c->C, c->H, c->W, c->x_pitch);
 }
 
-/* Copies group g of image b of dy, the gradient of the result, to `image`, in NHWC order and without padding. */
+/* Copies dy, the gradient of the result, of image b and group g of channels to `image`, in NHWC order and without
+   padding. */
 HPMLI_FN void hpmli_conv_dy_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, float *image)
 {
     const float    *dy   = hpmli_conv_mat(c, c->n->out->grad, true, b, g, 0, 1).p;
@@ -8019,7 +8055,8 @@ HPMLI_FN void hpmli_conv_1x1(const hpmli_conv *c, bool back)
     }
 }
 
-/* Overwrites dy of image b by dz = dy act', because no later op reads dy; adds sums of dz to db (first: sets db). */
+/* Overwrites the gradient dy of image b of the result by dz = dy act'(z), because no later op reads dy; then adds the
+   sum of dz over the pixels of each channel to db, the gradient of the bias (first: stores the sums in db). */
 HPMLI_FN void hpmli_conv_dz_and_db(const hpmli_conv *c, int64_t b, float *db, bool first)
 {
     int64_t pixels = c->OH * c->OW, channels = c->groups * c->OC;
@@ -8070,8 +8107,9 @@ HPMLI_FN void hpmli_columns_task(void *arg, int64_t task, int thread HPMLI_UNUSE
     }
 }
 
-/* Computes y (OC, pixels) = w (OC, K) columns (K, pixels), K = C x taps, or, back, dw = dy columns^T and columns = w^T
-   dy, with the im2col matrix `columns` of as many rows of y of one image as the workspace has space for. */
+/* Computes y (OC, pixels) = w (OC, K) columns (K, pixels), where K = C x taps for C channels and a kernel of `taps`
+   elements, or, with `back`, dw = dy columns^T and columns = w^T dy. `columns` is the im2col matrix of as many rows of
+   y of one image as the workspace has space for. */
 HPMLI_FN void hpmli_conv_by_columns(const hpmli_conv *c, bool back)
 {
     hpml_node   *n  = c->n;
@@ -8128,8 +8166,8 @@ HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
         hpmli_for_each_parallel(run, n, false, hpmli_chunk_count(n), 1, hpmli_act_chunk);
 }
 
-/* Computes dx of group g of `images` images, the first of which is b. ys: dy in NHWC order; dx: scratch memory for
-   padded images. */
+/* Computes, for channel group g of the convolution, dx of `images` images, the first of which is number b of the batch.
+   ys: dy of these images and channels, in NHWC order; dx: scratch memory for padded images. */
 HPMLI_FN void hpmli_conv_dx(const hpmli_conv *c, int64_t b, int64_t images, int64_t g, const float *ys, float *dx)
 {
     memset(dx, 0, (size_t)(images * c->x_floats) * sizeof(float));
@@ -8174,7 +8212,8 @@ HPMLI_FN void hpmli_conv_copy_task(void *arg, int64_t sum, int thread HPMLI_UNUS
     }
 }
 
-/* by_channels: sums dw over all images for HPMLI_CONV_PANEL output channels (one task). */
+/* If c->by_channels: sums dw, the gradient of the weights, over all images for HPMLI_CONV_PANEL output channels, which
+   are one task. */
 HPMLI_FN void hpmli_conv_dw_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -8183,7 +8222,8 @@ HPMLI_FN void hpmli_conv_dw_task(void *arg, int64_t task, int thread HPMLI_UNUSE
                                 hpmli_min(o + HPMLI_CONV_PANEL, c->OC), 0);
 }
 
-/* by_channels: computes dx of up to HPMLI_CONV_IMAGES images (one task). */
+/* For a convolution with c->by_channels, which sums dw in tasks for some channels each: task number `task` of the
+   thread pool computes dx of up to HPMLI_CONV_IMAGES images. */
 HPMLI_FN void hpmli_conv_dx_task(void *arg, int64_t task, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -8552,7 +8592,8 @@ HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, 
     *to   = hpmli_min(end, hpmli_image(n->src[0], 1 + i));
 }
 
-/* Max-pools a plane (channel of an image) by 2 x 2 windows, stride 2; a kernel does a row and saves which pixel won. */
+/* Max-pools a plane (a channel of an image) by 2 x 2 windows with stride 2, or back. A kernel computes a row of the
+   result and saves, for each window, which pixel is the maximum. */
 HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
@@ -8917,7 +8958,8 @@ HPMLI_FN void hpmli_norm_row(const hpmli_work *w, int64_t row, int thread HPMLI_
     if (n->src[2]) w->k->vadd(y, y, n->src[2]->data, w->cols);
 }
 
-/* Computes dx of one row, and adds its terms to `part`, the sums of dgamma and dbeta of its block of rows. */
+/* Computes dx of row `row`, and adds the row's terms of dgamma and dbeta to the sums over the row's block of
+   HPMLI_NORM_ROWS rows, in n->scratch; the first row of a block sets these sums to 0 before. */
 HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread HPMLI_UNUSED)
 {
     const hpml_node *n     = w->n;
@@ -9241,10 +9283,11 @@ HPMLI_WORK_OP(attention, HPMLI_OP_SPLIT_OWN, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
    the sigmoid, g the tanh of a quarter of a, in the order i, f, g, o; c_t = f c_{t-1} + i g; h_t = o tanh(c_t). The
    products with x of all time steps are one matrix product. A task of the recurrent part computes, for one time step, a
    block of samples and a panel of hidden units, the product with h of the step before and then the cells. W_h is packed
-   once a pass, panel by panel, so that these products read contiguous memory; their left operand is a compact copy,
-   because rows of h and of da that are T time steps apart would share few sets of the cache. Backward goes from the
-   last time step to the first, overwrites the saved gates with da, and ends with one product for each gradient. Sources
-   of the node: x, w_x, w_h, bias. Saved: gates i, f, g, o (B, T, 4H), cells c (B, T, H). */
+   once a pass, panel by panel, so that these products read contiguous memory; their left operand (h forward, da, the
+   gradient of a, backward) is copied to contiguous rows, because the rows of one time step are T rows apart in memory
+   and would share few sets of the cache. Backward goes from the last time step to the first, overwrites the saved gates
+   with da, and ends with one product for each gradient. Sources of the node: x, w_x, w_h, bias. Saved: gates i, f, g, o
+   (B, T, 4H), cells c (B, T, H). */
 #define HPMLI_LSTM_UNITS 32 /* hidden units in a panel: the width of one or more tiles of >>gemm */
 #define HPMLI_LSTM_ROWS  32 /* samples in a block */
 #define HPMLI_LSTM_FEW   4  /* for fewer samples panels are 4 times as wide, so that a product has enough sums */
@@ -9292,7 +9335,8 @@ HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n, bool ba
     return j;
 }
 
-/* Packs the weights of a panel: forward, W_h^T of one gate after the other; backward, some columns of W_h. */
+/* Packs the recurrent weights W_h, (4H, H), of a panel of hidden units (one task): forward, for one gate after the
+   other the transpose (H, units) of the panel's rows; backward, the panel's columns of W_h, (4H, units). */
 HPMLI_FN void hpmli_lstm_pack(void *arg, int64_t panel, int thread HPMLI_UNUSED)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
@@ -9305,7 +9349,8 @@ HPMLI_FN void hpmli_lstm_pack(void *arg, int64_t panel, int thread HPMLI_UNUSED)
         memcpy(to + i * units, w + i * H + first, (size_t)units * sizeof(float));
 }
 
-/* Computes the time step j->t of the samples of a block and the hidden units of a panel. */
+/* Computes time step j->t, forward or backward, for one block of up to HPMLI_LSTM_ROWS samples and one panel of up to
+   j->width hidden units; `task` numbers the pairs of block and panel. */
 HPMLI_FN void hpmli_lstm_task(void *arg, int64_t task, int thread)
 {
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
@@ -9358,8 +9403,9 @@ HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
     hpmli_lstm_steps(&j);
 }
 
-/* dW_h is the sum, over the samples and t >= 1, of da_t^T h_{t-1}: one product of all rows of da but the first with all
-   rows of h but the last, where da of time step 0 is set to 0, because the row of h before it is another sample's. */
+/* The gradient of W_h is the sum, over samples and time steps t >= 1, of da_t^T h_{t-1}, where da, (B x T, 4H), is the
+   gradient of the gates before their activations: one product of all rows of da but the first with all rows of h but
+   the last, where da of time step 0 is set to 0, because the row of h before it is another sample's. */
 HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
 {
     hpmli_lstm_job     j = hpmli_lstm_of(run, n, true);
@@ -9647,8 +9693,9 @@ typedef struct hpmli_wrap {
     hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
 } hpmli_wrap;
 
-/* Adds to e an f32 copy of n numbers, with memory for `most`, and returns its address (NULL while planning). how:
-   HPMLI_LOAD, _ROUND and _SAVE, bits that say when numbers are copied. */
+/* Adds to e's list of copies an f32 copy of the n numbers at `stored`, with memory for `most` numbers, and returns the
+   copy's address (NULL while planning). how: bits that say when the numbers are copied (HPMLI_LOAD, HPMLI_ROUND: before
+   the op runs; HPMLI_SAVE: after it). */
 HPMLI_FN float *hpmli_wrap_copy(hpmli_wrap *e, void *stored, int64_t n, int64_t most, unsigned how)
 {
     float     *f32 = e->at ? (float *)(void *)(e->at + e->used) : NULL;
@@ -10050,8 +10097,8 @@ typedef struct hpmli_group_op {
     hpmli_cut         cut; /* the part in the whole */
 } hpmli_group_op;
 
-/* Runs transfer `kind` of the array `from` to the array `to`, which may be the same array for KEEP and ADD_UP.
-   n: elements of a rank's part; work: scratch memory for a whole tensor. */
+/* Runs the transfer `kind` of group op o, from the array `from` to the array `to`, which may be the same array for KEEP
+   and ADD_UP. n: elements of a rank's part; work: scratch memory for a whole tensor, which JOIN and SCATTER use. */
 HPMLI_FN hpml_status hpmli_transfer_run(const hpmli_group_op *o, hpmli_transfer kind, float *from, float *to,
                                         int64_t n, float *work)
 {
@@ -10103,7 +10150,8 @@ HPMLI_FN bool hpmli_group_ready(int kind, hpml_tensor *x, hpml_axis axis, int di
     return hpml_ctx_group(x->ctx, axis)->size > 1;
 }
 
-/* Records the node of a transfer over the ranks of an axis (hpmli_group_kinds); a group of one rank needs none. */
+/* Records, as a custom op, the node of a transfer of x over the ranks of an axis, and returns its result. kind: the
+   transfer's row in hpmli_group_kinds; dim: the dimension of x that is cut or joined. Not for a group of one rank. */
 HPMLI_FN hpml_tensor *hpmli_group_record(int kind, hpml_tensor *x, hpml_axis axis, int dim)
 {
     const hpmli_group_kind *k    = &hpmli_group_kinds[kind];
@@ -10513,8 +10561,9 @@ HPMLI_FN int hpmli_custom_restore(float *w, const float *was, float *const *stat
     return found;
 }
 
-/* Calls the step of the user's optimizer for elements i .. i + n - 1 of u's parameter. g, was: (n) memory for gradients
-   and old weights; was NULL: the optimizer writes a direction. Returns HPML_NONFINITE_ bits, or 0. */
+/* Calls the step of the user's optimizer for elements i .. i + n - 1 of u's parameter. g, was: (n) memory that gets the
+   scaled gradients and the old weights; was NULL: old weights are not needed, because the optimizer's step writes a
+   direction over g and leaves the weights as they are. Returns HPML_NONFINITE_ bits, or 0. */
 HPMLI_FN int hpmli_custom_piece(const hpml_update *u, float *g, float *was, int64_t i, int64_t n)
 {
     float *state[HPML_MAX_STATES], *w = u->w + i;
@@ -10629,8 +10678,9 @@ HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad
     u->lr = 1;
 }
 
-/* Makes the optimizer's step with a clipped gradient. norm[2]: Euclidean norms of the weights and of the gradient, of
-   the whole parameter, for an optimizer with `prepare`. */
+/* Makes the optimizer's step for u, whose grad_scale clips the gradient already. norm[2]: Euclidean norms of the
+   weights and of the gradient before grad_scale, of the whole parameter; read only if the optimizer has a function
+   `prepare`. */
 HPMLI_FN void hpmli_step_prepared(hpml_ctx *ctx, const hpml_optimizer *row, hpml_update *u, const double *norm)
 {
     if (row->prepare) row->prepare(u, norm[0], norm[1] * (double)u->grad_scale);
@@ -10792,8 +10842,9 @@ HPMLI_FN void hpmli_twobit_decode(const hpml_packing *p, float *out, const void 
         (add ? k->twobit_decode_add : k->twobit_decode)(out, q, p->desc.threshold, p->cols);
 }
 
-/* Packs rows of g + e by `pack`. A row with a NaN or infinity is packed as zeros and its residual e is zeroed, because
-   e would keep it for ever and the packed row bring it to other ranks; returns HPML_ERR_NONFINITE then. */
+/* Packs rows of g + e, gradient plus residual (e NULL: no residual), to `packed`, each by the function `pack`, which
+   also writes the row's new residual to e. A row with a NaN or infinity is packed as zeros and its residual is zeroed,
+   because e would keep the NaN for ever and `packed` bring it to other ranks; returns HPML_ERR_NONFINITE then. */
 HPMLI_FN hpml_status hpmli_encode_rows(const hpml_packing *p, void *packed, float *e, const float *g, int64_t rows,
                                        hpmli_pack_row *pack)
 {
@@ -11102,7 +11153,8 @@ HPMLI_FN void hpmli_trainer_measure(hpml_trainer *t)
             m->optimizer += (size_t)hpmli_trainer_kept(t, 1) * sizeof(float);
 }
 
-/* Checks the desc, records the loss and plans the graph: all of hpml_trainer_create but its memory. NULL: an error. */
+/* Checks the desc, records the loss and plans the graph: all that hpml_trainer_create does except to allocate the
+   memory. Returns NULL on an error. */
 HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc *desc)
 {
     hpml_graph_desc gd = HPMLI_ZEROED;
@@ -11218,8 +11270,9 @@ HPMLI_FN void hpmli_write_samples(hpml_trainer *t, hpml_tensor *input, const voi
     t->ctx->backend->write(t->ctx->device, input->raw, from, (size_t)n * hpml_dtype_size(input->dtype));
 }
 
-/* Sets the batch size, copies x and y (NULL: none) into the inputs. A graph whose ops mix samples cannot run fewer rows
-   than it was recorded with: short batches of labels are filled up with HPML_IGNORE, which the loss leaves out. */
+/* Sets the batch size to `samples` and copies x and y (NULL: none) into the inputs; for a graph cut into parts, only
+   stores their addresses. A graph whose ops mix samples cannot run fewer samples than it was recorded with: the labels
+   of a short batch are filled up with HPML_IGNORE, which cross-entropy leaves out; with other losses it is an error. */
 HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const void *y, int64_t samples)
 {
     hpml_graph *g    = t->graph;
@@ -11554,7 +11607,8 @@ HPMLI_FN void hpmli_count_hits(hpml_trainer *t, const float *y, int64_t samples,
 }
 
 /* Waits for the device and reads t->scalars. With labels (in host memory, or NULL) also counts the rows predicted
-   right: on the device if its backend can and `confusion` (a matrix on the host) is NULL, else on the host. */
+   right: on the device if its backend can, `confusion` (a matrix on the host) is NULL and the output is not split by
+   classes over the ranks (t->best is NULL); else on the host. */
 HPMLI_FN void hpmli_read_step_scalars(hpml_trainer *t, const int32_t *labels, int64_t *confusion)
 {
     const hpml_backend *b   = t->ctx->backend;
@@ -11638,7 +11692,8 @@ HPMLI_FN bool hpmli_report_nonfinite(hpml_trainer *t, const char *what, double v
     return true;
 }
 
-/* Fails with an error that names the first layer with a NaN or infinity: runs forward again and checks each result. */
+/* Fails with an error that contains the quantity `what` and its non-finite `value` and names the first tensor with a
+   NaN or infinity: checks the parameters, each input and result of a forward pass that runs again, the gradients. */
 HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, double value)
 {
     hpml_ctx           *ctx = t->ctx;
@@ -11788,8 +11843,8 @@ HPMLI_FN void hpmli_trainer_rescale(hpml_trainer *t) /* dynamic loss scale: / 2 
     if (t->loss_scale < HPMLI_LOSS_SCALE_MAX) t->loss_scale *= 2;
 }
 
-/* Reads the loss of the pass over the samples from `first` on; if t->labels is set, adds the number of correctly
-   predicted rows to t->correct and the number of rows with a valid label to t->counted. */
+/* Reads the loss of the pass over the batch's samples from `first` on into t->scalars; if t->labels is set, adds the
+   number of correctly predicted rows to t->correct and the number of rows with a valid label to t->counted. */
 HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
 {
     const int32_t *labels = t->labels;
@@ -11831,7 +11886,8 @@ HPMLI_FN uint64_t hpmli_pass_step(const hpml_trainer *t) /* the number that keys
     return (uint64_t)(t->step * t->d.accumulate + t->micro_batch);
 }
 
-/* Runs forward and backward on the samples at the start of the inputs; see hpml_trainer_forward_backward. */
+/* Runs forward and backward on the samples at the start of the inputs. Gradients are multiplied by grad_scale, and
+   added to the present ones if `accumulate`. */
 HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, bool accumulate)
 {
     hpml_graph *g      = t->graph;
@@ -11931,8 +11987,9 @@ HPMLI_FN hpml_status hpmli_slot_begin(hpml_trainer *t, int slot)
     return status;
 }
 
-/* After a forward pass of the current part of the graph: reads the loss and the number of right predictions if this
-   part computes the loss; in an evaluation reads the output to t->batch_out if this part computes the output. */
+/* After a forward pass of the current part of the graph on samples [first, first + samples): if this part computes the
+   loss, reads the loss to *loss (unless NULL) and, if t->labels is set and this is no evaluation, counts the right
+   predictions; in an evaluation reads the output to t->batch_out if this part computes the output. */
 HPMLI_FN void hpmli_slot_results(hpml_trainer *t, int64_t first, int64_t samples, float *loss)
 {
     hpml_graph       *g   = t->graph;
@@ -12072,7 +12129,8 @@ HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int pa
     return hpmli_updates_check(t);
 }
 
-/* Steps, of the floats first .. end - 1 of the trainer's arrays, those of parameter i, whose t->updates[i] is ready. */
+/* Makes the optimizer step of those floats of parameter i that are among floats first .. end - 1 of the trainer's
+   arrays; t->updates[i] has been set for this step. Gradients are multiplied by grad_scale. */
 HPMLI_FN void hpmli_apply_part(hpml_trainer *t, int i, int64_t first, int64_t end, float grad_scale)
 {
     hpml_update u  = t->updates[i];
@@ -12109,8 +12167,9 @@ HPML_API hpml_status hpml_trainer_apply_range(hpml_trainer *t, int64_t first, in
     return hpmli_updates_check(t);
 }
 
-/* Returns the factor of a micro-batch's gradients, so that over all micro-batches they add up to t->accumulate_weight
-   times the mean over the update's samples. A hook `run` that computes gradients by itself weights them itself. */
+/* Returns the factor by which a micro-batch's mean gradients are multiplied, and sets t->accumulate_weight. Times the
+   factor, the gradients of all micro-batches add up to t->accumulate_weight times the mean over the update's samples.
+   Gradients that a hook `run` computes by itself do not get this factor: the hook weights them. */
 HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
 {
     if (t->d.accumulate == 1) return 1;
@@ -12170,7 +12229,8 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     return HPML_OK;
 }
 
-/* Runs forward and backward of a micro-batch; with t->update_early each parameter steps within the backward pass. */
+/* Runs the forward and the backward pass of a micro-batch; *loss (loss may be NULL) becomes its mean loss. If
+   t->update_early, the optimizer steps each parameter within the backward pass. */
 HPMLI_FN hpml_status hpmli_run_own(hpml_trainer *t, int64_t samples, float *loss)
 {
     float weight = hpmli_batch_weight(t, samples);
@@ -12260,8 +12320,9 @@ HPMLI_FN void hpmli_step_fill_info(hpml_trainer *t, const hpmli_step *s, hpml_st
     info->seconds   = hpml_now() - s->start;
 }
 
-/* Allocates the trainer's memory. False, with an error: out of memory; or this rank keeps only parts of the arrays that
-   sharding (ZeRO) of stage `level` or higher cuts, and no hook `join` fills in the parts of the other ranks. */
+/* Allocates the trainer's memory, if it has none, for the function hpml_trainer_<call>. False, with an error: out of
+   memory; or this rank keeps only parts of the arrays that sharding (ZeRO) of stage `level` or higher cuts, and no hook
+   `join` fills in the parts of the other ranks. */
 HPMLI_FN bool hpmli_trainer_joined(hpml_trainer *t, const char *call, int level)
 {
     if (hpml_trainer_alloc(t) != HPML_OK) return false;
@@ -12880,7 +12941,8 @@ HPMLI_FN void hpmli_write_data(hpmli_writer *w, const void *data, size_t size)
     }
 }
 
-/* Closes the writer. keep: the file gets its final name, or there is an error; else the temporary file is removed. */
+/* Closes the writer's file. keep: gives the temporary file its final name, or reports an error. Without keep, or if
+   writing has failed, removes the temporary file. */
 HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
@@ -12952,9 +13014,9 @@ HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size) /* true if all of th
     return true;
 }
 #define HPMLI_F32_END 3.4028235677973366e38 /* the smallest double that rounds to an infinite f32 */
-/* Returns the f32 nearest to (the digits from p to end) 10^exponent, by strtof, which rounds exactly and, without a
-   decimal point, equally in all locales. After the 200th, digits matter only by being 0 or not, because the middle of
-   two neighbouring floats has at most 113 digits. */
+/* Returns the f32 nearest to (the digits from p to end) times 10^exponent, by strtof, which rounds exactly and, for a
+   text without a decimal point, equally in all locales. Digits after the 200th matter only by being 0 or not, because
+   the middle of two neighbouring floats has at most 113 digits. */
 HPMLI_FN float hpmli_decimal_exact(const char *p, const char *end, int64_t exponent)
 {
     char text[256]; /* 200 digits, one for all others, the exponent */
@@ -13308,8 +13370,8 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     return s;
 }
 #ifdef HPML_USE_ZLIB
-/* Decompresses the `want` bytes after the header into f->bytes, whose memory grows with the data read, because a forged
-   header could ask for any amount. False: an error, also for more or fewer bytes. */
+/* Decompresses `want` bytes, the data after the header of an IDX file, into f->bytes. That memory grows with the data
+   read, because a forged header could ask for any amount. False: an error; more or fewer bytes of data are one, too. */
 HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
 {
     int64_t capacity = 0;
@@ -13642,7 +13704,8 @@ HPMLI_FN char *hpmli_npy_key(char *header, const char *key) /* returns the text 
     return p ? p + strlen(key) + strspn(p + strlen(key), " :") : header + strlen(header);
 }
 
-/* Converts f8 values to f4, i8 values to i4, in place; an error if a value is out of the range of `dtype`. */
+/* Converts `count` 64-bit numbers in place to `dtype`: numpy's f8 (floats) to f4 if it is F32, i8 (integers) to i4 if
+   it is I32. A number out of the range of `dtype` is an error, which names the file. */
 HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype, char *data, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {
@@ -13854,7 +13917,7 @@ HPML_API const void *hpml_records_get(const hpml_records_file *f, int64_t i, siz
 
 HPML_API void hpml_records_close(hpml_records_file *f) { if (f) hpmli_free(f->file.ctx, f); }
 /* Record 0 describes the samples in ten i64: dtype of x, number of dimensions of x, five sizes of these (1 where x has
-   fewer), dtype of y, size of y, number of classes. Each further record is x and y of a sample. */
+   fewer), dtype of y, numbers of y for a sample, number of classes. Each further record is x and y of a sample. */
 HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char *path)
 {
     int64_t head[10];
@@ -14482,8 +14545,8 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
 }
 #define HPMLI_ARRAY_NAME (HPMLI_NAME + 32) /* bytes for "opt.<state>." and the name of a parameter */
 #define HPMLI_SUM "hpml.crc32c." /* metadata: checksum of the tensor whose name follows, in hexadecimal */
-/* Appends what comes before the data in a safetensors file: length field and header. Its size depends neither on the
-   value of `length`, the length field, nor on the checksums, so that both can be filled in later. */
+/* Appends the bytes that come before the data in a safetensors file: the length field, with the value `length`, and the
+   header. Their number depends neither on `length` nor on the checksums, so that both can be filled in later. */
 HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
 {
     const char *before = "\"" HPMLI_SAFE_META "\":{";
@@ -14578,7 +14641,8 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 // ---------------------------------------------------------------------------------------------------------------------
 // >>collect   arrays of whole parameters from the parts that ranks have, and back
 // ---------------------------------------------------------------------------------------------------------------------
-/* Returns whether other ranks have a part of parameter p, or all of it in place of this rank. */
+/* Returns whether other ranks have a part of parameter p, or all of it while this rank has none of it: p is split over
+   an axis, belongs to a stage of a pipeline, or is kept as shards. */
 HPMLI_FN bool hpmli_param_is_cut(const hpml_tensor *p)
 {
     return p->param->axis != HPML_AXIS_DATA || p->param->stage >= 0 || p->param->shard > 0;
@@ -14731,7 +14795,8 @@ HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array
 // ---------------------------------------------------------------------------------------------------------------------
 // >>checkpoint   parameters and whole trainings in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
-/* One array of a file: array `which` of parameter `param`, or the values, on the device, of a named state. */
+/* One array of a file: array `which` of parameter `param`; or, where `param` is NULL, a named state of the trainer,
+   which is at `values`, on the context's device. */
 typedef struct hpmli_array {
     const hpml_tensor *param; /* NULL: a named state */
     hpml_array         which;
@@ -15004,7 +15069,8 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_ENTRIES + 1);
 }
 
-/* Reads entry i of a checkpoint's metadata from `text` as a whole number, checks its range; false: an error. */
+/* Reads entry i of a checkpoint's metadata from `text` as a whole number to *number, and checks that a count is 0 to
+   2^53 (the age of the loss scale: from -1). False: an error, which names the file `path`. */
 HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const char *text, int64_t *number)
 {
     char *end = NULL;
@@ -15020,8 +15086,8 @@ HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const c
     return true;
 }
 
-/* Reads and checks a checkpoint's metadata: sets n[HPMLI_ENTRIES] to the numbers and, for the one entry that is a text,
-   the optimizer's name, n to 0 and *optimizer to this name. False: an error. */
+/* Reads and checks a checkpoint's metadata: sets n[i], for each of the HPMLI_ENTRIES entries, to its number, but for
+   the one entry that is a text, the optimizer's name, n[i] to 0 and *optimizer to the name. False: an error. */
 HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n,
                                  const char **optimizer)
 {
@@ -15554,7 +15620,8 @@ typedef uint64x2_t  HV(u64);
 #define HPMLI_VEC_FN2(name, e) HPMLI_VEC_FN(name, e, HV(f32) a, HV(f32) b)
 #define HPMLI_VEC_FN3(name, e) HPMLI_VEC_FN(name, e, HV(f32) a, HV(f32) b, HV(f32) c)
 #define HPMLI_VEC_FN4(name, e) HPMLI_VEC_FN(name, e, HV(f32) a, HV(f32) b, HV(f32) x, HV(f32) y)
-/* Loops over n elements by vectors, the next at index i; c is the number of lanes of that vector that are elements. */
+/* Loops over n elements, a vector at a time: i is the index of the vector's first element, c the number of the vector's
+   lanes that have elements (fewer than HV_LANES in the last vector of the loop, if n is not a multiple). */
 #define HV_LOOP(n)                                                                                                     \
     for (int64_t i = 0, c; c = HV_LANES > 1 && (n) - i < HV_LANES ? (n) - i : HV_LANES, i < (n); i += HV_LANES)
 
@@ -16187,7 +16254,8 @@ HPMLI_KERNEL void HV(lstm_cells)(const hpmli_lstm_cells *s)
         }
     }
 }
-/* Stores v, derivatives of gate number `gate` of row r, as da and as its copy. */
+/* Stores the first c elements of v, the derivatives da of gate number `gate` of row r, from hidden unit i on: in
+   s->gates and, as a copy, in s->next. */
 HPMLI_VEC_INLINE void HV(lstm_store)(const hpmli_lstm_cells *s, int64_t r, int gate, int64_t i, HV(f32) v, int64_t c)
 {
     HV(store_upto)(s->gates + (r * s->T * 4 + gate) * s->H + i, v, c);
@@ -16327,7 +16395,8 @@ HPMLI_KERNEL float HV(vexp_sum)(float *y, const float *x, float shift, int64_t n
     }
     return HV(sum_lanes)(s);
 }
-/* Sums each column of x (rows, cols). Blocks of 64 rows are summed separately, to keep the rounding error small. */
+/* Writes the sum of each column of x (rows, cols) to out or, if `accumulate`, adds it to out. Blocks of 64 rows are
+   summed separately, to keep the rounding error small. */
 HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_t cols, int accumulate)
 {
     HV_LOOP(cols) {
@@ -16419,8 +16488,9 @@ HPMLI_VEC_INLINE void HV(rmsprop)(const hpmli_opt_args *o, float *w, HV(f32) g, 
     if (m) step = HV(store_state)(m, HV(fma)(HV(set1)(o->u.momentum), HV(load_upto)(m, c), step), c);
     HV(store_weight)(w, HV(fnma)(HV(set1)(o->u.lr), step, x), x, f, c);
 }
-/* Updates moments m, v by gradient g; returns m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) for step t. The two
-   corrections are factors, because a division takes as long as ten multiplications. */
+/* Updates moments m, v by gradient g; returns m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) for step t. The bias
+   corrections 1 / (1 - beta^t) are passed as factors, o->correction1 and o->correction2, because a division takes as
+   long as ten multiplications. */
 HPMLI_VEC_INLINE HV(f32) HV(adam_direction)(const hpmli_opt_args *o, HV(f32) g, float *m, float *v,
                                             HV(update_check) *f, int64_t c)
 {
@@ -16664,7 +16734,8 @@ typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
 
 /* HPMLI_TILE_B loads the tile's columns of one row of B, up to four vectors, into b0 .. b3. HPMLI_TILE_STEP does one
    step of the sum over k: it loads b0 .. b3, adds to the sums of each row of the tile these vectors times the row's
-   element of A, and advances the row pointers of A (a0, a3, a6, a9, a12) and b, the pointer to B, to the next k. */
+   element of A, and advances b, the pointer to B, and the pointers a0, a3, a6, a9, a12 to every third row of A (the two
+   rows after each are addressed from it by a_row) to the next k. */
 #define HPMLI_TILE_B                                                                                                   \
     HV(f32) b0 = HPMLI_TILE_LOAD(0, b), b1 = HPMLI_TILE_LOAD(1, b);                                                    \
     HV(f32) b2 = HPMLI_TILE_LOAD(2, b), b3 = HPMLI_TILE_LOAD(3, b);
@@ -16821,7 +16892,8 @@ typedef struct HV(gemm_view) { /* a product as its tiles see it: P Q, see >>gemm
 } HV(gemm_view);
 #ifndef HPMLI_GEMM_BLOCK
 #define HPMLI_GEMM_BLOCK
-/* A block: rows of P, the left operand, over a range of k, cut into tiles, and how the tiles' sums get into C. */
+/* A block: rows of P, the left operand, over a range of k, the summed index; it is cut into tiles. `plain` and
+   `epilogue` say how the tiles' sums get into C. */
 typedef struct hpmli_gemm_block {
     int64_t row, rows;      /* rows [row, row + rows) of P */
     int64_t k0, k;          /* over k [k0, k0 + k) */
@@ -16837,8 +16909,9 @@ typedef struct hpmli_gemm_panel {
     float  *packed;     /* space for the packed panel: (k, cols rounded up to vectors) */
     bool    is_packed;  /* true: the panel was packed for an earlier block of rows */
 } hpmli_gemm_panel;
-/* Arguments of a tile function: rows of (packed) P begin at `a`, columns of (packed) Q at `b`; a_row: floats from one
-   row of P to the next; a_k, b_k: floats from one k, the summed index, to the next. */
+/* Operands of a tile function, which computes one tile of P Q: the tile's rows of P, the left operand, packed or not,
+   begin at `a`, its columns of Q, the right operand, at `b`. a_row: floats from one row of P to the next; a_k, b_k:
+   floats from one k, the summed index, to the next. */
 typedef struct hpmli_gemm_operands {
     const float *a;
     int64_t      a_row, a_k;
@@ -16876,8 +16949,9 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     v.q     = d->b + part->batch * d->b_batch + part->j0 * d->b_col;
     v.q_k   = d->b_k;
     v.q_col = d->b_col;
-    /* Floats moved for each k. C = A B (plain): transposing B, packing A. C^T = B^T A^T (swapped): transposing A,
-       packing B and, once for each block of k, transposing C, where writing the columns of C costs 7/4 as much. */
+    /* The cost is the floats that are moved. For each k, C = A B (plain) moves a row of B to transpose it and a column
+       of A to pack it, where this is needed; C^T = B^T A^T (swapped) transposes A and packs B. Swapped also transposes
+       C once for each block of k, at 7/4 of the cost of moving its floats, because it writes columns of C. */
     int64_t moved_plain   = (v.q_col != 1) * n + HV(columns_alias_cache)(v.p_row, v.p_k, v.k, n) * m;
     int64_t moved_swapped = (v.p_row != 1) * m + HV(columns_alias_cache)(v.q_col, v.q_k, v.k, m) * n;
     if (moved_plain * v.k > moved_swapped * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
@@ -16927,8 +17001,9 @@ HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const hpmli_gemm_block *
             }
     }
 }
-/* Calls the tile function for the tiles of `run`, `height` rows each, and advances x->a, the address in the left
-   operand, to the tile below. The first call for a panel may pack it; then x->b becomes the packed panel. */
+/* Calls the tile function for the tiles that `run` describes, of `height` rows each, and advances x->a, the address of
+   a tile's rows in the left operand, to the tile below these. If run->packed is set, the call also packs the panel
+   there; then x->b becomes the packed panel, and run->packed NULL. */
 HPMLI_VEC_INLINE void HV(gemm_run)(const hpmli_gemm_block *block, const hpmli_gemm_panel *panel, int64_t height,
                                    hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
@@ -16940,8 +17015,8 @@ HPMLI_VEC_INLINE void HV(gemm_run)(const hpmli_gemm_block *block, const hpmli_ge
     x->b   = panel->packed;
     x->b_k = vectors * HV_LANES;
 }
-/* Computes a panel, a column of tiles of C that store into C, or add to C, themselves. One call of gemm_run computes
-   all tiles of one height, except that the first tile has a call of its own if it also packs the panel of B. */
+/* Computes a panel, a column of tiles of C, without a buffer: the tile functions store into C or add to C. One call of
+   gemm_run computes all tiles of one height, but the first tile has a call of its own if it also packs B's panel. */
 HPMLI_KERNEL void HV(gemm_panel_direct)(const HV(gemm_view) *v, const hpmli_gemm_block *block,
                                         const hpmli_gemm_panel *panel, hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
@@ -17182,8 +17257,9 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
         }
 }
 
-/* For vector i of the nv vectors that make up n columns of a row of C (the last may be partial); s##i has its sums.
-   _ZERO clears s##i, _B loads its columns of a row of B, _ADD adds x (a number of A) times these, _SAVE stores to C. */
+/* Macros for vector i of the nv vectors that make up n columns of a row of C (the last one may be partial); variable
+   s##i has the vector's sums. HPMLI_ROW_ZERO clears s##i, _B loads the vector's columns from a row of B, _ADD adds
+   these columns times x, a number of A, to s##i, and _SAVE stores s##i in C. */
 #define HPMLI_ROW_ZERO(nv, i) HV(f32) s##i = HV(zero)();
 #define HPMLI_ROW_B(nv, i)                                                                                             \
     (nv > i + 1 ? HV(load)(b + i * HV_LANES) : HV(load_upto)(b + i * HV_LANES, n - i * HV_LANES))
@@ -17206,8 +17282,8 @@ HPMLI_VEC_INLINE void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *pa
     }
     HPMLI_TIMES_16(HPMLI_ROW_SAVE, nv)
 }
-/* Returns how many vectors of a row of C to compute next, when `left` are not computed: as many as there are registers
-   for, so that long contiguous runs of B are read; 9 rather than 8 and then a single one. */
+/* Returns how many vectors of a row of C to compute next, when `left` vectors are not computed: as many as fit in the
+   registers, so that long contiguous runs of B are read. The last 9 go together, because 8 would leave a single one. */
 HPMLI_VEC_INLINE int64_t HV(row_piece_vectors)(int64_t left)
 {
     if (HPMLI_ROW_VECTORS >= 16 && (left == 16 || left >= 24)) return 16;
@@ -17258,18 +17334,19 @@ HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>random   Philox: random numbers by number
 // ---------------------------------------------------------------------------------------------------------------------
-/* One round of Philox takes the words c of a counter and the key k to
+/* One round of Philox replaces the words c0 to c3 of a counter, with the halves k0, k1 of a key and constants M0 and
+   M1, by
        (high(M1 c2) ^ c1 ^ k0,  low(M1 c2),  high(M0 c0) ^ c3 ^ k1,  low(M0 c0))
    and adds a constant to each half of the key; ten rounds make a block of four random words [Salmon et al., "Parallel
    random numbers: as easy as 1, 2, 3", SC 2011]. In a vector register that holds whole blocks the factors c0 and c2 are
-   the even words, where the 32 x 32 -> 64 bit multiplication wants them; the products read backwards are (high, low,
-   high, low) of the line above, and the counter shifted right by one word is (c1, 0, c3, 0): a round is five
-   instructions. The unit of work is a chunk of 64 words, 16 blocks, on every instruction set; a range that starts or
-   ends inside a chunk computes all of the chunk and copies what it needs. HV(exact_fma) fuses every multiplication with
-   the addition that follows, on the scalar set too, so that all sets compute the same floats: a seed gives the same
-   initial weights on every CPU. Operations for this section, where HV(u32) holds HV_LANES / 4 blocks:
-   HV(set_u64_pairs)(a, b) sets each pair of 64-bit words to a, b; HV(philox_products)(c, M) is the line above without
-   its ^ terms. */
+   the even words, where the 32 x 32 -> 64 bit multiplication wants them; the words of the two products in reverse order
+   are (high, low, high, low) of the formula above, and each pair of counter words shifted right by one word gives (c1,
+   0, c3, 0): a round is five instructions. The unit of work is a chunk of 64 words, 16 blocks, on every instruction
+   set; a range that starts or ends inside a chunk computes the whole chunk and copies the words of the range.
+   HV(exact_fma) fuses every multiplication with the addition that follows, on the scalar set too, so that all sets
+   compute the same floats: a seed gives the same initial weights on every CPU. Operations for this section, where
+   HV(u32) holds HV_LANES / 4 blocks: HV(set_u64_pairs)(a, b) sets each pair of 64-bit words to a, b;
+   HV(philox_products)(c, M) is the formula above without its ^ terms. */
 #if HV_LANES == 1
 HPMLI_VEC_INLINE void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4])
 {
@@ -17417,7 +17494,8 @@ typedef struct HV(onebit_acc) { /* [0]: of elements below zero, [1]: of the othe
     HV(f32) sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
 } HV(onebit_acc);
 
-/* Adds v = g + e (e NULL: g), c <= 16 elements, to the sums a; stores v in e; returns a bit for each, 1 if v >= 0. */
+/* Adds v = g + e (e NULL: v = g), c <= 16 elements, to the sums in a, and takes them into the extremes in a; stores v
+   in e; returns a bit for each element, 1 if v >= 0. */
 HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const float *g, int64_t c)
 {
     HV(f32)  zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
@@ -17435,8 +17513,9 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
         bits |= HV(sign_bits)(v) << at;
         a->sum[0][u] += HV(if_ge)(v, zero, zero, v);
         a->sum[1][u] += HV(if_ge)(v, zero, v, zero);
-        /* Lanes behind the end of the row hold 0. On a side that has elements, these zeros could change only
-           a->least[1], the least element >= 0; hence select_bits leaves the lanes behind the end out of it. */
+        /* Lanes behind the end of the row hold 0. Extremes of elements below zero ([0]), or of the others ([1]), count
+           only if the row has such elements; then these zeros could change only a->least[1], the least element >= 0.
+           Hence select_bits keeps the old value of a->least[1] in the lanes behind the end. */
         least = HV(min)(HV(if_ge)(v, zero, v, inf), a->least[1][u]);
         a->least[0][u] = HV(min)(v, a->least[0][u]);
         a->most[0][u]  = HV(max)(HV(if_ge)(v, zero, minf, v), a->most[0][u]);
@@ -17638,8 +17717,8 @@ HPMLI_TWOBIT_DECODE(twobit_decode_add, HV(load_upto)(y, c) + v);
    The same tile computes all three products. The gradient of the weights has taps x channels as rows and sums over
    pixels; the gradient of the input has pixels of dy as rows, taps x channels as columns, and is added to the places
    that those taps read. */
-/* Computes a tile of mr rows by nv vectors of the product that s describes, of the operands at a and b, into c, with
-   the row macros of >>gemm. All lanes are stored, because the arrays have space for whole tiles. */
+/* Computes a tile of mr rows by nv vectors of the product that *s describes, from the operands at a and b, into c, with
+   the macros for rows of section >>gemm. All lanes are stored, because the arrays have space for whole tiles. */
 HPMLI_VEC_INLINE void HV(conv_tile)(const int mr, const int nv, HPMLI_CONV_TILE_ARGS)
 {
     const int64_t a_row = s->a_row, a_k = s->a_k, b_k = s->b_k, ldc = s->c_row;
@@ -17965,7 +18044,8 @@ HPMLI_VEC_INLINE HV(f32) HV(pool_corner)(const float *x, int64_t width, int q, i
     HV(f32) b = 2 * n > HV_LANES ? HV(load_upto)(p + HV_LANES, 2 * n - HV_LANES) : HV(zero)();
     return q % 2 ? HV(odd_lanes)(a, b) : HV(even_lanes)(a, b);
 }
-/* at: for each window, the corner (0 to 3, as in pool_corner) of the first of equal maxima, or of the first NaN. */
+/* Stores the maxima of n adjacent windows of 2 x 2 pixels in y and, in `at`, for each window the corner (0, 1: in the
+   image row at x; 2, 3: in the row below, at x + width) of the first of equal maxima, or of the first NaN. */
 HPMLI_KERNEL void HV(max_pool_row)(float *y, float *at, const float *x, int64_t width, int64_t n)
 {
     HV_LOOP(n) {

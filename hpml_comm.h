@@ -262,12 +262,13 @@ HPML_API void        hpml_world_free(hpml_world *w);
 
 /* Runs `fn` on every rank and returns when all have: the one line that differs between one core, threads, virtual time
    and mpiexec. Under mpiexec it runs `fn` on this process's rank, and starts and ends MPI unless the program has
-   started MPI; MPI can be started only once. Every rank gets a context and a communicator. Returns the first rank's
-   error, with its text in `error` (may be NULL); the errors of all ranks, and of the desc, go to .ctx.log as well.
-   With .survive returns HPML_OK, and in `error` the number of lost ranks and the first one's error, where the function
-   of some rank returned HPML_OK and no rank failed by HPML_ERR_PEER, which would mean that it could not go on without a
-   lost rank. Under mpiexec a process returns the error of its own rank; a process that fails waits for the others in
-   MPI_Finalize, because most launchers end all processes when one ends before that. */
+   started MPI; MPI can be started only once. Every rank gets a context and a communicator. Returns the error of the
+   lowest rank that failed (HPML_ERR_PEER only if no rank has another error), with its text in `error` (may be NULL);
+   the errors of all ranks, and of the desc, go to .ctx.log as well. With .survive returns HPML_OK, and in `error` the
+   number of lost ranks and the lowest one's error, where the function of some rank returned HPML_OK and no rank failed
+   by HPML_ERR_PEER, which would mean that it could not go on without a lost rank. Under mpiexec a process returns the
+   error of its own rank; a process that fails waits for the others in MPI_Finalize, because most launchers end all
+   processes when one ends before that. */
 typedef struct hpml_launch_desc {
     uint32_t            _begin;
     const char         *run;       /* transport and ranks in words: "serial", "threads:4", "clock:4", "mpi", "mpi:4";
@@ -418,7 +419,8 @@ typedef struct hpml_transport {
        match those of c or of another part; sets its state. part NULL: this rank joins no part. `color` differs between
        the parts that are made at the same time. Also called for the communicator of a background thread. */
     hpml_status (*split)(hpml_comm *c, hpml_comm *part, const int32_t *ranks, int count, int color);
-    /* Optional: c, or a part, is being freed, also after an error; frees its state. May wait for the other ranks. */
+    /* Optional: called when communicator c, or a part, is being freed, also after an error; frees the transport's state
+       of c. May wait for the other ranks. */
     void (*close)(hpml_comm *c);
 
     /* Required: begins m without waiting. A send matches a receive of the same communicator, tag and pair of ranks; the
@@ -429,7 +431,8 @@ typedef struct hpml_transport {
        sleeps until that time. Of several receives with equal peer and tag only the oldest is tested. */
     void (*test)(hpml_comm *c, hpml_message *m);
     /* Optional: sleeps until one of m[0] to m[count - 1] may have advanced, at most until hpml_now() is `until` (0:
-       does not sleep). Entries that are NULL or done are skipped; hpml_wait passes one. No `block`: sleeps 30 us. */
+       does not sleep). Entries of m that are NULL or done are skipped; hpml_wait calls block with one message. Where
+       `block` is NULL, waits sleep for 30 us instead. */
     void (*block)(hpml_comm *c, hpml_message *const *m, int count, double until);
     void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: a wait for m, in which block was called, is over */
     /* Required, after an error: gives m up, so that neither m nor its array is used afterwards. Sets m->done. */
@@ -477,8 +480,8 @@ HPML_API void  hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *f
      RING       2 (p-1) steps of n/p, Patarasuk & Yuan 2009               2 (p-1) alpha + 2 n (p-1)/p beta, optimal
      BUTTERFLY  recursive doubling                                        ceil(log2 p) (alpha + n beta)
      HALVING    recursive halving and doubling, Rabenseifner 2004         2 log2 p alpha + 2 n (p-1)/p beta
-     HIERARCHICAL  reduce-scatter inside each node, allreduce between nodes of each share, allgather inside: only
-                1/ranks_per_node of the bytes leave a node
+     HIERARCHICAL  reduce-scatter inside each node, allreduce of each rank's share over the nodes, allgather inside
+                each node: only 1/ranks_per_node of the bytes leave a node
      PAIRWISE   2 (p-1) steps of n/p, each with another rank              as RING; AUTO never takes it
      NATIVE     the transport's own (MPI_Iallreduce; where ranks pass different counts, the MPI decides what happens);
                 not on parts of a communicator, see hpml_comm_split
@@ -589,19 +592,22 @@ typedef struct hpml_exchange_desc {
     int32_t              leaves;     /* contributions of this rank; 0: 1. See `exact` of hpml_distribute */
     int64_t              leaf_step;  /* contribution l of a tensor is at data + l * leaf_step; the result: at l = 0 */
     int64_t              fuse_bytes; /* plain tensors, end to end, are cut into sums of this many bytes; 0: one sum */
-    /* Optional, called on the sum between steps 3 and 4 of the list above; for example Adagrad (Seide et al. 2014). */
+    /* Optional, called on the sum of all ranks' contributions to rows of a stripe, before the sum is packed (between
+       steps 3 and 4 of the list above this struct); for example Adagrad (Seide et al. 2014). */
     void (*in_stripe)(void *user, int tensor, int64_t row, int64_t rows, float *sum);
     void                *user;
     uint32_t             _end;
 } hpml_exchange_desc;
 
-/* Residuals live with the exchange and begin as zeros. Collective; NULL on failure, the error on the context. */
+/* The exchange keeps its residuals, which begin as zeros. hpml_exchange_create is collective and returns NULL on
+   failure, with the error on the context. */
 typedef struct hpml_exchange hpml_exchange;
 HPML_API hpml_exchange *hpml_exchange_create(hpml_comm *c, const hpml_exchange_desc *desc);
 HPML_API void           hpml_exchange_free(hpml_exchange *x); /* optional */
 /* Every tensor becomes the sum, or mean, over all ranks: the same bits on all of them. A NaN or infinity on any rank,
-   in a tensor that is compressed, gives HPML_ERR_NONFINITE on every rank; residuals of the bad rows are zero, the
-   context stays usable: skip this step. Plain tensors are added unchecked: the optimizer's update checks them. */
+   in a tensor that a codec packs, gives HPML_ERR_NONFINITE on every rank; the residuals of the rows with a NaN or an
+   infinity become zero, and the context stays usable: the caller skips this step. Plain tensors are added without a
+   check: the optimizer's update checks them. */
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x);
 HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background; hpml_job_wait */
 /* An exchange where ranks finish tensors in different orders, as in Horovod: call it once a run for each tensor, when
@@ -613,8 +619,9 @@ HPML_API hpml_job   *hpml_exchange_ready(hpml_exchange *x, int tensor);
 /* Bytes that this rank sends in one run: exact for messages (AUTO: as hpml_comm_choose chooses now); for NATIVE and
    device links those of a ring. The messages by which hpml_exchange_ready agrees are not counted. */
 HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x);
-/* Return the residuals of a tensor: hpml_exchange_residual those of this rank's gradients, (leaves, rows, cols);
-   hpml_exchange_stripe that of the sum over the stripe that this rank owns. NULL when the codec has no residuals. */
+/* Return the residuals of a tensor: hpml_exchange_residual those of this rank's gradients, (leaves, rows, cols), *count
+   floats; hpml_exchange_stripe that of the sum over the stripe that this rank owns, *rows rows from row *row on. NULL
+   when the codec has no residuals. count, row, rows may be NULL. */
 HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *count);
 HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row, int64_t *rows);
 
@@ -625,8 +632,9 @@ typedef struct hpml_device_link {
     void *user; /* first argument of all functions */
     hpml_status (*begin)(void *user); /* later calls run after the work that the device was given before */
     hpml_status (*allreduce)(void *user, float *x, int64_t n, bool mean); /* sum or mean, in place */
-    /* Sends bytes [sent_at[r], sent_at[r + 1]) of `sent` to each other rank r, or with `same` this rank's part of
-       `sent` to all; receives from rank r into bytes [received_at[r], received_at[r + 1]) of `received`. */
+    /* Sends bytes [sent_at[r], sent_at[r + 1]) of `sent` to each other rank r or, with `same`, to all other ranks the
+       bytes that this range has for r = this rank's own number; receives from each other rank r into bytes
+       [received_at[r], received_at[r + 1]) of `received`. */
     hpml_status (*swap)(void *user, const void *sent, const size_t *sent_at, bool same, void *received,
                         const size_t *received_at);
     hpml_status (*end)(void *user);
@@ -737,8 +745,8 @@ typedef struct hpml_pipe_desc {
     int32_t        stages;      /* p: ranks of the pipeline, 1 to 1024 */
     int32_t        micro;       /* m: micro-batches of a step, STASH and VERTICAL: steps; 1 to 65536 */
     int32_t        chunks;      /* v: INTERLEAVED: chunks of the model on each stage, 1 to 64; 0: 2. Others: 0 or 1 */
-    /* For simulations. (pieces): an array of p v numbers, one for each piece of the model, in the model's order. NULL:
-       the default that is named with each array */
+    /* For simulations. (pieces): an array of p v numbers (p stages, v chunks each), one for each piece of the model, in
+       the model's order. NULL: the default that is named with each array */
     const double  *forward_s;   /* (pieces) seconds of a micro-batch's forward pass; NULL: 1 / v each */
     const double  *backward_s;  /* (pieces) of its backward pass, all of it; NULL: twice the forward pass */
     const double  *weights_s;   /* (pieces) share of backward_s for gradients of weights, ZERO_BUBBLE; NULL: half */
@@ -946,10 +954,11 @@ typedef struct hpml_plan {
 /* A plan as text, for logs, command lines and the environment: "exact=1,codec=onebit,codec.min_elements=64". The names
    are the struct's, but `codec` is codec.kind; flags are 0 or 1, enums their words in small letters. The text does not
    hold codec.custom and codec.user. */
-/* Writes the fields that are not zero (`all`: all fields). Returns the length, as snprintf. */
+/* Writes the plan's fields that are not zero (`all`: all fields) as text to `buffer`, cut to `size` bytes. Returns the
+   length that the whole text has, as snprintf does. */
 HPML_API int         hpml_plan_text(const hpml_plan *plan, bool all, char *buffer, size_t size);
-/* Sets the fields that the text names and leaves the others alone. HPML_ERR_ARGUMENT: the plan is as before, and
-   `error` (may be NULL) names the word that is wrong and what is possible in its place. */
+/* Sets the fields of *plan that the text names and leaves the others alone. After HPML_ERR_ARGUMENT *plan is as before,
+   and `error` (`size` bytes; may be NULL) names the word that is wrong and what is possible in its place. */
 HPML_API hpml_status hpml_plan_parse(const char *text, hpml_plan *plan, char *error, size_t size);
 /* Writes which fields differ: "exact 0 to 1, codec none to onebit". Returns how many do. */
 HPML_API int         hpml_plan_differs(const hpml_plan *from, const hpml_plan *to, char *buffer, size_t size);
@@ -1060,10 +1069,11 @@ HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c); /* NULL: no plan h
    1, 2, 3, ... ranks give the same bits (same build, same kind of CPU), at 2 times the bytes of f32 and the memory of
    one gradient for each leaf of a rank. With a codec each leaf has residuals, and leaves are added up in order. */
 
-/* Collective, with the same plan on all ranks; NULL on failure, the error on the context. plan NULL: all zero. The
-   environment variable HPML_PLAN, a text for hpml_plan_parse, replaces the fields of the plan that it names:
-   HPML_PLAN="codec=onebit,delayed=1". A distribution is a set of hooks of the trainer, and replaces an earlier one.
-   Hooks that change gradients are attached before (hpml_trainer_attach), those with a `run` or `update` after it. */
+/* hpml_distribute creates a distribution, a set of hooks of the trainer, which replaces an earlier distribution of that
+   trainer. Collective, with the same plan on all ranks; returns NULL on failure, with the error on the context. plan
+   NULL: all fields zero. The environment variable HPML_PLAN, a text for hpml_plan_parse, replaces the fields of the
+   plan that it names: HPML_PLAN="codec=onebit,delayed=1". Other hooks that change gradients are attached before the
+   distribution (hpml_trainer_attach), hooks with a `run` or `update` after it. */
 typedef struct hpml_distributed hpml_distributed;
 HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan);
 /* Central storage, as TensorFlow's CentralStorageStrategy: ranks that are threads of one process share one copy of the
@@ -1081,8 +1091,9 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
    micro-batches in flight are run. Training may go on afterwards. A training may end without this call: a server then
    serves while its distribution or context is being freed, until all workers' distributions or contexts are freed. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
-/* Optional: makes the trainer serial again and releases the memory; else both happen with the context. On all ranks,
-   between two steps, because it waits for exchanges in flight; their gradients (`delayed`) are not applied. */
+/* Optional: makes the trainer serial again and releases the memory; else both happen when the context is freed. Must be
+   called on all ranks, between two steps, because it waits for exchanges in flight; with `delayed` the gradients of the
+   last step, which the next step would apply, are dropped. */
 HPML_API void hpml_distribute_free(hpml_distributed *d);
 
 /* Means over the steps since the start, or since the last call with reset; seconds are those of hpml_comm_now. */
@@ -1145,10 +1156,10 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t global_batch);
 
 /* How large may a step be before training suffers? As in Seide et al. 2014, batch sizes are tried on a part of the
-   data, from `min` up, each from the same checkpoint and on the same samples (without double buffering, which would
-   favour small ones). The first size whose mean loss exceeds that of `min` by more than `slack` ends the search; the
-   size before it is taken. Repeat the search now and then, from half to twice the size, because larger steps do no harm
-   later in training. Their learning rates were per sample: lr_rule LINEAR. */
+   data, from `min` up to `max`, each from the same checkpoint and on the same samples (without double buffering, which
+   would favour small batches). The first size whose mean loss exceeds that of `min` by more than `slack` ends the
+   search; the size before it is taken. Repeat the search now and then, from half to twice the size chosen, because
+   larger steps do no harm later in training. Seide et al. gave learning rates per sample: lr_rule LINEAR. */
 typedef struct hpml_batch_search_desc {
     uint32_t    _begin;
     const char *path;     /* required: of the checkpoint that trials start from, written here and read by all ranks */
@@ -1350,9 +1361,10 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
-/* Calls hpml_trace_start on every rank, with the ranks' clocks aligned by the quickest of some messages to and from
-   rank 0; saves one file with the events of all ranks: a process for each rank, its lanes below, time 0 at the first
-   event of any rank. The spans of an exchange name tensors, bucket and bytes. Both collective. */
+/* hpml_comm_trace_start calls hpml_trace_start on every rank, with the ranks' clocks aligned by the quickest of some
+   messages to and from rank 0; hpml_comm_trace_save writes one file with the events of all ranks: a process for each
+   rank, its lanes below, time 0 at the first event of any rank. The spans of an exchange name tensors, bucket and
+   bytes. Both functions are collective. */
 HPML_API hpml_status hpml_comm_trace_start(hpml_comm *c, const hpml_trace_desc *desc);
 HPML_API hpml_status hpml_comm_trace_save(hpml_comm *c, const char *path);
 
@@ -2066,7 +2078,8 @@ HPMLC_FN void hpmlc_block(hpml_comm *c, hpml_message *const *m, int count, doubl
     else hpmlc_nap(30e-6);
 }
 
-/* Returns whether the thread of a peer of the list m needs this core, so that a wait must sleep at once. */
+/* Returns whether the thread of a peer of one of the `count` messages m that are in flight needs this core, so that a
+   wait for m must sleep at once. */
 HPMLC_FN bool hpmlc_shares_core(hpml_comm *c, hpml_message *const *m, int count)
 {
     bool shares = false;
@@ -2455,7 +2468,8 @@ HPMLC_FN void hpmlc_waitpoint_sleep(hpml_world *w, hpmlc_waitpoint *g, unsigned 
 }
 
 /* Lets the thread of c sleep at waitpoint g for something other than a message, such as the end of background work,
-   until g->changes differs from *seen, at most until hpml_now() is `until`. Transports may have a way of their own. */
+   until g->changes differs from *seen, which then becomes g->changes, at most until hpml_now() is `until`. A transport
+   may sleep in a way of its own (c->t->schedule); that of CLOCK ignores `until`. */
 HPMLC_FN void hpmlc_sleep_at(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until)
 {
     if (c->t->schedule) c->t->schedule->sleep(c, g, seen, until);
@@ -2735,8 +2749,9 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     else hpmlc_waitpoint_unlock(hpmlc_world_of(c), &in->wait, in->wait.sleeping && hpmlc_inbox_expects(in, m, c->rank));
 }
 
-/* Returns whether a message of `bytes` bytes is handed over by the rank that comes second, which then does the work of
-   both: a short message, because to wake a thread takes longer; or most, where other ranks wait for a core. */
+/* Returns whether a message of `bytes` bytes is handed over by the second of its two ranks to arrive, which then does
+   the work of both: a message of up to HPMLC_HANDED bytes, because to wake the other rank's thread takes longer; or of
+   up to 16 times as many, where not every rank has a core of its own, because other ranks wait for a core. */
 HPMLC_FN bool hpmlc_threads_hands_over(const hpml_comm *c, size_t bytes)
 {
     return bytes <= HPMLC_HANDED || (hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE && bytes <= 16 * HPMLC_HANDED);
@@ -2762,8 +2777,9 @@ HPMLC_FN void hpmlc_threads_copy(hpml_comm *c, hpml_message *m, const hpml_messa
     m->done = true;
 }
 
-/* Completes the send m and its receive, if the receiver sleeps and has begun to receive m, and wakes the receiver if it
-   waits for just that. Returns false if it does not sleep, or expects another number of bytes, which is an error. */
+/* Completes the send m and its receive, if the receiver sleeps and has begun this receive, and wakes the receiver if it
+   waits for this receive alone. Returns false if the receiver does not sleep, has not begun the receive, or expects
+   another number of bytes, which is an error. */
 HPMLC_FN bool hpmlc_threads_hand_over(hpml_comm *c, hpml_message *m)
 {
     hpmlc_inbox  *in      = &hpmlc_group_of(c)->inbox[m->peer];
@@ -2795,8 +2811,8 @@ HPMLC_FN void hpmlc_inbox_post_copy(hpml_comm *c, hpml_message *m, bool wake)
     hpmlc_inbox_post(c, copy, wake);
 }
 
-/* Removes from the inbox `in`, and returns, the send that matches the receive m, or m itself where m is a send. NULL:
-   that send is not in the inbox, or is still in flight and arrives at the time m->arrival. */
+/* Takes a send out of the inbox `in` and returns it: if m is a receive, the send that matches m, else m itself. NULL:
+   this send is not in the inbox, or is still in flight and arrives at the time m->arrival. */
 HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 {
     hpml_message **link, *sent;
@@ -3037,7 +3053,8 @@ HPMLC_FN void hpmlc_threads_announce_failure(hpml_comm *c, const char *text)
     else hpmlc_world_fail(hpmlc_world_of(c), c->origin[c->rank], text);
 }
 
-/* Gives up the message m: takes a send back, unless its receiver reads m's array: then waits until that is done. */
+/* Gives up the message m and sets m->done: a receive at once; a send by taking it out of the receiver's inbox or, if
+   the receiver reads m's array already, by waiting until the receiver is done. */
 HPMLC_FN void hpmlc_threads_abandon(hpml_comm *c, hpml_message *m)
 {
     hpmlc_inbox *in = &hpmlc_group_of(c)->inbox[m->peer];
@@ -3295,7 +3312,8 @@ HPMLC_FN bool hpmlc_mpi_behind(hpml_comm *c, const hpml_message *m)
     return false;
 }
 
-/* Gives MPI the pieces of m that may be in flight: two at a time, none before those of older messages of that tag. */
+/* Gives MPI the pieces of m, of up to HPMLC_PIECE bytes, that may be in flight: two at a time, and none before all
+   pieces of older messages with m's peer and tag. */
 HPMLC_FN void hpmlc_mpi_feed(hpml_comm *c, hpml_message *m)
 {
     hpmlc_mpi      *x   = hpmlc_mpi_of(c);
@@ -3605,7 +3623,8 @@ HPMLC_FN hpml_status hpmlc_mpi_peer_failed(hpml_comm *c)
     return hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", x->failed - 1, x->text);
 }
 
-/* Ends the messages of the list m whose peer has left, or all if a rank has failed; returns whether m had any. */
+/* Ends the messages of the list m whose peer has left, or all messages of m if a rank has failed, with an error for
+   each that has not arrived; returns whether there was a message to end. */
 HPMLC_FN bool hpmlc_mpi_end(hpml_comm *c, hpml_message *const *m, int count)
 {
     hpmlc_shared *x    = hpmlc_mpi_of(c)->shared;
@@ -4344,15 +4363,16 @@ HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *const *m, int count,
 }
 
 /* Returns the thread whose member .clock is at `clock`. The timeline stores only the address of the clock that it
-   reads, and that is always such a member: hpmlc_clock_open is the only caller that sets one. */
+   reads, and that is always such a member, because only hpmlc_clock_open gives the timeline a new clock. */
 HPMLC_FN hpmlc_vthread *hpmlc_vthread_of_clock(const double *clock)
 {
     return (hpmlc_vthread *)((uintptr_t)clock - offsetof(hpmlc_vthread, clock));
 }
 
 /* Called before `self` is freed. If the timeline of ctx reads the clock of `self`, makes it read the clock that it read
-   before that one (self->replaced). If it reads the clock of a communicator that was created later on ctx, it keeps
-   doing so, and self->replaced becomes the clock to which that later communicator's thread returns. */
+   before that one (self->replaced). If the timeline reads the clock of a communicator that was created later on ctx,
+   leaves this clock, and replaces the clock of `self` by self->replaced in the thread that would return to it (the
+   thread of the communicator created next after that of `self`). */
 HPMLC_FN void hpmlc_clock_restore(hpml_ctx *ctx, hpmlc_vthread *self)
 {
     const double *top = hpml_trace_clock(ctx, self->replaced);
@@ -4409,8 +4429,8 @@ HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
     hpmlc_vthread_free(hpmlc_world_of(c), own);
 }
 
-/* Sleeps at waitpoint g until hpmlc_clock_wake, unless g->changes differs from *seen already, and sets *seen. Virtual
-   time passes for the other threads; `until`, a real time, does not count. */
+/* Sleeps at waitpoint g until hpmlc_clock_wake, unless g->changes differs from *seen already; then sets *seen to
+   g->changes. Virtual time passes for the other threads; `until`, a real time, is ignored. */
 HPMLC_FN void hpmlc_clock_sleep(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until HPMLC_UNUSED)
 {
     hpmlc_set_awaited(c, NULL, 0);
@@ -4804,8 +4824,9 @@ HPMLC_FN hpml_status hpmlc_launch_alone(const hpml_launch_desc *d, const hpmlc_t
                         kind, ranks, processes, processes, kind, ranks);
 }
 
-/* Returns the status of the rank that failed first, of the n ranks whose results are in s, and writes its error text to
-   `to`. Passes over HPML_ERR_PEER, which only reports that another rank failed, where there is another error. */
+/* Returns the status of the lowest rank that failed, of the n ranks whose results are in s, and writes its error text
+   to `to`; HPML_OK if none failed. Passes over HPML_ERR_PEER, which only reports that another rank failed, where there
+   is another error. */
 HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     const hpmlc_start *worst = NULL;
@@ -4816,9 +4837,9 @@ HPMLC_FN hpml_status hpmlc_first_cause(const hpmlc_start *s, int n, const hpmlc_
     return hpmlc_refuse(to, worst ? worst->status : HPML_OK, "%s", worst ? worst->error : "");
 }
 
-/* With .survive: where one of the n ranks whose results are in s was successful, and none failed because another rank
-   was lost, returns HPML_OK and writes to `to` how many ranks failed and why the first did. Else as hpmlc_first_cause.
-   */
+/* With .survive: where some of the n ranks whose results are in s were successful, others failed, and none failed
+   because another rank was lost, returns HPML_OK and writes to `to` how many ranks failed and the lowest failed
+   rank's error. Else returns the status, and writes the error, that hpmlc_first_cause chooses. */
 HPMLC_FN hpml_status hpmlc_survivors(const hpmlc_start *s, int n, const hpmlc_text *to)
 {
     int  failed = 0;
@@ -5123,8 +5144,8 @@ HPMLC_FN void hpmlc_set_receive(const hpmlc_phase *f, hpml_move *m, int from, in
     m->add           = hpmlc_adds(f->kind);
 }
 
-/* Sets move m of this rank, member `child` or `parent` of the team of phase f: where the phase adds, the child sends
-   the whole range and the parent adds it; else the parent sends the range to the child. Not for other members. */
+/* Sets move m of this rank, which must be member `child` or member `parent` of the team of phase f: where the phase
+   adds, the child sends the whole range and the parent adds it; else the parent sends the range to the child. */
 HPMLC_FN void hpmlc_set_parent_child(const hpmlc_phase *f, hpml_move *m, int child, int parent)
 {
     int p = f->team.size, other = f->team.me == child ? parent : child;
@@ -5194,8 +5215,8 @@ static const hpmlc_kind hpmlc_halve  = { hpmlc_rounds_down, hpmlc_halving_move, 
 static const hpmlc_kind hpmlc_double = { hpmlc_rounds_down, hpmlc_halving_move, HPMLC_SUMS_NONE, true, false };
 
 /* Sets the move of the one round that folds a team to its first q members, q the largest power of two that is at most
-   the team's size: where the phase adds, each member i >= q sends the range to member i - q, which adds it; else member
-   i - q sends the range back. */
+   the team's size: where phase f adds, each member i >= q sends the phase's range of elements to member i - q, which
+   adds the range to its own; where f copies (unfolding), member i - q sends the range back to member i. */
 HPMLC_FN void hpmlc_fold_move(const hpmlc_phase *f, int k HPMLC_UNUSED, hpml_move *m)
 {
     int p = f->team.size, i = f->team.me, full = 1 << hpmlc_log2(p);
@@ -5222,8 +5243,9 @@ HPMLC_FN void hpmlc_star_move(const hpmlc_phase *f, int k, hpml_move *m)
 static const hpmlc_kind hpmlc_star_up   = { hpmlc_rounds_others, hpmlc_star_move, HPMLC_SUMS_ROOT, false, true };
 static const hpmlc_kind hpmlc_star_down = { hpmlc_rounds_others, hpmlc_star_move, HPMLC_SUMS_NONE, false, true };
 
-/* Sets the move of round k in a pairwise exchange: each member sends a block to the member k + 1 after it and receives
-   a block from the member k + 1 before it: the receiver's own block where the phase adds, else the sender's own. */
+/* Sets the move of round k in a pairwise exchange: each member sends a block to the member k + 1 places after it and
+   receives a block from the member k + 1 places before it. Where the phase adds, a message holds the block that its
+   receiver sums up, else the block that its sender has. */
 HPMLC_FN void hpmlc_pairs_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     bool adds = hpmlc_adds(f->kind);
@@ -5313,9 +5335,10 @@ HPMLC_FN void hpmlc_phases_hierarchy(hpmlc_phases *all, int p, int per_node, boo
     hpmlc_phases_add(all, &hpmlc_tree_down, in, 0, n);
 }
 
-/* Return the seconds that AUTO adds to the simulated time of an algorithm: BUTTERFLY copies the array each round at
-   1e-10 s a byte, because it is added to while it is sent; HALVING between two threads saves a round, because sums are
-   returned (hpmlc_returns); CENTRAL's rank 0 starts 2 (p - 1) messages in turn. */
+/* These functions return the seconds that AUTO adds to the simulated time of an algorithm: BUTTERFLY copies the array
+   in each round, at 1e-10 s a byte, because a rank adds to the array while it sends the array; HALVING between two
+   threads saves the latency of a round, because the receiver writes sums to the sender's array, too (hpmlc_returns);
+   CENTRAL's rank 0 starts 2 (p - 1) messages in turn. */
 HPMLC_FN double hpmlc_butterfly_extra(const hpml_comm *c, double bytes) { return hpmlc_log2(c->size) * bytes * 1e-10; }
 HPMLC_FN double hpmlc_halving_extra(const hpml_comm *c, double bytes HPMLC_UNUSED)
 {
@@ -5349,7 +5372,7 @@ static const hpmlc_algorithm hpmlc_algorithms[] = {
 #define HPMLC_ALGORITHM_ROWS ((int)(sizeof hpmlc_algorithms / sizeof hpmlc_algorithms[0]))
 typedef char hpmlc_every_algorithm_has_a_row[HPMLC_ALGORITHM_ROWS == HPML_ALGORITHM_COUNT ? 1 : -1];
 
-/* Returns the row of algorithm a in hpmlc_algorithms, the table of their phases; NULL: there is no such algorithm. */
+/* Returns the row of algorithm a in hpmlc_algorithms, the table of the algorithms and their phases; NULL: none. */
 HPMLC_FN const hpmlc_algorithm *hpmlc_algorithm_row(hpml_algorithm a)
 {
     for (int i = 0; i < HPMLC_ALGORITHM_ROWS; i++)
@@ -5370,8 +5393,8 @@ HPML_API hpml_algorithm hpml_algorithm_find(const char *name)
     return HPML_ALGORITHM_NONE;
 }
 
-/* Plans an allreduce of n elements by algorithm `a`: the phases that rank `rank` of p ranks executes, with per_node
-   ranks on each node (spread: rank r is on node r % nodes). An unknown algorithm has none. */
+/* Plans an allreduce of n elements by algorithm `a`: sets *all to the phases that rank `rank` of p ranks executes, with
+   per_node ranks on each node (spread: rank r is on node r % nodes). For an unknown algorithm there are no phases. */
 HPMLC_FN void hpmlc_phases_make(hpmlc_phases *all, hpml_algorithm a, int p, int per_node, bool spread, int rank,
                                 int64_t n)
 {
@@ -5536,8 +5559,9 @@ HPMLC_FN bool hpmlc_returns(const hpml_comm *c, const hpmlc_phases *all, int i, 
            hpmlc_shares_arrays(c);
 }
 
-/* Phases that a rank executes, at one of their rounds. The messages of a round are here and not in the function that
-   waits for them, because a thread that completes both while the rank sleeps begins the next round in its place. */
+/* The phases that a rank executes, and the round that the rank has reached. The messages of this round are here and not
+   in the function that waits for them, because another rank's thread that completes both messages while the rank sleeps
+   begins the next round in the rank's place. */
 struct hpmlc_course {
     const hpmlc_phases *all;
     char               *data;
@@ -5624,7 +5648,8 @@ HPMLC_FN bool hpmlc_course_next(hpml_comm *c)
     return false;
 }
 
-/* Returns a list of one message, for which the course of c waits. */
+/* Returns a list of one message, for which c->course, the collective that c executes, waits: the receive of its round
+   if that is not done, else the send. */
 HPMLC_FN hpml_message *const *hpmlc_course_missing(const hpml_comm *c)
 {
     hpmlc_course *x = c->course;
@@ -6266,7 +6291,8 @@ typedef struct hpmlc_item {
 } hpmlc_item;
 
 /* Lets the host read and write arrays that may live on a device. hpmlc_host_view_begin returns n floats of an array:
-   the array itself if on the host, else a copy in `window`, for one array; hpmlc_host_view_end writes it back. */
+   the array itself if it is on the host, else a copy in `window`, which holds one array at a time;
+   hpmlc_host_view_end writes this copy back to the device. */
 typedef struct hpmlc_host_view {
     const hpml_backend *device; /* NULL: arrays are on the host */
     void               *device_user; /* first argument of the device's functions */
@@ -6293,7 +6319,7 @@ HPMLC_FN void hpmlc_host_view_end(const hpmlc_host_view *view, float *x, int64_t
     if (view->device && n > 0) view->device->write(view->device_user, x, view->window, (size_t)n * sizeof(float));
 }
 
-/* Copies n floats from x, which may be on a device, to `host`; set: from `host` to x. */
+/* Copies n floats from x, which is on the device view->device (NULL: on the host), to `host`; set: from `host` to x. */
 HPMLC_FN void hpmlc_host_view_copy(const hpmlc_host_view *view, float *host, float *x, int64_t n, bool set)
 {
     const size_t bytes = (size_t)n * sizeof(float);
@@ -7212,8 +7238,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 
 /* X(name in texts, member, kind, largest value, condition: whether the field matters, text: where the field may be set,
    values other than zero that hpml_plan_next steps through). The smallest value is 0. If the text is NULL, the field
-   may be set in every plan, else only where it matters, which the text describes. Through flags (BOOL) and words
-   (enums) hpml_plan_next steps with all their values. A condition depends only on fields further up in the list. */
+   may be set in every plan, else only where it matters, which the text describes. For flags (BOOL) and words (enums)
+   hpml_plan_next steps through all values. A condition depends only on fields further up in the list. */
 #define HPMLC_PLAN_FIELDS(X) \
     X("data", data, I32, 65536, true, NULL, 0) \
     X("pipe", pipe, I32, 65536, true, NULL, 0) \
@@ -7555,7 +7581,8 @@ HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>plan-text   plans as text; defaults, the check, the next plan
 // ---------------------------------------------------------------------------------------------------------------------
-/* Appends to a text of *length characters, as printf, and adds to *length what a large enough buffer would get. */
+/* Appends to the text `to`, which has *length characters, with a format as printf's; adds to *length the number of
+   characters that a large enough buffer would get. */
 HPMLC_PRINTF(3, 4)
 HPMLC_FN void hpmlc_append(const hpmlc_text *to, size_t *length, const char *format, ...)
 {
@@ -7583,7 +7610,8 @@ HPMLC_FN void hpmlc_field_text(const hpmlc_field *field, const hpml_plan *plan, 
     else hpmlc_append(to, length, "%lld", (long long)whole);
 }
 
-/* Writes an error: a field's value, a text of n characters, and which values are possible. */
+/* Writes to `to` the error that `field` of a plan cannot have `value`, a text of n characters, and which values it can
+   have; returns HPML_ERR_ARGUMENT. */
 HPMLC_FN hpml_status hpmlc_field_refuse(const hpmlc_field *field, const char *value, int n, const hpmlc_text *to)
 {
     size_t length = 0;
@@ -7601,7 +7629,7 @@ HPMLC_FN bool hpmlc_field_same(const hpmlc_field *field, const hpml_plan *a, con
     return memcmp((const char *)a + field->at, (const char *)b + field->at, hpmlc_field_size(field)) == 0;
 }
 
-/* Returns whether the value of a field is from 0 to the largest one (and a number, not a NaN). */
+/* Returns whether the plan's value of `field` is from 0 to field->most (and a number, not a NaN). */
 HPMLC_FN bool hpmlc_field_in_range(const hpmlc_field *field, const hpml_plan *plan)
 {
     float   real;
@@ -7728,7 +7756,7 @@ HPMLC_FN bool hpmlc_factors_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan
     return p->route != HPML_ROUTE_ALLREDUCE;
 }
 
-/* Returns whether a codec packs gradients, which can then carry no infinity. */
+/* Returns whether plan p has a codec, which packs gradients; a packed gradient can hold no infinity. */
 HPMLC_FN bool hpmlc_plan_packs(const hpml_plan *p) { return p->codec.kind != HPML_CODEC_NONE || p->codec.custom; }
 
 /* Returns how many samples of the global batch the rank with the most gets. */
@@ -7764,9 +7792,9 @@ HPML_API void hpml_plan_resolve(const hpml_plan *plan, const hpml_plan_facts *fa
     out->outer_momentum = hpmlc_default(out->outer_momentum, 1 - 1 / workers);
 }
 
-/* Returns the sentence of the first rule that refuses plan p for the facts f; NULL: no rule does. Sets *is_final to
-   whether p stays refused whatever values the fields get that come later, in the list of fields, than those that are
-   chosen already. */
+/* Returns the sentence of the first rule that refuses plan p for the facts f; NULL: no rule does. Fields are chosen in
+   the order of the list of fields: *is_final becomes true if p stays refused whatever values the later fields get,
+   those that are not chosen yet; else false. */
 HPMLC_FN const char *hpmlc_plan_refused(const hpml_plan *p, const hpml_plan_facts *f, bool *is_final)
 {
 #define HPMLC_RULE(is_refused, sentence) if (is_refused) return sentence;
@@ -8046,7 +8074,8 @@ HPMLC_FN int hpmlc_rank(const hpml_distributed *d) { return d->c->origin[d->c->r
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
 
-/* Returns the floats of p on this rank if p is a running statistic of batchnorm; 0: it is not, or not on this stage. */
+/* Returns the number of floats of p on this rank if p is a running statistic of batchnorm of this rank's stage, else
+   0. */
 HPMLC_FN int64_t hpmlc_buffer_floats(const hpml_distributed *d, const hpml_tensor *p)
 {
     const hpml_mesh *m    = hpml_comm_mesh(d->all);
@@ -8249,7 +8278,7 @@ HPMLC_FN bool hpmlc_host_open(hpml_distributed *d, float *gradients, hpmlc_start
     return hpmlc_buckets_create(d, gradients ? gradients : l->host, bytes, hpmlc_bucket_open);
 }
 
-/* Starts the exchanges of buckets in their order, up to the first bucket with a gradient that is not yet final. */
+/* Starts the exchanges of the buckets in their order, before the first bucket with a gradient that is not yet final. */
 HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
 {
     hpmlc_buckets *all    = &d->buckets;
@@ -8359,8 +8388,7 @@ HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
     d->report.r.exposed_s += end - start;
 }
 
-/* Returns how many ranks keep the same floats of parameter p as this rank; 0: p belongs to another pipeline stage,
-   which alone counts p in sums over ranks. */
+/* Returns how many ranks keep the same floats of parameter p as this rank; 0: only another pipeline stage counts p. */
 HPMLC_FN double hpmlc_keepers(const hpml_distributed *d, const hpml_tensor *p)
 {
     const hpml_mesh  *m = hpml_comm_mesh(d->all);
@@ -8464,8 +8492,8 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
     return status;
 }
 
-/* Counts the seconds from `start` to now as computing, but those in which layers have communicated as waiting, because
-   nothing hides them. sums: hpmlc_axes_seconds at `start`. */
+/* Counts the time from `start` to now as computing, but the seconds of it in which layers have communicated as waiting,
+   because no computation hides that communication. sums: the result of hpmlc_axes_seconds at `start`. */
 HPMLC_FN void hpmlc_dist_computed(hpml_distributed *d, double start, double sums)
 {
     const double waited = hpmlc_axes_seconds(d) - sums;
@@ -8560,8 +8588,9 @@ HPMLC_FN bool hpmlc_goes_on(const hpml_distributed *d)
     return d->c->survive && (d->plan.strategy == HPML_STRATEGY_GOSSIP || hpmlc_plan_serves(&d->plan));
 }
 
-/* Adds up n floats x over all ranks. If the training goes on when ranks are lost, adds up over the ranks that are left,
-   through the first of these, *root. *there: how many ranks took part in the sum. */
+/* Adds up the n floats x of all ranks, in place. If the training goes on when ranks are lost, adds up over the ranks
+   that are left: the first of these, *root, receives, adds up and sends the sums. *there: how many ranks took part in
+   the sum. *root is 0 if no ranks may be lost. */
 HPMLC_FN hpml_status hpmlc_sum_there(hpml_distributed *d, float *x, int64_t n, int *there, int *root)
 {
     hpml_comm   *c      = d->c;
@@ -8800,8 +8829,8 @@ HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, con
     hpmlc_state_part(it, x, data, 0, count);
 }
 
-/* Lists for checkpoints the arrays, such as residuals, that exchange x keeps from step to step for tensor `it`, on all
-   ranks. */
+/* Adds to `list`, for checkpoints, the arrays, such as residuals, that exchange x keeps on all ranks from step to step
+   for tensor `it`. */
 HPMLC_FN void hpmlc_item_state(hpmlc_states *list, const hpml_exchange *x, const hpmlc_item *it)
 {
     const char *name = it->g.name;
@@ -8832,7 +8861,8 @@ HPMLC_FN float *hpmlc_state_place(const hpml_distributed *d, float *array, const
     return p->grad ? array + hpmlc_gradient_at(d, p) : NULL;
 }
 
-/* Lists, for a rank that does not train p, the arrays that hpmlc_item_state lists on ranks that do, without floats. */
+/* For a rank that does not train p: adds to the checkpoint's list the arrays that hpmlc_item_state adds on ranks that
+   train p, but with no floats. */
 HPMLC_FN void hpmlc_elsewhere_state(hpmlc_states *list, hpml_tensor *p)
 {
     const hpml_distributed *d = list->d;
@@ -9320,7 +9350,8 @@ HPMLC_FN hpml_status hpmlc_shard_prefetch(hpml_distributed *d, const hpml_moment
     return status;
 }
 
-/* Gathers the values of bucket b for the op at->node, and begins to gather those that the pass needs next. */
+/* Gathers the parameter values of bucket b for the op at->node, and begins to gather the values of the buckets that the
+   pass needs next. */
 HPMLC_FN hpml_status hpmlc_shard_values(hpml_distributed *d, int b, const hpml_moment *at)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -9691,7 +9722,8 @@ HPMLC_FN bool hpmlc_factors_open(hpml_distributed *d)
     return good;
 }
 
-/* Gathers the factors of one layer's gradient (its inputs x and derivatives dz) from all ranks; the work of a task. */
+/* Gathers the factors of one layer's gradient (the layer's inputs x and output gradients dz) from all ranks. It is the
+   function that a background task runs; user: the layer's hpmlc_factor. */
 HPMLC_FN hpml_status hpmlc_factor_gather(hpml_comm *c, void *user)
 {
     const hpmlc_factor *it   = (const hpmlc_factor *)user;
@@ -9718,7 +9750,8 @@ HPMLC_FN void hpmlc_factor_copy(float *all, int rank, const float *from, int64_t
 }
 
 /* Copies x and dz (a layer's input and output gradient), the factors of the gradient of parameter `param`, to block
-   `block` of the arrays that gather all ranks' factors. NULL: the layer of this parameter sends no factors. */
+   `block` of the arrays that gather all ranks' factors. Returns the struct that has these arrays, or NULL if the layer
+   of this parameter sends no factors. */
 HPMLC_FN hpmlc_factor *hpmlc_factor_keep(hpml_distributed *d, int param, int block)
 {
     const hpmlc_factors *f  = d->factors;
@@ -10044,7 +10077,8 @@ HPMLC_FN bool hpmlc_exact_open(hpml_distributed *d)
 }
 
 /* Copies the gradients of a leaf of `samples` samples, and its change of the running statistics times `samples`, to
-   `row`, the leaf's floats; updates the largest |value| of each tensor; then sets the running statistics back. */
+   `row`, the leaf's floats; raises own->largest, the largest |value| of each tensor over the leaves; then sets the
+   running statistics back to own->before, from which every leaf of the step starts. */
 HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
 {
     const hpmlc_exact *own    = (const hpmlc_exact *)d->own;
@@ -10231,8 +10265,9 @@ HPMLC_FN hpml_status hpmlc_link_start(hpml_distributed *d, hpmlc_bucket *b)
     return HPML_OK;
 }
 
-/* Allocates and sets up the state of a strategy that uses a device link. Returns the state, d->own: `size` bytes, of
-   which the first are the hpmlc_link that all such strategies have; NULL: no memory. */
+/* Allocates and sets up the state of a strategy that uses a device link. start: begins the exchange of a bucket.
+   Returns the state, d->own: `size` bytes, which begin with the hpmlc_link that all such strategies have; NULL: no
+   memory. */
 HPMLC_FN void *hpmlc_link_attach(hpml_distributed *d, size_t size, hpmlc_start_fn *start)
 {
     const hpml_trainer_desc *t   = hpml_trainer_settings(d->t);
@@ -10392,7 +10427,8 @@ HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
     return HPML_OK;
 }
 
-/* Cuts bucket b, of tensors g, into a shard for each rank of the node; fills in s, this rank's. False: no memory. */
+/* Cuts bucket b into a shard for each rank of the node, with a codec between rows of the bucket's tensors, whose
+   gradients are g; fills in *s for this rank's shard. False: no memory. */
 HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g, hpmlc_shard *s)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -10562,8 +10598,8 @@ HPMLC_FN bool hpmlc_weights_open(hpml_distributed *d)
     return own->meet && hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
 }
 
-/* Does what hpmlc_weights_open does, and allocates the arrays of the strategies that have a centre: the centre, and the
-   velocity of the outer optimizer, which strategy block uses. */
+/* Does what hpmlc_weights_open does, and allocates two arrays for strategies block and elastic: own->centre, parameters
+   that the ranks have in common, and own->momentum, the velocity of the outer optimizer, which only block uses. */
 HPMLC_FN bool hpmlc_weights_open_centre(hpml_distributed *d)
 {
     const size_t bytes = (size_t)d->layout.span * sizeof(float);
@@ -10635,7 +10671,8 @@ HPMLC_FN hpml_status hpmlc_weights_sum(hpml_distributed *d)
     return HPML_OK;
 }
 
-/* Sets own->meet to the mean of all ranks' parameters. */
+/* Sets own->meet to the mean of the parameters of all ranks (if ranks are lost: of the others), and the running
+   statistics to their means. */
 HPMLC_FN hpml_status hpmlc_weights_mean(hpml_distributed *d)
 {
     hpmlc_weights *own = (hpmlc_weights *)d->own;
@@ -10656,8 +10693,9 @@ HPMLC_FN hpml_status hpmlc_weights_update(hpml_distributed *d, hpml_status (*mee
     return status;
 }
 
-/* Lists centre and momentum for checkpoints. Before saving, finishes the training and sets the states of the optimizers
-   to their means over the ranks, because a checkpoint has one array of each state for all ranks. */
+/* Lists for checkpoints the centre and its momentum, if the strategy has a centre. Before saving, calls the strategy's
+   `finish` and sets the states of the optimizers to their means over the ranks, because a checkpoint has one array of
+   each state for all ranks. */
 HPMLC_FN bool hpmlc_weights_state(hpml_distributed *d, hpmlc_states *list)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
@@ -10783,8 +10821,8 @@ HPMLC_FN hpml_status hpmlc_elastic_meet(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_elastic_update(hpml_distributed *d) { return hpmlc_weights_update(d, hpmlc_elastic_meet); }
 
-/* Sets the parameters to the centre and, unless the last step ended with a meeting of the ranks, the running statistics
-   to their means over ranks. */
+/* Sets the parameters to the centre of elastic averaging and, unless the last step ended with a meeting of the ranks,
+   batchnorm's running statistics to their means over the ranks. */
 HPMLC_FN hpml_status hpmlc_elastic_finish(hpml_distributed *d)
 {
     const hpmlc_weights *own    = (const hpmlc_weights *)d->own;
@@ -11041,7 +11079,8 @@ HPMLC_FN void hpmlc_servers_restart(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_rows_need(void *user, hpml_trainer *t, const hpml_moment *at);
 
-/* Lists the sparse tables, takes their memory, and subtracts their floats from own->total. False: an error. */
+/* Lists the sparse tables in own->table, allocates the memory for exchanging their rows, and subtracts their floats
+   from own->total, the number of floats that are divided into the servers' ranges. False: an error. */
 HPMLC_FN bool hpmlc_tables_open(hpml_distributed *d)
 {
     hpmlc_servers *own  = hpmlc_servers_of(d);
@@ -11141,8 +11180,9 @@ HPMLC_FN hpml_status hpmlc_messages_wait(hpml_distributed *d, const hpml_message
     return status == HPML_OK ? HPML_OK : hpmlc_server_lost(d, lost, status);
 }
 
-/* Packs for each server the rows of the sparse tables' gradients that this server holds: for each table the numbers of
-   the rows, then their floats. Returns 0, or NaN if a float is not finite or there is no memory. */
+/* Packs for each server s, from own->packed_rows[s] on, the rows of the sparse tables' gradients that s holds: for each
+   table the numbers of the rows, whose count goes to own->rows, then the rows' floats. Returns 0, or NaN if a float is
+   not finite or there is no memory. */
 HPMLC_FN float hpmlc_rows_pack(hpml_distributed *d)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -11340,7 +11380,8 @@ HPMLC_FN float hpmlc_factor_pack(const hpml_distributed *d, const hpmlc_piece *p
     return bad;
 }
 
-/* Unpacks `packed`, a worker's gradient of piece p, and adds it to `gradient`, the floats of the rows of p. */
+/* Adds a worker's gradient of p, rows of a tensor that are packed together, to `gradient`, the floats of these rows.
+   packed: the gradient in packed form, or, if p->layer, the factors whose product is the gradient. */
 HPMLC_FN void hpmlc_piece_add(hpml_distributed *d, const hpmlc_piece *p, float *gradient, const char *packed)
 {
     const int64_t rows = p->packing.rows, cols = p->packing.cols;
@@ -11373,7 +11414,8 @@ HPMLC_FN hpml_status hpmlc_exact_move(hpml_distributed *d, int worker)
     return HPML_OK;
 }
 
-/* Packs own->gradient to own->packed. A NaN or infinity is an error, unless no_finite_check is set without a codec. */
+/* Worker: packs own->gradient to own->packed. A NaN or infinity is an error, unless the trainer has no_finite_check
+   and no codec packs the gradient, because a codec reports such numbers itself. */
 HPMLC_FN hpml_status hpmlc_worker_pack(hpml_distributed *d)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -11424,7 +11466,8 @@ HPMLC_FN hpml_status hpmlc_ask(hpml_distributed *d, const hpmlc_request *r, int 
     return HPML_OK;
 }
 
-/* A worker pushes `which`, its gradient or values, unless it `skips`. Gets the servers' values, if it `wants` them. */
+/* As a worker pushes its array `which` (gradients or values) to the servers or, if `skips`, asks them without pushing;
+   gets their answers, with the servers' values if `wants`. loss: sum over this worker's `samples` samples. */
 HPMLC_FN hpml_status hpmlc_exchange_with(hpml_distributed *d, hpml_array which, bool skips, bool wants, double samples,
                                          double loss)
 {
@@ -11593,7 +11636,8 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
 }
 
 
-/* Worker: sends the servers that its training has ended. Server: answers requests until all workers have ended. */
+/* Worker: announces to the servers that its training has ended, except with .survive, where servers notice the end by
+   themselves. Server: answers requests until all workers have ended. */
 HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d)
 {
     const hpmlc_servers *own = hpmlc_servers_of(d);
@@ -11656,7 +11700,8 @@ HPMLC_FN hpml_status hpmlc_servers_update(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>servers-finish   parameter servers: the end of a training, checkpoints
 // ---------------------------------------------------------------------------------------------------------------------
-/* Sends n floats of rank `root`, a server, to all other ranks that are not lost. */
+/* Sends n floats at `data` of rank `root`, a server, to all other ranks that are not lost, which receive them in their
+   `data`. */
 HPMLC_FN hpml_status hpmlc_servers_send(hpml_distributed *d, int root, float *data, int64_t n)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -11748,8 +11793,8 @@ HPMLC_FN hpml_status hpmlc_servers_finish(hpml_distributed *d)
     return status == HPML_OK ? hpmlc_servers_buffers(d) : status;
 }
 
-/* Lists for checkpoints the residuals of the workers. Before saving all ranks get what the servers have: values, states
-   of the optimizer and number of updates, because rank 0 writes the file. */
+/* Adds the workers' residuals to the list of arrays for checkpoints; false: an error. Before saving, all ranks get what
+   the servers have: values, states of the optimizer and number of updates, because rank 0 writes the file. */
 HPMLC_FN bool hpmlc_servers_state(hpml_distributed *d, hpmlc_states *list)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -11825,7 +11870,8 @@ HPMLC_FN hpml_status hpmlc_ps_step(hpml_distributed *d)
     return status;
 }
 
-/* Answers pushes for earlier rounds without adding them; makes this round's step if enough workers wait for it. */
+/* As a server answers pushes for earlier rounds, without adding their gradients; with exact sums adds the pushes of
+   this round that have come; makes this round's step if enough workers wait for it. */
 HPMLC_FN hpml_status hpmlc_ps_enter(hpml_distributed *d)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -11864,7 +11910,8 @@ HPMLC_FN bool hpmlc_federated_open(hpml_distributed *d)
     return true;
 }
 
-/* Ends a client's step: runs the optimizer; after a round, pushes the parameters if this client was drawn. */
+/* Ends a step. A client that is drawn for the round runs the optimizer; at the round's last step it pushes its
+   parameters. A client that is drawn for the next round then gets the servers' values. A server notes the step. */
 HPMLC_FN hpml_status hpmlc_federated_update(hpml_distributed *d)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -11916,7 +11963,8 @@ HPMLC_FN int64_t hpmlc_async_deal(hpmlc_servers *own, const hpmlc_request *r)
     return r->wants ? left : -1;
 }
 
-/* Answers the request of worker k if it may be answered. slowest: steps of the slowest worker. */
+/* Answers the open request of worker k if it may be answered: a PULL unless the worker is more than .staleness steps
+   ahead of `slowest`, the steps of the slowest worker; a DEAL once it is known which batch the worker gets. */
 HPMLC_FN hpml_status hpmlc_async_answer(hpml_distributed *d, int k, int64_t slowest)
 {
     hpmlc_servers *own = hpmlc_servers_of(d);
@@ -11948,13 +11996,15 @@ HPMLC_FN hpml_status hpmlc_async_enter(hpml_distributed *d)
     return status;
 }
 
-/* Returns whether the server `own` took a gradient in this step, or worker w has ended the epoch number own->epoch. */
+/* For hpmlc_serve: returns whether this step need not wait for worker w, because the server `own` took a gradient in
+   this step, or w has ended the epoch number own->epoch. */
 HPMLC_FN bool hpmlc_has_ended(const hpmlc_servers *own, const hpmlc_client *w)
 {
     return own->taken > 0 || w->epochs > own->epoch;
 }
 
-/* The trainer's hook `next`: which batch fit computes next on this rank. On a server: serves a step. */
+/* The trainer's hook `next`. On a worker: returns the batch that fit computes next on this rank; below 0: the
+   epoch ends, or an error. On a server: answers requests until one step is made or a worker has ended the epoch. */
 HPMLC_FN int64_t hpmlc_async_next(void *user, hpml_trainer *t HPMLC_UNUSED, int64_t epoch, int64_t batches,
                                   bool is_last)
 {
@@ -12134,7 +12184,8 @@ HPMLC_FN hpml_status hpmlc_hogwild_update(hpml_distributed *d)
     return status;
 }
 
-/* All ranks get the shared values, and the mean of their running statistics. */
+/* Sets the parameters of every rank to the values that all ranks share, and batchnorm's running statistics to their
+   means over the ranks. Collective. */
 HPMLC_FN hpml_status hpmlc_hogwild_finish(hpml_distributed *d)
 {
     hpml_status status = hpml_barrier(d->c);
@@ -12327,7 +12378,8 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     return status;
 }
 
-/* Fills in layout.by_name: indices of the parameters, sorted by name, by insertion, because most are in order. */
+/* Fills layout.by_name with the indices of the parameters, sorted by name: an insertion sort, because most names are in
+   order already. */
 HPMLC_FN void hpmlc_layout_names(hpml_distributed *d)
 {
     int *sorted = d->layout.by_name, k;
@@ -12935,7 +12987,8 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     return hpmlc_fail(d->c, HPML_ERR_PEER, "distribute save: rank %d was lost, which wrote %s; save again", root, path);
 }
 
-/* Fails if file f has gradients that only another strategy applies, or that are in an older format. */
+/* Fails if file f has gradients that are not yet applied, and that only another strategy can load or that are in the
+   format of an older hpml. */
 HPMLC_FN hpml_status hpmlc_states_refuse(hpml_distributed *d, const hpml_safetensors *f, const char *path)
 {
     hpml_safetensor e;
@@ -13177,7 +13230,8 @@ HPMLC_FN int hpmlc_degree(hpml_topology topology, int p, int rank)
     return rim < 3 ? rim : 3;
 }
 
-/* Sets w to row `rank` of the mixing matrix: p weights, of each rank's array in the sum (see hpml_mixing_matrix). */
+/* Sets w to row `rank` of the mixing matrix of hpml_mixing_matrix: p weights, w[j] for rank j's array in the sum that
+   replaces the array of rank `rank`. */
 HPMLC_FN void hpmlc_mixing_row(hpml_topology topology, int p, uint64_t seed, int64_t step, int rank, double *w)
 {
     const int partner = topology == HPML_TOPOLOGY_PAIRS ? hpmlc_partner(p, seed, step, rank) : -1;
@@ -13558,7 +13612,8 @@ HPMLC_FN bool hpmlc_pipe_rule(hpmlc_pipe_walk *w, hpml_pipe_work *work, int *n)
     return true;
 }
 
-/* Sets chunk and micro-batch of the n-th forward or backward pass. */
+/* Sets t->chunk and t->micro (the micro-batch) of the stage's pass number n in the direction of t->work, forward or
+   backward. */
 HPMLC_FN void hpmlc_pipe_place(const hpmlc_pipe_walk *w, int n, hpml_pipe_task *t)
 {
     int group = n / (w->stages * w->chunks), at = n % (w->stages * w->chunks);
@@ -13598,7 +13653,8 @@ HPMLC_FN bool hpmlc_pipe_next(hpmlc_pipe_walk *w, hpml_pipe_task *t)
     return true;
 }
 
-/* Counts the slots (sets of activations) of each chunk: the largest number of its micro-batches in flight. */
+/* Sets w->slots[c], the number of slots (sets of activations) of chunk c, to the largest number of micro-batches that
+   are between their forward and their backward pass through the chunk at one time. */
 HPMLC_FN void hpmlc_pipe_count(hpmlc_pipe_walk *w)
 {
     hpmlc_pipe_walk walk = *w;
@@ -13709,7 +13765,8 @@ HPMLC_FN double hpmlc_cut_stage(const hpml_pipe_cut_desc *d, const double *secon
     return fmax(compute, sync) / r;
 }
 
-/* Sets element j of row m, the best cut A(j, m) of the first j layers for m ranks, from the rows for fewer ranks. */
+/* Sets element j of row m of the table `row`, A(j, m) of hpml_pipe_cut_desc: the best cut of the first j layers for m
+   ranks. Reads the rows for fewer ranks. */
 HPMLC_FN void hpmlc_cut_best(const hpml_pipe_cut_desc *d, const double *seconds, const double *bytes, hpmlc_cut *row,
                              int m, int j)
 {
@@ -14131,8 +14188,9 @@ HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, co
     return status;
 }
 
-/* Executes a backward pass of this stage, or a half of it. Only gradients of inputs are received and sent; while they
-   are in flight, the half of the weights may run, because it does not write to them. */
+/* Executes a backward pass of this stage, or the half of it that computes the gradients of inputs or of weights. Only
+   gradients of inputs are received and sent; while they are in flight, the half that computes the gradients of weights
+   may run, because it does not write to them. */
 HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *pass, const hpml_pipe_task *task)
 {
     const bool  flows = hpmlc_pass_flows(pl, pass), weights = task->work == HPML_PIPE_BACKWARD_WEIGHTS;
@@ -14214,8 +14272,9 @@ HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
     }
 }
 
-/* Replicas of a stage: replaces this one's gradients and batchnorm's running statistics by their means over all
-   replicas, weighted by the samples of the last micro-batch that has passed the stage backward. */
+/* Replaces the gradients of this rank, one of the replicas of a stage, by their mean over all replicas (.sum: by their
+   sum), and batchnorm's running statistics by their mean. The means are weighted by the replicas' samples of the last
+   micro-batch that has passed the stage backward. */
 HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
 {
     hpml_distributed   *d = pl->d;
@@ -14309,7 +14368,7 @@ HPMLC_FN void hpmlc_stash_begin(hpmlc_pipeline *pl)
     pl->base    = hpml_trainer_step_count(pl->t);
 }
 
-/* Sends the output of an evaluation to all stages. */
+/* Sends the model's output for the samples of an evaluation pass from the stage that has computed it to all stages. */
 HPMLC_FN hpml_status hpmlc_pass_output(hpmlc_pipeline *pl, const hpmlc_pass *pass)
 {
     int64_t          floats = 0;
@@ -14374,8 +14433,8 @@ HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl)
     return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
 }
 
-/* Adds up the gradients of parameters that several stages read: their first stage adds those of the others, from the
-   last one on, and sends them the sum; so all of them step by the same bits. */
+/* Adds up the gradients of each parameter that several stages read: the first of these stages adds the gradients of the
+   others to its own, the last stage's first, and sends the sum to the others; so all of them step by the same bits. */
 HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl)
 {
     hpml_status status = HPML_OK;
@@ -14423,7 +14482,7 @@ HPMLC_FN bool hpmlc_pipeline_arrays(hpmlc_pipeline *pl)
     return pl->scratch && pl->sent && pl->flying && pl->samples;
 }
 
-/* Lists the batchnorms of this rank. False: out of memory. */
+/* Lists in pl->norm the batchnorms of this rank's pieces that update running statistics. False: out of memory. */
 HPMLC_FN bool hpmlc_norms_open(hpmlc_pipeline *pl)
 {
     pl->norm = (hpmlc_deferred *)hpmlc_dist_alloc(pl->d, sizeof *pl->norm * (size_t)(hpml_graph_op_count(pl->g) + 1));
@@ -15142,7 +15201,8 @@ HPMLC_FN int32_t hpmlc_largest(const float *x, int64_t n, int32_t but)
     return best;
 }
 
-/* Chooses experts and places for all tokens. `used`: (experts) zeros at first. */
+/* Chooses experts and places for all tokens from p, (tokens, experts) probabilities: sets w->choice, w->gate and
+   w->place (-1: the expert is full). used: (experts) gets the number of places that are taken at each expert. */
 HPMLC_FN void hpmlc_experts_route(const hpmlc_experts *k, const hpmlc_experts_arrays *w, const float *p, float *used)
 {
     for (int64_t e = 0; e < k->experts; e++) used[e] = 0;
@@ -15610,9 +15670,9 @@ HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const c
     return x;
 }
 
-/* einsum: dimensions are of four kinds: g in a, b and y; m in a and y; n in b and y; k in a and b. With a as (g, m, k),
-   b as (g, n, k) and y as (g, m, n) the work is one matrix product for each g. order[t][i]: dimension i of tensor t (a,
-   b, y) in that order. */
+/* einsum: dimensions are of four kinds: in a, b and y; in a and y; in b and y; in a and b. g, m, n and k are the number
+   of dimensions of each kind, in this order. With a as (g, m, k), b as (g, n, k) and y as (g, m, n) the work is one
+   matrix product for each index of g. order[t]: the dimensions of tensor t (0: a, 1: b, 2: y) in this order. */
 typedef struct hpmlc_einsum { int g, m, n, k, order[3][HPML_MAX_DIMS]; } hpmlc_einsum;
 typedef struct hpmlc_einsum_arrays {
     int64_t g, m, n, k;
@@ -15717,7 +15777,8 @@ HPMLC_FN bool hpmlc_einsum_sort(const hpmlc_names n[3], hpmlc_einsum *e)
     return length[0] == n[0].count && length[1] == n[1].count && length[2] == n[2].count;
 }
 
-/* Sets shape and split of the result y, and sums[a] for each axis a whose ranks' results are added. False: an error. */
+/* Sets, for the result y of an einsum: its shape (op->shape, op->batch_rows), its split (an axis for each dimension),
+   and sums[a] to true for each axis a over which the ranks' results are added up. False: an error. */
 HPMLC_FN bool hpmlc_einsum_shape(const char *text, const hpmlc_names n[3], hpml_tensor *const src[2], hpml_custom *op,
                                  int8_t *split, bool *sums)
 {
@@ -16086,7 +16147,8 @@ HPMLC_FN void hpmlc_sim_advance(hpmlc_sim *s, int r, bool sent)
     }
 }
 
-/* Simulates the collective of s by the queue: the rank with the earliest clock sends its next message, repeatedly. */
+/* Simulates the collective of s message by message: repeatedly takes, from a queue of the ranks that can send, the rank
+   with the earliest clock, and sends its next message. */
 HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
 {
     s->runs = 0;
@@ -16259,7 +16321,8 @@ HPMLC_FN bool hpmlc_sim_run(hpmlc_sim *s)
     return !s->failed;
 }
 
-/* Simulates a collective of n elements of `size` bytes. a: algorithm of an allreduce. False: out of memory. */
+/* Simulates a collective of n elements of `size` bytes: advances s->clock of each rank to the time when the rank is
+   done. a: algorithm of an allreduce. False: out of memory. */
 HPMLC_FN bool hpmlc_sim_play(hpmlc_sim *s, hpmlc_sim_kind kind, hpml_algorithm a, int64_t n, size_t size)
 {
     int p = s->p;

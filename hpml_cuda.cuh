@@ -230,7 +230,8 @@ HPML_API void        hpml_nccl_free(hpml_nccl *n); /* optional, before its conte
    earlier work and before its later work; the host does not wait. */
 HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *n, float *x, int64_t count, bool mean);
 
-/* The functions of a hpml_device_link, which has their comments (hpml_comm.h); nccl: the result of hpml_nccl_create. */
+/* The functions of a hpml_device_link (hpml_comm.h), where the fields of the same names have comments; nccl: the result
+   of hpml_nccl_create. */
 HPML_API hpml_status hpml_nccl_link_begin(void *nccl);
 HPML_API hpml_status hpml_nccl_link_allreduce(void *nccl, float *x, int64_t count, bool mean);
 HPML_API hpml_status hpml_nccl_link_swap(void *nccl, const void *out, const size_t *out_at, bool same, void *in,
@@ -905,7 +906,8 @@ HPMLG_FN void *hpmlg_alloc(void *device, size_t bytes)
     return b->p;
 }
 
-/* Allocates device memory, set to 0, for the backend itself. Returns NULL, and gives an error, if there is none. */
+/* Allocates `bytes` bytes of device memory, set to 0, for the backend itself. Returns NULL, and sets an error that
+   names `what`, if the allocation fails. */
 HPMLG_FN void *hpmlg_alloc_own(hpmlg_device *d, size_t bytes, const char *what)
 {
     void *p = hpmlg_alloc(d, bytes);
@@ -2056,7 +2058,8 @@ HPMLG_FN unsigned hpmlg_row_blocks(const hpmlg_device *d, int64_t rows, int64_t 
     for (int64_t tile = 8 * (int64_t)(threadIdx.x % TEAM), end = cols + tile; tile < end; tile += 8 * TEAM * G)        \
         HPMLG_UNROLL for (int64_t k = 0, c = tile; k < G; k++, c += 8 * TEAM)
 
-/* Computes y = softmax(x), or its log if `log`, of the rows of x; TEAM threads for a row, each G times 8 columns. */
+/* Computes y = softmax(x), or its logarithm if `log`, of each row of x. TEAM threads compute a row, each with G groups
+   of 8 columns in registers; longer rows are read from memory three times. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_softmax(hpmlg_array y, hpmlg_array x, int64_t rows, int64_t cols, bool log)
 {
@@ -2177,9 +2180,10 @@ static __global__ void hpmlg_k_norm(hpmlg_array y, hpmlg_array x, hpmlg_array p,
     }
 }
 
-/* Computes, with g = dy gamma and xhat the normalized x (see hpmlg_k_norm), dx (+)= rstd (g - mean(g) - xhat mean(g
-   xhat)). Each block writes the sums of dgamma and dbeta over its rows to part (blocks, 2, cols), unless `part` is
-   NULL: every thread sums its own columns, then the teams' sums (a team: TEAM threads) are added in order. */
+/* Computes, with g = dy gamma and the normalized x, xhat = (x - mean - rest) rstd, for layernorm (`centred`) dx (+)=
+   rstd (g - mean(g) - xhat mean(g xhat)), for rmsnorm without mean(g). Each block writes the sums of dgamma and
+   dbeta over its rows to part (blocks, 2, cols), unless `part` is NULL: every thread sums its own columns, then the
+   teams' sums (a team: TEAM threads) are added in order. */
 template <int TEAM, int G>
 static __global__ void hpmlg_k_norm_back(hpmlg_array dx, hpmlg_array x, hpmlg_array dy, const float *gamma,
                                          const float2 *saved, float *part, int64_t rows, int64_t cols, bool centred,
@@ -2275,8 +2279,9 @@ HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 HPMLG_FN const float *hpmlg_param_value(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->data : NULL; }
 HPMLG_FN float       *hpmlg_param_grad(const hpml_node *n, int s) { return n->src[s] ? n->src[s]->grad : NULL; }
 
-/* Lets norm n compute a residual sum too, by setting fused_with of the sum's node: if `before`, the node planned just
-   before n, adds two tensors of n's shape and n reads the result. Only forward passes that run as a whole do so. */
+/* Lets the kernel of norm n also compute the sum that n reads (of a residual connection), by setting fused_with of the
+   sum's node: if that node is `before`, planned just before n, and adds two tensors of n's shape. The fused kernel is
+   used only in forward passes that run as a whole. */
 HPMLG_FN void hpmlg_norm_plan(hpml_node *n, hpml_node *before)
 {
     hpml_node *add = n->src[0]->node;
@@ -2364,9 +2369,9 @@ HPMLG_DEVICE int64_t hpmlg_bn_offset(const hpmlg_bn &s, int64_t c, int64_t u)
     return (image * s.C + c) * s.P + (i - image * s.P);
 }
 
-/* Loads up to 8 numbers of channel c of the array x into *e and returns their count. If a unit has 8 numbers (s.unit),
-   loads unit u; if it has one, loads units u, u + d, ..., u + 7 d as far as they are below `to`, where d is the number
-   of this block's threads for one channel. */
+/* Loads up to 8 numbers of channel c of the array x into *e and returns their count. A unit is s.unit neighbouring
+   numbers of a channel: if these are 8, loads unit u; if it is one, loads units u, u + d, ..., u + 7 d as far as they
+   are below `to`, and 0 for the others, where d is the number of this block's threads for one channel. */
 HPMLG_DEVICE int hpmlg_bn_load(const hpmlg_bn &s, hpmlg_array x, int64_t c, int64_t u, int64_t to, hpmlg_vec8 *e)
 {
     int count = 0;
@@ -2449,7 +2454,8 @@ template <bool back> static __global__ void hpmlg_k_bn_channels(hpmlg_bn s)
 
 /* Computes, forward, y = a (x - mean) + b with a = rstd gamma, b = beta - rest a (mean + rest: the mean as two floats),
    then relu if s.relu; if `back`, dx (+)= a (dy - s1 / N - xhat s2 / N), with s1 = sum dy, s2 = sum dy xhat, xhat the
-   normalized x. Each thread computes 8 neighbouring elements at a time, among which the channel may change. */
+   normalized x, where with s.relu dy counts as 0 at y <= 0. Each thread computes 8 neighbouring elements at a time,
+   among which the channel may change. */
 template <bool back> static __global__ void hpmlg_k_bn_apply(hpmlg_bn s)
 {
     int64_t n = s.B * s.C * s.P;
@@ -2783,8 +2789,9 @@ static __global__ void hpmlg_k_embedding(hpmlg_array y, hpmlg_array table, hpmlg
 }
 
 /* Builds the lists of each token's positions in four launches, a thread for each position. Step 0 counts the positions
-   of each token and numbers them (`slot`); in step 1 the position numbered 0 reserves entries of `order` for its token;
-   step 2 fills `order`; step 3 sorts each token's positions into `slot`, whose numbers are not needed any more. */
+   of each token and numbers them (`slot`); in step 1 the position numbered 0 reserves entries of `order` for its token
+   and, if these are more than HPMLG_LONG, entries of `piece`, one for each HPMLG_LONG of them; step 2 fills `order`;
+   step 3 sorts each token's positions into `slot`, whose numbers are not needed any more. */
 static __global__ void hpmlg_k_token_lists(hpmlg_token_lists b, int step)
 {
     int64_t i = hpmlg_thread_index();
@@ -2856,7 +2863,8 @@ static __global__ void hpmlg_k_embedding_back(hpmlg_array dw, hpmlg_array dy, hp
     }
 }
 
-/* Places the lists b of tokens' positions in node n's scratch memory, if there is any; returns the bytes they need. */
+/* Sets the pointers of b, lists of the positions of each token, to places in node n's scratch memory, if that is
+   allocated; returns the number of bytes that the lists need. */
 HPMLG_FN size_t hpmlg_embedding_layout(const hpml_node *n, hpmlg_token_lists *b)
 {
     b->tokens      = hpml_tensor_count(n->src[0]);
@@ -3020,7 +3028,8 @@ HPMLG_DEVICE void hpmlg_store_result(const hpmlg_product &g, int64_t batch, int6
     hpmlg_put(g.c, at, v);
 }
 
-/* Stores elements col to col + 7 of a row of c like hpmlg_store_result; col and the row's offset: multiples of 8. */
+/* Computes elements col to col + 7 of a row of matrix `batch` of c from their sums e, and stores them: scales, adds
+   bias, applies act, as hpmlg_store_result does for one element. col and the row's offset: multiples of 8. */
 HPMLG_DEVICE void hpmlg_store_result8(const hpmlg_product &g, int64_t batch, int64_t row, int64_t col, hpmlg_vec8 e)
 {
     int64_t    at  = (batch * g.c_batch + row * g.ldc + col) / 8;
@@ -3176,8 +3185,8 @@ HPMLG_DEVICE void hpmlg_half_step(float *acc, const unsigned short *a, const uns
 }
 
 /* Starts the copy of a tile of 16-bit floats, T lines by 32 values of the summed index k, to shared memory, in layout
-   L. x: the tile's first element; ld: elements from a line or, in layout HPMLG_LINE_MAJOR, a k to the next; lines, ks:
-   how many lines and values of k the operand has from there on; the rest of the tile becomes 0. */
+   L. x: the tile's first element; ld: elements from one line to the next or, in layout HPMLG_LINE_MAJOR, from one k to
+   the next; lines, ks: how many lines and values of k the operand has from x on; the rest of the tile becomes 0. */
 template <int T, int L>
 HPMLG_DEVICE void hpmlg_dense_load(unsigned short *tile, const unsigned short *x, int64_t ld, int64_t lines, int64_t ks)
 {
@@ -3262,7 +3271,8 @@ HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t ba
 HPMLG_DEVICE unsigned hpmlg_tf32(float v) { return v == v ? __float_as_uint(v) + 0x1000u : 0x7fffffffu; }
 
 /* Stores to shared memory the tile (T lines by 16 k) that hpmlg_gather_load has loaded into registers v. KIND, an
-   hpmlg_gather_type: f32 as [k][line], tf32 as [line][k], 16-bit (of `type`) as hpmlg_tile_offset has it. */
+   hpmlg_gather_type, sets the order: f32 as [k][line], tf32 as [line][k], 16-bit floats (of type `type`) as [line][k],
+   at hpmlg_tile_offset. along_k: neighbouring threads have neighbouring k, else neighbouring lines. */
 template <int T, int KIND>
 HPMLG_DEVICE void hpmlg_gather_store(void *tile, const float *v, int64_t along_k, int type)
 {
@@ -3512,7 +3522,8 @@ HPMLG_FN hpmlg_operand hpmlg_operand_of(hpmlg_array x, int64_t batch, hpmlg_axis
     return o;
 }
 
-/* Describes an operand whose elements are in images (H, W); the other arguments are hpmlg_operand_of's. */
+/* Describes, as hpmlg_operand_of does from the same first arguments (array, distance of matrices, axes), an operand
+   whose elements are pixels of images with H rows and W columns. */
 HPMLG_FN hpmlg_operand hpmlg_image_operand(hpmlg_array x, int64_t batch, hpmlg_axis line, hpmlg_axis k, bool along_k,
                                            int64_t H, int64_t W)
 {
@@ -3731,7 +3742,8 @@ HPMLG_FN cublasStatus_t hpmlg_blas_set_pointers(hpmlg_blas_plan *p, const void *
     return s;
 }
 
-/* Asks cuBLASLt for an algorithm for plan p; keeps the answer in *p, a refusal too. bias, z: addresses, or NULL. */
+/* Asks cuBLASLt for an algorithm for plan p; keeps the answer in *p, a refusal too. bias, z: addresses of the bias and
+   of the activation's saved input; NULL: the product has none. */
 HPMLG_FN void hpmlg_blas_choose(hpmlg_device *d, hpmlg_blas *blas, hpmlg_blas_plan *p, const void *bias, void *z)
 {
     cublasLtMatmulPreference_t       want = NULL;
@@ -3833,8 +3845,9 @@ HPMLG_FN void hpmlg_blas_count(hpmlg_device *d, cublasLtEpilogue_t e, bool refus
     }
 }
 
-/* Runs the product g by cuBLASLt: first with activation, derivative or sums fused, if there are any, then with the bias
-   alone and the activation as a kernel after it. *done: what was fused. Returns false if cuBLASLt refuses. */
+/* Runs the product g by cuBLASLt: first with activation, derivative or sums fused, if there are any; if cuBLASLt has no
+   such product, with the bias alone and the activation as a kernel after it. *done: what was fused. Returns false if
+   cuBLASLt cannot run the product in either way. */
 HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue *done)
 {
     hpmlg_blas    *blas = (hpmlg_blas *)d->blas;
@@ -3899,8 +3912,9 @@ HPMLG_FN void hpmlg_blas_close(hpmlg_device *d)
    dz^T, and act'(z) of a layer into the dx of the next linear layer, which writes this layer's dy
    (hpmlg_op_notes.activation_grad_done). */
 
-/* Computes in one kernel dy *= act'(v), if `act` is not 0, and, if db is not NULL, db (+)= the sums of dy. w: the shape
-   of dy, and in stride[0] the strides of db, 0 for the dimensions that are summed over. add: adds to db. */
+/* Computes in one kernel dy *= act'(v), if `act` is not 0, and, if db is not NULL, db (+)= the sums of dy. v: the input
+   or the output of the activation, whichever its derivative is computed from (hpmlg_act_needs_x). w: the shape of dy,
+   and in stride[0] the strides of db, 0 for the dimensions that are summed over. add: adds to db. */
 HPMLG_FN void hpmlg_act_bias_grad(hpmlg_device *d, hpmlg_array dy, hpmlg_array v, hpml_act act, float slope,
                                   hpmlg_strides w, float *db, bool add)
 {
@@ -4595,7 +4609,7 @@ HPMLG_DEVICE void hpmlg_element_put(unsigned short *to, float v, int type)
     *to = (unsigned short)hpmlg_narrow(v, 0, type);
 }
 
-/* Returns 2^x; 0 if this is below 2^-126 (on the GPU). */
+/* Returns 2^x; on the GPU an approximation, which is 0 where 2^x is below 2^-126. */
 HPMLG_DEVICE float hpmlg_exp2(float x)
 {
 #ifdef HPML_CUDA_ON_CPU
@@ -4737,8 +4751,9 @@ HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M
         }
 }
 
-/* Stores out (+)= scale[row] d, the warp's registers d (16 M, 8 NO), in rows from `row` and columns from `column` on of
-   Q, K, V or O (part), through `space`, the warp's shared memory, so that each thread writes 8 neighbours. */
+/* Stores d (16 M, 8 NO), which the warp has in registers, times the rows' factors `scale` in p.out (p.add: adds to it):
+   in rows from `row` and columns from `column` on of Q, K, V or O (part: an hpmlg_attn_part) of pair bh of sample and
+   head. d goes through `space`, the warp's shared memory, so that each thread writes 8 neighbours. */
 template <int M, int NO>
 HPMLG_DEVICE void hpmlg_attn_store(const hpmlg_attn &p, int64_t bh, int part, int row, int column,
                                    const float (&d)[M][NO][4], const float (&scale)[M][2], float *space)
@@ -4865,7 +4880,8 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
    dO are read), for dQ queries (tiles of Q and dO; tiles of K and V are read). S and dP are computed twice, but every
    sum stays in the registers of one thread and is added in order, so that the bits are the same each time. */
 
-/* Computes delta = the row sums of dO O for attention's gradient: 8 threads for each row of a head. p.o is dO. */
+/* Computes p.delta, the row sums of dO O for attention's gradient: 8 threads for each row of a head. p.o is dO, o is
+   the output O. */
 static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
 {
     int64_t rows = p.pairs * p.T;
@@ -4926,8 +4942,9 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     int     end = !KEYS && p.causal && first + R < p.T ? first + R : p.T;
     float   d0[M][DA / 8][4], d1[KEYS ? M : 1][KEYS ? DA / 8 : 1][4], s[M][N][4], dp[M][N][4], of_row[M][2][2];
     float   scale[M][2], one[M][2];
-    /* 1. Unless KEYS, load lse and delta of the block's queries into registers; clear the sums; start to load the tiles
-          in `own`. */
+    /* 1. Unless KEYS (true: this block computes dK and dV; false: dQ) load lse (log-sum-exp of the scores) and delta
+          (sum of dO O) of the block's queries into registers; clear the sums; start to load the tiles in `own`, the
+          block's own keys and values, or queries and dO. */
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
         int r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
         of_row[i / 2][i % 2][0] = !KEYS && r < p.T ? p.lse[bh * p.T + r] : INFINITY;
@@ -4959,13 +4976,14 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
                 next_line[K + i] = in ? p.delta[bh * p.T + c + K + i] : 0;
             }
         }
-        /* 3. Compute S and dP from the tiles, then P and dS in their place; skip blocks that the causal mask hides. */
+        /* 3. Compute S and dP from the tiles, then P and dS in their place; skip tiles that the causal mask hides from
+           all rows of this warp. */
         if (c < begin || (p.causal && (KEYS ? c + K <= row : c >= row + 16 * M))) continue;
         hpmlg_attn_scores<type, DP, M, N>(s, own + at * DP, now);
         hpmlg_attn_scores<type, DP, M, N>(dp, own + (R + at) * DP, now + K * DP);
         hpmlg_attn_dscores<KEYS>(p, s, dp, of_row, line, row, c, KEYS ? p.causal && c < row + 16 * M - 1
                                  : c + K > p.T || (p.causal && c + K > row + 1));
-        /* 4. Accumulate. KEYS: dV += P^T dO and dK += dS^T Q; else dQ += dS K. */
+        /* 4. Accumulate. If KEYS (this block computes dK and dV): dV += P^T dO and dK += dS^T Q; else dQ += dS K. */
         if constexpr (KEYS) hpmlg_attn_accumulate<type, DP>(d1, s, now + K * DP, column);
         hpmlg_attn_accumulate<type, DP>(d0, dp, now, column);
     }
@@ -5371,8 +5389,9 @@ HPMLG_DEVICE float hpmlg_loss_derivative(int what, float delta, float x, float t
     return d > delta ? delta : d < -delta ? -delta : d;
 }
 
-/* Computes a loss's gradients dx (+)= f'(x - t) dloss / n and dt (+)= the negative; dx.p, dt.p NULL: not wanted. what:
-   the kind of loss f, an hpmlg_loss_kind; add_x, add_t: the gradient is added. */
+/* Computes the gradients of a loss, the mean of f(x, t) over n elements: dx (+)= df/dx dloss / n, and dt (+)= the
+   negative of that, for losses of x - t; dx.p, dt.p NULL: not wanted. what: the kind of loss f, an hpmlg_loss_kind;
+   add_x, add_t: the gradient is added to dx, dt. */
 static __global__ void hpmlg_k_loss_back(hpmlg_array dx, hpmlg_array dt, hpmlg_array x, hpmlg_array t, int what,
                                          float delta, const float *dloss, int64_t n, bool add_x, bool add_t)
 {
@@ -5791,9 +5810,10 @@ HPMLG_DEVICE void hpmlg_onebit_bits(const hpmlg_pack *p, int64_t row, int64_t ch
         if (at + k < count) words[at + k] = bits[k];
 }
 
-/* Packs rows with ONEBIT. A block packs 16 / each rows at a time, of `each` chunks of 1,024 columns. longer: a row has
-   more than 16 chunks; one block packs the row, 16 chunks at a time, and v = g + e is kept in e until the levels are
-   known: few such rows leave most of the device idle. */
+/* Packs rows with ONEBIT. A block of threads packs 16 / each rows at a time, of `each` chunks of 1,024 columns. longer:
+   a row has more than 16 chunks; then one block packs the row, 16 chunks at a time, and keeps v = g + e (gradient +
+   residual) in e until the row's two levels are known. With few such rows most of the device is idle, because each row
+   occupies one block only. */
 template <bool longer>
 static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, int64_t chunks, int each)
 {
