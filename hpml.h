@@ -861,9 +861,10 @@ HPML_API hpml_status hpml_graph_retain(hpml_graph *g, int from, int to, hpml_ret
 HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_per_byte);
 
 /* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
-   1e-2), at up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest |a
-   - b| / (|a| + |b| + r), r the root mean square of the gradient that a and b belong to; negative on error. All ranks
-   of a split graph (>>api-group) call this together; each checks its own parts. */
+   1e-2), at up to `samples` elements of each parameter and of each input that needs a gradient. Returns the largest
+   |a - b| / (|a| + |b| + r), where a and b are the two derivatives by one element, and r is the root mean square of the
+   gradient array with that element; negative on error. All ranks of a split graph (>>api-group) call this together;
+   each checks its own parts. */
 HPML_API double hpml_check_grad(hpml_graph *g, float eps, int samples);
 /* Requests the gradient of an f32 input; an error if an op reads the input already. */
 HPML_API hpml_status hpml_tensor_require_grad(hpml_tensor *input);
@@ -1288,7 +1289,7 @@ typedef struct hpml_moment {
    release after an op has read the value of a parameter for the last time in a pass
    grad    when the gradient of a parameter is final for this update (in the last micro-batch), in reverse order of
            recording: to start its communication, which then overlaps the rest of the backward pass. A device that
-           replays passes runs them in up to 8 parts, and grad is called at the end of a part
+           replays passes runs backward in up to 8 pieces, and grad is called at the end of a piece
    update  replaces hpml_trainer_apply for all parameters: waits for the communication in flight, then calls
            hpml_trainer_update_inner, or hpml_trainer_apply for the parameters that are stepped on this rank
    free    destructor of `user`: called when the hooks are detached, and by hpml_ctx_free
@@ -1301,7 +1302,8 @@ typedef struct hpml_moment {
            hpml_trainer_forward and hpml_trainer_backward; sets *loss to the mean of these samples on every rank, and
            in evaluate and predict their rows of hpml_trainer_output. Only one set of hooks may have it
    norms   adds up `sums`, an array of shape (parameters of the context, each), over all ranks that have parts of the
-           model; on entry it has the sums of squares of the parts that this rank keeps: for clip_norm, LARS, LAMB,
+           model; on entry it has, for the parts that this rank keeps, the sum of squares of each gradient or, if
+           `each` is 2, of each weight array and then of its gradient: for clip_norm, LARS, LAMB,
            .prepare and .layer_ratio, before the step of hpml_trainer_apply, which all ranks then call alike
    join    fills in the array `which` of parameter `param`: on entry `whole` has the part that this rank keeps, in its
            place; on return also the parts of all other ranks, which call it alike
@@ -1580,7 +1582,8 @@ typedef struct hpml_trace_desc {
 enum { HPML_LANE_COMPUTE = 0, HPML_LANE_COMM, HPML_LANE_IO, HPML_LANE_GPU, HPML_LANE_STEP }; /* lanes of events */
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc);
 HPML_API double      hpml_now(void); /* seconds, monotonic */
-/* Adds a span; `name` must live as long as the trace. Thread-safe. Without a trace does nothing. */
+/* Adds a span to the timeline: from `start` to `end`, in seconds as of hpml_now(), in the lane HPML_LANE_*. `name` must
+   live as long as the trace. Thread-safe. Without a trace does nothing. */
 HPML_API void        hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double start, double end);
 HPML_API bool        hpml_trace_on(const hpml_ctx *ctx); /* true: a trace was started and includes the current step */
 typedef enum hpml_trace_kind {
@@ -1672,10 +1675,11 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
      BF16    cols x bf16, rounded to nearest even
      ONEBIT  f32 low, f32 high, then ceil(cols / 32) x 4 bytes of bits: element i is bit i % 8 of byte i / 8, set for
              `high`; the unused last bits are 0
-     TWOBIT  ceil(cols / 16) x 4 bytes: element i is the bits 2 (i % 4) of byte i / 4: 3 for +threshold, 2 for
-             -threshold, 0 for nothing (as MXNet does; tune the threshold to the size of the gradients)
+     TWOBIT  ceil(cols / 16) x 4 bytes: element i is bits 2 (i % 4) and 2 (i % 4) + 1 of byte i / 4: 3 for
+             +threshold, 2 for -threshold, 0 for zero (as MXNet does; tune the threshold to the size of the
+             gradients)
    Two codecs work on whole tensors and on all ranks together, so only exchanges (hpml_comm.h) execute them:
-     TOPK    the largest numbers, as pairs of place and value; the rest stays in the residual (Lin et al. 2018, Deep
+     TOPK    the largest numbers, as pairs of index and value; the rest stays in the residual (Lin et al. 2018, Deep
              Gradient Compression)
      LOWRANK P Q^T of a given rank, P and Q being thin matrices (Vogels et al. 2019, PowerSGD) */
 typedef enum hpml_codec_kind {
@@ -1714,8 +1718,9 @@ struct hpml_packing {
     const struct hpmli_kernels *kernels; /* private */
 };
 
-/* Fills *p; desc NULL: NONE. Returns HPML_ERR_SHAPE, HPML_ERR_OVERFLOW or HPML_ERR_ARGUMENT if rows, cols or desc are
-   not valid, HPML_ERR_UNSUPPORTED for TOPK and LOWRANK, which do not pack rows. */
+/* Sets *p to how a tensor of shape (rows, cols) is packed by the codec of desc (NULL: the codec NONE). Returns
+   HPML_ERR_SHAPE, HPML_ERR_OVERFLOW or HPML_ERR_ARGUMENT if rows, cols or desc are not valid, HPML_ERR_UNSUPPORTED for
+   TOPK and LOWRANK, which do not pack rows. */
 HPML_API hpml_status hpml_packing_init(hpml_packing *p, const hpml_codec_desc *desc, int64_t rows, int64_t cols);
 
 /* Facts that a codec's function `encode` gets besides the gradient: a codec that rounds stochastically computes its
@@ -2540,7 +2545,8 @@ HPMLI_FN void hpmli_pool_work(hpmli_pool *p, int thread)
     }
 }
 
-/* True if a job is open whose number is not `seen`, that of the worker's last job, or if the pool stops. */
+/* True if the pool stops, or if it has a job (a call of hpmli_parallel) that is open to workers and whose number is not
+   `seen`, the number of this worker's last job. */
 HPMLI_FN bool hpmli_pool_ready(hpmli_pool *p, uint64_t seen)
 {
     uint64_t s = __atomic_load_n(&p->state, __ATOMIC_SEQ_CST);
@@ -3527,9 +3533,10 @@ HPMLI_FN void hpmli_for_each_row(const hpml_run *run, hpml_node *n, bool back, h
 // ---------------------------------------------------------------------------------------------------------------------
 // >>split   parts of tensors: where they lie in the whole, and which ops keep a split
 // ---------------------------------------------------------------------------------------------------------------------
-/* A dimension that is split consists of sections, each cut into one block for each rank of the group. As arrays are
-   row-major, the whole is a sequence of stretches of `size` runs, one for each rank in turn, and a part has its run of
-   each stretch, one after the other. A run is n elements: a block, times the elements of all later dimensions. */
+/* A dimension that is split consists of sections, each cut into one block for each of the `size` ranks of the group;
+   `rank` is this rank's number. A run is n contiguous elements: a block, times the elements of all later dimensions. As
+   arrays are row-major, the whole is a sequence of stretches of `size` runs, one for each rank in turn, and a rank's
+   part is its run of the first stretch, then its run of the second stretch, and so on. */
 typedef struct hpmli_cut {
     int64_t n, rank, size;
 } hpmli_cut;
@@ -4725,7 +4732,8 @@ HPMLI_FN bool hpmli_keeps_dz(const hpml_node *n)
 {
     return hpmli_has_trait(n, HPMLI_OP_KEEPS_DZ) && n->state->copies_at == 0;
 }
-/* True if the gradient of n's result is dz already, because backward of n runs its second half. */
+/* True if the gradient of n's result is already dz, the gradient with respect to the input of n's activation, because
+   backward of n runs its second half, and the first half has stored dz over that gradient. */
 HPMLI_FN bool hpmli_dz_is_done(const hpml_node *n) { return n->state->second && hpmli_keeps_dz(n); }
 
 /* Returns which values node n reads, as HPMLI_NEED_ bits, in its backward pass. If that pass is cut into halves
@@ -4986,8 +4994,9 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
     }
 }
 
-/* Computes out_root of the nodes: the tensor in whose memory the result stands. A result has one out_root for its life
-   from the forward pass on, and one for its second life, if it is computed again or swapped in for backward. */
+/* Sets out_root of the nodes: the tensor in whose memory the result stands. A result has one out_root for its first
+   life, the time in memory that begins with its forward pass, and one for its second life, if the result is computed
+   again or swapped in for the backward pass. */
 HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
 {
     const hpmli_list *p = pl->p;
@@ -5727,8 +5736,8 @@ HPMLI_FN void hpmli_node_again(const hpml_graph *g, const hpmli_list *p, hpml_no
         if (hpmli_base(p, g->nodes[i]) == n) hpmli_value_point(g->nodes[i], 1);
 }
 
-/* Sets the addresses of all tensors of the current slot's part to the slot's memory, at the places that the tensors
-   have in the forward pass. */
+/* Sets the addresses of all tensors that the current slot's part of the graph computes or reads to this slot's memory,
+   at the places of the forward pass. A slot is one of the part's sets of activations (hpml_graph_part). */
 HPMLI_FN void hpmli_graph_point(hpml_graph *g)
 {
     const hpmli_slot *slot = &g->slots[g->slot];
@@ -6397,7 +6406,7 @@ HPMLI_FN bool hpmli_gemm_cblas(hpml_ctx *ctx, const hpmli_gemm_desc *d)
 #endif
 
 /* Raises job->rows and job->cols, the numbers of rectangles down and across C, for `want` threads: cuts the longer side
-   of a rectangle until there is a rectangle for each thread, or they are small. */
+   of the rectangles until there is a rectangle for each thread, or the rectangles are small. */
 HPMLI_FN void hpmli_gemm_cut(hpmli_gemm_job *job, int64_t want)
 {
     const hpmli_gemm_desc *d = job->d;
@@ -8011,7 +8020,8 @@ HPMLI_FN void hpmli_conv_dy_to_nhwc(const hpmli_conv *c, int64_t b, int64_t g, f
     else c->ctx->k->conv_to_nhwc(image, dy, c->OC, c->OH, c->OW, c->OW * c->OC);
 }
 
-/* Computes, for images_forward images, one of channel_pieces ranges of the output channels of each group (one task). */
+/* One task of the forward pass of a convolution: computes, for c->images_forward images of the batch, one of
+   c->channel_pieces ranges of the output channels of each group. arg: the hpmli_conv c. */
 HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -10225,7 +10235,8 @@ HPML_API hpml_tensor *hpml_group_gather(hpml_tensor *x, hpml_axis axis, int dim)
     return hpmli_group_record(HPMLI_GROUP_GATHER, x, axis, dim);
 }
 
-/* Records an op that reads a table or logits split by vocabulary, with the passes of the built-in op; see >>split. */
+/* Records custom op d, with the passes of the built-in op, on sources src: an embedding table or logits, split over
+   TENSOR into `count` tokens or classes a rank. smoothing, ignore: of the loss. NULL: an error on the context. */
 static hpml_tensor *hpmli_vocabulary_op(hpml_tensor *const src[2], hpml_custom *d, int64_t count, float smoothing,
                                         int32_t ignore)
 {
@@ -11141,7 +11152,7 @@ HPMLI_FN bool hpmli_trainer_steps_on_host(const hpml_trainer *t)
     return t->d.host_optimizer && !t->ctx->backend->host;
 }
 
-/* Computes the bytes of what the trainer keeps between steps: values, gradients and optimizer states. */
+/* Sets, in t->graph->memory, the bytes of what the trainer keeps between steps: values, gradients, optimizer states. */
 HPMLI_FN void hpmli_trainer_measure(hpml_trainer *t)
 {
     hpml_memory *m = &t->graph->memory;
@@ -11859,8 +11870,8 @@ HPMLI_FN void hpmli_read_pass(hpml_trainer *t, int64_t first)
 // >>half-steps   the passes of a step: whole, or in halves for a hook
 // ---------------------------------------------------------------------------------------------------------------------
 /* Begins a pass on samples [first, first + samples) of the batch. In a graph without parts hpmli_inputs_offset moves
-   the inputs to these rows; in a graph with parts the inputs stay, because the caller copies these samples from the
-   host to the inputs of a slot. */
+   the addresses of the inputs to these rows; in a graph with parts the addresses stay, because the caller copies these
+   samples from the host to the inputs of a slot, one of a part's sets of activations (hpml_graph_part). */
 HPMLI_FN hpml_status hpmli_pass_begin(hpml_trainer *t, int64_t first, int64_t samples)
 {
     hpml_graph *g    = t->graph;
@@ -12291,7 +12302,7 @@ HPMLI_FN hpml_status hpmli_step_run(hpml_trainer *t, hpmli_step *s)
 }
 
 /* Counts the micro-batch. After the last micro-batch of an update steps the parameters or, if they have been stepped
-   within the backward pass, checks the new parameters. */
+   within the backward pass, checks that these steps found no NaN or infinity. */
 HPMLI_FN hpml_status hpmli_step_update(hpml_trainer *t)
 {
     hpml_status status = HPML_OK;
@@ -15152,8 +15163,9 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>trace   the timeline; where the time goes, and what a model is
 // ---------------------------------------------------------------------------------------------------------------------
-/* A timeline: events are kept in a ring of fixed size; adding one takes an atomic increment and a copy. The file is in
-   Chrome's trace format, as an array with one event a line, and times in microseconds. */
+/* A timeline: events are kept in a ring of fixed size; adding an event takes an atomic increment and a copy. The file
+   that hpml_trace_save writes is in Chrome's trace format: an array with one event a line, and times in
+   microseconds. */
 struct hpmli_trace {
     hpml_trace_desc  d;         /* the user's, with defaults in place of zeros */
     bool             at_first;  /* time 0 of the file is the start of the first event */
@@ -15613,7 +15625,7 @@ typedef uint64x2_t  HV(u64);
 #define HPMLI_KERNEL     static __attribute__((unused)) HPMLI_TARGET /* begins a function of this set */
 #define HPMLI_VEC_INLINE static inline __attribute__((always_inline, unused)) HPMLI_TARGET /* always inlined */
 /* Defines a function that returns the expression e. Each macro that defines functions ends in a prototype without a
-   semicolon, so that a use of the macro ends in one, as editors and ctags expect of a declaration. */
+   semicolon, so that a use of the macro ends in a semicolon, as editors and ctags expect of a declaration. */
 #define HPMLI_VEC_FN(name, e, ...) HPMLI_VEC_INLINE HV(f32) name(__VA_ARGS__) { return e; }                            \
     static inline HV(f32) name(__VA_ARGS__)
 #define HPMLI_VEC_FN1(name, e) HPMLI_VEC_FN(name, e, HV(f32) a)
@@ -16509,8 +16521,9 @@ HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, flo
 }
 
 /* Called after an update with a non-finite result: returns HPML_NONFINITE_GRADIENT if a gradient in dw is non-finite
-   (unknown after LAMB, which overwrites dw), else HPML_NONFINITE_STEP. If o->u.found_nonfinite is set, sets non-finite
-   elements of the optimizer's states m and v to 0, because no later gradient would make them finite. */
+   (unknown after LAMB, which overwrites dw), else HPML_NONFINITE_STEP. If o->u.found_nonfinite is set, sets both
+   optimizer states, m and v, to 0 at elements where either is non-finite, because no later gradient would make them
+   finite. */
 HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float *m, float *v, int64_t n)
 {
     int found = HPML_NONFINITE_STEP;
@@ -16535,8 +16548,9 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
     for (const int64_t c = HV_LANES; i + c <= n; i += c) HPMLI_STEP(step)                                              \
     for (int64_t c = n - i; i < n; i += c) HPMLI_STEP(step)                                                            \
     break;
-/* Writes LAMB's direction to r, over the gradient, which no later op reads. Non-finite gradients count as
-   f->replacement (0 if found_nonfinite is set), because they would make the norm of the whole direction non-finite. */
+/* Writes LAMB's direction for c weights to r, their place in the gradient array, which no later op reads; the weights w
+   stay. Non-finite gradients g count as f->replacement (0 if found_nonfinite is set, else NaN), because they would make
+   the norm of the whole direction non-finite. */
 HPMLI_VEC_INLINE void HV(lamb)(const hpmli_opt_args *o, const float *w, HV(f32) g, float *r, float *m, float *v,
                                HV(update_check) *f, int64_t c)
 {
@@ -16980,7 +16994,7 @@ HPMLI_VEC_INLINE int64_t HV(packed_tile_floats)(const hpmli_gemm_block *block)
 }
 /* Packs the block's rows of P, the left operand: eight steps of k of all tiles, then the next eight, whose cache lines
    have been prefetched meanwhile. Copies eight rows at a time, from the last eight of a tile to the first: what the
-   last eight write beyond the tile's height belongs to the next step of k, which is packed later. */
+   last eight write beyond the tile's height is overwritten later, by the first rows of the next step of k. */
 HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const hpmli_gemm_block *block)
 {
     const float *p = v->p + block->row * v->p_row + block->k0 * v->p_k;
@@ -17429,7 +17443,8 @@ HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
     s = HV(exact_fma)(x * z, HV(exact_fma)(s, z, HV(set1)(-1.6666654611e-1f)), x);
     c = HV(exact_fma)(c, z, HV(set1)(4.166664568298827e-2f));
     c = HV(exact_fma)(z, HV(exact_fma)(z, c, HV(set1)(-0.5f)), one);
-    /* (cosine, sine) for q quarter turns: 0 (c, s), 1 (-s, c), 2 and -2 (-c, -s), -1 (s, -c) */
+    /* (cosine, sine) of the remaining angle x, with cosine c and sine s, plus q quarter turns: (c, s) for q = 0,
+       (-s, c) for 1, (-c, -s) for 2 and -2, (s, -c) for -1 */
     HV(f32) u = HV(if_eq)(aq, one, s, c);
     HV(f32) v = HV(if_eq)(aq, one, c, s);
     u = HV(if_gt)(aq, one, -u, u);

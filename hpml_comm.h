@@ -617,7 +617,8 @@ HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background
    ranks wait, and the rank where it is not ready. */
 HPML_API hpml_job   *hpml_exchange_ready(hpml_exchange *x, int tensor);
 /* Bytes that this rank sends in one run: exact for messages (AUTO: as hpml_comm_choose chooses now); for NATIVE and
-   device links those of a ring. The messages by which hpml_exchange_ready agrees are not counted. */
+   device links the bytes of a ring allreduce. The messages by which ranks learn in hpml_exchange_ready which tensors
+   are ready on all of them are not counted. */
 HPML_API int64_t     hpml_exchange_bytes(const hpml_exchange *x);
 /* Return the residuals of a tensor: hpml_exchange_residual those of this rank's gradients, (leaves, rows, cols), *count
    floats; hpml_exchange_stripe that of the sum over the stripe that this rank owns, *rows rows from row *row on. NULL
@@ -648,9 +649,9 @@ typedef struct hpml_device_link {
        the same share of all nodes. */
     hpml_comm *across;
     float *(*stage)(void *user, int64_t n); /* memory on the host; freed with the link */
-    /* Part r of x is elements at[r] to at[r + 1] - 1. reduce_scatter: the rank at place r of the node gets part r of
-       the node's sum, and copies it to `stage`. allgather: copies `stage` to this rank's part of x, and all ranks of
-       the node get all parts. Each of the two functions does the work of `begin` and `end` itself. */
+    /* Block r of x is elements at[r] to at[r + 1] - 1. reduce_scatter: the rank at place r of the node gets block r of
+       the node's sum, and copies it to `stage`. allgather: copies `stage` to this rank's block of x, and all ranks of
+       the node get all blocks. Each of the two functions does the work of `begin` and `end` itself. */
     hpml_status (*reduce_scatter)(void *user, float *x, const int64_t *at, float *stage);
     hpml_status (*allgather)(void *user, float *x, const int64_t *at, const float *stage);
     hpml_status (*landed)(void *user, float *stage); /* any thread waits for the copy; no error on the context */
@@ -1743,8 +1744,9 @@ HPMLC_FN int hpmlc_network_node(const hpml_network *n, int nodes, int r)
     return n->ranks_per_node > 0 ? r / n->ranks_per_node : 0;
 }
 
-/* Sets the links of c (latency and bandwidth), by which HPML_AUTO finds the fastest allreduce algorithm, to those of
-   network n. For a latency or bandwidth of 0 between nodes (with one node: inside it) AUTO counts 2 us or 4 GB/s. */
+/* Sets c->inside and c->between, the links (latency and bandwidth) by which HPML_AUTO finds the fastest allreduce
+   algorithm, to those of network n. With one node, `between` becomes the link inside the node. If the latency or
+   bandwidth of `between` is 0 in n, 2 us or 4 GB/s is set instead. */
 HPMLC_FN void hpmlc_comm_links(hpml_comm *c, const hpml_network *n, int nodes)
 {
     const hpml_link *between = nodes > 1 ? &n->between : &n->inside;
@@ -6521,7 +6523,8 @@ HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
     return it->residual && it->stripe;
 }
 
-/* Sets where the ranks' messages and packed sums begin in `sent`, `received` and `sums`, allocates these arrays. */
+/* Sets where each rank's message or packed sum begins in x->sent, x->received and x->sums, allocates these arrays, and
+   adds the bytes that this rank sends to x->bytes. False: no memory. */
 HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
 {
     hpml_comm *c = x->c;
@@ -6686,7 +6689,7 @@ HPMLC_FN void hpmlc_set_label(hpml_comm *c, const hpml_exchange *x, bool plain, 
 HPMLC_FN void hpmlc_clear_label(hpml_comm *c) { memset(&c->about, 0, sizeof c->about); }
 
 /* Packs all rows of this rank's gradients into the messages to the ranks that add up these rows, the first step of an
-   exchange (see hpml_exchange_desc). Returns which tensor has a NaN or infinity, as hpmlc_bad does; 0: none. */
+   exchange (see hpml_exchange_desc). Returns 0 or, if a tensor has a NaN or infinity, the value of hpmlc_bad for it. */
 HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size;
@@ -6739,7 +6742,8 @@ HPMLC_FN void hpmlc_merge_bad(int64_t *bad, const char *message)
 }
 
 /* Adds up the contributions of all ranks to this rank's stripe, the range of rows that this rank adds up, in the order
-   of the ranks, and packs the sum. Returns which tensor's sum has a NaN or infinity, as hpmlc_bad does; 0: none. */
+   of the ranks, and packs the sum. Returns 0 or, if a tensor's sum has a NaN or infinity, the value of hpmlc_bad for
+   this tensor. */
 HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size, me = c->rank;
@@ -8083,7 +8087,7 @@ HPMLC_FN int64_t hpmlc_buffer_floats(const hpml_distributed *d, const hpml_tenso
     return p->param->buffer && !away ? hpml_tensor_count(p) : 0;
 }
 
-/* Returns the ranks that have the same part of a parameter that is split over `axis` (DATA: the whole). */
+/* Returns the ranks that have the same part as this rank of parameters split over `axis` (DATA: the same whole). */
 HPMLC_FN hpml_comm *hpmlc_ranks_of_axis(const hpml_distributed *d, hpml_axis axis)
 {
     return d->all->mesh ? d->all->mesh->rest[axis] : d->c;
@@ -8122,8 +8126,9 @@ HPMLC_FN float hpmlc_rescale(const hpml_distributed *d, double samples, double f
     return d->plan.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
 }
 
-/* Scales the gradients of parts of parameters that are split over SEQUENCE or EXPERT, which are means over fewer ranks
-   than d->c has, by the share of these ranks, because each rank's loss counts 1 / d->c->size in the trained loss. */
+/* Scales the gradients in layout.host of parameters that are split over SEQUENCE or EXPERT. Such a gradient is a mean
+   over the ranks with the same part of the parameter, which are fewer than those of d->c, so it is multiplied by their
+   share of d->c, because each rank's loss counts 1 / d->c->size in the trained loss. Sums (plan.sum) are not scaled. */
 HPMLC_FN void hpmlc_parts_scale(const hpml_distributed *d)
 {
     for (int i = 0; i < d->buckets.count; i++) {
@@ -8265,7 +8270,8 @@ HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_
 }
 
 /* Opens a strategy that exchanges gradients on the host, bucket by bucket by `start`: sets layout.host to the trainer's
-   array or, where that is on a device, to memory for a copy. gradients: what to exchange; NULL: layout.host. */
+   array of gradients or, where that is on a device, to host memory for a copy. gradients: the array, laid out alike,
+   whose gradients are exchanged; NULL: layout.host. False: an error. */
 HPMLC_FN bool hpmlc_host_open(hpml_distributed *d, float *gradients, hpmlc_start_fn *start)
 {
     hpmlc_layout *l = &d->layout;
@@ -8813,8 +8819,8 @@ HPMLC_FN hpmlc_state *hpmlc_state_same(hpmlc_states *list, const char *kind, con
 }
 
 /* Adds to `list`, the arrays that a checkpoint holds, an array of which there is one copy of `count` floats for each
-   contribution: for each rank or, with exact sums, for each leaf. This rank's copies are at `data`, in the memory (host
-   or device) of exchange x. */
+   contribution: for each rank or, with exact sums, for each leaf. kind, tensor: words of its name in the file. This
+   rank's copies are at `data`, in the memory (host or device) of exchange x. */
 HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, const char *kind, const char *tensor,
                                  float *data, int64_t count)
 {
@@ -9292,8 +9298,9 @@ HPMLC_FN bool hpmlc_reads_bucket(const hpml_distributed *d, const hpml_node *n, 
     return false;
 }
 
-/* Returns the slot that has the values of bucket b, which op n reads. If there is none, starts gathering the values in
-   the slot used longest ago, except slots that n or the running op reads; NULL: these two read all slots. */
+/* Returns the slot, memory for the whole values of a bucket, that has those of bucket b, which op n reads. If there is
+   none, starts gathering the values of b in the slot used longest ago, except slots that n or the running op reads;
+   NULL: these two ops read all slots. *status: set if gathering starts. */
 HPMLC_FN hpmlc_slot *hpmlc_shard_fetch(hpml_distributed *d, int b, const hpml_node *n, hpml_status *status)
 {
     hpmlc_sharding *s    = hpmlc_sharding_of(d);
@@ -9741,7 +9748,8 @@ HPMLC_FN hpml_status hpmlc_factor_start(hpmlc_factor *it)
     return hpmlc_task_start(it->d, &it->task, it->d->c, hpmlc_factor_gather, it);
 }
 
-/* Copies a rank's `rows` rows of `cols` floats to its block of `all`, of `most` rows, and fills up with zeros. */
+/* Copies `rows` rows of `cols` floats from `from` to block number `rank` of `all`, whose blocks have `most` rows each,
+   and fills the rest of this block with zeros. */
 HPMLC_FN void hpmlc_factor_copy(float *all, int rank, const float *from, int64_t rows, int64_t most, int64_t cols)
 {
     float *block = all + rank * most * cols;
@@ -9967,8 +9975,9 @@ HPMLC_FN hpml_status hpmlc_delayed_update(hpml_distributed *d)
     return samples > 0 ? hpmlc_host_apply(d, samples, whole) : HPML_OK; /* the first step has nothing to apply */
 }
 
-/* Lists what checkpoints hold: what exchanges carry from step to step (residuals), and the gradients and changes of
-   running statistics that the next step applies; these are the same on all ranks. False: an error on the context. */
+/* Lists the arrays of this strategy that checkpoints hold: the residuals of exchanges, and the gradients and changes of
+   running statistics that the next step applies, which are the same on all ranks. Before saving, completes the exchange
+   in flight. False: an error on the context. */
 HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
 {
     hpmlc_delayed *own   = (hpmlc_delayed *)d->own;
@@ -10402,7 +10411,8 @@ HPMLC_FN bool hpmlc_nodes_is_chosen(hpml_comm *c, const hpml_plan *plan)
     return c->link.across && hpmlc_link_is_chosen(c, plan);
 }
 
-/* Exchanges shard `user` over c, with a rank of each other node, when the sum of this node's ranks is on the host. */
+/* Waits until the sum of this node's ranks over shard `user`, a hpmlc_shard, is on the host, divides it by s->divide,
+   and exchanges the shard over c, which has a rank of each node. */
 HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
 {
     hpmlc_shard *s      = (hpmlc_shard *)user;
@@ -11244,7 +11254,8 @@ HPMLC_FN hpml_status hpmlc_rows_receive(hpml_distributed *d, int worker)
     return hpml_recv(d->c, worker, HPMLC_TAG_FLOATS, to, (size_t)floats * sizeof(float));
 }
 
-/* Server: adds the rows that were received to the tables' gradients. */
+/* Server: adds the rows of gradients that a worker has sent (in d->rows.memory) to the gradients of the sparse tables;
+   the first time after a step, clears these gradients before. */
 HPMLC_FN hpml_status hpmlc_rows_add(hpml_distributed *d)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -12870,9 +12881,9 @@ HPMLC_FN void hpmlc_state_save(const hpmlc_state *it, float *rows)
     }
 }
 
-/* Adds `factor` times this rank's floats of `row` to number l of this rank's copies of array `it`; set: overwrites that
-   copy instead. row: one copy of the whole array, from the file (NULL: zeros). part: scratch memory for it->floats
-   floats. */
+/* Adds `factor` times the floats of `row` that this rank keeps (it->floats of them) to number l of this rank's copies
+   of array `it`; set: overwrites that copy instead. row: one copy of the whole array, from the file; NULL: zeros. part:
+   scratch memory for it->floats floats. */
 HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, float *row, float factor, bool set, float *part)
 {
     if (it->floats == 0) return;
@@ -13643,8 +13654,9 @@ HPMLC_FN bool hpmlc_pipe_go(hpmlc_pipe_walk *w, hpml_pipe_task *t)
     return true;
 }
 
-/* Goes to the stage's next task and sets its slot; false: there is none. The slots of chunk c follow those of chunk
-   c - 1, and its micro-batches take them in turn, because they enter and leave the chunk in order. */
+/* Sets *t to the stage's next task and its slot, the number of a set of activations; false: no task is left. The slots
+   of chunk c of the model follow those of chunk c - 1. The micro-batches of a chunk take its slots in turn, because
+   they enter and leave the chunk in order. */
 HPMLC_FN bool hpmlc_pipe_next(hpmlc_pipe_walk *w, hpml_pipe_task *t)
 {
     if (!hpmlc_pipe_go(w, t)) return false;
@@ -13980,7 +13992,8 @@ HPMLC_FN bool hpmlc_piece_reads(const hpmlc_pipeline *pl, int q, const hpml_tens
     return false;
 }
 
-/* Sets hpml_param.stage to the first stage that reads the parameter, and lists those that several stages read. */
+/* Sets hpml_param.stage of each parameter to the stage of the first piece that reads it, and lists in pl->tied the
+   trained parameters that several pieces read, with the stages of these pieces. False: no memory. */
 HPMLC_FN bool hpmlc_stages_set(hpmlc_pipeline *pl)
 {
     const int32_t params = hpml_param_count(pl->ctx);
@@ -14898,7 +14911,8 @@ typedef struct hpmlc_shift {
     hpmlc_strip edge, halo;
 } hpmlc_shift;
 
-/* Computes halo shift i (0 down, 1 up, 2 right, 3 left) of blocks of H x W pixels; false: the grid does not need it. */
+/* Sets *s to halo shift i (0 down, 1 up, 2 right, 3 left) of blocks of H x W pixels, which passes pixels at an edge to
+   the neighbouring rank. False: the shift is not needed, because there is one block in this direction, or no halo. */
 HPMLC_FN bool hpmlc_halo_shift(const hpmlc_halo *k, int i, int64_t H, int64_t W, hpmlc_shift *s)
 {
     const bool        vertical = i < 2, forward = i % 2 == 0;
@@ -15290,8 +15304,8 @@ HPMLC_FN hpml_status hpmlc_expert_backward(hpml_ctx *ctx, const hpml_node *n, co
     return hpml_sgemm(ctx, false, false, cap, D, H, 1, w->d_hid, H, w1, D, 0, w->a + block * cap * D, D);
 }
 
-/* Adds the terms of token t to the gradients of the router's probabilities, computed from d_gate (top): the gradients
-   of the weights by which the results of the token's 1 or 2 experts are multiplied. */
+/* Adds the terms of token t to the gradients of the router's probabilities, source 1 of n. d_gate (top): the gradients
+   of the weights by which the results of the token's 1 or 2 experts (`top` of them) are multiplied. */
 HPMLC_FN void hpmlc_experts_give_gate(const hpml_node *n, const hpmlc_experts_arrays *w, int64_t t, const float *d_gate)
 {
     const hpmlc_experts *k = (const hpmlc_experts *)n->attr.custom->user;
@@ -15334,7 +15348,8 @@ HPMLC_FN hpml_status hpmlc_experts_backward(const hpml_run *run, hpml_node *n)
 }
 
 /* Computes the loss for balance (see hpml_experts): experts x sum over e of f_e P_e, f_e the share of the tokens whose
-   first choice is expert e, P_e the mean of p_e over the tokens; f has no derivative. Saved: f x experts / tokens. */
+   first choice is expert e, P_e the mean over the tokens of the router's probability for expert e; f counts as
+   constant. Saved for backward: experts x f_e / tokens for each e. */
 HPMLC_FN hpml_status hpmlc_balance_forward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
 {
     const float  *p = n->src[0]->data;
@@ -15569,7 +15584,8 @@ typedef struct hpmlc_names { /* of a tensor's dimensions */
     char name[HPML_MAX_DIMS][HPMLC_NAME];
 } hpmlc_names;
 
-/* Reads the words of `text` up to `end`; false: too many, too long, or one of them twice. */
+/* Reads the names in `text` up to `end`, separated by blanks, commas, colons or arrows (->), into *n; false: too many
+   names, one that is too long, or one of them twice. */
 HPMLC_FN bool hpmlc_names_read(const char *text, const char *end, hpmlc_names *n)
 {
     memset(n, 0, sizeof *n);

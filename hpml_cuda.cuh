@@ -812,7 +812,7 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
     if ((int)(s) == 0) s = __VA_ARGS__
 
 /* Returns true until the device's context has an error. After an error HPMLG_RUN launches nothing, so functions of ops
-   launch one kernel after the other without asking and return nothing. */
+   launch one kernel after the other without checking for errors and return nothing. */
 HPMLG_FN bool hpmlg_ok(const hpmlg_device *d) { return hpml_ctx_status(d->ctx) == HPML_OK; }
 
 /* Launches a kernel with its arguments on the stream of device d, unless the context has an error; `shared`: bytes of
@@ -2530,7 +2530,7 @@ HPMLG_FN size_t hpmlg_bn_scratch(const hpmlg_device *d, const hpml_node *n)
 
 /* Sums the statistics (if `back`, the gradients' sums) over the ranks that share a batch: joins each channel's splits
    on the host, as sums, adds these up over the ranks, and uploads the totals as the only split (s->splits = 1; s->N:
-   numbers on all ranks). The host waits for the device, so such passes are not recorded. */
+   numbers on all ranks). The host waits for the device, so such passes are not captured. */
 HPMLG_FN void hpmlg_bn_sum_ranks(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, bool back)
 {
     size_t      bytes = (size_t)(s->C * s->splits) * sizeof *s->part;
@@ -3400,9 +3400,10 @@ static __global__ void hpmlg_k_product_join(const __grid_constant__ hpmlg_produc
 
 typedef void hpmlg_product_kernel(const hpmlg_product);
 
-/* Indices: [tile edge T: 64, 128][kernel: dense, for 16-bit operands that are copied without conversion, where elements
-   adjacent in memory are neighbours along k in a and b; along k in a, of adjacent lines in b; of adjacent lines in a
-   and b; then gathering, for operands of any layout and type, multiplied in f32, in tf32, in 16-bit floats] */
+/* First index: the tile edge T, 64 or 128. Second index: 0 to 2, the dense kernel, for 16-bit operands that are copied
+   without conversion, where elements adjacent in memory are neighbours along k in a and b (0), along k in a but of
+   adjacent lines in b (1), of adjacent lines in both (2); 3 to 5, the gathering kernel, for operands of any layout and
+   type, multiplied in f32 (3), in tf32 (4), in 16-bit floats (5) */
 static hpmlg_product_kernel *const hpmlg_product_kernels[2][6] = {
     { hpmlg_k_product_dense<64, HPMLG_K_MAJOR, HPMLG_K_MAJOR>,
       hpmlg_k_product_dense<64, HPMLG_K_MAJOR, HPMLG_LINE_MAJOR>,
@@ -5527,9 +5528,9 @@ HPMLG_DEVICE float hpmlg_update_one(const hpml_update *u, float c1, float c2, fl
     return fmaf(-u->lr, step, w);
 }
 
-/* Does what hpmlg_update_one does for a gradient that may not be finite: LAMB takes such a gradient as 0; a weight that
-   would not be finite keeps its value; moments that are not finite become 0. Sets *gradient or *step to true if the
-   gradient or the step was not finite. */
+/* Does what hpmlg_update_one does for a gradient that may not be finite, and returns the new weight (LAMB: the
+   direction). LAMB takes such a gradient as 0; a weight that would not be finite keeps its value; both moments become 0
+   if one of them is not finite. Sets *gradient or *step to true if the gradient or the step was not finite. */
 HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2, float w, float g, float *m, float *v,
                                         bool *gradient, bool *step)
 {
