@@ -41,7 +41,7 @@
 //     HPML_STATIC           everything static: one-file programs
 //     HPML_NO_THREADS       no pthreads; one thread
 //     HPML_NO_SIMD          portable kernels only
-//     HPML_NATIVE           portable kernels and one other set: AVX-512 if -march=native allows it, else AVX2; compiles
+//     HPML_NATIVE_ONLY      portable kernels and one other set: AVX-512 if -march=native allows it, else AVX2; compiles
 //                           in about 3/4 of the time
 //     HPML_USE_ZLIB         read gzipped IDX files (-lz)
 //     HPML_USE_CBLAS        large matrix products by a BLAS (cblas.h; -lopenblas)
@@ -379,12 +379,13 @@ typedef enum hpml_split {
 
 /* The ops of which split layers consist, each with its backward pass; each op sets `split` of its result and refuses an
    x whose split does not fit. With a group of one rank, or x NULL, they record nothing and return x. dim: the dimension
-   that is divided.
+   that is divided. (TENSOR): on this axis; else: on the other axes.
    copy    y = x on all ranks of TENSOR, each of which then computes another part with y: backward adds up the ranks'
-           gradients. Recorded once for each result x. On other axes y = x, because their ranks' losses are added anyway
+           gradients. One node for each result x. On other axes y = x, because their ranks' losses are added anyway
    sum     y = the sum of the ranks' x; backward: the gradient itself (TENSOR), else the sum of the ranks' gradients
    split   y = this rank's block of x; backward: the ranks' gradients joined (TENSOR), else zeros but in the block
-   gather  y = the ranks' x joined; backward: this rank's block (TENSOR), else of the sum of the ranks' gradients */
+   gather  y = the ranks' x joined; backward: this rank's block of the gradient (TENSOR), else this rank's block of the
+           sum of the ranks' gradients */
 HPML_API hpml_tensor *hpml_group_copy(hpml_tensor *x, hpml_axis axis);
 HPML_API hpml_tensor *hpml_group_sum(hpml_tensor *x, hpml_axis axis);
 HPML_API hpml_tensor *hpml_group_split(hpml_tensor *x, hpml_axis axis, int dim);
@@ -814,27 +815,28 @@ HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step
    parameters to their old ones, instead of replacing the old ones. */
 HPML_API hpml_status hpml_graph_backward(hpml_graph *g, float scale, bool accumulate);
 
-/* The backward pass in two halves (Qi et al. 2023): WEIGHTS computes the gradients of the parameters that only products
-   (linear, conv2d, matmul, lstm) and own ops with .halves read, INPUTS all other gradients, so that a pipeline's stage
-   can send them before it computes WEIGHTS. Both halves together have the bits of one pass. hpml_graph_halves, called
-   before the graph's memory is allocated, plans memory in which the arrays that WEIGHTS reads are kept until then, also
-   while other slots run (hpml_graph_part); on the host only. hpml_graph_backward_half runs one half, INPUTS first, or
-   both. */
+/* The backward pass in two halves (Qi et al. 2023): WEIGHTS computes the gradients of those parameters that only
+   products (linear, conv2d, matmul, lstm) and ops of your own with .halves read; INPUTS computes all other gradients,
+   so that a stage of a pipeline can send its inputs' gradients before it computes WEIGHTS. Both halves together compute
+   the same bits as one whole pass. hpml_graph_halves, called before the graph's memory is allocated, plans memory in
+   which the arrays that WEIGHTS reads are kept until WEIGHTS runs, also while other slots run (hpml_graph_part); on the
+   host only. hpml_graph_backward_half runs one half, INPUTS first, or both. */
 typedef enum hpml_half { HPML_HALF_BOTH = 0, HPML_HALF_INPUTS, HPML_HALF_WEIGHTS } hpml_half;
 HPML_API hpml_status hpml_graph_halves(hpml_graph *g);
 HPML_API hpml_status hpml_graph_backward_half(hpml_graph *g, hpml_half half, float scale, bool accumulate);
 
-/* Cuts a graph, before its memory is taken, so that in this graph only the ops `from` to `to` - 1 (in running order)
-   run, on at most `rows` samples at a time, in `slots` slots, which are sets of activations. The numbers of slots go on
-   from call to call, so that the number of a slot also names its ops. Further calls add ranges of ops that do not
-   overlap. Values that a forward pass leaves for the backward pass are kept for each slot; all slots share the memory
-   of values that live within one pass, because one pass runs at a time. A result computed in another part is like an
-   input: write its values to `raw` before the forward pass, and find its gradient in `raw_grad` after the backward pass
-   (NULL: it gets no gradient); both stay until the slot is used again. A result that another part reads has its values
-   until the slot's backward pass begins; before that, write its gradient to `raw_grad`, to which ops of this part add.
-   Parameters that no op of these parts reads have no memory, gradient or state. Parts run one after another compute the
-   bits of the whole graph, except where one cut separates a result from a reshape of it: their gradients are added up
-   in another order. A parameter that is trained by two parts of one graph is an error. */
+/* Cuts a graph, before its memory is taken, so that in this graph only a part runs: the ops `from` to `to` - 1 (in
+   running order), on at most `rows` samples at a time, in `slots` slots, which are here sets of activations. The
+   numbers of slots go on from call to call, so that the number of a slot also names its ops. Further calls add parts,
+   whose ops must not overlap. Values that a forward pass leaves for the backward pass are kept for each slot; all slots
+   share the memory of values that live within one pass, because one pass runs at a time. A result computed in another
+   part is like an input: write its values to the tensor's `raw` before the forward pass, and find its gradient in the
+   tensor's `raw_grad` after the backward pass (NULL: it gets no gradient); both stay until the slot is used again. A
+   result that another part reads has its values until the slot's backward pass begins; before that, write its gradient
+   to `raw_grad`, to which ops of this part add. Parameters that no op of these parts reads have no memory, gradient or
+   state. Parts run one after another compute the same bits as the whole graph, except where a result is in one part and
+   a reshape of it in another: the gradients of these two are then added up in another order. A parameter that is
+   trained by two parts of one graph is an error. */
 HPML_API hpml_status hpml_graph_part(hpml_graph *g, int from, int to, int64_t rows, int slots);
 /* Allocates the planned memory if the graph has none yet, and makes `slot` the current slot (0 at first): later passes
    run the ops of this slot, whose tensors now point to the slot's memory. */
@@ -1593,7 +1595,8 @@ typedef enum hpml_trace_kind {
     HPML_TRACE_SEND, HPML_TRACE_RECEIVE /* the two ends of an arrow, each inside a span of its lane */
 } hpml_trace_kind;
 
-/* One event. Names must live as long as the trace; their bytes that are not UTF-8 are replaced in the file. */
+/* One event of the timeline. Its strings must live as long as the trace; bytes of these strings that are not UTF-8 are
+   replaced in the file. */
 typedef struct hpml_trace_event {
     hpml_trace_kind kind;
     int         lane;
@@ -1744,9 +1747,9 @@ HPML_API hpml_status hpml_packing_encode(const hpml_packing *p, void *packed, fl
 HPML_API void hpml_packing_decode(const hpml_packing *p, float *out, const void *packed, int64_t rows);     /* out = */
 HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const void *packed, int64_t rows); /* out += */
 
-/* A built-in codec, or one of your own, to which hpml_codec_desc.custom points. The functions get the desc and the
-   tensor's shape in p, and in `rows` a number of rows, all or a part of the tensor's. Several threads call them at the
-   same time, with CPU arrays. */
+/* A built-in codec, or one of your own, to which hpml_codec_desc.custom points. encode and decode get the codec's desc
+   and the tensor's shape in p, and in `rows` the number of rows to pack or unpack, which may be fewer than the tensor
+   has. Several threads call the functions at the same time, with arrays in host memory. */
 struct hpml_codec {
     const char *name;
     bool        linear;        /* the packed form is f32, and packed sums decode to sums: any allreduce adds it */
@@ -1833,11 +1836,11 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define HPMLI_HAVE_AVX512
 #endif
-#ifndef HPML_NATIVE /* kernels for both instruction sets, whatever the compiler's options allow */
+#ifndef HPML_NATIVE_ONLY /* kernels for both instruction sets, whatever the compiler's options allow */
 #undef  HPMLI_HAVE_AVX512
 #define HPMLI_HAVE_AVX512
 #endif
-#if !defined(HPML_NATIVE) || !defined(HPMLI_HAVE_AVX512)
+#if !defined(HPML_NATIVE_ONLY) || !defined(HPMLI_HAVE_AVX512)
 #define HPMLI_HAVE_AVX2
 #endif
 #if !defined(__clang__) /* gcc 12 warns, as C++, about "undefined" vectors in its own header */
@@ -2064,8 +2067,9 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 #define HPMLI_CONV_PIXELS 32 /* pixels whose products with a panel of weights are computed at once */
 #define HPMLI_CONV_PANEL 32 /* channels in a task of a convolution; a multiple of HPMLI_NR in every instruction set */
 
-/* The cells of an LSTM at one time step, `units` hidden units of `rows` samples, see hpml_lstm. Arrays begin with the
-   numbers of the first of these units, of the first of these samples, at this time step; shapes are of whole arrays. */
+/* The cells of an LSTM (formulas: see hpml_lstm) at one time step, for `units` hidden units of `rows` samples. Each
+   array begins with the numbers of the first of these units, of the first of these samples, at this time step; the
+   shapes in the comments are those of the whole arrays. */
 typedef struct hpmli_lstm_cells {
     int64_t      rows, units, T, H;
     bool         first, last; /* this is time step 0, time step T - 1 */
@@ -2120,7 +2124,8 @@ typedef struct hpmli_kernels {
     /* Conversions of n numbers between f32 and a storage type. */
     void (*to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n);
     void (*from_f32)(hpml_dtype dtype, void *y, const float *x, int64_t n);
-    /* gemm_part: a rectangle of a product C; gemm_sum: row i of C from `count` partial sums, `stride` floats apart */
+    /* gemm_part: computes a rectangle of a product C; gemm_sum: computes row i of C from the sum of `count` partial
+       rows, which begin `stride` floats apart in `sums` */
     void (*gemm_part)(const hpmli_gemm_part *part);
     void (*gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride);
     /* Writes numbers first .. first + n - 1 of a random stream to out; kind: 32-bit words, uniform or normal floats. */
@@ -2165,7 +2170,8 @@ typedef struct hpmli_kernels {
     uint32_t (*crc32c)(uint32_t crc, const void *bytes, size_t n);
 } hpmli_kernels;
 
-/* Kernels called directly, not by the table, for single random numbers: the four words of a Philox block, see >>rng. */
+/* Functions for single random numbers, which are called directly, not through the table of kernels (see >>rng): the
+   first sets `out` to the four words of a Philox block, the second makes two normal floats from random words. */
 HPMLI_FN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]);
 HPMLI_FN void hpmli_box_muller_scalar(const uint32_t *a, const uint32_t *b, float *x, float *y);
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
@@ -3547,7 +3553,8 @@ HPMLI_FN int64_t hpmli_cut_place(const hpmli_cut *c, int64_t i)
     return (i / c->n * c->size + c->rank) * c->n + i % c->n;
 }
 
-/* Returns how each of the equal sections of dimension dim is cut over the ranks of `axis`; t has a part's shape. */
+/* Returns where a part lies in the whole if each of the `sections` equal sections of dimension dim is cut into one
+   block for each rank of `axis`; t has the shape of a part. */
 HPMLI_FN hpmli_cut hpmli_cut_of(const hpml_tensor *t, hpml_axis axis, int dim, int64_t sections)
 {
     const hpml_group *g = hpml_ctx_group(t->ctx, axis);
@@ -3753,8 +3760,9 @@ HPMLI_FN bool hpmli_split_pair(const char *op, hpml_tensor **src, int ndim, int8
     return true;
 }
 
-/* Changes start and count of a slice along dim from indices of the whole to indices of this rank's part, if dim is
-   split. The slice must consist of whole sections (hpmli_sections); *sections: gets their number. False: an error. */
+/* If x is split along dim: converts *start and *count of a slice along dim from indices of the whole tensor to indices
+   of this rank's part, and sets *sections to the number of sections (hpmli_sections) that the slice has; the slice must
+   consist of whole sections. If x is not split along dim, changes nothing. False: an error. */
 HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, int64_t *count, int64_t *sections)
 {
     if (dim < 0 || dim >= x->ndim || !x->split[dim]) return true;
@@ -4723,7 +4731,7 @@ HPMLI_FN bool hpmli_goes_back(const hpml_graph *g, const hpml_node *n) { return 
 /* True if g predicts on the CPU's own ops, which then save memory and time (hpml_graph_desc). */
 HPMLI_FN bool hpmli_predicts_lean(const hpml_graph *g) { return g->predicts && g->ctx->ops == hpml_backend_cpu()->ops; }
 
-/* True if `move` is a backward run of a node, or the second half of one. */
+/* True if `move` is the backward pass of a node, or the second half of its backward pass (WEIGHTS). */
 HPMLI_FN bool hpmli_is_back(hpmli_move move) { return move == HPMLI_BACKWARD || move == HPMLI_WEIGHTS; }
 
 /* True if the first half of n's backward pass leaves dz in the memory of dy. Where results are stored as halves
@@ -4790,7 +4798,8 @@ HPMLI_FN bool hpmli_stays(const hpml_graph *g, const hpmli_list *p, const hpml_n
     return false;
 }
 
-/* Chooses which nodes of the segment from .. to - 1 run again, and whose results have two lives in memory (>>list). */
+/* Chooses for nodes from .. to - 1, a segment: which run again, which results are swapped, and which results have two
+   lives in memory (relives), the second from when the result is computed again or swapped in. */
 HPMLI_FN void hpmli_segment_choose(hpml_graph *g, const hpmli_list *p, int from, int to)
 {
     for (int k = to - 1; k >= from; k--) {
@@ -5280,7 +5289,8 @@ HPMLI_FN bool hpmli_graph_plan_parts(hpml_graph *g)
     return true;
 }
 
-/* Adds a part with its slots, not yet planned; false: no memory. */
+/* Adds to g a part, the ops `from` to `to` - 1 on at most `rows` samples, with `slots` slots, whose memory is planned
+   later; false: no memory. */
 HPMLI_FN bool hpmli_part_add(hpml_graph *g, int from, int to, int64_t rows, int slots)
 {
     hpmli_list p    = HPMLI_ZEROED;
@@ -6629,7 +6639,8 @@ HPMLI_FN const float *hpmli_unit_stride(float *space, const float *x, int64_t in
 }
 
 /* Matrix times vector is a product with one column; transposed matrix times vector, with a contiguous y, a product with
-   one row, which reads A row by row. Neither packs operands: the packing space can hold copies of strided vectors. */
+   one row, which reads A row by row. Neither packs matrices, so the memory for packed matrices can hold contiguous
+   copies of strided vectors. */
 #define HPMLI_VECTOR (HPMLI_GEMM_PACKED_A / 2) /* elements of such a copy, at most; longer vectors are not copied */
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
                                 int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
@@ -6789,7 +6800,8 @@ HPMLI_FN const float *hpmli_operand(const hpmli_binary *b, int s, int64_t run, i
     return piece;
 }
 
-/* Sets d to what dy, the gradient of the result, adds to the gradient of operand b->side (0 or 1), for n elements. */
+/* For n elements of operands x0 and x1, sets d to the term that dy, the gradient of the result, contributes to the
+   gradient of operand b->side (0 or 1). */
 HPMLI_FN void hpmli_binary_derivative(const hpmli_binary *b, float *d, const float *dy, const float *x0,
                                       const float *x1, int64_t n)
 {
@@ -7060,9 +7072,9 @@ HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_DZ | HPMLI_OP_PAIRS_ROWS | HP
          hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
          hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
-/* Prepares the source *x of a layer split by outputs (OUT) or by inputs (IN); dimension dim of *x has the inputs. Sets
-   *split to NONE if the axis TENSOR has one rank, checks how *x is split, and records hpml_group_copy of *x for OUT.
-   False: an error. */
+/* Prepares the source *x of a layer that *split splits by outputs (OUT) or by inputs (IN); dimension dim of *x has the
+   layer's inputs. Sets *split to NONE if the axis TENSOR has one rank, checks that *x is split as the layer needs it,
+   and for OUT replaces *x by the result of hpml_group_copy. False: an error. */
 HPMLI_FN bool hpmli_layer_split(const char *op, const char *name, hpml_tensor **x, int dim, hpml_split *split,
                                 int32_t sections)
 {
@@ -7626,7 +7638,8 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     int64_t band, forward, backward; /* floats of scratch memory for a thread */
     int64_t copies;                  /* floats of scratch memory for all threads together, if by_channels */
     bool    keeps = n->state && n->state->keeps; /* forward passes only, with packed weights in other memory */
-    /* Rows of a tile are pixels of one row, or one pixel of several images where a row would fill a part of a tile. */
+    /* The rows of a tile are the pixels of one row of y or, where a row of y would fill only a fraction of a tile, the
+       same pixel of several images. */
     c->images_forward = c->OW < HPMLI_CONV_NARROW ? hpmli_min(c->B, HPMLI_CONV_IMAGES) : 1;
     c->band_rows      = c->images_forward > 1 ? c->OH : hpmli_max(64 / c->OW, 1);
     c->sums           = hpmli_min(c->groups * weights > 65536 ? 8 : 16, c->B);
@@ -7634,7 +7647,8 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     band              = hpmli_round_up(c->images_forward * c->band_rows * c->OW, 16) * HPMLI_CONV_PANEL;
     forward           = c->images_forward * c->x_floats + band;
     backward          = c->images_at_once * (2 * c->x_floats + c->y_floats);
-    /* Many weights of small images: copies of all images take less memory, and time, than partial sums of dw. */
+    /* by_channels: for many weights and small images, where copies of all images take less memory, and time, than
+       several partial sums of dw. */
     copies            = c->B * (c->x_floats + c->y_floats) + weights;
     c->by_channels    = c->groups == 1 && c->OW < HPMLI_CONV_NARROW && copies < c->sums * weights;
     c->sum_floats     = (c->by_channels ? 0 : c->groups * weights) + hpmli_round_up(c->groups * c->OC, 16);
@@ -8210,7 +8224,8 @@ HPMLI_FN void hpmli_conv_back_task(void *arg, int64_t sum, int thread)
     }
 }
 
-/* by_channels: computes dz and partial sum number `sum` of db of a range of images, which it copies (one task). */
+/* by_channels, one task: for range number `sum` of the images, computes dz and partial sum number `sum` of db, and
+   copies x (for dw) and dz in NHWC order to c->all_x and c->all_dy. */
 HPMLI_FN void hpmli_conv_copy_task(void *arg, int64_t sum, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -9283,7 +9298,8 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
     }
 }
 
-/* Operations of a sample: 2 T T C for q k^T, as many for softmax(q k^T) v, half if causal; backward twice as many. */
+/* Operations for a sample of T time steps and C channels: 2 T T C for q k^T, as many for softmax(q k^T) v, half of both
+   if causal; backward twice as many. */
 HPMLI_WORK_OP(attention, HPMLI_OP_SPLIT_OWN, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
               (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1] *
                   (back ? 2 : 1),
@@ -9900,7 +9916,8 @@ HPMLI_FN void hpmli_wrap_plan(void *device, hpml_node *n)
     n->state->copies_at       = (n->scratch_bytes + 63) / 64 * 64 + 64;
     n->scratch_bytes = n->state->copies_at + most;
     if (block == 0 || n->saved_bytes == 0 || hpmli_has_trait(n, HPMLI_OP_KEEPS_SUM)) return;
-    /* with up to 64 bytes to spare, because a loss saves one number besides those of its rows */
+    /* the bytes that a block of samples saves, plus 1 to 64 bytes, because a loss saves one number besides those of its
+       rows */
     n->state->block_saved = n->saved_bytes / (size_t)batch * (size_t)block / 64 * 64 + 64;
     n->saved_bytes += 64 * (size_t)((batch + block - 1) / block);
 }
@@ -10794,7 +10811,8 @@ HPMLI_FN void hpmli_none_decode(const hpml_packing *p, float *out, const void *p
     else if (rows > 0 && p->cols > 0) memcpy(out, packed, (size_t)rows * p->row_size);
 }
 
-/* Packs g + e (gradient, residual or NULL), p->cols numbers, into q; e becomes what packing lost. False: NaN or inf. */
+/* Packs the p->cols numbers g + e of a row (gradient + residual; e NULL: g) into q; sets e to the error of packing.
+   Returns false for a NaN or an infinity. */
 typedef bool hpmli_pack_row(const hpml_packing *p, uint8_t *q, float *e, const float *g);
 HPMLI_FN bool hpmli_bf16_pack(const hpml_packing *p, uint8_t *q, float *e, const float *g)
 {
@@ -11763,8 +11781,9 @@ HPMLI_FN double hpmli_sum_of_squares(hpml_trainer *t, const float *x, int64_t n)
     return sum;
 }
 
-/* Sets t->norms (param_count, each) to sums of squares of each gradient or, if `each` is 2, of each weight, then of its
-   gradient; the hooks `norms` add up the ranks' parts. Returns the sum over all gradients; NaN: an error. */
+/* Sets t->norms to `each` numbers for each parameter, 1: the sum of squares of its gradient; 2: the sum of squares of
+   its weights, then that of its gradient; the hooks `norms` add up the sums of the ranks' parts. Returns the sum of
+   squares of all gradients; NaN: an error. */
 HPMLI_FN double hpmli_norms_of_parts(hpml_trainer *t, int64_t each)
 {
     hpml_graph *g   = t->graph;
@@ -11784,8 +11803,9 @@ HPMLI_FN double hpmli_norms_of_parts(hpml_trainer *t, int64_t each)
     return all;
 }
 
-/* Steps parameters by an optimizer that needs norms of whole tensors, of which other ranks have parts: as the CPU's
-   update does, but with the hooks' sums over ranks between the parts of the step. */
+/* Steps parameters first_param .. first_param + param_count - 1 by an optimizer that needs norms of whole tensors, of
+   which this rank has only parts: as the CPU backend's update does, but the sums of squares are added up over the ranks
+   by the hooks `norms`. */
 HPMLI_FN hpml_status hpmli_apply_by_norms(hpml_trainer *t, int first_param, int param_count)
 {
     hpml_ctx             *ctx = t->ctx;
@@ -11929,7 +11949,8 @@ HPMLI_FN hpml_status hpmli_pass_call(hpml_trainer *t, hpml_pass_kind kind, int64
     return h->pass(h->user, t, &at, first, samples, grad_scale, accumulate, loss);
 }
 
-/* Runs the hook `pass` on the batch in t->x and t->y for evaluate, or for predict (loss NULL). */
+/* Calls the hook `pass` with the batch in t->x and t->y: for evaluate, which gets its *loss, or for predict (loss
+   NULL), without targets. The output goes to t->batch_out. */
 HPMLI_FN hpml_status hpmli_pass_outside(hpml_trainer *t, int64_t samples, float *loss)
 {
     int64_t floats = hpml_tensor_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows;
@@ -12273,8 +12294,8 @@ HPMLI_FN hpml_status hpmli_hook_below(hpml_trainer *t, int below, bool update, i
     return status;
 }
 
-/* Runs what the hook `run` (if `update`: the hook `update`) that is running now replaces: the same hook of the next
-   inner set or, without one, the trainer's own function. */
+/* Called by a hook that is running now, `run` or (if `update`) `update`: runs what this hook replaces, that is the hook
+   of the same name in the next inner set of hooks or, where no inner set has one, the trainer's own function. */
 HPMLI_FN hpml_status hpmli_hook_inner(hpml_trainer *t, bool update, int64_t samples, float *loss)
 {
     const char *name = update ? "update" : "run";
@@ -12430,7 +12451,8 @@ typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts */
     const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
 } hpmli_fit;
 
-/* Gets the next batch of fit. False: the end of the epoch on this rank, or an error, on the context. */
+/* Gets the next batch of fit from the loader l as *b; where a hook `next` deals out batches, the batch that it chooses.
+   False: the end of the epoch on this rank, or an error on the context. */
 HPMLI_FN bool hpmli_fit_next(hpml_trainer *t, hpml_loader *l, const hpmli_fit *f, hpml_batch *b)
 {
     const int64_t batches = hpml_loader_steps(l);
@@ -13402,8 +13424,9 @@ HPMLI_FN bool hpmli_idx_unzip(hpmli_file *f, size_t want)
                        f->path, want, more ? "more than " : "", got);
 }
 #endif
-/* Opens an IDX file, MNIST's format, perhaps gzipped: bytes 0, 0, type, number of dimensions; sizes as big-endian u32;
-   data. Reads the sizes and *want, the bytes of data; decompresses gzipped data into f->bytes. */
+/* Opens `path`, an IDX file (MNIST's format), perhaps gzipped, as f: bytes 0, 0, type, number of dimensions; sizes as
+   big-endian u32; data. Sets sizes[0 .. dims - 1], and *want to the number of bytes of data; decompresses the data of a
+   gzipped file into f->bytes. False: an error on ctx. */
 HPMLI_FN bool hpmli_idx_open(hpml_ctx *ctx, hpmli_file *f, const char *path, int dims, int64_t *sizes, size_t *want)
 {
     unsigned char head[16];
@@ -14253,8 +14276,8 @@ HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 // >>safetensors   safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 /* A safetensors file: length of the header as u64; the header in JSON; the data. An entry of the header is "name":
-   {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, with offsets in bytes from the end of the header. The
-   entries must cover the data without holes or overlaps. */
+   {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, with offsets in bytes from the end of the header. Entries
+   must cover the data without holes or overlaps. */
 #define HPMLI_SAFE_HEADER 100000000 /* bytes of a header at most, the format's own limit */
 #define HPMLI_SAFE_META   "__metadata__"
 struct hpml_safetensors {
@@ -14324,15 +14347,15 @@ HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
     return !j->bad;
 }
 
-/* The types of the safetensors format and their bits; those that hpml_dtype has, too, come first, in its order. */
+/* The types of the safetensors format, each with the bits of an element; first those of hpml_dtype, in its order. */
 static const struct { const char *name; unsigned bits; } hpmli_safe_types[] = {
     { "F32", 32 }, { "BF16", 16 }, { "F16", 16 }, { "I32", 32 }, { "U8", 8 }, { "BOOL", 8 }, { "I8", 8 }, { "I16", 16 },
     { "U16", 16 }, { "U32", 32 }, { "I64", 64 }, { "U64", 64 }, { "F64", 64 }, { "C64", 64 }, { "F4", 4 },
     { "F6_E2M3", 6 }, { "F6_E3M2", 6 }, { "F8_E5M2", 8 }, { "F8_E4M3", 8 }, { "F8_E8M0", 8 }, { "F8_E4M3FNUZ", 8 },
     { "F8_E5M2FNUZ", 8 } };
 #define HPMLI_SAFE_TYPES ((int)(sizeof hpmli_safe_types / sizeof hpmli_safe_types[0]))
-/* Values of ndim that mark an entry: FOREIGN, valid but nothing hpml can load, is skipped; WRONG makes the file
-   invalid, unless a later entry of the same name replaces it. */
+/* Values of ndim that mark an entry (a tensor in a safetensors header): FOREIGN, a valid entry that hpml cannot load,
+   is skipped; WRONG makes the file invalid, unless a later entry of the same name replaces the wrong one. */
 enum { HPMLI_SAFE_FOREIGN = -1, HPMLI_SAFE_WRONG = -2 };
 /* Parses a tensor's entry in the header of a safetensors file: an object or, because the format's reference
    implementation accepts it, a list of dtype, shape and data_offsets. size: bytes of all tensors' data in the file. */
@@ -15856,8 +15879,8 @@ HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
     HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
     return (HV(u32))HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
 }
-/* In each 2 * half vectors of r, vector i of the first half gets the even quads (of four lanes) of vectors i of both
-   halves, vector i of the second half their odd quads. */
+/* Regroups each 2 * half vectors of r: vector i of the first half becomes the even quads (groups of four lanes) of the
+   vectors i of both halves; vector i of the second half becomes their odd quads. */
 HPMLI_VEC_INLINE void HV(exchange_quads)(HV(f32) *r, const int half)
 {
     HV(f32) t[HV_LANES];
@@ -16219,7 +16242,8 @@ HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const
     }
 }
 
-/* Prefetches the gates, c and h of row r + 2, T time steps away: too far for the prefetcher of the CPU. */
+/* Prefetches the gates, c and h of row (sample) r + 2: the CPU prefetches nothing by itself there, because rows of
+   these arrays are T time steps apart in memory. */
 HPMLI_VEC_INLINE void HV(lstm_prefetch)(const hpmli_lstm_cells *s, int64_t r)
 {
     const int64_t at = (r + 2) * s->T * s->H;
@@ -16273,7 +16297,8 @@ HPMLI_VEC_INLINE void HV(lstm_store)(const hpmli_lstm_cells *s, int64_t r, int g
     HV(store_upto)(s->gates + (r * s->T * 4 + gate) * s->H + i, v, c);
     HV(store_upto)(s->next + (r * 4 + gate) * s->H + i, v, c);
 }
-/* Computes da and dc from dh, the gradient of h: sigmoid'(x) = s (1 - s) with s = sigmoid(x), tanh' = 1 - tanh^2. */
+/* Computes from dh, the gradient of h, da, the gradient of the arguments a of the gates, and dc, the gradient of c. The
+   derivative of a sigmoid with the value s is s (1 - s), that of a tanh with the value t is 1 - t^2. */
 HPMLI_KERNEL void HV(lstm_cells_back)(const hpmli_lstm_cells *s)
 {
     const int64_t H   = s->H;
@@ -17145,7 +17170,8 @@ HPMLI_KERNEL void HV(gemm_block)(const HV(gemm_view) *v, const hpmli_gemm_block 
         HV(gemm_panel)(v, block, &panel);
     }
 }
-/* Computes the product P Q, see >>gemm-part, in blocks of k, columns and rows; the first block of rows packs Q. */
+/* Computes the product v in the form P Q (P: the left operand of the tiles, Q: the right one), in blocks of k, of
+   columns and of rows; the first block of rows packs Q. */
 HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 {
     int64_t          k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1; /* 1 for k = 0, too, because C is still to be scaled */
@@ -17615,8 +17641,9 @@ HPMLI_KERNEL void HV(onebit_carry)(float *e, float low, float high, int64_t n)
 HPMLI_ONEBIT_DECODE(onebit_decode, v);
 HPMLI_ONEBIT_DECODE(onebit_decode_add, HV(load_upto)(y, c) + v);
 
-/* Packs g + e as bf16 and stores the rounding error in the residual e, or NULL. Returns false for a NaN, an infinity,
-   or a float that rounds to infinity: 0 * error is NaN then, and stays NaN in the sum. */
+/* Packs the n numbers g + e (e NULL: g) as bf16, and stores the rounding errors in the residual e, unless NULL. Returns
+   false for a NaN, an infinity, or a number that rounds to infinity: its error is NaN or infinite, so 0 * error is NaN,
+   and the sum of these products stays NaN. */
 HPMLI_KERNEL bool HV(bf16_encode)(uint16_t *packed, float *e, const float *g, int64_t n)
 {
     HV(f32) nan = HV(zero)();
@@ -17938,8 +17965,9 @@ HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float
         HV(conv_store_transposed)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0,
                                   accumulate);
 }
-/* Computes output channels [o, o + n) of `rows` rows of `images` images into the band (images, rows, OW, HPMLI_NR). The
-   rows of a tile are pixels of a row, or one pixel of several images where rows are narrow (see hpmli_conv). */
+/* Computes n output channels, whose packed weights begin at w, of `rows` rows of y, for `images` images x, into the
+   array `band` (images, rows, OW, HPMLI_NR). The rows of a tile are the pixels of one row of y or, where the rows of y
+   are narrow (d->images_forward > 1), one pixel of each image. */
 HPMLI_VEC_INLINE void HV(conv_band)(const hpmli_conv *d, int64_t images, int64_t rows, const float *w, const float *x,
                                     int64_t n, float *band)
 {
@@ -17957,8 +17985,9 @@ HPMLI_VEC_INLINE void HV(conv_band)(const hpmli_conv *d, int64_t images, int64_t
     for (int64_t p = 0; p < rows * d->OW; p++)
         HV(conv_product)(&s, n, x + p / d->OW * d->x_row_step + p % d->OW * d->x_pixel_step, w, band + p * HPMLI_NR);
 }
-/* Computes output channels [o0, o1) of `images` images of one group from their padded images in NHWC order and packed
-   weights w. band: scratch of (images_forward, band_rows, OW, HPMLI_NR) floats. y: the group's first channel. */
+/* Computes output channels [o0, o1) of one group for `images` images. x: the group's padded images in NHWC order; w:
+   the group's packed weights; bias: NULL, or of the group. band: scratch of (images_forward, band_rows, OW, HPMLI_NR)
+   floats. y: the place of the group's first channel in the result of the first image. */
 HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, int64_t images, const float *w, const float *x, int64_t o0,
                                    int64_t o1, const float *bias, int relu, float *y, float *band)
 {

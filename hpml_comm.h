@@ -1223,11 +1223,11 @@ typedef struct hpml_experts_desc {
 HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc, hpml_tensor **balance);
 
 /* Blocks of an image of (rows H) x (cols W) pixels in a grid of rows x cols blocks, one for each rank of the SEQUENCE
-   axis (row after row), with rows x cols ranks. x (B, C, H, W) is this rank's block; y (B, C, H + 2 halo_h, W + 2
-   halo_w) has the adjacent pixels of the neighbouring blocks around it, and zeros outside the image. Backward adds the
-   gradients of those pixels where they came from. A rank sends 2 B C W halo_h floats if rows > 1 and 2 B C (H + 2
-   halo_h) halo_w if cols > 1, in each pass (the first and the last block of the grid are neighbours for this count).
-   With one rank all pixels around x are zeros. */
+   axis (row after row), which has rows x cols ranks. x (B, C, H, W) is this rank's block; y (B, C, H + 2 halo_h, W + 2
+   halo_w) has the adjacent pixels of the neighbouring blocks around x, and zeros outside the image. Backward sends the
+   gradients of these pixels back to the ranks of the neighbouring blocks, which add them to their dx. A rank sends 2 B
+   C W halo_h floats if rows > 1 and 2 B C (H + 2 halo_h) halo_w if cols > 1, in each pass (the first and the last block
+   of the grid are neighbours for this count). With one rank all pixels around x are zeros. */
 HPML_API hpml_tensor *hpml_halo(hpml_tensor *x, int32_t rows, int32_t cols, int32_t halo_h, int32_t halo_w);
 
 /* hpml_conv2d whose images are split into bands of rows by the SEQUENCE axis (Dryden et al. 2019): x (B, C, H / p, W)
@@ -2369,8 +2369,9 @@ HPMLC_FN void hpmlc_waitpoint_close(hpmlc_waitpoint *g)
     pthread_cond_destroy(&g->changed);
 }
 
-/* Unlocks g->mutex, which the caller holds, after a change at waitpoint g. wake: wakes the thread that sleeps there, if
-   any, and counts it as running in w, unless NULL. Wakes after unlocking, because that thread needs the mutex first. */
+/* Unlocks g->mutex, which the caller holds, after a change at waitpoint g. wake: also wakes the thread that sleeps at
+   g, if any, and counts this thread as running in world w; w NULL: does not count. Wakes it after unlocking, because
+   the woken thread needs the mutex first. */
 HPMLC_FN void hpmlc_waitpoint_unlock(hpml_world *w, hpmlc_waitpoint *g, bool wake)
 {
     wake = wake && g->sleeping;
@@ -2716,8 +2717,9 @@ HPMLC_FN bool hpmlc_inbox_awaits(const hpmlc_inbox *in, const hpml_message *m)
     return false;
 }
 
-/* Wakes the owner of the inbox `in` if it sleeps and waits for the message m alone, which is done; or puts it on the
-   list c->stopped, if this thread shall continue the owner's course. Unlocks the mutex of the inbox. */
+/* If the owner of the inbox `in` sleeps and waits for the message m alone, which is done: wakes the owner or, if this
+   thread shall continue the owner's course (the rounds of a collective), puts the owner, still asleep, on the list
+   c->stopped. Unlocks the mutex of the inbox. */
 HPMLC_FN void hpmlc_inbox_done(hpml_comm *c, hpmlc_inbox *in, const hpml_message *m)
 {
     bool wakes = in->wait.sleeping && hpmlc_inbox_awaits(in, m);
@@ -2945,8 +2947,9 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int coun
     hpmlc_waitpoint_sleep(hpmlc_world_of(c), &in->wait, &hpmlc_thread(c)->seen, until, counted);
 }
 
-/* Continues the courses of the ranks of the list c->stopped, which sleep, until a message is missing, for which they
-   sleep on, or until the course is over: then wakes the rank. So a rank sleeps once in a collective. */
+/* For each rank of the list c->stopped, all of which sleep: continues the rank's course (the rounds of a collective)
+   until a message is missing, for which the rank sleeps on, or until the course is over; then wakes the rank. In this
+   way a rank sleeps only once in a collective. */
 HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
 {
     hpml_world *w = hpmlc_world_of(c);
@@ -3645,10 +3648,11 @@ HPMLC_FN bool hpmlc_mpi_end(hpml_comm *c, hpml_message *const *m, int count)
     return ends;
 }
 
-/* Lets other threads use the core for a moment in a wait for the list m: yields it in 16 of 64 calls, sleeps 30 us in
-   the others. With a core for each rank it only yields during the first 5000 calls, because a sleep delays a large
-   message more than it helps other threads. Ends messages as hpmlc_mpi_end does. until: the deadline; 0: does not wait.
-   A wait for several peers is announced as one for all ranks, a wait that gives up without an error not at all. */
+/* Lets other threads use the core for a moment, in a wait for the list m: yields the core in 16 of 64 calls, sleeps 30
+   us in the others. With a core for each rank the first 5000 calls only yield, because a sleep delays a large message
+   more than it helps other threads. Without .survive, ends messages whose peer has left, or all if a rank has failed.
+   until: the deadline; 0: returns at once. Announces the wait to the other ranks, a wait for several peers as one for
+   all ranks, but not a wait that gives up without an error. */
 HPMLC_FN void hpmlc_mpi_block(hpml_comm *c, hpml_message *const *m, int count, double until)
 {
     hpmlc_shared *x     = hpmlc_mpi_of(c)->shared;
@@ -3964,8 +3968,9 @@ HPMLC_FN MPI_Comm hpmlc_mpi_given(const hpml_comm_desc *d)
     return d->mpi_comm ? *(MPI_Comm *)d->mpi_comm : MPI_COMM_WORLD;
 }
 
-/* Allocates the struct that a communicator over `given` and its parts share. Its arrays follow in the same allocation,
-   because sends that are never tested read them as long as the struct lives. timeout: seconds that a wait may last. */
+/* Allocates the struct that a communicator over `given` and its parts share; NULL: no memory. The struct's arrays
+   follow it in the same allocation, because MPI sends that are never tested read these arrays as long as the struct
+   lives. timeout: seconds that a wait may last. */
 HPMLC_FN hpmlc_shared *hpmlc_shared_new(MPI_Comm given, double timeout)
 {
     int rank, size, found = 0, *most = NULL;
@@ -5551,9 +5556,9 @@ HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_phases *all, int i,
     hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
 }
 
-/* Returns whether the sums of round k of phase i can be returned to their senders at once, because this round and the
-   first of the next phase are between the same two ranks: the last of halving and the first of doubling, where the
-   transport gives the receiver the sender's own array. Then one message does the work of two. */
+/* Returns whether in round k of phase i the receiver of numbers can return their sums to the sender at once: the
+   transport gives the receiver the sender's own array, and this round, the last of halving, and the next, the first of
+   doubling, are between the same two ranks. Then one message does the work of two. */
 HPMLC_FN bool hpmlc_returns(const hpml_comm *c, const hpmlc_phases *all, int i, int k)
 {
     const hpmlc_phase *f = &all->phase[i];
@@ -5629,7 +5634,7 @@ HPMLC_FN void hpmlc_course_end(hpml_comm *c)
     x->since = end;
 }
 
-/* Returns whether the messages of the current round of c->course are over. */
+/* Returns whether the send and the receive of the current round of c->course, if it has them, are done. */
 HPMLC_FN bool hpmlc_course_over(const hpml_comm *c)
 {
     const hpmlc_course *x = c->course;
@@ -6287,7 +6292,7 @@ typedef struct hpmlc_item {
     float        *stripe;          /* (my_rows, cols) errors of packing the sum; NULL: none */
     int64_t       my_row, my_rows; /* first row of this rank's stripe; its rows */
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
-    /* Arrays of one codec, in the residual's allocation; NULL with other codecs: */
+    /* Arrays that one codec alone uses, allocated together with the residual; NULL with other codecs: */
     float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols) each; pairs (p, k, 2): k of each rank */
     float        *m, *p, *q;       /* LOWRANK: matrices M (rows, cols), P (rows, r), Q (cols, r) */
 } hpmlc_item;
@@ -6726,7 +6731,8 @@ HPMLC_FN void hpmlc_exchange_unpack(const hpml_comm *c, hpml_exchange *x)
     }
 }
 
-/* Returns the message from rank r with the packed rows of this rank's stripe; that of rank `me` is in x->sent. */
+/* Returns the message from rank r with the packed rows of this rank's stripe; the one from this rank, `me`, to itself
+   is in x->sent, the others are in x->received. */
 HPMLC_FN const char *hpmlc_message_from(const hpml_exchange *x, int r, int me)
 {
     return r == me ? x->sent + x->sent_at[r] : x->received + x->received_at[r];
@@ -7294,8 +7300,9 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
       "strategies gossip and federated", 1) \
     X("history", history, I32, INT32_MAX, true, NULL, 1)
 
-/* RULE(condition that refuses a plan, message: fields, reason, way out). A plan refused by NEEDS may become valid with
-   other values of later fields in the list; other rules refuse it in any case, so hpml_plan_next skips it. */
+/* The rules for plans: RULE(condition that refuses a plan, message: fields, reason, way out). Where a rule of NEEDS
+   refuses a plan, other values of fields that come later in hpml_plan_next's order may make the plan valid; where
+   another rule refuses it, no such values do, so hpml_plan_next skips them. */
 #define HPMLC_PLAN_NEEDS(RULE) \
     RULE(hpmlc_plan_serves(p) && p->servers == 0, "the strategy has no servers; set servers to 1 or more, or take " \
          "strategy sync") \
@@ -8078,8 +8085,7 @@ HPMLC_FN int hpmlc_rank(const hpml_distributed *d) { return d->c->origin[d->c->r
 
 HPMLC_FN hpml_tensor *hpmlc_param(const hpml_distributed *d, int i) { return hpml_param_at(d->ctx, i); }
 
-/* Returns the number of floats of p on this rank if p is a running statistic of batchnorm of this rank's stage, else
-   0. */
+/* Returns the floats of p on this rank if p is a running statistic of batchnorm of this rank's stage, else 0. */
 HPMLC_FN int64_t hpmlc_buffer_floats(const hpml_distributed *d, const hpml_tensor *p)
 {
     const hpml_mesh *m    = hpml_comm_mesh(d->all);
@@ -8227,10 +8233,10 @@ HPMLC_FN hpml_status hpmlc_host_start(hpml_distributed *d, hpmlc_bucket *b)
     return hpmlc_task_start(d, &b->task, b->now->c, hpmlc_exchange_on, b->now);
 }
 
-/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set), so
-   that one set of ranks exchanges all gradients of a bucket, and calls `open` for each bucket; open NULL: only cuts,
-   because the trainer has no memory yet. gradients: the array of layout.span floats that is exchanged. False: an
-   error. */
+/* Cuts the trained parameters, last first, into buckets of at least `bytes` (or .bucket_bytes of the plan, if set),
+   such that the same set of ranks exchanges all gradients of a bucket, and calls `open` for each bucket, with its
+   gradients g; open NULL: only cuts, because the trainer has no memory yet. gradients: the array of layout.span floats
+   that has the gradients to exchange. False: an error. */
 HPMLC_FN bool hpmlc_buckets_create(hpml_distributed *d, float *gradients, int64_t bytes,
                                    bool (*open)(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g))
 {
@@ -8374,7 +8380,8 @@ HPMLC_FN double hpmlc_axes_seconds(const hpml_distributed *d)
     return sum;
 }
 
-/* Copies the running statistics, in the order of their names, to (`set`: from) `row`: layout.buffer_total floats. */
+/* Copies the running statistics, in the order of their names, to the array `row` of layout.buffer_total floats or, if
+   `set`, from this array to the running statistics. */
 HPMLC_FN void hpmlc_buffers_copy(const hpml_distributed *d, float *row, bool set)
 {
     const hpmlc_layout *l = &d->layout;
@@ -8661,8 +8668,7 @@ HPMLC_FN hpml_status hpmlc_dist_run(void *user, hpml_trainer *t, const hpml_mome
     return d->strategy->begin(d, samples, loss);
 }
 
-/* The trainer's hook `grad`: calls the strategy's function `gradient`, because the gradient of parameter at->param is
-   final. */
+/* The trainer's hook `grad`: the gradient of parameter at->param is final; calls the strategy's function `gradient`. */
 HPMLC_FN hpml_status hpmlc_dist_grad(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
 {
     hpml_distributed *d = (hpml_distributed *)user;
@@ -9071,7 +9077,8 @@ HPMLC_FN bool hpmlc_shard_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *
 
 HPMLC_FN hpmlc_sharding *hpmlc_sharding_of(const hpml_distributed *d) { return (hpmlc_sharding *)d->own; }
 
-/* Computes which floats [*first, *end) of parameter number `param` rank `rank` of its bucket's ranks keeps. */
+/* Sets [*first, *end) to the floats of parameter number `param` that are kept by rank number `rank` of the ranks that
+   exchange the parameter's bucket. */
 HPMLC_FN void hpmlc_shard_range(const hpml_distributed *d, int param, int rank, int64_t *first, int64_t *end)
 {
     const hpmlc_bucket *b     = &d->buckets.item[d->layout.bucket_of[param]];
@@ -9112,8 +9119,9 @@ HPMLC_FN int hpmlc_shard_reads(hpml_distributed *d)
     return most;
 }
 
-/* Returns the most buckets that are incomplete at a time in the backward pass: some op has added to their gradients and
-   others have not yet. Work memory, zeros: open (buckets.count), left (params), ops that have not yet added to each. */
+/* Returns the largest number of buckets that are incomplete at a time in the backward pass: some op has added to their
+   gradients and others have not yet. Work memory, zeros on entry: open (buckets.count), whether an op has added to the
+   bucket; left (params), the number of ops that have not yet added to the parameter's gradient. */
 HPMLC_FN int hpmlc_shard_incomplete(hpml_distributed *d, bool *open, int *left)
 {
     const hpml_graph *g = hpml_trainer_graph(d->t);
@@ -9707,7 +9715,8 @@ HPMLC_FN bool hpmlc_factors_find(hpml_distributed *d)
     return good;
 }
 
-/* Lists in d->factors the layers that send factors of their gradients, if d->plan.route asks. False: no memory. */
+/* If d->plan.route asks for it, lists in d->factors the layers for which ranks exchange the factors x and dz of the
+   weight's gradient instead of this gradient. False: no memory. */
 HPMLC_FN bool hpmlc_factors_create(hpml_distributed *d)
 {
     const size_t params = (size_t)d->layout.params;
@@ -10461,8 +10470,9 @@ HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_g
     return s->data != NULL;
 }
 
-/* Makes the exchange of this rank's shard of bucket b, whose tensors are g: with a codec, of the rows of tensors that
-   are in the shard; else of the whole shard as one tensor. False: an error on the context. */
+/* Makes the exchange of this rank's shard of bucket b; g: the gradients of the bucket's tensors. With a codec, the
+   exchange is of those rows of the tensors that are in the shard; else of the whole shard as one tensor. False: an
+   error on the context. */
 HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -10637,7 +10647,8 @@ HPMLC_FN hpml_status hpmlc_weights_begin(hpml_distributed *d, int64_t samples, f
     return status;
 }
 
-/* Applies this rank's gradient, if it had samples, and adds the step to the report (hpml_distribute_get). */
+/* Steps this rank's parameters by its gradient, if this rank had samples; adds the step to the report
+   (hpml_distribute_get). */
 HPMLC_FN hpml_status hpmlc_weights_step(hpml_distributed *d)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
@@ -12076,7 +12087,7 @@ typedef struct hpmlc_hogwild {
     float        *seen;       /* (layout.span) the shared values as this rank read them last */
 } hpmlc_hogwild;
 
-/* Reads n shared values, from number `first` of parameter p on, to p. */
+/* Copies n of the values that all ranks share, from number `first` of parameter p on, to p->data and to own->seen. */
 HPMLC_FN void hpmlc_hogwild_pull(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
 {
     const hpmlc_hogwild *own = (const hpmlc_hogwild *)d->own;
@@ -12309,7 +12320,8 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
         if (hpml_trainer_place(t, i) >= 0 && hpml_param_rows(hpml_param_at(c->ctx, i), NULL)) out->sparse = true;
 }
 
-/* Sets the axes that are 0 in the plan to the sizes for which the model was recorded; another size is an error. */
+/* Sets the axes (pipe, tensor, sequence, expert) that are 0 in the plan to the sizes for which the model was recorded.
+   False: an error on the context, because the plan has another size for an axis. */
 HPMLC_FN bool hpmlc_dist_axes(hpml_comm *c, hpml_plan *plan)
 {
     int32_t *const axis[HPML_AXES] = { NULL, &plan->pipe, &plan->tensor, &plan->sequence, &plan->expert };
@@ -12853,8 +12865,9 @@ HPMLC_FN bool hpmlc_state_is_same(const hpmlc_state *it)
     return it->is_same && !hpmlc_state_is_part(it) && !(it->param && it->param->param->stage >= 0);
 }
 
-/* Returns whether the file gets array `it` from this rank. If not, another rank has the same floats: ranks of axis
-   tensor share arrays that are not split, ranks of axis pipe share arrays that all stages have. */
+/* Returns whether this rank's floats of array `it` go into the checkpoint file. If not, the rank has none, or another
+   rank saves the same floats: ranks of axis tensor share arrays that are not split, ranks of axis pipe share arrays
+   that all stages have. */
 HPMLC_FN bool hpmlc_state_counts(const hpml_distributed *d, const hpmlc_state *it)
 {
     const hpml_mesh *m    = hpml_comm_mesh(d->all);
@@ -12900,8 +12913,9 @@ HPMLC_FN void hpmlc_state_put(const hpmlc_state *it, int64_t l, float *row, floa
     hpmlc_host_view_end(it->view, data, it->floats);
 }
 
-/* Sets where each array begins among the floats that are saved: first the arrays that are added up over ranks, then
-   those that every rank has whole. Returns the number of all floats; *summed: of those that are added up. */
+/* Sets `offset` of each array of the list, where the array begins among the floats that are saved: first the arrays
+   that are added up over ranks, then those that every rank has whole. Returns the number of all these floats, and sets
+   *summed to the number of floats of the arrays that are added up. */
 HPMLC_FN int64_t hpmlc_states_place(hpmlc_states *list, int64_t *summed)
 {
     int64_t at = 0;
@@ -13217,7 +13231,8 @@ HPMLC_FN int hpmlc_partner(int p, uint64_t seed, int64_t step, int rank)
     return other < p ? (int)hpml_permute_index(seed, (uint64_t)step, p, other) : rank;
 }
 
-/* Returns whether i and j are neighbours; partner: of i in the random pairing of PAIRS, else unused. */
+/* Returns whether ranks i and j of p are neighbours. partner: i's partner in the random pairing of topology PAIRS;
+   other topologies do not use it. */
 HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, int partner, int i, int j)
 {
     int rim = p - 1;
@@ -13231,7 +13246,7 @@ HPMLC_FN bool hpmlc_neighbours(hpml_topology topology, int p, int partner, int i
     return false;
 }
 
-/* Returns the number of neighbours of `rank`, given that it has any. */
+/* Returns the number of neighbours of `rank` among p ranks; PAIRS: 1, also for the rank that has no partner. */
 HPMLC_FN int hpmlc_degree(hpml_topology topology, int p, int rank)
 {
     int rim = p - 1;
@@ -15452,8 +15467,8 @@ HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc
 // >>layer-members   collectives as layers; dense layers whose ranks have samples of their own
 // ---------------------------------------------------------------------------------------------------------------------
 /* Collectives as layers, made of hpml_group_sum and hpml_group_gather, whose gradients are, on every axis but TENSOR,
-   those of the sum of all ranks' losses. A root is chosen by a factor, 1 on the root and 0 on the other ranks: it
-   multiplies the source of a BCAST, but the result of a REDUCE or GATHER. */
+   those of the sum of all ranks' losses. A factor of 1 on the root and 0 on the other ranks makes a rank the root: a
+   BCAST multiplies its source by this factor, a REDUCE or GATHER its result. */
 typedef enum hpmlc_relay_kind { HPMLC_BCAST, HPMLC_REDUCE, HPMLC_GATHER } hpmlc_relay_kind;
 HPMLC_FN hpml_tensor *hpmlc_relay(hpml_tensor *x, hpml_axis axis, hpmlc_relay_kind kind, int root)
 {
@@ -15695,7 +15710,8 @@ typedef struct hpmlc_einsum_arrays {
     float  *a, *b, *y; /* copies in order, in scratch; y: of the result or its gradient */
 } hpmlc_einsum_arrays;
 
-/* Copies t's array `from` to `to`, with dimensions permuted by `order`; give: adds `to`, permuted back, to `from`. */
+/* Copies `from`, an array of the shape of t, to `to`, with its dimensions permuted by `order`: dimension i of `to` is
+   dimension order[i] of t. If `give`, adds the numbers of `to`, permuted back, to those of `from` instead. */
 HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from, float *to, bool give)
 {
     int64_t stride[HPML_MAX_DIMS + 1], count = hpml_tensor_count(t);
@@ -15748,8 +15764,8 @@ HPMLC_FN hpml_status hpmlc_einsum_forward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* For each g, the index of the dimensions that a, b and y share: da = dy b, then db = dy^T a, which is written over
-   block g of the copy of b, because no later product reads this block. */
+/* The backward pass of an einsum y = a b^T: for each g, the index over the dimensions that a, b and y share, da = dy b,
+   then db = dy^T a. db is written over block g of the copy of b, because no later product reads this block. */
 HPMLC_FN hpml_status hpmlc_einsum_backward(const hpml_run *run, hpml_node *n)
 {
     const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
@@ -16257,8 +16273,9 @@ HPMLC_FN bool hpmlc_sim_alike(const hpmlc_sim *s)
     return true;
 }
 
-/* Simulates an all to all where all nodes are in the same state. Each block that one rank sends to another counts as
-   the longest one. As in hpmlc_sim_send, the receiving network card is not counted. */
+/* Simulates an all to all where all nodes are in the same state, so that a few ranks are simulated for all. Each block
+   that one rank sends to another counts as the longest one. A message does not occupy the receiving node's network
+   card, because at any time as many bytes enter a node as leave it. */
 HPMLC_FN void hpmlc_sim_all_to_all(hpmlc_sim *s)
 {
     int     p = s->p, m = s->nodes == 1 ? 1 : s->per_node;

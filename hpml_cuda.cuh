@@ -169,10 +169,11 @@ HPML_API hpml_status hpml_cuda_device_info(int device, hpml_cuda_info *out);
 /* Returns the cudaStream_t that ops run on; NULL: the context is not on a GPU. */
 HPML_API void *hpml_cuda_stream(const hpml_ctx *ctx);
 
-/* Writes one line of text that counts the work since the context was made by the code that did it, to judge a speed by:
-   - matrix products by cuBLASLt with the epilogues fused into them (bias, relu, gelu, gelu', bias sums), the numbers of
-     the algorithms, and the epilogues that cuBLASLt refused, so that another kernel followed; products by this header's
-     own kernels, and how many of these cuBLASLt had refused;
+/* Writes one line of text to `buffer`, to judge a speed by: how much work each implementation has done since the
+   context was created:
+   - matrix products by cuBLASLt with the epilogues fused into them (bias, relu, gelu, gelu', bias sums), the numbers by
+     which cuBLASLt knows its algorithms, and the epilogues that cuBLASLt refused, so that another kernel followed;
+     products by this header's own kernels, and how many of these cuBLASLt had refused;
    - the same for convolutions and cuDNN, with the algorithms of each pass;
    - the workspace, and the largest workspace that an algorithm wanted;
    - passes that ran op by op, were captured as a CUDA graph, were replayed (their products are counted in each replay),
@@ -767,7 +768,7 @@ typedef struct hpmlg_device {
     long long         pass_counts[4];            /* numbers of passes, indexed by enum hpmlg_pass_kind */
     long long         waits;                     /* times that the host has waited for the device */
     hpml_node        *planned;                   /* the node that hpmlg_plan planned last */
-    /* state of timing (>>gpu-sync); a span is an op's time between two CUDA events */
+    /* the times of ops (>>gpu-sync); a span is an op's time between two CUDA events */
     hpmlg_span        spans[HPMLG_SPANS];
     int               span_count;
     cudaEvent_t       span_clock;                /* an event that occurred at host time span_clock_time */
@@ -3106,9 +3107,10 @@ template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_block_tile(const hpmlg_product &g
    hpmlg_store_tile's writes nor its reads have bank conflicts. */
 template <int T> HPMLG_DEVICE int hpmlg_sum_offset(int row, int col) { return row * T + (col ^ (row & 3) << 3); }
 
-/* Stores the sums of tile t of C, T x T, which the threads have in their registers acc[] in the layout of the tensor
-   cores (MMA) or of hpmlg_f32_step: the sums pass through the shared memory `sums`, so that each thread gets 8
-   neighbours of a row. With MMA, warp w of 4 has the quarter in row w / 2, column w % 2 of the tile. */
+/* Stores the sums of tile t (T x T) of C, which the threads have in their registers acc[], in the layout of tensor-core
+   fragments (MMA) or in that of hpmlg_f32_step: the sums pass through the shared memory `sums`, so that each thread
+   then has 8 neighbours of a row to store. With MMA, warp w of 4 has one quarter of the tile: the one in the upper or
+   lower half w / 2 and the left or right half w % 2. */
 template <int T, bool MMA>
 HPMLG_DEVICE void hpmlg_store_tile(const hpmlg_product &g, hpmlg_tile t, const float *acc, float *sums)
 {
@@ -3367,7 +3369,8 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
     hpmlg_store_tile<T, KIND != HPMLG_IN_F32>(g, t, acc, (float *)(void *)shared);
 }
 
-/* Computes products of few rows or columns (depthwise convolutions), each sum by a thread or, if `block`, a block. */
+/* Computes products of few rows or columns (depthwise convolutions): each element of the result is summed by one thread
+   or, if `block`, by all threads of one block. */
 static __global__ void hpmlg_k_product_thin(const __grid_constant__ hpmlg_product g, bool block)
 {
     __shared__ float space[HPMLG_WARP];
@@ -3455,7 +3458,8 @@ HPMLG_FN void hpmlg_product_split(const hpmlg_device *d, hpmlg_product *g, int T
     g->part   = g->splits > 1 ? (float *)d->workspace : NULL;
 }
 
-/* Returns the second index into hpmlg_product_kernels, for the layouts and types of the operands of g. */
+/* Returns the second index into hpmlg_product_kernels: the number of the kernel that fits the layouts and types of g's
+   operands and, for f32 operands, the device's precision. */
 HPMLG_FN int hpmlg_product_variant(const hpmlg_device *d, const hpmlg_product *g)
 {
     bool dense = hpmlg_is_dense(&g->a, g->m, g->k) && hpmlg_is_dense(&g->b, g->n, g->k) && g->a.x.type == g->b.x.type;
@@ -4515,7 +4519,8 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     return true;
 }
 
-/* Lists cuDNN's numbers of the algorithms that pass `pass` of the convolutions uses; returns how many there are. */
+/* Lists the numbers by which cuDNN knows the algorithms that the convolutions use in pass `pass` (0: forward, 1: dx, 2:
+   dw), each number once; returns how many there are. */
 HPMLG_FN int hpmlg_dnn_algorithms(const hpmlg_device *d, int pass, int list[16])
 {
     const hpmlg_dnn *dnn = (const hpmlg_dnn *)d->dnn;
@@ -5751,8 +5756,9 @@ typedef struct hpmlg_chunk { /* sums and extremes of a chunk: [0] of negative el
     int   ones;
 } hpmlg_chunk;
 
-/* Reads a chunk of n numbers, v = g + e (gradient, residual; e NULL: g), by half a warp; returns its sums and extremes.
-   v: gets this lane's elements, `turns` of them; bits: gets words 2 lane and 2 lane + 1 of the chunk's signs. */
+/* Half a warp reads a chunk of n numbers v = g + e (gradient + residual; e NULL: g). Returns, for the negative numbers
+   and for the others, the sum, least and largest, and how many are not negative. v: gets this lane's elements, the
+   first `turns` of which are counted; bits: gets words 2 lane and 2 lane + 1 of the chunk's signs. */
 HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned bits[2], const float *g,
                                            const float *e, int n, int turns)
 {

@@ -699,7 +699,7 @@ static hpml_status works_beside_a_job(hpml_comm *c)
     }
     hpml_job *job = hpml_iallreduce(c, x, 1, NULL);
     hpml_comm_busy(c, 20);
-    usleep(600000);
+    usleep(750000); /* not a multiple of the deadline, at which the job asks whether rank 0 waits or works */
     hpml_comm_busy(c, 0);
     for (int i = 0; i < last; i++) CHECK(hpml_send(c, i, 1, &y, sizeof y) == HPML_OK);
     return hpml_job_wait(job);
