@@ -686,8 +686,8 @@ static hpml_status works_long(hpml_comm *c, bool hangs, int *ended)
     return has_ended(ended, hpml_barrier(c));
 }
 
-/* The last rank works for two deadlines while a job of its own waits for the other ranks, which begin their part of the
-   job when the last rank's message comes. */
+/* The last rank works for two and a half deadlines while a job of its own waits for the other ranks, which begin their
+   part of the job when the last rank's message comes. */
 static hpml_status works_beside_a_job(hpml_comm *c)
 {
     int   p = hpml_comm_size(c), last = p - 1;
