@@ -1812,6 +1812,7 @@ TEST(the_workspace_grows_in_the_first_pass)
 {
     char text[1024];
     if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    const bool records = !library_is(LIBRARY_CAPTURE);
     for (int small = 0; small < 2; small++) {
         cuda_on_cpu_fault("libraries", LIBRARY_NCHW);
         if (small) cuda_on_cpu_fault("memory", 1 << 30); /* 1/16 of it is 64 MiB */
@@ -1834,7 +1835,7 @@ TEST(the_workspace_grows_in_the_first_pass)
     }
     for (int turn = 0; turn < 3; turn++)
         for (int i = 0; i < 4; i++) ENSURE(hpml_graph_forward(g[turn % 2], false, 0) == HPML_OK);
-    ENSURE(text_number(ctx, " recorded") == 3 && text_number(ctx, " replayed") == 7);
+    ENSURE(text_number(ctx, " recorded") == (records ? 3 : 0) && text_number(ctx, " replayed") == (records ? 7 : 0));
     hpml_ctx_free(ctx);
     cuda_on_cpu_fault("none", 0);
 }
