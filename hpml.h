@@ -7641,16 +7641,16 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     /* The rows of a tile are the pixels of one row of y or, where a row of y would fill only a fraction of a tile, the
        same pixel of several images. */
     c->images_forward = c->OW < HPMLI_CONV_NARROW ? hpmli_min(c->B, HPMLI_CONV_IMAGES) : 1;
-    c->band_rows      = c->images_forward > 1 ? c->OH : hpmli_max(64 / c->OW, 1);
+    c->band_rows      = c->OW < HPMLI_CONV_NARROW ? c->OH : hpmli_max(64 / c->OW, 1);
     c->sums           = hpmli_min(c->groups * weights > 65536 ? 8 : 16, c->B);
     c->images_at_once = hpmli_max(hpmli_min(128 / (c->OH * c->OW), (c->B - 1) / c->sums + 1), 1);
     band              = hpmli_round_up(c->images_forward * c->band_rows * c->OW, 16) * HPMLI_CONV_PANEL;
     forward           = c->images_forward * c->x_floats + band;
     backward          = c->images_at_once * (2 * c->x_floats + c->y_floats);
-    /* by_channels: for many weights and small images, where copies of all images take less memory, and time, than
-       several partial sums of dw. */
+    /* by_channels: for many weights and small images, of which copies take less memory, and time, than partial sums of
+       dw. The choice does not depend on B, because a pass on fewer samples uses the memory that was planned. */
     copies            = c->B * (c->x_floats + c->y_floats) + weights;
-    c->by_channels    = c->groups == 1 && c->OW < HPMLI_CONV_NARROW && copies < c->sums * weights;
+    c->by_channels    = c->groups == 1 && c->OW < HPMLI_CONV_NARROW && 32 * (c->x_floats + c->y_floats) < weights;
     c->sum_floats     = (c->by_channels ? 0 : c->groups * weights) + hpmli_round_up(c->groups * c->OC, 16);
     c->packed_floats  = hpmli_max(weights, for_dx);
     c->thread_floats  = hpmli_max(forward, c->by_channels ? HPMLI_CONV_IMAGES * c->x_floats : backward);

@@ -202,6 +202,7 @@ static const convolution convolutions[] = {
     CONV(2, 20, 12, 12, 50, 5, 5, 1, 1, 0, 0, 1, 1, 1, 1, HPML_ACT_TANH)
     CONV(2, 3, 32, 32, 32, 3, 3, 1, 1, 1, 1, 1, 1, 1, 0, HPML_ACT_NONE)
     CONV(17, 33, 4, 4, 35, 3, 3, 1, 1, 1, 1, 1, 1, 1, 0, HPML_ACT_RELU)
+    CONV(14, 96, 3, 3, 160, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1, HPML_ACT_RELU)
     CONV(3, 16, 8, 8, 64, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1, HPML_ACT_LEAKY_RELU)
     CONV(2, 4, 9, 11, 5, 3, 3, 2, 2, 1, 1, 1, 1, 1, 1, HPML_ACT_NONE)
     CONV(2, 5, 13, 7, 7, 3, 2, 2, 3, 1, 0, 1, 1, 1, 1, HPML_ACT_SIGMOID)
