@@ -3552,9 +3552,10 @@ HPMLC_FN int hpmlc_mpi_delaying_rank(const hpmlc_shared *x)
     return absent;
 }
 
-/* Ranks announce whom they wait for, so that waits form chains. Returns the last rank of the chain that begins at rank
-   `at`, or, where `at` is -1, at a wait for all ranks; -1: all other ranks wait, none delays the wait for all. *busy:
-   the hpml_now() until which that last rank is busy; 0: it is not busy. */
+/* Finds the rank that holds up a wait. Ranks announce whom they wait for: goes from rank `at` to the rank that it waits
+   for (if it waits for all: to hpmlc_mpi_delaying_rank), from there to the next, and returns the last rank reached. at
+   -1: this rank waits for all, so begins at hpmlc_mpi_delaying_rank; returns -1 if that is -1: all other ranks wait.
+   *busy: the hpml_now() until which the returned rank has announced to be busy; 0: it has not, or -1 is returned. */
 HPMLC_FN int hpmlc_mpi_chain_end(const hpmlc_shared *x, int at, double *busy)
 {
     if (at < 0) at = hpmlc_mpi_delaying_rank(x);
@@ -8219,8 +8220,9 @@ HPMLC_FN bool hpmlc_bucket_exchanges(const hpml_distributed *d, hpmlc_bucket *b,
     return b->warm != NULL;
 }
 
-/* Creates the exchange objects of bucket b, whose tensors are g: for exchanges on the host or, where layout.host is
-   NULL, by the communicator's device link. False: an error. */
+/* Creates the exchange objects of bucket b, whose gradients are g: for exchanges in host memory or, where
+   d->layout.host (the gradients in host memory) is NULL, in device memory by the communicator's device link. False: an
+   error. */
 HPMLC_FN bool hpmlc_bucket_open(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
 {
     hpml_exchange_desc e;

@@ -3957,7 +3957,8 @@ HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
     return d;
 }
 
-/* Computes `batch` products c (m, n) (+)= a b; transposed: stores the transpose of the product, c (n, m), instead. */
+/* Computes `batch` products c (m, n) = a (m, k) b (k, n); add: adds them to c. transposed: stores, or adds, the
+   transposes of the products, (n, m), instead. */
 HPMLG_FN void hpmlg_batched_product(hpmlg_device *d, int64_t batch, int64_t m, int64_t n, int64_t k, hpmlg_operand a,
                                     hpmlg_operand b, hpmlg_array c, bool add, bool transposed)
 {
