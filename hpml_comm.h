@@ -7976,8 +7976,7 @@ typedef struct hpmlc_layout {
     hpmlc_host_view view;           /* host access to arrays of the trainer */
 } hpmlc_layout;
 
-/* How many gradients a rank contributes to the sum over ranks: one, unless a strategy adds up one gradient for each
-   leaf, a group of some samples. */
+/* How many gradients a rank adds to the sum over ranks: one or, with some strategies, one for each leaf of samples. */
 typedef struct hpmlc_copies {
     int64_t first, count, all;   /* this rank's contributions are [first, first + count) of all */
 } hpmlc_copies;
