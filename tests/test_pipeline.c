@@ -1,4 +1,5 @@
 /* Pipelines that train: against one rank with the same model, in counts, and in virtual time. */
+#include <pthread.h>
 #include "../hpml.h"
 #include "../hpml_comm.h"
 #include "test.h"
