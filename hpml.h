@@ -2334,8 +2334,8 @@ HPMLI_FN bool hpmli_failed(const hpml_ctx *ctx) { return !ctx || ctx->status != 
     (((d)->_begin == 0 && (d)->_end == 0) ||                                                                           \
      hpmli_false(ctx, HPML_ERR_ARGUMENT, what " desc: canary is not zero; zero the struct before you set fields"))
 
-/* Copies *desc to d (zeros if desc is NULL). True if the guards _begin and _end of d are 0; else false, with
-   an error. */
+/* Copies *desc to d (zeros if desc is NULL). True if d's first and last fields, _begin and _end, are 0; else
+   false, with an error, because the caller did not zero the struct before setting its fields. */
 #define HPMLI_COPY_DESC(ctx, what, d, desc)                                                                            \
     ((desc) ? (void)((d) = *(desc)) : (void)memset(&(d), 0, sizeof(d)), HPMLI_DESC_OK(ctx, what, &(d)))
 HPMLI_FN int64_t hpmli_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -8000,8 +8000,9 @@ HPMLI_FN void hpmli_conv_pack_task(void *arg, int64_t task, int thread HPMLI_UNU
     for (; c->want_dx && o < end; o++) c->ctx->k->conv_pack_for_dx(c, packed, w, o);
 }
 
-/* Returns pixel rows [row, row + rows) of group g of channels of image b, in the array p, as a matrix. If is_y, p is y
-   or its gradient, and the matrix is (OC, pixels); else p is x or its gradient, and the matrix is (C, pixels). */
+/* Returns a matrix view of rows [row, row + rows) of pixels of image b and channel group g in the array p: one matrix
+   row for each channel of the group, one column for each of these pixels. If is_y, p is y or its gradient, with OC
+   channels in a group; else p is x or its gradient, with C channels in a group. */
 HPMLI_FN hpmli_mat hpmli_conv_mat(const hpmli_conv *c, float *p, bool is_y, int64_t b, int64_t g, int64_t row,
                                   int64_t rows)
 {

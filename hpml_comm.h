@@ -7577,7 +7577,8 @@ HPMLC_FN void hpmlc_field_set(const hpmlc_field *field, hpml_plan *plan, int64_t
     }
 }
 
-/* Returns the word of a value of a field whose values are words; NULL: the field has numbers, or no such word. */
+/* Returns the name of a value of an enum field of the plan, such as "ring" for a topology; NULL: the field's values are
+   plain numbers, or the value is out of range. */
 HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
 {
     static const char *const topologies[] = { "ring", "wheel", "pairs", "all" };
@@ -10599,8 +10600,9 @@ typedef struct hpmlc_weights {
     bool    is_ahead;  /* block: parameters began this block ahead of the centre */
 } hpmlc_weights;
 
-/* Copies the trainer's array `which` (hpml_array) to `host`, layout.span floats; set: copies `host` to the array
-   instead. False: there is no such array. */
+/* Copies the trainer's array `which` (an hpml_array: parameters, optimizer state ...) to `host`, in host memory; set:
+   copies `host` to the array instead. Each has d->layout.span floats, the padding between tensors included. False: the
+   trainer has no such array. */
 HPMLC_FN bool hpmlc_array_copy(const hpml_distributed *d, int which, float *host, bool set)
 {
     int64_t n;
@@ -16000,8 +16002,9 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     return true;
 }
 
-/* Returns the rank whose clock stands for that of rank `rank` where all nodes are in the same state: the one in the
-   same place of the first node; where there is only one node, rank 0. */
+/* Returns the rank that is simulated in place of rank `rank` where hpmlc_sim_alike allows it: on several nodes with the
+   same state, the rank at the same position in the first node; on a single node, where all ranks have the same state,
+   rank 0. */
 HPMLC_FN int hpmlc_sim_representative(const hpmlc_sim *s, int rank)
 {
     if (s->nodes == 1) return 0;

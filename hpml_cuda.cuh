@@ -4401,8 +4401,9 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_describe(const hpmlg_device *d, hpmlg_dnn_plan 
      (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_WINOGRAD &&                                                           \
      (int)(a) != CUDNN_CONVOLUTION_##pass##_ALGO_WINOGRAD_NONFUSED)
 
-/* Chooses the first algorithm that is deterministic, fits in the workspace and, in f32, multiplies f32 numbers, for a
-   pass, which is spelled Kind, KIND and Pass in cuDNN's names. `...`: the descriptors that cuDNN's function takes. */
+/* Chooses the first algorithm in cuDNN's list that is deterministic, fits in the workspace and, in f32, multiplies in
+   full f32 (no TF32, FFT or Winograd). Kind, KIND, Pass: how cuDNN's names spell the computation (y, dx or dw), such as
+   Fwd, FWD, Forward. `...`: the descriptors that cuDNN's function takes. */
 #define HPMLG_DNN_CHOOSE(Kind, KIND, Pass, ...)                                                                        \
     do {                                                                                                               \
         cudnnConvolution##Kind##AlgoPerf_t found[8];                                                                   \
