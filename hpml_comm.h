@@ -47,23 +47,33 @@
 //     world           the ranks that are threads of one process
 //     node            a machine, or a set of ranks that is treated as one, with one network card
 //     communicator    a set of ranks that exchange messages, as one of them sees it; hangs on that rank's context
-//     part            a communicator made of some ranks of another one (sub-communicator)
+//     part            a communicator made of some ranks of another one (sub-communicator); of a parameter or another
+//                     tensor: the block of it that one rank has
 //     twin            a part with all ranks, which a background thread uses
 //     transport       the functions that move messages: THREADS, MPI, CLOCK or your own
 //     message         a send or a receive between two ranks, from its start until it is done
+//     inbox           THREADS and CLOCK: where the sends to a rank are kept until the rank receives them
 //     tag             number that a send and its receive have in common; other tags do not match
 //     peer            the other rank of a message
 //     lost            of a rank, with .survive: has failed, left, or sent nothing until a deadline (hpml_comm_lost)
 //     link            latency and bandwidth between two ranks; device link: functions that move arrays between devices
 //     collective      an operation that all ranks of a communicator call, in the same order: allreduce, broadcast, ...
+//     course          the rounds of a collective, as one rank executes them
 //     round           one step of a collective: at most one send and one receive on each rank. Of servers: a step that
 //                     all workers, or the drawn clients, make together
 //     deadline        hpml_now() at which a wait gives up with an error; a busy rank extends those of its peers
+//     hand over       THREADS: of a send and its receive, the rank that comes second copies the array and ends both
 //     control message MPI: a short message by which a rank announces that it failed, left, waits or is busy
-//     header          first 8 bytes of a packed message: a tensor and a rank with a NaN or infinity; 0: none
+//     header          first 8 bytes of a packed message: a tensor and a rank with a NaN or infinity; 0: none. With
+//                     servers: the message with which a request or an answer begins
 //     virtual time    seconds on the clocks of CLOCK and of the simulator: computing and links advance them
 //     job             work in the background, waited for once
 //     bucket          gradients that are exchanged together while the backward pass still runs
+//     hook            a callback of the trainer: around a step, before an op, when a gradient is final (hpml_hooks)
+//     span            an interval with a name on the timeline; lane: a row of spans on the timeline
+//     factors         x and dz of a dense layer; the gradient of its weight is their product dz^T x
+//     row             the elements along a tensor's last dimension; of a report: one step of one rank (hpml_step_row)
+//     sparse table    the weight of an embedding with .sparse, whose gradient is a few of its rows
 //     strategy        what ranks exchange, when, and what the optimizer gets (>>strategies)
 //     form            one of several ways to run a strategy, as .exact and .delayed of sync
 //     shard           the part of a bucket that one rank of a node adds up
@@ -77,14 +87,25 @@
 //     phase, team     part of an algorithm: rounds of one kind; the ranks that take part in it
 //     plan            how a training is spread over ranks: hpml_plan, one struct
 //     mesh, axis      the ranks of a plan as a block; its dimensions data, pipe, tensor, sequence, expert (>>api-mesh)
+//     group           the ranks along one axis, and the functions by which they communicate (hpml_group); THREADS: the
+//                     inboxes of all ranks of a communicator
 //     replicas        ranks that have the same whole parameters and average their gradients
 //     halo            pixels of the neighbouring ranks' blocks around a rank's block of an image
 //     expert          one of several dense networks of which each token uses one or two; token: a row of features
-//     place           of experts: a row of an expert's batch, which one token may take
+//     place           of a rank: its number, from 0, on its node or along an axis; of experts: a row of an expert's
+//                     batch, which one token may take
 //     rule            of layout: the axis that splits a named dimension
 //     pipeline        ranks that have consecutive stages of one model
 //     stage, piece    the part of a model that one rank of a pipeline has; consecutive layers that run together: one
-//                     piece is a stage, or several, chunks of the model that do not follow each other, are one
+//                     piece is a stage, or several, chunks of the model that do not follow each other, are one.
+//                     piece, elsewhere: the bytes of a message, or of an array, that are sent or added at one time;
+//                     of servers: rows of a parameter that are packed together
+//     edge            of a pipeline: a tensor that one piece of the model computes and another one reads
+//     slot            of a pipeline: memory for the activations of one micro-batch; shard 2, 3: memory for one bucket
+//     range           of a server: the trained floats that this server keeps
+//     push, pull      requests of a worker to a server: take this gradient (or values) and answer; answer
+//     meeting         strategies local, block and elastic: an exchange of parameters by all ranks, every .period steps;
+//                     centre: parameters that the ranks have in common, beside their own
 //     micro-batch     samples of a batch that go through a pipeline together
 //     bubble          the share of time for which the ranks of a pipeline are idle
 //
@@ -201,7 +222,7 @@ typedef enum hpml_transport_kind {
     HPML_TRANSPORT_THREADS = 0, /* ranks are threads of this process; messages are copied once, from array to array; a
                                    send of up to 256 bytes is copied and done at once */
     HPML_TRANSPORT_MPI     = 1, /* ranks are processes that mpiexec started; needs HPML_USE_MPI and mpicc */
-    HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: one runs at a time, in the order of its clock; replayable */
+    HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: the one whose clock is behind runs; repeatable */
 } hpml_transport_kind;
 
 /* A link: bytes arrive after latency + bytes / bandwidth, one message after another. Zero: the link takes no time. */
@@ -219,8 +240,8 @@ typedef struct hpml_network {
     bool          spread;         /* rank r is on node r % nodes, not r / ranks_per_node */
     hpml_link     inside, between; /* links within and between nodes */
     const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1. Not copied */
-    double        jitter;         /* CLOCK: each computation takes up to 1 + jitter times as long, by chance, ... */
-    uint64_t      seed;           /* ... which repeats with the seed */
+    double        jitter;         /* CLOCK: each computation takes up to 1 + jitter times as long, at random */
+    uint64_t      seed;           /* of the random numbers for .jitter, which repeat with it */
     const int32_t *node;          /* (ranks) the node of each rank, numbered from 0 without gaps, for example as a
                                      scheduler placed them; replaces ranks_per_node and spread. NULL: these two decide.
                                      Not copied; not for MPI */
@@ -230,7 +251,7 @@ typedef struct hpml_comm_desc {
     uint32_t            _begin;
     hpml_transport_kind transport;
     const struct hpml_transport *custom; /* your own transport, used instead of .transport; NULL: none. Not copied */
-    void               *custom_user;  /* given to it, see hpml_comm_state */
+    void               *custom_user;  /* given to the transport .custom: see hpml_comm_state */
     hpml_world         *world;    /* THREADS, CLOCK: required, the same for all ranks */
     int32_t             rank;     /* THREADS, CLOCK, custom: number of this rank; MPI: MPI's own */
     int32_t             ranks;    /* custom: number of ranks, at least 1; THREADS, CLOCK, MPI: known to the transport */
@@ -238,7 +259,7 @@ typedef struct hpml_comm_desc {
     int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory. custom: 0: all on one node */
     double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK has no deadlines */
     bool                check;    /* for debugging: compare collectives on all ranks first (kind, count, type, order) */
-    bool                survive;  /* same on all ranks: a lost rank ends its own messages alone, see hpml_comm_lost */
+    bool                survive;  /* same on all ranks: a lost rank ends only messages with it: see hpml_comm_lost */
     uint32_t            _end;
 } hpml_comm_desc;
 
@@ -368,7 +389,7 @@ typedef union hpml_message_state {
 typedef struct hpml_message {
     int                  peer, tag;    /* rank in the communicator; 0 to HPML_TAG_MAX, or a collective's above that */
     bool                 receiving;
-    bool                 done;         /* another thread that sets it does so with release order, as its last access */
+    bool                 done;         /* another thread that sets it does so with release order, then leaves m alone */
     hpml_status          status;       /* valid when done */
     char                *data;
     size_t               bytes;
@@ -434,11 +455,11 @@ typedef struct hpml_transport {
        does not sleep). Entries of m that are NULL or done are skipped; hpml_wait calls block with one message. Where
        `block` is NULL, waits sleep for 30 us instead. */
     void (*block)(hpml_comm *c, hpml_message *const *m, int count, double until);
-    void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: a wait for m, in which block was called, is over */
+    void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: a wait for m that called block is over */
     /* Required, after an error: gives m up, so that neither m nor its array is used afterwards. Sets m->done. */
     void (*abandon)(hpml_comm *c, hpml_message *m);
 
-    void (*announce_failure)(hpml_comm *c, const char *text); /* optional: this rank has failed: ends others' waits */
+    void (*announce_failure)(hpml_comm *c, const char *text); /* optional: this rank has failed: ends waits for it */
     void (*announce_busy)(hpml_comm *c, double seconds); /* optional: extends others' deadlines, see hpml_comm_busy */
     /* Optional, called after the deadline of m: returns the rank at the end of the chain of waits that begins with m's
        peer, and sets *busy to the hpml_now() until which that rank is busy; -1: a rank has failed, as the next test of
@@ -452,7 +473,7 @@ typedef struct hpml_transport {
     /* Optional: runs algorithm HPML_NATIVE. element is an hpml_element, reduce an hpml_reduce; for HPML_MEAN computes
        the sum, which the caller divides. */
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int element, int reduce);
-    bool (*shares_core)(hpml_comm *c, int peer);   /* optional: the peer needs this core: hpml_wait does not spin */
+    bool (*shares_core)(hpml_comm *c, int peer);   /* optional: the peer runs on this core: hpml_wait must not spin */
     bool (*has_delay)(const hpml_comm *c);   /* optional: messages take time that a computation can hide; NULL:
                                                 messages between nodes do */
     bool (*is_concurrent)(const hpml_comm *c); /* optional: a part of c may be used by another thread at the same time;
@@ -544,8 +565,8 @@ HPML_API hpml_status hpml_barrier(hpml_comm *c);
 typedef struct hpml_move { /* what one rank does in one round */
     int     to, from;                  /* ranks; -1: none */
     int64_t send_at, send_count;       /* elements sent: the first one and how many */
-    int64_t receive_at, receive_count; /* elements received, ... */
-    bool    add;                       /* ... and added to the array; else they replace its elements */
+    int64_t receive_at, receive_count; /* elements received: the first one and how many */
+    bool    add;                       /* received elements are added to the array's; else they replace these */
 } hpml_move;
 /* Computes one move of an allreduce, for programs that draw, count or simulate them: what rank `rank` of p does in
    round `round`, with n elements in all. False when the algorithm has no such round. */
@@ -586,10 +607,10 @@ typedef struct hpml_exchange_desc {
     uint32_t             _begin;
     int32_t              count;      /* number of tensors: required */
     const hpml_gradient *tensors;    /* (count), same order and shapes on all ranks; copied, but for their names */
-    hpml_codec_desc      codec;      /* how gradients shrink */
+    hpml_codec_desc      codec;      /* the codec that packs gradients */
     hpml_reduce          reduce;     /* SUM or MEAN over ranks */
     hpml_algorithm       algorithm;  /* of the plain allreduce */
-    int32_t              leaves;     /* contributions of this rank; 0: 1. See `exact` of hpml_distribute */
+    int32_t              leaves;     /* contributions of this rank; 0: 1. More with exact sums: hpml_plan.exact */
     int64_t              leaf_step;  /* contribution l of a tensor is at data + l * leaf_step; the result: at l = 0 */
     int64_t              fuse_bytes; /* plain tensors, end to end, are cut into sums of this many bytes; 0: one sum */
     /* Optional, called on the sum of all ranks' contributions to rows of a stripe, before the sum is packed (between
@@ -631,7 +652,7 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
    `check` waits on the host. All ranks make the same calls. Errors stand on the context. */
 typedef struct hpml_device_link {
     void *user; /* first argument of all functions */
-    hpml_status (*begin)(void *user); /* later calls run after the work that the device was given before */
+    hpml_status (*begin)(void *user); /* the calls that follow run after all work that the device has now */
     hpml_status (*allreduce)(void *user, float *x, int64_t n, bool mean); /* sum or mean, in place */
     /* Sends bytes [sent_at[r], sent_at[r + 1]) of `sent` to each other rank r or, with `same`, to all other ranks the
        bytes that this range has for r = this rank's own number; receives from each other rank r into bytes
@@ -639,8 +660,8 @@ typedef struct hpml_device_link {
     hpml_status (*swap)(void *user, const void *sent, const size_t *sent_at, bool same, void *received,
                         const size_t *received_at);
     hpml_status (*end)(void *user);
-    hpml_status (*wait)(void *user);  /* later work of the device runs after all calls that have ended */
-    hpml_status (*check)(void *user); /* the host waits until the calls are done, or an error, or a deadline */
+    hpml_status (*wait)(void *user);  /* work that the device gets from now on runs after the calls up to `end` */
+    hpml_status (*check)(void *user); /* waits on the host until the calls are done; a deadline is an error */
     hpml_status (*scale)(void *user, float *x, int64_t n, float times, float by); /* x * times / by, in place, as work
                                                                                      of the device, not of the link */
     void (*free)(void *user);         /* optional: called when the communicator is freed or gets another link */
@@ -648,13 +669,13 @@ typedef struct hpml_device_link {
        rank's place on every node. Each rank adds up a share of its node's gradients; messages over `across` then add up
        the same share of all nodes. */
     hpml_comm *across;
-    float *(*stage)(void *user, int64_t n); /* memory on the host; freed with the link */
+    float *(*stage)(void *user, int64_t n); /* returns n floats of host memory, freed with the link */
     /* Block r of x is elements at[r] to at[r + 1] - 1. reduce_scatter: the rank at place r of the node gets block r of
        the node's sum, and copies it to `stage`. allgather: copies `stage` to this rank's block of x, and all ranks of
        the node get all blocks. Each of the two functions does the work of `begin` and `end` itself. */
     hpml_status (*reduce_scatter)(void *user, float *x, const int64_t *at, float *stage);
     hpml_status (*allgather)(void *user, float *x, const int64_t *at, const float *stage);
-    hpml_status (*landed)(void *user, float *stage); /* any thread waits for the copy; no error on the context */
+    hpml_status (*landed)(void *user, float *stage); /* waits for the copy; for any thread: sets no context's error */
 } hpml_device_link;
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
@@ -685,7 +706,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology t
    include ranks of c. */
 typedef struct hpml_tournament_result {
     int32_t partner;       /* rank; this rank itself: it has sat out */
-    double  mine, theirs;  /* losses on `set`; infinite: not finite */
+    double  mine, theirs;  /* losses on `set`; infinite: the loss was not finite */
     bool    changed;       /* the partner's model is this rank's now */
 } hpml_tournament_result;
 HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset *set, uint64_t seed, int64_t round,
@@ -734,8 +755,8 @@ HPML_API const char *hpml_pipe_name(hpml_pipe_kind kind); /* "gpipe", "1f1b", ..
 typedef enum hpml_pipe_work {
     HPML_PIPE_FORWARD = 0,
     HPML_PIPE_BACKWARD,         /* gradients of inputs and weights */
-    HPML_PIPE_BACKWARD_INPUTS,  /* ZERO_BUBBLE: gradients of the inputs, for which the stage before waits, ... */
-    HPML_PIPE_BACKWARD_WEIGHTS, /* ... and of the weights, later */
+    HPML_PIPE_BACKWARD_INPUTS,  /* ZERO_BUBBLE: gradients of inputs alone, for which the stage before waits */
+    HPML_PIPE_BACKWARD_WEIGHTS, /* ZERO_BUBBLE: gradients of weights alone, later */
     HPML_PIPE_UPDATE            /* the optimizer's step */
 } hpml_pipe_work;
 
@@ -765,7 +786,7 @@ typedef struct hpml_pipe_task { /* what a stage does next */
     int32_t        piece;   /* of the model: chunk * stages + stage */
     int32_t        slot;    /* the set of activations of this stage that the micro-batch occupies, from its forward pass
                                to the end of its backward pass; chunk c has slots of its own, after those of c - 1 */
-    int32_t        version; /* updates of the weights that the pass has seen; of an UPDATE: with itself */
+    int32_t        version; /* updates that the weights of the pass have had; of an UPDATE: this one included */
 } hpml_pipe_task;
 
 /* Computes task k of a stage, k = 0, 1, ...: the only implementation of the schedules, because hpml_distribute executes
@@ -792,7 +813,7 @@ typedef struct hpml_pipe_simulation {
     double  bubble;    /* idle share of all ranks' time: 1 - (sum of all tasks' seconds) / (stages * step_s) */
     int64_t bytes;     /* sent by all ranks together */
     int32_t tasks;     /* of all stages */
-    int32_t slots;     /* of the stage that needs most */
+    int32_t slots;     /* sets of activations on the stage that needs most */
 } hpml_pipe_simulation;
 /* Simulates the tasks of all stages in virtual time. A task starts when its stage is free and its input has arrived;
    links and network cards are those of hpml_simulate. spans: NULL, or gets the first `capacity` tasks in the order in
@@ -842,7 +863,7 @@ HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stag
 typedef enum hpml_strategy_kind {
     HPML_STRATEGY_SYNC = 0, /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
     HPML_STRATEGY_PS,       /* as SYNC, by servers, which have the parameters and the optimizer (Li et al. 2014) */
-    HPML_STRATEGY_BACKUP,   /* as PS; a step goes on without the gradients of the slowest workers (Chen et al. 2016) */
+    HPML_STRATEGY_BACKUP,   /* as PS, but a step does not wait for the slowest workers (Chen et al. 2016) */
     HPML_STRATEGY_SSP,      /* servers step with each gradient by itself; the fastest worker waits for the slowest one
                                where it is too far ahead: stale synchronous (Ho et al. 2013) */
     HPML_STRATEGY_ASYNC,    /* servers step with each gradient by itself, at once (Dean et al. 2012) */
@@ -857,7 +878,7 @@ typedef enum hpml_strategy_kind {
                                then each rank applies its own gradient (Lian et al. 2017, D-PSGD) */
     HPML_STRATEGY_FEDERATED, /* each worker trains on data of its own; now and then servers average the parameters of
                                some workers (McMahan et al. 2017) */
-    HPML_STRATEGY_HOGWILD,  /* rows, at once, of each rank alone, in values that threads share (Niu et al. 2011) */
+    HPML_STRATEGY_HOGWILD,  /* ranks step values that they share as threads, without locks (Niu et al. 2011) */
     HPML_STRATEGY_COUNT     /* the number of strategies */
 } hpml_strategy_kind;
 HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync", ...; NULL: there is none */
@@ -899,10 +920,10 @@ typedef struct hpml_plan {
     hpml_strategy_kind strategy;
     int32_t         servers;      /* ps, backup, ssp, async, federated, required: so many of the last ranks are servers,
                                      the others workers */
-    int32_t         backup;       /* backup, required: workers without whose gradients a step goes on */
+    int32_t         backup;       /* backup, required: a step does not wait for so many workers, the slowest */
     int32_t         staleness;    /* ssp: steps that a worker may be ahead of the slowest one; 0: as ps */
     float           share;        /* federated: fraction of the workers that are drawn for a round; 0: all */
-    hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
+    hpml_codec_desc codec;        /* packs gradients, as in hpml_exchange_desc */
     hpml_algorithm  algorithm;    /* of plain sums, of gradients or parameters */
     bool            sum;          /* sync, ps, backup: apply the sum of the ranks' mean gradients; else the mean over
                                      the batch */
@@ -944,11 +965,11 @@ typedef struct hpml_plan {
                                      fraction of the difference, and the centre towards them; 0: 0.9 / ranks;
                                      HPML_ZERO: each rank trains alone */
     float           outer_lr;     /* block: learning rate of the outer optimizer; 0: 1 */
-    float           outer_momentum; /* block: its momentum; 0: 1 - 1 / ranks; HPML_ZERO: none */
-    bool            outer_nesterov; /* block: a block begins ahead of the result by momentum times the last change */
-    hpml_topology   topology;     /* gossip: who is whose neighbour */
+    float           outer_momentum; /* block: momentum of the outer optimizer; 0: 1 - 1 / ranks; HPML_ZERO: none */
+    bool            outer_nesterov; /* block: begins a block momentum * (last change) ahead of the result */
+    hpml_topology   topology;     /* gossip: which ranks are neighbours */
     uint64_t        seed;         /* gossip: of the random pairs; federated: of the draw */
-    int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
+    int32_t         history;      /* number of the last steps whose times are kept for hpml_distribute_steps; 0: 64 */
     uint32_t        _end;
 } hpml_plan;
 
@@ -976,7 +997,7 @@ typedef struct hpml_plan_facts {
     bool    native;        /* the transport, or a device link, has an allreduce of its own */
     bool    no_factors;    /* results of layers are on a device, or stored as halves */
     bool    sparse;        /* an embedding of the model has .sparse set */
-    bool    together;      /* ranks are threads of one process, on the host, and time is true */
+    bool    together;      /* ranks are threads of one process, on the host, and time is not virtual */
     bool    device;        /* the trainer's arrays are in the memory of a device, not of the host */
     bool    steps_whole;   /* a step of the optimizer takes a whole tensor at once (hpml_optimizer.whole) */
     bool    host_states;   /* the optimizer's states are in host memory, and values on a device (.host_optimizer) */
@@ -995,8 +1016,8 @@ HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *fact
 /* Roles by name, as in TensorFlow's ClusterSpec: the text "worker=a:2222,b:2222,c:2222 ps=d:2222,e:2222" lists the
    tasks of each role, as addresses or other names. Ranks are the workers in their order, then the servers. */
 typedef struct hpml_cluster {
-    int32_t     workers, servers; /* tasks of the roles "worker", 1 or more, and "ps" */
-    const char *tasks[2];         /* where their lists begin in the text, which must live on */
+    int32_t     workers, servers; /* numbers of tasks with the roles "worker" (at least 1) and "ps" */
+    const char *tasks[2];         /* where the roles' lists of tasks begin in the text, which must be kept */
 } hpml_cluster;
 /* On HPML_ERR_ARGUMENT *out is zero, and `error` (may be NULL) gets a text that names the wrong word and shows what may
    be written. */
@@ -1019,7 +1040,7 @@ HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, in
      sequence   has one copy of the samples: each rank some of their time steps
      expert     has one copy of the experts; each rank has samples of its own
      pipe       has one copy of the model: each rank some consecutive layers
-     data       copies of all this, each with samples of its own
+     data       copies of the ranks of the other four axes, each with samples of its own
    Numbers of ranks grow fastest along tensor, whose ranks talk most and so belong on one node:
      rank = (((data_at * pipe + pipe_at) * expert + expert_at) * sequence + sequence_at) * tensor + tensor_at */
 typedef struct hpml_mesh {
@@ -1058,9 +1079,9 @@ HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c); /* NULL: no plan h
    neither exact nor delayed); else a copy of them is exchanged on the host. Where the link ends at the node, it adds up
    floats inside the node, and the codec packs what is sent between nodes.
 
-   With servers (hpml_plan.servers) a step on a server serves the workers, until each has done as many; step count and
-   schedule of async and ssp count the servers' steps, one for each gradient. Messages have the tags HPML_TAG_MAX and
-   HPML_TAG_MAX - 1 of the communicator. Each worker has running statistics of its own.
+   With servers (hpml_plan.servers) a call of hpml_trainer_step on a server serves the workers until each has done as
+   many steps as the server; step count and schedule of async and ssp count the servers' steps, one for each gradient.
+   Messages have the tags HPML_TAG_MAX and HPML_TAG_MAX - 1. Each worker has running statistics of its own.
 
    The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_array. */
 
@@ -1105,19 +1126,19 @@ typedef struct hpml_distribute_report {
     double  hidden;            /* 1 - exposed_s / comm_s */
     double  efficiency;        /* 1 - exposed_s / step_s: at 1, p ranks do p batches in the time of one */
     double  bytes;             /* sent by this rank in a step */
-    double  split_bytes;       /* of these, sent along the axes tensor, sequence, expert and pipe, by layers */
-    double  plain_bytes;       /* that a ring allreduce of f32 would have sent, of this rank's gradients */
+    double  split_bytes;       /* of .bytes: sent by layers along the axes tensor, sequence, expert and pipe */
+    double  plain_bytes;       /* that this rank would send in a ring allreduce of its gradients as f32 */
     double  loss;              /* mean over all ranks' samples of the last step; with `delayed` of the step before,
                                   because the loss is sent with the gradients. Local, block, elastic: of the steps up
                                   to the last meeting; after it, and with gossip, of this rank alone. NaN: before the
                                   first step */
-    int64_t samples;           /* of the same steps, on the same ranks */
+    int64_t samples;           /* of the steps, and on the ranks, of which .loss is the mean */
     int32_t buckets;
 } hpml_distribute_report;
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
 /* Returns how the gradient of parameter number `param` travels: ALLREDUCE or FACTORS. */
 HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param);
-HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line; warns below 50 % */
+HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* writes the report as a line */
 
 /* Where the time of one step of one rank went. The step lasts from the end of the rank's wait in the step before to the
    end of its wait in this step. What remains of step_s after compute_s, exposed_s and bubble_s is the time for loading
@@ -1128,7 +1149,7 @@ typedef struct hpml_step_row {
     double  step_s, compute_s; /* the whole step; its forward and backward pass */
     double  overlap_s; /* exchanging while computing */
     double  exposed_s; /* waiting for the exchange with nothing left to compute, without bubble_s */
-    double  bubble_s;  /* waiting for the slowest rank, as long as that still computed */
+    double  bubble_s;  /* waiting for the slowest rank while that rank still computed */
     double  bytes;     /* sent */
 } hpml_step_row;
 /* The rows of the last steps of all ranks, by step, then rank; whole steps only, as many as `capacity` rows hold.
@@ -1279,7 +1300,7 @@ HPML_API hpml_tensor *hpml_linear_rows(hpml_tensor *x, int64_t out, const hpml_l
      named_part   x is whole; the result is this rank's part of x (hpml_group_split)
      einsum       y = sum over all dimensions that `text` has in a and b but not in y of a b: "batch in, hidden in ->
                   batch hidden". y is split as a and b are. Where a dimension that is summed is split, the ranks' sums
-                  are added up (hpml_group_sum): in each such pass the bytes of one sum of y, over that axis */
+                  are added up (hpml_group_sum), which in each such pass sends the bytes of a sum of y over its axis */
 HPML_API hpml_tensor *hpml_named_param(hpml_ctx *ctx, const char *rules, const char *dims, const hpml_param_desc *desc);
 HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const char *dims);
 HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor *b);
@@ -1318,7 +1339,7 @@ typedef struct hpml_simulate_desc {
                                         added on the way: each rank sends every owner its stripe (all to all); the owner
                                         adds, packs, and sends the sum to all ranks (allgather); `algorithm` does not
                                         count. NULL: no codec */
-    double         codec_s_per_byte; /* seconds to pack and unpack a byte of f32 gradient, twice; part of the stream */
+    double         codec_s_per_byte; /* seconds a byte of f32 gradient for packing and unpacking it, then its sum */
     size_t         bucket_bytes;     /* bytes of f32 gradient in a bucket; 0: 25 MiB, 1: each layer alone */
     bool           no_overlap;       /* exchange after the backward pass, not during it */
     bool           delayed;          /* exchange the gradients of the step before during this one (double buffering) */
@@ -1334,10 +1355,10 @@ typedef struct hpml_simulation {
     double  compute_s;      /* seconds of forward, backward and update on a rank that is not slow */
     double  straggle_s;     /* seconds that the slowest rank computes longer */
     double  exposed_s;      /* seconds of communication that overlap no computation */
-    double  comm_s;         /* seconds of communication, packing included; comm_s - exposed_s overlap computation */
+    double  comm_s;         /* seconds of communication, packing included; all but exposed_s overlap computation */
     double  efficiency;     /* compute_s / step_s: at 1, p ranks do p batches in the time of one */
     int64_t bytes_per_rank; /* sent by the rank that sends most */
-    int64_t messages;       /* of the rank that sends most */
+    int64_t messages;       /* number of messages of the rank that sends most */
     int64_t between_bytes;  /* sent from node to node, by all ranks together */
     int32_t buckets;
 } hpml_simulation;
@@ -1474,10 +1495,10 @@ struct hpml_comm {
     bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
     bool                  is_virtual; /* true with CLOCK: time is virtual, and waits have no deadline */
     bool                  check;
-    bool                  survive;  /* a lost rank ends its own messages alone: see hpml_comm_lost */
+    bool                  survive;  /* a lost rank ends only messages with it: see hpml_comm_lost */
     bool                 *silent;   /* (size) true: a wait for that rank has lasted until the deadline, with .survive */
     double                timeout;  /* seconds that a wait may last; negative: for ever */
-    int                   spin_limit; /* tests of a message before the wait yields the core; as many later it sleeps */
+    int                   spin_limit; /* tests of a message before a wait yields the core, and then until it sleeps */
     double                gives_up; /* hpml_comm_now() at which hpml_wait_any returns without an error; 1e300: never */
     double                no_yield; /* hpml_now() before which waits do not yield the core, because a yield was slow */
     double                busy;     /* hpml_now() until which this rank has announced that it is busy; 0: not busy */
@@ -1494,17 +1515,17 @@ struct hpml_comm {
     hpml_link             inside, between; /* links by which AUTO compares algorithms, see hpmlc_comm_links */
     double                forecast[31][HPML_ALGORITHM_COUNT]; /* AUTO: simulated seconds for 2^k bytes; 0: none yet */
     hpml_counters         counters;
-    bool                  is_uncounted; /* true: a twin is being made, which the caller has not asked for */
+    bool                  is_uncounted; /* true: messages make a twin, and are left out of the counters */
     int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
     hpml_message         *pending;  /* list of the receives that are not done, newest first */
-    hpmlc_text            close_error; /* where to write an error of closing, because the context is freed then */
+    hpmlc_text            close_error; /* for an error while closing, when the context is being freed */
     hpmlc_background     *background;
     hpml_device_link      link;     /* moves arrays between devices; .begin NULL: there is none */
     hpmlc_mesh           *mesh;     /* axes into which the ranks are cut; NULL: no plan has been set */
     char                 *scratch;  /* buffer for copies of arrays that are sent while they are added to */
     bool                  returns;  /* true: received sums are written to the sender's array, too: see hpmlc_returns */
-    hpml_element          returned; /* the type of the sums */
-    int                   divisor;  /* divides these sums by this number; 0: does not */
+    hpml_element          returned; /* element type of the sums that .returns writes */
+    int                   divisor;  /* these sums are divided by this number, for a mean; 0: they are not */
     hpmlc_course         *course;   /* the collective that this rank executes; NULL: none, or one without phases */
     hpml_comm            *stopped;  /* THREADS: list of sleeping ranks whose course this thread must continue */
     hpml_comm            *next_stopped;
@@ -1814,7 +1835,7 @@ HPML_API bool hpml_comm_lost(const hpml_comm *c, int rank)
    NULL: the rank has left without an error. */
 HPMLC_FN void hpmlc_loss_text(char *to, const char *text)
 {
-    const bool names = text && strncmp(text, "rank ", 5) == 0; /* it failed because another rank was lost */
+    const bool names = text && strncmp(text, "rank ", 5) == 0; /* the rank failed because it had lost another one */
     if (!text) text = "has left";
     else if (!names) snprintf(to, 256, "failed: %s", text);
     if (names || strcmp(text, "has left") == 0) snprintf(to, 256, "%s", text);
@@ -1855,7 +1876,7 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
     m->data      = data;
     m->bytes     = bytes;
     m->reduce    = reduce;
-    const char *lost = receiving ? NULL : hpmlc_why_lost(c, peer); /* a receive may get an earlier message */
+    const char *lost = receiving ? NULL : hpmlc_why_lost(c, peer); /* a receive may get one sent before the loss */
     if (lost) return hpmlc_lose(c, m, lost);
     if (receiving) {
         m->next    = c->pending;
@@ -1908,7 +1929,7 @@ HPMLC_FN double hpmlc_next_arrival(hpml_message *const *m, int count)
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
     if (hpmlc_oldest(m) != m) return;
-    const char *lost = hpmlc_why_lost(c, m->peer); /* before the test, which finds all that was sent before */
+    const char *lost = hpmlc_why_lost(c, m->peer); /* read first, so that the test finds all that the peer sent */
     c->t->test(c, m);
     if (!lost || hpmlc_done(m) || (m->receiving && m->arrival > 0)) return;
     c->t->abandon(c, m);
@@ -1928,7 +1949,7 @@ HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *fr
     if (!c || !m) return;
     if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
     else if (m->reduce) m->reduce(m->data, from, bytes);
-    else if (bytes > 0 && m->data != from) memcpy(m->data, from, bytes); /* equal: ranks share an array */
+    else if (bytes > 0 && m->data != from) memcpy(m->data, from, bytes); /* equal: both ranks use one array */
     m->done = true;
 }
 
@@ -2054,7 +2075,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int 
         if (i == first) last = stuck;
         others++;
     }
-    if (c->survive && m[first]->tag <= HPML_TAG_MAX) { /* the next tests end the messages of these ranks */
+    if (c->survive && m[first]->tag <= HPML_TAG_MAX) { /* marks the peers, whose messages the next tests end */
         for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) c->silent[m[i]->peer] = true;
         return hpml_now() + c->timeout;
     }
@@ -2068,7 +2089,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int 
 
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
-    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that most calls announce nothing */
+    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more: most calls then send nothing */
     if (!c || !c->t->announce_busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
     c->busy = seconds > 0 ? now + lasts : 0;
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
@@ -2102,7 +2123,7 @@ HPMLC_FN bool hpmlc_is_first(hpml_comm *c, const hpml_message *m, int count)
    all messages of the list are over. */
 HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
 {
-    double limit = 0; /* the deadline, a time of hpml_now; 0: not set, because this wait has not slept yet */
+    double limit = 0; /* the deadline, a time of hpml_now; 0: none yet, set before the first sleep */
     int64_t rounds = c->counters.rounds;
     bool   shares_core = false;
     int    over;
@@ -2112,7 +2133,7 @@ HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
         if (c->gives_up < 1e300 && hpml_comm_now(c) >= c->gives_up) break;
         if (turn == 0) shares_core = hpmlc_shares_core(c, m, count);
         if (moved || (!shares_core && hpmlc_wait_awake(c, m, count, turn))) continue;
-        if (limit == 0 && hpmlc_failed(c)) { /* the messages began before this rank failed */
+        if (limit == 0 && hpmlc_failed(c)) { /* this rank failed after it had begun the messages */
             hpmlc_give_up(c, m, count);
             continue;
         }
@@ -2140,7 +2161,7 @@ HPML_API bool hpml_test(hpml_comm *c, hpml_message *m)
 {
     if (!c || !m) return true;
     if (!hpmlc_done(m)) hpmlc_test_list(c, &m, 1);
-    if (!hpmlc_done(m) && !c->t->schedule && c->t->block) c->t->block(c, &m, 1, 0); /* reads control messages */
+    if (!hpmlc_done(m) && !c->t->schedule && c->t->block) c->t->block(c, &m, 1, 0); /* receives control messages */
     if (!hpmlc_done(m) && hpmlc_failed(c)) hpmlc_give_up(c, &m, 1);
     if (!hpmlc_done(m)) return false;
     if (m->receiving) hpmlc_unlist(c, m);
@@ -2195,7 +2216,7 @@ HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
     e.lane   = HPML_LANE_COMM;
     e.name   = "message";
     e.start  = hpml_comm_now(c);
-    e.number = (int64_t)(id >> 12); /* 52 bits, because a double holds these exactly */
+    e.number = (int64_t)(id >> 12); /* 52 bits, which a double of the timeline's file holds exactly */
     hpml_trace_add(c->trace, &e);
 }
 
@@ -2272,8 +2293,8 @@ struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
     pthread_cond_t  changed;
     unsigned        changes;
     bool            sleeping;
-    bool            stopped; /* it sleeps on while another thread continues its course: see hpmlc_threads_help */
-    bool            counted; /* while it sleeps, the world does not count the thread as awake */
+    bool            stopped; /* sleeps while another thread runs its course: see hpmlc_threads_help */
+    bool            counted; /* this sleep is counted: the thread is not among the world's awake ones */
 };
 
 typedef struct hpmlc_inbox {
@@ -2301,7 +2322,7 @@ struct hpmlc_group {
 typedef struct hpmlc_vthread hpmlc_vthread; /* a thread in virtual time: see >>clock */
 
 typedef struct hpmlc_loss { /* a rank that has failed or left, with .survive */
-    double at; /* CLOCK: virtual time at which it did; else 0 */
+    double at; /* CLOCK: virtual time at which the rank failed or left; else 0 */
     char   text[256]; /* as hpmlc_loss_text writes it */
 } hpmlc_loss;
 
@@ -2333,7 +2354,7 @@ typedef struct hpmlc_thread_state {
 /* The content of hpml_message.state, memory for the transport's data of a message, with THREADS and CLOCK. */
 typedef struct __attribute__((may_alias)) hpmlc_post {
     hpml_message *next;   /* of a send: the next send in the receiver's inbox */
-    hpml_message *after, **before; /* of a copy of a send: the next of the inbox's copies; what points to this one */
+    hpml_message *after, **before; /* of a copy of a send: next copy in the inbox; the pointer to this copy */
     int           from;   /* of a send: the sender's rank */
     bool          copied; /* of a send: it is a copy, which its receiver frees */
     size_t        tested; /* of a receive: 1 + the inbox's `changes` at the last test; 0: not tested yet */
@@ -2687,13 +2708,13 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     return start + busy + link->latency;
 }
 
-#define HPMLC_HANDED 16384 /* bytes of the largest message that ranks with cores of their own hand over */
+#define HPMLC_HANDED 16384 /* bytes: larger messages are not handed over, where each rank has a core: see below */
 
 /* Returns the receive that the sleeping owner of the inbox `in` has begun for the message m of rank `from`; NULL: none.
    The caller holds the mutex of the inbox. */
 HPMLC_FN hpml_message *hpmlc_inbox_expects(const hpmlc_inbox *in, const hpml_message *m, int from)
 {
-    hpml_message *found = NULL; /* the oldest, which is the last of the list */
+    hpml_message *found = NULL; /* the oldest such receive, the last in the list */
     for (hpml_message *r = in->owner->pending; r; r = r->next)
         if (!r->done && r->peer == from && r->tag == m->tag) found = r;
     return found;
@@ -2843,7 +2864,7 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m);
 HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
-    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* a send of a collective meets its receive soon */
+    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* not of a collective, whose receive comes soon */
     const bool hands = hpmlc_threads_hands_over(c, m->bytes) && !hpmlc_world_of(c)->buffered;
     if (m->receiving && hands && hpmlc_oldest(m) == m) hpmlc_threads_test(c, m);
     if (m->receiving || (hands && hpmlc_threads_hand_over(c, m))) return;
@@ -2936,9 +2957,9 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int coun
 {
     hpmlc_help_others(c);
     hpmlc_inbox *in      = hpmlc_inbox_of(c);
-    bool         counted = c->gives_up >= 1e300; /* else this thread wakes by itself */
+    bool         counted = c->gives_up >= 1e300; /* else the time limit wakes this thread */
     double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
-    for (const hpml_message *p = c->pending; p; p = p->next) /* a message in flight will end the sleep */
+    for (const hpml_message *p = c->pending; p; p = p->next) /* a message on its way ends the sleep */
         if (p->arrival > 0 && !p->done) {
             counted = false;
             if (p->arrival - early < until) until = p->arrival - early;
@@ -2961,8 +2982,8 @@ HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
         do {
             changes = __atomic_load_n(&in->wait.changes, __ATOMIC_ACQUIRE);
             waits   = hpmlc_course_next(r);
-            if (waits) hpmlc_test_list(r, hpmlc_course_missing(r), 1); /* the rank's other receives, too */
-            while (r->stopped) { /* r's messages have ended rounds of others */
+            if (waits) hpmlc_test_list(r, hpmlc_course_missing(r), 1); /* tests the other receives of r as well */
+            while (r->stopped) { /* r's sends may have ended rounds of sleeping ranks */
                 hpml_comm *other = r->stopped;
                 r->stopped          = other->next_stopped;
                 other->next_stopped = c->stopped;
@@ -3047,7 +3068,7 @@ HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const in
     if (!group || !hpmlc_thread_state_new(part))
         return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     hpmlc_thread(part)->group   = group;
-    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: a background thread replaces it */
+    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: a twin's thread sets its own later */
     hpmlc_group_enter(group, part->rank, part);
     return HPML_OK;
 }
@@ -3191,14 +3212,14 @@ HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g 
 #define HPMLC_PIECE ((size_t)4 << 20)
 #define HPMLC_CONTROL 256 /* bytes of a rank's final control message: 'L' (left) or 'F' (failed) and a text */
 #define HPMLC_BUSY  40   /* messages "I am busy", one for each duration of 2^k / 256 s, up to 68 years */
-#define HPMLC_PARTS 128  /* communicators at most, the first one and its parts, that share an MPI communicator */
+#define HPMLC_PARTS 128  /* at most so many communicators, one and its parts, share an MPI communicator */
 
 typedef struct hpmlc_shared hpmlc_shared;
 
 /* What hpml_comm.state, the pointer for the transport's own data, points to with MPI. */
 typedef struct hpmlc_mpi {
     hpmlc_shared *shared;
-    MPI_Comm      comm;    /* of the communicator of hpml_comm_create, over which its parts send, too */
+    MPI_Comm      comm;    /* used by the communicator of hpml_comm_create and by its parts */
     MPI_Comm      native;  /* for MPI_Iallreduce alone; MPI_COMM_NULL: none */
     int           part;    /* number of this part (0: not a part); its tags begin at part * HPMLC_TAG_SPAN */
     hpml_message *sending; /* list of unfinished sends of over two pieces, and of later sends; oldest first */
@@ -3227,12 +3248,12 @@ HPMLC_FN hpmlc_transfer *hpmlc_transfer_of(const hpml_message *m)
 struct hpmlc_shared {
     int            rank, size;
     double         timeout; /* seconds that a wait may last; negative: for ever */
-    hpml_comm     *owner;   /* the communicator of hpml_comm_create */
+    hpml_comm     *owner;   /* the communicator that hpml_comm_create made */
     hpmlc_shared  *next;    /* next in the list hpmlc_mpi_living */
     MPI_Errhandler before;  /* error handler that MPI_COMM_WORLD had, restored in the end */
     /* Control messages, by which a rank announces that it failed, left, waits or is busy: */
-    MPI_Comm       comm;    /* over which control messages are sent, ... */
-    int            tag;     /* ... with this tag */
+    MPI_Comm       comm;    /* communicator for control messages */
+    int            tag;     /* tag of control messages */
     int            from;    /* rank whose control message is being received, -1: none */
     MPI_Request    receive; /* MPI's request for receiving a control message */
     char           control[HPMLC_CONTROL]; /* buffer into which a control message is received */
@@ -3242,7 +3263,7 @@ struct hpmlc_shared {
     int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., buffers of sends. Number r means "I wait for rank
                                r", `size` "I wait for all", size + 1 + k "I am busy, for up to 2^k / 256 s", the
                                sender's own number "I do not wait any more" */
-    double        *awaits;  /* (size, 2) the last number from each rank, and the hpml_now() until which it is valid */
+    double        *awaits;  /* (size, 2) the .number that each rank announced last; hpml_now() until which it holds */
     double         busy;    /* hpml_now() until which this rank has announced that it is busy; 0: it is not */
     int            failed;  /* 1 + the first rank that announced a failure; 0: none */
     char           text[HPMLC_CONTROL]; /* text of the failure that rank failed - 1 announced */
@@ -3607,7 +3628,7 @@ HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
     for (size_t k = t->moved / HPMLC_PIECE; m->receiving && k < t->posted; k++) {
         int over = 0;
         if (MPI_Cancel(&t->request[k % 2]) != MPI_SUCCESS) continue;
-        for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait waits for ever if only a half comes */
+        for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait would wait for ever for the rest of m */
             if (MPI_Test(&t->request[k % 2], &over, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
     }
     hpmlc_mpi_unlock(x->shared);
@@ -3713,7 +3734,7 @@ HPMLC_FN hpml_status hpmlc_mpi_wait_all(hpml_comm *c, int code, MPI_Request *req
     return hpml_ctx_status(c->ctx);
 }
 
-/* Sums n elements at `data` over all ranks of c, or takes the maximum, by MPI_Iallreduce: in parts of 2^30 elements,
+/* Sums n elements at `data` over all ranks of c, or takes the maximum, by MPI_Iallreduce: 2^30 elements at a time,
    because MPI counts with int. element: an hpml_element; op: an hpml_reduce. */
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
 {
@@ -3933,7 +3954,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
     if (absent < 0 && !failed && !killed) MPI_Comm_free(&hpmlc_mpi_of(c)->comm);
-    x->kept = absent >= 0 || killed; /* then MPI may still send from x */
+    x->kept = absent >= 0 || killed; /* true: MPI may still send from x */
     hpmlc_shared_release(x);
 }
 
@@ -4101,7 +4122,7 @@ HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_co
     if (good) return x;
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
-    x->kept = x->said_final; /* then x leaks, because MPI may still send from x */
+    x->kept = x->said_final; /* true: x is not freed, because MPI may still send from x */
     hpmlc_shared_release(x);
     return NULL;
 }
@@ -4243,7 +4264,7 @@ HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time)
     pthread_mutex_lock(&w->mutex);
     self->due   = sleeps ? self->clock : fmax(time, self->clock);
     self->waits = !sleeps;
-    if (sleeps && (!w->failed || in->peer < 0)) { /* after a failure no thread awaits messages */
+    if (sleeps && (!w->failed || in->peer < 0)) { /* a failed world ends waits for messages */
         self->runnable    = false;
         in->wait.sleeping = true; /* hpmlc_world_stuck reports this wait */
         __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
@@ -4643,7 +4664,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     while (ranks[me] != c->rank) me++;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
     if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* an error on all ranks if any lacks memory */
+    if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* all ranks fail if one lacks memory */
     for (int i = 0; i < count; i++) {
         part->origin[i] = c->origin[ranks[i]];
         part->node[i]   = c->node[ranks[i]];
@@ -4874,8 +4895,8 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     }
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
-    const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else others may never call it ... */
-    if (started && finalizes) MPI_Finalize(); /* ... and exit ends the job */
+    const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else other ranks may not call it */
+    if (started && finalizes) MPI_Finalize(); /* else exit ends the job */
 #else
     hpmlc_start_main(s); /* fails: the error's text shows how to build with MPI */
 #endif
@@ -5293,7 +5314,7 @@ typedef struct hpmlc_algorithm {
     hpml_algorithm    algorithm;
     const char       *name;
     const hpmlc_kind *phase[HPMLC_ROW_PHASES]; /* run in this order by all ranks as one team; the last is NULL */
-    /* Optional: the phases where each of several nodes has several ranks; elsewhere all ranks run `phase`. */
+    /* Optional: appends the phases for several nodes with several ranks each; else all ranks run `phase`. */
     void (*by_nodes)(hpmlc_phases *all, int p, int per_node, bool spread, int rank, int64_t n);
     bool              native;     /* the transport executes the algorithm; `phase` then only estimates its bytes */
     int32_t           auto_ranks; /* AUTO simulates the algorithm for at most so many ranks; 0: never */
@@ -5578,7 +5599,7 @@ struct hpmlc_course {
     hpmlc_reduce_fn    *reduce;
     int                 phase, at;       /* the round: number `at` of all->phase[phase] */
     bool                sends, receives; /* the round has a message to, from another rank */
-    bool                skips;           /* the round before has returned the sums of this one */
+    bool                skips;           /* this round's sums came back with the round before */
     bool                is_begun;
     double              since;           /* hpml_comm_now() when the phases of the current level began */
     hpml_status         status;
@@ -5598,7 +5619,7 @@ HPMLC_FN void hpmlc_course_begin(hpml_comm *c)
     x->sends    = m.to >= 0 && !x->skips;
     x->receives = m.from >= 0 && !x->skips;
     if (m.to >= 0 || m.from >= 0) c->counters.rounds++;
-    if (x->skips) hpmlc_count_send(c, m.to, sent_bytes); /* a round that the one before has done counts as well */
+    if (x->skips) hpmlc_count_send(c, m.to, sent_bytes); /* a skipped round is counted as sent, too */
     c->returns  = !x->skips && hpmlc_returns(c, x->all, x->phase, x->at);
     c->returned = x->e;
     c->divisor  = x->op == HPML_MEAN ? c->size : 0;
@@ -5867,8 +5888,8 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     HPMLC_ZERO(hpml_network, net);
     int p = c->size, known = 0, nodes = 0;
     for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
-    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p) new nodes, (known) 1 + new number */
-    for (int r = 0; node && r < p; r++) { /* numbers the nodes anew, because a part may lack some */
+    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p) nodes anew; (known) new numbers + 1 */
+    for (int r = 0; node && r < p; r++) { /* a part may lack some nodes */
         int32_t *number = &node[p + c->node[r]];
         if (*number == 0) *number = ++nodes;
         node[r] = *number - 1;
@@ -6294,7 +6315,7 @@ typedef struct hpmlc_item {
     int64_t       my_row, my_rows; /* first row of this rank's stripe; its rows */
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
     /* Arrays that one codec alone uses, allocated together with the residual; NULL with other codecs: */
-    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols) each; pairs (p, k, 2): k of each rank */
+    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols) each; pairs (p, k, 2): k pairs of each rank */
     float        *m, *p, *q;       /* LOWRANK: matrices M (rows, cols), P (rows, r), Q (cols, r) */
 } hpmlc_item;
 
@@ -6377,7 +6398,7 @@ struct hpml_exchange {
     int64_t             bytes;     /* bytes that this rank sends in one run, plain tensors excluded */
     hpmlc_host_view     view;      /* HPMLC_PADDED_LINKED: device where tensors, residuals and messages are */
     int                 bucket;    /* number of the bucket on the timeline, from 1; 0: none */
-    int64_t             bad;       /* last run: 2^20 * tensor + 1 + a rank with a NaN there; 0: none */
+    int64_t             bad;       /* of the last run: 2^20 * tensor + 1 + rank, for a tensor with a NaN; 0: none */
 };
 
 /* Allocates `bytes` where the exchange's tensors are, on a device or the host. NULL: an error on the context. */
@@ -7017,7 +7038,7 @@ struct hpmlc_whole { /* the functions of a codec that packs whole tensors */
     /* Returns how many floats the codec's arrays for a tensor take; at: memory that they get; NULL: only counts. */
     int64_t (*arrays)(const hpml_exchange *x, hpmlc_item *it, float *at);
     bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* optional; false: plain, as packing saves nothing */
-    hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: adds zeros */
+    hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: sends zeros */
     int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* returns bytes that this rank sends in one run */
 };
 
@@ -7452,7 +7473,7 @@ HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
 /* Returns whether the plan splits the model: it has several ranks on an axis other than data. */
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p) { return hpmlc_plan_replica(p) > 1 || p->expert > 1; }
 
-/* Returns whether the plan changes how much memory a trainer needs, so that it is taken late (see hpml_ctx_defer). */
+/* Returns whether the plan changes how much memory a trainer needs, so that memory is taken late (hpml_ctx_defer). */
 HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p)
 {
     return p->shard > 0 || p->pipe > 1 || p->recompute || p->memory > 0;
@@ -7484,11 +7505,11 @@ HPMLC_FN int hpmlc_plan_workers(const hpml_plan *p, int ranks)
 typedef enum hpmlc_field_kind {
     HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
     HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY,
-    HPMLC_FIELD_ROUTE, HPMLC_FIELD_SCHEDULE /* words, from STRATEGY on */
+    HPMLC_FIELD_ROUTE, HPMLC_FIELD_SCHEDULE /* from STRATEGY on: fields whose values are words */
 } hpmlc_field_kind;
 
 typedef struct hpmlc_field {
-    const char      *name, *where; /* where: the field may be set; NULL: everywhere */
+    const char      *name, *where; /* where: plans in which the field may be set; NULL: all */
     hpmlc_field_kind kind;
     size_t           at;           /* offset in hpml_plan */
     double           most;         /* largest value */
@@ -7777,7 +7798,7 @@ HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *f
 {
     hpml_plan whole;
     hpml_plan_resolve(plan, facts, &whole);
-    int64_t grain  = hpmlc_exact_is_chosen(NULL, &whole) ? whole.leaf : 1; /* samples that stay together */
+    int64_t grain  = hpmlc_exact_is_chosen(NULL, &whole) ? whole.leaf : 1; /* samples that one rank computes together */
     int64_t grains = (whole.global_batch - 1) / grain + 1;
     return ((grains - 1) / hpmlc_plan_workers(plan, facts->ranks) + 1) * grain;
 }
@@ -7914,7 +7935,7 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
     bool matters[HPMLC_FIELDS], is_final = false;
     int  i = 0;
     do {
-        if (!is_final) i = HPMLC_FIELDS - 1; /* else the fields further down stay 0 */
+        if (!is_final) i = HPMLC_FIELDS - 1; /* else later fields, still 0, cannot help */
         hpmlc_fields_matter(plan, matters);
         while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], plan))) i--;
         if (i < 0) return false;
@@ -7947,11 +7968,11 @@ typedef struct hpmlc_task {
 
 typedef struct hpmlc_bucket {
     hpml_exchange *x, *warm;     /* warm: for the first .warm_steps steps, uncompressed; NULL: none */
-    hpml_exchange *now;          /* x or warm, as this step uses it; NULL: before the first step */
+    hpml_exchange *now;          /* the one of x and warm that this step uses; NULL: before the first step */
     hpmlc_task     task;         /* the bucket's exchange in this step */
     hpml_comm     *c;            /* ranks over which these gradients are added up, see hpmlc_ranks_of */
     int            count, ready; /* number of tensors; how many gradients are final in this step */
-    bool           adds;         /* shard 2, 3: this rank's block has the sum of earlier micro-batches of the step */
+    bool           adds;         /* shard 2, 3: add to this rank's block, which has the sum of earlier micro-batches */
     int64_t        at, floats;   /* the bucket's range of the trainer's array of gradients */
 } hpmlc_bucket;
 
@@ -7996,8 +8017,8 @@ typedef struct hpmlc_stats {
 typedef struct hpmlc_reporting {
     hpml_distribute_report r;    /* sums over the steps since the last reset */
     double                 began;    /* seconds at the last reset */
-    hpml_counters          at_reset; /* what this rank had sent at the last reset, see hpmlc_sent ... */
-    hpml_counters          split_at_reset; /* ... and along the axes of split layers, see hpmlc_axes_sent */
+    hpml_counters          at_reset; /* what this rank had sent at the last reset, see hpmlc_sent */
+    hpml_counters          split_at_reset; /* of .at_reset, what was sent along axes other than data */
     hpml_step_row         *row;      /* (history) ring of the rows of the last steps */
     int64_t                rows;     /* number of rows that were written to the ring */
     hpml_distribute_report at_row;   /* value of r when the last row was written */
@@ -8054,7 +8075,7 @@ struct hpml_distributed {
 
 struct hpmlc_strategy {
     hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
-    const char *name;         /* of the form, as the plan's field, if any; own arrays in checkpoints begin so */
+    const char *name;         /* the form's, as the plan's field; NULL: one form. Its arrays in checkpoints begin so */
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
     const char *pending;      /* array of a checkpoint with gradients that only this form applies; NULL: none */
     bool (*is_chosen)(hpml_comm *c, const hpml_plan *plan); /* optional: whether the form fits; NULL: always */
@@ -8066,7 +8087,7 @@ struct hpmlc_strategy {
     hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
     hpml_status (*finish)(hpml_distributed *d); /* optional: sets all ranks' parameters to the training's result */
     bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists what checkpoints hold; false: an error */
-    void (*close)(hpml_distributed *d); /* optional: releases what hpmlc_dist_alloc has not given `open` */
+    void (*close)(hpml_distributed *d); /* optional: releases what `open` took without hpmlc_dist_alloc */
 };
 
 #define HPMLC_BLOCK 64 /* bytes before memory of hpmlc_dist_alloc, with the address of the next older block */
@@ -8461,7 +8482,7 @@ HPMLC_FN hpml_status hpmlc_stats_sum(hpml_comm *c, void *user)
     c->about.first = n > 0 ? "loss, samples, running statistics" : "loss, samples";
     hpml_status status = hpmlc_reduce_all(c, d->stats.sum, HPMLC_STATS + n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     c->about.first = NULL;
-    for (int64_t k = 0; k < HPMLC_STATS + n && d->plan.sequence > 1; k++) /* its ranks have the same samples */
+    for (int64_t k = 0; k < HPMLC_STATS + n && d->plan.sequence > 1; k++) /* ranks of the axis count the same samples */
         if (k != HPMLC_BAD && k != HPMLC_BAD_RANK) d->stats.sum[k] /= d->plan.sequence;
     return status;
 }
@@ -8501,7 +8522,7 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
     if (status == HPML_OK) {
         hpmlc_stats_fill(d, buffers);
         status = hpmlc_task_start(d, &d->stats.task, d->c, hpmlc_stats_sum, d);
-        if (status == HPML_OK) status = d->stats.task.status; /* of the sum, if that was done at once */
+        if (status == HPML_OK) status = d->stats.task.status; /* the sum's own status, if it is done already */
     }
     if (!d->background) hpmlc_dist_waited(d, start);
     return status;
@@ -8595,7 +8616,7 @@ HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
     hpmlc_sent(d, &r->row_sent);
 }
 
-enum { HPMLC_TAG_SUM = HPML_TAG_MAX - 2 }; /* of sums over the ranks that are there */
+enum { HPMLC_TAG_SUM = HPML_TAG_MAX - 2 }; /* tag of sums over the ranks that are not lost */
 
 /* Returns whether the training goes on when ranks are lost. */
 HPMLC_FN bool hpmlc_goes_on(const hpml_distributed *d)
@@ -8741,9 +8762,9 @@ typedef struct hpmlc_state {
     hpmlc_scope  scope;
     float       *data;       /* (copies.count, floats) what this rank has of the copies; NULL: nothing */
     const hpmlc_host_view *view; /* host access to `data` */
-    int64_t      count;      /* floats of one copy: of the part of a tensor that this rank has, or the whole ... */
-    int64_t      whole;      /* ... and of the whole, as in the file */
-    const hpml_tensor *param; /* parameter as whose part, or whole, a copy lies in memory; NULL: none */
+    int64_t      count;      /* floats of one copy on this rank: of the part of a tensor that it has, or the whole */
+    int64_t      whole;      /* floats of one copy in the file, which has whole tensors */
+    const hpml_tensor *param; /* parameter whose layout in memory a copy has (this rank's part); NULL: none */
     int64_t      at, floats; /* this rank's range of one copy: [at, at + floats) */
     hpmlc_copies copies;     /* this rank's copies, and how many the file has: copies.all */
     bool         is_mean;    /* copies are shares of a mean: the fewer there are, the larger each is */
@@ -8759,7 +8780,7 @@ struct hpmlc_states {
     bool              is_saving; /* the list is for saving; else it is for loading */
     const char       *copy;      /* word for the copies of scope RANK in names of arrays: "ranks" or "leaves" */
     bool             *present;   /* hpmlc_state.present of the arrays that are added next */
-    hpmlc_host_view       host;      /* host access to arrays on the host */
+    hpmlc_host_view       host;      /* hpmlc_state.view of arrays in host memory */
 };
 
 /* Adds an array, of which each copy has `count` floats, to the list of arrays that checkpoints hold, with the name
@@ -8835,7 +8856,7 @@ HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, con
     hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, kind, list->copy, tensor, count);
     if (!it) return;
     it->copies  = list->d->copies;
-    if (x->c->size != list->d->c->size) { /* a part of a whole that is split over other ranks of list->d->c */
+    if (x->c->size != list->d->c->size) { /* x adds up a split parameter, over fewer ranks */
         it->copies.first = x->c->rank;
         it->copies.all   = x->c->size;
     }
@@ -9064,15 +9085,15 @@ typedef struct hpmlc_sharding {
     hpmlc_shard_job *job;     /* (buckets.count) reduce-scatters */
     float           *all;     /* shard 1, 2: the trainer's array of values */
     int64_t          largest; /* floats of the largest bucket */
-    int64_t          clock;   /* counts the needs of ops */
+    int64_t          clock;   /* counts how often an op needed a bucket, as time for hpmlc_slot.used */
     const hpml_node *node;    /* the op that runs now, whose buckets stay in their slots; NULL: none */
-    const hpml_node *first_node;  /* a pass forward begins when this op needs ... */
-    int              first_param; /* ... this parameter, of those that it reads the first */
+    const hpml_node *first_node;  /* the first op of a forward pass that needs a bucket */
+    int              first_param; /* the first parameter that this op needs */
     hpmlc_slot      *whole;   /* shard 1, 2: (buckets.count) the allgather of each bucket's new values */
     int              stepped; /* buckets that were stepped in this update */
     int64_t          samples; /* of the micro-batch that runs now, on this rank */
-    bool             early;   /* buckets are stepped and gathered within the backward pass ... */
-    bool             posted;  /* ... so the sum of samples and losses was started within it, too, in this update */
+    bool             early;   /* buckets are stepped and gathered within the backward pass */
+    bool             posted;  /* with .early: this update's sum of samples and losses was started in the pass */
 } hpmlc_sharding;
 
 HPMLC_FN bool hpmlc_shard_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p) { return p->shard > 0; }
@@ -9374,7 +9395,7 @@ HPMLC_FN hpml_status hpmlc_shard_values(hpml_distributed *d, int b, const hpml_m
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
     const bool      first  = at->node == s->first_node && at->param == s->first_param;
     const bool      begins = first && (at->pass == HPML_PASS_FORWARD || at->pass == HPML_PASS_EVALUATE);
-    hpml_status     status = begins ? hpmlc_shard_forget(d) : HPML_OK; /* values may have been loaded since */
+    hpml_status     status = begins ? hpmlc_shard_forget(d) : HPML_OK; /* the program may have loaded new values */
     s->node = at->node;
     s->clock++;
     hpmlc_slot *slot = hpmlc_shard_fetch(d, b, at->node, &status);
@@ -9412,9 +9433,9 @@ HPMLC_FN hpml_status hpmlc_shard_gradients(hpml_distributed *d, int b, const hpm
     for (hpmlc_slot *at = s->gradients.item; at < end; at++) {
         if (at->bucket == b && !at->posted) return HPML_OK;
         if (at->bucket >= 0 && !at->posted) continue; /* incomplete */
-        if (!slot || at->used < slot->used) slot = at; /* a free one, or the bucket that is under way longest */
+        if (!slot || at->used < slot->used) slot = at; /* a free slot, or the one started longest ago */
         if (at->bucket != b) continue;
-        slot = at; /* has the gradients of the micro-batch before */
+        slot = at; /* b's slot of the micro-batch before */
         break;
     }
     if (!slot) return hpmlc_fail(d->c, HPML_ERR_STATE, "shard: no slot for the gradients of \"%s\"", node->out->name);
@@ -9539,7 +9560,7 @@ HPMLC_FN hpml_status hpmlc_shard_gradient(hpml_distributed *d, int param)
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
     const bool      early  = s->early && d->micro + 1 == d->accumulate;
     hpml_status     status = HPML_OK;
-    if (d->buckets.posted == d->buckets.count) hpmlc_buckets_reset(d); /* they were of the micro-batch before */
+    if (d->buckets.posted == d->buckets.count) hpmlc_buckets_reset(d); /* counted the micro-batch before */
     if (!hpmlc_buckets_count(d, param) || (d->plan.no_overlap && d->plan.shard < 2)) return HPML_OK;
     if (early && !s->posted) status = hpmlc_shard_stats(d);
     if (status == HPML_OK) status = hpmlc_buckets_post(d);
@@ -9892,7 +9913,7 @@ HPMLC_FN hpml_status hpmlc_delayed_begin(hpml_distributed *d, int64_t samples, f
 HPMLC_FN hpml_status hpmlc_delayed_gradient(hpml_distributed *d, int param)
 {
     hpmlc_buckets_count(d, param);
-    return HPML_OK; /* its exchange starts when the update has swapped the gradients */
+    return HPML_OK; /* the exchange starts after the update has swapped the gradients */
 }
 
 /* Completes the exchange of the gradients of the step before: waits for it and keeps that step's mean loss and mean
@@ -10593,9 +10614,9 @@ typedef struct hpmlc_weights {
     float  *centre;    /* (span) block: parameters after the last meeting; elastic: the centre; else NULL */
     float  *momentum;  /* (span) block: velocity of the outer optimizer; else NULL */
     int64_t floats;
-    int     there;     /* ranks at the last meeting */
+    int     there;     /* number of ranks at the last meeting */
     int64_t since;     /* steps since the last meeting */
-    double  samples, loss; /* of these steps on this rank: samples; loss times samples */
+    double  samples, loss; /* sums on this rank since the last meeting: samples; loss times samples */
     bool    is_set;    /* centre and momentum are set; false before the first step */
     bool    is_ahead;  /* block: parameters began this block ahead of the centre */
 } hpmlc_weights;
@@ -10901,7 +10922,7 @@ enum { HPMLC_TAG_REQUEST = HPML_TAG_MAX, HPMLC_TAG_FLOATS = HPML_TAG_MAX - 1 };
 
 typedef enum hpmlc_request_kind {
     HPMLC_PUSH,  /* floats follow, a gradient or values; is answered */
-    HPMLC_PULL,  /* nothing follows; is answered. Also a push whose floats were taken */
+    HPMLC_PULL,  /* nothing follows; is answered. A push becomes one when its floats are taken */
     HPMLC_DEAL,  /* asks for the number of a batch */
     HPMLC_NOTE,  /* reports .epoch, is not answered */
     HPMLC_LEAVE, /* the worker ends its training without HPMLC_FINISH; is not answered */
@@ -10911,69 +10932,69 @@ typedef enum hpmlc_request_kind {
 
 typedef struct hpmlc_request { /* header from a worker to a server */
     int64_t kind;
-    int64_t step;    /* PUSH, PULL: number of the step, or of the round; ROWS: of the parameter */
-    int64_t samples; /* PUSH: of the gradient, or of the round; ROWS: how many rows */
-    int64_t batch;   /* PUSH: number of the batch that was dealt, -1: none was; DEAL: batches of an epoch */
-    int64_t epoch;   /* DEAL: that the worker is in; NOTE: epochs that it has ended */
+    int64_t step;    /* PUSH, PULL: number of the step or round; ROWS: number of the parameter */
+    int64_t samples; /* PUSH: samples of the gradient or round; ROWS: number of rows */
+    int64_t batch;   /* PUSH: number of the batch that was dealt, -1: none was; DEAL: number of batches in an epoch */
+    int64_t epoch;   /* DEAL: the worker's epoch; NOTE: number of epochs that it has ended */
     int64_t wants;   /* PUSH, PULL: 1: values follow the answer; DEAL: 1: the last epoch of a fit */
     double  loss;    /* mean over the samples */
 } hpmlc_request;
 
 typedef struct hpmlc_answer { /* header from a server to a worker */
-    int64_t step;  /* of the worker that is not over yet */
-    int64_t batch; /* that was dealt, counted over all epochs; -1: the epoch ends */
+    int64_t step;  /* number of the worker's first step that is not over yet */
+    int64_t batch; /* number of the batch dealt to the worker, over all epochs; -1: the epoch ends */
 } hpmlc_answer;
 
 typedef struct hpmlc_client { /* a worker, as a server knows it */
     hpml_message  message;    /* the receive of its next request, in flight if is_posted */
     hpmlc_request request;    /* its last request */
     bool          is_posted, is_open, is_lost; /* is_open: the request is not answered yet */
-    int64_t       clock;      /* steps or rounds that it has done */
-    int64_t       epochs;     /* that it has ended, where batches are dealt */
-    int64_t       batch;      /* that was dealt and not pushed yet; -1: none */
+    int64_t       clock;      /* number of steps or rounds that the worker has done */
+    int64_t       epochs;     /* number of epochs that it has ended, where servers deal out batches */
+    int64_t       batch;      /* the batch dealt to it whose gradient is not pushed yet; -1: none */
 } hpmlc_client;
 
 typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which are packed as one */
     hpml_packing packing;
     const hpmlc_factor *layer;   /* sends factors in place of these rows; NULL: floats, packed by the codec */
     int          param;
-    int64_t      from, at;    /* first float in the parameter; among all trained ones */
+    int64_t      from, at;    /* number of its first float in the parameter; among all trained floats */
     size_t       offset;      /* of the packed bytes, among those of all pieces */
 } hpmlc_piece;
 
 typedef struct hpmlc_servers {
     hpml_distributed *d;
-    bool           is_finished;      /* no request since hpml_distribute_finish; server: or since the beginning */
+    bool           is_finished;      /* no request since hpml_distribute_finish, or on a server ever */
     int            workers, count;   /* K, S */
-    int            first, end;       /* servers of whose ranges this rank has memory: of itself; a worker: of all */
-    int64_t        total, floats;    /* n; floats of these ranges */
+    int            first, end;       /* has memory for the ranges of servers [first, end): its own; worker: all */
+    int64_t        total, floats;    /* trained floats; those in the ranges of servers [first, end) */
     hpmlc_piece   *piece;            /* (pieces + 1) of all ranges, server by server; the last one is empty */
     int            pieces, *begin;   /* (S + 1) number of each server's first piece */
     char          *packed;           /* (packed bytes) what is pushed */
-    float         *gradient;         /* (floats) of a worker its own; of a server the sum, zero between steps */
+    float         *gradient;         /* (floats) worker: its gradient; server: sum of gradients, 0 between steps */
     float         *values;           /* (floats) */
     float         *residual;         /* (floats) of a worker with a lossy codec; else NULL */
     int64_t       *exact;            /* (floats) server: sum of the round's gradients; NULL: the plan is not exact */
-    int           *table, tables;    /* (tables) the parameters that are sparse tables: see >>servers-rows */
-    int64_t       *rows;             /* (S, tables) rows of each table in a push to each server; server: (tables) */
-    float        **packed_rows;      /* (S + 1) worker: where those for each server begin */
-    int32_t       *wanted;           /* (most rows of a table) worker: rows of a batch */
-    bool          *is_wanted;        /* (most rows of a table) all false between batches */
+    int           *table, tables;    /* (tables) numbers of the parameters that are sparse tables: see >>servers-rows */
+    int64_t       *rows;             /* (S, tables) rows of each table for each server; server: (tables) of a push */
+    float        **packed_rows;      /* (S + 1) worker: where the packed rows for each server begin */
+    int32_t       *wanted;           /* (most rows of a table) worker: indices of the rows that a batch needs */
+    bool          *is_wanted;        /* (most rows of a table) worker: the row is in .wanted; false between batches */
     bool           has_stepped_rows; /* server: the rows of the tables' gradients have been applied */
     hpml_message  *message;          /* worker: (6 S) messages of a request */
     hpmlc_answer  *answer;           /* worker: (S) */
     hpmlc_client  *client;           /* server: (K) */
-    hpml_message **awaited;          /* server: (K) messages for which it waits */
-    hpml_status  (*enter)(hpml_distributed *d); /* server: see above */
+    hpml_message **awaited;          /* server: (K) receives of the workers' requests, for which it waits */
+    hpml_status  (*enter)(hpml_distributed *d); /* server: the strategy's function that answers requests */
     bool           averages;         /* federated: workers run the optimizer, servers average values */
-    bool           has_lost;         /* server: a worker was lost since `enter` has begun */
+    bool           has_lost;         /* server: a worker was lost during the current call of `enter` */
     bool           is_served;        /* server: the hook `next` has served this step */
     bool           is_skipped;       /* worker: does not compute in this step */
-    int64_t        period, steps;    /* steps of a round; done by this rank, but for those of batches that were dealt */
+    int64_t        period, steps;    /* steps of a round; of this rank, without steps on batches that servers dealt */
     int64_t        round, updates;   /* rounds that are complete; server: its steps of the optimizer */
     int64_t        taken, dealt;     /* server: gradients taken in this step; batches dealt, over all epochs */
-    int64_t        epoch, batch;     /* server: epoch of its fit; worker: number of its batch, -1: that was not dealt */
-    double         samples, loss;    /* of the gradients in this step, or round; loss times samples */
+    int64_t        epoch, batch;     /* server: its epoch; worker: number of the batch dealt to it, -1: none was */
+    double         samples, loss;    /* sums over the gradients of this step or round: samples; loss times samples */
 } hpmlc_servers;
 
 HPMLC_FN hpmlc_servers *hpmlc_servers_of(const hpml_distributed *d) { return (hpmlc_servers *)d->own; }
@@ -11018,7 +11039,7 @@ HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
 {
     hpmlc_servers *own   = hpmlc_servers_of(d);
     const int64_t  at    = hpmlc_server_at(own, s), end = hpmlc_server_at(own, s + 1);
-    int64_t        first = 0; /* of the parameter, among all trained floats */
+    int64_t        first = 0; /* number of p's first float among all trained floats */
     for (int i = 0; i < d->layout.params; i++) {
         const hpml_tensor *p     = hpmlc_param(d, i);
         const bool         dense = hpml_trainer_place(d->t, i) >= 0 && !hpml_param_rows(p, NULL);
@@ -11064,7 +11085,7 @@ HPMLC_FN void hpmlc_servers_destroy(void *object)
         hpml_message *m = &own->client[k].message;
         if (!own->client[k].is_posted) continue;
         if (!m->done && !m->owner->t->schedule) m->owner->t->abandon(m->owner, m);
-        hpmlc_unlist(m->owner, m); /* where ranks are threads, nothing else refers to a receive */
+        hpmlc_unlist(m->owner, m); /* with THREADS nothing else points to a receive */
     }
 }
 
@@ -11396,7 +11417,7 @@ HPMLC_FN float hpmlc_factor_pack(const hpml_distributed *d, const hpmlc_piece *p
 {
     const int64_t k = hpmlc_factor_rows(d, p), m = p->layer->m, n = p->layer->n;
     const int64_t rows = p->packing.rows, cols = p->packing.cols;
-    const float  *dz = p->layer->dz + p->from / n; /* (k, m), from the first of the rows on */
+    const float  *dz = p->layer->dz + p->from / n; /* (k, m), from the piece's first row on */
     const float  *x  = p->layer->x + p->from % n;  /* (k, n) */
     float         bad = 0;
     for (int64_t r = 0; r < k; r++) memcpy(to + r * rows, dz + r * m, sizeof(float) * (size_t)rows);
@@ -11426,7 +11447,7 @@ HPMLC_FN void hpmlc_piece_add(hpml_distributed *d, const hpmlc_piece *p, float *
 HPMLC_FN hpml_status hpmlc_exact_move(hpml_distributed *d, int worker)
 {
     hpmlc_servers *own  = hpmlc_servers_of(d);
-    const double   most = 4194304.0 / own->workers; /* 2^62 of the sum's unit, for all workers together */
+    const double   most = 4194304.0 / own->workers; /* of one worker: the sum stays below 2^62 units */
     for (int64_t i = 0; i < own->floats; i++) {
         const double g = own->gradient[i];
         if (!(fabs(g) < most))
@@ -11491,7 +11512,7 @@ HPMLC_FN hpml_status hpmlc_ask(hpml_distributed *d, const hpmlc_request *r, int 
     return HPML_OK;
 }
 
-/* As a worker pushes its array `which` (gradients or values) to the servers or, if `skips`, asks them without pushing;
+/* Worker: pushes its array `which` (gradients or values) to the servers or, if `skips`, asks them without pushing;
    gets their answers, with the servers' values if `wants`. loss: sum over this worker's `samples` samples. */
 HPMLC_FN hpml_status hpmlc_exchange_with(hpml_distributed *d, hpml_array which, bool skips, bool wants, double samples,
                                          double loss)
@@ -11895,7 +11916,7 @@ HPMLC_FN hpml_status hpmlc_ps_step(hpml_distributed *d)
     return status;
 }
 
-/* As a server answers pushes for earlier rounds, without adding their gradients; with exact sums adds the pushes of
+/* Server: answers pushes for earlier rounds, without adding their gradients; with exact sums adds the pushes of
    this round that have come; makes this round's step if enough workers wait for it. */
 HPMLC_FN hpml_status hpmlc_ps_enter(hpml_distributed *d)
 {
@@ -11921,13 +11942,13 @@ HPMLC_FN hpml_status hpmlc_ps_enter(hpml_distributed *d)
 
 HPMLC_FN bool hpmlc_ps_open(hpml_distributed *d)
 {
-    if (hpmlc_plan_workers(&d->plan, d->c->size) == 1) d->plan.sum = true; /* of one gradient, which nothing rounds */
+    if (hpmlc_plan_workers(&d->plan, d->c->size) == 1) d->plan.sum = true; /* one gradient: a mean would round */
     return hpmlc_servers_open(d, hpmlc_ps_enter);
 }
 
 HPMLC_FN bool hpmlc_federated_open(hpml_distributed *d)
 {
-    d->plan.sum = true; /* a gradient is the client's own */
+    d->plan.sum = true; /* a client steps by its own gradient: no mean */
     if (!hpmlc_servers_open(d, hpmlc_ps_enter)) return false;
     hpmlc_servers_of(d)->averages = true;
     hpmlc_servers_of(d)->period   = d->plan.period;
@@ -12082,7 +12103,7 @@ typedef struct hpmlc_hogwild_values { /* values of all ranks; the rank that rele
     hpml_allocator allocator;
     size_t         bytes;
     int32_t        holders;   /* ranks that have not released them */
-    uint32_t      *bits;      /* (layout.span) floats, in the places of the trainer's arrays */
+    uint32_t      *bits;      /* (layout.span) bits of the floats, laid out as in the trainer's arrays */
 } hpmlc_hogwild_values;
 
 typedef struct hpmlc_hogwild {
@@ -12111,7 +12132,7 @@ HPMLC_FN void hpmlc_hogwild_push(const hpml_distributed *d, hpml_tensor *p, int6
         uint32_t bits = __atomic_load_n(&own->shared->bits[at + i], __ATOMIC_RELAXED);
         float    was  = own->seen[at + i], value = p->data[first + i], now;
         memcpy(&now, &bits, sizeof now);
-        if (now != was) value = now + (value - was); /* else exactly the value of the step */
+        if (now != was) value = now + (value - was); /* else the step's value is kept, unrounded */
         memcpy(&bits, &value, sizeof bits);
         __atomic_store_n(&own->shared->bits[at + i], bits, __ATOMIC_RELAXED);
     }
@@ -12148,7 +12169,7 @@ HPMLC_FN hpml_status hpmlc_hogwild_need(void *user, hpml_trainer *t HPMLC_UNUSED
         int32_t row = ((const int32_t *)tokens->raw)[i];
         if (row >= 0 && row < p->shape[0]) hpmlc_hogwild_pull(d, p, row * p->shape[1], p->shape[1]);
     }
-    return HPML_OK; /* the op refuses other tokens */
+    return HPML_OK; /* tokens that are no row's index: the op itself fails */
 }
 
 HPMLC_FN hpmlc_hogwild_values *hpmlc_shared_create(hpml_distributed *d)
@@ -12395,7 +12416,7 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
-        if (!p->data) continue; /* of another stage, or with shard 3 from the same seed on all ranks */
+        if (!p->data) continue; /* another stage has p; or shard 3: all ranks made p by one seed */
         float       *from = hpmlc_host_view_begin(&l->view, p->data, n);
         status = hpml_broadcast(hpmlc_ranks_of(d, p), from, (size_t)n * sizeof(float), 0);
         if (status == HPML_OK) hpmlc_host_view_end(&l->view, p->data, n);
@@ -13009,7 +13030,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     }
     hpmlc_states_close(&list);
     if (!rows) return hpml_ctx_status(d->ctx);
-    if (!hpmlc_goes_on(d)) return hpml_barrier(d->all); /* until the file is there, or the writer's error has come */
+    if (!hpmlc_goes_on(d)) return hpml_barrier(d->all); /* waits until rank 0 has written the file or failed */
     hpml_status status = hpmlc_sum_there(d, &done, 1, &there, &now);
     if (status != HPML_OK || now == root) return status;
     return hpmlc_fail(d->c, HPML_ERR_PEER, "distribute save: rank %d was lost, which wrote %s; save again", root, path);
@@ -13325,7 +13346,7 @@ HPMLC_FN void hpmlc_model_copy(hpml_ctx *ctx, float *host, float *x, int64_t n, 
    nothing if `model` is NULL. Returns the number of these floats. */
 HPMLC_FN int64_t hpmlc_model(hpml_trainer *t, hpml_ctx *ctx, float *model, bool save)
 {
-    const bool host = hpml_trainer_settings(t)->host_optimizer; /* where the states are */
+    const bool host = hpml_trainer_settings(t)->host_optimizer; /* true: the optimizer's states are in host memory */
     int64_t    n = 0, floats = 0;
     for (int i = 0; i < hpml_param_count(ctx); i++) {
         hpml_tensor *p = hpml_param_at(ctx, i);
@@ -13495,7 +13516,7 @@ HPMLC_FN void hpmlc_mesh_places(hpmlc_mesh *mesh)
         const hpml_axis k = hpmlc_axis_order[i];
         m->size[k] = (int32_t)hpmlc_max(size[k], 1);
         if (k == HPML_AXIS_DATA) m->size[k] = hpmlc_plan_workers(p, m->all->size) / m->size[HPML_AXIS_EXPERT];
-        m->at[k] = rank % m->size[k]; /* of servers, which are on no axis: any */
+        m->at[k] = rank % m->size[k]; /* servers are on no axis and get any number */
         rank /= m->size[k];
     }
 }
@@ -13504,7 +13525,7 @@ HPMLC_FN void hpmlc_mesh_places(hpmlc_mesh *mesh)
    an error. */
 HPMLC_FN hpml_comm *hpmlc_mesh_split(const hpml_mesh *m, unsigned mask)
 {
-    int color = 0, step = 1; /* color: the first of these ranks */
+    int color = 0, step = 1; /* color: number of the first rank of the communicator */
     for (int i = 0; i < HPML_AXES; i++) {
         const hpml_axis k = hpmlc_axis_order[i];
         if (!(mask >> k & 1)) color += m->at[k] * step;
@@ -13594,7 +13615,7 @@ HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c) { return c && c->me
 
 typedef struct hpmlc_pipe_walk { /* a stage on its way through its tasks */
     hpml_pipe_kind kind;
-    int            stages, stage, chunks, micro; /* the last: number of micro-batches */
+    int            stages, stage, chunks, micro; /* micro: number of micro-batches */
     int            total; /* forward passes, those of micro-batches that do not exist included */
     int            limit; /* forward passes that have no backward pass yet, at most */
     int            lag;   /* backward passes that have no gradients of weights yet, at most */
@@ -13884,7 +13905,7 @@ typedef struct hpmlc_edge { /* a tensor that piece `from` computes and piece `to
     hpml_tensor *tensor;
     int32_t      from, to;
     bool         has_grad; /* piece `to` computes a gradient of the tensor */
-    bool         first;    /* of the tensor's edges with gradients; the gradients of others are added to this one */
+    bool         first;    /* the tensor's first edge with gradients, to which those of its other edges are added */
 } hpmlc_edge;
 
 typedef struct hpmlc_tied { int32_t param, stage; } hpmlc_tied; /* a parameter of several stages, and one of these */
@@ -13892,8 +13913,8 @@ typedef struct hpmlc_tied { int32_t param, stage; } hpmlc_tied; /* a parameter o
 typedef struct hpmlc_deferred { /* statistics of a batchnorm over all micro-batches of a step */
     hpml_node *node;
     int32_t    piece;
-    float     *before; /* (2, C) running mean and variance before the step */
-    double    *sum;    /* (2, C) sums of x and of x^2 */
+    float     *before; /* (2, C channels) running mean and variance before the step */
+    double    *sum;    /* (2, C) sums of the inputs x and of x^2 */
     double     count;  /* numbers in a channel */
 } hpmlc_deferred;
 
@@ -13904,7 +13925,7 @@ struct hpmlc_pipeline {
     hpml_ctx         *ctx;
     hpml_comm        *c;       /* the stages */
     hpml_pipe_desc    desc;
-    hpmlc_pipe_walk   walk;    /* of a full step; of STASH and VERTICAL: where this stage is */
+    hpmlc_pipe_walk   walk;    /* the tasks of a full step; STASH and VERTICAL: at the task that this stage does next */
     int32_t           pieces;
     int32_t          *cut;     /* (pieces + 1) the op at which each piece begins */
     int64_t           rows;    /* samples of a micro-batch, but for the last one */
@@ -13912,8 +13933,8 @@ struct hpmlc_pipeline {
     hpmlc_edge       *edge;
     int32_t           edges;
     float            *scratch; /* for a gradient that is added to another one */
-    hpml_message     *sent;    /* (slots, edges, 2) values and gradients in flight */
-    bool             *flying;  /* (slots, edges, 2) `sent` is in use */
+    hpml_message     *sent;    /* (slots, edges, 2) sends of values and gradients that may be in flight */
+    bool             *flying;  /* (slots, edges, 2) whether the send in .sent is in flight */
     int64_t          *samples; /* (slots) */
     hpmlc_tied       *tied;    /* parameters that several stages read, by number, then stage */
     int32_t           ties;
@@ -13925,18 +13946,18 @@ struct hpmlc_pipeline {
     int64_t           values;  /* floats of this stage's trained parameters */
     int32_t           versions;
     int32_t           version; /* updates since the pipeline was empty */
-    int64_t           base;    /* the trainer's step then */
+    int64_t           base;    /* the trainer's step when the pipeline was empty last */
     bool              stepped; /* this step has a gradient */
-    float             loss;    /* of the last micro-batch that has passed this stage backward */
-    double            share;   /* of this replica of the stage in the samples of that micro-batch */
+    float             loss;    /* of the micro-batch of this stage's last backward pass */
+    double            share;   /* of the samples of that micro-batch, the share that this replica has */
 };
 
 typedef struct hpmlc_pass { /* a call of the hook `pass` */
     int64_t  first, samples;
     float    grad_scale;
     bool     accumulate, train;
-    bool     last;    /* of the micro-batches that the trainer accumulates */
-    int32_t  micro;   /* micro-batches that the samples fill */
+    bool     last;    /* the trainer's last micro-batch of an update */
+    int32_t  micro;   /* number of the pipeline's micro-batches that .samples fill */
     double   loss;    /* of the samples, on the stage that computes the loss */
 } hpmlc_pass;
 
@@ -14555,7 +14576,7 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
     pl->cut         = (int32_t *)hpmlc_dist_alloc(d, sizeof *pl->cut * ((size_t)pl->pieces + 1));
     if (!pl->cut || !hpmlc_pipeline_cut(pl, &d->plan) || !hpmlc_edges_find(pl) || !hpmlc_stages_set(pl)) return false;
     if (!hpmlc_pipeline_parts(pl) || !hpmlc_norms_open(pl) || !hpmlc_pipeline_arrays(pl)) return false;
-    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard == 0; /* calls hpmlc_pipeline_join */
+    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard == 0; /* sync calls hpmlc_pipeline_join */
     if (pl->ties == 0 || (joins && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
     return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "pipeline: parameter \"%s\" is read by several stages, which have to "
                       "step it with one gradient; take strategy sync without shard and schedule gpipe or 1f1b",
@@ -14743,7 +14764,7 @@ HPMLC_FN hpmlc_ring_part hpmlc_ring_part_of(const hpmlc_ring_pass *w, int64_t b,
 {
     const hpml_tensor *qkv = w->n->src[0], *out = w->n->out;
     bool               own = w->r->causal && w->from == w->r->group->rank;
-    int64_t            at  = b * w->L * 2 * w->C + h * w->D; /* of the head's keys in kv */
+    int64_t            at  = b * w->L * 2 * w->C + h * w->D; /* where head h's keys of sample b begin in kv */
     HPMLC_ZERO(hpmlc_ring_part, p);
     p.first = b * w->L + q0;
     p.rows  = w->L - q0 < HPMLC_QUERIES ? w->L - q0 : HPMLC_QUERIES;
@@ -15077,7 +15098,7 @@ typedef struct hpmlc_local { int64_t kernel, rows, cols; } hpmlc_local; /* rows,
 typedef struct hpmlc_pixel { /* one pixel's arrays */
     int64_t B, K, out, y, x;
     float  *patch, *result; /* (B, K), (B, out) */
-    int64_t weight, bias;   /* the first float of its weights, of its biases */
+    int64_t weight, bias;   /* index of the pixel's first weight; of its first bias */
 } hpmlc_pixel;
 
 HPMLC_FN hpmlc_pixel hpmlc_pixel_of(hpml_node *n, int64_t p)
@@ -15186,8 +15207,8 @@ HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local
 // ---------------------------------------------------------------------------------------------------------------------
 /* One op from tokens x and probabilities p to y, because a rank without samples must still compute for other ranks'
    tokens. Buffers of R = experts * cap rows (places; cap: tokens of a rank that an expert takes at most) in two orders:
-     at home       row e cap + s: slot s of expert e, for this rank's tokens
-     at experts    row (r local + i) cap + s: slot s that rank r fills of local expert i; `local` experts per rank
+     at home       row e cap + s: place s of expert e, for this rank's tokens
+     at experts    row (r local + i) cap + s: place s that rank r fills of local expert i; `local` experts per rank
    hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward: rows
    of x go to their places at home, by swap to `in`, at experts; hid = relu(in w1^T + b1); hid w2^T + b2 goes by swap to
    `back`, at home; y = sum of gate times back over the experts chosen for a token. Gradients go the same ways backward.
@@ -15551,7 +15572,7 @@ HPMLC_FN hpml_status hpmlc_rows_backward(const hpml_run *run, hpml_node *n)
     for (int64_t i = 0; i < rows && n->src_count > 2; i++) hpmlc_give(n, 2, 0, part + i * cut, cut);
     if (n->src[1]->grad && status == HPML_OK)
         status = hpml_sgemm(run->ctx, true, false, cut, in, rows, 1, part, cut, all, in, 1, n->src[1]->grad, in);
-    if (status == HPML_OK) /* all is free now: its gradient takes its place */
+    if (status == HPML_OK) /* writes the gradient of `all` over `all`, used no more */
         status = hpml_sgemm(run->ctx, false, false, rows, in, cut, 1, part, cut, n->src[1]->data, in, 0, all, in);
     if (status == HPML_OK) status = g->scatter(g->user, all, blocks, k->B * in);
     hpmlc_give(n, 0, 0, blocks, samples * in);
@@ -15632,7 +15653,7 @@ HPMLC_FN int hpmlc_names_find(const hpmlc_names *n, const char *name)
 HPMLC_FN bool hpmlc_rules_read(hpml_ctx *ctx, const char *what, const char *rules, const hpmlc_names *n, bool samples,
                                hpml_axis *axis)
 {
-    int of[HPML_AXES]; /* the dimension that an axis splits, or -1 */
+    int of[HPML_AXES]; /* for each axis the dimension that it splits, or -1 */
     for (int i = 0; i < HPML_AXES; i++) of[i] = -1;
     for (int i = 0; i < HPML_MAX_DIMS; i++) axis[i] = HPML_AXIS_DATA;
     for (const char *at = rules ? rules : ""; *at; at += *at == ',') {
@@ -15710,7 +15731,7 @@ HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const c
 typedef struct hpmlc_einsum { int g, m, n, k, order[3][HPML_MAX_DIMS]; } hpmlc_einsum;
 typedef struct hpmlc_einsum_arrays {
     int64_t g, m, n, k;
-    float  *a, *b, *y; /* copies in order, in scratch; y: of the result or its gradient */
+    float  *a, *b, *y; /* scratch copies with dimensions in hpmlc_einsum.order; y: result or its gradient */
 } hpmlc_einsum_arrays;
 
 /* Copies `from`, an array of the shape of t, to `to`, with its dimensions permuted by `order`: dimension i of `to` is
@@ -15718,7 +15739,7 @@ typedef struct hpmlc_einsum_arrays {
 HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from, float *to, bool give)
 {
     int64_t stride[HPML_MAX_DIMS + 1], count = hpml_tensor_count(t);
-    int     last = t->ndim; /* dimensions from `last` on are in their places */
+    int     last = t->ndim; /* `order` leaves dimensions from `last` on in place */
     stride[t->ndim] = 1;
     for (int d = t->ndim - 1; d >= 0; d--) stride[d] = stride[d + 1] * t->shape[d];
     while (last > 0 && order[last - 1] == last - 1) last--;
@@ -15792,11 +15813,11 @@ HPMLC_FN hpml_status hpmlc_einsum_backward(const hpml_run *run, hpml_node *n)
 /* Sorts the dimensions of an einsum into its kinds g, m, n and k; false: a name is in one of the tensors only. */
 HPMLC_FN bool hpmlc_einsum_sort(const hpmlc_names n[3], hpmlc_einsum *e)
 {
-    static const int missing[4] = { 3, 1, 0, 2 }; /* of the kinds g, m, n, k: the tensor without them; 3: none */
+    static const int missing[4] = { 3, 1, 0, 2 }; /* tensor without dimensions of kind g, m, n, k; 3: none */
     int             *counts[4] = { &e->g, &e->m, &e->n, &e->k }, length[3] = { 0, 0, 0 };
     memset(e, 0, sizeof *e);
     for (int kind = 0; kind < 4; kind++) {
-        const hpmlc_names *by = &n[missing[kind] == 0 ? 1 : 0]; /* a tensor that has all dimensions of the kind */
+        const hpmlc_names *by = &n[missing[kind] == 0 ? 1 : 0]; /* a or b: the names of a source with this kind */
         for (int i = 0; i < by->count; i++) {
             bool fits = true;
             int  at[3];
@@ -16231,11 +16252,11 @@ HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_
 HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
 {
     int     p = s->p, all = rounds == p - 1 ? 0 : 1;
-    double *free_at = s->work, *block = free_at + p, *arrival = block + 2 * p; /* (p), (2 p) sizes, twice, (p) */
+    double *free_at = s->work, *block = free_at + p, *arrival = block + 2 * p; /* (p) s; (2 p) bytes, twice; (p) s */
     for (int i = 0; i < p; i++) {
         int     next = (i + 1) % p, far = s->node[i] != s->node[next];
         double  out = s->out[hpmlc_sim_card(s, i, far)], in = s->in[hpmlc_sim_card(s, next, far)];
-        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* left out in the 1st, 2nd half */
+        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* not sent in the 1st, 2nd half */
         int64_t sent = ((all ? 2 * s->n - mine : s->n) - kept) * (int64_t)s->size;
         free_at[i] = out > in ? out : in;
         block[i] = block[i + p] = (double)(mine * (int64_t)s->size);
@@ -16476,7 +16497,7 @@ HPMLC_FN void hpmlc_sim_deal(hpmlc_sim *s, int first, int end, int to, int to_en
 /* Simulates steps with parameter servers; stores mean times and counts of the steps after warm-up in *out. */
 HPMLC_FN void hpmlc_sim_servers(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
-    enum { STEPS = 8 }; /* that are counted, after as many others */
+    enum { STEPS = 8 }; /* steps that count, after as many that do not */
     const int workers = s->p - d->servers;
     double    compute = 0, slowest = 1, begin = 0, end = 0;
     int64_t   up = 0, down = 0;
@@ -16624,7 +16645,7 @@ HPMLC_FN bool hpmlc_pipe_sim_open(hpmlc_pipe_sim *s, const hpml_pipe_desc *d)
         return false;
     s->arrival[1] = s->arrival[0] + inputs;
     for (size_t i = 0; i < 2 * inputs; i++) s->arrival[0][i] = -1;
-    for (int i = 0; i < s->m; i++) { /* the batch is on the first piece, the loss on the last one */
+    for (int i = 0; i < s->m; i++) { /* known from the start: the first piece's inputs, the last one's gradient */
         s->arrival[0][i] = 0;
         s->arrival[1][inputs - 1 - (size_t)i] = 0;
     }
@@ -16677,7 +16698,7 @@ HPMLC_FN double hpmlc_pipe_ready(const hpmlc_pipe_sim *s, int r)
 HPMLC_FN void hpmlc_pipe_send(hpmlc_pipe_sim *s, int r, const hpml_pipe_task *t)
 {
     bool forward = t->work == HPML_PIPE_FORWARD;
-    int  piece = forward ? t->piece + 1 : t->piece - 1; /* that reads the result */
+    int  piece = forward ? t->piece + 1 : t->piece - 1; /* number of the piece that reads the result */
     int  cut   = forward ? t->piece : piece;
     if (t->work == HPML_PIPE_UPDATE || t->work == HPML_PIPE_BACKWARD_WEIGHTS) return;
     if (piece < 0 || piece >= s->p * s->chunks) return;
