@@ -102,7 +102,8 @@
 //                     of servers: rows of a parameter that are packed together
 //     edge            of a pipeline: a tensor that one piece of the model computes and another one reads
 //     slot            of a pipeline: memory for the activations of one micro-batch; shard 2, 3: memory for one bucket
-//     range           of a server: the trained floats that this server keeps
+//     range           of a phase: the elements of the array that it sends or adds; of a server: the trained floats that
+//                     this server keeps
 //     push, pull      requests of a worker to a server: take this gradient (or values) and answer; answer
 //     meeting         strategies local, block and elastic: an exchange of parameters by all ranks, every .period steps;
 //                     centre: parameters that the ranks have in common, beside their own
@@ -299,7 +300,7 @@ typedef struct hpml_launch_desc {
     hpml_transport_kind transport;
     int32_t             ranks;     /* THREADS, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
     hpml_network        network;   /* MPI: only ranks_per_node is used */
-    double              timeout;   /* as in hpml_comm_desc, like the next two */
+    double              timeout;   /* this field and the next two: as in hpml_comm_desc */
     bool                check;
     bool                survive;
     hpml_ctx_desc       ctx;       /* of every rank; threads 0: the process's cores divided by the ranks */
@@ -362,7 +363,7 @@ typedef struct hpml_counters {
     double  seconds;       /* spent in collectives, waiting included */
 } hpml_counters;
 HPML_API void    hpml_comm_counters(const hpml_comm *c, hpml_counters *out);
-HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer); /* sent to `peer` alone; 0: no such rank */
+HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer); /* messages sent to `peer`; 0: no such rank */
 HPML_API int64_t hpml_comm_bytes_to(const hpml_comm *c, int peer);
 HPML_API void    hpml_comm_counters_reset(hpml_comm *c);
 
@@ -459,7 +460,7 @@ typedef struct hpml_transport {
     /* Required, after an error: gives m up, so that neither m nor its array is used afterwards. Sets m->done. */
     void (*abandon)(hpml_comm *c, hpml_message *m);
 
-    void (*announce_failure)(hpml_comm *c, const char *text); /* optional: this rank has failed: ends waits for it */
+    void (*announce_failure)(hpml_comm *c, const char *text); /* optional: ends waits for this rank, which failed */
     void (*announce_busy)(hpml_comm *c, double seconds); /* optional: extends others' deadlines, see hpml_comm_busy */
     /* Optional, called after the deadline of m: returns the rank at the end of the chain of waits that begins with m's
        peer, and sets *busy to the hpml_now() until which that rank is busy; -1: a rank has failed, as the next test of
@@ -480,7 +481,7 @@ typedef struct hpml_transport {
                                                   false: background work is done at once. NULL: true */
     bool   one_process; /* all ranks share this machine's cores, whatever their nodes */
     size_t piece;       /* bytes: AUTO sums larger arrays in pieces of this size, which stay in the caches; 0: whole */
-    double alpha, beta; /* typical seconds a message, seconds a byte, from which AUTO starts; 0: 2e-6, 0.25e-9 */
+    double alpha, beta; /* AUTO's first guess: seconds for a message, for a byte; 0: 2e-6, 0.25e-9 */
     const struct hpmlc_schedule *schedule; /* private to THREADS and CLOCK: how a process's threads take turns */
 } hpml_transport;
 
@@ -514,7 +515,7 @@ typedef enum hpml_algorithm {
     HPML_ALGORITHM_NONE = -1, /* hpml_algorithm_find: no algorithm has this name */
     HPML_AUTO = 0, HPML_CENTRAL, HPML_TREE, HPML_RING, HPML_BUTTERFLY, HPML_HALVING, HPML_HIERARCHICAL, HPML_NATIVE,
     HPML_PAIRWISE,
-    HPML_ALGORITHM_COUNT /* not an algorithm: how many words there are from AUTO on */
+    HPML_ALGORITHM_COUNT /* not an algorithm: the number of algorithms, AUTO included */
 } hpml_algorithm;
 HPML_API const char    *hpml_algorithm_name(hpml_algorithm a);
 HPML_API hpml_algorithm hpml_algorithm_find(const char *name); /* "ring", ...; else HPML_ALGORITHM_NONE */
@@ -630,7 +631,7 @@ HPML_API void           hpml_exchange_free(hpml_exchange *x); /* optional */
    infinity become zero, and the context stays usable: the caller skips this step. Plain tensors are added without a
    check: the optimizer's update checks them. */
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x);
-HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background; hpml_job_wait */
+HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* runs x in the background until hpml_job_wait */
 /* An exchange where ranks finish tensors in different orders, as in Horovod: call it once a run for each tensor, when
    that tensor is ready. In the background ranks agree on which tensors are ready on all ranks; a fused sum begins when
    all of its tensors are, so bits do not depend on the order; tensors that a codec packs travel last. Returns the job
@@ -688,8 +689,8 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 typedef enum hpml_topology {
     HPML_TOPOLOGY_RING = 0, /* rank i with i - 1 and i + 1 */
     HPML_TOPOLOGY_WHEEL,    /* the ring of ranks 1 to p - 1, and rank 0 with all of them */
-    HPML_TOPOLOGY_PAIRS,    /* other random pairs in each step, with weights 1/2 and 1/2 */
-    HPML_TOPOLOGY_ALL       /* all ranks with all others: one step is the mean */
+    HPML_TOPOLOGY_PAIRS,    /* random pairs, new ones in each step, with weights 1/2 and 1/2 */
+    HPML_TOPOLOGY_ALL       /* all ranks are neighbours: one step gives the mean */
 } hpml_topology;
 /* Fills in W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
 HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
@@ -705,7 +706,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology t
    of ranks one of them sits out. The same model and optimizer on all ranks; data parallelism of the trainer must not
    include ranks of c. */
 typedef struct hpml_tournament_result {
-    int32_t partner;       /* rank; this rank itself: it has sat out */
+    int32_t partner;       /* rank of the partner; this rank itself: it sat out, without a partner */
     double  mine, theirs;  /* losses on `set`; infinite: the loss was not finite */
     bool    changed;       /* the partner's model is this rank's now */
 } hpml_tournament_result;
@@ -770,7 +771,7 @@ typedef struct hpml_pipe_desc {
     /* For simulations. (pieces): an array of p v numbers (p stages, v chunks each), one for each piece of the model, in
        the model's order. NULL: the default that is named with each array */
     const double  *forward_s;   /* (pieces) seconds of a micro-batch's forward pass; NULL: 1 / v each */
-    const double  *backward_s;  /* (pieces) of its backward pass, all of it; NULL: twice the forward pass */
+    const double  *backward_s;  /* (pieces) seconds of a micro-batch's whole backward pass; NULL: twice forward_s */
     const double  *weights_s;   /* (pieces) share of backward_s for gradients of weights, ZERO_BUBBLE; NULL: half */
     const int64_t *bytes;       /* (pieces) bytes of a micro-batch that go from this piece to the next one, and as many
                                    of gradients back; NULL: 0 */
@@ -781,9 +782,9 @@ typedef struct hpml_pipe_desc {
 
 typedef struct hpml_pipe_task { /* what a stage does next */
     hpml_pipe_work work;
-    int32_t        micro;   /* number of the micro-batch; of an UPDATE: the last one that it contains */
-    int32_t        chunk;   /* of this stage, 0 to v - 1 */
-    int32_t        piece;   /* of the model: chunk * stages + stage */
+    int32_t        micro;   /* number of the micro-batch; of an UPDATE: the last one whose gradient it applies */
+    int32_t        chunk;   /* number of the chunk, 0 to v - 1, of the v chunks on this stage */
+    int32_t        piece;   /* number of the model's piece: chunk * stages + stage */
     int32_t        slot;    /* the set of activations of this stage that the micro-batch occupies, from its forward pass
                                to the end of its backward pass; chunk c has slots of its own, after those of c - 1 */
     int32_t        version; /* updates that the weights of the pass have had; of an UPDATE: this one included */
@@ -808,7 +809,7 @@ typedef struct hpml_pipe_span { /* a task, and when it runs */
     double         begin_s, end_s;
 } hpml_pipe_span;
 typedef struct hpml_pipe_simulation {
-    double  step_s;    /* until the last stage has finished its last task */
+    double  step_s;    /* seconds until the last stage has finished its last task */
     double  compute_s; /* seconds of tasks on the rank that computes most */
     double  bubble;    /* idle share of all ranks' time: 1 - (sum of all tasks' seconds) / (stages * step_s) */
     int64_t bytes;     /* sent by all ranks together */
@@ -840,10 +841,10 @@ typedef struct hpml_pipe_cut_desc {
     uint32_t       _begin;
     int32_t        layers;      /* 1 to 65536 */
     int32_t        ranks;       /* at most `layers` without .replicate: a stage for each rank */
-    const double  *seconds;     /* (layers) of a micro-batch, forward and backward; or FLOPs, or any other cost */
-    const int64_t *bytes;       /* (layers) of what goes from this layer to the next; NULL: 0 */
-    const int64_t *param_bytes; /* (layers) of the layer's parameters, for replicas; NULL: 0 */
-    double         bandwidth;   /* b; 0: links take no time */
+    const double  *seconds;     /* (layers) of a micro-batch in each layer, forward and backward; or any other cost */
+    const int64_t *bytes;       /* (layers) bytes that go from each layer to the next one; NULL: 0 */
+    const int64_t *param_bytes; /* (layers) bytes of each layer's parameters, for .replicate; NULL: 0 */
+    double         bandwidth;   /* b, in bytes a second; 0: links take no time */
     bool           replicate;   /* a stage may have several ranks; else each has one */
     uint32_t       _end;
 } hpml_pipe_cut_desc;
@@ -861,7 +862,7 @@ HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stag
 // ---------------------------------------------------------------------------------------------------------------------
 /* What ranks exchange, and when. */
 typedef enum hpml_strategy_kind {
-    HPML_STRATEGY_SYNC = 0, /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
+    HPML_STRATEGY_SYNC = 0, /* each step applies the mean, or sum, of all ranks' gradients (Das et al. 2016) */
     HPML_STRATEGY_PS,       /* as SYNC, by servers, which have the parameters and the optimizer (Li et al. 2014) */
     HPML_STRATEGY_BACKUP,   /* as PS, but a step does not wait for the slowest workers (Chen et al. 2016) */
     HPML_STRATEGY_SSP,      /* servers step with each gradient by itself; the fastest worker waits for the slowest one
@@ -924,7 +925,7 @@ typedef struct hpml_plan {
     int32_t         staleness;    /* ssp: steps that a worker may be ahead of the slowest one; 0: as ps */
     float           share;        /* federated: fraction of the workers that are drawn for a round; 0: all */
     hpml_codec_desc codec;        /* packs gradients, as in hpml_exchange_desc */
-    hpml_algorithm  algorithm;    /* of plain sums, of gradients or parameters */
+    hpml_algorithm  algorithm;    /* allreduce algorithm of plain sums, of gradients or parameters */
     bool            sum;          /* sync, ps, backup: apply the sum of the ranks' mean gradients; else the mean over
                                      the batch */
     int64_t         global_batch; /* samples of a step; 0: shares * model batch. There are data * expert shares, which
@@ -937,7 +938,7 @@ typedef struct hpml_plan {
                                      time from the computation */
     bool            delayed;      /* sync, double buffering: a step applies the gradients (and changes of batchnorm's
                                      running statistics) of the step before; the first step applies none */
-    int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
+    int64_t         warm_steps;   /* so many steps at the beginning exchange gradients uncompressed */
     bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
                                      small sum over ranks for each such layer, forward and backward */
     hpml_route      route;        /* sync, ps, backup, ssp, async: how gradients of dense layers travel; the sum of
@@ -968,7 +969,7 @@ typedef struct hpml_plan {
     float           outer_momentum; /* block: momentum of the outer optimizer; 0: 1 - 1 / ranks; HPML_ZERO: none */
     bool            outer_nesterov; /* block: begins a block momentum * (last change) ahead of the result */
     hpml_topology   topology;     /* gossip: which ranks are neighbours */
-    uint64_t        seed;         /* gossip: of the random pairs; federated: of the draw */
+    uint64_t        seed;         /* gossip: seed of the random pairs; federated: of the draw of workers */
     int32_t         history;      /* number of the last steps whose times are kept for hpml_distribute_steps; 0: 64 */
     uint32_t        _end;
 } hpml_plan;
@@ -1044,7 +1045,7 @@ HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, in
    Numbers of ranks grow fastest along tensor, whose ranks talk most and so belong on one node:
      rank = (((data_at * pipe + pipe_at) * expert + expert_at) * sequence + sequence_at) * tensor + tensor_at */
 typedef struct hpml_mesh {
-    hpml_comm *all;                /* the communicator that was cut */
+    hpml_comm *all;                /* the communicator that is cut into axes */
     hpml_comm *axis[HPML_AXES];    /* by hpml_axis: this rank's group; NULL: one rank, or with servers, which are on no
                                       axis. Ops use these communicators; a program may, too, in the same order on all
                                       ranks */
@@ -1121,9 +1122,9 @@ HPML_API void hpml_distribute_free(hpml_distributed *d);
 /* Means over the steps since the start, or since the last call with reset; seconds are those of hpml_comm_now. */
 typedef struct hpml_distribute_report {
     int64_t steps;
-    double  step_s, compute_s; /* a whole step; its forward and backward pass */
-    double  comm_s, exposed_s; /* exchanging; waiting for the exchange with nothing left to compute */
-    double  hidden;            /* 1 - exposed_s / comm_s */
+    double  step_s, compute_s; /* seconds of a whole step; of its forward and backward pass */
+    double  comm_s, exposed_s; /* seconds of exchanging; of waiting for the exchange with nothing left to compute */
+    double  hidden;            /* share of comm_s that computation hides: 1 - exposed_s / comm_s */
     double  efficiency;        /* 1 - exposed_s / step_s: at 1, p ranks do p batches in the time of one */
     double  bytes;             /* sent by this rank in a step */
     double  split_bytes;       /* of .bytes: sent by layers along the axes tensor, sequence, expert and pipe */
@@ -1146,10 +1147,10 @@ HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t siz
 typedef struct hpml_step_row {
     int64_t step;      /* updates done, this one included */
     int32_t rank;
-    double  step_s, compute_s; /* the whole step; its forward and backward pass */
-    double  overlap_s; /* exchanging while computing */
-    double  exposed_s; /* waiting for the exchange with nothing left to compute, without bubble_s */
-    double  bubble_s;  /* waiting for the slowest rank while that rank still computed */
+    double  step_s, compute_s; /* seconds of the whole step; of its forward and backward pass */
+    double  overlap_s; /* seconds of exchanging while computing */
+    double  exposed_s; /* seconds of waiting for the exchange with nothing left to compute, without bubble_s */
+    double  bubble_s;  /* seconds of waiting for the slowest rank while that rank still computed */
     double  bytes;     /* sent */
 } hpml_step_row;
 /* The rows of the last steps of all ranks, by step, then rank; whole steps only, as many as `capacity` rows hold.
@@ -1185,11 +1186,11 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
 typedef struct hpml_batch_search_desc {
     uint32_t    _begin;
     const char *path;     /* required: of the checkpoint that trials start from, written here and read by all ranks */
-    int64_t     min, max; /* samples a step; 0: min: as now, max: the sum of the models' batches */
-    double      factor;   /* from one size to the next; 0: the square root of 2 */
+    int64_t     min, max; /* smallest, largest samples a step; 0: as now; the sum of all ranks' batches */
+    double      factor;   /* by which each size exceeds the one before; 0: the square root of 2 */
     int64_t     multiple; /* sizes are multiples of this number; 0: 1 */
-    int64_t     samples;  /* that each size trains on; 0: a tenth of the data */
-    double      slack;    /* as a fraction of the loss; 0: 0.01 */
+    int64_t     samples;  /* number of samples that each size trains on; 0: a tenth of the data */
+    double      slack;    /* excess of the loss that is allowed, as a fraction of it; 0: 0.01 */
     uint32_t    _end;
 } hpml_batch_search_desc;
 typedef struct hpml_batch_trial {
@@ -1353,7 +1354,7 @@ typedef struct hpml_simulate_desc {
 typedef struct hpml_simulation {
     double  step_s;         /* of the slowest rank: compute_s + straggle_s + exposed_s */
     double  compute_s;      /* seconds of forward, backward and update on a rank that is not slow */
-    double  straggle_s;     /* seconds that the slowest rank computes longer */
+    double  straggle_s;     /* seconds that the slowest rank computes longer than compute_s */
     double  exposed_s;      /* seconds of communication that overlap no computation */
     double  comm_s;         /* seconds of communication, packing included; all but exposed_s overlap computation */
     double  efficiency;     /* compute_s / step_s: at 1, p ranks do p batches in the time of one */
@@ -1510,7 +1511,7 @@ struct hpml_comm {
     int64_t               bytes;    /* size of the collective's array */
     bool                  in_collective; /* true: messages are drawn as arrows on the timeline */
     hpml_trace_event      about;    /* event that names the tensors and the bucket in exchange, for the timeline */
-    uint64_t              key;      /* number by which all ranks know this communicator, for arrows */
+    uint64_t              key;      /* number by which all ranks know this communicator, for the timeline */
     uint32_t            (*arrows)[2]; /* (size) number of collectives' messages sent to, received from each rank */
     hpml_link             inside, between; /* links by which AUTO compares algorithms, see hpmlc_comm_links */
     double                forecast[31][HPML_ALGORITHM_COUNT]; /* AUTO: simulated seconds for 2^k bytes; 0: none yet */
@@ -2089,7 +2090,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int 
 
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
-    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more: most calls then send nothing */
+    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that not each call must send it */
     if (!c || !c->t->announce_busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
     c->busy = seconds > 0 ? now + lasts : 0;
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
@@ -2331,7 +2332,7 @@ struct hpml_world {
     int                 ranks, nodes;
     hpml_network        network;
     pthread_mutex_t     mutex;
-    int                 running;  /* threads that are awake */
+    int                 running;  /* number of threads that are awake */
     hpmlc_group        *groups;
     bool               *left;     /* (ranks) true: has closed the communicator of hpml_comm_create */
     hpmlc_loss        **lost;     /* (ranks) with .survive: ranks that have failed or left; NULL: neither. Atomic */
@@ -2414,7 +2415,7 @@ HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w);
 HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 {
     hpmlc_vthreads_wake(w);
-    if (w->kind == HPML_TRANSPORT_CLOCK) return; /* no thread sleeps at an inbox */
+    if (w->kind == HPML_TRANSPORT_CLOCK) return; /* in virtual time no thread sleeps at an inbox */
     for (hpmlc_group *r = w->groups; r; r = r->next)
         for (int i = 0; i < r->size; i++) hpmlc_waitpoint_wake(w, &r->inbox[i].wait);
 }
@@ -2620,7 +2621,7 @@ HPMLC_FN void hpmlc_world_lose(hpml_comm *c, const char *text)
         hpmlc_world_wake(w);
     }
     pthread_mutex_unlock(&w->mutex);
-    free(loss); /* another thread of this rank was first */
+    free(loss); /* another thread of this rank has recorded the loss */
 }
 
 HPMLC_FN const char *hpmlc_threads_why_lost(const hpml_comm *c, int peer)
@@ -2639,7 +2640,7 @@ HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
         for (int i = 0; i < r->size; i++) {
             int peer = __atomic_load_n(&r->inbox[i].peer, __ATOMIC_ACQUIRE);
             if (peer < 0 || !r->inbox[i].owner || r->inbox[i].owner->origin[i] != rank) continue;
-            if (__atomic_load_n(&r->inbox[i].others, __ATOMIC_RELAXED) > 0) continue; /* not for this peer alone */
+            if (__atomic_load_n(&r->inbox[i].others, __ATOMIC_RELAXED) > 0) continue; /* several peers */
             *group = r;
             return peer;
         }
@@ -2864,7 +2865,7 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m);
 HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
-    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* not of a collective, whose receive comes soon */
+    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* not a collective's: its receive comes soon */
     const bool hands = hpmlc_threads_hands_over(c, m->bytes) && !hpmlc_world_of(c)->buffered;
     if (m->receiving && hands && hpmlc_oldest(m) == m) hpmlc_threads_test(c, m);
     if (m->receiving || (hands && hpmlc_threads_hand_over(c, m))) return;
@@ -2991,7 +2992,7 @@ HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
             }
             if (waits) hpmlc_set_awaited(r, hpmlc_course_missing(r), 1);
             pthread_mutex_lock(&in->wait.mutex);
-            waits = waits && !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE); /* else the rank reports the error */
+            waits = waits && !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE); /* failed: the rank reports that */
             if (waits && (changes != in->wait.changes || hpmlc_course_over(r))) pthread_mutex_unlock(&in->wait.mutex);
             else in->wait.stopped = false;
         } while (in->wait.stopped);
@@ -3187,7 +3188,7 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSE
 }
 
 HPML_API void hpml_world_free(hpml_world *w HPMLC_UNUSED) {}
-struct hpmlc_waitpoint { unsigned changes; }; /* no thread sleeps: jobs run when they are started */
+struct hpmlc_waitpoint { unsigned changes; }; /* one thread, which never sleeps */
 HPMLC_FN void hpmlc_sleep_at(hpml_comm *c HPMLC_UNUSED, hpmlc_waitpoint *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
                              double until HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g HPMLC_UNUSED) {}
@@ -3628,7 +3629,7 @@ HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
     for (size_t k = t->moved / HPMLC_PIECE; m->receiving && k < t->posted; k++) {
         int over = 0;
         if (MPI_Cancel(&t->request[k % 2]) != MPI_SUCCESS) continue;
-        for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait would wait for ever for the rest of m */
+        for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait could wait for ever for the rest of m */
             if (MPI_Test(&t->request[k % 2], &over, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
     }
     hpmlc_mpi_unlock(x->shared);
@@ -4143,7 +4144,7 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     hpmlc_mpi_list(x, true);
     hpmlc_mpi_nodes(c, d->ranks_per_node); /* after an error c is open, and is closed later */
     for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
-    x->own_core = near <= hpmlc_cores_online(); /* each process may be bound to cores of its own */
+    x->own_core = near <= hpmlc_cores_online(); /* cores of the machine: each process may be bound to others */
     return HPML_OK;
 }
 
@@ -4492,7 +4493,7 @@ HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
     }
     hpmlc_thread(c)->vthread = self;
     c->spin_limit = 0; /* one thread runs at a time: nothing arrives while this one spins */
-    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* spans of layers take no virtual time */
+    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* shows virtual time, in which layers take none */
     hpmlc_vthread_enter(c);
     hpmlc_comm_links(c, &w->network, w->nodes);
     return HPML_OK;
@@ -4766,7 +4767,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     }
     if (comm && s->status == HPML_OK && hpmlc_launch_plans(s->d)) s->status = hpml_comm_set_plan(comm, s->d->plan);
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
-    if (s->status != HPML_OK && ctx) { /* on the context, which announces the error to the other ranks */
+    if (s->status != HPML_OK && ctx) { /* puts it on the context, so that the other ranks get it */
         if (hpml_ctx_status(ctx) == HPML_OK)
             hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
         hpmlc_start_error(s, comm && comm->size > 1 ? comm->rank : -1, hpml_ctx_error(ctx));
@@ -4895,7 +4896,7 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     }
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
-    const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else other ranks may not call it */
+    const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else others may not call MPI_Finalize */
     if (started && finalizes) MPI_Finalize(); /* else exit ends the job */
 #else
     hpmlc_start_main(s); /* fails: the error's text shows how to build with MPI */
@@ -4956,7 +4957,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     const hpmlc_text  to = { error, size }, reason = { text, sizeof text };
     hpml_status       refused = fn ? hpmlc_launch_check(&d, &reason) : HPML_ERR_ARGUMENT;
     hpmlc_refuse(&to, refused, "%s", refused == HPML_OK ? "" : text);
-    bool cleared = !d._begin && !d._end; /* else .log may be any address */
+    bool cleared = !d._begin && !d._end; /* else the desc was not zeroed: .log may be any address */
     if (refused != HPML_OK && cleared && d.ctx.log) d.ctx.log(refused, text, d.ctx.log_user);
     if (refused != HPML_OK) return refused;
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
@@ -5889,7 +5890,7 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     int p = c->size, known = 0, nodes = 0;
     for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
     int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p) nodes anew; (known) new numbers + 1 */
-    for (int r = 0; node && r < p; r++) { /* a part may lack some nodes */
+    for (int r = 0; node && r < p; r++) { /* numbers the nodes anew, because a part may lack some */
         int32_t *number = &node[p + c->node[r]];
         if (*number == 0) *number = ++nodes;
         node[r] = *number - 1;
@@ -7513,7 +7514,7 @@ typedef struct hpmlc_field {
     hpmlc_field_kind kind;
     size_t           at;           /* offset in hpml_plan */
     double           most;         /* largest value */
-    double           tries[4];     /* values other than zero to step through; 0 ends the list */
+    double           tries[4];     /* values, except 0, that hpml_plan_next tries; 0 ends the list */
 } hpmlc_field;
 
 #define HPMLC_FIELD(name, member, kind, most, matters, where, ...) \
@@ -7798,7 +7799,7 @@ HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *f
 {
     hpml_plan whole;
     hpml_plan_resolve(plan, facts, &whole);
-    int64_t grain  = hpmlc_exact_is_chosen(NULL, &whole) ? whole.leaf : 1; /* samples that one rank computes together */
+    int64_t grain  = hpmlc_exact_is_chosen(NULL, &whole) ? whole.leaf : 1; /* samples that stay on one rank */
     int64_t grains = (whole.global_batch - 1) / grain + 1;
     return ((grains - 1) / hpmlc_plan_workers(plan, facts->ranks) + 1) * grain;
 }
@@ -7866,7 +7867,7 @@ HPMLC_FN hpml_status hpmlc_axes_check(const hpml_plan *p, int ranks, const hpmlc
     char             text[160];
     const hpmlc_text axes = { text, sizeof text };
     size_t           length = 0;
-    double           product = 1; /* which may be larger than an integer holds */
+    double           product = 1; /* a double, because the product may be too large for an integer */
     for (int i = 0; i < HPML_AXES; i++) {
         if (size[i] == 0 || (size[i] == 1 && i > 0)) continue;
         hpmlc_append(&axes, &length, "%s%s %d", length > 0 ? " x " : "", hpml_axis_name((hpml_axis)i), size[i]);
@@ -7935,7 +7936,7 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
     bool matters[HPMLC_FIELDS], is_final = false;
     int  i = 0;
     do {
-        if (!is_final) i = HPMLC_FIELDS - 1; /* else later fields, still 0, cannot help */
+        if (!is_final) i = HPMLC_FIELDS - 1; /* else later fields, which are 0, cannot make the plan valid */
         hpmlc_fields_matter(plan, matters);
         while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], plan))) i--;
         if (i < 0) return false;
@@ -7991,7 +7992,7 @@ typedef struct hpmlc_layout {
     int64_t     span;            /* floats of the trainer's array of gradients, padding included */
     float      *host;            /* (span) gradients on the host: `first`, or a copy of a device's array; NULL: the
                                     strategy exchanges them on the device */
-    int64_t     grad_total;      /* floats of all gradients, and of all running statistics, without padding */
+    int64_t     grad_total;      /* floats of all gradients; next: of all running statistics; without padding */
     int64_t     buffer_total;
     int64_t     batch;           /* samples that the model's input holds */
     int64_t     grain;           /* so many consecutive samples of the global batch stay on one rank; 0: 1 */
@@ -8016,14 +8017,14 @@ typedef struct hpmlc_stats {
 
 typedef struct hpmlc_reporting {
     hpml_distribute_report r;    /* sums over the steps since the last reset */
-    double                 began;    /* seconds at the last reset */
+    double                 began;    /* hpml_comm_now() at the last reset */
     hpml_counters          at_reset; /* what this rank had sent at the last reset, see hpmlc_sent */
     hpml_counters          split_at_reset; /* of .at_reset, what was sent along axes other than data */
     hpml_step_row         *row;      /* (history) ring of the rows of the last steps */
-    int64_t                rows;     /* number of rows that were written to the ring */
-    hpml_distribute_report at_row;   /* value of r when the last row was written */
-    double                 row_time; /* seconds when the last row was written */
-    hpml_counters          row_sent; /* what this rank had sent when the last row was written */
+    int64_t                rows;     /* number of rows that have been written to the ring .row */
+    hpml_distribute_report at_row;   /* value of .r when the last row of a step was written */
+    double                 row_time; /* hpml_comm_now() when the last row of a step was written */
+    hpml_counters          row_sent; /* what this rank had sent when the last row of a step was written */
 } hpmlc_reporting;
 
 /* A trial of the batch search (>>batch-search), a short training: divergence is no error, no step is delayed. */
@@ -8054,7 +8055,7 @@ struct hpml_distributed {
     hpml_plan             plan;
     const hpmlc_strategy *strategy;
     void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
-    bool                  data_known; /* the data of all ranks were compared */
+    bool                  data_known; /* true: the ranks have checked that all have the same data */
     bool                  background; /* tasks are jobs of the communicator's background thread */
     bool                  shared;     /* ranks share one copy of the parameters, which rank 0 steps */
     hpmlc_start_fn       *start;
@@ -8645,7 +8646,7 @@ HPMLC_FN hpml_status hpmlc_sum_there(hpml_distributed *d, float *x, int64_t n, i
     }
     *there = 1;
     for (int r = c->rank + 1; r < c->size && theirs; r++) {
-        if (hpml_recv(c, r, HPMLC_TAG_SUM, theirs, bytes) != HPML_OK) continue; /* lost; or the context has the error */
+        if (hpml_recv(c, r, HPMLC_TAG_SUM, theirs, bytes) != HPML_OK) continue; /* r is lost; or an error on c */
         for (int64_t i = 0; i < n; i++) x[i] += theirs[i];
         ++*there;
     }
@@ -9082,7 +9083,7 @@ typedef struct hpmlc_slots {
 
 typedef struct hpmlc_sharding {
     hpmlc_slots      values, gradients;
-    hpmlc_shard_job *job;     /* (buckets.count) reduce-scatters */
+    hpmlc_shard_job *job;     /* (buckets.count) reduce-scatters of the buckets' gradients */
     float           *all;     /* shard 1, 2: the trainer's array of values */
     int64_t          largest; /* floats of the largest bucket */
     int64_t          clock;   /* counts how often an op needed a bucket, as time for hpmlc_slot.used */
@@ -9090,8 +9091,8 @@ typedef struct hpmlc_sharding {
     const hpml_node *first_node;  /* the first op of a forward pass that needs a bucket */
     int              first_param; /* the first parameter that this op needs */
     hpmlc_slot      *whole;   /* shard 1, 2: (buckets.count) the allgather of each bucket's new values */
-    int              stepped; /* buckets that were stepped in this update */
-    int64_t          samples; /* of the micro-batch that runs now, on this rank */
+    int              stepped; /* number of buckets whose parameters were stepped in this update */
+    int64_t          samples; /* number of this rank's samples in the micro-batch that runs now */
     bool             early;   /* buckets are stepped and gathered within the backward pass */
     bool             posted;  /* with .early: this update's sum of samples and losses was started in the pass */
 } hpmlc_sharding;
@@ -9560,7 +9561,7 @@ HPMLC_FN hpml_status hpmlc_shard_gradient(hpml_distributed *d, int param)
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
     const bool      early  = s->early && d->micro + 1 == d->accumulate;
     hpml_status     status = HPML_OK;
-    if (d->buckets.posted == d->buckets.count) hpmlc_buckets_reset(d); /* counted the micro-batch before */
+    if (d->buckets.posted == d->buckets.count) hpmlc_buckets_reset(d); /* the counts are of the micro-batch before */
     if (!hpmlc_buckets_count(d, param) || (d->plan.no_overlap && d->plan.shard < 2)) return HPML_OK;
     if (early && !s->posted) status = hpmlc_shard_stats(d);
     if (status == HPML_OK) status = hpmlc_buckets_post(d);
@@ -10137,7 +10138,7 @@ HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
             before += n;
         }
         for (const float *end = row + n; row < end; row++) {
-            bool is_nan = *row != *row; /* a NaN, which no later value replaces */
+            bool is_nan = *row != *row; /* a NaN, which no later value of `largest` replaces */
             if (fabsf(*row) > own->largest[i] || is_nan) own->largest[i] = fabsf(*row);
         }
     }
@@ -10610,7 +10611,7 @@ HPMLC_FN bool hpmlc_nodes_state(hpml_distributed *d, hpmlc_states *list)
 enum { HPMLC_MEET_SAMPLES, HPMLC_MEET_LOSS, HPMLC_MEET_STATS };
 
 typedef struct hpmlc_weights {
-    float  *meet;      /* (floats) on the host: values, running statistics, samples, loss times samples */
+    float  *meet;      /* (floats) summed at a meeting: values, running statistics, samples, loss times samples */
     float  *centre;    /* (span) block: parameters after the last meeting; elastic: the centre; else NULL */
     float  *momentum;  /* (span) block: velocity of the outer optimizer; else NULL */
     int64_t floats;
@@ -10959,7 +10960,7 @@ typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which ar
     const hpmlc_factor *layer;   /* sends factors in place of these rows; NULL: floats, packed by the codec */
     int          param;
     int64_t      from, at;    /* number of its first float in the parameter; among all trained floats */
-    size_t       offset;      /* of the packed bytes, among those of all pieces */
+    size_t       offset;      /* where the piece's packed bytes begin among those of all pieces */
 } hpmlc_piece;
 
 typedef struct hpmlc_servers {
@@ -10970,7 +10971,7 @@ typedef struct hpmlc_servers {
     int64_t        total, floats;    /* trained floats; those in the ranges of servers [first, end) */
     hpmlc_piece   *piece;            /* (pieces + 1) of all ranges, server by server; the last one is empty */
     int            pieces, *begin;   /* (S + 1) number of each server's first piece */
-    char          *packed;           /* (packed bytes) what is pushed */
+    char          *packed;           /* (packed bytes) the gradient that a worker pushes */
     float         *gradient;         /* (floats) worker: its gradient; server: sum of gradients, 0 between steps */
     float         *values;           /* (floats) */
     float         *residual;         /* (floats) of a worker with a lossy codec; else NULL */
@@ -11672,7 +11673,7 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
             own->has_lost = false;
             status        = own->enter(d);
         } while (status == HPML_OK && own->has_lost);
-        int active = 0; /* workers for whom the server goes on */
+        int active = 0; /* number of workers that the server must still serve */
         for (int k = 0; k < own->workers; k++)
             active += hpmlc_is_active(&own->client[k]) && !(is_over && is_over(own, &own->client[k]));
         if (status != HPML_OK || active == 0) return status;
@@ -12333,7 +12334,7 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->overflows     = hpmlc_overflows(t, c->ctx);
     out->mixes_samples = !hpml_graph_batchable(hpml_trainer_graph(t));
     out->clips         = hpml_trainer_settings(t)->clip_norm > 0;
-    out->steps_tensors = row && (row->prepare || row->layer_ratio || row->whole); /* as hpml_trainer_apply_range */
+    out->steps_tensors = row && (row->prepare || row->layer_ratio || row->whole); /* see hpml_trainer_apply_range */
     out->steps_whole   = row && row->whole;
     out->native        = (c->t->allreduce || c->link.begin) && !(c->mesh && hpmlc_plan_splits(&c->mesh->plan));
     out->no_factors    = !hpmlc_has_factors(c->ctx);
@@ -13024,7 +13025,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
         hpml_status status = HPML_OK;
         if (hpmlc_goes_on(d)) status = hpmlc_sum_there(d, rows, summed, &there, &root);
         else status = hpml_reduce_to(d->all, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
-        const bool writes = d->all->rank == root || hpmlc_plan_cuts(&d->plan); /* all ranks, to join the parts */
+        const bool writes = d->all->rank == root || hpmlc_plan_cuts(&d->plan); /* all ranks: parts are joined */
         if (status == HPML_OK && writes) hpmlc_states_write(&list, path, rows, floats);
         hpml_ctx_release(d->ctx, rows);
     }
@@ -13152,7 +13153,7 @@ HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, in
     if (status == HPML_OK && d->trial.samples > 0) *loss = d->trial.loss / d->trial.samples;
     if (!(*loss - *loss == 0)) *loss = (double)INFINITY;
     if (status != HPML_ERR_NONFINITE) return status;
-    hpml_ctx_clear_error(d->ctx); /* no error, because the caller loads a checkpoint next */
+    hpml_ctx_clear_error(d->ctx); /* no error: divergence ends the trial, and a checkpoint is loaded next */
     return HPML_OK;
 }
 
@@ -13309,7 +13310,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "mix: topology %d, data %p", (int)topology, (void *)data);
     int tag = hpmlc_enter(c, "mix", n, HPML_ELEMENT_F32, HPML_SUM, "topology", (int)topology);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    if (c->survive) tag = HPMLC_TAG_SUM; /* because a lost rank fails collectives of all ranks */
+    if (c->survive) tag = HPMLC_TAG_SUM; /* not a collective's tag: a lost rank would fail those */
     const int    p = c->size, me = c->rank;
     const size_t bytes = (size_t)n * sizeof(float);
     hpml_status  status = HPML_OK;
@@ -13936,7 +13937,7 @@ struct hpmlc_pipeline {
     hpml_message     *sent;    /* (slots, edges, 2) sends of values and gradients that may be in flight */
     bool             *flying;  /* (slots, edges, 2) whether the send in .sent is in flight */
     int64_t          *samples; /* (slots) */
-    hpmlc_tied       *tied;    /* parameters that several stages read, by number, then stage */
+    hpmlc_tied       *tied;    /* parameters that several stages read, sorted by number, then stage */
     int32_t           ties;
     hpmlc_deferred   *norm;    /* batchnorms of this rank */
     int32_t           norms;
@@ -13947,7 +13948,7 @@ struct hpmlc_pipeline {
     int32_t           versions;
     int32_t           version; /* updates since the pipeline was empty */
     int64_t           base;    /* the trainer's step when the pipeline was empty last */
-    bool              stepped; /* this step has a gradient */
+    bool              stepped; /* true: this step has computed a gradient */
     float             loss;    /* of the micro-batch of this stage's last backward pass */
     double            share;   /* of the samples of that micro-batch, the share that this replica has */
 };
@@ -14289,7 +14290,7 @@ HPMLC_FN hpml_status hpmlc_pass_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass)
     hpmlc_pipe_walk walk;
     hpml_pipe_task  task;
     hpml_status     status = HPML_OK;
-    const bool      apart = hpmlc_pipe_stashes(desc.kind); /* an evaluation between steps in flight */
+    const bool      apart = hpmlc_pipe_stashes(desc.kind); /* true: micro-batches of steps are in flight */
     desc.micro = pass->micro;
     if (apart) desc.kind = HPML_PIPE_GPIPE;
     hpmlc_pipe_begin(&walk, &desc, pl->c->rank);
@@ -14716,7 +14717,7 @@ typedef struct hpmlc_ring_pass { /* one pass on one rank */
     int64_t           B, L, C, D, heads;
     float            *kv, *dkv, *next; /* (B, L, 2C) keys and values, their gradients; what arrives */
     float            *s, *ds;          /* (QUERIES, L) scores and their gradients */
-    int64_t           from;            /* the block that is in kv */
+    int64_t           from;            /* number of the block of the sequence that is in kv */
 } hpmlc_ring_pass;
 
 HPMLC_FN hpmlc_ring_pass hpmlc_ring_begin(const hpml_run *run, hpml_node *n)
@@ -15547,7 +15548,7 @@ HPMLC_FN hpml_status hpmlc_rows_forward(const hpml_run *run, hpml_node *n)
     const hpml_group *g = k->group;
     const int64_t     samples = n->out->shape[0], rows = k->B * g->size;
     float            *all = (float *)n->saved, *part = (float *)n->scratch, *blocks = part + rows * k->cut;
-    float            *mine = blocks; /* x of a full batch, needed before the blocks */
+    float            *mine = blocks; /* x, filled up to a full batch; read before blocks are written */
     hpmlc_zero(mine, k->B * k->in);
     memcpy(mine, n->src[0]->data, (size_t)(samples * k->in) * sizeof(float));
     hpml_status status = g->gather(g->user, mine, all, k->B * k->in);
