@@ -40,10 +40,11 @@
 // SAME BITS: the same program on the same kind of GPU gives the same bits. They are not the CPU's, because sums are
 // taken in another order.
 //
-// GLOSSARY: the words that comments and names use in one sense only. Private names begin with hpmlg_ (g: GPU).
+// GLOSSARY: words and all of their senses here. Private names begin with hpmlg_ (g: GPU).
 //     grid, block      a kernel runs as a grid of blocks; the 32 to 1,024 threads of a block run on one multiprocessor,
 //                      share its memory (99 to 227 KiB) and can wait for each other
 //     warp, lane       32 threads of a block that execute together; a lane is one of them
+//     row, column      of an array: the elements along its last dimension; those of one index of the last dimension
 //     team             the threads that share the work on one row: a warp or a whole block
 //     half             a number of 2 bytes, bf16 or f16; a half model stores its activations in halves
 //     half copy        the copy of an f32 parameter in halves that products read
@@ -52,16 +53,24 @@
 //     line             a row of the left operand of a product, or a column of the right one
 //     tile             the rectangle of a result that one block or one warp computes; also a part of an operand in
 //                      shared memory
+//     bank             one of the 32 parts of shared memory, of which each serves one access of a warp at a time
 //     fragment         the elements of a tile that a warp holds in its registers for one tensor-core instruction
 //     stage            one of the buffers in shared memory that are filled while another one is multiplied
 //     split            a piece of a long sum, computed by a block of its own; the splits are added in order
+//     unit             16 bytes of a row of a tile in shared memory; of batchnorm: 1 or 8 numbers that are read at once
+//     chunk            4,096 elements of a parameter, which one block updates; of codec ONEBIT: 1,024 elements;
+//                      of an attention tile: a unit
+//     pair             of attention: one sample and one head
 //     epilogue         the work on a finished sum before it is stored: bias, activation, derivative
-//     pass             all ops of one forward or backward run of a graph
+//     pass             all ops of one forward or backward run of a graph; of a convolution: y, dx or dw is computed
 //     capture, replay  a pass is captured as a CUDA graph the second time it runs, and then replayed by one launch
 //     slot             a part of the ring of pinned host memory that uploads pass through
 //     pinned           of host memory: at a fixed physical address, so that the GPU can copy without the CPU
 //     note             a message from a kernel to the host: an index out of range, a value that is not finite
-//     plan             the descriptors and the algorithm of a library for one shape, kept in a cache
+//     op notes         results of an op, besides its output, that a later op uses
+//     span             a timed interval of work on a stream; its lane is the row of the trace that shows it
+//     plan             the descriptors and the algorithm of a library for one shape, kept in a cache; to refuse: of a
+//                      library, to have no kernel for a product or a convolution, so that this header's kernels run
 //     codec, packing   the form in which gradients travel (1 bit, 2 bits, bf16) and the packed bytes; residual: the
 //                      error of packing, which is added to the next gradient
 //     link             the functions through which hpml_comm.h reduces device memory over NCCL (hpml_device_link)
@@ -694,9 +703,9 @@ typedef struct hpmlg_slot { /* a part of the upload ring: pinned host memory, an
     cudaEvent_t    reusable; /* event: the device has read all of `host`; it may be overwritten */
 } hpmlg_slot;
 
-#define HPMLG_PASSES  64                   /* passes that are kept recorded in a device's cache */
+#define HPMLG_PASSES  64                   /* number of passes that a device's cache keeps recorded */
 #define HPMLG_SCRATCH ((size_t)1 << 20)    /* bytes of hpmlg_device.scratch */
-#define HPMLG_RESULT  ((size_t)4096)       /* bytes; larger downloads go to the caller's memory */
+#define HPMLG_RESULT  ((size_t)4096)       /* bytes for downloads; larger ones go to the caller's memory */
 
 /* Results of an op, besides its output, that a later op uses. They are saved with a recorded pass, because a replay
    runs no op's host code: it restores them instead. */
@@ -708,9 +717,9 @@ typedef struct hpmlg_op_notes {
 
 typedef struct hpmlg_pass {
     hpml_pass         key;
-    hpmlg_op_notes    op_notes; /* the side results of its ops after the pass */
-    hpmlg_work_counts work;     /* the launches of one replay, counted */
-    bool              has_run;  /* it ran op by op without an error, so its ops' memory is allocated */
+    hpmlg_op_notes    op_notes; /* the device's op_notes after the pass */
+    hpmlg_work_counts work;     /* numbers of launches in one replay of the pass */
+    bool              has_run;  /* the pass ran op by op without an error, so its ops' memory is allocated */
     bool              given_up; /* recording failed, so the pass always runs op by op */
     cudaGraphExec_t   exec;     /* the CUDA graph of the pass; NULL: not recorded yet */
     uint64_t          used;     /* hpmlg_device.clock at the last use; 0: the entry is free */
@@ -735,7 +744,7 @@ typedef struct hpmlg_span { /* a timed span of work, between two events on a str
     cudaEvent_t from, to;
     const char *name;
     double     *seconds;    /* the span's seconds are added here; NULL: traced only */
-    int         lane;       /* of the trace: HPML_LANE_GPU or another */
+    int         lane;       /* row of the trace that shows the span: HPML_LANE_GPU or another */
 } hpmlg_span;
 
 typedef struct hpmlg_device {
@@ -763,7 +772,7 @@ typedef struct hpmlg_device {
     hpmlg_pass       *running;                   /* the pass that is now run op by op; NULL: none */
     hpmlg_pass       *recording;                 /* the pass that is now captured; NULL: none */
     bool              in_whole_forward;          /* all ops of a forward pass run, so norms may fuse residual sums */
-    hpmlg_op_notes    op_notes, op_notes_before; /* side results now; at the start of the current recording */
+    hpmlg_op_notes    op_notes, op_notes_before; /* op notes now; at the start of the current recording */
     hpmlg_work_counts work, work_before;         /* counts of launches now; at the start of the recording */
     long long         pass_counts[4];            /* numbers of passes, indexed by enum hpmlg_pass_kind */
     long long         waits;                     /* times that the host has waited for the device */
@@ -1099,7 +1108,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
 HPMLG_FN void hpmlg_span_mark(hpmlg_device *d, cudaStream_t stream, const char *name, double *seconds, int lane)
 {
     hpmlg_span *l    = &d->spans[d->span_count];
-    bool        full = d->span_count == HPMLG_SPANS - 1; /* the last is for a span that is not kept */
+    bool        full = d->span_count == HPMLG_SPANS - 1; /* the last one is for spans that are not kept */
     if (!name) {
         if (full) cudaStreamSynchronize(d->stream);
         if (full || !d->span_clock) {
@@ -1645,7 +1654,7 @@ HPMLG_FN void hpmlg_op_div(HPMLG_OP_ARGUMENTS) { hpmlg_binary_pass(d, n, back); 
 typedef struct hpmlg_reduce {
     hpmlg_binary  b;
     int           side;
-    hpmlg_strides kept, summed; /* dimensions but the last one; stride[0]: in the array */
+    hpmlg_strides kept, summed; /* of all dimensions but the last: those kept, those summed; stride[0]: in the array */
     int64_t       last_dim;
     hpmlg_array   out;          /* (splits, kept): the sums, or a partial sum for each split */
     float         scale;
@@ -1896,7 +1905,7 @@ HPMLG_FN void hpmlg_op_reshape(HPMLG_OP_ARGUMENTS)
 #define HPMLG_TRANSPOSE_TILE 64
 typedef struct hpmlg_transpose {
     hpmlg_array   from, to;
-    hpmlg_strides w;                 /* over all dimensions but these two, with the strides of from and to */
+    hpmlg_strides w;                 /* over all dimensions but p and the last, with the strides of from and to */
     int64_t       p, last;           /* sizes of dimension p and of the last dimension of `to` */
     int64_t       from_last, to_p;   /* strides: in `from` of `last`, in `to` of p; the other two are 1 */
     int64_t       p_tiles, last_tiles;
@@ -2273,7 +2282,7 @@ static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const fl
 HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
     int blocks = (int)hpmlg_row_blocks(d, rows, cols);
-    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* at once: registers allow 3 or 4 a multiprocessor */
+    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* blocks at a time: registers allow 3 or 4 on each */
     return blocks < limit ? blocks : limit;
 }
 
@@ -2360,7 +2369,7 @@ typedef struct hpmlg_bn {           /* the arguments of batchnorm's kernels; siz
     hpmlg_moments<double> *part;    /* (splits, C): each split's result */
     float        eps, momentum;
     bool         train, relu, add[3];
-    bool         again;             /* runs once more for the backward pass: the running statistics stay */
+    bool         again;             /* true: forward again, for the backward pass: does not update running statistics */
 } hpmlg_bn;
 
 /* Returns the offset in x of unit u of channel c, where a unit is s.unit (1 or 8) neighbouring numbers. */
@@ -2765,7 +2774,7 @@ typedef struct hpmlg_token_lists {
     const int *token;              /* (tokens): the token at each position */
     int64_t    tokens, vocabulary;
     int64_t    most_pieces;        /* upper bound of the number of pieces of long tokens */
-    int       *count, *used;       /* (vocabulary): positions of a token; (2): used entries of `order`, `piece` */
+    int       *count, *used;       /* (vocabulary): positions of each token; (2): entries used in `order`, `piece` */
     int       *start;              /* (vocabulary): offset of a token's positions in `order` */
     int       *first;              /* (vocabulary): index in `piece` of a long token's first piece */
     int       *slot, *order;       /* (tokens): slot: number of a position among its token's, at last the positions,
@@ -3332,7 +3341,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
 {
     enum { BYTES = HPMLG_TILE_BYTES(T, KIND) };
     HPMLG_SHARED(unsigned char, shared);
-    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* coordinates: (a, b)(T); (stage)(a, b)(16) */
+    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* of a and b: T lines; of 2 stages: 16 k */
     unsigned char *tiles = shared + (2 * T + 64) * sizeof(hpmlg_coord);
     hpmlg_tile     t     = hpmlg_block_tile<T>(g);
     int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
@@ -3484,7 +3493,7 @@ HPMLG_FN void hpmlg_product_run(hpmlg_device *d, hpmlg_product *g)
         bool    block = g->k > 512 && sums < limit;
         return HPMLG_RUN(d, hpmlg_k_product_thin, (unsigned)(block ? sums : (sums + 255) / 256), 256, 0, *g, block);
     }
-    bool large = g->m > 64 && g->n > 64 && tiles * (g->k / 1024 + 1) >= d->sms; /* tiles of 128 fill the device */
+    bool large = g->m > 64 && g->n > 64 && tiles * (g->k / 1024 + 1) >= d->sms; /* true: tiles of 128 fill the device */
     hpmlg_product_split(d, g, large ? 128 : 64);
     hpmlg_product_kernel *hpmlg_k_product = hpmlg_product_kernels[large][hpmlg_product_variant(d, g)];
     int64_t               blocks = g->tiles_m * g->tiles_n * g->splits * g->batch;
@@ -4214,8 +4223,8 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
     hpmlg_product j = {};
     int64_t       size = c.C * c.taps, image = c.C * c.H * c.W;
     hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0);     /* axis over pixels of y */
-    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);     /* of x: tap (0, 0) of each pixel */
-    hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0); /* offsets from tap (0, 0) */
+    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);     /* of y's pixels: tap (0, 0) in x */
+    hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0); /* axis over taps: from tap (0, 0) */
     if (!hpmlg_ok(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
     d->work.convolutions[1]++;
     if (pass == HPMLG_DNN_DX) return hpmlg_conv_dx(d, &c, y, w, x, add);
@@ -4341,7 +4350,7 @@ typedef struct hpmlg_dnn_plan {
     cudnnMathType_t              math[HPMLG_DNN_PASSES]; /* math mode of algo[] */
     bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES]; /* cuDNN has been asked for an
                                                                                        algorithm; it has given one */
-    bool                         set, refused;           /* described to cuDNN; which refused the description */
+    bool                         set, refused;           /* cuDNN has got the description; has refused it */
     bool                         unfused;                /* cuDNN has refused bias and activation in one launch */
 } hpmlg_dnn_plan;
 
@@ -4942,7 +4951,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
     HPMLG_SHARED(E, own);                              /* (R, DP) twice: keys and values, or queries and dO */
-    E      *stream = own + 2 * R * DP;                 /* two stages of two (K, DP): the other side */
+    E      *stream = own + 2 * R * DP;                 /* two stages of two tiles (K, DP) of the other side's rows */
     float  *lines = (float *)(stream + 4 * K * DP);    /* two stages of lse and delta of the queries in stream */
     int64_t bh;
     int     first = hpmlg_attn_tile(p, R, !KEYS, &bh), at = (int)threadIdx.x / HPMLG_WARP * 16 * M, row = first + at;
@@ -5195,7 +5204,7 @@ HPMLG_FN void hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
     hpmlg_array half_w_h = hpmlg_product_input(d, w_h, NULL);
     for (int64_t t = l.T - 1; t >= 0; t--) {
         HPMLG_RUN(d, hpmlg_k_lstm_back, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
-        if (t == 0) break; /* the product is dh of step t - 1 = da_t W_h */
+        if (t == 0) break; /* the product is for step t - 1: its dh = da_t W_h */
         g = hpmlg_gemm_of(l.B, H, 4 * H, hpmlg_matrix(hpmlg_array_at(l.da, t * 4 * H), l.T * 4 * H, 0, true),
                           hpmlg_matrix(half_w_h, H, 0, false), hpmlg_array_of(l.dh, HPML_DTYPE_F32), H, false);
         hpmlg_gemm_run(d, &g);
@@ -6079,7 +6088,7 @@ struct hpml_nccl {
     hpmlg_nccl_calls  call;
     ncclComm_t        comm;          /* NULL: not made yet, or aborted */
     cudaStream_t      stream;
-    cudaEvent_t       before, after; /* the device's work before begin; NCCL's work up to the last end */
+    cudaEvent_t       before, after; /* the device's work before link_begin; NCCL's work up to the last link_end */
     hpmlg_staging    *stages;
     bool              given_up;      /* atomic: the communicator was aborted */
     bool              open;          /* a group of calls was begun and not ended */
@@ -6369,7 +6378,7 @@ HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
     if (e == cudaSuccess) e = cudaStreamWaitEvent(n->stream, n->before, 0);
     if (e != cudaSuccess) return hpmlg_check(n->d, e, "a stream for NCCL");
     n->open     = true;
-    n->is_timed = n->d->span_count > 0; /* the span is timed if ops are */
+    n->is_timed = n->d->span_count > 0; /* NCCL's calls are timed if ops are */
     if (n->is_timed) hpmlg_span_mark(n->d, n->stream, NULL, NULL, 0);
     return hpmlg_nccl_result(n, n->call.GroupStart());
 }
