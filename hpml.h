@@ -59,8 +59,14 @@
 //     parameter      a tensor that is trained; buffer: one that is only saved; frozen: one that is not updated
 //     op             a kind of computation (linear, relu ...); node: one recorded op, with sources and a result
 //     graph          the planned nodes that lead to outputs and a loss; leaf: an input or constant of a graph
-//     slot           memory of a plan for one array; root: the tensor in whose memory a result stands
-//     pass           one run of all nodes, forward or backward; piece: part of a pass that a device replays as a whole
+//     slot           memory for the activations of one pass of a graph or of a part of it
+//     root           the tensor in whose memory a result stands
+//     life           of an array: the time from the op that writes the array to the last that reads it; a result that
+//                    is computed again, or swapped to the host and back, has two lives
+//     entry          an item of the list of what runs: a node forward, backward or again, or a swap; time: its number
+//     segment        consecutive ops whose results are kept, computed again or swapped together
+//     pass           one run of all nodes, forward or backward; piece: part of a pass that a device replays as a whole,
+//                    or, in loops and products, a range of elements that is computed at one time
 //     saved, scratch memory of a node from forward to backward; memory during one call
 //     sample         one example; batch: the samples of a run; micro-batch: one of the batches whose gradients are
 //                    added up for an update; global batch: the samples of all ranks
@@ -68,14 +74,21 @@
 //     row            the elements along the last dimension; column: the elements of one index of the last dimension;
 //                    batch_rows: indices of dimension 0 that belong to one sample
 //     task           a unit of work of the thread pool; chunk: a fixed number of elements, mostly HPMLI_GRAIN
+//     tile           a rectangle of a product's result C, summed in registers; panel: the columns of an operand
+//                    that form the width of a tile; to pack: to copy an operand into the order in which tiles read it
+//     grid, unit     convolutions in groups of few channels: a copy of a channel between zeros; adjacent channels that
+//                    are computed together
 //     kernel         a function compiled once for each instruction set (scalar, AVX2, AVX-512, NEON)
-//     half           bf16 or f16; halves are stored types, all arithmetic is f32
+//     half           bf16 or f16; halves are stored types, all arithmetic is f32. Of a backward pass: the gradients of
+//                    inputs, or those of weights (hpml_graph_halves)
 //     layout         the order of an image's dimensions: NCHW or NHWC
 //     backend        a table of functions that holds tensors and runs ops on a device
 //     hook           a callback around a training step, by which strategies of data parallelism work
 //     rank           one of the workers that train together; shard: a rank's part of data or state
 //     axis           a direction in which ranks divide a model or its data; group: the ranks along an axis
-//     whole, part    a tensor as one rank alone has it; the block of it that a rank of a group has
+//     whole, part    a tensor as one rank alone has it; the block of it that a rank of a group has. Part of a graph: a
+//                    range of its ops that this rank runs (hpml_graph_part)
+//     hit            a row of the output whose largest number is at the label
 //     codec          packs a gradient into fewer bytes; residual: the error of packing, added to the next gradient
 //     dataset        samples in memory or in a file; loader: makes shuffled, sharded batches of it ahead of their use
 //     checkpoint     a file from which a training continues with the same bits
@@ -426,7 +439,7 @@ typedef struct hpml_param {
     int32_t   stage;      /* the rank of the PIPE axis that has the parameter; -1: all of them */
     int32_t   shard;      /* what this rank keeps a part of, see hpml_trainer_keep: 0: nothing; 1: the states of the
                              optimizer; 2: the gradient, too; 3: the values, too */
-    int64_t   keep_first, keep_count; /* the part: floats of the parameter; keep_count -1: all of them */
+    int64_t   keep_first, keep_count; /* this rank keeps so many floats from keep_first on; keep_count -1: all */
 } hpml_param;
 
 /* Order of the dimensions of images: NCHW is (B, C, H, W); NHWC is (B, H, W, C), a pixel's channels being adjacent. */
@@ -548,9 +561,9 @@ HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *de
 HPML_API int          hpml_param_count(const hpml_ctx *ctx);
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* number `index` recorded, or NULL */
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL: no such parameter; O(1) */
-HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements of all, without buffers */
+HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements of all but buffers */
 HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);           /* FNV-1a 64 of all values' bytes on this rank */
-HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory and values; hpml_graph_alloc calls it */
+HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* new parameters get memory, values; hpml_graph_alloc calls it */
 /* Places the values of all parameters recorded until now in `memory`: hpml_params_bytes(ctx) bytes of host memory,
    64-byte aligned, that outlive the context, for example shared by contexts of the same model, mapped from a file or
    pinned. keep: the values in `memory` stay; else they are overwritten by initial values. An error if a parameter has
@@ -779,7 +792,7 @@ typedef struct hpml_memory {
     size_t packed;      /* weights in the order in which kernels read them; 0 unless the graph predicts */
     size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer, and with .host_optimizer on a
                            device, because then the states are in host memory */
-    size_t host;        /* copies in host memory of what is swapped out of the arena; not part of total */
+    size_t host;        /* copies in host memory of results that are swapped out; not part of total */
     size_t total;       /* parameters + gradients + activations + scratch + packed + optimizer */
     double extra;       /* operations that a step computes again, and 1 for each byte of these results; a byte swapped
                            out and in counts as hpml_graph_budget says */
@@ -1021,7 +1034,7 @@ typedef struct hpml_pass {
     const hpml_graph *graph;
     int64_t           samples, first; /* number of samples; index of the first sample in the inputs */
     int64_t           slot;                        /* the set of activations, see hpml_graph_part; 0: the only one */
-    int64_t           from, to;                    /* ops from .. to - 1 in running order: gradient hooks cut a pass */
+    int64_t           from, to;                    /* ops [from, to) in running order: hooks `grad` cut a pass */
     uint64_t          train, backward, accumulate; /* 0 or 1 */
 } hpml_pass;
 
@@ -1405,7 +1418,7 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
    an earlier array of that name, values NULL: removes it. Until then the memory must stay valid. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates until now */
-HPML_API void        hpml_trainer_set_step(hpml_trainer *t, int64_t step); /* for hooks that step on others' behalf */
+HPML_API void        hpml_trainer_set_step(hpml_trainer *t, int64_t step); /* for hooks that make other ranks' steps */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning rate of the next update */
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -2002,8 +2015,8 @@ typedef struct hpmli_conv {
     int64_t    y_floats;               /* the image of dy, and memory behind it that a tile may touch */
     bool       nhwc;                   /* x and y are NHWC */
     int64_t    x_pixel, y_pixel;       /* distance of pixels in x and y, NHWC; else 1 */
-    int64_t    x_row_step;             /* distance in x that belongs to one row of y */
-    int64_t    x_pixel_step;           /* distance in x that belongs to one pixel of y */
+    int64_t    x_row_step;             /* from the numbers that a row of y reads to the next row's */
+    int64_t    x_pixel_step;           /* from the numbers that a pixel of y reads to the next pixel's */
     int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
     int64_t    run_floats;             /* length of a run in floats */
     int64_t    run_step[2];            /* distances of the runs in x */
@@ -2055,9 +2068,9 @@ typedef struct hpmli_conv_copy {
 typedef struct hpmli_conv_product {
     int64_t rows, a_row, a_k, b_k, c_row, length, runs[2], a_run[2], b_run[2];
     int     add;
-    int64_t ahead; /* floats behind the vectors of b in use, of vectors to fetch from memory; 0: none */
+    int64_t ahead; /* prefetch of b: floats from the vectors in use to those to fetch; 0: none */
 } hpmli_conv_product;
-#define HPMLI_CONV_AHEAD 512 /* for weights, which are read in order and may be in no cache */
+#define HPMLI_CONV_AHEAD 512 /* value of .ahead for weights, which may be in no cache */
 #define HPMLI_CONV_TILE_ARGS const hpmli_conv_product *s, const float *a, const float *b, float *c
 typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 #define HPMLI_CONV_FEW   4     /* channels of a group, at most, for >>conv-groups */
@@ -2215,7 +2228,7 @@ struct hpml_ctx {
     float               *gemm_ws;    /* packing buffers of matrix products, one for each thread, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
-    int                  param_kept; /* parameters whose op is recorded; after an error those after them go */
+    int                  param_kept; /* parameters whose op is recorded; an error removes those after them */
     int                  param_placed; /* parameters before this one all have memory */
     hpml_graph          *grads_of;   /* the graph whose memory contains the parameters' gradients now */
     uint64_t             param_writes; /* grows, from 1, when parameters may have changed, see >>conv-kept */
@@ -2224,10 +2237,10 @@ struct hpml_ctx {
     int64_t              name_size;  /* a power of two, at least twice the number of parameters */
     int                  node_count; /* recorded nodes: the next node's index, used in names and masks */
     int64_t              source_count; /* sources of all recorded nodes together */
-    int                  segment, segments; /* that ops are recorded into, 0: none; number of segments until now */
+    int                  segment, segments; /* the segment to which recorded ops belong, 0: none; number of segments */
     int                  layout_permutes; /* nodes recorded by hpml_to_layout, which default names do not count */
     bool                 deferred;   /* trainers take their memory late, see hpml_ctx_defer */
-    int                  group_nodes;    /* nodes that groups need and a serial program has not: names, masks */
+    int                  group_nodes;    /* nodes that only groups need, which names and masks do not count */
     hpml_group           groups[HPML_AXES]; /* by axis; size 0: none is set */
     hpml_node            spare;      /* a dummy node that hpmli_node_create returns after an error */
     hpmli_trace         *trace;      /* the timeline; NULL: none is recorded */
@@ -2864,11 +2877,11 @@ HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ct
 // ---------------------------------------------------------------------------------------------------------------------
 /* Streams of random numbers of a seed: the four highest bits of a stream's number stand for its use, so that no two
    uses draw the same numbers. A single number costs one Philox block, about 20 ns. */
-#define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of the parameter; its first values */
+#define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of a parameter: its initial values */
 #define HPMLI_STREAM_CHECK_GRAD UINT64_C(77)          /* elements that hpml_check_grad compares */
 #define HPMLI_STREAM_SHUFFLE    (UINT64_C(0x5) << 60) /* order of a data set's samples; the block is the epoch */
-#define HPMLI_STREAM_AUGMENT    (UINT64_C(0xa) << 60) /* | epoch; random augmentation of samples */
-#define HPMLI_STREAM_DROPOUT    (UINT64_C(0xd) << 60) /* ^ step << 24 ^ node; dropout masks */
+#define HPMLI_STREAM_AUGMENT    (UINT64_C(0xa) << 60) /* | epoch: random augmentation of samples */
+#define HPMLI_STREAM_DROPOUT    (UINT64_C(0xd) << 60) /* ^ step << 24 ^ node: dropout masks */
 
 HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4])
 {
@@ -2972,10 +2985,10 @@ struct hpmli_tensor_state {
     float *kept;      /* a parameter of whose values this rank keeps a part (hpml_trainer_keep): the part */
     bool away;        /* true: a parameter that only ops in other ranks' parts read: it has no memory here */
     bool of_param;    /* true: a view of a parameter */
-    int64_t samples;  /* of an input, in the memory that a graph with parts gave it; 0: the whole batch */
+    int64_t samples;  /* samples for which a graph with parts gave an input memory; 0: the whole batch */
     int  leaf;        /* index among the leaves of the graph that was planned last */
     struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
-    hpml_tensor *copied; /* what hpml_group_copy has recorded for the tensor; NULL: nothing yet */
+    hpml_tensor *copied; /* result of hpml_group_copy of this tensor; NULL: none yet */
 };
 
 /* Element types by hpml_dtype: bytes of an element; names in hpml, safetensors and numpy (which lacks bf16). */
@@ -3282,7 +3295,7 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
 {
     const hpml_tensor *src[2] = { a, b };
     w->ndim = 0;
-    for (int i = 0; i == 0 || i < out->ndim; i++) { /* outermost first; i joins the one before, if both allow */
+    for (int i = 0; i == 0 || i < out->ndim; i++) { /* outermost first; joins i to i - 1 if both allow */
         bool    last = i + 1 >= out->ndim;
         int64_t size = out->shape[i], stride[2];
         for (int s = 0; s < 2; s++) {
@@ -3347,7 +3360,7 @@ HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
 {
     size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
-    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out, converted there */
+    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out: converted in place */
     hpml_status status = ctx->backend->read(ctx->device, raw, t->raw, bytes);
     if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
     return status;
@@ -3767,7 +3780,7 @@ HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, i
 {
     if (dim < 0 || dim >= x->ndim || !x->split[dim]) return true;
     const int64_t size = hpml_ctx_group(x->ctx, (hpml_axis)x->split[dim])->size;
-    const int64_t section = x->shape[dim] / hpmli_sections(x, dim) * size; /* its length in the whole */
+    const int64_t section = x->shape[dim] / hpmli_sections(x, dim) * size; /* a section's length in the whole */
     if (*start % section != 0 || *count % section != 0)
         return hpmli_split_refuse("slice", x, dim, "only whole sections can be taken from it");
     *sections = *count / section;
@@ -3834,14 +3847,14 @@ struct hpmli_node_state {
     int          order, at[6];                 /* place in the graph's nodes; in the part's entries by hpmli_move */
     int          segment;                      /* number of the segment; 0: none */
     hpml_retain_how how;                       /* what the backward pass reads of the segment's results */
-    bool         kept, has_gradient;           /* an output or the loss; some node's backward writes the gradient */
+    bool         kept, has_gradient;           /* the result: an output or the loss; has a gradient that is computed */
     bool         again, swapped;               /* the op runs again for backward; is swapped in instead */
-    bool         relives;                      /* the result then has a second life, as n->saved has */
+    bool         relives;                      /* the result, too, has a second life; n->saved has one anyway */
     bool         second;                       /* backward now computes the gradients of the sources in `late` */
     unsigned     late;                         /* bits of the sources whose gradients are in the half WEIGHTS */
     char        *copy;                         /* (slots, copy_bytes) what is swapped out: the result, then n->saved */
-    size_t       copy_bytes, copy_saved;       /* of `copy` in a slot; of n->saved in it */
-    void        *raw[2], *saved[2];            /* addresses in both lives: of the value, if its root; of n->saved */
+    size_t       copy_bytes, copy_saved;       /* bytes of .copy for a slot; of these, those of n->saved */
+    void        *raw[2], *saved[2];            /* in both lives: address of the value, if its own root; of n->saved */
     struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken when backward has
                                                   made its gradient final. A CPU op that takes the step sets n to 0 */
     /* Of a convolution or batchnorm in a graph that predicts, see >>conv-kept: */
@@ -4591,11 +4604,11 @@ typedef enum hpmli_move {
     HPMLI_WEIGHTS /* the second half of a node's backward pass, see hpml_graph_halves */
 } hpmli_move;
 typedef struct hpmli_entry {
-    int        node; /* its place in hpml_graph.nodes */
+    int        node; /* the node's place in hpml_graph.nodes */
     hpmli_move move;
 } hpmli_entry;
 
-typedef struct hpmli_area { /* arrays that are placed together */
+typedef struct hpmli_area { /* arrays that are placed in one piece of memory */
     hpmli_life *lives;      /* (count) */
     int         count;
     size_t      bytes;
@@ -4611,7 +4624,7 @@ typedef struct hpmli_list {
     hpmli_entry  *entries;          /* (entry_count) the forward pass, then from `turn` on the backward pass */
     int           entry_count, turn;
     int           late;             /* the first entry of the half WEIGHTS; entry_count: there is none */
-    hpml_tensor **inputs;           /* (input_count) read here and not computed here, but no parameters */
+    hpml_tensor **inputs;           /* (input_count) tensors that the part reads and does not compute; no parameters */
     int           input_count;
     hpmli_area    area[HPMLI_AREAS];
 } hpmli_list;
@@ -4619,7 +4632,7 @@ typedef struct hpmli_list {
 typedef struct hpmli_slot { /* memory for the arrays of a part, and the pass that has written to it */
     int      part;          /* place in hpml_graph.parts */
     size_t   base;          /* bytes: where its HELD arrays begin in the arena */
-    int64_t  first, samples; /* in the inputs of the batch */
+    int64_t  first, samples; /* first sample of the pass in the batch; their number */
     int64_t  sample;        /* number of the first sample in the global batch */
     bool     idle;          /* the pass had no samples */
     bool     train;
@@ -4932,17 +4945,17 @@ HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
    source which no other op reads. out_root and grad_root of a node's state are the tensors at the end of such chains,
    which own the memory. */
 typedef struct hpmli_use {      /* how a part uses the result of a node, or an input */
-    int  last[2];               /* last time of each life of the value */
-    int  readers[2];            /* number of entries forward and again that read this life */
+    int  last[2];               /* time (number of an entry) at which each life of the value ends */
+    int  readers[2];            /* for each life: number of entries, forward or again, that read it */
     int  grad_first, grad_last; /* first and last time of the gradient's life */
     bool grad_written;          /* a node's backward, or the caller, writes the gradient */
     bool crosses;               /* a later node that is in another part reads the result */
 } hpmli_use;
-typedef struct hpmli_plan {     /* a part while it is planned */
+typedef struct hpmli_plan {     /* a part of a graph while its memory is planned */
     hpml_graph *g;
     hpmli_list *p;
     hpmli_use  *uses;           /* one for each node of the graph, then one for each leaf */
-    int         end;            /* the time after all entries */
+    int         end;            /* the time after the part's last entry */
 } hpmli_plan;
 
 /* Returns the entry of t in the plan's uses; NULL for a parameter. */
@@ -5101,8 +5114,8 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
    the sets of activations of that part. */
 HPMLI_FN void hpmli_life_add(const hpmli_plan *pl, size_t bytes, int from, int to, void **place)
 {
-    bool        held = from < pl->p->turn && to >= pl->p->turn; /* something of a pass whose backward pass is to come */
-    if (pl->g->halves && from < pl->p->late && to >= pl->p->late) held = true; /* or the second half of that */
+    bool        held = from < pl->p->turn && to >= pl->p->turn; /* true: needed until the backward pass */
+    if (pl->g->halves && from < pl->p->late && to >= pl->p->late) held = true; /* or until its second half */
     hpmli_area *area = &pl->p->area[held || pl->g->slot_count == 1 ? HPMLI_HELD : HPMLI_PASSING];
     hpmli_life  life = { (bytes + 63) / 64 * 64, (size_t)area->count, from, to, place };
     area->lives[area->count++] = life;
@@ -5180,7 +5193,7 @@ HPMLI_FN bool hpmli_part_inputs(hpml_graph *g, hpmli_list *p)
     return true;
 }
 
-HPMLI_FN void hpmli_part_free(hpml_ctx *ctx, hpmli_list *p) /* what its plan has made */
+HPMLI_FN void hpmli_part_free(hpml_ctx *ctx, hpmli_list *p) /* frees the plan of p */
 {
     for (int a = 0; a < HPMLI_AREAS; a++) hpmli_free(ctx, p->area[a].lives);
     hpmli_free(ctx, p->inputs);
@@ -5470,7 +5483,7 @@ HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, in
         if (from < g->parts[i].to && to > g->parts[i].from)
             return hpmli_false(g->ctx, HPML_ERR_ARGUMENT, "graph part: ops %d to %d and the ops %d to %d of an earlier "
                                "part overlap; an op runs in one part", from, to, g->parts[i].from, g->parts[i].to);
-    for (int i = 0; i < g->count && g->cut; i++) /* param_last is of the parts until now */
+    for (int i = 0; i < g->count && g->cut; i++) /* param_last: of parts added before */
         for (int j = 0; i >= from && i < to && j < g->nodes[i]->src_count; j++) {
             const hpml_tensor *w = g->nodes[i]->src[j];
             if (w && hpmli_trainable(w) && g->param_last[w->param->index] >= 0)
@@ -5567,11 +5580,11 @@ HPML_API hpml_status hpml_graph_halves(hpml_graph *g)
 enum { HPMLI_SEGMENTS = 8 }; /* most segments among which a budget chooses */
 typedef struct hpmli_budget {
     hpml_graph     *g;
-    size_t          bytes;                                /* at most, of activations and scratch */
+    size_t          bytes;                                /* of activations and scratch that a plan may take */
     int             from[HPMLI_SEGMENTS + 1], count;      /* first node of each segment */
     hpml_retain_how best[HPMLI_SEGMENTS];                 /* the cheapest choice that fits */
     double          best_cost;                            /* below 0: none fits */
-    size_t          least;                                /* bytes of all choices tried */
+    size_t          least;                                /* least bytes of all choices tried */
     double          cost[HPMLI_SEGMENTS][HPML_RETAIN_SWAP + 1]; /* extra operations of each segment alone */
 } hpmli_budget;
 
@@ -6189,7 +6202,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     if (half == HPML_HALF_WEIGHTS) hpmli_entries_point(g, p, p->turn, p->late); /* another slot was current, perhaps */
     if (replays) piece = (int)hpmli_max(HPMLI_PIECES_OF_PASS, (count - 1) / HPMLI_PIECES_OF_PASS + 1);
     if (replays && !hooks) piece = count;
-    memset(&pass, 0, sizeof pass); /* padding too: compared by bytes */
+    memset(&pass, 0, sizeof pass); /* padding, too, because passes are compared byte by byte */
     pass.graph      = g;
     pass.samples    = g->batch_now;
     pass.first      = g->shift;
@@ -6198,7 +6211,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     pass.backward   = backward;
     pass.accumulate = accumulate;
     if (backward) g->at.pass = HPML_PASS_BACKWARD;
-    if (backward || run->train) g->ctx->param_writes++; /* optimizer steps, running statistics */
+    if (backward || run->train) g->ctx->param_writes++; /* these change parameters or running statistics */
     hpmli_graph_apply_batch(g);
     if (!backward) hpmli_forward_begin(g, p);
     for (int from = first; from < count && status == HPML_OK; from += piece) {
@@ -8384,9 +8397,9 @@ HPMLI_FN void hpmli_grids_lists(const hpmli_conv *c)
     first[c->grids] = (int32_t)count;
 }
 
-/* What a task computes: units [u0, u1) of images [b0, b1), and its working memory. */
+/* What a task computes: units (adjacent groups of channels) [u0, u1) of images [b0, b1), and its memory. */
 typedef struct hpmli_grids_task {
-    int64_t b0, b1, u0, u1, step; /* step: images at once */
+    int64_t b0, b1, u0, u1, step; /* step: number of images computed at one time */
     float  *x, *y, *out, *w, *dw; /* grids of x, of dy and of results; weights; gradients of weights */
 } hpmli_grids_task;
 
@@ -10122,7 +10135,7 @@ enum { HPMLI_GROUP_COPY, HPMLI_GROUP_SUM, HPMLI_GROUP_SPLIT, HPMLI_GROUP_GATHER 
 typedef struct hpmli_group_op {
     const hpml_group *group;
     hpmli_transfer    forward, back;
-    hpmli_cut         cut; /* the part in the whole */
+    hpmli_cut         cut; /* where this rank's part lies in the whole */
 } hpmli_group_op;
 
 /* Runs the transfer `kind` of group op o, from the array `from` to the array `to`, which may be the same array for KEEP
@@ -10662,7 +10675,7 @@ static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpml
     const hpmli_rows *rows = u->param ? u->param->state->rows : NULL;
     j.o.correction1 = (float)(1 / (1 - pow((double)u->beta1, (double)u->step)));
     j.o.correction2 = (float)(1 / (1 - pow((double)u->beta2, (double)u->step)));
-    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* rows of d by 12: its tiles have 6 or 12 */
+    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* 12 rows or a multiple: tiles have 6 or 12 */
     if (u->opt == HPML_OPT_CUSTOM && u->custom->whole) j.piece = u->n;
     if (rows) hpmli_parallel(ctx, rows->count, hpmli_update_row_task, &j);
     else hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
@@ -11007,11 +11020,11 @@ struct hpml_trainer {
                                             device; NULL: parameters step where they are */
     hpml_update        *updates;         /* (param_count) the next step of each parameter, of what this rank keeps */
     int64_t             window[2];       /* floats of hpml_trainer_reserve: for values, for gradients */
-    float             **window_at[2];    /* where to write their address */
+    float             **window_at[2];    /* where to write the addresses of these floats */
     double             *norms;           /* (param_count, 2) for hooks `norms`; NULL: there was no such hook */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
-    float              *best;            /* (2, rows) of an output split by classes: largest number; - its class */
+    float              *best;            /* (2, rows) of an output split by classes: each row's maximum; - its class */
     int32_t            *host_y;          /* host memory for a batch of labels */
     const void         *x, *y;           /* host: the batch, of which a graph with parts copies a slot's samples */
     float              *batch_out;       /* host memory for a batch of outputs of all parts; NULL: not evaluated yet */
@@ -11029,7 +11042,7 @@ struct hpml_trainer {
     float               accumulate_weight; /* samples_so_far / (accumulate first_batch_samples): divides gradients */
     float               loss_scale;
     int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
-    hpmli_step_scalars  scalars;         /* the host's copy of what follows, as of hpmli_read_step_scalars */
+    hpmli_step_scalars  scalars;         /* host's copy of *device_scalars, by hpmli_read_step_scalars */
     hpmli_step_scalars *device_scalars;  /* results of a step on the device: t->loss->data */
     bool                wants_norm;      /* an update needs the norm of all gradients: clipping, dynamic loss scale */
     bool                norm_ready;      /* device_scalars holds this step's norm */
@@ -12378,7 +12391,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (status == HPML_OK) status = hpmli_step_run(t, &s);
     if (status != HPML_OK) return status;
     status = hpmli_step_update(t);
-    t->ctx->param_writes++; /* hooks may have written */
+    t->ctx->param_writes++; /* hooks may have written to parameters */
     if (t->ctx->trace) hpmli_trace_stepped(t->ctx, s.number, s.traced_start, s.loss_known ? s.loss : (float)NAN);
     if (info && status == HPML_OK) hpmli_step_fill_info(t, &s, info);
     return status;
@@ -13564,7 +13577,7 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
    data would be lost silently if it were skipped as a header. */
 HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
 {
-    static const char nonfinite[][4] = { "nan", "inf" }; /* here also numbers; as data, errors later */
+    static const char nonfinite[][4] = { "nan", "inf" }; /* numbers here, so no header; errors as data */
     const char *start = c->p, *text, *stop;
     bool        more = true, numbers = false, words = false;
     double      v;
@@ -13603,7 +13616,7 @@ HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s) /* parses a line int
 {
     const char *text, *stop;
     int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
-    bool        more = true, fits = s && s->d.count < c->capacity; /* no memory: the row has too few fields */
+    bool        more = true, fits = s && s->d.count < c->capacity; /* no memory: rows had too few fields */
     bool        first = !c->names && (!s || s->d.count == 0); /* the user may have meant this line as a header */
     for (; more; column++) {
         double v = 0;
@@ -17688,7 +17701,7 @@ HPMLI_VEC_INLINE uint32_t HV(twobit_step)(HV(f32) *nan, float *e, const float *g
         bits |= (uint64_t)HV(sign_bits)(v - t) << u | (uint64_t)HV(sign_bits)(-t - v) << (32 + u);
         *nan = HV(fma)(v, zero, *nan);
     }
-    bits |= bits << 32; /* from bit 32 on: is sent */
+    bits |= bits << 32; /* bit 32 + i: element i is sent, as t or as -t */
     bits = (bits | bits << 8) & UINT64_C(0x00ff00ff00ff00ff); /* bit i of both halves moves to bit 2 i */
     bits = (bits | bits << 4) & UINT64_C(0x0f0f0f0f0f0f0f0f);
     bits = (bits | bits << 2) & UINT64_C(0x3333333333333333);
