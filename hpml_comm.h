@@ -242,7 +242,7 @@ typedef struct hpml_network {
     hpml_link     inside, between; /* links within and between nodes */
     const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1. Not copied */
     double        jitter;         /* CLOCK: each computation takes up to 1 + jitter times as long, at random */
-    uint64_t      seed;           /* of the random numbers for .jitter, which repeat with it */
+    uint64_t      seed;           /* seed of the random numbers for .jitter, which repeat with the seed */
     const int32_t *node;          /* (ranks) the node of each rank, numbered from 0 without gaps, for example as a
                                      scheduler placed them; replaces ranks_per_node and spread. NULL: these two decide.
                                      Not copied; not for MPI */
@@ -259,8 +259,8 @@ typedef struct hpml_comm_desc {
     void               *mpi_comm; /* MPI: points to an MPI_Comm, which is duplicated; NULL: MPI_COMM_WORLD */
     int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory. custom: 0: all on one node */
     double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK has no deadlines */
-    bool                check;    /* for debugging: compare collectives on all ranks first (kind, count, type, order) */
-    bool                survive;  /* same on all ranks: a lost rank ends only messages with it: see hpml_comm_lost */
+    bool                check;    /* for debugging: ranks compare each collective first (kind, count, type, order) */
+    bool                survive;  /* same on all ranks: a lost rank ends only its own messages: see hpml_comm_lost */
     uint32_t            _end;
 } hpml_comm_desc;
 
@@ -303,7 +303,7 @@ typedef struct hpml_launch_desc {
     double              timeout;   /* this field and the next two: as in hpml_comm_desc */
     bool                check;
     bool                survive;
-    hpml_ctx_desc       ctx;       /* of every rank; threads 0: the process's cores divided by the ranks */
+    hpml_ctx_desc       ctx;       /* desc of every rank's context; threads 0: the process's cores / ranks */
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
     const struct hpml_plan *plan;  /* given to hpml_comm_set_plan on every rank before `fn` is called; NULL: HPML_PLAN
                                       in the environment is, if it splits the model */
@@ -388,7 +388,7 @@ typedef union hpml_message_state {
 /* A send or a receive in flight. The struct is the caller's: it and the array stay untouched until hpml_wait returns.
    (MPI: after an error, an array that was being sent must stay until the process ends.) */
 typedef struct hpml_message {
-    int                  peer, tag;    /* rank in the communicator; 0 to HPML_TAG_MAX, or a collective's above that */
+    int                  peer, tag;    /* peer's rank in the communicator; tag: above HPML_TAG_MAX a collective's */
     bool                 receiving;
     bool                 done;         /* another thread that sets it does so with release order, then leaves m alone */
     hpml_status          status;       /* valid when done */
@@ -397,8 +397,8 @@ typedef struct hpml_message {
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
     double               arrival;      /* seconds of hpml_comm_now at which a message arrives or did; 0: not known */
     hpml_message_state   state;        /* the transport's */
-    struct hpml_comm    *owner;        /* communicator on which it was begun */
-    struct hpml_message *next;         /* private: a receive that was begun before this one and is not yet done */
+    struct hpml_comm    *owner;        /* communicator on which the message was begun */
+    struct hpml_message *next;         /* private: the receive begun before this one that is not done, in a list */
 } hpml_message;
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m);
 HPML_API hpml_status hpml_irecv(hpml_comm *c, int from, int tag, void *data, size_t bytes, hpml_message *m);
@@ -590,7 +590,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j);
 // ---------------------------------------------------------------------------------------------------------------------
 /* One array of a model: (rows, cols) row-major; a vector has 1 row. Codecs work along rows (>>api-codec). */
 typedef struct hpml_gradient {
-    const char *name; /* for errors, saved residuals and the timeline; not copied, keep it; NULL: its number */
+    const char *name; /* in errors, saved residuals and the timeline; must live on; NULL: the array's number */
     float      *data; /* (rows, cols) */
     int64_t     rows, cols;
 } hpml_gradient;
@@ -610,7 +610,7 @@ typedef struct hpml_exchange_desc {
     const hpml_gradient *tensors;    /* (count), same order and shapes on all ranks; copied, but for their names */
     hpml_codec_desc      codec;      /* the codec that packs gradients */
     hpml_reduce          reduce;     /* SUM or MEAN over ranks */
-    hpml_algorithm       algorithm;  /* of the plain allreduce */
+    hpml_algorithm       algorithm;  /* for the allreduce of plain tensors */
     int32_t              leaves;     /* contributions of this rank; 0: 1. More with exact sums: hpml_plan.exact */
     int64_t              leaf_step;  /* contribution l of a tensor is at data + l * leaf_step; the result: at l = 0 */
     int64_t              fuse_bytes; /* plain tensors, end to end, are cut into sums of this many bytes; 0: one sum */
@@ -840,7 +840,7 @@ HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *t
 typedef struct hpml_pipe_cut_desc {
     uint32_t       _begin;
     int32_t        layers;      /* 1 to 65536 */
-    int32_t        ranks;       /* at most `layers` without .replicate: a stage for each rank */
+    int32_t        ranks;       /* number of ranks: without .replicate also that of stages, at most .layers */
     const double  *seconds;     /* (layers) of a micro-batch in each layer, forward and backward; or any other cost */
     const int64_t *bytes;       /* (layers) bytes that go from each layer to the next one; NULL: 0 */
     const int64_t *param_bytes; /* (layers) bytes of each layer's parameters, for .replicate; NULL: 0 */
@@ -863,7 +863,7 @@ HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stag
 /* What ranks exchange, and when. */
 typedef enum hpml_strategy_kind {
     HPML_STRATEGY_SYNC = 0, /* each step applies the mean, or sum, of all ranks' gradients (Das et al. 2016) */
-    HPML_STRATEGY_PS,       /* as SYNC, by servers, which have the parameters and the optimizer (Li et al. 2014) */
+    HPML_STRATEGY_PS,       /* as SYNC, but servers have the parameters and run the optimizer (Li et al. 2014) */
     HPML_STRATEGY_BACKUP,   /* as PS, but a step does not wait for the slowest workers (Chen et al. 2016) */
     HPML_STRATEGY_SSP,      /* servers step with each gradient by itself; the fastest worker waits for the slowest one
                                where it is too far ahead: stale synchronous (Ho et al. 2013) */
@@ -1126,14 +1126,14 @@ typedef struct hpml_distribute_report {
     double  comm_s, exposed_s; /* seconds of exchanging; of waiting for the exchange with nothing left to compute */
     double  hidden;            /* share of comm_s that computation hides: 1 - exposed_s / comm_s */
     double  efficiency;        /* 1 - exposed_s / step_s: at 1, p ranks do p batches in the time of one */
-    double  bytes;             /* sent by this rank in a step */
-    double  split_bytes;       /* of .bytes: sent by layers along the axes tensor, sequence, expert and pipe */
-    double  plain_bytes;       /* that this rank would send in a ring allreduce of its gradients as f32 */
+    double  bytes;             /* bytes that this rank sends in a step */
+    double  split_bytes;       /* of .bytes, those sent by layers along axes tensor, sequence, expert and pipe */
+    double  plain_bytes;       /* bytes that a ring allreduce of this rank's gradients as f32 would send */
     double  loss;              /* mean over all ranks' samples of the last step; with `delayed` of the step before,
                                   because the loss is sent with the gradients. Local, block, elastic: of the steps up
                                   to the last meeting; after it, and with gossip, of this rank alone. NaN: before the
                                   first step */
-    int64_t samples;           /* of the steps, and on the ranks, of which .loss is the mean */
+    int64_t samples;           /* number of samples over which .loss is the mean */
     int32_t buckets;
 } hpml_distribute_report;
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
@@ -1187,7 +1187,7 @@ typedef struct hpml_batch_search_desc {
     uint32_t    _begin;
     const char *path;     /* required: of the checkpoint that trials start from, written here and read by all ranks */
     int64_t     min, max; /* smallest, largest samples a step; 0: as now; the sum of all ranks' batches */
-    double      factor;   /* by which each size exceeds the one before; 0: the square root of 2 */
+    double      factor;   /* each size divided by the size before; 0: the square root of 2 */
     int64_t     multiple; /* sizes are multiples of this number; 0: 1 */
     int64_t     samples;  /* number of samples that each size trains on; 0: a tenth of the data */
     double      slack;    /* excess of the loss that is allowed, as a fraction of it; 0: 0.01 */
@@ -1340,7 +1340,7 @@ typedef struct hpml_simulate_desc {
                                         added on the way: each rank sends every owner its stripe (all to all); the owner
                                         adds, packs, and sends the sum to all ranks (allgather); `algorithm` does not
                                         count. NULL: no codec */
-    double         codec_s_per_byte; /* seconds a byte of f32 gradient for packing and unpacking it, then its sum */
+    double         codec_s_per_byte; /* seconds to pack and unpack a byte of f32 gradient, and then of the sum */
     size_t         bucket_bytes;     /* bytes of f32 gradient in a bucket; 0: 25 MiB, 1: each layer alone */
     bool           no_overlap;       /* exchange after the backward pass, not during it */
     bool           delayed;          /* exchange the gradients of the step before during this one (double buffering) */
@@ -1352,7 +1352,7 @@ typedef struct hpml_simulate_desc {
 } hpml_simulate_desc;
 
 typedef struct hpml_simulation {
-    double  step_s;         /* of the slowest rank: compute_s + straggle_s + exposed_s */
+    double  step_s;         /* seconds of a step on the slowest rank: compute_s + straggle_s + exposed_s */
     double  compute_s;      /* seconds of forward, backward and update on a rank that is not slow */
     double  straggle_s;     /* seconds that the slowest rank computes longer than compute_s */
     double  exposed_s;      /* seconds of communication that overlap no computation */
@@ -1367,7 +1367,7 @@ typedef struct hpml_simulation {
 /* Simulates the training that desc describes, and writes times and counts of a step to *out. Returns HPML_OK; or
    HPML_ERR_ARGUMENT, HPML_ERR_UNSUPPORTED or HPML_ERR_MEMORY, with the reason in `error` (may be NULL). */
 HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulation *out, char *error, size_t size);
-HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t size); /* as hpml_distribute_text */
+HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t size); /* writes a line of text */
 /* Returns the seconds from the start of an allreduce until the last rank has the sum; -1: an argument is out of range
    (hpml_simulate says which), or no memory. */
 HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes);
@@ -1496,10 +1496,10 @@ struct hpml_comm {
     bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
     bool                  is_virtual; /* true with CLOCK: time is virtual, and waits have no deadline */
     bool                  check;
-    bool                  survive;  /* a lost rank ends only messages with it: see hpml_comm_lost */
+    bool                  survive;  /* a lost rank ends only messages to or from it: see hpml_comm_lost */
     bool                 *silent;   /* (size) true: a wait for that rank has lasted until the deadline, with .survive */
     double                timeout;  /* seconds that a wait may last; negative: for ever */
-    int                   spin_limit; /* tests of a message before a wait yields the core, and then until it sleeps */
+    int                   spin_limit; /* a wait tests a message so often, then yields the core as often, then sleeps */
     double                gives_up; /* hpml_comm_now() at which hpml_wait_any returns without an error; 1e300: never */
     double                no_yield; /* hpml_now() before which waits do not yield the core, because a yield was slow */
     double                busy;     /* hpml_now() until which this rank has announced that it is busy; 0: not busy */
@@ -1526,7 +1526,7 @@ struct hpml_comm {
     char                 *scratch;  /* buffer for copies of arrays that are sent while they are added to */
     bool                  returns;  /* true: received sums are written to the sender's array, too: see hpmlc_returns */
     hpml_element          returned; /* element type of the sums that .returns writes */
-    int                   divisor;  /* these sums are divided by this number, for a mean; 0: they are not */
+    int                   divisor;  /* the sums that .returns writes are divided by this number; 0: not */
     hpmlc_course         *course;   /* the collective that this rank executes; NULL: none, or one without phases */
     hpml_comm            *stopped;  /* THREADS: list of sleeping ranks whose course this thread must continue */
     hpml_comm            *next_stopped;
@@ -2090,7 +2090,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int 
 
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
-    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that not each call must send it */
+    const double now = hpml_now(), lasts = 1.125 * seconds; /* announces more, so that most calls announce nothing */
     if (!c || !c->t->announce_busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
     c->busy = seconds > 0 ? now + lasts : 0;
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
@@ -2295,13 +2295,13 @@ struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
     unsigned        changes;
     bool            sleeping;
     bool            stopped; /* sleeps while another thread runs its course: see hpmlc_threads_help */
-    bool            counted; /* this sleep is counted: the thread is not among the world's awake ones */
+    bool            counted; /* true: the sleeping thread is subtracted from the world's awake threads */
 };
 
 typedef struct hpmlc_inbox {
     hpmlc_waitpoint wait;
     hpml_message   *posted, **last; /* list of sends to the owner, in the order posted; the end of that list */
-    hpml_message   *copies;         /* list of those posted sends that are copies */
+    hpml_message   *copies;         /* list of the posted sends that are copies, made by the inbox */
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
     int             others;         /* number of other messages that end the wait as well: hpml_wait_any */
@@ -2324,7 +2324,7 @@ typedef struct hpmlc_vthread hpmlc_vthread; /* a thread in virtual time: see >>c
 
 typedef struct hpmlc_loss { /* a rank that has failed or left, with .survive */
     double at; /* CLOCK: virtual time at which the rank failed or left; else 0 */
-    char   text[256]; /* as hpmlc_loss_text writes it */
+    char   text[256]; /* why the rank is lost, written by hpmlc_loss_text */
 } hpmlc_loss;
 
 struct hpml_world {
@@ -2348,16 +2348,16 @@ struct hpml_world {
 /* What hpml_comm.state, the pointer for the transport's own data, points to with the transports THREADS and CLOCK. */
 typedef struct hpmlc_thread_state {
     hpmlc_group   *group;
-    hpmlc_vthread *vthread;    /* CLOCK: the thread's clock; a part has its communicator's, a twin its own thread's */
+    hpmlc_vthread *vthread;    /* CLOCK: the thread that uses the communicator, with its clock */
     unsigned       seen;       /* value of the inbox's `changes` at the end of the last sleep */
 } hpmlc_thread_state;
 
 /* The content of hpml_message.state, memory for the transport's data of a message, with THREADS and CLOCK. */
 typedef struct __attribute__((may_alias)) hpmlc_post {
     hpml_message *next;   /* of a send: the next send in the receiver's inbox */
-    hpml_message *after, **before; /* of a copy of a send: next copy in the inbox; the pointer to this copy */
+    hpml_message *after, **before; /* of a copied send: next copy in the inbox; pointer to this copy */
     int           from;   /* of a send: the sender's rank */
-    bool          copied; /* of a send: it is a copy, which its receiver frees */
+    bool          copied; /* of a send: true: a copy of the send, which the receiver frees */
     size_t        tested; /* of a receive: 1 + the inbox's `changes` at the last test; 0: not tested yet */
 } hpmlc_post;
 typedef char hpmlc_post_fits[sizeof(hpmlc_post) <= sizeof(hpml_message_state) ? 1 : -1];
@@ -2715,7 +2715,7 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
    The caller holds the mutex of the inbox. */
 HPMLC_FN hpml_message *hpmlc_inbox_expects(const hpmlc_inbox *in, const hpml_message *m, int from)
 {
-    hpml_message *found = NULL; /* the oldest such receive, the last in the list */
+    hpml_message *found = NULL; /* the oldest matching receive, the last in the list */
     for (hpml_message *r = in->owner->pending; r; r = r->next)
         if (!r->done && r->peer == from && r->tag == m->tag) found = r;
     return found;
@@ -2865,7 +2865,7 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m);
 HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
-    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* not a collective's: its receive comes soon */
+    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* a collective's receives come soon: no copy */
     const bool hands = hpmlc_threads_hands_over(c, m->bytes) && !hpmlc_world_of(c)->buffered;
     if (m->receiving && hands && hpmlc_oldest(m) == m) hpmlc_threads_test(c, m);
     if (m->receiving || (hands && hpmlc_threads_hand_over(c, m))) return;
@@ -2960,7 +2960,7 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int coun
     hpmlc_inbox *in      = hpmlc_inbox_of(c);
     bool         counted = c->gives_up >= 1e300; /* else the time limit wakes this thread */
     double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
-    for (const hpml_message *p = c->pending; p; p = p->next) /* a message on its way ends the sleep */
+    for (const hpml_message *p = c->pending; p; p = p->next) /* a message that is to arrive ends the sleep */
         if (p->arrival > 0 && !p->done) {
             counted = false;
             if (p->arrival - early < until) until = p->arrival - early;
@@ -2983,7 +2983,7 @@ HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
         do {
             changes = __atomic_load_n(&in->wait.changes, __ATOMIC_ACQUIRE);
             waits   = hpmlc_course_next(r);
-            if (waits) hpmlc_test_list(r, hpmlc_course_missing(r), 1); /* tests the other receives of r as well */
+            if (waits) hpmlc_test_list(r, hpmlc_course_missing(r), 1); /* tests all receives of r that are in flight */
             while (r->stopped) { /* r's sends may have ended rounds of sleeping ranks */
                 hpml_comm *other = r->stopped;
                 r->stopped          = other->next_stopped;
@@ -3069,7 +3069,7 @@ HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const in
     if (!group || !hpmlc_thread_state_new(part))
         return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     hpmlc_thread(part)->group   = group;
-    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: a twin's thread sets its own later */
+    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: the thread of a twin replaces it */
     hpmlc_group_enter(group, part->rank, part);
     return HPML_OK;
 }
@@ -3222,7 +3222,7 @@ typedef struct hpmlc_mpi {
     hpmlc_shared *shared;
     MPI_Comm      comm;    /* used by the communicator of hpml_comm_create and by its parts */
     MPI_Comm      native;  /* for MPI_Iallreduce alone; MPI_COMM_NULL: none */
-    int           part;    /* number of this part (0: not a part); its tags begin at part * HPMLC_TAG_SPAN */
+    int           part;    /* number of this part (0: no part), whose tags begin at part * HPMLC_TAG_SPAN */
     hpml_message *sending; /* list of unfinished sends of over two pieces, and of later sends; oldest first */
     unsigned      turns;   /* calls of hpmlc_mpi_block since the last message was begun */
     char         *staging; /* buffer of two pieces, in which receives that reduce arrive; NULL: not needed yet */
@@ -3264,7 +3264,7 @@ struct hpmlc_shared {
     int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., buffers of sends. Number r means "I wait for rank
                                r", `size` "I wait for all", size + 1 + k "I am busy, for up to 2^k / 256 s", the
                                sender's own number "I do not wait any more" */
-    double        *awaits;  /* (size, 2) the .number that each rank announced last; hpml_now() until which it holds */
+    double        *awaits;  /* (size, 2) the .number that each rank announced last; hpml_now() at which that expires */
     double         busy;    /* hpml_now() until which this rank has announced that it is busy; 0: it is not */
     int            failed;  /* 1 + the first rank that announced a failure; 0: none */
     char           text[HPMLC_CONTROL]; /* text of the failure that rank failed - 1 announced */
@@ -4168,7 +4168,7 @@ HPMLC_FN bool hpmlc_mpi_init(int *rank)
     int on = 0, level;
     MPI_Initialized(&on);
     if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
-    if (!hpmlc_mpi_finalized()) MPI_Comm_rank(MPI_COMM_WORLD, rank); /* if it is over, hpml_comm_create fails */
+    if (!hpmlc_mpi_finalized()) MPI_Comm_rank(MPI_COMM_WORLD, rank); /* after MPI_Finalize, hpml_comm_create fails */
     return !on;
 }
 
@@ -4191,7 +4191,7 @@ struct hpmlc_vthread {
     hpml_rng       rng;      /* random numbers of the thread's jitter */
     int            rank;     /* rank in the world; where clocks are equal the thread with the lower rank runs first */
     bool           runnable;
-    double         due;      /* virtual time of its next turn: its clock, or later if it waits for that time */
+    double         due;      /* virtual time of the thread's next turn: its clock, or the time for which it waits */
     bool           waits;    /* true: runs after the other threads that run at the time `due` */
     pthread_cond_t turn;
     hpmlc_vthread *next;
@@ -4767,7 +4767,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     }
     if (comm && s->status == HPML_OK && hpmlc_launch_plans(s->d)) s->status = hpml_comm_set_plan(comm, s->d->plan);
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
-    if (s->status != HPML_OK && ctx) { /* puts it on the context, so that the other ranks get it */
+    if (s->status != HPML_OK && ctx) { /* puts the error on the context, so that other ranks get it */
         if (hpml_ctx_status(ctx) == HPML_OK)
             hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
         hpmlc_start_error(s, comm && comm->size > 1 ? comm->rank : -1, hpml_ctx_error(ctx));
@@ -5347,7 +5347,7 @@ HPMLC_FN void hpmlc_phases_hierarchy(hpmlc_phases *all, int p, int per_node, boo
         const hpmlc_team in = { spread ? node : rank - place, spread ? nodes : 1, per_node, place, 0 };
         const hpmlc_team across = { rank - node * (spread ? 1 : per_node), spread ? 1 : per_node, nodes, node, 0 };
         int64_t at = hpml_block(n, per_node, place), end = hpml_block(n, per_node, place + 1);
-        bool    folds = (nodes & (nodes - 1)) != 0; /* no power of two: folding sends the range twice more */
+        bool    folds = (nodes & (nodes - 1)) != 0; /* no power of two: two more messages send the range */
         hpmlc_phases_add(all, &hpmlc_ring_scatter, in, 0, n);
         all->level = "global allreduce";
         hpml_algorithm between = folds && nodes <= 32 ? HPML_RING : HPML_HALVING;
@@ -5847,7 +5847,7 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const hpmlc_block_rule *rule, co
     size_t me = (size_t)c->rank;
     size_t sent_step = rule->root_receives ? 0 : bytes;
     size_t received_step = rule->root_sends ? 0 : bytes;
-    if (received && sent && bytes > 0 && (!rooted || root == c->rank)) /* this rank's block for itself */
+    if (received && sent && bytes > 0 && (!rooted || root == c->rank)) /* copies this rank's block for itself */
         memmove(received + me * received_step, sent + me * sent_step, bytes);
     hpml_status status = HPML_OK;
     for (int k = 1; k < c->size && status == HPML_OK; k += rule->doubles ? k : 1) {
@@ -6313,7 +6313,7 @@ typedef struct hpmlc_item {
     bool          plain;
     float        *residual;        /* (leaves, rows, cols) errors of packing this rank's gradients; NULL: none */
     float        *stripe;          /* (my_rows, cols) errors of packing the sum; NULL: none */
-    int64_t       my_row, my_rows; /* first row of this rank's stripe; its rows */
+    int64_t       my_row, my_rows; /* first row of this rank's stripe; number of rows of the stripe */
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
     /* Arrays that one codec alone uses, allocated together with the residual; NULL with other codecs: */
     float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols) each; pairs (p, k, 2): k pairs of each rank */
@@ -6362,7 +6362,7 @@ HPMLC_FN void hpmlc_host_view_copy(const hpmlc_host_view *view, float *host, flo
 
 /* Where the tensors of an exchange are, and how they follow one another in memory. */
 typedef enum hpmlc_exchange_mode {
-    HPMLC_ANYWHERE,      /* on the host, each where the caller has it */
+    HPMLC_ANYWHERE,      /* on the host, each tensor where the caller has its array */
     HPMLC_PADDED,        /* on the host, in the trainer's array, each padded to HPML_GRADIENT_ALIGN floats */
     HPMLC_PADDED_LINKED, /* in the trainer's array on a device, and moved by the communicator's device link */
     HPMLC_NODE_SHARE     /* on the host: this rank's share of the sums of its node's gradients */
@@ -6396,7 +6396,7 @@ struct hpml_exchange {
     size_t             *received_at; /* (p + 1) where the message from each rank begins in `received` */
     size_t             *sum_at;    /* (p + 1) where the packed sum of each rank's stripe begins in `sums` */
     char               *sent, *received, *sums;
-    int64_t             bytes;     /* bytes that this rank sends in one run, plain tensors excluded */
+    int64_t             bytes;     /* bytes that this rank sends in one run of the exchange, without plain tensors */
     hpmlc_host_view     view;      /* HPMLC_PADDED_LINKED: device where tensors, residuals and messages are */
     int                 bucket;    /* number of the bucket on the timeline, from 1; 0: none */
     int64_t             bad;       /* of the last run: 2^20 * tensor + 1 + rank, for a tensor with a NaN; 0: none */
@@ -7038,7 +7038,7 @@ struct hpmlc_whole { /* the functions of a codec that packs whole tensors */
     hpml_codec_kind kind;
     /* Returns how many floats the codec's arrays for a tensor take; at: memory that they get; NULL: only counts. */
     int64_t (*arrays)(const hpml_exchange *x, hpmlc_item *it, float *at);
-    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* optional; false: plain, as packing saves nothing */
+    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* optional; false: sends the tensor plain */
     hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: sends zeros */
     int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* returns bytes that this rank sends in one run */
 };
@@ -7144,7 +7144,7 @@ HPMLC_FN int64_t hpmlc_lowrank_arrays(const hpml_exchange *x, hpmlc_item *it, fl
 {
     int64_t rows = it->g.rows, cols = it->g.cols, r = hpmlc_lowrank_of(x, it);
     if (at) {
-        hpml_rng rng; /* a fixed seed: Q must begin the same on all ranks */
+        hpml_rng rng; /* a fixed seed, because Q must begin the same on all ranks */
         it->m = at;
         it->p = at + rows * cols;
         it->q = it->p + rows * r;
@@ -7506,7 +7506,7 @@ HPMLC_FN int hpmlc_plan_workers(const hpml_plan *p, int ranks)
 typedef enum hpmlc_field_kind {
     HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
     HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY,
-    HPMLC_FIELD_ROUTE, HPMLC_FIELD_SCHEDULE /* from STRATEGY on: fields whose values are words */
+    HPMLC_FIELD_ROUTE, HPMLC_FIELD_SCHEDULE /* HPMLC_FIELD_STRATEGY and later: values are words */
 } hpmlc_field_kind;
 
 typedef struct hpmlc_field {
@@ -8523,7 +8523,7 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
     if (status == HPML_OK) {
         hpmlc_stats_fill(d, buffers);
         status = hpmlc_task_start(d, &d->stats.task, d->c, hpmlc_stats_sum, d);
-        if (status == HPML_OK) status = d->stats.task.status; /* the sum's own status, if it is done already */
+        if (status == HPML_OK) status = d->stats.task.status; /* the status of the sum, if that is done already */
     }
     if (!d->background) hpmlc_dist_waited(d, start);
     return status;
@@ -8759,9 +8759,9 @@ typedef enum hpmlc_scope {
 } hpmlc_scope;
 
 typedef struct hpmlc_state {
-    char        *name;       /* in the file: state.KIND.COPY.TENSOR */
+    char        *name;       /* the array's name in the file: state.KIND.COPY.TENSOR */
     hpmlc_scope  scope;
-    float       *data;       /* (copies.count, floats) what this rank has of the copies; NULL: nothing */
+    float       *data;       /* (copies.count, floats) this rank's floats of its copies of the array; NULL: none */
     const hpmlc_host_view *view; /* host access to `data` */
     int64_t      count;      /* floats of one copy on this rank: of the part of a tensor that it has, or the whole */
     int64_t      whole;      /* floats of one copy in the file, which has whole tensors */
@@ -9069,7 +9069,7 @@ typedef struct hpmlc_shard_job { /* reduce-scatter or allgather of a bucket */
 
 typedef struct hpmlc_slot { /* memory for a whole bucket */
     int              bucket;  /* -1: none */
-    bool             posted;  /* of gradients: the bucket's reduce-scatter was started */
+    bool             posted;  /* slot of gradients: true: the bucket's reduce-scatter was started */
     int64_t          used;    /* when an op needed the bucket last, or when the reduce-scatter was started */
     hpmlc_task       task;    /* the allgather of values */
     hpmlc_shard_job  job;
@@ -9666,7 +9666,7 @@ struct hpmlc_factors {
     hpmlc_factor  *layer;      /* (count) in the order of the backward pass */
     int            count;
     hpmlc_factor **of;         /* (params) the layer with this weight; NULL: none */
-    int64_t        samples;    /* of this rank in this step */
+    int64_t        samples;    /* number of this rank's samples in this step */
 };
 
 /* Returns whether the backend of ctx computes the results of layers as f32 in host memory. */
@@ -9883,7 +9883,7 @@ typedef struct hpmlc_delayed {
     float *in_flight;    /* (span) gradients of the step before, laid out as the trainer's */
     float *before;       /* (buffer_total) running statistics when the step began; then their change in the step */
     float *change;       /* (buffer_total) mean change of the running statistics in the step before, by name */
-    float  head[HPMLC_DELAYED_HEAD]; /* of the step before: samples, mean loss, samples of a whole step then */
+    float  head[HPMLC_DELAYED_HEAD]; /* of the step before: samples, mean loss, samples of the whole step */
     double whole;        /* samples of a whole step, when the gradients in flight were computed */
     bool   is_in_flight; /* gradients are in flight; false before the first step */
     bool   is_complete;  /* the exchange of in_flight is over: in_flight, change and head are set */
@@ -10320,7 +10320,7 @@ HPMLC_FN void *hpmlc_link_attach(hpml_distributed *d, size_t size, hpmlc_start_f
     own->l          = &d->c->link;
     own->is_clipped = t->clip_norm > 0;
     own->is_checked = (own->is_clipped && !t->no_finite_check) || hpmlc_overflows(d->t, d->ctx);
-    hpmlc_background_choose(d); /* for the sum of loss and running statistics */
+    hpmlc_background_choose(d); /* background thread for the sum of loss and running statistics */
     return own;
 }
 
@@ -10433,7 +10433,7 @@ typedef struct hpmlc_shard {
 
 typedef struct hpmlc_nodes {
     hpmlc_link   link;
-    hpmlc_shard *shard;     /* (buckets) this rank's shard of each */
+    hpmlc_shard *shard;     /* (buckets) this rank's shard of each bucket */
     int          ranks;     /* number of ranks on this node */
     int          place;     /* number of this rank on its node, from 0 */
     char         copy[32];  /* word for nodes in the names of residuals in checkpoints */
@@ -10684,7 +10684,7 @@ HPMLC_FN hpml_status hpmlc_weights_step(hpml_distributed *d)
     return status;
 }
 
-/* Starts counting samples and loss anew. */
+/* Sets the sums of samples and loss since the last meeting to 0. */
 HPMLC_FN void hpmlc_weights_restart(hpmlc_weights *own)
 {
     own->since   = 0;
@@ -10947,7 +10947,7 @@ typedef struct hpmlc_answer { /* header from a server to a worker */
 } hpmlc_answer;
 
 typedef struct hpmlc_client { /* a worker, as a server knows it */
-    hpml_message  message;    /* the receive of its next request, in flight if is_posted */
+    hpml_message  message;    /* receive of the worker's next request, in flight if is_posted */
     hpmlc_request request;    /* its last request */
     bool          is_posted, is_open, is_lost; /* is_open: the request is not answered yet */
     int64_t       clock;      /* number of steps or rounds that the worker has done */
@@ -10957,15 +10957,15 @@ typedef struct hpmlc_client { /* a worker, as a server knows it */
 
 typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which are packed as one */
     hpml_packing packing;
-    const hpmlc_factor *layer;   /* sends factors in place of these rows; NULL: floats, packed by the codec */
+    const hpmlc_factor *layer;   /* the layer that sends factors in place of the rows; NULL: the codec packs the rows */
     int          param;
-    int64_t      from, at;    /* number of its first float in the parameter; among all trained floats */
+    int64_t      from, at;    /* number of the piece's first float: in the parameter; among all trained floats */
     size_t       offset;      /* where the piece's packed bytes begin among those of all pieces */
 } hpmlc_piece;
 
 typedef struct hpmlc_servers {
     hpml_distributed *d;
-    bool           is_finished;      /* no request since hpml_distribute_finish, or on a server ever */
+    bool           is_finished;      /* no request has come since hpml_distribute_finish or the beginning */
     int            workers, count;   /* K, S */
     int            first, end;       /* has memory for the ranges of servers [first, end): its own; worker: all */
     int64_t        total, floats;    /* trained floats; those in the ranges of servers [first, end) */
@@ -11441,14 +11441,14 @@ HPMLC_FN void hpmlc_piece_add(hpml_distributed *d, const hpmlc_piece *p, float *
     hpml_sgemm(d->ctx, true, false, rows, cols, k, 1, dz, rows, dz + k * rows, cols, 1, gradient, cols);
 }
 
-#define HPMLC_EXACT_ONE 1099511627776.0 /* of exact sums on servers: 2^40 stands for 1 */
+#define HPMLC_EXACT_ONE 1099511627776.0 /* exact sums on servers count in units of 2^-40 */
 
 /* Adds own->gradient, of worker `worker`, to the round's exact sum own->exact, and zeroes own->gradient. The sum is in
    integer multiples of 2^-40, because integers add up to the same sum in any order. */
 HPMLC_FN hpml_status hpmlc_exact_move(hpml_distributed *d, int worker)
 {
     hpmlc_servers *own  = hpmlc_servers_of(d);
-    const double   most = 4194304.0 / own->workers; /* of one worker: the sum stays below 2^62 units */
+    const double   most = 4194304.0 / own->workers; /* limit of a gradient: the sum stays below 2^62 units */
     for (int64_t i = 0; i < own->floats; i++) {
         const double g = own->gradient[i];
         if (!(fabs(g) < most))
@@ -11639,7 +11639,7 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
         w->is_posted    = true;
         own->awaited[i] = &w->message;
     }
-    if (d->c->survive) hpml_comm_busy(d->c, 2 * d->c->timeout); /* or workers lose a server that waits for a lost one */
+    if (d->c->survive) hpml_comm_busy(d->c, 2 * d->c->timeout); /* else workers could lose this server */
     const int k = hpml_wait_any(d->c, own->awaited, own->workers, -1);
     if (k < 0) return hpml_ctx_status(d->ctx);
     hpmlc_client *w = &own->client[k];
@@ -12257,7 +12257,7 @@ HPMLC_FN bool hpmlc_hogwild_state(hpml_distributed *d, hpmlc_states *list)
 
 HPMLC_FN void hpmlc_hogwild_close(hpml_distributed *d)
 {
-    hpml_ctx_release(d->ctx, d->own); /* its destructor releases the shared values */
+    hpml_ctx_release(d->ctx, d->own); /* the destructor releases the shared values */
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -12417,7 +12417,7 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
-        if (!p->data) continue; /* another stage has p; or shard 3: all ranks made p by one seed */
+        if (!p->data) continue; /* p is on another stage, or of shard 3, made by one seed */
         float       *from = hpmlc_host_view_begin(&l->view, p->data, n);
         status = hpml_broadcast(hpmlc_ranks_of(d, p), from, (size_t)n * sizeof(float), 0);
         if (status == HPML_OK) hpmlc_host_view_end(&l->view, p->data, n);
@@ -13618,8 +13618,8 @@ typedef struct hpmlc_pipe_walk { /* a stage on its way through its tasks */
     hpml_pipe_kind kind;
     int            stages, stage, chunks, micro; /* micro: number of micro-batches */
     int            total; /* forward passes, those of micro-batches that do not exist included */
-    int            limit; /* forward passes that have no backward pass yet, at most */
-    int            lag;   /* backward passes that have no gradients of weights yet, at most */
+    int            limit; /* most forward passes that may wait for their backward pass */
+    int            lag;   /* most backward passes whose gradients of weights may be computed later */
     int            forwards, backwards, weights, updates; /* done */
     int            slots[HPMLC_PIPE_CHUNKS]; /* sets of activations of each chunk */
 } hpmlc_pipe_walk;
@@ -13933,7 +13933,7 @@ struct hpmlc_pipeline {
     int32_t           slots;   /* of this rank */
     hpmlc_edge       *edge;
     int32_t           edges;
-    float            *scratch; /* for a gradient that is added to another one */
+    float            *scratch; /* memory for a received gradient, which is added to another one */
     hpml_message     *sent;    /* (slots, edges, 2) sends of values and gradients that may be in flight */
     bool             *flying;  /* (slots, edges, 2) whether the send in .sent is in flight */
     int64_t          *samples; /* (slots) */
@@ -13949,8 +13949,8 @@ struct hpmlc_pipeline {
     int32_t           version; /* updates since the pipeline was empty */
     int64_t           base;    /* the trainer's step when the pipeline was empty last */
     bool              stepped; /* true: this step has computed a gradient */
-    float             loss;    /* of the micro-batch of this stage's last backward pass */
-    double            share;   /* of the samples of that micro-batch, the share that this replica has */
+    float             loss;    /* mean loss of the micro-batch of this stage's last backward pass */
+    double            share;   /* fraction of the samples of .loss that this replica has */
 };
 
 typedef struct hpmlc_pass { /* a call of the hook `pass` */
@@ -13959,7 +13959,7 @@ typedef struct hpmlc_pass { /* a call of the hook `pass` */
     bool     accumulate, train;
     bool     last;    /* the trainer's last micro-batch of an update */
     int32_t  micro;   /* number of the pipeline's micro-batches that .samples fill */
-    double   loss;    /* of the samples, on the stage that computes the loss */
+    double   loss;    /* mean loss of the samples, on the stage that computes the loss */
 } hpmlc_pass;
 
 /* Returns the piece that op `node` belongs to; -1: none, because the trainer does not run the op. */
@@ -14705,7 +14705,7 @@ HPMLC_FN void hpmlc_give(const hpml_node *n, int i, int64_t first, const float *
 typedef struct hpmlc_ring {
     const hpml_group *group;
     int64_t           heads, L;    /* heads of this rank; its time steps */
-    size_t            block_bytes; /* of keys and values of a full batch, (B, L, 2C) */
+    size_t            block_bytes; /* bytes of keys and values of a full batch, (B, L, 2C) */
     float             scale;
     bool              causal;
 } hpmlc_ring;
@@ -14940,7 +14940,7 @@ HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention
    are neighbours for hpml_group.pass; what they get from each other is ignored. */
 typedef struct hpmlc_halo {
     const hpml_group *group;
-    int64_t           rows, cols, h, w; /* of the grid; pixels of the halo at each side */
+    int64_t           rows, cols, h, w; /* rows and columns of the grid of blocks; pixels of the halo at each side */
     int64_t           images;           /* planes (images x channels) of a full batch */
 } hpmlc_halo;
 
@@ -15029,7 +15029,7 @@ HPMLC_FN hpml_status hpmlc_halo_backward(const hpml_run *run, hpml_node *n)
 {
     const hpmlc_halo  *k = (const hpmlc_halo *)n->attr.custom->user;
     const hpml_tensor *y = n->out;
-    float             *inside = (float *)n->scratch; /* of the shape of x; free after the exchange */
+    float             *inside = (float *)n->scratch; /* scratch array of the shape of x, unused after the exchange */
     hpml_status        status = hpmlc_halo_exchange(n, y->grad, true);
     if (status != HPML_OK) return status;
     hpmlc_strip_copy(HPMLC_TAKE, y->grad, y->shape[0] * y->shape[1], y->shape[2], y->shape[3], hpmlc_halo_inside(k, y),
@@ -15222,10 +15222,10 @@ typedef struct hpmlc_experts {
 } hpmlc_experts;
 
 typedef struct hpmlc_experts_arrays {
-    float   *in, *hid, *back, *gate; /* saved: (R, D), (R, hidden), (R, D), (tokens, top) */
-    int32_t *place, *choice;         /* saved: (tokens, top): place at home; expert */
-    float   *a, *b, *d_hid;          /* scratch: (R, D), (R, D), (cap, hidden) */
-    int64_t  rows, tokens;           /* R; tokens of this batch */
+    float   *in, *hid, *back, *gate; /* saved: (R, D), (R, hidden), (R, D), (tokens, top) for R = experts * cap rows */
+    int32_t *place, *choice;         /* saved: (tokens, top) of each choice of a token: its row at home; its expert */
+    float   *a, *b, *d_hid;          /* scratch: (R, D), (R, D), (cap, hidden) for R = experts * cap rows */
+    int64_t  rows, tokens;           /* rows: experts * cap; tokens of this batch */
 } hpmlc_experts_arrays;
 
 HPMLC_FN hpmlc_experts_arrays hpmlc_experts_of(hpml_node *n)
@@ -15619,7 +15619,7 @@ HPML_API hpml_tensor *hpml_linear_rows(hpml_tensor *x, int64_t out, const hpml_l
 // >>named   named dimensions: rules of layout, sums over products
 // ---------------------------------------------------------------------------------------------------------------------
 #define HPMLC_NAME 24
-typedef struct hpmlc_names { /* of a tensor's dimensions */
+typedef struct hpmlc_names { /* the names of a tensor's dimensions */
     int  count;
     char name[HPML_MAX_DIMS][HPMLC_NAME];
 } hpmlc_names;
@@ -16253,7 +16253,7 @@ HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_
 HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
 {
     int     p = s->p, all = rounds == p - 1 ? 0 : 1;
-    double *free_at = s->work, *block = free_at + p, *arrival = block + 2 * p; /* (p) s; (2 p) bytes, twice; (p) s */
+    double *free_at = s->work, *block = free_at + p, *arrival = block + 2 * p; /* times (p), bytes (2 p), times (p) */
     for (int i = 0; i < p; i++) {
         int     next = (i + 1) % p, far = s->node[i] != s->node[next];
         double  out = s->out[hpmlc_sim_card(s, i, far)], in = s->in[hpmlc_sim_card(s, next, far)];
@@ -16751,7 +16751,7 @@ HPMLC_FN hpml_status hpmlc_pipe_check_times(const hpml_pipe_desc *d, const hpmlc
 HPMLC_FN void hpmlc_pipe_run(hpmlc_pipe_sim *s, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity)
 {
     hpml_pipe_span span = { 0, { HPML_PIPE_FORWARD, 0, 0, 0, 0, 0 }, 0, 0 };
-    double        *busy = s->net.work, all = 0; /* a scratch array of the simulator */
+    double        *busy = s->net.work, all = 0; /* busy: (p) seconds, in a scratch array of the simulator */
     for (int r = 0; r < s->p; r++) busy[r] = 0;
     while (hpmlc_pipe_step(s, &span)) {
         if (out->tasks < capacity && spans) spans[out->tasks] = span;
