@@ -334,7 +334,7 @@ typedef struct hpml_progress {
     void (*fn)(void *user, uint64_t bytes);
     void  *user;
 } hpml_progress;
-HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress); /* sets it; returns the previous */
+HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress); /* sets it; returns the one before */
 
 /* Allocates zeroed, 64-byte aligned memory that the context frees at its end, or returns NULL with an error on the
    context. `destroy`, if not NULL, is called before the memory is freed. */
@@ -364,7 +364,7 @@ HPML_API const char *hpml_axis_name(hpml_axis axis); /* "data", "pipe", "tensor"
    group in the same order with the same n, and work on arrays in host memory; sums and maxima have the same bits on all
    ranks. Each returns HPML_OK or a status, after which the context of the rank has an error. */
 typedef struct hpml_group {
-    int32_t rank, size;  /* this rank, 0 to size - 1; ranks of the group */
+    int32_t rank, size;  /* number of this rank, 0 to size - 1; number of ranks of the group */
     void   *user;        /* passed to each function; must live as long as the context */
     hpml_status (*sum)(void *user, float *x, int64_t n);     /* in place: all ranks get the sum */
     hpml_status (*max)(void *user, float *x, int64_t n);     /* in place: all ranks get the largest */
@@ -435,7 +435,7 @@ typedef struct hpml_param {
     bool      no_decay;   /* excluded from weight decay; set for biases and the parameters of norms */
     float     lr_scale;   /* multiplies the learning rate; 1 at first */
     hpml_axis axis;       /* over whose group the whole is split; DATA: the parameter is whole */
-    int32_t   split_dim, sections; /* the dimension that is split; its sections, 1 or more */
+    int32_t   split_dim, sections; /* the dimension that is split; number of its sections, 1 or more */
     int32_t   stage;      /* the rank of the PIPE axis that has the parameter; -1: all of them */
     int32_t   shard;      /* what this rank keeps a part of, see hpml_trainer_keep: 0: nothing; 1: the states of the
                              optimizer; 2: the gradient, too; 3: the values, too */
@@ -461,7 +461,7 @@ struct hpml_tensor {
     hpml_dtype  dtype;
     int         ndim;                  /* 0 (a scalar) to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];  /* unused dimensions are 1 */
-    int64_t     stride[HPML_MAX_DIMS]; /* in elements; tensors of a graph are contiguous, views need not be */
+    int64_t     stride[HPML_MAX_DIMS]; /* steps in elements; tensors of a graph are contiguous, views need not be */
     int64_t     batch_rows; /* rows of dimension 0 for each sample: shape[0] == batch_rows * batch; 0: no batch */
     hpml_param *param;      /* not NULL: the tensor is a parameter with these properties */
     hpml_node  *node;       /* the op that computes the tensor; NULL: an input, a parameter or a constant */
@@ -618,7 +618,7 @@ typedef struct hpml_linear_desc {
     const char  *name;
     hpml_act     activation; /* 0: none */
     bool         no_bias;
-    hpml_init    init;       /* of the weight; DEFAULT: KAIMING_UNIFORM */
+    hpml_init    init;       /* initial weights; DEFAULT: KAIMING_UNIFORM */
     float        init_scale;
     hpml_tensor *weight;     /* an (out, in) parameter to use instead of a new one (tied embeddings); NULL: a new one */
     hpml_split   split;      /* over the TENSOR axis; with IN the bias is added once */
@@ -663,7 +663,7 @@ typedef struct hpml_conv2d_desc {
     float       init_scale;
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
     size_t      workspace;              /* most bytes of working memory; 0: no limit */
-    hpml_split  split;                  /* of the output or input channels over the TENSOR axis; needs groups 1 */
+    hpml_split  split;                  /* splits output or input channels over the TENSOR axis; needs groups 1 */
     uint32_t    _end;
 } hpml_conv2d_desc;
 #define HPML_NO_PAD (-1)
@@ -705,7 +705,7 @@ typedef struct hpml_norm_desc {
     uint32_t    _begin;
     const char *name;
     float       eps;        /* 0: 1e-5 */
-    float       momentum;   /* of batchnorm's running statistics; 0: 0.1 */
+    float       momentum;   /* weight of a batch in batchnorm's running statistics; 0: 0.1 */
     bool        no_affine;  /* without gamma and beta */
     hpml_act    activation; /* applied by batchnorm: NONE or RELU; others ignore it */
     uint32_t    _end;
@@ -820,7 +820,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* allocates the planned
 HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples);
 HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: an op mixes samples; full batches only */
 HPML_API int         hpml_graph_op_count(const hpml_graph *g);
-HPML_API const hpml_node *hpml_graph_op(const hpml_graph *g, int i); /* in running order, from 0 */
+HPML_API const hpml_node *hpml_graph_op(const hpml_graph *g, int i); /* op i, in running order from 0 */
 /* Computes all results. train: dropout is active and batchnorm uses the batch's statistics; an error in a graph that
    predicts. step: the step's number, on which the dropout masks depend. */
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step);
@@ -906,9 +906,9 @@ typedef struct hpml_update {
     float   *g;                /* gradient; optimizers with `direction` overwrite it */
     float   *state[HPML_MAX_STATES]; /* the optimizer's arrays for this parameter; NULL: none */
     uint64_t step;             /* number of the update, from 1 */
-    float    lr;               /* of this step and parameter, after schedule and hpml_param_desc.lr_scale */
+    float    lr;               /* learning rate of this step and parameter, with schedule and lr_scale */
     float    momentum, beta1, beta2, eps;
-    float    weight_decay, trust;  /* both 0 where the parameter has no decay */
+    float    weight_decay, trust;  /* as in hpml_trainer_desc; both 0 where the parameter has no decay */
     float    grad_scale;       /* multiplies g: 1 / loss scale */
     float    clip;             /* largest norm of all gradients together, before grad_scale */
     const double *sumsq;       /* sum of squares of all gradients, in device memory; NULL: no clipping */
@@ -939,7 +939,7 @@ typedef struct hpml_optimizer_state {
             its gradient (unscaled, clipped; NaN or infinite where the gradient is): may change settings in u (LARS) */
 typedef struct hpml_optimizer {
     const char *name;          /* 1 to 31 characters, not a built-in optimizer's name; checkpoints store it */
-    hpml_opt    opt;           /* of a built-in optimizer: its number; HPML_OPT_CUSTOM or 0 in your own */
+    hpml_opt    opt;           /* number of a built-in optimizer; HPML_OPT_CUSTOM or 0 in your own */
     int         state_count;   /* number of states, 0 to HPML_MAX_STATES */
     hpml_optimizer_state states[HPML_MAX_STATES];
     float       lr, momentum, beta1, beta2, eps, trust; /* used if the trainer's desc has 0 (HPML_ZERO: a true 0) */
@@ -1101,7 +1101,7 @@ typedef struct hpml_custom {
     void        *user;         /* yours: node->attr.custom->user; must live as long as the context */
     bool         one_number;   /* the result is a scalar, such as a loss */
     int32_t      ndim;         /* dimensions of the result; 0: the result has the shape of source 0, and its `split` */
-    int64_t      shape[HPML_MAX_DIMS]; /* of the result, for a full batch */
+    int64_t      shape[HPML_MAX_DIMS]; /* shape of the result, for a full batch */
     int64_t      batch_rows;   /* rows of the result that belong to a sample; 0: shape[0] / batch if that is whole, else
                                   none; -1: none. Without such rows the op mixes samples: full batches only */
     uint32_t     keeps;        /* a sum of HPML_KEEP_: the values that backward reads, because others are overwritten by
@@ -1112,7 +1112,7 @@ typedef struct hpml_custom {
     bool         halves;       /* backward may run twice (hpml_graph_halves), the second time for parameters, the first
                                   time for the other sources: each time the others' grad is NULL. The first call must
                                   then overwrite neither node->out->grad nor node->saved */
-    size_t       saved_bytes, scratch_bytes; /* of node->saved, from forward to backward; of node->scratch, in a call */
+    size_t       saved_bytes, scratch_bytes; /* bytes of node->saved (forward to backward), of node->scratch (a call) */
     double       flops;        /* operations of forward on a full batch, for profiles; backward counts twice as many */
     uint32_t     _end;
 } hpml_custom;
@@ -1211,7 +1211,7 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
    or the first step, evaluation, prediction or checkpoint. Until then hpml_trainer_keep may reduce the memory. Until
    then inputs have no memory either, so set values of your own (hpml_tensor_set) after hpml_trainer_alloc. */
 HPML_API void          hpml_ctx_defer(hpml_ctx *ctx, bool on);
-HPML_API hpml_status   hpml_trainer_alloc(hpml_trainer *t); /* takes the memory; nothing if the trainer has it */
+HPML_API hpml_status   hpml_trainer_alloc(hpml_trainer *t); /* takes the trainer's memory, if it has none yet */
 /* Must be called before the trainer's memory is allocated: from the call on this rank keeps and steps only the floats
    [first, first + count) of parameter number `param`, one shard of the parameter (Rajbhandari et al. 2020, "ZeRO").
    Other ranks keep the other shards, and hooks exchange them. shard: 1 to 3, as in hpml_param; hpml_graph_memory then
@@ -1286,7 +1286,7 @@ typedef struct hpml_moment {
     hpml_pass_kind   pass;    /* run: TRAIN; update: UPDATE; others: FORWARD, BACKWARD, EVALUATE without training, or
                                  AGAIN for an op that runs forward again within the backward pass (hpml_recompute) */
     int32_t          batch, batches; /* index of the micro-batch in its update, from 0; micro-batches of an update */
-    int64_t          step;    /* updates before this one; as batch, that of the last training step in EVALUATE */
+    int64_t          step;    /* updates before this one; in EVALUATE, like .batch, that of the last training step */
     int              param;   /* index in the context of the parameter; -1: none (run, update) */
     const hpml_node *node;    /* need, release: the op that reads the parameter; grad: the op that has added the last
                                  part of its gradient; NULL: none */
@@ -1718,7 +1718,7 @@ typedef struct hpml_codec_desc {
     int64_t           min_elements; /* all but NONE and BF16: smaller tensors and vectors are sent as NONE; 0: 256 */
     bool              compress_all; /* vectors and small tensors are packed too, except those that would grow */
     bool              no_feedback;  /* no residual: fine for BF16; for ONEBIT only an experiment that must fail */
-    uint64_t          seed;         /* of codecs that round at random; 0: in an exchange the context's */
+    uint64_t          seed;         /* seed of codecs that round at random; 0: in an exchange the context's */
     uint32_t          _end;
 } hpml_codec_desc;
 
@@ -1949,7 +1949,7 @@ typedef struct hpmli_gemm_desc {
     int64_t      b_k, b_col;
     float       *c;             /* (m, n): c[i * ldc + j] */
     int64_t      ldc;
-    float        alpha, beta;   /* for beta 0 C is not read, for alpha 0 A and B are not */
+    float        alpha, beta;   /* factors of A B and of C; beta 0: C is not read; alpha 0: A and B are not */
     const float *bias_n;        /* (n) numbers added to each row of C, or NULL */
     const float *bias_m;        /* (m) numbers added to each column of C, or NULL */
     int          act;           /* activation: 0 none, 1 relu */
@@ -2015,8 +2015,8 @@ typedef struct hpmli_conv {
     int64_t    y_floats;               /* the image of dy, and memory behind it that a tile may touch */
     bool       nhwc;                   /* x and y are NHWC */
     int64_t    x_pixel, y_pixel;       /* distance of pixels in x and y, NHWC; else 1 */
-    int64_t    x_row_step;             /* from the numbers that a row of y reads to the next row's */
-    int64_t    x_pixel_step;           /* from the numbers that a pixel of y reads to the next pixel's */
+    int64_t    x_row_step;             /* floats in x from the first that a row of y reads to the next row's */
+    int64_t    x_pixel_step;           /* floats in x from the first that a pixel of y reads to the next one's */
     int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
     int64_t    run_floats;             /* length of a run in floats */
     int64_t    run_step[2];            /* distances of the runs in x */
@@ -2085,7 +2085,7 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
    shapes in the comments are those of the whole arrays. */
 typedef struct hpmli_lstm_cells {
     int64_t      rows, units, T, H;
-    bool         first, last; /* this is time step 0, time step T - 1 */
+    bool         first, last; /* true: time step 0; true: time step T - 1 */
     const float *bias;        /* forward: (4, H) */
     float       *gates;       /* (B, T, 4, H) forward: products with x, then gates i f g o; backward: gates, then da */
     float       *cells;       /* (B, T, H) c */
@@ -2241,7 +2241,7 @@ struct hpml_ctx {
     int                  layout_permutes; /* nodes recorded by hpml_to_layout, which default names do not count */
     bool                 deferred;   /* trainers take their memory late, see hpml_ctx_defer */
     int                  group_nodes;    /* nodes that only groups need, which names and masks do not count */
-    hpml_group           groups[HPML_AXES]; /* by axis; size 0: none is set */
+    hpml_group           groups[HPML_AXES]; /* the group of each hpml_axis; size 0: none is set */
     hpml_node            spare;      /* a dummy node that hpmli_node_create returns after an error */
     hpmli_trace         *trace;      /* the timeline; NULL: none is recorded */
     const double        *clock;      /* clock for traces, see hpml_trace_clock */
@@ -2506,7 +2506,7 @@ typedef struct hpmli_worker {
 
 struct hpmli_pool {
     const hpml_ctx *ctx;
-    uint64_t        state;    /* atomic: job, open bit, workers in it; see >>threads */
+    uint64_t        state;    /* atomic: job number, open bit, number of workers in the job; see >>threads */
     int64_t         count;    /* number of tasks of the job */
     hpmli_task_fn  *fn;
     void           *arg;
@@ -3285,8 +3285,8 @@ HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_
    that equal shapes become one long run of elements and (B, C) + (C) becomes B runs of C elements. */
 typedef struct hpmli_broadcast_iter {
     int     ndim;
-    int64_t shape[HPML_MAX_DIMS];     /* of the result, with joined dimensions */
-    int64_t stride[2][HPML_MAX_DIMS]; /* of a and b, in elements; 0 where the operand is repeated */
+    int64_t shape[HPML_MAX_DIMS];     /* shape of the result, with joined dimensions */
+    int64_t stride[2][HPML_MAX_DIMS]; /* strides of a and b, in elements; 0 where the operand is repeated */
     int64_t runs, run;                /* number of runs; elements of a run (the last joined dimension) */
 } hpmli_broadcast_iter;
 
@@ -3445,7 +3445,7 @@ enum {
     HPMLI_OP_SPLIT_ANY   = 1024, /* along any dimension */
     HPMLI_OP_SPLIT_ROWS  = 2048, /* along all dimensions but the last one */
     HPMLI_OP_SPLIT_PLANE = 4096, /* along the channels */
-    HPMLI_OP_SPLIT_OWN   = 8192, /* as the function that records the op checks, which sets the result's split */
+    HPMLI_OP_SPLIT_OWN   = 8192, /* in the way that the function which records the op checks and sets */
     HPMLI_OP_KEEPS_DZ    = 16384 /* backward overwrites dy by dz, the gradient before the activation; the gradient of
                                     source 0 is a product of dz and source 1, that of source 1 of dz and source 0 */
 };
@@ -3694,7 +3694,7 @@ HPMLI_FN bool hpmli_split_follow(hpml_node *n)
 typedef struct hpmli_vocabulary {
     const hpml_group *group;
     int64_t           first, count, whole;
-    float             smoothing; /* of the loss; it ignores rows with the label `ignore` */
+    float             smoothing; /* label smoothing of the loss, which ignores rows with the label `ignore` */
     int32_t           ignore;
 } hpmli_vocabulary;
 HPMLI_FN hpmli_vocabulary hpmli_vocabulary_of(const hpml_node *n, int64_t count)
@@ -3860,9 +3860,9 @@ struct hpmli_node_state {
     /* Of a convolution or batchnorm in a graph that predicts, see >>conv-kept: */
     hpml_node   *folds;                        /* of a convolution: the batchnorm computed in it; of this batchnorm: the
                                                   convolution; NULL: none */
-    bool         keeps;                        /* a convolution that keeps its weights */
-    bool         expands;                      /* planned for one image, of which it may compute all rows as one */
-    size_t       kept_at, kept_bytes;          /* of kept_memory: offset in the graph's packed memory, size */
+    bool         keeps;                        /* true: a convolution that keeps packed weights from pass to pass */
+    bool         expands;                      /* true: convolution of one image, whose rows it may compute as one */
+    size_t       kept_at, kept_bytes;          /* memory of what is kept: offset in the graph's packed memory, size */
     size_t       kept_scratch;                 /* bytes of scratch memory that a convolution which keeps needs */
     float       *kept_memory;
     /* Of an op whose tensors are stored as halves (>>half), which runs on one block of samples after another: */
@@ -4311,7 +4311,7 @@ HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
    the contents of the memory as they are. */
 HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
 {
-    int64_t largest = 0, floats = 0; /* of the parameters without memory: the largest one's floats, those to take */
+    int64_t largest = 0, floats = 0; /* floats of the largest parameter without memory; of all of these */
     int     first = (int)hpmli_min(ctx->param_placed, ctx->param_count), count = ctx->param_count - first;
     for (; count > 0 && (ctx->params[first]->raw || ctx->params[first]->state->kept); count--) first++;
     ctx->param_placed = first;
@@ -4648,7 +4648,7 @@ struct hpml_graph {
     hpml_tensor   *loss;
     hpml_tensor   *outputs[HPML_MAX_OUTPUTS];
     int            output_count;
-    hpmli_list    *parts;      /* (part_count) what runs here: at first one part, all nodes */
+    hpmli_list    *parts;      /* (part_count) parts that this rank runs: at first one, all nodes */
     int64_t        part_capacity, slot_capacity;
     int            part_count;
     bool           cut;        /* hpml_graph_part has named the parts */
@@ -4674,13 +4674,13 @@ struct hpml_graph {
     hpml_trainer  *trainer;
     hpml_hooks     hooks[HPML_MAX_HOOKS]; /* (hook_count) the trainer's hooks, the innermost set first */
     int            hook_count;
-    hpml_hooks     any;        /* in each field a hook of one of the sets; NULL: no set has this hook */
-    hpml_moment    at;         /* where the training is */
+    hpml_hooks     any;        /* each field: a hook of that name of one of the sets; NULL: no set has one */
+    hpml_moment    at;         /* the present pass, micro-batch, step and op, as hooks get them */
     int            entry;      /* place, in the list of the current part, of the entry that runs now */
     bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
     hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
     bool           predicts;   /* hpml_graph_desc.predict */
-    bool           idle;       /* this rank has no samples, see hpml_run.idle */
+    bool           idle;       /* true: this rank has no samples, see hpml_run.idle */
     bool           no_targets; /* a forward pass leaves the loss out */
 };
 
@@ -4710,7 +4710,7 @@ HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
 HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
 {
     hpml_ctx   *ctx   = g->ctx;
-    hpml_node **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* by a node's index, at first with gaps */
+    hpml_node **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* indexed by hpml_node.index */
     g->nodes  = found;
     g->leaves = hpmli_new(ctx, hpml_tensor *, ctx->source_count + HPML_MAX_OUTPUTS + 1);
     if (!found || !g->leaves) return false;
@@ -4854,7 +4854,7 @@ HPMLI_FN void hpmli_entry_fetch(hpml_graph *g, hpmli_list *p, const hpml_tensor 
     if (!n) return;
     n = hpmli_base(p, n);
     if (!n->state->swapped || n->state->at[HPMLI_IN] >= 0) return;
-    n->state->at[HPMLI_AGAIN] = p->entry_count; /* where the second life begins */
+    n->state->at[HPMLI_AGAIN] = p->entry_count; /* entry with which the second life begins */
     hpmli_entry_add(g, p, n->state->order, HPMLI_IN);
 }
 
@@ -5022,7 +5022,7 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
 HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
 {
     const hpmli_list *p = pl->p;
-    for (int k = 0; k < p->entry_count; k++) { /* in place: a node that alone reads a source, which is not read later */
+    for (int k = 0; k < p->entry_count; k++) { /* in place: where no other node, and nothing later, reads the source */
         hpml_node *n = pl->g->nodes[p->entries[k].node], *x = hpmli_node_in(p, n->src[0]);
         int        life = hpmli_life_at(pl, n->out, k);
         hpmli_move move = p->entries[k].move;
@@ -5115,7 +5115,7 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
 HPMLI_FN void hpmli_life_add(const hpmli_plan *pl, size_t bytes, int from, int to, void **place)
 {
     bool        held = from < pl->p->turn && to >= pl->p->turn; /* true: needed until the backward pass */
-    if (pl->g->halves && from < pl->p->late && to >= pl->p->late) held = true; /* or until its second half */
+    if (pl->g->halves && from < pl->p->late && to >= pl->p->late) held = true; /* or until that pass's second half */
     hpmli_area *area = &pl->p->area[held || pl->g->slot_count == 1 ? HPMLI_HELD : HPMLI_PASSING];
     hpmli_life  life = { (bytes + 63) / 64 * 64, (size_t)area->count, from, to, place };
     area->lives[area->count++] = life;
@@ -5462,7 +5462,7 @@ HPML_API int hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tens
     return count;
 }
 
-static void hpmli_trainer_planned(hpml_trainer *t); /* places and measures its arrays; see >>trainer-memory */
+static void hpmli_trainer_planned(hpml_trainer *t); /* places and measures the trainer's arrays: see >>trainer-memory */
 /* Checks a part of the graph g before hpml_graph_part adds the part to g: ops `from` to `to` - 1, on at most
    `rows` samples at a time, in `slots` sets of activations. False: an error on the context. */
 HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, int slots)
@@ -5580,7 +5580,7 @@ HPML_API hpml_status hpml_graph_halves(hpml_graph *g)
 enum { HPMLI_SEGMENTS = 8 }; /* most segments among which a budget chooses */
 typedef struct hpmli_budget {
     hpml_graph     *g;
-    size_t          bytes;                                /* of activations and scratch that a plan may take */
+    size_t          bytes;                                /* bytes of activations and scratch that a plan may take */
     int             from[HPMLI_SEGMENTS + 1], count;      /* first node of each segment */
     hpml_retain_how best[HPMLI_SEGMENTS];                 /* the cheapest choice that fits */
     double          best_cost;                            /* below 0: none fits */
@@ -6211,7 +6211,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     pass.backward   = backward;
     pass.accumulate = accumulate;
     if (backward) g->at.pass = HPML_PASS_BACKWARD;
-    if (backward || run->train) g->ctx->param_writes++; /* these change parameters or running statistics */
+    if (backward || run->train) g->ctx->param_writes++; /* the pass may change parameters or running statistics */
     hpmli_graph_apply_batch(g);
     if (!backward) hpmli_forward_begin(g, p);
     for (int from = first; from < count && status == HPML_OK; from += piece) {
@@ -6540,7 +6540,7 @@ typedef struct hpmli_mixed {
     hpmli_gemm_desc d;          /* d.a and d.b are addresses of elements of type[0] and type[1] */
     hpml_dtype      type[2];
     int64_t         rows, cols; /* of a tile of C */
-    int64_t         depth;      /* of a block along k, the summed dimension */
+    int64_t         depth;      /* length of a block along k, the summed dimension */
 } hpmli_mixed;
 
 /* Returns rows x cols elements of the matrix x, from (row, col) on, as f32. Elements of another type are converted to
@@ -7174,7 +7174,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     if (d.weight && !hpmli_shared_fits("linear", name, src[1], weight, &rows)) return NULL;
     memcpy(shape, x->shape, sizeof shape);
     shape[last] = src[1]->shape[0];
-    hpml_tensor *after = in ? src[2] : NULL; /* the bias, if it is added after the ranks' sum */
+    hpml_tensor *after = in ? src[2] : NULL; /* the bias, where that is added after the sum over ranks */
     hpml_act     act   = in ? HPML_ACT_NONE : d.activation;
     if (in) src[2] = NULL;
     hpml_node *n = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
@@ -8653,7 +8653,7 @@ HPMLI_FN void hpmli_pool_plane(const hpmli_work *w, int64_t plane, int thread HP
     bool     max = n->op == HPML_OP_MAX_POOL2D;
     int64_t  H = n->src[0]->shape[2], W = n->src[0]->shape[3], r0, r1, c0, c1;
     int64_t  OW = n->out->shape[3], size = n->out->shape[2] * OW;
-    int32_t *at = max ? (int32_t *)n->saved + plane * size : NULL; /* where each maximum is */
+    int32_t *at = max ? (int32_t *)n->saved + plane * size : NULL; /* offset in the plane of each window's maximum */
     float   *x  = (w->back ? n->src[0]->grad : n->src[0]->data) + plane * H * W;
     float   *y  = (w->back ? n->out->grad : n->out->data) + plane * size;
     bool     halves = max && kernel[0] == 2 && kernel[1] == 2 && n->attr.conv.stride[0] == 2;
@@ -8909,7 +8909,7 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
 {
     const int64_t *y = n->out->shape; /* absent dimensions are 1 */
     bool           measure = run->train || backward, shared = run->sum && run->train;
-    if (n->state->folds) return HPML_OK; /* computed by the convolution before it */
+    if (n->state->folds) return HPML_OK; /* the convolution before has computed the result */
     hpmli_bn_job   j = { run, run->ctx->k, n, run->idle ? 0 : y[0], y[1], y[2] * y[3], (double *)n->scratch,
                          backward, measure, !shared };
     j.sums[2 * j.C]  = (double)(j.B * j.P);
@@ -9506,7 +9506,7 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thre
     *inverse = 1 / sum;
     *loss    = logf(sum) - (1 - s) * (x[label] - *max);
     if (s == 0) return;
-    double about[2] = { 0, 0 }; /* sums of x - max, and of its squares */
+    double about[2] = { 0, 0 }; /* sums of x - max and of (x - max)^2 */
     w->k->vmoments(about, NULL, x, *max, w->cols);
     *loss -= s * (float)(about[0] / (double)w->cols);
 }
@@ -10096,7 +10096,7 @@ HPML_API hpml_tensor *hpml_custom_op(hpml_tensor *const *src, int count, const h
 
 HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, bool backward)
 {
-    hpml_node on_host = *node; /* with memory of the host */
+    hpml_node on_host = *node; /* a copy of the node, to which host memory is given */
     if (!node->state->host) node->state->host = (char *)hpmli_alloc(run->ctx, node->state->host_bytes);
     if (hpmli_failed(run->ctx)) return run->ctx->status;
     on_host.saved   = node->state->host;
@@ -10310,7 +10310,7 @@ HPMLI_FN void hpmli_clear_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_clear_job *j = (const hpmli_clear_job *)arg;
     size_t at = (size_t)task * HPMLI_CLEAR, end = j->bytes - at < HPMLI_CLEAR ? j->bytes : at + HPMLI_CLEAR;
-    for (size_t n; at < end; at += n) { /* an eighth at a time: it is still in the cache when it is zeroed */
+    for (size_t n; at < end; at += n) { /* zeroes an eighth at a time, which is still in the cache */
         n = end - at < HPMLI_CLEAR / 8 ? end - at : HPMLI_CLEAR / 8;
 #ifdef MADV_POPULATE_WRITE
         char *page = j->p + at + (4096 - (uintptr_t)(j->p + at) % 4096) % 4096;
@@ -10994,7 +10994,7 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
    number of updates, the place in the data. This section checks, plans and allocates all of it; >>step runs it. */
 
 typedef struct hpmli_named_array { /* an array of the user's that checkpoints save */
-    const char *name;   /* allocated with this struct, behind it */
+    const char *name;   /* the name, in memory behind this struct */
     float      *values; /* (count) in device memory */
     int64_t     count;
     struct hpmli_named_array *next;
@@ -11021,7 +11021,7 @@ struct hpml_trainer {
     hpml_update        *updates;         /* (param_count) the next step of each parameter, of what this rank keeps */
     int64_t             window[2];       /* floats of hpml_trainer_reserve: for values, for gradients */
     float             **window_at[2];    /* where to write the addresses of these floats */
-    double             *norms;           /* (param_count, 2) for hooks `norms`; NULL: there was no such hook */
+    double             *norms;           /* (param_count, 2) sums of squares, for hooks `norms`; NULL: no such hook */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
     float              *best;            /* (2, rows) of an output split by classes: each row's maximum; - its class */
@@ -11034,11 +11034,11 @@ struct hpml_trainer {
     int                 rank, ranks;
     int64_t             global_batch, grain; /* samples of all ranks; of a grain, see hpml_trainer_set_shard */
     int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
-    const int32_t      *labels;          /* host: labels of this micro-batch; NULL: its accuracy is not wanted */
+    const int32_t      *labels;          /* host: labels of this micro-batch; NULL: no accuracy is wanted */
     int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
     int64_t             step, epoch, epoch_step;
     int32_t             micro_batch;     /* micro-batches since the last update */
-    int64_t             first_batch_samples, samples_so_far; /* of this update: its first micro-batch; all of them */
+    int64_t             first_batch_samples, samples_so_far; /* samples: of an update's first micro-batch; of all */
     float               accumulate_weight; /* samples_so_far / (accumulate first_batch_samples): divides gradients */
     float               loss_scale;
     int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
@@ -11754,7 +11754,7 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
     for (int i = part->from - part->input_count; i < part->to; i++) {
         const hpml_tensor *y = i < part->from ? part->inputs[i - part->from + part->input_count] : g->nodes[i]->out;
         bool               input = i < part->from;
-        if (!input && hpmli_is_collective(g->nodes[i])) break; /* would wait for the other ranks */
+        if (!input && hpmli_is_collective(g->nodes[i])) break; /* the op would wait for other ranks */
         if (!input && hpmli_run_node(g, &run, i, HPMLI_FORWARD) != HPML_OK) return ctx->status;
         const char *place = input ? "the data of" : "the result of";
         bool floats = y->dtype == HPML_DTYPE_F32 || hpmli_is_half(y->dtype);
@@ -11828,7 +11828,7 @@ HPMLI_FN hpml_status hpmli_apply_by_norms(hpml_trainer *t, int first_param, int 
         return hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "trainer: %s needs norms of tensors of which ranks have parts; on "
                           "\"%s\" take sgd, adam or adamw", row->name, ctx->backend->name);
     for (int i = first_param; i < first_param + param_count; i++)
-        hpmli_update_clip(&t->updates[i]); /* first, because the sums below replace the one that it reads */
+        hpmli_update_clip(&t->updates[i]); /* clips first, because the sums below replace the sum that clipping reads */
     for (int pass = 0; pass < 2; pass++) {
         bool sums = pass == 0 ? row->prepare != NULL : row->layer_ratio;
         if (pass == 1 && !row->direction) break;
@@ -12461,7 +12461,7 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l); /* a hash of data and o
 typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts */
     double  start;   /* seconds, by hpml_now */
     int64_t samples, updates;
-    bool    is_last; /* in the last epoch of the call */
+    bool    is_last; /* true: the last epoch of the call */
     const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
 } hpmli_fit;
 
@@ -12725,7 +12725,7 @@ typedef struct hpmli_file {
     const char          *path;
     FILE                *in;    /* the open file; NULL: closed */
     const unsigned char *bytes; /* (size) the content, if the file was mapped or read as a whole; else NULL */
-    size_t               size;  /* of the file, in bytes */
+    size_t               size;  /* size of the file in bytes */
     bool                 mapped;
 #ifdef HPML_USE_ZLIB
     gzFile               gz;    /* reads a gzipped file; NULL: the file is plain */
@@ -12993,7 +12993,7 @@ HPMLI_FN void hpmli_write_data(hpmli_writer *w, const void *data, size_t size)
 HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
-    bool renamed = false; /* the file has its final name */
+    bool renamed = false; /* true: the file has its final name */
 #if HPMLI_POSIX
     if (good && !w->direct) good = fsync(w->fd) == 0; /* the data must be on the disk before the rename */
 #endif
@@ -13098,7 +13098,7 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
 {
     const double slack = 1.0 / ((int64_t)1 << 50);
     uint64_t     w = 0; /* the first 19 digits of the number */
-    int64_t      exponent = 0, given = 0, decimals = 0; /* of w; after the e; digits after the point */
+    int64_t      exponent = 0, given = 0, decimals = 0; /* power of ten of w; number after e; digits after the point */
     int          digits = 0;
     bool         any = false, point = false, cut = false, below = false, negative = p < end && *p == '-';
     if (p < end && (*p == '-' || *p == '+')) p++;
@@ -14848,7 +14848,7 @@ HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array
 typedef struct hpmli_array {
     const hpml_tensor *param; /* NULL: a named state */
     hpml_array         which;
-    bool               nonnegative; /* its numbers are sums or means of squares */
+    bool               nonnegative; /* true: the numbers are sums or means of squares */
     float             *values;
 } hpmli_array;
 
@@ -14865,7 +14865,7 @@ typedef struct hpmli_arrays {
     uint32_t        *sums;  /* (count) CRC-32C of each array's data */
     char            *names; /* (count, HPMLI_ARRAY_NAME) names */
     int              count, done; /* done: arrays that were read */
-    hpml_dtype       dtype; /* of the data in the file */
+    hpml_dtype       dtype; /* type of the data in the file */
 } hpmli_arrays;
 
 /* Adds the array `of`, of the given shape, to the list `a`; returns the memory to which the caller writes its name. */
@@ -14888,12 +14888,12 @@ HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const
 HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which)
 {
     const int k     = (int)which - HPML_ARRAY_STATE;
-    int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* not those recorded later */
+    int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* without any recorded later */
     for (int i = 0; i < count; i++) {
         const hpml_tensor *p  = a->ctx->params[i];
         hpmli_array        of = { p, which, false, NULL };
         int64_t            whole[HPML_MAX_DIMS];
-        if (!hpmli_param_has(a->trainer, p, which)) continue; /* the optimizer does not step it */
+        if (!hpmli_param_has(a->trainer, p, which)) continue; /* the optimizer does not step p */
         if (k >= 0) of.nonnegative = a->trainer->optimizer->states[k].nonnegative;
         hpml_param_whole(p, whole);
         char *name = hpmli_arrays_add(a, of, p->ndim, whole);
@@ -16958,7 +16958,7 @@ typedef struct hpmli_gemm_block {
 /* A panel: columns of Q, the right operand, that form the width of a tile. */
 typedef struct hpmli_gemm_panel {
     int64_t col, cols;  /* columns [col, col + cols) of Q */
-    int64_t count;      /* so many panels of this width, side by side */
+    int64_t count;      /* number of panels of this width, side by side */
     float  *packed;     /* space for the packed panel: (k, cols rounded up to vectors) */
     bool    is_packed;  /* true: the panel was packed for an earlier block of rows */
 } hpmli_gemm_panel;
@@ -17903,7 +17903,7 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         return;
     }
     for (int64_t p = 0; p < plane; p += HV_LANES) {
-        float  *to[HV_LANES]; /* where each pixel's channels go */
+        float  *to[HV_LANES]; /* address to which each pixel's channels are written */
         int64_t n = plane - p < HV_LANES ? plane - p : HV_LANES;
         for (int64_t i = 0; i < n; i++) {
             to[i] = image + row * pitch + col * channels;
@@ -18261,7 +18261,7 @@ static const hpmli_kernels HV(kernels) = {
 /* Returns the kernels called `name` (NULL: the fastest) that this CPU runs; NULL: there are none of that name. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
-    const hpmli_kernels *sets[3]; /* those that this CPU runs, the fastest first */
+    const hpmli_kernels *sets[3]; /* kernels that this CPU runs, the fastest first */
     int                  count = 0;
 #if defined(HPMLI_EDITOR) /* an editor knows only the scalar pass */
 #elif defined(HPMLI_HAVE_X86)

@@ -147,7 +147,7 @@ typedef enum hpml_cuda_precision {
     HPML_CUDA_F32  = 0, /* all f32, as on the CPU */
     HPML_CUDA_TF32 = 1, /* f32, but matrix products round their operands to 11 bits (Ampere and later) */
     HPML_CUDA_BF16 = 2, /* activations and copies of the weights are bf16, products run on tensor cores */
-    HPML_CUDA_F16  = 3  /* the same in f16: 8 times finer, but small gradients become 0: hpml_trainer_desc.loss_scale */
+    HPML_CUDA_F16  = 3  /* as BF16, in f16: 8 times finer, but small gradients become 0: hpml_trainer_desc.loss_scale */
 } hpml_cuda_precision;
 
 typedef struct hpml_cuda_desc {
@@ -205,7 +205,7 @@ HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size);
 
    No wait lasts longer than the timeout: then ncclCommAbort ends the NCCL communicator, and the context has an error
    with the rank, the operation and NCCL's own text. */
-typedef struct hpml_nccl hpml_nccl; /* opaque; freed with its context at the latest */
+typedef struct hpml_nccl hpml_nccl; /* opaque; a context frees those that are not freed before */
 
 /* How ranks exchange their identities before NCCL exists: by your own means, such as MPI_Allgather. hpml_nccl_attach
    uses the messages of the communicator. */
@@ -727,7 +727,7 @@ typedef struct hpmlg_pass {
 
 typedef struct hpmlg_half_copy { /* the copy of one f32 parameter in halves, an entry of a list */
     const float *w;              /* (n): the parameter, f32, on the device */
-    void        *half;           /* (n): its copy in halves, on the device */
+    void        *half;           /* (n): the parameter's copy in halves, on the device */
     int64_t      n;
     bool         fresh;          /* `half` equals w; false: w has changed since */
     struct hpmlg_half_copy *next;
@@ -1083,7 +1083,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
         if (e == cudaSuccess) {
             hpml_trace_span(d->ctx, l.lane, l.name, d->span_clock_time + 1e-3 * from, d->span_clock_time + 1e-3 * to);
             if (l.seconds) *l.seconds += 1e-3 * (to - from);
-        } else { /* the span is on another stream, and its work is not over */
+        } else { /* a span on another stream, whose work is not over */
             d->spans[i] = d->spans[unfinished];
             d->spans[unfinished++] = l;
         }
@@ -1907,7 +1907,7 @@ typedef struct hpmlg_transpose {
     hpmlg_array   from, to;
     hpmlg_strides w;                 /* over all dimensions but p and the last, with the strides of from and to */
     int64_t       p, last;           /* sizes of dimension p and of the last dimension of `to` */
-    int64_t       from_last, to_p;   /* strides: in `from` of `last`, in `to` of p; the other two are 1 */
+    int64_t       from_last, to_p;   /* strides of `last` in `from`, of p in `to`; p in `from`, `last` in `to`: 1 */
     int64_t       p_tiles, last_tiles;
     bool          add;
 } hpmlg_transpose;
@@ -1971,7 +1971,7 @@ HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
    `lead` zeros, then `block` elements of row o of `from`, from offset from_at on, then zeros. */
 typedef struct hpmlg_row_copy {
     hpmlg_array to, from;
-    int64_t     to_at, to_step, from_at, from_step; /* in elements: offset of row 0; distance of two rows */
+    int64_t     to_at, to_step, from_at, from_step; /* in elements: where row 0 begins, distance of rows */
     int64_t     width, block, lead, rows;
     bool        add;
 } hpmlg_row_copy;
@@ -2879,7 +2879,7 @@ HPMLG_FN size_t hpmlg_embedding_layout(const hpml_node *n, hpmlg_token_lists *b)
 {
     b->tokens      = hpml_tensor_count(n->src[0]);
     b->vocabulary  = n->src[1]->shape[0];
-    b->most_pieces = 2 * b->tokens / HPMLG_LONG; /* as a token of 65 positions has two pieces */
+    b->most_pieces = 2 * b->tokens / HPMLG_LONG; /* because a token of 65 positions already has two pieces */
     int64_t sums  = b->most_pieces * n->src[1]->shape[1];
     size_t  bytes = (size_t)(sums + 3 * b->vocabulary + 2 + 2 * b->tokens + b->most_pieces) * sizeof(int);
     if (!n->scratch) return bytes;
@@ -2950,7 +2950,7 @@ typedef struct hpmlg_axis {
 
 typedef struct __align__(16) hpmlg_coord { /* what the index on one axis adds to an element's address */
     int64_t at;   /* offset in elements; below 0: beyond the end of the axis */
-    int     h, w; /* height and width, to be added up over both axes */
+    int     h, w; /* height and width, to which those of the other axis are added */
 } hpmlg_coord;
 
 HPMLG_FN hpmlg_axis hpmlg_axis_3d(int64_t nu, int64_t nv, int64_t q, int64_t u, int64_t v)
@@ -3341,7 +3341,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
 {
     enum { BYTES = HPMLG_TILE_BYTES(T, KIND) };
     HPMLG_SHARED(unsigned char, shared);
-    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* of a and b: T lines; of 2 stages: 16 k */
+    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* coordinates: (a, b) T; (2 stages, a, b) 16 */
     unsigned char *tiles = shared + (2 * T + 64) * sizeof(hpmlg_coord);
     hpmlg_tile     t     = hpmlg_block_tile<T>(g);
     int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
@@ -3683,7 +3683,7 @@ typedef struct hpmlg_blas_key {
 typedef struct hpmlg_blas_plan {
     hpmlg_blas_key         key;
     uint64_t               used;         /* hpmlg_device.clock at the last use; 0: free */
-    bool                   set, usable;  /* cuBLASLt has been asked; it did not refuse */
+    bool                   set, usable;  /* cuBLASLt has been asked for an algorithm; it has given one */
     int                    id;           /* number of the algorithm in cuBLASLt */
     cublasLtMatmulDesc_t   op;
     cublasLtMatrixLayout_t a, b, c;
@@ -4752,7 +4752,7 @@ template <int type, int DP, int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M][N][4], const float *b, int column)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, t = lane % 4;
-    HPMLG_ROLLED for (int from = 0; from < 4; from++) /* s is used from one of the row's four threads after the other */
+    HPMLG_ROLLED for (int from = 0; from < 4; from++) /* takes s from the row's four threads one after the other */
         HPMLG_UNROLL for (int k = 0; k < 2 * N; k++) {
             float x[M][2];
             HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
@@ -5204,7 +5204,7 @@ HPMLG_FN void hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
     hpmlg_array half_w_h = hpmlg_product_input(d, w_h, NULL);
     for (int64_t t = l.T - 1; t >= 0; t--) {
         HPMLG_RUN(d, hpmlg_k_lstm_back, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
-        if (t == 0) break; /* the product is for step t - 1: its dh = da_t W_h */
+        if (t == 0) break; /* the product below gives dh of step t - 1: da_t W_h */
         g = hpmlg_gemm_of(l.B, H, 4 * H, hpmlg_matrix(hpmlg_array_at(l.da, t * 4 * H), l.T * 4 * H, 0, true),
                           hpmlg_matrix(half_w_h, H, 0, false), hpmlg_array_of(l.dh, HPML_DTYPE_F32), H, false);
         hpmlg_gemm_run(d, &g);
@@ -5255,7 +5255,7 @@ typedef struct hpmlg_cross_entropy {
     const float        *dloss;    /* (1): the gradient of the loss, an input of backward */
     int64_t             rows, V, blocks;
     float               smoothing;
-    int                 ignore;   /* this label is not valid, and not an error */
+    int                 ignore;   /* rows with this label do not count, but are no error */
     int                 tx;       /* number of threads that share a row */
     bool                add;
     hpmlg_note         *note;
@@ -5464,8 +5464,8 @@ typedef struct hpmlg_param_step {         /* one row of the table: a parameter's
     hpml_update u;
     float       correction1, correction2; /* 1 / (1 - beta^step), of beta1 and beta2 */
     void       *half;                     /* (n): the half copy of w, updated too; NULL: none */
-    int64_t     chunk, chunks;            /* index of its first chunk; number of chunks */
-    int         param;                    /* its index in the context; -1: unknown */
+    int64_t     chunk, chunks;            /* index of the parameter's first chunk; number of chunks */
+    int         param;                    /* the parameter's index in the context; -1: unknown */
 } hpmlg_param_step;
 
 typedef struct hpmlg_nonfinite_sink { /* where kernels report non-finite gradients and parameters */
@@ -6194,7 +6194,7 @@ HPMLG_FN bool hpmlg_nccl_file(const hpml_nccl *n, int rank, uint64_t *numbers, c
 HPMLG_FN hpml_status hpmlg_nccl_meet_by_files(hpml_nccl *n, char *all, size_t bytes)
 {
     int             me = n->desc.rank, ranks = n->desc.ranks, missing = -1;
-    bool            is_written = false; /* this rank's file has all numbers that were read */
+    bool            is_written = false; /* true: this rank's file has all random numbers that it has read of others */
     double          start = hpml_now();
     struct timespec t;
     uint64_t       *mine = (uint64_t *)hpml_ctx_alloc(n->ctx, 2 * sizeof *mine * (size_t)ranks, NULL);
@@ -6550,7 +6550,7 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     if (!ctx) return NULL;
     hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "nccl: this program was built without NCCL; compile the file that has "
                   "hpml_cuda.cuh's body with -DHPML_USE_NCCL");
-    if (desc && desc->meeting) desc->meeting->allgather(desc->meeting->user, NULL, 0); /* so others get an error */
+    if (desc && desc->meeting) desc->meeting->allgather(desc->meeting->user, NULL, 0); /* so that others fail, too */
     return NULL;
 }
 
@@ -6684,7 +6684,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         break;
     case HPML_OP_LSTM: n->scratch_bytes = hpmlg_lstm_layout(d, n, &lstm); break;
     case HPML_OP_CUSTOM:
-        if (!n->attr.custom->kernel.forward) n->saved_bytes = n->scratch_bytes = 0; /* both are in host memory */
+        if (!n->attr.custom->kernel.forward) n->saved_bytes = n->scratch_bytes = 0; /* in host memory */
         break;
     default: break;
     }
