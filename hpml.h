@@ -56,6 +56,7 @@
 //     context        owns memory, threads, errors, the device and all objects created from it
 //     status         the first error stays in the context; later calls do nothing
 //     tensor         an array with a type, a shape and, if needed, a gradient; view: a tensor in another one's memory
+//     epilogue       the operations on a product's sums before they are stored: alpha, beta, bias, relu
 //     parameter      a tensor that is trained; buffer: one that is only saved; frozen: one that is not updated
 //     op             a kind of computation (linear, relu ...); node: one recorded op, with sources and a result
 //     graph          the planned nodes that lead to outputs and a loss; leaf: an input or constant of a graph
@@ -434,7 +435,7 @@ typedef struct hpml_param {
     bool      frozen;     /* not updated; if set when a graph is planned, it has no gradient in that graph */
     bool      no_decay;   /* excluded from weight decay; set for biases and the parameters of norms */
     float     lr_scale;   /* multiplies the learning rate; 1 at first */
-    hpml_axis axis;       /* over whose group the whole is split; DATA: the parameter is whole */
+    hpml_axis axis;       /* axis over whose ranks the whole is split; DATA: the parameter is whole */
     int32_t   split_dim, sections; /* the dimension that is split; number of its sections, 1 or more */
     int32_t   stage;      /* the rank of the PIPE axis that has the parameter; -1: all of them */
     int32_t   shard;      /* what this rank keeps a part of, see hpml_trainer_keep: 0: nothing; 1: the states of the
@@ -473,7 +474,7 @@ struct hpml_tensor {
 };
 HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element; 0 for an unknown type */
 HPML_API const char *hpml_dtype_name(hpml_dtype dtype);    /* "f32", "bf16", "f16", "i32", "u8" */
-HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* elements, by the batch set last; 0 for NULL */
+HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* number of elements with the batch set last; 0 for NULL */
 /* Writes a text such as f32 64x784 "fc1.weight" to buffer (`size` bytes, the text is cut there) and returns buffer. */
 HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size);
 
@@ -487,7 +488,7 @@ HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; frees a vie
 
 /* Creates a view, a tensor that shares the memory of `t`, which must have memory. Ops accept contiguous views only;
    >>api-ops has the reshape, slice and transpose that are recorded as part of a model. */
-HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* contiguous t; one -1 */
+HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* contiguous; one size: -1 */
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count);
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 
@@ -562,7 +563,7 @@ HPML_API int          hpml_param_count(const hpml_ctx *ctx);
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* number `index` recorded, or NULL */
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL: no such parameter; O(1) */
 HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements of all but buffers */
-HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);           /* FNV-1a 64 of all values' bytes on this rank */
+HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);           /* 64-bit FNV-1a hash of all values on this rank */
 HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* new parameters get memory, values; hpml_graph_alloc calls it */
 /* Places the values of all parameters recorded until now in `memory`: hpml_params_bytes(ctx) bytes of host memory,
    64-byte aligned, that outlive the context, for example shared by contexts of the same model, mapped from a file or
@@ -786,8 +787,8 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 typedef struct hpml_memory {
     size_t parameters;  /* values of all parameters of the context, each padded to HPML_GRADIENT_ALIGN floats */
     size_t gradients;   /* gradients of the parameters that this graph trains */
-    size_t activations; /* inputs, results of ops, their gradients and saved values; memory is used again */
-    size_t unshared;    /* what activations would be if no memory were used again */
+    size_t activations; /* inputs, results of ops, their gradients, saved values; arrays share memory in turn */
+    size_t unshared;    /* what .activations would be if no arrays shared memory */
     size_t scratch;     /* working memory of ops; all ops use the same memory */
     size_t packed;      /* weights in the order in which kernels read them; 0 unless the graph predicts */
     size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer, and with .host_optimizer on a
@@ -1046,7 +1047,7 @@ struct hpml_backend {
     void (*close)(void *device);
     void *(*alloc)(void *device, size_t bytes);          /* zeroed, aligned to 64 bytes; NULL on failure */
     void (*free)(void *device, void *ptr, size_t bytes);
-    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* keeps the calls' order */
+    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* in the order of calls */
     hpml_status (*read)(void *device, void *host, const void *src, size_t bytes);  /* waits for the data */
     hpml_status (*zero)(void *device, void *dst, size_t bytes);
     hpml_status (*sync)(void *device);                   /* optional: waits until all work of the device is done */
@@ -1143,7 +1144,7 @@ typedef struct hpml_schedule {
     int64_t warmup_steps; /* updates of warm-up: lr (step + 1) / warmup_steps (Goyal et al. 2017); 0: none */
     int64_t total_steps;  /* COSINE, LINEAR, required: updates until min_lr, warm-up included */
     int64_t period;       /* STEP, required: updates from one change to the next */
-    float   gamma;        /* STEP: factor of a change; 0: 0.1 */
+    float   gamma;        /* STEP: factor of the learning rate at each change; 0: 0.1 */
     float   min_lr;       /* COSINE, LINEAR: learning rate at the end and afterwards */
 } hpml_schedule;
 /* Returns the learning rate of update `step`, counted from 0; lr: the rate without a schedule. s NULL: returns lr. */
@@ -1167,7 +1168,7 @@ typedef struct hpml_trainer_desc {
     hpml_tensor  *loss_tensor;     /* not NULL: your own scalar instead of `loss`; `target` is then required */
     hpml_tensor  *target;          /* with loss_tensor: the input that receives y; no targets: as .input, y = x */
     float         label_smoothing; /* CROSS_ENTROPY: 0 to 1 */
-    float         huber_delta;     /* HUBER: where the square ends and the line begins; 0: l1 */
+    float         huber_delta;     /* HUBER: difference from which on the loss is linear; 0: l1 loss */
     hpml_opt      optimizer;
     const hpml_optimizer *custom_optimizer; /* not NULL: replaces `optimizer`; your own or hpml_optimizer_find's */
     void         *optimizer_user;  /* passed to each step as hpml_update.user */
@@ -1188,8 +1189,8 @@ typedef struct hpml_trainer_desc {
     hpml_schedule schedule;
     hpml_lr_rule  lr_rule;         /* scales lr by (samples of an update, all ranks) / lr_base_batch */
     int64_t       lr_base_batch;   /* samples of the update that lr was tuned for; 0: no scaling */
-    float         clip_norm;       /* scales gradients so that the norm of all together is at most this; 0: no */
-    int32_t       accumulate;      /* micro-batches of an update; each weighs as many as it has samples; 0: 1 */
+    float         clip_norm;       /* scales gradients so that the norm of all is at most this; 0: no clipping */
+    int32_t       accumulate;      /* micro-batches of an update; each is weighted by its samples; 0: 1 */
     float         loss_scale;      /* gradients are computed times this and divided by it before use, because small ones
                                       would be 0 in halves; 0: 1, but dynamic where results are stored as F16: it begins
                                       with 65,536; when a gradient overflows, it is halved and the update skipped; after
@@ -1976,7 +1977,7 @@ typedef struct hpmli_gemm_part {
 /* Pragmas that unroll loops over registers at any optimization level. */
 #if defined(__clang__)
 #define HPMLI_UNROLL   _Pragma("clang loop unroll(full)")
-#define HPMLI_UNROLL_4 /* clang's code is slower with it */
+#define HPMLI_UNROLL_4 /* empty: clang's code is slower unrolled */
 #else
 #define HPMLI_UNROLL   _Pragma("GCC unroll 16")
 #define HPMLI_UNROLL_4 _Pragma("GCC unroll 4")
@@ -2009,17 +2010,17 @@ typedef struct hpmli_conv {
     hpml_node *n;
     int64_t    B, C, H, W, OC, OH, OW; /* C and OC: channels of one group */
     int64_t    groups, taps;           /* taps: height x width of the kernel */
-    int64_t    x_pitch;                /* length of a row of the padded image of x */
-    int64_t    x_floats;               /* the padded image of x, and memory behind it that a tile may touch */
+    int64_t    x_pitch;                /* floats in a row of the padded image of x */
+    int64_t    x_floats;               /* floats of the padded image of x and memory behind it that tiles touch */
     int64_t    x_first;                /* offset of the first pixel of the padded image that is not padding */
-    int64_t    y_floats;               /* the image of dy, and memory behind it that a tile may touch */
+    int64_t    y_floats;               /* floats of the image of dy and memory behind it that tiles touch */
     bool       nhwc;                   /* x and y are NHWC */
     int64_t    x_pixel, y_pixel;       /* distance of pixels in x and y, NHWC; else 1 */
     int64_t    x_row_step;             /* floats in x from the first that a row of y reads to the next row's */
     int64_t    x_pixel_step;           /* floats in x from the first that a pixel of y reads to the next one's */
     int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
     int64_t    run_floats;             /* length of a run in floats */
-    int64_t    run_step[2];            /* distances of the runs in x */
+    int64_t    run_step[2];            /* floats in x from one run to the next */
     int64_t    expanded;               /* floats of the expanded image of x (>>conv-kept); 0: x is not expanded */
     int64_t    band_rows;              /* forward: rows of y that are computed in a buffer before they are stored */
     int64_t    channel_pieces;         /* forward: tasks for one image, each for some channels */
@@ -2028,7 +2029,7 @@ typedef struct hpmli_conv {
     int64_t    images_at_once;         /* backward: images whose dw is summed by one product */
     bool       by_channels;            /* backward: dw is summed over all images, in tasks for some channels each */
     float     *all_x, *all_dy, *all_dw; /* by_channels: x and dy of all images in NHWC order; dw as tiles store it */
-    int64_t    images_forward;         /* forward: images of a task; above 1 the rows of a tile are a pixel of each */
+    int64_t    images_forward;         /* forward: images of a task; above 1 tiles have a pixel of each image */
     float     *weights;                /* (groups x OC, C, taps); forward: perhaps a scaled copy, see >>conv-kept */
     const float *bias;                 /* forward: (groups x OC) */
     const float *scale;                /* kept: factors of the weights, (groups x OC); NULL: none */
@@ -2039,11 +2040,11 @@ typedef struct hpmli_conv {
     int64_t    packed_floats, thread_floats, scratch_floats; /* scratch: packed, sum_space and thread_space together */
     /* Groups of few channels, see >>conv-groups: a grid has images_at_once images, one below the other, and memory
        behind them that a vector may touch. */
-    bool       by_grids;               /* computed by >>conv-groups */
+    bool       by_grids;               /* true: section >>conv-groups computes it */
     int64_t    lanes, units;           /* groups that a grid holds, interleaved; number of such units of groups */
     int64_t    grids;                  /* grids of a channel of x: stride x stride */
     int64_t    grid_rows, grid_row;    /* rows that an image takes in a grid; length of a row in floats */
-    int64_t    grid_floats, lead;      /* length of a grid in floats; zeros in front of a grid of dy */
+    int64_t    grid_floats, lead;      /* floats of a grid; number of zeros in front of a grid of dy */
     int32_t   *x_at, *dy_at, *w_at;    /* places of the numbers that a sum reads, see hpmli_grids_lists */
 } hpmli_conv;
 
@@ -2093,7 +2094,7 @@ typedef struct hpmli_lstm_cells {
     const float *sums;        /* forward: (rows, 4, units) h W_h^T of the step before, which is not read at the first;
                                  backward: (rows, units) da W_h of the step after, which is not read at the last */
     float       *next;        /* forward: (B, H) a copy of h; backward: (B, 4, H) a copy of da */
-    float       *dc;          /* backward: (B, H) gradient of c, through the step after; then that of the step before */
+    float       *dc;          /* backward: (B, H) gradient of c from the step after; becomes that for the step before */
 } hpmli_lstm_cells;
 
 /* The kernels: loops over contiguous f32 arrays of any alignment. Each instruction set has its own version of each
@@ -2222,7 +2223,7 @@ struct hpml_ctx {
     long                 process;    /* id of the process that created the context, see hpmli_forked */
     uint64_t             seed;
     const hpml_backend  *backend;
-    const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) of the backend, or the wrappers of >>half */
+    const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) the backend's functions, or the wrappers of >>half */
     hpml_dtype           activation_dtype; /* hpml_ctx_desc.activation_dtype */
     void                *device;     /* the object that backend->open returned */
     float               *gemm_ws;    /* packing buffers of matrix products, one for each thread, see >>gemm */
@@ -2982,7 +2983,7 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 struct hpmli_tensor_state {
     bool owns_memory; /* true: made by hpml_tensor_create; freed with the tensor */
     bool used;        /* true: a recorded op reads the tensor */
-    float *kept;      /* a parameter of whose values this rank keeps a part (hpml_trainer_keep): the part */
+    float *kept;      /* of a parameter: the part of its values that this rank keeps; see hpml_trainer_keep */
     bool away;        /* true: a parameter that only ops in other ranks' parts read: it has no memory here */
     bool of_param;    /* true: a view of a parameter */
     int64_t samples;  /* samples for which a graph with parts gave an input memory; 0: the whole batch */
@@ -3443,7 +3444,7 @@ enum {
     HPMLI_OP_IS_WHOLE    = 512, /* runs on all samples at once, also where results are stored in halves */
     /* If source 0 is split over ranks (see >>split) in a way that a flag below allows, the result is split alike: */
     HPMLI_OP_SPLIT_ANY   = 1024, /* along any dimension */
-    HPMLI_OP_SPLIT_ROWS  = 2048, /* along all dimensions but the last one */
+    HPMLI_OP_SPLIT_ROWS  = 2048, /* along all dimensions of source 0 but the last one */
     HPMLI_OP_SPLIT_PLANE = 4096, /* along the channels */
     HPMLI_OP_SPLIT_OWN   = 8192, /* in the way that the function which records the op checks and sets */
     HPMLI_OP_KEEPS_DZ    = 16384 /* backward overwrites dy by dz, the gradient before the activation; the gradient of
@@ -3844,13 +3845,13 @@ HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t 
 struct hpmli_node_state {
     hpml_tensor *out_root[2], *grad_root;      /* tensors in whose memory the lives of the value, and the gradient, of
                                                   the result are; out_root[0] NULL: in no graph */
-    int          order, at[6];                 /* place in the graph's nodes; in the part's entries by hpmli_move */
+    int          order, at[6];                 /* place in hpml_graph.nodes; in the part's entries by hpmli_move */
     int          segment;                      /* number of the segment; 0: none */
-    hpml_retain_how how;                       /* what the backward pass reads of the segment's results */
+    hpml_retain_how how;                       /* whether the segment's results are kept, computed again or swapped */
     bool         kept, has_gradient;           /* the result: an output or the loss; has a gradient that is computed */
-    bool         again, swapped;               /* the op runs again for backward; is swapped in instead */
+    bool         again, swapped;               /* true: the op runs again for backward; the result is swapped in */
     bool         relives;                      /* the result, too, has a second life; n->saved has one anyway */
-    bool         second;                       /* backward now computes the gradients of the sources in `late` */
+    bool         second;                       /* true: backward runs the half WEIGHTS, for the sources in .late */
     unsigned     late;                         /* bits of the sources whose gradients are in the half WEIGHTS */
     char        *copy;                         /* (slots, copy_bytes) what is swapped out: the result, then n->saved */
     size_t       copy_bytes, copy_saved;       /* bytes of .copy for a slot; of these, those of n->saved */
@@ -3867,8 +3868,8 @@ struct hpmli_node_state {
     float       *kept_memory;
     /* Of an op whose tensors are stored as halves (>>half), which runs on one block of samples after another: */
     int64_t block_samples;                     /* samples of a block; 0: all samples */
-    int64_t first_index;                       /* number of labels or tokens in the blocks before the present block */
-    size_t  copies_at, block_saved;            /* bytes: offset of f32 copies in scratch; saved for a block */
+    int64_t first_index;                       /* number of labels or tokens in the batch's earlier blocks */
+    size_t  copies_at, block_saved;            /* offset of f32 copies in scratch memory; bytes saved for a block */
     int     number;                            /* the index that the node has in the serial program, see >>groups */
     size_t  host_bytes;                        /* of `host` */
     char   *host;                              /* of an op of the user on a device, NULL until it runs: its saved and
@@ -4654,7 +4655,7 @@ struct hpml_graph {
     bool           cut;        /* hpml_graph_part has named the parts */
     bool           halves;     /* backward passes have two halves, see hpml_graph_halves */
     hpmli_slot    *slots;      /* (slot_count) */
-    int            slot_count, slot;  /* slot: the one that the pointers of all tensors belong to */
+    int            slot_count, slot;  /* slot: the current one, to whose memory all tensors point */
     double         ops_per_byte; /* operations that take as long as copying a byte to the host */
     hpml_memory    memory;
     void          *elsewhere;  /* unused address of an input that has its memory from another graph */
@@ -4665,9 +4666,9 @@ struct hpml_graph {
     int            param_count; /* parameters of the context when the graph was planned */
     int           *param_last;  /* (param_count) node whose backward makes the parameter's gradient final; -1: none */
     int64_t        batch, batch_now; /* samples of a full batch; of the current batch */
-    bool           batchable;   /* no op mixes samples: short batches may run */
-    bool           collective;  /* an op communicates with other ranks */
-    bool           unreplayable; /* an op of the user does more than launch work of the device */
+    bool           batchable;   /* true: no op mixes samples, so short batches may run */
+    bool           collective;  /* true: an op communicates with other ranks */
+    bool           unreplayable; /* true: an op of the user does more than launch work on the device */
     int64_t        first_sample, shift; /* index of this pass's first sample: in the global batch, in the inputs */
     const char   **back_names; /* (count) names of backward spans in the timeline */
     hpml_profile_row *profile; /* (count) times of the nodes; NULL: no profile */
@@ -4681,7 +4682,7 @@ struct hpml_graph {
     hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
     bool           predicts;   /* hpml_graph_desc.predict */
     bool           idle;       /* true: this rank has no samples, see hpml_run.idle */
-    bool           no_targets; /* a forward pass leaves the loss out */
+    bool           no_targets; /* true: no targets are given: forward passes leave the loss out */
 };
 
 /* True if t is a leaf (input, constant) of g. t->state->leaf may be the index of t in the leaves of another graph, so
@@ -5036,7 +5037,7 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
                        u->last[life] <= k && x->state->out_root[life] == x->out && x->out->dtype == n->out->dtype;
         if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->state->out_root[life] = x->state->out_root[life];
     }
-    for (int i = p->from; i < p->to; i++) { /* reshapes of what is computed again */
+    for (int i = p->from; i < p->to; i++) { /* reshapes of results that are computed again */
         hpml_node *n = pl->g->nodes[i], *base = hpmli_base(p, n);
         if (base != n && base->state->relives) n->state->out_root[1] = base->state->out_root[1];
     }
@@ -5103,7 +5104,7 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
             r->grad_last = hpmli_later(r->grad_last, u->grad_last);
         }
     }
-    for (int i = pl->p->from; i < pl->p->to && !g->cut; i++) { /* later parts are planned with this of the whole */
+    for (int i = pl->p->from; i < pl->p->to && !g->cut; i++) { /* not for parts: keeps the value for the whole graph */
         struct hpmli_node_state *state = g->nodes[i]->state;
         state->has_gradient = hpmli_use_of(pl, state->grad_root)->grad_written;
     }
@@ -5483,7 +5484,7 @@ HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, in
         if (from < g->parts[i].to && to > g->parts[i].from)
             return hpmli_false(g->ctx, HPML_ERR_ARGUMENT, "graph part: ops %d to %d and the ops %d to %d of an earlier "
                                "part overlap; an op runs in one part", from, to, g->parts[i].from, g->parts[i].to);
-    for (int i = 0; i < g->count && g->cut; i++) /* param_last: of parts added before */
+    for (int i = 0; i < g->count && g->cut; i++) /* param_last is set by the parts added before */
         for (int j = 0; i >= from && i < to && j < g->nodes[i]->src_count; j++) {
             const hpml_tensor *w = g->nodes[i]->src[j];
             if (w && hpmli_trainable(w) && g->param_last[w->param->index] >= 0)
@@ -7452,7 +7453,7 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     const hpml_tensor *x = n->src[0], *y = n->out;
     const int32_t     *d = n->attr.permute.dims;
     hpml_tensor        read = backward ? *y : *x;
-    bool images = y->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1; /* as hpml_to_layout permutes */
+    bool images = y->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1; /* as by hpml_to_layout */
     if (images && !(backward && (n->accumulate[0] || !x->grad))) {
         hpmli_for_each_parallel(run, n, backward, y->shape[0], 1, hpmli_permute_image);
         return;
@@ -7633,7 +7634,7 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
     c->thread_floats  = (c->C + 1) * c->grids * c->grid_floats + c->OC * c->y_floats;
     c->thread_floats += hpmli_round_up((c->C + c->OC) * c->taps * c->lanes, 16);
     c->scratch_floats = c->sums * c->sum_floats + c->packed_floats + c->ctx->threads * c->thread_floats;
-    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
+    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return; /* scratch has no memory yet, or no use */
     HPML_ASSERT((size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
     c->sum_space    = (float *)n->scratch;
     c->packed       = c->sum_space + c->sums * c->sum_floats;
@@ -7650,7 +7651,7 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     int64_t for_dx  = c->runs[0] * c->runs[1] * hpmli_round_up(c->run_floats, HPMLI_CONV_PANEL) * c->OC;
     int64_t band, forward, backward; /* floats of scratch memory for a thread */
     int64_t copies;                  /* floats of scratch memory for all threads together, if by_channels */
-    bool    keeps = n->state && n->state->keeps; /* forward passes only, with packed weights in other memory */
+    bool    keeps = n->state && n->state->keeps; /* true: only forward passes, packed weights in other memory */
     /* The rows of a tile are the pixels of one row of y or, where a row of y would fill only a fraction of a tile, the
        same pixel of several images. */
     c->images_forward = c->OW < HPMLI_CONV_NARROW ? hpmli_min(c->B, HPMLI_CONV_IMAGES) : 1;
@@ -7672,7 +7673,7 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     int64_t sums_packed = keeps ? 0 : c->sums * c->sum_floats + c->groups * c->packed_floats;
     c->scratch_floats = sums_packed + c->ctx->threads * c->thread_floats;
     if (c->by_channels && !keeps) c->scratch_floats += copies;
-    if (!n->scratch || n->attr.conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
+    if (!n->scratch || n->attr.conv.algorithm == HPML_CONV_IM2COL) return; /* scratch has no memory yet, or no use */
     c->thread_space = (float *)n->scratch + sums_packed;
     if (keeps) return;
     HPML_ASSERT((size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
@@ -7882,7 +7883,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
    y then is in the memory of z, and the op of the batchnorm does nothing. Kept memory, in floats: HPMLI_KEPT, whose
    first 8 bytes are the value of param_writes; with a batchnorm s and the bias; the weights s w, packed or, where
    kernels read them as they are, in the order of w, and then only if there is a batchnorm. */
-#define HPMLI_CONV_ROW 14 /* pixels of a row of y from which on a tile is full enough */
+#define HPMLI_CONV_ROW 14 /* rows of y with so many pixels fill a tile well enough */
 #define HPMLI_KEPT 16 /* floats: 64 bytes, so that the arrays behind are aligned */
 HPMLI_FN bool hpmli_conv_packs(const hpmli_conv *c)
 {
@@ -8804,7 +8805,7 @@ typedef struct hpmli_bn_job {
     int64_t              B, C, P; /* samples, channels, pixels of a plane */
     double              *sums;    /* (C, 2) two sums of each channel, then N: of this rank or of all ranks */
     bool                 backward;
-    bool                 measure, apply; /* compute the sums; use the sums */
+    bool                 measure, apply; /* the task computes the sums; uses the sums */
 } hpmli_bn_job;
 
 /* Computes the sums of x and of (x - mean)^2 over channel c. `mean` is rounded to float, so both sums are computed in
@@ -9087,7 +9088,7 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
         if (from != to || add) w->k->vaxpby(to + at, 1, from + at, add ? 1.0f : 0.0f, c);
         return;
     }
-    for (int64_t i = 0; i < c; i += run_length) { /* the words of the elements' places in the whole */
+    for (int64_t i = 0; i < c; i += run_length) { /* words that belong to the elements' places in the whole */
         int64_t place = hpmli_whole_place(y, at + i, &run_length);
         w->k->random(HPMLI_WORDS, words + i, run->ctx->seed, stream,
                      run->sample * (uint64_t)sample + (uint64_t)place, hpmli_min(run_length, c - i));
@@ -9613,7 +9614,7 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     own.backward      = hpmli_cross_entropy_back;
     own.keeps         = HPML_KEEP_SRC(0) | HPML_KEEP_SRC(1);
     own.one_number    = true;
-    own.saved_bytes   = (size_t)(3 * rows + 1) * sizeof(float); /* max, 1 / sum, loss of rows; 1 / counted */
+    own.saved_bytes   = (size_t)(3 * rows + 1) * sizeof(float); /* of each row max, 1 / sum, loss; 1 / (counted rows) */
     own.scratch_bytes = (size_t)(3 * rows) * sizeof(float);
     if (d.ignore_index == 0) d.ignore_index = HPML_IGNORE;
     if (logits->split[labels->ndim] == HPML_AXIS_TENSOR)
@@ -9727,7 +9728,7 @@ typedef struct hpmli_wrap {
     char           *at;                  /* memory of the f32 copies; NULL while planning */
     size_t          used;                /* bytes of the memory at `at` in use */
     int64_t         first, samples;      /* first sample and number of samples of the block */
-    bool            last;                /* this is the last block of the batch */
+    bool            last;                /* true: the last block of the batch */
     bool            on_device;           /* stored numbers are in a device's memory, so all arrays are copied */
     hpml_tensor     t[HPML_MAX_SRC + 1]; /* what the op gets as sources and, last, as result */
     hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
@@ -11028,7 +11029,7 @@ struct hpml_trainer {
     int32_t            *host_y;          /* host memory for a batch of labels */
     const void         *x, *y;           /* host: the batch, of which a graph with parts copies a slot's samples */
     float              *batch_out;       /* host memory for a batch of outputs of all parts; NULL: not evaluated yet */
-    bool                evaluating;      /* a hook `pass` runs for evaluate or predict */
+    bool                evaluating;      /* true: a hook `pass` runs for evaluate or predict */
     hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
     int                 running[2];      /* 1 + the set of hooks whose `run`, whose `update` is running; 0: none */
     int                 rank, ranks;
@@ -14858,7 +14859,7 @@ typedef struct hpmli_array {
 typedef struct hpmli_arrays {
     hpml_ctx        *ctx;
     hpml_trainer    *trainer; /* NULL: parameters only */
-    hpml_safetensor *t;     /* (count) as in the file, without data. First in the memory of all these arrays */
+    hpml_safetensor *t;     /* (count) entries as in the file, without data; first in the memory of all these arrays */
     hpmli_array     *of;    /* (count) */
     float           *host;  /* host memory for the largest array */
     float           *work;  /* for two more */
@@ -15204,7 +15205,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
    that hpml_trace_save writes is in Chrome's trace format: an array with one event a line, and times in
    microseconds. */
 struct hpmli_trace {
-    hpml_trace_desc  d;         /* the user's, with defaults in place of zeros */
+    hpml_trace_desc  d;         /* the user's desc, with defaults in place of zeros */
     bool             at_first;  /* time 0 of the file is the start of the first event */
     int64_t          count;     /* atomic: events added since the start, also those overwritten */
     bool             paused;    /* the current step is not one of the steps to be traced */
@@ -15678,7 +15679,7 @@ typedef uint64x2_t  HV(u64);
 HPMLI_VEC_INLINE HV(f32) HV(as_floats)(HV(u32) u) { HV(f32) a; memcpy(&a, &u, sizeof a); return a; }
 HPMLI_VEC_INLINE HV(u32) HV(as_words)(HV(f32) a) { HV(u32) u; memcpy(&u, &a, sizeof u); return u; }
 typedef HV(f32) HV(floats_anywhere) __attribute__((aligned(4)));
-typedef HV(u32) HV(words_anywhere) __attribute__((aligned(HV_LANES == 1 ? 4 : 1))); /* 1: words at odd addresses */
+typedef HV(u32) HV(words_anywhere) __attribute__((aligned(HV_LANES == 1 ? 4 : 1))); /* 1: at any address */
 HPMLI_VEC_INLINE HV(u32) HV(load_words)(const uint32_t *p) { return *(const HV(words_anywhere) *)p; }
 HPMLI_VEC_INLINE void HV(store_words)(uint32_t *p, HV(u32) a) { *(HV(words_anywhere) *)p = a; }
 HPMLI_VEC_INLINE HV(f32) HV(load)(const float *p) { return *(const HV(floats_anywhere) *)p; }
@@ -15874,7 +15875,7 @@ HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a)
 }
 HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a)
 {
-    HV(f32) i = HV(as_floats)((HV(u32))HPMLI_MM(cvtps_epi32)(a)); /* out of range: INT32_MIN */
+    HV(f32) i = HV(as_floats)((HV(u32))HPMLI_MM(cvtps_epi32)(a)); /* numbers out of range become INT32_MIN */
     i = HV(if_ge)(a, HV(set1)(2147483648.0f), HV(as_floats)((HV(u32))HPMLI_MM(set1_epi32)(INT32_MAX)), i);
     i = HV(if_eq)(a, a, i, HV(set1)(0));
     memcpy(p, &i, sizeof i);
@@ -16728,14 +16729,14 @@ typedef struct hpmli_tile_run {
     int64_t ldc;           /* floats from one row of C to the next */
     int64_t prefetch_rows; /* rows of C to prefetch for each tile, or 0 */
     int     add;           /* true: the sums are added to C, else replace it */
-    int64_t cols;          /* columns of a panel: 1 vector, maybe partial, or more than HV_LANES (nv - 1) */
+    int64_t cols;          /* columns of a panel, which fill nv vectors; the last one may be partial */
     float  *packed;        /* NULL, or where the first tile of a panel packs that panel of B while it computes */
 } hpmli_tile_run;
 /* The operations on C that follow the product: C = alpha (A B) + beta C + bias, or 0 where that is negative (relu). */
 typedef struct hpmli_gemm_epilogue {
     float        alpha, beta;
     const float *bias_row; /* added to the elements of each row: one number for each row, or NULL */
-    const float *bias_col; /* one number for each column, or NULL */
+    const float *bias_col; /* added to the elements of each column: one number for each column, or NULL */
     int          relu;
 } hpmli_gemm_epilogue;
 /* A tile function computes tiles of C = A B over kc values of k, the summed index: A is at a, a_row floats from row to
@@ -17555,7 +17556,7 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
 {
     HV(f32)  zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
     uint32_t bits = 0, valid = (1u << c) - 1;
-#if HV_LANES > 1 /* 16 single numbers stay a loop */
+#if HV_LANES > 1 /* scalar code keeps the loop over 16 numbers */
     HPMLI_UNROLL
 #endif
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
@@ -17611,7 +17612,7 @@ HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e
             row->sum[side] += (double)HV(sum_lanes)(a.sum[side][0]);
         }
     }
-    if ((n + 15) / 16 % 2) bits[(n + 15) / 16 * 2] = bits[(n + 15) / 16 * 2 + 1] = 0; /* up to whole 32-bit words */
+    if ((n + 15) / 16 % 2) bits[(n + 15) / 16 * 2] = bits[(n + 15) / 16 * 2 + 1] = 0; /* fills a 32-bit word */
     for (int side = 0; side < 2; side++) {
         HPMLI_UNROLL
         for (int u = 1; u < HPMLI_ONEBIT_V; u++) {
@@ -17688,7 +17689,7 @@ HPMLI_VEC_INLINE uint32_t HV(twobit_step)(HV(f32) *nan, float *e, const float *g
 {
     HV(f32)  t = HV(set1)(threshold), zero = HV(zero)();
     uint64_t bits = 0; /* 16 bits `t or more`, and from bit 32 on 16 bits `-t or less` */
-#if HV_LANES > 1 /* 16 single numbers stay a loop */
+#if HV_LANES > 1 /* scalar code keeps the loop over 16 numbers */
     HPMLI_UNROLL
 #endif
     for (int u = 0; u < HPMLI_TWOBIT_WORD; u += HV_LANES) {
