@@ -7651,7 +7651,7 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     int64_t for_dx  = c->runs[0] * c->runs[1] * hpmli_round_up(c->run_floats, HPMLI_CONV_PANEL) * c->OC;
     int64_t band, forward, backward; /* floats of scratch memory for a thread */
     int64_t copies;                  /* floats of scratch memory for all threads together, if by_channels */
-    bool    keeps = n->state && n->state->keeps; /* true: only forward passes, packed weights in other memory */
+    bool    keeps = n->state && n->state->keeps; /* true: no backward pass; packed weights are kept elsewhere */
     /* The rows of a tile are the pixels of one row of y or, where a row of y would fill only a fraction of a tile, the
        same pixel of several images. */
     c->images_forward = c->OW < HPMLI_CONV_NARROW ? hpmli_min(c->B, HPMLI_CONV_IMAGES) : 1;
@@ -17546,7 +17546,7 @@ HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t
    that the mean of equal elements is exact: a row that was quantized once is quantized again without loss. */
 #define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_LANES) /* registers that make up the 16 lanes of an accumulator */
 
-typedef struct HV(onebit_acc) { /* [0]: of elements below zero, [1]: of the others */
+typedef struct HV(onebit_acc) { /* of the elements below zero [0] and of the others [1] */
     HV(f32) sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
 } HV(onebit_acc);
 

@@ -398,7 +398,7 @@ typedef struct hpml_message {
     double               arrival;      /* seconds of hpml_comm_now at which a message arrives or did; 0: not known */
     hpml_message_state   state;        /* the transport's */
     struct hpml_comm    *owner;        /* communicator on which the message was begun */
-    struct hpml_message *next;         /* private: the receive begun before this one that is not done, in a list */
+    struct hpml_message *next;         /* private: the next in a list of pending receives: one that was begun before this */
 } hpml_message;
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m);
 HPML_API hpml_status hpml_irecv(hpml_comm *c, int from, int tag, void *data, size_t bytes, hpml_message *m);
@@ -708,7 +708,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology t
 typedef struct hpml_tournament_result {
     int32_t partner;       /* rank of the partner; this rank itself: it sat out, without a partner */
     double  mine, theirs;  /* losses on `set`; infinite: the loss was not finite */
-    bool    changed;       /* the partner's model is this rank's now */
+    bool    changed;       /* true: this rank has taken over the partner's model */
 } hpml_tournament_result;
 HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset *set, uint64_t seed, int64_t round,
                                      hpml_tournament_result *out); /* out may be NULL */
@@ -1190,7 +1190,7 @@ typedef struct hpml_batch_search_desc {
     double      factor;   /* each size divided by the size before; 0: the square root of 2 */
     int64_t     multiple; /* sizes are multiples of this number; 0: 1 */
     int64_t     samples;  /* number of samples that each size trains on; 0: a tenth of the data */
-    double      slack;    /* excess of the loss that is allowed, as a fraction of it; 0: 0.01 */
+    double      slack;    /* most by which a size's loss may exceed that of .min, as a fraction of it; 0: 0.01 */
     uint32_t    _end;
 } hpml_batch_search_desc;
 typedef struct hpml_batch_trial {
@@ -6860,8 +6860,8 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
     hpmlc_span(c, name, start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
-/* Adds up, over all ranks and by one allreduce, part number `part` of the plain tensors: their floats are counted from
-   the first tensor to the last and cut into parts of x->part floats. */
+/* Adds up, over all ranks and by one allreduce, range number `part` of the plain tensors: their floats are counted from
+   the first tensor to the last and cut into ranges of x->part floats. */
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
@@ -6887,7 +6887,7 @@ HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
     return status;
 }
 
-/* Runs the hpml_exchange `user`. c: its communicator or, in the background thread, that thread's, of the same ranks. */
+/* Runs the hpml_exchange `user`. c: the exchange's communicator or, in the background thread, its twin. */
 HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
@@ -8076,7 +8076,7 @@ struct hpml_distributed {
 
 struct hpmlc_strategy {
     hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
-    const char *name;         /* the form's, as the plan's field; NULL: one form. Its arrays in checkpoints begin so */
+    const char *name;         /* name of the form in the plan; begins its arrays' names in checkpoints; NULL: one form */
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
     const char *pending;      /* array of a checkpoint with gradients that only this form applies; NULL: none */
     bool (*is_chosen)(hpml_comm *c, const hpml_plan *plan); /* optional: whether the form fits; NULL: always */
@@ -8754,7 +8754,7 @@ HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
 
 typedef enum hpmlc_scope {
     HPMLC_RANK,  /* a copy for each rank (or leaf), which are added up: any number of ranks loads them */
-    HPMLC_NODE,  /* a copy for each node, of which each rank of the node has a range: loads on as many nodes */
+    HPMLC_NODE,  /* a copy for each node, of which each rank of the node has a range: loads only on as many nodes */
     HPMLC_SHARED /* one copy, of which each rank has a range, or which all ranks have whole */
 } hpmlc_scope;
 

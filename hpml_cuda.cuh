@@ -1290,7 +1290,7 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
 }
 
 /* Gives up recording the pass p as a CUDA graph, after an error. Its ops were only captured and have not run: restores
-   the counts of launches (d->work) and the side results of ops (d->op_notes) from before the recording, and marks p to
+   the counts of launches (d->work) and the op notes (d->op_notes) from before the recording, and marks p to
    run op by op from now on. Returns HPML_OK. */
 HPMLG_FN hpml_status hpmlg_record_give_up(hpmlg_device *d, hpmlg_pass *p)
 {
@@ -4350,7 +4350,7 @@ typedef struct hpmlg_dnn_plan {
     cudnnMathType_t              math[HPMLG_DNN_PASSES]; /* math mode of algo[] */
     bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES]; /* cuDNN has been asked for an
                                                                                        algorithm; it has given one */
-    bool                         set, refused;           /* cuDNN has got the description; has refused it */
+    bool                         set, refused;           /* cuDNN has got the convolution's description; refused it */
     bool                         unfused;                /* cuDNN has refused bias and activation in one launch */
 } hpmlg_dnn_plan;
 
@@ -5728,7 +5728,7 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
         HPMLG_RUN_ITEMS(d, hpmlg_k_update, chunks, 1, steps, count, chunks, part, (int)d->act_dtype, pass, finder);
         if (pass < (int)twice) HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part);
     }
-    if (!hpmlg_ok(d)) /* the half copies may be half-written */
+    if (!hpmlg_ok(d)) /* the parameters' copies in halves may be incomplete */
         for (hpmlg_half_copy *w = d->half_copies; w; w = w->next) w->fresh = false;
     return hpml_ctx_status(d->ctx);
 }
