@@ -398,7 +398,7 @@ typedef struct hpml_message {
     double               arrival;      /* seconds of hpml_comm_now at which a message arrives or did; 0: not known */
     hpml_message_state   state;        /* the transport's */
     struct hpml_comm    *owner;        /* communicator on which the message was begun */
-    struct hpml_message *next;         /* private: the next in a list of pending receives: one that was begun before this */
+    struct hpml_message *next;         /* private: the next pending receive in a list, begun before this one */
 } hpml_message;
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m);
 HPML_API hpml_status hpml_irecv(hpml_comm *c, int from, int tag, void *data, size_t bytes, hpml_message *m);
@@ -8076,7 +8076,7 @@ struct hpml_distributed {
 
 struct hpmlc_strategy {
     hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
-    const char *name;         /* name of the form in the plan; begins its arrays' names in checkpoints; NULL: one form */
+    const char *name;         /* of the form in the plan; begins its arrays' names in checkpoints; NULL: one form */
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
     const char *pending;      /* array of a checkpoint with gradients that only this form applies; NULL: none */
     bool (*is_chosen)(hpml_comm *c, const hpml_plan *plan); /* optional: whether the form fits; NULL: always */
