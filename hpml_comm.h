@@ -394,7 +394,7 @@ typedef struct hpml_message {
     hpml_status          status;       /* valid when done */
     char                *data;
     size_t               bytes;
-    void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
+    void               (*reduce)(void *into, const void *from, size_t bytes); /* a receive's; adds; NULL: copies */
     double               arrival;      /* seconds of hpml_comm_now at which a message arrives or did; 0: not known */
     hpml_message_state   state;        /* the transport's */
     struct hpml_comm    *owner;        /* communicator on which the message was begun */
@@ -575,7 +575,7 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
                                   hpml_move *out);
 
 /* Work in the background: a thread of the communicator runs the jobs on a twin of the communicator, in the order in
-   which they were started, which must be the same on all ranks (where it is not: hpml_exchange_ready). The array must
+   which they were started, which must be the same on all ranks (hpml_exchange_ready allows others). The array must
    stay untouched until hpml_job_wait has returned. Wait for each job exactly once, because jobs are reused. Without
    threads (HPML_NO_THREADS, MPI_THREAD_SINGLE) a job runs when it is started. The thread allocates with the context's
    allocator, which must therefore be thread-safe. */
@@ -967,7 +967,7 @@ typedef struct hpml_plan {
                                      HPML_ZERO: each rank trains alone */
     float           outer_lr;     /* block: learning rate of the outer optimizer; 0: 1 */
     float           outer_momentum; /* block: momentum of the outer optimizer; 0: 1 - 1 / ranks; HPML_ZERO: none */
-    bool            outer_nesterov; /* block: begins a block momentum * (last change) ahead of the result */
+    bool            outer_nesterov; /* block: a block begins ahead of the centre c, at c - momentum v */
     hpml_topology   topology;     /* gossip: which ranks are neighbours */
     uint64_t        seed;         /* gossip: seed of the random pairs; federated: of the draw of workers */
     int32_t         history;      /* number of the last steps whose times are kept for hpml_distribute_steps; 0: 64 */
@@ -1157,7 +1157,7 @@ typedef struct hpml_step_row {
    Collective, with the same capacity. Returns the number of rows, the same rows on all ranks; -1: an error, on the
    context. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity);
-/* Writes the rows and their mean as a table, then a line that names the slowest rank. Returns as snprintf. */
+/* Writes the rows and their mean as a table, and a line that names the slowest rank. Returns as snprintf does. */
 HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size);
 /* Returns the rank that computed longest in these rows, for which the others waited if steps are synchronous; -1: no
    rows. *times (may be NULL): its computing time divided by the mean of the other ranks; 0: no other rank computed. */
@@ -1186,7 +1186,7 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
 typedef struct hpml_batch_search_desc {
     uint32_t    _begin;
     const char *path;     /* required: of the checkpoint that trials start from, written here and read by all ranks */
-    int64_t     min, max; /* smallest, largest samples a step; 0: as now; the sum of all ranks' batches */
+    int64_t     min, max; /* smallest, largest samples a step; 0: min as now, max all ranks' batches together */
     double      factor;   /* each size divided by the size before; 0: the square root of 2 */
     int64_t     multiple; /* sizes are multiples of this number; 0: 1 */
     int64_t     samples;  /* number of samples that each size trains on; 0: a tenth of the data */
@@ -1235,7 +1235,7 @@ typedef struct hpml_experts_desc {
     int32_t     experts;  /* required, 2 or more, a multiple of the ranks of the EXPERT axis */
     int32_t     top;      /* experts of a token: 1 or 2; 0: 1 */
     int64_t     hidden;   /* 0: 4 D */
-    float       capacity; /* places in relation to an even spread of the tokens; 0: 1.25 */
+    float       capacity; /* places, as a multiple of those that an even spread of tokens needs; 0: 1.25 */
     const char *name;     /* NULL: "experts" and a number */
     uint32_t    _end;
 } hpml_experts_desc;
@@ -1559,8 +1559,8 @@ typedef struct hpmlc_schedule {
 
 typedef struct hpmlc_axis { /* hpml_group.user */
     hpml_comm     *c;
-    hpml_algorithm algorithm; /* of sums */
-    float         *scratch;   /* (floats) for arrays that a collective overwrites */
+    hpml_algorithm algorithm; /* allreduce algorithm of .sum */
+    float         *scratch;   /* (floats) copy of an array that a collective would overwrite */
     int64_t        floats;
 } hpmlc_axis;
 
@@ -4144,7 +4144,7 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     hpmlc_mpi_list(x, true);
     hpmlc_mpi_nodes(c, d->ranks_per_node); /* after an error c is open, and is closed later */
     for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
-    x->own_core = near <= hpmlc_cores_online(); /* cores of the machine: each process may be bound to others */
+    x->own_core = near <= hpmlc_cores_online(); /* all cores, because each process may be bound to others */
     return HPML_OK;
 }
 
@@ -4493,7 +4493,7 @@ HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
     }
     hpmlc_thread(c)->vthread = self;
     c->spin_limit = 0; /* one thread runs at a time: nothing arrives while this one spins */
-    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* shows virtual time, in which layers take none */
+    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* spans show virtual time */
     hpmlc_vthread_enter(c);
     hpmlc_comm_links(c, &w->network, w->nodes);
     return HPML_OK;
@@ -5889,7 +5889,7 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     HPMLC_ZERO(hpml_network, net);
     int p = c->size, known = 0, nodes = 0;
     for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
-    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p) nodes anew; (known) new numbers + 1 */
+    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p) new numbers; (known) new + 1, by old */
     for (int r = 0; node && r < p; r++) { /* numbers the nodes anew, because a part may lack some */
         int32_t *number = &node[p + c->node[r]];
         if (*number == 0) *number = ++nodes;
@@ -8425,7 +8425,7 @@ HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
     d->report.r.exposed_s += end - start;
 }
 
-/* Returns how many ranks keep the same floats of parameter p as this rank; 0: only another pipeline stage counts p. */
+/* Returns how many ranks keep the same floats of parameter p as this rank; 0: another pipeline stage counts p. */
 HPMLC_FN double hpmlc_keepers(const hpml_distributed *d, const hpml_tensor *p)
 {
     const hpml_mesh  *m = hpml_comm_mesh(d->all);
@@ -8993,7 +8993,7 @@ HPMLC_FN hpml_status hpmlc_rows_exchange(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 /* Strategy sync: in step t all ranks apply the mean of the gradients of step t: w_(t+1) = w_t - lr f(sum_r n_r g_r(w_t)
    / n), for n_r of n samples on rank r and optimizer f. The exchange of a bucket starts when its last gradient is
-   final, but behind the backward pass with .no_overlap or where no background thread pays off. (Synchronous SGD: Das et
+   final, but after the backward pass with .no_overlap or where no background thread pays off. (Synchronous SGD: Das et
    al. 2016, "Distributed Deep Learning Using Synchronous SGD"; Goyal et al. 2017 for its learning rates.) A trainer on
    a device has its gradients copied to the host and back. */
 
@@ -9040,7 +9040,7 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
    bucket of gradients is cut into blocks, one for each of the N ranks that add them up, and rank r keeps block r of
 
      shard 1   the optimizer's states: a step is the two halves of a ring allreduce with the optimizer's step between
-               them: reduce-scatter of a bucket when its last gradient is final, step of the own block, allgather of the
+               them: reduce-scatter of a bucket when its last gradient is final, step of block r, allgather of the
                new values. In all the ranks send 2 P (N - 1) elements, as in the allreduce, for P floats of parameters.
                In the background a bucket is stepped and gathered when the next bucket's gradients are final, within
                the backward pass, which has no more use for its values. This waits for the end of the pass if the
@@ -9436,7 +9436,7 @@ HPMLC_FN hpml_status hpmlc_shard_gradients(hpml_distributed *d, int b, const hpm
         if (at->bucket >= 0 && !at->posted) continue; /* incomplete */
         if (!slot || at->used < slot->used) slot = at; /* a free slot, or the one started longest ago */
         if (at->bucket != b) continue;
-        slot = at; /* b's slot of the micro-batch before */
+        slot = at; /* the slot that b had in the micro-batch before */
         break;
     }
     if (!slot) return hpmlc_fail(d->c, HPML_ERR_STATE, "shard: no slot for the gradients of \"%s\"", node->out->name);
@@ -10039,7 +10039,7 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-exact   the same bits for every number of ranks
 // ---------------------------------------------------------------------------------------------------------------------
-/* Strategy exact: floats do not add up to the same bits in every order, integers do. Leaf l of the global batch is
+/* Strategy exact: floats do not add up to the same bits in every order, integers do. Leaf l, of L samples, is
    samples [l L, (l + 1) L). A rank computes its leaves one after another, each from the same running statistics, and
    keeps their gradients (of the sum over samples). Then, tensor by tensor: the largest |g| of all leaves and ranks is m
    < 2^e; with 2^k >= leaves, scale 2^(62 - e - k) keeps any sum of leaves below 2^62. Rounding a leaf to a 64-bit
@@ -10923,7 +10923,7 @@ enum { HPMLC_TAG_REQUEST = HPML_TAG_MAX, HPMLC_TAG_FLOATS = HPML_TAG_MAX - 1 };
 
 typedef enum hpmlc_request_kind {
     HPMLC_PUSH,  /* floats follow, a gradient or values; is answered */
-    HPMLC_PULL,  /* nothing follows; is answered. A push becomes one when its floats are taken */
+    HPMLC_PULL,  /* nothing follows; is answered. A PUSH becomes a PULL when its floats are taken */
     HPMLC_DEAL,  /* asks for the number of a batch */
     HPMLC_NOTE,  /* reports .epoch, is not answered */
     HPMLC_LEAVE, /* the worker ends its training without HPMLC_FINISH; is not answered */
@@ -10967,7 +10967,7 @@ typedef struct hpmlc_servers {
     hpml_distributed *d;
     bool           is_finished;      /* no request has come since hpml_distribute_finish or the beginning */
     int            workers, count;   /* K, S */
-    int            first, end;       /* has memory for the ranges of servers [first, end): its own; worker: all */
+    int            first, end;       /* servers whose ranges have memory here: [first, end). Server: its own; worker: all */
     int64_t        total, floats;    /* trained floats; those in the ranges of servers [first, end) */
     hpmlc_piece   *piece;            /* (pieces + 1) of all ranges, server by server; the last one is empty */
     int            pieces, *begin;   /* (S + 1) number of each server's first piece */
@@ -10991,7 +10991,7 @@ typedef struct hpmlc_servers {
     bool           has_lost;         /* server: a worker was lost during the current call of `enter` */
     bool           is_served;        /* server: the hook `next` has served this step */
     bool           is_skipped;       /* worker: does not compute in this step */
-    int64_t        period, steps;    /* steps of a round; of this rank, without steps on batches that servers dealt */
+    int64_t        period, steps;    /* steps of a round; steps of this rank, but for those on batches dealt to it */
     int64_t        round, updates;   /* rounds that are complete; server: its steps of the optimizer */
     int64_t        taken, dealt;     /* server: gradients taken in this step; batches dealt, over all epochs */
     int64_t        epoch, batch;     /* server: its epoch; worker: number of the batch dealt to it, -1: none was */
@@ -11879,7 +11879,7 @@ HPMLC_FN bool hpmlc_servers_state(hpml_distributed *d, hpmlc_states *list)
    round is .period steps, in which the clients that are drawn for it, a .share of all, train on their own with the
    trainer's optimizer; then they push their parameters w_k, and the servers take sum n_k w_k / sum n_k for n_k samples
    (McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data"). The others sit
-   the round out. Steps behind the last whole round do not enter. */
+   the round out. Steps after the last whole round have no effect. */
 
 /* Server: adds up the gradients (federated: values) that workers have pushed in round own->round, in the order of
    ranks, makes the round's step, and answers the workers that wait for the new values. */
@@ -11988,7 +11988,7 @@ HPMLC_FN hpml_status hpmlc_federated_update(hpml_distributed *d)
    Networks": Downpour SGD): the answer goes back at once, and fit deals batches on demand, so that a slow worker
    computes fewer of them. Strategy ssp (Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
    Parameter Server"): a worker that has done c steps gets its answer when the slowest one has done c - s, s =
-   .staleness; with s = 0 gradients of a step enter together, as in >>strategy-ps. */
+   .staleness; with s = 0 gradients of a step take effect together, as in >>strategy-ps. */
 
 /* Returns the batch that a worker computes next: one that a lost worker had, else the next of the epoch; -1: the epoch
    ends; -2: not known yet, because in the last epoch another worker may be lost with its batch. */
@@ -13916,7 +13916,7 @@ typedef struct hpmlc_deferred { /* statistics of a batchnorm over all micro-batc
     int32_t    piece;
     float     *before; /* (2, C channels) running mean and variance before the step */
     double    *sum;    /* (2, C) sums of the inputs x and of x^2 */
-    double     count;  /* numbers in a channel */
+    double     count;  /* how many x each of the sums adds up */
 } hpmlc_deferred;
 
 struct hpmlc_pipeline {
@@ -16257,7 +16257,7 @@ HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
     for (int i = 0; i < p; i++) {
         int     next = (i + 1) % p, far = s->node[i] != s->node[next];
         double  out = s->out[hpmlc_sim_card(s, i, far)], in = s->in[hpmlc_sim_card(s, next, far)];
-        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* not sent in the 1st, 2nd half */
+        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* blocks not sent in 1st, 2nd half */
         int64_t sent = ((all ? 2 * s->n - mine : s->n) - kept) * (int64_t)s->size;
         free_at[i] = out > in ? out : in;
         block[i] = block[i + p] = (double)(mine * (int64_t)s->size);
@@ -16498,7 +16498,7 @@ HPMLC_FN void hpmlc_sim_deal(hpmlc_sim *s, int first, int end, int to, int to_en
 /* Simulates steps with parameter servers; stores mean times and counts of the steps after warm-up in *out. */
 HPMLC_FN void hpmlc_sim_servers(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
-    enum { STEPS = 8 }; /* steps that count, after as many that do not */
+    enum { STEPS = 8 }; /* steps that are measured, after as many to warm up */
     const int workers = s->p - d->servers;
     double    compute = 0, slowest = 1, begin = 0, end = 0;
     int64_t   up = 0, down = 0;
