@@ -394,7 +394,7 @@ typedef struct hpml_message {
     hpml_status          status;       /* valid when done */
     char                *data;
     size_t               bytes;
-    void               (*reduce)(void *into, const void *from, size_t bytes); /* a receive's; adds; NULL: copies */
+    void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: adds; NULL: copies */
     double               arrival;      /* seconds of hpml_comm_now at which a message arrives or did; 0: not known */
     hpml_message_state   state;        /* the transport's */
     struct hpml_comm    *owner;        /* communicator on which the message was begun */
@@ -967,7 +967,7 @@ typedef struct hpml_plan {
                                      HPML_ZERO: each rank trains alone */
     float           outer_lr;     /* block: learning rate of the outer optimizer; 0: 1 */
     float           outer_momentum; /* block: momentum of the outer optimizer; 0: 1 - 1 / ranks; HPML_ZERO: none */
-    bool            outer_nesterov; /* block: a block begins ahead of the centre c, at c - momentum v */
+    bool            outer_nesterov; /* block: a block begins ahead of the centre, by momentum * its last change */
     hpml_topology   topology;     /* gossip: which ranks are neighbours */
     uint64_t        seed;         /* gossip: seed of the random pairs; federated: of the draw of workers */
     int32_t         history;      /* number of the last steps whose times are kept for hpml_distribute_steps; 0: 64 */
@@ -10967,7 +10967,7 @@ typedef struct hpmlc_servers {
     hpml_distributed *d;
     bool           is_finished;      /* no request has come since hpml_distribute_finish or the beginning */
     int            workers, count;   /* K, S */
-    int            first, end;       /* servers whose ranges have memory here: [first, end). Server: its own; worker: all */
+    int            first, end;       /* memory here: the ranges of servers [first, end). Server: its own; worker: all */
     int64_t        total, floats;    /* trained floats; those in the ranges of servers [first, end) */
     hpmlc_piece   *piece;            /* (pieces + 1) of all ranges, server by server; the last one is empty */
     int            pieces, *begin;   /* (S + 1) number of each server's first piece */
