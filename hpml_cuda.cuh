@@ -2943,7 +2943,7 @@ HPMLG_FN hpmlg_divisor hpmlg_divisor_of(int64_t by)
 HPMLG_DEVICE unsigned hpmlg_divide(unsigned n, hpmlg_divisor d) { return (unsigned)((uint64_t)n * d.mul >> d.shift); }
 
 typedef struct hpmlg_axis {
-    hpmlg_divisor block, row; /* divisors: by nu nv; by nv */
+    hpmlg_divisor block, row; /* nu nv and nv, which split an index (q nu + u) nv + v */
     int64_t   q, u, v;        /* distances in memory, in elements, from one q, u or v to the next */
     int16_t   h0, h, w0, w;   /* for images: height h0 + u h, width w0 + v w */
 } hpmlg_axis;
@@ -3341,7 +3341,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
 {
     enum { BYTES = HPMLG_TILE_BYTES(T, KIND) };
     HPMLG_SHARED(unsigned char, shared);
-    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* coordinates: (a, b) T; (2 stages, a, b) 16 */
+    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* T of a, of b; 16 of a, of b, in 2 stages */
     unsigned char *tiles = shared + (2 * T + 64) * sizeof(hpmlg_coord);
     hpmlg_tile     t     = hpmlg_block_tile<T>(g);
     int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
@@ -4223,7 +4223,7 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
     hpmlg_product j = {};
     int64_t       size = c.C * c.taps, image = c.C * c.H * c.W;
     hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0);     /* axis over pixels of y */
-    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);     /* of y's pixels: tap (0, 0) in x */
+    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);     /* axis over pixels of y: tap (0, 0) in x */
     hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0); /* axis over taps: from tap (0, 0) */
     if (!hpmlg_ok(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
     d->work.convolutions[1]++;
