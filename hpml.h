@@ -1419,7 +1419,7 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
    an earlier array of that name, values NULL: removes it. Until then the memory must stay valid. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates until now */
-HPML_API void        hpml_trainer_set_step(hpml_trainer *t, int64_t step); /* for hooks whose updates another rank makes */
+HPML_API void        hpml_trainer_set_step(hpml_trainer *t, int64_t step); /* hooks: another rank makes the updates */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning rate of the next update */
 
 // ---------------------------------------------------------------------------------------------------------------------
