@@ -67,7 +67,8 @@
 //     entry          an item of the list of what runs: a node forward, backward or again, or a swap; time: its number
 //     segment        consecutive ops whose results are kept, computed again or swapped together
 //     pass           one run of all nodes, forward or backward; piece: part of a pass that a device replays as a whole,
-//                    or, in loops and products, a range of elements that is computed at one time
+//                    or, in loops and products, a range of elements that is computed at one time. Of PART VII: one
+//                    compilation of the kernels, for one instruction set (>>passes)
 //     saved, scratch memory of a node from forward to backward; memory during one call
 //     sample         one example; batch: the samples of a run; micro-batch: one of the batches whose gradients are
 //                    added up for an update; global batch: the samples of all ranks
@@ -7923,9 +7924,9 @@ static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n)
 
 /* Where rows of y are shorter than a tile of pixels, a convolution that keeps its weights computes all rows of y as one
    row, so that tiles are full and weights are read less often; if the graph is planned for several images, a tile
-   has pixels of these instead. For this, the padded image of x is expanded: for each pixel of y, the numbers that it
-   reads. With a stride of 1 from row to row, only those of one row of the
-   kernel: the next row of the kernel reads the same, some rows of y later. The order of sums stays the same. */
+   has pixels of these instead. For this, the padded image of x is expanded to the numbers that each pixel of y reads,
+   pixel by pixel. With a stride of 1 from row to row, these are only the numbers for one row of the kernel, because the
+   next row of the kernel reads the same, some rows of y later. The order of sums stays the same. */
 static void hpmli_conv_expands(hpmli_conv *c)
 {
     const hpml_attr *a  = &c->n->attr;
