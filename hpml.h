@@ -5464,7 +5464,7 @@ HPML_API int hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tens
     return count;
 }
 
-static void hpmli_trainer_planned(hpml_trainer *t); /* places and measures the trainer's arrays: see >>trainer-memory */
+static void hpmli_trainer_planned(hpml_trainer *t); /* places and measures the trainer's arrays: see >>keep */
 /* Checks a part of the graph g before hpml_graph_part adds the part to g: ops `from` to `to` - 1, on at most
    `rows` samples at a time, in `slots` sets of activations. False: an error on the context. */
 HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, int slots)
