@@ -1530,7 +1530,7 @@ typedef struct hpmlg_binary { /* an op of two operands: add, sub, mul or div, or
     hpmlg_array   out, src[2];   /* out: the result or, backward, its gradient; src: the operands */
     hpmlg_array   grad[2];       /* backward: gradients of src to write; p NULL: not that one */
     bool          add[2];
-    int           act;           /* not 0: first out *= act'(src[0]), in place; op is ADD */
+    int           act;           /* not 0 (only in ADD): an activation: first out *= act'(src[0]) */
     float         slope;
 } hpmlg_binary;
 
