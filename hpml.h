@@ -17598,7 +17598,8 @@ HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e
         int64_t end = n - i < HPMLI_ONEBIT_CHUNK ? n : i + HPMLI_ONEBIT_CHUNK;
         HPMLI_UNROLL
         for (int u = 0; u < HPMLI_ONEBIT_V; u++) a.sum[0][u] = a.sum[1][u] = HV(zero)();
-        for (; i < end; i += HPMLI_ONEBIT_LANES) { /* two calls, so that whole steps are compiled without checks of c */
+        /* onebit_step stands twice: inlined with a constant count, a whole step has no checks for missing elements */
+        for (; i < end; i += HPMLI_ONEBIT_LANES) {
             float   *ei = e ? e + i : NULL;
             uint32_t m  = end - i >= HPMLI_ONEBIT_LANES ? HV(onebit_step)(&a, ei, g + i, HPMLI_ONEBIT_LANES)
                                                         : HV(onebit_step)(&a, ei, g + i, end - i);
@@ -17715,7 +17716,8 @@ HPMLI_VEC_INLINE uint32_t HV(twobit_step)(HV(f32) *nan, float *e, const float *g
 HPMLI_KERNEL bool HV(twobit_encode)(uint8_t *packed, float *e, const float *g, float threshold, int64_t n)
 {
     HV(f32) nan = HV(zero)();
-    for (int64_t i = 0; i < n; i += HPMLI_TWOBIT_WORD) { /* two calls: whole words are compiled without checks of c */
+    /* twobit_step stands twice: inlined with a constant count, a whole word has no checks for missing elements */
+    for (int64_t i = 0; i < n; i += HPMLI_TWOBIT_WORD) {
         float   *ei = e ? e + i : NULL;
         uint32_t m  = n - i >= HPMLI_TWOBIT_WORD ? HV(twobit_step)(&nan, ei, g + i, threshold, HPMLI_TWOBIT_WORD)
                                                  : HV(twobit_step)(&nan, ei, g + i, threshold, n - i);

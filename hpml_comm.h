@@ -6397,7 +6397,8 @@ struct hpml_exchange {
     size_t             *sum_at;    /* (p + 1) where the packed sum of each rank's stripe begins in `sums` */
     char               *sent, *received, *sums;
     int64_t             bytes;     /* bytes that this rank sends in one run of the exchange, without plain tensors */
-    hpmlc_host_view     view;      /* HPMLC_PADDED_LINKED: device where tensors, residuals and messages are */
+    hpmlc_host_view     view;      /* HPMLC_PADDED_LINKED: by which the host reads tensors, residuals and messages on
+                                      the device */
     int                 bucket;    /* number of the bucket on the timeline, from 1; 0: none */
     int64_t             bad;       /* of the last run: 2^20 * tensor + 1 + rank, for a tensor with a NaN; 0: none */
 };

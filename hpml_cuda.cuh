@@ -6714,8 +6714,8 @@ HPMLG_FN hpml_status hpmlg_open_device(hpmlg_device *d)
     return HPML_OK;
 }
 
-/* Allocates streams, events and the backend's own memory, pinned and on the device. The device memory is zero only when
-   the stream has been waited for. */
+/* Allocates streams, events and the backend's own memory, pinned and on the device. The device memory is zeroed by the
+   computing stream, so it is zero for that stream's work, and for the host only after a wait for that stream. */
 HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
 {
     const char    *what = "memory for the device's own use";
