@@ -56,11 +56,19 @@
 //     context        owns memory, threads, errors, the device and all objects created from it
 //     status         the first error stays in the context; later calls do nothing
 //     tensor         an array with a type, a shape and, if needed, a gradient; view: a tensor in another one's memory
+//     epilogue       the operations on a product's sums before they are stored: alpha, beta, bias, relu
 //     parameter      a tensor that is trained; buffer: one that is only saved; frozen: one that is not updated
 //     op             a kind of computation (linear, relu ...); node: one recorded op, with sources and a result
 //     graph          the planned nodes that lead to outputs and a loss; leaf: an input or constant of a graph
-//     slot           memory of a plan for one array; root: the tensor in whose memory a result stands
-//     pass           one run of all nodes, forward or backward; piece: part of a pass that a device replays as a whole
+//     slot           memory for the activations of one pass of a graph or of a part of it
+//     root           the tensor in whose memory a result stands
+//     life           of an array: the time from the op that writes the array to the last that reads it; a result that
+//                    is computed again, or swapped to the host and back, has two lives
+//     entry          an item of the list of what runs: a node forward, backward or again, or a swap; time: its number
+//     segment        consecutive ops whose results are kept, computed again or swapped together
+//     pass           one run of all nodes, forward or backward; piece: part of a pass that a device replays as a whole,
+//                    or, in loops and products, a range of elements that is computed at one time. Of PART VII: one
+//                    compilation of the kernels, for one instruction set (>>passes)
 //     saved, scratch memory of a node from forward to backward; memory during one call
 //     sample         one example; batch: the samples of a run; micro-batch: one of the batches whose gradients are
 //                    added up for an update; global batch: the samples of all ranks
@@ -68,14 +76,21 @@
 //     row            the elements along the last dimension; column: the elements of one index of the last dimension;
 //                    batch_rows: indices of dimension 0 that belong to one sample
 //     task           a unit of work of the thread pool; chunk: a fixed number of elements, mostly HPMLI_GRAIN
+//     tile           a rectangle of a product's result C, summed in registers; panel: the columns of an operand
+//                    that form the width of a tile; to pack: to copy an operand into the order in which tiles read it
+//     grid, unit     convolutions in groups of few channels: a copy of a channel between zeros; adjacent channels that
+//                    are computed together
 //     kernel         a function compiled once for each instruction set (scalar, AVX2, AVX-512, NEON)
-//     half           bf16 or f16; halves are stored types, all arithmetic is f32
+//     half           bf16 or f16; halves are stored types, all arithmetic is f32. Of a backward pass: the gradients of
+//                    inputs, or those of weights (hpml_graph_halves)
 //     layout         the order of an image's dimensions: NCHW or NHWC
 //     backend        a table of functions that holds tensors and runs ops on a device
 //     hook           a callback around a training step, by which strategies of data parallelism work
 //     rank           one of the workers that train together; shard: a rank's part of data or state
 //     axis           a direction in which ranks divide a model or its data; group: the ranks along an axis
-//     whole, part    a tensor as one rank alone has it; the block of it that a rank of a group has
+//     whole, part    a tensor as one rank alone has it; the block of it that a rank of a group has. Part of a graph: a
+//                    range of its ops that this rank runs (hpml_graph_part)
+//     hit            a row of the output whose largest number is at the label
 //     codec          packs a gradient into fewer bytes; residual: the error of packing, added to the next gradient
 //     dataset        samples in memory or in a file; loader: makes shuffled, sharded batches of it ahead of their use
 //     checkpoint     a file from which a training continues with the same bits
@@ -321,7 +336,7 @@ typedef struct hpml_progress {
     void (*fn)(void *user, uint64_t bytes);
     void  *user;
 } hpml_progress;
-HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress); /* sets it; returns the previous */
+HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress); /* sets it; returns the one before */
 
 /* Allocates zeroed, 64-byte aligned memory that the context frees at its end, or returns NULL with an error on the
    context. `destroy`, if not NULL, is called before the memory is freed. */
@@ -356,7 +371,7 @@ HPML_API const char *hpml_axis_name(hpml_axis axis); /* "data", "pipe", "tensor"
    group in the same order with the same n, and work on arrays in host memory; sums and maxima have the same bits on all
    ranks. Each returns HPML_OK or a status, after which the context of the rank has an error. */
 typedef struct hpml_group {
-    int32_t rank, size;  /* this rank, 0 to size - 1; ranks of the group */
+    int32_t rank, size;  /* number of this rank, 0 to size - 1; number of ranks of the group */
     void   *user;        /* passed to each function; must live as long as the context */
     hpml_status (*sum)(void *user, float *x, int64_t n);     /* in place: all ranks get the sum */
     hpml_status (*max)(void *user, float *x, int64_t n);     /* in place: all ranks get the largest */
@@ -426,12 +441,12 @@ typedef struct hpml_param {
     bool      frozen;     /* not updated; if set when a graph is planned, it has no gradient in that graph */
     bool      no_decay;   /* excluded from weight decay; set for biases and the parameters of norms */
     float     lr_scale;   /* multiplies the learning rate; 1 at first */
-    hpml_axis axis;       /* over whose group the whole is split; DATA: the parameter is whole */
-    int32_t   split_dim, sections; /* the dimension that is split; its sections, 1 or more */
+    hpml_axis axis;       /* axis over whose ranks the whole is split; DATA: the parameter is whole */
+    int32_t   split_dim, sections; /* the dimension that is split; number of its sections, 1 or more */
     int32_t   stage;      /* the rank of the PIPE axis that has the parameter; -1: all of them */
     int32_t   shard;      /* what this rank keeps a part of, see hpml_trainer_keep: 0: nothing; 1: the states of the
                              optimizer; 2: the gradient, too; 3: the values, too */
-    int64_t   keep_first, keep_count; /* the part: floats of the parameter; keep_count -1: all of them */
+    int64_t   keep_first, keep_count; /* this rank keeps so many floats from keep_first on; keep_count -1: all */
 } hpml_param;
 
 /* Order of the dimensions of images: NCHW is (B, C, H, W); NHWC is (B, H, W, C), a pixel's channels being adjacent. */
@@ -453,7 +468,7 @@ struct hpml_tensor {
     hpml_dtype  dtype;
     int         ndim;                  /* 0 (a scalar) to HPML_MAX_DIMS */
     int64_t     shape[HPML_MAX_DIMS];  /* unused dimensions are 1 */
-    int64_t     stride[HPML_MAX_DIMS]; /* in elements; tensors of a graph are contiguous, views need not be */
+    int64_t     stride[HPML_MAX_DIMS]; /* steps in elements; tensors of a graph are contiguous, views need not be */
     int64_t     batch_rows; /* rows of dimension 0 for each sample: shape[0] == batch_rows * batch; 0: no batch */
     hpml_param *param;      /* not NULL: the tensor is a parameter with these properties */
     hpml_node  *node;       /* the op that computes the tensor; NULL: an input, a parameter or a constant */
@@ -465,7 +480,7 @@ struct hpml_tensor {
 };
 HPML_API size_t  hpml_dtype_size(hpml_dtype dtype);        /* bytes of one element; 0 for an unknown type */
 HPML_API const char *hpml_dtype_name(hpml_dtype dtype);    /* "f32", "bf16", "f16", "i32", "u8" */
-HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* elements, by the batch set last; 0 for NULL */
+HPML_API int64_t hpml_tensor_count(const hpml_tensor *t);  /* number of elements with the batch set last; 0 for NULL */
 /* Writes a text such as f32 64x784 "fc1.weight" to buffer (`size` bytes, the text is cut there) and returns buffer. */
 HPML_API const char *hpml_tensor_text(const hpml_tensor *t, char *buffer, size_t size);
 
@@ -479,7 +494,7 @@ HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; frees a vie
 
 /* Creates a view, a tensor that shares the memory of `t`, which must have memory. Ops accept contiguous views only;
    >>api-ops has the reshape, slice and transpose that are recorded as part of a model. */
-HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* contiguous t; one -1 */
+HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* contiguous; one size: -1 */
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count);
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 
@@ -553,9 +568,9 @@ HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *de
 HPML_API int          hpml_param_count(const hpml_ctx *ctx);
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* number `index` recorded, or NULL */
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL: no such parameter; O(1) */
-HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements of all, without buffers */
-HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);           /* FNV-1a 64 of all values' bytes on this rank */
-HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* gives new ones memory and values; hpml_graph_alloc calls it */
+HPML_API int64_t      hpml_param_total(const hpml_ctx *ctx);                    /* elements of all but buffers */
+HPML_API uint64_t     hpml_param_hash(hpml_ctx *ctx);           /* 64-bit FNV-1a hash of all values on this rank */
+HPML_API hpml_status  hpml_param_init(hpml_ctx *ctx); /* new parameters get memory, values; hpml_graph_alloc calls it */
 /* Places the values of all parameters recorded until now in `memory`: hpml_params_bytes(ctx) bytes of host memory,
    64-byte aligned, that outlive the context, for example shared by contexts of the same model, mapped from a file or
    pinned. keep: the values in `memory` stay; else they are overwritten by initial values. An error if a parameter has
@@ -610,7 +625,7 @@ typedef struct hpml_linear_desc {
     const char  *name;
     hpml_act     activation; /* 0: none */
     bool         no_bias;
-    hpml_init    init;       /* of the weight; DEFAULT: KAIMING_UNIFORM */
+    hpml_init    init;       /* initial weights; DEFAULT: KAIMING_UNIFORM */
     float        init_scale;
     hpml_tensor *weight;     /* an (out, in) parameter to use instead of a new one (tied embeddings); NULL: a new one */
     hpml_split   split;      /* over the TENSOR axis; with IN the bias is added once */
@@ -655,7 +670,7 @@ typedef struct hpml_conv2d_desc {
     float       init_scale;
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
     size_t      workspace;              /* most bytes of working memory; 0: no limit */
-    hpml_split  split;                  /* of the output or input channels over the TENSOR axis; needs groups 1 */
+    hpml_split  split;                  /* splits output or input channels over the TENSOR axis; needs groups 1 */
     uint32_t    _end;
 } hpml_conv2d_desc;
 #define HPML_NO_PAD (-1)
@@ -697,7 +712,7 @@ typedef struct hpml_norm_desc {
     uint32_t    _begin;
     const char *name;
     float       eps;        /* 0: 1e-5 */
-    float       momentum;   /* of batchnorm's running statistics; 0: 0.1 */
+    float       momentum;   /* weight of a batch in batchnorm's running statistics; 0: 0.1 */
     bool        no_affine;  /* without gamma and beta */
     hpml_act    activation; /* applied by batchnorm: NONE or RELU; others ignore it */
     uint32_t    _end;
@@ -778,13 +793,13 @@ HPML_API hpml_tensor *hpml_huber(hpml_tensor *y, hpml_tensor *target, float delt
 typedef struct hpml_memory {
     size_t parameters;  /* values of all parameters of the context, each padded to HPML_GRADIENT_ALIGN floats */
     size_t gradients;   /* gradients of the parameters that this graph trains */
-    size_t activations; /* inputs, results of ops, their gradients and saved values; memory is used again */
-    size_t unshared;    /* what activations would be if no memory were used again */
+    size_t activations; /* inputs, results of ops, their gradients, saved values; arrays share memory in turn */
+    size_t unshared;    /* what .activations would be if no arrays shared memory */
     size_t scratch;     /* working memory of ops; all ops use the same memory */
     size_t packed;      /* weights in the order in which kernels read them; 0 unless the graph predicts */
     size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer, and with .host_optimizer on a
                            device, because then the states are in host memory */
-    size_t host;        /* copies in host memory of what is swapped out of the arena; not part of total */
+    size_t host;        /* copies in host memory of results that are swapped out; not part of total */
     size_t total;       /* parameters + gradients + activations + scratch + packed + optimizer */
     double extra;       /* operations that a step computes again, and 1 for each byte of these results; a byte swapped
                            out and in counts as hpml_graph_budget says */
@@ -812,7 +827,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g);   /* allocates the planned
 HPML_API hpml_status hpml_graph_set_batch(hpml_graph *g, int64_t samples);
 HPML_API bool        hpml_graph_batchable(const hpml_graph *g); /* false: an op mixes samples; full batches only */
 HPML_API int         hpml_graph_op_count(const hpml_graph *g);
-HPML_API const hpml_node *hpml_graph_op(const hpml_graph *g, int i); /* in running order, from 0 */
+HPML_API const hpml_node *hpml_graph_op(const hpml_graph *g, int i); /* op i, in running order from 0 */
 /* Computes all results. train: dropout is active and batchnorm uses the batch's statistics; an error in a graph that
    predicts. step: the step's number, on which the dropout masks depend. */
 HPML_API hpml_status hpml_graph_forward(hpml_graph *g, bool train, uint64_t step);
@@ -898,9 +913,9 @@ typedef struct hpml_update {
     float   *g;                /* gradient; optimizers with `direction` overwrite it */
     float   *state[HPML_MAX_STATES]; /* the optimizer's arrays for this parameter; NULL: none */
     uint64_t step;             /* number of the update, from 1 */
-    float    lr;               /* of this step and parameter, after schedule and hpml_param_desc.lr_scale */
+    float    lr;               /* learning rate of this step and parameter, with schedule and lr_scale */
     float    momentum, beta1, beta2, eps;
-    float    weight_decay, trust;  /* both 0 where the parameter has no decay */
+    float    weight_decay, trust;  /* as in hpml_trainer_desc; both 0 where the parameter has no decay */
     float    grad_scale;       /* multiplies g: 1 / loss scale */
     float    clip;             /* largest norm of all gradients together, before grad_scale */
     const double *sumsq;       /* sum of squares of all gradients, in device memory; NULL: no clipping */
@@ -931,7 +946,7 @@ typedef struct hpml_optimizer_state {
             its gradient (unscaled, clipped; NaN or infinite where the gradient is): may change settings in u (LARS) */
 typedef struct hpml_optimizer {
     const char *name;          /* 1 to 31 characters, not a built-in optimizer's name; checkpoints store it */
-    hpml_opt    opt;           /* of a built-in optimizer: its number; HPML_OPT_CUSTOM or 0 in your own */
+    hpml_opt    opt;           /* number of a built-in optimizer; HPML_OPT_CUSTOM or 0 in your own */
     int         state_count;   /* number of states, 0 to HPML_MAX_STATES */
     hpml_optimizer_state states[HPML_MAX_STATES];
     float       lr, momentum, beta1, beta2, eps, trust; /* used if the trainer's desc has 0 (HPML_ZERO: a true 0) */
@@ -1026,7 +1041,7 @@ typedef struct hpml_pass {
     const hpml_graph *graph;
     int64_t           samples, first; /* number of samples; index of the first sample in the inputs */
     int64_t           slot;                        /* the set of activations, see hpml_graph_part; 0: the only one */
-    int64_t           from, to;                    /* ops from .. to - 1 in running order: gradient hooks cut a pass */
+    int64_t           from, to;                    /* ops [from, to) in running order: hooks `grad` cut a pass */
     uint64_t          train, backward, accumulate; /* 0 or 1 */
 } hpml_pass;
 
@@ -1038,7 +1053,7 @@ struct hpml_backend {
     void (*close)(void *device);
     void *(*alloc)(void *device, size_t bytes);          /* zeroed, aligned to 64 bytes; NULL on failure */
     void (*free)(void *device, void *ptr, size_t bytes);
-    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* keeps the calls' order */
+    hpml_status (*write)(void *device, void *dst, const void *host, size_t bytes); /* in the order of calls */
     hpml_status (*read)(void *device, void *host, const void *src, size_t bytes);  /* waits for the data */
     hpml_status (*zero)(void *device, void *dst, size_t bytes);
     hpml_status (*sync)(void *device);                   /* optional: waits until all work of the device is done */
@@ -1093,7 +1108,7 @@ typedef struct hpml_custom {
     void        *user;         /* yours: node->attr.custom->user; must live as long as the context */
     bool         one_number;   /* the result is a scalar, such as a loss */
     int32_t      ndim;         /* dimensions of the result; 0: the result has the shape of source 0, and its `split` */
-    int64_t      shape[HPML_MAX_DIMS]; /* of the result, for a full batch */
+    int64_t      shape[HPML_MAX_DIMS]; /* shape of the result, for a full batch */
     int64_t      batch_rows;   /* rows of the result that belong to a sample; 0: shape[0] / batch if that is whole, else
                                   none; -1: none. Without such rows the op mixes samples: full batches only */
     uint32_t     keeps;        /* a sum of HPML_KEEP_: the values that backward reads, because others are overwritten by
@@ -1104,7 +1119,7 @@ typedef struct hpml_custom {
     bool         halves;       /* backward may run twice (hpml_graph_halves), the second time for parameters, the first
                                   time for the other sources: each time the others' grad is NULL. The first call must
                                   then overwrite neither node->out->grad nor node->saved */
-    size_t       saved_bytes, scratch_bytes; /* of node->saved, from forward to backward; of node->scratch, in a call */
+    size_t       saved_bytes, scratch_bytes; /* bytes of node->saved (forward to backward), of node->scratch (a call) */
     double       flops;        /* operations of forward on a full batch, for profiles; backward counts twice as many */
     uint32_t     _end;
 } hpml_custom;
@@ -1135,7 +1150,7 @@ typedef struct hpml_schedule {
     int64_t warmup_steps; /* updates of warm-up: lr (step + 1) / warmup_steps (Goyal et al. 2017); 0: none */
     int64_t total_steps;  /* COSINE, LINEAR, required: updates until min_lr, warm-up included */
     int64_t period;       /* STEP, required: updates from one change to the next */
-    float   gamma;        /* STEP: factor of a change; 0: 0.1 */
+    float   gamma;        /* STEP: factor of the learning rate at each change; 0: 0.1 */
     float   min_lr;       /* COSINE, LINEAR: learning rate at the end and afterwards */
 } hpml_schedule;
 /* Returns the learning rate of update `step`, counted from 0; lr: the rate without a schedule. s NULL: returns lr. */
@@ -1159,7 +1174,7 @@ typedef struct hpml_trainer_desc {
     hpml_tensor  *loss_tensor;     /* not NULL: your own scalar instead of `loss`; `target` is then required */
     hpml_tensor  *target;          /* with loss_tensor: the input that receives y; no targets: as .input, y = x */
     float         label_smoothing; /* CROSS_ENTROPY: 0 to 1 */
-    float         huber_delta;     /* HUBER: where the square ends and the line begins; 0: l1 */
+    float         huber_delta;     /* HUBER: difference from which on the loss is linear; 0: l1 loss */
     hpml_opt      optimizer;
     const hpml_optimizer *custom_optimizer; /* not NULL: replaces `optimizer`; your own or hpml_optimizer_find's */
     void         *optimizer_user;  /* passed to each step as hpml_update.user */
@@ -1180,8 +1195,8 @@ typedef struct hpml_trainer_desc {
     hpml_schedule schedule;
     hpml_lr_rule  lr_rule;         /* scales lr by (samples of an update, all ranks) / lr_base_batch */
     int64_t       lr_base_batch;   /* samples of the update that lr was tuned for; 0: no scaling */
-    float         clip_norm;       /* scales gradients so that the norm of all together is at most this; 0: no */
-    int32_t       accumulate;      /* micro-batches of an update; each weighs as many as it has samples; 0: 1 */
+    float         clip_norm;       /* scales gradients so that the norm of all is at most this; 0: no clipping */
+    int32_t       accumulate;      /* micro-batches of an update; each is weighted by its samples; 0: 1 */
     float         loss_scale;      /* gradients are computed times this and divided by it before use, because small ones
                                       would be 0 in halves; 0: 1, but dynamic where results are stored as F16: it begins
                                       with 65,536; when a gradient overflows, it is halved and the update skipped; after
@@ -1203,7 +1218,7 @@ HPML_API hpml_trainer *hpml_trainer_create(hpml_ctx *ctx, const hpml_trainer_des
    or the first step, evaluation, prediction or checkpoint. Until then hpml_trainer_keep may reduce the memory. Until
    then inputs have no memory either, so set values of your own (hpml_tensor_set) after hpml_trainer_alloc. */
 HPML_API void          hpml_ctx_defer(hpml_ctx *ctx, bool on);
-HPML_API hpml_status   hpml_trainer_alloc(hpml_trainer *t); /* takes the memory; nothing if the trainer has it */
+HPML_API hpml_status   hpml_trainer_alloc(hpml_trainer *t); /* takes the trainer's memory, if it has none yet */
 /* Must be called before the trainer's memory is allocated: from the call on this rank keeps and steps only the floats
    [first, first + count) of parameter number `param`, one shard of the parameter (Rajbhandari et al. 2020, "ZeRO").
    Other ranks keep the other shards, and hooks exchange them. shard: 1 to 3, as in hpml_param; hpml_graph_memory then
@@ -1278,7 +1293,7 @@ typedef struct hpml_moment {
     hpml_pass_kind   pass;    /* run: TRAIN; update: UPDATE; others: FORWARD, BACKWARD, EVALUATE without training, or
                                  AGAIN for an op that runs forward again within the backward pass (hpml_recompute) */
     int32_t          batch, batches; /* index of the micro-batch in its update, from 0; micro-batches of an update */
-    int64_t          step;    /* updates before this one; as batch, that of the last training step in EVALUATE */
+    int64_t          step;    /* updates before this one; in EVALUATE, like .batch, that of the last training step */
     int              param;   /* index in the context of the parameter; -1: none (run, update) */
     const hpml_node *node;    /* need, release: the op that reads the parameter; grad: the op that has added the last
                                  part of its gradient; NULL: none */
@@ -1410,7 +1425,7 @@ HPML_API hpml_status hpml_trainer_set_shard(hpml_trainer *t, int rank, int ranks
    an earlier array of that name, values NULL: removes it. Until then the memory must stay valid. */
 HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, float *values, int64_t count);
 HPML_API int64_t     hpml_trainer_step_count(const hpml_trainer *t); /* updates until now */
-HPML_API void        hpml_trainer_set_step(hpml_trainer *t, int64_t step); /* for hooks that step on others' behalf */
+HPML_API void        hpml_trainer_set_step(hpml_trainer *t, int64_t step); /* hooks: another rank makes the updates */
 HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning rate of the next update */
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1710,7 +1725,7 @@ typedef struct hpml_codec_desc {
     int64_t           min_elements; /* all but NONE and BF16: smaller tensors and vectors are sent as NONE; 0: 256 */
     bool              compress_all; /* vectors and small tensors are packed too, except those that would grow */
     bool              no_feedback;  /* no residual: fine for BF16; for ONEBIT only an experiment that must fail */
-    uint64_t          seed;         /* of codecs that round at random; 0: in an exchange the context's */
+    uint64_t          seed;         /* seed of codecs that round at random; 0: in an exchange the context's */
     uint32_t          _end;
 } hpml_codec_desc;
 
@@ -1955,7 +1970,7 @@ typedef struct hpmli_gemm_desc {
     int64_t      b_k, b_col;
     float       *c;             /* (m, n): c[i * ldc + j] */
     int64_t      ldc;
-    float        alpha, beta;   /* for beta 0 C is not read, for alpha 0 A and B are not */
+    float        alpha, beta;   /* factors of A B and of C; beta 0: C is not read; alpha 0: A and B are not */
     const float *bias_n;        /* (n) numbers added to each row of C, or NULL */
     const float *bias_m;        /* (m) numbers added to each column of C, or NULL */
     int          act;           /* activation: 0 none, 1 relu */
@@ -1982,7 +1997,7 @@ typedef struct hpmli_gemm_part {
 /* Pragmas that unroll loops over registers at any optimization level. */
 #if defined(__clang__)
 #define HPMLI_UNROLL   _Pragma("clang loop unroll(full)")
-#define HPMLI_UNROLL_4 /* clang's code is slower with it */
+#define HPMLI_UNROLL_4 /* empty: clang's code is slower unrolled */
 #else
 #define HPMLI_UNROLL   _Pragma("GCC unroll 16")
 #define HPMLI_UNROLL_4 _Pragma("GCC unroll 4")
@@ -2015,17 +2030,17 @@ typedef struct hpmli_conv {
     hpml_node *n;
     int64_t    B, C, H, W, OC, OH, OW; /* C and OC: channels of one group */
     int64_t    groups, taps;           /* taps: height x width of the kernel */
-    int64_t    x_pitch;                /* length of a row of the padded image of x */
-    int64_t    x_floats;               /* the padded image of x, and memory behind it that a tile may touch */
+    int64_t    x_pitch;                /* floats in a row of the padded image of x */
+    int64_t    x_floats;               /* floats of the padded image of x and memory behind it that tiles touch */
     int64_t    x_first;                /* offset of the first pixel of the padded image that is not padding */
-    int64_t    y_floats;               /* the image of dy, and memory behind it that a tile may touch */
+    int64_t    y_floats;               /* floats of the image of dy and memory behind it that tiles touch */
     bool       nhwc;                   /* x and y are NHWC */
     int64_t    x_pixel, y_pixel;       /* distance of pixels in x and y, NHWC; else 1 */
-    int64_t    x_row_step;             /* distance in x that belongs to one row of y */
-    int64_t    x_pixel_step;           /* distance in x that belongs to one pixel of y */
+    int64_t    x_row_step;             /* floats in x from the first that a row of y reads to the next row's */
+    int64_t    x_pixel_step;           /* floats in x from the first that a pixel of y reads to the next one's */
     int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
     int64_t    run_floats;             /* length of a run in floats */
-    int64_t    run_step[2];            /* distances of the runs in x */
+    int64_t    run_step[2];            /* floats in x from one run to the next */
     int64_t    expanded;               /* floats of the expanded image of x (>>conv-kept); 0: x is not expanded */
     int64_t    band_rows;              /* forward: rows of y that are computed in a buffer before they are stored */
     int64_t    channel_pieces;         /* forward: tasks for one image, each for some channels */
@@ -2034,7 +2049,7 @@ typedef struct hpmli_conv {
     int64_t    images_at_once;         /* backward: images whose dw is summed by one product */
     bool       by_channels;            /* backward: dw is summed over all images, in tasks for some channels each */
     float     *all_x, *all_dy, *all_dw; /* by_channels: x and dy of all images in NHWC order; dw as tiles store it */
-    int64_t    images_forward;         /* forward: images of a task; above 1 the rows of a tile are a pixel of each */
+    int64_t    images_forward;         /* forward: images of a task; above 1 tiles have a pixel of each image */
     float     *weights;                /* (groups x OC, C, taps); forward: perhaps a scaled copy, see >>conv-kept */
     const float *bias;                 /* forward: (groups x OC) */
     const float *scale;                /* kept: factors of the weights, (groups x OC); NULL: none */
@@ -2045,11 +2060,11 @@ typedef struct hpmli_conv {
     int64_t    packed_floats, thread_floats, scratch_floats; /* scratch: packed, sum_space and thread_space together */
     /* Groups of few channels, see >>conv-groups: a grid has images_at_once images, one below the other, and memory
        behind them that a vector may touch. */
-    bool       by_grids;               /* computed by >>conv-groups */
+    bool       by_grids;               /* true: section >>conv-groups computes it */
     int64_t    lanes, units;           /* groups that a grid holds, interleaved; number of such units of groups */
     int64_t    grids;                  /* grids of a channel of x: stride x stride */
     int64_t    grid_rows, grid_row;    /* rows that an image takes in a grid; length of a row in floats */
-    int64_t    grid_floats, lead;      /* length of a grid in floats; zeros in front of a grid of dy */
+    int64_t    grid_floats, lead;      /* floats of a grid; number of zeros in front of a grid of dy */
     int32_t   *x_at, *dy_at, *w_at;    /* places of the numbers that a sum reads, see hpmli_grids_lists */
 } hpmli_conv;
 
@@ -2074,9 +2089,9 @@ typedef struct hpmli_conv_copy {
 typedef struct hpmli_conv_product {
     int64_t rows, a_row, a_k, b_k, c_row, length, runs[2], a_run[2], b_run[2];
     int     add;
-    int64_t ahead; /* floats behind the vectors of b in use, of vectors to fetch from memory; 0: none */
+    int64_t ahead; /* prefetch of b: floats from the vectors in use to those to fetch; 0: none */
 } hpmli_conv_product;
-#define HPMLI_CONV_AHEAD 512 /* for weights, which are read in order and may be in no cache */
+#define HPMLI_CONV_AHEAD 512 /* value of .ahead for weights, which may be in no cache */
 #define HPMLI_CONV_TILE_ARGS const hpmli_conv_product *s, const float *a, const float *b, float *c
 typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 #define HPMLI_CONV_FEW   4     /* channels of a group, at most, for >>conv-groups */
@@ -2091,7 +2106,7 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
    shapes in the comments are those of the whole arrays. */
 typedef struct hpmli_lstm_cells {
     int64_t      rows, units, T, H;
-    bool         first, last; /* this is time step 0, time step T - 1 */
+    bool         first, last; /* true: time step 0; true: time step T - 1 */
     const float *bias;        /* forward: (4, H) */
     float       *gates;       /* (B, T, 4, H) forward: products with x, then gates i f g o; backward: gates, then da */
     float       *cells;       /* (B, T, H) c */
@@ -2099,7 +2114,7 @@ typedef struct hpmli_lstm_cells {
     const float *sums;        /* forward: (rows, 4, units) h W_h^T of the step before, which is not read at the first;
                                  backward: (rows, units) da W_h of the step after, which is not read at the last */
     float       *next;        /* forward: (B, H) a copy of h; backward: (B, 4, H) a copy of da */
-    float       *dc;          /* backward: (B, H) gradient of c, through the step after; then that of the step before */
+    float       *dc;          /* backward: (B, H) gradient of c from the step after; becomes that for the step before */
 } hpmli_lstm_cells;
 
 /* The kernels: loops over contiguous f32 arrays of any alignment. Each instruction set has its own version of each
@@ -2228,13 +2243,13 @@ struct hpml_ctx {
     long                 process;    /* id of the process that created the context, see hpmli_forked */
     uint64_t             seed;
     const hpml_backend  *backend;
-    const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) of the backend, or the wrappers of >>half */
+    const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) the backend's functions, or the wrappers of >>half */
     hpml_dtype           activation_dtype; /* hpml_ctx_desc.activation_dtype */
     void                *device;     /* the object that backend->open returned */
     float               *gemm_ws;    /* packing buffers of matrix products, one for each thread, see >>gemm */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
-    int                  param_kept; /* parameters whose op is recorded; after an error those after them go */
+    int                  param_kept; /* parameters whose op is recorded; an error removes those after them */
     int                  param_placed; /* parameters before this one all have memory */
     hpml_graph          *grads_of;   /* the graph whose memory contains the parameters' gradients now */
     uint64_t             param_writes; /* grows, from 1, when parameters may have changed, see >>conv-kept */
@@ -2243,11 +2258,11 @@ struct hpml_ctx {
     int64_t              name_size;  /* a power of two, at least twice the number of parameters */
     int                  node_count; /* recorded nodes: the next node's index, used in names and masks */
     int64_t              source_count; /* sources of all recorded nodes together */
-    int                  segment, segments; /* that ops are recorded into, 0: none; number of segments until now */
+    int                  segment, segments; /* the segment to which recorded ops belong, 0: none; number of segments */
     int                  layout_permutes; /* nodes recorded by hpml_to_layout, which default names do not count */
     bool                 deferred;   /* trainers take their memory late, see hpml_ctx_defer */
-    int                  group_nodes;    /* nodes that groups need and a serial program has not: names, masks */
-    hpml_group           groups[HPML_AXES]; /* by axis; size 0: none is set */
+    int                  group_nodes;    /* nodes that only groups need, which names and masks do not count */
+    hpml_group           groups[HPML_AXES]; /* the group of each hpml_axis; size 0: none is set */
     hpml_node            spare;      /* a dummy node that hpmli_node_create returns after an error */
     hpmli_trace         *trace;      /* the timeline; NULL: none is recorded */
     const double        *clock;      /* clock for traces, see hpml_trace_clock */
@@ -2512,7 +2527,7 @@ typedef struct hpmli_worker {
 
 struct hpmli_pool {
     const hpml_ctx *ctx;
-    uint64_t        state;    /* atomic: job, open bit, workers in it; see >>threads */
+    uint64_t        state;    /* atomic: job number, open bit, number of workers in the job; see >>threads */
     int64_t         count;    /* number of tasks of the job */
     hpmli_task_fn  *fn;
     void           *arg;
@@ -2885,11 +2900,11 @@ HPML_API void       *hpml_ctx_device(const hpml_ctx *ctx)      { return ctx ? ct
 // ---------------------------------------------------------------------------------------------------------------------
 /* Streams of random numbers of a seed: the four highest bits of a stream's number stand for its use, so that no two
    uses draw the same numbers. A single number costs one Philox block, about 20 ns. */
-#define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of the parameter; its first values */
+#define HPMLI_STREAM_INIT       UINT64_C(0)           /* + index of a parameter: its initial values */
 #define HPMLI_STREAM_CHECK_GRAD UINT64_C(77)          /* elements that hpml_check_grad compares */
 #define HPMLI_STREAM_SHUFFLE    (UINT64_C(0x5) << 60) /* order of a data set's samples; the block is the epoch */
-#define HPMLI_STREAM_AUGMENT    (UINT64_C(0xa) << 60) /* | epoch; random augmentation of samples */
-#define HPMLI_STREAM_DROPOUT    (UINT64_C(0xd) << 60) /* ^ step << 24 ^ node; dropout masks */
+#define HPMLI_STREAM_AUGMENT    (UINT64_C(0xa) << 60) /* | epoch: random augmentation of samples */
+#define HPMLI_STREAM_DROPOUT    (UINT64_C(0xd) << 60) /* ^ step << 24 ^ node: dropout masks */
 
 HPML_API void hpml_philox4x32(const uint32_t key[2], const uint32_t counter[4], uint32_t out[4])
 {
@@ -2990,13 +3005,13 @@ HPML_API int64_t hpml_permute_index(uint64_t seed, uint64_t epoch, int64_t n, in
 struct hpmli_tensor_state {
     bool owns_memory; /* true: made by hpml_tensor_create; freed with the tensor */
     bool used;        /* true: a recorded op reads the tensor */
-    float *kept;      /* a parameter of whose values this rank keeps a part (hpml_trainer_keep): the part */
+    float *kept;      /* of a parameter: the part of its values that this rank keeps; see hpml_trainer_keep */
     bool away;        /* true: a parameter that only ops in other ranks' parts read: it has no memory here */
     bool of_param;    /* true: a view of a parameter */
-    int64_t samples;  /* of an input, in the memory that a graph with parts gave it; 0: the whole batch */
+    int64_t samples;  /* samples for which a graph with parts gave an input memory; 0: the whole batch */
     int  leaf;        /* index among the leaves of the graph that was planned last */
     struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
-    hpml_tensor *copied; /* what hpml_group_copy has recorded for the tensor; NULL: nothing yet */
+    hpml_tensor *copied; /* result of hpml_group_copy of this tensor; NULL: none yet */
 };
 
 /* Element types by hpml_dtype: bytes of an element; names in hpml, safetensors and numpy (which lacks bf16). */
@@ -3293,8 +3308,8 @@ HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_
    that equal shapes become one long run of elements and (B, C) + (C) becomes B runs of C elements. */
 typedef struct hpmli_broadcast_iter {
     int     ndim;
-    int64_t shape[HPML_MAX_DIMS];     /* of the result, with joined dimensions */
-    int64_t stride[2][HPML_MAX_DIMS]; /* of a and b, in elements; 0 where the operand is repeated */
+    int64_t shape[HPML_MAX_DIMS];     /* shape of the result, with joined dimensions */
+    int64_t stride[2][HPML_MAX_DIMS]; /* strides of a and b, in elements; 0 where the operand is repeated */
     int64_t runs, run;                /* number of runs; elements of a run (the last joined dimension) */
 } hpmli_broadcast_iter;
 
@@ -3303,7 +3318,7 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
 {
     const hpml_tensor *src[2] = { a, b };
     w->ndim = 0;
-    for (int i = 0; i == 0 || i < out->ndim; i++) { /* outermost first; i joins the one before, if both allow */
+    for (int i = 0; i == 0 || i < out->ndim; i++) { /* outermost first; joins i to i - 1 if both allow */
         bool    last = i + 1 >= out->ndim;
         int64_t size = out->shape[i], stride[2];
         for (int s = 0; s < 2; s++) {
@@ -3368,7 +3383,7 @@ HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
 {
     size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
-    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out, converted there */
+    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out: converted in place */
     hpml_status status = ctx->backend->read(ctx->device, raw, t->raw, bytes);
     if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
     return status;
@@ -3451,9 +3466,9 @@ enum {
     HPMLI_OP_IS_WHOLE    = 512, /* runs on all samples at once, also where results are stored in halves */
     /* If source 0 is split over ranks (see >>split) in a way that a flag below allows, the result is split alike: */
     HPMLI_OP_SPLIT_ANY   = 1024, /* along any dimension */
-    HPMLI_OP_SPLIT_ROWS  = 2048, /* along all dimensions but the last one */
+    HPMLI_OP_SPLIT_ROWS  = 2048, /* along all dimensions of source 0 but the last one */
     HPMLI_OP_SPLIT_PLANE = 4096, /* along the channels */
-    HPMLI_OP_SPLIT_OWN   = 8192, /* as the function that records the op checks, which sets the result's split */
+    HPMLI_OP_SPLIT_OWN   = 8192, /* in the way that the function which records the op checks and sets */
     HPMLI_OP_KEEPS_DZ    = 16384 /* backward overwrites dy by dz, the gradient before the activation; the gradient of
                                     source 0 is a product of dz and source 1, that of source 1 of dz and source 0 */
 };
@@ -3702,7 +3717,7 @@ HPMLI_FN bool hpmli_split_follow(hpml_node *n)
 typedef struct hpmli_vocabulary {
     const hpml_group *group;
     int64_t           first, count, whole;
-    float             smoothing; /* of the loss; it ignores rows with the label `ignore` */
+    float             smoothing; /* label smoothing of the loss, which ignores rows with the label `ignore` */
     int32_t           ignore;
 } hpmli_vocabulary;
 HPMLI_FN hpmli_vocabulary hpmli_vocabulary_of(const hpml_node *n, int64_t count)
@@ -3788,7 +3803,7 @@ HPMLI_FN bool hpmli_split_slice(const hpml_tensor *x, int dim, int64_t *start, i
 {
     if (dim < 0 || dim >= x->ndim || !x->split[dim]) return true;
     const int64_t size = hpml_ctx_group(x->ctx, (hpml_axis)x->split[dim])->size;
-    const int64_t section = x->shape[dim] / hpmli_sections(x, dim) * size; /* its length in the whole */
+    const int64_t section = x->shape[dim] / hpmli_sections(x, dim) * size; /* a section's length in the whole */
     if (*start % section != 0 || *count % section != 0)
         return hpmli_split_refuse("slice", x, dim, "only whole sections can be taken from it");
     *sections = *count / section;
@@ -3852,31 +3867,31 @@ HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t 
 struct hpmli_node_state {
     hpml_tensor *out_root[2], *grad_root;      /* tensors in whose memory the lives of the value, and the gradient, of
                                                   the result are; out_root[0] NULL: in no graph */
-    int          order, at[6];                 /* place in the graph's nodes; in the part's entries by hpmli_move */
+    int          order, at[6];                 /* place in hpml_graph.nodes; in the part's entries by hpmli_move */
     int          segment;                      /* number of the segment; 0: none */
-    hpml_retain_how how;                       /* what the backward pass reads of the segment's results */
-    bool         kept, has_gradient;           /* an output or the loss; some node's backward writes the gradient */
-    bool         again, swapped;               /* the op runs again for backward; is swapped in instead */
-    bool         relives;                      /* the result then has a second life, as n->saved has */
-    bool         second;                       /* backward now computes the gradients of the sources in `late` */
+    hpml_retain_how how;                       /* whether the segment's results are kept, computed again or swapped */
+    bool         kept, has_gradient;           /* the result: an output or the loss; has a gradient that is computed */
+    bool         again, swapped;               /* true: the op runs again for backward; the result is swapped in */
+    bool         relives;                      /* the result, too, has a second life; n->saved has one anyway */
+    bool         second;                       /* true: backward runs the half WEIGHTS, for the sources in .late */
     unsigned     late;                         /* bits of the sources whose gradients are in the half WEIGHTS */
     char        *copy;                         /* (slots, copy_bytes) what is swapped out: the result, then n->saved */
-    size_t       copy_bytes, copy_saved;       /* of `copy` in a slot; of n->saved in it */
-    void        *raw[2], *saved[2];            /* addresses in both lives: of the value, if its root; of n->saved */
+    size_t       copy_bytes, copy_saved;       /* bytes of .copy for a slot; of these, those of n->saved */
+    void        *raw[2], *saved[2];            /* in both lives: address of the value, if its own root; of n->saved */
     struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken when backward has
                                                   made its gradient final. A CPU op that takes the step sets n to 0 */
     /* Of a convolution or batchnorm in a graph that predicts, see >>conv-kept: */
     hpml_node   *folds;                        /* of a convolution: the batchnorm computed in it; of this batchnorm: the
                                                   convolution; NULL: none */
-    bool         keeps;                        /* a convolution that keeps its weights */
-    bool         expands;                      /* planned for one image, of which it may compute all rows as one */
-    size_t       kept_at, kept_bytes;          /* of kept_memory: offset in the graph's packed memory, size */
+    bool         keeps;                        /* true: a convolution that keeps packed weights from pass to pass */
+    bool         expands;                      /* true: convolution of one image, whose rows it may compute as one */
+    size_t       kept_at, kept_bytes;          /* memory of what is kept: offset in the graph's packed memory, size */
     size_t       kept_scratch;                 /* bytes of scratch memory that a convolution which keeps needs */
     float       *kept_memory;
     /* Of an op whose tensors are stored as halves (>>half), which runs on one block of samples after another: */
     int64_t block_samples;                     /* samples of a block; 0: all samples */
-    int64_t first_index;                       /* number of labels or tokens in the blocks before the present block */
-    size_t  copies_at, block_saved;            /* bytes: offset of f32 copies in scratch; saved for a block */
+    int64_t first_index;                       /* number of labels or tokens in the batch's earlier blocks */
+    size_t  copies_at, block_saved;            /* offset of f32 copies in scratch memory; bytes saved for a block */
     int     number;                            /* the index that the node has in the serial program, see >>groups */
     size_t  host_bytes;                        /* of `host` */
     char   *host;                              /* of an op of the user on a device, NULL until it runs: its saved and
@@ -4319,7 +4334,7 @@ HPML_API size_t hpml_params_bytes(const hpml_ctx *ctx)
    the contents of the memory as they are. */
 HPMLI_FN hpml_status hpmli_params_place(hpml_ctx *ctx, float *memory, bool keep)
 {
-    int64_t largest = 0, floats = 0; /* of the parameters without memory: the largest one's floats, those to take */
+    int64_t largest = 0, floats = 0; /* floats of the largest parameter without memory; of all of these */
     int     first = (int)hpmli_min(ctx->param_placed, ctx->param_count), count = ctx->param_count - first;
     for (; count > 0 && (ctx->params[first]->raw || ctx->params[first]->state->kept); count--) first++;
     ctx->param_placed = first;
@@ -4612,11 +4627,11 @@ typedef enum hpmli_move {
     HPMLI_WEIGHTS /* the second half of a node's backward pass, see hpml_graph_halves */
 } hpmli_move;
 typedef struct hpmli_entry {
-    int        node; /* its place in hpml_graph.nodes */
+    int        node; /* the node's place in hpml_graph.nodes */
     hpmli_move move;
 } hpmli_entry;
 
-typedef struct hpmli_area { /* arrays that are placed together */
+typedef struct hpmli_area { /* arrays that are placed in one piece of memory */
     hpmli_life *lives;      /* (count) */
     int         count;
     size_t      bytes;
@@ -4632,7 +4647,7 @@ typedef struct hpmli_list {
     hpmli_entry  *entries;          /* (entry_count) the forward pass, then from `turn` on the backward pass */
     int           entry_count, turn;
     int           late;             /* the first entry of the half WEIGHTS; entry_count: there is none */
-    hpml_tensor **inputs;           /* (input_count) read here and not computed here, but no parameters */
+    hpml_tensor **inputs;           /* (input_count) tensors that the part reads and does not compute; no parameters */
     int           input_count;
     hpmli_area    area[HPMLI_AREAS];
 } hpmli_list;
@@ -4640,7 +4655,7 @@ typedef struct hpmli_list {
 typedef struct hpmli_slot { /* memory for the arrays of a part, and the pass that has written to it */
     int      part;          /* place in hpml_graph.parts */
     size_t   base;          /* bytes: where its HELD arrays begin in the arena */
-    int64_t  first, samples; /* in the inputs of the batch */
+    int64_t  first, samples; /* first sample of the pass in the batch; their number */
     int64_t  sample;        /* number of the first sample in the global batch */
     bool     idle;          /* the pass had no samples */
     bool     train;
@@ -4656,13 +4671,13 @@ struct hpml_graph {
     hpml_tensor   *loss;
     hpml_tensor   *outputs[HPML_MAX_OUTPUTS];
     int            output_count;
-    hpmli_list    *parts;      /* (part_count) what runs here: at first one part, all nodes */
+    hpmli_list    *parts;      /* (part_count) parts that this rank runs: at first one, all nodes */
     int64_t        part_capacity, slot_capacity;
     int            part_count;
     bool           cut;        /* hpml_graph_part has named the parts */
     bool           halves;     /* backward passes have two halves, see hpml_graph_halves */
     hpmli_slot    *slots;      /* (slot_count) */
-    int            slot_count, slot;  /* slot: the one that the pointers of all tensors belong to */
+    int            slot_count, slot;  /* slot: the current one, to whose memory all tensors point */
     double         ops_per_byte; /* operations that take as long as copying a byte to the host */
     hpml_memory    memory;
     void          *elsewhere;  /* unused address of an input that has its memory from another graph */
@@ -4673,23 +4688,23 @@ struct hpml_graph {
     int            param_count; /* parameters of the context when the graph was planned */
     int           *param_last;  /* (param_count) node whose backward makes the parameter's gradient final; -1: none */
     int64_t        batch, batch_now; /* samples of a full batch; of the current batch */
-    bool           batchable;   /* no op mixes samples: short batches may run */
-    bool           collective;  /* an op communicates with other ranks */
-    bool           unreplayable; /* an op of the user does more than launch work of the device */
+    bool           batchable;   /* true: no op mixes samples, so short batches may run */
+    bool           collective;  /* true: an op communicates with other ranks */
+    bool           unreplayable; /* true: an op of the user does more than launch work on the device */
     int64_t        first_sample, shift; /* index of this pass's first sample: in the global batch, in the inputs */
     const char   **back_names; /* (count) names of backward spans in the timeline */
     hpml_profile_row *profile; /* (count) times of the nodes; NULL: no profile */
     hpml_trainer  *trainer;
     hpml_hooks     hooks[HPML_MAX_HOOKS]; /* (hook_count) the trainer's hooks, the innermost set first */
     int            hook_count;
-    hpml_hooks     any;        /* in each field a hook of one of the sets; NULL: no set has this hook */
-    hpml_moment    at;         /* where the training is */
+    hpml_hooks     any;        /* each field: a hook of that name of one of the sets; NULL: no set has one */
+    hpml_moment    at;         /* the present pass, micro-batch, step and op, as hooks get them */
     int            entry;      /* place, in the list of the current part, of the entry that runs now */
     bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
     hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
     bool           predicts;   /* hpml_graph_desc.predict */
-    bool           idle;       /* this rank has no samples, see hpml_run.idle */
-    bool           no_targets; /* a forward pass leaves the loss out */
+    bool           idle;       /* true: this rank has no samples, see hpml_run.idle */
+    bool           no_targets; /* true: no targets are given: forward passes leave the loss out */
 };
 
 /* True if t is a leaf (input, constant) of g. t->state->leaf may be the index of t in the leaves of another graph, so
@@ -4718,7 +4733,7 @@ HPMLI_FN void hpmli_graph_mark(hpml_graph *g, hpml_node **found, hpml_tensor *t)
 HPMLI_FN bool hpmli_graph_collect(hpml_graph *g, hpml_tensor *const *targets, int target_count)
 {
     hpml_ctx   *ctx   = g->ctx;
-    hpml_node **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* by a node's index, at first with gaps */
+    hpml_node **found = hpmli_new(ctx, hpml_node *, ctx->node_count + 1); /* indexed by hpml_node.index */
     g->nodes  = found;
     g->leaves = hpmli_new(ctx, hpml_tensor *, ctx->source_count + HPML_MAX_OUTPUTS + 1);
     if (!found || !g->leaves) return false;
@@ -4862,7 +4877,7 @@ HPMLI_FN void hpmli_entry_fetch(hpml_graph *g, hpmli_list *p, const hpml_tensor 
     if (!n) return;
     n = hpmli_base(p, n);
     if (!n->state->swapped || n->state->at[HPMLI_IN] >= 0) return;
-    n->state->at[HPMLI_AGAIN] = p->entry_count; /* where the second life begins */
+    n->state->at[HPMLI_AGAIN] = p->entry_count; /* entry with which the second life begins */
     hpmli_entry_add(g, p, n->state->order, HPMLI_IN);
 }
 
@@ -4953,17 +4968,17 @@ HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
    source which no other op reads. out_root and grad_root of a node's state are the tensors at the end of such chains,
    which own the memory. */
 typedef struct hpmli_use {      /* how a part uses the result of a node, or an input */
-    int  last[2];               /* last time of each life of the value */
-    int  readers[2];            /* number of entries forward and again that read this life */
+    int  last[2];               /* time (number of an entry) at which each life of the value ends */
+    int  readers[2];            /* for each life: number of entries, forward or again, that read it */
     int  grad_first, grad_last; /* first and last time of the gradient's life */
     bool grad_written;          /* a node's backward, or the caller, writes the gradient */
     bool crosses;               /* a later node that is in another part reads the result */
 } hpmli_use;
-typedef struct hpmli_plan {     /* a part while it is planned */
+typedef struct hpmli_plan {     /* a part of a graph while its memory is planned */
     hpml_graph *g;
     hpmli_list *p;
     hpmli_use  *uses;           /* one for each node of the graph, then one for each leaf */
-    int         end;            /* the time after all entries */
+    int         end;            /* the time after the part's last entry */
 } hpmli_plan;
 
 /* Returns the entry of t in the plan's uses; NULL for a parameter. */
@@ -5030,7 +5045,7 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
 HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
 {
     const hpmli_list *p = pl->p;
-    for (int k = 0; k < p->entry_count; k++) { /* in place: a node that alone reads a source, which is not read later */
+    for (int k = 0; k < p->entry_count; k++) { /* in place: where no other node, and nothing later, reads the source */
         hpml_node *n = pl->g->nodes[p->entries[k].node], *x = hpmli_node_in(p, n->src[0]);
         int        life = hpmli_life_at(pl, n->out, k);
         hpmli_move move = p->entries[k].move;
@@ -5044,7 +5059,7 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
                        u->last[life] <= k && x->state->out_root[life] == x->out && x->out->dtype == n->out->dtype;
         if (inplace || hpmli_has_trait(n, HPMLI_OP_IS_ALIAS)) n->state->out_root[life] = x->state->out_root[life];
     }
-    for (int i = p->from; i < p->to; i++) { /* reshapes of what is computed again */
+    for (int i = p->from; i < p->to; i++) { /* reshapes of results that are computed again */
         hpml_node *n = pl->g->nodes[i], *base = hpmli_base(p, n);
         if (base != n && base->state->relives) n->state->out_root[1] = base->state->out_root[1];
     }
@@ -5111,7 +5126,7 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
             r->grad_last = hpmli_later(r->grad_last, u->grad_last);
         }
     }
-    for (int i = pl->p->from; i < pl->p->to && !g->cut; i++) { /* later parts are planned with this of the whole */
+    for (int i = pl->p->from; i < pl->p->to && !g->cut; i++) { /* not for parts: keeps the value for the whole graph */
         struct hpmli_node_state *state = g->nodes[i]->state;
         state->has_gradient = hpmli_use_of(pl, state->grad_root)->grad_written;
     }
@@ -5122,8 +5137,8 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
    the sets of activations of that part. */
 HPMLI_FN void hpmli_life_add(const hpmli_plan *pl, size_t bytes, int from, int to, void **place)
 {
-    bool        held = from < pl->p->turn && to >= pl->p->turn; /* something of a pass whose backward pass is to come */
-    if (pl->g->halves && from < pl->p->late && to >= pl->p->late) held = true; /* or the second half of that */
+    bool        held = from < pl->p->turn && to >= pl->p->turn; /* true: needed until the backward pass */
+    if (pl->g->halves && from < pl->p->late && to >= pl->p->late) held = true; /* or until that pass's second half */
     hpmli_area *area = &pl->p->area[held || pl->g->slot_count == 1 ? HPMLI_HELD : HPMLI_PASSING];
     hpmli_life  life = { (bytes + 63) / 64 * 64, (size_t)area->count, from, to, place };
     area->lives[area->count++] = life;
@@ -5201,7 +5216,7 @@ HPMLI_FN bool hpmli_part_inputs(hpml_graph *g, hpmli_list *p)
     return true;
 }
 
-HPMLI_FN void hpmli_part_free(hpml_ctx *ctx, hpmli_list *p) /* what its plan has made */
+HPMLI_FN void hpmli_part_free(hpml_ctx *ctx, hpmli_list *p) /* frees the plan of p */
 {
     for (int a = 0; a < HPMLI_AREAS; a++) hpmli_free(ctx, p->area[a].lives);
     hpmli_free(ctx, p->inputs);
@@ -5470,7 +5485,7 @@ HPML_API int hpml_graph_crossing(const hpml_graph *g, int at, hpml_tensor **tens
     return count;
 }
 
-static void hpmli_trainer_planned(hpml_trainer *t); /* places and measures its arrays; see >>trainer-memory */
+static void hpmli_trainer_planned(hpml_trainer *t); /* places and measures the trainer's arrays: see >>keep */
 /* Checks a part of the graph g before hpml_graph_part adds the part to g: ops `from` to `to` - 1, on at most
    `rows` samples at a time, in `slots` sets of activations. False: an error on the context. */
 HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, int slots)
@@ -5491,7 +5506,7 @@ HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, in
         if (from < g->parts[i].to && to > g->parts[i].from)
             return hpmli_false(g->ctx, HPML_ERR_ARGUMENT, "graph part: ops %d to %d and the ops %d to %d of an earlier "
                                "part overlap; an op runs in one part", from, to, g->parts[i].from, g->parts[i].to);
-    for (int i = 0; i < g->count && g->cut; i++) /* param_last is of the parts until now */
+    for (int i = 0; i < g->count && g->cut; i++) /* param_last is set by the parts added before */
         for (int j = 0; i >= from && i < to && j < g->nodes[i]->src_count; j++) {
             const hpml_tensor *w = g->nodes[i]->src[j];
             if (w && hpmli_trainable(w) && g->param_last[w->param->index] >= 0)
@@ -5588,11 +5603,11 @@ HPML_API hpml_status hpml_graph_halves(hpml_graph *g)
 enum { HPMLI_SEGMENTS = 8 }; /* most segments among which a budget chooses */
 typedef struct hpmli_budget {
     hpml_graph     *g;
-    size_t          bytes;                                /* at most, of activations and scratch */
+    size_t          bytes;                                /* bytes of activations and scratch that a plan may take */
     int             from[HPMLI_SEGMENTS + 1], count;      /* first node of each segment */
     hpml_retain_how best[HPMLI_SEGMENTS];                 /* the cheapest choice that fits */
     double          best_cost;                            /* below 0: none fits */
-    size_t          least;                                /* bytes of all choices tried */
+    size_t          least;                                /* least bytes of all choices tried */
     double          cost[HPMLI_SEGMENTS][HPML_RETAIN_SWAP + 1]; /* extra operations of each segment alone */
 } hpmli_budget;
 
@@ -6210,7 +6225,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     if (half == HPML_HALF_WEIGHTS) hpmli_entries_point(g, p, p->turn, p->late); /* another slot was current, perhaps */
     if (replays) piece = (int)hpmli_max(HPMLI_PIECES_OF_PASS, (count - 1) / HPMLI_PIECES_OF_PASS + 1);
     if (replays && !hooks) piece = count;
-    memset(&pass, 0, sizeof pass); /* padding too: compared by bytes */
+    memset(&pass, 0, sizeof pass); /* padding, too, because passes are compared byte by byte */
     pass.graph      = g;
     pass.samples    = g->batch_now;
     pass.first      = g->shift;
@@ -6219,7 +6234,7 @@ HPMLI_FN hpml_status hpmli_graph_pass(hpml_graph *g, const hpml_run *run, bool b
     pass.backward   = backward;
     pass.accumulate = accumulate;
     if (backward) g->at.pass = HPML_PASS_BACKWARD;
-    if (backward || run->train) g->ctx->param_writes++; /* optimizer steps, running statistics */
+    if (backward || run->train) g->ctx->param_writes++; /* the pass may change parameters or running statistics */
     hpmli_graph_apply_batch(g);
     if (!backward) hpmli_forward_begin(g, p);
     for (int from = first; from < count && status == HPML_OK; from += piece) {
@@ -6548,7 +6563,7 @@ typedef struct hpmli_mixed {
     hpmli_gemm_desc d;          /* d.a and d.b are addresses of elements of type[0] and type[1] */
     hpml_dtype      type[2];
     int64_t         rows, cols; /* of a tile of C */
-    int64_t         depth;      /* of a block along k, the summed dimension */
+    int64_t         depth;      /* length of a block along k, the summed dimension */
 } hpmli_mixed;
 
 /* Returns rows x cols elements of the matrix x, from (row, col) on, as f32. Elements of another type are converted to
@@ -7182,7 +7197,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     if (d.weight && !hpmli_shared_fits("linear", name, src[1], weight, &rows)) return NULL;
     memcpy(shape, x->shape, sizeof shape);
     shape[last] = src[1]->shape[0];
-    hpml_tensor *after = in ? src[2] : NULL; /* the bias, if it is added after the ranks' sum */
+    hpml_tensor *after = in ? src[2] : NULL; /* the bias, where that is added after the sum over ranks */
     hpml_act     act   = in ? HPML_ACT_NONE : d.activation;
     if (in) src[2] = NULL;
     hpml_node *n = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
@@ -7460,7 +7475,7 @@ HPMLI_FN void hpmli_permute_run(const hpml_run *run, hpml_node *n, bool backward
     const hpml_tensor *x = n->src[0], *y = n->out;
     const int32_t     *d = n->attr.permute.dims;
     hpml_tensor        read = backward ? *y : *x;
-    bool images = y->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1; /* as hpml_to_layout permutes */
+    bool images = y->ndim == 4 && d[0] == 0 && d[1] != 1 && d[2] == d[1] % 3 + 1; /* as by hpml_to_layout */
     if (images && !(backward && (n->accumulate[0] || !x->grad))) {
         hpmli_for_each_parallel(run, n, backward, y->shape[0], 1, hpmli_permute_image);
         return;
@@ -7641,7 +7656,7 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
     c->thread_floats  = (c->C + 1) * c->grids * c->grid_floats + c->OC * c->y_floats;
     c->thread_floats += hpmli_round_up((c->C + c->OC) * c->taps * c->lanes, 16);
     c->scratch_floats = c->sums * c->sum_floats + c->packed_floats + c->ctx->threads * c->thread_floats;
-    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
+    if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return; /* scratch has no memory yet, or no use */
     HPML_ASSERT((size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
     c->sum_space    = (float *)n->scratch;
     c->packed       = c->sum_space + c->sums * c->sum_floats;
@@ -7658,7 +7673,7 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     int64_t for_dx  = c->runs[0] * c->runs[1] * hpmli_round_up(c->run_floats, HPMLI_CONV_PANEL) * c->OC;
     int64_t band, forward, backward; /* floats of scratch memory for a thread */
     int64_t copies;                  /* floats of scratch memory for all threads together, if by_channels */
-    bool    keeps = n->state && n->state->keeps; /* forward passes only, with packed weights in other memory */
+    bool    keeps = n->state && n->state->keeps; /* true: no backward pass; packed weights are kept elsewhere */
     /* The rows of a tile are the pixels of one row of y or, where a row of y would fill only a fraction of a tile, the
        same pixel of several images. */
     c->images_forward = c->OW < HPMLI_CONV_NARROW ? hpmli_min(c->B, HPMLI_CONV_IMAGES) : 1;
@@ -7680,7 +7695,7 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     int64_t sums_packed = keeps ? 0 : c->sums * c->sum_floats + c->groups * c->packed_floats;
     c->scratch_floats = sums_packed + c->ctx->threads * c->thread_floats;
     if (c->by_channels && !keeps) c->scratch_floats += copies;
-    if (!n->scratch || n->attr.conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
+    if (!n->scratch || n->attr.conv.algorithm == HPML_CONV_IM2COL) return; /* scratch has no memory yet, or no use */
     c->thread_space = (float *)n->scratch + sums_packed;
     if (keeps) return;
     HPML_ASSERT((size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
@@ -7890,7 +7905,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
    y then is in the memory of z, and the op of the batchnorm does nothing. Kept memory, in floats: HPMLI_KEPT, whose
    first 8 bytes are the value of param_writes; with a batchnorm s and the bias; the weights s w, packed or, where
    kernels read them as they are, in the order of w, and then only if there is a batchnorm. */
-#define HPMLI_CONV_ROW 14 /* pixels of a row of y from which on a tile is full enough */
+#define HPMLI_CONV_ROW 14 /* rows of y with so many pixels fill a tile well enough */
 #define HPMLI_KEPT 16 /* floats: 64 bytes, so that the arrays behind are aligned */
 HPMLI_FN bool hpmli_conv_packs(const hpmli_conv *c)
 {
@@ -7930,9 +7945,9 @@ static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n)
 
 /* Where rows of y are shorter than a tile of pixels, a convolution that keeps its weights computes all rows of y as one
    row, so that tiles are full and weights are read less often; if the graph is planned for several images, a tile
-   has pixels of these instead. For this, the padded image of x is expanded: for each pixel of y, the numbers that it
-   reads. With a stride of 1 from row to row, only those of one row of the
-   kernel: the next row of the kernel reads the same, some rows of y later. The order of sums stays the same. */
+   has pixels of these instead. For this, the padded image of x is expanded to the numbers that each pixel of y reads,
+   pixel by pixel. With a stride of 1 from row to row, these are only the numbers for one row of the kernel, because the
+   next row of the kernel reads the same, some rows of y later. The order of sums stays the same. */
 static void hpmli_conv_expands(hpmli_conv *c)
 {
     const hpml_attr *a  = &c->n->attr;
@@ -8405,9 +8420,9 @@ HPMLI_FN void hpmli_grids_lists(const hpmli_conv *c)
     first[c->grids] = (int32_t)count;
 }
 
-/* What a task computes: units [u0, u1) of images [b0, b1), and its working memory. */
+/* What a task computes: units (adjacent groups of channels) [u0, u1) of images [b0, b1), and its memory. */
 typedef struct hpmli_grids_task {
-    int64_t b0, b1, u0, u1, step; /* step: images at once */
+    int64_t b0, b1, u0, u1, step; /* step: number of images computed at one time */
     float  *x, *y, *out, *w, *dw; /* grids of x, of dy and of results; weights; gradients of weights */
 } hpmli_grids_task;
 
@@ -8661,7 +8676,7 @@ HPMLI_FN void hpmli_pool_plane(const hpmli_work *w, int64_t plane, int thread HP
     bool     max = n->op == HPML_OP_MAX_POOL2D;
     int64_t  H = n->src[0]->shape[2], W = n->src[0]->shape[3], r0, r1, c0, c1;
     int64_t  OW = n->out->shape[3], size = n->out->shape[2] * OW;
-    int32_t *at = max ? (int32_t *)n->saved + plane * size : NULL; /* where each maximum is */
+    int32_t *at = max ? (int32_t *)n->saved + plane * size : NULL; /* offset in the plane of each window's maximum */
     float   *x  = (w->back ? n->src[0]->grad : n->src[0]->data) + plane * H * W;
     float   *y  = (w->back ? n->out->grad : n->out->data) + plane * size;
     bool     halves = max && kernel[0] == 2 && kernel[1] == 2 && n->attr.conv.stride[0] == 2;
@@ -8812,7 +8827,7 @@ typedef struct hpmli_bn_job {
     int64_t              B, C, P; /* samples, channels, pixels of a plane */
     double              *sums;    /* (C, 2) two sums of each channel, then N: of this rank or of all ranks */
     bool                 backward;
-    bool                 measure, apply; /* compute the sums; use the sums */
+    bool                 measure, apply; /* the task computes the sums; uses the sums */
 } hpmli_bn_job;
 
 /* Computes the sums of x and of (x - mean)^2 over channel c. `mean` is rounded to float, so both sums are computed in
@@ -8917,7 +8932,7 @@ HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backwa
 {
     const int64_t *y = n->out->shape; /* absent dimensions are 1 */
     bool           measure = run->train || backward, shared = run->sum && run->train;
-    if (n->state->folds) return HPML_OK; /* computed by the convolution before it */
+    if (n->state->folds) return HPML_OK; /* the convolution before has computed the result */
     hpmli_bn_job   j = { run, run->ctx->k, n, run->idle ? 0 : y[0], y[1], y[2] * y[3], (double *)n->scratch,
                          backward, measure, !shared };
     j.sums[2 * j.C]  = (double)(j.B * j.P);
@@ -9095,7 +9110,7 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
         if (from != to || add) w->k->vaxpby(to + at, 1, from + at, add ? 1.0f : 0.0f, c);
         return;
     }
-    for (int64_t i = 0; i < c; i += run_length) { /* the words of the elements' places in the whole */
+    for (int64_t i = 0; i < c; i += run_length) { /* words that belong to the elements' places in the whole */
         int64_t place = hpmli_whole_place(y, at + i, &run_length);
         w->k->random(HPMLI_WORDS, words + i, run->ctx->seed, stream,
                      run->sample * (uint64_t)sample + (uint64_t)place, hpmli_min(run_length, c - i));
@@ -9514,7 +9529,7 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thre
     *inverse = 1 / sum;
     *loss    = logf(sum) - (1 - s) * (x[label] - *max);
     if (s == 0) return;
-    double about[2] = { 0, 0 }; /* sums of x - max, and of its squares */
+    double about[2] = { 0, 0 }; /* sums of x - max and of (x - max)^2 */
     w->k->vmoments(about, NULL, x, *max, w->cols);
     *loss -= s * (float)(about[0] / (double)w->cols);
 }
@@ -9621,7 +9636,7 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
     own.backward      = hpmli_cross_entropy_back;
     own.keeps         = HPML_KEEP_SRC(0) | HPML_KEEP_SRC(1);
     own.one_number    = true;
-    own.saved_bytes   = (size_t)(3 * rows + 1) * sizeof(float); /* max, 1 / sum, loss of rows; 1 / counted */
+    own.saved_bytes   = (size_t)(3 * rows + 1) * sizeof(float); /* of each row max, 1 / sum, loss; 1 / (counted rows) */
     own.scratch_bytes = (size_t)(3 * rows) * sizeof(float);
     if (d.ignore_index == 0) d.ignore_index = HPML_IGNORE;
     if (logits->split[labels->ndim] == HPML_AXIS_TENSOR)
@@ -9735,7 +9750,7 @@ typedef struct hpmli_wrap {
     char           *at;                  /* memory of the f32 copies; NULL while planning */
     size_t          used;                /* bytes of the memory at `at` in use */
     int64_t         first, samples;      /* first sample and number of samples of the block */
-    bool            last;                /* this is the last block of the batch */
+    bool            last;                /* true: the last block of the batch */
     bool            on_device;           /* stored numbers are in a device's memory, so all arrays are copied */
     hpml_tensor     t[HPML_MAX_SRC + 1]; /* what the op gets as sources and, last, as result */
     hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
@@ -10104,7 +10119,7 @@ HPML_API hpml_tensor *hpml_custom_op(hpml_tensor *const *src, int count, const h
 
 HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, bool backward)
 {
-    hpml_node on_host = *node; /* with memory of the host */
+    hpml_node on_host = *node; /* a copy of the node, to which host memory is given */
     if (!node->state->host) node->state->host = (char *)hpmli_alloc(run->ctx, node->state->host_bytes);
     if (hpmli_failed(run->ctx)) return run->ctx->status;
     on_host.saved   = node->state->host;
@@ -10143,7 +10158,7 @@ enum { HPMLI_GROUP_COPY, HPMLI_GROUP_SUM, HPMLI_GROUP_SPLIT, HPMLI_GROUP_GATHER 
 typedef struct hpmli_group_op {
     const hpml_group *group;
     hpmli_transfer    forward, back;
-    hpmli_cut         cut; /* the part in the whole */
+    hpmli_cut         cut; /* where this rank's part lies in the whole */
 } hpmli_group_op;
 
 /* Runs the transfer `kind` of group op o, from the array `from` to the array `to`, which may be the same array for KEEP
@@ -10318,7 +10333,7 @@ HPMLI_FN void hpmli_clear_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_clear_job *j = (const hpmli_clear_job *)arg;
     size_t at = (size_t)task * HPMLI_CLEAR, end = j->bytes - at < HPMLI_CLEAR ? j->bytes : at + HPMLI_CLEAR;
-    for (size_t n; at < end; at += n) { /* an eighth at a time: it is still in the cache when it is zeroed */
+    for (size_t n; at < end; at += n) { /* zeroes an eighth at a time, which is still in the cache */
         n = end - at < HPMLI_CLEAR / 8 ? end - at : HPMLI_CLEAR / 8;
 #ifdef MADV_POPULATE_WRITE
         char *page = j->p + at + (4096 - (uintptr_t)(j->p + at) % 4096) % 4096;
@@ -10683,7 +10698,7 @@ static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpml
     const hpmli_rows *rows = u->param ? u->param->state->rows : NULL;
     j.o.correction1 = (float)(1 / (1 - pow((double)u->beta1, (double)u->step)));
     j.o.correction2 = (float)(1 / (1 - pow((double)u->beta2, (double)u->step)));
-    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* rows of d by 12: its tiles have 6 or 12 */
+    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* 12 rows or a multiple: tiles have 6 or 12 */
     if (u->opt == HPML_OPT_CUSTOM && u->custom->whole) j.piece = u->n;
     if (rows) hpmli_parallel(ctx, rows->count, hpmli_update_row_task, &j);
     else hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
@@ -11002,7 +11017,7 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
    number of updates, the place in the data. This section checks, plans and allocates all of it; >>step runs it. */
 
 typedef struct hpmli_named_array { /* an array of the user's that checkpoints save */
-    const char *name;   /* allocated with this struct, behind it */
+    const char *name;   /* the name, in memory behind this struct */
     float      *values; /* (count) in device memory */
     int64_t     count;
     struct hpmli_named_array *next;
@@ -11028,29 +11043,29 @@ struct hpml_trainer {
                                             device; NULL: parameters step where they are */
     hpml_update        *updates;         /* (param_count) the next step of each parameter, of what this rank keeps */
     int64_t             window[2];       /* floats of hpml_trainer_reserve: for values, for gradients */
-    float             **window_at[2];    /* where to write their address */
-    double             *norms;           /* (param_count, 2) for hooks `norms`; NULL: there was no such hook */
+    float             **window_at[2];    /* where to write the addresses of these floats */
+    double             *norms;           /* (param_count, 2) sums of squares, for hooks `norms`; NULL: no such hook */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
-    float              *best;            /* (2, rows) of an output split by classes: largest number; - its class */
+    float              *best;            /* (2, rows) of an output split by classes: each row's maximum; - its class */
     int32_t            *host_y;          /* host memory for a batch of labels */
     const void         *x, *y;           /* host: the batch, of which a graph with parts copies a slot's samples */
     float              *batch_out;       /* host memory for a batch of outputs of all parts; NULL: not evaluated yet */
-    bool                evaluating;      /* a hook `pass` runs for evaluate or predict */
+    bool                evaluating;      /* true: a hook `pass` runs for evaluate or predict */
     hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
     int                 running[2];      /* 1 + the set of hooks whose `run`, whose `update` is running; 0: none */
     int                 rank, ranks;
     int64_t             global_batch, grain; /* samples of all ranks; of a grain, see hpml_trainer_set_shard */
     int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
-    const int32_t      *labels;          /* host: labels of this micro-batch; NULL: its accuracy is not wanted */
+    const int32_t      *labels;          /* host: labels of this micro-batch; NULL: no accuracy is wanted */
     int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
     int64_t             step, epoch, epoch_step;
     int32_t             micro_batch;     /* micro-batches since the last update */
-    int64_t             first_batch_samples, samples_so_far; /* of this update: its first micro-batch; all of them */
+    int64_t             first_batch_samples, samples_so_far; /* samples: of an update's first micro-batch; of all */
     float               accumulate_weight; /* samples_so_far / (accumulate first_batch_samples): divides gradients */
     float               loss_scale;
     int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
-    hpmli_step_scalars  scalars;         /* the host's copy of what follows, as of hpmli_read_step_scalars */
+    hpmli_step_scalars  scalars;         /* host's copy of *device_scalars, by hpmli_read_step_scalars */
     hpmli_step_scalars *device_scalars;  /* results of a step on the device: t->loss->data */
     bool                wants_norm;      /* an update needs the norm of all gradients: clipping, dynamic loss scale */
     bool                norm_ready;      /* device_scalars holds this step's norm */
@@ -11762,7 +11777,7 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
     for (int i = part->from - part->input_count; i < part->to; i++) {
         const hpml_tensor *y = i < part->from ? part->inputs[i - part->from + part->input_count] : g->nodes[i]->out;
         bool               input = i < part->from;
-        if (!input && hpmli_is_collective(g->nodes[i])) break; /* would wait for the other ranks */
+        if (!input && hpmli_is_collective(g->nodes[i])) break; /* the op would wait for other ranks */
         if (!input && hpmli_run_node(g, &run, i, HPMLI_FORWARD) != HPML_OK) return ctx->status;
         const char *place = input ? "the data of" : "the result of";
         bool floats = y->dtype == HPML_DTYPE_F32 || hpmli_is_half(y->dtype);
@@ -11836,7 +11851,7 @@ HPMLI_FN hpml_status hpmli_apply_by_norms(hpml_trainer *t, int first_param, int 
         return hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "trainer: %s needs norms of tensors of which ranks have parts; on "
                           "\"%s\" take sgd, adam or adamw", row->name, ctx->backend->name);
     for (int i = first_param; i < first_param + param_count; i++)
-        hpmli_update_clip(&t->updates[i]); /* first, because the sums below replace the one that it reads */
+        hpmli_update_clip(&t->updates[i]); /* clips first, because the sums below replace the sum that clipping reads */
     for (int pass = 0; pass < 2; pass++) {
         bool sums = pass == 0 ? row->prepare != NULL : row->layer_ratio;
         if (pass == 1 && !row->direction) break;
@@ -12399,7 +12414,7 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     if (status == HPML_OK) status = hpmli_step_run(t, &s);
     if (status != HPML_OK) return status;
     status = hpmli_step_update(t);
-    t->ctx->param_writes++; /* hooks may have written */
+    t->ctx->param_writes++; /* hooks may have written to parameters */
     if (t->ctx->trace) hpmli_trace_stepped(t->ctx, s.number, s.traced_start, s.loss_known ? s.loss : (float)NAN);
     if (info && status == HPML_OK) hpmli_step_fill_info(t, &s, info);
     return status;
@@ -12469,7 +12484,7 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l); /* a hash of data and o
 typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts */
     double  start;   /* seconds, by hpml_now */
     int64_t samples, updates;
-    bool    is_last; /* in the last epoch of the call */
+    bool    is_last; /* true: the last epoch of the call */
     const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
 } hpmli_fit;
 
@@ -12771,7 +12786,7 @@ typedef struct hpmli_file {
     const char          *path;
     FILE                *in;    /* the open file; NULL: closed */
     const unsigned char *bytes; /* (size) the content, if the file was mapped or read as a whole; else NULL */
-    size_t               size;  /* of the file, in bytes */
+    size_t               size;  /* size of the file in bytes */
     bool                 mapped;
 #ifdef HPML_USE_ZLIB
     gzFile               gz;    /* reads a gzipped file; NULL: the file is plain */
@@ -13037,7 +13052,7 @@ HPMLI_FN void hpmli_write_data(hpmli_writer *w, const void *data, size_t size)
 HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
-    bool renamed = false; /* the file has its final name */
+    bool renamed = false; /* true: the file has its final name */
     if (good && !w->direct) good = hpmli_file_sync(w->f); /* the data must be on the disk before the rename */
     if (!good && !w->error) w->error = errno ? errno : EIO;
     if (fclose(w->f) != 0 && good) {
@@ -13140,7 +13155,7 @@ HPMLI_FN const char *hpmli_parse_number(const char *p, const char *end, double *
 {
     const double slack = 1.0 / ((int64_t)1 << 50);
     uint64_t     w = 0; /* the first 19 digits of the number */
-    int64_t      exponent = 0, given = 0, decimals = 0; /* of w; after the e; digits after the point */
+    int64_t      exponent = 0, given = 0, decimals = 0; /* power of ten of w; number after e; digits after the point */
     int          digits = 0;
     bool         any = false, point = false, cut = false, below = false, negative = p < end && *p == '-';
     if (p < end && (*p == '-' || *p == '+')) p++;
@@ -13619,7 +13634,7 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
    data would be lost silently if it were skipped as a header. */
 HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
 {
-    static const char nonfinite[][4] = { "nan", "inf" }; /* here also numbers; as data, errors later */
+    static const char nonfinite[][4] = { "nan", "inf" }; /* numbers here, so no header; errors as data */
     const char *start = c->p, *text, *stop;
     bool        more = true, numbers = false, words = false;
     double      v;
@@ -13658,7 +13673,7 @@ HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s) /* parses a line int
 {
     const char *text, *stop;
     int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
-    bool        more = true, fits = s && s->d.count < c->capacity; /* no memory: the row has too few fields */
+    bool        more = true, fits = s && s->d.count < c->capacity; /* no memory: rows had too few fields */
     bool        first = !c->names && (!s || s->d.count == 0); /* the user may have meant this line as a header */
     for (; more; column++) {
         double v = 0;
@@ -14890,7 +14905,7 @@ HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array
 typedef struct hpmli_array {
     const hpml_tensor *param; /* NULL: a named state */
     hpml_array         which;
-    bool               nonnegative; /* its numbers are sums or means of squares */
+    bool               nonnegative; /* true: the numbers are sums or means of squares */
     float             *values;
 } hpmli_array;
 
@@ -14900,14 +14915,14 @@ typedef struct hpmli_array {
 typedef struct hpmli_arrays {
     hpml_ctx        *ctx;
     hpml_trainer    *trainer; /* NULL: parameters only */
-    hpml_safetensor *t;     /* (count) as in the file, without data. First in the memory of all these arrays */
+    hpml_safetensor *t;     /* (count) entries as in the file, without data; first in the memory of all these arrays */
     hpmli_array     *of;    /* (count) */
     float           *host;  /* host memory for the largest array */
     float           *work;  /* for two more */
     uint32_t        *sums;  /* (count) CRC-32C of each array's data */
     char            *names; /* (count, HPMLI_ARRAY_NAME) names */
     int              count, done; /* done: arrays that were read */
-    hpml_dtype       dtype; /* of the data in the file */
+    hpml_dtype       dtype; /* type of the data in the file */
 } hpmli_arrays;
 
 /* Adds the array `of`, of the given shape, to the list `a`; returns the memory to which the caller writes its name. */
@@ -14930,12 +14945,12 @@ HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const
 HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which)
 {
     const int k     = (int)which - HPML_ARRAY_STATE;
-    int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* not those recorded later */
+    int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* without any recorded later */
     for (int i = 0; i < count; i++) {
         const hpml_tensor *p  = a->ctx->params[i];
         hpmli_array        of = { p, which, false, NULL };
         int64_t            whole[HPML_MAX_DIMS];
-        if (!hpmli_param_has(a->trainer, p, which)) continue; /* the optimizer does not step it */
+        if (!hpmli_param_has(a->trainer, p, which)) continue; /* the optimizer does not step p */
         if (k >= 0) of.nonnegative = a->trainer->optimizer->states[k].nonnegative;
         hpml_param_whole(p, whole);
         char *name = hpmli_arrays_add(a, of, p->ndim, whole);
@@ -15246,7 +15261,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
    that hpml_trace_save writes is in Chrome's trace format: an array with one event a line, and times in
    microseconds. */
 struct hpmli_trace {
-    hpml_trace_desc  d;         /* the user's, with defaults in place of zeros */
+    hpml_trace_desc  d;         /* the user's desc, with defaults in place of zeros */
     bool             at_first;  /* time 0 of the file is the start of the first event */
     int64_t          count;     /* atomic: events added since the start, also those overwritten */
     bool             paused;    /* the current step is not one of the steps to be traced */
@@ -15720,7 +15735,7 @@ typedef uint64x2_t  HV(u64);
 HPMLI_VEC_INLINE HV(f32) HV(as_floats)(HV(u32) u) { HV(f32) a; memcpy(&a, &u, sizeof a); return a; }
 HPMLI_VEC_INLINE HV(u32) HV(as_words)(HV(f32) a) { HV(u32) u; memcpy(&u, &a, sizeof u); return u; }
 typedef HV(f32) HV(floats_anywhere) __attribute__((aligned(4)));
-typedef HV(u32) HV(words_anywhere) __attribute__((aligned(HV_LANES == 1 ? 4 : 1))); /* 1: words at odd addresses */
+typedef HV(u32) HV(words_anywhere) __attribute__((aligned(HV_LANES == 1 ? 4 : 1))); /* 1: at any address */
 HPMLI_VEC_INLINE HV(u32) HV(load_words)(const uint32_t *p) { return *(const HV(words_anywhere) *)p; }
 HPMLI_VEC_INLINE void HV(store_words)(uint32_t *p, HV(u32) a) { *(HV(words_anywhere) *)p = a; }
 HPMLI_VEC_INLINE HV(f32) HV(load)(const float *p) { return *(const HV(floats_anywhere) *)p; }
@@ -15916,7 +15931,7 @@ HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a)
 }
 HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a)
 {
-    HV(f32) i = HV(as_floats)((HV(u32))HPMLI_MM(cvtps_epi32)(a)); /* out of range: INT32_MIN */
+    HV(f32) i = HV(as_floats)((HV(u32))HPMLI_MM(cvtps_epi32)(a)); /* numbers out of range become INT32_MIN */
     i = HV(if_ge)(a, HV(set1)(2147483648.0f), HV(as_floats)((HV(u32))HPMLI_MM(set1_epi32)(INT32_MAX)), i);
     i = HV(if_eq)(a, a, i, HV(set1)(0));
     memcpy(p, &i, sizeof i);
@@ -16770,14 +16785,14 @@ typedef struct hpmli_tile_run {
     int64_t ldc;           /* floats from one row of C to the next */
     int64_t prefetch_rows; /* rows of C to prefetch for each tile, or 0 */
     int     add;           /* true: the sums are added to C, else replace it */
-    int64_t cols;          /* columns of a panel: 1 vector, maybe partial, or more than HV_LANES (nv - 1) */
+    int64_t cols;          /* columns of a panel, which fill nv vectors; the last one may be partial */
     float  *packed;        /* NULL, or where the first tile of a panel packs that panel of B while it computes */
 } hpmli_tile_run;
 /* The operations on C that follow the product: C = alpha (A B) + beta C + bias, or 0 where that is negative (relu). */
 typedef struct hpmli_gemm_epilogue {
     float        alpha, beta;
     const float *bias_row; /* added to the elements of each row: one number for each row, or NULL */
-    const float *bias_col; /* one number for each column, or NULL */
+    const float *bias_col; /* added to the elements of each column: one number for each column, or NULL */
     int          relu;
 } hpmli_gemm_epilogue;
 /* A tile function computes tiles of C = A B over kc values of k, the summed index: A is at a, a_row floats from row to
@@ -17000,7 +17015,7 @@ typedef struct hpmli_gemm_block {
 /* A panel: columns of Q, the right operand, that form the width of a tile. */
 typedef struct hpmli_gemm_panel {
     int64_t col, cols;  /* columns [col, col + cols) of Q */
-    int64_t count;      /* so many panels of this width, side by side */
+    int64_t count;      /* number of panels of this width, side by side */
     float  *packed;     /* space for the packed panel: (k, cols rounded up to vectors) */
     bool    is_packed;  /* true: the panel was packed for an earlier block of rows */
 } hpmli_gemm_panel;
@@ -17587,7 +17602,7 @@ HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t
    that the mean of equal elements is exact: a row that was quantized once is quantized again without loss. */
 #define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_LANES) /* registers that make up the 16 lanes of an accumulator */
 
-typedef struct HV(onebit_acc) { /* [0]: of elements below zero, [1]: of the others */
+typedef struct HV(onebit_acc) { /* of the elements below zero [0] and of the others [1] */
     HV(f32) sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
 } HV(onebit_acc);
 
@@ -17597,7 +17612,7 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
 {
     HV(f32)  zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
     uint32_t bits = 0, valid = (1u << c) - 1;
-#if HV_LANES > 1 /* 16 single numbers stay a loop */
+#if HV_LANES > 1 /* scalar code keeps the loop over 16 numbers */
     HPMLI_UNROLL
 #endif
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
@@ -17638,7 +17653,8 @@ HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e
         int64_t end = n - i < HPMLI_ONEBIT_CHUNK ? n : i + HPMLI_ONEBIT_CHUNK;
         HPMLI_UNROLL
         for (int u = 0; u < HPMLI_ONEBIT_V; u++) a.sum[0][u] = a.sum[1][u] = HV(zero)();
-        for (; i < end; i += HPMLI_ONEBIT_LANES) { /* two calls, so that whole steps are compiled without checks of c */
+        /* onebit_step stands twice: inlined with a constant count, a whole step has no checks for missing elements */
+        for (; i < end; i += HPMLI_ONEBIT_LANES) {
             float   *ei = e ? e + i : NULL;
             uint32_t m  = end - i >= HPMLI_ONEBIT_LANES ? HV(onebit_step)(&a, ei, g + i, HPMLI_ONEBIT_LANES)
                                                         : HV(onebit_step)(&a, ei, g + i, end - i);
@@ -17653,7 +17669,7 @@ HPMLI_KERNEL void HV(onebit_scan)(hpmli_onebit_row *row, uint8_t *bits, float *e
             row->sum[side] += (double)HV(sum_lanes)(a.sum[side][0]);
         }
     }
-    if ((n + 15) / 16 % 2) bits[(n + 15) / 16 * 2] = bits[(n + 15) / 16 * 2 + 1] = 0; /* up to whole 32-bit words */
+    if ((n + 15) / 16 % 2) bits[(n + 15) / 16 * 2] = bits[(n + 15) / 16 * 2 + 1] = 0; /* fills a 32-bit word */
     for (int side = 0; side < 2; side++) {
         HPMLI_UNROLL
         for (int u = 1; u < HPMLI_ONEBIT_V; u++) {
@@ -17730,7 +17746,7 @@ HPMLI_VEC_INLINE uint32_t HV(twobit_step)(HV(f32) *nan, float *e, const float *g
 {
     HV(f32)  t = HV(set1)(threshold), zero = HV(zero)();
     uint64_t bits = 0; /* 16 bits `t or more`, and from bit 32 on 16 bits `-t or less` */
-#if HV_LANES > 1 /* 16 single numbers stay a loop */
+#if HV_LANES > 1 /* scalar code keeps the loop over 16 numbers */
     HPMLI_UNROLL
 #endif
     for (int u = 0; u < HPMLI_TWOBIT_WORD; u += HV_LANES) {
@@ -17743,7 +17759,7 @@ HPMLI_VEC_INLINE uint32_t HV(twobit_step)(HV(f32) *nan, float *e, const float *g
         bits |= (uint64_t)HV(sign_bits)(v - t) << u | (uint64_t)HV(sign_bits)(-t - v) << (32 + u);
         *nan = HV(fma)(v, zero, *nan);
     }
-    bits |= bits << 32; /* from bit 32 on: is sent */
+    bits |= bits << 32; /* bit 32 + i: element i is sent, as t or as -t */
     bits = (bits | bits << 8) & UINT64_C(0x00ff00ff00ff00ff); /* bit i of both halves moves to bit 2 i */
     bits = (bits | bits << 4) & UINT64_C(0x0f0f0f0f0f0f0f0f);
     bits = (bits | bits << 2) & UINT64_C(0x3333333333333333);
@@ -17755,7 +17771,8 @@ HPMLI_VEC_INLINE uint32_t HV(twobit_step)(HV(f32) *nan, float *e, const float *g
 HPMLI_KERNEL bool HV(twobit_encode)(uint8_t *packed, float *e, const float *g, float threshold, int64_t n)
 {
     HV(f32) nan = HV(zero)();
-    for (int64_t i = 0; i < n; i += HPMLI_TWOBIT_WORD) { /* two calls: whole words are compiled without checks of c */
+    /* twobit_step stands twice: inlined with a constant count, a whole word has no checks for missing elements */
+    for (int64_t i = 0; i < n; i += HPMLI_TWOBIT_WORD) {
         float   *ei = e ? e + i : NULL;
         uint32_t m  = n - i >= HPMLI_TWOBIT_WORD ? HV(twobit_step)(&nan, ei, g + i, threshold, HPMLI_TWOBIT_WORD)
                                                  : HV(twobit_step)(&nan, ei, g + i, threshold, n - i);
@@ -17945,7 +17962,7 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         return;
     }
     for (int64_t p = 0; p < plane; p += HV_LANES) {
-        float  *to[HV_LANES]; /* where each pixel's channels go */
+        float  *to[HV_LANES]; /* address to which each pixel's channels are written */
         int64_t n = plane - p < HV_LANES ? plane - p : HV_LANES;
         for (int64_t i = 0; i < n; i++) {
             to[i] = image + row * pitch + col * channels;
@@ -18303,7 +18320,7 @@ static const hpmli_kernels HV(kernels) = {
 /* Returns the kernels called `name` (NULL: the fastest) that this CPU runs; NULL: there are none of that name. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
-    const hpmli_kernels *sets[3]; /* those that this CPU runs, the fastest first */
+    const hpmli_kernels *sets[3]; /* kernels that this CPU runs, the fastest first */
     int                  count = 0;
 #if defined(HPMLI_EDITOR) /* an editor knows only the scalar pass */
 #elif defined(HPMLI_HAVE_X86)

@@ -47,23 +47,33 @@
 //     world           the ranks that are threads of one process
 //     node            a machine, or a set of ranks that is treated as one, with one network card
 //     communicator    a set of ranks that exchange messages, as one of them sees it; hangs on that rank's context
-//     part            a communicator made of some ranks of another one (sub-communicator)
+//     part            a communicator made of some ranks of another one (sub-communicator); of a parameter or another
+//                     tensor: the block of it that one rank has
 //     twin            a part with all ranks, which a background thread uses
 //     transport       the functions that move messages: THREADS, MPI, CLOCK or your own
 //     message         a send or a receive between two ranks, from its start until it is done
+//     inbox           THREADS and CLOCK: where the sends to a rank are kept until the rank receives them
 //     tag             number that a send and its receive have in common; other tags do not match
 //     peer            the other rank of a message
 //     lost            of a rank, with .survive: has failed, left, or sent nothing until a deadline (hpml_comm_lost)
 //     link            latency and bandwidth between two ranks; device link: functions that move arrays between devices
 //     collective      an operation that all ranks of a communicator call, in the same order: allreduce, broadcast, ...
+//     course          the rounds of a collective, as one rank executes them
 //     round           one step of a collective: at most one send and one receive on each rank. Of servers: a step that
 //                     all workers, or the drawn clients, make together
 //     deadline        hpml_now() at which a wait gives up with an error; a busy rank extends those of its peers
+//     hand over       THREADS: of a send and its receive, the rank that comes second copies the array and ends both
 //     control message MPI: a short message by which a rank announces that it failed, left, waits or is busy
-//     header          first 8 bytes of a packed message: a tensor and a rank with a NaN or infinity; 0: none
+//     header          first 8 bytes of a packed message: a tensor and a rank with a NaN or infinity; 0: none. With
+//                     servers: the message with which a request or an answer begins
 //     virtual time    seconds on the clocks of CLOCK and of the simulator: computing and links advance them
 //     job             work in the background, waited for once
 //     bucket          gradients that are exchanged together while the backward pass still runs
+//     hook            a callback of the trainer: around a step, before an op, when a gradient is final (hpml_hooks)
+//     span            an interval with a name on the timeline; lane: a row of spans on the timeline
+//     factors         x and dz of a dense layer; the gradient of its weight is their product dz^T x
+//     row             the elements along a tensor's last dimension; of a report: one step of one rank (hpml_step_row)
+//     sparse table    the weight of an embedding with .sparse, whose gradient is a few of its rows
 //     strategy        what ranks exchange, when, and what the optimizer gets (>>strategies)
 //     form            one of several ways to run a strategy, as .exact and .delayed of sync
 //     shard           the part of a bucket that one rank of a node adds up
@@ -77,14 +87,26 @@
 //     phase, team     part of an algorithm: rounds of one kind; the ranks that take part in it
 //     plan            how a training is spread over ranks: hpml_plan, one struct
 //     mesh, axis      the ranks of a plan as a block; its dimensions data, pipe, tensor, sequence, expert (>>api-mesh)
+//     group           the ranks along one axis, and the functions by which they communicate (hpml_group); THREADS: the
+//                     inboxes of all ranks of a communicator
 //     replicas        ranks that have the same whole parameters and average their gradients
 //     halo            pixels of the neighbouring ranks' blocks around a rank's block of an image
 //     expert          one of several dense networks of which each token uses one or two; token: a row of features
-//     place           of experts: a row of an expert's batch, which one token may take
+//     place           of a rank: its number, from 0, on its node or along an axis; of experts: a row of an expert's
+//                     batch, which one token may take
 //     rule            of layout: the axis that splits a named dimension
 //     pipeline        ranks that have consecutive stages of one model
 //     stage, piece    the part of a model that one rank of a pipeline has; consecutive layers that run together: one
-//                     piece is a stage, or several, chunks of the model that do not follow each other, are one
+//                     piece is a stage, or several, chunks of the model that do not follow each other, are one.
+//                     piece, elsewhere: the bytes of a message, or of an array, that are sent or added at one time;
+//                     of servers: rows of a parameter that are packed together
+//     edge            of a pipeline: a tensor that one piece of the model computes and another one reads
+//     slot            of a pipeline: memory for the activations of one micro-batch; shard 2, 3: memory for one bucket
+//     range           of a phase: the elements of the array that it sends or adds; of a server: the trained floats that
+//                     this server keeps
+//     push, pull      requests of a worker to a server: take this gradient (or values) and answer; answer
+//     meeting         strategies local, block and elastic: an exchange of parameters by all ranks, every .period steps;
+//                     centre: parameters that the ranks have in common, beside their own
 //     micro-batch     samples of a batch that go through a pipeline together
 //     bubble          the share of time for which the ranks of a pipeline are idle
 //
@@ -201,7 +223,7 @@ typedef enum hpml_transport_kind {
     HPML_TRANSPORT_THREADS = 0, /* ranks are threads of this process; messages are copied once, from array to array; a
                                    send of up to 256 bytes is copied and done at once */
     HPML_TRANSPORT_MPI     = 1, /* ranks are processes that mpiexec started; needs HPML_USE_MPI and mpicc */
-    HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: one runs at a time, in the order of its clock; replayable */
+    HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: the one whose clock is behind runs; repeatable */
 } hpml_transport_kind;
 
 /* A link: bytes arrive after latency + bytes / bandwidth, one message after another. Zero: the link takes no time. */
@@ -219,8 +241,8 @@ typedef struct hpml_network {
     bool          spread;         /* rank r is on node r % nodes, not r / ranks_per_node */
     hpml_link     inside, between; /* links within and between nodes */
     const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1. Not copied */
-    double        jitter;         /* CLOCK: each computation takes up to 1 + jitter times as long, by chance, ... */
-    uint64_t      seed;           /* ... which repeats with the seed */
+    double        jitter;         /* CLOCK: each computation takes up to 1 + jitter times as long, at random */
+    uint64_t      seed;           /* seed of the random numbers for .jitter, which repeat with the seed */
     const int32_t *node;          /* (ranks) the node of each rank, numbered from 0 without gaps, for example as a
                                      scheduler placed them; replaces ranks_per_node and spread. NULL: these two decide.
                                      Not copied; not for MPI */
@@ -230,15 +252,15 @@ typedef struct hpml_comm_desc {
     uint32_t            _begin;
     hpml_transport_kind transport;
     const struct hpml_transport *custom; /* your own transport, used instead of .transport; NULL: none. Not copied */
-    void               *custom_user;  /* given to it, see hpml_comm_state */
+    void               *custom_user;  /* given to the transport .custom: see hpml_comm_state */
     hpml_world         *world;    /* THREADS, CLOCK: required, the same for all ranks */
     int32_t             rank;     /* THREADS, CLOCK, custom: number of this rank; MPI: MPI's own */
     int32_t             ranks;    /* custom: number of ranks, at least 1; THREADS, CLOCK, MPI: known to the transport */
     void               *mpi_comm; /* MPI: points to an MPI_Comm, which is duplicated; NULL: MPI_COMM_WORLD */
     int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory. custom: 0: all on one node */
     double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK has no deadlines */
-    bool                check;    /* for debugging: compare collectives on all ranks first (kind, count, type, order) */
-    bool                survive;  /* same on all ranks: a lost rank ends its own messages alone, see hpml_comm_lost */
+    bool                check;    /* for debugging: ranks compare each collective first (kind, count, type, order) */
+    bool                survive;  /* same on all ranks: a lost rank ends only its own messages: see hpml_comm_lost */
     uint32_t            _end;
 } hpml_comm_desc;
 
@@ -278,10 +300,10 @@ typedef struct hpml_launch_desc {
     hpml_transport_kind transport;
     int32_t             ranks;     /* THREADS, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
     hpml_network        network;   /* MPI: only ranks_per_node is used */
-    double              timeout;   /* as in hpml_comm_desc, like the next two */
+    double              timeout;   /* this field and the next two: as in hpml_comm_desc */
     bool                check;
     bool                survive;
-    hpml_ctx_desc       ctx;       /* of every rank; threads 0: the process's cores divided by the ranks */
+    hpml_ctx_desc       ctx;       /* desc of every rank's context; threads 0: the process's cores / ranks */
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
     const struct hpml_plan *plan;  /* given to hpml_comm_set_plan on every rank before `fn` is called; NULL: HPML_PLAN
                                       in the environment is, if it splits the model */
@@ -341,7 +363,7 @@ typedef struct hpml_counters {
     double  seconds;       /* spent in collectives, waiting included */
 } hpml_counters;
 HPML_API void    hpml_comm_counters(const hpml_comm *c, hpml_counters *out);
-HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer); /* sent to `peer` alone; 0: no such rank */
+HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer); /* messages sent to `peer`; 0: no such rank */
 HPML_API int64_t hpml_comm_bytes_to(const hpml_comm *c, int peer);
 HPML_API void    hpml_comm_counters_reset(hpml_comm *c);
 
@@ -366,17 +388,17 @@ typedef union hpml_message_state {
 /* A send or a receive in flight. The struct is the caller's: it and the array stay untouched until hpml_wait returns.
    (MPI: after an error, an array that was being sent must stay until the process ends.) */
 typedef struct hpml_message {
-    int                  peer, tag;    /* rank in the communicator; 0 to HPML_TAG_MAX, or a collective's above that */
+    int                  peer, tag;    /* peer's rank in the communicator; tag: above HPML_TAG_MAX a collective's */
     bool                 receiving;
-    bool                 done;         /* another thread that sets it does so with release order, as its last access */
+    bool                 done;         /* another thread that sets it does so with release order, then leaves m alone */
     hpml_status          status;       /* valid when done */
     char                *data;
     size_t               bytes;
-    void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: NULL: copy */
+    void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: adds; NULL: copies */
     double               arrival;      /* seconds of hpml_comm_now at which a message arrives or did; 0: not known */
     hpml_message_state   state;        /* the transport's */
-    struct hpml_comm    *owner;        /* communicator on which it was begun */
-    struct hpml_message *next;         /* private: a receive that was begun before this one and is not yet done */
+    struct hpml_comm    *owner;        /* communicator on which the message was begun */
+    struct hpml_message *next;         /* private: the next pending receive in a list, begun before this one */
 } hpml_message;
 HPML_API hpml_status hpml_isend(hpml_comm *c, int to, int tag, const void *data, size_t bytes, hpml_message *m);
 HPML_API hpml_status hpml_irecv(hpml_comm *c, int from, int tag, void *data, size_t bytes, hpml_message *m);
@@ -434,11 +456,11 @@ typedef struct hpml_transport {
        does not sleep). Entries of m that are NULL or done are skipped; hpml_wait calls block with one message. Where
        `block` is NULL, waits sleep for 30 us instead. */
     void (*block)(hpml_comm *c, hpml_message *const *m, int count, double until);
-    void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: a wait for m, in which block was called, is over */
+    void (*unblock)(hpml_comm *c, hpml_message *m); /* optional: a wait for m that called block is over */
     /* Required, after an error: gives m up, so that neither m nor its array is used afterwards. Sets m->done. */
     void (*abandon)(hpml_comm *c, hpml_message *m);
 
-    void (*announce_failure)(hpml_comm *c, const char *text); /* optional: this rank has failed: ends others' waits */
+    void (*announce_failure)(hpml_comm *c, const char *text); /* optional: ends waits for this rank, which failed */
     void (*announce_busy)(hpml_comm *c, double seconds); /* optional: extends others' deadlines, see hpml_comm_busy */
     /* Optional, called after the deadline of m: returns the rank at the end of the chain of waits that begins with m's
        peer, and sets *busy to the hpml_now() until which that rank is busy; -1: a rank has failed, as the next test of
@@ -452,14 +474,14 @@ typedef struct hpml_transport {
     /* Optional: runs algorithm HPML_NATIVE. element is an hpml_element, reduce an hpml_reduce; for HPML_MEAN computes
        the sum, which the caller divides. */
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int element, int reduce);
-    bool (*shares_core)(hpml_comm *c, int peer);   /* optional: the peer needs this core: hpml_wait does not spin */
+    bool (*shares_core)(hpml_comm *c, int peer);   /* optional: the peer runs on this core: hpml_wait must not spin */
     bool (*has_delay)(const hpml_comm *c);   /* optional: messages take time that a computation can hide; NULL:
                                                 messages between nodes do */
     bool (*is_concurrent)(const hpml_comm *c); /* optional: a part of c may be used by another thread at the same time;
                                                   false: background work is done at once. NULL: true */
     bool   one_process; /* all ranks share this machine's cores, whatever their nodes */
     size_t piece;       /* bytes: AUTO sums larger arrays in pieces of this size, which stay in the caches; 0: whole */
-    double alpha, beta; /* typical seconds a message, seconds a byte, from which AUTO starts; 0: 2e-6, 0.25e-9 */
+    double alpha, beta; /* AUTO's first guess: seconds for a message, for a byte; 0: 2e-6, 0.25e-9 */
     const struct hpmlc_schedule *schedule; /* private to THREADS and CLOCK: how a process's threads take turns */
 } hpml_transport;
 
@@ -493,7 +515,7 @@ typedef enum hpml_algorithm {
     HPML_ALGORITHM_NONE = -1, /* hpml_algorithm_find: no algorithm has this name */
     HPML_AUTO = 0, HPML_CENTRAL, HPML_TREE, HPML_RING, HPML_BUTTERFLY, HPML_HALVING, HPML_HIERARCHICAL, HPML_NATIVE,
     HPML_PAIRWISE,
-    HPML_ALGORITHM_COUNT /* not an algorithm: how many words there are from AUTO on */
+    HPML_ALGORITHM_COUNT /* not an algorithm: the number of algorithms, AUTO included */
 } hpml_algorithm;
 HPML_API const char    *hpml_algorithm_name(hpml_algorithm a);
 HPML_API hpml_algorithm hpml_algorithm_find(const char *name); /* "ring", ...; else HPML_ALGORITHM_NONE */
@@ -544,8 +566,8 @@ HPML_API hpml_status hpml_barrier(hpml_comm *c);
 typedef struct hpml_move { /* what one rank does in one round */
     int     to, from;                  /* ranks; -1: none */
     int64_t send_at, send_count;       /* elements sent: the first one and how many */
-    int64_t receive_at, receive_count; /* elements received, ... */
-    bool    add;                       /* ... and added to the array; else they replace its elements */
+    int64_t receive_at, receive_count; /* elements received: the first one and how many */
+    bool    add;                       /* received elements are added to the array's; else they replace these */
 } hpml_move;
 /* Computes one move of an allreduce, for programs that draw, count or simulate them: what rank `rank` of p does in
    round `round`, with n elements in all. False when the algorithm has no such round. */
@@ -553,7 +575,7 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
                                   hpml_move *out);
 
 /* Work in the background: a thread of the communicator runs the jobs on a twin of the communicator, in the order in
-   which they were started, which must be the same on all ranks (where it is not: hpml_exchange_ready). The array must
+   which they were started, which must be the same on all ranks (hpml_exchange_ready allows others). The array must
    stay untouched until hpml_job_wait has returned. Wait for each job exactly once, because jobs are reused. Without
    threads (HPML_NO_THREADS, MPI_THREAD_SINGLE) a job runs when it is started. The thread allocates with the context's
    allocator, which must therefore be thread-safe. */
@@ -568,7 +590,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j);
 // ---------------------------------------------------------------------------------------------------------------------
 /* One array of a model: (rows, cols) row-major; a vector has 1 row. Codecs work along rows (>>api-codec). */
 typedef struct hpml_gradient {
-    const char *name; /* for errors, saved residuals and the timeline; not copied, keep it; NULL: its number */
+    const char *name; /* in errors, saved residuals and the timeline; must live on; NULL: the array's number */
     float      *data; /* (rows, cols) */
     int64_t     rows, cols;
 } hpml_gradient;
@@ -586,10 +608,10 @@ typedef struct hpml_exchange_desc {
     uint32_t             _begin;
     int32_t              count;      /* number of tensors: required */
     const hpml_gradient *tensors;    /* (count), same order and shapes on all ranks; copied, but for their names */
-    hpml_codec_desc      codec;      /* how gradients shrink */
+    hpml_codec_desc      codec;      /* the codec that packs gradients */
     hpml_reduce          reduce;     /* SUM or MEAN over ranks */
-    hpml_algorithm       algorithm;  /* of the plain allreduce */
-    int32_t              leaves;     /* contributions of this rank; 0: 1. See `exact` of hpml_distribute */
+    hpml_algorithm       algorithm;  /* for the allreduce of plain tensors */
+    int32_t              leaves;     /* contributions of this rank; 0: 1. More with exact sums: hpml_plan.exact */
     int64_t              leaf_step;  /* contribution l of a tensor is at data + l * leaf_step; the result: at l = 0 */
     int64_t              fuse_bytes; /* plain tensors, end to end, are cut into sums of this many bytes; 0: one sum */
     /* Optional, called on the sum of all ranks' contributions to rows of a stripe, before the sum is packed (between
@@ -609,7 +631,7 @@ HPML_API void           hpml_exchange_free(hpml_exchange *x); /* optional */
    infinity become zero, and the context stays usable: the caller skips this step. Plain tensors are added without a
    check: the optimizer's update checks them. */
 HPML_API hpml_status hpml_exchange_run(hpml_exchange *x);
-HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* in the background; hpml_job_wait */
+HPML_API hpml_job   *hpml_exchange_start(hpml_exchange *x); /* runs x in the background until hpml_job_wait */
 /* An exchange where ranks finish tensors in different orders, as in Horovod: call it once a run for each tensor, when
    that tensor is ready. In the background ranks agree on which tensors are ready on all ranks; a fused sum begins when
    all of its tensors are, so bits do not depend on the order; tensors that a codec packs travel last. Returns the job
@@ -631,7 +653,7 @@ HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row,
    `check` waits on the host. All ranks make the same calls. Errors stand on the context. */
 typedef struct hpml_device_link {
     void *user; /* first argument of all functions */
-    hpml_status (*begin)(void *user); /* later calls run after the work that the device was given before */
+    hpml_status (*begin)(void *user); /* the calls that follow run after all work that the device has now */
     hpml_status (*allreduce)(void *user, float *x, int64_t n, bool mean); /* sum or mean, in place */
     /* Sends bytes [sent_at[r], sent_at[r + 1]) of `sent` to each other rank r or, with `same`, to all other ranks the
        bytes that this range has for r = this rank's own number; receives from each other rank r into bytes
@@ -639,8 +661,8 @@ typedef struct hpml_device_link {
     hpml_status (*swap)(void *user, const void *sent, const size_t *sent_at, bool same, void *received,
                         const size_t *received_at);
     hpml_status (*end)(void *user);
-    hpml_status (*wait)(void *user);  /* later work of the device runs after all calls that have ended */
-    hpml_status (*check)(void *user); /* the host waits until the calls are done, or an error, or a deadline */
+    hpml_status (*wait)(void *user);  /* work that the device gets from now on runs after the calls up to `end` */
+    hpml_status (*check)(void *user); /* waits on the host until the calls are done; a deadline is an error */
     hpml_status (*scale)(void *user, float *x, int64_t n, float times, float by); /* x * times / by, in place, as work
                                                                                      of the device, not of the link */
     void (*free)(void *user);         /* optional: called when the communicator is freed or gets another link */
@@ -648,13 +670,13 @@ typedef struct hpml_device_link {
        rank's place on every node. Each rank adds up a share of its node's gradients; messages over `across` then add up
        the same share of all nodes. */
     hpml_comm *across;
-    float *(*stage)(void *user, int64_t n); /* memory on the host; freed with the link */
+    float *(*stage)(void *user, int64_t n); /* returns n floats of host memory, freed with the link */
     /* Block r of x is elements at[r] to at[r + 1] - 1. reduce_scatter: the rank at place r of the node gets block r of
        the node's sum, and copies it to `stage`. allgather: copies `stage` to this rank's block of x, and all ranks of
        the node get all blocks. Each of the two functions does the work of `begin` and `end` itself. */
     hpml_status (*reduce_scatter)(void *user, float *x, const int64_t *at, float *stage);
     hpml_status (*allgather)(void *user, float *x, const int64_t *at, const float *stage);
-    hpml_status (*landed)(void *user, float *stage); /* any thread waits for the copy; no error on the context */
+    hpml_status (*landed)(void *user, float *stage); /* waits for the copy; for any thread: sets no context's error */
 } hpml_device_link;
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
@@ -667,8 +689,8 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 typedef enum hpml_topology {
     HPML_TOPOLOGY_RING = 0, /* rank i with i - 1 and i + 1 */
     HPML_TOPOLOGY_WHEEL,    /* the ring of ranks 1 to p - 1, and rank 0 with all of them */
-    HPML_TOPOLOGY_PAIRS,    /* other random pairs in each step, with weights 1/2 and 1/2 */
-    HPML_TOPOLOGY_ALL       /* all ranks with all others: one step is the mean */
+    HPML_TOPOLOGY_PAIRS,    /* random pairs, new ones in each step, with weights 1/2 and 1/2 */
+    HPML_TOPOLOGY_ALL       /* all ranks are neighbours: one step gives the mean */
 } hpml_topology;
 /* Fills in W, (p, p) row-major, of step `step`. seed and step matter for PAIRS. */
 HPML_API void        hpml_mixing_matrix(hpml_topology topology, int p, uint64_t seed, int64_t step, double *w);
@@ -684,9 +706,9 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *x, int64_t n, hpml_topology t
    of ranks one of them sits out. The same model and optimizer on all ranks; data parallelism of the trainer must not
    include ranks of c. */
 typedef struct hpml_tournament_result {
-    int32_t partner;       /* rank; this rank itself: it has sat out */
-    double  mine, theirs;  /* losses on `set`; infinite: not finite */
-    bool    changed;       /* the partner's model is this rank's now */
+    int32_t partner;       /* rank of the partner; this rank itself: it sat out, without a partner */
+    double  mine, theirs;  /* losses on `set`; infinite: the loss was not finite */
+    bool    changed;       /* true: this rank has taken over the partner's model */
 } hpml_tournament_result;
 HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset *set, uint64_t seed, int64_t round,
                                      hpml_tournament_result *out); /* out may be NULL */
@@ -734,8 +756,8 @@ HPML_API const char *hpml_pipe_name(hpml_pipe_kind kind); /* "gpipe", "1f1b", ..
 typedef enum hpml_pipe_work {
     HPML_PIPE_FORWARD = 0,
     HPML_PIPE_BACKWARD,         /* gradients of inputs and weights */
-    HPML_PIPE_BACKWARD_INPUTS,  /* ZERO_BUBBLE: gradients of the inputs, for which the stage before waits, ... */
-    HPML_PIPE_BACKWARD_WEIGHTS, /* ... and of the weights, later */
+    HPML_PIPE_BACKWARD_INPUTS,  /* ZERO_BUBBLE: gradients of inputs alone, for which the stage before waits */
+    HPML_PIPE_BACKWARD_WEIGHTS, /* ZERO_BUBBLE: gradients of weights alone, later */
     HPML_PIPE_UPDATE            /* the optimizer's step */
 } hpml_pipe_work;
 
@@ -749,7 +771,7 @@ typedef struct hpml_pipe_desc {
     /* For simulations. (pieces): an array of p v numbers (p stages, v chunks each), one for each piece of the model, in
        the model's order. NULL: the default that is named with each array */
     const double  *forward_s;   /* (pieces) seconds of a micro-batch's forward pass; NULL: 1 / v each */
-    const double  *backward_s;  /* (pieces) of its backward pass, all of it; NULL: twice the forward pass */
+    const double  *backward_s;  /* (pieces) seconds of a micro-batch's whole backward pass; NULL: twice forward_s */
     const double  *weights_s;   /* (pieces) share of backward_s for gradients of weights, ZERO_BUBBLE; NULL: half */
     const int64_t *bytes;       /* (pieces) bytes of a micro-batch that go from this piece to the next one, and as many
                                    of gradients back; NULL: 0 */
@@ -760,12 +782,12 @@ typedef struct hpml_pipe_desc {
 
 typedef struct hpml_pipe_task { /* what a stage does next */
     hpml_pipe_work work;
-    int32_t        micro;   /* number of the micro-batch; of an UPDATE: the last one that it contains */
-    int32_t        chunk;   /* of this stage, 0 to v - 1 */
-    int32_t        piece;   /* of the model: chunk * stages + stage */
+    int32_t        micro;   /* number of the micro-batch; of an UPDATE: the last one whose gradient it applies */
+    int32_t        chunk;   /* number of the chunk, 0 to v - 1, of the v chunks on this stage */
+    int32_t        piece;   /* number of the model's piece: chunk * stages + stage */
     int32_t        slot;    /* the set of activations of this stage that the micro-batch occupies, from its forward pass
                                to the end of its backward pass; chunk c has slots of its own, after those of c - 1 */
-    int32_t        version; /* updates of the weights that the pass has seen; of an UPDATE: with itself */
+    int32_t        version; /* updates that the weights of the pass have had; of an UPDATE: this one included */
 } hpml_pipe_task;
 
 /* Computes task k of a stage, k = 0, 1, ...: the only implementation of the schedules, because hpml_distribute executes
@@ -787,12 +809,12 @@ typedef struct hpml_pipe_span { /* a task, and when it runs */
     double         begin_s, end_s;
 } hpml_pipe_span;
 typedef struct hpml_pipe_simulation {
-    double  step_s;    /* until the last stage has finished its last task */
+    double  step_s;    /* seconds until the last stage has finished its last task */
     double  compute_s; /* seconds of tasks on the rank that computes most */
     double  bubble;    /* idle share of all ranks' time: 1 - (sum of all tasks' seconds) / (stages * step_s) */
     int64_t bytes;     /* sent by all ranks together */
     int32_t tasks;     /* of all stages */
-    int32_t slots;     /* of the stage that needs most */
+    int32_t slots;     /* sets of activations on the stage that needs most */
 } hpml_pipe_simulation;
 /* Simulates the tasks of all stages in virtual time. A task starts when its stage is free and its input has arrived;
    links and network cards are those of hpml_simulate. spans: NULL, or gets the first `capacity` tasks in the order in
@@ -818,11 +840,11 @@ HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *t
 typedef struct hpml_pipe_cut_desc {
     uint32_t       _begin;
     int32_t        layers;      /* 1 to 65536 */
-    int32_t        ranks;       /* at most `layers` without .replicate: a stage for each rank */
-    const double  *seconds;     /* (layers) of a micro-batch, forward and backward; or FLOPs, or any other cost */
-    const int64_t *bytes;       /* (layers) of what goes from this layer to the next; NULL: 0 */
-    const int64_t *param_bytes; /* (layers) of the layer's parameters, for replicas; NULL: 0 */
-    double         bandwidth;   /* b; 0: links take no time */
+    int32_t        ranks;       /* number of ranks: without .replicate also that of stages, at most .layers */
+    const double  *seconds;     /* (layers) of a micro-batch in each layer, forward and backward; or any other cost */
+    const int64_t *bytes;       /* (layers) bytes that go from each layer to the next one; NULL: 0 */
+    const int64_t *param_bytes; /* (layers) bytes of each layer's parameters, for .replicate; NULL: 0 */
+    double         bandwidth;   /* b, in bytes a second; 0: links take no time */
     bool           replicate;   /* a stage may have several ranks; else each has one */
     uint32_t       _end;
 } hpml_pipe_cut_desc;
@@ -840,9 +862,9 @@ HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stag
 // ---------------------------------------------------------------------------------------------------------------------
 /* What ranks exchange, and when. */
 typedef enum hpml_strategy_kind {
-    HPML_STRATEGY_SYNC = 0, /* gradients, in each step, of all ranks: their mean or sum (Das et al. 2016) */
-    HPML_STRATEGY_PS,       /* as SYNC, by servers, which have the parameters and the optimizer (Li et al. 2014) */
-    HPML_STRATEGY_BACKUP,   /* as PS; a step goes on without the gradients of the slowest workers (Chen et al. 2016) */
+    HPML_STRATEGY_SYNC = 0, /* each step applies the mean, or sum, of all ranks' gradients (Das et al. 2016) */
+    HPML_STRATEGY_PS,       /* as SYNC, but servers have the parameters and run the optimizer (Li et al. 2014) */
+    HPML_STRATEGY_BACKUP,   /* as PS, but a step does not wait for the slowest workers (Chen et al. 2016) */
     HPML_STRATEGY_SSP,      /* servers step with each gradient by itself; the fastest worker waits for the slowest one
                                where it is too far ahead: stale synchronous (Ho et al. 2013) */
     HPML_STRATEGY_ASYNC,    /* servers step with each gradient by itself, at once (Dean et al. 2012) */
@@ -857,7 +879,7 @@ typedef enum hpml_strategy_kind {
                                then each rank applies its own gradient (Lian et al. 2017, D-PSGD) */
     HPML_STRATEGY_FEDERATED, /* each worker trains on data of its own; now and then servers average the parameters of
                                some workers (McMahan et al. 2017) */
-    HPML_STRATEGY_HOGWILD,  /* rows, at once, of each rank alone, in values that threads share (Niu et al. 2011) */
+    HPML_STRATEGY_HOGWILD,  /* ranks step values that they share as threads, without locks (Niu et al. 2011) */
     HPML_STRATEGY_COUNT     /* the number of strategies */
 } hpml_strategy_kind;
 HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync", ...; NULL: there is none */
@@ -899,11 +921,11 @@ typedef struct hpml_plan {
     hpml_strategy_kind strategy;
     int32_t         servers;      /* ps, backup, ssp, async, federated, required: so many of the last ranks are servers,
                                      the others workers */
-    int32_t         backup;       /* backup, required: workers without whose gradients a step goes on */
+    int32_t         backup;       /* backup, required: a step does not wait for so many workers, the slowest */
     int32_t         staleness;    /* ssp: steps that a worker may be ahead of the slowest one; 0: as ps */
     float           share;        /* federated: fraction of the workers that are drawn for a round; 0: all */
-    hpml_codec_desc codec;        /* how gradients shrink, as in hpml_exchange_desc */
-    hpml_algorithm  algorithm;    /* of plain sums, of gradients or parameters */
+    hpml_codec_desc codec;        /* packs gradients, as in hpml_exchange_desc */
+    hpml_algorithm  algorithm;    /* allreduce algorithm of plain sums, of gradients or parameters */
     bool            sum;          /* sync, ps, backup: apply the sum of the ranks' mean gradients; else the mean over
                                      the batch */
     int64_t         global_batch; /* samples of a step; 0: shares * model batch. There are data * expert shares, which
@@ -916,7 +938,7 @@ typedef struct hpml_plan {
                                      time from the computation */
     bool            delayed;      /* sync, double buffering: a step applies the gradients (and changes of batchnorm's
                                      running statistics) of the step before; the first step applies none */
-    int64_t         warm_steps;   /* the first steps exchange uncompressed gradients */
+    int64_t         warm_steps;   /* so many steps at the beginning exchange gradients uncompressed */
     bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
                                      small sum over ranks for each such layer, forward and backward */
     hpml_route      route;        /* sync, ps, backup, ssp, async: how gradients of dense layers travel; the sum of
@@ -944,11 +966,11 @@ typedef struct hpml_plan {
                                      fraction of the difference, and the centre towards them; 0: 0.9 / ranks;
                                      HPML_ZERO: each rank trains alone */
     float           outer_lr;     /* block: learning rate of the outer optimizer; 0: 1 */
-    float           outer_momentum; /* block: its momentum; 0: 1 - 1 / ranks; HPML_ZERO: none */
-    bool            outer_nesterov; /* block: a block begins ahead of the result by momentum times the last change */
-    hpml_topology   topology;     /* gossip: who is whose neighbour */
-    uint64_t        seed;         /* gossip: of the random pairs; federated: of the draw */
-    int32_t         history;      /* steps that hpml_distribute_steps has rows of; 0: 64 */
+    float           outer_momentum; /* block: momentum of the outer optimizer; 0: 1 - 1 / ranks; HPML_ZERO: none */
+    bool            outer_nesterov; /* block: a block begins ahead of the centre, by momentum * its last change */
+    hpml_topology   topology;     /* gossip: which ranks are neighbours */
+    uint64_t        seed;         /* gossip: seed of the random pairs; federated: of the draw of workers */
+    int32_t         history;      /* number of the last steps whose times are kept for hpml_distribute_steps; 0: 64 */
     uint32_t        _end;
 } hpml_plan;
 
@@ -976,7 +998,7 @@ typedef struct hpml_plan_facts {
     bool    native;        /* the transport, or a device link, has an allreduce of its own */
     bool    no_factors;    /* results of layers are on a device, or stored as halves */
     bool    sparse;        /* an embedding of the model has .sparse set */
-    bool    together;      /* ranks are threads of one process, on the host, and time is true */
+    bool    together;      /* ranks are threads of one process, on the host, and time is not virtual */
     bool    device;        /* the trainer's arrays are in the memory of a device, not of the host */
     bool    steps_whole;   /* a step of the optimizer takes a whole tensor at once (hpml_optimizer.whole) */
     bool    host_states;   /* the optimizer's states are in host memory, and values on a device (.host_optimizer) */
@@ -995,8 +1017,8 @@ HPML_API bool        hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *fact
 /* Roles by name, as in TensorFlow's ClusterSpec: the text "worker=a:2222,b:2222,c:2222 ps=d:2222,e:2222" lists the
    tasks of each role, as addresses or other names. Ranks are the workers in their order, then the servers. */
 typedef struct hpml_cluster {
-    int32_t     workers, servers; /* tasks of the roles "worker", 1 or more, and "ps" */
-    const char *tasks[2];         /* where their lists begin in the text, which must live on */
+    int32_t     workers, servers; /* numbers of tasks with the roles "worker" (at least 1) and "ps" */
+    const char *tasks[2];         /* where the roles' lists of tasks begin in the text, which must be kept */
 } hpml_cluster;
 /* On HPML_ERR_ARGUMENT *out is zero, and `error` (may be NULL) gets a text that names the wrong word and shows what may
    be written. */
@@ -1019,11 +1041,11 @@ HPML_API void hpml_place_round_robin(const hpml_gradient *tensors, int count, in
      sequence   has one copy of the samples: each rank some of their time steps
      expert     has one copy of the experts; each rank has samples of its own
      pipe       has one copy of the model: each rank some consecutive layers
-     data       copies of all this, each with samples of its own
+     data       copies of the ranks of the other four axes, each with samples of its own
    Numbers of ranks grow fastest along tensor, whose ranks talk most and so belong on one node:
      rank = (((data_at * pipe + pipe_at) * expert + expert_at) * sequence + sequence_at) * tensor + tensor_at */
 typedef struct hpml_mesh {
-    hpml_comm *all;                /* the communicator that was cut */
+    hpml_comm *all;                /* the communicator that is cut into axes */
     hpml_comm *axis[HPML_AXES];    /* by hpml_axis: this rank's group; NULL: one rank, or with servers, which are on no
                                       axis. Ops use these communicators; a program may, too, in the same order on all
                                       ranks */
@@ -1058,9 +1080,9 @@ HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c); /* NULL: no plan h
    neither exact nor delayed); else a copy of them is exchanged on the host. Where the link ends at the node, it adds up
    floats inside the node, and the codec packs what is sent between nodes.
 
-   With servers (hpml_plan.servers) a step on a server serves the workers, until each has done as many; step count and
-   schedule of async and ssp count the servers' steps, one for each gradient. Messages have the tags HPML_TAG_MAX and
-   HPML_TAG_MAX - 1 of the communicator. Each worker has running statistics of its own.
+   With servers (hpml_plan.servers) a call of hpml_trainer_step on a server serves the workers until each has done as
+   many steps as the server; step count and schedule of async and ssp count the servers' steps, one for each gradient.
+   Messages have the tags HPML_TAG_MAX and HPML_TAG_MAX - 1. Each worker has running statistics of its own.
 
    The trainer's gradients are one array, each padded to HPML_GRADIENT_ALIGN floats: see hpml_trainer_array. */
 
@@ -1100,24 +1122,24 @@ HPML_API void hpml_distribute_free(hpml_distributed *d);
 /* Means over the steps since the start, or since the last call with reset; seconds are those of hpml_comm_now. */
 typedef struct hpml_distribute_report {
     int64_t steps;
-    double  step_s, compute_s; /* a whole step; its forward and backward pass */
-    double  comm_s, exposed_s; /* exchanging; waiting for the exchange with nothing left to compute */
-    double  hidden;            /* 1 - exposed_s / comm_s */
+    double  step_s, compute_s; /* seconds of a whole step; of its forward and backward pass */
+    double  comm_s, exposed_s; /* seconds of exchanging; of waiting for the exchange with nothing left to compute */
+    double  hidden;            /* share of comm_s that computation hides: 1 - exposed_s / comm_s */
     double  efficiency;        /* 1 - exposed_s / step_s: at 1, p ranks do p batches in the time of one */
-    double  bytes;             /* sent by this rank in a step */
-    double  split_bytes;       /* of these, sent along the axes tensor, sequence, expert and pipe, by layers */
-    double  plain_bytes;       /* that a ring allreduce of f32 would have sent, of this rank's gradients */
+    double  bytes;             /* bytes that this rank sends in a step */
+    double  split_bytes;       /* of .bytes, those sent by layers along axes tensor, sequence, expert and pipe */
+    double  plain_bytes;       /* bytes that a ring allreduce of this rank's gradients as f32 would send */
     double  loss;              /* mean over all ranks' samples of the last step; with `delayed` of the step before,
                                   because the loss is sent with the gradients. Local, block, elastic: of the steps up
                                   to the last meeting; after it, and with gossip, of this rank alone. NaN: before the
                                   first step */
-    int64_t samples;           /* of the same steps, on the same ranks */
+    int64_t samples;           /* number of samples over which .loss is the mean */
     int32_t buckets;
 } hpml_distribute_report;
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset);
 /* Returns how the gradient of parameter number `param` travels: ALLREDUCE or FACTORS. */
 HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param);
-HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* one line; warns below 50 % */
+HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* writes the report as a line */
 
 /* Where the time of one step of one rank went. The step lasts from the end of the rank's wait in the step before to the
    end of its wait in this step. What remains of step_s after compute_s, exposed_s and bubble_s is the time for loading
@@ -1125,17 +1147,17 @@ HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t siz
 typedef struct hpml_step_row {
     int64_t step;      /* updates done, this one included */
     int32_t rank;
-    double  step_s, compute_s; /* the whole step; its forward and backward pass */
-    double  overlap_s; /* exchanging while computing */
-    double  exposed_s; /* waiting for the exchange with nothing left to compute, without bubble_s */
-    double  bubble_s;  /* waiting for the slowest rank, as long as that still computed */
+    double  step_s, compute_s; /* seconds of the whole step; of its forward and backward pass */
+    double  overlap_s; /* seconds of exchanging while computing */
+    double  exposed_s; /* seconds of waiting for the exchange with nothing left to compute, without bubble_s */
+    double  bubble_s;  /* seconds of waiting for the slowest rank while that rank still computed */
     double  bytes;     /* sent */
 } hpml_step_row;
 /* The rows of the last steps of all ranks, by step, then rank; whole steps only, as many as `capacity` rows hold.
    Collective, with the same capacity. Returns the number of rows, the same rows on all ranks; -1: an error, on the
    context. */
 HPML_API int hpml_distribute_steps(hpml_distributed *d, hpml_step_row *rows, int capacity);
-/* Writes the rows and their mean as a table, then a line that names the slowest rank. Returns as snprintf. */
+/* Writes the rows and their mean as a table, and a line that names the slowest rank. Returns as snprintf does. */
 HPML_API int hpml_steps_text(const hpml_step_row *rows, int count, char *buffer, size_t size);
 /* Returns the rank that computed longest in these rows, for which the others waited if steps are synchronous; -1: no
    rows. *times (may be NULL): its computing time divided by the mean of the other ranks; 0: no other rank computed. */
@@ -1164,11 +1186,11 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
 typedef struct hpml_batch_search_desc {
     uint32_t    _begin;
     const char *path;     /* required: of the checkpoint that trials start from, written here and read by all ranks */
-    int64_t     min, max; /* samples a step; 0: min: as now, max: the sum of the models' batches */
-    double      factor;   /* from one size to the next; 0: the square root of 2 */
+    int64_t     min, max; /* smallest, largest samples a step; 0: min as now, max all ranks' batches together */
+    double      factor;   /* each size divided by the size before; 0: the square root of 2 */
     int64_t     multiple; /* sizes are multiples of this number; 0: 1 */
-    int64_t     samples;  /* that each size trains on; 0: a tenth of the data */
-    double      slack;    /* as a fraction of the loss; 0: 0.01 */
+    int64_t     samples;  /* number of samples that each size trains on; 0: a tenth of the data */
+    double      slack;    /* most by which a size's loss may exceed that of .min, as a fraction of it; 0: 0.01 */
     uint32_t    _end;
 } hpml_batch_search_desc;
 typedef struct hpml_batch_trial {
@@ -1213,7 +1235,7 @@ typedef struct hpml_experts_desc {
     int32_t     experts;  /* required, 2 or more, a multiple of the ranks of the EXPERT axis */
     int32_t     top;      /* experts of a token: 1 or 2; 0: 1 */
     int64_t     hidden;   /* 0: 4 D */
-    float       capacity; /* places in relation to an even spread of the tokens; 0: 1.25 */
+    float       capacity; /* places, as a multiple of those that an even spread of tokens needs; 0: 1.25 */
     const char *name;     /* NULL: "experts" and a number */
     uint32_t    _end;
 } hpml_experts_desc;
@@ -1279,7 +1301,7 @@ HPML_API hpml_tensor *hpml_linear_rows(hpml_tensor *x, int64_t out, const hpml_l
      named_part   x is whole; the result is this rank's part of x (hpml_group_split)
      einsum       y = sum over all dimensions that `text` has in a and b but not in y of a b: "batch in, hidden in ->
                   batch hidden". y is split as a and b are. Where a dimension that is summed is split, the ranks' sums
-                  are added up (hpml_group_sum): in each such pass the bytes of one sum of y, over that axis */
+                  are added up (hpml_group_sum), which in each such pass sends the bytes of a sum of y over its axis */
 HPML_API hpml_tensor *hpml_named_param(hpml_ctx *ctx, const char *rules, const char *dims, const hpml_param_desc *desc);
 HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const char *dims);
 HPML_API hpml_tensor *hpml_einsum(const char *text, hpml_tensor *a, hpml_tensor *b);
@@ -1318,7 +1340,7 @@ typedef struct hpml_simulate_desc {
                                         added on the way: each rank sends every owner its stripe (all to all); the owner
                                         adds, packs, and sends the sum to all ranks (allgather); `algorithm` does not
                                         count. NULL: no codec */
-    double         codec_s_per_byte; /* seconds to pack and unpack a byte of f32 gradient, twice; part of the stream */
+    double         codec_s_per_byte; /* seconds to pack and unpack a byte of f32 gradient, and then of the sum */
     size_t         bucket_bytes;     /* bytes of f32 gradient in a bucket; 0: 25 MiB, 1: each layer alone */
     bool           no_overlap;       /* exchange after the backward pass, not during it */
     bool           delayed;          /* exchange the gradients of the step before during this one (double buffering) */
@@ -1330,14 +1352,14 @@ typedef struct hpml_simulate_desc {
 } hpml_simulate_desc;
 
 typedef struct hpml_simulation {
-    double  step_s;         /* of the slowest rank: compute_s + straggle_s + exposed_s */
+    double  step_s;         /* seconds of a step on the slowest rank: compute_s + straggle_s + exposed_s */
     double  compute_s;      /* seconds of forward, backward and update on a rank that is not slow */
-    double  straggle_s;     /* seconds that the slowest rank computes longer */
+    double  straggle_s;     /* seconds that the slowest rank computes longer than compute_s */
     double  exposed_s;      /* seconds of communication that overlap no computation */
-    double  comm_s;         /* seconds of communication, packing included; comm_s - exposed_s overlap computation */
+    double  comm_s;         /* seconds of communication, packing included; all but exposed_s overlap computation */
     double  efficiency;     /* compute_s / step_s: at 1, p ranks do p batches in the time of one */
     int64_t bytes_per_rank; /* sent by the rank that sends most */
-    int64_t messages;       /* of the rank that sends most */
+    int64_t messages;       /* number of messages of the rank that sends most */
     int64_t between_bytes;  /* sent from node to node, by all ranks together */
     int32_t buckets;
 } hpml_simulation;
@@ -1345,7 +1367,7 @@ typedef struct hpml_simulation {
 /* Simulates the training that desc describes, and writes times and counts of a step to *out. Returns HPML_OK; or
    HPML_ERR_ARGUMENT, HPML_ERR_UNSUPPORTED or HPML_ERR_MEMORY, with the reason in `error` (may be NULL). */
 HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulation *out, char *error, size_t size);
-HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t size); /* as hpml_distribute_text */
+HPML_API int hpml_simulate_text(const hpml_simulation *s, char *buffer, size_t size); /* writes a line of text */
 /* Returns the seconds from the start of an allreduce until the last rank has the sum; -1: an argument is out of range
    (hpml_simulate says which), or no memory. */
 HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const hpml_network *network, int64_t bytes);
@@ -1479,10 +1501,10 @@ struct hpml_comm {
     bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
     bool                  is_virtual; /* true with CLOCK: time is virtual, and waits have no deadline */
     bool                  check;
-    bool                  survive;  /* a lost rank ends its own messages alone: see hpml_comm_lost */
+    bool                  survive;  /* a lost rank ends only messages to or from it: see hpml_comm_lost */
     bool                 *silent;   /* (size) true: a wait for that rank has lasted until the deadline, with .survive */
     double                timeout;  /* seconds that a wait may last; negative: for ever */
-    int                   spin_limit; /* tests of a message before the wait yields the core; as many later it sleeps */
+    int                   spin_limit; /* a wait tests a message so often, then yields the core as often, then sleeps */
     double                gives_up; /* hpml_comm_now() at which hpml_wait_any returns without an error; 1e300: never */
     double                no_yield; /* hpml_now() before which waits do not yield the core, because a yield was slow */
     double                busy;     /* hpml_now() until which this rank has announced that it is busy; 0: not busy */
@@ -1494,22 +1516,22 @@ struct hpml_comm {
     int64_t               bytes;    /* size of the collective's array */
     bool                  in_collective; /* true: messages are drawn as arrows on the timeline */
     hpml_trace_event      about;    /* event that names the tensors and the bucket in exchange, for the timeline */
-    uint64_t              key;      /* number by which all ranks know this communicator, for arrows */
+    uint64_t              key;      /* number by which all ranks know this communicator, for the timeline */
     uint32_t            (*arrows)[2]; /* (size) number of collectives' messages sent to, received from each rank */
     hpml_link             inside, between; /* links by which AUTO compares algorithms, see hpmlc_comm_links */
     double                forecast[31][HPML_ALGORITHM_COUNT]; /* AUTO: simulated seconds for 2^k bytes; 0: none yet */
     hpml_counters         counters;
-    bool                  is_uncounted; /* true: a twin is being made, which the caller has not asked for */
+    bool                  is_uncounted; /* true: messages make a twin, and are left out of the counters */
     int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
     hpml_message         *pending;  /* list of the receives that are not done, newest first */
-    hpmlc_text            close_error; /* where to write an error of closing, because the context is freed then */
+    hpmlc_text            close_error; /* for an error while closing, when the context is being freed */
     hpmlc_background     *background;
     hpml_device_link      link;     /* moves arrays between devices; .begin NULL: there is none */
     hpmlc_mesh           *mesh;     /* axes into which the ranks are cut; NULL: no plan has been set */
     char                 *scratch;  /* buffer for copies of arrays that are sent while they are added to */
     bool                  returns;  /* true: received sums are written to the sender's array, too: see hpmlc_returns */
-    hpml_element          returned; /* the type of the sums */
-    int                   divisor;  /* divides these sums by this number; 0: does not */
+    hpml_element          returned; /* element type of the sums that .returns writes */
+    int                   divisor;  /* the sums that .returns writes are divided by this number; 0: not */
     hpmlc_course         *course;   /* the collective that this rank executes; NULL: none, or one without phases */
     hpml_comm            *stopped;  /* THREADS: list of sleeping ranks whose course this thread must continue */
     hpml_comm            *next_stopped;
@@ -1542,8 +1564,8 @@ typedef struct hpmlc_schedule {
 
 typedef struct hpmlc_axis { /* hpml_group.user */
     hpml_comm     *c;
-    hpml_algorithm algorithm; /* of sums */
-    float         *scratch;   /* (floats) for arrays that a collective overwrites */
+    hpml_algorithm algorithm; /* allreduce algorithm of .sum */
+    float         *scratch;   /* (floats) copy of an array that a collective would overwrite */
     int64_t        floats;
 } hpmlc_axis;
 
@@ -1826,7 +1848,7 @@ HPML_API bool hpml_comm_lost(const hpml_comm *c, int rank)
    NULL: the rank has left without an error. */
 HPMLC_FN void hpmlc_loss_text(char *to, const char *text)
 {
-    const bool names = text && strncmp(text, "rank ", 5) == 0; /* it failed because another rank was lost */
+    const bool names = text && strncmp(text, "rank ", 5) == 0; /* the rank failed because it had lost another one */
     if (!text) text = "has left";
     else if (!names) snprintf(to, 256, "failed: %s", text);
     if (names || strcmp(text, "has left") == 0) snprintf(to, 256, "%s", text);
@@ -1867,7 +1889,7 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
     m->data      = data;
     m->bytes     = bytes;
     m->reduce    = reduce;
-    const char *lost = receiving ? NULL : hpmlc_why_lost(c, peer); /* a receive may get an earlier message */
+    const char *lost = receiving ? NULL : hpmlc_why_lost(c, peer); /* a receive may get one sent before the loss */
     if (lost) return hpmlc_lose(c, m, lost);
     if (receiving) {
         m->next    = c->pending;
@@ -1920,7 +1942,7 @@ HPMLC_FN double hpmlc_next_arrival(hpml_message *const *m, int count)
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
     if (hpmlc_oldest(m) != m) return;
-    const char *lost = hpmlc_why_lost(c, m->peer); /* before the test, which finds all that was sent before */
+    const char *lost = hpmlc_why_lost(c, m->peer); /* read first, so that the test finds all that the peer sent */
     c->t->test(c, m);
     if (!lost || hpmlc_done(m) || (m->receiving && m->arrival > 0)) return;
     c->t->abandon(c, m);
@@ -1940,7 +1962,7 @@ HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *fr
     if (!c || !m) return;
     if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
     else if (m->reduce) m->reduce(m->data, from, bytes);
-    else if (bytes > 0 && m->data != from) memcpy(m->data, from, bytes); /* equal: ranks share an array */
+    else if (bytes > 0 && m->data != from) memcpy(m->data, from, bytes); /* equal: both ranks use one array */
     m->done = true;
 }
 
@@ -2066,7 +2088,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int 
         if (i == first) last = stuck;
         others++;
     }
-    if (c->survive && m[first]->tag <= HPML_TAG_MAX) { /* the next tests end the messages of these ranks */
+    if (c->survive && m[first]->tag <= HPML_TAG_MAX) { /* marks the peers, whose messages the next tests end */
         for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) c->silent[m[i]->peer] = true;
         return hpml_now() + c->timeout;
     }
@@ -2080,7 +2102,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int 
 
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
-    const double now = hpml_now(), lasts = 1.125 * seconds; /* an eighth more, so that most calls announce nothing */
+    const double now = hpml_now(), lasts = 1.125 * seconds; /* announces more, so that most calls announce nothing */
     if (!c || !c->t->announce_busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
     c->busy = seconds > 0 ? now + lasts : 0;
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
@@ -2114,7 +2136,7 @@ HPMLC_FN bool hpmlc_is_first(hpml_comm *c, const hpml_message *m, int count)
    all messages of the list are over. */
 HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
 {
-    double limit = 0; /* the deadline, a time of hpml_now; 0: not set, because this wait has not slept yet */
+    double limit = 0; /* the deadline, a time of hpml_now; 0: none yet, set before the first sleep */
     int64_t rounds = c->counters.rounds;
     bool   shares_core = false;
     int    over;
@@ -2124,7 +2146,7 @@ HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
         if (c->gives_up < 1e300 && hpml_comm_now(c) >= c->gives_up) break;
         if (turn == 0) shares_core = hpmlc_shares_core(c, m, count);
         if (moved || (!shares_core && hpmlc_wait_awake(c, m, count, turn))) continue;
-        if (limit == 0 && hpmlc_failed(c)) { /* the messages began before this rank failed */
+        if (limit == 0 && hpmlc_failed(c)) { /* this rank failed after it had begun the messages */
             hpmlc_give_up(c, m, count);
             continue;
         }
@@ -2152,7 +2174,7 @@ HPML_API bool hpml_test(hpml_comm *c, hpml_message *m)
 {
     if (!c || !m) return true;
     if (!hpmlc_done(m)) hpmlc_test_list(c, &m, 1);
-    if (!hpmlc_done(m) && !c->t->schedule && c->t->block) c->t->block(c, &m, 1, 0); /* reads control messages */
+    if (!hpmlc_done(m) && !c->t->schedule && c->t->block) c->t->block(c, &m, 1, 0); /* receives control messages */
     if (!hpmlc_done(m) && hpmlc_failed(c)) hpmlc_give_up(c, &m, 1);
     if (!hpmlc_done(m)) return false;
     if (m->receiving) hpmlc_unlist(c, m);
@@ -2207,7 +2229,7 @@ HPMLC_FN void hpmlc_arrow(hpml_comm *c, bool receives, int peer)
     e.lane   = HPML_LANE_COMM;
     e.name   = "message";
     e.start  = hpml_comm_now(c);
-    e.number = (int64_t)(id >> 12); /* 52 bits, because a double holds these exactly */
+    e.number = (int64_t)(id >> 12); /* 52 bits, which a double of the timeline's file holds exactly */
     hpml_trace_add(c->trace, &e);
 }
 
@@ -2284,14 +2306,14 @@ struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
     pthread_cond_t  changed;
     unsigned        changes;
     bool            sleeping;
-    bool            stopped; /* it sleeps on while another thread continues its course: see hpmlc_threads_help */
-    bool            counted; /* while it sleeps, the world does not count the thread as awake */
+    bool            stopped; /* sleeps while another thread runs its course: see hpmlc_threads_help */
+    bool            counted; /* true: the sleeping thread is subtracted from the world's awake threads */
 };
 
 typedef struct hpmlc_inbox {
     hpmlc_waitpoint wait;
     hpml_message   *posted, **last; /* list of sends to the owner, in the order posted; the end of that list */
-    hpml_message   *copies;         /* list of those posted sends that are copies */
+    hpml_message   *copies;         /* list of the posted sends that are copies, made by the inbox */
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
     int             others;         /* number of other messages that end the wait as well: hpml_wait_any */
@@ -2313,8 +2335,8 @@ struct hpmlc_group {
 typedef struct hpmlc_vthread hpmlc_vthread; /* a thread in virtual time: see >>clock */
 
 typedef struct hpmlc_loss { /* a rank that has failed or left, with .survive */
-    double at; /* CLOCK: virtual time at which it did; else 0 */
-    char   text[256]; /* as hpmlc_loss_text writes it */
+    double at; /* CLOCK: virtual time at which the rank failed or left; else 0 */
+    char   text[256]; /* why the rank is lost, written by hpmlc_loss_text */
 } hpmlc_loss;
 
 struct hpml_world {
@@ -2322,7 +2344,7 @@ struct hpml_world {
     int                 ranks, nodes;
     hpml_network        network;
     pthread_mutex_t     mutex;
-    int                 running;  /* threads that are awake */
+    int                 running;  /* number of threads that are awake */
     hpmlc_group        *groups;
     bool               *left;     /* (ranks) true: has closed the communicator of hpml_comm_create */
     hpmlc_loss        **lost;     /* (ranks) with .survive: ranks that have failed or left; NULL: neither. Atomic */
@@ -2338,16 +2360,16 @@ struct hpml_world {
 /* What hpml_comm.state, the pointer for the transport's own data, points to with the transports THREADS and CLOCK. */
 typedef struct hpmlc_thread_state {
     hpmlc_group   *group;
-    hpmlc_vthread *vthread;    /* CLOCK: the thread's clock; a part has its communicator's, a twin its own thread's */
+    hpmlc_vthread *vthread;    /* CLOCK: the thread that uses the communicator, with its clock */
     unsigned       seen;       /* value of the inbox's `changes` at the end of the last sleep */
 } hpmlc_thread_state;
 
 /* The content of hpml_message.state, memory for the transport's data of a message, with THREADS and CLOCK. */
 typedef struct __attribute__((may_alias)) hpmlc_post {
     hpml_message *next;   /* of a send: the next send in the receiver's inbox */
-    hpml_message *after, **before; /* of a copy of a send: the next of the inbox's copies; what points to this one */
+    hpml_message *after, **before; /* of a copied send: next copy in the inbox; pointer to this copy */
     int           from;   /* of a send: the sender's rank */
-    bool          copied; /* of a send: it is a copy, which its receiver frees */
+    bool          copied; /* of a send: true: a copy of the send, which the receiver frees */
     size_t        tested; /* of a receive: 1 + the inbox's `changes` at the last test; 0: not tested yet */
 } hpmlc_post;
 typedef char hpmlc_post_fits[sizeof(hpmlc_post) <= sizeof(hpml_message_state) ? 1 : -1];
@@ -2406,7 +2428,7 @@ HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w);
 HPMLC_FN void hpmlc_world_wake(hpml_world *w)
 {
     hpmlc_vthreads_wake(w);
-    if (w->kind == HPML_TRANSPORT_CLOCK) return; /* no thread sleeps at an inbox */
+    if (w->kind == HPML_TRANSPORT_CLOCK) return; /* in virtual time no thread sleeps at an inbox */
     for (hpmlc_group *r = w->groups; r; r = r->next)
         for (int i = 0; i < r->size; i++) hpmlc_waitpoint_wake(w, &r->inbox[i].wait);
 }
@@ -2612,7 +2634,7 @@ HPMLC_FN void hpmlc_world_lose(hpml_comm *c, const char *text)
         hpmlc_world_wake(w);
     }
     pthread_mutex_unlock(&w->mutex);
-    free(loss); /* another thread of this rank was first */
+    free(loss); /* another thread of this rank has recorded the loss */
 }
 
 HPMLC_FN const char *hpmlc_threads_why_lost(const hpml_comm *c, int peer)
@@ -2631,7 +2653,7 @@ HPMLC_FN int hpmlc_world_awaited(hpml_world *w, hpmlc_group **group, int rank)
         for (int i = 0; i < r->size; i++) {
             int peer = __atomic_load_n(&r->inbox[i].peer, __ATOMIC_ACQUIRE);
             if (peer < 0 || !r->inbox[i].owner || r->inbox[i].owner->origin[i] != rank) continue;
-            if (__atomic_load_n(&r->inbox[i].others, __ATOMIC_RELAXED) > 0) continue; /* not for this peer alone */
+            if (__atomic_load_n(&r->inbox[i].others, __ATOMIC_RELAXED) > 0) continue; /* several peers */
             *group = r;
             return peer;
         }
@@ -2700,13 +2722,13 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     return start + busy + link->latency;
 }
 
-#define HPMLC_HANDED 16384 /* bytes of the largest message that ranks with cores of their own hand over */
+#define HPMLC_HANDED 16384 /* bytes: larger messages are not handed over, where each rank has a core: see below */
 
 /* Returns the receive that the sleeping owner of the inbox `in` has begun for the message m of rank `from`; NULL: none.
    The caller holds the mutex of the inbox. */
 HPMLC_FN hpml_message *hpmlc_inbox_expects(const hpmlc_inbox *in, const hpml_message *m, int from)
 {
-    hpml_message *found = NULL; /* the oldest, which is the last of the list */
+    hpml_message *found = NULL; /* the oldest matching receive, the last in the list */
     for (hpml_message *r = in->owner->pending; r; r = r->next)
         if (!r->done && r->peer == from && r->tag == m->tag) found = r;
     return found;
@@ -2856,7 +2878,7 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m);
 HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
-    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* a send of a collective meets its receive soon */
+    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* a collective's receives come soon: no copy */
     const bool hands = hpmlc_threads_hands_over(c, m->bytes) && !hpmlc_world_of(c)->buffered;
     if (m->receiving && hands && hpmlc_oldest(m) == m) hpmlc_threads_test(c, m);
     if (m->receiving || (hands && hpmlc_threads_hand_over(c, m))) return;
@@ -2949,9 +2971,9 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int coun
 {
     hpmlc_help_others(c);
     hpmlc_inbox *in      = hpmlc_inbox_of(c);
-    bool         counted = c->gives_up >= 1e300; /* else this thread wakes by itself */
+    bool         counted = c->gives_up >= 1e300; /* else the time limit wakes this thread */
     double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
-    for (const hpml_message *p = c->pending; p; p = p->next) /* a message in flight will end the sleep */
+    for (const hpml_message *p = c->pending; p; p = p->next) /* a message that is to arrive ends the sleep */
         if (p->arrival > 0 && !p->done) {
             counted = false;
             if (p->arrival - early < until) until = p->arrival - early;
@@ -2974,8 +2996,8 @@ HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
         do {
             changes = __atomic_load_n(&in->wait.changes, __ATOMIC_ACQUIRE);
             waits   = hpmlc_course_next(r);
-            if (waits) hpmlc_test_list(r, hpmlc_course_missing(r), 1); /* the rank's other receives, too */
-            while (r->stopped) { /* r's messages have ended rounds of others */
+            if (waits) hpmlc_test_list(r, hpmlc_course_missing(r), 1); /* tests all receives of r that are in flight */
+            while (r->stopped) { /* r's sends may have ended rounds of sleeping ranks */
                 hpml_comm *other = r->stopped;
                 r->stopped          = other->next_stopped;
                 other->next_stopped = c->stopped;
@@ -2983,7 +3005,7 @@ HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
             }
             if (waits) hpmlc_set_awaited(r, hpmlc_course_missing(r), 1);
             pthread_mutex_lock(&in->wait.mutex);
-            waits = waits && !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE); /* else the rank reports the error */
+            waits = waits && !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE); /* failed: the rank reports that */
             if (waits && (changes != in->wait.changes || hpmlc_course_over(r))) pthread_mutex_unlock(&in->wait.mutex);
             else in->wait.stopped = false;
         } while (in->wait.stopped);
@@ -3060,7 +3082,7 @@ HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const in
     if (!group || !hpmlc_thread_state_new(part))
         return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     hpmlc_thread(part)->group   = group;
-    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: a background thread replaces it */
+    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: the thread of a twin replaces it */
     hpmlc_group_enter(group, part->rank, part);
     return HPML_OK;
 }
@@ -3179,7 +3201,7 @@ HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSE
 }
 
 HPML_API void hpml_world_free(hpml_world *w HPMLC_UNUSED) {}
-struct hpmlc_waitpoint { unsigned changes; }; /* no thread sleeps: jobs run when they are started */
+struct hpmlc_waitpoint { unsigned changes; }; /* one thread, which never sleeps */
 HPMLC_FN void hpmlc_sleep_at(hpml_comm *c HPMLC_UNUSED, hpmlc_waitpoint *g HPMLC_UNUSED, unsigned *seen HPMLC_UNUSED,
                              double until HPMLC_UNUSED) {}
 HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g HPMLC_UNUSED) {}
@@ -3204,16 +3226,16 @@ HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g 
 #define HPMLC_PIECE ((size_t)4 << 20)
 #define HPMLC_CONTROL 256 /* bytes of a rank's final control message: 'L' (left) or 'F' (failed) and a text */
 #define HPMLC_BUSY  40   /* messages "I am busy", one for each duration of 2^k / 256 s, up to 68 years */
-#define HPMLC_PARTS 128  /* communicators at most, the first one and its parts, that share an MPI communicator */
+#define HPMLC_PARTS 128  /* at most so many communicators, one and its parts, share an MPI communicator */
 
 typedef struct hpmlc_shared hpmlc_shared;
 
 /* What hpml_comm.state, the pointer for the transport's own data, points to with MPI. */
 typedef struct hpmlc_mpi {
     hpmlc_shared *shared;
-    MPI_Comm      comm;    /* of the communicator of hpml_comm_create, over which its parts send, too */
+    MPI_Comm      comm;    /* used by the communicator of hpml_comm_create and by its parts */
     MPI_Comm      native;  /* for MPI_Iallreduce alone; MPI_COMM_NULL: none */
-    int           part;    /* number of this part (0: not a part); its tags begin at part * HPMLC_TAG_SPAN */
+    int           part;    /* number of this part (0: no part), whose tags begin at part * HPMLC_TAG_SPAN */
     hpml_message *sending; /* list of unfinished sends of over two pieces, and of later sends; oldest first */
     unsigned      turns;   /* calls of hpmlc_mpi_block since the last message was begun */
     char         *staging; /* buffer of two pieces, in which receives that reduce arrive; NULL: not needed yet */
@@ -3240,12 +3262,12 @@ HPMLC_FN hpmlc_transfer *hpmlc_transfer_of(const hpml_message *m)
 struct hpmlc_shared {
     int            rank, size;
     double         timeout; /* seconds that a wait may last; negative: for ever */
-    hpml_comm     *owner;   /* the communicator of hpml_comm_create */
+    hpml_comm     *owner;   /* the communicator that hpml_comm_create made */
     hpmlc_shared  *next;    /* next in the list hpmlc_mpi_living */
     MPI_Errhandler before;  /* error handler that MPI_COMM_WORLD had, restored in the end */
     /* Control messages, by which a rank announces that it failed, left, waits or is busy: */
-    MPI_Comm       comm;    /* over which control messages are sent, ... */
-    int            tag;     /* ... with this tag */
+    MPI_Comm       comm;    /* communicator for control messages */
+    int            tag;     /* tag of control messages */
     int            from;    /* rank whose control message is being received, -1: none */
     MPI_Request    receive; /* MPI's request for receiving a control message */
     char           control[HPMLC_CONTROL]; /* buffer into which a control message is received */
@@ -3255,7 +3277,7 @@ struct hpmlc_shared {
     int32_t       *number;  /* (size + 1 + HPMLC_BUSY) 0, 1, 2 ..., buffers of sends. Number r means "I wait for rank
                                r", `size` "I wait for all", size + 1 + k "I am busy, for up to 2^k / 256 s", the
                                sender's own number "I do not wait any more" */
-    double        *awaits;  /* (size, 2) the last number from each rank, and the hpml_now() until which it is valid */
+    double        *awaits;  /* (size, 2) the .number that each rank announced last; hpml_now() at which that expires */
     double         busy;    /* hpml_now() until which this rank has announced that it is busy; 0: it is not */
     int            failed;  /* 1 + the first rank that announced a failure; 0: none */
     char           text[HPMLC_CONTROL]; /* text of the failure that rank failed - 1 announced */
@@ -3620,7 +3642,7 @@ HPMLC_FN void hpmlc_mpi_abandon(hpml_comm *c, hpml_message *m)
     for (size_t k = t->moved / HPMLC_PIECE; m->receiving && k < t->posted; k++) {
         int over = 0;
         if (MPI_Cancel(&t->request[k % 2]) != MPI_SUCCESS) continue;
-        for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait waits for ever if only a half comes */
+        for (int turn = 0; turn < 100 && !over; turn++) /* MPI_Wait could wait for ever for the rest of m */
             if (MPI_Test(&t->request[k % 2], &over, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
     }
     hpmlc_mpi_unlock(x->shared);
@@ -3726,7 +3748,7 @@ HPMLC_FN hpml_status hpmlc_mpi_wait_all(hpml_comm *c, int code, MPI_Request *req
     return hpml_ctx_status(c->ctx);
 }
 
-/* Sums n elements at `data` over all ranks of c, or takes the maximum, by MPI_Iallreduce: in parts of 2^30 elements,
+/* Sums n elements at `data` over all ranks of c, or takes the maximum, by MPI_Iallreduce: 2^30 elements at a time,
    because MPI counts with int. element: an hpml_element; op: an hpml_reduce. */
 HPMLC_FN hpml_status hpmlc_mpi_allreduce(hpml_comm *c, void *data, int64_t n, int element, int op)
 {
@@ -3946,7 +3968,7 @@ HPMLC_FN void hpmlc_mpi_close(hpml_comm *c)
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
     if (absent < 0 && !failed && !killed) MPI_Comm_free(&hpmlc_mpi_of(c)->comm);
-    x->kept = absent >= 0 || killed; /* then MPI may still send from x */
+    x->kept = absent >= 0 || killed; /* true: MPI may still send from x */
     hpmlc_shared_release(x);
 }
 
@@ -4114,7 +4136,7 @@ HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_co
     if (good) return x;
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, x->before);
     MPI_Errhandler_free(&x->before);
-    x->kept = x->said_final; /* then x leaks, because MPI may still send from x */
+    x->kept = x->said_final; /* true: x is not freed, because MPI may still send from x */
     hpmlc_shared_release(x);
     return NULL;
 }
@@ -4135,7 +4157,7 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     hpmlc_mpi_list(x, true);
     hpmlc_mpi_nodes(c, d->ranks_per_node); /* after an error c is open, and is closed later */
     for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
-    x->own_core = near <= hpmlc_cores_online(); /* each process may be bound to cores of its own */
+    x->own_core = near <= hpmlc_cores_online(); /* all cores, because each process may be bound to others */
     return HPML_OK;
 }
 
@@ -4159,7 +4181,7 @@ HPMLC_FN bool hpmlc_mpi_init(int *rank)
     int on = 0, level;
     MPI_Initialized(&on);
     if (!on) MPI_Init_thread(NULL, NULL, MPI_THREAD_SERIALIZED, &level);
-    if (!hpmlc_mpi_finalized()) MPI_Comm_rank(MPI_COMM_WORLD, rank); /* if it is over, hpml_comm_create fails */
+    if (!hpmlc_mpi_finalized()) MPI_Comm_rank(MPI_COMM_WORLD, rank); /* after MPI_Finalize, hpml_comm_create fails */
     return !on;
 }
 
@@ -4182,7 +4204,7 @@ struct hpmlc_vthread {
     hpml_rng       rng;      /* random numbers of the thread's jitter */
     int            rank;     /* rank in the world; where clocks are equal the thread with the lower rank runs first */
     bool           runnable;
-    double         due;      /* virtual time of its next turn: its clock, or later if it waits for that time */
+    double         due;      /* virtual time of the thread's next turn: its clock, or the time for which it waits */
     bool           waits;    /* true: runs after the other threads that run at the time `due` */
     pthread_cond_t turn;
     hpmlc_vthread *next;
@@ -4256,7 +4278,7 @@ HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time)
     pthread_mutex_lock(&w->mutex);
     self->due   = sleeps ? self->clock : fmax(time, self->clock);
     self->waits = !sleeps;
-    if (sleeps && (!w->failed || in->peer < 0)) { /* after a failure no thread awaits messages */
+    if (sleeps && (!w->failed || in->peer < 0)) { /* a failed world ends waits for messages */
         self->runnable    = false;
         in->wait.sleeping = true; /* hpmlc_world_stuck reports this wait */
         __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
@@ -4484,7 +4506,7 @@ HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
     }
     hpmlc_thread(c)->vthread = self;
     c->spin_limit = 0; /* one thread runs at a time: nothing arrives while this one spins */
-    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* spans of layers take no virtual time */
+    self->replaced = hpml_trace_clock(c->ctx, &self->clock); /* spans show virtual time */
     hpmlc_vthread_enter(c);
     hpmlc_comm_links(c, &w->network, w->nodes);
     return HPML_OK;
@@ -4656,7 +4678,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     while (ranks[me] != c->rank) me++;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
     if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* an error on all ranks if any lacks memory */
+    if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* all ranks fail if one lacks memory */
     for (int i = 0; i < count; i++) {
         part->origin[i] = c->origin[ranks[i]];
         part->node[i]   = c->node[ranks[i]];
@@ -4758,7 +4780,7 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     }
     if (comm && s->status == HPML_OK && hpmlc_launch_plans(s->d)) s->status = hpml_comm_set_plan(comm, s->d->plan);
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
-    if (s->status != HPML_OK && ctx) { /* on the context, which announces the error to the other ranks */
+    if (s->status != HPML_OK && ctx) { /* puts the error on the context, so that other ranks get it */
         if (hpml_ctx_status(ctx) == HPML_OK)
             hpml_ctx_fail(ctx, s->status, "the rank's function returned %s", hpml_status_string(s->status));
         hpmlc_start_error(s, comm && comm->size > 1 ? comm->rank : -1, hpml_ctx_error(ctx));
@@ -4889,8 +4911,8 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     }
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
-    const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else others may never call it ... */
-    if (started && finalizes) MPI_Finalize(); /* ... and exit ends the job */
+    const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else others may not call MPI_Finalize */
+    if (started && finalizes) MPI_Finalize(); /* else exit ends the job */
 #else
     hpmlc_start_main(s); /* fails: the error's text shows how to build with MPI */
 #endif
@@ -4950,7 +4972,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     const hpmlc_text  to = { error, size }, reason = { text, sizeof text };
     hpml_status       refused = fn ? hpmlc_launch_check(&d, &reason) : HPML_ERR_ARGUMENT;
     hpmlc_refuse(&to, refused, "%s", refused == HPML_OK ? "" : text);
-    bool cleared = !d._begin && !d._end; /* else .log may be any address */
+    bool cleared = !d._begin && !d._end; /* else the desc was not zeroed: .log may be any address */
     if (refused != HPML_OK && cleared && d.ctx.log) d.ctx.log(refused, text, d.ctx.log_user);
     if (refused != HPML_OK) return refused;
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
@@ -5308,7 +5330,7 @@ typedef struct hpmlc_algorithm {
     hpml_algorithm    algorithm;
     const char       *name;
     const hpmlc_kind *phase[HPMLC_ROW_PHASES]; /* run in this order by all ranks as one team; the last is NULL */
-    /* Optional: the phases where each of several nodes has several ranks; elsewhere all ranks run `phase`. */
+    /* Optional: appends the phases for several nodes with several ranks each; else all ranks run `phase`. */
     void (*by_nodes)(hpmlc_phases *all, int p, int per_node, bool spread, int rank, int64_t n);
     bool              native;     /* the transport executes the algorithm; `phase` then only estimates its bytes */
     int32_t           auto_ranks; /* AUTO simulates the algorithm for at most so many ranks; 0: never */
@@ -5340,7 +5362,7 @@ HPMLC_FN void hpmlc_phases_hierarchy(hpmlc_phases *all, int p, int per_node, boo
         const hpmlc_team in = { spread ? node : rank - place, spread ? nodes : 1, per_node, place, 0 };
         const hpmlc_team across = { rank - node * (spread ? 1 : per_node), spread ? 1 : per_node, nodes, node, 0 };
         int64_t at = hpml_block(n, per_node, place), end = hpml_block(n, per_node, place + 1);
-        bool    folds = (nodes & (nodes - 1)) != 0; /* no power of two: folding sends the range twice more */
+        bool    folds = (nodes & (nodes - 1)) != 0; /* no power of two: two more messages send the range */
         hpmlc_phases_add(all, &hpmlc_ring_scatter, in, 0, n);
         all->level = "global allreduce";
         hpml_algorithm between = folds && nodes <= 32 ? HPML_RING : HPML_HALVING;
@@ -5593,7 +5615,7 @@ struct hpmlc_course {
     hpmlc_reduce_fn    *reduce;
     int                 phase, at;       /* the round: number `at` of all->phase[phase] */
     bool                sends, receives; /* the round has a message to, from another rank */
-    bool                skips;           /* the round before has returned the sums of this one */
+    bool                skips;           /* this round's sums came back with the round before */
     bool                is_begun;
     double              since;           /* hpml_comm_now() when the phases of the current level began */
     hpml_status         status;
@@ -5613,7 +5635,7 @@ HPMLC_FN void hpmlc_course_begin(hpml_comm *c)
     x->sends    = m.to >= 0 && !x->skips;
     x->receives = m.from >= 0 && !x->skips;
     if (m.to >= 0 || m.from >= 0) c->counters.rounds++;
-    if (x->skips) hpmlc_count_send(c, m.to, sent_bytes); /* a round that the one before has done counts as well */
+    if (x->skips) hpmlc_count_send(c, m.to, sent_bytes); /* a skipped round is counted as sent, too */
     c->returns  = !x->skips && hpmlc_returns(c, x->all, x->phase, x->at);
     c->returned = x->e;
     c->divisor  = x->op == HPML_MEAN ? c->size : 0;
@@ -5840,7 +5862,7 @@ HPMLC_FN hpml_status hpmlc_blocks(hpml_comm *c, const hpmlc_block_rule *rule, co
     size_t me = (size_t)c->rank;
     size_t sent_step = rule->root_receives ? 0 : bytes;
     size_t received_step = rule->root_sends ? 0 : bytes;
-    if (received && sent && bytes > 0 && (!rooted || root == c->rank)) /* this rank's block for itself */
+    if (received && sent && bytes > 0 && (!rooted || root == c->rank)) /* copies this rank's block for itself */
         memmove(received + me * received_step, sent + me * sent_step, bytes);
     hpml_status status = HPML_OK;
     for (int k = 1; k < c->size && status == HPML_OK; k += rule->doubles ? k : 1) {
@@ -5882,7 +5904,7 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     HPMLC_ZERO(hpml_network, net);
     int p = c->size, known = 0, nodes = 0;
     for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
-    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p) new nodes, (known) 1 + new number */
+    int32_t *node = (int32_t *)calloc((size_t)(p + known), sizeof *node); /* (p) new numbers; (known) new + 1, by old */
     for (int r = 0; node && r < p; r++) { /* numbers the nodes anew, because a part may lack some */
         int32_t *number = &node[p + c->node[r]];
         if (*number == 0) *number = ++nodes;
@@ -6306,10 +6328,10 @@ typedef struct hpmlc_item {
     bool          plain;
     float        *residual;        /* (leaves, rows, cols) errors of packing this rank's gradients; NULL: none */
     float        *stripe;          /* (my_rows, cols) errors of packing the sum; NULL: none */
-    int64_t       my_row, my_rows; /* first row of this rank's stripe; its rows */
+    int64_t       my_row, my_rows; /* first row of this rank's stripe; number of rows of the stripe */
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
     /* Arrays that one codec alone uses, allocated together with the residual; NULL with other codecs: */
-    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols) each; pairs (p, k, 2): k of each rank */
+    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols) each; pairs (p, k, 2): k pairs of each rank */
     float        *m, *p, *q;       /* LOWRANK: matrices M (rows, cols), P (rows, r), Q (cols, r) */
 } hpmlc_item;
 
@@ -6355,7 +6377,7 @@ HPMLC_FN void hpmlc_host_view_copy(const hpmlc_host_view *view, float *host, flo
 
 /* Where the tensors of an exchange are, and how they follow one another in memory. */
 typedef enum hpmlc_exchange_mode {
-    HPMLC_ANYWHERE,      /* on the host, each where the caller has it */
+    HPMLC_ANYWHERE,      /* on the host, each tensor where the caller has its array */
     HPMLC_PADDED,        /* on the host, in the trainer's array, each padded to HPML_GRADIENT_ALIGN floats */
     HPMLC_PADDED_LINKED, /* in the trainer's array on a device, and moved by the communicator's device link */
     HPMLC_NODE_SHARE     /* on the host: this rank's share of the sums of its node's gradients */
@@ -6389,10 +6411,11 @@ struct hpml_exchange {
     size_t             *received_at; /* (p + 1) where the message from each rank begins in `received` */
     size_t             *sum_at;    /* (p + 1) where the packed sum of each rank's stripe begins in `sums` */
     char               *sent, *received, *sums;
-    int64_t             bytes;     /* bytes that this rank sends in one run, plain tensors excluded */
-    hpmlc_host_view     view;      /* HPMLC_PADDED_LINKED: device where tensors, residuals and messages are */
+    int64_t             bytes;     /* bytes that this rank sends in one run of the exchange, without plain tensors */
+    hpmlc_host_view     view;      /* HPMLC_PADDED_LINKED: by which the host reads tensors, residuals and messages on
+                                      the device */
     int                 bucket;    /* number of the bucket on the timeline, from 1; 0: none */
-    int64_t             bad;       /* last run: 2^20 * tensor + 1 + a rank with a NaN there; 0: none */
+    int64_t             bad;       /* of the last run: 2^20 * tensor + 1 + rank, for a tensor with a NaN; 0: none */
 };
 
 /* Allocates `bytes` where the exchange's tensors are, on a device or the host. NULL: an error on the context. */
@@ -6853,8 +6876,8 @@ HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, in
     hpmlc_span(c, name, start, hpml_comm_now(c), (end - at) * (int64_t)sizeof(float));
 }
 
-/* Adds up, over all ranks and by one allreduce, part number `part` of the plain tensors: their floats are counted from
-   the first tensor to the last and cut into parts of x->part floats. */
+/* Adds up, over all ranks and by one allreduce, range number `part` of the plain tensors: their floats are counted from
+   the first tensor to the last and cut into ranges of x->part floats. */
 HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t part)
 {
     int64_t at = part * x->part, end = hpmlc_min(at + x->part, x->plain);
@@ -6880,7 +6903,7 @@ HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
     return status;
 }
 
-/* Runs the hpml_exchange `user`. c: its communicator or, in the background thread, that thread's, of the same ranks. */
+/* Runs the hpml_exchange `user`. c: the exchange's communicator or, in the background thread, its twin. */
 HPMLC_FN hpml_status hpmlc_exchange_on(hpml_comm *c, void *user)
 {
     hpml_exchange *x = (hpml_exchange *)user;
@@ -7031,8 +7054,8 @@ struct hpmlc_whole { /* the functions of a codec that packs whole tensors */
     hpml_codec_kind kind;
     /* Returns how many floats the codec's arrays for a tensor take; at: memory that they get; NULL: only counts. */
     int64_t (*arrays)(const hpml_exchange *x, hpmlc_item *it, float *at);
-    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* optional; false: plain, as packing saves nothing */
-    hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: adds zeros */
+    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* optional; false: sends the tensor plain */
+    hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: sends zeros */
     int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* returns bytes that this rank sends in one run */
 };
 
@@ -7137,7 +7160,7 @@ HPMLC_FN int64_t hpmlc_lowrank_arrays(const hpml_exchange *x, hpmlc_item *it, fl
 {
     int64_t rows = it->g.rows, cols = it->g.cols, r = hpmlc_lowrank_of(x, it);
     if (at) {
-        hpml_rng rng; /* a fixed seed: Q must begin the same on all ranks */
+        hpml_rng rng; /* a fixed seed, because Q must begin the same on all ranks */
         it->m = at;
         it->p = at + rows * cols;
         it->q = it->p + rows * r;
@@ -7467,7 +7490,7 @@ HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
 /* Returns whether the plan splits the model: it has several ranks on an axis other than data. */
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p) { return hpmlc_plan_replica(p) > 1 || p->expert > 1; }
 
-/* Returns whether the plan changes how much memory a trainer needs, so that it is taken late (see hpml_ctx_defer). */
+/* Returns whether the plan changes how much memory a trainer needs, so that memory is taken late (hpml_ctx_defer). */
 HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p)
 {
     return p->shard > 0 || p->pipe > 1 || p->recompute || p->memory > 0;
@@ -7499,15 +7522,15 @@ HPMLC_FN int hpmlc_plan_workers(const hpml_plan *p, int ranks)
 typedef enum hpmlc_field_kind {
     HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
     HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY,
-    HPMLC_FIELD_ROUTE, HPMLC_FIELD_SCHEDULE /* words, from STRATEGY on */
+    HPMLC_FIELD_ROUTE, HPMLC_FIELD_SCHEDULE /* HPMLC_FIELD_STRATEGY and later: values are words */
 } hpmlc_field_kind;
 
 typedef struct hpmlc_field {
-    const char      *name, *where; /* where: the field may be set; NULL: everywhere */
+    const char      *name, *where; /* where: plans in which the field may be set; NULL: all */
     hpmlc_field_kind kind;
     size_t           at;           /* offset in hpml_plan */
     double           most;         /* largest value */
-    double           tries[4];     /* values other than zero to step through; 0 ends the list */
+    double           tries[4];     /* values, except 0, that hpml_plan_next tries; 0 ends the list */
 } hpmlc_field;
 
 #define HPMLC_FIELD(name, member, kind, most, matters, where, ...) \
@@ -7792,7 +7815,7 @@ HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *f
 {
     hpml_plan whole;
     hpml_plan_resolve(plan, facts, &whole);
-    int64_t grain  = hpmlc_exact_is_chosen(NULL, &whole) ? whole.leaf : 1; /* samples that stay together */
+    int64_t grain  = hpmlc_exact_is_chosen(NULL, &whole) ? whole.leaf : 1; /* samples that stay on one rank */
     int64_t grains = (whole.global_batch - 1) / grain + 1;
     return ((grains - 1) / hpmlc_plan_workers(plan, facts->ranks) + 1) * grain;
 }
@@ -7860,7 +7883,7 @@ HPMLC_FN hpml_status hpmlc_axes_check(const hpml_plan *p, int ranks, const hpmlc
     char             text[160];
     const hpmlc_text axes = { text, sizeof text };
     size_t           length = 0;
-    double           product = 1; /* which may be larger than an integer holds */
+    double           product = 1; /* a double, because the product may be too large for an integer */
     for (int i = 0; i < HPML_AXES; i++) {
         if (size[i] == 0 || (size[i] == 1 && i > 0)) continue;
         hpmlc_append(&axes, &length, "%s%s %d", length > 0 ? " x " : "", hpml_axis_name((hpml_axis)i), size[i]);
@@ -7929,7 +7952,7 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
     bool matters[HPMLC_FIELDS], is_final = false;
     int  i = 0;
     do {
-        if (!is_final) i = HPMLC_FIELDS - 1; /* else the fields further down stay 0 */
+        if (!is_final) i = HPMLC_FIELDS - 1; /* else later fields, which are 0, cannot make the plan valid */
         hpmlc_fields_matter(plan, matters);
         while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], plan))) i--;
         if (i < 0) return false;
@@ -7962,11 +7985,11 @@ typedef struct hpmlc_task {
 
 typedef struct hpmlc_bucket {
     hpml_exchange *x, *warm;     /* warm: for the first .warm_steps steps, uncompressed; NULL: none */
-    hpml_exchange *now;          /* x or warm, as this step uses it; NULL: before the first step */
+    hpml_exchange *now;          /* the one of x and warm that this step uses; NULL: before the first step */
     hpmlc_task     task;         /* the bucket's exchange in this step */
     hpml_comm     *c;            /* ranks over which these gradients are added up, see hpmlc_ranks_of */
     int            count, ready; /* number of tensors; how many gradients are final in this step */
-    bool           adds;         /* shard 2, 3: this rank's block has the sum of earlier micro-batches of the step */
+    bool           adds;         /* shard 2, 3: add to this rank's block, which has the sum of earlier micro-batches */
     int64_t        at, floats;   /* the bucket's range of the trainer's array of gradients */
 } hpmlc_bucket;
 
@@ -7985,7 +8008,7 @@ typedef struct hpmlc_layout {
     int64_t     span;            /* floats of the trainer's array of gradients, padding included */
     float      *host;            /* (span) gradients on the host: `first`, or a copy of a device's array; NULL: the
                                     strategy exchanges them on the device */
-    int64_t     grad_total;      /* floats of all gradients, and of all running statistics, without padding */
+    int64_t     grad_total;      /* floats of all gradients; next: of all running statistics; without padding */
     int64_t     buffer_total;
     int64_t     batch;           /* samples that the model's input holds */
     int64_t     grain;           /* so many consecutive samples of the global batch stay on one rank; 0: 1 */
@@ -8010,14 +8033,14 @@ typedef struct hpmlc_stats {
 
 typedef struct hpmlc_reporting {
     hpml_distribute_report r;    /* sums over the steps since the last reset */
-    double                 began;    /* seconds at the last reset */
-    hpml_counters          at_reset; /* what this rank had sent at the last reset, see hpmlc_sent ... */
-    hpml_counters          split_at_reset; /* ... and along the axes of split layers, see hpmlc_axes_sent */
+    double                 began;    /* hpml_comm_now() at the last reset */
+    hpml_counters          at_reset; /* what this rank had sent at the last reset, see hpmlc_sent */
+    hpml_counters          split_at_reset; /* of .at_reset, what was sent along axes other than data */
     hpml_step_row         *row;      /* (history) ring of the rows of the last steps */
-    int64_t                rows;     /* number of rows that were written to the ring */
-    hpml_distribute_report at_row;   /* value of r when the last row was written */
-    double                 row_time; /* seconds when the last row was written */
-    hpml_counters          row_sent; /* what this rank had sent when the last row was written */
+    int64_t                rows;     /* number of rows that have been written to the ring .row */
+    hpml_distribute_report at_row;   /* value of .r when the last row of a step was written */
+    double                 row_time; /* hpml_comm_now() when the last row of a step was written */
+    hpml_counters          row_sent; /* what this rank had sent when the last row of a step was written */
 } hpmlc_reporting;
 
 /* A trial of the batch search (>>batch-search), a short training: divergence is no error, no step is delayed. */
@@ -8048,7 +8071,7 @@ struct hpml_distributed {
     hpml_plan             plan;
     const hpmlc_strategy *strategy;
     void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
-    bool                  data_known; /* the data of all ranks were compared */
+    bool                  data_known; /* true: the ranks have checked that all have the same data */
     bool                  background; /* tasks are jobs of the communicator's background thread */
     bool                  shared;     /* ranks share one copy of the parameters, which rank 0 steps */
     hpmlc_start_fn       *start;
@@ -8069,7 +8092,7 @@ struct hpml_distributed {
 
 struct hpmlc_strategy {
     hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
-    const char *name;         /* of the form, as the plan's field, if any; own arrays in checkpoints begin so */
+    const char *name;         /* of the form in the plan; begins its arrays' names in checkpoints; NULL: one form */
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
     const char *pending;      /* array of a checkpoint with gradients that only this form applies; NULL: none */
     bool (*is_chosen)(hpml_comm *c, const hpml_plan *plan); /* optional: whether the form fits; NULL: always */
@@ -8081,7 +8104,7 @@ struct hpmlc_strategy {
     hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
     hpml_status (*finish)(hpml_distributed *d); /* optional: sets all ranks' parameters to the training's result */
     bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists what checkpoints hold; false: an error */
-    void (*close)(hpml_distributed *d); /* optional: releases what hpmlc_dist_alloc has not given `open` */
+    void (*close)(hpml_distributed *d); /* optional: releases what `open` took without hpmlc_dist_alloc */
 };
 
 #define HPMLC_BLOCK 64 /* bytes before memory of hpmlc_dist_alloc, with the address of the next older block */
@@ -8418,7 +8441,7 @@ HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
     d->report.r.exposed_s += end - start;
 }
 
-/* Returns how many ranks keep the same floats of parameter p as this rank; 0: only another pipeline stage counts p. */
+/* Returns how many ranks keep the same floats of parameter p as this rank; 0: another pipeline stage counts p. */
 HPMLC_FN double hpmlc_keepers(const hpml_distributed *d, const hpml_tensor *p)
 {
     const hpml_mesh  *m = hpml_comm_mesh(d->all);
@@ -8476,7 +8499,7 @@ HPMLC_FN hpml_status hpmlc_stats_sum(hpml_comm *c, void *user)
     c->about.first = n > 0 ? "loss, samples, running statistics" : "loss, samples";
     hpml_status status = hpmlc_reduce_all(c, d->stats.sum, HPMLC_STATS + n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     c->about.first = NULL;
-    for (int64_t k = 0; k < HPMLC_STATS + n && d->plan.sequence > 1; k++) /* its ranks have the same samples */
+    for (int64_t k = 0; k < HPMLC_STATS + n && d->plan.sequence > 1; k++) /* ranks of the axis count the same samples */
         if (k != HPMLC_BAD && k != HPMLC_BAD_RANK) d->stats.sum[k] /= d->plan.sequence;
     return status;
 }
@@ -8516,7 +8539,7 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
     if (status == HPML_OK) {
         hpmlc_stats_fill(d, buffers);
         status = hpmlc_task_start(d, &d->stats.task, d->c, hpmlc_stats_sum, d);
-        if (status == HPML_OK) status = d->stats.task.status; /* of the sum, if that was done at once */
+        if (status == HPML_OK) status = d->stats.task.status; /* the status of the sum, if that is done already */
     }
     if (!d->background) hpmlc_dist_waited(d, start);
     return status;
@@ -8610,7 +8633,7 @@ HPMLC_FN void hpmlc_steps_mark(hpml_distributed *d)
     hpmlc_sent(d, &r->row_sent);
 }
 
-enum { HPMLC_TAG_SUM = HPML_TAG_MAX - 2 }; /* of sums over the ranks that are there */
+enum { HPMLC_TAG_SUM = HPML_TAG_MAX - 2 }; /* tag of sums over the ranks that are not lost */
 
 /* Returns whether the training goes on when ranks are lost. */
 HPMLC_FN bool hpmlc_goes_on(const hpml_distributed *d)
@@ -8639,7 +8662,7 @@ HPMLC_FN hpml_status hpmlc_sum_there(hpml_distributed *d, float *x, int64_t n, i
     }
     *there = 1;
     for (int r = c->rank + 1; r < c->size && theirs; r++) {
-        if (hpml_recv(c, r, HPMLC_TAG_SUM, theirs, bytes) != HPML_OK) continue; /* lost; or the context has the error */
+        if (hpml_recv(c, r, HPMLC_TAG_SUM, theirs, bytes) != HPML_OK) continue; /* r is lost; or an error on c */
         for (int64_t i = 0; i < n; i++) x[i] += theirs[i];
         ++*there;
     }
@@ -8747,18 +8770,18 @@ HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
 
 typedef enum hpmlc_scope {
     HPMLC_RANK,  /* a copy for each rank (or leaf), which are added up: any number of ranks loads them */
-    HPMLC_NODE,  /* a copy for each node, of which each rank of the node has a range: loads on as many nodes */
+    HPMLC_NODE,  /* a copy for each node, of which each rank of the node has a range: loads only on as many nodes */
     HPMLC_SHARED /* one copy, of which each rank has a range, or which all ranks have whole */
 } hpmlc_scope;
 
 typedef struct hpmlc_state {
-    char        *name;       /* in the file: state.KIND.COPY.TENSOR */
+    char        *name;       /* the array's name in the file: state.KIND.COPY.TENSOR */
     hpmlc_scope  scope;
-    float       *data;       /* (copies.count, floats) what this rank has of the copies; NULL: nothing */
+    float       *data;       /* (copies.count, floats) this rank's floats of its copies of the array; NULL: none */
     const hpmlc_host_view *view; /* host access to `data` */
-    int64_t      count;      /* floats of one copy: of the part of a tensor that this rank has, or the whole ... */
-    int64_t      whole;      /* ... and of the whole, as in the file */
-    const hpml_tensor *param; /* parameter as whose part, or whole, a copy lies in memory; NULL: none */
+    int64_t      count;      /* floats of one copy on this rank: of the part of a tensor that it has, or the whole */
+    int64_t      whole;      /* floats of one copy in the file, which has whole tensors */
+    const hpml_tensor *param; /* parameter whose layout in memory a copy has (this rank's part); NULL: none */
     int64_t      at, floats; /* this rank's range of one copy: [at, at + floats) */
     hpmlc_copies copies;     /* this rank's copies, and how many the file has: copies.all */
     bool         is_mean;    /* copies are shares of a mean: the fewer there are, the larger each is */
@@ -8774,7 +8797,7 @@ struct hpmlc_states {
     bool              is_saving; /* the list is for saving; else it is for loading */
     const char       *copy;      /* word for the copies of scope RANK in names of arrays: "ranks" or "leaves" */
     bool             *present;   /* hpmlc_state.present of the arrays that are added next */
-    hpmlc_host_view       host;      /* host access to arrays on the host */
+    hpmlc_host_view       host;      /* hpmlc_state.view of arrays in host memory */
 };
 
 /* Adds an array, of which each copy has `count` floats, to the list of arrays that checkpoints hold, with the name
@@ -8850,7 +8873,7 @@ HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, con
     hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, kind, list->copy, tensor, count);
     if (!it) return;
     it->copies  = list->d->copies;
-    if (x->c->size != list->d->c->size) { /* a part of a whole that is split over other ranks of list->d->c */
+    if (x->c->size != list->d->c->size) { /* x adds up a split parameter, over fewer ranks */
         it->copies.first = x->c->rank;
         it->copies.all   = x->c->size;
     }
@@ -8986,7 +9009,7 @@ HPMLC_FN hpml_status hpmlc_rows_exchange(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 /* Strategy sync: in step t all ranks apply the mean of the gradients of step t: w_(t+1) = w_t - lr f(sum_r n_r g_r(w_t)
    / n), for n_r of n samples on rank r and optimizer f. The exchange of a bucket starts when its last gradient is
-   final, but behind the backward pass with .no_overlap or where no background thread pays off. (Synchronous SGD: Das et
+   final, but after the backward pass with .no_overlap or where no background thread pays off. (Synchronous SGD: Das et
    al. 2016, "Distributed Deep Learning Using Synchronous SGD"; Goyal et al. 2017 for its learning rates.) A trainer on
    a device has its gradients copied to the host and back. */
 
@@ -9033,7 +9056,7 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
    bucket of gradients is cut into blocks, one for each of the N ranks that add them up, and rank r keeps block r of
 
      shard 1   the optimizer's states: a step is the two halves of a ring allreduce with the optimizer's step between
-               them: reduce-scatter of a bucket when its last gradient is final, step of the own block, allgather of the
+               them: reduce-scatter of a bucket when its last gradient is final, step of block r, allgather of the
                new values. In all the ranks send 2 P (N - 1) elements, as in the allreduce, for P floats of parameters.
                In the background a bucket is stepped and gathered when the next bucket's gradients are final, within
                the backward pass, which has no more use for its values. This waits for the end of the pass if the
@@ -9062,7 +9085,7 @@ typedef struct hpmlc_shard_job { /* reduce-scatter or allgather of a bucket */
 
 typedef struct hpmlc_slot { /* memory for a whole bucket */
     int              bucket;  /* -1: none */
-    bool             posted;  /* of gradients: the bucket's reduce-scatter was started */
+    bool             posted;  /* slot of gradients: true: the bucket's reduce-scatter was started */
     int64_t          used;    /* when an op needed the bucket last, or when the reduce-scatter was started */
     hpmlc_task       task;    /* the allgather of values */
     hpmlc_shard_job  job;
@@ -9076,18 +9099,18 @@ typedef struct hpmlc_slots {
 
 typedef struct hpmlc_sharding {
     hpmlc_slots      values, gradients;
-    hpmlc_shard_job *job;     /* (buckets.count) reduce-scatters */
+    hpmlc_shard_job *job;     /* (buckets.count) reduce-scatters of the buckets' gradients */
     float           *all;     /* shard 1, 2: the trainer's array of values */
     int64_t          largest; /* floats of the largest bucket */
-    int64_t          clock;   /* counts the needs of ops */
+    int64_t          clock;   /* counts how often an op needed a bucket, as time for hpmlc_slot.used */
     const hpml_node *node;    /* the op that runs now, whose buckets stay in their slots; NULL: none */
-    const hpml_node *first_node;  /* a pass forward begins when this op needs ... */
-    int              first_param; /* ... this parameter, of those that it reads the first */
+    const hpml_node *first_node;  /* the first op of a forward pass that needs a bucket */
+    int              first_param; /* the first parameter that this op needs */
     hpmlc_slot      *whole;   /* shard 1, 2: (buckets.count) the allgather of each bucket's new values */
-    int              stepped; /* buckets that were stepped in this update */
-    int64_t          samples; /* of the micro-batch that runs now, on this rank */
-    bool             early;   /* buckets are stepped and gathered within the backward pass ... */
-    bool             posted;  /* ... so the sum of samples and losses was started within it, too, in this update */
+    int              stepped; /* number of buckets whose parameters were stepped in this update */
+    int64_t          samples; /* number of this rank's samples in the micro-batch that runs now */
+    bool             early;   /* buckets are stepped and gathered within the backward pass */
+    bool             posted;  /* with .early: this update's sum of samples and losses was started in the pass */
 } hpmlc_sharding;
 
 HPMLC_FN bool hpmlc_shard_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p) { return p->shard > 0; }
@@ -9389,7 +9412,7 @@ HPMLC_FN hpml_status hpmlc_shard_values(hpml_distributed *d, int b, const hpml_m
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
     const bool      first  = at->node == s->first_node && at->param == s->first_param;
     const bool      begins = first && (at->pass == HPML_PASS_FORWARD || at->pass == HPML_PASS_EVALUATE);
-    hpml_status     status = begins ? hpmlc_shard_forget(d) : HPML_OK; /* values may have been loaded since */
+    hpml_status     status = begins ? hpmlc_shard_forget(d) : HPML_OK; /* the program may have loaded new values */
     s->node = at->node;
     s->clock++;
     hpmlc_slot *slot = hpmlc_shard_fetch(d, b, at->node, &status);
@@ -9427,9 +9450,9 @@ HPMLC_FN hpml_status hpmlc_shard_gradients(hpml_distributed *d, int b, const hpm
     for (hpmlc_slot *at = s->gradients.item; at < end; at++) {
         if (at->bucket == b && !at->posted) return HPML_OK;
         if (at->bucket >= 0 && !at->posted) continue; /* incomplete */
-        if (!slot || at->used < slot->used) slot = at; /* a free one, or the bucket that is under way longest */
+        if (!slot || at->used < slot->used) slot = at; /* a free slot, or the one started longest ago */
         if (at->bucket != b) continue;
-        slot = at; /* has the gradients of the micro-batch before */
+        slot = at; /* the slot that b had in the micro-batch before */
         break;
     }
     if (!slot) return hpmlc_fail(d->c, HPML_ERR_STATE, "shard: no slot for the gradients of \"%s\"", node->out->name);
@@ -9554,7 +9577,7 @@ HPMLC_FN hpml_status hpmlc_shard_gradient(hpml_distributed *d, int param)
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
     const bool      early  = s->early && d->micro + 1 == d->accumulate;
     hpml_status     status = HPML_OK;
-    if (d->buckets.posted == d->buckets.count) hpmlc_buckets_reset(d); /* they were of the micro-batch before */
+    if (d->buckets.posted == d->buckets.count) hpmlc_buckets_reset(d); /* the counts are of the micro-batch before */
     if (!hpmlc_buckets_count(d, param) || (d->plan.no_overlap && d->plan.shard < 2)) return HPML_OK;
     if (early && !s->posted) status = hpmlc_shard_stats(d);
     if (status == HPML_OK) status = hpmlc_buckets_post(d);
@@ -9659,7 +9682,7 @@ struct hpmlc_factors {
     hpmlc_factor  *layer;      /* (count) in the order of the backward pass */
     int            count;
     hpmlc_factor **of;         /* (params) the layer with this weight; NULL: none */
-    int64_t        samples;    /* of this rank in this step */
+    int64_t        samples;    /* number of this rank's samples in this step */
 };
 
 /* Returns whether the backend of ctx computes the results of layers as f32 in host memory. */
@@ -9876,7 +9899,7 @@ typedef struct hpmlc_delayed {
     float *in_flight;    /* (span) gradients of the step before, laid out as the trainer's */
     float *before;       /* (buffer_total) running statistics when the step began; then their change in the step */
     float *change;       /* (buffer_total) mean change of the running statistics in the step before, by name */
-    float  head[HPMLC_DELAYED_HEAD]; /* of the step before: samples, mean loss, samples of a whole step then */
+    float  head[HPMLC_DELAYED_HEAD]; /* of the step before: samples, mean loss, samples of the whole step */
     double whole;        /* samples of a whole step, when the gradients in flight were computed */
     bool   is_in_flight; /* gradients are in flight; false before the first step */
     bool   is_complete;  /* the exchange of in_flight is over: in_flight, change and head are set */
@@ -9907,7 +9930,7 @@ HPMLC_FN hpml_status hpmlc_delayed_begin(hpml_distributed *d, int64_t samples, f
 HPMLC_FN hpml_status hpmlc_delayed_gradient(hpml_distributed *d, int param)
 {
     hpmlc_buckets_count(d, param);
-    return HPML_OK; /* its exchange starts when the update has swapped the gradients */
+    return HPML_OK; /* the exchange starts after the update has swapped the gradients */
 }
 
 /* Completes the exchange of the gradients of the step before: waits for it and keeps that step's mean loss and mean
@@ -10032,7 +10055,7 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>strategy-exact   the same bits for every number of ranks
 // ---------------------------------------------------------------------------------------------------------------------
-/* Strategy exact: floats do not add up to the same bits in every order, integers do. Leaf l of the global batch is
+/* Strategy exact: floats do not add up to the same bits in every order, integers do. Leaf l, of L samples, is
    samples [l L, (l + 1) L). A rank computes its leaves one after another, each from the same running statistics, and
    keeps their gradients (of the sum over samples). Then, tensor by tensor: the largest |g| of all leaves and ranks is m
    < 2^e; with 2^k >= leaves, scale 2^(62 - e - k) keeps any sum of leaves below 2^62. Rounding a leaf to a 64-bit
@@ -10131,7 +10154,7 @@ HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
             before += n;
         }
         for (const float *end = row + n; row < end; row++) {
-            bool is_nan = *row != *row; /* a NaN, which no later value replaces */
+            bool is_nan = *row != *row; /* a NaN, which no later value of `largest` replaces */
             if (fabsf(*row) > own->largest[i] || is_nan) own->largest[i] = fabsf(*row);
         }
     }
@@ -10313,7 +10336,7 @@ HPMLC_FN void *hpmlc_link_attach(hpml_distributed *d, size_t size, hpmlc_start_f
     own->l          = &d->c->link;
     own->is_clipped = t->clip_norm > 0;
     own->is_checked = (own->is_clipped && !t->no_finite_check) || hpmlc_overflows(d->t, d->ctx);
-    hpmlc_background_choose(d); /* for the sum of loss and running statistics */
+    hpmlc_background_choose(d); /* background thread for the sum of loss and running statistics */
     return own;
 }
 
@@ -10426,7 +10449,7 @@ typedef struct hpmlc_shard {
 
 typedef struct hpmlc_nodes {
     hpmlc_link   link;
-    hpmlc_shard *shard;     /* (buckets) this rank's shard of each */
+    hpmlc_shard *shard;     /* (buckets) this rank's shard of each bucket */
     int          ranks;     /* number of ranks on this node */
     int          place;     /* number of this rank on its node, from 0 */
     char         copy[32];  /* word for nodes in the names of residuals in checkpoints */
@@ -10604,13 +10627,13 @@ HPMLC_FN bool hpmlc_nodes_state(hpml_distributed *d, hpmlc_states *list)
 enum { HPMLC_MEET_SAMPLES, HPMLC_MEET_LOSS, HPMLC_MEET_STATS };
 
 typedef struct hpmlc_weights {
-    float  *meet;      /* (floats) on the host: values, running statistics, samples, loss times samples */
+    float  *meet;      /* (floats) summed at a meeting: values, running statistics, samples, loss times samples */
     float  *centre;    /* (span) block: parameters after the last meeting; elastic: the centre; else NULL */
     float  *momentum;  /* (span) block: velocity of the outer optimizer; else NULL */
     int64_t floats;
-    int     there;     /* ranks at the last meeting */
+    int     there;     /* number of ranks at the last meeting */
     int64_t since;     /* steps since the last meeting */
-    double  samples, loss; /* of these steps on this rank: samples; loss times samples */
+    double  samples, loss; /* sums on this rank since the last meeting: samples; loss times samples */
     bool    is_set;    /* centre and momentum are set; false before the first step */
     bool    is_ahead;  /* block: parameters began this block ahead of the centre */
 } hpmlc_weights;
@@ -10677,7 +10700,7 @@ HPMLC_FN hpml_status hpmlc_weights_step(hpml_distributed *d)
     return status;
 }
 
-/* Starts counting samples and loss anew. */
+/* Sets the sums of samples and loss since the last meeting to 0. */
 HPMLC_FN void hpmlc_weights_restart(hpmlc_weights *own)
 {
     own->since   = 0;
@@ -10916,7 +10939,7 @@ enum { HPMLC_TAG_REQUEST = HPML_TAG_MAX, HPMLC_TAG_FLOATS = HPML_TAG_MAX - 1 };
 
 typedef enum hpmlc_request_kind {
     HPMLC_PUSH,  /* floats follow, a gradient or values; is answered */
-    HPMLC_PULL,  /* nothing follows; is answered. Also a push whose floats were taken */
+    HPMLC_PULL,  /* nothing follows; is answered. A PUSH becomes a PULL when its floats are taken */
     HPMLC_DEAL,  /* asks for the number of a batch */
     HPMLC_NOTE,  /* reports .epoch, is not answered */
     HPMLC_LEAVE, /* the worker ends its training without HPMLC_FINISH; is not answered */
@@ -10926,69 +10949,69 @@ typedef enum hpmlc_request_kind {
 
 typedef struct hpmlc_request { /* header from a worker to a server */
     int64_t kind;
-    int64_t step;    /* PUSH, PULL: number of the step, or of the round; ROWS: of the parameter */
-    int64_t samples; /* PUSH: of the gradient, or of the round; ROWS: how many rows */
-    int64_t batch;   /* PUSH: number of the batch that was dealt, -1: none was; DEAL: batches of an epoch */
-    int64_t epoch;   /* DEAL: that the worker is in; NOTE: epochs that it has ended */
+    int64_t step;    /* PUSH, PULL: number of the step or round; ROWS: number of the parameter */
+    int64_t samples; /* PUSH: samples of the gradient or round; ROWS: number of rows */
+    int64_t batch;   /* PUSH: number of the batch that was dealt, -1: none was; DEAL: number of batches in an epoch */
+    int64_t epoch;   /* DEAL: the worker's epoch; NOTE: number of epochs that it has ended */
     int64_t wants;   /* PUSH, PULL: 1: values follow the answer; DEAL: 1: the last epoch of a fit */
     double  loss;    /* mean over the samples */
 } hpmlc_request;
 
 typedef struct hpmlc_answer { /* header from a server to a worker */
-    int64_t step;  /* of the worker that is not over yet */
-    int64_t batch; /* that was dealt, counted over all epochs; -1: the epoch ends */
+    int64_t step;  /* number of the worker's first step that is not over yet */
+    int64_t batch; /* number of the batch dealt to the worker, over all epochs; -1: the epoch ends */
 } hpmlc_answer;
 
 typedef struct hpmlc_client { /* a worker, as a server knows it */
-    hpml_message  message;    /* the receive of its next request, in flight if is_posted */
+    hpml_message  message;    /* receive of the worker's next request, in flight if is_posted */
     hpmlc_request request;    /* its last request */
     bool          is_posted, is_open, is_lost; /* is_open: the request is not answered yet */
-    int64_t       clock;      /* steps or rounds that it has done */
-    int64_t       epochs;     /* that it has ended, where batches are dealt */
-    int64_t       batch;      /* that was dealt and not pushed yet; -1: none */
+    int64_t       clock;      /* number of steps or rounds that the worker has done */
+    int64_t       epochs;     /* number of epochs that it has ended, where servers deal out batches */
+    int64_t       batch;      /* the batch dealt to it whose gradient is not pushed yet; -1: none */
 } hpmlc_client;
 
 typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which are packed as one */
     hpml_packing packing;
-    const hpmlc_factor *layer;   /* sends factors in place of these rows; NULL: floats, packed by the codec */
+    const hpmlc_factor *layer;   /* the layer that sends factors in place of the rows; NULL: the codec packs the rows */
     int          param;
-    int64_t      from, at;    /* first float in the parameter; among all trained ones */
-    size_t       offset;      /* of the packed bytes, among those of all pieces */
+    int64_t      from, at;    /* number of the piece's first float: in the parameter; among all trained floats */
+    size_t       offset;      /* where the piece's packed bytes begin among those of all pieces */
 } hpmlc_piece;
 
 typedef struct hpmlc_servers {
     hpml_distributed *d;
-    bool           is_finished;      /* no request since hpml_distribute_finish; server: or since the beginning */
+    bool           is_finished;      /* no request has come since hpml_distribute_finish or the beginning */
     int            workers, count;   /* K, S */
-    int            first, end;       /* servers of whose ranges this rank has memory: of itself; a worker: of all */
-    int64_t        total, floats;    /* n; floats of these ranges */
+    int            first, end;       /* memory here: the ranges of servers [first, end). Server: its own; worker: all */
+    int64_t        total, floats;    /* trained floats; those in the ranges of servers [first, end) */
     hpmlc_piece   *piece;            /* (pieces + 1) of all ranges, server by server; the last one is empty */
     int            pieces, *begin;   /* (S + 1) number of each server's first piece */
-    char          *packed;           /* (packed bytes) what is pushed */
-    float         *gradient;         /* (floats) of a worker its own; of a server the sum, zero between steps */
+    char          *packed;           /* (packed bytes) the gradient that a worker pushes */
+    float         *gradient;         /* (floats) worker: its gradient; server: sum of gradients, 0 between steps */
     float         *values;           /* (floats) */
     float         *residual;         /* (floats) of a worker with a lossy codec; else NULL */
     int64_t       *exact;            /* (floats) server: sum of the round's gradients; NULL: the plan is not exact */
-    int           *table, tables;    /* (tables) the parameters that are sparse tables: see >>servers-rows */
-    int64_t       *rows;             /* (S, tables) rows of each table in a push to each server; server: (tables) */
-    float        **packed_rows;      /* (S + 1) worker: where those for each server begin */
-    int32_t       *wanted;           /* (most rows of a table) worker: rows of a batch */
-    bool          *is_wanted;        /* (most rows of a table) all false between batches */
+    int           *table, tables;    /* (tables) numbers of the parameters that are sparse tables: see >>servers-rows */
+    int64_t       *rows;             /* (S, tables) rows of each table for each server; server: (tables) of a push */
+    float        **packed_rows;      /* (S + 1) worker: where the packed rows for each server begin */
+    int32_t       *wanted;           /* (most rows of a table) worker: indices of the rows that a batch needs */
+    bool          *is_wanted;        /* (most rows of a table) worker: the row is in .wanted; false between batches */
     bool           has_stepped_rows; /* server: the rows of the tables' gradients have been applied */
     hpml_message  *message;          /* worker: (6 S) messages of a request */
     hpmlc_answer  *answer;           /* worker: (S) */
     hpmlc_client  *client;           /* server: (K) */
-    hpml_message **awaited;          /* server: (K) messages for which it waits */
-    hpml_status  (*enter)(hpml_distributed *d); /* server: see above */
+    hpml_message **awaited;          /* server: (K) receives of the workers' requests, for which it waits */
+    hpml_status  (*enter)(hpml_distributed *d); /* server: the strategy's function that answers requests */
     bool           averages;         /* federated: workers run the optimizer, servers average values */
-    bool           has_lost;         /* server: a worker was lost since `enter` has begun */
+    bool           has_lost;         /* server: a worker was lost during the current call of `enter` */
     bool           is_served;        /* server: the hook `next` has served this step */
     bool           is_skipped;       /* worker: does not compute in this step */
-    int64_t        period, steps;    /* steps of a round; done by this rank, but for those of batches that were dealt */
+    int64_t        period, steps;    /* steps of a round; steps of this rank, but for those on batches dealt to it */
     int64_t        round, updates;   /* rounds that are complete; server: its steps of the optimizer */
     int64_t        taken, dealt;     /* server: gradients taken in this step; batches dealt, over all epochs */
-    int64_t        epoch, batch;     /* server: epoch of its fit; worker: number of its batch, -1: that was not dealt */
-    double         samples, loss;    /* of the gradients in this step, or round; loss times samples */
+    int64_t        epoch, batch;     /* server: its epoch; worker: number of the batch dealt to it, -1: none was */
+    double         samples, loss;    /* sums over the gradients of this step or round: samples; loss times samples */
 } hpmlc_servers;
 
 HPMLC_FN hpmlc_servers *hpmlc_servers_of(const hpml_distributed *d) { return (hpmlc_servers *)d->own; }
@@ -11033,7 +11056,7 @@ HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
 {
     hpmlc_servers *own   = hpmlc_servers_of(d);
     const int64_t  at    = hpmlc_server_at(own, s), end = hpmlc_server_at(own, s + 1);
-    int64_t        first = 0; /* of the parameter, among all trained floats */
+    int64_t        first = 0; /* number of p's first float among all trained floats */
     for (int i = 0; i < d->layout.params; i++) {
         const hpml_tensor *p     = hpmlc_param(d, i);
         const bool         dense = hpml_trainer_place(d->t, i) >= 0 && !hpml_param_rows(p, NULL);
@@ -11079,7 +11102,7 @@ HPMLC_FN void hpmlc_servers_destroy(void *object)
         hpml_message *m = &own->client[k].message;
         if (!own->client[k].is_posted) continue;
         if (!m->done && !m->owner->t->schedule) m->owner->t->abandon(m->owner, m);
-        hpmlc_unlist(m->owner, m); /* where ranks are threads, nothing else refers to a receive */
+        hpmlc_unlist(m->owner, m); /* with THREADS nothing else points to a receive */
     }
 }
 
@@ -11411,7 +11434,7 @@ HPMLC_FN float hpmlc_factor_pack(const hpml_distributed *d, const hpmlc_piece *p
 {
     const int64_t k = hpmlc_factor_rows(d, p), m = p->layer->m, n = p->layer->n;
     const int64_t rows = p->packing.rows, cols = p->packing.cols;
-    const float  *dz = p->layer->dz + p->from / n; /* (k, m), from the first of the rows on */
+    const float  *dz = p->layer->dz + p->from / n; /* (k, m), from the piece's first row on */
     const float  *x  = p->layer->x + p->from % n;  /* (k, n) */
     float         bad = 0;
     for (int64_t r = 0; r < k; r++) memcpy(to + r * rows, dz + r * m, sizeof(float) * (size_t)rows);
@@ -11434,14 +11457,14 @@ HPMLC_FN void hpmlc_piece_add(hpml_distributed *d, const hpmlc_piece *p, float *
     hpml_sgemm(d->ctx, true, false, rows, cols, k, 1, dz, rows, dz + k * rows, cols, 1, gradient, cols);
 }
 
-#define HPMLC_EXACT_ONE 1099511627776.0 /* of exact sums on servers: 2^40 stands for 1 */
+#define HPMLC_EXACT_ONE 1099511627776.0 /* exact sums on servers count in units of 2^-40 */
 
 /* Adds own->gradient, of worker `worker`, to the round's exact sum own->exact, and zeroes own->gradient. The sum is in
    integer multiples of 2^-40, because integers add up to the same sum in any order. */
 HPMLC_FN hpml_status hpmlc_exact_move(hpml_distributed *d, int worker)
 {
     hpmlc_servers *own  = hpmlc_servers_of(d);
-    const double   most = 4194304.0 / own->workers; /* 2^62 of the sum's unit, for all workers together */
+    const double   most = 4194304.0 / own->workers; /* limit of a gradient: the sum stays below 2^62 units */
     for (int64_t i = 0; i < own->floats; i++) {
         const double g = own->gradient[i];
         if (!(fabs(g) < most))
@@ -11506,7 +11529,7 @@ HPMLC_FN hpml_status hpmlc_ask(hpml_distributed *d, const hpmlc_request *r, int 
     return HPML_OK;
 }
 
-/* As a worker pushes its array `which` (gradients or values) to the servers or, if `skips`, asks them without pushing;
+/* Worker: pushes its array `which` (gradients or values) to the servers or, if `skips`, asks them without pushing;
    gets their answers, with the servers' values if `wants`. loss: sum over this worker's `samples` samples. */
 HPMLC_FN hpml_status hpmlc_exchange_with(hpml_distributed *d, hpml_array which, bool skips, bool wants, double samples,
                                          double loss)
@@ -11632,7 +11655,7 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
         w->is_posted    = true;
         own->awaited[i] = &w->message;
     }
-    if (d->c->survive) hpml_comm_busy(d->c, 2 * d->c->timeout); /* or workers lose a server that waits for a lost one */
+    if (d->c->survive) hpml_comm_busy(d->c, 2 * d->c->timeout); /* else workers could lose this server */
     const int k = hpml_wait_any(d->c, own->awaited, own->workers, -1);
     if (k < 0) return hpml_ctx_status(d->ctx);
     hpmlc_client *w = &own->client[k];
@@ -11666,7 +11689,7 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
             own->has_lost = false;
             status        = own->enter(d);
         } while (status == HPML_OK && own->has_lost);
-        int active = 0; /* workers for whom the server goes on */
+        int active = 0; /* number of workers that the server must still serve */
         for (int k = 0; k < own->workers; k++)
             active += hpmlc_is_active(&own->client[k]) && !(is_over && is_over(own, &own->client[k]));
         if (status != HPML_OK || active == 0) return status;
@@ -11872,7 +11895,7 @@ HPMLC_FN bool hpmlc_servers_state(hpml_distributed *d, hpmlc_states *list)
    round is .period steps, in which the clients that are drawn for it, a .share of all, train on their own with the
    trainer's optimizer; then they push their parameters w_k, and the servers take sum n_k w_k / sum n_k for n_k samples
    (McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data"). The others sit
-   the round out. Steps behind the last whole round do not enter. */
+   the round out. Steps after the last whole round have no effect. */
 
 /* Server: adds up the gradients (federated: values) that workers have pushed in round own->round, in the order of
    ranks, makes the round's step, and answers the workers that wait for the new values. */
@@ -11910,7 +11933,7 @@ HPMLC_FN hpml_status hpmlc_ps_step(hpml_distributed *d)
     return status;
 }
 
-/* As a server answers pushes for earlier rounds, without adding their gradients; with exact sums adds the pushes of
+/* Server: answers pushes for earlier rounds, without adding their gradients; with exact sums adds the pushes of
    this round that have come; makes this round's step if enough workers wait for it. */
 HPMLC_FN hpml_status hpmlc_ps_enter(hpml_distributed *d)
 {
@@ -11936,13 +11959,13 @@ HPMLC_FN hpml_status hpmlc_ps_enter(hpml_distributed *d)
 
 HPMLC_FN bool hpmlc_ps_open(hpml_distributed *d)
 {
-    if (hpmlc_plan_workers(&d->plan, d->c->size) == 1) d->plan.sum = true; /* of one gradient, which nothing rounds */
+    if (hpmlc_plan_workers(&d->plan, d->c->size) == 1) d->plan.sum = true; /* one gradient: a mean would round */
     return hpmlc_servers_open(d, hpmlc_ps_enter);
 }
 
 HPMLC_FN bool hpmlc_federated_open(hpml_distributed *d)
 {
-    d->plan.sum = true; /* a gradient is the client's own */
+    d->plan.sum = true; /* a client steps by its own gradient: no mean */
     if (!hpmlc_servers_open(d, hpmlc_ps_enter)) return false;
     hpmlc_servers_of(d)->averages = true;
     hpmlc_servers_of(d)->period   = d->plan.period;
@@ -11981,7 +12004,7 @@ HPMLC_FN hpml_status hpmlc_federated_update(hpml_distributed *d)
    Networks": Downpour SGD): the answer goes back at once, and fit deals batches on demand, so that a slow worker
    computes fewer of them. Strategy ssp (Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
    Parameter Server"): a worker that has done c steps gets its answer when the slowest one has done c - s, s =
-   .staleness; with s = 0 gradients of a step enter together, as in >>strategy-ps. */
+   .staleness; with s = 0 gradients of a step take effect together, as in >>strategy-ps. */
 
 /* Returns the batch that a worker computes next: one that a lost worker had, else the next of the epoch; -1: the epoch
    ends; -2: not known yet, because in the last epoch another worker may be lost with its batch. */
@@ -12097,7 +12120,7 @@ typedef struct hpmlc_hogwild_values { /* values of all ranks; the rank that rele
     hpml_allocator allocator;
     size_t         bytes;
     int32_t        holders;   /* ranks that have not released them */
-    uint32_t      *bits;      /* (layout.span) floats, in the places of the trainer's arrays */
+    uint32_t      *bits;      /* (layout.span) bits of the floats, laid out as in the trainer's arrays */
 } hpmlc_hogwild_values;
 
 typedef struct hpmlc_hogwild {
@@ -12126,7 +12149,7 @@ HPMLC_FN void hpmlc_hogwild_push(const hpml_distributed *d, hpml_tensor *p, int6
         uint32_t bits = __atomic_load_n(&own->shared->bits[at + i], __ATOMIC_RELAXED);
         float    was  = own->seen[at + i], value = p->data[first + i], now;
         memcpy(&now, &bits, sizeof now);
-        if (now != was) value = now + (value - was); /* else exactly the value of the step */
+        if (now != was) value = now + (value - was); /* else the step's value is kept, unrounded */
         memcpy(&bits, &value, sizeof bits);
         __atomic_store_n(&own->shared->bits[at + i], bits, __ATOMIC_RELAXED);
     }
@@ -12163,7 +12186,7 @@ HPMLC_FN hpml_status hpmlc_hogwild_need(void *user, hpml_trainer *t HPMLC_UNUSED
         int32_t row = ((const int32_t *)tokens->raw)[i];
         if (row >= 0 && row < p->shape[0]) hpmlc_hogwild_pull(d, p, row * p->shape[1], p->shape[1]);
     }
-    return HPML_OK; /* the op refuses other tokens */
+    return HPML_OK; /* tokens that are no row's index: the op itself fails */
 }
 
 HPMLC_FN hpmlc_hogwild_values *hpmlc_shared_create(hpml_distributed *d)
@@ -12250,7 +12273,7 @@ HPMLC_FN bool hpmlc_hogwild_state(hpml_distributed *d, hpmlc_states *list)
 
 HPMLC_FN void hpmlc_hogwild_close(hpml_distributed *d)
 {
-    hpml_ctx_release(d->ctx, d->own); /* its destructor releases the shared values */
+    hpml_ctx_release(d->ctx, d->own); /* the destructor releases the shared values */
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -12327,7 +12350,7 @@ HPML_API void hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_
     out->overflows     = hpmlc_overflows(t, c->ctx);
     out->mixes_samples = !hpml_graph_batchable(hpml_trainer_graph(t));
     out->clips         = hpml_trainer_settings(t)->clip_norm > 0;
-    out->steps_tensors = row && (row->prepare || row->layer_ratio || row->whole); /* as hpml_trainer_apply_range */
+    out->steps_tensors = row && (row->prepare || row->layer_ratio || row->whole); /* see hpml_trainer_apply_range */
     out->steps_whole   = row && row->whole;
     out->native        = (c->t->allreduce || c->link.begin) && !(c->mesh && hpmlc_plan_splits(&c->mesh->plan));
     out->no_factors    = !hpmlc_has_factors(c->ctx);
@@ -12410,7 +12433,7 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
-        if (!p->data) continue; /* of another stage, or with shard 3 from the same seed on all ranks */
+        if (!p->data) continue; /* p is on another stage, or of shard 3, made by one seed */
         float       *from = hpmlc_host_view_begin(&l->view, p->data, n);
         status = hpml_broadcast(hpmlc_ranks_of(d, p), from, (size_t)n * sizeof(float), 0);
         if (status == HPML_OK) hpmlc_host_view_end(&l->view, p->data, n);
@@ -13018,13 +13041,13 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
         hpml_status status = HPML_OK;
         if (hpmlc_goes_on(d)) status = hpmlc_sum_there(d, rows, summed, &there, &root);
         else status = hpml_reduce_to(d->all, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
-        const bool writes = d->all->rank == root || hpmlc_plan_cuts(&d->plan); /* all ranks, to join the parts */
+        const bool writes = d->all->rank == root || hpmlc_plan_cuts(&d->plan); /* all ranks: parts are joined */
         if (status == HPML_OK && writes) hpmlc_states_write(&list, path, rows, floats);
         hpml_ctx_release(d->ctx, rows);
     }
     hpmlc_states_close(&list);
     if (!rows) return hpml_ctx_status(d->ctx);
-    if (!hpmlc_goes_on(d)) return hpml_barrier(d->all); /* until the file is there, or the writer's error has come */
+    if (!hpmlc_goes_on(d)) return hpml_barrier(d->all); /* waits until rank 0 has written the file or failed */
     hpml_status status = hpmlc_sum_there(d, &done, 1, &there, &now);
     if (status != HPML_OK || now == root) return status;
     return hpmlc_fail(d->c, HPML_ERR_PEER, "distribute save: rank %d was lost, which wrote %s; save again", root, path);
@@ -13146,7 +13169,7 @@ HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, in
     if (status == HPML_OK && d->trial.samples > 0) *loss = d->trial.loss / d->trial.samples;
     if (!(*loss - *loss == 0)) *loss = (double)INFINITY;
     if (status != HPML_ERR_NONFINITE) return status;
-    hpml_ctx_clear_error(d->ctx); /* no error, because the caller loads a checkpoint next */
+    hpml_ctx_clear_error(d->ctx); /* no error: divergence ends the trial, and a checkpoint is loaded next */
     return HPML_OK;
 }
 
@@ -13303,7 +13326,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "mix: topology %d, data %p", (int)topology, (void *)data);
     int tag = hpmlc_enter(c, "mix", n, HPML_ELEMENT_F32, HPML_SUM, "topology", (int)topology);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    if (c->survive) tag = HPMLC_TAG_SUM; /* because a lost rank fails collectives of all ranks */
+    if (c->survive) tag = HPMLC_TAG_SUM; /* not a collective's tag: a lost rank would fail those */
     const int    p = c->size, me = c->rank;
     const size_t bytes = (size_t)n * sizeof(float);
     hpml_status  status = HPML_OK;
@@ -13340,7 +13363,7 @@ HPMLC_FN void hpmlc_model_copy(hpml_ctx *ctx, float *host, float *x, int64_t n, 
    nothing if `model` is NULL. Returns the number of these floats. */
 HPMLC_FN int64_t hpmlc_model(hpml_trainer *t, hpml_ctx *ctx, float *model, bool save)
 {
-    const bool host = hpml_trainer_settings(t)->host_optimizer; /* where the states are */
+    const bool host = hpml_trainer_settings(t)->host_optimizer; /* true: the optimizer's states are in host memory */
     int64_t    n = 0, floats = 0;
     for (int i = 0; i < hpml_param_count(ctx); i++) {
         hpml_tensor *p = hpml_param_at(ctx, i);
@@ -13510,7 +13533,7 @@ HPMLC_FN void hpmlc_mesh_places(hpmlc_mesh *mesh)
         const hpml_axis k = hpmlc_axis_order[i];
         m->size[k] = (int32_t)hpmlc_max(size[k], 1);
         if (k == HPML_AXIS_DATA) m->size[k] = hpmlc_plan_workers(p, m->all->size) / m->size[HPML_AXIS_EXPERT];
-        m->at[k] = rank % m->size[k]; /* of servers, which are on no axis: any */
+        m->at[k] = rank % m->size[k]; /* servers are on no axis and get any number */
         rank /= m->size[k];
     }
 }
@@ -13519,7 +13542,7 @@ HPMLC_FN void hpmlc_mesh_places(hpmlc_mesh *mesh)
    an error. */
 HPMLC_FN hpml_comm *hpmlc_mesh_split(const hpml_mesh *m, unsigned mask)
 {
-    int color = 0, step = 1; /* color: the first of these ranks */
+    int color = 0, step = 1; /* color: number of the first rank of the communicator */
     for (int i = 0; i < HPML_AXES; i++) {
         const hpml_axis k = hpmlc_axis_order[i];
         if (!(mask >> k & 1)) color += m->at[k] * step;
@@ -13609,10 +13632,10 @@ HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c) { return c && c->me
 
 typedef struct hpmlc_pipe_walk { /* a stage on its way through its tasks */
     hpml_pipe_kind kind;
-    int            stages, stage, chunks, micro; /* the last: number of micro-batches */
+    int            stages, stage, chunks, micro; /* micro: number of micro-batches */
     int            total; /* forward passes, those of micro-batches that do not exist included */
-    int            limit; /* forward passes that have no backward pass yet, at most */
-    int            lag;   /* backward passes that have no gradients of weights yet, at most */
+    int            limit; /* most forward passes that may wait for their backward pass */
+    int            lag;   /* most backward passes whose gradients of weights may be computed later */
     int            forwards, backwards, weights, updates; /* done */
     int            slots[HPMLC_PIPE_CHUNKS]; /* sets of activations of each chunk */
 } hpmlc_pipe_walk;
@@ -13899,7 +13922,7 @@ typedef struct hpmlc_edge { /* a tensor that piece `from` computes and piece `to
     hpml_tensor *tensor;
     int32_t      from, to;
     bool         has_grad; /* piece `to` computes a gradient of the tensor */
-    bool         first;    /* of the tensor's edges with gradients; the gradients of others are added to this one */
+    bool         first;    /* the tensor's first edge with gradients, to which those of its other edges are added */
 } hpmlc_edge;
 
 typedef struct hpmlc_tied { int32_t param, stage; } hpmlc_tied; /* a parameter of several stages, and one of these */
@@ -13907,9 +13930,9 @@ typedef struct hpmlc_tied { int32_t param, stage; } hpmlc_tied; /* a parameter o
 typedef struct hpmlc_deferred { /* statistics of a batchnorm over all micro-batches of a step */
     hpml_node *node;
     int32_t    piece;
-    float     *before; /* (2, C) running mean and variance before the step */
-    double    *sum;    /* (2, C) sums of x and of x^2 */
-    double     count;  /* numbers in a channel */
+    float     *before; /* (2, C channels) running mean and variance before the step */
+    double    *sum;    /* (2, C) sums of the inputs x and of x^2 */
+    double     count;  /* how many x each of the sums adds up */
 } hpmlc_deferred;
 
 struct hpmlc_pipeline {
@@ -13919,18 +13942,18 @@ struct hpmlc_pipeline {
     hpml_ctx         *ctx;
     hpml_comm        *c;       /* the stages */
     hpml_pipe_desc    desc;
-    hpmlc_pipe_walk   walk;    /* of a full step; of STASH and VERTICAL: where this stage is */
+    hpmlc_pipe_walk   walk;    /* the tasks of a full step; STASH and VERTICAL: at the task that this stage does next */
     int32_t           pieces;
     int32_t          *cut;     /* (pieces + 1) the op at which each piece begins */
     int64_t           rows;    /* samples of a micro-batch, but for the last one */
     int32_t           slots;   /* of this rank */
     hpmlc_edge       *edge;
     int32_t           edges;
-    float            *scratch; /* for a gradient that is added to another one */
-    hpml_message     *sent;    /* (slots, edges, 2) values and gradients in flight */
-    bool             *flying;  /* (slots, edges, 2) `sent` is in use */
+    float            *scratch; /* memory for a received gradient, which is added to another one */
+    hpml_message     *sent;    /* (slots, edges, 2) sends of values and gradients that may be in flight */
+    bool             *flying;  /* (slots, edges, 2) whether the send in .sent is in flight */
     int64_t          *samples; /* (slots) */
-    hpmlc_tied       *tied;    /* parameters that several stages read, by number, then stage */
+    hpmlc_tied       *tied;    /* parameters that several stages read, sorted by number, then stage */
     int32_t           ties;
     hpmlc_deferred   *norm;    /* batchnorms of this rank */
     int32_t           norms;
@@ -13940,19 +13963,19 @@ struct hpmlc_pipeline {
     int64_t           values;  /* floats of this stage's trained parameters */
     int32_t           versions;
     int32_t           version; /* updates since the pipeline was empty */
-    int64_t           base;    /* the trainer's step then */
-    bool              stepped; /* this step has a gradient */
-    float             loss;    /* of the last micro-batch that has passed this stage backward */
-    double            share;   /* of this replica of the stage in the samples of that micro-batch */
+    int64_t           base;    /* the trainer's step when the pipeline was empty last */
+    bool              stepped; /* true: this step has computed a gradient */
+    float             loss;    /* mean loss of the micro-batch of this stage's last backward pass */
+    double            share;   /* fraction of the samples of .loss that this replica has */
 };
 
 typedef struct hpmlc_pass { /* a call of the hook `pass` */
     int64_t  first, samples;
     float    grad_scale;
     bool     accumulate, train;
-    bool     last;    /* of the micro-batches that the trainer accumulates */
-    int32_t  micro;   /* micro-batches that the samples fill */
-    double   loss;    /* of the samples, on the stage that computes the loss */
+    bool     last;    /* the trainer's last micro-batch of an update */
+    int32_t  micro;   /* number of the pipeline's micro-batches that .samples fill */
+    double   loss;    /* mean loss of the samples, on the stage that computes the loss */
 } hpmlc_pass;
 
 /* Returns the piece that op `node` belongs to; -1: none, because the trainer does not run the op. */
@@ -14283,7 +14306,7 @@ HPMLC_FN hpml_status hpmlc_pass_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass)
     hpmlc_pipe_walk walk;
     hpml_pipe_task  task;
     hpml_status     status = HPML_OK;
-    const bool      apart = hpmlc_pipe_stashes(desc.kind); /* an evaluation between steps in flight */
+    const bool      apart = hpmlc_pipe_stashes(desc.kind); /* true: micro-batches of steps are in flight */
     desc.micro = pass->micro;
     if (apart) desc.kind = HPML_PIPE_GPIPE;
     hpmlc_pipe_begin(&walk, &desc, pl->c->rank);
@@ -14570,7 +14593,7 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
     pl->cut         = (int32_t *)hpmlc_dist_alloc(d, sizeof *pl->cut * ((size_t)pl->pieces + 1));
     if (!pl->cut || !hpmlc_pipeline_cut(pl, &d->plan) || !hpmlc_edges_find(pl) || !hpmlc_stages_set(pl)) return false;
     if (!hpmlc_pipeline_parts(pl) || !hpmlc_norms_open(pl) || !hpmlc_pipeline_arrays(pl)) return false;
-    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard == 0; /* calls hpmlc_pipeline_join */
+    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard == 0; /* sync calls hpmlc_pipeline_join */
     if (pl->ties == 0 || (joins && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
     return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "pipeline: parameter \"%s\" is read by several stages, which have to "
                       "step it with one gradient; take strategy sync without shard and schedule gpipe or 1f1b",
@@ -14698,7 +14721,7 @@ HPMLC_FN void hpmlc_give(const hpml_node *n, int i, int64_t first, const float *
 typedef struct hpmlc_ring {
     const hpml_group *group;
     int64_t           heads, L;    /* heads of this rank; its time steps */
-    size_t            block_bytes; /* of keys and values of a full batch, (B, L, 2C) */
+    size_t            block_bytes; /* bytes of keys and values of a full batch, (B, L, 2C) */
     float             scale;
     bool              causal;
 } hpmlc_ring;
@@ -14710,7 +14733,7 @@ typedef struct hpmlc_ring_pass { /* one pass on one rank */
     int64_t           B, L, C, D, heads;
     float            *kv, *dkv, *next; /* (B, L, 2C) keys and values, their gradients; what arrives */
     float            *s, *ds;          /* (QUERIES, L) scores and their gradients */
-    int64_t           from;            /* the block that is in kv */
+    int64_t           from;            /* number of the block of the sequence that is in kv */
 } hpmlc_ring_pass;
 
 HPMLC_FN hpmlc_ring_pass hpmlc_ring_begin(const hpml_run *run, hpml_node *n)
@@ -14758,7 +14781,7 @@ HPMLC_FN hpmlc_ring_part hpmlc_ring_part_of(const hpmlc_ring_pass *w, int64_t b,
 {
     const hpml_tensor *qkv = w->n->src[0], *out = w->n->out;
     bool               own = w->r->causal && w->from == w->r->group->rank;
-    int64_t            at  = b * w->L * 2 * w->C + h * w->D; /* of the head's keys in kv */
+    int64_t            at  = b * w->L * 2 * w->C + h * w->D; /* where head h's keys of sample b begin in kv */
     HPMLC_ZERO(hpmlc_ring_part, p);
     p.first = b * w->L + q0;
     p.rows  = w->L - q0 < HPMLC_QUERIES ? w->L - q0 : HPMLC_QUERIES;
@@ -14933,7 +14956,7 @@ HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention
    are neighbours for hpml_group.pass; what they get from each other is ignored. */
 typedef struct hpmlc_halo {
     const hpml_group *group;
-    int64_t           rows, cols, h, w; /* of the grid; pixels of the halo at each side */
+    int64_t           rows, cols, h, w; /* rows and columns of the grid of blocks; pixels of the halo at each side */
     int64_t           images;           /* planes (images x channels) of a full batch */
 } hpmlc_halo;
 
@@ -15022,7 +15045,7 @@ HPMLC_FN hpml_status hpmlc_halo_backward(const hpml_run *run, hpml_node *n)
 {
     const hpmlc_halo  *k = (const hpmlc_halo *)n->attr.custom->user;
     const hpml_tensor *y = n->out;
-    float             *inside = (float *)n->scratch; /* of the shape of x; free after the exchange */
+    float             *inside = (float *)n->scratch; /* scratch array of the shape of x, unused after the exchange */
     hpml_status        status = hpmlc_halo_exchange(n, y->grad, true);
     if (status != HPML_OK) return status;
     hpmlc_strip_copy(HPMLC_TAKE, y->grad, y->shape[0] * y->shape[1], y->shape[2], y->shape[3], hpmlc_halo_inside(k, y),
@@ -15092,7 +15115,7 @@ typedef struct hpmlc_local { int64_t kernel, rows, cols; } hpmlc_local; /* rows,
 typedef struct hpmlc_pixel { /* one pixel's arrays */
     int64_t B, K, out, y, x;
     float  *patch, *result; /* (B, K), (B, out) */
-    int64_t weight, bias;   /* the first float of its weights, of its biases */
+    int64_t weight, bias;   /* index of the pixel's first weight; of its first bias */
 } hpmlc_pixel;
 
 HPMLC_FN hpmlc_pixel hpmlc_pixel_of(hpml_node *n, int64_t p)
@@ -15201,8 +15224,8 @@ HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local
 // ---------------------------------------------------------------------------------------------------------------------
 /* One op from tokens x and probabilities p to y, because a rank without samples must still compute for other ranks'
    tokens. Buffers of R = experts * cap rows (places; cap: tokens of a rank that an expert takes at most) in two orders:
-     at home       row e cap + s: slot s of expert e, for this rank's tokens
-     at experts    row (r local + i) cap + s: slot s that rank r fills of local expert i; `local` experts per rank
+     at home       row e cap + s: place s of expert e, for this rank's tokens
+     at experts    row (r local + i) cap + s: place s that rank r fills of local expert i; `local` experts per rank
    hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward: rows
    of x go to their places at home, by swap to `in`, at experts; hid = relu(in w1^T + b1); hid w2^T + b2 goes by swap to
    `back`, at home; y = sum of gate times back over the experts chosen for a token. Gradients go the same ways backward.
@@ -15215,10 +15238,10 @@ typedef struct hpmlc_experts {
 } hpmlc_experts;
 
 typedef struct hpmlc_experts_arrays {
-    float   *in, *hid, *back, *gate; /* saved: (R, D), (R, hidden), (R, D), (tokens, top) */
-    int32_t *place, *choice;         /* saved: (tokens, top): place at home; expert */
-    float   *a, *b, *d_hid;          /* scratch: (R, D), (R, D), (cap, hidden) */
-    int64_t  rows, tokens;           /* R; tokens of this batch */
+    float   *in, *hid, *back, *gate; /* saved: (R, D), (R, hidden), (R, D), (tokens, top) for R = experts * cap rows */
+    int32_t *place, *choice;         /* saved: (tokens, top) of each choice of a token: its row at home; its expert */
+    float   *a, *b, *d_hid;          /* scratch: (R, D), (R, D), (cap, hidden) for R = experts * cap rows */
+    int64_t  rows, tokens;           /* rows: experts * cap; tokens of this batch */
 } hpmlc_experts_arrays;
 
 HPMLC_FN hpmlc_experts_arrays hpmlc_experts_of(hpml_node *n)
@@ -15541,7 +15564,7 @@ HPMLC_FN hpml_status hpmlc_rows_forward(const hpml_run *run, hpml_node *n)
     const hpml_group *g = k->group;
     const int64_t     samples = n->out->shape[0], rows = k->B * g->size;
     float            *all = (float *)n->saved, *part = (float *)n->scratch, *blocks = part + rows * k->cut;
-    float            *mine = blocks; /* x of a full batch, needed before the blocks */
+    float            *mine = blocks; /* x, filled up to a full batch; read before blocks are written */
     hpmlc_zero(mine, k->B * k->in);
     memcpy(mine, n->src[0]->data, (size_t)(samples * k->in) * sizeof(float));
     hpml_status status = g->gather(g->user, mine, all, k->B * k->in);
@@ -15566,7 +15589,7 @@ HPMLC_FN hpml_status hpmlc_rows_backward(const hpml_run *run, hpml_node *n)
     for (int64_t i = 0; i < rows && n->src_count > 2; i++) hpmlc_give(n, 2, 0, part + i * cut, cut);
     if (n->src[1]->grad && status == HPML_OK)
         status = hpml_sgemm(run->ctx, true, false, cut, in, rows, 1, part, cut, all, in, 1, n->src[1]->grad, in);
-    if (status == HPML_OK) /* all is free now: its gradient takes its place */
+    if (status == HPML_OK) /* writes the gradient of `all` over `all`, used no more */
         status = hpml_sgemm(run->ctx, false, false, rows, in, cut, 1, part, cut, n->src[1]->data, in, 0, all, in);
     if (status == HPML_OK) status = g->scatter(g->user, all, blocks, k->B * in);
     hpmlc_give(n, 0, 0, blocks, samples * in);
@@ -15612,7 +15635,7 @@ HPML_API hpml_tensor *hpml_linear_rows(hpml_tensor *x, int64_t out, const hpml_l
 // >>named   named dimensions: rules of layout, sums over products
 // ---------------------------------------------------------------------------------------------------------------------
 #define HPMLC_NAME 24
-typedef struct hpmlc_names { /* of a tensor's dimensions */
+typedef struct hpmlc_names { /* the names of a tensor's dimensions */
     int  count;
     char name[HPML_MAX_DIMS][HPMLC_NAME];
 } hpmlc_names;
@@ -15647,7 +15670,7 @@ HPMLC_FN int hpmlc_names_find(const hpmlc_names *n, const char *name)
 HPMLC_FN bool hpmlc_rules_read(hpml_ctx *ctx, const char *what, const char *rules, const hpmlc_names *n, bool samples,
                                hpml_axis *axis)
 {
-    int of[HPML_AXES]; /* the dimension that an axis splits, or -1 */
+    int of[HPML_AXES]; /* for each axis the dimension that it splits, or -1 */
     for (int i = 0; i < HPML_AXES; i++) of[i] = -1;
     for (int i = 0; i < HPML_MAX_DIMS; i++) axis[i] = HPML_AXIS_DATA;
     for (const char *at = rules ? rules : ""; *at; at += *at == ',') {
@@ -15725,7 +15748,7 @@ HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const c
 typedef struct hpmlc_einsum { int g, m, n, k, order[3][HPML_MAX_DIMS]; } hpmlc_einsum;
 typedef struct hpmlc_einsum_arrays {
     int64_t g, m, n, k;
-    float  *a, *b, *y; /* copies in order, in scratch; y: of the result or its gradient */
+    float  *a, *b, *y; /* scratch copies with dimensions in hpmlc_einsum.order; y: result or its gradient */
 } hpmlc_einsum_arrays;
 
 /* Copies `from`, an array of the shape of t, to `to`, with its dimensions permuted by `order`: dimension i of `to` is
@@ -15733,7 +15756,7 @@ typedef struct hpmlc_einsum_arrays {
 HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from, float *to, bool give)
 {
     int64_t stride[HPML_MAX_DIMS + 1], count = hpml_tensor_count(t);
-    int     last = t->ndim; /* dimensions from `last` on are in their places */
+    int     last = t->ndim; /* `order` leaves dimensions from `last` on in place */
     stride[t->ndim] = 1;
     for (int d = t->ndim - 1; d >= 0; d--) stride[d] = stride[d + 1] * t->shape[d];
     while (last > 0 && order[last - 1] == last - 1) last--;
@@ -15807,11 +15830,11 @@ HPMLC_FN hpml_status hpmlc_einsum_backward(const hpml_run *run, hpml_node *n)
 /* Sorts the dimensions of an einsum into its kinds g, m, n and k; false: a name is in one of the tensors only. */
 HPMLC_FN bool hpmlc_einsum_sort(const hpmlc_names n[3], hpmlc_einsum *e)
 {
-    static const int missing[4] = { 3, 1, 0, 2 }; /* of the kinds g, m, n, k: the tensor without them; 3: none */
+    static const int missing[4] = { 3, 1, 0, 2 }; /* tensor without dimensions of kind g, m, n, k; 3: none */
     int             *counts[4] = { &e->g, &e->m, &e->n, &e->k }, length[3] = { 0, 0, 0 };
     memset(e, 0, sizeof *e);
     for (int kind = 0; kind < 4; kind++) {
-        const hpmlc_names *by = &n[missing[kind] == 0 ? 1 : 0]; /* a tensor that has all dimensions of the kind */
+        const hpmlc_names *by = &n[missing[kind] == 0 ? 1 : 0]; /* a or b: the names of a source with this kind */
         for (int i = 0; i < by->count; i++) {
             bool fits = true;
             int  at[3];
@@ -16246,11 +16269,11 @@ HPMLC_FN int hpmlc_sim_period(const hpmlc_sim *s, int64_t n, const double *free_
 HPMLC_FN void hpmlc_sim_ring(hpmlc_sim *s, int rounds)
 {
     int     p = s->p, all = rounds == p - 1 ? 0 : 1;
-    double *free_at = s->work, *block = free_at + p, *arrival = block + 2 * p; /* (p), (2 p) sizes, twice, (p) */
+    double *free_at = s->work, *block = free_at + p, *arrival = block + 2 * p; /* times (p), bytes (2 p), times (p) */
     for (int i = 0; i < p; i++) {
         int     next = (i + 1) % p, far = s->node[i] != s->node[next];
         double  out = s->out[hpmlc_sim_card(s, i, far)], in = s->in[hpmlc_sim_card(s, next, far)];
-        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* left out in the 1st, 2nd half */
+        int64_t mine = hpmlc_sim_block(s, i), kept = hpmlc_sim_block(s, next); /* blocks not sent in 1st, 2nd half */
         int64_t sent = ((all ? 2 * s->n - mine : s->n) - kept) * (int64_t)s->size;
         free_at[i] = out > in ? out : in;
         block[i] = block[i + p] = (double)(mine * (int64_t)s->size);
@@ -16491,7 +16514,7 @@ HPMLC_FN void hpmlc_sim_deal(hpmlc_sim *s, int first, int end, int to, int to_en
 /* Simulates steps with parameter servers; stores mean times and counts of the steps after warm-up in *out. */
 HPMLC_FN void hpmlc_sim_servers(hpmlc_sim *s, const hpml_simulate_desc *d, hpml_simulation *out)
 {
-    enum { STEPS = 8 }; /* that are counted, after as many others */
+    enum { STEPS = 8 }; /* steps that are measured, after as many to warm up */
     const int workers = s->p - d->servers;
     double    compute = 0, slowest = 1, begin = 0, end = 0;
     int64_t   up = 0, down = 0;
@@ -16639,7 +16662,7 @@ HPMLC_FN bool hpmlc_pipe_sim_open(hpmlc_pipe_sim *s, const hpml_pipe_desc *d)
         return false;
     s->arrival[1] = s->arrival[0] + inputs;
     for (size_t i = 0; i < 2 * inputs; i++) s->arrival[0][i] = -1;
-    for (int i = 0; i < s->m; i++) { /* the batch is on the first piece, the loss on the last one */
+    for (int i = 0; i < s->m; i++) { /* known from the start: the first piece's inputs, the last one's gradient */
         s->arrival[0][i] = 0;
         s->arrival[1][inputs - 1 - (size_t)i] = 0;
     }
@@ -16692,7 +16715,7 @@ HPMLC_FN double hpmlc_pipe_ready(const hpmlc_pipe_sim *s, int r)
 HPMLC_FN void hpmlc_pipe_send(hpmlc_pipe_sim *s, int r, const hpml_pipe_task *t)
 {
     bool forward = t->work == HPML_PIPE_FORWARD;
-    int  piece = forward ? t->piece + 1 : t->piece - 1; /* that reads the result */
+    int  piece = forward ? t->piece + 1 : t->piece - 1; /* number of the piece that reads the result */
     int  cut   = forward ? t->piece : piece;
     if (t->work == HPML_PIPE_UPDATE || t->work == HPML_PIPE_BACKWARD_WEIGHTS) return;
     if (piece < 0 || piece >= s->p * s->chunks) return;
@@ -16744,7 +16767,7 @@ HPMLC_FN hpml_status hpmlc_pipe_check_times(const hpml_pipe_desc *d, const hpmlc
 HPMLC_FN void hpmlc_pipe_run(hpmlc_pipe_sim *s, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity)
 {
     hpml_pipe_span span = { 0, { HPML_PIPE_FORWARD, 0, 0, 0, 0, 0 }, 0, 0 };
-    double        *busy = s->net.work, all = 0; /* a scratch array of the simulator */
+    double        *busy = s->net.work, all = 0; /* busy: (p) seconds, in a scratch array of the simulator */
     for (int r = 0; r < s->p; r++) busy[r] = 0;
     while (hpmlc_pipe_step(s, &span)) {
         if (out->tasks < capacity && spans) spans[out->tasks] = span;

@@ -40,10 +40,11 @@
 // SAME BITS: the same program on the same kind of GPU gives the same bits. They are not the CPU's, because sums are
 // taken in another order.
 //
-// GLOSSARY: the words that comments and names use in one sense only. Private names begin with hpmlg_ (g: GPU).
+// GLOSSARY: words and all of their senses here. Private names begin with hpmlg_ (g: GPU).
 //     grid, block      a kernel runs as a grid of blocks; the 32 to 1,024 threads of a block run on one multiprocessor,
 //                      share its memory (99 to 227 KiB) and can wait for each other
 //     warp, lane       32 threads of a block that execute together; a lane is one of them
+//     row, column      of an array: the elements along its last dimension; those of one index of the last dimension
 //     team             the threads that share the work on one row: a warp or a whole block
 //     half             a number of 2 bytes, bf16 or f16; a half model stores its activations in halves
 //     half copy        the copy of an f32 parameter in halves that products read
@@ -52,16 +53,24 @@
 //     line             a row of the left operand of a product, or a column of the right one
 //     tile             the rectangle of a result that one block or one warp computes; also a part of an operand in
 //                      shared memory
+//     bank             one of the 32 parts of shared memory, of which each serves one access of a warp at a time
 //     fragment         the elements of a tile that a warp holds in its registers for one tensor-core instruction
 //     stage            one of the buffers in shared memory that are filled while another one is multiplied
 //     split            a piece of a long sum, computed by a block of its own; the splits are added in order
+//     unit             16 bytes of a row of a tile in shared memory; of batchnorm: 1 or 8 numbers that are read at once
+//     chunk            4,096 elements of a parameter, which one block updates; of codec ONEBIT: 1,024 elements;
+//                      of an attention tile: a unit
+//     pair             of attention: one sample and one head
 //     epilogue         the work on a finished sum before it is stored: bias, activation, derivative
-//     pass             all ops of one forward or backward run of a graph
+//     pass             all ops of one forward or backward run of a graph; of a convolution: y, dx or dw is computed
 //     capture, replay  a pass is captured as a CUDA graph the second time it runs, and then replayed by one launch
 //     slot             a part of the ring of pinned host memory that uploads pass through
 //     pinned           of host memory: at a fixed physical address, so that the GPU can copy without the CPU
 //     note             a message from a kernel to the host: an index out of range, a value that is not finite
-//     plan             the descriptors and the algorithm of a library for one shape, kept in a cache
+//     op notes         results of an op, besides its output, that a later op uses
+//     span             a timed interval of work on a stream; its lane is the row of the trace that shows it
+//     plan             the descriptors and the algorithm of a library for one shape, kept in a cache; to refuse: of a
+//                      library, to have no kernel for a product or a convolution, so that this header's kernels run
 //     codec, packing   the form in which gradients travel (1 bit, 2 bits, bf16) and the packed bytes; residual: the
 //                      error of packing, which is added to the next gradient
 //     link             the functions through which hpml_comm.h reduces device memory over NCCL (hpml_device_link)
@@ -138,7 +147,7 @@ typedef enum hpml_cuda_precision {
     HPML_CUDA_F32  = 0, /* all f32, as on the CPU */
     HPML_CUDA_TF32 = 1, /* f32, but matrix products round their operands to 11 bits (Ampere and later) */
     HPML_CUDA_BF16 = 2, /* activations and copies of the weights are bf16, products run on tensor cores */
-    HPML_CUDA_F16  = 3  /* the same in f16: 8 times finer, but small gradients become 0: hpml_trainer_desc.loss_scale */
+    HPML_CUDA_F16  = 3  /* as BF16, in f16: 8 times finer, but small gradients become 0: hpml_trainer_desc.loss_scale */
 } hpml_cuda_precision;
 
 typedef struct hpml_cuda_desc {
@@ -196,7 +205,7 @@ HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size);
 
    No wait lasts longer than the timeout: then ncclCommAbort ends the NCCL communicator, and the context has an error
    with the rank, the operation and NCCL's own text. */
-typedef struct hpml_nccl hpml_nccl; /* opaque; freed with its context at the latest */
+typedef struct hpml_nccl hpml_nccl; /* opaque; a context frees those that are not freed before */
 
 /* How ranks exchange their identities before NCCL exists: by your own means, such as MPI_Allgather. hpml_nccl_attach
    uses the messages of the communicator. */
@@ -694,9 +703,9 @@ typedef struct hpmlg_slot { /* a part of the upload ring: pinned host memory, an
     cudaEvent_t    reusable; /* event: the device has read all of `host`; it may be overwritten */
 } hpmlg_slot;
 
-#define HPMLG_PASSES  64                   /* passes that are kept recorded in a device's cache */
+#define HPMLG_PASSES  64                   /* number of passes that a device's cache keeps recorded */
 #define HPMLG_SCRATCH ((size_t)1 << 20)    /* bytes of hpmlg_device.scratch */
-#define HPMLG_RESULT  ((size_t)4096)       /* bytes; larger downloads go to the caller's memory */
+#define HPMLG_RESULT  ((size_t)4096)       /* bytes for downloads; larger ones go to the caller's memory */
 
 /* Results of an op, besides its output, that a later op uses. They are saved with a recorded pass, because a replay
    runs no op's host code: it restores them instead. */
@@ -708,9 +717,9 @@ typedef struct hpmlg_op_notes {
 
 typedef struct hpmlg_pass {
     hpml_pass         key;
-    hpmlg_op_notes    op_notes; /* the side results of its ops after the pass */
-    hpmlg_work_counts work;     /* the launches of one replay, counted */
-    bool              has_run;  /* it ran op by op without an error, so its ops' memory is allocated */
+    hpmlg_op_notes    op_notes; /* the device's op_notes after the pass */
+    hpmlg_work_counts work;     /* numbers of launches in one replay of the pass */
+    bool              has_run;  /* the pass ran op by op without an error, so its ops' memory is allocated */
     bool              given_up; /* recording failed, so the pass always runs op by op */
     cudaGraphExec_t   exec;     /* the CUDA graph of the pass; NULL: not recorded yet */
     uint64_t          used;     /* hpmlg_device.clock at the last use; 0: the entry is free */
@@ -718,7 +727,7 @@ typedef struct hpmlg_pass {
 
 typedef struct hpmlg_half_copy { /* the copy of one f32 parameter in halves, an entry of a list */
     const float *w;              /* (n): the parameter, f32, on the device */
-    void        *half;           /* (n): its copy in halves, on the device */
+    void        *half;           /* (n): the parameter's copy in halves, on the device */
     int64_t      n;
     bool         fresh;          /* `half` equals w; false: w has changed since */
     struct hpmlg_half_copy *next;
@@ -735,7 +744,7 @@ typedef struct hpmlg_span { /* a timed span of work, between two events on a str
     cudaEvent_t from, to;
     const char *name;
     double     *seconds;    /* the span's seconds are added here; NULL: traced only */
-    int         lane;       /* of the trace: HPML_LANE_GPU or another */
+    int         lane;       /* row of the trace that shows the span: HPML_LANE_GPU or another */
 } hpmlg_span;
 
 typedef struct hpmlg_device {
@@ -763,7 +772,7 @@ typedef struct hpmlg_device {
     hpmlg_pass       *running;                   /* the pass that is now run op by op; NULL: none */
     hpmlg_pass       *recording;                 /* the pass that is now captured; NULL: none */
     bool              in_whole_forward;          /* all ops of a forward pass run, so norms may fuse residual sums */
-    hpmlg_op_notes    op_notes, op_notes_before; /* side results now; at the start of the current recording */
+    hpmlg_op_notes    op_notes, op_notes_before; /* op notes now; at the start of the current recording */
     hpmlg_work_counts work, work_before;         /* counts of launches now; at the start of the recording */
     long long         pass_counts[4];            /* numbers of passes, indexed by enum hpmlg_pass_kind */
     long long         waits;                     /* times that the host has waited for the device */
@@ -1074,7 +1083,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
         if (e == cudaSuccess) {
             hpml_trace_span(d->ctx, l.lane, l.name, d->span_clock_time + 1e-3 * from, d->span_clock_time + 1e-3 * to);
             if (l.seconds) *l.seconds += 1e-3 * (to - from);
-        } else { /* the span is on another stream, and its work is not over */
+        } else { /* a span on another stream, whose work is not over */
             d->spans[i] = d->spans[unfinished];
             d->spans[unfinished++] = l;
         }
@@ -1099,7 +1108,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
 HPMLG_FN void hpmlg_span_mark(hpmlg_device *d, cudaStream_t stream, const char *name, double *seconds, int lane)
 {
     hpmlg_span *l    = &d->spans[d->span_count];
-    bool        full = d->span_count == HPMLG_SPANS - 1; /* the last is for a span that is not kept */
+    bool        full = d->span_count == HPMLG_SPANS - 1; /* the last one is for spans that are not kept */
     if (!name) {
         if (full) cudaStreamSynchronize(d->stream);
         if (full || !d->span_clock) {
@@ -1281,7 +1290,7 @@ HPMLG_FN hpml_status hpmlg_begin(void *, const hpml_run *run, const hpml_pass *k
 }
 
 /* Gives up recording the pass p as a CUDA graph, after an error. Its ops were only captured and have not run: restores
-   the counts of launches (d->work) and the side results of ops (d->op_notes) from before the recording, and marks p to
+   the counts of launches (d->work) and the op notes (d->op_notes) from before the recording, and marks p to
    run op by op from now on. Returns HPML_OK. */
 HPMLG_FN hpml_status hpmlg_record_give_up(hpmlg_device *d, hpmlg_pass *p)
 {
@@ -1521,7 +1530,7 @@ typedef struct hpmlg_binary { /* an op of two operands: add, sub, mul or div, or
     hpmlg_array   out, src[2];   /* out: the result or, backward, its gradient; src: the operands */
     hpmlg_array   grad[2];       /* backward: gradients of src to write; p NULL: not that one */
     bool          add[2];
-    int           act;           /* not 0: first out *= act'(src[0]), in place; op is ADD */
+    int           act;           /* not 0 (only in ADD): an activation: first out *= act'(src[0]) */
     float         slope;
 } hpmlg_binary;
 
@@ -1645,7 +1654,7 @@ HPMLG_FN void hpmlg_op_div(HPMLG_OP_ARGUMENTS) { hpmlg_binary_pass(d, n, back); 
 typedef struct hpmlg_reduce {
     hpmlg_binary  b;
     int           side;
-    hpmlg_strides kept, summed; /* dimensions but the last one; stride[0]: in the array */
+    hpmlg_strides kept, summed; /* of all dimensions but the last: those kept, those summed; stride[0]: in the array */
     int64_t       last_dim;
     hpmlg_array   out;          /* (splits, kept): the sums, or a partial sum for each split */
     float         scale;
@@ -1896,9 +1905,9 @@ HPMLG_FN void hpmlg_op_reshape(HPMLG_OP_ARGUMENTS)
 #define HPMLG_TRANSPOSE_TILE 64
 typedef struct hpmlg_transpose {
     hpmlg_array   from, to;
-    hpmlg_strides w;                 /* over all dimensions but these two, with the strides of from and to */
+    hpmlg_strides w;                 /* over all dimensions but p and the last, with the strides of from and to */
     int64_t       p, last;           /* sizes of dimension p and of the last dimension of `to` */
-    int64_t       from_last, to_p;   /* strides: in `from` of `last`, in `to` of p; the other two are 1 */
+    int64_t       from_last, to_p;   /* strides of `last` in `from`, of p in `to`; p in `from`, `last` in `to`: 1 */
     int64_t       p_tiles, last_tiles;
     bool          add;
 } hpmlg_transpose;
@@ -1962,7 +1971,7 @@ HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
    `lead` zeros, then `block` elements of row o of `from`, from offset from_at on, then zeros. */
 typedef struct hpmlg_row_copy {
     hpmlg_array to, from;
-    int64_t     to_at, to_step, from_at, from_step; /* in elements: offset of row 0; distance of two rows */
+    int64_t     to_at, to_step, from_at, from_step; /* in elements: where row 0 begins, distance of rows */
     int64_t     width, block, lead, rows;
     bool        add;
 } hpmlg_row_copy;
@@ -2273,7 +2282,7 @@ static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const fl
 HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
     int blocks = (int)hpmlg_row_blocks(d, rows, cols);
-    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* at once: registers allow 3 or 4 a multiprocessor */
+    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* blocks at a time: registers allow 3 or 4 on each */
     return blocks < limit ? blocks : limit;
 }
 
@@ -2360,7 +2369,7 @@ typedef struct hpmlg_bn {           /* the arguments of batchnorm's kernels; siz
     hpmlg_moments<double> *part;    /* (splits, C): each split's result */
     float        eps, momentum;
     bool         train, relu, add[3];
-    bool         again;             /* runs once more for the backward pass: the running statistics stay */
+    bool         again;             /* true: forward again, for the backward pass: does not update running statistics */
 } hpmlg_bn;
 
 /* Returns the offset in x of unit u of channel c, where a unit is s.unit (1 or 8) neighbouring numbers. */
@@ -2765,7 +2774,7 @@ typedef struct hpmlg_token_lists {
     const int *token;              /* (tokens): the token at each position */
     int64_t    tokens, vocabulary;
     int64_t    most_pieces;        /* upper bound of the number of pieces of long tokens */
-    int       *count, *used;       /* (vocabulary): positions of a token; (2): used entries of `order`, `piece` */
+    int       *count, *used;       /* (vocabulary): positions of each token; (2): entries used in `order`, `piece` */
     int       *start;              /* (vocabulary): offset of a token's positions in `order` */
     int       *first;              /* (vocabulary): index in `piece` of a long token's first piece */
     int       *slot, *order;       /* (tokens): slot: number of a position among its token's, at last the positions,
@@ -2870,7 +2879,7 @@ HPMLG_FN size_t hpmlg_embedding_layout(const hpml_node *n, hpmlg_token_lists *b)
 {
     b->tokens      = hpml_tensor_count(n->src[0]);
     b->vocabulary  = n->src[1]->shape[0];
-    b->most_pieces = 2 * b->tokens / HPMLG_LONG; /* as a token of 65 positions has two pieces */
+    b->most_pieces = 2 * b->tokens / HPMLG_LONG; /* because a token of 65 positions already has two pieces */
     int64_t sums  = b->most_pieces * n->src[1]->shape[1];
     size_t  bytes = (size_t)(sums + 3 * b->vocabulary + 2 + 2 * b->tokens + b->most_pieces) * sizeof(int);
     if (!n->scratch) return bytes;
@@ -2934,14 +2943,14 @@ HPMLG_FN hpmlg_divisor hpmlg_divisor_of(int64_t by)
 HPMLG_DEVICE unsigned hpmlg_divide(unsigned n, hpmlg_divisor d) { return (unsigned)((uint64_t)n * d.mul >> d.shift); }
 
 typedef struct hpmlg_axis {
-    hpmlg_divisor block, row; /* divisors: by nu nv; by nv */
+    hpmlg_divisor block, row; /* nu nv and nv, which split an index (q nu + u) nv + v */
     int64_t   q, u, v;        /* distances in memory, in elements, from one q, u or v to the next */
     int16_t   h0, h, w0, w;   /* for images: height h0 + u h, width w0 + v w */
 } hpmlg_axis;
 
 typedef struct __align__(16) hpmlg_coord { /* what the index on one axis adds to an element's address */
     int64_t at;   /* offset in elements; below 0: beyond the end of the axis */
-    int     h, w; /* height and width, to be added up over both axes */
+    int     h, w; /* height and width, to which those of the other axis are added */
 } hpmlg_coord;
 
 HPMLG_FN hpmlg_axis hpmlg_axis_3d(int64_t nu, int64_t nv, int64_t q, int64_t u, int64_t v)
@@ -3332,7 +3341,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
 {
     enum { BYTES = HPMLG_TILE_BYTES(T, KIND) };
     HPMLG_SHARED(unsigned char, shared);
-    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* coordinates: (a, b)(T); (stage)(a, b)(16) */
+    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* T of a, of b; 16 of a, of b, in 2 stages */
     unsigned char *tiles = shared + (2 * T + 64) * sizeof(hpmlg_coord);
     hpmlg_tile     t     = hpmlg_block_tile<T>(g);
     int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
@@ -3484,7 +3493,7 @@ HPMLG_FN void hpmlg_product_run(hpmlg_device *d, hpmlg_product *g)
         bool    block = g->k > 512 && sums < limit;
         return HPMLG_RUN(d, hpmlg_k_product_thin, (unsigned)(block ? sums : (sums + 255) / 256), 256, 0, *g, block);
     }
-    bool large = g->m > 64 && g->n > 64 && tiles * (g->k / 1024 + 1) >= d->sms; /* tiles of 128 fill the device */
+    bool large = g->m > 64 && g->n > 64 && tiles * (g->k / 1024 + 1) >= d->sms; /* true: tiles of 128 fill the device */
     hpmlg_product_split(d, g, large ? 128 : 64);
     hpmlg_product_kernel *hpmlg_k_product = hpmlg_product_kernels[large][hpmlg_product_variant(d, g)];
     int64_t               blocks = g->tiles_m * g->tiles_n * g->splits * g->batch;
@@ -3674,7 +3683,7 @@ typedef struct hpmlg_blas_key {
 typedef struct hpmlg_blas_plan {
     hpmlg_blas_key         key;
     uint64_t               used;         /* hpmlg_device.clock at the last use; 0: free */
-    bool                   set, usable;  /* cuBLASLt has been asked; it did not refuse */
+    bool                   set, usable;  /* cuBLASLt has been asked for an algorithm; it has given one */
     int                    id;           /* number of the algorithm in cuBLASLt */
     cublasLtMatmulDesc_t   op;
     cublasLtMatrixLayout_t a, b, c;
@@ -4214,8 +4223,8 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
     hpmlg_product j = {};
     int64_t       size = c.C * c.taps, image = c.C * c.H * c.W;
     hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0);     /* axis over pixels of y */
-    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);     /* of x: tap (0, 0) of each pixel */
-    hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0); /* offsets from tap (0, 0) */
+    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);     /* pixels of y: tap (0, 0) in x */
+    hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0); /* axis over taps: from tap (0, 0) */
     if (!hpmlg_ok(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
     d->work.convolutions[1]++;
     if (pass == HPMLG_DNN_DX) return hpmlg_conv_dx(d, &c, y, w, x, add);
@@ -4341,7 +4350,7 @@ typedef struct hpmlg_dnn_plan {
     cudnnMathType_t              math[HPMLG_DNN_PASSES]; /* math mode of algo[] */
     bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES]; /* cuDNN has been asked for an
                                                                                        algorithm; it has given one */
-    bool                         set, refused;           /* described to cuDNN; which refused the description */
+    bool                         set, refused;           /* cuDNN has got the convolution's description; refused it */
     bool                         unfused;                /* cuDNN has refused bias and activation in one launch */
 } hpmlg_dnn_plan;
 
@@ -4743,7 +4752,7 @@ template <int type, int DP, int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_accumulate(float (&d)[M][NO][4], const float (&s)[M][N][4], const float *b, int column)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP, t = lane % 4;
-    HPMLG_ROLLED for (int from = 0; from < 4; from++) /* s is used from one of the row's four threads after the other */
+    HPMLG_ROLLED for (int from = 0; from < 4; from++) /* takes s from the row's four threads one after the other */
         HPMLG_UNROLL for (int k = 0; k < 2 * N; k++) {
             float x[M][2];
             HPMLG_UNROLL for (int i = 0; i < 2 * M; i++)
@@ -4942,7 +4951,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
     HPMLG_SHARED(E, own);                              /* (R, DP) twice: keys and values, or queries and dO */
-    E      *stream = own + 2 * R * DP;                 /* two stages of two (K, DP): the other side */
+    E      *stream = own + 2 * R * DP;                 /* two stages of two tiles (K, DP) of the other side's rows */
     float  *lines = (float *)(stream + 4 * K * DP);    /* two stages of lse and delta of the queries in stream */
     int64_t bh;
     int     first = hpmlg_attn_tile(p, R, !KEYS, &bh), at = (int)threadIdx.x / HPMLG_WARP * 16 * M, row = first + at;
@@ -5195,7 +5204,7 @@ HPMLG_FN void hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
     hpmlg_array half_w_h = hpmlg_product_input(d, w_h, NULL);
     for (int64_t t = l.T - 1; t >= 0; t--) {
         HPMLG_RUN(d, hpmlg_k_lstm_back, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
-        if (t == 0) break; /* the product is dh of step t - 1 = da_t W_h */
+        if (t == 0) break; /* the product below gives dh of step t - 1: da_t W_h */
         g = hpmlg_gemm_of(l.B, H, 4 * H, hpmlg_matrix(hpmlg_array_at(l.da, t * 4 * H), l.T * 4 * H, 0, true),
                           hpmlg_matrix(half_w_h, H, 0, false), hpmlg_array_of(l.dh, HPML_DTYPE_F32), H, false);
         hpmlg_gemm_run(d, &g);
@@ -5246,7 +5255,7 @@ typedef struct hpmlg_cross_entropy {
     const float        *dloss;    /* (1): the gradient of the loss, an input of backward */
     int64_t             rows, V, blocks;
     float               smoothing;
-    int                 ignore;   /* this label is not valid, and not an error */
+    int                 ignore;   /* rows with this label do not count, but are no error */
     int                 tx;       /* number of threads that share a row */
     bool                add;
     hpmlg_note         *note;
@@ -5455,8 +5464,8 @@ typedef struct hpmlg_param_step {         /* one row of the table: a parameter's
     hpml_update u;
     float       correction1, correction2; /* 1 / (1 - beta^step), of beta1 and beta2 */
     void       *half;                     /* (n): the half copy of w, updated too; NULL: none */
-    int64_t     chunk, chunks;            /* index of its first chunk; number of chunks */
-    int         param;                    /* its index in the context; -1: unknown */
+    int64_t     chunk, chunks;            /* index of the parameter's first chunk; number of chunks */
+    int         param;                    /* the parameter's index in the context; -1: unknown */
 } hpmlg_param_step;
 
 typedef struct hpmlg_nonfinite_sink { /* where kernels report non-finite gradients and parameters */
@@ -5719,7 +5728,7 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
         HPMLG_RUN_ITEMS(d, hpmlg_k_update, chunks, 1, steps, count, chunks, part, (int)d->act_dtype, pass, finder);
         if (pass < (int)twice) HPMLG_RUN(d, hpmlg_k_update_rates, (unsigned)count, 256, 0, steps, part);
     }
-    if (!hpmlg_ok(d)) /* the half copies may be half-written */
+    if (!hpmlg_ok(d)) /* the parameters' copies in halves may be incomplete */
         for (hpmlg_half_copy *w = d->half_copies; w; w = w->next) w->fresh = false;
     return hpml_ctx_status(d->ctx);
 }
@@ -6079,7 +6088,7 @@ struct hpml_nccl {
     hpmlg_nccl_calls  call;
     ncclComm_t        comm;          /* NULL: not made yet, or aborted */
     cudaStream_t      stream;
-    cudaEvent_t       before, after; /* the device's work before begin; NCCL's work up to the last end */
+    cudaEvent_t       before, after; /* the device's work before link_begin; NCCL's work up to the last link_end */
     hpmlg_staging    *stages;
     bool              given_up;      /* atomic: the communicator was aborted */
     bool              open;          /* a group of calls was begun and not ended */
@@ -6185,7 +6194,7 @@ HPMLG_FN bool hpmlg_nccl_file(const hpml_nccl *n, int rank, uint64_t *numbers, c
 HPMLG_FN hpml_status hpmlg_nccl_meet_by_files(hpml_nccl *n, char *all, size_t bytes)
 {
     int             me = n->desc.rank, ranks = n->desc.ranks, missing = -1;
-    bool            is_written = false; /* this rank's file has all numbers that were read */
+    bool            is_written = false; /* true: this rank's file has all random numbers that it has read of others */
     double          start = hpml_now();
     struct timespec t;
     uint64_t       *mine = (uint64_t *)hpml_ctx_alloc(n->ctx, 2 * sizeof *mine * (size_t)ranks, NULL);
@@ -6369,7 +6378,7 @@ HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
     if (e == cudaSuccess) e = cudaStreamWaitEvent(n->stream, n->before, 0);
     if (e != cudaSuccess) return hpmlg_check(n->d, e, "a stream for NCCL");
     n->open     = true;
-    n->is_timed = n->d->span_count > 0; /* the span is timed if ops are */
+    n->is_timed = n->d->span_count > 0; /* NCCL's calls are timed if ops are */
     if (n->is_timed) hpmlg_span_mark(n->d, n->stream, NULL, NULL, 0);
     return hpmlg_nccl_result(n, n->call.GroupStart());
 }
@@ -6541,7 +6550,7 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     if (!ctx) return NULL;
     hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "nccl: this program was built without NCCL; compile the file that has "
                   "hpml_cuda.cuh's body with -DHPML_USE_NCCL");
-    if (desc && desc->meeting) desc->meeting->allgather(desc->meeting->user, NULL, 0); /* so others get an error */
+    if (desc && desc->meeting) desc->meeting->allgather(desc->meeting->user, NULL, 0); /* so that others fail, too */
     return NULL;
 }
 
@@ -6675,7 +6684,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         break;
     case HPML_OP_LSTM: n->scratch_bytes = hpmlg_lstm_layout(d, n, &lstm); break;
     case HPML_OP_CUSTOM:
-        if (!n->attr.custom->kernel.forward) n->saved_bytes = n->scratch_bytes = 0; /* both are in host memory */
+        if (!n->attr.custom->kernel.forward) n->saved_bytes = n->scratch_bytes = 0; /* in host memory */
         break;
     default: break;
     }
@@ -6705,8 +6714,8 @@ HPMLG_FN hpml_status hpmlg_open_device(hpmlg_device *d)
     return HPML_OK;
 }
 
-/* Allocates streams, events and the backend's own memory, pinned and on the device. The device memory is zero only when
-   the stream has been waited for. */
+/* Allocates streams, events and the backend's own memory, pinned and on the device. The device memory is zeroed by the
+   computing stream, so it is zero for that stream's work, and for the host only after a wait for that stream. */
 HPMLG_FN hpml_status hpmlg_open_memory(hpmlg_device *d)
 {
     const char    *what = "memory for the device's own use";

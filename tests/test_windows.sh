@@ -8,10 +8,13 @@ mingw=x86_64-w64-mingw32-gcc
 command -v $mingw >/dev/null || { echo "skipped: no $mingw"; exit 77; }
 check() { # NAME COMMAND...
     name=$1; shift
-    if "$@" >"$tmp/out" 2>&1 </dev/null; then passed=$((passed + 1)); echo "ok $name"
-    else failed=$((failed + 1)); echo "FAIL $name: exit status $?"; tail -n 10 "$tmp/out"; fi
+    "$@" >"$tmp/out" 2>&1 </dev/null
+    code=$?
+    if [ $code -eq 0 ]; then passed=$((passed + 1)); echo "ok $name"
+    else failed=$((failed + 1)); echo "FAIL $name: exit status $code"; tail -n 10 "$tmp/out"; fi
 }
-strict='-O1 -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wstrict-prototypes -Werror'
+# -Wno-float-conversion: MinGW's own isnan converts double to float in a branch that does not run
+strict='-O1 -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-float-conversion -Wstrict-prototypes -Werror'
 apart='-O1 -DHPMLI_BODY_INCLUDED -DHPML_COMM_BODY -DHPML_CUDA_BODY'
 check "hpml.h compiles" $mingw -std=gnu99 $strict -DHPML_IMPLEMENTATION -c -x c hpml.h -o "$tmp/hpml.o"
 check "hpml_comm.h compiles" $mingw -std=gnu99 $strict -DHPML_COMM_IMPLEMENTATION -c -x c hpml_comm.h -o "$tmp/comm.o"
