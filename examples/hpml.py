@@ -1,4 +1,6 @@
-"""hpml in Python, by ctypes alone: the library is compiled once, no Python package is needed. Copy this file and hpml.h.
+"""hpml in Python, by ctypes alone: the library is compiled once, no Python package is needed.
+
+Copy this file and hpml.h.
 
     python3 examples/hpml.py          trains the exclusive or, saves the parameters, loads them, predicts
 
@@ -47,7 +49,7 @@ class Error(RuntimeError):
 
 
 def build(folder=None, header=None, flags=None):
-    """Compiles hpml.h as a shared library, with a table of offsets, unless that is there and newer; returns its path."""
+    """Compiles hpml.h and a table of offsets as a shared library, unless a newer one is there; returns its path."""
     here = os.path.dirname(os.path.abspath(__file__))
     header = header or next(p for p in (os.path.join(here, "hpml.h"), os.path.join(here, "..", "hpml.h"))
                             if os.path.exists(p))
