@@ -26,7 +26,8 @@ static hpml_status train(hpml_comm *comm, float *w, float *grad)
         const char *wrong = gpu_gradient(w, grad, &last, hpml_comm_rank(comm), step);
         if (wrong) hpml_ctx_fail(hpml_comm_ctx(comm), HPML_ERR_CUDA, "the gradient of step %d: %s", step, wrong);
         if (step == 0) first = last;
-        if (hpml_exchange_run(x) != HPML_OK) break; /* a rank that has failed takes part, so that its peers learn of it */
+        /* A rank that has failed takes part as well, so that the others get its error. */
+        if (hpml_exchange_run(x) != HPML_OK) break;
         for (int i = 0; i < WEIGHTS; i++) w[i] -= 0.2f * grad[i];
     }
     hpml_comm_counters(comm, &sent);
