@@ -343,9 +343,14 @@ HPML_API hpml_progress hpml_ctx_progress(hpml_ctx *ctx, hpml_progress progress);
 HPML_API void *hpml_ctx_alloc(hpml_ctx *ctx, size_t bytes, void (*destroy)(void *object));
 HPML_API void  hpml_ctx_release(hpml_ctx *ctx, void *object); /* frees memory of hpml_ctx_alloc; NULL: nothing */
 /* Logs an error of your own code, stores it in the context if that has none, returns `status`. format: as printf's. */
+#if defined(_WIN32) && !defined(__clang__) /* printf of C99, for gcc's warnings about formats */
+#define HPML_PRINTF_FORMAT gnu_printf
+#else
+#define HPML_PRINTF_FORMAT printf
+#endif
 HPML_API hpml_status hpml_ctx_fail(hpml_ctx *ctx, hpml_status status, const char *format, ...)
 #if defined(__GNUC__)
-    __attribute__((format(printf, 3, 4)))
+    __attribute__((format(HPML_PRINTF_FORMAT, 3, 4)))
 #endif
     ;
 
@@ -1872,7 +1877,18 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #include <arm_neon.h>
 #endif
 
+/* Windows: gcc aligns the stack to 16 bytes only, but spills vectors of 32 and 64 bytes by instructions that need them
+   aligned, and the program dies. So the assembler takes the instructions for unaligned memory, which are as fast. */
+#if defined(_WIN32) && defined(HPMLI_HAVE_X86) && !defined(__clang__)
+__asm__(".macro vmovaps x:vararg\nvmovups \\x\n.endm\n.macro vmovapd x:vararg\nvmovupd \\x\n.endm\n"
+        ".macro vmovdqa x:vararg\nvmovdqu \\x\n.endm\n.macro vmovdqa32 x:vararg\nvmovdqu32 \\x\n.endm\n"
+        ".macro vmovdqa64 x:vararg\nvmovdqu64 \\x\n.endm");
+#endif
+
 /* System headers are included here, once, before the kernel passes include this file again. */
+#if defined(_WIN32) && !defined(__USE_MINGW_ANSI_STDIO)
+#define __USE_MINGW_ANSI_STDIO 1 /* MinGW: snprintf of C99 */
+#endif
 #include <errno.h>
 #include <float.h>
 #include <limits.h>
@@ -1892,6 +1908,9 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_PROCESS (long)getpid() /* id of this process */
 #else
 #define HPMLI_PROCESS 0
+#endif
+#ifdef _WIN32
+#include <io.h>
 #endif
 #include <time.h>
 #ifndef HPML_NO_THREADS
@@ -1914,7 +1933,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #define HPMLI_MAX_OR_NAN(a, b) (!((a) <= (b)) && (b) == (b))
 #define HPMLI_FN     static __attribute__((unused))
 #define HPMLI_UNUSED __attribute__((unused))
-#define HPMLI_PRINTF(text, args) __attribute__((format(printf, text, args)))
+#define HPMLI_PRINTF(text, args) __attribute__((format(HPML_PRINTF_FORMAT, text, args)))
 
 /* Initializes a struct with zeros, as in T x = HPMLI_ZEROED; an empty list in C++, { 0 } in C. */
 #ifdef __cplusplus
@@ -2468,7 +2487,7 @@ HPML_API void hpml_ctx_release(hpml_ctx *ctx, void *object) { hpmli_free(ctx, ob
 // ---------------------------------------------------------------------------------------------------------------------
 HPML_API double hpml_now(void)
 {
-#if defined(CLOCK_MONOTONIC)
+#if defined(CLOCK_MONOTONIC) && !(defined(_WIN32) && defined(HPML_NO_THREADS)) /* there libwinpthread has it */
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
@@ -2657,6 +2676,8 @@ HPMLI_FN int hpmli_cores(void)
     if (sched_getaffinity(0, sizeof set, &set) == 0) n = CPU_COUNT(&set);
 #elif defined(_SC_NPROCESSORS_ONLN)
     n = sysconf(_SC_NPROCESSORS_ONLN);
+#elif defined(_WIN32)
+    n = pthread_num_processors_np();
 #endif
     return (int)hpmli_max(n, 1);
 }
@@ -12722,6 +12743,44 @@ int     sync_file_range(int fd, int64_t offset, int64_t size, unsigned flags);
 #define HPMLI_NOFOLLOW O_EXCL /* refuses links, but any other existing file as well */
 #endif
 #endif
+
+#ifdef _WIN32
+#ifdef __cplusplus
+extern "C"
+#endif
+__declspec(dllimport) int __stdcall MoveFileExA(const char *from, const char *to, unsigned long flags); /* windows.h */
+#define HPMLI_FSEEK _fseeki64 /* fseek and ftell count in 32 bits there */
+#define HPMLI_FTELL _ftelli64
+#else
+#define HPMLI_FSEEK fseek
+#define HPMLI_FTELL ftell
+#endif
+
+/* Writes the data of an open file to the disk; false: sets errno. */
+HPMLI_FN bool hpmli_file_sync(FILE *f)
+{
+    bool good = fflush(f) == 0;
+#if HPMLI_POSIX
+    good = good && fsync(fileno(f)) == 0;
+#elif defined(_WIN32)
+    good = good && _commit(_fileno(f)) == 0;
+#endif
+    return good;
+}
+
+/* Gives a closed file another name, in place of the file that has this name; false: sets errno. */
+HPMLI_FN bool hpmli_file_rename(const char *from, const char *to)
+{
+#ifdef _WIN32
+    const unsigned long replace_existing = 1, write_through = 8;
+    if (MoveFileExA(from, to, replace_existing | write_through)) return true;
+    errno = EACCES;
+    return false;
+#else
+    return rename(from, to) == 0;
+#endif
+}
+
 typedef struct hpmli_file {
     hpml_ctx            *ctx;
     const char          *path;
@@ -12772,11 +12831,11 @@ HPMLI_FN bool hpmli_file_open(hpml_ctx *ctx, hpmli_file *f, const char *path)
     if (wrong) return false;
     f->size = (size_t)st.st_size;
 #else
-    f->in  = fopen(path, "rb");
-    long n = f->in && fseek(f->in, 0, SEEK_END) == 0 ? ftell(f->in) : -1;
-    if (n < 0 || fseek(f->in, 0, SEEK_SET) != 0) {
+    f->in     = fopen(path, "rb");
+    int64_t n = f->in && HPMLI_FSEEK(f->in, 0, SEEK_END) == 0 ? (int64_t)HPMLI_FTELL(f->in) : -1;
+    if (n < 0 || HPMLI_FSEEK(f->in, 0, SEEK_SET) != 0) {
         hpmli_file_close(f);
-        return hpmli_false(ctx, HPML_ERR_OPEN, "\"%s\": cannot open", path);
+        return hpmli_false(ctx, HPML_ERR_OPEN, "\"%s\": cannot open: %s", path, strerror(errno));
     }
     f->size = (size_t)n;
 #endif
@@ -12983,9 +13042,7 @@ HPMLI_FN void hpmli_write_data(hpmli_writer *w, const void *data, size_t size)
 #endif
         if (!progress->fn || w->size - w->synced < sync) continue;
         w->synced = w->size;
-#if HPMLI_POSIX
-        if (!w->direct && !w->error && (fflush(w->f) != 0 || fsync(w->fd) != 0)) w->error = errno;
-#endif
+        if (!w->direct && !w->error && !hpmli_file_sync(w->f)) w->error = errno;
         progress->fn(progress->user, w->size);
     }
 }
@@ -12996,16 +13053,14 @@ HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
     bool renamed = false; /* true: the file has its final name */
-#if HPMLI_POSIX
-    if (good && !w->direct) good = fsync(w->fd) == 0; /* the data must be on the disk before the rename */
-#endif
+    if (good && !w->direct) good = hpmli_file_sync(w->f); /* the data must be on the disk before the rename */
     if (!good && !w->error) w->error = errno ? errno : EIO;
     if (fclose(w->f) != 0 && good) {
         good     = false;
         w->error = errno;
     }
     w->f = NULL;
-    if (good && !w->direct) good = renamed = rename(w->temporary, w->path) == 0;
+    if (good && !w->direct) good = renamed = hpmli_file_rename(w->temporary, w->path);
     if (!good && !w->error) w->error = errno;
     if (!renamed && !w->direct) remove(w->temporary);
 #if HPMLI_POSIX

@@ -1435,6 +1435,9 @@ HPMLC_REF(hpml_pipe_cut, (const hpml_pipe_cut_desc &d, hpml_pipe_stage *stages, 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>base   system headers, the communicator, nodes and links
 // ---------------------------------------------------------------------------------------------------------------------
+#if defined(_WIN32) && !defined(__USE_MINGW_ANSI_STDIO)
+#define __USE_MINGW_ANSI_STDIO 1 /* MinGW: snprintf of C99 */
+#endif
 #include <errno.h>
 #include <math.h>
 #include <stdarg.h>
@@ -1447,6 +1450,8 @@ HPMLC_REF(hpml_pipe_cut, (const hpml_pipe_cut_desc &d, hpml_pipe_stage *stages, 
 #include <sys/select.h>
 #include <sys/time.h>
 #include <unistd.h>
+#elif defined(_WIN32)
+#include <sys/time.h>
 #endif
 #ifndef HPML_NO_THREADS
 #include <pthread.h>
@@ -1464,7 +1469,7 @@ HPMLC_REF(hpml_pipe_cut, (const hpml_pipe_cut_desc &d, hpml_pipe_stage *stages, 
 #define HPMLC_FN       static __attribute__((unused))
 #define HPMLC_UNUSED   __attribute__((unused))
 #define HPMLC_RESTRICT __restrict__
-#define HPMLC_PRINTF(text, args) __attribute__((format(printf, text, args)))
+#define HPMLC_PRINTF(text, args) __attribute__((format(HPML_PRINTF_FORMAT, text, args)))
 HPMLI_COMPILE_FAST_BEGIN
 #ifdef __cplusplus
 extern "C" {
@@ -1646,7 +1651,12 @@ HPML_API hpml_ctx   *hpml_comm_ctx(const hpml_comm *c) { return c ? c->ctx : NUL
 HPML_API const char *hpml_comm_transport(const hpml_comm *c) { return c ? c->t->name : "none"; }
 HPML_API int hpml_comm_node(const hpml_comm *c, int r) { return c && r >= 0 && r < c->size ? c->node[r] : -1; }
 
-/* Sleeps for `seconds`, by select, because -std=c99 declares select but not nanosleep; without select spins. */
+#ifdef _WIN32
+__declspec(dllimport) void __stdcall Sleep(unsigned long milliseconds); /* as windows.h declares it */
+#endif
+
+/* Sleeps for `seconds`, by select, because -std=c99 declares select but not nanosleep; on Windows for at least 1 ms;
+   elsewhere spins. */
 HPMLC_FN void hpmlc_nap(double seconds)
 {
 #if defined(__unix__) || defined(__APPLE__)
@@ -1654,6 +1664,8 @@ HPMLC_FN void hpmlc_nap(double seconds)
     t.tv_sec  = (time_t)seconds;
     t.tv_usec = (suseconds_t)((seconds - floor(seconds)) * 1e6);
     select(0, NULL, NULL, NULL, &t);
+#elif defined(_WIN32)
+    Sleep((unsigned long)ceil(seconds * 1e3));
 #else
     for (double end = hpml_now() + seconds; hpml_now() < end;) {}
 #endif
@@ -2368,8 +2380,9 @@ HPMLC_FN hpml_world  *hpmlc_world_of(const hpml_comm *c) { return hpmlc_thread(c
 HPMLC_FN hpmlc_inbox *hpmlc_inbox_of(const hpml_comm *c) { return &hpmlc_thread(c)->group->inbox[c->rank]; }
 HPMLC_FN hpmlc_post  *hpmlc_post_of(hpml_message *m) { return (hpmlc_post *)(void *)&m->state; }
 
-/* Makes deadlines use CLOCK_MONOTONIC, a clock that is never set, where possible: not under -std=c99, nor on macOS. */
-#if defined(CLOCK_MONOTONIC) && !defined(__APPLE__)
+/* Makes deadlines use CLOCK_MONOTONIC, a clock that is never set, where possible: not under -std=c99, nor on macOS and
+   Windows. */
+#if defined(CLOCK_MONOTONIC) && !defined(__APPLE__) && !defined(_WIN32)
 #define HPMLC_MONOTONIC
 #endif
 
@@ -4797,8 +4810,10 @@ HPML_API int hpml_launched(int *rank)
 /* Returns how many cores this machine has, at least 1. */
 HPMLC_FN int hpmlc_cores_online(void)
 {
-#ifndef HPML_NO_THREADS
+#if defined(_SC_NPROCESSORS_ONLN) && !defined(HPML_NO_THREADS)
     return (int)hpmlc_max(sysconf(_SC_NPROCESSORS_ONLN), 1);
+#elif defined(_WIN32) && !defined(HPML_NO_THREADS)
+    return (int)hpmlc_max(pthread_num_processors_np(), 1);
 #else
     return 1;
 #endif

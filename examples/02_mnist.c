@@ -136,7 +136,7 @@ static hpml_status train(hpml_comm *comm, void *user)
     if (o->table > 0 && !j->quiet) steps_table(comm, d, o->table);
     char path[1024];
     snprintf(path, sizeof path, "%s/trace.json", o->out);
-    mkdir(o->out, 0777);
+    screen_folder(o->out);
     hpml_status status = hpml_comm_trace_save(comm, path);
     if (status != HPML_OK || hpml_comm_rank(comm) > 0) return status;
     j->steps  = hpml_trainer_step_count(t) - first, j->seconds = seconds;

@@ -7,7 +7,6 @@
 #include "screen.h"
 
 #include <stdlib.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 typedef struct report {

@@ -4,14 +4,32 @@
 
 #include <stdio.h>
 #include <string.h>
-#include <sys/ioctl.h>
+#include <sys/stat.h>
 #include <unistd.h>
+#ifdef _WIN32
+#include <direct.h>
+#else
+#include <sys/ioctl.h>
+#endif
 
-/* Columns of the terminal that stdout is; 80 where it is a file or a pipe. */
+/* Columns of the terminal that stdout is; 80 where it is a file or a pipe, and on Windows. */
 static inline int screen_columns(void)
 {
+#ifndef _WIN32
     struct winsize size;
-    return ioctl(1, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+    if (ioctl(1, TIOCGWINSZ, &size) == 0 && size.ws_col > 0) return size.ws_col;
+#endif
+    return 80;
+}
+
+/* Creates a folder for output files, unless it exists. */
+static inline void screen_folder(const char *path)
+{
+#ifdef _WIN32
+    _mkdir(path);
+#else
+    mkdir(path, 0777);
+#endif
 }
 
 /* Prints a text; lines wider than the terminal are broken between words. */

@@ -36,6 +36,14 @@ build/07_digits "$tmp/none" >"$tmp/out" 2>&1
 check "a folder without MNIST" '[ $? -eq 1 ] && says "none/train-images-idx3-ubyte.*cannot open"'
 build/04_embed_cpp >"$tmp/out" 2>&1
 check "the header inside a C++ program" '[ $? -eq 0 ] && grep -q residual "$tmp/out"'
+build/26_own_loop >"$tmp/out" 2>&1
+check "a training loop of one's own" 'awk "/^largest gradient error/ { good += \$4 < 1e-2 } /^error without noise/ { good += \$4 < 0.3 }
+    END { exit good != 2 }" "$tmp/out"'
+build/27_static_memory >"$tmp/out" 2>&1
+check "prediction in static memory" 'says "^0 allocations" && [ "$(tail -n 1 "$tmp/out")" = "0 1 1 0" ]'
+build/28_own_strategy >"$tmp/out" 2>&1
+check "a strategy of one's own" '[ "$(grep -c "accuracy 8[5-9]" "$tmp/out")" = 3 ] &&
+    awk "{ sent[NR] = \$(NF - 5) } END { exit !(sent[2] < sent[3] && sent[3] < sent[1]) }" "$tmp/out"'
 # In a locale with decimal commas: files and JSON must have points.
 printf 'LC_NUMERIC\ndecimal_point ","\nthousands_sep "."\ngrouping 3;3\nEND %s\n' LC_NUMERIC >"$tmp/comma"
 localedef -c -i "$tmp/comma" "$tmp/comma_XX" >"$tmp/out" 2>&1
