@@ -135,8 +135,8 @@ static bool bound(void)
         /* The second derivatives are 2 (1, m; m, s); their largest eigenvalue: */
         const double most = 1 + s + sqrt((1 - s) * (1 - s) + 4 * m * m), rate = largest_rate(&d);
         if (near(rate, 1 / most, 1e-9))
-            return grade_fail("%g is half the bound: at 1 / eigenvalue a step ends at the minimum, at 2 / eigenvalue as "
-                              "far on the other side", rate);
+            return grade_fail("%g is half the bound: at 1 / eigenvalue a step ends at the minimum, at 2 / eigenvalue "
+                              "as far on the other side", rate);
         if (!near(rate, 2 / most, 1e-9))
             return grade_fail("the rate %g is not the bound, %g: 2 / the largest eigenvalue of the matrix of second "
                               "derivatives", rate, 2 / most);
@@ -153,8 +153,8 @@ static bool both_sides(void)
     descend(line_gradient, &d, outside, 1.02 * rate, 5000);
     line_gradient(&d, inside, g);
     if (!(fabs(g[0]) + fabs(g[1]) < 1e-9))
-        return grade_fail("at 0.98 times your bound, 5000 steps do not reach the minimum: the gradient is (%g, %g)", g[0],
-                          g[1]);
+        return grade_fail("at 0.98 times your bound, 5000 steps do not reach the minimum: the gradient is (%g, %g)",
+                          g[0], g[1]);
     return loss(&d, outside[0], outside[1]) > 1e6 || !isfinite(loss(&d, outside[0], outside[1]))
                ? true
                : grade_fail("at 1.02 times your bound, 5000 steps do not diverge: the bound is too low");

@@ -1,8 +1,8 @@
 /* Exercise 05: checks an allreduce by a ring: its sums, and that it is a ring. */
 #include "../ranks.h"
 
-/* Adds up x, n floats, over all ranks: every rank ends with the same sums. `spare`: memory for the n / p floats, rounded
-   up, of the largest block. */
+/* Adds up x, n floats, over all ranks: every rank ends with the same sums. `spare`: memory for the largest block, n / p
+   floats rounded up. */
 hpml_status ring_allreduce(hpml_comm *c, float *x, int64_t n, float *spare);
 
 typedef struct ring_run {

@@ -10,7 +10,8 @@ hpml_status ring_allreduce(hpml_comm *c, float *x, int64_t n, float *spare)
         const bool    adds = k < p - 1; /* then a block is complete on one rank, and the others copy it */
         const int     sent = (r + 2 * p - k) % p, received = (sent + p - 1) % p;
         const int64_t from = hpml_block(n, p, sent), at = hpml_block(n, p, received);
-        const size_t  out = (size_t)(hpml_block(n, p, sent + 1) - from), in = (size_t)(hpml_block(n, p, received + 1) - at);
+        const size_t  out = (size_t)(hpml_block(n, p, sent + 1) - from);
+        const size_t  in  = (size_t)(hpml_block(n, p, received + 1) - at);
         hpml_status   status =
             hpml_sendrecv(c, right, x + from, out * sizeof(float), left, adds ? spare : x + at, in * sizeof(float), 0);
         if (status != HPML_OK) return status;
