@@ -15,7 +15,8 @@ grade() { # FILE OPTION...: checks it as exercise $number
     timeout 120 sh $here/check.sh "$number" "$file" "$@" >"$tmp/out" 2>&1
 }
 for folder in $here/${HPML_EXERCISE:-[0-9]*}*/; do
-    name=$(basename "$folder") number=${folder#$here/} number=${number%%_*} wrong=tests/exercises/$(basename "$folder").wrong
+    name=$(basename "$folder") number=$(basename "${folder%%_*}")
+    wrong=tests/exercises/$name.wrong
     awk -f $here/cut.awk "${folder}solution.c" | diff - "${folder}starter.c" >"$tmp/out" 2>&1
     check "$name: starter.c is the solution, cut" '[ ! -s "$tmp/out" ]'
     grade "${folder}starter.c" --json "$tmp/json"

@@ -16,7 +16,10 @@ if [ "$1" = exercises ]; then
 fi
 number=${1#ex}
 folder=$(echo $here/"$number"_*)
-[ -d "$folder" ] || { echo "there is no exercise \"$number\"; the exercises are:" $(cd $here && echo [0-9]*/) >&2; exit 2; }
+if [ ! -d "$folder" ]; then
+    echo "there is no exercise \"$number\"; the exercises are:" $(cd $here && echo [0-9]*/) >&2
+    exit 2
+fi
 shift
 file=$folder/mine.c
 case $1 in

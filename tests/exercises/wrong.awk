@@ -29,6 +29,7 @@ END {
         else at += olds[h] - 1
         used[h]++
     }
-    for (h = 1; h <= hunks; h++) if (used[h] != 1) print "#error change " h " of mistake " number " fits " used[h] + 0 " places"
+    for (h = 1; h <= hunks; h++)
+        if (used[h] != 1) print "#error change " h " of mistake " number " fits " used[h] + 0 " places"
     if (hunks == 0) print "#error no mistake " number
 }

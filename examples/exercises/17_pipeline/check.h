@@ -1,5 +1,4 @@
-/* Exercise 17: plays a pipeline by the moves of pipe_move, for all small numbers of stages and micro-batches, and judges
-   them. */
+/* Exercise 17: plays a pipeline by the moves of pipe_move, for all small numbers of stages and micro-batches. */
 #include "../grade.h"
 
 typedef struct pipe_step {
@@ -85,8 +84,8 @@ static bool bubble(void)
             const double time = pipe_time(&g, p, m);
             if (time <= 0) return false;
             if (time > 3 * (m + p - 1))
-                return grade_fail("%d stages, %d micro-batches: %g time units, at most %d are needed: the bubble is larger "
-                                  "than (stages - 1) / (micro + stages - 1)", p, m, time, 3 * (m + p - 1));
+                return grade_fail("%d stages, %d micro-batches: %g time units, and %d are enough: the bubble is "
+                                  "larger than (stages - 1) / (micro + stages - 1)", p, m, time, 3 * (m + p - 1));
         }
     return true;
 }
@@ -99,8 +98,9 @@ static bool memory(void)
             if (pipe_time(&g, p, m) <= 0) return false;
             for (int r = 0; r < p; r++)
                 if (g.most[r] > p - r)
-                    return grade_fail("%d stages, %d micro-batches: stage %d keeps the activations of %d micro-batches, "
-                                      "more than there are stages from here on, %d", p, m, r, g.most[r], p - r);
+                    return grade_fail("%d stages, %d micro-batches: stage %d keeps the activations of %d "
+                                      "micro-batches, more than there are stages from here on, %d", p, m, r,
+                                      g.most[r], p - r);
         }
     return true;
 }
