@@ -188,11 +188,6 @@ HPML_PLAN=pipe=2,schedule=interleaved,micro=4 timeout 60 build/14_pipeline --jso
 check "the same program by HPML_PLAN" 'says "\"interleaved\", \"stages\": 2, \"micro\": 4"'
 timeout 60 build/14_pipeline 1f1b --uneven --tasks >"$tmp/out" 2>&1
 check "tasks of the stages, uneven layers" '[ $? -eq 0 ] && says "^  F0 B0 F1 B1 F2 B2" && says "^70.7 ms a step"'
-for file in examples/exercises/14_pipeline/start.c tests/solutions/14_pipeline.c; do
-    ${CC:-cc} "$file" -o "$tmp/exercise" && "$tmp/exercise"
-done >"$tmp/out" 2>&1
-check "the exercise of 1F1B: the start is wrong, the solution right" \
-    '[ $(wc -l <"$tmp/out") = 2 ] && head -n 1 "$tmp/out" | grep -q "more micro-batches in flight" && says "^right"'
 fits timeout 60 build/15_tensor_parallel --steps 5
 check "a GPT on 4 ranks, split in two: 4 sums a block" \
     '[ $? -eq 0 ] && says "sums, 4 in each of 2 blocks" && says "(blocks: 262144)"'
