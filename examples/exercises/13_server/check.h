@@ -1,8 +1,8 @@
 /* Exercise 13: checks a synchronous parameter server: its weights, its messages, and the order in which it adds. */
 #include "../ranks.h"
 
-/* Rank 0, the server. In each round: sends w, n floats, to each worker, receives a gradient of each worker, and adds the
-   gradients with server_add in the order in which they arrive; then w -= lr * (their sum) / (number of workers).
+/* Rank 0, the server. In each round: sends w, n floats, to each worker, receives a gradient of each worker, and adds
+   the gradients with server_add in the order in which they arrive; then w -= lr * (their sum) / (number of workers).
    room: memory for p arrays of n floats, for example one for the sum and one for each worker. */
 hpml_status serve(hpml_comm *c, float *w, int64_t n, int rounds, float lr, float *room);
 /* Ranks 1 to p - 1, the workers. In each round: receives w, computes the gradient g of that round with server_gradient,
@@ -124,8 +124,8 @@ static bool traffic(void)
                               "bytes in each round is 4 messages, 800 bytes", server.what, r,
                               (long long)rank_reports[r].sent.messages, (long long)rank_reports[r].bytes_to[0]);
         if (rank_reports[0].messages_to[r] != 4 || rank_reports[0].bytes_to[r] != 4 * 200)
-            return grade_fail("%s: the server has sent %lld messages, %lld bytes to worker %d; the weights once in each "
-                              "round are 4 messages, 800 bytes", server.what, (long long)rank_reports[0].messages_to[r],
+            return grade_fail("%s: the server has sent %lld messages, %lld bytes to worker %d; the weights once in "
+                              "each round are 4 messages, 800 bytes", server.what, (long long)rank_reports[0].messages_to[r],
                               (long long)rank_reports[0].bytes_to[r], r);
     }
     return true;
