@@ -125,7 +125,8 @@ static bool traffic(void)
                               (long long)rank_reports[r].sent.messages, (long long)rank_reports[r].bytes_to[0]);
         if (rank_reports[0].messages_to[r] != 4 || rank_reports[0].bytes_to[r] != 4 * 200)
             return grade_fail("%s: the server has sent %lld messages, %lld bytes to worker %d; the weights once in "
-                              "each round are 4 messages, 800 bytes", server.what, (long long)rank_reports[0].messages_to[r],
+                              "each round are 4 messages, 800 bytes", server.what,
+                              (long long)rank_reports[0].messages_to[r],
                               (long long)rank_reports[0].bytes_to[r], r);
     }
     return true;

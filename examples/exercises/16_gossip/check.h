@@ -8,8 +8,8 @@ typedef struct gossip_graph {
     bool edge[GOSSIP_MAX][GOSSIP_MAX]; /* edge[i][j]: ranks i and j are neighbours; symmetric; never edge[i][i] */
 } gossip_graph;
 
-/* Sets w, the mixing matrix (p, p), to the Metropolis weights of g: for neighbours i and j 1 / (1 + the larger number of
-   neighbours of i and j), 0 for others, and on the diagonal what is missing to 1 in the row. */
+/* Sets w, the mixing matrix (p, p), to the Metropolis weights of g: for neighbours i and j 1 / (1 + the larger number
+   of neighbours of i and j), 0 for others, and on the diagonal what is missing to 1 in the row. */
 void gossip_weights(const gossip_graph *g, double *w);
 /* One step on this rank i: x, n floats, becomes the sum over j of w[i * p + j] times rank j's x as it was before the
    step. Exchanges messages with neighbours only, all at the same time. spare: memory for p * n floats. */
@@ -126,8 +126,8 @@ static bool gossip_go(const hpml_launch_desc *launch, int64_t n, int steps)
         for (int64_t i = 0; i < n; i++)
             if (!(fabs(gossip.x[r][i] - x[r * n + i]) < 1e-3))
                 return grade_fail("%s: x[%lld] of rank %d is %g, expected %g, the sum over j of w[r * p + j] times "
-                                  "rank j's x before the step: a rank sends what it had before the step, and its own x has "
-                                  "a weight, too", what, (long long)i, r, gossip.x[r][i], x[r * n + i]);
+                                  "rank j's x before the step: a rank sends what it had before the step, and its "
+                                  "own x has a weight, too", what, (long long)i, r, gossip.x[r][i], x[r * n + i]);
     return true;
 }
 
@@ -173,7 +173,8 @@ static bool neighbours(void)
                 const int64_t sent = rank_reports[i].messages_to[j];
                 if (sent != (gossip.g.edge[i][j] ? 1 : 0))
                     return grade_fail("%s of 7 ranks: rank %d has sent %lld messages to rank %d, which is %s "
-                                      "neighbour: one message to each neighbour, none to others", gossip.name, i, (long long)sent,
+                                      "neighbour: one message to each neighbour, none to others", gossip.name, i,
+                                      (long long)sent,
                                       j, gossip.g.edge[i][j] ? "its" : "not its");
             }
     }

@@ -268,7 +268,8 @@ static bool one_sum_each_way(void)
                 if (tensor.sums[pass][r] != 1 || tensor.floats[pass][r] != floats)
                     return grade_fail("%s: the %s pass of rank %d adds up %lld floats in %d sums over ranks; one sum "
                                       "of the %lld floats of %s is enough", tensor.what,
-                                      pass == 0 ? "forward" : "backward", r, (long long)tensor.floats[pass][r], tensor.sums[pass][r], (long long)floats,
+                                      pass == 0 ? "forward" : "backward", r,
+                                      (long long)tensor.floats[pass][r], tensor.sums[pass][r], (long long)floats,
                                       pass == 0 ? "y" : "the gradient of x");
             }
         int64_t messages = 0;
