@@ -3,8 +3,8 @@
 
 /* One step of Adam on all ranks. w: n weights, the same on all ranks before and after the step; g: this rank's
    gradient, may be overwritten; the step uses the mean of all ranks' gradients. m, v: the optimizer's state of this
-   rank's part alone, block r of p blocks, that is hpml_block(n, p, r + 1) - hpml_block(n, p, r) floats each. step: 1, 2,
-   ... */
+   rank's part alone, block r of p blocks, that is hpml_block(n, p, r + 1) - hpml_block(n, p, r) floats each. step: 1,
+   2, ... */
 hpml_status zero_step(hpml_comm *c, float *w, float *g, int64_t n, float *m, float *v, int step, float lr);
 
 enum { ZERO_MAX = 8, ZERO_STEPS = 5 };
@@ -93,8 +93,8 @@ static void zero_fill(int p, int64_t n, int steps)
         const int64_t own = hpml_block(n, p, r + 1) - hpml_block(n, p, r);
         zero.w[r] = grade_floats("w", n);
         zero.g[r] = grade_floats("g", n);
-        zero.m[r] = grade_floats("m, which has only this rank's block,", own);
-        zero.v[r] = grade_floats("v, which has only this rank's block,", own);
+        zero.m[r] = grade_floats("m", own + n); /* the last n must stay as they are */
+        zero.v[r] = grade_floats("v", own + n);
         memcpy(zero.w[r], zero.right, (size_t)n * sizeof(float));
         memset(zero.m[r], 0, (size_t)own * sizeof(float));
         memset(zero.v[r], 0, (size_t)own * sizeof(float));
@@ -118,11 +118,29 @@ static hpml_status zero_rank(hpml_comm *c, void *user)
     return status;
 }
 
+/* Is what stands behind each rank's block of m and v as it was? */
+static bool zero_states(void)
+{
+    for (int r = 0; r < zero.p; r++) {
+        const int64_t own = hpml_block(zero.n, zero.p, r + 1) - hpml_block(zero.n, zero.p, r);
+        for (int64_t i = own; i < own + zero.n; i++) {
+            uint32_t bits[2];
+            memcpy(&bits[0], &zero.m[r][i], sizeof bits[0]);
+            memcpy(&bits[1], &zero.v[r][i], sizeof bits[1]);
+            if (bits[0] != UINT32_MAX || bits[1] != UINT32_MAX)
+                return grade_fail("%s: rank %d has written element %lld of %s, which has only this rank's block, %lld "
+                                  "floats: its first element belongs to the first weight of the block", zero.what, r,
+                                  (long long)i, bits[0] != UINT32_MAX ? "m" : "v", (long long)own);
+        }
+    }
+    return true;
+}
+
 static bool zero_go(int p, int64_t n, int steps)
 {
     const hpml_launch_desc launch = ranks_clock(p, 1e-6, 1e9);
     zero_fill(p, n, steps);
-    if (!ranks_run(zero.what, &launch, zero_rank, NULL) || !grade_guards()) return false;
+    if (!ranks_run(zero.what, &launch, zero_rank, NULL) || !zero_states()) return false;
     for (int r = 0; r < p; r++)
         for (int64_t i = 0; i < n; i++) {
             const int own = i >= hpml_block(n, p, r) && i < hpml_block(n, p, r + 1);
@@ -130,8 +148,8 @@ static bool zero_go(int p, int64_t n, int steps)
                 return grade_fail("%s: weight %lld of rank %d, %s, is %g, and %g by Adam on one rank with the mean of "
                                   "all gradients%s", zero.what, (long long)i, r,
                                   own ? "in its own block" : "in the block of another rank", zero.w[r][i],
-                                  zero.right[i], isnan(zero.w[r][i]) ? ": after reduce_scatter a rank has the sum of its own block "
-                                                        "alone" : "");
+                                  zero.right[i], !isnan(zero.w[r][i]) ? "" : ": after reduce_scatter a rank has the sum "
+                                                                             "of its own block alone");
         }
     return true;
 }
