@@ -7,7 +7,7 @@
    2, ... */
 hpml_status zero_step(hpml_comm *c, float *w, float *g, int64_t n, float *m, float *v, int step, float lr);
 
-enum { ZERO_MAX = 8, ZERO_STEPS = 5 };
+enum { ZERO_MAX = 8, ZERO_STEPS = 5, ZERO_BEHIND = 7 }; /* BEHIND: what stands behind each rank's m and v */
 static int zero_calls[2][ZERO_MAX]; /* by each rank: of reduce_scatter, of allgather */
 
 static hpml_status zero_ring(hpml_comm *c, float *x, int64_t n, bool adds)
@@ -95,6 +95,7 @@ static void zero_fill(int p, int64_t n, int steps)
         zero.g[r] = grade_floats("g", n);
         zero.m[r] = grade_floats("m", own + n); /* the last n must stay as they are */
         zero.v[r] = grade_floats("v", own + n);
+        for (int64_t i = own; i < own + n; i++) zero.m[r][i] = zero.v[r][i] = ZERO_BEHIND;
         memcpy(zero.w[r], zero.right, (size_t)n * sizeof(float));
         memset(zero.m[r], 0, (size_t)own * sizeof(float));
         memset(zero.v[r], 0, (size_t)own * sizeof(float));
@@ -124,13 +125,11 @@ static bool zero_states(void)
     for (int r = 0; r < zero.p; r++) {
         const int64_t own = hpml_block(zero.n, zero.p, r + 1) - hpml_block(zero.n, zero.p, r);
         for (int64_t i = own; i < own + zero.n; i++) {
-            uint32_t bits[2];
-            memcpy(&bits[0], &zero.m[r][i], sizeof bits[0]);
-            memcpy(&bits[1], &zero.v[r][i], sizeof bits[1]);
-            if (bits[0] != UINT32_MAX || bits[1] != UINT32_MAX)
+            const bool m_is_same = zero.m[r][i] == ZERO_BEHIND, v_is_same = zero.v[r][i] == ZERO_BEHIND;
+            if (!m_is_same || !v_is_same)
                 return grade_fail("%s: rank %d has written element %lld of %s, which has only this rank's block, %lld "
                                   "floats: its first element belongs to the first weight of the block", zero.what, r,
-                                  (long long)i, bits[0] != UINT32_MAX ? "m" : "v", (long long)own);
+                                  (long long)i, m_is_same ? "v" : "m", (long long)own);
         }
     }
     return true;
@@ -138,6 +137,7 @@ static bool zero_states(void)
 
 static bool zero_go(int p, int64_t n, int steps)
 {
+    static const char own_block_alone[] = ": after reduce_scatter a rank has the sum of its own block alone";
     const hpml_launch_desc launch = ranks_clock(p, 1e-6, 1e9);
     zero_fill(p, n, steps);
     if (!ranks_run(zero.what, &launch, zero_rank, NULL) || !zero_states()) return false;
@@ -148,8 +148,7 @@ static bool zero_go(int p, int64_t n, int steps)
                 return grade_fail("%s: weight %lld of rank %d, %s, is %g, and %g by Adam on one rank with the mean of "
                                   "all gradients%s", zero.what, (long long)i, r,
                                   own ? "in its own block" : "in the block of another rank", zero.w[r][i],
-                                  zero.right[i], !isnan(zero.w[r][i]) ? "" : ": after reduce_scatter a rank has the sum "
-                                                                             "of its own block alone");
+                                  zero.right[i], isnan(zero.w[r][i]) ? own_block_alone : "");
         }
     return true;
 }
