@@ -4,7 +4,7 @@
 /* Rank `root` has x, n floats, and afterwards all ranks have them. */
 hpml_status tree_broadcast(hpml_comm *c, float *x, int64_t n, int root);
 
-/* Afterwards x on rank `root` is the sum of the x of all ranks; on the other ranks x may be anything. spare: n floats. */
+/* Afterwards x on rank `root` is the sum of the x of all ranks; x on the other ranks may be anything. spare: n floats */
 hpml_status tree_reduce(hpml_comm *c, float *x, int64_t n, float *spare, int root);
 
 typedef struct tree_run {
@@ -28,8 +28,8 @@ static hpml_status tree_rank(hpml_comm *c, void *user)
 static bool tree_go(const hpml_launch_desc *launch, int64_t n, bool reduces, int root)
 {
     tree = (tree_run){ .p = launch->ranks, .root = root, .reduces = reduces, .n = n };
-    snprintf(tree.what, sizeof tree.what, "%s, %d ranks, %lld floats, root %d", reduces ? "reduce" : "broadcast", tree.p,
-             (long long)n, root);
+    snprintf(tree.what, sizeof tree.what, "%s, %d ranks, %lld floats, root %d", reduces ? "reduce" : "broadcast",
+             tree.p, (long long)n, root);
     tree.expected = grade_floats("the checker's sums", n);
     for (int64_t i = 0; i < n; i++) tree.expected[i] = 0;
     for (int r = 0; r < tree.p; r++) {
