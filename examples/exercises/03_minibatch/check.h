@@ -21,8 +21,8 @@ void shuffle(int *order, int n, rng *r);
 /* v <- momentum v + g, w <- w - rate v; WEIGHTS numbers each. */
 void momentum_step(double *w, double *v, const double *g, double rate, double momentum);
 
-/* Sets g to the sum of the gradients, at w, of the losses of the samples sample[0] to sample[count - 1]. Returns the sum
-   of these losses. */
+/* Sets g to the sum of the gradients, at w, of the losses of the samples sample[0] to sample[count - 1]. Returns the
+   sum of these losses. */
 typedef double gradient_fn(void *data, const int *sample, int count, const double *w, double *g);
 
 /* One epoch: shuffles the samples 0 to n - 1, cuts them into batches of `batch` samples, of which the last may be

@@ -4,7 +4,7 @@
 /* Rank `root` has x, n floats, and afterwards all ranks have them. */
 hpml_status tree_broadcast(hpml_comm *c, float *x, int64_t n, int root);
 
-/* Afterwards x on rank `root` is the sum of the x of all ranks; x on the other ranks may be anything. spare: n floats */
+/* Afterwards x on rank `root` is the sum of the x of all ranks; on the others x may be anything. spare: n floats. */
 hpml_status tree_reduce(hpml_comm *c, float *x, int64_t n, float *spare, int root);
 
 typedef struct tree_run {
