@@ -137,6 +137,9 @@ mnist --workers 4 --samples 2000 --epochs 2 --stop 1 --model mlp --save "$tmp/b.
     >"$tmp/out" 2>&1
 mnist --workers 2 --samples 2000 --epochs 2 --model mlp --load "$tmp/b.safetensors" --json >"$tmp/out" 2>&1
 check "saved by 4 workers, loaded by 2" 'above test_accuracy 0.7'
+build/05_allreduce --draw "$tmp/tree.svg" --algorithm tree --ranks 8 >"$tmp/out" 2>&1
+check "a space-time diagram" '[ $? -eq 0 ] && says "14 messages, 917504 bytes, .*, longest chain 6" &&
+    says "^rank   1  >\.*0\.*$" && [ "$(grep -c "marker-end" "$tmp/tree.svg")" -eq 14 ]'
 build/05_allreduce --ranks 4 --max 8192 >"$tmp/out" 2>&1
 check "all algorithms agree" '[ $? -eq 0 ]'
 moved() {
