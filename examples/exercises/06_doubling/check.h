@@ -128,19 +128,19 @@ static bool partners(void)
 static bool messages_and_chain(void)
 {
     for (int p = 2; p <= 23; p += 3) {
-        const hpml_launch_desc launch = ranks_clock(p, 1, 0);
+        const hpml_launch_desc launch = ranks_clock(p, 1e-6, 1e9);
         const int              m = power_below(p), depth = log_of(m) + (m < p ? 2 : 0);
         const int64_t          most = m * log_of(m) + 2 * (p - m);
         int64_t                count = 0, bytes = 0;
         doubling_fill(p, 100, true);
         if (!ranks_run(doubling.what, &launch, doubling_rank, NULL)) return false;
         for (int r = 0; r < p; r++) {
-            count += rank_reports[r].sent.messages;
-            bytes += rank_reports[r].sent.bytes;
+            count += rank_reports[r].count.messages;
+            bytes += rank_reports[r].count.bytes;
         }
-        if (ranks_end(p) > depth + 0.5)
-            return grade_fail("%s: %.0f messages wait one for another, %d are enough: log2 %d%s", doubling.what,
-                              ranks_end(p), depth, m, m < p ? ", one before and one behind" : "");
+        if (ranks_depth(p) > depth)
+            return grade_fail("%s: %lld messages follow each other, %d are enough: log2 %d%s", doubling.what,
+                              (long long)ranks_depth(p), depth, m, m < p ? ", one before and one behind" : "");
         if (count > most || bytes > 400 * most)
             return grade_fail("%s: %lld messages with %lld bytes in all, %lld with %lld are enough: one array in each "
                               "round", doubling.what, (long long)count, (long long)bytes, (long long)most,
@@ -178,7 +178,9 @@ static bool crossover_measured(void)
             doubling_fill(p, (int64_t)((above ? 1.2 : 0.8) * n) / p * p, true);
             if (!ranks_run(doubling.what, &launch, doubling_rank, NULL)) return false;
             const double tree = ranks_end(p);
-            if (hpml_launch(&launch, ring_rank, NULL, NULL, 0) != HPML_OK)
+            hpml_launch_desc library = launch;
+            library.only_messages    = false;
+            if (hpml_launch(&library, ring_rank, NULL, NULL, 0) != HPML_OK)
                 return grade_fail("%s: the library's ring fails", doubling.what);
             const double ring = ranks_end(p);
             if ((tree < ring) == (above == 0)) continue;
