@@ -8,8 +8,8 @@ typedef struct hierarchy {
 } hierarchy;
 hpml_status hierarchy_open(hpml_comm *c, hierarchy *h);
 
-/* Adds up x, n floats, over all ranks. Collectives of h->node and h->leaders are allowed. Between nodes goes what a ring
-   of the leaders sends, and nothing else. */
+/* Adds up x, n floats, over all ranks. Collectives of h->node and h->leaders are allowed. Between nodes goes what a
+   ring of the leaders sends, and nothing else. */
 hpml_status hierarchy_allreduce(const hierarchy *h, float *x, int64_t n);
 
 typedef struct nodes_run {

@@ -96,8 +96,8 @@ static bool fit_noisy(void)
         const link_model m = fit(t, timings(t, alpha, beta, 0.05));
         if (!(fabs(m.alpha / alpha - 1) < 0.1 && fabs(m.beta / beta - 1) < 0.1))
             return grade_fail("timings with 5 %% noise: alpha is %.3g s, the link has %.3g s; beta is %.3g s, the link "
-                              "has %.3g s. In a sum of squared seconds only the largest messages count: divide each error "
-                              "by its timing", m.alpha, alpha, m.beta, beta);
+                              "has %.3g s. In a sum of squared seconds only the largest messages count: divide each "
+                              "error by its timing", m.alpha, alpha, m.beta, beta);
     }
     return true;
 }
