@@ -206,8 +206,8 @@ static bool as_one_rank(int p, int batch)
             const float is = many.at[step + 1][i / WEIGHTS][i % WEIGHTS], expected = dp.at[step + 1][0][i % WEIGHTS];
             const float was = dp.at[step][0][i % WEIGHTS];
             if (is != expected && fabsf(is - was - (float)p * (expected - was)) < 0.01f * fabsf(is - was))
-                return grade_fail("%s: a step is %d times as long as if one rank does everything: divide by the samples "
-                                  "of the whole batch", many.what, p);
+                return grade_fail("%s: a step is %d times as long as if one rank does everything: divide by the "
+                                  "samples of the whole batch", many.what, p);
             if (is != expected)
                 return grade_fail("%s, step %d with %d samples: w[%d] becomes %.7g on rank %d, and %.7g if one rank "
                                   "does everything: a mean of means counts the samples of small parts more than "
