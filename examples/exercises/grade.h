@@ -186,10 +186,11 @@ static void grade_json(FILE *f, const grade_case *c, bool first, grade_end end)
 /* Prints a text after `indent` blanks, broken into lines of at most 100 columns. */
 static void grade_print(const char *text, int indent)
 {
-    for (int column = 100; *text;) {
-        int length = (int)strcspn(text, " ");
-        if (column + length > 99) column = printf("%s%*s", column < 100 ? "\n" : "", indent, "") - (column < 100);
-        else column += printf(" ");
+    int column = printf("%*s", indent, "");
+    while (*text) {
+        const int length = (int)strcspn(text, " ");
+        if (column > indent && column + length > 99) column = printf("\n%*s", indent, "") - 1;
+        else if (column > indent) column += printf(" ");
         column += printf("%.*s", length, text);
         text += length + (text[length] == ' ');
     }
