@@ -7,8 +7,8 @@
        int main(int argc, char **argv) { return GRADE("01_descent", cases); }
 
    Options: --seed N other numbers (default 1), --json FILE results for graders, --case NAME this case alone, in this
-   process and without limits, for a debugger. Exit status: 0 full marks, 1 not, 2 wrong options. Nothing that is graded
-   depends on wall time. */
+   process and without limits, for a debugger, --draw FILE.svg a picture of the messages of this case, or of the first.
+   Exit status: 0 full marks, 1 not, 2 wrong options. Nothing that is graded depends on wall time. */
 #ifndef GRADE_H
 #define GRADE_H
 
@@ -44,6 +44,7 @@ static uint64_t     grade_seed = 1, grade_state;
 static int          grade_pipe = -1; /* the case's process writes its text here; -1: to standard output */
 static char         grade_text[GRADE_TEXT];
 static grade_array *grade_arrays;
+static const char  *grade_draw; /* file for a picture of messages: ranks.h; NULL: none */
 
 /* Ends the case's process with `end` and grade_text. */
 static __attribute__((noreturn)) void grade_exit(grade_end end)
@@ -110,7 +111,7 @@ static __attribute__((unused)) float *grade_floats(const char *name, int64_t n)
     return (float *)grade_memory(name, (size_t)n * sizeof(float));
 }
 
-/* Is every guard zone as it was? */
+/* Is every guard zone as before? */
 static bool grade_guards(void)
 {
     for (const grade_array *a = grade_arrays; a; a = a->next) {
@@ -135,10 +136,7 @@ static grade_end grade_fork(const grade_case *c, int index)
     int   ends[2], status = 0;
     pid_t child;
     fflush(NULL);
-    if (pipe(ends) || (child = fork()) < 0) {
-        perror("grade");
-        exit(2);
-    }
+    if (pipe(ends) || (child = fork()) < 0) exit(2);
     if (child == 0) {
         const struct rlimit limit = { GRADE_CPU_SECONDS, GRADE_CPU_SECONDS };
         grade_pipe                = ends[1];
@@ -188,10 +186,11 @@ static void grade_json(FILE *f, const grade_case *c, bool first, grade_end end)
 /* Prints a text after `indent` blanks, broken into lines of at most 100 columns. */
 static void grade_print(const char *text, int indent)
 {
-    for (int column = 100; *text;) {
-        int length = (int)strcspn(text, " ");
-        if (column + length > 99) column = printf("%s%*s", column < 100 ? "\n" : "", indent, "") - (column < 100);
-        else column += printf(" ");
+    int column = printf("%*s", indent, "");
+    while (*text) {
+        const int length = (int)strcspn(text, " ");
+        if (column > indent && column + length > 99) column = printf("\n%*s", indent, "") - 1;
+        else if (column > indent) column += printf(" ");
         column += printf("%.*s", length, text);
         text += length + (text[length] == ' ');
     }
@@ -200,7 +199,7 @@ static void grade_print(const char *text, int indent)
 
 static int grade_usage(const char *program)
 {
-    fprintf(stderr, "usage: %s [--seed N] [--json FILE] [--case NAME]\n", program);
+    fprintf(stderr, "usage: %s [--seed N] [--json FILE] [--case NAME] [--draw FILE.svg]\n", program);
     return 2;
 }
 
@@ -236,9 +235,11 @@ static int grade_main(const char *exercise, const grade_case *cases, int count, 
         if (i + 1 == argc) return grade_usage(argv[0]);
         if (!strcmp(argv[i], "--seed")) grade_seed = strtoull(argv[i + 1], &end, 10);
         else if (!strcmp(argv[i], "--case")) only = argv[i + 1];
+        else if (!strcmp(argv[i], "--draw")) grade_draw = argv[i + 1];
         else if (strcmp(argv[i], "--json") || !(json = fopen(argv[i + 1], "w"))) return grade_usage(argv[0]);
         if (end && (*end || end == argv[i + 1])) return grade_usage(argv[0]);
     }
+    if (grade_draw && !only) only = cases[0].name;
     for (int i = 0; only && i < count; i++)
         if (!strcmp(cases[i].name, only)) grade_exit(grade_run(&cases[i], i));
     if (only) return grade_usage(argv[0]);

@@ -21,13 +21,13 @@ void shuffle(int *order, int n, rng *r);
 /* v <- momentum v + g, w <- w - rate v; WEIGHTS numbers each. */
 void momentum_step(double *w, double *v, const double *g, double rate, double momentum);
 
-/* Sets g to the sum of the gradients, at w, of the losses of the samples sample[0] to sample[count - 1], and returns the
+/* Sets g to the sum of the gradients, at w, of the losses of the samples sample[0] to sample[count - 1]. Returns the
    sum of these losses. */
 typedef double gradient_fn(void *data, const int *sample, int count, const double *w, double *g);
 
 /* One epoch: shuffles the samples 0 to n - 1, cuts them into batches of `batch` samples, of which the last may be
    shorter, and takes one step for each batch, with the mean gradient of its samples. v is the velocity, which lives on
-   from epoch to epoch. Returns the mean loss of the n samples, each at the weights at which its gradient was computed. */
+   from epoch to epoch. Returns the mean loss of the n samples, each at the weights where its gradient was computed. */
 double train_epoch(gradient_fn *gradient, void *data, int n, int batch, double *w, double *v, double rate,
                    double momentum, rng *r);
 

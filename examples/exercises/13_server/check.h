@@ -119,10 +119,10 @@ static bool traffic(void)
     const hpml_launch_desc launch = ranks_clock(6, 1e-5, 1e9);
     if (!server_go(&launch, 50, 4)) return false;
     for (int r = 1; r < 6; r++) {
-        if (rank_reports[r].sent.messages != 4 || rank_reports[r].bytes_to[0] != 4 * 200)
+        if (rank_reports[r].count.messages != 4 || rank_reports[r].bytes_to[0] != 4 * 200)
             return grade_fail("%s: worker %d has sent %lld messages, %lld bytes to the server; one gradient of 200 "
                               "bytes in each round is 4 messages, 800 bytes", server.what, r,
-                              (long long)rank_reports[r].sent.messages, (long long)rank_reports[r].bytes_to[0]);
+                              (long long)rank_reports[r].count.messages, (long long)rank_reports[r].bytes_to[0]);
         if (rank_reports[0].messages_to[r] != 4 || rank_reports[0].bytes_to[r] != 4 * 200)
             return grade_fail("%s: the server has sent %lld messages, %lld bytes to worker %d; the weights once in "
                               "each round are 4 messages, 800 bytes", server.what,

@@ -72,8 +72,8 @@ static bool stale_go(int p, int steps, int bound)
     const hpml_launch_desc launch = ranks_clock(p, 1e-7, 0);
     stale = (stale_run){ .p = p, .steps = steps, .bound = bound };
     snprintf(stale.what, sizeof stale.what, "%d workers, %d steps, bound %d", p - 1, steps, bound);
-    ranks_deadlock = "a worker that had to wait is answered when the slowest worker has moved on, so with each gradient "
-                     "look at all workers that wait, not only at its sender";
+    ranks_deadlock = "a worker that had to wait is answered when the slowest worker has moved on, so with each "
+                     "gradient look at all workers that wait, not only at its sender";
     stale.room = grade_floats("room", p * p);
     for (int r = 0; r < p; r++) {
         stale.w[r] = grade_floats("w", p);

@@ -273,7 +273,7 @@ static bool one_sum_each_way(void)
                                       pass == 0 ? "y" : "the gradient of x");
             }
         int64_t messages = 0;
-        for (int r = 0; r < p; r++) messages += rank_reports[r].sent.messages;
+        for (int r = 0; r < p; r++) messages += rank_reports[r].count.messages;
         if (messages != 4 * (p - 1))
             return grade_fail("%s: %lld messages; both sums together are %d, and no others are needed", tensor.what,
                               (long long)messages, 4 * (p - 1));

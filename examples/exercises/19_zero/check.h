@@ -185,10 +185,10 @@ static bool bytes(void)
         const int64_t n = p * grade_int(5, 30), most = 2 * (p - 1) * (n / p) * 4;
         if (!zero_go(p, n, 1)) return false;
         for (int r = 0; r < p; r++) {
-            if (rank_reports[r].sent.bytes > most)
+            if (rank_reports[r].count.bytes > most)
                 return grade_fail("%s: rank %d has sent %lld bytes in a step; a reduce_scatter and an allgather are "
                                   "%lld, as many as an allreduce: gather the new weights, not the gradients as well",
-                                  zero.what, r, (long long)rank_reports[r].sent.bytes, (long long)most);
+                                  zero.what, r, (long long)rank_reports[r].count.bytes, (long long)most);
             if (zero_calls[0][r] != 1 || zero_calls[1][r] != 1)
                 return grade_fail("%s: rank %d calls reduce_scatter %d times and allgather %d times in a step; one of "
                                   "each is enough", zero.what, r, zero_calls[0][r], zero_calls[1][r]);
