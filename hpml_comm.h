@@ -258,8 +258,11 @@ typedef struct hpml_comm_desc {
     int32_t             ranks;    /* custom: number of ranks, at least 1; THREADS, CLOCK, MPI: known to the transport */
     void               *mpi_comm; /* MPI: points to an MPI_Comm, which is duplicated; NULL: MPI_COMM_WORLD */
     int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory. custom: 0: all on one node */
-    double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK has no deadlines */
+    double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK: virtual seconds,
+                                     0: for ever */
     bool                check;    /* for debugging: ranks compare each collective first (kind, count, type, order) */
+    bool                only_messages; /* for exercises: collectives are refused with HPML_ERR_UNSUPPORTED, so that a
+                                          program has to send its own messages; hpml_comm_split remains allowed */
     bool                survive;  /* same on all ranks: a lost rank ends only its own messages: see hpml_comm_lost */
     uint32_t            _end;
 } hpml_comm_desc;
@@ -282,6 +285,41 @@ HPML_API void       hpml_comm_free(hpml_comm *c);
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport, int32_t ranks, const hpml_network *network);
 HPML_API void        hpml_world_free(hpml_world *w);
 
+/* What a rank has sent and received since the last reset.
+   depth: the longest chain of messages that ends at this rank, where a message follows another one if its sender has
+   sent or received that one before, or if its receiver has received that one before. So this is the number of rounds in
+   which a rank sends and receives one message at most: of p ranks, 2 (p - 1) for the sum by a ring, ceil(log2 p) for a
+   broadcast by a tree, p - 1 where the root sends to each rank itself. The largest depth of all ranks is the depth of
+   the program. The chain goes on through parts of a communicator and through background work. THREADS and CLOCK, and
+   transports that copy hpml_message.depth; else 0. To count a piece of a program, run the piece in a launch of its own,
+   because a reset on one rank does not change the messages that are on their way to it. */
+typedef struct hpml_counters {
+    int64_t messages, bytes; /* sent */
+    int64_t between_bytes; /* bytes sent to other nodes; included in `bytes` */
+    int64_t rounds;        /* rounds of collectives in which this rank sent or received */
+    double  seconds;       /* spent in collectives, waiting included */
+    int64_t received_messages, received_bytes;
+    int64_t depth;         /* longest chain of messages */
+    int64_t held_bytes;    /* THREADS, CLOCK: the most bytes at one time that had been sent to this rank and that it had
+                              not yet received; else 0 */
+} hpml_counters;
+
+/* Which message, or computation, took place when: drawn by examples/spacetime.h, for example. */
+typedef struct hpml_message_record {
+    int32_t from, to;   /* ranks in the launch's communicator; a computation (hpml_comm_compute): the same rank twice */
+    int32_t tag;        /* above HPML_TAG_MAX: of a collective; -1: a computation */
+    int64_t bytes, depth; /* depth: see hpml_counters */
+    double  start, end; /* hpml_comm_now when the message was sent (MPI: when its receive was begun), and when it had
+                           arrived */
+} hpml_message_record;
+
+/* Filled by hpml_launch in the order in which receives were over: in virtual time the same in each run. */
+typedef struct hpml_message_log {
+    hpml_message_record *record;   /* (capacity) yours; the first `capacity` records are kept */
+    int64_t              capacity;
+    int64_t              count;    /* records that were made, also beyond the capacity; set to 0 at the start */
+} hpml_message_log;
+
 /* Runs `fn` on every rank and returns when all have: the one line that differs between one core, threads, virtual time
    and mpiexec. Under mpiexec it runs `fn` on this process's rank, and starts and ends MPI unless the program has
    started MPI; MPI can be started only once. Every rank gets a context and a communicator. Returns the error of the
@@ -300,10 +338,17 @@ typedef struct hpml_launch_desc {
     hpml_transport_kind transport;
     int32_t             ranks;     /* THREADS, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
     hpml_network        network;   /* MPI: only ranks_per_node is used */
-    double              timeout;   /* this field and the next two: as in hpml_comm_desc */
+    double              timeout;   /* as in hpml_comm_desc, like the next three */
     bool                check;
     bool                survive;
-    hpml_ctx_desc       ctx;       /* desc of every rank's context; threads 0: the process's cores / ranks */
+    bool                only_messages;
+    double              time_limit; /* real seconds after which all waits and sends end with HPML_ERR_TIMEOUT, in an
+                                       error that lists which rank waits for which, in which operation; 0: none. A rank
+                                       that calls no function of the library cannot be ended. Not for MPI */
+    hpml_counters      *counters;  /* (ranks) gets what each rank has sent and received by its end, with parts and
+                                      background, read without a message; MPI: (1) of this process's rank. NULL: no */
+    hpml_message_log   *log;       /* gets the messages of all ranks; MPI: those that this process received. NULL: no */
+    hpml_ctx_desc       ctx;       /* of every rank; threads 0: the process's cores divided by the ranks */
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
     const struct hpml_plan *plan;  /* given to hpml_comm_set_plan on every rank before `fn` is called; NULL: HPML_PLAN
                                       in the environment is, if it splits the model */
@@ -354,14 +399,8 @@ HPML_API bool hpml_comm_lost(const hpml_comm *c, int rank);
    deadlines by a minute each time that bytes of the checkpoint have reached the disk. */
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds);
 
-/* What this rank has sent since the last reset. Reading the counters waits until background work, which they include,
-   is done; the messages that made the background's communicator are not counted. */
-typedef struct hpml_counters {
-    int64_t messages, bytes;
-    int64_t between_bytes; /* bytes sent to other nodes; included in `bytes` */
-    int64_t rounds;        /* rounds of collectives in which this rank sent or received */
-    double  seconds;       /* spent in collectives, waiting included */
-} hpml_counters;
+/* Reading the counters waits until background work, which they include, is done; the messages that made the
+   background's communicator are not counted. */
 HPML_API void    hpml_comm_counters(const hpml_comm *c, hpml_counters *out);
 HPML_API int64_t hpml_comm_messages_to(const hpml_comm *c, int peer); /* messages sent to `peer`; 0: no such rank */
 HPML_API int64_t hpml_comm_bytes_to(const hpml_comm *c, int peer);
@@ -396,6 +435,8 @@ typedef struct hpml_message {
     size_t               bytes;
     void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: adds; NULL: copies */
     double               arrival;      /* seconds of hpml_comm_now at which a message arrives or did; 0: not known */
+    double               sent;         /* of a send, and copied to its receive if the transport can: its start; 0: no */
+    int64_t              depth;        /* likewise: the longest chain of messages that ends with it; 0: not known */
     hpml_message_state   state;        /* the transport's */
     struct hpml_comm    *owner;        /* communicator on which the message was begun */
     struct hpml_message *next;         /* private: the next pending receive in a list, begun before this one */
@@ -450,7 +491,8 @@ typedef struct hpml_transport {
     void (*start)(hpml_comm *c, hpml_message *m);
     /* Required: advances m without waiting. Sets m->done when m is complete; a receive is completed by
        hpml_message_deliver. For a receive it may set m->arrival, the time at which the message arrives; hpml_wait then
-       sleeps until that time. Of several receives with equal peer and tag only the oldest is tested. */
+       sleeps until that time, and may copy .sent and .depth of the send, which are counted and logged then. Of several
+       receives with equal peer and tag only the oldest is tested. */
     void (*test)(hpml_comm *c, hpml_message *m);
     /* Optional: sleeps until one of m[0] to m[count - 1] may have advanced, at most until hpml_now() is `until` (0:
        does not sleep). Entries of m that are NULL or done are skipped; hpml_wait calls block with one message. Where
@@ -1481,6 +1523,10 @@ typedef struct hpmlc_mesh       hpmlc_mesh;       /* the axes of a communicator:
 typedef struct hpmlc_course     hpmlc_course;     /* where this rank is in a collective: see >>course */
 typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
+typedef struct hpmlc_chain { /* depths (see hpml_counters) of the latest message that a rank's thread has ... */
+    int64_t sent, received;
+} hpmlc_chain;
+
 typedef void hpmlc_reduce_fn(void *into, const void *from, size_t bytes); /* into += from, or into = max(into, from) */
 
 typedef struct hpmlc_text { /* where to write the text of an error that no context keeps; .text may be NULL */
@@ -1501,6 +1547,7 @@ struct hpml_comm {
     bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
     bool                  is_virtual; /* true with CLOCK: time is virtual, and waits have no deadline */
     bool                  check;
+    bool                  only_messages; /* collectives are refused */
     bool                  survive;  /* a lost rank ends only messages to or from it: see hpml_comm_lost */
     bool                 *silent;   /* (size) true: a wait for that rank has lasted until the deadline, with .survive */
     double                timeout;  /* seconds that a wait may last; negative: for ever */
@@ -1523,6 +1570,9 @@ struct hpml_comm {
     hpml_counters         counters;
     bool                  is_uncounted; /* true: messages make a twin, and are left out of the counters */
     int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
+    hpmlc_chain          *chain;    /* of this rank's thread, for the depth of its messages; parts share it */
+    hpml_counters        *total;    /* where to add the counters when c is freed; NULL: nowhere */
+    hpml_message_log     *log;      /* list of the launch's messages; NULL: none */
     hpml_message         *pending;  /* list of the receives that are not done, newest first */
     hpmlc_text            close_error; /* for an error while closing, when the context is being freed */
     hpmlc_background     *background;
@@ -1686,13 +1736,14 @@ HPMLC_FN hpml_comm *hpmlc_comm_new(hpml_ctx *ctx, const hpml_transport *t, int r
     c->sent_to = (int64_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->sent_to * (size_t)size, NULL);
     c->arrows  = (uint32_t(*)[2])hpml_ctx_alloc(ctx, sizeof *c->arrows * (size_t)size, NULL);
     c->silent  = (bool *)hpml_ctx_alloc(ctx, sizeof *c->silent * (size_t)size, NULL);
-    if (!c->silent) return NULL;
+    c->chain   = (hpmlc_chain *)hpml_ctx_alloc(ctx, sizeof *c->chain, NULL);
+    if (!c->chain) return NULL;
     for (int i = 0; i < size; i++) c->origin[i] = i;
-    c->timeout           = 60;
     c->gives_up          = 1e300;
     c->spin_limit        = 200;
     c->operation         = "hpml_comm_create";
     c->is_virtual        = t->schedule && t->schedule->now;
+    c->timeout           = c->is_virtual ? -1 : 60;
     c->between.latency   = t->alpha > 0 ? t->alpha : 2e-6;
     c->between.bandwidth = 1 / (t->beta > 0 ? t->beta : 0.25e-9);
     c->inside            = c->between;
@@ -1708,16 +1759,31 @@ HPML_API void hpml_comm_set_state(hpml_comm *c, void *state)
 
 HPML_API double hpml_comm_now(const hpml_comm *c) { return c && c->is_virtual ? c->t->schedule->now(c) : hpml_now(); }
 
+/* Adds to c->log the message m that this rank has received from rank `from`; m NULL: a computation of rank `from`. */
+HPMLC_FN void hpmlc_log_record(const hpml_comm *c, int from, const hpml_message *m, double start, double end)
+{
+    const int64_t i = __atomic_fetch_add(&c->log->count, 1, __ATOMIC_RELAXED);
+    if (i >= c->log->capacity) return;
+    hpml_message_record *r = &c->log->record[i];
+    r->from  = c->origin[from];
+    r->to    = c->origin[c->rank];
+    r->tag   = m ? m->tag : -1;
+    r->bytes = m ? (int64_t)m->bytes : 0;
+    r->depth = m ? m->depth : 0;
+    r->start = start;
+    r->end   = end;
+}
+
 HPML_API void hpml_comm_compute(hpml_comm *c, double seconds)
 {
     if (!c || !(seconds > 0)) return;
-    if (c->is_virtual) {
-        c->t->schedule->compute(c, seconds);
-        return;
+    const double start = hpml_comm_now(c);
+    if (c->is_virtual) c->t->schedule->compute(c, seconds);
+    else {
+        hpmlc_nap(seconds);
+        hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_now());
     }
-    double start = hpml_now();
-    hpmlc_nap(seconds);
-    hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, hpml_now());
+    if (c->log) hpmlc_log_record(c, c->rank, NULL, start, hpml_comm_now(c));
 }
 
 /* In virtual time: sets this thread's clock to `time`, after all threads whose clocks are behind `time` have run. In
@@ -1821,14 +1887,35 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 #define HPMLC_TAG_EXTRA      (HPMLC_TAG_COLLECTIVE + HPMLC_TAGS) /* tag of MPI's control messages; THREADS: of splits */
 #define HPMLC_TAG_SPAN       (HPMLC_TAG_EXTRA + 1)
 
-HPMLC_FN void hpmlc_count_send(hpml_comm *c, int peer, size_t bytes)
+/* Counts a message of `bytes` bytes to rank `peer` of c as sent. Returns its depth: see hpml_counters. */
+HPMLC_FN int64_t hpmlc_count_send(hpml_comm *c, int peer, size_t bytes)
 {
-    if (c->is_uncounted) return;
+    if (c->is_uncounted) return 0;
+    c->chain->sent = hpmlc_max(c->chain->sent, c->chain->received) + 1;
     c->counters.messages++;
     c->counters.bytes += (int64_t)bytes;
     c->sent_to[peer][0]++;
     c->sent_to[peer][1] += (int64_t)bytes;
     if (c->node[peer] != c->node[c->rank]) c->counters.between_bytes += (int64_t)bytes;
+    return c->chain->sent;
+}
+
+/* Counts a message of `bytes` bytes and this depth (0: not known) as received. */
+HPMLC_FN void hpmlc_count_receive(hpml_comm *c, size_t bytes, int64_t depth)
+{
+    if (c->is_uncounted) return;
+    c->counters.received_messages++;
+    c->counters.received_bytes += (int64_t)bytes;
+    if (depth == 0) return;
+    c->chain->received = hpmlc_max(c->chain->received + 1, depth);
+    c->counters.depth  = hpmlc_max(c->counters.depth, c->chain->received);
+}
+
+/* Makes the next message of chain `to` follow all messages of chain `from`, a chain of another thread. */
+HPMLC_FN void hpmlc_chain_join(hpmlc_chain *to, const hpmlc_chain *from)
+{
+    to->sent     = hpmlc_max(to->sent, from->sent);
+    to->received = hpmlc_max(to->received, from->received);
 }
 
 /* Returns why rank `peer` of c is lost, as hpml_transport.why_lost does; NULL: it is not, or c has no .survive. */
@@ -1891,20 +1978,28 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
     m->reduce    = reduce;
     const char *lost = receiving ? NULL : hpmlc_why_lost(c, peer); /* a receive may get one sent before the loss */
     if (lost) return hpmlc_lose(c, m, lost);
+    if (c->log) m->sent = hpml_comm_now(c);
     if (receiving) {
         m->next    = c->pending;
         c->pending = m;
-    } else hpmlc_count_send(c, peer, bytes);
+    } else m->depth = hpmlc_count_send(c, peer, bytes);
     c->t->start(c, m);
     return HPML_OK;
 }
 
-/* Removes m from c->pending, the list of receives that are not done. */
+/* Removes m from c->pending, the list of receives that are not over, and counts m, because only now does the rank know
+   that it is done: what the rank sends afterwards may depend on it. */
 HPMLC_FN void hpmlc_unlist(hpml_comm *c, const hpml_message *m)
 {
     hpml_message **at = &c->pending;
     while (*at && *at != m) at = &(*at)->next;
-    if (*at) *at = m->next;
+    if (!*at) return;
+    *at = m->next;
+    if (!m->done || m->status != HPML_OK) return;
+    hpmlc_count_receive(c, m->bytes, m->depth);
+    if (!c->log || c->is_uncounted) return;
+    const bool has_arrival = c->is_virtual || m->arrival > 0;
+    hpmlc_log_record(c, m->peer, m, m->sent, has_arrival ? m->arrival : hpml_comm_now(c));
 }
 
 /* Returns whether m is done, read atomically, because with THREADS the receiver's thread completes a send. */
@@ -2077,27 +2172,28 @@ HPMLC_FN void hpmlc_give_up(hpml_comm *c, hpml_message *const *m, int count)
    the last rank of the first message's chain; with .survive the peers are lost instead. Returns the new deadline. */
 HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int count)
 {
-    const int first = hpmlc_in_flight(m, count, 0), peer = c->origin[m[first]->peer];
+    const int    first = hpmlc_in_flight(m, count, 0), peer = c->origin[m[first]->peer];
+    const double now   = hpml_comm_now(c);
     int       last = peer, others = -1;
     char      chain[48] = "", more[32];
     for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) {
         double busy  = 0;
         int    stuck = c->t->stuck_at ? c->t->stuck_at(c, m[i], &busy) : peer;
-        if (stuck < 0) return hpml_now();
-        if (hpml_now() < busy) return fmin(busy, hpml_now() + c->timeout); /* then asks again */
+        if (stuck < 0) return now;
+        if (now < busy) return fmin(busy, now + c->timeout); /* then asks again */
         if (i == first) last = stuck;
         others++;
     }
     if (c->survive && m[first]->tag <= HPML_TAG_MAX) { /* marks the peers, whose messages the next tests end */
         for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) c->silent[m[i]->peer] = true;
-        return hpml_now() + c->timeout;
+        return now + c->timeout;
     }
     if (last != peer) snprintf(chain, sizeof chain, ", which waits for rank %d,", last);
-    hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s for rank %d%s%s in %s, round %d, step %lld; is that rank alive and in "
-               "the same operation? (.timeout sets the limit)", c->timeout, peer, chain, hpmlc_others(more, others),
-               c->operation, c->round, (long long)c->step);
+    hpmlc_fail(c, HPML_ERR_TIMEOUT, "waited %g s%s for rank %d%s%s in %s, round %d, step %lld; is that rank alive and "
+               "in the same operation? (.timeout sets the limit)", c->timeout, c->is_virtual ? " of virtual time" : "",
+               peer, chain, hpmlc_others(more, others), c->operation, c->round, (long long)c->step);
     hpmlc_give_up(c, m, count);
-    return hpml_now();
+    return now;
 }
 
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
@@ -2136,7 +2232,7 @@ HPMLC_FN bool hpmlc_is_first(hpml_comm *c, const hpml_message *m, int count)
    all messages of the list are over. */
 HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
 {
-    double limit = 0; /* the deadline, a time of hpml_now; 0: none yet, set before the first sleep */
+    double limit = 0; /* the deadline, a time of hpml_comm_now; 0: not set, because this wait has not slept yet */
     int64_t rounds = c->counters.rounds;
     bool   shares_core = false;
     int    over;
@@ -2151,10 +2247,10 @@ HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
             continue;
         }
         if (limit == 0 || c->counters.rounds > rounds) /* another thread may have gone on to later rounds meanwhile */
-            limit = c->timeout < 0 || c->is_virtual ? 1e300 : hpml_now() + c->timeout;
+            limit = c->timeout < 0 ? 1e300 : hpml_comm_now(c) + c->timeout;
         rounds = c->counters.rounds;
-        if (c->gives_up < 1e300 && !c->is_virtual) limit = c->gives_up;
-        if (hpml_now() < limit) hpmlc_block(c, m, count, limit);
+        if (c->gives_up < 1e300) limit = c->gives_up;
+        if (hpml_comm_now(c) < limit) hpmlc_block(c, m, count, limit);
         else if (c->gives_up >= 1e300) limit = hpmlc_deadline_passed(c, m, count);
     }
     for (int i = 0; i < count && limit != 0 && c->t->unblock; i++)
@@ -2321,6 +2417,7 @@ typedef struct hpmlc_inbox {
     int             awaited_count;
     const char     *operation;      /* name of the operation in which the owner waits */
     int             core;           /* 1 + the core on which the owner's thread last waited; 0: none */
+    int64_t         held, most_held; /* bytes of the posted sends; the most at one time */
     char            pad[64];
 } hpmlc_inbox;
 
@@ -2348,7 +2445,8 @@ struct hpml_world {
     hpmlc_group        *groups;
     bool               *left;     /* (ranks) true: has closed the communicator of hpml_comm_create */
     hpmlc_loss        **lost;     /* (ranks) with .survive: ranks that have failed or left; NULL: neither. Atomic */
-    int                 failed;   /* 1 + the rank that failed first; ranks + 1: deadlock; 0: none. Set once */
+    int                 failed;   /* 1 + the rank that failed first; ranks + 1: all of them; 0: none. Set once */
+    hpml_status         failure;  /* if all failed: HPML_ERR_COMM: deadlock; HPML_ERR_TIMEOUT: the launch's limit */
     char                text[512];
     bool                buffered; /* true: sends are copied, and done at once: CLOCK, or some link takes time */
     hpmlc_vthread      *vthreads, *turn; /* CLOCK: all threads, and the one that runs */
@@ -2433,27 +2531,65 @@ HPMLC_FN void hpmlc_world_wake(hpml_world *w)
         for (int i = 0; i < r->size; i++) hpmlc_waitpoint_wake(w, &r->inbox[i].wait);
 }
 
+/* Appends to w->text, which has `used` characters, which ranks wait for which others; all: also which ranks do not
+   wait. Returns false if none of these is found. The caller holds w->mutex. */
+HPMLC_FN bool hpmlc_world_list_waits(hpml_world *w, size_t used, bool all)
+{
+    bool any = false;
+    char more[32];
+    for (hpmlc_group *r = w->groups; r; r = r->next)
+        for (int i = 0; i < r->size && used < sizeof w->text; i++) {
+            hpmlc_inbox *in = &r->inbox[i];
+            pthread_mutex_lock(&in->wait.mutex);
+            const bool waits = in->wait.sleeping && in->owner && in->peer >= 0;
+            const bool works = all && !r->next && in->owner && !in->wait.sleeping; /* the last group has all ranks */
+            if (waits)
+                used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for rank %d%s%s in "
+                                         "%s", any ? ";" : "", in->owner->origin[i], in->peer,
+                                         w->left[in->peer] ? ", which has left," : "", hpmlc_others(more, in->others),
+                                         in->operation);
+            else if (works)
+                used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for no rank",
+                                         any ? ";" : "", i);
+            any = any || waits || works;
+            pthread_mutex_unlock(&in->wait.mutex);
+        }
+    return any;
+}
+
+/* Fails all ranks of world w with `failure` and w->text. The caller holds w->mutex. */
+HPMLC_FN void hpmlc_world_fail_all(hpml_world *w, hpml_status failure)
+{
+    w->failure = failure;
+    __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE);
+    hpmlc_world_wake(w);
+}
+
 /* If no thread of world w (the ranks of this process) is awake, a deadlock: fails the world with a text that names each
    wait, and wakes all threads, so that they report the deadlock. The caller holds w->mutex. */
 HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
 {
-    bool any = false;
-    char more[32];
     if (__atomic_load_n(&w->running, __ATOMIC_ACQUIRE) > 0 || w->failed) return;
     size_t used = (size_t)snprintf(w->text, sizeof w->text, "deadlock:");
-    for (hpmlc_group *r = w->groups; r; r = r->next)
-        for (int i = 0; i < r->size && used < sizeof w->text; i++) {
-            const hpmlc_inbox *in = &r->inbox[i];
-            if (!in->wait.sleeping || !in->owner || in->peer < 0) continue;
-            used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for rank %d%s%s in %s",
-                                     any ? ";" : "", in->owner->origin[i], in->peer,
-                                     w->left[in->peer] ? ", which has left," : "", hpmlc_others(more, in->others),
-                                     in->operation);
-            any = true;
-        }
-    if (!any) return;
-    __atomic_store_n(&w->failed, w->ranks + 1, __ATOMIC_RELEASE); /* ranks + 1: all ranks, not a single one */
-    hpmlc_world_wake(w);
+    if (hpmlc_world_list_waits(w, used, false)) hpmlc_world_fail_all(w, HPML_ERR_COMM);
+}
+
+/* Fails all ranks of world w, unless one has failed, because hpml_launch_desc.time_limit, `seconds`, is over. */
+HPMLC_FN void hpmlc_world_expire(hpml_world *w, double seconds)
+{
+    pthread_mutex_lock(&w->mutex);
+    if (!w->failed) {
+        size_t used = (size_t)snprintf(w->text, sizeof w->text, "launch: not over after %g s (.time_limit):", seconds);
+        hpmlc_world_list_waits(w, used, true);
+        hpmlc_world_fail_all(w, HPML_ERR_TIMEOUT);
+    }
+    pthread_mutex_unlock(&w->mutex);
+}
+
+/* Returns whether the time limit of world w is over. */
+HPMLC_FN bool hpmlc_world_expired(const hpml_world *w)
+{
+    return __atomic_load_n(&w->failed, __ATOMIC_ACQUIRE) > w->ranks && w->failure == HPML_ERR_TIMEOUT;
 }
 
 HPMLC_FN void hpmlc_world_deadlock(hpml_world *w)
@@ -2784,6 +2920,8 @@ HPMLC_FN void hpmlc_inbox_post(hpml_comm *c, hpml_message *m, bool wake)
     }
     *in->last = m;
     in->last  = &post->next;
+    in->held += (int64_t)m->bytes;
+    in->most_held = hpmlc_max(in->most_held, in->held);
     if (!wake) pthread_mutex_unlock(&in->wait.mutex);
     else hpmlc_waitpoint_unlock(hpmlc_world_of(c), &in->wait, in->wait.sleeping && hpmlc_inbox_expects(in, m, c->rank));
 }
@@ -2802,6 +2940,8 @@ HPMLC_FN void hpmlc_divide(void *data, int64_t n, hpml_element e, int p);
 HPMLC_FN void hpmlc_threads_copy(hpml_comm *c, hpml_message *m, const hpml_message *sent)
 {
     const size_t piece = 8192;
+    m->sent  = sent->sent;
+    m->depth = sent->depth;
     if (!m->reduce || !c->returns || sent->bytes != m->bytes) {
         hpml_message_deliver(c, m, sent->data, sent->bytes);
         return;
@@ -2864,6 +3004,7 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
     if (sent) {
         hpmlc_post *post = hpmlc_post_of(sent);
         *link = post->next;
+        in->held -= (int64_t)sent->bytes;
         if (in->last == &post->next) in->last = link;
         if (post->copied) *post->before = post->after;
         if (post->copied && post->after) hpmlc_post_of(post->after)->before = post->before;
@@ -2876,10 +3017,15 @@ HPMLC_FN hpml_message *hpmlc_inbox_take(hpmlc_inbox *in, hpml_message *m)
 // >>threads-transport   messages between threads
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m);
+HPMLC_FN void hpmlc_threads_fail(hpml_comm *c, hpml_message *m);
 HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
     const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* a collective's receives come soon: no copy */
     const bool hands = hpmlc_threads_hands_over(c, m->bytes) && !hpmlc_world_of(c)->buffered;
+    if (hpmlc_world_expired(hpmlc_world_of(c))) {
+        hpmlc_threads_fail(c, m);
+        return;
+    }
     if (m->receiving && hands && hpmlc_oldest(m) == m) hpmlc_threads_test(c, m);
     if (m->receiving || (hands && hpmlc_threads_hand_over(c, m))) return;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, hpml_now());
@@ -2943,12 +3089,13 @@ HPMLC_FN void hpmlc_threads_deliver(hpml_comm *c, hpml_message *m, hpml_message 
     hpmlc_inbox_done(c, sender, sent);
 }
 
-/* Completes m with the error recorded for all ranks of this process: a deadlock, or another rank's failure. */
+/* Completes m with the error recorded for all ranks of this process: a deadlock, the time limit, or another rank's
+   failure. */
 HPMLC_FN void hpmlc_threads_fail(hpml_comm *c, hpml_message *m)
 {
     hpml_world *w = hpmlc_world_of(c);
     m->done   = true;
-    m->status = w->failed > w->ranks ? hpmlc_fail(c, HPML_ERR_COMM, "%s", w->text)
+    m->status = w->failed > w->ranks ? hpmlc_fail(c, w->failure, "%s", w->text)
                                      : hpmlc_fail(c, HPML_ERR_PEER, "rank %d failed: %s", w->failed - 1, w->text);
 }
 
@@ -3188,12 +3335,26 @@ HPMLC_FN void hpmlc_help_others(hpml_comm *c)
     if (c->stopped) hpmlc_threads_help(c);
 }
 
+/* Returns the most bytes at one time that had been sent to this rank of c and that it had not received, since the last
+   call with `reset`; 0: not known. */
+HPMLC_FN int64_t hpmlc_held(const hpml_comm *c, bool reset)
+{
+    if (!c->t->schedule) return 0;
+    hpmlc_inbox *in = hpmlc_inbox_of(c);
+    pthread_mutex_lock(&in->wait.mutex);
+    const int64_t most = in->most_held;
+    if (reset) in->most_held = in->held;
+    pthread_mutex_unlock(&in->wait.mutex);
+    return most;
+}
+
 /* Returns whether c's messages are the sender's array itself and no copy, so that a receiver may write to it. */
 HPMLC_FN bool hpmlc_shares_arrays(const hpml_comm *c) { return c->t == &hpmlc_threads && !hpmlc_world_of(c)->buffered; }
 
 #else
 HPMLC_FN void hpmlc_help_others(hpml_comm *c HPMLC_UNUSED) {}
 HPMLC_FN bool hpmlc_shares_arrays(const hpml_comm *c HPMLC_UNUSED) { return false; }
+HPMLC_FN int64_t hpmlc_held(const hpml_comm *c HPMLC_UNUSED, bool reset HPMLC_UNUSED) { return 0; }
 HPML_API hpml_world *hpml_world_create(hpml_transport_kind transport HPMLC_UNUSED, int32_t ranks HPMLC_UNUSED,
                                        const hpml_network *network HPMLC_UNUSED)
 {
@@ -4206,6 +4367,7 @@ struct hpmlc_vthread {
     bool           runnable;
     double         due;      /* virtual time of the thread's next turn: its clock, or the time for which it waits */
     bool           waits;    /* true: runs after the other threads that run at the time `due` */
+    double         deadline; /* virtual time at which it is woken from a sleep without a `due`; 1e300: never */
     pthread_cond_t turn;
     hpmlc_vthread *next;
 };
@@ -4224,7 +4386,8 @@ HPMLC_FN void hpmlc_vthread_wake_held(hpml_world *w, hpmlc_vthread *a)
 
 HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w)
 {
-    for (hpmlc_vthread *a = w->vthreads; a; a = a->next) hpmlc_vthread_wake_held(w, a);
+    for (hpmlc_vthread *a = w->vthreads; a; a = a->next) /* the thread that runs may be changing its clock */
+        if (a != w->turn || !a->runnable) hpmlc_vthread_wake_held(w, a);
 }
 
 /* Returns whether thread a runs before thread b: at an earlier time, or at the same time, where b waits or has a higher
@@ -4244,6 +4407,15 @@ HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
         for (hpmlc_vthread *a = w->vthreads; a; a = a->next)
             if (a->runnable && (!best || hpmlc_vthread_before(a, best))) best = a;
         if (!best) hpmlc_world_stuck(w); /* a deadlock: this call makes all threads runnable */
+    }
+    hpmlc_vthread *late = NULL; /* the sleeper whose deadline comes before anything else happens */
+    for (hpmlc_vthread *a = w->vthreads; a && best; a = a->next)
+        if (!a->runnable && a->deadline < (late ? late->deadline : best->due)) late = a;
+    if (late) {
+        hpmlc_vthread_wake_held(w, late);
+        late->due   = late->deadline;
+        late->waits = true;
+        best        = late;
     }
     w->turn = best;
     if (best) pthread_cond_signal(&best->turn);
@@ -4268,8 +4440,9 @@ HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c)
 }
 
 /* Lets threads with clocks up to `time` run, then sets the clock of c's thread to `time`, but never back; 1e300: sleeps
-   until woken. Returns false, with the clock unchanged, if another thread woke this one first. */
-HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time)
+   until woken, or until the clock would pass `deadline`, which does not count as awake: if all threads sleep so, they
+   are in a deadlock. Returns false, with the clock unchanged, if another thread woke this one first. */
+HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time, double deadline)
 {
     hpml_world    *w    = hpmlc_world_of(c);
     hpmlc_vthread *self = hpmlc_vthread_of(c);
@@ -4280,6 +4453,7 @@ HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time)
     self->waits = !sleeps;
     if (sleeps && (!w->failed || in->peer < 0)) { /* a failed world ends waits for messages */
         self->runnable    = false;
+        self->deadline    = deadline;
         in->wait.sleeping = true; /* hpmlc_world_stuck reports this wait */
         __atomic_sub_fetch(&w->running, 1, __ATOMIC_ACQ_REL);
     }
@@ -4287,6 +4461,7 @@ HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time)
     const bool undisturbed = self->waits;
     if (undisturbed) self->clock = self->due;
     self->waits       = false;
+    self->deadline    = 1e300;
     in->wait.sleeping = false;
     pthread_mutex_unlock(&w->mutex);
     return undisturbed;
@@ -4323,7 +4498,7 @@ HPMLC_FN void hpmlc_clock_advance(hpml_comm *c, double time)
 
 HPMLC_FN bool hpmlc_clock_settle(hpml_comm *c, double time)
 {
-    return time < hpmlc_vthread_of(c)->clock || hpmlc_vthread_await(c, time);
+    return time < hpmlc_vthread_of(c)->clock || hpmlc_vthread_await(c, time, 1e300);
 }
 
 HPMLC_FN hpmlc_vthread *hpmlc_vthread_new(hpml_world *w, int rank, double clock)
@@ -4334,6 +4509,7 @@ HPMLC_FN hpmlc_vthread *hpmlc_vthread_new(hpml_world *w, int rank, double clock)
     a->rank       = rank;
     a->clock      = clock;
     a->due        = clock;
+    a->deadline   = 1e300;
     a->runnable   = true;
     a->rng.seed   = w->network.seed;
     a->rng.stream = (uint64_t)rank;
@@ -4362,7 +4538,8 @@ HPMLC_FN void hpmlc_vthread_free(hpml_world *w, hpmlc_vthread *self)
 HPMLC_FN void hpmlc_clock_start(hpml_comm *c, hpml_message *m)
 {
     hpmlc_inbox *in = &hpmlc_group_of(c)->inbox[m->peer];
-    if (m->receiving) return;
+    if (hpmlc_world_expired(hpmlc_world_of(c))) hpmlc_threads_fail(c, m);
+    if (m->receiving || m->done) return;
     hpmlc_vthread_yield(c);
     double now = hpmlc_vthread_of(c)->clock;
     m->arrival = hpmlc_arrival(c, m->peer, m->bytes, now);
@@ -4391,18 +4568,20 @@ HPMLC_FN double hpmlc_clock_next_loss(const hpml_comm *c, hpml_message *const *m
 }
 
 /* Sleeps in virtual time until the first message of the list m arrives or a peer of the list is known to be lost, at
-   most until c->gives_up, or until a message is sent to this rank. If an older receive with the same peer and tag as
+   most until `until`, or until a message is sent to this rank. If an older receive with the same peer and tag as
    one of the list gets the next message, the arrival of that message ends the sleep. Never sleeps until any other
-   message outside the list arrives, because a receive of the list may be done before. There are no deadlines. */
-HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *const *m, int count, double until HPMLC_UNUSED)
+   message outside the list arrives, because a receive of the list may be done before. */
+HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *const *m, int count, double until)
 {
     const double arrival = fmin(hpmlc_next_arrival(m, count), hpmlc_clock_next_loss(c, m, count));
-    if (count == 1 && arrival < c->gives_up) {
+    const double end     = fmin(arrival, until);
+    if (count == 1 && arrival < until) {
         hpmlc_clock_advance(c, arrival); /* no other message can end this wait before */
         return;
     }
     hpmlc_set_awaited(c, m, count);
-    hpmlc_vthread_await(c, fmin(arrival, c->gives_up));
+    const bool ends = arrival < 1e300 || c->gives_up < 1e300; /* else only another thread, or the deadline, ends it */
+    hpmlc_vthread_await(c, ends ? end : 1e300, until);
 }
 
 /* Returns the thread whose member .clock is at `clock`. The timeline stores only the address of the clock that it
@@ -4448,6 +4627,10 @@ HPMLC_FN void hpmlc_clock_compute(hpml_comm *c, double seconds)
     hpmlc_vthread      *self  = hpmlc_vthread_of(c);
     const hpml_network *net   = &hpmlc_world_of(c)->network;
     double              start = self->clock;
+    if (hpmlc_world_expired(hpmlc_world_of(c))) {
+        hpmlc_fail(c, HPML_ERR_TIMEOUT, "%s", hpmlc_world_of(c)->text);
+        return;
+    }
     if (net->slow) seconds *= net->slow[c->origin[c->rank]];
     self->clock += seconds * (1 + net->jitter * (double)hpml_rng_uniform(&self->rng));
     hpml_trace_span(c->ctx, HPML_LANE_COMPUTE, "compute", start, self->clock);
@@ -4477,7 +4660,7 @@ HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
 HPMLC_FN void hpmlc_clock_sleep(hpml_comm *c, hpmlc_waitpoint *g, unsigned *seen, double until HPMLC_UNUSED)
 {
     hpmlc_set_awaited(c, NULL, 0);
-    if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_vthread_await(c, 1e300);
+    if (__atomic_load_n(&g->changes, __ATOMIC_ACQUIRE) == *seen) hpmlc_vthread_await(c, 1e300, 1e300);
     *seen = __atomic_load_n(&g->changes, __ATOMIC_ACQUIRE);
 }
 
@@ -4515,7 +4698,7 @@ HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
 static const hpml_transport hpmlc_clock = {
     "clock", hpmlc_threads_locate, hpmlc_clock_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_clock_close,
     hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_threads_unblock, hpmlc_clock_abandon,
-    hpmlc_threads_announce_failure, NULL, NULL, /* no .announce_busy and .stuck_at: there are no deadlines */
+    hpmlc_threads_announce_failure, NULL, NULL, /* no .announce_busy, .stuck_at: virtual time waits for no machine */
     hpmlc_threads_why_lost,
     NULL, NULL, NULL, NULL,
     true, 0, 2e-6, 0.25e-9, &hpmlc_clock_schedule
@@ -4635,13 +4818,15 @@ HPML_API hpml_comm *hpml_comm_create(hpml_ctx *ctx, const hpml_comm_desc *desc)
     if (!t && d.world) hpmlc_world_absent(d.world, d.rank, hpml_ctx_error(ctx));
     hpml_comm *c = t ? hpmlc_comm_open(ctx, t, &d) : NULL;
     if (!c || hpml_ctx_status(ctx) != HPML_OK) return NULL;
-    c->check = d.check;
+    c->check         = d.check;
+    c->only_messages = d.only_messages;
     hpmlc_comm_layout(c);
     return c;
 }
 
 HPMLC_FN void hpmlc_background_stop(hpml_comm *c);
 HPMLC_FN void hpmlc_background_drain(const hpml_comm *c);
+HPMLC_FN void hpmlc_counters_add(hpml_counters *to, const hpml_counters *more);
 
 HPMLC_FN void hpmlc_comm_destroy(void *object)
 {
@@ -4649,6 +4834,11 @@ HPMLC_FN void hpmlc_comm_destroy(void *object)
     if (!c->t) return;
     hpml_comm_set_link(c, NULL); /* frees the link; announces this rank's failure, if any */
     hpmlc_background_stop(c);
+    if (c->total) {
+        hpml_counters own;
+        hpml_comm_counters(c, &own);
+        hpmlc_counters_add(c->total, &own);
+    }
     bool good = hpml_ctx_status(c->ctx) == HPML_OK;
     if (c->t->close) c->t->close(c);
     if (good && hpml_ctx_status(c->ctx) != HPML_OK)
@@ -4670,6 +4860,16 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
 
 HPML_API void hpml_comm_free(hpml_comm *c) { hpml_ctx_release(hpml_comm_ctx(c), c); }
 
+/* Waits for all ranks of c, also where c refuses other collectives, because a split is allowed there. */
+HPMLC_FN hpml_status hpmlc_split_barrier(hpml_comm *c)
+{
+    const bool refuses = c->only_messages;
+    c->only_messages = false;
+    hpml_status status = hpml_barrier(c);
+    c->only_messages = refuses;
+    return status;
+}
+
 /* Creates on ctx the communicator of `count` ranks of c, in the order of `ranks`; this rank is one of them. color: a
    number that differs between the communicators that are made at the same time. NULL: an error. */
 HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks, int count, int color)
@@ -4678,7 +4878,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     while (ranks[me] != c->rank) me++;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
     if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    if (hpml_barrier(c) != HPML_OK || !part) return NULL; /* all ranks fail if one lacks memory */
+    if (hpmlc_split_barrier(c) != HPML_OK || !part) return NULL; /* an error on all ranks if any lacks memory */
     for (int i = 0; i < count; i++) {
         part->origin[i] = c->origin[ranks[i]];
         part->node[i]   = c->node[ranks[i]];
@@ -4688,7 +4888,11 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     part->is_part    = true;
     part->timeout    = c->timeout;
     part->check      = c->check;
+    part->only_messages = c->only_messages;
     part->survive    = c->survive;
+    part->total      = c->total;
+    part->log        = c->log;
+    if (ctx == c->ctx) part->chain = c->chain; /* else the part is used by another thread */
     part->spin_limit = c->spin_limit;
     part->inside     = c->inside;
     part->between    = c->between;
@@ -4708,6 +4912,8 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
     int32_t *ranks = all + 2 * p; /* `all` begins with color and key of each rank */
     all[2 * c->rank]     = color;
     all[2 * c->rank + 1] = key;
+    const bool refuses = c->only_messages;
+    c->only_messages = false;
     if (hpml_allgather(c, all, 2 * p, HPML_ELEMENT_I32) == HPML_OK) {
         for (int i = 0; i < p; i++) { /* insertion sort by key: splits are rare */
             int at = count;
@@ -4719,6 +4925,8 @@ HPML_API hpml_comm *hpml_comm_split(hpml_comm *c, int color, int key)
         if (color >= 0) part = hpmlc_part(c, c->ctx, ranks, count, color);
         else if (hpml_barrier(c) == HPML_OK && c->t->split) c->t->split(c, NULL, NULL, 0, color);
     }
+    c->only_messages = refuses;
+    if (part) part->only_messages = refuses;
     hpml_ctx_release(c->ctx, all);
     return part;
 }
@@ -4741,6 +4949,7 @@ typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what com
     hpml_rank_fn           *fn;
     void                   *user;
     hpml_status             status;
+    hpmlc_waitpoint        *end;  /* changes when a rank has ended; NULL: not watched, without .time_limit */
     bool                    hung; /* another rank has not answered until the deadline: MPI_Finalize would wait for it */
     char                    error[768];
 } hpmlc_start;
@@ -4777,6 +4986,8 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     if (comm) {
         comm->close_error.text = s->error;
         comm->close_error.size = sizeof s->error;
+        comm->log              = s->d->log;
+        if (s->d->counters) comm->total = &s->d->counters[s->comm.world ? comm->rank : 0];
     }
     if (comm && s->status == HPML_OK && hpmlc_launch_plans(s->d)) s->status = hpml_comm_set_plan(comm, s->d->plan);
     if (comm && s->status == HPML_OK) s->status = s->fn(comm, s->user);
@@ -4789,8 +5000,22 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
     for (int i = 0; comm && i < comm->size; i++) s->hung = s->hung || comm->silent[i];
     hpml_ctx_free(ctx);
     if (s->status == HPML_OK && s->error[0]) s->status = HPML_ERR_TIMEOUT;
+#ifndef HPML_NO_THREADS
+    if (s->end) hpmlc_waitpoint_wake(NULL, s->end);
+#endif
     return NULL;
 }
+
+#ifndef HPML_NO_THREADS
+/* Waits until `ranks` ranks of world w have ended, each a change of `end`, and ends their waits after `seconds`. */
+HPMLC_FN void hpmlc_launch_watch(hpml_world *w, hpmlc_waitpoint *end, int ranks, double seconds)
+{
+    const double until = hpml_now() + seconds;
+    unsigned     ended = 0;
+    while (ended < (unsigned)ranks && hpml_now() < until) hpmlc_waitpoint_sleep(NULL, end, &ended, until, false);
+    if (ended < (unsigned)ranks) hpmlc_world_expire(w, seconds);
+}
+#endif
 
 HPML_API int hpml_launched(int *rank)
 {
@@ -4926,16 +5151,23 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
 #ifndef HPML_NO_THREADS
     hpml_world *w       = hpml_world_create(s->d->transport, ranks, &s->d->network);
     pthread_t  *threads = (pthread_t *)calloc((size_t)ranks, sizeof *threads);
+    const bool  limited = s->d->time_limit > 0;
     int         started = 0;
+    hpmlc_waitpoint end;
+    memset(&end, 0, sizeof end);
+    hpmlc_waitpoint_init(&end);
     for (int i = 0; i < ranks; i++) s[i].comm.world = w;
+    for (int i = 0; i < ranks && limited; i++) s[i].end = &end;
     for (; w && threads && started < ranks; started++)
         if (pthread_create(&threads[started], NULL, hpmlc_start_main, &s[started]) != 0) break;
     for (int i = started; w && i < ranks; i++) hpmlc_world_absent(w, i, "its thread could not be started: no memory");
+    if (limited && w) hpmlc_launch_watch(w, &end, started, s->d->time_limit);
     for (int i = 0; i < started; i++) pthread_join(threads[i], NULL);
+    hpmlc_waitpoint_close(&end);
     hpml_status status = HPML_ERR_MEMORY;
     if (w && threads) status = s->d->survive ? hpmlc_survivors(s, ranks, to) : hpmlc_first_cause(s, ranks, to);
-    if (status == HPML_OK && w->failed) /* background work failed whose job was not waited for */
-        status = hpmlc_refuse(to, HPML_ERR_COMM, "%s", w->text);
+    if (status == HPML_OK && w->failed) /* a job failed for which no rank waited, or the time limit was ignored */
+        status = hpmlc_refuse(to, w->failed > ranks ? w->failure : HPML_ERR_COMM, "%s", w->text);
     hpml_world_free(w);
     free(threads);
     return status;
@@ -4952,6 +5184,10 @@ HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc
    neither d->alone nor HPML_RUN allows that. */
 HPMLC_FN hpml_status hpmlc_launch_check(hpml_launch_desc *d, const hpmlc_text *to)
 {
+    const bool bad_log = d->log && (d->log->capacity < 0 || (d->log->capacity > 0 && !d->log->record));
+    if (bad_log && !d->_begin && !d->_end)
+        return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "launch: .log has a capacity of %lld and .record %p; give it an "
+                            "array of `capacity` records", (long long)d->log->capacity, (void *)d->log->record);
     if (d->_begin || d->_end || d->ranks < 0 || d->ranks > 65536 || (unsigned)d->transport > HPML_TRANSPORT_CLOCK)
         return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "launch: %d ranks, transport %d: out of range, or a desc that is "
                             "not cleared", d->ranks, (int)d->transport);
@@ -4977,6 +5213,8 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
     if (refused != HPML_OK) return refused;
     bool mpi   = d.transport == HPML_TRANSPORT_MPI;
     int  ranks = mpi ? 1 : d.ranks;
+    if (d.counters) memset(d.counters, 0, sizeof *d.counters * (size_t)ranks);
+    if (d.log) d.log->count = 0;
     hpmlc_start *s = (hpmlc_start *)calloc((size_t)ranks, sizeof *s);
     if (!s) return HPML_ERR_MEMORY;
     for (int i = 0; i < ranks; i++) {
@@ -4990,6 +5228,7 @@ HPML_API hpml_status hpml_launch(const hpml_launch_desc *desc, hpml_rank_fn *fn,
         c->timeout        = d.timeout;
         c->check          = d.check;
         c->survive        = d.survive;
+        c->only_messages  = d.only_messages;
         c->ranks_per_node = d.network.ranks_per_node;
         if (mpi) continue; /* this process's rank is not known yet */
         if (s[i].ctx.threads == 0) s[i].ctx.threads = hpmlc_cores(ranks);
@@ -5635,7 +5874,10 @@ HPMLC_FN void hpmlc_course_begin(hpml_comm *c)
     x->sends    = m.to >= 0 && !x->skips;
     x->receives = m.from >= 0 && !x->skips;
     if (m.to >= 0 || m.from >= 0) c->counters.rounds++;
-    if (x->skips) hpmlc_count_send(c, m.to, sent_bytes); /* a skipped round is counted as sent, too */
+    if (x->skips) { /* a round that the one before has done counts as well */
+        const int64_t depth = hpmlc_count_send(c, m.to, sent_bytes);
+        hpmlc_count_receive(c, received_bytes, depth);
+    }
     c->returns  = !x->skips && hpmlc_returns(c, x->all, x->phase, x->at);
     c->returned = x->e;
     c->divisor  = x->op == HPML_MEAN ? c->size : 0;
@@ -5760,6 +6002,10 @@ HPMLC_FN int hpmlc_enter(hpml_comm *c, const char *name, int64_t n, hpml_element
     int tag;
     if (hpmlc_failed(c)) return -1;
     if (n < 0) return hpmlc_fail(c, HPML_ERR_ARGUMENT, "%s of %lld elements", name, (long long)n), -1;
+    if (c->only_messages)
+        return hpmlc_fail(c, HPML_ERR_UNSUPPORTED, "%s: this communicator refuses collectives (.only_messages), so "
+                          "that a program sends its own messages: use hpml_send, hpml_recv, hpml_sendrecv, "
+                          "hpml_isend, hpml_irecv", name), -1;
     tag = HPMLC_TAG_COLLECTIVE + (int)(c->sequence++ % HPMLC_TAGS);
     c->operation = name;
     if (c->check && c->size > 1) {
@@ -6066,6 +6312,7 @@ struct hpml_job {
     bool                done;
     int64_t             step;  /* the communicator's step when the job was posted */
     double              clock; /* CLOCK: virtual seconds when the job was posted, then when it was done */
+    hpmlc_chain         chain; /* depth of messages, likewise */
 };
 
 HPMLC_FN hpml_status hpmlc_job_allreduce(hpml_comm *c, void *user)
@@ -6094,8 +6341,10 @@ HPMLC_FN void hpmlc_job_run(hpmlc_background *b)
     hpml_job *j = &b->job[b->taken++ % HPMLC_JOBS];
     b->twin->step = j->step;
     hpmlc_advance(b->twin, j->clock);
+    hpmlc_chain_join(b->twin->chain, &j->chain);
     j->status = j->work(b->twin, j->work == hpmlc_job_allreduce ? j : j->user);
     j->clock  = hpml_comm_now(b->twin);
+    j->chain  = *b->twin->chain;
     __atomic_store_n(&j->done, true, __ATOMIC_RELEASE);
 }
 
@@ -6227,6 +6476,7 @@ HPMLC_FN hpml_job *hpmlc_job_post(hpml_comm *c, const hpml_job *job)
     j->used  = true;
     j->step  = c->step;
     j->clock = hpml_comm_now(c);
+    j->chain = *c->chain;
     __atomic_add_fetch(&b->posted, 1, __ATOMIC_RELEASE);
     if (b->threaded) hpmlc_wake_at(b->twin, &b->worker);
     else hpmlc_job_run(b);
@@ -6262,6 +6512,7 @@ HPML_API hpml_status hpml_job_wait(hpml_job *j)
     hpmlc_background_await(b, &j->done);
     __atomic_store_n(&b->twin->spin_limit, 0, __ATOMIC_RELAXED);
     hpmlc_advance(j->c, j->clock);
+    hpmlc_chain_join(j->c->chain, &j->chain);
     j->used = false;
     if (j->status != HPML_OK && hpml_ctx_status(b->ctx) != HPML_OK && hpml_ctx_status(j->c->ctx) == HPML_OK)
         hpml_ctx_fail(j->c->ctx, j->status, "%s", hpml_ctx_error(b->ctx));
@@ -6282,6 +6533,10 @@ HPMLC_FN void hpmlc_counters_add(hpml_counters *to, const hpml_counters *more)
     to->between_bytes += more->between_bytes;
     to->rounds += more->rounds;
     to->seconds += more->seconds;
+    to->received_messages += more->received_messages;
+    to->received_bytes += more->received_bytes;
+    to->depth      = hpmlc_max(to->depth, more->depth);
+    to->held_bytes = hpmlc_max(to->held_bytes, more->held_bytes);
 }
 
 HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
@@ -6290,7 +6545,11 @@ HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
     if (!c) return;
     hpmlc_background_drain(c);
     *out = c->counters;
-    if (c->background) hpmlc_counters_add(out, &c->background->twin->counters);
+    out->held_bytes = hpmlc_held(c, false);
+    if (!c->background) return;
+    hpml_counters twin = c->background->twin->counters;
+    twin.held_bytes = hpmlc_held(c->background->twin, false);
+    hpmlc_counters_add(out, &twin);
 }
 
 /* Waits for all jobs of c's background thread, and returns how many messages (which 0) or bytes (which 1) c and the
@@ -6311,6 +6570,8 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
     hpmlc_background_drain(c);
     for (hpml_comm *x = c; x; x = x == c && c->background ? c->background->twin : NULL) {
         memset(&x->counters, 0, sizeof x->counters);
+        memset(x->chain, 0, sizeof *x->chain);
+        hpmlc_held(x, true);
         memset(x->sent_to, 0, sizeof *x->sent_to * (size_t)x->size);
     }
 }

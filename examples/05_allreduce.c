@@ -3,7 +3,9 @@
    mpicc -O2 -DHPML_USE_MPI examples/05_allreduce.c -o allreduce_mpi -lm -lpthread && mpiexec -n 4 ./allreduce_mpi
    The same program runs serial, on threads or on processes, as HPML_RUN (HPML_RUN=threads:4 ./allreduce) or one literal
    in main says: serial, threads:4, mpi.
-   options: --ranks N (threads), --max BYTES (256M; K, M, G), --algorithm NAME, --json
+   options: --ranks N (threads), --max BYTES (256M; K, M, G), --algorithm NAME, --json, --draw FILE: draws the messages
+   of one allreduce of 64 KB on 1 Gbit/s, in virtual time, as SVG and here:
+       rank   0  >..........3>..........3>..........3
    prints a table in the style of nccl-tests, a block for each algorithm:
        algorithm       size (B)     count    time (us) algbw (GB/s) busbw (GB/s) check
        ring             1048576    262144        163.1        6.430        9.640    ok
@@ -11,6 +13,7 @@
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
 #include "options.h"
+#include "spacetime.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,6 +23,7 @@ typedef struct options {
     hpml_algorithm only; /* AUTO: all */
     int64_t        ranks, max;
     int            json;
+    const char    *draw; /* NULL: measures */
 } options;
 
 static float number(int rank, int64_t i) { return (float)((i * 7 + rank * 3) % 11); } /* sums stay exact */
@@ -108,6 +112,28 @@ static hpml_status rank_main(hpml_comm *comm, void *user)
     return hpml_ctx_status(ctx);
 }
 
+static hpml_status one_allreduce(hpml_comm *comm, void *user)
+{
+    const hpml_algorithm only = ((const options *)user)->only;
+    hpml_allreduce_desc  d    = { .algorithm = only == HPML_AUTO ? HPML_RING : only };
+    float                x[16384] = { 0 };
+    return hpml_allreduce(comm, x, 16384, &d);
+}
+
+/* Logs the messages of one allreduce in virtual time, on a network of 1 Gbit/s, and draws them. */
+static int draw(options *o, char *error, size_t size)
+{
+    static hpml_message_record records[20000];
+    hpml_message_log           log  = { records, sizeof records / sizeof *records, 0 };
+    hpml_launch_desc           desc = { .transport = HPML_TRANSPORT_CLOCK, .log = &log,
+                                        .network = { .inside = { 20e-6, 125e6 } } };
+    desc.ranks = o->ranks > 0 ? (int32_t)o->ranks : 4;
+    if (hpml_launch(&desc, one_allreduce, o, error, size) != HPML_OK) return fprintf(stderr, "%s\n", error), 1;
+    spacetime_text(stdout, &log, 79);
+    if (spacetime_svg(o->draw, hpml_algorithm_name(o->only == HPML_AUTO ? HPML_RING : o->only), &log) == 0) return 0;
+    return fprintf(stderr, "%s cannot be written, or there was no message\n", o->draw), 1;
+}
+
 int main(int argc, char **argv)
 {
     options          o    = { .only = HPML_AUTO, .max = (int64_t)256 << 20 };
@@ -123,12 +149,14 @@ int main(int argc, char **argv)
         { "--ranks", OPTION_COUNT, &o.ranks, "N", "threads to run on (as many as cores)" },
         { "--max", OPTION_BYTES, &o.max, "BYTES", "the largest size, as 4096, 64K, 256M (256M)" },
         { "--algorithm", OPTION_CHOICE, &only, names, "this one alone (all)" },
-        { "--json", OPTION_FLAG, &o.json, NULL, "a JSON object for each row" } };
+        { "--json", OPTION_FLAG, &o.json, NULL, "a JSON object for each row" },
+        { "--draw", OPTION_TEXT, &o.draw, "FILE", "draws one allreduce (ring) as SVG and as text" } };
     int failed = options_read("Times every algorithm of allreduce at every size.", table,
                               sizeof table / sizeof *table, argc, argv);
     if (failed) return failed == 1 ? 0 : failed;
     if (o.max < 4 || o.ranks > 65536) return fprintf(stderr, "--max: at least 4; --ranks: at most 65536\n"), 2;
     o.only = hpml_algorithm_find(only);
+    if (o.draw) return draw(&o, error, sizeof error);
     if (o.ranks > 0) desc.run = NULL, desc.ranks = (int32_t)o.ranks;
     if (hpml_launch(&desc, rank_main, &o, error, sizeof error) == HPML_OK) return 0;
     fprintf(stderr, "%s\n", error);

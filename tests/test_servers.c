@@ -194,7 +194,8 @@ static hpml_status work(hpml_comm *c, void *user)
 static bool go(job *j)
 {
     hpml_launch_desc l = { .ranks = j->ranks, .transport = j->transport, .network = j->net };
-    l.timeout = j->timeout > 0 ? j->timeout : 30;
+    l.timeout = j->timeout;
+    if (j->timeout == 0 && j->transport != HPML_TRANSPORT_CLOCK) l.timeout = 30; /* virtual time: none */
     if (j->batch == 0) j->batch = 6;
     if (j->samples == 0 && !j->digits) j->samples = 200;
     if (j->epochs == 0) j->epochs = 1;

@@ -1,0 +1,46 @@
+#!/bin/sh
+# Every exercise: starter.c is the solution without its regions and fails with "not implemented yet"; the solution gets
+# all points; the README names difficulty, minutes and the checker's messages. With HPML_TEST_ALL also the wrong
+# solutions in tests/exercises/: each fails with its message. HPML_EXERCISE=05: this exercise alone.
+tmp=$(mktemp -d) passed=0 failed=0 here=examples/exercises
+trap 'rm -rf "$tmp"' EXIT
+check() { # NAME CONDITION: of the output in $tmp/out
+    if eval "$2"; then passed=$((passed + 1))
+    else failed=$((failed + 1)); echo "FAIL $1:"; head -n 12 "$tmp/out"; fi
+}
+says() { tr -s ' \n' ' ' <"$tmp/out" | grep -qF -- "$1"; } # TEXT: in the output, wherever lines break
+grade() { # FILE OPTION...: checks it as exercise $number
+    file=$1
+    shift
+    timeout 120 sh $here/check.sh "$number" "$file" "$@" >"$tmp/out" 2>&1
+}
+for folder in $here/${HPML_EXERCISE:-[0-9]*}*/; do
+    name=$(basename "$folder") number=$(basename "${folder%%_*}")
+    wrong=tests/exercises/$name.wrong
+    awk -f $here/cut.awk "${folder}solution.c" | diff - "${folder}starter.c" >"$tmp/out" 2>&1
+    check "$name: starter.c is the solution, cut" '[ ! -s "$tmp/out" ]'
+    grade "${folder}starter.c" --json "$tmp/json"
+    check "$name: the starter is not implemented yet" '[ $? -eq 1 ] && says "not implemented yet" && ! says warning'
+    check "$name: the starter has no points" 'tail -n 1 "$tmp/json" | grep -q "\"score\": 0}"'
+    grade "${folder}solution.c"
+    check "$name: the solution gets all points" '[ $? -eq 0 ] && says " ok" && ! says warning'
+    cat "${folder}README.md" >"$tmp/out"
+    check "$name: difficulty and minutes" 'says "Difficulty" && says "minutes"'
+    mistakes=$(grep -c '^# ' "$wrong")
+    check "$name: three wrong solutions" '[ "$mistakes" -ge 3 ]'
+    check "$name: three messages in the README" '[ "$(sed -n "s/^! //p" "$wrong" | while read -r text; do
+        says "$text" && echo yes; done | wc -l)" -ge 3 ]'
+    [ -n "$HPML_TEST_ALL" ] || continue
+    for seed in 2 3; do
+        grade "${folder}solution.c" --seed $seed
+        check "$name: the solution gets all points with seed $seed" '[ $? -eq 0 ]'
+    done
+    for mistake in $(seq "$mistakes"); do
+        awk -v number="$mistake" -f tests/exercises/wrong.awk "$wrong" "${folder}solution.c" >"$tmp/wrong.c"
+        text=$(awk -v n="$mistake" '/^# / { k++ } k == n && sub(/^! /, "")' "$wrong")
+        grade "$tmp/wrong.c"
+        check "$name: mistake $mistake says $text" '[ $? -eq 1 ] && [ -n "$text" ] && says "$text"'
+    done
+done
+echo "$passed passed, $failed failed, 0 skipped"
+[ $failed -eq 0 ]
