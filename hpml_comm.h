@@ -4351,7 +4351,8 @@ HPMLC_FN void hpmlc_vthread_wake_held(hpml_world *w, hpmlc_vthread *a)
 
 HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w)
 {
-    for (hpmlc_vthread *a = w->vthreads; a; a = a->next) hpmlc_vthread_wake_held(w, a);
+    for (hpmlc_vthread *a = w->vthreads; a; a = a->next) /* the thread that runs may be changing its clock */
+        if (a != w->turn || !a->runnable) hpmlc_vthread_wake_held(w, a);
 }
 
 /* Returns whether thread a runs before thread b: at an earlier time, or at the same time, where b waits or has a higher

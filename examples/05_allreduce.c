@@ -150,7 +150,7 @@ int main(int argc, char **argv)
         { "--max", OPTION_BYTES, &o.max, "BYTES", "the largest size, as 4096, 64K, 256M (256M)" },
         { "--algorithm", OPTION_CHOICE, &only, names, "this one alone (all)" },
         { "--json", OPTION_FLAG, &o.json, NULL, "a JSON object for each row" },
-        { "--draw", OPTION_TEXT, &o.draw, "FILE", "draws the messages of one allreduce as SVG and as text (ring)" } };
+        { "--draw", OPTION_TEXT, &o.draw, "FILE", "draws one allreduce (ring) as SVG and as text" } };
     int failed = options_read("Times every algorithm of allreduce at every size.", table,
                               sizeof table / sizeof *table, argc, argv);
     if (failed) return failed == 1 ? 0 : failed;

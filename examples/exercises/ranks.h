@@ -20,6 +20,9 @@ static rank_report         rank_reports[RANKS_MAX]; /* of the last run, as are t
 static hpml_message_record ranks_records[RANKS_RECORDS];
 static hpml_message_log    ranks_log;
 
+/* What to do about a deadlock; an exercise may say something else. */
+static const char *ranks_deadlock = "a send may wait for its receive: use hpml_sendrecv, or hpml_irecv before the send";
+
 /* Each rank on a node of its own. In virtual time: a message of b bytes takes latency + b / bandwidth seconds
    (bandwidth 0: latency). As threads: a send of more than 256 bytes waits for its receive. */
 static __attribute__((unused)) hpml_launch_desc ranks_clock(int ranks, double latency, double bandwidth)
@@ -78,10 +81,8 @@ static bool ranks_run(const char *what, const hpml_launch_desc *desc, hpml_rank_
     if (status == HPML_OK)
         return ranks_log.count <= RANKS_RECORDS ||
                grade_fail("%s: %lld messages, many too many", what, (long long)ranks_log.count);
-    const char *hint = "";
-    if (strstr(error, "deadlock"))
-        hint = "; a send may wait for its receive: use hpml_sendrecv, or hpml_irecv before the send";
-    return grade_fail("%s: %s%s", what, error, hint);
+    if (strstr(error, "deadlock")) return grade_fail("%s: %s; %s", what, error, ranks_deadlock);
+    return grade_fail("%s: %s", what, error);
 }
 
 /* When the last rank was ready. */
