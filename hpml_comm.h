@@ -929,10 +929,11 @@ typedef struct hpml_plan {
     int32_t         shard;        /* sync: for 1 / ranks of the parameters alone each rank keeps, 1: the optimizer's
                                      states, 2: gradients, too, 3: values, too; see >>strategy-shard. With 3 evaluation
                                      and prediction are collective. The same bits as 0 with algorithm ring and the same
-                                     bucket_bytes, except 2 and 3 with the trainer's accumulate, whose micro-batches are
-                                     added up over ranks one by one. 1 and 2 step parameters within the backward pass,
-                                     unless no_overlap is set, and then refuse other hooks `update`. Needs
-                                     hpml_comm_set_plan, or hpml_launch with a plan */
+                                     bucket_bytes, except 2 and 3 with micro-batches (the trainer's accumulate, pipe),
+                                     which are added up over ranks one by one. 1 and 2 step parameters within the
+                                     backward pass, unless no_overlap is set, and then refuse other hooks `update`.
+                                     With pipe ranks are those of a stage; 2 and 3 go with schedules gpipe and 1f1b.
+                                     Needs hpml_comm_set_plan, or hpml_launch with a plan */
     bool            recompute;    /* results are computed again for the backward pass, in segments: those recorded by
                                      hpml_recompute, or about sqrt(ops) ones; the same bits, see hpml_graph_budget */
     int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
@@ -1565,6 +1566,7 @@ HPMLC_FN hpml_message *const *hpmlc_course_missing(const hpml_comm *c);
 HPMLC_FN bool        hpmlc_pipeline_open(hpml_distributed *d);
 HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
 HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
+HPMLC_FN bool        hpmlc_pipeline_ties(const hpmlc_pipeline *pl);
 HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl);
 HPMLC_FN void        hpmlc_pipeline_close(hpml_distributed *d);
 HPMLC_FN void        hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length);
@@ -7354,8 +7356,10 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(f->host_states && p->strategy != HPML_STRATEGY_SYNC, "this strategy shares or averages states of the " \
          "optimizer in the memory of a device, and with the trainer's host_optimizer they are in host memory; take " \
          "strategy sync, or leave host_optimizer out") \
-    RULE(p->shard > 1 && p->pipe > 1, "shard 2 and 3 exchange gradients in each micro-batch, and of pipe's " \
-         "micro-batches ranks may have different numbers; take shard=1, or tensor in place of pipe") \
+    RULE(p->shard > 1 && p->pipe > 1 && p->schedule != HPML_PIPE_GPIPE && p->schedule != HPML_PIPE_1F1B, \
+         "with shard 2 and 3 the gradients of all weights of a stage are exchanged in each backward pass; schedules " \
+         "interleaved and zero_bubble compute them in several passes, and stash and vertical keep older versions of " \
+         "whole weights; take schedule gpipe or 1f1b, or shard=1") \
     RULE(p->recompute && p->memory > 0, "memory chooses what is computed again, and recompute computes all of it " \
          "again; leave one of them out") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
@@ -7404,10 +7408,12 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(p->pipe > 1 && f->mixes_samples && p->micro != 1 && !hpmlc_pipe_stashes(p->schedule), "micro-batches are " \
          "parts of a batch, and an op of this model mixes its samples; take micro=1") \
     RULE(hpmlc_plan_flows(p) && (hpmlc_plan_packs(p) || p->delayed || p->strategy != HPML_STRATEGY_SYNC || \
-                                 hpmlc_plan_shares_loss(p) || (p->shard && hpmlc_plan_workers(p, f->ranks) > 1)), \
+                                 hpmlc_plan_shares_loss(p)), \
          "schedules stash and vertical have several versions of the weights, which each stage steps by itself, so " \
-         "they go without sequence, expert, shard, codec, delayed and other strategies than sync; leave these out, " \
-         "or take schedule 1f1b") \
+         "they go without sequence, expert, codec, delayed and other strategies than sync; leave these out, or take " \
+         "schedule 1f1b") \
+    RULE(hpmlc_plan_flows(p) && f->clips, "the trainer's clip_norm needs the norm of all stages' gradients, and with " \
+         "schedules stash and vertical each stage steps at its own time; set clip_norm to 0, or take schedule 1f1b") \
     RULE(hpmlc_plan_flows(p) && f->accumulate > 1, "with schedules stash and vertical every batch is a step, and the " \
          "trainer's accumulate adds up several; set accumulate to 1, or take schedule 1f1b") \
     RULE(p->pipe > 1 && p->exact, "exact computes leaf after leaf, and with pipe several micro-batches are in " \
@@ -8049,6 +8055,8 @@ struct hpml_distributed {
     hpmlc_pipeline       *pipeline;   /* this rank has a stage of the model; NULL: it has the whole model */
     hpmlc_factors        *factors;    /* layers that send factors, see >>strategy-factors; NULL: the route has none */
     int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
+    int32_t               piped;      /* the pipeline's micro-batch that this stage computes; 0 without a pipeline */
+    bool                  final;      /* the backward pass that runs is an update's last one: hook `grad` is called */
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
 
@@ -8415,16 +8423,22 @@ HPMLC_FN double hpmlc_keepers(const hpml_distributed *d, const hpml_tensor *p)
     return q->shard > 0 ? ranks / hpmlc_ranks_of(d, p)->size : ranks;
 }
 
-/* The trainer's hook `norms`: adds up `sums` (params, each) over all ranks. A rank's sums of squares are of the part of
-   each parameter that it keeps; a part that several ranks keep is counted once. */
+/* The trainer's hook `norms`: adds up `sums` (params, each) over all ranks or, where each stage of a pipeline steps at
+   its own time, over those of the stage. A rank's sums of squares are of the part of each parameter that it keeps; a
+   part that several ranks keep is counted once. */
 HPMLC_FN hpml_status hpmlc_dist_norms(void *user, hpml_trainer *t HPMLC_UNUSED, double *sums, int64_t each)
 {
-    hpml_distributed *d = (hpml_distributed *)user;
+    hpml_distributed *d     = (hpml_distributed *)user;
+    const bool        flows = hpmlc_plan_flows(&d->plan);
+    hpml_comm        *parts = flows ? hpml_comm_mesh(d->all)->axis[HPML_AXIS_TENSOR] : NULL;
+    const int64_t     n     = each * d->layout.params;
     for (int i = 0; i < d->layout.params; i++) {
         const double keepers = hpmlc_keepers(d, hpmlc_param(d, i));
         for (int64_t k = each * i; k < each * (i + 1); k++) sums[k] = keepers > 0 ? sums[k] / keepers : 0;
     }
-    return hpmlc_reduce_all(d->all, sums, each * d->layout.params, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
+    hpml_status status = hpmlc_reduce_all(flows ? d->c : d->all, sums, n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
+    if (status != HPML_OK || !parts) return status;
+    return hpmlc_reduce_all(parts, sums, n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
 }
 
 /* Adds up n statistics of batchnorm over all ranks, as the trainer's hook `sum` within a pass. The other ranks compute
@@ -9029,11 +9043,13 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
                They are gathered for the forward pass, the next bucket while the ops of one run, and again for the
                backward pass, except those that are still in their slots: 3 P (N - 1) elements less those
 
-   Of the m micro-batches of a trainer's .accumulate each has, with shard 2 and 3, its own reduce-scatters, which add to
-   the block, because no rank has memory for the sum of whole gradients; with 3 its own gathers, too. Elements sent are
-   2 P (N - 1), (m + 1) P (N - 1), and m times those of one batch. Sums over ranks come before those over micro-batches,
-   so the last bits are not those of shard 0 and 1. With .no_overlap shard 2 and 3 make each exchange at once, within
-   the pass, which waits for it.
+   Of m micro-batches, of a trainer's .accumulate or of a pipeline, each has, with shard 2 and 3, its own
+   reduce-scatters, which add to the block, because no rank has memory for the sum of whole gradients; with 3 its own
+   gathers, too. Elements sent are 2 P (N - 1), (m + 1) P (N - 1), and with 3 at most m times those of one batch. Sums
+   over ranks come before those over micro-batches, so the last bits are not those of shard 0 and 1. In a pipeline P are
+   the floats of a stage, and a step has plan.micro micro-batches also where a short batch leaves some without samples,
+   because the replicas of a stage exchange alike. With .no_overlap shard 2 and 3 make each exchange at once, within the
+   pass, which waits for it.
 
    A slot has the size of the largest bucket. There are as many for values as buckets that one op reads and one more,
    and for gradients as buckets that are incomplete at a time and one more, which is under way. The blocks are cut and
@@ -9251,12 +9267,13 @@ HPMLC_FN bool hpmlc_shard_open(hpml_distributed *d)
     const bool whole = facts.clips || facts.overflows || facts.steps_tensors || d->pipeline;
     d->start = hpmlc_shard_start;
     s->early = d->background && d->plan.shard < 3 && !d->plan.no_overlap && !whole;
-    if (!d->background && d->plan.shard < 2) d->plan.no_overlap = true;
+    if (d->plan.shard < 2 && (!d->background || (d->pipeline && hpmlc_pipeline_ties(d->pipeline))))
+        d->plan.no_overlap = true; /* stages add up the gradients of tied parameters before ranks do */
     for (int i = 0; i < d->buckets.count; i++) {
         const hpmlc_bucket *b = &d->buckets.item[i];
         s->job[i].data   = d->plan.shard < 2 ? d->layout.first + b->at : NULL;
         s->job[i].floats = b->floats;
-        s->job[i].reduce = d->plan.sum ? HPML_SUM : HPML_MEAN;
+        s->job[i].reduce = d->plan.sum || hpmlc_plan_flows(&d->plan) ? HPML_SUM : HPML_MEAN;
     }
     if (d->plan.shard < 3) s->all = hpml_trainer_array(d->t, HPML_ARRAY_VALUES, NULL);
     for (int i = 0; i < d->buckets.count && s->all; i++) {
@@ -9373,8 +9390,9 @@ HPMLC_FN hpml_status hpmlc_shard_values(hpml_distributed *d, int b, const hpml_m
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
     const bool      first  = at->node == s->first_node && at->param == s->first_param;
-    const bool      begins = first && (at->pass == HPML_PASS_FORWARD || at->pass == HPML_PASS_EVALUATE);
-    hpml_status     status = begins ? hpmlc_shard_forget(d) : HPML_OK; /* values may have been loaded since */
+    const bool      again  = d->piped > 0 || (at->pass != HPML_PASS_FORWARD && at->pass != HPML_PASS_EVALUATE);
+    const bool      begins = first && !again; /* the first pass forward since values were stepped, or loaded */
+    hpml_status     status = begins ? hpmlc_shard_forget(d) : HPML_OK;
     s->node = at->node;
     s->clock++;
     hpmlc_slot *slot = hpmlc_shard_fetch(d, b, at->node, &status);
@@ -9550,9 +9568,8 @@ HPMLC_FN hpml_status hpmlc_shard_gradient(hpml_distributed *d, int param)
    called, the last op of a backward pass that reads a parameter makes its gradient final. */
 HPMLC_FN hpml_status hpmlc_shard_release(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
 {
-    hpml_distributed *d    = (hpml_distributed *)user;
-    const bool        last = at->batch + 1 == at->batches;
-    if (last || at->pass != HPML_PASS_BACKWARD || at->param >= d->layout.params) return HPML_OK;
+    hpml_distributed *d = (hpml_distributed *)user;
+    if (d->final || at->pass != HPML_PASS_BACKWARD || at->param >= d->layout.params) return HPML_OK;
     return hpmlc_shard_gradient(d, at->param);
 }
 
@@ -9569,8 +9586,11 @@ HPMLC_FN hpml_status hpmlc_shard_begin(hpml_distributed *d, int64_t samples, flo
     s->samples = samples;
     s->posted  = false;
     s->stepped = 0;
+    d->final   = d->micro + 1 == d->accumulate; /* a pipeline sets it for each of its backward passes */
     hpml_status status = hpmlc_dist_pass(d, samples, loss);
     if (status != HPML_OK || d->micro < d->accumulate || s->posted) return status;
+    if (d->plan.shard < 2 && d->pipeline) status = hpmlc_pipeline_join(d->pipeline);
+    if (status != HPML_OK) return status;
     hpmlc_buffers_copy(d, d->stats.buffers, false);
     return hpmlc_dist_post(d, d->stats.buffers);
 }
@@ -9593,6 +9613,19 @@ HPMLC_FN hpml_status hpmlc_shard_update(hpml_distributed *d)
     }
     hpmlc_dist_waited(d, start);
     if (status == HPML_OK) hpmlc_steps_note(d);
+    return status;
+}
+
+/* With shard 1, in a pipeline that never empties: adds up the gradients of each bucket, so that each rank has the sums
+   of its block, or (`values`) gathers the blocks of the values that the ranks have stepped; waits for this. */
+HPMLC_FN hpml_status hpmlc_shard_blocks(hpml_distributed *d, bool values)
+{
+    hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    hpml_status     status = HPML_OK;
+    for (int i = 0; i < d->buckets.count && status == HPML_OK; i++) {
+        if (values) status = hpmlc_shard_gather(d->buckets.item[i].c, &s->whole[i].job);
+        else status = hpmlc_shard_scatter(d->buckets.item[i].c, &s->job[i]);
+    }
     return status;
 }
 
@@ -14199,7 +14232,7 @@ HPMLC_FN void hpmlc_norms_step(hpmlc_pipeline *pl, bool begin)
 
 HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, const hpml_pipe_task *task)
 {
-    int64_t     at = hpmlc_pass_flows(pl, pass) ? 0 : task->micro * pl->rows;
+    int64_t     at = hpmlc_pass_flows(pl, pass) ? 0 : hpmlc_min(task->micro * pl->rows, pass->samples);
     int64_t     samples = hpmlc_min(pl->rows, pass->samples - at);
     bool        defers  = pass->train && pass->micro > 1;
     float       loss    = 0;
@@ -14227,10 +14260,11 @@ HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *p
     const bool  flows = hpmlc_pass_flows(pl, pass), weights = task->work == HPML_PIPE_BACKWARD_WEIGHTS;
     hpml_half   half  = weights ? HPML_HALF_WEIGHTS : HPML_HALF_BOTH;
     int64_t     samples = pl->samples[task->slot];
-    bool        adds = pass->accumulate || (!flows && task->micro > 0);
+    bool        adds = pass->accumulate || (!flows && task->micro > 0 && pl->d->plan.shard < 2);
     bool        last = pass->last && !flows && task->micro + 1 == pass->micro;
     float       scale  = flows || pass->samples == 0 ? 1 : (float)((double)samples / (double)pass->samples);
     hpml_status status = weights ? HPML_OK : hpmlc_slot_wait(pl, task->slot);
+    pl->d->final = last;
     if (task->work == HPML_PIPE_BACKWARD_INPUTS) half = HPML_HALF_INPUTS;
     if (status == HPML_OK) status = hpml_graph_slot(pl->g, task->slot);
     for (int i = 0; i < pl->edges && status == HPML_OK && !weights; i++) {
@@ -14254,9 +14288,11 @@ HPMLC_FN hpml_status hpmlc_task_run(hpmlc_pipeline *pl, hpmlc_pass *pass, const 
     hpml_status status  = HPML_OK;
     const char *name    = forward ? "stage forward" : "stage backward";
     if (task->work == HPML_PIPE_UPDATE || !(forward || pass->train)) return HPML_OK;
+    pl->d->piped = task->micro;
     if (forward) status = hpmlc_task_forward(pl, pass, task);
     else status = hpmlc_task_backward(pl, pass, task);
     if (task->work == HPML_PIPE_BACKWARD_WEIGHTS) name = "stage weights";
+    pl->d->piped = 0;
     hpmlc_span(pl->c, name, start, hpml_comm_now(pl->c), task->micro);
     return status;
 }
@@ -14304,8 +14340,8 @@ HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
 }
 
 /* Replaces the gradients of this rank, one of the replicas of a stage, by their mean over all replicas (.sum: by their
-   sum), and batchnorm's running statistics by their mean. The means are weighted by the replicas' samples of the last
-   micro-batch that has passed the stage backward. */
+   sum; with shard 1 only in the block that this rank steps), and batchnorm's running statistics by their mean. Means
+   are weighted by the replicas' samples of the last micro-batch that has passed the stage backward. */
 HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
 {
     hpml_distributed   *d = pl->d;
@@ -14314,7 +14350,8 @@ HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
     hpml_status         status;
     if (d->c->size == 1) return HPML_OK;
     for (int64_t k = 0; k < l->span && !d->plan.sum; k++) l->first[k] *= (float)pl->share;
-    status = hpmlc_reduce_all(d->c, l->first, l->span, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
+    if (d->plan.shard > 0) status = hpmlc_shard_blocks(d, false);
+    else status = hpmlc_reduce_all(d->c, l->first, l->span, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
     if (n == 0 || status != HPML_OK) return status;
     hpmlc_buffers_copy(d, d->stats.buffers, false);
     for (int64_t k = 0; k < n; k++) d->stats.buffers[k] *= (float)pl->share;
@@ -14339,6 +14376,7 @@ HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
     hpml_trainer_set_step(pl->t, pl->base + micro);
     hpml_status status = hpmlc_stash_mean(pl);
     if (status == HPML_OK) status = hpml_trainer_apply(pl->t, 0, hpml_param_count(pl->ctx));
+    if (status == HPML_OK && pl->d->plan.shard > 0) status = hpmlc_shard_blocks(pl->d, true);
     hpml_trainer_set_step(pl->t, step);
     pl->version++;
     return status;
@@ -14415,7 +14453,8 @@ HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t HPMLC_UNUSE
                                          int64_t samples, float grad_scale, bool accumulate, float *loss)
 {
     hpmlc_pipeline *pl = (hpmlc_pipeline *)user;
-    const int64_t   micro = hpmlc_max(1, (samples + pl->rows - 1) / pl->rows);
+    const int64_t   full  = pl->d->plan.shard > 1 ? pl->d->plan.micro : 1; /* each has its exchanges, on all ranks */
+    const int64_t   micro = hpmlc_max(full, (samples + pl->rows - 1) / pl->rows);
     hpmlc_pass      pass = { first, samples, grad_scale, accumulate, at->pass != HPML_PASS_EVALUATE,
                              at->batch + 1 >= at->batches, (int32_t)micro, 0 };
     hpml_status     status;
@@ -14463,6 +14502,9 @@ HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl)
     hpmlc_stash_begin(pl);
     return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
 }
+
+/* True if several stages read one parameter. */
+HPMLC_FN bool hpmlc_pipeline_ties(const hpmlc_pipeline *pl) { return pl->ties > 0; }
 
 /* Adds up the gradients of each parameter that several stages read: the first of these stages adds the gradients of the
    others to its own, the last stage's first, and sends the sum to the others; so all of them step by the same bits. */
@@ -14555,10 +14597,10 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
     pl->cut         = (int32_t *)hpmlc_dist_alloc(d, sizeof *pl->cut * ((size_t)pl->pieces + 1));
     if (!pl->cut || !hpmlc_pipeline_cut(pl, &d->plan) || !hpmlc_edges_find(pl) || !hpmlc_stages_set(pl)) return false;
     if (!hpmlc_pipeline_parts(pl) || !hpmlc_norms_open(pl) || !hpmlc_pipeline_arrays(pl)) return false;
-    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard == 0; /* calls hpmlc_pipeline_join */
+    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard < 2; /* calls hpmlc_pipeline_join */
     if (pl->ties == 0 || (joins && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
     return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "pipeline: parameter \"%s\" is read by several stages, which have to "
-                      "step it with one gradient; take strategy sync without shard and schedule gpipe or 1f1b",
+                      "step it with one gradient; take strategy sync, shard 0 or 1, and schedule gpipe or 1f1b",
                       hpml_param_at(d->ctx, pl->tied[0].param)->name), false;
 }
 

@@ -325,6 +325,8 @@ TEST(a_checkpoint_of_a_mesh_is_that_of_one_rank)
         { "tensor=2,pipe=2", "", 8, 1 },
         { "pipe=2", "tensor=2", 4, 4 },
         { "shard=1,tensor=2", "pipe=2", 4, 4 },
+        { "shard=3,pipe=2", "shard=2,pipe=2,schedule=1f1b", 4, 4 },
+        { "shard=1,pipe=2,schedule=1f1b", "shard=3,pipe=2,tensor=2", 4, 8 },
         { "pipe=2,tensor=2,codec=onebit,codec.min_elements=16", "codec=onebit,codec.min_elements=16", 8, 2 },
         { "pipe=2,delayed=1", "tensor=2,delayed=1", 4, 4 },
         { "pipe=2,strategy=block,period=2", "strategy=block,period=2", 4, 2 },

@@ -15,6 +15,7 @@ typedef struct job {
     int       fits;         /* not 0: trains by hpml_trainer_fit on so many samples; the last batch is short */
     hpml_opt  optimizer;
     float     clip;         /* clip_norm */
+    bool      slow;         /* the network is, in virtual time, so that exchanges run in the background */
     bool      again;        /* the results of groups of three layers are computed again */
     const int32_t *cut;
     /* results */
@@ -22,7 +23,7 @@ typedef struct job {
     double    loss, outputs; /* differences of the loss, of predicted outputs and the evaluated loss */
     double    seconds;      /* of a step */
     int64_t   bytes[8];     /* that rank 0 has sent along the pipe to each stage in the last step */
-    size_t    planned[8];   /* bytes of each rank's activations */
+    size_t    planned[8];   /* bytes of each rank's activations or, without a flush, of its optimizer's states */
     float     mean;         /* the first running mean of a batchnorm */
     int       params[8];    /* parameters with values on each rank */
     char      text[400];    /* of the report */
@@ -154,6 +155,23 @@ static result *serial(const job *j, int parts)
 
 static result *expected;
 
+/* The largest difference of a parameter from one rank's: of those with values here or, `joined`, of all. */
+static double differs(hpml_trainer *t, bool joined)
+{
+    static __thread float whole[MOST];
+    hpml_ctx *ctx   = hpml_trainer_settings(t)->input->ctx;
+    double    worst = 0;
+    for (int k = 0, place = 0; k < hpml_param_count(ctx); k++) {
+        const hpml_tensor *p  = hpml_param_at(ctx, k);
+        const float       *at = p->data;
+        if (joined && hpml_trainer_collect(t, k, HPML_ARRAY_VALUES, whole) == HPML_OK) at = whole;
+        for (int64_t i = 0; at && i < hpml_tensor_count(p); i++)
+            worst = fmax(worst, fabs((double)at[i] - (double)expected->values[place + i]));
+        place += (int)hpml_tensor_count(p);
+    }
+    return worst;
+}
+
 static hpml_status rank_main(hpml_comm *c, void *user)
 {
     job             *j    = (job *)user;
@@ -176,11 +194,10 @@ static hpml_status rank_main(hpml_comm *c, void *user)
     hpml_memory planned;
     hpml_graph_memory(hpml_trainer_graph(t), &planned);
     j->planned[rank] = planned.activations;
-    double worst = 0, outputs = 0, off = data == 1 ? fabs((double)loss - (double)expected->loss) : 0;
+    double worst = differs(t, plan.shard > 2), outputs = 0;
+    double off = data == 1 ? fabs((double)loss - (double)expected->loss) : 0;
     for (int k = 0, place = 0; k < hpml_param_count(ctx); k++) {
         hpml_tensor *p = hpml_param_at(ctx, k);
-        for (int64_t i = 0; p->data && i < hpml_tensor_count(p); i++)
-            worst = fmax(worst, fabs((double)p->data[i] - (double)expected->values[place + i]));
         if (j->values && p->data && at == 0) { /* two stages have the values of a tied parameter */
             static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER;
             pthread_mutex_lock(&one);
@@ -212,9 +229,10 @@ static hpml_status pipeline(job *j, int ranks, int parts, char text[512])
 {
     text[0]  = 0;
     expected = serial(j, parts);
-    hpml_status status = hpml_launch(&(hpml_launch_desc){ .ranks = ranks, .timeout = 20, .plan = &j->plan,
-                                                          .ctx = { .threads = 1, .seed = 4 } },
-                                     rank_main, j, text, 512);
+    hpml_launch_desc launch = { .ranks = ranks, .timeout = 20, .plan = &j->plan, .ctx = { .threads = 1, .seed = 4 } };
+    if (j->slow) launch.transport = HPML_TRANSPORT_CLOCK;
+    if (j->slow) launch.network.inside.latency = 1e-4;
+    hpml_status status = hpml_launch(&launch, rank_main, j, text, 512);
     free(expected);
     if (status != HPML_OK) printf("    %s\n", text);
     return status;
@@ -355,6 +373,35 @@ TEST(data_and_pipe)
     }
 }
 
+/* Replicas of a stage keep parts of its states, gradients and values: also where a short batch has fewer micro-batches
+   on a rank, or none, with a table that two stages read, and with norms of all gradients. */
+TEST(shards_of_stages)
+{
+    static const struct { model model; const char *plan; int fits, accumulate; float clip; } cases[] = {
+        { MLP, "shard=2", 0, 1, 0 }, { MLP, "shard=3", 29, 1, 0 }, { MLP, "shard=2,schedule=1f1b", 29, 1, 0 },
+        { MLP, "shard=2,schedule=1f1b", 17, 1, 0 }, { MLP, "shard=3,schedule=1f1b", 17, 1, 0 },
+        { SKIP, "shard=2,schedule=1f1b", 0, 2, 0 }, { SKIP, "shard=3,schedule=1f1b", 0, 2, 0 },
+        { MLP, "shard=3,schedule=1f1b", 0, 1, 0.05f }, { MLP, "shard=1,schedule=1f1b", 17, 1, 0 },
+        { SKIP, "shard=1,schedule=interleaved", 0, 2, 0 }, { MLP, "shard=1,schedule=zero_bubble", 29, 1, 0.05f },
+        { TIED, "shard=1,schedule=1f1b", 0, 1, 0 }, { TIED, "shard=1", 29, 1, 0 }, { TIED, "shard=1", 0, 2, 0.05f },
+    };
+    char text[512];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        for (int way = 0; way < 4; way++) {
+            job j = job_of(cases[i].model, 2, HPML_PIPE_GPIPE, 4, cases[i].accumulate > 1 ? 8 : 16);
+            ENSURE(hpml_plan_parse(cases[i].plan, &j.plan, text, sizeof text) == HPML_OK);
+            j.plan.data  = 2;
+            j.slow       = way > 1;
+            j.plan.bucket_bytes = way % 2 ? 1 : 1 << 20;
+            j.fits       = cases[i].fits;
+            j.accumulate = cases[i].accumulate;
+            j.clip       = cases[i].clip;
+            ENSURE(pipeline(&j, 4, 1, text) == HPML_OK);
+            if (!(j.worst <= 2e-6 && j.outputs <= 1e-5)) printf("    case %d: %g, %g\n", (int)i, j.worst, j.outputs);
+            ENSURE(j.worst <= 2e-6 && j.outputs <= 1e-5);
+        }
+}
+
 /* The norm of all gradients is that of all stages, with a table that two stages have once. */
 TEST(clipping_and_norms_of_tensors)
 {
@@ -493,6 +540,9 @@ static hpml_status flow_main(hpml_comm *c, void *user)
         if (s % 3 == 2) judge(t, f->j, (result *)memset(mine, 0, sizeof *mine));
     }
     hpml_distribute_finish(d);
+    hpml_memory planned;
+    hpml_graph_memory(hpml_trainer_graph(t), &planned);
+    f->j->planned[hpml_comm_rank(c)] = planned.optimizer;
     for (int k = 0, at = 0; k < hpml_param_count(ctx); k++) {
         hpml_tensor *p = hpml_param_at(ctx, k);
         size_t       n = (size_t)hpml_tensor_count(p);
@@ -591,6 +641,43 @@ TEST(stash_is_one_rank_with_delays)
             ENSURE(flows(&f) && f.same);
             ENSURE_NEAR(stale(&f, j.plan.pipe, kind == HPML_PIPE_VERTICAL), 0, j.plan.data == 2 ? 2e-6 : 1e-6);
         }
+}
+
+/* An optimizer of norms gets those of whole tensors, of the ranks of one stage: every stage steps at its own time. */
+TEST(norms_of_stages_without_a_flush)
+{
+    for (int k = 0; k < 2; k++) {
+        job  j = job_of(MLP, 2, HPML_PIPE_STASH, 0, 8);
+        flow f = { 0 };
+        j.plan.data  = 2;
+        j.plan.shard = k;
+        j.optimizer  = HPML_OPT_LAMB;
+        j.steps      = 7;
+        f.j          = &j;
+        ENSURE(flows(&f) && f.same);
+        ENSURE_NEAR(stale(&f, 2, false), 0, 1e-5);
+    }
+}
+
+/* Replicas that each keep a part of the states train to the bits of replicas that keep all of them. */
+TEST(states_of_stages_without_a_flush_in_parts)
+{
+    static flow whole, parts;
+    for (int k = 0; k < 4; k++) {
+        job j = job_of(k % 2 ? NORM : MLP, 2, k < 2 ? HPML_PIPE_STASH : HPML_PIPE_VERTICAL, 0, 8), cut;
+        j.plan.data      = 2;
+        j.plan.algorithm = HPML_RING;
+        j.optimizer      = k % 2 ? HPML_OPT_SGD : HPML_OPT_ADAM;
+        j.steps          = 7;
+        j.fits           = k == 3 ? 17 : 0;
+        cut            = j;
+        cut.plan.shard = 1;
+        whole.j = &j;
+        parts.j = &cut;
+        ENSURE(flows(&whole) && flows(&parts) && whole.same && parts.same);
+        ENSURE(memcmp(whole.values, parts.values, sizeof whole.values) == 0);
+        ENSURE(cut.planned[0] < j.planned[0] && cut.planned[3] < j.planned[3]);
+    }
 }
 
 /* Running statistics are those of all replicas; a last batch that leaves one replica without samples. */
@@ -734,6 +821,9 @@ TEST(refusals)
         { "pipe=2,chunks=2", "chunks", 16 },
         { "pipe=2,sync_batchnorm=1", "sync_batchnorm", 16 },
         { "schedule=stash", "schedule", 16 },
+        { "pipe=2,schedule=interleaved,shard=2", "take schedule gpipe or 1f1b, or shard=1", 16 },
+        { "pipe=2,schedule=zero_bubble,shard=3", "take schedule gpipe or 1f1b, or shard=1", 16 },
+        { "pipe=2,schedule=stash,shard=3", "take schedule gpipe or 1f1b, or shard=1", 16 },
     };
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
         hpml_plan       plan = { 0 };

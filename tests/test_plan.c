@@ -171,7 +171,7 @@ static const refusal refusals[] = {
     { "strategy=local,shard=1", { .ranks = 4, .batch = 6 }, { "strategy", "shard", "shard 0" } },
     { "strategy=local", { .ranks = 4, .batch = 6, .device = true, .host_states = true },
       { "host_optimizer", "states", "strategy sync" } },
-    { "shard=2,pipe=2", { .ranks = 4, .batch = 6 }, { "micro-batches", "shard", "shard=1" } },
+    { "shard=2,pipe=2,schedule=interleaved", { .ranks = 4, .batch = 6 }, { "interleaved", "shard", "shard=1" } },
     { "recompute=1,memory=1000000", { .ranks = 4, .batch = 6 }, { "recompute", "memory", "leave one of them out" } },
     { "shard=1,delayed=1", { .ranks = 4, .batch = 6 }, { "delayed", "shard", "shard 0" } },
     { "shard=1,codec=onebit", { .ranks = 4, .batch = 6 }, { "codec", "shard", "codec none" } },
@@ -195,7 +195,8 @@ static const refusal refusals[] = {
     { "pipe=2", { FOUR_RANKS, .device = 1 }, { "pipeline", "device", "take pipe=1" } },
     { "pipe=2,sync_batchnorm=1", { FOUR_RANKS }, { "sync_batchnorm", "pipe", "leave it out" } },
     { "pipe=2,micro=2", { FOUR_RANKS, .mixes_samples = 1 }, { "micro", "mixes", "take micro=1" } },
-    { "pipe=2,schedule=stash,shard=1", { FOUR_RANKS }, { "stash", "shard", "take schedule 1f1b" } },
+    { "pipe=2,schedule=stash,delayed=1", { FOUR_RANKS }, { "stash", "delayed", "take schedule 1f1b" } },
+    { "pipe=2,schedule=stash", { FOUR_RANKS, .clips = true }, { "stash", "clip_norm", "take schedule 1f1b" } },
     { "pipe=4,schedule=vertical", { .ranks = 4, .batch = 6, .accumulate = 2 },
       { "vertical", "accumulate", "set accumulate to 1" } },
 };
