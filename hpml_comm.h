@@ -720,9 +720,9 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
    (`data` is NULL elsewhere); the gradient of one that several stages read is added up. With schedules that empty the
    pipeline in each step, all but STASH and VERTICAL, the gradient has the bits of one rank that accumulates as many
    micro-batches (batchnorm apart, whose running statistics are those of all micro-batches together: Kim et al. 2020),
-   and the loss of a step is known on all stages, hpml_step_info.accuracy on the last one. With STASH and VERTICAL a
-   step is the forward pass of its batch and, on stage r, the backward pass and update of the batch p - 1 - r steps
-   before, whose loss is the step's (0: there is none yet); hpml_distribute_finish empties the pipeline, and
+   and loss and hpml_step_info.accuracy of a step are known on all stages. With STASH and VERTICAL a step is the forward
+   pass of its batch and, on stage r, the backward pass and update of the batch p - 1 - r steps before, whose loss and
+   accuracy are the step's (0 and -1: there is none yet); hpml_distribute_finish empties the pipeline, and
    hpml_distribute_get counts no steps. With data > 1 an update takes the mean gradient of the replicas of the stage. */
 typedef enum hpml_pipe_kind {
     HPML_PIPE_GPIPE = 0, HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_STASH, HPML_PIPE_ZERO_BUBBLE,
@@ -895,7 +895,10 @@ typedef struct hpml_plan {
     int32_t         chunks;       /* pipe, INTERLEAVED: pieces of the model on each stage; 0: 2 */
     const int32_t  *cut;          /* pipe: (pipe * chunks - 1) the ops, in running order, at which the pieces after the
                                      first one begin; read by hpml_distribute. Texts do not hold it. NULL: pieces have
-                                     almost equal numbers of operations */
+                                     almost equal times by .profile or, without, numbers of operations */
+    const hpml_profile_row *profile; /* pipe: (profile_rows) times of the ops, by hpml_profile of a run of this model on
+                                     one rank; read as .cut is. Rank 0's .cut or .profile cuts for all ranks */
+    int32_t         profile_rows; /* the number of the model's ops; 0: no profile */
     hpml_strategy_kind strategy;
     int32_t         servers;      /* ps, backup, ssp, async, federated, required: so many of the last ranks are servers,
                                      the others workers */
@@ -939,6 +942,7 @@ typedef struct hpml_plan {
     int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
                                      again or swapped to host memory; 0: no limit. Both need hpml_ctx_defer before the
                                      trainer is created, which a plan given to hpml_launch calls */
+    bool            host_optimizer; /* sync, on a device: hpml_trainer_desc.host_optimizer; needs hpml_ctx_defer, too */
     int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
                                      steps of a round; 0: 1 */
     float           elastic;      /* elastic: how far a meeting moves a rank's parameters towards the centre, as a
@@ -7273,6 +7277,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("leaf", leaf, I64, 9e18, p->exact && p->strategy == HPML_STRATEGY_SYNC, NULL, 2) \
     X("recompute", recompute, BOOL, 1, true, NULL, 0) \
     X("memory", memory, I64, 9e18, true, NULL, 1 << 30) \
+    X("host_optimizer", host_optimizer, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
       "strategies that send gradients", 0) \
@@ -7356,6 +7361,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(f->host_states && p->strategy != HPML_STRATEGY_SYNC, "this strategy shares or averages states of the " \
          "optimizer in the memory of a device, and with the trainer's host_optimizer they are in host memory; take " \
          "strategy sync, or leave host_optimizer out") \
+    RULE(p->host_optimizer && !f->device, "host_optimizer moves states of the optimizer from a device to " \
+         "the host, and here all arrays are on the host; leave it out") \
     RULE(p->shard > 1 && p->pipe > 1 && p->schedule != HPML_PIPE_GPIPE && p->schedule != HPML_PIPE_1F1B, \
          "with shard 2 and 3 the gradients of all weights of a stage are exchanged in each backward pass; schedules " \
          "interleaved and zero_bubble compute them in several passes, and stash and vertical keep older versions of " \
@@ -7461,7 +7468,7 @@ HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p) { return hpmlc_plan_replica(
 /* Returns whether the plan changes how much memory a trainer needs, so that it is taken late (see hpml_ctx_defer). */
 HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p)
 {
-    return p->shard > 0 || p->pipe > 1 || p->recompute || p->memory > 0;
+    return p->shard > 0 || p->pipe > 1 || p->recompute || p->memory > 0 || p->host_optimizer;
 }
 
 /* Returns whether the schedule is one in which every micro-batch is a step of its own: STASH or VERTICAL. */
@@ -12477,9 +12484,11 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
     return hpml_ctx_backend(ctx)->host || hpmlc_host_view_create(&l->view, ctx, most);
 }
 
-/* Makes the trainer recompute or swap activations as d->plan.recompute and .memory ask. False: an error. */
+/* Makes the trainer recompute or swap activations, and keep states of the optimizer on the host, as the plan's fields
+   recompute, memory and host_optimizer ask. False: an error. */
 HPMLC_FN bool hpmlc_plan_fits(hpml_distributed *d)
 {
+    if (d->plan.host_optimizer && hpml_trainer_host_optimizer(d->t) != HPML_OK) return false;
     if (!d->plan.recompute && d->plan.memory == 0) return true;
     return hpml_graph_budget(hpml_trainer_graph(d->t), (size_t)d->plan.memory, 0) == HPML_OK;
 }
@@ -13930,6 +13939,12 @@ typedef struct hpmlc_deferred { /* statistics of a batchnorm over all micro-batc
     double     count;  /* numbers in a channel */
 } hpmlc_deferred;
 
+/* What the last stage knows of a pass, and tells the others. */
+typedef struct hpmlc_outcome {
+    float   loss;    /* the mean */
+    int64_t hits[2]; /* see hpml_trainer_hits */
+} hpmlc_outcome;
+
 struct hpmlc_pipeline {
     hpml_distributed *d;
     hpml_trainer     *t;
@@ -13960,7 +13975,7 @@ struct hpmlc_pipeline {
     int32_t           version; /* updates since the pipeline was empty */
     int64_t           base;    /* the trainer's step then */
     bool              stepped; /* this step has a gradient */
-    float             loss;    /* of the last micro-batch that has passed this stage backward */
+    hpmlc_outcome     last;    /* of the last micro-batch that has passed this stage backward */
     double            share;   /* of this replica of the stage in the samples of that micro-batch */
 };
 
@@ -14063,34 +14078,47 @@ HPMLC_FN bool hpmlc_stages_set(hpmlc_pipeline *pl)
     return pl->tied != NULL;
 }
 
-/* Cuts the ops into pieces, as the plan says, or so that the piece with most operations has as few as possible. */
+/* Writes to cost (ops) the seconds of each op, by the plan's profile, or its operations. False: an error. */
+HPMLC_FN bool hpmlc_pipeline_costs(hpmlc_pipeline *pl, const hpml_plan *plan, double *cost)
+{
+    const int ops = hpml_graph_op_count(pl->g);
+    if (plan->profile && plan->profile_rows != ops)
+        return hpmlc_fail(pl->c, HPML_ERR_ARGUMENT, "pipeline: the profile has %d ops, and the model has %d; give "
+                          "plan.profile and .profile_rows as hpml_profile returns them for this model",
+                          plan->profile_rows, ops), false;
+    for (int i = 0; i < ops; i++) {
+        const hpml_node *n = hpml_graph_op(pl->g, i);
+        if (plan->profile) cost[i] = plan->profile[i].forward_s + plan->profile[i].backward_s;
+        else cost[i] = hpml_node_flops(n, false) + hpml_node_flops(n, true);
+    }
+    return true;
+}
+
+/* Cuts the ops into pieces, as the plan says, or so that the piece that costs most costs as little as possible. */
 HPMLC_FN bool hpmlc_pipeline_cut(hpmlc_pipeline *pl, const hpml_plan *plan)
 {
     HPMLC_ZERO(hpml_pipe_cut_desc, desc);
     char     why[200];
     int      ops = hpml_graph_op_count(pl->g), count = pl->pieces;
-    double  *flops = (double *)hpml_ctx_alloc(pl->ctx, sizeof *flops * (size_t)(ops + 1), NULL);
+    double  *cost = (double *)hpml_ctx_alloc(pl->ctx, sizeof *cost * (size_t)(ops + 1), NULL);
     hpml_pipe_stage *stages = (hpml_pipe_stage *)hpml_ctx_alloc(pl->ctx, sizeof *stages * (size_t)count, NULL);
-    for (int i = 0; flops && i < ops; i++) {
-        const hpml_node *n = hpml_graph_op(pl->g, i);
-        flops[i] = hpml_node_flops(n, false) + hpml_node_flops(n, true);
-    }
     desc.layers  = ops;
     desc.ranks   = count;
-    desc.seconds = flops;
+    desc.seconds = cost;
     pl->cut[count] = ops;
-    if (!plan->cut && flops && stages && hpml_pipe_cut(&desc, stages, NULL, why, sizeof why) < 0)
+    bool has_costs = cost && stages && hpmlc_pipeline_costs(pl, plan, cost);
+    if (!plan->cut && has_costs && hpml_pipe_cut(&desc, stages, NULL, why, sizeof why) < 0)
         hpmlc_fail(pl->c, HPML_ERR_ARGUMENT, "pipeline: the model's %d ops cannot be cut into %d pieces; take a "
                    "smaller pipe or chunks (%s)", ops, count, why);
-    for (int q = 1; q < count && stages && !hpmlc_failed(pl->c); q++) {
+    for (int q = 1; q < count && has_costs && !hpmlc_failed(pl->c); q++) {
         pl->cut[q] = plan->cut ? plan->cut[q - 1] : stages[q].first;
         if (pl->cut[q] <= pl->cut[q - 1] || pl->cut[q] >= ops)
             hpmlc_fail(pl->c, HPML_ERR_ARGUMENT, "pipeline: piece %d begins at op %d, expected an op after %d and "
                        "before %d; correct plan.cut", q, pl->cut[q], pl->cut[q - 1], ops);
     }
-    hpml_ctx_release(pl->ctx, flops);
+    hpml_ctx_release(pl->ctx, cost);
     hpml_ctx_release(pl->ctx, stages);
-    return !hpmlc_failed(pl->c);
+    return hpml_broadcast(pl->d->all, pl->cut, sizeof *pl->cut * (size_t)(count + 1), 0) == HPML_OK;
 }
 
 /* Makes each piece that this rank runs a part of the graph, with a slot (set of activations) for each micro-batch in
@@ -14382,25 +14410,25 @@ HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
     return status;
 }
 
-/* Sets pl->loss to the loss of the micro-batch, of `samples` samples, whose backward pass this stage has just run: on
-   the last stage from `pass`, as the mean over its replicas, else received from the next stage. Then sends this loss to
-   the previous stage. */
-HPMLC_FN hpml_status hpmlc_stash_loss(hpmlc_pipeline *pl, const hpmlc_pass *pass, int64_t samples)
+/* Sets pl->last to loss and hits of the micro-batch, of `samples` samples, whose backward pass this stage has just run:
+   on the last stage from `pass`, over all its replicas, else received from the next stage. Then sends them to the
+   previous stage. */
+HPMLC_FN hpml_status hpmlc_stash_outcome(hpmlc_pipeline *pl, const hpmlc_pass *pass, int64_t samples)
 {
     const int   rank = pl->c->rank, tag = 2 * pl->edges;
-    double      sums[2] = { (double)samples, (double)samples * pass->loss }, loss = pass->loss;
+    double      sums[4] = { (double)samples, (double)samples * pass->loss, 0, 0 };
     hpml_comm  *replicas = pl->d->c;
     hpml_status status = HPML_OK;
-    pl->share = 1;
-    if (replicas->size > 1) {
-        status    = hpmlc_reduce_all(replicas, sums, 2, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
-        pl->share = (double)samples / sums[0];
-        loss      = sums[1] / sums[0];
-    }
+    if (rank + 1 == pl->desc.stages) hpml_trainer_hits(pl->t, pl->last.hits);
+    for (int k = 0; k < 2; k++) sums[2 + k] = (double)pl->last.hits[k];
+    if (replicas->size > 1) status = hpmlc_reduce_all(replicas, sums, 4, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     if (status != HPML_OK) return status;
-    if (rank + 1 == pl->desc.stages) pl->loss = (float)loss;
-    else status = hpml_recv(pl->c, rank + 1, tag, &pl->loss, sizeof pl->loss);
-    if (rank > 0 && status == HPML_OK) status = hpml_send(pl->c, rank - 1, tag, &pl->loss, sizeof pl->loss);
+    pl->share = replicas->size > 1 ? (double)samples / sums[0] : 1;
+    if (rank + 1 == pl->desc.stages) {
+        pl->last.loss = (float)(replicas->size > 1 ? sums[1] / sums[0] : pass->loss);
+        for (int k = 0; k < 2; k++) pl->last.hits[k] = (int64_t)sums[2 + k];
+    } else status = hpml_recv(pl->c, rank + 1, tag, &pl->last, sizeof pl->last);
+    if (rank > 0 && status == HPML_OK) status = hpml_send(pl->c, rank - 1, tag, &pl->last, sizeof pl->last);
     return status;
 }
 
@@ -14425,7 +14453,7 @@ HPMLC_FN hpml_status hpmlc_stash_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass, boo
         status = hpmlc_task_run(pl, pass, &task);
         hpmlc_stash_use(pl, pl->version);
         if (task.work == HPML_PIPE_BACKWARD && status == HPML_OK)
-            status = hpmlc_stash_loss(pl, pass, pl->samples[task.slot]);
+            status = hpmlc_stash_outcome(pl, pass, pl->samples[task.slot]);
     }
     return status;
 }
@@ -14448,8 +14476,19 @@ HPMLC_FN hpml_status hpmlc_pass_output(hpmlc_pipeline *pl, const hpmlc_pass *pas
     return hpml_broadcast(pl->c, out + pass->first * floats, (size_t)(pass->samples * floats) * sizeof *out, root);
 }
 
-/* The trainer's hook `pass`: runs this stage's tasks. All stages get the loss and, of an evaluation, the output. */
-HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at, int64_t first,
+/* Sends loss and hits of a pass that leaves the pipeline empty from the last stage to all stages, of an evaluation the
+   output, too. */
+HPMLC_FN hpml_status hpmlc_pass_outcome(hpmlc_pipeline *pl, const hpmlc_pass *pass, hpmlc_outcome *out)
+{
+    out->loss = (float)pass->loss;
+    hpml_trainer_hits(pl->t, out->hits);
+    hpml_status status = hpml_broadcast(pl->c, out, sizeof *out, pl->desc.stages - 1);
+    return status == HPML_OK && !pass->train ? hpmlc_pass_output(pl, pass) : status;
+}
+
+/* The trainer's hook `pass`: runs this stage's tasks. All stages get the loss, the number of right predictions and, of
+   an evaluation, the output. */
+HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t, const hpml_moment *at, int64_t first,
                                          int64_t samples, float grad_scale, bool accumulate, float *loss)
 {
     hpmlc_pipeline *pl = (hpmlc_pipeline *)user;
@@ -14458,22 +14497,21 @@ HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t HPMLC_UNUSE
     hpmlc_pass      pass = { first, samples, grad_scale, accumulate, at->pass != HPML_PASS_EVALUATE,
                              at->batch + 1 >= at->batches, (int32_t)micro, 0 };
     hpml_status     status;
-    float           mean;
+    HPMLC_ZERO(hpmlc_outcome, out);
     if (pass.train && hpmlc_pipe_stashes(pl->desc.kind)) {
         if (pl->walk.forwards == 0) hpmlc_stash_begin(pl);
         status = hpmlc_stash_tasks(pl, &pass, false);
-        mean   = pl->loss;
+        out    = pl->last;
     } else {
         bool defers = pass.train && pass.micro > 1;
         if (defers) hpmlc_norms_step(pl, true);
         status = hpmlc_pass_tasks(pl, &pass);
         if (defers) hpmlc_norms_step(pl, false);
         for (int s = 0; s < pl->slots && status == HPML_OK; s++) status = hpmlc_slot_wait(pl, s);
-        mean = (float)pass.loss;
-        if (status == HPML_OK) status = hpml_broadcast(pl->c, &mean, sizeof mean, pl->desc.stages - 1);
-        if (status == HPML_OK && !pass.train) status = hpmlc_pass_output(pl, &pass);
+        if (status == HPML_OK) status = hpmlc_pass_outcome(pl, &pass, &out);
     }
-    if (loss) *loss = mean;
+    if (status == HPML_OK && pass.train) hpml_trainer_set_hits(t, out.hits);
+    if (loss) *loss = out.loss;
     return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
 }
 

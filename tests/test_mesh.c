@@ -233,11 +233,13 @@ TEST(a_plan_is_set_once_and_before_the_model)
 
 TEST(all_factorizations_train_as_one_rank)
 {
-    ENSURE(factorizations(HPML_TRANSPORT_THREADS, 8) > 0);
+    ENSURE(factorizations(HPML_TRANSPORT_THREADS, 8) == 40); /* each of the ten with shard 0 to 3 */
 }
 
 static const hpml_plan splits[] = {
     { .tensor = 2 }, { .data = 1, .tensor = 8 }, { .pipe = 4 }, { .pipe = 2, .tensor = 2 }, { .pipe = 2, .tensor = 4 },
+    { .pipe = 4, .schedule = HPML_PIPE_1F1B, .shard = 3 }, { .pipe = 2, .tensor = 2, .shard = 2 },
+    { .pipe = 4, .schedule = HPML_PIPE_STASH, .shard = 1 }, { .pipe = 2, .schedule = HPML_PIPE_ZERO_BUBBLE },
 };
 
 /* A rank that fails is named by all others, whatever its place. */

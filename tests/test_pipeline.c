@@ -20,7 +20,8 @@ typedef struct job {
     const int32_t *cut;
     /* results */
     double    worst;        /* largest difference of a parameter from one rank's */
-    double    loss, outputs; /* differences of the loss, of predicted outputs and the evaluated loss */
+    double    loss, accuracy; /* differences of a step's loss and accuracy, on all ranks */
+    double    outputs;      /* differences of predicted outputs and the evaluated loss */
     double    seconds;      /* of a step */
     int64_t   bytes[8];     /* that rank 0 has sent along the pipe to each stage in the last step */
     size_t    planned[8];   /* bytes of each rank's activations or, without a flush, of its optimizer's states */
@@ -90,8 +91,9 @@ static hpml_trainer *record(hpml_ctx *ctx, const job *j, int batch, int accumula
 
 static int steps_of(const job *j) { return j->steps > 0 ? j->steps : 3; }
 
-/* Trains `steps` steps: batches of `batch` samples, each in `parts` calls, of which this rank takes its share. */
-static float train(hpml_trainer *t, const job *j, int batch, int parts, int share, int shares)
+/* Trains `steps` steps: batches of `batch` samples, each in `parts` calls, of which this rank takes its share. Returns
+   the loss of the last step, and *accuracy. */
+static float train(hpml_trainer *t, const job *j, int batch, int parts, int share, int shares, float *accuracy)
 {
     static const int64_t shape[1] = { IN };
     hpml_step_info info = { 0 };
@@ -107,18 +109,19 @@ static float train(hpml_trainer *t, const job *j, int batch, int parts, int shar
         return 0;
     }
     for (int s = 0; s < steps_of(j); s++) {
-        loss = 0;
+        loss = *accuracy = 0;
         for (int i = 0; i < parts; i++) {
             int at = ((j->first + s) * 4 + i * rows * shares + share * rows) % SAMPLES;
             if (at + rows > SAMPLES) at = 0;
             hpml_trainer_step(t, x + at * IN, y + at, rows, &info);
             loss += info.loss / (float)parts;
+            *accuracy += info.accuracy / (float)parts;
         }
     }
     return loss;
 }
 
-typedef struct result { float values[MOST], out[SAMPLES * 10], loss; hpml_metrics metrics; } result;
+typedef struct result { float values[MOST], out[SAMPLES * 10], loss, accuracy; hpml_metrics metrics; } result;
 
 static void judge(hpml_trainer *t, const job *j, result *r) /* predicts and evaluates */
 {
@@ -141,7 +144,7 @@ static result *serial(const job *j, int parts)
     hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .seed = 4 });
     hpml_trainer *t   = record(ctx, j, j->batch / parts, parts * (j->accumulate > 0 ? j->accumulate : 1));
     r->loss = train(t, j, j->batch * (j->accumulate > 0 ? j->accumulate : 1),
-                    parts * (j->accumulate > 0 ? j->accumulate : 1), 0, 1);
+                    parts * (j->accumulate > 0 ? j->accumulate : 1), 0, 1, &r->accuracy);
     for (int k = 0, at = 0; k < hpml_param_count(ctx); k++) {
         hpml_tensor *p = hpml_param_at(ctx, k);
         memcpy(r->values + at, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
@@ -186,7 +189,7 @@ static hpml_status rank_main(hpml_comm *c, void *user)
     if (!d) return hpml_ctx_status(ctx);
     for (int i = 0; i < m->size[HPML_AXIS_PIPE] && rank == 0; i++)
         j->bytes[i] = -hpml_comm_bytes_to(m->axis[HPML_AXIS_PIPE], i);
-    float loss = train(t, j, j->batch * parts, parts, at, data);
+    float accuracy = 0, loss = train(t, j, j->batch * parts, parts, at, data, &accuracy);
     for (int i = 0; i < m->size[HPML_AXIS_PIPE] && rank == 0; i++)
         j->bytes[i] += hpml_comm_bytes_to(m->axis[HPML_AXIS_PIPE], i);
     hpml_distribute_finish(d);
@@ -196,6 +199,7 @@ static hpml_status rank_main(hpml_comm *c, void *user)
     j->planned[rank] = planned.activations;
     double worst = differs(t, plan.shard > 2), outputs = 0;
     double off = data == 1 ? fabs((double)loss - (double)expected->loss) : 0;
+    double hits = data == 1 ? fabs((double)accuracy - (double)expected->accuracy) : 0;
     for (int k = 0, place = 0; k < hpml_param_count(ctx); k++) {
         hpml_tensor *p = hpml_param_at(ctx, k);
         if (j->values && p->data && at == 0) { /* two stages have the values of a tied parameter */
@@ -215,12 +219,13 @@ static hpml_status rank_main(hpml_comm *c, void *user)
         outputs = fmax(outputs, fabs((double)mine.out[i] - (double)expected->out[i]));
     outputs = fmax(outputs, fabs(mine.metrics.loss - expected->metrics.loss));
     outputs = fmax(outputs, fabs(mine.metrics.accuracy - expected->metrics.accuracy));
-    double all[3] = { worst, outputs, off };
-    hpml_allreduce(c, all, 3, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_F64, .reduce = HPML_MAX });
+    double all[4] = { worst, outputs, off, hits };
+    hpml_allreduce(c, all, 4, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_F64, .reduce = HPML_MAX });
     if (rank == 0) {
-        j->worst   = all[0];
-        j->outputs = all[1];
-        j->loss    = all[2];
+        j->worst    = all[0];
+        j->outputs  = all[1];
+        j->loss     = all[2];
+        j->accuracy = all[3];
     }
     return hpml_ctx_status(ctx);
 }
@@ -262,8 +267,52 @@ TEST(flush_is_one_rank_that_accumulates)
                 ENSURE(pipeline(&j, p, m, text) == HPML_OK);
                 ENSURE(j.worst == 0);
                 ENSURE_NEAR(j.loss, 0, 1e-6);
+                ENSURE_NEAR(j.accuracy, 0, 1e-6);
                 ENSURE_NEAR(j.outputs, 0, 1e-5);
             }
+}
+
+/* A profile of one rank knows that an op takes longer than its operations say. */
+typedef struct profiled { hpml_profile_row rows[64]; int count, ops; hpml_plan plan; int32_t stages[64]; } profiled;
+
+static hpml_status cut_by_profile(hpml_comm *c, void *user)
+{
+    profiled     *p    = (profiled *)user;
+    const job     j    = job_of(MLP, 2, HPML_PIPE_GPIPE, 2, 8);
+    hpml_trainer *t    = record(hpml_comm_ctx(c), &j, 8, 1);
+    hpml_plan     plan = p->plan;
+    if (hpml_comm_rank(c) > 0 && plan.profile_rows == p->count) plan.profile = NULL; /* rank 0 decides */
+    if (!hpml_distribute(t, c, &plan)) return hpml_ctx_status(hpml_comm_ctx(c));
+    for (int k = 0; k < hpml_param_count(hpml_comm_ctx(c)) && hpml_comm_rank(c) == 0; k++)
+        p->stages[k] = hpml_param_at(hpml_comm_ctx(c), k)->param->stage;
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(a_profile_says_where_to_cut)
+{
+    static profiled p;
+    char      text[512] = "";
+    const job j   = job_of(MLP, 2, HPML_PIPE_GPIPE, 2, 8);
+    float     accuracy;
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .seed = 4 });
+    hpml_trainer *t   = record(ctx, &j, 8, 1);
+    hpml_profile_enable(hpml_trainer_graph(t), true);
+    train(t, &j, 8, 1, 0, 1, &accuracy);
+    p.count = hpml_profile(hpml_trainer_graph(t), p.rows, 64);
+    for (int i = 0; i < p.count; i++) p.rows[i].forward_s = p.rows[i].backward_s = 1e-3;
+    p.rows[6].backward_s = 1; /* the seventh layer takes longer than all others */
+    p.plan = j.plan;
+    hpml_launch_desc launch = { .ranks = 2, .timeout = 20, .plan = &j.plan, .ctx = { .threads = 1, .seed = 4 } };
+    ENSURE(p.count > 8 && hpml_launch(&launch, cut_by_profile, &p, text, sizeof text) == HPML_OK);
+    for (int k = 0; k < 16; k++) ENSURE(p.stages[k] == (k >= 8)); /* eight layers of a weight and a bias, halved */
+    p.plan.profile      = p.rows;
+    p.plan.profile_rows = p.count;
+    ENSURE(hpml_launch(&launch, cut_by_profile, &p, text, sizeof text) == HPML_OK);
+    for (int k = 0; k < 16; k++) ENSURE(p.stages[k] == (k >= 12));
+    p.plan.profile_rows = 3;
+    ENSURE(hpml_launch(&launch, cut_by_profile, &p, text, sizeof text) == HPML_ERR_ARGUMENT);
+    ENSURE(strstr(text, "the profile has 3 ops") && strstr(text, "plan.profile"));
+    hpml_ctx_free(ctx);
 }
 
 /* Every parameter is on one stage only. */
@@ -519,6 +568,7 @@ typedef struct flow {
     int    stage[32];               /* of each parameter */
     float  values[MOST];            /* of this pipeline in the end, each stage's own */
     bool   same;                    /* all replicas of a stage have the same values */
+    float  accuracy[8][16];         /* of the first replica of a stage in each step */
 } flow;
 
 static hpml_status flow_main(hpml_comm *c, void *user)
@@ -531,12 +581,14 @@ static hpml_status flow_main(hpml_comm *c, void *user)
     hpml_trainer *t   = record(ctx, f->j, f->j->batch / replicas, 1);
     hpml_distributed *d = hpml_distribute(t, c, NULL);
     double        differ = 0;
+    float         accuracy = 0;
     if (!d) return hpml_ctx_status(ctx);
     job once = *f->j;
     once.steps = 1;
     for (int s = 0; s < f->j->steps; s++) { /* evaluations between the steps do not disturb micro-batches in flight */
         once.first = s;
-        train(t, &once, f->j->batch, 1, replica, replicas);
+        train(t, &once, f->j->batch, 1, replica, replicas, &accuracy);
+        if (replica == 0 && s < 16) f->accuracy[stage][s] = accuracy;
         if (s % 3 == 2) judge(t, f->j, (result *)memset(mine, 0, sizeof *mine));
     }
     hpml_distribute_finish(d);
@@ -639,6 +691,12 @@ TEST(stash_is_one_rank_with_delays)
             j.optimizer = k < 4 ? HPML_OPT_SGD : HPML_OPT_ADAM;
             f.j = &j;
             ENSURE(flows(&f) && f.same);
+            for (int stage = 0, last = j.plan.pipe - 1; stage <= last; stage++)
+                for (int s = 0; s < j.steps; s++) { /* a stage has that of the batch which it has passed back */
+                    const float *all = f.accuracy[last];
+                    ENSURE(f.accuracy[stage][s] == (s < last - stage ? -1 : all[s - (last - stage)]));
+                    ENSURE(all[s] >= 0 && all[s] <= 1);
+                }
             ENSURE_NEAR(stale(&f, j.plan.pipe, kind == HPML_PIPE_VERTICAL), 0, j.plan.data == 2 ? 2e-6 : 1e-6);
         }
 }
