@@ -1097,6 +1097,10 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
    micro-batches in flight are run. Training may go on afterwards. A training may end without this call: a server then
    serves while its distribution or context is being freed, until all workers' distributions or contexts are freed. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
+/* Writes to *out the bytes that the trainer takes on this rank with the plan, as hpml_distribute would do, and takes
+   none of them: for a trainer that is created after hpml_ctx_defer. Buffers of exchanges come on top. Collective. Then
+   the trainer is cut by the plan and of no more use: free its context. */
+HPML_API hpml_status hpml_distribute_memory(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan, hpml_memory *out);
 /* Optional: makes the trainer serial again and releases the memory; else both happen when the context is freed. Must be
    called on all ranks, between two steps, because it waits for exchanges in flight; with `delayed` the gradients of the
    last step, which the next step would apply, are dropped. */
@@ -12456,11 +12460,13 @@ HPMLC_FN void hpmlc_layout_names(hpml_distributed *d)
     }
 }
 
-HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
+/* Fills in d->layout, as far as the places of parameters in arrays are known before the trainer takes its memory, and
+   with shard cuts the arrays. *most: the floats of the largest parameter. False: an error. */
+HPMLC_FN bool hpmlc_layout_plan(hpml_distributed *d, int64_t *most)
 {
-    hpml_ctx     *ctx  = d->ctx;
-    hpmlc_layout *l    = &d->layout;
-    int64_t       most = 1;
+    hpml_ctx     *ctx = d->ctx;
+    hpmlc_layout *l   = &d->layout;
+    *most = 1;
     l->params    = hpml_param_count(ctx);
     l->batch     = hpml_trainer_settings(d->t)->input->shape[0];
     l->bucket_of = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
@@ -12471,17 +12477,22 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
         hpml_tensor  *p     = hpmlc_param(d, i);
         const int64_t n     = hpml_tensor_count(p), align = HPML_GRADIENT_ALIGN;
         const int64_t place = hpml_trainer_place(d->t, i);
-        most = hpmlc_max(most, n);
+        *most = hpmlc_max(*most, n);
         l->bucket_of[i] = -1;
         if (place >= 0) l->span = place + (n + align - 1) / align * align;
         if (place >= 0) l->grad_total += n;
         else l->buffer_total += hpmlc_buffer_floats(d, p);
     }
-    if (d->plan.shard > 0 && !hpmlc_shard_keep(d)) return false;
+    return d->plan.shard == 0 || hpmlc_shard_keep(d);
+}
+
+HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d, int64_t most)
+{
+    hpmlc_layout *l = &d->layout;
     if (hpml_trainer_alloc(d->t) != HPML_OK) return hpmlc_failed(d->c), false;
     l->first = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, NULL);
     if (!l->first) return false;
-    return hpml_ctx_backend(ctx)->host || hpmlc_host_view_create(&l->view, ctx, most);
+    return hpml_ctx_backend(d->ctx)->host || hpmlc_host_view_create(&l->view, d->ctx, most);
 }
 
 /* Makes the trainer recompute or swap activations, and keep states of the optimizer on the host, as the plan's fields
@@ -12493,11 +12504,18 @@ HPMLC_FN bool hpmlc_plan_fits(hpml_distributed *d)
     return hpml_graph_budget(hpml_trainer_graph(d->t), (size_t)d->plan.memory, 0) == HPML_OK;
 }
 
-HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
+/* Makes the trainer plan the memory that this rank takes by the plan: part of the model, activations kept, arrays cut.
+   *most: the floats of the largest parameter. False: an error. */
+HPMLC_FN bool hpmlc_dist_measure(hpml_distributed *d, int64_t *most)
 {
     if (d->plan.pipe > 1 && !hpmlc_pipeline_open(d)) return false;
-    if (!hpmlc_plan_fits(d)) return false;
-    if (!hpmlc_layout_open(d)) return false;
+    return hpmlc_plan_fits(d) && hpmlc_layout_plan(d, most);
+}
+
+HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
+{
+    int64_t most;
+    if (!hpmlc_dist_measure(d, &most) || !hpmlc_layout_open(d, most)) return false;
     const size_t buffers = (size_t)d->layout.buffer_total;
     d->stats.sum     = (double *)hpmlc_dist_alloc(d, sizeof(double) * (HPMLC_STATS + buffers));
     d->stats.buffers = (float *)hpmlc_dist_alloc(d, sizeof(float) * (buffers + 1));
@@ -12555,9 +12573,9 @@ HPMLC_FN hpml_status hpmlc_shard_set(const hpml_distributed *d)
     return hpml_trainer_set_shard(d->t, rank, workers, batch, d->layout.grain);
 }
 
-HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan)
+/* Returns a distribution with its plan, checked and complete, which is not attached yet; NULL: an error. */
+HPMLC_FN hpml_distributed *hpmlc_dist_new(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan)
 {
-    HPMLC_ZERO(hpml_hooks, hooks);
     HPMLC_DESC(hpml_plan, settings, plan);
     if (hpmlc_failed(c) || !t) return NULL;
     if (!plan && c->mesh) settings = c->mesh->plan;
@@ -12575,6 +12593,26 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     d->copies.first = d->c->rank;
     d->copies.count = 1;
     d->copies.all   = d->c->size;
+    return d;
+}
+
+HPML_API hpml_status hpml_distribute_memory(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan, hpml_memory *out)
+{
+    int64_t most;
+    if (!c || !out) return c ? hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute memory: out NULL") : HPML_ERR_ARGUMENT;
+    hpml_distributed *d = hpmlc_dist_new(t, c, plan);
+    if (!d) return t ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    if (hpmlc_dist_measure(d, &most)) hpml_graph_memory(hpml_trainer_graph(t), out);
+    hpmlc_dist_close(d);
+    return hpml_ctx_status(c->ctx);
+}
+
+HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan)
+{
+    HPMLC_ZERO(hpml_hooks, hooks);
+    hpml_distributed *d = hpmlc_dist_new(t, c, plan);
+    if (!d) return NULL;
+    const hpml_plan settings = d->plan;
     if (!hpmlc_dist_open(d)) {
         hpmlc_dist_close(d);
         return NULL;

@@ -362,6 +362,30 @@ TEST(a_checkpoint_of_a_mesh_is_that_of_one_rank)
     for (int i = 0; i < 3; i++) remove(paths[i]);
 }
 
+/* All factorizations of 8 ranks begin with the bytes of one rank's file, and write the bytes of a file that they have
+   loaded. */
+TEST(files_of_all_factorizations_are_those_of_one_rank)
+{
+    static const char *const paths[] = { "build/mesh_first.ckpt", "build/mesh_later.ckpt", "build/mesh_ours.ckpt" };
+    int plans = 0;
+    ENSURE(resumes("", 1, NULL, 0, paths[0]) && resumes("", 1, NULL, 2, paths[1]));
+    ENSURE(!same_files(paths[0], paths[1]));
+    for (int pipe = 1; pipe <= 8; pipe *= 2)
+        for (int tensor = 1; tensor * pipe <= 8; tensor *= 2)
+            for (int shard = 0; shard <= 3; shard += 3, plans++) {
+                char plan[60];
+                snprintf(plan, sizeof plan, "pipe=%d,tensor=%d,shard=%d", pipe, tensor, shard);
+                ENSURE(resumes(plan, 8, NULL, 0, paths[2]));
+                if (!same_files(paths[0], paths[2])) printf("    %s: first values\n", plan);
+                ENSURE(same_files(paths[0], paths[2]));
+                ENSURE(resumes(plan, 8, paths[1], 0, paths[2]));
+                if (!same_files(paths[1], paths[2])) printf("    %s: loaded\n", plan);
+                ENSURE(same_files(paths[1], paths[2]));
+            }
+    ENSURE(plans == 20);
+    for (int i = 0; i < 3; i++) remove(paths[i]);
+}
+
 /* A plan whose axes but data are 1 computes the bits of no plan, and sends what no plan sends. */
 TEST(a_plan_of_ones_costs_nothing)
 {
