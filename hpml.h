@@ -117,6 +117,7 @@
 //     rows   gradients of embeddings as rows
 //     place   a place in memory for each array of a plan: first fit
 //     list   the list of entries that a pass runs, and which values of it are computed again
+//     list-swap   the list of entries: when copies of swapped results begin and end
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     graph   creating graphs and their parts
 //     retain   segments that run again or are swapped, and their choice for a budget of memory
@@ -4915,6 +4916,9 @@ HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
     }
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>list-swap   the list of entries: when copies of swapped results begin and end
+// ---------------------------------------------------------------------------------------------------------------------
 /* True if a thread copies what is swapped, while ops run; else ops wait for each copy (>>swap). */
 HPMLI_FN bool hpmli_copies_ahead(const hpml_graph *g)
 {

@@ -127,8 +127,10 @@
 // PART III   STEP TOGETHER: data parallelism, mixing
 //     plan   the fields of a plan in one list, the rules of a plan
 //     plan-text   plans as text; defaults, the check, the next plan
-//     distribute   data parallelism: layout of the parameters, buckets of gradients
-//     distribute-step   data parallelism: a step, its statistics, the trainer's hooks
+//     distribute   data parallelism: layout of the parameters
+//     buckets   data parallelism: buckets of gradients, which are exchanged as one
+//     distribute-step   data parallelism: what ranks add up in a step
+//     distribute-run   data parallelism: the passes and exchanges of a step, the trainer's hooks
 //     state   one list of what a training carries from step to step
 //     distribute-rows   gradients of sparse tables: rows, gathered from all ranks
 //     strategy-sync   synchronous steps, gradients exchanged on the host
@@ -7940,14 +7942,14 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>distribute   data parallelism: layout of the parameters, buckets of gradients
+// >>distribute   data parallelism: layout of the parameters
 // ---------------------------------------------------------------------------------------------------------------------
 /* Data parallelism: p ranks have a copy of one model each. Rank r computes the gradient g_r of the mean loss over its
    n_r samples of the global batch; all ranks then make the optimizer step with the same sum
 
        g = sum of n_r g_r / sum of n_r        (.sum: g = sum of g_r)
 
-   >>distribute and >>distribute-step know where parameters and gradients lie, cut the gradients into buckets that are
+   >>distribute to >>distribute-run know where parameters and gradients lie, cut the gradients into buckets that are
    exchanged as one, add up loss, samples and running statistics, and keep the report. What is exchanged, when,
    and what the optimizer gets is a strategy: a row of hpmlc_strategies (>>strategies), with a section and a struct of
    its own and the functions of hpmlc_strategy, which the trainer's hooks call. Adding a strategy is a section, a row
@@ -8212,6 +8214,9 @@ HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
     d->background = pays != 0;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>buckets   data parallelism: buckets of gradients, which are exchanged as one
+// ---------------------------------------------------------------------------------------------------------------------
 /* Fills in e, an exchange's desc: algorithm, sum or mean, and codec of the plan; `count` tensors g. */
 HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_desc *e, const hpml_gradient *g,
                                       int count)
@@ -8342,7 +8347,7 @@ HPMLC_FN bool hpmlc_buckets_count(hpml_distributed *d, int param)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>distribute-step   data parallelism: a step, its statistics, the trainer's hooks
+// >>distribute-step   data parallelism: what ranks add up in a step
 // ---------------------------------------------------------------------------------------------------------------------
 /* One small allreduce after the last bucket of gradients adds up samples, losses and running statistics of batchnorm
    ("buffers"). Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
@@ -8517,6 +8522,9 @@ HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
     hpmlc_buffers_copy(d, d->stats.buffers, true);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>distribute-run   data parallelism: the passes and exchanges of a step, the trainer's hooks
+// ---------------------------------------------------------------------------------------------------------------------
 /* Starts what remains of a step's communication: exchanges of buckets that have not started yet, then the sum over
    ranks of samples, loss and `buffers`, the running statistics (NULL: without these). */
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)

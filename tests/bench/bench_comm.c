@@ -249,7 +249,7 @@ static hpml_status staged(hpml_comm *c, void *user)
 }
 
 /* In turns: one rank with the whole model, and two ranks that divide its layers, as the launch's plan says.
-   Milliseconds of a step of one, and of two; and of these, while rank 0 computes, and while it communicates in sight. */
+   Milliseconds of a step of one, and of two; of these, while rank 0 computes, and while it communicates in sight. */
 static hpml_status split(hpml_comm *c, void *user)
 {
     enum { ROUNDS = 15 };
