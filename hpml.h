@@ -132,11 +132,13 @@
 //     rows   gradients of embeddings as rows
 //     place   a place in memory for each array of a plan: first fit
 //     list   the list of entries that a pass runs, and which values of it are computed again
+//     list-swap   the list of entries: when copies of swapped results begin and end
 //     plan   from a recorded graph to a memory plan: how long each array is needed, and where
 //     graph   creating graphs and their parts
 //     retain   segments that run again or are swapped, and their choice for a budget of memory
 //     slots   taking memory, choosing a slot
 //     node-hooks   hooks called for the parameters of an op; the ops that run next
+//     swap   copies of results to host memory and back, while ops run
 //     run   running a graph forward and backward
 //     check-grad   gradients compared with central differences
 // PART IV   OPS: forward and backward of each, and the products under them
@@ -878,8 +880,11 @@ HPML_API hpml_status hpml_graph_retain(hpml_graph *g, int from, int to, hpml_ret
    hpml_memory are at most `bytes` (as KARMA does, Wahib et al. 2020). Segments are cut where those of hpml_recompute
    begin and end, and joined if they are more than 8; where none is recorded, the graph is cut into up to 8 segments
    with about equally large results. ops_per_byte: operations that take as long as copying a byte to or from the host;
-   0: 8. An error, which names the least bytes that were found, if `bytes` are too few. With bytes 0 every segment runs
-   AGAIN, and a graph where none is recorded is cut into about sqrt(ops) segments, at most 8. */
+   0: 8. A thread makes the copies while ops run (not on a device): memory whose values go to the host is free when so
+   many operations have been done, and a copy back begins as many before its values are read. If no choice fits so, ops
+   wait for the copies, which takes fewer bytes. An error, which names the least bytes that were found, if `bytes` are
+   too few. With bytes 0 every segment runs AGAIN, and a graph where none is recorded is cut into about sqrt(ops)
+   segments, at most 8. */
 HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_per_byte);
 
 /* Compares the gradients of the backward pass with central differences of fourth order, in f32 with steps of eps (0:
@@ -1229,6 +1234,8 @@ HPML_API hpml_status   hpml_trainer_keep(hpml_trainer *t, int param, int shard, 
 HPML_API void          hpml_trainer_desc_resolve(const hpml_trainer_desc *d, hpml_trainer_desc *out);
 /* Computes the bytes that hpml_trainer_create with this desc would allocate, without allocating tensors. */
 HPML_API hpml_status   hpml_trainer_memory(hpml_ctx *ctx, const hpml_trainer_desc *desc, hpml_memory *out);
+/* As hpml_trainer_desc.host_optimizer, before the trainer's memory is allocated, for a plan that is known later. */
+HPML_API hpml_status   hpml_trainer_host_optimizer(hpml_trainer *t);
 HPML_API hpml_graph   *hpml_trainer_graph(hpml_trainer *t);
 HPML_API const hpml_trainer_desc *hpml_trainer_settings(const hpml_trainer *t); /* with defaults in */
 
@@ -1384,6 +1391,11 @@ HPML_API hpml_status hpml_trainer_backward_half(hpml_trainer *t, int slot, hpml_
    rank, for the output of the whole batch; hpml_trainer_forward fills the array on the rank that computes the output.
    *floats: floats of a sample. Returns NULL at other times. */
 HPML_API float *hpml_trainer_output(hpml_trainer *t, int64_t *floats);
+/* Of the call of hpml_trainer_step that runs: hits[0] rows of the output were predicted right, of hits[1] with a label,
+   from which hpml_step_info.accuracy is made. A hook `pass` reads them on the rank that computes the output, after
+   hpml_trainer_forward, and sets them on the others. Both 0 where no hpml_step_info is asked for. */
+HPML_API void hpml_trainer_hits(const hpml_trainer *t, int64_t hits[2]);
+HPML_API void hpml_trainer_set_hits(hpml_trainer *t, const int64_t hits[2]);
 /* Clips the gradients and steps parameters first_param .. first_param + param_count - 1, as far as they exist. */
 HPML_API hpml_status hpml_trainer_apply(hpml_trainer *t, int first_param, int param_count);
 /* Steps floats first .. first + count - 1 of the arrays of hpml_trainer_array alone, with gradients times grad_scale
@@ -3867,7 +3879,7 @@ HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t 
 struct hpmli_node_state {
     hpml_tensor *out_root[2], *grad_root;      /* tensors in whose memory the lives of the value, and the gradient, of
                                                   the result are; out_root[0] NULL: in no graph */
-    int          order, at[6];                 /* place in hpml_graph.nodes; in the part's entries by hpmli_move */
+    int          order, at[8];                 /* place in the graph's nodes; in the part's entries by hpmli_move */
     int          segment;                      /* number of the segment; 0: none */
     hpml_retain_how how;                       /* whether the segment's results are kept, computed again or swapped */
     bool         kept, has_gradient;           /* the result: an output or the loss; has a gradient that is computed */
@@ -3877,6 +3889,8 @@ struct hpmli_node_state {
     unsigned     late;                         /* bits of the sources whose gradients are in the half WEIGHTS */
     char        *copy;                         /* (slots, copy_bytes) what is swapped out: the result, then n->saved */
     size_t       copy_bytes, copy_saved;       /* bytes of .copy for a slot; of these, those of n->saved */
+    double       copied;                       /* operations of the forward pass until `copy` is written */
+    int64_t      copying;                      /* number of the node's last copy, see >>swap */
     void        *raw[2], *saved[2];            /* in both lives: address of the value, if its own root; of n->saved */
     struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken when backward has
                                                   made its gradient final. A CPU op that takes the step sets n to 0 */
@@ -4620,11 +4634,15 @@ HPMLI_FN bool hpmli_lives_place(hpml_ctx *ctx, hpmli_life *lives, int count, siz
    computes it again, the other from that entry on, and so two addresses; between the two lives only the inputs of its
    segment are kept. A result of the segment that a later backward pass reads is in memory until then in any case, so it
    has one life, and is computed again only if its op needs saved values. A result that is swapped has two lives in the
-   same way: OUT follows its op, IN comes before the first entry of the backward pass that reads it. The result of a
-   reshape is stored in the memory of its source: hpmli_base returns the op that computes this source. */
+   same way, and four entries, because a thread copies while ops run (>>swap): OUT follows its op and begins the copy to
+   host memory, GONE ends the first life when ops have run for as long as the copy takes; IN comes before the first
+   entry of the backward pass that reads the result, FETCH, where the second life begins, as long before IN as the copy
+   takes. The result of a reshape is stored in the memory of its source: hpmli_base returns the op that computes this
+   source. */
 typedef enum hpmli_move {
-    HPMLI_FORWARD, HPMLI_BACKWARD, HPMLI_AGAIN, HPMLI_OUT, HPMLI_IN,
-    HPMLI_WEIGHTS /* the second half of a node's backward pass, see hpml_graph_halves */
+    HPMLI_FORWARD, HPMLI_BACKWARD, HPMLI_AGAIN, HPMLI_OUT, HPMLI_GONE, HPMLI_FETCH, HPMLI_IN,
+    HPMLI_WEIGHTS, /* the second half of a node's backward pass, see hpml_graph_halves */
+    HPMLI_MOVES
 } hpmli_move;
 typedef struct hpmli_entry {
     int        node; /* the node's place in hpml_graph.nodes */
@@ -4640,6 +4658,7 @@ typedef struct hpmli_area { /* arrays that are placed in one piece of memory */
    PASSING: all slots share one, because one pass runs at a time. */
 enum { HPMLI_HELD, HPMLI_PASSING, HPMLI_AREAS };
 
+typedef struct hpmli_copier hpmli_copier; /* see >>swap */
 typedef struct hpmli_list {
     int           from, to;         /* nodes from .. to - 1 of the graph */
     int64_t       rows;             /* most samples of a pass */
@@ -4680,6 +4699,8 @@ struct hpml_graph {
     int            slot_count, slot;  /* slot: the current one, to whose memory all tensors point */
     double         ops_per_byte; /* operations that take as long as copying a byte to the host */
     hpml_memory    memory;
+    hpmli_copier  *copier;     /* copies what is swapped; NULL: nothing is */
+    bool           copies_wait; /* no ops run during a copy, because a budget has no memory for this */
     void          *elsewhere;  /* unused address of an input that has its memory from another graph */
     char          *arena;      /* memory of activations, their gradients and scratch, on the device */
     float         *grads;      /* gradients of all parameters, in order of recording, each 64-byte aligned */
@@ -4876,9 +4897,7 @@ HPMLI_FN void hpmli_entry_fetch(hpml_graph *g, hpmli_list *p, const hpml_tensor 
     hpml_node *n = hpmli_node_in(p, t);
     if (!n) return;
     n = hpmli_base(p, n);
-    if (!n->state->swapped || n->state->at[HPMLI_IN] >= 0) return;
-    n->state->at[HPMLI_AGAIN] = p->entry_count; /* entry with which the second life begins */
-    hpmli_entry_add(g, p, n->state->order, HPMLI_IN);
+    if (n->state->swapped && n->state->at[HPMLI_IN] < 0) hpmli_entry_add(g, p, n->state->order, HPMLI_IN);
 }
 
 /* Adds the entry (node, move) of the backward pass to the list p, and before it entries that swap in the values that
@@ -4924,7 +4943,7 @@ HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
         state->again   = false;
         state->swapped = false;
         state->relives = false;
-        for (int move = 0; move <= HPMLI_WEIGHTS; move++) state->at[move] = -1;
+        for (int move = 0; move < HPMLI_MOVES; move++) state->at[move] = -1;
         hpmli_late_choose(g, p, g->nodes[i]);
     }
     for (int last = p->to - 1, first; g->loss && last >= p->from; last = first - 1) {
@@ -4933,19 +4952,114 @@ HPMLI_FN void hpmli_part_choose(hpml_graph *g, const hpmli_list *p)
     }
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>list-swap   the list of entries: when copies of swapped results begin and end
+// ---------------------------------------------------------------------------------------------------------------------
+/* True if a thread copies what is swapped, while ops run; else ops wait for each copy (>>swap). */
+HPMLI_FN bool hpmli_copies_ahead(const hpml_graph *g)
+{
+#ifdef HPML_NO_THREADS
+    return (void)g, false;
+#else
+    return g->ctx->backend->host && !g->copies_wait;
+#endif
+}
+
+/* Returns the time of entry e in operations: those of its op, and 1 for each byte that the op writes; of OUT and IN, as
+   many as can be done while the node's result and saved values are copied. */
+HPMLI_FN double hpmli_entry_time(const hpml_graph *g, const hpmli_entry *e)
+{
+    const hpml_node *n     = g->nodes[e->node];
+    const double     bytes = (double)hpmli_tensor_bytes(n->out), saved = (double)n->saved_bytes;
+    if (e->move == HPMLI_OUT || e->move == HPMLI_IN) return ((n->state->relives ? bytes : 0) + saved) * g->ops_per_byte;
+    if (e->move == HPMLI_FORWARD || e->move == HPMLI_AGAIN) return hpmli_op_of(n)->flops(n, false) + bytes;
+    return e->move == HPMLI_BACKWARD && hpmli_goes_back(g, n) ? hpmli_op_of(n)->flops(n, true) + bytes : 0;
+}
+
+/* Adds to the list p the entries GONE of those swapped nodes from `node` to `to` - 1 whose copies are done at time
+   `now`; copies are done in the order of their nodes. Returns the first node that is left. */
+HPMLI_FN int hpmli_list_gone(hpml_graph *g, hpmli_list *p, int node, int to, double now)
+{
+    for (; node < to; node++) {
+        if (!g->nodes[node]->state->swapped) continue;
+        if (g->nodes[node]->state->copied > now) break;
+        hpmli_entry_add(g, p, node, HPMLI_GONE);
+    }
+    return node;
+}
+
+/* Adds to the list p the entries of the forward pass: of each node FORWARD, and of swapped ones OUT and GONE. */
+HPMLI_FN void hpmli_list_forward(hpml_graph *g, hpmli_list *p)
+{
+    double now = 0, free = 0; /* the time; when all copies that have begun are done */
+    int    gone = p->from;    /* nodes before this one have their GONE, if they are swapped */
+    for (int i = p->from; i < p->to; i++) {
+        hpmli_entry_add(g, p, i, HPMLI_FORWARD);
+        now += hpmli_entry_time(g, &p->entries[p->entry_count - 1]);
+        gone = hpmli_list_gone(g, p, gone, i, now);
+        if (!g->nodes[i]->state->swapped) continue;
+        hpmli_entry_add(g, p, i, HPMLI_OUT);
+        free = (now > free ? now : free) + hpmli_entry_time(g, &p->entries[p->entry_count - 1]);
+        g->nodes[i]->state->copied = free;
+        if (!hpmli_copies_ahead(g)) gone = hpmli_list_gone(g, p, gone, i + 1, HUGE_VAL);
+    }
+    hpmli_list_gone(g, p, gone, p->to, HUGE_VAL);
+    p->turn = p->entry_count;
+}
+
+/* Writes to fetch[k], for each entry number k of the backward pass which is IN, before which entry of the same half of
+   the pass its copy has to begin, so that all copies, one after another, are done in time. at: the time before each
+   entry; old: (count) the entries; late: the first one of the half WEIGHTS. */
+HPMLI_FN void hpmli_fetch_choose(const hpml_graph *g, const hpmli_entry *old, int count, int late, const double *at,
+                                 int *fetch)
+{
+    double begin = at[count]; /* of the copy after this one */
+    for (int k = count - 1; k >= 0; k--) {
+        if (old[k].move != HPMLI_IN) continue;
+        begin    = (begin < at[k] ? begin : at[k]) - hpmli_entry_time(g, &old[k]);
+        fetch[k] = k;
+        while (fetch[k] > (k < late ? 0 : late) && at[fetch[k]] > begin && hpmli_copies_ahead(g)) fetch[k]--;
+    }
+}
+
+/* Lists the backward pass of p again, with an entry FETCH for each entry IN. False: no memory. */
+HPMLI_FN bool hpmli_list_fetch(hpml_graph *g, hpmli_list *p)
+{
+    const int    count = p->entry_count - p->turn, late = p->late - p->turn;
+    hpmli_entry *old   = hpmli_new(g->ctx, hpmli_entry, count + 1);
+    double      *at    = hpmli_new(g->ctx, double, count + 1);
+    int         *fetch = hpmli_new(g->ctx, int, count + 1), next = 0;
+    for (int k = 0; k < count && at && old; k++) {
+        old[k]    = p->entries[p->turn + k];
+        at[k + 1] = at[k] + (old[k].move == HPMLI_IN ? 0 : hpmli_entry_time(g, &old[k]));
+    }
+    if (fetch && at && old) hpmli_fetch_choose(g, old, count, late, at, fetch);
+    p->entry_count = p->turn;
+    for (int k = 0; k < count && fetch && at && old; k++) {
+        if (k == late) p->late = p->entry_count;
+        for (; next < count && (old[next].move != HPMLI_IN || fetch[next] == k); next++) {
+            if (old[next].move != HPMLI_IN) continue;
+            g->nodes[old[next].node]->state->at[HPMLI_AGAIN] = p->entry_count; /* the second life begins */
+            hpmli_entry_add(g, p, old[next].node, HPMLI_FETCH);
+        }
+        hpmli_entry_add(g, p, old[k].node, old[k].move);
+    }
+    if (late == count) p->late = p->entry_count;
+    hpmli_free(g->ctx, old);
+    hpmli_free(g->ctx, at);
+    hpmli_free(g->ctx, fetch);
+    return g->ctx->status == HPML_OK;
+}
+
 /* Lists in p->entries, in the order of execution, what part p of the graph runs: nodes forward, backward, or again for
    the backward pass, second halves of backward passes, and copies of results to and from host memory (swaps). False: no
    memory. */
 HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
 {
-    p->entries = hpmli_new(g->ctx, hpmli_entry, (4 + g->halves) * ((int64_t)p->to - p->from) + 1);
+    p->entries = hpmli_new(g->ctx, hpmli_entry, (6 + g->halves) * ((int64_t)p->to - p->from) + 1);
     if (!p->entries) return false;
     hpmli_part_choose(g, p);
-    for (int i = p->from; i < p->to; i++) {
-        hpmli_entry_add(g, p, i, HPMLI_FORWARD);
-        if (g->nodes[i]->state->swapped) hpmli_entry_add(g, p, i, HPMLI_OUT);
-    }
-    p->turn = p->entry_count;
+    hpmli_list_forward(g, p);
     for (int last = p->to - 1, first; g->loss && last >= p->from; last = first - 1) {
         first = hpmli_segment_first(g, p, last);
         for (int i = first; i <= last; i++)
@@ -4955,7 +5069,7 @@ HPMLI_FN bool hpmli_part_list(hpml_graph *g, hpmli_list *p)
     p->late = p->entry_count;
     for (int i = p->to - 1; i >= p->from; i--)
         if (g->nodes[i]->state->late) hpmli_entry_late(g, p, i, HPMLI_WEIGHTS);
-    return true;
+    return hpmli_list_fetch(g, p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -5021,7 +5135,7 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
         const hpmli_entry *e    = &p->entries[k];
         const hpml_node   *n    = pl->g->nodes[e->node];
         bool               back = hpmli_is_back(e->move);
-        if (e->move == HPMLI_OUT || e->move == HPMLI_IN) {
+        if (e->move >= HPMLI_OUT && e->move <= HPMLI_IN) {
             if (n->state->relives) hpmli_use_note(pl, n->out, k, false);
             continue;
         }
@@ -5049,10 +5163,10 @@ HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
         hpml_node *n = pl->g->nodes[p->entries[k].node], *x = hpmli_node_in(p, n->src[0]);
         int        life = hpmli_life_at(pl, n->out, k);
         hpmli_move move = p->entries[k].move;
-        bool       again = (move == HPMLI_AGAIN || move == HPMLI_IN) && life == 1;
+        bool       again = (move == HPMLI_AGAIN || move == HPMLI_FETCH) && life == 1;
         if (move != HPMLI_FORWARD && !again) continue;
         n->state->out_root[life] = n->out;
-        if (!x || move == HPMLI_IN || hpmli_life_at(pl, x->out, k) != life) continue;
+        if (!x || move == HPMLI_FETCH || hpmli_life_at(pl, x->out, k) != life) continue;
         const hpmli_use *u = hpmli_use_of(pl, x->out);
         bool may     = (hpmli_op_of(n)->needs(n) & HPMLI_INPLACE) || n->state->folds == x;
         bool inplace = may && u->readers[life] == 1 && !x->state->kept &&
@@ -5185,7 +5299,7 @@ HPMLI_FN void hpmli_plan_lives(const hpmli_plan *pl)
         if (back && state->grad_root == n->out && (n->out == g->loss || u->grad_written))
             hpmli_life_add(pl, hpmli_tensor_bytes(n->out), n->out == g->loss ? p->turn - 1 : u->grad_first,
                            u->grad_last, &n->out->raw_grad);
-        if (saved > 0) hpmli_life_add(pl, saved, fore, state->again ? hpmli_later(fore, state->at[HPMLI_OUT]) : last,
+        if (saved > 0) hpmli_life_add(pl, saved, fore, state->again ? hpmli_later(fore, state->at[HPMLI_GONE]) : last,
                                       &state->saved[0]);
         if (saved > 0 && state->again) hpmli_life_add(pl, saved, again, last, &state->saved[1]);
         state->copy_saved = state->swapped ? (saved + 63) / 64 * 64 : 0;
@@ -5726,7 +5840,12 @@ HPML_API hpml_status hpml_graph_budget(hpml_graph *g, size_t bytes, double ops_p
         hpmli_budget_equal(&b, (int)hpmli_min(HPMLI_SEGMENTS, bytes > 0 ? g->count : (int64_t)sqrt((double)g->count)));
     b.from[b.count] = g->count;
     for (int i = 0; i < HPMLI_SEGMENTS; i++) b.best[i] = HPML_RETAIN_AGAIN;
+    g->copies_wait = false;
     if (bytes > 0) hpmli_budget_search(&b);
+    if (bytes > 0 && b.best_cost < 0) { /* copies for which ops wait leave less in memory at a time */
+        g->copies_wait = true;
+        hpmli_budget_search(&b);
+    }
     for (int i = 0; i < b.count; i++) hpmli_segment_make(g, b.from[i], b.from[i + 1], b.best[i]);
     hpmli_graph_plan_again(g);
     if (bytes == 0 || b.best_cost >= 0) return g->ctx->status;
@@ -5832,6 +5951,7 @@ HPMLI_FN bool hpmli_graph_whole(hpml_graph *g)
 }
 
 static void *hpmli_cpu_zeroed(hpml_ctx *ctx, size_t bytes, bool huge); /* see >>backend */
+static void  hpmli_copier_open(hpml_graph *g); /* see >>swap */
 HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
 {
     if (!g) return HPML_ERR_ARGUMENT;
@@ -5856,6 +5976,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
             g->nodes[i]->state->copy = copies;
             copies += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
         }
+    hpmli_copier_open(g);
     hpmli_graph_place_grads(g);
     hpmli_graph_point(g);
     if (g->cut) hpml_graph_set_batch(g, g->slots[0].samples);
@@ -5943,6 +6064,150 @@ HPMLI_FN hpml_status hpmli_node_hooks(hpml_graph *g, hpmli_hook which, const hpm
             status = hpmli_hooks_call(g, which, n, p);
     }
     return status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>swap   copies of results to host memory and back, while ops run
+// ---------------------------------------------------------------------------------------------------------------------
+/* What is swapped is copied by a thread of the graph, one copy after another, in the order in which the entries OUT and
+   FETCH of the graph's lists begin them; GONE and IN wait for them (>>list). On a device, without threads and in a
+   child of fork each copy is made when it begins. */
+typedef struct hpmli_swap {
+    void  *here[2], *host[2];    /* the result of an op and its saved values: in the graph's memory, in host memory */
+    size_t bytes[2];
+    bool   in;                   /* from the host */
+} hpmli_swap;
+
+struct hpmli_copier {
+    hpml_ctx   *ctx;
+    hpmli_swap *queue;           /* (capacity) copies that are not done, in a ring */
+    int64_t     capacity;        /* as many as nodes that are swapped: a node's copy is done before its next one */
+    int64_t     begun, done;     /* copies of all passes */
+    hpml_status status;          /* of the first copy that failed */
+    bool        threaded, stop;
+#ifndef HPML_NO_THREADS
+    pthread_t       thread;
+    pthread_mutex_t mutex;       /* protects begun, done, status, stop */
+    pthread_cond_t  changed;
+#endif
+};
+
+HPMLI_FN hpml_status hpmli_swap_run(hpml_ctx *ctx, const hpmli_swap *copy)
+{
+    const hpml_backend *b      = ctx->backend;
+    const double        start  = hpml_now();
+    const bool          real   = !__atomic_load_n(&ctx->clock, __ATOMIC_RELAXED); /* a virtual clock is the caller's */
+    hpml_status         status = HPML_OK;
+    for (int k = 0; k < 2 && status == HPML_OK; k++) {
+        if (copy->bytes[k] == 0) continue;
+        if (copy->in) status = b->write(ctx->device, copy->here[k], copy->host[k], copy->bytes[k]);
+        else status = b->read(ctx->device, copy->host[k], copy->here[k], copy->bytes[k]);
+    }
+    if (real) hpml_trace_span(ctx, HPML_LANE_IO, copy->in ? "swap in" : "swap out", start, hpml_now());
+    return status;
+}
+
+#ifndef HPML_NO_THREADS
+HPMLI_FN void *hpmli_copier_main(void *arg)
+{
+    hpmli_copier *c = (hpmli_copier *)arg;
+    pthread_mutex_lock(&c->mutex);
+    while (!c->stop) {
+        if (c->done == c->begun) {
+            pthread_cond_wait(&c->changed, &c->mutex);
+            continue;
+        }
+        const hpmli_swap copy = c->queue[c->done % c->capacity];
+        pthread_mutex_unlock(&c->mutex);
+        hpml_status status = hpmli_swap_run(c->ctx, &copy);
+        pthread_mutex_lock(&c->mutex);
+        if (c->status == HPML_OK) c->status = status;
+        c->done++;
+        pthread_cond_broadcast(&c->changed);
+    }
+    pthread_mutex_unlock(&c->mutex);
+    return NULL;
+}
+
+HPMLI_FN void hpmli_copier_destroy(void *object)
+{
+    hpmli_copier *c = (hpmli_copier *)object;
+    if (!c->threaded || hpmli_forked(c->ctx)) return;
+    pthread_mutex_lock(&c->mutex);
+    c->stop = true;
+    pthread_cond_broadcast(&c->changed);
+    pthread_mutex_unlock(&c->mutex);
+    pthread_join(c->thread, NULL);
+    pthread_mutex_destroy(&c->mutex);
+    pthread_cond_destroy(&c->changed);
+}
+
+HPMLI_FN void hpmli_copier_start(hpmli_copier *c)
+{
+    pthread_mutex_init(&c->mutex, NULL);
+    pthread_cond_init(&c->changed, NULL);
+    c->threaded = pthread_create(&c->thread, NULL, hpmli_copier_main, c) == 0;
+}
+
+HPMLI_FN void hpmli_copier_add(hpmli_copier *c, const hpmli_swap *copy)
+{
+    pthread_mutex_lock(&c->mutex);
+    c->queue[c->begun++ % c->capacity] = *copy;
+    pthread_cond_broadcast(&c->changed);
+    pthread_mutex_unlock(&c->mutex);
+}
+
+/* Waits until `number` copies are done, or all that have begun. */
+HPMLI_FN hpml_status hpmli_copier_wait(hpmli_copier *c, int64_t number)
+{
+    pthread_mutex_lock(&c->mutex);
+    while (c->done < hpmli_min(number, c->begun)) pthread_cond_wait(&c->changed, &c->mutex);
+    hpml_status status = c->status;
+    pthread_mutex_unlock(&c->mutex);
+    return status;
+}
+#else
+HPMLI_FN void        hpmli_copier_destroy(void *object) { (void)object; }
+HPMLI_FN void        hpmli_copier_start(hpmli_copier *c) { (void)c; }
+HPMLI_FN void        hpmli_copier_add(hpmli_copier *c, const hpmli_swap *copy) { (void)c, (void)copy; }
+HPMLI_FN hpml_status hpmli_copier_wait(hpmli_copier *c, int64_t number) { return (void)number, c->status; }
+#endif
+
+/* Makes g->copier, with its thread, if a part of g swaps results. An error stays on the context. */
+HPMLI_FN void hpmli_copier_open(hpml_graph *g)
+{
+    int64_t swapped = 0;
+    for (int i = 0; i < g->count; i++) swapped += g->nodes[i]->state->swapped;
+    if (swapped == 0 || g->copier) return;
+    hpmli_copier *c = (hpmli_copier *)hpmli_alloc_object(g->ctx, sizeof *c, hpmli_copier_destroy);
+    if (!c) return;
+    c->ctx      = g->ctx;
+    c->capacity = swapped;
+    c->queue    = hpmli_new(g->ctx, hpmli_swap, swapped);
+    if (c->queue && hpmli_copies_ahead(g)) hpmli_copier_start(c);
+    g->copier = c;
+}
+
+/* Begins to copy the swapped arrays of node n for the current slot to host memory or, if `in`, back. */
+HPMLI_FN hpml_status hpmli_swap_begin(hpml_graph *g, hpml_node *n, bool in)
+{
+    hpmli_copier *c      = g->copier;
+    const int     slot   = g->slot - hpmli_part_now(g)->first_slot;
+    const size_t  before = n->state->copy_bytes - n->state->copy_saved; /* bytes before those of saved values */
+    char         *host   = n->state->copy + (size_t)slot * n->state->copy_bytes;
+    hpmli_swap    copy   = { { n->out->raw, n->saved }, { host, host + before }, { 0, n->state->copy_saved }, in };
+    if (n->state->relives) copy.bytes[0] = hpmli_tensor_bytes(n->out);
+    if (!c->threaded || hpmli_forked(g->ctx)) return hpmli_swap_run(g->ctx, &copy);
+    hpmli_copier_add(c, &copy);
+    n->state->copying = c->begun; /* only this thread writes `begun` */
+    return HPML_OK;
+}
+
+/* Waits until the graph has done `number` copies, or all that have begun. */
+HPMLI_FN hpml_status hpmli_swap_wait(hpml_graph *g, int64_t number)
+{
+    hpmli_copier *c = g->copier;
+    return c && c->threaded && !hpmli_forked(g->ctx) ? hpmli_copier_wait(c, number) : HPML_OK;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6122,26 +6387,11 @@ HPMLI_FN hpml_status hpmli_run_hooks(hpml_graph *g, const hpmli_entry *e)
 HPMLI_FN void hpmli_entries_point(hpml_graph *g, const hpmli_list *p, int64_t from, int64_t to)
 {
     for (const hpmli_entry *e = p->entries + from; e < p->entries + to; e++)
-        if (e->move == HPMLI_AGAIN || e->move == HPMLI_IN) hpmli_node_again(g, p, g->nodes[e->node]);
-}
-
-/* Copies the swapped arrays of node n (result, n->saved) for the current slot to host memory or, if `in`, back. */
-HPMLI_FN hpml_status hpmli_node_swap(hpml_graph *g, const hpml_node *n, bool in)
-{
-    const hpml_backend *b    = g->ctx->backend;
-    size_t              size = hpmli_tensor_bytes(n->out), saved = n->state->copy_saved;
-    int                 slot = g->slot - hpmli_part_now(g)->first_slot;
-    char               *copy = n->state->copy + (size_t)slot * n->state->copy_bytes;
-    hpml_status         status = HPML_OK;
-    if (n->state->relives && in) status = b->write(g->ctx->device, n->out->raw, copy, size);
-    else if (n->state->relives) status = b->read(g->ctx->device, copy, n->out->raw, size);
-    copy += n->state->copy_bytes - saved;
-    if (saved == 0 || status != HPML_OK) return status;
-    return in ? b->write(g->ctx->device, n->saved, copy, saved) : b->read(g->ctx->device, copy, n->saved, saved);
+        if (e->move == HPMLI_AGAIN || e->move == HPMLI_FETCH) hpmli_node_again(g, p, g->nodes[e->node]);
 }
 
 /* Runs entries pass->from to pass->to - 1, counted from the first entry of the forward or backward pass; an entry runs
-   a node or swaps its result out or in. */
+   a node, or begins to swap its result out or in, or waits for this. */
 HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const hpml_pass *pass)
 {
     const hpmli_list *p      = hpmli_part_now(g);
@@ -6164,10 +6414,14 @@ HPMLI_FN hpml_status hpmli_run_nodes(hpml_graph *g, const hpml_run *run, const h
             break;
         case HPMLI_BACKWARD:
         case HPMLI_WEIGHTS: status = hpmli_run_back(g, run, e, pass->accumulate != 0); break;
-        case HPMLI_OUT: status = hpmli_node_swap(g, g->nodes[e->node], false); break;
-        case HPMLI_IN: status = hpmli_node_swap(g, g->nodes[e->node], true); break;
+        case HPMLI_OUT: status = hpmli_swap_begin(g, g->nodes[e->node], false); break;
+        case HPMLI_FETCH: status = hpmli_swap_begin(g, g->nodes[e->node], true); break;
+        case HPMLI_GONE:
+        case HPMLI_IN: status = hpmli_swap_wait(g, g->nodes[e->node]->state->copying); break;
+        case HPMLI_MOVES: break;
         }
     }
+    if (status != HPML_OK) hpmli_swap_wait(g, INT64_MAX);
     return status;
 }
 
@@ -11470,6 +11724,18 @@ HPML_API hpml_status hpml_trainer_alloc(hpml_trainer *t)
     return ctx->status;
 }
 
+HPML_API hpml_status hpml_trainer_host_optimizer(hpml_trainer *t)
+{
+    if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
+    if (t->d.host_optimizer) return HPML_OK;
+    if (t->updates)
+        return hpmli_fail(t->ctx, HPML_ERR_STATE, "trainer host_optimizer: the states have their memory already; call "
+                          "hpml_ctx_defer before hpml_trainer_create, or set .host_optimizer there");
+    t->d.host_optimizer = true;
+    hpmli_trainer_measure(t);
+    return t->ctx->status;
+}
+
 HPML_API hpml_status hpml_trainer_keep(hpml_trainer *t, int param, int shard, int64_t first, int64_t count)
 {
     if (!t || hpmli_failed(t->ctx)) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
@@ -12007,6 +12273,17 @@ HPML_API float *hpml_trainer_output(hpml_trainer *t, int64_t *floats)
     if (!t || !t->evaluating) return NULL;
     if (floats) *floats = hpml_tensor_count(t->d.output) / t->d.output->shape[0] * t->d.output->batch_rows;
     return t->batch_out;
+}
+
+HPML_API void hpml_trainer_hits(const hpml_trainer *t, int64_t hits[2])
+{
+    hits[0] = t->correct;
+    hits[1] = t->counted;
+}
+HPML_API void hpml_trainer_set_hits(hpml_trainer *t, const int64_t hits[2])
+{
+    t->correct = hits[0];
+    t->counted = hits[1];
 }
 
 HPML_API hpml_status hpml_trainer_forward_backward(hpml_trainer *t, int64_t first, int64_t samples, float grad_scale,

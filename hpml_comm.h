@@ -149,8 +149,10 @@
 // PART III   STEP TOGETHER: data parallelism, mixing
 //     plan   the fields of a plan in one list, the rules of a plan
 //     plan-text   plans as text; defaults, the check, the next plan
-//     distribute   data parallelism: layout of the parameters, buckets of gradients
-//     distribute-step   data parallelism: a step, its statistics, the trainer's hooks
+//     distribute   data parallelism: layout of the parameters
+//     buckets   data parallelism: buckets of gradients, which are exchanged as one
+//     distribute-step   data parallelism: what ranks add up in a step
+//     distribute-run   data parallelism: the passes and exchanges of a step, the trainer's hooks
 //     state   one list of what a training carries from step to step
 //     distribute-rows   gradients of sparse tables: rows, gathered from all ranks
 //     strategy-sync   synchronous steps, gradients exchanged on the host
@@ -784,9 +786,9 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
    (`data` is NULL elsewhere); the gradient of one that several stages read is added up. With schedules that empty the
    pipeline in each step, all but STASH and VERTICAL, the gradient has the bits of one rank that accumulates as many
    micro-batches (batchnorm apart, whose running statistics are those of all micro-batches together: Kim et al. 2020),
-   and the loss of a step is known on all stages, hpml_step_info.accuracy on the last one. With STASH and VERTICAL a
-   step is the forward pass of its batch and, on stage r, the backward pass and update of the batch p - 1 - r steps
-   before, whose loss is the step's (0: there is none yet); hpml_distribute_finish empties the pipeline, and
+   and loss and hpml_step_info.accuracy of a step are known on all stages. With STASH and VERTICAL a step is the forward
+   pass of its batch and, on stage r, the backward pass and update of the batch p - 1 - r steps before, whose loss and
+   accuracy are the step's (0 and -1: there is none yet); hpml_distribute_finish empties the pipeline, and
    hpml_distribute_get counts no steps. With data > 1 an update takes the mean gradient of the replicas of the stage. */
 typedef enum hpml_pipe_kind {
     HPML_PIPE_GPIPE = 0, HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_STASH, HPML_PIPE_ZERO_BUBBLE,
@@ -959,7 +961,10 @@ typedef struct hpml_plan {
     int32_t         chunks;       /* pipe, INTERLEAVED: pieces of the model on each stage; 0: 2 */
     const int32_t  *cut;          /* pipe: (pipe * chunks - 1) the ops, in running order, at which the pieces after the
                                      first one begin; read by hpml_distribute. Texts do not hold it. NULL: pieces have
-                                     almost equal numbers of operations */
+                                     almost equal times by .profile or, without, numbers of operations */
+    const hpml_profile_row *profile; /* pipe: (profile_rows) times of the ops, by hpml_profile of a run of this model on
+                                     one rank; read as .cut is. Rank 0's .cut or .profile cuts for all ranks */
+    int32_t         profile_rows; /* the number of the model's ops; 0: no profile */
     hpml_strategy_kind strategy;
     int32_t         servers;      /* ps, backup, ssp, async, federated, required: so many of the last ranks are servers,
                                      the others workers */
@@ -993,15 +998,17 @@ typedef struct hpml_plan {
     int32_t         shard;        /* sync: for 1 / ranks of the parameters alone each rank keeps, 1: the optimizer's
                                      states, 2: gradients, too, 3: values, too; see >>strategy-shard. With 3 evaluation
                                      and prediction are collective. The same bits as 0 with algorithm ring and the same
-                                     bucket_bytes, except 2 and 3 with the trainer's accumulate, whose micro-batches are
-                                     added up over ranks one by one. 1 and 2 step parameters within the backward pass,
-                                     unless no_overlap is set, and then refuse other hooks `update`. Needs
-                                     hpml_comm_set_plan, or hpml_launch with a plan */
+                                     bucket_bytes, except 2 and 3 with micro-batches (the trainer's accumulate, pipe),
+                                     which are added up over ranks one by one. 1 and 2 step parameters within the
+                                     backward pass, unless no_overlap is set, and then refuse other hooks `update`.
+                                     With pipe ranks are those of a stage; 2 and 3 go with schedules gpipe and 1f1b.
+                                     Needs hpml_comm_set_plan, or hpml_launch with a plan */
     bool            recompute;    /* results are computed again for the backward pass, in segments: those recorded by
                                      hpml_recompute, or about sqrt(ops) ones; the same bits, see hpml_graph_budget */
     int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
                                      again or swapped to host memory; 0: no limit. Both need hpml_ctx_defer before the
                                      trainer is created, which a plan given to hpml_launch calls */
+    bool            host_optimizer; /* sync, on a device: hpml_trainer_desc.host_optimizer; needs hpml_ctx_defer, too */
     int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
                                      steps of a round; 0: 1 */
     float           elastic;      /* elastic: how far a meeting moves a rank's parameters towards the centre, as a
@@ -1156,6 +1163,10 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d);
    micro-batches in flight are run. Training may go on afterwards. A training may end without this call: a server then
    serves while its distribution or context is being freed, until all workers' distributions or contexts are freed. */
 HPML_API hpml_status hpml_distribute_finish(hpml_distributed *d);
+/* Writes to *out the bytes that the trainer takes on this rank with the plan, as hpml_distribute would do, and takes
+   none of them: for a trainer that is created after hpml_ctx_defer. Buffers of exchanges come on top. Collective. Then
+   the trainer is cut by the plan and of no more use: free its context. */
+HPML_API hpml_status hpml_distribute_memory(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan, hpml_memory *out);
 /* Optional: makes the trainer serial again and releases the memory; else both happen when the context is freed. Must be
    called on all ranks, between two steps, because it waits for exchanges in flight; with `delayed` the gradients of the
    last step, which the next step would apply, are dropped. */
@@ -1642,6 +1653,7 @@ HPMLC_FN hpml_message *const *hpmlc_course_missing(const hpml_comm *c);
 HPMLC_FN bool        hpmlc_pipeline_open(hpml_distributed *d);
 HPMLC_FN bool        hpmlc_pipeline_attach(hpmlc_pipeline *pl);
 HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl);
+HPMLC_FN bool        hpmlc_pipeline_ties(const hpmlc_pipeline *pl);
 HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl);
 HPMLC_FN void        hpmlc_pipeline_close(hpml_distributed *d);
 HPMLC_FN void        hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to, size_t *length);
@@ -7570,6 +7582,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     X("leaf", leaf, I64, 9e18, p->exact && p->strategy == HPML_STRATEGY_SYNC, NULL, 2) \
     X("recompute", recompute, BOOL, 1, true, NULL, 0) \
     X("memory", memory, I64, 9e18, true, NULL, 1 << 30) \
+    X("host_optimizer", host_optimizer, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("delayed", delayed, BOOL, 1, p->strategy == HPML_STRATEGY_SYNC, "strategy sync", 0) \
     X("route", route, ROUTE, HPML_ROUTE_COUNT - 1, p->strategy <= HPML_STRATEGY_ASYNC, \
       "strategies that send gradients", 0) \
@@ -7653,8 +7666,12 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(f->host_states && p->strategy != HPML_STRATEGY_SYNC, "this strategy shares or averages states of the " \
          "optimizer in the memory of a device, and with the trainer's host_optimizer they are in host memory; take " \
          "strategy sync, or leave host_optimizer out") \
-    RULE(p->shard > 1 && p->pipe > 1, "shard 2 and 3 exchange gradients in each micro-batch, and of pipe's " \
-         "micro-batches ranks may have different numbers; take shard=1, or tensor in place of pipe") \
+    RULE(p->host_optimizer && !f->device, "host_optimizer moves states of the optimizer from a device to " \
+         "the host, and here all arrays are on the host; leave it out") \
+    RULE(p->shard > 1 && p->pipe > 1 && p->schedule != HPML_PIPE_GPIPE && p->schedule != HPML_PIPE_1F1B, \
+         "with shard 2 and 3 the gradients of all weights of a stage are exchanged in each backward pass; schedules " \
+         "interleaved and zero_bubble compute them in several passes, and stash and vertical keep older versions of " \
+         "whole weights; take schedule gpipe or 1f1b, or shard=1") \
     RULE(p->recompute && p->memory > 0, "memory chooses what is computed again, and recompute computes all of it " \
          "again; leave one of them out") \
     RULE(p->exact && p->delayed, "exact and delayed exclude each other; set one of them") \
@@ -7703,10 +7720,12 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
     RULE(p->pipe > 1 && f->mixes_samples && p->micro != 1 && !hpmlc_pipe_stashes(p->schedule), "micro-batches are " \
          "parts of a batch, and an op of this model mixes its samples; take micro=1") \
     RULE(hpmlc_plan_flows(p) && (hpmlc_plan_packs(p) || p->delayed || p->strategy != HPML_STRATEGY_SYNC || \
-                                 hpmlc_plan_shares_loss(p) || (p->shard && hpmlc_plan_workers(p, f->ranks) > 1)), \
+                                 hpmlc_plan_shares_loss(p)), \
          "schedules stash and vertical have several versions of the weights, which each stage steps by itself, so " \
-         "they go without sequence, expert, shard, codec, delayed and other strategies than sync; leave these out, " \
-         "or take schedule 1f1b") \
+         "they go without sequence, expert, codec, delayed and other strategies than sync; leave these out, or take " \
+         "schedule 1f1b") \
+    RULE(hpmlc_plan_flows(p) && f->clips, "the trainer's clip_norm needs the norm of all stages' gradients, and with " \
+         "schedules stash and vertical each stage steps at its own time; set clip_norm to 0, or take schedule 1f1b") \
     RULE(hpmlc_plan_flows(p) && f->accumulate > 1, "with schedules stash and vertical every batch is a step, and the " \
          "trainer's accumulate adds up several; set accumulate to 1, or take schedule 1f1b") \
     RULE(p->pipe > 1 && p->exact, "exact computes leaf after leaf, and with pipe several micro-batches are in " \
@@ -7754,7 +7773,7 @@ HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p) { return hpmlc_plan_replica(
 /* Returns whether the plan changes how much memory a trainer needs, so that memory is taken late (hpml_ctx_defer). */
 HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p)
 {
-    return p->shard > 0 || p->pipe > 1 || p->recompute || p->memory > 0;
+    return p->shard > 0 || p->pipe > 1 || p->recompute || p->memory > 0 || p->host_optimizer;
 }
 
 /* Returns whether the schedule is one in which every micro-batch is a step of its own: STASH or VERTICAL. */
@@ -8222,14 +8241,14 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>distribute   data parallelism: layout of the parameters, buckets of gradients
+// >>distribute   data parallelism: layout of the parameters
 // ---------------------------------------------------------------------------------------------------------------------
 /* Data parallelism: p ranks have a copy of one model each. Rank r computes the gradient g_r of the mean loss over its
    n_r samples of the global batch; all ranks then make the optimizer step with the same sum
 
        g = sum of n_r g_r / sum of n_r        (.sum: g = sum of g_r)
 
-   >>distribute and >>distribute-step know where parameters and gradients lie, cut the gradients into buckets that are
+   >>distribute to >>distribute-run know where parameters and gradients lie, cut the gradients into buckets that are
    exchanged as one, add up loss, samples and running statistics, and keep the report. What is exchanged, when,
    and what the optimizer gets is a strategy: a row of hpmlc_strategies (>>strategies), with a section and a struct of
    its own and the functions of hpmlc_strategy, which the trainer's hooks call. Adding a strategy is a section, a row
@@ -8348,6 +8367,8 @@ struct hpml_distributed {
     hpmlc_pipeline       *pipeline;   /* this rank has a stage of the model; NULL: it has the whole model */
     hpmlc_factors        *factors;    /* layers that send factors, see >>strategy-factors; NULL: the route has none */
     int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
+    int32_t               piped;      /* the pipeline's micro-batch that this stage computes; 0 without a pipeline */
+    bool                  final;      /* the backward pass that runs is an update's last one: hook `grad` is called */
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
 
@@ -8492,6 +8513,9 @@ HPMLC_FN void hpmlc_background_choose(hpml_distributed *d)
     d->background = pays != 0;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>buckets   data parallelism: buckets of gradients, which are exchanged as one
+// ---------------------------------------------------------------------------------------------------------------------
 /* Fills in e, an exchange's desc: algorithm, sum or mean, and codec of the plan; `count` tensors g. */
 HPMLC_FN void hpmlc_exchange_settings(const hpml_distributed *d, hpml_exchange_desc *e, const hpml_gradient *g,
                                       int count)
@@ -8622,7 +8646,7 @@ HPMLC_FN bool hpmlc_buckets_count(hpml_distributed *d, int param)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>distribute-step   data parallelism: a step, its statistics, the trainer's hooks
+// >>distribute-step   data parallelism: what ranks add up in a step
 // ---------------------------------------------------------------------------------------------------------------------
 /* One small allreduce after the last bucket of gradients adds up samples, losses and running statistics of batchnorm
    ("buffers"). Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
@@ -8714,16 +8738,22 @@ HPMLC_FN double hpmlc_keepers(const hpml_distributed *d, const hpml_tensor *p)
     return q->shard > 0 ? ranks / hpmlc_ranks_of(d, p)->size : ranks;
 }
 
-/* The trainer's hook `norms`: adds up `sums` (params, each) over all ranks. A rank's sums of squares are of the part of
-   each parameter that it keeps; a part that several ranks keep is counted once. */
+/* The trainer's hook `norms`: adds up `sums` (params, each) over all ranks or, where each stage of a pipeline steps at
+   its own time, over those of the stage. A rank's sums of squares are of the part of each parameter that it keeps; a
+   part that several ranks keep is counted once. */
 HPMLC_FN hpml_status hpmlc_dist_norms(void *user, hpml_trainer *t HPMLC_UNUSED, double *sums, int64_t each)
 {
-    hpml_distributed *d = (hpml_distributed *)user;
+    hpml_distributed *d     = (hpml_distributed *)user;
+    const bool        flows = hpmlc_plan_flows(&d->plan);
+    hpml_comm        *parts = flows ? hpml_comm_mesh(d->all)->axis[HPML_AXIS_TENSOR] : NULL;
+    const int64_t     n     = each * d->layout.params;
     for (int i = 0; i < d->layout.params; i++) {
         const double keepers = hpmlc_keepers(d, hpmlc_param(d, i));
         for (int64_t k = each * i; k < each * (i + 1); k++) sums[k] = keepers > 0 ? sums[k] / keepers : 0;
     }
-    return hpmlc_reduce_all(d->all, sums, each * d->layout.params, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
+    hpml_status status = hpmlc_reduce_all(flows ? d->c : d->all, sums, n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
+    if (status != HPML_OK || !parts) return status;
+    return hpmlc_reduce_all(parts, sums, n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
 }
 
 /* Adds up n statistics of batchnorm over all ranks, as the trainer's hook `sum` within a pass. The other ranks compute
@@ -8791,6 +8821,9 @@ HPMLC_FN void hpmlc_buffers_average(hpml_distributed *d)
     hpmlc_buffers_copy(d, d->stats.buffers, true);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>distribute-run   data parallelism: the passes and exchanges of a step, the trainer's hooks
+// ---------------------------------------------------------------------------------------------------------------------
 /* Starts what remains of a step's communication: exchanges of buckets that have not started yet, then the sum over
    ranks of samples, loss and `buffers`, the running statistics (NULL: without these). */
 HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
@@ -9328,11 +9361,13 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
                They are gathered for the forward pass, the next bucket while the ops of one run, and again for the
                backward pass, except those that are still in their slots: 3 P (N - 1) elements less those
 
-   Of the m micro-batches of a trainer's .accumulate each has, with shard 2 and 3, its own reduce-scatters, which add to
-   the block, because no rank has memory for the sum of whole gradients; with 3 its own gathers, too. Elements sent are
-   2 P (N - 1), (m + 1) P (N - 1), and m times those of one batch. Sums over ranks come before those over micro-batches,
-   so the last bits are not those of shard 0 and 1. With .no_overlap shard 2 and 3 make each exchange at once, within
-   the pass, which waits for it.
+   Of m micro-batches, of a trainer's .accumulate or of a pipeline, each has, with shard 2 and 3, its own
+   reduce-scatters, which add to the block, because no rank has memory for the sum of whole gradients; with 3 its own
+   gathers, too. Elements sent are 2 P (N - 1), (m + 1) P (N - 1), and with 3 at most m times those of one batch. Sums
+   over ranks come before those over micro-batches, so the last bits are not those of shard 0 and 1. In a pipeline P are
+   the floats of a stage, and a step has plan.micro micro-batches also where a short batch leaves some without samples,
+   because the replicas of a stage exchange alike. With .no_overlap shard 2 and 3 make each exchange at once, within the
+   pass, which waits for it.
 
    A slot has the size of the largest bucket. There are as many for values as buckets that one op reads and one more,
    and for gradients as buckets that are incomplete at a time and one more, which is under way. The blocks are cut and
@@ -9550,12 +9585,13 @@ HPMLC_FN bool hpmlc_shard_open(hpml_distributed *d)
     const bool whole = facts.clips || facts.overflows || facts.steps_tensors || d->pipeline;
     d->start = hpmlc_shard_start;
     s->early = d->background && d->plan.shard < 3 && !d->plan.no_overlap && !whole;
-    if (!d->background && d->plan.shard < 2) d->plan.no_overlap = true;
+    if (d->plan.shard < 2 && (!d->background || (d->pipeline && hpmlc_pipeline_ties(d->pipeline))))
+        d->plan.no_overlap = true; /* stages add up the gradients of tied parameters before ranks do */
     for (int i = 0; i < d->buckets.count; i++) {
         const hpmlc_bucket *b = &d->buckets.item[i];
         s->job[i].data   = d->plan.shard < 2 ? d->layout.first + b->at : NULL;
         s->job[i].floats = b->floats;
-        s->job[i].reduce = d->plan.sum ? HPML_SUM : HPML_MEAN;
+        s->job[i].reduce = d->plan.sum || hpmlc_plan_flows(&d->plan) ? HPML_SUM : HPML_MEAN;
     }
     if (d->plan.shard < 3) s->all = hpml_trainer_array(d->t, HPML_ARRAY_VALUES, NULL);
     for (int i = 0; i < d->buckets.count && s->all; i++) {
@@ -9672,8 +9708,9 @@ HPMLC_FN hpml_status hpmlc_shard_values(hpml_distributed *d, int b, const hpml_m
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
     const bool      first  = at->node == s->first_node && at->param == s->first_param;
-    const bool      begins = first && (at->pass == HPML_PASS_FORWARD || at->pass == HPML_PASS_EVALUATE);
-    hpml_status     status = begins ? hpmlc_shard_forget(d) : HPML_OK; /* the program may have loaded new values */
+    const bool      again  = d->piped > 0 || (at->pass != HPML_PASS_FORWARD && at->pass != HPML_PASS_EVALUATE);
+    const bool      begins = first && !again; /* the first pass forward since values were stepped, or loaded */
+    hpml_status     status = begins ? hpmlc_shard_forget(d) : HPML_OK;
     s->node = at->node;
     s->clock++;
     hpmlc_slot *slot = hpmlc_shard_fetch(d, b, at->node, &status);
@@ -9849,9 +9886,8 @@ HPMLC_FN hpml_status hpmlc_shard_gradient(hpml_distributed *d, int param)
    called, the last op of a backward pass that reads a parameter makes its gradient final. */
 HPMLC_FN hpml_status hpmlc_shard_release(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at)
 {
-    hpml_distributed *d    = (hpml_distributed *)user;
-    const bool        last = at->batch + 1 == at->batches;
-    if (last || at->pass != HPML_PASS_BACKWARD || at->param >= d->layout.params) return HPML_OK;
+    hpml_distributed *d = (hpml_distributed *)user;
+    if (d->final || at->pass != HPML_PASS_BACKWARD || at->param >= d->layout.params) return HPML_OK;
     return hpmlc_shard_gradient(d, at->param);
 }
 
@@ -9868,8 +9904,11 @@ HPMLC_FN hpml_status hpmlc_shard_begin(hpml_distributed *d, int64_t samples, flo
     s->samples = samples;
     s->posted  = false;
     s->stepped = 0;
+    d->final   = d->micro + 1 == d->accumulate; /* a pipeline sets it for each of its backward passes */
     hpml_status status = hpmlc_dist_pass(d, samples, loss);
     if (status != HPML_OK || d->micro < d->accumulate || s->posted) return status;
+    if (d->plan.shard < 2 && d->pipeline) status = hpmlc_pipeline_join(d->pipeline);
+    if (status != HPML_OK) return status;
     hpmlc_buffers_copy(d, d->stats.buffers, false);
     return hpmlc_dist_post(d, d->stats.buffers);
 }
@@ -9892,6 +9931,19 @@ HPMLC_FN hpml_status hpmlc_shard_update(hpml_distributed *d)
     }
     hpmlc_dist_waited(d, start);
     if (status == HPML_OK) hpmlc_steps_note(d);
+    return status;
+}
+
+/* With shard 1, in a pipeline that never empties: adds up the gradients of each bucket, so that each rank has the sums
+   of its block, or (`values`) gathers the blocks of the values that the ranks have stepped; waits for this. */
+HPMLC_FN hpml_status hpmlc_shard_blocks(hpml_distributed *d, bool values)
+{
+    hpmlc_sharding *s      = hpmlc_sharding_of(d);
+    hpml_status     status = HPML_OK;
+    for (int i = 0; i < d->buckets.count && status == HPML_OK; i++) {
+        if (values) status = hpmlc_shard_gather(d->buckets.item[i].c, &s->whole[i].job);
+        else status = hpmlc_shard_scatter(d->buckets.item[i].c, &s->job[i]);
+    }
     return status;
 }
 
@@ -12715,11 +12767,13 @@ HPMLC_FN void hpmlc_layout_names(hpml_distributed *d)
     }
 }
 
-HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
+/* Fills in d->layout, as far as the places of parameters in arrays are known before the trainer takes its memory, and
+   with shard cuts the arrays. *most: the floats of the largest parameter. False: an error. */
+HPMLC_FN bool hpmlc_layout_plan(hpml_distributed *d, int64_t *most)
 {
-    hpml_ctx     *ctx  = d->ctx;
-    hpmlc_layout *l    = &d->layout;
-    int64_t       most = 1;
+    hpml_ctx     *ctx = d->ctx;
+    hpmlc_layout *l   = &d->layout;
+    *most = 1;
     l->params    = hpml_param_count(ctx);
     l->batch     = hpml_trainer_settings(d->t)->input->shape[0];
     l->bucket_of = (int *)hpmlc_dist_alloc(d, sizeof(int) * (size_t)(l->params + 1));
@@ -12730,31 +12784,45 @@ HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d)
         hpml_tensor  *p     = hpmlc_param(d, i);
         const int64_t n     = hpml_tensor_count(p), align = HPML_GRADIENT_ALIGN;
         const int64_t place = hpml_trainer_place(d->t, i);
-        most = hpmlc_max(most, n);
+        *most = hpmlc_max(*most, n);
         l->bucket_of[i] = -1;
         if (place >= 0) l->span = place + (n + align - 1) / align * align;
         if (place >= 0) l->grad_total += n;
         else l->buffer_total += hpmlc_buffer_floats(d, p);
     }
-    if (d->plan.shard > 0 && !hpmlc_shard_keep(d)) return false;
+    return d->plan.shard == 0 || hpmlc_shard_keep(d);
+}
+
+HPMLC_FN bool hpmlc_layout_open(hpml_distributed *d, int64_t most)
+{
+    hpmlc_layout *l = &d->layout;
     if (hpml_trainer_alloc(d->t) != HPML_OK) return hpmlc_failed(d->c), false;
     l->first = hpml_trainer_array(d->t, HPML_ARRAY_GRADIENTS, NULL);
     if (!l->first) return false;
-    return hpml_ctx_backend(ctx)->host || hpmlc_host_view_create(&l->view, ctx, most);
+    return hpml_ctx_backend(d->ctx)->host || hpmlc_host_view_create(&l->view, d->ctx, most);
 }
 
-/* Makes the trainer recompute or swap activations as d->plan.recompute and .memory ask. False: an error. */
+/* Makes the trainer recompute or swap activations, and keep states of the optimizer on the host, as the plan's fields
+   recompute, memory and host_optimizer ask. False: an error. */
 HPMLC_FN bool hpmlc_plan_fits(hpml_distributed *d)
 {
+    if (d->plan.host_optimizer && hpml_trainer_host_optimizer(d->t) != HPML_OK) return false;
     if (!d->plan.recompute && d->plan.memory == 0) return true;
     return hpml_graph_budget(hpml_trainer_graph(d->t), (size_t)d->plan.memory, 0) == HPML_OK;
 }
 
-HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
+/* Makes the trainer plan the memory that this rank takes by the plan: part of the model, activations kept, arrays cut.
+   *most: the floats of the largest parameter. False: an error. */
+HPMLC_FN bool hpmlc_dist_measure(hpml_distributed *d, int64_t *most)
 {
     if (d->plan.pipe > 1 && !hpmlc_pipeline_open(d)) return false;
-    if (!hpmlc_plan_fits(d)) return false;
-    if (!hpmlc_layout_open(d)) return false;
+    return hpmlc_plan_fits(d) && hpmlc_layout_plan(d, most);
+}
+
+HPMLC_FN bool hpmlc_dist_open(hpml_distributed *d)
+{
+    int64_t most;
+    if (!hpmlc_dist_measure(d, &most) || !hpmlc_layout_open(d, most)) return false;
     const size_t buffers = (size_t)d->layout.buffer_total;
     d->stats.sum     = (double *)hpmlc_dist_alloc(d, sizeof(double) * (HPMLC_STATS + buffers));
     d->stats.buffers = (float *)hpmlc_dist_alloc(d, sizeof(float) * (buffers + 1));
@@ -12812,9 +12880,9 @@ HPMLC_FN hpml_status hpmlc_shard_set(const hpml_distributed *d)
     return hpml_trainer_set_shard(d->t, rank, workers, batch, d->layout.grain);
 }
 
-HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan)
+/* Returns a distribution with its plan, checked and complete, which is not attached yet; NULL: an error. */
+HPMLC_FN hpml_distributed *hpmlc_dist_new(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan)
 {
-    HPMLC_ZERO(hpml_hooks, hooks);
     HPMLC_DESC(hpml_plan, settings, plan);
     if (hpmlc_failed(c) || !t) return NULL;
     if (!plan && c->mesh) settings = c->mesh->plan;
@@ -12832,6 +12900,26 @@ HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const 
     d->copies.first = d->c->rank;
     d->copies.count = 1;
     d->copies.all   = d->c->size;
+    return d;
+}
+
+HPML_API hpml_status hpml_distribute_memory(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan, hpml_memory *out)
+{
+    int64_t most;
+    if (!c || !out) return c ? hpmlc_fail(c, HPML_ERR_ARGUMENT, "distribute memory: out NULL") : HPML_ERR_ARGUMENT;
+    hpml_distributed *d = hpmlc_dist_new(t, c, plan);
+    if (!d) return t ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
+    if (hpmlc_dist_measure(d, &most)) hpml_graph_memory(hpml_trainer_graph(t), out);
+    hpmlc_dist_close(d);
+    return hpml_ctx_status(c->ctx);
+}
+
+HPML_API hpml_distributed *hpml_distribute(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan)
+{
+    HPMLC_ZERO(hpml_hooks, hooks);
+    hpml_distributed *d = hpmlc_dist_new(t, c, plan);
+    if (!d) return NULL;
+    const hpml_plan settings = d->plan;
     if (!hpmlc_dist_open(d)) {
         hpmlc_dist_close(d);
         return NULL;
@@ -14196,6 +14284,12 @@ typedef struct hpmlc_deferred { /* statistics of a batchnorm over all micro-batc
     double     count;  /* how many x each of the sums adds up */
 } hpmlc_deferred;
 
+/* What the last stage knows of a pass, and tells the others. */
+typedef struct hpmlc_outcome {
+    float   loss;    /* the mean */
+    int64_t hits[2]; /* see hpml_trainer_hits */
+} hpmlc_outcome;
+
 struct hpmlc_pipeline {
     hpml_distributed *d;
     hpml_trainer     *t;
@@ -14226,8 +14320,8 @@ struct hpmlc_pipeline {
     int32_t           version; /* updates since the pipeline was empty */
     int64_t           base;    /* the trainer's step when the pipeline was empty last */
     bool              stepped; /* true: this step has computed a gradient */
-    float             loss;    /* mean loss of the micro-batch of this stage's last backward pass */
-    double            share;   /* fraction of the samples of .loss that this replica has */
+    hpmlc_outcome     last;    /* of the last micro-batch that has passed this stage backward */
+    double            share;   /* of this replica of the stage in the samples of that micro-batch */
 };
 
 typedef struct hpmlc_pass { /* a call of the hook `pass` */
@@ -14329,34 +14423,47 @@ HPMLC_FN bool hpmlc_stages_set(hpmlc_pipeline *pl)
     return pl->tied != NULL;
 }
 
-/* Cuts the ops into pieces, as the plan says, or so that the piece with most operations has as few as possible. */
+/* Writes to cost (ops) the seconds of each op, by the plan's profile, or its operations. False: an error. */
+HPMLC_FN bool hpmlc_pipeline_costs(hpmlc_pipeline *pl, const hpml_plan *plan, double *cost)
+{
+    const int ops = hpml_graph_op_count(pl->g);
+    if (plan->profile && plan->profile_rows != ops)
+        return hpmlc_fail(pl->c, HPML_ERR_ARGUMENT, "pipeline: the profile has %d ops, and the model has %d; give "
+                          "plan.profile and .profile_rows as hpml_profile returns them for this model",
+                          plan->profile_rows, ops), false;
+    for (int i = 0; i < ops; i++) {
+        const hpml_node *n = hpml_graph_op(pl->g, i);
+        if (plan->profile) cost[i] = plan->profile[i].forward_s + plan->profile[i].backward_s;
+        else cost[i] = hpml_node_flops(n, false) + hpml_node_flops(n, true);
+    }
+    return true;
+}
+
+/* Cuts the ops into pieces, as the plan says, or so that the piece that costs most costs as little as possible. */
 HPMLC_FN bool hpmlc_pipeline_cut(hpmlc_pipeline *pl, const hpml_plan *plan)
 {
     HPMLC_ZERO(hpml_pipe_cut_desc, desc);
     char     why[200];
     int      ops = hpml_graph_op_count(pl->g), count = pl->pieces;
-    double  *flops = (double *)hpml_ctx_alloc(pl->ctx, sizeof *flops * (size_t)(ops + 1), NULL);
+    double  *cost = (double *)hpml_ctx_alloc(pl->ctx, sizeof *cost * (size_t)(ops + 1), NULL);
     hpml_pipe_stage *stages = (hpml_pipe_stage *)hpml_ctx_alloc(pl->ctx, sizeof *stages * (size_t)count, NULL);
-    for (int i = 0; flops && i < ops; i++) {
-        const hpml_node *n = hpml_graph_op(pl->g, i);
-        flops[i] = hpml_node_flops(n, false) + hpml_node_flops(n, true);
-    }
     desc.layers  = ops;
     desc.ranks   = count;
-    desc.seconds = flops;
+    desc.seconds = cost;
     pl->cut[count] = ops;
-    if (!plan->cut && flops && stages && hpml_pipe_cut(&desc, stages, NULL, why, sizeof why) < 0)
+    bool has_costs = cost && stages && hpmlc_pipeline_costs(pl, plan, cost);
+    if (!plan->cut && has_costs && hpml_pipe_cut(&desc, stages, NULL, why, sizeof why) < 0)
         hpmlc_fail(pl->c, HPML_ERR_ARGUMENT, "pipeline: the model's %d ops cannot be cut into %d pieces; take a "
                    "smaller pipe or chunks (%s)", ops, count, why);
-    for (int q = 1; q < count && stages && !hpmlc_failed(pl->c); q++) {
+    for (int q = 1; q < count && has_costs && !hpmlc_failed(pl->c); q++) {
         pl->cut[q] = plan->cut ? plan->cut[q - 1] : stages[q].first;
         if (pl->cut[q] <= pl->cut[q - 1] || pl->cut[q] >= ops)
             hpmlc_fail(pl->c, HPML_ERR_ARGUMENT, "pipeline: piece %d begins at op %d, expected an op after %d and "
                        "before %d; correct plan.cut", q, pl->cut[q], pl->cut[q - 1], ops);
     }
-    hpml_ctx_release(pl->ctx, flops);
+    hpml_ctx_release(pl->ctx, cost);
     hpml_ctx_release(pl->ctx, stages);
-    return !hpmlc_failed(pl->c);
+    return hpml_broadcast(pl->d->all, pl->cut, sizeof *pl->cut * (size_t)(count + 1), 0) == HPML_OK;
 }
 
 /* Makes each piece that this rank runs a part of the graph, with a slot (set of activations) for each micro-batch in
@@ -14498,7 +14605,7 @@ HPMLC_FN void hpmlc_norms_step(hpmlc_pipeline *pl, bool begin)
 
 HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, const hpml_pipe_task *task)
 {
-    int64_t     at = hpmlc_pass_flows(pl, pass) ? 0 : task->micro * pl->rows;
+    int64_t     at = hpmlc_pass_flows(pl, pass) ? 0 : hpmlc_min(task->micro * pl->rows, pass->samples);
     int64_t     samples = hpmlc_min(pl->rows, pass->samples - at);
     bool        defers  = pass->train && pass->micro > 1;
     float       loss    = 0;
@@ -14526,10 +14633,11 @@ HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *p
     const bool  flows = hpmlc_pass_flows(pl, pass), weights = task->work == HPML_PIPE_BACKWARD_WEIGHTS;
     hpml_half   half  = weights ? HPML_HALF_WEIGHTS : HPML_HALF_BOTH;
     int64_t     samples = pl->samples[task->slot];
-    bool        adds = pass->accumulate || (!flows && task->micro > 0);
+    bool        adds = pass->accumulate || (!flows && task->micro > 0 && pl->d->plan.shard < 2);
     bool        last = pass->last && !flows && task->micro + 1 == pass->micro;
     float       scale  = flows || pass->samples == 0 ? 1 : (float)((double)samples / (double)pass->samples);
     hpml_status status = weights ? HPML_OK : hpmlc_slot_wait(pl, task->slot);
+    pl->d->final = last;
     if (task->work == HPML_PIPE_BACKWARD_INPUTS) half = HPML_HALF_INPUTS;
     if (status == HPML_OK) status = hpml_graph_slot(pl->g, task->slot);
     for (int i = 0; i < pl->edges && status == HPML_OK && !weights; i++) {
@@ -14553,9 +14661,11 @@ HPMLC_FN hpml_status hpmlc_task_run(hpmlc_pipeline *pl, hpmlc_pass *pass, const 
     hpml_status status  = HPML_OK;
     const char *name    = forward ? "stage forward" : "stage backward";
     if (task->work == HPML_PIPE_UPDATE || !(forward || pass->train)) return HPML_OK;
+    pl->d->piped = task->micro;
     if (forward) status = hpmlc_task_forward(pl, pass, task);
     else status = hpmlc_task_backward(pl, pass, task);
     if (task->work == HPML_PIPE_BACKWARD_WEIGHTS) name = "stage weights";
+    pl->d->piped = 0;
     hpmlc_span(pl->c, name, start, hpml_comm_now(pl->c), task->micro);
     return status;
 }
@@ -14603,8 +14713,8 @@ HPMLC_FN void hpmlc_stash_use(hpmlc_pipeline *pl, int version)
 }
 
 /* Replaces the gradients of this rank, one of the replicas of a stage, by their mean over all replicas (.sum: by their
-   sum), and batchnorm's running statistics by their mean. The means are weighted by the replicas' samples of the last
-   micro-batch that has passed the stage backward. */
+   sum; with shard 1 only in the block that this rank steps), and batchnorm's running statistics by their mean. Means
+   are weighted by the replicas' samples of the last micro-batch that has passed the stage backward. */
 HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
 {
     hpml_distributed   *d = pl->d;
@@ -14613,7 +14723,8 @@ HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
     hpml_status         status;
     if (d->c->size == 1) return HPML_OK;
     for (int64_t k = 0; k < l->span && !d->plan.sum; k++) l->first[k] *= (float)pl->share;
-    status = hpmlc_reduce_all(d->c, l->first, l->span, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
+    if (d->plan.shard > 0) status = hpmlc_shard_blocks(d, false);
+    else status = hpmlc_reduce_all(d->c, l->first, l->span, HPML_ELEMENT_F32, HPML_SUM, d->plan.algorithm);
     if (n == 0 || status != HPML_OK) return status;
     hpmlc_buffers_copy(d, d->stats.buffers, false);
     for (int64_t k = 0; k < n; k++) d->stats.buffers[k] *= (float)pl->share;
@@ -14638,30 +14749,31 @@ HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
     hpml_trainer_set_step(pl->t, pl->base + micro);
     hpml_status status = hpmlc_stash_mean(pl);
     if (status == HPML_OK) status = hpml_trainer_apply(pl->t, 0, hpml_param_count(pl->ctx));
+    if (status == HPML_OK && pl->d->plan.shard > 0) status = hpmlc_shard_blocks(pl->d, true);
     hpml_trainer_set_step(pl->t, step);
     pl->version++;
     return status;
 }
 
-/* Sets pl->loss to the loss of the micro-batch, of `samples` samples, whose backward pass this stage has just run: on
-   the last stage from `pass`, as the mean over its replicas, else received from the next stage. Then sends this loss to
-   the previous stage. */
-HPMLC_FN hpml_status hpmlc_stash_loss(hpmlc_pipeline *pl, const hpmlc_pass *pass, int64_t samples)
+/* Sets pl->last to loss and hits of the micro-batch, of `samples` samples, whose backward pass this stage has just run:
+   on the last stage from `pass`, over all its replicas, else received from the next stage. Then sends them to the
+   previous stage. */
+HPMLC_FN hpml_status hpmlc_stash_outcome(hpmlc_pipeline *pl, const hpmlc_pass *pass, int64_t samples)
 {
     const int   rank = pl->c->rank, tag = 2 * pl->edges;
-    double      sums[2] = { (double)samples, (double)samples * pass->loss }, loss = pass->loss;
+    double      sums[4] = { (double)samples, (double)samples * pass->loss, 0, 0 };
     hpml_comm  *replicas = pl->d->c;
     hpml_status status = HPML_OK;
-    pl->share = 1;
-    if (replicas->size > 1) {
-        status    = hpmlc_reduce_all(replicas, sums, 2, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
-        pl->share = (double)samples / sums[0];
-        loss      = sums[1] / sums[0];
-    }
+    if (rank + 1 == pl->desc.stages) hpml_trainer_hits(pl->t, pl->last.hits);
+    for (int k = 0; k < 2; k++) sums[2 + k] = (double)pl->last.hits[k];
+    if (replicas->size > 1) status = hpmlc_reduce_all(replicas, sums, 4, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     if (status != HPML_OK) return status;
-    if (rank + 1 == pl->desc.stages) pl->loss = (float)loss;
-    else status = hpml_recv(pl->c, rank + 1, tag, &pl->loss, sizeof pl->loss);
-    if (rank > 0 && status == HPML_OK) status = hpml_send(pl->c, rank - 1, tag, &pl->loss, sizeof pl->loss);
+    pl->share = replicas->size > 1 ? (double)samples / sums[0] : 1;
+    if (rank + 1 == pl->desc.stages) {
+        pl->last.loss = (float)(replicas->size > 1 ? sums[1] / sums[0] : pass->loss);
+        for (int k = 0; k < 2; k++) pl->last.hits[k] = (int64_t)sums[2 + k];
+    } else status = hpml_recv(pl->c, rank + 1, tag, &pl->last, sizeof pl->last);
+    if (rank > 0 && status == HPML_OK) status = hpml_send(pl->c, rank - 1, tag, &pl->last, sizeof pl->last);
     return status;
 }
 
@@ -14686,7 +14798,7 @@ HPMLC_FN hpml_status hpmlc_stash_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass, boo
         status = hpmlc_task_run(pl, pass, &task);
         hpmlc_stash_use(pl, pl->version);
         if (task.work == HPML_PIPE_BACKWARD && status == HPML_OK)
-            status = hpmlc_stash_loss(pl, pass, pl->samples[task.slot]);
+            status = hpmlc_stash_outcome(pl, pass, pl->samples[task.slot]);
     }
     return status;
 }
@@ -14709,31 +14821,42 @@ HPMLC_FN hpml_status hpmlc_pass_output(hpmlc_pipeline *pl, const hpmlc_pass *pas
     return hpml_broadcast(pl->c, out + pass->first * floats, (size_t)(pass->samples * floats) * sizeof *out, root);
 }
 
-/* The trainer's hook `pass`: runs this stage's tasks. All stages get the loss and, of an evaluation, the output. */
-HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t HPMLC_UNUSED, const hpml_moment *at, int64_t first,
+/* Sends loss and hits of a pass that leaves the pipeline empty from the last stage to all stages, of an evaluation the
+   output, too. */
+HPMLC_FN hpml_status hpmlc_pass_outcome(hpmlc_pipeline *pl, const hpmlc_pass *pass, hpmlc_outcome *out)
+{
+    out->loss = (float)pass->loss;
+    hpml_trainer_hits(pl->t, out->hits);
+    hpml_status status = hpml_broadcast(pl->c, out, sizeof *out, pl->desc.stages - 1);
+    return status == HPML_OK && !pass->train ? hpmlc_pass_output(pl, pass) : status;
+}
+
+/* The trainer's hook `pass`: runs this stage's tasks. All stages get the loss, the number of right predictions and, of
+   an evaluation, the output. */
+HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t, const hpml_moment *at, int64_t first,
                                          int64_t samples, float grad_scale, bool accumulate, float *loss)
 {
     hpmlc_pipeline *pl = (hpmlc_pipeline *)user;
-    const int64_t   micro = hpmlc_max(1, (samples + pl->rows - 1) / pl->rows);
+    const int64_t   full  = pl->d->plan.shard > 1 ? pl->d->plan.micro : 1; /* each has its exchanges, on all ranks */
+    const int64_t   micro = hpmlc_max(full, (samples + pl->rows - 1) / pl->rows);
     hpmlc_pass      pass = { first, samples, grad_scale, accumulate, at->pass != HPML_PASS_EVALUATE,
                              at->batch + 1 >= at->batches, (int32_t)micro, 0 };
     hpml_status     status;
-    float           mean;
+    HPMLC_ZERO(hpmlc_outcome, out);
     if (pass.train && hpmlc_pipe_stashes(pl->desc.kind)) {
         if (pl->walk.forwards == 0) hpmlc_stash_begin(pl);
         status = hpmlc_stash_tasks(pl, &pass, false);
-        mean   = pl->loss;
+        out    = pl->last;
     } else {
         bool defers = pass.train && pass.micro > 1;
         if (defers) hpmlc_norms_step(pl, true);
         status = hpmlc_pass_tasks(pl, &pass);
         if (defers) hpmlc_norms_step(pl, false);
         for (int s = 0; s < pl->slots && status == HPML_OK; s++) status = hpmlc_slot_wait(pl, s);
-        mean = (float)pass.loss;
-        if (status == HPML_OK) status = hpml_broadcast(pl->c, &mean, sizeof mean, pl->desc.stages - 1);
-        if (status == HPML_OK && !pass.train) status = hpmlc_pass_output(pl, &pass);
+        if (status == HPML_OK) status = hpmlc_pass_outcome(pl, &pass, &out);
     }
-    if (loss) *loss = mean;
+    if (status == HPML_OK && pass.train) hpml_trainer_set_hits(t, out.hits);
+    if (loss) *loss = out.loss;
     return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
 }
 
@@ -14762,6 +14885,9 @@ HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl)
     hpmlc_stash_begin(pl);
     return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
 }
+
+/* True if several stages read one parameter. */
+HPMLC_FN bool hpmlc_pipeline_ties(const hpmlc_pipeline *pl) { return pl->ties > 0; }
 
 /* Adds up the gradients of each parameter that several stages read: the first of these stages adds the gradients of the
    others to its own, the last stage's first, and sends the sum to the others; so all of them step by the same bits. */
@@ -14854,10 +14980,10 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
     pl->cut         = (int32_t *)hpmlc_dist_alloc(d, sizeof *pl->cut * ((size_t)pl->pieces + 1));
     if (!pl->cut || !hpmlc_pipeline_cut(pl, &d->plan) || !hpmlc_edges_find(pl) || !hpmlc_stages_set(pl)) return false;
     if (!hpmlc_pipeline_parts(pl) || !hpmlc_norms_open(pl) || !hpmlc_pipeline_arrays(pl)) return false;
-    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard == 0; /* sync calls hpmlc_pipeline_join */
+    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard < 2; /* calls hpmlc_pipeline_join */
     if (pl->ties == 0 || (joins && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
     return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "pipeline: parameter \"%s\" is read by several stages, which have to "
-                      "step it with one gradient; take strategy sync without shard and schedule gpipe or 1f1b",
+                      "step it with one gradient; take strategy sync, shard 0 or 1, and schedule gpipe or 1f1b",
                       hpml_param_at(d->ctx, pl->tied[0].param)->name), false;
 }
 

@@ -17,7 +17,8 @@ static hpml_status plan_train(hpml_comm *c, void *user)
     plan_trial   *j     = (plan_trial *)user;
     hpml_ctx     *ctx   = hpml_comm_ctx(c);
     if (j->plan.shard > 0) hpml_comm_set_plan(c, &j->plan);
-    bool          late  = j->plan.shard > 0 || j->plan.pipe > 1 || j->plan.recompute || j->plan.memory > 0;
+    bool          late  = j->plan.shard > 0 || j->plan.pipe > 1 || j->plan.recompute || j->plan.memory > 0 ||
+                          j->plan.host_optimizer;
     hpml_ctx_defer(ctx, late);
     hpml_tensor  *x     = hpml_input_2d(ctx, 6, INPUTS);
     hpml_tensor  *h     = hpml_dropout(hpml_relu(hpml_batchnorm(hpml_linear(x, 16, NULL), NULL)), 0.1f);

@@ -1113,13 +1113,14 @@ static hpml_status fail_check(hpml_comm *c, void *user)
     fail_case   *k = (fail_case *)user;
     hpml_ctx    *ctx = hpml_comm_ctx(c);
     hpml_custom  bad = { .name = "bad", .forward = fail_forward };
-    set_group(c, HPML_AXIS_SEQUENCE);
-    hpml_tensor *x = k->layer < 2 ? hpml_input_3d(ctx, 2, 4, 6) : hpml_input_4d(ctx, 2, 3, 4, 4), *y = x;
+    set_group(c, k->layer == 4 ? HPML_AXIS_EXPERT : HPML_AXIS_SEQUENCE);
+    hpml_tensor *x = k->layer % 4 < 2 ? hpml_input_3d(ctx, 2, 4, 6) : hpml_input_4d(ctx, 2, 3, 4, 4), *y = x;
     if (hpml_comm_rank(c) == 2) y = hpml_custom_op(&x, 1, &bad);
     if (k->layer == 0) y = hpml_ring_attention(y, &(hpml_attention_desc){ .heads = 1 });
     if (k->layer == 1) y = hpml_layer_reduce(y, HPML_AXIS_SEQUENCE, 0);
     if (k->layer == 2) y = hpml_conv2d_rows(y, 4, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1 });
     if (k->layer == 3) y = hpml_local2d(y, 2, &(hpml_local2d_desc){ .kernel = 3, .rows = 2, .cols = 2 });
+    if (k->layer == 4) y = hpml_experts(y, &(hpml_experts_desc){ .experts = 4, .hidden = 4 }, NULL);
     hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
     hpml_graph_forward(g, false, 0);
     hpml_barrier(c); /* halos need neighbours alone: a rank that is none learns of the failure in the next collective */
@@ -1128,7 +1129,7 @@ static hpml_status fail_check(hpml_comm *c, void *user)
 }
 TEST(a_rank_that_fails_is_named_by_all_ranks_of_its_group)
 {
-    for (int layer = 0; layer < 4; layer++) {
+    for (int layer = 0; layer < 5; layer++) {
         fail_case        k = { .layer = layer };
         hpml_launch_desc d = { .ranks = 4, .timeout = 20, .ctx = { .threads = 1 } };
         ENSURE(hpml_launch(&d, fail_check, &k, NULL, 0) != HPML_OK && strstr(k.text[2], "the sensor is broken"));

@@ -233,11 +233,13 @@ TEST(a_plan_is_set_once_and_before_the_model)
 
 TEST(all_factorizations_train_as_one_rank)
 {
-    ENSURE(factorizations(HPML_TRANSPORT_THREADS, 8) > 0);
+    ENSURE(factorizations(HPML_TRANSPORT_THREADS, 8) == 40); /* each of the ten with shard 0 to 3 */
 }
 
 static const hpml_plan splits[] = {
     { .tensor = 2 }, { .data = 1, .tensor = 8 }, { .pipe = 4 }, { .pipe = 2, .tensor = 2 }, { .pipe = 2, .tensor = 4 },
+    { .pipe = 4, .schedule = HPML_PIPE_1F1B, .shard = 3 }, { .pipe = 2, .tensor = 2, .shard = 2 },
+    { .pipe = 4, .schedule = HPML_PIPE_STASH, .shard = 1 }, { .pipe = 2, .schedule = HPML_PIPE_ZERO_BUBBLE },
 };
 
 /* A rank that fails is named by all others, whatever its place. */
@@ -325,6 +327,8 @@ TEST(a_checkpoint_of_a_mesh_is_that_of_one_rank)
         { "tensor=2,pipe=2", "", 8, 1 },
         { "pipe=2", "tensor=2", 4, 4 },
         { "shard=1,tensor=2", "pipe=2", 4, 4 },
+        { "shard=3,pipe=2", "shard=2,pipe=2,schedule=1f1b", 4, 4 },
+        { "shard=1,pipe=2,schedule=1f1b", "shard=3,pipe=2,tensor=2", 4, 8 },
         { "pipe=2,tensor=2,codec=onebit,codec.min_elements=16", "codec=onebit,codec.min_elements=16", 8, 2 },
         { "pipe=2,delayed=1", "tensor=2,delayed=1", 4, 4 },
         { "pipe=2,strategy=block,period=2", "strategy=block,period=2", 4, 2 },
@@ -355,6 +359,30 @@ TEST(a_checkpoint_of_a_mesh_is_that_of_one_rank)
     ENSURE(resumes("shard=3", 4, NULL, 2, paths[1]));
     ENSURE(resumes("shard=3", 4, paths[1], 2, paths[2]));
     ENSURE(same_files(paths[0], paths[2]));
+    for (int i = 0; i < 3; i++) remove(paths[i]);
+}
+
+/* All factorizations of 8 ranks begin with the bytes of one rank's file, and write the bytes of a file that they have
+   loaded. */
+TEST(files_of_all_factorizations_are_those_of_one_rank)
+{
+    static const char *const paths[] = { "build/mesh_first.ckpt", "build/mesh_later.ckpt", "build/mesh_ours.ckpt" };
+    int plans = 0;
+    ENSURE(resumes("", 1, NULL, 0, paths[0]) && resumes("", 1, NULL, 2, paths[1]));
+    ENSURE(!same_files(paths[0], paths[1]));
+    for (int pipe = 1; pipe <= 8; pipe *= 2)
+        for (int tensor = 1; tensor * pipe <= 8; tensor *= 2)
+            for (int shard = 0; shard <= 3; shard += 3, plans++) {
+                char plan[60];
+                snprintf(plan, sizeof plan, "pipe=%d,tensor=%d,shard=%d", pipe, tensor, shard);
+                ENSURE(resumes(plan, 8, NULL, 0, paths[2]));
+                if (!same_files(paths[0], paths[2])) printf("    %s: first values\n", plan);
+                ENSURE(same_files(paths[0], paths[2]));
+                ENSURE(resumes(plan, 8, paths[1], 0, paths[2]));
+                if (!same_files(paths[1], paths[2])) printf("    %s: loaded\n", plan);
+                ENSURE(same_files(paths[1], paths[2]));
+            }
+    ENSURE(plans == 20);
     for (int i = 0; i < 3; i++) remove(paths[i]);
 }
 

@@ -1,5 +1,6 @@
 /* Parts and slots of a graph: a model cut at every op into parts on contexts of their own, which run one after another
    as a pipeline would, against the same model in one piece; memory of slots; results computed again. */
+#include <time.h>
 #include "../hpml.h"
 #include "test.h"
 
@@ -426,6 +427,116 @@ TEST(a_graph_without_segments_cuts_itself_for_a_budget)
     ENSURE_ERROR(d.ctx, hpml_graph_budget(d.g, all, 0) != HPML_OK, HPML_ERR_STATE, "memory already");
     ENSURE_ERROR(d.ctx, hpml_graph_retain(d.g, 0, 1, HPML_RETAIN_SWAP) != HPML_OK, HPML_ERR_STATE, "memory already");
     ENSURE(train(&d) == want);
+}
+
+/* ---- copies to host memory and back while ops run ---- */
+
+/* Ops and copies that sleep, and when they do. */
+enum { ASLEEP = 8, SPANS = 64 }; /* layers; most spans of one kind in a step */
+#define OP_S   0.010
+#define COPY_S 0.003
+typedef struct spans { double begin[SPANS], end[SPANS]; int count; } spans;
+static spans ops_slept, copies_slept;
+static bool  copies_sleep, copies_fail;
+
+static void sleep_for(spans *s, double seconds)
+{
+    const struct timespec time = { 0, (long)(1e9 * seconds) };
+    const int k = __atomic_fetch_add(&s->count, 1, __ATOMIC_RELAXED);
+    if (k >= SPANS) return;
+    s->begin[k] = hpml_now();
+    nanosleep(&time, NULL);
+    s->end[k] = hpml_now();
+}
+
+static hpml_status sleeping_read(void *device, void *host, const void *src, size_t bytes)
+{
+    if (copies_sleep && bytes > 1000) sleep_for(&copies_slept, COPY_S);
+    if (copies_sleep && copies_fail) return HPML_ERR_WRITE;
+    return hpml_backend_cpu()->read(device, host, src, bytes);
+}
+static hpml_status sleeping_write(void *device, void *dst, const void *host, size_t bytes)
+{
+    if (copies_sleep && bytes > 1000) sleep_for(&copies_slept, COPY_S);
+    return hpml_backend_cpu()->write(device, dst, host, bytes);
+}
+static hpml_status bend_forward(const hpml_run *run, hpml_node *n)
+{
+    (void)run;
+    if (copies_sleep) sleep_for(&ops_slept, OP_S);
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) n->out->data[i] = tanhf(n->src[0]->data[i]);
+    return HPML_OK;
+}
+static hpml_status bend_backward(const hpml_run *run, hpml_node *n)
+{
+    float dx[BATCH * WIDTH];
+    if (copies_sleep) sleep_for(&ops_slept, 2 * OP_S);
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
+        const float y = tanhf(n->src[0]->data[i]);
+        dx[i] = (1 - y * y) * n->out->grad[i];
+    }
+    hpml_node_give(run, n, 0, dx);
+    return HPML_OK;
+}
+
+/* Trains a chain of layers whose results are swapped; returns the hash of the parameters. */
+static uint64_t train_asleep(bool swaps)
+{
+    const size_t      bytes  = BATCH * WIDTH * sizeof(float);
+    hpml_backend      device = *hpml_backend_cpu();
+    const hpml_custom bend = { .name = "bend", .forward = bend_forward, .backward = bend_backward, .keeps = 1,
+                                 .flops = 8 * (double)bytes * OP_S / COPY_S }; /* a byte is copied in 8 operations */
+    float             x[BATCH * IN];
+    int32_t           y[BATCH];
+    fill(x, y);
+    device.read  = sleeping_read;
+    device.write = sleeping_write;
+    hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .seed = 3, .backend = &device });
+    hpml_ctx_defer(ctx, true);
+    hpml_tensor *in = hpml_input_2d(ctx, BATCH, IN), *h = hpml_linear(in, WIDTH, NULL);
+    for (int i = 0; i < ASLEEP; i++) h = hpml_custom_op(&h, 1, &bend);
+    h = hpml_linear(h, CLASSES, NULL);
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = in, .output = h, .lr = 0.1f });
+    for (int i = 0; i < ASLEEP && swaps; i++) hpml_graph_retain(hpml_trainer_graph(t), i, i + 1, HPML_RETAIN_SWAP);
+    hpml_trainer_step(t, x, y, BATCH, NULL);
+    ops_slept.count = copies_slept.count = 0;
+    copies_sleep = swaps;
+    hpml_status status = hpml_trainer_step(t, x, y, BATCH, NULL);
+    copies_sleep  = false;
+    uint64_t hash = status == HPML_OK ? hpml_param_hash(ctx) : 0;
+    hpml_ctx_free(ctx);
+    return hash;
+}
+
+/* A result is copied out while the next layers run, and copied back in while later layers' backward passes run: of the
+   time that copies take at least 80 % is hidden. Of several trials the best counts, as a busy machine sleeps long. */
+TEST(copies_run_while_ops_run)
+{
+    const uint64_t want = train_asleep(false);
+    double         best = 0;
+    ENSURE(want != 0);
+    for (int trial = 0; trial < 5 && best < 0.8; trial++) {
+        ENSURE(train_asleep(true) == want);
+        double all = 0, hidden = 0;
+        for (int i = 0; i < copies_slept.count; i++) {
+            all += copies_slept.end[i] - copies_slept.begin[i];
+            for (int k = 0; k < ops_slept.count; k++)
+                hidden += fmax(0, fmin(copies_slept.end[i], ops_slept.end[k]) -
+                                  fmax(copies_slept.begin[i], ops_slept.begin[k]));
+        }
+        ENSURE(copies_slept.count == 2 * ASLEEP && ops_slept.count == 2 * ASLEEP);
+        best = fmax(best, hidden / all);
+    }
+    printf("    %.0f %% of the time of copies is hidden\n", 100 * best);
+    ENSURE(best >= 0.8);
+}
+
+/* A copy that fails ends the step with its status. */
+TEST(a_copy_that_fails_ends_the_step)
+{
+    copies_fail = true;
+    ENSURE(train_asleep(true) == 0);
+    copies_fail = false;
 }
 
 /* ---- the backward pass in two halves ---- */

@@ -15,14 +15,16 @@ typedef struct job {
     int       fits;         /* not 0: trains by hpml_trainer_fit on so many samples; the last batch is short */
     hpml_opt  optimizer;
     float     clip;         /* clip_norm */
+    bool      slow;         /* the network is, in virtual time, so that exchanges run in the background */
     bool      again;        /* the results of groups of three layers are computed again */
     const int32_t *cut;
     /* results */
     double    worst;        /* largest difference of a parameter from one rank's */
-    double    loss, outputs; /* differences of the loss, of predicted outputs and the evaluated loss */
+    double    loss, accuracy; /* differences of a step's loss and accuracy, on all ranks */
+    double    outputs;      /* differences of predicted outputs and the evaluated loss */
     double    seconds;      /* of a step */
     int64_t   bytes[8];     /* that rank 0 has sent along the pipe to each stage in the last step */
-    size_t    planned[8];   /* bytes of each rank's activations */
+    size_t    planned[8];   /* bytes of each rank's activations or, without a flush, of its optimizer's states */
     float     mean;         /* the first running mean of a batchnorm */
     int       params[8];    /* parameters with values on each rank */
     char      text[400];    /* of the report */
@@ -89,8 +91,9 @@ static hpml_trainer *record(hpml_ctx *ctx, const job *j, int batch, int accumula
 
 static int steps_of(const job *j) { return j->steps > 0 ? j->steps : 3; }
 
-/* Trains `steps` steps: batches of `batch` samples, each in `parts` calls, of which this rank takes its share. */
-static float train(hpml_trainer *t, const job *j, int batch, int parts, int share, int shares)
+/* Trains `steps` steps: batches of `batch` samples, each in `parts` calls, of which this rank takes its share. Returns
+   the loss of the last step, and *accuracy. */
+static float train(hpml_trainer *t, const job *j, int batch, int parts, int share, int shares, float *accuracy)
 {
     static const int64_t shape[1] = { IN };
     hpml_step_info info = { 0 };
@@ -106,18 +109,19 @@ static float train(hpml_trainer *t, const job *j, int batch, int parts, int shar
         return 0;
     }
     for (int s = 0; s < steps_of(j); s++) {
-        loss = 0;
+        loss = *accuracy = 0;
         for (int i = 0; i < parts; i++) {
             int at = ((j->first + s) * 4 + i * rows * shares + share * rows) % SAMPLES;
             if (at + rows > SAMPLES) at = 0;
             hpml_trainer_step(t, x + at * IN, y + at, rows, &info);
             loss += info.loss / (float)parts;
+            *accuracy += info.accuracy / (float)parts;
         }
     }
     return loss;
 }
 
-typedef struct result { float values[MOST], out[SAMPLES * 10], loss; hpml_metrics metrics; } result;
+typedef struct result { float values[MOST], out[SAMPLES * 10], loss, accuracy; hpml_metrics metrics; } result;
 
 static void judge(hpml_trainer *t, const job *j, result *r) /* predicts and evaluates */
 {
@@ -140,7 +144,7 @@ static result *serial(const job *j, int parts)
     hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .seed = 4 });
     hpml_trainer *t   = record(ctx, j, j->batch / parts, parts * (j->accumulate > 0 ? j->accumulate : 1));
     r->loss = train(t, j, j->batch * (j->accumulate > 0 ? j->accumulate : 1),
-                    parts * (j->accumulate > 0 ? j->accumulate : 1), 0, 1);
+                    parts * (j->accumulate > 0 ? j->accumulate : 1), 0, 1, &r->accuracy);
     for (int k = 0, at = 0; k < hpml_param_count(ctx); k++) {
         hpml_tensor *p = hpml_param_at(ctx, k);
         memcpy(r->values + at, p->data, (size_t)hpml_tensor_count(p) * sizeof(float));
@@ -153,6 +157,23 @@ static result *serial(const job *j, int parts)
 }
 
 static result *expected;
+
+/* The largest difference of a parameter from one rank's: of those with values here or, `joined`, of all. */
+static double differs(hpml_trainer *t, bool joined)
+{
+    static __thread float whole[MOST];
+    hpml_ctx *ctx   = hpml_trainer_settings(t)->input->ctx;
+    double    worst = 0;
+    for (int k = 0, place = 0; k < hpml_param_count(ctx); k++) {
+        const hpml_tensor *p  = hpml_param_at(ctx, k);
+        const float       *at = p->data;
+        if (joined && hpml_trainer_collect(t, k, HPML_ARRAY_VALUES, whole) == HPML_OK) at = whole;
+        for (int64_t i = 0; at && i < hpml_tensor_count(p); i++)
+            worst = fmax(worst, fabs((double)at[i] - (double)expected->values[place + i]));
+        place += (int)hpml_tensor_count(p);
+    }
+    return worst;
+}
 
 static hpml_status rank_main(hpml_comm *c, void *user)
 {
@@ -168,7 +189,7 @@ static hpml_status rank_main(hpml_comm *c, void *user)
     if (!d) return hpml_ctx_status(ctx);
     for (int i = 0; i < m->size[HPML_AXIS_PIPE] && rank == 0; i++)
         j->bytes[i] = -hpml_comm_bytes_to(m->axis[HPML_AXIS_PIPE], i);
-    float loss = train(t, j, j->batch * parts, parts, at, data);
+    float accuracy = 0, loss = train(t, j, j->batch * parts, parts, at, data, &accuracy);
     for (int i = 0; i < m->size[HPML_AXIS_PIPE] && rank == 0; i++)
         j->bytes[i] += hpml_comm_bytes_to(m->axis[HPML_AXIS_PIPE], i);
     hpml_distribute_finish(d);
@@ -176,11 +197,11 @@ static hpml_status rank_main(hpml_comm *c, void *user)
     hpml_memory planned;
     hpml_graph_memory(hpml_trainer_graph(t), &planned);
     j->planned[rank] = planned.activations;
-    double worst = 0, outputs = 0, off = data == 1 ? fabs((double)loss - (double)expected->loss) : 0;
+    double worst = differs(t, plan.shard > 2), outputs = 0;
+    double off = data == 1 ? fabs((double)loss - (double)expected->loss) : 0;
+    double hits = data == 1 ? fabs((double)accuracy - (double)expected->accuracy) : 0;
     for (int k = 0, place = 0; k < hpml_param_count(ctx); k++) {
         hpml_tensor *p = hpml_param_at(ctx, k);
-        for (int64_t i = 0; p->data && i < hpml_tensor_count(p); i++)
-            worst = fmax(worst, fabs((double)p->data[i] - (double)expected->values[place + i]));
         if (j->values && p->data && at == 0) { /* two stages have the values of a tied parameter */
             static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER;
             pthread_mutex_lock(&one);
@@ -198,12 +219,13 @@ static hpml_status rank_main(hpml_comm *c, void *user)
         outputs = fmax(outputs, fabs((double)mine.out[i] - (double)expected->out[i]));
     outputs = fmax(outputs, fabs(mine.metrics.loss - expected->metrics.loss));
     outputs = fmax(outputs, fabs(mine.metrics.accuracy - expected->metrics.accuracy));
-    double all[3] = { worst, outputs, off };
-    hpml_allreduce(c, all, 3, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_F64, .reduce = HPML_MAX });
+    double all[4] = { worst, outputs, off, hits };
+    hpml_allreduce(c, all, 4, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_F64, .reduce = HPML_MAX });
     if (rank == 0) {
-        j->worst   = all[0];
-        j->outputs = all[1];
-        j->loss    = all[2];
+        j->worst    = all[0];
+        j->outputs  = all[1];
+        j->loss     = all[2];
+        j->accuracy = all[3];
     }
     return hpml_ctx_status(ctx);
 }
@@ -212,9 +234,10 @@ static hpml_status pipeline(job *j, int ranks, int parts, char text[512])
 {
     text[0]  = 0;
     expected = serial(j, parts);
-    hpml_status status = hpml_launch(&(hpml_launch_desc){ .ranks = ranks, .timeout = 20, .plan = &j->plan,
-                                                          .ctx = { .threads = 1, .seed = 4 } },
-                                     rank_main, j, text, 512);
+    hpml_launch_desc launch = { .ranks = ranks, .timeout = 20, .plan = &j->plan, .ctx = { .threads = 1, .seed = 4 } };
+    if (j->slow) launch.transport = HPML_TRANSPORT_CLOCK;
+    if (j->slow) launch.network.inside.latency = 1e-4;
+    hpml_status status = hpml_launch(&launch, rank_main, j, text, 512);
     free(expected);
     if (status != HPML_OK) printf("    %s\n", text);
     return status;
@@ -244,8 +267,52 @@ TEST(flush_is_one_rank_that_accumulates)
                 ENSURE(pipeline(&j, p, m, text) == HPML_OK);
                 ENSURE(j.worst == 0);
                 ENSURE_NEAR(j.loss, 0, 1e-6);
+                ENSURE_NEAR(j.accuracy, 0, 1e-6);
                 ENSURE_NEAR(j.outputs, 0, 1e-5);
             }
+}
+
+/* A profile of one rank knows that an op takes longer than its operations say. */
+typedef struct profiled { hpml_profile_row rows[64]; int count, ops; hpml_plan plan; int32_t stages[64]; } profiled;
+
+static hpml_status cut_by_profile(hpml_comm *c, void *user)
+{
+    profiled     *p    = (profiled *)user;
+    const job     j    = job_of(MLP, 2, HPML_PIPE_GPIPE, 2, 8);
+    hpml_trainer *t    = record(hpml_comm_ctx(c), &j, 8, 1);
+    hpml_plan     plan = p->plan;
+    if (hpml_comm_rank(c) > 0 && plan.profile_rows == p->count) plan.profile = NULL; /* rank 0 decides */
+    if (!hpml_distribute(t, c, &plan)) return hpml_ctx_status(hpml_comm_ctx(c));
+    for (int k = 0; k < hpml_param_count(hpml_comm_ctx(c)) && hpml_comm_rank(c) == 0; k++)
+        p->stages[k] = hpml_param_at(hpml_comm_ctx(c), k)->param->stage;
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(a_profile_says_where_to_cut)
+{
+    static profiled p;
+    char      text[512] = "";
+    const job j   = job_of(MLP, 2, HPML_PIPE_GPIPE, 2, 8);
+    float     accuracy;
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .seed = 4 });
+    hpml_trainer *t   = record(ctx, &j, 8, 1);
+    hpml_profile_enable(hpml_trainer_graph(t), true);
+    train(t, &j, 8, 1, 0, 1, &accuracy);
+    p.count = hpml_profile(hpml_trainer_graph(t), p.rows, 64);
+    for (int i = 0; i < p.count; i++) p.rows[i].forward_s = p.rows[i].backward_s = 1e-3;
+    p.rows[6].backward_s = 1; /* the seventh layer takes longer than all others */
+    p.plan = j.plan;
+    hpml_launch_desc launch = { .ranks = 2, .timeout = 20, .plan = &j.plan, .ctx = { .threads = 1, .seed = 4 } };
+    ENSURE(p.count > 8 && hpml_launch(&launch, cut_by_profile, &p, text, sizeof text) == HPML_OK);
+    for (int k = 0; k < 16; k++) ENSURE(p.stages[k] == (k >= 8)); /* eight layers of a weight and a bias, halved */
+    p.plan.profile      = p.rows;
+    p.plan.profile_rows = p.count;
+    ENSURE(hpml_launch(&launch, cut_by_profile, &p, text, sizeof text) == HPML_OK);
+    for (int k = 0; k < 16; k++) ENSURE(p.stages[k] == (k >= 12));
+    p.plan.profile_rows = 3;
+    ENSURE(hpml_launch(&launch, cut_by_profile, &p, text, sizeof text) == HPML_ERR_ARGUMENT);
+    ENSURE(strstr(text, "the profile has 3 ops") && strstr(text, "plan.profile"));
+    hpml_ctx_free(ctx);
 }
 
 /* Every parameter is on one stage only. */
@@ -353,6 +420,35 @@ TEST(data_and_pipe)
         ENSURE(pipeline(&j, 4, 1, text) == HPML_OK);
         ENSURE_NEAR(j.worst, 0, 2e-6);
     }
+}
+
+/* Replicas of a stage keep parts of its states, gradients and values: also where a short batch has fewer micro-batches
+   on a rank, or none, with a table that two stages read, and with norms of all gradients. */
+TEST(shards_of_stages)
+{
+    static const struct { model model; const char *plan; int fits, accumulate; float clip; } cases[] = {
+        { MLP, "shard=2", 0, 1, 0 }, { MLP, "shard=3", 29, 1, 0 }, { MLP, "shard=2,schedule=1f1b", 29, 1, 0 },
+        { MLP, "shard=2,schedule=1f1b", 17, 1, 0 }, { MLP, "shard=3,schedule=1f1b", 17, 1, 0 },
+        { SKIP, "shard=2,schedule=1f1b", 0, 2, 0 }, { SKIP, "shard=3,schedule=1f1b", 0, 2, 0 },
+        { MLP, "shard=3,schedule=1f1b", 0, 1, 0.05f }, { MLP, "shard=1,schedule=1f1b", 17, 1, 0 },
+        { SKIP, "shard=1,schedule=interleaved", 0, 2, 0 }, { MLP, "shard=1,schedule=zero_bubble", 29, 1, 0.05f },
+        { TIED, "shard=1,schedule=1f1b", 0, 1, 0 }, { TIED, "shard=1", 29, 1, 0 }, { TIED, "shard=1", 0, 2, 0.05f },
+    };
+    char text[512];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        for (int way = 0; way < 4; way++) {
+            job j = job_of(cases[i].model, 2, HPML_PIPE_GPIPE, 4, cases[i].accumulate > 1 ? 8 : 16);
+            ENSURE(hpml_plan_parse(cases[i].plan, &j.plan, text, sizeof text) == HPML_OK);
+            j.plan.data  = 2;
+            j.slow       = way > 1;
+            j.plan.bucket_bytes = way % 2 ? 1 : 1 << 20;
+            j.fits       = cases[i].fits;
+            j.accumulate = cases[i].accumulate;
+            j.clip       = cases[i].clip;
+            ENSURE(pipeline(&j, 4, 1, text) == HPML_OK);
+            if (!(j.worst <= 2e-6 && j.outputs <= 1e-5)) printf("    case %d: %g, %g\n", (int)i, j.worst, j.outputs);
+            ENSURE(j.worst <= 2e-6 && j.outputs <= 1e-5);
+        }
 }
 
 /* The norm of all gradients is that of all stages, with a table that two stages have once. */
@@ -472,6 +568,7 @@ typedef struct flow {
     int    stage[32];               /* of each parameter */
     float  values[MOST];            /* of this pipeline in the end, each stage's own */
     bool   same;                    /* all replicas of a stage have the same values */
+    float  accuracy[8][16];         /* of the first replica of a stage in each step */
 } flow;
 
 static hpml_status flow_main(hpml_comm *c, void *user)
@@ -484,15 +581,20 @@ static hpml_status flow_main(hpml_comm *c, void *user)
     hpml_trainer *t   = record(ctx, f->j, f->j->batch / replicas, 1);
     hpml_distributed *d = hpml_distribute(t, c, NULL);
     double        differ = 0;
+    float         accuracy = 0;
     if (!d) return hpml_ctx_status(ctx);
     job once = *f->j;
     once.steps = 1;
     for (int s = 0; s < f->j->steps; s++) { /* evaluations between the steps do not disturb micro-batches in flight */
         once.first = s;
-        train(t, &once, f->j->batch, 1, replica, replicas);
+        train(t, &once, f->j->batch, 1, replica, replicas, &accuracy);
+        if (replica == 0 && s < 16) f->accuracy[stage][s] = accuracy;
         if (s % 3 == 2) judge(t, f->j, (result *)memset(mine, 0, sizeof *mine));
     }
     hpml_distribute_finish(d);
+    hpml_memory planned;
+    hpml_graph_memory(hpml_trainer_graph(t), &planned);
+    f->j->planned[hpml_comm_rank(c)] = planned.optimizer;
     for (int k = 0, at = 0; k < hpml_param_count(ctx); k++) {
         hpml_tensor *p = hpml_param_at(ctx, k);
         size_t       n = (size_t)hpml_tensor_count(p);
@@ -589,8 +691,51 @@ TEST(stash_is_one_rank_with_delays)
             j.optimizer = k < 4 ? HPML_OPT_SGD : HPML_OPT_ADAM;
             f.j = &j;
             ENSURE(flows(&f) && f.same);
+            for (int stage = 0, last = j.plan.pipe - 1; stage <= last; stage++)
+                for (int s = 0; s < j.steps; s++) { /* a stage has that of the batch which it has passed back */
+                    const float *all = f.accuracy[last];
+                    ENSURE(f.accuracy[stage][s] == (s < last - stage ? -1 : all[s - (last - stage)]));
+                    ENSURE(all[s] >= 0 && all[s] <= 1);
+                }
             ENSURE_NEAR(stale(&f, j.plan.pipe, kind == HPML_PIPE_VERTICAL), 0, j.plan.data == 2 ? 2e-6 : 1e-6);
         }
+}
+
+/* An optimizer of norms gets those of whole tensors, of the ranks of one stage: every stage steps at its own time. */
+TEST(norms_of_stages_without_a_flush)
+{
+    for (int k = 0; k < 2; k++) {
+        job  j = job_of(MLP, 2, HPML_PIPE_STASH, 0, 8);
+        flow f = { 0 };
+        j.plan.data  = 2;
+        j.plan.shard = k;
+        j.optimizer  = HPML_OPT_LAMB;
+        j.steps      = 7;
+        f.j          = &j;
+        ENSURE(flows(&f) && f.same);
+        ENSURE_NEAR(stale(&f, 2, false), 0, 1e-5);
+    }
+}
+
+/* Replicas that each keep a part of the states train to the bits of replicas that keep all of them. */
+TEST(states_of_stages_without_a_flush_in_parts)
+{
+    static flow whole, parts;
+    for (int k = 0; k < 4; k++) {
+        job j = job_of(k % 2 ? NORM : MLP, 2, k < 2 ? HPML_PIPE_STASH : HPML_PIPE_VERTICAL, 0, 8), cut;
+        j.plan.data      = 2;
+        j.plan.algorithm = HPML_RING;
+        j.optimizer      = k % 2 ? HPML_OPT_SGD : HPML_OPT_ADAM;
+        j.steps          = 7;
+        j.fits           = k == 3 ? 17 : 0;
+        cut            = j;
+        cut.plan.shard = 1;
+        whole.j = &j;
+        parts.j = &cut;
+        ENSURE(flows(&whole) && flows(&parts) && whole.same && parts.same);
+        ENSURE(memcmp(whole.values, parts.values, sizeof whole.values) == 0);
+        ENSURE(cut.planned[0] < j.planned[0] && cut.planned[3] < j.planned[3]);
+    }
 }
 
 /* Running statistics are those of all replicas; a last batch that leaves one replica without samples. */
@@ -734,6 +879,9 @@ TEST(refusals)
         { "pipe=2,chunks=2", "chunks", 16 },
         { "pipe=2,sync_batchnorm=1", "sync_batchnorm", 16 },
         { "schedule=stash", "schedule", 16 },
+        { "pipe=2,schedule=interleaved,shard=2", "take schedule gpipe or 1f1b, or shard=1", 16 },
+        { "pipe=2,schedule=zero_bubble,shard=3", "take schedule gpipe or 1f1b, or shard=1", 16 },
+        { "pipe=2,schedule=stash,shard=3", "take schedule gpipe or 1f1b, or shard=1", 16 },
     };
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
         hpml_plan       plan = { 0 };

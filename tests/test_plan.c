@@ -171,12 +171,13 @@ static const refusal refusals[] = {
     { "strategy=local,shard=1", { .ranks = 4, .batch = 6 }, { "strategy", "shard", "shard 0" } },
     { "strategy=local", { .ranks = 4, .batch = 6, .device = true, .host_states = true },
       { "host_optimizer", "states", "strategy sync" } },
-    { "shard=2,pipe=2", { .ranks = 4, .batch = 6 }, { "micro-batches", "shard", "shard=1" } },
+    { "shard=2,pipe=2,schedule=interleaved", { .ranks = 4, .batch = 6 }, { "interleaved", "shard", "shard=1" } },
     { "recompute=1,memory=1000000", { .ranks = 4, .batch = 6 }, { "recompute", "memory", "leave one of them out" } },
     { "shard=1,delayed=1", { .ranks = 4, .batch = 6 }, { "delayed", "shard", "shard 0" } },
     { "shard=1,codec=onebit", { .ranks = 4, .batch = 6 }, { "codec", "shard", "codec none" } },
     { "shard=1,algorithm=tree", { .ranks = 4, .batch = 6 }, { "algorithm", "shard", "auto or ring" } },
     { "shard=1", { .ranks = 4, .batch = 6, .steps_whole = true }, { "optimizer", "shard", "another optimizer" } },
+    { "host_optimizer=1", { FOUR_RANKS }, { "host_optimizer", "device", "leave it out" } },
     { "shard=1", { .ranks = 4, .batch = 6, .device = true }, { "device", "shard", "CPU backend" } },
     { "strategy=hogwild", { FOUR_RANKS, .sparse = 1 }, { "hogwild", "virtual time", "transport threads" } },
     { "strategy=ps,servers=2,tensor=2", { FOUR_RANKS }, { "servers", "tensor", "strategy sync" } },
@@ -195,7 +196,8 @@ static const refusal refusals[] = {
     { "pipe=2", { FOUR_RANKS, .device = 1 }, { "pipeline", "device", "take pipe=1" } },
     { "pipe=2,sync_batchnorm=1", { FOUR_RANKS }, { "sync_batchnorm", "pipe", "leave it out" } },
     { "pipe=2,micro=2", { FOUR_RANKS, .mixes_samples = 1 }, { "micro", "mixes", "take micro=1" } },
-    { "pipe=2,schedule=stash,shard=1", { FOUR_RANKS }, { "stash", "shard", "take schedule 1f1b" } },
+    { "pipe=2,schedule=stash,delayed=1", { FOUR_RANKS }, { "stash", "delayed", "take schedule 1f1b" } },
+    { "pipe=2,schedule=stash", { FOUR_RANKS, .clips = true }, { "stash", "clip_norm", "take schedule 1f1b" } },
     { "pipe=4,schedule=vertical", { .ranks = 4, .batch = 6, .accumulate = 2 },
       { "vertical", "accumulate", "set accumulate to 1" } },
 };
@@ -356,6 +358,34 @@ TEST(recompute_and_memory_change_no_bit)
     }
     plan_trial none = { .plan = plan_of("memory=100") };
     ENSURE(run(&none) == HPML_ERR_MEMORY && strstr(none.text, "the least that was found is"));
+}
+
+static hpml_status device_steps(void *device, hpml_ctx *ctx, const hpml_update *updates, int count)
+{
+    (void)device, (void)updates, (void)count;
+    return hpml_ctx_fail(ctx, HPML_ERR_STATE, "the device steps");
+}
+
+/* On a device (here with memory of the host) a plan with host_optimizer steps on the host: the bits of the CPU. */
+TEST(a_plan_keeps_states_of_a_device_on_the_host)
+{
+    hpml_backend device = *hpml_backend_cpu();
+    uint64_t     want   = 0;
+    device.name   = "away";
+    device.host   = false;
+    device.update = device_steps;
+    for (int i = 0; i < 3; i++) {
+        plan_trial       j = { .plan = plan_of(i == 1 ? "host_optimizer=1" : "") };
+        hpml_launch_desc l = { .transport = HPML_TRANSPORT_CLOCK, .ranks = 4, .timeout = 20, .plan = &j.plan,
+                               .ctx = { .seed = 3, .threads = 1, .backend = i > 0 ? &device : NULL } };
+        hpml_status status = hpml_launch(&l, plan_train, &j, j.text, sizeof j.text);
+        if (i == 2) ENSURE(status != HPML_OK && strstr(j.text, "the device steps"));
+        if (i == 2) break;
+        if (status != HPML_OK) printf("    %s\n", j.text);
+        ENSURE(status == HPML_OK && j.same);
+        if (i == 0) want = j.hash;
+        ENSURE(j.hash == want);
+    }
 }
 
 TEST(all_pairs_of_values_train_or_are_refused)

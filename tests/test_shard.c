@@ -550,6 +550,39 @@ TEST(a_rank_holds_its_share)
     }
 }
 
+static hpml_status measure(hpml_comm *c, void *user)
+{
+    job          *j   = (job *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c);
+    hpml_ctx_defer(ctx, true);
+    hpml_trainer *t      = model_of(ctx, &j->settings, j->width, false, NULL);
+    const size_t  before = hpml_ctx_bytes(ctx);
+    hpml_status   status = hpml_distribute_memory(t, c, NULL, &j->memory[hpml_comm_rank(c)]);
+    j->held[hpml_comm_rank(c)] = (int64_t)(hpml_ctx_bytes(ctx) - before);
+    return status;
+}
+
+/* What a rank will take is known before it is taken. */
+TEST(memory_of_a_plan_is_known_before)
+{
+    static const char *const plans[] = { "shard=1", "shard=3", "pipe=2", "pipe=2,shard=3,schedule=1f1b", "recompute=1",
+                                         "pipe=4,schedule=zero_bubble", "memory=40000", "" };
+    for (size_t i = 0; i < sizeof plans / sizeof *plans; i++) {
+        job       j    = { .settings = optimizers[3], .ranks = 4, .width = WIDE, .plan = plans[i] }, before = j;
+        hpml_plan plan = { 0 };
+        ENSURE(hpml_plan_parse(plans[i], &plan, j.error, sizeof j.error) == HPML_OK);
+        const hpml_launch_desc d = { .ranks = 4, .timeout = 20, .plan = &plan, .ctx.threads = 1 };
+        hpml_status status = hpml_launch(&d, measure, &before, before.error, sizeof before.error);
+        if (status != HPML_OK) printf("    %s: %s\n", plans[i], before.error);
+        ENSURE(status == HPML_OK && launch(&j) == HPML_OK);
+        for (int r = 0; r < 4; r++) {
+            ENSURE(memcmp(&before.memory[r], &j.memory[r], sizeof j.memory[r]) == 0 && j.memory[r].total > 0);
+            ENSURE(before.held[r] < 20000 && j.held[r] > before.held[r] + (int64_t)j.memory[r].total / 2);
+        }
+        free(j.weights);
+    }
+}
+
 TEST(norms_of_whole_tensors_are_summed_over_shards)
 {
     const hpml_trainer_desc of_norms[] = {

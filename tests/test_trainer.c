@@ -1401,6 +1401,27 @@ TEST(a_host_optimizer_steps_for_a_device)
     remove("build/host_optimizer_1.safetensors");
 }
 
+/* A plan that is known when the model is recorded says so before the states have memory. */
+TEST(a_host_optimizer_is_chosen_before_memory_is_taken)
+{
+    const hpml_backend device = away_backend();
+    hpml_ctx          *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 4, .backend = &device });
+    hpml_memory        before, after;
+    hpml_ctx_defer(ctx, true);
+    hpml_trainer *t = classifier(ctx, 32, (hpml_trainer_desc){ .optimizer = HPML_OPT_ADAM });
+    hpml_graph_memory(hpml_trainer_graph(t), &before);
+    ENSURE(hpml_trainer_host_optimizer(t) == HPML_OK && hpml_trainer_settings(t)->host_optimizer);
+    hpml_graph_memory(hpml_trainer_graph(t), &after);
+    ENSURE(before.optimizer > 0 && after.optimizer == 0 && after.total == before.total - before.optimizer);
+    ENSURE(hpml_trainer_fit(t, blobs(ctx, 96), &(hpml_fit_desc){ .epochs = 1 }) == HPML_OK);
+    ENSURE(hpml_trainer_host_optimizer(t) == HPML_OK); /* nothing changes */
+    hpml_ctx_free(ctx);
+    ctx = hpml_ctx_create(&(hpml_ctx_desc){ .backend = &device });
+    t   = classifier(ctx, 32, (hpml_trainer_desc){ .optimizer = HPML_OPT_ADAM });
+    ENSURE_ERROR(ctx, hpml_trainer_host_optimizer(t) != HPML_OK, HPML_ERR_STATE, "hpml_ctx_defer");
+    hpml_ctx_free(ctx);
+}
+
 /* A step copies weights and gradients to the host, and weights back; a NaN is named. */
 TEST(a_host_optimizer_copies_values_and_gradients)
 {

@@ -122,6 +122,13 @@ static hpml_tensor *record(const char *model, hpml_tensor *x)
         for (int i = 0; i < 4; i++) x = hpml_linear(x, 784, &relu);
         return hpml_linear(x, 10, NULL);
     }
+    if (strcmp(model, "pairs") == 0) { /* two pairs of layers that the ranks of an axis divide, with one sum each way */
+        hpml_linear_desc out = { .split = HPML_SPLIT_OUT, .activation = HPML_ACT_RELU };
+        hpml_linear_desc in  = { .split = HPML_SPLIT_IN };
+        x = hpml_flatten(x);
+        for (int i = 0; i < 2; i++) x = hpml_linear(hpml_linear(x, 784, &out), 784, &in);
+        return hpml_linear(x, 10, NULL);
+    }
     if (strcmp(model, "deep") == 0) { /* equal layers, so that what is sent can hide behind the layers before it */
         x = hpml_flatten(x);
         for (int i = 0; i < 6; i++) x = hpml_linear(x, 256, &relu);
@@ -225,7 +232,7 @@ static hpml_status hidden(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 
-/* Samples a second of whole batches, which all ranks get: of one rank, or of the stages of a pipeline. */
+/* Samples a second of whole batches, which all ranks get. */
 static hpml_status staged(hpml_comm *c, void *user)
 {
     training     *j = (training *)user;
@@ -241,19 +248,53 @@ static hpml_status staged(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 
-/* Prints the speed of 2 stages with 8 micro-batches as a fraction of twice one rank, and what its bubble allows. */
-static int pipeline(training *j)
+/* In turns: one rank with the whole model, and two ranks that divide its layers, as the launch's plan says.
+   Milliseconds of a step of one, and of two; of these, while rank 0 computes, and while it communicates in sight. */
+static hpml_status split(hpml_comm *c, void *user)
 {
-    char           error[768];
-    hpml_plan      plan = { .pipe = 2, .schedule = HPML_PIPE_1F1B, .micro = 8 };
-    hpml_pipe_desc pipe = { .kind = HPML_PIPE_1F1B, .stages = 2, .micro = 8 };
-    double         speed[2];
-    for (int ranks = 1; ranks <= 2; ranks++) {
-        hpml_launch_desc d = { .ranks = ranks, .ctx.threads = 1, .plan = ranks == 2 ? &plan : NULL };
-        if (hpml_launch(&d, staged, j, error, sizeof error) != HPML_OK) return fprintf(stderr, "%s\n", error), 1;
-        speed[ranks - 1] = j->result[0];
+    enum { ROUNDS = 15 };
+    training     *j = (training *)user;
+    hpml_ctx     *ctx = hpml_comm_ctx(c), *own = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+    hpml_trainer *alone = trainer(own, j->model, j->batch), *t = trainer(ctx, j->model, j->batch);
+    float        *x = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)j->batch * 784, NULL);
+    int32_t      *y = (int32_t *)hpml_ctx_alloc(ctx, sizeof(int32_t) * (size_t)j->batch, NULL);
+    double        ms[4][ROUNDS], per_batch = 1e3 * (double)j->batch;
+    hpml_distributed *d = hpml_distribute(t, c, NULL);
+    if (hpml_comm_size(c) != 2 || !x || !y || !d) return hpml_ctx_fail(ctx, HPML_ERR_STATE, "2 ranks, and memory");
+    for (int64_t i = 0; i < j->batch * 784; i++) x[i] = (float)(i * 37 % 11) / 11;
+    rate(alone, x, y, j->batch, 3, NULL), rate(t, x, y, j->batch, 5, NULL);
+    for (int r = 0; r < ROUNDS; r++) {
+        hpml_distribute_report report = { 0 };
+        hpml_barrier(c);
+        if (hpml_comm_rank(c) == 0) ms[0][r] = per_batch / rate(alone, x, y, j->batch, 5, NULL);
+        hpml_barrier(c);
+        hpml_distribute_get(d, NULL, true);
+        ms[1][r] = per_batch / rate(t, x, y, j->batch, 5, NULL);
+        hpml_distribute_get(d, &report, false);
+        ms[2][r] = 1e3 * report.compute_s;
+        ms[3][r] = 1e3 * report.exposed_s;
     }
-    printf("%.0f %.3f %.3f\n", speed[0], speed[1] / speed[0] / 2, 1 - hpml_pipe_bubble(&pipe));
+    hpml_ctx_free(own);
+    for (int i = 0; i < 4 && hpml_comm_rank(c) == 0; i++) j->result[i] = median(ms[i], ROUNDS);
+    return hpml_ctx_status(ctx);
+}
+
+/* Prints what `split` measures for two stages with 8 micro-batches ("pipe") or for two halves of layers ("tensor"), and
+   the share of the time in which two stages compute by the bubble's formula. */
+static int axes(const char *axis, training *j)
+{
+    char             error[768];
+    const bool       pipe = strcmp(axis, "pipe") == 0;
+    hpml_plan        plan = { .pipe = 2, .schedule = HPML_PIPE_1F1B, .micro = 8 }, halves = { .tensor = 2 };
+    hpml_pipe_desc   ideal = { .kind = HPML_PIPE_1F1B, .stages = 2, .micro = 8 };
+    hpml_launch_desc d = { .ranks = 2, .ctx.threads = 1, .plan = pipe ? &plan : &halves };
+#ifdef HPML_USE_MPI
+    d.transport = HPML_TRANSPORT_MPI;
+#endif
+    if (hpml_launch(&d, split, j, error, sizeof error) != HPML_OK) return fprintf(stderr, "%s\n", error), 1;
+    if (j->result[0] > 0) /* rank 0 */
+        printf("%.3f %.3f %.3f %.3f %.3f %.3f\n", j->result[0], j->result[1], j->result[2], j->result[3],
+               j->result[0] / j->result[1] / 2, pipe ? 1 - hpml_pipe_bubble(&ideal) : 1);
     return 0;
 }
 
@@ -278,7 +319,10 @@ int main(int argc, char **argv)
     training         j = { argc > 3 ? argv[2] : "mlp", argc > 3 ? atoll(argv[3]) : 256, false, 0, { 0 } };
     memset(&d, 0, sizeof d);
     hpml_rank_fn *fn = measure;
-    if (argc > 1 && strcmp(argv[1], "pipeline") == 0) return pipeline(&j);
+    if (argc > 4 && strcmp(argv[1], "split") == 0) {
+        training own = { argv[3], atoll(argv[4]), false, 0, { 0 } };
+        return axes(argv[2], &own);
+    }
     if (argc > 1 && strcmp(argv[1], "workers") == 0) return workers(&j);
     if (argc > 1 && strcmp(argv[1], "hidden") == 0) {
         d.ranks = 2, d.ctx.threads = 1, d.network.ranks_per_node = 1;
