@@ -137,7 +137,8 @@
 //     pool   max, average and global pooling
 //     norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 //     dropout   dropout and embedding
-//     sequence   multi-head attention; long short-term memory
+//     attention   multi-head attention, with a cache for generating; rotary positions
+//     recurrent   long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
 //     custom   ops of the user, on the host or on host copies of a device's arrays
@@ -735,15 +736,44 @@ HPML_API hpml_status    hpml_param_add_rows(hpml_tensor *table, bool clear, cons
 
 /* Multi-head attention without its projections. qkv (B, T, 3C): queries, keys and values of C numbers each; head h has
    the numbers h C/heads to (h+1) C/heads - 1 of each. y (B, T, C): for each head softmax(scale q k^T) v, where a query
-   attends to the keys up to its own position. Works on blocks of queries, so that the (T, T) matrix is not stored. */
+   attends to the keys up to its own position. Works on blocks of queries, so that the (T, T) matrix is not stored.
+   With grouped queries (Ainslie et al. 2023) keys and values have kv_heads heads of D = C / heads numbers: qkv is
+   (B, T, C + 2 kv_heads D), and query head h reads head h kv_heads / heads of the keys and values.
+   A mask hides keys; a query to which all keys are hidden gives zeros. For sequences of different lengths, `mask` is
+   hpml_mask(lengths, T). It gets no gradient.
+   A cache serves to generate text. It keeps the keys and values of the positions that the graph has computed in
+   earlier runs: a run computes T new positions of each sample, from position[b] on, stores their keys and values in the
+   cache, and attends to those of all positions up to each query's own. So a graph with T = 1 computes one token in a
+   time that is linear in its position. The cache is on the graph's backend; the graph has no backward pass. */
 typedef struct hpml_attention_desc {
     uint32_t _begin;
-    int32_t  heads;      /* number of heads, required, divides C; of the whole, if qkv is split (in 3 sections) */
-    bool     not_causal; /* true: every query attends to all keys */
-    float    scale;      /* 0: 1 / sqrt(C / heads) */
+    int32_t  heads;         /* number of heads, required, divides C; of the whole, if qkv is split (in 3 sections) */
+    bool     not_causal;    /* true: every query attends to all keys; needs a graph without cache */
+    float    scale;         /* 0: 1 / sqrt(C / heads) */
+    int32_t  kv_heads;      /* heads of keys and of values, a divisor of heads; 0: heads */
+    hpml_tensor *mask;      /* (B, T), or (B, T, T) with a row for each query: a key with number 0 is hidden. With a
+                               cache (B, S), (B, T, S). NULL: no key is hidden */
+    hpml_tensor *cache;     /* (B, S, 2 kv_heads D) of hpml_tensor_create, for up to S positions; NULL: none */
+    hpml_tensor *position;  /* I32 (B), required with a cache: the positions of each sample that the cache has */
     uint32_t _end;
 } hpml_attention_desc;
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc);
+
+/* Rotary positions (Su et al. 2021): x (B, T, heads D), y alike. In each of the first `rotated` heads the pair number i
+   of numbers (x1, x2) at position t is rotated by the angle a = t base^(-2 i / dims): y1 = x1 cos a - x2 sin a, y2 = x2
+   cos a + x1 sin a. For hpml_attention x is its qkv, heads are those of queries, keys and values together, and the
+   rotated ones those of queries and keys. */
+typedef struct hpml_rotary_desc {
+    uint32_t _begin;
+    int32_t  heads;         /* required, divides the last dimension of x */
+    int32_t  rotated;       /* the other heads are copied; 0: all heads are rotated */
+    int32_t  dims;          /* numbers of a head that are rotated, the first ones; even, at most 1,024; 0: D */
+    float    base;          /* 0: 10,000 */
+    bool     adjacent;      /* a pair is numbers 2i and 2i + 1 of a head; false: numbers i and i + dims / 2 */
+    hpml_tensor *position;  /* I32 (B): the position of time step 0 of each sample; NULL: 0 */
+    uint32_t _end;
+} hpml_rotary_desc;
+HPML_API hpml_tensor *hpml_rotary(hpml_tensor *x, const hpml_rotary_desc *desc);
 
 /* Long short-term memory (Hochreiter & Schmidhuber 1997): x (B, T, in), y (B, T, hidden). Parameters weight_x
    (4 hidden, in), weight_h (4 hidden, hidden), bias (4 hidden), in the order of the gates i, f, g, o. The state is zero
@@ -951,8 +981,8 @@ HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-i
     X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL2D, max_pool2d) X(AVG_POOL2D, avg_pool2d) X(RESHAPE, reshape)        \
     X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LOG_SOFTMAX, log_softmax)  \
     X(LAYERNORM, layernorm) X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding)    \
-    X(ATTENTION, attention) X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy) X(BCE_WITH_LOGITS, bce_with_logits)          \
-    X(MSE, mse) X(HUBER, huber) X(CUSTOM, custom)
+    X(ATTENTION, attention) X(ROTARY, rotary) X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy)                            \
+    X(BCE_WITH_LOGITS, bce_with_logits) X(MSE, mse) X(HUBER, huber) X(CUSTOM, custom)
 
 typedef enum hpml_op {
 #define HPMLI_OP_VALUE(op, name) HPML_OP_##op,
@@ -974,7 +1004,8 @@ typedef union hpml_attr {
     struct { int32_t dim; bool mean; } sum;
     struct { float eps, momentum; hpml_act act; } norm;
     struct { float p; } dropout;
-    struct { int32_t heads; bool causal; float scale; } attention;
+    struct { int32_t heads, kv_heads; bool causal; float scale; } attention;
+    struct { int32_t heads, rotated, dims; float base; bool adjacent; } rotary;
     struct { float smoothing; int32_t ignore; } cross_entropy;
     struct { float delta; } huber;
     const struct hpml_custom *custom;                                   /* the context's copy of the desc */
@@ -3423,7 +3454,8 @@ enum {
     HPMLI_OP_INDEX_0     = 4,   /* source 0 (INDEX_1: source 1) is indices (tokens, labels): I32, no gradient */
     HPMLI_OP_INDEX_1     = 8,
     HPMLI_OP_PRODUCT     = 16,  /* a matrix product; weights are rounded where results are stored in halves */
-    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source with as many dimensions */
+    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source with as many dimensions; with INDEX_1
+                                   of each source */
     HPMLI_OP_JOINS_BATCH = 64,  /* results depend on the whole global batch: ranks without samples take part */
     HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
     HPMLI_OP_KEEPS_SUM   = 256, /* `saved` is the sum before the activation, an array of the result's shape */
@@ -9173,7 +9205,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>sequence   multi-head attention; long short-term memory
+// >>attention   multi-head attention, with a cache for generating; rotary positions
 // ---------------------------------------------------------------------------------------------------------------------
 /* Multi-head attention. For each sample and head, with Q, K, V (T, D) and D = C / heads:
        S = scale Q K^T,  P = softmax of the rows of S (causal: row t has the columns 0 .. t),  O = P V.
@@ -9195,37 +9227,125 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
        P = exp(S - lse),  delta = row sums of dO O,  dP = dO V^T,  dS = scale P (dP - delta),
        dQ = dS K,  dK += dS^T Q,  dV += P^T dO.
    Backward goes from the last block to the first, because with a causal mask the last block attends to all keys: it
-   overwrites dK and dV, and the other blocks add to them. One task is one sample and head. */
+   overwrites dK and dV, and the other blocks add to them. One task is one sample and head; backward, one head of keys
+   and values with all heads of queries that read it. A key that the mask hides gets the score -infinity, a query
+   without any key lse = infinity, so that its P is 0. Sources of the node: qkv, position, mask, cache. */
 #define HPMLI_QUERIES 64 /* queries in a block, see the comment above */
+
+/* True if t, the argument `what` of an op on x (B, ..), is NULL or I32 with one number for each sample of x; else an
+   error. */
+HPMLI_FN bool hpmli_one_per_sample(const char *op, const char *what, const hpml_tensor *x, const hpml_tensor *t)
+{
+    return !t || (t->dtype == HPML_DTYPE_I32 && hpml_tensor_count(t) == x->shape[0]) ||
+           hpmli_false(x->ctx, HPML_ERR_SHAPE, "%s: %s is %s, expected i32 with one number for each of %lld samples",
+                       op, what, hpmli_describe(t), (long long)x->shape[0]);
+}
+
+/* Checks mask, cache and position of an attention whose cache would have rows of `width` numbers. */
+HPMLI_FN bool hpmli_attention_extras(const hpml_tensor *qkv, const hpml_attention_desc *d, int64_t width)
+{
+    const hpml_tensor *c = d->cache, *m = d->mask;
+    const int64_t      B = qkv->shape[0], T = qkv->shape[1], S = c ? c->shape[1] : T;
+    if (!hpmli_one_per_sample("attention", "position", qkv, d->position)) return false;
+    if (!c != !d->position || (c && d->not_causal))
+        return hpmli_false(qkv->ctx, HPML_ERR_ARGUMENT, "attention: %s; a cache needs .position, and .not_causal false",
+                           !c ? ".position without .cache" : d->position ? ".cache with .not_causal"
+                                                                         : ".cache without .position");
+    if (c && (c->ndim != 3 || c->shape[0] != B || c->shape[2] != width || S < T || c->batch_rows || c->param ||
+              c->node || c->dtype != HPML_DTYPE_F32))
+        return hpmli_false(qkv->ctx, HPML_ERR_SHAPE, "attention: cache is %s, expected a tensor of hpml_tensor_create, "
+                           "%lld x positions (%lld or more) x %lld", hpmli_describe(c), (long long)B, (long long)T,
+                           (long long)width);
+    if (m && (m->ndim < 2 || m->ndim > 3 || m->shape[0] != B || m->shape[m->ndim - 1] != S ||
+              (m->ndim == 3 && m->shape[1] != T)))
+        return hpmli_false(qkv->ctx, HPML_ERR_SHAPE, "attention: mask is %s, expected (%lld, %lld) or (%lld, %lld, "
+                           "%lld): for each sample, and query, a number for each key", hpmli_describe(m), (long long)B,
+                           (long long)S, (long long)B, (long long)T, (long long)S);
+    return !m || !m->needs_grad ||
+           hpmli_false(qkv->ctx, HPML_ERR_ARGUMENT, "attention: mask %s needs a gradient, and a mask gets none; make "
+                       "it from inputs alone", hpmli_describe(m));
+}
+
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc)
 {
     hpml_attention_desc d;
     if (!hpmli_recordable(1, &qkv) || !HPMLI_COPY_DESC(qkv->ctx, "attention", d, desc)) return NULL;
-    const int64_t C = qkv->shape[2] / 3, shape[3] = { qkv->shape[0], qkv->shape[1], C };
+    if (d.kv_heads == 0) d.kv_heads = d.heads;
     const int32_t size = hpml_ctx_group(qkv->ctx, (hpml_axis)qkv->split[2])->size; /* ranks that share the heads */
-    const bool fits = !qkv->split[2] || (d.heads % size == 0 && hpmli_sections(qkv, 2) == 3);
+    const bool plain = d.kv_heads == d.heads && !d.cache;
+    const bool fits = !qkv->split[2] || (plain && d.heads % size == 0 && hpmli_sections(qkv, 2) == 3);
     if (!fits || qkv->split[0] || qkv->split[1])
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input %s is %s, with %d heads; expected a split along "
                           "dimension 2 alone in 3 sections (.sections of the linear layer before) and heads that "
-                          "divide among the %d ranks", hpmli_describe(qkv), hpmli_split_text(qkv), d.heads, size);
+                          "divide among the %d ranks, neither .kv_heads nor .cache", hpmli_describe(qkv),
+                          hpmli_split_text(qkv), d.heads, size);
     if (qkv->split[2]) d.heads /= size;
-    if (d.heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d.heads != 0)
-        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
-                          "a multiple of the heads", hpmli_describe(qkv), d.heads);
-    hpml_node *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, 1, &qkv, 3, shape);
-    n->attr.attention.heads  = d.heads;
-    n->attr.attention.causal = !d.not_causal;
-    n->attr.attention.scale  = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
+    if (qkv->split[2]) d.kv_heads /= size;
+    if (d.heads < 1 || d.kv_heads < 1 || d.heads % d.kv_heads != 0 || qkv->ndim != 3 ||
+        qkv->shape[2] % (d.heads + 2 * d.kv_heads) != 0)
+        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads and %d of keys, expected "
+                          "(B, T, 3C) with C a multiple of the heads, or with kv_heads, which divide heads, "
+                          "(B, T, (heads + 2 kv_heads) D)", hpmli_describe(qkv), d.heads, d.kv_heads);
+    const int64_t D = qkv->shape[2] / (d.heads + 2 * d.kv_heads), keys = d.cache ? d.cache->shape[1] : qkv->shape[1];
+    const int64_t shape[3] = { qkv->shape[0], qkv->shape[1], d.heads * D };
+    hpml_tensor  *src[4] = { qkv, d.position, d.mask, d.cache };
+    for (int i = 1; i < 4; i++) {
+        hpml_tensor *both[2] = { qkv, src[i] };
+        if (src[i] && !hpmli_recordable(2, both)) return NULL;
+    }
+    if (!hpmli_attention_extras(qkv, &d, 2 * d.kv_heads * D)) return NULL;
+    hpml_node *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, d.cache ? 4 : d.mask ? 3 : 1, src, 3, shape);
+    n->attr.attention.heads    = d.heads;
+    n->attr.attention.kv_heads = d.kv_heads;
+    n->attr.attention.causal   = !d.not_causal;
+    n->attr.attention.scale    = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)D));
     n->saved_bytes   = (size_t)(shape[0] * shape[1] * d.heads) * sizeof(float); /* (B, heads, T) log sum exp */
-    n->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
+    n->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * keys) * sizeof(float);
     hpmli_split_take(n->out, qkv->split, 1);
     return n->out;
 }
 
-/* Returns the number of keys to which query number `query` attends: with a causal mask those up to its own position. */
-HPMLI_FN int64_t hpmli_visible(const hpml_node *n, int64_t query)
+/* The matrices of one head of one sample, in the source of an attention, its gradient or its cache. */
+typedef struct hpmli_head {
+    hpmli_mat q, k, v; /* (T, D) queries; (S, D) keys and values */
+    int64_t   past;    /* positions that the cache has before those of the queries */
+} hpmli_head;
+HPMLI_FN hpmli_head hpmli_head_of(const hpml_node *n, int64_t sample, int64_t head, bool grad)
 {
-    return n->attr.attention.causal ? query + 1 : n->out->shape[1];
+    const hpml_tensor *cache = n->src_count > 3 ? n->src[3] : NULL;
+    hpmli_mat  all = hpmli_mat_of(n->src[0], grad), kv = cache ? hpmli_values(cache) : all;
+    int64_t    heads = n->attr.attention.heads, kv_heads = n->attr.attention.kv_heads, T = n->out->shape[1];
+    int64_t    D = n->out->shape[2] / heads, S = cache ? cache->shape[1] : T;
+    int64_t    at = (cache ? 0 : heads * D) + head / (heads / kv_heads) * D;
+    hpmli_head h;
+    h.q    = hpmli_mat_at(all, sample * T, T, head * D, D);
+    h.k    = hpmli_mat_at(kv, sample * S, S, at, D);
+    h.v    = hpmli_mat_at(kv, sample * S, S, at + kv_heads * D, D);
+    h.past = cache ? ((const int32_t *)n->src[1]->raw)[sample] : 0;
+    return h;
+}
+
+/* Returns the first `rows` rows of m from `row` on. */
+HPMLI_FN hpmli_mat hpmli_mat_rows(hpmli_mat m, int64_t row, int64_t rows)
+{
+    return hpmli_mat_at(m, row, rows, 0, m.cols);
+}
+
+/* Returns the number of keys to which query number `query` attends: with a causal mask those up to its own position. */
+HPMLI_FN int64_t hpmli_visible(const hpml_node *n, const hpmli_head *h, int64_t query)
+{
+    return n->attr.attention.causal ? h->past + query + 1 : h->k.rows;
+}
+
+/* Sets the scores of the keys that the mask hides from a query of a sample to -infinity. */
+HPMLI_FN void hpmli_attention_hide(const hpml_node *n, int64_t sample, int64_t query, float *scores, int64_t visible)
+{
+    const hpml_tensor *mask = n->src_count > 2 ? n->src[2] : NULL;
+    if (!mask) return;
+    int64_t      row = mask->ndim == 3 ? sample * mask->shape[1] + query : sample;
+    const float *m   = mask->data + row * mask->shape[mask->ndim - 1];
+    for (int64_t i = 0; i < visible; i++)
+        if (m[i] == 0) scores[i] = -INFINITY;
 }
 
 /* Computes c = alpha a b, or c += alpha a b if `accumulate`, on the calling thread, number `thread` of the pool. */
@@ -9237,55 +9357,66 @@ HPMLI_FN void hpmli_head_product(const hpmli_work *w, int thread, float alpha, h
     hpmli_gemm_serial(w->run->ctx, thread, &d);
 }
 
+/* Turns the scores of query number `query` of a sample, of which `visible` are not behind the causal mask and `keys`
+   are in memory, into probabilities; returns the log of the sum of their exponentials. */
+HPMLI_FN float hpmli_attention_softmax(const hpmli_work *w, int64_t sample, int64_t query, float *row, int64_t visible,
+                                       int64_t keys)
+{
+    hpmli_attention_hide(w->n, sample, query, row, visible);
+    float max = w->k->vmax(row, visible), sum;
+    bool  none = w->n->src_count > 2 && max == -INFINITY;
+    if (none) visible = 0;
+    sum = w->k->vexp_sum(row, row, max, visible);
+    w->k->vscale_add(row, row, 1 / sum, 0, visible);
+    if (visible < keys) w->k->vfill(row + visible, 0, keys - visible);
+    return none ? INFINITY : max + logf(sum);
+}
+
 HPMLI_FN void hpmli_attention_head(const hpmli_work *w, int64_t task, int thread)
 {
     const hpml_node *n = w->n;
-    int64_t   heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
-    int64_t   first = task / heads * T, col = task % heads * D;
-    hpmli_mat qkv = hpmli_values(n->src[0]), out = hpmli_values(n->out); /* (B T, 3C), (B T, C) */
-    float    *lse = (float *)n->saved + task * T;                         /* (T) one for each query */
+    int64_t    heads = n->attr.attention.heads, T = n->out->shape[1], D = n->out->shape[2] / heads;
+    int64_t    sample = task / heads;
+    hpmli_head h   = hpmli_head_of(n, sample, task % heads, false);
+    hpmli_mat  out = hpmli_mat_at(hpmli_values(n->out), sample * T, T, task % heads * D, D);
+    float     *lse = (float *)n->saved + task * T; /* (T) one for each query */
     for (int64_t q0 = 0; q0 < T; q0 += HPMLI_QUERIES) {
-        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, q0 + rows - 1);
-        hpmli_mat q = hpmli_mat_at(qkv, first + q0, rows, col, D), k = hpmli_mat_at(qkv, first, keys, col + C, D);
-        hpmli_mat v = hpmli_mat_at(qkv, first, keys, col + 2 * C, D), o = hpmli_mat_at(out, first + q0, rows, col, D);
-        hpmli_mat s = hpmli_matrix((float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, rows, keys, keys);
+        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, &h, q0 + rows - 1);
+        hpmli_mat q = hpmli_mat_rows(h.q, q0, rows), k = hpmli_mat_rows(h.k, 0, keys), v = hpmli_mat_rows(h.v, 0, keys);
+        hpmli_mat s = hpmli_matrix((float *)n->scratch + thread * 2 * HPMLI_QUERIES * h.k.rows, rows, keys, keys);
         hpmli_head_product(w, thread, n->attr.attention.scale, q, hpmli_transposed(k), s, false);
         for (int64_t r = 0; r < rows; r++) {
-            float  *row = s.p + r * keys;
-            int64_t visible = hpmli_visible(n, q0 + r);
-            float   max = w->k->vmax(row, visible), sum = w->k->vexp_sum(row, row, max, visible);
-            lse[q0 + r] = max + logf(sum);
-            w->k->vscale_add(row, row, 1 / sum, 0, visible);
-            if (visible < keys) w->k->vfill(row + visible, 0, keys - visible);
+            int64_t visible = hpmli_visible(n, &h, q0 + r);
+            lse[q0 + r] = hpmli_attention_softmax(w, sample, q0 + r, s.p + r * keys, visible, keys);
         }
-        hpmli_head_product(w, thread, 1, s, v, o, false);
+        hpmli_head_product(w, thread, 1, s, v, hpmli_mat_rows(out, q0, rows), false);
     }
 }
 
-HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int thread)
+/* Adds one head of queries, number `head` of a sample, to the gradients of the keys and values that it reads; `add`:
+   they have been written in this pass. */
+HPMLI_FN void hpmli_attention_queries_back(const hpmli_work *w, int64_t sample, int64_t head, bool add, int thread)
 {
     const hpml_node *n = w->n;
-    int64_t   heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
-    int64_t   first = task / heads * T, col = task % heads * D, last = (T - 1) / HPMLI_QUERIES * HPMLI_QUERIES;
-    hpmli_mat qkv = hpmli_values(n->src[0]), d_qkv = hpmli_grads(n->src[0]);
-    float    *lse = (float *)n->saved + task * T, scale = n->attr.attention.scale;
-    for (int64_t q0 = last; q0 >= 0; q0 -= HPMLI_QUERIES) {
-        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, q0 + rows - 1);
-        bool      add  = q0 != last || n->accumulate[0];
-        hpmli_mat q = hpmli_mat_at(qkv, first + q0, rows, col, D), k = hpmli_mat_at(qkv, first, keys, col + C, D);
-        hpmli_mat v = hpmli_mat_at(qkv, first, keys, col + 2 * C, D);
-        hpmli_mat o = hpmli_mat_at(hpmli_values(n->out), first + q0, rows, col, D);
-        hpmli_mat d_o = hpmli_mat_at(hpmli_grads(n->out), first + q0, rows, col, D);
-        hpmli_mat dq = hpmli_mat_at(d_qkv, first + q0, rows, col, D), dk = hpmli_mat_at(d_qkv, first, keys, col + C, D);
-        hpmli_mat dv = hpmli_mat_at(d_qkv, first, keys, col + 2 * C, D);
+    int64_t    heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
+    int64_t    last = (T - 1) / HPMLI_QUERIES * HPMLI_QUERIES;
+    hpmli_head h = hpmli_head_of(n, sample, head, false), d = hpmli_head_of(n, sample, head, true);
+    hpmli_mat  out = hpmli_mat_at(hpmli_values(n->out), sample * T, T, head * D, D);
+    hpmli_mat  d_out = hpmli_mat_at(hpmli_grads(n->out), sample * T, T, head * D, D);
+    float     *lse = (float *)n->saved + (sample * heads + head) * T, scale = n->attr.attention.scale;
+    for (int64_t q0 = last; q0 >= 0; q0 -= HPMLI_QUERIES, add = true) {
+        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, &h, q0 + rows - 1);
+        hpmli_mat q = hpmli_mat_rows(h.q, q0, rows), k = hpmli_mat_rows(h.k, 0, keys), v = hpmli_mat_rows(h.v, 0, keys);
+        hpmli_mat o = hpmli_mat_rows(out, q0, rows), d_o = hpmli_mat_rows(d_out, q0, rows);
         hpmli_mat p = hpmli_matrix((float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, rows, keys, keys);
         hpmli_mat ds = hpmli_matrix(p.p + HPMLI_QUERIES * T, rows, keys, keys);
         hpmli_head_product(w, thread, scale, q, hpmli_transposed(k), p, false);
         hpmli_head_product(w, thread, 1, d_o, hpmli_transposed(v), ds, false);
         for (int64_t r = 0; r < rows; r++) {
             float  *pr = p.p + r * keys, *dr = ds.p + r * keys;
-            int64_t visible = hpmli_visible(n, q0 + r);
+            int64_t visible = hpmli_visible(n, &h, q0 + r);
             float   delta = w->k->vdot(d_o.p + r * C, o.p + r * C, D);
+            hpmli_attention_hide(n, sample, q0 + r, pr, visible);
             w->k->vexp_sum(pr, pr, lse[q0 + r], visible);
             w->k->vscale_add(dr, dr, scale, -delta * scale, visible);
             w->k->vmul(dr, dr, pr, visible);
@@ -9293,19 +9424,141 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
             w->k->vfill(pr + visible, 0, keys - visible);
             w->k->vfill(dr + visible, 0, keys - visible);
         }
-        hpmli_head_product(w, thread, 1, ds, k, dq, n->accumulate[0]);
-        hpmli_head_product(w, thread, 1, hpmli_transposed(ds), q, dk, add);
-        hpmli_head_product(w, thread, 1, hpmli_transposed(p), d_o, dv, add);
+        hpmli_head_product(w, thread, 1, ds, k, hpmli_mat_rows(d.q, q0, rows), n->accumulate[0]);
+        hpmli_head_product(w, thread, 1, hpmli_transposed(ds), q, hpmli_mat_rows(d.k, 0, keys), add);
+        hpmli_head_product(w, thread, 1, hpmli_transposed(p), d_o, hpmli_mat_rows(d.v, 0, keys), add);
     }
+}
+
+HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int thread)
+{
+    int64_t kv_heads = w->n->attr.attention.kv_heads, group = w->n->attr.attention.heads / kv_heads;
+    int64_t sample = task / kv_heads, first = task % kv_heads * group;
+    for (int64_t i = 0; i < group; i++)
+        hpmli_attention_queries_back(w, sample, first + i, i > 0 || w->n->accumulate[0], thread);
+}
+
+/* Copies the keys and values of a sample's time steps, the last numbers of their rows, to the cache. */
+HPMLI_FN void hpmli_attention_keep(const hpmli_work *w, int64_t sample, int thread HPMLI_UNUSED)
+{
+    const hpml_tensor *qkv = w->n->src[0], *cache = w->n->src[3];
+    int64_t T = qkv->shape[1], S = cache->shape[1], width = cache->shape[2], C = w->n->out->shape[2];
+    float  *to = cache->data + (sample * S + ((const int32_t *)w->n->src[1]->raw)[sample]) * width;
+    for (int64_t t = 0; t < T; t++, to += width)
+        memcpy(to, qkv->data + (sample * T + t) * (C + width) + C, (size_t)width * sizeof *to);
+}
+
+HPMLI_FN hpml_status hpmli_attention_pass(const hpml_run *run, hpml_node *n)
+{
+    const int64_t      B = n->out->shape[0], T = n->out->shape[1];
+    const hpml_tensor *cache = n->src_count > 3 ? n->src[3] : NULL;
+    for (int64_t b = 0; cache && b < B; b++) {
+        int32_t at = ((const int32_t *)n->src[1]->raw)[b];
+        if (at < 0 || at > cache->shape[1] - T)
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "attention \"%s\": position of sample %lld is %d, expected 0 "
+                              "to %lld: the cache has %lld positions, a run adds %lld", n->out->name, (long long)b, at,
+                              (long long)(cache->shape[1] - T), (long long)cache->shape[1], (long long)T);
+    }
+    if (cache) hpmli_for_each_parallel(run, n, false, B, 1, hpmli_attention_keep);
+    hpmli_for_each_parallel(run, n, false, B * n->attr.attention.heads, 1, hpmli_attention_head);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_attention_back(const hpml_run *run, hpml_node *n)
+{
+    if (n->src_count > 3)
+        return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": with a cache there is no backward pass; "
+                          "record the model without .cache to train it", n->out->name);
+    hpmli_for_each_parallel(run, n, true, n->out->shape[0] * n->attr.attention.kv_heads, 1, hpmli_attention_head_back);
+    return HPML_OK;
 }
 
 /* Operations for a sample of T time steps and C channels: 2 T T C for q k^T, as many for softmax(q k^T) v, half of both
    if causal; backward twice as many. */
-HPMLI_WORK_OP(attention, HPMLI_OP_SPLIT_OWN, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
-              (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1] *
-                  (back ? 2 : 1),
-              n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
+HPMLI_OP(attention, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS,
+         HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT,
+         (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) *
+             (double)(n->src_count > 3 ? n->src[3] : n->out)->shape[1] * (back ? 2 : 1),
+         return hpmli_attention_pass(run, n), return hpmli_attention_back(run, n));
 
+/* Rotary positions. One task is one time step of all samples: the cosines and sines of its angles are computed once,
+   and again only for a sample at another position. Backward rotates by the negative angles. */
+HPML_API hpml_tensor *hpml_rotary(hpml_tensor *x, const hpml_rotary_desc *desc)
+{
+    hpml_rotary_desc d;
+    if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "rotary", d, desc)) return NULL;
+    hpml_tensor  *src[2] = { x, d.position };
+    const int32_t size = hpml_ctx_group(x->ctx, (hpml_axis)x->split[2])->size; /* ranks that share the heads */
+    const int64_t section = d.heads / hpmli_sections(x, 2), C = x->shape[2] * size;
+    if (d.position && !hpmli_recordable(2, src)) return NULL;
+    if (d.rotated == 0) d.rotated = d.heads;
+    if (x->ndim != 3 || d.heads < 1 || C % d.heads != 0 || d.rotated < 0 || d.rotated > d.heads)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "rotary: x is %s with %d heads, %d of them rotated; expected "
+                          "(B, T, heads D)", hpmli_describe(x), d.heads, d.rotated);
+    if (x->split[0] || x->split[1] || d.heads % size != 0 || (x->split[2] && d.rotated % section != 0))
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "rotary: %s is %s, with %d heads, %d of them rotated; expected a "
+                          "split along dimension 2 alone, in whole heads, and whole sections that are rotated",
+                          hpmli_describe(x), hpmli_split_text(x), d.heads, d.rotated);
+    if (d.dims == 0) d.dims = (int32_t)(C / d.heads);
+    if (d.base == 0) d.base = 10000;
+    if (d.dims < 2 || d.dims % 2 != 0 || d.dims > C / d.heads || d.dims > 2 * HPMLI_PIECE || !(d.base > 0))
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "rotary: dims is %d, base %g; expected an even number of a head's "
+                          "%lld numbers, at most %d, and a positive base", d.dims, (double)d.base,
+                          (long long)(C / d.heads), 2 * HPMLI_PIECE);
+    if (!hpmli_one_per_sample("rotary", "position", x, d.position)) return NULL;
+    hpml_node *n = hpmli_node_create(HPML_OP_ROTARY, NULL, d.position ? 2 : 1, src, 3, x->shape);
+    n->attr.rotary.heads    = d.heads / size;
+    n->attr.rotary.rotated  = d.rotated / size;
+    n->attr.rotary.dims     = d.dims;
+    n->attr.rotary.base     = d.base;
+    n->attr.rotary.adjacent = d.adjacent;
+    hpmli_split_take(n->out, x->split, x->sections);
+    return n->out;
+}
+
+/* Rotates the pairs of one time step of one sample (heads x D numbers): to = from rotated, or += if `add`; c, s: the
+   cosines and sines of the angles of a head's pairs. */
+HPMLI_FN void hpmli_rotary_row(const hpml_node *n, float *to, const float *from, const float *c, const float *s,
+                               bool add)
+{
+    int64_t C = n->out->shape[2], D = C / n->attr.rotary.heads, half = n->attr.rotary.dims / 2;
+    int64_t step = n->attr.rotary.adjacent ? 2 : 1, apart = n->attr.rotary.adjacent ? 1 : half;
+    for (int64_t h = 0; h < n->attr.rotary.rotated; h++, to += D, from += D) {
+        for (int64_t i = 0; i < half; i++) {
+            float *y0 = to + i * step, *y1 = y0 + apart, a = from[i * step], b = from[i * step + apart];
+            float  a1 = a * c[i] - b * s[i], b1 = b * c[i] + a * s[i];
+            *y0 = add ? *y0 + a1 : a1;
+            *y1 = add ? *y1 + b1 : b1;
+        }
+        for (int64_t i = 2 * half; i < D; i++) to[i] = add ? to[i] + from[i] : from[i];
+    }
+    for (int64_t i = 0; i < C - n->attr.rotary.rotated * D; i++) to[i] = add ? to[i] + from[i] : from[i];
+}
+
+HPMLI_FN void hpmli_rotary_step(const hpmli_work *w, int64_t t, int thread HPMLI_UNUSED)
+{
+    const hpml_tensor *x = w->n->src[0], *y = w->n->out;
+    const int32_t     *start = w->n->src_count > 1 ? (const int32_t *)w->n->src[1]->raw : NULL;
+    int64_t            T = y->shape[1], C = y->shape[2], half = w->n->attr.rotary.dims / 2, at = -1;
+    float              c[HPMLI_PIECE], s[HPMLI_PIECE];
+    for (int64_t b = 0; b < y->shape[0]; b++) {
+        int64_t now = t + (start ? start[b] : 0), row = (b * T + t) * C;
+        for (int64_t i = 0; i < half && (b == 0 || now != at); i++) {
+            double angle = (double)now * pow((double)w->n->attr.rotary.base, (double)-i / (double)half);
+            c[i] = (float)cos(angle);
+            s[i] = (float)(w->back ? -sin(angle) : sin(angle));
+        }
+        at = now;
+        if (w->back) hpmli_rotary_row(w->n, x->grad + row, y->grad + row, c, s, w->n->accumulate[0]);
+        else hpmli_rotary_row(w->n, y->data + row, x->data + row, c, s, false);
+    }
+}
+HPMLI_WORK_OP(rotary, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_SRC(1),
+              3 * hpmli_flops_pointwise(n, back), n->out->shape[1], 1, rotary_step, rotary_step);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>recurrent   long short-term memory
+// ---------------------------------------------------------------------------------------------------------------------
 /* LSTM with H hidden units, for each time step t: a = x_t W_x^T + bias + h_{t-1} W_h^T (4H numbers); i, f and o are
    the sigmoid, g the tanh of a quarter of a, in the order i, f, g, o; c_t = f c_{t-1} + i g; h_t = o tanh(c_t). The
    products with x of all time steps are one matrix product. A task of the recurrent part computes, for one time step, a
@@ -9888,7 +10141,8 @@ HPMLI_FN int64_t hpmli_wrap_block(const hpml_node *n)
     if (!y->batch_rows || n->mixes_batch || hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH | HPMLI_OP_IS_WHOLE)) return 0;
     for (int i = 0; i < n->src_count; i++) {
         const hpml_tensor *s = n->src[i];
-        bool rows_meet = pairs && s && s->ndim == y->ndim && s->shape[0] > 1 && !(product && s->ndim == 2);
+        bool like      = s && (s->ndim == y->ndim || hpmli_has_trait(n, HPMLI_OP_INDEX_1)); /* s has such rows */
+        bool rows_meet = pairs && like && s->shape[0] > 1 && !(product && s->ndim == 2);
         if (s && s->batch_rows) numbers += hpml_tensor_count(s);
         else if (s && (rows_meet || hpmli_is_mean(n))) return 0; /* s has a row for each row of the batch */
     }

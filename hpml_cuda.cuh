@@ -100,6 +100,7 @@
 // PART V     ATTENTION AND SEQUENCES
 //     gpu-attention   multi-head attention without storing the (T, T) matrix
 //     gpu-attention-back   the gradient of attention
+//     gpu-attention-op   attention with a cache; which kernels run; rotary positions
 //     gpu-lstm   long short-term memory
 // PART VI    TRAINING: losses, optimizers, gradient codecs
 //     gpu-loss   losses
@@ -1170,6 +1171,11 @@ HPMLG_FN hpml_status hpmlg_sync(void *device)
     if (n.node->op == HPML_OP_EMBEDDING)
         return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
                              n.node->out->name, n.index, n.value, (long long)n.node->src[1]->shape[0] - 1);
+    if (n.node->op == HPML_OP_ATTENTION)
+        return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "attention \"%s\": position of sample %lld is %d, expected 0 to "
+                             "%lld: the cache has %lld positions, a run adds %lld", n.node->out->name, n.index, n.value,
+                             (long long)(n.node->src[3]->shape[1] - n.node->out->shape[1]),
+                             (long long)n.node->src[3]->shape[1], (long long)n.node->out->shape[1]);
     return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to %lld (or "
                          "%d to be ignored)", n.index, n.value,
                          (long long)n.node->src[0]->shape[n.node->src[0]->ndim - 1] - 1,
@@ -4597,11 +4603,14 @@ HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
 enum hpmlg_attn_part { HPMLG_ATTN_Q, HPMLG_ATTN_K, HPMLG_ATTN_V, HPMLG_ATTN_O };
 
 typedef struct hpmlg_attn {
-    hpmlg_array qkv, o;         /* (B, T, 3C), (B, T, C); backward: o is the gradient of the output O */
+    hpmlg_array qkv, o;         /* (B, T, C + 2 kv_heads D), (B, T, C); backward: o is the gradient of the output O */
     hpmlg_array out;            /* forward: the output O; backward: the gradient of qkv */
     float      *lse, *delta;    /* (B, heads, T): log of the sum, base 2; rowsum(dO O) */
-    int64_t     pairs;          /* number of pairs of a sample and a head: B heads */
-    int         T, heads, D;
+    hpmlg_array mask;           /* (B, T), or (B, T, T) if mask_queries: keys with 0 are hidden; NULL: none are */
+    int64_t     pairs;          /* number of pairs of a sample and a head: B heads; for dK and dV B kv_heads */
+    int         T, heads, D, kv_heads;
+    int         group;          /* heads of queries that read one head of keys and values */
+    bool        mask_queries;
     float       scale;
     bool        causal, add;
     bool        is_aligned, is_aligned_o; /* qkv, o can be copied 16 bytes at a time without conversion */
@@ -4637,11 +4646,24 @@ template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_chunk(E *tile, int row, in
     return tile + row * DP + (chunk ^ swap) * (int)(16 / sizeof(E));
 }
 
-/* Returns the offset in elements of row `row` of Q, K, V or O (part) of number bh of the pairs of sample and head. */
+/* Returns the offset in elements of row `row` of Q, K, V or O (part) of number bh of the pairs of sample and head (of
+   queries, which determines that of keys and values). */
 HPMLG_DEVICE int64_t hpmlg_attn_offset(const hpmlg_attn &p, int64_t bh, int part, int row)
 {
-    int64_t C = (int64_t)p.heads * p.D, b = bh / p.heads, at = (b * p.T + row) * C, in = (bh - b * p.heads) * p.D;
-    return part == HPMLG_ATTN_O ? at + in : 3 * at + part * C + in;
+    int64_t b = bh / p.heads, at = b * p.T + row, heads = p.heads + 2 * p.kv_heads;
+    int     h = (int)(bh - b * p.heads);
+    if (part == HPMLG_ATTN_O) return (at * p.heads + h) * p.D;
+    if (part != HPMLG_ATTN_Q) h = p.heads + (part - HPMLG_ATTN_K) * p.kv_heads + h / p.group;
+    return (at * heads + h) * p.D;
+}
+
+/* Returns true if key number `key` is hidden from query number `query` of pair bh of a sample and a head. */
+HPMLG_DEVICE bool hpmlg_attn_hidden(const hpmlg_attn &p, int64_t bh, int query, int key)
+{
+    if (key >= p.T || (p.causal && key > query)) return true;
+    if (!p.mask.p || query >= p.T) return false;
+    int64_t b = bh / p.heads;
+    return hpmlg_get(p.mask, (p.mask_queries ? b * p.T + query : b) * p.T + key) == 0;
 }
 
 /* Loads `rows` rows of Q, K, V or dO (part) of pair bh, of a sample and a head, from `row` on, into a tile of DP
@@ -4657,7 +4679,8 @@ HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<ty
     bool        is_o = part == HPMLG_ATTN_O, is_aligned = is_o ? p.is_aligned_o : p.is_aligned;
     hpmlg_array a  = is_o ? p.o : p.qkv;
     int         r  = (int)threadIdx.x / span;
-    int64_t     at = hpmlg_attn_offset(p, bh, part, row + r), ld = (int64_t)p.heads * p.D * (is_o ? 1 : 3);
+    int64_t     at = hpmlg_attn_offset(p, bh, part, row + r);
+    int64_t     ld = (int64_t)(is_o ? p.heads : p.heads + 2 * p.kv_heads) * p.D;
     if (r >= step) return;
     for (int c = (int)threadIdx.x % span; c < chunks; c += span) {
         const E *from = (const E *)a.p + at + c * each;
@@ -4793,11 +4816,12 @@ HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first,
 }
 
 /* Turns s, the scores of 16 M queries from `row` on with 8 N keys from `key` on, into exp2(score - maximum): softmax
-   without its divisor. edge: some of the keys are hidden from a query. Updates the rows' maxima `most` and sums `sum`
-   (over this thread's columns), in base 2, and rescales the output o, of 8 NO columns, where a maximum grew. */
+   without its divisor. bh: the pair of sample and head; edge: some of the keys are hidden from a query. Updates the
+   rows' maxima `most` and sums `sum` (over this thread's columns), in base 2, and rescales the output o, of 8 NO
+   columns, where a maximum grew. A row's maximum is -infinity until a key is not hidden from the row. */
 template <int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], float (&most)[M][2], float (&sum)[M][2],
-                                     float (&o)[M][NO][4], int row, int key, bool edge)
+                                     float (&o)[M][NO][4], int64_t bh, int row, int key, bool edge)
 {
     int   g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
     float base2 = p.scale * 1.4426950408889634f;
@@ -4805,20 +4829,20 @@ HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], f
     float shrink[M][2];
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
         float top = most[i / 2][i % 2], add = 0;
-        int   visible = p.causal && row + 8 * i + g < p.T ? row + 8 * i + g + 1 : p.T;
         HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
             float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2];
-            v   = edge && key + j / 2 * 8 + 2 * t + j % 2 >= visible ? -INFINITY : v * base2;
+            v *= base2;
+            if (edge && hpmlg_attn_hidden(p, bh, row + 8 * i + g, key + j / 2 * 8 + 2 * t + j % 2)) v = -INFINITY;
             top = fmaxf(top, v);
         }
         top = fmaxf(top, __shfl_xor_sync(HPMLG_ALL_LANES, top, 1));
         top = fmaxf(top, __shfl_xor_sync(HPMLG_ALL_LANES, top, 2));
         HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
             float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2];
-            v = hpmlg_exp2(v - top);
+            v = hpmlg_exp2(v - (top == -INFINITY ? 0 : top));
             add += v;
         }
-        float k = hpmlg_exp2(most[i / 2][i % 2] - top);
+        float k = top == -INFINITY ? 1 : hpmlg_exp2(most[i / 2][i % 2] - top);
         most[i / 2][i % 2]   = top;
         shrink[i / 2][i % 2] = k;
         changed |= k != 1;
@@ -4860,7 +4884,8 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
         }
         if (key < 0 || (p.causal && key >= row + 16 * M)) continue;
         hpmlg_attn_scores<type, DP, M, N>(s, q + (row - first) * DP, now);
-        hpmlg_attn_softmax(p, s, most, sum, o, row, key, key + K > p.T || (p.causal && key + K > row + 1));
+        hpmlg_attn_softmax(p, s, most, sum, o, bh, row, key,
+                           key + K > p.T || (p.causal && key + K > row + 1) || p.mask.p);
         hpmlg_attn_accumulate<type, DP>(o, s, now + K * DP, 0);
     }
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
@@ -4868,8 +4893,8 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
         int    r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
         v += __shfl_xor_sync(HPMLG_ALL_LANES, v, 1);
         v += __shfl_xor_sync(HPMLG_ALL_LANES, v, 2);
-        if (threadIdx.x % 4 == 0 && r < p.T) p.lse[bh * p.T + r] = most[i / 2][i % 2] + log2f(v);
-        v = 1 / v;
+        if (threadIdx.x % 4 == 0 && r < p.T) p.lse[bh * p.T + r] = v == 0 ? INFINITY : most[i / 2][i % 2] + log2f(v);
+        v = v == 0 ? 0 : 1 / v; /* 0: the mask hides all keys from the query */
     }
     __syncthreads(); /* wait: the result overwrites the tiles */
     hpmlg_attn_store(p, bh, HPMLG_ATTN_O, row, 0, o, sum, (float *)q + (row - first) * HPMLG_ATTN_LD(DP));
@@ -4911,10 +4936,12 @@ static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
 /* Turns scores into their gradients in hpmlg_k_attn_back, for the rows from `row` and the columns from `column` on. s:
    the scores S, overwritten by the probabilities P; dp: the gradient dP of P, overwritten by dS, that of S. If KEYS,
    rows are keys and columns queries, and lse and delta of the query in column c are line[c] and line[8 N + c]; else
-   rows are queries, and of_row has their lse and delta. edge: some keys are hidden from some queries. */
+   rows are queries, and of_row has their lse and delta. bh: the pair of sample and head; edge: some keys are hidden
+   from some queries. */
 template <bool KEYS, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], float (&dp)[M][N][4],
-                                     const float (&of_row)[M][2][2], const float *line, int row, int column, bool edge)
+                                     const float (&of_row)[M][2][2], const float *line, int64_t bh, int row,
+                                     int column, bool edge)
 {
     int   g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
     float base2 = p.scale * 1.4426950408889634f;
@@ -4924,18 +4951,30 @@ HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], f
         HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
             int    r = row + 8 * i + g, query = KEYS ? column + c : r, key = KEYS ? r : column + c;
             float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2], &w = dp[i / 2][j / 2][i % 2 * 2 + j % 2];
-            bool   hidden = edge && (key >= p.T || (p.causal && key > query));
+            bool   hidden = edge && hpmlg_attn_hidden(p, bh, query, key);
             v = hidden ? 0 : hpmlg_exp2(v * base2 - (KEYS ? lse : of_row[i / 2][i % 2][0]));
             w = v * (w - (KEYS ? delta : of_row[i / 2][i % 2][1]));
         }
     }
 }
 
-/* Computes the gradients of attention. A block of W warps computes dK and dV of 16 x M x W keys of one head (KEYS), or
-   dQ of as many queries: DA columns of them, from column blockIdx.y x DA on. DP is the number of columns of a head,
-   rounded up; scores need all of them. In shared memory, `own` has two tiles of DP columns, the rows of these keys or
-   queries (K and V, or Q and dO); `stream` has two stages, each of two tiles of 8 x N rows and DP columns of the other
-   two arrays (Q and dO, or K and V). */
+/* Loads lse and delta of K queries of pair bh, from `query` on, into line (2, K), by a block of `threads` threads;
+   queries beyond the end get P = 0. */
+template <int threads, int K>
+HPMLG_DEVICE void hpmlg_attn_line(const hpmlg_attn &p, float *line, int64_t bh, int query)
+{
+    for (int i = (int)threadIdx.x; i < K; i += threads) {
+        bool in = query + i < p.T;
+        line[i]     = in ? p.lse[bh * p.T + query + i] : INFINITY;
+        line[K + i] = in ? p.delta[bh * p.T + query + i] : 0;
+    }
+}
+
+/* Computes the gradients of attention. A block of W warps computes dK and dV of 16 x M x W keys of one head (KEYS),
+   from the queries of all heads of its group one after the other, or dQ of as many queries: DA columns of them, from
+   column blockIdx.y x DA on. DP is the number of columns of a head, rounded up; scores need all of them. In shared
+   memory, `own` has two tiles of DP columns, the rows of these keys or queries (K and V, or Q and dO); `stream` has two
+   stages, each of two tiles of 8 x N rows and DP columns of the other two arrays (Q and dO, or K and V). */
 template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
 static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
 {
@@ -4947,9 +4986,10 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     int64_t bh;
     int     first = hpmlg_attn_tile(p, R, !KEYS, &bh), at = (int)threadIdx.x / HPMLG_WARP * 16 * M, row = first + at;
     int     begin = KEYS && p.causal ? first / K * K : 0, stage = 0, column = (int)blockIdx.y * DA;
-    int     end = !KEYS && p.causal && first + R < p.T ? first + R : p.T;
+    int     end = !KEYS && p.causal && first + R < p.T ? first + R : p.T, tiles = (end - begin + K - 1) / K;
     float   d0[M][DA / 8][4], d1[KEYS ? M : 1][KEYS ? DA / 8 : 1][4], s[M][N][4], dp[M][N][4], of_row[M][2][2];
     float   scale[M][2], one[M][2];
+    if (KEYS) bh *= p.group; /* the first head of queries in the group */
     /* 1. Unless KEYS (true: this block computes dK and dV; false: dQ) load lse (log-sum-exp of the scores) and delta
           (sum of dO O) of the block's queries into registers; clear the sums; start to load the tiles in `own`, the
           block's own keys and values, or queries and dO. */
@@ -4967,30 +5007,29 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     }
     hpmlg_attn_load<type, DP, threads, R>(p, own, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, first);
     hpmlg_attn_load<type, DP, threads, R>(p, own + R * DP, bh, KEYS ? HPMLG_ATTN_V : HPMLG_ATTN_O, first);
-    for (int c = begin - K; c < end; c += K, stage ^= 1) {
+    for (int i = -1; i < (KEYS ? p.group : 1) * tiles; i++, stage ^= 1) {
+        int     c = begin + (i < 0 ? 0 : i % tiles) * K, next_c = begin + (i + 1) % tiles * K;
+        int64_t head = bh + (KEYS && i >= 0 ? i / tiles : 0), next_head = bh + (KEYS ? (i + 1) / tiles : 0);
         E     *now = stream + stage * 2 * K * DP, *next = stream + (stage ^ 1) * 2 * K * DP;
         float *line = lines + stage * 2 * K, *next_line = lines + (stage ^ 1) * 2 * K;
         /* 2. Wait until the current tiles in `stream` are loaded; start to load the next tiles, which for KEYS are of
            queries, together with lse and delta of these queries. */
         hpmlg_copy_wait(0);
         __syncthreads();
-        if (c + K < end) {
-            hpmlg_attn_load<type, DP, threads, K>(p, next, bh, KEYS ? HPMLG_ATTN_Q : HPMLG_ATTN_K, c + K);
-            hpmlg_attn_load<type, DP, threads, K>(p, next + K * DP, bh, KEYS ? HPMLG_ATTN_O : HPMLG_ATTN_V, c + K);
+        if (i + 1 < (KEYS ? p.group : 1) * tiles) {
+            hpmlg_attn_load<type, DP, threads, K>(p, next, next_head, KEYS ? HPMLG_ATTN_Q : HPMLG_ATTN_K, next_c);
+            hpmlg_attn_load<type, DP, threads, K>(p, next + K * DP, next_head, KEYS ? HPMLG_ATTN_O : HPMLG_ATTN_V,
+                                                  next_c);
             hpmlg_copy_commit();
-            for (int i = (int)threadIdx.x; KEYS && i < K; i += threads) {
-                bool in = c + K + i < p.T; /* queries beyond the end get P = 0 */
-                next_line[i]     = in ? p.lse[bh * p.T + c + K + i] : INFINITY;
-                next_line[K + i] = in ? p.delta[bh * p.T + c + K + i] : 0;
-            }
+            if (KEYS) hpmlg_attn_line<threads, K>(p, next_line, next_head, next_c);
         }
         /* 3. Compute S and dP from the tiles, then P and dS in their place; skip tiles that the causal mask hides from
            all rows of this warp. */
-        if (c < begin || (p.causal && (KEYS ? c + K <= row : c >= row + 16 * M))) continue;
+        if (i < 0 || (p.causal && (KEYS ? c + K <= row : c >= row + 16 * M))) continue;
         hpmlg_attn_scores<type, DP, M, N>(s, own + at * DP, now);
         hpmlg_attn_scores<type, DP, M, N>(dp, own + (R + at) * DP, now + K * DP);
-        hpmlg_attn_dscores<KEYS>(p, s, dp, of_row, line, row, c, KEYS ? p.causal && c < row + 16 * M - 1
-                                 : c + K > p.T || (p.causal && c + K > row + 1));
+        hpmlg_attn_dscores<KEYS>(p, s, dp, of_row, line, head, row, c, p.mask.p || (KEYS
+                                 ? p.causal && c < row + 16 * M - 1 : c + K > p.T || (p.causal && c + K > row + 1)));
         /* 4. Accumulate. If KEYS (this block computes dK and dV): dV += P^T dO and dK += dS^T Q; else dQ += dS K. */
         if constexpr (KEYS) hpmlg_attn_accumulate<type, DP>(d1, s, now + K * DP, column);
         hpmlg_attn_accumulate<type, DP>(d0, dp, now, column);
@@ -5031,9 +5070,11 @@ template <int type, int DP> HPMLG_FN void hpmlg_attn_run(hpmlg_device *d, const 
     const int    BM = !f32 && DP <= 64 ? 2 : 1, BW = large ? 1 : 4, BN = f32 && DP > 64 ? 2 : 4;
     const size_t shared = (size_t)((16 * M * W + 32 * N) * DP * cell);
     const size_t back = (size_t)((32 * BM * BW + 32 * BN) * DP * cell) + (size_t)(32 * BN) * sizeof(float);
+    hpmlg_attn   keys = *p;
+    keys.pairs /= p->group;
     if (!backward)
         return hpmlg_attn_launch(d, hpmlg_k_attn<type, DP, M, W, N>, p, 16 * M * W, 1, HPMLG_WARP * W, shared);
-    hpmlg_attn_launch(d, hpmlg_k_attn_back<type, DP, large ? 128 : DP, BM, BW, BN, true>, p, 16 * BM * BW,
+    hpmlg_attn_launch(d, hpmlg_k_attn_back<type, DP, large ? 128 : DP, BM, BW, BN, true>, &keys, 16 * BM * BW,
                       large ? 2 : 1, HPMLG_WARP * BW, back);
     hpmlg_attn_launch(d, hpmlg_k_attn_back<type, DP, DP, BM, BW, BN, false>, p, 16 * BM * BW, 1, HPMLG_WARP * BW, back);
 }
@@ -5045,8 +5086,92 @@ template <int type> HPMLG_FN void hpmlg_attn_half(hpmlg_device *d, const hpmlg_a
     return p->D <= 96 ? hpmlg_attn_run<type, 96>(d, p, backward) : hpmlg_attn_run<type, 128>(d, p, backward);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gpu-attention-op   attention with a cache; which kernels run; rotary positions
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The arguments of the kernels of attention with a cache. */
+typedef struct hpmlg_attn_cache {
+    float      *kv;       /* (B, S, 2 kv_heads D) */
+    const int  *position; /* (B): positions of each sample that the cache has */
+    int64_t     S, B;
+    hpmlg_note *note;
+    int        *taken;
+} hpmlg_attn_cache;
+
+/* Copies the keys and values of the T new positions of each sample to the cache, a warp for each row; a position that
+   the cache does not have is reported to the host as an error of `node`, and nothing is copied. */
+static __global__ void hpmlg_k_attn_keep(hpmlg_attn p, hpmlg_attn_cache c, const hpml_node *node)
+{
+    int64_t width = 2 * (int64_t)p.kv_heads * p.D, skip = (int64_t)p.heads * p.D;
+    HPMLG_FOR_EACH_WARP(i, c.B * p.T) {
+        int64_t b = i / p.T, t = i - b * p.T, at = c.position[b];
+        bool    fits = at >= 0 && at <= c.S - p.T;
+        if (!fits && threadIdx.x % HPMLG_WARP == 0)
+            hpmlg_report_index(c.note, c.taken, b, c.position[b], node);
+        for (int64_t k = (int)threadIdx.x % HPMLG_WARP; fits && k < width; k += HPMLG_WARP)
+            c.kv[(b * c.S + at + t) * width + k] = hpmlg_get(p.qkv, i * (skip + width) + skip + k);
+    }
+}
+
+/* Computes attention of one query (block) to the keys in the cache: warp w takes keys w, w + 4 ..., with the softmax
+   computed online (see >>gpu-attention); at the end the warps' maxima, sums and outputs are joined. A lane has columns
+   lane, lane + 32 ... of the head. */
+static __global__ void __launch_bounds__(128) hpmlg_k_attn_cached(hpmlg_attn p, hpmlg_attn_cache c)
+{
+    const int most_columns = HPMLG_ATTN_MOST / HPMLG_WARP;
+    __shared__ float output[4][HPMLG_ATTN_MOST], maximum[4], sums[4];
+    int     lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP;
+    int64_t row = blockIdx.x / p.heads, h = blockIdx.x - row * p.heads, b = row / p.T, t = row - b * p.T;
+    int64_t end = c.position[b] + t + 1, width = 2 * (int64_t)p.kv_heads * p.D, at = h / p.group * p.D;
+    int64_t from = hpmlg_attn_offset(p, b * p.heads + h, HPMLG_ATTN_Q, (int)t);
+    float   q[most_columns], o[most_columns], most = -INFINITY, sum = 0;
+    if (end <= 0 || end > c.S) end = 0;
+    for (int j = 0; j < most_columns; j++) {
+        int k = lane + j * HPMLG_WARP;
+        q[j] = k < p.D ? p.scale * hpmlg_get(p.qkv, from + k) : 0;
+        o[j] = 0;
+    }
+    for (int64_t key = warp; key < end; key += 4) {
+        const float *k = c.kv + (b * c.S + key) * width + at, *v = k + width / 2;
+        float        score = 0;
+        if (p.mask.p && hpmlg_get(p.mask, (p.mask_queries ? row : b) * c.S + key) == 0) continue;
+        for (int j = 0; j < most_columns && lane + j * HPMLG_WARP < p.D; j++)
+            score += q[j] * k[lane + j * HPMLG_WARP];
+        score = hpmlg_group_reduce(score, NULL, HPMLG_WARP, false);
+        float top = fmaxf(most, score), shrink = expf(most - top), e = expf(score - top);
+        most = top;
+        sum  = sum * shrink + e;
+        for (int j = 0; j < most_columns && lane + j * HPMLG_WARP < p.D; j++)
+            o[j] = o[j] * shrink + e * v[lane + j * HPMLG_WARP];
+    }
+    for (int j = 0; j < most_columns; j++) output[warp][lane + j * HPMLG_WARP] = o[j];
+    if (lane == 0) maximum[warp] = most;
+    if (lane == 0) sums[warp] = sum;
+    __syncthreads();
+    float top = fmaxf(fmaxf(maximum[0], maximum[1]), fmaxf(maximum[2], maximum[3])), total = 0;
+    for (int w = 0; w < 4; w++) total += sums[w] > 0 ? sums[w] * expf(maximum[w] - top) : 0;
+    for (int k = (int)threadIdx.x; k < p.D; k += 128) {
+        float y = 0;
+        for (int w = 0; w < 4; w++) y += sums[w] > 0 ? output[w][k] * expf(maximum[w] - top) : 0;
+        hpmlg_put(p.out, (row * p.heads + h) * p.D + k, total > 0 ? y / total : 0);
+    }
+}
+
+HPMLG_FN void hpmlg_attn_cached(hpmlg_device *d, const hpmlg_attn *p, const hpml_node *n, bool back)
+{
+    hpmlg_attn_cache c = { n->src[3]->data, (const int *)n->src[1]->raw, n->src[3]->shape[1], n->out->shape[0], d->note,
+                           d->note_taken };
+    if (back)
+        hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": with a cache there is no backward pass; record "
+                      "the model without .cache to train it", n->out->name);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_attn_keep, c.B * p->T, 8, *p, c, n);
+    HPMLG_RUN(d, hpmlg_k_attn_cached, (unsigned)(c.B * p->T * p->heads), 128, 0, *p, c);
+}
+
 HPMLG_FN void hpmlg_op_attention(HPMLG_OP_ARGUMENTS)
 {
+    const hpml_tensor *mask = n->src_count > 2 ? n->src[2] : NULL;
     hpmlg_attn  p = {};
     int64_t     C = n->out->shape[2], T = n->out->shape[1], D = C / n->attr.attention.heads;
     hpml_dtype  type = D > 128 ? HPML_DTYPE_F32 : n->out->dtype; /* heads over 128 columns: f32, without tensor cores */
@@ -5062,6 +5187,10 @@ HPMLG_FN void hpmlg_op_attention(HPMLG_OP_ARGUMENTS)
     p.delta  = (float *)n->scratch;
     p.T      = (int)T;
     p.heads  = n->attr.attention.heads;
+    p.kv_heads = n->attr.attention.kv_heads;
+    p.group    = p.heads / p.kv_heads;
+    if (mask) p.mask = hpmlg_value(mask);
+    p.mask_queries = mask && mask->ndim == 3;
     p.D      = (int)D;
     p.pairs  = n->out->shape[0] * p.heads;
     p.scale  = n->attr.attention.scale;
@@ -5070,12 +5199,68 @@ HPMLG_FN void hpmlg_op_attention(HPMLG_OP_ARGUMENTS)
     p.is_aligned   = p.qkv.type == (int)type && D % each == 0 && ((uintptr_t)p.qkv.p & 15) == 0;
     p.is_aligned_o = p.o.type == (int)type && D % each == 0 && ((uintptr_t)p.o.p & 15) == 0;
     if (p.pairs * T == 0) return;
+    if (n->src_count > 3) return hpmlg_attn_cached(d, &p, n, back);
     if (back) HPMLG_RUN_ITEMS(d, hpmlg_k_attn_delta, p.pairs * T, 32, p, hpmlg_value(n->out));
     if (type == HPML_DTYPE_BF16) hpmlg_attn_half<HPML_DTYPE_BF16>(d, &p, back);
     else if (type == HPML_DTYPE_F16) hpmlg_attn_half<HPML_DTYPE_F16>(d, &p, back);
     else if (D <= 64) hpmlg_attn_run<HPML_DTYPE_F32, 64>(d, &p, back);
     else if (D <= 128) hpmlg_attn_run<HPML_DTYPE_F32, 128>(d, &p, back);
     else hpmlg_attn_run<HPML_DTYPE_F32, 256>(d, &p, back);
+}
+
+/* Rotates the pairs of x (B, T, heads D), a thread for each pair or other number: y (+)= x with the pairs rotated by
+   the angles of their positions, or, if back, by the negative angles. */
+typedef struct hpmlg_rotary {
+    hpmlg_array y, x;
+    const int  *position;
+    int64_t     rows, T;
+    int         heads, rotated, D, half;
+    double      log_base; /* log of the base, over half */
+    bool        adjacent, back, add;
+} hpmlg_rotary;
+
+static __global__ void hpmlg_k_rotary(hpmlg_rotary r)
+{
+    int64_t items = (int64_t)r.rotated * (r.D - r.half) + (int64_t)(r.heads - r.rotated) * r.D;
+    HPMLG_FOR_EACH(i, r.rows * items) {
+        int64_t row = hpmlg_quotient(i, items), b = row / r.T;
+        int     k = (int)(i - row * items), each = r.D - r.half, h = k / each, pair = k - h * each;
+        bool    pairs = h < r.rotated && pair < r.half;
+        int64_t at = row * r.heads * r.D;
+        if (h >= r.rotated) at += k + (int64_t)r.rotated * r.half; /* a number of a head that is copied */
+        else if (!pairs) at += h * r.D + r.half + pair;            /* one behind the pairs */
+        else at += h * r.D + (r.adjacent ? 2 * pair : pair);
+        float v = hpmlg_get(r.x, at);
+        if (!pairs) {
+            hpmlg_put(r.y, at, r.add ? hpmlg_get(r.y, at) + v : v);
+            continue;
+        }
+        int64_t other = at + (r.adjacent ? 1 : r.half), now = row - b * r.T + (r.position ? r.position[b] : 0);
+        double  angle = (double)now * exp(-r.log_base * pair);
+        float   w = hpmlg_get(r.x, other), c = (float)cos(angle), s = (float)(r.back ? -sin(angle) : sin(angle));
+        float   v1 = v * c - w * s, w1 = w * c + v * s;
+        hpmlg_put(r.y, at, r.add ? hpmlg_get(r.y, at) + v1 : v1);
+        hpmlg_put(r.y, other, r.add ? hpmlg_get(r.y, other) + w1 : w1);
+    }
+}
+
+HPMLG_FN void hpmlg_op_rotary(HPMLG_OP_ARGUMENTS)
+{
+    hpmlg_rotary r = {};
+    r.y        = hpmlg_op_output(n, back);
+    r.x        = hpmlg_op_input(n, back);
+    r.position = n->src_count > 1 ? (const int *)n->src[1]->raw : NULL;
+    r.T        = n->out->shape[1];
+    r.rows     = n->out->shape[0] * r.T;
+    r.heads    = n->attr.rotary.heads;
+    r.rotated  = n->attr.rotary.rotated;
+    r.D        = (int)(n->out->shape[2] / r.heads);
+    r.half     = n->attr.rotary.dims / 2;
+    r.log_base = log((double)n->attr.rotary.base) / r.half;
+    r.adjacent = n->attr.rotary.adjacent;
+    r.back     = back;
+    r.add      = hpmlg_op_adds(n, back);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_rotary, r.rows * r.heads * r.D, 512, r);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -74,6 +74,13 @@ typedef struct op_case {
     X(attention, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 2 }), 8e-3)                                 \
     X(attention_full, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 1, .not_causal = true }), 8e-3)        \
     X(attention_scale, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 4, .scale = 0.7f }), 8e-3)            \
+    X(attention_grouped, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 4, .kv_heads = 1 }), 8e-3)      \
+    X(attention_mask, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 2, .kv_heads = 2, .not_causal = true,  \
+                                                                       .mask = mask(x, 14, 1) }), 8e-3)                \
+    X(attention_masks, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 2, .mask = mask(x, 14, 14) }), 8e-3)  \
+    X(rotary, hpml_rotary(three(x), &(hpml_rotary_desc){ .heads = 6, .rotated = 4 }), 3e-3)                            \
+    X(rotary_adjacent, hpml_rotary(hpml_tanh(three(x)), &(hpml_rotary_desc){ .heads = 2, .dims = 4, .base = 100,       \
+                                   .adjacent = true, .position = per_sample(x, 5, 3) }), 3e-3)                         \
     X(lstm, hpml_lstm(three(x), 5, NULL), 8e-3)                                                                        \
     X(residual_norm, hpml_layernorm(hpml_add(hpml_tanh(x), x), NULL), 5e-3)                                            \
     X(residual_norms, norms(hpml_add(hpml_tanh(x), hpml_scale(x, 2, 0))), 5e-3)                                        \
@@ -149,6 +156,31 @@ static hpml_tensor *by_reshaped(hpml_tensor *x, hpml_tensor *(*op)(hpml_tensor *
 
 /* Returns (B, T, 12). */
 static hpml_tensor *three(hpml_tensor *x) { return hpml_reshape_3d(hpml_slice(x, 2, 0, 6), -1, 14, 12); }
+
+/* Returns i32 (B): a + b i for sample i. */
+static hpml_tensor *per_sample(hpml_tensor *x, int32_t a, int32_t b)
+{
+    int32_t      v[1024];
+    hpml_tensor *t = hpml_tensor_create(x->ctx, HPML_DTYPE_I32, 1, x->shape);
+    for (int i = 0; i < 1024; i++) v[i] = a + b * (i % 3);
+    if (t) hpml_tensor_set_raw(t, v, (size_t)x->shape[0] * sizeof *v);
+    return t;
+}
+
+/* Returns (B, keys), or (B, queries, keys): zeros and ones, where the last row of a sample in three has no ones. */
+static hpml_tensor *mask(hpml_tensor *x, int64_t keys, int64_t queries)
+{
+    const int64_t  shape[3] = { x->shape[0], queries > 1 ? queries : keys, keys }, count = x->shape[0] * queries * keys;
+    hpml_tensor   *t = hpml_tensor_create(x->ctx, HPML_DTYPE_F32, queries > 1 ? 3 : 2, shape);
+    float         *v = (float *)malloc((size_t)count * sizeof *v);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t row = i / keys, sample = row / queries;
+        v[i] = (float)(i * i % 7 % 3 != 1 && (row % queries < queries - 1 || sample % 3 != 1));
+    }
+    if (t) hpml_tensor_set(t, v, count);
+    free(v);
+    return t;
+}
 
 #define DEFINE(name, e, tolerance) static hpml_tensor *op_##name(hpml_tensor *x) { return e; }
 OPS(DEFINE)

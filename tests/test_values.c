@@ -180,25 +180,43 @@ static void batchnorm(const hpml_node *n, double **s, double *y)
 
 static void attention(const hpml_node *n, double **s, double *y)
 {
-    int64_t T = n->out->shape[1], C = n->out->shape[2], D = C / n->attr.attention.heads;
+    int64_t heads = n->attr.attention.heads, kv = n->attr.attention.kv_heads;
+    int64_t T = n->out->shape[1], C = n->out->shape[2], D = C / heads, width = C + 2 * kv * D;
     double *p = (double *)malloc((size_t)T * sizeof *p);
-    for (int64_t i = 0; i < n->out->shape[0] * T * n->attr.attention.heads; i++) {
-        int64_t h = i % n->attr.attention.heads, t = i / n->attr.attention.heads % T,
-                b = i / n->attr.attention.heads / T, last = n->attr.attention.causal ? t + 1 : T;
-        const double *q = s[0] + (b * T + t) * 3 * C + h * D;
+    for (int64_t i = 0; i < n->out->shape[0] * T * heads; i++) {
+        int64_t h = i % heads, t = i / heads % T, b = i / heads / T, last = n->attr.attention.causal ? t + 1 : T;
+        int64_t key = C + h * kv / heads * D;
+        const double *q = s[0] + (b * T + t) * width + h * D;
+        const double *m = s[2] ? s[2] + (n->src[2]->ndim == 3 ? b * T + t : b) * T : NULL;
         double sum = 0;
         for (int64_t u = 0; u < last; u++) {
-            const double *k = s[0] + (b * T + u) * 3 * C + C + h * D;
+            const double *k = s[0] + (b * T + u) * width + key;
             for (int64_t d = p[u] = 0; d < D; d++) p[u] += q[d] * k[d] * (double)n->attr.attention.scale;
-            sum += p[u] = exp(p[u]);
+            sum += p[u] = m && m[u] == 0 ? 0 : exp(p[u]);
         }
         for (int64_t d = 0; d < D; d++) {
             double *o = y + (b * T + t) * C + h * D + d;
             *o = 0;
-            for (int64_t u = 0; u < last; u++) *o += p[u] / sum * s[0][(b * T + u) * 3 * C + 2 * C + h * D + d];
+            for (int64_t u = 0; u < last && sum > 0; u++)
+                *o += p[u] / sum * s[0][(b * T + u) * width + key + kv * D + d];
         }
     }
     free(p);
+}
+
+static void rotary(const hpml_node *n, double **s, double *y)
+{
+    int64_t T = n->out->shape[1], C = n->out->shape[2], D = C / n->attr.rotary.heads, half = n->attr.rotary.dims / 2;
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
+        int64_t d = i % D, h = i % C / D, t = i / C % T, b = i / C / T;
+        int64_t pair = n->attr.rotary.adjacent ? d / 2 : d % half;
+        bool    second = n->attr.rotary.adjacent ? d % 2 : d >= half;
+        double  a = ((double)t + (s[1] ? s[1][b] : 0)) * pow((double)n->attr.rotary.base, -(double)pair / (double)half);
+        int64_t other = n->attr.rotary.adjacent ? 1 : half;
+        y[i] = s[0][i];
+        if (h < n->attr.rotary.rotated && d < 2 * half)
+            y[i] = s[0][i] * cos(a) + (second ? s[0][i - other] : -s[0][i + other]) * sin(a);
+    }
 }
 
 static void lstm(const hpml_node *n, double **s, double *y)
@@ -313,6 +331,7 @@ static double run_world(world *w)
             break;
         case HPML_OP_BATCHNORM: batchnorm(n, s, y); break;
         case HPML_OP_ATTENTION: attention(n, s, y); break;
+        case HPML_OP_ROTARY: rotary(n, s, y); break;
         case HPML_OP_LSTM: lstm(n, s, y); break;
         case HPML_OP_CROSS_ENTROPY: case HPML_OP_BCE_WITH_LOGITS: case HPML_OP_MSE: case HPML_OP_HUBER:
             y[0] = loss_of(n, s);
@@ -351,6 +370,9 @@ static double run_world(world *w)
     X(long_attention, hpml_attention(ROW(x, 1, 131), &(hpml_attention_desc){ .heads = 3 }), 1, 1, 131, 45)             \
     X(long_attention_full, hpml_attention(ROW(x, 1, 131), &(hpml_attention_desc){ .heads = 2, .not_causal = true }),   \
       1, 1, 131, 66)                                                                                                   \
+    X(long_attention_grouped, hpml_attention(ROW(x, 2, 131),                                                           \
+      &(hpml_attention_desc){ .heads = 6, .kv_heads = 3, .mask = mask(x, 131, 1), .not_causal = true }),               \
+      2, 1, 131, 60)                                                                                                   \
     X(one_lstm, hpml_lstm(ROW(x, 2, 1), 1, NULL), 2, 1, 1, 1)                                                          \
     X(odd_lstm, hpml_lstm(ROW(x, 2, 7), 17, NULL), 2, 1, 7, 33)                                                        \
     X(wide_lstm, hpml_lstm(ROW(x, 33, 3), 65, NULL), 33, 1, 3, 5)                                                      \

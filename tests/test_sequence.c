@@ -1,0 +1,117 @@
+/* Sequences: attention with a cache of keys and values against whole passes, and what its arguments refuse. */
+#include "../hpml.h"
+#include "test.h"
+
+static hpml_ctx *context(int threads) { return hpml_ctx_create(&(hpml_ctx_desc){ .threads = threads, .seed = 3 }); }
+
+/* A block of a language model: attention with grouped queries and rotary positions. Without `cache` the whole text;
+   with it the next tokens, from position[b] on. */
+enum { B = 3, T = 21, C = 24, HEADS = 6, KV = 2, D = C / HEADS, WORDS = 11, ROOM = 29 };
+static hpml_tensor *language_model(hpml_tensor *tokens, hpml_tensor *cache, hpml_tensor *position, hpml_tensor *mask)
+{
+    hpml_rotary_desc    turn = { .heads = HEADS + 2 * KV, .rotated = HEADS + KV, .position = position };
+    hpml_attention_desc a = { .heads = HEADS, .kv_heads = KV, .cache = cache, .position = position, .mask = mask };
+    hpml_tensor *x = hpml_embedding(tokens, WORDS, C, NULL);
+    hpml_tensor *y = hpml_attention(hpml_rotary(hpml_linear(hpml_rmsnorm(x, NULL), C + 2 * KV * D, NULL), &turn), &a);
+    return hpml_linear(hpml_add(x, hpml_linear(y, C, NULL)), WORDS, NULL);
+}
+
+/* The logits of the whole text equal those of runs of `each` tokens with a cache; sample b begins b runs later. */
+static void compare_cached(int each, bool masked)
+{
+    hpml_ctx    *whole = context(2), *step = context(1);
+    hpml_tensor *all = hpml_input_tokens(whole, B, T), *next = hpml_input_tokens(step, B, each);
+    hpml_tensor *position = hpml_input(step, HPML_DTYPE_I32, 1, (int64_t[]){ B });
+    hpml_tensor *cache = hpml_tensor_create_3d(step, B, ROOM, 2 * KV * D);
+    hpml_tensor *hide[2] = { NULL, NULL };
+    if (masked) hide[0] = hpml_tensor_create_2d(whole, B, T), hide[1] = hpml_tensor_create_2d(step, B, ROOM);
+    for (int i = 0; masked && i < B * ROOM; i++) {
+        hide[1]->data[i] = i % 4 != 1;
+        if (i % ROOM < T) hide[0]->data[i / ROOM * T + i % ROOM] = i % 4 != 1;
+    }
+    hpml_tensor *want = language_model(all, NULL, NULL, hide[0]), *got = language_model(next, cache, position, hide[1]);
+    hpml_graph  *g = hpml_graph_create(whole, &(hpml_graph_desc){ .outputs = &want, .output_count = 1 });
+    hpml_graph  *h = hpml_graph_create(step, &(hpml_graph_desc){ .outputs = &got, .output_count = 1 });
+    ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_graph_alloc(h) == HPML_OK);
+    for (int p = 0; p < hpml_param_count(whole); p++)
+        memcpy(hpml_param_at(step, p)->data, hpml_param_at(whole, p)->data,
+               (size_t)hpml_tensor_count(hpml_param_at(whole, p)) * sizeof(float));
+    int32_t text[B * T], now[B * T], at[B];
+    for (int i = 0; i < B * T; i++) text[i] = i * i % 13 % WORDS;
+    hpml_tensor_set_raw(all, text, sizeof text);
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
+    for (int run = 0; run < T / each + B - 1; run++) {
+        for (int b = 0; b < B; b++) {
+            int from = (run - b) * each;
+            at[b] = from < 0 ? 0 : from > T - each ? T - each : from;
+            for (int i = 0; i < each; i++) now[b * each + i] = text[b * T + at[b] + i];
+        }
+        hpml_tensor_set_raw(next, now, (size_t)(B * each) * sizeof *now);
+        hpml_tensor_set_raw(position, at, sizeof at);
+        ENSURE(hpml_graph_forward(h, false, 0) == HPML_OK);
+        for (int i = 0; i < B * each * WORDS; i++) {
+            int b = i / (each * WORDS);
+            ENSURE_NEAR(got->data[i], want->data[(b * T + at[b]) * WORDS + i % (each * WORDS)], 1e-5);
+        }
+    }
+    at[1] = ROOM - each + 1;
+    hpml_tensor_set_raw(position, at, sizeof at);
+    ENSURE_ERROR(step, hpml_graph_forward(h, false, 0) != HPML_OK, HPML_ERR_LABEL, "position of sample 1 is");
+    hpml_ctx_free(whole);
+    hpml_ctx_free(step);
+}
+
+TEST(tokens_one_by_one_with_a_cache_equal_the_whole_text)
+{
+    for (int each = 1; each <= 7; each += 2)
+        if (T % each == 0) compare_cached(each, false), compare_cached(each, true);
+}
+
+TEST(a_cache_has_no_backward_pass)
+{
+    hpml_ctx    *ctx = context(1);
+    hpml_tensor *x = hpml_input_3d(ctx, 2, 1, 12), *position = hpml_input(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 2 });
+    hpml_tensor_require_grad(x);
+    hpml_attention_desc a = { .heads = 2, .cache = hpml_tensor_create_3d(ctx, 2, 5, 8), .position = position };
+    hpml_tensor *sum = hpml_sum(hpml_attention(x, &a), HPML_ALL_DIMS);
+    hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .loss = sum });
+    ENSURE(hpml_graph_alloc(g) == HPML_OK && hpml_graph_forward(g, true, 0) == HPML_OK);
+    ENSURE_ERROR(ctx, hpml_graph_backward(g, 1, false) != HPML_OK, HPML_ERR_UNSUPPORTED, "there is no backward pass");
+    hpml_ctx_free(ctx);
+}
+
+/* Records an attention on (2, 6, 16) with an argument that does not fit. */
+static void refuse_attention(int kind, const char *text)
+{
+    hpml_ctx    *ctx = context(1);
+    hpml_tensor *x = hpml_input_3d(ctx, 2, 6, 16), *two = hpml_input(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 2 });
+    hpml_attention_desc a = { .heads = 4, .kv_heads = 2 };
+    if (kind == 0) a.kv_heads = 3;
+    if (kind == 1) a.mask = hpml_tensor_create_2d(ctx, 2, 5);
+    if (kind == 2) a.mask = hpml_tanh(hpml_param_create(ctx, &(hpml_param_desc){ .ndim = 2, .shape = { 2, 6 } }));
+    if (kind == 3) a.position = two;
+    if (kind == 4) a.cache = hpml_tensor_create_3d(ctx, 2, 9, 8);
+    if (kind == 5) a.cache = hpml_tensor_create_3d(ctx, 2, 5, 8), a.position = two;
+    if (kind == 6) a.cache = hpml_tensor_create_3d(ctx, 2, 9, 8), a.position = two, a.not_causal = true;
+    if (kind == 7) a.cache = hpml_tensor_create_3d(ctx, 2, 9, 8), a.position = hpml_input_tokens(ctx, 2, 6);
+    ENSURE_ERROR(ctx, hpml_attention(x, &a) == NULL, kind == 2 || kind == 3 || kind == 4 || kind == 6
+                 ? HPML_ERR_ARGUMENT : HPML_ERR_SHAPE, text);
+    hpml_ctx_free(ctx);
+}
+
+TEST(arguments_of_attention_that_do_not_fit)
+{
+    static const char *const texts[] = { "with 4 heads and 3 of keys", "expected (2, 6) or (2, 6, 6)",
+        "a mask gets none", ".position without .cache", ".cache without .position", "2 x positions (6 or more) x 8",
+        ".cache with .not_causal", "one number for each of 2 samples" };
+    for (int kind = 0; kind < 8; kind++) refuse_attention(kind, texts[kind]);
+    static const hpml_rotary_desc wrong[] = { { .heads = 3 }, { .heads = 2, .dims = 3 }, { .heads = 2, .rotated = 3 } };
+    for (int i = 0; i < 3; i++) {
+        hpml_ctx    *ctx = context(1);
+        hpml_tensor *x = hpml_input_3d(ctx, 2, 6, 16);
+        ENSURE_ERROR(ctx, hpml_rotary(x, &wrong[i]) == NULL, i == 1 ? HPML_ERR_ARGUMENT : HPML_ERR_SHAPE,
+                     i == 1 ? "dims is 3" : "rotary: x is");
+        hpml_ctx_free(ctx);
+    }
+}
+
