@@ -128,8 +128,10 @@
 //     gemm-threads   cutting a matrix product into tasks for threads
 //     blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 //     elementwise   add, sub, mul, div with broadcasting; scale; activations
+//     map   elementwise functions of up to three operands: minimum, maximum, where, clamp, powers, sine, cosine
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
+//     take   indices along one dimension: gather, reverse, last step, pad, upsample; maxima and where they are; masks
 //     conv   two-dimensional convolution: recording, sizes
 //     conv-kept   convolutions in graphs that predict: kept weights, folded batchnorm
 //     conv-run   convolution: its forward and backward pass
@@ -572,6 +574,14 @@ HPML_API hpml_tensor *hpml_sub(hpml_tensor *a, hpml_tensor *b); /* a - b */
 HPML_API hpml_tensor *hpml_mul(hpml_tensor *a, hpml_tensor *b); /* a * b */
 HPML_API hpml_tensor *hpml_div(hpml_tensor *a, hpml_tensor *b); /* a / b */
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b); /* a * x + b */
+HPML_API hpml_tensor *hpml_minimum(hpml_tensor *a, hpml_tensor *b); /* the smaller of both; NaN if one is NaN */
+HPML_API hpml_tensor *hpml_maximum(hpml_tensor *a, hpml_tensor *b);
+/* condition != 0 ? a : b; all three are broadcast; no operand may be split over ranks. */
+HPML_API hpml_tensor *hpml_where(hpml_tensor *condition, hpml_tensor *a, hpml_tensor *b);
+HPML_API hpml_tensor *hpml_clamp(hpml_tensor *x, float low, float high); /* min(max(x, low), high); low <= high */
+HPML_API hpml_tensor *hpml_pow(hpml_tensor *x, float exponent);     /* x^exponent; NaN for x < 0 unless it is whole */
+HPML_API hpml_tensor *hpml_sin(hpml_tensor *x);                     /* of an angle in radians */
+HPML_API hpml_tensor *hpml_cos(hpml_tensor *x);
 
 /* Activations: functions of one element x. */
 typedef enum hpml_act {
@@ -679,6 +689,26 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim); /*
 #define HPML_ALL_DIMS (-1)
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim);
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim);
+
+/* Largest number along dimension `dim`, which keeps size 1 (the first of equal ones gets the gradient), and its index,
+   I32 without a gradient, which hpml_embedding and hpml_gather take. */
+HPML_API hpml_tensor *hpml_max(hpml_tensor *x, int dim);
+HPML_API hpml_tensor *hpml_argmax(hpml_tensor *x, int dim);
+
+/* Takes along a dimension. gather: y[o][i][k] = x[o][index[o][i][k]][k], index I32 with as many dimensions as x, before
+   `dim` of the same sizes, after it of the same sizes or all 1 (one index for a whole row); an index outside of x is an
+   error of the step. pad: `before` and `after` numbers `value` around x. reverse: the order of dimension `dim`
+   reversed; with lengths, I32 (B), of the first lengths[b] indices, while the others stay: for the second direction of
+   a bidirectional net, before and after it. last: x (B, T, ..) to (B, ..), time step lengths[b] - 1 (NULL: T - 1) or,
+   for length 0, zeros. mask: lengths I32 (B) to (B, T), 1 at positions before lengths[b], else 0.
+   upsample2d: images (B, C, H, W) to (B, C, factor H, factor W): each pixel repeated or, if bilinear, interpolated
+   between the centres of pixels (align_corners false elsewhere). `dim` must not be split over ranks. */
+HPML_API hpml_tensor *hpml_gather(hpml_tensor *x, int dim, hpml_tensor *index);
+HPML_API hpml_tensor *hpml_pad(hpml_tensor *x, int dim, int64_t before, int64_t after, float value);
+HPML_API hpml_tensor *hpml_reverse(hpml_tensor *x, int dim, hpml_tensor *lengths);
+HPML_API hpml_tensor *hpml_last(hpml_tensor *x, hpml_tensor *lengths);
+HPML_API hpml_tensor *hpml_mask(hpml_tensor *lengths, int64_t T);
+HPML_API hpml_tensor *hpml_upsample2d(hpml_tensor *x, int32_t factor, bool bilinear);
 
 /* softmax over the last dimension: y_i = exp(x_i) / sum_j exp(x_j); log_softmax: the logarithm of y. */
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x);
@@ -975,14 +1005,15 @@ HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-i
 // >>api-backend   the seam to devices: a table of functions
 // ---------------------------------------------------------------------------------------------------------------------
 /* All ops: X(name in the enum, name of the function that records it). The enum, hpml_op_name and the backends' tables
-   are generated from this list. hpml_relu and the like record ACTIVATION, hpml_mean SUM, hpml_custom_op CUSTOM. */
+   are generated from this list. hpml_relu and the like record ACTIVATION, hpml_mean SUM, hpml_custom_op CUSTOM,
+   hpml_where and the like MAP, hpml_gather and the like TAKE, hpml_argmax MAX. */
 #define HPML_OPS(X)                                                                                                    \
     X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACTIVATION, activation) X(MATMUL, matmul)        \
     X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL2D, max_pool2d) X(AVG_POOL2D, avg_pool2d) X(RESHAPE, reshape)        \
     X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LOG_SOFTMAX, log_softmax)  \
     X(LAYERNORM, layernorm) X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding)    \
-    X(ATTENTION, attention) X(ROTARY, rotary) X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy)                            \
-    X(BCE_WITH_LOGITS, bce_with_logits) X(MSE, mse) X(HUBER, huber) X(CUSTOM, custom)
+    X(ATTENTION, attention) X(ROTARY, rotary) X(LSTM, lstm) X(MAP, map) X(TAKE, take) X(MASK, mask) X(MAX, max)        \
+    X(CROSS_ENTROPY, cross_entropy) X(BCE_WITH_LOGITS, bce_with_logits) X(MSE, mse) X(HUBER, huber) X(CUSTOM, custom)
 
 typedef enum hpml_op {
 #define HPMLI_OP_VALUE(op, name) HPML_OP_##op,
@@ -991,8 +1022,34 @@ typedef enum hpml_op {
 } hpml_op;
 HPML_API const char *hpml_op_name(hpml_op op); /* "linear" for HPML_OP_LINEAR; "?" for an unknown op */
 
+/* The functions of MAP: X(name, operands, value, derivatives by a, b and c), of operands a, b, c and constants p, q.
+   Where both operands of a minimum or maximum are equal, each gets half of the gradient. NaN: the result is NaN. */
+#define HPML_MAPS(X)                                                                                                   \
+    X(MINIMUM, 2, a < b || a != a ? a : b, (float)(a < b) + 0.5f * (float)(a == b),                                    \
+      (float)(b < a) + 0.5f * (float)(a == b), 0)                                                                      \
+    X(MAXIMUM, 2, a > b || a != a ? a : b, (float)(a > b) + 0.5f * (float)(a == b),                                    \
+      (float)(b > a) + 0.5f * (float)(a == b), 0)                                                                      \
+    X(WHERE, 3, a != 0 ? b : c, 0, (float)(a != 0), (float)(a == 0))                                                   \
+    X(CLAMP, 1, a < p ? p : (a > q ? q : a), (float)(a >= p && a <= q), 0, 0)                                          \
+    X(POW, 1, powf(a, p), p == 0 ? 0 : p * powf(a, p - 1), 0, 0)                                                       \
+    X(SIN, 1, sinf(a), cosf(a), 0, 0)                                                                                  \
+    X(COS, 1, cosf(a), -sinf(a), 0, 0)
+typedef enum hpml_map {
+#define HPMLI_MAP_VALUE(name, operands, value, by_a, by_b, by_c) HPML_MAP_##name,
+    HPML_MAPS(HPMLI_MAP_VALUE)
+} hpml_map;
+
+/* Which rows of x, along a dimension, TAKE makes row i of y of: row index[i]; the mirrored row, of the first length[b]
+   rows; row length[b] - 1; row i - start, where there is one; row i / start; the rows around i / start, by distance. */
+typedef enum hpml_take {
+    HPML_TAKE_INDEX, HPML_TAKE_REVERSE, HPML_TAKE_LAST, HPML_TAKE_PAD, HPML_TAKE_NEAREST, HPML_TAKE_LINEAR
+} hpml_take;
+
 /* The constants of a node; its op determines the member. */
 typedef union hpml_attr {
+    struct { hpml_map kind; float p, q; } map;
+    struct { int32_t dim; hpml_take rule; int64_t start; float value; } take; /* value: of rows without a source */
+    struct { int32_t dim; bool index; } max;                            /* index: the result is where the maximum is */
     struct { float a, b; } scale;
     struct { hpml_act act; float slope; } act;                          /* ACTIVATION, LINEAR */
     struct { bool trans_a, trans_b; } matmul;
@@ -7010,6 +7067,180 @@ HPMLI_WORK_OP(activation, HPMLI_OP_SPLIT_ANY,
               hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, act_chunk, act_chunk);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>map   elementwise functions of up to three operands: minimum, maximum, where, clamp, powers, sine, cosine
+// ---------------------------------------------------------------------------------------------------------------------
+/* Each row of HPML_MAPS makes a loop for its value and a loop for its derivatives. Operands are broadcast as those of
+   add. An item of the loop is a row of the result (its last dimension) or, where no operand is repeated, a chunk. */
+typedef struct hpmli_map_job {
+    const hpml_run *run;
+    hpml_node      *n;
+    int64_t         stride[3][HPML_MAX_DIMS]; /* of the operands along the result's dimensions; 0: repeated */
+    int64_t         cols;                     /* elements of an item, but for a last chunk */
+    bool            flat;                     /* no operand is repeated */
+    int             side;                     /* backward: the operand whose gradient is computed; -1: forward */
+} hpmli_map_job;
+
+/* Returns the offset in operand s of the first element of item number `row`. */
+HPMLI_FN int64_t hpmli_map_offset(const hpmli_map_job *j, int s, int64_t row)
+{
+    int64_t at = 0;
+    if (j->flat) return row * j->cols;
+    for (int d = j->n->out->ndim - 2; d >= 0; row /= j->n->out->shape[d--])
+        at += row % j->n->out->shape[d] * j->stride[s][d];
+    return at;
+}
+
+/* Computes c elements of y from operands x[0 .. 2] with steps 1 or 0; backward y = dy times the derivative by operand
+   number `side`. */
+HPMLI_FN void hpmli_map_piece(const hpmli_map_job *j, float *to, const float *dy, const float *const *x,
+                              const int64_t *step, int64_t count)
+{
+    const float p = j->n->attr.map.p, q = j->n->attr.map.q;
+    (void)p;
+    (void)q;
+#define HPMLI_MAP_LOOPS(name, operands, value, by_a, by_b, by_c)                                                       \
+    case HPML_MAP_##name:                                                                                              \
+        for (int64_t i = 0; i < count; i++) {                                                                          \
+            const float a = x[0][i * step[0]], b = x[1][i * step[1]], c = x[2][i * step[2]];                           \
+            (void)b;                                                                                                   \
+            (void)c;                                                                                                   \
+            if (j->side < 0) to[i] = value;                                                                            \
+            else if (j->side == 0) to[i] = dy[i] * (by_a);                                                             \
+            else to[i] = dy[i] * (j->side == 1 ? by_b : by_c);                                                         \
+        }                                                                                                              \
+        break;
+    switch (j->n->attr.map.kind) {
+        HPML_MAPS(HPMLI_MAP_LOOPS)
+    }
+#undef HPMLI_MAP_LOOPS
+}
+
+HPMLI_FN void hpmli_map_task(void *arg, int64_t row, int thread HPMLI_UNUSED)
+{
+    const hpmli_map_job *j = (const hpmli_map_job *)arg;
+    const hpml_node     *n = j->n;
+    const hpmli_kernels *k = j->run->ctx->k;
+    const float *x[3], *at[3];
+    int64_t      step[3], first = row * j->cols, end = hpmli_min(hpml_tensor_count(n->out) - first, j->cols);
+    float        d[HPMLI_PIECE];
+    for (int s = 0; s < 3; s++) {
+        int from = s < n->src_count ? s : 0;
+        x[s]    = n->src[from]->data + hpmli_map_offset(j, from, row);
+        step[s] = j->flat ? 1 : j->stride[from][n->out->ndim - 1];
+    }
+    HPMLI_PIECES(i, c, end) {
+        for (int s = 0; s < 3; s++) at[s] = x[s] + i * step[s];
+        if (j->side < 0) {
+            hpmli_map_piece(j, n->out->data + first + i, NULL, at, step, c);
+            continue;
+        }
+        float *dx = n->src[j->side]->grad + hpmli_map_offset(j, j->side, row) + i * step[j->side];
+        hpmli_map_piece(j, d, n->out->grad + first + i, at, step, c);
+        if (step[j->side]) k->vadd(dx, dx, d, c);
+        else dx[0] += k->vsum(d, c);
+    }
+}
+
+/* As hpmli_binary_run: the gradient of an operand that is repeated is summed by one thread, in order. */
+HPMLI_FN void hpmli_map_run(const hpml_run *run, hpml_node *n, bool back)
+{
+    hpmli_map_job j = HPMLI_ZEROED;
+    const hpml_tensor *y = n->out;
+    int64_t count = hpml_tensor_count(y);
+    j.run  = run;
+    j.n    = n;
+    j.flat = true;
+    for (int s = 0; s < n->src_count; s++) {
+        const hpml_tensor *x = n->src[s];
+        for (int d = 0; d < x->ndim; d++) j.stride[s][d + y->ndim - x->ndim] = x->shape[d] > 1 ? x->stride[d] : 0;
+        if (hpml_tensor_count(x) != count) j.flat = false;
+    }
+    j.cols = j.flat || y->ndim == 0 ? HPMLI_GRAIN : y->shape[y->ndim - 1];
+    int64_t items = (count + j.cols - 1) / j.cols;
+    for (j.side = back ? 0 : -1; j.side < (back ? n->src_count : 0); j.side++) {
+        hpml_tensor *x = back ? n->src[j.side] : n->out;
+        if (back && !x->grad) continue;
+        for (int s = 0; s < j.side; s++)
+            if (n->src[s] == x) n->accumulate[j.side] = true; /* both operands are one tensor */
+        if (back && !n->accumulate[j.side]) run->ctx->k->vfill(x->grad, 0, hpml_tensor_count(x));
+        if (hpml_tensor_count(x) == count) hpmli_parallel(run->ctx, items, hpmli_map_task, &j);
+        else
+            for (int64_t i = 0; i < items; i++) hpmli_map_task(&j, i, 0);
+    }
+}
+HPMLI_OP(map, HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2),
+         hpmli_flops_pointwise(n, back), hpmli_map_run(run, n, false), hpmli_map_run(run, n, true));
+
+HPMLI_FN hpml_tensor *hpmli_map_record(hpml_map kind, int count, hpml_tensor **src, float p, float q)
+{
+    static const char *const names[] = { "minimum", "maximum", "where", "clamp", "pow", "sin", "cos" };
+    int64_t shape[HPML_MAX_DIMS];
+    int8_t  split[HPML_MAX_DIMS];
+    int32_t sections = 0;
+    int     ndim     = 0;
+    bool    mixes    = false;
+    if (!hpmli_recordable(count, src)) return NULL;
+    for (int s = 0; s < count; s++) {
+        if (src[s]->ndim > ndim) ndim = src[s]->ndim;
+        if (count == 3 && hpmli_is_split(src[s])) {
+            hpmli_fail(src[s]->ctx, HPML_ERR_SHAPE, "where: %s is %s; record hpml_group_gather first",
+                       hpmli_describe(src[s]), hpmli_split_text(src[s]));
+            return NULL;
+        }
+    }
+    memcpy(split, src[0]->split, sizeof split);
+    if (count == 1) sections = src[0]->sections;
+    else if (!hpmli_split_pair(names[kind], src, ndim, split, &sections) || !hpmli_recordable(count, src)) return NULL;
+    for (int d = 0; d < ndim; d++) {
+        shape[d] = 1;
+        for (int s = 0; s < count; s++) {
+            int     at   = d - (ndim - src[s]->ndim);
+            int64_t size = at < 0 ? 1 : src[s]->shape[at];
+            if (size != 1 && shape[d] != 1 && size != shape[d])
+                return hpmli_null(src[0]->ctx, HPML_ERR_SHAPE, "%s: %s and %s do not fit: dimensions must be equal or "
+                                  "1", names[kind], hpmli_describe(src[0]), hpmli_describe(src[s]));
+            if (size != 1) shape[d] = size;
+        }
+    }
+    for (int s = 0; s < count; s++) mixes |= src[s]->batch_rows > 0 && src[s]->ndim < ndim;
+    hpml_node *n = hpmli_node_create(HPML_OP_MAP, NULL, count, src, ndim, shape);
+    n->attr.map.kind = kind;
+    n->attr.map.p    = p;
+    n->attr.map.q    = q;
+    n->mixes_batch |= mixes;
+    hpmli_split_take(n->out, split, sections);
+    return n->out;
+}
+HPML_API hpml_tensor *hpml_minimum(hpml_tensor *a, hpml_tensor *b)
+{
+    hpml_tensor *src[2] = { a, b };
+    return hpmli_map_record(HPML_MAP_MINIMUM, 2, src, 0, 0);
+}
+HPML_API hpml_tensor *hpml_maximum(hpml_tensor *a, hpml_tensor *b)
+{
+    hpml_tensor *src[2] = { a, b };
+    return hpmli_map_record(HPML_MAP_MAXIMUM, 2, src, 0, 0);
+}
+HPML_API hpml_tensor *hpml_where(hpml_tensor *condition, hpml_tensor *a, hpml_tensor *b)
+{
+    hpml_tensor *src[3] = { condition, a, b };
+    return hpmli_map_record(HPML_MAP_WHERE, 3, src, 0, 0);
+}
+HPML_API hpml_tensor *hpml_clamp(hpml_tensor *x, float low, float high)
+{
+    if (x && !(low <= high))
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "clamp of \"%s\": from %g to %g, expected low <= high", x->name,
+                          (double)low, (double)high);
+    return hpmli_map_record(HPML_MAP_CLAMP, 1, &x, low, high);
+}
+HPML_API hpml_tensor *hpml_pow(hpml_tensor *x, float exponent)
+{
+    return hpmli_map_record(HPML_MAP_POW, 1, &x, exponent, 0);
+}
+HPML_API hpml_tensor *hpml_sin(hpml_tensor *x) { return hpmli_map_record(HPML_MAP_SIN, 1, &x, 0, 0); }
+HPML_API hpml_tensor *hpml_cos(hpml_tensor *x) { return hpmli_map_record(HPML_MAP_COS, 1, &x, 0, 0); }
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>matmul   matrix products and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
 /* Returns the values of t, or if `grad` its gradient, as one matrix whose rows run along the last dimension. */
@@ -7596,6 +7827,272 @@ HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
 }
 HPMLI_OP(sum, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false),
          hpmli_sum_run(run, n, true));
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>take   indices along one dimension: gather, reverse, last step, pad, upsample; maxima and where they are; masks
+// ---------------------------------------------------------------------------------------------------------------------
+/* True if t, the argument `what` of an op on x (B, ..), is NULL or I32 with one number for each sample of x; else an
+   error. */
+HPMLI_FN bool hpmli_one_per_sample(const char *op, const char *what, const hpml_tensor *x, const hpml_tensor *t)
+{
+    return !t || (t->dtype == HPML_DTYPE_I32 && hpml_tensor_count(t) == x->shape[0]) ||
+           hpmli_false(x->ctx, HPML_ERR_SHAPE, "%s: %s is %s, expected i32 with one number for each of %lld samples",
+                       op, what, hpmli_describe(t), (long long)x->shape[0]);
+}
+
+/* The op `take` computes y (outer, m, inner) from x (outer, size, inner): y[o][i] is a weighted sum of up to two rows
+   x[o][j], which attr.take.rule and the source of indices or lengths determine, or attr.take.value if there is none.
+   Backward adds dy[o][i], weighted, to dx[o][j]; one task is one o. Sources of the node: x, index or lengths. */
+typedef struct hpmli_dims { /* the sizes around dimension `dim` of the source and the result of a take or maximum */
+    int64_t outer, size, m, inner;
+    int64_t each; /* indices for each row of y: inner, or 1 */
+    int64_t rows; /* rows o of a sample */
+} hpmli_dims;
+HPMLI_FN hpmli_dims hpmli_dims_of(const hpml_node *n, int dim)
+{
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    hpmli_dims         s = { 1, x->shape[dim], y->shape[dim], 1, 1, 1 };
+    for (int i = 0; i < dim; i++) s.outer *= x->shape[i];
+    for (int i = dim + 1; i < x->ndim; i++) s.inner *= x->shape[i];
+    if (dim > 0) s.rows = s.outer / x->shape[0];
+    for (int i = dim + 1; n->src_count > 1 && i < n->src[1]->ndim; i++) s.each *= n->src[1]->shape[i];
+    return s;
+}
+
+/* The rows of x that make a row of y, and their weights; a row below 0: none. */
+typedef struct hpmli_taken {
+    int64_t row[2];
+    float   weight[2];
+} hpmli_taken;
+
+/* Returns the rows of row i of y, in part o; k: the place in the row, which matters if a row has several indices. */
+HPMLI_FN hpmli_taken hpmli_take_rows(const hpml_node *n, const hpmli_dims *s, int64_t o, int64_t i, int64_t k)
+{
+    const int32_t *numbers = n->src_count > 1 ? (const int32_t *)n->src[1]->raw : NULL;
+    hpmli_taken    t      = { { -1, -1 }, { 1, 0 } };
+    int64_t        length = s->size;
+    if (numbers && n->attr.take.rule != HPML_TAKE_INDEX) length = numbers[o / s->rows];
+    switch (n->attr.take.rule) {
+    case HPML_TAKE_INDEX: t.row[0] = numbers[(o * s->m + i) * s->each + (s->each > 1 ? k : 0)]; break;
+    case HPML_TAKE_REVERSE: t.row[0] = i < length ? length - 1 - i : i; break;
+    case HPML_TAKE_LAST: t.row[0] = length - 1; break;
+    case HPML_TAKE_PAD: t.row[0] = i - n->attr.take.start < s->size ? i - n->attr.take.start : -1; break;
+    case HPML_TAKE_NEAREST: t.row[0] = i / n->attr.take.start; break;
+    case HPML_TAKE_LINEAR: { /* pixel centres: i + 1/2 of y is at (i + 1/2) / factor of x */
+        double at = fmax(((double)i + 0.5) / (double)n->attr.take.start - 0.5, 0);
+        t.row[0]    = (int64_t)at;
+        t.row[1]    = t.row[0] + 1 < s->size ? t.row[0] + 1 : t.row[0];
+        t.weight[1] = (float)(at - (double)t.row[0]);
+        t.weight[0] = 1 - t.weight[1];
+    }
+    }
+    return t;
+}
+
+/* Computes row i of part o of y or, backward, adds dy of that row to dx. */
+HPMLI_FN void hpmli_take_row(const hpmli_work *w, const hpmli_dims *s, int64_t o, int64_t i)
+{
+    const hpml_node *n = w->n;
+    float *x = (w->back ? n->src[0]->grad : n->src[0]->data) + o * s->size * s->inner;
+    float *y = (w->back ? n->out->grad : n->out->data) + (o * s->m + i) * s->inner;
+    int64_t width = s->each > 1 ? 1 : s->inner; /* numbers that have the same rows */
+    for (int64_t k = 0; k < s->inner; k += width) {
+        hpmli_taken t = hpmli_take_rows(n, s, o, i, k);
+        if (!w->back && t.row[0] < 0) w->k->vfill(y + k, n->attr.take.value, width);
+        for (int r = 0; r < 2 && t.row[r] >= 0; r++) {
+            float *at = x + t.row[r] * s->inner + k;
+            if (w->back) w->k->vaxpby(at, t.weight[r], y + k, 1, width);
+            else w->k->vaxpby(y + k, t.weight[r], at, (float)r, width);
+        }
+    }
+}
+
+HPMLI_FN void hpmli_take_part(const hpmli_work *w, int64_t o, int thread HPMLI_UNUSED)
+{
+    hpmli_dims s = hpmli_dims_of(w->n, w->n->attr.take.dim);
+    if (w->back && !w->n->accumulate[0])
+        w->k->vfill(w->n->src[0]->grad + o * s.size * s.inner, 0, s.size * s.inner);
+    for (int64_t i = 0; i < s.m; i++) hpmli_take_row(w, &s, o, i);
+}
+
+HPMLI_FN hpml_status hpmli_take_run(const hpml_run *run, hpml_node *n, bool back)
+{
+    hpmli_dims s = hpmli_dims_of(n, n->attr.take.dim);
+    bool       index = n->attr.take.rule == HPML_TAKE_INDEX;
+    for (int64_t i = 0; !back && n->src_count > 1 && i < hpml_tensor_count(n->src[1]); i++) {
+        int32_t v = ((const int32_t *)n->src[1]->raw)[i];
+        if (v < 0 || v > s.size - index)
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "take \"%s\": %s %lld is %d, expected 0 to %lld", n->out->name,
+                              index ? "index" : "length", (long long)(n->state->first_index + i), v,
+                              (long long)s.size - index);
+    }
+    hpmli_for_each_parallel(run, n, back, s.outer, hpmli_rows_per_task(s.m * s.inner), hpmli_take_part);
+    return HPML_OK;
+}
+HPMLI_OP(take, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_SRC(1),
+         hpmli_flops_pointwise(n, back), return hpmli_take_run(run, n, false), return hpmli_take_run(run, n, true));
+
+/* Records a take of `m` rows along dimension dim; index: indices or lengths, or NULL. A split of other dimensions
+   stays, unless lengths or indices belong to the whole. */
+HPMLI_FN hpml_tensor *hpmli_take_record(const char *op, hpml_tensor *x, int dim, hpml_take rule, int64_t m,
+                                        hpml_tensor *index, int64_t start, float value)
+{
+    hpml_tensor *src[2] = { x, index };
+    int64_t      shape[HPML_MAX_DIMS];
+    if (!hpmli_recordable(index ? 2 : 1, src)) return NULL;
+    if (dim < 0 || dim >= x->ndim || m < 1)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of %s along dimension %d: no such dimension, or a result of %lld",
+                          op, hpmli_describe(x), dim, (long long)m);
+    for (int i = 0; i < x->ndim; i++)
+        if (x->split[i] && (i == dim || index)) {
+            hpmli_split_refuse(op, x, i, "the op needs it whole");
+            return NULL;
+        }
+    memcpy(shape, x->shape, sizeof shape);
+    shape[dim] = m;
+    hpml_node *n = hpmli_node_create(HPML_OP_TAKE, NULL, index ? 2 : 1, src, x->ndim, shape);
+    n->attr.take.dim   = dim;
+    n->attr.take.rule  = rule;
+    n->attr.take.start = start;
+    n->attr.take.value = value;
+    if (dim == 0) hpmli_node_batch(n, 0);
+    hpmli_split_take(n->out, x->split, x->sections);
+    return n->out;
+}
+
+HPML_API hpml_tensor *hpml_gather(hpml_tensor *x, int dim, hpml_tensor *index)
+{
+    bool one = true, all = true, fits = x && index && index->ndim == x->ndim && dim >= 0 && dim < x->ndim;
+    if (!x || !index) return NULL;
+    for (int i = 0; fits && i < x->ndim; i++) {
+        if (i < dim) fits = index->shape[i] == x->shape[i];
+        if (i > dim) one &= index->shape[i] == 1;
+        if (i > dim) all &= index->shape[i] == x->shape[i];
+    }
+    if (!fits || (!one && !all))
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "gather of %s along dimension %d: index is %s; expected as many "
+                          "dimensions, before dimension %d of the same size, after it of the same size or all 1",
+                          hpmli_describe(x), dim, hpmli_describe(index), dim);
+    return hpmli_take_record("gather", x, dim, HPML_TAKE_INDEX, index->shape[dim], index, 0, 0);
+}
+
+HPML_API hpml_tensor *hpml_reverse(hpml_tensor *x, int dim, hpml_tensor *lengths)
+{
+    if (!x || (lengths && !hpmli_one_per_sample("reverse", "lengths", x, lengths))) return NULL;
+    if (lengths && dim == 0)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "reverse of %s: lengths are for each index of dimension 0, so "
+                          "reverse another one", hpmli_describe(x));
+    return hpmli_take_record("reverse", x, dim, HPML_TAKE_REVERSE, dim >= 0 && dim < x->ndim ? x->shape[dim] : 0,
+                             lengths, 0, 0);
+}
+
+HPML_API hpml_tensor *hpml_last(hpml_tensor *x, hpml_tensor *lengths)
+{
+    if (!x || (lengths && !hpmli_one_per_sample("last", "lengths", x, lengths))) return NULL;
+    hpml_tensor *y = hpmli_take_record("last", x, x->ndim < 2 ? -1 : 1, HPML_TAKE_LAST, 1, lengths, 0, 0);
+    int64_t      shape[HPML_MAX_DIMS];
+    if (!y) return NULL;
+    hpml_param_whole(y, shape);
+    for (int i = 1; i + 1 < y->ndim; i++) shape[i] = shape[i + 1];
+    return hpml_reshape(y, y->ndim - 1, shape);
+}
+
+HPML_API hpml_tensor *hpml_pad(hpml_tensor *x, int dim, int64_t before, int64_t after, float value)
+{
+    if (!x) return NULL;
+    if (before < 0 || after < 0)
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "pad of %s: %lld before and %lld after, expected 0 or more; "
+                          "hpml_slice takes a part", hpmli_describe(x), (long long)before, (long long)after);
+    int64_t size = dim >= 0 && dim < x->ndim ? x->shape[dim] + before + after : 0;
+    return hpmli_take_record("pad", x, dim, HPML_TAKE_PAD, size, NULL, before, value);
+}
+
+HPML_API hpml_tensor *hpml_upsample2d(hpml_tensor *x, int32_t factor, bool bilinear)
+{
+    hpml_take rule = bilinear ? HPML_TAKE_LINEAR : HPML_TAKE_NEAREST;
+    if (!x) return NULL;
+    if (x->ndim != 4 || factor < 1)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "upsample2d of %s by %d: expected (B, C, H, W) and 1 or more",
+                          hpmli_describe(x), factor);
+    int          height = x->layout == HPML_NHWC ? 1 : 2;
+    hpml_tensor *y = hpmli_take_record("upsample2d", x, height, rule, x->shape[height] * factor, NULL, factor, 0);
+    return y ? hpmli_take_record("upsample2d", y, height + 1, rule, y->shape[height + 1] * factor, NULL, factor, 0)
+             : NULL;
+}
+
+HPMLI_FN void hpmli_mask_row(const hpmli_work *w, int64_t b, int thread HPMLI_UNUSED)
+{
+    int64_t T = w->n->out->shape[1], length = ((const int32_t *)w->n->src[0]->raw)[b];
+    for (int64_t t = 0; t < T; t++) w->n->out->data[b * T + t] = t < length ? 1.0f : 0.0f;
+}
+HPMLI_WORK_OP(mask, HPMLI_OP_INDEX_0, 0, hpmli_flops_pointwise(n, back), n->out->shape[0], 1, mask_row, mask_row);
+
+HPML_API hpml_tensor *hpml_mask(hpml_tensor *lengths, int64_t T)
+{
+    if (!hpmli_recordable(1, &lengths)) return NULL;
+    if (lengths->dtype != HPML_DTYPE_I32 || hpml_tensor_count(lengths) != lengths->shape[0] || T < 1)
+        return hpmli_null(lengths->ctx, HPML_ERR_SHAPE, "mask of %lld positions: lengths are %s, expected i32 (B)",
+                          (long long)T, hpmli_describe(lengths));
+    const int64_t shape[2] = { lengths->shape[0], T };
+    return hpmli_node_create(HPML_OP_MASK, NULL, 1, &lengths, 2, shape)->out;
+}
+
+/* The maximum along a dimension: of equal numbers the first, and a NaN is larger than all numbers. The op `max` saves
+   where each maximum is, argmax has it as the result. */
+HPMLI_FN void hpmli_max_part(const hpmli_work *w, int64_t o, int thread HPMLI_UNUSED)
+{
+    const hpml_node *n = w->n;
+    hpmli_dims       s = hpmli_dims_of(n, n->attr.max.dim);
+    int32_t         *at = (int32_t *)(n->attr.max.index ? n->out->raw : n->saved) + o * s.inner;
+    if (w->back) {
+        float *dx = n->src[0]->grad + o * s.size * s.inner;
+        if (!n->accumulate[0]) w->k->vfill(dx, 0, s.size * s.inner);
+        for (int64_t k = 0; k < s.inner; k++) dx[at[k] * s.inner + k] += n->out->grad[o * s.inner + k];
+        return;
+    }
+    const float *x = n->src[0]->data + o * s.size * s.inner;
+    memset(at, 0, (size_t)s.inner * sizeof *at);
+    for (int64_t i = 1; i < s.size; i++)
+        for (int64_t k = 0; k < s.inner; k++) {
+            float best = x[at[k] * s.inner + k], v = x[i * s.inner + k];
+            if (v > best || (v != v && best == best)) at[k] = (int32_t)i;
+        }
+    for (int64_t k = 0; k < s.inner && !n->attr.max.index; k++)
+        n->out->data[o * s.inner + k] = x[at[k] * s.inner + k];
+}
+HPMLI_FN void hpmli_max_run(const hpml_run *run, hpml_node *n, bool back)
+{
+    hpmli_dims s = hpmli_dims_of(n, n->attr.max.dim);
+    hpmli_for_each_parallel(run, n, back, s.outer, hpmli_rows_per_task(s.size * s.inner), hpmli_max_part);
+}
+HPMLI_OP(max, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_max_run(run, n, false),
+         hpmli_max_run(run, n, true));
+
+HPMLI_FN hpml_tensor *hpmli_max_record(hpml_tensor *x, int dim, bool index)
+{
+    int64_t shape[HPML_MAX_DIMS];
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (dim < 0 || dim >= x->ndim || x->shape[dim] > INT32_MAX)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "max of %s: no dimension %d", hpmli_describe(x), dim);
+    if (x->split[dim]) {
+        hpmli_split_refuse("max", x, dim, "each rank would have a part of it");
+        return NULL;
+    }
+    memcpy(shape, x->shape, sizeof shape);
+    shape[dim] = 1;
+    hpml_node *n = hpmli_node_create(HPML_OP_MAX, NULL, 1, &x, x->ndim, shape);
+    n->attr.max.dim   = dim;
+    n->attr.max.index = index;
+    if (!n->out) return NULL;
+    if (dim == 0) hpmli_node_batch(n, 0);
+    if (index) n->out->needs_grad = false;
+    if (index) n->out->dtype = HPML_DTYPE_I32;
+    else n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
+    hpmli_split_take(n->out, x->split, x->sections);
+    return n->out;
+}
+HPML_API hpml_tensor *hpml_max(hpml_tensor *x, int dim) { return hpmli_max_record(x, dim, false); }
+HPML_API hpml_tensor *hpml_argmax(hpml_tensor *x, int dim) { return hpmli_max_record(x, dim, true); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution: recording, sizes
@@ -9231,15 +9728,6 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
    and values with all heads of queries that read it. A key that the mask hides gets the score -infinity, a query
    without any key lse = infinity, so that its P is 0. Sources of the node: qkv, position, mask, cache. */
 #define HPMLI_QUERIES 64 /* queries in a block, see the comment above */
-
-/* True if t, the argument `what` of an op on x (B, ..), is NULL or I32 with one number for each sample of x; else an
-   error. */
-HPMLI_FN bool hpmli_one_per_sample(const char *op, const char *what, const hpml_tensor *x, const hpml_tensor *t)
-{
-    return !t || (t->dtype == HPML_DTYPE_I32 && hpml_tensor_count(t) == x->shape[0]) ||
-           hpmli_false(x->ctx, HPML_ERR_SHAPE, "%s: %s is %s, expected i32 with one number for each of %lld samples",
-                       op, what, hpmli_describe(t), (long long)x->shape[0]);
-}
 
 /* Checks mask, cache and position of an attention whose cache would have rows of `width` numbers. */
 HPMLI_FN bool hpmli_attention_extras(const hpml_tensor *qkv, const hpml_attention_desc *d, int64_t width)

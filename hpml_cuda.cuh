@@ -84,6 +84,7 @@
 //     gpu-elementwise   add, sub, mul, div with broadcasting; scale; activations
 //     gpu-sums   sums over dimensions, sums of squares
 //     gpu-shape   reshape, permute, slice, concat
+//     gpu-map   elementwise functions of up to three operands; indices along a dimension, maxima, masks
 //     gpu-norm   softmax, layernorm, rmsnorm
 //     gpu-batchnorm   batch normalization
 //     gpu-pool   max and average pooling
@@ -1176,6 +1177,11 @@ HPMLG_FN hpml_status hpmlg_sync(void *device)
                              "%lld: the cache has %lld positions, a run adds %lld", n.node->out->name, n.index, n.value,
                              (long long)(n.node->src[3]->shape[1] - n.node->out->shape[1]),
                              (long long)n.node->src[3]->shape[1], (long long)n.node->out->shape[1]);
+    bool index = n.node->op == HPML_OP_TAKE && n.node->attr.take.rule == HPML_TAKE_INDEX;
+    if (n.node->op == HPML_OP_TAKE)
+        return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "take \"%s\": %s %lld is %d, expected 0 to %lld",
+                             n.node->out->name, index ? "index" : "length", n.index, n.value,
+                             (long long)n.node->src[0]->shape[n.node->attr.take.dim] - index);
     return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to %lld (or "
                          "%d to be ignored)", n.index, n.value,
                          (long long)n.node->src[0]->shape[n.node->src[0]->ndim - 1] - 1,
@@ -2031,6 +2037,251 @@ HPMLG_FN void hpmlg_op_concat(HPMLG_OP_ARGUMENTS)
             hpmlg_copy_slice(d, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
         start += n->src[i]->shape[dim];
     }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gpu-map   elementwise functions of up to three operands; indices along a dimension, maxima, masks
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Elementwise functions (HPML_MAPS of hpml.h): a thread for each element. Backward, the gradient of an operand that is
+   repeated goes to scratch memory, element by element, and is then summed. */
+typedef struct hpmlg_map {
+    hpmlg_array   y, dy, x[3];
+    hpmlg_strides w, third; /* strides of operands 0 and 1; of operand 2 */
+    hpml_map      kind;
+    float         p, q;
+    int           operands;
+} hpmlg_map;
+
+/* Returns the value (side -1) of the function of a, b and c, or its derivative by operand `side`. */
+HPMLG_DEVICE float hpmlg_map_value(const hpmlg_map &m, float a, [[maybe_unused]] float b, [[maybe_unused]] float c,
+                                   int side)
+{
+    [[maybe_unused]] const float p = m.p, q = m.q;
+#define HPMLG_X(name, operands, value, by_a, by_b, by_c)                                                               \
+    if (m.kind == HPML_MAP_##name) {                                                                                   \
+        if (side < 0) return value;                                                                                    \
+        if (side == 0) return by_a;                                                                                    \
+        return side == 1 ? by_b : by_c;                                                                                \
+    }
+    HPML_MAPS(HPMLG_X)
+#undef HPMLG_X
+    return 0;
+}
+
+/* Computes y for side -1, else to (+)= dy times the derivative by operand `side`, one number for each element of y. */
+static __global__ void hpmlg_k_map(hpmlg_map m, hpmlg_array to, int side, bool add)
+{
+    HPMLG_FOR_EACH(i, m.w.count) {
+        float x[3] = { 0, 0, 0 };
+        for (int s = 0; s < m.operands; s++)
+            x[s] = hpmlg_get(m.x[s], hpmlg_strides_at(s < 2 ? m.w : m.third, s < 2 ? s : 0, i));
+        float v = hpmlg_map_value(m, x[0], x[1], x[2], side);
+        if (side >= 0) v *= hpmlg_get(m.dy, i);
+        hpmlg_put(to, i, add ? hpmlg_get(to, i) + v : v);
+    }
+}
+
+HPMLG_FN void hpmlg_op_map(HPMLG_OP_ARGUMENTS)
+{
+    const hpml_tensor *y = n->out;
+    hpmlg_map          m = {};
+    int64_t            step[3] = { 1, 1, 1 }, stride[3] = { 0, 0, 0 };
+    m.y        = hpmlg_value(y);
+    m.dy       = hpmlg_grad(y);
+    m.kind     = n->attr.map.kind;
+    m.p        = n->attr.map.p;
+    m.q        = n->attr.map.q;
+    m.operands = n->src_count;
+    for (int i = y->ndim - 1; i >= 0; i--) {
+        for (int s = 0; s < n->src_count; s++) {
+            int     k    = i - (y->ndim - n->src[s]->ndim);
+            int64_t size = k < 0 ? 1 : n->src[s]->shape[k];
+            stride[s] = size == 1 ? 0 : step[s];
+            step[s] *= size;
+        }
+        hpmlg_strides_push(&m.w, y->shape[i], stride[0], stride[1]);
+        hpmlg_strides_push(&m.third, y->shape[i], stride[2], stride[2]);
+    }
+    for (int s = 0; s < n->src_count; s++) m.x[s] = hpmlg_value(n->src[s]);
+    if (!back) return HPMLG_RUN_ITEMS(d, hpmlg_k_map, m.w.count, 256, m, m.y, -1, false);
+    for (int s = 0; s < n->src_count; s++) {
+        hpmlg_array   to = hpmlg_grad(n->src[s]), terms = hpmlg_array_of(n->scratch, HPML_DTYPE_F32);
+        hpmlg_strides w = s < 2 ? m.w : m.third;
+        bool          add = n->accumulate[s], whole = step[s] == m.w.count;
+        for (int e = 0; e < s; e++) add |= n->src[e] == n->src[s]; /* both operands are one tensor */
+        if (!to.p) continue;
+        HPMLG_RUN_ITEMS(d, hpmlg_k_map, m.w.count, 256, m, whole ? to : terms, s, whole && add);
+        if (s == 1)
+            for (int i = 0; i < w.ndim; i++) w.stride[0][i] = w.stride[1][i];
+        if (!whole) hpmlg_sum_run(d, to, terms, w, 1, add);
+    }
+}
+
+/* The op `take` (see >>take of hpml.h): y (outer, m, inner) from x (outer, size, inner). */
+typedef struct hpmlg_take {
+    hpmlg_array     y, x;            /* values, or gradients */
+    const int      *index;
+    int64_t         outer, m, size, inner, start;
+    int64_t         each, rows;      /* indices for each row of y: inner, or 1; rows o of a sample */
+    hpml_take       rule;
+    float           value;
+    bool            add;
+    hpmlg_note     *note;
+    int            *taken;
+} hpmlg_take;
+
+/* Sets row[0 .. 1] and weight[0 .. 1] of the rows of x that make row i of y, in part o at place k; below 0: none. */
+HPMLG_DEVICE void hpmlg_take_rows(const hpmlg_take &t, int64_t o, int64_t i, int64_t k, int64_t *row, float *weight)
+{
+    int64_t length = t.index && t.rule != HPML_TAKE_INDEX ? t.index[o / t.rows] : t.size;
+    row[0]    = i;
+    row[1]    = -1;
+    weight[0] = 1;
+    weight[1] = 0;
+    if (t.rule == HPML_TAKE_INDEX) row[0] = t.index[(o * t.m + i) * t.each + (t.each > 1 ? k : 0)];
+    if (t.rule == HPML_TAKE_REVERSE && i < length) row[0] = length - 1 - i;
+    if (t.rule == HPML_TAKE_LAST) row[0] = length - 1;
+    if (t.rule == HPML_TAKE_PAD) row[0] = i - t.start;
+    if (t.rule == HPML_TAKE_NEAREST) row[0] = i / t.start;
+    if (t.rule == HPML_TAKE_LINEAR) {
+        double at = ((double)i + 0.5) / (double)t.start - 0.5;
+        at        = at > 0 ? at : 0;
+        row[0]    = (int64_t)at;
+        row[1]    = row[0] + 1 < t.size ? row[0] + 1 : row[0];
+        weight[1] = (float)(at - (double)row[0]);
+        weight[0] = 1 - weight[1];
+    }
+    if (row[0] >= t.size) row[0] = -1;
+}
+
+static __global__ void hpmlg_k_take(hpmlg_take t)
+{
+    HPMLG_FOR_EACH(at, t.outer * t.m * t.inner) {
+        int64_t oi = hpmlg_quotient(at, t.inner), k = at - oi * t.inner, o = oi / t.m, row[2];
+        float   weight[2], v = t.value;
+        hpmlg_take_rows(t, o, oi - o * t.m, k, row, weight);
+        if (row[0] >= 0) v = weight[0] * hpmlg_get(t.x, (o * t.size + row[0]) * t.inner + k);
+        if (row[1] >= 0) v += weight[1] * hpmlg_get(t.x, (o * t.size + row[1]) * t.inner + k);
+        hpmlg_put(t.y, at, v);
+    }
+}
+
+/* Computes dx, a thread for each element of x: it adds the gradients of the rows of y that its row is part of, in
+   order. For a larger image only rows near the row of y can be; else all rows are tried. */
+static __global__ void hpmlg_k_take_back(hpmlg_take t)
+{
+    HPMLG_FOR_EACH(at, t.outer * t.size * t.inner) {
+        int64_t oj = hpmlg_quotient(at, t.inner), k = at - oj * t.inner, o = oj / t.size, j = oj - o * t.size, row[2];
+        bool    scaled = t.rule == HPML_TAKE_NEAREST || t.rule == HPML_TAKE_LINEAR;
+        int64_t first = scaled ? (j - 1) * t.start : 0, end = scaled ? (j + 2) * t.start : t.m;
+        float   weight[2], sum = 0;
+        if (t.rule == HPML_TAKE_PAD) first = j + t.start, end = first + 1;
+        for (int64_t i = first < 0 ? 0 : first; i < end && i < t.m; i++) {
+            hpmlg_take_rows(t, o, i, k, row, weight);
+            for (int r = 0; r < 2; r++)
+                if (row[r] == j) sum += weight[r] * hpmlg_get(t.y, (o * t.m + i) * t.inner + k);
+        }
+        hpmlg_put(t.x, at, t.add ? hpmlg_get(t.x, at) + sum : sum);
+    }
+}
+
+/* Reports to the host the first of `count` indices or lengths outside of 0 to `most`. */
+static __global__ void hpmlg_k_take_check(hpmlg_take t, int64_t count, int64_t most, const hpml_node *node)
+{
+    HPMLG_FOR_EACH(i, count)
+        if (t.index[i] < 0 || t.index[i] > most) hpmlg_report_index(t.note, t.taken, i, t.index[i], node);
+}
+
+HPMLG_FN void hpmlg_op_take(HPMLG_OP_ARGUMENTS)
+{
+    hpmlg_take t = {};
+    int        dim = n->attr.take.dim;
+    hpmlg_split_dims(n->src[0], dim, &t.outer, &t.size, &t.inner);
+    t.y     = hpmlg_value_or_grad(n->out, back);
+    t.x     = hpmlg_value_or_grad(n->src[0], back);
+    t.index = n->src_count > 1 ? (const int *)n->src[1]->raw : NULL;
+    t.m     = n->out->shape[dim];
+    t.start = n->attr.take.start;
+    t.rule  = n->attr.take.rule;
+    t.value = n->attr.take.value;
+    t.rows  = dim > 0 && t.outer > 0 ? t.outer / n->src[0]->shape[0] : 1;
+    t.each  = 1;
+    t.add   = hpmlg_op_adds(n, back);
+    t.note  = d->note;
+    t.taken = d->note_taken;
+    for (int i = dim + 1; t.index && i < n->src[1]->ndim; i++) t.each *= n->src[1]->shape[i];
+    if (back) return HPMLG_RUN_ITEMS(d, hpmlg_k_take_back, t.outer * t.size * t.inner, 256, t);
+    if (t.index)
+        HPMLG_RUN_ITEMS(d, hpmlg_k_take_check, hpml_tensor_count(n->src[1]), 256, t, hpml_tensor_count(n->src[1]),
+                        t.size - (t.rule == HPML_TAKE_INDEX), n);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_take, t.outer * t.m * t.inner, 256, t);
+}
+
+static __global__ void hpmlg_k_mask(hpmlg_array y, const int *lengths, int64_t count, int64_t T)
+{
+    HPMLG_FOR_EACH(i, count) {
+        int64_t b = hpmlg_quotient(i, T);
+        hpmlg_put(y, i, i - b * T < lengths[b] ? 1 : 0);
+    }
+}
+HPMLG_FN void hpmlg_op_mask(HPMLG_OP_ARGUMENTS)
+{
+    int64_t count = hpml_tensor_count(n->out);
+    if (!back)
+        HPMLG_RUN_ITEMS(d, hpmlg_k_mask, count, 256, hpmlg_value(n->out), (const int *)n->src[0]->raw, count,
+                        n->out->shape[1]);
+}
+
+/* Finds the first maximum of each line of x (outer, size, inner) along `size`, a NaN being larger than all numbers: a
+   warp for each line, whose lanes take every 32nd number, as contiguous lines allow; `at` (outer, inner) is where. */
+static __global__ void hpmlg_k_max(hpmlg_array y, hpmlg_array x, int *at, int64_t lines, int64_t size, int64_t inner)
+{
+    int lane = (int)threadIdx.x % HPMLG_WARP;
+    HPMLG_FOR_EACH_WARP(i, lines) {
+        int64_t o = i / inner, start = o * size * inner + (i - o * inner);
+        float   best = hpmlg_get(x, start);
+        int     where = 0;
+        for (int64_t j = lane; j < size; j += HPMLG_WARP) {
+            float v = hpmlg_get(x, start + j * inner);
+            if (!(v > best || (v != v && best == best))) continue;
+            best  = v;
+            where = (int)j;
+        }
+        for (int step = HPMLG_WARP / 2; step > 0; step >>= 1) {
+            float v = __shfl_xor_sync(HPMLG_ALL_LANES, best, step);
+            int   w = __shfl_xor_sync(HPMLG_ALL_LANES, where, step);
+            bool  equal = v == best || (v != v && best != best), larger = v > best || (v != v && best == best);
+            if (!larger && !(equal && w < where)) continue;
+            best  = v;
+            where = w;
+        }
+        if (lane == 0) at[i] = where;
+        if (lane == 0 && y.p) hpmlg_put(y, i, best);
+    }
+}
+
+static __global__ void hpmlg_k_max_back(hpmlg_array dx, hpmlg_array dy, const int *at, int64_t count, int64_t size,
+                                        int64_t inner, bool add)
+{
+    HPMLG_FOR_EACH(i, count) {
+        int64_t oj = hpmlg_quotient(i, inner), o = oj / size, line = o * inner + (i - oj * inner);
+        float   v = at[line] == oj - o * size ? hpmlg_get(dy, line) : 0;
+        hpmlg_put(dx, i, add ? hpmlg_get(dx, i) + v : v);
+    }
+}
+
+HPMLG_FN void hpmlg_op_max(HPMLG_OP_ARGUMENTS)
+{
+    int64_t outer, size, inner;
+    bool    index = n->attr.max.index;
+    hpmlg_split_dims(n->src[0], n->attr.max.dim, &outer, &size, &inner);
+    if (back)
+        return HPMLG_RUN_ITEMS(d, hpmlg_k_max_back, outer * size * inner, 256, hpmlg_grad(n->src[0]),
+                               hpmlg_grad(n->out), (const int *)n->saved, outer * size * inner, size, inner,
+                               n->accumulate[0]);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_max, outer * inner, 8, index ? hpmlg_array_null() : hpmlg_value(n->out),
+                    hpmlg_value(n->src[0]), (int *)(index ? n->out->raw : n->saved), outer * inner, size, inner);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6849,6 +7100,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         break;
     case HPML_OP_BATCHNORM: n->scratch_bytes = hpmlg_bn_scratch(d, n); break;
     case HPML_OP_ATTENTION: n->scratch_bytes = n->saved_bytes; break;
+    case HPML_OP_MAP: n->scratch_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(float); break;
     case HPML_OP_EMBEDDING: n->scratch_bytes = hpmlg_embedding_layout(n, &buckets); break;
     case HPML_OP_LINEAR:
         if (n->saved_bytes) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * hpml_dtype_size(n->out->dtype);

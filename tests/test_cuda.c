@@ -2122,3 +2122,25 @@ TEST(attention_with_a_cache)
         for (int i = 0; i < B * ROOM * HEADS * D; i++) ENSURE_NEAR(y[1][i], y[0][i], 1e-5);
     }
 }
+
+/* An index or a length out of range is an error when the GPU's results are read, with the CPU's text. */
+TEST(indices_out_of_range_on_the_device)
+{
+    static const char *const texts[] = { "index 1 is 6, expected 0 to 5", "length 1 is 7, expected 0 to 6" };
+    if (no_device()) SKIP("no CUDA device");
+    for (int kind = 0; kind < 2; kind++) {
+        hpml_ctx     *ctx = context(true, HPML_CUDA_F32);
+        const int64_t shape[3] = { 2, 1, 1 };
+        int32_t       bad[2] = { 0, 6 + kind };
+        float         out[10];
+        hpml_tensor  *x = hpml_input_3d(ctx, 2, 6, 5), *i = hpml_input(ctx, HPML_DTYPE_I32, kind ? 1 : 3, shape);
+        hpml_tensor  *y = kind ? hpml_last(x, i) : hpml_gather(x, 1, i);
+        hpml_graph   *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+        ENSURE(hpml_graph_alloc(g) == HPML_OK);
+        fill(x, 1);
+        hpml_tensor_set_raw(i, bad, sizeof bad);
+        hpml_graph_forward(g, false, 0);
+        ENSURE_ERROR(ctx, hpml_tensor_get(y, out, 10) != HPML_OK, HPML_ERR_LABEL, texts[kind]);
+        hpml_ctx_free(ctx);
+    }
+}

@@ -1,4 +1,5 @@
-/* Sequences: attention with a cache of keys and values against whole passes, and what its arguments refuse. */
+/* Sequences: attention with a cache of keys and values against whole passes; indices along a dimension; what their
+   arguments refuse. */
 #include "../hpml.h"
 #include "test.h"
 
@@ -115,3 +116,72 @@ TEST(arguments_of_attention_that_do_not_fit)
     }
 }
 
+
+/* ---- elementwise functions, indices along a dimension ---- */
+TEST(arguments_of_indices_that_do_not_fit)
+{
+    static const char *const texts[] = { "index is", "no such dimension", "expected 0 or more", "reverse another one",
+        "expected i32 (B)", "expected (B, C, H, W)", "no dimension 3", "expected low <= high", "equal or 1",
+        "one number for each of 2 samples" };
+    for (int kind = 0; kind < 10; kind++) {
+        hpml_ctx    *ctx = context(1);
+        hpml_tensor *x = hpml_input_3d(ctx, 2, 6, 5), *two = hpml_input(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 2 });
+        hpml_tensor *y = NULL;
+        if (kind == 0) y = hpml_gather(x, 1, two);
+        if (kind == 1) y = hpml_pad(x, 3, 1, 1, 0);
+        if (kind == 2) y = hpml_pad(x, 1, -1, 1, 0);
+        if (kind == 3) y = hpml_reverse(x, 0, two);
+        if (kind == 4) y = hpml_mask(hpml_input_tokens(ctx, 2, 6), 6);
+        if (kind == 5) y = hpml_upsample2d(x, 2, true);
+        if (kind == 6) y = hpml_argmax(x, 3);
+        if (kind == 7) y = hpml_clamp(x, 2, 1);
+        if (kind == 8) y = hpml_where(x, hpml_input_3d(ctx, 2, 6, 4), x);
+        if (kind == 9) y = hpml_last(x, hpml_input_tokens(ctx, 2, 6));
+        ENSURE_ERROR(ctx, y == NULL, kind == 2 || kind == 7 ? HPML_ERR_ARGUMENT : HPML_ERR_SHAPE, texts[kind]);
+        hpml_ctx_free(ctx);
+    }
+}
+
+/* An index outside of x, or a length outside of 0 to T, is an error of the step, which names it. */
+TEST(indices_and_lengths_out_of_range)
+{
+    static const char *const texts[] = { "index 1 is 6, expected 0 to 5", "length 1 is 7, expected 0 to 6" };
+    for (int kind = 0; kind < 2; kind++) {
+        hpml_ctx     *ctx = context(1);
+        const int64_t shape[3] = { 2, 1, 1 };
+        int32_t       good[2] = { 5, 0 }, bad[2] = { 0, 6 + kind };
+        hpml_tensor  *x = hpml_input_3d(ctx, 2, 6, 5), *i = hpml_input(ctx, HPML_DTYPE_I32, kind ? 1 : 3, shape);
+        hpml_tensor  *y = kind ? hpml_last(x, i) : hpml_gather(x, 1, i);
+        hpml_graph   *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+        ENSURE(hpml_graph_alloc(g) == HPML_OK);
+        for (int k = 0; k < 60; k++) x->data[k] = (float)k;
+        hpml_tensor_set_raw(i, good, sizeof good);
+        ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
+        for (int k = 0; k < 5; k++) { /* of a sequence of length 0 the last step is 0 */
+            ENSURE(y->data[k] == (float)(kind ? 20 + k : 25 + k));
+            ENSURE(y->data[5 + k] == (float)(kind ? 0 : 30 + k));
+        }
+        hpml_tensor_set_raw(i, bad, sizeof bad);
+        ENSURE_ERROR(ctx, hpml_graph_forward(g, false, 0) != HPML_OK, HPML_ERR_LABEL, texts[kind]);
+        hpml_ctx_free(ctx);
+    }
+}
+
+TEST(nan_stays_nan_and_the_first_maximum_counts)
+{
+    hpml_ctx    *ctx = context(1);
+    hpml_tensor *x = hpml_input_2d(ctx, 2, 5), *zero = hpml_tensor_create_1d(ctx, 1), *y[5];
+    y[0] = hpml_minimum(x, zero);
+    y[1] = hpml_maximum(zero, x);
+    y[2] = hpml_clamp(x, -1, 1);
+    y[3] = hpml_max(x, 1);
+    y[4] = hpml_argmax(x, 1);
+    hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = y, .output_count = 5 });
+    ENSURE(hpml_graph_alloc(g) == HPML_OK);
+    for (int i = 0; i < 10; i++) x->data[i] = i == 2 ? NAN : (float)(i % 3);
+    ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
+    for (int k = 0; k < 3; k++) ENSURE(y[k]->data[2] != y[k]->data[2] && y[k]->data[3] == y[k]->data[3]);
+    ENSURE(y[3]->data[0] != y[3]->data[0] && y[3]->data[1] == 2);
+    ENSURE(y[4]->dtype == HPML_DTYPE_I32 && ((const int32_t *)y[4]->raw)[0] == 2 && ((int32_t *)y[4]->raw)[1] == 0);
+    hpml_ctx_free(ctx);
+}

@@ -219,6 +219,66 @@ static void rotary(const hpml_node *n, double **s, double *y)
     }
 }
 
+/* Elementwise functions of one to three operands. */
+static void map(const hpml_node *n, double **s, double *y)
+{
+    int64_t at[5], ndim = n->out->ndim;
+    double  p = (double)n->attr.map.p, q = (double)n->attr.map.q;
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
+        double v[3] = { 0 };
+        split(n->out, i, at);
+        for (int k = 0; k < n->src_count; k++) v[k] = s[k][place(n->src[k], at, (int)ndim)];
+        switch (n->attr.map.kind) {
+        case HPML_MAP_MINIMUM: y[i] = fmin(v[0], v[1]); break;
+        case HPML_MAP_MAXIMUM: y[i] = fmax(v[0], v[1]); break;
+        case HPML_MAP_WHERE: y[i] = v[v[0] != 0 ? 1 : 2]; break;
+        case HPML_MAP_CLAMP: y[i] = fmin(fmax(v[0], p), q); break;
+        case HPML_MAP_POW: y[i] = pow(v[0], p); break;
+        case HPML_MAP_SIN: y[i] = sin(v[0]); break;
+        case HPML_MAP_COS: y[i] = cos(v[0]); break;
+        }
+    }
+}
+
+/* Rows taken along a dimension, and the largest number along it. */
+static void take(const hpml_node *n, double **s, double *y)
+{
+    const hpml_tensor *x = n->src[0];
+    int64_t at[5];
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
+        int64_t dim = n->op == HPML_OP_MAX ? n->attr.max.dim : n->attr.take.dim, size = x->shape[dim];
+        split(n->out, i, at);
+        int64_t k = at[dim], start = n->attr.take.start, length = s[1] ? (int64_t)s[1][at[0]] : size;
+        int64_t from = k, best = 0;
+        double  centre = ((double)k + 0.5) / (double)(start > 0 ? start : 1) - 0.5;
+        if (n->op == HPML_OP_MAX) {
+            for (at[dim] = 0; at[dim] < size; at[dim]++) {
+                double v = s[0][place(x, at, x->ndim)];
+                if (at[dim] > 0 && v <= y[i]) continue;
+                y[i] = v;
+                best = at[dim];
+            }
+            if (n->attr.max.index) y[i] = (double)best;
+            continue;
+        }
+        switch (n->attr.take.rule) {
+        case HPML_TAKE_INDEX: from = (int64_t)s[1][place(n->src[1], at, x->ndim)]; break;
+        case HPML_TAKE_REVERSE: from = k < length ? length - 1 - k : k; break;
+        case HPML_TAKE_LAST: from = length - 1; break;
+        case HPML_TAKE_PAD: from = k - start; break;
+        default: from = k / start;
+        }
+        at[dim] = from;
+        y[i] = from < 0 || from >= size ? (double)n->attr.take.value : s[0][place(x, at, x->ndim)];
+        if (n->attr.take.rule != HPML_TAKE_LINEAR) continue;
+        double low = floor(centre), part = centre - low;
+        at[dim] = low < 0 ? 0 : (int64_t)low;
+        y[i]    = (1 - part) * s[0][place(x, at, x->ndim)];
+        at[dim] = low + 1 >= (double)size ? size - 1 : (int64_t)low + 1;
+        y[i] += part * s[0][place(x, at, x->ndim)];
+    }
+}
+
 static void lstm(const hpml_node *n, double **s, double *y)
 {
     int64_t B = n->out->shape[0], T = n->out->shape[1], H = n->out->shape[2], I = n->src[0]->shape[2];
@@ -332,6 +392,12 @@ static double run_world(world *w)
         case HPML_OP_BATCHNORM: batchnorm(n, s, y); break;
         case HPML_OP_ATTENTION: attention(n, s, y); break;
         case HPML_OP_ROTARY: rotary(n, s, y); break;
+        case HPML_OP_MAP: map(n, s, y); break;
+        case HPML_OP_TAKE: case HPML_OP_MAX: take(n, s, y); break;
+        case HPML_OP_MASK:
+            for (int64_t k = 0; k < hpml_tensor_count(n->out); k++)
+                y[k] = (double)(k % n->out->shape[1]) < s[0][k / n->out->shape[1]];
+            break;
         case HPML_OP_LSTM: lstm(n, s, y); break;
         case HPML_OP_CROSS_ENTROPY: case HPML_OP_BCE_WITH_LOGITS: case HPML_OP_MSE: case HPML_OP_HUBER:
             y[0] = loss_of(n, s);
