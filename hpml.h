@@ -145,8 +145,10 @@
 //     gemm-threads   cutting a matrix product into tasks for threads
 //     blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 //     elementwise   add, sub, mul, div with broadcasting; scale; activations
+//     map   elementwise functions of up to three operands: minimum, maximum, where, clamp, powers, sine, cosine
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
+//     take   indices along one dimension: gather, reverse, last step, pad, upsample; maxima and where they are; masks
 //     conv   two-dimensional convolution: recording, sizes
 //     conv-kept   convolutions in graphs that predict: kept weights, folded batchnorm
 //     conv-run   convolution: its forward and backward pass
@@ -154,7 +156,8 @@
 //     pool   max, average and global pooling
 //     norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 //     dropout   dropout and embedding
-//     sequence   multi-head attention; long short-term memory
+//     attention   multi-head attention, with a cache for generating; rotary positions
+//     recurrent   long short-term memory
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
 //     custom   ops of the user, on the host or on host copies of a device's arrays
@@ -593,6 +596,14 @@ HPML_API hpml_tensor *hpml_sub(hpml_tensor *a, hpml_tensor *b); /* a - b */
 HPML_API hpml_tensor *hpml_mul(hpml_tensor *a, hpml_tensor *b); /* a * b */
 HPML_API hpml_tensor *hpml_div(hpml_tensor *a, hpml_tensor *b); /* a / b */
 HPML_API hpml_tensor *hpml_scale(hpml_tensor *x, float a, float b); /* a * x + b */
+HPML_API hpml_tensor *hpml_minimum(hpml_tensor *a, hpml_tensor *b); /* the smaller of both; NaN if one is NaN */
+HPML_API hpml_tensor *hpml_maximum(hpml_tensor *a, hpml_tensor *b);
+/* condition != 0 ? a : b; all three are broadcast; no operand may be split over ranks. */
+HPML_API hpml_tensor *hpml_where(hpml_tensor *condition, hpml_tensor *a, hpml_tensor *b);
+HPML_API hpml_tensor *hpml_clamp(hpml_tensor *x, float low, float high); /* min(max(x, low), high); low <= high */
+HPML_API hpml_tensor *hpml_pow(hpml_tensor *x, float exponent);     /* x^exponent; NaN for x < 0 unless it is whole */
+HPML_API hpml_tensor *hpml_sin(hpml_tensor *x);                     /* of an angle in radians */
+HPML_API hpml_tensor *hpml_cos(hpml_tensor *x);
 
 /* Activations: functions of one element x. */
 typedef enum hpml_act {
@@ -701,6 +712,26 @@ HPML_API hpml_tensor *hpml_concat(hpml_tensor *const *x, int count, int dim); /*
 HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim);
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim);
 
+/* Largest number along dimension `dim`, which keeps size 1 (the first of equal ones gets the gradient), and its index,
+   I32 without a gradient, which hpml_embedding and hpml_gather take. */
+HPML_API hpml_tensor *hpml_max(hpml_tensor *x, int dim);
+HPML_API hpml_tensor *hpml_argmax(hpml_tensor *x, int dim);
+
+/* Takes along a dimension. gather: y[o][i][k] = x[o][index[o][i][k]][k], index I32 with as many dimensions as x, before
+   `dim` of the same sizes, after it of the same sizes or all 1 (one index for a whole row); an index outside of x is an
+   error of the step. pad: `before` and `after` numbers `value` around x. reverse: the order of dimension `dim`
+   reversed; with lengths, I32 (B), of the first lengths[b] indices, while the others stay: for the second direction of
+   a bidirectional net, before and after it. last: x (B, T, ..) to (B, ..), time step lengths[b] - 1 (NULL: T - 1) or,
+   for length 0, zeros. mask: lengths I32 (B) to (B, T), 1 at positions before lengths[b], else 0.
+   upsample2d: images (B, C, H, W) to (B, C, factor H, factor W): each pixel repeated or, if bilinear, interpolated
+   between the centres of pixels (align_corners false elsewhere). `dim` must not be split over ranks. */
+HPML_API hpml_tensor *hpml_gather(hpml_tensor *x, int dim, hpml_tensor *index);
+HPML_API hpml_tensor *hpml_pad(hpml_tensor *x, int dim, int64_t before, int64_t after, float value);
+HPML_API hpml_tensor *hpml_reverse(hpml_tensor *x, int dim, hpml_tensor *lengths);
+HPML_API hpml_tensor *hpml_last(hpml_tensor *x, hpml_tensor *lengths);
+HPML_API hpml_tensor *hpml_mask(hpml_tensor *lengths, int64_t T);
+HPML_API hpml_tensor *hpml_upsample2d(hpml_tensor *x, int32_t factor, bool bilinear);
+
 /* softmax over the last dimension: y_i = exp(x_i) / sum_j exp(x_j); log_softmax: the logarithm of y. */
 HPML_API hpml_tensor *hpml_softmax(hpml_tensor *x);
 HPML_API hpml_tensor *hpml_log_softmax(hpml_tensor *x);
@@ -757,15 +788,44 @@ HPML_API hpml_status    hpml_param_add_rows(hpml_tensor *table, bool clear, cons
 
 /* Multi-head attention without its projections. qkv (B, T, 3C): queries, keys and values of C numbers each; head h has
    the numbers h C/heads to (h+1) C/heads - 1 of each. y (B, T, C): for each head softmax(scale q k^T) v, where a query
-   attends to the keys up to its own position. Works on blocks of queries, so that the (T, T) matrix is not stored. */
+   attends to the keys up to its own position. Works on blocks of queries, so that the (T, T) matrix is not stored.
+   With grouped queries (Ainslie et al. 2023) keys and values have kv_heads heads of D = C / heads numbers: qkv is
+   (B, T, C + 2 kv_heads D), and query head h reads head h kv_heads / heads of the keys and values.
+   A mask hides keys; a query to which all keys are hidden gives zeros. For sequences of different lengths, `mask` is
+   hpml_mask(lengths, T). It gets no gradient.
+   A cache serves to generate text. It keeps the keys and values of the positions that the graph has computed in
+   earlier runs: a run computes T new positions of each sample, from position[b] on, stores their keys and values in the
+   cache, and attends to those of all positions up to each query's own. So a graph with T = 1 computes one token in a
+   time that is linear in its position. The cache is on the graph's backend; the graph has no backward pass. */
 typedef struct hpml_attention_desc {
     uint32_t _begin;
-    int32_t  heads;      /* number of heads, required, divides C; of the whole, if qkv is split (in 3 sections) */
-    bool     not_causal; /* true: every query attends to all keys */
-    float    scale;      /* 0: 1 / sqrt(C / heads) */
+    int32_t  heads;         /* number of heads, required, divides C; of the whole, if qkv is split (in 3 sections) */
+    bool     not_causal;    /* true: every query attends to all keys; needs a graph without cache */
+    float    scale;         /* 0: 1 / sqrt(C / heads) */
+    int32_t  kv_heads;      /* heads of keys and of values, a divisor of heads; 0: heads */
+    hpml_tensor *mask;      /* (B, T), or (B, T, T) with a row for each query: a key with number 0 is hidden. With a
+                               cache (B, S), (B, T, S). NULL: no key is hidden */
+    hpml_tensor *cache;     /* (B, S, 2 kv_heads D) of hpml_tensor_create, for up to S positions; NULL: none */
+    hpml_tensor *position;  /* I32 (B), required with a cache: the positions of each sample that the cache has */
     uint32_t _end;
 } hpml_attention_desc;
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc);
+
+/* Rotary positions (Su et al. 2021): x (B, T, heads D), y alike. In each of the first `rotated` heads the pair number i
+   of numbers (x1, x2) at position t is rotated by the angle a = t base^(-2 i / dims): y1 = x1 cos a - x2 sin a, y2 = x2
+   cos a + x1 sin a. For hpml_attention x is its qkv, heads are those of queries, keys and values together, and the
+   rotated ones those of queries and keys. */
+typedef struct hpml_rotary_desc {
+    uint32_t _begin;
+    int32_t  heads;         /* required, divides the last dimension of x */
+    int32_t  rotated;       /* the other heads are copied; 0: all heads are rotated */
+    int32_t  dims;          /* numbers of a head that are rotated, the first ones; even, at most 1,024; 0: D */
+    float    base;          /* 0: 10,000 */
+    bool     adjacent;      /* a pair is numbers 2i and 2i + 1 of a head; false: numbers i and i + dims / 2 */
+    hpml_tensor *position;  /* I32 (B): the position of time step 0 of each sample; NULL: 0 */
+    uint32_t _end;
+} hpml_rotary_desc;
+HPML_API hpml_tensor *hpml_rotary(hpml_tensor *x, const hpml_rotary_desc *desc);
 
 /* Long short-term memory (Hochreiter & Schmidhuber 1997): x (B, T, in), y (B, T, hidden). Parameters weight_x
    (4 hidden, in), weight_h (4 hidden, hidden), bias (4 hidden), in the order of the gates i, f, g, o. The state is zero
@@ -970,14 +1030,15 @@ HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-i
 // >>api-backend   the seam to devices: a table of functions
 // ---------------------------------------------------------------------------------------------------------------------
 /* All ops: X(name in the enum, name of the function that records it). The enum, hpml_op_name and the backends' tables
-   are generated from this list. hpml_relu and the like record ACTIVATION, hpml_mean SUM, hpml_custom_op CUSTOM. */
+   are generated from this list. hpml_relu and the like record ACTIVATION, hpml_mean SUM, hpml_custom_op CUSTOM,
+   hpml_where and the like MAP, hpml_gather and the like TAKE, hpml_argmax MAX. */
 #define HPML_OPS(X)                                                                                                    \
     X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACTIVATION, activation) X(MATMUL, matmul)        \
     X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL2D, max_pool2d) X(AVG_POOL2D, avg_pool2d) X(RESHAPE, reshape)        \
     X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LOG_SOFTMAX, log_softmax)  \
     X(LAYERNORM, layernorm) X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding)    \
-    X(ATTENTION, attention) X(LSTM, lstm) X(CROSS_ENTROPY, cross_entropy) X(BCE_WITH_LOGITS, bce_with_logits)          \
-    X(MSE, mse) X(HUBER, huber) X(CUSTOM, custom)
+    X(ATTENTION, attention) X(ROTARY, rotary) X(LSTM, lstm) X(MAP, map) X(TAKE, take) X(MASK, mask) X(MAX, max)        \
+    X(CROSS_ENTROPY, cross_entropy) X(BCE_WITH_LOGITS, bce_with_logits) X(MSE, mse) X(HUBER, huber) X(CUSTOM, custom)
 
 typedef enum hpml_op {
 #define HPMLI_OP_VALUE(op, name) HPML_OP_##op,
@@ -986,8 +1047,34 @@ typedef enum hpml_op {
 } hpml_op;
 HPML_API const char *hpml_op_name(hpml_op op); /* "linear" for HPML_OP_LINEAR; "?" for an unknown op */
 
+/* The functions of MAP: X(name, operands, value, derivatives by a, b and c), of operands a, b, c and constants p, q.
+   Where both operands of a minimum or maximum are equal, each gets half of the gradient. NaN: the result is NaN. */
+#define HPML_MAPS(X)                                                                                                   \
+    X(MINIMUM, 2, a < b || a != a ? a : b, (float)(a < b) + 0.5f * (float)(a == b),                                    \
+      (float)(b < a) + 0.5f * (float)(a == b), 0)                                                                      \
+    X(MAXIMUM, 2, a > b || a != a ? a : b, (float)(a > b) + 0.5f * (float)(a == b),                                    \
+      (float)(b > a) + 0.5f * (float)(a == b), 0)                                                                      \
+    X(WHERE, 3, a != 0 ? b : c, 0, (float)(a != 0), (float)(a == 0))                                                   \
+    X(CLAMP, 1, a < p ? p : (a > q ? q : a), (float)(a >= p && a <= q), 0, 0)                                          \
+    X(POW, 1, powf(a, p), p == 0 ? 0 : p * powf(a, p - 1), 0, 0)                                                       \
+    X(SIN, 1, sinf(a), cosf(a), 0, 0)                                                                                  \
+    X(COS, 1, cosf(a), -sinf(a), 0, 0)
+typedef enum hpml_map {
+#define HPMLI_MAP_VALUE(name, operands, value, by_a, by_b, by_c) HPML_MAP_##name,
+    HPML_MAPS(HPMLI_MAP_VALUE)
+} hpml_map;
+
+/* Which rows of x, along a dimension, TAKE makes row i of y of: row index[i]; the mirrored row, of the first length[b]
+   rows; row length[b] - 1; row i - start, where there is one; row i / start; the rows around i / start, by distance. */
+typedef enum hpml_take {
+    HPML_TAKE_INDEX, HPML_TAKE_REVERSE, HPML_TAKE_LAST, HPML_TAKE_PAD, HPML_TAKE_NEAREST, HPML_TAKE_LINEAR
+} hpml_take;
+
 /* The constants of a node; its op determines the member. */
 typedef union hpml_attr {
+    struct { hpml_map kind; float p, q; } map;
+    struct { int32_t dim; hpml_take rule; int64_t start; float value; } take; /* value: of rows without a source */
+    struct { int32_t dim; bool index; } max;                            /* index: the result is where the maximum is */
     struct { float a, b; } scale;
     struct { hpml_act act; float slope; } act;                          /* ACTIVATION, LINEAR */
     struct { bool trans_a, trans_b; } matmul;
@@ -999,7 +1086,8 @@ typedef union hpml_attr {
     struct { int32_t dim; bool mean; } sum;
     struct { float eps, momentum; hpml_act act; } norm;
     struct { float p; } dropout;
-    struct { int32_t heads; bool causal; float scale; } attention;
+    struct { int32_t heads, kv_heads; bool causal; float scale; } attention;
+    struct { int32_t heads, rotated, dims; float base; bool adjacent; } rotary;
     struct { float smoothing; int32_t ignore; } cross_entropy;
     struct { float delta; } huber;
     const struct hpml_custom *custom;                                   /* the context's copy of the desc */
@@ -3471,7 +3559,8 @@ enum {
     HPMLI_OP_INDEX_0     = 4,   /* source 0 (INDEX_1: source 1) is indices (tokens, labels): I32, no gradient */
     HPMLI_OP_INDEX_1     = 8,
     HPMLI_OP_PRODUCT     = 16,  /* a matrix product; weights are rounded where results are stored in halves */
-    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source with as many dimensions */
+    HPMLI_OP_PAIRS_ROWS  = 32,  /* row i of the result reads row i of each source with as many dimensions; with INDEX_1
+                                   of each source */
     HPMLI_OP_JOINS_BATCH = 64,  /* results depend on the whole global batch: ranks without samples take part */
     HPMLI_OP_IS_MEAN     = 128, /* a loss: the mean over the rows or elements of source 0 */
     HPMLI_OP_KEEPS_SUM   = 256, /* `saved` is the sum before the activation, an array of the result's shape */
@@ -7268,6 +7357,180 @@ HPMLI_WORK_OP(activation, HPMLI_OP_SPLIT_ANY,
               hpmli_flops_pointwise(n, back), hpmli_chunk_count(n), 1, act_chunk, act_chunk);
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>map   elementwise functions of up to three operands: minimum, maximum, where, clamp, powers, sine, cosine
+// ---------------------------------------------------------------------------------------------------------------------
+/* Each row of HPML_MAPS makes a loop for its value and a loop for its derivatives. Operands are broadcast as those of
+   add. An item of the loop is a row of the result (its last dimension) or, where no operand is repeated, a chunk. */
+typedef struct hpmli_map_job {
+    const hpml_run *run;
+    hpml_node      *n;
+    int64_t         stride[3][HPML_MAX_DIMS]; /* of the operands along the result's dimensions; 0: repeated */
+    int64_t         cols;                     /* elements of an item, but for a last chunk */
+    bool            flat;                     /* no operand is repeated */
+    int             side;                     /* backward: the operand whose gradient is computed; -1: forward */
+} hpmli_map_job;
+
+/* Returns the offset in operand s of the first element of item number `row`. */
+HPMLI_FN int64_t hpmli_map_offset(const hpmli_map_job *j, int s, int64_t row)
+{
+    int64_t at = 0;
+    if (j->flat) return row * j->cols;
+    for (int d = j->n->out->ndim - 2; d >= 0; row /= j->n->out->shape[d--])
+        at += row % j->n->out->shape[d] * j->stride[s][d];
+    return at;
+}
+
+/* Computes c elements of y from operands x[0 .. 2] with steps 1 or 0; backward y = dy times the derivative by operand
+   number `side`. */
+HPMLI_FN void hpmli_map_piece(const hpmli_map_job *j, float *to, const float *dy, const float *const *x,
+                              const int64_t *step, int64_t count)
+{
+    const float p = j->n->attr.map.p, q = j->n->attr.map.q;
+    (void)p;
+    (void)q;
+#define HPMLI_MAP_LOOPS(name, operands, value, by_a, by_b, by_c)                                                       \
+    case HPML_MAP_##name:                                                                                              \
+        for (int64_t i = 0; i < count; i++) {                                                                          \
+            const float a = x[0][i * step[0]], b = x[1][i * step[1]], c = x[2][i * step[2]];                           \
+            (void)b;                                                                                                   \
+            (void)c;                                                                                                   \
+            if (j->side < 0) to[i] = value;                                                                            \
+            else if (j->side == 0) to[i] = dy[i] * (by_a);                                                             \
+            else to[i] = dy[i] * (j->side == 1 ? by_b : by_c);                                                         \
+        }                                                                                                              \
+        break;
+    switch (j->n->attr.map.kind) {
+        HPML_MAPS(HPMLI_MAP_LOOPS)
+    }
+#undef HPMLI_MAP_LOOPS
+}
+
+HPMLI_FN void hpmli_map_task(void *arg, int64_t row, int thread HPMLI_UNUSED)
+{
+    const hpmli_map_job *j = (const hpmli_map_job *)arg;
+    const hpml_node     *n = j->n;
+    const hpmli_kernels *k = j->run->ctx->k;
+    const float *x[3], *at[3];
+    int64_t      step[3], first = row * j->cols, end = hpmli_min(hpml_tensor_count(n->out) - first, j->cols);
+    float        d[HPMLI_PIECE];
+    for (int s = 0; s < 3; s++) {
+        int from = s < n->src_count ? s : 0;
+        x[s]    = n->src[from]->data + hpmli_map_offset(j, from, row);
+        step[s] = j->flat ? 1 : j->stride[from][n->out->ndim - 1];
+    }
+    HPMLI_PIECES(i, c, end) {
+        for (int s = 0; s < 3; s++) at[s] = x[s] + i * step[s];
+        if (j->side < 0) {
+            hpmli_map_piece(j, n->out->data + first + i, NULL, at, step, c);
+            continue;
+        }
+        float *dx = n->src[j->side]->grad + hpmli_map_offset(j, j->side, row) + i * step[j->side];
+        hpmli_map_piece(j, d, n->out->grad + first + i, at, step, c);
+        if (step[j->side]) k->vadd(dx, dx, d, c);
+        else dx[0] += k->vsum(d, c);
+    }
+}
+
+/* As hpmli_binary_run: the gradient of an operand that is repeated is summed by one thread, in order. */
+HPMLI_FN void hpmli_map_run(const hpml_run *run, hpml_node *n, bool back)
+{
+    hpmli_map_job j = HPMLI_ZEROED;
+    const hpml_tensor *y = n->out;
+    int64_t count = hpml_tensor_count(y);
+    j.run  = run;
+    j.n    = n;
+    j.flat = true;
+    for (int s = 0; s < n->src_count; s++) {
+        const hpml_tensor *x = n->src[s];
+        for (int d = 0; d < x->ndim; d++) j.stride[s][d + y->ndim - x->ndim] = x->shape[d] > 1 ? x->stride[d] : 0;
+        if (hpml_tensor_count(x) != count) j.flat = false;
+    }
+    j.cols = j.flat || y->ndim == 0 ? HPMLI_GRAIN : y->shape[y->ndim - 1];
+    int64_t items = (count + j.cols - 1) / j.cols;
+    for (j.side = back ? 0 : -1; j.side < (back ? n->src_count : 0); j.side++) {
+        hpml_tensor *x = back ? n->src[j.side] : n->out;
+        if (back && !x->grad) continue;
+        for (int s = 0; s < j.side; s++)
+            if (n->src[s] == x) n->accumulate[j.side] = true; /* both operands are one tensor */
+        if (back && !n->accumulate[j.side]) run->ctx->k->vfill(x->grad, 0, hpml_tensor_count(x));
+        if (hpml_tensor_count(x) == count) hpmli_parallel(run->ctx, items, hpmli_map_task, &j);
+        else
+            for (int64_t i = 0; i < items; i++) hpmli_map_task(&j, i, 0);
+    }
+}
+HPMLI_OP(map, HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2),
+         hpmli_flops_pointwise(n, back), hpmli_map_run(run, n, false), hpmli_map_run(run, n, true));
+
+HPMLI_FN hpml_tensor *hpmli_map_record(hpml_map kind, int count, hpml_tensor **src, float p, float q)
+{
+    static const char *const names[] = { "minimum", "maximum", "where", "clamp", "pow", "sin", "cos" };
+    int64_t shape[HPML_MAX_DIMS];
+    int8_t  split[HPML_MAX_DIMS];
+    int32_t sections = 0;
+    int     ndim     = 0;
+    bool    mixes    = false;
+    if (!hpmli_recordable(count, src)) return NULL;
+    for (int s = 0; s < count; s++) {
+        if (src[s]->ndim > ndim) ndim = src[s]->ndim;
+        if (count == 3 && hpmli_is_split(src[s])) {
+            hpmli_fail(src[s]->ctx, HPML_ERR_SHAPE, "where: %s is %s; record hpml_group_gather first",
+                       hpmli_describe(src[s]), hpmli_split_text(src[s]));
+            return NULL;
+        }
+    }
+    memcpy(split, src[0]->split, sizeof split);
+    if (count == 1) sections = src[0]->sections;
+    else if (!hpmli_split_pair(names[kind], src, ndim, split, &sections) || !hpmli_recordable(count, src)) return NULL;
+    for (int d = 0; d < ndim; d++) {
+        shape[d] = 1;
+        for (int s = 0; s < count; s++) {
+            int     at   = d - (ndim - src[s]->ndim);
+            int64_t size = at < 0 ? 1 : src[s]->shape[at];
+            if (size != 1 && shape[d] != 1 && size != shape[d])
+                return hpmli_null(src[0]->ctx, HPML_ERR_SHAPE, "%s: %s and %s do not fit: dimensions must be equal or "
+                                  "1", names[kind], hpmli_describe(src[0]), hpmli_describe(src[s]));
+            if (size != 1) shape[d] = size;
+        }
+    }
+    for (int s = 0; s < count; s++) mixes |= src[s]->batch_rows > 0 && src[s]->ndim < ndim;
+    hpml_node *n = hpmli_node_create(HPML_OP_MAP, NULL, count, src, ndim, shape);
+    n->attr.map.kind = kind;
+    n->attr.map.p    = p;
+    n->attr.map.q    = q;
+    n->mixes_batch |= mixes;
+    hpmli_split_take(n->out, split, sections);
+    return n->out;
+}
+HPML_API hpml_tensor *hpml_minimum(hpml_tensor *a, hpml_tensor *b)
+{
+    hpml_tensor *src[2] = { a, b };
+    return hpmli_map_record(HPML_MAP_MINIMUM, 2, src, 0, 0);
+}
+HPML_API hpml_tensor *hpml_maximum(hpml_tensor *a, hpml_tensor *b)
+{
+    hpml_tensor *src[2] = { a, b };
+    return hpmli_map_record(HPML_MAP_MAXIMUM, 2, src, 0, 0);
+}
+HPML_API hpml_tensor *hpml_where(hpml_tensor *condition, hpml_tensor *a, hpml_tensor *b)
+{
+    hpml_tensor *src[3] = { condition, a, b };
+    return hpmli_map_record(HPML_MAP_WHERE, 3, src, 0, 0);
+}
+HPML_API hpml_tensor *hpml_clamp(hpml_tensor *x, float low, float high)
+{
+    if (x && !(low <= high))
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "clamp of \"%s\": from %g to %g, expected low <= high", x->name,
+                          (double)low, (double)high);
+    return hpmli_map_record(HPML_MAP_CLAMP, 1, &x, low, high);
+}
+HPML_API hpml_tensor *hpml_pow(hpml_tensor *x, float exponent)
+{
+    return hpmli_map_record(HPML_MAP_POW, 1, &x, exponent, 0);
+}
+HPML_API hpml_tensor *hpml_sin(hpml_tensor *x) { return hpmli_map_record(HPML_MAP_SIN, 1, &x, 0, 0); }
+HPML_API hpml_tensor *hpml_cos(hpml_tensor *x) { return hpmli_map_record(HPML_MAP_COS, 1, &x, 0, 0); }
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>matmul   matrix products and linear layers
 // ---------------------------------------------------------------------------------------------------------------------
 /* Returns the values of t, or if `grad` its gradient, as one matrix whose rows run along the last dimension. */
@@ -7854,6 +8117,272 @@ HPMLI_FN void hpmli_sum_run(const hpml_run *run, hpml_node *n, bool back)
 }
 HPMLI_OP(sum, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_sum_run(run, n, false),
          hpmli_sum_run(run, n, true));
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>take   indices along one dimension: gather, reverse, last step, pad, upsample; maxima and where they are; masks
+// ---------------------------------------------------------------------------------------------------------------------
+/* True if t, the argument `what` of an op on x (B, ..), is NULL or I32 with one number for each sample of x; else an
+   error. */
+HPMLI_FN bool hpmli_one_per_sample(const char *op, const char *what, const hpml_tensor *x, const hpml_tensor *t)
+{
+    return !t || (t->dtype == HPML_DTYPE_I32 && hpml_tensor_count(t) == x->shape[0]) ||
+           hpmli_false(x->ctx, HPML_ERR_SHAPE, "%s: %s is %s, expected i32 with one number for each of %lld samples",
+                       op, what, hpmli_describe(t), (long long)x->shape[0]);
+}
+
+/* The op `take` computes y (outer, m, inner) from x (outer, size, inner): y[o][i] is a weighted sum of up to two rows
+   x[o][j], which attr.take.rule and the source of indices or lengths determine, or attr.take.value if there is none.
+   Backward adds dy[o][i], weighted, to dx[o][j]; one task is one o. Sources of the node: x, index or lengths. */
+typedef struct hpmli_dims { /* the sizes around dimension `dim` of the source and the result of a take or maximum */
+    int64_t outer, size, m, inner;
+    int64_t each; /* indices for each row of y: inner, or 1 */
+    int64_t rows; /* rows o of a sample */
+} hpmli_dims;
+HPMLI_FN hpmli_dims hpmli_dims_of(const hpml_node *n, int dim)
+{
+    const hpml_tensor *x = n->src[0], *y = n->out;
+    hpmli_dims         s = { 1, x->shape[dim], y->shape[dim], 1, 1, 1 };
+    for (int i = 0; i < dim; i++) s.outer *= x->shape[i];
+    for (int i = dim + 1; i < x->ndim; i++) s.inner *= x->shape[i];
+    if (dim > 0) s.rows = s.outer / x->shape[0];
+    for (int i = dim + 1; n->src_count > 1 && i < n->src[1]->ndim; i++) s.each *= n->src[1]->shape[i];
+    return s;
+}
+
+/* The rows of x that make a row of y, and their weights; a row below 0: none. */
+typedef struct hpmli_taken {
+    int64_t row[2];
+    float   weight[2];
+} hpmli_taken;
+
+/* Returns the rows of row i of y, in part o; k: the place in the row, which matters if a row has several indices. */
+HPMLI_FN hpmli_taken hpmli_take_rows(const hpml_node *n, const hpmli_dims *s, int64_t o, int64_t i, int64_t k)
+{
+    const int32_t *numbers = n->src_count > 1 ? (const int32_t *)n->src[1]->raw : NULL;
+    hpmli_taken    t      = { { -1, -1 }, { 1, 0 } };
+    int64_t        length = s->size;
+    if (numbers && n->attr.take.rule != HPML_TAKE_INDEX) length = numbers[o / s->rows];
+    switch (n->attr.take.rule) {
+    case HPML_TAKE_INDEX: t.row[0] = numbers[(o * s->m + i) * s->each + (s->each > 1 ? k : 0)]; break;
+    case HPML_TAKE_REVERSE: t.row[0] = i < length ? length - 1 - i : i; break;
+    case HPML_TAKE_LAST: t.row[0] = length - 1; break;
+    case HPML_TAKE_PAD: t.row[0] = i - n->attr.take.start < s->size ? i - n->attr.take.start : -1; break;
+    case HPML_TAKE_NEAREST: t.row[0] = i / n->attr.take.start; break;
+    case HPML_TAKE_LINEAR: { /* pixel centres: i + 1/2 of y is at (i + 1/2) / factor of x */
+        double at = fmax(((double)i + 0.5) / (double)n->attr.take.start - 0.5, 0);
+        t.row[0]    = (int64_t)at;
+        t.row[1]    = t.row[0] + 1 < s->size ? t.row[0] + 1 : t.row[0];
+        t.weight[1] = (float)(at - (double)t.row[0]);
+        t.weight[0] = 1 - t.weight[1];
+    }
+    }
+    return t;
+}
+
+/* Computes row i of part o of y or, backward, adds dy of that row to dx. */
+HPMLI_FN void hpmli_take_row(const hpmli_work *w, const hpmli_dims *s, int64_t o, int64_t i)
+{
+    const hpml_node *n = w->n;
+    float *x = (w->back ? n->src[0]->grad : n->src[0]->data) + o * s->size * s->inner;
+    float *y = (w->back ? n->out->grad : n->out->data) + (o * s->m + i) * s->inner;
+    int64_t width = s->each > 1 ? 1 : s->inner; /* numbers that have the same rows */
+    for (int64_t k = 0; k < s->inner; k += width) {
+        hpmli_taken t = hpmli_take_rows(n, s, o, i, k);
+        if (!w->back && t.row[0] < 0) w->k->vfill(y + k, n->attr.take.value, width);
+        for (int r = 0; r < 2 && t.row[r] >= 0; r++) {
+            float *at = x + t.row[r] * s->inner + k;
+            if (w->back) w->k->vaxpby(at, t.weight[r], y + k, 1, width);
+            else w->k->vaxpby(y + k, t.weight[r], at, (float)r, width);
+        }
+    }
+}
+
+HPMLI_FN void hpmli_take_part(const hpmli_work *w, int64_t o, int thread HPMLI_UNUSED)
+{
+    hpmli_dims s = hpmli_dims_of(w->n, w->n->attr.take.dim);
+    if (w->back && !w->n->accumulate[0])
+        w->k->vfill(w->n->src[0]->grad + o * s.size * s.inner, 0, s.size * s.inner);
+    for (int64_t i = 0; i < s.m; i++) hpmli_take_row(w, &s, o, i);
+}
+
+HPMLI_FN hpml_status hpmli_take_run(const hpml_run *run, hpml_node *n, bool back)
+{
+    hpmli_dims s = hpmli_dims_of(n, n->attr.take.dim);
+    bool       index = n->attr.take.rule == HPML_TAKE_INDEX;
+    for (int64_t i = 0; !back && n->src_count > 1 && i < hpml_tensor_count(n->src[1]); i++) {
+        int32_t v = ((const int32_t *)n->src[1]->raw)[i];
+        if (v < 0 || v > s.size - index)
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "take \"%s\": %s %lld is %d, expected 0 to %lld", n->out->name,
+                              index ? "index" : "length", (long long)(n->state->first_index + i), v,
+                              (long long)s.size - index);
+    }
+    hpmli_for_each_parallel(run, n, back, s.outer, hpmli_rows_per_task(s.m * s.inner), hpmli_take_part);
+    return HPML_OK;
+}
+HPMLI_OP(take, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_SRC(1),
+         hpmli_flops_pointwise(n, back), return hpmli_take_run(run, n, false), return hpmli_take_run(run, n, true));
+
+/* Records a take of `m` rows along dimension dim; index: indices or lengths, or NULL. A split of other dimensions
+   stays, unless lengths or indices belong to the whole. */
+HPMLI_FN hpml_tensor *hpmli_take_record(const char *op, hpml_tensor *x, int dim, hpml_take rule, int64_t m,
+                                        hpml_tensor *index, int64_t start, float value)
+{
+    hpml_tensor *src[2] = { x, index };
+    int64_t      shape[HPML_MAX_DIMS];
+    if (!hpmli_recordable(index ? 2 : 1, src)) return NULL;
+    if (dim < 0 || dim >= x->ndim || m < 1)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "%s of %s along dimension %d: no such dimension, or a result of %lld",
+                          op, hpmli_describe(x), dim, (long long)m);
+    for (int i = 0; i < x->ndim; i++)
+        if (x->split[i] && (i == dim || index)) {
+            hpmli_split_refuse(op, x, i, "the op needs it whole");
+            return NULL;
+        }
+    memcpy(shape, x->shape, sizeof shape);
+    shape[dim] = m;
+    hpml_node *n = hpmli_node_create(HPML_OP_TAKE, NULL, index ? 2 : 1, src, x->ndim, shape);
+    n->attr.take.dim   = dim;
+    n->attr.take.rule  = rule;
+    n->attr.take.start = start;
+    n->attr.take.value = value;
+    if (dim == 0) hpmli_node_batch(n, 0);
+    hpmli_split_take(n->out, x->split, x->sections);
+    return n->out;
+}
+
+HPML_API hpml_tensor *hpml_gather(hpml_tensor *x, int dim, hpml_tensor *index)
+{
+    bool one = true, all = true, fits = x && index && index->ndim == x->ndim && dim >= 0 && dim < x->ndim;
+    if (!x || !index) return NULL;
+    for (int i = 0; fits && i < x->ndim; i++) {
+        if (i < dim) fits = index->shape[i] == x->shape[i];
+        if (i > dim) one &= index->shape[i] == 1;
+        if (i > dim) all &= index->shape[i] == x->shape[i];
+    }
+    if (!fits || (!one && !all))
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "gather of %s along dimension %d: index is %s; expected as many "
+                          "dimensions, before dimension %d of the same size, after it of the same size or all 1",
+                          hpmli_describe(x), dim, hpmli_describe(index), dim);
+    return hpmli_take_record("gather", x, dim, HPML_TAKE_INDEX, index->shape[dim], index, 0, 0);
+}
+
+HPML_API hpml_tensor *hpml_reverse(hpml_tensor *x, int dim, hpml_tensor *lengths)
+{
+    if (!x || (lengths && !hpmli_one_per_sample("reverse", "lengths", x, lengths))) return NULL;
+    if (lengths && dim == 0)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "reverse of %s: lengths are for each index of dimension 0, so "
+                          "reverse another one", hpmli_describe(x));
+    return hpmli_take_record("reverse", x, dim, HPML_TAKE_REVERSE, dim >= 0 && dim < x->ndim ? x->shape[dim] : 0,
+                             lengths, 0, 0);
+}
+
+HPML_API hpml_tensor *hpml_last(hpml_tensor *x, hpml_tensor *lengths)
+{
+    if (!x || (lengths && !hpmli_one_per_sample("last", "lengths", x, lengths))) return NULL;
+    hpml_tensor *y = hpmli_take_record("last", x, x->ndim < 2 ? -1 : 1, HPML_TAKE_LAST, 1, lengths, 0, 0);
+    int64_t      shape[HPML_MAX_DIMS];
+    if (!y) return NULL;
+    hpml_param_whole(y, shape);
+    for (int i = 1; i + 1 < y->ndim; i++) shape[i] = shape[i + 1];
+    return hpml_reshape(y, y->ndim - 1, shape);
+}
+
+HPML_API hpml_tensor *hpml_pad(hpml_tensor *x, int dim, int64_t before, int64_t after, float value)
+{
+    if (!x) return NULL;
+    if (before < 0 || after < 0)
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "pad of %s: %lld before and %lld after, expected 0 or more; "
+                          "hpml_slice takes a part", hpmli_describe(x), (long long)before, (long long)after);
+    int64_t size = dim >= 0 && dim < x->ndim ? x->shape[dim] + before + after : 0;
+    return hpmli_take_record("pad", x, dim, HPML_TAKE_PAD, size, NULL, before, value);
+}
+
+HPML_API hpml_tensor *hpml_upsample2d(hpml_tensor *x, int32_t factor, bool bilinear)
+{
+    hpml_take rule = bilinear ? HPML_TAKE_LINEAR : HPML_TAKE_NEAREST;
+    if (!x) return NULL;
+    if (x->ndim != 4 || factor < 1)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "upsample2d of %s by %d: expected (B, C, H, W) and 1 or more",
+                          hpmli_describe(x), factor);
+    int          height = x->layout == HPML_NHWC ? 1 : 2;
+    hpml_tensor *y = hpmli_take_record("upsample2d", x, height, rule, x->shape[height] * factor, NULL, factor, 0);
+    return y ? hpmli_take_record("upsample2d", y, height + 1, rule, y->shape[height + 1] * factor, NULL, factor, 0)
+             : NULL;
+}
+
+HPMLI_FN void hpmli_mask_row(const hpmli_work *w, int64_t b, int thread HPMLI_UNUSED)
+{
+    int64_t T = w->n->out->shape[1], length = ((const int32_t *)w->n->src[0]->raw)[b];
+    for (int64_t t = 0; t < T; t++) w->n->out->data[b * T + t] = t < length ? 1.0f : 0.0f;
+}
+HPMLI_WORK_OP(mask, HPMLI_OP_INDEX_0, 0, hpmli_flops_pointwise(n, back), n->out->shape[0], 1, mask_row, mask_row);
+
+HPML_API hpml_tensor *hpml_mask(hpml_tensor *lengths, int64_t T)
+{
+    if (!hpmli_recordable(1, &lengths)) return NULL;
+    if (lengths->dtype != HPML_DTYPE_I32 || hpml_tensor_count(lengths) != lengths->shape[0] || T < 1)
+        return hpmli_null(lengths->ctx, HPML_ERR_SHAPE, "mask of %lld positions: lengths are %s, expected i32 (B)",
+                          (long long)T, hpmli_describe(lengths));
+    const int64_t shape[2] = { lengths->shape[0], T };
+    return hpmli_node_create(HPML_OP_MASK, NULL, 1, &lengths, 2, shape)->out;
+}
+
+/* The maximum along a dimension: of equal numbers the first, and a NaN is larger than all numbers. The op `max` saves
+   where each maximum is, argmax has it as the result. */
+HPMLI_FN void hpmli_max_part(const hpmli_work *w, int64_t o, int thread HPMLI_UNUSED)
+{
+    const hpml_node *n = w->n;
+    hpmli_dims       s = hpmli_dims_of(n, n->attr.max.dim);
+    int32_t         *at = (int32_t *)(n->attr.max.index ? n->out->raw : n->saved) + o * s.inner;
+    if (w->back) {
+        float *dx = n->src[0]->grad + o * s.size * s.inner;
+        if (!n->accumulate[0]) w->k->vfill(dx, 0, s.size * s.inner);
+        for (int64_t k = 0; k < s.inner; k++) dx[at[k] * s.inner + k] += n->out->grad[o * s.inner + k];
+        return;
+    }
+    const float *x = n->src[0]->data + o * s.size * s.inner;
+    memset(at, 0, (size_t)s.inner * sizeof *at);
+    for (int64_t i = 1; i < s.size; i++)
+        for (int64_t k = 0; k < s.inner; k++) {
+            float best = x[at[k] * s.inner + k], v = x[i * s.inner + k];
+            if (v > best || (v != v && best == best)) at[k] = (int32_t)i;
+        }
+    for (int64_t k = 0; k < s.inner && !n->attr.max.index; k++)
+        n->out->data[o * s.inner + k] = x[at[k] * s.inner + k];
+}
+HPMLI_FN void hpmli_max_run(const hpml_run *run, hpml_node *n, bool back)
+{
+    hpmli_dims s = hpmli_dims_of(n, n->attr.max.dim);
+    hpmli_for_each_parallel(run, n, back, s.outer, hpmli_rows_per_task(s.size * s.inner), hpmli_max_part);
+}
+HPMLI_OP(max, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_max_run(run, n, false),
+         hpmli_max_run(run, n, true));
+
+HPMLI_FN hpml_tensor *hpmli_max_record(hpml_tensor *x, int dim, bool index)
+{
+    int64_t shape[HPML_MAX_DIMS];
+    if (!hpmli_recordable(1, &x)) return NULL;
+    if (dim < 0 || dim >= x->ndim || x->shape[dim] > INT32_MAX)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "max of %s: no dimension %d", hpmli_describe(x), dim);
+    if (x->split[dim]) {
+        hpmli_split_refuse("max", x, dim, "each rank would have a part of it");
+        return NULL;
+    }
+    memcpy(shape, x->shape, sizeof shape);
+    shape[dim] = 1;
+    hpml_node *n = hpmli_node_create(HPML_OP_MAX, NULL, 1, &x, x->ndim, shape);
+    n->attr.max.dim   = dim;
+    n->attr.max.index = index;
+    if (!n->out) return NULL;
+    if (dim == 0) hpmli_node_batch(n, 0);
+    if (index) n->out->needs_grad = false;
+    if (index) n->out->dtype = HPML_DTYPE_I32;
+    else n->saved_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(int32_t);
+    hpmli_split_take(n->out, x->split, x->sections);
+    return n->out;
+}
+HPML_API hpml_tensor *hpml_max(hpml_tensor *x, int dim) { return hpmli_max_record(x, dim, false); }
+HPML_API hpml_tensor *hpml_argmax(hpml_tensor *x, int dim) { return hpmli_max_record(x, dim, true); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv   two-dimensional convolution: recording, sizes
@@ -9463,7 +9992,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>sequence   multi-head attention; long short-term memory
+// >>attention   multi-head attention, with a cache for generating; rotary positions
 // ---------------------------------------------------------------------------------------------------------------------
 /* Multi-head attention. For each sample and head, with Q, K, V (T, D) and D = C / heads:
        S = scale Q K^T,  P = softmax of the rows of S (causal: row t has the columns 0 .. t),  O = P V.
@@ -9485,37 +10014,116 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
        P = exp(S - lse),  delta = row sums of dO O,  dP = dO V^T,  dS = scale P (dP - delta),
        dQ = dS K,  dK += dS^T Q,  dV += P^T dO.
    Backward goes from the last block to the first, because with a causal mask the last block attends to all keys: it
-   overwrites dK and dV, and the other blocks add to them. One task is one sample and head. */
+   overwrites dK and dV, and the other blocks add to them. One task is one sample and head; backward, one head of keys
+   and values with all heads of queries that read it. A key that the mask hides gets the score -infinity, a query
+   without any key lse = infinity, so that its P is 0. Sources of the node: qkv, position, mask, cache. */
 #define HPMLI_QUERIES 64 /* queries in a block, see the comment above */
+
+/* Checks mask, cache and position of an attention whose cache would have rows of `width` numbers. */
+HPMLI_FN bool hpmli_attention_extras(const hpml_tensor *qkv, const hpml_attention_desc *d, int64_t width)
+{
+    const hpml_tensor *c = d->cache, *m = d->mask;
+    const int64_t      B = qkv->shape[0], T = qkv->shape[1], S = c ? c->shape[1] : T;
+    if (!hpmli_one_per_sample("attention", "position", qkv, d->position)) return false;
+    if (!c != !d->position || (c && d->not_causal))
+        return hpmli_false(qkv->ctx, HPML_ERR_ARGUMENT, "attention: %s; a cache needs .position, and .not_causal false",
+                           !c ? ".position without .cache" : d->position ? ".cache with .not_causal"
+                                                                         : ".cache without .position");
+    if (c && (c->ndim != 3 || c->shape[0] != B || c->shape[2] != width || S < T || c->batch_rows || c->param ||
+              c->node || c->dtype != HPML_DTYPE_F32))
+        return hpmli_false(qkv->ctx, HPML_ERR_SHAPE, "attention: cache is %s, expected a tensor of hpml_tensor_create, "
+                           "%lld x positions (%lld or more) x %lld", hpmli_describe(c), (long long)B, (long long)T,
+                           (long long)width);
+    if (m && (m->ndim < 2 || m->ndim > 3 || m->shape[0] != B || m->shape[m->ndim - 1] != S ||
+              (m->ndim == 3 && m->shape[1] != T)))
+        return hpmli_false(qkv->ctx, HPML_ERR_SHAPE, "attention: mask is %s, expected (%lld, %lld) or (%lld, %lld, "
+                           "%lld): for each sample, and query, a number for each key", hpmli_describe(m), (long long)B,
+                           (long long)S, (long long)B, (long long)T, (long long)S);
+    return !m || !m->needs_grad ||
+           hpmli_false(qkv->ctx, HPML_ERR_ARGUMENT, "attention: mask %s needs a gradient, and a mask gets none; make "
+                       "it from inputs alone", hpmli_describe(m));
+}
+
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc)
 {
     hpml_attention_desc d;
     if (!hpmli_recordable(1, &qkv) || !HPMLI_COPY_DESC(qkv->ctx, "attention", d, desc)) return NULL;
-    const int64_t C = qkv->shape[2] / 3, shape[3] = { qkv->shape[0], qkv->shape[1], C };
+    if (d.kv_heads == 0) d.kv_heads = d.heads;
     const int32_t size = hpml_ctx_group(qkv->ctx, (hpml_axis)qkv->split[2])->size; /* ranks that share the heads */
-    const bool fits = !qkv->split[2] || (d.heads % size == 0 && hpmli_sections(qkv, 2) == 3);
+    const bool plain = d.kv_heads == d.heads && !d.cache;
+    const bool fits = !qkv->split[2] || (plain && d.heads % size == 0 && hpmli_sections(qkv, 2) == 3);
     if (!fits || qkv->split[0] || qkv->split[1])
         return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input %s is %s, with %d heads; expected a split along "
                           "dimension 2 alone in 3 sections (.sections of the linear layer before) and heads that "
-                          "divide among the %d ranks", hpmli_describe(qkv), hpmli_split_text(qkv), d.heads, size);
+                          "divide among the %d ranks, neither .kv_heads nor .cache", hpmli_describe(qkv),
+                          hpmli_split_text(qkv), d.heads, size);
     if (qkv->split[2]) d.heads /= size;
-    if (d.heads < 1 || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || C % d.heads != 0)
-        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads, expected (B, T, 3C) with C "
-                          "a multiple of the heads", hpmli_describe(qkv), d.heads);
-    hpml_node *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, 1, &qkv, 3, shape);
-    n->attr.attention.heads  = d.heads;
-    n->attr.attention.causal = !d.not_causal;
-    n->attr.attention.scale  = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)(C / d.heads)));
+    if (qkv->split[2]) d.kv_heads /= size;
+    if (d.heads < 1 || d.kv_heads < 1 || d.heads % d.kv_heads != 0 || qkv->ndim != 3 ||
+        qkv->shape[2] % (d.heads + 2 * d.kv_heads) != 0)
+        return hpmli_null(qkv->ctx, HPML_ERR_SHAPE, "attention: input is %s with %d heads and %d of keys, expected "
+                          "(B, T, 3C) with C a multiple of the heads, or with kv_heads, which divide heads, "
+                          "(B, T, (heads + 2 kv_heads) D)", hpmli_describe(qkv), d.heads, d.kv_heads);
+    const int64_t D = qkv->shape[2] / (d.heads + 2 * d.kv_heads), keys = d.cache ? d.cache->shape[1] : qkv->shape[1];
+    const int64_t shape[3] = { qkv->shape[0], qkv->shape[1], d.heads * D };
+    hpml_tensor  *src[4] = { qkv, d.position, d.mask, d.cache };
+    for (int i = 1; i < 4; i++) {
+        hpml_tensor *both[2] = { qkv, src[i] };
+        if (src[i] && !hpmli_recordable(2, both)) return NULL;
+    }
+    if (!hpmli_attention_extras(qkv, &d, 2 * d.kv_heads * D)) return NULL;
+    hpml_node *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, d.cache ? 4 : d.mask ? 3 : 1, src, 3, shape);
+    n->attr.attention.heads    = d.heads;
+    n->attr.attention.kv_heads = d.kv_heads;
+    n->attr.attention.causal   = !d.not_causal;
+    n->attr.attention.scale    = d.scale != 0 ? d.scale : (float)(1 / sqrt((double)D));
     n->saved_bytes   = (size_t)(shape[0] * shape[1] * d.heads) * sizeof(float); /* (B, heads, T) log sum exp */
-    n->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * shape[1]) * sizeof(float);
+    n->scratch_bytes = (size_t)(qkv->ctx->threads * 2 * HPMLI_QUERIES * keys) * sizeof(float);
     hpmli_split_take(n->out, qkv->split, 1);
     return n->out;
 }
 
-/* Returns the number of keys to which query number `query` attends: with a causal mask those up to its own position. */
-HPMLI_FN int64_t hpmli_visible(const hpml_node *n, int64_t query)
+/* The matrices of one head of one sample, in the source of an attention, its gradient or its cache. */
+typedef struct hpmli_head {
+    hpmli_mat q, k, v; /* (T, D) queries; (S, D) keys and values */
+    int64_t   past;    /* positions that the cache has before those of the queries */
+} hpmli_head;
+HPMLI_FN hpmli_head hpmli_head_of(const hpml_node *n, int64_t sample, int64_t head, bool grad)
 {
-    return n->attr.attention.causal ? query + 1 : n->out->shape[1];
+    const hpml_tensor *cache = n->src_count > 3 ? n->src[3] : NULL;
+    hpmli_mat  all = hpmli_mat_of(n->src[0], grad), kv = cache ? hpmli_values(cache) : all;
+    int64_t    heads = n->attr.attention.heads, kv_heads = n->attr.attention.kv_heads, T = n->out->shape[1];
+    int64_t    D = n->out->shape[2] / heads, S = cache ? cache->shape[1] : T;
+    int64_t    at = (cache ? 0 : heads * D) + head / (heads / kv_heads) * D;
+    hpmli_head h;
+    h.q    = hpmli_mat_at(all, sample * T, T, head * D, D);
+    h.k    = hpmli_mat_at(kv, sample * S, S, at, D);
+    h.v    = hpmli_mat_at(kv, sample * S, S, at + kv_heads * D, D);
+    h.past = cache ? ((const int32_t *)n->src[1]->raw)[sample] : 0;
+    return h;
+}
+
+/* Returns the first `rows` rows of m from `row` on. */
+HPMLI_FN hpmli_mat hpmli_mat_rows(hpmli_mat m, int64_t row, int64_t rows)
+{
+    return hpmli_mat_at(m, row, rows, 0, m.cols);
+}
+
+/* Returns the number of keys to which query number `query` attends: with a causal mask those up to its own position. */
+HPMLI_FN int64_t hpmli_visible(const hpml_node *n, const hpmli_head *h, int64_t query)
+{
+    return n->attr.attention.causal ? h->past + query + 1 : h->k.rows;
+}
+
+/* Sets the scores of the keys that the mask hides from a query of a sample to -infinity. */
+HPMLI_FN void hpmli_attention_hide(const hpml_node *n, int64_t sample, int64_t query, float *scores, int64_t visible)
+{
+    const hpml_tensor *mask = n->src_count > 2 ? n->src[2] : NULL;
+    if (!mask) return;
+    int64_t      row = mask->ndim == 3 ? sample * mask->shape[1] + query : sample;
+    const float *m   = mask->data + row * mask->shape[mask->ndim - 1];
+    for (int64_t i = 0; i < visible; i++)
+        if (m[i] == 0) scores[i] = -INFINITY;
 }
 
 /* Computes c = alpha a b, or c += alpha a b if `accumulate`, on the calling thread, number `thread` of the pool. */
@@ -9527,55 +10135,66 @@ HPMLI_FN void hpmli_head_product(const hpmli_work *w, int thread, float alpha, h
     hpmli_gemm_serial(w->run->ctx, thread, &d);
 }
 
+/* Turns the scores of query number `query` of a sample, of which `visible` are not behind the causal mask and `keys`
+   are in memory, into probabilities; returns the log of the sum of their exponentials. */
+HPMLI_FN float hpmli_attention_softmax(const hpmli_work *w, int64_t sample, int64_t query, float *row, int64_t visible,
+                                       int64_t keys)
+{
+    hpmli_attention_hide(w->n, sample, query, row, visible);
+    float max = w->k->vmax(row, visible), sum;
+    bool  none = w->n->src_count > 2 && max == -INFINITY;
+    if (none) visible = 0;
+    sum = w->k->vexp_sum(row, row, max, visible);
+    w->k->vscale_add(row, row, 1 / sum, 0, visible);
+    if (visible < keys) w->k->vfill(row + visible, 0, keys - visible);
+    return none ? INFINITY : max + logf(sum);
+}
+
 HPMLI_FN void hpmli_attention_head(const hpmli_work *w, int64_t task, int thread)
 {
     const hpml_node *n = w->n;
-    int64_t   heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
-    int64_t   first = task / heads * T, col = task % heads * D;
-    hpmli_mat qkv = hpmli_values(n->src[0]), out = hpmli_values(n->out); /* (B T, 3C), (B T, C) */
-    float    *lse = (float *)n->saved + task * T;                         /* (T) one for each query */
+    int64_t    heads = n->attr.attention.heads, T = n->out->shape[1], D = n->out->shape[2] / heads;
+    int64_t    sample = task / heads;
+    hpmli_head h   = hpmli_head_of(n, sample, task % heads, false);
+    hpmli_mat  out = hpmli_mat_at(hpmli_values(n->out), sample * T, T, task % heads * D, D);
+    float     *lse = (float *)n->saved + task * T; /* (T) one for each query */
     for (int64_t q0 = 0; q0 < T; q0 += HPMLI_QUERIES) {
-        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, q0 + rows - 1);
-        hpmli_mat q = hpmli_mat_at(qkv, first + q0, rows, col, D), k = hpmli_mat_at(qkv, first, keys, col + C, D);
-        hpmli_mat v = hpmli_mat_at(qkv, first, keys, col + 2 * C, D), o = hpmli_mat_at(out, first + q0, rows, col, D);
-        hpmli_mat s = hpmli_matrix((float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, rows, keys, keys);
+        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, &h, q0 + rows - 1);
+        hpmli_mat q = hpmli_mat_rows(h.q, q0, rows), k = hpmli_mat_rows(h.k, 0, keys), v = hpmli_mat_rows(h.v, 0, keys);
+        hpmli_mat s = hpmli_matrix((float *)n->scratch + thread * 2 * HPMLI_QUERIES * h.k.rows, rows, keys, keys);
         hpmli_head_product(w, thread, n->attr.attention.scale, q, hpmli_transposed(k), s, false);
         for (int64_t r = 0; r < rows; r++) {
-            float  *row = s.p + r * keys;
-            int64_t visible = hpmli_visible(n, q0 + r);
-            float   max = w->k->vmax(row, visible), sum = w->k->vexp_sum(row, row, max, visible);
-            lse[q0 + r] = max + logf(sum);
-            w->k->vscale_add(row, row, 1 / sum, 0, visible);
-            if (visible < keys) w->k->vfill(row + visible, 0, keys - visible);
+            int64_t visible = hpmli_visible(n, &h, q0 + r);
+            lse[q0 + r] = hpmli_attention_softmax(w, sample, q0 + r, s.p + r * keys, visible, keys);
         }
-        hpmli_head_product(w, thread, 1, s, v, o, false);
+        hpmli_head_product(w, thread, 1, s, v, hpmli_mat_rows(out, q0, rows), false);
     }
 }
 
-HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int thread)
+/* Adds one head of queries, number `head` of a sample, to the gradients of the keys and values that it reads; `add`:
+   they have been written in this pass. */
+HPMLI_FN void hpmli_attention_queries_back(const hpmli_work *w, int64_t sample, int64_t head, bool add, int thread)
 {
     const hpml_node *n = w->n;
-    int64_t   heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
-    int64_t   first = task / heads * T, col = task % heads * D, last = (T - 1) / HPMLI_QUERIES * HPMLI_QUERIES;
-    hpmli_mat qkv = hpmli_values(n->src[0]), d_qkv = hpmli_grads(n->src[0]);
-    float    *lse = (float *)n->saved + task * T, scale = n->attr.attention.scale;
-    for (int64_t q0 = last; q0 >= 0; q0 -= HPMLI_QUERIES) {
-        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, q0 + rows - 1);
-        bool      add  = q0 != last || n->accumulate[0];
-        hpmli_mat q = hpmli_mat_at(qkv, first + q0, rows, col, D), k = hpmli_mat_at(qkv, first, keys, col + C, D);
-        hpmli_mat v = hpmli_mat_at(qkv, first, keys, col + 2 * C, D);
-        hpmli_mat o = hpmli_mat_at(hpmli_values(n->out), first + q0, rows, col, D);
-        hpmli_mat d_o = hpmli_mat_at(hpmli_grads(n->out), first + q0, rows, col, D);
-        hpmli_mat dq = hpmli_mat_at(d_qkv, first + q0, rows, col, D), dk = hpmli_mat_at(d_qkv, first, keys, col + C, D);
-        hpmli_mat dv = hpmli_mat_at(d_qkv, first, keys, col + 2 * C, D);
+    int64_t    heads = n->attr.attention.heads, T = n->out->shape[1], C = n->out->shape[2], D = C / heads;
+    int64_t    last = (T - 1) / HPMLI_QUERIES * HPMLI_QUERIES;
+    hpmli_head h = hpmli_head_of(n, sample, head, false), d = hpmli_head_of(n, sample, head, true);
+    hpmli_mat  out = hpmli_mat_at(hpmli_values(n->out), sample * T, T, head * D, D);
+    hpmli_mat  d_out = hpmli_mat_at(hpmli_grads(n->out), sample * T, T, head * D, D);
+    float     *lse = (float *)n->saved + (sample * heads + head) * T, scale = n->attr.attention.scale;
+    for (int64_t q0 = last; q0 >= 0; q0 -= HPMLI_QUERIES, add = true) {
+        int64_t   rows = hpmli_min(T - q0, HPMLI_QUERIES), keys = hpmli_visible(n, &h, q0 + rows - 1);
+        hpmli_mat q = hpmli_mat_rows(h.q, q0, rows), k = hpmli_mat_rows(h.k, 0, keys), v = hpmli_mat_rows(h.v, 0, keys);
+        hpmli_mat o = hpmli_mat_rows(out, q0, rows), d_o = hpmli_mat_rows(d_out, q0, rows);
         hpmli_mat p = hpmli_matrix((float *)n->scratch + thread * 2 * HPMLI_QUERIES * T, rows, keys, keys);
         hpmli_mat ds = hpmli_matrix(p.p + HPMLI_QUERIES * T, rows, keys, keys);
         hpmli_head_product(w, thread, scale, q, hpmli_transposed(k), p, false);
         hpmli_head_product(w, thread, 1, d_o, hpmli_transposed(v), ds, false);
         for (int64_t r = 0; r < rows; r++) {
             float  *pr = p.p + r * keys, *dr = ds.p + r * keys;
-            int64_t visible = hpmli_visible(n, q0 + r);
+            int64_t visible = hpmli_visible(n, &h, q0 + r);
             float   delta = w->k->vdot(d_o.p + r * C, o.p + r * C, D);
+            hpmli_attention_hide(n, sample, q0 + r, pr, visible);
             w->k->vexp_sum(pr, pr, lse[q0 + r], visible);
             w->k->vscale_add(dr, dr, scale, -delta * scale, visible);
             w->k->vmul(dr, dr, pr, visible);
@@ -9583,19 +10202,141 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
             w->k->vfill(pr + visible, 0, keys - visible);
             w->k->vfill(dr + visible, 0, keys - visible);
         }
-        hpmli_head_product(w, thread, 1, ds, k, dq, n->accumulate[0]);
-        hpmli_head_product(w, thread, 1, hpmli_transposed(ds), q, dk, add);
-        hpmli_head_product(w, thread, 1, hpmli_transposed(p), d_o, dv, add);
+        hpmli_head_product(w, thread, 1, ds, k, hpmli_mat_rows(d.q, q0, rows), n->accumulate[0]);
+        hpmli_head_product(w, thread, 1, hpmli_transposed(ds), q, hpmli_mat_rows(d.k, 0, keys), add);
+        hpmli_head_product(w, thread, 1, hpmli_transposed(p), d_o, hpmli_mat_rows(d.v, 0, keys), add);
     }
+}
+
+HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int thread)
+{
+    int64_t kv_heads = w->n->attr.attention.kv_heads, group = w->n->attr.attention.heads / kv_heads;
+    int64_t sample = task / kv_heads, first = task % kv_heads * group;
+    for (int64_t i = 0; i < group; i++)
+        hpmli_attention_queries_back(w, sample, first + i, i > 0 || w->n->accumulate[0], thread);
+}
+
+/* Copies the keys and values of a sample's time steps, the last numbers of their rows, to the cache. */
+HPMLI_FN void hpmli_attention_keep(const hpmli_work *w, int64_t sample, int thread HPMLI_UNUSED)
+{
+    const hpml_tensor *qkv = w->n->src[0], *cache = w->n->src[3];
+    int64_t T = qkv->shape[1], S = cache->shape[1], width = cache->shape[2], C = w->n->out->shape[2];
+    float  *to = cache->data + (sample * S + ((const int32_t *)w->n->src[1]->raw)[sample]) * width;
+    for (int64_t t = 0; t < T; t++, to += width)
+        memcpy(to, qkv->data + (sample * T + t) * (C + width) + C, (size_t)width * sizeof *to);
+}
+
+HPMLI_FN hpml_status hpmli_attention_pass(const hpml_run *run, hpml_node *n)
+{
+    const int64_t      B = n->out->shape[0], T = n->out->shape[1];
+    const hpml_tensor *cache = n->src_count > 3 ? n->src[3] : NULL;
+    for (int64_t b = 0; cache && b < B; b++) {
+        int32_t at = ((const int32_t *)n->src[1]->raw)[b];
+        if (at < 0 || at > cache->shape[1] - T)
+            return hpmli_fail(run->ctx, HPML_ERR_LABEL, "attention \"%s\": position of sample %lld is %d, expected 0 "
+                              "to %lld: the cache has %lld positions, a run adds %lld", n->out->name, (long long)b, at,
+                              (long long)(cache->shape[1] - T), (long long)cache->shape[1], (long long)T);
+    }
+    if (cache) hpmli_for_each_parallel(run, n, false, B, 1, hpmli_attention_keep);
+    hpmli_for_each_parallel(run, n, false, B * n->attr.attention.heads, 1, hpmli_attention_head);
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_attention_back(const hpml_run *run, hpml_node *n)
+{
+    if (n->src_count > 3)
+        return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": with a cache there is no backward pass; "
+                          "record the model without .cache to train it", n->out->name);
+    hpmli_for_each_parallel(run, n, true, n->out->shape[0] * n->attr.attention.kv_heads, 1, hpmli_attention_head_back);
+    return HPML_OK;
 }
 
 /* Operations for a sample of T time steps and C channels: 2 T T C for q k^T, as many for softmax(q k^T) v, half of both
    if causal; backward twice as many. */
-HPMLI_WORK_OP(attention, HPMLI_OP_SPLIT_OWN, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
-              (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1] *
-                  (back ? 2 : 1),
-              n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
+HPMLI_OP(attention, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS,
+         HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT,
+         (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) *
+             (double)(n->src_count > 3 ? n->src[3] : n->out)->shape[1] * (back ? 2 : 1),
+         return hpmli_attention_pass(run, n), return hpmli_attention_back(run, n));
 
+/* Rotary positions. One task is one time step of all samples: the cosines and sines of its angles are computed once,
+   and again only for a sample at another position. Backward rotates by the negative angles. */
+HPML_API hpml_tensor *hpml_rotary(hpml_tensor *x, const hpml_rotary_desc *desc)
+{
+    hpml_rotary_desc d;
+    if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "rotary", d, desc)) return NULL;
+    hpml_tensor  *src[2] = { x, d.position };
+    const int32_t size = hpml_ctx_group(x->ctx, (hpml_axis)x->split[2])->size; /* ranks that share the heads */
+    const int64_t section = d.heads / hpmli_sections(x, 2), C = x->shape[2] * size;
+    if (d.position && !hpmli_recordable(2, src)) return NULL;
+    if (d.rotated == 0) d.rotated = d.heads;
+    if (x->ndim != 3 || d.heads < 1 || C % d.heads != 0 || d.rotated < 0 || d.rotated > d.heads)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "rotary: x is %s with %d heads, %d of them rotated; expected "
+                          "(B, T, heads D)", hpmli_describe(x), d.heads, d.rotated);
+    if (x->split[0] || x->split[1] || d.heads % size != 0 || (x->split[2] && d.rotated % section != 0))
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "rotary: %s is %s, with %d heads, %d of them rotated; expected a "
+                          "split along dimension 2 alone, in whole heads, and whole sections that are rotated",
+                          hpmli_describe(x), hpmli_split_text(x), d.heads, d.rotated);
+    if (d.dims == 0) d.dims = (int32_t)(C / d.heads);
+    if (d.base == 0) d.base = 10000;
+    if (d.dims < 2 || d.dims % 2 != 0 || d.dims > C / d.heads || d.dims > 2 * HPMLI_PIECE || !(d.base > 0))
+        return hpmli_null(x->ctx, HPML_ERR_ARGUMENT, "rotary: dims is %d, base %g; expected an even number of a head's "
+                          "%lld numbers, at most %d, and a positive base", d.dims, (double)d.base,
+                          (long long)(C / d.heads), 2 * HPMLI_PIECE);
+    if (!hpmli_one_per_sample("rotary", "position", x, d.position)) return NULL;
+    hpml_node *n = hpmli_node_create(HPML_OP_ROTARY, NULL, d.position ? 2 : 1, src, 3, x->shape);
+    n->attr.rotary.heads    = d.heads / size;
+    n->attr.rotary.rotated  = d.rotated / size;
+    n->attr.rotary.dims     = d.dims;
+    n->attr.rotary.base     = d.base;
+    n->attr.rotary.adjacent = d.adjacent;
+    hpmli_split_take(n->out, x->split, x->sections);
+    return n->out;
+}
+
+/* Rotates the pairs of one time step of one sample (heads x D numbers): to = from rotated, or += if `add`; c, s: the
+   cosines and sines of the angles of a head's pairs. */
+HPMLI_FN void hpmli_rotary_row(const hpml_node *n, float *to, const float *from, const float *c, const float *s,
+                               bool add)
+{
+    int64_t C = n->out->shape[2], D = C / n->attr.rotary.heads, half = n->attr.rotary.dims / 2;
+    int64_t step = n->attr.rotary.adjacent ? 2 : 1, apart = n->attr.rotary.adjacent ? 1 : half;
+    for (int64_t h = 0; h < n->attr.rotary.rotated; h++, to += D, from += D) {
+        for (int64_t i = 0; i < half; i++) {
+            float *y0 = to + i * step, *y1 = y0 + apart, a = from[i * step], b = from[i * step + apart];
+            float  a1 = a * c[i] - b * s[i], b1 = b * c[i] + a * s[i];
+            *y0 = add ? *y0 + a1 : a1;
+            *y1 = add ? *y1 + b1 : b1;
+        }
+        for (int64_t i = 2 * half; i < D; i++) to[i] = add ? to[i] + from[i] : from[i];
+    }
+    for (int64_t i = 0; i < C - n->attr.rotary.rotated * D; i++) to[i] = add ? to[i] + from[i] : from[i];
+}
+
+HPMLI_FN void hpmli_rotary_step(const hpmli_work *w, int64_t t, int thread HPMLI_UNUSED)
+{
+    const hpml_tensor *x = w->n->src[0], *y = w->n->out;
+    const int32_t     *start = w->n->src_count > 1 ? (const int32_t *)w->n->src[1]->raw : NULL;
+    int64_t            T = y->shape[1], C = y->shape[2], half = w->n->attr.rotary.dims / 2, at = -1;
+    float              c[HPMLI_PIECE], s[HPMLI_PIECE];
+    for (int64_t b = 0; b < y->shape[0]; b++) {
+        int64_t now = t + (start ? start[b] : 0), row = (b * T + t) * C;
+        for (int64_t i = 0; i < half && (b == 0 || now != at); i++) {
+            double angle = (double)now * pow((double)w->n->attr.rotary.base, (double)-i / (double)half);
+            c[i] = (float)cos(angle);
+            s[i] = (float)(w->back ? -sin(angle) : sin(angle));
+        }
+        at = now;
+        if (w->back) hpmli_rotary_row(w->n, x->grad + row, y->grad + row, c, s, w->n->accumulate[0]);
+        else hpmli_rotary_row(w->n, y->data + row, x->data + row, c, s, false);
+    }
+}
+HPMLI_WORK_OP(rotary, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_SRC(1),
+              3 * hpmli_flops_pointwise(n, back), n->out->shape[1], 1, rotary_step, rotary_step);
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>recurrent   long short-term memory
+// ---------------------------------------------------------------------------------------------------------------------
 /* LSTM with H hidden units, for each time step t: a = x_t W_x^T + bias + h_{t-1} W_h^T (4H numbers); i, f and o are
    the sigmoid, g the tanh of a quarter of a, in the order i, f, g, o; c_t = f c_{t-1} + i g; h_t = o tanh(c_t). The
    products with x of all time steps are one matrix product. A task of the recurrent part computes, for one time step, a
@@ -10178,7 +10919,8 @@ HPMLI_FN int64_t hpmli_wrap_block(const hpml_node *n)
     if (!y->batch_rows || n->mixes_batch || hpmli_has_trait(n, HPMLI_OP_JOINS_BATCH | HPMLI_OP_IS_WHOLE)) return 0;
     for (int i = 0; i < n->src_count; i++) {
         const hpml_tensor *s = n->src[i];
-        bool rows_meet = pairs && s && s->ndim == y->ndim && s->shape[0] > 1 && !(product && s->ndim == 2);
+        bool like      = s && (s->ndim == y->ndim || hpmli_has_trait(n, HPMLI_OP_INDEX_1)); /* s has such rows */
+        bool rows_meet = pairs && like && s->shape[0] > 1 && !(product && s->ndim == 2);
         if (s && s->batch_rows) numbers += hpml_tensor_count(s);
         else if (s && (rows_meet || hpmli_is_mean(n))) return 0; /* s has a row for each row of the batch */
     }

@@ -15097,7 +15097,7 @@ HPMLC_FN void hpmlc_give(const hpml_node *n, int i, int64_t first, const float *
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layer-ring   ring attention
 // ---------------------------------------------------------------------------------------------------------------------
-/* As hpml_attention (>>sequence of hpml.h has the formulas), but rank r has only block r of L = T / p time steps. In
+/* As hpml_attention (>>attention of hpml.h has the formulas), but rank r has only block r of L = T / p time steps. In
    round k it has the keys and values of block r - k, which come from rank r - 1. Softmax over blocks (Milakov and
    Gimelshein 2018): for each query the largest score m until now, l = sum of exp(s - m), and o = sum of exp(s - m) v; a
    block with a larger score m' multiplies l and o by exp(m - m'). Saved for backward: log sum exp = m + log l. The
@@ -15304,6 +15304,9 @@ HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention
     char text[96];
     r.group = hpml_ctx_group(qkv->ctx, HPML_AXIS_SEQUENCE);
     if (r.group->size == 1) return hpml_attention(qkv, desc);
+    if ((d.kv_heads && d.kv_heads != d.heads) || d.mask || d.cache)
+        return hpmlc_no_layer(qkv->ctx, "ring_attention: kv_heads is %d, or there is a mask or a cache; on %d ranks "
+                              "these are not supported, on one rank they are", d.kv_heads, r.group->size);
     const int64_t C = qkv->shape[2] / 3;
     const int32_t parts = qkv->split[2] == HPML_AXIS_TENSOR ? hpml_ctx_group(qkv->ctx, HPML_AXIS_TENSOR)->size : 1;
     if (d._begin || d._end || qkv->ndim != 3 || qkv->shape[2] % 3 != 0 || d.heads < 1 || d.heads % parts != 0 ||

@@ -93,6 +93,7 @@
 //     gpu-elementwise   add, sub, mul, div with broadcasting; scale; activations
 //     gpu-sums   sums over dimensions, sums of squares
 //     gpu-shape   reshape, permute, slice, concat
+//     gpu-map   elementwise functions of up to three operands; indices along a dimension, maxima, masks
 //     gpu-norm   softmax, layernorm, rmsnorm
 //     gpu-batchnorm   batch normalization
 //     gpu-pool   max and average pooling
@@ -109,6 +110,7 @@
 // PART V     ATTENTION AND SEQUENCES
 //     gpu-attention   multi-head attention without storing the (T, T) matrix
 //     gpu-attention-back   the gradient of attention
+//     gpu-attention-op   attention with a cache; which kernels run; rotary positions
 //     gpu-lstm   long short-term memory
 // PART VI    TRAINING: losses, optimizers, gradient codecs
 //     gpu-loss   losses
@@ -1179,6 +1181,16 @@ HPMLG_FN hpml_status hpmlg_sync(void *device)
     if (n.node->op == HPML_OP_EMBEDDING)
         return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
                              n.node->out->name, n.index, n.value, (long long)n.node->src[1]->shape[0] - 1);
+    if (n.node->op == HPML_OP_ATTENTION)
+        return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "attention \"%s\": position of sample %lld is %d, expected 0 to "
+                             "%lld: the cache has %lld positions, a run adds %lld", n.node->out->name, n.index, n.value,
+                             (long long)(n.node->src[3]->shape[1] - n.node->out->shape[1]),
+                             (long long)n.node->src[3]->shape[1], (long long)n.node->out->shape[1]);
+    bool index = n.node->op == HPML_OP_TAKE && n.node->attr.take.rule == HPML_TAKE_INDEX;
+    if (n.node->op == HPML_OP_TAKE)
+        return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "take \"%s\": %s %lld is %d, expected 0 to %lld",
+                             n.node->out->name, index ? "index" : "length", n.index, n.value,
+                             (long long)n.node->src[0]->shape[n.node->attr.take.dim] - index);
     return hpml_ctx_fail(d->ctx, HPML_ERR_LABEL, "cross_entropy: label %lld of the batch is %d, expected 0 to %lld (or "
                          "%d to be ignored)", n.index, n.value,
                          (long long)n.node->src[0]->shape[n.node->src[0]->ndim - 1] - 1,
@@ -2034,6 +2046,251 @@ HPMLG_FN void hpmlg_op_concat(HPMLG_OP_ARGUMENTS)
             hpmlg_copy_slice(d, n->out, n->src[i], dim, start, !back, back, back && n->accumulate[i]);
         start += n->src[i]->shape[dim];
     }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gpu-map   elementwise functions of up to three operands; indices along a dimension, maxima, masks
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* Elementwise functions (HPML_MAPS of hpml.h): a thread for each element. Backward, the gradient of an operand that is
+   repeated goes to scratch memory, element by element, and is then summed. */
+typedef struct hpmlg_map {
+    hpmlg_array   y, dy, x[3];
+    hpmlg_strides w, third; /* strides of operands 0 and 1; of operand 2 */
+    hpml_map      kind;
+    float         p, q;
+    int           operands;
+} hpmlg_map;
+
+/* Returns the value (side -1) of the function of a, b and c, or its derivative by operand `side`. */
+HPMLG_DEVICE float hpmlg_map_value(const hpmlg_map &m, float a, [[maybe_unused]] float b, [[maybe_unused]] float c,
+                                   int side)
+{
+    [[maybe_unused]] const float p = m.p, q = m.q;
+#define HPMLG_X(name, operands, value, by_a, by_b, by_c)                                                               \
+    if (m.kind == HPML_MAP_##name) {                                                                                   \
+        if (side < 0) return value;                                                                                    \
+        if (side == 0) return by_a;                                                                                    \
+        return side == 1 ? by_b : by_c;                                                                                \
+    }
+    HPML_MAPS(HPMLG_X)
+#undef HPMLG_X
+    return 0;
+}
+
+/* Computes y for side -1, else to (+)= dy times the derivative by operand `side`, one number for each element of y. */
+static __global__ void hpmlg_k_map(hpmlg_map m, hpmlg_array to, int side, bool add)
+{
+    HPMLG_FOR_EACH(i, m.w.count) {
+        float x[3] = { 0, 0, 0 };
+        for (int s = 0; s < m.operands; s++)
+            x[s] = hpmlg_get(m.x[s], hpmlg_strides_at(s < 2 ? m.w : m.third, s < 2 ? s : 0, i));
+        float v = hpmlg_map_value(m, x[0], x[1], x[2], side);
+        if (side >= 0) v *= hpmlg_get(m.dy, i);
+        hpmlg_put(to, i, add ? hpmlg_get(to, i) + v : v);
+    }
+}
+
+HPMLG_FN void hpmlg_op_map(HPMLG_OP_ARGUMENTS)
+{
+    const hpml_tensor *y = n->out;
+    hpmlg_map          m = {};
+    int64_t            step[3] = { 1, 1, 1 }, stride[3] = { 0, 0, 0 };
+    m.y        = hpmlg_value(y);
+    m.dy       = hpmlg_grad(y);
+    m.kind     = n->attr.map.kind;
+    m.p        = n->attr.map.p;
+    m.q        = n->attr.map.q;
+    m.operands = n->src_count;
+    for (int i = y->ndim - 1; i >= 0; i--) {
+        for (int s = 0; s < n->src_count; s++) {
+            int     k    = i - (y->ndim - n->src[s]->ndim);
+            int64_t size = k < 0 ? 1 : n->src[s]->shape[k];
+            stride[s] = size == 1 ? 0 : step[s];
+            step[s] *= size;
+        }
+        hpmlg_strides_push(&m.w, y->shape[i], stride[0], stride[1]);
+        hpmlg_strides_push(&m.third, y->shape[i], stride[2], stride[2]);
+    }
+    for (int s = 0; s < n->src_count; s++) m.x[s] = hpmlg_value(n->src[s]);
+    if (!back) return HPMLG_RUN_ITEMS(d, hpmlg_k_map, m.w.count, 256, m, m.y, -1, false);
+    for (int s = 0; s < n->src_count; s++) {
+        hpmlg_array   to = hpmlg_grad(n->src[s]), terms = hpmlg_array_of(n->scratch, HPML_DTYPE_F32);
+        hpmlg_strides w = s < 2 ? m.w : m.third;
+        bool          add = n->accumulate[s], whole = step[s] == m.w.count;
+        for (int e = 0; e < s; e++) add |= n->src[e] == n->src[s]; /* both operands are one tensor */
+        if (!to.p) continue;
+        HPMLG_RUN_ITEMS(d, hpmlg_k_map, m.w.count, 256, m, whole ? to : terms, s, whole && add);
+        if (s == 1)
+            for (int i = 0; i < w.ndim; i++) w.stride[0][i] = w.stride[1][i];
+        if (!whole) hpmlg_sum_run(d, to, terms, w, 1, add);
+    }
+}
+
+/* The op `take` (see >>take of hpml.h): y (outer, m, inner) from x (outer, size, inner). */
+typedef struct hpmlg_take {
+    hpmlg_array     y, x;            /* values, or gradients */
+    const int      *index;
+    int64_t         outer, m, size, inner, start;
+    int64_t         each, rows;      /* indices for each row of y: inner, or 1; rows o of a sample */
+    hpml_take       rule;
+    float           value;
+    bool            add;
+    hpmlg_note     *note;
+    int            *taken;
+} hpmlg_take;
+
+/* Sets row[0 .. 1] and weight[0 .. 1] of the rows of x that make row i of y, in part o at place k; below 0: none. */
+HPMLG_DEVICE void hpmlg_take_rows(const hpmlg_take &t, int64_t o, int64_t i, int64_t k, int64_t *row, float *weight)
+{
+    int64_t length = t.index && t.rule != HPML_TAKE_INDEX ? t.index[o / t.rows] : t.size;
+    row[0]    = i;
+    row[1]    = -1;
+    weight[0] = 1;
+    weight[1] = 0;
+    if (t.rule == HPML_TAKE_INDEX) row[0] = t.index[(o * t.m + i) * t.each + (t.each > 1 ? k : 0)];
+    if (t.rule == HPML_TAKE_REVERSE && i < length) row[0] = length - 1 - i;
+    if (t.rule == HPML_TAKE_LAST) row[0] = length - 1;
+    if (t.rule == HPML_TAKE_PAD) row[0] = i - t.start;
+    if (t.rule == HPML_TAKE_NEAREST) row[0] = i / t.start;
+    if (t.rule == HPML_TAKE_LINEAR) {
+        double at = ((double)i + 0.5) / (double)t.start - 0.5;
+        at        = at > 0 ? at : 0;
+        row[0]    = (int64_t)at;
+        row[1]    = row[0] + 1 < t.size ? row[0] + 1 : row[0];
+        weight[1] = (float)(at - (double)row[0]);
+        weight[0] = 1 - weight[1];
+    }
+    if (row[0] >= t.size) row[0] = -1;
+}
+
+static __global__ void hpmlg_k_take(hpmlg_take t)
+{
+    HPMLG_FOR_EACH(at, t.outer * t.m * t.inner) {
+        int64_t oi = hpmlg_quotient(at, t.inner), k = at - oi * t.inner, o = oi / t.m, row[2];
+        float   weight[2], v = t.value;
+        hpmlg_take_rows(t, o, oi - o * t.m, k, row, weight);
+        if (row[0] >= 0) v = weight[0] * hpmlg_get(t.x, (o * t.size + row[0]) * t.inner + k);
+        if (row[1] >= 0) v += weight[1] * hpmlg_get(t.x, (o * t.size + row[1]) * t.inner + k);
+        hpmlg_put(t.y, at, v);
+    }
+}
+
+/* Computes dx, a thread for each element of x: it adds the gradients of the rows of y that its row is part of, in
+   order. For a larger image only rows near the row of y can be; else all rows are tried. */
+static __global__ void hpmlg_k_take_back(hpmlg_take t)
+{
+    HPMLG_FOR_EACH(at, t.outer * t.size * t.inner) {
+        int64_t oj = hpmlg_quotient(at, t.inner), k = at - oj * t.inner, o = oj / t.size, j = oj - o * t.size, row[2];
+        bool    scaled = t.rule == HPML_TAKE_NEAREST || t.rule == HPML_TAKE_LINEAR;
+        int64_t first = scaled ? (j - 1) * t.start : 0, end = scaled ? (j + 2) * t.start : t.m;
+        float   weight[2], sum = 0;
+        if (t.rule == HPML_TAKE_PAD) first = j + t.start, end = first + 1;
+        for (int64_t i = first < 0 ? 0 : first; i < end && i < t.m; i++) {
+            hpmlg_take_rows(t, o, i, k, row, weight);
+            for (int r = 0; r < 2; r++)
+                if (row[r] == j) sum += weight[r] * hpmlg_get(t.y, (o * t.m + i) * t.inner + k);
+        }
+        hpmlg_put(t.x, at, t.add ? hpmlg_get(t.x, at) + sum : sum);
+    }
+}
+
+/* Reports to the host the first of `count` indices or lengths outside of 0 to `most`. */
+static __global__ void hpmlg_k_take_check(hpmlg_take t, int64_t count, int64_t most, const hpml_node *node)
+{
+    HPMLG_FOR_EACH(i, count)
+        if (t.index[i] < 0 || t.index[i] > most) hpmlg_report_index(t.note, t.taken, i, t.index[i], node);
+}
+
+HPMLG_FN void hpmlg_op_take(HPMLG_OP_ARGUMENTS)
+{
+    hpmlg_take t = {};
+    int        dim = n->attr.take.dim;
+    hpmlg_split_dims(n->src[0], dim, &t.outer, &t.size, &t.inner);
+    t.y     = hpmlg_value_or_grad(n->out, back);
+    t.x     = hpmlg_value_or_grad(n->src[0], back);
+    t.index = n->src_count > 1 ? (const int *)n->src[1]->raw : NULL;
+    t.m     = n->out->shape[dim];
+    t.start = n->attr.take.start;
+    t.rule  = n->attr.take.rule;
+    t.value = n->attr.take.value;
+    t.rows  = dim > 0 && t.outer > 0 ? t.outer / n->src[0]->shape[0] : 1;
+    t.each  = 1;
+    t.add   = hpmlg_op_adds(n, back);
+    t.note  = d->note;
+    t.taken = d->note_taken;
+    for (int i = dim + 1; t.index && i < n->src[1]->ndim; i++) t.each *= n->src[1]->shape[i];
+    if (back) return HPMLG_RUN_ITEMS(d, hpmlg_k_take_back, t.outer * t.size * t.inner, 256, t);
+    if (t.index)
+        HPMLG_RUN_ITEMS(d, hpmlg_k_take_check, hpml_tensor_count(n->src[1]), 256, t, hpml_tensor_count(n->src[1]),
+                        t.size - (t.rule == HPML_TAKE_INDEX), n);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_take, t.outer * t.m * t.inner, 256, t);
+}
+
+static __global__ void hpmlg_k_mask(hpmlg_array y, const int *lengths, int64_t count, int64_t T)
+{
+    HPMLG_FOR_EACH(i, count) {
+        int64_t b = hpmlg_quotient(i, T);
+        hpmlg_put(y, i, i - b * T < lengths[b] ? 1 : 0);
+    }
+}
+HPMLG_FN void hpmlg_op_mask(HPMLG_OP_ARGUMENTS)
+{
+    int64_t count = hpml_tensor_count(n->out);
+    if (!back)
+        HPMLG_RUN_ITEMS(d, hpmlg_k_mask, count, 256, hpmlg_value(n->out), (const int *)n->src[0]->raw, count,
+                        n->out->shape[1]);
+}
+
+/* Finds the first maximum of each line of x (outer, size, inner) along `size`, a NaN being larger than all numbers: a
+   warp for each line, whose lanes take every 32nd number, as contiguous lines allow; `at` (outer, inner) is where. */
+static __global__ void hpmlg_k_max(hpmlg_array y, hpmlg_array x, int *at, int64_t lines, int64_t size, int64_t inner)
+{
+    int lane = (int)threadIdx.x % HPMLG_WARP;
+    HPMLG_FOR_EACH_WARP(i, lines) {
+        int64_t o = i / inner, start = o * size * inner + (i - o * inner);
+        float   best = hpmlg_get(x, start);
+        int     where = 0;
+        for (int64_t j = lane; j < size; j += HPMLG_WARP) {
+            float v = hpmlg_get(x, start + j * inner);
+            if (!(v > best || (v != v && best == best))) continue;
+            best  = v;
+            where = (int)j;
+        }
+        for (int step = HPMLG_WARP / 2; step > 0; step >>= 1) {
+            float v = __shfl_xor_sync(HPMLG_ALL_LANES, best, step);
+            int   w = __shfl_xor_sync(HPMLG_ALL_LANES, where, step);
+            bool  equal = v == best || (v != v && best != best), larger = v > best || (v != v && best == best);
+            if (!larger && !(equal && w < where)) continue;
+            best  = v;
+            where = w;
+        }
+        if (lane == 0) at[i] = where;
+        if (lane == 0 && y.p) hpmlg_put(y, i, best);
+    }
+}
+
+static __global__ void hpmlg_k_max_back(hpmlg_array dx, hpmlg_array dy, const int *at, int64_t count, int64_t size,
+                                        int64_t inner, bool add)
+{
+    HPMLG_FOR_EACH(i, count) {
+        int64_t oj = hpmlg_quotient(i, inner), o = oj / size, line = o * inner + (i - oj * inner);
+        float   v = at[line] == oj - o * size ? hpmlg_get(dy, line) : 0;
+        hpmlg_put(dx, i, add ? hpmlg_get(dx, i) + v : v);
+    }
+}
+
+HPMLG_FN void hpmlg_op_max(HPMLG_OP_ARGUMENTS)
+{
+    int64_t outer, size, inner;
+    bool    index = n->attr.max.index;
+    hpmlg_split_dims(n->src[0], n->attr.max.dim, &outer, &size, &inner);
+    if (back)
+        return HPMLG_RUN_ITEMS(d, hpmlg_k_max_back, outer * size * inner, 256, hpmlg_grad(n->src[0]),
+                               hpmlg_grad(n->out), (const int *)n->saved, outer * size * inner, size, inner,
+                               n->accumulate[0]);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_max, outer * inner, 8, index ? hpmlg_array_null() : hpmlg_value(n->out),
+                    hpmlg_value(n->src[0]), (int *)(index ? n->out->raw : n->saved), outer * inner, size, inner);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4606,11 +4863,14 @@ HPMLG_FN void hpmlg_dnn_close(hpmlg_device *d)
 enum hpmlg_attn_part { HPMLG_ATTN_Q, HPMLG_ATTN_K, HPMLG_ATTN_V, HPMLG_ATTN_O };
 
 typedef struct hpmlg_attn {
-    hpmlg_array qkv, o;         /* (B, T, 3C), (B, T, C); backward: o is the gradient of the output O */
+    hpmlg_array qkv, o;         /* (B, T, C + 2 kv_heads D), (B, T, C); backward: o is the gradient of the output O */
     hpmlg_array out;            /* forward: the output O; backward: the gradient of qkv */
     float      *lse, *delta;    /* (B, heads, T): log of the sum, base 2; rowsum(dO O) */
-    int64_t     pairs;          /* number of pairs of a sample and a head: B heads */
-    int         T, heads, D;
+    hpmlg_array mask;           /* (B, T), or (B, T, T) if mask_queries: keys with 0 are hidden; NULL: none are */
+    int64_t     pairs;          /* number of pairs of a sample and a head: B heads; for dK and dV B kv_heads */
+    int         T, heads, D, kv_heads;
+    int         group;          /* heads of queries that read one head of keys and values */
+    bool        mask_queries;
     float       scale;
     bool        causal, add;
     bool        is_aligned, is_aligned_o; /* qkv, o can be copied 16 bytes at a time without conversion */
@@ -4646,11 +4906,24 @@ template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_chunk(E *tile, int row, in
     return tile + row * DP + (chunk ^ swap) * (int)(16 / sizeof(E));
 }
 
-/* Returns the offset in elements of row `row` of Q, K, V or O (part) of number bh of the pairs of sample and head. */
+/* Returns the offset in elements of row `row` of Q, K, V or O (part) of number bh of the pairs of sample and head (of
+   queries, which determines that of keys and values). */
 HPMLG_DEVICE int64_t hpmlg_attn_offset(const hpmlg_attn &p, int64_t bh, int part, int row)
 {
-    int64_t C = (int64_t)p.heads * p.D, b = bh / p.heads, at = (b * p.T + row) * C, in = (bh - b * p.heads) * p.D;
-    return part == HPMLG_ATTN_O ? at + in : 3 * at + part * C + in;
+    int64_t b = bh / p.heads, at = b * p.T + row, heads = p.heads + 2 * p.kv_heads;
+    int     h = (int)(bh - b * p.heads);
+    if (part == HPMLG_ATTN_O) return (at * p.heads + h) * p.D;
+    if (part != HPMLG_ATTN_Q) h = p.heads + (part - HPMLG_ATTN_K) * p.kv_heads + h / p.group;
+    return (at * heads + h) * p.D;
+}
+
+/* Returns true if key number `key` is hidden from query number `query` of pair bh of a sample and a head. */
+HPMLG_DEVICE bool hpmlg_attn_hidden(const hpmlg_attn &p, int64_t bh, int query, int key)
+{
+    if (key >= p.T || (p.causal && key > query)) return true;
+    if (!p.mask.p || query >= p.T) return false;
+    int64_t b = bh / p.heads;
+    return hpmlg_get(p.mask, (p.mask_queries ? b * p.T + query : b) * p.T + key) == 0;
 }
 
 /* Loads `rows` rows of Q, K, V or dO (part) of pair bh, of a sample and a head, from `row` on, into a tile of DP
@@ -4666,7 +4939,8 @@ HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<ty
     bool        is_o = part == HPMLG_ATTN_O, is_aligned = is_o ? p.is_aligned_o : p.is_aligned;
     hpmlg_array a  = is_o ? p.o : p.qkv;
     int         r  = (int)threadIdx.x / span;
-    int64_t     at = hpmlg_attn_offset(p, bh, part, row + r), ld = (int64_t)p.heads * p.D * (is_o ? 1 : 3);
+    int64_t     at = hpmlg_attn_offset(p, bh, part, row + r);
+    int64_t     ld = (int64_t)(is_o ? p.heads : p.heads + 2 * p.kv_heads) * p.D;
     if (r >= step) return;
     for (int c = (int)threadIdx.x % span; c < chunks; c += span) {
         const E *from = (const E *)a.p + at + c * each;
@@ -4802,11 +5076,12 @@ HPMLG_DEVICE int hpmlg_attn_tile(const hpmlg_attn &p, int rows, bool last_first,
 }
 
 /* Turns s, the scores of 16 M queries from `row` on with 8 N keys from `key` on, into exp2(score - maximum): softmax
-   without its divisor. edge: some of the keys are hidden from a query. Updates the rows' maxima `most` and sums `sum`
-   (over this thread's columns), in base 2, and rescales the output o, of 8 NO columns, where a maximum grew. */
+   without its divisor. bh: the pair of sample and head; edge: some of the keys are hidden from a query. Updates the
+   rows' maxima `most` and sums `sum` (over this thread's columns), in base 2, and rescales the output o, of 8 NO
+   columns, where a maximum grew. A row's maximum is -infinity until a key is not hidden from the row. */
 template <int M, int N, int NO>
 HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], float (&most)[M][2], float (&sum)[M][2],
-                                     float (&o)[M][NO][4], int row, int key, bool edge)
+                                     float (&o)[M][NO][4], int64_t bh, int row, int key, bool edge)
 {
     int   g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
     float base2 = p.scale * 1.4426950408889634f;
@@ -4814,20 +5089,20 @@ HPMLG_DEVICE void hpmlg_attn_softmax(const hpmlg_attn &p, float (&s)[M][N][4], f
     float shrink[M][2];
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
         float top = most[i / 2][i % 2], add = 0;
-        int   visible = p.causal && row + 8 * i + g < p.T ? row + 8 * i + g + 1 : p.T;
         HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
             float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2];
-            v   = edge && key + j / 2 * 8 + 2 * t + j % 2 >= visible ? -INFINITY : v * base2;
+            v *= base2;
+            if (edge && hpmlg_attn_hidden(p, bh, row + 8 * i + g, key + j / 2 * 8 + 2 * t + j % 2)) v = -INFINITY;
             top = fmaxf(top, v);
         }
         top = fmaxf(top, __shfl_xor_sync(HPMLG_ALL_LANES, top, 1));
         top = fmaxf(top, __shfl_xor_sync(HPMLG_ALL_LANES, top, 2));
         HPMLG_UNROLL for (int j = 0; j < 2 * N; j++) {
             float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2];
-            v = hpmlg_exp2(v - top);
+            v = hpmlg_exp2(v - (top == -INFINITY ? 0 : top));
             add += v;
         }
-        float k = hpmlg_exp2(most[i / 2][i % 2] - top);
+        float k = top == -INFINITY ? 1 : hpmlg_exp2(most[i / 2][i % 2] - top);
         most[i / 2][i % 2]   = top;
         shrink[i / 2][i % 2] = k;
         changed |= k != 1;
@@ -4869,7 +5144,8 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
         }
         if (key < 0 || (p.causal && key >= row + 16 * M)) continue;
         hpmlg_attn_scores<type, DP, M, N>(s, q + (row - first) * DP, now);
-        hpmlg_attn_softmax(p, s, most, sum, o, row, key, key + K > p.T || (p.causal && key + K > row + 1));
+        hpmlg_attn_softmax(p, s, most, sum, o, bh, row, key,
+                           key + K > p.T || (p.causal && key + K > row + 1) || p.mask.p);
         hpmlg_attn_accumulate<type, DP>(o, s, now + K * DP, 0);
     }
     HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
@@ -4877,8 +5153,8 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
         int    r = row + 8 * i + (int)threadIdx.x % HPMLG_WARP / 4;
         v += __shfl_xor_sync(HPMLG_ALL_LANES, v, 1);
         v += __shfl_xor_sync(HPMLG_ALL_LANES, v, 2);
-        if (threadIdx.x % 4 == 0 && r < p.T) p.lse[bh * p.T + r] = most[i / 2][i % 2] + log2f(v);
-        v = 1 / v;
+        if (threadIdx.x % 4 == 0 && r < p.T) p.lse[bh * p.T + r] = v == 0 ? INFINITY : most[i / 2][i % 2] + log2f(v);
+        v = v == 0 ? 0 : 1 / v; /* 0: the mask hides all keys from the query */
     }
     __syncthreads(); /* wait: the result overwrites the tiles */
     hpmlg_attn_store(p, bh, HPMLG_ATTN_O, row, 0, o, sum, (float *)q + (row - first) * HPMLG_ATTN_LD(DP));
@@ -4920,10 +5196,12 @@ static __global__ void hpmlg_k_attn_delta(hpmlg_attn p, hpmlg_array o)
 /* Turns scores into their gradients in hpmlg_k_attn_back, for the rows from `row` and the columns from `column` on. s:
    the scores S, overwritten by the probabilities P; dp: the gradient dP of P, overwritten by dS, that of S. If KEYS,
    rows are keys and columns queries, and lse and delta of the query in column c are line[c] and line[8 N + c]; else
-   rows are queries, and of_row has their lse and delta. edge: some keys are hidden from some queries. */
+   rows are queries, and of_row has their lse and delta. bh: the pair of sample and head; edge: some keys are hidden
+   from some queries. */
 template <bool KEYS, int M, int N>
 HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], float (&dp)[M][N][4],
-                                     const float (&of_row)[M][2][2], const float *line, int row, int column, bool edge)
+                                     const float (&of_row)[M][2][2], const float *line, int64_t bh, int row,
+                                     int column, bool edge)
 {
     int   g = (int)threadIdx.x % HPMLG_WARP / 4, t = (int)threadIdx.x % 4;
     float base2 = p.scale * 1.4426950408889634f;
@@ -4933,18 +5211,30 @@ HPMLG_DEVICE void hpmlg_attn_dscores(const hpmlg_attn &p, float (&s)[M][N][4], f
         HPMLG_UNROLL for (int i = 0; i < 2 * M; i++) {
             int    r = row + 8 * i + g, query = KEYS ? column + c : r, key = KEYS ? r : column + c;
             float &v = s[i / 2][j / 2][i % 2 * 2 + j % 2], &w = dp[i / 2][j / 2][i % 2 * 2 + j % 2];
-            bool   hidden = edge && (key >= p.T || (p.causal && key > query));
+            bool   hidden = edge && hpmlg_attn_hidden(p, bh, query, key);
             v = hidden ? 0 : hpmlg_exp2(v * base2 - (KEYS ? lse : of_row[i / 2][i % 2][0]));
             w = v * (w - (KEYS ? delta : of_row[i / 2][i % 2][1]));
         }
     }
 }
 
-/* Computes the gradients of attention. A block of W warps computes dK and dV of 16 x M x W keys of one head (KEYS), or
-   dQ of as many queries: DA columns of them, from column blockIdx.y x DA on. DP is the number of columns of a head,
-   rounded up; scores need all of them. In shared memory, `own` has two tiles of DP columns, the rows of these keys or
-   queries (K and V, or Q and dO); `stream` has two stages, each of two tiles of 8 x N rows and DP columns of the other
-   two arrays (Q and dO, or K and V). */
+/* Loads lse and delta of K queries of pair bh, from `query` on, into line (2, K), by a block of `threads` threads;
+   queries beyond the end get P = 0. */
+template <int threads, int K>
+HPMLG_DEVICE void hpmlg_attn_line(const hpmlg_attn &p, float *line, int64_t bh, int query)
+{
+    for (int i = (int)threadIdx.x; i < K; i += threads) {
+        bool in = query + i < p.T;
+        line[i]     = in ? p.lse[bh * p.T + query + i] : INFINITY;
+        line[K + i] = in ? p.delta[bh * p.T + query + i] : 0;
+    }
+}
+
+/* Computes the gradients of attention. A block of W warps computes dK and dV of 16 x M x W keys of one head (KEYS),
+   from the queries of all heads of its group one after the other, or dQ of as many queries: DA columns of them, from
+   column blockIdx.y x DA on. DP is the number of columns of a head, rounded up; scores need all of them. In shared
+   memory, `own` has two tiles of DP columns, the rows of these keys or queries (K and V, or Q and dO); `stream` has two
+   stages, each of two tiles of 8 x N rows and DP columns of the other two arrays (Q and dO, or K and V). */
 template <int type, int DP, int DA, int M, int W, int N, bool KEYS>
 static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
 {
@@ -4956,9 +5246,10 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     int64_t bh;
     int     first = hpmlg_attn_tile(p, R, !KEYS, &bh), at = (int)threadIdx.x / HPMLG_WARP * 16 * M, row = first + at;
     int     begin = KEYS && p.causal ? first / K * K : 0, stage = 0, column = (int)blockIdx.y * DA;
-    int     end = !KEYS && p.causal && first + R < p.T ? first + R : p.T;
+    int     end = !KEYS && p.causal && first + R < p.T ? first + R : p.T, tiles = (end - begin + K - 1) / K;
     float   d0[M][DA / 8][4], d1[KEYS ? M : 1][KEYS ? DA / 8 : 1][4], s[M][N][4], dp[M][N][4], of_row[M][2][2];
     float   scale[M][2], one[M][2];
+    if (KEYS) bh *= p.group; /* the first head of queries in the group */
     /* 1. Unless KEYS (true: this block computes dK and dV; false: dQ) load lse (log-sum-exp of the scores) and delta
           (sum of dO O) of the block's queries into registers; clear the sums; start to load the tiles in `own`, the
           block's own keys and values, or queries and dO. */
@@ -4976,30 +5267,29 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     }
     hpmlg_attn_load<type, DP, threads, R>(p, own, bh, KEYS ? HPMLG_ATTN_K : HPMLG_ATTN_Q, first);
     hpmlg_attn_load<type, DP, threads, R>(p, own + R * DP, bh, KEYS ? HPMLG_ATTN_V : HPMLG_ATTN_O, first);
-    for (int c = begin - K; c < end; c += K, stage ^= 1) {
+    for (int i = -1; i < (KEYS ? p.group : 1) * tiles; i++, stage ^= 1) {
+        int     c = begin + (i < 0 ? 0 : i % tiles) * K, next_c = begin + (i + 1) % tiles * K;
+        int64_t head = bh + (KEYS && i >= 0 ? i / tiles : 0), next_head = bh + (KEYS ? (i + 1) / tiles : 0);
         E     *now = stream + stage * 2 * K * DP, *next = stream + (stage ^ 1) * 2 * K * DP;
         float *line = lines + stage * 2 * K, *next_line = lines + (stage ^ 1) * 2 * K;
         /* 2. Wait until the current tiles in `stream` are loaded; start to load the next tiles, which for KEYS are of
            queries, together with lse and delta of these queries. */
         hpmlg_copy_wait(0);
         __syncthreads();
-        if (c + K < end) {
-            hpmlg_attn_load<type, DP, threads, K>(p, next, bh, KEYS ? HPMLG_ATTN_Q : HPMLG_ATTN_K, c + K);
-            hpmlg_attn_load<type, DP, threads, K>(p, next + K * DP, bh, KEYS ? HPMLG_ATTN_O : HPMLG_ATTN_V, c + K);
+        if (i + 1 < (KEYS ? p.group : 1) * tiles) {
+            hpmlg_attn_load<type, DP, threads, K>(p, next, next_head, KEYS ? HPMLG_ATTN_Q : HPMLG_ATTN_K, next_c);
+            hpmlg_attn_load<type, DP, threads, K>(p, next + K * DP, next_head, KEYS ? HPMLG_ATTN_O : HPMLG_ATTN_V,
+                                                  next_c);
             hpmlg_copy_commit();
-            for (int i = (int)threadIdx.x; KEYS && i < K; i += threads) {
-                bool in = c + K + i < p.T; /* queries beyond the end get P = 0 */
-                next_line[i]     = in ? p.lse[bh * p.T + c + K + i] : INFINITY;
-                next_line[K + i] = in ? p.delta[bh * p.T + c + K + i] : 0;
-            }
+            if (KEYS) hpmlg_attn_line<threads, K>(p, next_line, next_head, next_c);
         }
         /* 3. Compute S and dP from the tiles, then P and dS in their place; skip tiles that the causal mask hides from
            all rows of this warp. */
-        if (c < begin || (p.causal && (KEYS ? c + K <= row : c >= row + 16 * M))) continue;
+        if (i < 0 || (p.causal && (KEYS ? c + K <= row : c >= row + 16 * M))) continue;
         hpmlg_attn_scores<type, DP, M, N>(s, own + at * DP, now);
         hpmlg_attn_scores<type, DP, M, N>(dp, own + (R + at) * DP, now + K * DP);
-        hpmlg_attn_dscores<KEYS>(p, s, dp, of_row, line, row, c, KEYS ? p.causal && c < row + 16 * M - 1
-                                 : c + K > p.T || (p.causal && c + K > row + 1));
+        hpmlg_attn_dscores<KEYS>(p, s, dp, of_row, line, head, row, c, p.mask.p || (KEYS
+                                 ? p.causal && c < row + 16 * M - 1 : c + K > p.T || (p.causal && c + K > row + 1)));
         /* 4. Accumulate. If KEYS (this block computes dK and dV): dV += P^T dO and dK += dS^T Q; else dQ += dS K. */
         if constexpr (KEYS) hpmlg_attn_accumulate<type, DP>(d1, s, now + K * DP, column);
         hpmlg_attn_accumulate<type, DP>(d0, dp, now, column);
@@ -5040,9 +5330,11 @@ template <int type, int DP> HPMLG_FN void hpmlg_attn_run(hpmlg_device *d, const 
     const int    BM = !f32 && DP <= 64 ? 2 : 1, BW = large ? 1 : 4, BN = f32 && DP > 64 ? 2 : 4;
     const size_t shared = (size_t)((16 * M * W + 32 * N) * DP * cell);
     const size_t back = (size_t)((32 * BM * BW + 32 * BN) * DP * cell) + (size_t)(32 * BN) * sizeof(float);
+    hpmlg_attn   keys = *p;
+    keys.pairs /= p->group;
     if (!backward)
         return hpmlg_attn_launch(d, hpmlg_k_attn<type, DP, M, W, N>, p, 16 * M * W, 1, HPMLG_WARP * W, shared);
-    hpmlg_attn_launch(d, hpmlg_k_attn_back<type, DP, large ? 128 : DP, BM, BW, BN, true>, p, 16 * BM * BW,
+    hpmlg_attn_launch(d, hpmlg_k_attn_back<type, DP, large ? 128 : DP, BM, BW, BN, true>, &keys, 16 * BM * BW,
                       large ? 2 : 1, HPMLG_WARP * BW, back);
     hpmlg_attn_launch(d, hpmlg_k_attn_back<type, DP, DP, BM, BW, BN, false>, p, 16 * BM * BW, 1, HPMLG_WARP * BW, back);
 }
@@ -5054,8 +5346,92 @@ template <int type> HPMLG_FN void hpmlg_attn_half(hpmlg_device *d, const hpmlg_a
     return p->D <= 96 ? hpmlg_attn_run<type, 96>(d, p, backward) : hpmlg_attn_run<type, 128>(d, p, backward);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gpu-attention-op   attention with a cache; which kernels run; rotary positions
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The arguments of the kernels of attention with a cache. */
+typedef struct hpmlg_attn_cache {
+    float      *kv;       /* (B, S, 2 kv_heads D) */
+    const int  *position; /* (B): positions of each sample that the cache has */
+    int64_t     S, B;
+    hpmlg_note *note;
+    int        *taken;
+} hpmlg_attn_cache;
+
+/* Copies the keys and values of the T new positions of each sample to the cache, a warp for each row; a position that
+   the cache does not have is reported to the host as an error of `node`, and nothing is copied. */
+static __global__ void hpmlg_k_attn_keep(hpmlg_attn p, hpmlg_attn_cache c, const hpml_node *node)
+{
+    int64_t width = 2 * (int64_t)p.kv_heads * p.D, skip = (int64_t)p.heads * p.D;
+    HPMLG_FOR_EACH_WARP(i, c.B * p.T) {
+        int64_t b = i / p.T, t = i - b * p.T, at = c.position[b];
+        bool    fits = at >= 0 && at <= c.S - p.T;
+        if (!fits && threadIdx.x % HPMLG_WARP == 0)
+            hpmlg_report_index(c.note, c.taken, b, c.position[b], node);
+        for (int64_t k = (int)threadIdx.x % HPMLG_WARP; fits && k < width; k += HPMLG_WARP)
+            c.kv[(b * c.S + at + t) * width + k] = hpmlg_get(p.qkv, i * (skip + width) + skip + k);
+    }
+}
+
+/* Computes attention of one query (block) to the keys in the cache: warp w takes keys w, w + 4 ..., with the softmax
+   computed online (see >>gpu-attention); at the end the warps' maxima, sums and outputs are joined. A lane has columns
+   lane, lane + 32 ... of the head. */
+static __global__ void __launch_bounds__(128) hpmlg_k_attn_cached(hpmlg_attn p, hpmlg_attn_cache c)
+{
+    const int most_columns = HPMLG_ATTN_MOST / HPMLG_WARP;
+    __shared__ float output[4][HPMLG_ATTN_MOST], maximum[4], sums[4];
+    int     lane = (int)threadIdx.x % HPMLG_WARP, warp = (int)threadIdx.x / HPMLG_WARP;
+    int64_t row = blockIdx.x / p.heads, h = blockIdx.x - row * p.heads, b = row / p.T, t = row - b * p.T;
+    int64_t end = c.position[b] + t + 1, width = 2 * (int64_t)p.kv_heads * p.D, at = h / p.group * p.D;
+    int64_t from = hpmlg_attn_offset(p, b * p.heads + h, HPMLG_ATTN_Q, (int)t);
+    float   q[most_columns], o[most_columns], most = -INFINITY, sum = 0;
+    if (end <= 0 || end > c.S) end = 0;
+    for (int j = 0; j < most_columns; j++) {
+        int k = lane + j * HPMLG_WARP;
+        q[j] = k < p.D ? p.scale * hpmlg_get(p.qkv, from + k) : 0;
+        o[j] = 0;
+    }
+    for (int64_t key = warp; key < end; key += 4) {
+        const float *k = c.kv + (b * c.S + key) * width + at, *v = k + width / 2;
+        float        score = 0;
+        if (p.mask.p && hpmlg_get(p.mask, (p.mask_queries ? row : b) * c.S + key) == 0) continue;
+        for (int j = 0; j < most_columns && lane + j * HPMLG_WARP < p.D; j++)
+            score += q[j] * k[lane + j * HPMLG_WARP];
+        score = hpmlg_group_reduce(score, NULL, HPMLG_WARP, false);
+        float top = fmaxf(most, score), shrink = expf(most - top), e = expf(score - top);
+        most = top;
+        sum  = sum * shrink + e;
+        for (int j = 0; j < most_columns && lane + j * HPMLG_WARP < p.D; j++)
+            o[j] = o[j] * shrink + e * v[lane + j * HPMLG_WARP];
+    }
+    for (int j = 0; j < most_columns; j++) output[warp][lane + j * HPMLG_WARP] = o[j];
+    if (lane == 0) maximum[warp] = most;
+    if (lane == 0) sums[warp] = sum;
+    __syncthreads();
+    float top = fmaxf(fmaxf(maximum[0], maximum[1]), fmaxf(maximum[2], maximum[3])), total = 0;
+    for (int w = 0; w < 4; w++) total += sums[w] > 0 ? sums[w] * expf(maximum[w] - top) : 0;
+    for (int k = (int)threadIdx.x; k < p.D; k += 128) {
+        float y = 0;
+        for (int w = 0; w < 4; w++) y += sums[w] > 0 ? output[w][k] * expf(maximum[w] - top) : 0;
+        hpmlg_put(p.out, (row * p.heads + h) * p.D + k, total > 0 ? y / total : 0);
+    }
+}
+
+HPMLG_FN void hpmlg_attn_cached(hpmlg_device *d, const hpmlg_attn *p, const hpml_node *n, bool back)
+{
+    hpmlg_attn_cache c = { n->src[3]->data, (const int *)n->src[1]->raw, n->src[3]->shape[1], n->out->shape[0], d->note,
+                           d->note_taken };
+    if (back)
+        hpml_ctx_fail(d->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": with a cache there is no backward pass; record "
+                      "the model without .cache to train it", n->out->name);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_attn_keep, c.B * p->T, 8, *p, c, n);
+    HPMLG_RUN(d, hpmlg_k_attn_cached, (unsigned)(c.B * p->T * p->heads), 128, 0, *p, c);
+}
+
 HPMLG_FN void hpmlg_op_attention(HPMLG_OP_ARGUMENTS)
 {
+    const hpml_tensor *mask = n->src_count > 2 ? n->src[2] : NULL;
     hpmlg_attn  p = {};
     int64_t     C = n->out->shape[2], T = n->out->shape[1], D = C / n->attr.attention.heads;
     hpml_dtype  type = D > 128 ? HPML_DTYPE_F32 : n->out->dtype; /* heads over 128 columns: f32, without tensor cores */
@@ -5071,6 +5447,10 @@ HPMLG_FN void hpmlg_op_attention(HPMLG_OP_ARGUMENTS)
     p.delta  = (float *)n->scratch;
     p.T      = (int)T;
     p.heads  = n->attr.attention.heads;
+    p.kv_heads = n->attr.attention.kv_heads;
+    p.group    = p.heads / p.kv_heads;
+    if (mask) p.mask = hpmlg_value(mask);
+    p.mask_queries = mask && mask->ndim == 3;
     p.D      = (int)D;
     p.pairs  = n->out->shape[0] * p.heads;
     p.scale  = n->attr.attention.scale;
@@ -5079,12 +5459,68 @@ HPMLG_FN void hpmlg_op_attention(HPMLG_OP_ARGUMENTS)
     p.is_aligned   = p.qkv.type == (int)type && D % each == 0 && ((uintptr_t)p.qkv.p & 15) == 0;
     p.is_aligned_o = p.o.type == (int)type && D % each == 0 && ((uintptr_t)p.o.p & 15) == 0;
     if (p.pairs * T == 0) return;
+    if (n->src_count > 3) return hpmlg_attn_cached(d, &p, n, back);
     if (back) HPMLG_RUN_ITEMS(d, hpmlg_k_attn_delta, p.pairs * T, 32, p, hpmlg_value(n->out));
     if (type == HPML_DTYPE_BF16) hpmlg_attn_half<HPML_DTYPE_BF16>(d, &p, back);
     else if (type == HPML_DTYPE_F16) hpmlg_attn_half<HPML_DTYPE_F16>(d, &p, back);
     else if (D <= 64) hpmlg_attn_run<HPML_DTYPE_F32, 64>(d, &p, back);
     else if (D <= 128) hpmlg_attn_run<HPML_DTYPE_F32, 128>(d, &p, back);
     else hpmlg_attn_run<HPML_DTYPE_F32, 256>(d, &p, back);
+}
+
+/* Rotates the pairs of x (B, T, heads D), a thread for each pair or other number: y (+)= x with the pairs rotated by
+   the angles of their positions, or, if back, by the negative angles. */
+typedef struct hpmlg_rotary {
+    hpmlg_array y, x;
+    const int  *position;
+    int64_t     rows, T;
+    int         heads, rotated, D, half;
+    double      log_base; /* log of the base, over half */
+    bool        adjacent, back, add;
+} hpmlg_rotary;
+
+static __global__ void hpmlg_k_rotary(hpmlg_rotary r)
+{
+    int64_t items = (int64_t)r.rotated * (r.D - r.half) + (int64_t)(r.heads - r.rotated) * r.D;
+    HPMLG_FOR_EACH(i, r.rows * items) {
+        int64_t row = hpmlg_quotient(i, items), b = row / r.T;
+        int     k = (int)(i - row * items), each = r.D - r.half, h = k / each, pair = k - h * each;
+        bool    pairs = h < r.rotated && pair < r.half;
+        int64_t at = row * r.heads * r.D;
+        if (h >= r.rotated) at += k + (int64_t)r.rotated * r.half; /* a number of a head that is copied */
+        else if (!pairs) at += h * r.D + r.half + pair;            /* one behind the pairs */
+        else at += h * r.D + (r.adjacent ? 2 * pair : pair);
+        float v = hpmlg_get(r.x, at);
+        if (!pairs) {
+            hpmlg_put(r.y, at, r.add ? hpmlg_get(r.y, at) + v : v);
+            continue;
+        }
+        int64_t other = at + (r.adjacent ? 1 : r.half), now = row - b * r.T + (r.position ? r.position[b] : 0);
+        double  angle = (double)now * exp(-r.log_base * pair);
+        float   w = hpmlg_get(r.x, other), c = (float)cos(angle), s = (float)(r.back ? -sin(angle) : sin(angle));
+        float   v1 = v * c - w * s, w1 = w * c + v * s;
+        hpmlg_put(r.y, at, r.add ? hpmlg_get(r.y, at) + v1 : v1);
+        hpmlg_put(r.y, other, r.add ? hpmlg_get(r.y, other) + w1 : w1);
+    }
+}
+
+HPMLG_FN void hpmlg_op_rotary(HPMLG_OP_ARGUMENTS)
+{
+    hpmlg_rotary r = {};
+    r.y        = hpmlg_op_output(n, back);
+    r.x        = hpmlg_op_input(n, back);
+    r.position = n->src_count > 1 ? (const int *)n->src[1]->raw : NULL;
+    r.T        = n->out->shape[1];
+    r.rows     = n->out->shape[0] * r.T;
+    r.heads    = n->attr.rotary.heads;
+    r.rotated  = n->attr.rotary.rotated;
+    r.D        = (int)(n->out->shape[2] / r.heads);
+    r.half     = n->attr.rotary.dims / 2;
+    r.log_base = log((double)n->attr.rotary.base) / r.half;
+    r.adjacent = n->attr.rotary.adjacent;
+    r.back     = back;
+    r.add      = hpmlg_op_adds(n, back);
+    HPMLG_RUN_ITEMS(d, hpmlg_k_rotary, r.rows * r.heads * r.D, 512, r);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -6673,6 +7109,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         break;
     case HPML_OP_BATCHNORM: n->scratch_bytes = hpmlg_bn_scratch(d, n); break;
     case HPML_OP_ATTENTION: n->scratch_bytes = n->saved_bytes; break;
+    case HPML_OP_MAP: n->scratch_bytes = (size_t)hpml_tensor_count(n->out) * sizeof(float); break;
     case HPML_OP_EMBEDDING: n->scratch_bytes = hpmlg_embedding_layout(n, &buckets); break;
     case HPML_OP_LINEAR:
         if (n->saved_bytes) n->saved_bytes = (size_t)hpml_tensor_count(n->out) * hpml_dtype_size(n->out->dtype);

@@ -74,6 +74,28 @@ typedef struct op_case {
     X(attention, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 2 }), 8e-3)                                 \
     X(attention_full, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 1, .not_causal = true }), 8e-3)        \
     X(attention_scale, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 4, .scale = 0.7f }), 8e-3)            \
+    X(attention_grouped, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 4, .kv_heads = 1 }), 8e-3)      \
+    X(attention_mask, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 2, .kv_heads = 2, .not_causal = true,  \
+                                                                       .mask = mask(x, 14, 1) }), 8e-3)                \
+    X(attention_masks, hpml_attention(three(x), &(hpml_attention_desc){ .heads = 2, .mask = mask(x, 14, 14) }), 8e-3)  \
+    X(rotary, hpml_rotary(three(x), &(hpml_rotary_desc){ .heads = 6, .rotated = 4 }), 3e-3)                            \
+    X(rotary_adjacent, hpml_rotary(hpml_tanh(three(x)), &(hpml_rotary_desc){ .heads = 2, .dims = 4, .base = 100,       \
+                                   .adjacent = true, .position = per_sample(x, 5, 3) }), 3e-3)                         \
+    X(minimum, hpml_minimum(hpml_scale(x, 2, 0), x), 1e-2) X(maximum, hpml_maximum(x, hpml_scale(x, -1, 0)), 1e-2)     \
+    X(maximum_itself, hpml_maximum(x, x), 3e-3) X(clamp, hpml_clamp(x, 0, 100), 1e-2)                                  \
+    X(where, hpml_where(bits(x, 9, 1), x, weight(x, 4, 1, 7)), 3e-3) X(sin, hpml_sin(x), 3e-3)                         \
+    X(where_either, hpml_where(weight(x, 1, 9, 7), hpml_tanh(x), weight(x, 1, 1, 1)), 3e-3)                            \
+    X(cos, hpml_cos(hpml_scale(x, 2, 1)), 3e-3) X(pow, hpml_pow(hpml_scale(hpml_mul(x, x), 1, 1), -1.5f), 3e-3)        \
+    X(max, hpml_max(x, 2), 1e-2) X(max_last, hpml_max(hpml_slice(x, 3, 1, 2), 3), 1e-2)                              \
+    X(max_twice, hpml_mul(x, hpml_max(x, 1)), 1e-2)                                                                    \
+    X(argmax, hpml_gather(hpml_tanh(x), 1, hpml_argmax(x, 1)), 1e-2) X(reverse, hpml_reverse(x, 3, NULL), 3e-3)        \
+    X(gather, hpml_gather(x, 2, indices(x, 9, 5, 7)), 3e-3)                                                            \
+    X(gather_rows, hpml_gather(x, 2, indices(x, 9, 4, 1)), 3e-3)                                                       \
+    X(reverse_lengths, hpml_add(hpml_reverse(three(x), 1, per_sample(x, 3, 5)), three(x)), 3e-3)                       \
+    X(last, hpml_last(three(x), per_sample(x, 0, 5)), 3e-3) X(last_of_all, hpml_last(x, NULL), 3e-3)                   \
+    X(pad, hpml_pad(x, 2, 2, 3, 0.5f), 3e-3) X(upsample, hpml_upsample2d(x, 2, false), 3e-3)                           \
+    X(upsample_bilinear, hpml_upsample2d(x, 3, true), 3e-3) X(upsample_nhwc, hpml_upsample2d(nhwc(x), 2, true), 3e-3)  \
+    X(mask, hpml_mul(three(x), hpml_reshape_3d(hpml_mask(per_sample(x, 3, 5), 14), -1, 14, 1)), 3e-3)                  \
     X(lstm, hpml_lstm(three(x), 5, NULL), 8e-3)                                                                        \
     X(residual_norm, hpml_layernorm(hpml_add(hpml_tanh(x), x), NULL), 5e-3)                                            \
     X(residual_norms, norms(hpml_add(hpml_tanh(x), hpml_scale(x, 2, 0))), 5e-3)                                        \
@@ -149,6 +171,53 @@ static hpml_tensor *by_reshaped(hpml_tensor *x, hpml_tensor *(*op)(hpml_tensor *
 
 /* Returns (B, T, 12). */
 static hpml_tensor *three(hpml_tensor *x) { return hpml_reshape_3d(hpml_slice(x, 2, 0, 6), -1, 14, 12); }
+
+/* Returns i32 (B): a + b i for sample i. */
+static hpml_tensor *per_sample(hpml_tensor *x, int32_t a, int32_t b)
+{
+    int32_t      v[1024];
+    hpml_tensor *t = hpml_tensor_create(x->ctx, HPML_DTYPE_I32, 1, x->shape);
+    for (int i = 0; i < 1024; i++) v[i] = a + b * (i % 3);
+    if (t) hpml_tensor_set_raw(t, v, (size_t)x->shape[0] * sizeof *v);
+    return t;
+}
+
+/* Returns i32 (B, 4, m, inner): indices below `size`, some of them equal. */
+static hpml_tensor *indices(hpml_tensor *x, int64_t size, int64_t m, int64_t inner)
+{
+    const int64_t shape[4] = { x->shape[0], 4, m, inner }, count = shape[0] * 4 * m * inner;
+    hpml_tensor  *t = hpml_tensor_create(x->ctx, HPML_DTYPE_I32, 4, shape);
+    int32_t      *v = (int32_t *)malloc((size_t)count * sizeof *v);
+    for (int64_t i = 0; i < count; i++) v[i] = (int32_t)(i * i * 7 % 11 % size);
+    if (t) hpml_tensor_set_raw(t, v, (size_t)count * sizeof *v);
+    free(v);
+    return t;
+}
+
+/* Returns (a, b): zeros and ones. */
+static hpml_tensor *bits(hpml_tensor *x, int64_t a, int64_t b)
+{
+    float        v[64];
+    hpml_tensor *t = hpml_tensor_create_2d(x->ctx, a, b);
+    for (int i = 0; i < 64; i++) v[i] = (float)(i * i % 7 % 2);
+    if (t) hpml_tensor_set(t, v, a * b);
+    return t;
+}
+
+/* Returns (B, keys), or (B, queries, keys): zeros and ones, where the last row of a sample in three has no ones. */
+static hpml_tensor *mask(hpml_tensor *x, int64_t keys, int64_t queries)
+{
+    const int64_t  shape[3] = { x->shape[0], queries > 1 ? queries : keys, keys }, count = x->shape[0] * queries * keys;
+    hpml_tensor   *t = hpml_tensor_create(x->ctx, HPML_DTYPE_F32, queries > 1 ? 3 : 2, shape);
+    float         *v = (float *)malloc((size_t)count * sizeof *v);
+    for (int64_t i = 0; i < count; i++) {
+        int64_t row = i / keys, sample = row / queries;
+        v[i] = (float)(i * i % 7 % 3 != 1 && (row % queries < queries - 1 || sample % 3 != 1));
+    }
+    if (t) hpml_tensor_set(t, v, count);
+    free(v);
+    return t;
+}
 
 #define DEFINE(name, e, tolerance) static hpml_tensor *op_##name(hpml_tensor *x) { return e; }
 OPS(DEFINE)

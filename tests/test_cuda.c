@@ -2085,3 +2085,62 @@ TEST(a_host_optimizer_makes_the_steps_of_the_cpu)
         }
     }
 }
+
+/* Tokens with a cache of keys and values, one by one and three at a time: the GPU's results are the CPU's. */
+TEST(attention_with_a_cache)
+{
+    enum { B = 2, ROOM = 9, HEADS = 4, KV = 2, D = 6 };
+    if (no_device()) SKIP("no CUDA device");
+    for (int turn = 0; turn < 4; turn++) {
+        static float y[2][B * ROOM * HEADS * D];
+        int          each = turn % 2 ? 3 : 1;
+        for (int gpu = 0; gpu < 2; gpu++) {
+            hpml_ctx    *ctx = context(gpu, HPML_CUDA_F32);
+            hpml_tensor *x = hpml_input_3d(ctx, B, each, (HEADS + 2 * KV) * D);
+            hpml_tensor *position = hpml_input(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ B });
+            hpml_attention_desc a = { .heads = HEADS, .kv_heads = KV, .position = position,
+                                      .cache = hpml_tensor_create_3d(ctx, B, ROOM, 2 * KV * D) };
+            if (turn > 1) a.mask = mask(x, ROOM, 1);
+            hpml_tensor *out = hpml_attention(x, &a);
+            hpml_graph  *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &out, .output_count = 1 });
+            int32_t      at[B] = { 0, 0 };
+            ENSURE(hpml_graph_alloc(g) == HPML_OK);
+            for (; at[0] < ROOM; at[0] += each, at[1] += each) {
+                fill(x, (uint64_t)at[0]);
+                ENSURE(hpml_tensor_set_raw(position, at, sizeof at) == HPML_OK);
+                ENSURE(hpml_graph_forward(g, false, 0) == HPML_OK);
+                float *to = y[gpu] + at[0] * B * HEADS * D;
+                ENSURE(hpml_tensor_get(out, to, B * each * HEADS * D) == HPML_OK);
+            }
+            hpml_tensor_set_raw(position, at, sizeof at);
+            hpml_graph_forward(g, false, 0);
+            static float unused[B * ROOM * HEADS * D]; /* the GPU reports the error when its results are read */
+            ENSURE_ERROR(ctx, hpml_tensor_get(out, unused, B * each * HEADS * D) != HPML_OK, HPML_ERR_LABEL,
+                         "position of sample");
+            hpml_ctx_free(ctx);
+        }
+        for (int i = 0; i < B * ROOM * HEADS * D; i++) ENSURE_NEAR(y[1][i], y[0][i], 1e-5);
+    }
+}
+
+/* An index or a length out of range is an error when the GPU's results are read, with the CPU's text. */
+TEST(indices_out_of_range_on_the_device)
+{
+    static const char *const texts[] = { "index 1 is 6, expected 0 to 5", "length 1 is 7, expected 0 to 6" };
+    if (no_device()) SKIP("no CUDA device");
+    for (int kind = 0; kind < 2; kind++) {
+        hpml_ctx     *ctx = context(true, HPML_CUDA_F32);
+        const int64_t shape[3] = { 2, 1, 1 };
+        int32_t       bad[2] = { 0, 6 + kind };
+        float         out[10];
+        hpml_tensor  *x = hpml_input_3d(ctx, 2, 6, 5), *i = hpml_input(ctx, HPML_DTYPE_I32, kind ? 1 : 3, shape);
+        hpml_tensor  *y = kind ? hpml_last(x, i) : hpml_gather(x, 1, i);
+        hpml_graph   *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
+        ENSURE(hpml_graph_alloc(g) == HPML_OK);
+        fill(x, 1);
+        hpml_tensor_set_raw(i, bad, sizeof bad);
+        hpml_graph_forward(g, false, 0);
+        ENSURE_ERROR(ctx, hpml_tensor_get(y, out, 10) != HPML_OK, HPML_ERR_LABEL, texts[kind]);
+        hpml_ctx_free(ctx);
+    }
+}

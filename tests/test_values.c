@@ -180,25 +180,103 @@ static void batchnorm(const hpml_node *n, double **s, double *y)
 
 static void attention(const hpml_node *n, double **s, double *y)
 {
-    int64_t T = n->out->shape[1], C = n->out->shape[2], D = C / n->attr.attention.heads;
+    int64_t heads = n->attr.attention.heads, kv = n->attr.attention.kv_heads;
+    int64_t T = n->out->shape[1], C = n->out->shape[2], D = C / heads, width = C + 2 * kv * D;
     double *p = (double *)malloc((size_t)T * sizeof *p);
-    for (int64_t i = 0; i < n->out->shape[0] * T * n->attr.attention.heads; i++) {
-        int64_t h = i % n->attr.attention.heads, t = i / n->attr.attention.heads % T,
-                b = i / n->attr.attention.heads / T, last = n->attr.attention.causal ? t + 1 : T;
-        const double *q = s[0] + (b * T + t) * 3 * C + h * D;
+    for (int64_t i = 0; i < n->out->shape[0] * T * heads; i++) {
+        int64_t h = i % heads, t = i / heads % T, b = i / heads / T, last = n->attr.attention.causal ? t + 1 : T;
+        int64_t key = C + h * kv / heads * D;
+        const double *q = s[0] + (b * T + t) * width + h * D;
+        const double *m = s[2] ? s[2] + (n->src[2]->ndim == 3 ? b * T + t : b) * T : NULL;
         double sum = 0;
         for (int64_t u = 0; u < last; u++) {
-            const double *k = s[0] + (b * T + u) * 3 * C + C + h * D;
+            const double *k = s[0] + (b * T + u) * width + key;
             for (int64_t d = p[u] = 0; d < D; d++) p[u] += q[d] * k[d] * (double)n->attr.attention.scale;
-            sum += p[u] = exp(p[u]);
+            sum += p[u] = m && m[u] == 0 ? 0 : exp(p[u]);
         }
         for (int64_t d = 0; d < D; d++) {
             double *o = y + (b * T + t) * C + h * D + d;
             *o = 0;
-            for (int64_t u = 0; u < last; u++) *o += p[u] / sum * s[0][(b * T + u) * 3 * C + 2 * C + h * D + d];
+            for (int64_t u = 0; u < last && sum > 0; u++)
+                *o += p[u] / sum * s[0][(b * T + u) * width + key + kv * D + d];
         }
     }
     free(p);
+}
+
+static void rotary(const hpml_node *n, double **s, double *y)
+{
+    int64_t T = n->out->shape[1], C = n->out->shape[2], D = C / n->attr.rotary.heads, half = n->attr.rotary.dims / 2;
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
+        int64_t d = i % D, h = i % C / D, t = i / C % T, b = i / C / T;
+        int64_t pair = n->attr.rotary.adjacent ? d / 2 : d % half;
+        bool    second = n->attr.rotary.adjacent ? d % 2 : d >= half;
+        double  a = ((double)t + (s[1] ? s[1][b] : 0)) * pow((double)n->attr.rotary.base, -(double)pair / (double)half);
+        int64_t other = n->attr.rotary.adjacent ? 1 : half;
+        y[i] = s[0][i];
+        if (h < n->attr.rotary.rotated && d < 2 * half)
+            y[i] = s[0][i] * cos(a) + (second ? s[0][i - other] : -s[0][i + other]) * sin(a);
+    }
+}
+
+/* Elementwise functions of one to three operands. */
+static void map(const hpml_node *n, double **s, double *y)
+{
+    int64_t at[5], ndim = n->out->ndim;
+    double  p = (double)n->attr.map.p, q = (double)n->attr.map.q;
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
+        double v[3] = { 0 };
+        split(n->out, i, at);
+        for (int k = 0; k < n->src_count; k++) v[k] = s[k][place(n->src[k], at, (int)ndim)];
+        switch (n->attr.map.kind) {
+        case HPML_MAP_MINIMUM: y[i] = fmin(v[0], v[1]); break;
+        case HPML_MAP_MAXIMUM: y[i] = fmax(v[0], v[1]); break;
+        case HPML_MAP_WHERE: y[i] = v[v[0] != 0 ? 1 : 2]; break;
+        case HPML_MAP_CLAMP: y[i] = fmin(fmax(v[0], p), q); break;
+        case HPML_MAP_POW: y[i] = pow(v[0], p); break;
+        case HPML_MAP_SIN: y[i] = sin(v[0]); break;
+        case HPML_MAP_COS: y[i] = cos(v[0]); break;
+        }
+    }
+}
+
+/* Rows taken along a dimension, and the largest number along it. */
+static void take(const hpml_node *n, double **s, double *y)
+{
+    const hpml_tensor *x = n->src[0];
+    int64_t at[5];
+    for (int64_t i = 0; i < hpml_tensor_count(n->out); i++) {
+        int64_t dim = n->op == HPML_OP_MAX ? n->attr.max.dim : n->attr.take.dim, size = x->shape[dim];
+        split(n->out, i, at);
+        int64_t k = at[dim], start = n->attr.take.start, length = s[1] ? (int64_t)s[1][at[0]] : size;
+        int64_t from = k, best = 0;
+        double  centre = ((double)k + 0.5) / (double)(start > 0 ? start : 1) - 0.5;
+        if (n->op == HPML_OP_MAX) {
+            for (at[dim] = 0; at[dim] < size; at[dim]++) {
+                double v = s[0][place(x, at, x->ndim)];
+                if (at[dim] > 0 && v <= y[i]) continue;
+                y[i] = v;
+                best = at[dim];
+            }
+            if (n->attr.max.index) y[i] = (double)best;
+            continue;
+        }
+        switch (n->attr.take.rule) {
+        case HPML_TAKE_INDEX: from = (int64_t)s[1][place(n->src[1], at, x->ndim)]; break;
+        case HPML_TAKE_REVERSE: from = k < length ? length - 1 - k : k; break;
+        case HPML_TAKE_LAST: from = length - 1; break;
+        case HPML_TAKE_PAD: from = k - start; break;
+        default: from = k / start;
+        }
+        at[dim] = from;
+        y[i] = from < 0 || from >= size ? (double)n->attr.take.value : s[0][place(x, at, x->ndim)];
+        if (n->attr.take.rule != HPML_TAKE_LINEAR) continue;
+        double low = floor(centre), part = centre - low;
+        at[dim] = low < 0 ? 0 : (int64_t)low;
+        y[i]    = (1 - part) * s[0][place(x, at, x->ndim)];
+        at[dim] = low + 1 >= (double)size ? size - 1 : (int64_t)low + 1;
+        y[i] += part * s[0][place(x, at, x->ndim)];
+    }
 }
 
 static void lstm(const hpml_node *n, double **s, double *y)
@@ -313,6 +391,13 @@ static double run_world(world *w)
             break;
         case HPML_OP_BATCHNORM: batchnorm(n, s, y); break;
         case HPML_OP_ATTENTION: attention(n, s, y); break;
+        case HPML_OP_ROTARY: rotary(n, s, y); break;
+        case HPML_OP_MAP: map(n, s, y); break;
+        case HPML_OP_TAKE: case HPML_OP_MAX: take(n, s, y); break;
+        case HPML_OP_MASK:
+            for (int64_t k = 0; k < hpml_tensor_count(n->out); k++)
+                y[k] = (double)(k % n->out->shape[1]) < s[0][k / n->out->shape[1]];
+            break;
         case HPML_OP_LSTM: lstm(n, s, y); break;
         case HPML_OP_CROSS_ENTROPY: case HPML_OP_BCE_WITH_LOGITS: case HPML_OP_MSE: case HPML_OP_HUBER:
             y[0] = loss_of(n, s);
@@ -351,6 +436,9 @@ static double run_world(world *w)
     X(long_attention, hpml_attention(ROW(x, 1, 131), &(hpml_attention_desc){ .heads = 3 }), 1, 1, 131, 45)             \
     X(long_attention_full, hpml_attention(ROW(x, 1, 131), &(hpml_attention_desc){ .heads = 2, .not_causal = true }),   \
       1, 1, 131, 66)                                                                                                   \
+    X(long_attention_grouped, hpml_attention(ROW(x, 2, 131),                                                           \
+      &(hpml_attention_desc){ .heads = 6, .kv_heads = 3, .mask = mask(x, 131, 1), .not_causal = true }),               \
+      2, 1, 131, 60)                                                                                                   \
     X(one_lstm, hpml_lstm(ROW(x, 2, 1), 1, NULL), 2, 1, 1, 1)                                                          \
     X(odd_lstm, hpml_lstm(ROW(x, 2, 7), 17, NULL), 2, 1, 7, 33)                                                        \
     X(wide_lstm, hpml_lstm(ROW(x, 33, 3), 65, NULL), 33, 1, 3, 5)                                                      \
