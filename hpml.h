@@ -154,6 +154,7 @@
 //     step   one step: its norm, its loss scale
 //     half-steps   the passes of a step: whole, or in halves for a hook
 //     update   the steps of parameters, micro-batches, a whole step
+//     epochs   what fit does between steps: validation, the best weights, checkpoints, when to stop
 //     fit   passes over data, evaluation, prediction
 // PART VI   DATA AND FILES: datasets, batches, safetensors, checkpoints, the timeline
 //     files   reading files, writing files that appear whole
@@ -1235,11 +1236,32 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
 
 typedef struct hpml_metrics {
     double   loss;      /* mean over the samples */
-    double   accuracy;  /* 0 to 1; -1 if the loss is not CROSS_ENTROPY */
+    double   accuracy;  /* 0 to 1; with BCE the part of all outputs on the side of 0 where the target is of 1/2; -1 if
+                           the loss is neither CROSS_ENTROPY nor BCE */
     int64_t  samples;
     int64_t *confusion; /* in: NULL, or (classes, classes) counts to add to; row: label, column: prediction */
     double   seconds;
+    double   mae, rmse; /* MSE, HUBER: mean of |output - target|, root of the mean of its square; -1 for other losses */
+    double   r2;        /* MSE, HUBER: 1 - (sum of squared errors) / (sum of squared distances of the targets from their
+                           mean); 0 for other losses and for targets that are all equal */
+    double   precision; /* BCE: of the outputs above 0, the part whose target is above 1/2; of the targets above 1/2, */
+    double   recall;    /* the part whose output is above 0; -1 for other losses, and for a part of nothing */
 } hpml_metrics;
+
+/* The results of an epoch, or of the part of an epoch that a call of fit trained on. */
+typedef struct hpml_epoch {
+    int64_t epoch;      /* its number, from 0 */
+    int64_t step;       /* updates of the trainer until its end */
+    int64_t samples;    /* samples trained on */
+    double  loss;       /* mean over these samples, each as of the step that trained on it */
+    double  accuracy;   /* likewise; -1: loss is not CROSS_ENTROPY */
+    float   lr;         /* learning rate of the next update */
+    bool    validated;  /* the fields val_ have values */
+    bool    best;       /* no earlier epoch of this call of fit had as small a val_loss */
+    double  val_loss, val_accuracy; /* of hpml_fit_desc.validation, as in hpml_metrics */
+    double  seconds;    /* seconds since the start of fit */
+} hpml_epoch;
+typedef int hpml_epoch_fn(const hpml_epoch *epoch, void *user); /* returns not 0: fit stops with HPML_ERR_STOPPED */
 
 typedef struct hpml_dataset hpml_dataset;
 typedef struct hpml_loader  hpml_loader;
@@ -1249,13 +1271,37 @@ typedef struct hpml_fit_desc {
     int32_t       epochs;                  /* 0: 1 */
     const struct hpml_loader_desc *loader; /* batch, shuffling, augmentation; NULL: shuffled with the context's seed */
     hpml_step_fn *on_step;                 /* callback after each batch, or NULL */
-    void         *user;                    /* passed to on_step */
+    void         *user;                    /* passed to on_step and on_epoch */
     int64_t       max_steps;               /* most updates of this call; 0: no limit */
+    hpml_epoch_fn *on_epoch;               /* callback after each epoch and its validation, or NULL */
+    hpml_dataset *validation;              /* evaluated after each epoch; NULL: nothing is */
+    int32_t       patience;                /* fit ends after so many epochs in a row without a val_loss that is smaller
+                                              than the smallest one before; 0: it does not. Needs .validation */
+    float         min_delta;               /* a val_loss counts as smaller only if it is smaller by more than this */
+    bool          keep_best;               /* at the end of fit the parameters become those of the epoch with the
+                                              smallest val_loss, of which this call keeps a copy in host memory; the
+                                              optimizer's state stays. Needs .validation; with .checkpoint the epoch's
+                                              checkpoint stays as path.best, which .resume reads, too */
+    const char   *checkpoint;              /* fit saves the training to this path: after checkpoint_steps updates, after
+                                              checkpoint_minutes; if both are 0, after each epoch; and at its end */
+    int64_t       checkpoint_steps;        /* 0: not by updates */
+    double        checkpoint_minutes;      /* 0: not by time */
+    int32_t       checkpoint_keep;         /* files that stay: the path, then path.1, the one before, ...; 0: 1 */
+    bool          resume;                  /* begins by loading the newest of these files, if there is one; then fit
+                                              ends with epoch number `epochs` of the whole training. A program that is
+                                              run again so goes on where it was interrupted */
+    const volatile int *stop;              /* not NULL: fit ends with HPML_ERR_STOPPED, after saving the checkpoint, if
+                                              *stop is not 0 after a step. A signal handler may set it */
     uint32_t      _end;
 } hpml_fit_desc;
 /* Trains on whole epochs of a data set; continues an earlier fit, or a checkpoint of one, that stopped inside an epoch.
-   d NULL: one epoch. */
+   d NULL: one epoch. Ranks that train together pass the same desc but for the callbacks, divide the validation data
+   among them, and decide alike: on sums over all ranks, on .stop and .checkpoint_minutes in every 16th step and at the
+   end of an epoch. An hpml_epoch's loss and accuracy are of all ranks with .validation, else of this rank's samples. */
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
+/* Copies up to `capacity` epochs to rows, the last ones, and returns how many there are: those that fit with .on_step,
+   .on_epoch or .validation trained on since the trainer was created. */
+HPML_API int         hpml_trainer_history(const hpml_trainer *t, hpml_epoch *rows, int capacity);
 /* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. In evaluate and predict
    a NaN or infinite loss or output is HPML_ERR_NONFINITE and the error names the sample, except with
    no_finite_check. Where each rank keeps only a part of the parameters' values (hpml_param.shard 3), all ranks must
@@ -1309,6 +1355,9 @@ typedef struct hpml_moment {
            .prepare and .layer_ratio, before the step of hpml_trainer_apply, which all ranks then call alike
    join    fills in the array `which` of parameter `param`: on entry `whole` has the part that this rank keeps, in its
            place; on return also the parts of all other ranks, which call it alike
+   agree   adds up n numbers over all ranks between two steps, when all ranks call it alike: for the validation and the
+           decisions of fit
+   file    replaces hpml_checkpoint_save or, if `load`, hpml_checkpoint_load in fit; all ranks call it alike
    next    returns which batch a fit that takes this rank's part of the data computes next, counted over all epochs of
            `batches` batches; below 0: the fit's epoch ends, or an error is on the context. is_last: the epoch is the
            last one of this fit */
@@ -1325,6 +1374,8 @@ typedef struct hpml_hooks {
                         float grad_scale, bool accumulate, float *loss);
     hpml_status (*norms)(void *user, hpml_trainer *t, double *sums, int64_t each);
     hpml_status (*join)(void *user, hpml_trainer *t, int param, int which, float *whole); /* which: an hpml_array */
+    hpml_status (*agree)(void *user, hpml_trainer *t, double *values, int64_t n);
+    hpml_status (*file)(void *user, hpml_trainer *t, const char *path, bool load);
 } hpml_hooks;
 #define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
 /* For hooks `need` that fetch parameters ahead of time: returns the op that runs in the same pass after the present one
@@ -11023,6 +11074,9 @@ struct hpml_trainer {
     int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
     const int32_t      *labels;          /* host: labels of this micro-batch; NULL: its accuracy is not wanted */
     int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
+    double              val_loss;        /* of the last epoch that was validated; NaN: none was */
+    hpml_epoch         *history;         /* (history_count) see hpml_trainer_history */
+    int64_t             history_count, history_capacity;
     int64_t             step, epoch, epoch_step;
     int32_t             micro_batch;     /* micro-batches since the last update */
     int64_t             first_batch_samples, samples_so_far; /* of this update: its first micro-batch; all of them */
@@ -11193,6 +11247,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     if (!t) return NULL;
     t->ctx   = ctx;
     t->ranks = 1;
+    t->val_loss = (double)NAN;
     hpml_trainer_desc_resolve(desc, &t->d);
     t->optimizer = hpmli_optimizer_row(t->d.optimizer, t->d.custom_optimizer);
     bool dynamic = desc->loss_scale == 0 && hpmli_activation_dtype(ctx) == HPML_DTYPE_F16;
@@ -11503,6 +11558,8 @@ HPMLI_FN void hpmli_hooks_note(hpml_graph *g)
         if (h->pass) g->any.pass = h->pass;
         if (h->norms) g->any.norms = h->norms;
         if (h->join) g->any.join = h->join;
+        if (h->agree) g->any.agree = h->agree;
+        if (h->file) g->any.file = h->file;
     }
 }
 
@@ -12385,6 +12442,273 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>epochs   what fit does between steps: validation, the best weights, checkpoints, when to stop
+// ---------------------------------------------------------------------------------------------------------------------
+/* Sums over samples. All members are doubles, so that ranks add them up as one array by the hook `agree`. */
+typedef struct hpmli_tally {
+    double loss, samples;             /* loss of a batch times its samples */
+    double correct, counted;          /* rows (BCE: outputs) predicted right; that have a label */
+    double found, claimed, wanted;    /* BCE: outputs above 0 with a target above 1/2; outputs above 0; such targets */
+    double numbers, absolute, square; /* MSE, HUBER: outputs; sums of the errors, absolute and squared */
+    double target, target_square;     /* MSE, HUBER: sums of the targets and of their squares */
+} hpmli_tally;
+#define HPMLI_TALLY_COUNT ((int64_t)(sizeof(hpmli_tally) / sizeof(double)))
+
+HPMLI_FN double hpmli_part_of(double part, double all) { return all > 0 ? part / all : -1; }
+/* Sets the fields of *m that are computed from sums. */
+HPMLI_FN void hpmli_tally_read(const hpmli_tally *s, hpml_loss loss, hpml_metrics *m)
+{
+    const double spread = s->numbers > 0 ? s->target_square - s->target * s->target / s->numbers : 0;
+    m->samples   = (int64_t)s->samples;
+    m->loss      = s->samples > 0 ? s->loss / s->samples : 0;
+    m->accuracy  = hpmli_part_of(s->correct, s->counted);
+    m->mae       = hpmli_part_of(s->absolute, s->numbers);
+    m->rmse      = s->numbers > 0 ? sqrt(s->square / s->numbers) : -1;
+    m->r2        = spread > 0 ? 1 - s->square / spread : 0;
+    m->precision = loss == HPML_LOSS_BCE ? hpmli_part_of(s->found, s->claimed) : -1;
+    m->recall    = loss == HPML_LOSS_BCE ? hpmli_part_of(s->found, s->wanted) : -1;
+}
+
+/* Adds n outputs y and their targets to the sums, for losses whose targets are numbers. */
+HPMLI_FN void hpmli_tally_outputs(hpmli_tally *s, hpml_loss loss, const float *y, const float *target, int64_t n)
+{
+    for (int64_t i = 0; i < n && loss == HPML_LOSS_BCE; i++) {
+        const bool claimed = y[i] > 0, wanted = target[i] > 0.5f;
+        s->correct += claimed == wanted;
+        s->found += claimed && wanted;
+        s->claimed += claimed;
+        s->wanted += wanted;
+        s->counted++;
+    }
+    for (int64_t i = 0; i < n && (loss == HPML_LOSS_MSE || loss == HPML_LOSS_HUBER); i++) {
+        const double t = (double)target[i], error = (double)y[i] - t;
+        s->absolute += fabs(error);
+        s->square += error * error;
+        s->target += t;
+        s->target_square += t * t;
+        s->numbers++;
+    }
+}
+
+typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts and keeps */
+    const hpml_fit_desc *d;
+    double  start;         /* seconds, by hpml_now */
+    int64_t samples, updates;
+    bool    is_last;       /* in the last epoch of the call */
+    const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
+    bool    counts;        /* sums up `tally` */
+    hpmli_tally tally;     /* of this epoch, as of each step */
+    double  best;          /* the smallest val_loss; infinite before the first */
+    int64_t best_epoch;    /* number of the epoch after it, as t->epoch */
+    char   *best_values;   /* host memory for the parameters of that epoch; NULL: not kept */
+    double  saved_at;      /* seconds, by hpml_now, at the last checkpoint or the start */
+    int64_t saved_step;    /* updates at the last checkpoint; -1: none by this call */
+    bool    saves_now, stops_now; /* ranks have agreed to save, to stop, after this step */
+} hpmli_fit;
+#define HPMLI_AGREE_STEPS 16 /* every so many steps ranks agree on decisions that depend on time or a signal */
+
+/* Adds up n numbers over all ranks that train together; does nothing on one rank. */
+HPMLI_FN hpml_status hpmli_agree(hpml_trainer *t, double *values, int64_t n)
+{
+    int k = t->graph->hook_count - 1;
+    while (k >= 0 && !t->graph->hooks[k].agree) k--;
+    return k < 0 ? t->ctx->status : t->graph->hooks[k].agree(t->graph->hooks[k].user, t, values, n);
+}
+
+/* Copies the values of all parameters, or of the parts that this rank keeps, to host memory or back. Returns the bytes;
+   host NULL: copies nothing. */
+HPMLI_FN size_t hpmli_values_copy(hpml_trainer *t, char *host, bool back)
+{
+    const hpml_backend *b = t->ctx->backend;
+    size_t              at = 0;
+    for (int i = 0; i < t->graph->param_count; i++) {
+        const hpml_tensor *p     = t->ctx->params[i];
+        void              *raw   = p->state->kept ? p->state->kept : p->raw;
+        size_t             bytes = hpmli_tensor_bytes(p);
+        if (p->state->kept) bytes = (size_t)p->param->keep_count * sizeof(float);
+        if (!raw) continue; /* another rank has the parameter */
+        if (host && back) b->write(t->ctx->device, raw, host + at, bytes);
+        if (host && !back) b->read(t->ctx->device, host + at, raw, bytes);
+        at += bytes;
+    }
+    if (host && back) t->ctx->param_writes++;
+    return at;
+}
+
+/* Writes the name of checkpoint number `age` to path: 0 the newest, -1 that of the best epoch. */
+HPMLI_FN void hpmli_checkpoint_name(const hpml_fit_desc *d, int age, char *path, size_t size)
+{
+    if (age == 0) snprintf(path, size, "%s", d->checkpoint);
+    else if (age < 0) snprintf(path, size, "%s.best", d->checkpoint);
+    else snprintf(path, size, "%s.%d", d->checkpoint, age);
+}
+#define HPMLI_PATH 4200 /* bytes of a path with the number of a checkpoint */
+
+HPMLI_FN hpml_status hpmli_checkpoint_file(hpml_trainer *t, const char *path, bool load)
+{
+    int k = t->graph->hook_count - 1;
+    while (k >= 0 && !t->graph->hooks[k].file) k--;
+    if (k >= 0) return t->graph->hooks[k].file(t->graph->hooks[k].user, t, path, load);
+    return load ? hpml_checkpoint_load(t, path) : hpml_checkpoint_save(t, path);
+}
+
+static bool hpmli_groups_first(const hpml_ctx *ctx); /* see >>collect */
+/* Saves the newest checkpoint, after the first rank has renamed the older ones by one number each; the oldest goes. */
+HPMLI_FN hpml_status hpmli_fit_save(hpml_trainer *t, hpmli_fit *f)
+{
+    char       path[HPMLI_PATH], older[HPMLI_PATH];
+    const bool renames = t->rank == 0 && hpmli_groups_first(t->ctx);
+    for (int age = f->d->checkpoint_keep - 1; age > 0 && renames; age--) {
+        hpmli_checkpoint_name(f->d, age - 1, path, sizeof path);
+        hpmli_checkpoint_name(f->d, age, older, sizeof older);
+        FILE *there = fopen(path, "rb");
+        if (!there) continue;
+        fclose(there);
+        remove(older); /* because not all systems rename onto an existing file */
+        if (rename(path, older) != 0)
+            return hpmli_fail(t->ctx, HPML_ERR_WRITE, "fit: cannot rename \"%s\" to \"%s\": %s", path, older,
+                              strerror(errno));
+    }
+    f->saved_at   = hpml_now();
+    f->saved_step = t->step;
+    return hpmli_checkpoint_file(t, f->d->checkpoint, false);
+}
+
+/* Sets *age to the number of the newest of the checkpoints `from` to `to` that exists; -2: none does. An error if ranks
+   find different ones. */
+HPMLI_FN hpml_status hpmli_checkpoint_find(hpml_trainer *t, const hpml_fit_desc *d, int from, int to, int *age)
+{
+    char path[HPMLI_PATH];
+    *age = -2;
+    for (int i = to; i >= from; i--) {
+        hpmli_checkpoint_name(d, i, path, sizeof path);
+        FILE *there = fopen(path, "rb");
+        if (there) *age = i;
+        if (there) fclose(there);
+    }
+    const double mine = *age;
+    double       sums[3] = { mine, mine * mine, 1 }; /* over all ranks */
+    if (hpmli_agree(t, sums, 3) != HPML_OK) return t->ctx->status;
+    if (sums[0] == mine * sums[2] && sums[1] == mine * mine * sums[2]) return HPML_OK;
+    return hpmli_fail(t->ctx, HPML_ERR_STATE, "fit: ranks find different checkpoints \"%s\"; expected the same files "
+                      "on all ranks, in a folder that all of them read", d->checkpoint);
+}
+
+/* Continues a training: loads the best epoch's checkpoint, if the best epoch is kept, for its loss and values, then the
+   newest one. Where there is no checkpoint, does nothing. */
+HPMLI_FN hpml_status hpmli_fit_resume(hpml_trainer *t, hpmli_fit *f)
+{
+    char path[HPMLI_PATH];
+    int  best = -2, newest = -2;
+    if (f->best_values && hpmli_checkpoint_find(t, f->d, -1, -1, &best) != HPML_OK) return t->ctx->status;
+    if (hpmli_checkpoint_find(t, f->d, 0, f->d->checkpoint_keep, &newest) != HPML_OK || newest < 0)
+        return t->ctx->status;
+    hpmli_checkpoint_name(f->d, best, path, sizeof path);
+    if (best == -1 && hpmli_checkpoint_file(t, path, true) == HPML_OK && t->val_loss - t->val_loss == 0) {
+        f->best       = t->val_loss;
+        f->best_epoch = t->epoch;
+        hpmli_values_copy(t, f->best_values, false);
+    }
+    if (t->ctx->status != HPML_OK) return t->ctx->status;
+    hpmli_checkpoint_name(f->d, newest, path, sizeof path);
+    return hpmli_checkpoint_file(t, path, true);
+}
+
+HPMLI_FN bool hpmli_fit_desc_check(hpml_trainer *t, const hpml_fit_desc *d)
+{
+    const char *wrong = NULL;
+    if (d->epochs < 0 || d->max_steps < 0)
+        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "fit: %d epochs, max_steps %lld: expected 0 or more", d->epochs,
+                           (long long)d->max_steps);
+    if (d->patience < 0 || !(d->min_delta >= 0)) wrong = "patience or min_delta is below 0";
+    if (!d->validation && (d->patience > 0 || d->keep_best)) wrong = "patience and keep_best need validation data";
+    if (d->checkpoint_steps < 0 || !(d->checkpoint_minutes >= 0) || d->checkpoint_keep < 0)
+        wrong = "a checkpoint_ field is below 0";
+    if (!d->checkpoint && (d->checkpoint_steps > 0 || d->checkpoint_minutes > 0 || d->checkpoint_keep > 0 || d->resume))
+        wrong = "checkpoint_steps, _minutes, _keep and resume need .checkpoint, the path of the file";
+    if (d->checkpoint && strlen(d->checkpoint) > 4000) wrong = "the path of the checkpoint has more than 4000 bytes";
+    return !wrong || hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "fit: %s", wrong);
+}
+
+/* Decides after a step whether to save a checkpoint and whether to stop. Where ranks step together, those decisions
+   that depend on the time or a signal are made together, in some steps only, because agreeing takes a message. */
+HPMLI_FN hpml_status hpmli_fit_decide(hpml_trainer *t, hpmli_fit *f, bool epoch_ends)
+{
+    const hpml_fit_desc *d = f->d;
+    const bool           signals = d->stop || d->checkpoint_minutes > 0;
+    double               wish[2] = { d->stop && *d->stop != 0, 0 }; /* of this rank, then of all: to stop, to save */
+    f->saves_now = f->stops_now = false;
+    if (t->micro_batch != 0) return HPML_OK; /* checkpoints are saved between updates */
+    wish[1] = d->checkpoint_minutes > 0 && hpml_now() - f->saved_at >= 60 * d->checkpoint_minutes;
+    if (t->graph->any.agree && signals) {
+        if (!epoch_ends && (f->deals || t->step % HPMLI_AGREE_STEPS != 0)) wish[0] = wish[1] = 0;
+        else if (hpmli_agree(t, wish, 2) != HPML_OK) return t->ctx->status;
+    }
+    f->stops_now = wish[0] > 0;
+    f->saves_now = wish[1] > 0 || (d->checkpoint_steps > 0 && t->step % d->checkpoint_steps == 0);
+    if (epoch_ends && d->checkpoint_steps == 0 && !(d->checkpoint_minutes > 0)) f->saves_now = true;
+    f->saves_now = d->checkpoint && (f->saves_now || f->stops_now) && f->saved_step != t->step;
+    if (f->deals) f->saves_now = d->checkpoint && epoch_ends; /* the only time at which ranks meet */
+    return HPML_OK;
+}
+
+static hpml_status hpmli_evaluate(hpml_trainer *t, hpml_dataset *data, bool shared, hpml_metrics *out); /* see >>fit */
+/* Evaluates the validation data, and notes in *e and *f whether the loss is the smallest until now. */
+HPMLI_FN hpml_status hpmli_fit_validate(hpml_trainer *t, hpmli_fit *f, hpml_epoch *e)
+{
+    hpml_metrics m = HPMLI_ZEROED;
+    char         path[HPMLI_PATH];
+    if (hpmli_agree(t, (double *)(void *)&f->tally, HPMLI_TALLY_COUNT) != HPML_OK) return t->ctx->status;
+    if (hpmli_evaluate(t, f->d->validation, true, &m) != HPML_OK) return t->ctx->status;
+    e->validated    = true;
+    e->val_loss     = m.loss;
+    e->val_accuracy = m.accuracy;
+    e->best         = m.loss < f->best - (double)f->d->min_delta;
+    t->val_loss     = m.loss;
+    if (!e->best) return HPML_OK;
+    f->best       = m.loss;
+    f->best_epoch = t->epoch;
+    if (!f->best_values) return HPML_OK;
+    hpmli_values_copy(t, f->best_values, false);
+    if (!f->d->checkpoint) return t->ctx->status;
+    hpmli_checkpoint_name(f->d, -1, path, sizeof path);
+    return hpmli_checkpoint_file(t, path, false);
+}
+
+HPMLI_FN bool hpmli_fit_is_patient(const hpml_trainer *t, const hpmli_fit *f)
+{
+    return f->d->patience == 0 || t->epoch - f->best_epoch < f->d->patience;
+}
+
+/* Called at the end of an epoch: validates, adds the epoch to the history, calls on_epoch. HPML_ERR_STOPPED: training
+   ends here. */
+HPMLI_FN hpml_status hpmli_fit_epoch_end(hpml_trainer *t, hpmli_fit *f)
+{
+    hpml_epoch e = HPMLI_ZEROED;
+    if (!f->counts) return HPML_OK;
+    if (f->d->validation && hpmli_fit_validate(t, f, &e) != HPML_OK) return t->ctx->status;
+    e.epoch    = t->epoch - 1;
+    e.step     = t->step;
+    e.samples  = (int64_t)f->tally.samples;
+    e.loss     = f->tally.samples > 0 ? f->tally.loss / f->tally.samples : 0;
+    e.accuracy = hpmli_part_of(f->tally.correct, f->tally.counted);
+    e.lr       = hpml_trainer_lr(t);
+    e.seconds  = hpml_now() - f->start;
+    memset(&f->tally, 0, sizeof f->tally);
+    if (!hpmli_grow(t->ctx, &t->history, t->history_count, &t->history_capacity, sizeof e)) return t->ctx->status;
+    t->history[t->history_count++] = e;
+    if (f->d->on_epoch && f->d->on_epoch(&e, f->d->user) != 0) return HPML_ERR_STOPPED;
+    return hpmli_fit_is_patient(t, f) ? HPML_OK : HPML_ERR_STOPPED;
+}
+
+HPML_API int hpml_trainer_history(const hpml_trainer *t, hpml_epoch *rows, int capacity)
+{
+    int64_t n = t ? t->history_count : 0, first = hpmli_max(0, n - capacity);
+    for (int64_t i = first; i < n && rows; i++) rows[i - first] = t->history[i];
+    return (int)n;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>fit   passes over data, evaluation, prediction
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d); /* see >>dataset */
@@ -12445,13 +12769,6 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
 }
 
 static uint64_t hpmli_loader_mark(const hpml_loader *l); /* a hash of data and order; see >>loader */
-typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts */
-    double  start;   /* seconds, by hpml_now */
-    int64_t samples, updates;
-    bool    is_last; /* in the last epoch of the call */
-    const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
-} hpmli_fit;
-
 /* Gets the next batch of fit from the loader l as *b; where a hook `next` deals out batches, the batch that it chooses.
    False: the end of the epoch on this rank, or an error on the context. */
 HPMLI_FN bool hpmli_fit_next(hpml_trainer *t, hpml_loader *l, const hpmli_fit *f, hpml_batch *b)
@@ -12464,63 +12781,128 @@ HPMLI_FN bool hpmli_fit_next(hpml_trainer *t, hpml_loader *l, const hpmli_fit *f
     return false;
 }
 
-/* Trains from the trainer's place in the data to the epoch's end; HPML_ERR_STOPPED: on_step or max_steps ended it. */
-HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, hpmli_fit *f)
+/* Makes one step of fit with batch b, counts it in *f, and calls on_step; HPML_ERR_STOPPED: the callback ends fit. */
+HPMLI_FN hpml_status hpmli_fit_step(hpml_trainer *t, hpml_loader *l, const hpml_batch *b, hpmli_fit *f)
 {
-    hpml_batch     b;
-    hpml_step_info info;
+    const hpml_fit_desc *d      = f->d;
+    const int64_t        before = t->step;
+    const bool           last   = !f->deals && b->index + 1 == hpml_loader_steps(l);
+    hpml_step_info       info;
+    t->graph->first_sample = b->first;
+    hpml_status status = hpml_trainer_step(t, b->x, b->y, b->samples, f->counts ? &info : NULL);
+    if (status != HPML_OK) return status;
+    if (last) t->epoch++;
+    t->epoch_step = last || f->deals ? 0 : b->index + 1;
+    f->samples += b->samples;
+    f->updates += t->step - before;
+    if (!f->counts) return HPML_OK;
+    if (b->samples > 0) f->tally.loss += (double)info.loss * (double)b->samples;
+    f->tally.samples += (double)b->samples;
+    f->tally.correct += (double)t->correct;
+    f->tally.counted += (double)t->counted;
+    info.epoch_step         = b->index + 1;
+    info.epoch_steps        = hpml_loader_steps(l);
+    info.seconds            = hpml_now() - f->start;
+    info.samples_per_second = (double)f->samples / info.seconds;
+    return d->on_step && d->on_step(&info, d->user) != 0 ? HPML_ERR_STOPPED : HPML_OK;
+}
+
+/* Trains from the trainer's place in the data to the epoch's end; HPML_ERR_STOPPED: a callback, max_steps, .stop or
+   .patience ended it. */
+HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, hpmli_fit *f)
+{
+    const hpml_fit_desc *d = f->d;
+    hpml_batch           b;
     hpml_loader_seek(l, t->epoch, t->epoch_step);
     while (hpmli_fit_next(t, l, f, &b)) {
-        int64_t before = t->step;
-        bool    last   = !f->deals && b.index + 1 == hpml_loader_steps(l);
-        t->graph->first_sample = b.first;
-        hpml_status status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
+        const bool  last   = !f->deals && b.index + 1 == hpml_loader_steps(l);
+        hpml_status status = hpmli_fit_step(t, l, &b, f);
+        if (status == HPML_OK && !last) status = hpmli_fit_decide(t, f, false);
+        if (status == HPML_OK && !last && f->saves_now) status = hpmli_fit_save(t, f);
         if (status != HPML_OK) return status;
-        if (last) t->epoch++;
-        t->epoch_step = last || f->deals ? 0 : b.index + 1;
-        f->samples += b.samples;
-        f->updates += t->step - before;
-        if (d->on_step) {
-            info.epoch_step         = b.index + 1;
-            info.epoch_steps        = hpml_loader_steps(l);
-            info.seconds            = hpml_now() - f->start;
-            info.samples_per_second = (double)f->samples / info.seconds;
-            if (d->on_step(&info, d->user) != 0) return HPML_ERR_STOPPED;
-        }
+        if (!last && f->stops_now) return HPML_ERR_STOPPED;
         if (d->max_steps > 0 && f->updates >= d->max_steps && !last) return HPML_ERR_STOPPED;
     }
+    hpml_status status = t->ctx->status;
+    if (status == HPML_OK) status = hpmli_fit_epoch_end(t, f);
+    const bool ends = status == HPML_ERR_STOPPED;
+    if (ends || status == HPML_OK) status = hpmli_fit_decide(t, f, true);
+    if (status == HPML_OK && f->saves_now) status = hpmli_fit_save(t, f);
+    return status == HPML_OK && (ends || f->stops_now) ? HPML_ERR_STOPPED : status;
+}
+
+/* Prepares *f and, with .resume, the trainer for a call of fit. */
+HPMLI_FN hpml_status hpmli_fit_begin(hpml_trainer *t, const hpml_fit_desc *d, hpmli_fit *f)
+{
+    f->d          = d;
+    f->start      = hpml_now();
+    f->saved_at   = f->start;
+    f->saved_step = -1;
+    f->best       = HUGE_VAL;
+    f->best_epoch = t->epoch;
+    f->counts     = d->on_step || d->on_epoch || d->validation;
+    if (d->keep_best && hpml_trainer_alloc(t) == HPML_OK)
+        f->best_values = (char *)hpmli_alloc(t->ctx, hpmli_values_copy(t, NULL, false) + 1);
+    if (d->resume && t->ctx->status == HPML_OK) hpmli_fit_resume(t, f);
+    if (f->best == HUGE_VAL) f->best_epoch = t->epoch;
     return t->ctx->status;
+}
+
+/* Lets the hooks `data` check that all ranks fit the same data in the same way. */
+HPMLI_FN hpml_status hpmli_fit_compare(hpml_trainer *t, const hpml_loader *l, const hpml_fit_desc *d)
+{
+    hpml_status   status   = HPML_OK;
+    const int64_t passes[] = { t->epoch, t->epoch_step, d->epochs, d->max_steps, d->patience, d->keep_best,
+                               d->checkpoint_steps, d->validation ? d->validation->count : 0, d->checkpoint != NULL,
+                               d->stop != NULL, d->checkpoint_minutes > 0 };
+    if (d->loader && d->loader->ranks != 0) return HPML_OK;
+    for (int k = 0; k < t->graph->hook_count && status == HPML_OK; k++) {
+        const hpml_hooks *h = &t->graph->hooks[k];
+        if (h->data) status = h->data(h->user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
+    }
+    return status;
+}
+
+/* Ends a call of fit: saves the last checkpoint, puts back the best weights. Returns the status of the call. */
+HPMLI_FN hpml_status hpmli_fit_finish(hpml_trainer *t, hpmli_fit *f, hpml_status status)
+{
+    const hpml_fit_desc *d    = f->d;
+    const bool           done = status == HPML_OK || status == HPML_ERR_STOPPED;
+    hpmli_graph_restore_batch(t->graph);
+    const bool unsaved = f->updates > 0 && f->saved_step != t->step && t->micro_batch == 0 && !f->deals;
+    if (done && d->checkpoint && unsaved && hpmli_fit_save(t, f) != HPML_OK) status = t->ctx->status;
+    if (done && f->best_values && f->best < HUGE_VAL) hpmli_values_copy(t, f->best_values, true);
+    hpmli_free(t->ctx, f->best_values);
+    const bool full = d->max_steps > 0 && f->updates >= d->max_steps;
+    if (status == HPML_ERR_STOPPED && (full || !hpmli_fit_is_patient(t, f))) status = HPML_OK;
+    /* Waits for the device, whose sync returns an error if the last step has found a non-finite number. */
+    if (status == HPML_OK && t->ctx->backend->sync) status = t->ctx->backend->sync(t->ctx->device);
+    return status;
 }
 
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
 {
     hpml_fit_desc d;
-    hpml_status   status = HPML_OK;
-    hpmli_fit     f      = { hpml_now(), 0, 0, false, NULL };
+    hpmli_fit     f = HPMLI_ZEROED;
     if (!t) return HPML_ERR_ARGUMENT;
     if (!HPMLI_COPY_DESC(t->ctx, "fit", d, desc)) return t->ctx->status;
-    if (d.epochs < 0 || d.max_steps < 0)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "fit: %d epochs, max_steps %lld: expected 0 or more", d.epochs,
-                          (long long)d.max_steps);
-    hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
-    if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
-    for (int k = 0; k < t->graph->hook_count && (!d.loader || d.loader->ranks == 0) && status == HPML_OK; k++) {
-        const hpml_hooks *h        = &t->graph->hooks[k];
-        const int64_t     passes[] = { t->epoch, t->epoch_step, d.epochs, d.max_steps };
-        if (h->data) status = h->data(h->user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
+    if (!hpmli_fit_desc_check(t, &d)) return t->ctx->status;
+    hpml_status  status = hpmli_fit_begin(t, &d, &f);
+    hpml_loader *l      = status == HPML_OK ? hpmli_trainer_loader(t, data, d.loader, false) : NULL;
+    if (!l) {
+        hpmli_free(t->ctx, f.best_values);
+        return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     }
+    status = hpmli_fit_compare(t, l, &d);
     if (!d.loader || d.loader->ranks == 0) f.deals = hpmli_hooks_deal(t);
-    for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
-        f.is_last = e + 1 >= d.epochs;
+    const int64_t epochs = d.epochs > 0 ? d.epochs : 1;
+    for (int64_t e = d.resume ? t->epoch : 0; e < epochs && status == HPML_OK; e++) {
+        f.is_last = e + 1 >= epochs;
         if (d.max_steps > 0 && f.updates >= d.max_steps) break; /* the last update ended an epoch */
-        status = hpmli_fit_epoch(t, l, &d, &f);
+        status = hpmli_fit_epoch(t, l, &f);
     }
     hpml_loader_free(l);
-    hpmli_graph_restore_batch(t->graph);
-    if (status == HPML_ERR_STOPPED && d.max_steps > 0 && f.updates >= d.max_steps) status = HPML_OK;
-    /* Waits for the device, whose sync returns an error if the last step has found a non-finite number. */
-    if (status == HPML_OK && t->ctx->backend->sync) status = t->ctx->backend->sync(t->ctx->device);
-    return status;
+    return hpmli_fit_finish(t, &f, status);
 }
 
 /* Fails with an error that names the sample whose loss is not finite, by evaluating one sample at a time. The inputs
@@ -12565,46 +12947,76 @@ HPMLI_FN hpml_status hpmli_evaluate_run(hpml_trainer *t, int64_t samples, const 
     return status;
 }
 
-/* Evaluates one batch; adds its loss, its samples and its rows predicted right to *out (in .accuracy, which is a count
-   until the last batch), and its rows that have a label to *counted. False: an error on the context. */
-HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, hpml_metrics *out, int64_t *counted)
+/* Adds the outputs of the batch that was evaluated last to the sums, where targets are numbers. */
+HPMLI_FN void hpmli_evaluate_outputs(hpml_trainer *t, const float *target, int64_t samples, hpmli_tally *s)
+{
+    const hpml_tensor *out = t->d.output;
+    const int64_t      n   = hpml_tensor_count(t->target) / t->graph->batch_now * samples;
+    const bool         numbers = t->d.loss != HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor;
+    if (!numbers || hpmli_is_split(out)) return;
+    const float *y = hpmli_has_pass(t) ? t->batch_out : hpmli_trainer_host_out(t);
+    if (!y) return;
+    if (y == t->host_out) hpmli_read_floats(t->ctx, out, n, t->host_out);
+    hpmli_tally_outputs(s, t->d.loss, y, target, n);
+}
+
+/* Evaluates one batch, whose first sample is number `first` of the data, and adds it to the sums. False: an error. */
+HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, int64_t first, int64_t *confusion,
+                                   hpmli_tally *s)
 {
     bool classifier = hpmli_is_classifier(t);
     if (!b->y) hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "evaluate: the dataset has no labels");
     if (hpmli_failed(t->ctx) || hpmli_write_batch(t, b->x, b->y, b->samples) != HPML_OK) return false;
-    if (hpmli_evaluate_run(t, b->samples, classifier ? (const int32_t *)b->y : NULL, out->confusion) != HPML_OK)
+    if (hpmli_evaluate_run(t, b->samples, classifier ? (const int32_t *)b->y : NULL, confusion) != HPML_OK)
         return false;
     if (!t->d.no_finite_check && t->scalars.loss - t->scalars.loss != 0) {
-        hpmli_evaluate_report(t, out->samples, b->samples);
+        hpmli_evaluate_report(t, first, b->samples);
         return false;
     }
-    out->loss += (double)t->scalars.loss * (double)b->samples;
-    out->samples += b->samples;
-    if (!classifier) return true;
-    out->accuracy += (double)t->scalars.counts[0];
-    *counted += t->scalars.counts[1];
-    return true;
+    s->loss += (double)t->scalars.loss * (double)b->samples;
+    s->samples += (double)b->samples;
+    if (classifier) s->correct += (double)t->scalars.counts[0];
+    if (classifier) s->counted += (double)t->scalars.counts[1];
+    if (!classifier && t->target->dtype == HPML_DTYPE_F32)
+        hpmli_evaluate_outputs(t, (const float *)b->y, b->samples, s);
+    return !hpmli_failed(t->ctx);
+}
+
+/* Evaluates all data on this rank or, if `shared`, a part on each of the ranks that train together, which add up their
+   sums; where ranks run each pass together, or a graph takes full batches only, each evaluates all. */
+static hpml_status hpmli_evaluate(hpml_trainer *t, hpml_dataset *data, bool shared, hpml_metrics *out)
+{
+    hpml_batch       b;
+    hpml_loader_desc d = HPMLI_ZEROED;
+    hpmli_tally      s = HPMLI_ZEROED;
+    const bool       apart = shared && t->graph->batchable && !t->graph->any.need && !hpmli_has_pass(t);
+    d.ranks = apart ? t->ranks : 1;
+    d.rank  = apart ? t->rank : 0;
+    const bool   idle = shared && t->rank == t->ranks; /* a rank that computes nothing */
+    hpml_loader *l = hpmli_trainer_loader(t, data, &d, true);
+    if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
+    while (!idle && hpml_loader_next(l, &b)) {
+        const int64_t first = b.index * d.ranks * t->graph->batch + b.first;
+        if (b.samples > 0 && !hpmli_evaluate_batch(t, &b, first, out->confusion, &s)) break;
+    }
+    hpml_loader_free(l);
+    hpmli_graph_restore_batch(t->graph);
+    if (shared) hpmli_agree(t, (double *)(void *)&s, HPMLI_TALLY_COUNT);
+    hpmli_tally_read(&s, t->d.loss, out);
+    return t->ctx->status;
 }
 
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out)
 {
-    hpml_batch b;
-    int64_t    counted = 0;
-    double     start = hpml_now();
+    double start = hpml_now();
     if (!t || !out) return HPML_ERR_ARGUMENT;
     if (!hpmli_trainer_joined(t, "evaluate", 3)) return t->ctx->status;
-    hpml_loader *l = hpmli_trainer_loader(t, data, NULL, true);
-    if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     int64_t *confusion = out->confusion;
     memset(out, 0, sizeof *out);
-    out->confusion = confusion;
-    while (hpml_loader_next(l, &b) && hpmli_evaluate_batch(t, &b, out, &counted)) {}
-    hpml_loader_free(l);
-    hpmli_graph_restore_batch(t->graph);
-    if (out->samples > 0) out->loss /= (double)out->samples;
-    out->accuracy = counted > 0 ? out->accuracy / (double)counted : -1;
-    out->seconds  = hpml_now() - start;
-    return t->ctx->status;
+    out->confusion     = confusion;
+    hpml_status status = hpmli_evaluate(t, data, false, out);
+    out->seconds       = hpml_now() - start;
+    return status;
 }
 
 /* Copies n numbers of the whole output y to `out`; if a dimension of y is split, gathers the parts of all ranks. given:
@@ -14692,7 +15104,7 @@ HPMLI_FN bool hpmli_params_are_cut(const hpml_ctx *ctx)
 }
 
 /* Returns whether the rank is number 0 in all groups: the one that writes files. */
-HPMLI_FN bool hpmli_groups_first(const hpml_ctx *ctx)
+static bool hpmli_groups_first(const hpml_ctx *ctx)
 {
     for (int a = 0; a < HPML_AXES; a++)
         if (hpml_ctx_group(ctx, (hpml_axis)a)->rank > 0) return false;
@@ -15078,13 +15490,15 @@ enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, H
        HPMLI_ENTRIES };
 static const char *const hpmli_entries[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
                                              "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
+#define HPMLI_VAL_LOSS "hpml.val_loss" /* the bits of hpml_epoch.val_loss in hexadecimal; absent before a validation */
 #define HPMLI_ENTRIES_SUM "hpml.crc32c" /* the checksum of the texts of hpmli_entries, concatenated */
 #define HPMLI_COUNT_END   (INT64_C(1) << 53) /* no training makes as many steps; a double counts them exactly */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
-    char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9];
-    hpml_meta meta[HPMLI_ENTRIES + 1];
+    char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9], loss[17];
+    hpml_meta meta[HPMLI_ENTRIES + 2];
     uint32_t  crc = 0;
+    uint64_t  bits;
     if (hpml_trainer_alloc(t) != HPML_OK) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (t->micro_batch != 0)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d micro-batches of an update are done; "
@@ -15101,7 +15515,12 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     snprintf(sum, sizeof sum, "%08x", (unsigned)crc);
     meta[HPMLI_ENTRIES].key   = HPMLI_ENTRIES_SUM;
     meta[HPMLI_ENTRIES].value = sum;
-    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_ENTRIES + 1);
+    memcpy(&bits, &t->val_loss, sizeof bits);
+    snprintf(loss, sizeof loss, "%016llx", (unsigned long long)bits);
+    meta[HPMLI_ENTRIES + 1].key   = HPMLI_VAL_LOSS;
+    meta[HPMLI_ENTRIES + 1].value = loss;
+    const bool validated = t->val_loss - t->val_loss == 0;
+    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_ENTRIES + 1 + validated);
 }
 
 /* Reads entry i of a checkpoint's metadata from `text` as a whole number to *number, and checks that a count is 0 to
@@ -15175,6 +15594,10 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
         t->epoch       = n[HPMLI_EPOCH];
         t->epoch_step  = n[HPMLI_EPOCH_STEP];
         t->micro_batch = 0;
+        const char    *loss = hpml_safetensors_meta(f, HPMLI_VAL_LOSS);
+        const uint64_t bits = loss ? strtoull(loss, NULL, 16) : 0;
+        t->val_loss = (double)NAN;
+        if (loss) memcpy(&t->val_loss, &bits, sizeof bits);
         if (t->scale_age >= 0 && n[HPMLI_SCALE_AGE] >= 0 && n[HPMLI_SCALE] >= 1) { /* both loss scales are dynamic */
             t->loss_scale = (float)n[HPMLI_SCALE];
             t->scale_age  = n[HPMLI_SCALE_AGE];
