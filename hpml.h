@@ -165,7 +165,12 @@
 //     loader   batches: shuffled, sharded, augmented, made ahead
 //     safetensors   safetensors files
 //     collect   arrays of whole parameters from the parts that ranks have, and back
-//     checkpoint   parameters and whole trainings in safetensors files
+//     params-file   parameters and other arrays in safetensors files
+//     checkpoint   whole trainings in safetensors files
+//     model   a model as a file: its structure beside its parameters
+//     model-save   the structure of a model as text
+//     model-load   recording a model from its file
+//     model-run   loading a model, and one call to predict
 //     trace   the timeline; where the time goes, and what a model is
 // PART VII  KERNELS: one text, compiled once for each instruction set
 //     passes   the header includes itself, once for each instruction set
@@ -409,7 +414,8 @@ typedef enum hpml_init {
     HPML_INIT_ONES            = 8
 } hpml_init;
 
-/* The properties of a parameter. You may change `frozen`, `no_decay` and `lr_scale` before or between training steps.
+/* The properties of a parameter. You may change `frozen`, `no_decay`, `lr_scale` and `decay_scale` before or
+   between training steps.
    A parameter may be this rank's part of a whole: dimension split_dim of the whole consists of `sections` equal
    sections (3 for queries, keys and values), each cut into as many blocks as the group of `axis` has ranks; the part
    has the rank's block of each section. Initial values, their scale, names and the contents of files are those of the
@@ -422,6 +428,7 @@ typedef struct hpml_param {
     bool      frozen;     /* not updated; if set when a graph is planned, it has no gradient in that graph */
     bool      no_decay;   /* excluded from weight decay; set for biases and the parameters of norms */
     float     lr_scale;   /* multiplies the learning rate; 1 at first */
+    float     decay_scale; /* multiplies the weight decay; 1 at first */
     hpml_axis axis;       /* over whose group the whole is split; DATA: the parameter is whole */
     int32_t   split_dim, sections; /* the dimension that is split; its sections, 1 or more */
     int32_t   stage;      /* the rank of the PIPE axis that has the parameter; -1: all of them */
@@ -522,7 +529,8 @@ HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64
 /* Records a model. Each call checks the shapes of its sources, adds a node to the context and returns the tensor of the
    result; tensor memory is allocated later. A call that fails returns NULL and leaves the error on the context; a call
    with a NULL source returns NULL and does nothing, so a model is written without a check on each line. `name` (copied)
-   names the layer: "fc1" gives the parameters "fc1.weight" and "fc1.bias"; NULL gives "linear3" and so on.
+   names the layer: "fc1" gives the parameters "fc1.weight" and "fc1.bias"; NULL gives "linear3", the fourth of the
+   linear layers, named or not, and so on.
    Shapes: B batch, T time, C channels or features, H x W image; (..) any leading dimensions.
    hpml_input creates an input, to which each step writes a batch. Its dimension 0 is the batch, of the same size in all
    inputs of a graph; a tensor without a batch dimension comes from hpml_tensor_create. Ops pass the batch dimension on,
@@ -541,11 +549,27 @@ typedef struct hpml_param_desc {
     hpml_init   init;       /* DEFAULT: KAIMING_UNIFORM */
     float       init_scale; /* scale of the inits NORMAL and UNIFORM */
     bool        buffer, frozen, no_decay; /* see hpml_param */
+    const float *values;    /* first values instead of `init`, of the whole parameter, copied; NULL: by init */
     hpml_axis   axis;       /* not DATA: this rank has a part, see hpml_param; `shape` is that of the whole */
     int32_t     split_dim, sections; /* sections 0: 1 */
     uint32_t    _end;
 } hpml_param_desc;
 HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc); /* creates a parameter */
+/* on: from now on, a layer whose parameters would have the names of existing ones uses those, which must have the same
+   shapes: record a layer twice with the same name and it has the same weights, biases and statistics in both places
+   (siamese networks, recurrent cells, weights tied over iterations). off: a name that exists is an error. */
+HPML_API void         hpml_share(hpml_ctx *ctx, bool on);
+/* Sets properties of all parameters whose name matches `pattern`, in which a star stands for any text, as in "*.bias"
+   or "encoder.*". Fields that are 0 leave a property as it is; HPML_ZERO in lr_scale or decay_scale sets 0. Returns how
+   many parameters match; none is an error. freeze before a trainer is created saves the memory of gradients. */
+typedef struct hpml_param_group {
+    uint32_t _begin;
+    float    lr_scale;      /* multiplies the learning rate */
+    float    decay_scale;   /* multiplies the weight decay */
+    bool     freeze, unfreeze;
+    uint32_t _end;
+} hpml_param_group;
+HPML_API int          hpml_params_group(hpml_ctx *ctx, const char *pattern, const hpml_param_group *desc);
 HPML_API int          hpml_param_count(const hpml_ctx *ctx);
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* number `index` recorded, or NULL */
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL: no such parameter; O(1) */
@@ -1610,6 +1634,56 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; ignores other tensors */
 
+/* Loads parameters from a file whose names or shapes are another program's. The name in the file of parameter N is N
+   itself or, by the first pair of the map whose `to` is N's pattern, `from`; then behind `prefix`. In `to` and `from` a
+   star stands for any text, the same in both: { "h.*.qkv.weight", "layer.*.attn.weight" }. transpose: the file has the
+   matrix with rows and columns exchanged. A pair with from NULL leaves a parameter as it is. */
+typedef struct hpml_rename {
+    const char *to, *from; /* in the model; in the file */
+    bool        transpose;
+} hpml_rename;
+typedef struct hpml_load_desc {
+    uint32_t           _begin;
+    const char        *prefix;    /* of all names in the file; NULL: none */
+    const hpml_rename *map;       /* (map_count) */
+    int32_t            map_count;
+    bool               skip_missing; /* parameters that the file lacks stay as they are; else they are an error */
+    uint32_t           _end;
+} hpml_load_desc;
+HPML_API hpml_status hpml_params_load_as(hpml_ctx *ctx, const char *path, const hpml_load_desc *desc);
+
+/* A model as one file: a safetensors file (see hpml_params_save) with the parameters on which the outputs depend and,
+   as metadata, the structure of the model with a format version, so that hpml_model_load records the model again. Ops
+   of your own and parts of models on several ranks are refused. Section >>model describes the format. */
+typedef struct hpml_model hpml_model; /* a recorded model and its graph; opaque, freed with the context */
+typedef struct hpml_model_desc {
+    uint32_t            _begin;
+    hpml_tensor *const *outputs;      /* (output_count) required: results of ops, 1 to HPML_MAX_OUTPUTS */
+    int32_t             output_count;
+    hpml_tensor *const *inputs;       /* (input_count) the order of the inputs; those that are not named follow in the
+                                         order in which ops read them */
+    int32_t             input_count;
+    hpml_dtype          dtype;        /* of the values in the file: F32, BF16 or F16 */
+    const hpml_meta    *meta;         /* (meta_count) yours: names of classes, scales; keys without "hpml." in front */
+    int32_t             meta_count;
+    uint32_t            _end;
+} hpml_model_desc;
+HPML_API hpml_status hpml_model_save(hpml_ctx *ctx, const char *path, const hpml_model_desc *desc);
+/* Records the model of a file, with its parameters' names and values. batch: the most samples of a run; 0: as when it
+   was saved. Before the first run you may record further ops, and create a trainer of the model, instead. NULL: an
+   error; then no parameters are added. */
+HPML_API hpml_model  *hpml_model_load(hpml_ctx *ctx, const char *path, int64_t batch);
+/* Computes the output of `samples` samples, of a model with one input and one output. x: host memory in the dtype of
+   the input; there may be more samples than in a batch. out: (samples, numbers of an output). The first call allocates
+   memory for a graph that predicts (hpml_graph_desc), later ones allocate none. */
+HPML_API hpml_status  hpml_model_predict(hpml_model *m, const void *x, int64_t samples, float *out);
+/* The same with an array for each input and for each output; an output without a batch is that of the last batch. */
+HPML_API hpml_status  hpml_model_run(hpml_model *m, const void *const *inputs, int64_t samples, float *const *outputs);
+HPML_API hpml_tensor *hpml_model_input(const hpml_model *m, int index);  /* number `index`, from 0; NULL: no more */
+HPML_API hpml_tensor *hpml_model_output(const hpml_model *m, int index);
+HPML_API const char  *hpml_model_meta(const hpml_model *m, const char *key); /* yours; NULL: none */
+HPML_API hpml_graph  *hpml_model_graph(hpml_model *m); /* the graph that predicts, with its memory; NULL: an error */
+
 /* Saves all that a training needs to continue with the same bits: parameters, optimizer state, states added by
    hpml_trainer_add_state, step, epoch and position in the data, seed. A checkpoint is a safetensors file: parameters by
    their names, "opt.<state>.<param>" for each hpml_optimizer_state, "state.<name>", metadata "hpml.step",
@@ -2245,6 +2319,7 @@ typedef struct hpmli_trace hpmli_trace; /* see >>trace */
 static void hpmli_trace_step(hpml_ctx *ctx, int64_t step);
 static void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss);
 static void hpmli_names_fill(hpml_ctx *ctx);
+static void hpmli_kinds_forget(hpml_ctx *ctx);
 
 struct hpml_ctx {
     hpml_allocator       allocator;
@@ -2276,7 +2351,9 @@ struct hpml_ctx {
     int                  node_count; /* recorded nodes: the next node's index, used in names and masks */
     int64_t              source_count; /* sources of all recorded nodes together */
     int                  segment, segments; /* that ops are recorded into, 0: none; number of segments until now */
-    int                  layout_permutes; /* nodes recorded by hpml_to_layout, which default names do not count */
+    bool                 shares;     /* a layer whose parameter exists uses it, see hpml_share */
+    struct hpmli_kind   *kinds;      /* (kind_count) kinds of layers, for default names */
+    int64_t              kind_count, kind_capacity;
     bool                 deferred;   /* trainers take their memory late, see hpml_ctx_defer */
     int                  group_nodes;    /* nodes that groups need and a serial program has not: names, masks */
     hpml_group           groups[HPML_AXES]; /* by axis; size 0: none is set */
@@ -2829,6 +2906,7 @@ HPML_API void hpml_ctx_clear_error(hpml_ctx *ctx)
     ctx->error[0]    = 0;
     ctx->param_count = ctx->param_kept;
     hpmli_names_fill(ctx);
+    hpmli_kinds_forget(ctx);
 }
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx)     { return ctx ? ctx->threads : 0; }
 HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx)         { return ctx ? ctx->k->name : ""; }
@@ -3023,6 +3101,7 @@ struct hpmli_tensor_state {
     float *kept;      /* a parameter of whose values this rank keeps a part (hpml_trainer_keep): the part */
     bool away;        /* true: a parameter that only ops in other ranks' parts read: it has no memory here */
     bool of_param;    /* true: a view of a parameter */
+    float *first;     /* a parameter's first values, of the whole; NULL: by hpml_param.init */
     int64_t samples;  /* of an input, in the memory that a graph with parts gave it; 0: the whole batch */
     int  leaf;        /* index among the leaves of the graph that was planned last */
     struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
@@ -3918,14 +3997,34 @@ HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
     return ctx->backend->activation_dtype ? ctx->backend->activation_dtype(ctx->device) : HPML_DTYPE_F32;
 }
 
-/* Returns a copy of `name` or, if that is NULL or empty, "<kind><number of the node>". */
+typedef struct hpmli_kind { /* layers of a kind, such as "linear", that are recorded */
+    char    name[48];
+    int64_t count, kept; /* kept: as of the last op that was recorded; after an error the others do not count */
+} hpmli_kind;
+
+/* Returns a copy of `name` or, if that is NULL or empty, "<kind><number of the layer among those of its kind>". */
 HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
 {
-    char text[64];
+    char    text[80];
+    int64_t i = 0;
     if (hpmli_failed(ctx)) return NULL;
+    while (i < ctx->kind_count && strncmp(ctx->kinds[i].name, kind, sizeof ctx->kinds[i].name - 1) != 0) i++;
+    if (!hpmli_grow(ctx, &ctx->kinds, i, &ctx->kind_capacity, sizeof *ctx->kinds)) return NULL;
+    hpmli_kind *k = &ctx->kinds[i];
+    if (i == ctx->kind_count) {
+        memset(k, 0, sizeof *k);
+        snprintf(k->name, sizeof k->name, "%s", kind);
+        ctx->kind_count++;
+    }
+    const int64_t number = k->count++;
     if (name && name[0]) return hpmli_strdup(ctx, name);
-    snprintf(text, sizeof text, "%s%d", kind, ctx->node_count - ctx->layout_permutes - ctx->group_nodes);
+    snprintf(text, sizeof text, "%s%lld", k->name, (long long)number);
     return hpmli_strdup(ctx, text);
+}
+
+static void hpmli_kinds_forget(hpml_ctx *ctx) /* after an error: layers that were not recorded do not count */
+{
+    for (int64_t i = 0; i < ctx->kind_count; i++) ctx->kinds[i].count = ctx->kinds[i].kept;
 }
 
 /* True if an op may read all sources: all are contiguous, not NULL and of one context, which has no error. */
@@ -4030,6 +4129,7 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     if (out->batch_rows) n->mixes_batch = false;
     if (hpmli_is_split(src[0]) && !hpmli_split_follow(n)) return none;
     ctx->param_kept = ctx->param_count;
+    for (int64_t i = 0; i < ctx->kind_count; i++) ctx->kinds[i].kept = ctx->kinds[i].count;
     return n;
 }
 
@@ -4155,6 +4255,28 @@ HPMLI_FN bool hpmli_part_shape(hpml_ctx *ctx, const char *name, const hpmli_part
     return true;
 }
 
+/* Returns the existing parameter `name` for a layer that shares it; NULL, with an error, if it may not. */
+HPMLI_FN hpml_tensor *hpmli_param_shared(hpml_ctx *ctx, const char *name, int ndim, const int64_t *shape,
+                                         const hpmli_part *part)
+{
+    hpml_tensor    *t    = hpml_param_find(ctx, name);
+    const bool      cut  = part->axis != HPML_AXIS_DATA && hpml_ctx_group(ctx, part->axis)->size > 1;
+    const hpml_axis axis = cut ? part->axis : HPML_AXIS_DATA;
+    bool            fits = t->ndim == ndim && t->param->axis == axis && (!cut || t->param->split_dim == part->dim);
+    if (!ctx->shares)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" exists already; give the layers different names, "
+                          "or call hpml_share if they are to have the same weights", name);
+    for (int i = 0; i < ndim && fits; i++) fits = t->shape[i] == shape[i];
+    if (fits) return t;
+    return hpmli_null(ctx, HPML_ERR_SHAPE, "parameter \"%s\" is shared (hpml_share): %s, %s; expected %s, split "
+                      "alike", name, hpmli_describe(t), hpmli_split_text(t), hpmli_shape_text(ctx, ndim, shape));
+}
+
+HPML_API void hpml_share(hpml_ctx *ctx, bool on)
+{
+    if (ctx) ctx->shares = on;
+}
+
 /* Creates a parameter: this rank's part of one that has the shape `whole` and is split as `part` says. */
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
                                       const int64_t *whole, const hpmli_part *part)
@@ -4166,11 +4288,9 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     if (strlen(name) >= HPMLI_NAME - 8) /* names in files have prefixes such as "state." */
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": a name of %zu characters, expected fewer than %d",
                           name, strlen(name), HPMLI_NAME - 8);
-    if (hpml_param_find(ctx, name))
-        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" exists already; give the layers different "
-                          "names", name);
     for (int i = 0; i < ndim && i < HPML_MAX_DIMS; i++) shape[i] = whole[i];
     if (!hpmli_part_shape(ctx, name, part, ndim, shape)) return NULL;
+    if (hpml_param_find(ctx, name)) return hpmli_param_shared(ctx, name, ndim, shape, part);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     if (!t || !hpmli_grow(ctx, &ctx->params, ctx->param_count, &ctx->param_capacity, sizeof t)) return NULL;
     if (!hpmli_names_grow(ctx)) return NULL;
@@ -4180,6 +4300,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     t->param->init       = init == HPML_INIT_DEFAULT ? HPML_INIT_KAIMING_UNIFORM : init;
     t->param->init_scale = scale;
     t->param->lr_scale   = 1;
+    t->param->decay_scale = 1;
     t->param->sections   = 1;
     t->param->stage      = -1;
     t->param->keep_count = -1;
@@ -4220,16 +4341,60 @@ HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *de
     if (hpmli_failed(ctx) || !HPMLI_COPY_DESC(ctx, "param", d, desc)) return NULL;
     if (d.ndim < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
     snprintf(text, sizeof text, "param%d", ctx->param_count);
-    const hpmli_part part = { d.axis, d.split_dim, d.sections };
+    const hpmli_part part   = { d.axis, d.split_dim, d.sections };
+    const int        before = ctx->param_count;
     hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d.name ? d.name : text), d.init, d.init_scale, d.ndim,
                                      d.shape, &part);
-    if (!t) return NULL;
+    if (!t || ctx->param_count == before) return t; /* an error, or an existing one that is shared */
+    if (d.values) t->state->first = hpmli_new(ctx, float, hpml_param_whole(t, NULL));
+    if (d.values && !t->state->first) return NULL;
+    if (d.values) memcpy(t->state->first, d.values, (size_t)hpml_param_whole(t, NULL) * sizeof(float));
     t->param->buffer   = d.buffer;
     t->param->frozen   = d.frozen;
     t->param->no_decay = d.no_decay;
     t->needs_grad      = !d.buffer && !d.frozen;
     ctx->param_kept    = ctx->param_count;
     return t;
+}
+
+/* Returns whether `pattern`, in which a star stands for any text, matches `name`. *from, *count: the text of the first
+   star, in name; both may be NULL. */
+HPMLI_FN bool hpmli_matches(const char *pattern, const char *name, const char **from, size_t *count)
+{
+    const char *star = strchr(pattern, '*');
+    if (!star) return strcmp(pattern, name) == 0;
+    const size_t before = (size_t)(star - pattern), length = strlen(name);
+    if (strncmp(pattern, name, before) != 0) return false;
+    for (size_t n = length - before + 1; n-- > 0;) { /* the longest text first */
+        if (!hpmli_matches(star + 1, name + before + n, NULL, NULL)) continue;
+        if (from) *from = name + before;
+        if (count) *count = n;
+        return true;
+    }
+    return false;
+}
+
+HPML_API int hpml_params_group(hpml_ctx *ctx, const char *pattern, const hpml_param_group *desc)
+{
+    hpml_param_group d;
+    int              found = 0;
+    if (hpmli_failed(ctx) || !HPMLI_COPY_DESC(ctx, "param group", d, desc)) return 0;
+    const bool wrong = !pattern || !(d.lr_scale >= 0 && d.lr_scale < 1e30f) || (d.freeze && d.unfreeze) ||
+                       !(d.decay_scale >= 0 && d.decay_scale < 1e30f);
+    if (wrong) hpmli_fail(ctx, HPML_ERR_ARGUMENT, "param group \"%s\": scales %g and %g, expected 0 or more; freeze "
+                          "or unfreeze, not both", pattern ? pattern : "", (double)d.lr_scale, (double)d.decay_scale);
+    for (int i = 0; i < ctx->param_count && !wrong; i++) {
+        hpml_param *p = ctx->params[i]->param;
+        if (!hpmli_matches(pattern, ctx->params[i]->name, NULL, NULL)) continue;
+        found++;
+        if (d.lr_scale > 0) p->lr_scale = d.lr_scale == HPML_ZERO ? 0 : d.lr_scale;
+        if (d.decay_scale > 0) p->decay_scale = d.decay_scale == HPML_ZERO ? 0 : d.decay_scale;
+        if (d.freeze) p->frozen = true;
+        if (d.unfreeze) p->frozen = false;
+    }
+    if (found == 0 && !wrong)
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "param group \"%s\": no parameter has such a name", pattern);
+    return found;
 }
 
 HPML_API int hpml_param_count(const hpml_ctx *ctx) { return ctx ? ctx->param_count : 0; }
@@ -4278,6 +4443,10 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 {
     const hpml_param *p = t->param;
+    if (t->state->first) {
+        hpml_param_copy(t, w, 0, hpml_tensor_count(t), t->state->first, false);
+        return;
+    }
     hpmli_init_job    j = { ctx, t, w, hpml_tensor_count(t), HPMLI_STREAM_INIT + (uint64_t)p->index,
                             (double)p->init_scale, true, false };
     int64_t whole[HPML_MAX_DIMS];
@@ -7426,7 +7595,6 @@ HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout)
     hpml_tensor *y = hpml_permute(x, dims[layout]);
     if (!y) return NULL;
     y->layout = layout;
-    x->ctx->layout_permutes++;
     return y;
 }
 
@@ -11035,6 +11203,7 @@ typedef struct hpmli_named_array { /* an array of the user's that checkpoints sa
     const char *name;   /* allocated with this struct, behind it */
     float      *values; /* (count) in device memory */
     int64_t     count;
+    const hpml_tensor *shape; /* not NULL: the array is this tensor's, and `count` is not used */
     struct hpmli_named_array *next;
 } hpmli_named_array;
 
@@ -11344,6 +11513,7 @@ HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, f
     s->name   = (const char *)memcpy(s + 1, name, length);
     s->values = values;
     s->count  = count;
+    s->shape  = NULL;
     s->next   = t->states;
     t->states = s;
     return HPML_OK;
@@ -12159,7 +12329,7 @@ HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_
         u->grad_scale = 1 / scale;
         u->clip       = t->d.clip_norm * scale;
         u->sumsq      = t->d.clip_norm > 0 ? &t->device_scalars->sumsq : NULL;
-        u->weight_decay = no_decay ? 0 : t->d.weight_decay;
+        u->weight_decay = no_decay ? 0 : t->d.weight_decay * p->decay_scale;
         u->trust        = no_decay ? 0 : t->d.trust;
         t->found_nonfinite[i] = 0;
         u->found_nonfinite    = t->d.no_finite_check ? NULL : &t->found_nonfinite[i];
@@ -14909,7 +15079,9 @@ HPMLI_FN void hpmli_write_escaped(hpmli_writer *w, const char *s)
     char code[8];
     for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
         n = hpmli_utf8(s, left);
-        bool plain = n > 0 && *s != '"' && *s != '\\' && (unsigned char)*s >= 32;
+        bool quoted = *s == '"' || *s == '\\';
+        bool plain  = n > 0 && (unsigned char)*s >= 32;
+        if (plain && quoted) hpmli_write(w, "\\", 1);
         if (plain) hpmli_write(w, s, n);
         else hpmli_write(w, code, (size_t)snprintf(code, sizeof code, "\\u%04x", n > 0 ? (unsigned)*s : 0xfffdu));
         if (n == 0) n = 1;
@@ -15240,7 +15412,7 @@ HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>checkpoint   parameters and whole trainings in safetensors files
+// >>params-file   parameters and other arrays in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 /* One array of a file: array `which` of parameter `param`; or, where `param` is NULL, a named state of the trainer,
    which is at `values`, on the context's device. */
@@ -15265,7 +15437,17 @@ typedef struct hpmli_arrays {
     char            *names; /* (count, HPMLI_ARRAY_NAME) names */
     int              count, done; /* done: arrays that were read */
     hpml_dtype       dtype; /* of the data in the file */
+    const hpml_load_desc *as; /* names in the file that is loaded; NULL: the parameters' names */
 } hpmli_arrays;
+
+/* Which arrays are saved or loaded, if not all parameters, or a trainer's. */
+typedef struct hpmli_selection {
+    int                      first;  /* parameters from this one on */
+    const bool              *only;   /* (parameters of the context) those with true; NULL: all */
+    const hpmli_named_array *named;  /* further arrays, as a list */
+    const char              *prefix; /* of the names of `named` */
+    const hpml_load_desc    *as;
+} hpmli_selection;
 
 /* Adds the array `of`, of the given shape, to the list `a`; returns the memory to which the caller writes its name. */
 HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const int64_t *shape)
@@ -15284,11 +15466,12 @@ HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const
 
 /* Adds to the list *a the array `which` of each parameter that has one: the values, or a state of the optimizer, which
    is named "opt.<state>.<parameter>". */
-HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which)
+HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which, const hpmli_selection *chosen)
 {
     const int k     = (int)which - HPML_ARRAY_STATE;
     int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* not those recorded later */
-    for (int i = 0; i < count; i++) {
+    for (int i = chosen->first; i < count; i++) {
+        if (chosen->only && !chosen->only[i]) continue;
         const hpml_tensor *p  = a->ctx->params[i];
         hpmli_array        of = { p, which, false, NULL };
         int64_t            whole[HPML_MAX_DIMS];
@@ -15318,28 +15501,36 @@ HPMLI_FN bool hpmli_arrays_take(hpmli_arrays *a, int64_t count, int64_t largest)
 }
 
 /* Lists in *a the parameters; with a trainer t also the states of its optimizer, and the named arrays that were added
-   to the trainer's checkpoints (t->states). False: no memory. */
-HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
+   to the trainer's checkpoints (t->states). chosen: NULL, or which parameters and named arrays instead. False: no
+   memory. */
+HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, const hpmli_selection *chosen, hpml_dtype dtype,
+                              hpmli_arrays *a)
 {
-    int64_t most = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
+    int64_t         most = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
+    hpmli_selection all  = HPMLI_ZEROED;
+    all.named  = t ? t->states : NULL;
+    all.prefix = "state.";
+    if (!chosen) chosen = &all;
     for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpml_param_whole(ctx->params[i], NULL));
-    for (const hpmli_named_array *v = t ? t->states : NULL; v; v = v->next) {
-        largest = hpmli_max(largest, v->count);
+    for (const hpmli_named_array *v = chosen->named; v; v = v->next) {
+        largest = hpmli_max(largest, v->shape ? hpml_tensor_count(v->shape) : v->count);
         most++;
     }
     memset(a, 0, sizeof *a);
     a->ctx     = ctx;
     a->trainer = t;
     a->dtype   = dtype;
+    a->as      = chosen->as;
     if (hpml_param_init(ctx) != HPML_OK || !hpmli_arrays_take(a, most, largest)) return false;
-    hpmli_arrays_add_params(a, HPML_ARRAY_VALUES);
-    if (!t) return true;
-    for (int k = 0; k < HPML_MAX_STATES; k++)
+    hpmli_arrays_add_params(a, HPML_ARRAY_VALUES, chosen);
+    for (int k = 0; k < HPML_MAX_STATES && t; k++)
         if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
-            hpmli_arrays_add_params(a, (hpml_array)(HPML_ARRAY_STATE + k));
-    for (const hpmli_named_array *v = t->states; v; v = v->next) {
-        hpmli_array of = { NULL, HPML_ARRAY_VALUES, false, v->values };
-        snprintf(hpmli_arrays_add(a, of, 1, &v->count), HPMLI_ARRAY_NAME, "state.%s", v->name);
+            hpmli_arrays_add_params(a, (hpml_array)(HPML_ARRAY_STATE + k), chosen);
+    for (const hpmli_named_array *v = chosen->named; v; v = v->next) {
+        hpmli_array    of    = { NULL, HPML_ARRAY_VALUES, false, v->values };
+        const int      ndim  = v->shape ? v->shape->ndim : 1;
+        const int64_t *shape = v->shape ? v->shape->shape : &v->count;
+        snprintf(hpmli_arrays_add(a, of, ndim, shape), HPMLI_ARRAY_NAME, "%s%s", chosen->prefix, v->name);
     }
     return true;
 }
@@ -15362,17 +15553,18 @@ HPMLI_FN const float *hpmli_array_read(void *list, int i, float *host)
     a->done = i + 1;
     if (x) return x;
     if (of.param) hpmli_collect(a->ctx, a->trainer, of.param, of.which, a->work, host);
-    else a->ctx->backend->read(a->ctx->device, host, of.values, (size_t)a->t[i].shape[0] * sizeof *host);
+    else a->ctx->backend->read(a->ctx->device, host, of.values,
+                               (size_t)hpmli_shape_count(a->t[i].ndim, a->t[i].shape) * sizeof *host);
     return host;
 }
 
-HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, hpml_trainer *of, const char *path, hpml_dtype dtype,
-                                       const hpml_meta *meta, int meta_count)
+HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, hpml_trainer *of, const hpmli_selection *chosen,
+                                       const char *path, hpml_dtype dtype, const hpml_meta *meta, int meta_count)
 {
     hpmli_arrays a = HPMLI_ZEROED;
     const bool   together = hpmli_params_are_cut(ctx), writes = hpmli_groups_first(ctx);
     if (!together && !writes) return ctx->status; /* rank 0 has all that is saved */
-    bool ready = !hpmli_failed(ctx) && hpmli_arrays_of(ctx, of, dtype, &a);
+    bool ready = !hpmli_failed(ctx) && hpmli_arrays_of(ctx, of, chosen, dtype, &a);
     if (together) ready = hpmli_groups_agree(ctx, path) == HPML_OK;
     if (ready && writes) {
         hpmli_safe_content c = { a.t, meta, a.count, meta_count, a.sums, hpmli_array_read, &a };
@@ -15413,6 +15605,45 @@ HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, c
     return a->host;
 }
 
+/* Writes to `name` the name that array i has in the file, by a->as; NULL: the array stays as it is. Sets *transposed if
+   the file has the matrix with rows and columns exchanged. */
+HPMLI_FN const char *hpmli_array_name(const hpmli_arrays *a, int i, char name[HPMLI_ARRAY_NAME], bool *transposed)
+{
+    const hpml_load_desc *d    = a->as;
+    const char           *from = a->t[i].name, *text = "";
+    size_t                count = 0;
+    *transposed = false;
+    if (!d) return from;
+    for (int k = 0; k < d->map_count; k++) {
+        if (!hpmli_matches(d->map[k].to, a->t[i].name, &text, &count)) continue;
+        from        = d->map[k].from;
+        *transposed = d->map[k].transpose && a->t[i].ndim == 2;
+        break;
+    }
+    if (!from) return NULL;
+    const char *star = from != a->t[i].name ? strchr(from, '*') : NULL;
+    const int   head = star ? (int)(star - from) : (int)strlen(from);
+    if (!star) count = 0;
+    snprintf(name, HPMLI_ARRAY_NAME, "%s%.*s%.*s%s", d->prefix ? d->prefix : "", head, from, (int)count, text,
+             star ? star + 1 : "");
+    return name;
+}
+
+/* Finds the entry *e of array i in file f; false: the array is to stay as it is, or an error. */
+HPMLI_FN bool hpmli_array_find(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f, const char *path,
+                               hpml_safetensor *e, bool *transposed)
+{
+    char        text[HPMLI_ARRAY_NAME];
+    const char *name = hpmli_array_name(a, i, text, transposed);
+    if (!name) return false;
+    if (hpml_safetensors_find(f, name, e)) return true;
+    if (a->as && a->as->skip_missing) return false;
+    return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has%s; expected the same "
+                       "names, and at most %d dimensions. Files of older versions number all layers together, not "
+                       "those of each kind: load them by a map, hpml_params_load_as", path, name,
+                       name == a->t[i].name ? "" : " under another name", HPML_MAX_DIMS);
+}
+
 /* Checks that file f has array i of the list `a`, with the same shape and finite numbers; fails otherwise. */
 HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f,
                                 const char *path)
@@ -15421,10 +15652,11 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     hpml_safetensor        e;
     int64_t                n = (int64_t)(t->bytes / sizeof(float));
     float                  least = a->of[i].nonnegative ? 0 : -FLT_MAX;
-    if (!hpml_safetensors_find(f, t->name, &e))
-        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; expected the same "
-                           "names, and at most %d dimensions", path, t->name, HPML_MAX_DIMS);
-    if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
+    bool                   transposed;
+    if (!hpmli_array_find(ctx, a, i, f, path, &e, &transposed)) return ctx->status == HPML_OK;
+    bool same = e.ndim == t->ndim && memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) == 0;
+    if (transposed) same = e.ndim == 2 && e.shape[0] == t->shape[1] && e.shape[1] == t->shape[0];
+    if (!same)
         return hpmli_false(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
                            hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
     for (int64_t at = 0, count; at < n; at += count) { /* pieces that stay in the cache */
@@ -15440,51 +15672,84 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     return true;
 }
 
-HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, hpml_trainer *of, const hpml_safetensors *f,
-                                       const char *path)
+/* Returns the numbers of a matrix (rows, columns), which the file has transposed, in memory that the caller frees. */
+HPMLI_FN float *hpmli_array_transpose(hpml_ctx *ctx, const hpml_safetensor *e, int64_t rows, int64_t columns)
+{
+    float *x = hpmli_new(ctx, float, 2 * rows * columns), *y = x + rows * columns;
+    if (!x) return NULL;
+    hpmli_convert(ctx->k, HPML_DTYPE_F32, y, e->dtype, e->data, rows * columns);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < columns; j++) x[i * columns + j] = y[j * rows + i];
+    return x;
+}
+
+HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, hpml_trainer *of, const hpmli_selection *chosen,
+                                       const hpml_safetensors *f, const char *path)
 {
     hpmli_arrays    a;
     hpml_safetensor e;
-    bool            good = hpmli_arrays_of(ctx, of, HPML_DTYPE_F32, &a) && hpmli_sums_check(ctx, f, path);
+    bool            transposed, good = hpmli_arrays_of(ctx, of, chosen, HPML_DTYPE_F32, &a) &&
+                                       hpmli_sums_check(ctx, f, path);
     for (int i = 0; i < a.count && good; i++) good = hpmli_array_check(ctx, &a, i, f, path);
     ctx->param_writes++;
     for (int i = 0; i < a.count && good; i++) {
         int64_t     n  = (int64_t)(a.t[i].bytes / sizeof(float));
         hpmli_array to = a.of[i];
-        float      *on_host = hpmli_array_on_host(&a, i);
-        hpml_safetensors_find(f, a.t[i].name, &e);
-        if (on_host) {
-            hpmli_convert(ctx->k, HPML_DTYPE_F32, on_host, e.dtype, e.data, n);
-            continue;
-        }
-        const float *values = hpmli_array_values(ctx, &a, &e, 0, n);
-        if (to.param) hpmli_distribute(ctx, of, to.param, to.which, values, a.work);
-        else ctx->backend->write(ctx->device, to.values, values, a.t[i].bytes);
+        float      *on_host = hpmli_array_on_host(&a, i), *turned = NULL;
+        if (!hpmli_array_find(ctx, &a, i, f, path, &e, &transposed)) continue;
+        if (transposed) turned = hpmli_array_transpose(ctx, &e, a.t[i].shape[0], a.t[i].shape[1]);
+        if (transposed && !turned) break;
+        if (on_host && turned) memcpy(on_host, turned, (size_t)n * sizeof *turned);
+        else if (on_host) hpmli_convert(ctx->k, HPML_DTYPE_F32, on_host, e.dtype, e.data, n);
+        const float *values = turned;
+        if (!on_host && !turned) values = hpmli_array_values(ctx, &a, &e, 0, n);
+        if (!on_host && to.param) hpmli_distribute(ctx, of, to.param, to.which, values, a.work);
+        else if (!on_host) ctx->backend->write(ctx->device, to.values, values, a.t[i].bytes);
+        hpmli_free(ctx, turned);
     }
     hpmli_free(ctx, a.t);
     return ctx->status;
 }
 
+HPMLI_FN bool hpmli_dtype_stores(hpml_ctx *ctx, const char *call, hpml_dtype dtype)
+{
+    return dtype == HPML_DTYPE_F32 || dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16 ||
+           hpmli_false(ctx, HPML_ERR_DTYPE, "%s: parameters are stored as f32, bf16 or f16", call);
+}
+
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype)
 {
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
-        return hpmli_fail(ctx, HPML_ERR_DTYPE, "params_save: parameters are stored as f32, bf16 or f16");
+    if (!hpmli_dtype_stores(ctx, "params_save", dtype)) return ctx->status;
     for (int i = 0; i < ctx->param_count; i++)
         if (ctx->params[i]->state->kept)
             return hpmli_fail(ctx, HPML_ERR_STATE, "params_save: this rank keeps a part of \"%s\" (shard 3), and only "
                               "the trainer's hooks join parts; call hpml_checkpoint_save", ctx->params[i]->name);
-    return hpmli_arrays_save(ctx, NULL, path, dtype, NULL, 0);
+    return hpmli_arrays_save(ctx, NULL, NULL, path, dtype, NULL, 0);
 }
 
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
+HPML_API hpml_status hpml_params_load_as(hpml_ctx *ctx, const char *path, const hpml_load_desc *desc)
 {
+    hpml_load_desc  d;
+    hpmli_selection all = HPMLI_ZEROED;
+    if (hpmli_failed(ctx) || !HPMLI_COPY_DESC(ctx, "load", d, desc)) return hpml_ctx_status(ctx);
+    bool wrong = d.map_count < 0 || (d.map_count > 0 && !d.map);
+    for (int i = 0; i < d.map_count && !wrong; i++) wrong = !d.map[i].to;
+    if (wrong)
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "params_load: a map of %d pairs: expected 0 or more, each with a .to",
+                          d.map_count);
+    if (desc) all.as = &d;
     hpml_safetensors *f = hpmli_safe_open(ctx, path, false);
-    if (f) hpmli_arrays_load(ctx, NULL, f, path);
+    if (f) hpmli_arrays_load(ctx, NULL, &all, f, path);
     hpml_safetensors_close(f);
     return hpml_ctx_status(ctx);
 }
 
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path) { return hpml_params_load_as(ctx, path, NULL); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>checkpoint   whole trainings in safetensors files
+// ---------------------------------------------------------------------------------------------------------------------
 /* A checkpoint's metadata about its training: the optimizer's name; the other entries are whole numbers as text. */
 enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_AGE,
        HPMLI_ENTRIES };
@@ -15520,7 +15785,7 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     meta[HPMLI_ENTRIES + 1].key   = HPMLI_VAL_LOSS;
     meta[HPMLI_ENTRIES + 1].value = loss;
     const bool validated = t->val_loss - t->val_loss == 0;
-    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_ENTRIES + 1 + validated);
+    return hpmli_arrays_save(t->ctx, t, NULL, path, HPML_DTYPE_F32, meta, HPMLI_ENTRIES + 1 + validated);
 }
 
 /* Reads entry i of a checkpoint's metadata from `text` as a whole number to *number, and checks that a count is 0 to
@@ -15588,7 +15853,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     hpml_safetensors *f   = hpml_trainer_alloc(t) == HPML_OK ? hpmli_safe_open(ctx, path, false) : NULL;
     if (!f) return ctx->status;
     bool good = hpmli_entries_read(ctx, f, path, n, &optimizer) && hpmli_optimizer_matches(t, path, optimizer);
-    if (good && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
+    if (good && hpmli_arrays_load(ctx, t, NULL, f, path) == HPML_OK) {
         ctx->seed      = (uint64_t)n[HPMLI_SEED];
         t->step        = n[HPMLI_STEP];
         t->epoch       = n[HPMLI_EPOCH];
@@ -15605,6 +15870,895 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     }
     hpml_safetensors_close(f);
     return ctx->status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>model   a model as a file: its structure beside its parameters
+// ---------------------------------------------------------------------------------------------------------------------
+/* A model file is a safetensors file with the parameters of a model under their names, constants as "hpml.constant.0"
+   and so on, and the structure as a JSON text in its metadata "hpml.model":
+       {"version":1,
+        "inputs":[{"name":"input","dtype":"f32","shape":[64,784],"layout":0}],
+        "constants":[{"name":"hpml.constant.0","shape":[128]}],
+        "parameters":[{"name":"linear0.weight","shape":[128,784],"buffer":false,"frozen":false,"no_decay":false}],
+        "nodes":[{"op":"linear","name":"linear0","src":[0,2,3],"shape":[64,128],"rows":1,"layout":0,"act":1}],
+        "outputs":[4]}
+   in this order of its members. Values are numbered: inputs, constants, parameters, results of nodes; -1 is an absent
+   source. Dimension 0 of inputs is the batch; rows: indices of dimension 0 of a result that belong to one sample, 0:
+   none. The table hpmli_attr_fields has the constants of each op, hpmli_recorders the function that records the op
+   again; an op without an entry there is refused by its name. */
+#define HPMLI_MODEL         "hpml.model"
+#define HPMLI_MODEL_VERSION 1
+#define HPMLI_CONSTANT      "hpml.constant."
+
+typedef struct hpmli_attr_field {
+    hpml_op     op;
+    const char *name;
+    char        type; /* b: bool, i: int32_t or an enum, l: int64_t, f: float */
+    size_t      at;   /* offset in hpml_attr */
+} hpmli_attr_field;
+#define HPMLI_FIELD(op, type, name, member) { HPML_OP_##op, name, type, offsetof(hpml_attr, member) }
+#define HPMLI_FIELDS_NORM(op) HPMLI_FIELD(op, 'f', "eps", norm.eps), HPMLI_FIELD(op, 'f', "momentum", norm.momentum), \
+                              HPMLI_FIELD(op, 'i', "act", norm.act)
+#define HPMLI_FIELDS_POOL(op) \
+    HPMLI_FIELD(op, 'i', "kernel_h", conv.kernel[0]), HPMLI_FIELD(op, 'i', "kernel_w", conv.kernel[1]), \
+    HPMLI_FIELD(op, 'i', "stride_h", conv.stride[0]), HPMLI_FIELD(op, 'i', "padding_h", conv.padding[0])
+static const hpmli_attr_field hpmli_attr_fields[] = {
+    HPMLI_FIELD(SCALE, 'f', "a", scale.a), HPMLI_FIELD(SCALE, 'f', "b", scale.b),
+    HPMLI_FIELD(ACTIVATION, 'i', "act", act.act), HPMLI_FIELD(ACTIVATION, 'f', "slope", act.slope),
+    HPMLI_FIELD(MATMUL, 'b', "trans_a", matmul.trans_a), HPMLI_FIELD(MATMUL, 'b', "trans_b", matmul.trans_b),
+    HPMLI_FIELD(LINEAR, 'i', "act", act.act),
+    HPMLI_FIELDS_POOL(CONV2D), HPMLI_FIELD(CONV2D, 'i', "stride_w", conv.stride[1]),
+    HPMLI_FIELD(CONV2D, 'i', "padding_w", conv.padding[1]),
+    HPMLI_FIELD(CONV2D, 'i', "dilation_h", conv.dilation[0]), HPMLI_FIELD(CONV2D, 'i', "dilation_w", conv.dilation[1]),
+    HPMLI_FIELD(CONV2D, 'i', "groups", conv.groups), HPMLI_FIELD(CONV2D, 'i', "act", conv.act),
+    HPMLI_FIELDS_POOL(MAX_POOL2D), HPMLI_FIELDS_POOL(AVG_POOL2D),
+    HPMLI_FIELD(PERMUTE, 'i', "dim0", permute.dims[0]), HPMLI_FIELD(PERMUTE, 'i', "dim1", permute.dims[1]),
+    HPMLI_FIELD(PERMUTE, 'i', "dim2", permute.dims[2]), HPMLI_FIELD(PERMUTE, 'i', "dim3", permute.dims[3]),
+    HPMLI_FIELD(PERMUTE, 'i', "dim4", permute.dims[4]),
+    HPMLI_FIELD(SLICE, 'i', "dim", slice.dim), HPMLI_FIELD(SLICE, 'l', "start", slice.start),
+    HPMLI_FIELD(CONCAT, 'i', "dim", slice.dim),
+    HPMLI_FIELD(SUM, 'i', "dim", sum.dim), HPMLI_FIELD(SUM, 'b', "mean", sum.mean),
+    HPMLI_FIELDS_NORM(LAYERNORM), HPMLI_FIELDS_NORM(RMSNORM), HPMLI_FIELDS_NORM(BATCHNORM),
+    HPMLI_FIELD(DROPOUT, 'f', "p", dropout.p),
+    HPMLI_FIELD(ATTENTION, 'i', "heads", attention.heads), HPMLI_FIELD(ATTENTION, 'b', "causal", attention.causal),
+    HPMLI_FIELD(ATTENTION, 'f', "scale", attention.scale),
+    HPMLI_FIELD(CROSS_ENTROPY, 'f', "smoothing", cross_entropy.smoothing),
+    HPMLI_FIELD(CROSS_ENTROPY, 'i', "ignore", cross_entropy.ignore),
+    HPMLI_FIELD(HUBER, 'f', "delta", huber.delta) };
+#define HPMLI_ATTR_FIELDS (sizeof hpmli_attr_fields / sizeof hpmli_attr_fields[0])
+
+/* A node that is read from a file, or was recorded: what its recorder needs. */
+typedef struct hpmli_saved_node {
+    hpml_op      op;
+    const char  *name;
+    int          src_count, ndim;
+    hpml_tensor *src[HPML_MAX_SRC];
+    int64_t      shape[HPML_MAX_DIMS]; /* of the result */
+    int64_t      rows;
+    hpml_layout  layout;
+    hpml_attr    a;
+} hpmli_saved_node;
+
+HPMLI_FN hpml_tensor *hpmli_record_add(const hpmli_saved_node *n) { return hpml_add(n->src[0], n->src[1]); }
+HPMLI_FN hpml_tensor *hpmli_record_sub(const hpmli_saved_node *n) { return hpml_sub(n->src[0], n->src[1]); }
+HPMLI_FN hpml_tensor *hpmli_record_mul(const hpmli_saved_node *n) { return hpml_mul(n->src[0], n->src[1]); }
+HPMLI_FN hpml_tensor *hpmli_record_div(const hpmli_saved_node *n) { return hpml_div(n->src[0], n->src[1]); }
+HPMLI_FN hpml_tensor *hpmli_record_scale(const hpmli_saved_node *n)
+{
+    return hpml_scale(n->src[0], n->a.scale.a, n->a.scale.b);
+}
+HPMLI_FN hpml_tensor *hpmli_record_activation(const hpmli_saved_node *n)
+{
+    return hpml_activation(n->src[0], n->a.act.act, n->a.act.slope);
+}
+HPMLI_FN hpml_tensor *hpmli_record_matmul(const hpmli_saved_node *n)
+{
+    return hpml_matmul(n->src[0], n->src[1], n->a.matmul.trans_a, n->a.matmul.trans_b);
+}
+HPMLI_FN hpml_tensor *hpmli_record_linear(const hpmli_saved_node *n)
+{
+    hpml_linear_desc d = HPMLI_ZEROED;
+    d.name       = n->name;
+    d.activation = n->a.act.act;
+    d.weight     = n->src[1];
+    d.no_bias    = !n->src[2];
+    return hpml_linear(n->src[0], n->shape[n->ndim - 1], &d);
+}
+HPMLI_FN hpml_tensor *hpmli_record_conv2d(const hpmli_saved_node *n)
+{
+    hpml_conv2d_desc d = HPMLI_ZEROED;
+    d.name       = n->name;
+    d.kernel_h   = n->a.conv.kernel[0];
+    d.kernel_w   = n->a.conv.kernel[1];
+    d.stride_h   = n->a.conv.stride[0];
+    d.stride_w   = n->a.conv.stride[1];
+    d.padding_h  = n->a.conv.padding[0];
+    d.padding_w  = n->a.conv.padding[1] > 0 ? n->a.conv.padding[1] : HPML_NO_PAD;
+    d.dilation_h = n->a.conv.dilation[0];
+    d.dilation_w = n->a.conv.dilation[1];
+    d.groups     = n->a.conv.groups;
+    d.activation = n->a.conv.act;
+    d.no_bias    = !n->src[2];
+    return hpml_conv2d(n->src[0], n->src[1] ? n->src[1]->shape[0] : 0, &d);
+}
+HPMLI_FN hpml_tensor *hpmli_record_pool(const hpmli_saved_node *n)
+{
+    return hpmli_pool_record(n->src[0], n->op, n->a.conv.kernel[0], n->a.conv.kernel[1], n->a.conv.stride[0],
+                             n->a.conv.padding[0]);
+}
+HPMLI_FN hpml_tensor *hpmli_record_reshape(const hpmli_saved_node *n)
+{
+    hpml_tensor *y = hpml_reshape(n->src[0], n->ndim, n->shape);
+    if (y) y->layout = n->layout;
+    return y;
+}
+HPMLI_FN hpml_tensor *hpmli_record_permute(const hpmli_saved_node *n)
+{
+    int dims[HPML_MAX_DIMS];
+    for (int i = 0; i < HPML_MAX_DIMS; i++) dims[i] = n->a.permute.dims[i];
+    hpml_tensor *y = hpml_permute(n->src[0], dims);
+    if (y) y->layout = n->layout;
+    return y;
+}
+HPMLI_FN hpml_tensor *hpmli_record_slice(const hpmli_saved_node *n)
+{
+    const int32_t dim = n->a.slice.dim;
+    return hpml_slice(n->src[0], dim, n->a.slice.start, dim >= 0 && dim < n->ndim ? n->shape[dim] : 0);
+}
+HPMLI_FN hpml_tensor *hpmli_record_concat(const hpmli_saved_node *n)
+{
+    return hpml_concat(n->src, n->src_count, n->a.slice.dim);
+}
+HPMLI_FN hpml_tensor *hpmli_record_sum(const hpmli_saved_node *n)
+{
+    return hpmli_sum_record(n->src[0], n->a.sum.dim, n->a.sum.mean);
+}
+HPMLI_FN hpml_tensor *hpmli_record_softmax(const hpmli_saved_node *n) { return hpmli_softmax_record(n->op, n->src[0]); }
+HPMLI_FN hpml_tensor *hpmli_record_norm(const hpmli_saved_node *n)
+{
+    hpml_norm_desc d = HPMLI_ZEROED;
+    d.name       = n->name;
+    d.eps        = n->a.norm.eps;
+    d.momentum   = n->a.norm.momentum;
+    d.activation = n->a.norm.act;
+    d.no_affine  = !n->src[1];
+    return hpmli_norm_record(n->src[0], &d, n->op);
+}
+HPMLI_FN hpml_tensor *hpmli_record_dropout(const hpmli_saved_node *n)
+{
+    return hpml_dropout(n->src[0], n->a.dropout.p);
+}
+HPMLI_FN hpml_tensor *hpmli_record_embedding(const hpmli_saved_node *n)
+{
+    hpml_embedding_desc d = HPMLI_ZEROED;
+    d.name   = n->name;
+    d.weight = n->src[1];
+    return hpml_embedding(n->src[0], d.weight ? d.weight->shape[0] : 0, n->shape[n->ndim - 1], &d);
+}
+HPMLI_FN hpml_tensor *hpmli_record_attention(const hpmli_saved_node *n)
+{
+    hpml_attention_desc d = HPMLI_ZEROED;
+    d.heads      = n->a.attention.heads;
+    d.not_causal = !n->a.attention.causal;
+    d.scale      = n->a.attention.scale;
+    return hpml_attention(n->src[0], &d);
+}
+HPMLI_FN hpml_tensor *hpmli_record_lstm(const hpmli_saved_node *n)
+{
+    return hpml_lstm(n->src[0], n->shape[n->ndim - 1], n->name);
+}
+HPMLI_FN hpml_tensor *hpmli_record_cross_entropy(const hpmli_saved_node *n)
+{
+    hpml_cross_entropy_desc d = HPMLI_ZEROED;
+    d.label_smoothing = n->a.cross_entropy.smoothing;
+    d.ignore_index    = n->a.cross_entropy.ignore;
+    return hpml_cross_entropy(n->src[0], n->src[1], &d);
+}
+HPMLI_FN hpml_tensor *hpmli_record_bce(const hpmli_saved_node *n) { return hpml_bce_with_logits(n->src[0], n->src[1]); }
+HPMLI_FN hpml_tensor *hpmli_record_mse(const hpmli_saved_node *n) { return hpml_mse(n->src[0], n->src[1]); }
+HPMLI_FN hpml_tensor *hpmli_record_huber(const hpmli_saved_node *n)
+{
+    return hpml_huber(n->src[0], n->src[1], n->a.huber.delta);
+}
+
+typedef struct hpmli_recorder {
+    hpml_op op;
+    int     sources; /* how many the op has at least, of which the first must be there */
+    hpml_tensor *(*record)(const hpmli_saved_node *n);
+} hpmli_recorder;
+static const hpmli_recorder hpmli_recorders[] = {
+    { HPML_OP_ADD, 2, hpmli_record_add }, { HPML_OP_SUB, 2, hpmli_record_sub }, { HPML_OP_MUL, 2, hpmli_record_mul },
+    { HPML_OP_DIV, 2, hpmli_record_div }, { HPML_OP_SCALE, 1, hpmli_record_scale },
+    { HPML_OP_ACTIVATION, 1, hpmli_record_activation }, { HPML_OP_MATMUL, 2, hpmli_record_matmul },
+    { HPML_OP_LINEAR, 3, hpmli_record_linear }, { HPML_OP_CONV2D, 3, hpmli_record_conv2d },
+    { HPML_OP_MAX_POOL2D, 1, hpmli_record_pool }, { HPML_OP_AVG_POOL2D, 1, hpmli_record_pool },
+    { HPML_OP_RESHAPE, 1, hpmli_record_reshape }, { HPML_OP_PERMUTE, 1, hpmli_record_permute },
+    { HPML_OP_SLICE, 1, hpmli_record_slice }, { HPML_OP_CONCAT, 1, hpmli_record_concat },
+    { HPML_OP_SUM, 1, hpmli_record_sum }, { HPML_OP_SOFTMAX, 1, hpmli_record_softmax },
+    { HPML_OP_LOG_SOFTMAX, 1, hpmli_record_softmax }, { HPML_OP_LAYERNORM, 3, hpmli_record_norm },
+    { HPML_OP_RMSNORM, 3, hpmli_record_norm }, { HPML_OP_BATCHNORM, 5, hpmli_record_norm },
+    { HPML_OP_DROPOUT, 1, hpmli_record_dropout }, { HPML_OP_EMBEDDING, 2, hpmli_record_embedding },
+    { HPML_OP_ATTENTION, 1, hpmli_record_attention }, { HPML_OP_LSTM, 4, hpmli_record_lstm },
+    { HPML_OP_CROSS_ENTROPY, 2, hpmli_record_cross_entropy }, { HPML_OP_BCE_WITH_LOGITS, 2, hpmli_record_bce },
+    { HPML_OP_MSE, 2, hpmli_record_mse }, { HPML_OP_HUBER, 2, hpmli_record_huber } };
+
+HPMLI_FN const hpmli_recorder *hpmli_recorder_of(hpml_op op) /* NULL: model files do not have this op */
+{
+    for (size_t i = 0; i < sizeof hpmli_recorders / sizeof hpmli_recorders[0]; i++)
+        if (hpmli_recorders[i].op == op) return &hpmli_recorders[i];
+    return NULL;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>model-save   the structure of a model as text
+// ---------------------------------------------------------------------------------------------------------------------
+/* The values of a model that is to be saved, in the order of their numbers in the file. */
+typedef struct hpmli_structure {
+    hpml_ctx     *ctx;
+    hpml_tensor **value;      /* (value_count) inputs, constants, parameters, results */
+    int           input_count, constant_count, param_count, value_count;
+    bool         *used;       /* (parameters of the context) */
+    hpml_node   **node;       /* (node_count) in the order of recording, behind which the memory of all lists lies */
+    int           node_count;
+} hpmli_structure;
+
+HPMLI_FN int hpmli_value_number(const hpmli_structure *s, const hpml_tensor *t) /* -1: NULL, or not among the values */
+{
+    for (int i = s->value_count - 1; i >= 0; i--)
+        if (s->value[i] == t) return i;
+    return -1;
+}
+
+/* Adds to the values the leaves that nodes read: those with a batch (inputs), or those without (constants). */
+HPMLI_FN void hpmli_structure_leaves(hpmli_structure *s, bool inputs)
+{
+    for (int k = 0; k < s->node_count; k++)
+        for (int i = 0; i < s->node[k]->src_count; i++) {
+            hpml_tensor *t = s->node[k]->src[i];
+            if (!t || t->node || t->param || (t->batch_rows > 0) != inputs || hpmli_value_number(s, t) >= 0) continue;
+            s->value[s->value_count++] = t;
+            if (inputs) s->input_count++;
+            else s->constant_count++;
+        }
+}
+
+/* Collects the values and nodes on which the outputs depend; the inputs given come first. False: an error. */
+HPMLI_FN bool hpmli_structure_collect(hpmli_structure *s, hpml_ctx *ctx, const hpml_model_desc *d)
+{
+    const int64_t values = ctx->source_count + ctx->node_count + ctx->param_count + d->input_count + 1;
+    memset(s, 0, sizeof *s);
+    s->ctx   = ctx;
+    s->node  = hpmli_new(ctx, hpml_node *, ctx->node_count + 1);
+    s->value = s->node ? hpmli_new(ctx, hpml_tensor *, values) : NULL;
+    s->used  = s->value ? hpmli_new(ctx, bool, ctx->param_count + 1) : NULL;
+    if (!s->used) return false;
+    for (int i = 0; i < d->output_count; i++) s->node[d->outputs[i]->node->index] = d->outputs[i]->node;
+    for (int k = ctx->node_count - 1; k >= 0; k--)
+        for (int i = 0; s->node[k] && i < s->node[k]->src_count; i++) {
+            hpml_tensor *t = s->node[k]->src[i];
+            if (t && t->node) s->node[t->node->index] = t->node;
+            if (t && t->param) s->used[t->param->index] = true;
+        }
+    for (int k = 0; k < ctx->node_count; k++)
+        if (s->node[k]) s->node[s->node_count++] = s->node[k];
+    for (int i = 0; i < d->input_count; i++) s->value[s->value_count++] = d->inputs[i];
+    s->input_count = d->input_count;
+    hpmli_structure_leaves(s, true);
+    hpmli_structure_leaves(s, false);
+    for (int i = 0; i < ctx->param_count; i++) {
+        if (!s->used[i]) continue;
+        s->value[s->value_count++] = ctx->params[i];
+        s->param_count++;
+    }
+    for (int k = 0; k < s->node_count; k++) s->value[s->value_count++] = s->node[k]->out;
+    return true;
+}
+
+HPMLI_FN void hpmli_structure_free(hpmli_structure *s)
+{
+    hpmli_free(s->ctx, s->used);
+    hpmli_free(s->ctx, s->value);
+    hpmli_free(s->ctx, s->node);
+}
+
+HPMLI_FN void hpmli_text_quoted(hpmli_text_buffer *b, const char *text) /* appends a JSON string */
+{
+    hpmli_text_add(b, "\"");
+    for (; *text; text++) {
+        const bool plain = (unsigned char)*text >= 32 && *text != '"' && *text != '\\';
+        hpmli_text_add(b, plain ? "%c" : "\\u%04x", plain ? *text : (unsigned char)*text);
+    }
+    hpmli_text_add(b, "\"");
+}
+
+HPMLI_FN void hpmli_text_float(hpmli_text_buffer *b, float x) /* appends a number that reads back as the same bits */
+{
+    char text[32];
+    snprintf(text, sizeof text, "%.9g", (double)x);
+    for (char *p = text; *p; p++)
+        if (*p == ',') *p = '.'; /* in locales that write a comma */
+    hpmli_text_add(b, "%s", text);
+}
+
+HPMLI_FN void hpmli_text_shape(hpmli_text_buffer *b, const hpml_tensor *t)
+{
+    hpmli_text_add(b, ",\"shape\":[");
+    for (int i = 0; i < t->ndim; i++) hpmli_text_add(b, "%s%lld", i ? "," : "", (long long)t->shape[i]);
+    hpmli_text_add(b, "]");
+}
+
+HPMLI_FN void hpmli_text_node(hpmli_text_buffer *b, const hpmli_structure *s, const hpml_node *n)
+{
+    hpmli_text_add(b, "{\"op\":\"%s\",\"name\":", hpml_op_name(n->op));
+    hpmli_text_quoted(b, n->out->name);
+    hpmli_text_add(b, ",\"src\":[");
+    for (int i = 0; i < n->src_count; i++)
+        hpmli_text_add(b, "%s%d", i ? "," : "", hpmli_value_number(s, n->src[i]));
+    hpmli_text_add(b, "]");
+    hpmli_text_shape(b, n->out);
+    hpmli_text_add(b, ",\"rows\":%lld,\"layout\":%d", (long long)n->out->batch_rows, (int)n->out->layout);
+    for (size_t i = 0; i < HPMLI_ATTR_FIELDS; i++) {
+        const hpmli_attr_field *f    = &hpmli_attr_fields[i];
+        const char             *from = (const char *)&n->attr + f->at;
+        int32_t                 small;
+        int64_t                 large;
+        float                   real;
+        bool                    flag;
+        if (f->op != n->op) continue;
+        hpmli_text_add(b, ",\"%s\":", f->name);
+        if (f->type == 'b') hpmli_text_add(b, memcpy(&flag, from, sizeof flag) && flag ? "true" : "false");
+        if (f->type == 'i') hpmli_text_add(b, "%d", (int)*(int32_t *)memcpy(&small, from, sizeof small));
+        if (f->type == 'l') hpmli_text_add(b, "%lld", (long long)*(int64_t *)memcpy(&large, from, sizeof large));
+        if (f->type == 'f') hpmli_text_float(b, *(float *)memcpy(&real, from, sizeof real));
+    }
+    hpmli_text_add(b, "}");
+}
+
+/* Writes the structure as JSON to b. */
+HPMLI_FN void hpmli_text_structure(hpmli_text_buffer *b, const hpmli_structure *s, const hpml_model_desc *d)
+{
+    static const char *const kinds[] = { "],\"constants\":[", "],\"parameters\":[", "],\"nodes\":[" };
+    const int ends[] = { s->input_count, s->input_count + s->constant_count, s->value_count - s->node_count };
+    int       kind = 0;
+    hpmli_text_add(b, "{\"version\":%d,\"inputs\":[", HPMLI_MODEL_VERSION);
+    for (int i = 0; i <= s->value_count; i++) {
+        const hpml_tensor *t     = s->value[i];
+        bool               first = i == 0;
+        for (; kind < 3 && i == ends[kind]; first = true) hpmli_text_add(b, "%s", kinds[kind++]);
+        if (i == s->value_count) break;
+        hpmli_text_add(b, "%s", first ? "" : ",");
+        if (kind == 3) {
+            hpmli_text_node(b, s, t->node);
+            continue;
+        }
+        hpmli_text_add(b, "{\"name\":");
+        if (kind == 1) hpmli_text_add(b, "\"" HPMLI_CONSTANT "%d\"", i - s->input_count);
+        else hpmli_text_quoted(b, t->name);
+        if (kind == 0) hpmli_text_add(b, ",\"dtype\":\"%s\"", hpml_dtype_name(t->dtype));
+        hpmli_text_shape(b, t);
+        if (kind == 0) hpmli_text_add(b, ",\"layout\":%d", (int)t->layout);
+        if (kind == 2)
+            hpmli_text_add(b, ",\"buffer\":%s,\"frozen\":%s,\"no_decay\":%s", t->param->buffer ? "true" : "false",
+                           t->param->frozen ? "true" : "false", t->param->no_decay ? "true" : "false");
+        hpmli_text_add(b, "}");
+    }
+    hpmli_text_add(b, "],\"outputs\":[");
+    for (int i = 0; i < d->output_count; i++)
+        hpmli_text_add(b, "%s%d", i ? "," : "", hpmli_value_number(s, d->outputs[i]));
+    hpmli_text_add(b, "]}");
+}
+
+/* Checks the desc of hpml_model_save, and that files can have all of the model's ops and leaves; false: an error. */
+HPMLI_FN bool hpmli_structure_check(const hpmli_structure *s, const hpml_model_desc *d)
+{
+    for (int i = 0; i < s->node_count; i++) {
+        const hpml_node *n = s->node[i];
+        if (hpmli_recorder_of(n->op)) continue;
+        const bool own = n->op == HPML_OP_CUSTOM;
+        return hpmli_false(s->ctx, HPML_ERR_UNSUPPORTED, "model save: \"%s\" is an op \"%s\", which model files do not "
+                           "have; save the parameters with hpml_params_save, and record the model to load them",
+                           n->out->name, own ? n->attr.custom->name : hpml_op_name(n->op));
+    }
+    for (int i = 0; i < s->input_count + s->constant_count; i++) {
+        const hpml_tensor *t = s->value[i];
+        if (t->batch_rows > 0) continue;
+        if (i < s->input_count)
+            return hpmli_false(s->ctx, HPML_ERR_ARGUMENT, "model save: input %d, %s, is none that ops read batches "
+                               "from; expected results of hpml_input", i, hpmli_describe(t));
+        if (t->dtype != HPML_DTYPE_F32 || !t->raw)
+            return hpmli_false(s->ctx, HPML_ERR_DTYPE, "model save: the constant %s: expected f32 with memory, from "
+                               "hpml_tensor_create", hpmli_describe(t));
+    }
+    for (int i = 0; i < d->meta_count; i++)
+        if (!d->meta[i].key || strncmp(d->meta[i].key, "hpml.", 5) == 0)
+            return hpmli_false(s->ctx, HPML_ERR_ARGUMENT, "model save: metadata \"%s\": expected keys that do not "
+                               "begin with \"hpml.\"", d->meta[i].key ? d->meta[i].key : "");
+    return true;
+}
+
+HPMLI_FN bool hpmli_model_desc_check(hpml_ctx *ctx, const hpml_model_desc *d)
+{
+    if (hpmli_failed(ctx) || !HPMLI_DESC_OK(ctx, "model", d)) return false;
+    if (d->output_count < 1 || d->output_count > HPML_MAX_OUTPUTS || !d->outputs || d->input_count < 0 ||
+        (d->input_count > 0 && !d->inputs) || d->meta_count < 0 || (d->meta_count > 0 && !d->meta))
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "model save: %d outputs, %d inputs, %d pairs of metadata: expected "
+                           "1 to %d outputs, and arrays that are not NULL", d->output_count, d->input_count,
+                           d->meta_count, HPML_MAX_OUTPUTS);
+    for (int i = 0; i < d->output_count + d->input_count; i++) {
+        const hpml_tensor *t = i < d->output_count ? d->outputs[i] : d->inputs[i - d->output_count];
+        if (!t || t->ctx != ctx || (i < d->output_count && !t->node))
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "model save: output or input %d is NULL, of another context or "
+                               "computed by no op", i < d->output_count ? i : i - d->output_count);
+    }
+    for (int i = 0; i < ctx->param_count; i++)
+        if (hpmli_param_is_cut(ctx->params[i]) || ctx->params[i]->state->kept)
+            return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "model save: ranks have parts of \"%s\"; save a checkpoint, "
+                               "and load it and save the model in a program on one rank", ctx->params[i]->name);
+    return true;
+}
+
+/* Saves the parameters and constants of s with the text of its structure. */
+HPMLI_FN hpml_status hpmli_structure_save(const hpmli_structure *s, const char *path, const hpml_model_desc *d,
+                                          const char *text)
+{
+    hpml_ctx          *ctx   = s->ctx;
+    hpmli_named_array *named = hpmli_new(ctx, hpmli_named_array, s->constant_count + 1);
+    hpml_meta         *meta  = named ? hpmli_new(ctx, hpml_meta, d->meta_count + 1) : NULL;
+    char             (*names)[16] = meta ? (char (*)[16])hpmli_alloc_array(ctx, s->constant_count + 1, 16) : NULL;
+    hpmli_selection    chosen = HPMLI_ZEROED;
+    for (int i = 0; names && i < s->constant_count; i++) {
+        const hpml_tensor *t = s->value[s->input_count + i];
+        snprintf(names[i], sizeof names[i], "%d", i);
+        named[i].name   = names[i];
+        named[i].values = (float *)t->raw;
+        named[i].shape  = t;
+        named[i].next   = i + 1 < s->constant_count ? &named[i + 1] : NULL;
+    }
+    chosen.only   = s->used;
+    chosen.named  = s->constant_count > 0 ? named : NULL;
+    chosen.prefix = HPMLI_CONSTANT;
+    for (int i = 0; names && i < d->meta_count; i++) meta[i] = d->meta[i];
+    if (names) meta[d->meta_count].key = HPMLI_MODEL;
+    if (names) meta[d->meta_count].value = text;
+    if (names) hpmli_arrays_save(ctx, NULL, &chosen, path, d->dtype, meta, d->meta_count + 1);
+    hpmli_free(ctx, names);
+    hpmli_free(ctx, meta);
+    hpmli_free(ctx, named);
+    return ctx->status;
+}
+
+HPML_API hpml_status hpml_model_save(hpml_ctx *ctx, const char *path, const hpml_model_desc *desc)
+{
+    hpml_model_desc d;
+    hpmli_structure s;
+    if (!ctx || !desc) return ctx ? hpmli_fail(ctx, HPML_ERR_ARGUMENT, "model save: no desc") : HPML_ERR_ARGUMENT;
+    d = *desc;
+    if (!hpmli_model_desc_check(ctx, &d) || !hpmli_dtype_stores(ctx, "model_save", d.dtype)) return ctx->status;
+    if (hpmli_structure_collect(&s, ctx, &d) && hpmli_structure_check(&s, &d)) {
+        hpmli_text_buffer count = hpmli_text_begin(NULL, 0);
+        hpmli_text_structure(&count, &s, &d);
+        char             *text = (char *)hpmli_alloc(ctx, (size_t)count.used + 1);
+        hpmli_text_buffer b    = hpmli_text_begin(text, (size_t)count.used + 1);
+        if (text) hpmli_text_structure(&b, &s, &d);
+        if (text) hpmli_structure_save(&s, path, &d, text);
+        hpmli_free(ctx, text);
+    }
+    hpmli_structure_free(&s);
+    return ctx->status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>model-load   recording a model from its file
+// ---------------------------------------------------------------------------------------------------------------------
+struct hpml_model {
+    hpml_ctx     *ctx;
+    hpml_tensor **value;     /* (value_count) as they are numbered in the file */
+    int           value_count, input_count, constant_count;
+    hpml_tensor  *output[HPML_MAX_OUTPUTS];
+    int           output_count;
+    int64_t       batch;
+    hpml_graph   *graph;     /* NULL: hpml_model_run has not been called */
+    hpml_meta    *meta;      /* (meta_count) the user's, sorted by key; names lie behind */
+    int           meta_count;
+};
+
+/* The state of reading a structure. */
+typedef struct hpmli_model_reader {
+    hpml_ctx   *ctx;
+    hpml_model *m;
+    hpmli_json  j;
+    const char *path;
+    int         capacity; /* of m->value */
+} hpmli_model_reader;
+
+HPMLI_FN bool hpmli_model_wrong(hpmli_model_reader *r, const char *what)
+{
+    if (r->ctx->status != HPML_OK) return false;
+    return hpmli_false(r->ctx, HPML_ERR_FORMAT, "\"%s\": the structure of the model is damaged: %s", r->path, what);
+}
+
+HPMLI_FN double hpmli_json_real(hpmli_json *j) /* consumes a number, true or false */
+{
+    double v = 0;
+    if (hpmli_json_word(j, "true")) return 1;
+    if (hpmli_json_word(j, "false")) return 0;
+    const char *end = hpmli_parse_number(j->p, j->end, &v);
+    if (!end) j->bad = true;
+    else j->p += end - j->p;
+    return v;
+}
+
+HPMLI_FN int64_t hpmli_json_whole(hpmli_json *j) /* consumes an integer of at most 53 bits */
+{
+    const double v = hpmli_json_real(j);
+    if (!(fabs(v) <= 9007199254740992.0) || v != floor(v)) j->bad = true;
+    return j->bad ? 0 : (int64_t)v;
+}
+
+/* Reads a member that the readers of inputs, constants, parameters and nodes share; false: `key` is none of them. */
+HPMLI_FN bool hpmli_read_member(hpmli_model_reader *r, const char *key, hpmli_saved_node *n)
+{
+    if (strcmp(key, "name") == 0) n->name = hpmli_json_text(&r->j);
+    else if (strcmp(key, "shape") == 0) {
+        n->ndim = hpmli_json_numbers(&r->j, '[', ']', n->shape, HPML_MAX_DIMS, NULL);
+        if (n->ndim > HPML_MAX_DIMS || (n->ndim > 0 && hpmli_shape_count(n->ndim, n->shape) < 1)) r->j.bad = true;
+    } else if (strcmp(key, "layout") == 0) n->layout = hpmli_json_whole(&r->j) == HPML_NHWC ? HPML_NHWC : HPML_NCHW;
+    else return false;
+    return true;
+}
+
+HPMLI_FN bool hpmli_model_add(hpmli_model_reader *r, hpml_tensor *t)
+{
+    if (!t || r->m->value_count >= r->capacity) return hpmli_model_wrong(r, "too many values");
+    r->m->value[r->m->value_count++] = t;
+    return true;
+}
+
+HPMLI_FN bool hpmli_read_input(hpmli_model_reader *r)
+{
+    hpmli_saved_node n     = HPMLI_ZEROED;
+    hpml_dtype       dtype = HPML_DTYPE_F32;
+    for (int k = 0; hpmli_json_next(&r->j, k, '{', '}'); k++) {
+        const char *key = hpmli_json_text(&r->j);
+        hpmli_json_want(&r->j, ':');
+        if (hpmli_read_member(r, key, &n)) continue;
+        if (strcmp(key, "dtype") != 0) {
+            hpmli_json_skip(&r->j, 8);
+            continue;
+        }
+        const char *name = hpmli_json_text(&r->j);
+        int         type = 0;
+        while (type < HPMLI_DTYPES && strcmp(hpmli_dtypes[type].name, name) != 0) type++;
+        if (type == HPMLI_DTYPES) return hpmli_model_wrong(r, "an input of an unknown type");
+        dtype = (hpml_dtype)type;
+    }
+    if (r->j.bad || n.ndim < 1) return hpmli_model_wrong(r, "an input");
+    if (r->m->batch == 0) r->m->batch = n.shape[0];
+    n.shape[0]     = r->m->batch;
+    hpml_tensor *t = hpml_input(r->ctx, dtype, n.ndim, n.shape);
+    const char  *name = t && n.name ? hpmli_strdup(r->ctx, n.name) : NULL;
+    if (name) t->name = name;
+    if (t && n.layout != HPML_NCHW) hpml_tensor_set_layout(t, n.layout);
+    r->m->input_count++;
+    return hpmli_model_add(r, t);
+}
+
+HPMLI_FN bool hpmli_read_constant(hpmli_model_reader *r)
+{
+    hpmli_saved_node n = HPMLI_ZEROED;
+    for (int k = 0; hpmli_json_next(&r->j, k, '{', '}'); k++) {
+        const char *key = hpmli_json_text(&r->j);
+        hpmli_json_want(&r->j, ':');
+        if (!hpmli_read_member(r, key, &n)) hpmli_json_skip(&r->j, 8);
+    }
+    if (r->j.bad || n.ndim < 1) return hpmli_model_wrong(r, "a constant");
+    r->m->constant_count++;
+    return hpmli_model_add(r, hpml_tensor_create(r->ctx, HPML_DTYPE_F32, n.ndim, n.shape));
+}
+
+HPMLI_FN bool hpmli_read_parameter(hpmli_model_reader *r)
+{
+    static const char *const flags[] = { "buffer", "frozen", "no_decay" };
+    hpmli_saved_node n = HPMLI_ZEROED;
+    hpml_param_desc  d = HPMLI_ZEROED;
+    bool            *to[3];
+    to[0] = &d.buffer;
+    to[1] = &d.frozen;
+    to[2] = &d.no_decay;
+    for (int k = 0; hpmli_json_next(&r->j, k, '{', '}'); k++) {
+        const char *key = hpmli_json_text(&r->j);
+        int         i   = 0;
+        hpmli_json_want(&r->j, ':');
+        if (hpmli_read_member(r, key, &n)) continue;
+        while (i < 3 && strcmp(key, flags[i]) != 0) i++;
+        if (i < 3) *to[i] = hpmli_json_real(&r->j) != 0;
+        else hpmli_json_skip(&r->j, 8);
+    }
+    if (r->j.bad || n.ndim < 1 || !n.name) return hpmli_model_wrong(r, "a parameter");
+    d.name = n.name;
+    d.ndim = n.ndim;
+    d.init = HPML_INIT_ZEROS;
+    memcpy(d.shape, n.shape, sizeof d.shape);
+    return hpmli_model_add(r, hpml_param_create(r->ctx, &d));
+}
+
+/* Reads the numbers of a node's sources; they must be values before this node. */
+HPMLI_FN void hpmli_read_sources(hpmli_model_reader *r, hpmli_saved_node *n)
+{
+    for (int k = 0; hpmli_json_next(&r->j, k, '[', ']'); k++) {
+        const int64_t number = hpmli_json_whole(&r->j);
+        if (k >= HPML_MAX_SRC || number < -1 || number >= r->m->value_count) r->j.bad = true;
+        if (r->j.bad) return;
+        n->src[k]    = number >= 0 ? r->m->value[number] : NULL;
+        n->src_count = k + 1;
+    }
+}
+
+HPMLI_FN void hpmli_read_attr(hpmli_model_reader *r, hpmli_saved_node *n, const char *key)
+{
+    const hpmli_attr_field *f = hpmli_attr_fields, *end = f + HPMLI_ATTR_FIELDS;
+    while (f < end && (f->op != n->op || strcmp(f->name, key) != 0)) f++;
+    if (f == end) {
+        hpmli_json_skip(&r->j, 8); /* of a later version that this one can do without */
+        return;
+    }
+    char         *to    = (char *)&n->a + f->at;
+    const double  v     = hpmli_json_real(&r->j);
+    const bool    flag  = v != 0;
+    const float   real  = (float)v;
+    const bool    whole = fabs(v) <= 9007199254740992.0 && v == floor(v);
+    const int64_t large = whole ? (int64_t)v : 0;
+    const int32_t small = fabs(v) <= 2147483647.0 ? (int32_t)large : 0;
+    if ((f->type == 'i' && !(fabs(v) <= 2147483647.0)) || ((f->type == 'i' || f->type == 'l') && !whole))
+        r->j.bad = true;
+    if (f->type == 'b') memcpy(to, &flag, sizeof flag);
+    if (f->type == 'f') memcpy(to, &real, sizeof real);
+    if (f->type == 'i') memcpy(to, &small, sizeof small);
+    if (f->type == 'l') memcpy(to, &large, sizeof large);
+}
+
+/* Records n, and checks that the result is as the file says and that the op has made no parameters of its own. */
+HPMLI_FN bool hpmli_read_record(hpmli_model_reader *r, hpmli_saved_node *n, const hpmli_recorder *by)
+{
+    const int  params = r->ctx->param_count;
+    const bool shares = r->ctx->shares;
+    n->name = n->name ? hpmli_strdup(r->ctx, n->name) : NULL;
+    if (!n->name) return false;
+    if (n->rows > 0) n->shape[0] = n->rows * r->m->batch;
+    for (int i = n->src_count; i < HPML_MAX_SRC; i++) n->src[i] = NULL;
+    if (n->src_count < by->sources || !n->src[0]) return hpmli_model_wrong(r, n->name);
+    r->ctx->shares = true; /* layers find the parameters of the file by their names */
+    hpml_tensor *y = by->record(n);
+    r->ctx->shares = shares;
+    if (!y) return hpmli_model_wrong(r, n->name);
+    bool fits = y->ndim == n->ndim && y->batch_rows == n->rows && r->ctx->param_count == params;
+    for (int i = 0; i < y->ndim && fits; i++) fits = y->shape[i] == n->shape[i];
+    if (fits && y->layout == n->layout) return hpmli_model_add(r, y);
+    return hpmli_false(r->ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" gives %s here, the file says %s; expected the same%s",
+                       r->path, n->name, hpmli_describe(y), hpmli_shape_text(r->ctx, n->ndim, n->shape),
+                       r->ctx->param_count == params ? "" : ", of parameters that are in the file");
+}
+
+HPMLI_FN bool hpmli_read_node(hpmli_model_reader *r)
+{
+    hpmli_saved_node n  = HPMLI_ZEROED;
+    const char      *op = NULL;
+    n.op = HPML_OP_COUNT;
+    for (int k = 0; hpmli_json_next(&r->j, k, '{', '}'); k++) {
+        const char *key = hpmli_json_text(&r->j);
+        hpmli_json_want(&r->j, ':');
+        if (k == 0 && strcmp(key, "op") != 0) return hpmli_model_wrong(r, "a node that does not begin with its op");
+        if (k == 0) {
+            op = hpmli_json_text(&r->j);
+            for (int i = 0; i < HPML_OP_COUNT; i++)
+                if (strcmp(hpml_op_name((hpml_op)i), op) == 0) n.op = (hpml_op)i;
+        } else if (strcmp(key, "src") == 0) hpmli_read_sources(r, &n);
+        else if (strcmp(key, "rows") == 0) n.rows = hpmli_json_whole(&r->j);
+        else if (!hpmli_read_member(r, key, &n)) hpmli_read_attr(r, &n, key);
+    }
+    if (r->j.bad || !op || n.rows < 0 || n.rows > INT32_MAX) return hpmli_model_wrong(r, "a node");
+    const hpmli_recorder *by = hpmli_recorder_of(n.op);
+    if (!by)
+        return hpmli_false(r->ctx, HPML_ERR_UNSUPPORTED, "\"%s\": the model has an op \"%s\", which this version of "
+                           "hpml does not read; take a later one", r->path, op);
+    return hpmli_read_record(r, &n, by);
+}
+
+HPMLI_FN bool hpmli_read_output(hpmli_model_reader *r)
+{
+    const int64_t number = hpmli_json_whole(&r->j);
+    if (r->j.bad || number < 0 || number >= r->m->value_count || r->m->output_count == HPML_MAX_OUTPUTS)
+        return hpmli_model_wrong(r, "an output");
+    r->m->output[r->m->output_count++] = r->m->value[number];
+    return true;
+}
+
+/* Reads the whole structure: its version, and then the five lists in their order. */
+HPMLI_FN bool hpmli_read_structure(hpmli_model_reader *r)
+{
+    static const struct { const char *name; bool (*read)(hpmli_model_reader *r); } lists[] = {
+        { "inputs", hpmli_read_input }, { "constants", hpmli_read_constant }, { "parameters", hpmli_read_parameter },
+        { "nodes", hpmli_read_node }, { "outputs", hpmli_read_output } };
+    if (!hpmli_json_next(&r->j, 0, '{', '}') || strcmp(hpmli_json_text(&r->j), "version") != 0)
+        return hpmli_model_wrong(r, "it does not begin with its version");
+    hpmli_json_want(&r->j, ':');
+    const int64_t version = hpmli_json_whole(&r->j);
+    if (version < 1 || version > HPMLI_MODEL_VERSION)
+        return hpmli_false(r->ctx, HPML_ERR_UNSUPPORTED, "\"%s\": a model of format version %lld, this hpml reads 1 to "
+                           "%d; take a later hpml", r->path, (long long)version, HPMLI_MODEL_VERSION);
+    for (int i = 0; i < 5; i++) {
+        if (!hpmli_json_next(&r->j, i + 1, '{', '}') || strcmp(hpmli_json_text(&r->j), lists[i].name) != 0)
+            return hpmli_model_wrong(r, lists[i].name);
+        hpmli_json_want(&r->j, ':');
+        for (int k = 0; hpmli_json_next(&r->j, k, '[', ']'); k++)
+            if (!lists[i].read(r)) return false;
+    }
+    return !r->j.bad && r->m->output_count > 0 && r->m->input_count > 0 && r->ctx->status == HPML_OK
+               ? true : hpmli_model_wrong(r, "its end");
+}
+
+HPMLI_FN void hpmli_model_destroy(void *object)
+{
+    hpml_model *m = (hpml_model *)object;
+    hpmli_free(m->ctx, m->value);
+    hpmli_free(m->ctx, m->meta);
+}
+
+/* Keeps a copy of the metadata of file f whose keys do not begin with "hpml.". */
+HPMLI_FN bool hpmli_model_keep_meta(hpml_model *m, const hpml_safetensors *f)
+{
+    size_t bytes = 0;
+    for (int i = 0; i < f->meta_count; i++) bytes += strlen(f->meta[i].key) + strlen(f->meta[i].value) + 2;
+    m->meta = (hpml_meta *)hpmli_alloc(m->ctx, (size_t)(f->meta_count + 1) * sizeof *m->meta + bytes);
+    char *to = m->meta ? (char *)(m->meta + f->meta_count + 1) : NULL;
+    for (int i = 0; i < f->meta_count && to; i++) {
+        if (strncmp(f->meta[i].key, "hpml.", 5) == 0) continue;
+        m->meta[m->meta_count].key = strcpy(to, f->meta[i].key);
+        to += strlen(to) + 1;
+        m->meta[m->meta_count++].value = strcpy(to, f->meta[i].value);
+        to += strlen(to) + 1;
+    }
+    return to != NULL;
+}
+
+/* Copies the constants' values from file f. */
+HPMLI_FN bool hpmli_model_constants(hpmli_model_reader *r, const hpml_safetensors *f)
+{
+    hpml_safetensor e;
+    char            name[32];
+    for (int i = 0; i < r->m->constant_count; i++) {
+        hpml_tensor *t = r->m->value[r->m->input_count + i];
+        snprintf(name, sizeof name, HPMLI_CONSTANT "%d", i);
+        bool   found = hpml_safetensors_find(f, name, &e) && e.ndim == t->ndim && e.dtype < HPML_DTYPE_I32 &&
+                       memcmp(e.shape, t->shape, sizeof e.shape) == 0;
+        float *x = found ? hpmli_new(r->ctx, float, hpml_tensor_count(t)) : NULL;
+        if (!x) return hpmli_model_wrong(r, name);
+        hpmli_convert(r->ctx->k, HPML_DTYPE_F32, x, e.dtype, e.data, hpml_tensor_count(t));
+        hpml_tensor_set(t, x, hpml_tensor_count(t));
+        hpmli_free(r->ctx, x);
+    }
+    return true;
+}
+
+/* Records the model of file f in the context and loads its parameters; false: an error, and none were added. */
+HPMLI_FN bool hpmli_model_read(hpml_model *m, hpml_safetensors *f, const char *path)
+{
+    hpml_ctx          *ctx   = m->ctx;
+    const int          first = ctx->param_count;
+    const char        *text  = hpml_safetensors_meta(f, HPMLI_MODEL);
+    hpmli_model_reader r     = { ctx, m, { NULL, NULL, false }, path, 0 };
+    hpmli_selection    chosen = HPMLI_ZEROED;
+    if (!text)
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": has parameters only, no structure of a model; record the "
+                           "model and call hpml_params_load, or save with hpml_model_save", path);
+    const size_t size = strlen(text);
+    char        *copy = hpmli_strdup(ctx, text); /* the reader unescapes strings in place */
+    r.j.p      = copy;
+    r.j.end    = copy ? copy + size : NULL;
+    r.capacity = (int)hpmli_min((int64_t)size / 8 + 1, INT32_MAX); /* a value takes more than 8 bytes of text */
+    m->value   = copy ? hpmli_new(ctx, hpml_tensor *, r.capacity) : NULL;
+    chosen.first = first;
+    bool good = m->value && hpmli_read_structure(&r) && hpmli_model_keep_meta(m, f) && hpmli_model_constants(&r, f) &&
+                hpmli_arrays_load(ctx, NULL, &chosen, f, path) == HPML_OK;
+    hpmli_free(ctx, copy);
+    if (!good) ctx->param_kept = first;
+    return good;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>model-run   loading a model, and one call to predict
+// ---------------------------------------------------------------------------------------------------------------------
+HPML_API hpml_model *hpml_model_load(hpml_ctx *ctx, const char *path, int64_t batch)
+{
+    if (hpmli_failed(ctx)) return NULL;
+    if (batch < 0) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "model load: a batch of %lld samples", (long long)batch);
+    hpml_safetensors *f = hpmli_safe_open(ctx, path, false);
+    hpml_model       *m = f ? (hpml_model *)hpmli_alloc_object(ctx, sizeof *m, hpmli_model_destroy) : NULL;
+    if (m) {
+        m->ctx   = ctx;
+        m->batch = batch;
+        if (!hpmli_model_read(m, f, path)) {
+            hpmli_free(ctx, m);
+            m = NULL;
+        }
+    }
+    hpml_safetensors_close(f);
+    return m;
+}
+
+HPML_API hpml_tensor *hpml_model_input(const hpml_model *m, int index)
+{
+    return m && index >= 0 && index < m->input_count ? m->value[index] : NULL;
+}
+HPML_API hpml_tensor *hpml_model_output(const hpml_model *m, int index)
+{
+    return m && index >= 0 && index < m->output_count ? m->output[index] : NULL;
+}
+
+HPML_API const char *hpml_model_meta(const hpml_model *m, const char *key)
+{
+    const hpml_meta *found = NULL;
+    if (m && key && m->meta_count > 0)
+        found = (const hpml_meta *)bsearch(key, m->meta, (size_t)m->meta_count, sizeof *found, hpmli_name_find);
+    return found ? found->value : NULL;
+}
+
+HPML_API hpml_graph *hpml_model_graph(hpml_model *m)
+{
+    hpml_graph_desc d = HPMLI_ZEROED;
+    if (!m || hpmli_failed(m->ctx)) return NULL;
+    d.output_count = m->output_count;
+    d.outputs      = m->output;
+    d.predict      = true;
+    if (!m->graph) m->graph = hpml_graph_create(m->ctx, &d);
+    if (m->graph && hpml_graph_alloc(m->graph) != HPML_OK) return NULL;
+    return m->graph;
+}
+
+/* Runs the graph on `samples` samples from number `first` on, at most a batch; an output without a batch: the last. */
+HPMLI_FN hpml_status hpmli_model_batch(hpml_model *m, const void *const *inputs, int64_t first, int64_t samples,
+                                       float *const *outputs)
+{
+    hpml_graph *g = m->graph;
+    if (hpml_graph_set_batch(g, g->batchable ? samples : m->batch) != HPML_OK) return m->ctx->status;
+    for (int i = 0; i < m->input_count; i++) {
+        const hpml_tensor *x    = m->value[i];
+        const size_t       size = (size_t)(hpml_tensor_count(x) / g->batch_now) * hpml_dtype_size(x->dtype);
+        m->ctx->backend->write(m->ctx->device, x->raw, (const char *)inputs[i] + (size_t)first * size,
+                               (size_t)samples * size);
+    }
+    hpml_status status = hpml_graph_forward(g, false, 0);
+    for (int i = 0; i < m->output_count && status == HPML_OK; i++) {
+        const hpml_tensor *y = m->output[i];
+        const int64_t      n = hpml_tensor_count(y), each = y->batch_rows ? n / g->batch_now : 0;
+        status = hpmli_read_floats(m->ctx, y, each ? each * samples : n, outputs[i] + first * each);
+    }
+    return status;
+}
+
+HPML_API hpml_status hpml_model_run(hpml_model *m, const void *const *inputs, int64_t samples, float *const *outputs)
+{
+    if (!m || hpmli_failed(m->ctx)) return m ? m->ctx->status : HPML_ERR_ARGUMENT;
+    bool given = inputs && outputs && samples >= 0;
+    for (int i = 0; i < m->input_count && given; i++) given = inputs[i] != NULL;
+    for (int i = 0; i < m->output_count && given; i++) given = outputs[i] != NULL;
+    if (!given)
+        return hpmli_fail(m->ctx, HPML_ERR_ARGUMENT, "model run: %lld samples: expected 0 or more, %d arrays of inputs "
+                          "and %d of outputs", (long long)samples, m->input_count, m->output_count);
+    if (!hpml_model_graph(m)) return m->ctx->status;
+    for (int64_t at = 0; at < samples; at += m->batch)
+        if (hpmli_model_batch(m, inputs, at, hpmli_min(samples - at, m->batch), outputs) != HPML_OK) break;
+    hpmli_graph_restore_batch(m->graph);
+    return m->ctx->status;
+}
+
+HPML_API hpml_status hpml_model_predict(hpml_model *m, const void *x, int64_t samples, float *out)
+{
+    if (!m) return HPML_ERR_ARGUMENT;
+    if (m->input_count == 1 && m->output_count == 1) return hpml_model_run(m, &x, samples, &out);
+    return hpmli_fail(m->ctx, HPML_ERR_ARGUMENT, "model predict: the model has %d inputs and %d outputs; call "
+                      "hpml_model_run", m->input_count, m->output_count);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
