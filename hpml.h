@@ -146,7 +146,8 @@
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 //     optimizers   the table of optimizers, the driver of their steps, schedules
 //     codec   gradients packed for the wire
-//     trainer   the trainer: settings, creation, a batch in its inputs
+//     trainer   the trainer: what it has, its settings
+//     trainer-create   the loss of a trainer, checks, creation, a batch in its inputs
 //     keep   the memory of a trainer: what this rank keeps, taken when it is needed
 //     hooks   hooks of a trainer, and its arrays of values, gradients and states
 //     nonfinite   a step's scalars; the names of layers whose numbers are not finite
@@ -155,7 +156,8 @@
 //     half-steps   the passes of a step: whole, or in halves for a hook
 //     update   the steps of parameters, micro-batches, a whole step
 //     epochs   what fit does between steps: validation, the best weights, checkpoints, when to stop
-//     fit   passes over data, evaluation, prediction
+//     fit   passes over data
+//     evaluate   evaluation, prediction
 // PART VI   DATA AND FILES: datasets, batches, safetensors, checkpoints, the timeline
 //     files   reading files, writing files that appear whole
 //     json   UTF-8, decimal numbers, JSON
@@ -163,6 +165,7 @@
 //     csv   numbers and text as data: CSV, characters
 //     npy   numpy arrays and packed records
 //     loader   batches: shuffled, sharded, augmented, made ahead
+//     statistics   mean and deviation of data, and their use inside a model
 //     safetensors   safetensors files
 //     collect   arrays of whole parameters from the parts that ranks have, and back
 //     params-file   parameters and other arrays in safetensors files
@@ -1169,6 +1172,8 @@ typedef enum hpml_lr_rule {
 } hpml_lr_rule;
 HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor);
 
+#define HPML_MAX_EXTRA 8 /* most further arrays of a sample, besides x and y */
+
 /* What is trained, and how. Numbers must be finite and not negative; the error names a field that is out of range. */
 typedef struct hpml_trainer_desc {
     uint32_t      _begin;
@@ -1178,6 +1183,11 @@ typedef struct hpml_trainer_desc {
     hpml_loss     loss;            /* the loss that the trainer records, from output and a target input that it adds */
     hpml_tensor  *loss_tensor;     /* not NULL: your own scalar instead of `loss`; `target` is then required */
     hpml_tensor  *target;          /* with loss_tensor: the input that receives y; no targets: as .input, y = x */
+    hpml_tensor *const *extra;     /* (extra_count) further inputs, such as masks and second targets, which receive the
+                                      arrays `extra` of data sets, in this order */
+    int32_t       extra_count;     /* 0 to HPML_MAX_EXTRA */
+    const float  *class_weights;   /* CROSS_ENTROPY: a weight for each class, copied; the loss is the sum of w[label]
+                                      -log softmax(y)[label] / the sum of w[label], over a batch; NULL: all weigh 1 */
     float         label_smoothing; /* CROSS_ENTROPY: 0 to 1 */
     float         huber_delta;     /* HUBER: where the square ends and the line begins; 0: l1 */
     hpml_opt      optimizer;
@@ -1258,6 +1268,14 @@ typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* returns not
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info);
 
+/* The same with a batch of a loader: x, y, the further inputs of hpml_trainer_desc.extra, and the samples. */
+struct hpml_batch;
+HPML_API hpml_status hpml_trainer_step_batch(hpml_trainer *t, const struct hpml_batch *batch, hpml_step_info *info);
+
+/* Writes progress of fit as a line, such as "epoch 1/3  step 18/188  loss 0.1212  accuracy 95.65 %  14356/s  2 s left",
+   to buffer, with at most `columns` characters, by leaving out its last parts. epochs: of this fit. Returns buffer. */
+HPML_API const char *hpml_progress_text(const hpml_step_info *info, int epochs, int columns, char *buffer, size_t size);
+
 typedef struct hpml_metrics {
     double   loss;      /* mean over the samples */
     double   accuracy;  /* 0 to 1; with BCE the part of all outputs on the side of 0 where the target is of 1/2; -1 if
@@ -1314,6 +1332,8 @@ typedef struct hpml_fit_desc {
     bool          resume;                  /* begins by loading the newest of these files, if there is one; then fit
                                               ends with epoch number `epochs` of the whole training. A program that is
                                               run again so goes on where it was interrupted */
+    const char   *log;                     /* fit appends a line of JSON to this file for each step and each epoch, on
+                                              the first rank; NULL: none */
     const volatile int *stop;              /* not NULL: fit ends with HPML_ERR_STOPPED, after saving the checkpoint, if
                                               *stop is not 0 after a step. A signal handler may set it */
     uint32_t      _end;
@@ -1324,7 +1344,7 @@ typedef struct hpml_fit_desc {
    end of an epoch. An hpml_epoch's loss and accuracy are of all ranks with .validation, else of this rank's samples. */
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
 /* Copies up to `capacity` epochs to rows, the last ones, and returns how many there are: those that fit with .on_step,
-   .on_epoch or .validation trained on since the trainer was created. */
+   .on_epoch, .log or .validation trained on since the trainer was created. */
 HPML_API int         hpml_trainer_history(const hpml_trainer *t, hpml_epoch *rows, int capacity);
 /* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. In evaluate and predict
    a NaN or infinite loss or output is HPML_ERR_NONFINITE and the error names the sample, except with
@@ -1335,6 +1355,9 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
    in a batch. out: (samples, numbers of an output). In evaluate and predict all ranks of a group work together; each
    gets the whole of an output that is split. */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
+
+/* The same for all samples of a data set, with its further inputs; y is not read. */
+HPML_API hpml_status hpml_trainer_predict_data(hpml_trainer *t, hpml_dataset *data, float *out);
 
 /* What a trainer is doing when it calls a hook: the kind of pass, the micro-batch, the step. */
 typedef enum hpml_pass_kind { HPML_PASS_TRAIN = 0, HPML_PASS_FORWARD, HPML_PASS_BACKWARD, HPML_PASS_EVALUATE,
@@ -1486,8 +1509,23 @@ HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-data   datasets, readers, the loader
 // ---------------------------------------------------------------------------------------------------------------------
-/* Samples in host memory. The dataset owns its arrays and frees them; a slice (hpml_dataset_slice) uses the arrays of
-   the dataset of which it is a range. */
+/* A function that makes samples: writes samples number numbers[0] .. numbers[count - 1] of the dataset to the arrays,
+   one behind the other: arrays[0] x, arrays[1] y, arrays[2] and so on the arrays `extra`. Which samples a rank needs,
+   and when, follows from seed, epoch and batch as for other data, so shuffling, shards and checkpoints work alike; a
+   stream or generator is a function of the number and, for new samples in each epoch, of the epoch. Called by the
+   loader's thread, for one batch at a time; returns not HPML_OK: fit ends with this status. */
+typedef hpml_status hpml_fill_fn(void *user, int64_t epoch, const int64_t *numbers, int64_t count, void *const *arrays);
+
+typedef struct hpml_extra { /* a further array of samples: a mask, a second input or target */
+    hpml_dtype  dtype;      /* F32 or I32 */
+    int64_t     size;       /* numbers of a sample */
+    const void *data;       /* (count, size); NULL where `fill` makes samples */
+} hpml_extra;
+
+/* Samples in host memory, or made by a function. A dataset that this library creates owns its arrays and frees them; a
+   slice (hpml_dataset_slice) or split uses the arrays of the dataset of which it is a part. A dataset may also be your
+   own struct: zero it, set ctx, count, the description of x and y and their addresses (or fill), and nothing is copied;
+   struct and arrays must stay as they are while loaders, fit and slices use them, and are yours to free. */
 struct hpml_dataset {
     hpml_ctx   *ctx;
     int64_t     count;                  /* samples */
@@ -1499,10 +1537,16 @@ struct hpml_dataset {
     int64_t     y_size;                 /* numbers of y for one sample */
     const void *y;                      /* (count, y_size), NULL: unlabelled */
     int         classes;                /* 1 + largest label; 0 when y is not labels */
-    float       x_scale, x_shift;       /* loaders convert U8 to x * x_scale + x_shift; 1/255, 0 at first; may be set */
+    float       x_scale, x_shift;       /* loaders convert U8 to x * x_scale + x_shift; x_scale 0: 1/255; may be set */
     int32_t     x_crop;                 /* side to which loaders crop images, set by you; 0: none; see hpml_augment */
     int64_t     x_step;                 /* elements of x from one sample to the next; 0: a sample's size; text: 1 */
     int64_t     y_step;                 /* elements of y from one sample to the next; 0: y_size */
+    int         extra_count;            /* 0 to HPML_MAX_EXTRA */
+    hpml_extra  extra[HPML_MAX_EXTRA];
+    hpml_fill_fn *fill;                 /* not NULL: makes the samples; x and y are NULL; y_size 0: unlabelled */
+    void       *fill_user;
+    const int64_t *order;               /* private; sample i is sample order[i] of the arrays; NULL: i */
+    int64_t     first;                  /* private; added to the numbers of `fill` */
     void       *owner;                  /* private */
 };
 
@@ -1530,6 +1574,23 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
                                            const int64_t *x_shape, const void *x, hpml_dtype y_dtype, int64_t y_size,
                                            const void *y);
 HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive the slice */
+/* Divides a dataset in two at random: round(fraction count) samples in *a, at least 1, all others in *b. `d` must
+   outlive both. */
+HPML_API hpml_status   hpml_dataset_split(hpml_dataset *d, double fraction, uint64_t seed, hpml_dataset **a,
+                                          hpml_dataset **b);
+/* Computes mean and standard deviation over all samples of each number of x (COLUMNS), of each index of x's first
+   dimension, a channel of images (CHANNELS), or of each number of f32 targets y (TARGETS), as loaders deliver them. A
+   deviation of 0 becomes 1. mean, deviation: arrays for the results; both NULL: none. Returns how many numbers they
+   have; 0: an error. */
+typedef enum hpml_stats { HPML_STATS_COLUMNS = 0, HPML_STATS_CHANNELS, HPML_STATS_TARGETS } hpml_stats;
+HPML_API int64_t       hpml_dataset_stats(hpml_dataset *d, hpml_stats of, float *mean, float *deviation);
+/* Records y = (x - mean) / deviation with `count` means and deviations, copied: of the columns of x or, for images (B,
+   C, H, W), of the channels. They become buffers "name.mean" and "name.deviation", which are saved with the model, so
+   that a loaded model takes raw data. hpml_unstandardize: y = x deviation + mean, for outputs. */
+HPML_API hpml_tensor  *hpml_standardize(hpml_tensor *x, int64_t count, const float *mean, const float *deviation,
+                                        const char *name);
+HPML_API hpml_tensor  *hpml_unstandardize(hpml_tensor *x, int64_t count, const float *mean, const float *deviation,
+                                          const char *name);
 HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional: hpml_ctx_free frees datasets, too */
 
 /* Loads and saves numpy's .npy files: f32, f16, i32, u8 in C order. Loading accepts versions 1 to 3 and converts f64 to
@@ -1586,6 +1647,7 @@ typedef struct hpml_batch {
     int64_t     global_samples; /* samples of all ranks: the divisor of a mean */
     int64_t     first;    /* offset of this rank's first sample in the global batch */
     int64_t     index;    /* number of the batch in its epoch, from 0 */
+    const void *extra[HPML_MAX_EXTRA]; /* (samples, size) each */
 } hpml_batch;
 
 /* Creates a loader. Seed and epoch alone give the order of the samples, a random permutation. */
@@ -11194,7 +11256,7 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>trainer   the trainer: settings, creation, a batch in its inputs
+// >>trainer   the trainer: what it has, its settings
 // ---------------------------------------------------------------------------------------------------------------------
 /* A trainer is a graph that ends in a loss, the settings of its steps, and what they keep: states of the optimizer, the
    number of updates, the place in the data. This section checks, plans and allocates all of it; >>step runs it. */
@@ -11234,6 +11296,8 @@ struct hpml_trainer {
     float              *best;            /* (2, rows) of an output split by classes: largest number; - its class */
     int32_t            *host_y;          /* host memory for a batch of labels */
     const void         *x, *y;           /* host: the batch, of which a graph with parts copies a slot's samples */
+    hpml_tensor        *extra[HPML_MAX_EXTRA]; /* (d.extra_count) further inputs */
+    const void *const  *given;           /* host: a batch for each of them; NULL: they keep their values */
     float              *batch_out;       /* host memory for a batch of outputs of all parts; NULL: not evaluated yet */
     bool                evaluating;      /* a hook `pass` runs for evaluate or predict */
     hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
@@ -11279,6 +11343,74 @@ HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trai
     out->accumulate = desc->accumulate > 0 ? desc->accumulate : 1;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>trainer-create   the loss of a trainer, checks, creation, a batch in its inputs
+// ---------------------------------------------------------------------------------------------------------------------
+/* The loss with class weights is an op as users make them: sources are logits (rows, classes) and labels. `saved` has
+   for each row log sum exp of its logits, and at last the sum of the weights of the rows. */
+HPMLI_FN hpml_status hpmli_weighted_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+{
+    const hpml_tensor *x = n->src[0];
+    const int64_t      classes = x->shape[x->ndim - 1], rows = hpml_tensor_count(x) / classes;
+    const float       *w     = (const float *)n->attr.custom->user;
+    double            *saved = (double *)n->saved, loss = 0, weights = 0;
+    for (int64_t i = 0; i < rows; i++) {
+        const float  *z     = x->data + i * classes;
+        const int32_t label = ((const int32_t *)n->src[1]->raw)[i];
+        double        most = (double)z[0], sum = 0;
+        for (int64_t c = 1; c < classes; c++) most = fmax(most, (double)z[c]);
+        for (int64_t c = 0; c < classes; c++) sum += exp((double)z[c] - most);
+        saved[i] = most + log(sum);
+        if (label == HPML_IGNORE) continue;
+        if (label < 0 || label >= classes)
+            return hpml_ctx_fail(n->out->ctx, HPML_ERR_LABEL, "cross_entropy with class weights: label %d of row %lld, "
+                                 "expected 0 to %lld", label, (long long)i, (long long)classes - 1);
+        loss += (double)w[label] * (saved[i] - (double)z[label]);
+        weights += (double)w[label];
+    }
+    saved[rows]     = weights;
+    n->out->data[0] = weights > 0 ? (float)(loss / weights) : 0;
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_weighted_backward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+{
+    const hpml_tensor *x = n->src[0];
+    const int64_t      classes = x->shape[x->ndim - 1], rows = hpml_tensor_count(x) / classes;
+    const float       *w     = (const float *)n->attr.custom->user;
+    const double      *saved = (const double *)n->saved;
+    for (int64_t i = 0; i < rows && x->grad && saved[rows] > 0; i++) {
+        const int32_t label = ((const int32_t *)n->src[1]->raw)[i];
+        if (label == HPML_IGNORE) continue;
+        const double scale = (double)n->out->grad[0] * (double)w[label] / saved[rows];
+        for (int64_t c = 0; c < classes; c++) {
+            const double p = exp((double)x->data[i * classes + c] - saved[i]);
+            x->grad[i * classes + c] += (float)(scale * (p - (c == label)));
+        }
+    }
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_tensor *hpmli_weighted_loss(hpml_tensor *logits, hpml_tensor *labels, const float *weights)
+{
+    const int64_t classes = logits->shape[logits->ndim - 1];
+    float        *copy    = hpmli_new(logits->ctx, float, classes);
+    hpml_tensor  *src[2];
+    hpml_custom   d = HPMLI_ZEROED;
+    if (!copy) return NULL;
+    src[0] = logits;
+    src[1] = labels;
+    memcpy(copy, weights, (size_t)classes * sizeof *copy);
+    d.name        = "weighted_cross_entropy";
+    d.forward     = hpmli_weighted_forward;
+    d.backward    = hpmli_weighted_backward;
+    d.user        = copy;
+    d.one_number  = true;
+    d.keeps       = HPML_KEEP_SRC(0) | HPML_KEEP_SRC(1);
+    d.saved_bytes = (size_t)(hpml_tensor_count(logits) / classes + 1) * sizeof(double);
+    return hpml_custom_op(src, 2, &d);
+}
+
 HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t) /* records loss and targets unless given; false: error */
 {
     const hpml_trainer_desc *d      = &t->d;
@@ -11298,7 +11430,10 @@ HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t) /* records loss and tar
     if (y->batch_rows) t->target->batch_rows = y->batch_rows;
     ce.label_smoothing = d->label_smoothing;
     switch (d->loss) {
-    case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(d->output, t->target, &ce); break;
+    case HPML_LOSS_CROSS_ENTROPY:
+        if (d->class_weights) t->loss = hpmli_weighted_loss(d->output, t->target, d->class_weights);
+        else t->loss = hpml_cross_entropy(d->output, t->target, &ce);
+        break;
     case HPML_LOSS_BCE: t->loss = hpml_bce_with_logits(d->output, t->target); break;
     case HPML_LOSS_MSE: t->loss = hpml_mse(d->output, t->target); break;
     case HPML_LOSS_HUBER: t->loss = hpml_huber(d->output, t->target, d->huber_delta); break;
@@ -11333,13 +11468,34 @@ HPMLI_FN bool hpmli_trainer_ranges_check(hpml_ctx *ctx, const hpml_trainer_desc 
     return true;
 }
 
+HPMLI_FN bool hpmli_trainer_extra_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
+{
+    bool good = d->extra_count >= 0 && d->extra_count <= HPML_MAX_EXTRA && (d->extra_count == 0 || d->extra);
+    for (int k = 0; k < d->extra_count && good; k++)
+        good = d->extra[k] && d->extra[k]->ctx == ctx && !d->extra[k]->node && d->extra[k]->batch_rows > 0;
+    if (!good)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: .extra: expected 0 to %d inputs of this context, in an "
+                           "array that is not NULL", HPML_MAX_EXTRA);
+    if (!d->class_weights) return true;
+    const int64_t classes = d->output->shape[d->output->ndim - 1];
+    double        sum     = 0;
+    for (int64_t c = 0; c < classes && good; c++) {
+        good = d->class_weights[c] >= 0 && d->class_weights[c] < 1e30f;
+        sum += (double)d->class_weights[c];
+    }
+    if (!good || sum <= 0 || d->loss != HPML_LOSS_CROSS_ENTROPY || d->loss_tensor || d->label_smoothing > 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: .class_weights: expected %lld numbers from 0, not all 0, "
+                           "with the loss CROSS_ENTROPY and without label_smoothing", (long long)classes);
+    return true;
+}
+
 HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 {
     if (hpmli_failed(ctx)) return false;
     if (d && !HPMLI_DESC_OK(ctx, "trainer", d)) return false;
     if (!d || !d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
-    if (!hpmli_trainer_ranges_check(ctx, d)) return false;
+    if (!hpmli_trainer_ranges_check(ctx, d) || !hpmli_trainer_extra_check(ctx, d)) return false;
     const hpml_optimizer *row = hpmli_optimizer_row(d->optimizer, d->custom_optimizer);
     if (!row)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: optimizer %d is not a built-in one; set .optimizer to an "
@@ -11360,6 +11516,13 @@ HPMLI_FN void hpmli_trainer_destroy(void *object)
 HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
 {
     const hpml_tensor *missing[2] = { t->d.input, t->target };
+    for (int k = 0; k < t->d.extra_count; k++) {
+        bool found = false;
+        for (int i = 0; i < t->graph->leaf_count && !found; i++) found = t->graph->leaves[i] == t->extra[k];
+        if (!found)
+            hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: .extra[%d] is %s, expected an input that the loss or the "
+                       "output depends on", k, hpmli_describe(t->extra[k]));
+    }
     for (int i = 0; i < 2 * t->graph->leaf_count; i++)
         if (t->graph->leaves[i / 2] == missing[i % 2] && missing[i % 2]->batch_rows) missing[i % 2] = NULL;
     for (int i = 0; i < 2; i++)
@@ -11418,6 +11581,8 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     t->ranks = 1;
     t->val_loss = (double)NAN;
     hpml_trainer_desc_resolve(desc, &t->d);
+    for (int k = 0; k < desc->extra_count; k++) t->extra[k] = desc->extra[k];
+    t->d.extra   = t->extra;
     t->optimizer = hpmli_optimizer_row(t->d.optimizer, t->d.custom_optimizer);
     bool dynamic = desc->loss_scale == 0 && hpmli_activation_dtype(ctx) == HPML_DTYPE_F16;
     t->accumulate_weight = 1;
@@ -11549,6 +11714,8 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
     hpmli_graph_apply_batch(g);
     if (!g->cut && hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
     if (!g->cut) hpmli_write_samples(t, t->d.input, x, samples);
+    for (int k = 0; k < t->d.extra_count && t->given && !g->cut; k++)
+        if (t->given[k]) hpmli_write_samples(t, t->extra[k], t->given[k], samples);
     if (!y) return HPML_OK;
     if (rows > samples) {
         int64_t labels = hpml_tensor_count(t->target), given = labels / rows * samples;
@@ -12280,6 +12447,8 @@ HPML_API hpml_status hpml_trainer_forward(hpml_trainer *t, int slot, int64_t fir
     if (g->cut) {
         hpmli_slot_write(t, t->d.input, t->x, first, samples);
         hpmli_slot_write(t, t->target, t->y, first, g->batchable ? samples : g->batch);
+        for (int k = 0; k < t->d.extra_count && t->given; k++)
+            hpmli_slot_write(t, t->extra[k], t->given[k], first, samples);
     }
     status = hpml_graph_forward(g, !t->evaluating, t->evaluating ? 0 : hpmli_pass_step(t));
     if (status == HPML_OK) hpmli_slot_results(t, first, samples, loss);
@@ -12611,6 +12780,15 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     return status;
 }
 
+HPML_API hpml_status hpml_trainer_step_batch(hpml_trainer *t, const hpml_batch *b, hpml_step_info *info)
+{
+    if (!t || !b) return t ? hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no batch") : HPML_ERR_ARGUMENT;
+    t->given = b->extra;
+    hpml_status status = hpml_trainer_step(t, b->x, b->y, b->samples, info);
+    t->given = NULL;
+    return status;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>epochs   what fit does between steps: validation, the best weights, checkpoints, when to stop
 // ---------------------------------------------------------------------------------------------------------------------
@@ -12667,6 +12845,7 @@ typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts and keeps
     bool    is_last;       /* in the last epoch of the call */
     const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
     bool    counts;        /* sums up `tally` */
+    FILE   *log;           /* hpml_fit_desc.log; NULL: none */
     hpmli_tally tally;     /* of this epoch, as of each step */
     double  best;          /* the smallest val_loss; infinite before the first */
     int64_t best_epoch;    /* number of the epoch after it, as t->epoch */
@@ -12822,7 +13001,8 @@ HPMLI_FN hpml_status hpmli_fit_decide(hpml_trainer *t, hpmli_fit *f, bool epoch_
     return HPML_OK;
 }
 
-static hpml_status hpmli_evaluate(hpml_trainer *t, hpml_dataset *data, bool shared, hpml_metrics *out); /* see >>fit */
+/* Evaluates the data, see >>evaluate. shared: each rank a part. */
+static hpml_status hpmli_evaluate(hpml_trainer *t, hpml_dataset *data, bool shared, hpml_metrics *out);
 /* Evaluates the validation data, and notes in *e and *f whether the loss is the smallest until now. */
 HPMLI_FN hpml_status hpmli_fit_validate(hpml_trainer *t, hpmli_fit *f, hpml_epoch *e)
 {
@@ -12850,6 +13030,65 @@ HPMLI_FN bool hpmli_fit_is_patient(const hpml_trainer *t, const hpmli_fit *f)
     return f->d->patience == 0 || t->epoch - f->best_epoch < f->d->patience;
 }
 
+/* Appends "name":value to a line of JSON; null where the number is NaN or infinite. */
+HPMLI_FN void hpmli_log_number(FILE *log, const char *name, double value)
+{
+    char text[32] = "null";
+    if (value - value == 0) snprintf(text, sizeof text, "%.9g", value);
+    for (char *p = text; *p; p++)
+        if (*p == ',') *p = '.'; /* in locales that write a comma */
+    fprintf(log, ",\"%s\":%s", name, text);
+}
+
+HPMLI_FN void hpmli_log_step(FILE *log, const hpml_step_info *i)
+{
+    if (!log) return;
+    fprintf(log, "{\"step\":%lld,\"epoch\":%lld", (long long)i->step, (long long)i->epoch);
+    hpmli_log_number(log, "loss", (double)i->loss);
+    if (i->accuracy >= 0) hpmli_log_number(log, "accuracy", (double)i->accuracy);
+    hpmli_log_number(log, "lr", (double)i->lr);
+    if (i->grad_norm >= 0) hpmli_log_number(log, "grad_norm", (double)i->grad_norm);
+    hpmli_log_number(log, "seconds", i->seconds);
+    hpmli_log_number(log, "samples_per_second", i->samples_per_second);
+    fprintf(log, "}\n");
+}
+
+HPMLI_FN void hpmli_log_epoch(FILE *log, const hpml_epoch *e)
+{
+    if (!log) return;
+    fprintf(log, "{\"epoch_end\":%lld,\"step\":%lld", (long long)e->epoch, (long long)e->step);
+    hpmli_log_number(log, "epoch_loss", e->loss);
+    if (e->accuracy >= 0) hpmli_log_number(log, "epoch_accuracy", e->accuracy);
+    if (e->validated) hpmli_log_number(log, "val_loss", e->val_loss);
+    if (e->validated && e->val_accuracy >= 0) hpmli_log_number(log, "val_accuracy", e->val_accuracy);
+    hpmli_log_number(log, "seconds", e->seconds);
+    fprintf(log, "}\n");
+    fflush(log);
+}
+
+HPML_API const char *hpml_progress_text(const hpml_step_info *i, int epochs, int columns, char *buffer, size_t size)
+{
+    char              part[6][48];
+    const double      all  = (double)i->epoch_steps * epochs;
+    const double      done = (double)(i->epoch * i->epoch_steps + i->epoch_step);
+    hpmli_text_buffer b    = hpmli_text_begin(buffer, size);
+    const int         most = (int)hpmli_min(columns, size > 0 ? (int64_t)size - 1 : 0);
+    memset(part, 0, sizeof part);
+    snprintf(part[0], sizeof part[0], "epoch %lld/%d", (long long)i->epoch + 1, epochs);
+    snprintf(part[1], sizeof part[1], "step %lld/%lld", (long long)i->epoch_step, (long long)i->epoch_steps);
+    snprintf(part[2], sizeof part[2], "loss %.4g", (double)i->loss);
+    if (i->accuracy >= 0) snprintf(part[3], sizeof part[3], "accuracy %.2f %%", 100 * (double)i->accuracy);
+    snprintf(part[4], sizeof part[4], "%.0f/s", i->samples_per_second);
+    if (done > 0 && all >= done) snprintf(part[5], sizeof part[5], "%.0f s left", i->seconds * (all / done - 1));
+    for (int k = 0; k < 6; k++) {
+        const int gap = k > 0 ? 2 : 0;
+        if (!part[k][0]) continue;
+        if (b.used + gap + (int)strlen(part[k]) > most) break;
+        hpmli_text_add(&b, "%*s%s", gap, "", part[k]);
+    }
+    return buffer;
+}
+
 /* Called at the end of an epoch: validates, adds the epoch to the history, calls on_epoch. HPML_ERR_STOPPED: training
    ends here. */
 HPMLI_FN hpml_status hpmli_fit_epoch_end(hpml_trainer *t, hpmli_fit *f)
@@ -12865,6 +13104,7 @@ HPMLI_FN hpml_status hpmli_fit_epoch_end(hpml_trainer *t, hpmli_fit *f)
     e.lr       = hpml_trainer_lr(t);
     e.seconds  = hpml_now() - f->start;
     memset(&f->tally, 0, sizeof f->tally);
+    hpmli_log_epoch(f->log, &e);
     if (!hpmli_grow(t->ctx, &t->history, t->history_count, &t->history_capacity, sizeof e)) return t->ctx->status;
     t->history[t->history_count++] = e;
     if (f->d->on_epoch && f->d->on_epoch(&e, f->d->user) != 0) return HPML_ERR_STOPPED;
@@ -12879,18 +13119,39 @@ HPML_API int hpml_trainer_history(const hpml_trainer *t, hpml_epoch *rows, int c
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>fit   passes over data, evaluation, prediction
+// >>fit   passes over data
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d); /* see >>dataset */
+static bool hpmli_dataset_check(hpml_ctx *ctx, const hpml_dataset *d);
+static bool hpmli_has_y(const hpml_dataset *d);
+/* Fails unless the further arrays of the data are those that the trainer's further inputs take. */
+HPMLI_FN bool hpmli_extra_fits(const hpml_trainer *t, const hpml_dataset *data)
+{
+    if (data->extra_count != t->d.extra_count)
+        return hpmli_false(t->ctx, HPML_ERR_SHAPE, "trainer: the data have %d arrays besides x and y, the model takes "
+                           "%d (hpml_trainer_desc.extra)", data->extra_count, t->d.extra_count);
+    for (int k = 0; k < data->extra_count; k++) {
+        const hpml_extra  *e = &data->extra[k];
+        const hpml_tensor *x = t->extra[k];
+        const int64_t      n = hpml_tensor_count(x) / t->graph->batch;
+        if (e->size != n || e->dtype != x->dtype)
+            return hpmli_false(t->ctx, HPML_ERR_SHAPE, "trainer: array %d of `extra` has %lld numbers of %s for a "
+                               "sample, the input %s takes %lld of %s", k, (long long)e->size,
+                               hpml_dtype_name(e->dtype), hpmli_describe(x), (long long)n, hpml_dtype_name(x->dtype));
+    }
+    return true;
+}
+
 /* Fails if samples of the data do not fit the model's input and target. augments: images get shifted, flipped, cut. */
 HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool augments)
 {
     const hpml_tensor *x = t->d.input, *y = t->target;
+    if (!hpmli_dataset_check(t->ctx, data) || !hpmli_extra_fits(t, data)) return false;
     int64_t x_data  = hpmli_sample_floats(data); /* numbers of a sample: in the data, as the model's input and target */
     int64_t x_model = hpml_tensor_count(x) / t->graph->batch, y_model = hpml_tensor_count(y) / t->graph->batch;
     bool    tokens = data->x_dtype == HPML_DTYPE_I32; /* other types become floats */
     bool    x_fits = x_data == x_model && x->dtype == (tokens ? HPML_DTYPE_I32 : HPML_DTYPE_F32);
-    bool    y_fits = !data->y || (data->y_size == y_model && data->y_dtype == y->dtype);
+    bool    y_fits = !hpmli_has_y(data) || (data->y_size == y_model && data->y_dtype == y->dtype);
     if (!x_fits || !y_fits)
         return hpmli_false(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers of %s and %lld of "
                            "%s to learn, the model takes %lld of %s and %lld of %s", (long long)x_data,
@@ -12959,7 +13220,7 @@ HPMLI_FN hpml_status hpmli_fit_step(hpml_trainer *t, hpml_loader *l, const hpml_
     const bool           last   = !f->deals && b->index + 1 == hpml_loader_steps(l);
     hpml_step_info       info;
     t->graph->first_sample = b->first;
-    hpml_status status = hpml_trainer_step(t, b->x, b->y, b->samples, f->counts ? &info : NULL);
+    hpml_status status = hpml_trainer_step_batch(t, b, f->counts ? &info : NULL);
     if (status != HPML_OK) return status;
     if (last) t->epoch++;
     t->epoch_step = last || f->deals ? 0 : b->index + 1;
@@ -12974,6 +13235,7 @@ HPMLI_FN hpml_status hpmli_fit_step(hpml_trainer *t, hpml_loader *l, const hpml_
     info.epoch_steps        = hpml_loader_steps(l);
     info.seconds            = hpml_now() - f->start;
     info.samples_per_second = (double)f->samples / info.seconds;
+    hpmli_log_step(f->log, &info);
     return d->on_step && d->on_step(&info, d->user) != 0 ? HPML_ERR_STOPPED : HPML_OK;
 }
 
@@ -13010,12 +13272,16 @@ HPMLI_FN hpml_status hpmli_fit_begin(hpml_trainer *t, const hpml_fit_desc *d, hp
     f->saved_step = -1;
     f->best       = HUGE_VAL;
     f->best_epoch = t->epoch;
-    f->counts     = d->on_step || d->on_epoch || d->validation;
+    f->counts     = d->on_step || d->on_epoch || d->validation || d->log;
     if (d->keep_best && hpml_trainer_alloc(t) == HPML_OK)
         f->best_values = (char *)hpmli_alloc(t->ctx, hpmli_values_copy(t, NULL, false) + 1);
     if (d->resume && t->ctx->status == HPML_OK) hpmli_fit_resume(t, f);
     if (f->best == HUGE_VAL) f->best_epoch = t->epoch;
-    return t->ctx->status;
+    if (!d->log || t->rank != 0 || !hpmli_groups_first(t->ctx) || t->ctx->status != HPML_OK) return t->ctx->status;
+    f->log = fopen(d->log, "a");
+    if (!f->log)
+        return hpmli_fail(t->ctx, HPML_ERR_OPEN, "fit: \"%s\": cannot append to it: %s", d->log, strerror(errno));
+    return HPML_OK;
 }
 
 /* Lets the hooks `data` check that all ranks fit the same data in the same way. */
@@ -13037,8 +13303,12 @@ HPMLI_FN hpml_status hpmli_fit_compare(hpml_trainer *t, const hpml_loader *l, co
 HPMLI_FN hpml_status hpmli_fit_finish(hpml_trainer *t, hpmli_fit *f, hpml_status status)
 {
     const hpml_fit_desc *d    = f->d;
-    const bool           done = status == HPML_OK || status == HPML_ERR_STOPPED;
+    bool                 done = status == HPML_OK || status == HPML_ERR_STOPPED;
     hpmli_graph_restore_batch(t->graph);
+    if (f->log && (ferror(f->log) + fclose(f->log)) != 0 && done) {
+        status = hpmli_fail(t->ctx, HPML_ERR_WRITE, "fit: \"%s\": cannot write", d->log);
+        done   = false;
+    }
     const bool unsaved = f->updates > 0 && f->saved_step != t->step && t->micro_batch == 0 && !f->deals;
     if (done && d->checkpoint && unsaved && hpmli_fit_save(t, f) != HPML_OK) status = t->ctx->status;
     if (done && f->best_values && f->best < HUGE_VAL) hpmli_values_copy(t, f->best_values, true);
@@ -13060,6 +13330,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     hpml_status  status = hpmli_fit_begin(t, &d, &f);
     hpml_loader *l      = status == HPML_OK ? hpmli_trainer_loader(t, data, d.loader, false) : NULL;
     if (!l) {
+        if (f.log) fclose(f.log);
         hpmli_free(t->ctx, f.best_values);
         return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     }
@@ -13075,6 +13346,9 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     return hpmli_fit_finish(t, &f, status);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>evaluate   evaluation, prediction
+// ---------------------------------------------------------------------------------------------------------------------
 /* Fails with an error that names the sample whose loss is not finite, by evaluating one sample at a time. The inputs
    hold `samples` samples, which begin with number `first` of the data. */
 HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64_t samples)
@@ -13167,8 +13441,10 @@ static hpml_status hpmli_evaluate(hpml_trainer *t, hpml_dataset *data, bool shar
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     while (!idle && hpml_loader_next(l, &b)) {
         const int64_t first = b.index * d.ranks * t->graph->batch + b.first;
+        t->given = b.extra;
         if (b.samples > 0 && !hpmli_evaluate_batch(t, &b, first, out->confusion, &s)) break;
     }
+    t->given = NULL;
     hpml_loader_free(l);
     hpmli_graph_restore_batch(t->graph);
     if (shared) hpmli_agree(t, (double *)(void *)&s, HPMLI_TALLY_COUNT);
@@ -13229,11 +13505,25 @@ HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t s
     }
     if (hpml_graph_set_batch(g, g->batchable ? samples : g->batch) != HPML_OK) return t->ctx->status;
     hpmli_write_samples(t, t->d.input, x, samples);
+    for (int k = 0; k < t->d.extra_count && t->given; k++)
+        hpmli_write_samples(t, t->extra[k], t->given[k], samples);
     hpmli_forward_begin(g, hpmli_part_now(g));
     for (int k = 0; k < g->count && t->ctx->status == HPML_OK; k++) /* without the loss: no targets are given */
         if (g->nodes[k]->out != t->loss) hpmli_run_node(g, &run, k, HPMLI_FORWARD);
     if (t->ctx->status == HPML_OK) hpmli_read_whole(t, t->d.output, NULL, floats, out);
     return t->ctx->status;
+}
+
+/* Predicts `samples` samples of x, at most a batch, the first of which is number `first`, and checks the output. */
+HPMLI_FN hpml_status hpmli_predict_batch(hpml_trainer *t, const void *x, int64_t first, int64_t samples, float *out)
+{
+    const int64_t each = hpml_param_whole(t->d.output, NULL) / t->graph->batch, floats = samples * each;
+    if (hpmli_predict_run(t, x, samples, out) != HPML_OK || t->d.no_finite_check) return t->ctx->status;
+    const int64_t at = hpmli_first_nonfinite(out, floats);
+    if (at == floats) return HPML_OK;
+    return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the data, and "
+                      "whether training has left the parameters finite", (long long)(at % each),
+                      (long long)(first + at / each), hpmli_plain_nan((double)out[at]));
 }
 
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
@@ -13246,16 +13536,30 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
     int64_t out_floats = hpml_param_whole(t->d.output, NULL) / g->batch; /* x_bytes and out_floats are of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
-        int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
-        if (hpmli_predict_run(t, (const char *)x + i * x_bytes, n, out + i * out_floats) != HPML_OK) break;
-        if (t->d.no_finite_check) continue;
-        int64_t at = hpmli_first_nonfinite(out + i * out_floats, floats);
-        if (at < floats)
-            hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the data, and "
-                       "whether training has left the parameters finite", (long long)(at % out_floats),
-                       (long long)(i + at / out_floats), hpmli_plain_nan((double)out[i * out_floats + at]));
+        hpmli_predict_batch(t, (const char *)x + i * x_bytes, i, hpmli_min(samples - i, g->batch),
+                            out + i * out_floats);
+        hpmli_graph_restore_batch(g);
     }
-    hpmli_graph_restore_batch(g);
+    return t->ctx->status;
+}
+
+HPML_API hpml_status hpml_trainer_predict_data(hpml_trainer *t, hpml_dataset *data, float *out)
+{
+    hpml_batch b;
+    if (!t || !out) return HPML_ERR_ARGUMENT;
+    if (!hpmli_trainer_joined(t, "predict", 3)) return t->ctx->status;
+    hpml_loader *l = hpmli_trainer_loader(t, data, NULL, true);
+    if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
+    const int64_t each = hpml_param_whole(t->d.output, NULL) / t->graph->batch;
+    while (hpml_loader_next(l, &b)) {
+        const int64_t first = b.index * t->graph->batch;
+        t->given = b.extra;
+        hpmli_graph_restore_batch(t->graph);
+        if (hpmli_predict_batch(t, b.x, first, b.samples, out + first * each) != HPML_OK) break;
+    }
+    t->given = NULL;
+    hpml_loader_free(l);
+    hpmli_graph_restore_batch(t->graph);
     return t->ctx->status;
 }
 
@@ -13960,12 +14264,14 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
 
 HPMLI_FN const char *hpmli_sample_x(const hpml_dataset *d, int64_t i) /* returns the address of x of sample i */
 {
+    if (d->order) i = d->order[i];
     int64_t step = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
     return (const char *)d->x + (size_t)(i * step) * hpml_dtype_size(d->x_dtype);
 }
 
 HPMLI_FN const char *hpmli_sample_y(const hpml_dataset *d, int64_t i) /* returns the address of y of sample i */
 {
+    if (d->order) i = d->order[i];
     return (const char *)d->y + (size_t)(i * (d->y_step ? d->y_step : d->y_size)) * 4;
 }
 
@@ -13981,9 +14287,75 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     *s = *d;
     s->owner = NULL;
     s->count = count;
-    s->x     = hpmli_sample_x(d, first);
+    if (d->order) {
+        s->order += first;
+        return s;
+    }
+    if (d->fill) s->first += first;
+    if (d->x) s->x = hpmli_sample_x(d, first);
     if (d->y) s->y = hpmli_sample_y(d, first);
+    for (int k = 0; k < d->extra_count; k++) {
+        const hpml_extra *e = &d->extra[k];
+        if (e->data) s->extra[k].data = (const char *)e->data + (size_t)(first * e->size) * 4;
+    }
     return s;
+}
+
+/* Returns `count` samples of a random order of d, from number `first` of this order on. */
+HPMLI_FN hpml_dataset *hpmli_dataset_some(const hpml_dataset *d, uint64_t seed, int64_t first, int64_t count)
+{
+    const size_t  head = (sizeof(hpml_dataset) + 63) / 64 * 64;
+    hpml_dataset *s    = (hpml_dataset *)hpmli_alloc(d->ctx, head + (size_t)count * sizeof(int64_t));
+    if (!s) return NULL;
+    int64_t *order = (int64_t *)(void *)((char *)s + head);
+    *s       = *d;
+    s->owner = NULL;
+    s->count = count;
+    s->order = order;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t at = hpml_permute_index(seed, 0, d->count, first + i);
+        order[i] = d->order ? d->order[at] : at;
+    }
+    return s;
+}
+
+HPML_API hpml_status hpml_dataset_split(hpml_dataset *d, double fraction, uint64_t seed, hpml_dataset **a,
+                                        hpml_dataset **b)
+{
+    if (!d || hpmli_failed(d->ctx)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    if (!a || !b || !(fraction > 0 && fraction < 1) || d->count < 2)
+        return hpmli_fail(d->ctx, HPML_ERR_ARGUMENT, "dataset split: %g of %lld samples: expected a fraction between 0 "
+                          "and 1, 2 samples or more, and two addresses", fraction, (long long)d->count);
+    const int64_t n = hpmli_min(hpmli_max((int64_t)floor(fraction * (double)d->count + 0.5), 1), d->count - 1);
+    *a = hpmli_dataset_some(d, seed, 0, n);
+    *b = hpmli_dataset_some(d, seed, n, d->count - n);
+    if (*a && *b) return HPML_OK;
+    hpml_dataset_free(*a);
+    hpml_dataset_free(*b);
+    *a = *b = NULL;
+    return d->ctx->status;
+}
+
+static bool hpmli_has_y(const hpml_dataset *d) { return d->fill ? d->y_size > 0 : d->y != NULL; }
+/* Checks a dataset, which may be a struct of the user's own; false: an error. */
+static bool hpmli_dataset_check(hpml_ctx *ctx, const hpml_dataset *d)
+{
+    const char *wrong = NULL;
+    bool floats = d->x_dtype == HPML_DTYPE_U8 || d->x_dtype == HPML_DTYPE_F32 || d->x_dtype == HPML_DTYPE_I32;
+    if (d->ctx != ctx) wrong = "it belongs to another context";
+    if (d->count < 1 || (!d->x && !d->fill)) wrong = "needs a count, and x or fill";
+    if (!floats) wrong = "x must be u8, f32 or i32";
+    if (hpmli_has_y(d) && ((d->y_dtype != HPML_DTYPE_F32 && d->y_dtype != HPML_DTYPE_I32) || d->y_size < 1))
+        wrong = "y must be f32 or i32, with 1 number or more for each sample";
+    if (d->x_ndim < 0 || d->x_ndim >= HPML_MAX_DIMS || hpmli_shape_count(d->x_ndim, d->x_shape) < 1)
+        wrong = "x_ndim must be 0 to 4, and the sizes in x_shape 1 or more";
+    if (d->extra_count < 0 || d->extra_count > HPML_MAX_EXTRA) wrong = "extra_count must be 0 to HPML_MAX_EXTRA";
+    for (int k = 0; k < d->extra_count && !wrong; k++) {
+        const hpml_extra *e = &d->extra[k];
+        bool number = e->dtype == HPML_DTYPE_F32 || e->dtype == HPML_DTYPE_I32;
+        if (!number || e->size < 1 || (!e->data && !d->fill)) wrong = "extra: needs f32 or i32, a size and data";
+    }
+    return !wrong || hpmli_false(ctx, HPML_ERR_ARGUMENT, "dataset of %lld samples: %s", (long long)d->count, wrong);
 }
 #ifdef HPML_USE_ZLIB
 /* Decompresses `want` bytes, the data after the header of an IDX file, into f->bytes. That memory grows with the data
@@ -14602,6 +14974,11 @@ struct hpml_loader {
     int64_t              steps, crop;          /* batches of an epoch; side of the cropped image, 0: not cropped */
     int64_t              stored_size, size;    /* numbers of a sample in the data; in a batch */
     float               *image;                /* (stored_size) one sample before augmentation */
+    int64_t             *numbers;              /* (batch) of the samples that a function makes: its numbers, and */
+    int64_t             *image_numbers;        /* (batch) those in this dataset, by which images are augmented */
+    char                *raw;                  /* (batch) samples as that function makes them; NULL: made in x */
+    char                *extra[2][HPML_MAX_EXTRA];
+    hpml_status          status[2];            /* of the function that makes samples */
     float               *x[2];                 /* memory of two batches: batch n, counted over all epochs, in n % 2 */
     char                *y[2];
     hpml_batch           batch[2];
@@ -14646,18 +15023,51 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
             }
 }
 
-/* Writes sample number `sample` of the data as sample `at` of the batch x, y: converted, scaled, augmented. */
-HPMLI_FN void hpmli_load_sample(const hpml_loader *l, float *x, char *y, int64_t at, int64_t sample, uint64_t epoch)
+HPMLI_FN bool hpmli_loader_augments(const hpml_loader *l)
+{
+    return l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0 || l->crop > 0;
+}
+
+/* Writes x of sample number `sample`, which is at `from`, as sample `at` of batch x: converted, scaled, augmented. */
+HPMLI_FN void hpmli_load_x(const hpml_loader *l, float *x, int64_t at, const char *from, int64_t sample, uint64_t epoch)
 {
     const hpml_dataset *d = l->data;
-    const char *from    = hpmli_sample_x(d, sample);
-    bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0 || l->crop > 0;
+    bool        augment = hpmli_loader_augments(l);
     float      *to      = x + at * l->size, *converted = augment ? l->image : to;
     hpml_dtype  dtype   = d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype;
     hpmli_convert(l->k, dtype, converted, d->x_dtype, from, l->stored_size);
-    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(converted, converted, d->x_scale, d->x_shift, l->stored_size);
+    const float scale = d->x_scale != 0 ? d->x_scale : 1.0f / 255.0f;
+    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(converted, converted, scale, d->x_shift, l->stored_size);
     if (augment) hpmli_augment(l, to, l->image, epoch, sample);
-    if (d->y) memcpy(y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
+}
+
+/* Writes sample number `sample` of the arrays of the data as sample `at` of the batch in `slot`. */
+HPMLI_FN void hpmli_load_sample(const hpml_loader *l, int slot, int64_t at, int64_t sample, uint64_t epoch)
+{
+    const hpml_dataset *d     = l->data;
+    const int64_t       place = d->order ? d->order[sample] : sample;
+    hpmli_load_x(l, l->x[slot], at, hpmli_sample_x(d, sample), sample, epoch);
+    if (d->y) memcpy(l->y[slot] + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
+    for (int k = 0; k < d->extra_count; k++) {
+        const size_t bytes = (size_t)d->extra[k].size * 4;
+        memcpy(l->extra[slot][k] + (size_t)at * bytes, (const char *)d->extra[k].data + (size_t)place * bytes, bytes);
+    }
+}
+
+/* Lets the data's function make the `count` samples l->numbers of the batch in `slot`. */
+HPMLI_FN void hpmli_load_filled(hpml_loader *l, int slot, int64_t count, int64_t epoch)
+{
+    const hpml_dataset *d = l->data;
+    void               *arrays[2 + HPML_MAX_EXTRA];
+    const size_t        bytes = (size_t)l->stored_size * hpml_dtype_size(d->x_dtype);
+    arrays[0] = l->raw ? (void *)l->raw : (void *)l->x[slot];
+    arrays[1] = d->y_size > 0 ? l->y[slot] : NULL;
+    for (int k = 0; k < HPML_MAX_EXTRA; k++) arrays[2 + k] = l->extra[slot][k];
+    for (int64_t i = 0; i < count; i++) l->image_numbers[i] = l->numbers[i];
+    for (int64_t i = 0; i < count; i++) l->numbers[i] = d->first + (d->order ? d->order[l->numbers[i]] : l->numbers[i]);
+    l->status[slot] = count > 0 ? d->fill(d->fill_user, epoch, l->numbers, count, arrays) : HPML_OK;
+    for (int64_t i = 0; i < count && l->raw && l->status[slot] == HPML_OK; i++)
+        hpmli_load_x(l, l->x[slot], i, l->raw + (size_t)i * bytes, l->image_numbers[i], (uint64_t)epoch);
 }
 
 /* Returns the index, within a global batch of `size` samples, of the first sample of the shard of `rank`. */
@@ -14677,7 +15087,7 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l)
                                        l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
     const int64_t       size = d->y ? d->y_size * 4 : 0;
     uint64_t            mark = hpmli_hash(HPMLI_HASH, settings, sizeof settings);
-    for (int64_t i = 0; i < 64 && size > 0; i++) {
+    for (int64_t i = 0; i < 64 && size > 0; i++) { /* samples that a function makes have no targets here */
         int64_t sample = (d->count - 1) / 63 * i + (d->count - 1) % 63 * i / 63;
         mark = hpmli_hash(mark, hpmli_sample_y(d, sample), (size_t)(size < 4096 ? size : 4096));
     }
@@ -14694,9 +15104,18 @@ HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch l->made, in l->
     for (int64_t i = first; i < end; i++) { /* an epoch longer than the data: a new shuffle each round */
         int64_t at = (start + i) % l->data->count, round = (start + i) / l->data->count;
         if (!l->d.in_order) at = hpml_permute_index(l->d.seed, (uint64_t)(epoch + (round << 32)), l->data->count, at);
-        hpmli_load_sample(l, l->x[slot], l->y[slot], i - first, at, (uint64_t)epoch);
+        if (l->data->fill) l->numbers[i - first] = at;
+        else hpmli_load_sample(l, slot, i - first, at, (uint64_t)epoch);
     }
-    hpml_batch b = { l->x[slot], l->data->y ? l->y[slot] : NULL, end - first, size, first, index };
+    if (l->data->fill) hpmli_load_filled(l, slot, end - first, epoch);
+    hpml_batch b = HPMLI_ZEROED;
+    b.x              = l->x[slot];
+    b.y              = hpmli_has_y(l->data) ? l->y[slot] : NULL;
+    b.samples        = end - first;
+    b.global_samples = size;
+    b.first          = first;
+    b.index          = index;
+    for (int k = 0; k < l->data->extra_count; k++) b.extra[k] = l->extra[slot][k];
     l->batch[slot] = b;
     bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* a virtual clock is not for this thread */
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
@@ -14765,8 +15184,12 @@ HPMLI_FN void hpmli_loader_destroy(void *object)
     for (int i = 0; i < 2; i++) {
         hpmli_free(l->ctx, l->x[i]);
         hpmli_free(l->ctx, l->y[i]);
+        for (int k = 0; k < HPML_MAX_EXTRA; k++) hpmli_free(l->ctx, l->extra[i][k]);
     }
     hpmli_free(l->ctx, l->image);
+    hpmli_free(l->ctx, l->numbers);
+    hpmli_free(l->ctx, l->image_numbers);
+    hpmli_free(l->ctx, l->raw);
 }
 
 HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
@@ -14802,7 +15225,9 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
 {
     hpml_loader_desc d;
     if (hpmli_failed(ctx) || !data) return NULL;
-    if (!HPMLI_COPY_DESC(ctx, "loader", d, desc) || !hpmli_loader_check(ctx, data, &d)) return NULL;
+    if (!HPMLI_COPY_DESC(ctx, "loader", d, desc) || !hpmli_dataset_check(ctx, data) ||
+        !hpmli_loader_check(ctx, data, &d))
+        return NULL;
     hpml_loader *l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_destroy);
     if (!l) return NULL;
     l->ctx  = ctx;
@@ -14817,6 +15242,14 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
         l->x[i] = (float *)hpmli_alloc_array(ctx, l->size, (size_t)d.batch * sizeof(float));
         l->y[i] = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);
+        for (int k = 0; k < data->extra_count; k++)
+            l->extra[i][k] = (char *)hpmli_alloc_array(ctx, data->extra[k].size, (size_t)d.batch * 4);
+    }
+    if (data->fill && ctx->status == HPML_OK) {
+        l->numbers       = hpmli_new(ctx, int64_t, d.batch);
+        l->image_numbers = hpmli_new(ctx, int64_t, d.batch);
+        if (data->x_dtype == HPML_DTYPE_U8 || hpmli_loader_augments(l))
+            l->raw = (char *)hpmli_alloc_array(ctx, l->stored_size, (size_t)d.batch * hpml_dtype_size(data->x_dtype));
     }
     if (ctx->status == HPML_OK) return l;
     hpml_loader_free(l);
@@ -14848,12 +15281,104 @@ HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
         hpmli_load_batch(l);
         l->made++;
     }
-    *out = l->batch[l->taken++ % 2];
+    const int64_t taken = l->taken++;
+    *out     = l->batch[taken % 2];
     l->ended = l->taken % l->steps == 0;
-    return true;
+    if (l->status[taken % 2] == HPML_OK) return true;
+    return hpmli_false(l->ctx, l->status[taken % 2], "loader: the function that fills samples failed in batch %lld of "
+                       "epoch %lld: %s", (long long)out->index, (long long)(taken / l->steps),
+                       hpml_status_string(l->status[taken % 2]));
 }
 
 HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>statistics   mean and deviation of data, and their use inside a model
+// ---------------------------------------------------------------------------------------------------------------------
+/* Sums over all samples of one number, in double, of differences from the first sample, so that no digits are lost. */
+typedef struct hpmli_moments { double first, sum, square, n; } hpmli_moments;
+
+HPML_API int64_t hpml_dataset_stats(hpml_dataset *d, hpml_stats of, float *mean, float *deviation)
+{
+    hpml_loader_desc ld = HPMLI_ZEROED;
+    hpml_batch       b;
+    if (!d || hpmli_failed(d->ctx) || !hpmli_dataset_check(d->ctx, d)) return 0;
+    const bool    is_y = of == HPML_STATS_TARGETS;
+    const int64_t size = is_y ? d->y_size : hpmli_sample_floats(d);
+    const bool    fits = is_y ? hpmli_has_y(d) && d->y_dtype == HPML_DTYPE_F32 : d->x_dtype != HPML_DTYPE_I32;
+    if ((int)of < 0 || of > HPML_STATS_TARGETS || !fits || (mean == NULL) != (deviation == NULL) ||
+        (of == HPML_STATS_CHANNELS && d->x_ndim < 2)) {
+        hpmli_fail(d->ctx, HPML_ERR_ARGUMENT, "dataset stats: expected numbers of f32 or u8 in x (in y: f32), for "
+                   "CHANNELS samples of 2 dimensions or more, and two arrays or none");
+        return 0;
+    }
+    const int64_t each = of == HPML_STATS_CHANNELS ? size / d->x_shape[0] : 1, n = size / each;
+    if (!mean) return n;
+    ld.batch       = (int32_t)hpmli_min(d->count, 64);
+    ld.in_order    = true;
+    ld.no_prefetch = true;
+    hpmli_moments *m = hpmli_new(d->ctx, hpmli_moments, n);
+    hpml_loader   *l = m ? hpml_loader_create(d->ctx, d, &ld) : NULL;
+    while (l && hpml_loader_next(l, &b))
+        for (int64_t i = 0; i < b.samples * size; i++) {
+            hpmli_moments *at = &m[i % size / each];
+            const double   v  = (double)((const float *)(is_y ? b.y : b.x))[i];
+            if (at->n == 0) at->first = v;
+            at->sum += v - at->first;
+            at->square += (v - at->first) * (v - at->first);
+            at->n++;
+        }
+    for (int64_t i = 0; i < n && l; i++) {
+        const double average = m[i].sum / m[i].n, square = m[i].square / m[i].n - average * average;
+        mean[i]      = (float)(m[i].first + average);
+        deviation[i] = square > 0 ? (float)sqrt(square) : 1.0f;
+    }
+    hpml_loader_free(l);
+    hpmli_free(d->ctx, m);
+    return d->ctx->status == HPML_OK ? n : 0;
+}
+
+/* Creates the buffer "<layer>.<suffix>" with `count` values that fit the columns of x or, for images, the channels. */
+HPMLI_FN hpml_tensor *hpmli_statistic(hpml_tensor *x, int64_t count, const float *values, const char *layer,
+                                      const char *suffix)
+{
+    hpml_param_desc d = HPMLI_ZEROED;
+    char            name[HPMLI_NAME];
+    const bool      image = x->ndim == 4 && x->layout == HPML_NCHW;
+    const int64_t   there = x->shape[image ? 1 : x->ndim - 1];
+    if (!values || count != there || x->ndim < 2)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "standardize \"%s\": %lld values of %s for %s, expected %lld%s",
+                          layer, (long long)count, suffix, hpmli_describe(x), (long long)there,
+                          values ? "" : " and an array");
+    snprintf(name, sizeof name, "%s.%s", layer, suffix);
+    d.name     = name;
+    d.ndim     = image ? 3 : 1;
+    d.shape[0] = count;
+    d.shape[1] = d.shape[2] = 1;
+    d.buffer   = true;
+    d.values   = values;
+    return hpml_param_create(x->ctx, &d);
+}
+
+HPML_API hpml_tensor *hpml_standardize(hpml_tensor *x, int64_t count, const float *mean, const float *deviation,
+                                       const char *name)
+{
+    if (!hpmli_recordable(1, &x)) return NULL;
+    name = hpmli_layer_name(x->ctx, name, "standardize");
+    hpml_tensor *m = name ? hpmli_statistic(x, count, mean, name, "mean") : NULL;
+    hpml_tensor *s = m ? hpmli_statistic(x, count, deviation, name, "deviation") : NULL;
+    return s ? hpml_div(hpml_sub(x, m), s) : NULL;
+}
+
+HPML_API hpml_tensor *hpml_unstandardize(hpml_tensor *x, int64_t count, const float *mean, const float *deviation,
+                                         const char *name)
+{
+    if (!hpmli_recordable(1, &x)) return NULL;
+    name = hpmli_layer_name(x->ctx, name, "unstandardize");
+    hpml_tensor *m = name ? hpmli_statistic(x, count, mean, name, "mean") : NULL;
+    hpml_tensor *s = m ? hpmli_statistic(x, count, deviation, name, "deviation") : NULL;
+    return s ? hpml_add(hpml_mul(x, s), m) : NULL;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>safetensors   safetensors files
@@ -15047,7 +15572,6 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
 {
     return hpmli_safe_open(ctx, path, true);
 }
-
 HPML_API int hpml_safetensors_count(const hpml_safetensors *f) { return f ? f->count : 0; }
 HPML_API bool hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out)
 {
@@ -15079,9 +15603,8 @@ HPMLI_FN void hpmli_write_escaped(hpmli_writer *w, const char *s)
     char code[8];
     for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
         n = hpmli_utf8(s, left);
-        bool quoted = *s == '"' || *s == '\\';
-        bool plain  = n > 0 && (unsigned char)*s >= 32;
-        if (plain && quoted) hpmli_write(w, "\\", 1);
+        bool plain = n > 0 && (unsigned char)*s >= 32;
+        if (plain && (*s == '"' || *s == '\\')) hpmli_write(w, "\\", 1);
         if (plain) hpmli_write(w, s, n);
         else hpmli_write(w, code, (size_t)snprintf(code, sizeof code, "\\u%04x", n > 0 ? (unsigned)*s : 0xfffdu));
         if (n == 0) n = 1;

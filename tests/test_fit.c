@@ -223,8 +223,8 @@ static hpml_metrics metrics_of(hpml_loss loss, const float *y, const float *targ
     const float      identity[WIDE * WIDE] = { 1, 0, 0, 0, 1, 0, 0, 0, 1 };
     const int64_t    shape[1] = { WIDE };
     hpml_metrics     m = { 0 };
-    hpml_trainer    *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = hpml_linear(x, WIDE, &one),
-                                                                        .loss = loss });
+    hpml_tensor     *out = hpml_linear(x, WIDE, &one);
+    hpml_trainer    *t   = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = out, .loss = loss });
     hpml_tensor_set(hpml_param_find(ctx, "one.weight"), identity, WIDE * WIDE);
     hpml_dataset *d = hpml_dataset_create(ctx, ROWS, HPML_DTYPE_F32, 1, shape, y, HPML_DTYPE_F32, WIDE, target);
     hpml_trainer_evaluate(t, d, &m);
@@ -348,4 +348,258 @@ TEST(ranks_with_a_codec_and_asynchronous_ranks_validate)
     a.plan.strategy = HPML_STRATEGY_PS;
     a.plan.servers  = 1;
     ENSURE(launch(&a) && a.count[0] == 2 && a.rows[0][1].val_loss == a.rows[1][1].val_loss);
+}
+
+/* Data of a function: number i gives x = (i, i^2) / 100, a mask and a second target; labels are i % 2. */
+typedef struct source { int64_t calls, wrong, fail_at; uint64_t numbers; bool floats; } source;
+static hpml_status make(void *user, int64_t epoch, const int64_t *numbers, int64_t count, void *const *arrays)
+{
+    source *s = (source *)user;
+    s->calls++;
+    if (s->fail_at && s->calls >= s->fail_at) return HPML_ERR_READ;
+    for (int64_t i = 0; i < count; i++) {
+        const float v = (float)numbers[i];
+        ((float *)arrays[0])[2 * i]     = v / 100;
+        ((float *)arrays[0])[2 * i + 1] = v * v / 100;
+        ((int32_t *)arrays[1])[i]       = (int32_t)numbers[i] % 2;
+        ((float *)arrays[2])[i]         = v;
+        s->numbers += (uint64_t)(numbers[i] * (epoch + 1));
+    }
+    return HPML_OK;
+}
+
+/* The same data in arrays of the program, which are not copied. */
+enum { MADE = 60 };
+static float   made_x[MADE][2], made_extra[MADE];
+static int32_t made_y[MADE];
+static hpml_dataset made(hpml_ctx *ctx, source *s)
+{
+    hpml_dataset d = { .ctx = ctx, .count = MADE, .x_dtype = HPML_DTYPE_F32, .x_ndim = 1, .x_shape = { 2 },
+                       .y_dtype = HPML_DTYPE_I32, .y_size = 1, .extra_count = 1,
+                       .extra = { { HPML_DTYPE_F32, 1, NULL } } };
+    for (int i = 0; i < MADE; i++) {
+        made_x[i][0] = (float)i / 100, made_x[i][1] = (float)(i * i) / 100;
+        made_y[i]     = i % 2;
+        made_extra[i] = (float)i;
+    }
+    d.fill = s ? make : NULL, d.fill_user = s;
+    if (!s) d.x = made_x, d.y = made_y, d.extra[0].data = made_extra;
+    return d;
+}
+
+/* A model with two inputs: the class depends on x, and on the further input times a parameter. */
+static hpml_trainer *two_inputs(hpml_ctx *ctx, int64_t batch)
+{
+    hpml_tensor *x = hpml_input_2d(ctx, batch, 2), *m = hpml_input_2d(ctx, batch, 1);
+    hpml_tensor *h = hpml_concat((hpml_tensor *[]){ x, hpml_scale(m, 0.01f, 0) }, 2, 1);
+    return hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = hpml_linear(h, 2, NULL), .lr = 0.1f,
+                                                          .extra = &m, .extra_count = 1 });
+}
+
+TEST(data_of_a_function_and_of_own_arrays)
+{
+    hpml_ctx    *ctx[2];
+    uint64_t     hash[2];
+    float        out[2][MADE * 2];
+    hpml_metrics m[2];
+    for (int k = 0; k < 2; k++) {
+        source s = { 0 };
+        ctx[k]   = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1, .seed = 4 });
+        hpml_trainer *t = two_inputs(ctx[k], 8);
+        hpml_dataset  d = made(ctx[k], k == 0 ? &s : NULL), *a, *b;
+        size_t before = hpml_ctx_bytes(ctx[k]);
+        ENSURE(hpml_trainer_fit(t, &d, &(hpml_fit_desc){ .epochs = 3 }) == HPML_OK);
+        ENSURE(hpml_ctx_bytes(ctx[k]) == before);
+        ENSURE(k > 0 || (s.calls >= 24 && s.numbers >= 59 * 30 * (1 + 2 + 3)));
+        ENSURE(hpml_dataset_split(&d, 0.75, 7, &a, &b) == HPML_OK && a->count == 45 && b->count == 15);
+        ENSURE(hpml_trainer_fit(t, hpml_dataset_slice(a, 5, 30), NULL) == HPML_OK);
+        ENSURE(hpml_trainer_fit(t, hpml_dataset_slice(&d, 7, 21), NULL) == HPML_OK);
+        m[k].confusion = NULL;
+        ENSURE(hpml_trainer_evaluate(t, b, &m[k]) == HPML_OK && m[k].samples == 15);
+        ENSURE(hpml_trainer_predict_data(t, &d, out[k]) == HPML_OK);
+        hash[k] = hpml_param_hash(ctx[k]);
+    }
+    ENSURE(hash[0] == hash[1] && m[0].loss == m[1].loss && memcmp(out[0], out[1], sizeof out[0]) == 0);
+    for (int k = 0; k < 2; k++) hpml_ctx_free(ctx[k]);
+}
+
+TEST(a_function_that_fails_and_wrong_data)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+    source        s   = { .fail_at = 3 };
+    hpml_trainer *t   = two_inputs(ctx, 8);
+    hpml_dataset  d   = made(ctx, &s);
+    ENSURE_ERROR(ctx, hpml_trainer_fit(t, &d, NULL), HPML_ERR_READ, "failed in batch 2 of epoch 0");
+    d.extra_count = 0;
+    ENSURE_ERROR(ctx, hpml_trainer_fit(t, &d, NULL), HPML_ERR_SHAPE, "have 0 arrays besides x and y");
+    d = made(ctx, NULL);
+    d.extra[0].size = 2;
+    ENSURE_ERROR(ctx, hpml_trainer_fit(t, &d, NULL), HPML_ERR_SHAPE, "has 2 numbers of f32");
+    d = made(ctx, NULL);
+    d.x_shape[0] = 0;
+    ENSURE_ERROR(ctx, hpml_trainer_fit(t, &d, NULL), HPML_ERR_ARGUMENT, "sizes in x_shape");
+    d = made(ctx, NULL);
+    d.x = NULL;
+    ENSURE_ERROR(ctx, hpml_trainer_fit(t, &d, NULL), HPML_ERR_ARGUMENT, "needs a count, and x or fill");
+    hpml_dataset *a, *b;
+    ENSURE_ERROR(ctx, hpml_dataset_split(&d, 1.5, 0, &a, &b), HPML_ERR_ARGUMENT, "1.5 of 60");
+    hpml_tensor *y = hpml_linear(hpml_input_2d(ctx, 4, 2), 2, NULL);
+    ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = y, .output = y, .extra = &y,
+                                                                      .extra_count = 1 }),
+                 HPML_ERR_ARGUMENT, ".extra");
+    hpml_ctx_free(ctx);
+}
+
+TEST(a_split_is_a_partition)
+{
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+    hpml_dataset  d   = made(ctx, NULL), *part[3], *rest;
+    bool          seen_before[MADE] = { 0 };
+    hpml_batch    batch;
+    int           total = 0, moved = 0;
+    ENSURE(hpml_dataset_split(&d, 0.5, 1, &part[0], &rest) == HPML_OK &&
+           hpml_dataset_split(rest, 0.3, 2, &part[1], &part[2]) == HPML_OK && part[1]->count == 9);
+    for (int k = 0; k < 3; k++) {
+        hpml_loader *l = hpml_loader_create(ctx, part[k], &(hpml_loader_desc){ .batch = 7, .in_order = true });
+        while (hpml_loader_next(l, &batch))
+            for (int64_t i = 0; i < batch.samples; i++, total++) {
+                int number = (int)((const float *)batch.extra[0])[i];
+                ENSURE(!seen_before[number] && ((const int32_t *)batch.y)[i] == number % 2 &&
+                       ((const float *)batch.x)[2 * i] == made_x[number][0]);
+                seen_before[number] = true;
+                moved += number != total;
+            }
+        hpml_loader_free(l);
+    }
+    ENSURE(total == MADE && moved > MADE / 2);
+    hpml_ctx_free(ctx);
+}
+
+static hpml_status train_made(hpml_comm *c, void *user)
+{
+    source        s = { 0 };
+    hpml_dataset  d = made(hpml_comm_ctx(c), &s);
+    hpml_trainer *t = two_inputs(hpml_comm_ctx(c), 8);
+    if (hpml_comm_size(c) > 1) hpml_distribute(t, c, &(hpml_plan){ .global_batch = 8 });
+    hpml_trainer_fit(t, &d, &(hpml_fit_desc){ .epochs = 2 });
+    if (hpml_comm_rank(c) == 0) hpml_tensor_get(hpml_param_find(hpml_comm_ctx(c), "linear0.weight"), (float *)user, 6);
+    return hpml_ctx_status(hpml_comm_ctx(c));
+}
+
+TEST(ranks_take_their_shares_of_a_functions_samples)
+{
+    float w[2][6];
+    for (int k = 0; k < 2; k++)
+        ENSURE(hpml_launch(&(hpml_launch_desc){ .ranks = k ? 3 : 1, .ctx = { .threads = 1, .seed = 2 } }, train_made,
+                           w[k], NULL, 0) == HPML_OK);
+    for (int i = 0; i < 6; i++) ENSURE_NEAR(w[1][i], w[0][i], 1e-5);
+}
+
+TEST(columns_are_standardized_inside_the_model)
+{
+    enum { N = 500 };
+    static float  x[N][3], y[N];
+    double        mean[3] = { 0 }, square[3] = { 0 };
+    float         m[3], s[3], my[1], sy[1], out[N];
+    const int64_t shape[1] = { 3 };
+    hpml_rng      r = { .seed = 8 };
+    for (int i = 0; i < N; i++) {
+        x[i][0] = 1e4f + 3 * hpml_rng_normal(&r), x[i][1] = 0.01f * hpml_rng_normal(&r), x[i][2] = 7;
+        y[i]    = 1e5f + 2000 * (x[i][0] - 1e4f) - 3e5f * x[i][1];
+        for (int k = 0; k < 3; k++) mean[k] += (double)x[i][k] / N;
+    }
+    for (int i = 0; i < N; i++)
+        for (int k = 0; k < 3; k++) square[k] += pow((double)x[i][k] - mean[k], 2) / N;
+    hpml_ctx     *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 }), *other = hpml_ctx_create(NULL);
+    hpml_dataset *d = hpml_dataset_create(ctx, N, HPML_DTYPE_F32, 1, shape, x, HPML_DTYPE_F32, 1, y);
+    ENSURE(hpml_dataset_stats(d, HPML_STATS_COLUMNS, NULL, NULL) == 3);
+    ENSURE(hpml_dataset_stats(d, HPML_STATS_COLUMNS, m, s) == 3);
+    ENSURE(hpml_dataset_stats(d, HPML_STATS_TARGETS, my, sy) == 1);
+    for (int k = 0; k < 3; k++) ENSURE_NEAR(m[k], mean[k], 1e-6 * fabs(mean[k]) + 1e-9);
+    for (int k = 0; k < 2; k++) ENSURE_NEAR(s[k], sqrt(square[k]), 1e-5 * sqrt(square[k]));
+    ENSURE(s[2] == 1);
+    hpml_tensor  *in = hpml_input_2d(ctx, 20, 3), *h = hpml_standardize(in, 3, m, s, "columns");
+    hpml_tensor  *z  = hpml_unstandardize(hpml_linear(h, 1, NULL), 1, my, sy, NULL), *t = hpml_input_2d(ctx, 20, 1);
+    hpml_tensor  *loss = hpml_scale(hpml_mse(z, t), 1 / (sy[0] * sy[0]), 0);
+    hpml_trainer_desc td = { .input = in, .output = z, .target = t, .lr = 0.2f, .loss_tensor = loss };
+    hpml_trainer     *tr = hpml_trainer_create(ctx, &td);
+    ENSURE(hpml_trainer_fit(tr, d, &(hpml_fit_desc){ .epochs = 8 }) == HPML_OK);
+    char            path[160];
+    hpml_model_desc md = { .outputs = &z, .output_count = 1 };
+    ENSURE(hpml_model_save(ctx, named(path, "columns"), &md) == HPML_OK);
+    hpml_model *model = hpml_model_load(other, path, 0);
+    ENSURE(model && hpml_model_predict(model, x, N, out) == HPML_OK);
+    for (int i = 0; i < N; i++) ENSURE_NEAR(out[i], y[i], 30);
+    ENSURE_ERROR(ctx, !hpml_standardize(in, 2, m, s, NULL), HPML_ERR_SHAPE, "expected 3");
+    hpml_ctx_free(ctx);
+    hpml_ctx_free(other);
+}
+
+TEST(class_weights_against_double_precision)
+{
+    enum { ROWS_ = 6, C = 3 };
+    const float   weights[C] = { 0.5f, 2, 0 };
+    const float   x[ROWS_ * C] = { 1, 2, 3, -1, 0, 2, 4, 4, 1, 0, 0, 0, -3, 1, 2, 1, 1, 5 };
+    const int32_t labels[ROWS_] = { 0, 1, 2, HPML_IGNORE, 1, 2 };
+    double        loss = 0, sum = 0;
+    for (int i = 0; i < ROWS_; i++) {
+        double e = 0;
+        for (int c = 0; c < C; c++) e += exp((double)x[i * C + c]);
+        if (labels[i] == HPML_IGNORE) continue;
+        loss += (double)weights[labels[i]] * (log(e) - (double)x[i * C + labels[i]]);
+        sum += (double)weights[labels[i]];
+    }
+    const float      identity[C * C] = { 1, 0, 0, 0, 1, 0, 0, 0, 1 };
+    hpml_ctx        *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+    hpml_tensor     *in  = hpml_input_2d(ctx, ROWS_, C);
+    hpml_tensor     *y   = hpml_linear(in, C, &(hpml_linear_desc){ .name = "w" });
+    hpml_trainer_desc d  = { .input = in, .output = y, .class_weights = weights };
+    hpml_trainer    *t   = hpml_trainer_create(ctx, &d);
+    hpml_step_info   info;
+    hpml_tensor_set(hpml_param_find(ctx, "w.weight"), identity, C * C);
+    ENSURE(hpml_trainer_step(t, x, labels, ROWS_, &info) == HPML_OK);
+    ENSURE_NEAR(info.loss, loss / sum, 1e-6);
+    ENSURE_NEAR(info.accuracy, 1 / 5.0, 1e-6);
+    double wrong = hpml_check_grad(hpml_trainer_graph(t), 0, 9);
+    ENSURE(wrong >= 0 && wrong < 1e-3);
+    const float negative[C] = { 1, -1, 1 };
+    d.class_weights = negative;
+    ENSURE_ERROR(ctx, !hpml_trainer_create(ctx, &d), HPML_ERR_ARGUMENT, ".class_weights: expected 3 numbers");
+    hpml_ctx_free(ctx);
+}
+
+TEST(a_log_has_a_line_for_each_step_and_epoch)
+{
+    char          path[160], line[512];
+    int           steps = 0, epochs = 0;
+    learner       l = learner_create();
+    hpml_fit_desc d = { .epochs = 2, .log = named(path, "log.jsonl"), .validation = l.validation };
+    ENSURE(hpml_trainer_fit(l.t, l.data, &d) == HPML_OK);
+    FILE *f = fopen(path, "r");
+    while (f && fgets(line, sizeof line, f)) {
+        ENSURE(line[0] == '{' && strstr(line, "}\n"));
+        steps += strstr(line, "{\"step\":") && strstr(line, "\"loss\":") && strstr(line, "\"lr\":0.0");
+        epochs += strstr(line, "{\"epoch_end\":") && strstr(line, "\"val_loss\":") && strstr(line, "\"epoch_loss\":");
+    }
+    if (f) fclose(f);
+    ENSURE(steps == 12 && epochs == 2);
+    d.log = "build/none/log";
+    ENSURE_ERROR(l.ctx, hpml_trainer_fit(l.t, l.data, &d), HPML_ERR_OPEN, "cannot append");
+    hpml_ctx_free(l.ctx);
+}
+
+TEST(progress_fits_the_columns)
+{
+    char           text[128];
+    hpml_step_info i = { .epoch = 1, .epoch_step = 18, .epoch_steps = 188, .loss = 0.25f, .accuracy = 0.5f,
+                         .seconds = 10, .samples_per_second = 1234 };
+    ENSURE(strcmp(hpml_progress_text(&i, 3, 79, text, sizeof text),
+                  "epoch 2/3  step 18/188  loss 0.25  accuracy 50.00 %  1234/s  17 s left") == 0);
+    for (int columns = 0; columns < 100; columns++) {
+        ENSURE((int)strlen(hpml_progress_text(&i, 3, columns, text, sizeof text)) <= columns);
+        ENSURE(strncmp("epoch 2/3  step 18/188", text, columns < 22 ? (size_t)(columns >= 9 ? 9 : 0) : 22) == 0);
+    }
+    i.accuracy = -1;
+    ENSURE(!strstr(hpml_progress_text(&i, 3, 79, text, sizeof text), "accuracy"));
+    ENSURE(strlen(hpml_progress_text(&i, 3, 79, text, 12)) < 12);
 }
