@@ -166,7 +166,8 @@
 // PART V    TRAINING: optimizers, steps, gradients packed for the wire
 //     optimizers   the table of optimizers, the driver of their steps, schedules
 //     codec   gradients packed for the wire
-//     trainer   the trainer: settings, creation, a batch in its inputs
+//     trainer   the trainer: what it has, its settings
+//     trainer-create   the loss of a trainer, checks, creation, a batch in its inputs
 //     keep   the memory of a trainer: what this rank keeps, taken when it is needed
 //     hooks   hooks of a trainer, and its arrays of values, gradients and states
 //     nonfinite   a step's scalars; the names of layers whose numbers are not finite
@@ -174,7 +175,9 @@
 //     step   one step: its norm, its loss scale
 //     half-steps   the passes of a step: whole, or in halves for a hook
 //     update   the steps of parameters, micro-batches, a whole step
-//     fit   passes over data, evaluation, prediction
+//     epochs   what fit does between steps: validation, the best weights, checkpoints, when to stop
+//     fit   passes over data
+//     evaluate   evaluation, prediction
 // PART VI   DATA AND FILES: datasets, batches, safetensors, checkpoints, the timeline
 //     files   reading files, writing files that appear whole
 //     json   UTF-8, decimal numbers, JSON
@@ -182,9 +185,15 @@
 //     csv   numbers and text as data: CSV, characters
 //     npy   numpy arrays and packed records
 //     loader   batches: shuffled, sharded, augmented, made ahead
+//     statistics   mean and deviation of data, and their use inside a model
 //     safetensors   safetensors files
 //     collect   arrays of whole parameters from the parts that ranks have, and back
-//     checkpoint   parameters and whole trainings in safetensors files
+//     params-file   parameters and other arrays in safetensors files
+//     checkpoint   whole trainings in safetensors files
+//     model   a model as a file: its structure beside its parameters
+//     model-save   the structure of a model as text
+//     model-load   recording a model from its file
+//     model-run   loading a model, and one call to predict
 //     trace   the timeline; where the time goes, and what a model is
 // PART VII  KERNELS: one text, compiled once for each instruction set
 //     passes   the header includes itself, once for each instruction set
@@ -433,7 +442,8 @@ typedef enum hpml_init {
     HPML_INIT_ONES            = 8
 } hpml_init;
 
-/* The properties of a parameter. You may change `frozen`, `no_decay` and `lr_scale` before or between training steps.
+/* The properties of a parameter. You may change `frozen`, `no_decay`, `lr_scale` and `decay_scale` before or
+   between training steps.
    A parameter may be this rank's part of a whole: dimension split_dim of the whole consists of `sections` equal
    sections (3 for queries, keys and values), each cut into as many blocks as the group of `axis` has ranks; the part
    has the rank's block of each section. Initial values, their scale, names and the contents of files are those of the
@@ -446,6 +456,7 @@ typedef struct hpml_param {
     bool      frozen;     /* not updated; if set when a graph is planned, it has no gradient in that graph */
     bool      no_decay;   /* excluded from weight decay; set for biases and the parameters of norms */
     float     lr_scale;   /* multiplies the learning rate; 1 at first */
+    float     decay_scale; /* multiplies the weight decay; 1 at first */
     hpml_axis axis;       /* axis over whose ranks the whole is split; DATA: the parameter is whole */
     int32_t   split_dim, sections; /* the dimension that is split; number of its sections, 1 or more */
     int32_t   stage;      /* the rank of the PIPE axis that has the parameter; -1: all of them */
@@ -546,7 +557,8 @@ HPML_API int64_t     hpml_isamax(hpml_ctx *ctx, int64_t n, const float *x, int64
 /* Records a model. Each call checks the shapes of its sources, adds a node to the context and returns the tensor of the
    result; tensor memory is allocated later. A call that fails returns NULL and leaves the error on the context; a call
    with a NULL source returns NULL and does nothing, so a model is written without a check on each line. `name` (copied)
-   names the layer: "fc1" gives the parameters "fc1.weight" and "fc1.bias"; NULL gives "linear3" and so on.
+   names the layer: "fc1" gives the parameters "fc1.weight" and "fc1.bias"; NULL gives "linear3", the fourth of the
+   linear layers, named or not, and so on.
    Shapes: B batch, T time, C channels or features, H x W image; (..) any leading dimensions.
    hpml_input creates an input, to which each step writes a batch. Its dimension 0 is the batch, of the same size in all
    inputs of a graph; a tensor without a batch dimension comes from hpml_tensor_create. Ops pass the batch dimension on,
@@ -565,11 +577,27 @@ typedef struct hpml_param_desc {
     hpml_init   init;       /* DEFAULT: KAIMING_UNIFORM */
     float       init_scale; /* scale of the inits NORMAL and UNIFORM */
     bool        buffer, frozen, no_decay; /* see hpml_param */
+    const float *values;    /* first values instead of `init`, of the whole parameter, copied; NULL: by init */
     hpml_axis   axis;       /* not DATA: this rank has a part, see hpml_param; `shape` is that of the whole */
     int32_t     split_dim, sections; /* sections 0: 1 */
     uint32_t    _end;
 } hpml_param_desc;
 HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *desc); /* creates a parameter */
+/* on: from now on, a layer whose parameters would have the names of existing ones uses those, which must have the same
+   shapes: record a layer twice with the same name and it has the same weights, biases and statistics in both places
+   (siamese networks, recurrent cells, weights tied over iterations). off: a name that exists is an error. */
+HPML_API void         hpml_share(hpml_ctx *ctx, bool on);
+/* Sets properties of all parameters whose name matches `pattern`, in which a star stands for any text, as in "*.bias"
+   or "encoder.*". Fields that are 0 leave a property as it is; HPML_ZERO in lr_scale or decay_scale sets 0. Returns how
+   many parameters match; none is an error. freeze before a trainer is created saves the memory of gradients. */
+typedef struct hpml_param_group {
+    uint32_t _begin;
+    float    lr_scale;      /* multiplies the learning rate */
+    float    decay_scale;   /* multiplies the weight decay */
+    bool     freeze, unfreeze;
+    uint32_t _end;
+} hpml_param_group;
+HPML_API int          hpml_params_group(hpml_ctx *ctx, const char *pattern, const hpml_param_group *desc);
 HPML_API int          hpml_param_count(const hpml_ctx *ctx);
 HPML_API hpml_tensor *hpml_param_at(const hpml_ctx *ctx, int index);            /* number `index` recorded, or NULL */
 HPML_API hpml_tensor *hpml_param_find(const hpml_ctx *ctx, const char *name);   /* NULL: no such parameter; O(1) */
@@ -1257,6 +1285,8 @@ typedef enum hpml_lr_rule {
 } hpml_lr_rule;
 HPML_API float hpml_lr_scale(hpml_lr_rule rule, float lr, double factor);
 
+#define HPML_MAX_EXTRA 8 /* most further arrays of a sample, besides x and y */
+
 /* What is trained, and how. Numbers must be finite and not negative; the error names a field that is out of range. */
 typedef struct hpml_trainer_desc {
     uint32_t      _begin;
@@ -1266,6 +1296,11 @@ typedef struct hpml_trainer_desc {
     hpml_loss     loss;            /* the loss that the trainer records, from output and a target input that it adds */
     hpml_tensor  *loss_tensor;     /* not NULL: your own scalar instead of `loss`; `target` is then required */
     hpml_tensor  *target;          /* with loss_tensor: the input that receives y; no targets: as .input, y = x */
+    hpml_tensor *const *extra;     /* (extra_count) further inputs, such as masks and second targets, which receive the
+                                      arrays `extra` of data sets, in this order */
+    int32_t       extra_count;     /* 0 to HPML_MAX_EXTRA */
+    const float  *class_weights;   /* CROSS_ENTROPY: a weight for each class, copied; the loss is the sum of w[label]
+                                      -log softmax(y)[label] / the sum of w[label], over a batch; NULL: all weigh 1 */
     float         label_smoothing; /* CROSS_ENTROPY: 0 to 1 */
     float         huber_delta;     /* HUBER: difference from which on the loss is linear; 0: l1 loss */
     hpml_opt      optimizer;
@@ -1348,13 +1383,42 @@ typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* returns not
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info);
 
+/* The same with a batch of a loader: x, y, the further inputs of hpml_trainer_desc.extra, and the samples. */
+struct hpml_batch;
+HPML_API hpml_status hpml_trainer_step_batch(hpml_trainer *t, const struct hpml_batch *batch, hpml_step_info *info);
+
+/* Writes progress of fit as a line, such as "epoch 1/3  step 18/188  loss 0.1212  accuracy 95.65 %  14356/s  2 s left",
+   to buffer, with at most `columns` characters, by leaving out its last parts. epochs: of this fit. Returns buffer. */
+HPML_API const char *hpml_progress_text(const hpml_step_info *info, int epochs, int columns, char *buffer, size_t size);
+
 typedef struct hpml_metrics {
     double   loss;      /* mean over the samples */
-    double   accuracy;  /* 0 to 1; -1 if the loss is not CROSS_ENTROPY */
+    double   accuracy;  /* 0 to 1; with BCE the part of all outputs on the side of 0 where the target is of 1/2; -1 if
+                           the loss is neither CROSS_ENTROPY nor BCE */
     int64_t  samples;
     int64_t *confusion; /* in: NULL, or (classes, classes) counts to add to; row: label, column: prediction */
     double   seconds;
+    double   mae, rmse; /* MSE, HUBER: mean of |output - target|, root of the mean of its square; -1 for other losses */
+    double   r2;        /* MSE, HUBER: 1 - (sum of squared errors) / (sum of squared distances of the targets from their
+                           mean); 0 for other losses and for targets that are all equal */
+    double   precision; /* BCE: of the outputs above 0, the part whose target is above 1/2; of the targets above 1/2, */
+    double   recall;    /* the part whose output is above 0; -1 for other losses, and for a part of nothing */
 } hpml_metrics;
+
+/* The results of an epoch, or of the part of an epoch that a call of fit trained on. */
+typedef struct hpml_epoch {
+    int64_t epoch;      /* its number, from 0 */
+    int64_t step;       /* updates of the trainer until its end */
+    int64_t samples;    /* samples trained on */
+    double  loss;       /* mean over these samples, each as of the step that trained on it */
+    double  accuracy;   /* likewise; -1: loss is not CROSS_ENTROPY */
+    float   lr;         /* learning rate of the next update */
+    bool    validated;  /* the fields val_ have values */
+    bool    best;       /* no earlier epoch of this call of fit had as small a val_loss */
+    double  val_loss, val_accuracy; /* of hpml_fit_desc.validation, as in hpml_metrics */
+    double  seconds;    /* seconds since the start of fit */
+} hpml_epoch;
+typedef int hpml_epoch_fn(const hpml_epoch *epoch, void *user); /* returns not 0: fit stops with HPML_ERR_STOPPED */
 
 typedef struct hpml_dataset hpml_dataset;
 typedef struct hpml_loader  hpml_loader;
@@ -1364,13 +1428,39 @@ typedef struct hpml_fit_desc {
     int32_t       epochs;                  /* 0: 1 */
     const struct hpml_loader_desc *loader; /* batch, shuffling, augmentation; NULL: shuffled with the context's seed */
     hpml_step_fn *on_step;                 /* callback after each batch, or NULL */
-    void         *user;                    /* passed to on_step */
+    void         *user;                    /* passed to on_step and on_epoch */
     int64_t       max_steps;               /* most updates of this call; 0: no limit */
+    hpml_epoch_fn *on_epoch;               /* callback after each epoch and its validation, or NULL */
+    hpml_dataset *validation;              /* evaluated after each epoch; NULL: nothing is */
+    int32_t       patience;                /* fit ends after so many epochs in a row without a val_loss that is smaller
+                                              than the smallest one before; 0: it does not. Needs .validation */
+    float         min_delta;               /* a val_loss counts as smaller only if it is smaller by more than this */
+    bool          keep_best;               /* at the end of fit the parameters become those of the epoch with the
+                                              smallest val_loss, of which this call keeps a copy in host memory; the
+                                              optimizer's state stays. Needs .validation; with .checkpoint the epoch's
+                                              checkpoint stays as path.best, which .resume reads, too */
+    const char   *checkpoint;              /* fit saves the training to this path: after checkpoint_steps updates, after
+                                              checkpoint_minutes; if both are 0, after each epoch; and at its end */
+    int64_t       checkpoint_steps;        /* 0: not by updates */
+    double        checkpoint_minutes;      /* 0: not by time */
+    int32_t       checkpoint_keep;         /* files that stay: the path, then path.1, the one before, ...; 0: 1 */
+    bool          resume;                  /* begins by loading the newest of these files, if there is one; then fit
+                                              ends with epoch number `epochs` of the whole training. A program that is
+                                              run again so goes on where it was interrupted */
+    const char   *log;                     /* fit appends a line of JSON to this file for each step and each epoch, on
+                                              the first rank; NULL: none */
+    const volatile int *stop;              /* not NULL: fit ends with HPML_ERR_STOPPED, after saving the checkpoint, if
+                                              *stop is not 0 after a step. A signal handler may set it */
     uint32_t      _end;
 } hpml_fit_desc;
 /* Trains on whole epochs of a data set; continues an earlier fit, or a checkpoint of one, that stopped inside an epoch.
-   d NULL: one epoch. */
+   d NULL: one epoch. Ranks that train together pass the same desc but for the callbacks, divide the validation data
+   among them, and decide alike: on sums over all ranks, on .stop and .checkpoint_minutes in every 16th step and at the
+   end of an epoch. An hpml_epoch's loss and accuracy are of all ranks with .validation, else of this rank's samples. */
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
+/* Copies up to `capacity` epochs to rows, the last ones, and returns how many there are: those that fit with .on_step,
+   .on_epoch, .log or .validation trained on since the trainer was created. */
+HPML_API int         hpml_trainer_history(const hpml_trainer *t, hpml_epoch *rows, int capacity);
 /* Computes loss and accuracy over all samples in evaluation mode; the last batch may be short. In evaluate and predict
    a NaN or infinite loss or output is HPML_ERR_NONFINITE and the error names the sample, except with
    no_finite_check. Where each rank keeps only a part of the parameters' values (hpml_param.shard 3), all ranks must
@@ -1380,6 +1470,9 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
    in a batch. out: (samples, numbers of an output). In evaluate and predict all ranks of a group work together; each
    gets the whole of an output that is split. */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
+
+/* The same for all samples of a data set, with its further inputs; y is not read. */
+HPML_API hpml_status hpml_trainer_predict_data(hpml_trainer *t, hpml_dataset *data, float *out);
 
 /* What a trainer is doing when it calls a hook: the kind of pass, the micro-batch, the step. */
 typedef enum hpml_pass_kind { HPML_PASS_TRAIN = 0, HPML_PASS_FORWARD, HPML_PASS_BACKWARD, HPML_PASS_EVALUATE,
@@ -1424,6 +1517,9 @@ typedef struct hpml_moment {
            .prepare and .layer_ratio, before the step of hpml_trainer_apply, which all ranks then call alike
    join    fills in the array `which` of parameter `param`: on entry `whole` has the part that this rank keeps, in its
            place; on return also the parts of all other ranks, which call it alike
+   agree   adds up n numbers over all ranks between two steps, when all ranks call it alike: for the validation and the
+           decisions of fit
+   file    replaces hpml_checkpoint_save or, if `load`, hpml_checkpoint_load in fit; all ranks call it alike
    next    returns which batch a fit that takes this rank's part of the data computes next, counted over all epochs of
            `batches` batches; below 0: the fit's epoch ends, or an error is on the context. is_last: the epoch is the
            last one of this fit */
@@ -1440,6 +1536,8 @@ typedef struct hpml_hooks {
                         float grad_scale, bool accumulate, float *loss);
     hpml_status (*norms)(void *user, hpml_trainer *t, double *sums, int64_t each);
     hpml_status (*join)(void *user, hpml_trainer *t, int param, int which, float *whole); /* which: an hpml_array */
+    hpml_status (*agree)(void *user, hpml_trainer *t, double *values, int64_t n);
+    hpml_status (*file)(void *user, hpml_trainer *t, const char *path, bool load);
 } hpml_hooks;
 #define HPML_MAX_HOOKS 8 /* sets of hooks of a trainer */
 /* For hooks `need` that fetch parameters ahead of time: returns the op that runs in the same pass after the present one
@@ -1531,8 +1629,23 @@ HPML_API float       hpml_trainer_lr(const hpml_trainer *t);         /* learning
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-data   datasets, readers, the loader
 // ---------------------------------------------------------------------------------------------------------------------
-/* Samples in host memory. The dataset owns its arrays and frees them; a slice (hpml_dataset_slice) uses the arrays of
-   the dataset of which it is a range. */
+/* A function that makes samples: writes samples number numbers[0] .. numbers[count - 1] of the dataset to the arrays,
+   one behind the other: arrays[0] x, arrays[1] y, arrays[2] and so on the arrays `extra`. Which samples a rank needs,
+   and when, follows from seed, epoch and batch as for other data, so shuffling, shards and checkpoints work alike; a
+   stream or generator is a function of the number and, for new samples in each epoch, of the epoch. Called by the
+   loader's thread, for one batch at a time; returns not HPML_OK: fit ends with this status. */
+typedef hpml_status hpml_fill_fn(void *user, int64_t epoch, const int64_t *numbers, int64_t count, void *const *arrays);
+
+typedef struct hpml_extra { /* a further array of samples: a mask, a second input or target */
+    hpml_dtype  dtype;      /* F32 or I32 */
+    int64_t     size;       /* numbers of a sample */
+    const void *data;       /* (count, size); NULL where `fill` makes samples */
+} hpml_extra;
+
+/* Samples in host memory, or made by a function. A dataset that this library creates owns its arrays and frees them; a
+   slice (hpml_dataset_slice) or split uses the arrays of the dataset of which it is a part. A dataset may also be your
+   own struct: zero it, set ctx, count, the description of x and y and their addresses (or fill), and nothing is copied;
+   struct and arrays must stay as they are while loaders, fit and slices use them, and are yours to free. */
 struct hpml_dataset {
     hpml_ctx   *ctx;
     int64_t     count;                  /* samples */
@@ -1544,10 +1657,16 @@ struct hpml_dataset {
     int64_t     y_size;                 /* numbers of y for one sample */
     const void *y;                      /* (count, y_size), NULL: unlabelled */
     int         classes;                /* 1 + largest label; 0 when y is not labels */
-    float       x_scale, x_shift;       /* loaders convert U8 to x * x_scale + x_shift; 1/255, 0 at first; may be set */
+    float       x_scale, x_shift;       /* loaders convert U8 to x * x_scale + x_shift; x_scale 0: 1/255; may be set */
     int32_t     x_crop;                 /* side to which loaders crop images, set by you; 0: none; see hpml_augment */
     int64_t     x_step;                 /* elements of x from one sample to the next; 0: a sample's size; text: 1 */
     int64_t     y_step;                 /* elements of y from one sample to the next; 0: y_size */
+    int         extra_count;            /* 0 to HPML_MAX_EXTRA */
+    hpml_extra  extra[HPML_MAX_EXTRA];
+    hpml_fill_fn *fill;                 /* not NULL: makes the samples; x and y are NULL; y_size 0: unlabelled */
+    void       *fill_user;
+    const int64_t *order;               /* private; sample i is sample order[i] of the arrays; NULL: i */
+    int64_t     first;                  /* private; added to the numbers of `fill` */
     void       *owner;                  /* private */
 };
 
@@ -1575,6 +1694,23 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
                                            const int64_t *x_shape, const void *x, hpml_dtype y_dtype, int64_t y_size,
                                            const void *y);
 HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_t count); /* d must outlive the slice */
+/* Divides a dataset in two at random: round(fraction count) samples in *a, at least 1, all others in *b. `d` must
+   outlive both. */
+HPML_API hpml_status   hpml_dataset_split(hpml_dataset *d, double fraction, uint64_t seed, hpml_dataset **a,
+                                          hpml_dataset **b);
+/* Computes mean and standard deviation over all samples of each number of x (COLUMNS), of each index of x's first
+   dimension, a channel of images (CHANNELS), or of each number of f32 targets y (TARGETS), as loaders deliver them. A
+   deviation of 0 becomes 1. mean, deviation: arrays for the results; both NULL: none. Returns how many numbers they
+   have; 0: an error. */
+typedef enum hpml_stats { HPML_STATS_COLUMNS = 0, HPML_STATS_CHANNELS, HPML_STATS_TARGETS } hpml_stats;
+HPML_API int64_t       hpml_dataset_stats(hpml_dataset *d, hpml_stats of, float *mean, float *deviation);
+/* Records y = (x - mean) / deviation with `count` means and deviations, copied: of the columns of x or, for images (B,
+   C, H, W), of the channels. They become buffers "name.mean" and "name.deviation", which are saved with the model, so
+   that a loaded model takes raw data. hpml_unstandardize: y = x deviation + mean, for outputs. */
+HPML_API hpml_tensor  *hpml_standardize(hpml_tensor *x, int64_t count, const float *mean, const float *deviation,
+                                        const char *name);
+HPML_API hpml_tensor  *hpml_unstandardize(hpml_tensor *x, int64_t count, const float *mean, const float *deviation,
+                                          const char *name);
 HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional: hpml_ctx_free frees datasets, too */
 
 /* Loads and saves numpy's .npy files: f32, f16, i32, u8 in C order. Loading accepts versions 1 to 3 and converts f64 to
@@ -1631,6 +1767,7 @@ typedef struct hpml_batch {
     int64_t     global_samples; /* samples of all ranks: the divisor of a mean */
     int64_t     first;    /* offset of this rank's first sample in the global batch */
     int64_t     index;    /* number of the batch in its epoch, from 0 */
+    const void *extra[HPML_MAX_EXTRA]; /* (samples, size) each */
 } hpml_batch;
 
 /* Creates a loader. Seed and epoch alone give the order of the samples, a random permutation. */
@@ -1678,6 +1815,56 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
    groups. */
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype);
 HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all or none; ignores other tensors */
+
+/* Loads parameters from a file whose names or shapes are another program's. The name in the file of parameter N is N
+   itself or, by the first pair of the map whose `to` is N's pattern, `from`; then behind `prefix`. In `to` and `from` a
+   star stands for any text, the same in both: { "h.*.qkv.weight", "layer.*.attn.weight" }. transpose: the file has the
+   matrix with rows and columns exchanged. A pair with from NULL leaves a parameter as it is. */
+typedef struct hpml_rename {
+    const char *to, *from; /* in the model; in the file */
+    bool        transpose;
+} hpml_rename;
+typedef struct hpml_load_desc {
+    uint32_t           _begin;
+    const char        *prefix;    /* of all names in the file; NULL: none */
+    const hpml_rename *map;       /* (map_count) */
+    int32_t            map_count;
+    bool               skip_missing; /* parameters that the file lacks stay as they are; else they are an error */
+    uint32_t           _end;
+} hpml_load_desc;
+HPML_API hpml_status hpml_params_load_as(hpml_ctx *ctx, const char *path, const hpml_load_desc *desc);
+
+/* A model as one file: a safetensors file (see hpml_params_save) with the parameters on which the outputs depend and,
+   as metadata, the structure of the model with a format version, so that hpml_model_load records the model again. Ops
+   of your own and parts of models on several ranks are refused. Section >>model describes the format. */
+typedef struct hpml_model hpml_model; /* a recorded model and its graph; opaque, freed with the context */
+typedef struct hpml_model_desc {
+    uint32_t            _begin;
+    hpml_tensor *const *outputs;      /* (output_count) required: results of ops, 1 to HPML_MAX_OUTPUTS */
+    int32_t             output_count;
+    hpml_tensor *const *inputs;       /* (input_count) the order of the inputs; those that are not named follow in the
+                                         order in which ops read them */
+    int32_t             input_count;
+    hpml_dtype          dtype;        /* of the values in the file: F32, BF16 or F16 */
+    const hpml_meta    *meta;         /* (meta_count) yours: names of classes, scales; keys without "hpml." in front */
+    int32_t             meta_count;
+    uint32_t            _end;
+} hpml_model_desc;
+HPML_API hpml_status hpml_model_save(hpml_ctx *ctx, const char *path, const hpml_model_desc *desc);
+/* Records the model of a file, with its parameters' names and values. batch: the most samples of a run; 0: as when it
+   was saved. Before the first run you may record further ops, and create a trainer of the model, instead. NULL: an
+   error; then no parameters are added. */
+HPML_API hpml_model  *hpml_model_load(hpml_ctx *ctx, const char *path, int64_t batch);
+/* Computes the output of `samples` samples, of a model with one input and one output. x: host memory in the dtype of
+   the input; there may be more samples than in a batch. out: (samples, numbers of an output). The first call allocates
+   memory for a graph that predicts (hpml_graph_desc), later ones allocate none. */
+HPML_API hpml_status  hpml_model_predict(hpml_model *m, const void *x, int64_t samples, float *out);
+/* The same with an array for each input and for each output; an output without a batch is that of the last batch. */
+HPML_API hpml_status  hpml_model_run(hpml_model *m, const void *const *inputs, int64_t samples, float *const *outputs);
+HPML_API hpml_tensor *hpml_model_input(const hpml_model *m, int index);  /* number `index`, from 0; NULL: no more */
+HPML_API hpml_tensor *hpml_model_output(const hpml_model *m, int index);
+HPML_API const char  *hpml_model_meta(const hpml_model *m, const char *key); /* yours; NULL: none */
+HPML_API hpml_graph  *hpml_model_graph(hpml_model *m); /* the graph that predicts, with its memory; NULL: an error */
 
 /* Saves all that a training needs to continue with the same bits: parameters, optimizer state, states added by
    hpml_trainer_add_state, step, epoch and position in the data, seed. A checkpoint is a safetensors file: parameters by
@@ -2328,6 +2515,7 @@ typedef struct hpmli_trace hpmli_trace; /* see >>trace */
 static void hpmli_trace_step(hpml_ctx *ctx, int64_t step);
 static void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss);
 static void hpmli_names_fill(hpml_ctx *ctx);
+static void hpmli_kinds_forget(hpml_ctx *ctx);
 
 struct hpml_ctx {
     hpml_allocator       allocator;
@@ -2359,7 +2547,9 @@ struct hpml_ctx {
     int                  node_count; /* recorded nodes: the next node's index, used in names and masks */
     int64_t              source_count; /* sources of all recorded nodes together */
     int                  segment, segments; /* the segment to which recorded ops belong, 0: none; number of segments */
-    int                  layout_permutes; /* nodes recorded by hpml_to_layout, which default names do not count */
+    bool                 shares;     /* a layer whose parameter exists uses it, see hpml_share */
+    struct hpmli_kind   *kinds;      /* (kind_count) kinds of layers, for default names */
+    int64_t              kind_count, kind_capacity;
     bool                 deferred;   /* trainers take their memory late, see hpml_ctx_defer */
     int                  group_nodes;    /* nodes that only groups need, which names and masks do not count */
     hpml_group           groups[HPML_AXES]; /* the group of each hpml_axis; size 0: none is set */
@@ -2914,6 +3104,7 @@ HPML_API void hpml_ctx_clear_error(hpml_ctx *ctx)
     ctx->error[0]    = 0;
     ctx->param_count = ctx->param_kept;
     hpmli_names_fill(ctx);
+    hpmli_kinds_forget(ctx);
 }
 HPML_API int         hpml_ctx_threads(const hpml_ctx *ctx)     { return ctx ? ctx->threads : 0; }
 HPML_API const char *hpml_ctx_cpu(const hpml_ctx *ctx)         { return ctx ? ctx->k->name : ""; }
@@ -3108,6 +3299,7 @@ struct hpmli_tensor_state {
     float *kept;      /* of a parameter: the part of its values that this rank keeps; see hpml_trainer_keep */
     bool away;        /* true: a parameter that only ops in other ranks' parts read: it has no memory here */
     bool of_param;    /* true: a view of a parameter */
+    float *first;     /* a parameter's first values, of the whole; NULL: by hpml_param.init */
     int64_t samples;  /* samples for which a graph with parts gave an input memory; 0: the whole batch */
     int  leaf;        /* index among the leaves of the graph that was planned last */
     struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
@@ -4006,14 +4198,34 @@ HPMLI_FN hpml_dtype hpmli_activation_dtype(const hpml_ctx *ctx)
     return ctx->backend->activation_dtype ? ctx->backend->activation_dtype(ctx->device) : HPML_DTYPE_F32;
 }
 
-/* Returns a copy of `name` or, if that is NULL or empty, "<kind><number of the node>". */
+typedef struct hpmli_kind { /* layers of a kind, such as "linear", that are recorded */
+    char    name[48];
+    int64_t count, kept; /* kept: as of the last op that was recorded; after an error the others do not count */
+} hpmli_kind;
+
+/* Returns a copy of `name` or, if that is NULL or empty, "<kind><number of the layer among those of its kind>". */
 HPMLI_FN const char *hpmli_layer_name(hpml_ctx *ctx, const char *name, const char *kind)
 {
-    char text[64];
+    char    text[80];
+    int64_t i = 0;
     if (hpmli_failed(ctx)) return NULL;
+    while (i < ctx->kind_count && strncmp(ctx->kinds[i].name, kind, sizeof ctx->kinds[i].name - 1) != 0) i++;
+    if (!hpmli_grow(ctx, &ctx->kinds, i, &ctx->kind_capacity, sizeof *ctx->kinds)) return NULL;
+    hpmli_kind *k = &ctx->kinds[i];
+    if (i == ctx->kind_count) {
+        memset(k, 0, sizeof *k);
+        snprintf(k->name, sizeof k->name, "%s", kind);
+        ctx->kind_count++;
+    }
+    const int64_t number = k->count++;
     if (name && name[0]) return hpmli_strdup(ctx, name);
-    snprintf(text, sizeof text, "%s%d", kind, ctx->node_count - ctx->layout_permutes - ctx->group_nodes);
+    snprintf(text, sizeof text, "%s%lld", k->name, (long long)number);
     return hpmli_strdup(ctx, text);
+}
+
+static void hpmli_kinds_forget(hpml_ctx *ctx) /* after an error: layers that were not recorded do not count */
+{
+    for (int64_t i = 0; i < ctx->kind_count; i++) ctx->kinds[i].count = ctx->kinds[i].kept;
 }
 
 /* True if an op may read all sources: all are contiguous, not NULL and of one context, which has no error. */
@@ -4118,6 +4330,7 @@ HPMLI_FN hpml_node *hpmli_node_create(hpml_op op, const char *name, int src_coun
     if (out->batch_rows) n->mixes_batch = false;
     if (hpmli_is_split(src[0]) && !hpmli_split_follow(n)) return none;
     ctx->param_kept = ctx->param_count;
+    for (int64_t i = 0; i < ctx->kind_count; i++) ctx->kinds[i].kept = ctx->kinds[i].count;
     return n;
 }
 
@@ -4243,6 +4456,28 @@ HPMLI_FN bool hpmli_part_shape(hpml_ctx *ctx, const char *name, const hpmli_part
     return true;
 }
 
+/* Returns the existing parameter `name` for a layer that shares it; NULL, with an error, if it may not. */
+HPMLI_FN hpml_tensor *hpmli_param_shared(hpml_ctx *ctx, const char *name, int ndim, const int64_t *shape,
+                                         const hpmli_part *part)
+{
+    hpml_tensor    *t    = hpml_param_find(ctx, name);
+    const bool      cut  = part->axis != HPML_AXIS_DATA && hpml_ctx_group(ctx, part->axis)->size > 1;
+    const hpml_axis axis = cut ? part->axis : HPML_AXIS_DATA;
+    bool            fits = t->ndim == ndim && t->param->axis == axis && (!cut || t->param->split_dim == part->dim);
+    if (!ctx->shares)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" exists already; give the layers different names, "
+                          "or call hpml_share if they are to have the same weights", name);
+    for (int i = 0; i < ndim && fits; i++) fits = t->shape[i] == shape[i];
+    if (fits) return t;
+    return hpmli_null(ctx, HPML_ERR_SHAPE, "parameter \"%s\" is shared (hpml_share): %s, %s; expected %s, split "
+                      "alike", name, hpmli_describe(t), hpmli_split_text(t), hpmli_shape_text(ctx, ndim, shape));
+}
+
+HPML_API void hpml_share(hpml_ctx *ctx, bool on)
+{
+    if (ctx) ctx->shares = on;
+}
+
 /* Creates a parameter: this rank's part of one that has the shape `whole` and is split as `part` says. */
 HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init init, float scale, int ndim,
                                       const int64_t *whole, const hpmli_part *part)
@@ -4254,11 +4489,9 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     if (strlen(name) >= HPMLI_NAME - 8) /* names in files have prefixes such as "state." */
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\": a name of %zu characters, expected fewer than %d",
                           name, strlen(name), HPMLI_NAME - 8);
-    if (hpml_param_find(ctx, name))
-        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "parameter \"%s\" exists already; give the layers different "
-                          "names", name);
     for (int i = 0; i < ndim && i < HPML_MAX_DIMS; i++) shape[i] = whole[i];
     if (!hpmli_part_shape(ctx, name, part, ndim, shape)) return NULL;
+    if (hpml_param_find(ctx, name)) return hpmli_param_shared(ctx, name, ndim, shape, part);
     hpml_tensor *t = hpmli_tensor_new(ctx, name, HPML_DTYPE_F32, ndim, shape);
     if (!t || !hpmli_grow(ctx, &ctx->params, ctx->param_count, &ctx->param_capacity, sizeof t)) return NULL;
     if (!hpmli_names_grow(ctx)) return NULL;
@@ -4268,6 +4501,7 @@ HPMLI_FN hpml_tensor *hpmli_param_new(hpml_ctx *ctx, const char *name, hpml_init
     t->param->init       = init == HPML_INIT_DEFAULT ? HPML_INIT_KAIMING_UNIFORM : init;
     t->param->init_scale = scale;
     t->param->lr_scale   = 1;
+    t->param->decay_scale = 1;
     t->param->sections   = 1;
     t->param->stage      = -1;
     t->param->keep_count = -1;
@@ -4308,16 +4542,60 @@ HPML_API hpml_tensor *hpml_param_create(hpml_ctx *ctx, const hpml_param_desc *de
     if (hpmli_failed(ctx) || !HPMLI_COPY_DESC(ctx, "param", d, desc)) return NULL;
     if (d.ndim < 1) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "param: the desc needs a shape");
     snprintf(text, sizeof text, "param%d", ctx->param_count);
-    const hpmli_part part = { d.axis, d.split_dim, d.sections };
+    const hpmli_part part   = { d.axis, d.split_dim, d.sections };
+    const int        before = ctx->param_count;
     hpml_tensor *t = hpmli_param_new(ctx, hpmli_strdup(ctx, d.name ? d.name : text), d.init, d.init_scale, d.ndim,
                                      d.shape, &part);
-    if (!t) return NULL;
+    if (!t || ctx->param_count == before) return t; /* an error, or an existing one that is shared */
+    if (d.values) t->state->first = hpmli_new(ctx, float, hpml_param_whole(t, NULL));
+    if (d.values && !t->state->first) return NULL;
+    if (d.values) memcpy(t->state->first, d.values, (size_t)hpml_param_whole(t, NULL) * sizeof(float));
     t->param->buffer   = d.buffer;
     t->param->frozen   = d.frozen;
     t->param->no_decay = d.no_decay;
     t->needs_grad      = !d.buffer && !d.frozen;
     ctx->param_kept    = ctx->param_count;
     return t;
+}
+
+/* Returns whether `pattern`, in which a star stands for any text, matches `name`. *from, *count: the text of the first
+   star, in name; both may be NULL. */
+HPMLI_FN bool hpmli_matches(const char *pattern, const char *name, const char **from, size_t *count)
+{
+    const char *star = strchr(pattern, '*');
+    if (!star) return strcmp(pattern, name) == 0;
+    const size_t before = (size_t)(star - pattern), length = strlen(name);
+    if (strncmp(pattern, name, before) != 0) return false;
+    for (size_t n = length - before + 1; n-- > 0;) { /* the longest text first */
+        if (!hpmli_matches(star + 1, name + before + n, NULL, NULL)) continue;
+        if (from) *from = name + before;
+        if (count) *count = n;
+        return true;
+    }
+    return false;
+}
+
+HPML_API int hpml_params_group(hpml_ctx *ctx, const char *pattern, const hpml_param_group *desc)
+{
+    hpml_param_group d;
+    int              found = 0;
+    if (hpmli_failed(ctx) || !HPMLI_COPY_DESC(ctx, "param group", d, desc)) return 0;
+    const bool wrong = !pattern || !(d.lr_scale >= 0 && d.lr_scale < 1e30f) || (d.freeze && d.unfreeze) ||
+                       !(d.decay_scale >= 0 && d.decay_scale < 1e30f);
+    if (wrong) hpmli_fail(ctx, HPML_ERR_ARGUMENT, "param group \"%s\": scales %g and %g, expected 0 or more; freeze "
+                          "or unfreeze, not both", pattern ? pattern : "", (double)d.lr_scale, (double)d.decay_scale);
+    for (int i = 0; i < ctx->param_count && !wrong; i++) {
+        hpml_param *p = ctx->params[i]->param;
+        if (!hpmli_matches(pattern, ctx->params[i]->name, NULL, NULL)) continue;
+        found++;
+        if (d.lr_scale > 0) p->lr_scale = d.lr_scale == HPML_ZERO ? 0 : d.lr_scale;
+        if (d.decay_scale > 0) p->decay_scale = d.decay_scale == HPML_ZERO ? 0 : d.decay_scale;
+        if (d.freeze) p->frozen = true;
+        if (d.unfreeze) p->frozen = false;
+    }
+    if (found == 0 && !wrong)
+        hpmli_fail(ctx, HPML_ERR_ARGUMENT, "param group \"%s\": no parameter has such a name", pattern);
+    return found;
 }
 
 HPML_API int hpml_param_count(const hpml_ctx *ctx) { return ctx ? ctx->param_count : 0; }
@@ -4366,6 +4644,10 @@ HPMLI_FN void hpmli_init_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 HPMLI_FN void hpmli_init_values(hpml_ctx *ctx, const hpml_tensor *t, float *w)
 {
     const hpml_param *p = t->param;
+    if (t->state->first) {
+        hpml_param_copy(t, w, 0, hpml_tensor_count(t), t->state->first, false);
+        return;
+    }
     hpmli_init_job    j = { ctx, t, w, hpml_tensor_count(t), HPMLI_STREAM_INIT + (uint64_t)p->index,
                             (double)p->init_scale, true, false };
     int64_t whole[HPML_MAX_DIMS];
@@ -7928,7 +8210,6 @@ HPML_API hpml_tensor *hpml_to_layout(hpml_tensor *x, hpml_layout layout)
     hpml_tensor *y = hpml_permute(x, dims[layout]);
     if (!y) return NULL;
     y->layout = layout;
-    x->ctx->layout_permutes++;
     return y;
 }
 
@@ -12007,7 +12288,7 @@ HPML_API void hpml_packing_decode_add(const hpml_packing *p, float *out, const v
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>trainer   the trainer: settings, creation, a batch in its inputs
+// >>trainer   the trainer: what it has, its settings
 // ---------------------------------------------------------------------------------------------------------------------
 /* A trainer is a graph that ends in a loss, the settings of its steps, and what they keep: states of the optimizer, the
    number of updates, the place in the data. This section checks, plans and allocates all of it; >>step runs it. */
@@ -12016,6 +12297,7 @@ typedef struct hpmli_named_array { /* an array of the user's that checkpoints sa
     const char *name;   /* the name, in memory behind this struct */
     float      *values; /* (count) in device memory */
     int64_t     count;
+    const hpml_tensor *shape; /* not NULL: the array is this tensor's, and `count` is not used */
     struct hpmli_named_array *next;
 } hpmli_named_array;
 
@@ -12046,6 +12328,8 @@ struct hpml_trainer {
     float              *best;            /* (2, rows) of an output split by classes: each row's maximum; - its class */
     int32_t            *host_y;          /* host memory for a batch of labels */
     const void         *x, *y;           /* host: the batch, of which a graph with parts copies a slot's samples */
+    hpml_tensor        *extra[HPML_MAX_EXTRA]; /* (d.extra_count) further inputs */
+    const void *const  *given;           /* host: a batch for each of them; NULL: they keep their values */
     float              *batch_out;       /* host memory for a batch of outputs of all parts; NULL: not evaluated yet */
     bool                evaluating;      /* true: a hook `pass` runs for evaluate or predict */
     hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
@@ -12055,6 +12339,9 @@ struct hpml_trainer {
     int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
     const int32_t      *labels;          /* host: labels of this micro-batch; NULL: no accuracy is wanted */
     int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
+    double              val_loss;        /* of the last epoch that was validated; NaN: none was */
+    hpml_epoch         *history;         /* (history_count) see hpml_trainer_history */
+    int64_t             history_count, history_capacity;
     int64_t             step, epoch, epoch_step;
     int32_t             micro_batch;     /* micro-batches since the last update */
     int64_t             first_batch_samples, samples_so_far; /* samples: of an update's first micro-batch; of all */
@@ -12088,6 +12375,74 @@ HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trai
     out->accumulate = desc->accumulate > 0 ? desc->accumulate : 1;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>trainer-create   the loss of a trainer, checks, creation, a batch in its inputs
+// ---------------------------------------------------------------------------------------------------------------------
+/* The loss with class weights is an op as users make them: sources are logits (rows, classes) and labels. `saved` has
+   for each row log sum exp of its logits, and at last the sum of the weights of the rows. */
+HPMLI_FN hpml_status hpmli_weighted_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+{
+    const hpml_tensor *x = n->src[0];
+    const int64_t      classes = x->shape[x->ndim - 1], rows = hpml_tensor_count(x) / classes;
+    const float       *w     = (const float *)n->attr.custom->user;
+    double            *saved = (double *)n->saved, loss = 0, weights = 0;
+    for (int64_t i = 0; i < rows; i++) {
+        const float  *z     = x->data + i * classes;
+        const int32_t label = ((const int32_t *)n->src[1]->raw)[i];
+        double        most = (double)z[0], sum = 0;
+        for (int64_t c = 1; c < classes; c++) most = fmax(most, (double)z[c]);
+        for (int64_t c = 0; c < classes; c++) sum += exp((double)z[c] - most);
+        saved[i] = most + log(sum);
+        if (label == HPML_IGNORE) continue;
+        if (label < 0 || label >= classes)
+            return hpml_ctx_fail(n->out->ctx, HPML_ERR_LABEL, "cross_entropy with class weights: label %d of row %lld, "
+                                 "expected 0 to %lld", label, (long long)i, (long long)classes - 1);
+        loss += (double)w[label] * (saved[i] - (double)z[label]);
+        weights += (double)w[label];
+    }
+    saved[rows]     = weights;
+    n->out->data[0] = weights > 0 ? (float)(loss / weights) : 0;
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_status hpmli_weighted_backward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
+{
+    const hpml_tensor *x = n->src[0];
+    const int64_t      classes = x->shape[x->ndim - 1], rows = hpml_tensor_count(x) / classes;
+    const float       *w     = (const float *)n->attr.custom->user;
+    const double      *saved = (const double *)n->saved;
+    for (int64_t i = 0; i < rows && x->grad && saved[rows] > 0; i++) {
+        const int32_t label = ((const int32_t *)n->src[1]->raw)[i];
+        if (label == HPML_IGNORE) continue;
+        const double scale = (double)n->out->grad[0] * (double)w[label] / saved[rows];
+        for (int64_t c = 0; c < classes; c++) {
+            const double p = exp((double)x->data[i * classes + c] - saved[i]);
+            x->grad[i * classes + c] += (float)(scale * (p - (c == label)));
+        }
+    }
+    return HPML_OK;
+}
+
+HPMLI_FN hpml_tensor *hpmli_weighted_loss(hpml_tensor *logits, hpml_tensor *labels, const float *weights)
+{
+    const int64_t classes = logits->shape[logits->ndim - 1];
+    float        *copy    = hpmli_new(logits->ctx, float, classes);
+    hpml_tensor  *src[2];
+    hpml_custom   d = HPMLI_ZEROED;
+    if (!copy) return NULL;
+    src[0] = logits;
+    src[1] = labels;
+    memcpy(copy, weights, (size_t)classes * sizeof *copy);
+    d.name        = "weighted_cross_entropy";
+    d.forward     = hpmli_weighted_forward;
+    d.backward    = hpmli_weighted_backward;
+    d.user        = copy;
+    d.one_number  = true;
+    d.keeps       = HPML_KEEP_SRC(0) | HPML_KEEP_SRC(1);
+    d.saved_bytes = (size_t)(hpml_tensor_count(logits) / classes + 1) * sizeof(double);
+    return hpml_custom_op(src, 2, &d);
+}
+
 HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t) /* records loss and targets unless given; false: error */
 {
     const hpml_trainer_desc *d      = &t->d;
@@ -12107,7 +12462,10 @@ HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t) /* records loss and tar
     if (y->batch_rows) t->target->batch_rows = y->batch_rows;
     ce.label_smoothing = d->label_smoothing;
     switch (d->loss) {
-    case HPML_LOSS_CROSS_ENTROPY: t->loss = hpml_cross_entropy(d->output, t->target, &ce); break;
+    case HPML_LOSS_CROSS_ENTROPY:
+        if (d->class_weights) t->loss = hpmli_weighted_loss(d->output, t->target, d->class_weights);
+        else t->loss = hpml_cross_entropy(d->output, t->target, &ce);
+        break;
     case HPML_LOSS_BCE: t->loss = hpml_bce_with_logits(d->output, t->target); break;
     case HPML_LOSS_MSE: t->loss = hpml_mse(d->output, t->target); break;
     case HPML_LOSS_HUBER: t->loss = hpml_huber(d->output, t->target, d->huber_delta); break;
@@ -12142,13 +12500,34 @@ HPMLI_FN bool hpmli_trainer_ranges_check(hpml_ctx *ctx, const hpml_trainer_desc 
     return true;
 }
 
+HPMLI_FN bool hpmli_trainer_extra_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
+{
+    bool good = d->extra_count >= 0 && d->extra_count <= HPML_MAX_EXTRA && (d->extra_count == 0 || d->extra);
+    for (int k = 0; k < d->extra_count && good; k++)
+        good = d->extra[k] && d->extra[k]->ctx == ctx && !d->extra[k]->node && d->extra[k]->batch_rows > 0;
+    if (!good)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: .extra: expected 0 to %d inputs of this context, in an "
+                           "array that is not NULL", HPML_MAX_EXTRA);
+    if (!d->class_weights) return true;
+    const int64_t classes = d->output->shape[d->output->ndim - 1];
+    double        sum     = 0;
+    for (int64_t c = 0; c < classes && good; c++) {
+        good = d->class_weights[c] >= 0 && d->class_weights[c] < 1e30f;
+        sum += (double)d->class_weights[c];
+    }
+    if (!good || sum <= 0 || d->loss != HPML_LOSS_CROSS_ENTROPY || d->loss_tensor || d->label_smoothing > 0)
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: .class_weights: expected %lld numbers from 0, not all 0, "
+                           "with the loss CROSS_ENTROPY and without label_smoothing", (long long)classes);
+    return true;
+}
+
 HPMLI_FN bool hpmli_trainer_desc_check(hpml_ctx *ctx, const hpml_trainer_desc *d)
 {
     if (hpmli_failed(ctx)) return false;
     if (d && !HPMLI_DESC_OK(ctx, "trainer", d)) return false;
     if (!d || !d->input || !d->output || d->input->ctx != ctx || d->output->ctx != ctx || d->output->ndim < 2)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: needs .input and .output of this context, output (B, ..)");
-    if (!hpmli_trainer_ranges_check(ctx, d)) return false;
+    if (!hpmli_trainer_ranges_check(ctx, d) || !hpmli_trainer_extra_check(ctx, d)) return false;
     const hpml_optimizer *row = hpmli_optimizer_row(d->optimizer, d->custom_optimizer);
     if (!row)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "trainer: optimizer %d is not a built-in one; set .optimizer to an "
@@ -12169,6 +12548,13 @@ HPMLI_FN void hpmli_trainer_destroy(void *object)
 HPMLI_FN bool hpmli_trainer_check_inputs(hpml_trainer *t)
 {
     const hpml_tensor *missing[2] = { t->d.input, t->target };
+    for (int k = 0; k < t->d.extra_count; k++) {
+        bool found = false;
+        for (int i = 0; i < t->graph->leaf_count && !found; i++) found = t->graph->leaves[i] == t->extra[k];
+        if (!found)
+            hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer: .extra[%d] is %s, expected an input that the loss or the "
+                       "output depends on", k, hpmli_describe(t->extra[k]));
+    }
     for (int i = 0; i < 2 * t->graph->leaf_count; i++)
         if (t->graph->leaves[i / 2] == missing[i % 2] && missing[i % 2]->batch_rows) missing[i % 2] = NULL;
     for (int i = 0; i < 2; i++)
@@ -12225,7 +12611,10 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     if (!t) return NULL;
     t->ctx   = ctx;
     t->ranks = 1;
+    t->val_loss = (double)NAN;
     hpml_trainer_desc_resolve(desc, &t->d);
+    for (int k = 0; k < desc->extra_count; k++) t->extra[k] = desc->extra[k];
+    t->d.extra   = t->extra;
     t->optimizer = hpmli_optimizer_row(t->d.optimizer, t->d.custom_optimizer);
     bool dynamic = desc->loss_scale == 0 && hpmli_activation_dtype(ctx) == HPML_DTYPE_F16;
     t->accumulate_weight = 1;
@@ -12321,6 +12710,7 @@ HPML_API hpml_status hpml_trainer_add_state(hpml_trainer *t, const char *name, f
     s->name   = (const char *)memcpy(s + 1, name, length);
     s->values = values;
     s->count  = count;
+    s->shape  = NULL;
     s->next   = t->states;
     t->states = s;
     return HPML_OK;
@@ -12356,6 +12746,8 @@ HPMLI_FN hpml_status hpmli_write_batch(hpml_trainer *t, const void *x, const voi
     hpmli_graph_apply_batch(g);
     if (!g->cut && hpml_graph_set_batch(g, rows) != HPML_OK) return t->ctx->status;
     if (!g->cut) hpmli_write_samples(t, t->d.input, x, samples);
+    for (int k = 0; k < t->d.extra_count && t->given && !g->cut; k++)
+        if (t->given[k]) hpmli_write_samples(t, t->extra[k], t->given[k], samples);
     if (!y) return HPML_OK;
     if (rows > samples) {
         int64_t labels = hpml_tensor_count(t->target), given = labels / rows * samples;
@@ -12547,6 +12939,8 @@ HPMLI_FN void hpmli_hooks_note(hpml_graph *g)
         if (h->pass) g->any.pass = h->pass;
         if (h->norms) g->any.norms = h->norms;
         if (h->join) g->any.join = h->join;
+        if (h->agree) g->any.agree = h->agree;
+        if (h->file) g->any.file = h->file;
     }
 }
 
@@ -13108,6 +13502,8 @@ HPML_API hpml_status hpml_trainer_forward(hpml_trainer *t, int slot, int64_t fir
     if (g->cut) {
         hpmli_slot_write(t, t->d.input, t->x, first, samples);
         hpmli_slot_write(t, t->target, t->y, first, g->batchable ? samples : g->batch);
+        for (int k = 0; k < t->d.extra_count && t->given; k++)
+            hpmli_slot_write(t, t->extra[k], t->given[k], first, samples);
     }
     status = hpml_graph_forward(g, !t->evaluating, t->evaluating ? 0 : hpmli_pass_step(t));
     if (status == HPML_OK) hpmli_slot_results(t, first, samples, loss);
@@ -13157,7 +13553,7 @@ HPMLI_FN void hpmli_updates_prepare(hpml_trainer *t, int first_param, int param_
         u->grad_scale = 1 / scale;
         u->clip       = t->d.clip_norm * scale;
         u->sumsq      = t->d.clip_norm > 0 ? &t->device_scalars->sumsq : NULL;
-        u->weight_decay = no_decay ? 0 : t->d.weight_decay;
+        u->weight_decay = no_decay ? 0 : t->d.weight_decay * p->decay_scale;
         u->trust        = no_decay ? 0 : t->d.trust;
         t->found_nonfinite[i] = 0;
         u->found_nonfinite    = t->d.no_finite_check ? NULL : &t->found_nonfinite[i];
@@ -13439,19 +13835,378 @@ HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const voi
     return status;
 }
 
+HPML_API hpml_status hpml_trainer_step_batch(hpml_trainer *t, const hpml_batch *b, hpml_step_info *info)
+{
+    if (!t || !b) return t ? hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "trainer step: no batch") : HPML_ERR_ARGUMENT;
+    t->given = b->extra;
+    hpml_status status = hpml_trainer_step(t, b->x, b->y, b->samples, info);
+    t->given = NULL;
+    return status;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
-// >>fit   passes over data, evaluation, prediction
+// >>epochs   what fit does between steps: validation, the best weights, checkpoints, when to stop
+// ---------------------------------------------------------------------------------------------------------------------
+/* Sums over samples. All members are doubles, so that ranks add them up as one array by the hook `agree`. */
+typedef struct hpmli_tally {
+    double loss, samples;             /* loss of a batch times its samples */
+    double correct, counted;          /* rows (BCE: outputs) predicted right; that have a label */
+    double found, claimed, wanted;    /* BCE: outputs above 0 with a target above 1/2; outputs above 0; such targets */
+    double numbers, absolute, square; /* MSE, HUBER: outputs; sums of the errors, absolute and squared */
+    double target, target_square;     /* MSE, HUBER: sums of the targets and of their squares */
+} hpmli_tally;
+#define HPMLI_TALLY_COUNT ((int64_t)(sizeof(hpmli_tally) / sizeof(double)))
+
+HPMLI_FN double hpmli_part_of(double part, double all) { return all > 0 ? part / all : -1; }
+/* Sets the fields of *m that are computed from sums. */
+HPMLI_FN void hpmli_tally_read(const hpmli_tally *s, hpml_loss loss, hpml_metrics *m)
+{
+    const double spread = s->numbers > 0 ? s->target_square - s->target * s->target / s->numbers : 0;
+    m->samples   = (int64_t)s->samples;
+    m->loss      = s->samples > 0 ? s->loss / s->samples : 0;
+    m->accuracy  = hpmli_part_of(s->correct, s->counted);
+    m->mae       = hpmli_part_of(s->absolute, s->numbers);
+    m->rmse      = s->numbers > 0 ? sqrt(s->square / s->numbers) : -1;
+    m->r2        = spread > 0 ? 1 - s->square / spread : 0;
+    m->precision = loss == HPML_LOSS_BCE ? hpmli_part_of(s->found, s->claimed) : -1;
+    m->recall    = loss == HPML_LOSS_BCE ? hpmli_part_of(s->found, s->wanted) : -1;
+}
+
+/* Adds n outputs y and their targets to the sums, for losses whose targets are numbers. */
+HPMLI_FN void hpmli_tally_outputs(hpmli_tally *s, hpml_loss loss, const float *y, const float *target, int64_t n)
+{
+    for (int64_t i = 0; i < n && loss == HPML_LOSS_BCE; i++) {
+        const bool claimed = y[i] > 0, wanted = target[i] > 0.5f;
+        s->correct += claimed == wanted;
+        s->found += claimed && wanted;
+        s->claimed += claimed;
+        s->wanted += wanted;
+        s->counted++;
+    }
+    for (int64_t i = 0; i < n && (loss == HPML_LOSS_MSE || loss == HPML_LOSS_HUBER); i++) {
+        const double t = (double)target[i], error = (double)y[i] - t;
+        s->absolute += fabs(error);
+        s->square += error * error;
+        s->target += t;
+        s->target_square += t * t;
+        s->numbers++;
+    }
+}
+
+typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts and keeps */
+    const hpml_fit_desc *d;
+    double  start;         /* seconds, by hpml_now */
+    int64_t samples, updates;
+    bool    is_last;       /* in the last epoch of the call */
+    const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
+    bool    counts;        /* sums up `tally` */
+    FILE   *log;           /* hpml_fit_desc.log; NULL: none */
+    hpmli_tally tally;     /* of this epoch, as of each step */
+    double  best;          /* the smallest val_loss; infinite before the first */
+    int64_t best_epoch;    /* number of the epoch after it, as t->epoch */
+    char   *best_values;   /* host memory for the parameters of that epoch; NULL: not kept */
+    double  saved_at;      /* seconds, by hpml_now, at the last checkpoint or the start */
+    int64_t saved_step;    /* updates at the last checkpoint; -1: none by this call */
+    bool    saves_now, stops_now; /* ranks have agreed to save, to stop, after this step */
+} hpmli_fit;
+#define HPMLI_AGREE_STEPS 16 /* every so many steps ranks agree on decisions that depend on time or a signal */
+
+/* Adds up n numbers over all ranks that train together; does nothing on one rank. */
+HPMLI_FN hpml_status hpmli_agree(hpml_trainer *t, double *values, int64_t n)
+{
+    int k = t->graph->hook_count - 1;
+    while (k >= 0 && !t->graph->hooks[k].agree) k--;
+    return k < 0 ? t->ctx->status : t->graph->hooks[k].agree(t->graph->hooks[k].user, t, values, n);
+}
+
+/* Copies the values of all parameters, or of the parts that this rank keeps, to host memory or back. Returns the bytes;
+   host NULL: copies nothing. */
+HPMLI_FN size_t hpmli_values_copy(hpml_trainer *t, char *host, bool back)
+{
+    const hpml_backend *b = t->ctx->backend;
+    size_t              at = 0;
+    for (int i = 0; i < t->graph->param_count; i++) {
+        const hpml_tensor *p     = t->ctx->params[i];
+        void              *raw   = p->state->kept ? p->state->kept : p->raw;
+        size_t             bytes = hpmli_tensor_bytes(p);
+        if (p->state->kept) bytes = (size_t)p->param->keep_count * sizeof(float);
+        if (!raw) continue; /* another rank has the parameter */
+        if (host && back) b->write(t->ctx->device, raw, host + at, bytes);
+        if (host && !back) b->read(t->ctx->device, host + at, raw, bytes);
+        at += bytes;
+    }
+    if (host && back) t->ctx->param_writes++;
+    return at;
+}
+
+/* Writes the name of checkpoint number `age` to path: 0 the newest, -1 that of the best epoch. */
+HPMLI_FN void hpmli_checkpoint_name(const hpml_fit_desc *d, int age, char *path, size_t size)
+{
+    if (age == 0) snprintf(path, size, "%s", d->checkpoint);
+    else if (age < 0) snprintf(path, size, "%s.best", d->checkpoint);
+    else snprintf(path, size, "%s.%d", d->checkpoint, age);
+}
+#define HPMLI_PATH 4200 /* bytes of a path with the number of a checkpoint */
+
+HPMLI_FN hpml_status hpmli_checkpoint_file(hpml_trainer *t, const char *path, bool load)
+{
+    int k = t->graph->hook_count - 1;
+    while (k >= 0 && !t->graph->hooks[k].file) k--;
+    if (k >= 0) return t->graph->hooks[k].file(t->graph->hooks[k].user, t, path, load);
+    return load ? hpml_checkpoint_load(t, path) : hpml_checkpoint_save(t, path);
+}
+
+static bool hpmli_groups_first(const hpml_ctx *ctx); /* see >>collect */
+/* Saves the newest checkpoint, after the first rank has renamed the older ones by one number each; the oldest goes. */
+HPMLI_FN hpml_status hpmli_fit_save(hpml_trainer *t, hpmli_fit *f)
+{
+    char       path[HPMLI_PATH], older[HPMLI_PATH];
+    const bool renames = t->rank == 0 && hpmli_groups_first(t->ctx);
+    for (int age = f->d->checkpoint_keep - 1; age > 0 && renames; age--) {
+        hpmli_checkpoint_name(f->d, age - 1, path, sizeof path);
+        hpmli_checkpoint_name(f->d, age, older, sizeof older);
+        FILE *there = fopen(path, "rb");
+        if (!there) continue;
+        fclose(there);
+        remove(older); /* because not all systems rename onto an existing file */
+        if (rename(path, older) != 0)
+            return hpmli_fail(t->ctx, HPML_ERR_WRITE, "fit: cannot rename \"%s\" to \"%s\": %s", path, older,
+                              strerror(errno));
+    }
+    f->saved_at   = hpml_now();
+    f->saved_step = t->step;
+    return hpmli_checkpoint_file(t, f->d->checkpoint, false);
+}
+
+/* Sets *age to the number of the newest of the checkpoints `from` to `to` that exists; -2: none does. An error if ranks
+   find different ones. */
+HPMLI_FN hpml_status hpmli_checkpoint_find(hpml_trainer *t, const hpml_fit_desc *d, int from, int to, int *age)
+{
+    char path[HPMLI_PATH];
+    *age = -2;
+    for (int i = to; i >= from; i--) {
+        hpmli_checkpoint_name(d, i, path, sizeof path);
+        FILE *there = fopen(path, "rb");
+        if (there) *age = i;
+        if (there) fclose(there);
+    }
+    const double mine = *age;
+    double       sums[3] = { mine, mine * mine, 1 }; /* over all ranks */
+    if (hpmli_agree(t, sums, 3) != HPML_OK) return t->ctx->status;
+    if (sums[0] == mine * sums[2] && sums[1] == mine * mine * sums[2]) return HPML_OK;
+    return hpmli_fail(t->ctx, HPML_ERR_STATE, "fit: ranks find different checkpoints \"%s\"; expected the same files "
+                      "on all ranks, in a folder that all of them read", d->checkpoint);
+}
+
+/* Continues a training: loads the best epoch's checkpoint, if the best epoch is kept, for its loss and values, then the
+   newest one. Where there is no checkpoint, does nothing. */
+HPMLI_FN hpml_status hpmli_fit_resume(hpml_trainer *t, hpmli_fit *f)
+{
+    char path[HPMLI_PATH];
+    int  best = -2, newest = -2;
+    if (f->best_values && hpmli_checkpoint_find(t, f->d, -1, -1, &best) != HPML_OK) return t->ctx->status;
+    if (hpmli_checkpoint_find(t, f->d, 0, f->d->checkpoint_keep, &newest) != HPML_OK || newest < 0)
+        return t->ctx->status;
+    hpmli_checkpoint_name(f->d, best, path, sizeof path);
+    if (best == -1 && hpmli_checkpoint_file(t, path, true) == HPML_OK && t->val_loss - t->val_loss == 0) {
+        f->best       = t->val_loss;
+        f->best_epoch = t->epoch;
+        hpmli_values_copy(t, f->best_values, false);
+    }
+    if (t->ctx->status != HPML_OK) return t->ctx->status;
+    hpmli_checkpoint_name(f->d, newest, path, sizeof path);
+    return hpmli_checkpoint_file(t, path, true);
+}
+
+HPMLI_FN bool hpmli_fit_desc_check(hpml_trainer *t, const hpml_fit_desc *d)
+{
+    const char *wrong = NULL;
+    if (d->epochs < 0 || d->max_steps < 0)
+        return hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "fit: %d epochs, max_steps %lld: expected 0 or more", d->epochs,
+                           (long long)d->max_steps);
+    if (d->patience < 0 || !(d->min_delta >= 0)) wrong = "patience or min_delta is below 0";
+    if (!d->validation && (d->patience > 0 || d->keep_best)) wrong = "patience and keep_best need validation data";
+    if (d->checkpoint_steps < 0 || !(d->checkpoint_minutes >= 0) || d->checkpoint_keep < 0)
+        wrong = "a checkpoint_ field is below 0";
+    if (!d->checkpoint && (d->checkpoint_steps > 0 || d->checkpoint_minutes > 0 || d->checkpoint_keep > 0 || d->resume))
+        wrong = "checkpoint_steps, _minutes, _keep and resume need .checkpoint, the path of the file";
+    if (d->checkpoint && strlen(d->checkpoint) > 4000) wrong = "the path of the checkpoint has more than 4000 bytes";
+    return !wrong || hpmli_false(t->ctx, HPML_ERR_ARGUMENT, "fit: %s", wrong);
+}
+
+/* Decides after a step whether to save a checkpoint and whether to stop. Where ranks step together, those decisions
+   that depend on the time or a signal are made together, in some steps only, because agreeing takes a message. */
+HPMLI_FN hpml_status hpmli_fit_decide(hpml_trainer *t, hpmli_fit *f, bool epoch_ends)
+{
+    const hpml_fit_desc *d = f->d;
+    const bool           signals = d->stop || d->checkpoint_minutes > 0;
+    double               wish[2] = { d->stop && *d->stop != 0, 0 }; /* of this rank, then of all: to stop, to save */
+    f->saves_now = f->stops_now = false;
+    if (t->micro_batch != 0) return HPML_OK; /* checkpoints are saved between updates */
+    wish[1] = d->checkpoint_minutes > 0 && hpml_now() - f->saved_at >= 60 * d->checkpoint_minutes;
+    if (t->graph->any.agree && signals) {
+        if (!epoch_ends && (f->deals || t->step % HPMLI_AGREE_STEPS != 0)) wish[0] = wish[1] = 0;
+        else if (hpmli_agree(t, wish, 2) != HPML_OK) return t->ctx->status;
+    }
+    f->stops_now = wish[0] > 0;
+    f->saves_now = wish[1] > 0 || (d->checkpoint_steps > 0 && t->step % d->checkpoint_steps == 0);
+    if (epoch_ends && d->checkpoint_steps == 0 && !(d->checkpoint_minutes > 0)) f->saves_now = true;
+    f->saves_now = d->checkpoint && (f->saves_now || f->stops_now) && f->saved_step != t->step;
+    if (f->deals) f->saves_now = d->checkpoint && epoch_ends; /* the only time at which ranks meet */
+    return HPML_OK;
+}
+
+/* Evaluates the data, see >>evaluate. shared: each rank a part. */
+static hpml_status hpmli_evaluate(hpml_trainer *t, hpml_dataset *data, bool shared, hpml_metrics *out);
+/* Evaluates the validation data, and notes in *e and *f whether the loss is the smallest until now. */
+HPMLI_FN hpml_status hpmli_fit_validate(hpml_trainer *t, hpmli_fit *f, hpml_epoch *e)
+{
+    hpml_metrics m = HPMLI_ZEROED;
+    char         path[HPMLI_PATH];
+    if (hpmli_agree(t, (double *)(void *)&f->tally, HPMLI_TALLY_COUNT) != HPML_OK) return t->ctx->status;
+    if (hpmli_evaluate(t, f->d->validation, true, &m) != HPML_OK) return t->ctx->status;
+    e->validated    = true;
+    e->val_loss     = m.loss;
+    e->val_accuracy = m.accuracy;
+    e->best         = m.loss < f->best - (double)f->d->min_delta;
+    t->val_loss     = m.loss;
+    if (!e->best) return HPML_OK;
+    f->best       = m.loss;
+    f->best_epoch = t->epoch;
+    if (!f->best_values) return HPML_OK;
+    hpmli_values_copy(t, f->best_values, false);
+    if (!f->d->checkpoint) return t->ctx->status;
+    hpmli_checkpoint_name(f->d, -1, path, sizeof path);
+    return hpmli_checkpoint_file(t, path, false);
+}
+
+HPMLI_FN bool hpmli_fit_is_patient(const hpml_trainer *t, const hpmli_fit *f)
+{
+    return f->d->patience == 0 || t->epoch - f->best_epoch < f->d->patience;
+}
+
+/* Appends "name":value to a line of JSON; null where the number is NaN or infinite. */
+HPMLI_FN void hpmli_log_number(FILE *log, const char *name, double value)
+{
+    char text[32] = "null";
+    if (value - value == 0) snprintf(text, sizeof text, "%.9g", value);
+    for (char *p = text; *p; p++)
+        if (*p == ',') *p = '.'; /* in locales that write a comma */
+    fprintf(log, ",\"%s\":%s", name, text);
+}
+
+HPMLI_FN void hpmli_log_step(FILE *log, const hpml_step_info *i)
+{
+    if (!log) return;
+    fprintf(log, "{\"step\":%lld,\"epoch\":%lld", (long long)i->step, (long long)i->epoch);
+    hpmli_log_number(log, "loss", (double)i->loss);
+    if (i->accuracy >= 0) hpmli_log_number(log, "accuracy", (double)i->accuracy);
+    hpmli_log_number(log, "lr", (double)i->lr);
+    if (i->grad_norm >= 0) hpmli_log_number(log, "grad_norm", (double)i->grad_norm);
+    hpmli_log_number(log, "seconds", i->seconds);
+    hpmli_log_number(log, "samples_per_second", i->samples_per_second);
+    fprintf(log, "}\n");
+}
+
+HPMLI_FN void hpmli_log_epoch(FILE *log, const hpml_epoch *e)
+{
+    if (!log) return;
+    fprintf(log, "{\"epoch_end\":%lld,\"step\":%lld", (long long)e->epoch, (long long)e->step);
+    hpmli_log_number(log, "epoch_loss", e->loss);
+    if (e->accuracy >= 0) hpmli_log_number(log, "epoch_accuracy", e->accuracy);
+    if (e->validated) hpmli_log_number(log, "val_loss", e->val_loss);
+    if (e->validated && e->val_accuracy >= 0) hpmli_log_number(log, "val_accuracy", e->val_accuracy);
+    hpmli_log_number(log, "seconds", e->seconds);
+    fprintf(log, "}\n");
+    fflush(log);
+}
+
+HPML_API const char *hpml_progress_text(const hpml_step_info *i, int epochs, int columns, char *buffer, size_t size)
+{
+    char              part[6][48];
+    const double      all  = (double)i->epoch_steps * epochs;
+    const double      done = (double)(i->epoch * i->epoch_steps + i->epoch_step);
+    hpmli_text_buffer b    = hpmli_text_begin(buffer, size);
+    const int         most = (int)hpmli_min(columns, size > 0 ? (int64_t)size - 1 : 0);
+    memset(part, 0, sizeof part);
+    snprintf(part[0], sizeof part[0], "epoch %lld/%d", (long long)i->epoch + 1, epochs);
+    snprintf(part[1], sizeof part[1], "step %lld/%lld", (long long)i->epoch_step, (long long)i->epoch_steps);
+    snprintf(part[2], sizeof part[2], "loss %.4g", (double)i->loss);
+    if (i->accuracy >= 0) snprintf(part[3], sizeof part[3], "accuracy %.2f %%", 100 * (double)i->accuracy);
+    snprintf(part[4], sizeof part[4], "%.0f/s", i->samples_per_second);
+    if (done > 0 && all >= done) snprintf(part[5], sizeof part[5], "%.0f s left", i->seconds * (all / done - 1));
+    for (int k = 0; k < 6; k++) {
+        const int gap = k > 0 ? 2 : 0;
+        if (!part[k][0]) continue;
+        if (b.used + gap + (int)strlen(part[k]) > most) break;
+        hpmli_text_add(&b, "%*s%s", gap, "", part[k]);
+    }
+    return buffer;
+}
+
+/* Called at the end of an epoch: validates, adds the epoch to the history, calls on_epoch. HPML_ERR_STOPPED: training
+   ends here. */
+HPMLI_FN hpml_status hpmli_fit_epoch_end(hpml_trainer *t, hpmli_fit *f)
+{
+    hpml_epoch e = HPMLI_ZEROED;
+    if (!f->counts) return HPML_OK;
+    if (f->d->validation && hpmli_fit_validate(t, f, &e) != HPML_OK) return t->ctx->status;
+    e.epoch    = t->epoch - 1;
+    e.step     = t->step;
+    e.samples  = (int64_t)f->tally.samples;
+    e.loss     = f->tally.samples > 0 ? f->tally.loss / f->tally.samples : 0;
+    e.accuracy = hpmli_part_of(f->tally.correct, f->tally.counted);
+    e.lr       = hpml_trainer_lr(t);
+    e.seconds  = hpml_now() - f->start;
+    memset(&f->tally, 0, sizeof f->tally);
+    hpmli_log_epoch(f->log, &e);
+    if (!hpmli_grow(t->ctx, &t->history, t->history_count, &t->history_capacity, sizeof e)) return t->ctx->status;
+    t->history[t->history_count++] = e;
+    if (f->d->on_epoch && f->d->on_epoch(&e, f->d->user) != 0) return HPML_ERR_STOPPED;
+    return hpmli_fit_is_patient(t, f) ? HPML_OK : HPML_ERR_STOPPED;
+}
+
+HPML_API int hpml_trainer_history(const hpml_trainer *t, hpml_epoch *rows, int capacity)
+{
+    int64_t n = t ? t->history_count : 0, first = hpmli_max(0, n - capacity);
+    for (int64_t i = first; i < n && rows; i++) rows[i - first] = t->history[i];
+    return (int)n;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>fit   passes over data
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d); /* see >>dataset */
+static bool hpmli_dataset_check(hpml_ctx *ctx, const hpml_dataset *d);
+static bool hpmli_has_y(const hpml_dataset *d);
+/* Fails unless the further arrays of the data are those that the trainer's further inputs take. */
+HPMLI_FN bool hpmli_extra_fits(const hpml_trainer *t, const hpml_dataset *data)
+{
+    if (data->extra_count != t->d.extra_count)
+        return hpmli_false(t->ctx, HPML_ERR_SHAPE, "trainer: the data have %d arrays besides x and y, the model takes "
+                           "%d (hpml_trainer_desc.extra)", data->extra_count, t->d.extra_count);
+    for (int k = 0; k < data->extra_count; k++) {
+        const hpml_extra  *e = &data->extra[k];
+        const hpml_tensor *x = t->extra[k];
+        const int64_t      n = hpml_tensor_count(x) / t->graph->batch;
+        if (e->size != n || e->dtype != x->dtype)
+            return hpmli_false(t->ctx, HPML_ERR_SHAPE, "trainer: array %d of `extra` has %lld numbers of %s for a "
+                               "sample, the input %s takes %lld of %s", k, (long long)e->size,
+                               hpml_dtype_name(e->dtype), hpmli_describe(x), (long long)n, hpml_dtype_name(x->dtype));
+    }
+    return true;
+}
+
 /* Fails if samples of the data do not fit the model's input and target. augments: images get shifted, flipped, cut. */
 HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool augments)
 {
     const hpml_tensor *x = t->d.input, *y = t->target;
+    if (!hpmli_dataset_check(t->ctx, data) || !hpmli_extra_fits(t, data)) return false;
     int64_t x_data  = hpmli_sample_floats(data); /* numbers of a sample: in the data, as the model's input and target */
     int64_t x_model = hpml_tensor_count(x) / t->graph->batch, y_model = hpml_tensor_count(y) / t->graph->batch;
     bool    tokens = data->x_dtype == HPML_DTYPE_I32; /* other types become floats */
     bool    x_fits = x_data == x_model && x->dtype == (tokens ? HPML_DTYPE_I32 : HPML_DTYPE_F32);
-    bool    y_fits = !data->y || (data->y_size == y_model && data->y_dtype == y->dtype);
+    bool    y_fits = !hpmli_has_y(data) || (data->y_size == y_model && data->y_dtype == y->dtype);
     if (!x_fits || !y_fits)
         return hpmli_false(t->ctx, HPML_ERR_SHAPE, "trainer: a sample of the data has %lld numbers of %s and %lld of "
                            "%s to learn, the model takes %lld of %s and %lld of %s", (long long)x_data,
@@ -13500,13 +14255,6 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
 }
 
 static uint64_t hpmli_loader_mark(const hpml_loader *l); /* a hash of data and order; see >>loader */
-typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts */
-    double  start;   /* seconds, by hpml_now */
-    int64_t samples, updates;
-    bool    is_last; /* true: the last epoch of the call */
-    const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
-} hpmli_fit;
-
 /* Gets the next batch of fit from the loader l as *b; where a hook `next` deals out batches, the batch that it chooses.
    False: the end of the epoch on this rank, or an error on the context. */
 HPMLI_FN bool hpmli_fit_next(hpml_trainer *t, hpml_loader *l, const hpmli_fit *f, hpml_batch *b)
@@ -13519,65 +14267,143 @@ HPMLI_FN bool hpmli_fit_next(hpml_trainer *t, hpml_loader *l, const hpmli_fit *f
     return false;
 }
 
-/* Trains from the trainer's place in the data to the epoch's end; HPML_ERR_STOPPED: on_step or max_steps ended it. */
-HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, const hpml_fit_desc *d, hpmli_fit *f)
+/* Makes one step of fit with batch b, counts it in *f, and calls on_step; HPML_ERR_STOPPED: the callback ends fit. */
+HPMLI_FN hpml_status hpmli_fit_step(hpml_trainer *t, hpml_loader *l, const hpml_batch *b, hpmli_fit *f)
 {
-    hpml_batch     b;
-    hpml_step_info info;
-    hpml_loader_seek(l, t->epoch, t->epoch_step);
-    while (hpmli_fit_next(t, l, f, &b)) {
-        int64_t before = t->step;
-        bool    last   = !f->deals && b.index + 1 == hpml_loader_steps(l);
-        t->graph->first_sample = b.first;
-        hpml_status status = hpml_trainer_step(t, b.x, b.y, b.samples, d->on_step ? &info : NULL);
-        if (status != HPML_OK) return status;
-        if (last) t->epoch++;
-        t->epoch_step = last || f->deals ? 0 : b.index + 1;
-        f->samples += b.samples;
-        f->updates += t->step - before;
-        if (d->on_step) {
-            info.epoch_step         = b.index + 1;
-            info.epoch_steps        = hpml_loader_steps(l);
-            info.seconds            = hpml_now() - f->start;
-            info.samples_per_second = (double)f->samples / info.seconds;
-            if (d->on_step(&info, d->user) != 0) return HPML_ERR_STOPPED;
-        }
-        if (d->max_steps > 0 && f->updates >= d->max_steps && !last) return HPML_ERR_STOPPED;
-    }
-    return t->ctx->status;
+    const hpml_fit_desc *d      = f->d;
+    const int64_t        before = t->step;
+    const bool           last   = !f->deals && b->index + 1 == hpml_loader_steps(l);
+    hpml_step_info       info;
+    t->graph->first_sample = b->first;
+    hpml_status status = hpml_trainer_step_batch(t, b, f->counts ? &info : NULL);
+    if (status != HPML_OK) return status;
+    if (last) t->epoch++;
+    t->epoch_step = last || f->deals ? 0 : b->index + 1;
+    f->samples += b->samples;
+    f->updates += t->step - before;
+    if (!f->counts) return HPML_OK;
+    if (b->samples > 0) f->tally.loss += (double)info.loss * (double)b->samples;
+    f->tally.samples += (double)b->samples;
+    f->tally.correct += (double)t->correct;
+    f->tally.counted += (double)t->counted;
+    info.epoch_step         = b->index + 1;
+    info.epoch_steps        = hpml_loader_steps(l);
+    info.seconds            = hpml_now() - f->start;
+    info.samples_per_second = (double)f->samples / info.seconds;
+    hpmli_log_step(f->log, &info);
+    return d->on_step && d->on_step(&info, d->user) != 0 ? HPML_ERR_STOPPED : HPML_OK;
 }
 
-HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
+/* Trains from the trainer's place in the data to the epoch's end; HPML_ERR_STOPPED: a callback, max_steps, .stop or
+   .patience ended it. */
+HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, hpmli_fit *f)
 {
-    hpml_fit_desc d;
-    hpml_status   status = HPML_OK;
-    hpmli_fit     f      = { hpml_now(), 0, 0, false, NULL };
-    if (!t) return HPML_ERR_ARGUMENT;
-    if (!HPMLI_COPY_DESC(t->ctx, "fit", d, desc)) return t->ctx->status;
-    if (d.epochs < 0 || d.max_steps < 0)
-        return hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "fit: %d epochs, max_steps %lld: expected 0 or more", d.epochs,
-                          (long long)d.max_steps);
-    hpml_loader *l = hpmli_trainer_loader(t, data, d.loader, false);
-    if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
-    for (int k = 0; k < t->graph->hook_count && (!d.loader || d.loader->ranks == 0) && status == HPML_OK; k++) {
-        const hpml_hooks *h        = &t->graph->hooks[k];
-        const int64_t     passes[] = { t->epoch, t->epoch_step, d.epochs, d.max_steps };
+    const hpml_fit_desc *d = f->d;
+    hpml_batch           b;
+    hpml_loader_seek(l, t->epoch, t->epoch_step);
+    while (hpmli_fit_next(t, l, f, &b)) {
+        const bool  last   = !f->deals && b.index + 1 == hpml_loader_steps(l);
+        hpml_status status = hpmli_fit_step(t, l, &b, f);
+        if (status == HPML_OK && !last) status = hpmli_fit_decide(t, f, false);
+        if (status == HPML_OK && !last && f->saves_now) status = hpmli_fit_save(t, f);
+        if (status != HPML_OK) return status;
+        if (!last && f->stops_now) return HPML_ERR_STOPPED;
+        if (d->max_steps > 0 && f->updates >= d->max_steps && !last) return HPML_ERR_STOPPED;
+    }
+    hpml_status status = t->ctx->status;
+    if (status == HPML_OK) status = hpmli_fit_epoch_end(t, f);
+    const bool ends = status == HPML_ERR_STOPPED;
+    if (ends || status == HPML_OK) status = hpmli_fit_decide(t, f, true);
+    if (status == HPML_OK && f->saves_now) status = hpmli_fit_save(t, f);
+    return status == HPML_OK && (ends || f->stops_now) ? HPML_ERR_STOPPED : status;
+}
+
+/* Prepares *f and, with .resume, the trainer for a call of fit. */
+HPMLI_FN hpml_status hpmli_fit_begin(hpml_trainer *t, const hpml_fit_desc *d, hpmli_fit *f)
+{
+    f->d          = d;
+    f->start      = hpml_now();
+    f->saved_at   = f->start;
+    f->saved_step = -1;
+    f->best       = HUGE_VAL;
+    f->best_epoch = t->epoch;
+    f->counts     = d->on_step || d->on_epoch || d->validation || d->log;
+    if (d->keep_best && hpml_trainer_alloc(t) == HPML_OK)
+        f->best_values = (char *)hpmli_alloc(t->ctx, hpmli_values_copy(t, NULL, false) + 1);
+    if (d->resume && t->ctx->status == HPML_OK) hpmli_fit_resume(t, f);
+    if (f->best == HUGE_VAL) f->best_epoch = t->epoch;
+    if (!d->log || t->rank != 0 || !hpmli_groups_first(t->ctx) || t->ctx->status != HPML_OK) return t->ctx->status;
+    f->log = fopen(d->log, "a");
+    if (!f->log)
+        return hpmli_fail(t->ctx, HPML_ERR_OPEN, "fit: \"%s\": cannot append to it: %s", d->log, strerror(errno));
+    return HPML_OK;
+}
+
+/* Lets the hooks `data` check that all ranks fit the same data in the same way. */
+HPMLI_FN hpml_status hpmli_fit_compare(hpml_trainer *t, const hpml_loader *l, const hpml_fit_desc *d)
+{
+    hpml_status   status   = HPML_OK;
+    const int64_t passes[] = { t->epoch, t->epoch_step, d->epochs, d->max_steps, d->patience, d->keep_best,
+                               d->checkpoint_steps, d->validation ? d->validation->count : 0, d->checkpoint != NULL,
+                               d->stop != NULL, d->checkpoint_minutes > 0 };
+    if (d->loader && d->loader->ranks != 0) return HPML_OK;
+    for (int k = 0; k < t->graph->hook_count && status == HPML_OK; k++) {
+        const hpml_hooks *h = &t->graph->hooks[k];
         if (h->data) status = h->data(h->user, t, hpmli_hash(hpmli_loader_mark(l), passes, sizeof passes));
     }
-    if (!d.loader || d.loader->ranks == 0) f.deals = hpmli_hooks_deal(t);
-    for (int e = 0; e < (d.epochs > 0 ? d.epochs : 1) && status == HPML_OK; e++) {
-        f.is_last = e + 1 >= d.epochs;
-        if (d.max_steps > 0 && f.updates >= d.max_steps) break; /* the last update ended an epoch */
-        status = hpmli_fit_epoch(t, l, &d, &f);
-    }
-    hpml_loader_free(l);
+    return status;
+}
+
+/* Ends a call of fit: saves the last checkpoint, puts back the best weights. Returns the status of the call. */
+HPMLI_FN hpml_status hpmli_fit_finish(hpml_trainer *t, hpmli_fit *f, hpml_status status)
+{
+    const hpml_fit_desc *d    = f->d;
+    bool                 done = status == HPML_OK || status == HPML_ERR_STOPPED;
     hpmli_graph_restore_batch(t->graph);
-    if (status == HPML_ERR_STOPPED && d.max_steps > 0 && f.updates >= d.max_steps) status = HPML_OK;
+    if (f->log && (ferror(f->log) + fclose(f->log)) != 0 && done) {
+        status = hpmli_fail(t->ctx, HPML_ERR_WRITE, "fit: \"%s\": cannot write", d->log);
+        done   = false;
+    }
+    const bool unsaved = f->updates > 0 && f->saved_step != t->step && t->micro_batch == 0 && !f->deals;
+    if (done && d->checkpoint && unsaved && hpmli_fit_save(t, f) != HPML_OK) status = t->ctx->status;
+    if (done && f->best_values && f->best < HUGE_VAL) hpmli_values_copy(t, f->best_values, true);
+    hpmli_free(t->ctx, f->best_values);
+    const bool full = d->max_steps > 0 && f->updates >= d->max_steps;
+    if (status == HPML_ERR_STOPPED && (full || !hpmli_fit_is_patient(t, f))) status = HPML_OK;
     /* Waits for the device, whose sync returns an error if the last step has found a non-finite number. */
     if (status == HPML_OK && t->ctx->backend->sync) status = t->ctx->backend->sync(t->ctx->device);
     return status;
 }
 
+HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *desc)
+{
+    hpml_fit_desc d;
+    hpmli_fit     f = HPMLI_ZEROED;
+    if (!t) return HPML_ERR_ARGUMENT;
+    if (!HPMLI_COPY_DESC(t->ctx, "fit", d, desc)) return t->ctx->status;
+    if (!hpmli_fit_desc_check(t, &d)) return t->ctx->status;
+    hpml_status  status = hpmli_fit_begin(t, &d, &f);
+    hpml_loader *l      = status == HPML_OK ? hpmli_trainer_loader(t, data, d.loader, false) : NULL;
+    if (!l) {
+        if (f.log) fclose(f.log);
+        hpmli_free(t->ctx, f.best_values);
+        return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
+    }
+    status = hpmli_fit_compare(t, l, &d);
+    if (!d.loader || d.loader->ranks == 0) f.deals = hpmli_hooks_deal(t);
+    const int64_t epochs = d.epochs > 0 ? d.epochs : 1;
+    for (int64_t e = d.resume ? t->epoch : 0; e < epochs && status == HPML_OK; e++) {
+        f.is_last = e + 1 >= epochs;
+        if (d.max_steps > 0 && f.updates >= d.max_steps) break; /* the last update ended an epoch */
+        status = hpmli_fit_epoch(t, l, &f);
+    }
+    hpml_loader_free(l);
+    return hpmli_fit_finish(t, &f, status);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>evaluate   evaluation, prediction
+// ---------------------------------------------------------------------------------------------------------------------
 /* Fails with an error that names the sample whose loss is not finite, by evaluating one sample at a time. The inputs
    hold `samples` samples, which begin with number `first` of the data. */
 HPMLI_FN hpml_status hpmli_evaluate_report(hpml_trainer *t, int64_t first, int64_t samples)
@@ -13620,46 +14446,78 @@ HPMLI_FN hpml_status hpmli_evaluate_run(hpml_trainer *t, int64_t samples, const 
     return status;
 }
 
-/* Evaluates one batch; adds its loss, its samples and its rows predicted right to *out (in .accuracy, which is a count
-   until the last batch), and its rows that have a label to *counted. False: an error on the context. */
-HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, hpml_metrics *out, int64_t *counted)
+/* Adds the outputs of the batch that was evaluated last to the sums, where targets are numbers. */
+HPMLI_FN void hpmli_evaluate_outputs(hpml_trainer *t, const float *target, int64_t samples, hpmli_tally *s)
+{
+    const hpml_tensor *out = t->d.output;
+    const int64_t      n   = hpml_tensor_count(t->target) / t->graph->batch_now * samples;
+    const bool         numbers = t->d.loss != HPML_LOSS_CROSS_ENTROPY && !t->d.loss_tensor;
+    if (!numbers || hpmli_is_split(out)) return;
+    const float *y = hpmli_has_pass(t) ? t->batch_out : hpmli_trainer_host_out(t);
+    if (!y) return;
+    if (y == t->host_out) hpmli_read_floats(t->ctx, out, n, t->host_out);
+    hpmli_tally_outputs(s, t->d.loss, y, target, n);
+}
+
+/* Evaluates one batch, whose first sample is number `first` of the data, and adds it to the sums. False: an error. */
+HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, int64_t first, int64_t *confusion,
+                                   hpmli_tally *s)
 {
     bool classifier = hpmli_is_classifier(t);
     if (!b->y) hpmli_fail(t->ctx, HPML_ERR_ARGUMENT, "evaluate: the dataset has no labels");
     if (hpmli_failed(t->ctx) || hpmli_write_batch(t, b->x, b->y, b->samples) != HPML_OK) return false;
-    if (hpmli_evaluate_run(t, b->samples, classifier ? (const int32_t *)b->y : NULL, out->confusion) != HPML_OK)
+    if (hpmli_evaluate_run(t, b->samples, classifier ? (const int32_t *)b->y : NULL, confusion) != HPML_OK)
         return false;
     if (!t->d.no_finite_check && t->scalars.loss - t->scalars.loss != 0) {
-        hpmli_evaluate_report(t, out->samples, b->samples);
+        hpmli_evaluate_report(t, first, b->samples);
         return false;
     }
-    out->loss += (double)t->scalars.loss * (double)b->samples;
-    out->samples += b->samples;
-    if (!classifier) return true;
-    out->accuracy += (double)t->scalars.counts[0];
-    *counted += t->scalars.counts[1];
-    return true;
+    s->loss += (double)t->scalars.loss * (double)b->samples;
+    s->samples += (double)b->samples;
+    if (classifier) s->correct += (double)t->scalars.counts[0];
+    if (classifier) s->counted += (double)t->scalars.counts[1];
+    if (!classifier && t->target->dtype == HPML_DTYPE_F32)
+        hpmli_evaluate_outputs(t, (const float *)b->y, b->samples, s);
+    return !hpmli_failed(t->ctx);
+}
+
+/* Evaluates all data on this rank or, if `shared`, a part on each of the ranks that train together, which add up their
+   sums; where ranks run each pass together, or a graph takes full batches only, each evaluates all. */
+static hpml_status hpmli_evaluate(hpml_trainer *t, hpml_dataset *data, bool shared, hpml_metrics *out)
+{
+    hpml_batch       b;
+    hpml_loader_desc d = HPMLI_ZEROED;
+    hpmli_tally      s = HPMLI_ZEROED;
+    const bool       apart = shared && t->graph->batchable && !t->graph->any.need && !hpmli_has_pass(t);
+    d.ranks = apart ? t->ranks : 1;
+    d.rank  = apart ? t->rank : 0;
+    const bool   idle = shared && t->rank == t->ranks; /* a rank that computes nothing */
+    hpml_loader *l = hpmli_trainer_loader(t, data, &d, true);
+    if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
+    while (!idle && hpml_loader_next(l, &b)) {
+        const int64_t first = b.index * d.ranks * t->graph->batch + b.first;
+        t->given = b.extra;
+        if (b.samples > 0 && !hpmli_evaluate_batch(t, &b, first, out->confusion, &s)) break;
+    }
+    t->given = NULL;
+    hpml_loader_free(l);
+    hpmli_graph_restore_batch(t->graph);
+    if (shared) hpmli_agree(t, (double *)(void *)&s, HPMLI_TALLY_COUNT);
+    hpmli_tally_read(&s, t->d.loss, out);
+    return t->ctx->status;
 }
 
 HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, hpml_metrics *out)
 {
-    hpml_batch b;
-    int64_t    counted = 0;
-    double     start = hpml_now();
+    double start = hpml_now();
     if (!t || !out) return HPML_ERR_ARGUMENT;
     if (!hpmli_trainer_joined(t, "evaluate", 3)) return t->ctx->status;
-    hpml_loader *l = hpmli_trainer_loader(t, data, NULL, true);
-    if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     int64_t *confusion = out->confusion;
     memset(out, 0, sizeof *out);
-    out->confusion = confusion;
-    while (hpml_loader_next(l, &b) && hpmli_evaluate_batch(t, &b, out, &counted)) {}
-    hpml_loader_free(l);
-    hpmli_graph_restore_batch(t->graph);
-    if (out->samples > 0) out->loss /= (double)out->samples;
-    out->accuracy = counted > 0 ? out->accuracy / (double)counted : -1;
-    out->seconds  = hpml_now() - start;
-    return t->ctx->status;
+    out->confusion     = confusion;
+    hpml_status status = hpmli_evaluate(t, data, false, out);
+    out->seconds       = hpml_now() - start;
+    return status;
 }
 
 /* Copies n numbers of the whole output y to `out`; if a dimension of y is split, gathers the parts of all ranks. given:
@@ -13702,11 +14560,25 @@ HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t s
     }
     if (hpml_graph_set_batch(g, g->batchable ? samples : g->batch) != HPML_OK) return t->ctx->status;
     hpmli_write_samples(t, t->d.input, x, samples);
+    for (int k = 0; k < t->d.extra_count && t->given; k++)
+        hpmli_write_samples(t, t->extra[k], t->given[k], samples);
     hpmli_forward_begin(g, hpmli_part_now(g));
     for (int k = 0; k < g->count && t->ctx->status == HPML_OK; k++) /* without the loss: no targets are given */
         if (g->nodes[k]->out != t->loss) hpmli_run_node(g, &run, k, HPMLI_FORWARD);
     if (t->ctx->status == HPML_OK) hpmli_read_whole(t, t->d.output, NULL, floats, out);
     return t->ctx->status;
+}
+
+/* Predicts `samples` samples of x, at most a batch, the first of which is number `first`, and checks the output. */
+HPMLI_FN hpml_status hpmli_predict_batch(hpml_trainer *t, const void *x, int64_t first, int64_t samples, float *out)
+{
+    const int64_t each = hpml_param_whole(t->d.output, NULL) / t->graph->batch, floats = samples * each;
+    if (hpmli_predict_run(t, x, samples, out) != HPML_OK || t->d.no_finite_check) return t->ctx->status;
+    const int64_t at = hpmli_first_nonfinite(out, floats);
+    if (at == floats) return HPML_OK;
+    return hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the data, and "
+                      "whether training has left the parameters finite", (long long)(at % each),
+                      (long long)(first + at / each), hpmli_plain_nan((double)out[at]));
 }
 
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out)
@@ -13719,16 +14591,30 @@ HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_
     int64_t x_bytes    = hpml_tensor_count(t->d.input) / g->batch * (int64_t)hpml_dtype_size(t->d.input->dtype);
     int64_t out_floats = hpml_param_whole(t->d.output, NULL) / g->batch; /* x_bytes and out_floats are of one sample */
     for (int64_t i = 0; i < samples && t->ctx->status == HPML_OK; i += g->batch) {
-        int64_t n = hpmli_min(samples - i, g->batch), floats = n * out_floats;
-        if (hpmli_predict_run(t, (const char *)x + i * x_bytes, n, out + i * out_floats) != HPML_OK) break;
-        if (t->d.no_finite_check) continue;
-        int64_t at = hpmli_first_nonfinite(out + i * out_floats, floats);
-        if (at < floats)
-            hpmli_fail(t->ctx, HPML_ERR_NONFINITE, "predict: output %lld of sample %lld is %g: look at the data, and "
-                       "whether training has left the parameters finite", (long long)(at % out_floats),
-                       (long long)(i + at / out_floats), hpmli_plain_nan((double)out[i * out_floats + at]));
+        hpmli_predict_batch(t, (const char *)x + i * x_bytes, i, hpmli_min(samples - i, g->batch),
+                            out + i * out_floats);
+        hpmli_graph_restore_batch(g);
     }
-    hpmli_graph_restore_batch(g);
+    return t->ctx->status;
+}
+
+HPML_API hpml_status hpml_trainer_predict_data(hpml_trainer *t, hpml_dataset *data, float *out)
+{
+    hpml_batch b;
+    if (!t || !out) return HPML_ERR_ARGUMENT;
+    if (!hpmli_trainer_joined(t, "predict", 3)) return t->ctx->status;
+    hpml_loader *l = hpmli_trainer_loader(t, data, NULL, true);
+    if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
+    const int64_t each = hpml_param_whole(t->d.output, NULL) / t->graph->batch;
+    while (hpml_loader_next(l, &b)) {
+        const int64_t first = b.index * t->graph->batch;
+        t->given = b.extra;
+        hpmli_graph_restore_batch(t->graph);
+        if (hpmli_predict_batch(t, b.x, first, b.samples, out + first * each) != HPML_OK) break;
+    }
+    t->given = NULL;
+    hpml_loader_free(l);
+    hpmli_graph_restore_batch(t->graph);
     return t->ctx->status;
 }
 
@@ -14467,12 +15353,14 @@ HPML_API hpml_dataset *hpml_dataset_create(hpml_ctx *ctx, int64_t count, hpml_dt
 
 HPMLI_FN const char *hpmli_sample_x(const hpml_dataset *d, int64_t i) /* returns the address of x of sample i */
 {
+    if (d->order) i = d->order[i];
     int64_t step = d->x_step ? d->x_step : hpmli_shape_count(d->x_ndim, d->x_shape);
     return (const char *)d->x + (size_t)(i * step) * hpml_dtype_size(d->x_dtype);
 }
 
 HPMLI_FN const char *hpmli_sample_y(const hpml_dataset *d, int64_t i) /* returns the address of y of sample i */
 {
+    if (d->order) i = d->order[i];
     return (const char *)d->y + (size_t)(i * (d->y_step ? d->y_step : d->y_size)) * 4;
 }
 
@@ -14488,9 +15376,75 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     *s = *d;
     s->owner = NULL;
     s->count = count;
-    s->x     = hpmli_sample_x(d, first);
+    if (d->order) {
+        s->order += first;
+        return s;
+    }
+    if (d->fill) s->first += first;
+    if (d->x) s->x = hpmli_sample_x(d, first);
     if (d->y) s->y = hpmli_sample_y(d, first);
+    for (int k = 0; k < d->extra_count; k++) {
+        const hpml_extra *e = &d->extra[k];
+        if (e->data) s->extra[k].data = (const char *)e->data + (size_t)(first * e->size) * 4;
+    }
     return s;
+}
+
+/* Returns `count` samples of a random order of d, from number `first` of this order on. */
+HPMLI_FN hpml_dataset *hpmli_dataset_some(const hpml_dataset *d, uint64_t seed, int64_t first, int64_t count)
+{
+    const size_t  head = (sizeof(hpml_dataset) + 63) / 64 * 64;
+    hpml_dataset *s    = (hpml_dataset *)hpmli_alloc(d->ctx, head + (size_t)count * sizeof(int64_t));
+    if (!s) return NULL;
+    int64_t *order = (int64_t *)(void *)((char *)s + head);
+    *s       = *d;
+    s->owner = NULL;
+    s->count = count;
+    s->order = order;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t at = hpml_permute_index(seed, 0, d->count, first + i);
+        order[i] = d->order ? d->order[at] : at;
+    }
+    return s;
+}
+
+HPML_API hpml_status hpml_dataset_split(hpml_dataset *d, double fraction, uint64_t seed, hpml_dataset **a,
+                                        hpml_dataset **b)
+{
+    if (!d || hpmli_failed(d->ctx)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
+    if (!a || !b || !(fraction > 0 && fraction < 1) || d->count < 2)
+        return hpmli_fail(d->ctx, HPML_ERR_ARGUMENT, "dataset split: %g of %lld samples: expected a fraction between 0 "
+                          "and 1, 2 samples or more, and two addresses", fraction, (long long)d->count);
+    const int64_t n = hpmli_min(hpmli_max((int64_t)floor(fraction * (double)d->count + 0.5), 1), d->count - 1);
+    *a = hpmli_dataset_some(d, seed, 0, n);
+    *b = hpmli_dataset_some(d, seed, n, d->count - n);
+    if (*a && *b) return HPML_OK;
+    hpml_dataset_free(*a);
+    hpml_dataset_free(*b);
+    *a = *b = NULL;
+    return d->ctx->status;
+}
+
+static bool hpmli_has_y(const hpml_dataset *d) { return d->fill ? d->y_size > 0 : d->y != NULL; }
+/* Checks a dataset, which may be a struct of the user's own; false: an error. */
+static bool hpmli_dataset_check(hpml_ctx *ctx, const hpml_dataset *d)
+{
+    const char *wrong = NULL;
+    bool floats = d->x_dtype == HPML_DTYPE_U8 || d->x_dtype == HPML_DTYPE_F32 || d->x_dtype == HPML_DTYPE_I32;
+    if (d->ctx != ctx) wrong = "it belongs to another context";
+    if (d->count < 1 || (!d->x && !d->fill)) wrong = "needs a count, and x or fill";
+    if (!floats) wrong = "x must be u8, f32 or i32";
+    if (hpmli_has_y(d) && ((d->y_dtype != HPML_DTYPE_F32 && d->y_dtype != HPML_DTYPE_I32) || d->y_size < 1))
+        wrong = "y must be f32 or i32, with 1 number or more for each sample";
+    if (d->x_ndim < 0 || d->x_ndim >= HPML_MAX_DIMS || hpmli_shape_count(d->x_ndim, d->x_shape) < 1)
+        wrong = "x_ndim must be 0 to 4, and the sizes in x_shape 1 or more";
+    if (d->extra_count < 0 || d->extra_count > HPML_MAX_EXTRA) wrong = "extra_count must be 0 to HPML_MAX_EXTRA";
+    for (int k = 0; k < d->extra_count && !wrong; k++) {
+        const hpml_extra *e = &d->extra[k];
+        bool number = e->dtype == HPML_DTYPE_F32 || e->dtype == HPML_DTYPE_I32;
+        if (!number || e->size < 1 || (!e->data && !d->fill)) wrong = "extra: needs f32 or i32, a size and data";
+    }
+    return !wrong || hpmli_false(ctx, HPML_ERR_ARGUMENT, "dataset of %lld samples: %s", (long long)d->count, wrong);
 }
 #ifdef HPML_USE_ZLIB
 /* Decompresses `want` bytes, the data after the header of an IDX file, into f->bytes. That memory grows with the data
@@ -15109,6 +16063,11 @@ struct hpml_loader {
     int64_t              steps, crop;          /* batches of an epoch; side of the cropped image, 0: not cropped */
     int64_t              stored_size, size;    /* numbers of a sample in the data; in a batch */
     float               *image;                /* (stored_size) one sample before augmentation */
+    int64_t             *numbers;              /* (batch) of the samples that a function makes: its numbers, and */
+    int64_t             *image_numbers;        /* (batch) those in this dataset, by which images are augmented */
+    char                *raw;                  /* (batch) samples as that function makes them; NULL: made in x */
+    char                *extra[2][HPML_MAX_EXTRA];
+    hpml_status          status[2];            /* of the function that makes samples */
     float               *x[2];                 /* memory of two batches: batch n, counted over all epochs, in n % 2 */
     char                *y[2];
     hpml_batch           batch[2];
@@ -15153,18 +16112,51 @@ HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, 
             }
 }
 
-/* Writes sample number `sample` of the data as sample `at` of the batch x, y: converted, scaled, augmented. */
-HPMLI_FN void hpmli_load_sample(const hpml_loader *l, float *x, char *y, int64_t at, int64_t sample, uint64_t epoch)
+HPMLI_FN bool hpmli_loader_augments(const hpml_loader *l)
+{
+    return l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0 || l->crop > 0;
+}
+
+/* Writes x of sample number `sample`, which is at `from`, as sample `at` of batch x: converted, scaled, augmented. */
+HPMLI_FN void hpmli_load_x(const hpml_loader *l, float *x, int64_t at, const char *from, int64_t sample, uint64_t epoch)
 {
     const hpml_dataset *d = l->data;
-    const char *from    = hpmli_sample_x(d, sample);
-    bool        augment = l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0 || l->crop > 0;
+    bool        augment = hpmli_loader_augments(l);
     float      *to      = x + at * l->size, *converted = augment ? l->image : to;
     hpml_dtype  dtype   = d->x_dtype == HPML_DTYPE_U8 ? HPML_DTYPE_F32 : d->x_dtype;
     hpmli_convert(l->k, dtype, converted, d->x_dtype, from, l->stored_size);
-    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(converted, converted, d->x_scale, d->x_shift, l->stored_size);
+    const float scale = d->x_scale != 0 ? d->x_scale : 1.0f / 255.0f;
+    if (d->x_dtype == HPML_DTYPE_U8) l->k->vscale_add(converted, converted, scale, d->x_shift, l->stored_size);
     if (augment) hpmli_augment(l, to, l->image, epoch, sample);
-    if (d->y) memcpy(y + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
+}
+
+/* Writes sample number `sample` of the arrays of the data as sample `at` of the batch in `slot`. */
+HPMLI_FN void hpmli_load_sample(const hpml_loader *l, int slot, int64_t at, int64_t sample, uint64_t epoch)
+{
+    const hpml_dataset *d     = l->data;
+    const int64_t       place = d->order ? d->order[sample] : sample;
+    hpmli_load_x(l, l->x[slot], at, hpmli_sample_x(d, sample), sample, epoch);
+    if (d->y) memcpy(l->y[slot] + (size_t)(at * d->y_size) * 4, hpmli_sample_y(d, sample), (size_t)d->y_size * 4);
+    for (int k = 0; k < d->extra_count; k++) {
+        const size_t bytes = (size_t)d->extra[k].size * 4;
+        memcpy(l->extra[slot][k] + (size_t)at * bytes, (const char *)d->extra[k].data + (size_t)place * bytes, bytes);
+    }
+}
+
+/* Lets the data's function make the `count` samples l->numbers of the batch in `slot`. */
+HPMLI_FN void hpmli_load_filled(hpml_loader *l, int slot, int64_t count, int64_t epoch)
+{
+    const hpml_dataset *d = l->data;
+    void               *arrays[2 + HPML_MAX_EXTRA];
+    const size_t        bytes = (size_t)l->stored_size * hpml_dtype_size(d->x_dtype);
+    arrays[0] = l->raw ? (void *)l->raw : (void *)l->x[slot];
+    arrays[1] = d->y_size > 0 ? l->y[slot] : NULL;
+    for (int k = 0; k < HPML_MAX_EXTRA; k++) arrays[2 + k] = l->extra[slot][k];
+    for (int64_t i = 0; i < count; i++) l->image_numbers[i] = l->numbers[i];
+    for (int64_t i = 0; i < count; i++) l->numbers[i] = d->first + (d->order ? d->order[l->numbers[i]] : l->numbers[i]);
+    l->status[slot] = count > 0 ? d->fill(d->fill_user, epoch, l->numbers, count, arrays) : HPML_OK;
+    for (int64_t i = 0; i < count && l->raw && l->status[slot] == HPML_OK; i++)
+        hpmli_load_x(l, l->x[slot], i, l->raw + (size_t)i * bytes, l->image_numbers[i], (uint64_t)epoch);
 }
 
 /* Returns the index, within a global batch of `size` samples, of the first sample of the shard of `rank`. */
@@ -15184,7 +16176,7 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l)
                                        l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
     const int64_t       size = d->y ? d->y_size * 4 : 0;
     uint64_t            mark = hpmli_hash(HPMLI_HASH, settings, sizeof settings);
-    for (int64_t i = 0; i < 64 && size > 0; i++) {
+    for (int64_t i = 0; i < 64 && size > 0; i++) { /* samples that a function makes have no targets here */
         int64_t sample = (d->count - 1) / 63 * i + (d->count - 1) % 63 * i / 63;
         mark = hpmli_hash(mark, hpmli_sample_y(d, sample), (size_t)(size < 4096 ? size : 4096));
     }
@@ -15201,9 +16193,18 @@ HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch l->made, in l->
     for (int64_t i = first; i < end; i++) { /* an epoch longer than the data: a new shuffle each round */
         int64_t at = (start + i) % l->data->count, round = (start + i) / l->data->count;
         if (!l->d.in_order) at = hpml_permute_index(l->d.seed, (uint64_t)(epoch + (round << 32)), l->data->count, at);
-        hpmli_load_sample(l, l->x[slot], l->y[slot], i - first, at, (uint64_t)epoch);
+        if (l->data->fill) l->numbers[i - first] = at;
+        else hpmli_load_sample(l, slot, i - first, at, (uint64_t)epoch);
     }
-    hpml_batch b = { l->x[slot], l->data->y ? l->y[slot] : NULL, end - first, size, first, index };
+    if (l->data->fill) hpmli_load_filled(l, slot, end - first, epoch);
+    hpml_batch b = HPMLI_ZEROED;
+    b.x              = l->x[slot];
+    b.y              = hpmli_has_y(l->data) ? l->y[slot] : NULL;
+    b.samples        = end - first;
+    b.global_samples = size;
+    b.first          = first;
+    b.index          = index;
+    for (int k = 0; k < l->data->extra_count; k++) b.extra[k] = l->extra[slot][k];
     l->batch[slot] = b;
     bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* a virtual clock is not for this thread */
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
@@ -15272,8 +16273,12 @@ HPMLI_FN void hpmli_loader_destroy(void *object)
     for (int i = 0; i < 2; i++) {
         hpmli_free(l->ctx, l->x[i]);
         hpmli_free(l->ctx, l->y[i]);
+        for (int k = 0; k < HPML_MAX_EXTRA; k++) hpmli_free(l->ctx, l->extra[i][k]);
     }
     hpmli_free(l->ctx, l->image);
+    hpmli_free(l->ctx, l->numbers);
+    hpmli_free(l->ctx, l->image_numbers);
+    hpmli_free(l->ctx, l->raw);
 }
 
 HPMLI_FN bool hpmli_loader_check(hpml_ctx *ctx, const hpml_dataset *data, hpml_loader_desc *d)
@@ -15309,7 +16314,9 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
 {
     hpml_loader_desc d;
     if (hpmli_failed(ctx) || !data) return NULL;
-    if (!HPMLI_COPY_DESC(ctx, "loader", d, desc) || !hpmli_loader_check(ctx, data, &d)) return NULL;
+    if (!HPMLI_COPY_DESC(ctx, "loader", d, desc) || !hpmli_dataset_check(ctx, data) ||
+        !hpmli_loader_check(ctx, data, &d))
+        return NULL;
     hpml_loader *l = (hpml_loader *)hpmli_alloc_object(ctx, sizeof *l, hpmli_loader_destroy);
     if (!l) return NULL;
     l->ctx  = ctx;
@@ -15324,6 +16331,14 @@ HPML_API hpml_loader *hpml_loader_create(hpml_ctx *ctx, hpml_dataset *data, cons
     for (int i = 0; i < 2 && ctx->status == HPML_OK; i++) {
         l->x[i] = (float *)hpmli_alloc_array(ctx, l->size, (size_t)d.batch * sizeof(float));
         l->y[i] = (char *)hpmli_alloc_array(ctx, data->y_size + 1, (size_t)d.batch * 4);
+        for (int k = 0; k < data->extra_count; k++)
+            l->extra[i][k] = (char *)hpmli_alloc_array(ctx, data->extra[k].size, (size_t)d.batch * 4);
+    }
+    if (data->fill && ctx->status == HPML_OK) {
+        l->numbers       = hpmli_new(ctx, int64_t, d.batch);
+        l->image_numbers = hpmli_new(ctx, int64_t, d.batch);
+        if (data->x_dtype == HPML_DTYPE_U8 || hpmli_loader_augments(l))
+            l->raw = (char *)hpmli_alloc_array(ctx, l->stored_size, (size_t)d.batch * hpml_dtype_size(data->x_dtype));
     }
     if (ctx->status == HPML_OK) return l;
     hpml_loader_free(l);
@@ -15355,12 +16370,104 @@ HPML_API bool hpml_loader_next(hpml_loader *l, hpml_batch *out)
         hpmli_load_batch(l);
         l->made++;
     }
-    *out = l->batch[l->taken++ % 2];
+    const int64_t taken = l->taken++;
+    *out     = l->batch[taken % 2];
     l->ended = l->taken % l->steps == 0;
-    return true;
+    if (l->status[taken % 2] == HPML_OK) return true;
+    return hpmli_false(l->ctx, l->status[taken % 2], "loader: the function that fills samples failed in batch %lld of "
+                       "epoch %lld: %s", (long long)out->index, (long long)(taken / l->steps),
+                       hpml_status_string(l->status[taken % 2]));
 }
 
 HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>statistics   mean and deviation of data, and their use inside a model
+// ---------------------------------------------------------------------------------------------------------------------
+/* Sums over all samples of one number, in double, of differences from the first sample, so that no digits are lost. */
+typedef struct hpmli_moments { double first, sum, square, n; } hpmli_moments;
+
+HPML_API int64_t hpml_dataset_stats(hpml_dataset *d, hpml_stats of, float *mean, float *deviation)
+{
+    hpml_loader_desc ld = HPMLI_ZEROED;
+    hpml_batch       b;
+    if (!d || hpmli_failed(d->ctx) || !hpmli_dataset_check(d->ctx, d)) return 0;
+    const bool    is_y = of == HPML_STATS_TARGETS;
+    const int64_t size = is_y ? d->y_size : hpmli_sample_floats(d);
+    const bool    fits = is_y ? hpmli_has_y(d) && d->y_dtype == HPML_DTYPE_F32 : d->x_dtype != HPML_DTYPE_I32;
+    if ((int)of < 0 || of > HPML_STATS_TARGETS || !fits || (mean == NULL) != (deviation == NULL) ||
+        (of == HPML_STATS_CHANNELS && d->x_ndim < 2)) {
+        hpmli_fail(d->ctx, HPML_ERR_ARGUMENT, "dataset stats: expected numbers of f32 or u8 in x (in y: f32), for "
+                   "CHANNELS samples of 2 dimensions or more, and two arrays or none");
+        return 0;
+    }
+    const int64_t each = of == HPML_STATS_CHANNELS ? size / d->x_shape[0] : 1, n = size / each;
+    if (!mean) return n;
+    ld.batch       = (int32_t)hpmli_min(d->count, 64);
+    ld.in_order    = true;
+    ld.no_prefetch = true;
+    hpmli_moments *m = hpmli_new(d->ctx, hpmli_moments, n);
+    hpml_loader   *l = m ? hpml_loader_create(d->ctx, d, &ld) : NULL;
+    while (l && hpml_loader_next(l, &b))
+        for (int64_t i = 0; i < b.samples * size; i++) {
+            hpmli_moments *at = &m[i % size / each];
+            const double   v  = (double)((const float *)(is_y ? b.y : b.x))[i];
+            if (at->n == 0) at->first = v;
+            at->sum += v - at->first;
+            at->square += (v - at->first) * (v - at->first);
+            at->n++;
+        }
+    for (int64_t i = 0; i < n && l; i++) {
+        const double average = m[i].sum / m[i].n, square = m[i].square / m[i].n - average * average;
+        mean[i]      = (float)(m[i].first + average);
+        deviation[i] = square > 0 ? (float)sqrt(square) : 1.0f;
+    }
+    hpml_loader_free(l);
+    hpmli_free(d->ctx, m);
+    return d->ctx->status == HPML_OK ? n : 0;
+}
+
+/* Creates the buffer "<layer>.<suffix>" with `count` values that fit the columns of x or, for images, the channels. */
+HPMLI_FN hpml_tensor *hpmli_statistic(hpml_tensor *x, int64_t count, const float *values, const char *layer,
+                                      const char *suffix)
+{
+    hpml_param_desc d = HPMLI_ZEROED;
+    char            name[HPMLI_NAME];
+    const bool      image = x->ndim == 4 && x->layout == HPML_NCHW;
+    const int64_t   there = x->shape[image ? 1 : x->ndim - 1];
+    if (!values || count != there || x->ndim < 2)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "standardize \"%s\": %lld values of %s for %s, expected %lld%s",
+                          layer, (long long)count, suffix, hpmli_describe(x), (long long)there,
+                          values ? "" : " and an array");
+    snprintf(name, sizeof name, "%s.%s", layer, suffix);
+    d.name     = name;
+    d.ndim     = image ? 3 : 1;
+    d.shape[0] = count;
+    d.shape[1] = d.shape[2] = 1;
+    d.buffer   = true;
+    d.values   = values;
+    return hpml_param_create(x->ctx, &d);
+}
+
+HPML_API hpml_tensor *hpml_standardize(hpml_tensor *x, int64_t count, const float *mean, const float *deviation,
+                                       const char *name)
+{
+    if (!hpmli_recordable(1, &x)) return NULL;
+    name = hpmli_layer_name(x->ctx, name, "standardize");
+    hpml_tensor *m = name ? hpmli_statistic(x, count, mean, name, "mean") : NULL;
+    hpml_tensor *s = m ? hpmli_statistic(x, count, deviation, name, "deviation") : NULL;
+    return s ? hpml_div(hpml_sub(x, m), s) : NULL;
+}
+
+HPML_API hpml_tensor *hpml_unstandardize(hpml_tensor *x, int64_t count, const float *mean, const float *deviation,
+                                         const char *name)
+{
+    if (!hpmli_recordable(1, &x)) return NULL;
+    name = hpmli_layer_name(x->ctx, name, "unstandardize");
+    hpml_tensor *m = name ? hpmli_statistic(x, count, mean, name, "mean") : NULL;
+    hpml_tensor *s = m ? hpmli_statistic(x, count, deviation, name, "deviation") : NULL;
+    return s ? hpml_add(hpml_mul(x, s), m) : NULL;
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>safetensors   safetensors files
@@ -15554,7 +16661,6 @@ HPML_API hpml_safetensors *hpml_safetensors_open(hpml_ctx *ctx, const char *path
 {
     return hpmli_safe_open(ctx, path, true);
 }
-
 HPML_API int hpml_safetensors_count(const hpml_safetensors *f) { return f ? f->count : 0; }
 HPML_API bool hpml_safetensors_at(const hpml_safetensors *f, int index, hpml_safetensor *out)
 {
@@ -15586,7 +16692,8 @@ HPMLI_FN void hpmli_write_escaped(hpmli_writer *w, const char *s)
     char code[8];
     for (size_t n, left = strlen(s); left > 0; s += n, left -= n) {
         n = hpmli_utf8(s, left);
-        bool plain = n > 0 && *s != '"' && *s != '\\' && (unsigned char)*s >= 32;
+        bool plain = n > 0 && (unsigned char)*s >= 32;
+        if (plain && (*s == '"' || *s == '\\')) hpmli_write(w, "\\", 1);
         if (plain) hpmli_write(w, s, n);
         else hpmli_write(w, code, (size_t)snprintf(code, sizeof code, "\\u%04x", n > 0 ? (unsigned)*s : 0xfffdu));
         if (n == 0) n = 1;
@@ -15781,7 +16888,7 @@ HPMLI_FN bool hpmli_params_are_cut(const hpml_ctx *ctx)
 }
 
 /* Returns whether the rank is number 0 in all groups: the one that writes files. */
-HPMLI_FN bool hpmli_groups_first(const hpml_ctx *ctx)
+static bool hpmli_groups_first(const hpml_ctx *ctx)
 {
     for (int a = 0; a < HPML_AXES; a++)
         if (hpml_ctx_group(ctx, (hpml_axis)a)->rank > 0) return false;
@@ -15917,7 +17024,7 @@ HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>checkpoint   parameters and whole trainings in safetensors files
+// >>params-file   parameters and other arrays in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
 /* One array of a file: array `which` of parameter `param`; or, where `param` is NULL, a named state of the trainer,
    which is at `values`, on the context's device. */
@@ -15942,7 +17049,17 @@ typedef struct hpmli_arrays {
     char            *names; /* (count, HPMLI_ARRAY_NAME) names */
     int              count, done; /* done: arrays that were read */
     hpml_dtype       dtype; /* type of the data in the file */
+    const hpml_load_desc *as; /* names in the file that is loaded; NULL: the parameters' names */
 } hpmli_arrays;
+
+/* Which arrays are saved or loaded, if not all parameters, or a trainer's. */
+typedef struct hpmli_selection {
+    int                      first;  /* parameters from this one on */
+    const bool              *only;   /* (parameters of the context) those with true; NULL: all */
+    const hpmli_named_array *named;  /* further arrays, as a list */
+    const char              *prefix; /* of the names of `named` */
+    const hpml_load_desc    *as;
+} hpmli_selection;
 
 /* Adds the array `of`, of the given shape, to the list `a`; returns the memory to which the caller writes its name. */
 HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const int64_t *shape)
@@ -15961,11 +17078,12 @@ HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const
 
 /* Adds to the list *a the array `which` of each parameter that has one: the values, or a state of the optimizer, which
    is named "opt.<state>.<parameter>". */
-HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which)
+HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which, const hpmli_selection *chosen)
 {
     const int k     = (int)which - HPML_ARRAY_STATE;
-    int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* without any recorded later */
-    for (int i = 0; i < count; i++) {
+    int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* not those recorded later */
+    for (int i = chosen->first; i < count; i++) {
+        if (chosen->only && !chosen->only[i]) continue;
         const hpml_tensor *p  = a->ctx->params[i];
         hpmli_array        of = { p, which, false, NULL };
         int64_t            whole[HPML_MAX_DIMS];
@@ -15995,28 +17113,36 @@ HPMLI_FN bool hpmli_arrays_take(hpmli_arrays *a, int64_t count, int64_t largest)
 }
 
 /* Lists in *a the parameters; with a trainer t also the states of its optimizer, and the named arrays that were added
-   to the trainer's checkpoints (t->states). False: no memory. */
-HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, hpml_dtype dtype, hpmli_arrays *a)
+   to the trainer's checkpoints (t->states). chosen: NULL, or which parameters and named arrays instead. False: no
+   memory. */
+HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, const hpmli_selection *chosen, hpml_dtype dtype,
+                              hpmli_arrays *a)
 {
-    int64_t most = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
+    int64_t         most = (1 + HPML_MAX_STATES) * (int64_t)ctx->param_count, largest = 1;
+    hpmli_selection all  = HPMLI_ZEROED;
+    all.named  = t ? t->states : NULL;
+    all.prefix = "state.";
+    if (!chosen) chosen = &all;
     for (int i = 0; i < ctx->param_count; i++) largest = hpmli_max(largest, hpml_param_whole(ctx->params[i], NULL));
-    for (const hpmli_named_array *v = t ? t->states : NULL; v; v = v->next) {
-        largest = hpmli_max(largest, v->count);
+    for (const hpmli_named_array *v = chosen->named; v; v = v->next) {
+        largest = hpmli_max(largest, v->shape ? hpml_tensor_count(v->shape) : v->count);
         most++;
     }
     memset(a, 0, sizeof *a);
     a->ctx     = ctx;
     a->trainer = t;
     a->dtype   = dtype;
+    a->as      = chosen->as;
     if (hpml_param_init(ctx) != HPML_OK || !hpmli_arrays_take(a, most, largest)) return false;
-    hpmli_arrays_add_params(a, HPML_ARRAY_VALUES);
-    if (!t) return true;
-    for (int k = 0; k < HPML_MAX_STATES; k++)
+    hpmli_arrays_add_params(a, HPML_ARRAY_VALUES, chosen);
+    for (int k = 0; k < HPML_MAX_STATES && t; k++)
         if (hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum))
-            hpmli_arrays_add_params(a, (hpml_array)(HPML_ARRAY_STATE + k));
-    for (const hpmli_named_array *v = t->states; v; v = v->next) {
-        hpmli_array of = { NULL, HPML_ARRAY_VALUES, false, v->values };
-        snprintf(hpmli_arrays_add(a, of, 1, &v->count), HPMLI_ARRAY_NAME, "state.%s", v->name);
+            hpmli_arrays_add_params(a, (hpml_array)(HPML_ARRAY_STATE + k), chosen);
+    for (const hpmli_named_array *v = chosen->named; v; v = v->next) {
+        hpmli_array    of    = { NULL, HPML_ARRAY_VALUES, false, v->values };
+        const int      ndim  = v->shape ? v->shape->ndim : 1;
+        const int64_t *shape = v->shape ? v->shape->shape : &v->count;
+        snprintf(hpmli_arrays_add(a, of, ndim, shape), HPMLI_ARRAY_NAME, "%s%s", chosen->prefix, v->name);
     }
     return true;
 }
@@ -16039,17 +17165,18 @@ HPMLI_FN const float *hpmli_array_read(void *list, int i, float *host)
     a->done = i + 1;
     if (x) return x;
     if (of.param) hpmli_collect(a->ctx, a->trainer, of.param, of.which, a->work, host);
-    else a->ctx->backend->read(a->ctx->device, host, of.values, (size_t)a->t[i].shape[0] * sizeof *host);
+    else a->ctx->backend->read(a->ctx->device, host, of.values,
+                               (size_t)hpmli_shape_count(a->t[i].ndim, a->t[i].shape) * sizeof *host);
     return host;
 }
 
-HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, hpml_trainer *of, const char *path, hpml_dtype dtype,
-                                       const hpml_meta *meta, int meta_count)
+HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, hpml_trainer *of, const hpmli_selection *chosen,
+                                       const char *path, hpml_dtype dtype, const hpml_meta *meta, int meta_count)
 {
     hpmli_arrays a = HPMLI_ZEROED;
     const bool   together = hpmli_params_are_cut(ctx), writes = hpmli_groups_first(ctx);
     if (!together && !writes) return ctx->status; /* rank 0 has all that is saved */
-    bool ready = !hpmli_failed(ctx) && hpmli_arrays_of(ctx, of, dtype, &a);
+    bool ready = !hpmli_failed(ctx) && hpmli_arrays_of(ctx, of, chosen, dtype, &a);
     if (together) ready = hpmli_groups_agree(ctx, path) == HPML_OK;
     if (ready && writes) {
         hpmli_safe_content c = { a.t, meta, a.count, meta_count, a.sums, hpmli_array_read, &a };
@@ -16090,6 +17217,45 @@ HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, c
     return a->host;
 }
 
+/* Writes to `name` the name that array i has in the file, by a->as; NULL: the array stays as it is. Sets *transposed if
+   the file has the matrix with rows and columns exchanged. */
+HPMLI_FN const char *hpmli_array_name(const hpmli_arrays *a, int i, char name[HPMLI_ARRAY_NAME], bool *transposed)
+{
+    const hpml_load_desc *d    = a->as;
+    const char           *from = a->t[i].name, *text = "";
+    size_t                count = 0;
+    *transposed = false;
+    if (!d) return from;
+    for (int k = 0; k < d->map_count; k++) {
+        if (!hpmli_matches(d->map[k].to, a->t[i].name, &text, &count)) continue;
+        from        = d->map[k].from;
+        *transposed = d->map[k].transpose && a->t[i].ndim == 2;
+        break;
+    }
+    if (!from) return NULL;
+    const char *star = from != a->t[i].name ? strchr(from, '*') : NULL;
+    const int   head = star ? (int)(star - from) : (int)strlen(from);
+    if (!star) count = 0;
+    snprintf(name, HPMLI_ARRAY_NAME, "%s%.*s%.*s%s", d->prefix ? d->prefix : "", head, from, (int)count, text,
+             star ? star + 1 : "");
+    return name;
+}
+
+/* Finds the entry *e of array i in file f; false: the array is to stay as it is, or an error. */
+HPMLI_FN bool hpmli_array_find(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f, const char *path,
+                               hpml_safetensor *e, bool *transposed)
+{
+    char        text[HPMLI_ARRAY_NAME];
+    const char *name = hpmli_array_name(a, i, text, transposed);
+    if (!name) return false;
+    if (hpml_safetensors_find(f, name, e)) return true;
+    if (a->as && a->as->skip_missing) return false;
+    return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has%s; expected the same "
+                       "names, and at most %d dimensions. Files of older versions number all layers together, not "
+                       "those of each kind: load them by a map, hpml_params_load_as", path, name,
+                       name == a->t[i].name ? "" : " under another name", HPML_MAX_DIMS);
+}
+
 /* Checks that file f has array i of the list `a`, with the same shape and finite numbers; fails otherwise. */
 HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f,
                                 const char *path)
@@ -16098,10 +17264,11 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     hpml_safetensor        e;
     int64_t                n = (int64_t)(t->bytes / sizeof(float));
     float                  least = a->of[i].nonnegative ? 0 : -FLT_MAX;
-    if (!hpml_safetensors_find(f, t->name, &e))
-        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\", which this model has; expected the same "
-                           "names, and at most %d dimensions", path, t->name, HPML_MAX_DIMS);
-    if (e.ndim != t->ndim || memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) != 0)
+    bool                   transposed;
+    if (!hpmli_array_find(ctx, a, i, f, path, &e, &transposed)) return ctx->status == HPML_OK;
+    bool same = e.ndim == t->ndim && memcmp(e.shape, t->shape, (size_t)t->ndim * sizeof *t->shape) == 0;
+    if (transposed) same = e.ndim == 2 && e.shape[0] == t->shape[1] && e.shape[1] == t->shape[0];
+    if (!same)
         return hpmli_false(ctx, HPML_ERR_SHAPE, "\"%s\": \"%s\" is %s, this model expects %s", path, t->name,
                            hpmli_shape_text(ctx, e.ndim, e.shape), hpmli_shape_text(ctx, t->ndim, t->shape));
     for (int64_t at = 0, count; at < n; at += count) { /* pieces that stay in the cache */
@@ -16117,63 +17284,98 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     return true;
 }
 
-HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, hpml_trainer *of, const hpml_safetensors *f,
-                                       const char *path)
+/* Returns the numbers of a matrix (rows, columns), which the file has transposed, in memory that the caller frees. */
+HPMLI_FN float *hpmli_array_transpose(hpml_ctx *ctx, const hpml_safetensor *e, int64_t rows, int64_t columns)
+{
+    float *x = hpmli_new(ctx, float, 2 * rows * columns), *y = x + rows * columns;
+    if (!x) return NULL;
+    hpmli_convert(ctx->k, HPML_DTYPE_F32, y, e->dtype, e->data, rows * columns);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < columns; j++) x[i * columns + j] = y[j * rows + i];
+    return x;
+}
+
+HPMLI_FN hpml_status hpmli_arrays_load(hpml_ctx *ctx, hpml_trainer *of, const hpmli_selection *chosen,
+                                       const hpml_safetensors *f, const char *path)
 {
     hpmli_arrays    a;
     hpml_safetensor e;
-    bool            good = hpmli_arrays_of(ctx, of, HPML_DTYPE_F32, &a) && hpmli_sums_check(ctx, f, path);
+    bool            transposed, good = hpmli_arrays_of(ctx, of, chosen, HPML_DTYPE_F32, &a) &&
+                                       hpmli_sums_check(ctx, f, path);
     for (int i = 0; i < a.count && good; i++) good = hpmli_array_check(ctx, &a, i, f, path);
     ctx->param_writes++;
     for (int i = 0; i < a.count && good; i++) {
         int64_t     n  = (int64_t)(a.t[i].bytes / sizeof(float));
         hpmli_array to = a.of[i];
-        float      *on_host = hpmli_array_on_host(&a, i);
-        hpml_safetensors_find(f, a.t[i].name, &e);
-        if (on_host) {
-            hpmli_convert(ctx->k, HPML_DTYPE_F32, on_host, e.dtype, e.data, n);
-            continue;
-        }
-        const float *values = hpmli_array_values(ctx, &a, &e, 0, n);
-        if (to.param) hpmli_distribute(ctx, of, to.param, to.which, values, a.work);
-        else ctx->backend->write(ctx->device, to.values, values, a.t[i].bytes);
+        float      *on_host = hpmli_array_on_host(&a, i), *turned = NULL;
+        if (!hpmli_array_find(ctx, &a, i, f, path, &e, &transposed)) continue;
+        if (transposed) turned = hpmli_array_transpose(ctx, &e, a.t[i].shape[0], a.t[i].shape[1]);
+        if (transposed && !turned) break;
+        if (on_host && turned) memcpy(on_host, turned, (size_t)n * sizeof *turned);
+        else if (on_host) hpmli_convert(ctx->k, HPML_DTYPE_F32, on_host, e.dtype, e.data, n);
+        const float *values = turned;
+        if (!on_host && !turned) values = hpmli_array_values(ctx, &a, &e, 0, n);
+        if (!on_host && to.param) hpmli_distribute(ctx, of, to.param, to.which, values, a.work);
+        else if (!on_host) ctx->backend->write(ctx->device, to.values, values, a.t[i].bytes);
+        hpmli_free(ctx, turned);
     }
     hpmli_free(ctx, a.t);
     return ctx->status;
 }
 
+HPMLI_FN bool hpmli_dtype_stores(hpml_ctx *ctx, const char *call, hpml_dtype dtype)
+{
+    return dtype == HPML_DTYPE_F32 || dtype == HPML_DTYPE_BF16 || dtype == HPML_DTYPE_F16 ||
+           hpmli_false(ctx, HPML_ERR_DTYPE, "%s: parameters are stored as f32, bf16 or f16", call);
+}
+
 HPML_API hpml_status hpml_params_save(hpml_ctx *ctx, const char *path, hpml_dtype dtype)
 {
     if (hpmli_failed(ctx)) return hpml_ctx_status(ctx);
-    if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
-        return hpmli_fail(ctx, HPML_ERR_DTYPE, "params_save: parameters are stored as f32, bf16 or f16");
+    if (!hpmli_dtype_stores(ctx, "params_save", dtype)) return ctx->status;
     for (int i = 0; i < ctx->param_count; i++)
         if (ctx->params[i]->state->kept)
             return hpmli_fail(ctx, HPML_ERR_STATE, "params_save: this rank keeps a part of \"%s\" (shard 3), and only "
                               "the trainer's hooks join parts; call hpml_checkpoint_save", ctx->params[i]->name);
-    return hpmli_arrays_save(ctx, NULL, path, dtype, NULL, 0);
+    return hpmli_arrays_save(ctx, NULL, NULL, path, dtype, NULL, 0);
 }
 
-HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path)
+HPML_API hpml_status hpml_params_load_as(hpml_ctx *ctx, const char *path, const hpml_load_desc *desc)
 {
+    hpml_load_desc  d;
+    hpmli_selection all = HPMLI_ZEROED;
+    if (hpmli_failed(ctx) || !HPMLI_COPY_DESC(ctx, "load", d, desc)) return hpml_ctx_status(ctx);
+    bool wrong = d.map_count < 0 || (d.map_count > 0 && !d.map);
+    for (int i = 0; i < d.map_count && !wrong; i++) wrong = !d.map[i].to;
+    if (wrong)
+        return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "params_load: a map of %d pairs: expected 0 or more, each with a .to",
+                          d.map_count);
+    if (desc) all.as = &d;
     hpml_safetensors *f = hpmli_safe_open(ctx, path, false);
-    if (f) hpmli_arrays_load(ctx, NULL, f, path);
+    if (f) hpmli_arrays_load(ctx, NULL, &all, f, path);
     hpml_safetensors_close(f);
     return hpml_ctx_status(ctx);
 }
 
+HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path) { return hpml_params_load_as(ctx, path, NULL); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>checkpoint   whole trainings in safetensors files
+// ---------------------------------------------------------------------------------------------------------------------
 /* A checkpoint's metadata about its training: the optimizer's name; the other entries are whole numbers as text. */
 enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_AGE,
        HPMLI_ENTRIES };
 static const char *const hpmli_entries[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
                                              "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
+#define HPMLI_VAL_LOSS "hpml.val_loss" /* the bits of hpml_epoch.val_loss in hexadecimal; absent before a validation */
 #define HPMLI_ENTRIES_SUM "hpml.crc32c" /* the checksum of the texts of hpmli_entries, concatenated */
 #define HPMLI_COUNT_END   (INT64_C(1) << 53) /* no training makes as many steps; a double counts them exactly */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
-    char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9];
-    hpml_meta meta[HPMLI_ENTRIES + 1];
+    char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9], loss[17];
+    hpml_meta meta[HPMLI_ENTRIES + 2];
     uint32_t  crc = 0;
+    uint64_t  bits;
     if (hpml_trainer_alloc(t) != HPML_OK) return t ? t->ctx->status : HPML_ERR_ARGUMENT;
     if (t->micro_batch != 0)
         return hpmli_fail(t->ctx, HPML_ERR_STATE, "checkpoint \"%s\": %d of %d micro-batches of an update are done; "
@@ -16190,7 +17392,12 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
     snprintf(sum, sizeof sum, "%08x", (unsigned)crc);
     meta[HPMLI_ENTRIES].key   = HPMLI_ENTRIES_SUM;
     meta[HPMLI_ENTRIES].value = sum;
-    return hpmli_arrays_save(t->ctx, t, path, HPML_DTYPE_F32, meta, HPMLI_ENTRIES + 1);
+    memcpy(&bits, &t->val_loss, sizeof bits);
+    snprintf(loss, sizeof loss, "%016llx", (unsigned long long)bits);
+    meta[HPMLI_ENTRIES + 1].key   = HPMLI_VAL_LOSS;
+    meta[HPMLI_ENTRIES + 1].value = loss;
+    const bool validated = t->val_loss - t->val_loss == 0;
+    return hpmli_arrays_save(t->ctx, t, NULL, path, HPML_DTYPE_F32, meta, HPMLI_ENTRIES + 1 + validated);
 }
 
 /* Reads entry i of a checkpoint's metadata from `text` as a whole number to *number, and checks that a count is 0 to
@@ -16258,12 +17465,16 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     hpml_safetensors *f   = hpml_trainer_alloc(t) == HPML_OK ? hpmli_safe_open(ctx, path, false) : NULL;
     if (!f) return ctx->status;
     bool good = hpmli_entries_read(ctx, f, path, n, &optimizer) && hpmli_optimizer_matches(t, path, optimizer);
-    if (good && hpmli_arrays_load(ctx, t, f, path) == HPML_OK) {
+    if (good && hpmli_arrays_load(ctx, t, NULL, f, path) == HPML_OK) {
         ctx->seed      = (uint64_t)n[HPMLI_SEED];
         t->step        = n[HPMLI_STEP];
         t->epoch       = n[HPMLI_EPOCH];
         t->epoch_step  = n[HPMLI_EPOCH_STEP];
         t->micro_batch = 0;
+        const char    *loss = hpml_safetensors_meta(f, HPMLI_VAL_LOSS);
+        const uint64_t bits = loss ? strtoull(loss, NULL, 16) : 0;
+        t->val_loss = (double)NAN;
+        if (loss) memcpy(&t->val_loss, &bits, sizeof bits);
         if (t->scale_age >= 0 && n[HPMLI_SCALE_AGE] >= 0 && n[HPMLI_SCALE] >= 1) { /* both loss scales are dynamic */
             t->loss_scale = (float)n[HPMLI_SCALE];
             t->scale_age  = n[HPMLI_SCALE_AGE];
@@ -16271,6 +17482,895 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
     }
     hpml_safetensors_close(f);
     return ctx->status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>model   a model as a file: its structure beside its parameters
+// ---------------------------------------------------------------------------------------------------------------------
+/* A model file is a safetensors file with the parameters of a model under their names, constants as "hpml.constant.0"
+   and so on, and the structure as a JSON text in its metadata "hpml.model":
+       {"version":1,
+        "inputs":[{"name":"input","dtype":"f32","shape":[64,784],"layout":0}],
+        "constants":[{"name":"hpml.constant.0","shape":[128]}],
+        "parameters":[{"name":"linear0.weight","shape":[128,784],"buffer":false,"frozen":false,"no_decay":false}],
+        "nodes":[{"op":"linear","name":"linear0","src":[0,2,3],"shape":[64,128],"rows":1,"layout":0,"act":1}],
+        "outputs":[4]}
+   in this order of its members. Values are numbered: inputs, constants, parameters, results of nodes; -1 is an absent
+   source. Dimension 0 of inputs is the batch; rows: indices of dimension 0 of a result that belong to one sample, 0:
+   none. The table hpmli_attr_fields has the constants of each op, hpmli_recorders the function that records the op
+   again; an op without an entry there is refused by its name. */
+#define HPMLI_MODEL         "hpml.model"
+#define HPMLI_MODEL_VERSION 1
+#define HPMLI_CONSTANT      "hpml.constant."
+
+typedef struct hpmli_attr_field {
+    hpml_op     op;
+    const char *name;
+    char        type; /* b: bool, i: int32_t or an enum, l: int64_t, f: float */
+    size_t      at;   /* offset in hpml_attr */
+} hpmli_attr_field;
+#define HPMLI_FIELD(op, type, name, member) { HPML_OP_##op, name, type, offsetof(hpml_attr, member) }
+#define HPMLI_FIELDS_NORM(op) HPMLI_FIELD(op, 'f', "eps", norm.eps), HPMLI_FIELD(op, 'f', "momentum", norm.momentum), \
+                              HPMLI_FIELD(op, 'i', "act", norm.act)
+#define HPMLI_FIELDS_POOL(op) \
+    HPMLI_FIELD(op, 'i', "kernel_h", conv.kernel[0]), HPMLI_FIELD(op, 'i', "kernel_w", conv.kernel[1]), \
+    HPMLI_FIELD(op, 'i', "stride_h", conv.stride[0]), HPMLI_FIELD(op, 'i', "padding_h", conv.padding[0])
+static const hpmli_attr_field hpmli_attr_fields[] = {
+    HPMLI_FIELD(SCALE, 'f', "a", scale.a), HPMLI_FIELD(SCALE, 'f', "b", scale.b),
+    HPMLI_FIELD(ACTIVATION, 'i', "act", act.act), HPMLI_FIELD(ACTIVATION, 'f', "slope", act.slope),
+    HPMLI_FIELD(MATMUL, 'b', "trans_a", matmul.trans_a), HPMLI_FIELD(MATMUL, 'b', "trans_b", matmul.trans_b),
+    HPMLI_FIELD(LINEAR, 'i', "act", act.act),
+    HPMLI_FIELDS_POOL(CONV2D), HPMLI_FIELD(CONV2D, 'i', "stride_w", conv.stride[1]),
+    HPMLI_FIELD(CONV2D, 'i', "padding_w", conv.padding[1]),
+    HPMLI_FIELD(CONV2D, 'i', "dilation_h", conv.dilation[0]), HPMLI_FIELD(CONV2D, 'i', "dilation_w", conv.dilation[1]),
+    HPMLI_FIELD(CONV2D, 'i', "groups", conv.groups), HPMLI_FIELD(CONV2D, 'i', "act", conv.act),
+    HPMLI_FIELDS_POOL(MAX_POOL2D), HPMLI_FIELDS_POOL(AVG_POOL2D),
+    HPMLI_FIELD(PERMUTE, 'i', "dim0", permute.dims[0]), HPMLI_FIELD(PERMUTE, 'i', "dim1", permute.dims[1]),
+    HPMLI_FIELD(PERMUTE, 'i', "dim2", permute.dims[2]), HPMLI_FIELD(PERMUTE, 'i', "dim3", permute.dims[3]),
+    HPMLI_FIELD(PERMUTE, 'i', "dim4", permute.dims[4]),
+    HPMLI_FIELD(SLICE, 'i', "dim", slice.dim), HPMLI_FIELD(SLICE, 'l', "start", slice.start),
+    HPMLI_FIELD(CONCAT, 'i', "dim", slice.dim),
+    HPMLI_FIELD(SUM, 'i', "dim", sum.dim), HPMLI_FIELD(SUM, 'b', "mean", sum.mean),
+    HPMLI_FIELDS_NORM(LAYERNORM), HPMLI_FIELDS_NORM(RMSNORM), HPMLI_FIELDS_NORM(BATCHNORM),
+    HPMLI_FIELD(DROPOUT, 'f', "p", dropout.p),
+    HPMLI_FIELD(ATTENTION, 'i', "heads", attention.heads), HPMLI_FIELD(ATTENTION, 'b', "causal", attention.causal),
+    HPMLI_FIELD(ATTENTION, 'f', "scale", attention.scale),
+    HPMLI_FIELD(CROSS_ENTROPY, 'f', "smoothing", cross_entropy.smoothing),
+    HPMLI_FIELD(CROSS_ENTROPY, 'i', "ignore", cross_entropy.ignore),
+    HPMLI_FIELD(HUBER, 'f', "delta", huber.delta) };
+#define HPMLI_ATTR_FIELDS (sizeof hpmli_attr_fields / sizeof hpmli_attr_fields[0])
+
+/* A node that is read from a file, or was recorded: what its recorder needs. */
+typedef struct hpmli_saved_node {
+    hpml_op      op;
+    const char  *name;
+    int          src_count, ndim;
+    hpml_tensor *src[HPML_MAX_SRC];
+    int64_t      shape[HPML_MAX_DIMS]; /* of the result */
+    int64_t      rows;
+    hpml_layout  layout;
+    hpml_attr    a;
+} hpmli_saved_node;
+
+HPMLI_FN hpml_tensor *hpmli_record_add(const hpmli_saved_node *n) { return hpml_add(n->src[0], n->src[1]); }
+HPMLI_FN hpml_tensor *hpmli_record_sub(const hpmli_saved_node *n) { return hpml_sub(n->src[0], n->src[1]); }
+HPMLI_FN hpml_tensor *hpmli_record_mul(const hpmli_saved_node *n) { return hpml_mul(n->src[0], n->src[1]); }
+HPMLI_FN hpml_tensor *hpmli_record_div(const hpmli_saved_node *n) { return hpml_div(n->src[0], n->src[1]); }
+HPMLI_FN hpml_tensor *hpmli_record_scale(const hpmli_saved_node *n)
+{
+    return hpml_scale(n->src[0], n->a.scale.a, n->a.scale.b);
+}
+HPMLI_FN hpml_tensor *hpmli_record_activation(const hpmli_saved_node *n)
+{
+    return hpml_activation(n->src[0], n->a.act.act, n->a.act.slope);
+}
+HPMLI_FN hpml_tensor *hpmli_record_matmul(const hpmli_saved_node *n)
+{
+    return hpml_matmul(n->src[0], n->src[1], n->a.matmul.trans_a, n->a.matmul.trans_b);
+}
+HPMLI_FN hpml_tensor *hpmli_record_linear(const hpmli_saved_node *n)
+{
+    hpml_linear_desc d = HPMLI_ZEROED;
+    d.name       = n->name;
+    d.activation = n->a.act.act;
+    d.weight     = n->src[1];
+    d.no_bias    = !n->src[2];
+    return hpml_linear(n->src[0], n->shape[n->ndim - 1], &d);
+}
+HPMLI_FN hpml_tensor *hpmli_record_conv2d(const hpmli_saved_node *n)
+{
+    hpml_conv2d_desc d = HPMLI_ZEROED;
+    d.name       = n->name;
+    d.kernel_h   = n->a.conv.kernel[0];
+    d.kernel_w   = n->a.conv.kernel[1];
+    d.stride_h   = n->a.conv.stride[0];
+    d.stride_w   = n->a.conv.stride[1];
+    d.padding_h  = n->a.conv.padding[0];
+    d.padding_w  = n->a.conv.padding[1] > 0 ? n->a.conv.padding[1] : HPML_NO_PAD;
+    d.dilation_h = n->a.conv.dilation[0];
+    d.dilation_w = n->a.conv.dilation[1];
+    d.groups     = n->a.conv.groups;
+    d.activation = n->a.conv.act;
+    d.no_bias    = !n->src[2];
+    return hpml_conv2d(n->src[0], n->src[1] ? n->src[1]->shape[0] : 0, &d);
+}
+HPMLI_FN hpml_tensor *hpmli_record_pool(const hpmli_saved_node *n)
+{
+    return hpmli_pool_record(n->src[0], n->op, n->a.conv.kernel[0], n->a.conv.kernel[1], n->a.conv.stride[0],
+                             n->a.conv.padding[0]);
+}
+HPMLI_FN hpml_tensor *hpmli_record_reshape(const hpmli_saved_node *n)
+{
+    hpml_tensor *y = hpml_reshape(n->src[0], n->ndim, n->shape);
+    if (y) y->layout = n->layout;
+    return y;
+}
+HPMLI_FN hpml_tensor *hpmli_record_permute(const hpmli_saved_node *n)
+{
+    int dims[HPML_MAX_DIMS];
+    for (int i = 0; i < HPML_MAX_DIMS; i++) dims[i] = n->a.permute.dims[i];
+    hpml_tensor *y = hpml_permute(n->src[0], dims);
+    if (y) y->layout = n->layout;
+    return y;
+}
+HPMLI_FN hpml_tensor *hpmli_record_slice(const hpmli_saved_node *n)
+{
+    const int32_t dim = n->a.slice.dim;
+    return hpml_slice(n->src[0], dim, n->a.slice.start, dim >= 0 && dim < n->ndim ? n->shape[dim] : 0);
+}
+HPMLI_FN hpml_tensor *hpmli_record_concat(const hpmli_saved_node *n)
+{
+    return hpml_concat(n->src, n->src_count, n->a.slice.dim);
+}
+HPMLI_FN hpml_tensor *hpmli_record_sum(const hpmli_saved_node *n)
+{
+    return hpmli_sum_record(n->src[0], n->a.sum.dim, n->a.sum.mean);
+}
+HPMLI_FN hpml_tensor *hpmli_record_softmax(const hpmli_saved_node *n) { return hpmli_softmax_record(n->op, n->src[0]); }
+HPMLI_FN hpml_tensor *hpmli_record_norm(const hpmli_saved_node *n)
+{
+    hpml_norm_desc d = HPMLI_ZEROED;
+    d.name       = n->name;
+    d.eps        = n->a.norm.eps;
+    d.momentum   = n->a.norm.momentum;
+    d.activation = n->a.norm.act;
+    d.no_affine  = !n->src[1];
+    return hpmli_norm_record(n->src[0], &d, n->op);
+}
+HPMLI_FN hpml_tensor *hpmli_record_dropout(const hpmli_saved_node *n)
+{
+    return hpml_dropout(n->src[0], n->a.dropout.p);
+}
+HPMLI_FN hpml_tensor *hpmli_record_embedding(const hpmli_saved_node *n)
+{
+    hpml_embedding_desc d = HPMLI_ZEROED;
+    d.name   = n->name;
+    d.weight = n->src[1];
+    return hpml_embedding(n->src[0], d.weight ? d.weight->shape[0] : 0, n->shape[n->ndim - 1], &d);
+}
+HPMLI_FN hpml_tensor *hpmli_record_attention(const hpmli_saved_node *n)
+{
+    hpml_attention_desc d = HPMLI_ZEROED;
+    d.heads      = n->a.attention.heads;
+    d.not_causal = !n->a.attention.causal;
+    d.scale      = n->a.attention.scale;
+    return hpml_attention(n->src[0], &d);
+}
+HPMLI_FN hpml_tensor *hpmli_record_lstm(const hpmli_saved_node *n)
+{
+    return hpml_lstm(n->src[0], n->shape[n->ndim - 1], n->name);
+}
+HPMLI_FN hpml_tensor *hpmli_record_cross_entropy(const hpmli_saved_node *n)
+{
+    hpml_cross_entropy_desc d = HPMLI_ZEROED;
+    d.label_smoothing = n->a.cross_entropy.smoothing;
+    d.ignore_index    = n->a.cross_entropy.ignore;
+    return hpml_cross_entropy(n->src[0], n->src[1], &d);
+}
+HPMLI_FN hpml_tensor *hpmli_record_bce(const hpmli_saved_node *n) { return hpml_bce_with_logits(n->src[0], n->src[1]); }
+HPMLI_FN hpml_tensor *hpmli_record_mse(const hpmli_saved_node *n) { return hpml_mse(n->src[0], n->src[1]); }
+HPMLI_FN hpml_tensor *hpmli_record_huber(const hpmli_saved_node *n)
+{
+    return hpml_huber(n->src[0], n->src[1], n->a.huber.delta);
+}
+
+typedef struct hpmli_recorder {
+    hpml_op op;
+    int     sources; /* how many the op has at least, of which the first must be there */
+    hpml_tensor *(*record)(const hpmli_saved_node *n);
+} hpmli_recorder;
+static const hpmli_recorder hpmli_recorders[] = {
+    { HPML_OP_ADD, 2, hpmli_record_add }, { HPML_OP_SUB, 2, hpmli_record_sub }, { HPML_OP_MUL, 2, hpmli_record_mul },
+    { HPML_OP_DIV, 2, hpmli_record_div }, { HPML_OP_SCALE, 1, hpmli_record_scale },
+    { HPML_OP_ACTIVATION, 1, hpmli_record_activation }, { HPML_OP_MATMUL, 2, hpmli_record_matmul },
+    { HPML_OP_LINEAR, 3, hpmli_record_linear }, { HPML_OP_CONV2D, 3, hpmli_record_conv2d },
+    { HPML_OP_MAX_POOL2D, 1, hpmli_record_pool }, { HPML_OP_AVG_POOL2D, 1, hpmli_record_pool },
+    { HPML_OP_RESHAPE, 1, hpmli_record_reshape }, { HPML_OP_PERMUTE, 1, hpmli_record_permute },
+    { HPML_OP_SLICE, 1, hpmli_record_slice }, { HPML_OP_CONCAT, 1, hpmli_record_concat },
+    { HPML_OP_SUM, 1, hpmli_record_sum }, { HPML_OP_SOFTMAX, 1, hpmli_record_softmax },
+    { HPML_OP_LOG_SOFTMAX, 1, hpmli_record_softmax }, { HPML_OP_LAYERNORM, 3, hpmli_record_norm },
+    { HPML_OP_RMSNORM, 3, hpmli_record_norm }, { HPML_OP_BATCHNORM, 5, hpmli_record_norm },
+    { HPML_OP_DROPOUT, 1, hpmli_record_dropout }, { HPML_OP_EMBEDDING, 2, hpmli_record_embedding },
+    { HPML_OP_ATTENTION, 1, hpmli_record_attention }, { HPML_OP_LSTM, 4, hpmli_record_lstm },
+    { HPML_OP_CROSS_ENTROPY, 2, hpmli_record_cross_entropy }, { HPML_OP_BCE_WITH_LOGITS, 2, hpmli_record_bce },
+    { HPML_OP_MSE, 2, hpmli_record_mse }, { HPML_OP_HUBER, 2, hpmli_record_huber } };
+
+HPMLI_FN const hpmli_recorder *hpmli_recorder_of(hpml_op op) /* NULL: model files do not have this op */
+{
+    for (size_t i = 0; i < sizeof hpmli_recorders / sizeof hpmli_recorders[0]; i++)
+        if (hpmli_recorders[i].op == op) return &hpmli_recorders[i];
+    return NULL;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>model-save   the structure of a model as text
+// ---------------------------------------------------------------------------------------------------------------------
+/* The values of a model that is to be saved, in the order of their numbers in the file. */
+typedef struct hpmli_structure {
+    hpml_ctx     *ctx;
+    hpml_tensor **value;      /* (value_count) inputs, constants, parameters, results */
+    int           input_count, constant_count, param_count, value_count;
+    bool         *used;       /* (parameters of the context) */
+    hpml_node   **node;       /* (node_count) in the order of recording, behind which the memory of all lists lies */
+    int           node_count;
+} hpmli_structure;
+
+HPMLI_FN int hpmli_value_number(const hpmli_structure *s, const hpml_tensor *t) /* -1: NULL, or not among the values */
+{
+    for (int i = s->value_count - 1; i >= 0; i--)
+        if (s->value[i] == t) return i;
+    return -1;
+}
+
+/* Adds to the values the leaves that nodes read: those with a batch (inputs), or those without (constants). */
+HPMLI_FN void hpmli_structure_leaves(hpmli_structure *s, bool inputs)
+{
+    for (int k = 0; k < s->node_count; k++)
+        for (int i = 0; i < s->node[k]->src_count; i++) {
+            hpml_tensor *t = s->node[k]->src[i];
+            if (!t || t->node || t->param || (t->batch_rows > 0) != inputs || hpmli_value_number(s, t) >= 0) continue;
+            s->value[s->value_count++] = t;
+            if (inputs) s->input_count++;
+            else s->constant_count++;
+        }
+}
+
+/* Collects the values and nodes on which the outputs depend; the inputs given come first. False: an error. */
+HPMLI_FN bool hpmli_structure_collect(hpmli_structure *s, hpml_ctx *ctx, const hpml_model_desc *d)
+{
+    const int64_t values = ctx->source_count + ctx->node_count + ctx->param_count + d->input_count + 1;
+    memset(s, 0, sizeof *s);
+    s->ctx   = ctx;
+    s->node  = hpmli_new(ctx, hpml_node *, ctx->node_count + 1);
+    s->value = s->node ? hpmli_new(ctx, hpml_tensor *, values) : NULL;
+    s->used  = s->value ? hpmli_new(ctx, bool, ctx->param_count + 1) : NULL;
+    if (!s->used) return false;
+    for (int i = 0; i < d->output_count; i++) s->node[d->outputs[i]->node->index] = d->outputs[i]->node;
+    for (int k = ctx->node_count - 1; k >= 0; k--)
+        for (int i = 0; s->node[k] && i < s->node[k]->src_count; i++) {
+            hpml_tensor *t = s->node[k]->src[i];
+            if (t && t->node) s->node[t->node->index] = t->node;
+            if (t && t->param) s->used[t->param->index] = true;
+        }
+    for (int k = 0; k < ctx->node_count; k++)
+        if (s->node[k]) s->node[s->node_count++] = s->node[k];
+    for (int i = 0; i < d->input_count; i++) s->value[s->value_count++] = d->inputs[i];
+    s->input_count = d->input_count;
+    hpmli_structure_leaves(s, true);
+    hpmli_structure_leaves(s, false);
+    for (int i = 0; i < ctx->param_count; i++) {
+        if (!s->used[i]) continue;
+        s->value[s->value_count++] = ctx->params[i];
+        s->param_count++;
+    }
+    for (int k = 0; k < s->node_count; k++) s->value[s->value_count++] = s->node[k]->out;
+    return true;
+}
+
+HPMLI_FN void hpmli_structure_free(hpmli_structure *s)
+{
+    hpmli_free(s->ctx, s->used);
+    hpmli_free(s->ctx, s->value);
+    hpmli_free(s->ctx, s->node);
+}
+
+HPMLI_FN void hpmli_text_quoted(hpmli_text_buffer *b, const char *text) /* appends a JSON string */
+{
+    hpmli_text_add(b, "\"");
+    for (; *text; text++) {
+        const bool plain = (unsigned char)*text >= 32 && *text != '"' && *text != '\\';
+        hpmli_text_add(b, plain ? "%c" : "\\u%04x", plain ? *text : (unsigned char)*text);
+    }
+    hpmli_text_add(b, "\"");
+}
+
+HPMLI_FN void hpmli_text_float(hpmli_text_buffer *b, float x) /* appends a number that reads back as the same bits */
+{
+    char text[32];
+    snprintf(text, sizeof text, "%.9g", (double)x);
+    for (char *p = text; *p; p++)
+        if (*p == ',') *p = '.'; /* in locales that write a comma */
+    hpmli_text_add(b, "%s", text);
+}
+
+HPMLI_FN void hpmli_text_shape(hpmli_text_buffer *b, const hpml_tensor *t)
+{
+    hpmli_text_add(b, ",\"shape\":[");
+    for (int i = 0; i < t->ndim; i++) hpmli_text_add(b, "%s%lld", i ? "," : "", (long long)t->shape[i]);
+    hpmli_text_add(b, "]");
+}
+
+HPMLI_FN void hpmli_text_node(hpmli_text_buffer *b, const hpmli_structure *s, const hpml_node *n)
+{
+    hpmli_text_add(b, "{\"op\":\"%s\",\"name\":", hpml_op_name(n->op));
+    hpmli_text_quoted(b, n->out->name);
+    hpmli_text_add(b, ",\"src\":[");
+    for (int i = 0; i < n->src_count; i++)
+        hpmli_text_add(b, "%s%d", i ? "," : "", hpmli_value_number(s, n->src[i]));
+    hpmli_text_add(b, "]");
+    hpmli_text_shape(b, n->out);
+    hpmli_text_add(b, ",\"rows\":%lld,\"layout\":%d", (long long)n->out->batch_rows, (int)n->out->layout);
+    for (size_t i = 0; i < HPMLI_ATTR_FIELDS; i++) {
+        const hpmli_attr_field *f    = &hpmli_attr_fields[i];
+        const char             *from = (const char *)&n->attr + f->at;
+        int32_t                 small;
+        int64_t                 large;
+        float                   real;
+        bool                    flag;
+        if (f->op != n->op) continue;
+        hpmli_text_add(b, ",\"%s\":", f->name);
+        if (f->type == 'b') hpmli_text_add(b, memcpy(&flag, from, sizeof flag) && flag ? "true" : "false");
+        if (f->type == 'i') hpmli_text_add(b, "%d", (int)*(int32_t *)memcpy(&small, from, sizeof small));
+        if (f->type == 'l') hpmli_text_add(b, "%lld", (long long)*(int64_t *)memcpy(&large, from, sizeof large));
+        if (f->type == 'f') hpmli_text_float(b, *(float *)memcpy(&real, from, sizeof real));
+    }
+    hpmli_text_add(b, "}");
+}
+
+/* Writes the structure as JSON to b. */
+HPMLI_FN void hpmli_text_structure(hpmli_text_buffer *b, const hpmli_structure *s, const hpml_model_desc *d)
+{
+    static const char *const kinds[] = { "],\"constants\":[", "],\"parameters\":[", "],\"nodes\":[" };
+    const int ends[] = { s->input_count, s->input_count + s->constant_count, s->value_count - s->node_count };
+    int       kind = 0;
+    hpmli_text_add(b, "{\"version\":%d,\"inputs\":[", HPMLI_MODEL_VERSION);
+    for (int i = 0; i <= s->value_count; i++) {
+        const hpml_tensor *t     = s->value[i];
+        bool               first = i == 0;
+        for (; kind < 3 && i == ends[kind]; first = true) hpmli_text_add(b, "%s", kinds[kind++]);
+        if (i == s->value_count) break;
+        hpmli_text_add(b, "%s", first ? "" : ",");
+        if (kind == 3) {
+            hpmli_text_node(b, s, t->node);
+            continue;
+        }
+        hpmli_text_add(b, "{\"name\":");
+        if (kind == 1) hpmli_text_add(b, "\"" HPMLI_CONSTANT "%d\"", i - s->input_count);
+        else hpmli_text_quoted(b, t->name);
+        if (kind == 0) hpmli_text_add(b, ",\"dtype\":\"%s\"", hpml_dtype_name(t->dtype));
+        hpmli_text_shape(b, t);
+        if (kind == 0) hpmli_text_add(b, ",\"layout\":%d", (int)t->layout);
+        if (kind == 2)
+            hpmli_text_add(b, ",\"buffer\":%s,\"frozen\":%s,\"no_decay\":%s", t->param->buffer ? "true" : "false",
+                           t->param->frozen ? "true" : "false", t->param->no_decay ? "true" : "false");
+        hpmli_text_add(b, "}");
+    }
+    hpmli_text_add(b, "],\"outputs\":[");
+    for (int i = 0; i < d->output_count; i++)
+        hpmli_text_add(b, "%s%d", i ? "," : "", hpmli_value_number(s, d->outputs[i]));
+    hpmli_text_add(b, "]}");
+}
+
+/* Checks the desc of hpml_model_save, and that files can have all of the model's ops and leaves; false: an error. */
+HPMLI_FN bool hpmli_structure_check(const hpmli_structure *s, const hpml_model_desc *d)
+{
+    for (int i = 0; i < s->node_count; i++) {
+        const hpml_node *n = s->node[i];
+        if (hpmli_recorder_of(n->op)) continue;
+        const bool own = n->op == HPML_OP_CUSTOM;
+        return hpmli_false(s->ctx, HPML_ERR_UNSUPPORTED, "model save: \"%s\" is an op \"%s\", which model files do not "
+                           "have; save the parameters with hpml_params_save, and record the model to load them",
+                           n->out->name, own ? n->attr.custom->name : hpml_op_name(n->op));
+    }
+    for (int i = 0; i < s->input_count + s->constant_count; i++) {
+        const hpml_tensor *t = s->value[i];
+        if (t->batch_rows > 0) continue;
+        if (i < s->input_count)
+            return hpmli_false(s->ctx, HPML_ERR_ARGUMENT, "model save: input %d, %s, is none that ops read batches "
+                               "from; expected results of hpml_input", i, hpmli_describe(t));
+        if (t->dtype != HPML_DTYPE_F32 || !t->raw)
+            return hpmli_false(s->ctx, HPML_ERR_DTYPE, "model save: the constant %s: expected f32 with memory, from "
+                               "hpml_tensor_create", hpmli_describe(t));
+    }
+    for (int i = 0; i < d->meta_count; i++)
+        if (!d->meta[i].key || strncmp(d->meta[i].key, "hpml.", 5) == 0)
+            return hpmli_false(s->ctx, HPML_ERR_ARGUMENT, "model save: metadata \"%s\": expected keys that do not "
+                               "begin with \"hpml.\"", d->meta[i].key ? d->meta[i].key : "");
+    return true;
+}
+
+HPMLI_FN bool hpmli_model_desc_check(hpml_ctx *ctx, const hpml_model_desc *d)
+{
+    if (hpmli_failed(ctx) || !HPMLI_DESC_OK(ctx, "model", d)) return false;
+    if (d->output_count < 1 || d->output_count > HPML_MAX_OUTPUTS || !d->outputs || d->input_count < 0 ||
+        (d->input_count > 0 && !d->inputs) || d->meta_count < 0 || (d->meta_count > 0 && !d->meta))
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "model save: %d outputs, %d inputs, %d pairs of metadata: expected "
+                           "1 to %d outputs, and arrays that are not NULL", d->output_count, d->input_count,
+                           d->meta_count, HPML_MAX_OUTPUTS);
+    for (int i = 0; i < d->output_count + d->input_count; i++) {
+        const hpml_tensor *t = i < d->output_count ? d->outputs[i] : d->inputs[i - d->output_count];
+        if (!t || t->ctx != ctx || (i < d->output_count && !t->node))
+            return hpmli_false(ctx, HPML_ERR_ARGUMENT, "model save: output or input %d is NULL, of another context or "
+                               "computed by no op", i < d->output_count ? i : i - d->output_count);
+    }
+    for (int i = 0; i < ctx->param_count; i++)
+        if (hpmli_param_is_cut(ctx->params[i]) || ctx->params[i]->state->kept)
+            return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "model save: ranks have parts of \"%s\"; save a checkpoint, "
+                               "and load it and save the model in a program on one rank", ctx->params[i]->name);
+    return true;
+}
+
+/* Saves the parameters and constants of s with the text of its structure. */
+HPMLI_FN hpml_status hpmli_structure_save(const hpmli_structure *s, const char *path, const hpml_model_desc *d,
+                                          const char *text)
+{
+    hpml_ctx          *ctx   = s->ctx;
+    hpmli_named_array *named = hpmli_new(ctx, hpmli_named_array, s->constant_count + 1);
+    hpml_meta         *meta  = named ? hpmli_new(ctx, hpml_meta, d->meta_count + 1) : NULL;
+    char             (*names)[16] = meta ? (char (*)[16])hpmli_alloc_array(ctx, s->constant_count + 1, 16) : NULL;
+    hpmli_selection    chosen = HPMLI_ZEROED;
+    for (int i = 0; names && i < s->constant_count; i++) {
+        const hpml_tensor *t = s->value[s->input_count + i];
+        snprintf(names[i], sizeof names[i], "%d", i);
+        named[i].name   = names[i];
+        named[i].values = (float *)t->raw;
+        named[i].shape  = t;
+        named[i].next   = i + 1 < s->constant_count ? &named[i + 1] : NULL;
+    }
+    chosen.only   = s->used;
+    chosen.named  = s->constant_count > 0 ? named : NULL;
+    chosen.prefix = HPMLI_CONSTANT;
+    for (int i = 0; names && i < d->meta_count; i++) meta[i] = d->meta[i];
+    if (names) meta[d->meta_count].key = HPMLI_MODEL;
+    if (names) meta[d->meta_count].value = text;
+    if (names) hpmli_arrays_save(ctx, NULL, &chosen, path, d->dtype, meta, d->meta_count + 1);
+    hpmli_free(ctx, names);
+    hpmli_free(ctx, meta);
+    hpmli_free(ctx, named);
+    return ctx->status;
+}
+
+HPML_API hpml_status hpml_model_save(hpml_ctx *ctx, const char *path, const hpml_model_desc *desc)
+{
+    hpml_model_desc d;
+    hpmli_structure s;
+    if (!ctx || !desc) return ctx ? hpmli_fail(ctx, HPML_ERR_ARGUMENT, "model save: no desc") : HPML_ERR_ARGUMENT;
+    d = *desc;
+    if (!hpmli_model_desc_check(ctx, &d) || !hpmli_dtype_stores(ctx, "model_save", d.dtype)) return ctx->status;
+    if (hpmli_structure_collect(&s, ctx, &d) && hpmli_structure_check(&s, &d)) {
+        hpmli_text_buffer count = hpmli_text_begin(NULL, 0);
+        hpmli_text_structure(&count, &s, &d);
+        char             *text = (char *)hpmli_alloc(ctx, (size_t)count.used + 1);
+        hpmli_text_buffer b    = hpmli_text_begin(text, (size_t)count.used + 1);
+        if (text) hpmli_text_structure(&b, &s, &d);
+        if (text) hpmli_structure_save(&s, path, &d, text);
+        hpmli_free(ctx, text);
+    }
+    hpmli_structure_free(&s);
+    return ctx->status;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>model-load   recording a model from its file
+// ---------------------------------------------------------------------------------------------------------------------
+struct hpml_model {
+    hpml_ctx     *ctx;
+    hpml_tensor **value;     /* (value_count) as they are numbered in the file */
+    int           value_count, input_count, constant_count;
+    hpml_tensor  *output[HPML_MAX_OUTPUTS];
+    int           output_count;
+    int64_t       batch;
+    hpml_graph   *graph;     /* NULL: hpml_model_run has not been called */
+    hpml_meta    *meta;      /* (meta_count) the user's, sorted by key; names lie behind */
+    int           meta_count;
+};
+
+/* The state of reading a structure. */
+typedef struct hpmli_model_reader {
+    hpml_ctx   *ctx;
+    hpml_model *m;
+    hpmli_json  j;
+    const char *path;
+    int         capacity; /* of m->value */
+} hpmli_model_reader;
+
+HPMLI_FN bool hpmli_model_wrong(hpmli_model_reader *r, const char *what)
+{
+    if (r->ctx->status != HPML_OK) return false;
+    return hpmli_false(r->ctx, HPML_ERR_FORMAT, "\"%s\": the structure of the model is damaged: %s", r->path, what);
+}
+
+HPMLI_FN double hpmli_json_real(hpmli_json *j) /* consumes a number, true or false */
+{
+    double v = 0;
+    if (hpmli_json_word(j, "true")) return 1;
+    if (hpmli_json_word(j, "false")) return 0;
+    const char *end = hpmli_parse_number(j->p, j->end, &v);
+    if (!end) j->bad = true;
+    else j->p += end - j->p;
+    return v;
+}
+
+HPMLI_FN int64_t hpmli_json_whole(hpmli_json *j) /* consumes an integer of at most 53 bits */
+{
+    const double v = hpmli_json_real(j);
+    if (!(fabs(v) <= 9007199254740992.0) || v != floor(v)) j->bad = true;
+    return j->bad ? 0 : (int64_t)v;
+}
+
+/* Reads a member that the readers of inputs, constants, parameters and nodes share; false: `key` is none of them. */
+HPMLI_FN bool hpmli_read_member(hpmli_model_reader *r, const char *key, hpmli_saved_node *n)
+{
+    if (strcmp(key, "name") == 0) n->name = hpmli_json_text(&r->j);
+    else if (strcmp(key, "shape") == 0) {
+        n->ndim = hpmli_json_numbers(&r->j, '[', ']', n->shape, HPML_MAX_DIMS, NULL);
+        if (n->ndim > HPML_MAX_DIMS || (n->ndim > 0 && hpmli_shape_count(n->ndim, n->shape) < 1)) r->j.bad = true;
+    } else if (strcmp(key, "layout") == 0) n->layout = hpmli_json_whole(&r->j) == HPML_NHWC ? HPML_NHWC : HPML_NCHW;
+    else return false;
+    return true;
+}
+
+HPMLI_FN bool hpmli_model_add(hpmli_model_reader *r, hpml_tensor *t)
+{
+    if (!t || r->m->value_count >= r->capacity) return hpmli_model_wrong(r, "too many values");
+    r->m->value[r->m->value_count++] = t;
+    return true;
+}
+
+HPMLI_FN bool hpmli_read_input(hpmli_model_reader *r)
+{
+    hpmli_saved_node n     = HPMLI_ZEROED;
+    hpml_dtype       dtype = HPML_DTYPE_F32;
+    for (int k = 0; hpmli_json_next(&r->j, k, '{', '}'); k++) {
+        const char *key = hpmli_json_text(&r->j);
+        hpmli_json_want(&r->j, ':');
+        if (hpmli_read_member(r, key, &n)) continue;
+        if (strcmp(key, "dtype") != 0) {
+            hpmli_json_skip(&r->j, 8);
+            continue;
+        }
+        const char *name = hpmli_json_text(&r->j);
+        int         type = 0;
+        while (type < HPMLI_DTYPES && strcmp(hpmli_dtypes[type].name, name) != 0) type++;
+        if (type == HPMLI_DTYPES) return hpmli_model_wrong(r, "an input of an unknown type");
+        dtype = (hpml_dtype)type;
+    }
+    if (r->j.bad || n.ndim < 1) return hpmli_model_wrong(r, "an input");
+    if (r->m->batch == 0) r->m->batch = n.shape[0];
+    n.shape[0]     = r->m->batch;
+    hpml_tensor *t = hpml_input(r->ctx, dtype, n.ndim, n.shape);
+    const char  *name = t && n.name ? hpmli_strdup(r->ctx, n.name) : NULL;
+    if (name) t->name = name;
+    if (t && n.layout != HPML_NCHW) hpml_tensor_set_layout(t, n.layout);
+    r->m->input_count++;
+    return hpmli_model_add(r, t);
+}
+
+HPMLI_FN bool hpmli_read_constant(hpmli_model_reader *r)
+{
+    hpmli_saved_node n = HPMLI_ZEROED;
+    for (int k = 0; hpmli_json_next(&r->j, k, '{', '}'); k++) {
+        const char *key = hpmli_json_text(&r->j);
+        hpmli_json_want(&r->j, ':');
+        if (!hpmli_read_member(r, key, &n)) hpmli_json_skip(&r->j, 8);
+    }
+    if (r->j.bad || n.ndim < 1) return hpmli_model_wrong(r, "a constant");
+    r->m->constant_count++;
+    return hpmli_model_add(r, hpml_tensor_create(r->ctx, HPML_DTYPE_F32, n.ndim, n.shape));
+}
+
+HPMLI_FN bool hpmli_read_parameter(hpmli_model_reader *r)
+{
+    static const char *const flags[] = { "buffer", "frozen", "no_decay" };
+    hpmli_saved_node n = HPMLI_ZEROED;
+    hpml_param_desc  d = HPMLI_ZEROED;
+    bool            *to[3];
+    to[0] = &d.buffer;
+    to[1] = &d.frozen;
+    to[2] = &d.no_decay;
+    for (int k = 0; hpmli_json_next(&r->j, k, '{', '}'); k++) {
+        const char *key = hpmli_json_text(&r->j);
+        int         i   = 0;
+        hpmli_json_want(&r->j, ':');
+        if (hpmli_read_member(r, key, &n)) continue;
+        while (i < 3 && strcmp(key, flags[i]) != 0) i++;
+        if (i < 3) *to[i] = hpmli_json_real(&r->j) != 0;
+        else hpmli_json_skip(&r->j, 8);
+    }
+    if (r->j.bad || n.ndim < 1 || !n.name) return hpmli_model_wrong(r, "a parameter");
+    d.name = n.name;
+    d.ndim = n.ndim;
+    d.init = HPML_INIT_ZEROS;
+    memcpy(d.shape, n.shape, sizeof d.shape);
+    return hpmli_model_add(r, hpml_param_create(r->ctx, &d));
+}
+
+/* Reads the numbers of a node's sources; they must be values before this node. */
+HPMLI_FN void hpmli_read_sources(hpmli_model_reader *r, hpmli_saved_node *n)
+{
+    for (int k = 0; hpmli_json_next(&r->j, k, '[', ']'); k++) {
+        const int64_t number = hpmli_json_whole(&r->j);
+        if (k >= HPML_MAX_SRC || number < -1 || number >= r->m->value_count) r->j.bad = true;
+        if (r->j.bad) return;
+        n->src[k]    = number >= 0 ? r->m->value[number] : NULL;
+        n->src_count = k + 1;
+    }
+}
+
+HPMLI_FN void hpmli_read_attr(hpmli_model_reader *r, hpmli_saved_node *n, const char *key)
+{
+    const hpmli_attr_field *f = hpmli_attr_fields, *end = f + HPMLI_ATTR_FIELDS;
+    while (f < end && (f->op != n->op || strcmp(f->name, key) != 0)) f++;
+    if (f == end) {
+        hpmli_json_skip(&r->j, 8); /* of a later version that this one can do without */
+        return;
+    }
+    char         *to    = (char *)&n->a + f->at;
+    const double  v     = hpmli_json_real(&r->j);
+    const bool    flag  = v != 0;
+    const float   real  = (float)v;
+    const bool    whole = fabs(v) <= 9007199254740992.0 && v == floor(v);
+    const int64_t large = whole ? (int64_t)v : 0;
+    const int32_t small = fabs(v) <= 2147483647.0 ? (int32_t)large : 0;
+    if ((f->type == 'i' && !(fabs(v) <= 2147483647.0)) || ((f->type == 'i' || f->type == 'l') && !whole))
+        r->j.bad = true;
+    if (f->type == 'b') memcpy(to, &flag, sizeof flag);
+    if (f->type == 'f') memcpy(to, &real, sizeof real);
+    if (f->type == 'i') memcpy(to, &small, sizeof small);
+    if (f->type == 'l') memcpy(to, &large, sizeof large);
+}
+
+/* Records n, and checks that the result is as the file says and that the op has made no parameters of its own. */
+HPMLI_FN bool hpmli_read_record(hpmli_model_reader *r, hpmli_saved_node *n, const hpmli_recorder *by)
+{
+    const int  params = r->ctx->param_count;
+    const bool shares = r->ctx->shares;
+    n->name = n->name ? hpmli_strdup(r->ctx, n->name) : NULL;
+    if (!n->name) return false;
+    if (n->rows > 0) n->shape[0] = n->rows * r->m->batch;
+    for (int i = n->src_count; i < HPML_MAX_SRC; i++) n->src[i] = NULL;
+    if (n->src_count < by->sources || !n->src[0]) return hpmli_model_wrong(r, n->name);
+    r->ctx->shares = true; /* layers find the parameters of the file by their names */
+    hpml_tensor *y = by->record(n);
+    r->ctx->shares = shares;
+    if (!y) return hpmli_model_wrong(r, n->name);
+    bool fits = y->ndim == n->ndim && y->batch_rows == n->rows && r->ctx->param_count == params;
+    for (int i = 0; i < y->ndim && fits; i++) fits = y->shape[i] == n->shape[i];
+    if (fits && y->layout == n->layout) return hpmli_model_add(r, y);
+    return hpmli_false(r->ctx, HPML_ERR_FORMAT, "\"%s\": \"%s\" gives %s here, the file says %s; expected the same%s",
+                       r->path, n->name, hpmli_describe(y), hpmli_shape_text(r->ctx, n->ndim, n->shape),
+                       r->ctx->param_count == params ? "" : ", of parameters that are in the file");
+}
+
+HPMLI_FN bool hpmli_read_node(hpmli_model_reader *r)
+{
+    hpmli_saved_node n  = HPMLI_ZEROED;
+    const char      *op = NULL;
+    n.op = HPML_OP_COUNT;
+    for (int k = 0; hpmli_json_next(&r->j, k, '{', '}'); k++) {
+        const char *key = hpmli_json_text(&r->j);
+        hpmli_json_want(&r->j, ':');
+        if (k == 0 && strcmp(key, "op") != 0) return hpmli_model_wrong(r, "a node that does not begin with its op");
+        if (k == 0) {
+            op = hpmli_json_text(&r->j);
+            for (int i = 0; i < HPML_OP_COUNT; i++)
+                if (strcmp(hpml_op_name((hpml_op)i), op) == 0) n.op = (hpml_op)i;
+        } else if (strcmp(key, "src") == 0) hpmli_read_sources(r, &n);
+        else if (strcmp(key, "rows") == 0) n.rows = hpmli_json_whole(&r->j);
+        else if (!hpmli_read_member(r, key, &n)) hpmli_read_attr(r, &n, key);
+    }
+    if (r->j.bad || !op || n.rows < 0 || n.rows > INT32_MAX) return hpmli_model_wrong(r, "a node");
+    const hpmli_recorder *by = hpmli_recorder_of(n.op);
+    if (!by)
+        return hpmli_false(r->ctx, HPML_ERR_UNSUPPORTED, "\"%s\": the model has an op \"%s\", which this version of "
+                           "hpml does not read; take a later one", r->path, op);
+    return hpmli_read_record(r, &n, by);
+}
+
+HPMLI_FN bool hpmli_read_output(hpmli_model_reader *r)
+{
+    const int64_t number = hpmli_json_whole(&r->j);
+    if (r->j.bad || number < 0 || number >= r->m->value_count || r->m->output_count == HPML_MAX_OUTPUTS)
+        return hpmli_model_wrong(r, "an output");
+    r->m->output[r->m->output_count++] = r->m->value[number];
+    return true;
+}
+
+/* Reads the whole structure: its version, and then the five lists in their order. */
+HPMLI_FN bool hpmli_read_structure(hpmli_model_reader *r)
+{
+    static const struct { const char *name; bool (*read)(hpmli_model_reader *r); } lists[] = {
+        { "inputs", hpmli_read_input }, { "constants", hpmli_read_constant }, { "parameters", hpmli_read_parameter },
+        { "nodes", hpmli_read_node }, { "outputs", hpmli_read_output } };
+    if (!hpmli_json_next(&r->j, 0, '{', '}') || strcmp(hpmli_json_text(&r->j), "version") != 0)
+        return hpmli_model_wrong(r, "it does not begin with its version");
+    hpmli_json_want(&r->j, ':');
+    const int64_t version = hpmli_json_whole(&r->j);
+    if (version < 1 || version > HPMLI_MODEL_VERSION)
+        return hpmli_false(r->ctx, HPML_ERR_UNSUPPORTED, "\"%s\": a model of format version %lld, this hpml reads 1 to "
+                           "%d; take a later hpml", r->path, (long long)version, HPMLI_MODEL_VERSION);
+    for (int i = 0; i < 5; i++) {
+        if (!hpmli_json_next(&r->j, i + 1, '{', '}') || strcmp(hpmli_json_text(&r->j), lists[i].name) != 0)
+            return hpmli_model_wrong(r, lists[i].name);
+        hpmli_json_want(&r->j, ':');
+        for (int k = 0; hpmli_json_next(&r->j, k, '[', ']'); k++)
+            if (!lists[i].read(r)) return false;
+    }
+    return !r->j.bad && r->m->output_count > 0 && r->m->input_count > 0 && r->ctx->status == HPML_OK
+               ? true : hpmli_model_wrong(r, "its end");
+}
+
+HPMLI_FN void hpmli_model_destroy(void *object)
+{
+    hpml_model *m = (hpml_model *)object;
+    hpmli_free(m->ctx, m->value);
+    hpmli_free(m->ctx, m->meta);
+}
+
+/* Keeps a copy of the metadata of file f whose keys do not begin with "hpml.". */
+HPMLI_FN bool hpmli_model_keep_meta(hpml_model *m, const hpml_safetensors *f)
+{
+    size_t bytes = 0;
+    for (int i = 0; i < f->meta_count; i++) bytes += strlen(f->meta[i].key) + strlen(f->meta[i].value) + 2;
+    m->meta = (hpml_meta *)hpmli_alloc(m->ctx, (size_t)(f->meta_count + 1) * sizeof *m->meta + bytes);
+    char *to = m->meta ? (char *)(m->meta + f->meta_count + 1) : NULL;
+    for (int i = 0; i < f->meta_count && to; i++) {
+        if (strncmp(f->meta[i].key, "hpml.", 5) == 0) continue;
+        m->meta[m->meta_count].key = strcpy(to, f->meta[i].key);
+        to += strlen(to) + 1;
+        m->meta[m->meta_count++].value = strcpy(to, f->meta[i].value);
+        to += strlen(to) + 1;
+    }
+    return to != NULL;
+}
+
+/* Copies the constants' values from file f. */
+HPMLI_FN bool hpmli_model_constants(hpmli_model_reader *r, const hpml_safetensors *f)
+{
+    hpml_safetensor e;
+    char            name[32];
+    for (int i = 0; i < r->m->constant_count; i++) {
+        hpml_tensor *t = r->m->value[r->m->input_count + i];
+        snprintf(name, sizeof name, HPMLI_CONSTANT "%d", i);
+        bool   found = hpml_safetensors_find(f, name, &e) && e.ndim == t->ndim && e.dtype < HPML_DTYPE_I32 &&
+                       memcmp(e.shape, t->shape, sizeof e.shape) == 0;
+        float *x = found ? hpmli_new(r->ctx, float, hpml_tensor_count(t)) : NULL;
+        if (!x) return hpmli_model_wrong(r, name);
+        hpmli_convert(r->ctx->k, HPML_DTYPE_F32, x, e.dtype, e.data, hpml_tensor_count(t));
+        hpml_tensor_set(t, x, hpml_tensor_count(t));
+        hpmli_free(r->ctx, x);
+    }
+    return true;
+}
+
+/* Records the model of file f in the context and loads its parameters; false: an error, and none were added. */
+HPMLI_FN bool hpmli_model_read(hpml_model *m, hpml_safetensors *f, const char *path)
+{
+    hpml_ctx          *ctx   = m->ctx;
+    const int          first = ctx->param_count;
+    const char        *text  = hpml_safetensors_meta(f, HPMLI_MODEL);
+    hpmli_model_reader r     = { ctx, m, { NULL, NULL, false }, path, 0 };
+    hpmli_selection    chosen = HPMLI_ZEROED;
+    if (!text)
+        return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": has parameters only, no structure of a model; record the "
+                           "model and call hpml_params_load, or save with hpml_model_save", path);
+    const size_t size = strlen(text);
+    char        *copy = hpmli_strdup(ctx, text); /* the reader unescapes strings in place */
+    r.j.p      = copy;
+    r.j.end    = copy ? copy + size : NULL;
+    r.capacity = (int)hpmli_min((int64_t)size / 8 + 1, INT32_MAX); /* a value takes more than 8 bytes of text */
+    m->value   = copy ? hpmli_new(ctx, hpml_tensor *, r.capacity) : NULL;
+    chosen.first = first;
+    bool good = m->value && hpmli_read_structure(&r) && hpmli_model_keep_meta(m, f) && hpmli_model_constants(&r, f) &&
+                hpmli_arrays_load(ctx, NULL, &chosen, f, path) == HPML_OK;
+    hpmli_free(ctx, copy);
+    if (!good) ctx->param_kept = first;
+    return good;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>model-run   loading a model, and one call to predict
+// ---------------------------------------------------------------------------------------------------------------------
+HPML_API hpml_model *hpml_model_load(hpml_ctx *ctx, const char *path, int64_t batch)
+{
+    if (hpmli_failed(ctx)) return NULL;
+    if (batch < 0) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "model load: a batch of %lld samples", (long long)batch);
+    hpml_safetensors *f = hpmli_safe_open(ctx, path, false);
+    hpml_model       *m = f ? (hpml_model *)hpmli_alloc_object(ctx, sizeof *m, hpmli_model_destroy) : NULL;
+    if (m) {
+        m->ctx   = ctx;
+        m->batch = batch;
+        if (!hpmli_model_read(m, f, path)) {
+            hpmli_free(ctx, m);
+            m = NULL;
+        }
+    }
+    hpml_safetensors_close(f);
+    return m;
+}
+
+HPML_API hpml_tensor *hpml_model_input(const hpml_model *m, int index)
+{
+    return m && index >= 0 && index < m->input_count ? m->value[index] : NULL;
+}
+HPML_API hpml_tensor *hpml_model_output(const hpml_model *m, int index)
+{
+    return m && index >= 0 && index < m->output_count ? m->output[index] : NULL;
+}
+
+HPML_API const char *hpml_model_meta(const hpml_model *m, const char *key)
+{
+    const hpml_meta *found = NULL;
+    if (m && key && m->meta_count > 0)
+        found = (const hpml_meta *)bsearch(key, m->meta, (size_t)m->meta_count, sizeof *found, hpmli_name_find);
+    return found ? found->value : NULL;
+}
+
+HPML_API hpml_graph *hpml_model_graph(hpml_model *m)
+{
+    hpml_graph_desc d = HPMLI_ZEROED;
+    if (!m || hpmli_failed(m->ctx)) return NULL;
+    d.output_count = m->output_count;
+    d.outputs      = m->output;
+    d.predict      = true;
+    if (!m->graph) m->graph = hpml_graph_create(m->ctx, &d);
+    if (m->graph && hpml_graph_alloc(m->graph) != HPML_OK) return NULL;
+    return m->graph;
+}
+
+/* Runs the graph on `samples` samples from number `first` on, at most a batch; an output without a batch: the last. */
+HPMLI_FN hpml_status hpmli_model_batch(hpml_model *m, const void *const *inputs, int64_t first, int64_t samples,
+                                       float *const *outputs)
+{
+    hpml_graph *g = m->graph;
+    if (hpml_graph_set_batch(g, g->batchable ? samples : m->batch) != HPML_OK) return m->ctx->status;
+    for (int i = 0; i < m->input_count; i++) {
+        const hpml_tensor *x    = m->value[i];
+        const size_t       size = (size_t)(hpml_tensor_count(x) / g->batch_now) * hpml_dtype_size(x->dtype);
+        m->ctx->backend->write(m->ctx->device, x->raw, (const char *)inputs[i] + (size_t)first * size,
+                               (size_t)samples * size);
+    }
+    hpml_status status = hpml_graph_forward(g, false, 0);
+    for (int i = 0; i < m->output_count && status == HPML_OK; i++) {
+        const hpml_tensor *y = m->output[i];
+        const int64_t      n = hpml_tensor_count(y), each = y->batch_rows ? n / g->batch_now : 0;
+        status = hpmli_read_floats(m->ctx, y, each ? each * samples : n, outputs[i] + first * each);
+    }
+    return status;
+}
+
+HPML_API hpml_status hpml_model_run(hpml_model *m, const void *const *inputs, int64_t samples, float *const *outputs)
+{
+    if (!m || hpmli_failed(m->ctx)) return m ? m->ctx->status : HPML_ERR_ARGUMENT;
+    bool given = inputs && outputs && samples >= 0;
+    for (int i = 0; i < m->input_count && given; i++) given = inputs[i] != NULL;
+    for (int i = 0; i < m->output_count && given; i++) given = outputs[i] != NULL;
+    if (!given)
+        return hpmli_fail(m->ctx, HPML_ERR_ARGUMENT, "model run: %lld samples: expected 0 or more, %d arrays of inputs "
+                          "and %d of outputs", (long long)samples, m->input_count, m->output_count);
+    if (!hpml_model_graph(m)) return m->ctx->status;
+    for (int64_t at = 0; at < samples; at += m->batch)
+        if (hpmli_model_batch(m, inputs, at, hpmli_min(samples - at, m->batch), outputs) != HPML_OK) break;
+    hpmli_graph_restore_batch(m->graph);
+    return m->ctx->status;
+}
+
+HPML_API hpml_status hpml_model_predict(hpml_model *m, const void *x, int64_t samples, float *out)
+{
+    if (!m) return HPML_ERR_ARGUMENT;
+    if (m->input_count == 1 && m->output_count == 1) return hpml_model_run(m, &x, samples, &out);
+    return hpmli_fail(m->ctx, HPML_ERR_ARGUMENT, "model predict: the model has %d inputs and %d outputs; call "
+                      "hpml_model_run", m->input_count, m->output_count);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ static const char *file(const char *name)
 }
 
 /* Writes a file and returns its path. */
-static const char *put(const char *name, const void *bytes, size_t size)
+static inline const char *put(const char *name, const void *bytes, size_t size)
 {
     const char *path = file(name);
     FILE       *f = fopen(path, "wb");
@@ -40,7 +40,7 @@ static const char *put(const char *name, const void *bytes, size_t size)
 }
 
 /* Returns how many files in the folder match a pattern. */
-static size_t files_like(const char *pattern)
+static inline size_t files_like(const char *pattern)
 {
     glob_t g;
     size_t n = glob(file(pattern), 0, NULL, &g) == 0 ? g.gl_pathc : 0;

@@ -1573,7 +1573,7 @@ TEST(a_step_waits_once)
 TEST(a_nan_is_named)
 {
     static const char *const where[] = { "in the data of", "in parameter \"linear1.weight\"",
-                                         "in the result of \"activation2\"" };
+                                         "in the result of \"activation0\"" };
     const int32_t y[4] = { 0, 1, 1, 0 };
     char          said[2][256];
     if (no_device()) SKIP("no CUDA device");

@@ -1267,7 +1267,7 @@ static int sums_of(int rank, int bucket, const char *tensors)
 /* Each tensor's sum in each step, the steps, their loss and bytes, both ends of each message. */
 static bool all_is_named(int rank, int steps)
 {
-    static const char *const tensors[] = { "linear2.bias", "linear2.weight", "linear0.bias", "linear0.weight" };
+    static const char *const tensors[] = { "linear1.bias", "linear1.weight", "linear0.bias", "linear0.weight" };
     double loss = 0, bytes = 0;
     char   step[16];
     for (int i = 0; i < 4; i++)
@@ -1336,13 +1336,13 @@ TEST(a_timeline_names_the_tensors_of_a_bucket)
         int moves[3] = { 0 };
         for (const trace_span *s = seen.span; s < seen.span + seen.spans; s++) {
             static const char *const names[] = { "pack", "stripes", "sums" };
-            bool named = strcmp(s->text[TRACE_TENSORS], "linear2.weight .. linear0.weight") == 0;
+            bool named = strcmp(s->text[TRACE_TENSORS], "linear1.weight .. linear0.weight") == 0;
             for (int i = 0; i < 3; i++)
                 moves[i] += strcmp(s->text[TRACE_NAME], names[i]) == 0 && s->number[TRACE_BUCKET] == 1 && named &&
                             s->number[TRACE_BYTES] > 0;
         }
         for (int i = 0; i < 3; i++) ENSURE(moves[i] == (packed ? 3 * 7 : 0));
-        ENSURE(sums_of(0, 1, packed ? "linear2.bias .. linear0.bias" : "linear2.bias .. linear0.weight") == 7);
+        ENSURE(sums_of(0, 1, packed ? "linear1.bias .. linear0.bias" : "linear1.bias .. linear0.weight") == 7);
     }
 }
 

@@ -153,7 +153,7 @@ static void trained(int target, const char *step, float fill)
 {
     static const struct { const char *name; int rows, columns; } params[] = {
         { "fc.weight", 2, 3 }, { "fc.bias", 2, 0 }, { "bn.weight", 2, 0 }, { "bn.bias", 2, 0 },
-        { "bn.running_mean", 2, 0 }, { "bn.running_var", 2, 0 }, { "linear2.weight", 2, 2 }, { "linear2.bias", 2, 0 } };
+        { "bn.running_mean", 2, 0 }, { "bn.running_var", 2, 0 }, { "linear1.weight", 2, 2 }, { "linear1.bias", 2, 0 } };
     static const char *const kinds[] = { "", "opt.mean.", "opt.square_mean." };
     int at = 0;
     little(0, 8);
