@@ -741,7 +741,7 @@ HPML_API hpml_tensor *hpml_sum(hpml_tensor *x, int dim);
 HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim);
 
 /* Largest number along dimension `dim`, which keeps size 1 (the first of equal ones gets the gradient), and its index,
-   I32 without a gradient, which hpml_embedding and hpml_gather take. */
+   I32 without a gradient, which hpml_embedding and hpml_take_along take. */
 HPML_API hpml_tensor *hpml_max(hpml_tensor *x, int dim);
 HPML_API hpml_tensor *hpml_argmax(hpml_tensor *x, int dim);
 
@@ -753,7 +753,7 @@ HPML_API hpml_tensor *hpml_argmax(hpml_tensor *x, int dim);
    for length 0, zeros. mask: lengths I32 (B) to (B, T), 1 at positions before lengths[b], else 0.
    upsample2d: images (B, C, H, W) to (B, C, factor H, factor W): each pixel repeated or, if bilinear, interpolated
    between the centres of pixels (align_corners false elsewhere). `dim` must not be split over ranks. */
-HPML_API hpml_tensor *hpml_gather(hpml_tensor *x, int dim, hpml_tensor *index);
+HPML_API hpml_tensor *hpml_take_along(hpml_tensor *x, int dim, hpml_tensor *index);
 HPML_API hpml_tensor *hpml_pad(hpml_tensor *x, int dim, int64_t before, int64_t after, float value);
 HPML_API hpml_tensor *hpml_reverse(hpml_tensor *x, int dim, hpml_tensor *lengths);
 HPML_API hpml_tensor *hpml_last(hpml_tensor *x, hpml_tensor *lengths);
@@ -1059,7 +1059,7 @@ HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-i
 // ---------------------------------------------------------------------------------------------------------------------
 /* All ops: X(name in the enum, name of the function that records it). The enum, hpml_op_name and the backends' tables
    are generated from this list. hpml_relu and the like record ACTIVATION, hpml_mean SUM, hpml_custom_op CUSTOM,
-   hpml_where and the like MAP, hpml_gather and the like TAKE, hpml_argmax MAX. */
+   hpml_where and the like MAP, hpml_take_along and the like TAKE, hpml_argmax MAX. */
 #define HPML_OPS(X)                                                                                                    \
     X(ADD, add) X(SUB, sub) X(MUL, mul) X(DIV, div) X(SCALE, scale) X(ACTIVATION, activation) X(MATMUL, matmul)        \
     X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL2D, max_pool2d) X(AVG_POOL2D, avg_pool2d) X(RESHAPE, reshape)        \
@@ -8531,7 +8531,7 @@ HPMLI_FN hpml_tensor *hpmli_take_record(const char *op, hpml_tensor *x, int dim,
     return n->out;
 }
 
-HPML_API hpml_tensor *hpml_gather(hpml_tensor *x, int dim, hpml_tensor *index)
+HPML_API hpml_tensor *hpml_take_along(hpml_tensor *x, int dim, hpml_tensor *index)
 {
     bool one = true, all = true, fits = x && index && index->ndim == x->ndim && dim >= 0 && dim < x->ndim;
     if (!x || !index) return NULL;
