@@ -150,6 +150,12 @@ check "a space-time diagram" '[ $? -eq 0 ] && says "14 messages, 917504 bytes, .
     says "^rank   1  >\.*0\.*$" && [ "$(grep -c "marker-end" "$tmp/tree.svg")" -eq 14 ]'
 build/05_allreduce --ranks 4 --max 8192 >"$tmp/out" 2>&1
 check "all algorithms agree" '[ $? -eq 0 ]'
+build/05_allreduce --ranks 3 --op all -b 64 -e 4096 -f 8 -n 2 -w 1 >"$tmp/out" 2>&1 # blocks of different sizes
+check "all collectives are right" '[ $? -eq 0 ] &&
+    for op in auto reduce_scatter allgather broadcast reduce gather scatter all_to_all; do
+        [ "$(grep -c "^$op .* ok$" "$tmp/out")" = 3 ] || exit 1; done'
+build/05_allreduce -b 64 -e 8 >"$tmp/out" 2>&1
+check "sizes that make no sense" '[ $? -eq 2 ] && says "^-b: at least 4; -e: at least -b"'
 moved() {
     where=$2
     HPML_RUN=$1 build/05_allreduce --max 4096 --algorithm ring >"$tmp/out" 2>&1
