@@ -15,7 +15,7 @@ run() { # FILE: prints why the program does not compile or run, if so. The bodie
     # stdio.h, are those that ninja has compiled
     ${CC:-cc} -O0 -DHPMLI_BODY_INCLUDED -DHPML_COMM_BODY -include stdio.h -I. "$1" build/hpml.o build/comm.o \
         -o "$tmp/program" $(cat build/zlib.flags) -lm -lpthread -ldl 2>&1 || { echo "does not compile"; return; }
-    "$tmp/program" >"$tmp/out" 2>&1 || { echo "exit status $?"; cat "$tmp/out"; }
+    (cd "$tmp" && ./program) >"$tmp/out" 2>&1 || { echo "exit status $?"; cat "$tmp/out"; }
 }
 index() { # FILE: its INDEX has the banners of PARTs and the tags of sections, in their order
     sed -n '/^\/\/ INDEX/,/^#ifndef/p' "$1" >"$tmp/index"
@@ -102,8 +102,11 @@ check "examples that plain ninja does not build" "$(cat "$tmp/unbuilt")"
 names=$(grep -nE '^#define|__global__ .*\(' hpml_cuda.cuh | grep -vE 'hpmlg_k_|#define (HPMLG_|hpmlg_|HPML_CUDA_)')
 check "hpml_cuda.cuh: kernels that are not hpmlg_k_*, macros that are not HPMLG_*" "$names"
 awk '/^```c$/ { on = 1; n++; next } /^```$/ { on = 0 } on { print > ("'"$tmp"'/readme" n ".c") }' README.md
-for f in "$tmp"/readme*.c; do check "a code block of the README" "$(run "$f")"; done
 serial=$(grep -l '"hpml.h"' "$tmp"/readme*.c | head -n 1)
+line=$(grep -m 1 '^    hpml_model_save(' README.md) # saves the model that the next block loads
+awk -v line="$line" '/return hpml_ctx_status/ { print line } { print }' "$serial" >"$tmp/saves.c"
+check "the README's line that saves a model" "$(run "$tmp/saves.c"; [ -s "$tmp/xor.safetensors" ] || echo "no file")"
+for f in "$tmp"/readme*.c; do check "a code block of the README" "$(run "$f")"; done
 many=$(grep -l 'hpml_launch(' "$tmp"/readme*.c | head -n 1)
 diff "$serial" "$many" >"$tmp/lines"
 check "README: its serial program and that for many workers do not differ in 1 to 5 lines" "$(awk '

@@ -105,5 +105,25 @@ if [ -z "$HPML_TEST_ALL" ]; then : # test_cuda.sh has nvcc compile hpml.h with h
 elif command -v nvcc >/dev/null; then
     try nvcc -std=c++17 -Xcompiler -Wall,-Wextra,-Wshadow,-fsyntax-only -I. -c "$tmp/body.cu" -o "$tmp/cu.o"
 else skip 1 'no nvcc'; fi
+# The README's lines for CMake and Meson build a program.
+block() { awk -v fence="\`\`\`$1" '$0 == fence { on = 1; next } /^```$/ { on = 0 } on' README.md | sed 's/-O2/-O0/'; }
+mkdir "$tmp/project"
+cp hpml.h "$tmp/project"
+printf '#include "hpml.h"\nint main(void) { return hpml_version() != HPML_VERSION; }\n' >"$tmp/project/main.c"
+if [ -z "$HPML_TEST_ALL" ]; then :
+elif command -v cmake >/dev/null; then
+    { printf 'cmake_minimum_required(VERSION 3.13)\nproject(my_program C)\nadd_executable(my_program main.c)\n'
+        block cmake; } >"$tmp/project/CMakeLists.txt"
+    try cmake -S "$tmp/project" -B "$tmp/project/cmake"
+    try cmake --build "$tmp/project/cmake"
+    try "$tmp/project/cmake/my_program"
+else skip 3 'no cmake'; fi
+if [ -z "$HPML_TEST_ALL" ]; then :
+elif command -v meson >/dev/null; then
+    { echo "project('my_program', 'c')"; block meson; } >"$tmp/project/meson.build"
+    try meson setup "$tmp/project/meson" "$tmp/project"
+    try ninja -C "$tmp/project/meson"
+    try "$tmp/project/meson/my_program"
+else skip 3 'no meson'; fi
 echo "$passed passed, $failed failed, $skipped skipped"
 [ $failed -eq 0 ]
