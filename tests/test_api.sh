@@ -101,6 +101,11 @@ done >"$tmp/unbuilt"
 check "examples that plain ninja does not build" "$(cat "$tmp/unbuilt")"
 names=$(grep -nE '^#define|__global__ .*\(' hpml_cuda.cuh | grep -vE 'hpmlg_k_|#define (HPMLG_|hpmlg_|HPML_CUDA_)')
 check "hpml_cuda.cuh: kernels that are not hpmlg_k_*, macros that are not HPMLG_*" "$names"
+# hpml_nccl_link_*: what hpml_nccl_attach gives to hpml_comm.h; the others: for backends
+find examples tests/outside README.md -type f -exec cat {} + | grep -oE 'hpml_[a-z0-9_]+' | sort -u >"$tmp/shown"
+sed -nE '/^HPML_API/s/^[^(]*[ *](hpml_[a-z0-9_]+)\(.*/\1/p' hpml.h hpml_comm.h hpml_cuda.cuh | sort -u |
+    grep -vE '^hpml_nccl_link_|^hpml_custom_on_host$' | comm -23 - "$tmp/shown" >"$tmp/unshown"
+check "$(wc -l <"$tmp/unshown") public functions that no example calls" "$(cat "$tmp/unshown")"
 awk '/^```c$/ { on = 1; n++; next } /^```$/ { on = 0 } on { print > ("'"$tmp"'/readme" n ".c") }' README.md
 serial=$(grep -l '"hpml.h"' "$tmp"/readme*.c | head -n 1)
 line=$(grep -m 1 '^    hpml_model_save(' README.md) # saves the model that the next block loads

@@ -36,6 +36,10 @@ build/07_digits "$tmp/none" >"$tmp/out" 2>&1
 check "a folder without MNIST" '[ $? -eq 1 ] && says "none/train-images-idx3-ubyte.*cannot open"'
 build/04_embed_cpp >"$tmp/out" 2>&1
 check "the header inside a C++ program" '[ $? -eq 0 ] && grep -q residual "$tmp/out"'
+for program in 1_tensors 2_ops 3_data 4_messages 5_steps 6_plans 7_parts; do
+    build/tour_$program >"$tmp/out" 2>&1
+    check "the tour: $program" '[ $? -eq 0 ] && ! says WRONG'
+done
 build/26_own_loop >"$tmp/out" 2>&1
 check "a training loop of one's own" 'awk "/^largest gradient error/ { good += \$4 < 1e-2 } /^error without noise/ { good += \$4 < 0.3 }
     END { exit good != 2 }" "$tmp/out"'

@@ -15,7 +15,7 @@ static int tour_wrong;
         tour_wrong |= !tour_holds;                                      \
     } while (0)
 
-static int tour_end(hpml_ctx *ctx)
+static inline int tour_end(hpml_ctx *ctx)
 {
     if (hpml_ctx_status(ctx) != HPML_OK) printf("error: %s\n", hpml_ctx_error(ctx));
     tour_wrong |= hpml_ctx_status(ctx) != HPML_OK;
