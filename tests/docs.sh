@@ -9,7 +9,8 @@ body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 62rem; p
 pre { font: 13px/1.45 ui-monospace, monospace; background: #f6f6f4; padding: .6rem .8rem; overflow-x: auto }
 p.c { white-space: pre-wrap; font: 14px/1.5 ui-monospace, monospace; margin: 1rem 0 .3rem }
 a { color: #0b57a4; text-decoration: none } a:hover { text-decoration: underline }
-nav { columns: 3; font-size: 14px } h2 { border-bottom: 1px solid #ccc; margin-top: 2.5rem } :target { background: #fff3bf }
+nav { columns: 3; font-size: 14px } h2 { border-bottom: 1px solid #ccc; margin-top: 2.5rem }
+:target { background: #fff3bf }
 @media (prefers-color-scheme: dark) { body { background: #161616; color: #ddd } pre { background: #222 }
 a { color: #7db8ff } :target { background: #554400 } }
 @media (max-width: 45rem) { nav { columns: 1 } }</style></head><body><h1>hpml</h1>

@@ -1,6 +1,6 @@
 #!/bin/sh
-# mpi_cuda.sh OUT KERNEL.cu ARGUMENTS...: nvcc compiles the kernels, mpicc the rest and links; leaves a program that says
-# SKIP where one of them is missing.
+# mpi_cuda.sh OUT KERNEL.cu ARGUMENTS...: nvcc compiles the kernels, mpicc the rest and links; leaves a program that
+# says SKIP where one of them is missing.
 out=$1 kernel=$2; shift 2
 if [ -s build/nvcc.found ] && command -v "${MPICC:-mpicc}" >/dev/null; then
     sh tests/nvcc.sh "$out.kernel.o" -c "$kernel" || exit

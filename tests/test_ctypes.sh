@@ -1,6 +1,7 @@
 #!/bin/sh
 # examples/hpml.py: the library by ctypes: it compiles the header, learns, saves, loads, predicts and raises errors; a
-# field of another size, a batch of another size and a field that does not exist are errors. Skipped (77) without python3.
+# field of another size, a batch of another size and a field that does not exist are errors. Skipped (77) without
+# python3.
 tmp=$(mktemp -d) passed=0 failed=0
 trap 'rm -rf "$tmp"' EXIT
 command -v python3 >/dev/null || { echo "skipped: no python3"; exit 77; }

@@ -111,6 +111,21 @@ static void shards(hpml_ctx *ctx)
     hpml_ctx_defer(ctx, false);
 }
 
+/* The backward pass in two halves: first the gradients that go on to earlier layers, then those of the weights. */
+static void halves(hpml_ctx *ctx)
+{
+    float loss = 0;
+    hpml_ctx_defer(ctx, true);
+    hpml_trainer *t = create(ctx, HPML_OPT_ADAM);
+    hpml_ctx_defer(ctx, false);
+    SHOW(hpml_trainer_host_optimizer(t) == HPML_OK); /* states in host memory; without a device nothing changes */
+    SHOW(hpml_graph_halves(hpml_trainer_graph(t)) == HPML_OK && hpml_trainer_alloc(t) == HPML_OK);
+    hpml_trainer_step(t, cases, answers, 4, NULL);
+    hpml_trainer_forward(t, 0, 0, 4, &loss);
+    hpml_trainer_backward_half(t, 0, HPML_HALF_INPUTS, 1, false, true);
+    SHOW(hpml_trainer_backward_half(t, 0, HPML_HALF_WEIGHTS, 1, false, true) == HPML_OK);
+}
+
 /* What fit leaves behind. */
 static void epochs(hpml_ctx *ctx)
 {
@@ -130,14 +145,15 @@ static void epochs(hpml_ctx *ctx)
 
 int main(void)
 {
-    hpml_ctx *ctx[6];
+    hpml_ctx *ctx[7];
     int       failed = 0;
-    for (int i = 0; i < 6; i++) ctx[i] = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 7, .threads = 1 });
+    for (int i = 0; i < 7; i++) ctx[i] = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 7, .threads = 1 });
     settings(ctx[0]);
     by_hand(ctx[1], ctx[2]);
     hooks(ctx[3]);
     shards(ctx[4]);
     epochs(ctx[5]);
-    for (int i = 0; i < 6; i++) failed |= tour_end(ctx[i]);
+    halves(ctx[6]);
+    for (int i = 0; i < 7; i++) failed |= tour_end(ctx[i]);
     return failed;
 }
