@@ -184,6 +184,7 @@
 //     dataset   datasets; images as data: IDX, CIFAR
 //     csv   numbers and text as data: CSV, characters
 //     npy   numpy arrays and packed records
+//     archives   arrays in npz files, samples in tar files
 //     loader   batches: shuffled, sharded, augmented, made ahead
 //     statistics   mean and deviation of data, and their use inside a model
 //     safetensors   safetensors files
@@ -1717,6 +1718,17 @@ HPML_API void          hpml_dataset_free(hpml_dataset *d); /* optional: hpml_ctx
    f32 and i64 to i32 (an error if a number is out of range). Saving writes version 1. */
 HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path);
 HPML_API hpml_status  hpml_npy_save(const hpml_tensor *t, const char *path);
+
+/* Loads the array `name` ("x" or "x.npy") of numpy's .npz file, with the types of hpml_npy_load; compressed arrays
+   (savez_compressed) need HPML_USE_ZLIB. */
+HPML_API hpml_tensor *hpml_npz_load(hpml_ctx *ctx, const char *path, const char *name);
+/* Reads `count` tar files, such as WebDataset's shards, into one dataset. Adjacent members whose names are equal up to
+   the first dot behind the last slash are one sample; `x` and `y` are the rest of the names of its data and of its
+   target. "npy", or a name that ends in .npy: an array, as in hpml_npy_load, of one shape in all samples (f16 becomes
+   f32; a target is f32 numbers, or one integer label). Other names: x is bytes, as many in each sample (U8); y is a
+   label from 0 on as text ("cls"). y NULL: no targets. Other members are ignored. */
+HPML_API hpml_dataset *hpml_dataset_load_tar(hpml_ctx *ctx, const char *const *paths, int count, const char *x,
+                                             const char *y);
 
 /* A file of records: many small byte strings with an index, read through mmap (the role of LMDB in Caffe).
    Little-endian: "HPMLREC1", count u64, offset of the index u64, the records, the index: count + 1 offsets u64. While
@@ -14692,6 +14704,7 @@ typedef struct hpmli_file {
     FILE                *in;    /* the open file; NULL: closed */
     const unsigned char *bytes; /* (size) the content, if the file was mapped or read as a whole; else NULL */
     size_t               size;  /* size of the file in bytes */
+    size_t               at;    /* without `in`: the next byte of `bytes` that hpmli_file_next reads */
     bool                 mapped;
 #ifdef HPML_USE_ZLIB
     gzFile               gz;    /* reads a gzipped file; NULL: the file is plain */
@@ -14759,6 +14772,12 @@ HPMLI_FN size_t hpmli_file_next(hpmli_file *f, void *to, size_t size)
         n = gzread(f->gz, (char *)to + got, (unsigned)hpmli_min((int64_t)(size - got), 1 << 30));
     if (f->gz) return got;
 #endif
+    if (!f->in) { /* the content is in memory */
+        got = f->size - f->at < size ? f->size - f->at : size;
+        memcpy(to, f->bytes + f->at, got);
+        f->at += got;
+        return got;
+    }
     got = fread(to, 1, size, f->in);
     if (ferror(f->in)) hpmli_fail(f->ctx, HPML_ERR_READ, "\"%s\": cannot read: %s", f->path, strerror(errno));
     return got;
@@ -15814,42 +15833,49 @@ HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t capacity)
     return good ? 8 + field + length : 0;
 }
 
-HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
+/* Reads the open .npy file f into a new tensor; NULL: an error, which names f->path. */
+HPMLI_FN hpml_tensor *hpmli_npy_read(hpml_ctx *ctx, hpmli_file *f)
 {
     static const struct { const char *code; hpml_dtype dtype; size_t size; } kinds[] = {
         { "'<f4'", HPML_DTYPE_F32, 4 }, { "'<f2'", HPML_DTYPE_F16, 2 }, { "'<i4'", HPML_DTYPE_I32, 4 },
         { "'|u1'", HPML_DTYPE_U8, 1 }, { "'<f8'", HPML_DTYPE_F32, 8 }, { "'<i8'", HPML_DTYPE_I32, 8 } };
-    hpmli_file   f;
     char         header[1024] = "", *data = NULL;
     size_t       known = sizeof kinds / sizeof kinds[0], kind = known;
     int64_t      shape[HPML_MAX_DIMS], count;
     int          ndim = 0;
     hpml_tensor *t = NULL;
-    if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
-    size_t front = hpmli_npy_header(&f, header, sizeof header);
+    size_t front = hpmli_npy_header(f, header, sizeof header);
     for (size_t i = 0; i < known; i++)
         if (strncmp(hpmli_npy_key(header, "'descr'"), kinds[i].code, 5) == 0) kind = i;
     hpmli_json j = { hpmli_npy_key(header, "'shape'"), header + strlen(header), false };
     ndim  = hpmli_json_numbers(&j, '(', ')', shape, HPML_MAX_DIMS, NULL);
     count = j.bad || ndim > HPML_MAX_DIMS ? -1 : hpmli_shape_count(ndim, shape);
     if (count < 0 || kind == known || strncmp(hpmli_npy_key(header, "'fortran_order'"), "False", 5) != 0 ||
-        front == 0 || f.size - front != (size_t)count * kinds[kind].size)
+        front == 0 || f->size - front != (size_t)count * kinds[kind].size)
         hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": expected a .npy file (version 1, 2 or 3) of <f4, <f2, <i4, |u1, <f8 "
                    "or <i8 in C order, at most %d dimensions, none 0, and data of just that size; the header says %.*s",
-                   path, HPML_MAX_DIMS, (int)strcspn(header, "}\n") + 1, header);
+                   f->path, HPML_MAX_DIMS, (int)strcspn(header, "}\n") + 1, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
     bool in_place = t && ctx->backend->host && kinds[kind].size < 8; /* the file is read into the tensor */
-    if (in_place) hpmli_file_read(&f, t->raw, hpmli_tensor_bytes(t));
+    if (in_place) hpmli_file_read(f, t->raw, hpmli_tensor_bytes(t));
     else if (t) data = (char *)hpmli_alloc(ctx, (size_t)count * kinds[kind].size);
-    if (data && hpmli_file_read(&f, data, (size_t)count * kinds[kind].size) &&
-        (kinds[kind].size < 8 || hpmli_npy_narrow(ctx, path, kinds[kind].dtype, data, count)))
+    if (data && hpmli_file_read(f, data, (size_t)count * kinds[kind].size) &&
+        (kinds[kind].size < 8 || hpmli_npy_narrow(ctx, f->path, kinds[kind].dtype, data, count)))
         hpml_tensor_set_raw(t, data, hpmli_tensor_bytes(t));
     hpmli_free(ctx, data);
-    hpmli_file_close(&f);
     if (t && ctx->status != HPML_OK) {
         hpml_tensor_free(t);
         return NULL;
     }
+    return t;
+}
+
+HPML_API hpml_tensor *hpml_npy_load(hpml_ctx *ctx, const char *path)
+{
+    hpmli_file f;
+    if (hpmli_failed(ctx) || !hpmli_file_open(ctx, &f, path)) return NULL;
+    hpml_tensor *t = hpmli_npy_read(ctx, &f);
+    hpmli_file_close(&f);
     return t;
 }
 
@@ -16047,6 +16073,326 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
     if (s) s->d.classes = (int)h[9];
     hpml_records_close(f);
     return hpmli_dataset_done(s);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>archives   arrays in npz files, samples in tar files
+// ---------------------------------------------------------------------------------------------------------------------
+/* A zip file ends with its directory: an entry for each member, with the place of a local header that precedes the
+   member's bytes. Numbers that do not fit in 32 bits are all ones there and follow in an extra field (zip64), which
+   numpy writes for every array. The record of the directory's end is the last 22 bytes, and a comment may follow. */
+typedef struct hpmli_zip_entry {
+    size_t         name_size, size, packed; /* bytes of the name, of the member, of the member in the file */
+    size_t         offset;                  /* of the local header */
+    const char    *name;                    /* not terminated */
+    uint32_t       crc;                     /* CRC-32 of the member */
+    int            method;                  /* 0: stored, 8: deflate */
+    size_t         next;                    /* offset of the next entry */
+} hpmli_zip_entry;
+
+HPMLI_FN uint32_t hpmli_crc32(const unsigned char *bytes, size_t size) /* of zip: polynomial 0xedb88320 */
+{
+    uint32_t table[256], crc = 0xffffffffu;
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t c = i;
+        for (int bit = 0; bit < 8; bit++) c = c >> 1 ^ ((c & 1) * 0xedb88320u);
+        table[i] = c;
+    }
+    for (size_t i = 0; i < size; i++) crc = table[(crc ^ bytes[i]) & 0xff] ^ crc >> 8;
+    return ~crc;
+}
+
+/* Returns the offset of the directory of a zip file, and in *count how many entries there are; 0: not a zip file. */
+HPMLI_FN size_t hpmli_zip_directory(const hpmli_file *f, uint64_t *count)
+{
+    for (size_t back = 22; back <= f->size && back < 22 + 65536; back++) {
+        const unsigned char *end = f->bytes + f->size - back, *wide = end - 20;
+        uint64_t             at  = hpmli_read_little(end + 16, 4);
+        if (memcmp(end, "PK\5\6", 4) != 0) continue;
+        *count = hpmli_read_little(end + 10, 2);
+        if (back + 20 <= f->size && memcmp(wide, "PK\6\7", 4) == 0) { /* zip64: the place of another end record */
+            at = hpmli_read_little(wide + 8, 8);
+            if (at > f->size || f->size - at < 56 || memcmp(f->bytes + at, "PK\6\6", 4) != 0) return 0;
+            *count = hpmli_read_little(f->bytes + at + 32, 8);
+            at     = hpmli_read_little(f->bytes + at + 48, 8);
+        }
+        return at < f->size ? (size_t)at : 0;
+    }
+    return 0;
+}
+
+/* Reads the directory's entry at offset `at`; false: the file is damaged. */
+HPMLI_FN bool hpmli_zip_entry_read(const hpmli_file *f, size_t at, hpmli_zip_entry *e)
+{
+    const unsigned char *p = f->bytes + at;
+    if (at > f->size || f->size - at < 46 || memcmp(p, "PK\1\2", 4) != 0) return false;
+    size_t name = (size_t)hpmli_read_little(p + 28, 2), extra = (size_t)hpmli_read_little(p + 30, 2);
+    size_t end  = 46 + name + extra + (size_t)hpmli_read_little(p + 32, 2), i = 46 + name;
+    if (f->size - at < end) return false;
+    uint64_t             wide[3] = { hpmli_read_little(p + 24, 4), hpmli_read_little(p + 20, 4),
+                                     hpmli_read_little(p + 42, 4) };
+    const unsigned char *stop = p + i + extra;
+    for (const unsigned char *x = p + i; stop - x >= 4; x += 4 + hpmli_read_little(x + 2, 2)) {
+        const unsigned char *value = x + 4;
+        size_t               bytes = (size_t)hpmli_read_little(x + 2, 2);
+        if (bytes > (size_t)(stop - value)) return false;
+        if (hpmli_read_little(x, 2) != 1) continue;
+        for (int k = 0; k < 3; k++) {
+            if (wide[k] != 0xffffffffu || bytes < 8) continue;
+            wide[k] = hpmli_read_little(value, 8);
+            value += 8;
+            bytes -= 8;
+        }
+    }
+    e->name      = (const char *)p + 46;
+    e->name_size = name;
+    e->size      = (size_t)wide[0];
+    e->packed    = (size_t)wide[1];
+    e->offset    = (size_t)wide[2];
+    e->crc       = (uint32_t)hpmli_read_little(p + 16, 4);
+    e->method    = (int)hpmli_read_little(p + 10, 2);
+    e->next      = at + end;
+    return wide[0] < f->size * (uint64_t)1040 + 1040; /* deflate makes nothing more than 1,032 times as short */
+}
+
+/* Returns the bytes of a member in memory of hpmli_alloc; NULL: an error. */
+HPMLI_FN unsigned char *hpmli_zip_member(hpml_ctx *ctx, const hpmli_file *f, const hpmli_zip_entry *e)
+{
+    const unsigned char *head = f->bytes + e->offset, *from = NULL;
+    bool good = e->offset < f->size && f->size - e->offset >= 30 && memcmp(head, "PK\3\4", 4) == 0;
+    if (good) from = head + 30 + hpmli_read_little(head + 26, 2) + hpmli_read_little(head + 28, 2);
+    good = good && (size_t)(from - f->bytes) <= f->size && f->size - (size_t)(from - f->bytes) >= e->packed;
+    unsigned char *to = good && e->size > 0 ? (unsigned char *)hpmli_alloc(ctx, e->size) : NULL;
+    if (good && to && e->method == 0) {
+        good = e->packed == e->size;
+        if (good) memcpy(to, from, e->size);
+    } else if (good && to) {
+#ifdef HPML_USE_ZLIB
+        z_stream z;
+        memset(&z, 0, sizeof z);
+        good = e->method == 8 && e->packed < UINT32_MAX && e->size < UINT32_MAX && inflateInit2(&z, -15) == Z_OK;
+        z.next_in   = (Bytef *)(uintptr_t)from;
+        z.avail_in  = (uInt)e->packed;
+        z.next_out  = to;
+        z.avail_out = (uInt)e->size;
+        if (good) {
+            good = inflate(&z, Z_FINISH) == Z_STREAM_END && z.avail_out == 0;
+            inflateEnd(&z);
+        }
+#else
+        hpmli_fail(ctx, HPML_ERR_UNSUPPORTED, "\"%s\": the array \"%.*s\" is compressed; save it by numpy.savez, or "
+                   "build with -DHPML_USE_ZLIB -lz", f->path, (int)e->name_size, e->name);
+#endif
+    }
+    if (good && to && ctx->status == HPML_OK && hpmli_crc32(to, e->size) == e->crc) return to;
+    hpmli_free(ctx, to);
+    return hpmli_null(ctx, HPML_ERR_FORMAT, "\"%s\": the member \"%.*s\" is damaged", f->path, (int)e->name_size,
+                      e->name);
+}
+
+HPML_API hpml_tensor *hpml_npz_load(hpml_ctx *ctx, const char *path, const char *name)
+{
+    hpmli_file      f;
+    hpmli_zip_entry e;
+    uint64_t        count = 0;
+    hpml_tensor    *t     = NULL;
+    char            names[160];
+    memset(&e, 0, sizeof e);
+    if (hpmli_failed(ctx)) return NULL;
+    if (!name) return hpmli_null(ctx, HPML_ERR_ARGUMENT, "npz: no name of an array given");
+    if (!hpmli_file_whole(ctx, &f, path, false)) return NULL;
+    hpmli_text_buffer text = hpmli_text_begin(names, sizeof names);
+    size_t at = hpmli_zip_directory(&f, &count), length = strlen(name);
+    bool   found = false, good = at > 0;
+    for (uint64_t i = 0; i < count && good && !found; i++, at = e.next) {
+        good  = hpmli_zip_entry_read(&f, at, &e);
+        found = good && e.name_size >= length && memcmp(e.name, name, length) == 0 &&
+                (e.name_size == length || (e.name_size == length + 4 && memcmp(e.name + length, ".npy", 4) == 0));
+        if (good && !found) hpmli_text_add(&text, "%s%.*s", i > 0 ? ", " : "", (int)e.name_size, e.name);
+    }
+    if (!good) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": not a .npz file, or damaged", path);
+    else if (!found) hpmli_fail(ctx, HPML_ERR_FORMAT, "\"%s\": has no array \"%s\"; it has %s", path, name, names);
+    unsigned char *bytes = found ? hpmli_zip_member(ctx, &f, &e) : NULL;
+    if (bytes) {
+        hpmli_file member;
+        memset(&member, 0, sizeof member);
+        member.ctx   = ctx;
+        member.path  = path;
+        member.bytes = bytes;
+        member.size  = e.size;
+        t = hpmli_npy_read(ctx, &member);
+    }
+    hpmli_free(ctx, bytes);
+    hpmli_file_close(&f);
+    return t;
+}
+
+/* Samples of tar files. A tar file is a row of members: a header of 512 bytes with name, size in octal digits, checksum
+   and kind, then the bytes, padded to a multiple of 512; two headers of zeros, or the end of the file, end the row. */
+typedef struct hpmli_tar {
+    hpml_ctx      *ctx;
+    const char    *ext[2];      /* the rest of the names of x and of y; [1] NULL: no targets */
+    hpmli_file     f;
+    const char    *name;        /* of the present member, without folder; not terminated */
+    size_t         name_size, key_size; /* bytes of the name, and of the name up to the first dot */
+    const unsigned char *bytes; /* (size) the member */
+    size_t         size;
+    hpml_tensor   *part[2];     /* x and y of the present sample; NULL: not there yet */
+    hpmli_samples *s;           /* the dataset; NULL: samples are only counted */
+    int64_t        count;       /* samples until now */
+    hpml_dtype     dtype[2];    /* of x and y, by the first sample */
+    int            ndim;
+    int64_t        shape[HPML_MAX_DIMS], targets; /* of x; numbers of y */
+} hpmli_tar;
+
+/* Reads the header at offset *at and moves *at to the next one; false: the end, or an error on the context. */
+HPMLI_FN bool hpmli_tar_next(hpmli_tar *r, size_t *at)
+{
+    const unsigned char *h = r->f.bytes + *at;
+    uint64_t             sum = 0, want = 0, size = 0;
+    if (*at >= r->f.size || r->f.size - *at < 512 || h[0] == 0) return false;
+    for (int i = 0; i < 512; i++) sum += i >= 148 && i < 156 ? ' ' : h[i];
+    for (int i = 148; i < 156; i++) want = h[i] >= '0' && h[i] < '8' ? want * 8 + h[i] - '0' : want;
+    for (int i = 124; i < 136; i++) size = h[i] >= '0' && h[i] < '8' ? size * 8 + h[i] - '0' : size;
+    if (sum != want || size > r->f.size - *at - 512)
+        return hpmli_false(r->ctx, HPML_ERR_FORMAT, "\"%s\": not a tar file, or damaged, at byte %zu", r->f.path, *at);
+    r->bytes     = h + 512;
+    r->size      = (size_t)size;
+    r->name      = (const char *)h;
+    r->name_size = 0;
+    while (r->name_size < 100 && r->name[r->name_size]) r->name_size++;
+    if (h[156] != '0' && h[156] != 0) r->name_size = 0; /* no file: a folder, a link, names of tar's extensions */
+    for (size_t i = r->name_size; i > 0; i--)
+        if (r->name[i - 1] == '/') {
+            r->name_size -= i;
+            r->name += i;
+            break;
+        }
+    const char *dot = (const char *)memchr(r->name, '.', r->name_size);
+    r->key_size = dot ? (size_t)(dot - r->name) : r->name_size;
+    *at += 512 + ((size_t)size + 511) / 512 * 512;
+    return true;
+}
+
+/* Makes a tensor of the present member, which is x (k 0) or y (k 1) of a sample; NULL: an error. */
+HPMLI_FN hpml_tensor *hpmli_tar_tensor(hpmli_tar *r, int k)
+{
+    size_t       ext   = strlen(r->ext[k]);
+    int64_t      count = k == 0 ? (int64_t)r->size : 1;
+    int32_t      label = 0;
+    hpml_tensor *t;
+    if (ext >= 3 && strcmp(r->ext[k] + ext - 3, "npy") == 0) {
+        hpmli_file member = r->f;
+        member.in    = NULL;
+        member.bytes = r->bytes;
+        member.size  = r->size;
+        member.at    = 0;
+        t = hpmli_npy_read(r->ctx, &member);
+        if (!t || t->dtype != HPML_DTYPE_F16) return t;
+        hpml_tensor *wide = hpml_tensor_create(r->ctx, HPML_DTYPE_F32, t->ndim, t->shape);
+        if (wide) hpml_tensor_copy(wide, t);
+        hpml_tensor_free(t);
+        return wide;
+    }
+    for (size_t i = 0; k == 1 && i < r->size && r->bytes[i] >= '0' && r->bytes[i] <= '9' && label < 100000000; i++)
+        label = 10 * label + r->bytes[i] - '0';
+    if (r->size == 0 || (k == 1 && (r->bytes[0] < '0' || r->bytes[0] > '9')))
+        return hpmli_null(r->ctx, HPML_ERR_FORMAT, "\"%s\": \"%.*s\" is empty, or no label from 0 on", r->f.path,
+                          (int)r->name_size, r->name);
+    t = hpml_tensor_create(r->ctx, k == 0 ? HPML_DTYPE_U8 : HPML_DTYPE_I32, 1, &count);
+    if (t) memcpy(t->raw, k == 0 ? (const void *)r->bytes : (const void *)&label, hpmli_tensor_bytes(t));
+    return t;
+}
+
+/* Ends the sample whose parts are there: the first one sets type and shape, all others must have them. */
+HPMLI_FN bool hpmli_tar_sample(hpmli_tar *r, const char *key, int key_size)
+{
+    hpml_tensor **part = r->part;
+    const int     parts = r->ext[1] ? 2 : 1;
+    for (int k = 0; k < parts; k++)
+        if (!part[k])
+            return hpmli_false(r->ctx, HPML_ERR_FORMAT, "\"%s\": sample \"%.*s\" has no member \"%.*s.%s\"", r->f.path,
+                               key_size, key, key_size, key, r->ext[k]);
+    if (r->count == 0) {
+        r->ndim = part[0]->ndim;
+        memcpy(r->shape, part[0]->shape, sizeof r->shape);
+        for (int k = 0; k < parts; k++) r->dtype[k] = part[k]->dtype;
+        r->targets = parts > 1 ? hpml_tensor_count(part[1]) : 0;
+    }
+    bool same = part[0]->dtype == r->dtype[0] && part[0]->ndim == r->ndim;
+    for (int i = 0; i < r->ndim && same; i++) same = part[0]->shape[i] == r->shape[i];
+    if (parts > 1) same = same && part[1]->dtype == r->dtype[1] && hpml_tensor_count(part[1]) == r->targets;
+    if (parts > 1) same = same && (r->dtype[1] == HPML_DTYPE_F32 || (r->dtype[1] == HPML_DTYPE_I32 && r->targets == 1));
+    if (!same)
+        return hpmli_false(r->ctx, HPML_ERR_SHAPE, "\"%s\": sample \"%.*s\" has another type or shape than the first "
+                           "one, or its target is neither f32 numbers nor one i32 label", r->f.path, key_size, key);
+    if (r->s && r->count >= r->s->d.count)
+        return hpmli_false(r->ctx, HPML_ERR_READ, "\"%s\": changed while it was read", r->f.path);
+    if (r->s) {
+        size_t bytes = hpmli_tensor_bytes(part[0]);
+        memcpy(r->s->x + (size_t)r->count * bytes, part[0]->raw, bytes);
+        if (parts > 1) memcpy(r->s->y + r->count * r->targets, part[1]->raw, 4 * (size_t)r->targets);
+    }
+    r->count++;
+    return true;
+}
+
+/* Counts or copies (r->s) the samples of one tar file. */
+HPMLI_FN void hpmli_tar_read(hpmli_tar *r)
+{
+    const char *key      = NULL; /* of the present sample */
+    int         key_size = 0;
+    size_t      at       = 0;
+    for (bool more = true; more && r->ctx->status == HPML_OK;) {
+        more = hpmli_tar_next(r, &at);
+        bool same = more && key && r->key_size == (size_t)key_size && memcmp(key, r->name, r->key_size) == 0;
+        if (r->ctx->status == HPML_OK && key && !same) hpmli_tar_sample(r, key, key_size);
+        for (int k = 0; k < 2 && !same; k++) {
+            hpml_tensor_free(r->part[k]);
+            r->part[k] = NULL;
+        }
+        if (!same) key = NULL;
+        if (!more || r->name_size == 0 || r->name_size <= r->key_size + 1) continue;
+        for (int k = 0; k < 2 && r->ctx->status == HPML_OK; k++) {
+            size_t rest = r->name_size - r->key_size - 1;
+            if (!r->ext[k] || strlen(r->ext[k]) != rest || memcmp(r->name + r->key_size + 1, r->ext[k], rest) != 0)
+                continue;
+            key      = r->name;
+            key_size = (int)r->key_size;
+            hpml_tensor_free(r->part[k]);
+            r->part[k] = hpmli_tar_tensor(r, k);
+        }
+    }
+    for (int k = 0; k < 2; k++) {
+        hpml_tensor_free(r->part[k]);
+        r->part[k] = NULL;
+    }
+}
+
+HPML_API hpml_dataset *hpml_dataset_load_tar(hpml_ctx *ctx, const char *const *paths, int count, const char *x,
+                                             const char *y)
+{
+    hpmli_tar r;
+    memset(&r, 0, sizeof r);
+    r.ctx    = ctx;
+    r.ext[0] = x;
+    r.ext[1] = y;
+    if (hpmli_failed(ctx)) return NULL;
+    if (!paths || count < 1 || !x)
+        return hpmli_null(ctx, HPML_ERR_ARGUMENT, "tar: no file names, or no name of x given");
+    for (int pass = 0; pass < 2 && ctx->status == HPML_OK; pass++) { /* counts, then copies */
+        if (pass == 1 && r.count == 0)
+            return hpmli_null(ctx, HPML_ERR_FORMAT, "\"%s\": no member has a name that ends in .%s", paths[0], x);
+        if (pass == 1) r.s = hpmli_samples_new(ctx, r.count, r.dtype[0], r.ndim, r.shape, r.dtype[1], r.targets);
+        r.count = 0;
+        for (int i = 0; i < count && ctx->status == HPML_OK && hpmli_file_whole(ctx, &r.f, paths[i], false); i++) {
+            hpmli_tar_read(&r);
+            hpmli_file_close(&r.f);
+        }
+    }
+    if (r.s && ctx->status == HPML_OK && r.count < r.s->d.count)
+        hpmli_fail(ctx, HPML_ERR_READ, "\"%s\": changed while it was read", paths[0]);
+    return hpmli_dataset_done(r.s);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 /* Files: every reader against good, cut, wrong and random files; round trips; whole-or-nothing writing; the loader. */
 #include "meter.h"
 #include "files.h"
+#include "npz_files.h"
 #include "test.h"
 #include <fcntl.h>
 #include <float.h>
@@ -740,6 +741,85 @@ TEST(images_are_cropped)
     ENSURE(hpml_trainer_evaluate(t, d, &m) == HPML_OK && m.samples == 1);
     d->x_crop = 0;
     ENSURE(hpml_trainer_fit(t, d, NULL) == HPML_ERR_SHAPE);
+    hpml_ctx_free(ctx);
+}
+
+/* Arrays of files that numpy has written; damaged, cut and wrong ones are errors. */
+TEST(arrays_in_npz_files)
+{
+    static const float   x[6] = { 1, 2, 3, 4, 5, 6.5f };
+    unsigned char        changed[sizeof npz_stored];
+    hpml_ctx            *ctx  = hpml_ctx_create(NULL);
+    const char          *path = put("a.npz", npz_stored, sizeof npz_stored);
+    hpml_tensor         *t    = hpml_npz_load(ctx, path, "x");
+    ENSURE(t && t->ndim == 2 && t->shape[1] == 3 && memcmp(t->data, x, sizeof x) == 0);
+    t = hpml_npz_load(ctx, path, "y.npy");
+    ENSURE(t && t->dtype == HPML_DTYPE_I32 && ((const int32_t *)t->raw)[1] == -8);
+    ENSURE_ERROR(ctx, !hpml_npz_load(ctx, path, "z"), HPML_ERR_FORMAT, "has no array \"z\"; it has x.npy, y.npy");
+    memcpy(changed, npz_stored, sizeof changed);
+    changed[200] ^= 1; /* a number of x */
+    ENSURE_ERROR(ctx, !hpml_npz_load(ctx, put("b.npz", changed, sizeof changed), "x"), HPML_ERR_FORMAT, "is damaged");
+    for (size_t n = 1; n < sizeof npz_stored; n++) {
+        ENSURE(!hpml_npz_load(ctx, put("b.npz", npz_stored, n), "x"));
+        hpml_ctx_clear_error(ctx);
+    }
+    path = put("c.npz", npz_packed, sizeof npz_packed);
+    t    = hpml_npz_load(ctx, path, "x");
+#ifdef HPML_USE_ZLIB
+    ENSURE(t && memcmp(t->data, x, sizeof x) == 0);
+#else
+    ENSURE_ERROR(ctx, !t, HPML_ERR_UNSUPPORTED, "build with -DHPML_USE_ZLIB");
+#endif
+    hpml_ctx_free(ctx);
+}
+
+/* Appends a member to a tar file in memory; returns the file's size then. */
+static size_t tar_add(unsigned char *tar, size_t at, const char *name, char kind, const void *bytes, size_t size)
+{
+    unsigned sum = 0;
+    memset(tar + at, 0, 512 + (size + 511) / 512 * 512);
+    strcpy((char *)tar + at, name);
+    snprintf((char *)tar + at + 100, 37, "0000644%c0000000%c0000000%c%011o", 0, 0, 0, (unsigned)size);
+    tar[at + 156] = (unsigned char)kind;
+    memset(tar + at + 148, ' ', 8);
+    for (int i = 0; i < 512; i++) sum += tar[at + (size_t)i];
+    snprintf((char *)tar + at + 148, 8, "%06o", sum);
+    memcpy(tar + at + 512, bytes, size);
+    return at + 512 + (size + 511) / 512 * 512;
+}
+
+/* Two shards; members of other kinds, folders and files without a sample are ignored. */
+TEST(samples_in_tar_files)
+{
+    static unsigned char tar[8192];
+    const float   three[3] = { 1.5f, 2.5f, 3.5f };
+    unsigned char array[128] = { 0 };
+    hpml_ctx     *ctx = hpml_ctx_create(NULL);
+    FILE         *f = fopen(npy("n.npy", "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), }", three, 12), "rb");
+    size_t        bytes = fread(array, 1, sizeof array, f), n = 0;
+    fclose(f);
+    n = tar_add(tar, n, "train/", '5', "", 0);
+    n = tar_add(tar, n, "train/0001.npy", '0', array, bytes);
+    n = tar_add(tar, n, "train/0001.txt", '0', "words", 5);
+    n = tar_add(tar, n, "train/0001.cls", '0', "7\n", 2);
+    n = tar_add(tar, n, "train/0002.cls", '0', "0", 1);
+    n = tar_add(tar, n, "train/0002.npy", 0, array, bytes);
+    char        *a = strdup(put("a.tar", tar, n)), *b = strdup(put("b.tar", tar, 512 + 512 + 512));
+    const char  *both[2] = { a, b };
+    hpml_dataset *d = hpml_dataset_load_tar(ctx, both, 1, "npy", "cls");
+    ENSURE(d && d->count == 2 && d->x_dtype == HPML_DTYPE_F32 && d->x_shape[0] == 3 && d->classes == 8);
+    ENSURE(((const float *)d->x)[5] == 3.5f && ((const int32_t *)d->y)[0] == 7 && ((const int32_t *)d->y)[1] == 0);
+    ENSURE((d = hpml_dataset_load_tar(ctx, both, 2, "npy", NULL)) && d->count == 3 && d->y_size == 0);
+    ENSURE((d = hpml_dataset_load_tar(ctx, both, 1, "cls", "npy")) == NULL); /* x of 2 bytes and of 1 */
+    ENSURE_ERROR(ctx, true, HPML_ERR_SHAPE, "sample \"0002\" has another type or shape");
+    ENSURE_ERROR(ctx, !hpml_dataset_load_tar(ctx, both, 2, "npy", "cls"), HPML_ERR_FORMAT,
+                 "sample \"0001\" has no member \"0001.cls\"");
+    ENSURE_ERROR(ctx, !hpml_dataset_load_tar(ctx, both, 1, "jpg", NULL), HPML_ERR_FORMAT, "ends in .jpg");
+    tar[512 + 150] ^= 1; /* a checksum */
+    put("a.tar", tar, n);
+    ENSURE_ERROR(ctx, !hpml_dataset_load_tar(ctx, both, 1, "npy", "cls"), HPML_ERR_FORMAT, "damaged, at byte 512");
+    free(a);
+    free(b);
     hpml_ctx_free(ctx);
 }
 

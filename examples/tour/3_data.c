@@ -115,6 +115,16 @@ static void files(hpml_ctx *ctx)
     SHOW(!hpml_safetensors_at(f, 1, &in));
 }
 
+/* Archives: numpy's .npz files, and tar files in which members of equal names up to the first dot are a sample. */
+static void archives(hpml_ctx *ctx)
+{
+    const char *paths[1] = { "build/none.tar" };
+    SHOW(hpml_npz_load(ctx, "build/none.npz", "x") == NULL && hpml_ctx_status(ctx) == HPML_ERR_OPEN);
+    hpml_ctx_clear_error(ctx);
+    SHOW(hpml_dataset_load_tar(ctx, paths, 1, "npy", "cls") == NULL && hpml_ctx_status(ctx) == HPML_ERR_OPEN);
+    hpml_ctx_clear_error(ctx);
+}
+
 int main(void)
 {
     hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 7, .threads = 1 });
@@ -123,5 +133,6 @@ int main(void)
     batches(ctx);
     records(ctx);
     files(ctx);
+    archives(ctx);
     return tour_end(ctx);
 }

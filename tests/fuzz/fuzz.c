@@ -68,7 +68,7 @@ static void *heap_map(size_t size)
 #endif
 
 const char *const fuzz_names[FUZZ_TARGETS] = { "idx", "gzip", "cifar", "csv", "text", "npy", "records", "safetensors",
-                                               "checkpoint", "params" };
+                                               "checkpoint", "params", "npz", "tar" };
 
 static hpml_ctx         *ctx;
 static hpml_trainer     *trainer; /* whose checkpoints are fuzzed */
@@ -279,13 +279,21 @@ void fuzz_one(int target, const uint8_t *p, size_t n)
         hpml_ctx_clear_error(ctx);
         use(hpml_dataset_load_text(ctx, both + 1, 1, p[0] % 32, p[0] & 1));
         break;
-    case FUZZ_NPY: {
-        hpml_tensor *t = hpml_npy_load(ctx, content(0, p, n));
+    case FUZZ_NPY:
+    case FUZZ_NPZ: {
+        const char  *file = content(0, p, n);
+        hpml_tensor *t    = target == FUZZ_NPY ? hpml_npy_load(ctx, file) : hpml_npz_load(ctx, file, "x");
         promise((t != NULL) == (hpml_ctx_status(ctx) == HPML_OK), "a tensor or an error");
         if (t) read_bytes(t->raw, (size_t)hpml_tensor_count(t) * hpml_dtype_size(t->dtype));
         hpml_tensor_free(t);
         break;
     }
+    case FUZZ_TAR:
+        content(0, p, n);
+        use(hpml_dataset_load_tar(ctx, path, 1, "npy", "cls"));
+        hpml_ctx_clear_error(ctx);
+        use(hpml_dataset_load_tar(ctx, path, 1, "bin", n % 2 ? NULL : "y.npy"));
+        break;
     case FUZZ_RECORDS: records(content(0, p, n)); break;
     case FUZZ_SAFETENSORS: safetensors(content(0, p, n)); break;
     default: load(content(0, p, n), target == FUZZ_CHECKPOINT);

@@ -2,6 +2,7 @@
    seeds FOLDER     writes the seeds to FOLDER/TARGET/, where a fuzzer begins
    seeds TARGET FILE...   runs a target on files: what a fuzzer has found, once more */
 #include "fuzz.h"
+#include "../npz_files.h"
 
 #include "../../hpml.h"
 
@@ -194,6 +195,29 @@ static void tensors(void)
     }
 }
 
+static void archives(void)
+{
+    add(npz_stored, sizeof npz_stored), seed(FUZZ_NPZ);
+    add(npz_packed, sizeof npz_packed), seed(FUZZ_NPZ);
+    static const char *const names[] = { "a.npy", "a.cls", "b.bin", "b.y.npy" };
+    for (int first = 0; first < 4; first += 2) {
+        for (int i = first; i < first + 2; i++) {
+            size_t   at = size;
+            unsigned sum = 0;
+            memset(input + at, 0, 1024);
+            snprintf((char *)input + at, 100, "%s", names[i]);
+            snprintf((char *)input + at + 124, 12, "%011o", i == 1 ? 1u : 100u);
+            memset(input + at + 148, ' ', 8);
+            for (int k = 0; k < 512; k++) sum += input[at + (size_t)k];
+            snprintf((char *)input + at + 148, 8, "%06o", sum);
+            size += 512;
+            if (i == 1) text("7"); else add(npz_stored + 55, 100); /* the head of a .npy file */
+            size = at + 1024;
+        }
+        seed(FUZZ_TAR);
+    }
+}
+
 int main(int argc, char **argv)
 {
     int target = -1;
@@ -211,6 +235,7 @@ int main(int argc, char **argv)
     idx_and_cifar();
     csv_and_text();
     npy_and_records();
+    archives();
     tensors();
     printf("%d passed, 0 failed, 0 skipped\n", made); /* what is wrong aborts */
     return 0;
