@@ -2,6 +2,7 @@
    Difficulty 3 of 4.
    cc -O2 examples/19_large_model.c -o large -lm -lpthread && ./large                     (./large --help: options)
    HPML_PLAN=shard=1 ./large    HPML_PLAN=shard=3,bucket_bytes=1 ./large    HPML_PLAN=tensor=2,shard=3 ./large
+   HPML_PLAN=pipe=2,schedule=1f1b ./large --run clock:64 --width 1024 --measure     what 64 ranks would need
    Each rank gets an allocator that gives at most --memory bytes. One rank cannot train the GPT with so few. Four ranks
    can: each computes a quarter of the batch, and keeps a quarter of the parameters, of their gradients and of the
    optimizer's states (shard=3); whole values and gradients exist for a few layers at a time. The plan alone says
@@ -22,10 +23,10 @@ typedef struct budget { size_t most, now, peak; } budget;
 
 typedef struct job {
     int64_t     steps, batch, context, width, layers, heads, memory;
-    int         json, ranks;
+    int         json, measure, ranks;
     const char *run, *text;
     budget      of[MOST];      /* by rank */
-    hpml_memory planned;       /* of rank 0 */
+    hpml_memory planned[MOST]; /* of rank 0 or, with --measure, of each rank */
     double      loss, seconds, bytes; /* of the last step; of a step: seconds, bytes that rank 0 sends */
     char        plan[256], error[768]; /* plan: in words */
 } job;
@@ -95,6 +96,7 @@ static hpml_status train(hpml_comm *c, void *user)
     hpml_tensor  *tokens = hpml_input_tokens(ctx, (j->batch - 1) / m->size[HPML_AXIS_DATA] + 1, j->context);
     hpml_trainer *t      = hpml_trainer_create(ctx, &(hpml_trainer_desc){
         .input = tokens, .output = gpt(tokens, j), .optimizer = HPML_OPT_ADAMW, .lr = 0.001f, .weight_decay = 0.01f });
+    if (j->measure) return hpml_distribute_memory(t, c, NULL, &j->planned[hpml_comm_rank(c)]);
     hpml_dataset     *text = hpml_dataset_load_text(ctx, &j->text, 1, j->context, true);
     hpml_distributed *d    = hpml_distribute(t, c, NULL); /* as launched */
     if (!d) return hpml_ctx_status(ctx);
@@ -102,7 +104,7 @@ static hpml_status train(hpml_comm *c, void *user)
         hpml_trainer_fit(t, text, &(hpml_fit_desc){ .epochs = 1000000, .max_steps = 1 });
     hpml_distribute_get(d, &r, false);
     if (hpml_comm_rank(c) > 0) return hpml_ctx_status(ctx);
-    hpml_graph_memory(hpml_trainer_graph(t), &j->planned);
+    hpml_graph_memory(hpml_trainer_graph(t), &j->planned[0]);
     j->ranks   = hpml_comm_size(c);
     j->loss    = r.loss;
     j->seconds = r.step_s;
@@ -133,15 +135,31 @@ static size_t peak(const job *j)
     return most;
 }
 
+static void print_memory(const hpml_memory *m)
+{
+    printf("  values %.2f, gradients %.2f, states %.2f, activations %.2f MiB\n", mib(m->parameters),
+           mib(m->gradients), mib(m->optimizer), mib(m->activations + m->scratch));
+}
+
 static void print(const char *who, const job *j)
 {
-    const hpml_memory *m = &j->planned;
     printf("%s: loss %.6f after %lld steps, at most %.2f MiB a rank\n", who, j->loss, (long long)j->steps,
            mib(peak(j)));
-    printf("  values %.2f, gradients %.2f, states %.2f, activations %.2f MiB\n"
-           "  a step of %.1f ms, %.2f MiB sent\n",
-           mib(m->parameters), mib(m->gradients), mib(m->optimizer), mib(m->activations + m->scratch),
-           1e3 * j->seconds, j->bytes / (1 << 20));
+    print_memory(&j->planned[0]);
+    printf("  a step of %.1f ms, %.2f MiB sent\n", 1e3 * j->seconds, j->bytes / (1 << 20));
+}
+
+/* Says what each rank would need by the plan; none of it is taken. */
+static int measure(job *j)
+{
+    if (!start(j, j->run, 3, 0)) return fprintf(stderr, "%s\n", j->error), 1;
+    printf("plan %s\n", j->plan);
+    for (int r = 0; r < MOST; r++) {
+        if (j->planned[r].total == 0) continue;
+        printf("rank %d: %.2f MiB\n", r, mib(j->planned[r].total));
+        print_memory(&j->planned[r]);
+    }
+    return 0;
 }
 
 int main(int argc, char **argv)
@@ -158,11 +176,13 @@ int main(int argc, char **argv)
         { "--memory", OPTION_COUNT, &one.memory, "N", "bytes of a rank (16000000)" },
         { "--run", OPTION_TEXT, &one.run, "WHERE", "threads:4, clock:8, mpi, ... (threads:4)" },
         { "--text", OPTION_TEXT, &one.text, "FILE", "the text to learn (README.md)" },
+        { "--measure", OPTION_FLAG, &one.measure, NULL, "says what each rank would need, and trains nothing" },
         { "--json", OPTION_FLAG, &one.json, NULL, "a JSON object instead" } };
     int failed = options_read("A GPT too large for one rank; HPML_PLAN says how it is spread (shard=3).", table,
                               sizeof table / sizeof *table, argc, argv);
     int rank = 0;
     if (failed) return failed == 1 ? 0 : failed;
+    if (one.measure) return measure(&one);
     job         all = one, small = one;
     hpml_launched(&rank);
     if (!start(&all, one.run, 3, one.memory)) return fprintf(stderr, "%s\n", all.error), 1;

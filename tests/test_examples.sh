@@ -235,6 +235,11 @@ check "a GPT that one rank has no memory for trains on 4" '[ $? -eq 0 ] && says 
 HPML_PLAN=shard=2 timeout 60 build/19_large_model --steps 2 --json >"$tmp/out" 2>&1
 check "HPML_PLAN says what a rank keeps: below 0.6 of the memory of one rank" \
     '[ $? -eq 0 ] && awk -F "[:,]" "{ exit !(\$11 < 0.6 * \$13) }" "$tmp/out"'
+HPML_PLAN=pipe=2,schedule=1f1b timeout 60 build/19_large_model --run clock:8 --width 1024 --measure >"$tmp/out" 2>&1
+check "what 8 ranks with stages and shards would need, by hpml_distribute_memory" \
+    '[ $? -eq 0 ] && grep -c "^rank [0-7]: [0-9]" "$tmp/out" | grep -qx 8 && says "^plan pipe=2,.*shard=3"'
+HPML_PLAN=pipe=4,micro=2 timeout 60 build/19_large_model --steps 2 --json >"$tmp/out" 2>&1
+check "four stages, each with an equal loss" '[ $? -eq 0 ] && says "\"plan\": \"pipe=4"'
 fits timeout 60 build/16_gossip
 check "the spread shrinks by the second eigenvalue" \
     'awk "/ of 8: spread/ { n++; d = \$6 - \$11; if (d * d > 0.02 * 0.02 * \$11 * \$11 + 1e-9) bad = 1 }

@@ -432,6 +432,7 @@ TEST(shards_of_stages)
         { SKIP, "shard=2,schedule=1f1b", 0, 2, 0 }, { SKIP, "shard=3,schedule=1f1b", 0, 2, 0 },
         { MLP, "shard=3,schedule=1f1b", 0, 1, 0.05f }, { MLP, "shard=1,schedule=1f1b", 17, 1, 0 },
         { SKIP, "shard=1,schedule=interleaved", 0, 2, 0 }, { MLP, "shard=1,schedule=zero_bubble", 29, 1, 0.05f },
+        { MLP, "shard=3,schedule=1f1b,recompute=1", 29, 1, 0 }, { SKIP, "shard=2,no_overlap=1", 17, 1, 0 },
         { TIED, "shard=1,schedule=1f1b", 0, 1, 0 }, { TIED, "shard=1", 29, 1, 0 }, { TIED, "shard=1", 0, 2, 0.05f },
     };
     char text[512];
@@ -470,7 +471,8 @@ TEST(clipping_and_norms_of_tensors)
 TEST(strategies_between_replicas)
 {
     static const char *const plans[] = {
-        "bucket_bytes=1,algorithm=central", "no_overlap=1", "shard=1", "codec=bf16", "delayed=1", "global_batch=6",
+        "bucket_bytes=1,algorithm=central", "no_overlap=1", "shard=1", "shard=2", "codec=bf16", "delayed=1",
+        "global_batch=6",
         "strategy=local,period=2", "strategy=block,period=2", "strategy=elastic", "strategy=gossip",
         "codec=onebit,codec.min_elements=16",
     };

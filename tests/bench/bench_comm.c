@@ -248,17 +248,26 @@ static hpml_status staged(hpml_comm *c, void *user)
     return hpml_ctx_status(ctx);
 }
 
+/* Milliseconds of processor time of this thread, in which a rank of one thread computes. */
+static double processor_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return 1e3 * (double)t.tv_sec + 1e-6 * (double)t.tv_nsec;
+}
+
 /* In turns: one rank with the whole model, and two ranks that divide its layers, as the launch's plan says.
-   Milliseconds of a step of one, and of two; of these, while rank 0 computes, and while it communicates in sight. */
+   Milliseconds of a step of one, and of two; of these, while rank 0 computes, and while it communicates in sight; of
+   processor time of one, and of both together. */
 static hpml_status split(hpml_comm *c, void *user)
 {
-    enum { ROUNDS = 15 };
+    enum { ROUNDS = 15, STEPS = 5 };
     training     *j = (training *)user;
     hpml_ctx     *ctx = hpml_comm_ctx(c), *own = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
     hpml_trainer *alone = trainer(own, j->model, j->batch), *t = trainer(ctx, j->model, j->batch);
     float        *x = (float *)hpml_ctx_alloc(ctx, sizeof(float) * (size_t)j->batch * 784, NULL);
     int32_t      *y = (int32_t *)hpml_ctx_alloc(ctx, sizeof(int32_t) * (size_t)j->batch, NULL);
-    double        ms[4][ROUNDS], per_batch = 1e3 * (double)j->batch;
+    double        ms[6][ROUNDS], per_batch = 1e3 * (double)j->batch;
     hpml_distributed *d = hpml_distribute(t, c, NULL);
     if (hpml_comm_size(c) != 2 || !x || !y || !d) return hpml_ctx_fail(ctx, HPML_ERR_STATE, "2 ranks, and memory");
     for (int64_t i = 0; i < j->batch * 784; i++) x[i] = (float)(i * 37 % 11) / 11;
@@ -266,21 +275,26 @@ static hpml_status split(hpml_comm *c, void *user)
     for (int r = 0; r < ROUNDS; r++) {
         hpml_distribute_report report = { 0 };
         hpml_barrier(c);
-        if (hpml_comm_rank(c) == 0) ms[0][r] = per_batch / rate(alone, x, y, j->batch, 5, NULL);
+        ms[4][r] = processor_ms();
+        if (hpml_comm_rank(c) == 0) ms[0][r] = per_batch / rate(alone, x, y, j->batch, STEPS, NULL);
+        ms[4][r] = (processor_ms() - ms[4][r]) / STEPS;
         hpml_barrier(c);
         hpml_distribute_get(d, NULL, true);
-        ms[1][r] = per_batch / rate(t, x, y, j->batch, 5, NULL);
+        ms[5][r] = processor_ms();
+        ms[1][r] = per_batch / rate(t, x, y, j->batch, STEPS, NULL);
+        ms[5][r] = (processor_ms() - ms[5][r]) / STEPS;
         hpml_distribute_get(d, &report, false);
         ms[2][r] = 1e3 * report.compute_s;
         ms[3][r] = 1e3 * report.exposed_s;
+        hpml_allreduce(c, &ms[5][r], 1, &(hpml_allreduce_desc){ .element = HPML_ELEMENT_F64 });
     }
     hpml_ctx_free(own);
-    for (int i = 0; i < 4 && hpml_comm_rank(c) == 0; i++) j->result[i] = median(ms[i], ROUNDS);
+    for (int i = 0; i < 6 && hpml_comm_rank(c) == 0; i++) j->result[i] = median(ms[i], ROUNDS);
     return hpml_ctx_status(ctx);
 }
 
 /* Prints what `split` measures for two stages with 8 micro-batches ("pipe") or for two halves of layers ("tensor"), and
-   the share of the time in which two stages compute by the bubble's formula. */
+   the share of the time in which two stages compute by the bubble's formula; last the processor time in relation. */
 static int axes(const char *axis, training *j)
 {
     char             error[768];
@@ -293,8 +307,8 @@ static int axes(const char *axis, training *j)
 #endif
     if (hpml_launch(&d, split, j, error, sizeof error) != HPML_OK) return fprintf(stderr, "%s\n", error), 1;
     if (j->result[0] > 0) /* rank 0 */
-        printf("%.3f %.3f %.3f %.3f %.3f %.3f\n", j->result[0], j->result[1], j->result[2], j->result[3],
-               j->result[0] / j->result[1] / 2, pipe ? 1 - hpml_pipe_bubble(&ideal) : 1);
+        printf("%.3f %.3f %.3f %.3f %.3f %.3f %.3f\n", j->result[0], j->result[1], j->result[2], j->result[3],
+               j->result[0] / j->result[1] / 2, pipe ? 1 - hpml_pipe_bubble(&ideal) : 1, j->result[5] / j->result[4]);
     return 0;
 }
 

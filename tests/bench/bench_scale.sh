@@ -14,7 +14,8 @@ for row in 'mlp 256' 'mlp 1024' 'cnn 64'; do
 done
 # split: a model divided among 2 ranks, as stages (8 micro-batches) or as halves of its layers, in turns with one rank:
 # efficiency, and what the bubble of (2 - 1) / (8 + 1) allows; at the line's end the milliseconds of a step of one rank,
-# of two, and of these on the first rank: computing, communication in sight (of stages: also waiting for the other one).
+# of two, and of these on the first rank: computing, communication in sight (of stages: also waiting for the other one);
+# the processor time of both as a multiple of one rank's.
 for ranks in threads processes; do
     for axis in 'pipe wide' 'tensor pairs'; do
         : >build/split
@@ -24,9 +25,9 @@ for ranks in threads processes; do
                 split $axis 256; fi >>build/split
         done
         [ -s build/split ] || continue
-        for k in 1 2 3 4 5 6; do eval "v$k=\$(cut -d ' ' -f $k build/split | median)"; done
+        for k in 1 2 3 4 5 6 7; do eval "v$k=\$(cut -d ' ' -f $k build/split | median)"; done
         row "${axis#* }, batch 256, 2 $ranks: ${axis% *}=2, efficiency" fraction "$v5" "without a bubble" "$v6" \
-            "$(ratio "$v5" "$v6")" "  $v1, $v2: $v3, $v4 ms"
+            "$(ratio "$v5" "$v6")" "  $v1, $v2: $v3, $v4 ms; $v7"
     done
 done
 for row in 'cnn 64' 'cnn 128' 'cnn 256'; do
