@@ -81,8 +81,8 @@ static hpml_status backup_worker(hpml_comm *c, int me)
             const float used = -w[backup.p + q] * (float)backup.wait_for;
             if (fabsf(used - (float)(q < r ? backup.wait_for : 0)) > 1e-3f)
                 grade_fail("%s: when round %d begins, %g gradients of round %d are in the weights, expected %d: "
-                           "exactly wait_for of each round; late ones are received and dropped", backup.what, r, used, q,
-                           q < r ? backup.wait_for : 0);
+                           "exactly wait_for of each round; late ones are received and dropped", backup.what, r, used,
+                           q, q < r ? backup.wait_for : 0);
         }
         hpml_comm_compute(c, backup.seconds[me][r]);
         memset(g, 0, bytes);
