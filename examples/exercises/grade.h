@@ -33,8 +33,7 @@ typedef struct grade_case {
 
 typedef enum grade_end { GRADE_RIGHT, GRADE_WRONG, GRADE_TODO_END } grade_end;
 
-/* An array between two guard zones. */
-typedef struct grade_array {
+typedef struct grade_array { /* the bytes lie behind it, between two guard zones */
     struct grade_array *next;
     const char         *name;
     size_t              bytes;
@@ -111,7 +110,6 @@ static __attribute__((unused)) float *grade_floats(const char *name, int64_t n)
     return (float *)grade_memory(name, (size_t)n * sizeof(float));
 }
 
-/* Is every guard zone as before? */
 static bool grade_guards(void)
 {
     for (const grade_array *a = grade_arrays; a; a = a->next) {
@@ -224,7 +222,6 @@ static int grade_all(const char *exercise, const grade_case *cases, int count, F
     return points < full;
 }
 
-/* The main function of an exercise. */
 #define GRADE(exercise, cases) grade_main(exercise, cases, (int)(sizeof(cases) / sizeof(cases)[0]), argc, argv)
 static int grade_main(const char *exercise, const grade_case *cases, int count, int argc, char **argv)
 {
