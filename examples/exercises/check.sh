@@ -9,7 +9,7 @@ if [ "$1" = exercises ]; then
     code=0
     for folder in $here/[0-9]*/; do
         name=$(basename "$folder")
-        text=$(sh $here/check.sh "${name%%_*}" "${folder}solution.c") || code=1
+        text=$(sh $here/check.sh "${name%%_*}" "${folder}"solution.c*) || code=1
         printf '%-24s %s\n' "$name" "$(echo "$text" | tail -n 1)"
     done
     exit $code
@@ -21,21 +21,25 @@ if [ ! -d "$folder" ]; then
     exit 2
 fi
 shift
-file=$folder/mine.c
+c=c
+[ ! -e "$folder/starter.cu" ] || c=cu # CUDA: compiled as C++, for an emulation on the CPU
+file=$folder/mine.$c
 case $1 in
 '' | --*)
     if [ ! -e "$file" ]; then
-        cp "$folder/starter.c" "$file" || exit 2
-        echo "$file is a new copy of starter.c: write your code there"
+        cp "$folder/starter.$c" "$file" || exit 2
+        echo "$file is a new copy of starter.$c: write your code there"
     fi ;;
 *) file=$1; shift ;;
 esac
 mkdir -p build/exercises
-program=build/exercises/$(basename "$folder")_$(basename "$file" .c)
+program=build/exercises/$(basename "$folder")_$(basename "${file%.*}")
 objects=
 if grep -q "ranks\.h\|hpml\.h" "$folder/check.h"; then
     [ ! -e build/hpml.o ] || [ ! -e build/comm.o ] || objects="build/hpml.o build/comm.o $(cat build/zlib.flags)"
 fi
-${CC:-cc} -O1 -g -Wall -Wextra -Wno-unused-parameter -I"$folder" ${objects:+-DHPMLI_BODY_INCLUDED -DHPML_COMM_BODY} \
+compiler=${CC:-cc}
+[ $c = c ] || compiler="${CXX:-c++} -std=c++17 -x c++"
+$compiler -O1 -g -Wall -Wextra -Wno-unused-parameter -I"$folder" ${objects:+-DHPMLI_BODY_INCLUDED -DHPML_COMM_BODY} \
     "$file" -o "$program" $objects -lm -lpthread -ldl || exit
 "$program" "$@"
