@@ -57,7 +57,8 @@ static bool noise_scale(void)
         if (!(fabs(got - tr / g2) <= 1e-6 * tr / g2))
             return grade_fail("batches of %lld and %lld: squared lengths %.6g and %.6g: noise scale %.6g, expected "
                               "%.6g: two equations, squared = g2 + tr / batch, for two unknowns; g2 is not the "
-                              "measurement with the larger batch", (long long)small, (long long)large, squared1, squared2, got, tr / g2);
+                              "measurement with the larger batch", (long long)small, (long long)large,
+                              squared1, squared2, got, tr / g2);
     }
     return true;
 }
