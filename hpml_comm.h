@@ -1518,7 +1518,7 @@ struct hpml_comm {
     int                   per_node; /* ranks of each node, 0: nodes differ; see hpmlc_comm_layout */
     bool                  spread;   /* true: rank r is on node r % (number of nodes) */
     bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
-    bool                  is_virtual; /* true with CLOCK: time is virtual, and waits have no deadline */
+    bool                  is_virtual; /* true with CLOCK: time and deadlines are virtual */
     bool                  check;
     bool                  only_messages; /* collectives are refused */
     bool                  survive;  /* a lost rank ends its own messages alone: see hpml_comm_lost */
