@@ -105,6 +105,7 @@
 //     messages   beginning and testing messages; lost ranks
 //     waiting   waiting for a message, or for the first of several; sending, receiving
 //     world   ranks as threads: inboxes, links, deadlock
+//     threads-lost   ranks as threads: which are lost, and which one a chain of waits ends at
 //     hand-over   inboxes of threads; the rank that comes second does the work of both
 //     threads-transport   messages between threads
 //     mpi   messages between processes, by MPI
@@ -2709,6 +2710,9 @@ HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
     pthread_mutex_unlock(&w->mutex);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>threads-lost   ranks as threads: which are lost, and which one a chain of waits ends at
+// ---------------------------------------------------------------------------------------------------------------------
 HPMLC_FN const hpmlc_loss *hpmlc_loss_of(const hpml_comm *c, int peer)
 {
     return __atomic_load_n(&hpmlc_world_of(c)->lost[c->origin[peer]], __ATOMIC_ACQUIRE);
