@@ -12,7 +12,7 @@ says() { tr -s ' \n' ' ' <"$tmp/out" | grep -qF -- "$1"; } # TEXT: in the output
 grade() { # FILE OPTION...: checks it as exercise $number
     file=$1
     shift
-    timeout 120 sh $here/check.sh "$number" "$file" "$@" >"$tmp/out" 2>&1
+    timeout 300 sh $here/check.sh "$number" "$file" "$@" >"$tmp/out" 2>&1
 }
 for folder in $here/${HPML_EXERCISE:-[0-9]*}*/; do
     name=$(basename "$folder") number=$(basename "${folder%%_*}")

@@ -26,7 +26,7 @@
 #ifndef GRADE_CPU_SECONDS
 #define GRADE_CPU_SECONDS 10
 #endif
-enum { GRADE_WALL_SECONDS = 120, GRADE_GUARD = 16, GRADE_TEXT = 1024 };
+enum { GRADE_WALL_SECONDS = 300, GRADE_GUARD = 16, GRADE_TEXT = 1024 };
 
 typedef struct grade_case {
     const char *name;
