@@ -17,12 +17,13 @@ grade() { # FILE OPTION...: checks it as exercise $number
 for folder in $here/${HPML_EXERCISE:-[0-9]*}*/; do
     name=$(basename "$folder") number=$(basename "${folder%%_*}")
     wrong=tests/exercises/$name.wrong
-    awk -f $here/cut.awk "${folder}solution.c" | diff - "${folder}starter.c" >"$tmp/out" 2>&1
+    solution=$(echo "${folder}"solution.c*) starter=$(echo "${folder}"starter.c*) # .c or .cu
+    awk -f $here/cut.awk "$solution" | diff - "$starter" >"$tmp/out" 2>&1
     check "$name: starter.c is the solution, cut" '[ ! -s "$tmp/out" ]'
-    grade "${folder}starter.c" --json "$tmp/json"
+    grade "$starter" --json "$tmp/json"
     check "$name: the starter is not implemented yet" '[ $? -eq 1 ] && says "not implemented yet" && ! says warning'
     check "$name: the starter has no points" 'tail -n 1 "$tmp/json" | grep -q "\"score\": 0}"'
-    grade "${folder}solution.c"
+    grade "$solution"
     check "$name: the solution gets all points" '[ $? -eq 0 ] && says " ok" && ! says warning'
     cat "${folder}README.md" >"$tmp/out"
     check "$name: difficulty and minutes" 'says "Difficulty" && says "minutes"'
@@ -32,11 +33,11 @@ for folder in $here/${HPML_EXERCISE:-[0-9]*}*/; do
         says "$text" && echo yes; done | wc -l)" -ge 3 ]'
     [ -n "$HPML_TEST_ALL" ] || continue
     for seed in 2 3; do
-        grade "${folder}solution.c" --seed $seed
+        grade "$solution" --seed $seed
         check "$name: the solution gets all points with seed $seed" '[ $? -eq 0 ]'
     done
     for mistake in $(seq "$mistakes"); do
-        awk -v number="$mistake" -f tests/exercises/wrong.awk "$wrong" "${folder}solution.c" >"$tmp/wrong.c"
+        awk -v number="$mistake" -f tests/exercises/wrong.awk "$wrong" "$solution" >"$tmp/wrong.c"
         text=$(awk -v n="$mistake" '/^# / { k++ } k == n && sub(/^! /, "")' "$wrong")
         grade "$tmp/wrong.c"
         check "$name: mistake $mistake says $text" '[ $? -eq 1 ] && [ -n "$text" ] && says "$text"'

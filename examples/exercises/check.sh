@@ -8,7 +8,7 @@ if [ "$1" = exercises ]; then
     code=0
     for folder in "$here"/[0-9]*/; do
         name=$(basename "$folder")
-        text=$(sh "$0" "${name%%_*}" "${folder}solution.c") || code=1
+        text=$(sh "$0" "${name%%_*}" "${folder}"solution.c*) || code=1
         printf '%-24s %s\n' "$name" "$(echo "$text" | tail -n 1)"
     done
     exit $code
@@ -20,21 +20,24 @@ if [ ! -d "$folder" ]; then
     exit 2
 fi
 shift
-file=$folder/mine.c
+c=c
+[ ! -e "$folder/starter.cu" ] || c=cu # CUDA: compiled as C++, for an emulation on the CPU
+file=$folder/mine.$c
 case $1 in
 '' | --*)
     if [ ! -e "$file" ]; then
-        cp "$folder/starter.c" "$file" || exit 2
-        echo "$file is a new copy of starter.c: write your code there"
+        cp "$folder/starter.$c" "$file" || exit 2
+        echo "$file is a new copy of starter.$c: write your code there"
     fi ;;
 *) file=$1; shift ;;
 esac
 mkdir -p "$build/exercises"
-program=$build/exercises/$(basename "$folder")_$(basename "$file" .c)
-flags="-O1 -g -Wall -Wextra -Wno-unused-parameter $CFLAGS" objects=
+program=$build/exercises/$(basename "$folder")_$(basename "${file%.*}")
+flags="-O1 -g -Wall -Wextra -Wno-unused-parameter $CFLAGS" objects= compiler=${CC:-cc}
+[ $c = c ] || compiler="${CXX:-c++} -std=c++17 -x c++"
 if grep -q "ranks\.h\|hpml\.h" "$folder/check.h" && [ -e "$build/hpml.o" ] && [ -e "$build/comm.o" ]; then
     flags="$flags -DHPMLI_BODY_INCLUDED -DHPML_COMM_BODY"
     objects="$build/hpml.o $build/comm.o $(cat "$build/zlib.flags")"
 fi
-${CC:-cc} $flags -I"$folder" "$file" -o "$program" $objects -lm -lpthread -ldl || exit
+$compiler $flags -I"$folder" "$file" -o "$program" $objects -lm -lpthread -ldl || exit
 "$program" "$@"
