@@ -12,7 +12,7 @@ says() { tr -s ' \n' ' ' <"$tmp/out" | grep -qF -- "$1"; } # TEXT: in the output
 grade() { # FILE OPTION...: checks it as exercise $number
     file=$1
     shift
-    timeout 120 sh $here/check.sh "$number" "$file" "$@" >"$tmp/out" 2>&1
+    timeout 300 sh $here/check.sh "$number" "$file" "$@" >"$tmp/out" 2>&1
 }
 for folder in $here/${HPML_EXERCISE:-[0-9]*}*/; do
     name=$(basename "$folder") number=$(basename "${folder%%_*}")
@@ -43,5 +43,30 @@ for folder in $here/${HPML_EXERCISE:-[0-9]*}*/; do
         check "$name: mistake $mistake says $text" '[ $? -eq 1 ] && [ -n "$text" ] && says "$text"'
     done
 done
+number=01 solution=$here/01_descent/solution.c
+grade $solution --seed x
+check "a seed that is no number" '[ $? -eq 2 ] && says "usage:"'
+grade $solution --case "the largest rate"
+check "one case" '[ $? -eq 0 ] && [ "$(cat "$tmp/out")" = right ]'
+sed 's/^    return 2 .*/    return 7;/' $solution >"$tmp/seven.c"
+for seed in 1 1 2; do
+    grade "$tmp/seven.c" --seed $seed --json "$tmp/json"
+    sed 1d "$tmp/out"
+done >"$tmp/all"
+cp "$tmp/all" "$tmp/out"
+check "the seed decides the numbers" \
+    'says "the rate 7 is not the bound" && [ "$(grep -c WRONG "$tmp/out")" -ge 3 ] && [ "$(sort "$tmp/out" | uniq -c |
+        grep -c " 2 .*the rate 7 is not")" = 1 ]'
+cp "$tmp/json" "$tmp/out"
+check "JSON" 'says "\"name\": \"the largest rate\", \"score\": 0, \"max_score\": 20, \"output\": \"the rate 7"'
+if [ -n "$HPML_TEST_ALL" ]; then
+    sed 's/^    return 2 .*/    for (;;) {}/' $solution >"$tmp/loop.c"
+    CFLAGS=-DGRADE_CPU_SECONDS=1 grade "$tmp/loop.c"
+    check "a loop without an end" '[ $? -eq 1 ] && says "no end after 1 s"'
+    number=05
+    grade $here/05_ring/solution.c --draw "$tmp/picture.svg"
+    check "a picture of the messages" \
+        '[ $? -eq 0 ] && says "24 messages" && tail -n 1 "$tmp/picture.svg" | grep -q "</svg>"'
+fi
 echo "$passed passed, $failed failed, 0 skipped"
 [ $failed -eq 0 ]
