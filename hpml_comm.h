@@ -127,6 +127,7 @@
 //     messages   beginning and testing messages; lost ranks
 //     waiting   waiting for a message, or for the first of several; sending, receiving
 //     world   ranks as threads: inboxes, links, deadlock
+//     threads-lost   ranks as threads: which are lost, and which one a chain of waits ends at
 //     hand-over   inboxes of threads; the rank that comes second does the work of both
 //     threads-transport   messages between threads
 //     mpi   messages between processes, by MPI
@@ -292,7 +293,8 @@ HPML_API void        hpml_world_free(hpml_world *w);
    sent or received that one before, or if its receiver has received that one before. So this is the number of rounds in
    which a rank sends and receives one message at most: of p ranks, 2 (p - 1) for the sum by a ring, ceil(log2 p) for a
    broadcast by a tree, p - 1 where the root sends to each rank itself. The largest depth of all ranks is the depth of
-   the program. The chain goes on through parts of a communicator and through background work. THREADS and CLOCK, and
+   the program. It is the same in each run in virtual time, and with THREADS as long as one receive is in flight at a
+   time. The chain goes on through parts of a communicator and through background work. THREADS and CLOCK, and
    transports that copy hpml_message.depth; else 0. To count a piece of a program, run the piece in a launch of its own,
    because a reset on one rank does not change the messages that are on their way to it. */
 typedef struct hpml_counters {
@@ -344,9 +346,10 @@ typedef struct hpml_launch_desc {
     bool                check;
     bool                survive;
     bool                only_messages;
-    double              time_limit; /* real seconds after which all waits and sends end with HPML_ERR_TIMEOUT, in an
-                                       error that lists which rank waits for which, in which operation; 0: none. A rank
-                                       that calls no function of the library cannot be ended. Not for MPI */
+    double              time_limit; /* real seconds after which all waits and sends, and with CLOCK computations, end
+                                       with HPML_ERR_TIMEOUT, in an error that lists which rank waits for which, in
+                                       which operation; 0: none. A rank that ignores errors, or calls no function of
+                                       the library, cannot be ended. Not for MPI */
     hpml_counters      *counters;  /* (ranks) gets what each rank has sent and received by its end, with parts and
                                       background, read without a message; MPI: (1) of this process's rank. NULL: no */
     hpml_message_log   *log;       /* gets the messages of all ranks; MPI: those that this process received. NULL: no */
@@ -1556,7 +1559,7 @@ struct hpml_comm {
     int                   per_node; /* ranks of each node, 0: nodes differ; see hpmlc_comm_layout */
     bool                  spread;   /* true: rank r is on node r % (number of nodes) */
     bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
-    bool                  is_virtual; /* true with CLOCK: time is virtual, and waits have no deadline */
+    bool                  is_virtual; /* true with CLOCK: time and deadlines are virtual */
     bool                  check;
     bool                  only_messages; /* collectives are refused */
     bool                  survive;  /* a lost rank ends only messages to or from it: see hpml_comm_lost */
@@ -2756,6 +2759,9 @@ HPMLC_FN void hpmlc_world_fail(hpml_world *w, int rank, const char *text)
     pthread_mutex_unlock(&w->mutex);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>threads-lost   ranks as threads: which are lost, and which one a chain of waits ends at
+// ---------------------------------------------------------------------------------------------------------------------
 HPMLC_FN const hpmlc_loss *hpmlc_loss_of(const hpml_comm *c, int peer)
 {
     return __atomic_load_n(&hpmlc_world_of(c)->lost[c->origin[peer]], __ATOMIC_ACQUIRE);

@@ -366,6 +366,37 @@ static int by_environment(void)
     return report(hpml_launch(NULL, announced, NULL, error, sizeof error), error);
 }
 
+/* Three messages from each rank to the next one, between processes that have no collectives. */
+static hpml_status three_messages(hpml_comm *c, void *user)
+{
+    int        p = hpml_comm_size(c), me = hpml_comm_rank(c), x = 1, y = 0;
+    hpml_comm *part = hpml_comm_split(c, 0, 0);
+    CHECK(part);
+    hpml_comm_counters_reset(c);
+    for (int i = 0; i < 3; i++)
+        CHECK(hpml_sendrecv(part, (me + 1) % p, &x, sizeof x, (me + p - 1) % p, &y, sizeof y, i) == HPML_OK);
+    return *(const bool *)user ? hpml_barrier(c) : HPML_OK;
+}
+
+/* The counters and the log of this process's rank come back; `collective`: the launch fails with that error. */
+static int counted(bool collective)
+{
+    char                error[768];
+    hpml_message_record record[64];
+    hpml_message_log    log = { record, 64, 0 };
+    hpml_counters       own;
+    hpml_launch_desc    d;
+    int64_t             found = 0;
+    memset(&d, 0, sizeof d);
+    d.transport = HPML_TRANSPORT_MPI, d.timeout = 10, d.only_messages = true, d.counters = &own, d.log = &log;
+    if (report(hpml_launch(&d, three_messages, &collective, error, sizeof error), error)) return 1;
+    for (int64_t i = 0; i < log.count && i < 64; i++) found += record[i].tag <= 2 && record[i].bytes == sizeof(int);
+    if (own.messages == 3 && own.received_messages == 3 && own.received_bytes == 12 && found == 3) return 0;
+    printf("sent %lld, received %lld, logged %lld\n", (long long)own.messages, (long long)own.received_messages,
+           (long long)found);
+    return 1;
+}
+
 /* Every process runs threads of its own: refused, unless `alone` or HPML_RUN allows it. */
 static hpml_status own_threads(hpml_comm *c, void *user)
 {
@@ -522,6 +553,8 @@ int main(int argc, char **argv)
     if (strcmp(what, "sleeps") == 0) return launch(sleeps, 0, false, 0.2);
     if (strcmp(what, "not_ready") == 0) return launch(not_ready, 0, false, 0.4);
     if (strcmp(what, "memory") == 0) return memory();
+    if (strcmp(what, "counted") == 0) return counted(false);
+    if (strcmp(what, "only_messages") == 0) return counted(true);
     if (strcmp(what, "by_environment") == 0) return by_environment();
     if (strcmp(what, "threads") == 0) return threads_each(false);
     if (strcmp(what, "threads_alone") == 0) return threads_each(true);

@@ -52,6 +52,8 @@ for r in 0 1; do
 done
 for n in ${all:+2} 4; do
     on $n traffic; check "bytes and rounds on $n ranks" 0 ''
+    on $n counted; check "counters and log of a launch on $n ranks" 0 ''
+    on $n only_messages; check "no collectives on $n ranks" 1 'refuses collectives'
     on $n timeline; check "one timeline of $n ranks" 0 ''
     on $n large; check "messages of many pieces on $n ranks" 0 ''
 done

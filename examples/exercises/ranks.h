@@ -9,7 +9,7 @@
 #include "../spacetime.h"
 #include "grade.h"
 
-enum { RANKS_MAX = 64, RANKS_RECORDS = 1 << 16, RANKS_SECONDS = 60 };
+enum { RANKS_MAX = 64, RANKS_RECORDS = 1 << 16, RANKS_SECONDS = 240 };
 
 typedef struct rank_report {
     hpml_counters count;

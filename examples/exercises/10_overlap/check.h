@@ -272,4 +272,8 @@ static const grade_case cases[] = {
     { "the backward pass never waits", 15, no_wait },
     { "time of a step", 10, step_time },
 };
-int main(int argc, char **argv) { return GRADE("10 buckets and overlap", cases); }
+int main(int argc, char **argv)
+{
+    ranks_deadlock = "all ranks have to start the same sums in the same order";
+    return GRADE("10 buckets and overlap", cases);
+}

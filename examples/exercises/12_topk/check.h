@@ -294,8 +294,8 @@ static bool training(void)
     }
     if (!(train_loss[TRAIN_TOPK] < 1.5 * train_loss[TRAIN_DENSE] + 1e-3))
         return grade_fail("%d steps with %d of %d numbers end at a loss of %.4f, with all numbers at %.4f: with "
-                          "momentum correction both learn equally fast", TRAIN_STEPS, SENT, FEATURES, train_loss[TRAIN_TOPK],
-                          train_loss[TRAIN_DENSE]);
+                          "momentum correction both learn equally fast", TRAIN_STEPS, SENT, FEATURES,
+                          train_loss[TRAIN_TOPK], train_loss[TRAIN_DENSE]);
     return train_loss[TRAIN_FORGETS] > 5 * train_loss[TRAIN_DENSE] ||
            grade_fail("if the checker forgets what was not sent, training ends at a loss of %.4f, and with all numbers "
                       "at %.4f: are they kept elsewhere?", train_loss[TRAIN_FORGETS], train_loss[TRAIN_DENSE]);
