@@ -136,6 +136,7 @@
 //     conv-kept   convolutions in graphs that predict: kept weights, folded batchnorm
 //     conv-run   convolution: its forward and backward pass
 //     conv-groups   convolutions in groups of few channels
+//     conv-more   transposed and one-dimensional convolution; group normalization
 //     pool   max, average and global pooling
 //     norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 //     dropout   dropout and embedding
@@ -663,10 +664,18 @@ typedef struct hpml_conv2d_desc {
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
     size_t      workspace;              /* most bytes of working memory; 0: no limit */
     hpml_split  split;                  /* of the output or input channels over the TENSOR axis; needs groups 1 */
+    int32_t     extra_h, extra_w;       /* hpml_conv_transpose2d: rows and columns more in y; 0: none (w: as h) */
     uint32_t    _end;
 } hpml_conv2d_desc;
 #define HPML_NO_PAD (-1)
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc);
+/* Transposed convolution: what hpml_conv2d computes as the gradient of its input. x (B, C, H, W), w (C, out / groups,
+   kernel_h, kernel_w), y (B, out, H', W'), H' = (H - 1) stride - 2 padding + dilation (kernel - 1) + 1 + extra; any
+   activation; no split. extra is below the stride, or the dilation. */
+HPML_API hpml_tensor *hpml_conv_transpose2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc);
+/* One-dimensional convolution: x (B, C, T), w (out, C / groups, 1, kernel_h), y (B, out, T'). The fields with _h
+   describe dimension T, those with _w must be 0. A causal one: hpml_pad x before. */
+HPML_API hpml_tensor *hpml_conv1d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc);
 
 /* Pooling over windows of kernel x kernel: (B, C, H, W) to (B, C, H', W'), H' = floor((H + 2 padding - kernel) /
    stride) + 1. stride 0: kernel. Padding is excluded from maxima and averages; padding <= kernel / 2. */
@@ -732,6 +741,9 @@ typedef struct hpml_norm_desc {
 HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc);
 HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc);
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc); /* (B, C) or (B, C, H, W) */
+/* groupnorm: x (B, C, ..), as layernorm over the C / groups channels of each group with all their positions; gamma and
+   beta have a number for each channel (Wu & He 2018). groups C: instance normalization. */
+HPML_API hpml_tensor *hpml_groupnorm(hpml_tensor *x, int64_t groups, const hpml_norm_desc *desc);
 
 /* In training sets each element to zero with probability p, 0 <= p < 1, and multiplies the others by 1 / (1 - p)
    (Srivastava et al. 2014); in evaluation y = x. The mask is not stored but computed again in the backward pass, from
@@ -1028,8 +1040,8 @@ HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-i
     X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LOG_SOFTMAX, log_softmax)  \
     X(LAYERNORM, layernorm) X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding)    \
     X(ATTENTION, attention) X(ROTARY, rotary) X(LSTM, lstm) X(GRU, gru) X(MAP, map) X(TAKE, take) X(MASK, mask)        \
-    X(MAX, max) X(CROSS_ENTROPY, cross_entropy) X(BCE_WITH_LOGITS, bce_with_logits) X(MSE, mse) X(HUBER, huber)        \
-    X(CUSTOM, custom)
+    X(MAX, max) X(CONV_TRANSPOSE2D, conv_transpose2d) X(CROSS_ENTROPY, cross_entropy)                                  \
+    X(BCE_WITH_LOGITS, bce_with_logits) X(MSE, mse) X(HUBER, huber) X(CUSTOM, custom)
 
 typedef enum hpml_op {
 #define HPMLI_OP_VALUE(op, name) HPML_OP_##op,
@@ -1072,6 +1084,7 @@ typedef union hpml_attr {
     struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act;
              hpml_conv_algorithm algorithm; int32_t rows; } conv; /* CONV2D and pooling; [0]: height, [1]: width; rows
                                                                      of the result that IM2COL computes at a time */
+    struct { struct hpml_mirror *mirror; size_t sum_at; } conv_transpose; /* offset, in scratch, of an array like x */
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
     struct { int32_t dim; int64_t start; } slice;                       /* SLICE and CONCAT */
     struct { int32_t dim; bool mean; } sum;
@@ -1099,6 +1112,12 @@ struct hpml_node {
     hpml_node   *fused_with;                   /* set by a backend's plan: the next node, inside whose op the backend
                                                   computes this op; the sources of this op stay valid until then */
     struct hpmli_node_state *state;            /* private */
+};
+
+/* Of a transposed convolution: the convolution from its result to its source; a backend sets the arrays of x and y. */
+struct hpml_mirror {
+    hpml_node   node;
+    hpml_tensor x, y;
 };
 
 /* The arguments that each op gets for a forward or backward run. */
@@ -1882,6 +1901,9 @@ HPMLI_REF(hpml_tensor *, hpml_layernorm, (hpml_tensor *x, const hpml_norm_desc &
 HPMLI_REF(hpml_tensor *, hpml_rmsnorm, (hpml_tensor *x, const hpml_norm_desc &d), (x, &d))
 HPMLI_REF(hpml_tensor *, hpml_batchnorm, (hpml_tensor *x, const hpml_norm_desc &d), (x, &d))
 HPMLI_REF(hpml_tensor *, hpml_attention, (hpml_tensor *x, const hpml_attention_desc &d), (x, &d))
+HPMLI_REF(hpml_tensor *, hpml_conv_transpose2d, (hpml_tensor *x, int64_t out, const hpml_conv2d_desc &d), (x, out, &d))
+HPMLI_REF(hpml_tensor *, hpml_conv1d, (hpml_tensor *x, int64_t out, const hpml_conv2d_desc &d), (x, out, &d))
+HPMLI_REF(hpml_tensor *, hpml_groupnorm, (hpml_tensor *x, int64_t groups, const hpml_norm_desc &d), (x, groups, &d))
 HPMLI_REF(hpml_tensor *, hpml_rotary, (hpml_tensor *x, const hpml_rotary_desc &d), (x, &d))
 HPMLI_REF(hpml_tensor *, hpml_gru, (hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc &d), (x, hidden, &d))
 HPMLI_REF(hpml_tensor *, hpml_lstm_states, (hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc &d),
@@ -8353,6 +8375,22 @@ HPMLI_FN hpml_tensor *hpmli_conv_sum(hpml_tensor *y, hpml_tensor *bias, hpml_act
     return hpmli_layer_sum(y, hpml_reshape_3d(bias, bias->shape[0], 1, 1), act);
 }
 
+/* Sets a to the kernel, stride, padding, dilation and groups that d describes. */
+HPMLI_FN void hpmli_conv_attr(hpml_attr *a, const hpml_conv2d_desc *d)
+{
+    memset(a, 0, sizeof *a);
+    a->conv.kernel[0]   = d->kernel_h;
+    a->conv.kernel[1]   = hpmli_conv_default(d->kernel_w, d->kernel_h);
+    a->conv.stride[0]   = hpmli_conv_default(d->stride_h, 1);
+    a->conv.stride[1]   = hpmli_conv_default(d->stride_w, a->conv.stride[0]);
+    a->conv.padding[0]  = d->padding_h == HPML_NO_PAD ? 0 : d->padding_h;
+    a->conv.padding[1]  = d->padding_w == HPML_NO_PAD ? 0 : hpmli_conv_default(d->padding_w, a->conv.padding[0]);
+    a->conv.dilation[0] = hpmli_conv_default(d->dilation_h, 1);
+    a->conv.dilation[1] = hpmli_conv_default(d->dilation_w, a->conv.dilation[0]);
+    a->conv.groups      = hpmli_conv_default(d->groups, 1);
+    a->conv.act         = d->activation;
+}
+
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
 {
     hpml_attr    a;
@@ -8369,17 +8407,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     if ((d.algorithm != HPML_CONV_AUTO || d.workspace > 0) && !x->ctx->backend->layouts)
         return hpmli_null(x->ctx, HPML_ERR_UNSUPPORTED, "conv2d \"%s\": on \"%s\" algorithm and workspace cannot be "
                           "chosen; leave them 0", d.name ? d.name : "", x->ctx->backend->name);
-    memset(&a, 0, sizeof a);
-    a.conv.kernel[0]   = d.kernel_h;
-    a.conv.kernel[1]   = hpmli_conv_default(d.kernel_w, d.kernel_h);
-    a.conv.stride[0]   = hpmli_conv_default(d.stride_h, 1);
-    a.conv.stride[1]   = hpmli_conv_default(d.stride_w, a.conv.stride[0]);
-    a.conv.padding[0]  = d.padding_h == HPML_NO_PAD ? 0 : d.padding_h;
-    a.conv.padding[1]  = d.padding_w == HPML_NO_PAD ? 0 : hpmli_conv_default(d.padding_w, a.conv.padding[0]);
-    a.conv.dilation[0] = hpmli_conv_default(d.dilation_h, 1);
-    a.conv.dilation[1] = hpmli_conv_default(d.dilation_w, a.conv.dilation[0]);
-    a.conv.groups      = hpmli_conv_default(d.groups, 1);
-    a.conv.act         = d.activation;
+    hpmli_conv_attr(&a, &d);
     const int channels = x->layout == HPML_NHWC ? 3 : 1; /* the dimension of the channels */
     if (x->ndim == 4 && !hpmli_layer_split("conv2d", d.name, &x, channels, &d.split, 0)) return NULL;
     const bool  in  = d.split == HPML_SPLIT_IN;
@@ -9110,6 +9138,161 @@ HPMLI_FN void hpmli_grids_back(hpmli_conv *c)
         if (c->want_db)
             c->ctx->k->vaxpby(bias->grad, 1, sum + weights, p > 0 || c->n->accumulate[2] ? 1.0f : 0.0f, channels);
     }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>conv-more   transposed and one-dimensional convolution; group normalization
+// ---------------------------------------------------------------------------------------------------------------------
+/* A transposed convolution is the backward pass of a convolution with regard to its input: with a mirror, a convolution
+   node from this op's result to its source, y is the mirror's dx for dy = x; backward, dx is the mirror's forward pass
+   of dy, and dw the mirror's gradient of the weights. Sources of the node: x, w. */
+HPMLI_FN hpml_node *hpmli_mirror(hpml_node *n)
+{
+    struct hpml_mirror *m = n->attr.conv_transpose.mirror;
+    m->x              = *n->out;
+    m->y              = *n->src[0];
+    m->node.src[1]    = n->src[1];
+    m->node.state     = n->state;
+    m->node.scratch   = n->scratch;
+    m->node.accumulate[1] = n->accumulate[1];
+    return &m->node;
+}
+
+HPMLI_FN void hpmli_conv_transpose_pass(const hpml_run *run, hpml_node *n)
+{
+    hpml_tensor w = *n->src[1];
+    hpml_node  *m = hpmli_mirror(n);
+    m->src[0]->grad = n->out->data;
+    m->out->grad    = n->src[0]->data;
+    w.grad          = NULL;
+    m->src[1]       = &w;
+    hpmli_conv2d_back(run, m);
+}
+
+HPMLI_FN void hpmli_conv_transpose_back(const hpml_run *run, hpml_node *n)
+{
+    hpml_node *m = hpmli_mirror(n);
+    float     *dx = n->src[0]->grad, *sum = (float *)(void *)((char *)n->scratch + n->attr.conv_transpose.sum_at);
+    m->src[0]->data = n->out->grad;
+    m->src[0]->grad = NULL;
+    m->out->grad    = n->src[0]->data;
+    if (n->src[1]->grad) hpmli_conv2d_back(run, m);
+    if (!dx) return;
+    m->out->data = n->accumulate[0] ? sum : dx;
+    hpmli_conv2d_pass(run, m);
+    if (n->accumulate[0]) run->ctx->k->vadd(dx, dx, sum, hpml_tensor_count(n->src[0]));
+}
+HPMLI_OP(conv_transpose2d, HPMLI_OP_PRODUCT | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH,
+         2 * (double)hpml_tensor_count(n->src[0]) * (double)n->src[1]->stride[0] *
+             (back ? n->src[0]->needs_grad + n->src[1]->needs_grad : 1),
+         hpmli_conv_transpose_pass(run, n), hpmli_conv_transpose_back(run, n));
+
+/* Records the node of a transposed convolution, whose weight is src[1] and whose result has this shape. */
+HPMLI_FN hpml_tensor *hpmli_conv_transpose_record(const char *name, hpml_tensor **src, const int64_t *shape,
+                                                  hpml_attr *a, const hpml_conv2d_desc *d)
+{
+    hpml_tensor y = *src[0];
+    size_t      bytes;
+    hpmli_set_shape(&y, 4, shape);
+    if (!hpmli_conv_choose(&y, src[0]->shape, a, d, &bytes)) return NULL;
+    struct hpml_mirror *m = hpmli_new(y.ctx, struct hpml_mirror, 1);
+    if (!m) return NULL;
+    hpml_node *n = hpmli_node_create(HPML_OP_CONV_TRANSPOSE2D, name, 2, src, 4, shape);
+    n->attr.conv_transpose.mirror = m;
+    n->attr.conv_transpose.sum_at = (bytes + 63) / 64 * 64;
+    n->scratch_bytes = n->attr.conv_transpose.sum_at + hpmli_tensor_bytes(src[0]);
+    m->node.op        = HPML_OP_CONV2D;
+    m->node.src_count = 3;
+    m->node.src[0]    = &m->x;
+    m->node.out       = &m->y;
+    m->node.attr      = *a;
+    return n->out;
+}
+
+HPML_API hpml_tensor *hpml_conv_transpose2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
+{
+    hpml_attr        a;
+    hpml_conv2d_desc d;
+    int64_t          shape[4];
+    if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "conv_transpose2d", d, desc)) return NULL;
+    if (hpmli_image_foreign(x))
+        return hpml_to_layout(hpml_conv_transpose2d(hpml_to_layout(x, HPML_NCHW), out, desc), HPML_NHWC);
+    hpmli_conv_attr(&a, &d);
+    a.conv.act = HPML_ACT_NONE;
+    const int32_t extra[2] = { d.extra_h, hpmli_conv_default(d.extra_w, d.extra_h) };
+    const char   *why = x->ndim != 4 ? "the input must be (B, C, H, W)" : NULL;
+    hpml_tensor   y = *x; /* becomes the result, of which the mirror is a convolution */
+    int64_t       size[2] = { 0, 0 };
+    for (int i = 0; i < 2 && !why; i++) {
+        int64_t stride = a.conv.stride[i], reach = (int64_t)a.conv.dilation[i] * (a.conv.kernel[i] - 1) + 1;
+        size[i] = (hpmli_image(x, 1 + i) - 1) * stride - 2 * (int64_t)a.conv.padding[i] + reach + extra[i];
+        if (size[i] < 1 || extra[i] < 0 || extra[i] >= hpmli_max(stride, a.conv.dilation[i]))
+            why = "the result would have no pixels, or extra_h or extra_w is not below stride or dilation";
+    }
+    if (!why && (d.split || hpmli_is_split(x))) why = "a split is not supported; record hpml_group_gather first";
+    if (!why) hpmli_image_shape(x, out, size[0], size[1], shape);
+    if (!why) hpmli_set_shape(&y, 4, shape);
+    if (!why) why = hpmli_conv_check(&y, hpmli_image(x, 0), &a);
+    if (why)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv_transpose2d \"%s\": input %s, %lld outputs, kernel %dx%d, "
+                          "stride %dx%d: %s", d.name ? d.name : "", hpmli_describe(x), (long long)out,
+                          a.conv.kernel[0], a.conv.kernel[1], a.conv.stride[0], a.conv.stride[1], why);
+    const char   *name = hpmli_layer_name(x->ctx, d.name, "conv_transpose");
+    const int64_t w[4] = { hpmli_image(x, 0), out / a.conv.groups, a.conv.kernel[0], a.conv.kernel[1] };
+    hpml_tensor  *src[2] = { x, hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 4, w) };
+    hpml_tensor  *bias = d.no_bias ? NULL : hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out);
+    if (hpmli_failed(x->ctx)) return NULL;
+    hpml_tensor  *result = hpmli_conv_transpose_record(name, src, shape, &a, &d);
+    if (bias && x->layout == HPML_NCHW) bias = hpml_reshape_3d(bias, out, 1, 1);
+    if (bias) result = hpml_add(result, bias);
+    return d.activation == HPML_ACT_NONE ? result : hpml_activation(result, d.activation, 0);
+}
+
+HPML_API hpml_tensor *hpml_conv1d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
+{
+    hpml_conv2d_desc d;
+    if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "conv1d", d, desc)) return NULL;
+    if (x->ndim != 3 || d.kernel_w || d.stride_w || d.padding_w || d.dilation_w)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv1d \"%s\": input is %s, expected (B, C, T), and kernel_h, "
+                          "stride_h, padding_h, dilation_h alone", d.name ? d.name : "", hpmli_describe(x));
+    d.kernel_w   = d.kernel_h;
+    d.stride_w   = hpmli_conv_default(d.stride_h, 1);
+    d.padding_w  = hpmli_conv_default(d.padding_h, HPML_NO_PAD);
+    d.dilation_w = hpmli_conv_default(d.dilation_h, 1);
+    if (d.kernel_h > 0) d.kernel_h = 1;
+    d.stride_h   = 1;
+    d.padding_h  = HPML_NO_PAD;
+    d.dilation_h = 1;
+    hpml_tensor *y = hpml_conv2d(hpml_reshape_4d(x, x->shape[0], x->shape[1], 1, x->shape[2]), out, &d);
+    return y ? hpml_reshape_3d(y, y->shape[0], out, y->shape[3]) : NULL;
+}
+
+HPML_API hpml_tensor *hpml_groupnorm(hpml_tensor *x, int64_t groups, const hpml_norm_desc *desc)
+{
+    hpml_norm_desc d;
+    int64_t        shape[HPML_MAX_DIMS];
+    if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "groupnorm", d, desc)) return NULL;
+    if (x->ndim == 4 && x->layout == HPML_NHWC)
+        return hpml_to_layout(hpml_groupnorm(hpml_to_layout(x, HPML_NCHW), groups, desc), HPML_NHWC);
+    if (x->ndim < 2 || groups < 1 || x->shape[1] % groups != 0 || hpmli_is_split(x))
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "groupnorm \"%s\": input is %s, %s; expected (B, C, ..), whole, with "
+                          "C a multiple of the %lld groups", d.name ? d.name : "", hpmli_describe(x),
+                          hpmli_split_text(x), (long long)groups);
+    const char   *name = hpmli_layer_name(x->ctx, d.name, "groupnorm");
+    const int64_t C = x->shape[1], each[HPML_MAX_DIMS] = { C, 1, 1, 1, 1 };
+    hpml_norm_desc plain = d;
+    plain.no_affine = true;
+    memcpy(shape, x->shape, sizeof shape);
+    hpml_tensor *y = hpml_layernorm(hpml_reshape_2d(x, x->shape[0] * groups, -1), &plain);
+    y = y ? hpml_reshape(y, x->ndim, shape) : NULL;
+    for (int i = 0; i < 2 && !d.no_affine; i++) {
+        hpml_tensor *p = hpmli_layer_param(x->ctx, name, i ? "bias" : "weight", i ? HPML_INIT_ZEROS : HPML_INIT_ONES,
+                                           0, 1, &C);
+        if (p) p->param->no_decay = true;
+        p = p ? hpml_reshape(p, x->ndim - 1, each) : NULL;
+        y = i ? hpml_add(y, p) : hpml_mul(y, p);
+    }
+    return y;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -4534,6 +4534,27 @@ HPMLG_FN void hpmlg_op_conv2d(HPMLG_OP_ARGUMENTS)
                        n->accumulate[0]);
 }
 
+/* Runs a transposed convolution by the passes of its mirror, a convolution from its result to its source. */
+HPMLG_FN void hpmlg_op_conv_transpose2d(HPMLG_OP_ARGUMENTS)
+{
+    hpml_mirror *m = n->attr.conv_transpose.mirror;
+    hpml_tensor *x = n->src[0], *w = n->src[1];
+    m->x            = *n->out;
+    m->y            = *x;
+    m->node.src[1]  = w;
+    m->node.state   = n->state;
+    m->node.scratch = (char *)n->scratch + hpmlg_narrowed_bytes(d, x);
+    if (!back)
+        return hpmlg_conv_run(d, &m->node, HPMLG_DNN_DX, hpmlg_value(n->out), hpmlg_product_input(d, w, NULL),
+                              hpmlg_product_input(d, x, n->scratch), false);
+    if (w->raw_grad)
+        hpmlg_conv_run(d, &m->node, HPMLG_DNN_DW, hpmlg_grad(n->out), hpmlg_grad(w),
+                       hpmlg_product_input(d, x, n->scratch), n->accumulate[1]);
+    if (x->raw_grad)
+        hpmlg_conv_run(d, &m->node, HPMLG_DNN_Y, hpmlg_grad(n->out), hpmlg_product_input(d, w, NULL), hpmlg_grad(x),
+                       n->accumulate[0]);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-cudnn   convolution by cuDNN
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4705,10 +4726,11 @@ HPMLG_FN hpmlg_dnn_plan *hpmlg_dnn_plan_of(hpmlg_device *d, hpmlg_dnn *dnn, cons
     return p;
 }
 
-/* Computes y = conv(x, w) or, where cuDNN can, act(conv(x, w) + bias) in one launch, which only one of its algorithms
-   supports. Sets *whole to true if bias and activation, where the layer has them, are done. */
+/* Computes y = beta y + conv(x, w) or, where cuDNN can, act(conv(x, w) + bias) in one launch, which only one of its
+   algorithms supports. beta is 0 where there is a bias. Sets *whole to true if bias and activation, where the layer has
+   them, are done. */
 HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n,
-                                         hpmlg_array x, hpmlg_array w, hpmlg_array y, bool *whole)
+                                         hpmlg_array x, hpmlg_array w, hpmlg_array y, float beta, bool *whole)
 {
     const float               one = 1, zero = 0;
     hpml_act                  act = n->attr.conv.act;
@@ -4725,7 +4747,7 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_
         if (!p->unfused) return s;
     }
     return cudnnConvolutionForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv, algo, d->workspace,
-                                   d->workspace_bytes, &zero, p->y, y.p);
+                                   d->workspace_bytes, &beta, p->y, y.p);
 }
 
 /* Returns the device's cuDNN state, opened at the first convolution because that takes long; NULL: an error. */
@@ -4757,7 +4779,7 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     d->work.convolutions_refused += p && !p->usable[pass];
     if (!p || !p->usable[pass]) return false;
     cudnnStatus_t s = cudnnSetConvolutionMathType(p->conv, p->math[pass]);
-    if (pass == HPMLG_DNN_Y) HPMLG_TRY(s, hpmlg_dnn_forward(d, dnn, p, n, x, w, y, &whole));
+    if (pass == HPMLG_DNN_Y) HPMLG_TRY(s, hpmlg_dnn_forward(d, dnn, p, n, x, w, y, beta, &whole));
     if (pass == HPMLG_DNN_DW)
         HPMLG_TRY(s, cudnnConvolutionBackwardFilter(dnn->handle, &one, p->x, x.p, p->y, y.p, p->conv,
                                                     (cudnnConvolutionBwdFilterAlgo_t)p->algo[pass], d->workspace,
@@ -7313,6 +7335,9 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
     case HPML_OP_CONV2D: /* scratch: halves of the input, and of the weights' gradient */
         n->scratch_bytes = hpmlg_narrowed_bytes(d, n->src[0]);
         if (d->act_dtype != HPML_DTYPE_F32) n->scratch_bytes += (size_t)hpml_tensor_count(n->src[1]) * 2;
+        break;
+    case HPML_OP_CONV_TRANSPOSE2D:
+        n->scratch_bytes = hpmlg_narrowed_bytes(d, n->src[0]) + (size_t)hpml_tensor_count(n->src[1]) * 2;
         break;
     case HPML_OP_LSTM: n->scratch_bytes = hpmlg_lstm_layout(d, n, &lstm); break;
     case HPML_OP_GRU: n->scratch_bytes = hpmlg_gru_layout(d, n, &gru); break;

@@ -33,6 +33,15 @@ typedef struct op_case {
     X(softmax_wide, hpml_scale(hpml_softmax(hpml_reshape_2d(x, -1, 252)), 60, 0), 5e-3)                                \
     X(layernorm_wide, hpml_layernorm(hpml_reshape_2d(x, -1, 252), NULL), 5e-3)                                         \
     X(rmsnorm_plain, hpml_rmsnorm(x, &(hpml_norm_desc){ .no_affine = true }), 5e-3)                                    \
+    X(groupnorm, hpml_groupnorm(x, 2, NULL), 8e-3) X(instancenorm, hpml_groupnorm(nhwc(x), 4, NULL), 8e-3)             \
+    X(conv1d, hpml_conv1d(hpml_reshape_3d(x, -1, 4, 63), 6, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1,        \
+                                                                                .stride_h = 2 }), 5e-3)                \
+    X(conv_transpose, hpml_conv_transpose2d(x, 6, &(hpml_conv2d_desc){ .kernel_h = 3, .stride_h = 2, .padding_h = 1,   \
+                                                                       .extra_h = 1 }), 5e-3)                          \
+    X(conv_transpose_groups, hpml_mul(x, hpml_conv_transpose2d(x, 4, &(hpml_conv2d_desc){ .kernel_h = 3,               \
+                                      .padding_h = 1, .groups = 2, .activation = HPML_ACT_SILU })), 5e-3)              \
+    X(conv_transpose_nhwc, hpml_conv_transpose2d(nhwc(x), 3, &(hpml_conv2d_desc){ .kernel_h = 2, .stride_h = 2,        \
+                                                                                  .no_bias = true }), 5e-3)            \
     X(batchnorm, hpml_batchnorm(x, NULL), 8e-3)                                                                        \
     X(batchnorm_rows, hpml_batchnorm(hpml_reshape_2d(x, -1, 7), &(hpml_norm_desc){ .no_affine = true }), 8e-3)         \
     X(batchnorm_relu, hpml_batchnorm(x, &(hpml_norm_desc){ .activation = HPML_ACT_RELU }), 1e-2)                       \

@@ -274,3 +274,24 @@ TEST(arguments_of_recurrent_layers_that_do_not_fit)
         hpml_ctx_free(ctx);
     }
 }
+
+TEST(arguments_of_convolutions_and_norms_that_do_not_fit)
+{
+    static const char *const texts[] = { "not below stride", "must be (B, C, H, W)", "expected (B, C, T)",
+        "C a multiple of the 3 groups", "multiples of the groups", "kernel_h is required" };
+    for (int kind = 0; kind < 6; kind++) {
+        hpml_ctx        *ctx = context(1);
+        hpml_tensor     *x = hpml_input_4d(ctx, 2, 4, 5, 5), *flat = hpml_input_3d(ctx, 2, 4, 5), *y = NULL;
+        hpml_conv2d_desc d = { .kernel_h = 3 };
+        if (kind == 0) d.extra_h = 1;
+        if (kind == 4) d.groups = 3;
+        if (kind == 5) d.kernel_h = 0;
+        if (kind == 0 || kind == 4) y = hpml_conv_transpose2d(x, 6, &d);
+        if (kind == 1) y = hpml_conv_transpose2d(flat, 6, &d);
+        if (kind == 2) y = hpml_conv1d(x, 6, &d);
+        if (kind == 3) y = hpml_groupnorm(x, 3, NULL);
+        if (kind == 5) y = hpml_conv1d(flat, 6, &d);
+        ENSURE_ERROR(ctx, y == NULL, HPML_ERR_SHAPE, texts[kind]);
+        hpml_ctx_free(ctx);
+    }
+}

@@ -145,6 +145,29 @@ static void windows(const hpml_node *n, double **s, double *y)
     }
 }
 
+/* Transposed convolution: each number of x adds its multiple of the kernel to y. */
+static void conv_transpose(const hpml_node *n, double **s, double *y)
+{
+    const hpml_tensor *x = n->src[0], *o = n->out, *w = n->src[1];
+    const hpml_attr   *a = &n->attr.conv_transpose.mirror->node.attr;
+    bool    last = x->layout == HPML_NHWC;
+    int64_t C = w->shape[0], per = w->shape[1], OH = o->shape[last ? 1 : 2], OW = o->shape[last ? 2 : 3], at[5];
+    int64_t out = per * a->conv.groups;
+    memset(y, 0, (size_t)hpml_tensor_count(o) * sizeof *y);
+    for (int64_t i = 0; i < hpml_tensor_count(x); i++) {
+        split(x, i, at);
+        int64_t c = at[last ? 3 : 1], h = at[last ? 1 : 2], v = at[last ? 2 : 3];
+        for (int64_t k = 0; k < per * w->shape[2] * w->shape[3]; k++) {
+            int64_t p = c / (C / a->conv.groups) * per + k / (w->shape[2] * w->shape[3]);
+            int64_t row = h * a->conv.stride[0] + k / w->shape[3] % w->shape[2] - a->conv.padding[0];
+            int64_t col = v * a->conv.stride[1] + k % w->shape[3] - a->conv.padding[1];
+            if (row < 0 || row >= OH || col < 0 || col >= OW) continue;
+            int64_t to = last ? ((at[0] * OH + row) * OW + col) * out + p : ((at[0] * out + p) * OH + row) * OW + col;
+            y[to] += s[0][i] * s[1][c * per * w->shape[2] * w->shape[3] + k];
+        }
+    }
+}
+
 /* Row by row: softmax, layernorm, rmsnorm. */
 static void rows(const hpml_node *n, double **s, double *y)
 {
@@ -418,6 +441,7 @@ static double run_world(world *w)
             for (int64_t k = 0; k < hpml_tensor_count(n->out); k++)
                 y[k] = (double)(k % n->out->shape[1]) < s[0][k / n->out->shape[1]];
             break;
+        case HPML_OP_CONV_TRANSPOSE2D: conv_transpose(n, s, y); break;
         case HPML_OP_LSTM: lstm(n, s, y); break;
         case HPML_OP_GRU: gru(n, s, y); break;
         case HPML_OP_CROSS_ENTROPY: case HPML_OP_BCE_WITH_LOGITS: case HPML_OP_MSE: case HPML_OP_HUBER:
