@@ -9154,6 +9154,7 @@ HPMLI_FN hpml_node *hpmli_mirror(hpml_node *n)
     m->node.src[1]    = n->src[1];
     m->node.state     = n->state;
     m->node.scratch   = n->scratch;
+    m->node.scratch_bytes = n->attr.conv_transpose.sum_at;
     m->node.accumulate[1] = n->accumulate[1];
     return &m->node;
 }
