@@ -153,11 +153,13 @@
 //     conv-kept   convolutions in graphs that predict: kept weights, folded batchnorm
 //     conv-run   convolution: its forward and backward pass
 //     conv-groups   convolutions in groups of few channels
+//     conv-more   transposed and one-dimensional convolution; group normalization
 //     pool   max, average and global pooling
 //     norm   batch normalization; softmax, layernorm, rmsnorm: row by row
 //     dropout   dropout and embedding
 //     attention   multi-head attention, with a cache for generating; rotary positions
 //     recurrent   long short-term memory
+//     gru   gated recurrent units
 //     loss   cross-entropy, binary cross-entropy, squared and huber loss
 //     half   results stored in bf16 or f16: the wrapper that gives ops f32 copies
 //     custom   ops of the user, on the host or on host copies of a device's arrays
@@ -712,11 +714,19 @@ typedef struct hpml_conv2d_desc {
     float       init_scale;
     hpml_conv_algorithm algorithm;      /* CPU only, as is workspace; on other backends both must be 0 */
     size_t      workspace;              /* most bytes of working memory; 0: no limit */
-    hpml_split  split;                  /* splits output or input channels over the TENSOR axis; needs groups 1 */
+    hpml_split  split;                  /* of the output or input channels over the TENSOR axis; needs groups 1 */
+    int32_t     extra_h, extra_w;       /* hpml_conv_transpose2d: rows and columns more in y; 0: none (w: as h) */
     uint32_t    _end;
 } hpml_conv2d_desc;
 #define HPML_NO_PAD (-1)
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc);
+/* Transposed convolution: what hpml_conv2d computes as the gradient of its input. x (B, C, H, W), w (C, out / groups,
+   kernel_h, kernel_w), y (B, out, H', W'), H' = (H - 1) stride - 2 padding + dilation (kernel - 1) + 1 + extra; any
+   activation; no split. extra is below the stride, or the dilation. */
+HPML_API hpml_tensor *hpml_conv_transpose2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc);
+/* One-dimensional convolution: x (B, C, T), w (out, C / groups, 1, kernel_h), y (B, out, T'). The fields with _h
+   describe dimension T, those with _w must be 0. A causal one: hpml_pad x before. */
+HPML_API hpml_tensor *hpml_conv1d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc);
 
 /* Pooling over windows of kernel x kernel: (B, C, H, W) to (B, C, H', W'), H' = floor((H + 2 padding - kernel) /
    stride) + 1. stride 0: kernel. Padding is excluded from maxima and averages; padding <= kernel / 2. */
@@ -782,6 +792,9 @@ typedef struct hpml_norm_desc {
 HPML_API hpml_tensor *hpml_layernorm(hpml_tensor *x, const hpml_norm_desc *desc);
 HPML_API hpml_tensor *hpml_rmsnorm(hpml_tensor *x, const hpml_norm_desc *desc);
 HPML_API hpml_tensor *hpml_batchnorm(hpml_tensor *x, const hpml_norm_desc *desc); /* (B, C) or (B, C, H, W) */
+/* groupnorm: x (B, C, ..), as layernorm over the C / groups channels of each group with all their positions; gamma and
+   beta have a number for each channel (Wu & He 2018). groups C: instance normalization. */
+HPML_API hpml_tensor *hpml_groupnorm(hpml_tensor *x, int64_t groups, const hpml_norm_desc *desc);
 
 /* In training sets each element to zero with probability p, 0 <= p < 1, and multiplies the others by 1 / (1 - p)
    (Srivastava et al. 2014); in evaluation y = x. The mask is not stored but computed again in the backward pass, from
@@ -858,9 +871,23 @@ HPML_API hpml_tensor *hpml_rotary(hpml_tensor *x, const hpml_rotary_desc *desc);
 
 /* Long short-term memory (Hochreiter & Schmidhuber 1997): x (B, T, in), y (B, T, hidden). Parameters weight_x
    (4 hidden, in), weight_h (4 hidden, hidden), bias (4 hidden), in the order of the gates i, f, g, o. The state is zero
-   at the first time step. To carry the state from batch to batch, record a cell's steps from linear, slice, sigmoid and
-   mul, with the state as an input. */
+   at the first time step; hpml_lstm_states has initial and final states, to carry them from batch to batch (outputs of
+   one run are inputs of the next) or from one net to another, with gradients, and lengths. */
 HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name);
+typedef struct hpml_recurrent_desc {
+    uint32_t      _begin;
+    const char   *name;
+    hpml_tensor  *h0, *c0;  /* (B, hidden) the state before the first time step; NULL: zeros. LSTM: both or none */
+    hpml_tensor  *lengths;  /* I32 (B), 1 to T: the valid time steps of each sample; y is 0 at the others. NULL: all */
+    hpml_tensor **final_h, **final_c; /* receive the state (B, hidden) after the last valid step; NULL: not wanted */
+    uint32_t      _end;
+} hpml_recurrent_desc;
+HPML_API hpml_tensor *hpml_lstm_states(hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc *desc);
+/* Gated recurrent units (Cho et al. 2014, in the form of cuDNN and PyTorch): r = sigmoid(x W_xr + b_xr + h W_hr +
+   b_hr), z alike, n = tanh(x W_xn + b_xn + r (h W_hn + b_hn)), h' = (1 - z) n + z h. Parameters weight_x (3 hidden,
+   in), weight_h (3 hidden, hidden), bias_x, bias_h (3 hidden), in the order r, z, n. There is no c0 or final_c. For
+   both directions: hpml_reverse the input and the result of a second net, then hpml_concat. */
+HPML_API hpml_tensor *hpml_gru(hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc *desc);
 
 /* Losses: f32 scalars. cross_entropy: -log softmax(logits)[label], logits (.., classes), labels I32 (..), averaged over
    labels other than ignore_index; the classes may be split over the TENSOR axis. bce (s = sigmoid(logits)), mse, huber:
@@ -1066,8 +1093,9 @@ HPML_API const hpml_optimizer *hpml_optimizer_at(int index);          /* built-i
     X(LINEAR, linear) X(CONV2D, conv2d) X(MAX_POOL2D, max_pool2d) X(AVG_POOL2D, avg_pool2d) X(RESHAPE, reshape)        \
     X(PERMUTE, permute) X(SLICE, slice) X(CONCAT, concat) X(SUM, sum) X(SOFTMAX, softmax) X(LOG_SOFTMAX, log_softmax)  \
     X(LAYERNORM, layernorm) X(RMSNORM, rmsnorm) X(BATCHNORM, batchnorm) X(DROPOUT, dropout) X(EMBEDDING, embedding)    \
-    X(ATTENTION, attention) X(ROTARY, rotary) X(LSTM, lstm) X(MAP, map) X(TAKE, take) X(MASK, mask) X(MAX, max)        \
-    X(CROSS_ENTROPY, cross_entropy) X(BCE_WITH_LOGITS, bce_with_logits) X(MSE, mse) X(HUBER, huber) X(CUSTOM, custom)
+    X(ATTENTION, attention) X(ROTARY, rotary) X(LSTM, lstm) X(GRU, gru) X(MAP, map) X(TAKE, take) X(MASK, mask)        \
+    X(MAX, max) X(CONV_TRANSPOSE2D, conv_transpose2d) X(CROSS_ENTROPY, cross_entropy)                                  \
+    X(BCE_WITH_LOGITS, bce_with_logits) X(MSE, mse) X(HUBER, huber) X(CUSTOM, custom)
 
 typedef enum hpml_op {
 #define HPMLI_OP_VALUE(op, name) HPML_OP_##op,
@@ -1110,6 +1138,7 @@ typedef union hpml_attr {
     struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act;
              hpml_conv_algorithm algorithm; int32_t rows; } conv; /* CONV2D and pooling; [0]: height, [1]: width; rows
                                                                      of the result that IM2COL computes at a time */
+    struct { struct hpml_mirror *mirror; size_t sum_at; } conv_transpose; /* offset, in scratch, of an array like x */
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
     struct { int32_t dim; int64_t start; } slice;                       /* SLICE and CONCAT */
     struct { int32_t dim; bool mean; } sum;
@@ -1137,6 +1166,12 @@ struct hpml_node {
     hpml_node   *fused_with;                   /* set by a backend's plan: the next node, inside whose op the backend
                                                   computes this op; the sources of this op stay valid until then */
     struct hpmli_node_state *state;            /* private */
+};
+
+/* Of a transposed convolution: the convolution from its result to its source; a backend sets the arrays of x and y. */
+struct hpml_mirror {
+    hpml_node   node;
+    hpml_tensor x, y;
 };
 
 /* The arguments that each op gets for a forward or backward run. */
@@ -2097,6 +2132,13 @@ HPMLI_REF(hpml_tensor *, hpml_layernorm, (hpml_tensor *x, const hpml_norm_desc &
 HPMLI_REF(hpml_tensor *, hpml_rmsnorm, (hpml_tensor *x, const hpml_norm_desc &d), (x, &d))
 HPMLI_REF(hpml_tensor *, hpml_batchnorm, (hpml_tensor *x, const hpml_norm_desc &d), (x, &d))
 HPMLI_REF(hpml_tensor *, hpml_attention, (hpml_tensor *x, const hpml_attention_desc &d), (x, &d))
+HPMLI_REF(hpml_tensor *, hpml_conv_transpose2d, (hpml_tensor *x, int64_t out, const hpml_conv2d_desc &d), (x, out, &d))
+HPMLI_REF(hpml_tensor *, hpml_conv1d, (hpml_tensor *x, int64_t out, const hpml_conv2d_desc &d), (x, out, &d))
+HPMLI_REF(hpml_tensor *, hpml_groupnorm, (hpml_tensor *x, int64_t groups, const hpml_norm_desc &d), (x, groups, &d))
+HPMLI_REF(hpml_tensor *, hpml_rotary, (hpml_tensor *x, const hpml_rotary_desc &d), (x, &d))
+HPMLI_REF(hpml_tensor *, hpml_gru, (hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc &d), (x, hidden, &d))
+HPMLI_REF(hpml_tensor *, hpml_lstm_states, (hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc &d),
+          (x, hidden, &d))
 HPMLI_REF(hpml_graph *, hpml_graph_create, (hpml_ctx *c, const hpml_graph_desc &d), (c, &d))
 HPMLI_REF(hpml_trainer *, hpml_trainer_create, (hpml_ctx *c, const hpml_trainer_desc &d), (c, &d))
 HPMLI_REF(hpml_status, hpml_trainer_fit, (hpml_trainer *t, hpml_dataset *s, const hpml_fit_desc &d), (t, s, &d))
@@ -2405,11 +2447,13 @@ typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
    shapes in the comments are those of the whole arrays. */
 typedef struct hpmli_lstm_cells {
     int64_t      rows, units, T, H;
-    bool         first, last; /* true: time step 0; true: time step T - 1 */
+    int64_t      c_step, h_step; /* floats from a sample's numbers to the next sample's, in cells and in h */
+    bool         first, last; /* no state before this time step; no gradient from a time step after this one */
     const float *bias;        /* forward: (4, H) */
     float       *gates;       /* (B, T, 4, H) forward: products with x, then gates i f g o; backward: gates, then da */
-    float       *cells;       /* (B, T, H) c */
-    float       *h;           /* (B, T, H) forward: result h; backward: dy, the gradient of the result */
+    float       *cells;       /* (B, T, H) c, or (B, T + 1, H) with those before the first time step */
+    float       *h;           /* forward: result h; backward: dy, its gradient; (B, T, H), or the first half of the rows
+                                 of (B, T, 2H) */
     const float *sums;        /* forward: (rows, 4, units) h W_h^T of the step before, which is not read at the first;
                                  backward: (rows, units) da W_h of the step after, which is not read at the last */
     float       *next;        /* forward: (B, H) a copy of h; backward: (B, 4, H) a copy of da */
@@ -8914,6 +8958,22 @@ HPMLI_FN hpml_tensor *hpmli_conv_sum(hpml_tensor *y, hpml_tensor *bias, hpml_act
     return hpmli_layer_sum(y, hpml_reshape_3d(bias, bias->shape[0], 1, 1), act);
 }
 
+/* Sets a to the kernel, stride, padding, dilation and groups that d describes. */
+HPMLI_FN void hpmli_conv_attr(hpml_attr *a, const hpml_conv2d_desc *d)
+{
+    memset(a, 0, sizeof *a);
+    a->conv.kernel[0]   = d->kernel_h;
+    a->conv.kernel[1]   = hpmli_conv_default(d->kernel_w, d->kernel_h);
+    a->conv.stride[0]   = hpmli_conv_default(d->stride_h, 1);
+    a->conv.stride[1]   = hpmli_conv_default(d->stride_w, a->conv.stride[0]);
+    a->conv.padding[0]  = d->padding_h == HPML_NO_PAD ? 0 : d->padding_h;
+    a->conv.padding[1]  = d->padding_w == HPML_NO_PAD ? 0 : hpmli_conv_default(d->padding_w, a->conv.padding[0]);
+    a->conv.dilation[0] = hpmli_conv_default(d->dilation_h, 1);
+    a->conv.dilation[1] = hpmli_conv_default(d->dilation_w, a->conv.dilation[0]);
+    a->conv.groups      = hpmli_conv_default(d->groups, 1);
+    a->conv.act         = d->activation;
+}
+
 HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
 {
     hpml_attr    a;
@@ -8930,17 +8990,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
     if ((d.algorithm != HPML_CONV_AUTO || d.workspace > 0) && !x->ctx->backend->layouts)
         return hpmli_null(x->ctx, HPML_ERR_UNSUPPORTED, "conv2d \"%s\": on \"%s\" algorithm and workspace cannot be "
                           "chosen; leave them 0", d.name ? d.name : "", x->ctx->backend->name);
-    memset(&a, 0, sizeof a);
-    a.conv.kernel[0]   = d.kernel_h;
-    a.conv.kernel[1]   = hpmli_conv_default(d.kernel_w, d.kernel_h);
-    a.conv.stride[0]   = hpmli_conv_default(d.stride_h, 1);
-    a.conv.stride[1]   = hpmli_conv_default(d.stride_w, a.conv.stride[0]);
-    a.conv.padding[0]  = d.padding_h == HPML_NO_PAD ? 0 : d.padding_h;
-    a.conv.padding[1]  = d.padding_w == HPML_NO_PAD ? 0 : hpmli_conv_default(d.padding_w, a.conv.padding[0]);
-    a.conv.dilation[0] = hpmli_conv_default(d.dilation_h, 1);
-    a.conv.dilation[1] = hpmli_conv_default(d.dilation_w, a.conv.dilation[0]);
-    a.conv.groups      = hpmli_conv_default(d.groups, 1);
-    a.conv.act         = d.activation;
+    hpmli_conv_attr(&a, &d);
     const int channels = x->layout == HPML_NHWC ? 3 : 1; /* the dimension of the channels */
     if (x->ndim == 4 && !hpmli_layer_split("conv2d", d.name, &x, channels, &d.split, 0)) return NULL;
     const bool  in  = d.split == HPML_SPLIT_IN;
@@ -9671,6 +9721,162 @@ HPMLI_FN void hpmli_grids_back(hpmli_conv *c)
         if (c->want_db)
             c->ctx->k->vaxpby(bias->grad, 1, sum + weights, p > 0 || c->n->accumulate[2] ? 1.0f : 0.0f, channels);
     }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>conv-more   transposed and one-dimensional convolution; group normalization
+// ---------------------------------------------------------------------------------------------------------------------
+/* A transposed convolution is the backward pass of a convolution with regard to its input: with a mirror, a convolution
+   node from this op's result to its source, y is the mirror's dx for dy = x; backward, dx is the mirror's forward pass
+   of dy, and dw the mirror's gradient of the weights. Sources of the node: x, w. */
+HPMLI_FN hpml_node *hpmli_mirror(hpml_node *n)
+{
+    struct hpml_mirror *m = n->attr.conv_transpose.mirror;
+    m->x              = *n->out;
+    m->y              = *n->src[0];
+    m->node.src[1]    = n->src[1];
+    m->node.state     = n->state;
+    m->node.scratch   = n->scratch;
+    m->node.scratch_bytes = n->attr.conv_transpose.sum_at;
+    m->node.accumulate[1] = n->accumulate[1];
+    return &m->node;
+}
+
+HPMLI_FN void hpmli_conv_transpose_pass(const hpml_run *run, hpml_node *n)
+{
+    hpml_tensor w = *n->src[1];
+    hpml_node  *m = hpmli_mirror(n);
+    m->src[0]->grad = n->out->data;
+    m->out->grad    = n->src[0]->data;
+    w.grad          = NULL;
+    m->src[1]       = &w;
+    hpmli_conv2d_back(run, m);
+}
+
+HPMLI_FN void hpmli_conv_transpose_back(const hpml_run *run, hpml_node *n)
+{
+    hpml_node *m = hpmli_mirror(n);
+    float     *dx = n->src[0]->grad, *sum = (float *)(void *)((char *)n->scratch + n->attr.conv_transpose.sum_at);
+    m->src[0]->data = n->out->grad;
+    m->src[0]->grad = NULL;
+    m->out->grad    = n->src[0]->data;
+    if (n->src[1]->grad) hpmli_conv2d_back(run, m);
+    if (!dx) return;
+    m->out->data = n->accumulate[0] ? sum : dx;
+    hpmli_conv2d_pass(run, m);
+    if (n->accumulate[0]) run->ctx->k->vadd(dx, dx, sum, hpml_tensor_count(n->src[0]));
+}
+HPMLI_OP(conv_transpose2d, HPMLI_OP_PRODUCT | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH,
+         2 * (double)hpml_tensor_count(n->src[0]) * (double)n->src[1]->stride[0] *
+             (back ? n->src[0]->needs_grad + n->src[1]->needs_grad : 1),
+         hpmli_conv_transpose_pass(run, n), hpmli_conv_transpose_back(run, n));
+
+/* Records the node of a transposed convolution, whose weight is src[1] and whose result has this shape. */
+HPMLI_FN hpml_tensor *hpmli_conv_transpose_record(const char *name, hpml_tensor **src, const int64_t *shape,
+                                                  hpml_attr *a, const hpml_conv2d_desc *d)
+{
+    hpml_tensor y = *src[0];
+    size_t      bytes;
+    hpmli_set_shape(&y, 4, shape);
+    if (!hpmli_conv_choose(&y, src[0]->shape, a, d, &bytes)) return NULL;
+    struct hpml_mirror *m = hpmli_new(y.ctx, struct hpml_mirror, 1);
+    if (!m) return NULL;
+    hpml_node *n = hpmli_node_create(HPML_OP_CONV_TRANSPOSE2D, name, 2, src, 4, shape);
+    n->attr.conv_transpose.mirror = m;
+    n->attr.conv_transpose.sum_at = (bytes + 63) / 64 * 64;
+    n->scratch_bytes = n->attr.conv_transpose.sum_at + hpmli_tensor_bytes(src[0]);
+    m->node.op        = HPML_OP_CONV2D;
+    m->node.src_count = 3;
+    m->node.src[0]    = &m->x;
+    m->node.out       = &m->y;
+    m->node.attr      = *a;
+    return n->out;
+}
+
+HPML_API hpml_tensor *hpml_conv_transpose2d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
+{
+    hpml_attr        a;
+    hpml_conv2d_desc d;
+    int64_t          shape[4];
+    if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "conv_transpose2d", d, desc)) return NULL;
+    if (hpmli_image_foreign(x))
+        return hpml_to_layout(hpml_conv_transpose2d(hpml_to_layout(x, HPML_NCHW), out, desc), HPML_NHWC);
+    hpmli_conv_attr(&a, &d);
+    a.conv.act = HPML_ACT_NONE;
+    const int32_t extra[2] = { d.extra_h, hpmli_conv_default(d.extra_w, d.extra_h) };
+    const char   *why = x->ndim != 4 ? "the input must be (B, C, H, W)" : NULL;
+    hpml_tensor   y = *x; /* becomes the result, of which the mirror is a convolution */
+    int64_t       size[2] = { 0, 0 };
+    for (int i = 0; i < 2 && !why; i++) {
+        int64_t stride = a.conv.stride[i], reach = (int64_t)a.conv.dilation[i] * (a.conv.kernel[i] - 1) + 1;
+        size[i] = (hpmli_image(x, 1 + i) - 1) * stride - 2 * (int64_t)a.conv.padding[i] + reach + extra[i];
+        if (size[i] < 1 || extra[i] < 0 || extra[i] >= hpmli_max(stride, a.conv.dilation[i]))
+            why = "the result would have no pixels, or extra_h or extra_w is not below stride or dilation";
+    }
+    if (!why && (d.split || hpmli_is_split(x))) why = "a split is not supported; record hpml_group_gather first";
+    if (!why) hpmli_image_shape(x, out, size[0], size[1], shape);
+    if (!why) hpmli_set_shape(&y, 4, shape);
+    if (!why) why = hpmli_conv_check(&y, hpmli_image(x, 0), &a);
+    if (why)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv_transpose2d \"%s\": input %s, %lld outputs, kernel %dx%d, "
+                          "stride %dx%d: %s", d.name ? d.name : "", hpmli_describe(x), (long long)out,
+                          a.conv.kernel[0], a.conv.kernel[1], a.conv.stride[0], a.conv.stride[1], why);
+    const char   *name = hpmli_layer_name(x->ctx, d.name, "conv_transpose");
+    const int64_t w[4] = { hpmli_image(x, 0), out / a.conv.groups, a.conv.kernel[0], a.conv.kernel[1] };
+    hpml_tensor  *src[2] = { x, hpmli_layer_param(x->ctx, name, "weight", d.init, d.init_scale, 4, w) };
+    hpml_tensor  *bias = d.no_bias ? NULL : hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, &out);
+    if (hpmli_failed(x->ctx)) return NULL;
+    hpml_tensor  *result = hpmli_conv_transpose_record(name, src, shape, &a, &d);
+    if (bias && x->layout == HPML_NCHW) bias = hpml_reshape_3d(bias, out, 1, 1);
+    if (bias) result = hpml_add(result, bias);
+    return d.activation == HPML_ACT_NONE ? result : hpml_activation(result, d.activation, 0);
+}
+
+HPML_API hpml_tensor *hpml_conv1d(hpml_tensor *x, int64_t out, const hpml_conv2d_desc *desc)
+{
+    hpml_conv2d_desc d;
+    if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "conv1d", d, desc)) return NULL;
+    if (x->ndim != 3 || d.kernel_w || d.stride_w || d.padding_w || d.dilation_w)
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "conv1d \"%s\": input is %s, expected (B, C, T), and kernel_h, "
+                          "stride_h, padding_h, dilation_h alone", d.name ? d.name : "", hpmli_describe(x));
+    d.kernel_w   = d.kernel_h;
+    d.stride_w   = hpmli_conv_default(d.stride_h, 1);
+    d.padding_w  = hpmli_conv_default(d.padding_h, HPML_NO_PAD);
+    d.dilation_w = hpmli_conv_default(d.dilation_h, 1);
+    if (d.kernel_h > 0) d.kernel_h = 1;
+    d.stride_h   = 1;
+    d.padding_h  = HPML_NO_PAD;
+    d.dilation_h = 1;
+    hpml_tensor *y = hpml_conv2d(hpml_reshape_4d(x, x->shape[0], x->shape[1], 1, x->shape[2]), out, &d);
+    return y ? hpml_reshape_3d(y, y->shape[0], out, y->shape[3]) : NULL;
+}
+
+HPML_API hpml_tensor *hpml_groupnorm(hpml_tensor *x, int64_t groups, const hpml_norm_desc *desc)
+{
+    hpml_norm_desc d;
+    int64_t        shape[HPML_MAX_DIMS];
+    if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "groupnorm", d, desc)) return NULL;
+    if (x->ndim == 4 && x->layout == HPML_NHWC)
+        return hpml_to_layout(hpml_groupnorm(hpml_to_layout(x, HPML_NCHW), groups, desc), HPML_NHWC);
+    if (x->ndim < 2 || groups < 1 || x->shape[1] % groups != 0 || hpmli_is_split(x))
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "groupnorm \"%s\": input is %s, %s; expected (B, C, ..), whole, with "
+                          "C a multiple of the %lld groups", d.name ? d.name : "", hpmli_describe(x),
+                          hpmli_split_text(x), (long long)groups);
+    const char   *name = hpmli_layer_name(x->ctx, d.name, "groupnorm");
+    const int64_t C = x->shape[1], each[HPML_MAX_DIMS] = { C, 1, 1, 1, 1 };
+    hpml_norm_desc plain = d;
+    plain.no_affine = true;
+    memcpy(shape, x->shape, sizeof shape);
+    hpml_tensor *y = hpml_layernorm(hpml_reshape_2d(x, x->shape[0] * groups, -1), &plain);
+    y = y ? hpml_reshape(y, x->ndim, shape) : NULL;
+    for (int i = 0; i < 2 && !d.no_affine; i++) {
+        hpml_tensor *p = hpmli_layer_param(x->ctx, name, i ? "bias" : "weight", i ? HPML_INIT_ZEROS : HPML_INIT_ONES,
+                                           0, 1, &C);
+        if (p) p->param->no_decay = true;
+        p = p ? hpml_reshape(p, x->ndim - 1, each) : NULL;
+        y = i ? hpml_add(y, p) : hpml_mul(y, p);
+    }
+    return y;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -10630,6 +10836,37 @@ HPMLI_WORK_OP(rotary, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROW
 // ---------------------------------------------------------------------------------------------------------------------
 // >>recurrent   long short-term memory
 // ---------------------------------------------------------------------------------------------------------------------
+/* Checks the desc of a recurrent layer: the initial states h0 and, for an LSTM, c0 are (B, H) with a batch as x has. */
+HPMLI_FN bool hpmli_recurrent_fits(const char *op, hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc *d,
+                                   bool cells)
+{
+    hpml_tensor *state[2] = { d->h0, d->c0 };
+    if (x->ndim != 3 || hidden < 1 || hidden > INT64_MAX / 4)
+        return hpmli_false(x->ctx, HPML_ERR_SHAPE, "%s \"%s\": input is %s, expected (B, T, features), hidden %lld", op,
+                           d->name ? d->name : "", hpmli_describe(x), (long long)hidden);
+    if (cells ? !d->h0 != !d->c0 : d->c0 || d->final_c)
+        return hpmli_false(x->ctx, HPML_ERR_ARGUMENT, "%s \"%s\": %s", op, d->name ? d->name : "", cells
+                           ? "h0 and c0 come together" : "there is no cell: c0 and final_c must be NULL");
+    for (int i = 0; i < 2; i++) {
+        const hpml_tensor *s = state[i];
+        if (s && (s->ndim != 2 || s->shape[0] != x->shape[0] || s->shape[1] != hidden ||
+                  (s->batch_rows > 0) != (x->batch_rows > 0)))
+            return hpmli_false(x->ctx, HPML_ERR_SHAPE, "%s \"%s\": initial state %s, expected (%lld, %lld), an input "
+                               "or the result of an op as the input %s is", op, d->name ? d->name : "",
+                               hpmli_describe(s), (long long)x->shape[0], (long long)hidden, hpmli_describe(x));
+    }
+    return hpmli_one_per_sample(op, "lengths", x, d->lengths);
+}
+
+/* Applies the lengths of a recurrent layer to t (B, T, H), hidden states or cells: sets *last (NULL: not wanted) to the
+   last valid step, and returns t with zeros behind the end of each sequence. */
+HPMLI_FN hpml_tensor *hpmli_recurrent_end(hpml_tensor *t, const hpml_recurrent_desc *d, hpml_tensor **last)
+{
+    if (last) *last = hpml_last(t, d->lengths);
+    if (!t || !d->lengths) return t;
+    return hpml_mul(t, hpml_reshape_3d(hpml_mask(d->lengths, t->shape[1]), t->shape[0], t->shape[1], 1));
+}
+
 /* LSTM with H hidden units, for each time step t: a = x_t W_x^T + bias + h_{t-1} W_h^T (4H numbers); i, f and o are
    the sigmoid, g the tanh of a quarter of a, in the order i, f, g, o; c_t = f c_{t-1} + i g; h_t = o tanh(c_t). The
    products with x of all time steps are one matrix product. A task of the recurrent part computes, for one time step, a
@@ -10637,31 +10874,48 @@ HPMLI_WORK_OP(rotary, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROW
    once a pass, panel by panel, so that these products read contiguous memory; their left operand (h forward, da, the
    gradient of a, backward) is copied to contiguous rows, because the rows of one time step are T rows apart in memory
    and would share few sets of the cache. Backward goes from the last time step to the first, overwrites the saved gates
-   with da, and ends with one product for each gradient. Sources of the node: x, w_x, w_h, bias. Saved: gates i, f, g, o
-   (B, T, 4H), cells c (B, T, H). */
+   with da, and ends with one product for each gradient. Sources of the node: x, w_x, w_h, bias and, with states, maybe
+   h0, c0. Saved: gates i, f, g, o (B, T, 4H), cells c (B, T, H), with states (B, T + 1, H). */
 #define HPMLI_LSTM_UNITS 32 /* hidden units in a panel: the width of one or more tiles of >>gemm */
 #define HPMLI_LSTM_ROWS  32 /* samples in a block */
 #define HPMLI_LSTM_FEW   4  /* for fewer samples panels are 4 times as wide, so that a product has enough sums */
-HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *given)
+/* Records an LSTM; if `states`, its rows are h and c of each time step, (B, T, 2H), and it may have initial states. */
+HPMLI_FN hpml_tensor *hpmli_lstm_record(hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc *d, bool states)
 {
-    hpml_tensor *src[4];
-    if (!hpmli_recordable(1, &x)) return NULL;
-    if (x->ndim != 3 || hidden < 1 || hidden > INT64_MAX / 4)
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "lstm \"%s\": input is %s, expected (B, T, features), hidden %lld",
-                          given ? given : "", hpmli_describe(x), (long long)hidden);
-    const char *name = hpmli_layer_name(x->ctx, given, "lstm");
-    const int64_t shape[3] = { x->shape[0], x->shape[1], hidden };
+    hpml_tensor *src[6];
+    if (!hpmli_recurrent_fits("lstm", x, hidden, d, true)) return NULL;
+    const char *name = hpmli_layer_name(x->ctx, d->name, "lstm");
+    const int64_t shape[3] = { x->shape[0], x->shape[1], states ? 2 * hidden : hidden };
     const int64_t w_x[2] = { 4 * hidden, x->shape[2] }, w_h[2] = { 4 * hidden, hidden };
     const size_t  B = (size_t)shape[0], H = (size_t)hidden;
     src[0] = x;
     src[1] = hpmli_layer_param(x->ctx, name, "weight_x", HPML_INIT_XAVIER_UNIFORM, 0, 2, w_x);
     src[2] = hpmli_layer_param(x->ctx, name, "weight_h", HPML_INIT_XAVIER_UNIFORM, 0, 2, w_h);
     src[3] = hpmli_layer_param(x->ctx, name, "bias", HPML_INIT_ZEROS, 0, 1, w_x);
-    hpml_node *n = hpmli_node_create(HPML_OP_LSTM, name, 4, src, 3, shape);
-    n->saved_bytes   = B * (size_t)shape[1] * 5 * H * sizeof(float);
+    src[4] = d->h0;
+    src[5] = d->c0;
+    hpml_node *n = hpmli_node_create(HPML_OP_LSTM, name, d->h0 ? 6 : 4, src, 3, shape);
+    n->saved_bytes   = B * ((size_t)shape[1] * 5 + states) * H * sizeof(float);
     n->scratch_bytes = (H * 4 * H + B * 9 * H) * sizeof(float);
     n->scratch_bytes += (size_t)x->ctx->threads * HPMLI_LSTM_ROWS * 4 * HPMLI_LSTM_UNITS * sizeof(float);
     return n->out;
+}
+HPML_API hpml_tensor *hpml_lstm(hpml_tensor *x, int64_t hidden, const char *name)
+{
+    hpml_recurrent_desc d = HPMLI_ZEROED;
+    d.name = name;
+    return hpmli_recordable(1, &x) ? hpmli_lstm_record(x, hidden, &d, false) : NULL;
+}
+HPML_API hpml_tensor *hpml_lstm_states(hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc *desc)
+{
+    hpml_recurrent_desc d;
+    if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "lstm", d, desc)) return NULL;
+    hpml_tensor *src[3] = { x, d.h0, d.c0 };
+    bool         states = d.h0 || d.final_c;
+    if (d.h0 && d.c0 && !hpmli_recordable(3, src)) return NULL;
+    hpml_tensor *y = hpmli_lstm_record(x, hidden, &d, states);
+    if (y && d.final_c) *d.final_c = hpml_last(hpml_slice(y, 2, hidden, hidden), d.lengths);
+    return y ? hpmli_recurrent_end(states ? hpml_slice(y, 2, 0, hidden) : y, &d, d.final_h) : NULL;
 }
 
 typedef struct hpmli_lstm_job {
@@ -10669,8 +10923,9 @@ typedef struct hpmli_lstm_job {
     hpml_node *n;
     bool       back;
     int64_t    B, T, H, t;         /* t: the time step that is computed */
+    int64_t    states;             /* 1: the result has h and c of each step, and there is a c before step 0; else 0 */
     int64_t    width, panels;      /* hidden units in a panel; number of panels */
-    float     *gates, *cells;      /* i, f, g, o: (B, T, 4H), c: (B, T, H) */
+    float     *gates, *cells;      /* i, f, g, o: (B, T, 4H), c: (B, T + states, H) */
     float     *dc;                 /* (B, H) gradient of c */
     float     *packed;             /* W_h: (4, H, units) for each panel; backward: (4H, units) */
     float     *next[2];            /* (B, 4H) h or da of time step t in next[t % 2], of its neighbour in the other */
@@ -10678,10 +10933,10 @@ typedef struct hpmli_lstm_job {
 } hpmli_lstm_job;
 HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n, bool back)
 {
-    int64_t B = n->out->shape[0], T = n->out->shape[1], H = n->out->shape[2];
+    int64_t B = n->out->shape[0], T = n->out->shape[1], H = n->src[2]->shape[1], states = n->out->shape[2] / H - 1;
     int64_t width = B < HPMLI_LSTM_FEW ? 4 * HPMLI_LSTM_UNITS : HPMLI_LSTM_UNITS, panels = (H + width - 1) / width;
     float  *gates = (float *)n->saved, *dc = (float *)n->scratch, *packed = dc + B * H, *next = packed + 4 * H * H;
-    hpmli_lstm_job j = { run->ctx, n, back, B, T, H, 0, width, panels, gates, gates + B * T * 4 * H, dc, packed,
+    hpmli_lstm_job j = { run->ctx, n, back, B, T, H, 0, states, width, panels, gates, gates + B * T * 4 * H, dc, packed,
                          { next, next + B * 4 * H }, next + B * 8 * H };
     return j;
 }
@@ -10700,6 +10955,32 @@ HPMLI_FN void hpmli_lstm_pack(void *arg, int64_t panel, int thread HPMLI_UNUSED)
         memcpy(to + i * units, w + i * H + first, (size_t)units * sizeof(float));
 }
 
+/* Adds the gradient of the cells in the result, at one time step, to their gradient through the steps after. */
+HPMLI_FN void hpmli_lstm_add_dc(const hpmli_lstm_job *j, const hpmli_lstm_cells *s)
+{
+    for (int64_t i = 0; i < s->rows; i++)
+        j->ctx->k->vadd(s->dc + i * j->H, s->dc + i * j->H, s->h + i * s->h_step + j->H, s->units);
+}
+
+/* Prepares a pass of an LSTM with states: forward, c before step 0 and h as the result of step -1; backward, gradients
+   of the state after the last step, and as da of step T zeros. */
+HPMLI_FN void hpmli_lstm_begin(const hpmli_lstm_job *j)
+{
+    const hpmli_kernels *k = j->ctx->k;
+    const hpml_node     *n = j->n;
+    if (j->back) {
+        k->vfill(j->dc, 0, j->B * j->H);
+        k->vfill(j->next[j->T % 2], 0, j->B * 4 * j->H);
+        return;
+    }
+    k->vfill(j->next[1], 0, j->B * j->H);
+    for (int64_t b = 0; b < j->B; b++) k->vfill(j->cells + b * (j->T + 1) * j->H, 0, j->H);
+    if (n->src_count < 6) return;
+    memcpy(j->next[1], n->src[4]->data, (size_t)(j->B * j->H) * sizeof(float));
+    for (int64_t b = 0; b < j->B; b++)
+        memcpy(j->cells + b * (j->T + 1) * j->H, n->src[5]->data + b * j->H, (size_t)j->H * sizeof(float));
+}
+
 /* Computes time step j->t, forward or backward, for one block of up to HPMLI_LSTM_ROWS samples and one panel of up to
    j->width hidden units; `task` numbers the pairs of block and panel. */
 HPMLI_FN void hpmli_lstm_task(void *arg, int64_t task, int thread)
@@ -10707,7 +10988,7 @@ HPMLI_FN void hpmli_lstm_task(void *arg, int64_t task, int thread)
     const hpmli_lstm_job *j = (const hpmli_lstm_job *)arg;
     hpmli_lstm_cells      s;
     int64_t H = j->H, unit = task % j->panels * j->width, row = task / j->panels * HPMLI_LSTM_ROWS;
-    int64_t units = hpmli_min(H - unit, j->width), at = row * j->T + j->t;
+    int64_t units = hpmli_min(H - unit, j->width), at = row * j->T + j->t, each = j->n->out->shape[2];
     int64_t products = j->back ? 1 : 4;
     int64_t k        = j->back ? 4 * H : H;
     float  *sums = j->sums + thread * HPMLI_LSTM_ROWS * 4 * HPMLI_LSTM_UNITS;
@@ -10715,12 +10996,14 @@ HPMLI_FN void hpmli_lstm_task(void *arg, int64_t task, int thread)
     s.units = units;
     s.T     = j->T;
     s.H     = H;
-    s.first = j->t == 0;
-    s.last  = j->t == j->T - 1;
+    s.first = j->t == 0 && !j->states;
+    s.last  = j->t == j->T - 1 && !j->states;
     s.bias  = j->n->src[3]->data + unit;
     s.gates = j->gates + at * 4 * H + unit;
-    s.cells = j->cells + at * H + unit;
-    s.h     = (j->back ? j->n->out->grad : j->n->out->data) + at * H + unit;
+    s.c_step = (j->T + j->states) * H;
+    s.h_step = j->T * each;
+    s.cells = j->cells + row * s.c_step + (j->t + j->states) * H + unit;
+    s.h     = (j->back ? j->n->out->grad : j->n->out->data) + at * each + unit;
     s.sums  = sums;
     s.next  = j->next[j->t % 2] + row * k + unit;
     s.dc    = j->dc + row * H + unit;
@@ -10731,15 +11014,19 @@ HPMLI_FN void hpmli_lstm_task(void *arg, int64_t task, int thread)
         hpmli_gemm_desc d = hpmli_gemm_of(a, w, c, false);
         hpmli_gemm_serial(j->ctx, thread, &d);
     }
+    if (j->states && j->back) hpmli_lstm_add_dc(j, &s);
     if (j->back) j->ctx->k->lstm_cells_back(&s);
     else j->ctx->k->lstm_cells(&s);
+    for (int64_t i = 0; j->states && !j->back && i < s.rows; i++)
+        memcpy(s.h + i * s.h_step + H, s.cells + i * s.c_step, (size_t)units * sizeof(float));
 }
 
 /* Computes all time steps, forward from the first to the last, backward from the last to the first. */
 HPMLI_FN void hpmli_lstm_steps(hpmli_lstm_job *j)
 {
     int64_t tasks = (j->B + HPMLI_LSTM_ROWS - 1) / HPMLI_LSTM_ROWS * j->panels;
-    if (j->T > 1) hpmli_parallel(j->ctx, j->panels, hpmli_lstm_pack, j);
+    if (j->T > 1 || j->states) hpmli_parallel(j->ctx, j->panels, hpmli_lstm_pack, j);
+    if (j->states) hpmli_lstm_begin(j);
     for (int64_t i = 0; i < j->T; i++) {
         j->t = j->back ? j->T - 1 - i : i;
         hpmli_parallel(j->ctx, tasks, hpmli_lstm_task, j);
@@ -10752,6 +11039,17 @@ HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
     hpmli_product(run->ctx, hpmli_values(n->src[0]), hpmli_transposed(hpmli_values(n->src[1])),
                   hpmli_matrix(j.gates, j.B * j.T, 4 * j.H, 4 * j.H), false);
     hpmli_lstm_steps(&j);
+}
+
+/* Computes the gradients of the initial states (`steps`: dc is that of c0) and what h0 adds to the gradient of W_h. */
+HPMLI_FN void hpmli_lstm_initial_back(const hpmli_lstm_job *j, bool steps)
+{
+    const hpml_node   *n = j->n;
+    const hpml_tensor *w_h = n->src[2], *h0 = n->src[4], *c0 = n->src[5];
+    hpmli_mat          da = hpmli_matrix(j->gates, j->B, 4 * j->H, j->T * 4 * j->H); /* of time step 0 */
+    if (h0->grad && steps) hpmli_product(j->ctx, da, hpmli_values(w_h), hpmli_grads(h0), n->accumulate[4]);
+    if (c0->grad && steps) j->ctx->k->vaxpby(c0->grad, 1, j->dc, n->accumulate[5] ? 1.0f : 0.0f, j->B * j->H);
+    if (w_h->grad) hpmli_product(j->ctx, hpmli_transposed(da), hpmli_values(h0), hpmli_grads(w_h), n->accumulate[2]);
 }
 
 /* The gradient of W_h is the sum, over samples and time steps t >= 1, of da_t^T h_{t-1}, where da, (B x T, 4H), is the
@@ -10768,16 +11066,186 @@ HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
     if (x->grad) hpmli_product(run->ctx, da, hpmli_values(w_x), hpmli_grads(x), n->accumulate[0]);
     if (w_x->grad) hpmli_product(run->ctx, hpmli_transposed(da), hpmli_values(x), hpmli_grads(w_x), n->accumulate[1]);
     if (bias->grad) run->ctx->k->vsum_rows(bias->grad, da.p, da.rows, da.cols, n->accumulate[3]);
+    if (n->src_count > 5) hpmli_lstm_initial_back(&j, steps);
     if (!w_h->grad) return;
     for (int64_t b = 0; b < j.B; b++) run->ctx->k->vfill(j.gates + b * j.T * 4 * H, 0, 4 * H);
     hpmli_product(run->ctx, hpmli_transposed(hpmli_mat_at(da, rows - pairs, pairs, 0, 4 * H)),
-                  hpmli_mat_at(hpmli_values(n->out), 0, pairs, 0, H), hpmli_grads(w_h), n->accumulate[2]);
+                  hpmli_mat_at(hpmli_values(n->out), 0, pairs, 0, H), hpmli_grads(w_h),
+                  n->accumulate[2] || n->src_count > 5);
     for (int64_t b = 0; b < j.B && steps; b++) /* the second half may still need da of time step 0 */
         memcpy(j.gates + b * j.T * 4 * H, j.next[0] + b * 4 * H, (size_t)(4 * H) * sizeof(float));
 }
-HPMLI_OP(lstm, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT,
-         hpmli_flops_product(n, back, 4 * (n->out->shape[2] + n->src[0]->shape[2])), hpmli_lstm_pass(run, n),
+HPMLI_OP(lstm, HPMLI_OP_PRODUCT,
+         HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_SRC(4) | HPMLI_NEED_SRC(5) | HPMLI_NEED_OUT,
+         hpmli_flops_product(n, back, 4 * (n->src[2]->shape[1] + n->src[0]->shape[2])), hpmli_lstm_pass(run, n),
          hpmli_lstm_back(run, n));
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gru   gated recurrent units
+// ---------------------------------------------------------------------------------------------------------------------
+/* GRU (Cho et al. 2014, with the reset gate applied after the product, as cuDNN and PyTorch have it):
+       r = sigmoid(x W_xr^T + b_xr + h W_hr^T + b_hr),  z likewise,  m = h W_hn^T + b_hn,
+       n = tanh(x W_xn^T + b_xn + r m),  h' = (1 - z) n + z h.
+   The products with x of all time steps are one product. Backward from the last time step, with dh the gradient of h':
+       dn = dh (1 - z) (1 - n^2),  dz = dh (h - n) z (1 - z),  dr = dn m r (1 - r),  dm = dn r,
+   and the gradient of h is dh z + (dr, dz, dm) W_h; dr, dz, dn and dm overwrite r, z, n and m. Sources of the node: x,
+   w_x, w_h, b_x, b_h, h0 (or absent). Saved: r, z, n, m (B, T, 4H). Scratch: (B, T, H) the h before each step, (B, 3H)
+   products of a step, (B, H) the gradient of h, (4H) sums. */
+typedef struct hpmli_gru_job {
+    const hpml_run *run;
+    hpml_node      *n;
+    int64_t         B, T, H, t;
+    float          *gates, *before, *sums, *dh, *bias_sums;
+} hpmli_gru_job;
+HPMLI_FN hpmli_gru_job hpmli_gru_of(const hpml_run *run, hpml_node *n)
+{
+    const int64_t *s = n->out->shape;
+    float         *at = (float *)n->scratch;
+    hpmli_gru_job  j  = { run, n, s[0], s[1], s[2], 0, (float *)n->saved, at, at + s[0] * s[1] * s[2], NULL, NULL };
+    j.dh        = j.sums + j.B * 3 * j.H;
+    j.bias_sums = j.dh + j.B * j.H;
+    return j;
+}
+
+/* Returns h before time step t of sample b, or NULL: zeros. */
+HPMLI_FN const float *hpmli_gru_before(const hpmli_gru_job *j, int64_t b, int64_t t)
+{
+    const hpml_tensor *h0 = j->n->src_count > 5 ? j->n->src[5] : NULL;
+    if (t > 0) return j->n->out->data + (b * j->T + t - 1) * j->H;
+    return h0 ? h0->data + b * j->H : NULL;
+}
+
+HPMLI_FN void hpmli_gru_cells(void *arg, int64_t b, int thread HPMLI_UNUSED)
+{
+    const hpmli_gru_job *j = (const hpmli_gru_job *)arg;
+    const hpmli_kernels *k = j->run->ctx->k;
+    int64_t      H = j->H, row = b * j->T + j->t;
+    float       *r = j->gates + row * 4 * H, *z = r + H, *n = z + H, *m = n + H, *y = j->n->out->data + row * H;
+    const float *s = j->sums + b * 3 * H, *b_x = j->n->src[3]->data, *b_h = j->n->src[4]->data;
+    const float *before = hpmli_gru_before(j, b, j->t);
+    k->vadd(r, r, b_x, 3 * H);
+    k->vadd(r, r, b_h, 2 * H);
+    if (before) k->vadd(r, r, s, 2 * H);
+    memcpy(m, b_h + 2 * H, (size_t)H * sizeof *m);
+    if (before) k->vadd(m, m, s + 2 * H, H);
+    k->act_forward(HPML_ACT_SIGMOID, 0, r, r, 2 * H);
+    k->vmul(y, r, m, H);
+    k->vadd(n, n, y, H);
+    k->act_forward(HPML_ACT_TANH, 0, n, n, H);
+    for (int64_t i = 0; i < H; i++) y[i] = n[i] + z[i] * ((before ? before[i] : 0) - n[i]);
+}
+
+/* Returns the matrix (B, H) of h before time step j->t, of all samples. */
+HPMLI_FN hpmli_mat hpmli_gru_state(const hpmli_gru_job *j)
+{
+    const float *at = hpmli_gru_before(j, 0, j->t);
+    return hpmli_matrix((float *)(uintptr_t)at, j->B, j->H, j->t > 0 ? j->T * j->H : j->H);
+}
+
+HPMLI_FN void hpmli_gru_pass(const hpml_run *run, hpml_node *n)
+{
+    hpmli_gru_job j = hpmli_gru_of(run, n);
+    int64_t       H = j.H;
+    hpmli_product(run->ctx, hpmli_values(n->src[0]), hpmli_transposed(hpmli_values(n->src[1])),
+                  hpmli_matrix(j.gates, j.B * j.T, 3 * H, 4 * H), false);
+    for (; j.t < j.T; j.t++) {
+        if (hpmli_gru_before(&j, 0, j.t))
+            hpmli_product(run->ctx, hpmli_gru_state(&j), hpmli_transposed(hpmli_values(n->src[2])),
+                          hpmli_matrix(j.sums, j.B, 3 * H, 3 * H), false);
+        hpmli_parallel(run->ctx, j.B, hpmli_gru_cells, &j);
+    }
+}
+
+HPMLI_FN void hpmli_gru_cells_back(void *arg, int64_t b, int thread HPMLI_UNUSED)
+{
+    const hpmli_gru_job *j = (const hpmli_gru_job *)arg;
+    int64_t      H = j->H, row = b * j->T + j->t;
+    float       *r = j->gates + row * 4 * H, *z = r + H, *n = z + H, *m = n + H, *carry = j->dh + b * H;
+    const float *dy = j->n->out->grad + row * H, *before = hpmli_gru_before(j, b, j->t);
+    for (int64_t i = 0; i < H; i++) {
+        float dh = dy[i] + (j->t < j->T - 1 ? carry[i] : 0), h = before ? before[i] : 0;
+        float dn = dh * (1 - z[i]) * (1 - n[i] * n[i]), dz = dh * (h - n[i]) * z[i] * (1 - z[i]);
+        carry[i] = dh * z[i];
+        z[i]     = dz;
+        n[i]     = dn;
+        float dr = dn * m[i] * r[i] * (1 - r[i]);
+        m[i]     = dn * r[i];
+        r[i]     = dr;
+    }
+}
+
+/* Computes the gradients of w_h and b_h from dr, dz and dm, and that of b_x from dr, dz and dn. */
+HPMLI_FN void hpmli_gru_weights_back(const hpmli_gru_job *j)
+{
+    const hpml_node     *n = j->n;
+    const hpmli_kernels *k = j->run->ctx->k;
+    int64_t   H = j->H, rows = j->B * j->T;
+    hpmli_mat all = hpmli_matrix(j->gates, rows, 4 * H, 4 * H), h = hpmli_matrix(j->before, rows, H, H);
+    for (int64_t i = 0; i < rows; i++) {
+        const float *from = hpmli_gru_before(j, i / j->T, i % j->T);
+        if (from) memcpy(j->before + i * H, from, (size_t)H * sizeof *from);
+        else k->vfill(j->before + i * H, 0, H);
+    }
+    if (n->src[2]->grad) {
+        hpmli_mat d = hpmli_grads(n->src[2]);
+        hpmli_product(j->run->ctx, hpmli_transposed(hpmli_mat_at(all, 0, rows, 0, 2 * H)), h,
+                      hpmli_mat_rows(d, 0, 2 * H), n->accumulate[2]);
+        hpmli_product(j->run->ctx, hpmli_transposed(hpmli_mat_at(all, 0, rows, 3 * H, H)), h,
+                      hpmli_mat_rows(d, 2 * H, H), n->accumulate[2]);
+    }
+    k->vsum_rows(j->bias_sums, j->gates, rows, 4 * H, 0);
+    for (int s = 3; s < 5; s++) {
+        float *d = n->src[s]->grad;
+        if (!d) continue;
+        if (!n->accumulate[s]) k->vfill(d, 0, 3 * H);
+        k->vadd(d, d, j->bias_sums, 2 * H);
+        k->vadd(d + 2 * H, d + 2 * H, j->bias_sums + (s == 3 ? 2 : 3) * H, H);
+    }
+}
+
+HPMLI_FN void hpmli_gru_back(const hpml_run *run, hpml_node *n)
+{
+    hpmli_gru_job      j = hpmli_gru_of(run, n);
+    const hpml_tensor *x = n->src[0], *w_x = n->src[1], *h0 = n->src_count > 5 ? n->src[5] : NULL;
+    int64_t            H = j.H;
+    hpmli_mat          da = hpmli_matrix(j.gates, j.B * j.T, 3 * H, 4 * H), w_h = hpmli_values(n->src[2]);
+    for (j.t = j.T - 1; j.t >= 0; j.t--) {
+        hpmli_mat at = hpmli_matrix(j.gates + j.t * 4 * H, j.B, 4 * H, j.T * 4 * H);
+        hpmli_mat dh = hpmli_matrix(j.dh, j.B, H, H);
+        hpmli_parallel(run->ctx, j.B, hpmli_gru_cells_back, &j);
+        if (j.t == 0 && !(h0 && h0->grad)) break;
+        hpmli_product(run->ctx, hpmli_mat_at(at, 0, j.B, 0, 2 * H), hpmli_mat_rows(w_h, 0, 2 * H), dh, true);
+        hpmli_product(run->ctx, hpmli_mat_at(at, 0, j.B, 3 * H, H), hpmli_mat_rows(w_h, 2 * H, H), dh, true);
+    }
+    if (h0 && h0->grad) run->ctx->k->vaxpby(h0->grad, 1, j.dh, n->accumulate[5] ? 1.0f : 0.0f, j.B * H);
+    if (x->grad) hpmli_product(run->ctx, da, hpmli_values(w_x), hpmli_grads(x), n->accumulate[0]);
+    if (w_x->grad) hpmli_product(run->ctx, hpmli_transposed(da), hpmli_values(x), hpmli_grads(w_x), n->accumulate[1]);
+    hpmli_gru_weights_back(&j);
+}
+HPMLI_OP(gru, HPMLI_OP_IS_WHOLE, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_SRC(5) | HPMLI_NEED_OUT,
+         hpmli_flops_product(n, back, 3 * (n->out->shape[2] + n->src[0]->shape[2])), hpmli_gru_pass(run, n),
+         hpmli_gru_back(run, n));
+
+HPML_API hpml_tensor *hpml_gru(hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc *desc)
+{
+    hpml_recurrent_desc d;
+    hpml_tensor        *src[6] = { x };
+    if (!hpmli_recordable(1, &x) || !HPMLI_COPY_DESC(x->ctx, "gru", d, desc)) return NULL;
+    src[1] = d.h0;
+    if (!hpmli_recurrent_fits("gru", x, hidden, &d, false) || (d.h0 && !hpmli_recordable(2, src))) return NULL;
+    const char   *name = hpmli_layer_name(x->ctx, d.name, "gru");
+    const int64_t B = x->shape[0], T = x->shape[1], shape[3] = { B, T, hidden };
+    const int64_t w_x[2] = { 3 * hidden, x->shape[2] }, w_h[2] = { 3 * hidden, hidden };
+    src[1] = hpmli_layer_param(x->ctx, name, "weight_x", HPML_INIT_XAVIER_UNIFORM, 0, 2, w_x);
+    src[2] = hpmli_layer_param(x->ctx, name, "weight_h", HPML_INIT_XAVIER_UNIFORM, 0, 2, w_h);
+    src[3] = hpmli_layer_param(x->ctx, name, "bias_x", HPML_INIT_ZEROS, 0, 1, w_x);
+    src[4] = hpmli_layer_param(x->ctx, name, "bias_h", HPML_INIT_ZEROS, 0, 1, w_x);
+    src[5] = d.h0;
+    hpml_node *n = hpmli_node_create(HPML_OP_GRU, name, d.h0 ? 6 : 5, src, 3, shape);
+    n->saved_bytes   = (size_t)(B * T * 4 * hidden) * sizeof(float);
+    n->scratch_bytes = (size_t)((B * T + 4 * B + 4) * hidden) * sizeof(float);
+    return hpmli_recurrent_end(n->out, &d, d.final_h);
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loss   cross-entropy, binary cross-entropy, squared and huber loss
@@ -19786,8 +20254,8 @@ HPMLI_VEC_INLINE void HV(lstm_prefetch)(const hpmli_lstm_cells *s, int64_t r)
     if (r + 2 >= s->rows) return;
     for (int64_t i = 0; i < s->units; i += 16) {
         for (int64_t gate = 0; gate < 4; gate++) __builtin_prefetch(s->gates + 4 * at + gate * s->H + i, 1);
-        __builtin_prefetch(s->cells + at + i, 1);
-        __builtin_prefetch(s->h + at + i, 1);
+        __builtin_prefetch(s->cells + (r + 2) * s->c_step + i, 1);
+        __builtin_prefetch(s->h + (r + 2) * s->h_step + i, 1);
     }
 }
 /* Computes c = f c_before + i g and h = o tanh(c), with gates from the sum of bias and the products with x and h. */
@@ -19795,7 +20263,7 @@ HPMLI_KERNEL void HV(lstm_cells)(const hpmli_lstm_cells *s)
 {
     const int64_t H = s->H, units = s->units;
     for (int64_t r = 0; r < s->rows; r++) {
-        float       *a = s->gates + r * s->T * 4 * H, *cell = s->cells + r * s->T * H, *h = s->h + r * s->T * H;
+        float       *a = s->gates + r * s->T * 4 * H, *cell = s->cells + r * s->c_step, *h = s->h + r * s->h_step;
         const float *sums = s->sums + r * 4 * units, *bias = s->bias;
         HV(lstm_prefetch)(s, r);
         HV_LOOP(units) {
@@ -19840,7 +20308,7 @@ HPMLI_KERNEL void HV(lstm_cells_back)(const hpmli_lstm_cells *s)
     const int64_t H   = s->H;
     const HV(f32) one = HV(set1)(1);
     for (int64_t r = 0; r < s->rows; r++) {
-        const float *a = s->gates + r * s->T * 4 * H, *cell = s->cells + r * s->T * H, *dy = s->h + r * s->T * H;
+        const float *a = s->gates + r * s->T * 4 * H, *cell = s->cells + r * s->c_step, *dy = s->h + r * s->h_step;
         float       *dc = s->dc + r * H;
         HV(lstm_prefetch)(s, r);
         HV_LOOP(s->units) {

@@ -112,6 +112,7 @@
 //     gpu-attention-back   the gradient of attention
 //     gpu-attention-op   attention with a cache; which kernels run; rotary positions
 //     gpu-lstm   long short-term memory
+//     gpu-gru   gated recurrent units
 // PART VI    TRAINING: losses, optimizers, gradient codecs
 //     gpu-loss   losses
 //     gpu-update   optimizers: one launch for all parameters
@@ -4542,6 +4543,27 @@ HPMLG_FN void hpmlg_op_conv2d(HPMLG_OP_ARGUMENTS)
                        n->accumulate[0]);
 }
 
+/* Runs a transposed convolution by the passes of its mirror, a convolution from its result to its source. */
+HPMLG_FN void hpmlg_op_conv_transpose2d(HPMLG_OP_ARGUMENTS)
+{
+    hpml_mirror *m = n->attr.conv_transpose.mirror;
+    hpml_tensor *x = n->src[0], *w = n->src[1];
+    m->x            = *n->out;
+    m->y            = *x;
+    m->node.src[1]  = w;
+    m->node.state   = n->state;
+    m->node.scratch = (char *)n->scratch + hpmlg_narrowed_bytes(d, x);
+    if (!back)
+        return hpmlg_conv_run(d, &m->node, HPMLG_DNN_DX, hpmlg_value(n->out), hpmlg_product_input(d, w, NULL),
+                              hpmlg_product_input(d, x, n->scratch), false);
+    if (w->raw_grad)
+        hpmlg_conv_run(d, &m->node, HPMLG_DNN_DW, hpmlg_grad(n->out), hpmlg_grad(w),
+                       hpmlg_product_input(d, x, n->scratch), n->accumulate[1]);
+    if (x->raw_grad)
+        hpmlg_conv_run(d, &m->node, HPMLG_DNN_Y, hpmlg_grad(n->out), hpmlg_product_input(d, w, NULL), hpmlg_grad(x),
+                       n->accumulate[0]);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gpu-cudnn   convolution by cuDNN
 // ---------------------------------------------------------------------------------------------------------------------
@@ -4713,10 +4735,11 @@ HPMLG_FN hpmlg_dnn_plan *hpmlg_dnn_plan_of(hpmlg_device *d, hpmlg_dnn *dnn, cons
     return p;
 }
 
-/* Computes y = conv(x, w) or, where cuDNN can, act(conv(x, w) + bias) in one launch, which only one of its algorithms
-   supports. Sets *whole to true if bias and activation, where the layer has them, are done. */
+/* Computes y = beta y + conv(x, w) or, where cuDNN can, act(conv(x, w) + bias) in one launch, which only one of its
+   algorithms supports. beta is 0 where there is a bias. Sets *whole to true if bias and activation, where the layer has
+   them, are done. */
 HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_dnn_plan *p, hpml_node *n,
-                                         hpmlg_array x, hpmlg_array w, hpmlg_array y, bool *whole)
+                                         hpmlg_array x, hpmlg_array w, hpmlg_array y, float beta, bool *whole)
 {
     const float               one = 1, zero = 0;
     hpml_act                  act = n->attr.conv.act;
@@ -4733,7 +4756,7 @@ HPMLG_FN cudnnStatus_t hpmlg_dnn_forward(hpmlg_device *d, hpmlg_dnn *dnn, hpmlg_
         if (!p->unfused) return s;
     }
     return cudnnConvolutionForward(dnn->handle, &one, p->x, x.p, p->w, w.p, p->conv, algo, d->workspace,
-                                   d->workspace_bytes, &zero, p->y, y.p);
+                                   d->workspace_bytes, &beta, p->y, y.p);
 }
 
 /* Returns the device's cuDNN state, opened at the first convolution because that takes long; NULL: an error. */
@@ -4765,7 +4788,7 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     d->work.convolutions_refused += p && !p->usable[pass];
     if (!p || !p->usable[pass]) return false;
     cudnnStatus_t s = cudnnSetConvolutionMathType(p->conv, p->math[pass]);
-    if (pass == HPMLG_DNN_Y) HPMLG_TRY(s, hpmlg_dnn_forward(d, dnn, p, n, x, w, y, &whole));
+    if (pass == HPMLG_DNN_Y) HPMLG_TRY(s, hpmlg_dnn_forward(d, dnn, p, n, x, w, y, beta, &whole));
     if (pass == HPMLG_DNN_DW)
         HPMLG_TRY(s, cudnnConvolutionBackwardFilter(dnn->handle, &one, p->x, x.p, p->y, y.p, p->conv,
                                                     (cudnnConvolutionBwdFilterAlgo_t)p->algo[pass], d->workspace,
@@ -5530,12 +5553,15 @@ HPMLG_FN void hpmlg_op_rotary(HPMLG_OP_ARGUMENTS)
 /* The LSTM, computed as on the CPU: one product computes the contribution of x to the gates of all steps, then the
    recurrent product and the cell are computed step by step. Backward, the saved gates are overwritten by da, the
    gradients of the gates' sums; the gradients of the weights are then one product each over all steps, that of w_h with
-   the h of the previous step. Half models multiply half copies of da. */
+   the h of the previous step. Half models multiply half copies of da. With states (see hpml_lstm_states) the rows of
+   the result are h and c, and there may be a state before the first step. */
 
 typedef struct hpmlg_lstm {
     int64_t     B, T, H, in;
+    int64_t     width;                    /* of rows of h and dy: H or, with states, 2H */
     float      *gates, *cells, *dh, *dc;  /* (B, T, 4H), (B, T, H), (B, H), (B, H) */
     hpmlg_array h, dy, da, before;        /* da (B, T, 4H): gates, or their half copy; before (B, T, H): h_{t-1} */
+    hpmlg_array h0, c0;                   /* (B, H), or NULL */
 } hpmlg_lstm;
 
 /* Places an LSTM's arrays in node n's saved and scratch memory; returns the bytes of scratch memory that they need. */
@@ -5547,8 +5573,11 @@ HPMLG_FN size_t hpmlg_lstm_layout(const hpmlg_device *d, const hpml_node *n, hpm
     uintptr_t p = (uintptr_t)n->scratch;
     l->B  = n->out->shape[0];
     l->T  = n->out->shape[1];
-    l->H  = n->out->shape[2];
+    l->H  = n->src[2]->shape[1];
     l->in = x->shape[2];
+    l->width = n->out->shape[2];
+    l->h0    = n->src_count > 5 ? hpmlg_value(n->src[4]) : hpmlg_array_null();
+    l->c0    = n->src_count > 5 ? hpmlg_value(n->src[5]) : hpmlg_array_null();
     rows     = l->B * l->T;
     l->gates = (float *)n->saved;
     l->cells = n->saved ? l->gates + rows * 4 * l->H : NULL;
@@ -5569,6 +5598,13 @@ HPMLG_FN size_t hpmlg_lstm_layout(const hpmlg_device *d, const hpml_node *n, hpm
 
 HPMLG_DEVICE float hpmlg_sigmoid(float x) { return 1 / (1 + expf(-x)); }
 
+/* Returns element `at` of (B, H) of the cell before step t, where c is that of step t. */
+HPMLG_DEVICE float hpmlg_lstm_cell_before(const hpmlg_lstm &l, const float *c, int64_t t, int64_t at)
+{
+    if (t > 0) return c[-l.H];
+    return l.c0.p ? hpmlg_get(l.c0, at) : 0;
+}
+
 /* Computes one element of h and of the cell at step t of an LSTM, from the sums (before the activation) of its gates i,
    f, g, o, which are overwritten by the gates; a thread for each of the B H elements (samples, hidden size). */
 static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
@@ -5578,13 +5614,14 @@ static __global__ void hpmlg_k_lstm(hpmlg_lstm l, int64_t t)
     if (b >= l.B) return;
     float in = hpmlg_sigmoid(a[0]), forget = hpmlg_sigmoid(a[l.H]);
     float g = tanhf(a[2 * l.H]), out = hpmlg_sigmoid(a[3 * l.H]);
-    float cell = in * g + (t > 0 ? forget * c[-l.H] : 0);
+    float cell = in * g + (t > 0 || l.c0.p ? forget * hpmlg_lstm_cell_before(l, c, t, at) : 0);
     a[0]       = in;
     a[l.H]     = forget;
     a[2 * l.H] = g;
     a[3 * l.H] = out;
     *c = cell;
-    hpmlg_put(l.h, row * l.H + j, out * tanhf(cell));
+    hpmlg_put(l.h, row * l.width + j, out * tanhf(cell));
+    if (l.width > l.H) hpmlg_put(l.h, row * l.width + l.H + j, cell);
 }
 
 /* Computes the gradients of one LSTM element at step t: overwrites its gates by da, the gradients of the gates' sums
@@ -5597,10 +5634,11 @@ static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
     if (b >= l.B) return;
     bool  last = t == l.T - 1;
     float in = a[0], forget = a[l.H], g = a[2 * l.H], out = a[3 * l.H], th = tanhf(*c);
-    float dh = hpmlg_get(l.dy, row * l.H + j) + (last ? 0 : l.dh[at]);
+    float dh = hpmlg_get(l.dy, row * l.width + j) + (last ? 0 : l.dh[at]);
     float dcell = dh * out * (1 - th * th) + (last ? 0 : l.dc[at]);
+    if (l.width > l.H) dcell += hpmlg_get(l.dy, row * l.width + l.H + j);
     d[0] = dcell * g * in * (1 - in);
-    d[1] = t > 0 ? dcell * c[-l.H] * forget * (1 - forget) : 0;
+    d[1] = dcell * hpmlg_lstm_cell_before(l, c, t, at) * forget * (1 - forget);
     d[2] = dcell * in * (1 - g * g);
     d[3] = dh * th * out * (1 - out);
     for (int i = 0; i < 4; i++) {
@@ -5608,7 +5646,9 @@ static __global__ void hpmlg_k_lstm_back(hpmlg_lstm l, int64_t t)
         if (l.da.p != l.gates) hpmlg_put(l.da, (row * 4 + i) * l.H + j, d[i]);
     }
     l.dc[at] = dcell * forget;
-    hpmlg_put(l.before, row * l.H + j, t > 0 ? hpmlg_get(l.h, (row - 1) * l.H + j) : 0);
+    float before = t > 0 ? hpmlg_get(l.h, (row - 1) * l.width + j) : 0;
+    if (t == 0 && l.h0.p) before = hpmlg_get(l.h0, at);
+    hpmlg_put(l.before, row * l.H + j, before);
 }
 
 HPMLG_FN void hpmlg_lstm_forward(hpmlg_device *d, hpml_node *n)
@@ -5623,9 +5663,11 @@ HPMLG_FN void hpmlg_lstm_forward(hpmlg_device *d, hpml_node *n)
     g.bias = n->src[3]->data;
     hpmlg_gemm_run(d, &g);
     for (int64_t t = 0; t < l.T; t++) {
-        g = hpmlg_gemm_of(l.B, 4 * H, H, hpmlg_matrix(hpmlg_array_at(l.h, (t - 1) * H), l.T * H, 0, true),
-                          hpmlg_matrix(w_h, H, 0, true), hpmlg_array_at(gates, t * 4 * H), l.T * 4 * H, true);
-        if (t > 0) hpmlg_gemm_run(d, &g);
+        hpmlg_operand h = t > 0 ? hpmlg_matrix(hpmlg_array_at(l.h, (t - 1) * l.width), l.T * l.width, 0, true)
+                                : hpmlg_matrix(l.h0, H, 0, true);
+        g = hpmlg_gemm_of(l.B, 4 * H, H, h, hpmlg_matrix(w_h, H, 0, true), hpmlg_array_at(gates, t * 4 * H),
+                          l.T * 4 * H, true);
+        if (t > 0 || l.h0.p) hpmlg_gemm_run(d, &g);
         HPMLG_RUN(d, hpmlg_k_lstm, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
     }
 }
@@ -5640,11 +5682,15 @@ HPMLG_FN void hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
     hpmlg_array half_w_h = hpmlg_product_input(d, w_h, NULL);
     for (int64_t t = l.T - 1; t >= 0; t--) {
         HPMLG_RUN(d, hpmlg_k_lstm_back, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
-        if (t == 0) break; /* the product below gives dh of step t - 1: da_t W_h */
+        if (t == 0 && !(l.h0.p && n->src[4]->raw_grad)) break; /* the product is dh of step t - 1 = da_t W_h */
         g = hpmlg_gemm_of(l.B, H, 4 * H, hpmlg_matrix(hpmlg_array_at(l.da, t * 4 * H), l.T * 4 * H, 0, true),
                           hpmlg_matrix(half_w_h, H, 0, false), hpmlg_array_of(l.dh, HPML_DTYPE_F32), H, false);
         hpmlg_gemm_run(d, &g);
     }
+    for (int s = 4; s < n->src_count; s++)
+        if (n->src[s]->raw_grad)
+            hpmlg_copy_run(d, hpmlg_grad(n->src[s]), hpmlg_array_of(s == 4 ? l.dh : l.dc, HPML_DTYPE_F32), l.B * H,
+                           n->accumulate[s]);
     hpmlg_operand da = hpmlg_matrix(l.da, 4 * H, 0, true), da_transposed = hpmlg_matrix(l.da, 4 * H, 0, false);
     if (x->raw_grad) {
         hpmlg_array w = hpmlg_product_input(d, w_x, NULL);
@@ -5668,6 +5714,185 @@ HPMLG_FN void hpmlg_op_lstm(HPMLG_OP_ARGUMENTS)
 {
     if (back) hpmlg_lstm_backward(d, n);
     else hpmlg_lstm_forward(d, n);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gpu-gru   gated recurrent units
+// ---------------------------------------------------------------------------------------------------------------------
+
+/* The GRU, computed as on the CPU (>>gru of hpml.h): one product for x and all time steps, then a product and a kernel
+   for each time step. Backward, r, z, n and m are overwritten by dr, dz, dn and dm; half models multiply half copies of
+   these. */
+typedef struct hpmlg_gru {
+    int64_t      B, T, H, in;
+    float       *gates, *sums, *dh;   /* (B, T, 4H) r z n m; (B, 3H) products of a step; (B, H) gradient of h */
+    float       *bias_sums;           /* (4H) */
+    hpmlg_array  h, h0, dy, da, before; /* da (B, T, 4H): gates, or their half copy; before (B, T, H): h_{t-1} */
+    const float *b_x, *b_h;
+} hpmlg_gru;
+
+/* Places a GRU's arrays in node n's saved and scratch memory; returns the bytes of scratch memory that they need. */
+HPMLG_FN size_t hpmlg_gru_layout(const hpmlg_device *d, const hpml_node *n, hpmlg_gru *l)
+{
+    bool      narrow = d->act_dtype != HPML_DTYPE_F32;
+    uintptr_t p = (uintptr_t)n->scratch, size = hpml_dtype_size(d->act_dtype);
+    l->B  = n->out->shape[0];
+    l->T  = n->out->shape[1];
+    l->H  = n->out->shape[2];
+    l->in = n->src[0]->shape[2];
+    uintptr_t state = (uintptr_t)(l->B * l->H + 63) / 64 * 256, rows = (uintptr_t)(l->B * l->T);
+    p += hpmlg_narrowed_bytes(d, n->src[0]);
+    l->dh = (float *)p;
+    p += state;
+    l->sums = (float *)p;
+    p += 3 * state;
+    l->bias_sums = (float *)p;
+    p += (uintptr_t)(l->H + 15) / 16 * 256;
+    l->gates = (float *)n->saved;
+    l->da    = hpmlg_array_of(narrow ? (void *)p : n->saved, d->act_dtype);
+    if (narrow) p += (rows * 4 * (uintptr_t)l->H * size + 255) / 256 * 256;
+    l->before = hpmlg_array_of((void *)p, n->out->dtype);
+    p += (rows * (uintptr_t)l->H * size + 255) / 256 * 256;
+    l->h   = hpmlg_value(n->out);
+    l->dy  = hpmlg_grad(n->out);
+    l->b_x = n->src[3]->data;
+    l->b_h = n->src[4]->data;
+    l->h0  = n->src_count > 5 ? hpmlg_value(n->src[5]) : hpmlg_array_null();
+    return (size_t)(p - (uintptr_t)n->scratch);
+}
+
+/* Returns element (b, j) of h before step t. */
+HPMLG_DEVICE float hpmlg_gru_before(const hpmlg_gru &l, int64_t b, int64_t t, int64_t j)
+{
+    if (t > 0) return hpmlg_get(l.h, (b * l.T + t - 1) * l.H + j);
+    return l.h0.p ? hpmlg_get(l.h0, b * l.H + j) : 0;
+}
+
+/* Computes one element of h at step t, a thread for each of the B H elements; l.sums is h_{t-1} W_h^T, unless there is
+   no h before. */
+static __global__ void hpmlg_k_gru(hpmlg_gru l, int64_t t)
+{
+    int64_t at = hpmlg_thread_index(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t, H = l.H;
+    float  *a = l.gates + row * 4 * H + j, s[3] = { 0, 0, 0 };
+    if (b >= l.B) return;
+    for (int i = 0; i < 3 && (t > 0 || l.h0.p); i++) s[i] = l.sums[(b * 3 + i) * H + j];
+    float r = hpmlg_sigmoid(a[0] + l.b_x[j] + s[0] + l.b_h[j]);
+    float z = hpmlg_sigmoid(a[H] + l.b_x[H + j] + s[1] + l.b_h[H + j]);
+    float m = s[2] + l.b_h[2 * H + j], n = tanhf(a[2 * H] + l.b_x[2 * H + j] + r * m);
+    a[0]     = r;
+    a[H]     = z;
+    a[2 * H] = n;
+    a[3 * H] = m;
+    hpmlg_put(l.h, row * H + j, n + z * (hpmlg_gru_before(l, b, t, j) - n));
+}
+
+/* Overwrites r, z, n and m of one element at step t by their gradients, and l.dh, the gradient of h through step t + 1,
+   by the part of that of step t - 1 that does not pass W_h. Writes h of step t - 1 to l.before. */
+static __global__ void hpmlg_k_gru_back(hpmlg_gru l, int64_t t)
+{
+    int64_t at = hpmlg_thread_index(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t, H = l.H;
+    float  *a = l.gates + row * 4 * H + j, d[4];
+    if (b >= l.B) return;
+    float r = a[0], z = a[H], n = a[2 * H], m = a[3 * H], h = hpmlg_gru_before(l, b, t, j);
+    float dh = hpmlg_get(l.dy, row * H + j) + (t < l.T - 1 ? l.dh[at] : 0);
+    d[2] = dh * (1 - z) * (1 - n * n);
+    d[1] = dh * (h - n) * z * (1 - z);
+    d[0] = d[2] * m * r * (1 - r);
+    d[3] = d[2] * r;
+    for (int i = 0; i < 4; i++) {
+        a[i * H] = d[i];
+        if (l.da.p != l.gates) hpmlg_put(l.da, (row * 4 + i) * H + j, d[i]);
+    }
+    l.dh[at] = dh * z;
+    hpmlg_put(l.before, row * H + j, h);
+}
+
+HPMLG_FN void hpmlg_gru_forward(hpmlg_device *d, hpml_node *n)
+{
+    hpmlg_gru l = {};
+    hpmlg_gru_layout(d, n, &l);
+    int64_t     H = l.H;
+    hpmlg_array x = hpmlg_product_input(d, n->src[0], n->scratch), w_x = hpmlg_product_input(d, n->src[1], NULL);
+    hpmlg_array gates = hpmlg_array_of(l.gates, HPML_DTYPE_F32), w_h = hpmlg_product_input(d, n->src[2], NULL);
+    hpmlg_gemm  g = hpmlg_gemm_of(l.B * l.T, 3 * H, l.in, hpmlg_matrix(x, l.in, 0, true),
+                                  hpmlg_matrix(w_x, l.in, 0, true), gates, 4 * H, false);
+    hpmlg_gemm_run(d, &g);
+    for (int64_t t = 0; t < l.T; t++) {
+        hpmlg_operand h = t > 0 ? hpmlg_matrix(hpmlg_array_at(l.h, (t - 1) * H), l.T * H, 0, true)
+                                : hpmlg_matrix(l.h0, H, 0, true);
+        g = hpmlg_gemm_of(l.B, 3 * H, H, h, hpmlg_matrix(w_h, H, 0, true), hpmlg_array_of(l.sums, HPML_DTYPE_F32),
+                          3 * H, false);
+        if (t > 0 || l.h0.p) hpmlg_gemm_run(d, &g);
+        HPMLG_RUN(d, hpmlg_k_gru, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
+    }
+}
+
+/* Adds da W_h to the gradient of h, for columns dr and dz, then dm of da at step t. */
+HPMLG_FN void hpmlg_gru_step_back(hpmlg_device *d, const hpmlg_gru *l, hpmlg_array w_h, int64_t t)
+{
+    int64_t     H = l->H;
+    hpmlg_array dh = hpmlg_array_of(l->dh, HPML_DTYPE_F32);
+    hpmlg_gemm  g = hpmlg_gemm_of(l->B, H, 2 * H, hpmlg_matrix(hpmlg_array_at(l->da, t * 4 * H), l->T * 4 * H, 0, true),
+                                  hpmlg_matrix(w_h, H, 0, false), dh, H, true);
+    hpmlg_gemm_run(d, &g);
+    g = hpmlg_gemm_of(l->B, H, H, hpmlg_matrix(hpmlg_array_at(l->da, (t * 4 + 3) * H), l->T * 4 * H, 0, true),
+                      hpmlg_matrix(hpmlg_array_at(w_h, 2 * H * H), H, 0, false), dh, H, true);
+    hpmlg_gemm_run(d, &g);
+}
+
+/* Computes the gradients of the biases: of b_x from dr, dz and dn, of b_h from dr, dz and dm. */
+HPMLG_FN void hpmlg_gru_bias_back(hpmlg_device *d, const hpmlg_gru *l, const hpml_node *n)
+{
+    int64_t     H = l->H;
+    hpmlg_array all = hpmlg_array_of(l->gates, HPML_DTYPE_F32), sums = hpmlg_array_of(l->bias_sums, HPML_DTYPE_F32);
+    hpmlg_act_bias_grad(d, all, all, HPML_ACT_NONE, 0, hpmlg_broadcast_strides(1, l->B * l->T, 4 * H), l->bias_sums,
+                        false);
+    for (int s = 3; s < 5; s++) {
+        hpmlg_array to = hpmlg_grad(n->src[s]);
+        if (!to.p) continue;
+        hpmlg_copy_run(d, to, sums, 2 * H, n->accumulate[s]);
+        hpmlg_copy_run(d, hpmlg_array_at(to, 2 * H), hpmlg_array_at(sums, s == 3 ? 2 * H : 3 * H), H, n->accumulate[s]);
+    }
+}
+
+HPMLG_FN void hpmlg_gru_backward(hpmlg_device *d, hpml_node *n)
+{
+    hpmlg_gru    l = {};
+    hpml_tensor *x = n->src[0], *w_x = n->src[1], *w_h = n->src[2], *h0 = n->src_count > 5 ? n->src[5] : NULL;
+    hpmlg_gru_layout(d, n, &l);
+    int64_t     H = l.H, rows = l.B * l.T;
+    hpmlg_array half_w_h = hpmlg_product_input(d, w_h, NULL);
+    for (int64_t t = l.T - 1; t >= 0; t--) {
+        HPMLG_RUN(d, hpmlg_k_gru_back, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
+        if (t > 0 || (h0 && h0->raw_grad)) hpmlg_gru_step_back(d, &l, half_w_h, t);
+    }
+    hpmlg_operand da = hpmlg_matrix(l.da, 4 * H, 0, true), turned = hpmlg_matrix(l.da, 4 * H, 0, false);
+    hpmlg_operand dm = hpmlg_matrix(hpmlg_array_at(l.da, 3 * H), 4 * H, 0, false);
+    hpmlg_operand before = hpmlg_matrix(l.before, H, 0, false);
+    if (h0 && h0->raw_grad)
+        hpmlg_copy_run(d, hpmlg_grad(h0), hpmlg_array_of(l.dh, HPML_DTYPE_F32), l.B * H, n->accumulate[5]);
+    if (x->raw_grad) {
+        hpmlg_array w = hpmlg_product_input(d, w_x, NULL);
+        hpmlg_batched_product(d, 1, rows, l.in, 3 * H, da, hpmlg_matrix(w, l.in, 0, false), hpmlg_grad(x),
+                              n->accumulate[0], false);
+    }
+    if (w_x->grad) {
+        hpmlg_array x_in = hpmlg_product_input(d, x, n->scratch);
+        hpmlg_batched_product(d, 1, 3 * H, l.in, rows, turned, hpmlg_matrix(x_in, l.in, 0, false), hpmlg_grad(w_x),
+                              n->accumulate[1], false);
+    }
+    if (w_h->grad) {
+        hpmlg_batched_product(d, 1, 2 * H, H, rows, turned, before, hpmlg_grad(w_h), n->accumulate[2], false);
+        hpmlg_batched_product(d, 1, H, H, rows, dm, before, hpmlg_array_at(hpmlg_grad(w_h), 2 * H * H),
+                              n->accumulate[2], false);
+    }
+    hpmlg_gru_bias_back(d, &l, n);
+}
+
+HPMLG_FN void hpmlg_op_gru(HPMLG_OP_ARGUMENTS)
+{
+    if (back) hpmlg_gru_backward(d, n);
+    else hpmlg_gru_forward(d, n);
 }
 
 // =====================================================================================================================
@@ -7099,6 +7324,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
     int64_t           cols   = hpmlg_last_dim(n->out);
     hpml_node        *before = d->planned;
     hpmlg_lstm        lstm   = {};
+    hpmlg_gru         gru    = {};
     hpmlg_token_lists buckets = {};
     d->planned = n;
     switch (n->op) {
@@ -7119,7 +7345,11 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
         n->scratch_bytes = hpmlg_narrowed_bytes(d, n->src[0]);
         if (d->act_dtype != HPML_DTYPE_F32) n->scratch_bytes += (size_t)hpml_tensor_count(n->src[1]) * 2;
         break;
+    case HPML_OP_CONV_TRANSPOSE2D:
+        n->scratch_bytes = hpmlg_narrowed_bytes(d, n->src[0]) + (size_t)hpml_tensor_count(n->src[1]) * 2;
+        break;
     case HPML_OP_LSTM: n->scratch_bytes = hpmlg_lstm_layout(d, n, &lstm); break;
+    case HPML_OP_GRU: n->scratch_bytes = hpmlg_gru_layout(d, n, &gru); break;
     case HPML_OP_CUSTOM:
         if (!n->attr.custom->kernel.forward) n->saved_bytes = n->scratch_bytes = 0; /* in host memory */
         break;

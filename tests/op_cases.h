@@ -33,6 +33,15 @@ typedef struct op_case {
     X(softmax_wide, hpml_scale(hpml_softmax(hpml_reshape_2d(x, -1, 252)), 60, 0), 5e-3)                                \
     X(layernorm_wide, hpml_layernorm(hpml_reshape_2d(x, -1, 252), NULL), 5e-3)                                         \
     X(rmsnorm_plain, hpml_rmsnorm(x, &(hpml_norm_desc){ .no_affine = true }), 5e-3)                                    \
+    X(groupnorm, hpml_groupnorm(x, 2, NULL), 8e-3) X(instancenorm, hpml_groupnorm(nhwc(x), 4, NULL), 8e-3)             \
+    X(conv1d, hpml_conv1d(hpml_reshape_3d(x, -1, 4, 63), 6, &(hpml_conv2d_desc){ .kernel_h = 3, .padding_h = 1,        \
+                                                                                .stride_h = 2 }), 5e-3)                \
+    X(conv_transpose, hpml_conv_transpose2d(x, 6, &(hpml_conv2d_desc){ .kernel_h = 3, .stride_h = 2, .padding_h = 1,   \
+                                                                       .extra_h = 1 }), 5e-3)                          \
+    X(conv_transpose_groups, hpml_mul(x, hpml_conv_transpose2d(x, 4, &(hpml_conv2d_desc){ .kernel_h = 3,               \
+                                      .padding_h = 1, .groups = 2, .activation = HPML_ACT_SILU })), 5e-3)              \
+    X(conv_transpose_nhwc, hpml_conv_transpose2d(nhwc(x), 3, &(hpml_conv2d_desc){ .kernel_h = 2, .stride_h = 2,        \
+                                                                                  .no_bias = true }), 5e-3)            \
     X(batchnorm, hpml_batchnorm(x, NULL), 8e-3)                                                                        \
     X(batchnorm_rows, hpml_batchnorm(hpml_reshape_2d(x, -1, 7), &(hpml_norm_desc){ .no_affine = true }), 8e-3)         \
     X(batchnorm_relu, hpml_batchnorm(x, &(hpml_norm_desc){ .activation = HPML_ACT_RELU }), 1e-2)                       \
@@ -96,6 +105,8 @@ typedef struct op_case {
     X(pad, hpml_pad(x, 2, 2, 3, 0.5f), 3e-3) X(upsample, hpml_upsample2d(x, 2, false), 3e-3)                           \
     X(upsample_bilinear, hpml_upsample2d(x, 3, true), 3e-3) X(upsample_nhwc, hpml_upsample2d(nhwc(x), 2, true), 3e-3)  \
     X(mask, hpml_mul(three(x), hpml_reshape_3d(hpml_mask(per_sample(x, 3, 5), 14), -1, 14, 1)), 3e-3)                  \
+    X(lstm_states, states(x, hpml_lstm_states, 7, true), 8e-3) X(gru_states, states(x, hpml_gru, 6, true), 8e-3)       \
+    X(lstm_cells, states(x, hpml_lstm_states, 4, false), 8e-3) X(gru, hpml_gru(three(x), 5, NULL), 8e-3)               \
     X(lstm, hpml_lstm(three(x), 5, NULL), 8e-3)                                                                        \
     X(residual_norm, hpml_layernorm(hpml_add(hpml_tanh(x), x), NULL), 5e-3)                                            \
     X(residual_norms, norms(hpml_add(hpml_tanh(x), hpml_scale(x, 2, 0))), 5e-3)                                        \
@@ -217,6 +228,23 @@ static hpml_tensor *mask(hpml_tensor *x, int64_t keys, int64_t queries)
     if (t) hpml_tensor_set(t, v, count);
     free(v);
     return t;
+}
+
+typedef hpml_tensor *recurrent(hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc *desc);
+
+/* Returns all results of a recurrent layer with lengths, as rows (B, ..); `which`: 1: final cells, 2: final hidden
+   states, 4: lengths; initial: there are initial states, too. */
+static hpml_tensor *states(hpml_tensor *x, recurrent *layer, int which, bool initial)
+{
+    hpml_tensor        *part[3] = { NULL, NULL, NULL }, *first = hpml_flatten(x);
+    hpml_recurrent_desc d = { .lengths = which & 4 ? per_sample(x, 4, 5) : NULL };
+    bool                cells = layer == hpml_lstm_states;
+    if (initial) d.h0 = hpml_slice(first, 1, 3, 5);
+    if (initial && cells) d.c0 = hpml_slice(first, 1, 9, 5);
+    if (which & 2) d.final_h = &part[1];
+    if (cells) d.final_c = &part[which & 2 ? 2 : 1];
+    part[0] = hpml_reshape_2d(layer(three(x), 5, &d), x ? x->shape[0] : 0, 70);
+    return hpml_concat(part, part[2] ? 3 : part[1] ? 2 : 1, 1);
 }
 
 #define DEFINE(name, e, tolerance) static hpml_tensor *op_##name(hpml_tensor *x) { return e; }

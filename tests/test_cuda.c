@@ -1015,6 +1015,19 @@ TEST(convolutions_by_the_library_or_own_kernels)
     }
 }
 
+/* Transposed convolutions by cuDNN: its passes in other roles, where gradients are added as well. */
+TEST(transposed_convolutions_by_the_library)
+{
+    if (!cuda_on_cpu_fault) SKIP("needs the emulation");
+    products = LIBRARIES;
+    EACH(cases, c) {
+        if (strncmp(cases[c].name, "conv_transpose", 14) != 0) continue;
+        some_cases(&cases[c], 1, HPML_CUDA_F32, 3, 1e-4);
+        some_cases(&cases[c], 1, HPML_CUDA_BF16, 1, 0.1);
+    }
+    products = AS_EVER;
+}
+
 static hpml_status one_by_one(void *user, hpml_trainer *t, const hpml_moment *at, int64_t samples, float *loss)
 {
     hpml_status status = HPML_OK;

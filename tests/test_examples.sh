@@ -277,6 +277,10 @@ check "Mariana's three engines: dense layers by rows send less, sparse tables wh
     'awk "/^dp/ { dp = \$NF } /^trick/ { t = \$NF } /^sparse/ { s[n++] = \$NF }
         END { exit !(n == 2 && t > 0 && t < dp / 4 && s[0] == s[1] && s[0] < 10) }" "$tmp/out"'
 fits timeout 60 build/24_sparse 2000
+fits timeout 60 build/31_generate --steps 2 --length 24 --file "$tmp/generate.safetensors" README.md
+check "text with a cache: the scores of a whole pass" 'says "the scores differ by [0-9.]*e-0[5-9] at most"'
+build/31_generate --kv-heads 4 >"$tmp/out" 2>&1
+check "heads of keys that do not divide those of queries are an error" '[ $? -eq 2 ]'
 check "a sparse table by threads without locks and by servers" \
     '[ "$(grep -c "ranks: loss 0\.[0-5].* bytes a step" "$tmp/out")" = 5 ]'
 fits timeout 60 build/20_lbfgs
@@ -298,7 +302,7 @@ fits build/05_allreduce --ranks 2 --max 4096
 fits build/17_plans strategy=local,period=10 strategy=gossip,topology=pairs
 fits build/08_simulate --out "$files" --ranks 64
 for program in 01_xor 04_embed_cpp 07_digits 06_onebit_dropin 09_queue 18_own_op; do fits build/$program; done
-for program in 02_mnist 03_charlm 05_allreduce 08_simulate 13_parameter_server 21_federated; do
+for program in 02_mnist 03_charlm 05_allreduce 08_simulate 13_parameter_server 21_federated 31_generate; do
     fits build/$program --help
     check "$program --help" 'says "^  --[a-z]* "'
 done

@@ -182,6 +182,16 @@ static hpml_tensor *attention(hpml_tensor *x)
     return linear(hpml_attention(hpml_linear(x, 3 * C, &qkv), &a), C, HPML_SPLIT_IN, HPML_ACT_NONE);
 }
 
+/* Heads with rotary positions, which ranks rotate each for themselves, and a mask, which all have. */
+static hpml_tensor *rotary_attention(hpml_tensor *x)
+{
+    const hpml_linear_desc qkv = { .split = HPML_SPLIT_OUT, .sections = 3 };
+    const hpml_rotary_desc turn = { .heads = 3 * HEADS, .rotated = 2 * HEADS };
+    hpml_attention_desc    a = { .heads = HEADS, .mask = hpml_tensor_create_2d(x->ctx, x->shape[0], x->shape[1]) };
+    for (int64_t i = 0; a.mask && i < hpml_tensor_count(a.mask); i++) a.mask->data[i] = i % 3 != 1;
+    return linear(hpml_attention(hpml_rotary(hpml_linear(x, 3 * C, &qkv), &turn), &a), C, HPML_SPLIT_IN, HPML_ACT_NONE);
+}
+
 static void squares(hpml_ctx *ctx, hpml_trainer_desc *d, hpml_tensor *x, hpml_tensor *y)
 {
     d->input       = x;
@@ -201,6 +211,12 @@ static void record_attention(hpml_ctx *ctx, hpml_trainer_desc *d)
 {
     hpml_tensor *x = hpml_input_3d(ctx, B, T, C), *h = linear(x, C, HPML_SPLIT_NONE, HPML_ACT_NONE);
     squares(ctx, d, x, hpml_add(h, attention(hpml_layernorm(h, NULL))));
+}
+
+static void record_rotary(hpml_ctx *ctx, hpml_trainer_desc *d)
+{
+    hpml_tensor *x = hpml_input_3d(ctx, B, T, C), *h = linear(x, C, HPML_SPLIT_NONE, HPML_ACT_NONE);
+    squares(ctx, d, x, hpml_add(h, rotary_attention(hpml_layernorm(hpml_clamp(h, -2, 2), NULL))));
 }
 
 /* A small GPT: everything that has a split is split; the last layer is the table of tokens. */
@@ -232,6 +248,12 @@ TEST(mlp_of_two_parts_computes_what_one_rank_computes_with_one_sum_a_pass)
 TEST(attention_with_split_heads_makes_one_sum_forward_and_one_backward)
 {
     const model m = { "attention", record_attention, 1, 1, 1e-5 };
+    ENSURE(as_serial(&m));
+}
+
+TEST(rotary_positions_and_a_mask_fit_split_heads)
+{
+    const model m = { "rotary", record_rotary, 1, 1, 1e-5 };
     ENSURE(as_serial(&m));
 }
 
@@ -648,6 +670,18 @@ TEST(what_does_not_fit_is_refused_while_recording)
     ENSURE_ERROR(ctx, !hpml_linear(h, 8, &in_3), HPML_ERR_ARGUMENT, "sections");
     ENSURE_ERROR(ctx, !hpml_attention(h, &four), HPML_ERR_SHAPE, "3 sections");
     ENSURE_ERROR(ctx, !hpml_attention(hpml_linear(x, 3 * 24, &sections), &heads), HPML_ERR_SHAPE, "heads that divide");
+    const hpml_attention_desc fewer = { .heads = 4, .kv_heads = 2 };
+    const hpml_rotary_desc    six = { .heads = 6 };
+    hpml_tensor              *index = hpml_argmax(x, 1);
+    ENSURE_ERROR(ctx, !hpml_attention(hpml_linear(x, 3 * 16, &sections), &fewer), HPML_ERR_SHAPE, "neither .kv_heads");
+    ENSURE_ERROR(ctx, !hpml_rotary(hpml_linear(x, 3 * 24, &sections), &six), HPML_ERR_SHAPE, "in whole heads");
+    ENSURE_ERROR(ctx, !hpml_where(h, h, h), HPML_ERR_SHAPE, "hpml_group_gather first");
+    ENSURE_ERROR(ctx, !hpml_minimum(h, linear(x, C / 2, HPML_SPLIT_NONE, HPML_ACT_NONE)), HPML_ERR_SHAPE, "minimum: ");
+    ENSURE_ERROR(ctx, !hpml_max(h, 2), HPML_ERR_SHAPE, "part of it");
+    ENSURE_ERROR(ctx, !hpml_pad(h, 2, 1, 1, 0), HPML_ERR_SHAPE, "needs it whole");
+    ENSURE_ERROR(ctx, !hpml_gather(h, 1, index), HPML_ERR_SHAPE, "gather of");
+    ENSURE_ERROR(ctx, !hpml_gru(h, 4, NULL), HPML_ERR_SHAPE, "tensor axis");
+    ENSURE_ERROR(ctx, !hpml_groupnorm(h, 1, NULL), HPML_ERR_SHAPE, "whole, with C");
     ENSURE_ERROR(ctx, !hpml_embedding(hpml_input_tokens(ctx, B, T), 10, C, &words), HPML_ERR_SHAPE, "4 ranks");
     ENSURE_ERROR(ctx, !hpml_param_create(ctx, &part), HPML_ERR_SHAPE, "multiple of 4");
     ENSURE_ERROR(ctx, !hpml_conv2d(image, 8, &grouped), HPML_ERR_SHAPE, "groups with .split");

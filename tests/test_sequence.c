@@ -185,3 +185,113 @@ TEST(nan_stays_nan_and_the_first_maximum_counts)
     ENSURE(y[4]->dtype == HPML_DTYPE_I32 && ((const int32_t *)y[4]->raw)[0] == 2 && ((int32_t *)y[4]->raw)[1] == 0);
     hpml_ctx_free(ctx);
 }
+
+/* ---- recurrent layers ---- */
+enum { STEPS = 10, IN = 4, HIDDEN = 7 };
+typedef struct run { /* a recurrent layer on sequences of `steps` time steps, with initial states as inputs */
+    hpml_ctx    *ctx;
+    hpml_graph  *graph;
+    hpml_tensor *x, *h0, *c0, *lengths, *out[3]; /* out: y, final h, final c */
+} run;
+static run recurrent(bool gru, int batch, int steps, bool lengths)
+{
+    run                 r = { .ctx = context(2) };
+    hpml_recurrent_desc d = { .name = "r", .final_h = &r.out[1], .final_c = gru ? NULL : &r.out[2] };
+    r.x = hpml_input_3d(r.ctx, batch, steps, IN);
+    r.h0 = d.h0 = hpml_input_2d(r.ctx, batch, HIDDEN);
+    if (!gru) r.c0 = d.c0 = hpml_input_2d(r.ctx, batch, HIDDEN);
+    if (lengths) r.lengths = d.lengths = hpml_input(r.ctx, HPML_DTYPE_I32, 1, (int64_t[]){ batch });
+    r.out[0] = gru ? hpml_gru(r.x, HIDDEN, &d) : hpml_lstm_states(r.x, HIDDEN, &d);
+    r.graph  = hpml_graph_create(r.ctx, &(hpml_graph_desc){ .outputs = r.out, .output_count = gru ? 2 : 3 });
+    hpml_graph_alloc(r.graph);
+    return r;
+}
+static float number(int i) { return (float)(i * 37 % 23 - 11) / 8; }
+
+/* Two halves of a sequence, of which the second begins with the final state of the first, equal the whole sequence; a
+   sequence with a length equals the shorter sequence, and is zero behind its end. */
+static void compare_parts(bool gru)
+{
+    run   whole = recurrent(gru, 2, STEPS, false), half = recurrent(gru, 2, STEPS / 2, false);
+    run   ragged = recurrent(gru, 2, STEPS, true);
+    float want[2 * STEPS * HIDDEN], last[3][2 * HIDDEN];
+    ENSURE(hpml_ctx_status(whole.ctx) == HPML_OK && hpml_ctx_status(half.ctx) == HPML_OK);
+    ENSURE(hpml_ctx_status(ragged.ctx) == HPML_OK);
+    for (int i = 0; i < 2 * STEPS * IN; i++) whole.x->data[i] = ragged.x->data[i] = number(i);
+    ENSURE(hpml_graph_forward(whole.graph, false, 0) == HPML_OK);
+    memcpy(want, whole.out[0]->data, sizeof want);
+    for (int k = 1; k < (gru ? 2 : 3); k++) memcpy(last[k], whole.out[k]->data, sizeof last[k]);
+    for (int part = 0; part < 2; part++) {
+        for (int i = 0; i < STEPS * IN; i++) { /* (2, STEPS / 2, IN) */
+            int b = i / (STEPS / 2 * IN), at = i % (STEPS / 2 * IN);
+            half.x->data[i] = number((b * STEPS + part * STEPS / 2) * IN + at);
+        }
+        ENSURE(hpml_graph_forward(half.graph, false, 0) == HPML_OK);
+        for (int i = 0; i < STEPS * HIDDEN; i++) {
+            int b = i / (STEPS / 2 * HIDDEN), at = i % (STEPS / 2 * HIDDEN);
+            ENSURE_NEAR(half.out[0]->data[i], want[(b * STEPS + part * STEPS / 2) * HIDDEN + at], 1e-6);
+        }
+        memcpy(half.h0->data, half.out[1]->data, sizeof last[1]);
+        if (!gru) memcpy(half.c0->data, half.out[2]->data, sizeof last[2]);
+    }
+    for (int k = 1; k < (gru ? 2 : 3); k++)
+        for (int i = 0; i < 2 * HIDDEN; i++) ENSURE_NEAR(half.out[k]->data[i], last[k][i], 1e-6);
+    int32_t lengths[2] = { STEPS, STEPS / 2 };
+    hpml_tensor_set_raw(ragged.lengths, lengths, sizeof lengths);
+    ENSURE(hpml_graph_forward(ragged.graph, false, 0) == HPML_OK);
+    for (int i = 0; i < 2 * STEPS * HIDDEN; i++) {
+        bool valid = i / HIDDEN % STEPS < lengths[i / (STEPS * HIDDEN)];
+        ENSURE_NEAR(ragged.out[0]->data[i], valid ? want[i] : 0, 1e-6);
+    }
+    for (int i = 0; i < HIDDEN; i++) {
+        ENSURE_NEAR(ragged.out[1]->data[i], last[1][i], 1e-6);
+        ENSURE_NEAR(ragged.out[1]->data[HIDDEN + i], want[(STEPS + STEPS / 2 - 1) * HIDDEN + i], 1e-6);
+    }
+    hpml_ctx_free(whole.ctx);
+    hpml_ctx_free(half.ctx);
+    hpml_ctx_free(ragged.ctx);
+}
+TEST(states_and_lengths_of_recurrent_layers)
+{
+    compare_parts(false);
+    compare_parts(true);
+}
+
+TEST(arguments_of_recurrent_layers_that_do_not_fit)
+{
+    static const char *const texts[] = { "h0 and c0 come together", "there is no cell", "initial state f32 2x5",
+        "one number for each of 2 samples", "expected (B, T, features)", "an input or the result of an op" };
+    for (int kind = 0; kind < 6; kind++) {
+        hpml_ctx           *ctx = context(1);
+        hpml_tensor        *x = hpml_input_3d(ctx, 2, 6, 5), *y, *state = hpml_input_2d(ctx, 2, 3), *c = NULL;
+        hpml_recurrent_desc d = { .h0 = state };
+        if (kind == 1) d.final_c = &c;
+        if (kind == 2) d.h0 = hpml_input_2d(ctx, 2, 5);
+        if (kind == 3) d.lengths = hpml_input_tokens(ctx, 2, 6);
+        if (kind == 5) d.h0 = hpml_tensor_create_2d(ctx, 2, 3);
+        y = kind == 0 ? hpml_lstm_states(x, 3, &d) : hpml_gru(kind == 4 ? state : x, 3, &d);
+        ENSURE_ERROR(ctx, y == NULL, kind < 2 ? HPML_ERR_ARGUMENT : HPML_ERR_SHAPE, texts[kind]);
+        hpml_ctx_free(ctx);
+    }
+}
+
+TEST(arguments_of_convolutions_and_norms_that_do_not_fit)
+{
+    static const char *const texts[] = { "not below stride", "must be (B, C, H, W)", "expected (B, C, T)",
+        "C a multiple of the 3 groups", "multiples of the groups", "kernel_h is required" };
+    for (int kind = 0; kind < 6; kind++) {
+        hpml_ctx        *ctx = context(1);
+        hpml_tensor     *x = hpml_input_4d(ctx, 2, 4, 5, 5), *flat = hpml_input_3d(ctx, 2, 4, 5), *y = NULL;
+        hpml_conv2d_desc d = { .kernel_h = 3 };
+        if (kind == 0) d.extra_h = 1;
+        if (kind == 4) d.groups = 3;
+        if (kind == 5) d.kernel_h = 0;
+        if (kind == 0 || kind == 4) y = hpml_conv_transpose2d(x, 6, &d);
+        if (kind == 1) y = hpml_conv_transpose2d(flat, 6, &d);
+        if (kind == 2) y = hpml_conv1d(x, 6, &d);
+        if (kind == 3) y = hpml_groupnorm(x, 3, NULL);
+        if (kind == 5) y = hpml_conv1d(flat, 6, &d);
+        ENSURE_ERROR(ctx, y == NULL, HPML_ERR_SHAPE, texts[kind]);
+        hpml_ctx_free(ctx);
+    }
+}

@@ -145,6 +145,29 @@ static void windows(const hpml_node *n, double **s, double *y)
     }
 }
 
+/* Transposed convolution: each number of x adds its multiple of the kernel to y. */
+static void conv_transpose(const hpml_node *n, double **s, double *y)
+{
+    const hpml_tensor *x = n->src[0], *o = n->out, *w = n->src[1];
+    const hpml_attr   *a = &n->attr.conv_transpose.mirror->node.attr;
+    bool    last = x->layout == HPML_NHWC;
+    int64_t C = w->shape[0], per = w->shape[1], OH = o->shape[last ? 1 : 2], OW = o->shape[last ? 2 : 3], at[5];
+    int64_t out = per * a->conv.groups;
+    memset(y, 0, (size_t)hpml_tensor_count(o) * sizeof *y);
+    for (int64_t i = 0; i < hpml_tensor_count(x); i++) {
+        split(x, i, at);
+        int64_t c = at[last ? 3 : 1], h = at[last ? 1 : 2], v = at[last ? 2 : 3];
+        for (int64_t k = 0; k < per * w->shape[2] * w->shape[3]; k++) {
+            int64_t p = c / (C / a->conv.groups) * per + k / (w->shape[2] * w->shape[3]);
+            int64_t row = h * a->conv.stride[0] + k / w->shape[3] % w->shape[2] - a->conv.padding[0];
+            int64_t col = v * a->conv.stride[1] + k % w->shape[3] - a->conv.padding[1];
+            if (row < 0 || row >= OH || col < 0 || col >= OW) continue;
+            int64_t to = last ? ((at[0] * OH + row) * OW + col) * out + p : ((at[0] * out + p) * OH + row) * OW + col;
+            y[to] += s[0][i] * s[1][c * per * w->shape[2] * w->shape[3] + k];
+        }
+    }
+}
+
 /* Row by row: softmax, layernorm, rmsnorm. */
 static void rows(const hpml_node *n, double **s, double *y)
 {
@@ -281,24 +304,44 @@ static void take(const hpml_node *n, double **s, double *y)
 
 static void lstm(const hpml_node *n, double **s, double *y)
 {
-    int64_t B = n->out->shape[0], T = n->out->shape[1], H = n->out->shape[2], I = n->src[0]->shape[2];
+    int64_t B = n->out->shape[0], T = n->out->shape[1], H = n->src[2]->shape[1], I = n->src[0]->shape[2];
+    int64_t W = n->out->shape[2];
     double *c = (double *)malloc((size_t)H * sizeof *c), gate[4];
     for (int64_t b = 0; b < B; b++) {
-        memset(c, 0, (size_t)H * sizeof *c);
+        for (int64_t j = 0; j < H; j++) c[j] = s[5] ? s[5][b * H + j] : 0;
         for (int64_t t = 0; t < T; t++)
             for (int64_t j = 0; j < H; j++) {
+                const double *h = t > 0 ? y + (b * T + t - 1) * W : s[4] ? s[4] + b * H : NULL;
                 for (int g = 0; g < 4; g++) {
                     gate[g] = s[3][g * H + j];
                     for (int64_t i = 0; i < I; i++) gate[g] += s[1][(g * H + j) * I + i] * s[0][(b * T + t) * I + i];
-                    for (int64_t i = 0; i < H && t > 0; i++)
-                        gate[g] += s[2][(g * H + j) * H + i] * y[(b * T + t - 1) * H + i];
+                    for (int64_t i = 0; i < H && h; i++) gate[g] += s[2][(g * H + j) * H + i] * h[i];
                     gate[g] = act(g == 2 ? HPML_ACT_TANH : HPML_ACT_SIGMOID, gate[g], 0);
                 }
                 c[j] = gate[1] * c[j] + gate[0] * gate[2];
-                y[(b * T + t) * H + j] = gate[3] * tanh(c[j]);
+                y[(b * T + t) * W + j] = gate[3] * tanh(c[j]);
+                if (W > H) y[(b * T + t) * W + H + j] = c[j];
             }
     }
     free(c);
+}
+
+static void gru(const hpml_node *n, double **s, double *y)
+{
+    int64_t B = n->out->shape[0], T = n->out->shape[1], H = n->out->shape[2], I = n->src[0]->shape[2];
+    for (int64_t at = 0; at < B * T * H; at++) {
+        int64_t j = at % H, t = at / H % T, b = at / H / T;
+        const double *h = t > 0 ? y + (b * T + t - 1) * H : s[5] ? s[5] + b * H : NULL;
+        double x[3], m[3];
+        for (int g = 0; g < 3; g++) {
+            x[g] = s[3][g * H + j];
+            m[g] = s[4][g * H + j];
+            for (int64_t i = 0; i < I; i++) x[g] += s[1][(g * H + j) * I + i] * s[0][(b * T + t) * I + i];
+            for (int64_t i = 0; i < H && h; i++) m[g] += s[2][(g * H + j) * H + i] * h[i];
+        }
+        double r = act(HPML_ACT_SIGMOID, x[0] + m[0], 0), z = act(HPML_ACT_SIGMOID, x[1] + m[1], 0);
+        y[at] = (1 - z) * tanh(x[2] + r * m[2]) + (h ? z * h[j] : 0);
+    }
 }
 
 static double loss_of(const hpml_node *n, double **s)
@@ -398,7 +441,9 @@ static double run_world(world *w)
             for (int64_t k = 0; k < hpml_tensor_count(n->out); k++)
                 y[k] = (double)(k % n->out->shape[1]) < s[0][k / n->out->shape[1]];
             break;
+        case HPML_OP_CONV_TRANSPOSE2D: conv_transpose(n, s, y); break;
         case HPML_OP_LSTM: lstm(n, s, y); break;
+        case HPML_OP_GRU: gru(n, s, y); break;
         case HPML_OP_CROSS_ENTROPY: case HPML_OP_BCE_WITH_LOGITS: case HPML_OP_MSE: case HPML_OP_HUBER:
             y[0] = loss_of(n, s);
             break;
@@ -442,7 +487,9 @@ static double run_world(world *w)
     X(one_lstm, hpml_lstm(ROW(x, 2, 1), 1, NULL), 2, 1, 1, 1)                                                          \
     X(odd_lstm, hpml_lstm(ROW(x, 2, 7), 17, NULL), 2, 1, 7, 33)                                                        \
     X(wide_lstm, hpml_lstm(ROW(x, 33, 3), 65, NULL), 33, 1, 3, 5)                                                      \
-    X(few_lstm, hpml_lstm(ROW(x, 1, 4), 139, NULL), 1, 1, 4, 3)
+    X(few_lstm, hpml_lstm(ROW(x, 1, 4), 139, NULL), 1, 1, 4, 3)                                                        \
+    X(wide_lstm_cells, states(x, hpml_lstm_states, 1, true), 33, 4, 9, 7)                                              \
+    X(one_gru, hpml_gru(ROW(x, 2, 1), 1, NULL), 2, 1, 1, 1) X(wide_gru, hpml_gru(ROW(x, 9, 3), 65, NULL), 9, 1, 3, 5)
 #define MORE_DEFINE(name, e, a, b, c, d) static hpml_tensor *more_##name(hpml_tensor *x) { return e; }
 #define MORE_ROW(name, e, a, b, c, d) { #name, more_##name, 0, { a, b, c, d } },
 MORE(MORE_DEFINE)
