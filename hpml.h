@@ -45,6 +45,7 @@
 //                           in about 3/4 of the time
 //     HPML_USE_ZLIB         read gzipped IDX files (-lz)
 //     HPML_USE_CBLAS        large matrix products by a BLAS (cblas.h; -lopenblas)
+//     HPML_NO_TRAINING      no backward passes, optimizers and results in halves: small programs that predict
 //     HPML_DEBUG            check internal assumptions
 //     HPML_SELF             this file's name, if you renamed it: it includes itself once for each instruction set
 //
@@ -2912,6 +2913,11 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
     if (dtype != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .activation_dtype %s is for the CPU; the backend \"%s\" takes "
                            "its precision from its own desc", hpml_dtype_name(dtype), ctx->backend->name);
+#ifdef HPML_NO_TRAINING
+    if (dtype != HPML_DTYPE_F32)
+        return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "ctx: .activation_dtype %s, but this program was built with "
+                           "HPML_NO_TRAINING, which stores results in f32", hpml_dtype_name(dtype));
+#endif
     ctx->activation_dtype = dtype;
     return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
 }
@@ -3667,6 +3673,12 @@ HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner
     return 2 * (double)hpml_tensor_count(n->out) * (double)inner * (back ? products : 1);
 }
 
+#ifdef HPML_NO_TRAINING
+#define HPMLI_TO_TRAIN(function) NULL
+#else
+#define HPMLI_TO_TRAIN(function) function /* a function of a table, which programs that only predict do without */
+#endif
+
 /* Defines an op and its entry in the table of ops. traits, needs: HPMLI_OP_, HPMLI_NEED_ bits; flops: a number from `n`
    and `back` (backward); forward, backward: statements with `run` and `n`, which return a status on failure. */
 #define HPMLI_OP(name, traits, needs, flops, forward, backward)                                                        \
@@ -3682,8 +3694,9 @@ HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner
         backward;                                                                                                      \
         return HPML_OK;                                                                                                \
     }                                                                                                                  \
-    static const hpmli_op_info hpmli_##name##_op = { hpmli_##name##_needs, hpmli_##name##_flops, traits,               \
-                                                     { hpmli_##name##_forward, hpmli_##name##_backward } }
+    static const hpmli_op_info hpmli_##name##_op = {                                                                   \
+        hpmli_##name##_needs, hpmli_##name##_flops, traits,                                                            \
+        { hpmli_##name##_forward, HPMLI_TO_TRAIN(hpmli_##name##_backward) } }
 
 /* A loop over independent items (rows, planes, channels, chunks of elements), as most ops are: calls fn for each of
    `count` items; `per_task` items make one task of the thread pool. */
@@ -5677,6 +5690,11 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     for (int i = 0; i < d.output_count; i++) targets[count++] = d.outputs[i];
     if (d.loss) targets[count++] = d.loss;
     if (!hpmli_recordable(count, targets)) return NULL;
+#ifdef HPML_NO_TRAINING
+    if (d.loss)
+        return hpmli_null(ctx, HPML_ERR_UNSUPPORTED, "graph: a loss \"%s\" to be trained, but this program was built "
+                          "with HPML_NO_TRAINING, so that it only predicts", d.loss->name);
+#endif
     if (d.loss && d.predict)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: .predict with .loss \"%s\"; a graph that predicts has no "
                           "backward pass: name the loss among the outputs", d.loss->name);
@@ -10558,7 +10576,9 @@ static hpml_tensor *hpmli_vocabulary_op(hpml_tensor *const src[2], hpml_custom *
 HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
 {
     *device = ctx;
+#ifndef HPML_NO_TRAINING
     if (ctx->activation_dtype != HPML_DTYPE_F32) ctx->ops = hpmli_wrap_ops();
+#endif
     return HPML_OK;
 }
 HPMLI_FN hpml_dtype hpmli_cpu_activation_dtype(void *device)
@@ -10679,7 +10699,7 @@ HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
 HPML_API const hpml_backend *hpml_backend_cpu(void)
 {
     static const hpml_op_impl ops[HPML_OP_COUNT] = {
-#define HPMLI_CPU_IMPL(op, name) { hpmli_##name##_forward, hpmli_##name##_backward },
+#define HPMLI_CPU_IMPL(op, name) { hpmli_##name##_forward, HPMLI_TO_TRAIN(hpmli_##name##_backward) },
         HPML_OPS(HPMLI_CPU_IMPL)
     };
     static const hpml_backend cpu = {
@@ -10693,10 +10713,10 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         hpmli_cpu_zero,
         NULL,                       /* sync: all calls are complete on return */
         ops,
-        hpmli_cpu_update,
+        HPMLI_TO_TRAIN(hpmli_cpu_update),
         hpmli_cpu_sumsq,
         hpmli_cpu_activation_dtype,
-        hpmli_wrap_plan,
+        HPMLI_TO_TRAIN(hpmli_wrap_plan),
         NULL,                       /* begin: passes are not recorded */
         NULL,                       /* end: passes are not recorded */
         NULL,                       /* correct: the trainer counts on the host */
@@ -12985,7 +13005,8 @@ HPMLI_FN hpml_status hpmli_fit_decide(hpml_trainer *t, hpmli_fit *f, bool epoch_
 {
     const hpml_fit_desc *d = f->d;
     const bool           signals = d->stop || d->checkpoint_minutes > 0;
-    double               wish[2] = { d->stop && *d->stop != 0, 0 }; /* of this rank, then of all: to stop, to save */
+    double               wish[2] = { 0, 0 }; /* of this rank, then of all: to stop, to save */
+    if (d->stop && *d->stop != 0) wish[0] = 1;
     f->saves_now = f->stops_now = false;
     if (t->micro_batch != 0) return HPML_OK; /* checkpoints are saved between updates */
     wish[1] = d->checkpoint_minutes > 0 && hpml_now() - f->saved_at >= 60 * d->checkpoint_minutes;
@@ -20321,15 +20342,18 @@ HPMLI_KERNEL void HV(conv_pairs)(const hpmli_conv_copy *d, float *even, float *o
 // >>table   the kernels of this pass
 // ---------------------------------------------------------------------------------------------------------------------
 static const hpmli_kernels HV(kernels) = {
-    HPMLI_ISA_NAME, HV_LANES, HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv),
-    HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
+    HPMLI_ISA_NAME, HV_LANES, HV(act_forward), HPMLI_TO_TRAIN(HV(act_backward)), HV(vadd), HV(vsub), HV(vmul),
+    HV(vdiv), HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
     HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(lstm_cells),
-    HV(lstm_cells_back), HV(opt_step), HV(to_f32),
-    HV(from_f32), HV(gemm_part), HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode),
-    HV(onebit_decode_add), HV(bf16_encode), HV(bf16_decode_add), HV(twobit_encode), HV(twobit_decode),
-    HV(twobit_decode_add), HV(conv_pack), HV(conv_pack_for_dx), HV(conv_to_nhwc), HV(conv_copy), HV(conv_from_nhwc),
-    HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad), HV(conv_unpack), HV(conv_taps), HV(conv_dots),
-    HV(conv_pairs), HV(max_pool_row), HV(max_pool_row_back), HV(crc32c),
+    HPMLI_TO_TRAIN(HV(lstm_cells_back)), HPMLI_TO_TRAIN(HV(opt_step)), HV(to_f32), HV(from_f32), HV(gemm_part),
+    HV(gemm_sum), HV(random), HPMLI_TO_TRAIN(HV(onebit_scan)), HPMLI_TO_TRAIN(HV(onebit_carry)),
+    HPMLI_TO_TRAIN(HV(onebit_decode)), HPMLI_TO_TRAIN(HV(onebit_decode_add)), HPMLI_TO_TRAIN(HV(bf16_encode)),
+    HPMLI_TO_TRAIN(HV(bf16_decode_add)), HPMLI_TO_TRAIN(HV(twobit_encode)), HPMLI_TO_TRAIN(HV(twobit_decode)),
+    HPMLI_TO_TRAIN(HV(twobit_decode_add)), HV(conv_pack), HPMLI_TO_TRAIN(HV(conv_pack_for_dx)), HV(conv_to_nhwc),
+    HV(conv_copy), HV(conv_from_nhwc), HV(conv_forward), HPMLI_TO_TRAIN(HV(conv_input_grad)),
+    HPMLI_TO_TRAIN(HV(conv_weight_grad)), HPMLI_TO_TRAIN(HV(conv_unpack)), HV(conv_taps),
+    HPMLI_TO_TRAIN(HV(conv_dots)), HV(conv_pairs), HV(max_pool_row), HPMLI_TO_TRAIN(HV(max_pool_row_back)),
+    HV(crc32c),
 };
 #undef HPMLI_ISA
 #endif /* HPMLI_ISA */
