@@ -16909,6 +16909,7 @@ struct hpml_model {
 
 /* The state of reading a structure. */
 typedef struct hpmli_model_reader {
+    const hpml_safetensors *f;
     hpml_ctx   *ctx;
     hpml_model *m;
     hpmli_json  j;
@@ -16988,6 +16989,16 @@ HPMLI_FN bool hpmli_read_input(hpmli_model_reader *r)
     return hpmli_model_add(r, t);
 }
 
+/* Checks, before memory is taken for it, that the file has a tensor of the name and shape of n. */
+HPMLI_FN bool hpmli_read_has(hpmli_model_reader *r, const hpmli_saved_node *n)
+{
+    hpml_safetensor e;
+    bool            there = n->name && hpml_safetensors_find(r->f, n->name, &e) && e.ndim == n->ndim;
+    for (int i = 0; i < n->ndim && there; i++) there = e.shape[i] == n->shape[i];
+    return there || hpmli_false(r->ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\" of %s, which the model has", r->path,
+                                n->name ? n->name : "", hpmli_shape_text(r->ctx, n->ndim, n->shape));
+}
+
 HPMLI_FN bool hpmli_read_constant(hpmli_model_reader *r)
 {
     hpmli_saved_node n = HPMLI_ZEROED;
@@ -16997,6 +17008,7 @@ HPMLI_FN bool hpmli_read_constant(hpmli_model_reader *r)
         if (!hpmli_read_member(r, key, &n)) hpmli_json_skip(&r->j, 8);
     }
     if (r->j.bad || n.ndim < 1) return hpmli_model_wrong(r, "a constant");
+    if (!hpmli_read_has(r, &n)) return false;
     r->m->constant_count++;
     return hpmli_model_add(r, hpml_tensor_create(r->ctx, HPML_DTYPE_F32, n.ndim, n.shape));
 }
@@ -17020,6 +17032,7 @@ HPMLI_FN bool hpmli_read_parameter(hpmli_model_reader *r)
         else hpmli_json_skip(&r->j, 8);
     }
     if (r->j.bad || n.ndim < 1 || !n.name) return hpmli_model_wrong(r, "a parameter");
+    if (!hpmli_read_has(r, &n)) return false;
     d.name = n.name;
     d.ndim = n.ndim;
     d.init = HPML_INIT_ZEROS;
@@ -17067,7 +17080,8 @@ HPMLI_FN bool hpmli_read_record(hpmli_model_reader *r, hpmli_saved_node *n, cons
 {
     const int  params = r->ctx->param_count;
     const bool shares = r->ctx->shares;
-    n->name = n->name ? hpmli_strdup(r->ctx, n->name) : NULL;
+    if (!n->name) return hpmli_model_wrong(r, "a node without a name");
+    n->name = hpmli_strdup(r->ctx, n->name);
     if (!n->name) return false;
     if (n->rows > 0) n->shape[0] = n->rows * r->m->batch;
     for (int i = n->src_count; i < HPML_MAX_SRC; i++) n->src[i] = NULL;
@@ -17191,7 +17205,7 @@ HPMLI_FN bool hpmli_model_read(hpml_model *m, hpml_safetensors *f, const char *p
     hpml_ctx          *ctx   = m->ctx;
     const int          first = ctx->param_count;
     const char        *text  = hpml_safetensors_meta(f, HPMLI_MODEL);
-    hpmli_model_reader r     = { ctx, m, { NULL, NULL, false }, path, 0 };
+    hpmli_model_reader r     = { f, ctx, m, { NULL, NULL, false }, path, 0 };
     hpmli_selection    chosen = HPMLI_ZEROED;
     if (!text)
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": has parameters only, no structure of a model; record the "

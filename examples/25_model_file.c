@@ -5,6 +5,7 @@
    prints an epoch's losses a line, then the errors on houses that the training has not seen. */
 #define HPML_IMPLEMENTATION
 #include "../hpml.h"
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
