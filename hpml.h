@@ -16711,7 +16711,8 @@ HPMLI_FN void hpmli_text_quoted(hpmli_text_buffer *b, const char *text) /* appen
     hpmli_text_add(b, "\"");
     for (; *text; text++) {
         const bool plain = (unsigned char)*text >= 32 && *text != '"' && *text != '\\';
-        hpmli_text_add(b, plain ? "%c" : "\\u%04x", plain ? *text : (unsigned char)*text);
+        if (plain) hpmli_text_add(b, "%c", *text);
+        else hpmli_text_add(b, "\\u%04x", (unsigned char)*text);
     }
     hpmli_text_add(b, "\"");
 }
@@ -16723,6 +16724,11 @@ HPMLI_FN void hpmli_text_float(hpmli_text_buffer *b, float x) /* appends a numbe
     for (char *p = text; *p; p++)
         if (*p == ',') *p = '.'; /* in locales that write a comma */
     hpmli_text_add(b, "%s", text);
+}
+
+HPMLI_FN void hpmli_text_flag(hpmli_text_buffer *b, const char *name, bool flag)
+{
+    hpmli_text_add(b, ",\"%s\":%s", name, flag ? "true" : "false");
 }
 
 HPMLI_FN void hpmli_text_shape(hpmli_text_buffer *b, const hpml_tensor *t)
@@ -16750,8 +16756,12 @@ HPMLI_FN void hpmli_text_node(hpmli_text_buffer *b, const hpmli_structure *s, co
         float                   real;
         bool                    flag;
         if (f->op != n->op) continue;
+        if (f->type == 'b') {
+            memcpy(&flag, from, sizeof flag);
+            hpmli_text_flag(b, f->name, flag);
+            continue;
+        }
         hpmli_text_add(b, ",\"%s\":", f->name);
-        if (f->type == 'b') hpmli_text_add(b, memcpy(&flag, from, sizeof flag) && flag ? "true" : "false");
         if (f->type == 'i') hpmli_text_add(b, "%d", (int)*(int32_t *)memcpy(&small, from, sizeof small));
         if (f->type == 'l') hpmli_text_add(b, "%lld", (long long)*(int64_t *)memcpy(&large, from, sizeof large));
         if (f->type == 'f') hpmli_text_float(b, *(float *)memcpy(&real, from, sizeof real));
@@ -16782,9 +16792,9 @@ HPMLI_FN void hpmli_text_structure(hpmli_text_buffer *b, const hpmli_structure *
         if (kind == 0) hpmli_text_add(b, ",\"dtype\":\"%s\"", hpml_dtype_name(t->dtype));
         hpmli_text_shape(b, t);
         if (kind == 0) hpmli_text_add(b, ",\"layout\":%d", (int)t->layout);
-        if (kind == 2)
-            hpmli_text_add(b, ",\"buffer\":%s,\"frozen\":%s,\"no_decay\":%s", t->param->buffer ? "true" : "false",
-                           t->param->frozen ? "true" : "false", t->param->no_decay ? "true" : "false");
+        if (kind == 2) hpmli_text_flag(b, "buffer", t->param->buffer);
+        if (kind == 2) hpmli_text_flag(b, "frozen", t->param->frozen);
+        if (kind == 2) hpmli_text_flag(b, "no_decay", t->param->no_decay);
         hpmli_text_add(b, "}");
     }
     hpmli_text_add(b, "],\"outputs\":[");
@@ -17152,8 +17162,8 @@ HPMLI_FN bool hpmli_read_structure(hpmli_model_reader *r)
         for (int k = 0; hpmli_json_next(&r->j, k, '[', ']'); k++)
             if (!lists[i].read(r)) return false;
     }
-    return !r->j.bad && r->m->output_count > 0 && r->m->input_count > 0 && r->ctx->status == HPML_OK
-               ? true : hpmli_model_wrong(r, "its end");
+    const bool whole = !r->j.bad && r->m->output_count > 0 && r->m->input_count > 0;
+    return (whole && r->ctx->status == HPML_OK) || hpmli_model_wrong(r, "its end");
 }
 
 HPMLI_FN void hpmli_model_destroy(void *object)

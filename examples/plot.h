@@ -88,8 +88,10 @@ static void plot_ticks(FILE *f, const plot_axis *x, const plot_axis *y)
             if (fabs(value) < 1e-9 * a->step && !a->base) value = 0;
             if (is_y) fprintf(f, "<path d=\"M%g %gH%g\" stroke=\"#ddd\"/>", x->from, pixel, x->to);
             else fprintf(f, "<path d=\"M%g %gV%g\" stroke=\"#eee\"/>", pixel, y->from, y->to);
-            fprintf(f, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"%s\">%.6g</text>\n", is_y ? x->from - 6 : pixel,
-                    is_y ? pixel + 4 : y->from + 20, is_y ? "end" : "middle", value);
+            const char *anchor = is_y ? "end" : "middle";
+            double      left   = is_y ? x->from - 6 : pixel;
+            double      top    = is_y ? pixel + 4 : y->from + 20;
+            fprintf(f, "<text x=\"%.1f\" y=\"%.1f\" text-anchor=\"%s\">%.6g</text>\n", left, top, anchor, value);
         }
     }
 }
