@@ -16471,6 +16471,14 @@ static const hpmli_attr_field hpmli_attr_fields[] = {
     HPMLI_FIELD(CROSS_ENTROPY, 'i', "ignore", cross_entropy.ignore),
     HPMLI_FIELD(HUBER, 'f', "delta", huber.delta) };
 #define HPMLI_ATTR_FIELDS (sizeof hpmli_attr_fields / sizeof hpmli_attr_fields[0])
+/* Does not compile when a struct of hpml_attr gets a new member: then the table above needs a row for the member, or
+   files would lose it, and the size here changes. */
+#define HPMLI_ATTR_SIZE(member) sizeof(((hpml_attr *)0)->member)
+typedef char hpmli_attr_fields_are_all[
+    HPMLI_ATTR_SIZE(scale) == 8 && HPMLI_ATTR_SIZE(act) == 8 && HPMLI_ATTR_SIZE(matmul) == 2 &&
+    HPMLI_ATTR_SIZE(conv) == 48 && HPMLI_ATTR_SIZE(permute) == 4 * HPML_MAX_DIMS && HPMLI_ATTR_SIZE(slice) == 16 &&
+    HPMLI_ATTR_SIZE(sum) == 8 && HPMLI_ATTR_SIZE(norm) == 12 && HPMLI_ATTR_SIZE(dropout) == 4 &&
+    HPMLI_ATTR_SIZE(attention) == 12 && HPMLI_ATTR_SIZE(cross_entropy) == 8 && HPMLI_ATTR_SIZE(huber) == 4 ? 1 : -1];
 
 /* A node that is read from a file, or was recorded: what its recorder needs. */
 typedef struct hpmli_saved_node {
@@ -16608,7 +16616,7 @@ HPMLI_FN hpml_tensor *hpmli_record_huber(const hpmli_saved_node *n)
 
 typedef struct hpmli_recorder {
     hpml_op op;
-    int     sources; /* how many the op has at least, of which the first must be there */
+    int     sources; /* how many the op has, of which the first must be there; 0: any number */
     hpml_tensor *(*record)(const hpmli_saved_node *n);
 } hpmli_recorder;
 static const hpmli_recorder hpmli_recorders[] = {
@@ -16618,7 +16626,7 @@ static const hpmli_recorder hpmli_recorders[] = {
     { HPML_OP_LINEAR, 3, hpmli_record_linear }, { HPML_OP_CONV2D, 3, hpmli_record_conv2d },
     { HPML_OP_MAX_POOL2D, 1, hpmli_record_pool }, { HPML_OP_AVG_POOL2D, 1, hpmli_record_pool },
     { HPML_OP_RESHAPE, 1, hpmli_record_reshape }, { HPML_OP_PERMUTE, 1, hpmli_record_permute },
-    { HPML_OP_SLICE, 1, hpmli_record_slice }, { HPML_OP_CONCAT, 1, hpmli_record_concat },
+    { HPML_OP_SLICE, 1, hpmli_record_slice }, { HPML_OP_CONCAT, 0, hpmli_record_concat },
     { HPML_OP_SUM, 1, hpmli_record_sum }, { HPML_OP_SOFTMAX, 1, hpmli_record_softmax },
     { HPML_OP_LOG_SOFTMAX, 1, hpmli_record_softmax }, { HPML_OP_LAYERNORM, 3, hpmli_record_norm },
     { HPML_OP_RMSNORM, 3, hpmli_record_norm }, { HPML_OP_BATCHNORM, 5, hpmli_record_norm },
@@ -16808,7 +16816,8 @@ HPMLI_FN bool hpmli_structure_check(const hpmli_structure *s, const hpml_model_d
 {
     for (int i = 0; i < s->node_count; i++) {
         const hpml_node *n = s->node[i];
-        if (hpmli_recorder_of(n->op)) continue;
+        const hpmli_recorder *by = hpmli_recorder_of(n->op);
+        if (by && (by->sources == 0 || n->src_count == by->sources)) continue;
         const bool own = n->op == HPML_OP_CUSTOM;
         return hpmli_false(s->ctx, HPML_ERR_UNSUPPORTED, "model save: \"%s\" is an op \"%s\", which model files do not "
                            "have; save the parameters with hpml_params_save, and record the model to load them",
@@ -17094,8 +17103,7 @@ HPMLI_FN bool hpmli_read_record(hpmli_model_reader *r, hpmli_saved_node *n, cons
     n->name = hpmli_strdup(r->ctx, n->name);
     if (!n->name) return false;
     if (n->rows > 0) n->shape[0] = n->rows * r->m->batch;
-    for (int i = n->src_count; i < HPML_MAX_SRC; i++) n->src[i] = NULL;
-    if (n->src_count < by->sources || !n->src[0]) return hpmli_model_wrong(r, n->name);
+    if ((by->sources > 0 && n->src_count != by->sources) || !n->src[0]) return hpmli_model_wrong(r, n->name);
     r->ctx->shares = true; /* layers find the parameters of the file by their names */
     hpml_tensor *y = by->record(n);
     r->ctx->shares = shares;
