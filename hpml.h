@@ -1342,7 +1342,7 @@ typedef struct hpml_fit_desc {
 /* Trains on whole epochs of a data set; continues an earlier fit, or a checkpoint of one, that stopped inside an epoch.
    d NULL: one epoch. Ranks that train together pass the same desc but for the callbacks, divide the validation data
    among them, and decide alike: on sums over all ranks, on .stop and .checkpoint_minutes in every 16th step and at the
-   end of an epoch. An hpml_epoch's loss and accuracy are of all ranks with .validation, else of this rank's samples. */
+   end of an epoch; with servers, also on .checkpoint_steps, at the end of an epoch alone. An hpml_epoch's loss and accuracy are of all ranks with .validation, else of this rank's samples. */
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
 /* Copies up to `capacity` epochs to rows, the last ones, and returns how many there are: those that fit with .on_step,
    .on_epoch, .log or .validation trained on since the trainer was created. */
@@ -1404,7 +1404,8 @@ typedef struct hpml_moment {
    join    fills in the array `which` of parameter `param`: on entry `whole` has the part that this rank keeps, in its
            place; on return also the parts of all other ranks, which call it alike
    agree   adds up n numbers over all ranks between two steps, when all ranks call it alike: for the validation and the
-           decisions of fit
+           decisions of fit. With n 0 returns, without a message, HPML_OK if all ranks make the same steps, so that they
+           can call it within an epoch; else another status: then fit calls it at the end of an epoch alone
    file    replaces hpml_checkpoint_save or, if `load`, hpml_checkpoint_load in fit; all ranks call it alike
    next    returns which batch a fit that takes this rank's part of the data computes next, counted over all epochs of
            `batches` batches; below 0: the fit's epoch ends, or an error is on the context. is_last: the epoch is the
@@ -12864,6 +12865,7 @@ typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts and keeps
     int64_t samples, updates;
     bool    is_last;       /* in the last epoch of the call */
     const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
+    bool    apart;         /* ranks do not make the same steps, and meet at the ends of epochs alone */
     bool    counts;        /* sums up `tally` */
     FILE   *log;           /* hpml_fit_desc.log; NULL: none */
     hpmli_tally tally;     /* of this epoch, as of each step */
@@ -13011,14 +13013,14 @@ HPMLI_FN hpml_status hpmli_fit_decide(hpml_trainer *t, hpmli_fit *f, bool epoch_
     if (t->micro_batch != 0) return HPML_OK; /* checkpoints are saved between updates */
     wish[1] = d->checkpoint_minutes > 0 && hpml_now() - f->saved_at >= 60 * d->checkpoint_minutes;
     if (t->graph->any.agree && signals) {
-        if (!epoch_ends && (f->deals || t->step % HPMLI_AGREE_STEPS != 0)) wish[0] = wish[1] = 0;
+        if (!epoch_ends && (f->apart || t->step % HPMLI_AGREE_STEPS != 0)) wish[0] = wish[1] = 0;
         else if (hpmli_agree(t, wish, 2) != HPML_OK) return t->ctx->status;
     }
     f->stops_now = wish[0] > 0;
     f->saves_now = wish[1] > 0 || (d->checkpoint_steps > 0 && t->step % d->checkpoint_steps == 0);
     if (epoch_ends && d->checkpoint_steps == 0 && !(d->checkpoint_minutes > 0)) f->saves_now = true;
     f->saves_now = d->checkpoint && (f->saves_now || f->stops_now) && f->saved_step != t->step;
-    if (f->deals) f->saves_now = d->checkpoint && epoch_ends; /* the only time at which ranks meet */
+    if (f->apart) f->saves_now = d->checkpoint && epoch_ends;
     return HPML_OK;
 }
 
@@ -13330,7 +13332,7 @@ HPMLI_FN hpml_status hpmli_fit_finish(hpml_trainer *t, hpmli_fit *f, hpml_status
         status = hpmli_fail(t->ctx, HPML_ERR_WRITE, "fit: \"%s\": cannot write", d->log);
         done   = false;
     }
-    const bool unsaved = f->updates > 0 && f->saved_step != t->step && t->micro_batch == 0 && !f->deals;
+    const bool unsaved = f->updates > 0 && f->saved_step != t->step && t->micro_batch == 0 && !f->apart;
     if (done && d->checkpoint && unsaved && hpmli_fit_save(t, f) != HPML_OK) status = t->ctx->status;
     if (done && f->best_values && f->best < HUGE_VAL) hpmli_values_copy(t, f->best_values, true);
     hpmli_free(t->ctx, f->best_values);
@@ -13357,6 +13359,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     }
     status = hpmli_fit_compare(t, l, &d);
     if (!d.loader || d.loader->ranks == 0) f.deals = hpmli_hooks_deal(t);
+    f.apart = f.deals || hpmli_agree(t, NULL, 0) != HPML_OK;
     const int64_t epochs = d.epochs > 0 ? d.epochs : 1;
     for (int64_t e = d.resume ? t->epoch : 0; e < epochs && status == HPML_OK; e++) {
         f.is_last = e + 1 >= epochs;

@@ -8719,6 +8719,7 @@ HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, u
 HPMLC_FN hpml_status hpmlc_dist_agree(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
     hpml_distributed *d = (hpml_distributed *)user;
+    if (n == 0) return d->plan.servers > 0 ? HPML_ERR_UNSUPPORTED : HPML_OK; /* servers make other steps */
     if (hpmlc_failed(d->c)) return hpmlc_failure(d->c);
     if (hpmlc_goes_on(d))
         return hpmlc_fail(d->all, HPML_ERR_UNSUPPORTED, "fit: validation, .stop, .checkpoint_minutes and .resume need "
