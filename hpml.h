@@ -1342,7 +1342,8 @@ typedef struct hpml_fit_desc {
 /* Trains on whole epochs of a data set; continues an earlier fit, or a checkpoint of one, that stopped inside an epoch.
    d NULL: one epoch. Ranks that train together pass the same desc but for the callbacks, divide the validation data
    among them, and decide alike: on sums over all ranks, on .stop and .checkpoint_minutes in every 16th step and at the
-   end of an epoch; with servers, also on .checkpoint_steps, at the end of an epoch alone. An hpml_epoch's loss and accuracy are of all ranks with .validation, else of this rank's samples. */
+   end of an epoch; with servers, also on .checkpoint_steps, at the end of an epoch alone. Loss and accuracy of an
+   hpml_epoch are of all ranks with .validation, else of this rank's samples. */
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
 /* Copies up to `capacity` epochs to rows, the last ones, and returns how many there are: those that fit with .on_step,
    .on_epoch, .log or .validation trained on since the trainer was created. */
