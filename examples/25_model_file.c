@@ -83,6 +83,8 @@ int main(int argc, char **argv)
     const char *path  = argc > 1 ? argv[1] : "house.safetensors";
     float       house[COLUMNS] = { 120, 35, 2.5f };
     hpml_status status = HPML_OK;
+    if ((argc > 2 && argc != 2 + COLUMNS) || path[0] == '-')
+        return printf("usage: %s [FILE [SQUARE_METRES YEARS KM]]\n", argv[0]), 2;
     for (int i = 0; i < COLUMNS && argc == 2 + COLUMNS; i++) house[i] = strtof(argv[2 + i], NULL);
     for (int again = argc == 2 + COLUMNS; again < 2 && status == HPML_OK; again++) { /* train, then predict */
         hpml_ctx *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 1, .log = hpml_log_stderr });
