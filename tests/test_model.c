@@ -286,7 +286,8 @@ TEST(names_count_the_layers_of_a_kind)
     hpml_ctx    *ctx = new_ctx();
     hpml_tensor *x   = hpml_input_2d(ctx, 3, 2);
     hpml_tensor *h   = hpml_relu(hpml_linear(x, 4, NULL));
-    ENSURE(!hpml_linear(h, 0, NULL)); /* an error: this layer does not count */
+    hpml_linear_desc wrong = { .weight = hpml_param_find(ctx, "linear0.weight") }; /* (4, 2), expected (4, 4) */
+    ENSURE(!hpml_linear(h, 4, &wrong)); /* this layer does not count */
     hpml_ctx_clear_error(ctx);
     h = hpml_tanh(hpml_linear(h, 4, &(hpml_linear_desc){ .name = "named" }));
     h = hpml_linear(hpml_layernorm(h, NULL), 5, NULL);
