@@ -45,6 +45,7 @@
 //                           in about 3/4 of the time
 //     HPML_USE_ZLIB         read gzipped IDX files (-lz)
 //     HPML_USE_CBLAS        large matrix products by a BLAS (cblas.h; -lopenblas)
+//     HPML_NO_TRAINING      no backward passes, optimizers and results in halves: small programs that predict
 //     HPML_DEBUG            check internal assumptions
 //     HPML_SELF             this file's name, if you renamed it: it includes itself once for each instruction set
 //
@@ -1492,7 +1493,8 @@ typedef struct hpml_fit_desc {
 /* Trains on whole epochs of a data set; continues an earlier fit, or a checkpoint of one, that stopped inside an epoch.
    d NULL: one epoch. Ranks that train together pass the same desc but for the callbacks, divide the validation data
    among them, and decide alike: on sums over all ranks, on .stop and .checkpoint_minutes in every 16th step and at the
-   end of an epoch. An hpml_epoch's loss and accuracy are of all ranks with .validation, else of this rank's samples. */
+   end of an epoch; with servers, also on .checkpoint_steps, at the end of an epoch alone. Loss and accuracy of an
+   hpml_epoch are of all ranks with .validation, else of this rank's samples. */
 HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const hpml_fit_desc *d);
 /* Copies up to `capacity` epochs to rows, the last ones, and returns how many there are: those that fit with .on_step,
    .on_epoch, .log or .validation trained on since the trainer was created. */
@@ -1554,7 +1556,8 @@ typedef struct hpml_moment {
    join    fills in the array `which` of parameter `param`: on entry `whole` has the part that this rank keeps, in its
            place; on return also the parts of all other ranks, which call it alike
    agree   adds up n numbers over all ranks between two steps, when all ranks call it alike: for the validation and the
-           decisions of fit
+           decisions of fit. With n 0 returns, without a message, HPML_OK if all ranks make the same steps, so that they
+           can call it within an epoch; else another status: then fit calls it at the end of an epoch alone
    file    replaces hpml_checkpoint_save or, if `load`, hpml_checkpoint_load in fit; all ranks call it alike
    next    returns which batch a fit that takes this rank's part of the data computes next, counted over all epochs of
            `batches` batches; below 0: the fit's epoch ends, or an error is on the context. is_last: the epoch is the
@@ -3104,6 +3107,11 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
     if (dtype != HPML_DTYPE_F32 && ctx->backend != hpml_backend_cpu())
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .activation_dtype %s is for the CPU; the backend \"%s\" takes "
                            "its precision from its own desc", hpml_dtype_name(dtype), ctx->backend->name);
+#ifdef HPML_NO_TRAINING
+    if (dtype != HPML_DTYPE_F32)
+        return hpmli_false(ctx, HPML_ERR_UNSUPPORTED, "ctx: .activation_dtype %s, but this program was built with "
+                           "HPML_NO_TRAINING, which stores results in f32", hpml_dtype_name(dtype));
+#endif
     ctx->activation_dtype = dtype;
     return ctx->backend->open(ctx, d->backend_desc, &ctx->device) == HPML_OK;
 }
@@ -3860,6 +3868,12 @@ HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner
     return 2 * (double)hpml_tensor_count(n->out) * (double)inner * (back ? products : 1);
 }
 
+#ifdef HPML_NO_TRAINING
+#define HPMLI_TO_TRAIN(function) NULL
+#else
+#define HPMLI_TO_TRAIN(function) function /* a function of a table, which programs that only predict do without */
+#endif
+
 /* Defines an op and its entry in the table of ops. traits, needs: HPMLI_OP_, HPMLI_NEED_ bits; flops: a number from `n`
    and `back` (backward); forward, backward: statements with `run` and `n`, which return a status on failure. */
 #define HPMLI_OP(name, traits, needs, flops, forward, backward)                                                        \
@@ -3875,8 +3889,9 @@ HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner
         backward;                                                                                                      \
         return HPML_OK;                                                                                                \
     }                                                                                                                  \
-    static const hpmli_op_info hpmli_##name##_op = { hpmli_##name##_needs, hpmli_##name##_flops, traits,               \
-                                                     { hpmli_##name##_forward, hpmli_##name##_backward } }
+    static const hpmli_op_info hpmli_##name##_op = {                                                                   \
+        hpmli_##name##_needs, hpmli_##name##_flops, traits,                                                            \
+        { hpmli_##name##_forward, HPMLI_TO_TRAIN(hpmli_##name##_backward) } }
 
 /* A loop over independent items (rows, planes, channels, chunks of elements), as most ops are: calls fn for each of
    `count` items; `per_task` items make one task of the thread pool. */
@@ -5972,6 +5987,11 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     for (int i = 0; i < d.output_count; i++) targets[count++] = d.outputs[i];
     if (d.loss) targets[count++] = d.loss;
     if (!hpmli_recordable(count, targets)) return NULL;
+#ifdef HPML_NO_TRAINING
+    if (d.loss)
+        return hpmli_null(ctx, HPML_ERR_UNSUPPORTED, "graph: a loss \"%s\" to be trained, but this program was built "
+                          "with HPML_NO_TRAINING, so that it only predicts", d.loss->name);
+#endif
     if (d.loss && d.predict)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "graph: .predict with .loss \"%s\"; a graph that predicts has no "
                           "backward pass: name the loss among the outputs", d.loss->name);
@@ -12070,7 +12090,9 @@ static hpml_tensor *hpmli_vocabulary_op(hpml_tensor *const src[2], hpml_custom *
 HPMLI_FN hpml_status hpmli_cpu_open(hpml_ctx *ctx, const void *desc HPMLI_UNUSED, void **device)
 {
     *device = ctx;
+#ifndef HPML_NO_TRAINING
     if (ctx->activation_dtype != HPML_DTYPE_F32) ctx->ops = hpmli_wrap_ops();
+#endif
     return HPML_OK;
 }
 HPMLI_FN hpml_dtype hpmli_cpu_activation_dtype(void *device)
@@ -12191,7 +12213,7 @@ HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op)
 HPML_API const hpml_backend *hpml_backend_cpu(void)
 {
     static const hpml_op_impl ops[HPML_OP_COUNT] = {
-#define HPMLI_CPU_IMPL(op, name) { hpmli_##name##_forward, hpmli_##name##_backward },
+#define HPMLI_CPU_IMPL(op, name) { hpmli_##name##_forward, HPMLI_TO_TRAIN(hpmli_##name##_backward) },
         HPML_OPS(HPMLI_CPU_IMPL)
     };
     static const hpml_backend cpu = {
@@ -12205,10 +12227,10 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         hpmli_cpu_zero,
         NULL,                       /* sync: all calls are complete on return */
         ops,
-        hpmli_cpu_update,
+        HPMLI_TO_TRAIN(hpmli_cpu_update),
         hpmli_cpu_sumsq,
         hpmli_cpu_activation_dtype,
-        hpmli_wrap_plan,
+        HPMLI_TO_TRAIN(hpmli_wrap_plan),
         NULL,                       /* begin: passes are not recorded */
         NULL,                       /* end: passes are not recorded */
         NULL,                       /* correct: the trainer counts on the host */
@@ -14379,6 +14401,7 @@ typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts and keeps
     int64_t samples, updates;
     bool    is_last;       /* in the last epoch of the call */
     const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
+    bool    apart;         /* ranks do not make the same steps, and meet at the ends of epochs alone */
     bool    counts;        /* sums up `tally` */
     FILE   *log;           /* hpml_fit_desc.log; NULL: none */
     hpmli_tally tally;     /* of this epoch, as of each step */
@@ -14520,19 +14543,20 @@ HPMLI_FN hpml_status hpmli_fit_decide(hpml_trainer *t, hpmli_fit *f, bool epoch_
 {
     const hpml_fit_desc *d = f->d;
     const bool           signals = d->stop || d->checkpoint_minutes > 0;
-    double               wish[2] = { d->stop && *d->stop != 0, 0 }; /* of this rank, then of all: to stop, to save */
+    double               wish[2] = { 0, 0 }; /* of this rank, then of all: to stop, to save */
+    if (d->stop && *d->stop != 0) wish[0] = 1;
     f->saves_now = f->stops_now = false;
     if (t->micro_batch != 0) return HPML_OK; /* checkpoints are saved between updates */
     wish[1] = d->checkpoint_minutes > 0 && hpml_now() - f->saved_at >= 60 * d->checkpoint_minutes;
     if (t->graph->any.agree && signals) {
-        if (!epoch_ends && (f->deals || t->step % HPMLI_AGREE_STEPS != 0)) wish[0] = wish[1] = 0;
+        if (!epoch_ends && (f->apart || t->step % HPMLI_AGREE_STEPS != 0)) wish[0] = wish[1] = 0;
         else if (hpmli_agree(t, wish, 2) != HPML_OK) return t->ctx->status;
     }
     f->stops_now = wish[0] > 0;
     f->saves_now = wish[1] > 0 || (d->checkpoint_steps > 0 && t->step % d->checkpoint_steps == 0);
     if (epoch_ends && d->checkpoint_steps == 0 && !(d->checkpoint_minutes > 0)) f->saves_now = true;
     f->saves_now = d->checkpoint && (f->saves_now || f->stops_now) && f->saved_step != t->step;
-    if (f->deals) f->saves_now = d->checkpoint && epoch_ends; /* the only time at which ranks meet */
+    if (f->apart) f->saves_now = d->checkpoint && epoch_ends;
     return HPML_OK;
 }
 
@@ -14844,7 +14868,7 @@ HPMLI_FN hpml_status hpmli_fit_finish(hpml_trainer *t, hpmli_fit *f, hpml_status
         status = hpmli_fail(t->ctx, HPML_ERR_WRITE, "fit: \"%s\": cannot write", d->log);
         done   = false;
     }
-    const bool unsaved = f->updates > 0 && f->saved_step != t->step && t->micro_batch == 0 && !f->deals;
+    const bool unsaved = f->updates > 0 && f->saved_step != t->step && t->micro_batch == 0 && !f->apart;
     if (done && d->checkpoint && unsaved && hpmli_fit_save(t, f) != HPML_OK) status = t->ctx->status;
     if (done && f->best_values && f->best < HUGE_VAL) hpmli_values_copy(t, f->best_values, true);
     hpmli_free(t->ctx, f->best_values);
@@ -14871,6 +14895,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     }
     status = hpmli_fit_compare(t, l, &d);
     if (!d.loader || d.loader->ranks == 0) f.deals = hpmli_hooks_deal(t);
+    f.apart = f.deals || hpmli_agree(t, NULL, 0) != HPML_OK;
     const int64_t epochs = d.epochs > 0 ? d.epochs : 1;
     for (int64_t e = d.resume ? t->epoch : 0; e < epochs && status == HPML_OK; e++) {
         f.is_last = e + 1 >= epochs;
@@ -18353,6 +18378,14 @@ static const hpmli_attr_field hpmli_attr_fields[] = {
     HPMLI_FIELD(CROSS_ENTROPY, 'i', "ignore", cross_entropy.ignore),
     HPMLI_FIELD(HUBER, 'f', "delta", huber.delta) };
 #define HPMLI_ATTR_FIELDS (sizeof hpmli_attr_fields / sizeof hpmli_attr_fields[0])
+/* Does not compile when a struct of hpml_attr gets a new member: then the table above needs a row for the member, or
+   files would lose it, and the size here changes. */
+#define HPMLI_ATTR_SIZE(member) sizeof(((hpml_attr *)0)->member)
+typedef char hpmli_attr_fields_are_all[
+    HPMLI_ATTR_SIZE(scale) == 8 && HPMLI_ATTR_SIZE(act) == 8 && HPMLI_ATTR_SIZE(matmul) == 2 &&
+    HPMLI_ATTR_SIZE(conv) == 48 && HPMLI_ATTR_SIZE(permute) == 4 * HPML_MAX_DIMS && HPMLI_ATTR_SIZE(slice) == 16 &&
+    HPMLI_ATTR_SIZE(sum) == 8 && HPMLI_ATTR_SIZE(norm) == 12 && HPMLI_ATTR_SIZE(dropout) == 4 &&
+    HPMLI_ATTR_SIZE(attention) == 12 && HPMLI_ATTR_SIZE(cross_entropy) == 8 && HPMLI_ATTR_SIZE(huber) == 4 ? 1 : -1];
 
 /* A node that is read from a file, or was recorded: what its recorder needs. */
 typedef struct hpmli_saved_node {
@@ -18490,7 +18523,7 @@ HPMLI_FN hpml_tensor *hpmli_record_huber(const hpmli_saved_node *n)
 
 typedef struct hpmli_recorder {
     hpml_op op;
-    int     sources; /* how many the op has at least, of which the first must be there */
+    int     sources; /* how many the op has, of which the first must be there; 0: any number */
     hpml_tensor *(*record)(const hpmli_saved_node *n);
 } hpmli_recorder;
 static const hpmli_recorder hpmli_recorders[] = {
@@ -18500,7 +18533,7 @@ static const hpmli_recorder hpmli_recorders[] = {
     { HPML_OP_LINEAR, 3, hpmli_record_linear }, { HPML_OP_CONV2D, 3, hpmli_record_conv2d },
     { HPML_OP_MAX_POOL2D, 1, hpmli_record_pool }, { HPML_OP_AVG_POOL2D, 1, hpmli_record_pool },
     { HPML_OP_RESHAPE, 1, hpmli_record_reshape }, { HPML_OP_PERMUTE, 1, hpmli_record_permute },
-    { HPML_OP_SLICE, 1, hpmli_record_slice }, { HPML_OP_CONCAT, 1, hpmli_record_concat },
+    { HPML_OP_SLICE, 1, hpmli_record_slice }, { HPML_OP_CONCAT, 0, hpmli_record_concat },
     { HPML_OP_SUM, 1, hpmli_record_sum }, { HPML_OP_SOFTMAX, 1, hpmli_record_softmax },
     { HPML_OP_LOG_SOFTMAX, 1, hpmli_record_softmax }, { HPML_OP_LAYERNORM, 3, hpmli_record_norm },
     { HPML_OP_RMSNORM, 3, hpmli_record_norm }, { HPML_OP_BATCHNORM, 5, hpmli_record_norm },
@@ -18593,7 +18626,8 @@ HPMLI_FN void hpmli_text_quoted(hpmli_text_buffer *b, const char *text) /* appen
     hpmli_text_add(b, "\"");
     for (; *text; text++) {
         const bool plain = (unsigned char)*text >= 32 && *text != '"' && *text != '\\';
-        hpmli_text_add(b, plain ? "%c" : "\\u%04x", plain ? *text : (unsigned char)*text);
+        if (plain) hpmli_text_add(b, "%c", *text);
+        else hpmli_text_add(b, "\\u%04x", (unsigned char)*text);
     }
     hpmli_text_add(b, "\"");
 }
@@ -18605,6 +18639,11 @@ HPMLI_FN void hpmli_text_float(hpmli_text_buffer *b, float x) /* appends a numbe
     for (char *p = text; *p; p++)
         if (*p == ',') *p = '.'; /* in locales that write a comma */
     hpmli_text_add(b, "%s", text);
+}
+
+HPMLI_FN void hpmli_text_flag(hpmli_text_buffer *b, const char *name, bool flag)
+{
+    hpmli_text_add(b, ",\"%s\":%s", name, flag ? "true" : "false");
 }
 
 HPMLI_FN void hpmli_text_shape(hpmli_text_buffer *b, const hpml_tensor *t)
@@ -18632,8 +18671,12 @@ HPMLI_FN void hpmli_text_node(hpmli_text_buffer *b, const hpmli_structure *s, co
         float                   real;
         bool                    flag;
         if (f->op != n->op) continue;
+        if (f->type == 'b') {
+            memcpy(&flag, from, sizeof flag);
+            hpmli_text_flag(b, f->name, flag);
+            continue;
+        }
         hpmli_text_add(b, ",\"%s\":", f->name);
-        if (f->type == 'b') hpmli_text_add(b, memcpy(&flag, from, sizeof flag) && flag ? "true" : "false");
         if (f->type == 'i') hpmli_text_add(b, "%d", (int)*(int32_t *)memcpy(&small, from, sizeof small));
         if (f->type == 'l') hpmli_text_add(b, "%lld", (long long)*(int64_t *)memcpy(&large, from, sizeof large));
         if (f->type == 'f') hpmli_text_float(b, *(float *)memcpy(&real, from, sizeof real));
@@ -18664,9 +18707,9 @@ HPMLI_FN void hpmli_text_structure(hpmli_text_buffer *b, const hpmli_structure *
         if (kind == 0) hpmli_text_add(b, ",\"dtype\":\"%s\"", hpml_dtype_name(t->dtype));
         hpmli_text_shape(b, t);
         if (kind == 0) hpmli_text_add(b, ",\"layout\":%d", (int)t->layout);
-        if (kind == 2)
-            hpmli_text_add(b, ",\"buffer\":%s,\"frozen\":%s,\"no_decay\":%s", t->param->buffer ? "true" : "false",
-                           t->param->frozen ? "true" : "false", t->param->no_decay ? "true" : "false");
+        if (kind == 2) hpmli_text_flag(b, "buffer", t->param->buffer);
+        if (kind == 2) hpmli_text_flag(b, "frozen", t->param->frozen);
+        if (kind == 2) hpmli_text_flag(b, "no_decay", t->param->no_decay);
         hpmli_text_add(b, "}");
     }
     hpmli_text_add(b, "],\"outputs\":[");
@@ -18680,7 +18723,8 @@ HPMLI_FN bool hpmli_structure_check(const hpmli_structure *s, const hpml_model_d
 {
     for (int i = 0; i < s->node_count; i++) {
         const hpml_node *n = s->node[i];
-        if (hpmli_recorder_of(n->op)) continue;
+        const hpmli_recorder *by = hpmli_recorder_of(n->op);
+        if (by && (by->sources == 0 || n->src_count == by->sources)) continue;
         const bool own = n->op == HPML_OP_CUSTOM;
         return hpmli_false(s->ctx, HPML_ERR_UNSUPPORTED, "model save: \"%s\" is an op \"%s\", which model files do not "
                            "have; save the parameters with hpml_params_save, and record the model to load them",
@@ -18791,6 +18835,7 @@ struct hpml_model {
 
 /* The state of reading a structure. */
 typedef struct hpmli_model_reader {
+    const hpml_safetensors *f;
     hpml_ctx   *ctx;
     hpml_model *m;
     hpmli_json  j;
@@ -18870,6 +18915,16 @@ HPMLI_FN bool hpmli_read_input(hpmli_model_reader *r)
     return hpmli_model_add(r, t);
 }
 
+/* Checks, before memory is taken for it, that the file has a tensor of the name and shape of n. */
+HPMLI_FN bool hpmli_read_has(hpmli_model_reader *r, const hpmli_saved_node *n)
+{
+    hpml_safetensor e;
+    bool            there = n->name && hpml_safetensors_find(r->f, n->name, &e) && e.ndim == n->ndim;
+    for (int i = 0; i < n->ndim && there; i++) there = e.shape[i] == n->shape[i];
+    return there || hpmli_false(r->ctx, HPML_ERR_FORMAT, "\"%s\": no tensor \"%s\" of %s, which the model has", r->path,
+                                n->name ? n->name : "", hpmli_shape_text(r->ctx, n->ndim, n->shape));
+}
+
 HPMLI_FN bool hpmli_read_constant(hpmli_model_reader *r)
 {
     hpmli_saved_node n = HPMLI_ZEROED;
@@ -18879,6 +18934,7 @@ HPMLI_FN bool hpmli_read_constant(hpmli_model_reader *r)
         if (!hpmli_read_member(r, key, &n)) hpmli_json_skip(&r->j, 8);
     }
     if (r->j.bad || n.ndim < 1) return hpmli_model_wrong(r, "a constant");
+    if (!hpmli_read_has(r, &n)) return false;
     r->m->constant_count++;
     return hpmli_model_add(r, hpml_tensor_create(r->ctx, HPML_DTYPE_F32, n.ndim, n.shape));
 }
@@ -18902,6 +18958,7 @@ HPMLI_FN bool hpmli_read_parameter(hpmli_model_reader *r)
         else hpmli_json_skip(&r->j, 8);
     }
     if (r->j.bad || n.ndim < 1 || !n.name) return hpmli_model_wrong(r, "a parameter");
+    if (!hpmli_read_has(r, &n)) return false;
     d.name = n.name;
     d.ndim = n.ndim;
     d.init = HPML_INIT_ZEROS;
@@ -18949,11 +19006,11 @@ HPMLI_FN bool hpmli_read_record(hpmli_model_reader *r, hpmli_saved_node *n, cons
 {
     const int  params = r->ctx->param_count;
     const bool shares = r->ctx->shares;
-    n->name = n->name ? hpmli_strdup(r->ctx, n->name) : NULL;
+    if (!n->name) return hpmli_model_wrong(r, "a node without a name");
+    n->name = hpmli_strdup(r->ctx, n->name);
     if (!n->name) return false;
     if (n->rows > 0) n->shape[0] = n->rows * r->m->batch;
-    for (int i = n->src_count; i < HPML_MAX_SRC; i++) n->src[i] = NULL;
-    if (n->src_count < by->sources || !n->src[0]) return hpmli_model_wrong(r, n->name);
+    if ((by->sources > 0 && n->src_count != by->sources) || !n->src[0]) return hpmli_model_wrong(r, n->name);
     r->ctx->shares = true; /* layers find the parameters of the file by their names */
     hpml_tensor *y = by->record(n);
     r->ctx->shares = shares;
@@ -19020,8 +19077,8 @@ HPMLI_FN bool hpmli_read_structure(hpmli_model_reader *r)
         for (int k = 0; hpmli_json_next(&r->j, k, '[', ']'); k++)
             if (!lists[i].read(r)) return false;
     }
-    return !r->j.bad && r->m->output_count > 0 && r->m->input_count > 0 && r->ctx->status == HPML_OK
-               ? true : hpmli_model_wrong(r, "its end");
+    const bool whole = !r->j.bad && r->m->output_count > 0 && r->m->input_count > 0;
+    return (whole && r->ctx->status == HPML_OK) || hpmli_model_wrong(r, "its end");
 }
 
 HPMLI_FN void hpmli_model_destroy(void *object)
@@ -19073,7 +19130,7 @@ HPMLI_FN bool hpmli_model_read(hpml_model *m, hpml_safetensors *f, const char *p
     hpml_ctx          *ctx   = m->ctx;
     const int          first = ctx->param_count;
     const char        *text  = hpml_safetensors_meta(f, HPMLI_MODEL);
-    hpmli_model_reader r     = { ctx, m, { NULL, NULL, false }, path, 0 };
+    hpmli_model_reader r     = { f, ctx, m, { NULL, NULL, false }, path, 0 };
     hpmli_selection    chosen = HPMLI_ZEROED;
     if (!text)
         return hpmli_false(ctx, HPML_ERR_FORMAT, "\"%s\": has parameters only, no structure of a model; record the "
@@ -22226,15 +22283,18 @@ HPMLI_KERNEL void HV(conv_pairs)(const hpmli_conv_copy *d, float *even, float *o
 // >>table   the kernels of this pass
 // ---------------------------------------------------------------------------------------------------------------------
 static const hpmli_kernels HV(kernels) = {
-    HPMLI_ISA_NAME, HV_LANES, HV(act_forward), HV(act_backward), HV(vadd), HV(vsub), HV(vmul), HV(vdiv),
-    HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
+    HPMLI_ISA_NAME, HV_LANES, HV(act_forward), HPMLI_TO_TRAIN(HV(act_backward)), HV(vadd), HV(vsub), HV(vmul),
+    HV(vdiv), HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
     HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(lstm_cells),
-    HV(lstm_cells_back), HV(opt_step), HV(to_f32),
-    HV(from_f32), HV(gemm_part), HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode),
-    HV(onebit_decode_add), HV(bf16_encode), HV(bf16_decode_add), HV(twobit_encode), HV(twobit_decode),
-    HV(twobit_decode_add), HV(conv_pack), HV(conv_pack_for_dx), HV(conv_to_nhwc), HV(conv_copy), HV(conv_from_nhwc),
-    HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad), HV(conv_unpack), HV(conv_taps), HV(conv_dots),
-    HV(conv_pairs), HV(max_pool_row), HV(max_pool_row_back), HV(crc32c),
+    HPMLI_TO_TRAIN(HV(lstm_cells_back)), HPMLI_TO_TRAIN(HV(opt_step)), HV(to_f32), HV(from_f32), HV(gemm_part),
+    HV(gemm_sum), HV(random), HPMLI_TO_TRAIN(HV(onebit_scan)), HPMLI_TO_TRAIN(HV(onebit_carry)),
+    HPMLI_TO_TRAIN(HV(onebit_decode)), HPMLI_TO_TRAIN(HV(onebit_decode_add)), HPMLI_TO_TRAIN(HV(bf16_encode)),
+    HPMLI_TO_TRAIN(HV(bf16_decode_add)), HPMLI_TO_TRAIN(HV(twobit_encode)), HPMLI_TO_TRAIN(HV(twobit_decode)),
+    HPMLI_TO_TRAIN(HV(twobit_decode_add)), HV(conv_pack), HPMLI_TO_TRAIN(HV(conv_pack_for_dx)), HV(conv_to_nhwc),
+    HV(conv_copy), HV(conv_from_nhwc), HV(conv_forward), HPMLI_TO_TRAIN(HV(conv_input_grad)),
+    HPMLI_TO_TRAIN(HV(conv_weight_grad)), HPMLI_TO_TRAIN(HV(conv_unpack)), HV(conv_taps),
+    HPMLI_TO_TRAIN(HV(conv_dots)), HV(conv_pairs), HV(max_pool_row), HPMLI_TO_TRAIN(HV(max_pool_row_back)),
+    HV(crc32c),
 };
 #undef HPMLI_ISA
 #endif /* HPMLI_ISA */

@@ -9052,26 +9052,6 @@ HPMLC_FN hpml_status hpmlc_dist_data(void *user, hpml_trainer *t HPMLC_UNUSED, u
                       "share itself; or, where you have divided the data, a hpml_loader_desc with .ranks = 1");
 }
 
-/* The trainer's hook `agree`: adds up n numbers over all ranks; where a training goes on when ranks are lost, over
-   those that are there. */
-HPMLC_FN hpml_status hpmlc_dist_agree(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
-{
-    hpml_distributed *d = (hpml_distributed *)user;
-    if (hpmlc_failed(d->c)) return hpmlc_failure(d->c);
-    if (hpmlc_goes_on(d))
-        return hpmlc_fail(d->all, HPML_ERR_UNSUPPORTED, "fit: validation, .stop, .checkpoint_minutes and .resume need "
-                          "all ranks to agree, and this training goes on without ranks that are lost; evaluate and "
-                          "save between calls of fit");
-    return hpmlc_reduce_all(d->all, values, n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
-}
-
-/* The trainer's hook `file`: saves or loads the checkpoint of all ranks. */
-HPMLC_FN hpml_status hpmlc_dist_file(void *user, hpml_trainer *t HPMLC_UNUSED, const char *path, bool load)
-{
-    hpml_distributed *d = (hpml_distributed *)user;
-    return load ? hpml_distribute_load(d, path) : hpml_distribute_save(d, path);
-}
-
 /* Returns whether gradients may overflow now and then: in f16 without a fixed loss scale. */
 HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
 {
@@ -9261,6 +9241,27 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
             if (x->item[k].g.name == name) hpmlc_item_state(list, x, &x->item[k]);
     }
     return hpml_ctx_status(d->ctx) == HPML_OK;
+}
+
+/* The trainer's hook `agree`: adds up n numbers over all ranks; where a training goes on when ranks are lost, over
+   those that are there. */
+HPMLC_FN hpml_status hpmlc_dist_agree(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    if (n == 0) return d->plan.servers > 0 ? HPML_ERR_UNSUPPORTED : HPML_OK; /* servers make other steps */
+    if (hpmlc_failed(d->c)) return hpmlc_failure(d->c);
+    if (hpmlc_goes_on(d))
+        return hpmlc_fail(d->all, HPML_ERR_UNSUPPORTED, "fit: validation, .stop, .checkpoint_minutes and .resume need "
+                          "all ranks to agree, and this training goes on without ranks that are lost; evaluate and "
+                          "save between calls of fit");
+    return hpmlc_reduce_all(d->all, values, n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
+}
+
+/* The trainer's hook `file`: saves or loads the checkpoint of all ranks. */
+HPMLC_FN hpml_status hpmlc_dist_file(void *user, hpml_trainer *t HPMLC_UNUSED, const char *path, bool load)
+{
+    hpml_distributed *d = (hpml_distributed *)user;
+    return load ? hpml_distribute_load(d, path) : hpml_distribute_save(d, path);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -123,11 +123,13 @@ static hpml_status train(hpml_comm *comm, void *user)
     hpml_distribute_report account = { 0 };
     double        start = hpml_now();
     int64_t       first = hpml_trainer_step_count(t);
-    hpml_fit_desc fit   = { .on_step = tells ? report_step : NULL, .user = &j->r, .max_steps = j->limit };
-    for (int64_t e = first * o->batch / data->count; e < o->stop && hpml_ctx_status(ctx) == HPML_OK; e++) {
-        hpml_trainer_fit(t, data, &fit);
-        if (j->limit > 0) break;
-    }
+    hpml_fit_desc fit   = { .on_step = tells ? report_step : NULL, .user = &j->r, .max_steps = j->limit,
+                          .checkpoint = o->checkpoint, .stop = o->checkpoint ? &interrupted : NULL };
+    int64_t done = first * o->batch / data->count; /* passes before this run */
+    fit.epochs   = (int32_t)(o->checkpoint ? o->stop : o->stop - done);
+    fit.resume   = o->checkpoint != NULL;
+    if (fit.epochs > 0 && hpml_trainer_fit(t, data, &fit) == HPML_ERR_STOPPED && tells)
+        printf("\ninterrupted; the same command goes on from %s\n", o->checkpoint);
     if (o->save) d ? hpml_distribute_save(d, o->save) : hpml_checkpoint_save(t, o->save);
     if (hpml_ctx_status(ctx) != HPML_OK) return hpml_ctx_status(ctx);
     hpml_comm_counters(comm, &sent);
@@ -163,6 +165,7 @@ static int launch(job *j)
     for (int n = 0; n < 2 && o->network; n++)
         if (strcmp(o->network, networks[n].name) == 0)
             l.network.ranks_per_node = 1, l.network.between = networks[n].link;
+    if (o->checkpoint) signal(SIGINT, interrupt);
     j->r = (report){ .epochs = (int)o->epochs, .live = isatty(1), .workers = (int)o->workers };
     hpml_status status = hpml_launch(&l, train, j, error, sizeof error);
     if (status != HPML_OK) fprintf(stderr, "error: %s\n", error);

@@ -154,7 +154,7 @@ static int table(hpml_simulate_desc d, const char *what, const way *w, int count
             if (!simulate(d, &w[i], m, &s)) return 0;
             printf(" %*.4g%c", width[i] - 1, s.step_s * 1e3, s.efficiency < 0.5 ? '*' : ' ');
             if (s.efficiency < 0.5 && low[i] == 0) low[i] = d.ranks;
-            x[rows] = (float)log2(d.ranks), y[i][rows] = (float)log10(s.step_s * 1e3);
+            x[rows] = (float)d.ranks, y[i][rows] = (float)(s.step_s * 1e3);
         }
     }
     printf("\n*from|");
@@ -164,7 +164,8 @@ static int table(hpml_simulate_desc d, const char *what, const way *w, int count
         lines[i].name = w[i].name, lines[i].x = x, lines[i].y = y[i], lines[i].count = rows;
     }
     snprintf(path, sizeof path, "%s/simulate_%s.svg", dir, what), snprintf(text, sizeof text, "%s, %s", m->name, what);
-    if (plot_svg(path, text, "log2 of the number of ranks", "log10 of the step time in ms", lines, count) == 0)
+    plot_chart chart = { path, text, "ranks", "step time in ms", lines, count, .log_x = 2, .log_y = 10 };
+    if (plot_draw(&chart) == 0)
         printf("\n%s is drawn", path);
     d.ranks /= 2; /* the most */
     if (count == 6 && hpml_simulate(&d, &s, text, sizeof text) == HPML_OK &&

@@ -5,13 +5,19 @@
 #include "digits.h"
 #include "options.h"
 
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+/* Ctrl-C, for hpml_fit_desc.stop. */
+static volatile int interrupted __attribute__((unused));
+static inline void interrupt(int signal_number) { interrupted = signal_number; }
+
 typedef struct options {
     const char *data, *model, *layout, *precision, *codec, *allreduce, *transport, *network, *save, *load, *out;
+    const char *checkpoint;
     int64_t     samples, batch, epochs, stop, workers, threads, seed, table, workspace;
     double      lr;
     int         json, exact, compare;
@@ -55,6 +61,8 @@ static int parse(options *o, const option *extra, int extra_count, int argc, cha
         { "--exact", OPTION_FLAG, &o->exact, NULL, "the same bits for every number of workers" },
         { "--save", OPTION_TEXT, &o->save, "FILE", "writes a checkpoint at the end" },
         { "--load", OPTION_TEXT, &o->load, "FILE", "goes on from a checkpoint" },
+        { "--checkpoint", OPTION_TEXT, &o->checkpoint, "FILE",
+          "saves there after each pass and on Ctrl-C; if the file is there, goes on from it" },
         { "--steps-table", OPTION_COUNT, &o->table, "N", "time of the last N steps by worker (at most 100000)" },
         { "--compare", OPTION_FLAG, &o->compare, NULL, "1 worker, 4, and 4 with 1 bit; on slow networks too" },
         { "--out", OPTION_TEXT, &o->out, "DIR", "where loss.csv, loss.svg and trace.json go (build)" },

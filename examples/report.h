@@ -19,7 +19,6 @@ typedef struct report {
 static int report_step(const hpml_step_info *i, void *user)
 {
     report *r    = (report *)user;
-    double  all  = (double)(i->epoch_steps * r->epochs), done = (double)(i->epoch * i->epoch_steps + i->epoch_step);
     float   old  = r->count > 0 ? 0.95f : 0;
     char    line[256];
     if (r->count == r->capacity) {
@@ -36,11 +35,12 @@ static int report_step(const hpml_step_info *i, void *user)
     r->count++;
     if (i->seconds - r->last < (r->live ? 0.1 : 5) && i->epoch_step < i->epoch_steps) return 0;
     r->last = i->seconds;
-    snprintf(line, sizeof line, "epoch %d/%d  step %lld/%lld  loss %.4f  accuracy %.2f %%  %.0f/s  %.0f s left",
-             (int)i->epoch + 1, r->epochs, (long long)i->epoch_step, (long long)i->epoch_steps,
-             (double)r->loss[r->count - 1], 100 * (double)r->accuracy[r->count - 1],
-             i->samples_per_second * (r->workers > 0 ? r->workers : 1), i->seconds * (all / done - 1));
-    if (r->live) printf("\r%.*s\033[K", screen_columns() - 1, line); /* \033[K clears the rest of the line */
+    hpml_step_info shown = *i;
+    shown.loss     = r->loss[r->count - 1];
+    shown.accuracy = r->accuracy[r->count - 1];
+    shown.samples_per_second *= r->workers > 0 ? r->workers : 1;
+    hpml_progress_text(&shown, r->epochs, r->live ? screen_columns() - 1 : 120, line, sizeof line);
+    if (r->live) printf("\r%s\033[K", line); /* \033[K clears the rest of the line */
     else printf("%s", line);
     if (!r->live || i->epoch_step == i->epoch_steps) printf("\n");
     fflush(stdout);

@@ -30,6 +30,10 @@ mnist() { build/02_mnist --out "$files" "$@"; } # leaves what the demo has drawn
 hash_of() { "$@" --out "$files" --json >"$tmp/out" 2>&1; tail -n 1 "$tmp/out" | grep -o '"weights_hash": *"[^"]*"'; }
 build/01_xor >"$tmp/out" 2>&1
 check "xor is learned" 'grep -q "accuracy 1.00" "$tmp/out"'
+build/25_model_file "$tmp/house" >"$tmp/out" 2>&1
+check "a model in a file" '[ $? -eq 0 ] && says "^mean error [0-9]*\." && says "2.5 km: 3[5-8][0-9] thousand euros$"'
+build/25_model_file "$tmp/house" 60 3 1 >"$tmp/out" 2>&1
+check "a model from its file" '[ $? -eq 0 ] && says "1.0 km: 2[0-9]* thousand euros$"'
 build/07_digits >"$tmp/out" 2>&1
 check "digits in one file" 'says "^test accuracy 9[0-9]" && says "^pass 3"'
 build/07_digits "$tmp/none" >"$tmp/out" 2>&1
@@ -95,6 +99,12 @@ check "gzipped" 'if grep -q lz build/zlib.flags; then says " 100 training digits
 one=$(hash_of build/02_mnist --samples 2000 --epochs 2 --model mlp --seed 5 --threads 1)
 three=$(hash_of build/02_mnist --samples 2000 --epochs 2 --model mlp --seed 5 --threads 3)
 check "the same bits with 1 and 3 threads" '[ -n "$one" ] && [ "$one" = "$three" ]'
+build/02_mnist --out "$files" --samples 2000 --epochs 2 --model mlp --seed 5 --checkpoint "$tmp/mnist" \
+    >"$tmp/out" 2>&1 &
+sleep 0.2 && kill -INT $! 2>"$tmp/err"
+wait
+again=$(hash_of build/02_mnist --samples 2000 --epochs 2 --model mlp --seed 5 --checkpoint "$tmp/mnist")
+check "a training goes on that Ctrl-C has interrupted" '[ -n "$again" ] && [ "$one" = "$again" ]'
 mnist --samples 2000 --epochs 2 --stop 1 --model mlp --save "$tmp/a.safetensors" --json >"$tmp/out" 2>&1
 resumed=$(hash_of build/02_mnist --samples 2000 --epochs 2 --model mlp --load "$tmp/a.safetensors")
 whole=$(hash_of build/02_mnist --samples 2000 --epochs 2 --model mlp)

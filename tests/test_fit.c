@@ -338,16 +338,27 @@ TEST(ranks_stop_early_together)
     ENSURE(twice[1].hash[0] == g.hash[0]);
 }
 
-TEST(ranks_with_a_codec_and_asynchronous_ranks_validate)
+TEST(ranks_of_each_strategy_validate_and_save_together)
 {
-    static together g, a;
-    g.epochs             = 3;
-    g.plan.codec.kind    = HPML_CODEC_ONEBIT;
-    ENSURE(launch(&g) && all_agree(&g) && g.count[0] == 3);
-    a.epochs        = 2;
-    a.plan.strategy = HPML_STRATEGY_PS;
-    a.plan.servers  = 1;
-    ENSURE(launch(&a) && a.count[0] == 2 && a.rows[0][1].val_loss == a.rows[1][1].val_loss);
+    char path[160];
+    for (int k = -1; k < HPML_STRATEGY_COUNT; k++) {
+        together g = { .epochs = 2, .checkpoint = named(path, "strategy") };
+        g.plan.strategy = k < 0 ? HPML_STRATEGY_SYNC : (hpml_strategy_kind)k;
+        if (k < 0) g.plan.codec.kind = HPML_CODEC_ONEBIT;
+        g.plan.backup = k == HPML_STRATEGY_BACKUP;
+        bool servers  = k == HPML_STRATEGY_PS || k == HPML_STRATEGY_BACKUP || k == HPML_STRATEGY_SSP ||
+                       k == HPML_STRATEGY_ASYNC || k == HPML_STRATEGY_FEDERATED;
+        bool period   = k == HPML_STRATEGY_LOCAL || k == HPML_STRATEGY_BLOCK || k == HPML_STRATEGY_ELASTIC;
+        g.plan.servers = servers;
+        if (period) g.plan.period = 2;
+        remove(path);
+        remove(file("strategy.best"));
+        bool same = launch(&g) && g.count[0] == 2;
+        for (int r = 1; r < RANKS && same; r++)
+            same = g.count[r] == 2 && g.rows[r][0].val_loss == g.rows[0][0].val_loss &&
+                   g.rows[r][1].val_loss == g.rows[0][1].val_loss && g.rows[r][1].best == g.rows[0][1].best;
+        if (!same || access(path, R_OK) != 0) printf("    strategy %d\n", k), test_failed = 1;
+    }
 }
 
 /* Data of a function: number i gives x = (i, i^2) / 100, a mask and a second target; labels are i % 2. */

@@ -232,6 +232,38 @@ TEST(damaged_structures_are_refused)
     hpml_ctx_free(ctx);
 }
 
+/* Many random changes of the header: each is loaded and run, or refused, and no memory outside is touched. */
+TEST(random_damage_does_no_harm)
+{
+    static char bytes[1 << 16], bad[1 << 16];
+    static float y[SAMPLES * 400];
+    hpml_ctx    *ctx = new_ctx();
+    hpml_tensor *x, *out = text_model(ctx, 2, &x);
+    hpml_rng     r = { .seed = 3 };
+    int          loaded = 0;
+    fill(ctx, x, input);
+    ENSURE(save(ctx, out, file("whole")));
+    FILE  *f = fopen(file("whole"), "rb");
+    size_t n = fread(bytes, 1, sizeof bytes, f), header = strlen(bytes + 8);
+    fclose(f);
+    memcpy(&header, bytes, 8);
+    for (int i = 0; i < (SLOW_BUILD ? 300 : 1500); i++) {
+        static const char signs[] = "0123456789,:[]{}\"\\-e.abt \0";
+        memcpy(bad, bytes, n);
+        for (int k = 0; k < 1 + i % 3; k++)
+            bad[8 + hpml_rng_below(&r, (int64_t)header)] = signs[hpml_rng_below(&r, sizeof signs - 1)];
+        hpml_ctx   *other = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+        hpml_model *m     = hpml_model_load(other, put("bad", bad, n), 1);
+        ENSURE((m != NULL) == (hpml_ctx_status(other) == HPML_OK));
+        const hpml_tensor *first = hpml_model_input(m, 0), *last = hpml_model_output(m, 0);
+        bool same = m && hpml_tensor_count(first) == 5 && hpml_tensor_count(last) <= 400 && !hpml_model_input(m, 1);
+        if (same && !hpml_model_output(m, 1)) hpml_model_predict(m, input, 1, y), loaded++;
+        hpml_ctx_free(other);
+    }
+    ENSURE(loaded > 20);
+    hpml_ctx_free(ctx);
+}
+
 /* A file that version 1 of the format wrote, which later versions must read: HPML_GOLDEN=1 writes it. */
 TEST(the_file_of_version_1_is_read)
 {
@@ -254,7 +286,8 @@ TEST(names_count_the_layers_of_a_kind)
     hpml_ctx    *ctx = new_ctx();
     hpml_tensor *x   = hpml_input_2d(ctx, 3, 2);
     hpml_tensor *h   = hpml_relu(hpml_linear(x, 4, NULL));
-    ENSURE(!hpml_linear(h, 0, NULL)); /* an error: this layer does not count */
+    hpml_linear_desc wrong = { .weight = hpml_param_find(ctx, "linear0.weight") }; /* (4, 2), expected (4, 4) */
+    ENSURE(!hpml_linear(h, 4, &wrong)); /* this layer does not count */
     hpml_ctx_clear_error(ctx);
     h = hpml_tanh(hpml_linear(h, 4, &(hpml_linear_desc){ .name = "named" }));
     h = hpml_linear(hpml_layernorm(h, NULL), 5, NULL);

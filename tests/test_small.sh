@@ -1,0 +1,58 @@
+#!/bin/sh
+# A program that predicts from a model file, built with HPML_NO_TRAINING, stays small and computes; the reader of model
+# files in Python (examples/hpml_model.py), against hpml where torch is installed.
+tmp=$(mktemp -d) passed=0 failed=0 skipped=0
+trap 'rm -rf "$tmp"' EXIT
+most=180000 # bytes of text and data
+check() { # NAME TEXT: passes without a text
+    if [ -z "$2" ]; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAIL $1: $2"; fi
+}
+cat >"$tmp/predict.c" <<'C'
+#define HPML_IMPLEMENTATION
+#include "hpml.h"
+int main(int argc, char **argv)
+{
+    int32_t     x[5] = { 1, 2, 3, 4, 5 };
+    float       y[55], sum = 0;
+    hpml_ctx   *ctx = hpml_ctx_create(NULL);
+    hpml_model *m   = argc > 1 ? hpml_model_load(ctx, argv[1], 1) : NULL;
+    if (hpml_model_predict(m, x, 1, y) != HPML_OK) return 1;
+    for (int i = 0; i < 55; i++) sum += y[i];
+    hpml_ctx_free(ctx);
+    return sum < 10.99f || sum > 11.01f; /* 11 rows of probabilities */
+}
+C
+if ! ${CC:-cc} -std=c99 -Os -w -I. -DHPML_STATIC -DHPML_NO_THREADS -DHPML_NO_SIMD -DHPML_NO_TRAINING \
+    -ffunction-sections -fdata-sections -Wl,--gc-sections "$tmp/predict.c" -o "$tmp/predict" -lm 2>"$tmp/err"; then
+    check "a small program" "$(head -n 3 "$tmp/err")"
+else
+    size=$(size "$tmp/predict" | awk 'NR == 2 { print $1 + $2 }')
+    echo "a program that predicts from a model file: $size bytes of text and data"
+    check "a small program" "$([ "$size" -le $most ] || echo "$size bytes, expected at most $most")"
+    check "a small program predicts" "$("$tmp/predict" tests/model_v1.safetensors || echo "exit status $?")"
+fi
+if ! command -v python3 >/dev/null; then
+    skipped=2
+    echo "skip 2 checks (no python3)"
+else
+    python3 examples/hpml_model.py tests/model_v1.safetensors >"$tmp/out" 2>&1
+    check "the Python reader" "$(grep -q '^872 parameters in 9 tensors' "$tmp/out" || tail -n 2 "$tmp/out")"
+    if python3 -c 'import torch' 2>/dev/null; then
+        build/25_model_file "$tmp/house" >"$tmp/trained"
+        cat >"$tmp/run.py" <<'PY'
+import sys, torch
+sys.path.insert(0, "examples")
+from hpml_model import Model, to_torch
+print("%.0f" % to_torch(Model(sys.argv[1]))(torch.tensor([[120, 35, 2.5]])).item())
+PY
+        want=$(sed -n 's/.* km: \([0-9]*\) .*/\1/p' "$tmp/trained")
+        got=$(python3 "$tmp/run.py" "$tmp/house" 2>&1 | tail -n 1)
+        check "PyTorch computes what hpml does" "$([ "$want" = "$got" ] || echo "$got, expected $want")"
+    else
+        skipped=1
+        echo "skip 1 checks (no torch)"
+    fi
+    rm -rf examples/__pycache__
+fi
+echo "$passed passed, $failed failed, $skipped skipped"
+[ $failed -eq 0 ]
