@@ -105,6 +105,7 @@
 //     kernels   the table of kernels: what each computes, and the structs that they take
 //     context   the context: errors, memory
 //     threads   the clock and the thread pool
+//     gemm-space   matrix product: sizes of blocks, working memory
 //     create   creating and freeing contexts
 //     rng   single random numbers, permutations
 // PART III  TENSORS AND GRAPH: what is recorded, where its arrays lie, how it runs
@@ -777,10 +778,12 @@ typedef struct hpml_memory {
     size_t unshared;    /* what activations would be if no memory were used again */
     size_t scratch;     /* working memory of ops; all ops use the same memory */
     size_t packed;      /* weights in the order in which kernels read them; 0 unless the graph predicts */
+    size_t products;    /* working memory of matrix products on the CPU, for each thread, a few MB at most; all graphs
+                           of a context use the same */
     size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer, and with .host_optimizer on a
                            device, because then the states are in host memory */
     size_t host;        /* copies in host memory of what is swapped out of the arena; not part of total */
-    size_t total;       /* parameters + gradients + activations + scratch + packed + optimizer */
+    size_t total;       /* parameters + gradients + activations + scratch + packed + products + optimizer */
     double extra;       /* operations that a step computes again, and 1 for each byte of these results; a byte swapped
                            out and in counts as hpml_graph_budget says */
 } hpml_memory;
@@ -1948,17 +1951,15 @@ typedef struct hpmli_gemm_desc {
 typedef struct hpmli_gemm_part {
     const hpmli_gemm_desc *d;
     int64_t                batch, i0, i1, j0, j1;
-    float                 *ws; /* packing space of this thread: HPMLI_GEMM_WS floats */
+    int64_t                mc, nc; /* rows of a block of A, columns of a block of B, see hpmli_gemm_blocks */
+    float                 *ws;     /* packing space of this thread, see hpmli_gemm_space */
 } hpmli_gemm_part;
 
-/* Sizes of blocks of C = A B: MC rows by KC columns of A, copied (packed), stay in the second-level cache while all
-   packed columns of B are multiplied by them; NC columns of B stay packed. A large KC touches C less often. */
+/* C = A B is computed in blocks of MC rows by KC columns of A, and of KC rows by NC columns of B, which are copied
+   (packed) first. KC is a constant, because it decides the order in which the numbers of a sum are added; a large KC
+   touches C less often. MC and NC change no bits; they follow from the sizes of the caches, see hpmli_gemm_blocks. */
 #define HPMLI_GEMM_KC 800
-#define HPMLI_GEMM_MC 168
-#define HPMLI_GEMM_NC 1024
 #define HPMLI_GEMM_SUMS 65536 /* floats for the partial sums of a product that is cut along k */
-#define HPMLI_GEMM_PACKED_A (HPMLI_GEMM_NC * HPMLI_GEMM_KC) /* offset of packed A, behind packed B */
-#define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC + 16) * (HPMLI_GEMM_KC + 16) + HPMLI_GEMM_SUMS)
 
 /* Pragmas that unroll loops over registers at any optimization level. */
 #if defined(__clang__)
@@ -2212,7 +2213,9 @@ struct hpml_ctx {
     const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) of the backend, or the wrappers of >>half */
     hpml_dtype           activation_dtype; /* hpml_ctx_desc.activation_dtype */
     void                *device;     /* the object that backend->open returned */
-    float               *gemm_ws;    /* packing buffers of matrix products, one for each thread, see >>gemm */
+    int64_t              gemm_mc, gemm_nc; /* sizes of the blocks of matrix products, see hpmli_gemm_blocks */
+    float               *gemm_ws;    /* working memory of matrix products, see hpmli_gemm_reserve; NULL: none yet */
+    int64_t              gemm_floats; /* floats of gemm_ws that belong to one thread */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
     int                  param_kept; /* parameters whose op is recorded; after an error those after them go */
@@ -2691,6 +2694,69 @@ HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *
 HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAIN / hpmli_max(cols, 1), 1); }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>gemm-space   matrix product: sizes of blocks, working memory
+// ---------------------------------------------------------------------------------------------------------------------
+/* Returns the size in bytes of the second- or third-level cache (level 2 or 3) as the system reports it; 1 MB or 16 MB
+   where the system does not. */
+HPMLI_FN int64_t hpmli_cache_bytes(int level)
+{
+    int64_t bytes = 0;
+#ifdef _SC_LEVEL2_CACHE_SIZE
+    bytes = sysconf(level == 2 ? _SC_LEVEL2_CACHE_SIZE : _SC_LEVEL3_CACHE_SIZE);
+#endif
+    if (bytes > 0) return bytes;
+    return level == 2 ? 1 << 20 : 16 << 20;
+}
+
+/* Chooses MC and NC, the sizes of the blocks of matrix products (see HPMLI_GEMM_KC), for caches of l2 and l3 bytes. A
+   block of A, MC x KC, takes half of the second level, because columns of B and C pass through the rest while all
+   packed columns of B are multiplied by the block. The packed block of B, KC x NC, takes an eighth of the third level,
+   which all cores share; a smaller NC than that would cost time, because a transposed A is packed again for each block
+   of B. MC is a multiple of the heights of tiles, NC of their widths. */
+HPMLI_FN void hpmli_gemm_blocks(hpml_ctx *ctx, int64_t l2, int64_t l3)
+{
+    const int64_t row = HPMLI_GEMM_KC * (int64_t)sizeof(float); /* bytes of a row of A, or of a column of B */
+    ctx->gemm_mc = hpmli_max(48, hpmli_min(336, (l2 / 2 / row + 23) / 24 * 24));
+    ctx->gemm_nc = hpmli_max(256, hpmli_min(1024, l3 / 8 / row / 64 * 64));
+}
+
+/* Returns the number of floats in which a thread packs a block of B, and behind it a block of A. */
+HPMLI_FN int64_t hpmli_gemm_packing(const hpml_ctx *ctx)
+{
+    return ctx->gemm_nc * HPMLI_GEMM_KC + (ctx->gemm_mc + 16) * (HPMLI_GEMM_KC + 16);
+}
+
+/* Returns the bytes of the working memory of products for all threads: packing space and `more` floats for each thread,
+   and one array for partial sums. */
+HPMLI_FN size_t hpmli_gemm_bytes(const hpml_ctx *ctx, int64_t more)
+{
+    return (size_t)(ctx->threads * (hpmli_gemm_packing(ctx) + more) + HPMLI_GEMM_SUMS) * sizeof(float);
+}
+
+/* Makes sure that the context has working memory for products, with at least `more` floats for each thread behind its
+   packing space. Graphs with products take the memory with their own, plain products (hpml_sgemm) at their first use,
+   so that a context that multiplies no matrices has none. False, with an error on the context: no memory. Only the
+   thread that calls the library may call this. */
+HPMLI_FN bool hpmli_gemm_reserve(hpml_ctx *ctx, int64_t more)
+{
+    if (ctx->gemm_ws && ctx->gemm_floats >= hpmli_gemm_packing(ctx) + more) return true;
+    hpmli_free(ctx, ctx->gemm_ws);
+    ctx->gemm_ws     = (float *)hpmli_alloc(ctx, hpmli_gemm_bytes(ctx, more)); /* not zeroed */
+    ctx->gemm_floats = hpmli_gemm_packing(ctx) + more;
+    return ctx->gemm_ws != NULL;
+}
+
+/* Returns the working memory of a thread; for thread number ctx->threads, the array for partial sums. */
+HPMLI_FN float *hpmli_gemm_space(const hpml_ctx *ctx, int thread) { return ctx->gemm_ws + thread * ctx->gemm_floats; }
+
+/* Returns the part that is all of product 0 of d, to be computed by thread number `thread` of the pool. */
+HPMLI_FN hpmli_gemm_part hpmli_gemm_whole(const hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
+{
+    hpmli_gemm_part part = { d, 0, 0, d->m, 0, d->n, ctx->gemm_mc, ctx->gemm_nc, hpmli_gemm_space(ctx, thread) };
+    return part;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>create   creating and freeing contexts
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
@@ -2713,8 +2779,7 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
         ctx->threads = ctx->pool->worker_count + 1;
     }
 #endif
-    ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not zeroed */
-    if (!ctx->gemm_ws) return false;
+    hpmli_gemm_blocks(ctx, hpmli_cache_bytes(2), hpmli_cache_bytes(3));
     hpml_dtype dtype = d->activation_dtype;
     if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .activation_dtype is %s (%d), expected f32, bf16 or f16",
@@ -3433,6 +3498,7 @@ enum {
     HPMLI_OP_SPLIT_ROWS  = 2048, /* along all dimensions but the last one */
     HPMLI_OP_SPLIT_PLANE = 4096, /* along the channels */
     HPMLI_OP_SPLIT_OWN   = 8192, /* as the function that records the op checks, which sets the result's split */
+    HPMLI_OP_PACKS       = 32768, /* computes products, which pack matrices in the context's working memory */
     HPMLI_OP_KEEPS_DZ    = 16384 /* backward overwrites dy by dz, the gradient before the activation; the gradient of
                                     source 0 is a product of dz and source 1, that of source 1 of dz and source 0 */
 };
@@ -3447,6 +3513,13 @@ typedef struct hpmli_op_info {
 HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table is defined behind all ops, in >>backend */
 HPMLI_FN const hpmli_op_info *hpmli_op_of(const hpml_node *n) { return hpmli_op_row(n->op); }
 HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_op_of(n)->traits & trait) != 0; }
+/* True if n is an op that the CPU computes, by products that pack matrices. */
+HPMLI_FN bool hpmli_packs(const hpml_node *n)
+{
+    const hpml_ctx *ctx = n->out->ctx;
+    bool            cpu = ctx->ops == hpml_backend_cpu()->ops || ctx->activation_dtype != HPML_DTYPE_F32;
+    return cpu && hpmli_has_trait(n, HPMLI_OP_PACKS);
+}
 HPMLI_FN bool hpmli_is_collective(const hpml_node *n)
 {
     return n->op == HPML_OP_CUSTOM && n->attr.custom->collective;
@@ -5269,7 +5342,9 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
         for (int i = p->from; i < p->to; i++) m->host += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
     }
     m->packed      = 0;
+    m->products    = 0;
     for (int i = 0; i < g->count; i++) {
+        if (hpmli_packs(g->nodes[i])) m->products = hpmli_gemm_bytes(g->ctx, 0);
         g->nodes[i]->state->kept_at = m->packed;
         m->packed += g->nodes[i]->state->kept_bytes;
     }
@@ -5428,7 +5503,7 @@ HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
     *out = g->memory;
     if (out->parameters == 0) out->parameters = hpml_params_bytes(g->ctx); /* not summed anew for each of many graphs */
     out->total = out->parameters + out->gradients + out->activations + out->scratch + out->packed;
-    out->total += out->optimizer;
+    out->total += out->products + out->optimizer;
 }
 HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
 HPML_API int  hpml_graph_op_count(const hpml_graph *g) { return g ? g->count : 0; }
@@ -5803,6 +5878,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (hpmli_failed(ctx)) return ctx->status;
     if (g->arena) return HPML_OK;
     if (hpml_param_init(ctx) != HPML_OK || !hpmli_graph_whole(g)) return ctx->status;
+    if (g->memory.products > 0 && !hpmli_gemm_reserve(ctx, 0)) return ctx->status;
     const size_t bytes = g->memory.activations + g->scratch_bytes + g->memory.packed + 64;
     g->arena = (char *)(g->memory.packed > 0 ? hpmli_cpu_zeroed(ctx, bytes, true) : hpmli_device_alloc(ctx, bytes));
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
@@ -6340,21 +6416,19 @@ HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
     const hpmli_gemm_job *job = (const hpmli_gemm_job *)arg;
     int64_t               rectangle = task % (job->rows * job->cols);
     int64_t               r = rectangle / job->cols, c = rectangle % job->cols;
-    hpmli_gemm_part       part;
-    part.d     = job->d;
+    hpmli_gemm_part       part = hpmli_gemm_whole(job->ctx, thread, job->d);
     part.batch = task / (job->rows * job->cols);
     part.i0    = job->d->m * r / job->rows;
     part.i1    = job->d->m * (r + 1) / job->rows;
     part.j0    = hpmli_piece_start(job->d->n, job->cols, c);
     part.j1    = hpmli_piece_start(job->d->n, job->cols, c + 1);
-    part.ws    = job->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
     if (part.i0 < part.i1 && part.j0 < part.j1) job->ctx->k->gemm_part(&part);
 }
 
 /* Computes the product d on the calling thread, number `thread` of the pool, whose packing space is used. */
 HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
 {
-    hpmli_gemm_part part = { d, 0, 0, d->m, 0, d->n, ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS };
+    hpmli_gemm_part part = hpmli_gemm_whole(ctx, thread, d);
     if (d->m > 0 && d->n > 0)
         for (part.batch = 0; part.batch < d->batch; part.batch++) ctx->k->gemm_part(&part);
 }
@@ -6439,11 +6513,11 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     double  elements = (double)d->m * (double)d->n * (double)d->batch;
     /* threads: 1 for a product that takes less time than waking other threads and moving C between caches */
     int64_t want = elements * (double)d->k < 250e3 + 4 * fmin(elements, 65536) ? 1 : ctx->threads;
-    if (d->m < 1 || d->n < 1 || d->batch < 1) return;
+    if (!hpmli_gemm_reserve(ctx, 0) || d->m < 1 || d->n < 1 || d->batch < 1) return;
 #ifdef HPML_USE_CBLAS
     if (hpmli_gemm_cblas(ctx, d)) return;
 #endif
-    hpmli_gemm_job job = { ctx, d, 1, 1, hpmli_gemm_pieces(d), ctx->gemm_ws + HPMLI_GEMM_WS - HPMLI_GEMM_SUMS };
+    hpmli_gemm_job job = { ctx, d, 1, 1, hpmli_gemm_pieces(d), hpmli_gemm_space(ctx, ctx->threads) };
     if (job.pieces > 1) {
         hpmli_parallel(ctx, job.pieces, hpmli_gemm_split_task, &job);
         for (int64_t i = 0; i < d->m; i++) ctx->k->gemm_sum(d, i, job.sums, job.pieces, d->m * d->n);
@@ -6513,14 +6587,12 @@ HPMLI_FN void hpmli_product(hpml_ctx *ctx, hpmli_mat a, hpmli_mat b, hpmli_mat c
 // >>blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 // ---------------------------------------------------------------------------------------------------------------------
 /* A product with halves (bf16, f16) in A or B is computed in tiles of C, one a task, and in blocks of k, the summed
-   dimension. A task converts its blocks of A and B to f32 and adds their product to its tile; the converted blocks are
-   in the part of its thread's packing space (ctx->gemm_ws) that products of this size leave free. The sizes of tiles
-   and blocks depend on the shape alone, so that the number of threads does not change the bits. */
+   dimension. A task converts its blocks of A and B to f32, in its thread's working memory behind the packing space, and
+   adds their product to its tile. The sizes of tiles and blocks depend on the shape alone, so that the number of
+   threads does not change the bits. */
 #define HPMLI_MIXED_SIDE  512 /* rows and columns of a tile of C, at most */
 #define HPMLI_MIXED_DEPTH 256 /* length of a block along k, the summed dimension */
 #define HPMLI_MIXED_BLOCK (HPMLI_MIXED_SIDE * HPMLI_MIXED_DEPTH)
-#define HPMLI_MIXED_A     ((HPMLI_MIXED_SIDE + 64) * HPMLI_MIXED_DEPTH) /* offset of A's f32 block, behind packed B */
-#define HPMLI_MIXED_B     (HPMLI_MIXED_A + HPMLI_MIXED_BLOCK) /* offset of B's f32 block, before packed A */
 #define HPMLI_MIXED_THIN  8   /* so few rows or columns of C that reading the longer operand takes most of the time */
 typedef struct hpmli_mixed {
     hpml_ctx       *ctx;
@@ -6553,7 +6625,8 @@ HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
 {
     const hpmli_mixed   *j  = (const hpmli_mixed *)arg;
     const hpmli_kernels *k  = j->ctx->k;
-    float               *ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+    float *space_a = hpmli_gemm_space(j->ctx, thread) + hpmli_gemm_packing(j->ctx);
+    float *space_b = space_a + HPMLI_MIXED_BLOCK;
     int64_t across = (j->d.n + j->cols - 1) / j->cols, row = task / across * j->rows, col = task % across * j->cols;
     int64_t k0 = 0;
     do {
@@ -6561,8 +6634,8 @@ HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
         d.m = hpmli_min(d.m - row, j->rows);
         d.n = hpmli_min(d.n - col, j->cols);
         d.k = hpmli_min(d.k - k0, j->depth);
-        d.a = hpmli_mixed_block(k, j->type[0], d.a, row, k0, d.m, d.k, &d.a_row, &d.a_k, ws + HPMLI_MIXED_A);
-        d.b = hpmli_mixed_block(k, j->type[1], d.b, k0, col, d.k, d.n, &d.b_k, &d.b_col, ws + HPMLI_MIXED_B);
+        d.a = hpmli_mixed_block(k, j->type[0], d.a, row, k0, d.m, d.k, &d.a_row, &d.a_k, space_a);
+        d.b = hpmli_mixed_block(k, j->type[1], d.b, k0, col, d.k, d.n, &d.b_k, &d.b_col, space_b);
         d.c += row * d.ldc + col;
         if (k0 > 0) d.beta = 1;
         hpmli_gemm_serial(j->ctx, thread, &d);
@@ -6619,8 +6692,8 @@ HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_
     j.type[0] = type_a;
     j.type[1] = type_b;
     if (all_f32 || j.d.k == 0) hpmli_gemm(ctx, &j.d);
-    else hpmli_mixed_run(&j);
-    return HPML_OK;
+    else if (hpmli_gemm_reserve(ctx, 2 * HPMLI_MIXED_BLOCK)) hpmli_mixed_run(&j);
+    return ctx->status;
 }
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
@@ -6639,9 +6712,9 @@ HPMLI_FN const float *hpmli_unit_stride(float *space, const float *x, int64_t in
 }
 
 /* Matrix times vector is a product with one column; transposed matrix times vector, with a contiguous y, a product with
-   one row, which reads A row by row. Neither packs matrices, so the memory for packed matrices can hold contiguous
-   copies of strided vectors. */
-#define HPMLI_VECTOR (HPMLI_GEMM_PACKED_A / 2) /* elements of such a copy, at most; longer vectors are not copied */
+   one row, which reads A row by row. Neither packs matrices, so the memory for packed matrices can hold a contiguous
+   copy of a strided vector. */
+#define HPMLI_VECTOR 200000 /* elements of such a copy, at most; longer vectors are not copied */
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
                                 int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
 {
@@ -6654,12 +6727,13 @@ HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t 
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemv: m %lld n %lld lda %lld inc_x %lld inc_y %lld: sizes must not "
                           "be negative, lda not smaller than n, increments 1 or more, and no array NULL", (long long)m,
                           (long long)n, (long long)lda, (long long)inc_x, (long long)inc_y);
+    if (!hpmli_gemm_reserve(ctx, 0)) return ctx->status;
     if (inc_x > 1 && !trans_a && alpha != 0 && k <= HPMLI_VECTOR) {
         x     = hpmli_unit_stride(ctx->gemm_ws, x, inc_x, k);
         inc_x = 1;
     }
     if (inc_y > 1 && trans_a && rows > 1 && rows <= HPMLI_VECTOR) {
-        to = ctx->gemm_ws + HPMLI_VECTOR;
+        to = ctx->gemm_ws;
         if (beta != 0) hpmli_unit_stride(to, y, inc_y, rows);
     }
     hpmli_mat A = { (float *)(uintptr_t)a, rows, k, lda, 1, 0, trans_a };
@@ -7068,7 +7142,8 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
         d[2].p += d[2].apart;
     }
 }
-HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_DZ | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH,
+HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_KEEPS_DZ | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN,
+         HPMLI_NEED_BOTH,
          hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
          hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
@@ -7219,7 +7294,7 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     hpmli_optimizer_step(run->ctx, u, &d);
     u->n = 0;
 }
-HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_DZ | HPMLI_OP_KEEPS_SUM | HPMLI_OP_SPLIT_OWN,
+HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_KEEPS_DZ | HPMLI_OP_KEEPS_SUM | HPMLI_OP_SPLIT_OWN,
          HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->shape[1]), hpmli_linear_pass(run, n), hpmli_linear_back(run, n));
 
@@ -8295,7 +8370,7 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
     if (n->src[0]->grad && hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, true);
 }
-HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_DZ | HPMLI_OP_SPLIT_OWN,
+HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_KEEPS_DZ | HPMLI_OP_SPLIT_OWN,
          HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->stride[0]), hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n));
 
@@ -9301,10 +9376,16 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
 
 /* Operations for a sample of T time steps and C channels: 2 T T C for q k^T, as many for softmax(q k^T) v, half of both
    if causal; backward twice as many. */
-HPMLI_WORK_OP(attention, HPMLI_OP_SPLIT_OWN, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
-              (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1] *
-                  (back ? 2 : 1),
-              n->out->shape[0] * n->attr.attention.heads, 1, attention_head, attention_head_back);
+HPMLI_FN void hpmli_attention_pass(const hpml_run *run, hpml_node *n, bool back)
+{
+    if (hpmli_gemm_reserve(run->ctx, 0))
+        hpmli_for_each_parallel(run, n, back, n->out->shape[0] * n->attr.attention.heads, 1,
+                                back ? hpmli_attention_head_back : hpmli_attention_head);
+}
+HPMLI_OP(attention, HPMLI_OP_SPLIT_OWN | HPMLI_OP_PACKS, HPMLI_NEED_SRC(0) | HPMLI_NEED_OUT,
+         (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) * (double)n->out->shape[1] *
+             (back ? 2 : 1),
+         hpmli_attention_pass(run, n, false), hpmli_attention_pass(run, n, true));
 
 /* LSTM with H hidden units, for each time step t: a = x_t W_x^T + bias + h_{t-1} W_h^T (4H numbers); i, f and o are
    the sigmoid, g the tanh of a quarter of a, in the order i, f, g, o; c_t = f c_{t-1} + i g; h_t = o tanh(c_t). The
@@ -9451,7 +9532,7 @@ HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
     for (int64_t b = 0; b < j.B && steps; b++) /* the second half may still need da of time step 0 */
         memcpy(j.gates + b * j.T * 4 * H, j.next[0] + b * 4 * H, (size_t)(4 * H) * sizeof(float));
 }
-HPMLI_OP(lstm, HPMLI_OP_PRODUCT, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT,
+HPMLI_OP(lstm, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT,
          hpmli_flops_product(n, back, 4 * (n->out->shape[2] + n->src[0]->shape[2])), hpmli_lstm_pass(run, n),
          hpmli_lstm_back(run, n));
 
@@ -10635,8 +10716,9 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
     const hpml_update      *u = &j->o.u;
     int64_t                 i = task * j->piece, n = hpmli_min(u->n - i, j->piece);
     if (j->d) {
-        hpmli_gemm_part p = { j->d, 0, i / j->d->n, (i + n) / j->d->n, 0, j->d->n, NULL };
-        p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+        hpmli_gemm_part p = hpmli_gemm_whole(j->ctx, thread, j->d);
+        p.i0 = i / j->d->n;
+        p.i1 = (i + n) / j->d->n;
         j->ctx->k->gemm_part(&p);
     }
     int found = hpmli_optimizer_piece(j->ctx, &j->o, i, n);
@@ -15456,9 +15538,10 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
     hpml_memory m;
     hpml_graph_memory(g, &m);
     hpmli_text_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without "
-                    "reuse), scratch %.3f, total %.3f\n", 1e-6 * (double)m.parameters, 1e-6 * (double)m.gradients,
-                    1e-6 * (double)m.optimizer, 1e-6 * (double)m.activations, 1e-6 * (double)m.unshared,
-                    1e-6 * (double)m.scratch, 1e-6 * (double)m.total);
+                    "reuse), scratch %.3f, products %.3f, total %.3f\n", 1e-6 * (double)m.parameters,
+                    1e-6 * (double)m.gradients, 1e-6 * (double)m.optimizer, 1e-6 * (double)m.activations,
+                    1e-6 * (double)m.unshared, 1e-6 * (double)m.scratch, 1e-6 * (double)m.products,
+                    1e-6 * (double)m.total);
     return t.used;
 }
 
@@ -16960,11 +17043,13 @@ typedef struct hpmli_gemm_operands {
 } hpmli_gemm_operands;
 #endif
 
-/* Returns true when packing P, the left operand, pays: its k columns are k_stride floats apart, so that all are in few
-   sets of the cache (conflict misses) and each in another page, and C has 4 columns of tiles or more, which read P. */
-HPMLI_VEC_INLINE bool HV(columns_alias_cache)(int64_t row_stride, int64_t k_stride, int64_t k, int64_t cols)
+/* Returns true when packing P, the left operand, pays: its k columns are k_stride floats apart, so that each step of k
+   touches another cache line, if not another page, and each column of tiles of C after the first one reads these lines
+   again. The product of the floats that P spans and the columns of C from there on says how much packing saves. */
+HPMLI_VEC_INLINE bool HV(left_operand_is_spread)(int64_t row_stride, int64_t k_stride, int64_t k, int64_t cols)
 {
-    return row_stride == 1 && k_stride * k >= 262144 && cols >= 4 * HPMLI_NR;
+    int64_t span = k_stride * k, saved = span * (cols - HPMLI_NV * HV_LANES);
+    return row_stride == 1 && span >= 8192 && cols >= 4 * HPMLI_NR && saved >= 3 << 22;
 }
 /* Returns the product for a rectangle of C in the form P Q in which its tiles are computed: chooses the operands P and
    Q (see >>gemm-part), and which of them to pack. */
@@ -16992,8 +17077,8 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     /* The cost is the floats that are moved. For each k, C = A B (plain) moves a row of B to transpose it and a column
        of A to pack it, where this is needed; C^T = B^T A^T (swapped) transposes A and packs B. Swapped also transposes
        C once for each block of k, at 7/4 of the cost of moving its floats, because it writes columns of C. */
-    int64_t moved_plain   = (v.q_col != 1) * n + HV(columns_alias_cache)(v.p_row, v.p_k, v.k, n) * m;
-    int64_t moved_swapped = (v.p_row != 1) * m + HV(columns_alias_cache)(v.q_col, v.q_k, v.k, m) * n;
+    int64_t moved_plain   = (v.q_col != 1) * n + HV(left_operand_is_spread)(v.p_row, v.p_k, v.k, n) * m;
+    int64_t moved_swapped = (v.p_row != 1) * m + HV(left_operand_is_spread)(v.q_col, v.q_k, v.k, m) * n;
     if (moved_plain * v.k > moved_swapped * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
         const float *p = v.p;
         int64_t      row = v.p_row, k = v.p_k;
@@ -17008,7 +17093,7 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
         v.swapped = true;
     }
     v.pack_q = v.q_col != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_k & -v.q_k) >= 262144));
-    if (HV(columns_alias_cache)(v.p_row, v.p_k, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
+    if (HV(left_operand_is_spread)(v.p_row, v.p_k, v.k, v.cols)) v.packed_p = part->ws + part->nc * HPMLI_GEMM_KC;
     return v;
 }
 /* Returns the distance in floats, in packed P, the left operand, from one tile's rows to the next tile's. The 16 extra
@@ -17176,14 +17261,15 @@ HPMLI_KERNEL void HV(gemm_block)(const HV(gemm_view) *v, const hpmli_gemm_block 
 HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 {
     int64_t          k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1; /* 1 for k = 0, too, because C is still to be scaled */
-    int64_t          row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1;
+    const int64_t    mc = v->part->mc, nc = v->part->nc;
+    int64_t          row_blocks = (v->rows - 1) / mc + 1;
     hpmli_gemm_block block;
     for (int64_t kb = 0; kb < k_blocks; kb++) {
         block.k0 = kb * v->k / k_blocks;
         block.k  = (kb + 1) * v->k / k_blocks - block.k0;
         HV(gemm_block_epilogue)(v, &block);
         for (int64_t col = 0, cols; col < v->cols; col += cols) {
-            cols = !v->pack_q || v->cols - col < HPMLI_GEMM_NC ? v->cols - col : HPMLI_GEMM_NC;
+            cols = !v->pack_q || v->cols - col < nc ? v->cols - col : nc;
             int64_t widest  = v->swapped ? 2 : HPMLI_NV, vectors = (cols + HV_LANES - 1) / HV_LANES;
             int64_t panels  = (vectors + widest - 1) / widest;
             block.height    = HV(tile_rows)[(vectors - 1) / panels];

@@ -54,6 +54,8 @@ void private_gemm(hpml_ctx *ctx, const private_product *p)
     hpmli_gemm(ctx, &d);
 }
 
+void private_gemm_blocks(hpml_ctx *ctx, int64_t l2, int64_t l3) { hpmli_gemm_blocks(ctx, l2, l3); }
+
 void private_gemm_serial(hpml_ctx *ctx, int thread, const private_product *p)
 {
     hpmli_gemm_desc d = gemm_desc(p);

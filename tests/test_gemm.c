@@ -36,8 +36,9 @@ static double reference(const private_product *d, const float *c, int64_t t, int
     return sum;
 }
 
-/* Computes the product on each context. Returns the number of elements that are wrong or whose bits differ. */
-static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
+/* Computes the product on each context, with the blocks for the second and third caches that caches[x / 2] says (in
+   bytes; NULL: this machine's). Returns the number of elements that are wrong or whose bits differ. */
+static int64_t wrong_blocks(hpml_ctx *const *ctx, int contexts, const product *s, const int64_t (*caches)[2])
 {
     private_product d;
     int64_t bad = 0, lda = (s->ta ? s->m : s->k) + s->pad, ldb = (s->tb ? s->k : s->n) + s->pad, ldc = s->n + s->pad;
@@ -56,6 +57,7 @@ static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
     for (int x = 0; x < contexts; x++) {
         double scale;
         memcpy(got, c, bytes);
+        if (caches) private_gemm_blocks(ctx[x], caches[x / 2][0], caches[x / 2][1]);
         private_gemm(ctx[x], &d);
         if (x == 0) memcpy(first, got, bytes);
         else if (memcmp(first, got, bytes) != 0) bad++;
@@ -75,6 +77,11 @@ static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
                s->ta ? 'T' : 'N', s->tb ? 'T' : 'N', (double)s->alpha, (double)s->beta, s->bias_n, s->bias_m,
                s->act, (long long)bad);
     return bad;
+}
+
+static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
+{
+    return wrong_blocks(ctx, contexts, s, NULL);
 }
 
 static int64_t below(uint32_t n) { return (int64_t)((double)(uniform() + 1) * 0.5 * n) % n; }
@@ -187,6 +194,29 @@ static int64_t check_long(hpml_ctx *const *ctx, int contexts)
 TEST(gemm_long_k_and_wide_n)
 {
     ENSURE(on_all(check_long) == 0);
+}
+
+/* Caches of three sizes, for which the blocks of rows and columns differ, give the same bits: products across these
+   blocks, transposed and not, of which some pack A. */
+static int64_t check_caches(hpml_ctx *const *ctx, int contexts)
+{
+    static const int64_t caches[][2] = { { 1 << 18, 1 << 21 }, { 1 << 20, 1 << 24 }, { 1 << 21, 1 << 26 } };
+    static const int64_t shape[][3]  = { { 401, 323, 67 }, { 90, 1111, 33 }, { 100, 300, 810 } };
+    hpml_ctx *const two[] = { ctx[0], ctx[1], ctx[0], ctx[1], ctx[0], ctx[1] };
+    int64_t bad = contexts < 2;
+    for (int i = 0; i < 3 * 4; i++) {
+        product s;
+        memset(&s, 0, sizeof s);
+        s.m = shape[i / 4][0], s.n = shape[i / 4][1], s.k = shape[i / 4][2], s.batch = 1, s.alpha = 1;
+        s.ta = i & 1, s.tb = i >> 1 & 1, s.bias_n = i / 4 == 1, s.pad = i & 2;
+        bad += wrong_blocks(two, 6, &s, caches);
+    }
+    return bad;
+}
+
+TEST(gemm_gives_the_same_bits_for_caches_of_any_size)
+{
+    ENSURE(on_all(check_caches) == 0);
 }
 
 static int64_t check_serial(hpml_ctx *const *ctx, int contexts)
