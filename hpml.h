@@ -181,6 +181,7 @@
 //     gemm-pack   matrix product: packing, transposing, storing
 //     gemm-part   matrix product: one rectangle of C
 //     gemm-thin   matrix product: small and thin shapes
+//     gemm-words   matrix products of bytes and of bf16
 //     random   Philox: random numbers by number
 //     onebit   gradient codecs: 1 bit, bf16 and 2 bits, one row
 //     conv-kernels   convolution: tiles of pixels by channels
@@ -506,6 +507,21 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
 HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                hpml_dtype type_a, const void *a, int64_t lda, hpml_dtype type_b, const void *b,
                                int64_t ldb, float beta, float *c, int64_t ldc);
+/* C = op(A) op(B) of integers, or C += op(A) op(B) with `accumulate`; shapes and leading dimensions as in hpml_sgemm.
+   Nothing is rounded or saturated: sums are kept modulo 2^32, so that C is exact where the true sum fits in an int32_t,
+   which is always so for k <= 65,793 without `accumulate`. Zero points and scales of quantized numbers are the caller's
+   to apply. For few rows (m below about 32) copying B takes most of the time. */
+HPML_API hpml_status hpml_igemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k,
+                                const int8_t *a, int64_t lda, const uint8_t *b, int64_t ldb, bool accumulate,
+                                int32_t *c, int64_t ldc);
+/* C = alpha op(A) op(B) + beta C of numbers in bf16, with sums in f32, as the instruction of AVX512-BF16 adds: the
+   values of k in pairs, of each pair first the product of odd k, then that of even k, each sum rounded once to nearest;
+   subnormal numbers in A and B count as 0. The sums of 512 values of k are added to each other in f32. CPUs without the
+   instruction add in the same order and round alike, at 0.6 of the speed of hpml_sgemm; only a sum below 2^-126 may be
+   0 on one CPU and not on another. hpml_gemm with two matrices in bf16 adds in the order of k, as for f32. */
+HPML_API hpml_status hpml_bgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                                const uint16_t *a, int64_t lda, const uint16_t *b, int64_t ldb, float beta, float *c,
+                                int64_t ldc);
 /* y = alpha op(A) x + beta y: A is stored as (m, n), rows lda apart; x has n numbers and y m; with trans_a x m, y n.
    inc_x, inc_y: elements from one number of the vector to the next, 1 or more (for a column: the row length). */
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
@@ -1851,6 +1867,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
+#include <cpuid.h>
 #include <immintrin.h>
 #if !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -1960,6 +1977,29 @@ typedef struct hpmli_gemm_part {
    touches C less often. MC and NC change no bits; they follow from the sizes of the caches, see hpmli_gemm_blocks. */
 #define HPMLI_GEMM_KC 800
 #define HPMLI_GEMM_SUMS 65536 /* floats for the partial sums of a product that is cut along k */
+
+/* How >>gemm-words packs values of k, the summed index, in a word of 32 bits: 2 integers, 4 bytes for CPUs that have
+   the instruction HPMLI_BYTE_DOT, or 2 numbers in bf16, of which CPUs with HPMLI_BF16_DOT add the products at once. */
+typedef enum hpmli_word { HPMLI_WORD_PAIR, HPMLI_WORD_BYTES, HPMLI_WORD_BF16, HPMLI_WORD_BF16_DOT } hpmli_word;
+/* A rectangle, rows [i0, i1) and columns [j0, j1), of a product of bytes, C = A B or C += A B, where A is int8_t, B
+   uint8_t and C int32_t; or of a product of bf16, C = alpha A B + beta C, where C is float. Strides in elements. */
+typedef struct hpmli_words_part {
+    hpmli_word  word;
+    int64_t     k;
+    const void *a;             /* (m, k): a[i * a_row + p * a_k] */
+    int64_t     a_row, a_k;
+    const void *b;             /* (k, n): b[p * b_k + j * b_col] */
+    int64_t     b_k, b_col;
+    void       *c;             /* (m, n): c[i * ldc + j] */
+    int64_t     ldc;
+    float       alpha, beta;   /* bf16 */
+    bool        accumulate;    /* bytes: adds to C */
+    int64_t     i0, i1, j0, j1;
+    uint32_t   *ws;            /* working memory of this thread, HPMLI_WORDS_WS words */
+} hpmli_words_part;
+#define HPMLI_WORDS_KC 256 /* words of packed k */
+#define HPMLI_WORDS_NC 512 /* columns of B that are packed at once */
+#define HPMLI_WORDS_WS ((HPMLI_WORDS_NC + 16) * HPMLI_WORDS_KC) /* packed B, and the rows of A of one tile */
 
 /* Pragmas that unroll loops over registers at any optimization level. */
 #if defined(__clang__)
@@ -2129,6 +2169,8 @@ typedef struct hpmli_kernels {
        rows, which begin `stride` floats apart in `sums` */
     void (*gemm_part)(const hpmli_gemm_part *part);
     void (*gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride);
+    bool has_byte_dot, has_bf16_dot; /* words_part has code for CPUs with the instruction */
+    void (*words_part)(const hpmli_words_part *part); /* computes a rectangle of a product of bytes or bf16 */
     /* Writes numbers first .. first + n - 1 of a random stream to out; kind: 32-bit words, uniform or normal floats. */
     void (*random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);
     /* Codecs of a row of n gradient elements g; e: the error (residual) of the last encoding, or NULL. onebit_scan adds
@@ -2176,6 +2218,8 @@ typedef struct hpmli_kernels {
 HPMLI_FN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]);
 HPMLI_FN void hpmli_box_muller_scalar(const uint32_t *a, const uint32_t *b, float *x, float *y);
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
+HPMLI_FN bool hpmli_cpu_has_byte_dot(const hpmli_kernels *k); /* this CPU has the instruction HPMLI_BYTE_DOT of k */
+HPMLI_FN bool hpmli_cpu_has_bf16_dot(const hpmli_kernels *k); /* this CPU has the instruction HPMLI_BF16_DOT of k */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>context   the context: errors, memory
@@ -2215,6 +2259,7 @@ struct hpml_ctx {
     void                *device;     /* the object that backend->open returned */
     int64_t              gemm_mc, gemm_nc; /* sizes of the blocks of matrix products, see hpmli_gemm_blocks */
     float               *gemm_ws;    /* working memory of matrix products, see hpmli_gemm_reserve; NULL: none yet */
+    hpmli_word           byte_word, bf16_word; /* how products of bytes and of bf16 pack numbers, see >>gemm-words */
     int64_t              gemm_floats; /* floats of gemm_ws that belong to one thread */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
@@ -2779,6 +2824,8 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
         ctx->threads = ctx->pool->worker_count + 1;
     }
 #endif
+    ctx->byte_word = hpmli_cpu_has_byte_dot(ctx->k) ? HPMLI_WORD_BYTES : HPMLI_WORD_PAIR;
+    ctx->bf16_word = hpmli_cpu_has_bf16_dot(ctx->k) ? HPMLI_WORD_BF16_DOT : HPMLI_WORD_BF16;
     hpmli_gemm_blocks(ctx, hpmli_cache_bytes(2), hpmli_cache_bytes(3));
     hpml_dtype dtype = d->activation_dtype;
     if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
@@ -6701,6 +6748,97 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
 {
     return hpml_gemm(ctx, trans_a, trans_b, m, n, k, alpha, HPML_DTYPE_F32, a, lda, HPML_DTYPE_F32, b, ldb, beta, c,
                      ldc);
+}
+
+/* A product of bytes or of bf16, cut into rows x cols rectangles of C, which threads compute independently. */
+typedef struct hpmli_words_job {
+    hpml_ctx        *ctx;
+    hpmli_words_part whole;
+    int64_t          rows, cols;
+} hpmli_words_job;
+
+HPMLI_FN void hpmli_words_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_words_job *j    = (const hpmli_words_job *)arg;
+    hpmli_words_part       part = j->whole;
+    int64_t                r = task / j->cols, c = task % j->cols;
+    part.i0 = j->whole.i1 * r / j->rows;
+    part.i1 = j->whole.i1 * (r + 1) / j->rows;
+    part.j0 = hpmli_piece_start(j->whole.j1, j->cols, c);
+    part.j1 = hpmli_piece_start(j->whole.j1, j->cols, c + 1);
+    part.ws = (uint32_t *)(void *)hpmli_gemm_space(j->ctx, thread);
+    if (part.i0 < part.i1 && part.j0 < part.j1) j->ctx->k->words_part(&part);
+}
+
+/* Checks the arguments of the product `op` of words, and describes it in *w; the caller sets its alpha, beta
+   and accumulate. False: an error. */
+HPMLI_FN bool hpmli_words_of(hpml_ctx *ctx, const char *op, hpmli_word word, bool trans_a, bool trans_b, int64_t m,
+                             int64_t n, int64_t k, const void *a, int64_t lda, const void *b, int64_t ldb, void *c,
+                             int64_t ldc, hpmli_words_part *w)
+{
+    if (hpmli_failed(ctx)) return false;
+    if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
+        (m > 0 && n > 0 && (!c || (k > 0 && (!a || !b)))))
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "%s: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must "
+                           "not be negative, a leading dimension not smaller than a stored row, and no array NULL", op,
+                           (long long)m, (long long)n, (long long)k, (long long)lda, (long long)ldb, (long long)ldc);
+    memset(w, 0, sizeof *w);
+    w->word  = word;
+    w->k     = k;
+    w->a     = a;
+    w->a_row = trans_a ? 1 : lda;
+    w->a_k   = trans_a ? lda : 1;
+    w->b     = b;
+    w->b_k   = trans_b ? 1 : ldb;
+    w->b_col = trans_b ? ldb : 1;
+    w->c     = c;
+    w->ldc   = ldc;
+    w->i1    = m;
+    w->j1    = n;
+    return hpmli_gemm_reserve(ctx, 0);
+}
+
+/* Computes the product w on all threads; on one if the product is small. */
+HPMLI_FN hpml_status hpmli_words_run(hpml_ctx *ctx, hpmli_words_part w)
+{
+    hpmli_words_job j = { ctx, w, 1, 1 };
+    if (w.i1 == 0 || w.j1 == 0) return HPML_OK;
+    if (w.k == 0) { /* any address, because nothing is read */
+        j.whole.a = ctx->gemm_ws;
+        j.whole.b = ctx->gemm_ws;
+    }
+    if ((double)w.i1 * (double)w.j1 * (double)w.k > 1e6) { /* rather columns: a rectangle packs its columns of B */
+        j.cols = hpmli_max(1, hpmli_min(2 * ctx->threads, w.j1 / 128));
+        j.rows = j.cols >= ctx->threads ? 1 : hpmli_min(ctx->threads, (w.i1 + 15) / 16);
+    }
+    hpmli_parallel(ctx, j.rows * j.cols, hpmli_words_task, &j);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_igemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k,
+                                const int8_t *a, int64_t lda, const uint8_t *b, int64_t ldb, bool accumulate,
+                                int32_t *c, int64_t ldc)
+{
+    hpmli_words_part w;
+    hpmli_word       word = ctx ? ctx->byte_word : HPMLI_WORD_PAIR;
+    if (!hpmli_words_of(ctx, "igemm", word, trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc, &w))
+        return hpml_ctx_status(ctx);
+    w.accumulate = accumulate;
+    return hpmli_words_run(ctx, w);
+}
+
+HPML_API hpml_status hpml_bgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                                const uint16_t *a, int64_t lda, const uint16_t *b, int64_t ldb, float beta, float *c,
+                                int64_t ldc)
+{
+    hpmli_words_part w;
+    hpmli_word       word = ctx ? ctx->bf16_word : HPMLI_WORD_BF16;
+    if (!hpmli_words_of(ctx, "bgemm", word, trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc, &w))
+        return hpml_ctx_status(ctx);
+    if (alpha == 0) w.k = 0;
+    w.alpha = alpha;
+    w.beta  = beta;
+    return hpmli_words_run(ctx, w);
 }
 
 /* Returns n numbers of x, `inc` elements apart, as a contiguous array: x itself if inc is 1, else a copy in `space`. */
@@ -15605,6 +15743,10 @@ HPMLI_COMPILE_FAST_END
      HPMLI_MR              rows of a tile of 1 or 2 vectors, at most
      HPMLI_MR_3, _MR_4     rows of a tile of 3 or 4 vectors, at most, where HPMLI_NV is 4
      HPMLI_DOT_MR          rows of a tile of dot products, see >>gemm-thin
+     HPMLI_BYTE_DOT        optional: adds to each of the sums s four products of bytes, of u (unsigned) times x
+     HPMLI_BYTE_TARGET     target attribute of functions that use HPMLI_BYTE_DOT, which only some CPUs of the set have
+     HPMLI_BF16_DOT        optional: adds to each of the sums s two products of bf16, of u times x
+     HPMLI_BF16_TARGET     target attribute of functions that use HPMLI_BF16_DOT, which only some CPUs of the set have
      HPMLI_CRC32C_WORD     optional: the instruction that adds 8 bytes to a CRC-32C; without it the CRC uses tables
      HPMLI_MM ..           only x86: the intrinsic functions of the set's width, see >>simd-x86
    Tile sizes follow from the number of vector registers: a tile of R rows and V vectors takes R V registers for its
@@ -15640,6 +15782,10 @@ HPMLI_COMPILE_FAST_END
 #undef HPMLI_MR_3
 #undef HPMLI_MR_4
 #undef HPMLI_DOT_MR
+#undef HPMLI_BYTE_DOT
+#undef HPMLI_BYTE_TARGET
+#undef HPMLI_BF16_DOT
+#undef HPMLI_BF16_TARGET
 #undef HPMLI_CRC32C_WORD
 #undef HPMLI_MM
 #undef HPMLI_MM_ALL
@@ -15666,6 +15812,10 @@ typedef uint64_t HV(u64) __attribute__((vector_size(32)));
 #define HPMLI_NV          2
 #define HPMLI_MR          6
 #define HPMLI_DOT_MR      2
+#if (defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && __GNUC__ >= 11)
+#define HPMLI_BYTE_TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
+#define HPMLI_BYTE_DOT(s, u, x) (HV(u32))_mm256_dpbusd_avx_epi32((__m256i)(s), (__m256i)(u), (__m256i)(x))
+#endif
 #define HPMLI_CRC32C_WORD _mm_crc32_u64
 #define HPMLI_MM(op)      HPMLI_CAT(_mm256_, op)
 #define HPMLI_MM_ALL      __m256i
@@ -15684,6 +15834,10 @@ typedef uint64_t HV(u64) __attribute__((vector_size(64)));
 #define HPMLI_MR_3        8
 #define HPMLI_MR_4        6
 #define HPMLI_DOT_MR      6
+#define HPMLI_BYTE_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni")))
+#define HPMLI_BYTE_DOT(s, u, x) (HV(u32))_mm512_dpbusd_epi32((__m512i)(s), (__m512i)(u), (__m512i)(x))
+#define HPMLI_BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16")))
+#define HPMLI_BF16_DOT(s, u, x) (HV(u32))_mm512_dpbf16_ps((__m512)(s), (__m512bh)(u), (__m512bh)(x))
 #define HPMLI_CRC32C_WORD _mm_crc32_u64
 #define HPMLI_MM(op)      HPMLI_CAT(_mm512_, op)
 #define HPMLI_MM_ALL      __m512i
@@ -15726,6 +15880,8 @@ typedef uint64x2_t  HV(u64);
      interleave_low _high        a0 b0 a1 b1 .., the first half of these; the second half
      sign_bits select_bits       bit i is set where lane i of a is >= 0; lane i is a where bit i of m is set, else b
      widen narrow                16-bit words in memory to and from vectors of words
+     widen_bytes set1_word       bytes in memory to a vector of words; all lanes are the word x
+     add_pairs                   s + (low halves of a) (low halves of b) + (high halves) (high halves), halves signed
      transpose                   a square of HV_LANES x HV_LANES floats
      set_u64_pairs philox_products   see >>random */
 
@@ -15790,6 +15946,13 @@ HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b) { ret
 HPMLI_VEC_INLINE HV(f32) HV(from_i32)(HV(u32) u) { return (float)(int32_t)u; }
 HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return (float)*p; }
 HPMLI_VEC_INLINE HV(u32) HV(widen)(const uint16_t *p) { return *p; }
+HPMLI_VEC_INLINE HV(u32) HV(widen_bytes)(const uint8_t *p) { return *p; }
+HPMLI_VEC_INLINE HV(u32) HV(set1_word)(uint32_t x) { return x; }
+HPMLI_VEC_INLINE HV(u32) HV(add_pairs)(HV(u32) s, HV(u32) a, HV(u32) b)
+{
+    int32_t low = (int16_t)(a & 0xffffu) * (int16_t)(b & 0xffffu), high = (int16_t)(a >> 16) * (int16_t)(b >> 16);
+    return s + (uint32_t)low + (uint32_t)high;
+}
 HPMLI_VEC_INLINE void HV(narrow)(uint16_t *p, HV(u32) u) { *p = (uint16_t)u; }
 HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p)
 {
@@ -15842,11 +16005,20 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* rounds to the near
     static inline float HV(name)(HV(f32) a)
 HPMLI_FOLD(sum_lanes, add);
 HPMLI_FOLD(max_lane, max);
-HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
+HPMLI_VEC_INLINE HV(u32) HV(widen_bytes)(const uint8_t *p)
 {
     __m128i bytes = _mm_setzero_si128();
     memcpy(&bytes, p, HV_LANES);
-    return HPMLI_MM(cvtepi32_ps)(HPMLI_MM(cvtepu8_epi32)(bytes));
+    return (HV(u32))HPMLI_MM(cvtepu8_epi32)(bytes);
+}
+HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
+{
+    return HPMLI_MM(cvtepi32_ps)((HPMLI_MM_ALL)HV(widen_bytes)(p));
+}
+HPMLI_VEC_INLINE HV(u32) HV(set1_word)(uint32_t x) { return (HV(u32))HPMLI_MM(set1_epi32)((int)x); }
+HPMLI_VEC_INLINE HV(u32) HV(add_pairs)(HV(u32) s, HV(u32) a, HV(u32) b)
+{
+    return s + (HV(u32))HPMLI_MM(madd_epi16)((HPMLI_MM_ALL)a, (HPMLI_MM_ALL)b);
 }
 #endif
 
@@ -16056,11 +16228,19 @@ HPMLI_VEC_INLINE HV(u32) HV(widen)(const uint16_t *p) { return vmovl_u16(vld1_u1
 HPMLI_VEC_INLINE void HV(narrow)(uint16_t *p, HV(u32) u) { vst1_u16(p, vmovn_u32(u)); }
 HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
-HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
+HPMLI_VEC_INLINE HV(u32) HV(widen_bytes)(const uint8_t *p)
 {
     uint32_t t[4];
     for (int i = 0; i < 4; i++) t[i] = p[i];
-    return vcvtq_f32_u32(vld1q_u32(t));
+    return vld1q_u32(t);
+}
+HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p) { return vcvtq_f32_u32(HV(widen_bytes)(p)); }
+HPMLI_VEC_INLINE HV(u32) HV(set1_word)(uint32_t x) { return vdupq_n_u32(x); }
+HPMLI_VEC_INLINE HV(u32) HV(add_pairs)(HV(u32) s, HV(u32) a, HV(u32) b)
+{
+    int16x8_t x = vreinterpretq_s16_u32(a), y = vreinterpretq_s16_u32(b);
+    int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+    return vaddq_u32(s, vreinterpretq_u32_s32(vpaddq_s32(low, high)));
 }
 HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates; NaN: 0 */
 HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b)
@@ -17459,6 +17639,221 @@ HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>gemm-words   matrix products of bytes and of bf16
+// ---------------------------------------------------------------------------------------------------------------------
+/* C (m, n) = A (m, k) B (k, n) of signed bytes A and unsigned bytes B, exact modulo 2^32, or of bf16 with sums in f32.
+   Values of k that follow each other are packed in one word: 4 bytes for instructions that add the products of four
+   pairs of bytes (AVX512-VNNI, AVX-VNNI), else bytes as 2 integers of 16 bits, because the AVX2 instruction for bytes
+   saturates its sums at 32,767; or 2 numbers in bf16. A tile of C is computed as in >>gemm, one word at a step:
+         for (int64_t w = 0; w < words; w++)
+             for (int r = 0; r < rows; r++)
+                 for (int j = 0; j < cols; j++) sum[r][j] = dot(sum[r][j], b[w * cols + j], a[w * rows + r]);
+   where dot adds to a sum the 4 or 2 products of two words. Values beyond k are packed as zeros. The code for
+   AVX-VNNI and AVX512-BF16 was compiled, but tests have run only the other dots, on CPUs without these instructions. */
+
+/* Adds two products of bf16 to the sums s, the high halves of the words first, as the instruction of AVX512-BF16 does.
+   HV(flush) is for the scalar set, the model of the instruction: it returns 0 for sums that are subnormal numbers. */
+#if HPMLI_ISA == HPMLI_SCALAR
+HPMLI_VEC_FN1(HV(flush), fabsf(a) < FLT_MIN ? copysignf(0, a) : a);
+#else
+HPMLI_VEC_FN1(HV(flush), a);
+#endif
+HPMLI_VEC_INLINE HV(u32) HV(add_bf16)(HV(u32) s, HV(u32) u, HV(u32) x)
+{
+    HV(f32) sum = HV(as_floats)(s);
+    sum = HV(flush)(HV(fma)(HV(as_floats)(u & 0xffff0000u), HV(as_floats)(x & 0xffff0000u), sum));
+    sum = HV(flush)(HV(fma)(HV(as_floats)(u << 16), HV(as_floats)(x << 16), sum));
+    return HV(as_words)(sum);
+}
+
+/* Packs bf16 in words as HV(pack_words) packs bytes; subnormal numbers become 0. */
+HPMLI_VEC_INLINE HV(u32) HV(flush_bf16)(HV(u32) v)
+{
+    HV(u32) normal = ((v & 0x7f80u) + 0x7f80u) >> 15; /* 1 where the exponent is not 0 */
+    return v & (0x8000u | (HV(set1_word)(0) - normal));
+}
+HPMLI_KERNEL void HV(pack_bf16)(uint32_t *dst, const uint16_t *x, int64_t line, int64_t step, int64_t lines,
+                                int64_t width, int64_t k)
+{
+    for (int64_t p = 0; p < k; p += 2, dst += width) {
+        const uint16_t *from = x + p * step;
+        int64_t         i    = 0;
+        for (; line == 1 && p + 1 < k && i + HV_LANES <= lines; i += HV_LANES) {
+            HV(u32) high = HV(flush_bf16)(HV(widen)(from + i + step));
+            HV(store_words)(dst + i, HV(flush_bf16)(HV(widen)(from + i)) | high << 16);
+        }
+        for (; i < lines; i++) {
+            uint32_t low = from[i * line], high = p + 1 < k ? from[i * line + step] : 0;
+            if ((low & 0x7f80u) == 0) low &= 0x8000u;
+            if ((high & 0x7f80u) == 0) high &= 0x8000u;
+            dst[i] = low | high << 16;
+        }
+    }
+}
+
+/* Packs `lines` rows of A, or columns of B, over `k` values of k, in words of `group` values: word w of line i goes to
+   dst[w * width + i], and any words to dst[w * width + i] for lines <= i < width, of which no result is stored.
+   x[i * line + p * step] is value p of line i. flip: 128 where the bytes are signed, else 0. A vector may read beyond
+   the last line, but not beyond the matrix, and write to the words of the next p, which are packed next. */
+HPMLI_VEC_INLINE void HV(pack_words)(const int group, uint32_t *dst, const uint8_t *x, int64_t line, int64_t step,
+                                     int64_t lines, int64_t width, int64_t k, uint32_t flip)
+{
+    const int      bits = 32 / group;
+    const uint32_t mask = group == 4 ? 0xffu : 0xffffu;
+    for (int64_t p = 0; p < k; p += group, dst += width) {
+        const uint8_t *from = x + p * step;
+        bool           more = step >= HV_LANES && p + group < k; /* there is a row behind the last one of this word */
+        int64_t        n = k - p < group ? k - p : group, i = 0;
+        for (; line == 1 && n == group && (i + HV_LANES <= lines || (more && i < lines)); i += HV_LANES) {
+            HV(u32) word = HV(set1_word)(0);
+            HPMLI_UNROLL
+            for (int q = 0; q < group; q++)
+                word |= (((HV(widen_bytes)(from + i + q * step) ^ flip) - flip) & mask) << (bits * q);
+            HV(store_words)(dst + i, word);
+        }
+        for (; step == 1 && n == 4 && i < lines; i++) memcpy(dst + i, from + i * line, 4);
+        for (; step == 1 && n == 2 && group == 2 && i < lines; i++) {
+            const uint8_t *pair = from + i * line;
+            dst[i] = (((pair[0] ^ flip) - flip) & mask) | ((pair[1] ^ flip) - flip) << 16;
+        }
+        for (; i < lines; i++) {
+            dst[i] = 0;
+            for (int q = 0; q < n; q++) dst[i] |= (((from[i * line + q * step] ^ flip) - flip) & mask) << (bits * q);
+        }
+    }
+}
+/* Packs `lines` rows of A, or columns of B, from line `at` on, over k values from number p on. */
+HPMLI_KERNEL void HV(pack_operand)(hpmli_word word, uint32_t *dst, const void *x, int64_t line, int64_t step,
+                                   int64_t at, int64_t lines, int64_t width, int64_t p, int64_t k, uint32_t flip)
+{
+    const int64_t  first = at * line + p * step;
+    const uint8_t *bytes = (const uint8_t *)x + first;
+    if (word == HPMLI_WORD_BYTES) HV(pack_words)(4, dst, bytes, line, step, lines, width, k, flip);
+    else if (word == HPMLI_WORD_PAIR) HV(pack_words)(2, dst, bytes, line, step, lines, width, k, flip);
+    else HV(pack_bf16)(dst, (const uint16_t *)x + first, line, step, lines, width, k);
+}
+
+#ifndef HPMLI_INT_TILE
+#define HPMLI_INT_TILE_ARGS int64_t words, const uint32_t *a, const uint32_t *b, uint32_t *tile
+typedef void hpmli_int_tile_fn(HPMLI_INT_TILE_ARGS);
+#define HPMLI_INT_ZERO(dot, r) HV(u32) s##r = HV(set1_word)(0), t##r = s##r;
+#define HPMLI_INT_ROW(dot, r)                                                                                          \
+    if (mr > r) {                                                                                                      \
+        HV(u32) x = HV(set1_word)(a[r]);                                                                               \
+        s##r = dot(s##r, b0, x);                                                                                       \
+        t##r = dot(t##r, b1, x);                                                                                       \
+    }
+#define HPMLI_INT_STORE(dot, r)                                                                                        \
+    if (mr > r) {                                                                                                      \
+        HV(store_words)(tile + r * HPMLI_NR, s##r);                                                                    \
+        HV(store_words)(tile + r * HPMLI_NR + HV_LANES, t##r);                                                         \
+    }
+/* Defines the function `name`, which computes a tile of `rows` rows by two vectors; dot: adds the products of words. */
+#define HPMLI_INT_TILE(name, target, dot, rows)                                                                        \
+    static target __attribute__((unused)) void HV(name)(HPMLI_INT_TILE_ARGS)                                           \
+    {                                                                                                                  \
+        const int mr = rows;                                                                                           \
+        HPMLI_ROWS(HPMLI_INT_ZERO, dot)                                                                                \
+        for (int64_t w = 0; w < words; w++, a += mr, b += HPMLI_NR) {                                                  \
+            HV(u32) b0 = HV(load_words)(b), b1 = HV(load_words)(b + HV_LANES);                                         \
+            HPMLI_ROWS(HPMLI_INT_ROW, dot)                                                                             \
+        }                                                                                                              \
+        HPMLI_ROWS(HPMLI_INT_STORE, dot)                                                                               \
+    }                                                                                                                  \
+    static void HV(name)(HPMLI_INT_TILE_ARGS)
+#endif
+/* Heights of tiles: a half and a quarter of the largest, and one row. HPMLI_INT_TILES defines their functions. */
+static const int HV(int_tile_rows)[] = { HPMLI_MR, (HPMLI_MR + 1) / 2, (HPMLI_MR + 3) / 4, 1 };
+#define HPMLI_INT_TILES(name, target, dot)                                                                             \
+    HPMLI_INT_TILE(name##_0, target, dot, HPMLI_MR);                                                                   \
+    HPMLI_INT_TILE(name##_1, target, dot, (HPMLI_MR + 1) / 2);                                                         \
+    HPMLI_INT_TILE(name##_2, target, dot, (HPMLI_MR + 3) / 4);                                                         \
+    HPMLI_INT_TILE(name##_3, target, dot, 1)
+#define HPMLI_INT_NAMES(name) { HV(name##_0), HV(name##_1), HV(name##_2), HV(name##_3) }
+HPMLI_INT_TILES(tile_pair, HPMLI_TARGET, HV(add_pairs));
+HPMLI_INT_TILES(tile_bf16, HPMLI_TARGET, HV(add_bf16));
+#undef HPMLI_HAS_BYTE_DOT
+#undef HPMLI_HAS_BF16_DOT
+#ifdef HPMLI_BYTE_DOT
+#define HPMLI_HAS_BYTE_DOT true
+HPMLI_INT_TILES(tile_bytes, HPMLI_BYTE_TARGET, HPMLI_BYTE_DOT);
+#else
+#define HPMLI_HAS_BYTE_DOT false
+#endif
+#ifdef HPMLI_BF16_DOT
+#define HPMLI_HAS_BF16_DOT true
+HPMLI_INT_TILES(tile_bf16_dot, HPMLI_BF16_TARGET, HPMLI_BF16_DOT);
+#else
+#define HPMLI_HAS_BF16_DOT false
+#endif
+static hpmli_int_tile_fn *const HV(int_tiles)[][4] = { /* by hpmli_word, and by height as HV(int_tile_rows) */
+    HPMLI_INT_NAMES(tile_pair),
+#ifdef HPMLI_BYTE_DOT
+    HPMLI_INT_NAMES(tile_bytes),
+#else
+    HPMLI_INT_NAMES(tile_pair), /* no context asks for them */
+#endif
+    HPMLI_INT_NAMES(tile_bf16),
+#ifdef HPMLI_BF16_DOT
+    HPMLI_INT_NAMES(tile_bf16_dot),
+#endif
+};
+
+/* Stores a row of a tile, n sums of integers, at c; add: adds them to c. */
+HPMLI_VEC_INLINE void HV(store_integers)(uint32_t *c, const uint32_t *sums, int64_t n, bool add)
+{
+    int64_t i = 0;
+    for (; i + HV_LANES <= n; i += HV_LANES) {
+        HV(u32) old = add ? HV(load_words)(c + i) : HV(set1_word)(0);
+        HV(store_words)(c + i, HV(load_words)(sums + i) + old);
+    }
+    for (; i < n; i++) c[i] = add ? c[i] + sums[i] : sums[i];
+}
+/* Computes `rows` rows of C from row i on, `cols` columns from column j on: the packed rows of A, which are one tile
+   high, times the packed columns of B. height: an index of HV(int_tile_rows); first: this is the first range of k. */
+HPMLI_KERNEL void HV(words_rows)(const hpmli_words_part *part, int64_t height, int64_t words, const uint32_t *a,
+                                 const uint32_t *b, int64_t i, int64_t rows, int64_t j, int64_t cols, bool first)
+{
+    const hpmli_gemm_epilogue e = { part->alpha, first ? part->beta : 1, NULL, NULL, 0 };
+    uint32_t tile[HPMLI_MR * HPMLI_NR];
+    for (int64_t q = 0; q < cols; q += HPMLI_NR, b += words * HPMLI_NR) {
+        int64_t n = cols - q < HPMLI_NR ? cols - q : HPMLI_NR;
+        HV(int_tiles)[part->word][height](words, a, b, tile);
+        for (int64_t r = 0; r < rows; r++) {
+            const uint32_t *sums = tile + r * HPMLI_NR;
+            int64_t         at   = (i + r) * part->ldc + j + q;
+            if (part->word < HPMLI_WORD_BF16) {
+                HV(store_integers)((uint32_t *)part->c + at, sums, n, part->accumulate || !first);
+                continue;
+            }
+            for (int64_t l = 0; l < n; l += HV_LANES)
+                HV(finish_vector)(&e, (float *)part->c + at + l, 0, 0, HV(as_floats)(HV(load_words)(sums + l)), n - l);
+        }
+    }
+}
+HPMLI_KERNEL void HV(words_part)(const hpmli_words_part *part)
+{
+    const int group = part->word == HPMLI_WORD_BYTES ? 4 : 2;
+    uint32_t *packed_b = part->ws, *packed_a = part->ws + HPMLI_WORDS_NC * HPMLI_WORDS_KC;
+    for (int64_t j = part->j0, cols; j < part->j1; j += cols) {
+        cols = part->j1 - j < HPMLI_WORDS_NC ? part->j1 - j : HPMLI_WORDS_NC;
+        for (int64_t p = 0, k; p < part->k || p == 0; p += HPMLI_WORDS_KC * group) { /* once for k = 0, to clear C */
+            k = part->k - p < HPMLI_WORDS_KC * group ? part->k - p : HPMLI_WORDS_KC * group;
+            const int64_t words = (k + group - 1) / group;
+            for (int64_t q = 0; q < cols; q += HPMLI_NR)
+                HV(pack_operand)(part->word, packed_b + q * words, part->b, part->b_col, part->b_k, j + q,
+                                 cols - q < HPMLI_NR ? cols - q : HPMLI_NR, HPMLI_NR, p, k, 0);
+            for (int64_t i = part->i0, rows, height; i < part->i1; i += rows) {
+                for (height = 0; part->i1 - i < HV(int_tile_rows)[height];) height++;
+                rows = HV(int_tile_rows)[height];
+                HV(pack_operand)(part->word, packed_a, part->a, part->a_row, part->a_k, i, rows, rows, p, k, 128);
+                HV(words_rows)(part, height, words, packed_a, packed_b, i, rows, j, cols, p == 0);
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>random   Philox: random numbers by number
 // ---------------------------------------------------------------------------------------------------------------------
 /* One round of Philox replaces the words c0 to c3 of a counter, with the halves k0, k1 of a key and constants M0 and
@@ -18311,7 +18706,9 @@ static const hpmli_kernels HV(kernels) = {
     HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
     HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(lstm_cells),
     HV(lstm_cells_back), HV(opt_step), HV(to_f32),
-    HV(from_f32), HV(gemm_part), HV(gemm_sum), HV(random), HV(onebit_scan), HV(onebit_carry), HV(onebit_decode),
+    HV(from_f32), HV(gemm_part), HV(gemm_sum), HPMLI_HAS_BYTE_DOT, HPMLI_HAS_BF16_DOT, HV(words_part),
+    HV(random), HV(onebit_scan),
+    HV(onebit_carry), HV(onebit_decode),
     HV(onebit_decode_add), HV(bf16_encode), HV(bf16_decode_add), HV(twobit_encode), HV(twobit_decode),
     HV(twobit_decode_add), HV(conv_pack), HV(conv_pack_for_dx), HV(conv_to_nhwc), HV(conv_copy), HV(conv_from_nhwc),
     HV(conv_forward), HV(conv_input_grad), HV(conv_weight_grad), HV(conv_unpack), HV(conv_taps), HV(conv_dots),
@@ -18354,6 +18751,27 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
     for (int i = 0; i < count; i++)
         if (!name || strcmp(name, sets[i]->name) == 0) return sets[i];
     return NULL;
+}
+
+HPMLI_FN bool hpmli_cpu_has_bf16_dot(const hpmli_kernels *k)
+{
+#ifdef HPMLI_HAVE_X86
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return k->has_bf16_dot && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1); /* AVX512-BF16 */
+#else
+    return k->has_bf16_dot;
+#endif
+}
+HPMLI_FN bool hpmli_cpu_has_byte_dot(const hpmli_kernels *k)
+{
+#ifdef HPMLI_HAVE_X86
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!k->has_byte_dot) return false;
+    if (k->lanes == 16) return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 11 & 1); /* AVX512-VNNI */
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);                      /* AVX-VNNI */
+#else
+    return k->has_byte_dot;
+#endif
 }
 #endif
 #ifdef __CUDACC__

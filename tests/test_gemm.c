@@ -328,6 +328,133 @@ TEST(gemm_of_halves_in_every_pair_of_types)
     ENSURE(on_all(check_halves) == 0);
 }
 
+/* Products of 8-bit integers against sums in 64 bits, with the instruction for bytes where the CPU has one and without.
+   Unused columns are guarded; extreme: all numbers are the largest, which saturated sums would show. */
+static int64_t wrong_bytes(hpml_ctx *const *ctx, int contexts, const int64_t *shape, int ta, int tb, bool add,
+                           bool extreme)
+{
+    int64_t  m = shape[0], n = shape[1], k = shape[2], bad = 0;
+    int64_t  lda = (ta ? m : k) + below(3), ldb = (tb ? k : n) + below(3), ldc = n + below(3);
+    int64_t  na = (ta ? k : m) * lda, nb = (tb ? n : k) * ldb, nc = m * ldc + GUARD;
+    int8_t  *a = (int8_t *)malloc((size_t)na + 1);
+    uint8_t *b = (uint8_t *)malloc((size_t)nb + 1);
+    int32_t *c = (int32_t *)malloc((size_t)nc * sizeof *c), *got = (int32_t *)malloc((size_t)nc * sizeof *c);
+    for (int64_t i = 0; i < na; i++) a[i] = (int8_t)(extreme ? -128 : below(256) - 128);
+    for (int64_t i = 0; i < nb; i++) b[i] = (uint8_t)(extreme ? 255 : below(256));
+    for (int64_t i = 0; i < nc; i++) c[i] = (int32_t)below(2000000) - 1000000;
+    for (int x = 0; x < 2 * contexts; x++) {
+        bool has = private_byte_dot(ctx[x / 2], false);
+        if (x % 2 && !has) continue;
+        private_byte_dot(ctx[x / 2], x % 2);
+        memcpy(got, c, (size_t)nc * sizeof *c);
+        bad += hpml_igemm(ctx[x / 2], ta, tb, m, n, k, a, lda, b, ldb, add, got, ldc) != HPML_OK;
+        private_byte_dot(ctx[x / 2], has);
+        for (int64_t i = 0; i < nc; i++) {
+            int64_t r = i / (ldc > 0 ? ldc : 1), j = i - r * ldc, sum = add ? c[i] : 0;
+            for (int64_t p = 0; p < k && r < m && j < n; p++)
+                sum += a[ta ? p * lda + r : r * lda + p] * b[tb ? j * ldb + p : p * ldb + j];
+            if (r >= m || j >= n) sum = c[i];
+            bad += got[i] != (int32_t)sum;
+        }
+    }
+    free(a), free(b), free(c), free(got);
+    if (bad)
+        printf("  %s: %lld x %lld x %lld %d %d, %s: %lld wrong\n", hpml_ctx_cpu(ctx[0]), (long long)m, (long long)n,
+               (long long)k, ta, tb, add ? "added" : "stored", (long long)bad);
+    return bad;
+}
+
+static int64_t check_bytes(hpml_ctx *const *ctx, int contexts)
+{
+    static const int64_t sizes[] = { 0, 1, 2, 3, 5, 7, 13, 14, 15, 16, 27, 31, 32, 33, 47, 64, 65 };
+    static const int64_t large[][3] = { { 3, 530, 1030 }, { 131, 515, 40 }, { 9, 300, 2055 }, { 1, 2, 65793 } };
+    int64_t bad = 0;
+    for (int i = 0; i < 300; i++) {
+        const int64_t shape[3] = { sizes[below(17)], sizes[below(17)], sizes[below(17)] };
+        bad += wrong_bytes(ctx, contexts, shape, i & 1, i >> 1 & 1, i % 3 == 0, i % 7 == 0);
+    }
+    for (int i = 0; i < 4 * 4; i++) bad += wrong_bytes(ctx, contexts, large[i / 4], i & 1, i >> 1 & 1, false, i >= 12);
+    return bad;
+}
+
+TEST(igemm_is_exact_on_every_instruction_set)
+{
+    ENSURE(on_all(check_bytes) == 0);
+}
+
+/* Products of bf16 equal, bit for bit, a model of the instruction VDPBF16PS: the values of k in pairs, the odd one
+   first, each sum rounded once by fmaf, subnormal numbers taken as 0; sums of 512 values of k added to each other. */
+static float bf16_value(uint16_t bits)
+{
+    uint32_t word = (uint32_t)bits << 16;
+    float    x;
+    memcpy(&x, &word, sizeof x);
+    return fabsf(x) < 1.17549435e-38f ? copysignf(0, x) : x;
+}
+
+static float bf16_model(const uint16_t *a, int64_t a_k, const uint16_t *b, int64_t b_k, int64_t k)
+{
+    float total = 0;
+    for (int64_t first = 0; first < k; first += 512) {
+        float   sum = 0;
+        int64_t end = k < first + 512 ? k : first + 512;
+        for (int64_t p = first; p < end; p += 2) {
+            if (p + 1 < end) sum = fmaf(bf16_value(a[(p + 1) * a_k]), bf16_value(b[(p + 1) * b_k]), sum);
+            sum = fmaf(bf16_value(a[p * a_k]), bf16_value(b[p * b_k]), sum);
+        }
+        total = first > 0 ? total + sum : sum;
+    }
+    return total;
+}
+
+static int64_t wrong_bf16(hpml_ctx *const *ctx, int contexts, const int64_t *shape, int ta, int tb, bool scaled)
+{
+    int64_t   m = shape[0], n = shape[1], k = shape[2], bad = 0;
+    int64_t   lda = (ta ? m : k) + below(3), ldb = (tb ? k : n) + below(3), ldc = n + below(3);
+    int64_t   na = (ta ? k : m) * lda, nb = (tb ? n : k) * ldb, nc = m * ldc;
+    float    *c = floats(nc), *got = floats(nc), alpha = scaled ? -0.75f : 1, beta = scaled ? 0.5f : 0;
+    uint16_t *a = (uint16_t *)malloc((size_t)na * 2 + 2), *b = (uint16_t *)malloc((size_t)nb * 2 + 2);
+    for (int64_t i = 0; i < na; i++) /* every tenth number is subnormal */
+        a[i] = (uint16_t)(below(2) << 15 | (below(10) ? 110 + below(30) : 0) << 7 | below(128));
+    for (int64_t i = 0; i < nb; i++) b[i] = (uint16_t)(below(2) << 15 | (110 + below(30)) << 7 | below(128));
+    for (int x = 0; x < contexts; x++) {
+        memcpy(got, c, sizeof(float) * (size_t)(nc + GUARD));
+        bad += hpml_bgemm(ctx[x], ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, got, ldc) != HPML_OK;
+        for (int64_t i = 0; i < nc + GUARD; i++) {
+            int64_t r = i / (ldc > 0 ? ldc : 1), j = i - r * ldc;
+            float   want = c[i];
+            if (r < m && j < n)
+                want = bf16_model(a + r * (ta ? 1 : lda), ta ? lda : 1, b + j * (tb ? ldb : 1), tb ? 1 : ldb, k);
+            const float scale = 1e-6f * (fabsf(want) + 1);
+            if (scaled && r < m && j < n) bad += !(fabsf(got[i] - (alpha * want + beta * c[i])) <= scale);
+            else bad += got[i] != want;
+        }
+    }
+    free(a), free(b), free(c), free(got);
+    if (bad)
+        printf("  %s: %lld x %lld x %lld %d %d: %lld wrong\n", hpml_ctx_cpu(ctx[0]), (long long)m, (long long)n,
+               (long long)k, ta, tb, (long long)bad);
+    return bad;
+}
+
+static int64_t check_bf16(hpml_ctx *const *ctx, int contexts)
+{
+    static const int64_t sizes[] = { 0, 1, 2, 3, 5, 7, 13, 14, 15, 16, 27, 31, 32, 33, 47, 64, 65 };
+    static const int64_t large[][3] = { { 3, 530, 300 }, { 131, 515, 40 }, { 9, 60, 1055 } };
+    int64_t bad = 0;
+    for (int i = 0; i < 200; i++) {
+        const int64_t shape[3] = { sizes[below(17)], sizes[below(17)], sizes[below(17)] };
+        bad += wrong_bf16(ctx, contexts, shape, i & 1, i >> 1 & 1, i % 5 == 0);
+    }
+    for (int i = 0; i < 3 * 4; i++) bad += wrong_bf16(ctx, contexts, large[i / 4], i & 1, i >> 1 & 1, false);
+    return bad;
+}
+
+TEST(bgemm_rounds_as_the_instruction_does)
+{
+    ENSURE(on_all(check_bf16) == 0);
+}
+
 /* Returns an array for n numbers that are inc elements apart. */
 static float *strided(int64_t n, int64_t inc) { return floats(n > 0 ? (n - 1) * inc + 1 : 0); }
 
@@ -440,6 +567,17 @@ TEST(blas_rejects_invalid_arguments)
     ENSURE_ERROR(ctx, GEMM(2, HPML_DTYPE_BF16, NULL, 2), HPML_ERR_ARGUMENT, "no array NULL");
     ENSURE_ERROR(ctx, GEMM(2, HPML_DTYPE_I32, x, 2), HPML_ERR_DTYPE, "A is i32");
     ENSURE_ERROR(ctx, GEMM(2, (hpml_dtype)-1, x, 2), HPML_ERR_DTYPE, "A is ?");
+    int8_t  s8[4] = { 0 };
+    uint8_t u8[4] = { 0 };
+    int32_t s32[4] = { 7, 7, 7, 7 };
+    ENSURE_ERROR(ctx, hpml_igemm(ctx, false, false, 2, 2, 2, s8, 1, u8, 2, false, s32, 2), HPML_ERR_ARGUMENT, "lda 1");
+    ENSURE_ERROR(ctx, hpml_bgemm(ctx, false, false, 2, 2, 2, 1, h, 1, h, 2, 0, y, 2), HPML_ERR_ARGUMENT, "bgemm: m 2");
+    ENSURE_ERROR(ctx, hpml_bgemm(ctx, true, true, 2, 2, 2, 1, h, 2, h, 2, 0, NULL, 2), HPML_ERR_ARGUMENT, "NULL");
+    ENSURE_ERROR(ctx, hpml_igemm(ctx, true, false, 2, -2, 2, s8, 2, u8, 2, false, s32, 2), HPML_ERR_ARGUMENT, "n -2");
+    ENSURE_ERROR(ctx, hpml_igemm(ctx, false, true, 2, 2, 2, s8, 2, NULL, 2, false, s32, 2), HPML_ERR_ARGUMENT, "NULL");
+    ENSURE(hpml_igemm(ctx, false, true, 2, 2, 0, NULL, 0, NULL, 0, true, s32, 2) == HPML_OK && s32[3] == 7);
+    ENSURE(hpml_igemm(ctx, false, true, 2, 1, 0, NULL, 0, NULL, 0, false, s32, 2) == HPML_OK && s32[2] == 0);
+    ENSURE(s32[1] == 7 && hpml_igemm(NULL, false, false, 0, 0, 0, NULL, 0, NULL, 0, false, NULL, 0) != HPML_OK);
     ENSURE_ERROR(ctx, hpml_sgemv(ctx, false, 2, 2, 1, x, 1, x, 1, 0, y, 1), HPML_ERR_ARGUMENT, "lda 1");
     ENSURE_ERROR(ctx, hpml_sgemv(ctx, false, 2, -1, 1, x, 2, x, 1, 0, y, 1), HPML_ERR_ARGUMENT, "n -1");
     ENSURE_ERROR(ctx, hpml_sgemv(ctx, true, 2, 2, 1, x, 2, x, 0, 0, y, 1), HPML_ERR_ARGUMENT, "inc_x 0");
