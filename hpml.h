@@ -497,7 +497,8 @@ HPML_API hpml_status hpml_tensor_changed(hpml_tensor *t);
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
 
 /* BLAS on row-major arrays in host memory, by all threads of the context. An operand that is multiplied by an alpha or
-   beta of 0 is not read, so that its NaNs do not matter.
+   beta of 0 is not read, so that its NaNs do not matter. The first product takes working memory, at most 6 MB for each
+   thread, if no graph has taken it (hpml_memory.products).
    sgemm: C = alpha * op(A) * op(B) + beta * C: op(A) is (m, k), op(B) (k, n), C (m, n). trans_a: A is stored as (k, m),
    trans_b: B as (n, k). lda, ldb, ldc: elements from one row to the next as stored. */
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
@@ -17407,9 +17408,10 @@ HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_blo
     e->bias_row = last && d->bias_m ? d->bias_m + v->part->i0 : NULL;
     e->relu     = last && d->act == 1;
     block->plain = d->alpha == 1 && (e->beta == 0 || e->beta == 1) && !e->bias_col && !e->bias_row && !e->relu;
-    /* Prefetching C pays if C is larger than the first-level cache; but not for a small k if the rows of C are a
-       multiple of 1 KiB apart, because loads wait for stores to addresses a multiple of 4 KiB away. */
-    block->prefetch = v->rows * v->cols >= 8192 && !v->swapped && (v->k > 32 || v->ldc % 256 != 0);
+    /* Prefetching C pays if C is larger than the first-level cache; but not for k <= 16, where the instructions take
+       more time than they save, nor for a small k if the rows of C are a multiple of 1 KiB apart, because loads wait for
+       stores to addresses a multiple of 4 KiB away. */
+    block->prefetch = v->rows * v->cols >= 8192 && !v->swapped && v->k > 16 && (v->k > 32 || v->ldc % 256 != 0);
 }
 /* Computes a block of rows of P (left operand) by columns [col, col + cols) of Q (right), cut evenly into panels of at
    most `widest` vectors. For a single row of tiles, or a short k, one call of HV(gemm_panel) computes all panels of
