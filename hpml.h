@@ -121,6 +121,7 @@
 //     kernels   the table of kernels: what each computes, and the structs that they take
 //     context   the context: errors, memory
 //     threads   the clock and the thread pool
+//     gemm-space   matrix product: sizes of blocks, working memory
 //     create   creating and freeing contexts
 //     rng   single random numbers, permutations
 // PART III  TENSORS AND GRAPH: what is recorded, where its arrays lie, how it runs
@@ -213,6 +214,7 @@
 //     gemm-pack   matrix product: packing, transposing, storing
 //     gemm-part   matrix product: one rectangle of C
 //     gemm-thin   matrix product: small and thin shapes
+//     gemm-words   matrix products of bytes and of bf16
 //     random   Philox: random numbers by number
 //     onebit   gradient codecs: 1 bit, bf16 and 2 bits, one row
 //     conv-kernels   convolution: tiles of pixels by channels
@@ -535,7 +537,8 @@ HPML_API hpml_status hpml_tensor_changed(hpml_tensor *t);
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
 
 /* BLAS on row-major arrays in host memory, by all threads of the context. An operand that is multiplied by an alpha or
-   beta of 0 is not read, so that its NaNs do not matter.
+   beta of 0 is not read, so that its NaNs do not matter. The first product takes working memory, at most 6 MB for each
+   thread, if no graph has taken it (hpml_memory.products).
    sgemm: C = alpha * op(A) * op(B) + beta * C: op(A) is (m, k), op(B) (k, n), C (m, n). trans_a: A is stored as (k, m),
    trans_b: B as (n, k). lda, ldb, ldc: elements from one row to the next as stored. */
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
@@ -545,6 +548,21 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
 HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                hpml_dtype type_a, const void *a, int64_t lda, hpml_dtype type_b, const void *b,
                                int64_t ldb, float beta, float *c, int64_t ldc);
+/* C = op(A) op(B) of integers, or C += op(A) op(B) with `accumulate`; shapes and leading dimensions as in hpml_sgemm.
+   Nothing is rounded or saturated: sums are kept modulo 2^32, so that C is exact where the true sum fits in an int32_t,
+   which is always so for k <= 65,793 without `accumulate`. Zero points and scales of quantized numbers are the caller's
+   to apply. For few rows (m below about 32) copying B takes most of the time. */
+HPML_API hpml_status hpml_igemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k,
+                                const int8_t *a, int64_t lda, const uint8_t *b, int64_t ldb, bool accumulate,
+                                int32_t *c, int64_t ldc);
+/* C = alpha op(A) op(B) + beta C of numbers in bf16, with sums in f32, as the instruction of AVX512-BF16 adds: the
+   values of k in pairs, of each pair first the product of odd k, then that of even k, each sum rounded once to nearest;
+   subnormal numbers in A and B count as 0. The sums of 512 values of k are added to each other in f32. CPUs without the
+   instruction add in the same order and round alike, at 0.6 of the speed of hpml_sgemm; only a sum below 2^-126 may be
+   0 on one CPU and not on another. hpml_gemm with two matrices in bf16 adds in the order of k, as for f32. */
+HPML_API hpml_status hpml_bgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                                const uint16_t *a, int64_t lda, const uint16_t *b, int64_t ldb, float beta, float *c,
+                                int64_t ldc);
 /* y = alpha op(A) x + beta y: A is stored as (m, n), rows lda apart; x has n numbers and y m; with trans_a x m, y n.
    inc_x, inc_y: elements from one number of the vector to the next, 1 or more (for a column: the row length). */
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
@@ -916,10 +934,12 @@ typedef struct hpml_memory {
     size_t unshared;    /* what .activations would be if no arrays shared memory */
     size_t scratch;     /* working memory of ops; all ops use the same memory */
     size_t packed;      /* weights in the order in which kernels read them; 0 unless the graph predicts */
+    size_t products;    /* working memory of matrix products on the CPU, for each thread, a few MB at most; all graphs
+                           of a context use the same */
     size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer, and with .host_optimizer on a
                            device, because then the states are in host memory */
     size_t host;        /* copies in host memory of results that are swapped out; not part of total */
-    size_t total;       /* parameters + gradients + activations + scratch + packed + optimizer */
+    size_t total;       /* parameters + gradients + activations + scratch + packed + products + optimizer */
     double extra;       /* operations that a step computes again, and 1 for each byte of these results; a byte swapped
                            out and in counts as hpml_graph_budget says */
 } hpml_memory;
@@ -2212,6 +2232,7 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
+#include <cpuid.h>
 #include <immintrin.h>
 #if !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -2326,17 +2347,38 @@ typedef struct hpmli_gemm_desc {
 typedef struct hpmli_gemm_part {
     const hpmli_gemm_desc *d;
     int64_t                batch, i0, i1, j0, j1;
-    float                 *ws; /* packing space of this thread: HPMLI_GEMM_WS floats */
+    int64_t                mc, nc; /* rows of a block of A, columns of a block of B, see hpmli_gemm_blocks */
+    float                 *ws;     /* packing space of this thread, see hpmli_gemm_space */
 } hpmli_gemm_part;
 
-/* Sizes of blocks of C = A B: MC rows by KC columns of A, copied (packed), stay in the second-level cache while all
-   packed columns of B are multiplied by them; NC columns of B stay packed. A large KC touches C less often. */
+/* C = A B is computed in blocks of MC rows by KC columns of A, and of KC rows by NC columns of B, which are copied
+   (packed) first. KC is a constant, because it decides the order in which the numbers of a sum are added; a large KC
+   touches C less often. MC and NC change no bits; they follow from the sizes of the caches, see hpmli_gemm_blocks. */
 #define HPMLI_GEMM_KC 800
-#define HPMLI_GEMM_MC 168
-#define HPMLI_GEMM_NC 1024
 #define HPMLI_GEMM_SUMS 65536 /* floats for the partial sums of a product that is cut along k */
-#define HPMLI_GEMM_PACKED_A (HPMLI_GEMM_NC * HPMLI_GEMM_KC) /* offset of packed A, behind packed B */
-#define HPMLI_GEMM_WS (HPMLI_GEMM_PACKED_A + (HPMLI_GEMM_MC + 16) * (HPMLI_GEMM_KC + 16) + HPMLI_GEMM_SUMS)
+
+/* How >>gemm-words packs values of k, the summed index, in a word of 32 bits: 2 integers, 4 bytes for CPUs that have
+   the instruction HPMLI_BYTE_DOT, or 2 numbers in bf16, of which CPUs with HPMLI_BF16_DOT add the products at once. */
+typedef enum hpmli_word { HPMLI_WORD_PAIR, HPMLI_WORD_BYTES, HPMLI_WORD_BF16, HPMLI_WORD_BF16_DOT } hpmli_word;
+/* A rectangle, rows [i0, i1) and columns [j0, j1), of a product of bytes, C = A B or C += A B, where A is int8_t, B
+   uint8_t and C int32_t; or of a product of bf16, C = alpha A B + beta C, where C is float. Strides in elements. */
+typedef struct hpmli_words_part {
+    hpmli_word  word;
+    int64_t     k;
+    const void *a;             /* (m, k): a[i * a_row + p * a_k] */
+    int64_t     a_row, a_k;
+    const void *b;             /* (k, n): b[p * b_k + j * b_col] */
+    int64_t     b_k, b_col;
+    void       *c;             /* (m, n): c[i * ldc + j] */
+    int64_t     ldc;
+    float       alpha, beta;   /* bf16 */
+    bool        accumulate;    /* bytes: adds to C */
+    int64_t     i0, i1, j0, j1;
+    uint32_t   *ws;            /* working memory of this thread, HPMLI_WORDS_WS words */
+} hpmli_words_part;
+#define HPMLI_WORDS_KC 256 /* words of packed k */
+#define HPMLI_WORDS_NC 512 /* columns of B that are packed at once */
+#define HPMLI_WORDS_WS ((HPMLI_WORDS_NC + 16) * HPMLI_WORDS_KC) /* packed B, and the rows of A of one tile */
 
 /* Pragmas that unroll loops over registers at any optimization level. */
 #if defined(__clang__)
@@ -2508,6 +2550,8 @@ typedef struct hpmli_kernels {
        rows, which begin `stride` floats apart in `sums` */
     void (*gemm_part)(const hpmli_gemm_part *part);
     void (*gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float *sums, int64_t count, int64_t stride);
+    bool has_byte_dot, has_bf16_dot; /* words_part has code for CPUs with the instruction */
+    void (*words_part)(const hpmli_words_part *part); /* computes a rectangle of a product of bytes or bf16 */
     /* Writes numbers first .. first + n - 1 of a random stream to out; kind: 32-bit words, uniform or normal floats. */
     void (*random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t stream, uint64_t first, int64_t n);
     /* Codecs of a row of n gradient elements g; e: the error (residual) of the last encoding, or NULL. onebit_scan adds
@@ -2555,6 +2599,8 @@ typedef struct hpmli_kernels {
 HPMLI_FN void hpmli_philox_scalar(uint64_t seed, uint64_t stream, uint64_t block, uint32_t out[4]);
 HPMLI_FN void hpmli_box_muller_scalar(const uint32_t *a, const uint32_t *b, float *x, float *y);
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name);
+HPMLI_FN bool hpmli_cpu_has_byte_dot(const hpmli_kernels *k); /* this CPU has the instruction HPMLI_BYTE_DOT of k */
+HPMLI_FN bool hpmli_cpu_has_bf16_dot(const hpmli_kernels *k); /* this CPU has the instruction HPMLI_BF16_DOT of k */
 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>context   the context: errors, memory
@@ -2593,7 +2639,10 @@ struct hpml_ctx {
     const hpml_op_impl  *ops;        /* (HPML_OP_COUNT) the backend's functions, or the wrappers of >>half */
     hpml_dtype           activation_dtype; /* hpml_ctx_desc.activation_dtype */
     void                *device;     /* the object that backend->open returned */
-    float               *gemm_ws;    /* packing buffers of matrix products, one for each thread, see >>gemm */
+    int64_t              gemm_mc, gemm_nc; /* sizes of the blocks of matrix products, see hpmli_gemm_blocks */
+    float               *gemm_ws;    /* working memory of matrix products, see hpmli_gemm_reserve; NULL: none yet */
+    hpmli_word           byte_word, bf16_word; /* how products of bytes and of bf16 pack numbers, see >>gemm-words */
+    int64_t              gemm_floats; /* floats of gemm_ws that belong to one thread */
     hpml_tensor        **params;     /* (param_count) in order of recording */
     int                  param_count;
     int                  param_kept; /* parameters whose op is recorded; an error removes those after them */
@@ -3076,6 +3125,69 @@ HPMLI_FN void hpmli_parallel(hpml_ctx *ctx, int64_t n, hpmli_task_fn *fn, void *
 HPMLI_FN int64_t hpmli_rows_per_task(int64_t cols) { return hpmli_max(HPMLI_GRAIN / hpmli_max(cols, 1), 1); }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>gemm-space   matrix product: sizes of blocks, working memory
+// ---------------------------------------------------------------------------------------------------------------------
+/* Returns the size in bytes of the second- or third-level cache (level 2 or 3) as the system reports it; 1 MB or 16 MB
+   where the system does not. */
+HPMLI_FN int64_t hpmli_cache_bytes(int level)
+{
+    int64_t bytes = 0;
+#ifdef _SC_LEVEL2_CACHE_SIZE
+    bytes = sysconf(level == 2 ? _SC_LEVEL2_CACHE_SIZE : _SC_LEVEL3_CACHE_SIZE);
+#endif
+    if (bytes > 0) return bytes;
+    return level == 2 ? 1 << 20 : 16 << 20;
+}
+
+/* Chooses MC and NC, the sizes of the blocks of matrix products (see HPMLI_GEMM_KC), for caches of l2 and l3 bytes. A
+   block of A, MC x KC, takes half of the second level, because columns of B and C pass through the rest while all
+   packed columns of B are multiplied by the block. The packed block of B, KC x NC, takes an eighth of the third level,
+   which all cores share; a smaller NC than that would cost time, because a transposed A is packed again for each block
+   of B. MC is a multiple of the heights of tiles, NC of their widths. */
+HPMLI_FN void hpmli_gemm_blocks(hpml_ctx *ctx, int64_t l2, int64_t l3)
+{
+    const int64_t row = HPMLI_GEMM_KC * (int64_t)sizeof(float); /* bytes of a row of A, or of a column of B */
+    ctx->gemm_mc = hpmli_max(48, hpmli_min(336, (l2 / 2 / row + 23) / 24 * 24));
+    ctx->gemm_nc = hpmli_max(256, hpmli_min(1024, l3 / 8 / row / 64 * 64));
+}
+
+/* Returns the number of floats in which a thread packs a block of B, and behind it a block of A. */
+HPMLI_FN int64_t hpmli_gemm_packing(const hpml_ctx *ctx)
+{
+    return ctx->gemm_nc * HPMLI_GEMM_KC + (ctx->gemm_mc + 16) * (HPMLI_GEMM_KC + 16);
+}
+
+/* Returns the bytes of the working memory of products for all threads: packing space and `more` floats for each thread,
+   and one array for partial sums. */
+HPMLI_FN size_t hpmli_gemm_bytes(const hpml_ctx *ctx, int64_t more)
+{
+    return (size_t)(ctx->threads * (hpmli_gemm_packing(ctx) + more) + HPMLI_GEMM_SUMS) * sizeof(float);
+}
+
+/* Makes sure that the context has working memory for products, with at least `more` floats for each thread behind its
+   packing space. Graphs with products take the memory with their own, plain products (hpml_sgemm) at their first use,
+   so that a context that multiplies no matrices has none. False, with an error on the context: no memory. Only the
+   thread that calls the library may call this. */
+HPMLI_FN bool hpmli_gemm_reserve(hpml_ctx *ctx, int64_t more)
+{
+    if (ctx->gemm_ws && ctx->gemm_floats >= hpmli_gemm_packing(ctx) + more) return true;
+    hpmli_free(ctx, ctx->gemm_ws);
+    ctx->gemm_ws     = (float *)hpmli_alloc(ctx, hpmli_gemm_bytes(ctx, more)); /* not zeroed */
+    ctx->gemm_floats = hpmli_gemm_packing(ctx) + more;
+    return ctx->gemm_ws != NULL;
+}
+
+/* Returns the working memory of a thread; for thread number ctx->threads, the array for partial sums. */
+HPMLI_FN float *hpmli_gemm_space(const hpml_ctx *ctx, int thread) { return ctx->gemm_ws + thread * ctx->gemm_floats; }
+
+/* Returns the part that is all of product 0 of d, to be computed by thread number `thread` of the pool. */
+HPMLI_FN hpmli_gemm_part hpmli_gemm_whole(const hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
+{
+    hpmli_gemm_part part = { d, 0, 0, d->m, 0, d->n, ctx->gemm_mc, ctx->gemm_nc, hpmli_gemm_space(ctx, thread) };
+    return part;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>create   creating and freeing contexts
 // ---------------------------------------------------------------------------------------------------------------------
 HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
@@ -3098,8 +3210,9 @@ HPMLI_FN bool hpmli_ctx_open(hpml_ctx *ctx, const hpml_ctx_desc *d)
         ctx->threads = ctx->pool->worker_count + 1;
     }
 #endif
-    ctx->gemm_ws = (float *)hpmli_alloc(ctx, (size_t)ctx->threads * HPMLI_GEMM_WS * sizeof(float)); /* not zeroed */
-    if (!ctx->gemm_ws) return false;
+    ctx->byte_word = hpmli_cpu_has_byte_dot(ctx->k) ? HPMLI_WORD_BYTES : HPMLI_WORD_PAIR;
+    ctx->bf16_word = hpmli_cpu_has_bf16_dot(ctx->k) ? HPMLI_WORD_BF16_DOT : HPMLI_WORD_BF16;
+    hpmli_gemm_blocks(ctx, hpmli_cache_bytes(2), hpmli_cache_bytes(3));
     hpml_dtype dtype = d->activation_dtype;
     if (dtype != HPML_DTYPE_F32 && dtype != HPML_DTYPE_BF16 && dtype != HPML_DTYPE_F16)
         return hpmli_false(ctx, HPML_ERR_ARGUMENT, "ctx: .activation_dtype is %s (%d), expected f32, bf16 or f16",
@@ -3826,6 +3939,7 @@ enum {
     HPMLI_OP_SPLIT_ROWS  = 2048, /* along all dimensions of source 0 but the last one */
     HPMLI_OP_SPLIT_PLANE = 4096, /* along the channels */
     HPMLI_OP_SPLIT_OWN   = 8192, /* in the way that the function which records the op checks and sets */
+    HPMLI_OP_PACKS       = 32768, /* computes products, which pack matrices in the context's working memory */
     HPMLI_OP_KEEPS_DZ    = 16384 /* backward overwrites dy by dz, the gradient before the activation; the gradient of
                                     source 0 is a product of dz and source 1, that of source 1 of dz and source 0 */
 };
@@ -3840,6 +3954,13 @@ typedef struct hpmli_op_info {
 HPMLI_FN const hpmli_op_info *hpmli_op_row(hpml_op op); /* the table is defined behind all ops, in >>backend */
 HPMLI_FN const hpmli_op_info *hpmli_op_of(const hpml_node *n) { return hpmli_op_row(n->op); }
 HPMLI_FN bool hpmli_has_trait(const hpml_node *n, unsigned trait) { return (hpmli_op_of(n)->traits & trait) != 0; }
+/* True if n is an op that the CPU computes, by products that pack matrices. */
+HPMLI_FN bool hpmli_packs(const hpml_node *n)
+{
+    const hpml_ctx *ctx = n->out->ctx;
+    bool            cpu = ctx->ops == hpml_backend_cpu()->ops || ctx->activation_dtype != HPML_DTYPE_F32;
+    return cpu && hpmli_has_trait(n, HPMLI_OP_PACKS);
+}
 HPMLI_FN bool hpmli_is_collective(const hpml_node *n)
 {
     return n->op == HPML_OP_CUSTOM && n->attr.custom->collective;
@@ -5861,7 +5982,9 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
         for (int i = p->from; i < p->to; i++) m->host += g->nodes[i]->state->copy_bytes * (size_t)p->slot_count;
     }
     m->packed      = 0;
+    m->products    = 0;
     for (int i = 0; i < g->count; i++) {
+        if (hpmli_packs(g->nodes[i])) m->products = hpmli_gemm_bytes(g->ctx, 0);
         g->nodes[i]->state->kept_at = m->packed;
         m->packed += g->nodes[i]->state->kept_bytes;
     }
@@ -6025,7 +6148,7 @@ HPML_API void hpml_graph_memory(const hpml_graph *g, hpml_memory *out)
     *out = g->memory;
     if (out->parameters == 0) out->parameters = hpml_params_bytes(g->ctx); /* not summed anew for each of many graphs */
     out->total = out->parameters + out->gradients + out->activations + out->scratch + out->packed;
-    out->total += out->optimizer;
+    out->total += out->products + out->optimizer;
 }
 HPML_API bool hpml_graph_batchable(const hpml_graph *g) { return g && g->batchable; }
 HPML_API int  hpml_graph_op_count(const hpml_graph *g) { return g ? g->count : 0; }
@@ -6406,6 +6529,7 @@ HPML_API hpml_status hpml_graph_alloc(hpml_graph *g)
     if (hpmli_failed(ctx)) return ctx->status;
     if (g->arena) return HPML_OK;
     if (hpml_param_init(ctx) != HPML_OK || !hpmli_graph_whole(g)) return ctx->status;
+    if (g->memory.products > 0 && !hpmli_gemm_reserve(ctx, 0)) return ctx->status;
     const size_t bytes = g->memory.activations + g->scratch_bytes + g->memory.packed + 64;
     g->arena = (char *)(g->memory.packed > 0 ? hpmli_cpu_zeroed(ctx, bytes, true) : hpmli_device_alloc(ctx, bytes));
     if (g->arena && g->grad_count > 0) g->grads = (float *)hpmli_device_alloc(ctx, hpmli_graph_kept(g, 2));
@@ -7077,21 +7201,19 @@ HPMLI_FN void hpmli_gemm_task(void *arg, int64_t task, int thread)
     const hpmli_gemm_job *job = (const hpmli_gemm_job *)arg;
     int64_t               rectangle = task % (job->rows * job->cols);
     int64_t               r = rectangle / job->cols, c = rectangle % job->cols;
-    hpmli_gemm_part       part;
-    part.d     = job->d;
+    hpmli_gemm_part       part = hpmli_gemm_whole(job->ctx, thread, job->d);
     part.batch = task / (job->rows * job->cols);
     part.i0    = job->d->m * r / job->rows;
     part.i1    = job->d->m * (r + 1) / job->rows;
     part.j0    = hpmli_piece_start(job->d->n, job->cols, c);
     part.j1    = hpmli_piece_start(job->d->n, job->cols, c + 1);
-    part.ws    = job->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
     if (part.i0 < part.i1 && part.j0 < part.j1) job->ctx->k->gemm_part(&part);
 }
 
 /* Computes the product d on the calling thread, number `thread` of the pool, whose packing space is used. */
 HPMLI_FN void hpmli_gemm_serial(hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
 {
-    hpmli_gemm_part part = { d, 0, 0, d->m, 0, d->n, ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS };
+    hpmli_gemm_part part = hpmli_gemm_whole(ctx, thread, d);
     if (d->m > 0 && d->n > 0)
         for (part.batch = 0; part.batch < d->batch; part.batch++) ctx->k->gemm_part(&part);
 }
@@ -7176,11 +7298,11 @@ HPMLI_FN void hpmli_gemm(hpml_ctx *ctx, const hpmli_gemm_desc *d)
     double  elements = (double)d->m * (double)d->n * (double)d->batch;
     /* threads: 1 for a product that takes less time than waking other threads and moving C between caches */
     int64_t want = elements * (double)d->k < 250e3 + 4 * fmin(elements, 65536) ? 1 : ctx->threads;
-    if (d->m < 1 || d->n < 1 || d->batch < 1) return;
+    if (!hpmli_gemm_reserve(ctx, 0) || d->m < 1 || d->n < 1 || d->batch < 1) return;
 #ifdef HPML_USE_CBLAS
     if (hpmli_gemm_cblas(ctx, d)) return;
 #endif
-    hpmli_gemm_job job = { ctx, d, 1, 1, hpmli_gemm_pieces(d), ctx->gemm_ws + HPMLI_GEMM_WS - HPMLI_GEMM_SUMS };
+    hpmli_gemm_job job = { ctx, d, 1, 1, hpmli_gemm_pieces(d), hpmli_gemm_space(ctx, ctx->threads) };
     if (job.pieces > 1) {
         hpmli_parallel(ctx, job.pieces, hpmli_gemm_split_task, &job);
         for (int64_t i = 0; i < d->m; i++) ctx->k->gemm_sum(d, i, job.sums, job.pieces, d->m * d->n);
@@ -7250,14 +7372,12 @@ HPMLI_FN void hpmli_product(hpml_ctx *ctx, hpmli_mat a, hpmli_mat b, hpmli_mat c
 // >>blas   plain arrays: matrix products, also of halves; matrix times vector; vectors
 // ---------------------------------------------------------------------------------------------------------------------
 /* A product with halves (bf16, f16) in A or B is computed in tiles of C, one a task, and in blocks of k, the summed
-   dimension. A task converts its blocks of A and B to f32 and adds their product to its tile; the converted blocks are
-   in the part of its thread's packing space (ctx->gemm_ws) that products of this size leave free. The sizes of tiles
-   and blocks depend on the shape alone, so that the number of threads does not change the bits. */
+   dimension. A task converts its blocks of A and B to f32, in its thread's working memory behind the packing space, and
+   adds their product to its tile. The sizes of tiles and blocks depend on the shape alone, so that the number of
+   threads does not change the bits. */
 #define HPMLI_MIXED_SIDE  512 /* rows and columns of a tile of C, at most */
 #define HPMLI_MIXED_DEPTH 256 /* length of a block along k, the summed dimension */
 #define HPMLI_MIXED_BLOCK (HPMLI_MIXED_SIDE * HPMLI_MIXED_DEPTH)
-#define HPMLI_MIXED_A     ((HPMLI_MIXED_SIDE + 64) * HPMLI_MIXED_DEPTH) /* offset of A's f32 block, behind packed B */
-#define HPMLI_MIXED_B     (HPMLI_MIXED_A + HPMLI_MIXED_BLOCK) /* offset of B's f32 block, before packed A */
 #define HPMLI_MIXED_THIN  8   /* so few rows or columns of C that reading the longer operand takes most of the time */
 typedef struct hpmli_mixed {
     hpml_ctx       *ctx;
@@ -7290,7 +7410,8 @@ HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
 {
     const hpmli_mixed   *j  = (const hpmli_mixed *)arg;
     const hpmli_kernels *k  = j->ctx->k;
-    float               *ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+    float *space_a = hpmli_gemm_space(j->ctx, thread) + hpmli_gemm_packing(j->ctx);
+    float *space_b = space_a + HPMLI_MIXED_BLOCK;
     int64_t across = (j->d.n + j->cols - 1) / j->cols, row = task / across * j->rows, col = task % across * j->cols;
     int64_t k0 = 0;
     do {
@@ -7298,8 +7419,8 @@ HPMLI_FN void hpmli_mixed_task(void *arg, int64_t task, int thread)
         d.m = hpmli_min(d.m - row, j->rows);
         d.n = hpmli_min(d.n - col, j->cols);
         d.k = hpmli_min(d.k - k0, j->depth);
-        d.a = hpmli_mixed_block(k, j->type[0], d.a, row, k0, d.m, d.k, &d.a_row, &d.a_k, ws + HPMLI_MIXED_A);
-        d.b = hpmli_mixed_block(k, j->type[1], d.b, k0, col, d.k, d.n, &d.b_k, &d.b_col, ws + HPMLI_MIXED_B);
+        d.a = hpmli_mixed_block(k, j->type[0], d.a, row, k0, d.m, d.k, &d.a_row, &d.a_k, space_a);
+        d.b = hpmli_mixed_block(k, j->type[1], d.b, k0, col, d.k, d.n, &d.b_k, &d.b_col, space_b);
         d.c += row * d.ldc + col;
         if (k0 > 0) d.beta = 1;
         hpmli_gemm_serial(j->ctx, thread, &d);
@@ -7356,8 +7477,8 @@ HPML_API hpml_status hpml_gemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_
     j.type[0] = type_a;
     j.type[1] = type_b;
     if (all_f32 || j.d.k == 0) hpmli_gemm(ctx, &j.d);
-    else hpmli_mixed_run(&j);
-    return HPML_OK;
+    else if (hpmli_gemm_reserve(ctx, 2 * HPMLI_MIXED_BLOCK)) hpmli_mixed_run(&j);
+    return ctx->status;
 }
 HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                                 const float *a, int64_t lda, const float *b, int64_t ldb, float beta, float *c,
@@ -7365,6 +7486,97 @@ HPML_API hpml_status hpml_sgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64
 {
     return hpml_gemm(ctx, trans_a, trans_b, m, n, k, alpha, HPML_DTYPE_F32, a, lda, HPML_DTYPE_F32, b, ldb, beta, c,
                      ldc);
+}
+
+/* A product of bytes or of bf16, cut into rows x cols rectangles of C, which threads compute independently. */
+typedef struct hpmli_words_job {
+    hpml_ctx        *ctx;
+    hpmli_words_part whole;
+    int64_t          rows, cols;
+} hpmli_words_job;
+
+HPMLI_FN void hpmli_words_task(void *arg, int64_t task, int thread)
+{
+    const hpmli_words_job *j    = (const hpmli_words_job *)arg;
+    hpmli_words_part       part = j->whole;
+    int64_t                r = task / j->cols, c = task % j->cols;
+    part.i0 = j->whole.i1 * r / j->rows;
+    part.i1 = j->whole.i1 * (r + 1) / j->rows;
+    part.j0 = hpmli_piece_start(j->whole.j1, j->cols, c);
+    part.j1 = hpmli_piece_start(j->whole.j1, j->cols, c + 1);
+    part.ws = (uint32_t *)(void *)hpmli_gemm_space(j->ctx, thread);
+    if (part.i0 < part.i1 && part.j0 < part.j1) j->ctx->k->words_part(&part);
+}
+
+/* Checks the arguments of the product `op` of words, and describes it in *w; the caller sets its alpha, beta
+   and accumulate. False: an error. */
+HPMLI_FN bool hpmli_words_of(hpml_ctx *ctx, const char *op, hpmli_word word, bool trans_a, bool trans_b, int64_t m,
+                             int64_t n, int64_t k, const void *a, int64_t lda, const void *b, int64_t ldb, void *c,
+                             int64_t ldc, hpmli_words_part *w)
+{
+    if (hpmli_failed(ctx)) return false;
+    if (m < 0 || n < 0 || k < 0 || lda < (trans_a ? m : k) || ldb < (trans_b ? k : n) || ldc < n ||
+        (m > 0 && n > 0 && (!c || (k > 0 && (!a || !b)))))
+        return hpmli_false(ctx, HPML_ERR_ARGUMENT, "%s: m %lld n %lld k %lld lda %lld ldb %lld ldc %lld: sizes must "
+                           "not be negative, a leading dimension not smaller than a stored row, and no array NULL", op,
+                           (long long)m, (long long)n, (long long)k, (long long)lda, (long long)ldb, (long long)ldc);
+    memset(w, 0, sizeof *w);
+    w->word  = word;
+    w->k     = k;
+    w->a     = a;
+    w->a_row = trans_a ? 1 : lda;
+    w->a_k   = trans_a ? lda : 1;
+    w->b     = b;
+    w->b_k   = trans_b ? 1 : ldb;
+    w->b_col = trans_b ? ldb : 1;
+    w->c     = c;
+    w->ldc   = ldc;
+    w->i1    = m;
+    w->j1    = n;
+    return hpmli_gemm_reserve(ctx, 0);
+}
+
+/* Computes the product w on all threads; on one if the product is small. */
+HPMLI_FN hpml_status hpmli_words_run(hpml_ctx *ctx, hpmli_words_part w)
+{
+    hpmli_words_job j = { ctx, w, 1, 1 };
+    if (w.i1 == 0 || w.j1 == 0) return HPML_OK;
+    if (w.k == 0) { /* any address, because nothing is read */
+        j.whole.a = ctx->gemm_ws;
+        j.whole.b = ctx->gemm_ws;
+    }
+    if ((double)w.i1 * (double)w.j1 * (double)w.k > 1e6) { /* rather columns: a rectangle packs its columns of B */
+        j.cols = hpmli_max(1, hpmli_min(2 * ctx->threads, w.j1 / 128));
+        j.rows = j.cols >= ctx->threads ? 1 : hpmli_min(ctx->threads, (w.i1 + 15) / 16);
+    }
+    hpmli_parallel(ctx, j.rows * j.cols, hpmli_words_task, &j);
+    return HPML_OK;
+}
+
+HPML_API hpml_status hpml_igemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k,
+                                const int8_t *a, int64_t lda, const uint8_t *b, int64_t ldb, bool accumulate,
+                                int32_t *c, int64_t ldc)
+{
+    hpmli_words_part w;
+    hpmli_word       word = ctx ? ctx->byte_word : HPMLI_WORD_PAIR;
+    if (!hpmli_words_of(ctx, "igemm", word, trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc, &w))
+        return hpml_ctx_status(ctx);
+    w.accumulate = accumulate;
+    return hpmli_words_run(ctx, w);
+}
+
+HPML_API hpml_status hpml_bgemm(hpml_ctx *ctx, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                                const uint16_t *a, int64_t lda, const uint16_t *b, int64_t ldb, float beta, float *c,
+                                int64_t ldc)
+{
+    hpmli_words_part w;
+    hpmli_word       word = ctx ? ctx->bf16_word : HPMLI_WORD_BF16;
+    if (!hpmli_words_of(ctx, "bgemm", word, trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc, &w))
+        return hpml_ctx_status(ctx);
+    if (alpha == 0) w.k = 0;
+    w.alpha = alpha;
+    w.beta  = beta;
+    return hpmli_words_run(ctx, w);
 }
 
 /* Returns n numbers of x, `inc` elements apart, as a contiguous array: x itself if inc is 1, else a copy in `space`. */
@@ -7376,9 +7588,9 @@ HPMLI_FN const float *hpmli_unit_stride(float *space, const float *x, int64_t in
 }
 
 /* Matrix times vector is a product with one column; transposed matrix times vector, with a contiguous y, a product with
-   one row, which reads A row by row. Neither packs matrices, so the memory for packed matrices can hold contiguous
-   copies of strided vectors. */
-#define HPMLI_VECTOR (HPMLI_GEMM_PACKED_A / 2) /* elements of such a copy, at most; longer vectors are not copied */
+   one row, which reads A row by row. Neither packs matrices, so the memory for packed matrices can hold a contiguous
+   copy of a strided vector. */
+#define HPMLI_VECTOR 200000 /* elements of such a copy, at most; longer vectors are not copied */
 HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t n, float alpha, const float *a,
                                 int64_t lda, const float *x, int64_t inc_x, float beta, float *y, int64_t inc_y)
 {
@@ -7391,12 +7603,13 @@ HPML_API hpml_status hpml_sgemv(hpml_ctx *ctx, bool trans_a, int64_t m, int64_t 
         return hpmli_fail(ctx, HPML_ERR_ARGUMENT, "sgemv: m %lld n %lld lda %lld inc_x %lld inc_y %lld: sizes must not "
                           "be negative, lda not smaller than n, increments 1 or more, and no array NULL", (long long)m,
                           (long long)n, (long long)lda, (long long)inc_x, (long long)inc_y);
+    if (!hpmli_gemm_reserve(ctx, 0)) return ctx->status;
     if (inc_x > 1 && !trans_a && alpha != 0 && k <= HPMLI_VECTOR) {
         x     = hpmli_unit_stride(ctx->gemm_ws, x, inc_x, k);
         inc_x = 1;
     }
     if (inc_y > 1 && trans_a && rows > 1 && rows <= HPMLI_VECTOR) {
-        to = ctx->gemm_ws + HPMLI_VECTOR;
+        to = ctx->gemm_ws;
         if (beta != 0) hpmli_unit_stride(to, y, inc_y, rows);
     }
     hpmli_mat A = { (float *)(uintptr_t)a, rows, k, lda, 1, 0, trans_a };
@@ -7979,7 +8192,8 @@ HPMLI_FN void hpmli_matmul_back(const hpml_run *run, hpml_node *n)
         d[2].p += d[2].apart;
     }
 }
-HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_DZ | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH,
+HPMLI_OP(matmul, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_KEEPS_DZ | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_SPLIT_OWN,
+         HPMLI_NEED_BOTH,
          hpmli_flops_product(n, back, n->src[0]->shape[n->src[0]->ndim - (n->attr.matmul.trans_a ? 2 : 1)]),
          hpmli_matmul_pass(run, n), hpmli_matmul_back(run, n));
 
@@ -8130,7 +8344,7 @@ HPMLI_FN void hpmli_linear_back(const hpml_run *run, hpml_node *n)
     hpmli_optimizer_step(run->ctx, u, &d);
     u->n = 0;
 }
-HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_DZ | HPMLI_OP_KEEPS_SUM | HPMLI_OP_SPLIT_OWN,
+HPMLI_OP(linear, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_KEEPS_DZ | HPMLI_OP_KEEPS_SUM | HPMLI_OP_SPLIT_OWN,
          HPMLI_NEED_BOTH | (n->attr.act.act && !hpmli_act_reads_x(n->attr.act.act) ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->shape[1]), hpmli_linear_pass(run, n), hpmli_linear_back(run, n));
 
@@ -9477,7 +9691,7 @@ HPMLI_FN void hpmli_conv2d_back(const hpml_run *run, hpml_node *n)
                             p > 0 || n->accumulate[2] ? 1.0f : 0.0f, channels);
     if (n->src[0]->grad && hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, true);
 }
-HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_DZ | HPMLI_OP_SPLIT_OWN,
+HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_KEEPS_DZ | HPMLI_OP_SPLIT_OWN,
          HPMLI_NEED_BOTH | (n->attr.conv.act != HPML_ACT_NONE ? HPMLI_NEED_OUT : 0),
          hpmli_flops_product(n, back, n->src[1]->stride[0]), hpmli_conv2d_pass(run, n), hpmli_conv2d_back(run, n));
 
@@ -9786,7 +10000,7 @@ HPMLI_FN void hpmli_conv_transpose_back(const hpml_run *run, hpml_node *n)
     hpmli_conv2d_pass(run, m);
     if (n->accumulate[0]) run->ctx->k->vadd(dx, dx, sum, hpml_tensor_count(n->src[0]));
 }
-HPMLI_OP(conv_transpose2d, HPMLI_OP_PRODUCT | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH,
+HPMLI_OP(conv_transpose2d, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_SPLIT_OWN, HPMLI_NEED_BOTH,
          2 * (double)hpml_tensor_count(n->src[0]) * (double)n->src[1]->stride[0] *
              (back ? n->src[0]->needs_grad + n->src[1]->needs_grad : 1),
          hpmli_conv_transpose_pass(run, n), hpmli_conv_transpose_back(run, n));
@@ -10757,8 +10971,9 @@ HPMLI_FN hpml_status hpmli_attention_pass(const hpml_run *run, hpml_node *n)
                               (long long)(cache->shape[1] - T), (long long)cache->shape[1], (long long)T);
     }
     if (cache) hpmli_for_each_parallel(run, n, false, B, 1, hpmli_attention_keep);
-    hpmli_for_each_parallel(run, n, false, B * n->attr.attention.heads, 1, hpmli_attention_head);
-    return HPML_OK;
+    if (hpmli_gemm_reserve(run->ctx, 0))
+        hpmli_for_each_parallel(run, n, false, B * n->attr.attention.heads, 1, hpmli_attention_head);
+    return run->ctx->status;
 }
 
 HPMLI_FN hpml_status hpmli_attention_back(const hpml_run *run, hpml_node *n)
@@ -10766,13 +10981,14 @@ HPMLI_FN hpml_status hpmli_attention_back(const hpml_run *run, hpml_node *n)
     if (n->src_count > 3)
         return hpmli_fail(run->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": with a cache there is no backward pass; "
                           "record the model without .cache to train it", n->out->name);
-    hpmli_for_each_parallel(run, n, true, n->out->shape[0] * n->attr.attention.kv_heads, 1, hpmli_attention_head_back);
-    return HPML_OK;
+    const int64_t tasks = n->out->shape[0] * n->attr.attention.kv_heads;
+    if (hpmli_gemm_reserve(run->ctx, 0)) hpmli_for_each_parallel(run, n, true, tasks, 1, hpmli_attention_head_back);
+    return run->ctx->status;
 }
 
 /* Operations for a sample of T time steps and C channels: 2 T T C for q k^T, as many for softmax(q k^T) v, half of both
    if causal; backward twice as many. */
-HPMLI_OP(attention, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS,
+HPMLI_OP(attention, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS | HPMLI_OP_PACKS,
          HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_OUT,
          (n->attr.attention.causal ? 2 : 4) * (double)hpml_tensor_count(n->out) *
              (double)(n->src_count > 3 ? n->src[3] : n->out)->shape[1] * (back ? 2 : 1),
@@ -11095,7 +11311,7 @@ HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
     for (int64_t b = 0; b < j.B && steps; b++) /* the second half may still need da of time step 0 */
         memcpy(j.gates + b * j.T * 4 * H, j.next[0] + b * 4 * H, (size_t)(4 * H) * sizeof(float));
 }
-HPMLI_OP(lstm, HPMLI_OP_PRODUCT,
+HPMLI_OP(lstm, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS,
          HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_SRC(4) | HPMLI_NEED_SRC(5) | HPMLI_NEED_OUT,
          hpmli_flops_product(n, back, 4 * (n->src[2]->shape[1] + n->src[0]->shape[2])), hpmli_lstm_pass(run, n),
          hpmli_lstm_back(run, n));
@@ -11242,7 +11458,7 @@ HPMLI_FN void hpmli_gru_back(const hpml_run *run, hpml_node *n)
     if (w_x->grad) hpmli_product(run->ctx, hpmli_transposed(da), hpmli_values(x), hpmli_grads(w_x), n->accumulate[1]);
     hpmli_gru_weights_back(&j);
 }
-HPMLI_OP(gru, HPMLI_OP_IS_WHOLE, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_SRC(5) | HPMLI_NEED_OUT,
+HPMLI_OP(gru, HPMLI_OP_IS_WHOLE | HPMLI_OP_PACKS, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_SRC(5) | HPMLI_NEED_OUT,
          hpmli_flops_product(n, back, 3 * (n->out->shape[2] + n->src[0]->shape[2])), hpmli_gru_pass(run, n),
          hpmli_gru_back(run, n));
 
@@ -12450,8 +12666,9 @@ HPMLI_FN void hpmli_update_task(void *arg, int64_t task, int thread)
     const hpml_update      *u = &j->o.u;
     int64_t                 i = task * j->piece, n = hpmli_min(u->n - i, j->piece);
     if (j->d) {
-        hpmli_gemm_part p = { j->d, 0, i / j->d->n, (i + n) / j->d->n, 0, j->d->n, NULL };
-        p.ws = j->ctx->gemm_ws + (int64_t)thread * HPMLI_GEMM_WS;
+        hpmli_gemm_part p = hpmli_gemm_whole(j->ctx, thread, j->d);
+        p.i0 = i / j->d->n;
+        p.i1 = (i + n) / j->d->n;
         j->ctx->k->gemm_part(&p);
     }
     int found = hpmli_optimizer_piece(j->ctx, &j->o, i, n);
@@ -19516,9 +19733,10 @@ HPML_API int hpml_summary_text(const hpml_graph *g, char *buffer, size_t size)
     hpml_memory m;
     hpml_graph_memory(g, &m);
     hpmli_text_add(&t, "memory: parameters %.3f MB, gradients %.3f, optimizer %.3f, activations %.3f (%.3f without "
-                    "reuse), scratch %.3f, total %.3f\n", 1e-6 * (double)m.parameters, 1e-6 * (double)m.gradients,
-                    1e-6 * (double)m.optimizer, 1e-6 * (double)m.activations, 1e-6 * (double)m.unshared,
-                    1e-6 * (double)m.scratch, 1e-6 * (double)m.total);
+                    "reuse), scratch %.3f, products %.3f, total %.3f\n", 1e-6 * (double)m.parameters,
+                    1e-6 * (double)m.gradients, 1e-6 * (double)m.optimizer, 1e-6 * (double)m.activations,
+                    1e-6 * (double)m.unshared, 1e-6 * (double)m.scratch, 1e-6 * (double)m.products,
+                    1e-6 * (double)m.total);
     return t.used;
 }
 
@@ -19582,6 +19800,10 @@ HPMLI_COMPILE_FAST_END
      HPMLI_MR              rows of a tile of 1 or 2 vectors, at most
      HPMLI_MR_3, _MR_4     rows of a tile of 3 or 4 vectors, at most, where HPMLI_NV is 4
      HPMLI_DOT_MR          rows of a tile of dot products, see >>gemm-thin
+     HPMLI_BYTE_DOT        optional: adds to each of the sums s four products of bytes, of u (unsigned) times x
+     HPMLI_BYTE_TARGET     target attribute of functions that use HPMLI_BYTE_DOT, which only some CPUs of the set have
+     HPMLI_BF16_DOT        optional: adds to each of the sums s two products of bf16, of u times x
+     HPMLI_BF16_TARGET     target attribute of functions that use HPMLI_BF16_DOT, which only some CPUs of the set have
      HPMLI_CRC32C_WORD     optional: the instruction that adds 8 bytes to a CRC-32C; without it the CRC uses tables
      HPMLI_MM ..           only x86: the intrinsic functions of the set's width, see >>simd-x86
    Tile sizes follow from the number of vector registers: a tile of R rows and V vectors takes R V registers for its
@@ -19617,6 +19839,10 @@ HPMLI_COMPILE_FAST_END
 #undef HPMLI_MR_3
 #undef HPMLI_MR_4
 #undef HPMLI_DOT_MR
+#undef HPMLI_BYTE_DOT
+#undef HPMLI_BYTE_TARGET
+#undef HPMLI_BF16_DOT
+#undef HPMLI_BF16_TARGET
 #undef HPMLI_CRC32C_WORD
 #undef HPMLI_MM
 #undef HPMLI_MM_ALL
@@ -19643,6 +19869,10 @@ typedef uint64_t HV(u64) __attribute__((vector_size(32)));
 #define HPMLI_NV          2
 #define HPMLI_MR          6
 #define HPMLI_DOT_MR      2
+#if (defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && __GNUC__ >= 11)
+#define HPMLI_BYTE_TARGET __attribute__((target("avx2,fma,f16c,avxvnni")))
+#define HPMLI_BYTE_DOT(s, u, x) (HV(u32))_mm256_dpbusd_avx_epi32((__m256i)(s), (__m256i)(u), (__m256i)(x))
+#endif
 #define HPMLI_CRC32C_WORD _mm_crc32_u64
 #define HPMLI_MM(op)      HPMLI_CAT(_mm256_, op)
 #define HPMLI_MM_ALL      __m256i
@@ -19661,6 +19891,10 @@ typedef uint64_t HV(u64) __attribute__((vector_size(64)));
 #define HPMLI_MR_3        8
 #define HPMLI_MR_4        6
 #define HPMLI_DOT_MR      6
+#define HPMLI_BYTE_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512vnni")))
+#define HPMLI_BYTE_DOT(s, u, x) (HV(u32))_mm512_dpbusd_epi32((__m512i)(s), (__m512i)(u), (__m512i)(x))
+#define HPMLI_BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16")))
+#define HPMLI_BF16_DOT(s, u, x) (HV(u32))_mm512_dpbf16_ps((__m512)(s), (__m512bh)(u), (__m512bh)(x))
 #define HPMLI_CRC32C_WORD _mm_crc32_u64
 #define HPMLI_MM(op)      HPMLI_CAT(_mm512_, op)
 #define HPMLI_MM_ALL      __m512i
@@ -19703,6 +19937,8 @@ typedef uint64x2_t  HV(u64);
      interleave_low _high        a0 b0 a1 b1 .., the first half of these; the second half
      sign_bits select_bits       bit i is set where lane i of a is >= 0; lane i is a where bit i of m is set, else b
      widen narrow                16-bit words in memory to and from vectors of words
+     widen_bytes set1_word       bytes in memory to a vector of words; all lanes are the word x
+     add_pairs                   s + (low halves of a) (low halves of b) + (high halves) (high halves), halves signed
      transpose                   a square of HV_LANES x HV_LANES floats
      set_u64_pairs philox_products   see >>random */
 
@@ -19767,6 +20003,13 @@ HPMLI_VEC_INLINE HV(f32) HV(select_bits)(uint32_t m, HV(f32) a, HV(f32) b) { ret
 HPMLI_VEC_INLINE HV(f32) HV(from_i32)(HV(u32) u) { return (float)(int32_t)u; }
 HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return (float)*p; }
 HPMLI_VEC_INLINE HV(u32) HV(widen)(const uint16_t *p) { return *p; }
+HPMLI_VEC_INLINE HV(u32) HV(widen_bytes)(const uint8_t *p) { return *p; }
+HPMLI_VEC_INLINE HV(u32) HV(set1_word)(uint32_t x) { return x; }
+HPMLI_VEC_INLINE HV(u32) HV(add_pairs)(HV(u32) s, HV(u32) a, HV(u32) b)
+{
+    int32_t low = (int16_t)(a & 0xffffu) * (int16_t)(b & 0xffffu), high = (int16_t)(a >> 16) * (int16_t)(b >> 16);
+    return s + (uint32_t)low + (uint32_t)high;
+}
 HPMLI_VEC_INLINE void HV(narrow)(uint16_t *p, HV(u32) u) { *p = (uint16_t)u; }
 HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p)
 {
@@ -19819,11 +20062,20 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) /* rounds to the near
     static inline float HV(name)(HV(f32) a)
 HPMLI_FOLD(sum_lanes, add);
 HPMLI_FOLD(max_lane, max);
-HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
+HPMLI_VEC_INLINE HV(u32) HV(widen_bytes)(const uint8_t *p)
 {
     __m128i bytes = _mm_setzero_si128();
     memcpy(&bytes, p, HV_LANES);
-    return HPMLI_MM(cvtepi32_ps)(HPMLI_MM(cvtepu8_epi32)(bytes));
+    return (HV(u32))HPMLI_MM(cvtepu8_epi32)(bytes);
+}
+HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
+{
+    return HPMLI_MM(cvtepi32_ps)((HPMLI_MM_ALL)HV(widen_bytes)(p));
+}
+HPMLI_VEC_INLINE HV(u32) HV(set1_word)(uint32_t x) { return (HV(u32))HPMLI_MM(set1_epi32)((int)x); }
+HPMLI_VEC_INLINE HV(u32) HV(add_pairs)(HV(u32) s, HV(u32) a, HV(u32) b)
+{
+    return s + (HV(u32))HPMLI_MM(madd_epi16)((HPMLI_MM_ALL)a, (HPMLI_MM_ALL)b);
 }
 #endif
 
@@ -20033,11 +20285,19 @@ HPMLI_VEC_INLINE HV(u32) HV(widen)(const uint16_t *p) { return vmovl_u16(vld1_u1
 HPMLI_VEC_INLINE void HV(narrow)(uint16_t *p, HV(u32) u) { vst1_u16(p, vmovn_u32(u)); }
 HPMLI_VEC_INLINE HV(f32) HV(load_f16)(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 HPMLI_VEC_INLINE void HV(store_f16)(uint16_t *p, HV(f32) a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
-HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p)
+HPMLI_VEC_INLINE HV(u32) HV(widen_bytes)(const uint8_t *p)
 {
     uint32_t t[4];
     for (int i = 0; i < 4; i++) t[i] = p[i];
-    return vcvtq_f32_u32(vld1q_u32(t));
+    return vld1q_u32(t);
+}
+HPMLI_VEC_INLINE HV(f32) HV(load_u8)(const uint8_t *p) { return vcvtq_f32_u32(HV(widen_bytes)(p)); }
+HPMLI_VEC_INLINE HV(u32) HV(set1_word)(uint32_t x) { return vdupq_n_u32(x); }
+HPMLI_VEC_INLINE HV(u32) HV(add_pairs)(HV(u32) s, HV(u32) a, HV(u32) b)
+{
+    int16x8_t x = vreinterpretq_s16_u32(a), y = vreinterpretq_s16_u32(b);
+    int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+    return vaddq_u32(s, vreinterpretq_u32_s32(vpaddq_s32(low, high)));
 }
 HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a) { vst1q_s32(p, vcvtnq_s32_f32(a)); } /* saturates; NaN: 0 */
 HPMLI_VEC_INLINE HV(u32) HV(set_u64_pairs)(int64_t a, int64_t b)
@@ -21020,11 +21280,13 @@ typedef struct hpmli_gemm_operands {
 } hpmli_gemm_operands;
 #endif
 
-/* Returns true when packing P, the left operand, pays: its k columns are k_stride floats apart, so that all are in few
-   sets of the cache (conflict misses) and each in another page, and C has 4 columns of tiles or more, which read P. */
-HPMLI_VEC_INLINE bool HV(columns_alias_cache)(int64_t row_stride, int64_t k_stride, int64_t k, int64_t cols)
+/* Returns true when packing P, the left operand, pays: its k columns are k_stride floats apart, so that each step of k
+   touches another cache line, if not another page, and each column of tiles of C after the first one reads these lines
+   again. The product of the floats that P spans and the columns of C from there on says how much packing saves. */
+HPMLI_VEC_INLINE bool HV(left_operand_is_spread)(int64_t row_stride, int64_t k_stride, int64_t k, int64_t cols)
 {
-    return row_stride == 1 && k_stride * k >= 262144 && cols >= 4 * HPMLI_NR;
+    int64_t span = k_stride * k, saved = span * (cols - HPMLI_NV * HV_LANES);
+    return row_stride == 1 && span >= 8192 && cols >= 4 * HPMLI_NR && saved >= 3 << 22;
 }
 /* Returns the product for a rectangle of C in the form P Q in which its tiles are computed: chooses the operands P and
    Q (see >>gemm-part), and which of them to pack. */
@@ -21052,8 +21314,8 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     /* The cost is the floats that are moved. For each k, C = A B (plain) moves a row of B to transpose it and a column
        of A to pack it, where this is needed; C^T = B^T A^T (swapped) transposes A and packs B. Swapped also transposes
        C once for each block of k, at 7/4 of the cost of moving its floats, because it writes columns of C. */
-    int64_t moved_plain   = (v.q_col != 1) * n + HV(columns_alias_cache)(v.p_row, v.p_k, v.k, n) * m;
-    int64_t moved_swapped = (v.p_row != 1) * m + HV(columns_alias_cache)(v.q_col, v.q_k, v.k, m) * n;
+    int64_t moved_plain   = (v.q_col != 1) * n + HV(left_operand_is_spread)(v.p_row, v.p_k, v.k, n) * m;
+    int64_t moved_swapped = (v.p_row != 1) * m + HV(left_operand_is_spread)(v.q_col, v.q_k, v.k, m) * n;
     if (moved_plain * v.k > moved_swapped * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
         const float *p = v.p;
         int64_t      row = v.p_row, k = v.p_k;
@@ -21068,7 +21330,7 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
         v.swapped = true;
     }
     v.pack_q = v.q_col != 1 || (v.k > 16 && (v.rows > 100 || v.k * (v.q_k & -v.q_k) >= 262144));
-    if (HV(columns_alias_cache)(v.p_row, v.p_k, v.k, v.cols)) v.packed_p = part->ws + HPMLI_GEMM_PACKED_A;
+    if (HV(left_operand_is_spread)(v.p_row, v.p_k, v.k, v.cols)) v.packed_p = part->ws + part->nc * HPMLI_GEMM_KC;
     return v;
 }
 /* Returns the distance in floats, in packed P, the left operand, from one tile's rows to the next tile's. The 16 extra
@@ -21202,9 +21464,10 @@ HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_blo
     e->bias_row = last && d->bias_m ? d->bias_m + v->part->i0 : NULL;
     e->relu     = last && d->act == 1;
     block->plain = d->alpha == 1 && (e->beta == 0 || e->beta == 1) && !e->bias_col && !e->bias_row && !e->relu;
-    /* Prefetching C pays if C is larger than the first-level cache; but not for a small k if the rows of C are a
-       multiple of 1 KiB apart, because loads wait for stores to addresses a multiple of 4 KiB away. */
-    block->prefetch = v->rows * v->cols >= 8192 && !v->swapped && (v->k > 32 || v->ldc % 256 != 0);
+    /* Prefetching C pays if C is larger than the first-level cache; but not for k <= 16, where the instructions take
+       more time than they save, nor for a small k if the rows of C are a multiple of 1 KiB apart, because loads wait for
+       stores to addresses a multiple of 4 KiB away. */
+    block->prefetch = v->rows * v->cols >= 8192 && !v->swapped && v->k > 16 && (v->k > 32 || v->ldc % 256 != 0);
 }
 /* Computes a block of rows of P (left operand) by columns [col, col + cols) of Q (right), cut evenly into panels of at
    most `widest` vectors. For a single row of tiles, or a short k, one call of HV(gemm_panel) computes all panels of
@@ -21236,14 +21499,15 @@ HPMLI_KERNEL void HV(gemm_block)(const HV(gemm_view) *v, const hpmli_gemm_block 
 HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 {
     int64_t          k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1; /* 1 for k = 0, too, because C is still to be scaled */
-    int64_t          row_blocks = (v->rows - 1) / HPMLI_GEMM_MC + 1;
+    const int64_t    mc = v->part->mc, nc = v->part->nc;
+    int64_t          row_blocks = (v->rows - 1) / mc + 1;
     hpmli_gemm_block block;
     for (int64_t kb = 0; kb < k_blocks; kb++) {
         block.k0 = kb * v->k / k_blocks;
         block.k  = (kb + 1) * v->k / k_blocks - block.k0;
         HV(gemm_block_epilogue)(v, &block);
         for (int64_t col = 0, cols; col < v->cols; col += cols) {
-            cols = !v->pack_q || v->cols - col < HPMLI_GEMM_NC ? v->cols - col : HPMLI_GEMM_NC;
+            cols = !v->pack_q || v->cols - col < nc ? v->cols - col : nc;
             int64_t widest  = v->swapped ? 2 : HPMLI_NV, vectors = (cols + HV_LANES - 1) / HV_LANES;
             int64_t panels  = (vectors + widest - 1) / widest;
             block.height    = HV(tile_rows)[(vectors - 1) / panels];
@@ -21429,6 +21693,221 @@ HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float 
         HV(f32) s = HV(load_upto)(sums + i * d->n + j, n);
         for (int64_t t = 1; t < count; t++) s += HV(load_upto)(sums + t * stride + i * d->n + j, n);
         HV(finish_vector)(&e, c + j, 0, j, s, n);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>gemm-words   matrix products of bytes and of bf16
+// ---------------------------------------------------------------------------------------------------------------------
+/* C (m, n) = A (m, k) B (k, n) of signed bytes A and unsigned bytes B, exact modulo 2^32, or of bf16 with sums in f32.
+   Values of k that follow each other are packed in one word: 4 bytes for instructions that add the products of four
+   pairs of bytes (AVX512-VNNI, AVX-VNNI), else bytes as 2 integers of 16 bits, because the AVX2 instruction for bytes
+   saturates its sums at 32,767; or 2 numbers in bf16. A tile of C is computed as in >>gemm, one word at a step:
+         for (int64_t w = 0; w < words; w++)
+             for (int r = 0; r < rows; r++)
+                 for (int j = 0; j < cols; j++) sum[r][j] = dot(sum[r][j], b[w * cols + j], a[w * rows + r]);
+   where dot adds to a sum the 4 or 2 products of two words. Values beyond k are packed as zeros. The code for
+   AVX-VNNI and AVX512-BF16 was compiled, but tests have run only the other dots, on CPUs without these instructions. */
+
+/* Adds two products of bf16 to the sums s, the high halves of the words first, as the instruction of AVX512-BF16 does.
+   HV(flush) is for the scalar set, the model of the instruction: it returns 0 for sums that are subnormal numbers. */
+#if HPMLI_ISA == HPMLI_SCALAR
+HPMLI_VEC_FN1(HV(flush), fabsf(a) < FLT_MIN ? copysignf(0, a) : a);
+#else
+HPMLI_VEC_FN1(HV(flush), a);
+#endif
+HPMLI_VEC_INLINE HV(u32) HV(add_bf16)(HV(u32) s, HV(u32) u, HV(u32) x)
+{
+    HV(f32) sum = HV(as_floats)(s);
+    sum = HV(flush)(HV(fma)(HV(as_floats)(u & 0xffff0000u), HV(as_floats)(x & 0xffff0000u), sum));
+    sum = HV(flush)(HV(fma)(HV(as_floats)(u << 16), HV(as_floats)(x << 16), sum));
+    return HV(as_words)(sum);
+}
+
+/* Packs bf16 in words as HV(pack_words) packs bytes; subnormal numbers become 0. */
+HPMLI_VEC_INLINE HV(u32) HV(flush_bf16)(HV(u32) v)
+{
+    HV(u32) normal = ((v & 0x7f80u) + 0x7f80u) >> 15; /* 1 where the exponent is not 0 */
+    return v & (0x8000u | (HV(set1_word)(0) - normal));
+}
+HPMLI_KERNEL void HV(pack_bf16)(uint32_t *dst, const uint16_t *x, int64_t line, int64_t step, int64_t lines,
+                                int64_t width, int64_t k)
+{
+    for (int64_t p = 0; p < k; p += 2, dst += width) {
+        const uint16_t *from = x + p * step;
+        int64_t         i    = 0;
+        for (; line == 1 && p + 1 < k && i + HV_LANES <= lines; i += HV_LANES) {
+            HV(u32) high = HV(flush_bf16)(HV(widen)(from + i + step));
+            HV(store_words)(dst + i, HV(flush_bf16)(HV(widen)(from + i)) | high << 16);
+        }
+        for (; i < lines; i++) {
+            uint32_t low = from[i * line], high = p + 1 < k ? from[i * line + step] : 0;
+            if ((low & 0x7f80u) == 0) low &= 0x8000u;
+            if ((high & 0x7f80u) == 0) high &= 0x8000u;
+            dst[i] = low | high << 16;
+        }
+    }
+}
+
+/* Packs `lines` rows of A, or columns of B, over `k` values of k, in words of `group` values: word w of line i goes to
+   dst[w * width + i], and any words to dst[w * width + i] for lines <= i < width, of which no result is stored.
+   x[i * line + p * step] is value p of line i. flip: 128 where the bytes are signed, else 0. A vector may read beyond
+   the last line, but not beyond the matrix, and write to the words of the next p, which are packed next. */
+HPMLI_VEC_INLINE void HV(pack_words)(const int group, uint32_t *dst, const uint8_t *x, int64_t line, int64_t step,
+                                     int64_t lines, int64_t width, int64_t k, uint32_t flip)
+{
+    const int      bits = 32 / group;
+    const uint32_t mask = group == 4 ? 0xffu : 0xffffu;
+    for (int64_t p = 0; p < k; p += group, dst += width) {
+        const uint8_t *from = x + p * step;
+        bool           more = step >= HV_LANES && p + group < k; /* there is a row behind the last one of this word */
+        int64_t        n = k - p < group ? k - p : group, i = 0;
+        for (; line == 1 && n == group && (i + HV_LANES <= lines || (more && i < lines)); i += HV_LANES) {
+            HV(u32) word = HV(set1_word)(0);
+            HPMLI_UNROLL
+            for (int q = 0; q < group; q++)
+                word |= (((HV(widen_bytes)(from + i + q * step) ^ flip) - flip) & mask) << (bits * q);
+            HV(store_words)(dst + i, word);
+        }
+        for (; step == 1 && n == 4 && i < lines; i++) memcpy(dst + i, from + i * line, 4);
+        for (; step == 1 && n == 2 && group == 2 && i < lines; i++) {
+            const uint8_t *pair = from + i * line;
+            dst[i] = (((pair[0] ^ flip) - flip) & mask) | ((pair[1] ^ flip) - flip) << 16;
+        }
+        for (; i < lines; i++) {
+            dst[i] = 0;
+            for (int q = 0; q < n; q++) dst[i] |= (((from[i * line + q * step] ^ flip) - flip) & mask) << (bits * q);
+        }
+    }
+}
+/* Packs `lines` rows of A, or columns of B, from line `at` on, over k values from number p on. */
+HPMLI_KERNEL void HV(pack_operand)(hpmli_word word, uint32_t *dst, const void *x, int64_t line, int64_t step,
+                                   int64_t at, int64_t lines, int64_t width, int64_t p, int64_t k, uint32_t flip)
+{
+    const int64_t  first = at * line + p * step;
+    const uint8_t *bytes = (const uint8_t *)x + first;
+    if (word == HPMLI_WORD_BYTES) HV(pack_words)(4, dst, bytes, line, step, lines, width, k, flip);
+    else if (word == HPMLI_WORD_PAIR) HV(pack_words)(2, dst, bytes, line, step, lines, width, k, flip);
+    else HV(pack_bf16)(dst, (const uint16_t *)x + first, line, step, lines, width, k);
+}
+
+#ifndef HPMLI_INT_TILE
+#define HPMLI_INT_TILE_ARGS int64_t words, const uint32_t *a, const uint32_t *b, uint32_t *tile
+typedef void hpmli_int_tile_fn(HPMLI_INT_TILE_ARGS);
+#define HPMLI_INT_ZERO(dot, r) HV(u32) s##r = HV(set1_word)(0), t##r = s##r;
+#define HPMLI_INT_ROW(dot, r)                                                                                          \
+    if (mr > r) {                                                                                                      \
+        HV(u32) x = HV(set1_word)(a[r]);                                                                               \
+        s##r = dot(s##r, b0, x);                                                                                       \
+        t##r = dot(t##r, b1, x);                                                                                       \
+    }
+#define HPMLI_INT_STORE(dot, r)                                                                                        \
+    if (mr > r) {                                                                                                      \
+        HV(store_words)(tile + r * HPMLI_NR, s##r);                                                                    \
+        HV(store_words)(tile + r * HPMLI_NR + HV_LANES, t##r);                                                         \
+    }
+/* Defines the function `name`, which computes a tile of `rows` rows by two vectors; dot: adds the products of words. */
+#define HPMLI_INT_TILE(name, target, dot, rows)                                                                        \
+    static target __attribute__((unused)) void HV(name)(HPMLI_INT_TILE_ARGS)                                           \
+    {                                                                                                                  \
+        const int mr = rows;                                                                                           \
+        HPMLI_ROWS(HPMLI_INT_ZERO, dot)                                                                                \
+        for (int64_t w = 0; w < words; w++, a += mr, b += HPMLI_NR) {                                                  \
+            HV(u32) b0 = HV(load_words)(b), b1 = HV(load_words)(b + HV_LANES);                                         \
+            HPMLI_ROWS(HPMLI_INT_ROW, dot)                                                                             \
+        }                                                                                                              \
+        HPMLI_ROWS(HPMLI_INT_STORE, dot)                                                                               \
+    }                                                                                                                  \
+    static void HV(name)(HPMLI_INT_TILE_ARGS)
+#endif
+/* Heights of tiles: a half and a quarter of the largest, and one row. HPMLI_INT_TILES defines their functions. */
+static const int HV(int_tile_rows)[] = { HPMLI_MR, (HPMLI_MR + 1) / 2, (HPMLI_MR + 3) / 4, 1 };
+#define HPMLI_INT_TILES(name, target, dot)                                                                             \
+    HPMLI_INT_TILE(name##_0, target, dot, HPMLI_MR);                                                                   \
+    HPMLI_INT_TILE(name##_1, target, dot, (HPMLI_MR + 1) / 2);                                                         \
+    HPMLI_INT_TILE(name##_2, target, dot, (HPMLI_MR + 3) / 4);                                                         \
+    HPMLI_INT_TILE(name##_3, target, dot, 1)
+#define HPMLI_INT_NAMES(name) { HV(name##_0), HV(name##_1), HV(name##_2), HV(name##_3) }
+HPMLI_INT_TILES(tile_pair, HPMLI_TARGET, HV(add_pairs));
+HPMLI_INT_TILES(tile_bf16, HPMLI_TARGET, HV(add_bf16));
+#undef HPMLI_HAS_BYTE_DOT
+#undef HPMLI_HAS_BF16_DOT
+#ifdef HPMLI_BYTE_DOT
+#define HPMLI_HAS_BYTE_DOT true
+HPMLI_INT_TILES(tile_bytes, HPMLI_BYTE_TARGET, HPMLI_BYTE_DOT);
+#else
+#define HPMLI_HAS_BYTE_DOT false
+#endif
+#ifdef HPMLI_BF16_DOT
+#define HPMLI_HAS_BF16_DOT true
+HPMLI_INT_TILES(tile_bf16_dot, HPMLI_BF16_TARGET, HPMLI_BF16_DOT);
+#else
+#define HPMLI_HAS_BF16_DOT false
+#endif
+static hpmli_int_tile_fn *const HV(int_tiles)[][4] = { /* by hpmli_word, and by height as HV(int_tile_rows) */
+    HPMLI_INT_NAMES(tile_pair),
+#ifdef HPMLI_BYTE_DOT
+    HPMLI_INT_NAMES(tile_bytes),
+#else
+    HPMLI_INT_NAMES(tile_pair), /* no context asks for them */
+#endif
+    HPMLI_INT_NAMES(tile_bf16),
+#ifdef HPMLI_BF16_DOT
+    HPMLI_INT_NAMES(tile_bf16_dot),
+#endif
+};
+
+/* Stores a row of a tile, n sums of integers, at c; add: adds them to c. */
+HPMLI_VEC_INLINE void HV(store_integers)(uint32_t *c, const uint32_t *sums, int64_t n, bool add)
+{
+    int64_t i = 0;
+    for (; i + HV_LANES <= n; i += HV_LANES) {
+        HV(u32) old = add ? HV(load_words)(c + i) : HV(set1_word)(0);
+        HV(store_words)(c + i, HV(load_words)(sums + i) + old);
+    }
+    for (; i < n; i++) c[i] = add ? c[i] + sums[i] : sums[i];
+}
+/* Computes `rows` rows of C from row i on, `cols` columns from column j on: the packed rows of A, which are one tile
+   high, times the packed columns of B. height: an index of HV(int_tile_rows); first: this is the first range of k. */
+HPMLI_KERNEL void HV(words_rows)(const hpmli_words_part *part, int64_t height, int64_t words, const uint32_t *a,
+                                 const uint32_t *b, int64_t i, int64_t rows, int64_t j, int64_t cols, bool first)
+{
+    const hpmli_gemm_epilogue e = { part->alpha, first ? part->beta : 1, NULL, NULL, 0 };
+    uint32_t tile[HPMLI_MR * HPMLI_NR];
+    for (int64_t q = 0; q < cols; q += HPMLI_NR, b += words * HPMLI_NR) {
+        int64_t n = cols - q < HPMLI_NR ? cols - q : HPMLI_NR;
+        HV(int_tiles)[part->word][height](words, a, b, tile);
+        for (int64_t r = 0; r < rows; r++) {
+            const uint32_t *sums = tile + r * HPMLI_NR;
+            int64_t         at   = (i + r) * part->ldc + j + q;
+            if (part->word < HPMLI_WORD_BF16) {
+                HV(store_integers)((uint32_t *)part->c + at, sums, n, part->accumulate || !first);
+                continue;
+            }
+            for (int64_t l = 0; l < n; l += HV_LANES)
+                HV(finish_vector)(&e, (float *)part->c + at + l, 0, 0, HV(as_floats)(HV(load_words)(sums + l)), n - l);
+        }
+    }
+}
+HPMLI_KERNEL void HV(words_part)(const hpmli_words_part *part)
+{
+    const int group = part->word == HPMLI_WORD_BYTES ? 4 : 2;
+    uint32_t *packed_b = part->ws, *packed_a = part->ws + HPMLI_WORDS_NC * HPMLI_WORDS_KC;
+    for (int64_t j = part->j0, cols; j < part->j1; j += cols) {
+        cols = part->j1 - j < HPMLI_WORDS_NC ? part->j1 - j : HPMLI_WORDS_NC;
+        for (int64_t p = 0, k; p < part->k || p == 0; p += HPMLI_WORDS_KC * group) { /* once for k = 0, to clear C */
+            k = part->k - p < HPMLI_WORDS_KC * group ? part->k - p : HPMLI_WORDS_KC * group;
+            const int64_t words = (k + group - 1) / group;
+            for (int64_t q = 0; q < cols; q += HPMLI_NR)
+                HV(pack_operand)(part->word, packed_b + q * words, part->b, part->b_col, part->b_k, j + q,
+                                 cols - q < HPMLI_NR ? cols - q : HPMLI_NR, HPMLI_NR, p, k, 0);
+            for (int64_t i = part->i0, rows, height; i < part->i1; i += rows) {
+                for (height = 0; part->i1 - i < HV(int_tile_rows)[height];) height++;
+                rows = HV(int_tile_rows)[height];
+                HV(pack_operand)(part->word, packed_a, part->a, part->a_row, part->a_k, i, rows, rows, p, k, 128);
+                HV(words_rows)(part, height, words, packed_a, packed_b, i, rows, j, cols, p == 0);
+            }
+        }
     }
 }
 
@@ -22287,7 +22766,8 @@ static const hpmli_kernels HV(kernels) = {
     HV(vdiv), HV(vfill), HV(vaxpby), HV(vscale_add), HV(vcentred), HV(vaxpbypc), HV(vsum), HV(vdot), HV(vsum_wide),
     HV(vdot_wide), HV(vmoments), HV(vmax), HV(vamax), HV(vexp_sum), HV(vsum_rows), HV(lstm_cells),
     HPMLI_TO_TRAIN(HV(lstm_cells_back)), HPMLI_TO_TRAIN(HV(opt_step)), HV(to_f32), HV(from_f32), HV(gemm_part),
-    HV(gemm_sum), HV(random), HPMLI_TO_TRAIN(HV(onebit_scan)), HPMLI_TO_TRAIN(HV(onebit_carry)),
+    HV(gemm_sum), HPMLI_HAS_BYTE_DOT, HPMLI_HAS_BF16_DOT, HV(words_part), HV(random),
+    HPMLI_TO_TRAIN(HV(onebit_scan)), HPMLI_TO_TRAIN(HV(onebit_carry)),
     HPMLI_TO_TRAIN(HV(onebit_decode)), HPMLI_TO_TRAIN(HV(onebit_decode_add)), HPMLI_TO_TRAIN(HV(bf16_encode)),
     HPMLI_TO_TRAIN(HV(bf16_decode_add)), HPMLI_TO_TRAIN(HV(twobit_encode)), HPMLI_TO_TRAIN(HV(twobit_decode)),
     HPMLI_TO_TRAIN(HV(twobit_decode_add)), HV(conv_pack), HPMLI_TO_TRAIN(HV(conv_pack_for_dx)), HV(conv_to_nhwc),
@@ -22333,6 +22813,27 @@ HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
     for (int i = 0; i < count; i++)
         if (!name || strcmp(name, sets[i]->name) == 0) return sets[i];
     return NULL;
+}
+
+HPMLI_FN bool hpmli_cpu_has_bf16_dot(const hpmli_kernels *k)
+{
+#ifdef HPMLI_HAVE_X86
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return k->has_bf16_dot && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1); /* AVX512-BF16 */
+#else
+    return k->has_bf16_dot;
+#endif
+}
+HPMLI_FN bool hpmli_cpu_has_byte_dot(const hpmli_kernels *k)
+{
+#ifdef HPMLI_HAVE_X86
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!k->has_byte_dot) return false;
+    if (k->lanes == 16) return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 11 & 1); /* AVX512-VNNI */
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);                      /* AVX-VNNI */
+#else
+    return k->has_byte_dot;
+#endif
 }
 #endif
 #ifdef __CUDACC__

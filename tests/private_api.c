@@ -54,6 +54,15 @@ void private_gemm(hpml_ctx *ctx, const private_product *p)
     hpmli_gemm(ctx, &d);
 }
 
+void private_gemm_blocks(hpml_ctx *ctx, int64_t l2, int64_t l3) { hpmli_gemm_blocks(ctx, l2, l3); }
+
+bool private_byte_dot(hpml_ctx *ctx, bool use)
+{
+    bool before = ctx->byte_word == HPMLI_WORD_BYTES;
+    ctx->byte_word = use ? HPMLI_WORD_BYTES : HPMLI_WORD_PAIR;
+    return before;
+}
+
 void private_gemm_serial(hpml_ctx *ctx, int thread, const private_product *p)
 {
     hpmli_gemm_desc d = gemm_desc(p);

@@ -20,6 +20,8 @@ typedef struct private_product {
     int64_t      batch, a_batch, b_batch, c_batch; /* number of products; strides between them, in floats */
 } private_product;
 void private_gemm(hpml_ctx *ctx, const private_product *p);
+void private_gemm_blocks(hpml_ctx *ctx, int64_t l2, int64_t l3); /* blocks for second and third caches of such bytes */
+bool private_byte_dot(hpml_ctx *ctx, bool use); /* turns the instruction for bytes on or off; returns what was before */
 void private_gemm_serial(hpml_ctx *ctx, int thread, const private_product *p); /* called inside a task */
 
 typedef enum private_numbers { PRIVATE_WORDS, PRIVATE_UNIFORM, PRIVATE_NORMAL } private_numbers;

@@ -963,7 +963,7 @@ TEST(predict_memory)
     const hpml_memory *m = &lean.memory;
     ENSURE(plain.memory.packed == 0 && m->gradients == 0 && m->parameters == plain.memory.parameters);
     ENSURE(m->packed == sizeof(float) * (16 + 2 * 48 + 9 * 8 * 64 + 16 + 9 * 40 * 32));
-    ENSURE(m->total == m->parameters + m->activations + m->scratch + m->packed);
+    ENSURE(m->total == m->parameters + m->activations + m->scratch + m->packed + m->products);
     ENSURE(m->scratch < plain.memory.scratch / 2 && m->unshared < plain.memory.unshared);
     ENSURE(m->activations < plain.memory.activations);
     ENSURE(hpml_ctx_bytes(ctx[1]) >= before + m->total && hpml_ctx_bytes(ctx[1]) < before + m->total + 24000);

@@ -57,6 +57,30 @@ TEST(a_step_does_not_allocate)
     hpml_ctx_free(ctx);
 }
 
+/* Working memory of products is taken with the memory of the first graph that multiplies matrices, or at the first
+   product of plain arrays. */
+TEST(a_context_without_products_is_small)
+{
+    for (int products = 0; products < 2; products++) {
+        const float a[2] = { 1, 2 }, b[2] = { 3, 4 };
+        float       c[4];
+        hpml_memory m;
+        hpml_ctx   *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 4 });
+        ENSURE(hpml_ctx_bytes(ctx) < 100000);
+        hpml_tensor *x = hpml_input_2d(ctx, 4, 4);
+        x = products ? hpml_linear(x, 2, NULL) : hpml_relu(x);
+        hpml_graph *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .output_count = 1, .outputs = &x });
+        hpml_graph_memory(g, &m);
+        ENSURE((m.products > 0) == (products > 0) && hpml_ctx_bytes(ctx) < 100000);
+        ENSURE(hpml_graph_alloc(g) == HPML_OK);
+        ENSURE(hpml_ctx_bytes(ctx) > m.total && hpml_ctx_bytes(ctx) < m.total + 100000);
+        size_t before = hpml_ctx_bytes(ctx);
+        ENSURE(hpml_sgemm(ctx, false, false, 2, 2, 1, 1, a, 1, b, 2, 0, c, 2) == HPML_OK && c[3] == 8);
+        ENSURE((hpml_ctx_bytes(ctx) > before) == !products);
+        hpml_ctx_free(ctx);
+    }
+}
+
 /* The memory that hpml_trainer_memory reports is the memory allocated, except for the lists of nodes and names. */
 TEST(memory_is_known_before_it_is_allocated)
 {
@@ -73,8 +97,8 @@ TEST(memory_is_known_before_it_is_allocated)
         ENSURE(hpml_trainer_memory(ctx, &d, &m) == HPML_OK);
         ENSURE_ERROR(ctx, hpml_trainer_memory(ctx, &d, NULL), HPML_ERR_ARGUMENT, "trainer memory");
         ENSURE(hpml_ctx_bytes(ctx) < held + 20000);
-        ENSURE(m.total == m.parameters + m.gradients + m.activations + m.scratch + m.optimizer);
-        ENSURE(m.gradients + 4096 >= m.parameters && m.optimizer == m.gradients);
+        ENSURE(m.total == m.parameters + m.gradients + m.activations + m.scratch + m.products + m.optimizer);
+        ENSURE(m.products > 0 && m.gradients + 4096 >= m.parameters && m.optimizer == m.gradients);
         if (kind == 0)
             ENSURE(m.parameters == 4 * (2000 * 1000 + 2000 + 2000 * 500 + 512) && m.activations >= 4 * 1000 * 3000);
         /* layers in a chain */
@@ -246,8 +270,8 @@ TEST(results_stored_in_halves_are_f32_on_the_host)
         for (int i = 0; i < 8; i++) h = hpml_linear(h, 256, &(hpml_linear_desc){ .activation = HPML_ACT_GELU });
         hpml_trainer_desc d = { .input = deep, .output = h };
         ENSURE(narrow && hpml_trainer_memory(ctx, &d, &m) == HPML_OK);
-        total[store] = m.total, activations[store] = m.activations;
-        ENSURE(m.total == m.parameters + m.gradients + m.activations + m.scratch + m.optimizer);
+        total[store] = m.total - m.products, activations[store] = m.activations;
+        ENSURE(total[store] == m.parameters + m.gradients + m.activations + m.scratch + m.optimizer);
         hpml_ctx_free(ctx);
     }
     size_t given = 512 * 256 * 4 + 64; /* the input stays f32, and labels are i32 */

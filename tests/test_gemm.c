@@ -36,8 +36,9 @@ static double reference(const private_product *d, const float *c, int64_t t, int
     return sum;
 }
 
-/* Computes the product on each context. Returns the number of elements that are wrong or whose bits differ. */
-static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
+/* Computes the product on each context, with the blocks for the second and third caches that caches[x / 2] says (in
+   bytes; NULL: this machine's). Returns the number of elements that are wrong or whose bits differ. */
+static int64_t wrong_blocks(hpml_ctx *const *ctx, int contexts, const product *s, const int64_t (*caches)[2])
 {
     private_product d;
     int64_t bad = 0, lda = (s->ta ? s->m : s->k) + s->pad, ldb = (s->tb ? s->k : s->n) + s->pad, ldc = s->n + s->pad;
@@ -56,6 +57,7 @@ static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
     for (int x = 0; x < contexts; x++) {
         double scale;
         memcpy(got, c, bytes);
+        if (caches) private_gemm_blocks(ctx[x], caches[x / 2][0], caches[x / 2][1]);
         private_gemm(ctx[x], &d);
         if (x == 0) memcpy(first, got, bytes);
         else if (memcmp(first, got, bytes) != 0) bad++;
@@ -75,6 +77,11 @@ static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
                s->ta ? 'T' : 'N', s->tb ? 'T' : 'N', (double)s->alpha, (double)s->beta, s->bias_n, s->bias_m,
                s->act, (long long)bad);
     return bad;
+}
+
+static int64_t wrong(hpml_ctx *const *ctx, int contexts, const product *s)
+{
+    return wrong_blocks(ctx, contexts, s, NULL);
 }
 
 static int64_t below(uint32_t n) { return (int64_t)((double)(uniform() + 1) * 0.5 * n) % n; }
@@ -189,6 +196,29 @@ TEST(gemm_long_k_and_wide_n)
     ENSURE(on_all(check_long) == 0);
 }
 
+/* Caches of three sizes, for which the blocks of rows and columns differ, give the same bits: products across these
+   blocks, transposed and not, of which some pack A. */
+static int64_t check_caches(hpml_ctx *const *ctx, int contexts)
+{
+    static const int64_t caches[][2] = { { 1 << 18, 1 << 21 }, { 1 << 20, 1 << 24 }, { 1 << 21, 1 << 26 } };
+    static const int64_t shape[][3]  = { { 401, 323, 67 }, { 90, 1111, 33 }, { 100, 300, 810 } };
+    hpml_ctx *const two[] = { ctx[0], ctx[1], ctx[0], ctx[1], ctx[0], ctx[1] };
+    int64_t bad = contexts < 2;
+    for (int i = 0; i < 3 * 4; i++) {
+        product s;
+        memset(&s, 0, sizeof s);
+        s.m = shape[i / 4][0], s.n = shape[i / 4][1], s.k = shape[i / 4][2], s.batch = 1, s.alpha = 1;
+        s.ta = i & 1, s.tb = i >> 1 & 1, s.bias_n = i / 4 == 1, s.pad = i & 2;
+        bad += wrong_blocks(two, 6, &s, caches);
+    }
+    return bad;
+}
+
+TEST(gemm_gives_the_same_bits_for_caches_of_any_size)
+{
+    ENSURE(on_all(check_caches) == 0);
+}
+
 static int64_t check_serial(hpml_ctx *const *ctx, int contexts)
 {
     int64_t bad = 0;
@@ -296,6 +326,133 @@ static int64_t check_halves(hpml_ctx *const *ctx, int contexts)
 TEST(gemm_of_halves_in_every_pair_of_types)
 {
     ENSURE(on_all(check_halves) == 0);
+}
+
+/* Products of 8-bit integers against sums in 64 bits, with the instruction for bytes where the CPU has one and without.
+   Unused columns are guarded; extreme: all numbers are the largest, which saturated sums would show. */
+static int64_t wrong_bytes(hpml_ctx *const *ctx, int contexts, const int64_t *shape, int ta, int tb, bool add,
+                           bool extreme)
+{
+    int64_t  m = shape[0], n = shape[1], k = shape[2], bad = 0;
+    int64_t  lda = (ta ? m : k) + below(3), ldb = (tb ? k : n) + below(3), ldc = n + below(3);
+    int64_t  na = (ta ? k : m) * lda, nb = (tb ? n : k) * ldb, nc = m * ldc + GUARD;
+    int8_t  *a = (int8_t *)malloc((size_t)na + 1);
+    uint8_t *b = (uint8_t *)malloc((size_t)nb + 1);
+    int32_t *c = (int32_t *)malloc((size_t)nc * sizeof *c), *got = (int32_t *)malloc((size_t)nc * sizeof *c);
+    for (int64_t i = 0; i < na; i++) a[i] = (int8_t)(extreme ? -128 : below(256) - 128);
+    for (int64_t i = 0; i < nb; i++) b[i] = (uint8_t)(extreme ? 255 : below(256));
+    for (int64_t i = 0; i < nc; i++) c[i] = (int32_t)below(2000000) - 1000000;
+    for (int x = 0; x < 2 * contexts; x++) {
+        bool has = private_byte_dot(ctx[x / 2], false);
+        if (x % 2 && !has) continue;
+        private_byte_dot(ctx[x / 2], x % 2);
+        memcpy(got, c, (size_t)nc * sizeof *c);
+        bad += hpml_igemm(ctx[x / 2], ta, tb, m, n, k, a, lda, b, ldb, add, got, ldc) != HPML_OK;
+        private_byte_dot(ctx[x / 2], has);
+        for (int64_t i = 0; i < nc; i++) {
+            int64_t r = i / (ldc > 0 ? ldc : 1), j = i - r * ldc, sum = add ? c[i] : 0;
+            for (int64_t p = 0; p < k && r < m && j < n; p++)
+                sum += a[ta ? p * lda + r : r * lda + p] * b[tb ? j * ldb + p : p * ldb + j];
+            if (r >= m || j >= n) sum = c[i];
+            bad += got[i] != (int32_t)sum;
+        }
+    }
+    free(a), free(b), free(c), free(got);
+    if (bad)
+        printf("  %s: %lld x %lld x %lld %d %d, %s: %lld wrong\n", hpml_ctx_cpu(ctx[0]), (long long)m, (long long)n,
+               (long long)k, ta, tb, add ? "added" : "stored", (long long)bad);
+    return bad;
+}
+
+static int64_t check_bytes(hpml_ctx *const *ctx, int contexts)
+{
+    static const int64_t sizes[] = { 0, 1, 2, 3, 5, 7, 13, 14, 15, 16, 27, 31, 32, 33, 47, 64, 65 };
+    static const int64_t large[][3] = { { 3, 530, 1030 }, { 131, 515, 40 }, { 9, 300, 2055 }, { 1, 2, 65793 } };
+    int64_t bad = 0;
+    for (int i = 0; i < 300; i++) {
+        const int64_t shape[3] = { sizes[below(17)], sizes[below(17)], sizes[below(17)] };
+        bad += wrong_bytes(ctx, contexts, shape, i & 1, i >> 1 & 1, i % 3 == 0, i % 7 == 0);
+    }
+    for (int i = 0; i < 4 * 4; i++) bad += wrong_bytes(ctx, contexts, large[i / 4], i & 1, i >> 1 & 1, false, i >= 12);
+    return bad;
+}
+
+TEST(igemm_is_exact_on_every_instruction_set)
+{
+    ENSURE(on_all(check_bytes) == 0);
+}
+
+/* Products of bf16 equal, bit for bit, a model of the instruction VDPBF16PS: the values of k in pairs, the odd one
+   first, each sum rounded once by fmaf, subnormal numbers taken as 0; sums of 512 values of k added to each other. */
+static float bf16_value(uint16_t bits)
+{
+    uint32_t word = (uint32_t)bits << 16;
+    float    x;
+    memcpy(&x, &word, sizeof x);
+    return fabsf(x) < 1.17549435e-38f ? copysignf(0, x) : x;
+}
+
+static float bf16_model(const uint16_t *a, int64_t a_k, const uint16_t *b, int64_t b_k, int64_t k)
+{
+    float total = 0;
+    for (int64_t first = 0; first < k; first += 512) {
+        float   sum = 0;
+        int64_t end = k < first + 512 ? k : first + 512;
+        for (int64_t p = first; p < end; p += 2) {
+            if (p + 1 < end) sum = fmaf(bf16_value(a[(p + 1) * a_k]), bf16_value(b[(p + 1) * b_k]), sum);
+            sum = fmaf(bf16_value(a[p * a_k]), bf16_value(b[p * b_k]), sum);
+        }
+        total = first > 0 ? total + sum : sum;
+    }
+    return total;
+}
+
+static int64_t wrong_bf16(hpml_ctx *const *ctx, int contexts, const int64_t *shape, int ta, int tb, bool scaled)
+{
+    int64_t   m = shape[0], n = shape[1], k = shape[2], bad = 0;
+    int64_t   lda = (ta ? m : k) + below(3), ldb = (tb ? k : n) + below(3), ldc = n + below(3);
+    int64_t   na = (ta ? k : m) * lda, nb = (tb ? n : k) * ldb, nc = m * ldc;
+    float    *c = floats(nc), *got = floats(nc), alpha = scaled ? -0.75f : 1, beta = scaled ? 0.5f : 0;
+    uint16_t *a = (uint16_t *)malloc((size_t)na * 2 + 2), *b = (uint16_t *)malloc((size_t)nb * 2 + 2);
+    for (int64_t i = 0; i < na; i++) /* every tenth number is subnormal */
+        a[i] = (uint16_t)(below(2) << 15 | (below(10) ? 110 + below(30) : 0) << 7 | below(128));
+    for (int64_t i = 0; i < nb; i++) b[i] = (uint16_t)(below(2) << 15 | (110 + below(30)) << 7 | below(128));
+    for (int x = 0; x < contexts; x++) {
+        memcpy(got, c, sizeof(float) * (size_t)(nc + GUARD));
+        bad += hpml_bgemm(ctx[x], ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, got, ldc) != HPML_OK;
+        for (int64_t i = 0; i < nc + GUARD; i++) {
+            int64_t r = i / (ldc > 0 ? ldc : 1), j = i - r * ldc;
+            float   want = c[i];
+            if (r < m && j < n)
+                want = bf16_model(a + r * (ta ? 1 : lda), ta ? lda : 1, b + j * (tb ? ldb : 1), tb ? 1 : ldb, k);
+            const float scale = 1e-6f * (fabsf(want) + 1);
+            if (scaled && r < m && j < n) bad += !(fabsf(got[i] - (alpha * want + beta * c[i])) <= scale);
+            else bad += got[i] != want;
+        }
+    }
+    free(a), free(b), free(c), free(got);
+    if (bad)
+        printf("  %s: %lld x %lld x %lld %d %d: %lld wrong\n", hpml_ctx_cpu(ctx[0]), (long long)m, (long long)n,
+               (long long)k, ta, tb, (long long)bad);
+    return bad;
+}
+
+static int64_t check_bf16(hpml_ctx *const *ctx, int contexts)
+{
+    static const int64_t sizes[] = { 0, 1, 2, 3, 5, 7, 13, 14, 15, 16, 27, 31, 32, 33, 47, 64, 65 };
+    static const int64_t large[][3] = { { 3, 530, 300 }, { 131, 515, 40 }, { 9, 60, 1055 } };
+    int64_t bad = 0;
+    for (int i = 0; i < 200; i++) {
+        const int64_t shape[3] = { sizes[below(17)], sizes[below(17)], sizes[below(17)] };
+        bad += wrong_bf16(ctx, contexts, shape, i & 1, i >> 1 & 1, i % 5 == 0);
+    }
+    for (int i = 0; i < 3 * 4; i++) bad += wrong_bf16(ctx, contexts, large[i / 4], i & 1, i >> 1 & 1, false);
+    return bad;
+}
+
+TEST(bgemm_rounds_as_the_instruction_does)
+{
+    ENSURE(on_all(check_bf16) == 0);
 }
 
 /* Returns an array for n numbers that are inc elements apart. */
@@ -410,6 +567,17 @@ TEST(blas_rejects_invalid_arguments)
     ENSURE_ERROR(ctx, GEMM(2, HPML_DTYPE_BF16, NULL, 2), HPML_ERR_ARGUMENT, "no array NULL");
     ENSURE_ERROR(ctx, GEMM(2, HPML_DTYPE_I32, x, 2), HPML_ERR_DTYPE, "A is i32");
     ENSURE_ERROR(ctx, GEMM(2, (hpml_dtype)-1, x, 2), HPML_ERR_DTYPE, "A is ?");
+    int8_t  s8[4] = { 0 };
+    uint8_t u8[4] = { 0 };
+    int32_t s32[4] = { 7, 7, 7, 7 };
+    ENSURE_ERROR(ctx, hpml_igemm(ctx, false, false, 2, 2, 2, s8, 1, u8, 2, false, s32, 2), HPML_ERR_ARGUMENT, "lda 1");
+    ENSURE_ERROR(ctx, hpml_bgemm(ctx, false, false, 2, 2, 2, 1, h, 1, h, 2, 0, y, 2), HPML_ERR_ARGUMENT, "bgemm: m 2");
+    ENSURE_ERROR(ctx, hpml_bgemm(ctx, true, true, 2, 2, 2, 1, h, 2, h, 2, 0, NULL, 2), HPML_ERR_ARGUMENT, "NULL");
+    ENSURE_ERROR(ctx, hpml_igemm(ctx, true, false, 2, -2, 2, s8, 2, u8, 2, false, s32, 2), HPML_ERR_ARGUMENT, "n -2");
+    ENSURE_ERROR(ctx, hpml_igemm(ctx, false, true, 2, 2, 2, s8, 2, NULL, 2, false, s32, 2), HPML_ERR_ARGUMENT, "NULL");
+    ENSURE(hpml_igemm(ctx, false, true, 2, 2, 0, NULL, 0, NULL, 0, true, s32, 2) == HPML_OK && s32[3] == 7);
+    ENSURE(hpml_igemm(ctx, false, true, 2, 1, 0, NULL, 0, NULL, 0, false, s32, 2) == HPML_OK && s32[2] == 0);
+    ENSURE(s32[1] == 7 && hpml_igemm(NULL, false, false, 0, 0, 0, NULL, 0, NULL, 0, false, NULL, 0) != HPML_OK);
     ENSURE_ERROR(ctx, hpml_sgemv(ctx, false, 2, 2, 1, x, 1, x, 1, 0, y, 1), HPML_ERR_ARGUMENT, "lda 1");
     ENSURE_ERROR(ctx, hpml_sgemv(ctx, false, 2, -1, 1, x, 2, x, 1, 0, y, 1), HPML_ERR_ARGUMENT, "n -1");
     ENSURE_ERROR(ctx, hpml_sgemv(ctx, true, 2, 2, 1, x, 2, x, 0, 0, y, 1), HPML_ERR_ARGUMENT, "inc_x 0");

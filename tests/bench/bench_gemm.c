@@ -2,7 +2,8 @@
 
    The peers are opened at run time: where a library is not installed its column is 0. GFLOP/s are 2 m n k / seconds.
    The last column compares with what a loop of nothing but multiply-adds in registers reaches on one thread in the same
-   run, times threads.
+   run, times threads. At the end products of bytes: hpml_igemm against oneDNN's u8 x s8, and as a multiple of
+   hpml_sgemm; of bf16: hpml_bgemm as a multiple of hpml_sgemm.
 
    build   cc -O2 tests/bench/bench_gemm.c -o build/bench_gemm -lm -lpthread -ldl
    run     build/bench_gemm [--filter TEXT] [--rounds N] [--threads 1|2]      rows are appended to build/bench.jsonl */
@@ -16,6 +17,8 @@ typedef void cblas_sgemm_fn(int, int, int, int, int, int, float, const float *, 
                             float *, int);
 typedef int  dnnl_sgemm_fn(char, char, int64_t, int64_t, int64_t, float, const float *, int64_t, const float *, int64_t,
                            float, float *, int64_t);
+typedef int  dnnl_bytes_fn(char, char, char, int64_t, int64_t, int64_t, float, const uint8_t *, int64_t, uint8_t,
+                           const int8_t *, int64_t, int8_t, float, int32_t *, int64_t, const int32_t *);
 typedef void set_threads_fn(int);
 
 enum { HPML, OPENBLAS, ONEDNN, LIBRARIES };
@@ -25,8 +28,10 @@ typedef struct bench {
     hpml_ctx        *ctx;
     cblas_sgemm_fn  *openblas;
     dnnl_sgemm_fn   *onednn;
+    dnnl_bytes_fn   *onednn_bytes;
     set_threads_fn  *openblas_threads, *omp_threads;
     float           *a, *b, *c;
+    uint16_t        *half; /* the first 1 Mi numbers of a, in bf16 */
 } bench;
 
 typedef struct shape {
@@ -146,10 +151,66 @@ static void open_peers(bench *x)
         char name[32];
         snprintf(name, sizeof name, "libdnnl.so.%d", version);
         library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-        if (library) *(void **)&x->onednn = dlsym(library, "dnnl_sgemm");
+        if (!library) continue;
+        *(void **)&x->onednn       = dlsym(library, "dnnl_sgemm");
+        *(void **)&x->onednn_bytes = dlsym(library, "dnnl_gemm_u8s8s32");
     }
     library = dlopen("libgomp.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library) *(void **)&x->omp_threads = dlsym(library, "omp_set_num_threads");
+}
+
+/* Products of bytes and bf16. The arrays of floats serve as bytes, too, because the values of bytes do not matter. */
+static const shape byte_shapes[] = {
+    { "bytes", 64, 64, 64, 0, 1 }, ALL_TRANSPOSES("bytes", 256, 256, 256), ALL_TRANSPOSES("bytes", 1024, 1024, 1024),
+    { "bytes", 64, 512, 784, 0, 1 }, { "bytes", 1, 512, 784, 0, 1 }
+};
+enum { BYTES, BYTES_ONEDNN, BF16, FLOATS, KINDS };
+
+static void call_kind(const bench *x, int kind, const shape *s)
+{
+    int64_t        lda = s->ta ? s->m : s->k, ldb = s->tb ? s->k : s->n;
+    const int32_t  offset = 0;
+    const uint8_t *u8 = (const uint8_t *)x->b;
+    const int8_t  *s8 = (const int8_t *)x->a;
+    int32_t       *c  = (int32_t *)x->c;
+    if (kind == BYTES) hpml_igemm(x->ctx, s->ta, s->tb, s->m, s->n, s->k, s8, lda, u8, ldb, false, c, s->n);
+    else if (kind == BYTES_ONEDNN)
+        x->onednn_bytes(s->ta ? 'T' : 'N', s->tb ? 'T' : 'N', 'F', s->m, s->n, s->k, 1, u8, lda, 0, s8, ldb, 0, 0, c,
+                        s->n, &offset);
+    else if (kind == BF16)
+        hpml_bgemm(x->ctx, s->ta, s->tb, s->m, s->n, s->k, 1, x->half, lda, x->half, ldb, 0, x->c, s->n);
+    else call(x, HPML, s);
+}
+
+static void measure_bytes(const bench *x, int threads, int rounds, const char *filter, FILE *json)
+{
+    for (int i = 0; i < (int)(sizeof byte_shapes / sizeof byte_shapes[0]); i++) {
+        const shape *s = &byte_shapes[i];
+        double       value[KINDS][64], v[KINDS], work = 2.0 * (double)s->m * (double)s->n * (double)s->k;
+        int          reps = (int)(2e-3 / (work / 200e9 + 1e-7)) + 1;
+        char         name[64];
+        snprintf(name, sizeof name, "%dx%dx%d %c%c %dt", (int)s->m, (int)s->n, (int)s->k, s->ta ? 'T' : 'N',
+                 s->tb ? 'T' : 'N', threads);
+        if (!strstr(name, filter) && !strstr(s->group, filter)) continue;
+        for (int round = 0; round < rounds; round++)
+            for (int kind = 0; kind < KINDS; kind++) {
+                value[kind][round] = 0;
+                if (kind == BYTES_ONEDNN && !x->onednn_bytes) continue;
+                pause_for(threads);
+                call_kind(x, kind, s);
+                double start = hpml_now();
+                for (int r = 0; r < reps; r++) call_kind(x, kind, s);
+                value[kind][round] = work * reps / (hpml_now() - start) * 1e-9;
+            }
+        for (int kind = 0; kind < KINDS; kind++) v[kind] = median(value[kind], rounds);
+        printf("%-12s %-26s %9.1f %9s %9.1f %7.2f   %.2f times sgemm, bf16 %.2f\n", s->group, name, v[BYTES], "",
+               v[BYTES_ONEDNN], v[BYTES_ONEDNN] > 0 ? v[BYTES] / v[BYTES_ONEDNN] : 0, v[BYTES] / v[FLOATS],
+               v[BF16] / v[FLOATS]);
+        fflush(stdout);
+        put(json, "igemm", name, v[BYTES], "onednn u8s8s32", v[BYTES_ONEDNN]);
+        put(json, "igemm of sgemm", name, v[BYTES], "hpml_sgemm", v[FLOATS]);
+        put(json, "bgemm of sgemm", name, v[BF16], "hpml_sgemm", v[FLOATS]);
+    }
 }
 
 static float *numbers(int64_t n)
@@ -174,7 +235,8 @@ int main(int argc, char **argv)
     rounds = rounds < 1 ? 1 : rounds > 64 ? 64 : rounds;
     open_peers(&x);
     x.a = numbers(8 << 20), x.b = numbers(8 << 20), x.c = numbers(8 << 20);
-    if (!x.a || !x.b || !x.c) return 1;
+    x.half = (uint16_t *)malloc((1 << 20) * sizeof *x.half);
+    if (!x.a || !x.b || !x.c || !x.half) return 1;
     json = fopen("build/bench.jsonl", "a");
     printf("openblas: %s   onednn: %s\n", x.openblas ? "yes" : "absent", x.onednn ? "yes" : "absent");
     for (int threads = 1; threads <= 2; threads++) {
@@ -186,6 +248,7 @@ int main(int argc, char **argv)
         desc.threads = threads;
         x.ctx        = hpml_ctx_create(&desc);
         if (hpml_ctx_status(x.ctx) != HPML_OK) return 1;
+        hpml_convert(x.ctx, HPML_DTYPE_BF16, x.half, HPML_DTYPE_F32, x.a, 1 << 20);
         if (x.openblas_threads) x.openblas_threads(threads);
         if (x.omp_threads) x.omp_threads(threads);
         printf("%-12s %-26s %9s %9s %9s %7s %7s\n", "", "", "hpml", "openblas", "onednn", "ratio", "peak");
@@ -212,9 +275,10 @@ int main(int argc, char **argv)
         if (count)
             printf("%d threads: geometric mean of hpml / fastest peer over %d shapes %.3f, worst %.2f\n", threads,
                    count, exp(log_ratio / count), worst);
+        measure_bytes(&x, threads, rounds, filter, json);
         hpml_ctx_free(x.ctx);
     }
     if (json) fclose(json);
-    free(x.a), free(x.b), free(x.c);
+    free(x.a), free(x.b), free(x.c), free(x.half);
     return 0;
 }
