@@ -1098,7 +1098,7 @@ static hpml_trainer *kept_trainer(int threads, bool keep, hpml_memory *memory)
     d.output = hpml_batchnorm(hpml_conv2d(d.input, 40, &c), NULL);
     c.groups = 2, c.name = "second";
     d.output = hpml_linear(hpml_reshape_2d(hpml_conv2d(d.output, 66, &c), 3, 66 * 36), 2, NULL);
-    d.loss = HPML_LOSS_MSE, d.lr = 0.01f, d.keep_packed = keep;
+    d.loss = HPML_LOSS_MSE, d.lr = 1e-4f, d.keep_packed = keep;
     if (hpml_trainer_memory(ctx, &d, memory) != HPML_OK) return NULL;
     return hpml_trainer_create(ctx, &d);
 }
