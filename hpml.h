@@ -7602,6 +7602,13 @@ HPMLI_OP(sum, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_sum_r
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 HPMLI_FN int64_t hpmli_conv_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
+/* Returns true for a depthwise convolution of NCHW images so small that, where no gradients are computed, pixels of
+   adjacent channels are gathered in vectors, because the rows of one channel would fill only a fraction of them. */
+HPMLI_FN bool hpmli_grids_gather(const hpmli_conv *c)
+{
+    return 2 * c->OW <= c->ctx->k->lanes && c->groups % c->ctx->k->lanes == 0;
+}
+
 /* Sets c->by_grids, and if it is true the sizes and addresses of arrays in n's scratch memory, see >>conv-groups. */
 HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
 {
@@ -7613,9 +7620,9 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
         shared[i] = padding / stride; /* zeros in front of each row (image) that the previous row (image) reads, too */
         size[i]   = hpmli_max((i ? c->OW : c->OH) + shift[i] - shared[i], (image + padding - 1) / stride + 1);
     }
-    bool    wide  = c->nhwc && c->C == 1 && c->OC == 1;
+    bool    wide  = c->nhwc || (n->state && n->state->keeps && hpmli_grids_gather(c));
     int64_t limit = INT32_MAX / 4; /* floats: places in grids are of 32 bits */
-    c->lanes     = wide ? c->ctx->k->lanes : 1;
+    c->lanes     = wide && c->C == 1 && c->OC == 1 ? c->ctx->k->lanes : 1;
     c->units     = (c->groups - 1) / c->lanes + 1;
     c->grids     = (int64_t)a->conv.stride[0] * a->conv.stride[1];
     c->grid_rows = size[0];
@@ -7634,9 +7641,10 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
     c->packed_floats  = hpmli_round_up((c->C + 2 * c->OC) * c->taps + c->grids + 1, 16); /* the lists */
     c->thread_floats  = (c->C + 1) * c->grids * c->grid_floats + c->OC * c->y_floats;
     c->thread_floats += hpmli_round_up((c->C + c->OC) * c->taps * c->lanes, 16);
+    if (!c->nhwc && c->lanes > 1) c->thread_floats += hpmli_round_up(c->H * c->W * c->lanes, 16); /* a unit of x */
     c->scratch_floats = c->sums * c->sum_floats + c->packed_floats + c->ctx->threads * c->thread_floats;
     if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return; /* not allocated yet, or not used */
-    HPML_ASSERT((size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
+    HPML_ASSERT(n->state->keeps || (size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
     c->sum_space    = (float *)n->scratch;
     c->packed       = c->sum_space + c->sums * c->sum_floats;
     c->thread_space = c->packed + c->packed_floats;
@@ -7917,8 +7925,8 @@ static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n)
     if (packs) floats += c.groups * c.packed_floats;
     else if (state->folds) floats += hpmli_round_up(hpml_tensor_count(n->src[1]), 16);
     state->kept_bytes   = floats > HPMLI_KEPT ? (size_t)floats * sizeof(float) : 0;
-    state->kept_scratch = c.by_grids || n->attr.conv.algorithm == HPML_CONV_IM2COL ? n->scratch_bytes : 0;
-    if (packs) state->kept_scratch = (size_t)c.scratch_floats * sizeof(float);
+    state->kept_scratch = n->attr.conv.algorithm == HPML_CONV_IM2COL ? n->scratch_bytes : 0;
+    if (packs || c.by_grids) state->kept_scratch = (size_t)c.scratch_floats * sizeof(float);
 }
 
 /* Where rows of y are shorter than a tile of pixels, a convolution that keeps its weights computes all rows of y as one
@@ -8332,9 +8340,10 @@ HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_KEEPS_DZ | HPMLI_OP_SPLIT_OWN,
         dw[kh][kw] += dy[p] x[a][e][p + at]
    Two kernels compute these sums for long ranges of p: conv_taps the first two, conv_dots the third. The zeros behind a
    row are those in front of the next row, and the zeros below an image are those above the next image: small images of
-   the same channel share a grid. Of NHWC images of a depthwise convolution, each element of a grid is a vector of
-   adjacent channels (a unit). A task computes some channels of a range of images; the number of ranges, which each have
-   a partial sum of dw, depends on the shape alone, as in >>conv. */
+   the same channel share a grid. Of NHWC images of a depthwise convolution, and of small NCHW images in a graph that
+   predicts (hpmli_grids_gather), each element of a grid is a vector of adjacent channels (a unit). A task computes some
+   channels of a range of images; the number of ranges, which each have a partial sum of dw, depends on the shape alone,
+   as in >>conv. */
 
 /* The pixels of a channel that one call of a kernel copies to or from a grid: every stride-th pixel of every stride-th
    row or, where a kernel copies two columns (pairs), every pixel of these rows. */
@@ -8349,29 +8358,38 @@ typedef struct hpmli_grids_parts {
     int64_t          count, plane; /* number of parts; pixels of an image */
     bool             is_y;         /* of y or dy, else of x or dx */
     bool             pairs;        /* of NCHW images with a stride of 2 from column to column */
+    hpmli_conv       gathered;     /* where channels of NCHW images are gathered: describes a unit in a grid */
+    float           *unit;         /* there: working memory for a unit in NHWC order */
 } hpmli_grids_parts;
 
 HPMLI_FN void hpmli_grids_parts_find(const hpmli_conv *c, bool is_y, hpmli_grids_parts *parts)
 {
     const hpml_attr *a = &c->n->attr;
+    const hpmli_conv none = HPMLI_ZEROED;
     int64_t H     = is_y ? c->OH : c->H;
     int64_t W     = is_y ? c->OW : c->W;
-    int64_t pixel = is_y ? c->y_pixel : c->x_pixel;
     int64_t SH    = is_y ? 1 : a->conv.stride[0];
     int64_t SW    = is_y ? 1 : a->conv.stride[1];
     int64_t PH    = is_y ? 0 : a->conv.padding[0];
     int64_t PW    = is_y ? 0 : a->conv.padding[1];
+    bool    rows  = !c->nhwc && c->lanes == 1; /* the pixels of a row are contiguous */
+    int64_t pixel = c->nhwc ? (is_y ? c->y_pixel : c->x_pixel) : c->lanes;
     parts->count = 0;
     parts->plane = H * W;
     parts->is_y  = is_y;
-    parts->pairs = !c->nhwc && SW == 2;
+    parts->pairs = rows && SW == 2;
+    parts->gathered = none;
+    parts->gathered.C       = c->lanes;
+    parts->gathered.H       = H;
+    parts->gathered.W       = W;
+    parts->gathered.x_pitch = c->grid_row;
     for (int64_t r = 0; r < SH && r < H; r++)
         for (int64_t w = 0; w < SW && w < W; w += parts->pairs ? 2 : 1) { /* pixels r, r + SH .. of columns w, w + SW */
             hpmli_grids_part *part = &parts->part[parts->count++];
             hpmli_conv_copy   copy = { (H - r - 1) / SH + 1, (W - w - 1) / SW + 1, 1, c->grid_row, c->lanes,
                                        SH * W * pixel, SW * pixel };
             if (parts->pairs) copy.pixels = W;
-            if (!c->nhwc && SW == 1) { /* rows are contiguous */
+            if (rows && SW == 1) {
                 copy.pixels   = 1;
                 copy.channels = W;
             }
@@ -8383,6 +8401,24 @@ HPMLI_FN void hpmli_grids_parts_find(const hpmli_conv *c, bool is_y, hpmli_grids
         }
 }
 
+/* Copies unit u of an NCHW image, whose channels are gathered in vectors, from x to its grids or, with `back`, from the
+   grid of y to x. With a stride the unit is in parts->unit first, from which its pixels are copied to several grids. */
+HPMLI_FN void hpmli_grids_gathered(const hpmli_conv *c, const hpmli_grids_parts *parts, float *grid, float *x,
+                                   bool back)
+{
+    const hpmli_grids_part *part = parts->part;
+    const hpmli_conv       *d    = &parts->gathered;
+    if (back) c->ctx->k->conv_from_nhwc(d, x, grid + part->at[0], 0);
+    else if (parts->count == 1) c->ctx->k->conv_to_nhwc(grid + part->at[0], x, d->C, d->H, d->W, d->x_pitch);
+    if (back || parts->count == 1) return;
+    c->ctx->k->conv_to_nhwc(parts->unit, x, d->C, d->H, d->W, d->W * d->C);
+    for (; part < parts->part + parts->count; part++) {
+        hpmli_conv_copy in = part->copy;
+        in.channels = d->C;
+        c->ctx->k->conv_copy(&in, grid + part->at[0], parts->unit + part->from, NULL, 0, 0);
+    }
+}
+
 /* Copies channel k of unit u from `images` images at p to their places in its grids; back: from the grids to p, `add`
    adding to it. */
 HPMLI_FN void hpmli_grids_copy(const hpmli_conv *c, const hpmli_grids_parts *parts, float *grid, float *p, int64_t b,
@@ -8391,6 +8427,9 @@ HPMLI_FN void hpmli_grids_copy(const hpmli_conv *c, const hpmli_grids_parts *par
     int64_t   ahead = back || c->nhwc ? 0 : hpmli_min(parts->plane, 4096); /* floats of the next channel to prefetch */
     hpmli_mat from  = hpmli_conv_mat(c, p, parts->is_y, b, u * c->lanes, 0, 1);
     from.p += k * (c->nhwc ? 1 : parts->plane);
+    for (int64_t i = 0; i < images && !c->nhwc && c->lanes > 1; i++)
+        hpmli_grids_gathered(c, parts, grid + i * c->grid_rows * c->grid_row, from.p + i * from.apart, back);
+    if (!c->nhwc && c->lanes > 1) return;
     for (const hpmli_grids_part *part = parts->part; part < parts->part + parts->count; part++) {
         hpmli_conv_copy in = part->copy;
         if (c->nhwc) in.channels = hpmli_min(c->groups - u * c->lanes, c->lanes);
@@ -8433,7 +8472,7 @@ HPMLI_FN void hpmli_grids_lists(const hpmli_conv *c)
    images, if few lanes are unused. */
 HPMLI_FN bool hpmli_grids_direct(const hpmli_conv *c, int64_t width)
 {
-    return !c->nhwc && 4 * hpmli_round_up(width, c->ctx->k->lanes) <= 5 * c->grid_row;
+    return !c->nhwc && c->lanes == 1 && 4 * hpmli_round_up(width, c->ctx->k->lanes) <= 5 * c->grid_row;
 }
 
 /* What a task computes: units [u0, u1) of images [b0, b1), and its working memory. */
@@ -8461,6 +8500,8 @@ HPMLI_FN void hpmli_grids_task_of(const hpmli_conv *c, int64_t task, int thread,
     t->direct_dx = c->grids == 1 && hpmli_grids_direct(c, c->W);
     hpmli_grids_parts_find(c, false, &t->of_x);
     hpmli_grids_parts_find(c, true, &t->of_y);
+    t->of_x.unit = t->dw + hpmli_round_up((c->C + c->OC) * c->taps * c->lanes, 16) - c->OC * c->taps * c->lanes;
+    t->of_y.unit = NULL;
 }
 
 /* Returns the description of the sums over x for a result of the size of y that fill a grid of `images` images. */
