@@ -479,7 +479,7 @@ typedef enum hpml_layout { HPML_NCHW = 0, HPML_NHWC = 1 } hpml_layout;
    and `grad` are the same addresses where dtype is F32, and NULL for all other types, so that no program reads halves
    or integers as floats. With the CPU backend you may read and write all of them; another backend's are addresses of
    the device: use hpml_tensor_get and _set. After a write through a pointer to a parameter, call hpml_tensor_changed if
-   a graph that predicts reads it. The first dimension of an input is the batch; see `batch_rows`. */
+   a graph reads it that predicts or has .keep_packed. The first dimension of an input is the batch; see batch_rows. */
 struct hpml_tensor {
     hpml_ctx   *ctx;
     const char *name;                  /* unique among parameters; never NULL */
@@ -529,9 +529,10 @@ HPML_API hpml_status hpml_tensor_get(const hpml_tensor *t, float *values, int64_
 /* Copies all values unconverted; bytes: hpml_tensor_count times hpml_dtype_size (labels, tokens, halves). */
 HPML_API hpml_status hpml_tensor_set_raw(hpml_tensor *t, const void *values, size_t bytes);
 HPML_API hpml_status hpml_tensor_get_raw(const hpml_tensor *t, void *values, size_t bytes);
-/* Says that you have written to a parameter, or a view of one, through `data` or `raw`. Graphs that predict
-   (hpml_graph_desc) keep weights in the order in which kernels read them, until hpml changes a parameter or you call
-   this: else they go on with the old values. One call after several writes suffices. Other tensors: does nothing. */
+/* Says that you have written to a parameter, or a view of one, through `data` or `raw`. Graphs that predict or have
+   .keep_packed (hpml_graph_desc) keep weights in the order in which kernels read them, until hpml changes a parameter
+   or you call this: else they go on with the old values. One call after several writes suffices. Other tensors: does
+   nothing. */
 HPML_API hpml_status hpml_tensor_changed(hpml_tensor *t);
 /* Converts n contiguous elements between any two dtypes in host memory. */
 HPML_API hpml_status hpml_convert(hpml_ctx *ctx, hpml_dtype to, void *dst, hpml_dtype from, const void *src, int64_t n);
@@ -933,7 +934,8 @@ typedef struct hpml_memory {
     size_t activations; /* inputs, results of ops, their gradients, saved values; arrays share memory in turn */
     size_t unshared;    /* what .activations would be if no arrays shared memory */
     size_t scratch;     /* working memory of ops; all ops use the same memory */
-    size_t packed;      /* weights in the order in which kernels read them; 0 unless the graph predicts */
+    size_t packed;      /* weights in the order in which kernels read them; 0 unless the graph predicts or has
+                           .keep_packed */
     size_t products;    /* working memory of matrix products on the CPU, for each thread, a few MB at most; all graphs
                            of a context use the same */
     size_t optimizer;   /* state of the optimizer; 0 for a graph without a trainer, and with .host_optimizer on a
@@ -950,12 +952,15 @@ typedef struct hpml_graph_desc {
     hpml_tensor *const *outputs;      /* results that may be read after a run */
     hpml_tensor        *loss;         /* an f32 scalar; NULL: no backward pass */
     bool                predict;      /* the graph only predicts; loss must be NULL, and hpml_graph_part is an error */
+    bool                keep_packed;  /* passes without `train` keep the packed weights of convolutions, see below */
     uint32_t            _end;
 } hpml_graph_desc;
 /* A graph that predicts runs forward passes in evaluation mode only. On the CPU, where results are stored in f32, it is
    faster: it has no gradients, saves nothing for a backward pass and keeps the packed weights of convolutions, in more
    memory (hpml_memory.packed), from pass to pass (see hpml_tensor_changed). A batchnorm that alone reads the result of
-   a convolution without activation is computed within the convolution, by scaled weights: equal up to rounding. */
+   a convolution without activation is computed within the convolution, by scaled weights: equal up to rounding.
+   A graph with keep_packed trains as without, but its passes without `train` keep packed weights in such memory, too,
+   and compute the same bits as without; for few samples at a time, because packing costs the same for any number. */
 
 /* Plans the ops on which outputs and loss depend; no tensor memory is allocated. A result of an op belongs to at most
    one graph, and its memory may be used again unless it is an output; inputs and parameters may be in several. */
@@ -1386,6 +1391,9 @@ typedef struct hpml_trainer_desc {
                                       would be 0 in halves; 0: 1, but dynamic where results are stored as F16: it begins
                                       with 65,536; when a gradient overflows, it is halved and the update skipped; after
                                       2,000 updates without, it is doubled (Micikevicius et al. 2018) */
+    bool          keep_packed;     /* predictions and evaluations keep the packed weights of convolutions until the
+                                      parameters change: the same bits, faster for few samples at a time, for more
+                                      memory (hpml_memory.packed); see hpml_graph_desc */
     bool          no_finite_check; /* skips the check of loss, gradients and new parameters for NaN and infinity. The
                                       check fails with the step and the layer and keeps such numbers out of parameters,
                                       but the rest of the step is applied. It makes the host wait for a device in each
@@ -2169,12 +2177,13 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #undef HPMLI_REF
 #endif
 
-/* All code but kernels is between these macros, which turn off six optimization passes of gcc, because without these
-   passes gcc compiles the code in two thirds of the time. */
-#if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
+/* All code but kernels is between these macros, by which gcc, unless it shall not optimize or keep the program small,
+   compiles this code as with -O1, but inlines small functions and trusts types as with -O2: in half the time of -O2,
+   and as fast, because the work is done in kernels. */
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__) && \
+    !defined(__OPTIMIZE_SIZE__)
 #define HPMLI_COMPILE_FAST_BEGIN                                                                                       \
-    _Pragma("GCC push_options") _Pragma("GCC optimize(\"no-tree-pre,no-tree-vrp,no-tree-dominator-opts\")")            \
-    _Pragma("GCC optimize(\"no-thread-jumps,no-gcse,no-schedule-insns2\")")
+    _Pragma("GCC push_options") _Pragma("GCC optimize(\"O1,inline-small-functions,strict-aliasing\")")
 #define HPMLI_COMPILE_FAST_END _Pragma("GCC pop_options")
 #else
 #define HPMLI_COMPILE_FAST_BEGIN
@@ -2481,6 +2490,7 @@ typedef struct hpmli_conv_product {
 #define HPMLI_CONV_TILE_ARGS const hpmli_conv_product *s, const float *a, const float *b, float *c
 typedef void hpmli_conv_tile_fn(HPMLI_CONV_TILE_ARGS);
 #define HPMLI_CONV_FEW   4     /* channels of a group, at most, for >>conv-groups */
+#define HPMLI_GRIDS_STRIDE 8   /* largest stride for >>conv-groups */
 #define HPMLI_CONV_GRID  1024  /* floats in a grid that small images fill together */
 #define HPMLI_CONV_IMAGES 12 /* images that share a load of the weights, where images are small */
 #define HPMLI_CONV_NARROW 8  /* images with narrower rows have tiles that go over rows or images */
@@ -5287,6 +5297,7 @@ struct hpml_graph {
     bool           last;       /* the last micro-batch of an update: gradients become final, hooks are called */
     hpml_update   *updates;    /* (param_count) optimizer steps to take during the backward pass; NULL: none */
     bool           predicts;   /* hpml_graph_desc.predict */
+    bool           keep_packed; /* hpml_graph_desc.keep_packed */
     bool           idle;       /* true: this rank has no samples, see hpml_run.idle */
     bool           no_targets; /* true: no targets are given: forward passes leave the loss out */
 };
@@ -5348,8 +5359,10 @@ HPMLI_FN hpml_node *hpmli_base(const hpmli_list *p, hpml_node *n)
 }
 
 HPMLI_FN bool hpmli_goes_back(const hpml_graph *g, const hpml_node *n) { return g->loss && n->out->needs_grad; }
+/* True if g runs on the CPU's own ops, which can keep packed weights from pass to pass. */
+HPMLI_FN bool hpmli_can_keep(const hpml_graph *g) { return g->ctx->ops == hpml_backend_cpu()->ops; }
 /* True if g predicts on the CPU's own ops, which then save memory and time (hpml_graph_desc). */
-HPMLI_FN bool hpmli_predicts_lean(const hpml_graph *g) { return g->predicts && g->ctx->ops == hpml_backend_cpu()->ops; }
+HPMLI_FN bool hpmli_predicts_lean(const hpml_graph *g) { return g->predicts && hpmli_can_keep(g); }
 
 /* True if `move` is the backward pass of a node, or the second half of its backward pass (WEIGHTS). */
 HPMLI_FN bool hpmli_is_back(hpmli_move move) { return move == HPMLI_BACKWARD || move == HPMLI_WEIGHTS; }
@@ -5983,11 +5996,13 @@ HPMLI_FN void hpmli_graph_sum(hpml_graph *g)
     }
     m->packed      = 0;
     m->products    = 0;
-    for (int i = 0; i < g->count; i++) {
+    for (int i = 0; i < g->count; i++)
         if (hpmli_packs(g->nodes[i])) m->products = hpmli_gemm_bytes(g->ctx, 0);
-        g->nodes[i]->state->kept_at = m->packed;
-        m->packed += g->nodes[i]->state->kept_bytes;
-    }
+    for (const hpmli_list *p = g->parts; p < g->parts + g->part_count; p++)
+        for (int i = p->from; i < p->to; i++) {
+            g->nodes[i]->state->kept_at = m->packed;
+            m->packed += g->nodes[i]->state->kept_bytes;
+        }
     m->scratch     = g->scratch_bytes;
     m->gradients   = (size_t)g->grad_count * sizeof(float);
 }
@@ -6079,7 +6094,7 @@ HPMLI_FN bool hpmli_graph_plan(hpml_graph *g)
     for (int i = 0; i < g->output_count; i++)
         if (g->outputs[i]->node) g->outputs[i]->node->state->kept = true;
     if (g->loss && g->loss->node) g->loss->node->state->kept = true;
-    for (int i = 0; i < g->count && hpmli_predicts_lean(g); i++)
+    for (int i = 0; i < g->count && (g->predicts || g->keep_packed) && hpmli_can_keep(g); i++)
         if (g->nodes[i]->op == HPML_OP_CONV2D) hpmli_conv_keeps(g, g->nodes[i]);
     return hpmli_part_add(g, 0, g->count, g->batch, 1) && hpmli_graph_plan_parts(g);
 }
@@ -6128,6 +6143,7 @@ HPML_API hpml_graph *hpml_graph_create(hpml_ctx *ctx, const hpml_graph_desc *des
     g->ctx          = ctx;
     g->loss         = d.loss;
     g->predicts     = d.predict;
+    g->keep_packed  = d.keep_packed;
     g->output_count = d.output_count;
     for (int i = 0; i < d.output_count; i++) g->outputs[i] = d.outputs[i];
     if (!hpmli_graph_collect(g, targets, count)) return NULL;
@@ -8977,6 +8993,13 @@ HPML_API hpml_tensor *hpml_argmax(hpml_tensor *x, int dim) { return hpmli_max_re
 HPMLI_FN int64_t hpmli_round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 HPMLI_FN int64_t hpmli_conv_panels(int64_t channels) { return (channels + HPMLI_CONV_PANEL - 1) / HPMLI_CONV_PANEL; }
 
+/* Returns true for a depthwise convolution of NCHW images so small that, where no gradients are computed, pixels of
+   adjacent channels are gathered in vectors, because the rows of one channel would fill only a fraction of them. */
+HPMLI_FN bool hpmli_grids_gather(const hpmli_conv *c)
+{
+    return 2 * c->OW <= c->ctx->k->lanes && c->groups % c->ctx->k->lanes == 0;
+}
+
 /* Sets c->by_grids, and if it is true the sizes and addresses of arrays in n's scratch memory, see >>conv-groups. */
 HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
 {
@@ -8988,16 +9011,16 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
         shared[i] = padding / stride; /* zeros in front of each row (image) that the previous row (image) reads, too */
         size[i]   = hpmli_max((i ? c->OW : c->OH) + shift[i] - shared[i], (image + padding - 1) / stride + 1);
     }
-    bool    wide  = c->nhwc && c->C == 1 && c->OC == 1;
+    bool    wide  = c->nhwc || (n->state && n->state->keeps && hpmli_grids_gather(c));
     int64_t limit = INT32_MAX / 4; /* floats: places in grids are of 32 bits */
-    c->lanes     = wide ? c->ctx->k->lanes : 1;
+    c->lanes     = wide && c->C == 1 && c->OC == 1 ? c->ctx->k->lanes : 1;
     c->units     = (c->groups - 1) / c->lanes + 1;
     c->grids     = (int64_t)a->conv.stride[0] * a->conv.stride[1];
     c->grid_rows = size[0];
     c->grid_row  = size[1] * c->lanes;
     c->lead      = shift[0] * c->grid_row + shift[1] * c->lanes;
     c->by_grids  = c->groups > 1 && c->C <= HPMLI_CONV_FEW && c->OC <= HPMLI_CONV_FEW;
-    c->by_grids  = c->by_grids && a->conv.stride[0] <= 8 && a->conv.stride[1] <= 8;
+    c->by_grids  = c->by_grids && hpmli_max(a->conv.stride[0], a->conv.stride[1]) <= HPMLI_GRIDS_STRIDE;
     c->by_grids  = c->by_grids && c->grid_rows + shift[0] + 1 < limit / c->grid_row / c->grids / (c->C + c->OC);
     if (!c->by_grids) return;
     c->images_at_once = hpmli_min(hpmli_max(HPMLI_CONV_GRID / (c->grid_rows * c->grid_row * c->grids), 1), c->B);
@@ -9009,9 +9032,10 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
     c->packed_floats  = hpmli_round_up((c->C + 2 * c->OC) * c->taps + c->grids + 1, 16); /* the lists */
     c->thread_floats  = (c->C + 1) * c->grids * c->grid_floats + c->OC * c->y_floats;
     c->thread_floats += hpmli_round_up((c->C + c->OC) * c->taps * c->lanes, 16);
+    if (!c->nhwc && c->lanes > 1) c->thread_floats += hpmli_round_up(c->H * c->W * c->lanes, 16); /* a unit of x */
     c->scratch_floats = c->sums * c->sum_floats + c->packed_floats + c->ctx->threads * c->thread_floats;
     if (!n->scratch || a->conv.algorithm == HPML_CONV_IM2COL) return; /* scratch has no memory yet, or no use */
-    HPML_ASSERT((size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
+    HPML_ASSERT(n->state->keeps || (size_t)c->scratch_floats * sizeof(float) <= n->scratch_bytes);
     c->sum_space    = (float *)n->scratch;
     c->packed       = c->sum_space + c->sums * c->sum_floats;
     c->thread_space = c->packed + c->packed_floats;
@@ -9061,7 +9085,6 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
 }
 
 static void hpmli_conv_expands(hpmli_conv *c); /* see >>conv-kept */
-static void hpmli_conv_kept(hpmli_conv *c); /* sets the addresses of what c keeps; see >>conv-kept */
 /* Returns the sizes of the convolution n, and the addresses of its scratch memory if that is allocated. */
 HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
 {
@@ -9101,7 +9124,6 @@ HPMLI_FN hpmli_conv hpmli_conv_of(hpml_ctx *ctx, hpml_node *n)
     hpmli_conv_grids(&c, n);
     if (n->state && n->state->keeps) hpmli_conv_expands(&c);
     if (!c.by_grids) hpmli_conv_scratch(&c, n);
-    if (n->state && n->state->keeps) hpmli_conv_kept(&c);
     return c;
 }
 
@@ -9257,10 +9279,11 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
 // >>conv-kept   convolutions in graphs that predict: kept weights, folded batchnorm
 // ---------------------------------------------------------------------------------------------------------------------
 /* A convolution in a graph that predicts keeps its packed weights from pass to pass, because packing them costs as much
-   as a third of the pass on one image. ctx->param_writes grows with each change of parameters: hpmli_set_memory,
-   hpml_tensor_set and _copy, files, every pass that trains, optimizer steps. The convolution packs again when
-   ctx->param_writes differs from the value that was kept with the packed weights. A batchnorm that alone reads the
-   result z = w * x + b is folded into the convolution: for each channel
+   as a third of the pass on one image; so it does in the passes without `train` of a graph with keep_packed.
+   ctx->param_writes grows with each change of parameters: hpmli_set_memory, hpml_tensor_set and _copy, files, passes
+   that train, optimizer steps. The convolution packs again when ctx->param_writes differs from the value that was kept
+   with the packed weights. In a graph that predicts, a batchnorm that alone reads the result z = w * x + b is folded
+   into the convolution: for each channel
        y = act(gamma rstd (z - mean) + beta) = act((s w) * x + s (b - mean) + beta),   s = gamma rstd.
    y then is in the memory of z, and the op of the batchnorm does nothing. Kept memory, in floats: HPMLI_KEPT, whose
    first 8 bytes are the value of param_writes; with a batchnorm s and the bias; the weights s w, packed or, where
@@ -9288,9 +9311,9 @@ HPMLI_FN hpml_node *hpmli_conv_norm(const hpml_graph *g, const hpml_node *n)
 static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n)
 {
     struct hpmli_node_state *state = n->state;
-    state->keeps   = true;
+    state->keeps   = g->predicts;
     state->expands = n->src[0]->shape[0] == 1;
-    state->folds = hpmli_conv_norm(g, n);
+    state->folds   = g->predicts ? hpmli_conv_norm(g, n) : NULL;
     if (state->folds) state->folds->state->folds = n;
     hpmli_conv c      = hpmli_conv_of(g->ctx, n);
     bool       packs  = hpmli_conv_packs(&c);
@@ -9299,8 +9322,8 @@ static void hpmli_conv_keeps(hpml_graph *g, hpml_node *n)
     if (packs) floats += c.groups * c.packed_floats;
     else if (state->folds) floats += hpmli_round_up(hpml_tensor_count(n->src[1]), 16);
     state->kept_bytes   = floats > HPMLI_KEPT ? (size_t)floats * sizeof(float) : 0;
-    state->kept_scratch = c.by_grids || n->attr.conv.algorithm == HPML_CONV_IM2COL ? n->scratch_bytes : 0;
-    if (packs) state->kept_scratch = (size_t)c.scratch_floats * sizeof(float);
+    state->kept_scratch = n->attr.conv.algorithm == HPML_CONV_IM2COL ? n->scratch_bytes : 0;
+    if (packs || c.by_grids) state->kept_scratch = (size_t)c.scratch_floats * sizeof(float);
 }
 
 /* Where rows of y are shorter than a tile of pixels, a convolution that keeps its weights computes all rows of y as one
@@ -9340,7 +9363,8 @@ HPMLI_FN void hpmli_conv_expand(const hpmli_conv *c, const float *image, float *
             }
 }
 
-static void hpmli_conv_kept(hpmli_conv *c)
+/* Sets the addresses of what c keeps, for a pass without `train`. */
+HPMLI_FN void hpmli_conv_kept(hpmli_conv *c)
 {
     const hpml_node *norm = c->n->state->folds;
     float           *at   = c->n->state->kept_memory;
@@ -9363,7 +9387,7 @@ HPMLI_FN bool hpmli_conv_refresh(const hpmli_conv *c)
     const hpml_node *n = c->n, *norm = n->state->folds;
     float           *kept = n->state->kept_memory;
     int64_t          channels = c->groups * c->OC, each = c->C * c->taps;
-    if (!n->state->keeps || !kept) return true;
+    if (!kept) return true;
     if (memcmp(kept, &c->ctx->param_writes, sizeof c->ctx->param_writes) == 0) return false;
     memcpy(kept, &c->ctx->param_writes, sizeof c->ctx->param_writes);
     float *scale = kept + HPMLI_KEPT, *bias = scale + hpmli_round_up(channels, 16);
@@ -9569,9 +9593,10 @@ HPMLI_FN void hpmli_grids_forward(hpmli_conv *c); /* see >>conv-groups */
 HPMLI_FN void hpmli_grids_back(hpmli_conv *c);
 HPMLI_FN void hpmli_conv2d_pass(const hpml_run *run, hpml_node *n)
 {
-    hpmli_conv c    = hpmli_conv_of(run->ctx, n);
-    hpml_act   act  = c.act;
-    bool       pack = hpmli_conv_refresh(&c);
+    hpmli_conv c = hpmli_conv_of(run->ctx, n);
+    if (!run->train) hpmli_conv_kept(&c);
+    hpml_act act  = c.act;
+    bool     pack = run->train || hpmli_conv_refresh(&c);
     if (n->attr.conv.algorithm == HPML_CONV_IM2COL) hpmli_conv_by_columns(&c, false);
     else if (c.by_grids) hpmli_grids_forward(&c);
     else if (hpmli_conv_is_1x1(&c)) hpmli_conv_1x1(&c, false);
@@ -9712,48 +9737,108 @@ HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_KEEPS_DZ | HPMLI_O
         dw[kh][kw] += dy[p] x[a][e][p + at]
    Two kernels compute these sums for long ranges of p: conv_taps the first two, conv_dots the third. The zeros behind a
    row are those in front of the next row, and the zeros below an image are those above the next image: small images of
-   the same channel share a grid. Of NHWC images of a depthwise convolution, each element of a grid is a vector of
-   adjacent channels (a unit). A task computes some channels of a range of images; the number of ranges, which each have
-   a partial sum of dw, depends on the shape alone, as in >>conv. */
+   the same channel share a grid. Of NHWC images of a depthwise convolution, and of small NCHW images in a graph that
+   predicts (hpmli_grids_gather), each element of a grid is a vector of adjacent channels (a unit). A task computes some
+   channels of a range of images; the number of ranges, which each have a partial sum of dw, depends on the shape alone,
+   as in >>conv. */
 
-/* Copies channel k of unit u from `images` images at p, x or, if is_y, y, to their places in its grids; back: from the
-   grids to p, `add` adding to it. */
-HPMLI_FN void hpmli_grids_copy(const hpmli_conv *c, float *grid, float *p, bool is_y, int64_t b, int64_t images,
-                               int64_t u, int64_t k, bool back, bool add)
+/* The pixels of a channel that one call of a kernel copies to or from a grid: every stride-th pixel of every stride-th
+   row or, where a kernel copies two columns (pairs), every pixel of these rows. */
+typedef struct hpmli_grids_part {
+    hpmli_conv_copy copy;  /* from an image to a grid */
+    int64_t         from;  /* floats from the channel's begin to the first of these pixels */
+    int64_t         at[2]; /* floats from the begin of the grids to this pixel; [1]: to its right neighbour, if pairs */
+} hpmli_grids_part;
+/* All parts of a channel. They are found once for each task, because this takes longer than to copy a small image. */
+typedef struct hpmli_grids_parts {
+    hpmli_grids_part part[HPMLI_GRIDS_STRIDE * HPMLI_GRIDS_STRIDE];
+    int64_t          count, plane; /* number of parts; pixels of an image */
+    bool             is_y;         /* of y or dy, else of x or dx */
+    bool             pairs;        /* of NCHW images with a stride of 2 from column to column */
+    hpmli_conv       gathered;     /* where channels of NCHW images are gathered: describes a unit in a grid */
+    float           *unit;         /* there: working memory for a unit in NHWC order */
+} hpmli_grids_parts;
+
+HPMLI_FN void hpmli_grids_parts_find(const hpmli_conv *c, bool is_y, hpmli_grids_parts *parts)
 {
     const hpml_attr *a = &c->n->attr;
+    const hpmli_conv none = HPMLI_ZEROED;
     int64_t H     = is_y ? c->OH : c->H;
     int64_t W     = is_y ? c->OW : c->W;
-    int64_t pixel = is_y ? c->y_pixel : c->x_pixel;
     int64_t SH    = is_y ? 1 : a->conv.stride[0];
     int64_t SW    = is_y ? 1 : a->conv.stride[1];
     int64_t PH    = is_y ? 0 : a->conv.padding[0];
     int64_t PW    = is_y ? 0 : a->conv.padding[1];
-    int64_t lanes = hpmli_min(c->groups - u * c->lanes, c->lanes);
-    int64_t ahead = back || c->nhwc ? 0 : hpmli_min(H * W, 4096); /* floats of the next channel to prefetch */
-    bool    pairs = !c->nhwc && SW == 2; /* a kernel copies two columns */
-    hpmli_mat from = hpmli_conv_mat(c, p, is_y, b, u * c->lanes, 0, 1);
-    from.p += k * (c->nhwc ? 1 : H * W);
+    bool    rows  = !c->nhwc && c->lanes == 1; /* the pixels of a row are contiguous */
+    int64_t pixel = c->nhwc ? (is_y ? c->y_pixel : c->x_pixel) : c->lanes;
+    parts->count = 0;
+    parts->plane = H * W;
+    parts->is_y  = is_y;
+    parts->pairs = rows && SW == 2;
+    parts->gathered = none;
+    parts->gathered.C       = c->lanes;
+    parts->gathered.H       = H;
+    parts->gathered.W       = W;
+    parts->gathered.x_pitch = c->grid_row;
     for (int64_t r = 0; r < SH && r < H; r++)
-        for (int64_t w = 0; w < SW && w < W; w += pairs ? 2 : 1) { /* pixels r, r + SH .. of columns w, w + SW .. */
-            float *at  = grid + ((r + PH) % SH * SW + (w + PW) % SW) * c->grid_floats;
-            float *odd = grid + ((r + PH) % SH * SW + (w + PW + 1) % SW) * c->grid_floats;
-            float *x   = from.p + (r * W + w) * pixel;
-            at  += (r + PH) / SH * c->grid_row + (w + PW) / SW * c->lanes;
-            odd += (r + PH) / SH * c->grid_row + (w + PW + 1) / SW;
-            hpmli_conv_copy in = { (H - r - 1) / SH + 1, (W - w - 1) / SW + 1, lanes, c->grid_row, c->lanes,
-                                   SH * W * pixel, SW * pixel };
-            if (!c->nhwc && SW == 1) in.pixels = 1, in.channels = W; /* rows are contiguous */
-            if (pairs) in.pixels = W;
-            hpmli_conv_copy out = { in.rows, in.pixels, in.channels, in.from_row, in.from_pixel, in.to_row,
-                                    in.to_pixel };
-            for (int64_t i = 0, to = 0; i < images; i++, to += c->grid_rows * c->grid_row, x += from.apart) {
-                for (int64_t j = 0; j < ahead && r + w == 0; j += 16) __builtin_prefetch(x + H * W + j);
-                if (pairs) c->ctx->k->conv_pairs(&in, at + to, odd + to, x, back, add);
-                else if (back) c->ctx->k->conv_copy(&out, x, at + to, NULL, 0, add);
-                else c->ctx->k->conv_copy(&in, at + to, x, NULL, 0, 0);
+        for (int64_t w = 0; w < SW && w < W; w += parts->pairs ? 2 : 1) { /* pixels r, r + SH .. of columns w, w + SW */
+            hpmli_grids_part *part = &parts->part[parts->count++];
+            hpmli_conv_copy   copy = { (H - r - 1) / SH + 1, (W - w - 1) / SW + 1, 1, c->grid_row, c->lanes,
+                                       SH * W * pixel, SW * pixel };
+            if (parts->pairs) copy.pixels = W;
+            if (rows && SW == 1) {
+                copy.pixels   = 1;
+                copy.channels = W;
             }
+            part->copy = copy;
+            part->from = (r * W + w) * pixel;
+            for (int64_t i = 0; i < 2; i++)
+                part->at[i] = ((r + PH) % SH * SW + (w + PW + i) % SW) * c->grid_floats +
+                              (r + PH) / SH * c->grid_row + (w + PW + i) / SW * c->lanes;
         }
+}
+
+/* Copies unit u of an NCHW image, whose channels are gathered in vectors, from x to its grids or, with `back`, from the
+   grid of y to x. With a stride the unit is in parts->unit first, from which its pixels are copied to several grids. */
+HPMLI_FN void hpmli_grids_gathered(const hpmli_conv *c, const hpmli_grids_parts *parts, float *grid, float *x,
+                                   bool back)
+{
+    const hpmli_grids_part *part = parts->part;
+    const hpmli_conv       *d    = &parts->gathered;
+    if (back) c->ctx->k->conv_from_nhwc(d, x, grid + part->at[0], 0);
+    else if (parts->count == 1) c->ctx->k->conv_to_nhwc(grid + part->at[0], x, d->C, d->H, d->W, d->x_pitch);
+    if (back || parts->count == 1) return;
+    c->ctx->k->conv_to_nhwc(parts->unit, x, d->C, d->H, d->W, d->W * d->C);
+    for (; part < parts->part + parts->count; part++) {
+        hpmli_conv_copy in = part->copy;
+        in.channels = d->C;
+        c->ctx->k->conv_copy(&in, grid + part->at[0], parts->unit + part->from, NULL, 0, 0);
+    }
+}
+
+/* Copies channel k of unit u from `images` images at p to their places in its grids; back: from the grids to p, `add`
+   adding to it. */
+HPMLI_FN void hpmli_grids_copy(const hpmli_conv *c, const hpmli_grids_parts *parts, float *grid, float *p, int64_t b,
+                               int64_t images, int64_t u, int64_t k, bool back, bool add)
+{
+    int64_t   ahead = back || c->nhwc ? 0 : hpmli_min(parts->plane, 4096); /* floats of the next channel to prefetch */
+    hpmli_mat from  = hpmli_conv_mat(c, p, parts->is_y, b, u * c->lanes, 0, 1);
+    from.p += k * (c->nhwc ? 1 : parts->plane);
+    for (int64_t i = 0; i < images && !c->nhwc && c->lanes > 1; i++)
+        hpmli_grids_gathered(c, parts, grid + i * c->grid_rows * c->grid_row, from.p + i * from.apart, back);
+    if (!c->nhwc && c->lanes > 1) return;
+    for (const hpmli_grids_part *part = parts->part; part < parts->part + parts->count; part++) {
+        hpmli_conv_copy in = part->copy;
+        if (c->nhwc) in.channels = hpmli_min(c->groups - u * c->lanes, c->lanes);
+        hpmli_conv_copy out = { in.rows, in.pixels, in.channels, in.from_row, in.from_pixel, in.to_row, in.to_pixel };
+        float *x = from.p + part->from, *at = grid + part->at[0], *right = grid + part->at[1];
+        for (int64_t i = 0, to = 0; i < images; i++, to += c->grid_rows * c->grid_row, x += from.apart) {
+            for (int64_t j = 0; j < ahead && part == parts->part; j += 16) __builtin_prefetch(x + parts->plane + j);
+            if (parts->pairs) c->ctx->k->conv_pairs(&in, at + to, right + to, x, back, add);
+            else if (back) c->ctx->k->conv_copy(&out, x, at + to, NULL, 0, add);
+            else c->ctx->k->conv_copy(&in, at + to, x, NULL, 0, 0);
+        }
+    }
 }
 
 /* Writes the places, in floats, of the numbers that the sums for y, dw (x_at: in order of the weights of an output
@@ -9780,34 +9865,40 @@ HPMLI_FN void hpmli_grids_lists(const hpmli_conv *c)
     first[c->grids] = (int32_t)count;
 }
 
-/* What a task computes: units (adjacent groups of channels) [u0, u1) of images [b0, b1), and its memory. */
-typedef struct hpmli_grids_task {
-    int64_t b0, b1, u0, u1, step; /* step: number of images computed at one time */
-    float  *x, *y, *out, *w, *dw; /* grids of x, of dy and of results; weights; gradients of weights */
-} hpmli_grids_task;
-
-HPMLI_FN hpmli_grids_task hpmli_grids_task_of(const hpmli_conv *c, int64_t task, int thread)
-{
-    int64_t range = task / c->channel_pieces, piece = task % c->channel_pieces;
-    hpmli_grids_task t;
-    t.b0   = range * c->B / c->sums;
-    t.b1   = (range + 1) * c->B / c->sums;
-    t.u0   = piece * c->units / c->channel_pieces;
-    t.u1   = (piece + 1) * c->units / c->channel_pieces;
-    t.step = (t.b1 - t.b0 - 1) / ((t.b1 - t.b0 - 1) / c->images_at_once + 1) + 1; /* as even as can be */
-    t.x    = c->thread_space + thread * c->thread_floats;
-    t.out  = t.x + c->C * c->grids * c->grid_floats;
-    t.y    = t.out + c->grids * c->grid_floats;
-    t.w    = t.y + c->OC * c->y_floats;
-    t.dw   = t.w + c->OC * c->taps * c->lanes;
-    return t;
-}
-
 /* Returns true if a kernel writes rows of `width` pixels directly to y or dx, not to a grid that is copied: for NCHW
    images, if few lanes are unused. */
 HPMLI_FN bool hpmli_grids_direct(const hpmli_conv *c, int64_t width)
 {
-    return !c->nhwc && 4 * hpmli_round_up(width, c->ctx->k->lanes) <= 5 * c->grid_row;
+    return !c->nhwc && c->lanes == 1 && 4 * hpmli_round_up(width, c->ctx->k->lanes) <= 5 * c->grid_row;
+}
+
+/* What a task computes: units [u0, u1) of images [b0, b1), and its working memory. */
+typedef struct hpmli_grids_task {
+    int64_t b0, b1, u0, u1, step; /* step: images at once */
+    float  *x, *y, *out, *w, *dw; /* grids of x, of dy and of results; weights; gradients of weights */
+    bool    direct_y, direct_dx;  /* kernels write y, dx themselves, see hpmli_grids_direct */
+    hpmli_grids_parts of_x, of_y;
+} hpmli_grids_task;
+
+HPMLI_FN void hpmli_grids_task_of(const hpmli_conv *c, int64_t task, int thread, hpmli_grids_task *t)
+{
+    int64_t range = task / c->channel_pieces, piece = task % c->channel_pieces;
+    t->b0   = range * c->B / c->sums;
+    t->b1   = (range + 1) * c->B / c->sums;
+    t->u0   = piece * c->units / c->channel_pieces;
+    t->u1   = (piece + 1) * c->units / c->channel_pieces;
+    t->step = (t->b1 - t->b0 - 1) / ((t->b1 - t->b0 - 1) / c->images_at_once + 1) + 1; /* as even as can be */
+    t->x    = c->thread_space + thread * c->thread_floats;
+    t->out  = t->x + c->C * c->grids * c->grid_floats;
+    t->y    = t->out + c->grids * c->grid_floats;
+    t->w    = t->y + c->OC * c->y_floats;
+    t->dw   = t->w + c->OC * c->taps * c->lanes;
+    t->direct_y  = hpmli_grids_direct(c, c->OW);
+    t->direct_dx = c->grids == 1 && hpmli_grids_direct(c, c->W);
+    hpmli_grids_parts_find(c, false, &t->of_x);
+    hpmli_grids_parts_find(c, true, &t->of_y);
+    t->of_x.unit = t->dw + hpmli_round_up((c->C + c->OC) * c->taps * c->lanes, 16) - c->OC * c->taps * c->lanes;
+    t->of_y.unit = NULL;
 }
 
 /* Returns the description of the sums over x for a result of the size of y that fill a grid of `images` images. */
@@ -9831,9 +9922,9 @@ HPMLI_FN void hpmli_grids_y(const hpmli_conv *c, const hpmli_grids_task *t, int6
     if (c->lanes > 1) w = t->w;
     for (int64_t o = 0; o < c->OC; o++, w += c->C * c->taps) {
         if (c->bias) memcpy(start, c->bias + u * c->lanes * c->OC + o, (size_t)lanes * sizeof(float));
-        if (!hpmli_grids_direct(c, c->OW)) {
+        if (!t->direct_y) {
             c->ctx->k->conv_taps(&d, t->out, t->x, w, start);
-            hpmli_grids_copy(c, t->out, c->n->out->data, true, b, images, u, o, true, false);
+            hpmli_grids_copy(c, &t->of_y, t->out, c->n->out->data, b, images, u, o, true, false);
             continue;
         }
         d.rows = c->OH, d.n = d.y_row = c->OW, d.x_row = c->grid_row;
@@ -9846,12 +9937,13 @@ HPMLI_FN void hpmli_grids_y(const hpmli_conv *c, const hpmli_grids_task *t, int6
 HPMLI_FN void hpmli_grids_forward_task(void *arg, int64_t task, int thread)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
-    hpmli_grids_task  t = hpmli_grids_task_of(c, task, thread);
+    hpmli_grids_task  t;
+    hpmli_grids_task_of(c, task, thread, &t);
     memset(t.x, 0, (size_t)(c->C * c->grids * c->grid_floats) * sizeof(float));
     for (int64_t b = t.b0; b < t.b1; b += t.step)
         for (int64_t u = t.u0, images = hpmli_min(t.step, t.b1 - b); u < t.u1; u++) {
             for (int64_t k = 0; k < c->C; k++)
-                hpmli_grids_copy(c, t.x + k * c->grids * c->grid_floats, c->n->src[0]->data, false, b, images, u, k,
+                hpmli_grids_copy(c, &t.of_x, t.x + k * c->grids * c->grid_floats, c->n->src[0]->data, b, images, u, k,
                                  false, false);
             hpmli_grids_y(c, &t, b, images, u);
         }
@@ -9865,7 +9957,7 @@ HPMLI_FN void hpmli_grids_dx(const hpmli_conv *c, const hpmli_grids_task *t, int
     int64_t         lanes = hpmli_min(c->groups - u * c->lanes, c->lanes);
     float          *dx = c->n->src[0]->grad;
     hpmli_conv_taps d = { 1, images * c->grid_rows * c->grid_row, c->W, c->grid_row, 0, NULL, c->lanes > 1, 0, 0 };
-    bool            direct = c->grids == 1 && hpmli_grids_direct(c, c->W);
+    bool            direct = t->direct_dx;
     if (direct) d.rows = c->H, d.n = c->W, d.add = c->n->accumulate[0];
     for (int64_t k = 0; k < c->C; k++, w += c->taps) {
         for (int64_t j = 0; j < c->OC * c->taps; j++)
@@ -9879,7 +9971,7 @@ HPMLI_FN void hpmli_grids_dx(const hpmli_conv *c, const hpmli_grids_task *t, int
                 c->ctx->k->conv_taps(&d, hpmli_conv_mat(c, dx, false, b + i, u, 0, 1).p + k * c->H * c->W,
                                      y + (i * c->grid_rows + padding[0]) * c->grid_row + padding[1], t->w, NULL);
         }
-        if (!direct) hpmli_grids_copy(c, t->out, dx, false, b, images, u, k, true, c->n->accumulate[0]);
+        if (!direct) hpmli_grids_copy(c, &t->of_x, t->out, dx, b, images, u, k, true, c->n->accumulate[0]);
     }
 }
 
@@ -9901,17 +9993,18 @@ HPMLI_FN void hpmli_grids_dw(const hpmli_conv *c, const hpmli_grids_task *t, flo
 HPMLI_FN void hpmli_grids_back_task(void *arg, int64_t task, int thread)
 {
     const hpmli_conv *c   = (const hpmli_conv *)arg;
-    hpmli_grids_task  t   = hpmli_grids_task_of(c, task, thread);
+    hpmli_grids_task  t;
     float            *sum = c->sum_space + task / c->channel_pieces * c->sum_floats;
+    hpmli_grids_task_of(c, task, thread, &t);
     memset(t.x, 0, (size_t)(c->C * c->grids * c->grid_floats) * sizeof(float));
     memset(t.y, 0, (size_t)(c->OC * c->y_floats) * sizeof(float));
     for (int64_t b = t.b0; b < t.b1; b += t.step)
         for (int64_t u = t.u0, images = hpmli_min(t.step, t.b1 - b); u < t.u1; u++) {
             for (int64_t o = 0; o < c->OC; o++)
-                hpmli_grids_copy(c, t.y + o * c->y_floats + c->lead, c->n->out->grad, true, b, images, u, o, false,
+                hpmli_grids_copy(c, &t.of_y, t.y + o * c->y_floats + c->lead, c->n->out->grad, b, images, u, o, false,
                                  false);
             for (int64_t k = 0; c->want_dw && k < c->C; k++)
-                hpmli_grids_copy(c, t.x + k * c->grids * c->grid_floats, c->n->src[0]->data, false, b, images, u, k,
+                hpmli_grids_copy(c, &t.of_x, t.x + k * c->grids * c->grid_floats, c->n->src[0]->data, b, images, u, k,
                                  false, false);
             if (c->want_dw) hpmli_grids_dw(c, &t, sum, images, u, b == t.b0);
             if (c->want_dx) hpmli_grids_dx(c, &t, b, images, u);
@@ -13345,6 +13438,7 @@ HPMLI_FN hpml_trainer *hpmli_trainer_plan(hpml_ctx *ctx, const hpml_trainer_desc
     gd.output_count = 1;
     gd.outputs      = &t->d.output;
     gd.loss         = t->loss;
+    gd.keep_packed  = t->d.keep_packed;
     t->graph        = hpml_graph_create(ctx, &gd);
     if (!t->graph || !hpmli_trainer_check_inputs(t)) return NULL;
     t->graph->trainer = t;
@@ -19942,7 +20036,9 @@ typedef uint64x2_t  HV(u64);
      transpose                   a square of HV_LANES x HV_LANES floats
      set_u64_pairs philox_products   see >>random */
 
-#define HPMLI_KERNEL     static __attribute__((unused)) HPMLI_TARGET /* begins a function of this set */
+/* HPMLI_KERNEL begins a function of this set. Such functions are not inlined into each other, because a call costs
+   nothing beside their loops, but gcc takes ten times as long for a matrix product that contains its parts. */
+#define HPMLI_KERNEL     static __attribute__((noinline, unused)) HPMLI_TARGET
 #define HPMLI_VEC_INLINE static inline __attribute__((always_inline, unused)) HPMLI_TARGET /* always inlined */
 /* Defines a function that returns the expression e. Each macro that defines functions ends in a prototype without a
    semicolon, so that a use of the macro ends in a semicolon, as editors and ctags expect of a declaration. */

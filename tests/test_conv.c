@@ -846,6 +846,10 @@ static const net nets[] = {
     { 68, 6, 68, 3, 1, 1, 2, true, true, true, HPML_CONV_AUTO, 0, 0, 0 },
     { 9, 8, 9, 3, 1, 1, 9, false, true, true, HPML_CONV_AUTO, 0, 0, 0 },
     { 9, 8, 18, 3, 2, 1, 9, true, true, true, HPML_CONV_AUTO, 0, 0, 0 },
+    { 32, 6, 32, 3, 1, 1, 32, false, true, true, HPML_CONV_AUTO, 0, 0, 0 },
+    { 16, 4, 16, 3, 1, 1, 16, true, true, false, HPML_CONV_AUTO, 0, 0, 0 },
+    { 16, 7, 16, 3, 2, 1, 16, true, true, true, HPML_CONV_AUTO, 0, 0, 0 },
+    { 48, 8, 48, 5, 3, 1, 48, true, false, true, HPML_CONV_AUTO, 0, 0, 0 },
     { 5, 6, 17, 3, 1, 1, 1, true, true, true, HPML_CONV_IM2COL, 0, 0, 0 },
     { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, 0, 1, 0 },
     { 4, 6, 35, 3, 1, 1, 1, true, true, true, HPML_CONV_AUTO, HPML_ACT_RELU, 0, 0 },
@@ -1084,6 +1088,56 @@ TEST(predict_notices_training)
     hpml_trainer_part(trainer, w->param->index, HPML_ARRAY_VALUES)[1] += 1;
     ENSURE(twins_moved(&t));
     hpml_ctx_free(t.kept.ctx), hpml_ctx_free(t.plain.ctx);
+}
+
+/* A trainer of two convolutions with a batchnorm between them, of up to 3 images. */
+static hpml_trainer *kept_trainer(int threads, bool keep, hpml_memory *memory)
+{
+    hpml_ctx         *ctx = context(NULL, threads);
+    hpml_trainer_desc d;
+    hpml_conv2d_desc  c;
+    memset(&d, 0, sizeof d), memset(&c, 0, sizeof c);
+    c.kernel_h = 3, c.padding_h = 1;
+    d.input  = hpml_input_4d(ctx, 3, 4, 6, 6);
+    d.output = hpml_batchnorm(hpml_conv2d(d.input, 40, &c), NULL);
+    c.groups = 2, c.name = "second";
+    d.output = hpml_linear(hpml_reshape_2d(hpml_conv2d(d.output, 66, &c), 3, 66 * 36), 2, NULL);
+    d.loss = HPML_LOSS_MSE, d.lr = 1e-4f, d.keep_packed = keep;
+    if (hpml_trainer_memory(ctx, &d, memory) != HPML_OK) return NULL;
+    return hpml_trainer_create(ctx, &d);
+}
+
+/* Trainers that keep packed weights and one that does not: the same bits, also after steps and writes. */
+TEST(trainers_keep_packed_weights)
+{
+    float       in[5 * 144], target[3 * 2], out[2][5 * 2];
+    hpml_memory m[2];
+    randomize(in, 5 * 144), randomize(target, 3 * 2);
+    for (int threads = 1; threads <= 3; threads += 2) {
+        hpml_trainer *t[2] = { kept_trainer(threads, false, &m[0]), kept_trainer(threads, true, &m[1]) };
+        ENSURE(t[0] && t[1] && m[0].packed == 0 && m[0].scratch == m[1].scratch);
+        ENSURE(m[1].packed >= sizeof(float) * (16 + 9 * 4 * 40 + 16 + 9 * 20 * 66) && m[1].packed <= 400000);
+        ENSURE(m[1].total - m[0].total == m[1].packed && m[0].activations == m[1].activations);
+        size_t bytes = hpml_ctx_bytes(hpml_trainer_settings(t[1])->input->ctx);
+        for (int round = 0; round < 4; round++)
+            for (int samples = 1; samples <= 5; samples += 2) { /* of 5, in two batches */
+                for (int i = 0; i < 2; i++) {
+                    hpml_tensor *w = hpml_param_find(hpml_trainer_settings(t[i])->input->ctx, "second.weight");
+                    if (samples == 3) ENSURE(hpml_trainer_step(t[i], in, target, 1 + round % 3, NULL) == HPML_OK);
+                    w->data[round] += 0.5f;
+                    ENSURE(hpml_tensor_changed(w) == HPML_OK);
+                    ENSURE(hpml_trainer_predict(t[i], in, samples, out[i]) == HPML_OK);
+                }
+                ENSURE(memcmp(out[0], out[1], sizeof(float) * 2 * (size_t)samples) == 0);
+            }
+        hpml_tensor *w = hpml_param_find(hpml_trainer_settings(t[1])->input->ctx, "second.weight");
+        ENSURE(hpml_ctx_bytes(w->ctx) == bytes);
+        w->data[0] += 1; /* as documented: unknown until hpml_tensor_changed, because packed weights are kept */
+        ENSURE(hpml_trainer_predict(t[1], in, 5, out[0]) == HPML_OK && memcmp(out[0], out[1], sizeof out[0]) == 0);
+        ENSURE(hpml_tensor_changed(w) == HPML_OK && hpml_trainer_predict(t[1], in, 5, out[0]) == HPML_OK);
+        ENSURE(memcmp(out[0], out[1], sizeof out[0]) != 0);
+        for (int i = 0; i < 2; i++) hpml_ctx_free(hpml_trainer_settings(t[i])->input->ctx);
+    }
 }
 
 /* Two graphs of one context predict from parameters that both read, and from their own. */

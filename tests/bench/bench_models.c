@@ -286,7 +286,7 @@ static hpml_trainer_desc settings(const row *r)
 static void plan(row *r, bool predict)
 {
     hpml_trainer_desc d;
-    hpml_graph_desc   g = { .output_count = 1, .outputs = &r->out };
+    hpml_graph_desc   g = { .output_count = 1, .outputs = &r->out, .predict = predict };
     if (!r->out) return;
     d    = settings(r);
     r->t = predict ? NULL : hpml_trainer_create(r->ctx, &d);
