@@ -123,7 +123,8 @@
 //     api-simulate   step time on machines you do not have
 //     api-timeline   one timeline for all ranks
 // PART I   TALK: ranks, messages, transports
-//     base   system headers, the communicator, nodes and links
+//     system   system headers, macros
+//     base   the communicator, nodes and links
 //     messages   beginning and testing messages; lost ranks
 //     waiting   waiting for a message, or for the first of several; sending, receiving
 //     world   ranks as threads: inboxes, links, deadlock
@@ -1489,7 +1490,7 @@ HPMLC_REF(hpml_pipe_cut, (const hpml_pipe_cut_desc &d, hpml_pipe_stage *stages, 
 // =====================================================================================================================
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>base   system headers, the communicator, nodes and links
+// >>system   system headers, macros
 // ---------------------------------------------------------------------------------------------------------------------
 #if defined(_WIN32) && !defined(__USE_MINGW_ANSI_STDIO)
 #define __USE_MINGW_ANSI_STDIO 1 /* MinGW: snprintf of C99 */
@@ -1531,6 +1532,9 @@ HPMLI_COMPILE_FAST_BEGIN
 extern "C" {
 #endif
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>base   the communicator, nodes and links
+// ---------------------------------------------------------------------------------------------------------------------
 typedef struct hpmlc_background hpmlc_background; /* the background thread of a communicator: see >>async */
 typedef struct hpmlc_pipeline   hpmlc_pipeline;   /* this rank's stage of a model: see >>pipe-run */
 typedef struct hpmlc_mesh       hpmlc_mesh;       /* the axes of a communicator: see >>mesh */
