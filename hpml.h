@@ -21560,9 +21560,9 @@ HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_blo
     e->bias_row = last && d->bias_m ? d->bias_m + v->part->i0 : NULL;
     e->relu     = last && d->act == 1;
     block->plain = d->alpha == 1 && (e->beta == 0 || e->beta == 1) && !e->bias_col && !e->bias_row && !e->relu;
-    /* Prefetching C pays if C is larger than the first-level cache; but not for k <= 16, where the instructions take
-       more time than they save, nor for a small k if the rows of C are a multiple of 1 KiB apart, because loads wait for
-       stores to addresses a multiple of 4 KiB away. */
+    /* Prefetching C pays if C is larger than the first-level cache; but not for k <= 16, where the instructions cost
+       more time than they save, nor for a small k if the rows of C are a multiple of 1 KiB apart, because loads wait
+       for stores to addresses a multiple of 4 KiB away. */
     block->prefetch = v->rows * v->cols >= 8192 && !v->swapped && v->k > 16 && (v->k > 32 || v->ldc % 256 != 0);
 }
 /* Computes a block of rows of P (left operand) by columns [col, col + cols) of Q (right), cut evenly into panels of at
