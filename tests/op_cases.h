@@ -97,9 +97,9 @@ typedef struct op_case {
     X(cos, hpml_cos(hpml_scale(x, 2, 1)), 3e-3) X(pow, hpml_pow(hpml_scale(hpml_mul(x, x), 1, 1), -1.5f), 3e-3)        \
     X(max, hpml_max(x, 2), 1e-2) X(max_last, hpml_max(hpml_slice(x, 3, 1, 2), 3), 1e-2)                              \
     X(max_twice, hpml_mul(x, hpml_max(x, 1)), 1e-2)                                                                    \
-    X(argmax, hpml_gather(hpml_tanh(x), 1, hpml_argmax(x, 1)), 1e-2) X(reverse, hpml_reverse(x, 3, NULL), 3e-3)        \
-    X(gather, hpml_gather(x, 2, indices(x, 9, 5, 7)), 3e-3)                                                            \
-    X(gather_rows, hpml_gather(x, 2, indices(x, 9, 4, 1)), 3e-3)                                                       \
+    X(argmax, hpml_take_along(hpml_tanh(x), 1, hpml_argmax(x, 1)), 1e-2) X(reverse, hpml_reverse(x, 3, NULL), 3e-3)    \
+    X(gather, hpml_take_along(x, 2, indices(x, 9, 5, 7)), 3e-3)                                                        \
+    X(gather_rows, hpml_take_along(x, 2, indices(x, 9, 4, 1)), 3e-3)                                                   \
     X(reverse_lengths, hpml_add(hpml_reverse(three(x), 1, per_sample(x, 3, 5)), three(x)), 3e-3)                       \
     X(last, hpml_last(three(x), per_sample(x, 0, 5)), 3e-3) X(last_of_all, hpml_last(x, NULL), 3e-3)                   \
     X(pad, hpml_pad(x, 2, 2, 3, 0.5f), 3e-3) X(upsample, hpml_upsample2d(x, 2, false), 3e-3)                           \

@@ -2147,7 +2147,7 @@ TEST(indices_out_of_range_on_the_device)
         int32_t       bad[2] = { 0, 6 + kind };
         float         out[10];
         hpml_tensor  *x = hpml_input_3d(ctx, 2, 6, 5), *i = hpml_input(ctx, HPML_DTYPE_I32, kind ? 1 : 3, shape);
-        hpml_tensor  *y = kind ? hpml_last(x, i) : hpml_gather(x, 1, i);
+        hpml_tensor  *y = kind ? hpml_last(x, i) : hpml_take_along(x, 1, i);
         hpml_graph   *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
         ENSURE(hpml_graph_alloc(g) == HPML_OK);
         fill(x, 1);

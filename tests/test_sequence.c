@@ -127,7 +127,7 @@ TEST(arguments_of_indices_that_do_not_fit)
         hpml_ctx    *ctx = context(1);
         hpml_tensor *x = hpml_input_3d(ctx, 2, 6, 5), *two = hpml_input(ctx, HPML_DTYPE_I32, 1, (int64_t[]){ 2 });
         hpml_tensor *y = NULL;
-        if (kind == 0) y = hpml_gather(x, 1, two);
+        if (kind == 0) y = hpml_take_along(x, 1, two);
         if (kind == 1) y = hpml_pad(x, 3, 1, 1, 0);
         if (kind == 2) y = hpml_pad(x, 1, -1, 1, 0);
         if (kind == 3) y = hpml_reverse(x, 0, two);
@@ -151,7 +151,7 @@ TEST(indices_and_lengths_out_of_range)
         const int64_t shape[3] = { 2, 1, 1 };
         int32_t       good[2] = { 5, 0 }, bad[2] = { 0, 6 + kind };
         hpml_tensor  *x = hpml_input_3d(ctx, 2, 6, 5), *i = hpml_input(ctx, HPML_DTYPE_I32, kind ? 1 : 3, shape);
-        hpml_tensor  *y = kind ? hpml_last(x, i) : hpml_gather(x, 1, i);
+        hpml_tensor  *y = kind ? hpml_last(x, i) : hpml_take_along(x, 1, i);
         hpml_graph   *g = hpml_graph_create(ctx, &(hpml_graph_desc){ .outputs = &y, .output_count = 1 });
         ENSURE(hpml_graph_alloc(g) == HPML_OK);
         for (int k = 0; k < 60; k++) x->data[k] = (float)k;
