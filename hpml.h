@@ -150,7 +150,7 @@
 //     map   elementwise functions of up to three operands: minimum, maximum, where, clamp, powers, sine, cosine
 //     matmul   matrix products and linear layers
 //     shape   reshape, permute, slice, concat, sum
-//     take   indices along one dimension: gather, reverse, last step, pad, upsample; maxima and where they are; masks
+//     take   indices along one dimension: any rows, reverse, last step, pad, upsample; maxima and where they are; masks
 //     conv   two-dimensional convolution: recording, sizes
 //     conv-kept   convolutions in graphs that predict: kept weights, folded batchnorm
 //     conv-run   convolution: its forward and backward pass
@@ -776,9 +776,9 @@ HPML_API hpml_tensor *hpml_mean(hpml_tensor *x, int dim);
 HPML_API hpml_tensor *hpml_max(hpml_tensor *x, int dim);
 HPML_API hpml_tensor *hpml_argmax(hpml_tensor *x, int dim);
 
-/* Takes along a dimension. gather: y[o][i][k] = x[o][index[o][i][k]][k], index I32 with as many dimensions as x, before
-   `dim` of the same sizes, after it of the same sizes or all 1 (one index for a whole row); an index outside of x is an
-   error of the step. pad: `before` and `after` numbers `value` around x. reverse: the order of dimension `dim`
+/* Takes along a dimension. take_along: y[o][i][k] = x[o][index[o][i][k]][k], index I32 with as many dimensions as x,
+   before `dim` of the same sizes, after it of the same sizes or all 1 (one index for a whole row); an index outside of
+   x is an error of the step. pad: `before` and `after` numbers `value` around x. reverse: the order of dimension `dim`
    reversed; with lengths, I32 (B), of the first lengths[b] indices, while the others stay: for the second direction of
    a bidirectional net, before and after it. last: x (B, T, ..) to (B, ..), time step lengths[b] - 1 (NULL: T - 1) or,
    for length 0, zeros. mask: lengths I32 (B) to (B, T), 1 at positions before lengths[b], else 0.
@@ -8706,7 +8706,7 @@ HPMLI_OP(sum, HPMLI_OP_SPLIT_OWN, 0, hpmli_flops_pointwise(n, back), hpmli_sum_r
          hpmli_sum_run(run, n, true));
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>take   indices along one dimension: gather, reverse, last step, pad, upsample; maxima and where they are; masks
+// >>take   indices along one dimension: any rows, reverse, last step, pad, upsample; maxima and where they are; masks
 // ---------------------------------------------------------------------------------------------------------------------
 /* True if t, the argument `what` of an op on x (B, ..), is NULL or I32 with one number for each sample of x; else an
    error. */
@@ -8847,10 +8847,10 @@ HPML_API hpml_tensor *hpml_take_along(hpml_tensor *x, int dim, hpml_tensor *inde
         if (i > dim) all &= index->shape[i] == x->shape[i];
     }
     if (!fits || (!one && !all))
-        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "gather of %s along dimension %d: index is %s; expected as many "
+        return hpmli_null(x->ctx, HPML_ERR_SHAPE, "take_along: %s, dimension %d: index is %s; expected as many "
                           "dimensions, before dimension %d of the same size, after it of the same size or all 1",
                           hpmli_describe(x), dim, hpmli_describe(index), dim);
-    return hpmli_take_record("gather", x, dim, HPML_TAKE_INDEX, index->shape[dim], index, 0, 0);
+    return hpmli_take_record("take_along", x, dim, HPML_TAKE_INDEX, index->shape[dim], index, 0, 0);
 }
 
 HPML_API hpml_tensor *hpml_reverse(hpml_tensor *x, int dim, hpml_tensor *lengths)
@@ -10898,7 +10898,8 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
         if (src[i] && !hpmli_recordable(2, both)) return NULL;
     }
     if (!hpmli_attention_extras(qkv, &d, 2 * d.kv_heads * D)) return NULL;
-    hpml_node *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, d.cache ? 4 : d.mask ? 3 : 1, src, 3, shape);
+    const int     count = d.cache ? 4 : 3;
+    hpml_node    *n = hpmli_node_create(HPML_OP_ATTENTION, NULL, src[2] || src[3] ? count : 1, src, 3, shape);
     n->attr.attention.heads    = d.heads;
     n->attr.attention.kv_heads = d.kv_heads;
     n->attr.attention.causal   = !d.not_causal;

@@ -679,7 +679,7 @@ TEST(what_does_not_fit_is_refused_while_recording)
     ENSURE_ERROR(ctx, !hpml_minimum(h, linear(x, C / 2, HPML_SPLIT_NONE, HPML_ACT_NONE)), HPML_ERR_SHAPE, "minimum: ");
     ENSURE_ERROR(ctx, !hpml_max(h, 2), HPML_ERR_SHAPE, "part of it");
     ENSURE_ERROR(ctx, !hpml_pad(h, 2, 1, 1, 0), HPML_ERR_SHAPE, "needs it whole");
-    ENSURE_ERROR(ctx, !hpml_gather(h, 1, index), HPML_ERR_SHAPE, "gather of");
+    ENSURE_ERROR(ctx, !hpml_take_along(h, 1, index), HPML_ERR_SHAPE, "take_along: ");
     ENSURE_ERROR(ctx, !hpml_gru(h, 4, NULL), HPML_ERR_SHAPE, "tensor axis");
     ENSURE_ERROR(ctx, !hpml_groupnorm(h, 1, NULL), HPML_ERR_SHAPE, "whole, with C");
     ENSURE_ERROR(ctx, !hpml_embedding(hpml_input_tokens(ctx, B, T), 10, C, &words), HPML_ERR_SHAPE, "4 ranks");

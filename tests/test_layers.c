@@ -129,6 +129,9 @@ static hpml_status ring_refuses(hpml_comm *c, void *user)
     CHECK(!hpml_ring_attention(x, &(hpml_attention_desc){ .heads = 3 }));
     CHECK(strstr(hpml_ctx_error(ctx), "ring_attention: input is f32 2x4x12") && strstr(hpml_ctx_error(ctx), "3 heads"));
     hpml_ctx_clear_error(ctx);
+    CHECK(!hpml_ring_attention(x, &(hpml_attention_desc){ .heads = 2, .kv_heads = 1 }));
+    CHECK(strstr(hpml_ctx_error(ctx), "kv_heads is 1") && strstr(hpml_ctx_error(ctx), "on 2 ranks"));
+    hpml_ctx_clear_error(ctx);
     return HPML_OK;
 }
 TEST(ring_attention_refuses_heads_that_do_not_divide) { ENSURE(on_ranks(2, ring_refuses, NULL)); }
