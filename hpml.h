@@ -18649,7 +18649,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
    in this order of its members. Values are numbered: inputs, constants, parameters, results of nodes; -1 is an absent
    source. Dimension 0 of inputs is the batch; rows: indices of dimension 0 of a result that belong to one sample, 0:
    none. The table hpmli_attr_fields has the constants of each op, hpmli_recorders the function that records the op
-   again; an op without an entry there is refused by its name. */
+   again; an op without an entry there is refused by its name. An enum of hpml.h is saved as its number. */
 #define HPMLI_MODEL         "hpml.model"
 #define HPMLI_MODEL_VERSION 1
 #define HPMLI_CONSTANT      "hpml.constant."
@@ -18666,15 +18666,16 @@ typedef struct hpmli_attr_field {
 #define HPMLI_FIELDS_POOL(op) \
     HPMLI_FIELD(op, 'i', "kernel_h", conv.kernel[0]), HPMLI_FIELD(op, 'i', "kernel_w", conv.kernel[1]), \
     HPMLI_FIELD(op, 'i', "stride_h", conv.stride[0]), HPMLI_FIELD(op, 'i', "padding_h", conv.padding[0])
+#define HPMLI_FIELDS_CONV(op) HPMLI_FIELDS_POOL(op), HPMLI_FIELD(op, 'i', "stride_w", conv.stride[1]), \
+    HPMLI_FIELD(op, 'i', "padding_w", conv.padding[1]), HPMLI_FIELD(op, 'i', "dilation_h", conv.dilation[0]), \
+    HPMLI_FIELD(op, 'i', "dilation_w", conv.dilation[1]), HPMLI_FIELD(op, 'i', "groups", conv.groups), \
+    HPMLI_FIELD(op, 'i', "act", conv.act)
 static const hpmli_attr_field hpmli_attr_fields[] = {
     HPMLI_FIELD(SCALE, 'f', "a", scale.a), HPMLI_FIELD(SCALE, 'f', "b", scale.b),
     HPMLI_FIELD(ACTIVATION, 'i', "act", act.act), HPMLI_FIELD(ACTIVATION, 'f', "slope", act.slope),
     HPMLI_FIELD(MATMUL, 'b', "trans_a", matmul.trans_a), HPMLI_FIELD(MATMUL, 'b', "trans_b", matmul.trans_b),
     HPMLI_FIELD(LINEAR, 'i', "act", act.act),
-    HPMLI_FIELDS_POOL(CONV2D), HPMLI_FIELD(CONV2D, 'i', "stride_w", conv.stride[1]),
-    HPMLI_FIELD(CONV2D, 'i', "padding_w", conv.padding[1]),
-    HPMLI_FIELD(CONV2D, 'i', "dilation_h", conv.dilation[0]), HPMLI_FIELD(CONV2D, 'i', "dilation_w", conv.dilation[1]),
-    HPMLI_FIELD(CONV2D, 'i', "groups", conv.groups), HPMLI_FIELD(CONV2D, 'i', "act", conv.act),
+    HPMLI_FIELDS_CONV(CONV2D), HPMLI_FIELDS_CONV(CONV_TRANSPOSE2D),
     HPMLI_FIELDS_POOL(MAX_POOL2D), HPMLI_FIELDS_POOL(AVG_POOL2D),
     HPMLI_FIELD(PERMUTE, 'i', "dim0", permute.dims[0]), HPMLI_FIELD(PERMUTE, 'i', "dim1", permute.dims[1]),
     HPMLI_FIELD(PERMUTE, 'i', "dim2", permute.dims[2]), HPMLI_FIELD(PERMUTE, 'i', "dim3", permute.dims[3]),
@@ -18685,7 +18686,14 @@ static const hpmli_attr_field hpmli_attr_fields[] = {
     HPMLI_FIELDS_NORM(LAYERNORM), HPMLI_FIELDS_NORM(RMSNORM), HPMLI_FIELDS_NORM(BATCHNORM),
     HPMLI_FIELD(DROPOUT, 'f', "p", dropout.p),
     HPMLI_FIELD(ATTENTION, 'i', "heads", attention.heads), HPMLI_FIELD(ATTENTION, 'b', "causal", attention.causal),
-    HPMLI_FIELD(ATTENTION, 'f', "scale", attention.scale),
+    HPMLI_FIELD(ATTENTION, 'f', "scale", attention.scale), HPMLI_FIELD(ATTENTION, 'i', "kv_heads", attention.kv_heads),
+    HPMLI_FIELD(ROTARY, 'i', "heads", rotary.heads), HPMLI_FIELD(ROTARY, 'i', "rotated", rotary.rotated),
+    HPMLI_FIELD(ROTARY, 'i', "dims", rotary.dims), HPMLI_FIELD(ROTARY, 'f', "base", rotary.base),
+    HPMLI_FIELD(ROTARY, 'b', "adjacent", rotary.adjacent),
+    HPMLI_FIELD(MAP, 'i', "kind", map.kind), HPMLI_FIELD(MAP, 'f', "p", map.p), HPMLI_FIELD(MAP, 'f', "q", map.q),
+    HPMLI_FIELD(TAKE, 'i', "dim", take.dim), HPMLI_FIELD(TAKE, 'i', "rule", take.rule),
+    HPMLI_FIELD(TAKE, 'l', "start", take.start), HPMLI_FIELD(TAKE, 'f', "value", take.value),
+    HPMLI_FIELD(MAX, 'i', "dim", max.dim), HPMLI_FIELD(MAX, 'b', "index", max.index),
     HPMLI_FIELD(CROSS_ENTROPY, 'f', "smoothing", cross_entropy.smoothing),
     HPMLI_FIELD(CROSS_ENTROPY, 'i', "ignore", cross_entropy.ignore),
     HPMLI_FIELD(HUBER, 'f', "delta", huber.delta) };
@@ -18697,7 +18705,15 @@ typedef char hpmli_attr_fields_are_all[
     HPMLI_ATTR_SIZE(scale) == 8 && HPMLI_ATTR_SIZE(act) == 8 && HPMLI_ATTR_SIZE(matmul) == 2 &&
     HPMLI_ATTR_SIZE(conv) == 48 && HPMLI_ATTR_SIZE(permute) == 4 * HPML_MAX_DIMS && HPMLI_ATTR_SIZE(slice) == 16 &&
     HPMLI_ATTR_SIZE(sum) == 8 && HPMLI_ATTR_SIZE(norm) == 12 && HPMLI_ATTR_SIZE(dropout) == 4 &&
-    HPMLI_ATTR_SIZE(attention) == 12 && HPMLI_ATTR_SIZE(cross_entropy) == 8 && HPMLI_ATTR_SIZE(huber) == 4 ? 1 : -1];
+    HPMLI_ATTR_SIZE(attention) == 16 && HPMLI_ATTR_SIZE(rotary) == 20 && HPMLI_ATTR_SIZE(map) == 12 &&
+    HPMLI_ATTR_SIZE(take) == 24 && HPMLI_ATTR_SIZE(max) == 8 && HPMLI_ATTR_SIZE(cross_entropy) == 8 &&
+    HPMLI_ATTR_SIZE(huber) == 4 ? 1 : -1];
+
+/* Returns the constants of n that a file has: of a transposed convolution those of its mirror. */
+HPMLI_FN const hpml_attr *hpmli_attr_saved(const hpml_node *n)
+{
+    return n->op == HPML_OP_CONV_TRANSPOSE2D ? &n->attr.conv_transpose.mirror->node.attr : &n->attr;
+}
 
 /* A node that is read from a file, or was recorded: what its recorder needs. */
 typedef struct hpmli_saved_node {
@@ -18710,6 +18726,10 @@ typedef struct hpmli_saved_node {
     hpml_layout  layout;
     hpml_attr    a;
 } hpmli_saved_node;
+HPMLI_FN int64_t hpmli_saved_width(const hpmli_saved_node *n) /* size of the last dimension of the result; 0: none */
+{
+    return n->ndim > 0 ? n->shape[n->ndim - 1] : 0;
+}
 
 HPMLI_FN hpml_tensor *hpmli_record_add(const hpmli_saved_node *n) { return hpml_add(n->src[0], n->src[1]); }
 HPMLI_FN hpml_tensor *hpmli_record_sub(const hpmli_saved_node *n) { return hpml_sub(n->src[0], n->src[1]); }
@@ -18734,9 +18754,9 @@ HPMLI_FN hpml_tensor *hpmli_record_linear(const hpmli_saved_node *n)
     d.activation = n->a.act.act;
     d.weight     = n->src[1];
     d.no_bias    = !n->src[2];
-    return hpml_linear(n->src[0], n->shape[n->ndim - 1], &d);
+    return hpml_linear(n->src[0], hpmli_saved_width(n), &d);
 }
-HPMLI_FN hpml_tensor *hpmli_record_conv2d(const hpmli_saved_node *n)
+HPMLI_FN hpml_conv2d_desc hpmli_saved_conv(const hpmli_saved_node *n)
 {
     hpml_conv2d_desc d = HPMLI_ZEROED;
     d.name       = n->name;
@@ -18750,8 +18770,33 @@ HPMLI_FN hpml_tensor *hpmli_record_conv2d(const hpmli_saved_node *n)
     d.dilation_w = n->a.conv.dilation[1];
     d.groups     = n->a.conv.groups;
     d.activation = n->a.conv.act;
-    d.no_bias    = !n->src[2];
+    return d;
+}
+HPMLI_FN hpml_tensor *hpmli_record_conv2d(const hpmli_saved_node *n)
+{
+    hpml_conv2d_desc d = hpmli_saved_conv(n);
+    d.no_bias = !n->src[2];
     return hpml_conv2d(n->src[0], n->src[1] ? n->src[1]->shape[0] : 0, &d);
+}
+HPMLI_FN hpml_tensor *hpmli_record_conv_transpose2d(const hpmli_saved_node *n)
+{
+    hpml_conv2d_desc   d = hpmli_saved_conv(n);
+    const hpml_tensor *x = n->src[0];
+    const int          height = x->layout == HPML_NHWC ? 1 : 2;
+    int32_t            extra[2];
+    if (x->ndim != 4 || n->ndim != 4) return NULL;
+    for (int i = 0; i < 2; i++) { /* the rows and columns that the result has more than it must have */
+        const int64_t size = x->shape[height + i], stride = n->a.conv.stride[i];
+        if (size > INT32_MAX || stride > INT16_MAX) return NULL;
+        const int64_t reach = (int64_t)n->a.conv.dilation[i] * (n->a.conv.kernel[i] - INT64_C(1)) + 1;
+        const int64_t more = n->shape[height + i] - (size - 1) * stride + 2 * (int64_t)n->a.conv.padding[i] - reach;
+        if (more < 0 || more > INT16_MAX) return NULL;
+        extra[i] = (int32_t)more;
+    }
+    d.extra_h = extra[0];
+    d.extra_w = extra[1];
+    d.no_bias = true; /* the bias is added by a node of its own */
+    return hpml_conv_transpose2d(n->src[0], n->shape[x->layout == HPML_NHWC ? 3 : 1], &d);
 }
 HPMLI_FN hpml_tensor *hpmli_record_pool(const hpmli_saved_node *n)
 {
@@ -18805,7 +18850,7 @@ HPMLI_FN hpml_tensor *hpmli_record_embedding(const hpmli_saved_node *n)
     hpml_embedding_desc d = HPMLI_ZEROED;
     d.name   = n->name;
     d.weight = n->src[1];
-    return hpml_embedding(n->src[0], d.weight ? d.weight->shape[0] : 0, n->shape[n->ndim - 1], &d);
+    return hpml_embedding(n->src[0], d.weight ? d.weight->shape[0] : 0, hpmli_saved_width(n), &d);
 }
 HPMLI_FN hpml_tensor *hpmli_record_attention(const hpmli_saved_node *n)
 {
@@ -18813,11 +18858,80 @@ HPMLI_FN hpml_tensor *hpmli_record_attention(const hpmli_saved_node *n)
     d.heads      = n->a.attention.heads;
     d.not_causal = !n->a.attention.causal;
     d.scale      = n->a.attention.scale;
+    d.kv_heads   = n->a.attention.kv_heads; /* 0 in files of older versions: as heads */
+    d.position   = n->src[1];
+    d.mask       = n->src[2];
     return hpml_attention(n->src[0], &d);
+}
+HPMLI_FN hpml_tensor *hpmli_record_rotary(const hpmli_saved_node *n)
+{
+    hpml_rotary_desc d = HPMLI_ZEROED;
+    d.heads    = n->a.rotary.heads;
+    d.rotated  = n->a.rotary.rotated;
+    d.dims     = n->a.rotary.dims;
+    d.base     = n->a.rotary.base;
+    d.adjacent = n->a.rotary.adjacent;
+    d.position = n->src[1];
+    return n->src[0]->ndim == 3 ? hpml_rotary(n->src[0], &d) : NULL;
 }
 HPMLI_FN hpml_tensor *hpmli_record_lstm(const hpmli_saved_node *n)
 {
-    return hpml_lstm(n->src[0], n->shape[n->ndim - 1], n->name);
+    hpml_recurrent_desc d = HPMLI_ZEROED;
+    const bool          initial = n->src[4] || n->src[5];
+    hpml_tensor        *src[3] = { n->src[0], n->src[4], n->src[5] };
+    const int64_t       hidden = n->src[2] ? n->src[2]->shape[1] : 0;
+    if (!hpmli_recordable(initial ? 3 : 1, src)) return NULL;
+    d.name = n->name;
+    d.h0   = n->src[4];
+    d.c0   = n->src[5];
+    return hpmli_lstm_record(n->src[0], hidden, &d, initial || hpmli_saved_width(n) > hidden);
+}
+HPMLI_FN hpml_tensor *hpmli_record_gru(const hpmli_saved_node *n)
+{
+    hpml_recurrent_desc d = HPMLI_ZEROED;
+    d.name = n->name;
+    d.h0   = n->src[5];
+    return hpml_gru(n->src[0], hpmli_saved_width(n), &d);
+}
+HPMLI_FN hpml_tensor *hpmli_record_map(const hpmli_saved_node *n)
+{
+    static const int operands[] = {
+#define HPMLI_MAP_OPERANDS(name, operands, value, by_a, by_b, by_c) operands,
+        HPML_MAPS(HPMLI_MAP_OPERANDS)
+#undef HPMLI_MAP_OPERANDS
+    };
+    const int    kind   = (int)n->a.map.kind;
+    hpml_tensor *src[3] = { n->src[0], n->src[1], n->src[2] };
+    if (kind < 0 || kind >= (int)(sizeof operands / sizeof *operands) || n->src_count != operands[kind]) return NULL;
+    return hpmli_map_record(n->a.map.kind, n->src_count, src, n->a.map.p, n->a.map.q);
+}
+HPMLI_FN hpml_tensor *hpmli_record_take(const hpmli_saved_node *n)
+{
+    hpml_tensor  *x = n->src[0], *index = n->src[1];
+    const int32_t dim = n->a.take.dim;
+    if (dim < 0 || dim >= n->ndim || n->ndim != x->ndim) return NULL;
+    const int64_t size = x->shape[dim], m = n->shape[dim], start = n->a.take.start;
+    switch (n->a.take.rule) {
+    case HPML_TAKE_INDEX: return hpml_take_along(x, dim, index);
+    case HPML_TAKE_REVERSE: return hpml_reverse(x, dim, index);
+    case HPML_TAKE_LAST:
+        if (dim != 1 || !hpmli_one_per_sample("last", "lengths", x, index)) return NULL;
+        return hpmli_take_record("last", x, dim, HPML_TAKE_LAST, 1, index, 0, 0);
+    case HPML_TAKE_PAD: return index ? NULL : hpml_pad(x, dim, start, m - size - start, n->a.take.value);
+    case HPML_TAKE_NEAREST:
+    case HPML_TAKE_LINEAR:
+        if (index || m % size != 0 || start != m / size) return NULL;
+        return hpmli_take_record("upsample2d", x, dim, n->a.take.rule, m, NULL, start, 0);
+    }
+    return NULL;
+}
+HPMLI_FN hpml_tensor *hpmli_record_mask(const hpmli_saved_node *n)
+{
+    return hpml_mask(n->src[0], n->ndim == 2 ? n->shape[1] : 0);
+}
+HPMLI_FN hpml_tensor *hpmli_record_max(const hpmli_saved_node *n)
+{
+    return hpmli_max_record(n->src[0], n->a.max.dim, n->a.max.index);
 }
 HPMLI_FN hpml_tensor *hpmli_record_cross_entropy(const hpmli_saved_node *n)
 {
@@ -18835,24 +18949,28 @@ HPMLI_FN hpml_tensor *hpmli_record_huber(const hpmli_saved_node *n)
 
 typedef struct hpmli_recorder {
     hpml_op op;
-    int     sources; /* how many the op has, of which the first must be there; 0: any number */
+    int     least, most; /* sources that the op has, of which the first must be there */
     hpml_tensor *(*record)(const hpmli_saved_node *n);
 } hpmli_recorder;
 static const hpmli_recorder hpmli_recorders[] = {
-    { HPML_OP_ADD, 2, hpmli_record_add }, { HPML_OP_SUB, 2, hpmli_record_sub }, { HPML_OP_MUL, 2, hpmli_record_mul },
-    { HPML_OP_DIV, 2, hpmli_record_div }, { HPML_OP_SCALE, 1, hpmli_record_scale },
-    { HPML_OP_ACTIVATION, 1, hpmli_record_activation }, { HPML_OP_MATMUL, 2, hpmli_record_matmul },
-    { HPML_OP_LINEAR, 3, hpmli_record_linear }, { HPML_OP_CONV2D, 3, hpmli_record_conv2d },
-    { HPML_OP_MAX_POOL2D, 1, hpmli_record_pool }, { HPML_OP_AVG_POOL2D, 1, hpmli_record_pool },
-    { HPML_OP_RESHAPE, 1, hpmli_record_reshape }, { HPML_OP_PERMUTE, 1, hpmli_record_permute },
-    { HPML_OP_SLICE, 1, hpmli_record_slice }, { HPML_OP_CONCAT, 0, hpmli_record_concat },
-    { HPML_OP_SUM, 1, hpmli_record_sum }, { HPML_OP_SOFTMAX, 1, hpmli_record_softmax },
-    { HPML_OP_LOG_SOFTMAX, 1, hpmli_record_softmax }, { HPML_OP_LAYERNORM, 3, hpmli_record_norm },
-    { HPML_OP_RMSNORM, 3, hpmli_record_norm }, { HPML_OP_BATCHNORM, 5, hpmli_record_norm },
-    { HPML_OP_DROPOUT, 1, hpmli_record_dropout }, { HPML_OP_EMBEDDING, 2, hpmli_record_embedding },
-    { HPML_OP_ATTENTION, 1, hpmli_record_attention }, { HPML_OP_LSTM, 4, hpmli_record_lstm },
-    { HPML_OP_CROSS_ENTROPY, 2, hpmli_record_cross_entropy }, { HPML_OP_BCE_WITH_LOGITS, 2, hpmli_record_bce },
-    { HPML_OP_MSE, 2, hpmli_record_mse }, { HPML_OP_HUBER, 2, hpmli_record_huber } };
+    { HPML_OP_ADD, 2, 2, hpmli_record_add }, { HPML_OP_SUB, 2, 2, hpmli_record_sub },
+    { HPML_OP_MUL, 2, 2, hpmli_record_mul }, { HPML_OP_DIV, 2, 2, hpmli_record_div },
+    { HPML_OP_SCALE, 1, 1, hpmli_record_scale }, { HPML_OP_ACTIVATION, 1, 1, hpmli_record_activation },
+    { HPML_OP_MATMUL, 2, 2, hpmli_record_matmul }, { HPML_OP_LINEAR, 3, 3, hpmli_record_linear },
+    { HPML_OP_CONV2D, 3, 3, hpmli_record_conv2d }, { HPML_OP_CONV_TRANSPOSE2D, 2, 2, hpmli_record_conv_transpose2d },
+    { HPML_OP_MAX_POOL2D, 1, 1, hpmli_record_pool }, { HPML_OP_AVG_POOL2D, 1, 1, hpmli_record_pool },
+    { HPML_OP_RESHAPE, 1, 1, hpmli_record_reshape }, { HPML_OP_PERMUTE, 1, 1, hpmli_record_permute },
+    { HPML_OP_SLICE, 1, 1, hpmli_record_slice }, { HPML_OP_CONCAT, 1, HPML_MAX_SRC, hpmli_record_concat },
+    { HPML_OP_SUM, 1, 1, hpmli_record_sum }, { HPML_OP_MAX, 1, 1, hpmli_record_max },
+    { HPML_OP_MAP, 1, 3, hpmli_record_map }, { HPML_OP_TAKE, 1, 2, hpmli_record_take },
+    { HPML_OP_MASK, 1, 1, hpmli_record_mask }, { HPML_OP_SOFTMAX, 1, 1, hpmli_record_softmax },
+    { HPML_OP_LOG_SOFTMAX, 1, 1, hpmli_record_softmax }, { HPML_OP_LAYERNORM, 3, 3, hpmli_record_norm },
+    { HPML_OP_RMSNORM, 3, 3, hpmli_record_norm }, { HPML_OP_BATCHNORM, 5, 5, hpmli_record_norm },
+    { HPML_OP_DROPOUT, 1, 1, hpmli_record_dropout }, { HPML_OP_EMBEDDING, 2, 2, hpmli_record_embedding },
+    { HPML_OP_ATTENTION, 1, 3, hpmli_record_attention }, { HPML_OP_ROTARY, 1, 2, hpmli_record_rotary },
+    { HPML_OP_LSTM, 4, 6, hpmli_record_lstm }, { HPML_OP_GRU, 5, 6, hpmli_record_gru },
+    { HPML_OP_CROSS_ENTROPY, 2, 2, hpmli_record_cross_entropy }, { HPML_OP_BCE_WITH_LOGITS, 2, 2, hpmli_record_bce },
+    { HPML_OP_MSE, 2, 2, hpmli_record_mse }, { HPML_OP_HUBER, 2, 2, hpmli_record_huber } };
 
 HPMLI_FN const hpmli_recorder *hpmli_recorder_of(hpml_op op) /* NULL: model files do not have this op */
 {
@@ -18944,10 +19062,14 @@ HPMLI_FN void hpmli_text_quoted(hpmli_text_buffer *b, const char *text) /* appen
     hpmli_text_add(b, "\"");
 }
 
-HPMLI_FN void hpmli_text_float(hpmli_text_buffer *b, float x) /* appends a number that reads back as the same bits */
+/* Appends a number that reads back as the same bits; an infinity as 1e39, which is above all floats, NaN as null. */
+HPMLI_FN void hpmli_text_float(hpmli_text_buffer *b, float x)
 {
     char text[32];
-    snprintf(text, sizeof text, "%.9g", (double)x);
+    if (x != x) hpmli_text_add(b, "null");
+    if (x != x) return;
+    const double finite = fmax(fmin((double)x, 1e39), -1e39);
+    snprintf(text, sizeof text, "%.9g", finite);
     for (char *p = text; *p; p++)
         if (*p == ',') *p = '.'; /* in locales that write a comma */
     hpmli_text_add(b, "%s", text);
@@ -18977,7 +19099,7 @@ HPMLI_FN void hpmli_text_node(hpmli_text_buffer *b, const hpmli_structure *s, co
     hpmli_text_add(b, ",\"rows\":%lld,\"layout\":%d", (long long)n->out->batch_rows, (int)n->out->layout);
     for (size_t i = 0; i < HPMLI_ATTR_FIELDS; i++) {
         const hpmli_attr_field *f    = &hpmli_attr_fields[i];
-        const char             *from = (const char *)&n->attr + f->at;
+        const char             *from = (const char *)hpmli_attr_saved(n) + f->at;
         int32_t                 small;
         int64_t                 large;
         float                   real;
@@ -19036,11 +19158,12 @@ HPMLI_FN bool hpmli_structure_check(const hpmli_structure *s, const hpml_model_d
     for (int i = 0; i < s->node_count; i++) {
         const hpml_node *n = s->node[i];
         const hpmli_recorder *by = hpmli_recorder_of(n->op);
-        if (by && (by->sources == 0 || n->src_count == by->sources)) continue;
-        const bool own = n->op == HPML_OP_CUSTOM;
-        return hpmli_false(s->ctx, HPML_ERR_UNSUPPORTED, "model save: \"%s\" is an op \"%s\", which model files do not "
-                           "have; save the parameters with hpml_params_save, and record the model to load them",
-                           n->out->name, own ? n->attr.custom->name : hpml_op_name(n->op));
+        if (by && n->src_count >= by->least && n->src_count <= by->most) continue;
+        const bool own = n->op == HPML_OP_CUSTOM, cached = n->op == HPML_OP_ATTENTION && n->src_count > by->most;
+        return hpmli_false(s->ctx, HPML_ERR_UNSUPPORTED, "model save: \"%s\" is an op \"%s\"%s, which model files do "
+                           "not have; save the parameters with hpml_params_save, and record the model to load them",
+                           n->out->name, own ? n->attr.custom->name : hpml_op_name(n->op),
+                           cached ? " with a cache" : "");
     }
     for (int i = 0; i < s->input_count + s->constant_count; i++) {
         const hpml_tensor *t = s->value[i];
@@ -19161,9 +19284,10 @@ HPMLI_FN bool hpmli_model_wrong(hpmli_model_reader *r, const char *what)
     return hpmli_false(r->ctx, HPML_ERR_FORMAT, "\"%s\": the structure of the model is damaged: %s", r->path, what);
 }
 
-HPMLI_FN double hpmli_json_real(hpmli_json *j) /* consumes a number, true or false */
+HPMLI_FN double hpmli_json_real(hpmli_json *j) /* consumes a number, true, false, or null for NaN */
 {
     double v = 0;
+    if (hpmli_json_word(j, "null")) return NAN;
     if (hpmli_json_word(j, "true")) return 1;
     if (hpmli_json_word(j, "false")) return 0;
     const char *end = hpmli_parse_number(j->p, j->end, &v);
@@ -19322,7 +19446,7 @@ HPMLI_FN bool hpmli_read_record(hpmli_model_reader *r, hpmli_saved_node *n, cons
     n->name = hpmli_strdup(r->ctx, n->name);
     if (!n->name) return false;
     if (n->rows > 0) n->shape[0] = n->rows * r->m->batch;
-    if ((by->sources > 0 && n->src_count != by->sources) || !n->src[0]) return hpmli_model_wrong(r, n->name);
+    if (n->src_count < by->least || n->src_count > by->most || !n->src[0]) return hpmli_model_wrong(r, n->name);
     r->ctx->shares = true; /* layers find the parameters of the file by their names */
     hpml_tensor *y = by->record(n);
     r->ctx->shares = shares;
