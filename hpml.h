@@ -2177,9 +2177,9 @@ HPMLI_REF(hpml_loader *, hpml_loader_create, (hpml_ctx *c, hpml_dataset *s, cons
 #undef HPMLI_REF
 #endif
 
-/* All code but kernels is between these macros, by which gcc, unless it shall not optimize or keep the program small,
-   compiles this code as with -O1, but inlines small functions and trusts types as with -O2: in half the time of -O2,
-   and as fast, because the work is done in kernels. */
+/* All code but kernels is between these macros. If gcc optimizes for speed, it compiles this code as with -O1, but
+   inlines small functions and assumes strict aliasing as with -O2. This takes much less time than -O2, and programs are
+   not slower, because nearly all of their time is spent in kernels. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__) && \
     !defined(__OPTIMIZE_SIZE__)
 #define HPMLI_COMPILE_FAST_BEGIN                                                                                       \
@@ -20161,8 +20161,8 @@ typedef uint64x2_t  HV(u64);
      transpose                   a square of HV_LANES x HV_LANES floats
      set_u64_pairs philox_products   see >>random */
 
-/* HPMLI_KERNEL begins a function of this set. Such functions are not inlined into each other, because a call costs
-   nothing beside their loops, but gcc takes ten times as long for a matrix product that contains its parts. */
+/* HPMLI_KERNEL begins a function of this set. These functions are not inlined into each other, because a call takes a
+   few nanoseconds, and gcc compiles one large function more slowly than its parts. */
 #define HPMLI_KERNEL     static __attribute__((noinline, unused)) HPMLI_TARGET
 #define HPMLI_VEC_INLINE static inline __attribute__((always_inline, unused)) HPMLI_TARGET /* always inlined */
 /* Defines a function that returns the expression e. Each macro that defines functions ends in a prototype without a
