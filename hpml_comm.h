@@ -200,9 +200,11 @@
 //     simulate-step   a step of training in virtual time
 //     pipe-simulate   pipelines in virtual time; drawing them
 //     play   programs of all ranks in virtual time
-//     program   the programs of a plan's ranks
+//     program   the programs of a plan's ranks: layers, buckets, pipeline tasks
+//     program-step   the programs of a plan's ranks: whole steps, by strategy
 //     machines   machines by name, fabrics of nodes, what binds a layer
 //     forecast   a step of a plan on a machine: check, play, memory, text
+//     search   the fastest plan: all of them, or a walk through them
 #ifndef HPML_COMM_H_INCLUDED
 #define HPML_COMM_H_INCLUDED
 
@@ -1396,12 +1398,12 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    network cards of hpml_simulate. Where ranks are equal, one unit of them (whole replicas on whole nodes) is played for
    all, so thousands of ranks take milliseconds.
 
-   Exact: strategy sync without codec and delayed, any data x pipe x tensor, all schedules that empty the pipeline, shard
-   0 to 3, strategies local, block and elastic; ps with one server. Nearly: codecs (equal stripes, no time to pack), axes
-   sequence and expert, delayed, several servers; a layer with several parameters, because a bucket may end between
-   them; fewer ranks played than there are, where blocks are not equal. Refused with HPML_ERR_UNSUPPORTED: strategies
-   whose messages depend on who is first (backup, ssp, async, federated, hogwild), gossip, exact, routes factors and
-   hybrid, schedules stash and vertical. */
+   Exact on up to 64 ranks: strategy sync without codec and delayed, any data x pipe x tensor, all schedules that empty
+   the pipeline, shard 0 to 3; strategies ps, local, block and elastic. Nearly: codecs (equal stripes, no time to pack);
+   axes sequence and expert; delayed; layers with several parameters, because a bucket may end between them. On more
+   ranks losses are taken to be added up in log2(ranks) rounds, and blocks of equal replicas to be those of the first
+   one. Refused with HPML_ERR_UNSUPPORTED: strategies whose messages depend on who is first (backup, ssp, async,
+   federated, hogwild), gossip, exact, routes factors and hybrid, schedules stash and vertical. */
 
 /* How nodes are joined. Messages cross `hops` links on average; each router that is passed adds its time to the
    latency, and links that many messages share lower the bandwidth of each node. */
@@ -1484,8 +1486,8 @@ typedef struct hpml_model_facts {
     hpml_plan_facts         facts;    /* ranks; .batch: samples that a rank's model holds; the rest for the check */
     uint32_t                _end;
 } hpml_model_facts;
-/* Reads the ops of a trainer's graph as layers: flops, parameters, results; at most `capacity` of them. Returns how many
-   ops there are. facts_of fills in .layers and .layer itself and leaves .planned NULL. */
+/* Reads the ops of a trainer's graph, at most `capacity`, as layers: flops, parameters, results. Fills in *out, but for
+   .planned and .update_s, which stay 0. Returns how many ops there are. */
 HPML_API int hpml_model_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_layer_facts *layer, int capacity,
                                  hpml_model_facts *out);
 
@@ -1520,17 +1522,17 @@ HPML_API hpml_status hpml_forecast(const hpml_plan *plan, const hpml_model_facts
 /* Writes a prediction as a line of text; as snprintf. */
 HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t size);
 
-/* Writes a table of the layers for `samples` samples on one rank: operations, bytes, operations a byte, seconds, and the
-   resource that binds: flops or memory (Williams et al. 2009, "Roofline"); then the work of a forward pass (operations),
-   its depth (operations one after another, if sums are made as trees) and work / depth, the most processors that can be
-   kept busy. As snprintf. */
+/* Writes a table of the layers' forward passes for `samples` samples on one rank: operations, bytes, operations a byte,
+   seconds, and the resource that binds: flops or memory (Williams et al. 2009, "Roofline"). Then the work (operations),
+   the depth (operations one after another, if sums are made as trees), and work / depth: the most processors that can
+   be kept busy. As snprintf. */
 HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machine *machine, int64_t samples,
                                 char *buffer, size_t size);
 
-/* Searches the plans that differ from .base in the fields data, pipe, tensor, micro, schedule, shard, codec and
-   algorithm, as far as they are 0 there, for the one with the most samples a second. While at most .exhaustive plans are
-   possible all are forecast, else a Metropolis walk takes the next legal value of one field at a time and begins again
-   at the best plan when it finds no better one. */
+/* Searches, for the most samples a second, the plans that differ from .base in the fields pipe, tensor, schedule, micro,
+   shard, codec and algorithm, where .base has 0; data is what the other axes leave. If at most .exhaustive plans are
+   legal, all are forecast; else a Metropolis walk takes the next legal value of one field at a time, and begins again at
+   the best plan when it has not found a better one for a while. */
 typedef struct hpml_search_desc {
     uint32_t  _begin;
     hpml_plan base;       /* set fields stay */
@@ -16149,8 +16151,8 @@ struct hpmlc_sim {
     bool              failed;             /* true: out of memory */
     /* Programs (>>play): each rank has `streams` actors, which the above calls ranks and which share its card: */
     int               streams;            /* 1: ranks have no programs */
-    double           *waited;             /* (p) seconds for which each actor has waited in its current act; else NULL */
-    bool            (*program)(hpmlc_sim *s, int r); /* sets the current move of actor r; false: none. NULL: no programs */
+    double           *waited;             /* (p) seconds that each actor has waited in its current act; else NULL */
+    bool            (*program)(hpmlc_sim *s, int r); /* sets the current move of actor r; false: none; or NULL */
 };
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
@@ -16804,8 +16806,9 @@ HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const h
     double    seconds = -1;
     if (!network || bytes < 0 || hpmlc_sim_check_network(a, ranks, network, NULL) != HPML_OK) return -1;
     size_t size = bytes % 4 == 0 ? 4 : 1;
-    if (hpmlc_sim_open(&s, ranks, network, 1) && hpmlc_sim_play(&s, HPMLC_SIM_ALLREDUCE, a, bytes / (int64_t)size, size))
-        seconds = hpmlc_sim_latest(&s);
+    bool good = hpmlc_sim_open(&s, ranks, network, 1);
+    good = good && hpmlc_sim_play(&s, HPMLC_SIM_ALLREDUCE, a, bytes / (int64_t)size, size);
+    if (good) seconds = hpmlc_sim_latest(&s);
     hpmlc_sim_close(&s);
     return seconds;
 }
@@ -17089,7 +17092,8 @@ typedef enum hpmlc_collective {
     HPMLC_ALLREDUCE, HPMLC_REDUCE_SCATTER, HPMLC_ALLGATHER, HPMLC_BROADCAST, /* .n elements of .size bytes */
     HPMLC_STRIPES,     /* all to all: a block of .n bytes and a header to each rank */
     HPMLC_SUMS,        /* a block of .n bytes and a header of each rank to all */
-    HPMLC_PASSES       /* size - 1 times .n bytes to the next rank */
+    HPMLC_PASSES,      /* size - 1 times .n bytes to the next rank */
+    HPMLC_SHIFTS       /* .n bytes to the rank 1, 2, 4, ... places on: a sum of a few numbers */
 } hpmlc_collective;
 
 /* Sets of ranks that exchange messages: one axis, or a group of these words. */
@@ -17137,6 +17141,8 @@ typedef struct hpmlc_play {
     hpmlc_sim      net;             /* of actors: 2 r is the background, 2 r + 1 the own thread of rank r */
     int            ranks, workers;  /* servers are the last ranks */
     int            unit;            /* ranks [0, unit) are played for all others, which are equal */
+    bool           loose;           /* losses are added up by HPMLC_SHIFTS, in which all ranks do the same: for small
+                                       sums AUTO prefers algorithms in which one rank serves all others */
     int            size[HPML_AXES], stride[HPML_AXES]; /* of the axes */
     unsigned       mask[HPMLC_GROUPS]; /* bit k: the ranks of the group differ on axis k */
     const hpml_network *network;
@@ -17293,8 +17299,10 @@ HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
         hpmlc_play_set(y, a, act->group, q->to, q->from, q->bytes, 0);
         return true;
     }
-    const int k = q->round + 1, shift = act->collective == HPMLC_PASSES ? 1 : k;
-    if (k >= p) return false;
+    int shift = q->round + 1;
+    if (act->collective == HPMLC_SHIFTS) shift = q->round < 30 ? 1 << q->round : p;
+    if (shift >= p) return false;
+    if (act->collective == HPMLC_PASSES) shift = 1;
     hpmlc_play_set(y, a, act->group, (me + shift) % p, (me + p - shift) % p, act->n, 0);
     return true;
 }
@@ -17414,7 +17422,7 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// >>program   the programs of a plan's ranks
+// >>program   the programs of a plan's ranks: layers, buckets, pipeline tasks
 // ---------------------------------------------------------------------------------------------------------------------
 /* What hpml_distribute does in a step, as acts: one program for each stage of the pipeline and for each server. */
 
@@ -17436,13 +17444,18 @@ typedef struct hpmlc_maker {
     int                     slot[2], slot_job[2], used[2], clock; /* shard 3: buckets whose values are gathered */
 } hpmlc_maker;
 
-HPMLC_FN int64_t hpmlc_layer_floats(const hpmlc_maker *k, int i) /* parameters of layer i on a rank, padded */
+HPMLC_FN int64_t hpmlc_layer_part(const hpmlc_maker *k, int i) /* parameters of layer i on a rank that has the layer */
 {
     const hpml_layer_facts *l = &k->f->layer[i];
     int64_t                 n = hpmlc_max(l->rows, 1) * l->cols;
     if (l->split) n /= k->y->size[HPML_AXIS_TENSOR];
     if (l->experts) n /= k->y->size[HPML_AXIS_EXPERT];
-    return (n + HPML_GRADIENT_ALIGN - 1) / HPML_GRADIENT_ALIGN * HPML_GRADIENT_ALIGN;
+    return n;
+}
+
+HPMLC_FN int64_t hpmlc_layer_floats(const hpmlc_maker *k, int i) /* the same, padded as the trainer's arrays are */
+{
+    return (hpmlc_layer_part(k, i) + HPML_GRADIENT_ALIGN - 1) / HPML_GRADIENT_ALIGN * HPML_GRADIENT_ALIGN;
 }
 
 /* Returns into how many parts the ranks of a replica cut the computation of a layer. */
@@ -17510,7 +17523,8 @@ HPMLC_FN int hpmlc_job_add(const hpmlc_maker *k)
 
 HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
 {
-    hpmlc_act *act = job < 0 ? NULL : hpmlc_act_add(&k->role->own, HPMLC_ACT_WAIT, HPMLC_GROUP_REPLICAS, HPML_TERM_DATA);
+    hpmlc_act *act = NULL;
+    if (job >= 0) act = hpmlc_act_add(&k->role->own, HPMLC_ACT_WAIT, HPMLC_GROUP_REPLICAS, HPML_TERM_DATA);
     if (act) act->peer = job;
 }
 
@@ -17556,7 +17570,8 @@ HPMLC_FN void hpmlc_bucket_add(hpmlc_maker *k, int b)
     hpmlc_acts   *acts = &k->role->background;
     int64_t       plain = 0, packed = 0;
     if (k->p->shard > 0)
-        hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_REDUCE_SCATTER, k->floats[b], sizeof(float), HPML_TERM_DATA);
+        hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_REDUCE_SCATTER, k->floats[b], sizeof(float),
+                          HPML_TERM_DATA);
     for (int i = k->f->layers - 1; i >= 0 && k->p->shard == 0; i--)
         if (k->bucket[i] == b) plain += hpmlc_packed_add(k, i, &packed);
     if (packed > 0) {
@@ -17570,7 +17585,11 @@ HPMLC_FN void hpmlc_bucket_add(hpmlc_maker *k, int b)
 
 HPMLC_FN void hpmlc_stats_add(hpmlc_maker *k)
 {
-    hpmlc_allreduce_add(k, &k->role->background, HPMLC_GROUP_REPLICAS, HPMLC_STATS, sizeof(double), HPML_TERM_DATA);
+    hpmlc_acts *acts = &k->role->background;
+    if (k->y->loose)
+        hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_SHIFTS, HPMLC_STATS * (int64_t)sizeof(double), 1,
+                          HPML_TERM_DATA);
+    else hpmlc_allreduce_add(k, acts, HPMLC_GROUP_REPLICAS, HPMLC_STATS, sizeof(double), HPML_TERM_DATA);
     k->stats = hpmlc_job_add(k);
 }
 
@@ -17735,6 +17754,9 @@ HPMLC_FN void hpmlc_pass_add(hpmlc_maker *k) /* forward and backward pass of a b
     if (loss) loss->peer = p->pipe - 1;
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// >>program-step   the programs of a plan's ranks: whole steps, by strategy
+// ---------------------------------------------------------------------------------------------------------------------
 HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k) /* parameters that this stage has */
 {
     double floats = 0;
@@ -17770,7 +17792,7 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
         k->bucket[i] = k->buckets - 1;
         k->left[k->buckets - 1]++;
         k->floats[k->buckets - 1] += n;
-        filled += (int64_t)sizeof(float) * (hpmlc_max(l->rows, 1) * l->cols / (l->split ? k->p->tensor : 1));
+        filled += (int64_t)sizeof(float) * hpmlc_layer_part(k, i);
     }
 }
 
@@ -17911,12 +17933,12 @@ HPMLC_FN bool hpmlc_programs_make(hpmlc_maker *k)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>machines   machines by name, fabrics of nodes, what binds a layer
 // ---------------------------------------------------------------------------------------------------------------------
-#define HPMLC_MACHINE(name, ranks, inside_s, inside, between_s, between, flops, bandwidth, memory, cards, host, direct, \
-                      fabric)                                                                                          \
+#define HPMLC_MACHINE(name, ranks, inside_s, inside, between_s, between, flops, bandwidth, memory, cards, host,        \
+                      direct, fabric)                                                                                  \
     { 0, name, { ranks, false, { inside_s, inside }, { between_s, between }, NULL, 0, 0, NULL }, flops, bandwidth,     \
       (int64_t)(memory), cards, host, direct, fabric, 1e-7, 0 },
-/* Numbers of the makers: for one accelerator operations a second of the fastest floating-point units, bytes a second and
-   bytes of memory; of links the bandwidth in one direction. Latencies are typical ones. */
+/* Numbers of the makers: for one accelerator operations a second of the fastest floating-point units, bytes a second
+   and bytes of memory; of links the bandwidth in one direction. Latencies are typical ones. */
 static const hpml_machine hpmlc_machines[] = {
     /* V100: 120 TFLOP/s by tensor cores, 900 GB/s; NVLink 300 GB/s in both directions; InfiniBand EDR, 100 Gbit/s */
     HPMLC_MACHINE("v100-nvlink", 8, 2e-6, 150e9, 2e-6, 12.5e9, 120e12, 900e9, 32e9, 4, 16e9, true, HPML_FABRIC_FAT_TREE)
@@ -18008,13 +18030,13 @@ HPMLC_FN int hpmlc_fabric_links(hpml_fabric_kind kind, int routers, int width, i
         to[count++] = (x + w - 1) % w + w * y;
         to[count++] = x + w * ((y + 1) % h);
         to[count++] = x + w * ((y + h - 1) % h);
-    } else if (kind == HPML_FABRIC_TREE || kind == HPML_FABRIC_FAT_TREE) { /* a heap: children of i are 2 i + 1, 2 i + 2 */
+    } else if (kind == HPML_FABRIC_TREE || kind == HPML_FABRIC_FAT_TREE) { /* children of i: 2 i + 1 and 2 i + 2 */
         if (r > 0) to[count++] = (r - 1) / 2;
         if (2 * r + 2 < routers) to[count++] = 2 * r + 1;
         if (2 * r + 2 < routers) to[count++] = 2 * r + 2;
     } else if (kind == HPML_FABRIC_SLIM_FLY) {
-        /* Routers (s, x, y), s 0 or 1, x and y modulo 5. Within a column (s, x) the differences of y that are joined are
-           the squares 1 and 4 for s = 0, and 2 and 3 for s = 1; (0, x, y) and (1, m, c) are joined where y = m x + c. */
+        /* Routers (s, x, y), s 0 or 1, x and y modulo 5. In a column (s, x) two routers are joined if their y differ by
+           the squares 1 or 4 for s = 0, by 2 or 3 for s = 1; (0, x, y) and (1, m, c) are joined if y = m x + c. */
         const int s = r / 25, x = r / 5 % 5, y = r % 5;
         to[count++] = r - y + (y + 1 + s) % 5;
         to[count++] = r - y + (y + 4 - s) % 5;
@@ -18137,7 +18159,8 @@ HPML_API int hpml_model_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_layer
     }
     out->layer  = layer;
     out->layers = (int32_t)hpmlc_min(ops, capacity);
-    for (int i = HPML_ARRAY_STATE; i < HPML_ARRAY_END; i++) out->states += hpml_trainer_array(t, (hpml_array)i, NULL) != NULL;
+    for (int i = HPML_ARRAY_STATE; i < HPML_ARRAY_END; i++)
+        out->states += hpml_trainer_array(t, (hpml_array)i, NULL) != NULL;
     return ops;
 }
 
@@ -18159,7 +18182,7 @@ HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machin
         const bool   memory = by[1] > by[0];
         const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* terms of the sum behind each result */
         hpmlc_append(&to, &length, "%-24.24s %10.4g %10.4g %9.3g %10.4g  %s\n", l->name ? l->name : "", 1e-6 * flops,
-                     1e-6 * bytes, bytes > 0 ? flops / bytes : 0, 1e6 * fmax(by[0], by[1]), memory ? "memory" : "flops");
+                     1e-6 * bytes, flops / (bytes + 1e-300), 1e6 * fmax(by[0], by[1]), memory ? "memory" : "flops");
         work += flops;
         depth += 1 + (sum > 1 ? ceil(log2(sum)) : 0);
         seconds[memory] += by[memory];
@@ -18187,14 +18210,14 @@ HPMLC_FN const char *hpmlc_forecast_refused(const hpml_plan *p)
     const hpml_strategy_kind s = p->strategy;
     if (s == HPML_STRATEGY_BACKUP || s == HPML_STRATEGY_SSP || s == HPML_STRATEGY_ASYNC ||
         s == HPML_STRATEGY_FEDERATED || s == HPML_STRATEGY_HOGWILD)
-        return "the messages of this strategy depend on which rank is first; take sync, ps, local, block or elastic, or "
-               "train in virtual time (HPML_TRANSPORT_CLOCK)";
+        return "the messages of this strategy depend on which rank is first; take sync, ps, local, block or elastic, "
+               "or train in virtual time (HPML_TRANSPORT_CLOCK)";
     if (s == HPML_STRATEGY_GOSSIP)
         return "a step of gossip has no end that all ranks share; take local, or train in virtual time";
     if (hpmlc_plan_flows(p)) return "a step with schedules stash and vertical has no end; see hpml_pipe_simulate";
     if (p->exact || p->route != HPML_ROUTE_ALLREDUCE)
-        return "the bytes of exact sums, and of routes factors and hybrid, depend on the data and on each layer's batch; "
-               "take exact=0 and route allreduce, or train in virtual time";
+        return "the steps of exact sums and of routes factors and hybrid have no program here; take exact=0 and route "
+               "allreduce, or train in virtual time";
     return NULL;
 }
 
@@ -18211,8 +18234,8 @@ HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_mode
                             f->layer ? "given" : "NULL", f->facts.ranks);
     if (!HPMLC_GOOD(f->update_s) || f->states < 0 || !(m->flops >= 0) || !(m->bandwidth >= 0) || !(m->host >= 0) ||
         m->cards < 0 || !HPMLC_GOOD(m->router) || !hpml_fabric_name(m->fabric))
-        return hpmlc_refuse(to, wrong, "forecast: machine \"%s\" or the facts have a negative number, a NaN or no fabric",
-                            m->name ? m->name : "");
+        return hpmlc_refuse(to, wrong, "forecast: machine \"%s\" or the facts have a negative number, a NaN or no "
+                            "fabric", m->name ? m->name : "");
     for (int i = 0; i < f->layers; i++) {
         const hpml_layer_facts *l = &f->layer[i];
         const double all[] = { l->forward_s, l->backward_s, l->flops / 1e12, l->bytes / 1e12, (double)l->rows / 1e6,
@@ -18221,8 +18244,8 @@ HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_mode
                                (double)l->swap / 1e6 };
         for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
             if (!HPMLC_GOOD(all[k]))
-                return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has a negative number, a NaN or one too large",
-                                    i, l->name ? l->name : "");
+                return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has a negative number, a NaN or one too "
+                                    "large", i, l->name ? l->name : "");
         if (l->flops > 0 && l->forward_s <= 0 && m->flops <= 0)
             return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has operations and no seconds, and the machine "
                                 "no .flops; give one of them", i, l->name ? l->name : "");
@@ -18256,8 +18279,8 @@ HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
 
 HPMLC_FN bool hpmlc_is_power(int n) { return (n & (n - 1)) == 0; }
 
-/* Returns whether in this act all ranks of the group do the same, each with other ranks: shifted by some places, or with
-   bits of its place changed. */
+/* Returns whether in this act all ranks of the group do the same, each with other ranks, whose places are its own plus
+   the same number, or its own with the same bits changed. */
 HPMLC_FN bool hpmlc_act_is_alike(hpmlc_play *y, const hpmlc_act *act)
 {
     const bool over = act->group < HPMLC_GROUP_ALL && (y->mask[act->group] >> HPML_AXIS_DATA & 1);
@@ -18341,18 +18364,15 @@ HPMLC_FN void hpmlc_play_close(hpmlc_play *y)
     free(y->ends);
 }
 
-/* Makes the programs of a checked plan and plays `steps` steps from the clock `origin` on; whole: plays all ranks, even
+/* Makes the programs of a plan for which hpmlc_forecast_begin was called, and plays `steps` steps from the clock `origin` on; whole: plays all ranks, even
    if they are equal. The caller calls hpmlc_play_close. */
 HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, const hpmlc_text *to)
 {
-    const size_t layers = (size_t)k->f->layers, pieces = (size_t)k->pieces + 1;
+    const size_t      layers = (size_t)k->f->layers;
     const hpml_status memory = HPML_ERR_MEMORY;
-    hpmlc_play_axes(y, k->p);
     y->role      = (hpmlc_role *)calloc((size_t)y->roles, sizeof *y->role);
     int64_t *all = (int64_t *)calloc(layers, 4 * sizeof(int64_t)); /* floats, then bucket, left, job */
-    k->cut       = (int32_t *)calloc(pieces, sizeof *k->cut);
-    hpml_status status = y->role && all && k->cut ? HPML_OK : hpmlc_refuse(to, memory, "forecast: no memory");
-    if (status == HPML_OK) status = hpmlc_pieces_cut(k, to);
+    hpml_status status = y->role && all ? HPML_OK : hpmlc_refuse(to, memory, "forecast: no memory");
     if (status == HPML_OK) {
         k->floats = all;
         k->bucket = (int32_t *)(void *)(all + layers);
@@ -18394,8 +18414,8 @@ HPMLC_FN double hpmlc_stage_kept(const hpmlc_maker *k, int stage)
     return k->p->memory > 0 ? fmin(kept, (double)k->p->memory) : kept;
 }
 
-/* Returns the bytes of the rank that needs most memory. */
-HPMLC_FN int64_t hpmlc_forecast_memory(hpmlc_maker *k)
+/* Sets *out to the bytes of the rank that needs most memory. HPML_ERR_MEMORY: a rank of the machine has less. */
+HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const hpmlc_text *to)
 {
     const double n = k->p->shard > 0 ? hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) : 1;
     const bool   whole = !hpmlc_plan_cuts(k->p) && !k->p->recompute && k->p->memory == 0;
@@ -18409,7 +18429,11 @@ HPMLC_FN int64_t hpmlc_forecast_memory(hpmlc_maker *k)
         if (hpmlc_plan_packs(k->p) && !k->p->codec.no_feedback) bytes += floats;
         most = fmax(most, 4 * bytes + hpmlc_stage_kept(k, k->stage));
     }
-    return k->f->planned && whole ? (int64_t)k->f->planned->total : (int64_t)most;
+    *out = k->f->planned && whole ? (int64_t)k->f->planned->total : (int64_t)most;
+    if (k->m->memory <= 0 || *out <= k->m->memory) return HPML_OK;
+    return hpmlc_refuse(to, HPML_ERR_MEMORY, "forecast: a rank needs %.2f GB and has %.2f GB on \"%s\"; take shard, "
+                        "recompute, pipe or tensor, or a smaller batch", 1e-9 * (double)*out,
+                        1e-9 * (double)k->m->memory, k->m->name ? k->m->name : "");
 }
 
 /* Reads times and counts of the steps that were played. */
@@ -18442,9 +18466,11 @@ HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
     out->played = y->unit;
 }
 
-/* Sets up maker and play for a checked plan. resolved: gets the plan with defaults in; net: the machine's network. */
-HPMLC_FN void hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const hpml_plan *plan, const hpml_model_facts *f,
-                                   const hpml_machine *m, hpml_plan *resolved, hpml_network *net)
+/* Sets up maker and play for a checked plan, and cuts the layers into pieces; hpmlc_play_close and free(k->cut) release
+   what both have, even after an error. resolved: gets the plan with defaults in; net: the machine's network. */
+HPMLC_FN hpml_status hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const hpml_plan *plan,
+                                          const hpml_model_facts *f, const hpml_machine *m, hpml_plan *resolved,
+                                          hpml_network *net, const hpmlc_text *to)
 {
     memset(k, 0, sizeof *k);
     memset(y, 0, sizeof *y);
@@ -18454,6 +18480,7 @@ HPMLC_FN void hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const hpml_pla
     y->ranks   = f->facts.ranks;
     y->nodes   = hpmlc_network_nodes(net, y->ranks);
     y->steps   = plan->servers > 0 ? 8 : 3;
+    y->loose   = y->ranks > 64;
     k->p       = resolved;
     k->f       = f;
     k->m       = m;
@@ -18463,38 +18490,45 @@ HPMLC_FN void hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const hpml_pla
     k->pieces  = (int)hpmlc_max(resolved->pipe, 1);
     if (resolved->pipe > 1 && resolved->schedule == HPML_PIPE_INTERLEAVED)
         k->pieces *= resolved->chunks > 0 ? resolved->chunks : 2;
+    hpmlc_play_axes(y, resolved);
+    k->cut = (int32_t *)calloc((size_t)k->pieces + 1, sizeof *k->cut);
+    return k->cut ? hpmlc_pieces_cut(k, to) : hpmlc_refuse(to, HPML_ERR_MEMORY, "forecast: no memory");
+}
+
+/* Forecasts a step of a plan. rough: plays fewer steps, and equal replicas once on any number of ranks. */
+HPMLC_FN hpml_status hpmlc_forecast_plan(const hpml_plan *plan, const hpml_model_facts *facts,
+                                         const hpml_machine *machine, bool rough, hpml_prediction *out,
+                                         const hpmlc_text *to)
+{
+    hpmlc_maker  k;
+    hpmlc_play   y;
+    hpml_plan    resolved;
+    hpml_network net;
+    HPMLC_ZERO(hpml_prediction, result);
+    *out = result;
+    hpml_status status = hpmlc_forecast_check(plan, facts, machine, to);
+    if (status != HPML_OK) return status;
+    status = hpmlc_forecast_begin(&k, &y, plan, facts, machine, &resolved, &net, to);
+    if (rough) y.steps = 2;
+    if (rough) y.loose = true;
+    if (status == HPML_OK) status = hpmlc_forecast_memory(&k, &out->memory, to);
+    if (status == HPML_OK) status = hpmlc_play_run(&y, &k, false, to);
+    if (status == HPML_OK) {
+        hpmlc_forecast_read(&k, out);
+        out->buckets = y.role[0].background.jobs;
+    }
+    free(k.cut);
+    hpmlc_play_close(&y);
+    return status;
 }
 
 HPML_API hpml_status hpml_forecast(const hpml_plan *plan, const hpml_model_facts *facts, const hpml_machine *machine,
                                    hpml_prediction *out, char *error, size_t size)
 {
     const hpmlc_text to = { error, size };
-    hpmlc_maker      k;
-    hpmlc_play       y;
-    hpml_plan        resolved;
-    hpml_network     net;
-    HPMLC_ZERO(hpml_prediction, result);
     hpmlc_refuse(&to, HPML_OK, "%s", "");
     if (!out) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "forecast: out is NULL; pass a struct for the result");
-    *out = result;
-    hpml_status status = hpmlc_forecast_check(plan, facts, machine, &to);
-    if (status != HPML_OK) return status;
-    hpmlc_forecast_begin(&k, &y, plan, facts, machine, &resolved, &net);
-    status = hpmlc_play_run(&y, &k, false, &to);
-    if (status == HPML_OK) {
-        result.memory = hpmlc_forecast_memory(&k);
-        hpmlc_forecast_read(&k, &result);
-        result.buckets = y.role[0].background.jobs;
-        out->memory = result.memory;
-    }
-    free(k.cut);
-    hpmlc_play_close(&y);
-    if (status == HPML_OK && machine->memory > 0 && result.memory > machine->memory)
-        return hpmlc_refuse(&to, HPML_ERR_MEMORY, "forecast: a rank needs %.2f GB and has %.2f GB on \"%s\"; take shard, "
-                            "recompute, pipe or tensor, or a smaller batch", 1e-9 * (double)result.memory,
-                            1e-9 * (double)machine->memory, machine->name ? machine->name : "");
-    if (status == HPML_OK) *out = result;
-    return status;
+    return hpmlc_forecast_plan(plan, facts, machine, false, out, &to);
 }
 
 HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t size)
@@ -18506,11 +18540,222 @@ HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t
     hpmlc_append(&to, &length, "step %.4g ms =", 1e3 * p->step_s);
     for (int t = 0; t < HPML_TERM_COUNT; t++)
         if (t == HPML_TERM_COMPUTE || p->term_s[t] > 0)
-            hpmlc_append(&to, &length, "%s %s %.4g", t > 0 ? " +" : "", hpml_term_name((hpml_term)t), 1e3 * p->term_s[t]);
+            hpmlc_append(&to, &length, "%s %s %.4g", t > 0 ? " +" : "", hpml_term_name((hpml_term)t),
+                         1e3 * p->term_s[t]);
     hpmlc_append(&to, &length, "; exposed %.4g within nodes, %.4g between; bubble %.0f %%; %.4g MB a rank, %.4g MB "
                  "between nodes; %.3g GB of memory; decided by %s", 1e3 * p->exposed_link_s[0],
                  1e3 * p->exposed_link_s[1], 100 * p->bubble, 1e-6 * (double)p->rank_bytes,
                  1e-6 * (double)p->between_bytes, 1e-9 * (double)p->memory, hpml_term_name(p->decides));
+    return (int)length;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>search   the fastest plan: all of them, or a walk through them
+// ---------------------------------------------------------------------------------------------------------------------
+/* A point of the search is a choice of values, one for each field of hpmlc_choices. The axes are divisors of the ranks;
+   data is what they leave. The walk (Metropolis et al. 1953) changes one field to another value and goes on from there
+   if the plan is faster, or with the probability exp(-20 x) if it takes a share x longer; axes also hand a factor of 2
+   to each other. Plans that were forecast before are remembered, and not forecast again. */
+
+typedef struct hpmlc_choice {
+    size_t at;        /* offset in hpml_plan of a number or word of 32 bits */
+    int    values[8]; /* that are tried, after 0; ended by 0 */
+} hpmlc_choice;
+static const hpmlc_choice hpmlc_choices[] = { /* values other than 0 */
+    { offsetof(hpml_plan, pipe), { 2, 4, 8, 16, 32, 0 } },
+    { offsetof(hpml_plan, tensor), { 2, 4, 8, 16, 32, 0 } },
+    { offsetof(hpml_plan, schedule), { HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_ZERO_BUBBLE, 0 } },
+    { offsetof(hpml_plan, micro), { 2, 4, 8, 16, 32, 0 } },
+    { offsetof(hpml_plan, shard), { 1, 2, 3, 0 } },
+    { offsetof(hpml_plan, codec.kind), { HPML_CODEC_BF16, HPML_CODEC_ONEBIT, 0 } },
+    { offsetof(hpml_plan, algorithm), { HPML_RING, HPML_HALVING, HPML_HIERARCHICAL, 0 } },
+};
+enum { HPMLC_CHOICES = sizeof hpmlc_choices / sizeof hpmlc_choices[0], HPMLC_POINTS = 8192 };
+
+typedef struct hpmlc_point {
+    uint64_t key;        /* the choices, 3 bits each, + 1; 0: the place is free */
+    double   seconds;    /* of a sample; 1e300: the plan is not possible */
+} hpmlc_point;
+
+typedef struct hpmlc_search {
+    const hpml_search_desc *d;
+    const hpml_model_facts *f;
+    const hpml_machine     *m;
+    hpmlc_point            *point;   /* (HPMLC_POINTS) by hash of the key */
+    hpml_found             *found;   /* (capacity) the best plans, the best first */
+    int                     capacity, count, forecasts;
+    char                    why[400]; /* why the last plan was refused */
+} hpmlc_search;
+
+HPMLC_FN int32_t hpmlc_choice_get(const hpml_plan *p, int i)
+{
+    int32_t v;
+    memcpy(&v, (const char *)p + hpmlc_choices[i].at, sizeof v);
+    return v;
+}
+
+/* Sets the plan of a point: key has 3 bits for each choice, 0 for the value of .base. False: the plan is not legal. */
+HPMLC_FN bool hpmlc_point_plan(hpmlc_search *s, uint64_t key, hpml_plan *p)
+{
+    *p = s->d->base;
+    for (int i = 0; i < HPMLC_CHOICES; i++) {
+        const int v = (int)(key >> 3 * i & 7);
+        if (v == 0) continue;
+        if (v > 7 || hpmlc_choices[i].values[v - 1] == 0 || hpmlc_choice_get(&s->d->base, i) != 0) return false;
+        memcpy((char *)p + hpmlc_choices[i].at, &hpmlc_choices[i].values[v - 1], sizeof(int32_t));
+    }
+    if (hpml_plan_check(p, &s->f->facts, s->why, sizeof s->why) != HPML_OK) return false;
+    if (p->shard > 0 && p->data == 0 && hpmlc_plan_replica(p) == s->f->facts.ranks) return false; /* nothing to shard */
+    return !hpmlc_forecast_refused(p);
+}
+
+/* Inserts a plan into the list of the best ones. */
+HPMLC_FN void hpmlc_found_add(hpmlc_search *s, const hpml_plan *p, const hpml_prediction *prediction)
+{
+    int at = s->count;
+    while (at > 0 && s->found[at - 1].prediction.samples_s < prediction->samples_s) at--;
+    if (at >= s->capacity) return;
+    if (s->count < s->capacity) s->count++;
+    for (int i = s->count - 1; i > at; i--) s->found[i] = s->found[i - 1];
+    s->found[at].plan       = *p;
+    s->found[at].prediction = *prediction;
+}
+
+/* Returns the seconds of a sample by the plan of a point; 1e300: not possible. Forecasts each point once. */
+HPMLC_FN double hpmlc_point_seconds(hpmlc_search *s, uint64_t key)
+{
+    hpml_plan       p;
+    hpml_prediction prediction;
+    uint64_t        at = (key + 1) * 0x9e3779b97f4a7c15u >> 51;
+    for (; s->point[at].key != 0; at = (at + 1) % HPMLC_POINTS)
+        if (s->point[at].key == key + 1) return s->point[at].seconds;
+    double seconds = 1e300;
+    if (hpmlc_point_plan(s, key, &p)) {
+        s->forecasts++;
+        const hpmlc_text why = { s->why, sizeof s->why };
+        if (hpmlc_forecast_plan(&p, s->f, s->m, true, &prediction, &why) == HPML_OK) {
+            seconds = 1 / prediction.samples_s;
+            hpmlc_found_add(s, &p, &prediction);
+        }
+    }
+    s->point[at].key     = key + 1;
+    s->point[at].seconds = seconds;
+    return seconds;
+}
+
+/* Steps through the points whose plans are legal; false: there is none after *key. */
+HPMLC_FN bool hpmlc_point_next(hpmlc_search *s, uint64_t *key)
+{
+    hpml_plan p;
+    for (;;) {
+        int i = 0;
+        for (; i < HPMLC_CHOICES; i++) {
+            const uint64_t v = *key >> 3 * i & 7;
+            if (v < 7 && hpmlc_choices[i].values[v] != 0) break;
+            *key &= ~((uint64_t)7 << 3 * i);
+        }
+        if (i == HPMLC_CHOICES) return false;
+        *key += (uint64_t)1 << 3 * i;
+        if (hpmlc_point_plan(s, *key, &p)) return true;
+    }
+}
+
+/* Returns a neighbour of a point: another value of one field or, of the first two, the axes, a step from one to the
+   other. */
+HPMLC_FN uint64_t hpmlc_point_move(hpml_rng *rng, uint64_t key)
+{
+    const int i = (int)hpml_rng_below(rng, HPMLC_CHOICES);
+    int       values = 0;
+    while (hpmlc_choices[i].values[values] != 0) values++;
+    if (i < 2 && hpml_rng_below(rng, 2) == 0 && (key >> 3 * i & 7) > 0 && (key >> 3 * !i & 7) < 5)
+        return key - ((uint64_t)1 << 3 * i) + ((uint64_t)1 << 3 * !i);
+    return (key & ~((uint64_t)7 << 3 * i)) | (uint64_t)hpml_rng_below(rng, (uint32_t)values + 1) << 3 * i;
+}
+
+HPMLC_FN void hpmlc_search_walk(hpmlc_search *s, uint64_t first)
+{
+    const int most = s->d->forecasts > 0 ? s->d->forecasts : 400;
+    uint64_t  now = first, best = first;
+    double    at = hpmlc_point_seconds(s, now), least = at;
+    int       since = 0; /* moves since the best plan was found, or since the walk began again */
+    HPMLC_ZERO(hpml_rng, rng);
+    rng.seed = s->d->seed;
+    for (int move = 0; move < 40 * most && s->forecasts < most && move < HPMLC_POINTS / 2; move++) {
+        const uint64_t next = hpmlc_point_move(&rng, now);
+        const double   t = hpmlc_point_seconds(s, next), x = (t - at) / at;
+        if (t >= 1e300 || (x > 0 && (double)hpml_rng_uniform(&rng) > exp(-20 * x))) continue;
+        now = next;
+        at  = t;
+        since++;
+        if (t < least) {
+            least = t;
+            best  = next;
+            since = 0;
+        }
+        if (since < 40) continue;
+        now   = best;
+        at    = least;
+        since = 0;
+    }
+}
+
+HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *facts, const hpml_machine *machine,
+                         hpml_found *found, int capacity, int *forecasts, char *error, size_t size)
+{
+    const hpmlc_text to = { error, size };
+    hpml_prediction  none;
+    HPMLC_DESC(hpml_search_desc, d, desc);
+    HPMLC_ZERO(hpmlc_search, s);
+    uint64_t key = 0, first = 0;
+    int      plans = 0;
+    hpmlc_refuse(&to, HPML_OK, "%s", "");
+    if (d._begin || d._end || !found || capacity < 1)
+        return hpmlc_refuse(&to, -1, "search: a desc that was not zeroed, or no memory for a plan");
+    s.d        = &d;
+    s.f        = facts;
+    s.m        = machine;
+    s.found    = found;
+    s.capacity = capacity;
+    const hpml_status status = hpml_forecast(&d.base, facts, machine, &none, s.why, sizeof s.why);
+    if (status == HPML_ERR_ARGUMENT) return hpmlc_refuse(&to, -1, "search: %s", s.why);
+    s.point = (hpmlc_point *)calloc(HPMLC_POINTS, sizeof *s.point);
+    if (!s.point) return hpmlc_refuse(&to, -1, "search: no memory");
+    const int most = d.exhaustive == 0 ? 64 : d.exhaustive;
+    do plans++;
+    while (plans <= most && hpmlc_point_next(&s, &key));
+    if (plans <= most) {
+        key = 0;
+        do hpmlc_point_seconds(&s, key);
+        while (hpmlc_point_next(&s, &key) && s.forecasts < HPMLC_POINTS / 2);
+    } else {
+        while (hpmlc_point_seconds(&s, first) >= 1e300 && hpmlc_point_next(&s, &first) && s.forecasts < 256) {}
+        hpmlc_search_walk(&s, first);
+    }
+    free(s.point);
+    if (forecasts) *forecasts = s.forecasts;
+    return s.count > 0 ? s.count : hpmlc_refuse(&to, -1, "search: no plan is possible; the last one: %s", s.why);
+}
+
+HPML_API int hpml_search_text(const hpml_found *found, int count, char *buffer, size_t size)
+{
+    const hpmlc_text to = { buffer, size };
+    char             text[500];
+    size_t           length = 0;
+    int              term = 0;
+    if (size > 0) buffer[0] = 0;
+    for (int i = 0; found && i < count && i < 2; i++) {
+        hpml_plan_text(&found[i].plan, false, text, sizeof text);
+        hpmlc_append(&to, &length, "%s: %s\n", i == 0 ? "best" : "second", *text ? text : "data alone");
+        hpml_prediction_text(&found[i].prediction, text, sizeof text);
+        hpmlc_append(&to, &length, "    %s\n", text);
+    }
+    if (!found || count < 2) return (int)length;
+    const hpml_prediction *a = &found[0].prediction, *b = &found[1].prediction;
+    for (int t = 1; t < HPML_TERM_COUNT; t++)
+        if (b->term_s[t] - a->term_s[t] > b->term_s[term] - a->term_s[term]) term = t;
+    hpmlc_append(&to, &length, "the best is %.2g %% faster; of the terms, %s differs most: %.4g and %.4g ms\n",
+                 100 * (a->samples_s / b->samples_s - 1), hpml_term_name((hpml_term)term), 1e3 * a->term_s[term],
+                 1e3 * b->term_s[term]);
     return (int)length;
 }
 

@@ -3,6 +3,7 @@
 #define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
 #include "../hpml_comm.h"
 #include "test.h"
+#include <time.h>
 
 enum { WIDTH = 8, MOST = 12, STEPS = 3 };
 
@@ -108,8 +109,8 @@ static hpml_machine machine_of(const job *j)
     return m;
 }
 
-/* Plays STEPS steps of the job's plan; ends: (STEPS) the latest clocks. Returns how many ranks were played; 0: error. */
-static int play(const job *j, bool whole, double *ends, char *error, size_t size)
+/* Plays STEPS steps of the job's plan; ends: (STEPS) the latest clocks. Returns how many ranks are played; 0: error. */
+static int play(const job *j, bool whole, bool loose, double *ends, char *error, size_t size)
 {
     const hpmlc_text to = { error, size };
     hpml_model_facts f = facts_of(j);
@@ -120,9 +121,10 @@ static int play(const job *j, bool whole, double *ends, char *error, size_t size
     hpml_network     net;
     given.cut = j->plan.pipe > 1 ? j->cut : NULL;
     if (hpmlc_forecast_check(&given, &f, &m, &to) != HPML_OK) return 0;
-    hpmlc_forecast_begin(&k, &y, &given, &f, &m, &plan, &net);
-    y.origin = ORIGIN, y.steps = STEPS;
-    int played = hpmlc_play_run(&y, &k, whole, &to) == HPML_OK ? y.unit : 0;
+    hpml_status status = hpmlc_forecast_begin(&k, &y, &given, &f, &m, &plan, &net, &to);
+    y.origin = ORIGIN, y.steps = STEPS, y.loose = loose;
+    if (status == HPML_OK) status = hpmlc_play_run(&y, &k, whole, &to);
+    int played = status == HPML_OK ? y.unit : 0;
     for (int s = 0; s < STEPS && played; s++) ends[s] = y.ends[s];
     free(k.cut);
     hpmlc_play_close(&y);
@@ -176,42 +178,337 @@ TEST(forecasts_equal_trainings_in_virtual_time)
         double ends[STEPS] = { 0 };
         char   why[400] = "";
         bool   good = train_on_clock(&j);
-        int played = play(&j, true, ends, why, sizeof why);
+        int played = play(&j, true, false, ends, why, sizeof why);
         if (!played) printf("    %s\n", why);
         all = all && good && played == j.ranks;
         for (int s = 0; s < STEPS && good; s++) {
             const double real = j.ends[s] - ORIGIN, forecast = ends[s] - ORIGIN;
             const bool   fine = fabs(forecast - real) <= cases[i].off * real;
-            if (!fine) printf("    \"%s\", %d ranks, step %d: %.9g us, forecast %.9g us (%+.3g %%)\n", cases[i].plan, j.ranks,
-                              s, 1e6 * real, 1e6 * forecast, 100 * (forecast / real - 1));
+            if (!fine)
+                printf("    \"%s\", %d ranks, step %d: %.9g us, forecast %.9g us (%+.3g %%)\n", cases[i].plan, j.ranks,
+                       s, 1e6 * real, 1e6 * forecast, 100 * (forecast / real - 1));
             all = all && fine;
         }
     }
     ENSURE(all);
 }
 
-/* Equal replicas are played once: the same clocks as when all ranks are played. */
+/* Equal replicas are played once: the same clocks as when all ranks are played, but for blocks that are not equal. What
+   is assumed of the sum of losses on more than 64 ranks costs less than 1 %. */
 TEST(equal_replicas_are_played_once)
 {
-    static const struct { const char *plan; int ranks, per_node, played; } cases[] = {
+    static const struct { const char *plan; int ranks, per_node, played; double off; } cases[] = {
         { "", 64, 1, 1 }, { "", 64, 8, 8 }, { "algorithm=ring", 64, 4, 4 }, { "algorithm=halving", 64, 1, 1 },
-        { "tensor=4,algorithm=ring", 64, 8, 8 }, { "tensor=8", 64, 8, 8 }, { "shard=1", 64, 8, 8 }, { "shard=3", 64, 1, 1 },
-        { "tensor=2,pipe=4,schedule=1f1b,micro=8,algorithm=ring", 64, 8, 8 },
+        { "tensor=4,algorithm=ring", 64, 8, 8 }, { "tensor=8", 64, 8, 8 }, { "shard=1", 64, 8, 8 },
+        { "shard=3", 64, 1, 1 }, { "tensor=2,pipe=4,schedule=1f1b,micro=8,algorithm=ring", 64, 8, 8 },
         { "tensor=2,pipe=4,schedule=1f1b,micro=8", 64, 4, 8 }, { "pipe=4,micro=8", 64, 1, 4 },
-        { "pipe=8,schedule=zero_bubble,micro=8,algorithm=ring", 64, 8, 8 },
-        { "algorithm=tree", 64, 1, 64 }, { "strategy=ps,servers=1", 64, 1, 64 }, { "", 62, 4, 62 }, { "strategy=local", 64, 8, 8 },
+        { "pipe=8,schedule=zero_bubble,micro=8,algorithm=ring", 64, 8, 8 }, { "strategy=local", 64, 8, 8, 1e-5 },
+        { "algorithm=tree", 64, 1, 64 }, { "strategy=ps,servers=1", 64, 1, 64 }, { "", 62, 4, 62 },
     };
     bool all = true;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         job    j = job_of(cases[i].plan, cases[i].ranks, cases[i].per_node);
-        double ends[2][STEPS] = { { 0 } };
-        int    played = play(&j, false, ends[0], NULL, 0), whole = play(&j, true, ends[1], NULL, 0);
-        bool   fine = played == cases[i].played && whole == j.ranks;
-        for (int s = 0; s < STEPS; s++) fine = fine && fabs(ends[0][s] - ends[1][s]) < 1e-15;
+        double once[STEPS] = { 0 }, loose[STEPS] = { 0 }, strict[STEPS] = { 0 };
+        int    played = play(&j, false, true, once, NULL, 0);
+        int    whole = play(&j, true, true, loose, NULL, 0);
+        bool   fine = played == cases[i].played && whole == j.ranks && play(&j, true, false, strict, NULL, 0) == whole;
+        for (int s = 0; s < STEPS; s++) {
+            fine = fine && fabs((once[s] - ORIGIN) / (loose[s] - ORIGIN) - 1) <= cases[i].off;
+            fine = fine && fabs((loose[s] - ORIGIN) / (strict[s] - ORIGIN) - 1) < 0.01;
+        }
         if (!fine)
-            printf("    \"%s\", %d of %d ranks: %.9g us, all %.9g us\n", cases[i].plan, played, whole,
-                   1e6 * (ends[0][STEPS - 1] - ORIGIN), 1e6 * (ends[1][STEPS - 1] - ORIGIN));
+            printf("    \"%s\", %d of %d ranks: %.9g us, all %.9g us, strict %.9g us\n", cases[i].plan, played, whole,
+                   1e6 * (once[STEPS - 1] - ORIGIN), 1e6 * (loose[STEPS - 1] - ORIGIN),
+                   1e6 * (strict[STEPS - 1] - ORIGIN));
         all = all && fine;
     }
     ENSURE(all);
+}
+
+/* ---- models and machines ---- */
+
+enum { BLOCKS = 48, LAYERS = 2 * BLOCKS + 2 };
+
+/* A language model of `blocks` blocks of width C; a sample is a text of 1,024 tokens. */
+static hpml_model_facts transformer(int blocks, int64_t C, hpml_layer_facts layer[LAYERS])
+{
+    const int64_t    T = 1024, V = 50304;
+    hpml_model_facts f = { .layers = 2 * blocks + 2, .layer = layer, .states = 2 };
+    layer[0] = (hpml_layer_facts){ .name = "embedding", .flops = (double)(T * C), .rows = V, .cols = C, .edge = T * C,
+                                   .kept = 4 * T * C, .forward_sum = T * C, .split = true };
+    for (int i = 0; i < 2 * blocks; i++) {
+        const bool   mlp = i % 2;
+        const double both = 4. * (double)(T * T * C);
+        layer[i + 1] = (hpml_layer_facts){
+            .name = mlp ? "mlp" : "attention", .rows = mlp ? 8 * C : 4 * C, .cols = C, .edge = T * C, .split = true,
+            .flops = 2. * (double)(T * (mlp ? 8 : 4) * C * C) + (mlp ? 0 : both), .bytes = 40. * (double)(T * C),
+            .kept = 4 * T * C * (mlp ? 10 : 6), .forward_sum = T * C, .backward_sum = T * C };
+    }
+    layer[2 * blocks + 1] = (hpml_layer_facts){
+        .name = "head", .flops = 2. * (double)(T * V * C), .rows = V, .cols = C, .edge = T * V, .kept = 4 * T * V,
+        .backward_sum = T * C, .split = true };
+    f.facts.batch = 1 << 20;
+    return f;
+}
+
+static hpml_status forecast(const char *text, const hpml_model_facts *f, const hpml_machine *m, hpml_prediction *out)
+{
+    hpml_plan p = { 0 };
+    char      why[500];
+    ENSURE(hpml_plan_parse(text, &p, why, sizeof why) == HPML_OK);
+    hpml_status status = hpml_forecast(&p, f, m, out, why, sizeof why);
+    if (status != HPML_OK && status != HPML_ERR_MEMORY) printf("    %s: %s\n", text, why);
+    return status;
+}
+
+/* On its cases hpml_simulate gives the same times, without the sum of the losses. */
+TEST(data_parallel_steps_equal_the_simulator)
+{
+    static const char *const plans[] = { "bucket_bytes=1", "bucket_bytes=1,algorithm=ring", "no_overlap=1", "" };
+    for (int i = 0; i < 4; i++)
+        for (int ranks = 2; ranks <= 64; ranks *= 2) {
+            job                j = job_of(plans[i], ranks, 4);
+            hpml_model_facts   f = facts_of(&j);
+            hpml_machine       m = machine_of(&j);
+            hpml_prediction    p;
+            hpml_simulation    s;
+            double             forward[MOST], backward[MOST];
+            int64_t            elements[MOST];
+            hpml_simulate_desc d = { .ranks = ranks, .network = j.network, .layers = j.layers, .forward_s = forward,
+                                     .backward_s = backward, .elements = elements, .algorithm = j.plan.algorithm,
+                                     .bucket_bytes = j.plan.bucket_bytes ? 1 : 1 << 18,
+                                     .no_overlap = j.plan.no_overlap };
+            for (int k = 0; k < j.layers; k++) {
+                forward[k]  = j.batch * forward_s(k);
+                backward[k] = 2 * forward[k];
+                elements[k] = j.cols;
+            }
+            ENSURE(hpml_simulate(&d, &s, NULL, 0) == HPML_OK);
+            ENSURE(hpml_forecast(&j.plan, &f, &m, &p, NULL, 0) == HPML_OK);
+            ENSURE(p.buckets - 1 == s.buckets);
+            ENSURE_NEAR(p.step_s / s.step_s, 1, 0.02);
+            ENSURE_NEAR(p.term_s[HPML_TERM_COMPUTE], s.compute_s, 1e-12);
+            ENSURE(p.rank_bytes >= s.bytes_per_rank && p.rank_bytes < s.bytes_per_rank + 2048);
+        }
+}
+
+TEST(terms_add_up_and_name_what_decides)
+{
+    static const struct { const char *plan; int ranks; hpml_term decides; } cases[] = {
+        { "", 32, HPML_TERM_DATA }, { "pipe=8,micro=2,tensor=4", 32, HPML_TERM_BUBBLE }, { "", 1, HPML_TERM_UPDATE },
+        { "tensor=32", 32, HPML_TERM_TENSOR }, { "strategy=ps,servers=1", 32, HPML_TERM_SERVERS },
+    };
+    static hpml_layer_facts layer[LAYERS];
+    hpml_model_facts        f = transformer(12, 768, layer);
+    hpml_machine            m = *hpml_machine_find("t4");
+    m.memory = 0;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        hpml_prediction p;
+        char            text[500];
+        double          sum = 0;
+        f.facts.ranks = cases[i].ranks, f.facts.batch = 4;
+        ENSURE(forecast(cases[i].plan, &f, &m, &p) == HPML_OK);
+        for (int t = 0; t < HPML_TERM_COUNT; t++) sum += p.term_s[t];
+        ENSURE_NEAR(sum / p.step_s, 1, 0.02);
+        if (p.decides != cases[i].decides) {
+            hpml_prediction_text(&p, text, sizeof text);
+            printf("    \"%s\": %s\n", cases[i].plan, text);
+        }
+        ENSURE(p.decides == cases[i].decides);
+        ENSURE(hpml_prediction_text(&p, text, sizeof text) == (int)strlen(text));
+        ENSURE(strstr(text, hpml_term_name(p.decides)) != NULL);
+    }
+}
+
+/* Bytes by hand: 1,000 floats in two layers, adam. */
+TEST(memory_of_a_rank)
+{
+    hpml_layer_facts layer[2] = { { .forward_s = 1, .rows = 16, .cols = 1600, .edge = 1, .kept = 1000 },
+                                  { .forward_s = 1, .rows = 16, .cols = 1600, .kept = 3000 } };
+    hpml_model_facts f = { .layers = 2, .layer = layer, .states = 2 };
+    hpml_machine     m = { 0 };
+    hpml_prediction  p;
+    const int64_t    n = 2 * 25600, kept = 8 * 4000;
+    f.facts.ranks = 8, f.facts.batch = 8;
+    ENSURE(forecast("", &f, &m, &p) == HPML_OK && p.memory == 16 * n + kept);
+    ENSURE(forecast("shard=1", &f, &m, &p) == HPML_OK && p.memory == 8 * n + n + kept);
+    ENSURE(forecast("pipe=2,micro=4,schedule=1f1b", &f, &m, &p) == HPML_OK);
+    ENSURE(p.memory == 16 * n / 2 + 2 * 3000); /* the second stage: one of 4 micro-batches in flight */
+    ENSURE(forecast("codec=onebit", &f, &m, &p) == HPML_OK && p.memory == 20 * n + kept);
+    hpml_memory planned = { .total = 12345 };
+    f.planned = &planned;
+    ENSURE(forecast("", &f, &m, &p) == HPML_OK && p.memory == 12345);
+    m.memory = 12344;
+    ENSURE(forecast("", &f, &m, &p) == HPML_ERR_MEMORY && p.memory == 12345 && p.step_s == 0);
+}
+
+TEST(fabrics)
+{
+    static const struct { hpml_fabric_kind kind; int nodes, routers, degree, diameter; double hops, share; } cases[] = {
+        { HPML_FABRIC_SWITCH, 8, 1, 0, 0, 0, 1 }, { HPML_FABRIC_RING, 8, 8, 2, 4, 16. / 7, 7. / 8 },
+        { HPML_FABRIC_TORUS, 16, 16, 4, 4, 32. / 15, 1 }, { HPML_FABRIC_TREE, 8, 7, 3, 4, 20. / 7, 0.5 },
+        { HPML_FABRIC_FAT_TREE, 8, 7, 3, 4, 20. / 7, 1 },
+        { HPML_FABRIC_SLIM_FLY, 50, 50, 7, 2, 91. / 49, 1 }, /* 7 routers at 1, 42 at 2 */
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        hpml_fabric f;
+        ENSURE(hpml_fabric_measure(cases[i].kind, cases[i].nodes, &f));
+        bool fine = f.routers == cases[i].routers && f.degree == cases[i].degree && f.diameter == cases[i].diameter &&
+                    fabs(f.hops - cases[i].hops) < 1e-12 && fabs(f.share - cases[i].share) < 1e-12;
+        if (!fine)
+            printf("    %s: %d routers, degree %d, diameter %d, %g hops, share %g\n", hpml_fabric_name(cases[i].kind),
+                   f.routers, f.degree, f.diameter, f.hops, f.share);
+        ENSURE(fine);
+    }
+    hpml_fabric f;
+    ENSURE(!hpml_fabric_measure(HPML_FABRIC_COUNT, 4, &f) && !hpml_fabric_measure(HPML_FABRIC_RING, 0, &f));
+}
+
+TEST(machines)
+{
+    static hpml_layer_facts layer[LAYERS];
+    hpml_model_facts        f = transformer(12, 768, layer);
+    char                    text[LAYERS * 100];
+    hpml_network            n;
+    for (int i = 0; hpml_machine_at(i); i++) {
+        const hpml_machine *m = hpml_machine_at(i);
+        hpml_prediction     p;
+        ENSURE(hpml_machine_find(m->name) == m);
+        hpml_machine roomy = *m;
+        roomy.memory  = 0;
+        f.facts.ranks = 16, f.facts.batch = 1;
+        ENSURE(forecast("", &f, &roomy, &p) == HPML_OK && p.step_s > 0);
+    }
+    ENSURE(!hpml_machine_find("abacus") && !hpml_machine_at(-1));
+    hpml_machine m = *hpml_machine_find("v100-nvlink");
+    ENSURE_NEAR(m.flops, 120e12, 0);
+    m.fabric = HPML_FABRIC_SWITCH;
+    hpml_machine_network(&m, 16, &n);
+    ENSURE_NEAR(n.between.bandwidth, 4 * 12.5e9, 1);
+    m.direct = false; /* two copies by the host's bus for each message */
+    hpml_machine_network(&m, 16, &n);
+    ENSURE_NEAR(1 / n.between.bandwidth, 1 / 50e9 + 2 / 16e9, 1e-18);
+    /* small batches read more bytes of parameters than they make operations of; processing in memory never waits */
+    f.layers = 2;
+    ENSURE(hpml_roofline_text(&f, hpml_machine_find("v100-nvlink"), 1, text, sizeof text) == (int)strlen(text));
+    ENSURE(strstr(text, "embedding") && strstr(text, "memory\n") && strstr(text, "work 8") && strstr(text, "depth"));
+    hpml_roofline_text(&f, hpml_machine_find("pim"), 64, text, sizeof text);
+    ENSURE(strstr(text, "attention") && strstr(strstr(text, "attention"), "flops\n"));
+    hpml_ctx *ctx = hpml_ctx_create(NULL);
+    ENSURE(hpml_machine_measure(ctx, &m) == HPML_OK && m.flops > 1e8 && m.bandwidth > 1e8);
+    hpml_ctx_free(ctx);
+}
+
+/* Data across nodes, the model inside: where a model must be split, the fastest plan splits it within nodes; axis tensor
+   across nodes is slower, because its sums leave the node. */
+TEST(data_across_nodes_model_inside)
+{
+    static const struct { const char *machine; int64_t C; } cases[] = { { "v100-nvlink", 4096 }, { "dgx-2", 4096 },
+                                                                        { "t4", 2048 } };
+    static hpml_layer_facts layer[LAYERS];
+    for (int i = 0; i < 3; i++) {
+        const hpml_machine *m = hpml_machine_find(cases[i].machine);
+        hpml_model_facts    f = transformer(8, cases[i].C, layer);
+        hpml_search_desc    d = { .base = { .global_batch = 64, .algorithm = HPML_RING }, .forecasts = 60 };
+        hpml_prediction     inside, across;
+        hpml_found          found[3];
+        char                why[500], text[2000];
+        const int           per_node = m->network.ranks_per_node;
+        f.facts.ranks = 32;
+        int count = hpml_search(&d, &f, m, found, 3, NULL, why, sizeof why);
+        if (count < 1) printf("    %s\n", why);
+        ENSURE(count == 3);
+        const hpml_plan *p = &found[0].plan;
+        ENSURE(hpml_search_text(found, count, text, sizeof text) == (int)strlen(text) && strstr(text, "second: "));
+        ENSURE(p->tensor <= per_node && hpmlc_plan_replica(p) < 32);
+        hpml_machine roomy = *m;
+        roomy.memory = 0;
+        snprintf(why, sizeof why, "tensor=%d,global_batch=64", per_node);
+        ENSURE(forecast(why, &f, &roomy, &inside) == HPML_OK);
+        ENSURE(forecast("tensor=32,global_batch=64", &f, &roomy, &across) == HPML_OK);
+        ENSURE(across.step_s > 1.5 * inside.step_s && across.decides == HPML_TERM_TENSOR);
+        ENSURE(across.exposed_link_s[1] > inside.exposed_link_s[1]);
+    }
+}
+
+/* The walk comes within 2 % of the best of all plans with a fifth of the forecasts, whatever the seed. */
+TEST(the_walk_finds_nearly_the_best_plan)
+{
+    static const struct { const char *machine; int ranks, blocks; int64_t C; } cases[] = {
+        { "t4", 8, 3, 2048 }, { "cpu-10gbit", 8, 3, 1024 }, { "v100-nvlink", 16, 7, 4096 },
+    };
+    static hpml_layer_facts layer[LAYERS];
+    for (int i = 0; i < (getenv("HPML_TEST_ALL") ? 3 : 2); i++) {
+        hpml_model_facts f = transformer(cases[i].blocks, cases[i].C, layer);
+        hpml_search_desc d = { .base = { .global_batch = 64, .algorithm = HPML_RING }, .exhaustive = 4096 };
+        hpml_found       all[1], walk[1];
+        int              plans, tried;
+        char             why[500];
+        f.facts.ranks = cases[i].ranks;
+        int found = hpml_search(&d, &f, hpml_machine_find(cases[i].machine), all, 1, &plans, why, sizeof why);
+        if (found < 1) printf("    %s\n", why);
+        ENSURE(found == 1 && plans > 100 && plans <= 4096);
+        d.exhaustive = -1;
+        d.forecasts  = plans / 5;
+        for (d.seed = 1; d.seed <= 3; d.seed++) {
+            ENSURE(hpml_search(&d, &f, hpml_machine_find(cases[i].machine), walk, 1, &tried, NULL, 0) == 1);
+            const double ratio = all->prediction.samples_s / walk->prediction.samples_s;
+            if (ratio > 1.02)
+                printf("    %s: %g times the best, %d of %d plans\n", cases[i].machine, ratio, tried, plans);
+            ENSURE(ratio <= 1.02 && tried <= plans / 5);
+        }
+    }
+}
+
+TEST(thousands_of_ranks)
+{
+    static hpml_layer_facts layer[LAYERS];
+    hpml_model_facts        f = transformer(48, 1600, layer);
+    hpml_prediction         p;
+    const double            start = (double)clock() / CLOCKS_PER_SEC;
+    f.facts.ranks = 4096;
+    ENSURE(forecast("tensor=8,global_batch=8192", &f, hpml_machine_find("v100-nvlink"), &p) == HPML_OK);
+    ENSURE(p.played == 8 && p.step_s > 0);
+    ENSURE(forecast("tensor=8,pipe=4,micro=16,schedule=1f1b,global_batch=8192", &f, hpml_machine_find("v100-nvlink"),
+                    &p) == HPML_OK);
+    ENSURE(p.played == 32);
+    const double seconds = (double)clock() / CLOCKS_PER_SEC - start;
+    if (seconds > 5) printf("    %g s of processor time\n", seconds);
+    ENSURE(seconds < 10);
+}
+
+TEST(errors)
+{
+    hpml_layer_facts layer[2] = { { .name = "a", .flops = 1, .cols = 4 }, { .name = "b", .flops = 1, .cols = 4 } };
+    hpml_model_facts f = { .layers = 2, .layer = layer };
+    hpml_machine     m = { .name = "toy", .flops = 1e9 };
+    hpml_plan        p = { 0 };
+    hpml_prediction  out;
+    char             why[500];
+    f.facts.ranks = 4, f.facts.batch = 8;
+    ENSURE(hpml_forecast(&p, &f, &m, &out, why, sizeof why) == HPML_OK && why[0] == 0);
+    ENSURE(hpml_forecast(&p, &f, &m, NULL, why, sizeof why) == HPML_ERR_ARGUMENT && strstr(why, "out is NULL"));
+    ENSURE(hpml_forecast(NULL, &f, &m, &out, why, sizeof why) == HPML_ERR_ARGUMENT && strstr(why, "no plan"));
+#define REFUSED(change, undo, words)                                                  \
+    change;                                                                           \
+    ENSURE(hpml_forecast(&p, &f, &m, &out, why, sizeof why) < 0 && strstr(why, words)); \
+    undo
+    REFUSED(m._end = 1, m._end = 0, "canary");
+    REFUSED(f.layers = 0, f.layers = 2, "0 layers");
+    REFUSED(m.flops = 0, m.flops = 1e9, "layer 0 \"a\" has operations");
+    REFUSED(layer[1].cols = -1, layer[1].cols = 4, "layer 1 \"b\" has a negative number");
+    REFUSED(m.flops = -1, m.flops = 1e9, "\"toy\"");
+    REFUSED(p.tensor = 3, p.tensor = 0, "tensor 3");
+    REFUSED(p.strategy = HPML_STRATEGY_GOSSIP, p.strategy = HPML_STRATEGY_SYNC, "gossip");
+    REFUSED(p.exact = true, p.exact = false, "exact=0");
+    REFUSED((p.strategy = HPML_STRATEGY_ASYNC, p.servers = 1), (p.strategy = HPML_STRATEGY_SYNC, p.servers = 0),
+            "depend on which rank is first");
+    REFUSED(p.pipe = 4, p.pipe = 0, "2 layers cannot be cut into the 4 pieces");
+    REFUSED(m.memory = 10, m.memory = 0, "a rank needs");
+    REFUSED(m.network.inside.latency = NAN, m.network.inside.latency = 0, "NaN");
+    hpml_found found[1];
+    m.memory = 10;
+    ENSURE(hpml_search(NULL, &f, &m, found, 1, NULL, why, sizeof why) == -1 && strstr(why, "no plan is possible"));
+    ENSURE(hpml_search(NULL, &f, NULL, found, 1, NULL, why, sizeof why) == -1 && strstr(why, "no machine"));
+    ENSURE(hpml_search(NULL, &f, &m, found, 0, NULL, why, sizeof why) == -1);
 }
