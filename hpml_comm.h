@@ -1147,6 +1147,11 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
 /* Returns how the gradient of parameter number `param` travels: ALLREDUCE or FACTORS. */
 HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* writes the report as a line */
+/* Writes the report as one JSON object in one line, for the record of a run: version, seed, ranks, transport, plan (all
+   fields), the numbers of the report as "measured" and, unless `predicted` is NULL, those of a forecast of the same plan
+   (hpml_forecast) as "predicted" under the same names, and measured / predicted seconds of a step. As snprintf. */
+typedef struct hpml_prediction hpml_prediction; /* >>api-forecast */
+HPML_API int  hpml_distribute_json(hpml_distributed *d, const hpml_prediction *predicted, char *buffer, size_t size);
 
 /* Where the time of one step of one rank went. The step lasts from the end of the rank's wait in the step before to the
    end of its wait in this step. What remains of step_s after compute_s, exposed_s and bubble_s is the time for loading
@@ -1499,7 +1504,7 @@ typedef enum hpml_term { /* of the time of a step */
 HPML_API const char *hpml_term_name(hpml_term term); /* "compute", "update", ...; NULL: there is none */
 
 /* Mean numbers of a step, over ranks that compute and steps after the first; seconds and bytes. */
-typedef struct hpml_prediction {
+struct hpml_prediction {
     double    step_s;       /* seconds of a step: the sum of all terms */
     double    term_s[HPML_TERM_COUNT]; /* compute; update; idle time of a pipeline; communication that no
                                computation hides, waiting for slower ranks included, by axis or with servers */
@@ -1513,7 +1518,7 @@ typedef struct hpml_prediction {
     int64_t   memory;       /* bytes of the rank that needs most: parameters, gradients, states, activations */
     int32_t   buckets;      /* of gradients, on the first stage */
     int32_t   played;       /* number of ranks whose programs were played; the others are equal to these */
-} hpml_prediction;
+};
 /* Forecasts a step of the plan. facts: the model, and how many ranks there are. machine: required. HPML_ERR_ARGUMENT,
    HPML_ERR_UNSUPPORTED, HPML_ERR_MEMORY (also: the plan needs more memory than a rank of the machine has), with the
    reason in `error` (may be NULL); after the latter, and only then, out->memory is set. */
@@ -1523,21 +1528,24 @@ HPML_API hpml_status hpml_forecast(const hpml_plan *plan, const hpml_model_facts
 HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t size);
 
 /* Writes a table of the layers' forward passes for `samples` samples on one rank: operations, bytes, operations a byte,
-   seconds, and the resource that binds: flops or memory (Williams et al. 2009, "Roofline"). Then the work (operations),
+   seconds, and the resource that binds: flops or memory (Williams et al. 2009, "Roofline"); equal layers have one row.
+   Then the work (operations),
    the depth (operations one after another, if sums are made as trees), and work / depth: the most processors that can
    be kept busy. As snprintf. */
 HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machine *machine, int64_t samples,
                                 char *buffer, size_t size);
 
 /* Searches, for the most samples a second, the plans that differ from .base in the fields pipe, tensor, schedule, micro,
-   shard, codec and algorithm, where .base has 0; data is what the other axes leave. If at most .exhaustive plans are
+   shard, algorithm and codec, where .base has 0; data is what the other axes leave. If at most .exhaustive plans are
    legal, all are forecast; else a Metropolis walk takes the next legal value of one field at a time, and begins again at
-   the best plan when it has not found a better one for a while. */
+   the best plan when it has not found a better one for a while. These forecasts are of two steps, and play equal
+   replicas once on any number of ranks. */
 typedef struct hpml_search_desc {
     uint32_t  _begin;
     hpml_plan base;       /* set fields stay */
     int32_t   exhaustive; /* 0: 64 plans, -1: never */
     int32_t   forecasts;  /* of the walk, at most; 0: 400 */
+    bool      lossy;      /* codecs are tried, too; they change what is learned */
     uint64_t  seed;       /* of the walk */
     uint32_t  _end;
 } hpml_search_desc;
@@ -13025,6 +13033,55 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
                     100 * r.efficiency, hpmlc_efficiency_warning(r.efficiency, low));
 }
 
+/* Appends a number to a JSON text; null: NaN or infinite. */
+HPMLC_FN void hpmlc_json_number(const hpmlc_text *to, size_t *length, const char *name, double x)
+{
+    char number[40];
+    snprintf(number, sizeof number, "%.9g", x);
+    for (char *at = number; *at; at++)
+        if (*at == ',') *at = '.'; /* some locales have a decimal comma */
+    hpmlc_append(to, length, "\"%s\": %s", name, x - x == 0 ? number : "null");
+}
+
+HPML_API int hpml_distribute_json(hpml_distributed *d, const hpml_prediction *predicted, char *buffer, size_t size)
+{
+    static const char *const names[] = { "step_s", "compute_s", "exposed_s", "bytes" };
+    hpml_distribute_report r;
+    const hpmlc_text       to = { buffer, size };
+    char                   plan[1600];
+    size_t                 length = 0;
+    if (!d) return 0;
+    hpml_distribute_get(d, &r, false);
+    hpml_plan_text(&d->plan, true, plan, sizeof plan);
+    hpmlc_append(&to, &length, "{\"hpml\": %d, \"seed\": %llu, \"ranks\": %d, \"transport\": \"%s\", "
+                 "\"plan\": \"%s\", ", hpml_version(), (unsigned long long)hpml_ctx_seed(d->ctx), d->all->size,
+                 d->all->t->name, plan);
+    const double measured[] = { r.step_s, r.compute_s, r.exposed_s, r.bytes };
+    hpmlc_append(&to, &length, "\"measured\": {\"steps\": %lld", (long long)r.steps);
+    for (int i = 0; i < 4; i++) {
+        hpmlc_append(&to, &length, ", ");
+        hpmlc_json_number(&to, &length, names[i], measured[i]);
+    }
+    hpmlc_append(&to, &length, ", ");
+    hpmlc_json_number(&to, &length, "efficiency", r.efficiency);
+    hpmlc_append(&to, &length, ", ");
+    hpmlc_json_number(&to, &length, "loss", r.loss);
+    hpmlc_append(&to, &length, "}");
+    if (predicted) {
+        const double p[] = { predicted->step_s, predicted->term_s[HPML_TERM_COMPUTE],
+                             predicted->exposed_s + predicted->term_s[HPML_TERM_BUBBLE],
+                             (double)predicted->rank_bytes };
+        for (int i = 0; i < 4; i++) {
+            hpmlc_append(&to, &length, i == 0 ? ", \"predicted\": {" : ", ");
+            hpmlc_json_number(&to, &length, names[i], p[i]);
+        }
+        hpmlc_append(&to, &length, "}, ");
+        hpmlc_json_number(&to, &length, "measured_by_predicted", r.step_s / predicted->step_s);
+    }
+    hpmlc_append(&to, &length, "}");
+    return (int)length;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>resume   checkpoints of the whole job
 // ---------------------------------------------------------------------------------------------------------------------
@@ -18164,33 +18221,56 @@ HPML_API int hpml_model_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_layer
     return ops;
 }
 
+HPMLC_FN bool hpmlc_layers_same(const hpml_layer_facts *a, const hpml_layer_facts *b)
+{
+    return a->flops == b->flops && a->bytes == b->bytes && a->rows == b->rows && a->cols == b->cols &&
+           a->edge == b->edge && strcmp(a->name ? a->name : "", b->name ? b->name : "") == 0;
+}
+
+/* What the table of rooflines adds up. */
+typedef struct hpmlc_roofline {
+    double work, depth, seconds[2]; /* seconds in layers that operations, that memory bind */
+} hpmlc_roofline;
+
+/* Appends the row of a layer that the model has `count` times. */
+HPMLC_FN void hpmlc_roofline_row(const hpml_layer_facts *l, int count, const hpml_machine *m, double samples,
+                                 hpmlc_roofline *all, const hpmlc_text *to, size_t *length)
+{
+    const double flops = l->flops * samples, bytes = l->bytes * samples + 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols);
+    const double by[2] = { m->flops > 0 ? flops / m->flops : 0, m->bandwidth > 0 ? bytes / m->bandwidth : 0 };
+    const bool   memory = by[1] > by[0];
+    const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* terms of the sum behind each result */
+    hpmlc_append(to, length, "%-20.20s %5d %10.4g %10.4g %9.3g %10.4g  %s\n", l->name ? l->name : "", count, 1e-6 * flops,
+                 1e-6 * bytes, flops / (bytes + 1e-300), 1e6 * by[memory], memory ? "memory" : "flops");
+    all->work += count * flops;
+    all->depth += count * (1 + (sum > 1 ? ceil(log2(sum)) : 0));
+    all->seconds[memory] += count * by[memory];
+}
+
 HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machine *machine, int64_t samples,
                                 char *buffer, size_t size)
 {
     const hpmlc_text to = { buffer, size };
     size_t           length = 0;
-    double           work = 0, depth = 0, seconds[2] = { 0, 0 };
+    HPMLC_ZERO(hpmlc_roofline, all);
     if (size > 0) buffer[0] = 0;
     if (!facts || !machine || samples < 1) return 0;
-    hpmlc_append(&to, &length, "%-24s %10s %10s %9s %10s  binds\n", "layer", "MFLOP", "MB", "FLOP/B", "us");
+    hpmlc_append(&to, &length, "%-20s %5s %10s %10s %9s %10s  binds\n", "layer", "times", "MFLOP", "MB", "FLOP/B", "us");
     for (int i = 0; i < facts->layers; i++) {
-        const hpml_layer_facts *l = &facts->layer[i];
-        const double n = (double)samples, flops = l->flops * n;
-        const double bytes = l->bytes * n + 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols);
-        const double by[2] = { machine->flops > 0 ? flops / machine->flops : 0,
-                               machine->bandwidth > 0 ? bytes / machine->bandwidth : 0 };
-        const bool   memory = by[1] > by[0];
-        const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* terms of the sum behind each result */
-        hpmlc_append(&to, &length, "%-24.24s %10.4g %10.4g %9.3g %10.4g  %s\n", l->name ? l->name : "", 1e-6 * flops,
-                     1e-6 * bytes, flops / (bytes + 1e-300), 1e6 * fmax(by[0], by[1]), memory ? "memory" : "flops");
-        work += flops;
-        depth += 1 + (sum > 1 ? ceil(log2(sum)) : 0);
-        seconds[memory] += by[memory];
+        int  count = 0;
+        bool first = true;
+        for (int k = 0; k < facts->layers && first; k++) {
+            const bool same = hpmlc_layers_same(&facts->layer[i], &facts->layer[k]);
+            first = !same || k >= i;
+            count += same;
+        }
+        if (first) hpmlc_roofline_row(&facts->layer[i], count, machine, (double)samples, &all, &to, &length);
     }
-    const double whole = seconds[0] + seconds[1];
+    const double whole = all.seconds[0] + all.seconds[1];
     hpmlc_append(&to, &length, "memory binds for %.0f %% of the time of %.4g us on %s; work %.4g, depth %.4g, work / "
-                 "depth %.4g\n", whole > 0 ? 100 * seconds[1] / whole : 0, 1e6 * whole,
-                 machine->name ? machine->name : "this machine", work, depth, depth > 0 ? work / depth : 0);
+                 "depth %.4g\n", whole > 0 ? 100 * all.seconds[1] / whole : 0, 1e6 * whole,
+                 machine->name ? machine->name : "this machine", all.work, all.depth,
+                 all.depth > 0 ? all.work / all.depth : 0);
     return (int)length;
 }
 
@@ -18601,7 +18681,8 @@ HPMLC_FN bool hpmlc_point_plan(hpmlc_search *s, uint64_t key, hpml_plan *p)
     for (int i = 0; i < HPMLC_CHOICES; i++) {
         const int v = (int)(key >> 3 * i & 7);
         if (v == 0) continue;
-        if (v > 7 || hpmlc_choices[i].values[v - 1] == 0 || hpmlc_choice_get(&s->d->base, i) != 0) return false;
+        if (hpmlc_choices[i].values[v - 1] == 0 || hpmlc_choice_get(&s->d->base, i) != 0) return false;
+        if (hpmlc_choices[i].at == offsetof(hpml_plan, codec.kind) && !s->d->lossy) return false;
         memcpy((char *)p + hpmlc_choices[i].at, &hpmlc_choices[i].values[v - 1], sizeof(int32_t));
     }
     if (hpml_plan_check(p, &s->f->facts, s->why, sizeof s->why) != HPML_OK) return false;
@@ -18609,12 +18690,16 @@ HPMLC_FN bool hpmlc_point_plan(hpmlc_search *s, uint64_t key, hpml_plan *p)
     return !hpmlc_forecast_refused(p);
 }
 
-/* Inserts a plan into the list of the best ones. */
+/* Inserts a plan into the list of the best ones, unless one with the same prediction is there: it differs in a field
+   that does not matter. */
 HPMLC_FN void hpmlc_found_add(hpmlc_search *s, const hpml_plan *p, const hpml_prediction *prediction)
 {
     int at = s->count;
     while (at > 0 && s->found[at - 1].prediction.samples_s < prediction->samples_s) at--;
-    if (at >= s->capacity) return;
+    const hpml_prediction *same = at > 0 ? &s->found[at - 1].prediction : NULL;
+    const bool             known = same && same->samples_s <= prediction->samples_s &&
+                                   same->memory == prediction->memory && same->rank_bytes == prediction->rank_bytes;
+    if (known || at >= s->capacity) return;
     if (s->count < s->capacity) s->count++;
     for (int i = s->count - 1; i > at; i--) s->found[i] = s->found[i - 1];
     s->found[at].plan       = *p;

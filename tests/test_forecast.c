@@ -20,6 +20,8 @@ typedef struct job {
     double       ends[STEPS]; /* the latest clock after each step */
     int64_t      bytes;       /* sent by all ranks in the last step */
     char         error[400];
+    char         json[3000];  /* rank 0's record of the run, with *predicted */
+    const hpml_prediction *predicted;
 } job;
 
 #define ORIGIN 16.0 /* clocks of all ranks at the start */
@@ -76,14 +78,17 @@ static hpml_status train(hpml_comm *c, void *user)
     for (int q = 0; q < MOST; q++) cut[q] = j->sums ? 3 * j->cut[q] - 1 : j->cut[q]; /* ops: a copy, the layer, a sum;
                                                                                            no copy in layer 0 */
     plan.cut = plan.pipe > 1 ? cut : NULL;
-    hpml_distribute(t, c, &plan);
+    hpml_distributed *d = hpml_distribute(t, c, &plan);
+    hpml_distribute_report report;
     for (int s = -1; s < STEPS && hpml_ctx_status(ctx) == HPML_OK; s++) {
         hpml_trainer_step(t, x, labels, j->batch, NULL);
         /* the first step makes the background's communicators; then all clocks are set to the same time, exactly the
            second time, because the difference to it is then a small one */
         for (int i = 0; i < 2 && s < 0; i++) hpml_comm_compute(c, ORIGIN - hpml_comm_now(c));
+        if (s < 0) hpml_distribute_get(d, &report, true);
         if (s >= 0 && j->ends[s] < hpml_comm_now(c)) j->ends[s] = hpml_comm_now(c);
     }
+    if (hpml_comm_rank(c) == 0) hpml_distribute_json(d, j->predicted, j->json, sizeof j->json);
     return hpml_ctx_status(ctx);
 }
 
@@ -223,6 +228,34 @@ TEST(equal_replicas_are_played_once)
         all = all && fine;
     }
     ENSURE(all);
+}
+
+/* The number behind a name in a JSON text, after the first `in`; NaN: there is none. */
+static double number_of(const char *json, const char *in, const char *name)
+{
+    const char *at = strstr(json, in);
+    at = at ? strstr(at, name) : NULL;
+    return at ? atof(at + strlen(name) + 2) : NAN; /* behind ": */
+}
+
+/* The record of a run has what was measured and what was predicted, which agree in virtual time. */
+TEST(a_run_is_recorded_with_its_forecast)
+{
+    job              j = job_of("shard=1", 4, 2);
+    hpml_model_facts f = facts_of(&j);
+    hpml_machine     m = machine_of(&j);
+    hpml_prediction  p;
+    ENSURE(hpml_forecast(&j.plan, &f, &m, &p, NULL, 0) == HPML_OK);
+    j.predicted = &p;
+    ENSURE(train_on_clock(&j));
+    ENSURE(j.json[0] == '{' && j.json[strlen(j.json) - 1] == '}' && !strchr(j.json, '\n'));
+    ENSURE(strstr(j.json, "\"seed\": 1, \"ranks\": 4, \"transport\": \"clock\"") && strstr(j.json, ",shard=1,"));
+    ENSURE_NEAR(number_of(j.json, "measured", "step_s") / p.step_s, 1, 0.02);
+    ENSURE_NEAR(number_of(j.json, "predicted", "step_s") / p.step_s, 1, 1e-6);
+    ENSURE_NEAR(number_of(j.json, "predicted", "bytes") / number_of(j.json, "measured", "bytes"), 1, 0.01);
+    ENSURE_NEAR(number_of(j.json, "}", "measured_by_predicted"), 1, 0.02);
+    j.predicted = NULL;
+    ENSURE(train_on_clock(&j) && strstr(j.json, "measured") && !strstr(j.json, "predicted"));
 }
 
 /* ---- models and machines ---- */
@@ -440,14 +473,15 @@ TEST(the_walk_finds_nearly_the_best_plan)
     static hpml_layer_facts layer[LAYERS];
     for (int i = 0; i < (getenv("HPML_TEST_ALL") ? 3 : 2); i++) {
         hpml_model_facts f = transformer(cases[i].blocks, cases[i].C, layer);
-        hpml_search_desc d = { .base = { .global_batch = 64, .algorithm = HPML_RING }, .exhaustive = 4096 };
+        hpml_search_desc d = { .base = { .global_batch = 64, .algorithm = HPML_RING }, .exhaustive = 4096,
+                               .lossy = true };
         hpml_found       all[1], walk[1];
         int              plans, tried;
         char             why[500];
         f.facts.ranks = cases[i].ranks;
         int found = hpml_search(&d, &f, hpml_machine_find(cases[i].machine), all, 1, &plans, why, sizeof why);
         if (found < 1) printf("    %s\n", why);
-        ENSURE(found == 1 && plans > 100 && plans <= 4096);
+        ENSURE(found == 1 && plans > 200 && plans <= 4096);
         d.exhaustive = -1;
         d.forecasts  = plans / 5;
         for (d.seed = 1; d.seed <= 3; d.seed++) {
