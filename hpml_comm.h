@@ -108,6 +108,9 @@
 //     meeting         strategies local, block and elastic: an exchange of parameters by all ranks, every .period steps;
 //                     centre: parameters that the ranks have in common, beside their own
 //     micro-batch     samples of a batch that go through a pipeline together
+//     program, act    of a forecast: what a rank repeats in each step, as a list; one entry of that list, such as
+//                     computing or a collective. actor: the thread, or the background thread, of a simulated rank
+//     fabric          the network between nodes: routers and the links between them
 //     bubble          the share of time for which the ranks of a pipeline are idle
 //
 // INDEX (grep '^// >>' hpml_comm.h)
@@ -1148,8 +1151,8 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
 HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* writes the report as a line */
 /* Writes the report as one JSON object in one line, for the record of a run: version, seed, ranks, transport, plan (all
-   fields), the numbers of the report as "measured" and, unless `predicted` is NULL, those of a forecast of the same plan
-   (hpml_forecast) as "predicted" under the same names, and measured / predicted seconds of a step. As snprintf. */
+   fields), the numbers of the report as "measured". Unless `predicted` is NULL, also those of a forecast of this plan
+   (hpml_forecast) as "predicted", under the same names, and measured / predicted seconds of a step. As snprintf. */
 typedef struct hpml_prediction hpml_prediction; /* >>api-forecast */
 HPML_API int  hpml_distribute_json(hpml_distributed *d, const hpml_prediction *predicted, char *buffer, size_t size);
 
@@ -1535,11 +1538,11 @@ HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t
 HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machine *machine, int64_t samples,
                                 char *buffer, size_t size);
 
-/* Searches, for the most samples a second, the plans that differ from .base in the fields pipe, tensor, schedule, micro,
-   shard, algorithm and codec, where .base has 0; data is what the other axes leave. If at most .exhaustive plans are
-   legal, all are forecast; else a Metropolis walk takes the next legal value of one field at a time, and begins again at
-   the best plan when it has not found a better one for a while. These forecasts are of two steps, and play equal
-   replicas once on any number of ranks. */
+/* Searches for the most samples a second. Tried are plans that differ from .base in the fields pipe, tensor, schedule,
+   micro, shard, algorithm and codec, where .base has 0; data is what the other axes leave. If at most .exhaustive plans
+   are legal, all are forecast; else a Metropolis walk takes the next legal value of one field at a time, and begins
+   again at the best plan when it has not found a better one for a while. These forecasts are of two steps, and play
+   equal replicas once on any number of ranks. */
 typedef struct hpml_search_desc {
     uint32_t  _begin;
     hpml_plan base;       /* set fields stay */
@@ -1596,6 +1599,11 @@ HPMLC_REF(hpml_named_param, (hpml_ctx *c, const char *rules, const char *dims, c
           (c, rules, dims, &d))
 HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
           (&d, out, error, size))
+HPMLC_REF(hpml_forecast, (const hpml_plan &plan, const hpml_model_facts &facts, const hpml_machine &machine,
+          hpml_prediction *out, char *error, size_t size), (&plan, &facts, &machine, out, error, size))
+HPMLC_REF(hpml_search, (const hpml_search_desc &d, const hpml_model_facts &facts, const hpml_machine &machine,
+          hpml_found *found, int capacity, int *forecasts, char *error, size_t size),
+          (&d, &facts, &machine, found, capacity, forecasts, error, size))
 HPMLC_REF(hpml_pipe_simulate, (const hpml_pipe_desc &d, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity,
           char *error, size_t size), (&d, out, spans, capacity, error, size))
 HPMLC_REF(hpml_pipe_cut, (const hpml_pipe_cut_desc &d, hpml_pipe_stage *stages, double *pace, char *error, size_t size),
@@ -17655,7 +17663,8 @@ HPMLC_FN void hpmlc_posts_add(hpmlc_maker *k) /* the exchanges of the buckets th
     while (k->posted < k->buckets && k->left[k->posted] == 0) hpmlc_bucket_add(k, k->posted++);
 }
 
-/* Returns the seconds of the optimizer's step on a rank for so many floats of the `all` that the rank's stage has. */
+/* Returns the seconds of the optimizer's step for so many parameters: each is read with its gradient and states, and
+   written with its states. */
 HPMLC_FN double hpmlc_update_seconds(const hpmlc_maker *k, double floats)
 {
     double total = 0;
@@ -18236,12 +18245,13 @@ typedef struct hpmlc_roofline {
 HPMLC_FN void hpmlc_roofline_row(const hpml_layer_facts *l, int count, const hpml_machine *m, double samples,
                                  hpmlc_roofline *all, const hpmlc_text *to, size_t *length)
 {
-    const double flops = l->flops * samples, bytes = l->bytes * samples + 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols);
+    const double flops = l->flops * samples;
+    const double bytes = l->bytes * samples + 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols);
     const double by[2] = { m->flops > 0 ? flops / m->flops : 0, m->bandwidth > 0 ? bytes / m->bandwidth : 0 };
     const bool   memory = by[1] > by[0];
     const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* terms of the sum behind each result */
-    hpmlc_append(to, length, "%-20.20s %5d %10.4g %10.4g %9.3g %10.4g  %s\n", l->name ? l->name : "", count, 1e-6 * flops,
-                 1e-6 * bytes, flops / (bytes + 1e-300), 1e6 * by[memory], memory ? "memory" : "flops");
+    hpmlc_append(to, length, "%-20.20s %5d %10.4g %10.4g %9.3g %10.4g  %s\n", l->name ? l->name : "", count,
+                 1e-6 * flops, 1e-6 * bytes, flops / (bytes + 1e-300), 1e6 * by[memory], memory ? "memory" : "flops");
     all->work += count * flops;
     all->depth += count * (1 + (sum > 1 ? ceil(log2(sum)) : 0));
     all->seconds[memory] += count * by[memory];
@@ -18255,7 +18265,8 @@ HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machin
     HPMLC_ZERO(hpmlc_roofline, all);
     if (size > 0) buffer[0] = 0;
     if (!facts || !machine || samples < 1) return 0;
-    hpmlc_append(&to, &length, "%-20s %5s %10s %10s %9s %10s  binds\n", "layer", "times", "MFLOP", "MB", "FLOP/B", "us");
+    hpmlc_append(&to, &length, "%-20s %5s %10s %10s %9s %10s  binds\n", "layer", "times", "MFLOP", "MB", "FLOP/B",
+                 "us");
     for (int i = 0; i < facts->layers; i++) {
         int  count = 0;
         bool first = true;
@@ -18444,8 +18455,8 @@ HPMLC_FN void hpmlc_play_close(hpmlc_play *y)
     free(y->ends);
 }
 
-/* Makes the programs of a plan for which hpmlc_forecast_begin was called, and plays `steps` steps from the clock `origin` on; whole: plays all ranks, even
-   if they are equal. The caller calls hpmlc_play_close. */
+/* Makes the programs of a plan for which hpmlc_forecast_begin was called, and plays y->steps steps from the clock
+   y->origin on. whole: plays all ranks, even if they are equal. */
 HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, const hpmlc_text *to)
 {
     const size_t      layers = (size_t)k->f->layers;
@@ -18784,6 +18795,12 @@ HPMLC_FN void hpmlc_search_walk(hpmlc_search *s, uint64_t first)
     }
 }
 
+HPMLC_FN int hpmlc_search_refuse(const hpmlc_text *to, const char *why)
+{
+    hpmlc_refuse(to, HPML_ERR_ARGUMENT, "search: %s", why);
+    return -1;
+}
+
 HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *facts, const hpml_machine *machine,
                          hpml_found *found, int capacity, int *forecasts, char *error, size_t size)
 {
@@ -18795,16 +18812,16 @@ HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *f
     int      plans = 0;
     hpmlc_refuse(&to, HPML_OK, "%s", "");
     if (d._begin || d._end || !found || capacity < 1)
-        return hpmlc_refuse(&to, -1, "search: a desc that was not zeroed, or no memory for a plan");
+        return hpmlc_search_refuse(&to, "a desc that was not zeroed, or no memory for a plan");
     s.d        = &d;
     s.f        = facts;
     s.m        = machine;
     s.found    = found;
     s.capacity = capacity;
     const hpml_status status = hpml_forecast(&d.base, facts, machine, &none, s.why, sizeof s.why);
-    if (status == HPML_ERR_ARGUMENT) return hpmlc_refuse(&to, -1, "search: %s", s.why);
+    if (status == HPML_ERR_ARGUMENT) return hpmlc_search_refuse(&to, s.why);
     s.point = (hpmlc_point *)calloc(HPMLC_POINTS, sizeof *s.point);
-    if (!s.point) return hpmlc_refuse(&to, -1, "search: no memory");
+    if (!s.point) return hpmlc_search_refuse(&to, "no memory");
     const int most = d.exhaustive == 0 ? 64 : d.exhaustive;
     do plans++;
     while (plans <= most && hpmlc_point_next(&s, &key));
@@ -18818,7 +18835,9 @@ HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *f
     }
     free(s.point);
     if (forecasts) *forecasts = s.forecasts;
-    return s.count > 0 ? s.count : hpmlc_refuse(&to, -1, "search: no plan is possible; the last one: %s", s.why);
+    if (s.count > 0) return s.count;
+    hpmlc_refuse(&to, HPML_ERR_UNSUPPORTED, "search: no plan is possible; the last one: %s", s.why);
+    return -1;
 }
 
 HPML_API int hpml_search_text(const hpml_found *found, int count, char *buffer, size_t size)

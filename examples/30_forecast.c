@@ -3,7 +3,7 @@
    prints the ten best plans of a search, each with the time of a step, memory of a rank, bytes that a rank sends and
    the term that decides; then the best and the second one, term by term, and which resource binds each kind of layer.
    Draws build/forecast.svg: samples a second over ranks, for the best plan's axes and for data alone.
-   Difficulty 3 of 4. Takes some seconds; --forecasts 400 searches longer. --plan "tensor=8,shard=1": these fields stay;
+   Difficulty 3 of 4. Takes some seconds; --forecasts 1000 searches longer. --plan "tensor=8": this field stays;
    --lossy: codecs as well; --json: an object a line; --machines: lists the machines; --help: all options. */
 #define HPML_IMPLEMENTATION
 #include "../hpml_comm.h"
@@ -81,8 +81,8 @@ static void list_machines(void)
         hpml_network        n;
         hpml_machine_network(m, 16 * m->network.ranks_per_node, &n);
         printf("%-14s %6d %9.3g %8.3g %7.3g %9.3g %9.3g  %s\n", m->name, (int)m->network.ranks_per_node,
-               1e-12 * m->flops, 1e-9 * m->bandwidth, 1e-9 * (double)m->memory, 1e-9 * n.inside.bandwidth, 1e-9 * n.between.bandwidth,
-               hpml_fabric_name(m->fabric));
+               1e-12 * m->flops, 1e-9 * m->bandwidth, 1e-9 * (double)m->memory, 1e-9 * n.inside.bandwidth,
+               1e-9 * n.between.bandwidth, hpml_fabric_name(m->fabric));
     }
 }
 
@@ -130,7 +130,7 @@ static int draw(const hpml_plan *best, hpml_model_facts f, const hpml_machine *m
 int main(int argc, char **argv)
 {
     const char      *model = "gpt2-xl", *machine = "v100-nvlink", *plan = "", *dir = "build";
-    int64_t          ranks = 32, batch = 64, forecasts = 80;
+    int64_t          ranks = 32, batch = 64, forecasts = 200;
     int              json = 0, machines = 0, lossy = 0;
     static hpml_found found[BEST];
     char             why[600], text[2000];
@@ -140,7 +140,7 @@ int main(int argc, char **argv)
         { "--ranks", OPTION_COUNT, &ranks, "N", "accelerators, up to 65,536 (32)" },
         { "--batch", OPTION_COUNT, &batch, "N", "samples of a step, of all ranks (64)" },
         { "--plan", OPTION_TEXT, &plan, "TEXT", "fields that the search leaves as they are, as in HPML_PLAN" },
-        { "--forecasts", OPTION_COUNT, &forecasts, "N", "plans that the search tries at most (80)" },
+        { "--forecasts", OPTION_COUNT, &forecasts, "N", "plans that the search tries at most (200)" },
         { "--lossy", OPTION_FLAG, &lossy, NULL, "tries codecs as well, which change what is learned" },
         { "--out", OPTION_TEXT, &dir, "DIR", "where forecast.svg goes (build)" },
         { "--json", OPTION_FLAG, &json, NULL, "an object a line" },

@@ -397,6 +397,36 @@ TEST(fabrics)
     ENSURE(!hpml_fabric_measure(HPML_FABRIC_COUNT, 4, &f) && !hpml_fabric_measure(HPML_FABRIC_RING, 0, &f));
 }
 
+/* The layers of a trainer's graph. */
+TEST(facts_of_a_trainer)
+{
+    hpml_ctx        *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+    hpml_tensor     *x = hpml_input_2d(ctx, 16, 10), *h = hpml_relu(hpml_linear(x, 20, NULL));
+    hpml_trainer    *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = hpml_linear(h, 5, NULL),
+                                                                        .optimizer = HPML_OPT_ADAM });
+    hpml_world      *w = hpml_world_create(HPML_TRANSPORT_THREADS, 1, NULL);
+    hpml_comm       *c = hpml_comm_create(ctx, &(hpml_comm_desc){ .world = w });
+    hpml_layer_facts layer[8];
+    hpml_model_facts f;
+    hpml_machine     m = { .flops = 1e9 };
+    hpml_prediction  p;
+    int              ops = hpml_model_facts_of(t, c, layer, 8, &f);
+    int64_t          params = 0;
+    double           flops = 0;
+    ENSURE(ops >= 3 && ops <= 8 && f.layers == ops && f.states == 2 && f.facts.batch == 16);
+    for (int i = 0; i < ops; i++) {
+        params += (layer[i].rows > 0 ? layer[i].rows : 1) * layer[i].cols;
+        flops += 16 * layer[i].flops;
+    }
+    ENSURE(params >= 10 * 20 + 20 + 20 * 5 + 5 && params < 10 * 20 + 20 + 20 * 5 + 5 + 30); /* whole rows */
+    ENSURE(flops >= 2. * 16 * (10 * 20 + 20 * 5));
+    f.facts.ranks = 4; /* of a machine with more ranks than this one */
+    ENSURE(hpml_forecast(&(hpml_plan){ 0 }, &f, &m, &p, NULL, 0) == HPML_OK);
+    ENSURE_NEAR(p.term_s[HPML_TERM_COMPUTE], 3 * flops / 1e9, 1e-12);
+    hpml_ctx_free(ctx);
+    hpml_world_free(w);
+}
+
 TEST(machines)
 {
     static hpml_layer_facts layer[LAYERS];
@@ -432,8 +462,8 @@ TEST(machines)
     hpml_ctx_free(ctx);
 }
 
-/* Data across nodes, the model inside: where a model must be split, the fastest plan splits it within nodes; axis tensor
-   across nodes is slower, because its sums leave the node. */
+/* Data across nodes, the model inside: where a model must be split, the fastest plan splits it within nodes. With axis
+   tensor across nodes a step takes longer, because its sums leave the node. */
 TEST(data_across_nodes_model_inside)
 {
     static const struct { const char *machine; int64_t C; } cases[] = { { "v100-nvlink", 4096 }, { "dgx-2", 4096 },
