@@ -1399,19 +1399,21 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
 // ---------------------------------------------------------------------------------------------------------------------
 // >>api-forecast   a step of any plan on a machine you do not have; the search for a plan
 // ---------------------------------------------------------------------------------------------------------------------
-/* How long would a step of this plan take on that machine? A plan is told as programs, one for each pipeline stage and
-   server: compute, send, receive, take part in a collective of an axis, start or await a job of the background. These
-   are the steps that hpml_distribute makes, so HPML_TRANSPORT_CLOCK takes the same time to the last bit if a layer is
-   hpml_comm_compute and has one parameter. All ranks play their programs in virtual time by the queue, links and
-   network cards of hpml_simulate. Where ranks are equal, one unit of them (whole replicas on whole nodes) is played for
-   all, so thousands of ranks take milliseconds.
+/* How long would a step of this plan take on that machine? Each rank gets a program, a list of acts, one for each stage
+   of a pipeline and each server: compute, send, receive, take part in a collective of an axis, post or await a job of
+   the background. These are the acts of hpml_distribute, so HPML_TRANSPORT_CLOCK takes the same time to the last bit if
+   a layer is hpml_comm_compute and has one parameter. All ranks play their programs in virtual time by the queue, links
+   and network cards of hpml_simulate. Where ranks are equal, one unit of them (whole replicas on whole nodes) is played
+   for all, so thousands of ranks take milliseconds to seconds. hpml_simulate remains for layers whose seconds were
+   measured, without a plan: the same moves on the same cards, without the sum of the losses.
 
    Exact on up to 64 ranks: strategy sync without codec and delayed, any data x pipe x tensor, all schedules that empty
-   the pipeline, shard 0 to 3; strategies ps, local, block and elastic. Nearly: codecs (equal stripes, no time to pack);
-   axes sequence and expert; delayed; layers with several parameters, because a bucket may end between them. On more
-   ranks losses are taken to be added up in log2(ranks) rounds, and blocks of equal replicas to be those of the first
-   one. Refused with HPML_ERR_UNSUPPORTED: strategies whose messages depend on who is first (backup, ssp, async,
-   federated, hogwild), gossip, exact, routes factors and hybrid, schedules stash and vertical. */
+   the pipeline, shard 0 to 3; strategies ps, local, block and elastic. Nearly, in tests within 3 %: delayed; codecs
+   (equal stripes, no time to pack). Not compared with trainings: axes sequence and expert. Layers with several
+   parameters differ where a bucket ends between two of them. On more ranks losses are taken to be added up in
+   log2(ranks) rounds (within 1 %), and equal replicas to have the blocks of the first one. Refused with
+   HPML_ERR_UNSUPPORTED: strategies whose messages depend on who is first (backup, ssp, async, federated, hogwild),
+   gossip, exact, routes factors and hybrid, schedules stash and vertical. */
 
 /* How nodes are joined. Messages cross `hops` links on average; each router that is passed adds its time to the
    latency, and links that many messages share lower the bandwidth of each node. */

@@ -174,7 +174,7 @@ TEST(forecasts_equal_trainings_in_virtual_time)
         { "shard=1", 4, 2, 0 }, { "shard=2", 8, 4, 0 }, { "shard=3", 8, 4, 0 }, { "shard=1,pipe=2,micro=4", 8, 2, 0 },
         { "strategy=ps,servers=1", 5, 1, 0 }, { "strategy=ps,servers=2", 8, 1, 0 }, { "strategy=local", 4, 1, 0 },
         { "strategy=elastic", 8, 4, 0 }, { "strategy=block", 6, 1, 0 },
-        { "delayed=1", 4, 1, 0.5 }, { "codec=onebit,codec.compress_all=1", 4, 1, 0.5 },
+        { "delayed=1", 4, 1, 0.01 }, { "codec=onebit,codec.compress_all=1", 4, 1, 0.03 },
         { "tensor=2,pipe=4,schedule=1f1b,micro=8", 64, 8, 0 }, { "", 64, 8, 0 },
     };
     bool all = true;
