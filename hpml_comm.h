@@ -1404,8 +1404,10 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    the background. These are the acts of hpml_distribute, so HPML_TRANSPORT_CLOCK takes the same time to the last bit if
    a layer is hpml_comm_compute and has one parameter. All ranks play their programs in virtual time by the queue, links
    and network cards of hpml_simulate. Where ranks are equal, one unit of them (whole replicas on whole nodes) is played
-   for all, so thousands of ranks take milliseconds to seconds. hpml_simulate remains for layers whose seconds were
-   measured, without a plan: the same moves on the same cards, without the sum of the losses.
+   for all, so thousands of ranks take milliseconds to seconds. (Not equal are ranks of strategy ps, and with algorithms
+   in which some ranks serve others, as where their number is no power of two: then all are played, some 0.2 us a
+   message.) hpml_simulate remains for layers whose seconds were measured, without a plan: the same moves on the same
+   cards, without the sum of the losses.
 
    Exact on up to 64 ranks: strategy sync without codec and delayed, any data x pipe x tensor, all schedules that empty
    the pipeline, shard 0 to 3; strategies ps, local, block and elastic. Nearly, in tests within 3 %: delayed; codecs
@@ -1525,8 +1527,8 @@ struct hpml_prediction {
     int32_t   played;       /* number of ranks whose programs were played; the others are equal to these */
 };
 /* Forecasts a step of the plan. facts: the model, and how many ranks there are. machine: required. HPML_ERR_ARGUMENT,
-   HPML_ERR_UNSUPPORTED, HPML_ERR_MEMORY (also: the plan needs more memory than a rank of the machine has), with the
-   reason in `error` (may be NULL); after the latter, and only then, out->memory is set. */
+   HPML_ERR_UNSUPPORTED, HPML_ERR_MEMORY (also: the plan needs more memory than a rank of the machine has, then
+   out->memory is set), with the reason in `error` (may be NULL). */
 HPML_API hpml_status hpml_forecast(const hpml_plan *plan, const hpml_model_facts *facts, const hpml_machine *machine,
                                    hpml_prediction *out, char *error, size_t size);
 /* Writes a prediction as a line of text; as snprintf. */
@@ -18710,7 +18712,7 @@ HPMLC_FN void hpmlc_found_add(hpmlc_search *s, const hpml_plan *p, const hpml_pr
     int at = s->count;
     while (at > 0 && s->found[at - 1].prediction.samples_s < prediction->samples_s) at--;
     const hpml_prediction *same = at > 0 ? &s->found[at - 1].prediction : NULL;
-    const bool             known = same && same->samples_s <= prediction->samples_s &&
+    const bool             known = same && same->samples_s <= (1 + 1e-9) * prediction->samples_s &&
                                    same->memory == prediction->memory && same->rank_bytes == prediction->rank_bytes;
     if (known || at >= s->capacity) return;
     if (s->count < s->capacity) s->count++;

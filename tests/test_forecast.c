@@ -169,7 +169,8 @@ TEST(forecasts_equal_trainings_in_virtual_time)
         { "algorithm=tree,bucket_bytes=1", 16, 4, 0 }, { "no_overlap=1", 8, 2, 0 },
         { "pipe=2", 2, 1, 0 }, { "pipe=4,schedule=1f1b,micro=8", 4, 1, 0 }, { "pipe=4,schedule=1f1b,micro=8", 8, 4, 0 },
         { "pipe=2,schedule=interleaved,micro=4", 4, 2, 0 }, { "pipe=4,schedule=zero_bubble,micro=8", 8, 2, 0 },
-        { "tensor=2", 2, 2, 0 }, { "tensor=4", 8, 4, 0 }, { "tensor=2,pipe=2,schedule=1f1b,micro=4", 8, 4, 0 },
+        { "tensor=2", 2, 2, 0 }, { "tensor=2,bucket_bytes=1", 8, 8, 0 }, { "tensor=4", 8, 4, 0 },
+        { "tensor=2,pipe=2,schedule=1f1b,micro=4", 8, 4, 0 },
         { "tensor=2,pipe=2,schedule=1f1b,micro=8", 16, 4, 0 },
         { "shard=1", 4, 2, 0 }, { "shard=2", 8, 4, 0 }, { "shard=3", 8, 4, 0 }, { "shard=1,pipe=2,micro=4", 8, 2, 0 },
         { "strategy=ps,servers=1", 5, 1, 0 }, { "strategy=ps,servers=2", 8, 1, 0 }, { "strategy=local", 4, 1, 0 },
@@ -536,6 +537,9 @@ TEST(thousands_of_ranks)
     ENSURE(forecast("tensor=8,pipe=4,micro=16,schedule=1f1b,global_batch=8192", &f, hpml_machine_find("v100-nvlink"),
                     &p) == HPML_OK);
     ENSURE(p.played == 32);
+    f = transformer(12, 768, layer);
+    f.facts.ranks = 4096, f.facts.batch = 1 << 20;
+    ENSURE(forecast("global_batch=8192", &f, hpml_machine_find("taiwania-2"), &p) == HPML_OK && p.played == 8);
     const double seconds = (double)clock() / CLOCKS_PER_SEC - start;
     if (seconds > 5) printf("    %g s of processor time\n", seconds);
     ENSURE(seconds < 10);
