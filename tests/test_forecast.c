@@ -140,7 +140,7 @@ static job job_of(const char *plan, int ranks, int per_node)
 {
     job  j = { .ranks = ranks, .layers = 9, .batch = 16, .cols = 4096 };
     char why[400];
-    ENSURE(hpml_plan_parse(plan, &j.plan, why, sizeof why) == HPML_OK);
+    if (hpml_plan_parse(plan, &j.plan, why, sizeof why) != HPML_OK) printf("    %s\n", why);
     j.sums = j.plan.tensor > 1;
     const int pieces = j.plan.pipe * (j.plan.schedule == HPML_PIPE_INTERLEAVED ? 2 : 1);
     for (int q = 1; q < pieces; q++) j.cut[q - 1] = 1 + q * (j.layers - 1) / pieces;
@@ -203,23 +203,24 @@ TEST(forecasts_equal_trainings_in_virtual_time)
    is assumed of the sum of losses on more than 64 ranks costs less than 1 %. */
 TEST(equal_replicas_are_played_once)
 {
-    static const struct { const char *plan; int ranks, per_node, played; double off; } cases[] = {
+    static const struct { const char *plan; int ranks, per_node, played; } cases[] = {
         { "", 64, 1, 1 }, { "", 64, 8, 8 }, { "algorithm=ring", 64, 4, 4 }, { "algorithm=halving", 64, 1, 1 },
         { "tensor=4,algorithm=ring", 64, 8, 8 }, { "tensor=8", 64, 8, 8 }, { "shard=1", 64, 8, 8 },
         { "shard=3", 64, 1, 1 }, { "tensor=2,pipe=4,schedule=1f1b,micro=8,algorithm=ring", 64, 8, 8 },
         { "tensor=2,pipe=4,schedule=1f1b,micro=8", 64, 4, 8 }, { "pipe=4,micro=8", 64, 1, 4 },
-        { "pipe=8,schedule=zero_bubble,micro=8,algorithm=ring", 64, 8, 8 }, { "strategy=local", 64, 8, 8, 1e-5 },
+        { "pipe=8,schedule=zero_bubble,micro=8,algorithm=ring", 64, 8, 8 }, { "strategy=local", 64, 8, 8 },
         { "algorithm=tree", 64, 1, 64 }, { "strategy=ps,servers=1", 64, 1, 64 }, { "", 62, 4, 62 },
     };
     bool all = true;
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         job    j = job_of(cases[i].plan, cases[i].ranks, cases[i].per_node);
+        double off = j.plan.strategy == HPML_STRATEGY_LOCAL ? 1e-5 : 0; /* 64 blocks of a meeting are not equal */
         double once[STEPS] = { 0 }, loose[STEPS] = { 0 }, strict[STEPS] = { 0 };
         int    played = play(&j, false, true, once, NULL, 0);
         int    whole = play(&j, true, true, loose, NULL, 0);
         bool   fine = played == cases[i].played && whole == j.ranks && play(&j, true, false, strict, NULL, 0) == whole;
         for (int s = 0; s < STEPS; s++) {
-            fine = fine && fabs((once[s] - ORIGIN) / (loose[s] - ORIGIN) - 1) <= cases[i].off;
+            fine = fine && fabs((once[s] - ORIGIN) / (loose[s] - ORIGIN) - 1) <= off;
             fine = fine && fabs((loose[s] - ORIGIN) / (strict[s] - ORIGIN) - 1) < 0.01;
         }
         if (!fine)
@@ -289,8 +290,8 @@ static hpml_status forecast(const char *text, const hpml_model_facts *f, const h
 {
     hpml_plan p = { 0 };
     char      why[500];
-    ENSURE(hpml_plan_parse(text, &p, why, sizeof why) == HPML_OK);
-    hpml_status status = hpml_forecast(&p, f, m, out, why, sizeof why);
+    hpml_status status = hpml_plan_parse(text, &p, why, sizeof why);
+    if (status == HPML_OK) status = hpml_forecast(&p, f, m, out, why, sizeof why);
     if (status != HPML_OK && status != HPML_ERR_MEMORY) printf("    %s: %s\n", text, why);
     return status;
 }
