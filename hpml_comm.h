@@ -108,6 +108,9 @@
 //     meeting         strategies local, block and elastic: an exchange of parameters by all ranks, every .period steps;
 //                     centre: parameters that the ranks have in common, beside their own
 //     micro-batch     samples of a batch that go through a pipeline together
+//     program, act    of a forecast: what a rank repeats in each step, as a list; one entry of that list, such as
+//                     computing or a collective. actor: the thread, or the background thread, of a simulated rank
+//     fabric          the network between nodes: routers and the links between them
 //     bubble          the share of time for which the ranks of a pipeline are idle
 //
 // INDEX (grep '^// >>' hpml_comm.h)
@@ -121,6 +124,7 @@
 //     api-distribute   data parallelism
 //     api-layers   layers whose ranks communicate
 //     api-simulate   step time on machines you do not have
+//     api-forecast   a step of any plan on a machine you do not have; the search for a plan
 //     api-timeline   one timeline for all ranks
 // PART I   TALK: ranks, messages, transports
 //     system   system headers, macros
@@ -202,6 +206,12 @@
 //     simulate-fast   rings and all to all in virtual time without a queue
 //     simulate-step   a step of training in virtual time
 //     pipe-simulate   pipelines in virtual time; drawing them
+//     play   programs of all ranks in virtual time
+//     program   the programs of a plan's ranks: layers, buckets, pipeline tasks
+//     program-step   the programs of a plan's ranks: whole steps, by strategy
+//     machines   machines by name, fabrics of nodes, what binds a layer
+//     forecast   a step of a plan on a machine: check, play, memory, text
+//     search   the fastest plan: all of them, or a walk through them
 #ifndef HPML_COMM_H_INCLUDED
 #define HPML_COMM_H_INCLUDED
 
@@ -1197,6 +1207,11 @@ HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *o
 /* Returns how the gradient of parameter number `param` travels: ALLREDUCE or FACTORS. */
 HPML_API hpml_route hpml_distribute_route(const hpml_distributed *d, int param);
 HPML_API int  hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size); /* writes the report as a line */
+/* Writes the report as one JSON object in one line, for the record of a run: version, seed, ranks, transport, plan (all
+   fields), the numbers of the report as "measured". Unless `predicted` is NULL, also those of a forecast of this plan
+   (hpml_forecast) as "predicted", under the same names, and measured / predicted seconds of a step. As snprintf. */
+typedef struct hpml_prediction hpml_prediction; /* >>api-forecast */
+HPML_API int  hpml_distribute_json(hpml_distributed *d, const hpml_prediction *predicted, char *buffer, size_t size);
 
 /* Where the time of one step of one rank went. The step lasts from the end of the rank's wait in the step before to the
    end of its wait in this step. What remains of step_s after compute_s, exposed_s and bubble_s is the time for loading
@@ -1439,6 +1454,178 @@ HPML_API double hpml_amdahl(double serial, double ranks); /* 1 / (serial + (1 - 
 HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double comm_s); /* divisible / (comm - fixed) */
 
 // ---------------------------------------------------------------------------------------------------------------------
+// >>api-forecast   a step of any plan on a machine you do not have; the search for a plan
+// ---------------------------------------------------------------------------------------------------------------------
+/* How long would a step of this plan take on that machine? Each rank gets a program, a list of acts, one for each stage
+   of a pipeline and each server: compute, send, receive, take part in a collective of an axis, post or await a job of
+   the background. These are the acts of hpml_distribute, so HPML_TRANSPORT_CLOCK takes the same time to the last bit if
+   a layer is hpml_comm_compute and has one parameter. All ranks play their programs in virtual time by the queue, links
+   and network cards of hpml_simulate. Where ranks are equal, one unit of them (whole replicas on whole nodes) is played
+   for all, so thousands of ranks take milliseconds to seconds. (Not equal are ranks of strategy ps, and with algorithms
+   in which some ranks serve others, as where their number is no power of two: then all are played, some 0.2 us a
+   message.) hpml_simulate remains for layers whose seconds were measured, without a plan: the same moves on the same
+   cards, without the sum of the losses.
+
+   Exact on up to 64 ranks: strategy sync without codec and delayed, any data x pipe x tensor, all schedules that empty
+   the pipeline, shard 0 to 3; strategies ps, local, block and elastic. Nearly, in tests within 3 %: delayed; codecs
+   (equal stripes, no time to pack). Not compared with trainings: axes sequence and expert. Layers with several
+   parameters differ where a bucket ends between two of them. On more ranks losses are taken to be added up in
+   log2(ranks) rounds (within 1 %), and equal replicas to have the blocks of the first one. Refused with
+   HPML_ERR_UNSUPPORTED: strategies whose messages depend on who is first (backup, ssp, async, federated, hogwild),
+   gossip, exact, routes factors and hybrid, schedules stash and vertical. */
+
+/* How nodes are joined. Messages cross `hops` links on average; each router that is passed adds its time to the
+   latency, and links that many messages share lower the bandwidth of each node. */
+typedef enum hpml_fabric_kind {
+    HPML_FABRIC_SWITCH = 0, /* one switch for all nodes, at full speed */
+    HPML_FABRIC_RING,       /* each node is a router with two neighbours */
+    HPML_FABRIC_TREE,       /* binary tree of routers, with the nodes as leaves: all links equally fast */
+    HPML_FABRIC_FAT_TREE,   /* the same, each level with as much bandwidth as all nodes below it */
+    HPML_FABRIC_TORUS,      /* nodes in a rectangle, as square as possible, with wrap-around */
+    HPML_FABRIC_SLIM_FLY,   /* q = 5: 50 routers of 7 neighbours, any two at most 2 apart (Besta and Hoefler 2014);
+                               nodes are dealt to the routers */
+    HPML_FABRIC_COUNT       /* the number of kinds */
+} hpml_fabric_kind;
+HPML_API const char *hpml_fabric_name(hpml_fabric_kind kind); /* "switch", ...; NULL: there is none */
+typedef struct hpml_fabric {
+    int32_t routers, degree; /* number of routers; most links between routers that one of them has */
+    int32_t diameter;        /* most links between two routers */
+    double  hops;            /* links between two nodes, mean over all pairs, those to the routers not counted */
+    double  share;           /* of its bandwidth that each node has when all send to all; at most 1 */
+} hpml_fabric;
+/* Counts the links of a fabric for 1 to 4,096 nodes; more count as 4,096. Takes time in proportion to nodes^2. False:
+   there is no such fabric, or no memory. */
+HPML_API bool hpml_fabric_measure(hpml_fabric_kind kind, int32_t nodes, hpml_fabric *out);
+
+/* A machine. A rank is one accelerator, or one processor where there are none. */
+typedef struct hpml_machine {
+    uint32_t         _begin;
+    const char      *name;
+    hpml_network     network;      /* ranks of a node; links within and between nodes */
+    double           flops;        /* operations a second of a rank, at most; required unless layers have seconds */
+    double           bandwidth;    /* bytes a second of a rank's memory, at most; 0: without limit */
+    int64_t          memory;       /* bytes of a rank; 0: without limit */
+    int32_t          cards;        /* network cards of a node, which share its traffic; 0: 1 */
+    double           host;         /* bytes a second between a rank's memory and the host's, for messages between nodes;
+                                      0: without limit */
+    bool             direct;       /* network cards read and write the ranks' memory (GPUDirect): a message is not
+                                      copied to the host before it is sent, nor from the host after it has come */
+    hpml_fabric_kind fabric;       /* how nodes are joined */
+    double           router;       /* seconds that each router on the way adds to the latency */
+    uint32_t         _end;
+} hpml_machine;
+/* Machines by name, with their makers' numbers for one accelerator; hpml_machine_at(0), (1), ... list them, NULL ends
+   the list. find: NULL: there is none. */
+HPML_API const hpml_machine *hpml_machine_at(int i);
+HPML_API const hpml_machine *hpml_machine_find(const char *name);
+/* Measures this processor on one thread, in about 0.2 s: operations a second of hpml_sgemm, bandwidth of a long copy.
+   All else is 0. HPML_ERR_MEMORY, on the context too. */
+HPML_API hpml_status hpml_machine_measure(hpml_ctx *ctx, hpml_machine *out);
+/* Sets *out to the network that messages of `ranks` ranks meet: the machine's network with cards, copies through the
+   host, and fabric in the latency and bandwidth between nodes. */
+HPML_API void hpml_machine_network(const hpml_machine *m, int32_t ranks, hpml_network *out);
+
+/* A layer, as a forecast sees one. Numbers are those of one whole layer, for one sample. */
+typedef struct hpml_layer_facts {
+    const char *name;
+    double  forward_s, backward_s; /* measured seconds; 0: by flops and bytes on the machine; backward_s 0: twice */
+    double  flops;                 /* operations of the forward pass; the backward pass has twice as many */
+    double  bytes;                 /* bytes that the forward pass moves to and from memory, apart from parameters */
+    int64_t rows, cols;            /* shape of the parameters; rows 0: 1, cols 0: the layer has none */
+    int64_t edge;                  /* floats that the next layer gets */
+    int64_t kept;                  /* bytes that the backward pass needs */
+    int64_t forward_sum;           /* floats that the ranks of axis tensor add up after the forward pass */
+    int64_t backward_sum;          /* floats that they add up after the backward pass */
+    int64_t pass;                  /* floats that each rank of axis sequence passes on to each other one, forward, and
+                                      twice backward (ring attention) */
+    int64_t swap;                  /* floats that ranks of axis expert exchange before and after the experts, in each
+                                      pass */
+    bool    split;                 /* over axis tensor: computing, parameters and kept bytes */
+    bool    experts;               /* parameters are split over axis expert */
+} hpml_layer_facts;
+
+typedef struct hpml_model_facts {
+    uint32_t                _begin;
+    int32_t                 layers;   /* a chain, 1 to 65536 */
+    const hpml_layer_facts *layer;    /* (layers) */
+    int32_t                 states;   /* floats of optimizer state for a parameter: sgd 0, momentum 1, adam 2 */
+    double                  update_s; /* seconds to step all parameters on one rank; 0: by the machine's bandwidth */
+    const hpml_memory      *planned;  /* from hpml_trainer_memory of the whole model with facts.batch samples: exact
+                                         bytes where the plan splits nothing; NULL: by the layers */
+    hpml_plan_facts         facts;    /* ranks; .batch: samples that a rank's model holds; the rest for the check */
+    uint32_t                _end;
+} hpml_model_facts;
+/* Reads the ops of a trainer's graph, at most `capacity`, as layers: flops, parameters, results. Fills in *out, but for
+   .planned and .update_s, which stay 0. Returns how many ops there are. */
+HPML_API int hpml_model_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_layer_facts *layer, int capacity,
+                                 hpml_model_facts *out);
+
+typedef enum hpml_term { /* of the time of a step */
+    HPML_TERM_COMPUTE = 0, HPML_TERM_UPDATE, HPML_TERM_BUBBLE, HPML_TERM_DATA, HPML_TERM_TENSOR, HPML_TERM_SEQUENCE,
+    HPML_TERM_EXPERT, HPML_TERM_SERVERS,
+    HPML_TERM_COUNT /* the number of terms */
+} hpml_term;
+HPML_API const char *hpml_term_name(hpml_term term); /* "compute", "update", ...; NULL: there is none */
+
+/* Mean numbers of a step, over ranks that compute and steps after the first; seconds and bytes. */
+struct hpml_prediction {
+    double    step_s;       /* seconds of a step: the sum of all terms */
+    double    term_s[HPML_TERM_COUNT]; /* compute; update; idle time of a pipeline; communication that no
+                               computation hides, waiting for slower ranks included, by axis or with servers */
+    hpml_term decides;      /* the largest term after compute; COMPUTE: no other is a tenth of compute */
+    double    exposed_s;    /* the terms of communication together */
+    double    exposed_link_s[2]; /* of them, within nodes and between nodes */
+    double    bubble;       /* idle share of a pipeline: HPML_TERM_BUBBLE / step_s */
+    double    samples_s;    /* samples a second, of all ranks */
+    int64_t   rank_bytes;   /* sent in a step by the rank that sends most */
+    int64_t   between_bytes; /* sent in a step from node to node, by all ranks */
+    int64_t   memory;       /* bytes of the rank that needs most: parameters, gradients, states, activations */
+    int32_t   buckets;      /* of gradients, on the first stage */
+    int32_t   played;       /* number of ranks whose programs were played; the others are equal to these */
+};
+/* Forecasts a step of the plan. facts: the model, and how many ranks there are. machine: required. HPML_ERR_ARGUMENT,
+   HPML_ERR_UNSUPPORTED, HPML_ERR_MEMORY (also: the plan needs more memory than a rank of the machine has, then
+   out->memory is set), with the reason in `error` (may be NULL). */
+HPML_API hpml_status hpml_forecast(const hpml_plan *plan, const hpml_model_facts *facts, const hpml_machine *machine,
+                                   hpml_prediction *out, char *error, size_t size);
+/* Writes a prediction as a line of text; as snprintf. */
+HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t size);
+
+/* Writes a table of the layers' forward passes for `samples` samples on one rank: operations, bytes, operations a byte,
+   seconds, and the resource that binds: flops or memory (Williams et al. 2009, "Roofline"); equal layers have one row.
+   Then the work (operations),
+   the depth (operations one after another, if sums are made as trees), and work / depth: the most processors that can
+   be kept busy. As snprintf. */
+HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machine *machine, int64_t samples,
+                                char *buffer, size_t size);
+
+/* Searches for the most samples a second. Tried are plans that differ from .base in the fields pipe, tensor, schedule,
+   micro, shard, algorithm and codec, where .base has 0; data is what the other axes leave. If at most .exhaustive plans
+   are legal, all are forecast; else a Metropolis walk takes the next legal value of one field at a time, and begins
+   again at the best plan when it has not found a better one for a while. These forecasts are of two steps, and play
+   equal replicas once on any number of ranks. */
+typedef struct hpml_search_desc {
+    uint32_t  _begin;
+    hpml_plan base;       /* set fields stay */
+    int32_t   exhaustive; /* 0: 64 plans, -1: never */
+    int32_t   forecasts;  /* of the walk, at most; 0: 400 */
+    bool      lossy;      /* codecs are tried, too; they change what is learned */
+    uint64_t  seed;       /* of the walk */
+    uint32_t  _end;
+} hpml_search_desc;
+typedef struct hpml_found {
+    hpml_plan       plan;
+    hpml_prediction prediction;
+} hpml_found;
+/* Writes the best plans that were forecast, the best first, to `found`; returns how many: at most `capacity`. -1: an
+   error, with the reason in `error`: no plan is possible, or fits the memory. *forecasts (may be NULL): how many plans
+   were forecast. */
+HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *facts, const hpml_machine *machine,
+                         hpml_found *found, int capacity, int *forecasts, char *error, size_t size);
+/* Writes the best plan and the second one, and the term that decides between them. As snprintf. */
+HPML_API int hpml_search_text(const hpml_found *found, int count, char *buffer, size_t size);
+
+// ---------------------------------------------------------------------------------------------------------------------
 // >>api-timeline   one timeline for all ranks
 // ---------------------------------------------------------------------------------------------------------------------
 /* hpml_comm_trace_start calls hpml_trace_start on every rank, with the ranks' clocks aligned by the quickest of some
@@ -1473,6 +1660,11 @@ HPMLC_REF(hpml_named_param, (hpml_ctx *c, const char *rules, const char *dims, c
           (c, rules, dims, &d))
 HPMLC_REF(hpml_simulate, (const hpml_simulate_desc &d, hpml_simulation *out, char *error, size_t size),
           (&d, out, error, size))
+HPMLC_REF(hpml_forecast, (const hpml_plan &plan, const hpml_model_facts &facts, const hpml_machine &machine,
+          hpml_prediction *out, char *error, size_t size), (&plan, &facts, &machine, out, error, size))
+HPMLC_REF(hpml_search, (const hpml_search_desc &d, const hpml_model_facts &facts, const hpml_machine &machine,
+          hpml_found *found, int capacity, int *forecasts, char *error, size_t size),
+          (&d, &facts, &machine, found, capacity, forecasts, error, size))
 HPMLC_REF(hpml_pipe_simulate, (const hpml_pipe_desc &d, hpml_pipe_simulation *out, hpml_pipe_span *spans, int capacity,
           char *error, size_t size), (&d, out, spans, capacity, error, size))
 HPMLC_REF(hpml_pipe_cut, (const hpml_pipe_cut_desc &d, hpml_pipe_stage *stages, double *pace, char *error, size_t size),
@@ -13251,6 +13443,55 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
                     100 * r.efficiency, hpmlc_efficiency_warning(r.efficiency, low));
 }
 
+/* Appends a number to a JSON text; null: NaN or infinite. */
+HPMLC_FN void hpmlc_json_number(const hpmlc_text *to, size_t *length, const char *name, double x)
+{
+    char number[40];
+    snprintf(number, sizeof number, "%.9g", x);
+    for (char *at = number; *at; at++)
+        if (*at == ',') *at = '.'; /* some locales have a decimal comma */
+    hpmlc_append(to, length, "\"%s\": %s", name, x - x == 0 ? number : "null");
+}
+
+HPML_API int hpml_distribute_json(hpml_distributed *d, const hpml_prediction *predicted, char *buffer, size_t size)
+{
+    static const char *const names[] = { "step_s", "compute_s", "exposed_s", "bytes" };
+    hpml_distribute_report r;
+    const hpmlc_text       to = { buffer, size };
+    char                   plan[1600];
+    size_t                 length = 0;
+    if (!d) return 0;
+    hpml_distribute_get(d, &r, false);
+    hpml_plan_text(&d->plan, true, plan, sizeof plan);
+    hpmlc_append(&to, &length, "{\"hpml\": %d, \"seed\": %llu, \"ranks\": %d, \"transport\": \"%s\", "
+                 "\"plan\": \"%s\", ", hpml_version(), (unsigned long long)hpml_ctx_seed(d->ctx), d->all->size,
+                 d->all->t->name, plan);
+    const double measured[] = { r.step_s, r.compute_s, r.exposed_s, r.bytes };
+    hpmlc_append(&to, &length, "\"measured\": {\"steps\": %lld", (long long)r.steps);
+    for (int i = 0; i < 4; i++) {
+        hpmlc_append(&to, &length, ", ");
+        hpmlc_json_number(&to, &length, names[i], measured[i]);
+    }
+    hpmlc_append(&to, &length, ", ");
+    hpmlc_json_number(&to, &length, "efficiency", r.efficiency);
+    hpmlc_append(&to, &length, ", ");
+    hpmlc_json_number(&to, &length, "loss", r.loss);
+    hpmlc_append(&to, &length, "}");
+    if (predicted) {
+        const double p[] = { predicted->step_s, predicted->term_s[HPML_TERM_COMPUTE],
+                             predicted->exposed_s + predicted->term_s[HPML_TERM_BUBBLE],
+                             (double)predicted->rank_bytes };
+        for (int i = 0; i < 4; i++) {
+            hpmlc_append(&to, &length, i == 0 ? ", \"predicted\": {" : ", ");
+            hpmlc_json_number(&to, &length, names[i], p[i]);
+        }
+        hpmlc_append(&to, &length, "}, ");
+        hpmlc_json_number(&to, &length, "measured_by_predicted", r.step_s / predicted->step_s);
+    }
+    hpmlc_append(&to, &length, "}");
+    return (int)length;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // >>resume   checkpoints of the whole job
 // ---------------------------------------------------------------------------------------------------------------------
@@ -16373,6 +16614,7 @@ typedef struct hpmlc_sim_event {
 
 typedef struct hpmlc_sim_letter { /* a message that has been sent to a rank which does not wait for it yet */
     int    from, next; /* the sender's rank; index of the receiver's next letter, -1: none */
+    int    tag;
     double arrival;
 } hpmlc_sim_letter;
 
@@ -16380,6 +16622,8 @@ typedef struct hpmlc_sim_rank { /* a simulated rank. One struct, because its mem
     int     phase, round;
     int     to, from;    /* ranks of the current move, -1: none */
     int64_t bytes;       /* bytes sent by the current move */
+    int     tag;         /* of the current move; its messages match messages with the same tag */
+    bool    far, far_from; /* programs (>>play): `to`, `from` is on another node */
     int     want;        /* the rank whose message is awaited; -1: none */
     int     first, last; /* indices of the letters to this rank, -1: none */
     int     next;        /* the rank after this one in the same run (hpmlc_sim_push), -1: none */
@@ -16387,7 +16631,8 @@ typedef struct hpmlc_sim_rank { /* a simulated rank. One struct, because its mem
 
 typedef enum hpmlc_sim_kind { HPMLC_SIM_ALLREDUCE, HPMLC_SIM_ALL_TO_ALL, HPMLC_SIM_ALLGATHER } hpmlc_sim_kind;
 
-typedef struct hpmlc_sim {
+typedef struct hpmlc_sim hpmlc_sim;
+struct hpmlc_sim {
     hpml_comm         layout;             /* a communicator without a transport: nodes and links of the ranks */
     int               p, nodes, per_node; /* ranks, nodes, ranks of each node; per_node 0: the nodes differ */
     bool              mixed;              /* ring neighbours may be on different nodes that have several ranks each */
@@ -16412,7 +16657,11 @@ typedef struct hpmlc_sim {
     hpmlc_sim_letter *letter;
     int               letters, free_letter; /* number of letters allocated; index of the first unused one, -1: none */
     bool              failed;             /* true: out of memory */
-} hpmlc_sim;
+    /* Programs (>>play): each rank has `streams` actors, which the above calls ranks and which share its card: */
+    int               streams;            /* 1: ranks have no programs */
+    double           *waited;             /* (p) seconds that each actor has waited in its current act; else NULL */
+    bool            (*program)(hpmlc_sim *s, int r); /* sets the current move of actor r; false: none; or NULL */
+};
 
 HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
 {
@@ -16423,15 +16672,18 @@ HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
     free(s->rank);
     free(s->run);
     free(s->letter);
+    free(s->waited);
 }
 
-HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
+/* p: number of ranks, times `streams`. False: out of memory. */
+HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net, int streams)
 {
     hpml_comm *c = &s->layout;
     size_t     n = (size_t)p;
     memset(s, 0, sizeof *s);
     s->p           = p;
-    s->nodes       = hpmlc_network_nodes(net, p);
+    s->streams     = streams;
+    s->nodes       = hpmlc_network_nodes(net, p / streams);
     size_t cards   = n + (size_t)s->nodes;
     s->latency[0]  = net->inside.latency;
     s->latency[1]  = net->between.latency;
@@ -16452,7 +16704,7 @@ HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net)
     s->messages = s->bytes + n;
     s->phases   = s->node + n;
     s->heap     = s->run + n;
-    for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r);
+    for (int r = 0; r < p; r++) s->node[r] = hpmlc_network_node(net, s->nodes, r / streams);
     c->size = p;
     c->node = s->node;
     c->is_virtual = true;
@@ -16473,7 +16725,10 @@ HPMLC_FN int hpmlc_sim_representative(const hpmlc_sim *s, int rank)
 }
 
 /* Returns the index in s->out and s->in of a rank's network card: if `far` (another node) its node's, else its own. */
-HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far) { return far ? s->p + s->node[rank] : rank; }
+HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far)
+{
+    return far ? s->p + s->node[rank] : rank - rank % s->streams;
+}
 
 /* Simulates a message that rank `from` sends at its clock; returns when it arrives, in seconds, by the rules of
    hpmlc_arrival except in an all to all: there the receiving node's card is not occupied, because at any time as many
@@ -16481,7 +16736,7 @@ HPMLC_FN int hpmlc_sim_card(const hpmlc_sim *s, int rank, bool far) { return far
    sending card, and this card the next message, which does not happen in a real switch. */
 HPMLC_FN double hpmlc_sim_send(hpmlc_sim *s, int from, int to, int64_t bytes)
 {
-    bool    far  = s->node[from] != s->node[to];
+    bool    far  = s->program ? s->rank[from].far : s->node[from] != s->node[to];
     double  busy = (double)bytes * s->rate[far], start = s->clock[from];
     double *out = &s->out[hpmlc_sim_card(s, from, far)], *in = &s->in[hpmlc_sim_card(s, to, far)];
     s->bytes[from] += bytes;
@@ -16553,18 +16808,10 @@ HPMLC_FN int64_t hpmlc_sim_block(const hpmlc_sim *s, int i)
     return hpml_block(s->n, s->p, i + 1) - hpml_block(s->n, s->p, i);
 }
 
-/* Stores what rank r sends and receives in its current round in s->rank[r]; false: it has no round left. */
-HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
+/* Stores what rank r sends and receives in the current round of its phases in s->rank[r]; false: no round is left. */
+HPMLC_FN bool hpmlc_sim_phase_move(hpmlc_sim *s, int r)
 {
     hpmlc_sim_rank *q = &s->rank[r];
-    if (s->kind == HPMLC_SIM_ALL_TO_ALL) { /* round k: to rank r + k, from rank r - k, modulo p */
-        int k = q->round + 1;
-        if (k >= s->p) return false;
-        q->to    = (r + k) % s->p;
-        q->from  = (r + s->p - k) % s->p;
-        q->bytes = hpmlc_sim_block(s, q->to) * (int64_t)s->size;
-        return true;
-    }
     for (; q->phase < s->phases[r]; q->phase++, q->round = 0) {
         const hpmlc_phase *f = &s->phase[(size_t)q->phase * (size_t)s->p + (size_t)r];
         bool               once = f->kind->one_round && f->team.me > 0;
@@ -16580,14 +16827,37 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
     return false;
 }
 
+/* Stores what rank r sends and receives in its current round in s->rank[r]; false: it has no round left, or its program
+   cannot go on. */
+HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
+{
+    hpmlc_sim_rank *q = &s->rank[r];
+    const int       k = q->round + 1;
+    if (s->program) return s->program(s, r);
+    if (s->kind != HPMLC_SIM_ALL_TO_ALL) return hpmlc_sim_phase_move(s, r);
+    if (k >= s->p) return false;
+    q->to    = (r + k) % s->p; /* round k: to rank r + k, from rank r - k, modulo p */
+    q->from  = (r + s->p - k) % s->p;
+    q->bytes = hpmlc_sim_block(s, q->to) * (int64_t)s->size;
+    return true;
+}
+
+/* Sets the clock of rank r, which waits for a message, to the message's arrival, if that is later. */
+HPMLC_FN void hpmlc_sim_arrive(hpmlc_sim *s, int r, double arrival)
+{
+    if (s->clock[r] >= arrival) return;
+    if (s->waited) s->waited[r] += arrival - s->clock[r];
+    s->clock[r] = arrival;
+}
+
 /* Receives the first message sent by `from` to rank r, and sets r's clock to its arrival, if later. False: none yet. */
 HPMLC_FN bool hpmlc_sim_take(hpmlc_sim *s, int r, int from)
 {
     hpmlc_sim_rank *q = &s->rank[r];
     for (int i = q->first, before = -1; i >= 0; before = i, i = s->letter[i].next) {
         hpmlc_sim_letter *l = &s->letter[i];
-        if (l->from != from) continue;
-        if (s->clock[r] < l->arrival) s->clock[r] = l->arrival;
+        if (l->from != from || l->tag != q->tag) continue;
+        hpmlc_sim_arrive(s, r, l->arrival);
         if (before < 0) q->first = l->next;
         else s->letter[before].next = l->next;
         if (q->last == i) q->last = before;
@@ -16620,6 +16890,7 @@ HPMLC_FN void hpmlc_sim_keep(hpmlc_sim *s, int r, int from, double arrival)
     int             i = s->free_letter;
     s->free_letter = s->letter[i].next;
     s->letter[i].from    = from;
+    s->letter[i].tag     = s->rank[from].tag;
     s->letter[i].arrival = arrival;
     s->letter[i].next    = -1;
     if (q->first < 0) q->first = i;
@@ -16659,8 +16930,8 @@ HPMLC_FN void hpmlc_sim_queue(hpmlc_sim *s)
         int             r = hpmlc_sim_pop(s), to = s->rank[r].to;
         double          arrival = hpmlc_sim_send(s, r, to, s->rank[r].bytes);
         hpmlc_sim_rank *q = &s->rank[to];
-        if (q->want == r) { /* rank `to` waits for this message */
-            if (s->clock[to] < arrival) s->clock[to] = arrival;
+        if (q->want == r && q->tag == s->rank[r].tag) { /* rank `to` waits for this message */
+            hpmlc_sim_arrive(s, to, arrival);
             q->want = -1;
             q->round++;
             hpmlc_sim_advance(s, to, false);
@@ -17014,7 +17285,7 @@ HPML_API hpml_status hpml_simulate(const hpml_simulate_desc *desc, hpml_simulati
     *out = result;
     hpml_status status = hpmlc_sim_check(desc, &to);
     if (status != HPML_OK) return status;
-    bool good = hpmlc_sim_open(&s, desc->ranks, &desc->network);
+    bool good = hpmlc_sim_open(&s, desc->ranks, &desc->network, 1);
     if (good && desc->servers > 0) hpmlc_sim_servers(&s, desc, &result);
     else good = good && hpmlc_sim_step(&s, desc, &result);
     if (!good) status = hpmlc_refuse(&to, HPML_ERR_MEMORY, "simulate: no memory for %d ranks", desc->ranks);
@@ -17043,8 +17314,9 @@ HPML_API double hpml_simulate_allreduce(hpml_algorithm a, int32_t ranks, const h
     double    seconds = -1;
     if (!network || bytes < 0 || hpmlc_sim_check_network(a, ranks, network, NULL) != HPML_OK) return -1;
     size_t size = bytes % 4 == 0 ? 4 : 1;
-    if (hpmlc_sim_open(&s, ranks, network) && hpmlc_sim_play(&s, HPMLC_SIM_ALLREDUCE, a, bytes / (int64_t)size, size))
-        seconds = hpmlc_sim_latest(&s);
+    bool good = hpmlc_sim_open(&s, ranks, network, 1);
+    good = good && hpmlc_sim_play(&s, HPMLC_SIM_ALLREDUCE, a, bytes / (int64_t)size, size);
+    if (good) seconds = hpmlc_sim_latest(&s);
     hpmlc_sim_close(&s);
     return seconds;
 }
@@ -17081,7 +17353,7 @@ HPMLC_FN bool hpmlc_pipe_sim_open(hpmlc_pipe_sim *s, const hpml_pipe_desc *d)
     s->next  = (hpml_pipe_task *)calloc(p, sizeof *s->next);
     s->ended = (bool *)calloc(p, sizeof *s->ended);
     s->arrival[0] = (double *)malloc(2 * inputs * sizeof(double));
-    if (!hpmlc_sim_open(&s->net, s->p, &d->network) || !s->walk || !s->next || !s->ended || !s->arrival[0])
+    if (!hpmlc_sim_open(&s->net, s->p, &d->network, 1) || !s->walk || !s->next || !s->ended || !s->arrival[0])
         return false;
     s->arrival[1] = s->arrival[0] + inputs;
     for (size_t i = 0; i < 2 * inputs; i++) s->arrival[0][i] = -1;
@@ -17304,6 +17576,1733 @@ HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *t
                      30 * s->stage + 50, s->task.micro);
     }
     hpmlc_append(&to, &length, "</svg>\n");
+    return (int)length;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>play   programs of all ranks in virtual time
+// ---------------------------------------------------------------------------------------------------------------------
+/* A program is a list of acts that a rank repeats in each step. Each rank has two actors, its own thread and its
+   background thread, with a clock each; the list of the background's acts is cut into jobs, which begin when the rank's
+   own thread has posted them. The queue of >>simulate plays the messages of all actors. Of two actors with equal clocks
+   the background comes first, as in >>clock. */
+
+typedef enum hpmlc_act_kind {
+    HPMLC_ACT_COMPUTE, /* takes .seconds */
+    HPMLC_ACT_SEND, HPMLC_ACT_RECEIVE, /* .n bytes to or from .peer of the group */
+    HPMLC_ACT_COLLECT, /* takes part in a collective of the group */
+    HPMLC_ACT_POST,    /* lets the background begin its next job */
+    HPMLC_ACT_WAIT,    /* waits for the background's job number .peer of this step */
+    HPMLC_ACT_END      /* of the step; in the background's list: of the job */
+} hpmlc_act_kind;
+
+typedef enum hpmlc_collective {
+    HPMLC_ALLREDUCE, HPMLC_REDUCE_SCATTER, HPMLC_ALLGATHER, HPMLC_BROADCAST, /* .n elements of .size bytes */
+    HPMLC_STRIPES,     /* all to all: a block of .n bytes and a header to each rank */
+    HPMLC_SUMS,        /* a block of .n bytes and a header of each rank to all */
+    HPMLC_PASSES,      /* size - 1 times .n bytes to the next rank */
+    HPMLC_SHIFTS       /* .n bytes to the rank 1, 2, 4, ... places on: a sum of a few numbers */
+} hpmlc_collective;
+
+/* Sets of ranks that exchange messages: one axis, or a group of these words. */
+enum { HPMLC_GROUP_REPLICAS = HPML_AXES, HPMLC_GROUP_ALL, HPMLC_GROUPS };
+
+typedef struct hpmlc_act {
+    hpmlc_act_kind   kind;
+    int32_t          group;   /* an hpml_axis or HPMLC_GROUP_; .peer is a position in it */
+    int32_t          peer;    /* SEND, RECEIVE: the other rank; BROADCAST: the root; WAIT: number of the job */
+    int32_t          tag;
+    hpmlc_collective collective;
+    hpml_algorithm   algorithm;
+    size_t           size;
+    int64_t          n;
+    double           seconds;
+    hpml_term        term;    /* of the step's time, to which computing and waiting in this act are added */
+} hpmlc_act;
+
+typedef struct hpmlc_acts {
+    hpmlc_act *item;
+    int        count, capacity, jobs; /* jobs: number of acts END */
+    bool       failed;                /* out of memory */
+} hpmlc_acts;
+
+typedef struct hpmlc_role { hpmlc_acts own, background; } hpmlc_role;
+
+typedef struct hpmlc_layouts hpmlc_layouts; /* nodes of the ranks of a group, by which AUTO chooses algorithms */
+struct hpmlc_layouts {
+    hpmlc_layouts *next;
+    int            group;
+    hpml_comm      c;
+};
+
+typedef struct hpmlc_actor {
+    const hpmlc_acts *acts;
+    int               at, step;     /* number of the act, of the step or, in the background, of the job */
+    bool              begun;        /* the act, or in the background the job, has begun */
+    bool              idle;         /* waits for a job to be posted, or to end */
+    int64_t           jobs;         /* posted by the own thread; ended by the background */
+    hpmlc_layouts    *layout[HPMLC_GROUPS];
+    double            term[HPML_TERM_COUNT], link[2]; /* seconds after the first step; waits by link */
+} hpmlc_actor;
+
+typedef struct hpmlc_play {
+    hpmlc_sim      net;             /* of actors: 2 r is the background, 2 r + 1 the own thread of rank r */
+    int            ranks, workers;  /* servers are the last ranks */
+    int            unit;            /* ranks [0, unit) are played for all others, which are equal */
+    bool           loose;           /* losses are added up by HPMLC_SHIFTS, in which all ranks do the same: for small
+                                       sums AUTO prefers algorithms in which one rank serves all others */
+    int            size[HPML_AXES], stride[HPML_AXES]; /* of the axes */
+    unsigned       mask[HPMLC_GROUPS]; /* bit k: the ranks of the group differ on axis k */
+    const hpml_network *network;
+    int            nodes;
+    int            steps;
+    double         origin;          /* clocks at the start */
+    double        *ends;            /* (steps) latest clock at the end of each step */
+    hpmlc_role    *role;            /* (roles) one for each stage of the pipeline, then one for each server */
+    int            roles;
+    hpmlc_actor   *actor;           /* (2 unit) */
+    double        *posted, *ended;  /* (unit, jobs) clocks when the last jobs were posted, ended */
+    int            jobs;            /* most jobs of a role */
+    hpmlc_layouts *layouts;
+} hpmlc_play;
+
+HPMLC_FN hpmlc_play *hpmlc_play_of(hpmlc_sim *s) { return (hpmlc_play *)(void *)s; } /* net is the first member */
+
+/* Appends an act of a kind, zero otherwise, and returns it; NULL: out of memory. */
+HPMLC_FN hpmlc_act *hpmlc_act_add(hpmlc_acts *acts, hpmlc_act_kind kind, int group, hpml_term term)
+{
+    if (acts->count == acts->capacity) {
+        const int  capacity = acts->capacity ? 2 * acts->capacity : 64;
+        hpmlc_act *more = (hpmlc_act *)realloc(acts->item, sizeof *more * (size_t)capacity);
+        if (!more) acts->failed = true;
+        if (!more) return NULL;
+        acts->item     = more;
+        acts->capacity = capacity;
+    }
+    hpmlc_act *act = &acts->item[acts->count++];
+    memset(act, 0, sizeof *act);
+    act->kind  = kind;
+    act->group = group;
+    act->term  = term;
+    acts->jobs += kind == HPMLC_ACT_END;
+    return act;
+}
+
+HPMLC_FN int hpmlc_play_at(const hpmlc_play *y, int rank, int axis) { return rank / y->stride[axis] % y->size[axis]; }
+
+HPMLC_FN int hpmlc_group_size(const hpmlc_play *y, int group)
+{
+    int size = 1;
+    if (group == HPMLC_GROUP_ALL) return y->ranks;
+    for (int k = 0; k < HPML_AXES; k++)
+        if (y->mask[group] >> k & 1) size *= y->size[k];
+    return size;
+}
+
+/* Returns the position of a rank in its group. */
+HPMLC_FN int hpmlc_group_place(const hpmlc_play *y, int group, int rank)
+{
+    int place = 0, step = 1;
+    if (group == HPMLC_GROUP_ALL) return rank;
+    for (int i = 0; i < HPML_AXES; i++) {
+        const int k = (int)hpmlc_axis_order[i];
+        if (!(y->mask[group] >> k & 1)) continue;
+        place += hpmlc_play_at(y, rank, k) * step;
+        step *= y->size[k];
+    }
+    return place;
+}
+
+/* Returns the rank at position `place` of the group of rank `rank`. */
+HPMLC_FN int hpmlc_group_rank(const hpmlc_play *y, int group, int rank, int place)
+{
+    if (group == HPMLC_GROUP_ALL) return place;
+    for (int i = 0; i < HPML_AXES; i++) {
+        const int k = (int)hpmlc_axis_order[i];
+        if (!(y->mask[group] >> k & 1)) continue;
+        rank += (place % y->size[k] - hpmlc_play_at(y, rank, k)) * y->stride[k];
+        place /= y->size[k];
+    }
+    return rank;
+}
+
+HPMLC_FN int hpmlc_play_node(const hpmlc_play *y, int rank) { return hpmlc_network_node(y->network, y->nodes, rank); }
+
+/* Returns the layout of the group of a rank: one that another group with the same pattern of nodes has made, or a new
+   one. NULL: out of memory. */
+HPMLC_FN hpmlc_layouts *hpmlc_group_layout(hpmlc_play *y, int group, int rank)
+{
+    const int p = hpmlc_group_size(y, group), first = hpmlc_play_node(y, hpmlc_group_rank(y, group, rank, 0));
+    for (hpmlc_layouts *l = y->layouts; l; l = l->next) {
+        int i = 0;
+        if (l->group != group || (l->c.node[0] == 0) != (first == 0)) continue;
+        while (i < p && hpmlc_play_node(y, hpmlc_group_rank(y, group, rank, i)) - first == l->c.node[i] - l->c.node[0])
+            i++;
+        if (i == p) return l;
+    }
+    hpmlc_layouts *l = (hpmlc_layouts *)calloc(1, sizeof *l + sizeof(int32_t) * (size_t)p);
+    if (!l) return NULL;
+    l->next  = y->layouts;
+    l->group = group;
+    l->c.size = p;
+    l->c.node = (int32_t *)(void *)(l + 1);
+    l->c.is_virtual = true;
+    for (int i = 0; i < p; i++) l->c.node[i] = hpmlc_play_node(y, hpmlc_group_rank(y, group, rank, i));
+    hpmlc_comm_links(&l->c, y->network, y->nodes);
+    hpmlc_comm_layout(&l->c);
+    y->layouts = l;
+    return l;
+}
+
+/* Sets the actor's current move: rank `to`, at another position of the group than this one, gets `bytes`; -1: none. */
+HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, int64_t bytes, int tag)
+{
+    hpmlc_sim_rank *q = &y->net.rank[a];
+    const int       rank = a / 2, mine = hpmlc_play_node(y, rank);
+    q->to    = -1;
+    q->from  = -1;
+    q->bytes = bytes;
+    q->tag   = tag;
+    if (to >= 0) {
+        to     = hpmlc_group_rank(y, group, rank, to);
+        q->far = hpmlc_play_node(y, to) != mine;
+        q->to  = to % y->unit * 2 + a % 2;
+    }
+    if (from < 0) return;
+    from        = hpmlc_group_rank(y, group, rank, from);
+    q->far_from = hpmlc_play_node(y, from) != mine;
+    q->from     = from % y->unit * 2 + a % 2;
+}
+
+/* Sets the phases of a collective that an actor begins. */
+HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
+{
+    hpml_comm      *c  = &y->actor[a].layout[act->group]->c;
+    const int       me = hpmlc_group_place(y, act->group, a / 2);
+    hpml_algorithm  algorithm = act->algorithm;
+    hpmlc_phases    all;
+    all.count = 0;
+    if (act->collective == HPMLC_ALLREDUCE) {
+        if (algorithm == HPML_AUTO) algorithm = hpml_comm_choose(c, act->n * (int64_t)act->size);
+        if (algorithm == HPML_ALGORITHM_NONE) y->net.failed = true;
+        hpmlc_phases_make(&all, algorithm, c->size, c->per_node, c->spread, me, act->n);
+    }
+    if (act->collective == HPMLC_REDUCE_SCATTER)
+        hpmlc_phases_single(&all, &hpmlc_ring_scatter, c->size, me, 0, act->n);
+    if (act->collective == HPMLC_ALLGATHER)
+        hpmlc_phases_single(&all, &hpmlc_ring_gather, c->size, me, 0, act->n);
+    if (act->collective == HPMLC_BROADCAST)
+        hpmlc_phases_single(&all, &hpmlc_tree_down, c->size, me, act->peer, act->n);
+    hpmlc_sim_set_phases(&y->net, a, &all);
+}
+
+/* Sets the move of the current round of a collective; false: the actor has no round left. */
+HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
+{
+    hpmlc_sim_rank *q = &y->net.rank[a];
+    const int       p = hpmlc_group_size(y, act->group), me = hpmlc_group_place(y, act->group, a / 2);
+    if (act->collective < HPMLC_STRIPES) {
+        y->net.size = act->size;
+        if (!hpmlc_sim_phase_move(&y->net, a)) return false;
+        hpmlc_play_set(y, a, act->group, q->to, q->from, q->bytes, 0);
+        return true;
+    }
+    int shift = q->round + 1;
+    if (act->collective == HPMLC_SHIFTS) shift = q->round < 30 ? 1 << q->round : p;
+    if (shift >= p) return false;
+    if (act->collective == HPMLC_PASSES) shift = 1;
+    hpmlc_play_set(y, a, act->group, (me + shift) % p, (me + p - shift) % p, act->n, 0);
+    return true;
+}
+
+/* Adds the seconds for which an own thread has waited in an act. */
+HPMLC_FN void hpmlc_actor_waited(hpmlc_play *y, int a, const hpmlc_act *act, double seconds, bool far)
+{
+    hpmlc_actor *actor = &y->actor[a];
+    if (actor->step == 0 || seconds <= 0) return;
+    actor->term[act->term] += seconds;
+    actor->link[far] += act->term == HPML_TERM_BUBBLE ? 0 : seconds;
+}
+
+/* Waits, for an own thread, until job number `job` of all steps has ended; false: it has not. */
+HPMLC_FN bool hpmlc_job_over(hpmlc_play *y, int a, const hpmlc_act *act)
+{
+    hpmlc_actor      *actor = &y->actor[a], *other = &y->actor[a - 1];
+    const int64_t     job = (int64_t)actor->step * other->acts->jobs + act->peer;
+    const hpml_comm  *c = actor->layout[act->group] ? &actor->layout[act->group]->c : NULL;
+    actor->idle = other->jobs <= job;
+    if (actor->idle) return false;
+    const double end = y->ended[(int64_t)(a / 2) * y->jobs + act->peer];
+    hpmlc_actor_waited(y, a, act, end - y->net.clock[a], c && c->per_node != c->size);
+    if (y->net.clock[a] < end) y->net.clock[a] = end;
+    return true;
+}
+
+HPMLC_FN void hpmlc_actor_next(hpmlc_play *y, int a)
+{
+    hpmlc_actor *actor = &y->actor[a];
+    actor->at++;
+    actor->begun = false;
+    y->net.rank[a].phase = y->net.rank[a].round = 0;
+    if (actor->at < actor->acts->count) return;
+    actor->at = 0;
+    if (a % 2 == 1) actor->step++;
+}
+
+/* Ends a step of an own thread, or a job of a background, for which the own thread may wait. */
+HPMLC_FN void hpmlc_act_end(hpmlc_play *y, int a)
+{
+    hpmlc_actor *actor = &y->actor[a];
+    const double now = y->net.clock[a];
+    if (a % 2 == 1) {
+        if (y->ends[actor->step] < now) y->ends[actor->step] = now;
+        hpmlc_actor_next(y, a);
+        return;
+    }
+    y->ended[(int64_t)(a / 2) * y->jobs + actor->jobs % actor->acts->jobs] = now;
+    actor->jobs++;
+    hpmlc_actor_next(y, a);
+    if (y->actor[a + 1].idle) hpmlc_sim_advance(&y->net, a + 1, false);
+}
+
+/* Lets the background of an own thread begin its next job. */
+HPMLC_FN void hpmlc_act_post(hpmlc_play *y, int a)
+{
+    hpmlc_actor *actor = &y->actor[a], *other = &y->actor[a - 1];
+    y->posted[(int64_t)(a / 2) * y->jobs + actor->jobs % other->acts->jobs] = y->net.clock[a];
+    actor->jobs++;
+    hpmlc_actor_next(y, a);
+    if (other->idle) hpmlc_sim_advance(&y->net, a - 1, false);
+}
+
+/* Returns the actor's next act; NULL: none before another actor has come further. */
+HPMLC_FN const hpmlc_act *hpmlc_actor_act(hpmlc_play *y, int a)
+{
+    hpmlc_actor *actor = &y->actor[a];
+    if (a % 2 == 1) return actor->step < y->steps ? &actor->acts->item[actor->at] : NULL;
+    actor->idle = actor->jobs >= y->actor[a + 1].jobs;
+    if (actor->idle || actor->acts->count == 0) return NULL;
+    const double posted = y->posted[(int64_t)(a / 2) * y->jobs + actor->jobs % actor->acts->jobs];
+    if (y->net.clock[a] < posted) y->net.clock[a] = posted;
+    return &actor->acts->item[actor->at];
+}
+
+/* Performs the acts of actor a until one has a message to send or to receive, which becomes the actor's current move;
+   false: none can go on. */
+HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
+{
+    hpmlc_play      *y = hpmlc_play_of(s);
+    hpmlc_sim_rank  *q = &s->rank[a];
+    const hpmlc_act *act;
+    while ((act = hpmlc_actor_act(y, a)) != NULL) {
+        hpmlc_actor *actor = &y->actor[a];
+        const double slow = y->network->slow ? y->network->slow[a / 2] : 1;
+        if (a % 2 == 1) hpmlc_actor_waited(y, a, act, s->waited[a], q->far_from);
+        s->waited[a] = 0;
+        switch (act->kind) {
+        case HPMLC_ACT_COMPUTE:
+            s->clock[a] += act->seconds * slow;
+            if (actor->step > 0) actor->term[act->term] += act->seconds * slow;
+            hpmlc_actor_next(y, a);
+            break;
+        case HPMLC_ACT_SEND:
+        case HPMLC_ACT_RECEIVE:
+            hpmlc_play_set(y, a, act->group, act->kind == HPMLC_ACT_SEND ? act->peer : -1,
+                           act->kind == HPMLC_ACT_SEND ? -1 : act->peer, act->n, act->tag);
+            if (q->round == 0) return true;
+            hpmlc_actor_next(y, a);
+            break;
+        case HPMLC_ACT_COLLECT:
+            if (!actor->begun) hpmlc_collect_begin(y, a, act);
+            actor->begun = true;
+            if (hpmlc_collect_move(y, a, act)) return true;
+            hpmlc_actor_next(y, a);
+            break;
+        case HPMLC_ACT_POST: hpmlc_act_post(y, a); break;
+        case HPMLC_ACT_WAIT:
+            if (!hpmlc_job_over(y, a, act)) return false;
+            hpmlc_actor_next(y, a);
+            break;
+        case HPMLC_ACT_END: hpmlc_act_end(y, a); break;
+        }
+    }
+    return false;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>program   the programs of a plan's ranks: layers, buckets, pipeline tasks
+// ---------------------------------------------------------------------------------------------------------------------
+/* What hpml_distribute does in a step, as acts: one program for each stage of the pipeline and for each server. */
+
+typedef struct hpmlc_maker {
+    const hpml_plan        *p;        /* with defaults in */
+    const hpml_model_facts *f;
+    const hpml_machine     *m;
+    hpmlc_play             *y;
+    hpmlc_role             *role;     /* the program that is made */
+    int                     stage, pieces;
+    int32_t                *cut;      /* (pieces + 1) first layer of each piece */
+    int64_t                 samples, rows; /* of a rank's batch; of a micro-batch */
+    int32_t                *bucket;   /* (layers) number of the bucket with the layer's gradient; -1: none */
+    int32_t                *left;     /* (layers) for each bucket: how many of its gradients are not yet final */
+    int32_t                *job;      /* (layers) for each bucket: the job that exchanges it */
+    int64_t                *floats;   /* (layers) of each bucket */
+    int                     buckets, posted, stepped; /* of this step: exchanges posted, buckets stepped early */
+    int                     stats;    /* the job that adds up losses; -1: not posted */
+    int                     slot[2], slot_job[2], used[2], clock; /* shard 3: buckets whose values are gathered */
+} hpmlc_maker;
+
+HPMLC_FN int64_t hpmlc_layer_part(const hpmlc_maker *k, int i) /* parameters of layer i on a rank that has the layer */
+{
+    const hpml_layer_facts *l = &k->f->layer[i];
+    int64_t                 n = hpmlc_max(l->rows, 1) * l->cols;
+    if (l->split) n /= k->y->size[HPML_AXIS_TENSOR];
+    if (l->experts) n /= k->y->size[HPML_AXIS_EXPERT];
+    return n;
+}
+
+HPMLC_FN int64_t hpmlc_layer_floats(const hpmlc_maker *k, int i) /* the same, padded as the trainer's arrays are */
+{
+    return (hpmlc_layer_part(k, i) + HPML_GRADIENT_ALIGN - 1) / HPML_GRADIENT_ALIGN * HPML_GRADIENT_ALIGN;
+}
+
+/* Returns into how many parts the ranks of a replica cut the computation of a layer. */
+HPMLC_FN double hpmlc_layer_parts(const hpmlc_maker *k, const hpml_layer_facts *l)
+{
+    return (l->split ? k->y->size[HPML_AXIS_TENSOR] : 1) * (double)k->y->size[HPML_AXIS_SEQUENCE];
+}
+
+/* Returns the seconds of a layer's forward or backward pass for so many samples, on one rank that has all of it, by the
+   machine's operations and bytes a second: the slower of both counts. */
+HPMLC_FN double hpmlc_layer_whole(const hpml_layer_facts *l, const hpml_machine *m, double samples, bool back)
+{
+    const double params = 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols), bytes = l->bytes * samples + params;
+    const double flops  = m->flops > 0 ? l->flops * samples / m->flops : 0;
+    const double memory = m->bandwidth > 0 ? bytes / m->bandwidth : 0;
+    if (l->forward_s > 0 && !back) return l->forward_s * samples;
+    if (l->forward_s > 0) return (l->backward_s > 0 ? l->backward_s : 2 * l->forward_s) * samples;
+    return (back ? 2 : 1) * fmax(flops, memory);
+}
+
+HPMLC_FN hpmlc_act *hpmlc_collect_add(hpmlc_acts *acts, int group, hpmlc_collective collective, int64_t n, size_t size,
+                                      hpml_term term)
+{
+    hpmlc_act *act = hpmlc_act_add(acts, HPMLC_ACT_COLLECT, group, term);
+    if (!act) return NULL;
+    act->collective = collective;
+    act->n          = n;
+    act->size       = size;
+    return act;
+}
+
+HPMLC_FN void hpmlc_allreduce_add(const hpmlc_maker *k, hpmlc_acts *acts, int group, int64_t n, size_t size,
+                                  hpml_term term)
+{
+    hpmlc_act *act = NULL;
+    if (hpmlc_group_size(k->y, group) > 1) act = hpmlc_collect_add(acts, group, HPMLC_ALLREDUCE, n, size, term);
+    if (act && size == sizeof(float)) act->algorithm = k->p->algorithm; /* sums of losses are by AUTO */
+}
+
+HPMLC_FN void hpmlc_compute_add(const hpmlc_maker *k, double seconds, hpml_term term)
+{
+    hpmlc_act *act = hpmlc_act_add(&k->role->own, HPMLC_ACT_COMPUTE, 0, term);
+    if (act) act->seconds = seconds;
+}
+
+HPMLC_FN void hpmlc_message_add(const hpmlc_maker *k, hpmlc_act_kind kind, int group, int peer, int tag, int64_t bytes)
+{
+    hpmlc_act *act = NULL;
+    if (bytes > 0)
+        act = hpmlc_act_add(&k->role->own, kind, group,
+                            group == HPML_AXIS_PIPE ? HPML_TERM_BUBBLE : HPML_TERM_SERVERS);
+    if (!act) return;
+    act->peer = peer;
+    act->tag  = tag;
+    act->n    = bytes;
+}
+
+/* Ends a job, whose acts were added to the background's, and lets the own thread post it. Returns its number. */
+HPMLC_FN int hpmlc_job_add(const hpmlc_maker *k)
+{
+    hpmlc_act_add(&k->role->background, HPMLC_ACT_END, 0, HPML_TERM_DATA);
+    hpmlc_act_add(&k->role->own, HPMLC_ACT_POST, 0, HPML_TERM_DATA);
+    return k->role->background.jobs - 1;
+}
+
+HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
+{
+    hpmlc_act *act = NULL;
+    if (job >= 0) act = hpmlc_act_add(&k->role->own, HPMLC_ACT_WAIT, HPMLC_GROUP_REPLICAS, HPML_TERM_DATA);
+    if (act) act->peer = job;
+}
+
+HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* whether there are several ranks that average gradients */
+{
+    return k->p->strategy == HPML_STRATEGY_SYNC && hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1;
+}
+
+/* Adds to the background the exchange of one layer's gradient as the codec packs it; returns the floats that are not
+   packed, or 0. *packed: adds the bytes of rows that are packed. */
+HPMLC_FN int64_t hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *packed)
+{
+    const hpml_layer_facts *l = &k->f->layer[i];
+    const hpml_codec_desc  *c = &k->p->codec;
+    hpmlc_acts             *acts = &k->role->background;
+    const int64_t           n = hpmlc_layer_floats(k, i), rows = hpmlc_max(l->rows, 1);
+    const int64_t           p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
+    const int               group = HPMLC_GROUP_REPLICAS;
+    const bool              small = rows < 2 || n < (c->min_elements > 0 ? c->min_elements : 256);
+    hpml_packing            pack;
+    if (!hpmlc_plan_packs(k->p) || (hpmlc_whole_codec(c) && small && !c->compress_all)) return n;
+    if (c->kind == HPML_CODEC_TOPK && !c->custom) {
+        const int64_t kept = (int64_t)ceil((double)n * (c->ratio > 0 ? (double)c->ratio : 0.01));
+        hpmlc_collect_add(acts, group, HPMLC_ALLGATHER, 2 * p * kept, sizeof(float), HPML_TERM_DATA);
+        return 0;
+    }
+    if (hpmlc_whole_codec(c)) {
+        const int64_t r = c->lowrank > 0 ? c->lowrank : 2;
+        hpmlc_allreduce_add(k, acts, group, r * rows, sizeof(float), HPML_TERM_DATA);
+        hpmlc_allreduce_add(k, acts, group, r * (n / rows), sizeof(float), HPML_TERM_DATA);
+        return 0;
+    }
+    if (hpml_packing_init(&pack, c, rows, hpmlc_max(n / rows, 1)) != HPML_OK) return n;
+    if (pack.codec == hpml_codec_get(HPML_CODEC_NONE)) return n;
+    *packed += (int64_t)pack.size;
+    return 0;
+}
+
+/* Posts the exchange of bucket b: its reduce-scatter with shard, else the allreduce or what the codec makes of it. */
+HPMLC_FN void hpmlc_bucket_add(hpmlc_maker *k, int b)
+{
+    const int64_t p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
+    hpmlc_acts   *acts = &k->role->background;
+    int64_t       plain = 0, packed = 0;
+    if (k->p->shard > 0)
+        hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_REDUCE_SCATTER, k->floats[b], sizeof(float),
+                          HPML_TERM_DATA);
+    for (int i = k->f->layers - 1; i >= 0 && k->p->shard == 0; i--)
+        if (k->bucket[i] == b) plain += hpmlc_packed_add(k, i, &packed);
+    if (packed > 0) {
+        const int64_t block = (packed + p - 1) / p + (int64_t)sizeof(int64_t);
+        hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_STRIPES, block, 1, HPML_TERM_DATA);
+        hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_SUMS, block, 1, HPML_TERM_DATA);
+    }
+    if (plain > 0) hpmlc_allreduce_add(k, acts, HPMLC_GROUP_REPLICAS, plain, sizeof(float), HPML_TERM_DATA);
+    k->job[b] = hpmlc_job_add(k);
+}
+
+HPMLC_FN void hpmlc_stats_add(hpmlc_maker *k)
+{
+    hpmlc_acts *acts = &k->role->background;
+    if (k->y->loose)
+        hpmlc_collect_add(acts, HPMLC_GROUP_REPLICAS, HPMLC_SHIFTS, HPMLC_STATS * (int64_t)sizeof(double), 1,
+                          HPML_TERM_DATA);
+    else hpmlc_allreduce_add(k, acts, HPMLC_GROUP_REPLICAS, HPMLC_STATS, sizeof(double), HPML_TERM_DATA);
+    k->stats = hpmlc_job_add(k);
+}
+
+HPMLC_FN void hpmlc_posts_add(hpmlc_maker *k) /* the exchanges of the buckets that are complete, in their order */
+{
+    while (k->posted < k->buckets && k->left[k->posted] == 0) hpmlc_bucket_add(k, k->posted++);
+}
+
+/* Returns the seconds of the optimizer's step for so many parameters: each is read with its gradient and states, and
+   written with its states. */
+HPMLC_FN double hpmlc_update_seconds(const hpmlc_maker *k, double floats)
+{
+    double total = 0;
+    if (k->f->update_s <= 0)
+        return k->m->bandwidth > 0 ? floats * 4 * (3 + 2 * k->f->states) / k->m->bandwidth : 0;
+    for (int i = 0; i < k->f->layers; i++) total += (double)(hpmlc_max(k->f->layer[i].rows, 1) * k->f->layer[i].cols);
+    return total > 0 ? k->f->update_s * floats / total : 0;
+}
+
+/* Steps the rank's blocks of buckets from k->stepped to `to` - 1, and gathers their new values unless ranks keep only
+   their parts (shard 3). Returns the last job. */
+HPMLC_FN int hpmlc_shard_steps_add(hpmlc_maker *k, int to)
+{
+    const double p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
+    int          job = -1;
+    for (; k->stepped < to; k->stepped++) {
+        const int64_t n = k->floats[k->stepped];
+        hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)n / p), HPML_TERM_UPDATE);
+        if (k->p->shard == 3) continue;
+        hpmlc_collect_add(&k->role->background, HPMLC_GROUP_REPLICAS, HPMLC_ALLGATHER, n, sizeof(float),
+                          HPML_TERM_DATA);
+        job = hpmlc_job_add(k);
+    }
+    return job;
+}
+
+/* Whether, with shard 1 and 2, buckets are stepped within the backward pass. */
+HPMLC_FN bool hpmlc_steps_early(const hpmlc_maker *k)
+{
+    const hpml_plan_facts *f = &k->f->facts;
+    return k->p->shard > 0 && k->p->shard < 3 && !k->p->no_overlap && k->p->pipe <= 1 && !f->clips && !f->overflows &&
+           !f->steps_tensors;
+}
+
+/* The gradient of layer i is final. */
+HPMLC_FN void hpmlc_gradient_add(hpmlc_maker *k, int i)
+{
+    if (!hpmlc_exchanges(k) || k->bucket[i] < 0) return;
+    k->left[k->bucket[i]]--;
+    if (k->p->no_overlap && k->p->shard < 2) return;
+    if (hpmlc_steps_early(k) && k->stats < 0) hpmlc_stats_add(k);
+    hpmlc_posts_add(k);
+    while (hpmlc_steps_early(k) && k->stepped + 1 < k->posted) {
+        hpmlc_await_add(k, k->stats);
+        hpmlc_await_add(k, k->job[k->stepped]);
+        hpmlc_shard_steps_add(k, k->stepped + 1);
+    }
+}
+
+/* Makes, with shard 3, one of two slots hold the values of bucket b, except that of bucket `keep`; returns the slot. */
+HPMLC_FN int hpmlc_fetch_add(hpmlc_maker *k, int b, int keep)
+{
+    int slot = k->used[1] < k->used[0];
+    for (int s = 0; s < 2; s++)
+        if (k->slot[s] == b) return s;
+    if (k->buckets == 1) slot = 0;
+    if (keep >= 0 && k->slot[slot] == keep) slot = !slot;
+    k->slot[slot] = b;
+    k->used[slot] = k->clock;
+    hpmlc_collect_add(&k->role->background, HPMLC_GROUP_REPLICAS, HPMLC_ALLGATHER, k->floats[b], sizeof(float),
+                      HPML_TERM_DATA);
+    k->slot_job[slot] = hpmlc_job_add(k);
+    return slot;
+}
+
+/* Layer i needs its values whole (shard 3): awaits them, while the next bucket's are gathered, `step` layers on. In the
+   backward pass a bucket's gradients need the memory of those two buckets before, whose exchange is then awaited. */
+HPMLC_FN void hpmlc_need_add(hpmlc_maker *k, int i, int step)
+{
+    const int b = k->bucket[i];
+    if (k->p->shard < 3 || !hpmlc_exchanges(k) || b < 0) return;
+    k->clock++;
+    const int slot = hpmlc_fetch_add(k, b, -1);
+    k->used[slot] = k->clock;
+    for (int j = i + step; j >= 0 && j < k->f->layers && !k->p->no_overlap; j += step) {
+        if (k->bucket[j] < 0 || k->bucket[j] == b) continue;
+        hpmlc_fetch_add(k, k->bucket[j], b);
+        break;
+    }
+    hpmlc_await_add(k, k->slot_job[slot]);
+    if (step < 0 && b > 1) hpmlc_await_add(k, k->job[b - 2]);
+}
+
+/* The communication of a layer within its replica along the axes sequence and expert. */
+HPMLC_FN void hpmlc_layer_exchange_add(const hpmlc_maker *k, const hpml_layer_facts *l, int64_t samples, bool back)
+{
+    const int     s = k->y->size[HPML_AXIS_SEQUENCE], e = k->y->size[HPML_AXIS_EXPERT];
+    const int64_t bytes = (int64_t)sizeof(float) * samples;
+    if (l->pass > 0 && s > 1)
+        hpmlc_collect_add(&k->role->own, HPML_AXIS_SEQUENCE, HPMLC_PASSES, (back ? 2 : 1) * l->pass * bytes / s, 1,
+                          HPML_TERM_SEQUENCE);
+    for (int i = 0; i < 2 && l->swap > 0 && e > 1; i++)
+        hpmlc_collect_add(&k->role->own, HPML_AXIS_EXPERT, HPMLC_STRIPES, l->swap * bytes / s / e, 1, HPML_TERM_EXPERT);
+}
+
+HPMLC_FN void hpmlc_layer_add(hpmlc_maker *k, int i, int64_t samples, bool back, double share, bool final)
+{
+    const hpml_layer_facts *l = &k->f->layer[i];
+    const int64_t sum = (back ? l->backward_sum : l->forward_sum) * samples / k->y->size[HPML_AXIS_SEQUENCE];
+    hpmlc_need_add(k, i, back ? -1 : 1);
+    hpmlc_layer_exchange_add(k, l, samples, back);
+    const double whole = hpmlc_layer_whole(l, k->m, (double)samples, back);
+    hpmlc_compute_add(k, share * whole / hpmlc_layer_parts(k, l), HPML_TERM_COMPUTE);
+    if (final) hpmlc_gradient_add(k, i);
+    if (sum > 0) hpmlc_allreduce_add(k, &k->role->own, HPML_AXIS_TENSOR, sum, sizeof(float), HPML_TERM_TENSOR);
+}
+
+/* A task of a pipeline stage: receives its input, computes, sends its result. final: gradients are final after it. */
+HPMLC_FN void hpmlc_task_add(hpmlc_maker *k, const hpml_pipe_task *t, int64_t samples, bool final)
+{
+    const int     p = k->p->pipe, first = k->cut[t->piece], end = k->cut[t->piece + 1];
+    const int64_t bytes = (int64_t)sizeof(float) * samples / k->y->size[HPML_AXIS_SEQUENCE];
+    const int64_t in = t->piece > 0 ? bytes * k->f->layer[first - 1].edge : 0;
+    const int64_t out = t->piece + 1 < k->pieces ? bytes * k->f->layer[end - 1].edge : 0;
+    if (t->work == HPML_PIPE_FORWARD) {
+        hpmlc_message_add(k, HPMLC_ACT_RECEIVE, HPML_AXIS_PIPE, (t->piece + p - 1) % p, 2 * t->piece - 2, in);
+        for (int i = first; i < end; i++) hpmlc_layer_add(k, i, samples, false, 1, false);
+        hpmlc_message_add(k, HPMLC_ACT_SEND, HPML_AXIS_PIPE, (t->piece + 1) % p, 2 * t->piece, out);
+    } else if (t->work == HPML_PIPE_BACKWARD_WEIGHTS) {
+        for (int i = end - 1; i >= first; i--) {
+            const double whole = hpmlc_layer_whole(&k->f->layer[i], k->m, (double)samples, true);
+            hpmlc_compute_add(k, 0.5 * whole / hpmlc_layer_parts(k, &k->f->layer[i]), HPML_TERM_COMPUTE);
+            if (final) hpmlc_gradient_add(k, i);
+        }
+    } else if (t->work != HPML_PIPE_UPDATE) {
+        const bool half = t->work == HPML_PIPE_BACKWARD_INPUTS;
+        hpmlc_message_add(k, HPMLC_ACT_RECEIVE, HPML_AXIS_PIPE, (t->piece + 1) % p, 2 * t->piece + 1, out);
+        for (int i = end - 1; i >= first; i--) hpmlc_layer_add(k, i, samples, true, half ? 0.5 : 1, final && !half);
+        hpmlc_message_add(k, HPMLC_ACT_SEND, HPML_AXIS_PIPE, (t->piece + p - 1) % p, 2 * t->piece - 1, in);
+    }
+}
+
+HPMLC_FN void hpmlc_pass_add(hpmlc_maker *k) /* forward and backward pass of a batch */
+{
+    const hpml_plan *p = k->p;
+    HPMLC_ZERO(hpml_pipe_desc, d);
+    hpmlc_pipe_walk walk;
+    hpml_pipe_task  task;
+    for (int i = 0; i < k->f->layers && p->pipe <= 1; i++) hpmlc_layer_add(k, i, k->samples, false, 1, false);
+    for (int i = k->f->layers - 1; i >= 0 && p->pipe <= 1; i--) hpmlc_layer_add(k, i, k->samples, true, 1, true);
+    if (p->pipe <= 1) return;
+    d.kind   = p->schedule;
+    d.stages = p->pipe;
+    d.chunks = p->chunks;
+    d.micro  = (int32_t)((k->samples + k->rows - 1) / k->rows);
+    hpmlc_pipe_begin(&walk, &d, k->stage);
+    while (hpmlc_pipe_next(&walk, &task)) {
+        const int64_t at = task.micro * k->rows;
+        hpmlc_task_add(k, &task, hpmlc_min(k->rows, k->samples - at), task.micro + 1 == d.micro);
+    }
+    hpmlc_act *loss = hpmlc_collect_add(&k->role->own, HPML_AXIS_PIPE, HPMLC_BROADCAST, sizeof(float), 1,
+                                        HPML_TERM_BUBBLE);
+    if (loss) loss->peer = p->pipe - 1;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>program-step   the programs of a plan's ranks: whole steps, by strategy
+// ---------------------------------------------------------------------------------------------------------------------
+HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k) /* parameters that this stage has */
+{
+    double floats = 0;
+    for (int q = k->stage; q < k->pieces; q += k->y->size[HPML_AXIS_PIPE])
+        for (int i = k->cut[q]; i < k->cut[q + 1]; i++) floats += (double)hpmlc_layer_floats(k, i);
+    return floats;
+}
+
+/* Cuts the gradients of a stage, last first, into buckets, and clears what the maker notes in a step. */
+HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
+{
+    const int64_t limit = k->p->bucket_bytes > 0 ? k->p->bucket_bytes : (int64_t)1 << 18;
+    int64_t       filled = 0;
+    k->buckets = 0;
+    k->posted  = 0;
+    k->stepped = 0;
+    k->stats   = -1;
+    k->slot[0] = k->slot[1] = -1;
+    k->used[0] = k->used[1] = 0;
+    for (int i = k->f->layers - 1; i >= 0; i--) {
+        const hpml_layer_facts *l = &k->f->layer[i];
+        const int64_t           n = hpmlc_layer_floats(k, i);
+        int                     piece = 0;
+        while (k->cut[piece + 1] <= i) piece++;
+        k->bucket[i] = -1;
+        if (piece % hpmlc_max(k->p->pipe, 1) != k->stage || l->cols == 0) continue;
+        if (k->buckets == 0 || filled >= limit) {
+            k->left[k->buckets]   = 0;
+            k->floats[k->buckets] = 0;
+            k->buckets++;
+            filled = 0;
+        }
+        k->bucket[i] = k->buckets - 1;
+        k->left[k->buckets - 1]++;
+        k->floats[k->buckets - 1] += n;
+        filled += (int64_t)sizeof(float) * hpmlc_layer_part(k, i);
+    }
+}
+
+/* A step of strategy sync. */
+HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
+{
+    const bool exchanges = hpmlc_exchanges(k);
+    int        last = -1;
+    hpmlc_buckets_cut(k);
+    for (int b = 0; b < k->buckets && k->p->delayed && exchanges; b++) hpmlc_bucket_add(k, k->posted++);
+    hpmlc_pass_add(k);
+    if (exchanges) hpmlc_posts_add(k);
+    if (exchanges && k->stats < 0) hpmlc_stats_add(k);
+    if (exchanges) hpmlc_await_add(k, k->role->background.jobs - 1);
+    if (k->p->shard > 0 && exchanges) last = hpmlc_shard_steps_add(k, k->buckets);
+    else hpmlc_compute_add(k, hpmlc_update_seconds(k, hpmlc_stage_floats(k)), HPML_TERM_UPDATE);
+    hpmlc_await_add(k, last);
+    hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
+}
+
+/* plan.period steps of strategies local, block and elastic, and the meeting after them. */
+HPMLC_FN void hpmlc_meeting_add(hpmlc_maker *k)
+{
+    const int64_t floats = (int64_t)hpmlc_stage_floats(k);
+    hpmlc_buckets_cut(k);
+    for (int i = 0; i < k->p->period; i++) {
+        hpmlc_pass_add(k);
+        hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)floats), HPML_TERM_UPDATE);
+    }
+    hpmlc_allreduce_add(k, &k->role->own, HPMLC_GROUP_REPLICAS, floats + HPMLC_MEET_STATS, sizeof(float),
+                        HPML_TERM_DATA);
+    hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
+}
+
+HPMLC_FN int64_t hpmlc_server_floats(const hpmlc_maker *k, int s) /* the range of server s */
+{
+    int64_t n = 0;
+    for (int i = 0; i < k->f->layers; i++) n += hpmlc_max(k->f->layer[i].rows, 1) * k->f->layer[i].cols;
+    return hpml_block(n, k->p->servers, s + 1) - hpml_block(n, k->p->servers, s);
+}
+
+/* Bytes of the gradient of server s's range, as workers push it. */
+HPMLC_FN int64_t hpmlc_push_bytes(const hpmlc_maker *k, int s)
+{
+    int64_t packed = 0, all = 0;
+    for (int i = 0; i < k->f->layers; i++) {
+        const hpml_layer_facts *l = &k->f->layer[i];
+        const int64_t           n = hpmlc_max(l->rows, 1) * l->cols;
+        hpml_packing            pack;
+        all += n;
+        if (hpml_packing_init(&pack, &k->p->codec, hpmlc_max(l->rows, 1), hpmlc_max(l->cols, 1)) == HPML_OK)
+            packed += l->cols > 0 ? (int64_t)pack.size : 0;
+    }
+    const int64_t floats = hpmlc_server_floats(k, s);
+    if (!hpmlc_plan_packs(k->p) || all == 0) return floats * (int64_t)sizeof(float);
+    return (int64_t)((double)packed * ((double)floats / (double)all));
+}
+
+/* A step of strategy ps: workers push gradients and get values from all servers. */
+HPMLC_FN void hpmlc_worker_add(hpmlc_maker *k)
+{
+    const int all = HPMLC_GROUP_ALL, w = k->y->workers;
+    hpmlc_buckets_cut(k);
+    hpmlc_pass_add(k);
+    for (int s = 0; s < k->p->servers; s++) {
+        hpmlc_message_add(k, HPMLC_ACT_SEND, all, w + s, 0, sizeof(hpmlc_request));
+        hpmlc_message_add(k, HPMLC_ACT_SEND, all, w + s, 0, hpmlc_push_bytes(k, s));
+    }
+    for (int s = 0; s < k->p->servers; s++) {
+        hpmlc_message_add(k, HPMLC_ACT_RECEIVE, all, w + s, 0, sizeof(hpmlc_answer));
+        hpmlc_message_add(k, HPMLC_ACT_RECEIVE, all, w + s, 0, hpmlc_server_floats(k, s) * (int64_t)sizeof(float));
+    }
+    hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
+}
+
+HPMLC_FN void hpmlc_server_add(hpmlc_maker *k, int s)
+{
+    const int     all = HPMLC_GROUP_ALL;
+    const int64_t floats = hpmlc_server_floats(k, s);
+    for (int pass = 0; pass < 2; pass++) /* all requests, then their gradients */
+        for (int w = 0; w < k->y->workers; w++)
+            hpmlc_message_add(k, HPMLC_ACT_RECEIVE, all, w, 0,
+                              pass == 0 ? (int64_t)sizeof(hpmlc_request) : hpmlc_push_bytes(k, s));
+    hpmlc_compute_add(k, hpmlc_update_seconds(k, (double)floats), HPML_TERM_UPDATE);
+    for (int w = 0; w < k->y->workers; w++) {
+        hpmlc_message_add(k, HPMLC_ACT_SEND, all, w, 0, sizeof(hpmlc_answer));
+        hpmlc_message_add(k, HPMLC_ACT_SEND, all, w, 0, floats * (int64_t)sizeof(float));
+    }
+    hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
+}
+
+/* Cuts the layers into the pieces of a pipeline: plan.cut, here layers, or almost equal seconds. False: too few layers,
+   or no memory; the reason is written to `to`. */
+HPMLC_FN hpml_status hpmlc_pieces_cut(hpmlc_maker *k, const hpmlc_text *to)
+{
+    char             why[200] = "no memory";
+    const int        layers = k->f->layers;
+    double          *seconds = (double *)calloc((size_t)layers, sizeof *seconds);
+    hpml_pipe_stage *stage = (hpml_pipe_stage *)calloc((size_t)k->pieces, sizeof *stage);
+    HPMLC_ZERO(hpml_pipe_cut_desc, d);
+    d.layers  = layers;
+    d.ranks   = k->pieces;
+    d.seconds = seconds;
+    for (int i = 0; i < layers && seconds; i++)
+        seconds[i] = hpmlc_layer_whole(&k->f->layer[i], k->m, 1, false) +
+                     hpmlc_layer_whole(&k->f->layer[i], k->m, 1, true);
+    bool good = seconds && stage && (k->p->cut || hpml_pipe_cut(&d, stage, NULL, why, sizeof why) == k->pieces);
+    k->cut[k->pieces] = layers;
+    for (int q = 1; q < k->pieces && good; q++) {
+        k->cut[q] = k->p->cut ? k->p->cut[q - 1] : stage[q].first;
+        good      = k->cut[q] > k->cut[q - 1] && k->cut[q] < layers;
+    }
+    free(seconds);
+    free(stage);
+    if (good) return HPML_OK;
+    return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "forecast: %d layers cannot be cut into the %d pieces of this pipeline; "
+                        "take a smaller pipe or chunks, or cuts in rising order (%s)", layers, k->pieces, why);
+}
+
+/* Makes the programs of all roles. False: out of memory. */
+HPMLC_FN bool hpmlc_programs_make(hpmlc_maker *k)
+{
+    hpmlc_play *y = k->y;
+    bool        good = true;
+    for (int r = 0; r < y->roles; r++) {
+        k->role  = &y->role[r];
+        k->stage = r;
+        if (r >= y->size[HPML_AXIS_PIPE]) hpmlc_server_add(k, r - y->size[HPML_AXIS_PIPE]);
+        else if (k->p->strategy == HPML_STRATEGY_PS) hpmlc_worker_add(k);
+        else if (hpmlc_plan_meets(k->p)) hpmlc_meeting_add(k);
+        else hpmlc_sync_add(k);
+        good     = good && !k->role->own.failed && !k->role->background.failed;
+        y->jobs  = (int)hpmlc_max(y->jobs, k->role->background.jobs);
+    }
+    return good;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>machines   machines by name, fabrics of nodes, what binds a layer
+// ---------------------------------------------------------------------------------------------------------------------
+#define HPMLC_MACHINE(name, ranks, inside_s, inside, between_s, between, flops, bandwidth, memory, cards, host,        \
+                      direct, fabric)                                                                                  \
+    { 0, name, { ranks, false, { inside_s, inside }, { between_s, between }, NULL, 0, 0, NULL }, flops, bandwidth,     \
+      (int64_t)(memory), cards, host, direct, fabric, 1e-7, 0 },
+/* Numbers of the makers: for one accelerator operations a second of the fastest floating-point units, bytes a second
+   and bytes of memory; of links the bandwidth in one direction. Latencies are typical ones. */
+static const hpml_machine hpmlc_machines[] = {
+    /* V100: 120 TFLOP/s by tensor cores, 900 GB/s; NVLink 300 GB/s in both directions; InfiniBand EDR, 100 Gbit/s */
+    HPMLC_MACHINE("v100-nvlink", 8, 2e-6, 150e9, 2e-6, 12.5e9, 120e12, 900e9, 32e9, 4, 16e9, true, HPML_FABRIC_FAT_TREE)
+    HPMLC_MACHINE("v100-pcie", 4, 5e-6, 16e9, 2e-6, 12.5e9, 112e12, 900e9, 32e9, 1, 16e9, false, HPML_FABRIC_FAT_TREE)
+    /* DGX-2: 16 V100 behind NVSwitch, 8 cards InfiniBand EDR */
+    HPMLC_MACHINE("dgx-2", 16, 2e-6, 150e9, 2e-6, 12.5e9, 125e12, 900e9, 32e9, 8, 16e9, true, HPML_FABRIC_FAT_TREE)
+    /* T4: 65 TFLOP/s, 320 GB/s, 16 GB; nodes of 4 by PCIe 3 (16 GB/s) or PCIe 4 (32 GB/s), Ethernet of 10 Gbit/s */
+    HPMLC_MACHINE("t4", 4, 5e-6, 16e9, 20e-6, 1.25e9, 65e12, 320e9, 16e9, 1, 16e9, false, HPML_FABRIC_SWITCH)
+    HPMLC_MACHINE("t4-pcie4", 4, 5e-6, 32e9, 20e-6, 1.25e9, 65e12, 320e9, 16e9, 1, 32e9, false, HPML_FABRIC_SWITCH)
+    /* Taiwania 2: nodes of 8 V100 with NVLink, InfiniBand EDR */
+    HPMLC_MACHINE("taiwania-2", 8, 2e-6, 150e9, 2e-6, 12.5e9, 125e12, 900e9, 32e9, 4, 16e9, true, HPML_FABRIC_FAT_TREE)
+    /* TPU v3 pod: chips of 123 TFLOP/s and 900 GB/s, four links of 656 Gbit/s each in a torus */
+    HPMLC_MACHINE("tpu-v3-pod", 1, 1e-6, 82e9, 1e-6, 82e9, 123e12, 900e9, 32e9, 1, 0, true, HPML_FABRIC_TORUS)
+    /* CS-1: a wafer of 400,000 cores with 18 GB of memory at 9 PB/s; 12 ports of 100 Gbit/s */
+    HPMLC_MACHINE("cs-1", 1, 1e-6, 9e15, 2e-6, 12.5e9, 2.5e15, 9e15, 18e9, 12, 0, true, HPML_FABRIC_SWITCH)
+    /* BrainWave: an FPGA with 90 TFLOP/s of 8-bit floats, parameters in its own memory, Ethernet of 40 Gbit/s */
+    HPMLC_MACHINE("brainwave", 1, 1e-6, 5e9, 2e-6, 5e9, 90e12, 20e12, 30e6, 1, 0, true, HPML_FABRIC_SWITCH)
+    /* Processing in memory: a small processor beside each bank, so there is a byte for each operation and more */
+    HPMLC_MACHINE("pim", 1, 1e-6, 20e9, 20e-6, 1.25e9, 0.12e12, 2e12, 160e9, 1, 20e9, false, HPML_FABRIC_SWITCH)
+    /* Processors of 16 cores, with Ethernet, and with InfiniBand whose routers form a Slim Fly */
+    HPMLC_MACHINE("cpu-1gbit", 1, 1e-6, 50e9, 50e-6, 125e6, 1e12, 100e9, 128e9, 1, 0, true, HPML_FABRIC_SWITCH)
+    HPMLC_MACHINE("cpu-10gbit", 1, 1e-6, 50e9, 20e-6, 1.25e9, 1e12, 100e9, 128e9, 1, 0, true, HPML_FABRIC_SWITCH)
+    HPMLC_MACHINE("cpu-slim-fly", 1, 1e-6, 50e9, 1e-6, 12.5e9, 1e12, 100e9, 128e9, 1, 0, true, HPML_FABRIC_SLIM_FLY)
+};
+#undef HPMLC_MACHINE
+
+HPML_API const hpml_machine *hpml_machine_at(int i)
+{
+    const int count = (int)(sizeof hpmlc_machines / sizeof hpmlc_machines[0]);
+    return i >= 0 && i < count ? &hpmlc_machines[i] : NULL;
+}
+
+HPML_API const hpml_machine *hpml_machine_find(const char *name)
+{
+    const hpml_machine *m = NULL;
+    for (int i = 0; name && (m = hpml_machine_at(i)) != NULL && strcmp(m->name, name) != 0; i++) {}
+    return m;
+}
+
+HPML_API hpml_status hpml_machine_measure(hpml_ctx *ctx, hpml_machine *out)
+{
+    enum { N = 256, FLOATS = 1 << 22 };
+    memset(out, 0, sizeof *out);
+    out->name = "this processor";
+    float *a = (float *)hpml_ctx_alloc(ctx, 2 * (size_t)FLOATS * sizeof(float), NULL), *b = a + FLOATS;
+    if (!a) return HPML_ERR_MEMORY;
+    for (int turn = 0; turn < 8; turn++) { /* the first turn brings memory and code into place; the best one counts */
+        double start = hpml_now();
+        memcpy(turn % 2 ? a : b, turn % 2 ? b : a, FLOATS * sizeof(float));
+        const double copied = 2.0 * FLOATS * sizeof(float) / (hpml_now() - start + 1e-9);
+        start = hpml_now();
+        hpml_sgemm(ctx, false, false, N, N, N, 1, a, N, a + N * N, N, 0, b, N);
+        const double made = 2.0 * N * N * N / (hpml_now() - start + 1e-9);
+        if (turn > 0) out->bandwidth = fmax(out->bandwidth, copied);
+        if (turn > 0) out->flops = fmax(out->flops, made);
+    }
+    hpml_ctx_release(ctx, a);
+    return hpml_ctx_status(ctx);
+}
+
+HPML_API const char *hpml_fabric_name(hpml_fabric_kind kind)
+{
+    static const char *const names[HPML_FABRIC_COUNT] = { "switch", "ring", "tree", "fat tree", "torus", "slim fly" };
+    return (unsigned)kind < HPML_FABRIC_COUNT ? names[kind] : NULL;
+}
+
+/* Returns how many routers a fabric of so many nodes has; *width: of a torus. */
+HPMLC_FN int hpmlc_fabric_routers(hpml_fabric_kind kind, int nodes, int *width)
+{
+    *width = 1;
+    for (int w = 1; w * w <= nodes; w++)
+        if (nodes % w == 0) *width = w;
+    if (kind == HPML_FABRIC_SLIM_FLY) return 50;
+    if (kind == HPML_FABRIC_SWITCH) return 1;
+    if (kind == HPML_FABRIC_RING || kind == HPML_FABRIC_TORUS) return nodes;
+    int leaves = 1;
+    while (2 * leaves < nodes) leaves *= 2; /* two nodes at each leaf */
+    return 2 * leaves - 1;
+}
+
+/* Stores the neighbours of router r, which may repeat, and returns how many there are: at most 7. */
+HPMLC_FN int hpmlc_fabric_links(hpml_fabric_kind kind, int routers, int width, int r, int *to)
+{
+    int count = 0, height = routers / width;
+    if (kind == HPML_FABRIC_RING || kind == HPML_FABRIC_TORUS) {
+        const int w = kind == HPML_FABRIC_RING ? routers : width, h = kind == HPML_FABRIC_RING ? 1 : height;
+        const int x = r % w, y = r / w;
+        to[count++] = (x + 1) % w + w * y;
+        to[count++] = (x + w - 1) % w + w * y;
+        to[count++] = x + w * ((y + 1) % h);
+        to[count++] = x + w * ((y + h - 1) % h);
+    } else if (kind == HPML_FABRIC_TREE || kind == HPML_FABRIC_FAT_TREE) { /* children of i: 2 i + 1 and 2 i + 2 */
+        if (r > 0) to[count++] = (r - 1) / 2;
+        if (2 * r + 2 < routers) to[count++] = 2 * r + 1;
+        if (2 * r + 2 < routers) to[count++] = 2 * r + 2;
+    } else if (kind == HPML_FABRIC_SLIM_FLY) {
+        /* Routers (s, x, y), s 0 or 1, x and y modulo 5. In a column (s, x) two routers are joined if their y differ by
+           the squares 1 or 4 for s = 0, by 2 or 3 for s = 1; (0, x, y) and (1, m, c) are joined if y = m x + c. */
+        const int s = r / 25, x = r / 5 % 5, y = r % 5;
+        to[count++] = r - y + (y + 1 + s) % 5;
+        to[count++] = r - y + (y + 4 - s) % 5;
+        for (int k = 0; k < 5; k++) {
+            const int other = s == 0 ? (y + 25 - k * x) % 5 : (k * x + y) % 5;
+            to[count++] = (s == 0 ? 25 : 0) + 5 * k + other;
+        }
+    }
+    return count;
+}
+
+/* Sets far[r] to the number of links between the routers `from` and r. queue: (routers) scratch. */
+HPMLC_FN void hpmlc_fabric_walk(hpml_fabric_kind kind, int routers, int width, int from, int *far, int *queue)
+{
+    int to[8], end = 1;
+    for (int r = 0; r < routers; r++) far[r] = -1;
+    far[from] = 0;
+    queue[0]  = from;
+    for (int at = 0; at < end; at++) {
+        const int count = hpmlc_fabric_links(kind, routers, width, queue[at], to);
+        for (int k = 0; k < count; k++) {
+            if (far[to[k]] >= 0) continue;
+            far[to[k]]   = far[queue[at]] + 1;
+            queue[end++] = to[k];
+        }
+    }
+}
+
+/* Returns the number of the router to which a node is attached: trees have nodes at their leaves only. */
+HPMLC_FN int hpmlc_fabric_router(hpml_fabric_kind kind, int routers, int node)
+{
+    if (kind == HPML_FABRIC_TREE || kind == HPML_FABRIC_FAT_TREE) return routers / 2 + node / 2;
+    return node % routers;
+}
+
+/* Counts how many different neighbours a router has besides itself. */
+HPMLC_FN int hpmlc_fabric_degree(hpml_fabric_kind kind, int routers, int width, int r)
+{
+    int       to[8], degree = 0;
+    const int count = hpmlc_fabric_links(kind, routers, width, r, to);
+    for (int k = 0; k < count; k++) {
+        bool again = to[k] == r;
+        for (int j = 0; j < k; j++) again = again || to[j] == to[k];
+        degree += !again;
+    }
+    return degree;
+}
+
+/* Where all nodes send to all others, each of its bandwidth b, links carry nodes * hops * b. With the same load on all
+   links, which have b each in both directions, a node has the share links / (nodes * hops). In a tree the root's two
+   links carry half of all traffic. */
+HPML_API bool hpml_fabric_measure(hpml_fabric_kind kind, int32_t nodes, hpml_fabric *out)
+{
+    int       width;
+    const int n = (int)hpmlc_min(nodes, 4096);
+    HPMLC_ZERO(hpml_fabric, f);
+    *out = f;
+    if (!hpml_fabric_name(kind) || nodes < 1) return false;
+    const int routers = hpmlc_fabric_routers(kind, n, &width);
+    int      *far = (int *)malloc(2 * sizeof(int) * (size_t)routers);
+    double    links = 0, sum = 0;
+    if (!far) return false;
+    f.routers = routers;
+    for (int r = 0; r < routers; r++) {
+        const int degree = hpmlc_fabric_degree(kind, routers, width, r);
+        links += degree;
+        f.degree = (int32_t)hpmlc_max(f.degree, degree);
+    }
+    for (int i = 0; i < n; i++) {
+        hpmlc_fabric_walk(kind, routers, width, hpmlc_fabric_router(kind, routers, i), far, far + routers);
+        for (int j = 0; j < n; j++) sum += far[hpmlc_fabric_router(kind, routers, j)];
+        for (int r = 0; r < routers; r++) f.diameter = (int32_t)hpmlc_max(f.diameter, far[r]);
+    }
+    free(far);
+    f.hops  = n > 1 ? sum / ((double)n * (n - 1)) : 0;
+    f.share = f.hops > 0 ? fmin(1, links / (n * f.hops)) : 1;
+    if (kind == HPML_FABRIC_FAT_TREE) f.share = 1;
+    if (kind == HPML_FABRIC_TREE && n > 2) f.share = fmin(1, 4.0 / n);
+    *out = f;
+    return true;
+}
+
+HPML_API void hpml_machine_network(const hpml_machine *m, int32_t ranks, hpml_network *out)
+{
+    hpml_fabric  f;
+    hpml_link   *far = &out->between;
+    *out = m->network;
+    const int nodes = hpmlc_network_nodes(&m->network, ranks);
+    if (nodes <= 1 || !hpml_fabric_measure(m->fabric, nodes, &f)) return;
+    far->latency += (f.hops + 1) * m->router; /* the routers on the way: one more than the links between them */
+    far->bandwidth *= (m->cards > 0 ? m->cards : 1) * f.share;
+    if (m->direct || m->host <= 0 || far->bandwidth <= 0) return;
+    far->bandwidth = 1 / (1 / far->bandwidth + 2 / m->host); /* copied to the host, sent, copied from the host */
+}
+
+HPML_API int hpml_model_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_layer_facts *layer, int capacity,
+                                 hpml_model_facts *out)
+{
+    const hpml_graph *g = hpml_trainer_graph(t);
+    const int         ops = hpml_graph_op_count(g);
+    memset(out, 0, sizeof *out);
+    hpml_plan_facts_of(t, c, &out->facts);
+    const double batch = (double)hpmlc_max(out->facts.batch, 1);
+    for (int i = 0; i < ops && i < capacity; i++) {
+        const hpml_node  *n = hpml_graph_op(g, i);
+        hpml_layer_facts *l = &layer[i];
+        memset(l, 0, sizeof *l);
+        l->name  = n->out->name;
+        l->flops = hpml_node_flops(n, false) / batch;
+        l->edge  = (int64_t)((double)hpml_tensor_count(n->out) / batch);
+        l->kept  = (int64_t)sizeof(float) * l->edge;
+        l->bytes = 2.0 * (double)l->kept;
+        for (int k = 0; k < n->src_count; k++) {
+            const hpml_tensor *p = n->src[k];
+            if (!p || !p->param || !p->grad) continue;
+            const int64_t rows = p->ndim > 1 ? p->shape[0] : 1, cols = hpml_tensor_count(p) / rows;
+            if (l->cols == 0) l->rows = rows;
+            l->cols += l->rows == rows ? cols : (rows * cols + l->rows - 1) / l->rows;
+        }
+    }
+    out->layer  = layer;
+    out->layers = (int32_t)hpmlc_min(ops, capacity);
+    for (int i = HPML_ARRAY_STATE; i < HPML_ARRAY_END; i++)
+        out->states += hpml_trainer_array(t, (hpml_array)i, NULL) != NULL;
+    return ops;
+}
+
+HPMLC_FN bool hpmlc_layers_same(const hpml_layer_facts *a, const hpml_layer_facts *b)
+{
+    return a->flops == b->flops && a->bytes == b->bytes && a->rows == b->rows && a->cols == b->cols &&
+           a->edge == b->edge && strcmp(a->name ? a->name : "", b->name ? b->name : "") == 0;
+}
+
+/* What the table of rooflines adds up. */
+typedef struct hpmlc_roofline {
+    double work, depth, seconds[2]; /* seconds in layers that operations, that memory bind */
+} hpmlc_roofline;
+
+/* Appends the row of a layer that the model has `count` times. */
+HPMLC_FN void hpmlc_roofline_row(const hpml_layer_facts *l, int count, const hpml_machine *m, double samples,
+                                 hpmlc_roofline *all, const hpmlc_text *to, size_t *length)
+{
+    const double flops = l->flops * samples;
+    const double bytes = l->bytes * samples + 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols);
+    const double by[2] = { m->flops > 0 ? flops / m->flops : 0, m->bandwidth > 0 ? bytes / m->bandwidth : 0 };
+    const bool   memory = by[1] > by[0];
+    const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* terms of the sum behind each result */
+    hpmlc_append(to, length, "%-20.20s %5d %10.4g %10.4g %9.3g %10.4g  %s\n", l->name ? l->name : "", count,
+                 1e-6 * flops, 1e-6 * bytes, flops / (bytes + 1e-300), 1e6 * by[memory], memory ? "memory" : "flops");
+    all->work += count * flops;
+    all->depth += count * (1 + (sum > 1 ? ceil(log2(sum)) : 0));
+    all->seconds[memory] += count * by[memory];
+}
+
+HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machine *machine, int64_t samples,
+                                char *buffer, size_t size)
+{
+    const hpmlc_text to = { buffer, size };
+    size_t           length = 0;
+    HPMLC_ZERO(hpmlc_roofline, all);
+    if (size > 0) buffer[0] = 0;
+    if (!facts || !machine || samples < 1) return 0;
+    hpmlc_append(&to, &length, "%-20s %5s %10s %10s %9s %10s  binds\n", "layer", "times", "MFLOP", "MB", "FLOP/B",
+                 "us");
+    for (int i = 0; i < facts->layers; i++) {
+        int  count = 0;
+        bool first = true;
+        for (int k = 0; k < facts->layers && first; k++) {
+            const bool same = hpmlc_layers_same(&facts->layer[i], &facts->layer[k]);
+            first = !same || k >= i;
+            count += same;
+        }
+        if (first) hpmlc_roofline_row(&facts->layer[i], count, machine, (double)samples, &all, &to, &length);
+    }
+    const double whole = all.seconds[0] + all.seconds[1];
+    hpmlc_append(&to, &length, "memory binds for %.0f %% of the time of %.4g us on %s; work %.4g, depth %.4g, work / "
+                 "depth %.4g\n", whole > 0 ? 100 * all.seconds[1] / whole : 0, 1e6 * whole,
+                 machine->name ? machine->name : "this machine", all.work, all.depth,
+                 all.depth > 0 ? all.work / all.depth : 0);
+    return (int)length;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>forecast   a step of a plan on a machine: check, play, memory, text
+// ---------------------------------------------------------------------------------------------------------------------
+HPML_API const char *hpml_term_name(hpml_term term)
+{
+    static const char *const names[HPML_TERM_COUNT] = { "compute", "update", "bubble", "data", "tensor", "sequence",
+                                                        "expert", "servers" };
+    return (unsigned)term < HPML_TERM_COUNT ? names[term] : NULL;
+}
+
+/* Returns why the steps of a plan that hpml_plan_check accepts cannot be forecast; NULL: they can. */
+HPMLC_FN const char *hpmlc_forecast_refused(const hpml_plan *p)
+{
+    const hpml_strategy_kind s = p->strategy;
+    if (s == HPML_STRATEGY_BACKUP || s == HPML_STRATEGY_SSP || s == HPML_STRATEGY_ASYNC ||
+        s == HPML_STRATEGY_FEDERATED || s == HPML_STRATEGY_HOGWILD)
+        return "the messages of this strategy depend on which rank is first; take sync, ps, local, block or elastic, "
+               "or train in virtual time (HPML_TRANSPORT_CLOCK)";
+    if (s == HPML_STRATEGY_GOSSIP)
+        return "a step of gossip has no end that all ranks share; take local, or train in virtual time";
+    if (hpmlc_plan_flows(p)) return "a step with schedules stash and vertical has no end; see hpml_pipe_simulate";
+    if (p->exact || p->route != HPML_ROUTE_ALLREDUCE)
+        return "the steps of exact sums and of routes factors and hybrid have no program here; take exact=0 and route "
+               "allreduce, or train in virtual time";
+    return NULL;
+}
+
+/* Checks the arguments of a forecast. */
+HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_model_facts *f, const hpml_machine *m,
+                                          const hpmlc_text *to)
+{
+    const hpml_status wrong = HPML_ERR_ARGUMENT;
+    if (!plan || !f || !m) return hpmlc_refuse(to, wrong, "forecast: no plan, no model or no machine");
+    if (f->_begin || f->_end || m->_begin || m->_end)
+        return hpmlc_refuse(to, wrong, "forecast: a canary is not zero; zero facts and machine before you set fields");
+    if (f->layers < 1 || f->layers > 65536 || !f->layer || f->facts.ranks > HPMLC_MAX_RANKS)
+        return hpmlc_refuse(to, wrong, "forecast: %d layers (%s) on %d ranks: expected 1 to 65536 of both", f->layers,
+                            f->layer ? "given" : "NULL", f->facts.ranks);
+    if (!HPMLC_GOOD(f->update_s) || f->states < 0 || !(m->flops >= 0) || !(m->bandwidth >= 0) || !(m->host >= 0) ||
+        m->cards < 0 || !HPMLC_GOOD(m->router) || !hpml_fabric_name(m->fabric))
+        return hpmlc_refuse(to, wrong, "forecast: machine \"%s\" or the facts have a negative number, a NaN or no "
+                            "fabric", m->name ? m->name : "");
+    for (int i = 0; i < f->layers; i++) {
+        const hpml_layer_facts *l = &f->layer[i];
+        const double all[] = { l->forward_s, l->backward_s, l->flops / 1e12, l->bytes / 1e12, (double)l->rows / 1e6,
+                               (double)l->cols / 1e6, (double)l->edge / 1e6, (double)l->kept / 1e6,
+                               (double)l->forward_sum / 1e6, (double)l->backward_sum / 1e6, (double)l->pass / 1e6,
+                               (double)l->swap / 1e6 };
+        for (size_t k = 0; k < sizeof all / sizeof all[0]; k++)
+            if (!HPMLC_GOOD(all[k]))
+                return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has a negative number, a NaN or one too "
+                                    "large", i, l->name ? l->name : "");
+        if (l->flops > 0 && l->forward_s <= 0 && m->flops <= 0)
+            return hpmlc_refuse(to, wrong, "forecast: layer %d \"%s\" has operations and no seconds, and the machine "
+                                "no .flops; give one of them", i, l->name ? l->name : "");
+    }
+    hpml_status status = hpml_plan_check(plan, &f->facts, to->text, to->size);
+    const char *why = status == HPML_OK ? hpmlc_forecast_refused(plan) : NULL;
+    if (why) return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: %s", why);
+    if (plan->algorithm == HPML_NATIVE && status == HPML_OK)
+        return hpmlc_refuse(to, HPML_ERR_UNSUPPORTED, "forecast: the moves of a native allreduce are not known; choose "
+                            "another algorithm");
+    return status != HPML_OK ? status : hpmlc_network_check("forecast", &m->network, f->facts.ranks, true, to);
+}
+
+/* Sets sizes and strides of the axes, and the groups. */
+HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
+{
+    const int32_t size[HPML_AXES] = { p->data, p->pipe, p->tensor, p->sequence, p->expert };
+    int           stride = 1;
+    y->workers = y->ranks - p->servers;
+    for (int i = 0; i < HPML_AXES; i++) {
+        const int k = (int)hpmlc_axis_order[i];
+        y->size[k]  = (int)hpmlc_max(size[k], 1);
+        if (k == HPML_AXIS_DATA) y->size[k] = y->workers / stride;
+        y->stride[k] = stride;
+        y->mask[k]   = 1u << k;
+        stride *= y->size[k];
+    }
+    y->mask[HPMLC_GROUP_REPLICAS] = 1u << HPML_AXIS_DATA | 1u << HPML_AXIS_SEQUENCE | 1u << HPML_AXIS_EXPERT;
+    y->roles = y->size[HPML_AXIS_PIPE] + p->servers;
+}
+
+HPMLC_FN bool hpmlc_is_power(int n) { return (n & (n - 1)) == 0; }
+
+/* Returns whether in this act all ranks of the group do the same, each with other ranks, whose places are its own plus
+   the same number, or its own with the same bits changed. */
+HPMLC_FN bool hpmlc_act_is_alike(hpmlc_play *y, const hpmlc_act *act)
+{
+    const bool over = act->group < HPMLC_GROUP_ALL && (y->mask[act->group] >> HPML_AXIS_DATA & 1);
+    if (act->kind != HPMLC_ACT_COLLECT || !over || act->collective != HPMLC_ALLREDUCE) return true;
+    hpmlc_layouts *l = hpmlc_group_layout(y, act->group, 0);
+    hpml_algorithm a = act->algorithm;
+    if (!l) return false;
+    if (a == HPML_AUTO) a = hpml_comm_choose(&l->c, act->n * (int64_t)act->size);
+    const int nodes = l->c.per_node > 0 ? l->c.size / l->c.per_node : 0;
+    if (a == HPML_HIERARCHICAL)
+        return nodes > 0 && l->c.size % l->c.per_node == 0 && (hpmlc_is_power(nodes) || nodes <= 32);
+    return a == HPML_RING || ((a == HPML_BUTTERFLY || a == HPML_HALVING) && hpmlc_is_power(l->c.size));
+}
+
+/* Sets y->unit: whole replicas on whole nodes, if all such units are equal, else all ranks. */
+HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
+{
+    const hpml_network *n = y->network;
+    const int           replica = y->stride[HPML_AXIS_DATA];
+    int                 unit = replica;
+    bool                alike = y->workers == y->ranks && !n->slow && !n->node && !n->spread;
+    y->unit = y->ranks;
+    if (y->nodes > 1) {
+        while (unit % n->ranks_per_node != 0) unit += replica;
+        alike = alike && y->ranks % n->ranks_per_node == 0;
+    }
+    if (!alike || y->ranks % unit != 0) return;
+    for (int r = 0; r < y->roles; r++)
+        for (int k = 0; k < 2; k++) {
+            const hpmlc_acts *acts = k ? &y->role[r].background : &y->role[r].own;
+            for (int i = 0; i < acts->count && alike; i++) alike = hpmlc_act_is_alike(y, &acts->item[i]);
+        }
+    if (alike) y->unit = unit;
+}
+
+/* Takes memory for the actors and gives them their programs and layouts. False: out of memory. */
+HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
+{
+    const size_t n = (size_t)y->unit;
+    y->actor  = (hpmlc_actor *)calloc(2 * n, sizeof *y->actor);
+    y->posted = (double *)calloc(2 * n * (size_t)(y->jobs + 1), sizeof(double));
+    y->ends   = (double *)calloc((size_t)y->steps, sizeof(double));
+    if (!hpmlc_sim_open(&y->net, 2 * y->unit, y->network, 2)) return false;
+    y->net.waited  = (double *)calloc(2 * n, sizeof(double));
+    y->net.program = hpmlc_play_move;
+    if (!y->actor || !y->posted || !y->ends || !y->net.waited) return false;
+    y->ended = y->posted + n * (size_t)y->jobs;
+    for (int r = 0; r < y->unit; r++) {
+        const int   pipe = y->size[HPML_AXIS_PIPE];
+        hpmlc_role *role = &y->role[r < y->workers ? hpmlc_play_at(y, r, HPML_AXIS_PIPE) : pipe + r - y->workers];
+        y->actor[2 * r].idle     = true;
+        y->actor[2 * r].acts     = &role->background;
+        y->actor[2 * r + 1].acts = &role->own;
+        for (int g = 0; g < HPMLC_GROUP_ALL; g++) {
+            if (r >= y->workers || hpmlc_group_size(y, g) == 1) continue;
+            hpmlc_layouts *l = hpmlc_group_layout(y, g, r);
+            if (!l) return false;
+            y->actor[2 * r].layout[g]     = l;
+            y->actor[2 * r + 1].layout[g] = l;
+        }
+    }
+    for (int a = 0; a < 2 * y->unit; a++) y->net.clock[a] = y->origin;
+    return true;
+}
+
+HPMLC_FN void hpmlc_play_close(hpmlc_play *y)
+{
+    hpmlc_sim_close(&y->net);
+    for (int r = 0; y->role && r < y->roles; r++) {
+        free(y->role[r].own.item);
+        free(y->role[r].background.item);
+    }
+    while (y->layouts) {
+        hpmlc_layouts *l = y->layouts;
+        y->layouts = l->next;
+        free(l);
+    }
+    free(y->role);
+    free(y->actor);
+    free(y->posted);
+    free(y->ends);
+}
+
+/* Makes the programs of a plan for which hpmlc_forecast_begin was called, and plays y->steps steps from the clock
+   y->origin on. whole: plays all ranks, even if they are equal. */
+HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, const hpmlc_text *to)
+{
+    const size_t      layers = (size_t)k->f->layers;
+    const hpml_status memory = HPML_ERR_MEMORY;
+    y->role      = (hpmlc_role *)calloc((size_t)y->roles, sizeof *y->role);
+    int64_t *all = (int64_t *)calloc(layers, 4 * sizeof(int64_t)); /* floats, then bucket, left, job */
+    hpml_status status = y->role && all ? HPML_OK : hpmlc_refuse(to, memory, "forecast: no memory");
+    if (status == HPML_OK) {
+        k->floats = all;
+        k->bucket = (int32_t *)(void *)(all + layers);
+        k->left   = k->bucket + layers;
+        k->job    = k->left + layers;
+        if (!hpmlc_programs_make(k)) status = hpmlc_refuse(to, memory, "forecast: no memory for the programs");
+    }
+    k->floats = NULL;
+    free(all);
+    if (status != HPML_OK) return status;
+    y->unit = y->ranks;
+    if (!whole) hpmlc_play_fold(y);
+    bool good = hpmlc_play_actors(y);
+    if (good) hpmlc_sim_queue(&y->net);
+    for (int r = 0; r < y->unit && good; r++) good = !y->net.failed && y->actor[2 * r + 1].step == y->steps;
+    return good ? HPML_OK : hpmlc_refuse(to, memory, "forecast: no memory for %d ranks", y->unit);
+}
+
+/* Returns the bytes of activations that a rank of stage `stage` keeps. */
+HPMLC_FN double hpmlc_stage_kept(const hpmlc_maker *k, int stage)
+{
+    HPMLC_ZERO(hpml_pipe_desc, d);
+    double kept = 0;
+    d.kind   = k->p->schedule;
+    d.stages = (int32_t)hpmlc_max(k->p->pipe, 1);
+    d.micro  = k->p->pipe > 1 ? k->p->micro : 1;
+    d.chunks = k->p->chunks;
+    for (int q = stage, chunk = 0; q < k->pieces; q += d.stages, chunk++) {
+        double bytes = 0, most = 0;
+        for (int i = k->cut[q]; i < k->cut[q + 1]; i++) {
+            const hpml_layer_facts *l = &k->f->layer[i];
+            const double own = (double)l->kept / hpmlc_layer_parts(k, l);
+            bytes += k->p->recompute ? 4.0 * (double)l->edge / k->y->size[HPML_AXIS_SEQUENCE] : own;
+            most = fmax(most, own);
+        }
+        if (k->p->recompute) bytes = fmin(bytes, 2 * sqrt((double)(k->cut[q + 1] - k->cut[q])) * most);
+        kept += bytes * (double)k->rows * (k->p->pipe > 1 ? hpml_pipe_slots(&d, stage, chunk) : 1);
+    }
+    return k->p->memory > 0 ? fmin(kept, (double)k->p->memory) : kept;
+}
+
+/* Sets *out to the bytes of the rank that needs most memory. HPML_ERR_MEMORY: a rank of the machine has less. */
+HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const hpmlc_text *to)
+{
+    const double n = k->p->shard > 0 ? hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) : 1;
+    const bool   whole = !hpmlc_plan_cuts(k->p) && !k->p->recompute && k->p->memory == 0;
+    double       most = 0;
+    for (k->stage = 0; k->stage < k->y->size[HPML_AXIS_PIPE]; k->stage++) {
+        const double floats = hpmlc_stage_floats(k), slots = fmin(floats, 2 * 65536); /* two buckets of 256 KiB */
+        double       bytes = k->p->shard > 2 ? floats / n + slots : floats;
+        bytes += k->p->shard > 1 ? floats / n + slots : floats;
+        bytes += k->f->states * floats / n;
+        if (k->p->delayed) bytes += floats;
+        if (hpmlc_plan_packs(k->p) && !k->p->codec.no_feedback) bytes += floats;
+        most = fmax(most, 4 * bytes + hpmlc_stage_kept(k, k->stage));
+    }
+    *out = k->f->planned && whole ? (int64_t)k->f->planned->total : (int64_t)most;
+    if (k->m->memory <= 0 || *out <= k->m->memory) return HPML_OK;
+    return hpmlc_refuse(to, HPML_ERR_MEMORY, "forecast: a rank needs %.2f GB and has %.2f GB on \"%s\"; take shard, "
+                        "recompute, pipe or tensor, or a smaller batch", 1e-9 * (double)*out,
+                        1e-9 * (double)k->m->memory, k->m->name ? k->m->name : "");
+}
+
+/* Reads times and counts of the steps that were played. */
+HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
+{
+    const hpmlc_play *y = k->y;
+    const int64_t     period = k->p->strategy == HPML_STRATEGY_SYNC || k->p->servers > 0 ? 1 : k->p->period;
+    const double      steps = (double)((y->steps - 1) * period);
+    int               readers = 0;
+    for (int r = 0; r < y->unit && r < y->workers; r++, readers++) {
+        const hpmlc_actor *a = &y->actor[2 * r + 1];
+        for (int t = 0; t < HPML_TERM_COUNT; t++) out->term_s[t] += a->term[t];
+        for (int t = 0; t < 2; t++) out->exposed_link_s[t] += a->link[t];
+    }
+    for (int t = 0; t < HPML_TERM_COUNT; t++) out->term_s[t] /= readers * steps;
+    for (int t = 0; t < 2; t++) out->exposed_link_s[t] /= readers * steps;
+    for (int t = HPML_TERM_DATA; t < HPML_TERM_COUNT; t++) out->exposed_s += out->term_s[t];
+    for (int t = HPML_TERM_UPDATE; t < HPML_TERM_COUNT; t++)
+        if (out->term_s[t] > out->term_s[out->decides] || t == HPML_TERM_UPDATE) out->decides = (hpml_term)t;
+    if (out->term_s[out->decides] < 0.1 * out->term_s[HPML_TERM_COMPUTE]) out->decides = HPML_TERM_COMPUTE;
+    for (int r = 0; r < y->unit; r++)
+        out->rank_bytes = hpmlc_max(out->rank_bytes, y->net.bytes[2 * r] + y->net.bytes[2 * r + 1]);
+    out->rank_bytes /= y->steps * period;
+    out->between_bytes = y->net.between / (y->steps * period) * (y->ranks / y->unit);
+    out->step_s  = (y->ends[y->steps - 1] - y->ends[0]) / steps;
+    out->bubble  = out->step_s > 0 ? out->term_s[HPML_TERM_BUBBLE] / out->step_s : 0;
+    const double shares = hpmlc_plan_workers(k->p, y->ranks);
+    out->samples_s = out->step_s > 0 ? (double)k->samples * shares / out->step_s : 0;
+    if (k->p->global_batch > 0 && out->step_s > 0) out->samples_s = (double)k->p->global_batch / out->step_s;
+    out->played = y->unit;
+}
+
+/* Sets up maker and play for a checked plan, and cuts the layers into pieces; hpmlc_play_close and free(k->cut) release
+   what both have, even after an error. resolved: gets the plan with defaults in; net: the machine's network. */
+HPMLC_FN hpml_status hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const hpml_plan *plan,
+                                          const hpml_model_facts *f, const hpml_machine *m, hpml_plan *resolved,
+                                          hpml_network *net, const hpmlc_text *to)
+{
+    memset(k, 0, sizeof *k);
+    memset(y, 0, sizeof *y);
+    hpml_plan_resolve(plan, &f->facts, resolved);
+    hpml_machine_network(m, f->facts.ranks, net);
+    y->network = net;
+    y->ranks   = f->facts.ranks;
+    y->nodes   = hpmlc_network_nodes(net, y->ranks);
+    y->steps   = plan->servers > 0 ? 8 : 3;
+    y->loose   = y->ranks > 64;
+    k->p       = resolved;
+    k->f       = f;
+    k->m       = m;
+    k->y       = y;
+    k->samples = hpmlc_plan_most(plan, &f->facts);
+    k->rows    = resolved->pipe > 1 ? (k->samples - 1) / resolved->micro + 1 : k->samples;
+    k->pieces  = (int)hpmlc_max(resolved->pipe, 1);
+    if (resolved->pipe > 1 && resolved->schedule == HPML_PIPE_INTERLEAVED)
+        k->pieces *= resolved->chunks > 0 ? resolved->chunks : 2;
+    hpmlc_play_axes(y, resolved);
+    k->cut = (int32_t *)calloc((size_t)k->pieces + 1, sizeof *k->cut);
+    return k->cut ? hpmlc_pieces_cut(k, to) : hpmlc_refuse(to, HPML_ERR_MEMORY, "forecast: no memory");
+}
+
+/* Forecasts a step of a plan. rough: plays fewer steps, and equal replicas once on any number of ranks. */
+HPMLC_FN hpml_status hpmlc_forecast_plan(const hpml_plan *plan, const hpml_model_facts *facts,
+                                         const hpml_machine *machine, bool rough, hpml_prediction *out,
+                                         const hpmlc_text *to)
+{
+    hpmlc_maker  k;
+    hpmlc_play   y;
+    hpml_plan    resolved;
+    hpml_network net;
+    HPMLC_ZERO(hpml_prediction, result);
+    *out = result;
+    hpml_status status = hpmlc_forecast_check(plan, facts, machine, to);
+    if (status != HPML_OK) return status;
+    status = hpmlc_forecast_begin(&k, &y, plan, facts, machine, &resolved, &net, to);
+    if (rough) y.steps = 2;
+    if (rough) y.loose = true;
+    if (status == HPML_OK) status = hpmlc_forecast_memory(&k, &out->memory, to);
+    if (status == HPML_OK) status = hpmlc_play_run(&y, &k, false, to);
+    if (status == HPML_OK) {
+        hpmlc_forecast_read(&k, out);
+        out->buckets = y.role[0].background.jobs;
+    }
+    free(k.cut);
+    hpmlc_play_close(&y);
+    return status;
+}
+
+HPML_API hpml_status hpml_forecast(const hpml_plan *plan, const hpml_model_facts *facts, const hpml_machine *machine,
+                                   hpml_prediction *out, char *error, size_t size)
+{
+    const hpmlc_text to = { error, size };
+    hpmlc_refuse(&to, HPML_OK, "%s", "");
+    if (!out) return hpmlc_refuse(&to, HPML_ERR_ARGUMENT, "forecast: out is NULL; pass a struct for the result");
+    return hpmlc_forecast_plan(plan, facts, machine, false, out, &to);
+}
+
+HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t size)
+{
+    const hpmlc_text to = { buffer, size };
+    size_t           length = 0;
+    if (size > 0) buffer[0] = 0;
+    if (!p) return 0;
+    hpmlc_append(&to, &length, "step %.4g ms =", 1e3 * p->step_s);
+    for (int t = 0; t < HPML_TERM_COUNT; t++)
+        if (t == HPML_TERM_COMPUTE || p->term_s[t] > 0)
+            hpmlc_append(&to, &length, "%s %s %.4g", t > 0 ? " +" : "", hpml_term_name((hpml_term)t),
+                         1e3 * p->term_s[t]);
+    hpmlc_append(&to, &length, "; exposed %.4g within nodes, %.4g between; bubble %.0f %%; %.4g MB a rank, %.4g MB "
+                 "between nodes; %.3g GB of memory; decided by %s", 1e3 * p->exposed_link_s[0],
+                 1e3 * p->exposed_link_s[1], 100 * p->bubble, 1e-6 * (double)p->rank_bytes,
+                 1e-6 * (double)p->between_bytes, 1e-9 * (double)p->memory, hpml_term_name(p->decides));
+    return (int)length;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// >>search   the fastest plan: all of them, or a walk through them
+// ---------------------------------------------------------------------------------------------------------------------
+/* A point of the search is a choice of values, one for each field of hpmlc_choices. The axes are divisors of the ranks;
+   data is what they leave. The walk (Metropolis et al. 1953) changes one field to another value and goes on from there
+   if the plan is faster, or with the probability exp(-20 x) if it takes a share x longer; axes also hand a factor of 2
+   to each other. Plans that were forecast before are remembered, and not forecast again. */
+
+typedef struct hpmlc_choice {
+    size_t at;        /* offset in hpml_plan of a number or word of 32 bits */
+    int    values[8]; /* that are tried, after 0; ended by 0 */
+} hpmlc_choice;
+static const hpmlc_choice hpmlc_choices[] = { /* values other than 0 */
+    { offsetof(hpml_plan, pipe), { 2, 4, 8, 16, 32, 0 } },
+    { offsetof(hpml_plan, tensor), { 2, 4, 8, 16, 32, 0 } },
+    { offsetof(hpml_plan, schedule), { HPML_PIPE_1F1B, HPML_PIPE_INTERLEAVED, HPML_PIPE_ZERO_BUBBLE, 0 } },
+    { offsetof(hpml_plan, micro), { 2, 4, 8, 16, 32, 0 } },
+    { offsetof(hpml_plan, shard), { 1, 2, 3, 0 } },
+    { offsetof(hpml_plan, codec.kind), { HPML_CODEC_BF16, HPML_CODEC_ONEBIT, 0 } },
+    { offsetof(hpml_plan, algorithm), { HPML_RING, HPML_HALVING, HPML_HIERARCHICAL, 0 } },
+};
+enum { HPMLC_CHOICES = sizeof hpmlc_choices / sizeof hpmlc_choices[0], HPMLC_POINTS = 8192 };
+
+typedef struct hpmlc_point {
+    uint64_t key;        /* the choices, 3 bits each, + 1; 0: the place is free */
+    double   seconds;    /* of a sample; 1e300: the plan is not possible */
+} hpmlc_point;
+
+typedef struct hpmlc_search {
+    const hpml_search_desc *d;
+    const hpml_model_facts *f;
+    const hpml_machine     *m;
+    hpmlc_point            *point;   /* (HPMLC_POINTS) by hash of the key */
+    hpml_found             *found;   /* (capacity) the best plans, the best first */
+    int                     capacity, count, forecasts;
+    char                    why[400]; /* why the last plan was refused */
+} hpmlc_search;
+
+HPMLC_FN int32_t hpmlc_choice_get(const hpml_plan *p, int i)
+{
+    int32_t v;
+    memcpy(&v, (const char *)p + hpmlc_choices[i].at, sizeof v);
+    return v;
+}
+
+/* Sets the plan of a point: key has 3 bits for each choice, 0 for the value of .base. False: the plan is not legal. */
+HPMLC_FN bool hpmlc_point_plan(hpmlc_search *s, uint64_t key, hpml_plan *p)
+{
+    *p = s->d->base;
+    for (int i = 0; i < HPMLC_CHOICES; i++) {
+        const int v = (int)(key >> 3 * i & 7);
+        if (v == 0) continue;
+        if (hpmlc_choices[i].values[v - 1] == 0 || hpmlc_choice_get(&s->d->base, i) != 0) return false;
+        if (hpmlc_choices[i].at == offsetof(hpml_plan, codec.kind) && !s->d->lossy) return false;
+        memcpy((char *)p + hpmlc_choices[i].at, &hpmlc_choices[i].values[v - 1], sizeof(int32_t));
+    }
+    if (hpml_plan_check(p, &s->f->facts, s->why, sizeof s->why) != HPML_OK) return false;
+    if (p->shard > 0 && p->data == 0 && hpmlc_plan_replica(p) == s->f->facts.ranks) return false; /* nothing to shard */
+    return !hpmlc_forecast_refused(p);
+}
+
+/* Inserts a plan into the list of the best ones, unless one with the same prediction is there: it differs in a field
+   that does not matter. */
+HPMLC_FN void hpmlc_found_add(hpmlc_search *s, const hpml_plan *p, const hpml_prediction *prediction)
+{
+    int at = s->count;
+    while (at > 0 && s->found[at - 1].prediction.samples_s < prediction->samples_s) at--;
+    const hpml_prediction *same = at > 0 ? &s->found[at - 1].prediction : NULL;
+    const bool             known = same && same->samples_s <= (1 + 1e-9) * prediction->samples_s &&
+                                   same->memory == prediction->memory && same->rank_bytes == prediction->rank_bytes;
+    if (known || at >= s->capacity) return;
+    if (s->count < s->capacity) s->count++;
+    for (int i = s->count - 1; i > at; i--) s->found[i] = s->found[i - 1];
+    s->found[at].plan       = *p;
+    s->found[at].prediction = *prediction;
+}
+
+/* Returns the seconds of a sample by the plan of a point; 1e300: not possible. Forecasts each point once. */
+HPMLC_FN double hpmlc_point_seconds(hpmlc_search *s, uint64_t key)
+{
+    hpml_plan       p;
+    hpml_prediction prediction;
+    uint64_t        at = (key + 1) * 0x9e3779b97f4a7c15u >> 51;
+    for (; s->point[at].key != 0; at = (at + 1) % HPMLC_POINTS)
+        if (s->point[at].key == key + 1) return s->point[at].seconds;
+    double seconds = 1e300;
+    if (hpmlc_point_plan(s, key, &p)) {
+        s->forecasts++;
+        const hpmlc_text why = { s->why, sizeof s->why };
+        if (hpmlc_forecast_plan(&p, s->f, s->m, true, &prediction, &why) == HPML_OK) {
+            seconds = 1 / prediction.samples_s;
+            hpmlc_found_add(s, &p, &prediction);
+        }
+    }
+    s->point[at].key     = key + 1;
+    s->point[at].seconds = seconds;
+    return seconds;
+}
+
+/* Steps through the points whose plans are legal; false: there is none after *key. */
+HPMLC_FN bool hpmlc_point_next(hpmlc_search *s, uint64_t *key)
+{
+    hpml_plan p;
+    for (;;) {
+        int i = 0;
+        for (; i < HPMLC_CHOICES; i++) {
+            const uint64_t v = *key >> 3 * i & 7;
+            if (v < 7 && hpmlc_choices[i].values[v] != 0) break;
+            *key &= ~((uint64_t)7 << 3 * i);
+        }
+        if (i == HPMLC_CHOICES) return false;
+        *key += (uint64_t)1 << 3 * i;
+        if (hpmlc_point_plan(s, *key, &p)) return true;
+    }
+}
+
+/* Returns a neighbour of a point: another value of one field or, of the first two, the axes, a step from one to the
+   other. */
+HPMLC_FN uint64_t hpmlc_point_move(hpml_rng *rng, uint64_t key)
+{
+    const int i = (int)hpml_rng_below(rng, HPMLC_CHOICES);
+    int       values = 0;
+    while (hpmlc_choices[i].values[values] != 0) values++;
+    if (i < 2 && hpml_rng_below(rng, 2) == 0 && (key >> 3 * i & 7) > 0 && (key >> 3 * !i & 7) < 5)
+        return key - ((uint64_t)1 << 3 * i) + ((uint64_t)1 << 3 * !i);
+    return (key & ~((uint64_t)7 << 3 * i)) | (uint64_t)hpml_rng_below(rng, (uint32_t)values + 1) << 3 * i;
+}
+
+HPMLC_FN void hpmlc_search_walk(hpmlc_search *s, uint64_t first)
+{
+    const int most = s->d->forecasts > 0 ? s->d->forecasts : 400;
+    uint64_t  now = first, best = first;
+    double    at = hpmlc_point_seconds(s, now), least = at;
+    int       since = 0; /* moves since the best plan was found, or since the walk began again */
+    HPMLC_ZERO(hpml_rng, rng);
+    rng.seed = s->d->seed;
+    for (int move = 0; move < 40 * most && s->forecasts < most && move < HPMLC_POINTS / 2; move++) {
+        const uint64_t next = hpmlc_point_move(&rng, now);
+        const double   t = hpmlc_point_seconds(s, next), x = (t - at) / at;
+        if (t >= 1e300 || (x > 0 && (double)hpml_rng_uniform(&rng) > exp(-20 * x))) continue;
+        now = next;
+        at  = t;
+        since++;
+        if (t < least) {
+            least = t;
+            best  = next;
+            since = 0;
+        }
+        if (since < 40) continue;
+        now   = best;
+        at    = least;
+        since = 0;
+    }
+}
+
+HPMLC_FN int hpmlc_search_refuse(const hpmlc_text *to, const char *why)
+{
+    hpmlc_refuse(to, HPML_ERR_ARGUMENT, "search: %s", why);
+    return -1;
+}
+
+HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *facts, const hpml_machine *machine,
+                         hpml_found *found, int capacity, int *forecasts, char *error, size_t size)
+{
+    const hpmlc_text to = { error, size };
+    hpml_prediction  none;
+    HPMLC_DESC(hpml_search_desc, d, desc);
+    HPMLC_ZERO(hpmlc_search, s);
+    uint64_t key = 0, first = 0;
+    int      plans = 0;
+    hpmlc_refuse(&to, HPML_OK, "%s", "");
+    if (d._begin || d._end || !found || capacity < 1)
+        return hpmlc_search_refuse(&to, "a desc that was not zeroed, or no memory for a plan");
+    s.d        = &d;
+    s.f        = facts;
+    s.m        = machine;
+    s.found    = found;
+    s.capacity = capacity;
+    const hpml_status status = hpml_forecast(&d.base, facts, machine, &none, s.why, sizeof s.why);
+    if (status == HPML_ERR_ARGUMENT) return hpmlc_search_refuse(&to, s.why);
+    s.point = (hpmlc_point *)calloc(HPMLC_POINTS, sizeof *s.point);
+    if (!s.point) return hpmlc_search_refuse(&to, "no memory");
+    const int most = d.exhaustive == 0 ? 64 : d.exhaustive;
+    do plans++;
+    while (plans <= most && hpmlc_point_next(&s, &key));
+    if (plans <= most) {
+        key = 0;
+        do hpmlc_point_seconds(&s, key);
+        while (hpmlc_point_next(&s, &key) && s.forecasts < HPMLC_POINTS / 2);
+    } else {
+        while (hpmlc_point_seconds(&s, first) >= 1e300 && hpmlc_point_next(&s, &first) && s.forecasts < 256) {}
+        hpmlc_search_walk(&s, first);
+    }
+    free(s.point);
+    if (forecasts) *forecasts = s.forecasts;
+    if (s.count > 0) return s.count;
+    hpmlc_refuse(&to, HPML_ERR_UNSUPPORTED, "search: no plan is possible; the last one: %s", s.why);
+    return -1;
+}
+
+HPML_API int hpml_search_text(const hpml_found *found, int count, char *buffer, size_t size)
+{
+    const hpmlc_text to = { buffer, size };
+    char             text[500];
+    size_t           length = 0;
+    int              term = 0;
+    if (size > 0) buffer[0] = 0;
+    for (int i = 0; found && i < count && i < 2; i++) {
+        hpml_plan_text(&found[i].plan, false, text, sizeof text);
+        hpmlc_append(&to, &length, "%s: %s\n", i == 0 ? "best" : "second", *text ? text : "data alone");
+        hpml_prediction_text(&found[i].prediction, text, sizeof text);
+        hpmlc_append(&to, &length, "    %s\n", text);
+    }
+    if (!found || count < 2) return (int)length;
+    const hpml_prediction *a = &found[0].prediction, *b = &found[1].prediction;
+    for (int t = 1; t < HPML_TERM_COUNT; t++)
+        if (b->term_s[t] - a->term_s[t] > b->term_s[term] - a->term_s[term]) term = t;
+    hpmlc_append(&to, &length, "the best is %.2g %% faster; of the terms, %s differs most: %.4g and %.4g ms\n",
+                 100 * (a->samples_s / b->samples_s - 1), hpml_term_name((hpml_term)term), 1e3 * a->term_s[term],
+                 1e3 * b->term_s[term]);
     return (int)length;
 }
 

@@ -205,6 +205,10 @@ check "six algorithms with f32 and bf16, four packed, and three plots" '[ "$(gre
     says "1-bit  *2-bit  *top-k 1 %  *low rank 2$" &&
     [ "$(grep -c "^$files/simulate_.*svg is drawn" "$tmp/out")" = 3 ] &&
     [ "$(grep -c "<polyline" "$files/simulate_packed.svg")" = 4 ]'
+build/30_forecast --out "$files" --model gpt2 --machine t4 --ranks 8 --forecasts 20 >"$tmp/out" 2>&1
+check "ten plans, what decides, what binds, and a plot" '[ $? -eq 0 ] && says "^ 1 .* ms " && says "^10 .* ms " &&
+    says "^best: " && says "^head .* flops$" && says "^memory binds" &&
+    [ "$(grep -c "<polyline" "$files/forecast.svg")" = 2 ]'
 build/08_simulate --out "$files" --model gpt2 --network 1gbit --ranks 64 >"$tmp/out" 2>&1
 # bf16 takes half as long as f32, 2 bits between 1 bit and bf16, and all that is packed is faster
 times='

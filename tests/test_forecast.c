@@ -1,0 +1,583 @@
+/* Forecasts against trainings in virtual time, against the simulator, and against each other; machines, the search. */
+#include <pthread.h>
+#define HPML_COMM_IMPLEMENTATION /* private functions; hpml.h's body is compiled apart */
+#include "../hpml_comm.h"
+#include "test.h"
+#include <time.h>
+
+enum { WIDTH = 8, MOST = 12, STEPS = 3 };
+
+/* A model of layers that compute nothing and take time, with a parameter of any size each. All times and the bandwidths
+   are sums of few powers of two, so that a forecast adds up the same numbers without rounding. */
+typedef struct job {
+    hpml_plan    plan;
+    hpml_network network;
+    int          ranks, layers, batch;
+    int64_t      cols;        /* floats of each parameter */
+    bool         sums;        /* each layer ends in a sum over axis tensor, forward and backward */
+    int32_t      cut[MOST];   /* of the layers into pieces of a pipeline */
+    /* results */
+    double       ends[STEPS]; /* the latest clock after each step */
+    int64_t      bytes;       /* sent by all ranks in the last step */
+    char         error[400];
+    char         json[3000];  /* rank 0's record of the run, with *predicted */
+    const hpml_prediction *predicted;
+} job;
+
+#define ORIGIN 16.0 /* clocks of all ranks at the start */
+static const double unit = 1.0 / (1 << 20);
+
+static double forward_s(int layer) { return layer == 0 ? 0 : unit * (8 + 4 * (layer % 3)); } /* of a sample */
+
+typedef struct work { hpml_comm *c; int layer; bool halves; } work;
+
+static hpml_status work_forward(const hpml_run *run, hpml_node *n)
+{
+    const work *w = (const work *)n->attr.custom->user;
+    (void)run;
+    memcpy(n->out->data, n->src[0]->data, (size_t)hpml_tensor_count(n->out) * sizeof(float));
+    hpml_comm_compute(w->c, forward_s(w->layer) * (double)n->out->shape[0]);
+    return HPML_OK;
+}
+
+static hpml_status work_backward(const hpml_run *run, hpml_node *n)
+{
+    const work *w = (const work *)n->attr.custom->user;
+    hpml_node_give(run, n, 0, n->out->grad);
+    for (int i = 0; i < 2; i++)
+        if (!w->halves || n->src[i]->grad) hpml_comm_compute(w->c, forward_s(w->layer) * (double)n->out->shape[0]);
+    return HPML_OK;
+}
+
+static hpml_tensor *layer(work *w, hpml_tensor *x, const job *j)
+{
+    const hpml_custom     op = { .name = "work", .forward = work_forward, .backward = work_backward, .user = w,
+                                 .flops = 1 + 1e12 * forward_s(w->layer), .halves = w->halves };
+    const hpml_param_desc p = { .ndim = 1, .shape = { j->cols }, .init = HPML_INIT_ONES };
+    hpml_tensor          *src[2] = { j->sums ? hpml_group_copy(x, HPML_AXIS_TENSOR) : x, NULL };
+    src[1] = hpml_param_create(x->ctx, &p);
+    hpml_tensor *y = hpml_custom_op(src, 2, &op);
+    return j->sums ? hpml_group_sum(y, HPML_AXIS_TENSOR) : y;
+}
+
+static hpml_status train(hpml_comm *c, void *user)
+{
+    job         *j = (job *)user;
+    hpml_ctx    *ctx = hpml_comm_ctx(c);
+    work         works[MOST];
+    float        x[64 * WIDTH] = { 0 };
+    int32_t      labels[64] = { 0 };
+    hpml_tensor *h = hpml_input_2d(ctx, j->batch, WIDTH), *input = h;
+    for (int i = 0; i < j->layers; i++) {
+        works[i] = (work){ c, i, j->plan.schedule == HPML_PIPE_ZERO_BUBBLE };
+        h        = layer(&works[i], h, j);
+    }
+    hpml_trainer *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = input, .output = h, .lr = 0.1f });
+    int32_t       cut[MOST];
+    hpml_plan     plan = j->plan;
+    for (int q = 0; q < MOST; q++) cut[q] = j->sums ? 3 * j->cut[q] - 1 : j->cut[q]; /* ops: a copy, the layer, a sum;
+                                                                                           no copy in layer 0 */
+    plan.cut = plan.pipe > 1 ? cut : NULL;
+    hpml_distributed *d = hpml_distribute(t, c, &plan);
+    hpml_distribute_report report;
+    for (int s = -1; s < STEPS && hpml_ctx_status(ctx) == HPML_OK; s++) {
+        hpml_trainer_step(t, x, labels, j->batch, NULL);
+        /* the first step makes the background's communicators; then all clocks are set to the same time, exactly the
+           second time, because the difference to it is then a small one */
+        for (int i = 0; i < 2 && s < 0; i++) hpml_comm_compute(c, ORIGIN - hpml_comm_now(c));
+        if (s < 0) hpml_distribute_get(d, &report, true);
+        if (s >= 0 && j->ends[s] < hpml_comm_now(c)) j->ends[s] = hpml_comm_now(c);
+    }
+    if (hpml_comm_rank(c) == 0) hpml_distribute_json(d, j->predicted, j->json, sizeof j->json);
+    return hpml_ctx_status(ctx);
+}
+
+static hpml_layer_facts facts_layer[MOST];
+
+static hpml_model_facts facts_of(const job *j)
+{
+    hpml_model_facts f = { 0 };
+    for (int i = 0; i < j->layers; i++) {
+        const int64_t sum = j->sums ? WIDTH : 0;
+        facts_layer[i] = (hpml_layer_facts){ .forward_s = forward_s(i), .cols = j->cols, .edge = WIDTH,
+                                             .forward_sum = sum, .backward_sum = i > 0 ? sum : 0, .kept = 4 * WIDTH };
+    }
+    f.layers = j->layers, f.layer = facts_layer;
+    f.facts.ranks = j->ranks, f.facts.batch = j->batch;
+    return f;
+}
+
+static hpml_machine machine_of(const job *j)
+{
+    hpml_machine m = { 0 };
+    m.network = j->network, m.direct = true;
+    return m;
+}
+
+/* Plays STEPS steps of the job's plan; ends: (STEPS) the latest clocks. Returns how many ranks are played; 0: error. */
+static int play(const job *j, bool whole, bool loose, double *ends, char *error, size_t size)
+{
+    const hpmlc_text to = { error, size };
+    hpml_model_facts f = facts_of(j);
+    hpml_machine     m = machine_of(j);
+    hpmlc_maker      k;
+    hpmlc_play       y;
+    hpml_plan        given = j->plan, plan;
+    hpml_network     net;
+    given.cut = j->plan.pipe > 1 ? j->cut : NULL;
+    if (hpmlc_forecast_check(&given, &f, &m, &to) != HPML_OK) return 0;
+    hpml_status status = hpmlc_forecast_begin(&k, &y, &given, &f, &m, &plan, &net, &to);
+    y.origin = ORIGIN, y.steps = STEPS, y.loose = loose;
+    if (status == HPML_OK) status = hpmlc_play_run(&y, &k, whole, &to);
+    int played = status == HPML_OK ? y.unit : 0;
+    for (int s = 0; s < STEPS && played; s++) ends[s] = y.ends[s];
+    free(k.cut);
+    hpmlc_play_close(&y);
+    return played;
+}
+
+static job job_of(const char *plan, int ranks, int per_node)
+{
+    job  j = { .ranks = ranks, .layers = 9, .batch = 16, .cols = 4096 };
+    char why[400];
+    if (hpml_plan_parse(plan, &j.plan, why, sizeof why) != HPML_OK) printf("    %s\n", why);
+    j.sums = j.plan.tensor > 1;
+    const int pieces = j.plan.pipe * (j.plan.schedule == HPML_PIPE_INTERLEAVED ? 2 : 1);
+    for (int q = 1; q < pieces; q++) j.cut[q - 1] = 1 + q * (j.layers - 1) / pieces;
+    j.network.ranks_per_node    = per_node;
+    j.network.between.latency   = 16 * unit;
+    j.network.between.bandwidth = 1 << 27;
+    j.network.inside.latency    = unit;
+    j.network.inside.bandwidth  = 1 << 30;
+    return j;
+}
+
+/* Trains in virtual time; false: an error, which is printed. */
+static bool train_on_clock(job *j)
+{
+    hpml_launch_desc d = { .transport = HPML_TRANSPORT_CLOCK, .ranks = j->ranks, .network = j->network,
+                           .ctx = { .seed = 1, .threads = 1 }, .plan = &j->plan };
+    if (hpml_launch(&d, train, j, j->error, sizeof j->error) == HPML_OK) return true;
+    printf("    %s\n", j->error);
+    return false;
+}
+
+TEST(forecasts_equal_trainings_in_virtual_time)
+{
+    static const struct { const char *plan; int ranks, per_node; double off; } cases[] = {
+        { "", 4, 1, 0 }, { "", 8, 4, 0 }, { "", 6, 2, 0 }, { "algorithm=ring", 8, 2, 0 },
+        { "algorithm=tree,bucket_bytes=1", 16, 4, 0 }, { "no_overlap=1", 8, 2, 0 },
+        { "pipe=2", 2, 1, 0 }, { "pipe=4,schedule=1f1b,micro=8", 4, 1, 0 }, { "pipe=4,schedule=1f1b,micro=8", 8, 4, 0 },
+        { "pipe=2,schedule=interleaved,micro=4", 4, 2, 0 }, { "pipe=4,schedule=zero_bubble,micro=8", 8, 2, 0 },
+        { "tensor=2", 2, 2, 0 }, { "tensor=2,bucket_bytes=1", 8, 8, 0 }, { "tensor=4", 8, 4, 0 },
+        { "tensor=2,pipe=2,schedule=1f1b,micro=4", 8, 4, 0 },
+        { "tensor=2,pipe=2,schedule=1f1b,micro=8", 16, 4, 0 },
+        { "shard=1", 4, 2, 0 }, { "shard=2", 8, 4, 0 }, { "shard=3", 8, 4, 0 }, { "shard=1,pipe=2,micro=4", 8, 2, 0 },
+        { "strategy=ps,servers=1", 5, 1, 0 }, { "strategy=ps,servers=2", 8, 1, 0 }, { "strategy=local", 4, 1, 0 },
+        { "strategy=elastic", 8, 4, 0 }, { "strategy=block", 6, 1, 0 },
+        { "delayed=1", 4, 1, 0.01 }, { "codec=onebit,codec.compress_all=1", 4, 1, 0.03 },
+        { "tensor=2,pipe=4,schedule=1f1b,micro=8", 64, 8, 0 }, { "", 64, 8, 0 },
+    };
+    bool all = true;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        job    j = job_of(cases[i].plan, cases[i].ranks, cases[i].per_node);
+        double ends[STEPS] = { 0 };
+        char   why[400] = "";
+        bool   good = train_on_clock(&j);
+        int played = play(&j, true, false, ends, why, sizeof why);
+        if (!played) printf("    %s\n", why);
+        all = all && good && played == j.ranks;
+        for (int s = 0; s < STEPS && good; s++) {
+            const double real = j.ends[s] - ORIGIN, forecast = ends[s] - ORIGIN;
+            const bool   fine = fabs(forecast - real) <= cases[i].off * real;
+            if (!fine)
+                printf("    \"%s\", %d ranks, step %d: %.9g us, forecast %.9g us (%+.3g %%)\n", cases[i].plan, j.ranks,
+                       s, 1e6 * real, 1e6 * forecast, 100 * (forecast / real - 1));
+            all = all && fine;
+        }
+    }
+    ENSURE(all);
+}
+
+/* Equal replicas are played once: the same clocks as when all ranks are played, but for blocks that are not equal. What
+   is assumed of the sum of losses on more than 64 ranks costs less than 1 %. */
+TEST(equal_replicas_are_played_once)
+{
+    static const struct { const char *plan; int ranks, per_node, played; } cases[] = {
+        { "", 64, 1, 1 }, { "", 64, 8, 8 }, { "algorithm=ring", 64, 4, 4 }, { "algorithm=halving", 64, 1, 1 },
+        { "tensor=4,algorithm=ring", 64, 8, 8 }, { "tensor=8", 64, 8, 8 }, { "shard=1", 64, 8, 8 },
+        { "shard=3", 64, 1, 1 }, { "tensor=2,pipe=4,schedule=1f1b,micro=8,algorithm=ring", 64, 8, 8 },
+        { "tensor=2,pipe=4,schedule=1f1b,micro=8", 64, 4, 8 }, { "pipe=4,micro=8", 64, 1, 4 },
+        { "pipe=8,schedule=zero_bubble,micro=8,algorithm=ring", 64, 8, 8 }, { "strategy=local", 64, 8, 8 },
+        { "algorithm=tree", 64, 1, 64 }, { "strategy=ps,servers=1", 64, 1, 64 }, { "", 62, 4, 62 },
+    };
+    bool all = true;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        job    j = job_of(cases[i].plan, cases[i].ranks, cases[i].per_node);
+        double off = j.plan.strategy == HPML_STRATEGY_LOCAL ? 1e-5 : 0; /* 64 blocks of a meeting are not equal */
+        double once[STEPS] = { 0 }, loose[STEPS] = { 0 }, strict[STEPS] = { 0 };
+        int    played = play(&j, false, true, once, NULL, 0);
+        int    whole = play(&j, true, true, loose, NULL, 0);
+        bool   fine = played == cases[i].played && whole == j.ranks && play(&j, true, false, strict, NULL, 0) == whole;
+        for (int s = 0; s < STEPS; s++) {
+            fine = fine && fabs((once[s] - ORIGIN) / (loose[s] - ORIGIN) - 1) <= off;
+            fine = fine && fabs((loose[s] - ORIGIN) / (strict[s] - ORIGIN) - 1) < 0.01;
+        }
+        if (!fine)
+            printf("    \"%s\", %d of %d ranks: %.9g us, all %.9g us, strict %.9g us\n", cases[i].plan, played, whole,
+                   1e6 * (once[STEPS - 1] - ORIGIN), 1e6 * (loose[STEPS - 1] - ORIGIN),
+                   1e6 * (strict[STEPS - 1] - ORIGIN));
+        all = all && fine;
+    }
+    ENSURE(all);
+}
+
+/* The number behind a name in a JSON text, after the first `in`; NaN: there is none. */
+static double number_of(const char *json, const char *in, const char *name)
+{
+    const char *at = strstr(json, in);
+    at = at ? strstr(at, name) : NULL;
+    return at ? atof(at + strlen(name) + 2) : NAN; /* behind ": */
+}
+
+/* The record of a run has what was measured and what was predicted, which agree in virtual time. */
+TEST(a_run_is_recorded_with_its_forecast)
+{
+    job              j = job_of("shard=1", 4, 2);
+    hpml_model_facts f = facts_of(&j);
+    hpml_machine     m = machine_of(&j);
+    hpml_prediction  p;
+    ENSURE(hpml_forecast(&j.plan, &f, &m, &p, NULL, 0) == HPML_OK);
+    j.predicted = &p;
+    ENSURE(train_on_clock(&j));
+    ENSURE(j.json[0] == '{' && j.json[strlen(j.json) - 1] == '}' && !strchr(j.json, '\n'));
+    ENSURE(strstr(j.json, "\"seed\": 1, \"ranks\": 4, \"transport\": \"clock\"") && strstr(j.json, ",shard=1,"));
+    ENSURE_NEAR(number_of(j.json, "measured", "step_s") / p.step_s, 1, 0.02);
+    ENSURE_NEAR(number_of(j.json, "predicted", "step_s") / p.step_s, 1, 1e-6);
+    ENSURE_NEAR(number_of(j.json, "predicted", "bytes") / number_of(j.json, "measured", "bytes"), 1, 0.01);
+    ENSURE_NEAR(number_of(j.json, "}", "measured_by_predicted"), 1, 0.02);
+    j.predicted = NULL;
+    ENSURE(train_on_clock(&j) && strstr(j.json, "measured") && !strstr(j.json, "predicted"));
+}
+
+/* ---- models and machines ---- */
+
+enum { BLOCKS = 48, LAYERS = 2 * BLOCKS + 2 };
+
+/* A language model of `blocks` blocks of width C; a sample is a text of 1,024 tokens. */
+static hpml_model_facts transformer(int blocks, int64_t C, hpml_layer_facts layer[LAYERS])
+{
+    const int64_t    T = 1024, V = 50304;
+    hpml_model_facts f = { .layers = 2 * blocks + 2, .layer = layer, .states = 2 };
+    layer[0] = (hpml_layer_facts){ .name = "embedding", .flops = (double)(T * C), .rows = V, .cols = C, .edge = T * C,
+                                   .kept = 4 * T * C, .forward_sum = T * C, .split = true };
+    for (int i = 0; i < 2 * blocks; i++) {
+        const bool   mlp = i % 2;
+        const double both = 4. * (double)(T * T * C);
+        layer[i + 1] = (hpml_layer_facts){
+            .name = mlp ? "mlp" : "attention", .rows = mlp ? 8 * C : 4 * C, .cols = C, .edge = T * C, .split = true,
+            .flops = 2. * (double)(T * (mlp ? 8 : 4) * C * C) + (mlp ? 0 : both), .bytes = 40. * (double)(T * C),
+            .kept = 4 * T * C * (mlp ? 10 : 6), .forward_sum = T * C, .backward_sum = T * C };
+    }
+    layer[2 * blocks + 1] = (hpml_layer_facts){
+        .name = "head", .flops = 2. * (double)(T * V * C), .rows = V, .cols = C, .edge = T * V, .kept = 4 * T * V,
+        .backward_sum = T * C, .split = true };
+    f.facts.batch = 1 << 20;
+    return f;
+}
+
+static hpml_status forecast(const char *text, const hpml_model_facts *f, const hpml_machine *m, hpml_prediction *out)
+{
+    hpml_plan p = { 0 };
+    char      why[500];
+    hpml_status status = hpml_plan_parse(text, &p, why, sizeof why);
+    if (status == HPML_OK) status = hpml_forecast(&p, f, m, out, why, sizeof why);
+    if (status != HPML_OK && status != HPML_ERR_MEMORY) printf("    %s: %s\n", text, why);
+    return status;
+}
+
+/* On its cases hpml_simulate gives the same times, without the sum of the losses. */
+TEST(data_parallel_steps_equal_the_simulator)
+{
+    static const char *const plans[] = { "bucket_bytes=1", "bucket_bytes=1,algorithm=ring", "no_overlap=1", "" };
+    for (int i = 0; i < 4; i++)
+        for (int ranks = 2; ranks <= 64; ranks *= 2) {
+            job                j = job_of(plans[i], ranks, 4);
+            hpml_model_facts   f = facts_of(&j);
+            hpml_machine       m = machine_of(&j);
+            hpml_prediction    p;
+            hpml_simulation    s;
+            double             forward[MOST], backward[MOST];
+            int64_t            elements[MOST];
+            hpml_simulate_desc d = { .ranks = ranks, .network = j.network, .layers = j.layers, .forward_s = forward,
+                                     .backward_s = backward, .elements = elements, .algorithm = j.plan.algorithm,
+                                     .bucket_bytes = j.plan.bucket_bytes ? 1 : 1 << 18,
+                                     .no_overlap = j.plan.no_overlap };
+            for (int k = 0; k < j.layers; k++) {
+                forward[k]  = j.batch * forward_s(k);
+                backward[k] = 2 * forward[k];
+                elements[k] = j.cols;
+            }
+            ENSURE(hpml_simulate(&d, &s, NULL, 0) == HPML_OK);
+            ENSURE(hpml_forecast(&j.plan, &f, &m, &p, NULL, 0) == HPML_OK);
+            ENSURE(p.buckets - 1 == s.buckets);
+            ENSURE_NEAR(p.step_s / s.step_s, 1, 0.02);
+            ENSURE_NEAR(p.term_s[HPML_TERM_COMPUTE], s.compute_s, 1e-12);
+            ENSURE(p.rank_bytes >= s.bytes_per_rank && p.rank_bytes < s.bytes_per_rank + 2048);
+        }
+}
+
+TEST(terms_add_up_and_name_what_decides)
+{
+    static const struct { const char *plan; int ranks; hpml_term decides; } cases[] = {
+        { "", 32, HPML_TERM_DATA }, { "pipe=8,micro=2,tensor=4", 32, HPML_TERM_BUBBLE }, { "", 1, HPML_TERM_UPDATE },
+        { "tensor=32", 32, HPML_TERM_TENSOR }, { "strategy=ps,servers=1", 32, HPML_TERM_SERVERS },
+    };
+    static hpml_layer_facts layer[LAYERS];
+    hpml_model_facts        f = transformer(12, 768, layer);
+    hpml_machine            m = *hpml_machine_find("t4");
+    m.memory = 0;
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        hpml_prediction p;
+        char            text[500];
+        double          sum = 0;
+        f.facts.ranks = cases[i].ranks, f.facts.batch = 4;
+        ENSURE(forecast(cases[i].plan, &f, &m, &p) == HPML_OK);
+        for (int t = 0; t < HPML_TERM_COUNT; t++) sum += p.term_s[t];
+        ENSURE_NEAR(sum / p.step_s, 1, 0.02);
+        if (p.decides != cases[i].decides) {
+            hpml_prediction_text(&p, text, sizeof text);
+            printf("    \"%s\": %s\n", cases[i].plan, text);
+        }
+        ENSURE(p.decides == cases[i].decides);
+        ENSURE(hpml_prediction_text(&p, text, sizeof text) == (int)strlen(text));
+        ENSURE(strstr(text, hpml_term_name(p.decides)) != NULL);
+    }
+}
+
+/* Bytes by hand: 1,000 floats in two layers, adam. */
+TEST(memory_of_a_rank)
+{
+    hpml_layer_facts layer[2] = { { .forward_s = 1, .rows = 16, .cols = 1600, .edge = 1, .kept = 1000 },
+                                  { .forward_s = 1, .rows = 16, .cols = 1600, .kept = 3000 } };
+    hpml_model_facts f = { .layers = 2, .layer = layer, .states = 2 };
+    hpml_machine     m = { 0 };
+    hpml_prediction  p;
+    const int64_t    n = 2 * 25600, kept = 8 * 4000;
+    f.facts.ranks = 8, f.facts.batch = 8;
+    ENSURE(forecast("", &f, &m, &p) == HPML_OK && p.memory == 16 * n + kept);
+    ENSURE(forecast("shard=1", &f, &m, &p) == HPML_OK && p.memory == 8 * n + n + kept);
+    ENSURE(forecast("pipe=2,micro=4,schedule=1f1b", &f, &m, &p) == HPML_OK);
+    ENSURE(p.memory == 16 * n / 2 + 2 * 3000); /* the second stage: one of 4 micro-batches in flight */
+    ENSURE(forecast("codec=onebit", &f, &m, &p) == HPML_OK && p.memory == 20 * n + kept);
+    hpml_memory planned = { .total = 12345 };
+    f.planned = &planned;
+    ENSURE(forecast("", &f, &m, &p) == HPML_OK && p.memory == 12345);
+    m.memory = 12344;
+    ENSURE(forecast("", &f, &m, &p) == HPML_ERR_MEMORY && p.memory == 12345 && p.step_s == 0);
+}
+
+TEST(fabrics)
+{
+    static const struct { hpml_fabric_kind kind; int nodes, routers, degree, diameter; double hops, share; } cases[] = {
+        { HPML_FABRIC_SWITCH, 8, 1, 0, 0, 0, 1 }, { HPML_FABRIC_RING, 8, 8, 2, 4, 16. / 7, 7. / 8 },
+        { HPML_FABRIC_TORUS, 16, 16, 4, 4, 32. / 15, 1 }, { HPML_FABRIC_TREE, 8, 7, 3, 4, 20. / 7, 0.5 },
+        { HPML_FABRIC_FAT_TREE, 8, 7, 3, 4, 20. / 7, 1 },
+        { HPML_FABRIC_SLIM_FLY, 50, 50, 7, 2, 91. / 49, 1 }, /* 7 routers at 1, 42 at 2 */
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        hpml_fabric f;
+        ENSURE(hpml_fabric_measure(cases[i].kind, cases[i].nodes, &f));
+        bool fine = f.routers == cases[i].routers && f.degree == cases[i].degree && f.diameter == cases[i].diameter &&
+                    fabs(f.hops - cases[i].hops) < 1e-12 && fabs(f.share - cases[i].share) < 1e-12;
+        if (!fine)
+            printf("    %s: %d routers, degree %d, diameter %d, %g hops, share %g\n", hpml_fabric_name(cases[i].kind),
+                   f.routers, f.degree, f.diameter, f.hops, f.share);
+        ENSURE(fine);
+    }
+    hpml_fabric f;
+    ENSURE(!hpml_fabric_measure(HPML_FABRIC_COUNT, 4, &f) && !hpml_fabric_measure(HPML_FABRIC_RING, 0, &f));
+}
+
+/* The layers of a trainer's graph. */
+TEST(facts_of_a_trainer)
+{
+    hpml_ctx        *ctx = hpml_ctx_create(&(hpml_ctx_desc){ .threads = 1 });
+    hpml_tensor     *x = hpml_input_2d(ctx, 16, 10), *h = hpml_relu(hpml_linear(x, 20, NULL));
+    hpml_trainer    *t = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = hpml_linear(h, 5, NULL),
+                                                                        .optimizer = HPML_OPT_ADAM });
+    hpml_world      *w = hpml_world_create(HPML_TRANSPORT_THREADS, 1, NULL);
+    hpml_comm       *c = hpml_comm_create(ctx, &(hpml_comm_desc){ .world = w });
+    hpml_layer_facts layer[8];
+    hpml_model_facts f;
+    hpml_machine     m = { .flops = 1e9 };
+    hpml_prediction  p;
+    int              ops = hpml_model_facts_of(t, c, layer, 8, &f);
+    int64_t          params = 0;
+    double           flops = 0;
+    ENSURE(ops >= 3 && ops <= 8 && f.layers == ops && f.states == 2 && f.facts.batch == 16);
+    for (int i = 0; i < ops; i++) {
+        params += (layer[i].rows > 0 ? layer[i].rows : 1) * layer[i].cols;
+        flops += 16 * layer[i].flops;
+    }
+    ENSURE(params >= 10 * 20 + 20 + 20 * 5 + 5 && params < 10 * 20 + 20 + 20 * 5 + 5 + 30); /* whole rows */
+    ENSURE(flops >= 2. * 16 * (10 * 20 + 20 * 5));
+    f.facts.ranks = 4; /* of a machine with more ranks than this one */
+    ENSURE(hpml_forecast(&(hpml_plan){ 0 }, &f, &m, &p, NULL, 0) == HPML_OK);
+    ENSURE_NEAR(p.term_s[HPML_TERM_COMPUTE], 3 * flops / 1e9, 1e-12);
+    hpml_ctx_free(ctx);
+    hpml_world_free(w);
+}
+
+TEST(machines)
+{
+    static hpml_layer_facts layer[LAYERS];
+    hpml_model_facts        f = transformer(12, 768, layer);
+    char                    text[LAYERS * 100];
+    hpml_network            n;
+    for (int i = 0; hpml_machine_at(i); i++) {
+        const hpml_machine *m = hpml_machine_at(i);
+        hpml_prediction     p;
+        ENSURE(hpml_machine_find(m->name) == m);
+        hpml_machine roomy = *m;
+        roomy.memory  = 0;
+        f.facts.ranks = 16, f.facts.batch = 1;
+        ENSURE(forecast("", &f, &roomy, &p) == HPML_OK && p.step_s > 0);
+    }
+    ENSURE(!hpml_machine_find("abacus") && !hpml_machine_at(-1));
+    hpml_machine m = *hpml_machine_find("v100-nvlink");
+    ENSURE_NEAR(m.flops, 120e12, 0);
+    m.fabric = HPML_FABRIC_SWITCH;
+    hpml_machine_network(&m, 16, &n);
+    ENSURE_NEAR(n.between.bandwidth, 4 * 12.5e9, 1);
+    m.direct = false; /* two copies by the host's bus for each message */
+    hpml_machine_network(&m, 16, &n);
+    ENSURE_NEAR(1 / n.between.bandwidth, 1 / 50e9 + 2 / 16e9, 1e-18);
+    /* small batches read more bytes of parameters than they make operations of; processing in memory never waits */
+    f.layers = 2;
+    ENSURE(hpml_roofline_text(&f, hpml_machine_find("v100-nvlink"), 1, text, sizeof text) == (int)strlen(text));
+    ENSURE(strstr(text, "embedding") && strstr(text, "memory\n") && strstr(text, "work 8") && strstr(text, "depth"));
+    hpml_roofline_text(&f, hpml_machine_find("pim"), 64, text, sizeof text);
+    ENSURE(strstr(text, "attention") && strstr(strstr(text, "attention"), "flops\n"));
+    hpml_ctx *ctx = hpml_ctx_create(NULL);
+    ENSURE(hpml_machine_measure(ctx, &m) == HPML_OK && m.flops > 1e8 && m.bandwidth > 1e8);
+    hpml_ctx_free(ctx);
+}
+
+/* Data across nodes, the model inside: where a model must be split, the fastest plan splits it within nodes. With axis
+   tensor across nodes a step takes longer, because its sums leave the node. */
+TEST(data_across_nodes_model_inside)
+{
+    static const struct { const char *machine; int64_t C; } cases[] = { { "v100-nvlink", 4096 }, { "dgx-2", 4096 },
+                                                                        { "t4", 2048 } };
+    static hpml_layer_facts layer[LAYERS];
+    for (int i = 0; i < 3; i++) {
+        const hpml_machine *m = hpml_machine_find(cases[i].machine);
+        hpml_model_facts    f = transformer(8, cases[i].C, layer);
+        hpml_search_desc    d = { .base = { .global_batch = 64, .algorithm = HPML_RING }, .forecasts = 60 };
+        hpml_prediction     inside, across;
+        hpml_found          found[3];
+        char                why[500], text[2000];
+        const int           per_node = m->network.ranks_per_node;
+        f.facts.ranks = 32;
+        int count = hpml_search(&d, &f, m, found, 3, NULL, why, sizeof why);
+        if (count < 1) printf("    %s\n", why);
+        ENSURE(count == 3);
+        const hpml_plan *p = &found[0].plan;
+        ENSURE(hpml_search_text(found, count, text, sizeof text) == (int)strlen(text) && strstr(text, "second: "));
+        ENSURE(p->tensor <= per_node && hpmlc_plan_replica(p) < 32);
+        hpml_machine roomy = *m;
+        roomy.memory = 0;
+        snprintf(why, sizeof why, "tensor=%d,global_batch=64", per_node);
+        ENSURE(forecast(why, &f, &roomy, &inside) == HPML_OK);
+        ENSURE(forecast("tensor=32,global_batch=64", &f, &roomy, &across) == HPML_OK);
+        ENSURE(across.step_s > 1.5 * inside.step_s && across.decides == HPML_TERM_TENSOR);
+        ENSURE(across.exposed_link_s[1] > inside.exposed_link_s[1]);
+    }
+}
+
+/* The walk comes within 2 % of the best of all plans with a fifth of the forecasts, whatever the seed. */
+TEST(the_walk_finds_nearly_the_best_plan)
+{
+    static const struct { const char *machine; int ranks, blocks; int64_t C; } cases[] = {
+        { "t4", 8, 3, 2048 }, { "cpu-10gbit", 8, 3, 1024 }, { "v100-nvlink", 16, 7, 4096 },
+    };
+    static hpml_layer_facts layer[LAYERS];
+    for (int i = 0; i < (getenv("HPML_TEST_ALL") ? 3 : 2); i++) {
+        hpml_model_facts f = transformer(cases[i].blocks, cases[i].C, layer);
+        hpml_search_desc d = { .base = { .global_batch = 64, .algorithm = HPML_RING }, .exhaustive = 4096,
+                               .lossy = true };
+        hpml_found       all[1], walk[1];
+        int              plans, tried;
+        char             why[500];
+        f.facts.ranks = cases[i].ranks;
+        int found = hpml_search(&d, &f, hpml_machine_find(cases[i].machine), all, 1, &plans, why, sizeof why);
+        if (found < 1) printf("    %s\n", why);
+        ENSURE(found == 1 && plans > 200 && plans <= 4096);
+        d.exhaustive = -1;
+        d.forecasts  = plans / 5;
+        for (d.seed = 1; d.seed <= 3; d.seed++) {
+            ENSURE(hpml_search(&d, &f, hpml_machine_find(cases[i].machine), walk, 1, &tried, NULL, 0) == 1);
+            const double ratio = all->prediction.samples_s / walk->prediction.samples_s;
+            if (ratio > 1.02)
+                printf("    %s: %g times the best, %d of %d plans\n", cases[i].machine, ratio, tried, plans);
+            ENSURE(ratio <= 1.02 && tried <= plans / 5);
+        }
+    }
+}
+
+TEST(thousands_of_ranks)
+{
+    static hpml_layer_facts layer[LAYERS];
+    hpml_model_facts        f = transformer(48, 1600, layer);
+    hpml_prediction         p;
+    const double            start = (double)clock() / CLOCKS_PER_SEC;
+    f.facts.ranks = 4096;
+    ENSURE(forecast("tensor=8,global_batch=8192", &f, hpml_machine_find("v100-nvlink"), &p) == HPML_OK);
+    ENSURE(p.played == 8 && p.step_s > 0);
+    ENSURE(forecast("tensor=8,pipe=4,micro=16,schedule=1f1b,global_batch=8192", &f, hpml_machine_find("v100-nvlink"),
+                    &p) == HPML_OK);
+    ENSURE(p.played == 32);
+    f = transformer(12, 768, layer);
+    f.facts.ranks = 4096, f.facts.batch = 1 << 20;
+    ENSURE(forecast("global_batch=8192", &f, hpml_machine_find("taiwania-2"), &p) == HPML_OK && p.played == 8);
+    const double seconds = (double)clock() / CLOCKS_PER_SEC - start;
+    if (seconds > 5) printf("    %g s of processor time\n", seconds);
+    ENSURE(seconds < 10);
+}
+
+TEST(errors)
+{
+    hpml_layer_facts layer[2] = { { .name = "a", .flops = 1, .cols = 4 }, { .name = "b", .flops = 1, .cols = 4 } };
+    hpml_model_facts f = { .layers = 2, .layer = layer };
+    hpml_machine     m = { .name = "toy", .flops = 1e9 };
+    hpml_plan        p = { 0 };
+    hpml_prediction  out;
+    char             why[500];
+    f.facts.ranks = 4, f.facts.batch = 8;
+    ENSURE(hpml_forecast(&p, &f, &m, &out, why, sizeof why) == HPML_OK && why[0] == 0);
+    ENSURE(hpml_forecast(&p, &f, &m, NULL, why, sizeof why) == HPML_ERR_ARGUMENT && strstr(why, "out is NULL"));
+    ENSURE(hpml_forecast(NULL, &f, &m, &out, why, sizeof why) == HPML_ERR_ARGUMENT && strstr(why, "no plan"));
+#define REFUSED(change, undo, words)                                                  \
+    change;                                                                           \
+    ENSURE(hpml_forecast(&p, &f, &m, &out, why, sizeof why) < 0 && strstr(why, words)); \
+    undo
+    REFUSED(m._end = 1, m._end = 0, "canary");
+    REFUSED(f.layers = 0, f.layers = 2, "0 layers");
+    REFUSED(m.flops = 0, m.flops = 1e9, "layer 0 \"a\" has operations");
+    REFUSED(layer[1].cols = -1, layer[1].cols = 4, "layer 1 \"b\" has a negative number");
+    REFUSED(m.flops = -1, m.flops = 1e9, "\"toy\"");
+    REFUSED(p.tensor = 3, p.tensor = 0, "tensor 3");
+    REFUSED(p.strategy = HPML_STRATEGY_GOSSIP, p.strategy = HPML_STRATEGY_SYNC, "gossip");
+    REFUSED(p.exact = true, p.exact = false, "exact=0");
+    REFUSED((p.strategy = HPML_STRATEGY_ASYNC, p.servers = 1), (p.strategy = HPML_STRATEGY_SYNC, p.servers = 0),
+            "depend on which rank is first");
+    REFUSED(p.pipe = 4, p.pipe = 0, "2 layers cannot be cut into the 4 pieces");
+    REFUSED(m.memory = 10, m.memory = 0, "a rank needs");
+    REFUSED(m.network.inside.latency = NAN, m.network.inside.latency = 0, "NaN");
+    hpml_found found[1];
+    m.memory = 10;
+    ENSURE(hpml_search(NULL, &f, &m, found, 1, NULL, why, sizeof why) == -1 && strstr(why, "no plan is possible"));
+    ENSURE(hpml_search(NULL, &f, NULL, found, 1, NULL, why, sizeof why) == -1 && strstr(why, "no machine"));
+    ENSURE(hpml_search(NULL, &f, &m, found, 0, NULL, why, sizeof why) == -1);
+}
