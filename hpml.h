@@ -19330,8 +19330,9 @@ HPMLI_FN hpml_status hpmli_model_batch(hpml_model *m, const void *const *inputs,
     hpml_graph *g = m->graph;
     if (hpml_graph_set_batch(g, g->batchable ? samples : m->batch) != HPML_OK) return m->ctx->status;
     for (int i = 0; i < m->input_count; i++) {
-        const hpml_tensor *x    = m->value[i];
-        const size_t       size = (size_t)(hpml_tensor_count(x) / g->batch_now) * hpml_dtype_size(x->dtype);
+        const hpml_tensor *x = m->value[i];
+        if (!x->raw) continue; /* no output depends on this input */
+        const size_t size = (size_t)(hpml_tensor_count(x) / g->batch_now) * hpml_dtype_size(x->dtype);
         m->ctx->backend->write(m->ctx->device, x->raw, (const char *)inputs[i] + (size_t)first * size,
                                (size_t)samples * size);
     }
