@@ -1886,7 +1886,8 @@ HPML_API hpml_status hpml_params_load_as(hpml_ctx *ctx, const char *path, const 
 
 /* A model as one file: a safetensors file (see hpml_params_save) with the parameters on which the outputs depend and,
    as metadata, the structure of the model with a format version, so that hpml_model_load records the model again. Ops
-   of your own and parts of models on several ranks are refused. Section >>model describes the format. */
+   of your own, attention with a cache and parts of models on several ranks are refused. Section >>model describes the
+   format. */
 typedef struct hpml_model hpml_model; /* a recorded model and its graph; opaque, freed with the context */
 typedef struct hpml_model_desc {
     uint32_t            _begin;

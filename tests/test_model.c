@@ -184,6 +184,7 @@ static void takes_net(hpml_ctx *ctx, net *n)
     net_output(n, hpml_add(hpml_last(x, l), hpml_last(x, NULL)));
     net_output(n, hpml_max(hpml_pad(x, 1, 1, 0, -INFINITY), 1));
     net_output(n, hpml_take_along(x, 2, hpml_argmax(x, 2)));
+    net_output(n, hpml_argmax(x, 1));
 }
 
 static void pictures_net(hpml_ctx *ctx, net *n, hpml_layout layout)
@@ -288,7 +289,7 @@ static bool net_run(hpml_ctx *ctx, net *n, float to[ENDS][NUMBERS])
     for (int i = 0; i < n->ins; i++) memcpy(n->in[i]->raw, arrays[i], (size_t)hpml_tensor_count(n->in[i]) * 4);
     if (hpml_graph_forward(g, false, 0) != HPML_OK) return false;
     for (int i = 0; i < n->outs; i++)
-        memcpy(to[i], n->out[i]->data, (size_t)hpml_tensor_count(n->out[i]) * sizeof(float));
+        hpml_tensor_get(n->out[i], to[i], hpml_tensor_count(n->out[i]));
     return true;
 }
 
