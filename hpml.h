@@ -1914,7 +1914,8 @@ HPML_API hpml_status hpml_params_load_as(hpml_ctx *ctx, const char *path, const 
 
 /* A model as one file: a safetensors file (see hpml_params_save) with the parameters on which the outputs depend and,
    as metadata, the structure of the model with a format version, so that hpml_model_load records the model again. Ops
-   of your own and parts of models on several ranks are refused. Section >>model describes the format. */
+   of your own, attention with a cache and parts of models on several ranks are refused. Section >>model describes the
+   format. */
 typedef struct hpml_model hpml_model; /* a recorded model and its graph; opaque, freed with the context */
 typedef struct hpml_model_desc {
     uint32_t            _begin;
@@ -19642,8 +19643,9 @@ HPMLI_FN hpml_status hpmli_model_batch(hpml_model *m, const void *const *inputs,
     hpml_graph *g = m->graph;
     if (hpml_graph_set_batch(g, g->batchable ? samples : m->batch) != HPML_OK) return m->ctx->status;
     for (int i = 0; i < m->input_count; i++) {
-        const hpml_tensor *x    = m->value[i];
-        const size_t       size = (size_t)(hpml_tensor_count(x) / g->batch_now) * hpml_dtype_size(x->dtype);
+        const hpml_tensor *x = m->value[i];
+        if (!x->raw) continue; /* no output depends on this input */
+        const size_t size = (size_t)(hpml_tensor_count(x) / g->batch_now) * hpml_dtype_size(x->dtype);
         m->ctx->backend->write(m->ctx->device, x->raw, (const char *)inputs[i] + (size_t)first * size,
                                (size_t)samples * size);
     }

@@ -184,6 +184,7 @@ static void takes_net(hpml_ctx *ctx, net *n)
     net_output(n, hpml_add(hpml_last(x, l), hpml_last(x, NULL)));
     net_output(n, hpml_max(hpml_pad(x, 1, 1, 0, -INFINITY), 1));
     net_output(n, hpml_take_along(x, 2, hpml_argmax(x, 2)));
+    net_output(n, hpml_argmax(x, 1));
 }
 
 static void pictures_net(hpml_ctx *ctx, net *n, hpml_layout layout)
@@ -288,7 +289,7 @@ static bool net_run(hpml_ctx *ctx, net *n, float to[ENDS][NUMBERS])
     for (int i = 0; i < n->ins; i++) memcpy(n->in[i]->raw, arrays[i], (size_t)hpml_tensor_count(n->in[i]) * 4);
     if (hpml_graph_forward(g, false, 0) != HPML_OK) return false;
     for (int i = 0; i < n->outs; i++)
-        memcpy(to[i], n->out[i]->data, (size_t)hpml_tensor_count(n->out[i]) * sizeof(float));
+        hpml_tensor_get(n->out[i], to[i], hpml_tensor_count(n->out[i]));
     return true;
 }
 
@@ -354,17 +355,17 @@ TEST(models_with_several_inputs_and_outputs)
     hpml_ctx    *ctx = new_ctx(), *other = new_ctx();
     hpml_tensor *a = hpml_input_2d(ctx, 3, 2), *b = hpml_input_2d(ctx, 3, 2);
     hpml_tensor *sum = hpml_add(a, b), *total = hpml_sum(hpml_sub(a, b), HPML_ALL_DIMS);
-    hpml_tensor *out[2] = { sum, total }, *in[2] = { b, a };
+    hpml_tensor *out[2] = { sum, total }, *in[3] = { b, a, hpml_input_2d(ctx, 3, 7) }; /* no op reads the third */
     const float  xa[6] = { 1, 2, 3, 4, 5, 6 }, xb[6] = { 10, 20, 30, 40, 50, 60 };
     float        y[6], z[1];
-    hpml_model_desc d = { .outputs = out, .output_count = 2, .inputs = in, .input_count = 2 };
+    hpml_model_desc d = { .outputs = out, .output_count = 2, .inputs = in, .input_count = 3 };
     ENSURE(hpml_model_save(ctx, file("two"), &d) == HPML_OK);
     hpml_model *m = hpml_model_load(other, file("two"), 0);
-    ENSURE(m && hpml_model_run(m, (const void *[]){ xb, xa }, 3, (float *[]){ y, z }) == HPML_OK);
+    ENSURE(m && hpml_model_run(m, (const void *[]){ xb, xa, xa }, 3, (float *[]){ y, z }) == HPML_OK);
     ENSURE(y[0] == 11 && y[5] == 66 && z[0] == 21 - 210);
-    ENSURE_ERROR(other, hpml_model_predict(m, xa, 3, y) != HPML_OK, HPML_ERR_ARGUMENT, "2 inputs and 2 outputs");
-    ENSURE_ERROR(other, hpml_model_run(m, (const void *[]){ xb, NULL }, 3, (float *[]){ y, z }) != HPML_OK,
-                 HPML_ERR_ARGUMENT, "2 arrays of inputs");
+    ENSURE_ERROR(other, hpml_model_predict(m, xa, 3, y) != HPML_OK, HPML_ERR_ARGUMENT, "3 inputs and 2 outputs");
+    ENSURE_ERROR(other, hpml_model_run(m, (const void *[]){ xb, NULL, xa }, 3, (float *[]){ y, z }) != HPML_OK,
+                 HPML_ERR_ARGUMENT, "3 arrays of inputs");
     hpml_ctx_free(ctx);
     hpml_ctx_free(other);
 }
@@ -488,7 +489,7 @@ TEST(random_damage_does_no_harm)
         }
         hpml_ctx_free(ctx);
     }
-    ENSURE(loaded > 100);
+    ENSURE(loaded > (SLOW_BUILD ? 20 : 100));
 }
 
 /* A file that version 1 of the format wrote, which later versions must read: HPML_GOLDEN=1 writes it. */
