@@ -87,6 +87,9 @@ static void layers(hpml_ctx *ctx)
     hpml_tensor *image = hpml_tensor_create_4d(ctx, 1, 2, 2, 2); /* (B, C, H, W) */
     hpml_norm_desc   none = { .name = NULL };
     hpml_rotary_desc one  = { .heads = 1 };
+    hpml_conv2d_desc three = { .kernel_h = 3, .padding_h = 1 }, upwards = { .kernel_h = 2, .stride_h = 2 };
+    hpml_tensor     *state_h = NULL, *state_c = NULL;
+    hpml_recurrent_desc states = { .final_h = &state_h, .final_c = &state_c };
     hpml_tensor_set(image, v, 8);
     SHOW(runs(hpml_matmul(x, x, false, true)) && near(0, 30) && near(1, 70) && near(3, 174)); /* x x^T */
     SHOW(runs(hpml_avg_pool2d(image, 2, 0, 0)) && near(0, 2.5) && near(1, 6.5));
@@ -97,6 +100,11 @@ static void layers(hpml_ctx *ctx)
     SHOW(runs(hpml_huber(z, p, 1)) && near(0, (0.5 + 0.5) / 2));
     SHOW(runs(hpml_rmsnorm(x, &none)) && fabs((double)result[0] - 1 / sqrt(7.5)) < 1e-4);
     SHOW(hpml_batchnorm(image, &none)->shape[1] == 2);
+    SHOW(hpml_groupnorm(image, 2, &none)->shape[1] == 2); /* groups = channels: instance norm */
+    SHOW(hpml_conv1d(hpml_reshape_3d(x, 1, 2, 4), 3, &three)->shape[2] == 4);      /* (B, out, T) */
+    SHOW(hpml_conv_transpose2d(image, 3, &upwards)->shape[2] == 4);                 /* twice as high and wide */
+    SHOW(hpml_gru(hpml_reshape_3d(x, 1, 2, 4), 5, NULL)->shape[2] == 5);
+    SHOW(hpml_lstm_states(hpml_reshape_3d(x, 1, 2, 4), 5, &states) && state_h->shape[1] == 5 && state_c != NULL);
     SHOW(hpml_lstm(hpml_reshape_3d(x, 1, 2, 4), 5, NULL)->shape[2] == 5); /* (B, T, hidden) */
     SHOW(runs(hpml_rotary(hpml_reshape_3d(x, 1, 2, 4), &one)) && near(0, 1) && !near(4, 5)); /* time step 0 stays */
 }

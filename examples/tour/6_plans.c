@@ -45,6 +45,8 @@ static void forecasts(void)
     hpml_network net = { .ranks_per_node = 1, .between = { 20e-6, 125e6 } };
     SHOW(hpml_amdahl(0.5, 1e9) < 2.001);        /* half of the work cannot be divided */
     SHOW(hpml_optimal_ranks(10, 1, 2) == 10);   /* then communication takes as long as computation */
+    hpml_fabric fly;
+    SHOW(hpml_fabric_measure(HPML_FABRIC_SLIM_FLY, 50, &fly) && fly.degree == 7 && fly.diameter == 2);
     double ring = hpml_simulate_allreduce(HPML_RING, 8, &net, 1 << 20);
     SHOW(ring < hpml_simulate_allreduce(HPML_CENTRAL, 8, &net, 1 << 20));
 }
@@ -64,6 +66,16 @@ static hpml_status train(hpml_comm *c, void *user)
     (void)user;
     hpml_plan_facts_of(t, c, &facts);
     SHOW_AT(c, facts.ranks == 2 && facts.batch == 4 && facts.together);
+    /* The same training on a machine by name, and on this one. */
+    char             text[512], why[512];
+    hpml_layer_facts layer[16];
+    hpml_model_facts model;
+    hpml_prediction  p;
+    hpml_machine     mine;
+    SHOW_AT(c, hpml_model_facts_of(t, c, layer, 16, &model) > 0);
+    SHOW_AT(c, hpml_forecast(&(hpml_plan){ 0 }, &model, hpml_machine_find("dgx-2"), &p, why, sizeof why) == HPML_OK);
+    SHOW_AT(c, hpml_prediction_text(&p, text, sizeof text) > 0 && p.step_s > 0);
+    SHOW_AT(c, hpml_machine_measure(ctx, &mine) == HPML_OK && mine.flops > 0);
     hpml_distributed *dist = hpml_distribute(t, c, &(hpml_plan){ .history = 8 });
     SHOW_AT(c, hpml_distribute_route(dist, 0) == HPML_ROUTE_ALLREDUCE);
     for (int step = 0; step < 4; step++) hpml_trainer_step(t, cases, answers, 4, NULL);
