@@ -11553,7 +11553,8 @@ HPMLI_FN void hpmli_gru_back(const hpml_run *run, hpml_node *n)
     if (w_x->grad) hpmli_product(run->ctx, hpmli_transposed(da), hpmli_values(x), hpmli_grads(w_x), n->accumulate[1]);
     hpmli_gru_weights_back(&j);
 }
-HPMLI_OP(gru, HPMLI_OP_IS_WHOLE | HPMLI_OP_PACKS, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_SRC(5) | HPMLI_NEED_OUT,
+HPMLI_OP(gru, HPMLI_OP_IS_WHOLE | HPMLI_OP_PACKS,
+         HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_SRC(5) | HPMLI_NEED_OUT,
          hpmli_flops_product(n, back, 3 * (n->out->shape[2] + n->src[0]->shape[2])), hpmli_gru_pass(run, n),
          hpmli_gru_back(run, n));
 

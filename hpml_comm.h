@@ -6364,7 +6364,8 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     HPMLC_ZERO(hpml_network, net);
     int p = c->size, known = 0, nodes = 0;
     for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
-    int32_t *node = (int32_t *)calloc((size_t)p + (size_t)known, sizeof *node); /* (p) new numbers; (known) new + 1, by old */
+    /* (p) new numbers, then (known) new number + 1 of each old one */
+    int32_t *node = (int32_t *)calloc((size_t)p + (size_t)known, sizeof *node);
     for (int r = 0; node && r < p; r++) { /* numbers the nodes anew, because a part may lack some */
         int32_t *number = &node[p + c->node[r]];
         if (*number == 0) *number = ++nodes;
