@@ -4,9 +4,9 @@
    The same program runs serial, on threads or on processes, as HPML_RUN (HPML_RUN=threads:4 ./allreduce) or one literal
    in main says: serial, threads:4, mpi.
    options, as those of nccl-tests: -b BYTES, -e BYTES (--max; K, M, G), -f FACTOR: sizes from, to, and from one to the
-   next; -n TIMES, -w TIMES: calls that are timed, and before (without -n the best of five stretches of 20 ms); --op NAME: one
-   of the collectives, or all; --algorithm NAME of allreduce; --ranks N (threads); --json; --draw FILE: draws the
-   messages of one allreduce of 64 KB on 1 Gbit/s, in virtual time, as SVG and here:
+   next; -n TIMES, -w TIMES: calls that are timed, and before (without -n the best of five stretches of 20 ms); --op
+   NAME: one of the collectives, or all; --algorithm NAME of allreduce; --ranks N (threads); --json; --draw FILE: draws
+   the messages of one allreduce of 64 KB on 1 Gbit/s, in virtual time, as SVG and here:
        rank   0  >..........3>..........3>..........3
    prints a table in the style of nccl-tests, a block for each algorithm:
        algorithm       size (B)     count    time (us) algbw (GB/s) busbw (GB/s) check
