@@ -6365,7 +6365,7 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     int p = c->size, known = 0, nodes = 0;
     for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
     /* (p) new numbers, then (known) new number + 1 of each old one */
-    int32_t *node = (int32_t *)calloc((size_t)p + (size_t)known, sizeof *node);
+    int32_t *node = (int32_t *)calloc((size_t)hpmlc_max(p, 1) + (size_t)hpmlc_max(known, 1), sizeof *node);
     for (int r = 0; node && r < p; r++) { /* numbers the nodes anew, because a part may lack some */
         int32_t *number = &node[p + c->node[r]];
         if (*number == 0) *number = ++nodes;
@@ -18398,7 +18398,7 @@ HPMLC_FN void hpmlc_server_add(hpmlc_maker *k, int s)
    or no memory; the reason is written to `to`. */
 HPMLC_FN hpml_status hpmlc_pieces_cut(hpmlc_maker *k, const hpmlc_text *to)
 {
-    char             why[200] = "no memory";
+    char             why[200] = "its cuts do not rise, or lie outside the layers";
     const int        layers = k->f->layers;
     double          *seconds = (double *)calloc((size_t)layers, sizeof *seconds);
     hpml_pipe_stage *stage = (hpml_pipe_stage *)calloc((size_t)k->pieces, sizeof *stage);
@@ -18409,7 +18409,8 @@ HPMLC_FN hpml_status hpmlc_pieces_cut(hpmlc_maker *k, const hpmlc_text *to)
     for (int i = 0; i < layers && seconds; i++)
         seconds[i] = hpmlc_layer_whole(&k->f->layer[i], k->m, 1, false) +
                      hpmlc_layer_whole(&k->f->layer[i], k->m, 1, true);
-    bool good = seconds && stage && (k->p->cut || hpml_pipe_cut(&d, stage, NULL, why, sizeof why) == k->pieces);
+    const bool memory = seconds && stage;
+    bool       good   = memory && (k->p->cut || hpml_pipe_cut(&d, stage, NULL, why, sizeof why) == k->pieces);
     k->cut[k->pieces] = layers;
     for (int q = 1; q < k->pieces && good; q++) {
         k->cut[q] = k->p->cut ? k->p->cut[q - 1] : stage[q].first;
@@ -18418,6 +18419,7 @@ HPMLC_FN hpml_status hpmlc_pieces_cut(hpmlc_maker *k, const hpmlc_text *to)
     free(seconds);
     free(stage);
     if (good) return HPML_OK;
+    if (!memory) return hpmlc_refuse(to, HPML_ERR_MEMORY, "forecast: no memory");
     return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "forecast: %d layers cannot be cut into the %d pieces of this pipeline; "
                         "take a smaller pipe or chunks, or cuts in rising order (%s)", layers, k->pieces, why);
 }
@@ -18490,18 +18492,19 @@ HPML_API const hpml_machine *hpml_machine_find(const char *name)
 
 HPML_API hpml_status hpml_machine_measure(hpml_ctx *ctx, hpml_machine *out)
 {
-    enum { N = 256, FLOATS = 1 << 22 };
+    const int64_t n = 256, bytes = (int64_t)16 << 20;
     memset(out, 0, sizeof *out);
     out->name = "this processor";
-    float *a = (float *)hpml_ctx_alloc(ctx, 2 * (size_t)FLOATS * sizeof(float), NULL), *b = a + FLOATS;
+    float *a = (float *)hpml_ctx_alloc(ctx, 2 * (size_t)bytes, NULL), *b = a;
     if (!a) return HPML_ERR_MEMORY;
+    b += bytes / 4;
     for (int turn = 0; turn < 8; turn++) { /* the first turn brings memory and code into place; the best one counts */
         double start = hpml_now();
-        memcpy(turn % 2 ? a : b, turn % 2 ? b : a, FLOATS * sizeof(float));
-        const double copied = 2.0 * FLOATS * sizeof(float) / (hpml_now() - start + 1e-9);
+        memcpy(turn % 2 ? a : b, turn % 2 ? b : a, (size_t)bytes);
+        const double copied = 2 * (double)bytes / (hpml_now() - start + 1e-9);
         start = hpml_now();
-        hpml_sgemm(ctx, false, false, N, N, N, 1, a, N, a + N * N, N, 0, b, N);
-        const double made = 2.0 * N * N * N / (hpml_now() - start + 1e-9);
+        hpml_sgemm(ctx, false, false, n, n, n, 1, a, n, a + n * n, n, 0, b, n);
+        const double made = 2 * (double)(n * n * n) / (hpml_now() - start + 1e-9);
         if (turn > 0) out->bandwidth = fmax(out->bandwidth, copied);
         if (turn > 0) out->flops = fmax(out->flops, made);
     }
