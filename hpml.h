@@ -15480,18 +15480,6 @@ __declspec(dllimport) int __stdcall MoveFileExA(const char *from, const char *to
 #define HPMLI_FTELL ftell
 #endif
 
-/* Writes the data of an open file to the disk; false: sets errno. */
-HPMLI_FN bool hpmli_file_sync(FILE *f)
-{
-    bool good = fflush(f) == 0;
-#if HPMLI_POSIX
-    good = good && fsync(fileno(f)) == 0;
-#elif defined(_WIN32)
-    good = good && _commit(_fileno(f)) == 0;
-#endif
-    return good;
-}
-
 /* Gives a closed file another name, in place of the file that has this name; false: sets errno. */
 HPMLI_FN bool hpmli_file_rename(const char *from, const char *to)
 {
@@ -15742,6 +15730,18 @@ HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path
     return false;
 }
 
+/* Writes the data of an open file to the disk; false: sets errno. */
+HPMLI_FN bool hpmli_writer_sync(hpmli_writer *w)
+{
+    bool good = fflush(w->f) == 0;
+#if HPMLI_POSIX
+    good = good && fsync(w->fd) == 0;
+#elif defined(_WIN32)
+    good = good && _commit(_fileno(w->f)) == 0;
+#endif
+    return good;
+}
+
 /* Appends `size` bytes. Errors are kept in the writer; hpmli_writer_close reports the first. */
 HPMLI_FN void hpmli_write(hpmli_writer *w, const void *bytes, size_t size)
 {
@@ -15773,7 +15773,7 @@ HPMLI_FN void hpmli_write_data(hpmli_writer *w, const void *data, size_t size)
 #endif
         if (!progress->fn || w->size - w->synced < sync) continue;
         w->synced = w->size;
-        if (!w->direct && !w->error && !hpmli_file_sync(w->f)) w->error = errno;
+        if (!w->direct && !w->error && !hpmli_writer_sync(w)) w->error = errno;
         progress->fn(progress->user, w->size);
     }
 }
@@ -15784,7 +15784,7 @@ HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
     bool renamed = false; /* true: the file has its final name */
-    if (good && !w->direct) good = hpmli_file_sync(w->f); /* the data must be on the disk before the rename */
+    if (good && !w->direct) good = hpmli_writer_sync(w); /* the data must be on the disk before the rename */
     if (!good && !w->error) w->error = errno ? errno : EIO;
     if (fclose(w->f) != 0 && good) {
         good     = false;

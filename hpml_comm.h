@@ -18259,7 +18259,7 @@ HPMLC_FN void hpmlc_pass_add(hpmlc_maker *k) /* forward and backward pass of a b
         const int64_t at = task.micro * k->rows;
         hpmlc_task_add(k, &task, hpmlc_min(k->rows, k->samples - at), task.micro + 1 == d.micro);
     }
-    hpmlc_act *loss = hpmlc_collect_add(&k->role->own, HPML_AXIS_PIPE, HPMLC_BROADCAST, sizeof(float), 1,
+    hpmlc_act *loss = hpmlc_collect_add(&k->role->own, HPML_AXIS_PIPE, HPMLC_BROADCAST, sizeof(hpmlc_outcome), 1,
                                         HPML_TERM_BUBBLE);
     if (loss) loss->peer = p->pipe - 1;
 }
