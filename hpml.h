@@ -23066,7 +23066,7 @@ HPMLI_FN bool hpmli_cpu_has_byte_dot(const hpmli_kernels *k)
 #endif /* HPML_IMPLEMENTATION */
 
 // CHANGES, the newest first
-//     0.1.0   hpml_fit_desc: validation, early stopping, checkpoints, a log; hpml_model_save and _load; data from functions
+//     0.1.0   hpml_fit_desc: validation, early stopping, checkpoints, a log; hpml_model_save and _load; own data
 //     0.1.0   attention with masks, grouped queries, rotary positions and a cache; GRU, states; maps, takes, maxima
 //     0.1.0   default names count the layers of a kind: files with older names load by hpml_params_load_as
 //     0.1.0   hpml_igemm, hpml_bgemm; contexts take no memory for products before the first one
