@@ -317,20 +317,21 @@ typedef struct hpml_counters {
     double  seconds;       /* spent in collectives, waiting included */
     int64_t received_messages, received_bytes;
     int64_t depth;         /* longest chain of messages */
-    int64_t held_bytes;    /* THREADS, CLOCK: the most bytes at one time that had been sent to this rank and that it had
-                              not yet received; else 0 */
+    int64_t held_bytes;    /* THREADS, CLOCK: largest number of bytes that waited at one time for this rank to receive
+                              them; else 0 */
 } hpml_counters;
 
-/* Which message, or computation, took place when: drawn by examples/spacetime.h, for example. */
+/* When a message, or a computation in virtual time, took place; examples/spacetime.h draws such records. */
 typedef struct hpml_message_record {
     int32_t from, to;   /* ranks in the launch's communicator; a computation (hpml_comm_compute): the same rank twice */
     int32_t tag;        /* above HPML_TAG_MAX: of a collective; -1: a computation */
-    int64_t bytes, depth; /* depth: see hpml_counters */
+    int64_t bytes, depth; /* of the message; depth: see hpml_counters */
     double  start, end; /* hpml_comm_now when the message was sent (MPI: when its receive was begun), and when it had
                            arrived */
 } hpml_message_record;
 
-/* Filled by hpml_launch in the order in which receives were over: in virtual time the same in each run. */
+/* The messages of a launch, added by hpml_launch as their receives end; in virtual time that order is the same in each
+   run. */
 typedef struct hpml_message_log {
     hpml_message_record *record;   /* (capacity) yours; the first `capacity` records are kept */
     int64_t              capacity;
@@ -1476,13 +1477,13 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    HPML_ERR_UNSUPPORTED: strategies whose messages depend on who is first (backup, ssp, async, federated, hogwild),
    gossip, exact, routes factors and hybrid, schedules stash and vertical. */
 
-/* How nodes are joined. Messages cross `hops` links on average; each router that is passed adds its time to the
-   latency, and links that many messages share lower the bandwidth of each node. */
+/* How the nodes of a machine are joined. The farther apart nodes are (hpml_fabric.hops), the more routers add to the
+   latency of messages, and the more messages share a link, which lowers the bandwidth of each node. */
 typedef enum hpml_fabric_kind {
     HPML_FABRIC_SWITCH = 0, /* one switch for all nodes, at full speed */
     HPML_FABRIC_RING,       /* each node is a router with two neighbours */
     HPML_FABRIC_TREE,       /* binary tree of routers, with the nodes as leaves: all links equally fast */
-    HPML_FABRIC_FAT_TREE,   /* the same, each level with as much bandwidth as all nodes below it */
+    HPML_FABRIC_FAT_TREE,   /* as TREE, but each level of links has as much bandwidth as all nodes below it */
     HPML_FABRIC_TORUS,      /* nodes in a rectangle, as square as possible, with wrap-around */
     HPML_FABRIC_SLIM_FLY,   /* q = 5: 50 routers of 7 neighbours, any two at most 2 apart (Besta and Hoefler 2014);
                                nodes are dealt to the routers */
@@ -1492,8 +1493,8 @@ HPML_API const char *hpml_fabric_name(hpml_fabric_kind kind); /* "switch", ...; 
 typedef struct hpml_fabric {
     int32_t routers, degree; /* number of routers; most links between routers that one of them has */
     int32_t diameter;        /* most links between two routers */
-    double  hops;            /* links between two nodes, mean over all pairs, those to the routers not counted */
-    double  share;           /* of its bandwidth that each node has when all send to all; at most 1 */
+    double  hops;            /* links between the routers of two nodes, mean over all pairs of nodes */
+    double  share;           /* fraction of its bandwidth that each node has when all nodes send to all others */
 } hpml_fabric;
 /* Counts the links of a fabric for 1 to 4,096 nodes; more count as 4,096. Takes time in proportion to nodes^2. False:
    there is no such fabric, or no memory. */
@@ -1534,16 +1535,16 @@ typedef struct hpml_layer_facts {
     double  flops;                 /* operations of the forward pass; the backward pass has twice as many */
     double  bytes;                 /* bytes that the forward pass moves to and from memory, apart from parameters */
     int64_t rows, cols;            /* shape of the parameters; rows 0: 1, cols 0: the layer has none */
-    int64_t edge;                  /* floats that the next layer gets */
-    int64_t kept;                  /* bytes that the backward pass needs */
+    int64_t edge;                  /* floats of the layer's result, which the next layer reads */
+    int64_t kept;                  /* bytes of activations that the forward pass keeps for the backward pass */
     int64_t forward_sum;           /* floats that the ranks of axis tensor add up after the forward pass */
-    int64_t backward_sum;          /* floats that they add up after the backward pass */
+    int64_t backward_sum;          /* floats that the ranks of axis tensor add up after the backward pass */
     int64_t pass;                  /* floats that each rank of axis sequence passes on to each other one, forward, and
                                       twice backward (ring attention) */
     int64_t swap;                  /* floats that ranks of axis expert exchange before and after the experts, in each
                                       pass */
-    bool    split;                 /* over axis tensor: computing, parameters and kept bytes */
-    bool    experts;               /* parameters are split over axis expert */
+    bool    split;                 /* true: axis tensor divides computing, parameters and kept bytes of the layer */
+    bool    experts;               /* true: axis expert divides the layer's parameters */
 } hpml_layer_facts;
 
 typedef struct hpml_model_facts {
@@ -1557,32 +1558,32 @@ typedef struct hpml_model_facts {
     hpml_plan_facts         facts;    /* ranks; .batch: samples that a rank's model holds; the rest for the check */
     uint32_t                _end;
 } hpml_model_facts;
-/* Reads the ops of a trainer's graph, at most `capacity`, as layers: flops, parameters, results. Fills in *out, but for
-   .planned and .update_s, which stay 0. Returns how many ops there are. */
+/* Describes each op of a trainer's graph as a layer, in layer[0 .. capacity - 1], and fills in *out, but for .planned
+   and .update_s, which stay 0. Returns how many ops the graph has, which may be more than `capacity`. */
 HPML_API int hpml_model_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_layer_facts *layer, int capacity,
                                  hpml_model_facts *out);
 
-typedef enum hpml_term { /* of the time of a step */
+typedef enum hpml_term { /* parts of which the time of a step is the sum: see hpml_prediction.term_s */
     HPML_TERM_COMPUTE = 0, HPML_TERM_UPDATE, HPML_TERM_BUBBLE, HPML_TERM_DATA, HPML_TERM_TENSOR, HPML_TERM_SEQUENCE,
     HPML_TERM_EXPERT, HPML_TERM_SERVERS,
     HPML_TERM_COUNT /* the number of terms */
 } hpml_term;
 HPML_API const char *hpml_term_name(hpml_term term); /* "compute", "update", ...; NULL: there is none */
 
-/* Mean numbers of a step, over ranks that compute and steps after the first; seconds and bytes. */
+/* What hpml_forecast says of a step. Times are means over the ranks that compute and the steps after the first. */
 struct hpml_prediction {
     double    step_s;       /* seconds of a step: the sum of all terms */
     double    term_s[HPML_TERM_COUNT]; /* compute; update; idle time of a pipeline; communication that no
                                computation hides, waiting for slower ranks included, by axis or with servers */
     hpml_term decides;      /* the largest term after compute; COMPUTE: no other is a tenth of compute */
-    double    exposed_s;    /* the terms of communication together */
-    double    exposed_link_s[2]; /* of them, within nodes and between nodes */
+    double    exposed_s;    /* seconds of communication that no computation hides: the terms from DATA on */
+    double    exposed_link_s[2]; /* of .exposed_s, the seconds on links [0] within nodes and [1] between nodes */
     double    bubble;       /* idle share of a pipeline: HPML_TERM_BUBBLE / step_s */
     double    samples_s;    /* samples a second, of all ranks */
     int64_t   rank_bytes;   /* sent in a step by the rank that sends most */
     int64_t   between_bytes; /* sent in a step from node to node, by all ranks */
     int64_t   memory;       /* bytes of the rank that needs most: parameters, gradients, states, activations */
-    int32_t   buckets;      /* of gradients, on the first stage */
+    int32_t   buckets;      /* jobs of a step on the first stage: exchanges of buckets, and the sum of losses */
     int32_t   played;       /* number of ranks whose programs were played; the others are equal to these */
 };
 /* Forecasts a step of the plan. facts: the model, and how many ranks there are. machine: required. HPML_ERR_ARGUMENT,
@@ -1609,9 +1610,9 @@ HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machin
 typedef struct hpml_search_desc {
     uint32_t  _begin;
     hpml_plan base;       /* set fields stay */
-    int32_t   exhaustive; /* 0: 64 plans, -1: never */
-    int32_t   forecasts;  /* of the walk, at most; 0: 400 */
-    bool      lossy;      /* codecs are tried, too; they change what is learned */
+    int32_t   exhaustive; /* number of legal plans up to which all are forecast; 0: 64, -1: always walks */
+    int32_t   forecasts;  /* most forecasts of a walk; 0: 400 */
+    bool      lossy;      /* true: plans with codecs are tried, too, which round gradients */
     uint64_t  seed;       /* of the walk */
     uint32_t  _end;
 } hpml_search_desc;
@@ -1624,7 +1625,8 @@ typedef struct hpml_found {
    were forecast. */
 HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *facts, const hpml_machine *machine,
                          hpml_found *found, int capacity, int *forecasts, char *error, size_t size);
-/* Writes the best plan and the second one, and the term that decides between them. As snprintf. */
+/* Writes as text the first two of `count` plans that hpml_search found, and the term of the step's time by which they
+   differ most. As snprintf. */
 HPML_API int hpml_search_text(const hpml_found *found, int count, char *buffer, size_t size);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1735,7 +1737,7 @@ typedef struct hpmlc_mesh       hpmlc_mesh;       /* the axes of a communicator:
 typedef struct hpmlc_course     hpmlc_course;     /* where this rank is in a collective: see >>course */
 typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
-typedef struct hpmlc_chain { /* depths (see hpml_counters) of the latest message that a rank's thread has ... */
+typedef struct hpmlc_chain { /* depths (hpml_counters) of the last messages that a thread has sent, and received */
     int64_t sent, received;
 } hpmlc_chain;
 
@@ -1786,7 +1788,7 @@ struct hpml_comm {
     hpml_counters        *total;    /* where to add the counters when c is freed; NULL: nowhere */
     hpml_message_log     *log;      /* list of the launch's messages; NULL: none */
     hpml_message         *pending;  /* list of the receives that are not done, newest first */
-    hpmlc_text            close_error; /* for an error while closing, when the context is being freed */
+    hpmlc_text            close_error; /* gets errors of closing, because a context that is being freed keeps none */
     hpmlc_background     *background;
     hpml_device_link      link;     /* moves arrays between devices; .begin NULL: there is none */
     hpmlc_mesh           *mesh;     /* axes into which the ranks are cut; NULL: no plan has been set */
@@ -2625,7 +2627,7 @@ typedef struct hpmlc_inbox {
     hpml_message   *copies;         /* list of the posted sends that are copies, made by the inbox */
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
-    int             others;         /* number of other messages that end the wait as well: hpml_wait_any */
+    int             others;         /* number of messages besides the one of .peer that end the wait (hpml_wait_any) */
     hpml_message *const *awaited;   /* list of the messages, one of which ends the wait; valid while the owner sleeps */
     int             awaited_count;
     const char     *operation;      /* name of the operation in which the owner waits */
@@ -3360,7 +3362,7 @@ HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
             changes = __atomic_load_n(&in->wait.changes, __ATOMIC_ACQUIRE);
             waits   = hpmlc_course_next(r);
             if (waits) hpmlc_test_list(r, hpmlc_course_missing(r), 1); /* tests all receives of r that are in flight */
-            while (r->stopped) { /* r's sends may have ended rounds of sleeping ranks */
+            while (r->stopped) { /* sleeping ranks that r's sends have stopped: c runs their courses, too */
                 hpml_comm *other = r->stopped;
                 r->stopped          = other->next_stopped;
                 other->next_stopped = c->stopped;
@@ -3551,8 +3553,8 @@ HPMLC_FN void hpmlc_help_others(hpml_comm *c)
     if (c->stopped) hpmlc_threads_help(c);
 }
 
-/* Returns the most bytes at one time that had been sent to this rank of c and that it had not received, since the last
-   call with `reset`; 0: not known. */
+/* Returns the largest number of bytes that waited at one time for this rank of c to receive them, since the last call
+   with `reset`; 0: the transport does not count them. */
 HPMLC_FN int64_t hpmlc_held(const hpml_comm *c, bool reset)
 {
     if (!c->t->schedule) return 0;
@@ -4624,7 +4626,7 @@ HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
             if (a->runnable && (!best || hpmlc_vthread_before(a, best))) best = a;
         if (!best) hpmlc_world_stuck(w); /* a deadlock: this call makes all threads runnable */
     }
-    hpmlc_vthread *late = NULL; /* the sleeper whose deadline comes before anything else happens */
+    hpmlc_vthread *late = NULL; /* the sleeping thread whose deadline comes before the next turn of any other */
     for (hpmlc_vthread *a = w->vthreads; a && best; a = a->next)
         if (!a->runnable && a->deadline < (late ? late->deadline : best->due)) late = a;
     if (late) {
@@ -5223,7 +5225,8 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
 }
 
 #ifndef HPML_NO_THREADS
-/* Waits until `ranks` ranks of world w have ended, each a change of `end`, and ends their waits after `seconds`. */
+/* Waits until all `ranks` ranks of world w have ended, each of which then changes `end`. If that takes more than
+   `seconds`, ends the waits of all ranks with an error. */
 HPMLC_FN void hpmlc_launch_watch(hpml_world *w, hpmlc_waitpoint *end, int ranks, double seconds)
 {
     const double until = hpml_now() + seconds;
@@ -6070,7 +6073,7 @@ struct hpmlc_course {
     hpmlc_reduce_fn    *reduce;
     int                 phase, at;       /* the round: number `at` of all->phase[phase] */
     bool                sends, receives; /* the round has a message to, from another rank */
-    bool                skips;           /* this round's sums came back with the round before */
+    bool                skips;           /* true: the round before has already brought this round's sums (.returns) */
     bool                is_begun;
     double              since;           /* hpml_comm_now() when the phases of the current level began */
     hpml_status         status;
@@ -6529,7 +6532,7 @@ struct hpml_job {
     bool                done;
     int64_t             step;  /* the communicator's step when the job was posted */
     double              clock; /* CLOCK: virtual seconds when the job was posted, then when it was done */
-    hpmlc_chain         chain; /* depth of messages, likewise */
+    hpmlc_chain         chain; /* depths of messages when the job was posted, then when it was done */
 };
 
 HPMLC_FN hpml_status hpmlc_job_allreduce(hpml_comm *c, void *user)
@@ -8437,7 +8440,7 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
     bool matters[HPMLC_FIELDS], is_final = false;
     int  i = 0;
     do {
-        if (!is_final) i = HPMLC_FIELDS - 1; /* else later fields, which are 0, cannot make the plan valid */
+        if (!is_final) i = HPMLC_FIELDS - 1; /* is_final: no value of a later field helps */
         hpmlc_fields_matter(plan, matters);
         while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], plan))) i--;
         if (i < 0) return false;
@@ -9283,7 +9286,7 @@ typedef struct hpmlc_state {
     const hpml_tensor *param; /* parameter whose layout in memory a copy has (this rank's part); NULL: none */
     int64_t      at, floats; /* this rank's range of one copy: [at, at + floats) */
     hpmlc_copies copies;     /* this rank's copies, and how many the file has: copies.all */
-    bool         is_mean;    /* copies are shares of a mean: the fewer there are, the larger each is */
+    bool         is_mean;    /* true: the sum of the copies is a mean: the fewer copies, the larger each one */
     bool         is_same;    /* every rank has the whole array: rank 0 saves it */
     bool        *present;    /* flag, shared by arrays: whether they exist now; NULL: the array always exists */
     int64_t      offset;     /* where the array begins among the floats that are saved */
@@ -9608,7 +9611,7 @@ typedef struct hpmlc_shard_job { /* reduce-scatter or allgather of a bucket */
 typedef struct hpmlc_slot { /* memory for a whole bucket */
     int              bucket;  /* -1: none */
     bool             posted;  /* slot of gradients: true: the bucket's reduce-scatter was started */
-    int64_t          used;    /* when an op needed the bucket last, or when the reduce-scatter was started */
+    int64_t          used;    /* .clock when an op needed the bucket last, or when its reduce-scatter was started */
     hpmlc_task       task;    /* the allgather of values */
     hpmlc_shard_job  job;
 } hpmlc_slot;
@@ -11173,7 +11176,7 @@ typedef struct hpmlc_weights {
     int     there;     /* number of ranks at the last meeting */
     int64_t since;     /* steps since the last meeting */
     double  samples, loss; /* sums on this rank since the last meeting: samples; loss times samples */
-    bool    is_set;    /* centre and momentum are set; false before the first step */
+    bool    is_set;    /* true: .centre and .momentum have values; false before the first step */
     bool    is_ahead;  /* block: parameters began this block ahead of the centre */
 } hpmlc_weights;
 
@@ -14561,9 +14564,9 @@ typedef struct hpmlc_deferred { /* statistics of a batchnorm over all micro-batc
     double     count;  /* how many x each of the sums adds up */
 } hpmlc_deferred;
 
-/* What the last stage knows of a pass, and tells the others. */
+/* The results of a pass, which the last stage computes and sends to the other stages. */
 typedef struct hpmlc_outcome {
-    float   loss;    /* the mean */
+    float   loss;    /* mean over the samples of the pass */
     int64_t hits[2]; /* see hpml_trainer_hits */
 } hpmlc_outcome;
 
@@ -14572,7 +14575,7 @@ struct hpmlc_pipeline {
     hpml_trainer     *t;
     hpml_graph       *g;
     hpml_ctx         *ctx;
-    hpml_comm        *c;       /* the stages */
+    hpml_comm        *c;       /* the stages of this pipeline */
     hpml_pipe_desc    desc;
     hpmlc_pipe_walk   walk;    /* the tasks of a full step; STASH and VERTICAL: at the task that this stage does next */
     int32_t           pieces;
@@ -15114,7 +15117,7 @@ HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t, const hpml
                                          int64_t samples, float grad_scale, bool accumulate, float *loss)
 {
     hpmlc_pipeline *pl = (hpmlc_pipeline *)user;
-    const int64_t   full  = pl->d->plan.shard > 1 ? pl->d->plan.micro : 1; /* each has its exchanges, on all ranks */
+    const int64_t   full  = pl->d->plan.shard > 1 ? pl->d->plan.micro : 1; /* micro-batches that all ranks run */
     const int64_t   micro = hpmlc_max(full, (samples + pl->rows - 1) / pl->rows);
     hpmlc_pass      pass = { first, samples, grad_scale, accumulate, at->pass != HPML_PASS_EVALUATE,
                              at->batch + 1 >= at->batches, (int32_t)micro, 0 };
@@ -16256,7 +16259,7 @@ HPMLC_FN hpml_status hpmlc_rows_backward(const hpml_run *run, hpml_node *n)
     for (int64_t i = 0; i < rows && n->src_count > 2; i++) hpmlc_give(n, 2, 0, part + i * cut, cut);
     if (n->src[1]->grad && status == HPML_OK)
         status = hpml_sgemm(run->ctx, true, false, cut, in, rows, 1, part, cut, all, in, 1, n->src[1]->grad, in);
-    if (status == HPML_OK) /* writes the gradient of `all` over `all`, used no more */
+    if (status == HPML_OK) /* overwrites `all`, not needed any more, by its gradient */
         status = hpml_sgemm(run->ctx, false, false, rows, in, cut, 1, part, cut, n->src[1]->data, in, 0, all, in);
     if (status == HPML_OK) status = g->scatter(g->user, all, blocks, k->B * in);
     hpmlc_give(n, 0, 0, blocks, samples * in);
@@ -16626,7 +16629,7 @@ typedef struct hpmlc_sim_rank { /* a simulated rank. One struct, because its mem
     int     to, from;    /* ranks of the current move, -1: none */
     int64_t bytes;       /* bytes sent by the current move */
     int     tag;         /* of the current move; its messages match messages with the same tag */
-    bool    far, far_from; /* programs (>>play): `to`, `from` is on another node */
+    bool    far, far_from; /* only in programs (>>play): true: rank `to`, rank `from` is on another node */
     int     want;        /* the rank whose message is awaited; -1: none */
     int     first, last; /* indices of the letters to this rank, -1: none */
     int     next;        /* the rank after this one in the same run (hpmlc_sim_push), -1: none */
@@ -16660,8 +16663,9 @@ struct hpmlc_sim {
     hpmlc_sim_letter *letter;
     int               letters, free_letter; /* number of letters allocated; index of the first unused one, -1: none */
     bool              failed;             /* true: out of memory */
-    /* Programs (>>play): each rank has `streams` actors, which the above calls ranks and which share its card: */
-    int               streams;            /* 1: ranks have no programs */
+    /* For programs (>>play). There each rank has `streams` actors, which share its network card; "rank" in the comments
+       above then means an actor: */
+    int               streams;            /* actors of a rank: 2, or 1 where ranks have no programs */
     double           *waited;             /* (p) seconds that each actor has waited in its current act; else NULL */
     bool            (*program)(hpmlc_sim *s, int r); /* sets the current move of actor r; false: none; or NULL */
 };
@@ -16678,7 +16682,8 @@ HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
     free(s->waited);
 }
 
-/* p: number of ranks, times `streams`. False: out of memory. */
+/* Takes memory for a simulation of p actors, `streams` for each rank (1: actors are ranks), on the network `net`.
+   False: out of memory. */
 HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net, int streams)
 {
     hpml_comm *c = &s->layout;
