@@ -1147,8 +1147,10 @@ typedef enum hpml_map {
     HPML_MAPS(HPMLI_MAP_VALUE)
 } hpml_map;
 
-/* Which rows of x, along a dimension, TAKE makes row i of y of: row index[i]; the mirrored row, of the first length[b]
-   rows; row length[b] - 1; row i - start, where there is one; row i / start; the rows around i / start, by distance. */
+/* The row of x, along attr.take.dim, that op TAKE copies to row i of its result y. INDEX: row index[i]; REVERSE: row
+   length[b] - 1 - i of sample b, for i >= length[b] row i; LAST: row length[b] - 1; PAD: row i - start, or `value`
+   where x has no such row; NEAREST: row i / start; LINEAR: the two rows next to (i + 1/2) / start - 1/2, weighted by
+   their distance from there. */
 typedef enum hpml_take {
     HPML_TAKE_INDEX, HPML_TAKE_REVERSE, HPML_TAKE_LAST, HPML_TAKE_PAD, HPML_TAKE_NEAREST, HPML_TAKE_LINEAR
 } hpml_take;
@@ -1156,8 +1158,8 @@ typedef enum hpml_take {
 /* The constants of a node; its op determines the member. */
 typedef union hpml_attr {
     struct { hpml_map kind; float p, q; } map;
-    struct { int32_t dim; hpml_take rule; int64_t start; float value; } take; /* value: of rows without a source */
-    struct { int32_t dim; bool index; } max;                            /* index: the result is where the maximum is */
+    struct { int32_t dim; hpml_take rule; int64_t start; float value; } take; /* value: of rows without a row of x */
+    struct { int32_t dim; bool index; } max;                            /* index: the result is the maximum's index */
     struct { float a, b; } scale;
     struct { hpml_act act; float slope; } act;                          /* ACTIVATION, LINEAR */
     struct { bool trans_a, trans_b; } matmul;
@@ -1194,7 +1196,8 @@ struct hpml_node {
     struct hpmli_node_state *state;            /* private */
 };
 
-/* Of a transposed convolution: the convolution from its result to its source; a backend sets the arrays of x and y. */
+/* The mirror of a transposed convolution: a convolution whose input x has the shape of that op's result and whose
+   output y has the shape of that op's source. Before each use a backend points x and y to arrays. */
 struct hpml_mirror {
     hpml_node   node;
     hpml_tensor x, y;
@@ -3488,7 +3491,7 @@ struct hpmli_tensor_state {
     bool away;        /* true: a parameter that only ops in other ranks' parts read: it has no memory here */
     bool of_param;    /* true: a view of a parameter */
     float *first;     /* a parameter's first values, of the whole; NULL: by hpml_param.init */
-    int64_t samples;  /* samples for which a graph with parts gave an input memory; 0: the whole batch */
+    int64_t samples;  /* of an input: the samples for which a graph with parts has memory; 0: the whole batch */
     int  leaf;        /* index among the leaves of the graph that was planned last */
     struct hpmli_rows *rows; /* rows of a sparse table's gradient; NULL: the gradient is dense */
     hpml_tensor *copied; /* result of hpml_group_copy of this tensor; NULL: none yet */
@@ -4363,19 +4366,20 @@ HPMLI_FN bool hpmli_split_reshape(const hpml_tensor *x, int ndim, const int64_t 
 struct hpmli_node_state {
     hpml_tensor *out_root[2], *grad_root;      /* tensors in whose memory the lives of the value, and the gradient, of
                                                   the result are; out_root[0] NULL: in no graph */
-    int          order, at[8];                 /* place in the graph's nodes; in the part's entries by hpmli_move */
+    int          order, at[8];                 /* place among the graph's nodes; at[m]: place of entry m (hpmli_move) */
     int          segment;                      /* number of the segment; 0: none */
     hpml_retain_how how;                       /* whether the segment's results are kept, computed again or swapped */
-    bool         kept, has_gradient;           /* the result: an output or the loss; has a gradient that is computed */
+    bool         kept, has_gradient;           /* the result: is an output or the loss; its gradient is computed */
     bool         again, swapped;               /* true: the op runs again for backward; the result is swapped in */
-    bool         relives;                      /* the result, too, has a second life; n->saved has one anyway */
+    bool         relives;                      /* true: the result has a second life; n->saved of a node that runs
+                                                  again always has one */
     bool         second;                       /* true: backward runs the half WEIGHTS, for the sources in .late */
     unsigned     late;                         /* bits of the sources whose gradients are in the half WEIGHTS */
     char        *copy;                         /* (slots, copy_bytes) what is swapped out: the result, then n->saved */
     size_t       copy_bytes, copy_saved;       /* bytes of .copy for a slot; of these, those of n->saved */
-    double       copied;                       /* operations of the forward pass until `copy` is written */
+    double       copied;                       /* time, in operations of the forward pass, when .copy is written */
     int64_t      copying;                      /* number of the node's last copy, see >>swap */
-    void        *raw[2], *saved[2];            /* in both lives: address of the value, if its own root; of n->saved */
+    void        *raw[2], *saved[2];            /* in both lives: address of the result, if its own root; of n->saved */
     struct hpml_update *update[HPML_MAX_SRC];  /* not NULL: the optimizer step of this source, taken when backward has
                                                   made its gradient final. A CPU op that takes the step sets n to 0 */
     /* Of a convolution or batchnorm in a graph that predicts, see >>conv-kept: */
@@ -4389,7 +4393,7 @@ struct hpmli_node_state {
     /* Of an op whose tensors are stored as halves (>>half), which runs on one block of samples after another: */
     int64_t block_samples;                     /* samples of a block; 0: all samples */
     int64_t first_index;                       /* number of labels or tokens in the batch's earlier blocks */
-    size_t  copies_at, block_saved;            /* offset of f32 copies in scratch memory; bytes saved for a block */
+    size_t  copies_at, block_saved;            /* offset of f32 copies in scratch memory; bytes of n->saved per block */
     int     number;                            /* the index that the node has in the serial program, see >>groups */
     size_t  host_bytes;                        /* of `host` */
     char   *host;                              /* of an op of the user on a device, NULL until it runs: its saved and
@@ -5215,7 +5219,7 @@ HPMLI_FN bool hpmli_lives_place(hpml_ctx *ctx, hpmli_life *lives, int count, siz
    source. */
 typedef enum hpmli_move {
     HPMLI_FORWARD, HPMLI_BACKWARD, HPMLI_AGAIN, HPMLI_OUT, HPMLI_GONE, HPMLI_FETCH, HPMLI_IN,
-    HPMLI_WEIGHTS, /* the second half of a node's backward pass, see hpml_graph_halves */
+    HPMLI_WEIGHTS, /* the half of a node's backward pass that computes gradients of weights: hpml_graph_halves */
     HPMLI_MOVES
 } hpmli_move;
 typedef struct hpmli_entry {
@@ -5590,7 +5594,7 @@ HPMLI_FN void hpmli_list_forward(hpml_graph *g, hpmli_list *p)
 HPMLI_FN void hpmli_fetch_choose(const hpml_graph *g, const hpmli_entry *old, int count, int late, const double *at,
                                  int *fetch)
 {
-    double begin = at[count]; /* of the copy after this one */
+    double begin = at[count]; /* time at which the copy that follows in the pass has to begin */
     for (int k = count - 1; k >= 0; k--) {
         if (old[k].move != HPMLI_IN) continue;
         begin    = (begin < at[k] ? begin : at[k]) - hpmli_entry_time(g, &old[k]);
@@ -5599,7 +5603,8 @@ HPMLI_FN void hpmli_fetch_choose(const hpml_graph *g, const hpmli_entry *old, in
     }
 }
 
-/* Lists the backward pass of p again, with an entry FETCH for each entry IN. False: no memory. */
+/* Replaces the backward pass in the list p by one with an entry FETCH added for each entry IN, which waits for the copy
+   that FETCH begins. False: no memory. */
 HPMLI_FN bool hpmli_list_fetch(hpml_graph *g, hpmli_list *p)
 {
     const int    count = p->entry_count - p->turn, late = p->late - p->turn;
@@ -5736,7 +5741,7 @@ HPMLI_FN void hpmli_plan_values(const hpmli_plan *pl)
 HPMLI_FN void hpmli_plan_roots(const hpmli_plan *pl)
 {
     const hpmli_list *p = pl->p;
-    for (int k = 0; k < p->entry_count; k++) { /* in place: where no other node, and nothing later, reads the source */
+    for (int k = 0; k < p->entry_count; k++) { /* an op writes over its source where nothing else reads that */
         hpml_node *n = pl->g->nodes[p->entries[k].node], *x = hpmli_node_in(p, n->src[0]);
         int        life = hpmli_life_at(pl, n->out, k);
         hpmli_move move = p->entries[k].move;
@@ -7558,11 +7563,11 @@ HPMLI_FN hpml_status hpmli_words_run(hpml_ctx *ctx, hpmli_words_part w)
 {
     hpmli_words_job j = { ctx, w, 1, 1 };
     if (w.i1 == 0 || w.j1 == 0) return HPML_OK;
-    if (w.k == 0) { /* any address, because nothing is read */
+    if (w.k == 0) { /* A and B are empty and not read, so any address will do */
         j.whole.a = ctx->gemm_ws;
         j.whole.b = ctx->gemm_ws;
     }
-    if ((double)w.i1 * (double)w.j1 * (double)w.k > 1e6) { /* rather columns: a rectangle packs its columns of B */
+    if ((double)w.i1 * (double)w.j1 * (double)w.k > 1e6) { /* cuts columns first: rectangles pack their columns of B */
         j.cols = hpmli_max(1, hpmli_min(2 * ctx->threads, w.j1 / 128));
         j.rows = j.cols >= ctx->threads ? 1 : hpmli_min(ctx->threads, (w.i1 + 15) / 16);
     }
@@ -7947,12 +7952,13 @@ HPMLI_WORK_OP(activation, HPMLI_OP_SPLIT_ANY,
 // ---------------------------------------------------------------------------------------------------------------------
 // >>map   elementwise functions of up to three operands: minimum, maximum, where, clamp, powers, sine, cosine
 // ---------------------------------------------------------------------------------------------------------------------
-/* Each row of HPML_MAPS makes a loop for its value and a loop for its derivatives. Operands are broadcast as those of
-   add. An item of the loop is a row of the result (its last dimension) or, where no operand is repeated, a chunk. */
+/* One run of an op MAP. Each row of HPML_MAPS makes a loop for the function's value and a loop for its derivatives.
+   Operands are broadcast as those of add. Threads compute items: an item is a row of the result (its last dimension)
+   or, where no operand is repeated by broadcasting, a chunk of its elements. */
 typedef struct hpmli_map_job {
     const hpml_run *run;
     hpml_node      *n;
-    int64_t         stride[3][HPML_MAX_DIMS]; /* of the operands along the result's dimensions; 0: repeated */
+    int64_t         stride[3][HPML_MAX_DIMS]; /* of operand [s] along each dimension of the result; 0: repeated */
     int64_t         cols;                     /* elements of an item, but for a last chunk */
     bool            flat;                     /* no operand is repeated */
     int             side;                     /* backward: the operand whose gradient is computed; -1: forward */
@@ -7968,8 +7974,9 @@ HPMLI_FN int64_t hpmli_map_offset(const hpmli_map_job *j, int s, int64_t row)
     return at;
 }
 
-/* Computes c elements of y from operands x[0 .. 2] with steps 1 or 0; backward y = dy times the derivative by operand
-   number `side`. */
+/* Computes `count` elements: forward to[i] = f(x[0][i step[0]], x[1][i step[1]], x[2][i step[2]]), where f is the
+   function of the node and a step is 1, or 0 for an operand that is repeated; backward to[i] = dy[i] times the
+   derivative of f by operand number j->side. */
 HPMLI_FN void hpmli_map_piece(const hpmli_map_job *j, float *to, const float *dy, const float *const *x,
                               const int64_t *step, int64_t count)
 {
@@ -8019,7 +8026,8 @@ HPMLI_FN void hpmli_map_task(void *arg, int64_t row, int thread HPMLI_UNUSED)
     }
 }
 
-/* As hpmli_binary_run: the gradient of an operand that is repeated is summed by one thread, in order. */
+/* Runs the node forward or backward on all threads; the gradient of an operand that is repeated is summed by one
+   thread, in order, so that its bits do not depend on the number of threads (as in hpmli_binary_run). */
 HPMLI_FN void hpmli_map_run(const hpml_run *run, hpml_node *n, bool back)
 {
     hpmli_map_job j = HPMLI_ZEROED;
@@ -8721,10 +8729,10 @@ HPMLI_FN bool hpmli_one_per_sample(const char *op, const char *what, const hpml_
 /* The op `take` computes y (outer, m, inner) from x (outer, size, inner): y[o][i] is a weighted sum of up to two rows
    x[o][j], which attr.take.rule and the source of indices or lengths determine, or attr.take.value if there is none.
    Backward adds dy[o][i], weighted, to dx[o][j]; one task is one o. Sources of the node: x, index or lengths. */
-typedef struct hpmli_dims { /* the sizes around dimension `dim` of the source and the result of a take or maximum */
+typedef struct hpmli_dims { /* of a take or maximum along `dim`: x is (outer, size, inner), y (outer, m, inner) */
     int64_t outer, size, m, inner;
-    int64_t each; /* indices for each row of y: inner, or 1 */
-    int64_t rows; /* rows o of a sample */
+    int64_t each; /* indices for each row of y: inner (one for each number of the row), or 1 for the whole row */
+    int64_t rows; /* how many o, of all `outer`, belong to one sample */
 } hpmli_dims;
 HPMLI_FN hpmli_dims hpmli_dims_of(const hpml_node *n, int dim)
 {
@@ -8737,13 +8745,14 @@ HPMLI_FN hpmli_dims hpmli_dims_of(const hpml_node *n, int dim)
     return s;
 }
 
-/* The rows of x that make a row of y, and their weights; a row below 0: none. */
+/* Row i of y is the sum of weight[r] times row row[r] of x, over r = 0 and 1; where row[r] is -1, there is no term. */
 typedef struct hpmli_taken {
     int64_t row[2];
     float   weight[2];
 } hpmli_taken;
 
-/* Returns the rows of row i of y, in part o; k: the place in the row, which matters if a row has several indices. */
+/* Returns the rows of x, and their weights, that make row i of y[o] (see hpmli_dims). k: the number's place in the row,
+   which matters only if each number of a row has an index of its own (s->each > 1). */
 HPMLI_FN hpmli_taken hpmli_take_rows(const hpml_node *n, const hpmli_dims *s, int64_t o, int64_t i, int64_t k)
 {
     const int32_t *numbers = n->src_count > 1 ? (const int32_t *)n->src[1]->raw : NULL;
@@ -8767,13 +8776,13 @@ HPMLI_FN hpmli_taken hpmli_take_rows(const hpml_node *n, const hpmli_dims *s, in
     return t;
 }
 
-/* Computes row i of part o of y or, backward, adds dy of that row to dx. */
+/* Computes row i of y[o], s->inner numbers, or, backward, adds its gradient to the rows of dx that it was made from. */
 HPMLI_FN void hpmli_take_row(const hpmli_work *w, const hpmli_dims *s, int64_t o, int64_t i)
 {
     const hpml_node *n = w->n;
     float *x = (w->back ? n->src[0]->grad : n->src[0]->data) + o * s->size * s->inner;
     float *y = (w->back ? n->out->grad : n->out->data) + (o * s->m + i) * s->inner;
-    int64_t width = s->each > 1 ? 1 : s->inner; /* numbers that have the same rows */
+    int64_t width = s->each > 1 ? 1 : s->inner; /* adjacent numbers that come from the same rows of x */
     for (int64_t k = 0; k < s->inner; k += width) {
         hpmli_taken t = hpmli_take_rows(n, s, o, i, k);
         if (!w->back && t.row[0] < 0) w->k->vfill(y + k, n->attr.take.value, width);
@@ -8810,8 +8819,9 @@ HPMLI_FN hpml_status hpmli_take_run(const hpml_run *run, hpml_node *n, bool back
 HPMLI_OP(take, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROWS, HPMLI_NEED_SRC(1),
          hpmli_flops_pointwise(n, back), return hpmli_take_run(run, n, false), return hpmli_take_run(run, n, true));
 
-/* Records a take of `m` rows along dimension dim; index: indices or lengths, or NULL. A split of other dimensions
-   stays, unless lengths or indices belong to the whole. */
+/* Records an op TAKE whose result has m rows along dimension `dim`. index: the tensor of indices (rule INDEX) or of
+   lengths (REVERSE, LAST), or NULL. The result is split over ranks as x is; an x that is split along `dim`, or in any
+   way if there is an index, is an error, because indices and lengths are those of the whole tensor. */
 HPMLI_FN hpml_tensor *hpmli_take_record(const char *op, hpml_tensor *x, int dim, hpml_take rule, int64_t m,
                                         hpml_tensor *index, int64_t start, float value)
 {
@@ -8915,8 +8925,9 @@ HPML_API hpml_tensor *hpml_mask(hpml_tensor *lengths, int64_t T)
     return hpmli_node_create(HPML_OP_MASK, NULL, 1, &lengths, 2, shape)->out;
 }
 
-/* The maximum along a dimension: of equal numbers the first, and a NaN is larger than all numbers. The op `max` saves
-   where each maximum is, argmax has it as the result. */
+/* Finds the maximum along attr.max.dim in x[o] (see hpmli_dims): of equal numbers the first, where a NaN counts as
+   larger than all numbers. The op `max` saves the index of each maximum for its backward pass; of argmax the index is
+   the result. */
 HPMLI_FN void hpmli_max_part(const hpmli_work *w, int64_t o, int thread HPMLI_UNUSED)
 {
     const hpml_node *n = w->n;
@@ -9750,14 +9761,14 @@ typedef struct hpmli_grids_part {
     int64_t         from;  /* floats from the channel's begin to the first of these pixels */
     int64_t         at[2]; /* floats from the begin of the grids to this pixel; [1]: to its right neighbour, if pairs */
 } hpmli_grids_part;
-/* All parts of a channel. They are found once for each task, because this takes longer than to copy a small image. */
+/* All parts of a channel, found once for each task, because finding them takes longer than copying a small image. */
 typedef struct hpmli_grids_parts {
     hpmli_grids_part part[HPMLI_GRIDS_STRIDE * HPMLI_GRIDS_STRIDE];
     int64_t          count, plane; /* number of parts; pixels of an image */
-    bool             is_y;         /* of y or dy, else of x or dx */
-    bool             pairs;        /* of NCHW images with a stride of 2 from column to column */
-    hpmli_conv       gathered;     /* where channels of NCHW images are gathered: describes a unit in a grid */
-    float           *unit;         /* there: working memory for a unit in NHWC order */
+    bool             is_y;         /* true: parts of y or dy; false: of x or dx */
+    bool             pairs;        /* true: parts have pairs of columns: NCHW images with a column stride of 2 */
+    hpmli_conv       gathered;     /* where channels are gathered (hpmli_grids_gather): describes a unit in a grid */
+    float           *unit;         /* where channels are gathered: working memory for a unit in NHWC order */
 } hpmli_grids_parts;
 
 HPMLI_FN void hpmli_grids_parts_find(const hpmli_conv *c, bool is_y, hpmli_grids_parts *parts)
@@ -9817,8 +9828,8 @@ HPMLI_FN void hpmli_grids_gathered(const hpmli_conv *c, const hpmli_grids_parts 
     }
 }
 
-/* Copies channel k of unit u from `images` images at p to their places in its grids; back: from the grids to p, `add`
-   adding to it. */
+/* Copies channel k of unit u of images b to b + images - 1 from the array p to their places in the grids of the unit;
+   back: from the grids to p or, if `add`, adds them to p. */
 HPMLI_FN void hpmli_grids_copy(const hpmli_conv *c, const hpmli_grids_parts *parts, float *grid, float *p, int64_t b,
                                int64_t images, int64_t u, int64_t k, bool back, bool add)
 {
@@ -10099,7 +10110,8 @@ HPMLI_OP(conv_transpose2d, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_SPLIT_OW
              (back ? n->src[0]->needs_grad + n->src[1]->needs_grad : 1),
          hpmli_conv_transpose_pass(run, n), hpmli_conv_transpose_back(run, n));
 
-/* Records the node of a transposed convolution, whose weight is src[1] and whose result has this shape. */
+/* Records the node of a transposed convolution of src[0] with the weight src[1], whose result has the shape `shape`. a:
+   the mirror's constants; d: the user's desc. */
 HPMLI_FN hpml_tensor *hpmli_conv_transpose_record(const char *name, hpml_tensor **src, const int64_t *shape,
                                                   hpml_attr *a, const hpml_conv2d_desc *d)
 {
@@ -10133,7 +10145,7 @@ HPML_API hpml_tensor *hpml_conv_transpose2d(hpml_tensor *x, int64_t out, const h
     a.conv.act = HPML_ACT_NONE;
     const int32_t extra[2] = { d.extra_h, hpmli_conv_default(d.extra_w, d.extra_h) };
     const char   *why = x->ndim != 4 ? "the input must be (B, C, H, W)" : NULL;
-    hpml_tensor   y = *x; /* becomes the result, of which the mirror is a convolution */
+    hpml_tensor   y = *x; /* gets the shape of the result, which is the input of the mirror */
     int64_t       size[2] = { 0, 0 };
     for (int i = 0; i < 2 && !why; i++) {
         int64_t stride = a.conv.stride[i], reach = (int64_t)a.conv.dilation[i] * (a.conv.kernel[i] - 1) + 1;
@@ -10286,7 +10298,7 @@ HPMLI_FN void hpmli_pool_plane(const hpmli_work *w, int64_t plane, int thread HP
     bool     max = n->op == HPML_OP_MAX_POOL2D;
     int64_t  H = n->src[0]->shape[2], W = n->src[0]->shape[3], r0, r1, c0, c1;
     int64_t  OW = n->out->shape[3], size = n->out->shape[2] * OW;
-    int32_t *at = max ? (int32_t *)n->saved + plane * size : NULL; /* offset in the plane of each window's maximum */
+    int32_t *at = max ? (int32_t *)n->saved + plane * size : NULL; /* where in its plane each window's maximum is */
     float   *x  = (w->back ? n->src[0]->grad : n->src[0]->data) + plane * H * W;
     float   *y  = (w->back ? n->out->grad : n->out->data) + plane * size;
     bool     halves = max && kernel[0] == 2 && kernel[1] == 2 && n->attr.conv.stride[0] == 2;
@@ -10911,10 +10923,11 @@ HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc
     return n->out;
 }
 
-/* The matrices of one head of one sample, in the source of an attention, its gradient or its cache. */
+/* The matrices of one head of one sample: in the source qkv of an attention, in the gradient of qkv, or, for k and v,
+   in the cache. */
 typedef struct hpmli_head {
     hpmli_mat q, k, v; /* (T, D) queries; (S, D) keys and values */
-    int64_t   past;    /* positions that the cache has before those of the queries */
+    int64_t   past;    /* number of positions in the cache before that of the first query; 0 without a cache */
 } hpmli_head;
 HPMLI_FN hpmli_head hpmli_head_of(const hpml_node *n, int64_t sample, int64_t head, bool grad)
 {
@@ -10943,7 +10956,7 @@ HPMLI_FN int64_t hpmli_visible(const hpml_node *n, const hpmli_head *h, int64_t 
     return n->attr.attention.causal ? h->past + query + 1 : h->k.rows;
 }
 
-/* Sets the scores of the keys that the mask hides from a query of a sample to -infinity. */
+/* Sets scores[i], for i < visible, to -infinity where the mask hides key i from query number `query` of the sample. */
 HPMLI_FN void hpmli_attention_hide(const hpml_node *n, int64_t sample, int64_t query, float *scores, int64_t visible)
 {
     const hpml_tensor *mask = n->src_count > 2 ? n->src[2] : NULL;
@@ -10963,8 +10976,9 @@ HPMLI_FN void hpmli_head_product(const hpmli_work *w, int thread, float alpha, h
     hpmli_gemm_serial(w->run->ctx, thread, &d);
 }
 
-/* Turns the scores of query number `query` of a sample, of which `visible` are not behind the causal mask and `keys`
-   are in memory, into probabilities; returns the log of the sum of their exponentials. */
+/* Turns row[i], the score of key i for query number `query` of a sample, into the probability of key i: the softmax of
+   the first `visible` scores, the keys to which the causal mask lets the query attend, and 0 from there up to `keys`.
+   Returns the log of the sum of the exponentials of the scores. */
 HPMLI_FN float hpmli_attention_softmax(const hpmli_work *w, int64_t sample, int64_t query, float *row, int64_t visible,
                                        int64_t keys)
 {
@@ -10999,8 +11013,8 @@ HPMLI_FN void hpmli_attention_head(const hpmli_work *w, int64_t task, int thread
     }
 }
 
-/* Adds one head of queries, number `head` of a sample, to the gradients of the keys and values that it reads; `add`:
-   they have been written in this pass. */
+/* Backward of head number `head` of the queries of a sample: computes the gradient of the queries, and that of the keys
+   and values that they read, which with `add` is added to the one that another head of queries has already written. */
 HPMLI_FN void hpmli_attention_queries_back(const hpmli_work *w, int64_t sample, int64_t head, bool add, int thread)
 {
     const hpml_node *n = w->n;
@@ -11044,7 +11058,8 @@ HPMLI_FN void hpmli_attention_head_back(const hpmli_work *w, int64_t task, int t
         hpmli_attention_queries_back(w, sample, first + i, i > 0 || w->n->accumulate[0], thread);
 }
 
-/* Copies the keys and values of a sample's time steps, the last numbers of their rows, to the cache. */
+/* Copies the keys and values of a sample's new time steps, which are the last 2 kv_heads D numbers of the rows of qkv,
+   to the cache. */
 HPMLI_FN void hpmli_attention_keep(const hpmli_work *w, int64_t sample, int thread HPMLI_UNUSED)
 {
     const hpml_tensor *qkv = w->n->src[0], *cache = w->n->src[3];
@@ -11124,8 +11139,8 @@ HPML_API hpml_tensor *hpml_rotary(hpml_tensor *x, const hpml_rotary_desc *desc)
     return n->out;
 }
 
-/* Rotates the pairs of one time step of one sample (heads x D numbers): to = from rotated, or += if `add`; c, s: the
-   cosines and sines of the angles of a head's pairs. */
+/* Rotates the pairs in `from`, the heads x D numbers of one time step of one sample, and writes the result to `to` or,
+   if `add`, adds it to `to`. c, s: the cosines and sines of the angles of a head's pairs, which all heads share. */
 HPMLI_FN void hpmli_rotary_row(const hpml_node *n, float *to, const float *from, const float *c, const float *s,
                                bool add)
 {
@@ -11189,8 +11204,8 @@ HPMLI_FN bool hpmli_recurrent_fits(const char *op, hpml_tensor *x, int64_t hidde
     return hpmli_one_per_sample(op, "lengths", x, d->lengths);
 }
 
-/* Applies the lengths of a recurrent layer to t (B, T, H), hidden states or cells: sets *last (NULL: not wanted) to the
-   last valid step, and returns t with zeros behind the end of each sequence. */
+/* Applies d->lengths to t (B, T, H), the hidden states or the cells of all time steps: sets *last (NULL: not wanted) to
+   those after the last valid step of each sample, and returns t with zeros at the steps after that one. */
 HPMLI_FN hpml_tensor *hpmli_recurrent_end(hpml_tensor *t, const hpml_recurrent_desc *d, hpml_tensor **last)
 {
     if (last) *last = hpml_last(t, d->lengths);
@@ -11210,7 +11225,8 @@ HPMLI_FN hpml_tensor *hpmli_recurrent_end(hpml_tensor *t, const hpml_recurrent_d
 #define HPMLI_LSTM_UNITS 32 /* hidden units in a panel: the width of one or more tiles of >>gemm */
 #define HPMLI_LSTM_ROWS  32 /* samples in a block */
 #define HPMLI_LSTM_FEW   4  /* for fewer samples panels are 4 times as wide, so that a product has enough sums */
-/* Records an LSTM; if `states`, its rows are h and c of each time step, (B, T, 2H), and it may have initial states. */
+/* Records an LSTM. states: the result is (B, T, 2H), whose rows are h and then c of a time step, and the op may have
+   initial states h0 and c0; else the result is h, (B, T, H). */
 HPMLI_FN hpml_tensor *hpmli_lstm_record(hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc *d, bool states)
 {
     hpml_tensor *src[6];
@@ -11254,7 +11270,7 @@ typedef struct hpmli_lstm_job {
     hpml_node *n;
     bool       back;
     int64_t    B, T, H, t;         /* t: the time step that is computed */
-    int64_t    states;             /* 1: the result has h and c of each step, and there is a c before step 0; else 0 */
+    int64_t    states;             /* 1: rows of the result are h, then c; .cells begins with c before step 0. Else 0 */
     int64_t    width, panels;      /* hidden units in a panel; number of panels */
     float     *gates, *cells;      /* i, f, g, o: (B, T, 4H), c: (B, T + states, H) */
     float     *dc;                 /* (B, H) gradient of c */
@@ -11286,15 +11302,17 @@ HPMLI_FN void hpmli_lstm_pack(void *arg, int64_t panel, int thread HPMLI_UNUSED)
         memcpy(to + i * units, w + i * H + first, (size_t)units * sizeof(float));
 }
 
-/* Adds the gradient of the cells in the result, at one time step, to their gradient through the steps after. */
+/* Backward, with states: adds the gradient of the c in the result at this time step, which stands in the second half
+   of the row, to s->dc, the gradient of c from the step after. */
 HPMLI_FN void hpmli_lstm_add_dc(const hpmli_lstm_job *j, const hpmli_lstm_cells *s)
 {
     for (int64_t i = 0; i < s->rows; i++)
         j->ctx->k->vadd(s->dc + i * j->H, s->dc + i * j->H, s->h + i * s->h_step + j->H, s->units);
 }
 
-/* Prepares a pass of an LSTM with states: forward, c before step 0 and h as the result of step -1; backward, gradients
-   of the state after the last step, and as da of step T zeros. */
+/* Prepares a pass of an LSTM with states. Forward: sets c and h before step 0 to c0 and h0, or to zeros without them.
+   Backward: sets to zeros the gradient of c after the last step and da of step T, one beyond the last, because no later
+   step adds to either. */
 HPMLI_FN void hpmli_lstm_begin(const hpmli_lstm_job *j)
 {
     const hpmli_kernels *k = j->ctx->k;
@@ -11372,7 +11390,8 @@ HPMLI_FN void hpmli_lstm_pass(const hpml_run *run, hpml_node *n)
     hpmli_lstm_steps(&j);
 }
 
-/* Computes the gradients of the initial states (`steps`: dc is that of c0) and what h0 adds to the gradient of W_h. */
+/* Computes the gradients of h0 and c0, if `steps`: the time steps have run backward in this call, so that j->dc is the
+   gradient of c0. Adds da_0^T h0, the product for time step 0, to the gradient of W_h. */
 HPMLI_FN void hpmli_lstm_initial_back(const hpmli_lstm_job *j, bool steps)
 {
     const hpml_node   *n = j->n;
@@ -11438,7 +11457,7 @@ HPMLI_FN hpmli_gru_job hpmli_gru_of(const hpml_run *run, hpml_node *n)
     return j;
 }
 
-/* Returns h before time step t of sample b, or NULL: zeros. */
+/* Returns the H numbers of h before time step t of sample b: h of step t - 1, for t = 0 h0; NULL: zeros, without h0. */
 HPMLI_FN const float *hpmli_gru_before(const hpmli_gru_job *j, int64_t b, int64_t t)
 {
     const hpml_tensor *h0 = j->n->src_count > 5 ? j->n->src[5] : NULL;
@@ -11553,7 +11572,8 @@ HPMLI_FN void hpmli_gru_back(const hpml_run *run, hpml_node *n)
     if (w_x->grad) hpmli_product(run->ctx, hpmli_transposed(da), hpmli_values(x), hpmli_grads(w_x), n->accumulate[1]);
     hpmli_gru_weights_back(&j);
 }
-HPMLI_OP(gru, HPMLI_OP_IS_WHOLE | HPMLI_OP_PACKS, HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_SRC(5) | HPMLI_NEED_OUT,
+HPMLI_OP(gru, HPMLI_OP_IS_WHOLE | HPMLI_OP_PACKS,
+         HPMLI_NEED_BOTH | HPMLI_NEED_SRC(2) | HPMLI_NEED_SRC(5) | HPMLI_NEED_OUT,
          hpmli_flops_product(n, back, 3 * (n->out->shape[2] + n->src[0]->shape[2])), hpmli_gru_pass(run, n),
          hpmli_gru_back(run, n));
 
@@ -11616,7 +11636,7 @@ HPMLI_FN void hpmli_cross_entropy_row(const hpmli_work *w, int64_t row, int thre
     *inverse = 1 / sum;
     *loss    = logf(sum) - (1 - s) * (x[label] - *max);
     if (s == 0) return;
-    double about[2] = { 0, 0 }; /* sums of x - max and of (x - max)^2 */
+    double about[2] = { 0, 0 }; /* sums over the row of x - max and of (x - max)^2 */
     w->k->vmoments(about, NULL, x, *max, w->cols);
     *loss -= s * (float)(about[0] / (double)w->cols);
 }
@@ -12423,7 +12443,7 @@ HPMLI_FN void hpmli_clear_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_clear_job *j = (const hpmli_clear_job *)arg;
     size_t at = (size_t)task * HPMLI_CLEAR, end = j->bytes - at < HPMLI_CLEAR ? j->bytes : at + HPMLI_CLEAR;
-    for (size_t n; at < end; at += n) { /* zeroes an eighth at a time, which is still in the cache */
+    for (size_t n; at < end; at += n) { /* an eighth at a time, which stays in the cache */
         n = end - at < HPMLI_CLEAR / 8 ? end - at : HPMLI_CLEAR / 8;
 #ifdef MADV_POPULATE_WRITE
         char *page = j->p + at + (4096 - (uintptr_t)(j->p + at) % 4096) % 4096;
@@ -13139,11 +13159,11 @@ struct hpml_trainer {
     double             *norms;           /* (param_count, 2) sums of squares, for hooks `norms`; NULL: no such hook */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
-    float              *best;            /* (2, rows) of an output split by classes: each row's maximum; - its class */
+    float              *best;            /* (2, rows) of an output split by classes: each row's maximum; minus its class */
     int32_t            *host_y;          /* host memory for a batch of labels */
     const void         *x, *y;           /* host: the batch, of which a graph with parts copies a slot's samples */
     hpml_tensor        *extra[HPML_MAX_EXTRA]; /* (d.extra_count) further inputs */
-    const void *const  *given;           /* host: a batch for each of them; NULL: they keep their values */
+    const void *const  *given;           /* host: given[k]: a batch for .extra[k]; NULL: inputs keep their values */
     float              *batch_out;       /* host memory for a batch of outputs of all parts; NULL: not evaluated yet */
     bool                evaluating;      /* true: a hook `pass` runs for evaluate or predict */
     hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
@@ -14673,7 +14693,7 @@ typedef struct hpmli_tally {
 #define HPMLI_TALLY_COUNT ((int64_t)(sizeof(hpmli_tally) / sizeof(double)))
 
 HPMLI_FN double hpmli_part_of(double part, double all) { return all > 0 ? part / all : -1; }
-/* Sets the fields of *m that are computed from sums. */
+/* Sets the fields of *m, the metrics of a data set, from *s, sums over all its samples. */
 HPMLI_FN void hpmli_tally_read(const hpmli_tally *s, hpml_loss loss, hpml_metrics *m)
 {
     const double spread = s->numbers > 0 ? s->target_square - s->target * s->target / s->numbers : 0;
@@ -14712,15 +14732,15 @@ typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts and keeps
     const hpml_fit_desc *d;
     double  start;         /* seconds, by hpml_now */
     int64_t samples, updates;
-    bool    is_last;       /* in the last epoch of the call */
+    bool    is_last;       /* true: this is the last epoch of the call */
     const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
     bool    apart;         /* ranks do not make the same steps, and meet at the ends of epochs alone */
     bool    counts;        /* sums up `tally` */
     FILE   *log;           /* hpml_fit_desc.log; NULL: none */
-    hpmli_tally tally;     /* of this epoch, as of each step */
+    hpmli_tally tally;     /* sums over the samples of this epoch, each as of the step that trained on it */
     double  best;          /* the smallest val_loss; infinite before the first */
-    int64_t best_epoch;    /* number of the epoch after it, as t->epoch */
-    char   *best_values;   /* host memory for the parameters of that epoch; NULL: not kept */
+    int64_t best_epoch;    /* value of t->epoch when .best was measured: 1 + the number of the best epoch */
+    char   *best_values;   /* host memory for the parameters of the best epoch; NULL: not kept */
     double  saved_at;      /* seconds, by hpml_now, at the last checkpoint or the start */
     int64_t saved_step;    /* updates at the last checkpoint; -1: none by this call */
     bool    saves_now, stops_now; /* ranks have agreed to save, to stop, after this step */
@@ -14873,7 +14893,7 @@ HPMLI_FN hpml_status hpmli_fit_decide(hpml_trainer *t, hpmli_fit *f, bool epoch_
     return HPML_OK;
 }
 
-/* Evaluates the data, see >>evaluate. shared: each rank a part. */
+/* Writes the metrics of all samples of `data` to *out (>>evaluate). shared: each rank evaluates a part of them. */
 static hpml_status hpmli_evaluate(hpml_trainer *t, hpml_dataset *data, bool shared, hpml_metrics *out);
 /* Evaluates the validation data, and notes in *e and *f whether the loss is the smallest until now. */
 HPMLI_FN hpml_status hpmli_fit_validate(hpml_trainer *t, hpmli_fit *f, hpml_epoch *e)
@@ -14908,7 +14928,7 @@ HPMLI_FN void hpmli_log_number(FILE *log, const char *name, double value)
     char text[32] = "null";
     if (value - value == 0) snprintf(text, sizeof text, "%.9g", value);
     for (char *p = text; *p; p++)
-        if (*p == ',') *p = '.'; /* in locales that write a comma */
+        if (*p == ',') *p = '.'; /* some locales have a decimal comma */
     fprintf(log, ",\"%s\":%s", name, text);
 }
 
@@ -15135,7 +15155,7 @@ HPMLI_FN hpml_status hpmli_fit_epoch(hpml_trainer *t, hpml_loader *l, hpmli_fit 
     return status == HPML_OK && (ends || f->stops_now) ? HPML_ERR_STOPPED : status;
 }
 
-/* Prepares *f and, with .resume, the trainer for a call of fit. */
+/* Prepares *f for a call of fit and, with d->resume, puts the trainer back to its newest checkpoint. */
 HPMLI_FN hpml_status hpmli_fit_begin(hpml_trainer *t, const hpml_fit_desc *d, hpmli_fit *f)
 {
     f->d          = d;
@@ -15309,7 +15329,7 @@ static hpml_status hpmli_evaluate(hpml_trainer *t, hpml_dataset *data, bool shar
     const bool       apart = shared && t->graph->batchable && !t->graph->any.need && !hpmli_has_pass(t);
     d.ranks = apart ? t->ranks : 1;
     d.rank  = apart ? t->rank : 0;
-    const bool   idle = shared && t->rank == t->ranks; /* a rank that computes nothing */
+    const bool   idle = shared && t->rank == t->ranks; /* true: this rank has no part of the data, as servers */
     hpml_loader *l = hpmli_trainer_loader(t, data, &d, true);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     while (!idle && hpml_loader_next(l, &b)) {
@@ -15478,18 +15498,6 @@ __declspec(dllimport) int __stdcall MoveFileExA(const char *from, const char *to
 #define HPMLI_FSEEK fseek
 #define HPMLI_FTELL ftell
 #endif
-
-/* Writes the data of an open file to the disk; false: sets errno. */
-HPMLI_FN bool hpmli_file_sync(FILE *f)
-{
-    bool good = fflush(f) == 0;
-#if HPMLI_POSIX
-    good = good && fsync(fileno(f)) == 0;
-#elif defined(_WIN32)
-    good = good && _commit(_fileno(f)) == 0;
-#endif
-    return good;
-}
 
 /* Gives a closed file another name, in place of the file that has this name; false: sets errno. */
 HPMLI_FN bool hpmli_file_rename(const char *from, const char *to)
@@ -15741,6 +15749,18 @@ HPMLI_FN bool hpmli_writer_open(hpml_ctx *ctx, hpmli_writer *w, const char *path
     return false;
 }
 
+/* Writes the data of an open file to the disk; false: sets errno. */
+HPMLI_FN bool hpmli_writer_sync(hpmli_writer *w)
+{
+    bool good = fflush(w->f) == 0;
+#if HPMLI_POSIX
+    good = good && fsync(w->fd) == 0;
+#elif defined(_WIN32)
+    good = good && _commit(_fileno(w->f)) == 0;
+#endif
+    return good;
+}
+
 /* Appends `size` bytes. Errors are kept in the writer; hpmli_writer_close reports the first. */
 HPMLI_FN void hpmli_write(hpmli_writer *w, const void *bytes, size_t size)
 {
@@ -15772,7 +15792,7 @@ HPMLI_FN void hpmli_write_data(hpmli_writer *w, const void *data, size_t size)
 #endif
         if (!progress->fn || w->size - w->synced < sync) continue;
         w->synced = w->size;
-        if (!w->direct && !w->error && !hpmli_file_sync(w->f)) w->error = errno;
+        if (!w->direct && !w->error && !hpmli_writer_sync(w)) w->error = errno;
         progress->fn(progress->user, w->size);
     }
 }
@@ -15783,7 +15803,7 @@ HPMLI_FN hpml_status hpmli_writer_close(hpmli_writer *w, bool keep)
 {
     bool good = keep && !w->error && !ferror(w->f) && fflush(w->f) == 0;
     bool renamed = false; /* true: the file has its final name */
-    if (good && !w->direct) good = hpmli_file_sync(w->f); /* the data must be on the disk before the rename */
+    if (good && !w->direct) good = hpmli_writer_sync(w); /* the data must be on the disk before the rename */
     if (!good && !w->error) w->error = errno ? errno : EIO;
     if (fclose(w->f) != 0 && good) {
         good     = false;
@@ -16432,7 +16452,7 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
    data would be lost silently if it were skipped as a header. */
 HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
 {
-    static const char nonfinite[][4] = { "nan", "inf" }; /* numbers here, so no header; errors as data */
+    static const char nonfinite[][4] = { "nan", "inf" }; /* words for numbers: no header, but errors as data */
     const char *start = c->p, *text, *stop;
     bool        more = true, numbers = false, words = false;
     double      v;
@@ -16471,7 +16491,7 @@ HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s) /* parses a line int
 {
     const char *text, *stop;
     int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
-    bool        more = true, fits = s && s->d.count < c->capacity; /* no memory: rows had too few fields */
+    bool        more = true, fits = s && s->d.count < c->capacity; /* no memory for a row if others were too short */
     bool        first = !c->names && (!s || s->d.count == 0); /* the user may have meant this line as a header */
     for (; more; column++) {
         double v = 0;
@@ -17037,7 +17057,7 @@ HPML_API hpml_tensor *hpml_npz_load(hpml_ctx *ctx, const char *path, const char 
    and kind, then the bytes, padded to a multiple of 512; two headers of zeros, or the end of the file, end the row. */
 typedef struct hpmli_tar {
     hpml_ctx      *ctx;
-    const char    *ext[2];      /* the rest of the names of x and of y; [1] NULL: no targets */
+    const char    *ext[2];      /* names of x and of y behind the first dot, such as "npy"; [1] NULL: no targets */
     hpmli_file     f;
     const char    *name;        /* of the present member, without folder; not terminated */
     size_t         name_size, key_size; /* bytes of the name, and of the name up to the first dot */
@@ -17051,7 +17071,8 @@ typedef struct hpmli_tar {
     int64_t        shape[HPML_MAX_DIMS], targets; /* of x; numbers of y */
 } hpmli_tar;
 
-/* Reads the header at offset *at and moves *at to the next one; false: the end, or an error on the context. */
+/* Reads the header of the member at offset *at, and moves *at to the next header. False: the end of the tar file, or an
+   error, which is on the context. */
 HPMLI_FN bool hpmli_tar_next(hpmli_tar *r, size_t *at)
 {
     const unsigned char *h = r->f.bytes + *at;
@@ -17110,7 +17131,8 @@ HPMLI_FN hpml_tensor *hpmli_tar_tensor(hpmli_tar *r, int k)
     return t;
 }
 
-/* Ends the sample whose parts are there: the first one sets type and shape, all others must have them. */
+/* Adds the sample that r->part holds, whose members have been read, to the dataset. Type and shape of the first sample
+   become those of the dataset; a sample with others is an error. */
 HPMLI_FN bool hpmli_tar_sample(hpmli_tar *r, const char *key, int key_size)
 {
     hpml_tensor **part = r->part;
@@ -17143,10 +17165,10 @@ HPMLI_FN bool hpmli_tar_sample(hpmli_tar *r, const char *key, int key_size)
     return true;
 }
 
-/* Counts or copies (r->s) the samples of one tar file. */
+/* Counts the samples of one tar file in r->count and, unless r->s is NULL, copies them to r->s. */
 HPMLI_FN void hpmli_tar_read(hpmli_tar *r)
 {
-    const char *key      = NULL; /* of the present sample */
+    const char *key      = NULL; /* name, up to the first dot, of the members of the present sample */
     int         key_size = 0;
     size_t      at       = 0;
     for (bool more = true; more && r->ctx->status == HPML_OK;) {
@@ -17215,11 +17237,11 @@ struct hpml_loader {
     int64_t              steps, crop;          /* batches of an epoch; side of the cropped image, 0: not cropped */
     int64_t              stored_size, size;    /* numbers of a sample in the data; in a batch */
     float               *image;                /* (stored_size) one sample before augmentation */
-    int64_t             *numbers;              /* (batch) of the samples that a function makes: its numbers, and */
-    int64_t             *image_numbers;        /* (batch) those in this dataset, by which images are augmented */
-    char                *raw;                  /* (batch) samples as that function makes them; NULL: made in x */
+    int64_t             *numbers;              /* (batch) numbers of a batch's samples as data->fill counts them */
+    int64_t             *image_numbers;        /* (batch) their numbers in .data, which seed the augmentation */
+    char                *raw;                  /* (batch) samples as data->fill makes them; NULL: it makes them in x */
     char                *extra[2][HPML_MAX_EXTRA];
-    hpml_status          status[2];            /* of the function that makes samples */
+    hpml_status          status[2];            /* what data->fill returned for the batch in each slot */
     float               *x[2];                 /* memory of two batches: batch n, counted over all epochs, in n % 2 */
     char                *y[2];
     hpml_batch           batch[2];
@@ -17295,7 +17317,7 @@ HPMLI_FN void hpmli_load_sample(const hpml_loader *l, int slot, int64_t at, int6
     }
 }
 
-/* Lets the data's function make the `count` samples l->numbers of the batch in `slot`. */
+/* Calls data->fill to make the samples with the numbers l->numbers[0 .. count - 1], the batch in `slot` (0 or 1). */
 HPMLI_FN void hpmli_load_filled(hpml_loader *l, int slot, int64_t count, int64_t epoch)
 {
     const hpml_dataset *d = l->data;
@@ -17328,7 +17350,7 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l)
                                        l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
     const int64_t       size = d->y ? d->y_size * 4 : 0;
     uint64_t            mark = hpmli_hash(HPMLI_HASH, settings, sizeof settings);
-    for (int64_t i = 0; i < 64 && size > 0; i++) { /* samples that a function makes have no targets here */
+    for (int64_t i = 0; i < 64 && size > 0; i++) { /* data with `fill` has no targets in memory */
         int64_t sample = (d->count - 1) / 63 * i + (d->count - 1) % 63 * i / 63;
         mark = hpmli_hash(mark, hpmli_sample_y(d, sample), (size_t)(size < 4096 ? size : 4096));
     }
@@ -18196,12 +18218,12 @@ typedef struct hpmli_arrays {
     hpml_safetensor *t;     /* (count) entries as in the file, without data; first in the memory of all these arrays */
     hpmli_array     *of;    /* (count) */
     float           *host;  /* host memory for the largest array */
-    float           *work;  /* for two more */
+    float           *work;  /* host memory for two more arrays of that size */
     uint32_t        *sums;  /* (count) CRC-32C of each array's data */
     char            *names; /* (count, HPMLI_ARRAY_NAME) names */
     int              count, done; /* done: arrays that were read */
     hpml_dtype       dtype; /* type of the data in the file */
-    const hpml_load_desc *as; /* names in the file that is loaded; NULL: the parameters' names */
+    const hpml_load_desc *as; /* which names the file has for parameters (>>api-save); NULL: their own */
 } hpmli_arrays;
 
 /* Which arrays are saved or loaded, if not all parameters, or a trainer's. */
@@ -18369,8 +18391,8 @@ HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, c
     return a->host;
 }
 
-/* Writes to `name` the name that array i has in the file, by a->as; NULL: the array stays as it is. Sets *transposed if
-   the file has the matrix with rows and columns exchanged. */
+/* Returns the name that array i has in the file, by the map of a->as, for which `name` is memory; NULL: the map leaves
+   the array as it is. Sets *transposed to whether the file has the matrix with rows and columns exchanged. */
 HPMLI_FN const char *hpmli_array_name(const hpmli_arrays *a, int i, char name[HPMLI_ARRAY_NAME], bool *transposed)
 {
     const hpml_load_desc *d    = a->as;
@@ -18988,7 +19010,7 @@ typedef struct hpmli_structure {
     hpml_ctx     *ctx;
     hpml_tensor **value;      /* (value_count) inputs, constants, parameters, results */
     int           input_count, constant_count, param_count, value_count;
-    bool         *used;       /* (parameters of the context) */
+    bool         *used;       /* (parameters of the context) true: the parameter is among the values */
     hpml_node   **node;       /* (node_count) in the order of recording, behind which the memory of all lists lies */
     int           node_count;
 } hpmli_structure;
@@ -19000,7 +19022,8 @@ HPMLI_FN int hpmli_value_number(const hpmli_structure *s, const hpml_tensor *t) 
     return -1;
 }
 
-/* Adds to the values the leaves that nodes read: those with a batch (inputs), or those without (constants). */
+/* Adds to s->value the leaves that nodes of the model read: with `inputs` those with a batch, else those without one,
+   which are the constants. */
 HPMLI_FN void hpmli_structure_leaves(hpmli_structure *s, bool inputs)
 {
     for (int k = 0; k < s->node_count; k++)
@@ -19259,7 +19282,7 @@ HPML_API hpml_status hpml_model_save(hpml_ctx *ctx, const char *path, const hpml
 // ---------------------------------------------------------------------------------------------------------------------
 struct hpml_model {
     hpml_ctx     *ctx;
-    hpml_tensor **value;     /* (value_count) as they are numbered in the file */
+    hpml_tensor **value;     /* (value_count) inputs, constants, parameters, results, as the file numbers them */
     int           value_count, input_count, constant_count;
     hpml_tensor  *output[HPML_MAX_OUTPUTS];
     int           output_count;
@@ -19269,7 +19292,7 @@ struct hpml_model {
     int           meta_count;
 };
 
-/* The state of reading a structure. */
+/* What the functions that read a model's structure from JSON share. */
 typedef struct hpmli_model_reader {
     const hpml_safetensors *f;
     hpml_ctx   *ctx;
@@ -19304,7 +19327,8 @@ HPMLI_FN int64_t hpmli_json_whole(hpmli_json *j) /* consumes an integer of at mo
     return j->bad ? 0 : (int64_t)v;
 }
 
-/* Reads a member that the readers of inputs, constants, parameters and nodes share; false: `key` is none of them. */
+/* Reads the value of the JSON member `key` to *n, if `key` is one that inputs, constants, parameters and nodes have in
+   common, such as "name" and "shape"; false: `key` is none of these. */
 HPMLI_FN bool hpmli_read_member(hpmli_model_reader *r, const char *key, hpmli_saved_node *n)
 {
     if (strcmp(key, "name") == 0) n->name = hpmli_json_text(&r->j);
@@ -19420,7 +19444,7 @@ HPMLI_FN void hpmli_read_attr(hpmli_model_reader *r, hpmli_saved_node *n, const 
     const hpmli_attr_field *f = hpmli_attr_fields, *end = f + HPMLI_ATTR_FIELDS;
     while (f < end && (f->op != n->op || strcmp(f->name, key) != 0)) f++;
     if (f == end) {
-        hpmli_json_skip(&r->j, 8); /* of a later version that this one can do without */
+        hpmli_json_skip(&r->j, 8); /* a member of a later version, unknown here */
         return;
     }
     char         *to    = (char *)&n->a + f->at;
@@ -19636,7 +19660,8 @@ HPML_API hpml_graph *hpml_model_graph(hpml_model *m)
     return m->graph;
 }
 
-/* Runs the graph on `samples` samples from number `first` on, at most a batch; an output without a batch: the last. */
+/* Runs the graph on `samples` samples, at most a batch, from number `first` of the inputs on, and writes their rows of
+   the outputs; an output without a batch dimension is overwritten whole. */
 HPMLI_FN hpml_status hpmli_model_batch(hpml_model *m, const void *const *inputs, int64_t first, int64_t samples,
                                        float *const *outputs)
 {
@@ -19644,7 +19669,7 @@ HPMLI_FN hpml_status hpmli_model_batch(hpml_model *m, const void *const *inputs,
     if (hpml_graph_set_batch(g, g->batchable ? samples : m->batch) != HPML_OK) return m->ctx->status;
     for (int i = 0; i < m->input_count; i++) {
         const hpml_tensor *x = m->value[i];
-        if (!x->raw) continue; /* no output depends on this input */
+        if (!x->raw) continue; /* without memory: no output depends on this input */
         const size_t size = (size_t)(hpml_tensor_count(x) / g->batch_now) * hpml_dtype_size(x->dtype);
         m->ctx->backend->write(m->ctx->device, x->raw, (const char *)inputs[i] + (size_t)first * size,
                                (size_t)samples * size);
@@ -21947,7 +21972,7 @@ HPMLI_VEC_INLINE HV(u32) HV(add_bf16)(HV(u32) s, HV(u32) u, HV(u32) x)
     return HV(as_words)(sum);
 }
 
-/* Packs bf16 in words as HV(pack_words) packs bytes; subnormal numbers become 0. */
+/* Returns v, each element a number in bf16, with subnormal numbers replaced by 0 (see hpml_bgemm). */
 HPMLI_VEC_INLINE HV(u32) HV(flush_bf16)(HV(u32) v)
 {
     HV(u32) normal = ((v & 0x7f80u) + 0x7f80u) >> 15; /* 1 where the exponent is not 0 */
@@ -21972,10 +21997,11 @@ HPMLI_KERNEL void HV(pack_bf16)(uint32_t *dst, const uint16_t *x, int64_t line, 
     }
 }
 
-/* Packs `lines` rows of A, or columns of B, over `k` values of k, in words of `group` values: word w of line i goes to
-   dst[w * width + i], and any words to dst[w * width + i] for lines <= i < width, of which no result is stored.
-   x[i * line + p * step] is value p of line i. flip: 128 where the bytes are signed, else 0. A vector may read beyond
-   the last line, but not beyond the matrix, and write to the words of the next p, which are packed next. */
+/* Packs `lines` rows of A, or columns of B, of `k` values each, in words of `group` values: word w of line i goes to
+   dst[w * width + i]; the words for lines <= i < width, of which no result is stored, may have any value.
+   x[i * line + p * step] is value p of line i. flip: 128 where the bytes are signed, so that (byte ^ flip) - flip
+   extends the sign, else 0. A vector may read beyond the last line, but not beyond the matrix, and write beyond the
+   words w of all lines into words w + 1, which are packed after them. */
 HPMLI_VEC_INLINE void HV(pack_words)(const int group, uint32_t *dst, const uint8_t *x, int64_t line, int64_t step,
                                      int64_t lines, int64_t width, int64_t k, uint32_t flip)
 {
@@ -22003,7 +22029,8 @@ HPMLI_VEC_INLINE void HV(pack_words)(const int group, uint32_t *dst, const uint8
         }
     }
 }
-/* Packs `lines` rows of A, or columns of B, from line `at` on, over k values from number p on. */
+/* Packs, as words of kind `word`, `lines` rows of A, or columns of B, from line `at` on: of each, the k values from
+   value p on. line, step: elements of x from a line to the next one, from a value to the next one. */
 HPMLI_KERNEL void HV(pack_operand)(hpmli_word word, uint32_t *dst, const void *x, int64_t line, int64_t step,
                                    int64_t at, int64_t lines, int64_t width, int64_t p, int64_t k, uint32_t flip)
 {
@@ -22029,7 +22056,8 @@ typedef void hpmli_int_tile_fn(HPMLI_INT_TILE_ARGS);
         HV(store_words)(tile + r * HPMLI_NR, s##r);                                                                    \
         HV(store_words)(tile + r * HPMLI_NR + HV_LANES, t##r);                                                         \
     }
-/* Defines the function `name`, which computes a tile of `rows` rows by two vectors; dot: adds the products of words. */
+/* Defines the function `name`, which computes a tile of `rows` rows, each two vectors wide. dot: the function or macro
+   that adds the 2 or 4 products of two words to a sum. */
 #define HPMLI_INT_TILE(name, target, dot, rows)                                                                        \
     static target __attribute__((unused)) void HV(name)(HPMLI_INT_TILE_ARGS)                                           \
     {                                                                                                                  \
@@ -22072,7 +22100,7 @@ static hpmli_int_tile_fn *const HV(int_tiles)[][4] = { /* by hpmli_word, and by 
 #ifdef HPMLI_BYTE_DOT
     HPMLI_INT_NAMES(tile_bytes),
 #else
-    HPMLI_INT_NAMES(tile_pair), /* no context asks for them */
+    HPMLI_INT_NAMES(tile_pair), /* fills the row: contexts do not choose this word on CPUs without its instruction */
 #endif
     HPMLI_INT_NAMES(tile_bf16),
 #ifdef HPMLI_BF16_DOT
@@ -22080,7 +22108,7 @@ static hpmli_int_tile_fn *const HV(int_tiles)[][4] = { /* by hpmli_word, and by 
 #endif
 };
 
-/* Stores a row of a tile, n sums of integers, at c; add: adds them to c. */
+/* Stores n sums of integers, a row of a tile, to c[0 .. n - 1] or, if `add`, adds the sums to c. */
 HPMLI_VEC_INLINE void HV(store_integers)(uint32_t *c, const uint32_t *sums, int64_t n, bool add)
 {
     int64_t i = 0;
@@ -22090,8 +22118,9 @@ HPMLI_VEC_INLINE void HV(store_integers)(uint32_t *c, const uint32_t *sums, int6
     }
     for (; i < n; i++) c[i] = add ? c[i] + sums[i] : sums[i];
 }
-/* Computes `rows` rows of C from row i on, `cols` columns from column j on: the packed rows of A, which are one tile
-   high, times the packed columns of B. height: an index of HV(int_tile_rows); first: this is the first range of k. */
+/* Computes rows [i, i + rows) and columns [j, j + cols) of C: adds the products of a, packed rows of A which are one
+   tile high, and b, packed columns of B, over one range of k of `words` words. height: the tile's height as an index of
+   HV(int_tile_rows). first: true for the first range of k, which overwrites C or scales it by beta. */
 HPMLI_KERNEL void HV(words_rows)(const hpmli_words_part *part, int64_t height, int64_t words, const uint32_t *a,
                                  const uint32_t *b, int64_t i, int64_t rows, int64_t j, int64_t cols, bool first)
 {
@@ -22118,7 +22147,7 @@ HPMLI_KERNEL void HV(words_part)(const hpmli_words_part *part)
     uint32_t *packed_b = part->ws, *packed_a = part->ws + HPMLI_WORDS_NC * HPMLI_WORDS_KC;
     for (int64_t j = part->j0, cols; j < part->j1; j += cols) {
         cols = part->j1 - j < HPMLI_WORDS_NC ? part->j1 - j : HPMLI_WORDS_NC;
-        for (int64_t p = 0, k; p < part->k || p == 0; p += HPMLI_WORDS_KC * group) { /* once for k = 0, to clear C */
+        for (int64_t p = 0, k; p < part->k || p == 0; p += HPMLI_WORDS_KC * group) { /* once for k = 0: clears C */
             k = part->k - p < HPMLI_WORDS_KC * group ? part->k - p : HPMLI_WORDS_KC * group;
             const int64_t words = (k + group - 1) / group;
             for (int64_t q = 0; q < cols; q += HPMLI_NR)
@@ -23064,7 +23093,12 @@ HPMLI_FN bool hpmli_cpu_has_byte_dot(const hpmli_kernels *k)
 #endif
 #endif /* HPML_IMPLEMENTATION */
 
-// CHANGES
+// CHANGES, the newest first
+//     0.1.0   hpml_fit_desc: validation, early stopping, checkpoints, a log; hpml_model_save and _load; own data
+//     0.1.0   attention with masks, grouped queries, rotary positions and a cache; GRU, states; maps, takes, maxima
+//     0.1.0   default names count the layers of a kind: files with older names load by hpml_params_load_as
+//     0.1.0   hpml_igemm, hpml_bgemm; contexts take no memory for products before the first one
+//     0.1.0   hpml_npz_load, hpml_dataset_load_tar; Windows by MinGW
 //     0.1.0   first version: tensors, graph, layers, optimizers, trainer, codecs, data, checkpoints, CPU kernels
 //
 // MIT License

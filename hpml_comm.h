@@ -109,7 +109,9 @@
 //                     centre: parameters that the ranks have in common, beside their own
 //     micro-batch     samples of a batch that go through a pipeline together
 //     program, act    of a forecast: what a rank repeats in each step, as a list; one entry of that list, such as
-//                     computing or a collective. actor: the thread, or the background thread, of a simulated rank
+//                     computing or a collective. role: a stage of the pipeline, or a server: each has one program.
+//                     actor: the own thread, or the background thread, of a simulated rank. to play programs: to
+//                     execute them in virtual time; maker: the struct with which programs are made
 //     fabric          the network between nodes: routers and the links between them
 //     bubble          the share of time for which the ranks of a pipeline are idle
 //
@@ -315,20 +317,21 @@ typedef struct hpml_counters {
     double  seconds;       /* spent in collectives, waiting included */
     int64_t received_messages, received_bytes;
     int64_t depth;         /* longest chain of messages */
-    int64_t held_bytes;    /* THREADS, CLOCK: the most bytes at one time that had been sent to this rank and that it had
-                              not yet received; else 0 */
+    int64_t held_bytes;    /* THREADS, CLOCK: largest number of bytes that waited at one time for this rank to receive
+                              them; else 0 */
 } hpml_counters;
 
-/* Which message, or computation, took place when: drawn by examples/spacetime.h, for example. */
+/* When a message, or a computation in virtual time, took place; examples/spacetime.h draws such records. */
 typedef struct hpml_message_record {
     int32_t from, to;   /* ranks in the launch's communicator; a computation (hpml_comm_compute): the same rank twice */
     int32_t tag;        /* above HPML_TAG_MAX: of a collective; -1: a computation */
-    int64_t bytes, depth; /* depth: see hpml_counters */
+    int64_t bytes, depth; /* of the message; depth: see hpml_counters */
     double  start, end; /* hpml_comm_now when the message was sent (MPI: when its receive was begun), and when it had
                            arrived */
 } hpml_message_record;
 
-/* Filled by hpml_launch in the order in which receives were over: in virtual time the same in each run. */
+/* The messages of a launch, added by hpml_launch as their receives end; in virtual time that order is the same in each
+   run. */
 typedef struct hpml_message_log {
     hpml_message_record *record;   /* (capacity) yours; the first `capacity` records are kept */
     int64_t              capacity;
@@ -1474,13 +1477,13 @@ HPML_API double hpml_optimal_ranks(double divisible_s, double fixed_s, double co
    HPML_ERR_UNSUPPORTED: strategies whose messages depend on who is first (backup, ssp, async, federated, hogwild),
    gossip, exact, routes factors and hybrid, schedules stash and vertical. */
 
-/* How nodes are joined. Messages cross `hops` links on average; each router that is passed adds its time to the
-   latency, and links that many messages share lower the bandwidth of each node. */
+/* How the nodes of a machine are joined. The farther apart nodes are (hpml_fabric.hops), the more routers add to the
+   latency of messages, and the more messages share a link, which lowers the bandwidth of each node. */
 typedef enum hpml_fabric_kind {
     HPML_FABRIC_SWITCH = 0, /* one switch for all nodes, at full speed */
     HPML_FABRIC_RING,       /* each node is a router with two neighbours */
     HPML_FABRIC_TREE,       /* binary tree of routers, with the nodes as leaves: all links equally fast */
-    HPML_FABRIC_FAT_TREE,   /* the same, each level with as much bandwidth as all nodes below it */
+    HPML_FABRIC_FAT_TREE,   /* as TREE, but each level of links has as much bandwidth as all nodes below it */
     HPML_FABRIC_TORUS,      /* nodes in a rectangle, as square as possible, with wrap-around */
     HPML_FABRIC_SLIM_FLY,   /* q = 5: 50 routers of 7 neighbours, any two at most 2 apart (Besta and Hoefler 2014);
                                nodes are dealt to the routers */
@@ -1490,8 +1493,8 @@ HPML_API const char *hpml_fabric_name(hpml_fabric_kind kind); /* "switch", ...; 
 typedef struct hpml_fabric {
     int32_t routers, degree; /* number of routers; most links between routers that one of them has */
     int32_t diameter;        /* most links between two routers */
-    double  hops;            /* links between two nodes, mean over all pairs, those to the routers not counted */
-    double  share;           /* of its bandwidth that each node has when all send to all; at most 1 */
+    double  hops;            /* links between the routers of two nodes, mean over all pairs of nodes */
+    double  share;           /* fraction of its bandwidth that each node has when all nodes send to all others */
 } hpml_fabric;
 /* Counts the links of a fabric for 1 to 4,096 nodes; more count as 4,096. Takes time in proportion to nodes^2. False:
    there is no such fabric, or no memory. */
@@ -1532,16 +1535,16 @@ typedef struct hpml_layer_facts {
     double  flops;                 /* operations of the forward pass; the backward pass has twice as many */
     double  bytes;                 /* bytes that the forward pass moves to and from memory, apart from parameters */
     int64_t rows, cols;            /* shape of the parameters; rows 0: 1, cols 0: the layer has none */
-    int64_t edge;                  /* floats that the next layer gets */
-    int64_t kept;                  /* bytes that the backward pass needs */
+    int64_t edge;                  /* floats of the layer's result, which the next layer reads */
+    int64_t kept;                  /* bytes of activations that the forward pass keeps for the backward pass */
     int64_t forward_sum;           /* floats that the ranks of axis tensor add up after the forward pass */
-    int64_t backward_sum;          /* floats that they add up after the backward pass */
+    int64_t backward_sum;          /* floats that the ranks of axis tensor add up after the backward pass */
     int64_t pass;                  /* floats that each rank of axis sequence passes on to each other one, forward, and
                                       twice backward (ring attention) */
     int64_t swap;                  /* floats that ranks of axis expert exchange before and after the experts, in each
                                       pass */
-    bool    split;                 /* over axis tensor: computing, parameters and kept bytes */
-    bool    experts;               /* parameters are split over axis expert */
+    bool    split;                 /* true: axis tensor divides computing, parameters and kept bytes of the layer */
+    bool    experts;               /* true: axis expert divides the layer's parameters */
 } hpml_layer_facts;
 
 typedef struct hpml_model_facts {
@@ -1555,32 +1558,32 @@ typedef struct hpml_model_facts {
     hpml_plan_facts         facts;    /* ranks; .batch: samples that a rank's model holds; the rest for the check */
     uint32_t                _end;
 } hpml_model_facts;
-/* Reads the ops of a trainer's graph, at most `capacity`, as layers: flops, parameters, results. Fills in *out, but for
-   .planned and .update_s, which stay 0. Returns how many ops there are. */
+/* Describes each op of a trainer's graph as a layer, in layer[0 .. capacity - 1], and fills in *out, but for .planned
+   and .update_s, which stay 0. Returns how many ops the graph has, which may be more than `capacity`. */
 HPML_API int hpml_model_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_layer_facts *layer, int capacity,
                                  hpml_model_facts *out);
 
-typedef enum hpml_term { /* of the time of a step */
+typedef enum hpml_term { /* parts of which the time of a step is the sum: see hpml_prediction.term_s */
     HPML_TERM_COMPUTE = 0, HPML_TERM_UPDATE, HPML_TERM_BUBBLE, HPML_TERM_DATA, HPML_TERM_TENSOR, HPML_TERM_SEQUENCE,
     HPML_TERM_EXPERT, HPML_TERM_SERVERS,
     HPML_TERM_COUNT /* the number of terms */
 } hpml_term;
 HPML_API const char *hpml_term_name(hpml_term term); /* "compute", "update", ...; NULL: there is none */
 
-/* Mean numbers of a step, over ranks that compute and steps after the first; seconds and bytes. */
+/* What hpml_forecast says of a step. Times are means over the ranks that compute and the steps after the first. */
 struct hpml_prediction {
     double    step_s;       /* seconds of a step: the sum of all terms */
     double    term_s[HPML_TERM_COUNT]; /* compute; update; idle time of a pipeline; communication that no
                                computation hides, waiting for slower ranks included, by axis or with servers */
     hpml_term decides;      /* the largest term after compute; COMPUTE: no other is a tenth of compute */
-    double    exposed_s;    /* the terms of communication together */
-    double    exposed_link_s[2]; /* of them, within nodes and between nodes */
+    double    exposed_s;    /* seconds of communication that no computation hides: the terms from DATA on */
+    double    exposed_link_s[2]; /* of .exposed_s, the seconds on links [0] within nodes and [1] between nodes */
     double    bubble;       /* idle share of a pipeline: HPML_TERM_BUBBLE / step_s */
     double    samples_s;    /* samples a second, of all ranks */
     int64_t   rank_bytes;   /* sent in a step by the rank that sends most */
     int64_t   between_bytes; /* sent in a step from node to node, by all ranks */
     int64_t   memory;       /* bytes of the rank that needs most: parameters, gradients, states, activations */
-    int32_t   buckets;      /* of gradients, on the first stage */
+    int32_t   buckets;      /* jobs of a step on the first stage: exchanges of buckets, and the sum of losses */
     int32_t   played;       /* number of ranks whose programs were played; the others are equal to these */
 };
 /* Forecasts a step of the plan. facts: the model, and how many ranks there are. machine: required. HPML_ERR_ARGUMENT,
@@ -1607,9 +1610,9 @@ HPML_API int hpml_roofline_text(const hpml_model_facts *facts, const hpml_machin
 typedef struct hpml_search_desc {
     uint32_t  _begin;
     hpml_plan base;       /* set fields stay */
-    int32_t   exhaustive; /* 0: 64 plans, -1: never */
-    int32_t   forecasts;  /* of the walk, at most; 0: 400 */
-    bool      lossy;      /* codecs are tried, too; they change what is learned */
+    int32_t   exhaustive; /* number of legal plans up to which all are forecast; 0: 64, -1: always walks */
+    int32_t   forecasts;  /* most forecasts of a walk; 0: 400 */
+    bool      lossy;      /* true: plans with codecs are tried, too, which round gradients */
     uint64_t  seed;       /* of the walk */
     uint32_t  _end;
 } hpml_search_desc;
@@ -1622,7 +1625,8 @@ typedef struct hpml_found {
    were forecast. */
 HPML_API int hpml_search(const hpml_search_desc *desc, const hpml_model_facts *facts, const hpml_machine *machine,
                          hpml_found *found, int capacity, int *forecasts, char *error, size_t size);
-/* Writes the best plan and the second one, and the term that decides between them. As snprintf. */
+/* Writes as text the first two of `count` plans that hpml_search found, and the term of the step's time by which they
+   differ most. As snprintf. */
 HPML_API int hpml_search_text(const hpml_found *found, int count, char *buffer, size_t size);
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -1733,7 +1737,7 @@ typedef struct hpmlc_mesh       hpmlc_mesh;       /* the axes of a communicator:
 typedef struct hpmlc_course     hpmlc_course;     /* where this rank is in a collective: see >>course */
 typedef struct hpmlc_waitpoint  hpmlc_waitpoint;  /* where one thread sleeps until another wakes it: >>world */
 
-typedef struct hpmlc_chain { /* depths (see hpml_counters) of the latest message that a rank's thread has ... */
+typedef struct hpmlc_chain { /* depths (hpml_counters) of the last messages that a thread has sent, and received */
     int64_t sent, received;
 } hpmlc_chain;
 
@@ -1784,7 +1788,7 @@ struct hpml_comm {
     hpml_counters        *total;    /* where to add the counters when c is freed; NULL: nowhere */
     hpml_message_log     *log;      /* list of the launch's messages; NULL: none */
     hpml_message         *pending;  /* list of the receives that are not done, newest first */
-    hpmlc_text            close_error; /* for an error while closing, when the context is being freed */
+    hpmlc_text            close_error; /* gets errors of closing, because a context that is being freed keeps none */
     hpmlc_background     *background;
     hpml_device_link      link;     /* moves arrays between devices; .begin NULL: there is none */
     hpmlc_mesh           *mesh;     /* axes into which the ranks are cut; NULL: no plan has been set */
@@ -2623,7 +2627,7 @@ typedef struct hpmlc_inbox {
     hpml_message   *copies;         /* list of the posted sends that are copies, made by the inbox */
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
-    int             others;         /* number of other messages that end the wait as well: hpml_wait_any */
+    int             others;         /* number of messages besides the one of .peer that end the wait (hpml_wait_any) */
     hpml_message *const *awaited;   /* list of the messages, one of which ends the wait; valid while the owner sleeps */
     int             awaited_count;
     const char     *operation;      /* name of the operation in which the owner waits */
@@ -3358,7 +3362,7 @@ HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
             changes = __atomic_load_n(&in->wait.changes, __ATOMIC_ACQUIRE);
             waits   = hpmlc_course_next(r);
             if (waits) hpmlc_test_list(r, hpmlc_course_missing(r), 1); /* tests all receives of r that are in flight */
-            while (r->stopped) { /* r's sends may have ended rounds of sleeping ranks */
+            while (r->stopped) { /* sleeping ranks that r's sends have stopped: c runs their courses, too */
                 hpml_comm *other = r->stopped;
                 r->stopped          = other->next_stopped;
                 other->next_stopped = c->stopped;
@@ -3549,8 +3553,8 @@ HPMLC_FN void hpmlc_help_others(hpml_comm *c)
     if (c->stopped) hpmlc_threads_help(c);
 }
 
-/* Returns the most bytes at one time that had been sent to this rank of c and that it had not received, since the last
-   call with `reset`; 0: not known. */
+/* Returns the largest number of bytes that waited at one time for this rank of c to receive them, since the last call
+   with `reset`; 0: the transport does not count them. */
 HPMLC_FN int64_t hpmlc_held(const hpml_comm *c, bool reset)
 {
     if (!c->t->schedule) return 0;
@@ -4622,7 +4626,7 @@ HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
             if (a->runnable && (!best || hpmlc_vthread_before(a, best))) best = a;
         if (!best) hpmlc_world_stuck(w); /* a deadlock: this call makes all threads runnable */
     }
-    hpmlc_vthread *late = NULL; /* the sleeper whose deadline comes before anything else happens */
+    hpmlc_vthread *late = NULL; /* the sleeping thread whose deadline comes before the next turn of any other */
     for (hpmlc_vthread *a = w->vthreads; a && best; a = a->next)
         if (!a->runnable && a->deadline < (late ? late->deadline : best->due)) late = a;
     if (late) {
@@ -5221,7 +5225,8 @@ HPMLC_FN void *hpmlc_start_main(void *arg)
 }
 
 #ifndef HPML_NO_THREADS
-/* Waits until `ranks` ranks of world w have ended, each a change of `end`, and ends their waits after `seconds`. */
+/* Waits until all `ranks` ranks of world w have ended, each of which then changes `end`. If that takes more than
+   `seconds`, ends the waits of all ranks with an error. */
 HPMLC_FN void hpmlc_launch_watch(hpml_world *w, hpmlc_waitpoint *end, int ranks, double seconds)
 {
     const double until = hpml_now() + seconds;
@@ -6068,7 +6073,7 @@ struct hpmlc_course {
     hpmlc_reduce_fn    *reduce;
     int                 phase, at;       /* the round: number `at` of all->phase[phase] */
     bool                sends, receives; /* the round has a message to, from another rank */
-    bool                skips;           /* this round's sums came back with the round before */
+    bool                skips;           /* true: the round before has already brought this round's sums (.returns) */
     bool                is_begun;
     double              since;           /* hpml_comm_now() when the phases of the current level began */
     hpml_status         status;
@@ -6364,7 +6369,8 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     HPMLC_ZERO(hpml_network, net);
     int p = c->size, known = 0, nodes = 0;
     for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
-    int32_t *node = (int32_t *)calloc((size_t)p + (size_t)known, sizeof *node); /* (p) new numbers; (known) new + 1, by old */
+    /* (p) new numbers, then (known) new number + 1 of each old one */
+    int32_t *node = (int32_t *)calloc((size_t)hpmlc_max(p, 1) + (size_t)hpmlc_max(known, 1), sizeof *node);
     for (int r = 0; node && r < p; r++) { /* numbers the nodes anew, because a part may lack some */
         int32_t *number = &node[p + c->node[r]];
         if (*number == 0) *number = ++nodes;
@@ -6526,7 +6532,7 @@ struct hpml_job {
     bool                done;
     int64_t             step;  /* the communicator's step when the job was posted */
     double              clock; /* CLOCK: virtual seconds when the job was posted, then when it was done */
-    hpmlc_chain         chain; /* depth of messages, likewise */
+    hpmlc_chain         chain; /* depths of messages when the job was posted, then when it was done */
 };
 
 HPMLC_FN hpml_status hpmlc_job_allreduce(hpml_comm *c, void *user)
@@ -8434,7 +8440,7 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
     bool matters[HPMLC_FIELDS], is_final = false;
     int  i = 0;
     do {
-        if (!is_final) i = HPMLC_FIELDS - 1; /* else later fields, which are 0, cannot make the plan valid */
+        if (!is_final) i = HPMLC_FIELDS - 1; /* is_final: no value of a later field helps */
         hpmlc_fields_matter(plan, matters);
         while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], plan))) i--;
         if (i < 0) return false;
@@ -9280,7 +9286,7 @@ typedef struct hpmlc_state {
     const hpml_tensor *param; /* parameter whose layout in memory a copy has (this rank's part); NULL: none */
     int64_t      at, floats; /* this rank's range of one copy: [at, at + floats) */
     hpmlc_copies copies;     /* this rank's copies, and how many the file has: copies.all */
-    bool         is_mean;    /* copies are shares of a mean: the fewer there are, the larger each is */
+    bool         is_mean;    /* true: the sum of the copies is a mean: the fewer copies, the larger each one */
     bool         is_same;    /* every rank has the whole array: rank 0 saves it */
     bool        *present;    /* flag, shared by arrays: whether they exist now; NULL: the array always exists */
     int64_t      offset;     /* where the array begins among the floats that are saved */
@@ -9605,7 +9611,7 @@ typedef struct hpmlc_shard_job { /* reduce-scatter or allgather of a bucket */
 typedef struct hpmlc_slot { /* memory for a whole bucket */
     int              bucket;  /* -1: none */
     bool             posted;  /* slot of gradients: true: the bucket's reduce-scatter was started */
-    int64_t          used;    /* when an op needed the bucket last, or when the reduce-scatter was started */
+    int64_t          used;    /* .clock when an op needed the bucket last, or when its reduce-scatter was started */
     hpmlc_task       task;    /* the allgather of values */
     hpmlc_shard_job  job;
 } hpmlc_slot;
@@ -11170,7 +11176,7 @@ typedef struct hpmlc_weights {
     int     there;     /* number of ranks at the last meeting */
     int64_t since;     /* steps since the last meeting */
     double  samples, loss; /* sums on this rank since the last meeting: samples; loss times samples */
-    bool    is_set;    /* centre and momentum are set; false before the first step */
+    bool    is_set;    /* true: .centre and .momentum have values; false before the first step */
     bool    is_ahead;  /* block: parameters began this block ahead of the centre */
 } hpmlc_weights;
 
@@ -14558,9 +14564,9 @@ typedef struct hpmlc_deferred { /* statistics of a batchnorm over all micro-batc
     double     count;  /* how many x each of the sums adds up */
 } hpmlc_deferred;
 
-/* What the last stage knows of a pass, and tells the others. */
+/* The results of a pass, which the last stage computes and sends to the other stages. */
 typedef struct hpmlc_outcome {
-    float   loss;    /* the mean */
+    float   loss;    /* mean over the samples of the pass */
     int64_t hits[2]; /* see hpml_trainer_hits */
 } hpmlc_outcome;
 
@@ -14569,7 +14575,7 @@ struct hpmlc_pipeline {
     hpml_trainer     *t;
     hpml_graph       *g;
     hpml_ctx         *ctx;
-    hpml_comm        *c;       /* the stages */
+    hpml_comm        *c;       /* the stages of this pipeline */
     hpml_pipe_desc    desc;
     hpmlc_pipe_walk   walk;    /* the tasks of a full step; STASH and VERTICAL: at the task that this stage does next */
     int32_t           pieces;
@@ -15111,7 +15117,7 @@ HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t, const hpml
                                          int64_t samples, float grad_scale, bool accumulate, float *loss)
 {
     hpmlc_pipeline *pl = (hpmlc_pipeline *)user;
-    const int64_t   full  = pl->d->plan.shard > 1 ? pl->d->plan.micro : 1; /* each has its exchanges, on all ranks */
+    const int64_t   full  = pl->d->plan.shard > 1 ? pl->d->plan.micro : 1; /* micro-batches that all ranks run */
     const int64_t   micro = hpmlc_max(full, (samples + pl->rows - 1) / pl->rows);
     hpmlc_pass      pass = { first, samples, grad_scale, accumulate, at->pass != HPML_PASS_EVALUATE,
                              at->batch + 1 >= at->batches, (int32_t)micro, 0 };
@@ -16253,7 +16259,7 @@ HPMLC_FN hpml_status hpmlc_rows_backward(const hpml_run *run, hpml_node *n)
     for (int64_t i = 0; i < rows && n->src_count > 2; i++) hpmlc_give(n, 2, 0, part + i * cut, cut);
     if (n->src[1]->grad && status == HPML_OK)
         status = hpml_sgemm(run->ctx, true, false, cut, in, rows, 1, part, cut, all, in, 1, n->src[1]->grad, in);
-    if (status == HPML_OK) /* writes the gradient of `all` over `all`, used no more */
+    if (status == HPML_OK) /* overwrites `all`, not needed any more, by its gradient */
         status = hpml_sgemm(run->ctx, false, false, rows, in, cut, 1, part, cut, n->src[1]->data, in, 0, all, in);
     if (status == HPML_OK) status = g->scatter(g->user, all, blocks, k->B * in);
     hpmlc_give(n, 0, 0, blocks, samples * in);
@@ -16623,7 +16629,7 @@ typedef struct hpmlc_sim_rank { /* a simulated rank. One struct, because its mem
     int     to, from;    /* ranks of the current move, -1: none */
     int64_t bytes;       /* bytes sent by the current move */
     int     tag;         /* of the current move; its messages match messages with the same tag */
-    bool    far, far_from; /* programs (>>play): `to`, `from` is on another node */
+    bool    far, far_from; /* only in programs (>>play): true: rank `to`, rank `from` is on another node */
     int     want;        /* the rank whose message is awaited; -1: none */
     int     first, last; /* indices of the letters to this rank, -1: none */
     int     next;        /* the rank after this one in the same run (hpmlc_sim_push), -1: none */
@@ -16657,8 +16663,9 @@ struct hpmlc_sim {
     hpmlc_sim_letter *letter;
     int               letters, free_letter; /* number of letters allocated; index of the first unused one, -1: none */
     bool              failed;             /* true: out of memory */
-    /* Programs (>>play): each rank has `streams` actors, which the above calls ranks and which share its card: */
-    int               streams;            /* 1: ranks have no programs */
+    /* For programs (>>play). There each rank has `streams` actors, which share its network card; "rank" in the comments
+       above then means an actor: */
+    int               streams;            /* actors of a rank: 2, or 1 where ranks have no programs */
     double           *waited;             /* (p) seconds that each actor has waited in its current act; else NULL */
     bool            (*program)(hpmlc_sim *s, int r); /* sets the current move of actor r; false: none; or NULL */
 };
@@ -16675,7 +16682,8 @@ HPMLC_FN void hpmlc_sim_close(hpmlc_sim *s)
     free(s->waited);
 }
 
-/* p: number of ranks, times `streams`. False: out of memory. */
+/* Takes memory for a simulation of p actors, `streams` for each rank (1: actors are ranks), on the network `net`.
+   False: out of memory. */
 HPMLC_FN bool hpmlc_sim_open(hpmlc_sim *s, int p, const hpml_network *net, int streams)
 {
     hpml_comm *c = &s->layout;
@@ -17589,35 +17597,37 @@ HPML_API int hpml_pipe_svg(const hpml_pipe_span *spans, int count, const char *t
 
 typedef enum hpmlc_act_kind {
     HPMLC_ACT_COMPUTE, /* takes .seconds */
-    HPMLC_ACT_SEND, HPMLC_ACT_RECEIVE, /* .n bytes to or from .peer of the group */
-    HPMLC_ACT_COLLECT, /* takes part in a collective of the group */
+    HPMLC_ACT_SEND, HPMLC_ACT_RECEIVE, /* .n bytes to, or from, the rank at position .peer of .group */
+    HPMLC_ACT_COLLECT, /* takes part in the collective .collective of the ranks of .group */
     HPMLC_ACT_POST,    /* lets the background begin its next job */
     HPMLC_ACT_WAIT,    /* waits for the background's job number .peer of this step */
-    HPMLC_ACT_END      /* of the step; in the background's list: of the job */
+    HPMLC_ACT_END      /* ends the step; in the background's list: ends the job */
 } hpmlc_act_kind;
 
 typedef enum hpmlc_collective {
     HPMLC_ALLREDUCE, HPMLC_REDUCE_SCATTER, HPMLC_ALLGATHER, HPMLC_BROADCAST, /* .n elements of .size bytes */
-    HPMLC_STRIPES,     /* all to all: a block of .n bytes and a header to each rank */
-    HPMLC_SUMS,        /* a block of .n bytes and a header of each rank to all */
-    HPMLC_PASSES,      /* size - 1 times .n bytes to the next rank */
-    HPMLC_SHIFTS       /* .n bytes to the rank 1, 2, 4, ... places on: a sum of a few numbers */
+    HPMLC_STRIPES,     /* all to all: each rank sends another block, .n bytes with its header, to each other rank */
+    HPMLC_SUMS,        /* each rank sends the same block, .n bytes with its header, to all other ranks */
+    HPMLC_PASSES,      /* in each of size - 1 rounds each rank sends .n bytes to the next rank of the group */
+    HPMLC_SHIFTS       /* in round r each rank sends .n bytes to the rank 2^r places on: sums a few numbers */
 } hpmlc_collective;
 
-/* Sets of ranks that exchange messages: one axis, or a group of these words. */
+/* A group of a play: the ranks along one axis (then its number is that hpml_axis), the ranks that average gradients, or
+   all ranks. */
 enum { HPMLC_GROUP_REPLICAS = HPML_AXES, HPMLC_GROUP_ALL, HPMLC_GROUPS };
 
 typedef struct hpmlc_act {
     hpmlc_act_kind   kind;
-    int32_t          group;   /* an hpml_axis or HPMLC_GROUP_; .peer is a position in it */
-    int32_t          peer;    /* SEND, RECEIVE: the other rank; BROADCAST: the root; WAIT: number of the job */
+    int32_t          group;   /* the ranks that communicate: an hpml_axis, or HPMLC_GROUP_REPLICAS or _ALL */
+    int32_t          peer;    /* SEND, RECEIVE: the other rank's position in .group; BROADCAST: the root's; WAIT: number
+                                 of the job */
     int32_t          tag;
     hpmlc_collective collective;
     hpml_algorithm   algorithm;
     size_t           size;
     int64_t          n;
     double           seconds;
-    hpml_term        term;    /* of the step's time, to which computing and waiting in this act are added */
+    hpml_term        term;    /* the part of a step's time to which computing and waiting in this act are added */
 } hpmlc_act;
 
 typedef struct hpmlc_acts {
@@ -17628,7 +17638,7 @@ typedef struct hpmlc_acts {
 
 typedef struct hpmlc_role { hpmlc_acts own, background; } hpmlc_role;
 
-typedef struct hpmlc_layouts hpmlc_layouts; /* nodes of the ranks of a group, by which AUTO chooses algorithms */
+typedef struct hpmlc_layouts hpmlc_layouts; /* on which node each rank of a group is: AUTO's choice depends on this */
 struct hpmlc_layouts {
     hpmlc_layouts *next;
     int            group;
@@ -17637,38 +17647,40 @@ struct hpmlc_layouts {
 
 typedef struct hpmlc_actor {
     const hpmlc_acts *acts;
-    int               at, step;     /* number of the act, of the step or, in the background, of the job */
-    bool              begun;        /* the act, or in the background the job, has begun */
-    bool              idle;         /* waits for a job to be posted, or to end */
-    int64_t           jobs;         /* posted by the own thread; ended by the background */
+    int               at, step;     /* indices of the current act in .acts, and of the own thread's current step */
+    bool              begun;        /* the collective of the current act has begun */
+    bool              idle;         /* own thread: waits for a job to end; background: for one to be posted */
+    int64_t           jobs;         /* own thread: jobs that it has posted; background: jobs that have ended */
     hpmlc_layouts    *layout[HPMLC_GROUPS];
-    double            term[HPML_TERM_COUNT], link[2]; /* seconds after the first step; waits by link */
+    double            term[HPML_TERM_COUNT], link[2]; /* seconds, without the first step: of each term; of waiting for
+                                       messages, without bubbles, [0] within a node, [1] between nodes */
 } hpmlc_actor;
 
 typedef struct hpmlc_play {
-    hpmlc_sim      net;             /* of actors: 2 r is the background, 2 r + 1 the own thread of rank r */
-    int            ranks, workers;  /* servers are the last ranks */
+    hpmlc_sim      net;             /* messages of actors: 2 r is the background of rank r, 2 r + 1 its own thread */
+    int            ranks, workers;  /* ranks [workers, ranks) are servers */
     int            unit;            /* ranks [0, unit) are played for all others, which are equal */
-    bool           loose;           /* losses are added up by HPMLC_SHIFTS, in which all ranks do the same: for small
-                                       sums AUTO prefers algorithms in which one rank serves all others */
+    bool           loose;           /* losses are added up by HPMLC_SHIFTS, in which all ranks do the same, instead of
+                                       by AUTO, which for small sums prefers that one rank serves all others */
     int            size[HPML_AXES], stride[HPML_AXES]; /* of the axes */
     unsigned       mask[HPMLC_GROUPS]; /* bit k: the ranks of the group differ on axis k */
     const hpml_network *network;
     int            nodes;
     int            steps;
-    double         origin;          /* clocks at the start */
+    double         origin;          /* virtual time of all clocks before the first step */
     double        *ends;            /* (steps) latest clock at the end of each step */
     hpmlc_role    *role;            /* (roles) one for each stage of the pipeline, then one for each server */
     int            roles;
     hpmlc_actor   *actor;           /* (2 unit) */
-    double        *posted, *ended;  /* (unit, jobs) clocks when the last jobs were posted, ended */
-    int            jobs;            /* most jobs of a role */
+    double        *posted, *ended;  /* (unit, jobs) virtual time when each rank's job of that number in the step was
+                                       posted last, and ended last */
+    int            jobs;            /* jobs of a step, of the role that has most */
     hpmlc_layouts *layouts;
 } hpmlc_play;
 
-HPMLC_FN hpmlc_play *hpmlc_play_of(hpmlc_sim *s) { return (hpmlc_play *)(void *)s; } /* net is the first member */
+HPMLC_FN hpmlc_play *hpmlc_play_of(hpmlc_sim *s) { return (hpmlc_play *)(void *)s; } /* .net is the first member */
 
-/* Appends an act of a kind, zero otherwise, and returns it; NULL: out of memory. */
+/* Appends an act with this kind, group and term, other fields 0, to the list, and returns it; NULL: out of memory. */
 HPMLC_FN hpmlc_act *hpmlc_act_add(hpmlc_acts *acts, hpmlc_act_kind kind, int group, hpml_term term)
 {
     if (acts->count == acts->capacity) {
@@ -17699,7 +17711,7 @@ HPMLC_FN int hpmlc_group_size(const hpmlc_play *y, int group)
     return size;
 }
 
-/* Returns the position of a rank in its group. */
+/* Returns the position of rank `rank` among the ranks of its group of kind `group`, from 0. */
 HPMLC_FN int hpmlc_group_place(const hpmlc_play *y, int group, int rank)
 {
     int place = 0, step = 1;
@@ -17713,7 +17725,7 @@ HPMLC_FN int hpmlc_group_place(const hpmlc_play *y, int group, int rank)
     return place;
 }
 
-/* Returns the rank at position `place` of the group of rank `rank`. */
+/* Returns which rank is at position `place` of the group of kind `group` to which rank `rank` belongs. */
 HPMLC_FN int hpmlc_group_rank(const hpmlc_play *y, int group, int rank, int place)
 {
     if (group == HPMLC_GROUP_ALL) return place;
@@ -17728,8 +17740,8 @@ HPMLC_FN int hpmlc_group_rank(const hpmlc_play *y, int group, int rank, int plac
 
 HPMLC_FN int hpmlc_play_node(const hpmlc_play *y, int rank) { return hpmlc_network_node(y->network, y->nodes, rank); }
 
-/* Returns the layout of the group of a rank: one that another group with the same pattern of nodes has made, or a new
-   one. NULL: out of memory. */
+/* Returns the layout of the group of kind `group` to which rank `rank` belongs: the existing one of another group of
+   that kind whose ranks are spread over nodes alike, or a new one. NULL: out of memory. */
 HPMLC_FN hpmlc_layouts *hpmlc_group_layout(hpmlc_play *y, int group, int rank)
 {
     const int p = hpmlc_group_size(y, group), first = hpmlc_play_node(y, hpmlc_group_rank(y, group, rank, 0));
@@ -17754,7 +17766,9 @@ HPMLC_FN hpmlc_layouts *hpmlc_group_layout(hpmlc_play *y, int group, int rank)
     return l;
 }
 
-/* Sets the actor's current move: rank `to`, at another position of the group than this one, gets `bytes`; -1: none. */
+/* Sets the current move of actor a: it sends `bytes` bytes to the rank at position `to` of the group (-1: sends none),
+   and receives from the one at position `from` (-1: receives none). A rank from y->unit on, which is not played, is
+   replaced by its equal below y->unit. */
 HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, int64_t bytes, int tag)
 {
     hpmlc_sim_rank *q = &y->net.rank[a];
@@ -17774,7 +17788,8 @@ HPMLC_FN void hpmlc_play_set(hpmlc_play *y, int a, int group, int to, int from, 
     q->from     = from % y->unit * 2 + a % 2;
 }
 
-/* Sets the phases of a collective that an actor begins. */
+/* Begins the collective of act `act`: gives actor a the phases of the collective's algorithm. Those from HPMLC_STRIPES
+   on have no phases, see hpmlc_collect_move. */
 HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     hpml_comm      *c  = &y->actor[a].layout[act->group]->c;
@@ -17796,7 +17811,7 @@ HPMLC_FN void hpmlc_collect_begin(hpmlc_play *y, int a, const hpmlc_act *act)
     hpmlc_sim_set_phases(&y->net, a, &all);
 }
 
-/* Sets the move of the current round of a collective; false: the actor has no round left. */
+/* Sets the current move of actor a to that of its current round of the act's collective; false: no round is left. */
 HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     hpmlc_sim_rank *q = &y->net.rank[a];
@@ -17815,7 +17830,8 @@ HPMLC_FN bool hpmlc_collect_move(hpmlc_play *y, int a, const hpmlc_act *act)
     return true;
 }
 
-/* Adds the seconds for which an own thread has waited in an act. */
+/* Adds `seconds`, for which own thread a has waited in the act, to the act's term and, unless this is the idle time of
+   the pipeline, to a's waits for links between nodes (far) or within one. Waits in the first step do not count. */
 HPMLC_FN void hpmlc_actor_waited(hpmlc_play *y, int a, const hpmlc_act *act, double seconds, bool far)
 {
     hpmlc_actor *actor = &y->actor[a];
@@ -17824,7 +17840,8 @@ HPMLC_FN void hpmlc_actor_waited(hpmlc_play *y, int a, const hpmlc_act *act, dou
     actor->link[far] += act->term == HPML_TERM_BUBBLE ? 0 : seconds;
 }
 
-/* Waits, for an own thread, until job number `job` of all steps has ended; false: it has not. */
+/* Act WAIT of own thread a: true if the background has ended job number act->peer of this step; the thread's clock is
+   then at least the job's end. False: it has not, and a becomes idle until it has. */
 HPMLC_FN bool hpmlc_job_over(hpmlc_play *y, int a, const hpmlc_act *act)
 {
     hpmlc_actor      *actor = &y->actor[a], *other = &y->actor[a - 1];
@@ -17849,7 +17866,8 @@ HPMLC_FN void hpmlc_actor_next(hpmlc_play *y, int a)
     if (a % 2 == 1) actor->step++;
 }
 
-/* Ends a step of an own thread, or a job of a background, for which the own thread may wait. */
+/* Act END of actor a: ends a step if a is an own thread; if it is a background, ends its job, and lets the own thread
+   go on if that waits for the job. */
 HPMLC_FN void hpmlc_act_end(hpmlc_play *y, int a)
 {
     hpmlc_actor *actor = &y->actor[a];
@@ -17865,7 +17883,7 @@ HPMLC_FN void hpmlc_act_end(hpmlc_play *y, int a)
     if (y->actor[a + 1].idle) hpmlc_sim_advance(&y->net, a + 1, false);
 }
 
-/* Lets the background of an own thread begin its next job. */
+/* Act POST of own thread a: posts the next job of its rank's background, which goes on if it was idle. */
 HPMLC_FN void hpmlc_act_post(hpmlc_play *y, int a)
 {
     hpmlc_actor *actor = &y->actor[a], *other = &y->actor[a - 1];
@@ -17875,7 +17893,8 @@ HPMLC_FN void hpmlc_act_post(hpmlc_play *y, int a)
     if (other->idle) hpmlc_sim_advance(&y->net, a - 1, false);
 }
 
-/* Returns the actor's next act; NULL: none before another actor has come further. */
+/* Returns the current act of actor a; NULL: it has none, because its steps are over or, in the background, because the
+   own thread has not posted the next job yet. */
 HPMLC_FN const hpmlc_act *hpmlc_actor_act(hpmlc_play *y, int a)
 {
     hpmlc_actor *actor = &y->actor[a];
@@ -17887,8 +17906,8 @@ HPMLC_FN const hpmlc_act *hpmlc_actor_act(hpmlc_play *y, int a)
     return &actor->acts->item[actor->at];
 }
 
-/* Performs the acts of actor a until one has a message to send or to receive, which becomes the actor's current move;
-   false: none can go on. */
+/* Performs the acts of actor a until one sends or receives a message, which becomes the actor's current move. False:
+   the actor's acts are over, or it waits for the other actor of its rank. */
 HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
 {
     hpmlc_play      *y = hpmlc_play_of(s);
@@ -17935,21 +17954,23 @@ HPMLC_FN bool hpmlc_play_move(hpmlc_sim *s, int a)
 /* What hpml_distribute does in a step, as acts: one program for each stage of the pipeline and for each server. */
 
 typedef struct hpmlc_maker {
-    const hpml_plan        *p;        /* with defaults in */
+    const hpml_plan        *p;        /* the plan, with defaults in place of zeros */
     const hpml_model_facts *f;
     const hpml_machine     *m;
     hpmlc_play             *y;
-    hpmlc_role             *role;     /* the program that is made */
+    hpmlc_role             *role;     /* the role whose program is made now */
     int                     stage, pieces;
     int32_t                *cut;      /* (pieces + 1) first layer of each piece */
-    int64_t                 samples, rows; /* of a rank's batch; of a micro-batch */
+    int64_t                 samples, rows; /* samples of a rank's batch; of a micro-batch of the pipeline */
     int32_t                *bucket;   /* (layers) number of the bucket with the layer's gradient; -1: none */
     int32_t                *left;     /* (layers) for each bucket: how many of its gradients are not yet final */
     int32_t                *job;      /* (layers) for each bucket: the job that exchanges it */
-    int64_t                *floats;   /* (layers) of each bucket */
-    int                     buckets, posted, stepped; /* of this step: exchanges posted, buckets stepped early */
-    int                     stats;    /* the job that adds up losses; -1: not posted */
-    int                     slot[2], slot_job[2], used[2], clock; /* shard 3: buckets whose values are gathered */
+    int64_t                *floats;   /* (layers) for each bucket: the floats of its gradients */
+    int                     buckets, posted, stepped; /* of a step: buckets; exchanges posted; buckets stepped */
+    int                     stats;    /* number of the job that adds up losses; -1: not posted in this step */
+    int                     slot[2], slot_job[2], used[2], clock; /* shard 3: the bucket whose values each slot has,
+                                         -1: none; the job that gathers them; .clock at the slot's last use; layers that
+                                         needed a bucket, counted */
 } hpmlc_maker;
 
 HPMLC_FN int64_t hpmlc_layer_part(const hpmlc_maker *k, int i) /* parameters of layer i on a rank that has the layer */
@@ -17961,19 +17982,20 @@ HPMLC_FN int64_t hpmlc_layer_part(const hpmlc_maker *k, int i) /* parameters of 
     return n;
 }
 
-HPMLC_FN int64_t hpmlc_layer_floats(const hpmlc_maker *k, int i) /* the same, padded as the trainer's arrays are */
+HPMLC_FN int64_t hpmlc_layer_floats(const hpmlc_maker *k, int i) /* hpmlc_layer_part, rounded up as in the trainer */
 {
     return (hpmlc_layer_part(k, i) + HPML_GRADIENT_ALIGN - 1) / HPML_GRADIENT_ALIGN * HPML_GRADIENT_ALIGN;
 }
 
-/* Returns into how many parts the ranks of a replica cut the computation of a layer. */
+/* Returns into how many equal parts the axes tensor and sequence cut the computation of a layer. */
 HPMLC_FN double hpmlc_layer_parts(const hpmlc_maker *k, const hpml_layer_facts *l)
 {
     return (l->split ? k->y->size[HPML_AXIS_TENSOR] : 1) * (double)k->y->size[HPML_AXIS_SEQUENCE];
 }
 
-/* Returns the seconds of a layer's forward or backward pass for so many samples, on one rank that has all of it, by the
-   machine's operations and bytes a second: the slower of both counts. */
+/* Returns the seconds of the forward or (back) backward pass of a layer for `samples` samples on one rank that has the
+   whole layer: as measured or, without measured seconds, the time for its operations or for its bytes on the machine,
+   the longer of both. */
 HPMLC_FN double hpmlc_layer_whole(const hpml_layer_facts *l, const hpml_machine *m, double samples, bool back)
 {
     const double params = 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols), bytes = l->bytes * samples + params;
@@ -18000,7 +18022,7 @@ HPMLC_FN void hpmlc_allreduce_add(const hpmlc_maker *k, hpmlc_acts *acts, int gr
 {
     hpmlc_act *act = NULL;
     if (hpmlc_group_size(k->y, group) > 1) act = hpmlc_collect_add(acts, group, HPMLC_ALLREDUCE, n, size, term);
-    if (act && size == sizeof(float)) act->algorithm = k->p->algorithm; /* sums of losses are by AUTO */
+    if (act && size == sizeof(float)) act->algorithm = k->p->algorithm; /* sums of losses, of doubles, keep AUTO */
 }
 
 HPMLC_FN void hpmlc_compute_add(const hpmlc_maker *k, double seconds, hpml_term term)
@@ -18021,7 +18043,8 @@ HPMLC_FN void hpmlc_message_add(const hpmlc_maker *k, hpmlc_act_kind kind, int g
     act->n    = bytes;
 }
 
-/* Ends a job, whose acts were added to the background's, and lets the own thread post it. Returns its number. */
+/* Makes a job of the acts added to the background's list since its last job, and adds to the own thread's list the act
+   that posts the job. Returns the job's number in the step. */
 HPMLC_FN int hpmlc_job_add(const hpmlc_maker *k)
 {
     hpmlc_act_add(&k->role->background, HPMLC_ACT_END, 0, HPML_TERM_DATA);
@@ -18036,13 +18059,13 @@ HPMLC_FN void hpmlc_await_add(const hpmlc_maker *k, int job)
     if (act) act->peer = job;
 }
 
-HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* whether there are several ranks that average gradients */
+HPMLC_FN bool hpmlc_exchanges(const hpmlc_maker *k) /* true: several ranks average gradients, in each step */
 {
     return k->p->strategy == HPML_STRATEGY_SYNC && hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS) > 1;
 }
 
-/* Adds to the background the exchange of one layer's gradient as the codec packs it; returns the floats that are not
-   packed, or 0. *packed: adds the bytes of rows that are packed. */
+/* Adds to the background's list the exchange of layer i's gradient, if the codec packs whole tensors; if it packs rows,
+   adds their bytes to *packed, for hpmlc_bucket_add. Returns the floats that are not packed; 0: all are. */
 HPMLC_FN int64_t hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *packed)
 {
     const hpml_layer_facts *l = &k->f->layer[i];
@@ -18071,7 +18094,8 @@ HPMLC_FN int64_t hpmlc_packed_add(const hpmlc_maker *k, int i, int64_t *packed)
     return 0;
 }
 
-/* Posts the exchange of bucket b: its reduce-scatter with shard, else the allreduce or what the codec makes of it. */
+/* Adds the job that exchanges the gradients of bucket b: with plan.shard their reduce-scatter, else their allreduce or,
+   with a codec, the exchange of packed gradients. */
 HPMLC_FN void hpmlc_bucket_add(hpmlc_maker *k, int b)
 {
     const int64_t p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
@@ -18101,13 +18125,13 @@ HPMLC_FN void hpmlc_stats_add(hpmlc_maker *k)
     k->stats = hpmlc_job_add(k);
 }
 
-HPMLC_FN void hpmlc_posts_add(hpmlc_maker *k) /* the exchanges of the buckets that are complete, in their order */
+HPMLC_FN void hpmlc_posts_add(hpmlc_maker *k) /* exchanges of buckets with final gradients, in order */
 {
     while (k->posted < k->buckets && k->left[k->posted] == 0) hpmlc_bucket_add(k, k->posted++);
 }
 
-/* Returns the seconds of the optimizer's step for so many parameters: each is read with its gradient and states, and
-   written with its states. */
+/* Returns the seconds of the optimizer's step for `floats` parameters: their share of .update_s of the model's facts
+   or, if that is 0, the time to read them with their gradients and states and to write them with their states. */
 HPMLC_FN double hpmlc_update_seconds(const hpmlc_maker *k, double floats)
 {
     double total = 0;
@@ -18117,8 +18141,8 @@ HPMLC_FN double hpmlc_update_seconds(const hpmlc_maker *k, double floats)
     return total > 0 ? k->f->update_s * floats / total : 0;
 }
 
-/* Steps the rank's blocks of buckets from k->stepped to `to` - 1, and gathers their new values unless ranks keep only
-   their parts (shard 3). Returns the last job. */
+/* Adds the optimizer's steps of this rank's blocks of buckets [k->stepped, to) and the jobs that gather the new values,
+   but for shard 3, where ranks keep their blocks only. Returns the number of the last of these jobs; -1: none. */
 HPMLC_FN int hpmlc_shard_steps_add(hpmlc_maker *k, int to)
 {
     const double p = hpmlc_group_size(k->y, HPMLC_GROUP_REPLICAS);
@@ -18134,7 +18158,7 @@ HPMLC_FN int hpmlc_shard_steps_add(hpmlc_maker *k, int to)
     return job;
 }
 
-/* Whether, with shard 1 and 2, buckets are stepped within the backward pass. */
+/* Returns whether a plan with shard 1 or 2 steps buckets within the backward pass, not after it. */
 HPMLC_FN bool hpmlc_steps_early(const hpmlc_maker *k)
 {
     const hpml_plan_facts *f = &k->f->facts;
@@ -18142,7 +18166,8 @@ HPMLC_FN bool hpmlc_steps_early(const hpmlc_maker *k)
            !f->steps_tensors;
 }
 
-/* The gradient of layer i is final. */
+/* Adds the acts that follow when the backward pass has made the gradient of layer i final: exchanges of buckets that
+   are complete now and, if hpmlc_steps_early, steps of the buckets before. */
 HPMLC_FN void hpmlc_gradient_add(hpmlc_maker *k, int i)
 {
     if (!hpmlc_exchanges(k) || k->bucket[i] < 0) return;
@@ -18157,7 +18182,8 @@ HPMLC_FN void hpmlc_gradient_add(hpmlc_maker *k, int i)
     }
 }
 
-/* Makes, with shard 3, one of two slots hold the values of bucket b, except that of bucket `keep`; returns the slot. */
+/* With shard 3: returns the slot, 0 or 1, that has the values of bucket b. If none has, adds a job that gathers them in
+   the slot that was used longest ago, but not in the slot of bucket `keep` (-1: none). */
 HPMLC_FN int hpmlc_fetch_add(hpmlc_maker *k, int b, int keep)
 {
     int slot = k->used[1] < k->used[0];
@@ -18173,8 +18199,9 @@ HPMLC_FN int hpmlc_fetch_add(hpmlc_maker *k, int b, int keep)
     return slot;
 }
 
-/* Layer i needs its values whole (shard 3): awaits them, while the next bucket's are gathered, `step` layers on. In the
-   backward pass a bucket's gradients need the memory of those two buckets before, whose exchange is then awaited. */
+/* With shard 3, before layer i computes: adds the job that gathers its bucket's values, then that of the next bucket in
+   the direction `step` (1 forward, -1 backward), and awaits the first job. In the backward pass the gradients of bucket
+   b take the memory of those of bucket b - 2, whose exchange is therefore awaited, too. */
 HPMLC_FN void hpmlc_need_add(hpmlc_maker *k, int i, int step)
 {
     const int b = k->bucket[i];
@@ -18191,7 +18218,7 @@ HPMLC_FN void hpmlc_need_add(hpmlc_maker *k, int i, int step)
     if (step < 0 && b > 1) hpmlc_await_add(k, k->job[b - 2]);
 }
 
-/* The communication of a layer within its replica along the axes sequence and expert. */
+/* Adds the collectives of a layer's forward or (back) backward pass along the axes sequence and expert. */
 HPMLC_FN void hpmlc_layer_exchange_add(const hpmlc_maker *k, const hpml_layer_facts *l, int64_t samples, bool back)
 {
     const int     s = k->y->size[HPML_AXIS_SEQUENCE], e = k->y->size[HPML_AXIS_EXPERT];
@@ -18215,7 +18242,8 @@ HPMLC_FN void hpmlc_layer_add(hpmlc_maker *k, int i, int64_t samples, bool back,
     if (sum > 0) hpmlc_allreduce_add(k, &k->role->own, HPML_AXIS_TENSOR, sum, sizeof(float), HPML_TERM_TENSOR);
 }
 
-/* A task of a pipeline stage: receives its input, computes, sends its result. final: gradients are final after it. */
+/* Adds a task of a pipeline stage: receive its input, compute its layers, send the result. final: the task belongs to
+   the step's last micro-batch, after which the gradients of its layers are final. */
 HPMLC_FN void hpmlc_task_add(hpmlc_maker *k, const hpml_pipe_task *t, int64_t samples, bool final)
 {
     const int     p = k->p->pipe, first = k->cut[t->piece], end = k->cut[t->piece + 1];
@@ -18240,7 +18268,7 @@ HPMLC_FN void hpmlc_task_add(hpmlc_maker *k, const hpml_pipe_task *t, int64_t sa
     }
 }
 
-HPMLC_FN void hpmlc_pass_add(hpmlc_maker *k) /* forward and backward pass of a batch */
+HPMLC_FN void hpmlc_pass_add(hpmlc_maker *k) /* adds the forward and backward pass of a rank's batch */
 {
     const hpml_plan *p = k->p;
     HPMLC_ZERO(hpml_pipe_desc, d);
@@ -18258,7 +18286,7 @@ HPMLC_FN void hpmlc_pass_add(hpmlc_maker *k) /* forward and backward pass of a b
         const int64_t at = task.micro * k->rows;
         hpmlc_task_add(k, &task, hpmlc_min(k->rows, k->samples - at), task.micro + 1 == d.micro);
     }
-    hpmlc_act *loss = hpmlc_collect_add(&k->role->own, HPML_AXIS_PIPE, HPMLC_BROADCAST, sizeof(float), 1,
+    hpmlc_act *loss = hpmlc_collect_add(&k->role->own, HPML_AXIS_PIPE, HPMLC_BROADCAST, sizeof(hpmlc_outcome), 1,
                                         HPML_TERM_BUBBLE);
     if (loss) loss->peer = p->pipe - 1;
 }
@@ -18266,7 +18294,7 @@ HPMLC_FN void hpmlc_pass_add(hpmlc_maker *k) /* forward and backward pass of a b
 // ---------------------------------------------------------------------------------------------------------------------
 // >>program-step   the programs of a plan's ranks: whole steps, by strategy
 // ---------------------------------------------------------------------------------------------------------------------
-HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k) /* parameters that this stage has */
+HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k) /* floats of parameters of stage k->stage */
 {
     double floats = 0;
     for (int q = k->stage; q < k->pieces; q += k->y->size[HPML_AXIS_PIPE])
@@ -18274,7 +18302,8 @@ HPMLC_FN double hpmlc_stage_floats(const hpmlc_maker *k) /* parameters that this
     return floats;
 }
 
-/* Cuts the gradients of a stage, last first, into buckets, and clears what the maker notes in a step. */
+/* Divides the gradients of stage k->stage, from the last layer to the first, among buckets of plan.bucket_bytes, and
+   resets the fields of k that count within a step. */
 HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
 {
     const int64_t limit = k->p->bucket_bytes > 0 ? k->p->bucket_bytes : (int64_t)1 << 18;
@@ -18305,7 +18334,7 @@ HPMLC_FN void hpmlc_buckets_cut(hpmlc_maker *k)
     }
 }
 
-/* A step of strategy sync. */
+/* Makes the program of a rank with strategy sync: one step. */
 HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
 {
     const bool exchanges = hpmlc_exchanges(k);
@@ -18322,7 +18351,7 @@ HPMLC_FN void hpmlc_sync_add(hpmlc_maker *k)
     hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
-/* plan.period steps of strategies local, block and elastic, and the meeting after them. */
+/* Makes the program of a rank with strategy local, block or elastic: plan.period steps, then the meeting. */
 HPMLC_FN void hpmlc_meeting_add(hpmlc_maker *k)
 {
     const int64_t floats = (int64_t)hpmlc_stage_floats(k);
@@ -18336,14 +18365,14 @@ HPMLC_FN void hpmlc_meeting_add(hpmlc_maker *k)
     hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
-HPMLC_FN int64_t hpmlc_server_floats(const hpmlc_maker *k, int s) /* the range of server s */
+HPMLC_FN int64_t hpmlc_server_floats(const hpmlc_maker *k, int s) /* floats of the range that server s keeps */
 {
     int64_t n = 0;
     for (int i = 0; i < k->f->layers; i++) n += hpmlc_max(k->f->layer[i].rows, 1) * k->f->layer[i].cols;
     return hpml_block(n, k->p->servers, s + 1) - hpml_block(n, k->p->servers, s);
 }
 
-/* Bytes of the gradient of server s's range, as workers push it. */
+/* Returns the bytes in which a worker pushes the gradient of server s's range: packed, if the plan has a codec. */
 HPMLC_FN int64_t hpmlc_push_bytes(const hpmlc_maker *k, int s)
 {
     int64_t packed = 0, all = 0;
@@ -18360,7 +18389,8 @@ HPMLC_FN int64_t hpmlc_push_bytes(const hpmlc_maker *k, int s)
     return (int64_t)((double)packed * ((double)floats / (double)all));
 }
 
-/* A step of strategy ps: workers push gradients and get values from all servers. */
+/* Makes the program of a worker with strategy ps: one step, in which it pushes a part of its gradient to each server
+   and then gets the new values of each server's range. */
 HPMLC_FN void hpmlc_worker_add(hpmlc_maker *k)
 {
     const int all = HPMLC_GROUP_ALL, w = k->y->workers;
@@ -18381,7 +18411,7 @@ HPMLC_FN void hpmlc_server_add(hpmlc_maker *k, int s)
 {
     const int     all = HPMLC_GROUP_ALL;
     const int64_t floats = hpmlc_server_floats(k, s);
-    for (int pass = 0; pass < 2; pass++) /* all requests, then their gradients */
+    for (int pass = 0; pass < 2; pass++) /* pass 0: all requests, 1: their gradients */
         for (int w = 0; w < k->y->workers; w++)
             hpmlc_message_add(k, HPMLC_ACT_RECEIVE, all, w, 0,
                               pass == 0 ? (int64_t)sizeof(hpmlc_request) : hpmlc_push_bytes(k, s));
@@ -18393,11 +18423,12 @@ HPMLC_FN void hpmlc_server_add(hpmlc_maker *k, int s)
     hpmlc_act_add(&k->role->own, HPMLC_ACT_END, 0, HPML_TERM_COMPUTE);
 }
 
-/* Cuts the layers into the pieces of a pipeline: plan.cut, here layers, or almost equal seconds. False: too few layers,
-   or no memory; the reason is written to `to`. */
+/* Cuts the layers into the pieces of a pipeline: by plan.cut, whose numbers are taken for layers here, not for ops, or,
+   if it is NULL, into pieces of almost equal seconds. Error: too few layers, numbers in .cut that do not rise or lie
+   outside the layers, or no memory; the reason is written to `to`. */
 HPMLC_FN hpml_status hpmlc_pieces_cut(hpmlc_maker *k, const hpmlc_text *to)
 {
-    char             why[200] = "no memory";
+    char             why[200] = "its cuts do not rise, or lie outside the layers";
     const int        layers = k->f->layers;
     double          *seconds = (double *)calloc((size_t)layers, sizeof *seconds);
     hpml_pipe_stage *stage = (hpml_pipe_stage *)calloc((size_t)k->pieces, sizeof *stage);
@@ -18408,7 +18439,8 @@ HPMLC_FN hpml_status hpmlc_pieces_cut(hpmlc_maker *k, const hpmlc_text *to)
     for (int i = 0; i < layers && seconds; i++)
         seconds[i] = hpmlc_layer_whole(&k->f->layer[i], k->m, 1, false) +
                      hpmlc_layer_whole(&k->f->layer[i], k->m, 1, true);
-    bool good = seconds && stage && (k->p->cut || hpml_pipe_cut(&d, stage, NULL, why, sizeof why) == k->pieces);
+    const bool memory = seconds && stage;
+    bool       good   = memory && (k->p->cut || hpml_pipe_cut(&d, stage, NULL, why, sizeof why) == k->pieces);
     k->cut[k->pieces] = layers;
     for (int q = 1; q < k->pieces && good; q++) {
         k->cut[q] = k->p->cut ? k->p->cut[q - 1] : stage[q].first;
@@ -18417,11 +18449,12 @@ HPMLC_FN hpml_status hpmlc_pieces_cut(hpmlc_maker *k, const hpmlc_text *to)
     free(seconds);
     free(stage);
     if (good) return HPML_OK;
+    if (!memory) return hpmlc_refuse(to, HPML_ERR_MEMORY, "forecast: no memory");
     return hpmlc_refuse(to, HPML_ERR_ARGUMENT, "forecast: %d layers cannot be cut into the %d pieces of this pipeline; "
                         "take a smaller pipe or chunks, or cuts in rising order (%s)", layers, k->pieces, why);
 }
 
-/* Makes the programs of all roles. False: out of memory. */
+/* Makes the programs of all roles, that is, of each stage of the pipeline and of each server. False: out of memory. */
 HPMLC_FN bool hpmlc_programs_make(hpmlc_maker *k)
 {
     hpmlc_play *y = k->y;
@@ -18489,18 +18522,19 @@ HPML_API const hpml_machine *hpml_machine_find(const char *name)
 
 HPML_API hpml_status hpml_machine_measure(hpml_ctx *ctx, hpml_machine *out)
 {
-    enum { N = 256, FLOATS = 1 << 22 };
+    const int64_t n = 256, bytes = (int64_t)16 << 20;
     memset(out, 0, sizeof *out);
     out->name = "this processor";
-    float *a = (float *)hpml_ctx_alloc(ctx, 2 * (size_t)FLOATS * sizeof(float), NULL), *b = a + FLOATS;
+    float *a = (float *)hpml_ctx_alloc(ctx, 2 * (size_t)bytes, NULL), *b = a;
     if (!a) return HPML_ERR_MEMORY;
+    b += bytes / 4;
     for (int turn = 0; turn < 8; turn++) { /* the first turn brings memory and code into place; the best one counts */
         double start = hpml_now();
-        memcpy(turn % 2 ? a : b, turn % 2 ? b : a, FLOATS * sizeof(float));
-        const double copied = 2.0 * FLOATS * sizeof(float) / (hpml_now() - start + 1e-9);
+        memcpy(turn % 2 ? a : b, turn % 2 ? b : a, (size_t)bytes);
+        const double copied = 2 * (double)bytes / (hpml_now() - start + 1e-9);
         start = hpml_now();
-        hpml_sgemm(ctx, false, false, N, N, N, 1, a, N, a + N * N, N, 0, b, N);
-        const double made = 2.0 * N * N * N / (hpml_now() - start + 1e-9);
+        hpml_sgemm(ctx, false, false, n, n, n, 1, a, n, a + n * n, n, 0, b, n);
+        const double made = 2 * (double)(n * n * n) / (hpml_now() - start + 1e-9);
         if (turn > 0) out->bandwidth = fmax(out->bandwidth, copied);
         if (turn > 0) out->flops = fmax(out->flops, made);
     }
@@ -18514,7 +18548,7 @@ HPML_API const char *hpml_fabric_name(hpml_fabric_kind kind)
     return (unsigned)kind < HPML_FABRIC_COUNT ? names[kind] : NULL;
 }
 
-/* Returns how many routers a fabric of so many nodes has; *width: of a torus. */
+/* Returns how many routers the fabric of `nodes` nodes has; sets *width to the number of columns of a torus. */
 HPMLC_FN int hpmlc_fabric_routers(hpml_fabric_kind kind, int nodes, int *width)
 {
     *width = 1;
@@ -18528,7 +18562,7 @@ HPMLC_FN int hpmlc_fabric_routers(hpml_fabric_kind kind, int nodes, int *width)
     return 2 * leaves - 1;
 }
 
-/* Stores the neighbours of router r, which may repeat, and returns how many there are: at most 7. */
+/* Writes the numbers of router r's neighbours to `to`, in which one may stand twice; returns how many: at most 7. */
 HPMLC_FN int hpmlc_fabric_links(hpml_fabric_kind kind, int routers, int width, int r, int *to)
 {
     int count = 0, height = routers / width;
@@ -18581,7 +18615,7 @@ HPMLC_FN int hpmlc_fabric_router(hpml_fabric_kind kind, int routers, int node)
     return node % routers;
 }
 
-/* Counts how many different neighbours a router has besides itself. */
+/* Returns how many other routers are joined to router r. */
 HPMLC_FN int hpmlc_fabric_degree(hpml_fabric_kind kind, int routers, int width, int r)
 {
     int       to[8], degree = 0;
@@ -18679,9 +18713,10 @@ HPMLC_FN bool hpmlc_layers_same(const hpml_layer_facts *a, const hpml_layer_fact
            a->edge == b->edge && strcmp(a->name ? a->name : "", b->name ? b->name : "") == 0;
 }
 
-/* What the table of rooflines adds up. */
+/* Sums over the rows of hpml_roofline_text's table. */
 typedef struct hpmlc_roofline {
-    double work, depth, seconds[2]; /* seconds in layers that operations, that memory bind */
+    double work, depth, seconds[2]; /* operations; operations one after another; seconds of layers that operations,
+                                       and that memory binds */
 } hpmlc_roofline;
 
 /* Appends the row of a layer that the model has `count` times. */
@@ -18793,7 +18828,7 @@ HPMLC_FN hpml_status hpmlc_forecast_check(const hpml_plan *plan, const hpml_mode
     return status != HPML_OK ? status : hpmlc_network_check("forecast", &m->network, f->facts.ranks, true, to);
 }
 
-/* Sets sizes and strides of the axes, and the groups. */
+/* Sets, by plan p, the size of each axis, its stride (of rank numbers), and for each group the axes that it spans. */
 HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
 {
     const int32_t size[HPML_AXES] = { p->data, p->pipe, p->tensor, p->sequence, p->expert };
@@ -18813,8 +18848,8 @@ HPMLC_FN void hpmlc_play_axes(hpmlc_play *y, const hpml_plan *p)
 
 HPMLC_FN bool hpmlc_is_power(int n) { return (n & (n - 1)) == 0; }
 
-/* Returns whether in this act all ranks of the group do the same, each with other ranks, whose places are its own plus
-   the same number, or its own with the same bits changed. */
+/* Returns whether all ranks of the act's group do the same in it, so that one unit of ranks may be played for all: each
+   rank's partners are at its own position plus the same numbers, or at its own position with the same bits changed. */
 HPMLC_FN bool hpmlc_act_is_alike(hpmlc_play *y, const hpmlc_act *act)
 {
     const bool over = act->group < HPMLC_GROUP_ALL && (y->mask[act->group] >> HPML_AXIS_DATA & 1);
@@ -18829,7 +18864,8 @@ HPMLC_FN bool hpmlc_act_is_alike(hpmlc_play *y, const hpmlc_act *act)
     return a == HPML_RING || ((a == HPML_BUTTERFLY || a == HPML_HALVING) && hpmlc_is_power(l->c.size));
 }
 
-/* Sets y->unit: whole replicas on whole nodes, if all such units are equal, else all ranks. */
+/* Sets y->unit, the number of ranks that are played: the smallest number that is whole replicas on whole nodes, if all
+   such units of ranks do the same, else all ranks. */
 HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
 {
     const hpml_network *n = y->network;
@@ -18850,7 +18886,8 @@ HPMLC_FN void hpmlc_play_fold(hpmlc_play *y)
     if (alike) y->unit = unit;
 }
 
-/* Takes memory for the actors and gives them their programs and layouts. False: out of memory. */
+/* Takes memory for the actors of y->unit ranks, and gives each its role's program and the layouts of its rank's groups.
+   False: out of memory. */
 HPMLC_FN bool hpmlc_play_actors(hpmlc_play *y)
 {
     const size_t n = (size_t)y->unit;
@@ -18905,7 +18942,7 @@ HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, c
     const size_t      layers = (size_t)k->f->layers;
     const hpml_status memory = HPML_ERR_MEMORY;
     y->role      = (hpmlc_role *)calloc((size_t)y->roles, sizeof *y->role);
-    int64_t *all = (int64_t *)calloc(layers, 4 * sizeof(int64_t)); /* floats, then bucket, left, job */
+    int64_t *all = (int64_t *)calloc(layers, 4 * sizeof(int64_t)); /* memory of k->floats, bucket, left, job */
     hpml_status status = y->role && all ? HPML_OK : hpmlc_refuse(to, memory, "forecast: no memory");
     if (status == HPML_OK) {
         k->floats = all;
@@ -18925,7 +18962,7 @@ HPMLC_FN hpml_status hpmlc_play_run(hpmlc_play *y, hpmlc_maker *k, bool whole, c
     return good ? HPML_OK : hpmlc_refuse(to, memory, "forecast: no memory for %d ranks", y->unit);
 }
 
-/* Returns the bytes of activations that a rank of stage `stage` keeps. */
+/* Returns the bytes of activations that a rank of stage `stage` keeps for the backward pass at one time, at most. */
 HPMLC_FN double hpmlc_stage_kept(const hpmlc_maker *k, int stage)
 {
     HPMLC_ZERO(hpml_pipe_desc, d);
@@ -18955,7 +18992,7 @@ HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const h
     const bool   whole = !hpmlc_plan_cuts(k->p) && !k->p->recompute && k->p->memory == 0;
     double       most = 0;
     for (k->stage = 0; k->stage < k->y->size[HPML_AXIS_PIPE]; k->stage++) {
-        const double floats = hpmlc_stage_floats(k), slots = fmin(floats, 2 * 65536); /* two buckets of 256 KiB */
+        const double floats = hpmlc_stage_floats(k), slots = fmin(floats, 2 * 65536); /* of two buckets of 256 KiB */
         double       bytes = k->p->shard > 2 ? floats / n + slots : floats;
         bytes += k->p->shard > 1 ? floats / n + slots : floats;
         bytes += k->f->states * floats / n;
@@ -18970,7 +19007,7 @@ HPMLC_FN hpml_status hpmlc_forecast_memory(hpmlc_maker *k, int64_t *out, const h
                         1e-9 * (double)k->m->memory, k->m->name ? k->m->name : "");
 }
 
-/* Reads times and counts of the steps that were played. */
+/* Sets the fields of *out, but for .memory and .buckets, from the clocks and counts of the steps that were played. */
 HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
 {
     const hpmlc_play *y = k->y;
@@ -19000,8 +19037,9 @@ HPMLC_FN void hpmlc_forecast_read(const hpmlc_maker *k, hpml_prediction *out)
     out->played = y->unit;
 }
 
-/* Sets up maker and play for a checked plan, and cuts the layers into pieces; hpmlc_play_close and free(k->cut) release
-   what both have, even after an error. resolved: gets the plan with defaults in; net: the machine's network. */
+/* Sets up the maker *k and the play *y for a checked plan, and cuts the layers into pieces. hpmlc_play_close and
+   free(k->cut) release their memory, also after an error. *resolved gets the plan with defaults in place of zeros, *net
+   the machine's network, and both must live as long as *k and *y. */
 HPMLC_FN hpml_status hpmlc_forecast_begin(hpmlc_maker *k, hpmlc_play *y, const hpml_plan *plan,
                                           const hpml_model_facts *f, const hpml_machine *m, hpml_plan *resolved,
                                           hpml_network *net, const hpmlc_text *to)
@@ -19093,7 +19131,7 @@ HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t
 
 typedef struct hpmlc_choice {
     size_t at;        /* offset in hpml_plan of a number or word of 32 bits */
-    int    values[8]; /* that are tried, after 0; ended by 0 */
+    int    values[8]; /* values that are tried besides 0; ended by 0 */
 } hpmlc_choice;
 static const hpmlc_choice hpmlc_choices[] = { /* values other than 0 */
     { offsetof(hpml_plan, pipe), { 2, 4, 8, 16, 32, 0 } },
@@ -19107,15 +19145,15 @@ static const hpmlc_choice hpmlc_choices[] = { /* values other than 0 */
 enum { HPMLC_CHOICES = sizeof hpmlc_choices / sizeof hpmlc_choices[0], HPMLC_POINTS = 8192 };
 
 typedef struct hpmlc_point {
-    uint64_t key;        /* the choices, 3 bits each, + 1; 0: the place is free */
-    double   seconds;    /* of a sample; 1e300: the plan is not possible */
+    uint64_t key;        /* 1 + the point's key (hpmlc_point_plan); 0: this place of the table is free */
+    double   seconds;    /* forecast seconds for a sample; 1e300: the plan is not possible */
 } hpmlc_point;
 
 typedef struct hpmlc_search {
     const hpml_search_desc *d;
     const hpml_model_facts *f;
     const hpml_machine     *m;
-    hpmlc_point            *point;   /* (HPMLC_POINTS) by hash of the key */
+    hpmlc_point            *point;   /* (HPMLC_POINTS) hash table of the points that were forecast */
     hpml_found             *found;   /* (capacity) the best plans, the best first */
     int                     capacity, count, forecasts;
     char                    why[400]; /* why the last plan was refused */
@@ -19128,7 +19166,8 @@ HPMLC_FN int32_t hpmlc_choice_get(const hpml_plan *p, int i)
     return v;
 }
 
-/* Sets the plan of a point: key has 3 bits for each choice, 0 for the value of .base. False: the plan is not legal. */
+/* Sets *p to the plan of the point `key`, which has 3 bits for each of hpmlc_choices: 0 leaves the field as in d->base,
+   v gives it number v - 1 of .values. False: the plan is not legal, or cannot be forecast. */
 HPMLC_FN bool hpmlc_point_plan(hpmlc_search *s, uint64_t key, hpml_plan *p)
 {
     *p = s->d->base;
@@ -19144,8 +19183,8 @@ HPMLC_FN bool hpmlc_point_plan(hpmlc_search *s, uint64_t key, hpml_plan *p)
     return !hpmlc_forecast_refused(p);
 }
 
-/* Inserts a plan into the list of the best ones, unless one with the same prediction is there: it differs in a field
-   that does not matter. */
+/* Inserts plan p into s->found, the list of the best plans, unless it is worse than all of a full list, or the list has
+   a plan with the same prediction, which then differs from p in a field without effect. */
 HPMLC_FN void hpmlc_found_add(hpmlc_search *s, const hpml_plan *p, const hpml_prediction *prediction)
 {
     int at = s->count;
@@ -19160,7 +19199,8 @@ HPMLC_FN void hpmlc_found_add(hpmlc_search *s, const hpml_plan *p, const hpml_pr
     s->found[at].prediction = *prediction;
 }
 
-/* Returns the seconds of a sample by the plan of a point; 1e300: not possible. Forecasts each point once. */
+/* Returns the forecast seconds for a sample with the plan of the point `key`; 1e300: the plan is not possible. A point
+   that was asked for before is looked up in s->point, not forecast again. */
 HPMLC_FN double hpmlc_point_seconds(hpmlc_search *s, uint64_t key)
 {
     hpml_plan       p;
@@ -19182,7 +19222,7 @@ HPMLC_FN double hpmlc_point_seconds(hpmlc_search *s, uint64_t key)
     return seconds;
 }
 
-/* Steps through the points whose plans are legal; false: there is none after *key. */
+/* Sets *key to the next point, in the order of keys, whose plan is legal; false: there is none after *key. */
 HPMLC_FN bool hpmlc_point_next(hpmlc_search *s, uint64_t *key)
 {
     hpml_plan p;
@@ -19199,8 +19239,8 @@ HPMLC_FN bool hpmlc_point_next(hpmlc_search *s, uint64_t *key)
     }
 }
 
-/* Returns a neighbour of a point: another value of one field or, of the first two, the axes, a step from one to the
-   other. */
+/* Returns a point that differs from the point `key` in a field chosen at random: this gets a random value or, if it is
+   pipe or tensor, may become half as large while the other of the two becomes twice as large. */
 HPMLC_FN uint64_t hpmlc_point_move(hpml_rng *rng, uint64_t key)
 {
     const int i = (int)hpml_rng_below(rng, HPMLC_CHOICES);

@@ -2053,17 +2053,18 @@ HPMLG_FN void hpmlg_op_concat(HPMLG_OP_ARGUMENTS)
 // >>gpu-map   elementwise functions of up to three operands; indices along a dimension, maxima, masks
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* Elementwise functions (HPML_MAPS of hpml.h): a thread for each element. Backward, the gradient of an operand that is
-   repeated goes to scratch memory, element by element, and is then summed. */
+/* The op MAP, an elementwise function of up to three operands (HPML_MAPS of hpml.h): a thread computes one element of
+   y. Backward, the gradient of an operand that is repeated by broadcasting goes to scratch memory, with the shape of y,
+   and is then summed. */
 typedef struct hpmlg_map {
     hpmlg_array   y, dy, x[3];
-    hpmlg_strides w, third; /* strides of operands 0 and 1; of operand 2 */
+    hpmlg_strides w, third; /* strides, along the dimensions of y, of operands 0 and 1; of operand 2 */
     hpml_map      kind;
     float         p, q;
     int           operands;
 } hpmlg_map;
 
-/* Returns the value (side -1) of the function of a, b and c, or its derivative by operand `side`. */
+/* Returns the value f(a, b, c) of the function m.kind for side -1, or its derivative by a (side 0), b (1) or c (2). */
 HPMLG_DEVICE float hpmlg_map_value(const hpmlg_map &m, float a, [[maybe_unused]] float b, [[maybe_unused]] float c,
                                    int side)
 {
@@ -2079,7 +2080,8 @@ HPMLG_DEVICE float hpmlg_map_value(const hpmlg_map &m, float a, [[maybe_unused]]
     return 0;
 }
 
-/* Computes y for side -1, else to (+)= dy times the derivative by operand `side`, one number for each element of y. */
+/* For side -1: writes the function's values to `to`, which is y. Else: writes dy times the derivative by operand `side`
+   to `to` or, if `add`, adds it: one number for each element of y. */
 static __global__ void hpmlg_k_map(hpmlg_map m, hpmlg_array to, int side, bool add)
 {
     HPMLG_FOR_EACH(i, m.w.count) {
@@ -2119,7 +2121,7 @@ HPMLG_FN void hpmlg_op_map(HPMLG_OP_ARGUMENTS)
         hpmlg_array   to = hpmlg_grad(n->src[s]), terms = hpmlg_array_of(n->scratch, HPML_DTYPE_F32);
         hpmlg_strides w = s < 2 ? m.w : m.third;
         bool          add = n->accumulate[s], whole = step[s] == m.w.count;
-        for (int e = 0; e < s; e++) add |= n->src[e] == n->src[s]; /* both operands are one tensor */
+        for (int e = 0; e < s; e++) add |= n->src[e] == n->src[s]; /* operand e has written this tensor's gradient */
         if (!to.p) continue;
         HPMLG_RUN_ITEMS(d, hpmlg_k_map, m.w.count, 256, m, whole ? to : terms, s, whole && add);
         if (s == 1)
@@ -2130,10 +2132,10 @@ HPMLG_FN void hpmlg_op_map(HPMLG_OP_ARGUMENTS)
 
 /* The op `take` (see >>take of hpml.h): y (outer, m, inner) from x (outer, size, inner). */
 typedef struct hpmlg_take {
-    hpmlg_array     y, x;            /* values, or gradients */
+    hpmlg_array     y, x;            /* forward values of y and x, backward their gradients */
     const int      *index;
     int64_t         outer, m, size, inner, start;
-    int64_t         each, rows;      /* indices for each row of y: inner, or 1; rows o of a sample */
+    int64_t         each, rows;      /* indices for each row of y: inner, or 1; how many o, of `outer`, a sample has */
     hpml_take       rule;
     float           value;
     bool            add;
@@ -2141,7 +2143,8 @@ typedef struct hpmlg_take {
     int            *taken;
 } hpmlg_take;
 
-/* Sets row[0 .. 1] and weight[0 .. 1] of the rows of x that make row i of y, in part o at place k; below 0: none. */
+/* Sets row and weight so that number k of row i of y[o] is the sum of weight[r] times number k of row row[r] of x[o],
+   over r = 0 and 1; a row below 0 adds nothing. */
 HPMLG_DEVICE void hpmlg_take_rows(const hpmlg_take &t, int64_t o, int64_t i, int64_t k, int64_t *row, float *weight)
 {
     int64_t length = t.index && t.rule != HPML_TAKE_INDEX ? t.index[o / t.rows] : t.size;
@@ -2177,8 +2180,9 @@ static __global__ void hpmlg_k_take(hpmlg_take t)
     }
 }
 
-/* Computes dx, a thread for each element of x: it adds the gradients of the rows of y that its row is part of, in
-   order. For a larger image only rows near the row of y can be; else all rows are tried. */
+/* Computes dx, a thread for each element of x: it adds up, in order, the gradients of the rows of y that were made from
+   the element's row j. Looked at are, for NEAREST and LINEAR, rows of y near j times the factor, for PAD one row, else
+   all rows. */
 static __global__ void hpmlg_k_take_back(hpmlg_take t)
 {
     HPMLG_FOR_EACH(at, t.outer * t.size * t.inner) {
@@ -2196,7 +2200,8 @@ static __global__ void hpmlg_k_take_back(hpmlg_take t)
     }
 }
 
-/* Reports to the host the first of `count` indices or lengths outside of 0 to `most`. */
+/* Checks t.index[0 .. count - 1], indices or lengths: reports one that is outside of 0 to `most` to the host, as an
+   error of `node`. */
 static __global__ void hpmlg_k_take_check(hpmlg_take t, int64_t count, int64_t most, const hpml_node *node)
 {
     HPMLG_FOR_EACH(i, count)
@@ -4543,7 +4548,7 @@ HPMLG_FN void hpmlg_op_conv2d(HPMLG_OP_ARGUMENTS)
                        n->accumulate[0]);
 }
 
-/* Runs a transposed convolution by the passes of its mirror, a convolution from its result to its source. */
+/* Runs a transposed convolution by the opposite passes of its mirror, the convolution from its result to its source. */
 HPMLG_FN void hpmlg_op_conv_transpose2d(HPMLG_OP_ARGUMENTS)
 {
     hpml_mirror *m = n->attr.conv_transpose.mirror;
@@ -5373,17 +5378,17 @@ template <int type> HPMLG_FN void hpmlg_attn_half(hpmlg_device *d, const hpmlg_a
 // >>gpu-attention-op   attention with a cache; which kernels run; rotary positions
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* The arguments of the kernels of attention with a cache. */
+/* What the kernels of attention with a cache take besides hpmlg_attn. */
 typedef struct hpmlg_attn_cache {
-    float      *kv;       /* (B, S, 2 kv_heads D) */
-    const int  *position; /* (B): positions of each sample that the cache has */
+    float      *kv;       /* (B, S, 2 kv_heads D) the cache: for each position all keys, then all values */
+    const int  *position; /* (B) how many positions of each sample the cache has before this call */
     int64_t     S, B;
     hpmlg_note *note;
     int        *taken;
 } hpmlg_attn_cache;
 
-/* Copies the keys and values of the T new positions of each sample to the cache, a warp for each row; a position that
-   the cache does not have is reported to the host as an error of `node`, and nothing is copied. */
+/* Copies the keys and values of the T new positions of each sample to the cache, a warp for each position. A sample
+   whose new positions do not fit in the cache is reported to the host as an error of `node`, and not copied. */
 static __global__ void hpmlg_k_attn_keep(hpmlg_attn p, hpmlg_attn_cache c, const hpml_node *node)
 {
     int64_t width = 2 * (int64_t)p.kv_heads * p.D, skip = (int64_t)p.heads * p.D;
@@ -5491,14 +5496,15 @@ HPMLG_FN void hpmlg_op_attention(HPMLG_OP_ARGUMENTS)
     else hpmlg_attn_run<HPML_DTYPE_F32, 256>(d, &p, back);
 }
 
-/* Rotates the pairs of x (B, T, heads D), a thread for each pair or other number: y (+)= x with the pairs rotated by
-   the angles of their positions, or, if back, by the negative angles. */
+/* Rotary positions of x (B, T, heads D), see hpml_rotary: a thread takes a pair of numbers, or a number that is only
+   copied. y = x, or y += x if .add, with the pairs rotated by the angles of their positions, if .back by the negative
+   angles. */
 typedef struct hpmlg_rotary {
     hpmlg_array y, x;
     const int  *position;
     int64_t     rows, T;
     int         heads, rotated, D, half;
-    double      log_base; /* log of the base, over half */
+    double      log_base; /* ln(base) / half: the angle of pair i at position t is t exp(-i log_base) */
     bool        adjacent, back, add;
 } hpmlg_rotary;
 
@@ -5511,7 +5517,7 @@ static __global__ void hpmlg_k_rotary(hpmlg_rotary r)
         bool    pairs = h < r.rotated && pair < r.half;
         int64_t at = row * r.heads * r.D;
         if (h >= r.rotated) at += k + (int64_t)r.rotated * r.half; /* a number of a head that is copied */
-        else if (!pairs) at += h * r.D + r.half + pair;            /* one behind the pairs */
+        else if (!pairs) at += h * r.D + r.half + pair;            /* one behind the head's pairs */
         else at += h * r.D + (r.adjacent ? 2 * pair : pair);
         float v = hpmlg_get(r.x, at);
         if (!pairs) {
@@ -5558,7 +5564,7 @@ HPMLG_FN void hpmlg_op_rotary(HPMLG_OP_ARGUMENTS)
 
 typedef struct hpmlg_lstm {
     int64_t     B, T, H, in;
-    int64_t     width;                    /* of rows of h and dy: H or, with states, 2H */
+    int64_t     width;                    /* numbers in a row of h and of dy: H or, with states, 2H */
     float      *gates, *cells, *dh, *dc;  /* (B, T, 4H), (B, T, H), (B, H), (B, H) */
     hpmlg_array h, dy, da, before;        /* da (B, T, 4H): gates, or their half copy; before (B, T, H): h_{t-1} */
     hpmlg_array h0, c0;                   /* (B, H), or NULL */
@@ -5598,7 +5604,7 @@ HPMLG_FN size_t hpmlg_lstm_layout(const hpmlg_device *d, const hpml_node *n, hpm
 
 HPMLG_DEVICE float hpmlg_sigmoid(float x) { return 1 / (1 + expf(-x)); }
 
-/* Returns element `at` of (B, H) of the cell before step t, where c is that of step t. */
+/* Returns c of one hidden unit before step t: number `at` of (B, H). c: the address of the unit's c of step t. */
 HPMLG_DEVICE float hpmlg_lstm_cell_before(const hpmlg_lstm &l, const float *c, int64_t t, int64_t at)
 {
     if (t > 0) return c[-l.H];
@@ -5721,8 +5727,8 @@ HPMLG_FN void hpmlg_op_lstm(HPMLG_OP_ARGUMENTS)
 // ---------------------------------------------------------------------------------------------------------------------
 
 /* The GRU, computed as on the CPU (>>gru of hpml.h): one product for x and all time steps, then a product and a kernel
-   for each time step. Backward, r, z, n and m are overwritten by dr, dz, dn and dm; half models multiply half copies of
-   these. */
+   for each time step. Backward, the gradients dr, dz, dn and dm overwrite r, z, n and m; if results are stored in
+   halves, half copies of these gradients (.da) are multiplied. */
 typedef struct hpmlg_gru {
     int64_t      B, T, H, in;
     float       *gates, *sums, *dh;   /* (B, T, 4H) r z n m; (B, 3H) products of a step; (B, H) gradient of h */
@@ -5761,15 +5767,15 @@ HPMLG_FN size_t hpmlg_gru_layout(const hpmlg_device *d, const hpml_node *n, hpml
     return (size_t)(p - (uintptr_t)n->scratch);
 }
 
-/* Returns element (b, j) of h before step t. */
+/* Returns h of hidden unit j of sample b before step t: h of step t - 1, for t = 0 h0, or 0 without h0. */
 HPMLG_DEVICE float hpmlg_gru_before(const hpmlg_gru &l, int64_t b, int64_t t, int64_t j)
 {
     if (t > 0) return hpmlg_get(l.h, (b * l.T + t - 1) * l.H + j);
     return l.h0.p ? hpmlg_get(l.h0, b * l.H + j) : 0;
 }
 
-/* Computes one element of h at step t, a thread for each of the B H elements; l.sums is h_{t-1} W_h^T, unless there is
-   no h before. */
+/* Computes h at step t, a thread for each of the B H elements. l.sums has h_{t-1} W_h^T; it is not read at step 0
+   without h0, where the product is 0. */
 static __global__ void hpmlg_k_gru(hpmlg_gru l, int64_t t)
 {
     int64_t at = hpmlg_thread_index(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t, H = l.H;
@@ -5786,8 +5792,9 @@ static __global__ void hpmlg_k_gru(hpmlg_gru l, int64_t t)
     hpmlg_put(l.h, row * H + j, n + z * (hpmlg_gru_before(l, b, t, j) - n));
 }
 
-/* Overwrites r, z, n and m of one element at step t by their gradients, and l.dh, the gradient of h through step t + 1,
-   by the part of that of step t - 1 that does not pass W_h. Writes h of step t - 1 to l.before. */
+/* The backward pass of step t, a thread for each of the B H elements: overwrites r, z, n and m by their gradients, and
+   l.dh, which has the gradient of h_t through step t + 1, by dh z, the part of the gradient of h_{t-1} that does not
+   pass W_h. Writes h_{t-1} to l.before. */
 static __global__ void hpmlg_k_gru_back(hpmlg_gru l, int64_t t)
 {
     int64_t at = hpmlg_thread_index(), b = hpmlg_quotient(at, l.H), j = at - b * l.H, row = b * l.T + t, H = l.H;
@@ -5827,7 +5834,8 @@ HPMLG_FN void hpmlg_gru_forward(hpmlg_device *d, hpml_node *n)
     }
 }
 
-/* Adds da W_h to the gradient of h, for columns dr and dz, then dm of da at step t. */
+/* Adds (dr, dz, dm) W_h of step t, the part of the gradient of h_{t-1} that passes W_h, to l->dh: one product for dr
+   and dz, and one for dm, because dn stands between them in a row of da. */
 HPMLG_FN void hpmlg_gru_step_back(hpmlg_device *d, const hpmlg_gru *l, hpmlg_array w_h, int64_t t)
 {
     int64_t     H = l->H;

@@ -3,10 +3,10 @@
    mpicc -O2 -DHPML_USE_MPI examples/05_allreduce.c -o allreduce_mpi -lm -lpthread && mpiexec -n 4 ./allreduce_mpi
    The same program runs serial, on threads or on processes, as HPML_RUN (HPML_RUN=threads:4 ./allreduce) or one literal
    in main says: serial, threads:4, mpi.
-   options, as those of nccl-tests: -b BYTES, -e BYTES (--max; K, M, G), -f FACTOR: sizes from, to, from one to the next;
-   -n TIMES, -w TIMES: calls that are timed, and before (without -n the best of five stretches of 20 ms); --op NAME: one
-   of the collectives, or all; --algorithm NAME of allreduce; --ranks N (threads); --json; --draw FILE: draws the
-   messages of one allreduce of 64 KB on 1 Gbit/s, in virtual time, as SVG and here:
+   options, as those of nccl-tests: -b BYTES, -e BYTES (--max; K, M, G), -f FACTOR: sizes from, to, and from one to the
+   next; -n TIMES, -w TIMES: calls that are timed, and before (without -n the best of five stretches of 20 ms); --op
+   NAME: one of the collectives, or all; --algorithm NAME of allreduce; --ranks N (threads); --json; --draw FILE: draws
+   the messages of one allreduce of 64 KB on 1 Gbit/s, in virtual time, as SVG and here:
        rank   0  >..........3>..........3>..........3
    prints a table in the style of nccl-tests, a block for each algorithm:
        algorithm       size (B)     count    time (us) algbw (GB/s) busbw (GB/s) check
@@ -80,7 +80,8 @@ static void print_line(const options *o, const collective *k, hpml_comm *comm, h
     if (o->json)
         printf("{\"transport\": \"%s\", \"ranks\": %d, \"collective\": \"%s\", \"algorithm\": \"%s\", "
                "\"bytes\": %.0f, \"us\": %.2f, \"algbw\": %.4f, \"busbw\": %.4f, \"wrong\": %.0f}\n",
-               hpml_comm_transport(comm), p, k->name, hpml_algorithm_name(a), bytes, seconds * 1e6, algbw, busbw, wrong);
+               hpml_comm_transport(comm), p, k->name, hpml_algorithm_name(a), bytes, seconds * 1e6, algbw, busbw,
+               wrong);
     else
         printf("%-14s %9.0f %9lld %12.1f %12.3f %12.3f %5s\n", name, bytes, (long long)n, seconds * 1e6, algbw, busbw,
                wrong > 0 ? "WRONG" : "ok");

@@ -17,7 +17,7 @@ int main(void)
     hpml_ctx     *ctx   = hpml_ctx_create(&(hpml_ctx_desc){ .seed = 1, .log = hpml_log_stderr });
     hpml_dataset *train = hpml_dataset_load_idx(ctx, "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz");
     hpml_dataset *test  = hpml_dataset_load_idx(ctx, "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz");
-    hpml_tensor  *x     = hpml_input_4d(ctx, 64, 1, 28, 28);                                         /* (B, 1, 28, 28) */
+    hpml_tensor  *x     = hpml_input_4d(ctx, 64, 1, 28, 28); /* (B, 1, 28, 28) */
     hpml_tensor  *y     = hpml_linear(hpml_relu(hpml_linear(hpml_flatten(x), 256, NULL)), 10, NULL); /* (B, 10) */
     hpml_trainer *t     = hpml_trainer_create(ctx, &(hpml_trainer_desc){ .input = x, .output = y, .lr = 0.1f });
     hpml_trainer_fit(t, train, &(hpml_fit_desc){ .epochs = 20, .validation = test, .patience = 2, .keep_best = true,

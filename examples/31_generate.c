@@ -129,7 +129,7 @@ static int compare(hpml_ctx *ctx, const options *o, const int32_t *text, const f
     if (hpml_graph_forward(g, false, 0) != HPML_OK) return 1;
     start = hpml_now() - start;
     for (int64_t i = 0; i < o->length * V; i++) worst = fmax(worst, fabs((double)y->data[i] - (double)scores[i]));
-    printf("a pass over the whole text: %.0f microseconds; the scores differ by %.1e at most\n", 1e6 * start, worst);
+    printf("a pass over the whole text: %.0f microseconds; scores differ by %.1e at most\n", 1e6 * start, worst);
     return worst > 1e-4;
 }
 
@@ -201,10 +201,10 @@ int main(int argc, char **argv)
         { "--heads", OPTION_COUNT, &o.heads, "N", "heads of queries (6)" },
         { "--kv-heads", OPTION_COUNT, &o.kv_heads, "N", "heads of keys and values (2)" },
         { "--length", OPTION_COUNT, &o.length, "N", "characters to generate, at least 4 (512)" },
-        { "--file", OPTION_TEXT, &o.file, "FILE", "where the parameters are saved (generate.safetensors)" },
+        { "--file", OPTION_TEXT, &o.file, "FILE", "of the parameters (generate.safetensors)" },
         { "--seed", OPTION_COUNT, &o.seed, "N", "of everything random (1)" },
         { "--threads", OPTION_COUNT, &o.threads, "N", "threads (one for each core)" } };
-    int failed = options_read("Learns characters, then generates text token by token with a cache of keys and values.",
+    int failed = options_read("Learns characters, then generates text with a cache of keys and values.",
                               table, sizeof table / sizeof *table, argc, argv);
     if (failed) return failed == 1 ? 0 : failed;
     for (int i = 0, none = o.files.count == 0; none && i < 3; i++)

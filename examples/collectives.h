@@ -49,7 +49,8 @@ static void all_to_all(hpml_comm *c, float *x, float *y, int64_t n, hpml_algorit
     hpml_all_to_all(c, x, y, 4 * (size_t)(n / hpml_comm_size(c)));
 }
 
-/* What element i of the result is on rank r of p. The input is number(r, i); block k of n elements begins at n k / p. */
+/* What element i of the result is on rank r of p. The input is number(r, i); block k of n elements begins at element
+   n k / p. */
 static float number(int rank, int64_t i) { return (float)((i * 7 + rank * 3) % 11); } /* sums stay exact */
 static float sum_of(int p, int64_t i)
 {

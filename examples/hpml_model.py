@@ -9,6 +9,7 @@
     y = net(torch.tensor([[120.0, 35.0, 2.5]]))               # any batch size
 
 The format is described in hpml.h, section >>model. Section numbers of values: inputs, constants, parameters, nodes.
+The ops are in hpml_model_ops.py, which lies beside this file.
 """
 import array
 import json

@@ -1,5 +1,5 @@
-"""The ops of model files in PyTorch, for hpml_model.py: run_node computes one node of a file. Constants of nodes have the
-names of the table hpmli_attr_fields in hpml.h, section >>model; enums are numbers in the order of hpml.h."""
+"""The ops of model files in PyTorch, for hpml_model.py: run_node computes one node of a file. Constants of nodes have
+the names of the table hpmli_attr_fields in hpml.h, section >>model; enums are numbers in the order of hpml.h."""
 import torch
 import torch.nn.functional as F
 
@@ -60,8 +60,8 @@ def attention(qkv, n, mask=None):
 def rotary(x, n, position=None):
     heads, dims, half = x.unflatten(2, (n["heads"], -1)), n["dims"], n["dims"] // 2
     time = torch.arange(x.shape[1]) + (0 if position is None else position.reshape(-1, 1))
-    angle = time.reshape(-1, x.shape[1], 1, 1) * n["base"] ** (-2 * torch.arange(half) / dims)
-    c, s = torch.cos(angle), torch.sin(angle)
+    angle = time.reshape(-1, x.shape[1], 1, 1) * n["base"] ** (-2 * torch.arange(half).double() / dims)
+    c, s = torch.cos(angle).float(), torch.sin(angle).float()
     a, b = (heads[..., 0:dims:2], heads[..., 1:dims:2]) if n["adjacent"] else heads[..., :dims].chunk(2, -1)
     pair = (a * c - b * s, b * c + a * s)
     y = torch.stack(pair, -1).flatten(-2) if n["adjacent"] else torch.cat(pair, -1)

@@ -184,7 +184,7 @@ static void takes_net(hpml_ctx *ctx, net *n)
     net_output(n, hpml_add(hpml_last(x, l), hpml_last(x, NULL)));
     net_output(n, hpml_max(hpml_pad(x, 1, 1, 0, -INFINITY), 1));
     net_output(n, hpml_take_along(x, 2, hpml_argmax(x, 2)));
-    net_output(n, hpml_argmax(x, 1));
+    net_output(n, hpml_argmax(hpml_pad(x, 1, 0, 1, NAN), 1)); /* a NaN is larger than all numbers */
 }
 
 static void pictures_net(hpml_ctx *ctx, net *n, hpml_layout layout)
@@ -224,10 +224,10 @@ static void recurrent_net(hpml_ctx *ctx, net *n)
 
 static void attention_net(hpml_ctx *ctx, net *n)
 {
-    hpml_tensor *qkv = net_input(ctx, n, HPML_DTYPE_F32, 3, 5, 32, 0);
+    hpml_tensor *qkv = net_input(ctx, n, HPML_DTYPE_F32, 3, 5, 48, 0);
     hpml_tensor *l     = net_input(ctx, n, HPML_DTYPE_I32, 1, 0, 0, 0);
     hpml_tensor *pairs = net_input(ctx, n, HPML_DTYPE_F32, 3, 5, 5, 0);
-    hpml_rotary_desc    turned = { .heads = 8, .rotated = 6, .dims = 2, .base = 300, .adjacent = true, .position = l };
+    hpml_rotary_desc    turned = { .heads = 8, .rotated = 6, .dims = 4, .base = 300, .adjacent = true, .position = l };
     hpml_attention_desc few = { .heads = 4, .kv_heads = 2, .not_causal = true, .mask = hpml_mask(l, 5) };
     hpml_attention_desc row = { .heads = 4, .kv_heads = 2, .scale = 0.3f, .mask = hpml_relu(pairs) };
     net_output(n, hpml_attention(hpml_rotary(qkv, &turned), &few));

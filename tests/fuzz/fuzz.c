@@ -290,9 +290,9 @@ void fuzz_one(int target, const uint8_t *p, size_t n)
     }
     case FUZZ_TAR:
         content(0, p, n);
-        use(hpml_dataset_load_tar(ctx, path, 1, "npy", "cls"));
+        use(hpml_dataset_load_tar(ctx, both, 1, "npy", "cls"));
         hpml_ctx_clear_error(ctx);
-        use(hpml_dataset_load_tar(ctx, path, 1, "bin", n % 2 ? NULL : "y.npy"));
+        use(hpml_dataset_load_tar(ctx, both, 1, "bin", n % 2 ? NULL : "y.npy"));
         break;
     case FUZZ_RECORDS: records(content(0, p, n)); break;
     case FUZZ_SAFETENSORS: safetensors(content(0, p, n)); break;
