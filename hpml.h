@@ -1903,7 +1903,7 @@ HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all o
    star stands for any text, the same in both: { "h.*.qkv.weight", "layer.*.attn.weight" }. transpose: the file has the
    matrix with rows and columns exchanged. A pair with from NULL leaves a parameter as it is. */
 typedef struct hpml_rename {
-    const char *to, *from; /* in the model; in the file */
+    const char *to, *from; /* patterns of names: in the model; in the file */
     bool        transpose;
 } hpml_rename;
 typedef struct hpml_load_desc {
@@ -9377,7 +9377,8 @@ HPMLI_FN void hpmli_conv_expand(const hpmli_conv *c, const float *image, float *
             }
 }
 
-/* Sets the addresses of what c keeps, for a pass without `train`. */
+/* For a pass without `train`: makes c use the weights, and scale and bias of a folded batchnorm, that its node keeps
+   from pass to pass in kept_memory. */
 HPMLI_FN void hpmli_conv_kept(hpmli_conv *c)
 {
     const hpml_node *norm = c->n->state->folds;
@@ -10067,9 +10068,10 @@ HPMLI_FN void hpmli_grids_back(hpmli_conv *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-more   transposed and one-dimensional convolution; group normalization
 // ---------------------------------------------------------------------------------------------------------------------
-/* A transposed convolution is the backward pass of a convolution with regard to its input: with a mirror, a convolution
-   node from this op's result to its source, y is the mirror's dx for dy = x; backward, dx is the mirror's forward pass
-   of dy, and dw the mirror's gradient of the weights. Sources of the node: x, w. */
+/* A transposed convolution is computed by its mirror, a convolution node from this op's result y to its source x.
+   Forward, y is the gradient of the mirror's input, where x is taken for the gradient of the mirror's result. Backward,
+   dx is the result of the mirror for the input dy, and dw the mirror's gradient of its weights. Sources of the node: x,
+   w. */
 HPMLI_FN hpml_node *hpmli_mirror(hpml_node *n)
 {
     struct hpml_mirror *m = n->attr.conv_transpose.mirror;
@@ -13157,7 +13159,7 @@ struct hpml_trainer {
                                             device; NULL: parameters step where they are */
     hpml_update        *updates;         /* (param_count) the next step of each parameter, of what this rank keeps */
     int64_t             window[2];       /* floats of hpml_trainer_reserve: for values, for gradients */
-    float             **window_at[2];    /* where to write the addresses of these floats */
+    float             **window_at[2];    /* the caller's pointers, which get the addresses of .window's floats */
     double             *norms;           /* (param_count, 2) sums of squares, for hooks `norms`; NULL: no such hook */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
@@ -15106,7 +15108,7 @@ HPMLI_FN bool hpmli_fit_next(hpml_trainer *t, hpml_loader *l, const hpmli_fit *f
     return false;
 }
 
-/* Makes one step of fit with batch b, counts it in *f, and calls on_step; HPML_ERR_STOPPED: the callback ends fit. */
+/* Makes one step of fit with batch b, counts it in *f, and calls on_step. HPML_ERR_STOPPED: on_step asks fit to end. */
 HPMLI_FN hpml_status hpmli_fit_step(hpml_trainer *t, hpml_loader *l, const hpml_batch *b, hpmli_fit *f)
 {
     const hpml_fit_desc *d      = f->d;
@@ -18742,7 +18744,8 @@ HPMLI_FN const hpml_attr *hpmli_attr_saved(const hpml_node *n)
     return n->op == HPML_OP_CONV_TRANSPOSE2D ? &n->attr.conv_transpose.mirror->node.attr : &n->attr;
 }
 
-/* A node that is read from a file, or was recorded: what its recorder needs. */
+/* What a function of hpmli_recorders needs to record a node again: read from a model file, or taken from a node that is
+   to be saved. */
 typedef struct hpmli_saved_node {
     hpml_op      op;
     const char  *name;
@@ -19146,7 +19149,7 @@ HPMLI_FN void hpmli_text_node(hpmli_text_buffer *b, const hpmli_structure *s, co
     hpmli_text_add(b, "}");
 }
 
-/* Writes the structure as JSON to b. */
+/* Appends the structure s of a model to b as the JSON text that >>model describes. */
 HPMLI_FN void hpmli_text_structure(hpmli_text_buffer *b, const hpmli_structure *s, const hpml_model_desc *d)
 {
     static const char *const kinds[] = { "],\"constants\":[", "],\"parameters\":[", "],\"nodes\":[" };
@@ -19231,7 +19234,7 @@ HPMLI_FN bool hpmli_model_desc_check(hpml_ctx *ctx, const hpml_model_desc *d)
     return true;
 }
 
-/* Saves the parameters and constants of s with the text of its structure. */
+/* Writes the model file `path`: the parameters and constants of s and, in the metadata, `text`, its structure. */
 HPMLI_FN hpml_status hpmli_structure_save(const hpmli_structure *s, const char *path, const hpml_model_desc *d,
                                           const char *text)
 {
@@ -19380,7 +19383,8 @@ HPMLI_FN bool hpmli_read_input(hpmli_model_reader *r)
     return hpmli_model_add(r, t);
 }
 
-/* Checks, before memory is taken for it, that the file has a tensor of the name and shape of n. */
+/* Checks that the file has a tensor with the name and shape of n, a constant or parameter, before memory is taken for
+   it; false: an error. */
 HPMLI_FN bool hpmli_read_has(hpmli_model_reader *r, const hpmli_saved_node *n)
 {
     hpml_safetensor e;
@@ -19466,7 +19470,8 @@ HPMLI_FN void hpmli_read_attr(hpmli_model_reader *r, hpmli_saved_node *n, const 
     if (f->type == 'l') memcpy(to, &large, sizeof large);
 }
 
-/* Records n, and checks that the result is as the file says and that the op has made no parameters of its own. */
+/* Records node n by the recorder `by`, and checks that its result has the shape and layout in the file, and that the op
+   has found all its parameters and made none. False: an error. */
 HPMLI_FN bool hpmli_read_record(hpmli_model_reader *r, hpmli_saved_node *n, const hpmli_recorder *by)
 {
     const int  params = r->ctx->param_count;
@@ -19570,7 +19575,7 @@ HPMLI_FN bool hpmli_model_keep_meta(hpml_model *m, const hpml_safetensors *f)
     return to != NULL;
 }
 
-/* Copies the constants' values from file f. */
+/* Copies the values of the model's constants from file f to their tensors; false: an error. */
 HPMLI_FN bool hpmli_model_constants(hpmli_model_reader *r, const hpml_safetensors *f)
 {
     hpml_safetensor e;

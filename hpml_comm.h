@@ -5357,7 +5357,7 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
     const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else others may not call MPI_Finalize */
-    if (started && finalizes) MPI_Finalize(); /* else exit ends the job */
+    if (started && finalizes) MPI_Finalize(); /* else the end of this process ends the whole job */
 #else
     hpmlc_start_main(s); /* fails: the error's text shows how to build with MPI */
 #endif
@@ -8474,7 +8474,7 @@ typedef struct hpmlc_task {
 
 typedef struct hpmlc_bucket {
     hpml_exchange *x, *warm;     /* warm: for the first .warm_steps steps, uncompressed; NULL: none */
-    hpml_exchange *now;          /* the one of x and warm that this step uses; NULL: before the first step */
+    hpml_exchange *now;          /* .x or .warm, whichever this step uses; NULL: before the first step */
     hpmlc_task     task;         /* the bucket's exchange in this step */
     hpml_comm     *c;            /* ranks over which these gradients are added up, see hpmlc_ranks_of */
     int            count, ready; /* number of tensors; how many gradients are final in this step */
@@ -9376,7 +9376,7 @@ HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, con
     hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, kind, list->copy, tensor, count);
     if (!it) return;
     it->copies  = list->d->copies;
-    if (x->c->size != list->d->c->size) { /* x adds up a split parameter, over fewer ranks */
+    if (x->c->size != list->d->c->size) { /* x exchanges split parameters, among fewer ranks */
         it->copies.first = x->c->rank;
         it->copies.all   = x->c->size;
     }
@@ -18729,7 +18729,7 @@ HPMLC_FN void hpmlc_roofline_row(const hpml_layer_facts *l, int count, const hpm
     const double bytes = l->bytes * samples + 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols);
     const double by[2] = { m->flops > 0 ? flops / m->flops : 0, m->bandwidth > 0 ? bytes / m->bandwidth : 0 };
     const bool   memory = by[1] > by[0];
-    const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* terms of the sum behind each result */
+    const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* products added up for each result */
     hpmlc_append(to, length, "%-20.20s %5d %10.4g %10.4g %9.3g %10.4g  %s\n", l->name ? l->name : "", count,
                  1e-6 * flops, 1e-6 * bytes, flops / (bytes + 1e-300), 1e6 * by[memory], memory ? "memory" : "flops");
     all->work += count * flops;
@@ -19132,7 +19132,7 @@ HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t
    to each other. Plans that were forecast before are remembered, and not forecast again. */
 
 typedef struct hpmlc_choice {
-    size_t at;        /* offset in hpml_plan of a number or word of 32 bits */
+    size_t at;        /* offset in hpml_plan of the field, an int32_t or an enum */
     int    values[8]; /* values that are tried besides 0; ended by 0 */
 } hpmlc_choice;
 static const hpmlc_choice hpmlc_choices[] = { /* values other than 0 */
