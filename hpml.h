@@ -84,6 +84,10 @@
 //     kernel         a function compiled once for each instruction set (scalar, AVX2, AVX-512, NEON)
 //     half           bf16 or f16; halves are stored types, all arithmetic is f32. Of a backward pass: the gradients of
 //                    inputs, or those of weights (hpml_graph_halves)
+//     word           of products of bytes and of bf16: 2 or 4 adjacent values of k in 32 bits; line: a row of A or a
+//                    column of B (>>gemm-words)
+//     mirror         of a transposed convolution: the convolution from its result to its source, which computes it
+//     recorder       a function that records an op again from what a model file says (>>model)
 //     layout         the order of an image's dimensions: NCHW or NHWC
 //     backend        a table of functions that holds tensors and runs ops on a device
 //     hook           a callback around a training step, by which strategies of data parallelism work
@@ -868,7 +872,7 @@ typedef struct hpml_attention_desc {
     hpml_tensor *mask;      /* (B, T), or (B, T, T) with a row for each query: a key with number 0 is hidden. With a
                                cache (B, S), (B, T, S). NULL: no key is hidden */
     hpml_tensor *cache;     /* (B, S, 2 kv_heads D) of hpml_tensor_create, for up to S positions; NULL: none */
-    hpml_tensor *position;  /* I32 (B), required with a cache: the positions of each sample that the cache has */
+    hpml_tensor *position;  /* I32 (B), required with a cache: how many positions of each sample the cache has */
     uint32_t _end;
 } hpml_attention_desc;
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc);
@@ -5559,8 +5563,8 @@ HPMLI_FN double hpmli_entry_time(const hpml_graph *g, const hpmli_entry *e)
     return e->move == HPMLI_BACKWARD && hpmli_goes_back(g, n) ? hpmli_op_of(n)->flops(n, true) + bytes : 0;
 }
 
-/* Adds to the list p the entries GONE of those swapped nodes from `node` to `to` - 1 whose copies are done at time
-   `now`; copies are done in the order of their nodes. Returns the first node that is left. */
+/* Adds to the list p the entry GONE of each swapped node in [node, to) whose copy to the host is done by time `now`;
+   copies are made in the order of their nodes. Returns the first node without its GONE. */
 HPMLI_FN int hpmli_list_gone(hpml_graph *g, hpmli_list *p, int node, int to, double now)
 {
     for (; node < to; node++) {
@@ -16914,7 +16918,7 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
    member's bytes. Numbers that do not fit in 32 bits are all ones there and follow in an extra field (zip64), which
    numpy writes for every array. The record of the directory's end is the last 22 bytes, and a comment may follow. */
 typedef struct hpmli_zip_entry {
-    size_t         name_size, size, packed; /* bytes of the name, of the member, of the member in the file */
+    size_t         name_size, size, packed; /* bytes of the name, of the member, of the member as packed in the file */
     size_t         offset;                  /* of the local header */
     const char    *name;                    /* not terminated */
     uint32_t       crc;                     /* CRC-32 of the member */

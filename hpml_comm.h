@@ -111,7 +111,8 @@
 //     program, act    of a forecast: what a rank repeats in each step, as a list; one entry of that list, such as
 //                     computing or a collective. role: a stage of the pipeline, or a server: each has one program.
 //                     actor: the own thread, or the background thread, of a simulated rank. to play programs: to
-//                     execute them in virtual time; maker: the struct with which programs are made
+//                     execute them in virtual time; unit: the ranks that are played for all others, their equals;
+//                     maker: the struct with which programs are made
 //     fabric          the network between nodes: routers and the links between them
 //     bubble          the share of time for which the ranks of a pipeline are idle
 //
@@ -13674,7 +13675,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
         hpml_status status = HPML_OK;
         if (hpmlc_goes_on(d)) status = hpmlc_sum_there(d, rows, summed, &there, &root);
         else status = hpml_reduce_to(d->all, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
-        const bool writes = d->all->rank == root || hpmlc_plan_cuts(&d->plan); /* all ranks: parts are joined */
+        const bool writes = d->all->rank == root || hpmlc_plan_cuts(&d->plan); /* all ranks join parts */
         if (status == HPML_OK && writes) hpmlc_states_write(&list, path, rows, floats);
         hpml_ctx_release(d->ctx, rows);
     }
