@@ -5269,8 +5269,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
     HPMLG_SHARED(E, own);                              /* (R, DP) twice: keys and values, or queries and dO */
-    E      *stream = own + 2 * R * DP;                 /* two stages of two tiles (K, DP): if KEYS of queries and dO,
-                                                          else of keys and values */
+    E      *stream = own + 2 * R * DP;                 /* two stages of two tiles (K, DP): Q and dO, or K and V */
     float  *lines = (float *)(stream + 4 * K * DP);    /* two stages of lse and delta of the queries in stream */
     int64_t bh;
     int     first = hpmlg_attn_tile(p, R, !KEYS, &bh), at = (int)threadIdx.x / HPMLG_WARP * 16 * M, row = first + at;
