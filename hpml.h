@@ -84,6 +84,10 @@
 //     kernel         a function compiled once for each instruction set (scalar, AVX2, AVX-512, NEON)
 //     half           bf16 or f16; halves are stored types, all arithmetic is f32. Of a backward pass: the gradients of
 //                    inputs, or those of weights (hpml_graph_halves)
+//     word           of products of bytes and of bf16: 2 or 4 adjacent values of k in 32 bits; line: a row of A or a
+//                    column of B (>>gemm-words)
+//     mirror         of a transposed convolution: the convolution from its result to its source, which computes it
+//     recorder       a function that records an op again from what a model file says (>>model)
 //     layout         the order of an image's dimensions: NCHW or NHWC
 //     backend        a table of functions that holds tensors and runs ops on a device
 //     hook           a callback around a training step, by which strategies of data parallelism work
@@ -516,7 +520,7 @@ HPML_API void         hpml_tensor_free(hpml_tensor *t); /* optional; frees a vie
 
 /* Creates a view, a tensor that shares the memory of `t`, which must have memory. Ops accept contiguous views only;
    >>api-ops has the reshape, slice and transpose that are recorded as part of a model. */
-HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* contiguous; one size: -1 */
+HPML_API hpml_tensor *hpml_view_reshape(hpml_tensor *t, int ndim, const int64_t *shape); /* -1: size by the others */
 HPML_API hpml_tensor *hpml_view_slice(hpml_tensor *t, int dim, int64_t start, int64_t count);
 HPML_API hpml_tensor *hpml_view_transpose(hpml_tensor *t, int dim_a, int dim_b);
 
@@ -868,7 +872,7 @@ typedef struct hpml_attention_desc {
     hpml_tensor *mask;      /* (B, T), or (B, T, T) with a row for each query: a key with number 0 is hidden. With a
                                cache (B, S), (B, T, S). NULL: no key is hidden */
     hpml_tensor *cache;     /* (B, S, 2 kv_heads D) of hpml_tensor_create, for up to S positions; NULL: none */
-    hpml_tensor *position;  /* I32 (B), required with a cache: the positions of each sample that the cache has */
+    hpml_tensor *position;  /* I32 (B), required with a cache: how many positions of each sample the cache has */
     uint32_t _end;
 } hpml_attention_desc;
 HPML_API hpml_tensor *hpml_attention(hpml_tensor *qkv, const hpml_attention_desc *desc);
@@ -1166,7 +1170,7 @@ typedef union hpml_attr {
     struct { int32_t kernel[2], stride[2], padding[2], dilation[2], groups; hpml_act act;
              hpml_conv_algorithm algorithm; int32_t rows; } conv; /* CONV2D and pooling; [0]: height, [1]: width; rows
                                                                      of the result that IM2COL computes at a time */
-    struct { struct hpml_mirror *mirror; size_t sum_at; } conv_transpose; /* offset, in scratch, of an array like x */
+    struct { struct hpml_mirror *mirror; size_t sum_at; } conv_transpose; /* in scratch: offset of an array like x */
     struct { int32_t dims[HPML_MAX_DIMS]; } permute;
     struct { int32_t dim; int64_t start; } slice;                       /* SLICE and CONCAT */
     struct { int32_t dim; bool mean; } sum;
@@ -1451,7 +1455,8 @@ typedef int hpml_step_fn(const hpml_step_info *info, void *user); /* returns not
 HPML_API hpml_status hpml_trainer_step(hpml_trainer *t, const void *x, const void *y, int64_t samples,
                                        hpml_step_info *info);
 
-/* The same with a batch of a loader: x, y, the further inputs of hpml_trainer_desc.extra, and the samples. */
+/* As hpml_trainer_step, with x, y, the further inputs (hpml_trainer_desc.extra) and the number of samples of a loader's
+   batch. */
 struct hpml_batch;
 HPML_API hpml_status hpml_trainer_step_batch(hpml_trainer *t, const struct hpml_batch *batch, hpml_step_info *info);
 
@@ -1540,7 +1545,7 @@ HPML_API hpml_status hpml_trainer_evaluate(hpml_trainer *t, hpml_dataset *data, 
    gets the whole of an output that is split. */
 HPML_API hpml_status hpml_trainer_predict(hpml_trainer *t, const void *x, int64_t samples, float *out);
 
-/* The same for all samples of a data set, with its further inputs; y is not read. */
+/* As hpml_trainer_predict, for all samples of a data set, with its further arrays (`extra`); its y is not read. */
 HPML_API hpml_status hpml_trainer_predict_data(hpml_trainer *t, hpml_dataset *data, float *out);
 
 /* What a trainer is doing when it calls a hook: the kind of pass, the micro-batch, the step. */
@@ -1902,7 +1907,7 @@ HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path); /* all o
    star stands for any text, the same in both: { "h.*.qkv.weight", "layer.*.attn.weight" }. transpose: the file has the
    matrix with rows and columns exchanged. A pair with from NULL leaves a parameter as it is. */
 typedef struct hpml_rename {
-    const char *to, *from; /* in the model; in the file */
+    const char *to, *from; /* patterns of names: in the model; in the file */
     bool        transpose;
 } hpml_rename;
 typedef struct hpml_load_desc {
@@ -1941,7 +1946,8 @@ HPML_API hpml_model  *hpml_model_load(hpml_ctx *ctx, const char *path, int64_t b
    the input; there may be more samples than in a batch. out: (samples, numbers of an output). The first call allocates
    memory for a graph that predicts (hpml_graph_desc), later ones allocate none. */
 HPML_API hpml_status  hpml_model_predict(hpml_model *m, const void *x, int64_t samples, float *out);
-/* The same with an array for each input and for each output; an output without a batch is that of the last batch. */
+/* As hpml_model_predict, with an array for each input and for each output of the model. An output without a batch
+   dimension is that of the last batch. */
 HPML_API hpml_status  hpml_model_run(hpml_model *m, const void *const *inputs, int64_t samples, float *const *outputs);
 HPML_API hpml_tensor *hpml_model_input(const hpml_model *m, int index);  /* number `index`, from 0; NULL: no more */
 HPML_API hpml_tensor *hpml_model_output(const hpml_model *m, int index);
@@ -2439,7 +2445,7 @@ typedef struct hpmli_conv {
     int64_t    x_pixel_step;           /* floats in x from the first that a pixel of y reads to the next one's */
     int64_t    runs[2];                /* a pixel of y reads runs[0] x runs[1] contiguous runs of x */
     int64_t    run_floats;             /* length of a run in floats */
-    int64_t    run_step[2];            /* floats in x from one run to the next */
+    int64_t    run_step[2];            /* floats in x from a run's begin to the next run's: by rows, by columns */
     int64_t    expanded;               /* floats of the expanded image of x (>>conv-kept); 0: x is not expanded */
     int64_t    band_rows;              /* forward: rows of y that are computed in a buffer before they are stored */
     int64_t    channel_pieces;         /* forward: tasks for one image, each for some channels */
@@ -3194,7 +3200,7 @@ HPMLI_FN bool hpmli_gemm_reserve(hpml_ctx *ctx, int64_t more)
 /* Returns the working memory of a thread; for thread number ctx->threads, the array for partial sums. */
 HPMLI_FN float *hpmli_gemm_space(const hpml_ctx *ctx, int thread) { return ctx->gemm_ws + thread * ctx->gemm_floats; }
 
-/* Returns the part that is all of product 0 of d, to be computed by thread number `thread` of the pool. */
+/* Returns the part that consists of the whole result of d's first product, for thread number `thread` of the pool. */
 HPMLI_FN hpmli_gemm_part hpmli_gemm_whole(const hpml_ctx *ctx, int thread, const hpmli_gemm_desc *d)
 {
     hpmli_gemm_part part = { d, 0, 0, d->m, 0, d->n, ctx->gemm_mc, ctx->gemm_nc, hpmli_gemm_space(ctx, thread) };
@@ -3801,7 +3807,7 @@ HPMLI_FN void hpmli_broadcast_make(hpmli_broadcast_iter *w, const hpml_tensor *o
 {
     const hpml_tensor *src[2] = { a, b };
     w->ndim = 0;
-    for (int i = 0; i == 0 || i < out->ndim; i++) { /* outermost first; joins i to i - 1 if both allow */
+    for (int i = 0; i == 0 || i < out->ndim; i++) { /* from the outermost; joins i to i - 1 if a and b allow */
         bool    last = i + 1 >= out->ndim;
         int64_t size = out->shape[i], stride[2];
         for (int s = 0; s < 2; s++) {
@@ -3866,7 +3872,7 @@ HPMLI_FN bool hpmli_is_half(hpml_dtype dtype) { return dtype == HPML_DTYPE_BF16 
 HPMLI_FN hpml_status hpmli_read_floats(hpml_ctx *ctx, const hpml_tensor *t, int64_t n, float *out)
 {
     size_t      bytes  = (size_t)n * hpml_dtype_size(t->dtype);
-    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* the end of out: converted in place */
+    char       *raw    = (char *)out + ((size_t)n * sizeof(float) - bytes); /* at the end of out: converted in place */
     hpml_status status = ctx->backend->read(ctx->device, raw, t->raw, bytes);
     if (t->dtype != HPML_DTYPE_F32) hpmli_convert(ctx->k, HPML_DTYPE_F32, out, t->dtype, raw, n);
     return status;
@@ -4006,7 +4012,7 @@ HPMLI_FN double hpmli_flops_product(const hpml_node *n, bool back, int64_t inner
 #ifdef HPML_NO_TRAINING
 #define HPMLI_TO_TRAIN(function) NULL
 #else
-#define HPMLI_TO_TRAIN(function) function /* a function of a table, which programs that only predict do without */
+#define HPMLI_TO_TRAIN(function) function /* functions that HPML_NO_TRAINING leaves out */
 #endif
 
 /* Defines an op and its entry in the table of ops. traits, needs: HPMLI_OP_, HPMLI_NEED_ bits; flops: a number from `n`
@@ -4773,7 +4779,7 @@ HPMLI_FN bool hpmli_matches(const char *pattern, const char *name, const char **
     if (!star) return strcmp(pattern, name) == 0;
     const size_t before = (size_t)(star - pattern), length = strlen(name);
     if (strncmp(pattern, name, before) != 0) return false;
-    for (size_t n = length - before + 1; n-- > 0;) { /* the longest text first */
+    for (size_t n = length - before + 1; n-- > 0;) { /* the star's text: the longest first */
         if (!hpmli_matches(star + 1, name + before + n, NULL, NULL)) continue;
         if (from) *from = name + before;
         if (count) *count = n;
@@ -5252,7 +5258,7 @@ typedef struct hpmli_list {
 typedef struct hpmli_slot { /* memory for the arrays of a part, and the pass that has written to it */
     int      part;          /* place in hpml_graph.parts */
     size_t   base;          /* bytes: where its HELD arrays begin in the arena */
-    int64_t  first, samples; /* first sample of the pass in the batch; their number */
+    int64_t  first, samples; /* index in the batch of the pass's first sample; number of its samples */
     int64_t  sample;        /* number of the first sample in the global batch */
     bool     idle;          /* the pass had no samples */
     bool     train;
@@ -5557,8 +5563,8 @@ HPMLI_FN double hpmli_entry_time(const hpml_graph *g, const hpmli_entry *e)
     return e->move == HPMLI_BACKWARD && hpmli_goes_back(g, n) ? hpmli_op_of(n)->flops(n, true) + bytes : 0;
 }
 
-/* Adds to the list p the entries GONE of those swapped nodes from `node` to `to` - 1 whose copies are done at time
-   `now`; copies are done in the order of their nodes. Returns the first node that is left. */
+/* Adds to the list p the entry GONE of each swapped node in [node, to) whose copy to the host is done by time `now`;
+   copies are made in the order of their nodes. Returns the first node without its GONE. */
 HPMLI_FN int hpmli_list_gone(hpml_graph *g, hpmli_list *p, int node, int to, double now)
 {
     for (; node < to; node++) {
@@ -5588,9 +5594,9 @@ HPMLI_FN void hpmli_list_forward(hpml_graph *g, hpmli_list *p)
     p->turn = p->entry_count;
 }
 
-/* Writes to fetch[k], for each entry number k of the backward pass which is IN, before which entry of the same half of
-   the pass its copy has to begin, so that all copies, one after another, are done in time. at: the time before each
-   entry; old: (count) the entries; late: the first one of the half WEIGHTS. */
+/* Chooses when copies back from the host begin: for each entry k that is an IN, writes to fetch[k] the entry, of the
+   same half of the backward pass, before which the copy has to begin, so that all copies, one after another, are done
+   in time. old: (count) the entries of the pass; at[k]: the time before entry k; late: the half WEIGHTS' first. */
 HPMLI_FN void hpmli_fetch_choose(const hpml_graph *g, const hpmli_entry *old, int count, int late, const double *at,
                                  int *fetch)
 {
@@ -5674,7 +5680,7 @@ typedef struct hpmli_plan {     /* a part of a graph while its memory is planned
     hpml_graph *g;
     hpmli_list *p;
     hpmli_use  *uses;           /* one for each node of the graph, then one for each leaf */
-    int         end;            /* the time after the part's last entry */
+    int         end;            /* the time after the part's last entry: number of its entries */
 } hpmli_plan;
 
 /* Returns the entry of t in the plan's uses; NULL for a parameter. */
@@ -5822,7 +5828,7 @@ HPMLI_FN void hpmli_plan_grads(const hpmli_plan *pl)
             r->grad_last = hpmli_later(r->grad_last, u->grad_last);
         }
     }
-    for (int i = pl->p->from; i < pl->p->to && !g->cut; i++) { /* not for parts: keeps the value for the whole graph */
+    for (int i = pl->p->from; i < pl->p->to && !g->cut; i++) { /* parts keep the whole graph's values */
         struct hpmli_node_state *state = g->nodes[i]->state;
         state->has_gradient = hpmli_use_of(pl, state->grad_root)->grad_written;
     }
@@ -6212,7 +6218,7 @@ HPMLI_FN bool hpmli_part_check(hpml_graph *g, int from, int to, int64_t rows, in
         if (from < g->parts[i].to && to > g->parts[i].from)
             return hpmli_false(g->ctx, HPML_ERR_ARGUMENT, "graph part: ops %d to %d and the ops %d to %d of an earlier "
                                "part overlap; an op runs in one part", from, to, g->parts[i].from, g->parts[i].to);
-    for (int i = 0; i < g->count && g->cut; i++) /* param_last is set by the parts added before */
+    for (int i = 0; i < g->count && g->cut; i++) /* a parameter of an earlier part has param_last >= 0 */
         for (int j = 0; i >= from && i < to && j < g->nodes[i]->src_count; j++) {
             const hpml_tensor *w = g->nodes[i]->src[j];
             if (w && hpmli_trainable(w) && g->param_last[w->param->index] >= 0)
@@ -6674,7 +6680,7 @@ typedef struct hpmli_swap {
 struct hpmli_copier {
     hpml_ctx   *ctx;
     hpmli_swap *queue;           /* (capacity) copies that are not done, in a ring */
-    int64_t     capacity;        /* as many as nodes that are swapped: a node's copy is done before its next one */
+    int64_t     capacity;        /* number of swapped nodes, because each has one unfinished copy at most */
     int64_t     begun, done;     /* copies of all passes */
     hpml_status status;          /* of the first copy that failed */
     bool        threaded, stop;
@@ -8047,7 +8053,7 @@ HPMLI_FN void hpmli_map_run(const hpml_run *run, hpml_node *n, bool back)
         hpml_tensor *x = back ? n->src[j.side] : n->out;
         if (back && !x->grad) continue;
         for (int s = 0; s < j.side; s++)
-            if (n->src[s] == x) n->accumulate[j.side] = true; /* both operands are one tensor */
+            if (n->src[s] == x) n->accumulate[j.side] = true; /* operand s is this tensor, too, and wrote dx */
         if (back && !n->accumulate[j.side]) run->ctx->k->vfill(x->grad, 0, hpml_tensor_count(x));
         if (hpml_tensor_count(x) == count) hpmli_parallel(run->ctx, items, hpmli_map_task, &j);
         else
@@ -8311,7 +8317,7 @@ HPML_API hpml_tensor *hpml_linear(hpml_tensor *x, int64_t out, const hpml_linear
     if (d.weight && !hpmli_shared_fits("linear", name, src[1], weight, &rows)) return NULL;
     memcpy(shape, x->shape, sizeof shape);
     shape[last] = src[1]->shape[0];
-    hpml_tensor *after = in ? src[2] : NULL; /* the bias, where that is added after the sum over ranks */
+    hpml_tensor *after = in ? src[2] : NULL; /* the bias, if it is added after the sum over ranks; else NULL */
     hpml_act     act   = in ? HPML_ACT_NONE : d.activation;
     if (in) src[2] = NULL;
     hpml_node *n = hpmli_node_create(HPML_OP_LINEAR, name, 3, src, x->ndim, shape);
@@ -9375,7 +9381,8 @@ HPMLI_FN void hpmli_conv_expand(const hpmli_conv *c, const float *image, float *
             }
 }
 
-/* Sets the addresses of what c keeps, for a pass without `train`. */
+/* For a pass without `train`: makes c use the weights, and scale and bias of a folded batchnorm, that its node keeps
+   from pass to pass in kept_memory. */
 HPMLI_FN void hpmli_conv_kept(hpmli_conv *c)
 {
     const hpml_node *norm = c->n->state->folds;
@@ -10065,9 +10072,10 @@ HPMLI_FN void hpmli_grids_back(hpmli_conv *c)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-more   transposed and one-dimensional convolution; group normalization
 // ---------------------------------------------------------------------------------------------------------------------
-/* A transposed convolution is the backward pass of a convolution with regard to its input: with a mirror, a convolution
-   node from this op's result to its source, y is the mirror's dx for dy = x; backward, dx is the mirror's forward pass
-   of dy, and dw the mirror's gradient of the weights. Sources of the node: x, w. */
+/* A transposed convolution is computed by its mirror, a convolution node from this op's result y to its source x.
+   Forward, y is the gradient of the mirror's input, where x is taken for the gradient of the mirror's result. Backward,
+   dx is the result of the mirror for the input dy, and dw the mirror's gradient of its weights. Sources of the node: x,
+   w. */
 HPMLI_FN hpml_node *hpmli_mirror(hpml_node *n)
 {
     struct hpml_mirror *m = n->attr.conv_transpose.mirror;
@@ -10449,7 +10457,7 @@ typedef struct hpmli_bn_job {
     int64_t              B, C, P; /* samples, channels, pixels of a plane */
     double              *sums;    /* (C, 2) two sums of each channel, then N: of this rank or of all ranks */
     bool                 backward;
-    bool                 measure, apply; /* the task computes the sums; uses the sums */
+    bool                 measure, apply; /* true: the task computes .sums; the task computes results from .sums */
 } hpmli_bn_job;
 
 /* Computes the sums of x and of (x - mean)^2 over channel c. `mean` is rounded to float, so both sums are computed in
@@ -10732,7 +10740,7 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
         if (from != to || add) w->k->vaxpby(to + at, 1, from + at, add ? 1.0f : 0.0f, c);
         return;
     }
-    for (int64_t i = 0; i < c; i += run_length) { /* words that belong to the elements' places in the whole */
+    for (int64_t i = 0; i < c; i += run_length) { /* random words by place in the whole tensor */
         int64_t place = hpmli_whole_place(y, at + i, &run_length);
         w->k->random(HPMLI_WORDS, words + i, run->ctx->seed, stream,
                      run->sample * (uint64_t)sample + (uint64_t)place, hpmli_min(run_length, c - i));
@@ -10944,7 +10952,7 @@ HPMLI_FN hpmli_head hpmli_head_of(const hpml_node *n, int64_t sample, int64_t he
     return h;
 }
 
-/* Returns the first `rows` rows of m from `row` on. */
+/* Returns rows [row, row + rows) of m. */
 HPMLI_FN hpmli_mat hpmli_mat_rows(hpmli_mat m, int64_t row, int64_t rows)
 {
     return hpmli_mat_at(m, row, rows, 0, m.cols);
@@ -13155,11 +13163,11 @@ struct hpml_trainer {
                                             device; NULL: parameters step where they are */
     hpml_update        *updates;         /* (param_count) the next step of each parameter, of what this rank keeps */
     int64_t             window[2];       /* floats of hpml_trainer_reserve: for values, for gradients */
-    float             **window_at[2];    /* where to write the addresses of these floats */
+    float             **window_at[2];    /* the caller's pointers, which get the addresses of .window's floats */
     double             *norms;           /* (param_count, 2) sums of squares, for hooks `norms`; NULL: no such hook */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
-    float              *best;            /* (2, rows) of an output split by classes: each row's maximum; minus its class */
+    float              *best;            /* (2, rows) of an output split by classes: row's maximum; minus its class */
     int32_t            *host_y;          /* host memory for a batch of labels */
     const void         *x, *y;           /* host: the batch, of which a graph with parts copies a slot's samples */
     hpml_tensor        *extra[HPML_MAX_EXTRA]; /* (d.extra_count) further inputs */
@@ -13178,7 +13186,7 @@ struct hpml_trainer {
     int64_t             history_count, history_capacity;
     int64_t             step, epoch, epoch_step;
     int32_t             micro_batch;     /* micro-batches since the last update */
-    int64_t             first_batch_samples, samples_so_far; /* samples: of an update's first micro-batch; of all */
+    int64_t             first_batch_samples, samples_so_far; /* of an update: in the first micro-batch; in all */
     float               accumulate_weight; /* samples_so_far / (accumulate first_batch_samples): divides gradients */
     float               loss_scale;
     int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
@@ -15104,7 +15112,7 @@ HPMLI_FN bool hpmli_fit_next(hpml_trainer *t, hpml_loader *l, const hpmli_fit *f
     return false;
 }
 
-/* Makes one step of fit with batch b, counts it in *f, and calls on_step; HPML_ERR_STOPPED: the callback ends fit. */
+/* Makes one step of fit with batch b, counts it in *f, and calls on_step. HPML_ERR_STOPPED: on_step asks fit to end. */
 HPMLI_FN hpml_status hpmli_fit_step(hpml_trainer *t, hpml_loader *l, const hpml_batch *b, hpmli_fit *f)
 {
     const hpml_fit_desc *d      = f->d;
@@ -15284,7 +15292,8 @@ HPMLI_FN hpml_status hpmli_evaluate_run(hpml_trainer *t, int64_t samples, const 
     return status;
 }
 
-/* Adds the outputs of the batch that was evaluated last to the sums, where targets are numbers. */
+/* Adds the outputs of the batch that was evaluated last, and their targets, to *s, for losses whose targets are numbers
+   and not classes. */
 HPMLI_FN void hpmli_evaluate_outputs(hpml_trainer *t, const float *target, int64_t samples, hpmli_tally *s)
 {
     const hpml_tensor *out = t->d.output;
@@ -15329,7 +15338,7 @@ static hpml_status hpmli_evaluate(hpml_trainer *t, hpml_dataset *data, bool shar
     const bool       apart = shared && t->graph->batchable && !t->graph->any.need && !hpmli_has_pass(t);
     d.ranks = apart ? t->ranks : 1;
     d.rank  = apart ? t->rank : 0;
-    const bool   idle = shared && t->rank == t->ranks; /* true: this rank has no part of the data, as servers */
+    const bool   idle = shared && t->rank == t->ranks; /* true: a server, which has no part of the data */
     hpml_loader *l = hpmli_trainer_loader(t, data, &d, true);
     if (!l) return t->ctx->status != HPML_OK ? t->ctx->status : HPML_ERR_ARGUMENT;
     while (!idle && hpml_loader_next(l, &b)) {
@@ -16235,7 +16244,8 @@ HPML_API hpml_dataset *hpml_dataset_slice(hpml_dataset *d, int64_t first, int64_
     return s;
 }
 
-/* Returns `count` samples of a random order of d, from number `first` of this order on. */
+/* Returns a dataset of `count` samples of d: those from place `first` on in the random order of d's samples that `seed`
+   gives. */
 HPMLI_FN hpml_dataset *hpmli_dataset_some(const hpml_dataset *d, uint64_t seed, int64_t first, int64_t count)
 {
     const size_t  head = (sizeof(hpml_dataset) + 63) / 64 * 64;
@@ -16908,7 +16918,7 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
    member's bytes. Numbers that do not fit in 32 bits are all ones there and follow in an extra field (zip64), which
    numpy writes for every array. The record of the directory's end is the last 22 bytes, and a comment may follow. */
 typedef struct hpmli_zip_entry {
-    size_t         name_size, size, packed; /* bytes of the name, of the member, of the member in the file */
+    size_t         name_size, size, packed; /* bytes of the name, of the member, of the member as packed in the file */
     size_t         offset;                  /* of the local header */
     const char    *name;                    /* not terminated */
     uint32_t       crc;                     /* CRC-32 of the member */
@@ -18738,7 +18748,8 @@ HPMLI_FN const hpml_attr *hpmli_attr_saved(const hpml_node *n)
     return n->op == HPML_OP_CONV_TRANSPOSE2D ? &n->attr.conv_transpose.mirror->node.attr : &n->attr;
 }
 
-/* A node that is read from a file, or was recorded: what its recorder needs. */
+/* What a function of hpmli_recorders needs to record a node again: read from a model file, or taken from a node that is
+   to be saved. */
 typedef struct hpmli_saved_node {
     hpml_op      op;
     const char  *name;
@@ -18881,7 +18892,7 @@ HPMLI_FN hpml_tensor *hpmli_record_attention(const hpmli_saved_node *n)
     d.heads      = n->a.attention.heads;
     d.not_causal = !n->a.attention.causal;
     d.scale      = n->a.attention.scale;
-    d.kv_heads   = n->a.attention.kv_heads; /* 0 in files of older versions: as heads */
+    d.kv_heads   = n->a.attention.kv_heads; /* 0 (as many as heads) in files of older versions */
     d.position   = n->src[1];
     d.mask       = n->src[2];
     return hpml_attention(n->src[0], &d);
@@ -19142,7 +19153,7 @@ HPMLI_FN void hpmli_text_node(hpmli_text_buffer *b, const hpmli_structure *s, co
     hpmli_text_add(b, "}");
 }
 
-/* Writes the structure as JSON to b. */
+/* Appends the structure s of a model to b as the JSON text that >>model describes. */
 HPMLI_FN void hpmli_text_structure(hpmli_text_buffer *b, const hpmli_structure *s, const hpml_model_desc *d)
 {
     static const char *const kinds[] = { "],\"constants\":[", "],\"parameters\":[", "],\"nodes\":[" };
@@ -19227,7 +19238,7 @@ HPMLI_FN bool hpmli_model_desc_check(hpml_ctx *ctx, const hpml_model_desc *d)
     return true;
 }
 
-/* Saves the parameters and constants of s with the text of its structure. */
+/* Writes the model file `path`: the parameters and constants of s and, in the metadata, `text`, its structure. */
 HPMLI_FN hpml_status hpmli_structure_save(const hpmli_structure *s, const char *path, const hpml_model_desc *d,
                                           const char *text)
 {
@@ -19376,7 +19387,8 @@ HPMLI_FN bool hpmli_read_input(hpmli_model_reader *r)
     return hpmli_model_add(r, t);
 }
 
-/* Checks, before memory is taken for it, that the file has a tensor of the name and shape of n. */
+/* Checks that the file has a tensor with the name and shape of n, a constant or parameter, before memory is taken for
+   it; false: an error. */
 HPMLI_FN bool hpmli_read_has(hpmli_model_reader *r, const hpmli_saved_node *n)
 {
     hpml_safetensor e;
@@ -19462,7 +19474,8 @@ HPMLI_FN void hpmli_read_attr(hpmli_model_reader *r, hpmli_saved_node *n, const 
     if (f->type == 'l') memcpy(to, &large, sizeof large);
 }
 
-/* Records n, and checks that the result is as the file says and that the op has made no parameters of its own. */
+/* Records node n by the recorder `by`, and checks that its result has the shape and layout in the file, and that the op
+   has found all its parameters and made none. False: an error. */
 HPMLI_FN bool hpmli_read_record(hpmli_model_reader *r, hpmli_saved_node *n, const hpmli_recorder *by)
 {
     const int  params = r->ctx->param_count;
@@ -19566,7 +19579,7 @@ HPMLI_FN bool hpmli_model_keep_meta(hpml_model *m, const hpml_safetensors *f)
     return to != NULL;
 }
 
-/* Copies the constants' values from file f. */
+/* Copies the values of the model's constants from file f to their tensors; false: an error. */
 HPMLI_FN bool hpmli_model_constants(hpmli_model_reader *r, const hpml_safetensors *f)
 {
     hpml_safetensor e;
@@ -22323,7 +22336,7 @@ HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t
    that the mean of equal elements is exact: a row that was quantized once is quantized again without loss. */
 #define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_LANES) /* registers that make up the 16 lanes of an accumulator */
 
-typedef struct HV(onebit_acc) { /* of the elements below zero [0] and of the others [1] */
+typedef struct HV(onebit_acc) { /* sums and extremes, lane by lane, of elements below zero [0] and of others [1] */
     HV(f32) sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
 } HV(onebit_acc);
 

@@ -111,7 +111,8 @@
 //     program, act    of a forecast: what a rank repeats in each step, as a list; one entry of that list, such as
 //                     computing or a collective. role: a stage of the pipeline, or a server: each has one program.
 //                     actor: the own thread, or the background thread, of a simulated rank. to play programs: to
-//                     execute them in virtual time; maker: the struct with which programs are made
+//                     execute them in virtual time; unit: the ranks that are played for all others, their equals;
+//                     maker: the struct with which programs are made
 //     fabric          the network between nodes: routers and the links between them
 //     bubble          the share of time for which the ranks of a pipeline are idle
 //
@@ -1785,7 +1786,7 @@ struct hpml_comm {
     bool                  is_uncounted; /* true: messages make a twin, and are left out of the counters */
     int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
     hpmlc_chain          *chain;    /* of this rank's thread, for the depth of its messages; parts share it */
-    hpml_counters        *total;    /* where to add the counters when c is freed; NULL: nowhere */
+    hpml_counters        *total;    /* c's counters are added to these when c is freed; NULL: not */
     hpml_message_log     *log;      /* list of the launch's messages; NULL: none */
     hpml_message         *pending;  /* list of the receives that are not done, newest first */
     hpmlc_text            close_error; /* gets errors of closing, because a context that is being freed keeps none */
@@ -2150,7 +2151,7 @@ HPML_API bool hpml_comm_lost(const hpml_comm *c, int rank)
    NULL: the rank has left without an error. */
 HPMLC_FN void hpmlc_loss_text(char *to, const char *text)
 {
-    const bool names = text && strncmp(text, "rank ", 5) == 0; /* the rank failed because it had lost another one */
+    const bool names = text && strncmp(text, "rank ", 5) == 0; /* text begins with another rank, which was lost first */
     if (!text) text = "has left";
     else if (!names) snprintf(to, 256, "failed: %s", text);
     if (names || strcmp(text, "has left") == 0) snprintf(to, 256, "%s", text);
@@ -2789,7 +2790,8 @@ HPMLC_FN void hpmlc_world_stuck(hpml_world *w)
     if (hpmlc_world_list_waits(w, used, false)) hpmlc_world_fail_all(w, HPML_ERR_COMM);
 }
 
-/* Fails all ranks of world w, unless one has failed, because hpml_launch_desc.time_limit, `seconds`, is over. */
+/* Fails all ranks of world w, because the launch's time limit of `seconds` seconds is over, unless a rank has failed
+   before. */
 HPMLC_FN void hpmlc_world_expire(hpml_world *w, double seconds)
 {
     pthread_mutex_lock(&w->mutex);
@@ -2801,7 +2803,7 @@ HPMLC_FN void hpmlc_world_expire(hpml_world *w, double seconds)
     pthread_mutex_unlock(&w->mutex);
 }
 
-/* Returns whether the time limit of world w is over. */
+/* Returns whether world w has failed because hpml_launch_desc.time_limit is over. */
 HPMLC_FN bool hpmlc_world_expired(const hpml_world *w)
 {
     return __atomic_load_n(&w->failed, __ATOMIC_ACQUIRE) > w->ranks && w->failure == HPML_ERR_TIMEOUT;
@@ -3338,7 +3340,7 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int coun
     hpmlc_inbox *in      = hpmlc_inbox_of(c);
     bool         counted = c->gives_up >= 1e300; /* else the time limit wakes this thread */
     double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
-    for (const hpml_message *p = c->pending; p; p = p->next) /* a message that is to arrive ends the sleep */
+    for (const hpml_message *p = c->pending; p; p = p->next) /* where links take time, the sleep ends at an arrival */
         if (p->arrival > 0 && !p->done) {
             counted = false;
             if (p->arrival - early < until) until = p->arrival - early;
@@ -5356,7 +5358,7 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
     const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else others may not call MPI_Finalize */
-    if (started && finalizes) MPI_Finalize(); /* else exit ends the job */
+    if (started && finalizes) MPI_Finalize(); /* else the end of this process ends the whole job */
 #else
     hpmlc_start_main(s); /* fails: the error's text shows how to build with MPI */
 #endif
@@ -8473,7 +8475,7 @@ typedef struct hpmlc_task {
 
 typedef struct hpmlc_bucket {
     hpml_exchange *x, *warm;     /* warm: for the first .warm_steps steps, uncompressed; NULL: none */
-    hpml_exchange *now;          /* the one of x and warm that this step uses; NULL: before the first step */
+    hpml_exchange *now;          /* .x or .warm, whichever this step uses; NULL: before the first step */
     hpmlc_task     task;         /* the bucket's exchange in this step */
     hpml_comm     *c;            /* ranks over which these gradients are added up, see hpmlc_ranks_of */
     int            count, ready; /* number of tensors; how many gradients are final in this step */
@@ -9375,7 +9377,7 @@ HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, con
     hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, kind, list->copy, tensor, count);
     if (!it) return;
     it->copies  = list->d->copies;
-    if (x->c->size != list->d->c->size) { /* x adds up a split parameter, over fewer ranks */
+    if (x->c->size != list->d->c->size) { /* x exchanges split parameters, among fewer ranks */
         it->copies.first = x->c->rank;
         it->copies.all   = x->c->size;
     }
@@ -9445,12 +9447,12 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
     return hpml_ctx_status(d->ctx) == HPML_OK;
 }
 
-/* The trainer's hook `agree`: adds up n numbers over all ranks; where a training goes on when ranks are lost, over
-   those that are there. */
+/* The trainer's hook `agree`: adds up n numbers over all ranks; an error where a training goes on when ranks are lost.
+   n 0: only returns whether all ranks make the same steps (HPML_OK), or not (HPML_ERR_UNSUPPORTED). */
 HPMLC_FN hpml_status hpmlc_dist_agree(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (n == 0) return d->plan.servers > 0 ? HPML_ERR_UNSUPPORTED : HPML_OK; /* servers make other steps */
+    if (n == 0) return d->plan.servers > 0 ? HPML_ERR_UNSUPPORTED : HPML_OK; /* servers step otherwise than workers */
     if (hpmlc_failed(d->c)) return hpmlc_failure(d->c);
     if (hpmlc_goes_on(d))
         return hpmlc_fail(d->all, HPML_ERR_UNSUPPORTED, "fit: validation, .stop, .checkpoint_minutes and .resume need "
@@ -10163,8 +10165,9 @@ HPMLC_FN hpml_status hpmlc_shard_update(hpml_distributed *d)
     return status;
 }
 
-/* With shard 1, in a pipeline that never empties: adds up the gradients of each bucket, so that each rank has the sums
-   of its block, or (`values`) gathers the blocks of the values that the ranks have stepped; waits for this. */
+/* With shard 1, in a pipeline that never empties (schedules stash, vertical): adds up the gradients of each bucket, so
+   that each rank has the sums of its block, or with `values` gathers the blocks of new values from the ranks that have
+   stepped them. Returns when this is done. */
 HPMLC_FN hpml_status hpmlc_shard_blocks(hpml_distributed *d, bool values)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -12996,8 +12999,9 @@ HPMLC_FN void hpmlc_layout_names(hpml_distributed *d)
     }
 }
 
-/* Fills in d->layout, as far as the places of parameters in arrays are known before the trainer takes its memory, and
-   with shard cuts the arrays. *most: the floats of the largest parameter. False: an error. */
+/* Fills in those fields of d->layout that are known before the trainer takes its memory, the places of parameters in
+   arrays, and with plan.shard cuts the arrays into the ranks' parts. Sets *most to the floats of the largest parameter.
+   False: an error. */
 HPMLC_FN bool hpmlc_layout_plan(hpml_distributed *d, int64_t *most)
 {
     hpml_ctx     *ctx = d->ctx;
@@ -13040,8 +13044,8 @@ HPMLC_FN bool hpmlc_plan_fits(hpml_distributed *d)
     return hpml_graph_budget(hpml_trainer_graph(d->t), (size_t)d->plan.memory, 0) == HPML_OK;
 }
 
-/* Makes the trainer plan the memory that this rank takes by the plan: part of the model, activations kept, arrays cut.
-   *most: the floats of the largest parameter. False: an error. */
+/* Makes the trainer plan the memory that it takes on this rank with d->plan: for the rank's part of the model, the
+   activations kept, its parts of arrays. Sets *most to the floats of the largest parameter. False: an error. */
 HPMLC_FN bool hpmlc_dist_measure(hpml_distributed *d, int64_t *most)
 {
     if (d->plan.pipe > 1 && !hpmlc_pipeline_open(d)) return false;
@@ -13109,7 +13113,8 @@ HPMLC_FN hpml_status hpmlc_shard_set(const hpml_distributed *d)
     return hpml_trainer_set_shard(d->t, rank, workers, batch, d->layout.grain);
 }
 
-/* Returns a distribution with its plan, checked and complete, which is not attached yet; NULL: an error. */
+/* Returns a new distribution with a checked copy of the plan, defaults in place of zeros, that is not attached to the
+   trainer's hooks yet; NULL: an error. */
 HPMLC_FN hpml_distributed *hpmlc_dist_new(hpml_trainer *t, hpml_comm *c, const hpml_plan *plan)
 {
     HPMLC_DESC(hpml_plan, settings, plan);
@@ -13670,7 +13675,7 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
         hpml_status status = HPML_OK;
         if (hpmlc_goes_on(d)) status = hpmlc_sum_there(d, rows, summed, &there, &root);
         else status = hpml_reduce_to(d->all, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
-        const bool writes = d->all->rank == root || hpmlc_plan_cuts(&d->plan); /* all ranks: parts are joined */
+        const bool writes = d->all->rank == root || hpmlc_plan_cuts(&d->plan); /* all ranks join parts */
         if (status == HPML_OK && writes) hpmlc_states_write(&list, path, rows, floats);
         hpml_ctx_release(d->ctx, rows);
     }
@@ -14703,7 +14708,8 @@ HPMLC_FN bool hpmlc_stages_set(hpmlc_pipeline *pl)
     return pl->tied != NULL;
 }
 
-/* Writes to cost (ops) the seconds of each op, by the plan's profile, or its operations. False: an error. */
+/* Writes to cost[i] the cost of op i of the graph, by which the pipeline is cut: its seconds in plan.profile or,
+   without a profile, its operations. False: an error. */
 HPMLC_FN bool hpmlc_pipeline_costs(hpmlc_pipeline *pl, const hpml_plan *plan, double *cost)
 {
     const int ops = hpml_graph_op_count(pl->g);
@@ -15101,8 +15107,8 @@ HPMLC_FN hpml_status hpmlc_pass_output(hpmlc_pipeline *pl, const hpmlc_pass *pas
     return hpml_broadcast(pl->c, out + pass->first * floats, (size_t)(pass->samples * floats) * sizeof *out, root);
 }
 
-/* Sends loss and hits of a pass that leaves the pipeline empty from the last stage to all stages, of an evaluation the
-   output, too. */
+/* After a pass that leaves the pipeline empty: all stages get in *out the loss and the hits (hpml_trainer_hits) that
+   the last stage has computed and, if the pass was an evaluation, the output. */
 HPMLC_FN hpml_status hpmlc_pass_outcome(hpmlc_pipeline *pl, const hpmlc_pass *pass, hpmlc_outcome *out)
 {
     out->loss = (float)pass->loss;
@@ -15111,8 +15117,8 @@ HPMLC_FN hpml_status hpmlc_pass_outcome(hpmlc_pipeline *pl, const hpmlc_pass *pa
     return status == HPML_OK && !pass->train ? hpmlc_pass_output(pl, pass) : status;
 }
 
-/* The trainer's hook `pass`: runs this stage's tasks. All stages get the loss, the number of right predictions and, of
-   an evaluation, the output. */
+/* The trainer's hook `pass`: runs the tasks of this stage for samples [first, first + samples). All stages get the loss
+   in *loss, the number of right predictions and, in an evaluation, the output. */
 HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t, const hpml_moment *at, int64_t first,
                                          int64_t samples, float grad_scale, bool accumulate, float *loss)
 {
@@ -16850,7 +16856,7 @@ HPMLC_FN bool hpmlc_sim_move(hpmlc_sim *s, int r)
     return true;
 }
 
-/* Sets the clock of rank r, which waits for a message, to the message's arrival, if that is later. */
+/* Sets the clock of rank r, which waits for a message, to the message's arrival, if that is later than the clock. */
 HPMLC_FN void hpmlc_sim_arrive(hpmlc_sim *s, int r, double arrival)
 {
     if (s->clock[r] >= arrival) return;
@@ -18727,7 +18733,7 @@ HPMLC_FN void hpmlc_roofline_row(const hpml_layer_facts *l, int count, const hpm
     const double bytes = l->bytes * samples + 4.0 * (double)(hpmlc_max(l->rows, 1) * l->cols);
     const double by[2] = { m->flops > 0 ? flops / m->flops : 0, m->bandwidth > 0 ? bytes / m->bandwidth : 0 };
     const bool   memory = by[1] > by[0];
-    const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* terms of the sum behind each result */
+    const double sum = l->edge > 0 ? l->flops / 2 / (double)l->edge : 1; /* products added up for each result */
     hpmlc_append(to, length, "%-20.20s %5d %10.4g %10.4g %9.3g %10.4g  %s\n", l->name ? l->name : "", count,
                  1e-6 * flops, 1e-6 * bytes, flops / (bytes + 1e-300), 1e6 * by[memory], memory ? "memory" : "flops");
     all->work += count * flops;
@@ -19130,7 +19136,7 @@ HPML_API int hpml_prediction_text(const hpml_prediction *p, char *buffer, size_t
    to each other. Plans that were forecast before are remembered, and not forecast again. */
 
 typedef struct hpmlc_choice {
-    size_t at;        /* offset in hpml_plan of a number or word of 32 bits */
+    size_t at;        /* offset in hpml_plan of the field, an int32_t or an enum */
     int    values[8]; /* values that are tried besides 0; ended by 0 */
 } hpmlc_choice;
 static const hpmlc_choice hpmlc_choices[] = { /* values other than 0 */

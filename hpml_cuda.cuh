@@ -5269,7 +5269,7 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn_back(hpmlg_attn p)
     typedef typename hpmlg_element<type>::t E;
     const int R = 16 * M * W, K = 8 * N, threads = HPMLG_WARP * W;
     HPMLG_SHARED(E, own);                              /* (R, DP) twice: keys and values, or queries and dO */
-    E      *stream = own + 2 * R * DP;                 /* two stages of two tiles (K, DP) of the other side's rows */
+    E      *stream = own + 2 * R * DP;                 /* two stages of two tiles (K, DP): Q and dO, or K and V */
     float  *lines = (float *)(stream + 4 * K * DP);    /* two stages of lse and delta of the queries in stream */
     int64_t bh;
     int     first = hpmlg_attn_tile(p, R, !KEYS, &bh), at = (int)threadIdx.x / HPMLG_WARP * 16 * M, row = first + at;
@@ -5688,7 +5688,7 @@ HPMLG_FN void hpmlg_lstm_backward(hpmlg_device *d, hpml_node *n)
     hpmlg_array half_w_h = hpmlg_product_input(d, w_h, NULL);
     for (int64_t t = l.T - 1; t >= 0; t--) {
         HPMLG_RUN(d, hpmlg_k_lstm_back, (unsigned)((l.B * H + 255) / 256), 256, 0, l, t);
-        if (t == 0 && !(l.h0.p && n->src[4]->raw_grad)) break; /* the product is dh of step t - 1 = da_t W_h */
+        if (t == 0 && !(l.h0.p && n->src[4]->raw_grad)) break; /* da_0 W_h is the gradient of h0 */
         g = hpmlg_gemm_of(l.B, H, 4 * H, hpmlg_matrix(hpmlg_array_at(l.da, t * 4 * H), l.T * 4 * H, 0, true),
                           hpmlg_matrix(half_w_h, H, 0, false), hpmlg_array_of(l.dh, HPML_DTYPE_F32), H, false);
         hpmlg_gemm_run(d, &g);
