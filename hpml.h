@@ -1552,11 +1552,12 @@ HPML_API hpml_status hpml_trainer_predict_data(hpml_trainer *t, hpml_dataset *da
 typedef enum hpml_pass_kind { HPML_PASS_TRAIN = 0, HPML_PASS_FORWARD, HPML_PASS_BACKWARD, HPML_PASS_EVALUATE,
                               HPML_PASS_UPDATE, HPML_PASS_AGAIN } hpml_pass_kind;
 typedef struct hpml_moment {
-    hpml_pass_kind   pass;    /* run: TRAIN; update: UPDATE; others: FORWARD, BACKWARD, EVALUATE without training, or
-                                 AGAIN for an op that runs forward again within the backward pass (hpml_recompute) */
+    hpml_pass_kind   pass;    /* in hook run: TRAIN; update: UPDATE; pass: TRAIN or EVALUATE. In need, release and grad,
+                                 what the op does: FORWARD, BACKWARD, EVALUATE (forward without training), or AGAIN
+                                 (forward again within the backward pass, hpml_recompute) */
     int32_t          batch, batches; /* index of the micro-batch in its update, from 0; micro-batches of an update */
     int64_t          step;    /* updates before this one; in EVALUATE, like .batch, that of the last training step */
-    int              param;   /* index in the context of the parameter; -1: none (run, update) */
+    int              param;   /* index in the context of the parameter; -1: none (run, update, pass) */
     const hpml_node *node;    /* need, release: the op that reads the parameter; grad: the op that has added the last
                                  part of its gradient; NULL: none */
 } hpml_moment;
@@ -8738,7 +8739,7 @@ HPMLI_FN bool hpmli_one_per_sample(const char *op, const char *what, const hpml_
 typedef struct hpmli_dims { /* of a take or maximum along `dim`: x is (outer, size, inner), y (outer, m, inner) */
     int64_t outer, size, m, inner;
     int64_t each; /* indices for each row of y: inner (one for each number of the row), or 1 for the whole row */
-    int64_t rows; /* how many o, of all `outer`, belong to one sample */
+    int64_t rows; /* how many of the `outer` values of o, the first index of x and y, belong to one sample */
 } hpmli_dims;
 HPMLI_FN hpmli_dims hpmli_dims_of(const hpml_node *n, int dim)
 {
@@ -13161,7 +13162,8 @@ struct hpml_trainer {
                                             graph->grads; NULL: not needed */
     float              *staged;          /* host: values, then gradient, of a parameter that steps on the host for a
                                             device; NULL: parameters step where they are */
-    hpml_update        *updates;         /* (param_count) the next step of each parameter, of what this rank keeps */
+    hpml_update        *updates;         /* (param_count) the next optimizer step of each parameter, on those of its
+                                            floats that this rank keeps (hpml_trainer_keep) */
     int64_t             window[2];       /* floats of hpml_trainer_reserve: for values, for gradients */
     float             **window_at[2];    /* the caller's pointers, which get the addresses of .window's floats */
     double             *norms;           /* (param_count, 2) sums of squares, for hooks `norms`; NULL: no such hook */

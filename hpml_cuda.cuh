@@ -2135,7 +2135,7 @@ typedef struct hpmlg_take {
     hpmlg_array     y, x;            /* forward values of y and x, backward their gradients */
     const int      *index;
     int64_t         outer, m, size, inner, start;
-    int64_t         each, rows;      /* indices for each row of y: inner, or 1; how many o, of `outer`, a sample has */
+    int64_t         each, rows;      /* indices for each row of y: inner, or 1; how many of the `outer` values of o, the first index, a sample has */
     hpml_take       rule;
     float           value;
     bool            add;
@@ -2801,9 +2801,10 @@ HPMLG_FN size_t hpmlg_bn_scratch(const hpmlg_device *d, const hpml_node *n)
     return (size_t)(s.C * s.splits) * sizeof *s.part + (size_t)s.C * sizeof *s.means;
 }
 
-/* Sums the statistics (if `back`, the gradients' sums) over the ranks that share a batch: joins each channel's splits
-   on the host, as sums, adds these up over the ranks, and uploads the totals as the only split (s->splits = 1; s->N:
-   numbers on all ranks). The host waits for the device, so such passes are not captured. */
+/* Sums the statistics (if `back`, the gradients' sums) over the ranks that share a batch: on the host, turns each
+   split's count, mean and square into sums of x and of x^2 (if `back`, they are sums already), adds these up over the
+   channel's splits and over the ranks, and uploads the totals as the only split (s->splits = 1; s->N: numbers of a
+   channel on all ranks). The host waits for the device, so passes that call this are not captured. */
 HPMLG_FN void hpmlg_bn_sum_ranks(const hpml_run *run, hpmlg_device *d, hpmlg_bn *s, bool back)
 {
     size_t      bytes = (size_t)(s->C * s->splits) * sizeof *s->part;
