@@ -2516,7 +2516,8 @@ typedef struct hpmli_lstm_cells {
     int64_t      c_step, h_step; /* floats from a sample's numbers to the next sample's, in cells and in h */
     bool         first, last; /* no state before this time step; no gradient from a time step after this one */
     const float *bias;        /* forward: (4, H) */
-    float       *gates;       /* (B, T, 4, H) forward: products with x, then gates i f g o; backward: gates, then da */
+    float       *gates;       /* (B, T, 4, H) forward: products with x, then gates i f g o; backward: these gates, then
+                                 da, the gradient of a, the numbers that sigmoid and tanh make gates of */
     float       *cells;       /* (B, T, H) c, or (B, T + 1, H) with those before the first time step */
     float       *h;           /* forward: result h; backward: dy, its gradient; (B, T, H), or the first half of the rows
                                  of (B, T, 2H) */
@@ -6321,7 +6322,8 @@ typedef struct hpmli_budget {
     hpml_retain_how best[HPMLI_SEGMENTS];                 /* the cheapest choice that fits */
     double          best_cost;                            /* below 0: none fits */
     size_t          least;                                /* least bytes of all choices tried */
-    double          cost[HPMLI_SEGMENTS][HPML_RETAIN_SWAP + 1]; /* extra operations of each segment alone */
+    /* [i][how]: hpml_memory.extra of the plan with segment i retained by `how`, all other segments kept */
+    double          cost[HPMLI_SEGMENTS][HPML_RETAIN_SWAP + 1];
 } hpmli_budget;
 
 /* Makes at most `most` segments, cut where segments of hpml_recompute begin or end; false: none is recorded. */
@@ -20220,7 +20222,7 @@ typedef uint64x2_t  HV(u64);
 #define HV_LOOP(n)                                                                                                     \
     for (int64_t i = 0, c; c = HV_LANES > 1 && (n) - i < HV_LANES ? (n) - i : HV_LANES, i < (n); i += HV_LANES)
 
-/* Operations that need no instruction of their own. */
+/* Operations that are written without intrinsics: one text for all instruction sets. */
 HPMLI_VEC_INLINE HV(f32) HV(as_floats)(HV(u32) u) { HV(f32) a; memcpy(&a, &u, sizeof a); return a; }
 HPMLI_VEC_INLINE HV(u32) HV(as_words)(HV(f32) a) { HV(u32) u; memcpy(&u, &a, sizeof u); return u; }
 typedef HV(f32) HV(floats_anywhere) __attribute__((aligned(4)));

@@ -4787,10 +4787,11 @@ HPMLC_FN double hpmlc_clock_next_loss(const hpml_comm *c, hpml_message *const *m
     return first;
 }
 
-/* Sleeps in virtual time until the first message of the list m arrives or a peer of the list is known to be lost, at
-   most until `until`, or until a message is sent to this rank. If an older receive with the same peer and tag as
-   one of the list gets the next message, the arrival of that message ends the sleep. Never sleeps until any other
-   message outside the list arrives, because a receive of the list may be done before. */
+/* Sleeps in virtual time until the first message of the list m arrives, a peer of the list is known to be lost, or the
+   time `until` comes. Ends earlier if any message is sent to this rank, because that one may be for the list and arrive
+   first; not earlier if the list is one message whose arrival, or the loss of whose peer, is known to come before
+   `until`. Where an older receive has the same peer and tag as one of the list, the older one gets the next message,
+   and the arrival of that message counts. The arrival of any other message outside the list does not end the sleep. */
 HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *const *m, int count, double until)
 {
     const double arrival = fmin(hpmlc_next_arrival(m, count), hpmlc_clock_next_loss(c, m, count));

@@ -6413,7 +6413,7 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
    in each lane for every 16 elements; rows of up to 16 chunks are read once. A row that contains a NaN or an infinity
    is marked while it is packed, and then overwritten by zeros. */
 
-#define HPMLG_PACK_ROWS    ((int64_t)262136) /* rows packed by one launch: their marks fit in the scratch memory */
+#define HPMLG_PACK_ROWS    ((int64_t)262136) /* rows packed by one launch: their marks, .nonfinite, fit in scratch */
 #define HPMLG_ONEBIT_CHUNK 1024
 #define HPMLG_ONEBIT_TURNS (HPMLG_ONEBIT_CHUNK / 16) /* elements of a chunk that one lane reads */
 
