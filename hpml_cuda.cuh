@@ -2135,7 +2135,8 @@ typedef struct hpmlg_take {
     hpmlg_array     y, x;            /* forward values of y and x, backward their gradients */
     const int      *index;
     int64_t         outer, m, size, inner, start;
-    int64_t         each, rows;      /* indices for each row of y: inner, or 1; how many of the `outer` values of o, the first index, a sample has */
+    int64_t         each, rows;      /* indices for each row of y: inner, or 1; values of o, the first index, for each
+                                        sample */
     hpml_take       rule;
     float           value;
     bool            add;
