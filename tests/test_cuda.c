@@ -954,7 +954,7 @@ TEST_LONG(large_products_in_tf32)
     all_products(HPML_CUDA_TF32, 2e-2);
 }
 
-TEST(large_products_in_halves)
+TEST_LONG(large_products_in_halves)
 {
     if (no_device()) SKIP("no CUDA device");
     all_products(HPML_CUDA_BF16, 0.15);
@@ -2005,7 +2005,7 @@ TEST(trainings_in_f32)
 }
 
 /* All three on a GPU; the emulation, which is slow, takes another one for each model. */
-TEST(trainings_in_tf32_and_halves)
+TEST_LONG(trainings_in_tf32_and_halves)
 {
     static const hpml_cuda_precision kinds[] = { HPML_CUDA_F16, HPML_CUDA_TF32, HPML_CUDA_BF16 };
     static const double              tolerances[] = { 0.05, 0.05, 0.2 };

@@ -148,7 +148,7 @@ static int64_t check_columns(hpml_ctx *const *ctx, int contexts)
     return bad;
 }
 
-TEST(gemm_columns_of_tiles_and_packed_a)
+TEST_LONG(gemm_columns_of_tiles_and_packed_a)
 {
     ENSURE(on_all(check_columns) == 0);
 }

@@ -523,7 +523,7 @@ TEST(thousands_of_ranks)
 
 /* AUTO's forecasts for 32,768 ranks and four exchanges: no part takes time in the square of the ranks. Measured in
    seconds of CPU time: about 0.8, which a busy machine may double. */
-TEST(a_model_on_tens_of_thousands_of_ranks)
+TEST_LONG(a_model_on_tens_of_thousands_of_ranks)
 {
     hpml_simulate_desc d = { 0 };
     hpml_simulation    s;
