@@ -472,7 +472,7 @@ TEST_PLAIN(stale_synchronous_training_bounds_how_far_a_worker_is_ahead)
 
 /* Each worker has two classes of the digits, and some are slower than others. With a bound all classes are learned at
    the same time; without one, fast workers have ended when slow ones train on, and what they taught is forgotten. */
-TEST_PLAIN(unbounded_staleness_forgets_what_fast_workers_taught)
+TEST_LONG(unbounded_staleness_forgets_what_fast_workers_taught)
 {
     static const char *const plans[] = { "strategy=ssp,staleness=2,servers=1",
                                          "strategy=ssp,staleness=1000000,servers=1" };
@@ -655,7 +655,7 @@ static double median(double *x)
     return x[2];
 }
 
-TEST_PLAIN(storms_of_lost_workers_leave_the_loss_as_it_is)
+TEST_LONG(storms_of_lost_workers_leave_the_loss_as_it_is)
 {
     static const char *const plans[] = { "strategy=ps,servers=1", "strategy=async,servers=2",
                                          "strategy=federated,servers=1,period=5,share=0.5,seed=3" };
