@@ -9312,7 +9312,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
    y then is in the memory of z, and the op of the batchnorm does nothing. Kept memory, in floats: HPMLI_KEPT, whose
    first 8 bytes are the value of param_writes; with a batchnorm s and the bias; the weights s w, packed or, where
    kernels read them as they are, in the order of w, and then only if there is a batchnorm. */
-#define HPMLI_CONV_ROW 14 /* rows of y with so many pixels fill a tile well enough */
+#define HPMLI_CONV_ROW 14 /* rows of y with at least so many pixels fill a tile well enough */
 #define HPMLI_KEPT 16 /* floats: 64 bytes, so that the arrays behind are aligned */
 HPMLI_FN bool hpmli_conv_packs(const hpmli_conv *c)
 {
@@ -9937,7 +9937,7 @@ HPMLI_FN hpmli_conv_taps hpmli_grids_sums(const hpmli_conv *c, int64_t images)
     return d;
 }
 
-/* Computes y of unit u of `images` images from the grids t->x. */
+/* Computes y of unit u of `images` images, from number b of the batch on, from the grids t->x. */
 HPMLI_FN void hpmli_grids_y(const hpmli_conv *c, const hpmli_grids_task *t, int64_t b, int64_t images, int64_t u)
 {
     const float    *w = c->weights + u * c->lanes * c->OC * c->C * c->taps;
@@ -9977,7 +9977,7 @@ HPMLI_FN void hpmli_grids_forward_task(void *arg, int64_t task, int thread)
         }
 }
 
-/* Computes dx of unit u of `images` images from the grids t->y. */
+/* Computes dx of unit u of `images` images, from number b of the batch on, from the grids t->y. */
 HPMLI_FN void hpmli_grids_dx(const hpmli_conv *c, const hpmli_grids_task *t, int64_t b, int64_t images, int64_t u)
 {
     const int32_t  *first = c->w_at + c->OC * c->taps, *padding = c->n->attr.conv.padding;
@@ -10295,8 +10295,8 @@ HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, 
     *to   = hpmli_min(end, hpmli_image(n->src[0], 1 + i));
 }
 
-/* Max-pools a plane (a channel of an image) by 2 x 2 windows with stride 2, or back. A kernel computes a row of the
-   result and saves, for each window, which pixel is the maximum. */
+/* Max-pools a plane (a channel of an image) by 2 x 2 windows with stride 2; if w->back, runs the backward pass of this.
+   Forward, a kernel computes a row of the result and saves, for each window, which pixel is the maximum. */
 HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
@@ -10877,7 +10877,8 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
    without any key lse = infinity, so that its P is 0. Sources of the node: qkv, position, mask, cache. */
 #define HPMLI_QUERIES 64 /* queries in a block, see the comment above */
 
-/* Checks mask, cache and position of an attention whose cache would have rows of `width` numbers. */
+/* True if mask, cache and position of d fit qkv, the input of an attention, whose cache has rows of `width` numbers;
+   else an error. */
 HPMLI_FN bool hpmli_attention_extras(const hpml_tensor *qkv, const hpml_attention_desc *d, int64_t width)
 {
     const hpml_tensor *c = d->cache, *m = d->mask;
@@ -11201,7 +11202,8 @@ HPMLI_WORK_OP(rotary, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROW
 // ---------------------------------------------------------------------------------------------------------------------
 // >>recurrent   long short-term memory
 // ---------------------------------------------------------------------------------------------------------------------
-/* Checks the desc of a recurrent layer: the initial states h0 and, for an LSTM, c0 are (B, H) with a batch as x has. */
+/* True if d fits x, the input of a recurrent layer; else an error. The initial states h0 and, if `cells` (an LSTM), c0
+   must be (B, H) and, like x, have one row for each sample; an LSTM needs both or neither. */
 HPMLI_FN bool hpmli_recurrent_fits(const char *op, hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc *d,
                                    bool cells)
 {
@@ -12992,7 +12994,8 @@ HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *p
     else p->kernels->to_f32(out, HPML_DTYPE_BF16, packed, rows * p->cols);
 }
 
-/* Returns the mean of a row's numbers below 0 (side 0) or of the others (side 1), clamped to their range; none: 0. */
+/* Returns the mean, clamped to their range, of a row's numbers below 0 (side 0) or of the others (side 1); 0 if the row
+   has none of these. */
 HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
 {
     if (row->count[side] == 0) return 0;
@@ -13881,7 +13884,7 @@ HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *f
 // >>nonfinite   a step's scalars; the names of layers whose numbers are not finite
 // ---------------------------------------------------------------------------------------------------------------------
 /* A step finds a NaN or infinity in a scalar (loss, gradients' sum of squares) or while it steps a parameter. Only then
-   the step searches for the layer: it runs forward once more and checks each result. */
+   the step searches for the layer that made it: it runs forward once more and checks each result. */
 
 HPMLI_FN int64_t hpmli_best(const float *y, int64_t classes) /* returns the class of the largest number */
 {
@@ -14230,7 +14233,8 @@ HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, b
    such a hook can run. */
 HPMLI_FN bool hpmli_has_pass(const hpml_trainer *t) { return t->graph->any.pass || t->graph->cut; }
 
-/* Makes the hook `pass` compute samples [first, first + samples) and their mean *loss; without such a hook an error. */
+/* Makes the hook `pass` run the passes `kind` on samples [first, first + samples) of the batch and set *loss to their
+   mean loss; without such a hook an error. */
 HPMLI_FN hpml_status hpmli_pass_call(hpml_trainer *t, hpml_pass_kind kind, int64_t first, int64_t samples,
                                      float grad_scale, bool accumulate, float *loss)
 {
@@ -14795,14 +14799,14 @@ HPMLI_FN size_t hpmli_values_copy(hpml_trainer *t, char *host, bool back)
     return at;
 }
 
-/* Writes the name of checkpoint number `age` to path: 0 the newest, -1 that of the best epoch. */
+/* Writes the name of checkpoint number `age` to path: 0 the newest, 1 the one before, -1 that of the best epoch. */
 HPMLI_FN void hpmli_checkpoint_name(const hpml_fit_desc *d, int age, char *path, size_t size)
 {
     if (age == 0) snprintf(path, size, "%s", d->checkpoint);
     else if (age < 0) snprintf(path, size, "%s.best", d->checkpoint);
     else snprintf(path, size, "%s.%d", d->checkpoint, age);
 }
-#define HPMLI_PATH 4200 /* bytes of a path with the number of a checkpoint */
+#define HPMLI_PATH 4200 /* most bytes of a checkpoint's path, with its number */
 
 HPMLI_FN hpml_status hpmli_checkpoint_file(hpml_trainer *t, const char *path, bool load)
 {
@@ -15036,7 +15040,8 @@ HPML_API int hpml_trainer_history(const hpml_trainer *t, hpml_epoch *rows, int c
 HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d); /* see >>dataset */
 static bool hpmli_dataset_check(hpml_ctx *ctx, const hpml_dataset *d);
 static bool hpmli_has_y(const hpml_dataset *d);
-/* Fails unless the further arrays of the data are those that the trainer's further inputs take. */
+/* Fails unless the data's arrays besides x and y are as many, and of the same sizes and types, as the trainer's further
+   inputs (hpml_trainer_desc.extra). */
 HPMLI_FN bool hpmli_extra_fits(const hpml_trainer *t, const hpml_dataset *data)
 {
     if (data->extra_count != t->d.extra_count)
@@ -15054,7 +15059,7 @@ HPMLI_FN bool hpmli_extra_fits(const hpml_trainer *t, const hpml_dataset *data)
     return true;
 }
 
-/* Fails if samples of the data do not fit the model's input and target. augments: images get shifted, flipped, cut. */
+/* Fails if samples of the data do not fit the model's input and target. augments: images are shifted, flipped, cut. */
 HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool augments)
 {
     const hpml_tensor *x = t->d.input, *y = t->target;
