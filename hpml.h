@@ -9051,7 +9051,7 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
     c->y_floats       = hpmli_round_up(c->lead + c->grid_floats, 16);
     c->sums           = hpmli_min(c->B / c->images_at_once, 16);
     c->sum_floats     = hpmli_round_up(c->groups * c->OC * (c->C * c->taps + 1), 16);
-    c->packed_floats  = hpmli_round_up((c->C + 2 * c->OC) * c->taps + c->grids + 1, 16); /* the lists */
+    c->packed_floats  = hpmli_round_up((c->C + 2 * c->OC) * c->taps + c->grids + 1, 16); /* x_at, dy_at, w_at */
     c->thread_floats  = (c->C + 1) * c->grids * c->grid_floats + c->OC * c->y_floats;
     c->thread_floats += hpmli_round_up((c->C + c->OC) * c->taps * c->lanes, 16);
     if (!c->nhwc && c->lanes > 1) c->thread_floats += hpmli_round_up(c->H * c->W * c->lanes, 16); /* a unit of x */
@@ -9360,7 +9360,7 @@ static void hpmli_conv_expands(hpmli_conv *c)
     const hpml_attr *a  = &c->n->attr;
     const bool       by_row = a->conv.stride[0] == 1; /* a pixel's numbers of one row of the kernel, else of all rows */
     if (!c->n->state->expands || !hpmli_conv_packs(c) || c->OW >= HPMLI_CONV_ROW || c->OC < HPMLI_CONV_PANEL) return;
-    int64_t pixel = c->taps * c->C / (by_row ? a->conv.kernel[0] : 1); /* floats */
+    int64_t pixel = c->taps * c->C / (by_row ? a->conv.kernel[0] : 1); /* floats of an expanded pixel */
     int64_t more  = by_row ? (a->conv.kernel[0] - 1) * a->conv.dilation[0] : 0; /* rows of x that y has not */
     c->expanded     = (c->OH + more) * c->OW * pixel;
     c->runs[0]      = by_row ? a->conv.kernel[0] : 1;
@@ -9914,7 +9914,7 @@ HPMLI_FN void hpmli_grids_task_of(const hpmli_conv *c, int64_t task, int thread,
     t->b1   = (range + 1) * c->B / c->sums;
     t->u0   = piece * c->units / c->channel_pieces;
     t->u1   = (piece + 1) * c->units / c->channel_pieces;
-    t->step = (t->b1 - t->b0 - 1) / ((t->b1 - t->b0 - 1) / c->images_at_once + 1) + 1; /* as even as can be */
+    t->step = (t->b1 - t->b0 - 1) / ((t->b1 - t->b0 - 1) / c->images_at_once + 1) + 1; /* parts of nearly equal size */
     t->x    = c->thread_space + thread * c->thread_floats;
     t->out  = t->x + c->C * c->grids * c->grid_floats;
     t->y    = t->out + c->grids * c->grid_floats;
@@ -12590,7 +12590,7 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         NULL,                       /* decode: hpml_packing_decode unpacks on the CPU */
         NULL,                       /* time_op: the host's clock times ops */
         true,                       /* layouts: kernels take images in NHWC, too */
-        true                        /* host */
+        true                        /* host: arrays are in the host's memory */
     };
     return &cpu;
 }
@@ -14759,7 +14759,7 @@ typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts and keeps
     bool    is_last;       /* true: this is the last epoch of the call */
     const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
     bool    apart;         /* true: ranks make different steps, and meet only at the ends of epochs */
-    bool    counts;        /* sums up `tally` */
+    bool    counts;        /* true: steps are added up in `tally` */
     FILE   *log;           /* hpml_fit_desc.log; NULL: none */
     hpmli_tally tally;     /* sums over the samples of this epoch, each as found by the step that trained on it */
     double  best;          /* the smallest val_loss; infinite before the first */
@@ -14851,7 +14851,7 @@ HPMLI_FN hpml_status hpmli_checkpoint_find(hpml_trainer *t, const hpml_fit_desc 
         if (there) fclose(there);
     }
     const double mine = *age;
-    double       sums[3] = { mine, mine * mine, 1 }; /* over all ranks */
+    double       sums[3] = { mine, mine * mine, 1 }; /* over all ranks: of *age, of its square, of 1 */
     if (hpmli_agree(t, sums, 3) != HPML_OK) return t->ctx->status;
     if (sums[0] == mine * sums[2] && sums[1] == mine * mine * sums[2]) return HPML_OK;
     return hpmli_fail(t->ctx, HPML_ERR_STATE, "fit: ranks find different checkpoints \"%s\"; expected the same files "
@@ -15433,7 +15433,8 @@ HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t s
     return t->ctx->status;
 }
 
-/* Predicts `samples` samples of x, at most a batch, the first of which is number `first`, and checks the output. */
+/* Predicts `samples` samples of x, at most a batch, the first of which is number `first`. Fails if an output is not
+   finite. */
 HPMLI_FN hpml_status hpmli_predict_batch(hpml_trainer *t, const void *x, int64_t first, int64_t samples, float *out)
 {
     const int64_t each = hpml_param_whole(t->d.output, NULL) / t->graph->batch, floats = samples * each;
@@ -16500,7 +16501,7 @@ HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
     }
 }
 
-/* Fails with the file, line, column, the column's name in the header, and the text of the field [text, stop). */
+/* Fails with an error that names the file, line, column (with its name in the header) and the field [text, stop). */
 HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t column, const char *text, const char *stop,
                              const char *expected)
 {
