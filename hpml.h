@@ -9021,7 +9021,8 @@ HPMLI_FN bool hpmli_grids_gather(const hpmli_conv *c)
     return 2 * c->OW <= c->ctx->k->lanes && c->groups % c->ctx->k->lanes == 0;
 }
 
-/* Sets c->by_grids, and if it is true the sizes and addresses of arrays in n's scratch memory, see >>conv-groups. */
+/* Sets c->by_grids to true for a convolution in groups of few channels, computed on grids (>>conv-groups); then also
+   sets the sizes and addresses of the grids and lists in n's scratch memory. */
 HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
 {
     const hpml_attr *a = &n->attr;
@@ -9033,7 +9034,7 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
         size[i]   = hpmli_max((i ? c->OW : c->OH) + shift[i] - shared[i], (image + padding - 1) / stride + 1);
     }
     bool    wide  = c->nhwc || (n->state && n->state->keeps && hpmli_grids_gather(c));
-    int64_t limit = INT32_MAX / 4; /* floats: places in grids are of 32 bits */
+    int64_t limit = INT32_MAX / 4; /* most floats of an image's grids: places in them are int32_t */
     c->lanes     = wide && c->C == 1 && c->OC == 1 ? c->ctx->k->lanes : 1;
     c->units     = (c->groups - 1) / c->lanes + 1;
     c->grids     = (int64_t)a->conv.stride[0] * a->conv.stride[1];
@@ -9050,7 +9051,7 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
     c->y_floats       = hpmli_round_up(c->lead + c->grid_floats, 16);
     c->sums           = hpmli_min(c->B / c->images_at_once, 16);
     c->sum_floats     = hpmli_round_up(c->groups * c->OC * (c->C * c->taps + 1), 16);
-    c->packed_floats  = hpmli_round_up((c->C + 2 * c->OC) * c->taps + c->grids + 1, 16); /* the lists */
+    c->packed_floats  = hpmli_round_up((c->C + 2 * c->OC) * c->taps + c->grids + 1, 16); /* x_at, dy_at, w_at */
     c->thread_floats  = (c->C + 1) * c->grids * c->grid_floats + c->OC * c->y_floats;
     c->thread_floats += hpmli_round_up((c->C + c->OC) * c->taps * c->lanes, 16);
     if (!c->nhwc && c->lanes > 1) c->thread_floats += hpmli_round_up(c->H * c->W * c->lanes, 16); /* a unit of x */
@@ -9065,14 +9066,15 @@ HPMLI_FN void hpmli_conv_grids(hpmli_conv *c, const hpml_node *n)
     c->w_at         = c->dy_at + c->OC * c->taps;
 }
 
-/* Sets the sizes, in floats, and addresses of the arrays in n's scratch memory, which both passes use alike. */
+/* Sets the sizes, in floats, and addresses of the arrays in n's scratch memory, which has one layout for the forward
+   and the backward pass. */
 HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
 {
     int64_t weights = c->taps * c->C * hpmli_round_up(c->OC, HPMLI_CONV_PANEL);
     int64_t for_dx  = c->runs[0] * c->runs[1] * hpmli_round_up(c->run_floats, HPMLI_CONV_PANEL) * c->OC;
     int64_t band, forward, backward; /* floats of scratch memory for a thread */
     int64_t copies;                  /* floats of scratch memory for all threads together, if by_channels */
-    bool    keeps = n->state && n->state->keeps; /* true: no backward pass; packed weights are kept elsewhere */
+    bool    keeps = n->state && n->state->keeps; /* true: no backward pass; packed weights are in kept_memory */
     /* The rows of a tile are the pixels of one row of y or, where a row of y would fill only a fraction of a tile, the
        same pixel of several images. */
     c->images_forward = c->OW < HPMLI_CONV_NARROW ? hpmli_min(c->B, HPMLI_CONV_IMAGES) : 1;
@@ -9082,8 +9084,9 @@ HPMLI_FN void hpmli_conv_scratch(hpmli_conv *c, const hpml_node *n)
     band              = hpmli_round_up(c->images_forward * c->band_rows * c->OW, 16) * HPMLI_CONV_PANEL;
     forward           = c->images_forward * c->x_floats + band;
     backward          = c->images_at_once * (2 * c->x_floats + c->y_floats);
-    /* by_channels: for many weights and small images, of which copies take less memory, and time, than partial sums of
-       dw. The choice does not depend on B, because a pass on fewer samples uses the memory that was planned. */
+    /* by_channels: dw is summed by output channels, from copies of all images; for many weights and small images, where
+       copies take less memory, and time, than partial sums of dw. The choice does not depend on B, because a pass on
+       fewer samples uses the memory that was planned. */
     copies            = c->B * (c->x_floats + c->y_floats) + weights;
     c->by_channels    = c->groups == 1 && c->OW < HPMLI_CONV_NARROW && 32 * (c->x_floats + c->y_floats) < weights;
     c->sum_floats     = (c->by_channels ? 0 : c->groups * weights) + hpmli_round_up(c->groups * c->OC, 16);
@@ -9283,7 +9286,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
                           why);
     const char *name = hpmli_layer_name(x->ctx, d.name, "conv");
     if (!hpmli_conv_params(x, name, out, &a, &d, src)) return NULL;
-    if (in) a.conv.act = HPML_ACT_NONE; /* activation and bias follow the sum over the ranks */
+    if (in) a.conv.act = HPML_ACT_NONE; /* split by input channels: hpmli_conv_sum applies d.activation */
     hpmli_image_shape(x, src[1]->shape[0], hpmli_conv_size(x, &a, 0), hpmli_conv_size(x, &a, 1), shape);
     if (hpmli_shape_count(4, shape) > 0 && !hpmli_conv_choose(x, shape, &a, &d, &bytes)) return NULL;
     hpml_tensor *bias = src[2];
@@ -9309,7 +9312,7 @@ HPML_API hpml_tensor *hpml_conv2d(hpml_tensor *x, int64_t out, const hpml_conv2d
    y then is in the memory of z, and the op of the batchnorm does nothing. Kept memory, in floats: HPMLI_KEPT, whose
    first 8 bytes are the value of param_writes; with a batchnorm s and the bias; the weights s w, packed or, where
    kernels read them as they are, in the order of w, and then only if there is a batchnorm. */
-#define HPMLI_CONV_ROW 14 /* rows of y with so many pixels fill a tile well enough */
+#define HPMLI_CONV_ROW 14 /* rows of y with at least so many pixels fill a tile well enough */
 #define HPMLI_KEPT 16 /* floats: 64 bytes, so that the arrays behind are aligned */
 HPMLI_FN bool hpmli_conv_packs(const hpmli_conv *c)
 {
@@ -9357,7 +9360,7 @@ static void hpmli_conv_expands(hpmli_conv *c)
     const hpml_attr *a  = &c->n->attr;
     const bool       by_row = a->conv.stride[0] == 1; /* a pixel's numbers of one row of the kernel, else of all rows */
     if (!c->n->state->expands || !hpmli_conv_packs(c) || c->OW >= HPMLI_CONV_ROW || c->OC < HPMLI_CONV_PANEL) return;
-    int64_t pixel = c->taps * c->C / (by_row ? a->conv.kernel[0] : 1); /* floats */
+    int64_t pixel = c->taps * c->C / (by_row ? a->conv.kernel[0] : 1); /* floats of an expanded pixel */
     int64_t more  = by_row ? (a->conv.kernel[0] - 1) * a->conv.dilation[0] : 0; /* rows of x that y has not */
     c->expanded     = (c->OH + more) * c->OW * pixel;
     c->runs[0]      = by_row ? a->conv.kernel[0] : 1;
@@ -9369,7 +9372,8 @@ static void hpmli_conv_expands(hpmli_conv *c)
     c->OH = 1;
 }
 
-/* Copies the padded image of x in NHWC order to `to`, expanded. */
+/* Copies `image`, a padded image of x in NHWC order, to `to`, expanded to the numbers that each pixel of y reads
+   (hpmli_conv_expands). */
 HPMLI_FN void hpmli_conv_expand(const hpmli_conv *c, const float *image, float *to)
 {
     const hpml_attr *a      = &c->n->attr;
@@ -9402,8 +9406,8 @@ HPMLI_FN void hpmli_conv_kept(hpmli_conv *c)
     else if (norm) c->weights = at;
 }
 
-/* Brings what c keeps, except packed weights, up to date. Returns true if weights have to be packed: parameters have
-   changed since they were packed, or c keeps nothing. */
+/* Where parameters have changed since c packed its weights, computes anew what c keeps of a folded batchnorm: scale,
+   bias, weights times scale. Returns true if the weights have to be packed: after such a change, or if c keeps none. */
 HPMLI_FN bool hpmli_conv_refresh(const hpmli_conv *c)
 {
     const hpml_node *n = c->n, *norm = n->state->folds;
@@ -9487,7 +9491,7 @@ HPMLI_FN void hpmli_conv_forward_task(void *arg, int64_t task, int thread)
     int64_t o0 = piece * panels / c->channel_pieces * HPMLI_CONV_PANEL;
     int64_t o1 = hpmli_min((piece + 1) * panels / c->channel_pieces * HPMLI_CONV_PANEL, c->OC);
     float  *xs = c->thread_space + thread * c->thread_floats, *band = xs + c->images_forward * c->x_floats;
-    float  *expanded = xs + c->thread_floats - hpmli_round_up(c->expanded, 16); /* if c->expanded > 0, of one image */
+    float  *expanded = xs + c->thread_floats - hpmli_round_up(c->expanded, 16); /* if c->expanded > 0: an expanded x */
     for (int64_t g = 0; g < c->groups; g++) {
         const float *bias = c->bias ? c->bias + g * c->OC : NULL;
         for (int64_t i = 0; i < images; i++) hpmli_conv_x_to_nhwc(c, b + i, g, xs + i * c->x_floats);
@@ -9767,9 +9771,9 @@ HPMLI_OP(conv2d, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS | HPMLI_OP_KEEPS_DZ | HPMLI_O
 /* The pixels of a channel that one call of a kernel copies to or from a grid: every stride-th pixel of every stride-th
    row or, where a kernel copies two columns (pairs), every pixel of these rows. */
 typedef struct hpmli_grids_part {
-    hpmli_conv_copy copy;  /* from an image to a grid */
+    hpmli_conv_copy copy;  /* sizes and steps of the copy from an image to a grid */
     int64_t         from;  /* floats from the channel's begin to the first of these pixels */
-    int64_t         at[2]; /* floats from the begin of the grids to this pixel; [1]: to its right neighbour, if pairs */
+    int64_t         at[2]; /* floats from the begin of the grids to that pixel; [1]: to its right neighbour, if pairs */
 } hpmli_grids_part;
 /* All parts of a channel, found once for each task, because finding them takes longer than copying a small image. */
 typedef struct hpmli_grids_parts {
@@ -9803,7 +9807,7 @@ HPMLI_FN void hpmli_grids_parts_find(const hpmli_conv *c, bool is_y, hpmli_grids
     parts->gathered.W       = W;
     parts->gathered.x_pitch = c->grid_row;
     for (int64_t r = 0; r < SH && r < H; r++)
-        for (int64_t w = 0; w < SW && w < W; w += parts->pairs ? 2 : 1) { /* pixels r, r + SH .. of columns w, w + SW */
+        for (int64_t w = 0; w < SW && w < W; w += parts->pairs ? 2 : 1) { /* rows r, r + SH ..; columns w, w + SW .. */
             hpmli_grids_part *part = &parts->part[parts->count++];
             hpmli_conv_copy   copy = { (H - r - 1) / SH + 1, (W - w - 1) / SW + 1, 1, c->grid_row, c->lanes,
                                        SH * W * pixel, SW * pixel };
@@ -9863,8 +9867,9 @@ HPMLI_FN void hpmli_grids_copy(const hpmli_conv *c, const hpmli_grids_parts *par
     }
 }
 
-/* Writes the places, in floats, of the numbers that the sums for y, dw (x_at: in order of the weights of an output
-   channel) and dx (dy_at, w_at) read. For dx they are in order of the grids: first[f] of them are before grid f. */
+/* Writes the lists of the places, in floats, that the sums read. For y and dw: x_at, the numbers of x, in order of the
+   weights of an output channel. For dx: dy_at and w_at, the numbers of dy and their weights, for one grid of dx after
+   the other; those for grid number f begin at index first[f] of the lists. */
 HPMLI_FN void hpmli_grids_lists(const hpmli_conv *c)
 {
     const hpml_attr *a = &c->n->attr;
@@ -9896,7 +9901,7 @@ HPMLI_FN bool hpmli_grids_direct(const hpmli_conv *c, int64_t width)
 
 /* What a task computes: units [u0, u1) of images [b0, b1), and its working memory. */
 typedef struct hpmli_grids_task {
-    int64_t b0, b1, u0, u1, step; /* step: images at once */
+    int64_t b0, b1, u0, u1, step; /* step: images that are in the grids at once */
     float  *x, *y, *out, *w, *dw; /* grids of x, of dy and of results; weights; gradients of weights */
     bool    direct_y, direct_dx;  /* kernels write y, dx themselves, see hpmli_grids_direct */
     hpmli_grids_parts of_x, of_y;
@@ -9909,7 +9914,7 @@ HPMLI_FN void hpmli_grids_task_of(const hpmli_conv *c, int64_t task, int thread,
     t->b1   = (range + 1) * c->B / c->sums;
     t->u0   = piece * c->units / c->channel_pieces;
     t->u1   = (piece + 1) * c->units / c->channel_pieces;
-    t->step = (t->b1 - t->b0 - 1) / ((t->b1 - t->b0 - 1) / c->images_at_once + 1) + 1; /* as even as can be */
+    t->step = (t->b1 - t->b0 - 1) / ((t->b1 - t->b0 - 1) / c->images_at_once + 1) + 1; /* parts of nearly equal size */
     t->x    = c->thread_space + thread * c->thread_floats;
     t->out  = t->x + c->C * c->grids * c->grid_floats;
     t->y    = t->out + c->grids * c->grid_floats;
@@ -9923,7 +9928,8 @@ HPMLI_FN void hpmli_grids_task_of(const hpmli_conv *c, int64_t task, int thread,
     t->of_y.unit = NULL;
 }
 
-/* Returns the description of the sums over x for a result of the size of y that fill a grid of `images` images. */
+/* Returns what the kernels conv_taps and conv_dots have to know to compute y and dw from grids of x that hold `images`
+   images, one below the other. */
 HPMLI_FN hpmli_conv_taps hpmli_grids_sums(const hpmli_conv *c, int64_t images)
 {
     int64_t         rows = (images - 1) * c->grid_rows + c->OH - 1;
@@ -9931,7 +9937,7 @@ HPMLI_FN hpmli_conv_taps hpmli_grids_sums(const hpmli_conv *c, int64_t images)
     return d;
 }
 
-/* Computes y of unit u of `images` images from the grids t->x. */
+/* Computes y of unit u of `images` images, from number b of the batch on, from the grids t->x. */
 HPMLI_FN void hpmli_grids_y(const hpmli_conv *c, const hpmli_grids_task *t, int64_t b, int64_t images, int64_t u)
 {
     const float    *w = c->weights + u * c->lanes * c->OC * c->C * c->taps;
@@ -9971,7 +9977,7 @@ HPMLI_FN void hpmli_grids_forward_task(void *arg, int64_t task, int thread)
         }
 }
 
-/* Computes dx of unit u of `images` images from the grids t->y. */
+/* Computes dx of unit u of `images` images, from number b of the batch on, from the grids t->y. */
 HPMLI_FN void hpmli_grids_dx(const hpmli_conv *c, const hpmli_grids_task *t, int64_t b, int64_t images, int64_t u)
 {
     const int32_t  *first = c->w_at + c->OC * c->taps, *padding = c->n->attr.conv.padding;
@@ -10033,7 +10039,8 @@ HPMLI_FN void hpmli_grids_back_task(void *arg, int64_t task, int thread)
         }
 }
 
-/* Computes dz and the partial sum of db of one range of images (one task). */
+/* For range number `sum` of the images (one task): overwrites dy by dz, the gradient before the activation; computes
+   the partial sum of db, the gradient of the bias. */
 HPMLI_FN void hpmli_grids_dz_task(void *arg, int64_t sum, int thread HPMLI_UNUSED)
 {
     const hpmli_conv *c = (const hpmli_conv *)arg;
@@ -10042,7 +10049,8 @@ HPMLI_FN void hpmli_grids_dz_task(void *arg, int64_t sum, int thread HPMLI_UNUSE
     for (int64_t b = first; b < end; b++) hpmli_conv_dz_and_db(c, b, db, b == first);
 }
 
-/* Prepares a pass: its lists, and tasks for all threads. */
+/* Prepares a pass: writes the lists of the places that its sums read; sets into how many pieces the units are cut, so
+   that all threads have tasks. */
 HPMLI_FN void hpmli_grids_begin(hpmli_conv *c)
 {
     int threads = c->ctx->threads;
@@ -10287,8 +10295,8 @@ HPMLI_FN void hpmli_window(const hpml_node *n, int i, int64_t o, int64_t *from, 
     *to   = hpmli_min(end, hpmli_image(n->src[0], 1 + i));
 }
 
-/* Max-pools a plane (a channel of an image) by 2 x 2 windows with stride 2, or back. A kernel computes a row of the
-   result and saves, for each window, which pixel is the maximum. */
+/* Max-pools a plane (a channel of an image) by 2 x 2 windows with stride 2; if w->back, runs the backward pass of this.
+   Forward, a kernel computes a row of the result and saves, for each window, which pixel is the maximum. */
 HPMLI_FN void hpmli_max_pool_2x2(const hpmli_work *w, int64_t plane)
 {
     const hpml_tensor *x = w->n->src[0], *y = w->n->out;
@@ -10420,7 +10428,7 @@ HPMLI_FN hpml_tensor *hpmli_norm_record(hpml_tensor *x, const hpml_norm_desc *de
     const char *name = hpmli_layer_name(x->ctx, d.name, hpml_op_name(op));
     int64_t     cols = x->shape[batch ? 1 : x->ndim - 1], rows = hpml_tensor_count(x) / cols;
     int64_t     blocks = (rows + HPMLI_NORM_ROWS - 1) / HPMLI_NORM_ROWS;
-    int64_t     whole[HPML_MAX_DIMS], *c = &whole[batch ? 1 : x->ndim - 1]; /* parameters: one number a column */
+    int64_t     whole[HPML_MAX_DIMS], *c = &whole[batch ? 1 : x->ndim - 1]; /* *c: channels (features) of the whole x */
     hpmli_part  part = { batch ? (hpml_axis)x->split[1] : HPML_AXIS_DATA, 0, x->sections };
     hpml_param_whole(x, whole);
     if (!d.no_affine) src[1] = hpmli_layer_part(x->ctx, name, "weight", HPML_INIT_ONES, 0, 1, c, &part);
@@ -10458,7 +10466,7 @@ typedef struct hpmli_bn_job {
     const hpmli_kernels *k;
     hpml_node           *n;
     int64_t              B, C, P; /* samples, channels, pixels of a plane */
-    double              *sums;    /* (C, 2) two sums of each channel, then N: of this rank or of all ranks */
+    double              *sums;    /* (C, 2) two sums of each channel; then N, how many numbers a channel has */
     bool                 backward;
     bool                 measure, apply; /* true: the task computes .sums; the task computes results from .sums */
 } hpmli_bn_job;
@@ -10511,7 +10519,7 @@ HPMLI_FN void hpmli_bn_back_measure(const hpmli_bn_job *j, int64_t c)
 {
     const hpml_node *n = j->n;
     hpmli_centre     at = ((const hpmli_centre *)n->saved)[c];
-    double           sums[2] = { 0, 0 }, s1, s2; /* sums of dy and of dy (x - mean), without `rest` */
+    double           sums[2] = { 0, 0 }, s1, s2; /* sums of dy and of dy (x - mean); s2 corrects for `rest` */
     int64_t          step = j->C * j->P, first = c * j->P;
     for (int64_t i = 0; i < j->B; i++) {
         float *dy = n->out->grad + first + i * step;
@@ -10536,7 +10544,7 @@ HPMLI_FN void hpmli_bn_back_apply(const hpmli_bn_job *j, int64_t c)
     double           a = (double)at.rstd * (n->src[1] ? (double)n->src[1]->data[c] : 1);
     int64_t          step = j->C * j->P, first = c * j->P;
     if (!n->src[0]->grad) return;
-    if (!j->run->train) s1 = s2 = 0; /* the running statistics do not depend on x */
+    if (!j->run->train) s1 = s2 = 0; /* y is made with running statistics, which do not depend on x */
     double per_x = (double)at.rstd * s2; /* xhat s2 = (x - mean - rest) per_x */
     for (int64_t i = 0; i < j->B; i++)
         j->k->vaxpbypc(n->src[0]->grad + first + i * step, (float)a, n->out->grad + first + i * step,
@@ -10563,9 +10571,9 @@ HPMLI_FN void hpmli_bn_recenter(const hpmli_bn_job *j, double sign)
 
 HPMLI_FN hpml_status hpmli_bn_run(const hpml_run *run, hpml_node *n, bool backward)
 {
-    const int64_t *y = n->out->shape; /* absent dimensions are 1 */
+    const int64_t *y = n->out->shape; /* 1 in dimensions that y does not have */
     bool           measure = run->train || backward, shared = run->sum && run->train;
-    if (n->state->folds) return HPML_OK; /* the convolution before has computed the result */
+    if (n->state->folds) return HPML_OK; /* folded into a convolution, which has computed y */
     hpmli_bn_job   j = { run, run->ctx->k, n, run->idle ? 0 : y[0], y[1], y[2] * y[3], (double *)n->scratch,
                          backward, measure, !shared };
     j.sums[2 * j.C]  = (double)(j.B * j.P);
@@ -10680,7 +10688,7 @@ HPMLI_FN void hpmli_norm_back_row(const hpmli_work *w, int64_t row, int thread H
     if (!n->src[0]->grad) return;
     sum = n->op == HPML_OP_LAYERNORM ? sum / (double)w->cols : 0;
     dot = dot / (double)w->cols;
-    HPMLI_PIECES(i, c, w->cols) { /* dx = rstd g - rstd^2 dot (x - mean) + rstd (rest rstd dot - sum) */
+    HPMLI_PIECES(i, c, w->cols) { /* dx = rstd (g - mean(g) - xhat mean(g xhat)), with xhat = (x - mean - rest) rstd */
         const float *gi = dy + i;
         if (gamma) {
             w->k->vmul(g, dy + i, gamma + i, c);
@@ -10743,7 +10751,7 @@ HPMLI_FN void hpmli_dropout_piece(const hpmli_work *w, int64_t piece, int thread
         if (from != to || add) w->k->vaxpby(to + at, 1, from + at, add ? 1.0f : 0.0f, c);
         return;
     }
-    for (int64_t i = 0; i < c; i += run_length) { /* random words by place in the whole tensor */
+    for (int64_t i = 0; i < c; i += run_length) { /* random words of the elements' places in the whole tensor */
         int64_t place = hpmli_whole_place(y, at + i, &run_length);
         w->k->random(HPMLI_WORDS, words + i, run->ctx->seed, stream,
                      run->sample * (uint64_t)sample + (uint64_t)place, hpmli_min(run_length, c - i));
@@ -10768,7 +10776,7 @@ HPMLI_FN hpml_status hpmli_embedding_pass(const hpml_run *run, hpml_node *n)
         if (token[i] < 0 || token[i] >= v.whole)
             return hpmli_fail(run->ctx, HPML_ERR_LABEL, "embedding \"%s\": token %lld is %d, expected 0 to %lld",
                               n->out->name, (long long)(n->state->first_index + i), token[i], (long long)v.whole - 1);
-        if (row < 0 || row >= v.count) run->ctx->k->vfill(y, 0, width); /* another rank has the row */
+        if (row < 0 || row >= v.count) run->ctx->k->vfill(y, 0, width); /* another rank has the token's row */
         else memcpy(y, n->src[1]->data + row * width, (size_t)width * sizeof *y);
     }
     return v.group ? v.group->sum(v.group->user, n->out->data, count * width) : HPML_OK;
@@ -10826,7 +10834,7 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
                           "the table is %s on the backend \"%s\"; leave it false", name, hpmli_describe(src[1]),
                           tokens->ctx->backend->name);
     if (d.sparse && !hpmli_rows_create(src[1])) return NULL;
-    hpml_custom own = HPMLI_ZEROED; /* the op, where the vocabulary is split */
+    hpml_custom own = HPMLI_ZEROED; /* the op that is recorded if ranks share the vocabulary */
     own.name     = "embedding";
     own.forward  = hpmli_embedding_pass;
     own.backward = hpmli_embedding_back;
@@ -10869,7 +10877,8 @@ HPML_API hpml_tensor *hpml_embedding(hpml_tensor *tokens, int64_t vocabulary, in
    without any key lse = infinity, so that its P is 0. Sources of the node: qkv, position, mask, cache. */
 #define HPMLI_QUERIES 64 /* queries in a block, see the comment above */
 
-/* Checks mask, cache and position of an attention whose cache would have rows of `width` numbers. */
+/* True if mask, cache and position of d fit qkv, the input of an attention, whose cache has rows of `width` numbers;
+   else an error. */
 HPMLI_FN bool hpmli_attention_extras(const hpml_tensor *qkv, const hpml_attention_desc *d, int64_t width)
 {
     const hpml_tensor *c = d->cache, *m = d->mask;
@@ -11193,7 +11202,8 @@ HPMLI_WORK_OP(rotary, HPMLI_OP_SPLIT_OWN | HPMLI_OP_INDEX_1 | HPMLI_OP_PAIRS_ROW
 // ---------------------------------------------------------------------------------------------------------------------
 // >>recurrent   long short-term memory
 // ---------------------------------------------------------------------------------------------------------------------
-/* Checks the desc of a recurrent layer: the initial states h0 and, for an LSTM, c0 are (B, H) with a batch as x has. */
+/* True if d fits x, the input of a recurrent layer; else an error. The initial states h0 and, if `cells` (an LSTM), c0
+   must be (B, H) and, like x, have one row for each sample; an LSTM needs both or neither. */
 HPMLI_FN bool hpmli_recurrent_fits(const char *op, hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc *d,
                                    bool cells)
 {
@@ -11235,7 +11245,7 @@ HPMLI_FN hpml_tensor *hpmli_recurrent_end(hpml_tensor *t, const hpml_recurrent_d
    h0, c0. Saved: gates i, f, g, o (B, T, 4H), cells c (B, T, H), with states (B, T + 1, H). */
 #define HPMLI_LSTM_UNITS 32 /* hidden units in a panel: the width of one or more tiles of >>gemm */
 #define HPMLI_LSTM_ROWS  32 /* samples in a block */
-#define HPMLI_LSTM_FEW   4  /* for fewer samples panels are 4 times as wide, so that a product has enough sums */
+#define HPMLI_LSTM_FEW   4  /* with fewer samples, panels are 4 times as wide, so that few rows meet more columns */
 /* Records an LSTM. states: the result is (B, T, 2H), whose rows are h and then c of a time step, and the op may have
    initial states h0 and c0; else the result is h, (B, T, H). */
 HPMLI_FN hpml_tensor *hpmli_lstm_record(hpml_tensor *x, int64_t hidden, const hpml_recurrent_desc *d, bool states)
@@ -11284,10 +11294,10 @@ typedef struct hpmli_lstm_job {
     int64_t    states;             /* 1: rows of the result are h, then c; .cells begins with c before step 0. Else 0 */
     int64_t    width, panels;      /* hidden units in a panel; number of panels */
     float     *gates, *cells;      /* i, f, g, o: (B, T, 4H), c: (B, T + states, H) */
-    float     *dc;                 /* (B, H) gradient of c */
-    float     *packed;             /* W_h: (4, H, units) for each panel; backward: (4H, units) */
+    float     *dc;                 /* (B, H) gradient of the cells c of step t */
+    float     *packed;             /* W_h, panel after panel: forward (4, H, units), backward (4H, units) each */
     float     *next[2];            /* (B, 4H) h or da of time step t in next[t % 2], of its neighbour in the other */
-    float     *sums;               /* (threads, rows, 4, units) products of a task */
+    float     *sums;               /* (threads, rows, 4, units) a task's product with its panel of W_h */
 } hpmli_lstm_job;
 HPMLI_FN hpmli_lstm_job hpmli_lstm_of(const hpml_run *run, hpml_node *n, bool back)
 {
@@ -11422,7 +11432,7 @@ HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
     const hpml_tensor *x = n->src[0], *w_x = n->src[1], *w_h = n->src[2], *bias = n->src[3];
     int64_t            H = j.H, rows = j.B * j.T, pairs = j.T > 1 ? rows - 1 : 0;
     hpmli_mat          da = hpmli_matrix(j.gates, rows, 4 * H, 4 * H);
-    bool               steps = !n->state->second; /* the second half finds da in the gates */
+    bool               steps = !n->state->second; /* false: second half of a backward pass: da is in the gates */
     if (steps) hpmli_lstm_steps(&j);
     if (x->grad) hpmli_product(run->ctx, da, hpmli_values(w_x), hpmli_grads(x), n->accumulate[0]);
     if (w_x->grad) hpmli_product(run->ctx, hpmli_transposed(da), hpmli_values(x), hpmli_grads(w_x), n->accumulate[1]);
@@ -11433,7 +11443,7 @@ HPMLI_FN void hpmli_lstm_back(const hpml_run *run, hpml_node *n)
     hpmli_product(run->ctx, hpmli_transposed(hpmli_mat_at(da, rows - pairs, pairs, 0, 4 * H)),
                   hpmli_mat_at(hpmli_values(n->out), 0, pairs, 0, H), hpmli_grads(w_h),
                   n->accumulate[2] || n->src_count > 5);
-    for (int64_t b = 0; b < j.B && steps; b++) /* the second half may still need da of time step 0 */
+    for (int64_t b = 0; b < j.B && steps; b++) /* puts da of step 0 back, for a second half of this pass */
         memcpy(j.gates + b * j.T * 4 * H, j.next[0] + b * 4 * H, (size_t)(4 * H) * sizeof(float));
 }
 HPMLI_OP(lstm, HPMLI_OP_PRODUCT | HPMLI_OP_PACKS,
@@ -11658,8 +11668,8 @@ HPMLI_FN hpml_status hpmli_cross_entropy_parts(const hpml_run *run, hpml_node *n
     const int32_t *label = (const int32_t *)n->src[1]->raw;
     const int64_t  rows  = hpml_tensor_count(n->src[1]);
     float         *max   = (float *)n->saved, *inverse = max + rows, *loss = inverse + rows, piece[HPMLI_PIECE];
-    float         *sums  = (float *)n->scratch, s = v->smoothing; /* (rows, 3) sums: of exp(d), d of the label, d */
-    const float   *x     = n->src[0]->data;                       /* (rows, count), d = x - max */
+    float         *sums  = (float *)n->scratch, s = v->smoothing; /* (rows, 3) sum of exp(d), label's d, sum of d */
+    const float   *x     = n->src[0]->data;                       /* (rows, count) this rank's classes; d = x - max */
     for (int64_t r = 0; r < rows; r++) max[r] = run->ctx->k->vmax(x + r * v->count, v->count);
     hpml_status status = v->group->max(v->group->user, max, rows);
     for (int64_t r = 0; r < rows; r++, sums += 3, x += v->count) {
@@ -11748,7 +11758,7 @@ HPML_API hpml_tensor *hpml_cross_entropy(hpml_tensor *logits, hpml_tensor *label
         return hpmli_null(logits->ctx, HPML_ERR_SHAPE, "cross_entropy: logits %s, labels %s; expected (.., classes) "
                           "and i32 (..), label_smoothing in 0..1", hpmli_describe(logits), hpmli_describe(labels));
     const int64_t rows = hpml_tensor_count(labels);
-    hpml_custom   own  = HPMLI_ZEROED; /* the op, where the classes are split */
+    hpml_custom   own  = HPMLI_ZEROED; /* the op that is recorded if the classes are split over ranks */
     own.name          = "cross_entropy";
     own.forward       = hpmli_cross_entropy_pass;
     own.backward      = hpmli_cross_entropy_back;
@@ -11852,7 +11862,7 @@ enum {
     HPMLI_PLAIN = 8  /* on a device: the stored numbers have 4 bytes and are copied as they are */
 };
 typedef struct hpmli_copy {
-    void    *stored; /* (n) halves; with HPMLI_ROUND n f32 numbers */
+    void    *stored; /* (n) halves; with HPMLI_ROUND or HPMLI_PLAIN numbers of 4 bytes */
     float   *f32;    /* (n) the f32 copy that the op reads or writes */
     int64_t  n;
     unsigned how;    /* a sum of HPMLI_LOAD, HPMLI_SAVE, HPMLI_ROUND, HPMLI_PLAIN */
@@ -11870,7 +11880,7 @@ typedef struct hpmli_wrap {
     int64_t         first, samples;      /* first sample and number of samples of the block */
     bool            last;                /* true: the last block of the batch */
     bool            on_device;           /* stored numbers are in a device's memory, so all arrays are copied */
-    hpml_tensor     t[HPML_MAX_SRC + 1]; /* what the op gets as sources and, last, as result */
+    hpml_tensor     t[HPML_MAX_SRC + 1]; /* the op's sources for this block and, last, its result */
     hpmli_copy      copy[2 * HPML_MAX_SRC + 3];
 } hpmli_wrap;
 
@@ -11950,7 +11960,7 @@ HPMLI_FN void hpmli_wrap_open(hpmli_wrap *e, const hpml_ctx *ctx, const hpml_nod
         for (same = 0; !hpmli_one_array(n->src[same], s); same++) {}
         e->node.src[i] = &e->t[n->src[same] == s ? same : i]; /* one copy where an op reads an array twice */
         if (!s->batch_rows && first > 0) e->node.accumulate[i] = true;
-        if (n->src[same] != s) { /* a reshape of that array */
+        if (n->src[same] != s) { /* s is a reshape of source number `same` and uses its copy */
             e->t[i] = *s;
             if (e->state.block_samples > 0 && s->batch_rows > 0) e->t[i].shape[0] = samples * s->batch_rows;
             e->t[i].dtype = e->t[same].dtype;
@@ -12045,7 +12055,7 @@ HPMLI_FN int64_t hpmli_wrap_block(const hpml_node *n)
         bool like      = s && (s->ndim == y->ndim || hpmli_has_trait(n, HPMLI_OP_INDEX_1)); /* s has such rows */
         bool rows_meet = pairs && like && s->shape[0] > 1 && !(product && s->ndim == 2);
         if (s && s->batch_rows) numbers += hpml_tensor_count(s);
-        else if (s && (rows_meet || hpmli_is_mean(n))) return 0; /* s has a row for each row of the batch */
+        else if (s && (rows_meet || hpmli_is_mean(n))) return 0; /* s is not cut, but has a row for each of y's */
     }
     batch = y->shape[0] / y->batch_rows;
     int64_t rows  = hpml_tensor_count(y) / y->shape[y->ndim - 1] / batch, each = 2 * numbers / batch;
@@ -12255,16 +12265,16 @@ HPML_API hpml_status hpml_custom_on_host(const hpml_run *run, hpml_node *node, b
    EXPERT), the backward passes of sum and gather add up the ranks' gradients; the backward passes of copy and split do
    not, because gradients of whole parameters are added up over these ranks afterwards. */
 typedef enum hpmli_transfer {
-    HPMLI_TRANSFER_KEEP,    /* the array itself */
-    HPMLI_TRANSFER_ADD_UP,  /* the sum of the ranks' arrays */
-    HPMLI_TRANSFER_CUT,     /* this rank's part of a whole */
-    HPMLI_TRANSFER_JOIN,    /* the whole of the ranks' parts */
-    HPMLI_TRANSFER_PAD,     /* a whole of zeros with this rank's part */
-    HPMLI_TRANSFER_SCATTER  /* this rank's part of the sum of the ranks' wholes */
+    HPMLI_TRANSFER_KEEP,    /* gives the array itself */
+    HPMLI_TRANSFER_ADD_UP,  /* gives the sum of the ranks' arrays */
+    HPMLI_TRANSFER_CUT,     /* gives this rank's part of a whole tensor */
+    HPMLI_TRANSFER_JOIN,    /* gives the whole tensor, from the ranks' parts */
+    HPMLI_TRANSFER_PAD,     /* gives a whole tensor: this rank's part, and zeros in place of the others */
+    HPMLI_TRANSFER_SCATTER  /* gives this rank's part of the sum of the whole tensors of all ranks */
 } hpmli_transfer;
 typedef struct hpmli_group_kind {
     const char    *name;
-    hpmli_transfer forward, back, back_apart; /* back: all ranks have one loss; back_apart: each has its own */
+    hpmli_transfer forward, back, back_apart; /* backward: `back` if all ranks have one loss; else back_apart */
 } hpmli_group_kind;
 static const hpmli_group_kind hpmli_group_kinds[] = {
     { "group_copy", HPMLI_TRANSFER_KEEP, HPMLI_TRANSFER_ADD_UP, HPMLI_TRANSFER_KEEP },
@@ -12277,7 +12287,7 @@ enum { HPMLI_GROUP_COPY, HPMLI_GROUP_SUM, HPMLI_GROUP_SPLIT, HPMLI_GROUP_GATHER 
 typedef struct hpmli_group_op {
     const hpml_group *group;
     hpmli_transfer    forward, back;
-    hpmli_cut         cut; /* where this rank's part lies in the whole */
+    hpmli_cut         cut; /* where this rank's part lies in the whole; .size 0: copy, sum, which cut nothing */
 } hpmli_group_op;
 
 /* Runs the transfer `kind` of group op o, from the array `from` to the array `to`, which may be the same array for KEEP
@@ -12316,7 +12326,7 @@ HPMLI_FN hpml_status hpmli_group_back(const hpml_run *run, hpml_node *n)
     const hpmli_group_op *o     = (const hpmli_group_op *)n->attr.custom->user;
     int64_t               part  = hpmli_min(hpml_tensor_count(n->src[0]), hpml_tensor_count(n->out));
     float                *given = n->out->grad, *work = (float *)n->scratch;
-    if (o->cut.size > 0) given = work + part * o->cut.size; /* split, gather: behind the memory of the parts */
+    if (o->cut.size > 0) given = work + part * o->cut.size; /* split, gather: behind the parts in `work` */
     hpml_status status = hpmli_transfer_run(o, o->back, n->out->grad, given, part, work);
     hpml_node_give(run, n, 0, given);
     return status;
@@ -12377,7 +12387,7 @@ HPML_API hpml_tensor *hpml_group_copy(hpml_tensor *x, hpml_axis axis)
     if (x->state->copied) return x->state->copied;
     hpml_tensor *y = hpmli_group_record(HPMLI_GROUP_COPY, x, axis, 0);
     if (y) y->state->copied = y;
-    if (x->node) x->state->copied = y; /* inputs and parameters may be in several graphs, results are in one */
+    if (x->node) x->state->copied = y; /* not for inputs and parameters, which may be in several graphs */
     return y;
 }
 
@@ -12408,8 +12418,8 @@ HPML_API hpml_tensor *hpml_group_gather(hpml_tensor *x, hpml_axis axis, int dim)
     return hpmli_group_record(HPMLI_GROUP_GATHER, x, axis, dim);
 }
 
-/* Records custom op d, with the passes of the built-in op, on sources src: an embedding table or logits, split over
-   TENSOR into `count` tokens or classes a rank. smoothing, ignore: of the loss. NULL: an error on the context. */
+/* Records custom op d, an embedding or a cross-entropy on sources src, whose table or logits the ranks of the axis
+   TENSOR share: `count` tokens or classes each. smoothing, ignore: of the cross-entropy. NULL: after an error. */
 static hpml_tensor *hpmli_vocabulary_op(hpml_tensor *const src[2], hpml_custom *d, int64_t count, float smoothing,
                                         int32_t ignore)
 {
@@ -12454,7 +12464,7 @@ HPMLI_FN void hpmli_clear_task(void *arg, int64_t task, int thread HPMLI_UNUSED)
 {
     const hpmli_clear_job *j = (const hpmli_clear_job *)arg;
     size_t at = (size_t)task * HPMLI_CLEAR, end = j->bytes - at < HPMLI_CLEAR ? j->bytes : at + HPMLI_CLEAR;
-    for (size_t n; at < end; at += n) { /* an eighth at a time, which stays in the cache */
+    for (size_t n; at < end; at += n) { /* an eighth of the piece at a time, because that stays in the cache */
         n = end - at < HPMLI_CLEAR / 8 ? end - at : HPMLI_CLEAR / 8;
 #ifdef MADV_POPULATE_WRITE
         char *page = j->p + at + (4096 - (uintptr_t)(j->p + at) % 4096) % 4096;
@@ -12531,7 +12541,7 @@ HPMLI_FN hpml_status hpmli_cpu_sumsq(void *device HPMLI_UNUSED, hpml_ctx *ctx, h
     *out = 0;
     for (int64_t i = 0; i < tasks; i++) *out += j.part[i];
     if (*out - *out == 0) return HPML_OK;
-    float piece[HPMLI_PIECE]; /* squares that overflow in float do not in double, so a finite sum may remain */
+    float piece[HPMLI_PIECE]; /* once more in double, where squares of finite floats do not overflow */
     *out = 0;
     HPMLI_PIECES(at, c, n) {
         j.k->to_f32(piece, dtype, (const char *)x + (size_t)at * hpml_dtype_size(dtype), c);
@@ -12573,14 +12583,14 @@ HPML_API const hpml_backend *hpml_backend_cpu(void)
         hpmli_cpu_sumsq,
         hpmli_cpu_activation_dtype,
         HPMLI_TO_TRAIN(hpmli_wrap_plan),
-        NULL,                       /* begin: passes are not recorded */
-        NULL,                       /* end: passes are not recorded */
-        NULL,                       /* correct: the trainer counts on the host */
-        NULL,                       /* encode: hpml_packing_encode is the CPU's */
-        NULL,                       /* decode: hpml_packing_decode is the CPU's */
+        NULL,                       /* begin: the CPU does not record passes to replay them */
+        NULL,                       /* end: the CPU does not record passes to replay them */
+        NULL,                       /* correct: the trainer counts right predictions on the host */
+        NULL,                       /* encode: hpml_packing_encode packs on the CPU */
+        NULL,                       /* decode: hpml_packing_decode unpacks on the CPU */
         NULL,                       /* time_op: the host's clock times ops */
-        true,                       /* layouts: kernels take NHWC, too */
-        true                        /* host */
+        true,                       /* layouts: kernels take images in NHWC, too */
+        true                        /* host: arrays are in the host's memory */
     };
     return &cpu;
 }
@@ -12820,7 +12830,7 @@ static void hpmli_optimizer_step(hpml_ctx *ctx, const hpml_update *u, const hpml
     const hpmli_rows *rows = u->param ? u->param->state->rows : NULL;
     j.o.correction1 = (float)(1 / (1 - pow((double)u->beta1, (double)u->step)));
     j.o.correction2 = (float)(1 / (1 - pow((double)u->beta2, (double)u->step)));
-    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* 12 rows or a multiple: tiles have 6 or 12 */
+    if (d) j.piece = (2 * HPMLI_GRAIN / d->n / 12 + 1) * 12 * d->n; /* rows in dozens: a tile has 6 or 12 rows */
     if (u->opt == HPML_OPT_CUSTOM && u->custom->whole) j.piece = u->n;
     if (rows) hpmli_parallel(ctx, rows->count, hpmli_update_row_task, &j);
     else hpmli_parallel(ctx, (u->n + j.piece - 1) / j.piece, hpmli_update_task, &j);
@@ -12859,7 +12869,7 @@ HPMLI_FN void hpmli_lars_prepare(hpml_update *u, double weight_norm, double grad
 {
     double length = grad_norm + (double)u->weight_decay * weight_norm;
     if (weight_norm > 0 && length > 0 && u->trust > 0) u->lr *= (float)((double)u->trust * weight_norm / length);
-    if (u->found_nonfinite && length - length != 0) u->lr = 0; /* a non-finite gradient has no direction */
+    if (u->found_nonfinite && length - length != 0) u->lr = 0; /* no step along a non-finite gradient */
     u->grad_scale *= u->lr;
     u->weight_decay *= u->lr;
     u->lr = 1;
@@ -12949,7 +12959,7 @@ HPMLI_FN size_t hpmli_bf16_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, in
 
 HPMLI_FN size_t hpmli_onebit_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
 {
-    return 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t); /* two levels, then a bit a number */
+    return 2 * sizeof(float) + (size_t)((cols + 31) / 32) * sizeof(uint32_t); /* two levels; one bit for each number */
 }
 
 HPMLI_FN size_t hpmli_twobit_row_size(const hpml_codec_desc *desc HPMLI_UNUSED, int64_t cols)
@@ -12984,7 +12994,8 @@ HPMLI_FN void hpmli_bf16_decode(const hpml_packing *p, float *out, const void *p
     else p->kernels->to_f32(out, HPML_DTYPE_BF16, packed, rows * p->cols);
 }
 
-/* Returns the mean of a row's numbers below 0 (side 0) or of the others (side 1), clamped to their range; none: 0. */
+/* Returns the mean, clamped to their range, of a row's numbers below 0 (side 0) or of the others (side 1); 0 if the row
+   has none of these. */
 HPMLI_FN float hpmli_onebit_level(const hpmli_onebit_row *row, int side)
 {
     if (row->count[side] == 0) return 0;
@@ -13160,37 +13171,37 @@ struct hpml_trainer {
     hpml_tensor        *target, *loss;
     const hpml_optimizer *optimizer;     /* the optimizer's entry in the table, or the user's */
     int64_t            *place;           /* (param_count) see hpml_trainer_place */
-    float              *state[HPML_MAX_STATES]; /* on the device, with .host_optimizer on the host, laid out as
-                                            graph->grads; NULL: not needed */
+    float              *state[HPML_MAX_STATES]; /* the optimizer's, on the device or (.host_optimizer) the host, laid
+                                            out as graph->grads; NULL: not needed */
     float              *staged;          /* host: values, then gradient, of a parameter that steps on the host for a
                                             device; NULL: parameters step where they are */
     hpml_update        *updates;         /* (param_count) the next optimizer step of each parameter, on those of its
                                             floats that this rank keeps (hpml_trainer_keep) */
-    int64_t             window[2];       /* floats of hpml_trainer_reserve: for values, for gradients */
+    int64_t             window[2];       /* floats asked for by hpml_trainer_reserve: for values, for gradients */
     float             **window_at[2];    /* the caller's pointers, which get the addresses of .window's floats */
     double             *norms;           /* (param_count, 2) sums of squares, for hooks `norms`; NULL: no such hook */
     int32_t            *found_nonfinite; /* (param_count) HPML_NONFINITE_ bits of the last update */
     float              *host_out;        /* host memory for a batch of the output */
-    float              *best;            /* (2, rows) of an output split by classes: row's maximum; minus its class */
+    float              *best;            /* (2, rows) each row's maximum; minus its class. NULL: classes not split */
     int32_t            *host_y;          /* host memory for a batch of labels */
-    const void         *x, *y;           /* host: the batch, of which a graph with parts copies a slot's samples */
+    const void         *x, *y;           /* host: inputs and targets of a batch; graphs with parts copy from it */
     hpml_tensor        *extra[HPML_MAX_EXTRA]; /* (d.extra_count) further inputs */
-    const void *const  *given;           /* host: given[k]: a batch for .extra[k]; NULL: inputs keep their values */
-    float              *batch_out;       /* host memory for a batch of outputs of all parts; NULL: not evaluated yet */
+    const void *const  *given;           /* host: given[k]: a batch for .extra[k]; NULL: .extra keep their values */
+    float              *batch_out;       /* host: outputs of a batch, from a hook `pass`; NULL: none needed yet */
     bool                evaluating;      /* true: a hook `pass` runs for evaluate or predict */
     hpmli_named_array  *states;          /* list of the arrays named by hpml_trainer_add_state */
-    int                 running[2];      /* 1 + the set of hooks whose `run`, whose `update` is running; 0: none */
+    int                 running[2];      /* 1 + number of the set whose hook `run`, `update` is running; 0: none */
     int                 rank, ranks;
-    int64_t             global_batch, grain; /* samples of all ranks; of a grain, see hpml_trainer_set_shard */
+    int64_t             global_batch, grain; /* samples of all ranks; samples that stay on one rank together */
     int64_t             batch_samples;   /* samples of the micro-batch that is in the inputs */
     const int32_t      *labels;          /* host: labels of this micro-batch; NULL: no accuracy is wanted */
-    int64_t             correct, counted; /* rows of this step: with the right class; with a label that counts */
+    int64_t             correct, counted; /* rows of this step: predicted right; whose label is a class */
     double              val_loss;        /* of the last epoch that was validated; NaN: none was */
     hpml_epoch         *history;         /* (history_count) see hpml_trainer_history */
     int64_t             history_count, history_capacity;
     int64_t             step, epoch, epoch_step;
     int32_t             micro_batch;     /* micro-batches since the last update */
-    int64_t             first_batch_samples, samples_so_far; /* of an update: in the first micro-batch; in all */
+    int64_t             first_batch_samples, samples_so_far; /* of an update's first micro-batch; of all until now */
     float               accumulate_weight; /* samples_so_far / (accumulate first_batch_samples): divides gradients */
     float               loss_scale;
     int64_t             scale_age;       /* updates since the loss scale changed; -1: the loss scale is fixed */
@@ -13224,7 +13235,7 @@ HPML_API void hpml_trainer_desc_resolve(const hpml_trainer_desc *desc, hpml_trai
 // ---------------------------------------------------------------------------------------------------------------------
 // >>trainer-create   the loss of a trainer, checks, creation, a batch in its inputs
 // ---------------------------------------------------------------------------------------------------------------------
-/* The loss with class weights is an op as users make them: sources are logits (rows, classes) and labels. `saved` has
+/* The loss with class weights is a custom op, whose sources are logits (rows, classes) and labels. `saved` has
    for each row log sum exp of its logits, and at last the sum of the weights of the rows. */
 HPMLI_FN hpml_status hpmli_weighted_forward(const hpml_run *run HPMLI_UNUSED, hpml_node *n)
 {
@@ -13289,7 +13300,7 @@ HPMLI_FN hpml_tensor *hpmli_weighted_loss(hpml_tensor *logits, hpml_tensor *labe
     return hpml_custom_op(src, 2, &d);
 }
 
-HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t) /* records loss and targets unless given; false: error */
+HPMLI_FN bool hpmli_trainer_record_loss(hpml_trainer *t) /* records a loss and target that d lacks; false: error */
 {
     const hpml_trainer_desc *d      = &t->d;
     const hpml_tensor       *y      = d->output;
@@ -13760,7 +13771,7 @@ HPML_API float *hpml_trainer_part(hpml_trainer *t, int param, hpml_array which)
     const int k = (int)which - HPML_ARRAY_STATE;
     if (hpml_trainer_alloc(t) != HPML_OK || hpml_trainer_place(t, param) < 0 || k >= HPML_MAX_STATES) return NULL;
     const hpml_update *u = &t->updates[param];
-    if (which == HPML_ARRAY_VALUES) hpml_tensor_changed(t->ctx->params[param]); /* the caller may write */
+    if (which == HPML_ARRAY_VALUES) hpml_tensor_changed(t->ctx->params[param]); /* the caller may write to them */
     if (which == HPML_ARRAY_VALUES) return u->w;
     return which == HPML_ARRAY_GRADIENTS ? u->g : u->state[k];
 }
@@ -13862,7 +13873,7 @@ HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *f
     int    k     = (int)which - HPML_ARRAY_STATE;
     if (hpml_trainer_alloc(t) != HPML_OK) t = NULL;
     if (t && which == HPML_ARRAY_VALUES) array = hpmli_trainer_values(t);
-    if (array) t->ctx->param_writes++; /* the caller may write */
+    if (array) t->ctx->param_writes++; /* because the caller may write to the parameters */
     if (t && which == HPML_ARRAY_GRADIENTS) array = hpmli_graph_place_grads(t->graph);
     if (t && k >= 0 && k < HPML_MAX_STATES) array = t->state[k];
     if (floats) *floats = array ? hpmli_trainer_kept(t, hpmli_shard_of(which)) : 0;
@@ -13873,7 +13884,7 @@ HPML_API float *hpml_trainer_array(hpml_trainer *t, hpml_array which, int64_t *f
 // >>nonfinite   a step's scalars; the names of layers whose numbers are not finite
 // ---------------------------------------------------------------------------------------------------------------------
 /* A step finds a NaN or infinity in a scalar (loss, gradients' sum of squares) or while it steps a parameter. Only then
-   the step searches for the layer: it runs forward once more and checks each result. */
+   the step searches for the layer that made it: it runs forward once more and checks each result. */
 
 HPMLI_FN int64_t hpmli_best(const float *y, int64_t classes) /* returns the class of the largest number */
 {
@@ -14015,10 +14026,10 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
     hpml_graph         *g   = t->graph;
     hpml_tensor *const *p   = ctx->params;
     hpml_run            run = hpmli_run_of(g, true, g->slots[g->slot].step, 1);
-    run.sum = NULL; /* no sum over all ranks, which would wait: the other ranks are not here */
+    run.sum = NULL; /* because a sum over ranks would wait for ranks that make no such search */
     for (int i = 0; i < ctx->param_count; i++)
         if (hpmli_report_nonfinite(t, what, value, "parameter", p[i], p[i]->data, false)) return ctx->status;
-    if (hpmli_trainer_kept(t, 3) != g->grad_count) /* ops wait for values of other ranks, which are not here */
+    if (hpmli_trainer_kept(t, 3) != g->grad_count) /* sharded values: ops would wait for the other ranks */
         return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
                           hpmli_plain_nan(value));
     const hpmli_list *part = hpmli_part_now(g);
@@ -14032,7 +14043,7 @@ HPMLI_FN hpml_status hpmli_find_nonfinite(hpml_trainer *t, const char *what, dou
         bool floats = y->dtype == HPML_DTYPE_F32 || hpmli_is_half(y->dtype);
         if (floats && hpmli_report_nonfinite(t, what, value, place, y, y->raw, false)) return ctx->status;
     }
-    for (int i = g->param_count - 1; i >= 0; i--) /* in the order of the backward pass */
+    for (int i = g->param_count - 1; i >= 0; i--) /* from the last, where a backward pass begins */
         if (hpmli_report_nonfinite(t, what, value, "the gradient of", p[i], p[i]->grad, false)) return ctx->status;
     return hpmli_fail(ctx, HPML_ERR_NONFINITE, "step %lld: %s is %g", (long long)t->step + 1, what,
                       hpmli_plain_nan(value));
@@ -14046,7 +14057,7 @@ HPMLI_FN hpml_status hpmli_updates_check(hpml_trainer *t) /* fails if a paramete
     const char *what  = grad ? "a gradient" : "an update";
     const char *place = grad ? "the gradient of" : "the step of parameter";
     double      value = grad ? (double)NAN : (double)INFINITY;
-    for (int i = t->graph->param_count - 1; found && i >= 0; i--) { /* in the order of the backward pass */
+    for (int i = t->graph->param_count - 1; found && i >= 0; i--) { /* from the last, where a backward pass begins */
         bool here = (t->found_nonfinite[i] & bit) != 0;
         if (hpmli_report_nonfinite(t, what, value, place, t->ctx->params[i], NULL, here)) break;
     }
@@ -14222,7 +14233,8 @@ HPMLI_FN hpml_status hpmli_forward_backward(hpml_trainer *t, float grad_scale, b
    such a hook can run. */
 HPMLI_FN bool hpmli_has_pass(const hpml_trainer *t) { return t->graph->any.pass || t->graph->cut; }
 
-/* Makes the hook `pass` compute samples [first, first + samples) and their mean *loss; without such a hook an error. */
+/* Makes the hook `pass` run the passes `kind` on samples [first, first + samples) of the batch and set *loss to their
+   mean loss; without such a hook an error. */
 HPMLI_FN hpml_status hpmli_pass_call(hpml_trainer *t, hpml_pass_kind kind, int64_t first, int64_t samples,
                                      float grad_scale, bool accumulate, float *loss)
 {
@@ -14515,13 +14527,13 @@ HPMLI_FN float hpmli_batch_weight(hpml_trainer *t, int64_t samples)
 }
 
 typedef struct hpmli_step { /* one call of hpml_trainer_step */
-    int64_t    number;    /* updates before this call */
+    int64_t    number;    /* updates made before this call */
     int64_t    samples;
     double     start, traced_start; /* seconds: of hpml_now, of the timeline */
     float      lr, scale;  /* learning rate; loss scale times accumulate_weight */
-    float      loss;       /* mean of the samples; 0 unless loss_known */
-    bool       loss_known; /* the host reads the loss, or a hook returns it */
-    bool       info;       /* the caller wants a hpml_step_info */
+    float      loss;       /* mean loss of the samples; 0 unless loss_known */
+    bool       loss_known; /* true: `loss` is set: the host reads it, or a hook returns it */
+    bool       info;       /* true: the caller wants a hpml_step_info */
 } hpmli_step;
 
 /* Copies micro-batch x, y into the inputs, clears the last step's results, and fills in *s, the data of this step that
@@ -14543,7 +14555,7 @@ HPMLI_FN hpml_status hpmli_step_begin(hpml_trainer *t, const void *x, const void
     t->norm_fetched  = false;
     t->overflowed    = false;
     t->labels        = NULL;
-    bool counts = s->info ? hpmli_is_classifier(t) : t->best != NULL; /* best: all ranks count together */
+    bool counts = s->info ? hpmli_is_classifier(t) : t->best != NULL; /* with t->best all ranks must count together */
     if (counts) t->labels = samples < t->graph->batch_now ? t->host_y : (const int32_t *)y;
     hpmli_trace_step(t->ctx, t->step);
     s->number       = t->step;
@@ -14696,8 +14708,8 @@ HPML_API hpml_status hpml_trainer_step_batch(hpml_trainer *t, const hpml_batch *
 // ---------------------------------------------------------------------------------------------------------------------
 /* Sums over samples. All members are doubles, so that ranks add them up as one array by the hook `agree`. */
 typedef struct hpmli_tally {
-    double loss, samples;             /* loss of a batch times its samples */
-    double correct, counted;          /* rows (BCE: outputs) predicted right; that have a label */
+    double loss, samples;             /* each batch's mean loss times its samples; samples */
+    double correct, counted;          /* rows (BCE: outputs): predicted right; with a label */
     double found, claimed, wanted;    /* BCE: outputs above 0 with a target above 1/2; outputs above 0; such targets */
     double numbers, absolute, square; /* MSE, HUBER: outputs; sums of the errors, absolute and squared */
     double target, target_square;     /* MSE, HUBER: sums of the targets and of their squares */
@@ -14746,16 +14758,16 @@ typedef struct hpmli_fit { /* what one call of hpml_trainer_fit counts and keeps
     int64_t samples, updates;
     bool    is_last;       /* true: this is the last epoch of the call */
     const hpml_hooks *deals; /* hooks with a `next`, which says which batches this rank takes; NULL: none */
-    bool    apart;         /* ranks do not make the same steps, and meet at the ends of epochs alone */
-    bool    counts;        /* sums up `tally` */
+    bool    apart;         /* true: ranks make different steps, and meet only at the ends of epochs */
+    bool    counts;        /* true: steps are added up in `tally` */
     FILE   *log;           /* hpml_fit_desc.log; NULL: none */
-    hpmli_tally tally;     /* sums over the samples of this epoch, each as of the step that trained on it */
+    hpmli_tally tally;     /* sums over the samples of this epoch, each as found by the step that trained on it */
     double  best;          /* the smallest val_loss; infinite before the first */
     int64_t best_epoch;    /* value of t->epoch when .best was measured: 1 + the number of the best epoch */
     char   *best_values;   /* host memory for the parameters of the best epoch; NULL: not kept */
     double  saved_at;      /* seconds, by hpml_now, at the last checkpoint or the start */
     int64_t saved_step;    /* updates at the last checkpoint; -1: none by this call */
-    bool    saves_now, stops_now; /* ranks have agreed to save, to stop, after this step */
+    bool    saves_now, stops_now; /* true: after this step a checkpoint is saved, training stops */
 } hpmli_fit;
 #define HPMLI_AGREE_STEPS 16 /* every so many steps ranks agree on decisions that depend on time or a signal */
 
@@ -14787,14 +14799,14 @@ HPMLI_FN size_t hpmli_values_copy(hpml_trainer *t, char *host, bool back)
     return at;
 }
 
-/* Writes the name of checkpoint number `age` to path: 0 the newest, -1 that of the best epoch. */
+/* Writes the name of checkpoint number `age` to path: 0 the newest, 1 the one before, -1 that of the best epoch. */
 HPMLI_FN void hpmli_checkpoint_name(const hpml_fit_desc *d, int age, char *path, size_t size)
 {
     if (age == 0) snprintf(path, size, "%s", d->checkpoint);
     else if (age < 0) snprintf(path, size, "%s.best", d->checkpoint);
     else snprintf(path, size, "%s.%d", d->checkpoint, age);
 }
-#define HPMLI_PATH 4200 /* bytes of a path with the number of a checkpoint */
+#define HPMLI_PATH 4200 /* most bytes of a checkpoint's path, with its number */
 
 HPMLI_FN hpml_status hpmli_checkpoint_file(hpml_trainer *t, const char *path, bool load)
 {
@@ -14839,7 +14851,7 @@ HPMLI_FN hpml_status hpmli_checkpoint_find(hpml_trainer *t, const hpml_fit_desc 
         if (there) fclose(there);
     }
     const double mine = *age;
-    double       sums[3] = { mine, mine * mine, 1 }; /* over all ranks */
+    double       sums[3] = { mine, mine * mine, 1 }; /* over all ranks: of *age, of its square, of 1 */
     if (hpmli_agree(t, sums, 3) != HPML_OK) return t->ctx->status;
     if (sums[0] == mine * sums[2] && sums[1] == mine * mine * sums[2]) return HPML_OK;
     return hpmli_fail(t->ctx, HPML_ERR_STATE, "fit: ranks find different checkpoints \"%s\"; expected the same files "
@@ -15028,7 +15040,8 @@ HPML_API int hpml_trainer_history(const hpml_trainer *t, hpml_epoch *rows, int c
 HPMLI_FN int64_t hpmli_sample_floats(const hpml_dataset *d); /* see >>dataset */
 static bool hpmli_dataset_check(hpml_ctx *ctx, const hpml_dataset *d);
 static bool hpmli_has_y(const hpml_dataset *d);
-/* Fails unless the further arrays of the data are those that the trainer's further inputs take. */
+/* Fails unless the data's arrays besides x and y are as many, and of the same sizes and types, as the trainer's further
+   inputs (hpml_trainer_desc.extra). */
 HPMLI_FN bool hpmli_extra_fits(const hpml_trainer *t, const hpml_dataset *data)
 {
     if (data->extra_count != t->d.extra_count)
@@ -15046,14 +15059,14 @@ HPMLI_FN bool hpmli_extra_fits(const hpml_trainer *t, const hpml_dataset *data)
     return true;
 }
 
-/* Fails if samples of the data do not fit the model's input and target. augments: images get shifted, flipped, cut. */
+/* Fails if samples of the data do not fit the model's input and target. augments: images are shifted, flipped, cut. */
 HPMLI_FN bool hpmli_data_fits(hpml_trainer *t, const hpml_dataset *data, bool augments)
 {
     const hpml_tensor *x = t->d.input, *y = t->target;
     if (!hpmli_dataset_check(t->ctx, data) || !hpmli_extra_fits(t, data)) return false;
     int64_t x_data  = hpmli_sample_floats(data); /* numbers of a sample: in the data, as the model's input and target */
     int64_t x_model = hpml_tensor_count(x) / t->graph->batch, y_model = hpml_tensor_count(y) / t->graph->batch;
-    bool    tokens = data->x_dtype == HPML_DTYPE_I32; /* other types become floats */
+    bool    tokens = data->x_dtype == HPML_DTYPE_I32; /* true: samples are tokens; loaders convert other types to f32 */
     bool    x_fits = x_data == x_model && x->dtype == (tokens ? HPML_DTYPE_I32 : HPML_DTYPE_F32);
     bool    y_fits = !hpmli_has_y(data) || (data->y_size == y_model && data->y_dtype == y->dtype);
     if (!x_fits || !y_fits)
@@ -15103,7 +15116,7 @@ HPMLI_FN hpml_loader *hpmli_trainer_loader(hpml_trainer *t, hpml_dataset *data, 
     return hpml_loader_create(t->ctx, data, &d);
 }
 
-static uint64_t hpmli_loader_mark(const hpml_loader *l); /* a hash of data and order; see >>loader */
+static uint64_t hpmli_loader_mark(const hpml_loader *l); /* a hash of l's data and sample order; see >>loader */
 /* Gets the next batch of fit from the loader l as *b; where a hook `next` deals out batches, the batch that it chooses.
    False: the end of the epoch on this rank, or an error on the context. */
 HPMLI_FN bool hpmli_fit_next(hpml_trainer *t, hpml_loader *l, const hpmli_fit *f, hpml_batch *b)
@@ -15244,7 +15257,7 @@ HPML_API hpml_status hpml_trainer_fit(hpml_trainer *t, hpml_dataset *data, const
     const int64_t epochs = d.epochs > 0 ? d.epochs : 1;
     for (int64_t e = d.resume ? t->epoch : 0; e < epochs && status == HPML_OK; e++) {
         f.is_last = e + 1 >= epochs;
-        if (d.max_steps > 0 && f.updates >= d.max_steps) break; /* the last update ended an epoch */
+        if (d.max_steps > 0 && f.updates >= d.max_steps) break; /* max_steps reached at an epoch's end */
         status = hpmli_fit_epoch(t, l, &f);
     }
     hpml_loader_free(l);
@@ -15333,7 +15346,7 @@ HPMLI_FN bool hpmli_evaluate_batch(hpml_trainer *t, const hpml_batch *b, int64_t
 }
 
 /* Evaluates all data on this rank or, if `shared`, a part on each of the ranks that train together, which add up their
-   sums; where ranks run each pass together, or a graph takes full batches only, each evaluates all. */
+   sums; where ranks run each pass together, or a graph takes full batches only, each rank evaluates all data. */
 static hpml_status hpmli_evaluate(hpml_trainer *t, hpml_dataset *data, bool shared, hpml_metrics *out)
 {
     hpml_batch       b;
@@ -15414,13 +15427,14 @@ HPMLI_FN hpml_status hpmli_predict_run(hpml_trainer *t, const void *x, int64_t s
     for (int k = 0; k < t->d.extra_count && t->given; k++)
         hpmli_write_samples(t, t->extra[k], t->given[k], samples);
     hpmli_forward_begin(g, hpmli_part_now(g));
-    for (int k = 0; k < g->count && t->ctx->status == HPML_OK; k++) /* without the loss: no targets are given */
+    for (int k = 0; k < g->count && t->ctx->status == HPML_OK; k++) /* all but the loss, which needs targets */
         if (g->nodes[k]->out != t->loss) hpmli_run_node(g, &run, k, HPMLI_FORWARD);
     if (t->ctx->status == HPML_OK) hpmli_read_whole(t, t->d.output, NULL, floats, out);
     return t->ctx->status;
 }
 
-/* Predicts `samples` samples of x, at most a batch, the first of which is number `first`, and checks the output. */
+/* Predicts `samples` samples of x, at most a batch, the first of which is number `first`. Fails if an output is not
+   finite. */
 HPMLI_FN hpml_status hpmli_predict_batch(hpml_trainer *t, const void *x, int64_t first, int64_t samples, float *out)
 {
     const int64_t each = hpml_param_whole(t->d.output, NULL) / t->graph->batch, floats = samples * each;
@@ -15479,7 +15493,7 @@ HPML_API hpml_status hpml_trainer_predict_data(hpml_trainer *t, hpml_dataset *da
    truncates kills this process (SIGBUS). A writer writes to a temporary name in the same folder, syncs the file,
    renames it and syncs the folder: at any moment the final name refers to the old or to the new content. */
 #if HPMLI_POSIX
-#if defined(__STRICT_ANSI__) && !defined(__cplusplus) /* -std=c99 hides these functions */
+#if defined(__STRICT_ANSI__) && !defined(__cplusplus) /* -std=c99 hides these POSIX functions */
 int     fchmod(int fd, mode_t mode);
 FILE   *fdopen(int fd, const char *mode);
 int     fileno(FILE *f);
@@ -15487,7 +15501,7 @@ int     fsync(int fd);
 int     ftruncate(int fd, off_t size);
 ssize_t readlink(const char *path, char *target, size_t size);
 #endif
-#define HPMLI_RANGE_WRITE 2 /* SYNC_FILE_RANGE_WRITE of Linux, which is shown only with _GNU_SOURCE */
+#define HPMLI_RANGE_WRITE 2 /* SYNC_FILE_RANGE_WRITE of Linux, which <fcntl.h> defines only with _GNU_SOURCE */
 #if defined(__linux__) && !defined(SYNC_FILE_RANGE_WRITE)
 int     sync_file_range(int fd, int64_t offset, int64_t size, unsigned flags);
 #endif
@@ -15505,7 +15519,7 @@ int     sync_file_range(int fd, int64_t offset, int64_t size, unsigned flags);
 extern "C"
 #endif
 __declspec(dllimport) int __stdcall MoveFileExA(const char *from, const char *to, unsigned long flags); /* windows.h */
-#define HPMLI_FSEEK _fseeki64 /* fseek and ftell count in 32 bits there */
+#define HPMLI_FSEEK _fseeki64 /* because fseek and ftell of Windows count in 32 bits */
 #define HPMLI_FTELL _ftelli64
 #else
 #define HPMLI_FSEEK fseek
@@ -15857,7 +15871,7 @@ HPMLI_FN void hpmli_write_little(hpmli_writer *w, uint64_t x, int bytes) /* appe
 /* Returns the length in bytes (1 to 4) of the UTF-8 character at the start of `text`; 0: no valid character. */
 HPMLI_FN size_t hpmli_utf8(const char *text, size_t size)
 {
-    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 }; /* by length: overlong forms are invalid */
+    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 }; /* least code by length: else overlong */
     const unsigned char  *p = (const unsigned char *)text;
     size_t                n = 2;
     if (size > 0 && p[0] < 0x80) return 1;
@@ -15886,7 +15900,7 @@ HPMLI_FN bool hpmli_utf8_all(const char *text, size_t size) /* true if all of th
    the middle of two neighbouring floats has at most 113 digits. */
 HPMLI_FN float hpmli_decimal_exact(const char *p, const char *end, int64_t exponent)
 {
-    char text[256]; /* 200 digits, one for all others, the exponent */
+    char text[256]; /* 200 digits, one that stands for all further ones, the exponent */
     int  digits = 0;
     bool more   = false;
     for (; p < end; p++) {
@@ -15898,7 +15912,7 @@ HPMLI_FN float hpmli_decimal_exact(const char *p, const char *end, int64_t expon
     return strtof(text, NULL);
 }
 
-HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent) /* w 10^exponent; relative error < 2^-50 if an f32 */
+HPMLI_FN double hpmli_decimal_near(uint64_t w, int64_t exponent) /* w 10^exponent; relative error < 2^-50 (f32 range) */
 {
     static const double tens[] = { 1e0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9, 1e10, 1e11, 1e12, 1e13, 1e14, 1e15,
                                    1e16, 1e17, 1e18, 1e19, 1e20, 1e21, 1e22 }; /* each of them exact */
@@ -16005,7 +16019,7 @@ HPMLI_FN bool hpmli_json_unicode(hpmli_json *j, char **to)
         if (!hpmli_json_unit(j, &low) || low >> 10 != 0x37) return false;
         code = 0x10000 + ((code & 0x3ff) << 10) + (low & 0x3ff);
     }
-    j->p--; /* on the last digit, because the caller steps over one character */
+    j->p--; /* back to the last digit, because the caller then skips one character */
     for (uint32_t most = 0x80; code >= most && more < 3; more++) most = more == 0 ? 0x800 : 0x10000;
     *(*to)++ = (char)(more ? (0xf00 >> (more + 1) & 0xff) | code >> 6 * more : code);
     while (more-- > 0) *(*to)++ = (char)(0x80 | (code >> 6 * more & 0x3f));
@@ -16386,7 +16400,7 @@ HPML_API hpml_dataset *hpml_dataset_load_idx(hpml_ctx *ctx, const char *images, 
                         (long long)images_count, labels, (long long)count);
     }
     if (s && hpmli_idx_read(&fx, s->x, xs)) {
-        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* in the last quarter of y, widened in place */
+        unsigned char *bytes = (unsigned char *)(s->y + count) - count; /* labels as bytes, in the last quarter of y */
         hpmli_idx_read(&fy, bytes, ys);
         for (int64_t i = 0; i < count; i++) s->y[i] = bytes[i];
     }
@@ -16466,7 +16480,7 @@ HPMLI_FN bool hpmli_csv_field(hpmli_csv *c, const char **text, const char **stop
    data would be lost silently if it were skipped as a header. */
 HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
 {
-    static const char nonfinite[][4] = { "nan", "inf" }; /* words for numbers: no header, but errors as data */
+    static const char nonfinite[][4] = { "nan", "inf" }; /* words for numbers: a line with one is no header */
     const char *start = c->p, *text, *stop;
     bool        more = true, numbers = false, words = false;
     double      v;
@@ -16487,7 +16501,7 @@ HPMLI_FN void hpmli_csv_first_line(hpmli_csv *c)
     }
 }
 
-/* Fails with the file, line, column, the column's name in the header, and the text of the field [text, stop). */
+/* Fails with an error that names the file, line, column (with its name in the header) and the field [text, stop). */
 HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t column, const char *text, const char *stop,
                              const char *expected)
 {
