@@ -208,13 +208,14 @@ HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size);
 
    No wait lasts longer than the timeout: then ncclCommAbort ends the NCCL communicator, and the context has an error
    with the rank, the operation and NCCL's own text. */
-typedef struct hpml_nccl hpml_nccl; /* opaque; a context frees those that are not freed before */
+typedef struct hpml_nccl hpml_nccl; /* opaque; hpml_ctx_free frees each hpml_nccl of the context that is left */
 
 /* How ranks exchange their identities before NCCL exists: by your own means, such as MPI_Allgather. hpml_nccl_attach
    uses the messages of the communicator. */
 typedef struct hpml_nccl_meeting {
-    hpml_status (*allgather)(void *user, void *all, size_t bytes); /* collective. all: (ranks, bytes), this rank's part
-                                                                      is filled in. NULL, 0: this rank has failed */
+    hpml_status (*allgather)(void *user, void *all, size_t bytes); /* collective. all (ranks, bytes): this rank's row is
+                                                                      set, the call fills in the others. all NULL and
+                                                                      bytes 0: this rank has failed, others must too */
     void   *user;
     void  (*destroyed)(void *owner); /* optional: called when the hpml_nccl is freed, also by hpml_ctx_free */
     void   *owner;
@@ -223,28 +224,29 @@ typedef struct hpml_nccl_meeting {
 
 typedef struct hpml_nccl_desc {
     uint32_t    _begin;
-    int32_t     rank, ranks; /* hpml_nccl_create: required; attach: the communicator's */
-    const char *file;        /* hpml_nccl_create: ranks meet by files named this and .rank; files of an earlier run do
-                                no harm. Not needed with `meeting` */
+    int32_t     rank, ranks; /* hpml_nccl_create: required; hpml_nccl_attach takes the communicator's */
+    const char *file;        /* hpml_nccl_create: ranks exchange identities by files, named this path, "." and the
+                                rank; files of an earlier run do no harm. Not needed with `meeting` */
     const char *library;     /* NULL: the NCCL that the program was linked with, else libnccl.so.2 */
-    double      timeout;     /* seconds; 0: 60 */
-    bool        in_nodes;    /* attach: NCCL inside each node only, with as many ranks on each. Between nodes every rank
-                                sends its share by the communicator's messages, packed by the codec if there is one.
-                                With two GPUs a node the bits are HPML_HIERARCHICAL's; more are added in NCCL's order */
-    const hpml_nccl_meeting *meeting; /* hpml_nccl_create: NULL: by `file`; copied. attach: not used */
+    double      timeout;     /* most seconds that one wait for other ranks lasts; 0: 60 */
+    bool        in_nodes;    /* hpml_nccl_attach: NCCL sums inside each node only; all nodes must have the same number
+                                of ranks. Between nodes every rank sends its share of the sums by the communicator's
+                                messages, packed if there is a codec. With two GPUs on a node the result has the same
+                                bits as with HPML_HIERARCHICAL; with more GPUs, NCCL chooses the order of the sums */
+    const hpml_nccl_meeting *meeting; /* copied; NULL: ranks meet by `file`. Not used by hpml_nccl_attach */
     uint32_t    _end;
 } hpml_nccl_desc;
 
 /* Collective. Returns NULL on failure, with the error on the context: NCCL is missing, two ranks are on one GPU, a rank
    did not call this function before the timeout. */
 HPML_API hpml_nccl  *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc);
-HPML_API void        hpml_nccl_free(hpml_nccl *n); /* optional, before its context is freed */
-/* Replaces an array on the device by the sum or mean over all ranks, in place. The reduction comes after the device's
-   earlier work and before its later work; the host does not wait. */
+HPML_API void        hpml_nccl_free(hpml_nccl *n); /* optional, before hpml_ctx_free, which frees n too */
+/* Replaces each of the `count` floats of x, on the device, by its sum or, if `mean`, mean over all ranks. The reduction
+   comes after the device's earlier work and before its later work; the host does not wait. */
 HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *n, float *x, int64_t count, bool mean);
 
-/* The functions of a hpml_device_link (hpml_comm.h), where the fields of the same names have comments; nccl: the result
-   of hpml_nccl_create. */
+/* The functions for the fields of a hpml_device_link: hpml_comm.h describes hpml_nccl_link_begin at the field `begin`,
+   and so on. nccl: the result of hpml_nccl_create. */
 HPML_API hpml_status hpml_nccl_link_begin(void *nccl);
 HPML_API hpml_status hpml_nccl_link_allreduce(void *nccl, float *x, int64_t count, bool mean);
 HPML_API hpml_status hpml_nccl_link_swap(void *nccl, const void *out, const size_t *out_at, bool same, void *in,
@@ -271,7 +273,7 @@ static inline hpml_status hpml_nccl_meet(void *comm, void *all, size_t bytes)
 static inline void hpml_nccl_closed(void *comm) { hpml_comm_set_link((hpml_comm *)comm, NULL); }
 
 /* Collective: this communicator's ranks reduce gradients by NCCL between their GPUs from now on; without this call the
-   gradients pass through host memory. desc NULL: all defaults. Freed with the communicator. */
+   gradients pass through host memory. desc NULL: all defaults. The NCCL communicator is freed with c. */
 static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *desc)
 {
     static hpml_nccl_desc defaults;
@@ -300,7 +302,8 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 
 #endif /* HPML_CUDA_CUH_INCLUDED: stop here if you only want the API */
 
-/* Editors, which do not compile, show this header's body as code, not as text that the preprocessor removes. */
+/* The code analysis of an editor, which defines one of these macros, gets this header's body too, so that the editor does
+   not show the body as excluded by the preprocessor. */
 #if defined(__cplusplus) && (defined(__INTELLISENSE__) || defined(__JETBRAINS_IDE__) || defined(__CLANGD__))
 #define HPML_CUDA_EDITOR
 #ifndef HPML_CUDA_IMPLEMENTATION
@@ -676,7 +679,7 @@ typedef struct hpmlg_note {
     long long        index;
     int              value;
     int              nonfinite; /* 1: first_nonfinite (of hpmlg_device) names step and parameter; else 0 */
-    const hpml_node *node;      /* the op whose input number `index` is `value`, out of range; NULL: none */
+    const hpml_node *node;      /* the op whose token or label number `index` is `value`, out of range; NULL: no op */
 } hpmlg_note;
 
 /* hpmlg_epilogue_kind lists the work that cuBLASLt can fuse into a product's kernel, its epilogue. hpmlg_work_counts
@@ -708,19 +711,19 @@ typedef struct hpmlg_slot { /* a part of the upload ring: pinned host memory, an
 
 #define HPMLG_PASSES  64                   /* number of passes that a device's cache keeps recorded */
 #define HPMLG_SCRATCH ((size_t)1 << 20)    /* bytes of hpmlg_device.scratch */
-#define HPMLG_RESULT  ((size_t)4096)       /* bytes for downloads; larger ones go to the caller's memory */
+#define HPMLG_RESULT  ((size_t)4096)       /* bytes of hpmlg_device.result; larger downloads bypass this memory */
 
 /* Results of an op, besides its output, that a later op uses. They are saved with a recorded pass, because a replay
    runs no op's host code: it restores them instead. */
 typedef struct hpmlg_op_notes {
-    const void      *y, *labels;           /* arguments of the last cross-entropy, which counted its hits */
+    const void      *y, *labels;           /* logits and labels of the last cross-entropy, which counted hits */
     const hpml_node *activation_grad_done; /* the linear layer whose dy the next layer has already multiplied by
                                               act'(z), in the epilogue of the product for its own dx */
 } hpmlg_op_notes;
 
 typedef struct hpmlg_pass {
     hpml_pass         key;
-    hpmlg_op_notes    op_notes; /* the device's op_notes after the pass */
+    hpmlg_op_notes    op_notes; /* hpmlg_device.op_notes after the pass; a replay restores them */
     hpmlg_work_counts work;     /* numbers of launches in one replay of the pass */
     bool              has_run;  /* the pass ran op by op without an error, so its ops' memory is allocated */
     bool              given_up; /* recording failed, so the pass always runs op by op */
@@ -732,11 +735,11 @@ typedef struct hpmlg_half_copy { /* the copy of one f32 parameter in halves, an 
     const float *w;              /* (n): the parameter, f32, on the device */
     void        *half;           /* (n): the parameter's copy in halves, on the device */
     int64_t      n;
-    bool         fresh;          /* `half` equals w; false: w has changed since */
+    bool         fresh;          /* true: `half` has the values of w; false: w has changed since then */
     struct hpmlg_half_copy *next;
 } hpmlg_half_copy;
 
-typedef struct hpmlg_allocation { /* device memory, an entry of the list of all; freed with the device at the latest */
+typedef struct hpmlg_allocation { /* device memory, an entry of hpmlg_device.allocations; hpmlg_close frees all */
     void                    *p;
     struct hpmlg_allocation *next;
 } hpmlg_allocation;
@@ -746,7 +749,7 @@ typedef struct hpmlg_allocation { /* device memory, an entry of the list of all;
 typedef struct hpmlg_span { /* a timed span of work, between two events on a stream */
     cudaEvent_t from, to;
     const char *name;
-    double     *seconds;    /* the span's seconds are added here; NULL: traced only */
+    double     *seconds;    /* the counter to which the span's seconds are added; NULL: the trace only shows the span */
     int         lane;       /* row of the trace that shows the span: HPML_LANE_GPU or another */
 } hpmlg_span;
 
@@ -757,10 +760,10 @@ typedef struct hpmlg_device {
     hpml_dtype        act_dtype;      /* type in which activations are stored */
     int               sms;            /* number of multiprocessors */
     cudaStream_t      stream, copies; /* streams: `stream` runs ops, `copies` large uploads */
-    uint64_t          clock;          /* counts the uses of cache entries, to find the oldest */
+    uint64_t          clock;          /* counts uses of passes and plans in caches, to find the least recently used */
     /* state of uploads (slots: a ring of pinned buffers), downloads and messages from kernels to the host */
     hpmlg_slot        slots[HPMLG_SLOTS];
-    int               slot;                      /* index in `slots` of the one that is being filled */
+    int               slot;                      /* index in `slots` of the slot that is being filled */
     size_t            slot_used;                 /* bytes filled in slots[slot] */
     unsigned char    *pinned;                    /* host memory that the device can access: slots, result, note */
     void             *result;                    /* HPMLG_RESULT bytes of pinned memory for small downloads */
@@ -769,14 +772,14 @@ typedef struct hpmlg_device {
     unsigned long long *first_nonfinite;         /* on the device: a number that hpmlg_nonfinite_pack made; 0: none */
     hpmlg_random_key *random_key;                /* on the device: the key of dropout's random numbers */
     hpmlg_random_key  random_key_host;           /* the key that was last uploaded to *random_key */
-    bool              random_key_known;          /* random_key_host is valid */
+    bool              random_key_known;          /* true: random_key_host equals *random_key */
     /* state of passes, forward or backward runs of a model's ops, which are recorded as CUDA graphs (>>gpu-pass) */
     hpmlg_pass        passes[HPMLG_PASSES];
     hpmlg_pass       *running;                   /* the pass that is now run op by op; NULL: none */
     hpmlg_pass       *recording;                 /* the pass that is now captured; NULL: none */
-    bool              in_whole_forward;          /* all ops of a forward pass run, so norms may fuse residual sums */
-    hpmlg_op_notes    op_notes, op_notes_before; /* op notes now; at the start of the current recording */
-    hpmlg_work_counts work, work_before;         /* counts of launches now; at the start of the recording */
+    bool              in_whole_forward;          /* true: a whole forward pass runs: norms may fuse residual sums */
+    hpmlg_op_notes    op_notes, op_notes_before; /* op notes now; at the start of the current capture */
+    hpmlg_work_counts work, work_before;         /* counts of launches now; at the start of the capture */
     long long         pass_counts[4];            /* numbers of passes, indexed by enum hpmlg_pass_kind */
     long long         waits;                     /* times that the host has waited for the device */
     hpml_node        *planned;                   /* the node that hpmlg_plan planned last */
@@ -820,7 +823,7 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
     return hpmlg_fail(d, e == cudaErrorMemoryAllocation, what, cudaGetErrorString(e), cudaGetErrorName(e), cure);
 }
 
-/* Makes a library call, the last argument, and stores its status in s, if s is 0: no earlier call has failed. */
+/* If s is 0, because no earlier call has failed, makes the library call `...` and stores its status in s. */
 #define HPMLG_TRY(s, ...)                                                                                              \
     if ((int)(s) == 0) s = __VA_ARGS__
 
@@ -1086,7 +1089,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
         if (e == cudaSuccess) {
             hpml_trace_span(d->ctx, l.lane, l.name, d->span_clock_time + 1e-3 * from, d->span_clock_time + 1e-3 * to);
             if (l.seconds) *l.seconds += 1e-3 * (to - from);
-        } else { /* a span on another stream, whose work is not over */
+        } else { /* a span on another stream, whose work still runs: kept */
             d->spans[i] = d->spans[unfinished];
             d->spans[unfinished++] = l;
         }
@@ -1095,7 +1098,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
     d->span_count = unfinished;
     if (unfinished) return;
     if (!d->span_clock) cudaEventCreate(&d->span_clock);
-    double before = 0, after = 1; /* host times in seconds; 1 apart, so that the loop begins */
+    double before = 0, after = 1; /* host times in seconds; first 1 apart, so that the loop runs */
     for (int tries = 0; tries < 10 && after - before > 100e-6; tries++) {
         before = hpml_now();
         cudaEventRecord(d->span_clock, d->stream);
@@ -1111,7 +1114,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
 HPMLG_FN void hpmlg_span_mark(hpmlg_device *d, cudaStream_t stream, const char *name, double *seconds, int lane)
 {
     hpmlg_span *l    = &d->spans[d->span_count];
-    bool        full = d->span_count == HPMLG_SPANS - 1; /* the last one is for spans that are not kept */
+    bool        full = d->span_count == HPMLG_SPANS - 1; /* true: only the entry for spans that are not kept is left */
     if (!name) {
         if (full) cudaStreamSynchronize(d->stream);
         if (full || !d->span_clock) {
@@ -1256,7 +1259,7 @@ HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w);
 
 enum hpmlg_pass_kind { HPMLG_OP_BY_OP, HPMLG_RECORDED, HPMLG_REPLAYED, HPMLG_GIVEN_UP };
 
-/* Adds to each count of launches in *to the difference of the same counts in *from and *less; less NULL: zeros. */
+/* Adds to each count of launches in *to the count of the same name in *from minus that in *less (NULL: minus 0). */
 HPMLG_FN void hpmlg_work_add(hpmlg_work_counts *to, const hpmlg_work_counts *from, const hpmlg_work_counts *less)
 {
     long long       *t = (long long *)(void *)to;
@@ -1360,7 +1363,7 @@ HPMLG_DEVICE float hpmlg_act_gate(float x)
 /* Returns the derivative of x s(u(x)), where s is the sigmoid's value at u(x), and du = u'(x). */
 HPMLG_DEVICE float hpmlg_act_gated_derivative(float x, float s, float du) { return s + x * s * (1 - s) * du; }
 
-/* Lists the activations as X(name, whether the derivative is computed from x (else from y = act(x)), y, dy / dx). */
+/* Lists the activations as X(name, true if dy / dx is computed from x, false if from y, formulas of y and dy / dx). */
 #define HPMLG_ACTS(X)                                                                                                  \
     X(RELU, false, x > 0 || x != x ? x : 0, y > 0 ? 1 : 0)                                                             \
     X(LEAKY_RELU, false, x > 0 ? x : slope * x, y > 0 ? 1 : slope)                                                     \
@@ -1378,7 +1381,7 @@ HPMLG_DEVICE float hpmlg_act_gated_derivative(float x, float s, float du) { retu
     X(NEG, false, -x, -1)                                                                                              \
     X(ABS, true, fabsf(x), x > 0 ? 1 : x < 0 ? -1 : 0)
 
-/* Returns act(x) for the activation HPML_ACT_... number `act`; 0: x. slope: the factor of LEAKY_RELU for negative x. */
+/* Returns act(x) for the activation HPML_ACT_... number `act`; act 0: x. slope: LEAKY_RELU's factor of negative x. */
 HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
 {
 #define HPMLG_X(name, needs_x, value, derivative) if (act == HPML_ACT_##name) return value;
@@ -1538,12 +1541,12 @@ HPMLG_FN void hpmlg_op_scale(HPMLG_OP_ARGUMENTS)
 
 typedef struct hpmlg_binary { /* an op of two operands: add, sub, mul or div, or its gradients */
     int           op;
-    hpmlg_strides w;             /* over the result's shape; w.stride[s]: of src[s] */
+    hpmlg_strides w;             /* shape of the result; w.stride[s]: the strides of src[s] over this shape */
     bool          same_shape[2]; /* src[s] has every element of the result, in order: it is not broadcast */
     hpmlg_array   out, src[2];   /* out: the result or, backward, its gradient; src: the operands */
-    hpmlg_array   grad[2];       /* backward: gradients of src to write; p NULL: not that one */
+    hpmlg_array   grad[2];       /* backward: grad[s] gets the gradient of src[s]; p NULL: this one is not written */
     bool          add[2];
-    int           act;           /* not 0 (only in ADD): an activation: first out *= act'(src[0]) */
+    int           act;           /* an activation: first out *= act'(src[0]), only in ADD; 0: none */
     float         slope;
 } hpmlg_binary;
 
@@ -1596,7 +1599,8 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_operand_grad(const hpmlg_binary &b, int side, int6
     return d;
 }
 
-/* Computes the gradients of op b's operands that are not broadcast (flat: none is); both may be the same tensor. */
+/* Computes the gradients of those operands of op b that are not broadcast; both may be one tensor. flat: no operand is
+   broadcast. */
 template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3) hpmlg_k_binary_back(hpmlg_binary b)
 {
     const int64_t n = b.w.count;
@@ -1667,9 +1671,9 @@ HPMLG_FN void hpmlg_op_div(HPMLG_OP_ARGUMENTS) { hpmlg_binary_pass(d, n, back); 
 typedef struct hpmlg_reduce {
     hpmlg_binary  b;
     int           side;
-    hpmlg_strides kept, summed; /* of all dimensions but the last: those kept, those summed; stride[0]: in the array */
+    hpmlg_strides kept, summed; /* the kept and the summed dimensions except the last; stride[0]: strides in b.out */
     int64_t       last_dim;
-    hpmlg_array   out;          /* (splits, kept): the sums, or a partial sum for each split */
+    hpmlg_array   out;          /* (splits, kept elements): the partial sums of each split; of one split: the sums */
     float         scale;
     bool          add;
     int           tx;           /* number of neighbouring threads in a group: a power of two up to 256 */
@@ -1775,7 +1779,8 @@ HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side,
     f.tx = hpmlg_power_of_two(keeps_last ? vecs : f.summed.count * vecs, keeps_last ? 32 : HPMLG_REDUCE_THREADS);
     int     ty     = HPMLG_REDUCE_THREADS / f.tx;
     int64_t blocks = keeps_last ? f.kept.count * ((vecs + f.tx - 1) / f.tx) : (kept + ty - 1) / ty;
-    int64_t useful = keeps_last ? f.summed.count / (4 * ty) : f.summed.count * vecs / (4 * f.tx); /* useful splits */
+    /* useful: the largest number of splits in which each thread still adds 4 rows or vec8s */
+    int64_t useful = keeps_last ? f.summed.count / (4 * ty) : f.summed.count * vecs / (4 * f.tx);
     int64_t splits = (int64_t)d->sms * 8 / blocks;
     int64_t fit    = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept; /* splits whose sums fit in the scratch memory */
     if (splits > useful) splits = useful;
@@ -1787,7 +1792,7 @@ HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side,
         f.add   = false;
     }
     dim3 grid((unsigned)blocks, (unsigned)splits);
-    bool plain = b->op == HPML_OP_ADD && !b->act; /* no derivatives: fewer registers, more loads in flight */
+    bool plain = b->op == HPML_OP_ADD && !b->act; /* true: no derivatives, so the kernel needs fewer registers */
     if (keeps_last)
         HPMLG_RUN_BOOL(d, plain, hpmlg_k_reduce_columns, true, false, grid, HPMLG_REDUCE_THREADS, 0, f);
     else HPMLG_RUN_BOOL(d, plain, hpmlg_k_reduce_rows, true, false, grid, HPMLG_REDUCE_THREADS, 0, f);
@@ -1815,7 +1820,7 @@ HPMLG_FN void hpmlg_op_sum(HPMLG_OP_ARGUMENTS)
     else hpmlg_sum_run(d, to, from, w, scale, false);
 }
 
-/* The terms that are summed over all elements: squares of x, or losses of x and the target t. */
+/* The kinds of terms that hpmlg_k_sum_terms sums over all elements: squares of x, or losses of x and the target t. */
 enum hpmlg_loss_kind { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
 
 /* Returns the term of kind `what` (an hpmlg_loss_kind) of one element x and target t. BCE: max(x, 0) - x t + log(1 +
@@ -1848,7 +1853,8 @@ static __global__ void hpmlg_k_sum_terms(float *part, hpmlg_array x, hpmlg_array
     if (threadIdx.x == 0) part[blockIdx.x] = sum;
 }
 
-/* The arguments of hpmlg_k_sum_finish, which adds n partial sums in double, in one block, and divides the sum. */
+/* The arguments of hpmlg_k_sum_finish, which adds n partial sums in double, in one block, and divides their sum
+   by *counted or by `divisor`. */
 typedef struct hpmlg_sum_finish {
     const float *part;                 /* (n): the partial sums */
     int64_t      n;
@@ -2064,7 +2070,7 @@ typedef struct hpmlg_map {
     int           operands;
 } hpmlg_map;
 
-/* Returns the value f(a, b, c) of the function m.kind for side -1, or its derivative by a (side 0), b (1) or c (2). */
+/* Returns the value f(a, b, c) of the function m.kind if side is -1, or its derivative by a (side 0), b (1), c (2). */
 HPMLG_DEVICE float hpmlg_map_value(const hpmlg_map &m, float a, [[maybe_unused]] float b, [[maybe_unused]] float c,
                                    int side)
 {
@@ -2080,8 +2086,8 @@ HPMLG_DEVICE float hpmlg_map_value(const hpmlg_map &m, float a, [[maybe_unused]]
     return 0;
 }
 
-/* For side -1: writes the function's values to `to`, which is y. Else: writes dy times the derivative by operand `side`
-   to `to` or, if `add`, adds it: one number for each element of y. */
+/* If side is -1, writes the function's values to `to`, which is y; else writes dy times the derivative by operand number
+   `side` to `to` or, if `add`, adds the product to `to`: one number for each element of y. */
 static __global__ void hpmlg_k_map(hpmlg_map m, hpmlg_array to, int side, bool add)
 {
     HPMLG_FOR_EACH(i, m.w.count) {
@@ -2135,8 +2141,8 @@ typedef struct hpmlg_take {
     hpmlg_array     y, x;            /* forward values of y and x, backward their gradients */
     const int      *index;
     int64_t         outer, m, size, inner, start;
-    int64_t         each, rows;      /* indices for each row of y: inner, or 1; values of o, the first index, for each
-                                        sample */
+    int64_t         each, rows;      /* each: indices for a row of y (inner, or 1); rows: outer / samples, so that x[o]
+                                        belongs to sample o / rows */
     hpml_take       rule;
     float           value;
     bool            add;
@@ -2181,9 +2187,9 @@ static __global__ void hpmlg_k_take(hpmlg_take t)
     }
 }
 
-/* Computes dx, a thread for each element of x: it adds up, in order, the gradients of the rows of y that were made from
-   the element's row j. Looked at are, for NEAREST and LINEAR, rows of y near j times the factor, for PAD one row, else
-   all rows. */
+/* Computes dx: the thread of an element in row j of x adds up, in order, the gradients of the rows of y that were made
+   from row j. The thread searches, for NEAREST and LINEAR, the rows of y near j times the factor, for PAD one row, for
+   the other rules all rows. */
 static __global__ void hpmlg_k_take_back(hpmlg_take t)
 {
     HPMLG_FOR_EACH(at, t.outer * t.size * t.inner) {
@@ -2249,8 +2255,8 @@ HPMLG_FN void hpmlg_op_mask(HPMLG_OP_ARGUMENTS)
                         n->out->shape[1]);
 }
 
-/* Finds the first maximum of each line of x (outer, size, inner) along `size`, a NaN being larger than all numbers: a
-   warp for each line, whose lanes take every 32nd number, as contiguous lines allow; `at` (outer, inner) is where. */
+/* Finds the first maximum of each line of x (outer, size, inner) along `size`, where a NaN exceeds all numbers, by a
+   warp for each line. y (outer, inner) gets the maxima, unless y.p is NULL; `at` (outer, inner) gets their indices. */
 static __global__ void hpmlg_k_max(hpmlg_array y, hpmlg_array x, int *at, int64_t lines, int64_t size, int64_t inner)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP;
@@ -2546,7 +2552,7 @@ static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const fl
 HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
     int blocks = (int)hpmlg_row_blocks(d, rows, cols);
-    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* blocks at a time: registers allow 3 or 4 on each */
+    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* registers allow 3 or 4 blocks a multiprocessor */
     return blocks < limit ? blocks : limit;
 }
 
@@ -2602,8 +2608,8 @@ HPMLG_FN void hpmlg_op_rmsnorm(HPMLG_OP_ARGUMENTS) { hpmlg_norm(d, n, back); }
 /* Batch normalization, for each channel over its N = B P numbers (B images of P = H W pixels): y = gamma (x - mean)
    rstd + beta. Three kernels: blocks sum a split, a part of a channel's numbers, each; one thread for each channel
    joins the channel's splits in order; all elements are written. A split's result is (count, mean, sum of squared
-   distances from it), joined as in Chan, Golub & LeVeque 1979, which loses no digits where the mean is far from zero. A
-   thread joins the numbers that it reads in float, after subtracting the channel's first number. Backward, the same
+   distances from the mean), joined as in Chan, Golub & LeVeque 1979, which loses no digits where the mean is far from
+   zero. A thread joins the numbers that it reads in float, after subtracting the channel's first number. Backward, the same
    struct contains plain sums: its mean is s1 = sum dy, its square is sum dy (x - mean), from which s2 = sum dy xhat is
    computed (xhat = (x - mean) rstd). A block works on one channel, or on 32 neighbouring channels where P is 1. */
 
@@ -2622,15 +2628,15 @@ HPMLG_DEVICE hpmlg_moments<T> hpmlg_moments_join(hpmlg_moments<T> a, hpmlg_momen
     return s;
 }
 
-typedef struct hpmlg_bn {           /* the arguments of batchnorm's kernels; sizes as at the start of >>gpu-batchnorm */
-    int64_t      B, C, P, N, width; /* P = H W, N = B P; width: channels of a block */
+typedef struct hpmlg_bn {           /* the arguments of batchnorm's kernels */
+    int64_t      B, C, P, N, width; /* B images, C channels, P = H W pixels, N = B P; width: channels of a block */
     int64_t      splits, unit;      /* splits of a channel; numbers read at once: 8 where 8 divides P, else 1 */
     hpmlg_array  x, y, dx, dy;
     const float *gamma, *beta;      /* (C), or NULL; dgamma and dbeta may be NULL too */
     float       *dgamma, *dbeta, *running_mean, *running_var;
-    float2      *saved, *means;     /* (C): mean, rstd; backward: s1 / N, s2 / N, the means that dx needs */
+    float2      *saved, *means;     /* (C): saved: mean, rstd; means: backward, the means of dy and of dy xhat */
     float       *rest;              /* (C): what rounding took from saved[c].x: the mean is saved[c].x + rest[c] */
-    hpmlg_moments<double> *part;    /* (splits, C): each split's result */
+    hpmlg_moments<double> *part;    /* (splits, C): each split's count, mean and square (backward: 0 and two sums) */
     float        eps, momentum;
     bool         train, relu, add[3];
     bool         again;             /* true: forward again, for the backward pass: does not update running statistics */
@@ -2669,7 +2675,8 @@ template <bool back> static __global__ void hpmlg_k_bn_splits(hpmlg_bn s)
     int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;
     int64_t step = (int64_t)(blockDim.x / s.width) * (s.unit == 8 ? 1 : 8);
     float   mean = back && c < s.C ? s.saved[c].x : 0;
-    float   pivot = !back && units > 0 && c < s.C ? hpmlg_get(s.x, hpmlg_bn_offset(s, c, 0)) : 0; /* the first number */
+    /* pivot: the channel's first number, subtracted from all so that sums in float lose no digits */
+    float   pivot = !back && units > 0 && c < s.C ? hpmlg_get(s.x, hpmlg_bn_offset(s, c, 0)) : 0;
     hpmlg_moments<T> mine = { 0, 0, 0 };
     for (int64_t u = units * blockIdx.y / s.splits + threadIdx.x / s.width; u < to; u += step) {
         hpmlg_vec8 e, f, z;
@@ -2849,7 +2856,7 @@ HPMLG_FN void hpmlg_op_batchnorm(HPMLG_OP_ARGUMENTS)
     if (back || s.train) HPMLG_RUN_BOOL(d, back, hpmlg_k_bn_splits, true, false, grid, 256, 0, s);
     if (back) HPMLG_RUN(d, hpmlg_k_bn_channels<true>, channels, 128, 0, s);
     if (shared) hpmlg_bn_sum_ranks(run, d, &all, back);
-    all.dgamma = NULL; /* the gradients of gamma and beta are this rank's own, written above */
+    all.dgamma = NULL; /* dgamma, dbeta: this rank's own sums, which the launch above has written */
     all.dbeta  = NULL;
     if (!back || shared) HPMLG_RUN_BOOL(d, back, hpmlg_k_bn_channels, true, false, channels, 128, 0, all);
     if (s.N == 0 || (back && !s.dx.p)) return;
@@ -3039,11 +3046,11 @@ typedef struct hpmlg_token_lists {
     const int *token;              /* (tokens): the token at each position */
     int64_t    tokens, vocabulary;
     int64_t    most_pieces;        /* upper bound of the number of pieces of long tokens */
-    int       *count, *used;       /* (vocabulary): positions of each token; (2): entries used in `order`, `piece` */
+    int       *count, *used;       /* (vocabulary): how often each token occurs; (2): used entries of `order`, `piece` */
     int       *start;              /* (vocabulary): offset of a token's positions in `order` */
     int       *first;              /* (vocabulary): index in `piece` of a long token's first piece */
-    int       *slot, *order;       /* (tokens): slot: number of a position among its token's, at last the positions,
-                                      sorted; order: the positions, unsorted */
+    int       *slot, *order;       /* (tokens): slot: each position's number among the positions of its token, later all
+                                      positions by token, sorted; order: the same, but unsorted for each token */
     int       *piece;              /* (most_pieces): the token that a piece belongs to */
     float     *sums;               /* (most_pieces, width): the sum of dy over each piece's positions */
 } hpmlg_token_lists;
@@ -3210,7 +3217,7 @@ HPMLG_DEVICE unsigned hpmlg_divide(unsigned n, hpmlg_divisor d) { return (unsign
 typedef struct hpmlg_axis {
     hpmlg_divisor block, row; /* nu nv and nv, which split an index (q nu + u) nv + v */
     int64_t   q, u, v;        /* distances in memory, in elements, from one q, u or v to the next */
-    int16_t   h0, h, w0, w;   /* for images: height h0 + u h, width w0 + v w */
+    int16_t   h0, h, w0, w;   /* for images: index i lies at height h0 + u h and width w0 + v w */
 } hpmlg_axis;
 
 typedef struct __align__(16) hpmlg_coord { /* what the index on one axis adds to an element's address */
@@ -3248,8 +3255,8 @@ typedef struct hpmlg_operand {
     int64_t     batch;        /* elements to the next matrix of the batch */
     hpmlg_axis  line, k;
     int64_t     H, W;         /* size of the image; H 0: the operand is not an image */
-    int64_t     along_k;      /* neighbours in k are closer in memory than neighbouring lines */
-    int64_t     ld;           /* not 0: the elements are neighbours along one axis, and `ld` apart along the other */
+    int64_t     along_k;      /* 1: neighbours in k are closer in memory than neighbouring lines; 0: they are not */
+    int64_t     ld;           /* distance of elements along one axis, if they are neighbours along the other; else 0 */
 } hpmlg_operand;
 
 /* Returns the element of operand o at the coordinates `line` (row of a left operand, column of a right one) and `k`; 0
@@ -3274,7 +3281,7 @@ typedef struct hpmlg_product {
     hpmlg_array   c, z;
     int64_t       ldc, c_batch;
     hpmlg_axis    col;           /* axis of c's columns, where they are not neighbours */
-    int64_t       flat, by_vec8; /* columns of c are neighbours; rows of c can be moved 8 elements at a time */
+    int64_t       flat, by_vec8; /* flat: 1: columns of c are neighbours; by_vec8: 1: c can be moved in vec8s */
     int64_t       add;
     float         alpha, slope;
     const float  *bias;
@@ -3728,7 +3735,7 @@ HPMLG_FN void hpmlg_product_split(const hpmlg_device *d, hpmlg_product *g, int T
     if (want > limit) want = limit;
     if (want < 2 || tiles >= d->sms) want = 1;
     g->k_each = ((g->k + want - 1) / want + 63) / 64 * 64;
-    g->splits = g->k > 0 ? (g->k + g->k_each - 1) / g->k_each : 1; /* an empty sum is 0 */
+    g->splits = g->k > 0 ? (g->k + g->k_each - 1) / g->k_each : 1; /* for k = 0 one split, which is 0 */
     g->part   = g->splits > 1 ? (float *)d->workspace : NULL;
 }
 
@@ -3948,7 +3955,7 @@ typedef struct hpmlg_blas_key {
 typedef struct hpmlg_blas_plan {
     hpmlg_blas_key         key;
     uint64_t               used;         /* hpmlg_device.clock at the last use; 0: free */
-    bool                   set, usable;  /* cuBLASLt has been asked for an algorithm; it has given one */
+    bool                   set, usable;  /* set: cuBLASLt was asked for an algorithm; usable: it gave one that runs */
     int                    id;           /* number of the algorithm in cuBLASLt */
     cublasLtMatmulDesc_t   op;
     cublasLtMatrixLayout_t a, b, c;
@@ -4142,7 +4149,7 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue 
         void       *z = !plain ? g->z.p : NULL;
         void       *c = act_after && g->z.p ? g->z.p : g->c.p;
         const void *line = e == CUBLASLT_EPILOGUE_BGRADB ? g->sums : bias;
-        if (plain && full) continue; /* there is no epilogue to fuse */
+        if (plain && full) continue; /* no more than the bias can be fused: next turn */
         key.epilogue = (int64_t)e;
         key.c_type   = act_after && g->z.p ? g->z.type : g->c.type;
         hpmlg_blas_plan *p = hpmlg_cache_find(d, blas->plans, key);
@@ -4150,7 +4157,7 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue 
         cublasStatus_t s = p->usable ? hpmlg_blas_set_pointers(p, line, z) : CUBLAS_STATUS_NOT_SUPPORTED;
         HPMLG_TRY(s, cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b, &beta, c, p->c, c,
                                     p->c, &p->algo, d->workspace, d->d.workspace, d->stream));
-        p->usable = !hpmlg_blas_refused(s); /* cuBLASLt may refuse only when called */
+        p->usable = !hpmlg_blas_refused(s); /* some refusals come only from this call */
         hpmlg_blas_count(d, e, !p->usable);
         if (!p->usable) continue;
         hpmlg_blas_check(d, s, "cublasLtMatmul");
@@ -4210,10 +4217,10 @@ HPMLG_FN void hpmlg_act_bias_grad(hpmlg_device *d, hpmlg_array dy, hpmlg_array v
 
 typedef struct hpmlg_dims {
     int64_t batch, m, n, k;
-    bool    shared; /* all products of the batch have the same right operand b */
+    bool    shared; /* true: all products of the batch have the same right operand b */
 } hpmlg_dims;
 
-/* Returns the sizes of a matmul's products. With one b for the whole batch, and a not transposed, it is one product. */
+/* Returns the sizes of a matmul's products: one of all rows, where the whole batch shares b and a is not transposed. */
 HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
 {
     const hpml_tensor *c = node->out, *a = node->src[0], *b = node->src[1];
@@ -4246,7 +4253,7 @@ HPMLG_FN void hpmlg_batched_product(hpmlg_device *d, int64_t batch, int64_t m, i
 HPMLG_FN hpmlg_operand hpmlg_matmul_operand(const hpml_node *n, const hpmlg_dims *s, hpmlg_array x, bool second,
                                             bool transposed)
 {
-    bool    stored = second ? n->attr.matmul.trans_b : n->attr.matmul.trans_a; /* x is the operand's transpose */
+    bool    stored = second ? n->attr.matmul.trans_b : n->attr.matmul.trans_a; /* true: x is the operand's transpose */
     int64_t rows = second ? s->k : s->m, cols = second ? s->n : s->k;
     int64_t batch = second && s->shared ? 0 : rows * cols;
     return hpmlg_matrix(x, stored ? rows : cols, batch, (stored != transposed) == second);
@@ -4261,11 +4268,11 @@ HPMLG_FN void hpmlg_op_matmul(HPMLG_OP_ARGUMENTS)
     if (!back)
         return hpmlg_batched_product(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_operand(n, &s, a, false, false),
                                      hpmlg_matmul_operand(n, &s, b, true, false), hpmlg_value(n->out), false, false);
-    if (ta->raw_grad) /* dA (m, k) = dC op(B)^T, or its transpose, as A is stored */
+    if (ta->raw_grad) /* dA (m, k) = dC op(B)^T; transposed where trans_a is set */
         hpmlg_batched_product(d, s.batch, s.m, s.k, s.n, hpmlg_matrix(dc, s.n, mn, true),
                               hpmlg_matmul_operand(n, &s, b, true, true), hpmlg_grad(ta), n->accumulate[0],
                               n->attr.matmul.trans_a);
-    for (int64_t i = 0; tb->raw_grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC, or its transpose */
+    for (int64_t i = 0; tb->raw_grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC; transposed for trans_b */
         bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b's gradient is summed over the batch */
         hpmlg_array ai = hpmlg_array_at(a, i * s.m * s.k), ci = hpmlg_array_at(dc, i * mn);
         hpmlg_batched_product(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_operand(n, &s, ai, false, true),
@@ -4382,7 +4389,7 @@ HPMLG_FN void hpmlg_op_linear(HPMLG_OP_ARGUMENTS)
    each remainder. Groups are a batch of products. */
 
 typedef struct hpmlg_conv {
-    int64_t B, C, H, W, OC, OH, OW, groups; /* C, OC: channels of one group */
+    int64_t B, C, H, W, OC, OH, OW, groups; /* B images; x (C, H, W) and y (OC, OH, OW) of one group */
     int64_t taps, P;                        /* elements of the kernel's window; pixels of a plane of y */
     const int32_t *kernel, *stride, *padding, *dilation; /* (2): along height, width */
 } hpmlg_conv;
@@ -4464,7 +4471,7 @@ HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
 /* Computes y (images, C, P) = act(y + bias), in place; C channels of P pixels; bias (C) or NULL; n: elements of y. */
 static __global__ void hpmlg_k_bias_act(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
 {
-    bool one = P % 8 == 0; /* the eight pixels of a vec8 are in one plane */
+    bool one = P % 8 == 0; /* true: the eight pixels of each vec8 are in one plane */
     HPMLG_FOR_EACH_VEC8(at, n) {
         hpmlg_vec8 e = hpmlg_get_range(y, at, 0, n, 0);
         float      b = bias && one ? bias[at / P % C] : 0;
@@ -4487,9 +4494,11 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
     hpmlg_conv    c = hpmlg_conv_of(n);
     hpmlg_product j = {};
     int64_t       size = c.C * c.taps, image = c.C * c.H * c.W;
-    hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0);     /* axis over pixels of y */
-    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);     /* pixels of y: tap (0, 0) in x */
-    hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0); /* axis over taps: from tap (0, 0) */
+    /* axes: pixels: the pixels of y in y; windows: the pixel of x under tap (0, 0), for each pixel of y; taps: the pixels
+       of x under all taps, relative to tap (0, 0) */
+    hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0);
+    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);
+    hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0);
     if (!hpmlg_ok(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
     d->work.convolutions[1]++;
     if (pass == HPMLG_DNN_DX) return hpmlg_conv_dx(d, &c, y, w, x, add);
@@ -4633,11 +4642,11 @@ typedef struct hpmlg_dnn_plan {
     cudnnConvolutionDescriptor_t conv;
     cudnnActivationDescriptor_t  act;
     int                          algo[HPMLG_DNN_PASSES];
-    cudnnMathType_t              math[HPMLG_DNN_PASSES]; /* math mode of algo[] */
-    bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES]; /* cuDNN has been asked for an
-                                                                                       algorithm; it has given one */
-    bool                         set, refused;           /* cuDNN has got the convolution's description; refused it */
-    bool                         unfused;                /* cuDNN has refused bias and activation in one launch */
+    cudnnMathType_t              math[HPMLG_DNN_PASSES]; /* math mode of algorithm algo[pass] */
+    bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES]; /* asked: cuDNN was asked for an
+                                                                                       algorithm; usable: gave one */
+    bool                         set, refused;           /* set: the descriptors are set; refused: by cuDNN */
+    bool                         unfused;                /* true: cuDNN has refused to fuse bias and activation */
 } hpmlg_dnn_plan;
 
 #define HPMLG_DNN_PLANS 128
@@ -4788,7 +4797,7 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     bool        narrow = pass == HPMLG_DNN_DW && d->act_dtype != HPML_DTYPE_F32, whole = true;
     void       *dw = narrow ? (char *)n->scratch + hpmlg_narrowed_bytes(d, n->src[0]) : w.p;
     int64_t     count = hpml_tensor_count(n->out);
-    uintptr_t       addresses = (uintptr_t)x.p | (uintptr_t)w.p | (uintptr_t)y.p; /* a micro-batch may begin anywhere */
+    uintptr_t       addresses = (uintptr_t)x.p | (uintptr_t)w.p | (uintptr_t)y.p; /* a micro-batch may be unaligned */
     if (d->d.own_kernels || x.type != (int)d->act_dtype || y.type != (int)d->act_dtype || addresses % 16) return false;
     hpmlg_dnn      *dnn = hpmlg_dnn_open(d);
     hpmlg_dnn_plan *p   = dnn ? hpmlg_dnn_plan_of(d, dnn, n, pass) : NULL;
@@ -4895,7 +4904,7 @@ enum hpmlg_attn_part { HPMLG_ATTN_Q, HPMLG_ATTN_K, HPMLG_ATTN_V, HPMLG_ATTN_O };
 typedef struct hpmlg_attn {
     hpmlg_array qkv, o;         /* (B, T, C + 2 kv_heads D), (B, T, C); backward: o is the gradient of the output O */
     hpmlg_array out;            /* forward: the output O; backward: the gradient of qkv */
-    float      *lse, *delta;    /* (B, heads, T): log of the sum, base 2; rowsum(dO O) */
+    float      *lse, *delta;    /* (B, heads, T): log2 of the sum of exp(scores); rowsum(dO O) */
     hpmlg_array mask;           /* (B, T), or (B, T, T) if mask_queries: keys with 0 are hidden; NULL: none are */
     int64_t     pairs;          /* number of pairs of a sample and a head: B heads; for dK and dV B kv_heads */
     int         T, heads, D, kv_heads;
@@ -4903,7 +4912,7 @@ typedef struct hpmlg_attn {
     bool        mask_queries;
     float       scale;
     bool        causal, add;
-    bool        is_aligned, is_aligned_o; /* qkv, o can be copied 16 bytes at a time without conversion */
+    bool        is_aligned, is_aligned_o; /* true: qkv, o can be copied 16 bytes at a time, unconverted */
 } hpmlg_attn;
 
 template <int type> struct hpmlg_element { /* hpmlg_element<type>::t is the type of an element in shared memory */
@@ -5380,7 +5389,7 @@ template <int type> HPMLG_FN void hpmlg_attn_half(hpmlg_device *d, const hpmlg_a
 // >>gpu-attention-op   attention with a cache; which kernels run; rotary positions
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* What the kernels of attention with a cache take besides hpmlg_attn. */
+/* The arguments of the kernels of attention with a cache, besides those in hpmlg_attn. */
 typedef struct hpmlg_attn_cache {
     float      *kv;       /* (B, S, 2 kv_heads D) the cache: for each position all keys, then all values */
     const int  *position; /* (B) how many positions of each sample the cache has before this call */
@@ -5518,8 +5527,8 @@ static __global__ void hpmlg_k_rotary(hpmlg_rotary r)
         int     k = (int)(i - row * items), each = r.D - r.half, h = k / each, pair = k - h * each;
         bool    pairs = h < r.rotated && pair < r.half;
         int64_t at = row * r.heads * r.D;
-        if (h >= r.rotated) at += k + (int64_t)r.rotated * r.half; /* a number of a head that is copied */
-        else if (!pairs) at += h * r.D + r.half + pair;            /* one behind the head's pairs */
+        if (h >= r.rotated) at += k + (int64_t)r.rotated * r.half; /* a number of a head that is not rotated */
+        else if (!pairs) at += h * r.D + r.half + pair;            /* a number after the head's pairs, copied */
         else at += h * r.D + (r.adjacent ? 2 * pair : pair);
         float v = hpmlg_get(r.x, at);
         if (!pairs) {
@@ -5567,9 +5576,9 @@ HPMLG_FN void hpmlg_op_rotary(HPMLG_OP_ARGUMENTS)
 typedef struct hpmlg_lstm {
     int64_t     B, T, H, in;
     int64_t     width;                    /* numbers in a row of h and of dy: H or, with states, 2H */
-    float      *gates, *cells, *dh, *dc;  /* (B, T, 4H), (B, T, H), (B, H), (B, H) */
+    float      *gates, *cells, *dh, *dc;  /* (B, T, 4H) i f g o; (B, T, H); (B, H); (B, H) */
     hpmlg_array h, dy, da, before;        /* da (B, T, 4H): gates, or their half copy; before (B, T, H): h_{t-1} */
-    hpmlg_array h0, c0;                   /* (B, H), or NULL */
+    hpmlg_array h0, c0;                   /* (B, H): the state before the first step; NULL: zeros */
 } hpmlg_lstm;
 
 /* Places an LSTM's arrays in node n's saved and scratch memory; returns the bytes of scratch memory that they need. */
@@ -5734,7 +5743,7 @@ HPMLG_FN void hpmlg_op_lstm(HPMLG_OP_ARGUMENTS)
 typedef struct hpmlg_gru {
     int64_t      B, T, H, in;
     float       *gates, *sums, *dh;   /* (B, T, 4H) r z n m; (B, 3H) products of a step; (B, H) gradient of h */
-    float       *bias_sums;           /* (4H) */
+    float       *bias_sums;           /* (4H): sums over B and T of the gradients of r, z, n, m */
     hpmlg_array  h, h0, dy, da, before; /* da (B, T, 4H): gates, or their half copy; before (B, T, H): h_{t-1} */
     const float *b_x, *b_h;
 } hpmlg_gru;
@@ -5934,7 +5943,7 @@ typedef struct hpmlg_cross_entropy {
     unsigned long long *counts;   /* (2): hits (correct predictions), valid rows */
 } hpmlg_cross_entropy;
 
-#define HPMLG_LOWEST (-3.402823466e38f) /* the maximum's first value; with -infinity, x - maximum may be NaN */
+#define HPMLG_LOWEST (-3.402823466e38f) /* a running maximum begins here: with -infinity x - maximum may be NaN */
 
 HPMLG_DEVICE bool hpmlg_label_is_valid(int label, int ignore, int64_t classes)
 {
@@ -6252,7 +6261,7 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
         hpmlg_array v = { u.state[1], HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
         float       ww = 0, gg = 0;
-        bool        gradient = false, step = false; /* whether a gradient, a step of this thread was not finite */
+        bool        gradient = false, step = false; /* true: a gradient, a step here was not finite */
         if (norms_only || apply) m.p = v.p = NULL;
         for (int64_t i = from + 8 * threadIdx.x; i < to; i += 8 * blockDim.x) {
             hpmlg_vec8 x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p = {}, q = {};
@@ -6761,11 +6770,11 @@ struct hpml_nccl {
     cudaStream_t      stream;
     cudaEvent_t       before, after; /* the device's work before link_begin; NCCL's work up to the last link_end */
     hpmlg_staging    *stages;
-    bool              given_up;      /* atomic: the communicator was aborted */
-    bool              open;          /* a group of calls was begun and not ended */
-    bool              in_flight;     /* work that the event `after` follows may be running */
-    bool              closing;       /* hpmlg_nccl_destroy is running */
-    bool              is_timed;      /* a span of time was begun with the group */
+    bool              given_up;      /* true: the communicator was aborted; accessed atomically */
+    bool              open;          /* true: a group of NCCL calls was begun and not ended */
+    bool              in_flight;     /* true: NCCL work before the event `after` may still run */
+    bool              closing;       /* true: hpmlg_nccl_destroy is running */
+    bool              is_timed;      /* true: a timed span was begun with the group */
     char              operation[96]; /* name of the current operation, for error texts */
 };
 
@@ -6784,7 +6793,7 @@ HPMLG_FN hpml_status hpmlg_nccl_fail(hpml_nccl *n, hpml_status status, const cha
     char        text[400];
     const char *more = n->call.GetLastError(n->comm);
     snprintf(text, sizeof text, "%s%s%s", why, more && more[0] ? ": " : "", more ? more : "");
-    __atomic_store_n(&n->given_up, true, __ATOMIC_RELEASE); /* data that arrives from now on is not a result */
+    __atomic_store_n(&n->given_up, true, __ATOMIC_RELEASE); /* from now on no downloaded data is valid */
     if (n->open) n->call.GroupEnd();
     if (n->comm) n->call.CommAbort(n->comm);
     n->comm      = NULL;
@@ -7361,7 +7370,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
     case HPML_OP_LSTM: n->scratch_bytes = hpmlg_lstm_layout(d, n, &lstm); break;
     case HPML_OP_GRU: n->scratch_bytes = hpmlg_gru_layout(d, n, &gru); break;
     case HPML_OP_CUSTOM:
-        if (!n->attr.custom->kernel.forward) n->saved_bytes = n->scratch_bytes = 0; /* in host memory */
+        if (!n->attr.custom->kernel.forward) n->saved_bytes = n->scratch_bytes = 0; /* the op's functions for the host use host memory */
         break;
     default: break;
     }
