@@ -302,8 +302,8 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 
 #endif /* HPML_CUDA_CUH_INCLUDED: stop here if you only want the API */
 
-/* The code analysis of an editor, which defines one of these macros, gets this header's body too, so that the editor does
-   not show the body as excluded by the preprocessor. */
+/* The code analysis of an editor, which defines one of these macros, gets this header's body too, so that the editor
+   does not show the body as excluded by the preprocessor. */
 #if defined(__cplusplus) && (defined(__INTELLISENSE__) || defined(__JETBRAINS_IDE__) || defined(__CLANGD__))
 #define HPML_CUDA_EDITOR
 #ifndef HPML_CUDA_IMPLEMENTATION
@@ -714,7 +714,7 @@ typedef struct hpmlg_slot { /* a part of the upload ring: pinned host memory, an
 #define HPMLG_RESULT  ((size_t)4096)       /* bytes of hpmlg_device.result; larger downloads bypass this memory */
 
 /* Results of an op, besides its output, that a later op uses. They are saved with a recorded pass, because a replay
-   runs no op's host code: it restores them instead. */
+   runs no op's host code, and restores the saved notes instead. */
 typedef struct hpmlg_op_notes {
     const void      *y, *labels;           /* logits and labels of the last cross-entropy, which counted hits */
     const hpml_node *activation_grad_done; /* the linear layer whose dy the next layer has already multiplied by
@@ -725,13 +725,13 @@ typedef struct hpmlg_pass {
     hpml_pass         key;
     hpmlg_op_notes    op_notes; /* hpmlg_device.op_notes after the pass; a replay restores them */
     hpmlg_work_counts work;     /* numbers of launches in one replay of the pass */
-    bool              has_run;  /* the pass ran op by op without an error, so its ops' memory is allocated */
-    bool              given_up; /* recording failed, so the pass always runs op by op */
+    bool              has_run;  /* true: the pass has run op by op without an error, so its ops' memory is allocated */
+    bool              given_up; /* true: recording failed, so the pass always runs op by op */
     cudaGraphExec_t   exec;     /* the CUDA graph of the pass; NULL: not recorded yet */
     uint64_t          used;     /* hpmlg_device.clock at the last use; 0: the entry is free */
 } hpmlg_pass;
 
-typedef struct hpmlg_half_copy { /* the copy of one f32 parameter in halves, an entry of a list */
+typedef struct hpmlg_half_copy { /* the copy of one f32 parameter in halves, in the list hpmlg_device.half_copies */
     const float *w;              /* (n): the parameter, f32, on the device */
     void        *half;           /* (n): the parameter's copy in halves, on the device */
     int64_t      n;
@@ -1400,7 +1400,7 @@ HPMLG_DEVICE float hpmlg_act_derivative(int act, float slope, float v)
     return 1;
 }
 
-/* Return what hpmlg_act and hpmlg_act_derivative return, as real calls, because inlined they take many registers. */
+/* Call hpmlg_act and hpmlg_act_derivative, and are not inlined, because inlined code takes many registers of a kernel. */
 static __device__ __attribute__((noinline)) float hpmlg_act_called(int act, float slope, float x)
 {
     return hpmlg_act(act, slope, x);
@@ -2086,8 +2086,8 @@ HPMLG_DEVICE float hpmlg_map_value(const hpmlg_map &m, float a, [[maybe_unused]]
     return 0;
 }
 
-/* If side is -1, writes the function's values to `to`, which is y; else writes dy times the derivative by operand number
-   `side` to `to` or, if `add`, adds the product to `to`: one number for each element of y. */
+/* If side is -1, writes the function's values to `to`, which is y; else writes dy times the derivative by operand
+   number `side` to `to` or, if `add`, adds the product to `to`: one number for each element of y. */
 static __global__ void hpmlg_k_map(hpmlg_map m, hpmlg_array to, int side, bool add)
 {
     HPMLG_FOR_EACH(i, m.w.count) {
@@ -2609,8 +2609,8 @@ HPMLG_FN void hpmlg_op_rmsnorm(HPMLG_OP_ARGUMENTS) { hpmlg_norm(d, n, back); }
    rstd + beta. Three kernels: blocks sum a split, a part of a channel's numbers, each; one thread for each channel
    joins the channel's splits in order; all elements are written. A split's result is (count, mean, sum of squared
    distances from the mean), joined as in Chan, Golub & LeVeque 1979, which loses no digits where the mean is far from
-   zero. A thread joins the numbers that it reads in float, after subtracting the channel's first number. Backward, the same
-   struct contains plain sums: its mean is s1 = sum dy, its square is sum dy (x - mean), from which s2 = sum dy xhat is
+   zero. A thread joins the numbers that it reads in float, after subtracting the channel's first number. Backward, the
+   same struct contains plain sums: its mean is s1 = sum dy, its square is sum dy (x - mean), from which s2 = sum dy xhat is
    computed (xhat = (x - mean) rstd). A block works on one channel, or on 32 neighbouring channels where P is 1. */
 
 #define HPMLG_BN_SPLITS 64
@@ -3046,7 +3046,7 @@ typedef struct hpmlg_token_lists {
     const int *token;              /* (tokens): the token at each position */
     int64_t    tokens, vocabulary;
     int64_t    most_pieces;        /* upper bound of the number of pieces of long tokens */
-    int       *count, *used;       /* (vocabulary): how often each token occurs; (2): used entries of `order`, `piece` */
+    int       *count, *used;       /* (vocabulary): uses of each token in the batch; (2): used entries of order, piece */
     int       *start;              /* (vocabulary): offset of a token's positions in `order` */
     int       *first;              /* (vocabulary): index in `piece` of a long token's first piece */
     int       *slot, *order;       /* (tokens): slot: each position's number among the positions of its token, later all
@@ -3613,7 +3613,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
 {
     enum { BYTES = HPMLG_TILE_BYTES(T, KIND) };
     HPMLG_SHARED(unsigned char, shared);
-    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* T of a, of b; 16 of a, of b, in 2 stages */
+    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* lines: T of a, T of b; ks: 2 x 16 of a, of b */
     unsigned char *tiles = shared + (2 * T + 64) * sizeof(hpmlg_coord);
     hpmlg_tile     t     = hpmlg_block_tile<T>(g);
     int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
@@ -4272,7 +4272,7 @@ HPMLG_FN void hpmlg_op_matmul(HPMLG_OP_ARGUMENTS)
         hpmlg_batched_product(d, s.batch, s.m, s.k, s.n, hpmlg_matrix(dc, s.n, mn, true),
                               hpmlg_matmul_operand(n, &s, b, true, true), hpmlg_grad(ta), n->accumulate[0],
                               n->attr.matmul.trans_a);
-    for (int64_t i = 0; tb->raw_grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC; transposed for trans_b */
+    for (int64_t i = 0; tb->raw_grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC; trans_b: transposed */
         bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b's gradient is summed over the batch */
         hpmlg_array ai = hpmlg_array_at(a, i * s.m * s.k), ci = hpmlg_array_at(dc, i * mn);
         hpmlg_batched_product(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_operand(n, &s, ai, false, true),
@@ -4494,8 +4494,8 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
     hpmlg_conv    c = hpmlg_conv_of(n);
     hpmlg_product j = {};
     int64_t       size = c.C * c.taps, image = c.C * c.H * c.W;
-    /* axes: pixels: the pixels of y in y; windows: the pixel of x under tap (0, 0), for each pixel of y; taps: the pixels
-       of x under all taps, relative to tap (0, 0) */
+    /* axes: pixels: the pixels of y in y; windows: the pixel of x under tap (0, 0), for each pixel of y; taps: the
+       pixels of x under all taps, relative to tap (0, 0) */
     hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0);
     hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);
     hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0);
@@ -5980,7 +5980,7 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_cross_entropy p, const hpml_n
     beaten = hpmlg_group_reduce(beaten, space, p.tx, true);
     if (p.smoothing > 0) distances = hpmlg_group_reduce(distances, space, p.tx, false);
     if (lane != 0 || row >= p.rows) return;
-    if (valid) atomicAdd(&p.counts[1], 1ull); /* adding integers does not depend on the order */
+    if (valid) atomicAdd(&p.counts[1], 1ull); /* sums of integers are the same in any order */
     if (valid && beaten == 0) atomicAdd(&p.counts[0], 1ull);
     if (!node) return;
     p.max[row]         = most;
@@ -7370,7 +7370,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
     case HPML_OP_LSTM: n->scratch_bytes = hpmlg_lstm_layout(d, n, &lstm); break;
     case HPML_OP_GRU: n->scratch_bytes = hpmlg_gru_layout(d, n, &gru); break;
     case HPML_OP_CUSTOM:
-        if (!n->attr.custom->kernel.forward) n->saved_bytes = n->scratch_bytes = 0; /* the op's functions for the host use host memory */
+        if (!n->attr.custom->kernel.forward) n->saved_bytes = n->scratch_bytes = 0; /* the op uses host memory */
         break;
     default: break;
     }
