@@ -1400,7 +1400,7 @@ HPMLG_DEVICE float hpmlg_act_derivative(int act, float slope, float v)
     return 1;
 }
 
-/* Call hpmlg_act and hpmlg_act_derivative, and are not inlined, because inlined code takes many registers of a kernel. */
+/* Call hpmlg_act and hpmlg_act_derivative, but are not inlined, because inlined code takes many registers. */
 static __device__ __attribute__((noinline)) float hpmlg_act_called(int act, float slope, float x)
 {
     return hpmlg_act(act, slope, x);
@@ -1990,7 +1990,7 @@ HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
    `lead` zeros, then `block` elements of row o of `from`, from offset from_at on, then zeros. */
 typedef struct hpmlg_row_copy {
     hpmlg_array to, from;
-    int64_t     to_at, to_step, from_at, from_step; /* in elements: where row 0 begins, distance of rows */
+    int64_t     to_at, to_step, from_at, from_step; /* in elements: offset of row 0, distance of rows */
     int64_t     width, block, lead, rows;
     bool        add;
 } hpmlg_row_copy;
@@ -2610,8 +2610,8 @@ HPMLG_FN void hpmlg_op_rmsnorm(HPMLG_OP_ARGUMENTS) { hpmlg_norm(d, n, back); }
    joins the channel's splits in order; all elements are written. A split's result is (count, mean, sum of squared
    distances from the mean), joined as in Chan, Golub & LeVeque 1979, which loses no digits where the mean is far from
    zero. A thread joins the numbers that it reads in float, after subtracting the channel's first number. Backward, the
-   same struct contains plain sums: its mean is s1 = sum dy, its square is sum dy (x - mean), from which s2 = sum dy xhat is
-   computed (xhat = (x - mean) rstd). A block works on one channel, or on 32 neighbouring channels where P is 1. */
+   same struct contains plain sums: its mean is s1 = sum dy, its square is sum dy (x - mean), from which s2 = sum dy
+   xhat is computed (xhat = (x - mean) rstd). A block works on one channel, or on 32 neighbouring channels where P is 1. */
 
 #define HPMLG_BN_SPLITS 64
 
@@ -2639,7 +2639,7 @@ typedef struct hpmlg_bn {           /* the arguments of batchnorm's kernels */
     hpmlg_moments<double> *part;    /* (splits, C): each split's count, mean and square (backward: 0 and two sums) */
     float        eps, momentum;
     bool         train, relu, add[3];
-    bool         again;             /* true: forward again, for the backward pass: does not update running statistics */
+    bool         again;             /* true: forward is recomputed for the backward pass: running_* stay */
 } hpmlg_bn;
 
 /* Returns the offset in x of unit u of channel c, where a unit is s.unit (1 or 8) neighbouring numbers. */
@@ -2669,7 +2669,7 @@ HPMLG_DEVICE int hpmlg_bn_load(const hpmlg_bn &s, hpmlg_array x, int64_t c, int6
 
 template <bool back> static __global__ void hpmlg_k_bn_splits(hpmlg_bn s)
 {
-    typedef typename std::conditional<back, double, float>::type T; /* the type in which a thread sums */
+    typedef typename std::conditional<back, double, float>::type T; /* the type of a thread's sums */
     __shared__ hpmlg_moments<double> all[256];
     int64_t c = (int64_t)blockIdx.x * s.width + threadIdx.x % s.width, units = s.N / s.unit;
     int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;
@@ -3046,7 +3046,7 @@ typedef struct hpmlg_token_lists {
     const int *token;              /* (tokens): the token at each position */
     int64_t    tokens, vocabulary;
     int64_t    most_pieces;        /* upper bound of the number of pieces of long tokens */
-    int       *count, *used;       /* (vocabulary): uses of each token in the batch; (2): used entries of order, piece */
+    int       *count, *used;       /* (vocabulary): times each token occurs; (2): entries used in `order`, `piece` */
     int       *start;              /* (vocabulary): offset of a token's positions in `order` */
     int       *first;              /* (vocabulary): index in `piece` of a long token's first piece */
     int       *slot, *order;       /* (tokens): slot: each position's number among the positions of its token, later all
@@ -3194,7 +3194,7 @@ HPMLG_FN void hpmlg_op_embedding(HPMLG_OP_ARGUMENTS)
 
 /* All products, convolutions included, are one sum, c[row, col] = sum over k of a[row, k] b[k, col]; they differ in the
    addresses of the elements of the operands a and b. An operand has two axes: its lines (rows of a, columns of b) and
-   k. An axis splits an index i into up to three, i = (q nu + u) nv + v, and has a distance for each of q, u and v: in
+   k. An axis splits an index i into q, u and v, i = (q nu + u) nv + v, and has a distance for each of q, u and v: in
    memory and, for images, in height and width; an element outside of the image is 0. One kernel gathers the elements of
    any operands (edges, any strides, mixed types; f32, tf32 or halves), another copies 16 bytes at a time from dense
    halves. A block of 128 threads computes a tile of T x T elements of c. When there are too few tiles to fill the
@@ -3388,7 +3388,7 @@ template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_block_tile(const hpmlg_product &g
    hpmlg_store_tile's writes nor its reads have bank conflicts. */
 template <int T> HPMLG_DEVICE int hpmlg_sum_offset(int row, int col) { return row * T + (col ^ (row & 3) << 3); }
 
-/* Stores the sums of tile t (T x T) of C, which the threads have in their registers acc[], in the layout of tensor-core
+/* Stores the sums of tile t (T x T) of c, which the threads have in their registers acc[], in the layout of tensor-core
    fragments (MMA) or in that of hpmlg_f32_step: the sums pass through the shared memory `sums`, so that each thread
    then has 8 neighbours of a row to store. With MMA, warp w of 4 has one quarter of the tile: the one in the upper or
    lower half w / 2 and the left or right half w % 2. */
@@ -3613,7 +3613,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
 {
     enum { BYTES = HPMLG_TILE_BYTES(T, KIND) };
     HPMLG_SHARED(unsigned char, shared);
-    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* lines: T of a, T of b; ks: 2 x 16 of a, of b */
+    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* lines: T of a, T of b; ks: 2 x 16 of each */
     unsigned char *tiles = shared + (2 * T + 64) * sizeof(hpmlg_coord);
     hpmlg_tile     t     = hpmlg_block_tile<T>(g);
     int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
@@ -3784,8 +3784,8 @@ struct hpmlg_gemm : hpmlg_product {
 /* Which of the optional operations on its result (its epilogue) a product's kernel has done. The caller must run the
    others as kernels of their own, because not every implementation has them. */
 typedef struct hpmlg_epilogue {
-    bool derivative; /* c has been multiplied by act'(z) */
-    bool row_sums;   /* hpmlg_gemm.sums has been written */
+    bool derivative; /* true: c has been multiplied by act'(z) */
+    bool row_sums;   /* true: hpmlg_gemm.sums has been written */
 } hpmlg_epilogue;
 
 /* Returns the array that begins at element `at` of x. */
@@ -3954,7 +3954,7 @@ typedef struct hpmlg_blas_key {
 
 typedef struct hpmlg_blas_plan {
     hpmlg_blas_key         key;
-    uint64_t               used;         /* hpmlg_device.clock at the last use; 0: free */
+    uint64_t               used;         /* hpmlg_device.clock at the last use; 0: the entry is free */
     bool                   set, usable;  /* set: cuBLASLt was asked for an algorithm; usable: it gave one that runs */
     int                    id;           /* number of the algorithm in cuBLASLt */
     cublasLtMatmulDesc_t   op;
@@ -4339,7 +4339,7 @@ HPMLG_FN void hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
     hpml_tensor     *x = n->src[0], *w = n->src[1];
     const hpml_node *before = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
-    bool             act_done = d->op_notes.activation_grad_done == n; /* dy includes act'(z) */
+    bool             act_done = d->op_notes.activation_grad_done == n; /* true: dy includes act'(z) */
     d->op_notes.activation_grad_done = NULL;
     hpmlg_linear_dw(d, n, act_done ? HPML_ACT_NONE : n->attr.act.act);
     if (!x->raw_grad) return;
@@ -4481,8 +4481,8 @@ static __global__ void hpmlg_k_bias_act(hpmlg_array y, const float *bias, int ac
     }
 }
 
-/* The passes of a convolution: y, dx or dw is computed. hpmlg_dnn_run runs one by cuDNN, where add means that it adds
-   to the result, and returns false if cuDNN refuses. */
+/* The passes of a convolution: y, dx or dw is computed. hpmlg_dnn_run runs one pass by cuDNN (add: adds to the
+   result) and returns false if cuDNN refuses. */
 typedef enum hpmlg_dnn_pass { HPMLG_DNN_Y, HPMLG_DNN_DX, HPMLG_DNN_DW, HPMLG_DNN_PASSES } hpmlg_dnn_pass;
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                             hpmlg_array y, bool add);
@@ -4644,8 +4644,8 @@ typedef struct hpmlg_dnn_plan {
     int                          algo[HPMLG_DNN_PASSES];
     cudnnMathType_t              math[HPMLG_DNN_PASSES]; /* math mode of algorithm algo[pass] */
     bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES]; /* asked: cuDNN was asked for an
-                                                                                       algorithm; usable: gave one */
-    bool                         set, refused;           /* set: the descriptors are set; refused: by cuDNN */
+                                                                                       algorithm; usable: it gave it */
+    bool                         set, refused;           /* set: the descriptors are set; refused: cuDNN cannot run it */
     bool                         unfused;                /* true: cuDNN has refused to fuse bias and activation */
 } hpmlg_dnn_plan;
 
@@ -4945,8 +4945,8 @@ template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_chunk(E *tile, int row, in
     return tile + row * DP + (chunk ^ swap) * (int)(16 / sizeof(E));
 }
 
-/* Returns the offset in elements of row `row` of Q, K, V or O (part) of number bh of the pairs of sample and head (of
-   queries, which determines that of keys and values). */
+/* Returns the offset in elements of row `row` of Q, K, V or O (part: an hpmlg_attn_part) of pair bh, a sample and a
+   head of queries; K and V are those of the head of keys and values that this head of queries reads. */
 HPMLG_DEVICE int64_t hpmlg_attn_offset(const hpmlg_attn &p, int64_t bh, int part, int row)
 {
     int64_t b = bh / p.heads, at = b * p.T + row, heads = p.heads + 2 * p.kv_heads;
@@ -5952,7 +5952,7 @@ HPMLG_DEVICE bool hpmlg_label_is_valid(int label, int ignore, int64_t classes)
 
 /* Computes maximum, 1 / sum of exponentials and loss of each row, and counts hits: a valid row is a hit unless an
    element before the label's is as large, or one after it is larger. A NaN at the label, or at the front of the row,
-   where nothing exceeds it, prevents a hit too. node: of the loss; NULL: only counts hits. */
+   where nothing exceeds it, prevents a hit too. node: the loss, for errors; NULL: only counts hits. */
 static __global__ void hpmlg_k_cross_entropy(hpmlg_cross_entropy p, const hpml_node *node)
 {
     __shared__ float space[HPMLG_REDUCE_THREADS / HPMLG_WARP];
@@ -6050,7 +6050,7 @@ HPMLG_FN void hpmlg_op_cross_entropy(HPMLG_OP_ARGUMENTS)
     p.taken       = d->note_taken;
     p.counts      = d->counts;
     if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, (unsigned)p.blocks, HPMLG_REDUCE_THREADS, 0, p);
-    bool ignores_a_class = p.ignore >= 0 && p.ignore < V; /* the class's rows can be hits, but not losses */
+    bool ignores_a_class = p.ignore >= 0 && p.ignore < V; /* true: its rows count as hits, but have no loss */
     d->op_notes.y      = ignores_a_class ? NULL : p.x.p;
     d->op_notes.labels = p.labels;
     hpmlg_cross_entropy_run(d, &p, n);
@@ -6293,8 +6293,8 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
     }
 }
 
-/* Multiplies the learning rate by the layer's ratio of norms, one block for each parameter, from the chunks' sums of
-   squares in `part`. LARS: trust |w| / (|g| + decay |w|), or 1 if trust is 0, and the rate is then multiplied into the
+/* Multiplies each parameter's learning rate by its ratio of norms, one block for each parameter, from the chunks' sums
+   of squares in `part`. LARS: trust |w| / (|g| + decay |w|), or 1 if trust is 0, and the rate is then multiplied into the
    gradient's factor and the decay, so that momentum contains it; LAMB: |w| / |direction|. */
 static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const double2 *part)
 {
@@ -6319,7 +6319,7 @@ static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const doubl
     gg = sqrt(all[1][0]);
     if (!lamb) gg = gg * (double)hpmlg_gradient_scale(s->u) + (double)s->u.weight_decay * ww;
     if (ww > 0 && gg > 0 && (lamb || s->u.trust > 0)) s->u.lr *= (float)((lamb ? 1 : (double)s->u.trust) * ww / gg);
-    if (s->u.found_nonfinite && !lamb && !isfinite(gg)) s->u.lr = 0; /* a non-finite gradient has no direction */
+    if (s->u.found_nonfinite && !lamb && !isfinite(gg)) s->u.lr = 0; /* LARS takes no step by such a gradient */
     if (lamb) return;
     s->u.grad_scale *= s->u.lr;
     s->u.weight_decay *= s->u.lr;
@@ -6524,7 +6524,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
         bool    mine = slot < slots && row < p.rows;
         double  sum[2] = { 0, 0 };
         float   least[2] = { INFINITY, INFINITY }, most[2] = { -INFINITY, -INFINITY };
-        auto    count = [&]() { /* returns the number of elements of this team's chunk */
+        auto    count = [&]() { /* returns the number of elements of this half warp's chunk */
             int64_t rest = mine ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
             if (rest > HPMLG_ONEBIT_CHUNK) rest = HPMLG_ONEBIT_CHUNK;
             return (int)(rest < 0 ? 0 : rest);
@@ -6754,7 +6754,7 @@ typedef struct hpmlg_rank_identity { /* the data that ranks exchange before NCCL
     ncclUniqueId id;                 /* NCCL's id; all ranks use that of rank 0 */
 } hpmlg_rank_identity;
 
-typedef struct hpmlg_staging {       /* header of each allocation of pinned memory for gradients between nodes */
+typedef struct hpmlg_staging {       /* header of pinned memory through which gradients pass between nodes */
     cudaEvent_t           arrived;   /* event: the last download to this memory is complete */
     struct hpmlg_staging *next;
     float                 padding[12]; /* fills up a cache line of 64 bytes */
@@ -6768,7 +6768,7 @@ struct hpml_nccl {
     hpmlg_nccl_calls  call;
     ncclComm_t        comm;          /* NULL: not made yet, or aborted */
     cudaStream_t      stream;
-    cudaEvent_t       before, after; /* the device's work before link_begin; NCCL's work up to the last link_end */
+    cudaEvent_t       before, after; /* events: ops before hpml_nccl_link_begin; NCCL up to hpml_nccl_link_end */
     hpmlg_staging    *stages;
     bool              given_up;      /* true: the communicator was aborted; accessed atomically */
     bool              open;          /* true: a group of NCCL calls was begun and not ended */
@@ -7058,7 +7058,7 @@ HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
     if (e == cudaSuccess) e = cudaStreamWaitEvent(n->stream, n->before, 0);
     if (e != cudaSuccess) return hpmlg_check(n->d, e, "a stream for NCCL");
     n->open     = true;
-    n->is_timed = n->d->span_count > 0; /* NCCL's calls are timed if ops are */
+    n->is_timed = n->d->span_count > 0; /* true: ops are timed, so NCCL's calls are too */
     if (n->is_timed) hpmlg_span_mark(n->d, n->stream, NULL, NULL, 0);
     return hpmlg_nccl_result(n, n->call.GroupStart());
 }
@@ -7267,7 +7267,7 @@ HPML_API hpml_status hpml_nccl_link_landed(void *, float *) { return HPML_ERR_UN
 // >>gpu-text   what has run where, as a line of text
 // ---------------------------------------------------------------------------------------------------------------------
 
-typedef struct hpmlg_line { /* a text that grows in a buffer; used: its length, which may exceed size */
+typedef struct hpmlg_line { /* a text that grows in a buffer of `size` bytes; used: its length, even over size */
     char  *text;
     size_t size, used;
 } hpmlg_line;
