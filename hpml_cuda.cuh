@@ -147,7 +147,7 @@ extern "C" {
 /* The type of activations, and of the operands of products. Parameters, their gradients, the optimizer's state and all
    sums are f32 in every precision. */
 typedef enum hpml_cuda_precision {
-    HPML_CUDA_F32  = 0, /* all f32, as on the CPU */
+    HPML_CUDA_F32  = 0, /* all numbers are f32, as on the CPU */
     HPML_CUDA_TF32 = 1, /* f32, but matrix products round their operands to 11 bits (Ampere and later) */
     HPML_CUDA_BF16 = 2, /* activations and copies of the weights are bf16, products run on tensor cores */
     HPML_CUDA_F16  = 3  /* as BF16, in f16: 8 times finer, but small gradients become 0: hpml_trainer_desc.loss_scale */
@@ -157,8 +157,8 @@ typedef struct hpml_cuda_desc {
     uint32_t            _begin;
     int32_t             device;       /* index of the GPU, as CUDA counts; CUDA_VISIBLE_DEVICES applies */
     hpml_cuda_precision precision;
-    bool                no_record;    /* launch every kernel by itself, without CUDA graphs: for debuggers, profilers */
-    bool                own_kernels;  /* this header's kernels even where cuBLASLt or cuDNN could be used */
+    bool                no_record;    /* true: no CUDA graphs, each kernel is launched by itself: for debuggers, profilers */
+    bool                own_kernels;  /* true: this header's kernels run even where cuBLASLt or cuDNN could be used */
     size_t              workspace;    /* bytes for cuBLASLt and cuDNN. 0: 64 MiB, which grow while a graph first runs,
                                          where cuDNN's best algorithm needs more, to 1/16 of the GPU's memory at most */
     uint32_t            _end;
@@ -217,7 +217,7 @@ typedef struct hpml_nccl_meeting {
                                                                       set, the call fills in the others. all NULL and
                                                                       bytes 0: this rank has failed, others must too */
     void   *user;
-    void  (*destroyed)(void *owner); /* optional: called when the hpml_nccl is freed, also by hpml_ctx_free */
+    void  (*destroyed)(void *owner); /* called when the hpml_nccl is freed, also by hpml_ctx_free. NULL: no call */
     void   *owner;
     int32_t rank_in_errors;          /* this rank's number in error texts */
 } hpml_nccl_meeting;
@@ -518,7 +518,7 @@ HPMLG_DEVICE float hpmlg_group_reduce(float v, float *space, int tx, bool maximu
     for (int o = (tx < HPMLG_WARP ? tx : HPMLG_WARP) / 2; o > 0; o >>= 1)
         v = hpmlg_combine(v, __shfl_xor_sync(HPMLG_ALL_LANES, v, o), maximum);
     if (warps <= 1) return v;
-    __syncthreads(); /* wait, because threads may still read `space` in an earlier call */
+    __syncthreads(); /* wait, because threads may still read `space` for an earlier call */
     if (lane == 0) space[warp] = v;
     __syncthreads();
     first = warp / warps * warps;
@@ -1641,7 +1641,7 @@ HPMLG_FN void hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
     hpmlg_binary b = hpmlg_binary_make(n);
     unsigned     blocks = hpmlg_grid_blocks(d, b.w.count, 2048);
     bool         flat = b.same_shape[0] && b.same_shape[1];
-    if (!back && n->fused_with && d->in_whole_forward) return; /* computed by the norm that follows */
+    if (!back && n->fused_with && d->in_whole_forward) return; /* the next norm's kernel computes the sum */
     if (!back) return HPMLG_RUN_BOOL(d, flat, hpmlg_k_binary, true, false, blocks, 256, 0, b);
     b.out    = hpmlg_grad(n->out);
     b.add[0] = n->accumulate[0];
@@ -2611,7 +2611,7 @@ HPMLG_FN void hpmlg_op_rmsnorm(HPMLG_OP_ARGUMENTS) { hpmlg_norm(d, n, back); }
    distances from the mean), joined as in Chan, Golub & LeVeque 1979, which loses no digits where the mean is far from
    zero. A thread joins the numbers that it reads in float, after subtracting the channel's first number. Backward, the
    same struct contains plain sums: its mean is s1 = sum dy, its square is sum dy (x - mean), from which s2 = sum dy
-   xhat is computed (xhat = (x - mean) rstd). A block works on one channel, or on 32 neighbouring channels where P is 1. */
+   xhat is computed (xhat = (x - mean) rstd). A block works on one channel, or on 32 neighbouring channels if P is 1. */
 
 #define HPMLG_BN_SPLITS 64
 
@@ -3549,8 +3549,8 @@ HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t ba
     }
 }
 
-/* Returns v rounded to tf32 (for an instruction that cuts off 13 bits). For NaN returns 0x7fffffff, the device's NaN,
-   because adding half of the last place to that would make it -0. */
+/* Returns v rounded to tf32, for an instruction that cuts off 13 bits: adds half of the last place kept, 0x1000. A NaN
+   becomes 0x7fffffff, because 0x7fffffff + 0x1000, with 13 bits cut off, is -0. */
 HPMLG_DEVICE unsigned hpmlg_tf32(float v) { return v == v ? __float_as_uint(v) + 0x1000u : 0x7fffffffu; }
 
 /* Stores to shared memory the tile (T lines by 16 k) that hpmlg_gather_load has loaded into registers v. KIND, an
@@ -4645,7 +4645,7 @@ typedef struct hpmlg_dnn_plan {
     cudnnMathType_t              math[HPMLG_DNN_PASSES]; /* math mode of algorithm algo[pass] */
     bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES]; /* asked: cuDNN was asked for an
                                                                                        algorithm; usable: it gave it */
-    bool                         set, refused;           /* set: the descriptors are set; refused: cuDNN cannot run it */
+    bool                         set, refused;           /* set: the descriptors are set; refused: by cuDNN */
     bool                         unfused;                /* true: cuDNN has refused to fuse bias and activation */
 } hpmlg_dnn_plan;
 
@@ -4974,7 +4974,7 @@ HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<ty
 {
     typedef typename hpmlg_element<type>::t E;
     const int   each = (int)(16 / sizeof(E)), chunks = DP / each, span = chunks < threads ? chunks : threads;
-    const int   step = threads / span; /* rows that the block loads at a time */
+    const int   step = threads / span; /* number of rows that the block loads at a time */
     bool        is_o = part == HPMLG_ATTN_O, is_aligned = is_o ? p.is_aligned_o : p.is_aligned;
     hpmlg_array a  = is_o ? p.o : p.qkv;
     int         r  = (int)threadIdx.x / span;
@@ -5193,9 +5193,9 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
         v += __shfl_xor_sync(HPMLG_ALL_LANES, v, 1);
         v += __shfl_xor_sync(HPMLG_ALL_LANES, v, 2);
         if (threadIdx.x % 4 == 0 && r < p.T) p.lse[bh * p.T + r] = v == 0 ? INFINITY : most[i / 2][i % 2] + log2f(v);
-        v = v == 0 ? 0 : 1 / v; /* 0: the mask hides all keys from the query */
+        v = v == 0 ? 0 : 1 / v; /* v 0: the mask hides all keys from the query */
     }
-    __syncthreads(); /* wait: the result overwrites the tiles */
+    __syncthreads(); /* wait, because the result overwrites the tiles */
     hpmlg_attn_store(p, bh, HPMLG_ATTN_O, row, 0, o, sum, (float *)q + (row - first) * HPMLG_ATTN_LD(DP));
 }
 
@@ -5474,7 +5474,7 @@ HPMLG_FN void hpmlg_op_attention(HPMLG_OP_ARGUMENTS)
     hpmlg_attn  p = {};
     int64_t     C = n->out->shape[2], T = n->out->shape[1], D = C / n->attr.attention.heads;
     hpml_dtype  type = D > 128 ? HPML_DTYPE_F32 : n->out->dtype; /* heads over 128 columns: f32, without tensor cores */
-    int         each = type == HPML_DTYPE_F32 ? 4 : 8;           /* elements in 16 bytes */
+    int         each = type == HPML_DTYPE_F32 ? 4 : 8;           /* number of elements in 16 bytes */
     if (D > HPMLG_ATTN_MOST || T > 0x7fff0000)
         hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": heads of %lld columns, %lld positions; the "
                       "GPU's kernels take up to %d columns and 2^31 positions: take more heads", n->out->name,
@@ -5576,7 +5576,7 @@ HPMLG_FN void hpmlg_op_rotary(HPMLG_OP_ARGUMENTS)
 typedef struct hpmlg_lstm {
     int64_t     B, T, H, in;
     int64_t     width;                    /* numbers in a row of h and of dy: H or, with states, 2H */
-    float      *gates, *cells, *dh, *dc;  /* (B, T, 4H) i f g o; (B, T, H); (B, H); (B, H) */
+    float      *gates, *cells, *dh, *dc;  /* gates (B, T, 4H): i f g o; cells (B, T, H); dh, dc (B, H): gradients of h, c */
     hpmlg_array h, dy, da, before;        /* da (B, T, 4H): gates, or their half copy; before (B, T, H): h_{t-1} */
     hpmlg_array h0, c0;                   /* (B, H): the state before the first step; NULL: zeros */
 } hpmlg_lstm;
@@ -5742,7 +5742,7 @@ HPMLG_FN void hpmlg_op_lstm(HPMLG_OP_ARGUMENTS)
    halves, half copies of these gradients (.da) are multiplied. */
 typedef struct hpmlg_gru {
     int64_t      B, T, H, in;
-    float       *gates, *sums, *dh;   /* (B, T, 4H) r z n m; (B, 3H) products of a step; (B, H) gradient of h */
+    float       *gates, *sums, *dh;   /* (B, T, 4H) r z n m; (B, 3H) h_{t-1} W_h^T of a step; (B, H) gradient of h */
     float       *bias_sums;           /* (4H): sums over B and T of the gradients of r, z, n, m */
     hpmlg_array  h, h0, dy, da, before; /* da (B, T, 4H): gates, or their half copy; before (B, T, H): h_{t-1} */
     const float *b_x, *b_h;
@@ -6140,7 +6140,7 @@ HPMLG_FN void hpmlg_op_huber(HPMLG_OP_ARGUMENTS) { hpmlg_loss_pass(d, n, back); 
 
 #define HPMLG_CHUNK ((int64_t)4096) /* elements of a chunk: two vec8s per thread of a block */
 
-typedef struct hpmlg_param_step {         /* one row of the table: a parameter's update */
+typedef struct hpmlg_param_step {         /* one row of the update kernel's table: a parameter's update */
     hpml_update u;
     float       correction1, correction2; /* 1 / (1 - beta^step), of beta1 and beta2 */
     void       *half;                     /* (n): the half copy of w, updated too; NULL: none */
@@ -6294,8 +6294,8 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
 }
 
 /* Multiplies each parameter's learning rate by its ratio of norms, one block for each parameter, from the chunks' sums
-   of squares in `part`. LARS: trust |w| / (|g| + decay |w|), or 1 if trust is 0, and the rate is then multiplied into the
-   gradient's factor and the decay, so that momentum contains it; LAMB: |w| / |direction|. */
+   of squares in `part`. LARS: trust |w| / (|g| + decay |w|), or 1 if trust is 0, and the rate is then multiplied into
+   the gradient's factor and the decay, so that momentum contains it; LAMB: |w| / |direction|. */
 static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const double2 *part)
 {
     __shared__ double all[2][256];
@@ -6429,10 +6429,10 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
 
 typedef struct hpmlg_pack { /* the rows that one launch packs */
     unsigned char *packed;
-    float         *e;         /* (rows, cols): the residual; NULL: no feedback */
+    float         *e;         /* (rows, cols): the residual; NULL: the error is dropped */
     const float   *g;         /* (rows, cols): the gradient */
     int64_t        rows, cols, row_size; /* row_size: bytes of a packed row */
-    int           *nonfinite; /* (1 + rows) marks: [0] if any row is not finite, [1 + row] if that row is */
+    int           *nonfinite; /* (1 + rows) marks: [0] is 1 if any row is not finite, [1 + row] if this row is not */
     float          threshold;
 } hpmlg_pack;
 
@@ -6626,7 +6626,7 @@ static __global__ void hpmlg_k_pack_wipe(hpmlg_pack p)
     }
 }
 
-/* Sets *kind to the kind of the codec of p; an error if it is the user's own, because the GPU has no kernel for it. */
+/* Sets *kind to the kind of the codec of p; an error if the user has written the codec: the GPU has no kernel for it. */
 HPMLG_FN hpml_status hpmlg_codec_kind(hpml_ctx *ctx, const hpml_packing *p, int *kind)
 {
     for (*kind = HPML_CODEC_NONE; *kind < HPML_CODEC_COUNT; ++*kind)
@@ -6775,11 +6775,11 @@ struct hpml_nccl {
     bool              in_flight;     /* true: NCCL work before the event `after` may still run */
     bool              closing;       /* true: hpmlg_nccl_destroy is running */
     bool              is_timed;      /* true: a timed span was begun with the group */
-    char              operation[96]; /* name of the current operation, for error texts */
+    char              operation[96]; /* name of the current NCCL operation, for error texts */
 };
 
-/* Sleeps 50 us between polls of a wait that began at time `since` (s); during its first ms does not sleep, because most
-   waits end in that time. */
+/* Sleeps 50 us between two polls of a wait that began at time `since` (s). Does not sleep in the wait's first ms, because
+   most waits end in that time. */
 HPMLG_FN void hpmlg_poll_pause(double since)
 {
     struct timespec t = { 0, 50000 };
@@ -6825,7 +6825,7 @@ HPMLG_FN hpml_status hpmlg_nccl_wait(hpml_nccl *n, ncclResult_t r, cudaEvent_t e
     return hpmlg_nccl_fail(n, HPML_ERR_TIMEOUT, text);
 }
 
-/* Finds NCCL's functions in the program itself, else loads the library; an error if it is older than 2.14. */
+/* Finds NCCL's functions in the program itself, else loads the library; an error if NCCL is older than 2.14. */
 HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
 {
     const char *name = n->desc.library ? n->desc.library : "libnccl.so.2";
@@ -6954,7 +6954,7 @@ HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
     hpml_ctx_release(n->ctx, all);
     if (n->meeting.allgather) return status;
     snprintf(name, sizeof name, "%s.%d", n->desc.file, (int)n->desc.rank);
-    remove(name); /* all ranks have read the file, or will not come any more */
+    remove(name); /* all ranks have read this rank's file, or have failed */
     return status;
 }
 
@@ -7006,7 +7006,7 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     if (n->desc.timeout == 0) n->desc.timeout = 60;
     if (meeting) n->meeting = *meeting;
     else n->meeting.rank_in_errors = n->desc.rank;
-    n->meeting.destroyed = NULL; /* not called if this function fails */
+    n->meeting.destroyed = NULL; /* must not be called if this function fails */
     n->desc.meeting      = NULL;
     if (hpmlg_nccl_open(n) != HPML_OK) {
         hpml_ctx_release(ctx, n);
@@ -7157,7 +7157,7 @@ HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t count)
     return hpmlg_check(n->d, e, "host memory for gradients between nodes") == HPML_OK ? (float *)(s + 1) : NULL;
 }
 
-/* Returns the bytes of part r of an array of floats, whose elements are at[r] to at[r + 1] - 1. */
+/* Returns the bytes of part r, elements at[r] to at[r + 1] - 1, of an array of floats. */
 HPMLG_FN size_t hpmlg_part_bytes(const int64_t *at, int r) { return (size_t)(at[r + 1] - at[r]) * sizeof(float); }
 
 /* Reduces (sums) part r of x, elements at[r] to at[r + 1] - 1, to rank r, and copies this rank's part to the host
@@ -7230,7 +7230,7 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     if (!ctx) return NULL;
     hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "nccl: this program was built without NCCL; compile the file that has "
                   "hpml_cuda.cuh's body with -DHPML_USE_NCCL");
-    if (desc && desc->meeting) desc->meeting->allgather(desc->meeting->user, NULL, 0); /* so that others fail, too */
+    if (desc && desc->meeting) desc->meeting->allgather(desc->meeting->user, NULL, 0); /* so that all ranks fail */
     return NULL;
 }
 
