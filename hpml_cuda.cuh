@@ -157,7 +157,7 @@ typedef struct hpml_cuda_desc {
     uint32_t            _begin;
     int32_t             device;       /* index of the GPU, as CUDA counts; CUDA_VISIBLE_DEVICES applies */
     hpml_cuda_precision precision;
-    bool                no_record;    /* true: no CUDA graphs, each kernel is launched by itself: for debuggers, profilers */
+    bool                no_record;    /* true: each kernel is launched by itself, without CUDA graphs: for debuggers */
     bool                own_kernels;  /* true: this header's kernels run even where cuBLASLt or cuDNN could be used */
     size_t              workspace;    /* bytes for cuBLASLt and cuDNN. 0: 64 MiB, which grow while a graph first runs,
                                          where cuDNN's best algorithm needs more, to 1/16 of the GPU's memory at most */
@@ -1541,12 +1541,12 @@ HPMLG_FN void hpmlg_op_scale(HPMLG_OP_ARGUMENTS)
 
 typedef struct hpmlg_binary { /* an op of two operands: add, sub, mul or div, or its gradients */
     int           op;
-    hpmlg_strides w;             /* shape of the result; w.stride[s]: the strides of src[s] over this shape */
-    bool          same_shape[2]; /* src[s] has every element of the result, in order: it is not broadcast */
+    hpmlg_strides w;             /* shape of the result; w.stride[s]: strides of src[s] over this shape */
+    bool          same_shape[2]; /* true: src[s] has the shape of the result: no element is repeated */
     hpmlg_array   out, src[2];   /* out: the result or, backward, its gradient; src: the operands */
     hpmlg_array   grad[2];       /* backward: grad[s] gets the gradient of src[s]; p NULL: this one is not written */
     bool          add[2];
-    int           act;           /* an activation: first out *= act'(src[0]), only in ADD; 0: none */
+    int           act;           /* for ADD: an activation, for which first out *= act'(src[0]); 0: none */
     float         slope;
 } hpmlg_binary;
 
@@ -2639,7 +2639,7 @@ typedef struct hpmlg_bn {           /* the arguments of batchnorm's kernels */
     hpmlg_moments<double> *part;    /* (splits, C): each split's count, mean and square (backward: 0 and two sums) */
     float        eps, momentum;
     bool         train, relu, add[3];
-    bool         again;             /* true: forward is recomputed for the backward pass: running_* stay */
+    bool         again;             /* true: forward is recomputed for backward: running statistics stay */
 } hpmlg_bn;
 
 /* Returns the offset in x of unit u of channel c, where a unit is s.unit (1 or 8) neighbouring numbers. */
@@ -3220,9 +3220,9 @@ typedef struct hpmlg_axis {
     int16_t   h0, h, w0, w;   /* for images: index i lies at height h0 + u h and width w0 + v w */
 } hpmlg_axis;
 
-typedef struct __align__(16) hpmlg_coord { /* what the index on one axis adds to an element's address */
+typedef struct __align__(16) hpmlg_coord { /* the part of an element's position that is due to its index on one axis */
     int64_t at;   /* offset in elements; below 0: beyond the end of the axis */
-    int     h, w; /* height and width, to which those of the other axis are added */
+    int     h, w; /* height and width; the parts due to the two axes are added up */
 } hpmlg_coord;
 
 HPMLG_FN hpmlg_axis hpmlg_axis_3d(int64_t nu, int64_t nv, int64_t q, int64_t u, int64_t v)
@@ -3252,7 +3252,7 @@ HPMLG_DEVICE hpmlg_coord hpmlg_coord_of(const hpmlg_axis &x, int64_t i, int64_t 
 
 typedef struct hpmlg_operand {
     hpmlg_array x;
-    int64_t     batch;        /* elements to the next matrix of the batch */
+    int64_t     batch;        /* distance in elements from one matrix of the batch to the next */
     hpmlg_axis  line, k;
     int64_t     H, W;         /* size of the image; H 0: the operand is not an image */
     int64_t     along_k;      /* 1: neighbours in k are closer in memory than neighbouring lines; 0: they are not */
@@ -5391,8 +5391,8 @@ template <int type> HPMLG_FN void hpmlg_attn_half(hpmlg_device *d, const hpmlg_a
 
 /* The arguments of the kernels of attention with a cache, besides those in hpmlg_attn. */
 typedef struct hpmlg_attn_cache {
-    float      *kv;       /* (B, S, 2 kv_heads D) the cache: for each position all keys, then all values */
-    const int  *position; /* (B) how many positions of each sample the cache has before this call */
+    float      *kv;       /* (B, S, 2 kv_heads D): the cache: for each position all keys, then all values */
+    const int  *position; /* (B): number of positions that the cache has of each sample before this call */
     int64_t     S, B;
     hpmlg_note *note;
     int        *taken;
@@ -5576,7 +5576,7 @@ HPMLG_FN void hpmlg_op_rotary(HPMLG_OP_ARGUMENTS)
 typedef struct hpmlg_lstm {
     int64_t     B, T, H, in;
     int64_t     width;                    /* numbers in a row of h and of dy: H or, with states, 2H */
-    float      *gates, *cells, *dh, *dc;  /* gates (B, T, 4H): i f g o; cells (B, T, H); dh, dc (B, H): gradients of h, c */
+    float      *gates, *cells, *dh, *dc;  /* (B, T, 4H): i f g o; (B, T, H): c; (B, H): gradients of h; of c */
     hpmlg_array h, dy, da, before;        /* da (B, T, 4H): gates, or their half copy; before (B, T, H): h_{t-1} */
     hpmlg_array h0, c0;                   /* (B, H): the state before the first step; NULL: zeros */
 } hpmlg_lstm;
@@ -6143,12 +6143,12 @@ HPMLG_FN void hpmlg_op_huber(HPMLG_OP_ARGUMENTS) { hpmlg_loss_pass(d, n, back); 
 typedef struct hpmlg_param_step {         /* one row of the update kernel's table: a parameter's update */
     hpml_update u;
     float       correction1, correction2; /* 1 / (1 - beta^step), of beta1 and beta2 */
-    void       *half;                     /* (n): the half copy of w, updated too; NULL: none */
+    void       *half;                     /* (n): the half copy of w, updated too; NULL: no half copy exists */
     int64_t     chunk, chunks;            /* index of the parameter's first chunk; number of chunks */
     int         param;                    /* the parameter's index in the context; -1: unknown */
 } hpmlg_param_step;
 
-typedef struct hpmlg_nonfinite_sink { /* where kernels report non-finite gradients and parameters */
+typedef struct hpmlg_nonfinite_sink { /* where kernels report gradients and parameters that are not finite */
     unsigned long long *first_nonfinite;
     hpmlg_note         *note;
 } hpmlg_nonfinite_sink;
@@ -6626,7 +6626,7 @@ static __global__ void hpmlg_k_pack_wipe(hpmlg_pack p)
     }
 }
 
-/* Sets *kind to the kind of the codec of p; an error if the user has written the codec: the GPU has no kernel for it. */
+/* Sets *kind to the kind of p's codec; an error if the codec is the user's own, for which the GPU has no kernel. */
 HPMLG_FN hpml_status hpmlg_codec_kind(hpml_ctx *ctx, const hpml_packing *p, int *kind)
 {
     for (*kind = HPML_CODEC_NONE; *kind < HPML_CODEC_COUNT; ++*kind)
@@ -6747,7 +6747,7 @@ typedef struct hpmlg_nccl_calls {
 #undef HPMLG_X
 } hpmlg_nccl_calls;
 
-typedef struct hpmlg_rank_identity { /* the data that ranks exchange before NCCL exists */
+typedef struct hpmlg_rank_identity { /* data of a rank, exchanged with all ranks before NCCL exists */
     char         host[64];
     cudaUUID_t   gpu;
     int          device;             /* index of the GPU on its host */
@@ -6778,8 +6778,8 @@ struct hpml_nccl {
     char              operation[96]; /* name of the current NCCL operation, for error texts */
 };
 
-/* Sleeps 50 us between two polls of a wait that began at time `since` (s). Does not sleep in the wait's first ms, because
-   most waits end in that time. */
+/* Sleeps 50 us between two polls of a wait that began at time `since` (s). Does not sleep in the wait's first ms, in
+   which most waits end. */
 HPMLG_FN void hpmlg_poll_pause(double since)
 {
     struct timespec t = { 0, 50000 };
