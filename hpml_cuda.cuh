@@ -5508,8 +5508,8 @@ HPMLG_FN void hpmlg_op_attention(HPMLG_OP_ARGUMENTS)
 }
 
 /* Rotary positions of x (B, T, heads D), see hpml_rotary: a thread takes a pair of numbers, or a number that is only
-   copied. y = x, or y += x if .add, with the pairs rotated by the angles of their positions, if .back by the negative
-   angles. */
+   copied. y = x, or y += x if .add, with the pairs rotated by the angles of their positions or, if .back, by the
+   negative angles. */
 typedef struct hpmlg_rotary {
     hpmlg_array y, x;
     const int  *position;
@@ -5615,7 +5615,7 @@ HPMLG_FN size_t hpmlg_lstm_layout(const hpmlg_device *d, const hpml_node *n, hpm
 
 HPMLG_DEVICE float hpmlg_sigmoid(float x) { return 1 / (1 + expf(-x)); }
 
-/* Returns c of one hidden unit before step t: number `at` of (B, H). c: the address of the unit's c of step t. */
+/* Returns the cell before step t of element `at` of (B, H), samples by hidden units. c: its address at step t. */
 HPMLG_DEVICE float hpmlg_lstm_cell_before(const hpmlg_lstm &l, const float *c, int64_t t, int64_t at)
 {
     if (t > 0) return c[-l.H];
@@ -5739,7 +5739,7 @@ HPMLG_FN void hpmlg_op_lstm(HPMLG_OP_ARGUMENTS)
 
 /* The GRU, computed as on the CPU (>>gru of hpml.h): one product for x and all time steps, then a product and a kernel
    for each time step. Backward, the gradients dr, dz, dn and dm overwrite r, z, n and m; if results are stored in
-   halves, half copies of these gradients (.da) are multiplied. */
+   halves, half copies of these gradients (hpmlg_gru.da) are multiplied. */
 typedef struct hpmlg_gru {
     int64_t      B, T, H, in;
     float       *gates, *sums, *dh;   /* (B, T, 4H) r z n m; (B, 3H) h_{t-1} W_h^T of a step; (B, H) gradient of h */
@@ -6063,7 +6063,7 @@ HPMLG_FN void hpmlg_op_cross_entropy(HPMLG_OP_ARGUMENTS)
 }
 
 /* Implements the backend's function that counts hits (correct predictions) and valid rows: copies the counts of the
-   last cross-entropy if it had the same arrays, else counts by the kernel. */
+   last cross-entropy if that loss has read the same y and labels, else counts by its kernel. */
 HPMLG_FN hpml_status hpmlg_count_hits(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
                                       int64_t rows, int64_t classes, int64_t counts[2])
 {
@@ -6161,8 +6161,8 @@ HPMLG_DEVICE void hpmlg_nonfinite_report(const hpmlg_nonfinite_sink &f, const hp
     f.note->nonfinite = 1;
 }
 
-/* Returns the entry of the table `steps` (count) for the parameter whose weights a chunk of HPMLG_CHUNK elements
-   belongs to, by bisection: the last parameter whose first chunk is not after it. */
+/* Returns the entry of the table `steps` (`count` entries) for the parameter to which chunk number `chunk` belongs,
+   found by bisection: the last parameter whose first chunk is not after this chunk. */
 HPMLG_DEVICE const hpmlg_param_step *hpmlg_param_step_find(const hpmlg_param_step *steps, int count, int64_t chunk)
 {
     int low = 0, high = count;
@@ -6244,7 +6244,7 @@ HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2
 
 /* Updates the weights of all chunks (4,096 elements each). LARS and LAMB take two passes: pass 0 writes each chunk's
    sums of squares of w and of g to `part` or, for LAMB, of w and the direction, which overwrites g; pass 1 updates by
-   the learning rate that hpmlg_k_update_rates has multiplied by the layer's ratio. Others need pass 0 only. */
+   the learning rate that hpmlg_k_update_rates has multiplied by the ratio of norms. Others need pass 0 only. */
 static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, int64_t chunks, double2 *part,
                                       int half_type, int pass, hpmlg_nonfinite_sink finder)
 {
@@ -6340,7 +6340,7 @@ HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 }
 
 /* Returns the index in the context of the parameter whose memory contains the address w; -1: none. Tries first the
-   parameter after number `before`, the last result, because callers ask in order. */
+   parameter after number `before`, the last result, because parameters are looked up in order. */
 HPMLG_FN int hpmlg_param_number(const hpml_ctx *ctx, const float *w, int before)
 {
     int count = hpml_param_count(ctx);
@@ -6485,7 +6485,7 @@ HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned
     return s;
 }
 
-/* Returns the level sent for a row's negative or other elements: their mean, within [least, most]; 0 if none exist. */
+/* Returns the level, sent for each negative (or other) element of a row: their mean, in [least, most]; 0 for none. */
 HPMLG_DEVICE float hpmlg_onebit_level(double sum, int64_t count, float least, float most)
 {
     float mean = count ? (float)(sum / (double)count) : 0;
@@ -6808,7 +6808,7 @@ HPMLG_FN hpml_status hpmlg_nccl_result(hpml_nccl *n, ncclResult_t r)
     return hpmlg_nccl_fail(n, r == ncclRemoteError ? HPML_ERR_PEER : HPML_ERR_COMM, n->call.GetErrorString(r));
 }
 
-/* Waits, at most desc.timeout seconds, for the end of the NCCL call that returned r, then for the event, unless NULL.
+/* Waits, at most desc.timeout seconds, for the end of the NCCL call that returned r, then for `event`, unless NULL.
    Returns HPML_OK or, after aborting the communicator, an error. */
 HPMLG_FN hpml_status hpmlg_nccl_wait(hpml_nccl *n, ncclResult_t r, cudaEvent_t event)
 {
