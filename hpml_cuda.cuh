@@ -679,7 +679,7 @@ typedef struct hpmlg_note {
     long long        index;
     int              value;
     int              nonfinite; /* 1: first_nonfinite (of hpmlg_device) names step and parameter; else 0 */
-    const hpml_node *node;      /* the op whose token or label number `index` is `value`, out of range; NULL: no op */
+    const hpml_node *node;      /* the op whose token or index number `index` is `value`, out of range; NULL: no op */
 } hpmlg_note;
 
 /* hpmlg_epilogue_kind lists the work that cuBLASLt can fuse into a product's kernel, its epilogue. hpmlg_work_counts
