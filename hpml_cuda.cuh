@@ -147,7 +147,7 @@ extern "C" {
 /* The type of activations, and of the operands of products. Parameters, their gradients, the optimizer's state and all
    sums are f32 in every precision. */
 typedef enum hpml_cuda_precision {
-    HPML_CUDA_F32  = 0, /* all f32, as on the CPU */
+    HPML_CUDA_F32  = 0, /* all numbers are f32, as on the CPU */
     HPML_CUDA_TF32 = 1, /* f32, but matrix products round their operands to 11 bits (Ampere and later) */
     HPML_CUDA_BF16 = 2, /* activations and copies of the weights are bf16, products run on tensor cores */
     HPML_CUDA_F16  = 3  /* as BF16, in f16: 8 times finer, but small gradients become 0: hpml_trainer_desc.loss_scale */
@@ -157,8 +157,8 @@ typedef struct hpml_cuda_desc {
     uint32_t            _begin;
     int32_t             device;       /* index of the GPU, as CUDA counts; CUDA_VISIBLE_DEVICES applies */
     hpml_cuda_precision precision;
-    bool                no_record;    /* launch every kernel by itself, without CUDA graphs: for debuggers, profilers */
-    bool                own_kernels;  /* this header's kernels even where cuBLASLt or cuDNN could be used */
+    bool                no_record;    /* true: each kernel is launched by itself, without CUDA graphs: for debuggers */
+    bool                own_kernels;  /* true: this header's kernels run even where cuBLASLt or cuDNN could be used */
     size_t              workspace;    /* bytes for cuBLASLt and cuDNN. 0: 64 MiB, which grow while a graph first runs,
                                          where cuDNN's best algorithm needs more, to 1/16 of the GPU's memory at most */
     uint32_t            _end;
@@ -208,43 +208,45 @@ HPML_API int hpml_cuda_text(const hpml_ctx *ctx, char *buffer, size_t size);
 
    No wait lasts longer than the timeout: then ncclCommAbort ends the NCCL communicator, and the context has an error
    with the rank, the operation and NCCL's own text. */
-typedef struct hpml_nccl hpml_nccl; /* opaque; a context frees those that are not freed before */
+typedef struct hpml_nccl hpml_nccl; /* opaque; hpml_ctx_free frees each hpml_nccl of the context that is left */
 
 /* How ranks exchange their identities before NCCL exists: by your own means, such as MPI_Allgather. hpml_nccl_attach
    uses the messages of the communicator. */
 typedef struct hpml_nccl_meeting {
-    hpml_status (*allgather)(void *user, void *all, size_t bytes); /* collective. all: (ranks, bytes), this rank's part
-                                                                      is filled in. NULL, 0: this rank has failed */
+    hpml_status (*allgather)(void *user, void *all, size_t bytes); /* collective. all (ranks, bytes): this rank's row is
+                                                                      set, the call fills in the others. all NULL and
+                                                                      bytes 0: this rank has failed, others must too */
     void   *user;
-    void  (*destroyed)(void *owner); /* optional: called when the hpml_nccl is freed, also by hpml_ctx_free */
+    void  (*destroyed)(void *owner); /* called when the hpml_nccl is freed, also by hpml_ctx_free. NULL: no call */
     void   *owner;
     int32_t rank_in_errors;          /* this rank's number in error texts */
 } hpml_nccl_meeting;
 
 typedef struct hpml_nccl_desc {
     uint32_t    _begin;
-    int32_t     rank, ranks; /* hpml_nccl_create: required; attach: the communicator's */
-    const char *file;        /* hpml_nccl_create: ranks meet by files named this and .rank; files of an earlier run do
-                                no harm. Not needed with `meeting` */
+    int32_t     rank, ranks; /* hpml_nccl_create: required; hpml_nccl_attach takes the communicator's */
+    const char *file;        /* hpml_nccl_create: ranks exchange identities by files, named this path, "." and the
+                                rank; files of an earlier run do no harm. Not needed with `meeting` */
     const char *library;     /* NULL: the NCCL that the program was linked with, else libnccl.so.2 */
-    double      timeout;     /* seconds; 0: 60 */
-    bool        in_nodes;    /* attach: NCCL inside each node only, with as many ranks on each. Between nodes every rank
-                                sends its share by the communicator's messages, packed by the codec if there is one.
-                                With two GPUs a node the bits are HPML_HIERARCHICAL's; more are added in NCCL's order */
-    const hpml_nccl_meeting *meeting; /* hpml_nccl_create: NULL: by `file`; copied. attach: not used */
+    double      timeout;     /* most seconds that one wait for other ranks lasts; 0: 60 */
+    bool        in_nodes;    /* hpml_nccl_attach: NCCL sums inside each node only; all nodes must have the same number
+                                of ranks. Between nodes every rank sends its share of the sums by the communicator's
+                                messages, packed if there is a codec. With two GPUs on a node the result has the same
+                                bits as with HPML_HIERARCHICAL; with more GPUs, NCCL chooses the order of the sums */
+    const hpml_nccl_meeting *meeting; /* copied; NULL: ranks meet by `file`. Not used by hpml_nccl_attach */
     uint32_t    _end;
 } hpml_nccl_desc;
 
 /* Collective. Returns NULL on failure, with the error on the context: NCCL is missing, two ranks are on one GPU, a rank
    did not call this function before the timeout. */
 HPML_API hpml_nccl  *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc);
-HPML_API void        hpml_nccl_free(hpml_nccl *n); /* optional, before its context is freed */
-/* Replaces an array on the device by the sum or mean over all ranks, in place. The reduction comes after the device's
-   earlier work and before its later work; the host does not wait. */
+HPML_API void        hpml_nccl_free(hpml_nccl *n); /* optional, before hpml_ctx_free, which frees n too */
+/* Replaces each of the `count` floats of x, on the device, by its sum or, if `mean`, mean over all ranks. The reduction
+   comes after the device's earlier work and before its later work; the host does not wait. */
 HPML_API hpml_status hpml_nccl_allreduce(hpml_nccl *n, float *x, int64_t count, bool mean);
 
-/* The functions of a hpml_device_link (hpml_comm.h), where the fields of the same names have comments; nccl: the result
-   of hpml_nccl_create. */
+/* The functions for the fields of a hpml_device_link: hpml_comm.h describes hpml_nccl_link_begin at the field `begin`,
+   and so on. nccl: the result of hpml_nccl_create. */
 HPML_API hpml_status hpml_nccl_link_begin(void *nccl);
 HPML_API hpml_status hpml_nccl_link_allreduce(void *nccl, float *x, int64_t count, bool mean);
 HPML_API hpml_status hpml_nccl_link_swap(void *nccl, const void *out, const size_t *out_at, bool same, void *in,
@@ -271,7 +273,7 @@ static inline hpml_status hpml_nccl_meet(void *comm, void *all, size_t bytes)
 static inline void hpml_nccl_closed(void *comm) { hpml_comm_set_link((hpml_comm *)comm, NULL); }
 
 /* Collective: this communicator's ranks reduce gradients by NCCL between their GPUs from now on; without this call the
-   gradients pass through host memory. desc NULL: all defaults. Freed with the communicator. */
+   gradients pass through host memory. desc NULL: all defaults. The NCCL communicator is freed with c. */
 static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *desc)
 {
     static hpml_nccl_desc defaults;
@@ -300,7 +302,8 @@ static inline hpml_status hpml_nccl_attach(hpml_comm *c, const hpml_nccl_desc *d
 
 #endif /* HPML_CUDA_CUH_INCLUDED: stop here if you only want the API */
 
-/* Editors, which do not compile, show this header's body as code, not as text that the preprocessor removes. */
+/* The code analysis of an editor, which defines one of these macros, gets this header's body too, so that the editor
+   does not show the body as excluded by the preprocessor. */
 #if defined(__cplusplus) && (defined(__INTELLISENSE__) || defined(__JETBRAINS_IDE__) || defined(__CLANGD__))
 #define HPML_CUDA_EDITOR
 #ifndef HPML_CUDA_IMPLEMENTATION
@@ -515,7 +518,7 @@ HPMLG_DEVICE float hpmlg_group_reduce(float v, float *space, int tx, bool maximu
     for (int o = (tx < HPMLG_WARP ? tx : HPMLG_WARP) / 2; o > 0; o >>= 1)
         v = hpmlg_combine(v, __shfl_xor_sync(HPMLG_ALL_LANES, v, o), maximum);
     if (warps <= 1) return v;
-    __syncthreads(); /* wait, because threads may still read `space` in an earlier call */
+    __syncthreads(); /* wait, because threads may still read `space` for an earlier call */
     if (lane == 0) space[warp] = v;
     __syncthreads();
     first = warp / warps * warps;
@@ -676,7 +679,7 @@ typedef struct hpmlg_note {
     long long        index;
     int              value;
     int              nonfinite; /* 1: first_nonfinite (of hpmlg_device) names step and parameter; else 0 */
-    const hpml_node *node;      /* the op whose input number `index` is `value`, out of range; NULL: none */
+    const hpml_node *node;      /* the op whose token or index number `index` is `value`, out of range; NULL: no op */
 } hpmlg_note;
 
 /* hpmlg_epilogue_kind lists the work that cuBLASLt can fuse into a product's kernel, its epilogue. hpmlg_work_counts
@@ -708,35 +711,35 @@ typedef struct hpmlg_slot { /* a part of the upload ring: pinned host memory, an
 
 #define HPMLG_PASSES  64                   /* number of passes that a device's cache keeps recorded */
 #define HPMLG_SCRATCH ((size_t)1 << 20)    /* bytes of hpmlg_device.scratch */
-#define HPMLG_RESULT  ((size_t)4096)       /* bytes for downloads; larger ones go to the caller's memory */
+#define HPMLG_RESULT  ((size_t)4096)       /* bytes of hpmlg_device.result; larger downloads bypass this memory */
 
 /* Results of an op, besides its output, that a later op uses. They are saved with a recorded pass, because a replay
-   runs no op's host code: it restores them instead. */
+   runs no op's host code, and restores the saved notes instead. */
 typedef struct hpmlg_op_notes {
-    const void      *y, *labels;           /* arguments of the last cross-entropy, which counted its hits */
+    const void      *y, *labels;           /* logits and labels of the last cross-entropy, which counted hits */
     const hpml_node *activation_grad_done; /* the linear layer whose dy the next layer has already multiplied by
                                               act'(z), in the epilogue of the product for its own dx */
 } hpmlg_op_notes;
 
 typedef struct hpmlg_pass {
     hpml_pass         key;
-    hpmlg_op_notes    op_notes; /* the device's op_notes after the pass */
+    hpmlg_op_notes    op_notes; /* hpmlg_device.op_notes after the pass; a replay restores them */
     hpmlg_work_counts work;     /* numbers of launches in one replay of the pass */
-    bool              has_run;  /* the pass ran op by op without an error, so its ops' memory is allocated */
-    bool              given_up; /* recording failed, so the pass always runs op by op */
+    bool              has_run;  /* true: the pass has run op by op without an error, so its ops' memory is allocated */
+    bool              given_up; /* true: recording failed, so the pass always runs op by op */
     cudaGraphExec_t   exec;     /* the CUDA graph of the pass; NULL: not recorded yet */
     uint64_t          used;     /* hpmlg_device.clock at the last use; 0: the entry is free */
 } hpmlg_pass;
 
-typedef struct hpmlg_half_copy { /* the copy of one f32 parameter in halves, an entry of a list */
+typedef struct hpmlg_half_copy { /* the copy of one f32 parameter in halves, in the list hpmlg_device.half_copies */
     const float *w;              /* (n): the parameter, f32, on the device */
     void        *half;           /* (n): the parameter's copy in halves, on the device */
     int64_t      n;
-    bool         fresh;          /* `half` equals w; false: w has changed since */
+    bool         fresh;          /* true: `half` has the values of w; false: w has changed since then */
     struct hpmlg_half_copy *next;
 } hpmlg_half_copy;
 
-typedef struct hpmlg_allocation { /* device memory, an entry of the list of all; freed with the device at the latest */
+typedef struct hpmlg_allocation { /* device memory, an entry of hpmlg_device.allocations; hpmlg_close frees all */
     void                    *p;
     struct hpmlg_allocation *next;
 } hpmlg_allocation;
@@ -746,7 +749,7 @@ typedef struct hpmlg_allocation { /* device memory, an entry of the list of all;
 typedef struct hpmlg_span { /* a timed span of work, between two events on a stream */
     cudaEvent_t from, to;
     const char *name;
-    double     *seconds;    /* the span's seconds are added here; NULL: traced only */
+    double     *seconds;    /* the counter to which the span's seconds are added; NULL: the trace only shows the span */
     int         lane;       /* row of the trace that shows the span: HPML_LANE_GPU or another */
 } hpmlg_span;
 
@@ -757,10 +760,10 @@ typedef struct hpmlg_device {
     hpml_dtype        act_dtype;      /* type in which activations are stored */
     int               sms;            /* number of multiprocessors */
     cudaStream_t      stream, copies; /* streams: `stream` runs ops, `copies` large uploads */
-    uint64_t          clock;          /* counts the uses of cache entries, to find the oldest */
+    uint64_t          clock;          /* counts uses of passes and plans in caches, to find the least recently used */
     /* state of uploads (slots: a ring of pinned buffers), downloads and messages from kernels to the host */
     hpmlg_slot        slots[HPMLG_SLOTS];
-    int               slot;                      /* index in `slots` of the one that is being filled */
+    int               slot;                      /* index in `slots` of the slot that is being filled */
     size_t            slot_used;                 /* bytes filled in slots[slot] */
     unsigned char    *pinned;                    /* host memory that the device can access: slots, result, note */
     void             *result;                    /* HPMLG_RESULT bytes of pinned memory for small downloads */
@@ -769,14 +772,14 @@ typedef struct hpmlg_device {
     unsigned long long *first_nonfinite;         /* on the device: a number that hpmlg_nonfinite_pack made; 0: none */
     hpmlg_random_key *random_key;                /* on the device: the key of dropout's random numbers */
     hpmlg_random_key  random_key_host;           /* the key that was last uploaded to *random_key */
-    bool              random_key_known;          /* random_key_host is valid */
+    bool              random_key_known;          /* true: random_key_host equals *random_key */
     /* state of passes, forward or backward runs of a model's ops, which are recorded as CUDA graphs (>>gpu-pass) */
     hpmlg_pass        passes[HPMLG_PASSES];
     hpmlg_pass       *running;                   /* the pass that is now run op by op; NULL: none */
     hpmlg_pass       *recording;                 /* the pass that is now captured; NULL: none */
-    bool              in_whole_forward;          /* all ops of a forward pass run, so norms may fuse residual sums */
-    hpmlg_op_notes    op_notes, op_notes_before; /* op notes now; at the start of the current recording */
-    hpmlg_work_counts work, work_before;         /* counts of launches now; at the start of the recording */
+    bool              in_whole_forward;          /* true: a whole forward pass runs: norms may fuse residual sums */
+    hpmlg_op_notes    op_notes, op_notes_before; /* op notes now; at the start of the current capture */
+    hpmlg_work_counts work, work_before;         /* counts of launches now; at the start of the capture */
     long long         pass_counts[4];            /* numbers of passes, indexed by enum hpmlg_pass_kind */
     long long         waits;                     /* times that the host has waited for the device */
     hpml_node        *planned;                   /* the node that hpmlg_plan planned last */
@@ -820,7 +823,7 @@ HPMLG_FN hpml_status hpmlg_check(hpmlg_device *d, cudaError_t e, const char *wha
     return hpmlg_fail(d, e == cudaErrorMemoryAllocation, what, cudaGetErrorString(e), cudaGetErrorName(e), cure);
 }
 
-/* Makes a library call, the last argument, and stores its status in s, if s is 0: no earlier call has failed. */
+/* If s is 0, because no earlier call has failed, makes the library call `...` and stores its status in s. */
 #define HPMLG_TRY(s, ...)                                                                                              \
     if ((int)(s) == 0) s = __VA_ARGS__
 
@@ -1086,7 +1089,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
         if (e == cudaSuccess) {
             hpml_trace_span(d->ctx, l.lane, l.name, d->span_clock_time + 1e-3 * from, d->span_clock_time + 1e-3 * to);
             if (l.seconds) *l.seconds += 1e-3 * (to - from);
-        } else { /* a span on another stream, whose work is not over */
+        } else { /* a span on another stream, whose work still runs: kept */
             d->spans[i] = d->spans[unfinished];
             d->spans[unfinished++] = l;
         }
@@ -1095,7 +1098,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
     d->span_count = unfinished;
     if (unfinished) return;
     if (!d->span_clock) cudaEventCreate(&d->span_clock);
-    double before = 0, after = 1; /* host times in seconds; 1 apart, so that the loop begins */
+    double before = 0, after = 1; /* host times in seconds; first 1 apart, so that the loop runs */
     for (int tries = 0; tries < 10 && after - before > 100e-6; tries++) {
         before = hpml_now();
         cudaEventRecord(d->span_clock, d->stream);
@@ -1111,7 +1114,7 @@ HPMLG_FN void hpmlg_spans_emit(hpmlg_device *d)
 HPMLG_FN void hpmlg_span_mark(hpmlg_device *d, cudaStream_t stream, const char *name, double *seconds, int lane)
 {
     hpmlg_span *l    = &d->spans[d->span_count];
-    bool        full = d->span_count == HPMLG_SPANS - 1; /* the last one is for spans that are not kept */
+    bool        full = d->span_count == HPMLG_SPANS - 1; /* true: only the entry for spans that are not kept is left */
     if (!name) {
         if (full) cudaStreamSynchronize(d->stream);
         if (full || !d->span_clock) {
@@ -1256,7 +1259,7 @@ HPMLG_FN void hpmlg_half_copy_refresh(hpmlg_device *d, hpmlg_half_copy *w);
 
 enum hpmlg_pass_kind { HPMLG_OP_BY_OP, HPMLG_RECORDED, HPMLG_REPLAYED, HPMLG_GIVEN_UP };
 
-/* Adds to each count of launches in *to the difference of the same counts in *from and *less; less NULL: zeros. */
+/* Adds to each count of launches in *to the count of the same name in *from minus that in *less (NULL: minus 0). */
 HPMLG_FN void hpmlg_work_add(hpmlg_work_counts *to, const hpmlg_work_counts *from, const hpmlg_work_counts *less)
 {
     long long       *t = (long long *)(void *)to;
@@ -1360,7 +1363,7 @@ HPMLG_DEVICE float hpmlg_act_gate(float x)
 /* Returns the derivative of x s(u(x)), where s is the sigmoid's value at u(x), and du = u'(x). */
 HPMLG_DEVICE float hpmlg_act_gated_derivative(float x, float s, float du) { return s + x * s * (1 - s) * du; }
 
-/* Lists the activations as X(name, whether the derivative is computed from x (else from y = act(x)), y, dy / dx). */
+/* Lists the activations as X(name, true if dy / dx is computed from x, false if from y, formulas of y and dy / dx). */
 #define HPMLG_ACTS(X)                                                                                                  \
     X(RELU, false, x > 0 || x != x ? x : 0, y > 0 ? 1 : 0)                                                             \
     X(LEAKY_RELU, false, x > 0 ? x : slope * x, y > 0 ? 1 : slope)                                                     \
@@ -1378,7 +1381,7 @@ HPMLG_DEVICE float hpmlg_act_gated_derivative(float x, float s, float du) { retu
     X(NEG, false, -x, -1)                                                                                              \
     X(ABS, true, fabsf(x), x > 0 ? 1 : x < 0 ? -1 : 0)
 
-/* Returns act(x) for the activation HPML_ACT_... number `act`; 0: x. slope: the factor of LEAKY_RELU for negative x. */
+/* Returns act(x) for the activation HPML_ACT_... number `act`; act 0: x. slope: LEAKY_RELU's factor of negative x. */
 HPMLG_DEVICE float hpmlg_act(int act, float slope, float x)
 {
 #define HPMLG_X(name, needs_x, value, derivative) if (act == HPML_ACT_##name) return value;
@@ -1397,7 +1400,7 @@ HPMLG_DEVICE float hpmlg_act_derivative(int act, float slope, float v)
     return 1;
 }
 
-/* Return what hpmlg_act and hpmlg_act_derivative return, as real calls, because inlined they take many registers. */
+/* Call hpmlg_act and hpmlg_act_derivative, but are not inlined, because inlined code takes many registers. */
 static __device__ __attribute__((noinline)) float hpmlg_act_called(int act, float slope, float x)
 {
     return hpmlg_act(act, slope, x);
@@ -1538,12 +1541,12 @@ HPMLG_FN void hpmlg_op_scale(HPMLG_OP_ARGUMENTS)
 
 typedef struct hpmlg_binary { /* an op of two operands: add, sub, mul or div, or its gradients */
     int           op;
-    hpmlg_strides w;             /* over the result's shape; w.stride[s]: of src[s] */
-    bool          same_shape[2]; /* src[s] has every element of the result, in order: it is not broadcast */
+    hpmlg_strides w;             /* shape of the result; w.stride[s]: strides of src[s] over this shape */
+    bool          same_shape[2]; /* true: src[s] has the shape of the result: no element is repeated */
     hpmlg_array   out, src[2];   /* out: the result or, backward, its gradient; src: the operands */
-    hpmlg_array   grad[2];       /* backward: gradients of src to write; p NULL: not that one */
+    hpmlg_array   grad[2];       /* backward: grad[s] gets the gradient of src[s]; p NULL: this one is not written */
     bool          add[2];
-    int           act;           /* not 0 (only in ADD): an activation: first out *= act'(src[0]) */
+    int           act;           /* for ADD: an activation, for which first out *= act'(src[0]); 0: none */
     float         slope;
 } hpmlg_binary;
 
@@ -1596,7 +1599,8 @@ HPMLG_DEVICE hpmlg_vec8 hpmlg_operand_grad(const hpmlg_binary &b, int side, int6
     return d;
 }
 
-/* Computes the gradients of op b's operands that are not broadcast (flat: none is); both may be the same tensor. */
+/* Computes the gradients of those operands of op b that are not broadcast; both may be one tensor. flat: no operand is
+   broadcast. */
 template <bool flat> static __global__ void __launch_bounds__(256, flat ? 5 : 3) hpmlg_k_binary_back(hpmlg_binary b)
 {
     const int64_t n = b.w.count;
@@ -1637,7 +1641,7 @@ HPMLG_FN void hpmlg_binary_pass(hpmlg_device *d, hpml_node *n, bool back)
     hpmlg_binary b = hpmlg_binary_make(n);
     unsigned     blocks = hpmlg_grid_blocks(d, b.w.count, 2048);
     bool         flat = b.same_shape[0] && b.same_shape[1];
-    if (!back && n->fused_with && d->in_whole_forward) return; /* computed by the norm that follows */
+    if (!back && n->fused_with && d->in_whole_forward) return; /* the next norm's kernel computes the sum */
     if (!back) return HPMLG_RUN_BOOL(d, flat, hpmlg_k_binary, true, false, blocks, 256, 0, b);
     b.out    = hpmlg_grad(n->out);
     b.add[0] = n->accumulate[0];
@@ -1667,9 +1671,9 @@ HPMLG_FN void hpmlg_op_div(HPMLG_OP_ARGUMENTS) { hpmlg_binary_pass(d, n, back); 
 typedef struct hpmlg_reduce {
     hpmlg_binary  b;
     int           side;
-    hpmlg_strides kept, summed; /* of all dimensions but the last: those kept, those summed; stride[0]: in the array */
+    hpmlg_strides kept, summed; /* the kept and the summed dimensions except the last; stride[0]: strides in b.out */
     int64_t       last_dim;
-    hpmlg_array   out;          /* (splits, kept): the sums, or a partial sum for each split */
+    hpmlg_array   out;          /* (splits, kept elements): the partial sums of each split; of one split: the sums */
     float         scale;
     bool          add;
     int           tx;           /* number of neighbouring threads in a group: a power of two up to 256 */
@@ -1775,7 +1779,8 @@ HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side,
     f.tx = hpmlg_power_of_two(keeps_last ? vecs : f.summed.count * vecs, keeps_last ? 32 : HPMLG_REDUCE_THREADS);
     int     ty     = HPMLG_REDUCE_THREADS / f.tx;
     int64_t blocks = keeps_last ? f.kept.count * ((vecs + f.tx - 1) / f.tx) : (kept + ty - 1) / ty;
-    int64_t useful = keeps_last ? f.summed.count / (4 * ty) : f.summed.count * vecs / (4 * f.tx); /* useful splits */
+    /* useful: the largest number of splits in which each thread still adds 4 rows or vec8s */
+    int64_t useful = keeps_last ? f.summed.count / (4 * ty) : f.summed.count * vecs / (4 * f.tx);
     int64_t splits = (int64_t)d->sms * 8 / blocks;
     int64_t fit    = (int64_t)(HPMLG_SCRATCH / sizeof(float)) / kept; /* splits whose sums fit in the scratch memory */
     if (splits > useful) splits = useful;
@@ -1787,7 +1792,7 @@ HPMLG_FN void hpmlg_reduce_run(hpmlg_device *d, const hpmlg_binary *b, int side,
         f.add   = false;
     }
     dim3 grid((unsigned)blocks, (unsigned)splits);
-    bool plain = b->op == HPML_OP_ADD && !b->act; /* no derivatives: fewer registers, more loads in flight */
+    bool plain = b->op == HPML_OP_ADD && !b->act; /* true: no derivatives, so the kernel needs fewer registers */
     if (keeps_last)
         HPMLG_RUN_BOOL(d, plain, hpmlg_k_reduce_columns, true, false, grid, HPMLG_REDUCE_THREADS, 0, f);
     else HPMLG_RUN_BOOL(d, plain, hpmlg_k_reduce_rows, true, false, grid, HPMLG_REDUCE_THREADS, 0, f);
@@ -1815,7 +1820,7 @@ HPMLG_FN void hpmlg_op_sum(HPMLG_OP_ARGUMENTS)
     else hpmlg_sum_run(d, to, from, w, scale, false);
 }
 
-/* The terms that are summed over all elements: squares of x, or losses of x and the target t. */
+/* The kinds of terms that hpmlg_k_sum_terms sums over all elements: squares of x, or losses of x and the target t. */
 enum hpmlg_loss_kind { HPMLG_SQUARE, HPMLG_BCE, HPMLG_HUBER, HPMLG_MSE };
 
 /* Returns the term of kind `what` (an hpmlg_loss_kind) of one element x and target t. BCE: max(x, 0) - x t + log(1 +
@@ -1848,7 +1853,8 @@ static __global__ void hpmlg_k_sum_terms(float *part, hpmlg_array x, hpmlg_array
     if (threadIdx.x == 0) part[blockIdx.x] = sum;
 }
 
-/* The arguments of hpmlg_k_sum_finish, which adds n partial sums in double, in one block, and divides the sum. */
+/* The arguments of hpmlg_k_sum_finish, which adds n partial sums in double, in one block, and divides their sum
+   by *counted or by `divisor`. */
 typedef struct hpmlg_sum_finish {
     const float *part;                 /* (n): the partial sums */
     int64_t      n;
@@ -1984,7 +1990,7 @@ HPMLG_FN void hpmlg_op_permute(HPMLG_OP_ARGUMENTS)
    `lead` zeros, then `block` elements of row o of `from`, from offset from_at on, then zeros. */
 typedef struct hpmlg_row_copy {
     hpmlg_array to, from;
-    int64_t     to_at, to_step, from_at, from_step; /* in elements: where row 0 begins, distance of rows */
+    int64_t     to_at, to_step, from_at, from_step; /* in elements: offset of row 0, distance of rows */
     int64_t     width, block, lead, rows;
     bool        add;
 } hpmlg_row_copy;
@@ -2064,7 +2070,7 @@ typedef struct hpmlg_map {
     int           operands;
 } hpmlg_map;
 
-/* Returns the value f(a, b, c) of the function m.kind for side -1, or its derivative by a (side 0), b (1) or c (2). */
+/* Returns the value f(a, b, c) of the function m.kind if side is -1, or its derivative by a (side 0), b (1), c (2). */
 HPMLG_DEVICE float hpmlg_map_value(const hpmlg_map &m, float a, [[maybe_unused]] float b, [[maybe_unused]] float c,
                                    int side)
 {
@@ -2080,8 +2086,8 @@ HPMLG_DEVICE float hpmlg_map_value(const hpmlg_map &m, float a, [[maybe_unused]]
     return 0;
 }
 
-/* For side -1: writes the function's values to `to`, which is y. Else: writes dy times the derivative by operand `side`
-   to `to` or, if `add`, adds it: one number for each element of y. */
+/* If side is -1, writes the function's values to `to`, which is y; else writes dy times the derivative by operand
+   number `side` to `to` or, if `add`, adds the product to `to`: one number for each element of y. */
 static __global__ void hpmlg_k_map(hpmlg_map m, hpmlg_array to, int side, bool add)
 {
     HPMLG_FOR_EACH(i, m.w.count) {
@@ -2135,8 +2141,8 @@ typedef struct hpmlg_take {
     hpmlg_array     y, x;            /* forward values of y and x, backward their gradients */
     const int      *index;
     int64_t         outer, m, size, inner, start;
-    int64_t         each, rows;      /* indices for each row of y: inner, or 1; values of o, the first index, for each
-                                        sample */
+    int64_t         each, rows;      /* each: indices for a row of y (inner, or 1); rows: outer / samples, so that x[o]
+                                        belongs to sample o / rows */
     hpml_take       rule;
     float           value;
     bool            add;
@@ -2181,9 +2187,9 @@ static __global__ void hpmlg_k_take(hpmlg_take t)
     }
 }
 
-/* Computes dx, a thread for each element of x: it adds up, in order, the gradients of the rows of y that were made from
-   the element's row j. Looked at are, for NEAREST and LINEAR, rows of y near j times the factor, for PAD one row, else
-   all rows. */
+/* Computes dx: the thread of an element in row j of x adds up, in order, the gradients of the rows of y that were made
+   from row j. The thread searches, for NEAREST and LINEAR, the rows of y near j times the factor, for PAD one row, for
+   the other rules all rows. */
 static __global__ void hpmlg_k_take_back(hpmlg_take t)
 {
     HPMLG_FOR_EACH(at, t.outer * t.size * t.inner) {
@@ -2249,8 +2255,8 @@ HPMLG_FN void hpmlg_op_mask(HPMLG_OP_ARGUMENTS)
                         n->out->shape[1]);
 }
 
-/* Finds the first maximum of each line of x (outer, size, inner) along `size`, a NaN being larger than all numbers: a
-   warp for each line, whose lanes take every 32nd number, as contiguous lines allow; `at` (outer, inner) is where. */
+/* Finds the first maximum of each line of x (outer, size, inner) along `size`, where a NaN exceeds all numbers, by a
+   warp for each line. y (outer, inner) gets the maxima, unless y.p is NULL; `at` (outer, inner) gets their indices. */
 static __global__ void hpmlg_k_max(hpmlg_array y, hpmlg_array x, int *at, int64_t lines, int64_t size, int64_t inner)
 {
     int lane = (int)threadIdx.x % HPMLG_WARP;
@@ -2546,7 +2552,7 @@ static __global__ void hpmlg_k_norm_params(float *dgamma, float *dbeta, const fl
 HPMLG_FN int hpmlg_norm_parts(const hpmlg_device *d, int64_t rows, int64_t cols)
 {
     int blocks = (int)hpmlg_row_blocks(d, rows, cols);
-    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* blocks at a time: registers allow 3 or 4 on each */
+    int limit  = d->sms * (cols > 256 && cols <= 768 ? 3 : 4); /* registers allow 3 or 4 blocks a multiprocessor */
     return blocks < limit ? blocks : limit;
 }
 
@@ -2602,10 +2608,10 @@ HPMLG_FN void hpmlg_op_rmsnorm(HPMLG_OP_ARGUMENTS) { hpmlg_norm(d, n, back); }
 /* Batch normalization, for each channel over its N = B P numbers (B images of P = H W pixels): y = gamma (x - mean)
    rstd + beta. Three kernels: blocks sum a split, a part of a channel's numbers, each; one thread for each channel
    joins the channel's splits in order; all elements are written. A split's result is (count, mean, sum of squared
-   distances from it), joined as in Chan, Golub & LeVeque 1979, which loses no digits where the mean is far from zero. A
-   thread joins the numbers that it reads in float, after subtracting the channel's first number. Backward, the same
-   struct contains plain sums: its mean is s1 = sum dy, its square is sum dy (x - mean), from which s2 = sum dy xhat is
-   computed (xhat = (x - mean) rstd). A block works on one channel, or on 32 neighbouring channels where P is 1. */
+   distances from the mean), joined as in Chan, Golub & LeVeque 1979, which loses no digits where the mean is far from
+   zero. A thread joins the numbers that it reads in float, after subtracting the channel's first number. Backward, the
+   same struct contains plain sums: its mean is s1 = sum dy, its square is sum dy (x - mean), from which s2 = sum dy
+   xhat is computed (xhat = (x - mean) rstd). A block works on one channel, or on 32 neighbouring channels if P is 1. */
 
 #define HPMLG_BN_SPLITS 64
 
@@ -2622,18 +2628,18 @@ HPMLG_DEVICE hpmlg_moments<T> hpmlg_moments_join(hpmlg_moments<T> a, hpmlg_momen
     return s;
 }
 
-typedef struct hpmlg_bn {           /* the arguments of batchnorm's kernels; sizes as at the start of >>gpu-batchnorm */
-    int64_t      B, C, P, N, width; /* P = H W, N = B P; width: channels of a block */
+typedef struct hpmlg_bn {           /* the arguments of batchnorm's kernels */
+    int64_t      B, C, P, N, width; /* B images, C channels, P = H W pixels, N = B P; width: channels of a block */
     int64_t      splits, unit;      /* splits of a channel; numbers read at once: 8 where 8 divides P, else 1 */
     hpmlg_array  x, y, dx, dy;
     const float *gamma, *beta;      /* (C), or NULL; dgamma and dbeta may be NULL too */
     float       *dgamma, *dbeta, *running_mean, *running_var;
-    float2      *saved, *means;     /* (C): mean, rstd; backward: s1 / N, s2 / N, the means that dx needs */
+    float2      *saved, *means;     /* (C): saved: mean, rstd; means: backward, the means of dy and of dy xhat */
     float       *rest;              /* (C): what rounding took from saved[c].x: the mean is saved[c].x + rest[c] */
-    hpmlg_moments<double> *part;    /* (splits, C): each split's result */
+    hpmlg_moments<double> *part;    /* (splits, C): each split's count, mean and square (backward: 0 and two sums) */
     float        eps, momentum;
     bool         train, relu, add[3];
-    bool         again;             /* true: forward again, for the backward pass: does not update running statistics */
+    bool         again;             /* true: forward is recomputed for backward: running statistics stay */
 } hpmlg_bn;
 
 /* Returns the offset in x of unit u of channel c, where a unit is s.unit (1 or 8) neighbouring numbers. */
@@ -2663,13 +2669,14 @@ HPMLG_DEVICE int hpmlg_bn_load(const hpmlg_bn &s, hpmlg_array x, int64_t c, int6
 
 template <bool back> static __global__ void hpmlg_k_bn_splits(hpmlg_bn s)
 {
-    typedef typename std::conditional<back, double, float>::type T; /* the type in which a thread sums */
+    typedef typename std::conditional<back, double, float>::type T; /* the type of a thread's sums */
     __shared__ hpmlg_moments<double> all[256];
     int64_t c = (int64_t)blockIdx.x * s.width + threadIdx.x % s.width, units = s.N / s.unit;
     int64_t to = c < s.C ? units * (blockIdx.y + 1) / s.splits : 0;
     int64_t step = (int64_t)(blockDim.x / s.width) * (s.unit == 8 ? 1 : 8);
     float   mean = back && c < s.C ? s.saved[c].x : 0;
-    float   pivot = !back && units > 0 && c < s.C ? hpmlg_get(s.x, hpmlg_bn_offset(s, c, 0)) : 0; /* the first number */
+    /* pivot: the channel's first number, subtracted from all so that sums in float lose no digits */
+    float   pivot = !back && units > 0 && c < s.C ? hpmlg_get(s.x, hpmlg_bn_offset(s, c, 0)) : 0;
     hpmlg_moments<T> mine = { 0, 0, 0 };
     for (int64_t u = units * blockIdx.y / s.splits + threadIdx.x / s.width; u < to; u += step) {
         hpmlg_vec8 e, f, z;
@@ -2849,7 +2856,7 @@ HPMLG_FN void hpmlg_op_batchnorm(HPMLG_OP_ARGUMENTS)
     if (back || s.train) HPMLG_RUN_BOOL(d, back, hpmlg_k_bn_splits, true, false, grid, 256, 0, s);
     if (back) HPMLG_RUN(d, hpmlg_k_bn_channels<true>, channels, 128, 0, s);
     if (shared) hpmlg_bn_sum_ranks(run, d, &all, back);
-    all.dgamma = NULL; /* the gradients of gamma and beta are this rank's own, written above */
+    all.dgamma = NULL; /* dgamma, dbeta: this rank's own sums, which the launch above has written */
     all.dbeta  = NULL;
     if (!back || shared) HPMLG_RUN_BOOL(d, back, hpmlg_k_bn_channels, true, false, channels, 128, 0, all);
     if (s.N == 0 || (back && !s.dx.p)) return;
@@ -3039,11 +3046,11 @@ typedef struct hpmlg_token_lists {
     const int *token;              /* (tokens): the token at each position */
     int64_t    tokens, vocabulary;
     int64_t    most_pieces;        /* upper bound of the number of pieces of long tokens */
-    int       *count, *used;       /* (vocabulary): positions of each token; (2): entries used in `order`, `piece` */
+    int       *count, *used;       /* (vocabulary): times each token occurs; (2): entries used in `order`, `piece` */
     int       *start;              /* (vocabulary): offset of a token's positions in `order` */
     int       *first;              /* (vocabulary): index in `piece` of a long token's first piece */
-    int       *slot, *order;       /* (tokens): slot: number of a position among its token's, at last the positions,
-                                      sorted; order: the positions, unsorted */
+    int       *slot, *order;       /* (tokens): slot: each position's number among the positions of its token, later all
+                                      positions by token, sorted; order: the same, but unsorted for each token */
     int       *piece;              /* (most_pieces): the token that a piece belongs to */
     float     *sums;               /* (most_pieces, width): the sum of dy over each piece's positions */
 } hpmlg_token_lists;
@@ -3187,7 +3194,7 @@ HPMLG_FN void hpmlg_op_embedding(HPMLG_OP_ARGUMENTS)
 
 /* All products, convolutions included, are one sum, c[row, col] = sum over k of a[row, k] b[k, col]; they differ in the
    addresses of the elements of the operands a and b. An operand has two axes: its lines (rows of a, columns of b) and
-   k. An axis splits an index i into up to three, i = (q nu + u) nv + v, and has a distance for each of q, u and v: in
+   k. An axis splits an index i into q, u and v, i = (q nu + u) nv + v, and has a distance for each of q, u and v: in
    memory and, for images, in height and width; an element outside of the image is 0. One kernel gathers the elements of
    any operands (edges, any strides, mixed types; f32, tf32 or halves), another copies 16 bytes at a time from dense
    halves. A block of 128 threads computes a tile of T x T elements of c. When there are too few tiles to fill the
@@ -3210,12 +3217,12 @@ HPMLG_DEVICE unsigned hpmlg_divide(unsigned n, hpmlg_divisor d) { return (unsign
 typedef struct hpmlg_axis {
     hpmlg_divisor block, row; /* nu nv and nv, which split an index (q nu + u) nv + v */
     int64_t   q, u, v;        /* distances in memory, in elements, from one q, u or v to the next */
-    int16_t   h0, h, w0, w;   /* for images: height h0 + u h, width w0 + v w */
+    int16_t   h0, h, w0, w;   /* for images: index i lies at height h0 + u h and width w0 + v w */
 } hpmlg_axis;
 
-typedef struct __align__(16) hpmlg_coord { /* what the index on one axis adds to an element's address */
+typedef struct __align__(16) hpmlg_coord { /* the part of an element's position that is due to its index on one axis */
     int64_t at;   /* offset in elements; below 0: beyond the end of the axis */
-    int     h, w; /* height and width, to which those of the other axis are added */
+    int     h, w; /* height and width; the parts due to the two axes are added up */
 } hpmlg_coord;
 
 HPMLG_FN hpmlg_axis hpmlg_axis_3d(int64_t nu, int64_t nv, int64_t q, int64_t u, int64_t v)
@@ -3245,11 +3252,11 @@ HPMLG_DEVICE hpmlg_coord hpmlg_coord_of(const hpmlg_axis &x, int64_t i, int64_t 
 
 typedef struct hpmlg_operand {
     hpmlg_array x;
-    int64_t     batch;        /* elements to the next matrix of the batch */
+    int64_t     batch;        /* distance in elements from one matrix of the batch to the next */
     hpmlg_axis  line, k;
     int64_t     H, W;         /* size of the image; H 0: the operand is not an image */
-    int64_t     along_k;      /* neighbours in k are closer in memory than neighbouring lines */
-    int64_t     ld;           /* not 0: the elements are neighbours along one axis, and `ld` apart along the other */
+    int64_t     along_k;      /* 1: neighbours in k are closer in memory than neighbouring lines; 0: they are not */
+    int64_t     ld;           /* distance of elements along one axis, if they are neighbours along the other; else 0 */
 } hpmlg_operand;
 
 /* Returns the element of operand o at the coordinates `line` (row of a left operand, column of a right one) and `k`; 0
@@ -3274,7 +3281,7 @@ typedef struct hpmlg_product {
     hpmlg_array   c, z;
     int64_t       ldc, c_batch;
     hpmlg_axis    col;           /* axis of c's columns, where they are not neighbours */
-    int64_t       flat, by_vec8; /* columns of c are neighbours; rows of c can be moved 8 elements at a time */
+    int64_t       flat, by_vec8; /* flat: 1: columns of c are neighbours; by_vec8: 1: c can be moved in vec8s */
     int64_t       add;
     float         alpha, slope;
     const float  *bias;
@@ -3381,7 +3388,7 @@ template <int T> HPMLG_DEVICE hpmlg_tile hpmlg_block_tile(const hpmlg_product &g
    hpmlg_store_tile's writes nor its reads have bank conflicts. */
 template <int T> HPMLG_DEVICE int hpmlg_sum_offset(int row, int col) { return row * T + (col ^ (row & 3) << 3); }
 
-/* Stores the sums of tile t (T x T) of C, which the threads have in their registers acc[], in the layout of tensor-core
+/* Stores the sums of tile t (T x T) of c, which the threads have in their registers acc[], in the layout of tensor-core
    fragments (MMA) or in that of hpmlg_f32_step: the sums pass through the shared memory `sums`, so that each thread
    then has 8 neighbours of a row to store. With MMA, warp w of 4 has one quarter of the tile: the one in the upper or
    lower half w / 2 and the left or right half w % 2. */
@@ -3542,8 +3549,8 @@ HPMLG_DEVICE void hpmlg_gather_load(float *v, const hpmlg_operand &o, int64_t ba
     }
 }
 
-/* Returns v rounded to tf32 (for an instruction that cuts off 13 bits). For NaN returns 0x7fffffff, the device's NaN,
-   because adding half of the last place to that would make it -0. */
+/* Returns v rounded to tf32, for an instruction that cuts off 13 bits: adds half of the last place kept, 0x1000. A NaN
+   becomes 0x7fffffff, because 0x7fffffff + 0x1000, with 13 bits cut off, is -0. */
 HPMLG_DEVICE unsigned hpmlg_tf32(float v) { return v == v ? __float_as_uint(v) + 0x1000u : 0x7fffffffu; }
 
 /* Stores to shared memory the tile (T lines by 16 k) that hpmlg_gather_load has loaded into registers v. KIND, an
@@ -3606,7 +3613,7 @@ static __global__ void __launch_bounds__(128, 2) hpmlg_k_product_gather(const __
 {
     enum { BYTES = HPMLG_TILE_BYTES(T, KIND) };
     HPMLG_SHARED(unsigned char, shared);
-    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* T of a, of b; 16 of a, of b, in 2 stages */
+    hpmlg_coord   *lines = (hpmlg_coord *)shared, *ks = lines + 2 * T; /* lines: T of a, T of b; ks: 2 x 16 of each */
     unsigned char *tiles = shared + (2 * T + 64) * sizeof(hpmlg_coord);
     hpmlg_tile     t     = hpmlg_block_tile<T>(g);
     int            id = (int)threadIdx.x, steps = (int)((t.k1 - t.k0 + 15) / 16);
@@ -3728,7 +3735,7 @@ HPMLG_FN void hpmlg_product_split(const hpmlg_device *d, hpmlg_product *g, int T
     if (want > limit) want = limit;
     if (want < 2 || tiles >= d->sms) want = 1;
     g->k_each = ((g->k + want - 1) / want + 63) / 64 * 64;
-    g->splits = g->k > 0 ? (g->k + g->k_each - 1) / g->k_each : 1; /* an empty sum is 0 */
+    g->splits = g->k > 0 ? (g->k + g->k_each - 1) / g->k_each : 1; /* for k = 0 one split, which is 0 */
     g->part   = g->splits > 1 ? (float *)d->workspace : NULL;
 }
 
@@ -3777,8 +3784,8 @@ struct hpmlg_gemm : hpmlg_product {
 /* Which of the optional operations on its result (its epilogue) a product's kernel has done. The caller must run the
    others as kernels of their own, because not every implementation has them. */
 typedef struct hpmlg_epilogue {
-    bool derivative; /* c has been multiplied by act'(z) */
-    bool row_sums;   /* hpmlg_gemm.sums has been written */
+    bool derivative; /* true: c has been multiplied by act'(z) */
+    bool row_sums;   /* true: hpmlg_gemm.sums has been written */
 } hpmlg_epilogue;
 
 /* Returns the array that begins at element `at` of x. */
@@ -3947,8 +3954,8 @@ typedef struct hpmlg_blas_key {
 
 typedef struct hpmlg_blas_plan {
     hpmlg_blas_key         key;
-    uint64_t               used;         /* hpmlg_device.clock at the last use; 0: free */
-    bool                   set, usable;  /* cuBLASLt has been asked for an algorithm; it has given one */
+    uint64_t               used;         /* hpmlg_device.clock at the last use; 0: the entry is free */
+    bool                   set, usable;  /* set: cuBLASLt was asked for an algorithm; usable: it gave one that runs */
     int                    id;           /* number of the algorithm in cuBLASLt */
     cublasLtMatmulDesc_t   op;
     cublasLtMatrixLayout_t a, b, c;
@@ -4142,7 +4149,7 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue 
         void       *z = !plain ? g->z.p : NULL;
         void       *c = act_after && g->z.p ? g->z.p : g->c.p;
         const void *line = e == CUBLASLT_EPILOGUE_BGRADB ? g->sums : bias;
-        if (plain && full) continue; /* there is no epilogue to fuse */
+        if (plain && full) continue; /* no more than the bias can be fused: next turn */
         key.epilogue = (int64_t)e;
         key.c_type   = act_after && g->z.p ? g->z.type : g->c.type;
         hpmlg_blas_plan *p = hpmlg_cache_find(d, blas->plans, key);
@@ -4150,7 +4157,7 @@ HPMLG_FN bool hpmlg_blas_product(hpmlg_device *d, hpmlg_gemm *g, hpmlg_epilogue 
         cublasStatus_t s = p->usable ? hpmlg_blas_set_pointers(p, line, z) : CUBLAS_STATUS_NOT_SUPPORTED;
         HPMLG_TRY(s, cublasLtMatmul(blas->handle, p->op, &g->alpha, g->b.x.p, p->a, g->a.x.p, p->b, &beta, c, p->c, c,
                                     p->c, &p->algo, d->workspace, d->d.workspace, d->stream));
-        p->usable = !hpmlg_blas_refused(s); /* cuBLASLt may refuse only when called */
+        p->usable = !hpmlg_blas_refused(s); /* some refusals come only from this call */
         hpmlg_blas_count(d, e, !p->usable);
         if (!p->usable) continue;
         hpmlg_blas_check(d, s, "cublasLtMatmul");
@@ -4210,10 +4217,10 @@ HPMLG_FN void hpmlg_act_bias_grad(hpmlg_device *d, hpmlg_array dy, hpmlg_array v
 
 typedef struct hpmlg_dims {
     int64_t batch, m, n, k;
-    bool    shared; /* all products of the batch have the same right operand b */
+    bool    shared; /* true: all products of the batch have the same right operand b */
 } hpmlg_dims;
 
-/* Returns the sizes of a matmul's products. With one b for the whole batch, and a not transposed, it is one product. */
+/* Returns the sizes of a matmul's products: one of all rows, where the whole batch shares b and a is not transposed. */
 HPMLG_FN hpmlg_dims hpmlg_matmul_dims(const hpml_node *node)
 {
     const hpml_tensor *c = node->out, *a = node->src[0], *b = node->src[1];
@@ -4246,7 +4253,7 @@ HPMLG_FN void hpmlg_batched_product(hpmlg_device *d, int64_t batch, int64_t m, i
 HPMLG_FN hpmlg_operand hpmlg_matmul_operand(const hpml_node *n, const hpmlg_dims *s, hpmlg_array x, bool second,
                                             bool transposed)
 {
-    bool    stored = second ? n->attr.matmul.trans_b : n->attr.matmul.trans_a; /* x is the operand's transpose */
+    bool    stored = second ? n->attr.matmul.trans_b : n->attr.matmul.trans_a; /* true: x is the operand's transpose */
     int64_t rows = second ? s->k : s->m, cols = second ? s->n : s->k;
     int64_t batch = second && s->shared ? 0 : rows * cols;
     return hpmlg_matrix(x, stored ? rows : cols, batch, (stored != transposed) == second);
@@ -4261,11 +4268,11 @@ HPMLG_FN void hpmlg_op_matmul(HPMLG_OP_ARGUMENTS)
     if (!back)
         return hpmlg_batched_product(d, s.batch, s.m, s.n, s.k, hpmlg_matmul_operand(n, &s, a, false, false),
                                      hpmlg_matmul_operand(n, &s, b, true, false), hpmlg_value(n->out), false, false);
-    if (ta->raw_grad) /* dA (m, k) = dC op(B)^T, or its transpose, as A is stored */
+    if (ta->raw_grad) /* dA (m, k) = dC op(B)^T; transposed where trans_a is set */
         hpmlg_batched_product(d, s.batch, s.m, s.k, s.n, hpmlg_matrix(dc, s.n, mn, true),
                               hpmlg_matmul_operand(n, &s, b, true, true), hpmlg_grad(ta), n->accumulate[0],
                               n->attr.matmul.trans_a);
-    for (int64_t i = 0; tb->raw_grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC, or its transpose */
+    for (int64_t i = 0; tb->raw_grad && i < (s.shared ? s.batch : 1); i++) { /* dB = op(A)^T dC; trans_b: transposed */
         bool        add = n->accumulate[1] || i > 0 || ta == tb; /* a shared b's gradient is summed over the batch */
         hpmlg_array ai = hpmlg_array_at(a, i * s.m * s.k), ci = hpmlg_array_at(dc, i * mn);
         hpmlg_batched_product(d, s.shared ? 1 : s.batch, s.k, s.n, s.m, hpmlg_matmul_operand(n, &s, ai, false, true),
@@ -4332,7 +4339,7 @@ HPMLG_FN void hpmlg_linear_backward(hpmlg_device *d, hpml_node *n)
     hpml_tensor     *x = n->src[0], *w = n->src[1];
     const hpml_node *before = hpmlg_linear_before(n);
     int64_t          out = w->shape[0], in = w->shape[1], rows = hpml_tensor_count(x) / in;
-    bool             act_done = d->op_notes.activation_grad_done == n; /* dy includes act'(z) */
+    bool             act_done = d->op_notes.activation_grad_done == n; /* true: dy includes act'(z) */
     d->op_notes.activation_grad_done = NULL;
     hpmlg_linear_dw(d, n, act_done ? HPML_ACT_NONE : n->attr.act.act);
     if (!x->raw_grad) return;
@@ -4382,7 +4389,7 @@ HPMLG_FN void hpmlg_op_linear(HPMLG_OP_ARGUMENTS)
    each remainder. Groups are a batch of products. */
 
 typedef struct hpmlg_conv {
-    int64_t B, C, H, W, OC, OH, OW, groups; /* C, OC: channels of one group */
+    int64_t B, C, H, W, OC, OH, OW, groups; /* B images; x (C, H, W) and y (OC, OH, OW) of one group */
     int64_t taps, P;                        /* elements of the kernel's window; pixels of a plane of y */
     const int32_t *kernel, *stride, *padding, *dilation; /* (2): along height, width */
 } hpmlg_conv;
@@ -4464,7 +4471,7 @@ HPMLG_FN void hpmlg_conv_dx(hpmlg_device *d, const hpmlg_conv *c, hpmlg_array dy
 /* Computes y (images, C, P) = act(y + bias), in place; C channels of P pixels; bias (C) or NULL; n: elements of y. */
 static __global__ void hpmlg_k_bias_act(hpmlg_array y, const float *bias, int act, int64_t C, int64_t P, int64_t n)
 {
-    bool one = P % 8 == 0; /* the eight pixels of a vec8 are in one plane */
+    bool one = P % 8 == 0; /* true: the eight pixels of each vec8 are in one plane */
     HPMLG_FOR_EACH_VEC8(at, n) {
         hpmlg_vec8 e = hpmlg_get_range(y, at, 0, n, 0);
         float      b = bias && one ? bias[at / P % C] : 0;
@@ -4474,8 +4481,8 @@ static __global__ void hpmlg_k_bias_act(hpmlg_array y, const float *bias, int ac
     }
 }
 
-/* The passes of a convolution: y, dx or dw is computed. hpmlg_dnn_run runs one by cuDNN, where add means that it adds
-   to the result, and returns false if cuDNN refuses. */
+/* The passes of a convolution: y, dx or dw is computed. hpmlg_dnn_run runs one pass by cuDNN (add: adds to the
+   result) and returns false if cuDNN refuses. */
 typedef enum hpmlg_dnn_pass { HPMLG_DNN_Y, HPMLG_DNN_DX, HPMLG_DNN_DW, HPMLG_DNN_PASSES } hpmlg_dnn_pass;
 HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, hpmlg_array x, hpmlg_array w,
                             hpmlg_array y, bool add);
@@ -4487,9 +4494,11 @@ HPMLG_FN void hpmlg_conv_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass,
     hpmlg_conv    c = hpmlg_conv_of(n);
     hpmlg_product j = {};
     int64_t       size = c.C * c.taps, image = c.C * c.H * c.W;
-    hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0);     /* axis over pixels of y */
-    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);     /* pixels of y: tap (0, 0) in x */
-    hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0); /* axis over taps: from tap (0, 0) */
+    /* axes: pixels: the pixels of y in y; windows: the pixel of x under tap (0, 0), for each pixel of y; taps: the
+       pixels of x under all taps, relative to tap (0, 0) */
+    hpmlg_axis    pixels = hpmlg_axis_3d(c.P, 1, c.groups * c.OC * c.P, 1, 0);
+    hpmlg_axis    windows = hpmlg_axis_3d(c.OH, c.OW, c.groups * image, 0, 0);
+    hpmlg_axis    taps = hpmlg_axis_3d(c.kernel[0], c.kernel[1], c.H * c.W, 0, 0);
     if (!hpmlg_ok(d) || hpmlg_dnn_run(d, n, pass, x, w, y, add)) return;
     d->work.convolutions[1]++;
     if (pass == HPMLG_DNN_DX) return hpmlg_conv_dx(d, &c, y, w, x, add);
@@ -4633,11 +4642,11 @@ typedef struct hpmlg_dnn_plan {
     cudnnConvolutionDescriptor_t conv;
     cudnnActivationDescriptor_t  act;
     int                          algo[HPMLG_DNN_PASSES];
-    cudnnMathType_t              math[HPMLG_DNN_PASSES]; /* math mode of algo[] */
-    bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES]; /* cuDNN has been asked for an
-                                                                                       algorithm; it has given one */
-    bool                         set, refused;           /* cuDNN has got the convolution's description; refused it */
-    bool                         unfused;                /* cuDNN has refused bias and activation in one launch */
+    cudnnMathType_t              math[HPMLG_DNN_PASSES]; /* math mode of algorithm algo[pass] */
+    bool                         asked[HPMLG_DNN_PASSES], usable[HPMLG_DNN_PASSES]; /* asked: cuDNN was asked for an
+                                                                                       algorithm; usable: it gave it */
+    bool                         set, refused;           /* set: the descriptors are set; refused: by cuDNN */
+    bool                         unfused;                /* true: cuDNN has refused to fuse bias and activation */
 } hpmlg_dnn_plan;
 
 #define HPMLG_DNN_PLANS 128
@@ -4788,7 +4797,7 @@ HPMLG_FN bool hpmlg_dnn_run(hpmlg_device *d, hpml_node *n, hpmlg_dnn_pass pass, 
     bool        narrow = pass == HPMLG_DNN_DW && d->act_dtype != HPML_DTYPE_F32, whole = true;
     void       *dw = narrow ? (char *)n->scratch + hpmlg_narrowed_bytes(d, n->src[0]) : w.p;
     int64_t     count = hpml_tensor_count(n->out);
-    uintptr_t       addresses = (uintptr_t)x.p | (uintptr_t)w.p | (uintptr_t)y.p; /* a micro-batch may begin anywhere */
+    uintptr_t       addresses = (uintptr_t)x.p | (uintptr_t)w.p | (uintptr_t)y.p; /* a micro-batch may be unaligned */
     if (d->d.own_kernels || x.type != (int)d->act_dtype || y.type != (int)d->act_dtype || addresses % 16) return false;
     hpmlg_dnn      *dnn = hpmlg_dnn_open(d);
     hpmlg_dnn_plan *p   = dnn ? hpmlg_dnn_plan_of(d, dnn, n, pass) : NULL;
@@ -4895,7 +4904,7 @@ enum hpmlg_attn_part { HPMLG_ATTN_Q, HPMLG_ATTN_K, HPMLG_ATTN_V, HPMLG_ATTN_O };
 typedef struct hpmlg_attn {
     hpmlg_array qkv, o;         /* (B, T, C + 2 kv_heads D), (B, T, C); backward: o is the gradient of the output O */
     hpmlg_array out;            /* forward: the output O; backward: the gradient of qkv */
-    float      *lse, *delta;    /* (B, heads, T): log of the sum, base 2; rowsum(dO O) */
+    float      *lse, *delta;    /* (B, heads, T): log2 of the sum of exp(scores); rowsum(dO O) */
     hpmlg_array mask;           /* (B, T), or (B, T, T) if mask_queries: keys with 0 are hidden; NULL: none are */
     int64_t     pairs;          /* number of pairs of a sample and a head: B heads; for dK and dV B kv_heads */
     int         T, heads, D, kv_heads;
@@ -4903,7 +4912,7 @@ typedef struct hpmlg_attn {
     bool        mask_queries;
     float       scale;
     bool        causal, add;
-    bool        is_aligned, is_aligned_o; /* qkv, o can be copied 16 bytes at a time without conversion */
+    bool        is_aligned, is_aligned_o; /* true: qkv, o can be copied 16 bytes at a time, unconverted */
 } hpmlg_attn;
 
 template <int type> struct hpmlg_element { /* hpmlg_element<type>::t is the type of an element in shared memory */
@@ -4936,8 +4945,8 @@ template <int DP, class E> HPMLG_DEVICE E *hpmlg_tile_chunk(E *tile, int row, in
     return tile + row * DP + (chunk ^ swap) * (int)(16 / sizeof(E));
 }
 
-/* Returns the offset in elements of row `row` of Q, K, V or O (part) of number bh of the pairs of sample and head (of
-   queries, which determines that of keys and values). */
+/* Returns the offset in elements of row `row` of Q, K, V or O (part: an hpmlg_attn_part) of pair bh, a sample and a
+   head of queries; K and V are those of the head of keys and values that this head of queries reads. */
 HPMLG_DEVICE int64_t hpmlg_attn_offset(const hpmlg_attn &p, int64_t bh, int part, int row)
 {
     int64_t b = bh / p.heads, at = b * p.T + row, heads = p.heads + 2 * p.kv_heads;
@@ -4965,7 +4974,7 @@ HPMLG_DEVICE void hpmlg_attn_load(const hpmlg_attn &p, typename hpmlg_element<ty
 {
     typedef typename hpmlg_element<type>::t E;
     const int   each = (int)(16 / sizeof(E)), chunks = DP / each, span = chunks < threads ? chunks : threads;
-    const int   step = threads / span; /* rows that the block loads at a time */
+    const int   step = threads / span; /* number of rows that the block loads at a time */
     bool        is_o = part == HPMLG_ATTN_O, is_aligned = is_o ? p.is_aligned_o : p.is_aligned;
     hpmlg_array a  = is_o ? p.o : p.qkv;
     int         r  = (int)threadIdx.x / span;
@@ -5184,9 +5193,9 @@ static __global__ void __launch_bounds__(32 * W) hpmlg_k_attn(hpmlg_attn p)
         v += __shfl_xor_sync(HPMLG_ALL_LANES, v, 1);
         v += __shfl_xor_sync(HPMLG_ALL_LANES, v, 2);
         if (threadIdx.x % 4 == 0 && r < p.T) p.lse[bh * p.T + r] = v == 0 ? INFINITY : most[i / 2][i % 2] + log2f(v);
-        v = v == 0 ? 0 : 1 / v; /* 0: the mask hides all keys from the query */
+        v = v == 0 ? 0 : 1 / v; /* v 0: the mask hides all keys from the query */
     }
-    __syncthreads(); /* wait: the result overwrites the tiles */
+    __syncthreads(); /* wait, because the result overwrites the tiles */
     hpmlg_attn_store(p, bh, HPMLG_ATTN_O, row, 0, o, sum, (float *)q + (row - first) * HPMLG_ATTN_LD(DP));
 }
 
@@ -5380,10 +5389,10 @@ template <int type> HPMLG_FN void hpmlg_attn_half(hpmlg_device *d, const hpmlg_a
 // >>gpu-attention-op   attention with a cache; which kernels run; rotary positions
 // ---------------------------------------------------------------------------------------------------------------------
 
-/* What the kernels of attention with a cache take besides hpmlg_attn. */
+/* The arguments of the kernels of attention with a cache, besides those in hpmlg_attn. */
 typedef struct hpmlg_attn_cache {
-    float      *kv;       /* (B, S, 2 kv_heads D) the cache: for each position all keys, then all values */
-    const int  *position; /* (B) how many positions of each sample the cache has before this call */
+    float      *kv;       /* (B, S, 2 kv_heads D): the cache: for each position all keys, then all values */
+    const int  *position; /* (B): number of positions that the cache has of each sample before this call */
     int64_t     S, B;
     hpmlg_note *note;
     int        *taken;
@@ -5465,7 +5474,7 @@ HPMLG_FN void hpmlg_op_attention(HPMLG_OP_ARGUMENTS)
     hpmlg_attn  p = {};
     int64_t     C = n->out->shape[2], T = n->out->shape[1], D = C / n->attr.attention.heads;
     hpml_dtype  type = D > 128 ? HPML_DTYPE_F32 : n->out->dtype; /* heads over 128 columns: f32, without tensor cores */
-    int         each = type == HPML_DTYPE_F32 ? 4 : 8;           /* elements in 16 bytes */
+    int         each = type == HPML_DTYPE_F32 ? 4 : 8;           /* number of elements in 16 bytes */
     if (D > HPMLG_ATTN_MOST || T > 0x7fff0000)
         hpml_ctx_fail(run->ctx, HPML_ERR_UNSUPPORTED, "attention \"%s\": heads of %lld columns, %lld positions; the "
                       "GPU's kernels take up to %d columns and 2^31 positions: take more heads", n->out->name,
@@ -5499,8 +5508,8 @@ HPMLG_FN void hpmlg_op_attention(HPMLG_OP_ARGUMENTS)
 }
 
 /* Rotary positions of x (B, T, heads D), see hpml_rotary: a thread takes a pair of numbers, or a number that is only
-   copied. y = x, or y += x if .add, with the pairs rotated by the angles of their positions, if .back by the negative
-   angles. */
+   copied. y = x, or y += x if .add, with the pairs rotated by the angles of their positions or, if .back, by the
+   negative angles. */
 typedef struct hpmlg_rotary {
     hpmlg_array y, x;
     const int  *position;
@@ -5518,8 +5527,8 @@ static __global__ void hpmlg_k_rotary(hpmlg_rotary r)
         int     k = (int)(i - row * items), each = r.D - r.half, h = k / each, pair = k - h * each;
         bool    pairs = h < r.rotated && pair < r.half;
         int64_t at = row * r.heads * r.D;
-        if (h >= r.rotated) at += k + (int64_t)r.rotated * r.half; /* a number of a head that is copied */
-        else if (!pairs) at += h * r.D + r.half + pair;            /* one behind the head's pairs */
+        if (h >= r.rotated) at += k + (int64_t)r.rotated * r.half; /* a number of a head that is not rotated */
+        else if (!pairs) at += h * r.D + r.half + pair;            /* a number after the head's pairs, copied */
         else at += h * r.D + (r.adjacent ? 2 * pair : pair);
         float v = hpmlg_get(r.x, at);
         if (!pairs) {
@@ -5567,9 +5576,9 @@ HPMLG_FN void hpmlg_op_rotary(HPMLG_OP_ARGUMENTS)
 typedef struct hpmlg_lstm {
     int64_t     B, T, H, in;
     int64_t     width;                    /* numbers in a row of h and of dy: H or, with states, 2H */
-    float      *gates, *cells, *dh, *dc;  /* (B, T, 4H), (B, T, H), (B, H), (B, H) */
+    float      *gates, *cells, *dh, *dc;  /* (B, T, 4H): i f g o; (B, T, H): c; (B, H): gradients of h; of c */
     hpmlg_array h, dy, da, before;        /* da (B, T, 4H): gates, or their half copy; before (B, T, H): h_{t-1} */
-    hpmlg_array h0, c0;                   /* (B, H), or NULL */
+    hpmlg_array h0, c0;                   /* (B, H): the state before the first step; NULL: zeros */
 } hpmlg_lstm;
 
 /* Places an LSTM's arrays in node n's saved and scratch memory; returns the bytes of scratch memory that they need. */
@@ -5606,7 +5615,7 @@ HPMLG_FN size_t hpmlg_lstm_layout(const hpmlg_device *d, const hpml_node *n, hpm
 
 HPMLG_DEVICE float hpmlg_sigmoid(float x) { return 1 / (1 + expf(-x)); }
 
-/* Returns c of one hidden unit before step t: number `at` of (B, H). c: the address of the unit's c of step t. */
+/* Returns the cell before step t of element `at` of (B, H), samples by hidden units. c: its address at step t. */
 HPMLG_DEVICE float hpmlg_lstm_cell_before(const hpmlg_lstm &l, const float *c, int64_t t, int64_t at)
 {
     if (t > 0) return c[-l.H];
@@ -5730,11 +5739,11 @@ HPMLG_FN void hpmlg_op_lstm(HPMLG_OP_ARGUMENTS)
 
 /* The GRU, computed as on the CPU (>>gru of hpml.h): one product for x and all time steps, then a product and a kernel
    for each time step. Backward, the gradients dr, dz, dn and dm overwrite r, z, n and m; if results are stored in
-   halves, half copies of these gradients (.da) are multiplied. */
+   halves, half copies of these gradients (hpmlg_gru.da) are multiplied. */
 typedef struct hpmlg_gru {
     int64_t      B, T, H, in;
-    float       *gates, *sums, *dh;   /* (B, T, 4H) r z n m; (B, 3H) products of a step; (B, H) gradient of h */
-    float       *bias_sums;           /* (4H) */
+    float       *gates, *sums, *dh;   /* (B, T, 4H) r z n m; (B, 3H) h_{t-1} W_h^T of a step; (B, H) gradient of h */
+    float       *bias_sums;           /* (4H): sums over B and T of the gradients of r, z, n, m */
     hpmlg_array  h, h0, dy, da, before; /* da (B, T, 4H): gates, or their half copy; before (B, T, H): h_{t-1} */
     const float *b_x, *b_h;
 } hpmlg_gru;
@@ -5934,7 +5943,7 @@ typedef struct hpmlg_cross_entropy {
     unsigned long long *counts;   /* (2): hits (correct predictions), valid rows */
 } hpmlg_cross_entropy;
 
-#define HPMLG_LOWEST (-3.402823466e38f) /* the maximum's first value; with -infinity, x - maximum may be NaN */
+#define HPMLG_LOWEST (-3.402823466e38f) /* a running maximum begins here: with -infinity x - maximum may be NaN */
 
 HPMLG_DEVICE bool hpmlg_label_is_valid(int label, int ignore, int64_t classes)
 {
@@ -5943,7 +5952,7 @@ HPMLG_DEVICE bool hpmlg_label_is_valid(int label, int ignore, int64_t classes)
 
 /* Computes maximum, 1 / sum of exponentials and loss of each row, and counts hits: a valid row is a hit unless an
    element before the label's is as large, or one after it is larger. A NaN at the label, or at the front of the row,
-   where nothing exceeds it, prevents a hit too. node: of the loss; NULL: only counts hits. */
+   where nothing exceeds it, prevents a hit too. node: the loss, for errors; NULL: only counts hits. */
 static __global__ void hpmlg_k_cross_entropy(hpmlg_cross_entropy p, const hpml_node *node)
 {
     __shared__ float space[HPMLG_REDUCE_THREADS / HPMLG_WARP];
@@ -5971,7 +5980,7 @@ static __global__ void hpmlg_k_cross_entropy(hpmlg_cross_entropy p, const hpml_n
     beaten = hpmlg_group_reduce(beaten, space, p.tx, true);
     if (p.smoothing > 0) distances = hpmlg_group_reduce(distances, space, p.tx, false);
     if (lane != 0 || row >= p.rows) return;
-    if (valid) atomicAdd(&p.counts[1], 1ull); /* adding integers does not depend on the order */
+    if (valid) atomicAdd(&p.counts[1], 1ull); /* sums of integers are the same in any order */
     if (valid && beaten == 0) atomicAdd(&p.counts[0], 1ull);
     if (!node) return;
     p.max[row]         = most;
@@ -6041,7 +6050,7 @@ HPMLG_FN void hpmlg_op_cross_entropy(HPMLG_OP_ARGUMENTS)
     p.taken       = d->note_taken;
     p.counts      = d->counts;
     if (back) return HPMLG_RUN(d, hpmlg_k_cross_entropy_back, (unsigned)p.blocks, HPMLG_REDUCE_THREADS, 0, p);
-    bool ignores_a_class = p.ignore >= 0 && p.ignore < V; /* the class's rows can be hits, but not losses */
+    bool ignores_a_class = p.ignore >= 0 && p.ignore < V; /* true: its rows count as hits, but have no loss */
     d->op_notes.y      = ignores_a_class ? NULL : p.x.p;
     d->op_notes.labels = p.labels;
     hpmlg_cross_entropy_run(d, &p, n);
@@ -6054,7 +6063,7 @@ HPMLG_FN void hpmlg_op_cross_entropy(HPMLG_OP_ARGUMENTS)
 }
 
 /* Implements the backend's function that counts hits (correct predictions) and valid rows: copies the counts of the
-   last cross-entropy if it had the same arrays, else counts by the kernel. */
+   last cross-entropy if that loss has read the same y and labels, else counts by its kernel. */
 HPMLG_FN hpml_status hpmlg_count_hits(void *, hpml_ctx *ctx, hpml_dtype dtype, const void *y, const int32_t *labels,
                                       int64_t rows, int64_t classes, int64_t counts[2])
 {
@@ -6131,15 +6140,15 @@ HPMLG_FN void hpmlg_op_huber(HPMLG_OP_ARGUMENTS) { hpmlg_loss_pass(d, n, back); 
 
 #define HPMLG_CHUNK ((int64_t)4096) /* elements of a chunk: two vec8s per thread of a block */
 
-typedef struct hpmlg_param_step {         /* one row of the table: a parameter's update */
+typedef struct hpmlg_param_step {         /* one row of the update kernel's table: a parameter's update */
     hpml_update u;
     float       correction1, correction2; /* 1 / (1 - beta^step), of beta1 and beta2 */
-    void       *half;                     /* (n): the half copy of w, updated too; NULL: none */
+    void       *half;                     /* (n): the half copy of w, updated too; NULL: no half copy exists */
     int64_t     chunk, chunks;            /* index of the parameter's first chunk; number of chunks */
     int         param;                    /* the parameter's index in the context; -1: unknown */
 } hpmlg_param_step;
 
-typedef struct hpmlg_nonfinite_sink { /* where kernels report non-finite gradients and parameters */
+typedef struct hpmlg_nonfinite_sink { /* where kernels report gradients and parameters that are not finite */
     unsigned long long *first_nonfinite;
     hpmlg_note         *note;
 } hpmlg_nonfinite_sink;
@@ -6152,8 +6161,8 @@ HPMLG_DEVICE void hpmlg_nonfinite_report(const hpmlg_nonfinite_sink &f, const hp
     f.note->nonfinite = 1;
 }
 
-/* Returns the entry of the table `steps` (count) for the parameter whose weights a chunk of HPMLG_CHUNK elements
-   belongs to, by bisection: the last parameter whose first chunk is not after it. */
+/* Returns the entry of the table `steps` (`count` entries) for the parameter to which chunk number `chunk` belongs,
+   found by bisection: the last parameter whose first chunk is not after this chunk. */
 HPMLG_DEVICE const hpmlg_param_step *hpmlg_param_step_find(const hpmlg_param_step *steps, int count, int64_t chunk)
 {
     int low = 0, high = count;
@@ -6235,7 +6244,7 @@ HPMLG_DEVICE float hpmlg_update_checked(const hpml_update *u, float c1, float c2
 
 /* Updates the weights of all chunks (4,096 elements each). LARS and LAMB take two passes: pass 0 writes each chunk's
    sums of squares of w and of g to `part` or, for LAMB, of w and the direction, which overwrites g; pass 1 updates by
-   the learning rate that hpmlg_k_update_rates has multiplied by the layer's ratio. Others need pass 0 only. */
+   the learning rate that hpmlg_k_update_rates has multiplied by the ratio of norms. Others need pass 0 only. */
 static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, int64_t chunks, double2 *part,
                                       int half_type, int pass, hpmlg_nonfinite_sink finder)
 {
@@ -6252,7 +6261,7 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
         hpmlg_array v = { u.state[1], HPML_DTYPE_F32 }, copy = { s->half, half_type };
         int64_t     from = (chunk - s->chunk) * HPMLG_CHUNK, to = from + HPMLG_CHUNK < u.n ? from + HPMLG_CHUNK : u.n;
         float       ww = 0, gg = 0;
-        bool        gradient = false, step = false; /* whether a gradient, a step of this thread was not finite */
+        bool        gradient = false, step = false; /* true: a gradient, a step here was not finite */
         if (norms_only || apply) m.p = v.p = NULL;
         for (int64_t i = from + 8 * threadIdx.x; i < to; i += 8 * blockDim.x) {
             hpmlg_vec8 x = hpmlg_row_get(w, 0, u.n, i, 0), d = hpmlg_row_get(g, 0, u.n, i, 0), p = {}, q = {};
@@ -6284,9 +6293,9 @@ static __global__ void hpmlg_k_update(const hpmlg_param_step *steps, int count, 
     }
 }
 
-/* Multiplies the learning rate by the layer's ratio of norms, one block for each parameter, from the chunks' sums of
-   squares in `part`. LARS: trust |w| / (|g| + decay |w|), or 1 if trust is 0, and the rate is then multiplied into the
-   gradient's factor and the decay, so that momentum contains it; LAMB: |w| / |direction|. */
+/* Multiplies each parameter's learning rate by its ratio of norms, one block for each parameter, from the chunks' sums
+   of squares in `part`. LARS: trust |w| / (|g| + decay |w|), or 1 if trust is 0, and the rate is then multiplied into
+   the gradient's factor and the decay, so that momentum contains it; LAMB: |w| / |direction|. */
 static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const double2 *part)
 {
     __shared__ double all[2][256];
@@ -6310,7 +6319,7 @@ static __global__ void hpmlg_k_update_rates(hpmlg_param_step *steps, const doubl
     gg = sqrt(all[1][0]);
     if (!lamb) gg = gg * (double)hpmlg_gradient_scale(s->u) + (double)s->u.weight_decay * ww;
     if (ww > 0 && gg > 0 && (lamb || s->u.trust > 0)) s->u.lr *= (float)((lamb ? 1 : (double)s->u.trust) * ww / gg);
-    if (s->u.found_nonfinite && !lamb && !isfinite(gg)) s->u.lr = 0; /* a non-finite gradient has no direction */
+    if (s->u.found_nonfinite && !lamb && !isfinite(gg)) s->u.lr = 0; /* LARS takes no step by such a gradient */
     if (lamb) return;
     s->u.grad_scale *= s->u.lr;
     s->u.weight_decay *= s->u.lr;
@@ -6331,7 +6340,7 @@ HPMLG_FN void *hpmlg_update_half(hpmlg_device *d, const float *w, int64_t n)
 }
 
 /* Returns the index in the context of the parameter whose memory contains the address w; -1: none. Tries first the
-   parameter after number `before`, the last result, because callers ask in order. */
+   parameter after number `before`, the last result, because parameters are looked up in order. */
 HPMLG_FN int hpmlg_param_number(const hpml_ctx *ctx, const float *w, int before)
 {
     int count = hpml_param_count(ctx);
@@ -6420,10 +6429,10 @@ HPMLG_FN hpml_status hpmlg_update(void *, hpml_ctx *ctx, const hpml_update *upda
 
 typedef struct hpmlg_pack { /* the rows that one launch packs */
     unsigned char *packed;
-    float         *e;         /* (rows, cols): the residual; NULL: no feedback */
+    float         *e;         /* (rows, cols): the residual; NULL: the error is dropped */
     const float   *g;         /* (rows, cols): the gradient */
     int64_t        rows, cols, row_size; /* row_size: bytes of a packed row */
-    int           *nonfinite; /* (1 + rows) marks: [0] if any row is not finite, [1 + row] if that row is */
+    int           *nonfinite; /* (1 + rows) marks: [0] is 1 if any row is not finite, [1 + row] if this row is not */
     float          threshold;
 } hpmlg_pack;
 
@@ -6476,7 +6485,7 @@ HPMLG_DEVICE hpmlg_chunk hpmlg_onebit_scan(float v[HPMLG_ONEBIT_TURNS], unsigned
     return s;
 }
 
-/* Returns the level sent for a row's negative or other elements: their mean, within [least, most]; 0 if none exist. */
+/* Returns the level, sent for each negative (or other) element of a row: their mean, in [least, most]; 0 for none. */
 HPMLG_DEVICE float hpmlg_onebit_level(double sum, int64_t count, float least, float most)
 {
     float mean = count ? (float)(sum / (double)count) : 0;
@@ -6515,7 +6524,7 @@ static __global__ void __launch_bounds__(256, 2) hpmlg_k_onebit(hpmlg_pack p, in
         bool    mine = slot < slots && row < p.rows;
         double  sum[2] = { 0, 0 };
         float   least[2] = { INFINITY, INFINITY }, most[2] = { -INFINITY, -INFINITY };
-        auto    count = [&]() { /* returns the number of elements of this team's chunk */
+        auto    count = [&]() { /* returns the number of elements of this half warp's chunk */
             int64_t rest = mine ? p.cols - chunk * HPMLG_ONEBIT_CHUNK : 0;
             if (rest > HPMLG_ONEBIT_CHUNK) rest = HPMLG_ONEBIT_CHUNK;
             return (int)(rest < 0 ? 0 : rest);
@@ -6617,7 +6626,7 @@ static __global__ void hpmlg_k_pack_wipe(hpmlg_pack p)
     }
 }
 
-/* Sets *kind to the kind of the codec of p; an error if it is the user's own, because the GPU has no kernel for it. */
+/* Sets *kind to the kind of p's codec; an error if the codec is the user's own, for which the GPU has no kernel. */
 HPMLG_FN hpml_status hpmlg_codec_kind(hpml_ctx *ctx, const hpml_packing *p, int *kind)
 {
     for (*kind = HPML_CODEC_NONE; *kind < HPML_CODEC_COUNT; ++*kind)
@@ -6738,14 +6747,14 @@ typedef struct hpmlg_nccl_calls {
 #undef HPMLG_X
 } hpmlg_nccl_calls;
 
-typedef struct hpmlg_rank_identity { /* the data that ranks exchange before NCCL exists */
+typedef struct hpmlg_rank_identity { /* data of a rank, exchanged with all ranks before NCCL exists */
     char         host[64];
     cudaUUID_t   gpu;
     int          device;             /* index of the GPU on its host */
     ncclUniqueId id;                 /* NCCL's id; all ranks use that of rank 0 */
 } hpmlg_rank_identity;
 
-typedef struct hpmlg_staging {       /* header of each allocation of pinned memory for gradients between nodes */
+typedef struct hpmlg_staging {       /* header of pinned memory through which gradients pass between nodes */
     cudaEvent_t           arrived;   /* event: the last download to this memory is complete */
     struct hpmlg_staging *next;
     float                 padding[12]; /* fills up a cache line of 64 bytes */
@@ -6759,18 +6768,18 @@ struct hpml_nccl {
     hpmlg_nccl_calls  call;
     ncclComm_t        comm;          /* NULL: not made yet, or aborted */
     cudaStream_t      stream;
-    cudaEvent_t       before, after; /* the device's work before link_begin; NCCL's work up to the last link_end */
+    cudaEvent_t       before, after; /* events: ops before hpml_nccl_link_begin; NCCL up to hpml_nccl_link_end */
     hpmlg_staging    *stages;
-    bool              given_up;      /* atomic: the communicator was aborted */
-    bool              open;          /* a group of calls was begun and not ended */
-    bool              in_flight;     /* work that the event `after` follows may be running */
-    bool              closing;       /* hpmlg_nccl_destroy is running */
-    bool              is_timed;      /* a span of time was begun with the group */
-    char              operation[96]; /* name of the current operation, for error texts */
+    bool              given_up;      /* true: the communicator was aborted; accessed atomically */
+    bool              open;          /* true: a group of NCCL calls was begun and not ended */
+    bool              in_flight;     /* true: NCCL work before the event `after` may still run */
+    bool              closing;       /* true: hpmlg_nccl_destroy is running */
+    bool              is_timed;      /* true: a timed span was begun with the group */
+    char              operation[96]; /* name of the current NCCL operation, for error texts */
 };
 
-/* Sleeps 50 us between polls of a wait that began at time `since` (s); during its first ms does not sleep, because most
-   waits end in that time. */
+/* Sleeps 50 us between two polls of a wait that began at time `since` (s). Does not sleep in the wait's first ms, in
+   which most waits end. */
 HPMLG_FN void hpmlg_poll_pause(double since)
 {
     struct timespec t = { 0, 50000 };
@@ -6784,7 +6793,7 @@ HPMLG_FN hpml_status hpmlg_nccl_fail(hpml_nccl *n, hpml_status status, const cha
     char        text[400];
     const char *more = n->call.GetLastError(n->comm);
     snprintf(text, sizeof text, "%s%s%s", why, more && more[0] ? ": " : "", more ? more : "");
-    __atomic_store_n(&n->given_up, true, __ATOMIC_RELEASE); /* data that arrives from now on is not a result */
+    __atomic_store_n(&n->given_up, true, __ATOMIC_RELEASE); /* from now on no downloaded data is valid */
     if (n->open) n->call.GroupEnd();
     if (n->comm) n->call.CommAbort(n->comm);
     n->comm      = NULL;
@@ -6799,7 +6808,7 @@ HPMLG_FN hpml_status hpmlg_nccl_result(hpml_nccl *n, ncclResult_t r)
     return hpmlg_nccl_fail(n, r == ncclRemoteError ? HPML_ERR_PEER : HPML_ERR_COMM, n->call.GetErrorString(r));
 }
 
-/* Waits, at most desc.timeout seconds, for the end of the NCCL call that returned r, then for the event, unless NULL.
+/* Waits, at most desc.timeout seconds, for the end of the NCCL call that returned r, then for `event`, unless NULL.
    Returns HPML_OK or, after aborting the communicator, an error. */
 HPMLG_FN hpml_status hpmlg_nccl_wait(hpml_nccl *n, ncclResult_t r, cudaEvent_t event)
 {
@@ -6816,7 +6825,7 @@ HPMLG_FN hpml_status hpmlg_nccl_wait(hpml_nccl *n, ncclResult_t r, cudaEvent_t e
     return hpmlg_nccl_fail(n, HPML_ERR_TIMEOUT, text);
 }
 
-/* Finds NCCL's functions in the program itself, else loads the library; an error if it is older than 2.14. */
+/* Finds NCCL's functions in the program itself, else loads the library; an error if NCCL is older than 2.14. */
 HPMLG_FN hpml_status hpmlg_nccl_load(hpml_nccl *n)
 {
     const char *name = n->desc.library ? n->desc.library : "libnccl.so.2";
@@ -6945,7 +6954,7 @@ HPMLG_FN hpml_status hpmlg_nccl_open(hpml_nccl *n)
     hpml_ctx_release(n->ctx, all);
     if (n->meeting.allgather) return status;
     snprintf(name, sizeof name, "%s.%d", n->desc.file, (int)n->desc.rank);
-    remove(name); /* all ranks have read the file, or will not come any more */
+    remove(name); /* all ranks have read this rank's file, or have failed */
     return status;
 }
 
@@ -6997,7 +7006,7 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     if (n->desc.timeout == 0) n->desc.timeout = 60;
     if (meeting) n->meeting = *meeting;
     else n->meeting.rank_in_errors = n->desc.rank;
-    n->meeting.destroyed = NULL; /* not called if this function fails */
+    n->meeting.destroyed = NULL; /* must not be called if this function fails */
     n->desc.meeting      = NULL;
     if (hpmlg_nccl_open(n) != HPML_OK) {
         hpml_ctx_release(ctx, n);
@@ -7049,7 +7058,7 @@ HPML_API hpml_status hpml_nccl_link_begin(void *nccl)
     if (e == cudaSuccess) e = cudaStreamWaitEvent(n->stream, n->before, 0);
     if (e != cudaSuccess) return hpmlg_check(n->d, e, "a stream for NCCL");
     n->open     = true;
-    n->is_timed = n->d->span_count > 0; /* NCCL's calls are timed if ops are */
+    n->is_timed = n->d->span_count > 0; /* true: ops are timed, so NCCL's calls are too */
     if (n->is_timed) hpmlg_span_mark(n->d, n->stream, NULL, NULL, 0);
     return hpmlg_nccl_result(n, n->call.GroupStart());
 }
@@ -7148,7 +7157,7 @@ HPML_API float *hpml_nccl_link_stage(void *nccl, int64_t count)
     return hpmlg_check(n->d, e, "host memory for gradients between nodes") == HPML_OK ? (float *)(s + 1) : NULL;
 }
 
-/* Returns the bytes of part r of an array of floats, whose elements are at[r] to at[r + 1] - 1. */
+/* Returns the bytes of part r, elements at[r] to at[r + 1] - 1, of an array of floats. */
 HPMLG_FN size_t hpmlg_part_bytes(const int64_t *at, int r) { return (size_t)(at[r + 1] - at[r]) * sizeof(float); }
 
 /* Reduces (sums) part r of x, elements at[r] to at[r + 1] - 1, to rank r, and copies this rank's part to the host
@@ -7221,7 +7230,7 @@ HPML_API hpml_nccl *hpml_nccl_create(hpml_ctx *ctx, const hpml_nccl_desc *desc)
     if (!ctx) return NULL;
     hpml_ctx_fail(ctx, HPML_ERR_UNSUPPORTED, "nccl: this program was built without NCCL; compile the file that has "
                   "hpml_cuda.cuh's body with -DHPML_USE_NCCL");
-    if (desc && desc->meeting) desc->meeting->allgather(desc->meeting->user, NULL, 0); /* so that others fail, too */
+    if (desc && desc->meeting) desc->meeting->allgather(desc->meeting->user, NULL, 0); /* so that all ranks fail */
     return NULL;
 }
 
@@ -7258,7 +7267,7 @@ HPML_API hpml_status hpml_nccl_link_landed(void *, float *) { return HPML_ERR_UN
 // >>gpu-text   what has run where, as a line of text
 // ---------------------------------------------------------------------------------------------------------------------
 
-typedef struct hpmlg_line { /* a text that grows in a buffer; used: its length, which may exceed size */
+typedef struct hpmlg_line { /* a text that grows in a buffer of `size` bytes; used: its length, even over size */
     char  *text;
     size_t size, used;
 } hpmlg_line;
@@ -7361,7 +7370,7 @@ HPMLG_FN void hpmlg_plan(void *device, hpml_node *n)
     case HPML_OP_LSTM: n->scratch_bytes = hpmlg_lstm_layout(d, n, &lstm); break;
     case HPML_OP_GRU: n->scratch_bytes = hpmlg_gru_layout(d, n, &gru); break;
     case HPML_OP_CUSTOM:
-        if (!n->attr.custom->kernel.forward) n->saved_bytes = n->scratch_bytes = 0; /* in host memory */
+        if (!n->attr.custom->kernel.forward) n->saved_bytes = n->scratch_bytes = 0; /* the op uses host memory */
         break;
     default: break;
     }
