@@ -16501,12 +16501,12 @@ HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t col
                end > name ? "\"" : "", (int)hpmli_min(stop - text, 64), text, expected);
 }
 
-HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s) /* parses a line into sample s->d.count */
+HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s) /* parses the line at c->p into the next sample */
 {
     const char *text, *stop;
     int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
-    bool        more = true, fits = s && s->d.count < c->capacity; /* no memory for a row if others were too short */
-    bool        first = !c->names && (!s || s->d.count == 0); /* the user may have meant this line as a header */
+    bool        more = true, fits = s && s->d.count < c->capacity; /* false: the file ends before a whole row */
+    bool        first = !c->names && (!s || s->d.count == 0); /* true: perhaps a header with a number in it */
     for (; more; column++) {
         double v = 0;
         more = hpmli_csv_field(c, &text, &stop);
@@ -16530,8 +16530,8 @@ HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s) /* parses a line int
     else s->d.count++;
 }
 
-/* Allocates as many samples as the rest of the file can contain: each takes a line, and 2 bytes or more a field. given:
-   the label's column, negative from the end. NULL without an error: the rest is too short for one sample. */
+/* Allocates as many samples as the file can contain from c->p on: each takes a line, and 2 bytes or more a field.
+   given: the label's column, negative from the end. NULL without an error: too few bytes are left for one sample. */
 HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int32_t given, hpml_dtype y_dtype)
 {
     int64_t columns = c->columns, lines = 1;
@@ -16562,7 +16562,7 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     c.end       = c.p + f.size;
     c.separator = ',';
     if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the byte order mark of spreadsheets */
-    for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the separator: the first of , ; tab on the first line */
+    for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* finds the separator: the first , ; or tab of line 1 */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
     while (c.p < c.end && ctx->status == HPML_OK) {
         if (*c.p == '\n' || *c.p == '\r') { c.line += *c.p++ == '\n'; continue; }
@@ -16599,9 +16599,9 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
                    (long long)context);
     if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, (int64_t)total, HPML_DTYPE_I32, 0, NULL, HPML_DTYPE_I32, 0);
     if (!s) return NULL;
-    unsigned char *text = (unsigned char *)s->x + 3 * total; /* the last quarter of x: bytes widened to i32 in place */
+    unsigned char *text = (unsigned char *)s->x + 3 * total; /* last quarter of x, then widened to i32 in place */
     for (int i = 0; i < count && ctx->status == HPML_OK && hpmli_file_open(ctx, &f, paths[i]); i++) {
-        if (f.size > total - at) f.size = total - at; /* the file grew meanwhile */
+        if (f.size > total - at) f.size = total - at; /* the file has grown since its size was added to total */
         if (hpmli_file_read(&f, text + at, f.size)) at += f.size;
         hpmli_file_close(&f);
     }
@@ -16633,16 +16633,16 @@ HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int
 // ---------------------------------------------------------------------------------------------------------------------
 // >>npy   numpy arrays and packed records
 // ---------------------------------------------------------------------------------------------------------------------
-/* A .npy file: \x93NUMPY; bytes 1 0, 2 0 or 3 0, the version; the header's length, u16 in version 1, else u32; the
-   header, a Python dict; the data. */
-HPMLI_FN char *hpmli_npy_key(char *header, const char *key) /* returns the text after 'key': in a dict; "": none */
+/* A .npy file is, in this order: the bytes \x93NUMPY; the version, bytes 1 0, 2 0 or 3 0; the header's length, u16 in
+   version 1, else u32; the header, a Python dict; the data. */
+HPMLI_FN char *hpmli_npy_key(char *header, const char *key) /* returns the text of a key's value; "": no such key */
 {
     char *p = strstr(header, key);
     return p ? p + strlen(key) + strspn(p + strlen(key), " :") : header + strlen(header);
 }
 
-/* Converts `count` 64-bit numbers in place to `dtype`: numpy's f8 (floats) to f4 if it is F32, i8 (integers) to i4 if
-   it is I32. A number out of the range of `dtype` is an error, which names the file. */
+/* Converts `count` 64-bit numbers in place to `dtype`: numpy's f8 (doubles) if `dtype` is F32, numpy's i8 (integers) if
+   `dtype` is I32. A number out of the range of `dtype` is an error, which names the file `path`. */
 HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype, char *data, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {
@@ -16666,7 +16666,7 @@ HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t capacity)
 {
     unsigned char start[12] = { 0 };
     bool   good  = hpmli_file_next(f, start, 10) == 10 && memcmp(start, "\x93NUMPY", 6) == 0;
-    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the header's length */
+    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the field that has the header's length */
     good = good && start[6] >= 1 && start[6] <= 3 && hpmli_file_next(f, start + 10, field - 2) == field - 2;
     size_t length = (size_t)hpmli_read_little(start + 8, (int)field);
     good = good && length > 0 && length < capacity && hpmli_file_next(f, header, length) == length;
@@ -16696,7 +16696,7 @@ HPMLI_FN hpml_tensor *hpmli_npy_read(hpml_ctx *ctx, hpmli_file *f)
                    "or <i8 in C order, at most %d dimensions, none 0, and data of just that size; the header says %.*s",
                    f->path, HPML_MAX_DIMS, (int)strcspn(header, "}\n") + 1, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
-    bool in_place = t && ctx->backend->host && kinds[kind].size < 8; /* the file is read into the tensor */
+    bool in_place = t && ctx->backend->host && kinds[kind].size < 8; /* true: the file's data need no conversion */
     if (in_place) hpmli_file_read(f, t->raw, hpmli_tensor_bytes(t));
     else if (t) data = (char *)hpmli_alloc(ctx, (size_t)count * kinds[kind].size);
     if (data && hpmli_file_read(f, data, (size_t)count * kinds[kind].size) &&
@@ -16735,7 +16735,7 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
         hpmli_text_add(&text, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
     hpmli_text_add(&text, "), }");
     n = text.used;
-    while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data begin at a multiple of 64 bytes */
+    while ((n + 10) % 64 != 63) header[n++] = ' '; /* so that the data begin at a multiple of 64 bytes */
     header[n++] = '\n';
     size_t bytes = hpmli_tensor_bytes(t);
     void  *copy  = t->ctx->backend->host ? NULL : hpmli_alloc(t->ctx, bytes);
@@ -16753,7 +16753,7 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
 }
 struct hpml_records_writer {
     hpmli_writer w;
-    uint64_t    *offsets; /* (count) where each record begins */
+    uint64_t    *offsets; /* (count) offset in the file at which each record begins */
     int64_t      count, capacity;
 };
 
@@ -16879,7 +16879,7 @@ HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char
     hpml_records_add(w, head, sizeof head);
     for (int64_t i = 0; i < d->count; i++) {
         hpml_records_add(w, hpmli_sample_x(d, i), xs);
-        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* adds to the record, which ends where the next begins */
+        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* appends y to the record of x just added */
     }
     return hpml_records_finish(w);
 }
@@ -16899,7 +16899,7 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
            (h[7] == HPML_DTYPE_I32 || h[7] == HPML_DTYPE_F32) && h[9] >= 0 && h[9] <= INT32_MAX && count > 0;
     size_t xs = good ? (size_t)hpmli_shape_count((int)h[1], h + 2) * hpml_dtype_size((hpml_dtype)h[0]) : 0;
     size_t ys = good ? (size_t)h[8] * 4 : 0;
-    for (int64_t i = 0; good && i < count; i++) { /* before memory is allocated: the header may be false */
+    for (int64_t i = 0; good && i < count; i++) { /* checks sizes first: the header may be damaged */
         hpml_records_get(f, i + 1, &size);
         good = size == xs + ys;
     }
@@ -16918,19 +16918,19 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
 // ---------------------------------------------------------------------------------------------------------------------
 // >>archives   arrays in npz files, samples in tar files
 // ---------------------------------------------------------------------------------------------------------------------
-/* A zip file ends with its directory: an entry for each member, with the place of a local header that precedes the
-   member's bytes. Numbers that do not fit in 32 bits are all ones there and follow in an extra field (zip64), which
-   numpy writes for every array. The record of the directory's end is the last 22 bytes, and a comment may follow. */
+/* A zip file ends with its directory: an entry for each member, with the offset of a local header that precedes the
+   member's bytes. A number that does not fit in 32 bits is 0xffffffff in the entry and follows in an extra field
+   (zip64), which numpy writes for every array. An end record of 22 bytes and perhaps a comment follow the entries. */
 typedef struct hpmli_zip_entry {
-    size_t         name_size, size, packed; /* bytes of the name, of the member, of the member as packed in the file */
-    size_t         offset;                  /* of the local header */
-    const char    *name;                    /* not terminated */
-    uint32_t       crc;                     /* CRC-32 of the member */
-    int            method;                  /* 0: stored, 8: deflate */
-    size_t         next;                    /* offset of the next entry */
+    size_t         name_size, size, packed; /* bytes of the name; of the member unpacked; as packed in the file */
+    size_t         offset;                  /* of the member's local header in the file */
+    const char    *name;                    /* (name_size) the member's name, not terminated */
+    uint32_t       crc;                     /* CRC-32 of the member unpacked */
+    int            method;                  /* of compression. 0: none, 8: deflate */
+    size_t         next;                    /* offset in the file of the directory's next entry */
 } hpmli_zip_entry;
 
-HPMLI_FN uint32_t hpmli_crc32(const unsigned char *bytes, size_t size) /* of zip: polynomial 0xedb88320 */
+HPMLI_FN uint32_t hpmli_crc32(const unsigned char *bytes, size_t size) /* CRC-32 as in zip files */
 {
     uint32_t table[256], crc = 0xffffffffu;
     for (uint32_t i = 0; i < 256; i++) {
@@ -16942,7 +16942,7 @@ HPMLI_FN uint32_t hpmli_crc32(const unsigned char *bytes, size_t size) /* of zip
     return ~crc;
 }
 
-/* Returns the offset of the directory of a zip file, and in *count how many entries there are; 0: not a zip file. */
+/* Returns the offset of the directory of a zip file, and in *count its number of entries; 0: not a zip file. */
 HPMLI_FN size_t hpmli_zip_directory(const hpmli_file *f, uint64_t *count)
 {
     for (size_t back = 22; back <= f->size && back < 22 + 65536; back++) {
@@ -16950,7 +16950,7 @@ HPMLI_FN size_t hpmli_zip_directory(const hpmli_file *f, uint64_t *count)
         uint64_t             at  = hpmli_read_little(end + 16, 4);
         if (memcmp(end, "PK\5\6", 4) != 0) continue;
         *count = hpmli_read_little(end + 10, 2);
-        if (back + 20 <= f->size && memcmp(wide, "PK\6\7", 4) == 0) { /* zip64: the place of another end record */
+        if (back + 20 <= f->size && memcmp(wide, "PK\6\7", 4) == 0) { /* zip64: offset of a longer end record */
             at = hpmli_read_little(wide + 8, 8);
             if (at > f->size || f->size - at < 56 || memcmp(f->bytes + at, "PK\6\6", 4) != 0) return 0;
             *count = hpmli_read_little(f->bytes + at + 32, 8);
@@ -16961,7 +16961,7 @@ HPMLI_FN size_t hpmli_zip_directory(const hpmli_file *f, uint64_t *count)
     return 0;
 }
 
-/* Reads the directory's entry at offset `at`; false: the file is damaged. */
+/* Reads the entry at offset `at` of a zip file's directory into *e; false: the file is damaged. */
 HPMLI_FN bool hpmli_zip_entry_read(const hpmli_file *f, size_t at, hpmli_zip_entry *e)
 {
     const unsigned char *p = f->bytes + at;
@@ -16992,10 +16992,10 @@ HPMLI_FN bool hpmli_zip_entry_read(const hpmli_file *f, size_t at, hpmli_zip_ent
     e->crc       = (uint32_t)hpmli_read_little(p + 16, 4);
     e->method    = (int)hpmli_read_little(p + 10, 2);
     e->next      = at + end;
-    return wide[0] < f->size * (uint64_t)1040 + 1040; /* deflate makes nothing more than 1,032 times as short */
+    return wide[0] < f->size * (uint64_t)1040 + 1040; /* deflate shortens data by a factor of at most 1,032 */
 }
 
-/* Returns the bytes of a member in memory of hpmli_alloc; NULL: an error. */
+/* Returns the unpacked bytes of member *e of a zip file, in memory that the caller frees; NULL: an error. */
 HPMLI_FN unsigned char *hpmli_zip_member(hpml_ctx *ctx, const hpmli_file *f, const hpmli_zip_entry *e)
 {
     const unsigned char *head = f->bytes + e->offset, *from = NULL;
@@ -17067,26 +17067,27 @@ HPML_API hpml_tensor *hpml_npz_load(hpml_ctx *ctx, const char *path, const char 
     return t;
 }
 
-/* Samples of tar files. A tar file is a row of members: a header of 512 bytes with name, size in octal digits, checksum
-   and kind, then the bytes, padded to a multiple of 512; two headers of zeros, or the end of the file, end the row. */
+/* State of reading samples from tar files. A tar file is a list of members: a header of 512 bytes with name, size in
+   octal digits, checksum and kind, then the bytes, padded to a multiple of 512; two headers of zeros, or the end of the
+   file, end the list. Members whose names are equal up to the first dot belong to one sample. */
 typedef struct hpmli_tar {
     hpml_ctx      *ctx;
-    const char    *ext[2];      /* names of x and of y behind the first dot, such as "npy"; [1] NULL: no targets */
+    const char    *ext[2];      /* ends of x's and y's names, from the first dot on, such as "npy"; [1] NULL: no y */
     hpmli_file     f;
-    const char    *name;        /* of the present member, without folder; not terminated */
+    const char    *name;        /* of the current member, without its folder; not terminated */
     size_t         name_size, key_size; /* bytes of the name, and of the name up to the first dot */
-    const unsigned char *bytes; /* (size) the member */
+    const unsigned char *bytes; /* (size) the current member's data */
     size_t         size;
-    hpml_tensor   *part[2];     /* x and y of the present sample; NULL: not there yet */
+    hpml_tensor   *part[2];     /* x and y of the current sample; NULL: that member has not been read yet */
     hpmli_samples *s;           /* the dataset; NULL: samples are only counted */
-    int64_t        count;       /* samples until now */
-    hpml_dtype     dtype[2];    /* of x and y, by the first sample */
+    int64_t        count;       /* samples that were read */
+    hpml_dtype     dtype[2];    /* of x and y in the first sample */
     int            ndim;
-    int64_t        shape[HPML_MAX_DIMS], targets; /* of x; numbers of y */
+    int64_t        shape[HPML_MAX_DIMS], targets; /* of x; numbers in y, in the first sample */
 } hpmli_tar;
 
-/* Reads the header of the member at offset *at, and moves *at to the next header. False: the end of the tar file, or an
-   error, which is on the context. */
+/* Reads the header of the member at offset *at, and moves *at to the next header. False: the tar file ends at *at, or
+   an error, which is in the context's status. */
 HPMLI_FN bool hpmli_tar_next(hpmli_tar *r, size_t *at)
 {
     const unsigned char *h = r->f.bytes + *at;
@@ -17102,7 +17103,7 @@ HPMLI_FN bool hpmli_tar_next(hpmli_tar *r, size_t *at)
     r->name      = (const char *)h;
     r->name_size = 0;
     while (r->name_size < 100 && r->name[r->name_size]) r->name_size++;
-    if (h[156] != '0' && h[156] != 0) r->name_size = 0; /* no file: a folder, a link, names of tar's extensions */
+    if (h[156] != '0' && h[156] != 0) r->name_size = 0; /* kind: not a file, but a folder or link */
     for (size_t i = r->name_size; i > 0; i--)
         if (r->name[i - 1] == '/') {
             r->name_size -= i;
@@ -17115,7 +17116,7 @@ HPMLI_FN bool hpmli_tar_next(hpmli_tar *r, size_t *at)
     return true;
 }
 
-/* Makes a tensor of the present member, which is x (k 0) or y (k 1) of a sample; NULL: an error. */
+/* Makes a tensor of the current member of r, which is x (k 0) or y (k 1) of a sample; NULL: an error. */
 HPMLI_FN hpml_tensor *hpmli_tar_tensor(hpmli_tar *r, int k)
 {
     size_t       ext   = strlen(r->ext[k]);
@@ -17145,8 +17146,8 @@ HPMLI_FN hpml_tensor *hpmli_tar_tensor(hpmli_tar *r, int k)
     return t;
 }
 
-/* Adds the sample that r->part holds, whose members have been read, to the dataset. Type and shape of the first sample
-   become those of the dataset; a sample with others is an error. */
+/* Adds the sample whose x and y are in r->part to the dataset r->s, or only counts the sample if that is NULL. A sample
+   with another type or shape than the first one is an error. */
 HPMLI_FN bool hpmli_tar_sample(hpmli_tar *r, const char *key, int key_size)
 {
     hpml_tensor **part = r->part;
@@ -17182,7 +17183,7 @@ HPMLI_FN bool hpmli_tar_sample(hpmli_tar *r, const char *key, int key_size)
 /* Counts the samples of one tar file in r->count and, unless r->s is NULL, copies them to r->s. */
 HPMLI_FN void hpmli_tar_read(hpmli_tar *r)
 {
-    const char *key      = NULL; /* name, up to the first dot, of the members of the present sample */
+    const char *key      = NULL; /* name, up to the first dot, of the current sample's members */
     int         key_size = 0;
     size_t      at       = 0;
     for (bool more = true; more && r->ctx->status == HPML_OK;) {
@@ -17222,7 +17223,7 @@ HPML_API hpml_dataset *hpml_dataset_load_tar(hpml_ctx *ctx, const char *const *p
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1 || !x)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "tar: no file names, or no name of x given");
-    for (int pass = 0; pass < 2 && ctx->status == HPML_OK; pass++) { /* counts, then copies */
+    for (int pass = 0; pass < 2 && ctx->status == HPML_OK; pass++) { /* 0 counts the samples, 1 copies them */
         if (pass == 1 && r.count == 0)
             return hpmli_null(ctx, HPML_ERR_FORMAT, "\"%s\": no member has a name that ends in .%s", paths[0], x);
         if (pass == 1) r.s = hpmli_samples_new(ctx, r.count, r.dtype[0], r.ndim, r.shape, r.dtype[1], r.targets);
@@ -17240,27 +17241,27 @@ HPML_API hpml_dataset *hpml_dataset_load_tar(hpml_ctx *ctx, const char *const *p
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loader   batches: shuffled, sharded, augmented, made ahead
 // ---------------------------------------------------------------------------------------------------------------------
-/* Global batch g of an epoch, of G samples, has positions [g G, (g + 1) G) of the shuffled data, at any number of
-   ranks; rank r takes the r-th shard of it. So the order of the samples depends only on seed and epoch, and all ranks
-   make the same number of steps. A thread prepares the next batch while the current one is used. */
+/* At any number of ranks, global batch number g of an epoch is samples [g G, (g + 1) G) of the shuffled data, where G
+   is the size of a global batch; rank r takes the batch's r-th shard. So the order of the samples depends only on seed
+   and epoch, and all ranks make the same number of steps. A thread prepares the next batch ahead of its use. */
 struct hpml_loader {
     hpml_ctx            *ctx;
     const hpmli_kernels *k;
     hpml_dataset        *data;
     hpml_loader_desc     d;
-    int64_t              steps, crop;          /* batches of an epoch; side of the cropped image, 0: not cropped */
-    int64_t              stored_size, size;    /* numbers of a sample in the data; in a batch */
+    int64_t              steps, crop;          /* batches of an epoch; side of cropped images in pixels, 0: no crop */
+    int64_t              stored_size, size;    /* elements of x of one sample: in the dataset, in a batch */
     float               *image;                /* (stored_size) one sample before augmentation */
-    int64_t             *numbers;              /* (batch) numbers of a batch's samples as data->fill counts them */
-    int64_t             *image_numbers;        /* (batch) their numbers in .data, which seed the augmentation */
-    char                *raw;                  /* (batch) samples as data->fill makes them; NULL: it makes them in x */
+    int64_t             *numbers;              /* (batch) indices of a batch's samples, as data->fill gets them */
+    int64_t             *image_numbers;        /* (batch) the samples' indices in `data`, seeds of augmentation */
+    char                *raw;                  /* (batch) where data->fill writes samples; NULL: directly into x */
     char                *extra[2][HPML_MAX_EXTRA];
-    hpml_status          status[2];            /* what data->fill returned for the batch in each slot */
-    float               *x[2];                 /* memory of two batches: batch n, counted over all epochs, in n % 2 */
+    hpml_status          status[2];            /* what data->fill returned for batch[0], for batch[1] */
+    float               *x[2];                 /* memory of two batches: batch n, counted over all epochs: x[n % 2] */
     char                *y[2];
     hpml_batch           batch[2];
-    int64_t              made, taken, done;    /* numbers of batches: next to prepare, next to return, in use */
-    bool                 ended;                /* the next call returns false: the end of an epoch */
+    int64_t              made, taken, done;    /* indices of batches: next to prepare, next to return, in use */
+    bool                 ended;                /* true: the epoch's last batch was returned */
 #ifndef HPML_NO_THREADS
     bool                 threaded, stop;
     pthread_t            thread;
@@ -17269,21 +17270,21 @@ struct hpml_loader {
 #endif
 };
 
-/* Copies a sample with random crop, shift (dx, dy), flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx], where j'
-   is j or, if flipped, w - 1 - j, with w the width of the result; 0 outside the image and in the cutout. */
+/* Copies an image with random crop, shift (dx, dy), flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx], where j'
+   is j or, if flipped, w - 1 - j, with w the width of `to`; 0 outside the image `from` and in the cutout. */
 HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, uint64_t epoch, int64_t sample)
 {
     const hpml_augment *a     = &l->d.augment;
     const int64_t      *shape = l->data->x_shape;
     int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->stored_size / (H * W);
     int64_t  dx, dy, cx, cy;
-    int64_t  h = l->crop > 0 ? l->crop : H; /* height of the result */
+    int64_t  h = l->crop > 0 ? l->crop : H; /* height of the image `to` */
     int64_t  w = l->crop > 0 ? l->crop : W; /* width of the result */
     uint32_t word[4];
     l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, HPMLI_STREAM_AUGMENT | epoch, (uint64_t)(4 * sample), 4);
     dx   = (int64_t)word[0] % (W - w + 2 * (int64_t)a->shift + 1) - a->shift;
     dy   = (int64_t)word[1] % (H - h + 2 * (int64_t)a->shift + 1) - a->shift;
-    if (l->crop > 0 && l->d.in_order) { /* an evaluation takes the middle */
+    if (l->crop > 0 && l->d.in_order) { /* an evaluation: crop the middle, not a random place */
         dx = (W - w) / 2;
         dy = (H - h) / 2;
     }
@@ -17305,7 +17306,8 @@ HPMLI_FN bool hpmli_loader_augments(const hpml_loader *l)
     return l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0 || l->crop > 0;
 }
 
-/* Writes x of sample number `sample`, which is at `from`, as sample `at` of batch x: converted, scaled, augmented. */
+/* Writes x of the dataset's sample `sample`, which is at `from`, into batch x as sample `at`: as f32 or i32, scaled if
+   u8, augmented if the loader augments. */
 HPMLI_FN void hpmli_load_x(const hpml_loader *l, float *x, int64_t at, const char *from, int64_t sample, uint64_t epoch)
 {
     const hpml_dataset *d = l->data;
@@ -17318,7 +17320,7 @@ HPMLI_FN void hpmli_load_x(const hpml_loader *l, float *x, int64_t at, const cha
     if (augment) hpmli_augment(l, to, l->image, epoch, sample);
 }
 
-/* Writes sample number `sample` of the arrays of the data as sample `at` of the batch in `slot`. */
+/* Writes the dataset's sample `sample` (x, y and extra arrays) as sample `at` of batch number `slot` (0 or 1). */
 HPMLI_FN void hpmli_load_sample(const hpml_loader *l, int slot, int64_t at, int64_t sample, uint64_t epoch)
 {
     const hpml_dataset *d     = l->data;
@@ -17331,7 +17333,7 @@ HPMLI_FN void hpmli_load_sample(const hpml_loader *l, int slot, int64_t at, int6
     }
 }
 
-/* Calls data->fill to make the samples with the numbers l->numbers[0 .. count - 1], the batch in `slot` (0 or 1). */
+/* Calls data->fill to make the samples with the indices l->numbers[0 .. count - 1] in l->batch[slot]. */
 HPMLI_FN void hpmli_load_filled(hpml_loader *l, int slot, int64_t count, int64_t epoch)
 {
     const hpml_dataset *d = l->data;
@@ -17356,7 +17358,7 @@ HPMLI_FN int64_t hpmli_shard_begin(const hpml_loader_desc *d, int64_t size, int6
 }
 
 /* Hashes the settings that decide which samples make a batch, and the targets of 64 samples spread over the data. Ranks
-   compare their hashes, which are equal for the same data and differ for two slices of the data. */
+   compare their hashes, which differ if ranks have loaded different slices of the data by mistake. */
 static uint64_t hpmli_loader_mark(const hpml_loader *l)
 {
     const hpml_dataset *d    = l->data;
@@ -17364,21 +17366,21 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l)
                                        l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
     const int64_t       size = d->y ? d->y_size * 4 : 0;
     uint64_t            mark = hpmli_hash(HPMLI_HASH, settings, sizeof settings);
-    for (int64_t i = 0; i < 64 && size > 0; i++) { /* data with `fill` has no targets in memory */
+    for (int64_t i = 0; i < 64 && size > 0; i++) { /* size is 0 if data->fill makes the targets */
         int64_t sample = (d->count - 1) / 63 * i + (d->count - 1) % 63 * i / 63;
         mark = hpmli_hash(mark, hpmli_sample_y(d, sample), (size_t)(size < 4096 ? size : 4096));
     }
     return mark;
 }
 
-HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch l->made, in l->x[l->made % 2] */
+HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch number l->made in l->batch[l->made % 2] */
 {
     int     slot  = (int)(l->made % 2);
     int64_t epoch = l->made / l->steps, index = l->made % l->steps, start = index * l->d.global_batch;
     int64_t left  = l->d.samples_per_epoch - start, size = left < l->d.global_batch ? left : l->d.global_batch;
     int64_t first = hpmli_shard_begin(&l->d, size, l->d.rank), end = hpmli_shard_begin(&l->d, size, l->d.rank + 1);
     double  begin = hpml_now();
-    for (int64_t i = first; i < end; i++) { /* an epoch longer than the data: a new shuffle each round */
+    for (int64_t i = first; i < end; i++) { /* past the data's end, a new round with a new shuffle begins */
         int64_t at = (start + i) % l->data->count, round = (start + i) / l->data->count;
         if (!l->d.in_order) at = hpml_permute_index(l->d.seed, (uint64_t)(epoch + (round << 32)), l->data->count, at);
         if (l->data->fill) l->numbers[i - first] = at;
@@ -17394,7 +17396,7 @@ HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch l->made, in l->
     b.index          = index;
     for (int k = 0; k < l->data->extra_count; k++) b.extra[k] = l->extra[slot][k];
     l->batch[slot] = b;
-    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* a virtual clock is not for this thread */
+    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* a user's clock is not asked in this thread */
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
 }
 #ifndef HPML_NO_THREADS
@@ -17428,13 +17430,14 @@ HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
     l->threaded = l->stop = false;
 }
 
-/* Waits for the next batch of the background thread, which the first call starts. False: there is no such thread. */
+/* Waits until the background thread, which the first call starts, has prepared the next batch. False: no thread runs,
+   so the caller prepares the batch itself. */
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
-    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* a forked child has no thread and starts none */
+    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* in a child process after fork(), no thread runs */
         hpmli_loader_stop(l);
         l->d.no_prefetch = true;
-        l->made          = l->taken; /* again: the parent's thread may have left a batch half prepared */
+        l->made          = l->taken; /* prepares this batch again: the parent's thread may be in it */
     }
     if (!l->d.no_prefetch && !l->threaded) {
         pthread_mutex_init(&l->mutex, NULL);
@@ -17572,7 +17575,8 @@ HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 // ---------------------------------------------------------------------------------------------------------------------
 // >>statistics   mean and deviation of data, and their use inside a model
 // ---------------------------------------------------------------------------------------------------------------------
-/* Sums over all samples of one number, in double, of differences from the first sample, so that no digits are lost. */
+/* Sums over all samples of one element of x or y, or of one channel. sum, square: of differences from `first`, the
+   first of the n values, because sums of the values themselves would lose digits. */
 typedef struct hpmli_moments { double first, sum, square, n; } hpmli_moments;
 
 HPML_API int64_t hpml_dataset_stats(hpml_dataset *d, hpml_stats of, float *mean, float *deviation)
@@ -17615,7 +17619,7 @@ HPML_API int64_t hpml_dataset_stats(hpml_dataset *d, hpml_stats of, float *mean,
     return d->ctx->status == HPML_OK ? n : 0;
 }
 
-/* Creates the buffer "<layer>.<suffix>" with `count` values that fit the columns of x or, for images, the channels. */
+/* Creates the buffer "<layer>.<suffix>" of `count` values: one for each column of x or, of images, for each channel. */
 HPMLI_FN hpml_tensor *hpmli_statistic(hpml_tensor *x, int64_t count, const float *values, const char *layer,
                                       const char *suffix)
 {
@@ -17663,13 +17667,13 @@ HPML_API hpml_tensor *hpml_unstandardize(hpml_tensor *x, int64_t count, const fl
 /* A safetensors file: length of the header as u64; the header in JSON; the data. An entry of the header is "name":
    {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, with offsets in bytes from the end of the header. Entries
    must cover the data without holes or overlaps. */
-#define HPMLI_SAFE_HEADER 100000000 /* bytes of a header at most, the format's own limit */
+#define HPMLI_SAFE_HEADER 100000000 /* bytes of a header, at most, by the format's definition */
 #define HPMLI_SAFE_META   "__metadata__"
 struct hpml_safetensors {
     hpmli_file       file;
-    char            *text;                 /* writable copy of the header of a mapped file; names point into it */
-    hpml_safetensor *entries;              /* (count) sorted by name */
-    hpml_meta       *meta;                 /* (meta_count) sorted by key */
+    char            *text;                 /* copy of the header, in which strings are unescaped in place */
+    hpml_safetensor *entries;              /* (count) the file's tensors, sorted by name */
+    hpml_meta       *meta;                 /* (meta_count) the file's metadata, sorted by key */
     int              count, meta_count;
 };
 
@@ -17683,7 +17687,7 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     hpmli_free(ctx, f);
 }
 
-/* For qsort: compares two entries or hpml_metas, whose first member is a name; equal names by place in the header. */
+/* For qsort: orders structs whose first member is a name by name; structs of one name by their place in the header. */
 HPMLI_FN int hpmli_name_order(const void *a, const void *b)
 {
     const char *x = *(const char *const *)a, *y = *(const char *const *)b;
@@ -17697,7 +17701,7 @@ HPMLI_FN int hpmli_name_find(const void *name, const void *b)
     return strcmp((const char *)name, *(const char *const *)b);
 }
 
-/* Sorts structs of `size` bytes by name and keeps the last one of each name; returns the number of those kept. Sets
+/* Sorts `count` structs of `size` bytes by name and keeps the last one of each name; returns how many were kept. Sets
    *twice to a name that occurs more than once, if there is one. */
 HPMLI_FN int hpmli_name_sort(void *named, int count, size_t size, const char **twice)
 {
@@ -17715,7 +17719,7 @@ HPMLI_FN int hpmli_name_sort(void *named, int count, size_t size, const char **t
     return (int)((size_t)(to - (char *)named) / size);
 }
 
-/* Parses the object of metadata, pairs of strings, into f->meta; false: a syntax error, or no memory. */
+/* Parses the header's JSON object of metadata, pairs of strings, into f->meta; false: a syntax error, or no memory. */
 HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 {
     int64_t     capacity = hpmli_json_length(*j);
@@ -17768,7 +17772,7 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
             for (type = 0; type < HPMLI_SAFE_TYPES && strcmp(text, hpmli_safe_types[type].name) != 0; type++) {}
         } else if (key == 1) ndim = hpmli_json_numbers(j, '[', ']', e->shape, HPML_MAX_DIMS, &numbers);
         else if (key == 2) offsets = hpmli_json_numbers(j, '[', ']', at, 2, NULL);
-        else hpmli_json_skip(j, 125); /* in all 128 brackets deep, as in the reference reader */
+        else hpmli_json_skip(j, 125); /* 125: the depth that the reference reader allows */
     }
     if (j->bad || !seen[0] || !seen[1] || offsets != 2 || type == HPMLI_SAFE_TYPES || (list && n != 3)) return false;
     for (int i = ndim; i < HPML_MAX_DIMS; i++) e->shape[i] = 1;
@@ -17784,7 +17788,7 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
     return true;
 }
 
-HPMLI_FN int hpmli_safe_order(const void *a, const void *b) /* for qsort: by offset of the data, then size */
+HPMLI_FN int hpmli_safe_order(const void *a, const void *b) /* for qsort: tensors by offset, then size */
 {
     const hpml_safetensor *x = (const hpml_safetensor *)a, *y = (const hpml_safetensor *)b;
     if (x->data == y->data) return x->bytes < y->bytes ? -1 : x->bytes > y->bytes;
@@ -17809,7 +17813,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
     j.end = j.p + length;
     j.bad = !hpmli_utf8_all(j.p, (size_t)length);
     int64_t capacity = hpmli_json_length(j);
-    if (j.bad || capacity > (int64_t)length / 24 + 1) return false; /* an entry takes more than 24 bytes of text */
+    if (j.bad || capacity > (int64_t)length / 24 + 1) return false; /* an entry has more than 24 bytes of text */
     f->entries = hpmli_new(f->file.ctx, hpml_safetensor, capacity);
     if (!f->entries) return false;
     for (int n = 0; hpmli_json_next(&j, n, '{', '}') && n < capacity; n++) {
@@ -17825,7 +17829,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
     f->count = hpmli_name_sort(f->entries, f->count, sizeof *f->entries, &twice);
     if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_order);
     const unsigned char *next = f->file.bytes + 8 + length;
-    for (int i = 0; i < f->count; i++) { /* data without holes or overlaps */
+    for (int i = 0; i < f->count; i++) { /* checks that the data have no holes or overlaps */
         if (f->entries[i].ndim == HPMLI_SAFE_WRONG || (const unsigned char *)f->entries[i].data != next) return false;
         next += f->entries[i].bytes;
         if (f->entries[i].ndim >= 0) f->entries[kept++] = f->entries[i];
@@ -17874,7 +17878,7 @@ HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char
     return m ? m->value : NULL;
 }
 
-/* Appends s as the inside of a JSON string; bytes that are not UTF-8 become U+FFFD. */
+/* Appends s, escaped for JSON, without quotes; bytes that are not UTF-8 become U+FFFD. */
 HPMLI_FN void hpmli_write_escaped(hpmli_writer *w, const char *s)
 {
     char code[8];
@@ -17915,12 +17919,12 @@ typedef struct hpmli_safe_content { /* what is to be written to a safetensors fi
     const hpml_meta       *meta; /* (meta_count) pairs of key and value */
     int                    count, meta_count;
     uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
-    /* NULL: t has data. Else returns tensor i's f32 numbers, copied to `host` if a device has them; NULL: an error. */
+    /* NULL: data are at t[i].data. Else returns tensor i's f32 numbers, if need be copied to `host`; NULL: an error. */
     const float *(*read)(void *user, int i, float *host);
     void                  *user;
 } hpmli_safe_content;
 
-/* Fails, with an error about a `kind`, unless the names that begin `count` structs are UTF-8, distinct, unreserved. */
+/* Checks that the names, first members of `count` structs, are UTF-8, distinct, unreserved; errors call them `kind`. */
 HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *kind, const void *named, int count, size_t size)
 {
     const char *wrong = NULL, *why = "the name is used twice", *name;
@@ -17962,10 +17966,10 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
     return hpmli_names_check(ctx, "a tensor", t, c->count, sizeof *t) &&
            hpmli_names_check(ctx, "metadata", c->meta, c->meta_count, sizeof *c->meta);
 }
-#define HPMLI_ARRAY_NAME (HPMLI_NAME + 32) /* bytes for "opt.<state>." and the name of a parameter */
-#define HPMLI_SUM "hpml.crc32c." /* metadata: checksum of the tensor whose name follows, in hexadecimal */
+#define HPMLI_ARRAY_NAME (HPMLI_NAME + 32) /* bytes of the longest array's name: "opt.<state>.<parameter>" */
+#define HPMLI_SUM "hpml.crc32c." /* this and a tensor's name: key of the tensor's checksum */
 /* Appends the bytes that come before the data in a safetensors file: the length field, with the value `length`, and the
-   header. Their number depends neither on `length` nor on the checksums, so that both can be filled in later. */
+   header. The number of bytes depends neither on `length` nor on the checksums, which can hence be filled in later. */
 HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
 {
     const char *before = "\"" HPMLI_SAFE_META "\":{";
@@ -17992,11 +17996,11 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
     while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
 }
 
-/* Fails if one of n numbers of tensor t, from x[at] on, is finite but would be infinite in t->dtype. */
+/* Fails if one of n numbers of tensor t, from x[at] on, is finite but would be infinite in t->dtype, a half type. */
 HPMLI_FN bool hpmli_half_check(hpml_ctx *ctx, const char *path, const hpml_safetensor *t, const float *x, int64_t at,
                                int64_t n)
 {
-    const float end = t->dtype == HPML_DTYPE_F16 ? 65520.0f : 3.3961775e38f; /* this and more round to infinity */
+    const float end = t->dtype == HPML_DTYPE_F16 ? 65520.0f : 3.3961775e38f; /* `end` would round to infinity */
     if (t->dtype == HPML_DTYPE_F32 || ctx->k->vamax(x + at, n) < end) return true;
     for (const int64_t last = at + n; at < last; at++)
         if (fabsf(x[at]) >= end && fabsf(x[at]) <= FLT_MAX)
@@ -18006,7 +18010,7 @@ HPMLI_FN bool hpmli_half_check(hpml_ctx *ctx, const char *path, const hpml_safet
     return true;
 }
 
-/* Appends the data of tensor i in pieces that stay in the cache, converted in `host` and added to the checksum. */
+/* Appends the data of tensor i, in pieces that stay in the cache: converts each in `host`, adds it to the checksum. */
 HPMLI_FN void hpmli_safe_data(hpmli_writer *w, const hpmli_safe_content *c, int i, float *host)
 {
     const hpml_safetensor *t = &c->t[i];
@@ -18019,7 +18023,7 @@ HPMLI_FN void hpmli_safe_data(hpmli_writer *w, const hpmli_safe_content *c, int 
         const void *bytes = x ? (const char *)(x + at) : (const char *)t->data + (size_t)at * size;
         count = hpmli_min(n - at, piece);
         if (x && !hpmli_half_check(ctx, w->path, t, x, at, count)) return;
-        if (x && t->dtype != HPML_DTYPE_F32) { /* x may be `host`: its numbers up to `at` are not needed any more */
+        if (x && t->dtype != HPML_DTYPE_F32) { /* overwrites numbers in `host` that were written before */
             hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, bytes, count);
             bytes = host;
         }
@@ -18060,14 +18064,14 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 // ---------------------------------------------------------------------------------------------------------------------
 // >>collect   arrays of whole parameters from the parts that ranks have, and back
 // ---------------------------------------------------------------------------------------------------------------------
-/* Returns whether other ranks have a part of parameter p, or all of it while this rank has none of it: p is split over
-   an axis, belongs to a stage of a pipeline, or is kept as shards. */
+/* Returns whether parameter p is not whole on each rank: p is split over an axis, belongs to one stage of a pipeline,
+   or is kept as shards. */
 HPMLI_FN bool hpmli_param_is_cut(const hpml_tensor *p)
 {
     return p->param->axis != HPML_AXIS_DATA || p->param->stage >= 0 || p->param->shard > 0;
 }
 
-/* Returns whether ranks have to communicate to get whole parameters. All ranks return the same. */
+/* Returns whether ranks have to communicate to get whole parameters; the result is equal on all ranks. */
 HPMLI_FN bool hpmli_params_are_cut(const hpml_ctx *ctx)
 {
     for (int i = 0; i < ctx->param_count; i++)
@@ -18075,7 +18079,7 @@ HPMLI_FN bool hpmli_params_are_cut(const hpml_ctx *ctx)
     return false;
 }
 
-/* Returns whether the rank is number 0 in all groups: the one that writes files. */
+/* Returns whether this rank is number 0 in all its groups: only this rank writes files. */
 static bool hpmli_groups_first(const hpml_ctx *ctx)
 {
     for (int a = 0; a < HPML_AXES; a++)
@@ -18083,8 +18087,8 @@ static bool hpmli_groups_first(const hpml_ctx *ctx)
     return true;
 }
 
-/* Returns HPML_OK if no rank has an error. Else every rank has an error on return: its own or, in the name of the call
-   `what`, that another rank has failed. Called by all ranks. */
+/* Returns HPML_OK if no rank has an error. Else every rank gets an error: its own, or that another rank has failed in
+   the call that is named `what`. All ranks must call this. */
 HPMLI_FN hpml_status hpmli_groups_agree(hpml_ctx *ctx, const char *what)
 {
     float worst = -(float)ctx->status;
@@ -18099,15 +18103,15 @@ HPMLI_FN hpml_status hpmli_groups_agree(hpml_ctx *ctx, const char *what)
     return ctx->status;
 }
 
-/* Returns whether only the floats of p's array `which` from keep_first on, keep_count of them, are valid on this rank:
-   the part of the array that it keeps, or the part of the gradient with which it steps. */
+/* Returns whether only keep_count floats from keep_first on are valid on this rank in p's array `which`: the shard of
+   values or optimizer state that this rank keeps, or the shard of the gradient with which it updates. */
 HPMLI_FN bool hpmli_array_is_shard(const hpml_tensor *p, hpml_array which)
 {
     return p->param->shard >= (which == HPML_ARRAY_VALUES ? 3 : 1);
 }
 
-/* Returns the address, on the device, of the array `which` of p, or of the part of this array that this rank has; NULL:
-   the trainer has no such array, or this rank has no part of it. */
+/* Returns the device address of p's array `which` (values, gradient or a state of t's optimizer), or of the part of
+   this array that this rank has; NULL: t has no such array, or this rank has no part of it. */
 HPMLI_FN float *hpmli_param_array(const hpml_trainer *t, const hpml_tensor *p, hpml_array which)
 {
     const bool         known = t && t->updates && p->param->index < t->graph->param_count;
@@ -18118,7 +18122,8 @@ HPMLI_FN float *hpmli_param_array(const hpml_trainer *t, const hpml_tensor *p, h
     return u->state[(int)which - HPML_ARRAY_STATE];
 }
 
-/* Copies `count` floats of an array of t (NULL: of no trainer) to `host` or, if `set`, from there. */
+/* Copies `count` floats from `array`, array `which` of a parameter, to `host` or, if `set`, from `host` to `array`. t:
+   the trainer, which may keep optimizer states in host memory (t->staged), or NULL. */
 HPMLI_FN hpml_status hpmli_array_copy(hpml_ctx *ctx, const hpml_trainer *t, hpml_array which, float *array, float *host,
                                       int64_t count, bool set)
 {
@@ -18131,7 +18136,8 @@ HPMLI_FN hpml_status hpmli_array_copy(hpml_ctx *ctx, const hpml_trainer *t, hpml
     return HPML_OK;
 }
 
-/* Reads the array `which` of p, joined from the shards of all ranks, to `mine`, which has as many floats as p. */
+/* Reads the array `which` of p, joined from the shards of all ranks, to `mine`, which has space for as many floats as
+   p. All ranks must call this if the array is kept as shards. */
 HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpml_tensor *p, hpml_array which,
                                        float *mine)
 {
@@ -18143,7 +18149,7 @@ HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpm
     if (count > 0 && array) status = hpmli_array_copy(ctx, t, which, array, mine + first, count, false);
     for (int h = 0; t && shard && h < t->graph->hook_count; h++) {
         const hpml_hooks *hooks  = &t->graph->hooks[h];
-        hpml_status       joined = HPML_OK; /* the other ranks wait for this one, also after an error */
+        hpml_status       joined = HPML_OK; /* join is called even after an error: other ranks wait */
         if (hooks->join) joined = hooks->join(hooks->user, t, p->param->index, (int)which, mine);
         if (status == HPML_OK) status = joined;
     }
@@ -18160,7 +18166,8 @@ HPMLI_FN bool hpmli_param_has(const hpml_trainer *t, const hpml_tensor *p, hpml_
     return which == HPML_ARRAY_GRADIENTS || hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum);
 }
 
-/* Writes the whole array `which` of p to `whole`, on every rank that calls this; work: memory for two such arrays. */
+/* Writes the whole array `which` of p to `whole`; if p is split over ranks, all ranks must call this. work: space for
+   two such arrays. */
 HPMLI_FN hpml_status hpmli_collect(hpml_ctx *ctx, hpml_trainer *t, const hpml_tensor *p, hpml_array which, float *work,
                                    float *whole)
 {
@@ -18182,7 +18189,7 @@ HPMLI_FN hpml_status hpmli_collect(hpml_ctx *ctx, hpml_trainer *t, const hpml_te
     return ctx->status;
 }
 
-/* Sets this rank's array `which` of p to its part of `whole`; part: scratch memory as large as this rank's array. */
+/* Sets the part of p's array `which` that this rank has from `whole`; part: scratch memory for as many floats. */
 HPMLI_FN void hpmli_distribute(hpml_ctx *ctx, const hpml_trainer *t, const hpml_tensor *p, hpml_array which,
                                const float *whole, float *part)
 {
@@ -18190,7 +18197,7 @@ HPMLI_FN void hpmli_distribute(hpml_ctx *ctx, const hpml_trainer *t, const hpml_
     const int64_t first = shard ? p->param->keep_first : 0;
     const int64_t count = shard ? p->param->keep_count : hpml_tensor_count(p);
     float        *array = hpmli_param_array(t, p, which);
-    if (!array || count == 0) return; /* another rank has the array */
+    if (!array || count == 0) return; /* this rank has no part of the array */
     float *mine = hpmli_param_is_cut(p) ? part : (float *)(uintptr_t)whole;
     if (mine == part) hpml_param_copy(p, part, first, count, (float *)(uintptr_t)whole, false);
     hpmli_array_copy(ctx, t, which, array, mine, count, true);
@@ -18214,42 +18221,42 @@ HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array
 // ---------------------------------------------------------------------------------------------------------------------
 // >>params-file   parameters and other arrays in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
-/* One array of a file: array `which` of parameter `param`; or, where `param` is NULL, a named state of the trainer,
-   which is at `values`, on the context's device. */
+/* One array that a file has or gets: array `which` of parameter `param`; or, where `param` is NULL, a named state that
+   was added to the trainer's checkpoints, which is at `values` on the context's device. */
 typedef struct hpmli_array {
-    const hpml_tensor *param; /* NULL: a named state */
+    const hpml_tensor *param; /* NULL: a named state, at `values` */
     hpml_array         which;
-    bool               nonnegative; /* true: the numbers are sums or means of squares */
+    bool               nonnegative; /* true: negative numbers in a file are an error */
     float             *values;
 } hpmli_array;
 
 /* Named arrays that are saved to a file or loaded from one. Loading checks every array before it changes any. If
-   parameters are split over ranks, all ranks save together: each reads the same arrays in the same order by
-   hpmli_array_read, also after an error, because this is collective; the rank that is first in all groups writes. */
+   parameters are split over ranks, all ranks save together: each calls hpmli_array_read for the same arrays in the same
+   order, even after an error, because other ranks wait in this call; the rank that is first in all groups writes. */
 typedef struct hpmli_arrays {
     hpml_ctx        *ctx;
-    hpml_trainer    *trainer; /* NULL: parameters only */
-    hpml_safetensor *t;     /* (count) entries as in the file, without data; first in the memory of all these arrays */
-    hpmli_array     *of;    /* (count) */
+    hpml_trainer    *trainer; /* NULL: the list has only values of parameters */
+    hpml_safetensor *t;     /* (count) the file's entries, without data; one allocation from here to `names` */
+    hpmli_array     *of;    /* (count) the array for each entry */
     float           *host;  /* host memory for the largest array */
-    float           *work;  /* host memory for two more arrays of that size */
+    float           *work;  /* host memory for two more, if parameters are split over ranks */
     uint32_t        *sums;  /* (count) CRC-32C of each array's data */
     char            *names; /* (count, HPMLI_ARRAY_NAME) names */
-    int              count, done; /* done: arrays that were read */
+    int              count, done; /* arrays in the list; arrays that were read */
     hpml_dtype       dtype; /* type of the data in the file */
-    const hpml_load_desc *as; /* which names the file has for parameters (>>api-save); NULL: their own */
+    const hpml_load_desc *as; /* maps names of parameters to names in the file; NULL: equal names */
 } hpmli_arrays;
 
-/* Which arrays are saved or loaded, if not all parameters, or a trainer's. */
+/* Which parameters and further arrays are saved or loaded. */
 typedef struct hpmli_selection {
-    int                      first;  /* parameters from this one on */
-    const bool              *only;   /* (parameters of the context) those with true; NULL: all */
-    const hpmli_named_array *named;  /* further arrays, as a list */
-    const char              *prefix; /* of the names of `named` */
+    int                      first;  /* index of the first parameter */
+    const bool              *only;   /* (parameters of the context) true: the parameter is chosen; NULL: all are */
+    const hpmli_named_array *named;  /* linked list of further arrays; NULL: none */
+    const char              *prefix; /* put before the names of these in the file */
     const hpml_load_desc    *as;
 } hpmli_selection;
 
-/* Adds the array `of`, of the given shape, to the list `a`; returns the memory to which the caller writes its name. */
+/* Adds the array `of`, with this shape, to the list `a`; returns HPMLI_ARRAY_NAME bytes for the name, still empty. */
 HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const int64_t *shape)
 {
     hpml_safetensor *t    = &a->t[a->count];
@@ -18269,13 +18276,13 @@ HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const
 HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which, const hpmli_selection *chosen)
 {
     const int k     = (int)which - HPML_ARRAY_STATE;
-    int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* not those recorded later */
+    int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* only the graph's have states */
     for (int i = chosen->first; i < count; i++) {
         if (chosen->only && !chosen->only[i]) continue;
         const hpml_tensor *p  = a->ctx->params[i];
         hpmli_array        of = { p, which, false, NULL };
         int64_t            whole[HPML_MAX_DIMS];
-        if (!hpmli_param_has(a->trainer, p, which)) continue; /* the optimizer does not step p */
+        if (!hpmli_param_has(a->trainer, p, which)) continue; /* p has no such optimizer state */
         if (k >= 0) of.nonnegative = a->trainer->optimizer->states[k].nonnegative;
         hpml_param_whole(p, whole);
         char *name = hpmli_arrays_add(a, of, p->ndim, whole);
@@ -18285,7 +18292,7 @@ HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which, const h
 }
 
 /* Allocates the memory of *a: a list of `count` arrays, and a buffer for one array of `largest` numbers, the most that
-   an array has (three such buffers if parameters are split over ranks). False: no memory. */
+   an array has (three such buffers if parameters are split over ranks, to join the parts). False: no memory. */
 HPMLI_FN bool hpmli_arrays_take(hpmli_arrays *a, int64_t count, int64_t largest)
 {
     const int64_t floats = hpmli_params_are_cut(a->ctx) ? 3 * largest : largest;
@@ -18300,9 +18307,9 @@ HPMLI_FN bool hpmli_arrays_take(hpmli_arrays *a, int64_t count, int64_t largest)
     return true;
 }
 
-/* Lists in *a the parameters; with a trainer t also the states of its optimizer, and the named arrays that were added
-   to the trainer's checkpoints (t->states). chosen: NULL, or which parameters and named arrays instead. False: no
-   memory. */
+/* Lists in *a the values of all parameters; with a trainer t also the states of its optimizer, and the named arrays
+   that were added to its checkpoints (t->states). chosen: NULL, or the parameters and named arrays to list instead.
+   False: no memory. */
 HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, const hpmli_selection *chosen, hpml_dtype dtype,
                               hpmli_arrays *a)
 {
@@ -18335,7 +18342,7 @@ HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, const hpmli_select
     return true;
 }
 
-/* Returns the address of array i if the host's memory has all of it; NULL: it is on a device, or in parts. */
+/* Returns the address of array i if all of it is in this rank's host memory; NULL: on a device, or split over ranks. */
 HPMLI_FN float *hpmli_array_on_host(const hpmli_arrays *a, int i)
 {
     const hpmli_array *of = &a->of[i];
@@ -18343,8 +18350,8 @@ HPMLI_FN float *hpmli_array_on_host(const hpmli_arrays *a, int i)
     return of->param ? hpmli_param_array(a->trainer, of->param, of->which) : of->values;
 }
 
-/* Returns the numbers of array i of `list`, an hpmli_arrays: on the host, or read whole to `host`; collective if split,
-   because ranks join its parts. */
+/* Returns the numbers of array i of `list`, an hpmli_arrays: in place if on the host, else copied to `host`. If the
+   array is split over ranks, all ranks must call this, because they join its parts in `host`. */
 HPMLI_FN const float *hpmli_array_read(void *list, int i, float *host)
 {
     hpmli_arrays *a  = (hpmli_arrays *)list;
@@ -18363,7 +18370,7 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, hpml_trainer *of, const hp
 {
     hpmli_arrays a = HPMLI_ZEROED;
     const bool   together = hpmli_params_are_cut(ctx), writes = hpmli_groups_first(ctx);
-    if (!together && !writes) return ctx->status; /* rank 0 has all that is saved */
+    if (!together && !writes) return ctx->status; /* nothing is split: rank 0 saves alone */
     bool ready = !hpmli_failed(ctx) && hpmli_arrays_of(ctx, of, chosen, dtype, &a);
     if (together) ready = hpmli_groups_agree(ctx, path) == HPML_OK;
     if (ready && writes) {
@@ -18376,7 +18383,7 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, hpml_trainer *of, const hp
     return together ? hpmli_groups_agree(ctx, path) : ctx->status;
 }
 
-/* Checks the CRC-32C of every tensor of file f that has one; files of other programs have none. */
+/* Checks the data of each tensor of file f for which the metadata have a CRC-32C; files of other programs have none. */
 HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const char *path)
 {
     for (int i = 0; i < f->meta_count; i++) {
@@ -18394,8 +18401,8 @@ HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const c
     return true;
 }
 
-/* Returns n numbers from number `at` on of tensor e of a file as f32: in the file's memory if f32, else converted into
-   a->host. */
+/* Returns n numbers, from number `at` on, of tensor e of a file as f32: in the mapped file if e is f32, else converted
+   into a->host. */
 HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t at,
                                          int64_t n)
 {
@@ -18405,8 +18412,8 @@ HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, c
     return a->host;
 }
 
-/* Returns the name that array i has in the file, by the map of a->as, for which `name` is memory; NULL: the map leaves
-   the array as it is. Sets *transposed to whether the file has the matrix with rows and columns exchanged. */
+/* Returns the name that array i has in the file: by the user's map a->as, written to `name`, or without a map its own.
+   NULL: by the map, the array is not loaded. *transposed: the file has the matrix with rows and columns exchanged. */
 HPMLI_FN const char *hpmli_array_name(const hpmli_arrays *a, int i, char name[HPMLI_ARRAY_NAME], bool *transposed)
 {
     const hpml_load_desc *d    = a->as;
@@ -18429,7 +18436,7 @@ HPMLI_FN const char *hpmli_array_name(const hpmli_arrays *a, int i, char name[HP
     return name;
 }
 
-/* Finds the entry *e of array i in file f; false: the array is to stay as it is, or an error. */
+/* Finds the entry *e of array i in file f; false: the array is not to be loaded, or an error. */
 HPMLI_FN bool hpmli_array_find(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f, const char *path,
                                hpml_safetensor *e, bool *transposed)
 {
@@ -18472,7 +18479,8 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     return true;
 }
 
-/* Returns the numbers of a matrix (rows, columns), which the file has transposed, in memory that the caller frees. */
+/* Returns the f32 numbers of a matrix (rows, columns) in memory that the caller frees; NULL: an error. Tensor e of the
+   file has the matrix transposed. */
 HPMLI_FN float *hpmli_array_transpose(hpml_ctx *ctx, const hpml_safetensor *e, int64_t rows, int64_t columns)
 {
     float *x = hpmli_new(ctx, float, 2 * rows * columns), *y = x + rows * columns;
@@ -18550,14 +18558,14 @@ HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path) { return 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>checkpoint   whole trainings in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
-/* A checkpoint's metadata about its training: the optimizer's name; the other entries are whole numbers as text. */
+/* Indices in hpmli_entries of a checkpoint's metadata: HPMLI_OPTIMIZER is a name, the others whole numbers as text. */
 enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_AGE,
        HPMLI_ENTRIES };
 static const char *const hpmli_entries[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
                                              "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
-#define HPMLI_VAL_LOSS "hpml.val_loss" /* the bits of hpml_epoch.val_loss in hexadecimal; absent before a validation */
-#define HPMLI_ENTRIES_SUM "hpml.crc32c" /* the checksum of the texts of hpmli_entries, concatenated */
-#define HPMLI_COUNT_END   (INT64_C(1) << 53) /* no training makes as many steps; a double counts them exactly */
+#define HPMLI_VAL_LOSS "hpml.val_loss" /* hpml_epoch.val_loss: 64 bits in hexadecimal; absent before a validation */
+#define HPMLI_ENTRIES_SUM "hpml.crc32c" /* CRC-32C of the concatenated values of hpmli_entries */
+#define HPMLI_COUNT_END   (INT64_C(1) << 53) /* the most steps that a double counts exactly */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
     char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9], loss[17];
@@ -18589,7 +18597,7 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 }
 
 /* Reads entry i of a checkpoint's metadata from `text` as a whole number to *number, and checks that a count is 0 to
-   2^53 (the age of the loss scale: from -1). False: an error, which names the file `path`. */
+   2^53 (HPMLI_SCALE_AGE, steps since the loss scale changed: from -1). False: an error, which names the file `path`. */
 HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const char *text, int64_t *number)
 {
     char *end = NULL;
@@ -18605,8 +18613,8 @@ HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const c
     return true;
 }
 
-/* Reads and checks a checkpoint's metadata: sets n[i], for each of the HPMLI_ENTRIES entries, to its number, but for
-   the one entry that is a text, the optimizer's name, n[i] to 0 and *optimizer to the name. False: an error. */
+/* Reads and checks a checkpoint's metadata: sets n[i] to the number of entry i of the HPMLI_ENTRIES entries;
+   n[HPMLI_OPTIMIZER] to 0, and *optimizer to the name that this entry is. False: an error. */
 HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n,
                                  const char **optimizer)
 {
@@ -18630,7 +18638,7 @@ HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const
     return true;
 }
 
-/* True if `name`, the optimizer that the file `path` was saved with, is that of trainer t; false: an error. */
+/* Checks that `name`, the optimizer in the checkpoint `path`, is the optimizer of trainer t; false: an error. */
 HPMLI_FN bool hpmli_optimizer_matches(const hpml_trainer *t, const char *path, const char *name)
 {
     if (strcmp(name, t->optimizer->name) == 0) return true;
@@ -18683,10 +18691,11 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
         "parameters":[{"name":"linear0.weight","shape":[128,784],"buffer":false,"frozen":false,"no_decay":false}],
         "nodes":[{"op":"linear","name":"linear0","src":[0,2,3],"shape":[64,128],"rows":1,"layout":0,"act":1}],
         "outputs":[4]}
-   in this order of its members. Values are numbered: inputs, constants, parameters, results of nodes; -1 is an absent
-   source. Dimension 0 of inputs is the batch; rows: indices of dimension 0 of a result that belong to one sample, 0:
-   none. The table hpmli_attr_fields has the constants of each op, hpmli_recorders the function that records the op
-   again; an op without an entry there is refused by its name. An enum of hpml.h is saved as its number. */
+   with its members in this order. Values are numbered from 0: inputs, constants, parameters, results of nodes; "src"
+   and "outputs" are such numbers, -1 is an absent source. Dimension 0 of inputs is the batch; "rows": indices of
+   dimension 0 of a result that belong to one sample, 0: no batch. The table hpmli_attr_fields names the members for the
+   constants of an op, such as "act"; hpmli_recorders has the function that records the op again, and a model with an op
+   that is not in this table is not saved. An enum of hpml.h is saved as its number. */
 #define HPMLI_MODEL         "hpml.model"
 #define HPMLI_MODEL_VERSION 1
 #define HPMLI_CONSTANT      "hpml.constant."
@@ -18694,7 +18703,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 typedef struct hpmli_attr_field {
     hpml_op     op;
     const char *name;
-    char        type; /* b: bool, i: int32_t or an enum, l: int64_t, f: float */
+    char        type; /* of the member. b: bool, i: int32_t or enum, l: int64_t, f: float */
     size_t      at;   /* offset in hpml_attr */
 } hpmli_attr_field;
 #define HPMLI_FIELD(op, type, name, member) { HPML_OP_##op, name, type, offsetof(hpml_attr, member) }
@@ -18735,8 +18744,8 @@ static const hpmli_attr_field hpmli_attr_fields[] = {
     HPMLI_FIELD(CROSS_ENTROPY, 'i', "ignore", cross_entropy.ignore),
     HPMLI_FIELD(HUBER, 'f', "delta", huber.delta) };
 #define HPMLI_ATTR_FIELDS (sizeof hpmli_attr_fields / sizeof hpmli_attr_fields[0])
-/* Does not compile when a struct of hpml_attr gets a new member: then the table above needs a row for the member, or
-   files would lose it, and the size here changes. */
+/* The sizes below make the compiler stop when a struct of hpml_attr gets a new member. Then add a row for the member to
+   the table above, because model files would lose it, and change the size. */
 #define HPMLI_ATTR_SIZE(member) sizeof(((hpml_attr *)0)->member)
 typedef char hpmli_attr_fields_are_all[
     HPMLI_ATTR_SIZE(scale) == 8 && HPMLI_ATTR_SIZE(act) == 8 && HPMLI_ATTR_SIZE(matmul) == 2 &&
@@ -18746,14 +18755,14 @@ typedef char hpmli_attr_fields_are_all[
     HPMLI_ATTR_SIZE(take) == 24 && HPMLI_ATTR_SIZE(max) == 8 && HPMLI_ATTR_SIZE(cross_entropy) == 8 &&
     HPMLI_ATTR_SIZE(huber) == 4 ? 1 : -1];
 
-/* Returns the constants of n that a file has: of a transposed convolution those of its mirror. */
+/* Returns the constants of node n to write to a model file: of a transposed convolution those of its mirror. */
 HPMLI_FN const hpml_attr *hpmli_attr_saved(const hpml_node *n)
 {
     return n->op == HPML_OP_CONV_TRANSPOSE2D ? &n->attr.conv_transpose.mirror->node.attr : &n->attr;
 }
 
-/* What a function of hpmli_recorders needs to record a node again: read from a model file, or taken from a node that is
-   to be saved. */
+/* A node as the functions of hpmli_recorders take it to record it again: read from a model file, or copied from a node
+   that is to be saved. */
 typedef struct hpmli_saved_node {
     hpml_op      op;
     const char  *name;
@@ -18764,7 +18773,7 @@ typedef struct hpmli_saved_node {
     hpml_layout  layout;
     hpml_attr    a;
 } hpmli_saved_node;
-HPMLI_FN int64_t hpmli_saved_width(const hpmli_saved_node *n) /* size of the last dimension of the result; 0: none */
+HPMLI_FN int64_t hpmli_saved_width(const hpmli_saved_node *n) /* size of the result's last dimension; 0: scalar */
 {
     return n->ndim > 0 ? n->shape[n->ndim - 1] : 0;
 }
@@ -18823,7 +18832,7 @@ HPMLI_FN hpml_tensor *hpmli_record_conv_transpose2d(const hpmli_saved_node *n)
     const int          height = x->layout == HPML_NHWC ? 1 : 2;
     int32_t            extra[2];
     if (x->ndim != 4 || n->ndim != 4) return NULL;
-    for (int i = 0; i < 2; i++) { /* the rows and columns that the result has more than it must have */
+    for (int i = 0; i < 2; i++) { /* extra rows (i 0) and columns (i 1) beyond the least size */
         const int64_t size = x->shape[height + i], stride = n->a.conv.stride[i];
         if (size > INT32_MAX || stride > INT16_MAX) return NULL;
         const int64_t reach = (int64_t)n->a.conv.dilation[i] * (n->a.conv.kernel[i] - INT64_C(1)) + 1;
@@ -18833,7 +18842,7 @@ HPMLI_FN hpml_tensor *hpmli_record_conv_transpose2d(const hpmli_saved_node *n)
     }
     d.extra_h = extra[0];
     d.extra_w = extra[1];
-    d.no_bias = true; /* the bias is added by a node of its own */
+    d.no_bias = true; /* the file has a node of its own that adds the bias */
     return hpml_conv_transpose2d(n->src[0], n->shape[x->layout == HPML_NHWC ? 3 : 1], &d);
 }
 HPMLI_FN hpml_tensor *hpmli_record_pool(const hpmli_saved_node *n)
@@ -18896,7 +18905,7 @@ HPMLI_FN hpml_tensor *hpmli_record_attention(const hpmli_saved_node *n)
     d.heads      = n->a.attention.heads;
     d.not_causal = !n->a.attention.causal;
     d.scale      = n->a.attention.scale;
-    d.kv_heads   = n->a.attention.kv_heads; /* 0 (as many as heads) in files of older versions */
+    d.kv_heads   = n->a.attention.kv_heads; /* 0, as many as heads, in files of versions without kv_heads */
     d.position   = n->src[1];
     d.mask       = n->src[2];
     return hpml_attention(n->src[0], &d);
@@ -18987,7 +18996,7 @@ HPMLI_FN hpml_tensor *hpmli_record_huber(const hpmli_saved_node *n)
 
 typedef struct hpmli_recorder {
     hpml_op op;
-    int     least, most; /* sources that the op has, of which the first must be there */
+    int     least, most; /* numbers of sources that a node of this op can have */
     hpml_tensor *(*record)(const hpmli_saved_node *n);
 } hpmli_recorder;
 static const hpmli_recorder hpmli_recorders[] = {
@@ -19010,7 +19019,7 @@ static const hpmli_recorder hpmli_recorders[] = {
     { HPML_OP_CROSS_ENTROPY, 2, 2, hpmli_record_cross_entropy }, { HPML_OP_BCE_WITH_LOGITS, 2, 2, hpmli_record_bce },
     { HPML_OP_MSE, 2, 2, hpmli_record_mse }, { HPML_OP_HUBER, 2, 2, hpmli_record_huber } };
 
-HPMLI_FN const hpmli_recorder *hpmli_recorder_of(hpml_op op) /* NULL: model files do not have this op */
+HPMLI_FN const hpmli_recorder *hpmli_recorder_of(hpml_op op) /* NULL: model files cannot have this op */
 {
     for (size_t i = 0; i < sizeof hpmli_recorders / sizeof hpmli_recorders[0]; i++)
         if (hpmli_recorders[i].op == op) return &hpmli_recorders[i];
@@ -19020,25 +19029,25 @@ HPMLI_FN const hpmli_recorder *hpmli_recorder_of(hpml_op op) /* NULL: model file
 // ---------------------------------------------------------------------------------------------------------------------
 // >>model-save   the structure of a model as text
 // ---------------------------------------------------------------------------------------------------------------------
-/* The values of a model that is to be saved, in the order of their numbers in the file. */
+/* A model that is to be saved: its values, in the order of their numbers in the file, and its nodes. */
 typedef struct hpmli_structure {
     hpml_ctx     *ctx;
-    hpml_tensor **value;      /* (value_count) inputs, constants, parameters, results */
+    hpml_tensor **value;      /* (value_count) inputs, constants, parameters, results of nodes */
     int           input_count, constant_count, param_count, value_count;
     bool         *used;       /* (parameters of the context) true: the parameter is among the values */
-    hpml_node   **node;       /* (node_count) in the order of recording, behind which the memory of all lists lies */
+    hpml_node   **node;       /* (node_count) in the order of recording */
     int           node_count;
 } hpmli_structure;
 
-HPMLI_FN int hpmli_value_number(const hpmli_structure *s, const hpml_tensor *t) /* -1: NULL, or not among the values */
+HPMLI_FN int hpmli_value_number(const hpmli_structure *s, const hpml_tensor *t) /* -1: t is NULL or not in s->value */
 {
     for (int i = s->value_count - 1; i >= 0; i--)
         if (s->value[i] == t) return i;
     return -1;
 }
 
-/* Adds to s->value the leaves that nodes of the model read: with `inputs` those with a batch, else those without one,
-   which are the constants. */
+/* Adds to s->value leaves that nodes of the model read: if `inputs`, those with a batch dimension, which are the inputs;
+   else those without, which are the constants. */
 HPMLI_FN void hpmli_structure_leaves(hpmli_structure *s, bool inputs)
 {
     for (int k = 0; k < s->node_count; k++)
@@ -19051,7 +19060,7 @@ HPMLI_FN void hpmli_structure_leaves(hpmli_structure *s, bool inputs)
         }
 }
 
-/* Collects the values and nodes on which the outputs depend; the inputs given come first. False: an error. */
+/* Collects in *s the values and nodes on which the outputs of d depend; the inputs in d come first. False: an error. */
 HPMLI_FN bool hpmli_structure_collect(hpmli_structure *s, hpml_ctx *ctx, const hpml_model_desc *d)
 {
     const int64_t values = ctx->source_count + ctx->node_count + ctx->param_count + d->input_count + 1;
@@ -19101,7 +19110,8 @@ HPMLI_FN void hpmli_text_quoted(hpmli_text_buffer *b, const char *text) /* appen
     hpmli_text_add(b, "\"");
 }
 
-/* Appends a number that reads back as the same bits; an infinity as 1e39, which is above all floats, NaN as null. */
+/* Appends x as decimal digits that are read back as the same float; infinity as 1e39, which exceeds FLT_MAX, NaN as
+   null. */
 HPMLI_FN void hpmli_text_float(hpmli_text_buffer *b, float x)
 {
     char text[32];
@@ -19110,7 +19120,7 @@ HPMLI_FN void hpmli_text_float(hpmli_text_buffer *b, float x)
     const double finite = fmax(fmin((double)x, 1e39), -1e39);
     snprintf(text, sizeof text, "%.9g", finite);
     for (char *p = text; *p; p++)
-        if (*p == ',') *p = '.'; /* in locales that write a comma */
+        if (*p == ',') *p = '.'; /* some locales print a decimal comma */
     hpmli_text_add(b, "%s", text);
 }
 
@@ -19191,7 +19201,7 @@ HPMLI_FN void hpmli_text_structure(hpmli_text_buffer *b, const hpmli_structure *
     hpmli_text_add(b, "]}");
 }
 
-/* Checks the desc of hpml_model_save, and that files can have all of the model's ops and leaves; false: an error. */
+/* Checks d, the user's desc, and that a model file can have all ops and leaves of s; false: an error. */
 HPMLI_FN bool hpmli_structure_check(const hpmli_structure *s, const hpml_model_desc *d)
 {
     for (int i = 0; i < s->node_count; i++) {
@@ -19242,7 +19252,7 @@ HPMLI_FN bool hpmli_model_desc_check(hpml_ctx *ctx, const hpml_model_desc *d)
     return true;
 }
 
-/* Writes the model file `path`: the parameters and constants of s and, in the metadata, `text`, its structure. */
+/* Writes the model file `path`: the parameters and constants of s and, in its metadata, `text`, the JSON of s. */
 HPMLI_FN hpml_status hpmli_structure_save(const hpmli_structure *s, const char *path, const hpml_model_desc *d,
                                           const char *text)
 {
@@ -19297,24 +19307,24 @@ HPML_API hpml_status hpml_model_save(hpml_ctx *ctx, const char *path, const hpml
 // ---------------------------------------------------------------------------------------------------------------------
 struct hpml_model {
     hpml_ctx     *ctx;
-    hpml_tensor **value;     /* (value_count) inputs, constants, parameters, results, as the file numbers them */
+    hpml_tensor **value;     /* (value_count) inputs, constants, parameters, results, in the file's order */
     int           value_count, input_count, constant_count;
     hpml_tensor  *output[HPML_MAX_OUTPUTS];
     int           output_count;
     int64_t       batch;
     hpml_graph   *graph;     /* NULL: hpml_model_run has not been called */
-    hpml_meta    *meta;      /* (meta_count) the user's, sorted by key; names lie behind */
+    hpml_meta    *meta;      /* (meta_count) the user's metadata, sorted by key; the texts follow */
     int           meta_count;
 };
 
-/* What the functions that read a model's structure from JSON share. */
+/* State of reading a model's structure from the JSON text of a model file. */
 typedef struct hpmli_model_reader {
     const hpml_safetensors *f;
     hpml_ctx   *ctx;
     hpml_model *m;
     hpmli_json  j;
     const char *path;
-    int         capacity; /* of m->value */
+    int         capacity; /* elements of m->value that were allocated */
 } hpmli_model_reader;
 
 HPMLI_FN bool hpmli_model_wrong(hpmli_model_reader *r, const char *what)
@@ -19323,7 +19333,7 @@ HPMLI_FN bool hpmli_model_wrong(hpmli_model_reader *r, const char *what)
     return hpmli_false(r->ctx, HPML_ERR_FORMAT, "\"%s\": the structure of the model is damaged: %s", r->path, what);
 }
 
-HPMLI_FN double hpmli_json_real(hpmli_json *j) /* consumes a number, true, false, or null for NaN */
+HPMLI_FN double hpmli_json_real(hpmli_json *j) /* reads a number, true (1), false (0), null (NaN) */
 {
     double v = 0;
     if (hpmli_json_word(j, "null")) return NAN;
@@ -19335,7 +19345,7 @@ HPMLI_FN double hpmli_json_real(hpmli_json *j) /* consumes a number, true, false
     return v;
 }
 
-HPMLI_FN int64_t hpmli_json_whole(hpmli_json *j) /* consumes an integer of at most 53 bits */
+HPMLI_FN int64_t hpmli_json_whole(hpmli_json *j) /* reads an integer from -2^53 to 2^53 */
 {
     const double v = hpmli_json_real(j);
     if (!(fabs(v) <= 9007199254740992.0) || v != floor(v)) j->bad = true;
@@ -19443,7 +19453,7 @@ HPMLI_FN bool hpmli_read_parameter(hpmli_model_reader *r)
     return hpmli_model_add(r, hpml_param_create(r->ctx, &d));
 }
 
-/* Reads the numbers of a node's sources; they must be values before this node. */
+/* Reads the JSON list of the numbers of a node's sources; each must be the number of a value that was read before. */
 HPMLI_FN void hpmli_read_sources(hpmli_model_reader *r, hpmli_saved_node *n)
 {
     for (int k = 0; hpmli_json_next(&r->j, k, '[', ']'); k++) {
@@ -19460,7 +19470,7 @@ HPMLI_FN void hpmli_read_attr(hpmli_model_reader *r, hpmli_saved_node *n, const 
     const hpmli_attr_field *f = hpmli_attr_fields, *end = f + HPMLI_ATTR_FIELDS;
     while (f < end && (f->op != n->op || strcmp(f->name, key) != 0)) f++;
     if (f == end) {
-        hpmli_json_skip(&r->j, 8); /* a member of a later version, unknown here */
+        hpmli_json_skip(&r->j, 8); /* skips a member that only later versions know */
         return;
     }
     char         *to    = (char *)&n->a + f->at;
@@ -19478,8 +19488,8 @@ HPMLI_FN void hpmli_read_attr(hpmli_model_reader *r, hpmli_saved_node *n, const 
     if (f->type == 'l') memcpy(to, &large, sizeof large);
 }
 
-/* Records node n by the recorder `by`, and checks that its result has the shape and layout in the file, and that the op
-   has found all its parameters and made none. False: an error. */
+/* Records node n by the recorder `by`, and checks that the result has the shape and layout that the file says, and that
+   no parameter was created, because those of the file exist already. False: an error. */
 HPMLI_FN bool hpmli_read_record(hpmli_model_reader *r, hpmli_saved_node *n, const hpmli_recorder *by)
 {
     const int  params = r->ctx->param_count;
@@ -19489,7 +19499,7 @@ HPMLI_FN bool hpmli_read_record(hpmli_model_reader *r, hpmli_saved_node *n, cons
     if (!n->name) return false;
     if (n->rows > 0) n->shape[0] = n->rows * r->m->batch;
     if (n->src_count < by->least || n->src_count > by->most || !n->src[0]) return hpmli_model_wrong(r, n->name);
-    r->ctx->shares = true; /* layers find the parameters of the file by their names */
+    r->ctx->shares = true; /* layers use the existing parameters of their names */
     hpml_tensor *y = by->record(n);
     r->ctx->shares = shares;
     if (!y) return hpmli_model_wrong(r, n->name);
@@ -19535,7 +19545,7 @@ HPMLI_FN bool hpmli_read_output(hpmli_model_reader *r)
     return true;
 }
 
-/* Reads the whole structure: its version, and then the five lists in their order. */
+/* Reads the JSON text of a model: its version, then inputs, constants, parameters, nodes, outputs; false: an error. */
 HPMLI_FN bool hpmli_read_structure(hpmli_model_reader *r)
 {
     static const struct { const char *name; bool (*read)(hpmli_model_reader *r); } lists[] = {
@@ -19566,7 +19576,7 @@ HPMLI_FN void hpmli_model_destroy(void *object)
     hpmli_free(m->ctx, m->meta);
 }
 
-/* Keeps a copy of the metadata of file f whose keys do not begin with "hpml.". */
+/* Copies the metadata of file f whose keys do not begin with "hpml.", which are the user's, to m; false: no memory. */
 HPMLI_FN bool hpmli_model_keep_meta(hpml_model *m, const hpml_safetensors *f)
 {
     size_t bytes = 0;
@@ -19602,7 +19612,7 @@ HPMLI_FN bool hpmli_model_constants(hpmli_model_reader *r, const hpml_safetensor
     return true;
 }
 
-/* Records the model of file f in the context and loads its parameters; false: an error, and none were added. */
+/* Records the model of file f in the context and loads its parameters; false: an error, no parameters are added. */
 HPMLI_FN bool hpmli_model_read(hpml_model *m, hpml_safetensors *f, const char *path)
 {
     hpml_ctx          *ctx   = m->ctx;
@@ -19617,7 +19627,7 @@ HPMLI_FN bool hpmli_model_read(hpml_model *m, hpml_safetensors *f, const char *p
     char        *copy = hpmli_strdup(ctx, text); /* the reader unescapes strings in place */
     r.j.p      = copy;
     r.j.end    = copy ? copy + size : NULL;
-    r.capacity = (int)hpmli_min((int64_t)size / 8 + 1, INT32_MAX); /* a value takes more than 8 bytes of text */
+    r.capacity = (int)hpmli_min((int64_t)size / 8 + 1, INT32_MAX); /* a value has more than 8 bytes of JSON */
     m->value   = copy ? hpmli_new(ctx, hpml_tensor *, r.capacity) : NULL;
     chosen.first = first;
     bool good = m->value && hpmli_read_structure(&r) && hpmli_model_keep_meta(m, f) && hpmli_model_constants(&r, f) &&
@@ -19677,8 +19687,8 @@ HPML_API hpml_graph *hpml_model_graph(hpml_model *m)
     return m->graph;
 }
 
-/* Runs the graph on `samples` samples, at most a batch, from number `first` of the inputs on, and writes their rows of
-   the outputs; an output without a batch dimension is overwritten whole. */
+/* Runs the graph on `samples` samples, at most a batch, from the inputs' sample number `first` on, and writes the rows
+   of these samples in the outputs; an output without a batch dimension is overwritten whole. */
 HPMLI_FN hpml_status hpmli_model_batch(hpml_model *m, const void *const *inputs, int64_t first, int64_t samples,
                                        float *const *outputs)
 {
@@ -19686,7 +19696,7 @@ HPMLI_FN hpml_status hpmli_model_batch(hpml_model *m, const void *const *inputs,
     if (hpml_graph_set_batch(g, g->batchable ? samples : m->batch) != HPML_OK) return m->ctx->status;
     for (int i = 0; i < m->input_count; i++) {
         const hpml_tensor *x = m->value[i];
-        if (!x->raw) continue; /* without memory: no output depends on this input */
+        if (!x->raw) continue; /* no output depends on this input, so it has no memory */
         const size_t size = (size_t)(hpml_tensor_count(x) / g->batch_now) * hpml_dtype_size(x->dtype);
         m->ctx->backend->write(m->ctx->device, x->raw, (const char *)inputs[i] + (size_t)first * size,
                                (size_t)samples * size);
@@ -19732,10 +19742,10 @@ HPML_API hpml_status hpml_model_predict(hpml_model *m, const void *x, int64_t sa
    microseconds. */
 struct hpmli_trace {
     hpml_trace_desc  d;         /* the user's desc, with defaults in place of zeros */
-    bool             at_first;  /* time 0 of the file is the start of the first event */
+    bool             at_first;  /* true: the file's time 0 is the first event's start */
     int64_t          count;     /* atomic: events added since the start, also those overwritten */
-    bool             paused;    /* the current step is not one of the steps to be traced */
-    hpml_trace_event events[1]; /* (capacity) the ring: event i is at i % capacity */
+    bool             paused;    /* atomic: true in steps outside d.first_step to d.last_step */
+    hpml_trace_event events[1]; /* (d.capacity) the ring: event i is at i % d.capacity */
 };
 
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
@@ -19766,7 +19776,7 @@ HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step) /* pauses the trace 
 {
     hpmli_trace *t = ctx->trace;
     bool         off = t && (step < t->d.first_step || (t->d.last_step > 0 && step > t->d.last_step));
-    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* atomic, because the loader's thread adds spans */
+    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* atomic, because the loader's thread reads it */
 }
 
 HPML_API bool hpml_trace_on(const hpml_ctx *ctx)
@@ -19793,7 +19803,8 @@ HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double 
     hpml_trace_add(ctx, &e);
 }
 
-/* Adds the events of a step that ends now: its span, begun at time `since` (seconds), and its loss as a counter. */
+/* Adds the events of a training step that ends now: a span from time `since` (seconds) to now, and a counter for the
+   loss. */
 HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss)
 {
     hpml_trace_event e = HPMLI_ZEROED;
@@ -19876,7 +19887,7 @@ HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int 
     if (e->kind == HPML_TRACE_SPAN && (e->first || e->bucket > 0 || e->number > 0)) hpmli_trace_args(w, e);
     if (e->kind == HPML_TRACE_SEND || e->kind == HPML_TRACE_RECEIVE)
         fprintf(w->f, ",\"cat\":\"message\",\"id\":%lld%s", (long long)e->number,
-                e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* the arrow ends at the enclosing span */
+                e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* "bp":"e": the arrow ends at the span around it */
     if (e->kind == HPML_TRACE_COUNTER) {
         int exponent = e->value == 0 ? 0 : (int)fmax(floor(log10(fabs(e->value))) - 8, -300);
         fprintf(w->f, ",\"args\":{\"");
@@ -19929,7 +19940,7 @@ HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
 {
     if (!g || hpmli_failed(g->ctx)) return;
-    if (g->profile) hpml_profile(g, NULL, 0); /* waits for the device, which may still add to the rows */
+    if (g->profile) hpml_profile(g, NULL, 0); /* waits until the device no longer writes to it */
     hpmli_free(g->ctx, g->profile);
     g->profile = NULL;
     if (!on) return;
