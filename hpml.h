@@ -17619,7 +17619,8 @@ HPML_API int64_t hpml_dataset_stats(hpml_dataset *d, hpml_stats of, float *mean,
     return d->ctx->status == HPML_OK ? n : 0;
 }
 
-/* Creates the buffer "<layer>.<suffix>" of `count` values: one for each column of x or, of images, for each channel. */
+/* Creates the buffer "<layer>.<suffix>" of `count` values, which must be one for each column or, if x are images, each
+   channel of x. */
 HPMLI_FN hpml_tensor *hpmli_statistic(hpml_tensor *x, int64_t count, const float *values, const char *layer,
                                       const char *suffix)
 {
@@ -19046,8 +19047,8 @@ HPMLI_FN int hpmli_value_number(const hpmli_structure *s, const hpml_tensor *t) 
     return -1;
 }
 
-/* Adds to s->value leaves that nodes of the model read: if `inputs`, those with a batch dimension, which are the inputs;
-   else those without, which are the constants. */
+/* Adds to s->value leaves that nodes of the model read: if `inputs`, those with a batch dimension, which are inputs of
+   the model; else those without, which are its constants. */
 HPMLI_FN void hpmli_structure_leaves(hpmli_structure *s, bool inputs)
 {
     for (int k = 0; k < s->node_count; k++)
@@ -20037,7 +20038,7 @@ HPMLI_COMPILE_FAST_END
 #define HPMLI_AVX512 2
 #define HPMLI_NEON   3
 
-#ifdef HPMLI_EDITOR /* editors cannot include a file in itself: they compile only the scalar pass, which follows here */
+#ifdef HPMLI_EDITOR /* for editors, which cannot include a file in itself: only the scalar pass */
 #define HPMLI_ISA HPMLI_SCALAR
 #else
 #define HPMLI_ISA HPMLI_SCALAR
@@ -20055,7 +20056,7 @@ HPMLI_COMPILE_FAST_END
 #include HPML_SELF
 #endif
 #endif /* !HPMLI_EDITOR */
-#define HPMLI_CHOOSE /* all passes are compiled: section >>choose, at the end of this file, is compiled next */
+#define HPMLI_CHOOSE /* all passes are done: only section >>choose is still compiled */
 #endif /* HPMLI_BODY_INCLUDED */
 #endif /* !HPMLI_ISA */
 
@@ -20073,10 +20074,10 @@ HPMLI_COMPILE_FAST_END
      HPMLI_NV              vectors in a row of a tile of C, at most; for tiles see >>gemm
      HPMLI_MR              rows of a tile of 1 or 2 vectors, at most
      HPMLI_MR_3, _MR_4     rows of a tile of 3 or 4 vectors, at most, where HPMLI_NV is 4
-     HPMLI_DOT_MR          rows of a tile of dot products, see >>gemm-thin
-     HPMLI_BYTE_DOT        optional: adds to each of the sums s four products of bytes, of u (unsigned) times x
+     HPMLI_DOT_MR          rows of a tile of dot products, at most, see >>gemm-thin
+     HPMLI_BYTE_DOT        optional: (s, u, x) adds to each sum in s four products of bytes of u (unsigned) and x
      HPMLI_BYTE_TARGET     target attribute of functions that use HPMLI_BYTE_DOT, which only some CPUs of the set have
-     HPMLI_BF16_DOT        optional: adds to each of the sums s two products of bf16, of u times x
+     HPMLI_BF16_DOT        optional: (s, u, x) adds to each sum in s two products of numbers in bf16 of u and x
      HPMLI_BF16_TARGET     target attribute of functions that use HPMLI_BF16_DOT, which only some CPUs of the set have
      HPMLI_CRC32C_WORD     optional: the instruction that adds 8 bytes to a CRC-32C; without it the CRC uses tables
      HPMLI_MM ..           only x86: the intrinsic functions of the set's width, see >>simd-x86
@@ -20088,8 +20089,8 @@ HPMLI_COMPILE_FAST_END
 #define HPMLI_CAT_(a, b) a##b
 #define HPMLI_CAT(a, b)  HPMLI_CAT_(a, b)
 #define HV(name)         HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX) /* HV(exp): hpmli_exp_avx2 */
-/* Repeat the macro X: HPMLI_TIMES_4(X, a) is X(a, 0) X(a, 1) X(a, 2) X(a, 3); HPMLI_ROWS(X, a) repeats X for each row
-   of a tile of C, and HPMLI_DOT_ROWS for each row of a tile of dot products. */
+/* Macros that repeat the macro X: HPMLI_TIMES_4(X, a) is X(a, 0) X(a, 1) X(a, 2) X(a, 3); HPMLI_ROWS(X, a) repeats X
+   HPMLI_MR times, for each row of a tile of C, and HPMLI_DOT_ROWS HPMLI_DOT_MR times. */
 #define HPMLI_TIMES_2(X, a)  X(a, 0) X(a, 1)
 #define HPMLI_TIMES_4(X, a)  HPMLI_TIMES_2(X, a) X(a, 2) X(a, 3)
 #define HPMLI_TIMES_6(X, a)  HPMLI_TIMES_4(X, a) X(a, 4) X(a, 5)
@@ -20102,7 +20103,7 @@ HPMLI_COMPILE_FAST_END
 #define HPMLI_ROWS_3         HPMLI_TIMES(HPMLI_MR_3)
 #define HPMLI_ROWS_4         HPMLI_TIMES(HPMLI_MR_4)
 #define HPMLI_DOT_ROWS       HPMLI_TIMES(HPMLI_DOT_MR)
-#define HPMLI_ROW_VECTORS    (4 * HPMLI_NV) /* vectors of C that a product of one row keeps in registers, at most */
+#define HPMLI_ROW_VECTORS    (4 * HPMLI_NV) /* most vectors of sums in registers where C is one row */
 
 #undef HPMLI_ISA_NAME
 #undef HPMLI_SUFFIX
@@ -20150,7 +20151,7 @@ typedef uint64_t HV(u64) __attribute__((vector_size(32)));
 #define HPMLI_CRC32C_WORD _mm_crc32_u64
 #define HPMLI_MM(op)      HPMLI_CAT(_mm256_, op)
 #define HPMLI_MM_ALL      __m256i
-#define HPMLI_MM_HALF     __m128i                                                         /* 16 bits for each lane */
+#define HPMLI_MM_HALF     __m128i                                                         /* all lanes as 16 bits */
 #define HPMLI_MM_WHERE(a, op, b, x, y) _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, op))    /* a op b ? x : y */
 #elif HPMLI_ISA == HPMLI_AVX512 /* 32 registers of 16 floats; tiles of 14 x 2, 8 x 3 or 6 x 4 vectors */
 #define HPMLI_ISA_NAME    "avx512"
@@ -20192,16 +20193,16 @@ typedef uint64x2_t  HV(u64);
 // ---------------------------------------------------------------------------------------------------------------------
 /* Kernels are written once over a few operations on vectors. HV(name) is the name of an operation, type or kernel in
    this pass: HV(exp) is hpmli_exp_avx2 in the pass for AVX2. HV(f32) is a vector of HV_LANES floats, its lanes. gcc and
-   clang compile + - * / << & and so on for vectors as for numbers. The last, partial vector of an array is loaded by
+   clang apply + - * / << & and so on to vectors lane by lane. The last, partial vector of an array is loaded by
    HV(load_upto) and goes through the same instructions as whole vectors, so that the result for an element does not
    depend on its place in the array. Below, a, b, c, x, y are vectors; p is an address of any alignment:
-     as_floats as_words          the same bits as floats, as words of 32 bits
+     as_floats as_words          the bits of words of 32 bits taken as floats; of floats as words
      set1 zero                   all lanes are the number x; are 0
      load store                  all lanes at p; load_words store_words: a vector of words
      load_partial store_partial  the first n lanes, n < HV_LANES; a load sets the others to 0
      load_upto store_upto        the first n lanes, or all for n >= HV_LANES, which is the usual case
      load_T store_T              converted from and to T: bf16, f16, u8, i32; load_upto_T store_upto_T: the first n
-     load_u32                    words converted to floats, rounded once; from_i32: integers in a register
+     load_u32 from_i32           uint32_t at p converted to floats, rounded once; int32_t in a vector of words
      fma fnma                    a b + c; c - a b
      max min                     a > b ? a : b, so that a NaN in a gives b; b > a ? a : b
      if_ge if_gt if_eq           a >= b ? x : y, lane by lane; the same for > and ==
@@ -20212,8 +20213,8 @@ typedef uint64x2_t  HV(u64);
      sign_bits select_bits       bit i is set where lane i of a is >= 0; lane i is a where bit i of m is set, else b
      widen narrow                16-bit words in memory to and from vectors of words
      widen_bytes set1_word       bytes in memory to a vector of words; all lanes are the word x
-     add_pairs                   s + (low halves of a) (low halves of b) + (high halves) (high halves), halves signed
-     transpose                   a square of HV_LANES x HV_LANES floats
+     add_pairs                   s + low(a) low(b) + high(a) high(b) of words s, a, b; low, high: signed 16-bit halves
+     transpose                   exchanges rows and columns of HV_LANES x HV_LANES floats in memory
      set_u64_pairs philox_products   see >>random */
 
 /* HPMLI_KERNEL begins a function of this set. These functions are not inlined into each other, because a call takes a
@@ -20233,7 +20234,7 @@ typedef uint64x2_t  HV(u64);
 #define HV_LOOP(n)                                                                                                     \
     for (int64_t i = 0, c; c = HV_LANES > 1 && (n) - i < HV_LANES ? (n) - i : HV_LANES, i < (n); i += HV_LANES)
 
-/* Operations that are written without intrinsics: one text for all instruction sets. */
+/* Operations written without intrinsics, so that one definition serves all instruction sets. */
 HPMLI_VEC_INLINE HV(f32) HV(as_floats)(HV(u32) u) { HV(f32) a; memcpy(&a, &u, sizeof a); return a; }
 HPMLI_VEC_INLINE HV(u32) HV(as_words)(HV(f32) a) { HV(u32) u; memcpy(&u, &a, sizeof u); return u; }
 typedef HV(f32) HV(floats_anywhere) __attribute__((aligned(4)));
@@ -20249,7 +20250,7 @@ HPMLI_VEC_FN1(HV(mantissa), HV(as_floats)((HV(as_words)(a) & 0x7fffffu) | 0x3f80
 HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return x; }
 HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
 HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n) { if (n > 0) *p = a; }
-#ifdef __FP_FAST_FMAF /* always fuse where the CPU can: were it the compiler's choice, bits would differ by place */
+#ifdef __FP_FAST_FMAF /* fmaf, because a compiler would fuse only some of a * b + c */
 HPMLI_VEC_FN3(HV(fma), fmaf(a, b, c));
 HPMLI_VEC_FN3(HV(fnma), fmaf(-a, b, c));
 #else
@@ -20356,7 +20357,7 @@ HPMLI_VEC_INLINE HV(u32) HV(add_pairs)(HV(u32) s, HV(u32) a, HV(u32) b)
 #endif
 
 #if HPMLI_ISA == HPMLI_AVX2
-HPMLI_VEC_INLINE __m256i HV(lane_mask)(int64_t n) /* all bits set in the first n lanes */
+HPMLI_VEC_INLINE __m256i HV(lane_mask)(int64_t n) /* returns a mask: all bits set in the first n lanes */
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
@@ -20368,8 +20369,8 @@ HPMLI_VEC_FN2(HV(even_lanes), HPMLI_SWAP_MIDDLE(_mm256_shuffle_ps(a, b, 0x88)));
 HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_SWAP_MIDDLE(_mm256_shuffle_ps(a, b, 0xdd)));
 HPMLI_VEC_FN2(HV(interleave_low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20));
 HPMLI_VEC_FN2(HV(interleave_high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31));
-HPMLI_VEC_FN2(HV(even_quads), _mm256_permute2f128_ps(a, b, 0x20)); /* quads (four lanes) 0, 2 .. of a, of b */
-HPMLI_VEC_FN2(HV(odd_quads), _mm256_permute2f128_ps(a, b, 0x31)); /* quads 1, 3 .. of a, of b */
+HPMLI_VEC_FN2(HV(even_quads), _mm256_permute2f128_ps(a, b, 0x20)); /* quad (four lanes) 0 of a, then of b */
+HPMLI_VEC_FN2(HV(odd_quads), _mm256_permute2f128_ps(a, b, 0x31)); /* quad 1 of a, then of b */
 HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
@@ -20414,7 +20415,7 @@ HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
     __m512 s  = _mm512_add_ps(HV(even_quads)(ab, cd), HV(odd_quads)(ab, cd));
-    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* s has a quad for each of a, b, c, d: add the quad's lanes */
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* quads of s are of a, b, c, d: add their lanes */
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
 }
@@ -20457,7 +20458,7 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a)
 #if HPMLI_ISA == HPMLI_AVX512
 HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)HV(load_words)(p)); }
 #else
-HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) /* top 24 bits * 256.0f + low 8 bits */
 {
     HV(u32) words = HV(load_words)(p);
     return HV(fma)(HV(from_i32)(words >> 8), HV(set1)(256), HV(from_i32)(words & 255u));
@@ -20468,8 +20469,8 @@ HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
     HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
     return (HV(u32))HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
 }
-/* Regroups each 2 * half vectors of r: vector i of the first half becomes the even quads (groups of four lanes) of the
-   vectors i of both halves; vector i of the second half becomes their odd quads. */
+/* In each group of 2 * half vectors of r, vectors i and half + i are a pair: vector i becomes the even quads (groups of
+   four lanes) of both vectors, vector half + i their odd quads. */
 HPMLI_VEC_INLINE void HV(exchange_quads)(HV(f32) *r, const int half)
 {
     HV(f32) t[HV_LANES];
@@ -20530,7 +20531,7 @@ HPMLI_VEC_FN1(HV(round), vrndnq_f32(a));
 HPMLI_VEC_FN4(HV(if_ge), vbslq_f32(vcgeq_f32(a, b), x, y));
 HPMLI_VEC_FN4(HV(if_gt), vbslq_f32(vcgtq_f32(a, b), x, y));
 HPMLI_VEC_FN4(HV(if_eq), vbslq_f32(vceqq_f32(a, b), x, y));
-HPMLI_VEC_FN2(HV(max), HV(if_gt)(a, b, a, b)); /* vmaxq_f32 would give a NaN for a NaN in a */
+HPMLI_VEC_FN2(HV(max), HV(if_gt)(a, b, a, b)); /* not vmaxq_f32: a NaN in a must give b */
 HPMLI_VEC_FN2(HV(min), HV(if_gt)(b, a, a, b));
 HPMLI_VEC_FN2(HV(even_lanes), vuzp1q_f32(a, b));
 HPMLI_VEC_FN2(HV(odd_lanes), vuzp2q_f32(a, b));
@@ -20587,7 +20588,7 @@ HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
 }
 #endif
 
-#ifndef HPMLI_MM /* scalar and NEON transpose one number after the other; the result is that of >>simd-x86 */
+#ifndef HPMLI_MM /* the scalar and NEON sets transpose number by number */
 HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t in_row, int64_t rows, float *out, int64_t out_row)
 {
     for (int64_t j = 0; j < HV_LANES; j++)
@@ -20657,8 +20658,8 @@ HPMLI_LOAD_STORE_UPTO(u8, uint8_t);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vmath   exp, log, tanh, erf and the activations
 // ---------------------------------------------------------------------------------------------------------------------
-/* Evaluate a polynomial in x by Horner's rule, highest coefficient first, where op is a fused multiply-add: HV_POLY5
-   with coefficients a to e, HV_POLY_ON with b to e after p, the value of the higher coefficients. */
+/* Polynomials in x by Horner's rule; op: a fused multiply-add. HV_POLY5 is (((a x + b) x + c) x + d) x + e; HV_POLY_ON
+   continues from the value p of the higher coefficients: (((p x + b) x + c) x + d) x + e. */
 #define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, HV(set1)(a), b, c, d, e)
 #define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
     op(op(op(op(p, x, HV(set1)(b)), x, HV(set1)(c)), x, HV(set1)(d)), x, HV(set1)(e))
@@ -20673,7 +20674,7 @@ HPMLI_VEC_INLINE HV(f32) HV(exp)(HV(f32) x)
                           1.6666665459e-1f);
     p = HV(fma)(p, r, HV(set1)(5.0000001201e-1f));
     p = HV(fma)(p, r * r, r) + 1.0f;
-    HV(f32) low = HV(round)(n * 0.5f), high = n - low; /* 2^n as two factors, because n is from -150 to 128 */
+    HV(f32) low = HV(round)(n * 0.5f), high = n - low; /* 2^n = 2^low 2^high: n may exceed f32's exponents */
     return HV(if_eq)(x, x, p * HV(pow2i)(low) * HV(pow2i)(high), x);
 }
 /* The Cephes library's polynomial for log m in f = m - 1, m in [sqrt 1/2, sqrt 2): log(2^e m) = e ln 2 + log m. */
@@ -20683,7 +20684,7 @@ HPMLI_VEC_INLINE HV(f32) HV(exp)(HV(f32) x)
 HPMLI_VEC_INLINE HV(f32) HV(log)(HV(f32) x)
 {
     HV(f32) tiny = HV(set1)(1.17549435e-38f);
-    HV(f32) s    = HV(if_gt)(tiny, x, x * 8388608.0f, x); /* a subnormal x is multiplied by 2^23 */
+    HV(f32) s    = HV(if_gt)(tiny, x, x * 8388608.0f, x); /* a subnormal x is scaled by 2^23 */
     HV(f32) e    = HV(exponent)(s) - HV(if_gt)(tiny, x, HV(set1)(23), HV(zero)());
     HV(f32) m = HV(mantissa)(s), big = HV(set1)(1.41421356f), f, z, p, y;
     e = HV(if_gt)(m, big, e + 1.0f, e);
@@ -20743,7 +20744,7 @@ HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
     HV(f32) s = HV(sigmoid)(x);
     return s * HV(fma)(x, 1.0f - s, HV(set1)(1));
 }
-/* The activations: X(name, y = f(x), dy/dx in terms of x or y, the cheaper). s: leaky relu's factor for x < 0. */
+/* The activations: X(name, y as a function of x, dy/dx as one of x or y); s: leaky relu's slope for x < 0. */
 #define HPMLI_ACTS(X)                                                                                                  \
     X(NONE, x, HV(set1)(1))                                                                                            \
     X(RELU, HV(if_gt)(x, HV(zero)(), x, HV(if_eq)(x, x, HV(zero)(), x)),                                               \
@@ -20780,7 +20781,7 @@ HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const f
                                    const float *ys, int64_t n, int accumulate)
 {
     HV(f32) s = HV(set1)(slope);
-    if (!xs) xs = dy; /* any address that can be read */
+    if (!xs) xs = dy; /* x is not used: any readable address */
     if (!ys) ys = dy;
     switch (act) {
 #define HPMLI_ACT_BACK_CASE(name, f, df)                                                                               \
@@ -20839,8 +20840,8 @@ HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const
     }
 }
 
-/* Prefetches the gates, c and h of row (sample) r + 2: the CPU prefetches nothing by itself there, because rows of
-   these arrays are T time steps apart in memory. */
+/* Prefetches the gates, c (cell state) and h (hidden state) of row (sample) r + 2: the CPU does not prefetch these by
+   itself, because rows of these arrays are s->T time steps apart in memory. */
 HPMLI_VEC_INLINE void HV(lstm_prefetch)(const hpmli_lstm_cells *s, int64_t r)
 {
     const int64_t at = (r + 2) * s->T * s->H;
@@ -20851,7 +20852,8 @@ HPMLI_VEC_INLINE void HV(lstm_prefetch)(const hpmli_lstm_cells *s, int64_t r)
         __builtin_prefetch(s->h + (r + 2) * s->h_step + i, 1);
     }
 }
-/* Computes c = f c_before + i g and h = o tanh(c), with gates from the sum of bias and the products with x and h. */
+/* Computes an LSTM's cell state c = f c_before + i g and hidden state h = o tanh(c) of a time step; the gates i, f, o
+   (sigmoid) and g (tanh) are of s->gates, which has the products with x, plus s->sums, those with h, plus the bias. */
 HPMLI_KERNEL void HV(lstm_cells)(const hpmli_lstm_cells *s)
 {
     const int64_t H = s->H, units = s->units;
@@ -20887,15 +20889,15 @@ HPMLI_KERNEL void HV(lstm_cells)(const hpmli_lstm_cells *s)
         }
     }
 }
-/* Stores the first c elements of v, the derivatives da of gate number `gate` of row r, from hidden unit i on: in
-   s->gates and, as a copy, in s->next. */
+/* Stores the first c elements of v, gradients of the argument of gate number `gate` (before sigmoid or tanh) in row r,
+   from hidden unit i on: in s->gates and, as a copy, in s->next. */
 HPMLI_VEC_INLINE void HV(lstm_store)(const hpmli_lstm_cells *s, int64_t r, int gate, int64_t i, HV(f32) v, int64_t c)
 {
     HV(store_upto)(s->gates + (r * s->T * 4 + gate) * s->H + i, v, c);
     HV(store_upto)(s->next + (r * 4 + gate) * s->H + i, v, c);
 }
-/* Computes from dh, the gradient of h, da, the gradient of the arguments a of the gates, and dc, the gradient of c. The
-   derivative of a sigmoid with the value s is s (1 - s), that of a tanh with the value t is 1 - t^2. */
+/* Computes from the gradient of the hidden state h those of the gates' arguments (before sigmoid or tanh) and of the
+   cell state c. The derivative of a sigmoid with the value s is s (1 - s), of a tanh with the value t 1 - t^2. */
 HPMLI_KERNEL void HV(lstm_cells_back)(const hpmli_lstm_cells *s)
 {
     const int64_t H   = s->H;
@@ -20926,10 +20928,11 @@ HPMLI_KERNEL void HV(lstm_cells_back)(const hpmli_lstm_cells *s)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vreduce   sums, maxima, norms
 // ---------------------------------------------------------------------------------------------------------------------
-/* Sums have four independent accumulators, to hide the latency of an addition, added up in a fixed order. The `_wide`
-   sums and vmoments add the sum of each HPMLI_BLOCK_SUM elements to a double, for statistics over long arrays. */
+/* Sums have four independent accumulators, to hide the latency of an addition, and add these up in a fixed order. The
+   sums called `_wide`, and vmoments, add the sum of each HPMLI_BLOCK_SUM elements to a double, for long arrays. */
 #define HPMLI_BLOCK_SUM 1024
-/* Defines a function that sums n elements: `term` is the accumulator `sum` plus the c elements from index `at` on. */
+/* Defines a function that sums over n elements: `term` is the vector `sum` plus what the c elements from index `at` on
+   contribute. */
 #define HPMLI_REDUCE(name, params, term)                                                                               \
     HPMLI_KERNEL float HV(name) params                                                                                 \
     {                                                                                                                  \
@@ -20968,8 +20971,8 @@ HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n),
     static double HV(name) params
 HPMLI_REDUCE_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c));
 HPMLI_REDUCE_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c));
-/* Adds the sum of weights w to sums[0] and the sum of w d to sums[1], where d = x - centre. Not `weighted`: w = d; for
-   a centre near the mean of x, sums[1] then gets the sum of squared deviations, sums[0] n times (mean - centre). */
+/* Adds the sum of weights w to sums[0] and the sum of w d to sums[1], where d = x - centre. If not `weighted`, adds the
+   sum of d to sums[0] and the sum of d^2 to sums[1]. */
 HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const float *w, const float *x, float centre,
                                       int64_t n)
 {
@@ -21068,16 +21071,16 @@ HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_
    weight, a mean square or LAMB's gradient was not finite. Where a new weight is not finite, `replacement` is added to
    the old one and the sum is stored: 0 (with hpml_update.found_nonfinite) keeps the old weight, NaN stores NaN. */
 typedef struct HV(update_check) { HV(f32) weight, square, gradient, replacement; } HV(update_check);
-/* Stores c lanes of x, updated weights, at w; where x is not finite, stores the old weight plus f->replacement (0 or
-   NaN) and makes f->weight NaN. Only x is checked, because a non-finite gradient makes x non-finite as well. */
+/* Stores c lanes of x, updated weights, at w; where x is not finite, stores the weight `old` plus f->replacement (0 or
+   NaN) and makes f->weight NaN. The gradient is not checked, because a non-finite gradient makes x non-finite. */
 HPMLI_VEC_INLINE void HV(store_weight)(float *w, HV(f32) x, HV(f32) old, HV(update_check) *f, int64_t c)
 {
     HV(f32) nan_or_0 = x * HV(zero)();
     f->weight = f->weight + nan_or_0;
     HV(store_upto)(w, HV(if_eq)(nan_or_0, nan_or_0, x, old + f->replacement), c);
 }
-/* Stores c lanes of x, the optimizer's new state, with denormals set to 0, and returns x. Where all gradients are 0 (a
-   dead unit) the state would decay to denormals, with which CPUs compute a hundred times slower. NaN stays NaN. */
+/* Stores c lanes of x, the optimizer's new state, with denormals set to 0, and returns x. Where all gradients are 0,
+   the state would decay to denormals, with which CPUs compute a hundred times slower. NaN stays NaN. */
 HPMLI_VEC_INLINE HV(f32) HV(store_state)(float *state, HV(f32) x, int64_t c)
 {
     x = HV(if_gt)(HV(set1)(1.17549435e-38f), HV(abs)(x), HV(set1)(0), x);
@@ -21130,7 +21133,7 @@ HPMLI_VEC_INLINE HV(f32) HV(adam_direction)(const hpmli_opt_args *o, HV(f32) g, 
 {
     HV(f32) mean   = HV(update_mean)(m, g, o->u.beta1, c) * HV(set1)(o->correction1);
     HV(f32) square = HV(update_mean)(v, g * g, o->u.beta2, c) * HV(set1)(o->correction2);
-    f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite v would make all later steps 0 */
+    f->square = HV(fma)(square, HV(zero)(), f->square); /* NaN if the new v is non-finite, else as before */
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
 HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, float *v, HV(update_check) *f,
@@ -21158,8 +21161,8 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
     }
     return found;
 }
-/* HPMLI_STEP(step): `step` updates the c weights from index i on, with g, their scaled gradient. HPMLI_STEPS(step) does
-   this for all n weights and then leaves the `switch`. */
+/* `step` is a statement that updates the c weights from index i on by g, their scaled gradient. HPMLI_STEP(step) loads
+   g and runs `step`; HPMLI_STEPS(step) does this for all n weights, then leaves the `switch`. */
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
         HV(f32) g = HV(load_upto)(dw + i, c);                                                                          \
@@ -21185,7 +21188,7 @@ HPMLI_VEC_INLINE void HV(lamb)(const hpmli_opt_args *o, const float *w, HV(f32) 
 
 HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n)
 {
-    const hpmli_opt_args own = *args, *o = &own; /* a copy: *args would be reloaded after each store */
+    const hpmli_opt_args own = *args, *o = &own; /* a local copy, which stays in registers */
     HV(update_check)     all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.found_nonfinite ? 0 : NAN) };
     HV(update_check)    *f = &all;
     int64_t              i = 0;
@@ -21205,7 +21208,7 @@ HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, f
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vconvert   storage types, checksums
 // ---------------------------------------------------------------------------------------------------------------------
-/* Calls X(dtype, name, C type) for each storage type that must be converted to and from f32. */
+/* Expands X(dtype, name, C type) for each type, other than f32, in which tensors can be stored. */
 #define HPMLI_STORED(X) X(BF16, bf16, uint16_t) X(F16, f16, uint16_t) X(I32, i32, int32_t) X(U8, u8, uint8_t)
 
 HPMLI_KERNEL void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n)
@@ -21293,32 +21296,33 @@ HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
    t##r, u##r, v##r (vectors 0 to 3), because compilers keep an array in registers only when they unroll every loop
    over the array. `rows` and `cols` are constants in each variant, HV(tile_V_R) for V vectors and R + 1 rows.
    So that operands come from the nearest caches, k is cut into blocks of at most HPMLI_GEMM_KC, and A and B are packed
-   into the order in which the tile reads them, unless they already are in a good one. Rows and vectors are dealt out
+   into the order in which the tile reads them, if that saves time. Rows and vectors are dealt out to tiles
    evenly (16 rows are 6 + 5 + 5, not 6 + 6 + 4). Every element of C is summed over k in an order that only the shape
    decides, and not the number of threads, so that results have the same bits for any number of threads. */
 
 #define HPMLI_NR (2 * HV_LANES) /* columns of two vectors: the width of the panels of convolutions */
 
 #ifndef HPMLI_TILE_ROW
-/* The work of one call of a tile function: `panels` columns of tiles of C, each of `tiles` tiles, all of one size. */
+/* The tiles that one call of a tile function computes: for each of `panels` panels of B a column of `tiles` tiles of C,
+   all tiles of one size. */
 typedef struct hpmli_tile_run {
-    int64_t tiles;         /* tiles below each other in a column */
+    int64_t tiles;         /* tiles of C below each other, for each panel */
     int64_t a_tile;        /* floats in A from a tile's first row to that of the tile below */
-    int64_t panels;        /* panels (B's columns for one tile's width), next to each other */
+    int64_t panels;        /* panels (B's columns for a tile's width), side by side */
     int64_t b_panel;       /* floats in B from one panel to the next */
     int64_t c_panel;       /* floats in C from below the last tile of a panel to the first tile of the next panel */
-    float  *c;             /* first element of the first tile */
+    float  *c;             /* first element of the first tile of C */
     int64_t ldc;           /* floats from one row of C to the next */
-    int64_t prefetch_rows; /* rows of C to prefetch for each tile, or 0 */
-    int     add;           /* true: the sums are added to C, else replace it */
-    int64_t cols;          /* columns of a panel, which fill nv vectors; the last one may be partial */
-    float  *packed;        /* NULL, or where the first tile of a panel packs that panel of B while it computes */
+    int64_t prefetch_rows; /* rows of C to prefetch for each tile; 0: none */
+    int     add;           /* 1: the sums are added to C; 0: they overwrite C */
+    int64_t cols;          /* columns of a panel, in nv vectors, the last perhaps partial */
+    float  *packed;        /* NULL, or memory into which the first tile packs the panel of B that it reads */
 } hpmli_tile_run;
 /* The operations on C that follow the product: C = alpha (A B) + beta C + bias, or 0 where that is negative (relu). */
 typedef struct hpmli_gemm_epilogue {
     float        alpha, beta;
-    const float *bias_row; /* added to the elements of each row: one number for each row, or NULL */
-    const float *bias_col; /* added to the elements of each column: one number for each column, or NULL */
+    const float *bias_row; /* one number for each row of C, added to all its elements; NULL: none */
+    const float *bias_col; /* one number for each column of C, added to all its elements; NULL: none */
     int          relu;
 } hpmli_gemm_epilogue;
 /* A tile function computes tiles of C = A B over kc values of k, the summed index: A is at a, a_row floats from row to
@@ -21326,10 +21330,10 @@ typedef struct hpmli_gemm_epilogue {
 #define HPMLI_TILE_ARGS                                                                                                \
     int64_t kc, const float *a, int64_t a_row, int64_t a_k, const float *b, int64_t b_k, const hpmli_tile_run *run
 typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
-/* Row r of a tile of mr rows, nv vectors, has the sums s##r .. v##r: HPMLI_TILE_ZERO clears these sums, HPMLI_TILE_ROW
-   adds a number of A times the vectors b0 .. b3 of B to them. Once inlined, mr and nv are constants, so the compiler
-   removes the code for further rows and vectors. Rows 0, 3, 6, 9 and 12 of A have pointers (a0, a3 ..); the address of
-   another row is that of the last such row before it plus one or two times a_row. */
+/* Row r of a tile of mr rows and nv vectors has its sums in the variables s##r .. v##r: HPMLI_TILE_ZERO clears these,
+   HPMLI_TILE_ROW adds a number of A times the vectors b0 .. b3 of B to them. Where the function is inlined, mr and nv
+   are constants, so the compiler removes the code for further rows and vectors. Rows 0, 3, 6, 9 and 12 of A have
+   pointers (a0, a3 ..); another row is one or two times a_row behind the last of these rows before it. */
 #define HPMLI_TILE_ZERO(nv, r) HV(f32) s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
 #define HPMLI_TILE_A(r)        (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * a_row]
 #define HPMLI_TILE_ROW(nv, r)  HPMLI_TILE_FMA(nv, r, HV(set1)(HPMLI_TILE_A(r)))
@@ -21392,7 +21396,7 @@ HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         const float *a0 = a + t * run->a_tile, *c_row = c;
         const float *a3 = a0 + 3 * a_row, *a6 = a3 + 3 * a_row, *a9 = a6 + 3 * a_row, *a12 = a9 + 3 * a_row;
         HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
-        int64_t k = 0, special = packed ? kc : prefetch_rows; /* steps of k that also pack B or prefetch C */
+        int64_t k = 0, special = packed ? kc : prefetch_rows; /* the first steps of k also pack B or prefetch C */
         for (; k < special; k++) {
             if (packed) {
                 HPMLI_TILE_B
@@ -21404,7 +21408,7 @@ HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
                 for (int i = 0; i < nv; i++) HPMLI_PREFETCH(ahead + i * HV_LANES);
                 packed += nv * HV_LANES;
             }
-            if (k < prefetch_rows) { /* one row a step, because loads of A and B would wait behind all rows at once */
+            if (k < prefetch_rows) { /* one row of C for each k: many at once delay loads of A and B */
                 for (int i = 0; i < nv; i++) HPMLI_PREFETCH(c_row + i * HV_LANES);
                 HPMLI_PREFETCH(c_row + cols - 1);
                 c_row += ldc;
@@ -21414,7 +21418,7 @@ HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         if (mr * nv < 20)
             for (; k < kc; k++) HPMLI_TILE_STEP
         else
-            HPMLI_UNROLL_4 /* here the speed is limited by the instructions other than multiply-adds */
+            HPMLI_UNROLL_4 /* so that the loop itself takes fewer instructions */
             for (; k < kc; k++) HPMLI_TILE_STEP
         (void)a3, (void)a6, (void)a9, (void)a12, (void)last, (void)cols;
         if (run->add) { HPMLI_ROWS(HPMLI_TILE_ADD, nv) }
@@ -21444,7 +21448,7 @@ static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = {
     { HPMLI_ROWS_4(HPMLI_TILE_NAME, 4) },
 #endif
 };
-static const int HV(tile_rows)[HPMLI_NV] = { /* [V - 1]: rows of a tile of V vectors, at most */
+static const int HV(tile_rows)[HPMLI_NV] = { /* [V - 1]: most rows of a tile of V vectors */
     HPMLI_MR, HPMLI_MR,
 #if HPMLI_NV > 2
     HPMLI_MR_3, HPMLI_MR_4,
@@ -21481,7 +21485,8 @@ HPMLI_VEC_INLINE void HV(finish_vector)(const hpmli_gemm_epilogue *e, float *c, 
     if (e->relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays NaN */
     HV(store_upto)(c, v, n);
 }
-/* Applies the epilogue e to a tile of mr rows, HPMLI_NV vectors apart, and stores its rows ldc floats apart at c. */
+/* Applies the epilogue e (alpha, beta, bias, relu) to `tile`, mr rows that are HPMLI_NV vectors apart, and stores them
+   in C at c, ldc floats apart. */
 HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t cols, const hpmli_gemm_epilogue *e, float *c,
                                   int64_t ldc)
 {
@@ -21489,8 +21494,8 @@ HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t cols, c
         for (int64_t j = 0; j < cols; j += HV_LANES)
             HV(finish_vector)(e, c + j, r, j, HV(load)(tile + j), cols - j);
 }
-/* Transposes `tile`, mr rows of cols columns of C^T, applies the epilogue e (alpha, beta, bias, relu), stores the
-   result at c. Rows and columns of e are those of C. store_only: e changes nothing, and is skipped. */
+/* Transposes `tile`, mr rows of cols columns of C^T, applies the epilogue e (alpha, beta, bias, relu), and stores the
+   result in C at c. e has biases for rows and columns of C, not C^T. store_only: true if e changes nothing. */
 HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int64_t cols, const hpmli_gemm_epilogue *e,
                                              bool store_only, float *c, int64_t ldc)
 {
@@ -21510,11 +21515,11 @@ HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int6
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-part   matrix product: one rectangle of C
 // ---------------------------------------------------------------------------------------------------------------------
-/* One rectangle of C is computed block after block of k, of columns and of rows. Tiles broadcast numbers from rows of
+/* A rectangle of C is computed in blocks of k, of columns and of rows: nested loops. Tiles broadcast numbers of rows of
    P, the left operand as tiles see it, and load vectors from columns of Q, the right operand. Mostly P is A and Q is B.
    `swapped` products, for which transposing B would cost more, compute C^T = B^T A^T instead: P is B^T, Q is A^T, and
    each tile is transposed on its way to C. */
-typedef struct HV(gemm_view) { /* a product as its tiles see it: P Q, see >>gemm-part */
+typedef struct HV(gemm_view) { /* a product in the form P Q that tiles compute */
     const hpmli_gemm_part *part;
     const float *p;          /* first element of P, the left operand of the tiles: A, or B^T when swapped */
     int64_t      p_row, p_k; /* floats in P from one row to the next, from one k to the next */
@@ -21522,9 +21527,9 @@ typedef struct HV(gemm_view) { /* a product as its tiles see it: P Q, see >>gemm
     int64_t      q_k, q_col; /* floats in Q from one k to the next, from one column to the next */
     float       *c;          /* first element of the rectangle of C */
     int64_t      ldc, rows, cols, k; /* floats from row to row of C; rows of P, columns of Q, steps of k */
-    bool         swapped;    /* the tiles compute C^T = B^T A^T */
-    bool         pack_q;     /* panels of Q, each as wide as a tile, are packed */
-    float       *packed_p;   /* NULL, or where blocks of rows of P are packed */
+    bool         swapped;    /* true: the tiles compute C^T = B^T A^T */
+    bool         pack_q;     /* true: panels of Q, each as wide as a tile, are packed */
+    float       *packed_p;   /* memory to pack blocks of rows of P; NULL: P is not packed */
 } HV(gemm_view);
 #ifndef HPMLI_GEMM_BLOCK
 #define HPMLI_GEMM_BLOCK
@@ -21533,16 +21538,16 @@ typedef struct HV(gemm_view) { /* a product as its tiles see it: P Q, see >>gemm
 typedef struct hpmli_gemm_block {
     int64_t row, rows;      /* rows [row, row + rows) of P */
     int64_t k0, k;          /* over k [k0, k0 + k) */
-    int64_t tiles, height;  /* tiles in a column; rows of a tile, at most */
-    bool    plain;          /* the epilogue is at most an addition to C: tiles can store into C themselves */
-    bool    prefetch;       /* C is worth a prefetch, see HV(gemm_block_epilogue) */
+    int64_t tiles, height;  /* tiles below each other; most rows of a tile */
+    bool    plain;          /* true: tiles store into C, or add to it; no other epilogue */
+    bool    prefetch;       /* true: C is prefetched, see HV(gemm_block_epilogue) */
     hpmli_gemm_epilogue epilogue;
 } hpmli_gemm_block;
 /* A panel: columns of Q, the right operand, that form the width of a tile. */
 typedef struct hpmli_gemm_panel {
     int64_t col, cols;  /* columns [col, col + cols) of Q */
     int64_t count;      /* number of panels of this width, side by side */
-    float  *packed;     /* space for the packed panel: (k, cols rounded up to vectors) */
+    float  *packed;     /* (k, cols rounded up to vectors) memory for the packed panel */
     bool    is_packed;  /* true: the panel was packed for an earlier block of rows */
 } hpmli_gemm_panel;
 /* Operands of a tile function, which computes one tile of P Q: the tile's rows of P, the left operand, packed or not,
@@ -21558,7 +21563,7 @@ typedef struct hpmli_gemm_operands {
 
 /* Returns true when packing P, the left operand, pays: its k columns are k_stride floats apart, so that each step of k
    touches another cache line, if not another page, and each column of tiles of C after the first one reads these lines
-   again. The product of the floats that P spans and the columns of C from there on says how much packing saves. */
+   again. The saving is estimated by the floats that P spans times the columns of C behind the first column of tiles. */
 HPMLI_VEC_INLINE bool HV(left_operand_is_spread)(int64_t row_stride, int64_t k_stride, int64_t k, int64_t cols)
 {
     int64_t span = k_stride * k, saved = span * (cols - HPMLI_NV * HV_LANES);
@@ -21576,7 +21581,7 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     v.ldc  = d->ldc;
     v.k    = d->alpha == 0 ? 0 : d->k;
     v.c    = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
-    v.p    = part->ws; /* any address: nothing is read if k = 0 */
+    v.p    = part->ws; /* any valid address: nothing is read if k = 0 */
     v.q    = part->ws;
     v.rows = m;
     v.cols = n;
@@ -21587,9 +21592,9 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     v.q     = d->b + part->batch * d->b_batch + part->j0 * d->b_col;
     v.q_k   = d->b_k;
     v.q_col = d->b_col;
-    /* The cost is the floats that are moved. For each k, C = A B (plain) moves a row of B to transpose it and a column
-       of A to pack it, where this is needed; C^T = B^T A^T (swapped) transposes A and packs B. Swapped also transposes
-       C once for each block of k, at 7/4 of the cost of moving its floats, because it writes columns of C. */
+    /* The cost is the floats that are moved. For each k, C = A B (plain) moves a row of B if B must be transposed, and
+       a column of A if A must be packed; C^T = B^T A^T (swapped) transposes A and packs B. Swapped also transposes C
+       once for each block of k, where a float counts 7/4 times, because it is written to columns of C. */
     int64_t moved_plain   = (v.q_col != 1) * n + HV(left_operand_is_spread)(v.p_row, v.p_k, v.k, n) * m;
     int64_t moved_swapped = (v.p_row != 1) * m + HV(left_operand_is_spread)(v.q_col, v.q_k, v.k, m) * n;
     if (moved_plain * v.k > moved_swapped * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
@@ -21610,15 +21615,15 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     return v;
 }
 /* Returns the distance in floats, in packed P, the left operand, from one tile's rows to the next tile's. The 16 extra
-   floats keep the distance from being a power of two (conflict misses of the cache), and absorb the surplus that
-   HV(pack_rows) writes behind a tile. */
+   floats keep the distance from being a power of two (conflict misses of the cache), and take the floats that
+   HV(pack_rows) writes behind a tile's last row. */
 HPMLI_VEC_INLINE int64_t HV(packed_tile_floats)(const hpmli_gemm_block *block)
 {
     return block->height * block->k + 16;
 }
 /* Packs the block's rows of P, the left operand: eight steps of k of all tiles, then the next eight, whose cache lines
-   have been prefetched meanwhile. Copies eight rows at a time, from the last eight of a tile to the first: what the
-   last eight write beyond the tile's height is overwritten later, by the first rows of the next step of k. */
+   have been prefetched meanwhile. Copies eight rows at a time, from the last eight of a tile to the first: floats that
+   the last eight write beyond the tile's height are overwritten later, by the first rows of the next step of k. */
 HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const hpmli_gemm_block *block)
 {
     const float *p = v->p + block->row * v->p_row + block->k0 * v->p_k;
@@ -21640,8 +21645,8 @@ HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const hpmli_gemm_block *
     }
 }
 /* Calls the tile function for the tiles that `run` describes, of `height` rows each, and advances x->a, the address of
-   a tile's rows in the left operand, to the tile below these. If run->packed is set, the call also packs the panel
-   there; then x->b becomes the packed panel, and run->packed NULL. */
+   a tile's rows in the left operand, to the tile below these. If run->packed is not NULL, the call also packs the panel
+   at x->b there; then x->b is set to the packed panel, and run->packed to NULL. */
 HPMLI_VEC_INLINE void HV(gemm_run)(const hpmli_gemm_block *block, const hpmli_gemm_panel *panel, int64_t height,
                                    hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
@@ -21727,8 +21732,8 @@ HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, const hpmli_gemm_block 
     if (block->plain && !v->swapped) HV(gemm_panel_direct)(v, block, panel, &run, &x);
     else HV(gemm_panel_buffered)(v, block, panel, &run, &x);
 }
-/* Sets the epilogue (the operations that follow the sums) for the block's range of k. The first range of k multiplies
-   the previous C by beta, the last range adds bias and applies relu. */
+/* Sets block->epilogue, the operations on the tiles' sums, for the block's range of k: the first range of k multiplies
+   the previous C by beta, later ranges add to C, and the last range adds bias and applies relu. */
 HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_block *block)
 {
     const hpmli_gemm_desc *d    = v->part->d;
@@ -21741,8 +21746,8 @@ HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_blo
     e->relu     = last && d->act == 1;
     block->plain = d->alpha == 1 && (e->beta == 0 || e->beta == 1) && !e->bias_col && !e->bias_row && !e->relu;
     /* Prefetching C pays if C is larger than the first-level cache; but not for k <= 16, where the instructions cost
-       more time than they save, nor for a small k if the rows of C are a multiple of 1 KiB apart, because loads wait
-       for stores to addresses a multiple of 4 KiB away. */
+       more time than they save, nor for k <= 32 if the rows of C are a multiple of 1 KiB apart, because the CPU makes
+       loads wait for stores to addresses that differ by a multiple of 4 KiB. */
     block->prefetch = v->rows * v->cols >= 8192 && !v->swapped && v->k > 16 && (v->k > 32 || v->ldc % 256 != 0);
 }
 /* Computes a block of rows of P (left operand) by columns [col, col + cols) of Q (right), cut evenly into panels of at
@@ -21774,7 +21779,7 @@ HPMLI_KERNEL void HV(gemm_block)(const HV(gemm_view) *v, const hpmli_gemm_block 
    columns and of rows; the first block of rows packs Q. */
 HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 {
-    int64_t          k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1; /* 1 for k = 0, too, because C is still to be scaled */
+    int64_t          k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1; /* 1 for k = 0, where C is multiplied by beta */
     const int64_t    mc = v->part->mc, nc = v->part->nc;
     int64_t          row_blocks = (v->rows - 1) / mc + 1;
     hpmli_gemm_block block;
@@ -21810,7 +21815,7 @@ HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
     HV(f32) b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                \
     HPMLI_DOT_ROWS(HPMLI_DOT_ROW, LOAD)
-#define HPMLI_DOT_REST(p) HV(load_partial)(p, k - i) /* the last, partial vector */
+#define HPMLI_DOT_REST(p) HV(load_partial)(p, k - i) /* the row's last vector, of k - i floats */
 #define HPMLI_DOT_SAVE(L, r) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
 #define HPMLI_DOT_ARGS                                                                                                 \
     int64_t k, const float *p, int64_t p_row, const float *q, int64_t q_row, int64_t n, float *out
@@ -21837,7 +21842,7 @@ HPMLI_VEC_INLINE void HV(dot)(const int mr, HPMLI_DOT_ARGS)
     HPMLI_DOT_ROWS(HPMLI_DOT_SAVE, 0)
 }
 HPMLI_DOT_ROWS(HPMLI_DOT, 0)
-static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOT_ROWS(HPMLI_DOT_NAME, 0) }; /* [R] is for R + 1 rows of P */
+static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOT_ROWS(HPMLI_DOT_NAME, 0) }; /* [R]: for R + 1 rows of P */
 
 /* Applies alpha, beta, bias and relu of d to x, element (i, j) of the product A B, and stores the result at c. */
 HPMLI_VEC_INLINE void HV(finish_element)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
@@ -21874,8 +21879,8 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
     int64_t cols = swapped ? m : n;
     int64_t p_row = swapped ? d->b_col : d->a_row;
     int64_t q_row = swapped ? d->a_row : d->b_col;
-    int64_t c_row = swapped ? 1 : d->ldc; /* floats in C to the next row of P */
-    int64_t c_col = swapped ? d->ldc : 1; /* floats in C to the next row of Q */
+    int64_t c_row = swapped ? 1 : d->ldc; /* floats in C between results of adjacent rows of P */
+    int64_t c_col = swapped ? d->ldc : 1; /* floats in C between results of adjacent rows of Q */
     const float *p = swapped ? b : a;
     const float *q = swapped ? a : b;
     int64_t tiles = (rows + HPMLI_DOT_MR - 1) / HPMLI_DOT_MR;
@@ -21923,8 +21928,8 @@ HPMLI_VEC_INLINE void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *pa
     }
     HPMLI_TIMES_16(HPMLI_ROW_SAVE, nv)
 }
-/* Returns how many vectors of a row of C to compute next, when `left` vectors are not computed: as many as fit in the
-   registers, so that long contiguous runs of B are read. The last 9 go together, because 8 would leave a single one. */
+/* Returns how many vectors of a row of C to compute next, when `left` vectors remain: as many as fit in the registers,
+   so that long contiguous runs of B are read. If 9 remain, all 9, because after 8 a single one would remain. */
 HPMLI_VEC_INLINE int64_t HV(row_piece_vectors)(int64_t left)
 {
     if (HPMLI_ROW_VECTORS >= 16 && (left == 16 || left >= 24)) return 16;
@@ -21985,8 +21990,8 @@ HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float 
    where dot adds to a sum the 4 or 2 products of two words. Values beyond k are packed as zeros. The code for
    AVX-VNNI and AVX512-BF16 was compiled, but tests have run only the other dots, on CPUs without these instructions. */
 
-/* Adds two products of bf16 to the sums s, the high halves of the words first, as the instruction of AVX512-BF16 does.
-   HV(flush) is for the scalar set, the model of the instruction: it returns 0 for sums that are subnormal numbers. */
+/* Adds to each sum in s two products of numbers in bf16, that of the words' high halves first, as the instruction of
+   AVX512-BF16 does. That instruction turns subnormal sums into 0; HV(flush) does this in the scalar set. */
 #if HPMLI_ISA == HPMLI_SCALAR
 HPMLI_VEC_FN1(HV(flush), fabsf(a) < FLT_MIN ? copysignf(0, a) : a);
 #else
@@ -22003,7 +22008,7 @@ HPMLI_VEC_INLINE HV(u32) HV(add_bf16)(HV(u32) s, HV(u32) u, HV(u32) x)
 /* Returns v, each element a number in bf16, with subnormal numbers replaced by 0 (see hpml_bgemm). */
 HPMLI_VEC_INLINE HV(u32) HV(flush_bf16)(HV(u32) v)
 {
-    HV(u32) normal = ((v & 0x7f80u) + 0x7f80u) >> 15; /* 1 where the exponent is not 0 */
+    HV(u32) normal = ((v & 0x7f80u) + 0x7f80u) >> 15; /* 1 where the exponent is not 0, else 0 */
     return v & (0x8000u | (HV(set1_word)(0) - normal));
 }
 HPMLI_KERNEL void HV(pack_bf16)(uint32_t *dst, const uint16_t *x, int64_t line, int64_t step, int64_t lines,
@@ -22028,8 +22033,8 @@ HPMLI_KERNEL void HV(pack_bf16)(uint32_t *dst, const uint16_t *x, int64_t line, 
 /* Packs `lines` rows of A, or columns of B, of `k` values each, in words of `group` values: word w of line i goes to
    dst[w * width + i]; the words for lines <= i < width, of which no result is stored, may have any value.
    x[i * line + p * step] is value p of line i. flip: 128 where the bytes are signed, so that (byte ^ flip) - flip
-   extends the sign, else 0. A vector may read beyond the last line, but not beyond the matrix, and write beyond the
-   words w of all lines into words w + 1, which are packed after them. */
+   extends the sign, else 0. A vector may read beyond the last line, but not beyond the matrix, and may write beyond
+   dst[w * width + width - 1], where words w + 1 are packed later. */
 HPMLI_VEC_INLINE void HV(pack_words)(const int group, uint32_t *dst, const uint8_t *x, int64_t line, int64_t step,
                                      int64_t lines, int64_t width, int64_t k, uint32_t flip)
 {
@@ -22037,7 +22042,7 @@ HPMLI_VEC_INLINE void HV(pack_words)(const int group, uint32_t *dst, const uint8
     const uint32_t mask = group == 4 ? 0xffu : 0xffffu;
     for (int64_t p = 0; p < k; p += group, dst += width) {
         const uint8_t *from = x + p * step;
-        bool           more = step >= HV_LANES && p + group < k; /* there is a row behind the last one of this word */
+        bool           more = step >= HV_LANES && p + group < k; /* true: values behind this word can be read */
         int64_t        n = k - p < group ? k - p : group, i = 0;
         for (; line == 1 && n == group && (i + HV_LANES <= lines || (more && i < lines)); i += HV_LANES) {
             HV(u32) word = HV(set1_word)(0);
@@ -22057,8 +22062,8 @@ HPMLI_VEC_INLINE void HV(pack_words)(const int group, uint32_t *dst, const uint8
         }
     }
 }
-/* Packs, as words of kind `word`, `lines` rows of A, or columns of B, from line `at` on: of each, the k values from
-   value p on. line, step: elements of x from a line to the next one, from a value to the next one. */
+/* Packs `lines` lines (rows of A, or columns of B) of the matrix x from line `at` on, of each the k values from value p
+   on, as words of kind `word`. line, step: elements of x from a line to the next one, from a value to the next one. */
 HPMLI_KERNEL void HV(pack_operand)(hpmli_word word, uint32_t *dst, const void *x, int64_t line, int64_t step,
                                    int64_t at, int64_t lines, int64_t width, int64_t p, int64_t k, uint32_t flip)
 {
@@ -22099,7 +22104,7 @@ typedef void hpmli_int_tile_fn(HPMLI_INT_TILE_ARGS);
     }                                                                                                                  \
     static void HV(name)(HPMLI_INT_TILE_ARGS)
 #endif
-/* Heights of tiles: a half and a quarter of the largest, and one row. HPMLI_INT_TILES defines their functions. */
+/* Heights of tiles in rows: the largest, its half and quarter, and 1. HPMLI_INT_TILES defines a function for each. */
 static const int HV(int_tile_rows)[] = { HPMLI_MR, (HPMLI_MR + 1) / 2, (HPMLI_MR + 3) / 4, 1 };
 #define HPMLI_INT_TILES(name, target, dot)                                                                             \
     HPMLI_INT_TILE(name##_0, target, dot, HPMLI_MR);                                                                   \
@@ -22123,12 +22128,12 @@ HPMLI_INT_TILES(tile_bf16_dot, HPMLI_BF16_TARGET, HPMLI_BF16_DOT);
 #else
 #define HPMLI_HAS_BF16_DOT false
 #endif
-static hpmli_int_tile_fn *const HV(int_tiles)[][4] = { /* by hpmli_word, and by height as HV(int_tile_rows) */
+static hpmli_int_tile_fn *const HV(int_tiles)[][4] = { /* [kind of word][index of the height] */
     HPMLI_INT_NAMES(tile_pair),
 #ifdef HPMLI_BYTE_DOT
     HPMLI_INT_NAMES(tile_bytes),
 #else
-    HPMLI_INT_NAMES(tile_pair), /* fills the row: contexts do not choose this word on CPUs without its instruction */
+    HPMLI_INT_NAMES(tile_pair), /* never called: contexts choose this word only on CPUs with its instruction */
 #endif
     HPMLI_INT_NAMES(tile_bf16),
 #ifdef HPMLI_BF16_DOT
@@ -22175,7 +22180,7 @@ HPMLI_KERNEL void HV(words_part)(const hpmli_words_part *part)
     uint32_t *packed_b = part->ws, *packed_a = part->ws + HPMLI_WORDS_NC * HPMLI_WORDS_KC;
     for (int64_t j = part->j0, cols; j < part->j1; j += cols) {
         cols = part->j1 - j < HPMLI_WORDS_NC ? part->j1 - j : HPMLI_WORDS_NC;
-        for (int64_t p = 0, k; p < part->k || p == 0; p += HPMLI_WORDS_KC * group) { /* once for k = 0: clears C */
+        for (int64_t p = 0, k; p < part->k || p == 0; p += HPMLI_WORDS_KC * group) { /* once for k = 0, too */
             k = part->k - p < HPMLI_WORDS_KC * group ? part->k - p : HPMLI_WORDS_KC * group;
             const int64_t words = (k + group - 1) / group;
             for (int64_t q = 0; q < cols; q += HPMLI_NR)
@@ -22240,7 +22245,7 @@ HPMLI_VEC_INLINE HV(u32) HV(philox_round)(HV(u32) c, HV(u32) key, HV(u32) m)
 {
     return HV(philox_products)(c, m) ^ key ^ (HV(u32))((HV(u64))c >> 32);
 }
-HPMLI_VEC_INLINE HV(u32) HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1 .. */
+HPMLI_VEC_INLINE HV(u32) HV(philox_count)(uint64_t block, uint64_t stream) /* counters for blocks from `block` on */
 {
     return (HV(u32))((HV(u64))HV(set_u64_pairs)((int64_t)block, (int64_t)stream) +
                      (HV(u64))HV(load_words)(hpmli_block_numbers));
@@ -22298,7 +22303,7 @@ HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
     *cosine = HV(if_eq)(q, one, -u, u);
     *sine   = HV(if_eq)(q, HV(set1)(-1), -v, v);
 }
-/* Makes normal floats x, y, independent, of random words: radius from a, angle from b (Box & Muller). */
+/* Makes independent normal floats x and y from the random words at a (radius) and at b (angle), after Box & Muller. */
 HPMLI_VEC_INLINE void HV(box_muller)(const uint32_t *a, const uint32_t *b, HV(f32) *x, HV(f32) *y)
 {
     const float scale = 1.0f / 4294967296.0f;
@@ -22307,7 +22312,7 @@ HPMLI_VEC_INLINE void HV(box_muller)(const uint32_t *a, const uint32_t *b, HV(f3
     *x = r * c;
     *y = r * s;
 }
-/* Makes 64 floats in [0, 1), x, of the top 24 bits of each of the 64 random words w. */
+/* Makes 64 floats x in [0, 1) from the top 24 bits of each of the 64 random words w. */
 HPMLI_VEC_INLINE void HV(chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
 {
     for (int i = 0; i < HPMLI_PHILOX_CHUNK; i += HV_LANES)
@@ -22351,7 +22356,7 @@ HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t
    that the mean of equal elements is exact: a row that was quantized once is quantized again without loss. */
 #define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_LANES) /* registers that make up the 16 lanes of an accumulator */
 
-typedef struct HV(onebit_acc) { /* sums and extremes, lane by lane, of elements below zero [0] and of others [1] */
+typedef struct HV(onebit_acc) { /* sums and extremes in each lane; [0]: of elements below 0, [1]: of others */
     HV(f32) sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
 } HV(onebit_acc);
 
@@ -22361,7 +22366,7 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
 {
     HV(f32)  zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
     uint32_t bits = 0, valid = (1u << c) - 1;
-#if HV_LANES > 1 /* scalar code keeps the loop over 16 numbers */
+#if HV_LANES > 1 /* the scalar set's 16 rounds are not unrolled */
     HPMLI_UNROLL
 #endif
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
@@ -22490,12 +22495,13 @@ HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
    little-endian word of 32 bits, the first element in its lowest bits. */
 #define HPMLI_TWOBIT_WORD 16 /* elements in a word */
 
-/* Returns the word of v = g + e (e NULL: g), c <= 16 elements; stores v less what is sent in e, adds 0 v to *nan. */
+/* Returns the word for c <= 16 elements v = g + e (e NULL: v = g); stores in e v minus the value sent for v (t, -t or
+   0), t being `threshold`; adds 0 v to *nan, which becomes NaN if v is NaN or infinite. */
 HPMLI_VEC_INLINE uint32_t HV(twobit_step)(HV(f32) *nan, float *e, const float *g, float threshold, int64_t c)
 {
     HV(f32)  t = HV(set1)(threshold), zero = HV(zero)();
-    uint64_t bits = 0; /* 16 bits `t or more`, and from bit 32 on 16 bits `-t or less` */
-#if HV_LANES > 1 /* scalar code keeps the loop over 16 numbers */
+    uint64_t bits = 0; /* bit i: element i >= t, bit 32 + i: element i <= -t */
+#if HV_LANES > 1 /* the scalar set's 16 rounds are not unrolled */
     HPMLI_UNROLL
 #endif
     for (int u = 0; u < HPMLI_TWOBIT_WORD; u += HV_LANES) {
@@ -22508,7 +22514,7 @@ HPMLI_VEC_INLINE uint32_t HV(twobit_step)(HV(f32) *nan, float *e, const float *g
         bits |= (uint64_t)HV(sign_bits)(v - t) << u | (uint64_t)HV(sign_bits)(-t - v) << (32 + u);
         *nan = HV(fma)(v, zero, *nan);
     }
-    bits |= bits << 32; /* bit 32 + i: element i is sent, as t or as -t */
+    bits |= bits << 32; /* bit 32 + i: element i is sent as t or -t, not as 0 */
     bits = (bits | bits << 8) & UINT64_C(0x00ff00ff00ff00ff); /* bit i of both halves moves to bit 2 i */
     bits = (bits | bits << 4) & UINT64_C(0x0f0f0f0f0f0f0f0f);
     bits = (bits | bits << 2) & UINT64_C(0x3333333333333333);
@@ -22516,7 +22522,8 @@ HPMLI_VEC_INLINE uint32_t HV(twobit_step)(HV(f32) *nan, float *e, const float *g
     return (uint32_t)bits | (uint32_t)(bits >> 32) << 1;
 }
 
-/* Packs g + e (e NULL: g), n elements, and stores in e what is not sent. False: an element is NaN or infinite. */
+/* Packs n elements g + e (e NULL: g) as 2 bits each, and stores in e the part of each element that is not sent. False:
+   an element is NaN or infinite. */
 HPMLI_KERNEL bool HV(twobit_encode)(uint8_t *packed, float *e, const float *g, float threshold, int64_t n)
 {
     HV(f32) nan = HV(zero)();
@@ -22615,7 +22622,8 @@ HPMLI_ROWS(HPMLI_CONV_TILE, 2)
 static hpmli_conv_tile_fn *const HV(conv_tiles)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 1) },
                                                                  { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 2) } };
 
-/* Computes the product of a and b that s describes into c: rows dealt out evenly to tiles, cols <= HPMLI_NR columns. */
+/* Computes into c the product of a and b that *s describes, of at most HPMLI_NR columns: deals its rows out evenly to
+   tiles. */
 HPMLI_VEC_INLINE void HV(conv_product)(const hpmli_conv_product *s, int64_t cols, const float *a, const float *b,
                                        float *c)
 {
@@ -22711,7 +22719,7 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         return;
     }
     for (int64_t p = 0; p < plane; p += HV_LANES) {
-        float  *to[HV_LANES]; /* address to which each pixel's channels are written */
+        float  *to[HV_LANES]; /* address of each pixel's channels in `image` */
         int64_t n = plane - p < HV_LANES ? plane - p : HV_LANES;
         for (int64_t i = 0; i < n; i++) {
             to[i] = image + row * pitch + col * channels;
@@ -22878,8 +22886,8 @@ HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, cons
             for (int64_t v = 0; v < d->runs[1]; v++, dw += d->run_floats * HPMLI_NR)
                 HV(conv_product)(&s, d->OC - o, x + u * d->run_step[0] + v * d->run_step[1], dy + o, dw);
 }
-/* Adds up `count` partial sums of dw in order: dw (OC, C, taps) of channels [o, o + HPMLI_CONV_PANEL), += if
-   `accumulate`. */
+/* Adds up `count` partial sums, in order, of the weights' gradient of output channels [o, o + HPMLI_CONV_PANEL), and
+   stores the result in dw (OC, C, taps) or, if `accumulate`, adds it to dw. */
 HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t count,
                               int64_t o, int accumulate)
 {
@@ -22948,7 +22956,7 @@ HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-group-kernels   convolution in groups of few channels: sums of shifted arrays
 // ---------------------------------------------------------------------------------------------------------------------
-/* Computes `vectors` vectors of a row of the sums that d describes, of which the last one has `lanes` lanes. */
+/* Computes `vectors` vectors of a row of y, sums over the taps that d describes; the last vector has `lanes` lanes. */
 HPMLI_VEC_INLINE void HV(conv_taps_block)(const int vectors, const hpmli_conv_taps *d, float *y, const float *x,
                                           const float *w, HV(f32) start, int64_t lanes)
 {
@@ -22970,7 +22978,8 @@ HPMLI_VEC_INLINE void HV(conv_taps_block)(const int vectors, const hpmli_conv_ta
         HV(store_upto)(y + j * HV_LANES, sum[j], n);
     }
 }
-/* Whole vectors are read from the end of a row of x, because there is memory behind it. */
+/* Computes rows of y as sums over the taps that d describes. Reads whole vectors, which may go beyond the end of a row
+   of x: x must have memory behind the last row. */
 HPMLI_KERNEL void HV(conv_taps)(const hpmli_conv_taps *d, float *y, const float *x, const float *w, const float *start)
 {
     HV(f32) v = HV(zero)();
@@ -22986,7 +22995,7 @@ HPMLI_KERNEL void HV(conv_taps)(const hpmli_conv_taps *d, float *y, const float 
             HV(conv_taps_block)(1, d, y + i, x + i, w, v, d->n - i < HV_LANES ? d->n - i : HV_LANES);
     }
 }
-/* Computes dw[k] for `taps` adjacent k, the first of which reads x + at[0] and so on. */
+/* Computes dw[k], the gradient of tap k, for k < taps <= 9: the sum of dy times what tap k reads, from x + at[k] on. */
 HPMLI_VEC_INLINE void HV(conv_dots_block)(const int taps, const hpmli_conv_taps *d, const int32_t *at, float *dw,
                                           const float *x, const float *dy)
 {
@@ -23073,7 +23082,7 @@ static const hpmli_kernels HV(kernels) = {
 /* Returns the kernels called `name` (NULL: the fastest) that this CPU runs; NULL: there are none of that name. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
-    const hpmli_kernels *sets[3]; /* kernels that this CPU runs, the fastest first */
+    const hpmli_kernels *sets[3]; /* sets of kernels that this CPU can run, the fastest first */
     int                  count = 0;
 #if defined(HPMLI_EDITOR) /* an editor knows only the scalar pass */
 #elif defined(HPMLI_HAVE_X86)
