@@ -16505,8 +16505,8 @@ HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s) /* parses the line a
 {
     const char *text, *stop;
     int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
-    bool        more = true, fits = s && s->d.count < c->capacity; /* false: the file ends before a whole row */
-    bool        first = !c->names && (!s || s->d.count == 0); /* true: perhaps a header with a number in it */
+    bool        more = true, fits = s && s->d.count < c->capacity; /* false: the file is too short for this row */
+    bool        first = !c->names && (!s || s->d.count == 0); /* true: the line may be meant as a header */
     for (; more; column++) {
         double v = 0;
         more = hpmli_csv_field(c, &text, &stop);
@@ -16619,7 +16619,7 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
     s->d.classes    = s->vocabulary_size;
     s->d.x_ndim     = 1;
     s->d.x_shape[0] = s->d.y_size = context;
-    s->d.x_step     = s->d.y_step = 1; /* a sample begins at every character */
+    s->d.x_step     = s->d.y_step = 1; /* each character begins a sample: x and y advance by 1 */
     return hpmli_dataset_done(s);
 }
 
@@ -16696,7 +16696,7 @@ HPMLI_FN hpml_tensor *hpmli_npy_read(hpml_ctx *ctx, hpmli_file *f)
                    "or <i8 in C order, at most %d dimensions, none 0, and data of just that size; the header says %.*s",
                    f->path, HPML_MAX_DIMS, (int)strcspn(header, "}\n") + 1, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
-    bool in_place = t && ctx->backend->host && kinds[kind].size < 8; /* true: the file's data need no conversion */
+    bool in_place = t && ctx->backend->host && kinds[kind].size < 8; /* true: read without a copy or conversion */
     if (in_place) hpmli_file_read(f, t->raw, hpmli_tensor_bytes(t));
     else if (t) data = (char *)hpmli_alloc(ctx, (size_t)count * kinds[kind].size);
     if (data && hpmli_file_read(f, data, (size_t)count * kinds[kind].size) &&
@@ -16925,8 +16925,8 @@ typedef struct hpmli_zip_entry {
     size_t         name_size, size, packed; /* bytes of the name; of the member unpacked; as packed in the file */
     size_t         offset;                  /* of the member's local header in the file */
     const char    *name;                    /* (name_size) the member's name, not terminated */
-    uint32_t       crc;                     /* CRC-32 of the member unpacked */
-    int            method;                  /* of compression. 0: none, 8: deflate */
+    uint32_t       crc;                     /* CRC-32 of the unpacked member */
+    int            method;                  /* compression of the member. 0: none, 8: deflate */
     size_t         next;                    /* offset in the file of the directory's next entry */
 } hpmli_zip_entry;
 
@@ -17072,7 +17072,7 @@ HPML_API hpml_tensor *hpml_npz_load(hpml_ctx *ctx, const char *path, const char 
    file, end the list. Members whose names are equal up to the first dot belong to one sample. */
 typedef struct hpmli_tar {
     hpml_ctx      *ctx;
-    const char    *ext[2];      /* ends of x's and y's names, from the first dot on, such as "npy"; [1] NULL: no y */
+    const char    *ext[2];      /* ends of x's and y's names, behind the first dot, such as "npy"; [1] NULL: no y */
     hpmli_file     f;
     const char    *name;        /* of the current member, without its folder; not terminated */
     size_t         name_size, key_size; /* bytes of the name, and of the name up to the first dot */
@@ -17103,7 +17103,7 @@ HPMLI_FN bool hpmli_tar_next(hpmli_tar *r, size_t *at)
     r->name      = (const char *)h;
     r->name_size = 0;
     while (r->name_size < 100 && r->name[r->name_size]) r->name_size++;
-    if (h[156] != '0' && h[156] != 0) r->name_size = 0; /* kind: not a file, but a folder or link */
+    if (h[156] != '0' && h[156] != 0) r->name_size = 0; /* kind: not a file, but a folder, link or such */
     for (size_t i = r->name_size; i > 0; i--)
         if (r->name[i - 1] == '/') {
             r->name_size -= i;
@@ -19823,7 +19823,7 @@ HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, flo
     hpml_trace_add(ctx, &e);
 }
 
-/* Returns the i-th event of the ring, the oldest first; NULL after the last. */
+/* Returns event number i of those in the ring, counted from 0 for the oldest; NULL: there are not so many. */
 HPMLI_FN const hpml_trace_event *hpmli_trace_at(const hpmli_trace *t, int64_t i)
 {
     int64_t count = __atomic_load_n(&t->count, __ATOMIC_RELAXED), lost = count - t->d.capacity;
@@ -19845,7 +19845,7 @@ HPML_API void hpml_trace_shift(hpml_ctx *ctx, double seconds)
     if (ctx && ctx->trace) ctx->trace->d.origin += seconds;
 }
 
-/* Writes `before` and a time in microseconds, without %f or %g, because some locales have a decimal comma for them. */
+/* Writes `before` and a time in microseconds, without %f or %g, because these write a decimal comma in some locales. */
 HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double seconds)
 {
     long long ns = (long long)(1e9 * seconds);
@@ -19874,10 +19874,10 @@ HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
     fprintf(w->f, "}");
 }
 
-/* Writes one event as a line of the file; origin: time 0 of the file, in seconds. */
+/* Writes one event as a line of the trace file; origin: the time in seconds that is time 0 of the file. */
 HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int rank, double origin)
 {
-    static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* indexed by hpml_trace_kind */
+    static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* Chrome's event types, [hpml_trace_kind] */
     bool                     spans    = e->kind == HPML_TRACE_SPAN || e->kind == HPML_TRACE_STEP;
     fprintf(w->f, ",\n{\"name\":\"");
     hpmli_write_escaped(w, e->name);
@@ -19941,7 +19941,7 @@ HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
 {
     if (!g || hpmli_failed(g->ctx)) return;
-    if (g->profile) hpml_profile(g, NULL, 0); /* waits until the device no longer writes to it */
+    if (g->profile) hpml_profile(g, NULL, 0); /* waits until the device writes no more to g->profile */
     hpmli_free(g->ctx, g->profile);
     g->profile = NULL;
     if (!on) return;
@@ -20065,9 +20065,9 @@ HPMLI_COMPILE_FAST_END
 // >>isa   instruction sets: for each one block of constants
 // ---------------------------------------------------------------------------------------------------------------------
 /* All of PART VII below this line is compiled once for each instruction set, see >>passes. A set is described by the
-   constants of this section and its primitive operations in the next three; no other code asks which set it is for.
-     HPMLI_ISA_NAME        name of the set: hpml_ctx_desc.cpu
-     HPMLI_SUFFIX          end of the names of the set's functions: _avx2
+   constants of this section and its primitive operations in the next three sections.
+     HPMLI_ISA_NAME        name of the set, as users write it in hpml_ctx_desc.cpu
+     HPMLI_SUFFIX          end of the names of the set's functions, such as _avx2
      HPMLI_TARGET          target attribute of the set's functions, so that a plain `cc -O2` compiles all sets
      HV_LANES              floats in a vector
      HV(f32) (u32) (u64)   vectors of the same size: of float, uint32_t, uint64_t
@@ -22735,7 +22735,8 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         }
     }
 }
-/* Copies rows of n floats from `from` to `to`, d->from_row and d->to_row floats apart; `add`: adds them. */
+/* Copies d->rows rows of n floats, which are d->from_row floats apart at `from` and d->to_row apart at `to`; if `add`,
+   adds them to the floats at `to` instead. */
 HPMLI_VEC_INLINE void HV(copy_rows)(const hpmli_conv_copy *d, int64_t n, const bool add, float *to, const float *from)
 {
     const int64_t rows = d->rows, to_row = d->to_row, from_row = d->from_row;
@@ -22795,13 +22796,13 @@ HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float
         HV(conv_store_transposed)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0,
                                   accumulate);
 }
-/* Computes n output channels, whose packed weights begin at w, of `rows` rows of y, for `images` images x, into the
-   array `band` (images, rows, OW, HPMLI_NR). The rows of a tile are the pixels of one row of y or, where the rows of y
-   are narrow (d->images_forward > 1), one pixel of each image. */
+/* Computes n output channels of `rows` rows of y for `images` padded images at x, with the channels' packed weights at
+   w, into the array `band` (images, rows, OW, HPMLI_NR). The rows of a tile are the pixels of one row of y or, where
+   the rows of y are narrow (d->images_forward > 1), one pixel of each image. */
 HPMLI_VEC_INLINE void HV(conv_band)(const hpmli_conv *d, int64_t images, int64_t rows, const float *w, const float *x,
                                     int64_t n, float *band)
 {
-    const int64_t      w_run = d->run_floats * HPMLI_NR; /* weights of a run for a panel of channels */
+    const int64_t      w_run = d->run_floats * HPMLI_NR; /* floats of packed weights for each run */
     hpmli_conv_product s = { d->OW, d->x_pixel_step, 1, HPMLI_NR, HPMLI_NR, d->run_floats, { d->runs[0], d->runs[1] },
                              { d->run_step[0], d->run_step[1] }, { d->runs[1] * w_run, w_run }, 0, HPMLI_CONV_AHEAD };
     if (d->images_forward == 1) {
@@ -22839,8 +22840,9 @@ HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, int64_t images, const fl
         }
     }
 }
-/* Adds dy times a panel of W^T, of `cols` numbers of a run, to the dx of one image. The products of HPMLI_CONV_PIXELS
-   pixels are computed first, in tiles that go over rows, because a tile of one narrow row would be small. */
+/* Adds dy times a panel of W^T, `cols` floats of a run (contiguous taps), to dx, the gradient of one image. Products of
+   HPMLI_CONV_PIXELS pixels are computed first, in tiles that continue from one row of dy in the next, because rows are
+   narrow, and tiles of one row would be small. */
 HPMLI_VEC_INLINE void HV(conv_input_grad_narrow)(const hpmli_conv *d, int64_t cols, const float *w, const float *dy,
                                                  float *dx)
 {
@@ -22874,8 +22876,8 @@ HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const
                                          to + row * d->x_row_step);
                 }
 }
-/* Sums the weights' gradient of output channels [o0, o1), of which dw has panels (panel, taps, C, HPMLI_NR), over all
-   pixels of `images` images; add: adds to dw. */
+/* Sums the weights' gradient of output channels [o0, o1) over all pixels of `images` images into dw, panels (panel,
+   taps, C, HPMLI_NR) of these channels; add: 1 adds the sums to dw, 0 overwrites dw. */
 HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
                                        int64_t o0, int64_t o1, int add)
 {
