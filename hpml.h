@@ -18001,7 +18001,7 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
 HPMLI_FN bool hpmli_half_check(hpml_ctx *ctx, const char *path, const hpml_safetensor *t, const float *x, int64_t at,
                                int64_t n)
 {
-    const float end = t->dtype == HPML_DTYPE_F16 ? 65520.0f : 3.3961775e38f; /* `end` would round to infinity */
+    const float end = t->dtype == HPML_DTYPE_F16 ? 65520.0f : 3.3961775e38f; /* least that rounds to infinity */
     if (t->dtype == HPML_DTYPE_F32 || ctx->k->vamax(x + at, n) < end) return true;
     for (const int64_t last = at + n; at < last; at++)
         if (fabsf(x[at]) >= end && fabsf(x[at]) <= FLT_MAX)
@@ -18024,7 +18024,7 @@ HPMLI_FN void hpmli_safe_data(hpmli_writer *w, const hpmli_safe_content *c, int 
         const void *bytes = x ? (const char *)(x + at) : (const char *)t->data + (size_t)at * size;
         count = hpmli_min(n - at, piece);
         if (x && !hpmli_half_check(ctx, w->path, t, x, at, count)) return;
-        if (x && t->dtype != HPML_DTYPE_F32) { /* overwrites numbers in `host` that were written before */
+        if (x && t->dtype != HPML_DTYPE_F32) { /* may overwrite numbers in `host` already written to w */
             hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, bytes, count);
             bytes = host;
         }
@@ -18236,7 +18236,7 @@ typedef struct hpmli_array {
    order, even after an error, because other ranks wait in this call; the rank that is first in all groups writes. */
 typedef struct hpmli_arrays {
     hpml_ctx        *ctx;
-    hpml_trainer    *trainer; /* NULL: the list has only values of parameters */
+    hpml_trainer    *trainer; /* NULL: the list has no states of an optimizer */
     hpml_safetensor *t;     /* (count) the file's entries, without data; one allocation from here to `names` */
     hpmli_array     *of;    /* (count) the array for each entry */
     float           *host;  /* host memory for the largest array */
@@ -20458,7 +20458,7 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a)
 #if HPMLI_ISA == HPMLI_AVX512
 HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)HV(load_words)(p)); }
 #else
-HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) /* top 24 bits * 256.0f + low 8 bits */
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) /* converts: top 24 bits * 256.0f + low 8 bits */
 {
     HV(u32) words = HV(load_words)(p);
     return HV(fma)(HV(from_i32)(words >> 8), HV(set1)(256), HV(from_i32)(words & 255u));
@@ -20781,7 +20781,7 @@ HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const f
                                    const float *ys, int64_t n, int accumulate)
 {
     HV(f32) s = HV(set1)(slope);
-    if (!xs) xs = dy; /* x is not used: any readable address */
+    if (!xs) xs = dy; /* act does not use x: any readable address */
     if (!ys) ys = dy;
     switch (act) {
 #define HPMLI_ACT_BACK_CASE(name, f, df)                                                                               \
@@ -21296,8 +21296,8 @@ HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
    t##r, u##r, v##r (vectors 0 to 3), because compilers keep an array in registers only when they unroll every loop
    over the array. `rows` and `cols` are constants in each variant, HV(tile_V_R) for V vectors and R + 1 rows.
    So that operands come from the nearest caches, k is cut into blocks of at most HPMLI_GEMM_KC, and A and B are packed
-   into the order in which the tile reads them, if that saves time. Rows and vectors are dealt out to tiles
-   evenly (16 rows are 6 + 5 + 5, not 6 + 6 + 4). Every element of C is summed over k in an order that only the shape
+   into the order in which the tile reads them, if that saves time. Rows and vectors are dealt out to tiles evenly
+   (16 rows are 6 + 5 + 5, not 6 + 6 + 4). Every element of C is summed over k in an order that only the shape
    decides, and not the number of threads, so that results have the same bits for any number of threads. */
 
 #define HPMLI_NR (2 * HV_LANES) /* columns of two vectors: the width of the panels of convolutions */
@@ -21396,7 +21396,7 @@ HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         const float *a0 = a + t * run->a_tile, *c_row = c;
         const float *a3 = a0 + 3 * a_row, *a6 = a3 + 3 * a_row, *a9 = a6 + 3 * a_row, *a12 = a9 + 3 * a_row;
         HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
-        int64_t k = 0, special = packed ? kc : prefetch_rows; /* the first steps of k also pack B or prefetch C */
+        int64_t k = 0, special = packed ? kc : prefetch_rows; /* steps of k, from 0, that pack B or prefetch C */
         for (; k < special; k++) {
             if (packed) {
                 HPMLI_TILE_B
