@@ -16515,12 +16515,12 @@ HPMLI_FN void hpmli_csv_fail(const hpmli_csv *c, hpml_status status, int64_t col
                end > name ? "\"" : "", (int)hpmli_min(stop - text, 64), text, expected);
 }
 
-HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s) /* parses a line into sample s->d.count */
+HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s) /* parses the line at c->p into the next sample */
 {
     const char *text, *stop;
     int64_t     column = 0, at = s ? s->d.count * (c->columns - (c->label >= 0)) : 0;
-    bool        more = true, fits = s && s->d.count < c->capacity; /* no memory for a row if others were too short */
-    bool        first = !c->names && (!s || s->d.count == 0); /* the user may have meant this line as a header */
+    bool        more = true, fits = s && s->d.count < c->capacity; /* false: the file is too short for this row */
+    bool        first = !c->names && (!s || s->d.count == 0); /* true: the line may be meant as a header */
     for (; more; column++) {
         double v = 0;
         more = hpmli_csv_field(c, &text, &stop);
@@ -16544,8 +16544,8 @@ HPMLI_FN void hpmli_csv_row(hpmli_csv *c, hpmli_samples *s) /* parses a line int
     else s->d.count++;
 }
 
-/* Allocates as many samples as the rest of the file can contain: each takes a line, and 2 bytes or more a field. given:
-   the label's column, negative from the end. NULL without an error: the rest is too short for one sample. */
+/* Allocates as many samples as the file can contain from c->p on: each takes a line, and 2 bytes or more a field.
+   given: the label's column, negative from the end. NULL without an error: too few bytes are left for one sample. */
 HPMLI_FN hpmli_samples *hpmli_csv_samples(hpmli_csv *c, int32_t given, hpml_dtype y_dtype)
 {
     int64_t columns = c->columns, lines = 1;
@@ -16576,7 +16576,7 @@ HPML_API hpml_dataset *hpml_dataset_load_csv(hpml_ctx *ctx, const char *path, in
     c.end       = c.p + f.size;
     c.separator = ',';
     if (f.size >= 3 && memcmp(c.p, "\xEF\xBB\xBF", 3) == 0) c.p += 3; /* the byte order mark of spreadsheets */
-    for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* the separator: the first of , ; tab on the first line */
+    for (const char *p = c.p; p < c.end && *p != '\n'; p++) /* finds the separator: the first , ; or tab of line 1 */
         if (*p == ',' || *p == ';' || *p == '\t') { c.separator = *p; break; }
     while (c.p < c.end && ctx->status == HPML_OK) {
         if (*c.p == '\n' || *c.p == '\r') { c.line += *c.p++ == '\n'; continue; }
@@ -16613,9 +16613,9 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
                    (long long)context);
     if (ctx->status == HPML_OK) s = hpmli_samples_new(ctx, (int64_t)total, HPML_DTYPE_I32, 0, NULL, HPML_DTYPE_I32, 0);
     if (!s) return NULL;
-    unsigned char *text = (unsigned char *)s->x + 3 * total; /* the last quarter of x: bytes widened to i32 in place */
+    unsigned char *text = (unsigned char *)s->x + 3 * total; /* last quarter of x, then widened to i32 in place */
     for (int i = 0; i < count && ctx->status == HPML_OK && hpmli_file_open(ctx, &f, paths[i]); i++) {
-        if (f.size > total - at) f.size = total - at; /* the file grew meanwhile */
+        if (f.size > total - at) f.size = total - at; /* the file has grown since its size was added to total */
         if (hpmli_file_read(&f, text + at, f.size)) at += f.size;
         hpmli_file_close(&f);
     }
@@ -16633,7 +16633,7 @@ HPML_API hpml_dataset *hpml_dataset_load_text(hpml_ctx *ctx, const char *const *
     s->d.classes    = s->vocabulary_size;
     s->d.x_ndim     = 1;
     s->d.x_shape[0] = s->d.y_size = context;
-    s->d.x_step     = s->d.y_step = 1; /* a sample begins at every character */
+    s->d.x_step     = s->d.y_step = 1; /* each character begins a sample: x and y advance by 1 */
     return hpmli_dataset_done(s);
 }
 
@@ -16647,16 +16647,16 @@ HPML_API const unsigned char *hpml_dataset_vocabulary(const hpml_dataset *d, int
 // ---------------------------------------------------------------------------------------------------------------------
 // >>npy   numpy arrays and packed records
 // ---------------------------------------------------------------------------------------------------------------------
-/* A .npy file: \x93NUMPY; bytes 1 0, 2 0 or 3 0, the version; the header's length, u16 in version 1, else u32; the
-   header, a Python dict; the data. */
-HPMLI_FN char *hpmli_npy_key(char *header, const char *key) /* returns the text after 'key': in a dict; "": none */
+/* A .npy file is, in this order: the bytes \x93NUMPY; the version, bytes 1 0, 2 0 or 3 0; the header's length, u16 in
+   version 1, else u32; the header, a Python dict; the data. */
+HPMLI_FN char *hpmli_npy_key(char *header, const char *key) /* returns the text of a key's value; "": no such key */
 {
     char *p = strstr(header, key);
     return p ? p + strlen(key) + strspn(p + strlen(key), " :") : header + strlen(header);
 }
 
-/* Converts `count` 64-bit numbers in place to `dtype`: numpy's f8 (floats) to f4 if it is F32, i8 (integers) to i4 if
-   it is I32. A number out of the range of `dtype` is an error, which names the file. */
+/* Converts `count` 64-bit numbers in place to `dtype`: numpy's f8 (doubles) if `dtype` is F32, numpy's i8 (integers) if
+   `dtype` is I32. A number out of the range of `dtype` is an error, which names the file `path`. */
 HPMLI_FN bool hpmli_npy_narrow(hpml_ctx *ctx, const char *path, hpml_dtype dtype, char *data, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {
@@ -16680,7 +16680,7 @@ HPMLI_FN size_t hpmli_npy_header(hpmli_file *f, char *header, size_t capacity)
 {
     unsigned char start[12] = { 0 };
     bool   good  = hpmli_file_next(f, start, 10) == 10 && memcmp(start, "\x93NUMPY", 6) == 0;
-    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the header's length */
+    size_t field = start[6] == 1 ? 2 : 4; /* bytes of the field that has the header's length */
     good = good && start[6] >= 1 && start[6] <= 3 && hpmli_file_next(f, start + 10, field - 2) == field - 2;
     size_t length = (size_t)hpmli_read_little(start + 8, (int)field);
     good = good && length > 0 && length < capacity && hpmli_file_next(f, header, length) == length;
@@ -16710,7 +16710,7 @@ HPMLI_FN hpml_tensor *hpmli_npy_read(hpml_ctx *ctx, hpmli_file *f)
                    "or <i8 in C order, at most %d dimensions, none 0, and data of just that size; the header says %.*s",
                    f->path, HPML_MAX_DIMS, (int)strcspn(header, "}\n") + 1, header);
     else t = hpml_tensor_create(ctx, kinds[kind].dtype, ndim, shape);
-    bool in_place = t && ctx->backend->host && kinds[kind].size < 8; /* the file is read into the tensor */
+    bool in_place = t && ctx->backend->host && kinds[kind].size < 8; /* true: read without a copy or conversion */
     if (in_place) hpmli_file_read(f, t->raw, hpmli_tensor_bytes(t));
     else if (t) data = (char *)hpmli_alloc(ctx, (size_t)count * kinds[kind].size);
     if (data && hpmli_file_read(f, data, (size_t)count * kinds[kind].size) &&
@@ -16749,7 +16749,7 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
         hpmli_text_add(&text, "%lld,%s", (long long)t->shape[i], i < t->ndim - 1 ? " " : "");
     hpmli_text_add(&text, "), }");
     n = text.used;
-    while ((n + 10) % 64 != 63) header[n++] = ' '; /* the data begin at a multiple of 64 bytes */
+    while ((n + 10) % 64 != 63) header[n++] = ' '; /* so that the data begin at a multiple of 64 bytes */
     header[n++] = '\n';
     size_t bytes = hpmli_tensor_bytes(t);
     void  *copy  = t->ctx->backend->host ? NULL : hpmli_alloc(t->ctx, bytes);
@@ -16767,7 +16767,7 @@ HPML_API hpml_status hpml_npy_save(const hpml_tensor *t, const char *path)
 }
 struct hpml_records_writer {
     hpmli_writer w;
-    uint64_t    *offsets; /* (count) where each record begins */
+    uint64_t    *offsets; /* (count) offset in the file at which each record begins */
     int64_t      count, capacity;
 };
 
@@ -16893,7 +16893,7 @@ HPML_API hpml_status hpml_dataset_save_records(const hpml_dataset *d, const char
     hpml_records_add(w, head, sizeof head);
     for (int64_t i = 0; i < d->count; i++) {
         hpml_records_add(w, hpmli_sample_x(d, i), xs);
-        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* adds to the record, which ends where the next begins */
+        if (ys) hpmli_write(&w->w, hpmli_sample_y(d, i), ys); /* appends y to the record of x just added */
     }
     return hpml_records_finish(w);
 }
@@ -16913,7 +16913,7 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
            (h[7] == HPML_DTYPE_I32 || h[7] == HPML_DTYPE_F32) && h[9] >= 0 && h[9] <= INT32_MAX && count > 0;
     size_t xs = good ? (size_t)hpmli_shape_count((int)h[1], h + 2) * hpml_dtype_size((hpml_dtype)h[0]) : 0;
     size_t ys = good ? (size_t)h[8] * 4 : 0;
-    for (int64_t i = 0; good && i < count; i++) { /* before memory is allocated: the header may be false */
+    for (int64_t i = 0; good && i < count; i++) { /* checks sizes first: the header may be damaged */
         hpml_records_get(f, i + 1, &size);
         good = size == xs + ys;
     }
@@ -16932,19 +16932,19 @@ HPML_API hpml_dataset *hpml_dataset_load_records(hpml_ctx *ctx, const char *path
 // ---------------------------------------------------------------------------------------------------------------------
 // >>archives   arrays in npz files, samples in tar files
 // ---------------------------------------------------------------------------------------------------------------------
-/* A zip file ends with its directory: an entry for each member, with the place of a local header that precedes the
-   member's bytes. Numbers that do not fit in 32 bits are all ones there and follow in an extra field (zip64), which
-   numpy writes for every array. The record of the directory's end is the last 22 bytes, and a comment may follow. */
+/* A zip file ends with its directory: an entry for each member, with the offset of a local header that precedes the
+   member's bytes. A number that does not fit in 32 bits is 0xffffffff in the entry and follows in an extra field
+   (zip64), which numpy writes for every array. An end record of 22 bytes and perhaps a comment follow the entries. */
 typedef struct hpmli_zip_entry {
-    size_t         name_size, size, packed; /* bytes of the name, of the member, of the member as packed in the file */
-    size_t         offset;                  /* of the local header */
-    const char    *name;                    /* not terminated */
-    uint32_t       crc;                     /* CRC-32 of the member */
-    int            method;                  /* 0: stored, 8: deflate */
-    size_t         next;                    /* offset of the next entry */
+    size_t         name_size, size, packed; /* bytes of the name; of the member unpacked; as packed in the file */
+    size_t         offset;                  /* of the member's local header in the file */
+    const char    *name;                    /* (name_size) the member's name, not terminated */
+    uint32_t       crc;                     /* CRC-32 of the unpacked member */
+    int            method;                  /* compression of the member. 0: none, 8: deflate */
+    size_t         next;                    /* offset in the file of the directory's next entry */
 } hpmli_zip_entry;
 
-HPMLI_FN uint32_t hpmli_crc32(const unsigned char *bytes, size_t size) /* of zip: polynomial 0xedb88320 */
+HPMLI_FN uint32_t hpmli_crc32(const unsigned char *bytes, size_t size) /* CRC-32 as in zip files */
 {
     uint32_t table[256], crc = 0xffffffffu;
     for (uint32_t i = 0; i < 256; i++) {
@@ -16956,7 +16956,7 @@ HPMLI_FN uint32_t hpmli_crc32(const unsigned char *bytes, size_t size) /* of zip
     return ~crc;
 }
 
-/* Returns the offset of the directory of a zip file, and in *count how many entries there are; 0: not a zip file. */
+/* Returns the offset of the directory of a zip file, and in *count its number of entries; 0: not a zip file. */
 HPMLI_FN size_t hpmli_zip_directory(const hpmli_file *f, uint64_t *count)
 {
     for (size_t back = 22; back <= f->size && back < 22 + 65536; back++) {
@@ -16964,7 +16964,7 @@ HPMLI_FN size_t hpmli_zip_directory(const hpmli_file *f, uint64_t *count)
         uint64_t             at  = hpmli_read_little(end + 16, 4);
         if (memcmp(end, "PK\5\6", 4) != 0) continue;
         *count = hpmli_read_little(end + 10, 2);
-        if (back + 20 <= f->size && memcmp(wide, "PK\6\7", 4) == 0) { /* zip64: the place of another end record */
+        if (back + 20 <= f->size && memcmp(wide, "PK\6\7", 4) == 0) { /* zip64: offset of a longer end record */
             at = hpmli_read_little(wide + 8, 8);
             if (at > f->size || f->size - at < 56 || memcmp(f->bytes + at, "PK\6\6", 4) != 0) return 0;
             *count = hpmli_read_little(f->bytes + at + 32, 8);
@@ -16975,7 +16975,7 @@ HPMLI_FN size_t hpmli_zip_directory(const hpmli_file *f, uint64_t *count)
     return 0;
 }
 
-/* Reads the directory's entry at offset `at`; false: the file is damaged. */
+/* Reads the entry at offset `at` of a zip file's directory into *e; false: the file is damaged. */
 HPMLI_FN bool hpmli_zip_entry_read(const hpmli_file *f, size_t at, hpmli_zip_entry *e)
 {
     const unsigned char *p = f->bytes + at;
@@ -17006,10 +17006,10 @@ HPMLI_FN bool hpmli_zip_entry_read(const hpmli_file *f, size_t at, hpmli_zip_ent
     e->crc       = (uint32_t)hpmli_read_little(p + 16, 4);
     e->method    = (int)hpmli_read_little(p + 10, 2);
     e->next      = at + end;
-    return wide[0] < f->size * (uint64_t)1040 + 1040; /* deflate makes nothing more than 1,032 times as short */
+    return wide[0] < f->size * (uint64_t)1040 + 1040; /* deflate shortens data by a factor of at most 1,032 */
 }
 
-/* Returns the bytes of a member in memory of hpmli_alloc; NULL: an error. */
+/* Returns the unpacked bytes of member *e of a zip file, in memory that the caller frees; NULL: an error. */
 HPMLI_FN unsigned char *hpmli_zip_member(hpml_ctx *ctx, const hpmli_file *f, const hpmli_zip_entry *e)
 {
     const unsigned char *head = f->bytes + e->offset, *from = NULL;
@@ -17081,26 +17081,27 @@ HPML_API hpml_tensor *hpml_npz_load(hpml_ctx *ctx, const char *path, const char 
     return t;
 }
 
-/* Samples of tar files. A tar file is a row of members: a header of 512 bytes with name, size in octal digits, checksum
-   and kind, then the bytes, padded to a multiple of 512; two headers of zeros, or the end of the file, end the row. */
+/* State of reading samples from tar files. A tar file is a list of members: a header of 512 bytes with name, size in
+   octal digits, checksum and kind, then the bytes, padded to a multiple of 512; two headers of zeros, or the end of the
+   file, end the list. Members whose names are equal up to the first dot belong to one sample. */
 typedef struct hpmli_tar {
     hpml_ctx      *ctx;
-    const char    *ext[2];      /* names of x and of y behind the first dot, such as "npy"; [1] NULL: no targets */
+    const char    *ext[2];      /* ends of x's and y's names, behind the first dot, such as "npy"; [1] NULL: no y */
     hpmli_file     f;
-    const char    *name;        /* of the present member, without folder; not terminated */
+    const char    *name;        /* of the current member, without its folder; not terminated */
     size_t         name_size, key_size; /* bytes of the name, and of the name up to the first dot */
-    const unsigned char *bytes; /* (size) the member */
+    const unsigned char *bytes; /* (size) the current member's data */
     size_t         size;
-    hpml_tensor   *part[2];     /* x and y of the present sample; NULL: not there yet */
+    hpml_tensor   *part[2];     /* x and y of the current sample; NULL: that member has not been read yet */
     hpmli_samples *s;           /* the dataset; NULL: samples are only counted */
-    int64_t        count;       /* samples until now */
-    hpml_dtype     dtype[2];    /* of x and y, by the first sample */
+    int64_t        count;       /* samples that were read */
+    hpml_dtype     dtype[2];    /* of x and y in the first sample */
     int            ndim;
-    int64_t        shape[HPML_MAX_DIMS], targets; /* of x; numbers of y */
+    int64_t        shape[HPML_MAX_DIMS], targets; /* of x; numbers in y, in the first sample */
 } hpmli_tar;
 
-/* Reads the header of the member at offset *at, and moves *at to the next header. False: the end of the tar file, or an
-   error, which is on the context. */
+/* Reads the header of the member at offset *at, and moves *at to the next header. False: the tar file ends at *at, or
+   an error, which is in the context's status. */
 HPMLI_FN bool hpmli_tar_next(hpmli_tar *r, size_t *at)
 {
     const unsigned char *h = r->f.bytes + *at;
@@ -17116,7 +17117,7 @@ HPMLI_FN bool hpmli_tar_next(hpmli_tar *r, size_t *at)
     r->name      = (const char *)h;
     r->name_size = 0;
     while (r->name_size < 100 && r->name[r->name_size]) r->name_size++;
-    if (h[156] != '0' && h[156] != 0) r->name_size = 0; /* no file: a folder, a link, names of tar's extensions */
+    if (h[156] != '0' && h[156] != 0) r->name_size = 0; /* kind: not a file, but a folder, link or such */
     for (size_t i = r->name_size; i > 0; i--)
         if (r->name[i - 1] == '/') {
             r->name_size -= i;
@@ -17129,7 +17130,7 @@ HPMLI_FN bool hpmli_tar_next(hpmli_tar *r, size_t *at)
     return true;
 }
 
-/* Makes a tensor of the present member, which is x (k 0) or y (k 1) of a sample; NULL: an error. */
+/* Makes a tensor of the current member of r, which is x (k 0) or y (k 1) of a sample; NULL: an error. */
 HPMLI_FN hpml_tensor *hpmli_tar_tensor(hpmli_tar *r, int k)
 {
     size_t       ext   = strlen(r->ext[k]);
@@ -17159,8 +17160,8 @@ HPMLI_FN hpml_tensor *hpmli_tar_tensor(hpmli_tar *r, int k)
     return t;
 }
 
-/* Adds the sample that r->part holds, whose members have been read, to the dataset. Type and shape of the first sample
-   become those of the dataset; a sample with others is an error. */
+/* Adds the sample whose x and y are in r->part to the dataset r->s, or only counts the sample if that is NULL. A sample
+   with another type or shape than the first one is an error. */
 HPMLI_FN bool hpmli_tar_sample(hpmli_tar *r, const char *key, int key_size)
 {
     hpml_tensor **part = r->part;
@@ -17196,7 +17197,7 @@ HPMLI_FN bool hpmli_tar_sample(hpmli_tar *r, const char *key, int key_size)
 /* Counts the samples of one tar file in r->count and, unless r->s is NULL, copies them to r->s. */
 HPMLI_FN void hpmli_tar_read(hpmli_tar *r)
 {
-    const char *key      = NULL; /* name, up to the first dot, of the members of the present sample */
+    const char *key      = NULL; /* name, up to the first dot, of the current sample's members */
     int         key_size = 0;
     size_t      at       = 0;
     for (bool more = true; more && r->ctx->status == HPML_OK;) {
@@ -17236,7 +17237,7 @@ HPML_API hpml_dataset *hpml_dataset_load_tar(hpml_ctx *ctx, const char *const *p
     if (hpmli_failed(ctx)) return NULL;
     if (!paths || count < 1 || !x)
         return hpmli_null(ctx, HPML_ERR_ARGUMENT, "tar: no file names, or no name of x given");
-    for (int pass = 0; pass < 2 && ctx->status == HPML_OK; pass++) { /* counts, then copies */
+    for (int pass = 0; pass < 2 && ctx->status == HPML_OK; pass++) { /* 0 counts the samples, 1 copies them */
         if (pass == 1 && r.count == 0)
             return hpmli_null(ctx, HPML_ERR_FORMAT, "\"%s\": no member has a name that ends in .%s", paths[0], x);
         if (pass == 1) r.s = hpmli_samples_new(ctx, r.count, r.dtype[0], r.ndim, r.shape, r.dtype[1], r.targets);
@@ -17254,27 +17255,27 @@ HPML_API hpml_dataset *hpml_dataset_load_tar(hpml_ctx *ctx, const char *const *p
 // ---------------------------------------------------------------------------------------------------------------------
 // >>loader   batches: shuffled, sharded, augmented, made ahead
 // ---------------------------------------------------------------------------------------------------------------------
-/* Global batch g of an epoch, of G samples, has positions [g G, (g + 1) G) of the shuffled data, at any number of
-   ranks; rank r takes the r-th shard of it. So the order of the samples depends only on seed and epoch, and all ranks
-   make the same number of steps. A thread prepares the next batch while the current one is used. */
+/* At any number of ranks, global batch number g of an epoch is samples [g G, (g + 1) G) of the shuffled data, where G
+   is the size of a global batch; rank r takes the batch's r-th shard. So the order of the samples depends only on seed
+   and epoch, and all ranks make the same number of steps. A thread prepares the next batch ahead of its use. */
 struct hpml_loader {
     hpml_ctx            *ctx;
     const hpmli_kernels *k;
     hpml_dataset        *data;
     hpml_loader_desc     d;
-    int64_t              steps, crop;          /* batches of an epoch; side of the cropped image, 0: not cropped */
-    int64_t              stored_size, size;    /* numbers of a sample in the data; in a batch */
+    int64_t              steps, crop;          /* batches of an epoch; side of cropped images in pixels, 0: no crop */
+    int64_t              stored_size, size;    /* elements of x of one sample: in the dataset, in a batch */
     float               *image;                /* (stored_size) one sample before augmentation */
-    int64_t             *numbers;              /* (batch) numbers of a batch's samples as data->fill counts them */
-    int64_t             *image_numbers;        /* (batch) their numbers in .data, which seed the augmentation */
-    char                *raw;                  /* (batch) samples as data->fill makes them; NULL: it makes them in x */
+    int64_t             *numbers;              /* (batch) indices of a batch's samples, as data->fill gets them */
+    int64_t             *image_numbers;        /* (batch) the samples' indices in `data`, seeds of augmentation */
+    char                *raw;                  /* (batch) where data->fill writes samples; NULL: directly into x */
     char                *extra[2][HPML_MAX_EXTRA];
-    hpml_status          status[2];            /* what data->fill returned for the batch in each slot */
-    float               *x[2];                 /* memory of two batches: batch n, counted over all epochs, in n % 2 */
+    hpml_status          status[2];            /* what data->fill returned for batch[0], for batch[1] */
+    float               *x[2];                 /* memory of two batches: batch n, counted over all epochs: x[n % 2] */
     char                *y[2];
     hpml_batch           batch[2];
-    int64_t              made, taken, done;    /* numbers of batches: next to prepare, next to return, in use */
-    bool                 ended;                /* the next call returns false: the end of an epoch */
+    int64_t              made, taken, done;    /* indices of batches: next to prepare, next to return, in use */
+    bool                 ended;                /* true: the epoch's last batch was returned */
 #ifndef HPML_NO_THREADS
     bool                 threaded, stop;
     pthread_t            thread;
@@ -17283,21 +17284,21 @@ struct hpml_loader {
 #endif
 };
 
-/* Copies a sample with random crop, shift (dx, dy), flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx], where j'
-   is j or, if flipped, w - 1 - j, with w the width of the result; 0 outside the image and in the cutout. */
+/* Copies an image with random crop, shift (dx, dy), flip and cutout: to[c][i][j] = from[c][i + dy][j' + dx], where j'
+   is j or, if flipped, w - 1 - j, with w the width of `to`; 0 outside the image `from` and in the cutout. */
 HPMLI_FN void hpmli_augment(const hpml_loader *l, float *to, const float *from, uint64_t epoch, int64_t sample)
 {
     const hpml_augment *a     = &l->d.augment;
     const int64_t      *shape = l->data->x_shape;
     int64_t  dims = l->data->x_ndim, H = shape[dims - 2], W = shape[dims - 1], C = l->stored_size / (H * W);
     int64_t  dx, dy, cx, cy;
-    int64_t  h = l->crop > 0 ? l->crop : H; /* height of the result */
+    int64_t  h = l->crop > 0 ? l->crop : H; /* height of the image `to` */
     int64_t  w = l->crop > 0 ? l->crop : W; /* width of the result */
     uint32_t word[4];
     l->ctx->k->random(HPMLI_WORDS, word, l->d.seed, HPMLI_STREAM_AUGMENT | epoch, (uint64_t)(4 * sample), 4);
     dx   = (int64_t)word[0] % (W - w + 2 * (int64_t)a->shift + 1) - a->shift;
     dy   = (int64_t)word[1] % (H - h + 2 * (int64_t)a->shift + 1) - a->shift;
-    if (l->crop > 0 && l->d.in_order) { /* an evaluation takes the middle */
+    if (l->crop > 0 && l->d.in_order) { /* an evaluation: crop the middle, not a random place */
         dx = (W - w) / 2;
         dy = (H - h) / 2;
     }
@@ -17319,7 +17320,8 @@ HPMLI_FN bool hpmli_loader_augments(const hpml_loader *l)
     return l->d.augment.shift > 0 || l->d.augment.flip || l->d.augment.cutout > 0 || l->crop > 0;
 }
 
-/* Writes x of sample number `sample`, which is at `from`, as sample `at` of batch x: converted, scaled, augmented. */
+/* Writes x of the dataset's sample `sample`, which is at `from`, into batch x as sample `at`: as f32 or i32, scaled if
+   u8, augmented if the loader augments. */
 HPMLI_FN void hpmli_load_x(const hpml_loader *l, float *x, int64_t at, const char *from, int64_t sample, uint64_t epoch)
 {
     const hpml_dataset *d = l->data;
@@ -17332,7 +17334,7 @@ HPMLI_FN void hpmli_load_x(const hpml_loader *l, float *x, int64_t at, const cha
     if (augment) hpmli_augment(l, to, l->image, epoch, sample);
 }
 
-/* Writes sample number `sample` of the arrays of the data as sample `at` of the batch in `slot`. */
+/* Writes the dataset's sample `sample` (x, y and extra arrays) as sample `at` of batch number `slot` (0 or 1). */
 HPMLI_FN void hpmli_load_sample(const hpml_loader *l, int slot, int64_t at, int64_t sample, uint64_t epoch)
 {
     const hpml_dataset *d     = l->data;
@@ -17345,7 +17347,7 @@ HPMLI_FN void hpmli_load_sample(const hpml_loader *l, int slot, int64_t at, int6
     }
 }
 
-/* Calls data->fill to make the samples with the numbers l->numbers[0 .. count - 1], the batch in `slot` (0 or 1). */
+/* Calls data->fill to make the samples with the indices l->numbers[0 .. count - 1] in l->batch[slot]. */
 HPMLI_FN void hpmli_load_filled(hpml_loader *l, int slot, int64_t count, int64_t epoch)
 {
     const hpml_dataset *d = l->data;
@@ -17370,7 +17372,7 @@ HPMLI_FN int64_t hpmli_shard_begin(const hpml_loader_desc *d, int64_t size, int6
 }
 
 /* Hashes the settings that decide which samples make a batch, and the targets of 64 samples spread over the data. Ranks
-   compare their hashes, which are equal for the same data and differ for two slices of the data. */
+   compare their hashes, which differ if ranks have loaded different slices of the data by mistake. */
 static uint64_t hpmli_loader_mark(const hpml_loader *l)
 {
     const hpml_dataset *d    = l->data;
@@ -17378,21 +17380,21 @@ static uint64_t hpmli_loader_mark(const hpml_loader *l)
                                        l->d.in_order, l->d.drop_last, l->d.samples_per_epoch };
     const int64_t       size = d->y ? d->y_size * 4 : 0;
     uint64_t            mark = hpmli_hash(HPMLI_HASH, settings, sizeof settings);
-    for (int64_t i = 0; i < 64 && size > 0; i++) { /* data with `fill` has no targets in memory */
+    for (int64_t i = 0; i < 64 && size > 0; i++) { /* size is 0 if data->fill makes the targets */
         int64_t sample = (d->count - 1) / 63 * i + (d->count - 1) % 63 * i / 63;
         mark = hpmli_hash(mark, hpmli_sample_y(d, sample), (size_t)(size < 4096 ? size : 4096));
     }
     return mark;
 }
 
-HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch l->made, in l->x[l->made % 2] */
+HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch number l->made in l->batch[l->made % 2] */
 {
     int     slot  = (int)(l->made % 2);
     int64_t epoch = l->made / l->steps, index = l->made % l->steps, start = index * l->d.global_batch;
     int64_t left  = l->d.samples_per_epoch - start, size = left < l->d.global_batch ? left : l->d.global_batch;
     int64_t first = hpmli_shard_begin(&l->d, size, l->d.rank), end = hpmli_shard_begin(&l->d, size, l->d.rank + 1);
     double  begin = hpml_now();
-    for (int64_t i = first; i < end; i++) { /* an epoch longer than the data: a new shuffle each round */
+    for (int64_t i = first; i < end; i++) { /* past the data's end, a new round with a new shuffle begins */
         int64_t at = (start + i) % l->data->count, round = (start + i) / l->data->count;
         if (!l->d.in_order) at = hpml_permute_index(l->d.seed, (uint64_t)(epoch + (round << 32)), l->data->count, at);
         if (l->data->fill) l->numbers[i - first] = at;
@@ -17408,7 +17410,7 @@ HPMLI_FN void hpmli_load_batch(hpml_loader *l) /* prepares batch l->made, in l->
     b.index          = index;
     for (int k = 0; k < l->data->extra_count; k++) b.extra[k] = l->extra[slot][k];
     l->batch[slot] = b;
-    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* a virtual clock is not for this thread */
+    bool real = !__atomic_load_n(&l->ctx->clock, __ATOMIC_RELAXED); /* a user's clock is not asked in this thread */
     if (real) hpml_trace_span(l->ctx, HPML_LANE_IO, "batch", begin, hpml_now());
 }
 #ifndef HPML_NO_THREADS
@@ -17442,13 +17444,14 @@ HPMLI_FN void hpmli_loader_stop(hpml_loader *l)
     l->threaded = l->stop = false;
 }
 
-/* Waits for the next batch of the background thread, which the first call starts. False: there is no such thread. */
+/* Waits until the background thread, which the first call starts, has prepared the next batch. False: no thread runs,
+   so the caller prepares the batch itself. */
 HPMLI_FN bool hpmli_loader_wait(hpml_loader *l)
 {
-    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* a forked child has no thread and starts none */
+    if (!l->d.no_prefetch && hpmli_forked(l->ctx)) { /* in a child process after fork(), no thread runs */
         hpmli_loader_stop(l);
         l->d.no_prefetch = true;
-        l->made          = l->taken; /* again: the parent's thread may have left a batch half prepared */
+        l->made          = l->taken; /* prepares this batch again: the parent's thread may be in it */
     }
     if (!l->d.no_prefetch && !l->threaded) {
         pthread_mutex_init(&l->mutex, NULL);
@@ -17586,7 +17589,8 @@ HPML_API void hpml_loader_free(hpml_loader *l) { if (l) hpmli_free(l->ctx, l); }
 // ---------------------------------------------------------------------------------------------------------------------
 // >>statistics   mean and deviation of data, and their use inside a model
 // ---------------------------------------------------------------------------------------------------------------------
-/* Sums over all samples of one number, in double, of differences from the first sample, so that no digits are lost. */
+/* Sums over all samples of one element of x or y, or of one channel. sum, square: of differences from `first`, the
+   first of the n values, because sums of the values themselves would lose digits. */
 typedef struct hpmli_moments { double first, sum, square, n; } hpmli_moments;
 
 HPML_API int64_t hpml_dataset_stats(hpml_dataset *d, hpml_stats of, float *mean, float *deviation)
@@ -17629,7 +17633,8 @@ HPML_API int64_t hpml_dataset_stats(hpml_dataset *d, hpml_stats of, float *mean,
     return d->ctx->status == HPML_OK ? n : 0;
 }
 
-/* Creates the buffer "<layer>.<suffix>" with `count` values that fit the columns of x or, for images, the channels. */
+/* Creates the buffer "<layer>.<suffix>" of `count` values, which must be one for each column or, if x are images, each
+   channel of x. */
 HPMLI_FN hpml_tensor *hpmli_statistic(hpml_tensor *x, int64_t count, const float *values, const char *layer,
                                       const char *suffix)
 {
@@ -17677,13 +17682,13 @@ HPML_API hpml_tensor *hpml_unstandardize(hpml_tensor *x, int64_t count, const fl
 /* A safetensors file: length of the header as u64; the header in JSON; the data. An entry of the header is "name":
    {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, with offsets in bytes from the end of the header. Entries
    must cover the data without holes or overlaps. */
-#define HPMLI_SAFE_HEADER 100000000 /* bytes of a header at most, the format's own limit */
+#define HPMLI_SAFE_HEADER 100000000 /* bytes of a header, at most, by the format's definition */
 #define HPMLI_SAFE_META   "__metadata__"
 struct hpml_safetensors {
     hpmli_file       file;
-    char            *text;                 /* writable copy of the header of a mapped file; names point into it */
-    hpml_safetensor *entries;              /* (count) sorted by name */
-    hpml_meta       *meta;                 /* (meta_count) sorted by key */
+    char            *text;                 /* copy of the header, in which strings are unescaped in place */
+    hpml_safetensor *entries;              /* (count) the file's tensors, sorted by name */
+    hpml_meta       *meta;                 /* (meta_count) the file's metadata, sorted by key */
     int              count, meta_count;
 };
 
@@ -17697,7 +17702,7 @@ HPML_API void hpml_safetensors_close(hpml_safetensors *f)
     hpmli_free(ctx, f);
 }
 
-/* For qsort: compares two entries or hpml_metas, whose first member is a name; equal names by place in the header. */
+/* For qsort: orders structs whose first member is a name by name; structs of one name by their place in the header. */
 HPMLI_FN int hpmli_name_order(const void *a, const void *b)
 {
     const char *x = *(const char *const *)a, *y = *(const char *const *)b;
@@ -17711,7 +17716,7 @@ HPMLI_FN int hpmli_name_find(const void *name, const void *b)
     return strcmp((const char *)name, *(const char *const *)b);
 }
 
-/* Sorts structs of `size` bytes by name and keeps the last one of each name; returns the number of those kept. Sets
+/* Sorts `count` structs of `size` bytes by name and keeps the last one of each name; returns how many were kept. Sets
    *twice to a name that occurs more than once, if there is one. */
 HPMLI_FN int hpmli_name_sort(void *named, int count, size_t size, const char **twice)
 {
@@ -17729,7 +17734,7 @@ HPMLI_FN int hpmli_name_sort(void *named, int count, size_t size, const char **t
     return (int)((size_t)(to - (char *)named) / size);
 }
 
-/* Parses the object of metadata, pairs of strings, into f->meta; false: a syntax error, or no memory. */
+/* Parses the header's JSON object of metadata, pairs of strings, into f->meta; false: a syntax error, or no memory. */
 HPMLI_FN bool hpmli_safe_meta(hpml_safetensors *f, hpmli_json *j)
 {
     int64_t     capacity = hpmli_json_length(*j);
@@ -17782,7 +17787,7 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
             for (type = 0; type < HPMLI_SAFE_TYPES && strcmp(text, hpmli_safe_types[type].name) != 0; type++) {}
         } else if (key == 1) ndim = hpmli_json_numbers(j, '[', ']', e->shape, HPML_MAX_DIMS, &numbers);
         else if (key == 2) offsets = hpmli_json_numbers(j, '[', ']', at, 2, NULL);
-        else hpmli_json_skip(j, 125); /* in all 128 brackets deep, as in the reference reader */
+        else hpmli_json_skip(j, 125); /* 125: the depth that the reference reader allows */
     }
     if (j->bad || !seen[0] || !seen[1] || offsets != 2 || type == HPMLI_SAFE_TYPES || (list && n != 3)) return false;
     for (int i = ndim; i < HPML_MAX_DIMS; i++) e->shape[i] = 1;
@@ -17798,7 +17803,7 @@ HPMLI_FN bool hpmli_safe_entry(hpml_safetensors *f, hpmli_json *j, const char *n
     return true;
 }
 
-HPMLI_FN int hpmli_safe_order(const void *a, const void *b) /* for qsort: by offset of the data, then size */
+HPMLI_FN int hpmli_safe_order(const void *a, const void *b) /* for qsort: tensors by offset, then size */
 {
     const hpml_safetensor *x = (const hpml_safetensor *)a, *y = (const hpml_safetensor *)b;
     if (x->data == y->data) return x->bytes < y->bytes ? -1 : x->bytes > y->bytes;
@@ -17823,7 +17828,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
     j.end = j.p + length;
     j.bad = !hpmli_utf8_all(j.p, (size_t)length);
     int64_t capacity = hpmli_json_length(j);
-    if (j.bad || capacity > (int64_t)length / 24 + 1) return false; /* an entry takes more than 24 bytes of text */
+    if (j.bad || capacity > (int64_t)length / 24 + 1) return false; /* an entry has more than 24 bytes of text */
     f->entries = hpmli_new(f->file.ctx, hpml_safetensor, capacity);
     if (!f->entries) return false;
     for (int n = 0; hpmli_json_next(&j, n, '{', '}') && n < capacity; n++) {
@@ -17839,7 +17844,7 @@ HPMLI_FN bool hpmli_safe_parse(hpml_safetensors *f)
     f->count = hpmli_name_sort(f->entries, f->count, sizeof *f->entries, &twice);
     if (f->count > 0) qsort(f->entries, (size_t)f->count, sizeof *f->entries, hpmli_safe_order);
     const unsigned char *next = f->file.bytes + 8 + length;
-    for (int i = 0; i < f->count; i++) { /* data without holes or overlaps */
+    for (int i = 0; i < f->count; i++) { /* checks that the data have no holes or overlaps */
         if (f->entries[i].ndim == HPMLI_SAFE_WRONG || (const unsigned char *)f->entries[i].data != next) return false;
         next += f->entries[i].bytes;
         if (f->entries[i].ndim >= 0) f->entries[kept++] = f->entries[i];
@@ -17888,7 +17893,7 @@ HPML_API const char *hpml_safetensors_meta(const hpml_safetensors *f, const char
     return m ? m->value : NULL;
 }
 
-/* Appends s as the inside of a JSON string; bytes that are not UTF-8 become U+FFFD. */
+/* Appends s, escaped for JSON, without quotes; bytes that are not UTF-8 become U+FFFD. */
 HPMLI_FN void hpmli_write_escaped(hpmli_writer *w, const char *s)
 {
     char code[8];
@@ -17929,12 +17934,12 @@ typedef struct hpmli_safe_content { /* what is to be written to a safetensors fi
     const hpml_meta       *meta; /* (meta_count) pairs of key and value */
     int                    count, meta_count;
     uint32_t              *sums; /* (count) CRC-32C of each tensor's data; NULL: without checksums */
-    /* NULL: t has data. Else returns tensor i's f32 numbers, copied to `host` if a device has them; NULL: an error. */
+    /* NULL: data are at t[i].data. Else returns tensor i's f32 numbers, if need be copied to `host`; NULL: an error. */
     const float *(*read)(void *user, int i, float *host);
     void                  *user;
 } hpmli_safe_content;
 
-/* Fails, with an error about a `kind`, unless the names that begin `count` structs are UTF-8, distinct, unreserved. */
+/* Checks that the names, first members of `count` structs, are UTF-8, distinct, unreserved; errors call them `kind`. */
 HPMLI_FN bool hpmli_names_check(hpml_ctx *ctx, const char *kind, const void *named, int count, size_t size)
 {
     const char *wrong = NULL, *why = "the name is used twice", *name;
@@ -17976,10 +17981,10 @@ HPMLI_FN bool hpmli_safe_check(hpml_ctx *ctx, const hpmli_safe_content *c)
     return hpmli_names_check(ctx, "a tensor", t, c->count, sizeof *t) &&
            hpmli_names_check(ctx, "metadata", c->meta, c->meta_count, sizeof *c->meta);
 }
-#define HPMLI_ARRAY_NAME (HPMLI_NAME + 32) /* bytes for "opt.<state>." and the name of a parameter */
-#define HPMLI_SUM "hpml.crc32c." /* metadata: checksum of the tensor whose name follows, in hexadecimal */
+#define HPMLI_ARRAY_NAME (HPMLI_NAME + 32) /* bytes of the longest array's name: "opt.<state>.<parameter>" */
+#define HPMLI_SUM "hpml.crc32c." /* this and a tensor's name: key of the tensor's checksum */
 /* Appends the bytes that come before the data in a safetensors file: the length field, with the value `length`, and the
-   header. Their number depends neither on `length` nor on the checksums, so that both can be filled in later. */
+   header. The number of bytes depends neither on `length` nor on the checksums, which can hence be filled in later. */
 HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uint64_t length)
 {
     const char *before = "\"" HPMLI_SAFE_META "\":{";
@@ -18006,11 +18011,11 @@ HPMLI_FN void hpmli_write_head(hpmli_writer *w, const hpmli_safe_content *c, uin
     while ((w->size - start) % 8 != 0) hpmli_write(w, " ", 1);
 }
 
-/* Fails if one of n numbers of tensor t, from x[at] on, is finite but would be infinite in t->dtype. */
+/* Fails if one of n numbers of tensor t, from x[at] on, is finite but would be infinite in t->dtype, a half type. */
 HPMLI_FN bool hpmli_half_check(hpml_ctx *ctx, const char *path, const hpml_safetensor *t, const float *x, int64_t at,
                                int64_t n)
 {
-    const float end = t->dtype == HPML_DTYPE_F16 ? 65520.0f : 3.3961775e38f; /* this and more round to infinity */
+    const float end = t->dtype == HPML_DTYPE_F16 ? 65520.0f : 3.3961775e38f; /* least that rounds to infinity */
     if (t->dtype == HPML_DTYPE_F32 || ctx->k->vamax(x + at, n) < end) return true;
     for (const int64_t last = at + n; at < last; at++)
         if (fabsf(x[at]) >= end && fabsf(x[at]) <= FLT_MAX)
@@ -18020,7 +18025,7 @@ HPMLI_FN bool hpmli_half_check(hpml_ctx *ctx, const char *path, const hpml_safet
     return true;
 }
 
-/* Appends the data of tensor i in pieces that stay in the cache, converted in `host` and added to the checksum. */
+/* Appends the data of tensor i, in pieces that stay in the cache: converts each in `host`, adds it to the checksum. */
 HPMLI_FN void hpmli_safe_data(hpmli_writer *w, const hpmli_safe_content *c, int i, float *host)
 {
     const hpml_safetensor *t = &c->t[i];
@@ -18033,7 +18038,7 @@ HPMLI_FN void hpmli_safe_data(hpmli_writer *w, const hpmli_safe_content *c, int 
         const void *bytes = x ? (const char *)(x + at) : (const char *)t->data + (size_t)at * size;
         count = hpmli_min(n - at, piece);
         if (x && !hpmli_half_check(ctx, w->path, t, x, at, count)) return;
-        if (x && t->dtype != HPML_DTYPE_F32) { /* x may be `host`: its numbers up to `at` are not needed any more */
+        if (x && t->dtype != HPML_DTYPE_F32) { /* may overwrite numbers in `host` already written to w */
             hpmli_convert(ctx->k, t->dtype, host, HPML_DTYPE_F32, bytes, count);
             bytes = host;
         }
@@ -18074,14 +18079,14 @@ HPML_API hpml_status hpml_safetensors_save(hpml_ctx *ctx, const char *path, cons
 // ---------------------------------------------------------------------------------------------------------------------
 // >>collect   arrays of whole parameters from the parts that ranks have, and back
 // ---------------------------------------------------------------------------------------------------------------------
-/* Returns whether other ranks have a part of parameter p, or all of it while this rank has none of it: p is split over
-   an axis, belongs to a stage of a pipeline, or is kept as shards. */
+/* Returns whether parameter p is not whole on each rank: p is split over an axis, belongs to one stage of a pipeline,
+   or is kept as shards. */
 HPMLI_FN bool hpmli_param_is_cut(const hpml_tensor *p)
 {
     return p->param->axis != HPML_AXIS_DATA || p->param->stage >= 0 || p->param->shard > 0;
 }
 
-/* Returns whether ranks have to communicate to get whole parameters. All ranks return the same. */
+/* Returns whether ranks have to communicate to get whole parameters; the result is equal on all ranks. */
 HPMLI_FN bool hpmli_params_are_cut(const hpml_ctx *ctx)
 {
     for (int i = 0; i < ctx->param_count; i++)
@@ -18089,7 +18094,7 @@ HPMLI_FN bool hpmli_params_are_cut(const hpml_ctx *ctx)
     return false;
 }
 
-/* Returns whether the rank is number 0 in all groups: the one that writes files. */
+/* Returns whether this rank is number 0 in all its groups: only this rank writes files. */
 static bool hpmli_groups_first(const hpml_ctx *ctx)
 {
     for (int a = 0; a < HPML_AXES; a++)
@@ -18097,8 +18102,8 @@ static bool hpmli_groups_first(const hpml_ctx *ctx)
     return true;
 }
 
-/* Returns HPML_OK if no rank has an error. Else every rank has an error on return: its own or, in the name of the call
-   `what`, that another rank has failed. Called by all ranks. */
+/* Returns HPML_OK if no rank has an error. Else every rank gets an error: its own, or that another rank has failed in
+   the call that is named `what`. All ranks must call this. */
 HPMLI_FN hpml_status hpmli_groups_agree(hpml_ctx *ctx, const char *what)
 {
     float worst = -(float)ctx->status;
@@ -18113,15 +18118,15 @@ HPMLI_FN hpml_status hpmli_groups_agree(hpml_ctx *ctx, const char *what)
     return ctx->status;
 }
 
-/* Returns whether only the floats of p's array `which` from keep_first on, keep_count of them, are valid on this rank:
-   the part of the array that it keeps, or the part of the gradient with which it steps. */
+/* Returns whether only keep_count floats from keep_first on are valid on this rank in p's array `which`: the shard of
+   values or optimizer state that this rank keeps, or the shard of the gradient with which it updates. */
 HPMLI_FN bool hpmli_array_is_shard(const hpml_tensor *p, hpml_array which)
 {
     return p->param->shard >= (which == HPML_ARRAY_VALUES ? 3 : 1);
 }
 
-/* Returns the address, on the device, of the array `which` of p, or of the part of this array that this rank has; NULL:
-   the trainer has no such array, or this rank has no part of it. */
+/* Returns the device address of p's array `which` (values, gradient or a state of t's optimizer), or of the part of
+   this array that this rank has; NULL: t has no such array, or this rank has no part of it. */
 HPMLI_FN float *hpmli_param_array(const hpml_trainer *t, const hpml_tensor *p, hpml_array which)
 {
     const bool         known = t && t->updates && p->param->index < t->graph->param_count;
@@ -18132,7 +18137,8 @@ HPMLI_FN float *hpmli_param_array(const hpml_trainer *t, const hpml_tensor *p, h
     return u->state[(int)which - HPML_ARRAY_STATE];
 }
 
-/* Copies `count` floats of an array of t (NULL: of no trainer) to `host` or, if `set`, from there. */
+/* Copies `count` floats from `array`, array `which` of a parameter, to `host` or, if `set`, from `host` to `array`. t:
+   the trainer, which may keep optimizer states in host memory (t->staged), or NULL. */
 HPMLI_FN hpml_status hpmli_array_copy(hpml_ctx *ctx, const hpml_trainer *t, hpml_array which, float *array, float *host,
                                       int64_t count, bool set)
 {
@@ -18145,7 +18151,8 @@ HPMLI_FN hpml_status hpmli_array_copy(hpml_ctx *ctx, const hpml_trainer *t, hpml
     return HPML_OK;
 }
 
-/* Reads the array `which` of p, joined from the shards of all ranks, to `mine`, which has as many floats as p. */
+/* Reads the array `which` of p, joined from the shards of all ranks, to `mine`, which has space for as many floats as
+   p. All ranks must call this if the array is kept as shards. */
 HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpml_tensor *p, hpml_array which,
                                        float *mine)
 {
@@ -18157,7 +18164,7 @@ HPMLI_FN hpml_status hpmli_read_shards(hpml_ctx *ctx, hpml_trainer *t, const hpm
     if (count > 0 && array) status = hpmli_array_copy(ctx, t, which, array, mine + first, count, false);
     for (int h = 0; t && shard && h < t->graph->hook_count; h++) {
         const hpml_hooks *hooks  = &t->graph->hooks[h];
-        hpml_status       joined = HPML_OK; /* the other ranks wait for this one, also after an error */
+        hpml_status       joined = HPML_OK; /* join is called even after an error: other ranks wait */
         if (hooks->join) joined = hooks->join(hooks->user, t, p->param->index, (int)which, mine);
         if (status == HPML_OK) status = joined;
     }
@@ -18174,7 +18181,8 @@ HPMLI_FN bool hpmli_param_has(const hpml_trainer *t, const hpml_tensor *p, hpml_
     return which == HPML_ARRAY_GRADIENTS || hpmli_optimizer_keeps(t->optimizer, k, t->d.momentum);
 }
 
-/* Writes the whole array `which` of p to `whole`, on every rank that calls this; work: memory for two such arrays. */
+/* Writes the whole array `which` of p to `whole`; if p is split over ranks, all ranks must call this. work: space for
+   two such arrays. */
 HPMLI_FN hpml_status hpmli_collect(hpml_ctx *ctx, hpml_trainer *t, const hpml_tensor *p, hpml_array which, float *work,
                                    float *whole)
 {
@@ -18196,7 +18204,7 @@ HPMLI_FN hpml_status hpmli_collect(hpml_ctx *ctx, hpml_trainer *t, const hpml_te
     return ctx->status;
 }
 
-/* Sets this rank's array `which` of p to its part of `whole`; part: scratch memory as large as this rank's array. */
+/* Sets the part of p's array `which` that this rank has from `whole`; part: scratch memory for as many floats. */
 HPMLI_FN void hpmli_distribute(hpml_ctx *ctx, const hpml_trainer *t, const hpml_tensor *p, hpml_array which,
                                const float *whole, float *part)
 {
@@ -18204,7 +18212,7 @@ HPMLI_FN void hpmli_distribute(hpml_ctx *ctx, const hpml_trainer *t, const hpml_
     const int64_t first = shard ? p->param->keep_first : 0;
     const int64_t count = shard ? p->param->keep_count : hpml_tensor_count(p);
     float        *array = hpmli_param_array(t, p, which);
-    if (!array || count == 0) return; /* another rank has the array */
+    if (!array || count == 0) return; /* this rank has no part of the array */
     float *mine = hpmli_param_is_cut(p) ? part : (float *)(uintptr_t)whole;
     if (mine == part) hpml_param_copy(p, part, first, count, (float *)(uintptr_t)whole, false);
     hpmli_array_copy(ctx, t, which, array, mine, count, true);
@@ -18228,42 +18236,42 @@ HPML_API hpml_status hpml_trainer_collect(hpml_trainer *t, int param, hpml_array
 // ---------------------------------------------------------------------------------------------------------------------
 // >>params-file   parameters and other arrays in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
-/* One array of a file: array `which` of parameter `param`; or, where `param` is NULL, a named state of the trainer,
-   which is at `values`, on the context's device. */
+/* One array that a file has or gets: array `which` of parameter `param`; or, where `param` is NULL, a named state that
+   was added to the trainer's checkpoints, which is at `values` on the context's device. */
 typedef struct hpmli_array {
-    const hpml_tensor *param; /* NULL: a named state */
+    const hpml_tensor *param; /* NULL: a named state, at `values` */
     hpml_array         which;
-    bool               nonnegative; /* true: the numbers are sums or means of squares */
+    bool               nonnegative; /* true: negative numbers in a file are an error */
     float             *values;
 } hpmli_array;
 
 /* Named arrays that are saved to a file or loaded from one. Loading checks every array before it changes any. If
-   parameters are split over ranks, all ranks save together: each reads the same arrays in the same order by
-   hpmli_array_read, also after an error, because this is collective; the rank that is first in all groups writes. */
+   parameters are split over ranks, all ranks save together: each calls hpmli_array_read for the same arrays in the same
+   order, even after an error, because other ranks wait in this call; the rank that is first in all groups writes. */
 typedef struct hpmli_arrays {
     hpml_ctx        *ctx;
-    hpml_trainer    *trainer; /* NULL: parameters only */
-    hpml_safetensor *t;     /* (count) entries as in the file, without data; first in the memory of all these arrays */
-    hpmli_array     *of;    /* (count) */
+    hpml_trainer    *trainer; /* NULL: the list has no states of an optimizer */
+    hpml_safetensor *t;     /* (count) the file's entries, without data; one allocation from here to `names` */
+    hpmli_array     *of;    /* (count) the array for each entry */
     float           *host;  /* host memory for the largest array */
-    float           *work;  /* host memory for two more arrays of that size */
+    float           *work;  /* host memory for two more, if parameters are split over ranks */
     uint32_t        *sums;  /* (count) CRC-32C of each array's data */
     char            *names; /* (count, HPMLI_ARRAY_NAME) names */
-    int              count, done; /* done: arrays that were read */
+    int              count, done; /* arrays in the list; arrays that were read */
     hpml_dtype       dtype; /* type of the data in the file */
-    const hpml_load_desc *as; /* which names the file has for parameters (>>api-save); NULL: their own */
+    const hpml_load_desc *as; /* maps names of parameters to names in the file; NULL: equal names */
 } hpmli_arrays;
 
-/* Which arrays are saved or loaded, if not all parameters, or a trainer's. */
+/* Which parameters and further arrays are saved or loaded. */
 typedef struct hpmli_selection {
-    int                      first;  /* parameters from this one on */
-    const bool              *only;   /* (parameters of the context) those with true; NULL: all */
-    const hpmli_named_array *named;  /* further arrays, as a list */
-    const char              *prefix; /* of the names of `named` */
+    int                      first;  /* index of the first parameter */
+    const bool              *only;   /* (parameters of the context) true: the parameter is chosen; NULL: all are */
+    const hpmli_named_array *named;  /* linked list of further arrays; NULL: none */
+    const char              *prefix; /* put before the names of these in the file */
     const hpml_load_desc    *as;
 } hpmli_selection;
 
-/* Adds the array `of`, of the given shape, to the list `a`; returns the memory to which the caller writes its name. */
+/* Adds the array `of`, with this shape, to the list `a`; returns HPMLI_ARRAY_NAME bytes for the name, still empty. */
 HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const int64_t *shape)
 {
     hpml_safetensor *t    = &a->t[a->count];
@@ -18283,13 +18291,13 @@ HPMLI_FN char *hpmli_arrays_add(hpmli_arrays *a, hpmli_array of, int ndim, const
 HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which, const hpmli_selection *chosen)
 {
     const int k     = (int)which - HPML_ARRAY_STATE;
-    int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* not those recorded later */
+    int       count = k < 0 ? a->ctx->param_count : a->trainer->graph->param_count; /* only the graph's have states */
     for (int i = chosen->first; i < count; i++) {
         if (chosen->only && !chosen->only[i]) continue;
         const hpml_tensor *p  = a->ctx->params[i];
         hpmli_array        of = { p, which, false, NULL };
         int64_t            whole[HPML_MAX_DIMS];
-        if (!hpmli_param_has(a->trainer, p, which)) continue; /* the optimizer does not step p */
+        if (!hpmli_param_has(a->trainer, p, which)) continue; /* p has no such optimizer state */
         if (k >= 0) of.nonnegative = a->trainer->optimizer->states[k].nonnegative;
         hpml_param_whole(p, whole);
         char *name = hpmli_arrays_add(a, of, p->ndim, whole);
@@ -18299,7 +18307,7 @@ HPMLI_FN void hpmli_arrays_add_params(hpmli_arrays *a, hpml_array which, const h
 }
 
 /* Allocates the memory of *a: a list of `count` arrays, and a buffer for one array of `largest` numbers, the most that
-   an array has (three such buffers if parameters are split over ranks). False: no memory. */
+   an array has (three such buffers if parameters are split over ranks, to join the parts). False: no memory. */
 HPMLI_FN bool hpmli_arrays_take(hpmli_arrays *a, int64_t count, int64_t largest)
 {
     const int64_t floats = hpmli_params_are_cut(a->ctx) ? 3 * largest : largest;
@@ -18314,9 +18322,9 @@ HPMLI_FN bool hpmli_arrays_take(hpmli_arrays *a, int64_t count, int64_t largest)
     return true;
 }
 
-/* Lists in *a the parameters; with a trainer t also the states of its optimizer, and the named arrays that were added
-   to the trainer's checkpoints (t->states). chosen: NULL, or which parameters and named arrays instead. False: no
-   memory. */
+/* Lists in *a the values of all parameters; with a trainer t also the states of its optimizer, and the named arrays
+   that were added to its checkpoints (t->states). chosen: NULL, or the parameters and named arrays to list instead.
+   False: no memory. */
 HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, const hpmli_selection *chosen, hpml_dtype dtype,
                               hpmli_arrays *a)
 {
@@ -18349,7 +18357,7 @@ HPMLI_FN bool hpmli_arrays_of(hpml_ctx *ctx, hpml_trainer *t, const hpmli_select
     return true;
 }
 
-/* Returns the address of array i if the host's memory has all of it; NULL: it is on a device, or in parts. */
+/* Returns the address of array i if all of it is in this rank's host memory; NULL: on a device, or split over ranks. */
 HPMLI_FN float *hpmli_array_on_host(const hpmli_arrays *a, int i)
 {
     const hpmli_array *of = &a->of[i];
@@ -18357,8 +18365,8 @@ HPMLI_FN float *hpmli_array_on_host(const hpmli_arrays *a, int i)
     return of->param ? hpmli_param_array(a->trainer, of->param, of->which) : of->values;
 }
 
-/* Returns the numbers of array i of `list`, an hpmli_arrays: on the host, or read whole to `host`; collective if split,
-   because ranks join its parts. */
+/* Returns the numbers of array i of `list`, an hpmli_arrays: in place if on the host, else copied to `host`. If the
+   array is split over ranks, all ranks must call this, because they join its parts in `host`. */
 HPMLI_FN const float *hpmli_array_read(void *list, int i, float *host)
 {
     hpmli_arrays *a  = (hpmli_arrays *)list;
@@ -18377,7 +18385,7 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, hpml_trainer *of, const hp
 {
     hpmli_arrays a = HPMLI_ZEROED;
     const bool   together = hpmli_params_are_cut(ctx), writes = hpmli_groups_first(ctx);
-    if (!together && !writes) return ctx->status; /* rank 0 has all that is saved */
+    if (!together && !writes) return ctx->status; /* nothing is split: rank 0 saves alone */
     bool ready = !hpmli_failed(ctx) && hpmli_arrays_of(ctx, of, chosen, dtype, &a);
     if (together) ready = hpmli_groups_agree(ctx, path) == HPML_OK;
     if (ready && writes) {
@@ -18390,7 +18398,7 @@ HPMLI_FN hpml_status hpmli_arrays_save(hpml_ctx *ctx, hpml_trainer *of, const hp
     return together ? hpmli_groups_agree(ctx, path) : ctx->status;
 }
 
-/* Checks the CRC-32C of every tensor of file f that has one; files of other programs have none. */
+/* Checks the data of each tensor of file f for which the metadata have a CRC-32C; files of other programs have none. */
 HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const char *path)
 {
     for (int i = 0; i < f->meta_count; i++) {
@@ -18408,8 +18416,8 @@ HPMLI_FN bool hpmli_sums_check(hpml_ctx *ctx, const hpml_safetensors *f, const c
     return true;
 }
 
-/* Returns n numbers from number `at` on of tensor e of a file as f32: in the file's memory if f32, else converted into
-   a->host. */
+/* Returns n numbers, from number `at` on, of tensor e of a file as f32: in the mapped file if e is f32, else converted
+   into a->host. */
 HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, const hpml_safetensor *e, int64_t at,
                                          int64_t n)
 {
@@ -18419,8 +18427,8 @@ HPMLI_FN const float *hpmli_array_values(hpml_ctx *ctx, const hpmli_arrays *a, c
     return a->host;
 }
 
-/* Returns the name that array i has in the file, by the map of a->as, for which `name` is memory; NULL: the map leaves
-   the array as it is. Sets *transposed to whether the file has the matrix with rows and columns exchanged. */
+/* Returns the name that array i has in the file: by the user's map a->as, written to `name`, or without a map its own.
+   NULL: by the map, the array is not loaded. *transposed: the file has the matrix with rows and columns exchanged. */
 HPMLI_FN const char *hpmli_array_name(const hpmli_arrays *a, int i, char name[HPMLI_ARRAY_NAME], bool *transposed)
 {
     const hpml_load_desc *d    = a->as;
@@ -18443,7 +18451,7 @@ HPMLI_FN const char *hpmli_array_name(const hpmli_arrays *a, int i, char name[HP
     return name;
 }
 
-/* Finds the entry *e of array i in file f; false: the array is to stay as it is, or an error. */
+/* Finds the entry *e of array i in file f; false: the array is not to be loaded, or an error. */
 HPMLI_FN bool hpmli_array_find(hpml_ctx *ctx, const hpmli_arrays *a, int i, const hpml_safetensors *f, const char *path,
                                hpml_safetensor *e, bool *transposed)
 {
@@ -18486,7 +18494,8 @@ HPMLI_FN bool hpmli_array_check(hpml_ctx *ctx, const hpmli_arrays *a, int i, con
     return true;
 }
 
-/* Returns the numbers of a matrix (rows, columns), which the file has transposed, in memory that the caller frees. */
+/* Returns the f32 numbers of a matrix (rows, columns) in memory that the caller frees; NULL: an error. Tensor e of the
+   file has the matrix transposed. */
 HPMLI_FN float *hpmli_array_transpose(hpml_ctx *ctx, const hpml_safetensor *e, int64_t rows, int64_t columns)
 {
     float *x = hpmli_new(ctx, float, 2 * rows * columns), *y = x + rows * columns;
@@ -18564,14 +18573,14 @@ HPML_API hpml_status hpml_params_load(hpml_ctx *ctx, const char *path) { return 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>checkpoint   whole trainings in safetensors files
 // ---------------------------------------------------------------------------------------------------------------------
-/* A checkpoint's metadata about its training: the optimizer's name; the other entries are whole numbers as text. */
+/* Indices in hpmli_entries of a checkpoint's metadata: HPMLI_OPTIMIZER is a name, the others whole numbers as text. */
 enum { HPMLI_SEED, HPMLI_STEP, HPMLI_EPOCH, HPMLI_EPOCH_STEP, HPMLI_OPTIMIZER, HPMLI_SCALE, HPMLI_SCALE_AGE,
        HPMLI_ENTRIES };
 static const char *const hpmli_entries[] = { "hpml.seed", "hpml.step", "hpml.epoch", "hpml.epoch_step",
                                              "hpml.optimizer", "hpml.loss_scale", "hpml.scale_steps" };
-#define HPMLI_VAL_LOSS "hpml.val_loss" /* the bits of hpml_epoch.val_loss in hexadecimal; absent before a validation */
-#define HPMLI_ENTRIES_SUM "hpml.crc32c" /* the checksum of the texts of hpmli_entries, concatenated */
-#define HPMLI_COUNT_END   (INT64_C(1) << 53) /* no training makes as many steps; a double counts them exactly */
+#define HPMLI_VAL_LOSS "hpml.val_loss" /* hpml_epoch.val_loss: 64 bits in hexadecimal; absent before a validation */
+#define HPMLI_ENTRIES_SUM "hpml.crc32c" /* CRC-32C of the concatenated values of hpmli_entries */
+#define HPMLI_COUNT_END   (INT64_C(1) << 53) /* the most steps that a double counts exactly */
 HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 {
     char      text[HPMLI_ENTRIES][HPMLI_OPTIMIZER_NAME + 1], sum[9], loss[17];
@@ -18603,7 +18612,7 @@ HPML_API hpml_status hpml_checkpoint_save(hpml_trainer *t, const char *path)
 }
 
 /* Reads entry i of a checkpoint's metadata from `text` as a whole number to *number, and checks that a count is 0 to
-   2^53 (the age of the loss scale: from -1). False: an error, which names the file `path`. */
+   2^53 (HPMLI_SCALE_AGE, steps since the loss scale changed: from -1). False: an error, which names the file `path`. */
 HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const char *text, int64_t *number)
 {
     char *end = NULL;
@@ -18619,8 +18628,8 @@ HPMLI_FN bool hpmli_entry_number(hpml_ctx *ctx, const char *path, int i, const c
     return true;
 }
 
-/* Reads and checks a checkpoint's metadata: sets n[i], for each of the HPMLI_ENTRIES entries, to its number, but for
-   the one entry that is a text, the optimizer's name, n[i] to 0 and *optimizer to the name. False: an error. */
+/* Reads and checks a checkpoint's metadata: sets n[i] to the number of entry i of the HPMLI_ENTRIES entries;
+   n[HPMLI_OPTIMIZER] to 0, and *optimizer to the name that this entry is. False: an error. */
 HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const char *path, int64_t *n,
                                  const char **optimizer)
 {
@@ -18644,7 +18653,7 @@ HPMLI_FN bool hpmli_entries_read(hpml_ctx *ctx, const hpml_safetensors *f, const
     return true;
 }
 
-/* True if `name`, the optimizer that the file `path` was saved with, is that of trainer t; false: an error. */
+/* Checks that `name`, the optimizer in the checkpoint `path`, is the optimizer of trainer t; false: an error. */
 HPMLI_FN bool hpmli_optimizer_matches(const hpml_trainer *t, const char *path, const char *name)
 {
     if (strcmp(name, t->optimizer->name) == 0) return true;
@@ -18697,10 +18706,11 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
         "parameters":[{"name":"linear0.weight","shape":[128,784],"buffer":false,"frozen":false,"no_decay":false}],
         "nodes":[{"op":"linear","name":"linear0","src":[0,2,3],"shape":[64,128],"rows":1,"layout":0,"act":1}],
         "outputs":[4]}
-   in this order of its members. Values are numbered: inputs, constants, parameters, results of nodes; -1 is an absent
-   source. Dimension 0 of inputs is the batch; rows: indices of dimension 0 of a result that belong to one sample, 0:
-   none. The table hpmli_attr_fields has the constants of each op, hpmli_recorders the function that records the op
-   again; an op without an entry there is refused by its name. An enum of hpml.h is saved as its number. */
+   with its members in this order. Values are numbered from 0: inputs, constants, parameters, results of nodes; "src"
+   and "outputs" are such numbers, -1 is an absent source. Dimension 0 of inputs is the batch; "rows": indices of
+   dimension 0 of a result that belong to one sample, 0: no batch. The table hpmli_attr_fields names the members for the
+   constants of an op, such as "act"; hpmli_recorders has the function that records the op again, and a model with an op
+   that is not in this table is not saved. An enum of hpml.h is saved as its number. */
 #define HPMLI_MODEL         "hpml.model"
 #define HPMLI_MODEL_VERSION 1
 #define HPMLI_CONSTANT      "hpml.constant."
@@ -18708,7 +18718,7 @@ HPML_API hpml_status hpml_checkpoint_load(hpml_trainer *t, const char *path)
 typedef struct hpmli_attr_field {
     hpml_op     op;
     const char *name;
-    char        type; /* b: bool, i: int32_t or an enum, l: int64_t, f: float */
+    char        type; /* of the member. b: bool, i: int32_t or enum, l: int64_t, f: float */
     size_t      at;   /* offset in hpml_attr */
 } hpmli_attr_field;
 #define HPMLI_FIELD(op, type, name, member) { HPML_OP_##op, name, type, offsetof(hpml_attr, member) }
@@ -18749,8 +18759,8 @@ static const hpmli_attr_field hpmli_attr_fields[] = {
     HPMLI_FIELD(CROSS_ENTROPY, 'i', "ignore", cross_entropy.ignore),
     HPMLI_FIELD(HUBER, 'f', "delta", huber.delta) };
 #define HPMLI_ATTR_FIELDS (sizeof hpmli_attr_fields / sizeof hpmli_attr_fields[0])
-/* Does not compile when a struct of hpml_attr gets a new member: then the table above needs a row for the member, or
-   files would lose it, and the size here changes. */
+/* The sizes below make the compiler stop when a struct of hpml_attr gets a new member. Then add a row for the member to
+   the table above, because model files would lose it, and change the size. */
 #define HPMLI_ATTR_SIZE(member) sizeof(((hpml_attr *)0)->member)
 typedef char hpmli_attr_fields_are_all[
     HPMLI_ATTR_SIZE(scale) == 8 && HPMLI_ATTR_SIZE(act) == 8 && HPMLI_ATTR_SIZE(matmul) == 2 &&
@@ -18760,14 +18770,14 @@ typedef char hpmli_attr_fields_are_all[
     HPMLI_ATTR_SIZE(take) == 24 && HPMLI_ATTR_SIZE(max) == 8 && HPMLI_ATTR_SIZE(cross_entropy) == 8 &&
     HPMLI_ATTR_SIZE(huber) == 4 ? 1 : -1];
 
-/* Returns the constants of n that a file has: of a transposed convolution those of its mirror. */
+/* Returns the constants of node n to write to a model file: of a transposed convolution those of its mirror. */
 HPMLI_FN const hpml_attr *hpmli_attr_saved(const hpml_node *n)
 {
     return n->op == HPML_OP_CONV_TRANSPOSE2D ? &n->attr.conv_transpose.mirror->node.attr : &n->attr;
 }
 
-/* What a function of hpmli_recorders needs to record a node again: read from a model file, or taken from a node that is
-   to be saved. */
+/* A node as the functions of hpmli_recorders take it to record it again: read from a model file, or copied from a node
+   that is to be saved. */
 typedef struct hpmli_saved_node {
     hpml_op      op;
     const char  *name;
@@ -18778,7 +18788,7 @@ typedef struct hpmli_saved_node {
     hpml_layout  layout;
     hpml_attr    a;
 } hpmli_saved_node;
-HPMLI_FN int64_t hpmli_saved_width(const hpmli_saved_node *n) /* size of the last dimension of the result; 0: none */
+HPMLI_FN int64_t hpmli_saved_width(const hpmli_saved_node *n) /* size of the result's last dimension; 0: scalar */
 {
     return n->ndim > 0 ? n->shape[n->ndim - 1] : 0;
 }
@@ -18837,7 +18847,7 @@ HPMLI_FN hpml_tensor *hpmli_record_conv_transpose2d(const hpmli_saved_node *n)
     const int          height = x->layout == HPML_NHWC ? 1 : 2;
     int32_t            extra[2];
     if (x->ndim != 4 || n->ndim != 4) return NULL;
-    for (int i = 0; i < 2; i++) { /* the rows and columns that the result has more than it must have */
+    for (int i = 0; i < 2; i++) { /* extra rows (i 0) and columns (i 1) beyond the least size */
         const int64_t size = x->shape[height + i], stride = n->a.conv.stride[i];
         if (size > INT32_MAX || stride > INT16_MAX) return NULL;
         const int64_t reach = (int64_t)n->a.conv.dilation[i] * (n->a.conv.kernel[i] - INT64_C(1)) + 1;
@@ -18847,7 +18857,7 @@ HPMLI_FN hpml_tensor *hpmli_record_conv_transpose2d(const hpmli_saved_node *n)
     }
     d.extra_h = extra[0];
     d.extra_w = extra[1];
-    d.no_bias = true; /* the bias is added by a node of its own */
+    d.no_bias = true; /* the file has a node of its own that adds the bias */
     return hpml_conv_transpose2d(n->src[0], n->shape[x->layout == HPML_NHWC ? 3 : 1], &d);
 }
 HPMLI_FN hpml_tensor *hpmli_record_pool(const hpmli_saved_node *n)
@@ -18910,7 +18920,7 @@ HPMLI_FN hpml_tensor *hpmli_record_attention(const hpmli_saved_node *n)
     d.heads      = n->a.attention.heads;
     d.not_causal = !n->a.attention.causal;
     d.scale      = n->a.attention.scale;
-    d.kv_heads   = n->a.attention.kv_heads; /* 0 (as many as heads) in files of older versions */
+    d.kv_heads   = n->a.attention.kv_heads; /* 0, as many as heads, in files of versions without kv_heads */
     d.position   = n->src[1];
     d.mask       = n->src[2];
     return hpml_attention(n->src[0], &d);
@@ -19001,7 +19011,7 @@ HPMLI_FN hpml_tensor *hpmli_record_huber(const hpmli_saved_node *n)
 
 typedef struct hpmli_recorder {
     hpml_op op;
-    int     least, most; /* sources that the op has, of which the first must be there */
+    int     least, most; /* numbers of sources that a node of this op can have */
     hpml_tensor *(*record)(const hpmli_saved_node *n);
 } hpmli_recorder;
 static const hpmli_recorder hpmli_recorders[] = {
@@ -19024,7 +19034,7 @@ static const hpmli_recorder hpmli_recorders[] = {
     { HPML_OP_CROSS_ENTROPY, 2, 2, hpmli_record_cross_entropy }, { HPML_OP_BCE_WITH_LOGITS, 2, 2, hpmli_record_bce },
     { HPML_OP_MSE, 2, 2, hpmli_record_mse }, { HPML_OP_HUBER, 2, 2, hpmli_record_huber } };
 
-HPMLI_FN const hpmli_recorder *hpmli_recorder_of(hpml_op op) /* NULL: model files do not have this op */
+HPMLI_FN const hpmli_recorder *hpmli_recorder_of(hpml_op op) /* NULL: model files cannot have this op */
 {
     for (size_t i = 0; i < sizeof hpmli_recorders / sizeof hpmli_recorders[0]; i++)
         if (hpmli_recorders[i].op == op) return &hpmli_recorders[i];
@@ -19034,25 +19044,25 @@ HPMLI_FN const hpmli_recorder *hpmli_recorder_of(hpml_op op) /* NULL: model file
 // ---------------------------------------------------------------------------------------------------------------------
 // >>model-save   the structure of a model as text
 // ---------------------------------------------------------------------------------------------------------------------
-/* The values of a model that is to be saved, in the order of their numbers in the file. */
+/* A model that is to be saved: its values, in the order of their numbers in the file, and its nodes. */
 typedef struct hpmli_structure {
     hpml_ctx     *ctx;
-    hpml_tensor **value;      /* (value_count) inputs, constants, parameters, results */
+    hpml_tensor **value;      /* (value_count) inputs, constants, parameters, results of nodes */
     int           input_count, constant_count, param_count, value_count;
     bool         *used;       /* (parameters of the context) true: the parameter is among the values */
-    hpml_node   **node;       /* (node_count) in the order of recording, behind which the memory of all lists lies */
+    hpml_node   **node;       /* (node_count) in the order of recording */
     int           node_count;
 } hpmli_structure;
 
-HPMLI_FN int hpmli_value_number(const hpmli_structure *s, const hpml_tensor *t) /* -1: NULL, or not among the values */
+HPMLI_FN int hpmli_value_number(const hpmli_structure *s, const hpml_tensor *t) /* -1: t is NULL or not in s->value */
 {
     for (int i = s->value_count - 1; i >= 0; i--)
         if (s->value[i] == t) return i;
     return -1;
 }
 
-/* Adds to s->value the leaves that nodes of the model read: with `inputs` those with a batch, else those without one,
-   which are the constants. */
+/* Adds to s->value leaves that nodes of the model read: if `inputs`, those with a batch dimension, which are inputs of
+   the model; else those without, which are its constants. */
 HPMLI_FN void hpmli_structure_leaves(hpmli_structure *s, bool inputs)
 {
     for (int k = 0; k < s->node_count; k++)
@@ -19065,7 +19075,7 @@ HPMLI_FN void hpmli_structure_leaves(hpmli_structure *s, bool inputs)
         }
 }
 
-/* Collects the values and nodes on which the outputs depend; the inputs given come first. False: an error. */
+/* Collects in *s the values and nodes on which the outputs of d depend; the inputs in d come first. False: an error. */
 HPMLI_FN bool hpmli_structure_collect(hpmli_structure *s, hpml_ctx *ctx, const hpml_model_desc *d)
 {
     const int64_t values = ctx->source_count + ctx->node_count + ctx->param_count + d->input_count + 1;
@@ -19115,7 +19125,8 @@ HPMLI_FN void hpmli_text_quoted(hpmli_text_buffer *b, const char *text) /* appen
     hpmli_text_add(b, "\"");
 }
 
-/* Appends a number that reads back as the same bits; an infinity as 1e39, which is above all floats, NaN as null. */
+/* Appends x as decimal digits that are read back as the same float; infinity as 1e39, which exceeds FLT_MAX, NaN as
+   null. */
 HPMLI_FN void hpmli_text_float(hpmli_text_buffer *b, float x)
 {
     char text[32];
@@ -19124,7 +19135,7 @@ HPMLI_FN void hpmli_text_float(hpmli_text_buffer *b, float x)
     const double finite = fmax(fmin((double)x, 1e39), -1e39);
     snprintf(text, sizeof text, "%.9g", finite);
     for (char *p = text; *p; p++)
-        if (*p == ',') *p = '.'; /* in locales that write a comma */
+        if (*p == ',') *p = '.'; /* some locales print a decimal comma */
     hpmli_text_add(b, "%s", text);
 }
 
@@ -19205,7 +19216,7 @@ HPMLI_FN void hpmli_text_structure(hpmli_text_buffer *b, const hpmli_structure *
     hpmli_text_add(b, "]}");
 }
 
-/* Checks the desc of hpml_model_save, and that files can have all of the model's ops and leaves; false: an error. */
+/* Checks d, the user's desc, and that a model file can have all ops and leaves of s; false: an error. */
 HPMLI_FN bool hpmli_structure_check(const hpmli_structure *s, const hpml_model_desc *d)
 {
     for (int i = 0; i < s->node_count; i++) {
@@ -19256,7 +19267,7 @@ HPMLI_FN bool hpmli_model_desc_check(hpml_ctx *ctx, const hpml_model_desc *d)
     return true;
 }
 
-/* Writes the model file `path`: the parameters and constants of s and, in the metadata, `text`, its structure. */
+/* Writes the model file `path`: the parameters and constants of s and, in its metadata, `text`, the JSON of s. */
 HPMLI_FN hpml_status hpmli_structure_save(const hpmli_structure *s, const char *path, const hpml_model_desc *d,
                                           const char *text)
 {
@@ -19311,24 +19322,24 @@ HPML_API hpml_status hpml_model_save(hpml_ctx *ctx, const char *path, const hpml
 // ---------------------------------------------------------------------------------------------------------------------
 struct hpml_model {
     hpml_ctx     *ctx;
-    hpml_tensor **value;     /* (value_count) inputs, constants, parameters, results, as the file numbers them */
+    hpml_tensor **value;     /* (value_count) inputs, constants, parameters, results, in the file's order */
     int           value_count, input_count, constant_count;
     hpml_tensor  *output[HPML_MAX_OUTPUTS];
     int           output_count;
     int64_t       batch;
     hpml_graph   *graph;     /* NULL: hpml_model_run has not been called */
-    hpml_meta    *meta;      /* (meta_count) the user's, sorted by key; names lie behind */
+    hpml_meta    *meta;      /* (meta_count) the user's metadata, sorted by key; the texts follow */
     int           meta_count;
 };
 
-/* What the functions that read a model's structure from JSON share. */
+/* State of reading a model's structure from the JSON text of a model file. */
 typedef struct hpmli_model_reader {
     const hpml_safetensors *f;
     hpml_ctx   *ctx;
     hpml_model *m;
     hpmli_json  j;
     const char *path;
-    int         capacity; /* of m->value */
+    int         capacity; /* elements of m->value that were allocated */
 } hpmli_model_reader;
 
 HPMLI_FN bool hpmli_model_wrong(hpmli_model_reader *r, const char *what)
@@ -19337,7 +19348,7 @@ HPMLI_FN bool hpmli_model_wrong(hpmli_model_reader *r, const char *what)
     return hpmli_false(r->ctx, HPML_ERR_FORMAT, "\"%s\": the structure of the model is damaged: %s", r->path, what);
 }
 
-HPMLI_FN double hpmli_json_real(hpmli_json *j) /* consumes a number, true, false, or null for NaN */
+HPMLI_FN double hpmli_json_real(hpmli_json *j) /* reads a number, true (1), false (0), null (NaN) */
 {
     double v = 0;
     if (hpmli_json_word(j, "null")) return NAN;
@@ -19349,7 +19360,7 @@ HPMLI_FN double hpmli_json_real(hpmli_json *j) /* consumes a number, true, false
     return v;
 }
 
-HPMLI_FN int64_t hpmli_json_whole(hpmli_json *j) /* consumes an integer of at most 53 bits */
+HPMLI_FN int64_t hpmli_json_whole(hpmli_json *j) /* reads an integer from -2^53 to 2^53 */
 {
     const double v = hpmli_json_real(j);
     if (!(fabs(v) <= 9007199254740992.0) || v != floor(v)) j->bad = true;
@@ -19457,7 +19468,7 @@ HPMLI_FN bool hpmli_read_parameter(hpmli_model_reader *r)
     return hpmli_model_add(r, hpml_param_create(r->ctx, &d));
 }
 
-/* Reads the numbers of a node's sources; they must be values before this node. */
+/* Reads the JSON list of the numbers of a node's sources; each must be the number of a value that was read before. */
 HPMLI_FN void hpmli_read_sources(hpmli_model_reader *r, hpmli_saved_node *n)
 {
     for (int k = 0; hpmli_json_next(&r->j, k, '[', ']'); k++) {
@@ -19474,7 +19485,7 @@ HPMLI_FN void hpmli_read_attr(hpmli_model_reader *r, hpmli_saved_node *n, const 
     const hpmli_attr_field *f = hpmli_attr_fields, *end = f + HPMLI_ATTR_FIELDS;
     while (f < end && (f->op != n->op || strcmp(f->name, key) != 0)) f++;
     if (f == end) {
-        hpmli_json_skip(&r->j, 8); /* a member of a later version, unknown here */
+        hpmli_json_skip(&r->j, 8); /* skips a member that only later versions know */
         return;
     }
     char         *to    = (char *)&n->a + f->at;
@@ -19492,8 +19503,8 @@ HPMLI_FN void hpmli_read_attr(hpmli_model_reader *r, hpmli_saved_node *n, const 
     if (f->type == 'l') memcpy(to, &large, sizeof large);
 }
 
-/* Records node n by the recorder `by`, and checks that its result has the shape and layout in the file, and that the op
-   has found all its parameters and made none. False: an error. */
+/* Records node n by the recorder `by`, and checks that the result has the shape and layout that the file says, and that
+   no parameter was created, because those of the file exist already. False: an error. */
 HPMLI_FN bool hpmli_read_record(hpmli_model_reader *r, hpmli_saved_node *n, const hpmli_recorder *by)
 {
     const int  params = r->ctx->param_count;
@@ -19503,7 +19514,7 @@ HPMLI_FN bool hpmli_read_record(hpmli_model_reader *r, hpmli_saved_node *n, cons
     if (!n->name) return false;
     if (n->rows > 0) n->shape[0] = n->rows * r->m->batch;
     if (n->src_count < by->least || n->src_count > by->most || !n->src[0]) return hpmli_model_wrong(r, n->name);
-    r->ctx->shares = true; /* layers find the parameters of the file by their names */
+    r->ctx->shares = true; /* layers use the existing parameters of their names */
     hpml_tensor *y = by->record(n);
     r->ctx->shares = shares;
     if (!y) return hpmli_model_wrong(r, n->name);
@@ -19549,7 +19560,7 @@ HPMLI_FN bool hpmli_read_output(hpmli_model_reader *r)
     return true;
 }
 
-/* Reads the whole structure: its version, and then the five lists in their order. */
+/* Reads the JSON text of a model: its version, then inputs, constants, parameters, nodes, outputs; false: an error. */
 HPMLI_FN bool hpmli_read_structure(hpmli_model_reader *r)
 {
     static const struct { const char *name; bool (*read)(hpmli_model_reader *r); } lists[] = {
@@ -19580,7 +19591,7 @@ HPMLI_FN void hpmli_model_destroy(void *object)
     hpmli_free(m->ctx, m->meta);
 }
 
-/* Keeps a copy of the metadata of file f whose keys do not begin with "hpml.". */
+/* Copies the metadata of file f whose keys do not begin with "hpml.", which are the user's, to m; false: no memory. */
 HPMLI_FN bool hpmli_model_keep_meta(hpml_model *m, const hpml_safetensors *f)
 {
     size_t bytes = 0;
@@ -19616,7 +19627,7 @@ HPMLI_FN bool hpmli_model_constants(hpmli_model_reader *r, const hpml_safetensor
     return true;
 }
 
-/* Records the model of file f in the context and loads its parameters; false: an error, and none were added. */
+/* Records the model of file f in the context and loads its parameters; false: an error, no parameters are added. */
 HPMLI_FN bool hpmli_model_read(hpml_model *m, hpml_safetensors *f, const char *path)
 {
     hpml_ctx          *ctx   = m->ctx;
@@ -19631,7 +19642,7 @@ HPMLI_FN bool hpmli_model_read(hpml_model *m, hpml_safetensors *f, const char *p
     char        *copy = hpmli_strdup(ctx, text); /* the reader unescapes strings in place */
     r.j.p      = copy;
     r.j.end    = copy ? copy + size : NULL;
-    r.capacity = (int)hpmli_min((int64_t)size / 8 + 1, INT32_MAX); /* a value takes more than 8 bytes of text */
+    r.capacity = (int)hpmli_min((int64_t)size / 8 + 1, INT32_MAX); /* a value has more than 8 bytes of JSON */
     m->value   = copy ? hpmli_new(ctx, hpml_tensor *, r.capacity) : NULL;
     chosen.first = first;
     bool good = m->value && hpmli_read_structure(&r) && hpmli_model_keep_meta(m, f) && hpmli_model_constants(&r, f) &&
@@ -19691,8 +19702,8 @@ HPML_API hpml_graph *hpml_model_graph(hpml_model *m)
     return m->graph;
 }
 
-/* Runs the graph on `samples` samples, at most a batch, from number `first` of the inputs on, and writes their rows of
-   the outputs; an output without a batch dimension is overwritten whole. */
+/* Runs the graph on `samples` samples, at most a batch, from the inputs' sample number `first` on, and writes the rows
+   of these samples in the outputs; an output without a batch dimension is overwritten whole. */
 HPMLI_FN hpml_status hpmli_model_batch(hpml_model *m, const void *const *inputs, int64_t first, int64_t samples,
                                        float *const *outputs)
 {
@@ -19700,7 +19711,7 @@ HPMLI_FN hpml_status hpmli_model_batch(hpml_model *m, const void *const *inputs,
     if (hpml_graph_set_batch(g, g->batchable ? samples : m->batch) != HPML_OK) return m->ctx->status;
     for (int i = 0; i < m->input_count; i++) {
         const hpml_tensor *x = m->value[i];
-        if (!x->raw) continue; /* without memory: no output depends on this input */
+        if (!x->raw) continue; /* no output depends on this input, so it has no memory */
         const size_t size = (size_t)(hpml_tensor_count(x) / g->batch_now) * hpml_dtype_size(x->dtype);
         m->ctx->backend->write(m->ctx->device, x->raw, (const char *)inputs[i] + (size_t)first * size,
                                (size_t)samples * size);
@@ -19746,10 +19757,10 @@ HPML_API hpml_status hpml_model_predict(hpml_model *m, const void *x, int64_t sa
    microseconds. */
 struct hpmli_trace {
     hpml_trace_desc  d;         /* the user's desc, with defaults in place of zeros */
-    bool             at_first;  /* time 0 of the file is the start of the first event */
+    bool             at_first;  /* true: the file's time 0 is the first event's start */
     int64_t          count;     /* atomic: events added since the start, also those overwritten */
-    bool             paused;    /* the current step is not one of the steps to be traced */
-    hpml_trace_event events[1]; /* (capacity) the ring: event i is at i % capacity */
+    bool             paused;    /* atomic: true in steps outside d.first_step to d.last_step */
+    hpml_trace_event events[1]; /* (d.capacity) the ring: event i is at i % d.capacity */
 };
 
 HPML_API hpml_status hpml_trace_start(hpml_ctx *ctx, const hpml_trace_desc *desc)
@@ -19780,7 +19791,7 @@ HPMLI_FN void hpmli_trace_step(hpml_ctx *ctx, int64_t step) /* pauses the trace 
 {
     hpmli_trace *t = ctx->trace;
     bool         off = t && (step < t->d.first_step || (t->d.last_step > 0 && step > t->d.last_step));
-    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* atomic, because the loader's thread adds spans */
+    if (t) __atomic_store_n(&t->paused, off, __ATOMIC_RELAXED); /* atomic, because the loader's thread reads it */
 }
 
 HPML_API bool hpml_trace_on(const hpml_ctx *ctx)
@@ -19807,7 +19818,8 @@ HPML_API void hpml_trace_span(hpml_ctx *ctx, int lane, const char *name, double 
     hpml_trace_add(ctx, &e);
 }
 
-/* Adds the events of a step that ends now: its span, begun at time `since` (seconds), and its loss as a counter. */
+/* Adds the events of a training step that ends now: a span from time `since` (seconds) to now, and a counter for the
+   loss. */
 HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, float loss)
 {
     hpml_trace_event e = HPMLI_ZEROED;
@@ -19825,7 +19837,7 @@ HPMLI_FN void hpmli_trace_stepped(hpml_ctx *ctx, int64_t step, double since, flo
     hpml_trace_add(ctx, &e);
 }
 
-/* Returns the i-th event of the ring, the oldest first; NULL after the last. */
+/* Returns event number i of those in the ring, counted from 0 for the oldest; NULL: there are not so many. */
 HPMLI_FN const hpml_trace_event *hpmli_trace_at(const hpmli_trace *t, int64_t i)
 {
     int64_t count = __atomic_load_n(&t->count, __ATOMIC_RELAXED), lost = count - t->d.capacity;
@@ -19847,7 +19859,7 @@ HPML_API void hpml_trace_shift(hpml_ctx *ctx, double seconds)
     if (ctx && ctx->trace) ctx->trace->d.origin += seconds;
 }
 
-/* Writes `before` and a time in microseconds, without %f or %g, because some locales have a decimal comma for them. */
+/* Writes `before` and a time in microseconds, without %f or %g, because these write a decimal comma in some locales. */
 HPMLI_FN void hpmli_trace_time_at(hpmli_writer *w, const char *before, double seconds)
 {
     long long ns = (long long)(1e9 * seconds);
@@ -19876,10 +19888,10 @@ HPMLI_FN void hpmli_trace_args(hpmli_writer *w, const hpml_trace_event *e)
     fprintf(w->f, "}");
 }
 
-/* Writes one event as a line of the file; origin: time 0 of the file, in seconds. */
+/* Writes one event as a line of the trace file; origin: the time in seconds that is time 0 of the file. */
 HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int rank, double origin)
 {
-    static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* indexed by hpml_trace_kind */
+    static const char *const phases[] = { "X", "X", "C", "s", "f" }; /* Chrome's event types, [hpml_trace_kind] */
     bool                     spans    = e->kind == HPML_TRACE_SPAN || e->kind == HPML_TRACE_STEP;
     fprintf(w->f, ",\n{\"name\":\"");
     hpmli_write_escaped(w, e->name);
@@ -19890,7 +19902,7 @@ HPMLI_FN void hpmli_trace_write(hpmli_writer *w, const hpml_trace_event *e, int 
     if (e->kind == HPML_TRACE_SPAN && (e->first || e->bucket > 0 || e->number > 0)) hpmli_trace_args(w, e);
     if (e->kind == HPML_TRACE_SEND || e->kind == HPML_TRACE_RECEIVE)
         fprintf(w->f, ",\"cat\":\"message\",\"id\":%lld%s", (long long)e->number,
-                e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* the arrow ends at the enclosing span */
+                e->kind == HPML_TRACE_SEND ? "" : ",\"bp\":\"e\""); /* "bp":"e": the arrow ends at the span around it */
     if (e->kind == HPML_TRACE_COUNTER) {
         int exponent = e->value == 0 ? 0 : (int)fmax(floor(log10(fabs(e->value))) - 8, -300);
         fprintf(w->f, ",\"args\":{\"");
@@ -19943,7 +19955,7 @@ HPML_API double hpml_graph_flops(const hpml_graph *g, bool backward)
 HPML_API void hpml_profile_enable(hpml_graph *g, bool on)
 {
     if (!g || hpmli_failed(g->ctx)) return;
-    if (g->profile) hpml_profile(g, NULL, 0); /* waits for the device, which may still add to the rows */
+    if (g->profile) hpml_profile(g, NULL, 0); /* waits until the device writes no more to g->profile */
     hpmli_free(g->ctx, g->profile);
     g->profile = NULL;
     if (!on) return;
@@ -20040,7 +20052,7 @@ HPMLI_COMPILE_FAST_END
 #define HPMLI_AVX512 2
 #define HPMLI_NEON   3
 
-#ifdef HPMLI_EDITOR /* editors cannot include a file in itself: they compile only the scalar pass, which follows here */
+#ifdef HPMLI_EDITOR /* for editors, which cannot include a file in itself: only the scalar pass */
 #define HPMLI_ISA HPMLI_SCALAR
 #else
 #define HPMLI_ISA HPMLI_SCALAR
@@ -20058,7 +20070,7 @@ HPMLI_COMPILE_FAST_END
 #include HPML_SELF
 #endif
 #endif /* !HPMLI_EDITOR */
-#define HPMLI_CHOOSE /* all passes are compiled: section >>choose, at the end of this file, is compiled next */
+#define HPMLI_CHOOSE /* all passes are done: only section >>choose is still compiled */
 #endif /* HPMLI_BODY_INCLUDED */
 #endif /* !HPMLI_ISA */
 
@@ -20067,19 +20079,19 @@ HPMLI_COMPILE_FAST_END
 // >>isa   instruction sets: for each one block of constants
 // ---------------------------------------------------------------------------------------------------------------------
 /* All of PART VII below this line is compiled once for each instruction set, see >>passes. A set is described by the
-   constants of this section and its primitive operations in the next three; no other code asks which set it is for.
-     HPMLI_ISA_NAME        name of the set: hpml_ctx_desc.cpu
-     HPMLI_SUFFIX          end of the names of the set's functions: _avx2
+   constants of this section and its primitive operations in the next three sections.
+     HPMLI_ISA_NAME        name of the set, as users write it in hpml_ctx_desc.cpu
+     HPMLI_SUFFIX          end of the names of the set's functions, such as _avx2
      HPMLI_TARGET          target attribute of the set's functions, so that a plain `cc -O2` compiles all sets
      HV_LANES              floats in a vector
      HV(f32) (u32) (u64)   vectors of the same size: of float, uint32_t, uint64_t
      HPMLI_NV              vectors in a row of a tile of C, at most; for tiles see >>gemm
      HPMLI_MR              rows of a tile of 1 or 2 vectors, at most
      HPMLI_MR_3, _MR_4     rows of a tile of 3 or 4 vectors, at most, where HPMLI_NV is 4
-     HPMLI_DOT_MR          rows of a tile of dot products, see >>gemm-thin
-     HPMLI_BYTE_DOT        optional: adds to each of the sums s four products of bytes, of u (unsigned) times x
+     HPMLI_DOT_MR          rows of a tile of dot products, at most, see >>gemm-thin
+     HPMLI_BYTE_DOT        optional: (s, u, x) adds to each sum in s four products of bytes of u (unsigned) and x
      HPMLI_BYTE_TARGET     target attribute of functions that use HPMLI_BYTE_DOT, which only some CPUs of the set have
-     HPMLI_BF16_DOT        optional: adds to each of the sums s two products of bf16, of u times x
+     HPMLI_BF16_DOT        optional: (s, u, x) adds to each sum in s two products of numbers in bf16 of u and x
      HPMLI_BF16_TARGET     target attribute of functions that use HPMLI_BF16_DOT, which only some CPUs of the set have
      HPMLI_CRC32C_WORD     optional: the instruction that adds 8 bytes to a CRC-32C; without it the CRC uses tables
      HPMLI_MM ..           only x86: the intrinsic functions of the set's width, see >>simd-x86
@@ -20091,8 +20103,8 @@ HPMLI_COMPILE_FAST_END
 #define HPMLI_CAT_(a, b) a##b
 #define HPMLI_CAT(a, b)  HPMLI_CAT_(a, b)
 #define HV(name)         HPMLI_CAT(hpmli_##name, HPMLI_SUFFIX) /* HV(exp): hpmli_exp_avx2 */
-/* Repeat the macro X: HPMLI_TIMES_4(X, a) is X(a, 0) X(a, 1) X(a, 2) X(a, 3); HPMLI_ROWS(X, a) repeats X for each row
-   of a tile of C, and HPMLI_DOT_ROWS for each row of a tile of dot products. */
+/* Macros that repeat the macro X: HPMLI_TIMES_4(X, a) is X(a, 0) X(a, 1) X(a, 2) X(a, 3); HPMLI_ROWS(X, a) repeats X
+   HPMLI_MR times, for each row of a tile of C, and HPMLI_DOT_ROWS HPMLI_DOT_MR times. */
 #define HPMLI_TIMES_2(X, a)  X(a, 0) X(a, 1)
 #define HPMLI_TIMES_4(X, a)  HPMLI_TIMES_2(X, a) X(a, 2) X(a, 3)
 #define HPMLI_TIMES_6(X, a)  HPMLI_TIMES_4(X, a) X(a, 4) X(a, 5)
@@ -20105,7 +20117,7 @@ HPMLI_COMPILE_FAST_END
 #define HPMLI_ROWS_3         HPMLI_TIMES(HPMLI_MR_3)
 #define HPMLI_ROWS_4         HPMLI_TIMES(HPMLI_MR_4)
 #define HPMLI_DOT_ROWS       HPMLI_TIMES(HPMLI_DOT_MR)
-#define HPMLI_ROW_VECTORS    (4 * HPMLI_NV) /* vectors of C that a product of one row keeps in registers, at most */
+#define HPMLI_ROW_VECTORS    (4 * HPMLI_NV) /* most vectors of sums in registers where C is one row */
 
 #undef HPMLI_ISA_NAME
 #undef HPMLI_SUFFIX
@@ -20153,7 +20165,7 @@ typedef uint64_t HV(u64) __attribute__((vector_size(32)));
 #define HPMLI_CRC32C_WORD _mm_crc32_u64
 #define HPMLI_MM(op)      HPMLI_CAT(_mm256_, op)
 #define HPMLI_MM_ALL      __m256i
-#define HPMLI_MM_HALF     __m128i                                                         /* 16 bits for each lane */
+#define HPMLI_MM_HALF     __m128i                                                         /* all lanes as 16 bits */
 #define HPMLI_MM_WHERE(a, op, b, x, y) _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, op))    /* a op b ? x : y */
 #elif HPMLI_ISA == HPMLI_AVX512 /* 32 registers of 16 floats; tiles of 14 x 2, 8 x 3 or 6 x 4 vectors */
 #define HPMLI_ISA_NAME    "avx512"
@@ -20195,16 +20207,16 @@ typedef uint64x2_t  HV(u64);
 // ---------------------------------------------------------------------------------------------------------------------
 /* Kernels are written once over a few operations on vectors. HV(name) is the name of an operation, type or kernel in
    this pass: HV(exp) is hpmli_exp_avx2 in the pass for AVX2. HV(f32) is a vector of HV_LANES floats, its lanes. gcc and
-   clang compile + - * / << & and so on for vectors as for numbers. The last, partial vector of an array is loaded by
+   clang apply + - * / << & and so on to vectors lane by lane. The last, partial vector of an array is loaded by
    HV(load_upto) and goes through the same instructions as whole vectors, so that the result for an element does not
    depend on its place in the array. Below, a, b, c, x, y are vectors; p is an address of any alignment:
-     as_floats as_words          the same bits as floats, as words of 32 bits
+     as_floats as_words          the bits of words of 32 bits taken as floats; of floats as words
      set1 zero                   all lanes are the number x; are 0
      load store                  all lanes at p; load_words store_words: a vector of words
      load_partial store_partial  the first n lanes, n < HV_LANES; a load sets the others to 0
      load_upto store_upto        the first n lanes, or all for n >= HV_LANES, which is the usual case
      load_T store_T              converted from and to T: bf16, f16, u8, i32; load_upto_T store_upto_T: the first n
-     load_u32                    words converted to floats, rounded once; from_i32: integers in a register
+     load_u32 from_i32           uint32_t at p converted to floats, rounded once; int32_t in a vector of words
      fma fnma                    a b + c; c - a b
      max min                     a > b ? a : b, so that a NaN in a gives b; b > a ? a : b
      if_ge if_gt if_eq           a >= b ? x : y, lane by lane; the same for > and ==
@@ -20215,8 +20227,8 @@ typedef uint64x2_t  HV(u64);
      sign_bits select_bits       bit i is set where lane i of a is >= 0; lane i is a where bit i of m is set, else b
      widen narrow                16-bit words in memory to and from vectors of words
      widen_bytes set1_word       bytes in memory to a vector of words; all lanes are the word x
-     add_pairs                   s + (low halves of a) (low halves of b) + (high halves) (high halves), halves signed
-     transpose                   a square of HV_LANES x HV_LANES floats
+     add_pairs                   s + low(a) low(b) + high(a) high(b) of words s, a, b; low, high: signed 16-bit halves
+     transpose                   exchanges rows and columns of HV_LANES x HV_LANES floats in memory
      set_u64_pairs philox_products   see >>random */
 
 /* HPMLI_KERNEL begins a function of this set. These functions are not inlined into each other, because a call takes a
@@ -20236,7 +20248,7 @@ typedef uint64x2_t  HV(u64);
 #define HV_LOOP(n)                                                                                                     \
     for (int64_t i = 0, c; c = HV_LANES > 1 && (n) - i < HV_LANES ? (n) - i : HV_LANES, i < (n); i += HV_LANES)
 
-/* Operations that are written without intrinsics: one text for all instruction sets. */
+/* Operations written without intrinsics, so that one definition serves all instruction sets. */
 HPMLI_VEC_INLINE HV(f32) HV(as_floats)(HV(u32) u) { HV(f32) a; memcpy(&a, &u, sizeof a); return a; }
 HPMLI_VEC_INLINE HV(u32) HV(as_words)(HV(f32) a) { HV(u32) u; memcpy(&u, &a, sizeof u); return u; }
 typedef HV(f32) HV(floats_anywhere) __attribute__((aligned(4)));
@@ -20252,7 +20264,7 @@ HPMLI_VEC_FN1(HV(mantissa), HV(as_floats)((HV(as_words)(a) & 0x7fffffu) | 0x3f80
 HPMLI_VEC_INLINE HV(f32) HV(set1)(float x) { return x; }
 HPMLI_VEC_INLINE HV(f32) HV(load_partial)(const float *p, int64_t n) { return n > 0 ? *p : 0; }
 HPMLI_VEC_INLINE void HV(store_partial)(float *p, HV(f32) a, int64_t n) { if (n > 0) *p = a; }
-#ifdef __FP_FAST_FMAF /* always fuse where the CPU can: were it the compiler's choice, bits would differ by place */
+#ifdef __FP_FAST_FMAF /* fmaf, because a compiler would fuse only some of a * b + c */
 HPMLI_VEC_FN3(HV(fma), fmaf(a, b, c));
 HPMLI_VEC_FN3(HV(fnma), fmaf(-a, b, c));
 #else
@@ -20359,7 +20371,7 @@ HPMLI_VEC_INLINE HV(u32) HV(add_pairs)(HV(u32) s, HV(u32) a, HV(u32) b)
 #endif
 
 #if HPMLI_ISA == HPMLI_AVX2
-HPMLI_VEC_INLINE __m256i HV(lane_mask)(int64_t n) /* all bits set in the first n lanes */
+HPMLI_VEC_INLINE __m256i HV(lane_mask)(int64_t n) /* returns a mask: all bits set in the first n lanes */
 {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
@@ -20371,8 +20383,8 @@ HPMLI_VEC_FN2(HV(even_lanes), HPMLI_SWAP_MIDDLE(_mm256_shuffle_ps(a, b, 0x88)));
 HPMLI_VEC_FN2(HV(odd_lanes), HPMLI_SWAP_MIDDLE(_mm256_shuffle_ps(a, b, 0xdd)));
 HPMLI_VEC_FN2(HV(interleave_low), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x20));
 HPMLI_VEC_FN2(HV(interleave_high), _mm256_permute2f128_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b), 0x31));
-HPMLI_VEC_FN2(HV(even_quads), _mm256_permute2f128_ps(a, b, 0x20)); /* quads (four lanes) 0, 2 .. of a, of b */
-HPMLI_VEC_FN2(HV(odd_quads), _mm256_permute2f128_ps(a, b, 0x31)); /* quads 1, 3 .. of a, of b */
+HPMLI_VEC_FN2(HV(even_quads), _mm256_permute2f128_ps(a, b, 0x20)); /* quad (four lanes) 0 of a, then of b */
+HPMLI_VEC_FN2(HV(odd_quads), _mm256_permute2f128_ps(a, b, 0x31)); /* quad 1 of a, then of b */
 HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f32) d)
 {
     __m256 s = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
@@ -20417,7 +20429,7 @@ HPMLI_VEC_INLINE void HV(sum4)(float *out, HV(f32) a, HV(f32) b, HV(f32) c, HV(f
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
     __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
     __m512 s  = _mm512_add_ps(HV(even_quads)(ab, cd), HV(odd_quads)(ab, cd));
-    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* s has a quad for each of a, b, c, d: add the quad's lanes */
+    s = _mm512_add_ps(s, _mm512_permute_ps(s, 0x4e)); /* quads of s are of a, b, c, d: add their lanes */
     s = _mm512_add_ps(s, _mm512_permute_ps(s, 0xb1));
     _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, s)));
 }
@@ -20460,7 +20472,7 @@ HPMLI_VEC_INLINE void HV(store_i32)(int32_t *p, HV(f32) a)
 #if HPMLI_ISA == HPMLI_AVX512
 HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) { return _mm512_cvtepu32_ps((__m512i)HV(load_words)(p)); }
 #else
-HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) /* top 24 bits x 256 + low 8 bits, rounded once */
+HPMLI_VEC_INLINE HV(f32) HV(load_u32)(const uint32_t *p) /* converts: top 24 bits * 256.0f + low 8 bits */
 {
     HV(u32) words = HV(load_words)(p);
     return HV(fma)(HV(from_i32)(words >> 8), HV(set1)(256), HV(from_i32)(words & 255u));
@@ -20471,8 +20483,8 @@ HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
     HPMLI_MM_ALL products = HPMLI_MM(mul_epu32)((HPMLI_MM_ALL)c, (HPMLI_MM_ALL)m);
     return (HV(u32))HPMLI_MM(shuffle_epi32)(products, (_MM_PERM_ENUM)0x1b);
 }
-/* Regroups each 2 * half vectors of r: vector i of the first half becomes the even quads (groups of four lanes) of the
-   vectors i of both halves; vector i of the second half becomes their odd quads. */
+/* In each group of 2 * half vectors of r, vectors i and half + i are a pair: vector i becomes the even quads (groups of
+   four lanes) of both vectors, vector half + i their odd quads. */
 HPMLI_VEC_INLINE void HV(exchange_quads)(HV(f32) *r, const int half)
 {
     HV(f32) t[HV_LANES];
@@ -20533,7 +20545,7 @@ HPMLI_VEC_FN1(HV(round), vrndnq_f32(a));
 HPMLI_VEC_FN4(HV(if_ge), vbslq_f32(vcgeq_f32(a, b), x, y));
 HPMLI_VEC_FN4(HV(if_gt), vbslq_f32(vcgtq_f32(a, b), x, y));
 HPMLI_VEC_FN4(HV(if_eq), vbslq_f32(vceqq_f32(a, b), x, y));
-HPMLI_VEC_FN2(HV(max), HV(if_gt)(a, b, a, b)); /* vmaxq_f32 would give a NaN for a NaN in a */
+HPMLI_VEC_FN2(HV(max), HV(if_gt)(a, b, a, b)); /* not vmaxq_f32: a NaN in a must give b */
 HPMLI_VEC_FN2(HV(min), HV(if_gt)(b, a, a, b));
 HPMLI_VEC_FN2(HV(even_lanes), vuzp1q_f32(a, b));
 HPMLI_VEC_FN2(HV(odd_lanes), vuzp2q_f32(a, b));
@@ -20590,7 +20602,7 @@ HPMLI_VEC_INLINE HV(u32) HV(philox_products)(HV(u32) c, HV(u32) m)
 }
 #endif
 
-#ifndef HPMLI_MM /* scalar and NEON transpose one number after the other; the result is that of >>simd-x86 */
+#ifndef HPMLI_MM /* the scalar and NEON sets transpose number by number */
 HPMLI_VEC_INLINE void HV(transpose)(const float *in, int64_t in_row, int64_t rows, float *out, int64_t out_row)
 {
     for (int64_t j = 0; j < HV_LANES; j++)
@@ -20660,8 +20672,8 @@ HPMLI_LOAD_STORE_UPTO(u8, uint8_t);
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vmath   exp, log, tanh, erf and the activations
 // ---------------------------------------------------------------------------------------------------------------------
-/* Evaluate a polynomial in x by Horner's rule, highest coefficient first, where op is a fused multiply-add: HV_POLY5
-   with coefficients a to e, HV_POLY_ON with b to e after p, the value of the higher coefficients. */
+/* Polynomials in x by Horner's rule; op: a fused multiply-add. HV_POLY5 is (((a x + b) x + c) x + d) x + e; HV_POLY_ON
+   continues from the value p of the higher coefficients: (((p x + b) x + c) x + d) x + e. */
 #define HV_POLY5(op, x, a, b, c, d, e)    HV_POLY_ON(op, x, HV(set1)(a), b, c, d, e)
 #define HV_POLY_ON(op, x, p, b, c, d, e)                                                                               \
     op(op(op(op(p, x, HV(set1)(b)), x, HV(set1)(c)), x, HV(set1)(d)), x, HV(set1)(e))
@@ -20676,7 +20688,7 @@ HPMLI_VEC_INLINE HV(f32) HV(exp)(HV(f32) x)
                           1.6666665459e-1f);
     p = HV(fma)(p, r, HV(set1)(5.0000001201e-1f));
     p = HV(fma)(p, r * r, r) + 1.0f;
-    HV(f32) low = HV(round)(n * 0.5f), high = n - low; /* 2^n as two factors, because n is from -150 to 128 */
+    HV(f32) low = HV(round)(n * 0.5f), high = n - low; /* 2^n = 2^low 2^high: n may exceed f32's exponents */
     return HV(if_eq)(x, x, p * HV(pow2i)(low) * HV(pow2i)(high), x);
 }
 /* The Cephes library's polynomial for log m in f = m - 1, m in [sqrt 1/2, sqrt 2): log(2^e m) = e ln 2 + log m. */
@@ -20686,7 +20698,7 @@ HPMLI_VEC_INLINE HV(f32) HV(exp)(HV(f32) x)
 HPMLI_VEC_INLINE HV(f32) HV(log)(HV(f32) x)
 {
     HV(f32) tiny = HV(set1)(1.17549435e-38f);
-    HV(f32) s    = HV(if_gt)(tiny, x, x * 8388608.0f, x); /* a subnormal x is multiplied by 2^23 */
+    HV(f32) s    = HV(if_gt)(tiny, x, x * 8388608.0f, x); /* a subnormal x is scaled by 2^23 */
     HV(f32) e    = HV(exponent)(s) - HV(if_gt)(tiny, x, HV(set1)(23), HV(zero)());
     HV(f32) m = HV(mantissa)(s), big = HV(set1)(1.41421356f), f, z, p, y;
     e = HV(if_gt)(m, big, e + 1.0f, e);
@@ -20746,7 +20758,7 @@ HPMLI_VEC_INLINE HV(f32) HV(silu_derivative)(HV(f32) x)
     HV(f32) s = HV(sigmoid)(x);
     return s * HV(fma)(x, 1.0f - s, HV(set1)(1));
 }
-/* The activations: X(name, y = f(x), dy/dx in terms of x or y, the cheaper). s: leaky relu's factor for x < 0. */
+/* The activations: X(name, y as a function of x, dy/dx as one of x or y); s: leaky relu's slope for x < 0. */
 #define HPMLI_ACTS(X)                                                                                                  \
     X(NONE, x, HV(set1)(1))                                                                                            \
     X(RELU, HV(if_gt)(x, HV(zero)(), x, HV(if_eq)(x, x, HV(zero)(), x)),                                               \
@@ -20783,7 +20795,7 @@ HPMLI_KERNEL void HV(act_backward)(hpml_act act, float slope, float *dx, const f
                                    const float *ys, int64_t n, int accumulate)
 {
     HV(f32) s = HV(set1)(slope);
-    if (!xs) xs = dy; /* any address that can be read */
+    if (!xs) xs = dy; /* act does not use x: any readable address */
     if (!ys) ys = dy;
     switch (act) {
 #define HPMLI_ACT_BACK_CASE(name, f, df)                                                                               \
@@ -20842,8 +20854,8 @@ HPMLI_KERNEL void HV(vaxpbypc)(float *y, float a, const float *x, float b, const
     }
 }
 
-/* Prefetches the gates, c and h of row (sample) r + 2: the CPU prefetches nothing by itself there, because rows of
-   these arrays are T time steps apart in memory. */
+/* Prefetches the gates, c (cell state) and h (hidden state) of row (sample) r + 2: the CPU does not prefetch these by
+   itself, because rows of these arrays are s->T time steps apart in memory. */
 HPMLI_VEC_INLINE void HV(lstm_prefetch)(const hpmli_lstm_cells *s, int64_t r)
 {
     const int64_t at = (r + 2) * s->T * s->H;
@@ -20854,7 +20866,8 @@ HPMLI_VEC_INLINE void HV(lstm_prefetch)(const hpmli_lstm_cells *s, int64_t r)
         __builtin_prefetch(s->h + (r + 2) * s->h_step + i, 1);
     }
 }
-/* Computes c = f c_before + i g and h = o tanh(c), with gates from the sum of bias and the products with x and h. */
+/* Computes an LSTM's cell state c = f c_before + i g and hidden state h = o tanh(c) of a time step; the gates i, f, o
+   (sigmoid) and g (tanh) are of s->gates, which has the products with x, plus s->sums, those with h, plus the bias. */
 HPMLI_KERNEL void HV(lstm_cells)(const hpmli_lstm_cells *s)
 {
     const int64_t H = s->H, units = s->units;
@@ -20890,15 +20903,15 @@ HPMLI_KERNEL void HV(lstm_cells)(const hpmli_lstm_cells *s)
         }
     }
 }
-/* Stores the first c elements of v, the derivatives da of gate number `gate` of row r, from hidden unit i on: in
-   s->gates and, as a copy, in s->next. */
+/* Stores the first c elements of v, gradients of the argument of gate number `gate` (before sigmoid or tanh) in row r,
+   from hidden unit i on: in s->gates and, as a copy, in s->next. */
 HPMLI_VEC_INLINE void HV(lstm_store)(const hpmli_lstm_cells *s, int64_t r, int gate, int64_t i, HV(f32) v, int64_t c)
 {
     HV(store_upto)(s->gates + (r * s->T * 4 + gate) * s->H + i, v, c);
     HV(store_upto)(s->next + (r * 4 + gate) * s->H + i, v, c);
 }
-/* Computes from dh, the gradient of h, da, the gradient of the arguments a of the gates, and dc, the gradient of c. The
-   derivative of a sigmoid with the value s is s (1 - s), that of a tanh with the value t is 1 - t^2. */
+/* Computes from the gradient of the hidden state h those of the gates' arguments (before sigmoid or tanh) and of the
+   cell state c. The derivative of a sigmoid with the value s is s (1 - s), of a tanh with the value t 1 - t^2. */
 HPMLI_KERNEL void HV(lstm_cells_back)(const hpmli_lstm_cells *s)
 {
     const int64_t H   = s->H;
@@ -20929,10 +20942,11 @@ HPMLI_KERNEL void HV(lstm_cells_back)(const hpmli_lstm_cells *s)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vreduce   sums, maxima, norms
 // ---------------------------------------------------------------------------------------------------------------------
-/* Sums have four independent accumulators, to hide the latency of an addition, added up in a fixed order. The `_wide`
-   sums and vmoments add the sum of each HPMLI_BLOCK_SUM elements to a double, for statistics over long arrays. */
+/* Sums have four independent accumulators, to hide the latency of an addition, and add these up in a fixed order. The
+   sums called `_wide`, and vmoments, add the sum of each HPMLI_BLOCK_SUM elements to a double, for long arrays. */
 #define HPMLI_BLOCK_SUM 1024
-/* Defines a function that sums n elements: `term` is the accumulator `sum` plus the c elements from index `at` on. */
+/* Defines a function that sums over n elements: `term` is the vector `sum` plus what the c elements from index `at` on
+   contribute. */
 #define HPMLI_REDUCE(name, params, term)                                                                               \
     HPMLI_KERNEL float HV(name) params                                                                                 \
     {                                                                                                                  \
@@ -20971,8 +20985,8 @@ HPMLI_REDUCE(vdot, (const float *a, const float *b, int64_t n),
     static double HV(name) params
 HPMLI_REDUCE_WIDE(vsum_wide, (const float *x, int64_t n), HV(vsum)(x + i, c));
 HPMLI_REDUCE_WIDE(vdot_wide, (const float *a, const float *b, int64_t n), HV(vdot)(a + i, b + i, c));
-/* Adds the sum of weights w to sums[0] and the sum of w d to sums[1], where d = x - centre. Not `weighted`: w = d; for
-   a centre near the mean of x, sums[1] then gets the sum of squared deviations, sums[0] n times (mean - centre). */
+/* Adds the sum of weights w to sums[0] and the sum of w d to sums[1], where d = x - centre. If not `weighted`, adds the
+   sum of d to sums[0] and the sum of d^2 to sums[1]. */
 HPMLI_VEC_INLINE void HV(add_moments)(double *sums, const bool weighted, const float *w, const float *x, float centre,
                                       int64_t n)
 {
@@ -21071,16 +21085,16 @@ HPMLI_KERNEL void HV(vsum_rows)(float *out, const float *x, int64_t rows, int64_
    weight, a mean square or LAMB's gradient was not finite. Where a new weight is not finite, `replacement` is added to
    the old one and the sum is stored: 0 (with hpml_update.found_nonfinite) keeps the old weight, NaN stores NaN. */
 typedef struct HV(update_check) { HV(f32) weight, square, gradient, replacement; } HV(update_check);
-/* Stores c lanes of x, updated weights, at w; where x is not finite, stores the old weight plus f->replacement (0 or
-   NaN) and makes f->weight NaN. Only x is checked, because a non-finite gradient makes x non-finite as well. */
+/* Stores c lanes of x, updated weights, at w; where x is not finite, stores the weight `old` plus f->replacement (0 or
+   NaN) and makes f->weight NaN. The gradient is not checked, because a non-finite gradient makes x non-finite. */
 HPMLI_VEC_INLINE void HV(store_weight)(float *w, HV(f32) x, HV(f32) old, HV(update_check) *f, int64_t c)
 {
     HV(f32) nan_or_0 = x * HV(zero)();
     f->weight = f->weight + nan_or_0;
     HV(store_upto)(w, HV(if_eq)(nan_or_0, nan_or_0, x, old + f->replacement), c);
 }
-/* Stores c lanes of x, the optimizer's new state, with denormals set to 0, and returns x. Where all gradients are 0 (a
-   dead unit) the state would decay to denormals, with which CPUs compute a hundred times slower. NaN stays NaN. */
+/* Stores c lanes of x, the optimizer's new state, with denormals set to 0, and returns x. Where all gradients are 0,
+   the state would decay to denormals, with which CPUs compute a hundred times slower. NaN stays NaN. */
 HPMLI_VEC_INLINE HV(f32) HV(store_state)(float *state, HV(f32) x, int64_t c)
 {
     x = HV(if_gt)(HV(set1)(1.17549435e-38f), HV(abs)(x), HV(set1)(0), x);
@@ -21133,7 +21147,7 @@ HPMLI_VEC_INLINE HV(f32) HV(adam_direction)(const hpmli_opt_args *o, HV(f32) g, 
 {
     HV(f32) mean   = HV(update_mean)(m, g, o->u.beta1, c) * HV(set1)(o->correction1);
     HV(f32) square = HV(update_mean)(v, g * g, o->u.beta2, c) * HV(set1)(o->correction2);
-    f->square = HV(fma)(square, HV(zero)(), f->square); /* an infinite v would make all later steps 0 */
+    f->square = HV(fma)(square, HV(zero)(), f->square); /* NaN if the new v is non-finite, else as before */
     return mean / (HV(sqrt)(square) + HV(set1)(o->u.eps));
 }
 HPMLI_VEC_INLINE void HV(adam)(const hpmli_opt_args *o, float *w, HV(f32) g, float *m, float *v, HV(update_check) *f,
@@ -21161,8 +21175,8 @@ HPMLI_KERNEL int HV(opt_restart)(const hpmli_opt_args *o, const float *dw, float
     }
     return found;
 }
-/* HPMLI_STEP(step): `step` updates the c weights from index i on, with g, their scaled gradient. HPMLI_STEPS(step) does
-   this for all n weights and then leaves the `switch`. */
+/* `step` is a statement that updates the c weights from index i on by g, their scaled gradient. HPMLI_STEP(step) loads
+   g and runs `step`; HPMLI_STEPS(step) does this for all n weights, then leaves the `switch`. */
 #define HPMLI_STEP(step)                                                                                               \
     {                                                                                                                  \
         HV(f32) g = HV(load_upto)(dw + i, c);                                                                          \
@@ -21188,7 +21202,7 @@ HPMLI_VEC_INLINE void HV(lamb)(const hpmli_opt_args *o, const float *w, HV(f32) 
 
 HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, float *m, float *v, int64_t n)
 {
-    const hpmli_opt_args own = *args, *o = &own; /* a copy: *args would be reloaded after each store */
+    const hpmli_opt_args own = *args, *o = &own; /* a local copy, which stays in registers */
     HV(update_check)     all = { HV(zero)(), HV(zero)(), HV(zero)(), HV(set1)(o->u.found_nonfinite ? 0 : NAN) };
     HV(update_check)    *f = &all;
     int64_t              i = 0;
@@ -21208,7 +21222,7 @@ HPMLI_KERNEL int HV(opt_step)(const hpmli_opt_args *args, float *w, float *dw, f
 // ---------------------------------------------------------------------------------------------------------------------
 // >>vconvert   storage types, checksums
 // ---------------------------------------------------------------------------------------------------------------------
-/* Calls X(dtype, name, C type) for each storage type that must be converted to and from f32. */
+/* Expands X(dtype, name, C type) for each type, other than f32, in which tensors can be stored. */
 #define HPMLI_STORED(X) X(BF16, bf16, uint16_t) X(F16, f16, uint16_t) X(I32, i32, int32_t) X(U8, u8, uint8_t)
 
 HPMLI_KERNEL void HV(to_f32)(float *y, hpml_dtype dtype, const void *x, int64_t n)
@@ -21296,32 +21310,33 @@ HPMLI_KERNEL uint32_t HV(crc32c)(uint32_t crc, const void *bytes, size_t n)
    t##r, u##r, v##r (vectors 0 to 3), because compilers keep an array in registers only when they unroll every loop
    over the array. `rows` and `cols` are constants in each variant, HV(tile_V_R) for V vectors and R + 1 rows.
    So that operands come from the nearest caches, k is cut into blocks of at most HPMLI_GEMM_KC, and A and B are packed
-   into the order in which the tile reads them, unless they already are in a good one. Rows and vectors are dealt out
-   evenly (16 rows are 6 + 5 + 5, not 6 + 6 + 4). Every element of C is summed over k in an order that only the shape
+   into the order in which the tile reads them, if that saves time. Rows and vectors are dealt out to tiles evenly
+   (16 rows are 6 + 5 + 5, not 6 + 6 + 4). Every element of C is summed over k in an order that only the shape
    decides, and not the number of threads, so that results have the same bits for any number of threads. */
 
 #define HPMLI_NR (2 * HV_LANES) /* columns of two vectors: the width of the panels of convolutions */
 
 #ifndef HPMLI_TILE_ROW
-/* The work of one call of a tile function: `panels` columns of tiles of C, each of `tiles` tiles, all of one size. */
+/* The tiles that one call of a tile function computes: for each of `panels` panels of B a column of `tiles` tiles of C,
+   all tiles of one size. */
 typedef struct hpmli_tile_run {
-    int64_t tiles;         /* tiles below each other in a column */
+    int64_t tiles;         /* tiles of C below each other, for each panel */
     int64_t a_tile;        /* floats in A from a tile's first row to that of the tile below */
-    int64_t panels;        /* panels (B's columns for one tile's width), next to each other */
+    int64_t panels;        /* panels (B's columns for a tile's width), side by side */
     int64_t b_panel;       /* floats in B from one panel to the next */
     int64_t c_panel;       /* floats in C from below the last tile of a panel to the first tile of the next panel */
-    float  *c;             /* first element of the first tile */
+    float  *c;             /* first element of the first tile of C */
     int64_t ldc;           /* floats from one row of C to the next */
-    int64_t prefetch_rows; /* rows of C to prefetch for each tile, or 0 */
-    int     add;           /* true: the sums are added to C, else replace it */
-    int64_t cols;          /* columns of a panel, which fill nv vectors; the last one may be partial */
-    float  *packed;        /* NULL, or where the first tile of a panel packs that panel of B while it computes */
+    int64_t prefetch_rows; /* rows of C to prefetch for each tile; 0: none */
+    int     add;           /* 1: the sums are added to C; 0: they overwrite C */
+    int64_t cols;          /* columns of a panel, in nv vectors, the last perhaps partial */
+    float  *packed;        /* NULL, or memory into which the first tile packs the panel of B that it reads */
 } hpmli_tile_run;
 /* The operations on C that follow the product: C = alpha (A B) + beta C + bias, or 0 where that is negative (relu). */
 typedef struct hpmli_gemm_epilogue {
     float        alpha, beta;
-    const float *bias_row; /* added to the elements of each row: one number for each row, or NULL */
-    const float *bias_col; /* added to the elements of each column: one number for each column, or NULL */
+    const float *bias_row; /* one number for each row of C, added to all its elements; NULL: none */
+    const float *bias_col; /* one number for each column of C, added to all its elements; NULL: none */
     int          relu;
 } hpmli_gemm_epilogue;
 /* A tile function computes tiles of C = A B over kc values of k, the summed index: A is at a, a_row floats from row to
@@ -21329,10 +21344,10 @@ typedef struct hpmli_gemm_epilogue {
 #define HPMLI_TILE_ARGS                                                                                                \
     int64_t kc, const float *a, int64_t a_row, int64_t a_k, const float *b, int64_t b_k, const hpmli_tile_run *run
 typedef void hpmli_tile_fn(HPMLI_TILE_ARGS);
-/* Row r of a tile of mr rows, nv vectors, has the sums s##r .. v##r: HPMLI_TILE_ZERO clears these sums, HPMLI_TILE_ROW
-   adds a number of A times the vectors b0 .. b3 of B to them. Once inlined, mr and nv are constants, so the compiler
-   removes the code for further rows and vectors. Rows 0, 3, 6, 9 and 12 of A have pointers (a0, a3 ..); the address of
-   another row is that of the last such row before it plus one or two times a_row. */
+/* Row r of a tile of mr rows and nv vectors has its sums in the variables s##r .. v##r: HPMLI_TILE_ZERO clears these,
+   HPMLI_TILE_ROW adds a number of A times the vectors b0 .. b3 of B to them. Where the function is inlined, mr and nv
+   are constants, so the compiler removes the code for further rows and vectors. Rows 0, 3, 6, 9 and 12 of A have
+   pointers (a0, a3 ..); another row is one or two times a_row behind the last of these rows before it. */
 #define HPMLI_TILE_ZERO(nv, r) HV(f32) s##r = HV(zero)(), t##r = HV(zero)(), u##r = HV(zero)(), v##r = HV(zero)();
 #define HPMLI_TILE_A(r)        (r < 3 ? a0 : r < 6 ? a3 : r < 9 ? a6 : r < 12 ? a9 : a12)[r % 3 * a_row]
 #define HPMLI_TILE_ROW(nv, r)  HPMLI_TILE_FMA(nv, r, HV(set1)(HPMLI_TILE_A(r)))
@@ -21395,7 +21410,7 @@ HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         const float *a0 = a + t * run->a_tile, *c_row = c;
         const float *a3 = a0 + 3 * a_row, *a6 = a3 + 3 * a_row, *a9 = a6 + 3 * a_row, *a12 = a9 + 3 * a_row;
         HPMLI_ROWS(HPMLI_TILE_ZERO, nv)
-        int64_t k = 0, special = packed ? kc : prefetch_rows; /* steps of k that also pack B or prefetch C */
+        int64_t k = 0, special = packed ? kc : prefetch_rows; /* steps of k, from 0, that pack B or prefetch C */
         for (; k < special; k++) {
             if (packed) {
                 HPMLI_TILE_B
@@ -21407,7 +21422,7 @@ HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
                 for (int i = 0; i < nv; i++) HPMLI_PREFETCH(ahead + i * HV_LANES);
                 packed += nv * HV_LANES;
             }
-            if (k < prefetch_rows) { /* one row a step, because loads of A and B would wait behind all rows at once */
+            if (k < prefetch_rows) { /* one row of C for each k: many at once delay loads of A and B */
                 for (int i = 0; i < nv; i++) HPMLI_PREFETCH(c_row + i * HV_LANES);
                 HPMLI_PREFETCH(c_row + cols - 1);
                 c_row += ldc;
@@ -21417,7 +21432,7 @@ HPMLI_VEC_INLINE void HV(tile)(const int mr, const int nv, HPMLI_TILE_ARGS)
         if (mr * nv < 20)
             for (; k < kc; k++) HPMLI_TILE_STEP
         else
-            HPMLI_UNROLL_4 /* here the speed is limited by the instructions other than multiply-adds */
+            HPMLI_UNROLL_4 /* so that the loop itself takes fewer instructions */
             for (; k < kc; k++) HPMLI_TILE_STEP
         (void)a3, (void)a6, (void)a9, (void)a12, (void)last, (void)cols;
         if (run->add) { HPMLI_ROWS(HPMLI_TILE_ADD, nv) }
@@ -21447,7 +21462,7 @@ static hpmli_tile_fn *const HV(tiles)[HPMLI_NV][HPMLI_MR] = {
     { HPMLI_ROWS_4(HPMLI_TILE_NAME, 4) },
 #endif
 };
-static const int HV(tile_rows)[HPMLI_NV] = { /* [V - 1]: rows of a tile of V vectors, at most */
+static const int HV(tile_rows)[HPMLI_NV] = { /* [V - 1]: most rows of a tile of V vectors */
     HPMLI_MR, HPMLI_MR,
 #if HPMLI_NV > 2
     HPMLI_MR_3, HPMLI_MR_4,
@@ -21484,7 +21499,8 @@ HPMLI_VEC_INLINE void HV(finish_vector)(const hpmli_gemm_epilogue *e, float *c, 
     if (e->relu) v = HV(max)(HV(zero)(), v); /* in this order a NaN stays NaN */
     HV(store_upto)(c, v, n);
 }
-/* Applies the epilogue e to a tile of mr rows, HPMLI_NV vectors apart, and stores its rows ldc floats apart at c. */
+/* Applies the epilogue e (alpha, beta, bias, relu) to `tile`, mr rows that are HPMLI_NV vectors apart, and stores them
+   in C at c, ldc floats apart. */
 HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t cols, const hpmli_gemm_epilogue *e, float *c,
                                   int64_t ldc)
 {
@@ -21492,8 +21508,8 @@ HPMLI_KERNEL void HV(finish_tile)(const float *tile, int64_t mr, int64_t cols, c
         for (int64_t j = 0; j < cols; j += HV_LANES)
             HV(finish_vector)(e, c + j, r, j, HV(load)(tile + j), cols - j);
 }
-/* Transposes `tile`, mr rows of cols columns of C^T, applies the epilogue e (alpha, beta, bias, relu), stores the
-   result at c. Rows and columns of e are those of C. store_only: e changes nothing, and is skipped. */
+/* Transposes `tile`, mr rows of cols columns of C^T, applies the epilogue e (alpha, beta, bias, relu), and stores the
+   result in C at c. e has biases for rows and columns of C, not C^T. store_only: true if e changes nothing. */
 HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int64_t cols, const hpmli_gemm_epilogue *e,
                                              bool store_only, float *c, int64_t ldc)
 {
@@ -21513,11 +21529,11 @@ HPMLI_KERNEL void HV(finish_tile_transposed)(const float *tile, int64_t mr, int6
 // ---------------------------------------------------------------------------------------------------------------------
 // >>gemm-part   matrix product: one rectangle of C
 // ---------------------------------------------------------------------------------------------------------------------
-/* One rectangle of C is computed block after block of k, of columns and of rows. Tiles broadcast numbers from rows of
+/* A rectangle of C is computed in blocks of k, of columns and of rows: nested loops. Tiles broadcast numbers of rows of
    P, the left operand as tiles see it, and load vectors from columns of Q, the right operand. Mostly P is A and Q is B.
    `swapped` products, for which transposing B would cost more, compute C^T = B^T A^T instead: P is B^T, Q is A^T, and
    each tile is transposed on its way to C. */
-typedef struct HV(gemm_view) { /* a product as its tiles see it: P Q, see >>gemm-part */
+typedef struct HV(gemm_view) { /* a product in the form P Q that tiles compute */
     const hpmli_gemm_part *part;
     const float *p;          /* first element of P, the left operand of the tiles: A, or B^T when swapped */
     int64_t      p_row, p_k; /* floats in P from one row to the next, from one k to the next */
@@ -21525,9 +21541,9 @@ typedef struct HV(gemm_view) { /* a product as its tiles see it: P Q, see >>gemm
     int64_t      q_k, q_col; /* floats in Q from one k to the next, from one column to the next */
     float       *c;          /* first element of the rectangle of C */
     int64_t      ldc, rows, cols, k; /* floats from row to row of C; rows of P, columns of Q, steps of k */
-    bool         swapped;    /* the tiles compute C^T = B^T A^T */
-    bool         pack_q;     /* panels of Q, each as wide as a tile, are packed */
-    float       *packed_p;   /* NULL, or where blocks of rows of P are packed */
+    bool         swapped;    /* true: the tiles compute C^T = B^T A^T */
+    bool         pack_q;     /* true: panels of Q, each as wide as a tile, are packed */
+    float       *packed_p;   /* memory to pack blocks of rows of P; NULL: P is not packed */
 } HV(gemm_view);
 #ifndef HPMLI_GEMM_BLOCK
 #define HPMLI_GEMM_BLOCK
@@ -21536,16 +21552,16 @@ typedef struct HV(gemm_view) { /* a product as its tiles see it: P Q, see >>gemm
 typedef struct hpmli_gemm_block {
     int64_t row, rows;      /* rows [row, row + rows) of P */
     int64_t k0, k;          /* over k [k0, k0 + k) */
-    int64_t tiles, height;  /* tiles in a column; rows of a tile, at most */
-    bool    plain;          /* the epilogue is at most an addition to C: tiles can store into C themselves */
-    bool    prefetch;       /* C is worth a prefetch, see HV(gemm_block_epilogue) */
+    int64_t tiles, height;  /* tiles below each other; most rows of a tile */
+    bool    plain;          /* true: tiles store into C, or add to it; no other epilogue */
+    bool    prefetch;       /* true: C is prefetched, see HV(gemm_block_epilogue) */
     hpmli_gemm_epilogue epilogue;
 } hpmli_gemm_block;
 /* A panel: columns of Q, the right operand, that form the width of a tile. */
 typedef struct hpmli_gemm_panel {
     int64_t col, cols;  /* columns [col, col + cols) of Q */
     int64_t count;      /* number of panels of this width, side by side */
-    float  *packed;     /* space for the packed panel: (k, cols rounded up to vectors) */
+    float  *packed;     /* (k, cols rounded up to vectors) memory for the packed panel */
     bool    is_packed;  /* true: the panel was packed for an earlier block of rows */
 } hpmli_gemm_panel;
 /* Operands of a tile function, which computes one tile of P Q: the tile's rows of P, the left operand, packed or not,
@@ -21561,7 +21577,7 @@ typedef struct hpmli_gemm_operands {
 
 /* Returns true when packing P, the left operand, pays: its k columns are k_stride floats apart, so that each step of k
    touches another cache line, if not another page, and each column of tiles of C after the first one reads these lines
-   again. The product of the floats that P spans and the columns of C from there on says how much packing saves. */
+   again. The saving is estimated by the floats that P spans times the columns of C behind the first column of tiles. */
 HPMLI_VEC_INLINE bool HV(left_operand_is_spread)(int64_t row_stride, int64_t k_stride, int64_t k, int64_t cols)
 {
     int64_t span = k_stride * k, saved = span * (cols - HPMLI_NV * HV_LANES);
@@ -21579,7 +21595,7 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     v.ldc  = d->ldc;
     v.k    = d->alpha == 0 ? 0 : d->k;
     v.c    = d->c + part->batch * d->c_batch + part->i0 * d->ldc + part->j0;
-    v.p    = part->ws; /* any address: nothing is read if k = 0 */
+    v.p    = part->ws; /* any valid address: nothing is read if k = 0 */
     v.q    = part->ws;
     v.rows = m;
     v.cols = n;
@@ -21590,9 +21606,9 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     v.q     = d->b + part->batch * d->b_batch + part->j0 * d->b_col;
     v.q_k   = d->b_k;
     v.q_col = d->b_col;
-    /* The cost is the floats that are moved. For each k, C = A B (plain) moves a row of B to transpose it and a column
-       of A to pack it, where this is needed; C^T = B^T A^T (swapped) transposes A and packs B. Swapped also transposes
-       C once for each block of k, at 7/4 of the cost of moving its floats, because it writes columns of C. */
+    /* The cost is the floats that are moved. For each k, C = A B (plain) moves a row of B if B must be transposed, and
+       a column of A if A must be packed; C^T = B^T A^T (swapped) transposes A and packs B. Swapped also transposes C
+       once for each block of k, where a float counts 7/4 times, because it is written to columns of C. */
     int64_t moved_plain   = (v.q_col != 1) * n + HV(left_operand_is_spread)(v.p_row, v.p_k, v.k, n) * m;
     int64_t moved_swapped = (v.p_row != 1) * m + HV(left_operand_is_spread)(v.q_col, v.q_k, v.k, m) * n;
     if (moved_plain * v.k > moved_swapped * v.k + m * n * 7 / 4 * ((v.k - 1) / HPMLI_GEMM_KC + 1)) {
@@ -21613,15 +21629,15 @@ HPMLI_KERNEL HV(gemm_view) HV(gemm_view_of)(const hpmli_gemm_part *part)
     return v;
 }
 /* Returns the distance in floats, in packed P, the left operand, from one tile's rows to the next tile's. The 16 extra
-   floats keep the distance from being a power of two (conflict misses of the cache), and absorb the surplus that
-   HV(pack_rows) writes behind a tile. */
+   floats keep the distance from being a power of two (conflict misses of the cache), and take the floats that
+   HV(pack_rows) writes behind a tile's last row. */
 HPMLI_VEC_INLINE int64_t HV(packed_tile_floats)(const hpmli_gemm_block *block)
 {
     return block->height * block->k + 16;
 }
 /* Packs the block's rows of P, the left operand: eight steps of k of all tiles, then the next eight, whose cache lines
-   have been prefetched meanwhile. Copies eight rows at a time, from the last eight of a tile to the first: what the
-   last eight write beyond the tile's height is overwritten later, by the first rows of the next step of k. */
+   have been prefetched meanwhile. Copies eight rows at a time, from the last eight of a tile to the first: floats that
+   the last eight write beyond the tile's height are overwritten later, by the first rows of the next step of k. */
 HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const hpmli_gemm_block *block)
 {
     const float *p = v->p + block->row * v->p_row + block->k0 * v->p_k;
@@ -21643,8 +21659,8 @@ HPMLI_KERNEL void HV(pack_rows)(const HV(gemm_view) *v, const hpmli_gemm_block *
     }
 }
 /* Calls the tile function for the tiles that `run` describes, of `height` rows each, and advances x->a, the address of
-   a tile's rows in the left operand, to the tile below these. If run->packed is set, the call also packs the panel
-   there; then x->b becomes the packed panel, and run->packed NULL. */
+   a tile's rows in the left operand, to the tile below these. If run->packed is not NULL, the call also packs the panel
+   at x->b there; then x->b is set to the packed panel, and run->packed to NULL. */
 HPMLI_VEC_INLINE void HV(gemm_run)(const hpmli_gemm_block *block, const hpmli_gemm_panel *panel, int64_t height,
                                    hpmli_tile_run *run, hpmli_gemm_operands *x)
 {
@@ -21730,8 +21746,8 @@ HPMLI_KERNEL void HV(gemm_panel)(const HV(gemm_view) *v, const hpmli_gemm_block 
     if (block->plain && !v->swapped) HV(gemm_panel_direct)(v, block, panel, &run, &x);
     else HV(gemm_panel_buffered)(v, block, panel, &run, &x);
 }
-/* Sets the epilogue (the operations that follow the sums) for the block's range of k. The first range of k multiplies
-   the previous C by beta, the last range adds bias and applies relu. */
+/* Sets block->epilogue, the operations on the tiles' sums, for the block's range of k: the first range of k multiplies
+   the previous C by beta, later ranges add to C, and the last range adds bias and applies relu. */
 HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_block *block)
 {
     const hpmli_gemm_desc *d    = v->part->d;
@@ -21744,8 +21760,8 @@ HPMLI_KERNEL void HV(gemm_block_epilogue)(const HV(gemm_view) *v, hpmli_gemm_blo
     e->relu     = last && d->act == 1;
     block->plain = d->alpha == 1 && (e->beta == 0 || e->beta == 1) && !e->bias_col && !e->bias_row && !e->relu;
     /* Prefetching C pays if C is larger than the first-level cache; but not for k <= 16, where the instructions cost
-       more time than they save, nor for a small k if the rows of C are a multiple of 1 KiB apart, because loads wait
-       for stores to addresses a multiple of 4 KiB away. */
+       more time than they save, nor for k <= 32 if the rows of C are a multiple of 1 KiB apart, because the CPU makes
+       loads wait for stores to addresses that differ by a multiple of 4 KiB. */
     block->prefetch = v->rows * v->cols >= 8192 && !v->swapped && v->k > 16 && (v->k > 32 || v->ldc % 256 != 0);
 }
 /* Computes a block of rows of P (left operand) by columns [col, col + cols) of Q (right), cut evenly into panels of at
@@ -21777,7 +21793,7 @@ HPMLI_KERNEL void HV(gemm_block)(const HV(gemm_view) *v, const hpmli_gemm_block 
    columns and of rows; the first block of rows packs Q. */
 HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 {
-    int64_t          k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1; /* 1 for k = 0, too, because C is still to be scaled */
+    int64_t          k_blocks = (v->k - 1) / HPMLI_GEMM_KC + 1; /* 1 for k = 0, where C is multiplied by beta */
     const int64_t    mc = v->part->mc, nc = v->part->nc;
     int64_t          row_blocks = (v->rows - 1) / mc + 1;
     hpmli_gemm_block block;
@@ -21813,7 +21829,7 @@ HPMLI_KERNEL void HV(gemm_block_loop)(const HV(gemm_view) *v)
 #define HPMLI_DOT_STEP(LOAD)                                                                                           \
     HV(f32) b0 = LOAD(q0), b1 = LOAD(q1), b2 = LOAD(q2), b3 = LOAD(q3);                                                \
     HPMLI_DOT_ROWS(HPMLI_DOT_ROW, LOAD)
-#define HPMLI_DOT_REST(p) HV(load_partial)(p, k - i) /* the last, partial vector */
+#define HPMLI_DOT_REST(p) HV(load_partial)(p, k - i) /* the row's last vector, of k - i floats */
 #define HPMLI_DOT_SAVE(L, r) if (mr > r) HV(sum4)(out + 4 * r, s##r, t##r, u##r, v##r);
 #define HPMLI_DOT_ARGS                                                                                                 \
     int64_t k, const float *p, int64_t p_row, const float *q, int64_t q_row, int64_t n, float *out
@@ -21840,7 +21856,7 @@ HPMLI_VEC_INLINE void HV(dot)(const int mr, HPMLI_DOT_ARGS)
     HPMLI_DOT_ROWS(HPMLI_DOT_SAVE, 0)
 }
 HPMLI_DOT_ROWS(HPMLI_DOT, 0)
-static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOT_ROWS(HPMLI_DOT_NAME, 0) }; /* [R] is for R + 1 rows of P */
+static hpmli_dot_fn *const HV(dots)[] = { HPMLI_DOT_ROWS(HPMLI_DOT_NAME, 0) }; /* [R]: for R + 1 rows of P */
 
 /* Applies alpha, beta, bias and relu of d to x, element (i, j) of the product A B, and stores the result at c. */
 HPMLI_VEC_INLINE void HV(finish_element)(const hpmli_gemm_desc *d, float *c, int64_t i, int64_t j, float x)
@@ -21877,8 +21893,8 @@ HPMLI_KERNEL void HV(gemm_dots)(const hpmli_gemm_part *part)
     int64_t cols = swapped ? m : n;
     int64_t p_row = swapped ? d->b_col : d->a_row;
     int64_t q_row = swapped ? d->a_row : d->b_col;
-    int64_t c_row = swapped ? 1 : d->ldc; /* floats in C to the next row of P */
-    int64_t c_col = swapped ? d->ldc : 1; /* floats in C to the next row of Q */
+    int64_t c_row = swapped ? 1 : d->ldc; /* floats in C between results of adjacent rows of P */
+    int64_t c_col = swapped ? d->ldc : 1; /* floats in C between results of adjacent rows of Q */
     const float *p = swapped ? b : a;
     const float *q = swapped ? a : b;
     int64_t tiles = (rows + HPMLI_DOT_MR - 1) / HPMLI_DOT_MR;
@@ -21926,8 +21942,8 @@ HPMLI_VEC_INLINE void HV(gemm_row_piece)(const int nv, const hpmli_gemm_part *pa
     }
     HPMLI_TIMES_16(HPMLI_ROW_SAVE, nv)
 }
-/* Returns how many vectors of a row of C to compute next, when `left` vectors are not computed: as many as fit in the
-   registers, so that long contiguous runs of B are read. The last 9 go together, because 8 would leave a single one. */
+/* Returns how many vectors of a row of C to compute next, when `left` vectors remain: as many as fit in the registers,
+   so that long contiguous runs of B are read. If 9 remain, all 9, because after 8 a single one would remain. */
 HPMLI_VEC_INLINE int64_t HV(row_piece_vectors)(int64_t left)
 {
     if (HPMLI_ROW_VECTORS >= 16 && (left == 16 || left >= 24)) return 16;
@@ -21988,8 +22004,8 @@ HPMLI_KERNEL void HV(gemm_sum)(const hpmli_gemm_desc *d, int64_t i, const float 
    where dot adds to a sum the 4 or 2 products of two words. Values beyond k are packed as zeros. The code for
    AVX-VNNI and AVX512-BF16 was compiled, but tests have run only the other dots, on CPUs without these instructions. */
 
-/* Adds two products of bf16 to the sums s, the high halves of the words first, as the instruction of AVX512-BF16 does.
-   HV(flush) is for the scalar set, the model of the instruction: it returns 0 for sums that are subnormal numbers. */
+/* Adds to each sum in s two products of numbers in bf16, that of the words' high halves first, as the instruction of
+   AVX512-BF16 does. That instruction turns subnormal sums into 0; HV(flush) does this in the scalar set. */
 #if HPMLI_ISA == HPMLI_SCALAR
 HPMLI_VEC_FN1(HV(flush), fabsf(a) < FLT_MIN ? copysignf(0, a) : a);
 #else
@@ -22006,7 +22022,7 @@ HPMLI_VEC_INLINE HV(u32) HV(add_bf16)(HV(u32) s, HV(u32) u, HV(u32) x)
 /* Returns v, each element a number in bf16, with subnormal numbers replaced by 0 (see hpml_bgemm). */
 HPMLI_VEC_INLINE HV(u32) HV(flush_bf16)(HV(u32) v)
 {
-    HV(u32) normal = ((v & 0x7f80u) + 0x7f80u) >> 15; /* 1 where the exponent is not 0 */
+    HV(u32) normal = ((v & 0x7f80u) + 0x7f80u) >> 15; /* 1 where the exponent is not 0, else 0 */
     return v & (0x8000u | (HV(set1_word)(0) - normal));
 }
 HPMLI_KERNEL void HV(pack_bf16)(uint32_t *dst, const uint16_t *x, int64_t line, int64_t step, int64_t lines,
@@ -22031,8 +22047,8 @@ HPMLI_KERNEL void HV(pack_bf16)(uint32_t *dst, const uint16_t *x, int64_t line, 
 /* Packs `lines` rows of A, or columns of B, of `k` values each, in words of `group` values: word w of line i goes to
    dst[w * width + i]; the words for lines <= i < width, of which no result is stored, may have any value.
    x[i * line + p * step] is value p of line i. flip: 128 where the bytes are signed, so that (byte ^ flip) - flip
-   extends the sign, else 0. A vector may read beyond the last line, but not beyond the matrix, and write beyond the
-   words w of all lines into words w + 1, which are packed after them. */
+   extends the sign, else 0. A vector may read beyond the last line, but not beyond the matrix, and may write beyond
+   dst[w * width + width - 1], where words w + 1 are packed later. */
 HPMLI_VEC_INLINE void HV(pack_words)(const int group, uint32_t *dst, const uint8_t *x, int64_t line, int64_t step,
                                      int64_t lines, int64_t width, int64_t k, uint32_t flip)
 {
@@ -22040,7 +22056,7 @@ HPMLI_VEC_INLINE void HV(pack_words)(const int group, uint32_t *dst, const uint8
     const uint32_t mask = group == 4 ? 0xffu : 0xffffu;
     for (int64_t p = 0; p < k; p += group, dst += width) {
         const uint8_t *from = x + p * step;
-        bool           more = step >= HV_LANES && p + group < k; /* there is a row behind the last one of this word */
+        bool           more = step >= HV_LANES && p + group < k; /* true: values behind this word can be read */
         int64_t        n = k - p < group ? k - p : group, i = 0;
         for (; line == 1 && n == group && (i + HV_LANES <= lines || (more && i < lines)); i += HV_LANES) {
             HV(u32) word = HV(set1_word)(0);
@@ -22060,8 +22076,8 @@ HPMLI_VEC_INLINE void HV(pack_words)(const int group, uint32_t *dst, const uint8
         }
     }
 }
-/* Packs, as words of kind `word`, `lines` rows of A, or columns of B, from line `at` on: of each, the k values from
-   value p on. line, step: elements of x from a line to the next one, from a value to the next one. */
+/* Packs `lines` lines (rows of A, or columns of B) of the matrix x from line `at` on, of each the k values from value p
+   on, as words of kind `word`. line, step: elements of x from a line to the next one, from a value to the next one. */
 HPMLI_KERNEL void HV(pack_operand)(hpmli_word word, uint32_t *dst, const void *x, int64_t line, int64_t step,
                                    int64_t at, int64_t lines, int64_t width, int64_t p, int64_t k, uint32_t flip)
 {
@@ -22102,7 +22118,7 @@ typedef void hpmli_int_tile_fn(HPMLI_INT_TILE_ARGS);
     }                                                                                                                  \
     static void HV(name)(HPMLI_INT_TILE_ARGS)
 #endif
-/* Heights of tiles: a half and a quarter of the largest, and one row. HPMLI_INT_TILES defines their functions. */
+/* Heights of tiles in rows: the largest, its half and quarter, and 1. HPMLI_INT_TILES defines a function for each. */
 static const int HV(int_tile_rows)[] = { HPMLI_MR, (HPMLI_MR + 1) / 2, (HPMLI_MR + 3) / 4, 1 };
 #define HPMLI_INT_TILES(name, target, dot)                                                                             \
     HPMLI_INT_TILE(name##_0, target, dot, HPMLI_MR);                                                                   \
@@ -22126,12 +22142,12 @@ HPMLI_INT_TILES(tile_bf16_dot, HPMLI_BF16_TARGET, HPMLI_BF16_DOT);
 #else
 #define HPMLI_HAS_BF16_DOT false
 #endif
-static hpmli_int_tile_fn *const HV(int_tiles)[][4] = { /* by hpmli_word, and by height as HV(int_tile_rows) */
+static hpmli_int_tile_fn *const HV(int_tiles)[][4] = { /* [kind of word][index of the height] */
     HPMLI_INT_NAMES(tile_pair),
 #ifdef HPMLI_BYTE_DOT
     HPMLI_INT_NAMES(tile_bytes),
 #else
-    HPMLI_INT_NAMES(tile_pair), /* fills the row: contexts do not choose this word on CPUs without its instruction */
+    HPMLI_INT_NAMES(tile_pair), /* never called: contexts choose this word only on CPUs with its instruction */
 #endif
     HPMLI_INT_NAMES(tile_bf16),
 #ifdef HPMLI_BF16_DOT
@@ -22178,7 +22194,7 @@ HPMLI_KERNEL void HV(words_part)(const hpmli_words_part *part)
     uint32_t *packed_b = part->ws, *packed_a = part->ws + HPMLI_WORDS_NC * HPMLI_WORDS_KC;
     for (int64_t j = part->j0, cols; j < part->j1; j += cols) {
         cols = part->j1 - j < HPMLI_WORDS_NC ? part->j1 - j : HPMLI_WORDS_NC;
-        for (int64_t p = 0, k; p < part->k || p == 0; p += HPMLI_WORDS_KC * group) { /* once for k = 0: clears C */
+        for (int64_t p = 0, k; p < part->k || p == 0; p += HPMLI_WORDS_KC * group) { /* once for k = 0, too */
             k = part->k - p < HPMLI_WORDS_KC * group ? part->k - p : HPMLI_WORDS_KC * group;
             const int64_t words = (k + group - 1) / group;
             for (int64_t q = 0; q < cols; q += HPMLI_NR)
@@ -22243,7 +22259,7 @@ HPMLI_VEC_INLINE HV(u32) HV(philox_round)(HV(u32) c, HV(u32) key, HV(u32) m)
 {
     return HV(philox_products)(c, m) ^ key ^ (HV(u32))((HV(u64))c >> 32);
 }
-HPMLI_VEC_INLINE HV(u32) HV(philox_count)(uint64_t block, uint64_t stream) /* the counters of block, block + 1 .. */
+HPMLI_VEC_INLINE HV(u32) HV(philox_count)(uint64_t block, uint64_t stream) /* counters for blocks from `block` on */
 {
     return (HV(u32))((HV(u64))HV(set_u64_pairs)((int64_t)block, (int64_t)stream) +
                      (HV(u64))HV(load_words)(hpmli_block_numbers));
@@ -22301,7 +22317,7 @@ HPMLI_VEC_INLINE void HV(cos_sin)(HV(f32) t, HV(f32) *cosine, HV(f32) *sine)
     *cosine = HV(if_eq)(q, one, -u, u);
     *sine   = HV(if_eq)(q, HV(set1)(-1), -v, v);
 }
-/* Makes normal floats x, y, independent, of random words: radius from a, angle from b (Box & Muller). */
+/* Makes independent normal floats x and y from the random words at a (radius) and at b (angle), after Box & Muller. */
 HPMLI_VEC_INLINE void HV(box_muller)(const uint32_t *a, const uint32_t *b, HV(f32) *x, HV(f32) *y)
 {
     const float scale = 1.0f / 4294967296.0f;
@@ -22310,7 +22326,7 @@ HPMLI_VEC_INLINE void HV(box_muller)(const uint32_t *a, const uint32_t *b, HV(f3
     *x = r * c;
     *y = r * s;
 }
-/* Makes 64 floats in [0, 1), x, of the top 24 bits of each of the 64 random words w. */
+/* Makes 64 floats x in [0, 1) from the top 24 bits of each of the 64 random words w. */
 HPMLI_VEC_INLINE void HV(chunk_uniform)(float *x, const uint32_t *w) // x, w: (64)
 {
     for (int i = 0; i < HPMLI_PHILOX_CHUNK; i += HV_LANES)
@@ -22354,7 +22370,7 @@ HPMLI_KERNEL void HV(random)(hpmli_draw kind, void *out, uint64_t seed, uint64_t
    that the mean of equal elements is exact: a row that was quantized once is quantized again without loss. */
 #define HPMLI_ONEBIT_V (HPMLI_ONEBIT_LANES / HV_LANES) /* registers that make up the 16 lanes of an accumulator */
 
-typedef struct HV(onebit_acc) { /* sums and extremes, lane by lane, of elements below zero [0] and of others [1] */
+typedef struct HV(onebit_acc) { /* sums and extremes in each lane; [0]: of elements below 0, [1]: of others */
     HV(f32) sum[2][HPMLI_ONEBIT_V], least[2][HPMLI_ONEBIT_V], most[2][HPMLI_ONEBIT_V];
 } HV(onebit_acc);
 
@@ -22364,7 +22380,7 @@ HPMLI_VEC_INLINE uint32_t HV(onebit_step)(HV(onebit_acc) *a, float *e, const flo
 {
     HV(f32)  zero = HV(zero)(), inf = HV(set1)(INFINITY), minf = HV(set1)(-INFINITY);
     uint32_t bits = 0, valid = (1u << c) - 1;
-#if HV_LANES > 1 /* scalar code keeps the loop over 16 numbers */
+#if HV_LANES > 1 /* the scalar set's 16 rounds are not unrolled */
     HPMLI_UNROLL
 #endif
     for (int u = 0; u < HPMLI_ONEBIT_V; u++) {
@@ -22493,12 +22509,13 @@ HPMLI_KERNEL void HV(bf16_decode_add)(float *out, const void *packed, int64_t n)
    little-endian word of 32 bits, the first element in its lowest bits. */
 #define HPMLI_TWOBIT_WORD 16 /* elements in a word */
 
-/* Returns the word of v = g + e (e NULL: g), c <= 16 elements; stores v less what is sent in e, adds 0 v to *nan. */
+/* Returns the word for c <= 16 elements v = g + e (e NULL: v = g); stores in e v minus the value sent for v (t, -t or
+   0), t being `threshold`; adds 0 v to *nan, which becomes NaN if v is NaN or infinite. */
 HPMLI_VEC_INLINE uint32_t HV(twobit_step)(HV(f32) *nan, float *e, const float *g, float threshold, int64_t c)
 {
     HV(f32)  t = HV(set1)(threshold), zero = HV(zero)();
-    uint64_t bits = 0; /* 16 bits `t or more`, and from bit 32 on 16 bits `-t or less` */
-#if HV_LANES > 1 /* scalar code keeps the loop over 16 numbers */
+    uint64_t bits = 0; /* bit i: element i >= t, bit 32 + i: element i <= -t */
+#if HV_LANES > 1 /* the scalar set's 16 rounds are not unrolled */
     HPMLI_UNROLL
 #endif
     for (int u = 0; u < HPMLI_TWOBIT_WORD; u += HV_LANES) {
@@ -22511,7 +22528,7 @@ HPMLI_VEC_INLINE uint32_t HV(twobit_step)(HV(f32) *nan, float *e, const float *g
         bits |= (uint64_t)HV(sign_bits)(v - t) << u | (uint64_t)HV(sign_bits)(-t - v) << (32 + u);
         *nan = HV(fma)(v, zero, *nan);
     }
-    bits |= bits << 32; /* bit 32 + i: element i is sent, as t or as -t */
+    bits |= bits << 32; /* bit 32 + i: element i is sent as t or -t, not as 0 */
     bits = (bits | bits << 8) & UINT64_C(0x00ff00ff00ff00ff); /* bit i of both halves moves to bit 2 i */
     bits = (bits | bits << 4) & UINT64_C(0x0f0f0f0f0f0f0f0f);
     bits = (bits | bits << 2) & UINT64_C(0x3333333333333333);
@@ -22519,7 +22536,8 @@ HPMLI_VEC_INLINE uint32_t HV(twobit_step)(HV(f32) *nan, float *e, const float *g
     return (uint32_t)bits | (uint32_t)(bits >> 32) << 1;
 }
 
-/* Packs g + e (e NULL: g), n elements, and stores in e what is not sent. False: an element is NaN or infinite. */
+/* Packs n elements g + e (e NULL: g) as 2 bits each, and stores in e the part of each element that is not sent. False:
+   an element is NaN or infinite. */
 HPMLI_KERNEL bool HV(twobit_encode)(uint8_t *packed, float *e, const float *g, float threshold, int64_t n)
 {
     HV(f32) nan = HV(zero)();
@@ -22618,7 +22636,8 @@ HPMLI_ROWS(HPMLI_CONV_TILE, 2)
 static hpmli_conv_tile_fn *const HV(conv_tiles)[2][HPMLI_MR] = { { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 1) },
                                                                  { HPMLI_ROWS(HPMLI_CONV_TILE_NAME, 2) } };
 
-/* Computes the product of a and b that s describes into c: rows dealt out evenly to tiles, cols <= HPMLI_NR columns. */
+/* Computes into c the product of a and b that *s describes, of at most HPMLI_NR columns: deals its rows out evenly to
+   tiles. */
 HPMLI_VEC_INLINE void HV(conv_product)(const hpmli_conv_product *s, int64_t cols, const float *a, const float *b,
                                        float *c)
 {
@@ -22714,7 +22733,7 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         return;
     }
     for (int64_t p = 0; p < plane; p += HV_LANES) {
-        float  *to[HV_LANES]; /* address to which each pixel's channels are written */
+        float  *to[HV_LANES]; /* address of each pixel's channels in `image` */
         int64_t n = plane - p < HV_LANES ? plane - p : HV_LANES;
         for (int64_t i = 0; i < n; i++) {
             to[i] = image + row * pitch + col * channels;
@@ -22730,7 +22749,8 @@ HPMLI_KERNEL void HV(conv_to_nhwc)(float *image, const float *x, int64_t channel
         }
     }
 }
-/* Copies rows of n floats from `from` to `to`, d->from_row and d->to_row floats apart; `add`: adds them. */
+/* Copies d->rows rows of n floats, which are d->from_row floats apart at `from` and d->to_row apart at `to`; if `add`,
+   adds them to the floats at `to` instead. */
 HPMLI_VEC_INLINE void HV(copy_rows)(const hpmli_conv_copy *d, int64_t n, const bool add, float *to, const float *from)
 {
     const int64_t rows = d->rows, to_row = d->to_row, from_row = d->from_row;
@@ -22790,13 +22810,13 @@ HPMLI_KERNEL void HV(conv_from_nhwc)(const hpmli_conv *d, float *dx, const float
         HV(conv_store_transposed)(image + r * d->x_pitch, d->C, n, d->C, true, dx + r * n, d->H * d->W, NULL, 0,
                                   accumulate);
 }
-/* Computes n output channels, whose packed weights begin at w, of `rows` rows of y, for `images` images x, into the
-   array `band` (images, rows, OW, HPMLI_NR). The rows of a tile are the pixels of one row of y or, where the rows of y
-   are narrow (d->images_forward > 1), one pixel of each image. */
+/* Computes n output channels of `rows` rows of y for `images` padded images at x, with the channels' packed weights at
+   w, into the array `band` (images, rows, OW, HPMLI_NR). The rows of a tile are the pixels of one row of y or, where
+   the rows of y are narrow (d->images_forward > 1), one pixel of each image. */
 HPMLI_VEC_INLINE void HV(conv_band)(const hpmli_conv *d, int64_t images, int64_t rows, const float *w, const float *x,
                                     int64_t n, float *band)
 {
-    const int64_t      w_run = d->run_floats * HPMLI_NR; /* weights of a run for a panel of channels */
+    const int64_t      w_run = d->run_floats * HPMLI_NR; /* floats of packed weights for each run */
     hpmli_conv_product s = { d->OW, d->x_pixel_step, 1, HPMLI_NR, HPMLI_NR, d->run_floats, { d->runs[0], d->runs[1] },
                              { d->run_step[0], d->run_step[1] }, { d->runs[1] * w_run, w_run }, 0, HPMLI_CONV_AHEAD };
     if (d->images_forward == 1) {
@@ -22834,8 +22854,9 @@ HPMLI_KERNEL void HV(conv_forward)(const hpmli_conv *d, int64_t images, const fl
         }
     }
 }
-/* Adds dy times a panel of W^T, of `cols` numbers of a run, to the dx of one image. The products of HPMLI_CONV_PIXELS
-   pixels are computed first, in tiles that go over rows, because a tile of one narrow row would be small. */
+/* Adds dy times a panel of W^T, `cols` floats of a run (contiguous taps), to dx, the gradient of one image. Products of
+   HPMLI_CONV_PIXELS pixels are computed first, in tiles that continue from one row of dy in the next, because rows are
+   narrow, and tiles of one row would be small. */
 HPMLI_VEC_INLINE void HV(conv_input_grad_narrow)(const hpmli_conv *d, int64_t cols, const float *w, const float *dy,
                                                  float *dx)
 {
@@ -22869,8 +22890,8 @@ HPMLI_KERNEL void HV(conv_input_grad)(const hpmli_conv *d, int64_t images, const
                                          to + row * d->x_row_step);
                 }
 }
-/* Sums the weights' gradient of output channels [o0, o1), of which dw has panels (panel, taps, C, HPMLI_NR), over all
-   pixels of `images` images; add: adds to dw. */
+/* Sums the weights' gradient of output channels [o0, o1) over all pixels of `images` images into dw, panels (panel,
+   taps, C, HPMLI_NR) of these channels; add: 1 adds the sums to dw, 0 overwrites dw. */
 HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, const float *x, const float *dy, float *dw,
                                        int64_t o0, int64_t o1, int add)
 {
@@ -22881,8 +22902,8 @@ HPMLI_KERNEL void HV(conv_weight_grad)(const hpmli_conv *d, int64_t images, cons
             for (int64_t v = 0; v < d->runs[1]; v++, dw += d->run_floats * HPMLI_NR)
                 HV(conv_product)(&s, d->OC - o, x + u * d->run_step[0] + v * d->run_step[1], dy + o, dw);
 }
-/* Adds up `count` partial sums of dw in order: dw (OC, C, taps) of channels [o, o + HPMLI_CONV_PANEL), += if
-   `accumulate`. */
+/* Adds up `count` partial sums, in order, of the weights' gradient of output channels [o, o + HPMLI_CONV_PANEL), and
+   stores the result in dw (OC, C, taps) or, if `accumulate`, adds it to dw. */
 HPMLI_KERNEL void HV(conv_unpack)(const hpmli_conv *d, float *dw, const float *partial_sums, int64_t count,
                               int64_t o, int accumulate)
 {
@@ -22951,7 +22972,7 @@ HPMLI_KERNEL void HV(max_pool_row_back)(float *dx, const float *at, const float 
 // ---------------------------------------------------------------------------------------------------------------------
 // >>conv-group-kernels   convolution in groups of few channels: sums of shifted arrays
 // ---------------------------------------------------------------------------------------------------------------------
-/* Computes `vectors` vectors of a row of the sums that d describes, of which the last one has `lanes` lanes. */
+/* Computes `vectors` vectors of a row of y, sums over the taps that d describes; the last vector has `lanes` lanes. */
 HPMLI_VEC_INLINE void HV(conv_taps_block)(const int vectors, const hpmli_conv_taps *d, float *y, const float *x,
                                           const float *w, HV(f32) start, int64_t lanes)
 {
@@ -22973,7 +22994,8 @@ HPMLI_VEC_INLINE void HV(conv_taps_block)(const int vectors, const hpmli_conv_ta
         HV(store_upto)(y + j * HV_LANES, sum[j], n);
     }
 }
-/* Whole vectors are read from the end of a row of x, because there is memory behind it. */
+/* Computes rows of y as sums over the taps that d describes. Reads whole vectors, which may go beyond the end of a row
+   of x: x must have memory behind the last row. */
 HPMLI_KERNEL void HV(conv_taps)(const hpmli_conv_taps *d, float *y, const float *x, const float *w, const float *start)
 {
     HV(f32) v = HV(zero)();
@@ -22989,7 +23011,7 @@ HPMLI_KERNEL void HV(conv_taps)(const hpmli_conv_taps *d, float *y, const float 
             HV(conv_taps_block)(1, d, y + i, x + i, w, v, d->n - i < HV_LANES ? d->n - i : HV_LANES);
     }
 }
-/* Computes dw[k] for `taps` adjacent k, the first of which reads x + at[0] and so on. */
+/* Computes dw[k], the gradient of tap k, for k < taps <= 9: the sum of dy times what tap k reads, from x + at[k] on. */
 HPMLI_VEC_INLINE void HV(conv_dots_block)(const int taps, const hpmli_conv_taps *d, const int32_t *at, float *dw,
                                           const float *x, const float *dy)
 {
@@ -23076,7 +23098,7 @@ static const hpmli_kernels HV(kernels) = {
 /* Returns the kernels called `name` (NULL: the fastest) that this CPU runs; NULL: there are none of that name. */
 HPMLI_FN const hpmli_kernels *hpmli_kernels_find(const char *name)
 {
-    const hpmli_kernels *sets[3]; /* kernels that this CPU runs, the fastest first */
+    const hpmli_kernels *sets[3]; /* sets of kernels that this CPU can run, the fastest first */
     int                  count = 0;
 #if defined(HPMLI_EDITOR) /* an editor knows only the scalar pass */
 #elif defined(HPMLI_HAVE_X86)
