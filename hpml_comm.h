@@ -254,7 +254,7 @@ typedef struct hpml_link {
    one after another. Where a link takes time, and with CLOCK, every send is copied and done at once, as if cards had
    buffers without end. */
 typedef struct hpml_network {
-    int32_t       ranks_per_node; /* 0: all on one node (MPI: asks MPI) */
+    int32_t       ranks_per_node; /* 0: all ranks on one node (MPI: asks MPI which ranks share memory) */
     bool          spread;         /* rank r is on node r % nodes, not r / ranks_per_node */
     hpml_link     inside, between; /* links within and between nodes */
     const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1. Not copied */
@@ -315,9 +315,9 @@ typedef struct hpml_counters {
     int64_t messages, bytes; /* sent */
     int64_t between_bytes; /* bytes sent to other nodes; included in `bytes` */
     int64_t rounds;        /* rounds of collectives in which this rank sent or received */
-    double  seconds;       /* spent in collectives, waiting included */
+    double  seconds;       /* seconds spent in collectives, waiting included */
     int64_t received_messages, received_bytes;
-    int64_t depth;         /* longest chain of messages */
+    int64_t depth;         /* length of the longest chain of messages that ends at this rank */
     int64_t held_bytes;    /* THREADS, CLOCK: largest number of bytes that waited at one time for this rank to receive
                               them; else 0 */
 } hpml_counters;
@@ -357,7 +357,7 @@ typedef struct hpml_launch_desc {
     hpml_transport_kind transport;
     int32_t             ranks;     /* THREADS, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
     hpml_network        network;   /* MPI: only ranks_per_node is used */
-    double              timeout;   /* as in hpml_comm_desc, like the next three */
+    double              timeout;   /* as in hpml_comm_desc, as are .check, .survive and .only_messages */
     bool                check;
     bool                survive;
     bool                only_messages;
@@ -367,8 +367,8 @@ typedef struct hpml_launch_desc {
                                        the library, cannot be ended. Not for MPI */
     hpml_counters      *counters;  /* (ranks) gets what each rank has sent and received by its end, with parts and
                                       background, read without a message; MPI: (1) of this process's rank. NULL: no */
-    hpml_message_log   *log;       /* gets the messages of all ranks; MPI: those that this process received. NULL: no */
-    hpml_ctx_desc       ctx;       /* of every rank; threads 0: the process's cores divided by the ranks */
+    hpml_message_log   *log;       /* gets all ranks' messages; MPI: those that this process received. NULL: no log */
+    hpml_ctx_desc       ctx;       /* of every rank's context; .threads 0: the process's cores divided by the ranks */
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
     const struct hpml_plan *plan;  /* given to hpml_comm_set_plan on every rank before `fn` is called; NULL: HPML_PLAN
                                       in the environment is, if it splits the model */
@@ -449,14 +449,14 @@ typedef union hpml_message_state {
 typedef struct hpml_message {
     int                  peer, tag;    /* peer's rank in the communicator; tag: above HPML_TAG_MAX a collective's */
     bool                 receiving;
-    bool                 done;         /* another thread that sets it does so with release order, then leaves m alone */
+    bool                 done;         /* true: m is over; another thread sets this last, with release order */
     hpml_status          status;       /* valid when done */
     char                *data;
     size_t               bytes;
-    void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: adds; NULL: copies */
-    double               arrival;      /* seconds of hpml_comm_now at which a message arrives or did; 0: not known */
-    double               sent;         /* of a send, and copied to its receive if the transport can: its start; 0: no */
-    int64_t              depth;        /* likewise: the longest chain of messages that ends with it; 0: not known */
+    void               (*reduce)(void *into, const void *from, size_t bytes); /* adds what arrives; NULL: copies it */
+    double               arrival;      /* hpml_comm_now at which the message arrives or has arrived; 0: not known */
+    double               sent;         /* hpml_comm_now when the send began; also in a receive if copied there; else 0 */
+    int64_t              depth;        /* length of the longest chain of messages that ends with m; 0: not known */
     hpml_message_state   state;        /* the transport's */
     struct hpml_comm    *owner;        /* communicator on which the message was begun */
     struct hpml_message *next;         /* private: the next pending receive in a list, begun before this one */
@@ -536,8 +536,8 @@ typedef struct hpml_transport {
     /* Optional: runs algorithm HPML_NATIVE. element is an hpml_element, reduce an hpml_reduce; for HPML_MEAN computes
        the sum, which the caller divides. */
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int element, int reduce);
-    bool (*shares_core)(hpml_comm *c, int peer);   /* optional: the peer runs on this core: hpml_wait must not spin */
-    bool (*has_delay)(const hpml_comm *c);   /* optional: messages take time that a computation can hide; NULL:
+    bool (*shares_core)(hpml_comm *c, int peer);   /* optional: true: peer is on this core, hpml_wait must not spin */
+    bool (*has_delay)(const hpml_comm *c);   /* optional: true: messages take time that a computation can hide; NULL:
                                                 messages between nodes do */
     bool (*is_concurrent)(const hpml_comm *c); /* optional: a part of c may be used by another thread at the same time;
                                                   false: background work is done at once. NULL: true */
@@ -592,7 +592,7 @@ HPML_API size_t hpml_element_size(hpml_element e);
 
 typedef struct hpml_allreduce_desc {
     uint32_t       _begin;
-    hpml_algorithm algorithm; /* AUTO: the fastest in a simulation of these links and nodes, see hpml_comm_tune */
+    hpml_algorithm algorithm; /* AUTO: the fastest in a simulation of the communicator's links, see hpml_comm_tune */
     hpml_reduce    reduce;
     hpml_element   element;
     uint32_t       _end;
@@ -607,7 +607,7 @@ HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes); /* what A
                                                                             is NULL. Keeps what it has simulated */
 
 /* Of an array of n elements that is cut into p = `parts` blocks, block r is elements [n r / p, n (r+1) / p). */
-HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n * index / parts: offset of block
+HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n * index / parts: first element
                                                                        `index`; 0 where parts is 0 */
 
 /* In place. reduce_scatter: block r of rank r becomes the result, the other blocks are overwritten. allgather: block r
@@ -672,7 +672,7 @@ typedef struct hpml_exchange_desc {
     const hpml_gradient *tensors;    /* (count), same order and shapes on all ranks; copied, but for their names */
     hpml_codec_desc      codec;      /* the codec that packs gradients */
     hpml_reduce          reduce;     /* SUM or MEAN over ranks */
-    hpml_algorithm       algorithm;  /* for the allreduce of plain tensors */
+    hpml_algorithm       algorithm;  /* allreduce algorithm for plain tensors */
     int32_t              leaves;     /* contributions of this rank; 0: 1. More with exact sums: hpml_plan.exact */
     int64_t              leaf_step;  /* contribution l of a tensor is at data + l * leaf_step; the result: at l = 0 */
     int64_t              fuse_bytes; /* plain tensors, end to end, are cut into sums of this many bytes; 0: one sum */
@@ -724,7 +724,7 @@ typedef struct hpml_device_link {
                         const size_t *received_at);
     hpml_status (*end)(void *user);
     hpml_status (*wait)(void *user);  /* work that the device gets from now on runs after the calls up to `end` */
-    hpml_status (*check)(void *user); /* waits on the host until the calls are done; a deadline is an error */
+    hpml_status (*check)(void *user); /* waits on the host for the calls up to `end`; an error at the deadline */
     hpml_status (*scale)(void *user, float *x, int64_t n, float times, float by); /* x * times / by, in place, as work
                                                                                      of the device, not of the link */
     void (*free)(void *user);         /* optional: called when the communicator is freed or gets another link */
@@ -738,7 +738,8 @@ typedef struct hpml_device_link {
        the node get all blocks. Each of the two functions does the work of `begin` and `end` itself. */
     hpml_status (*reduce_scatter)(void *user, float *x, const int64_t *at, float *stage);
     hpml_status (*allgather)(void *user, float *x, const int64_t *at, const float *stage);
-    hpml_status (*landed)(void *user, float *stage); /* waits for the copy; for any thread: sets no context's error */
+    hpml_status (*landed)(void *user, float *stage); /* waits until `stage` has reduce_scatter's copy. Any thread may
+                                                        call it, so that it sets no context's error */
 } hpml_device_link;
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
@@ -967,15 +968,15 @@ HPML_API const char *hpml_route_name(hpml_route route); /* "allreduce", ...; NUL
    ranks' gradients. A field at zero has its default. A field that the plan's strategy does not use must be zero. */
 typedef struct hpml_plan {
     uint32_t        _begin;
-    int32_t         data;         /* axes, see >>api-mesh: data * pipe * tensor * sequence * expert + servers is the
-                                     number of ranks. 0: 1, and of data what is left */
-    int32_t         pipe;         /* each rank has some of the layers, see >>api-pipe */
-    int32_t         tensor;       /* each rank has a part of every layer with a .split */
-    int32_t         sequence;     /* each rank has some time steps of each sequence */
-    int32_t         expert;       /* each rank has some of the experts, and its own share of the batch */
+    int32_t         data;         /* ranks along axis data, see >>api-mesh. The product of the five axes, plus servers,
+                                     is the number of ranks. 0: 1; data 0: as many as the other axes leave */
+    int32_t         pipe;         /* ranks along axis pipe: each has some of the layers, see >>api-pipe */
+    int32_t         tensor;       /* ranks along axis tensor: each has a part of every layer with a .split */
+    int32_t         sequence;     /* ranks along axis sequence: each has some time steps of each sequence */
+    int32_t         expert;       /* ranks along axis expert: each has some experts, and its own share of the batch */
     hpml_pipe_kind  schedule;     /* pipe: in which order a stage works on its micro-batches */
     int32_t         micro;        /* pipe: micro-batches of a batch; 0: 4 for each stage, but at most the batch's
-                                     samples. STASH, VERTICAL: 0, because a batch is one */
+                                     samples. STASH, VERTICAL: 0, because each batch is one micro-batch */
     int32_t         chunks;       /* pipe, INTERLEAVED: pieces of the model on each stage; 0: 2 */
     const int32_t  *cut;          /* pipe: (pipe * chunks - 1) the ops, in running order, at which the pieces after the
                                      first one begin; read by hpml_distribute. Texts do not hold it. NULL: pieces have
@@ -986,16 +987,16 @@ typedef struct hpml_plan {
     hpml_strategy_kind strategy;
     int32_t         servers;      /* ps, backup, ssp, async, federated, required: so many of the last ranks are servers,
                                      the others workers */
-    int32_t         backup;       /* backup, required: a step does not wait for so many workers, the slowest */
+    int32_t         backup;       /* backup, required: for so many workers, the slowest ones, a step does not wait */
     int32_t         staleness;    /* ssp: steps that a worker may be ahead of the slowest one; 0: as ps */
     float           share;        /* federated: fraction of the workers that are drawn for a round; 0: all */
     hpml_codec_desc codec;        /* packs gradients, as in hpml_exchange_desc */
     hpml_algorithm  algorithm;    /* allreduce algorithm of plain sums, of gradients or parameters */
-    bool            sum;          /* sync, ps, backup: apply the sum of the ranks' mean gradients; else the mean over
-                                     the batch */
+    bool            sum;          /* sync, ps, backup: true: a step applies the sum of the ranks' mean gradients;
+                                     false: the mean over the batch */
     int64_t         global_batch; /* samples of a step; 0: shares * model batch. There are data * expert shares, which
                                      differ by at most 1 sample */
-    int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
+    int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, device links 8 MiB;
                                      1: each tensor alone */
     bool            no_overlap;   /* exchange after the backward pass, not during it (shard 2, 3: at once, while the
                                      pass waits). This is also done, in one bucket, where the ranks of one machine keep
@@ -1406,8 +1407,8 @@ typedef struct hpml_simulate_desc {
     int32_t        ranks;            /* 1 to 65536 */
     hpml_network   network;
     int32_t        layers;
-    const double  *forward_s;        /* (layers) seconds on one rank for its part of the batch; NULL: 0 */
-    const double  *backward_s;       /* (layers) */
+    const double  *forward_s;        /* (layers) seconds of a layer's forward pass on a rank's samples; NULL: 0 */
+    const double  *backward_s;       /* (layers) seconds of a layer's backward pass on them; required */
     double         update_s;         /* seconds to update all weights, after the last exchange */
     const int64_t *elements;         /* (layers) elements of the gradient; 0: this layer has no parameters */
     hpml_algorithm algorithm;        /* AUTO: as hpml_allreduce would choose. NATIVE is refused: unknown moves */
@@ -1416,7 +1417,7 @@ typedef struct hpml_simulate_desc {
                                         added on the way: each rank sends every owner its stripe (all to all); the owner
                                         adds, packs, and sends the sum to all ranks (allgather); `algorithm` does not
                                         count. NULL: no codec */
-    double         codec_s_per_byte; /* seconds to pack and unpack a byte of f32 gradient, and then of the sum */
+    double         codec_s_per_byte; /* seconds to pack and unpack a byte of f32 gradient, and again of the sum */
     size_t         bucket_bytes;     /* bytes of f32 gradient in a bucket; 0: 25 MiB, 1: each layer alone */
     bool           no_overlap;       /* exchange after the backward pass, not during it */
     bool           delayed;          /* exchange the gradients of the step before during this one (double buffering) */
@@ -1556,7 +1557,7 @@ typedef struct hpml_model_facts {
     double                  update_s; /* seconds to step all parameters on one rank; 0: by the machine's bandwidth */
     const hpml_memory      *planned;  /* from hpml_trainer_memory of the whole model with facts.batch samples: exact
                                          bytes where the plan splits nothing; NULL: by the layers */
-    hpml_plan_facts         facts;    /* ranks; .batch: samples that a rank's model holds; the rest for the check */
+    hpml_plan_facts         facts;    /* .ranks; .batch: samples that a rank's model holds; rest: for hpml_plan_check */
     uint32_t                _end;
 } hpml_model_facts;
 /* Describes each op of a trainer's graph as a layer, in layer[0 .. capacity - 1], and fills in *out, but for .planned
@@ -1759,14 +1760,14 @@ struct hpml_comm {
     int32_t              *node;     /* (size) number of each rank's node */
     int                   per_node; /* ranks of each node, 0: nodes differ; see hpmlc_comm_layout */
     bool                  spread;   /* true: rank r is on node r % (number of nodes) */
-    bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
+    bool                  is_part;  /* true: made from another communicator by hpml_comm_split, or a twin */
     bool                  is_virtual; /* true with CLOCK: time and deadlines are virtual */
     bool                  check;
-    bool                  only_messages; /* collectives are refused */
-    bool                  survive;  /* a lost rank ends only messages to or from it: see hpml_comm_lost */
+    bool                  only_messages; /* true: collectives are refused */
+    bool                  survive;  /* true: a lost rank ends only messages to or from it: see hpml_comm_lost */
     bool                 *silent;   /* (size) true: a wait for that rank has lasted until the deadline, with .survive */
     double                timeout;  /* seconds that a wait may last; negative: for ever */
-    int                   spin_limit; /* a wait tests a message so often, then yields the core as often, then sleeps */
+    int                   spin_limit; /* so many tests a wait makes, then so many yields of the core, then it sleeps */
     double                gives_up; /* hpml_comm_now() at which hpml_wait_any returns without an error; 1e300: never */
     double                no_yield; /* hpml_now() before which waits do not yield the core, because a yield was slow */
     double                busy;     /* hpml_now() until which this rank has announced that it is busy; 0: not busy */
@@ -1786,7 +1787,7 @@ struct hpml_comm {
     bool                  is_uncounted; /* true: messages make a twin, and are left out of the counters */
     int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
     hpmlc_chain          *chain;    /* of this rank's thread, for the depth of its messages; parts share it */
-    hpml_counters        *total;    /* c's counters are added to these when c is freed; NULL: not */
+    hpml_counters        *total;    /* c's counters are added to these when c is freed; NULL: they are not */
     hpml_message_log     *log;      /* list of the launch's messages; NULL: none */
     hpml_message         *pending;  /* list of the receives that are not done, newest first */
     hpmlc_text            close_error; /* gets errors of closing, because a context that is being freed keeps none */
@@ -1796,7 +1797,7 @@ struct hpml_comm {
     char                 *scratch;  /* buffer for copies of arrays that are sent while they are added to */
     bool                  returns;  /* true: received sums are written to the sender's array, too: see hpmlc_returns */
     hpml_element          returned; /* element type of the sums that .returns writes */
-    int                   divisor;  /* the sums that .returns writes are divided by this number; 0: not */
+    int                   divisor;  /* the sums that .returns writes are divided by this number; 0: they are not */
     hpmlc_course         *course;   /* the collective that this rank executes; NULL: none, or one without phases */
     hpml_comm            *stopped;  /* THREADS: list of sleeping ranks whose course this thread must continue */
     hpml_comm            *next_stopped;
@@ -1829,7 +1830,7 @@ typedef struct hpmlc_schedule {
 
 typedef struct hpmlc_axis { /* hpml_group.user */
     hpml_comm     *c;
-    hpml_algorithm algorithm; /* allreduce algorithm of .sum */
+    hpml_algorithm algorithm; /* allreduce algorithm of hpml_group.sum */
     float         *scratch;   /* (floats) copy of an array that a collective would overwrite */
     int64_t        floats;
 } hpmlc_axis;
@@ -1838,8 +1839,8 @@ struct hpmlc_mesh { /* see >>mesh */
     hpml_mesh  m;
     hpml_plan  plan;
     hpmlc_axis axis[HPML_AXES];
-    hpml_comm *rest[HPML_AXES]; /* ranks with the same part of a parameter that is split over this axis, over which its
-                                   gradient is added up: the replicas, without that axis */
+    hpml_comm *rest[HPML_AXES]; /* by hpml_axis: communicator of the ranks that have the same part of a parameter split
+                                   over that axis and add up its gradient: the replicas, without that axis */
     double     waited;          /* seconds that this rank has waited for messages between two ranks of an axis */
 };
 
@@ -2192,7 +2193,7 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
     m->data      = data;
     m->bytes     = bytes;
     m->reduce    = reduce;
-    const char *lost = receiving ? NULL : hpmlc_why_lost(c, peer); /* a receive may get one sent before the loss */
+    const char *lost = receiving ? NULL : hpmlc_why_lost(c, peer); /* a receive may get what was sent before the loss */
     if (lost) return hpmlc_lose(c, m, lost);
     if (c->log) m->sent = hpml_comm_now(c);
     if (receiving) {
@@ -2273,7 +2274,7 @@ HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *fr
     if (!c || !m) return;
     if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
     else if (m->reduce) m->reduce(m->data, from, bytes);
-    else if (bytes > 0 && m->data != from) memcpy(m->data, from, bytes); /* equal: both ranks use one array */
+    else if (bytes > 0 && m->data != from) memcpy(m->data, from, bytes); /* equal where both ranks use one array */
     m->done = true;
 }
 
@@ -2400,7 +2401,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int 
         if (i == first) last = stuck;
         others++;
     }
-    if (c->survive && m[first]->tag <= HPML_TAG_MAX) { /* marks the peers, whose messages the next tests end */
+    if (c->survive && m[first]->tag <= HPML_TAG_MAX) { /* marks peers as lost: the next tests end their messages */
         for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) c->silent[m[i]->peer] = true;
         return now + c->timeout;
     }
@@ -2414,7 +2415,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int 
 
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
-    const double now = hpml_now(), lasts = 1.125 * seconds; /* announces more, so that most calls announce nothing */
+    const double now = hpml_now(), lasts = 1.125 * seconds; /* announces 1/8 more, so that the next calls need not */
     if (!c || !c->t->announce_busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
     c->busy = seconds > 0 ? now + lasts : 0;
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
@@ -2462,7 +2463,7 @@ HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
             hpmlc_give_up(c, m, count);
             continue;
         }
-        if (limit == 0 || c->counters.rounds > rounds) /* another thread may have gone on to later rounds meanwhile */
+        if (limit == 0 || c->counters.rounds > rounds) /* each round that another thread runs begins a new deadline */
             limit = c->timeout < 0 ? 1e300 : hpml_comm_now(c) + c->timeout;
         rounds = c->counters.rounds;
         if (c->gives_up < 1e300) limit = c->gives_up;
@@ -2486,7 +2487,7 @@ HPML_API bool hpml_test(hpml_comm *c, hpml_message *m)
 {
     if (!c || !m) return true;
     if (!hpmlc_done(m)) hpmlc_test_list(c, &m, 1);
-    if (!hpmlc_done(m) && !c->t->schedule && c->t->block) c->t->block(c, &m, 1, 0); /* receives control messages */
+    if (!hpmlc_done(m) && !c->t->schedule && c->t->block) c->t->block(c, &m, 1, 0); /* MPI: reads control messages */
     if (!hpmlc_done(m) && hpmlc_failed(c)) hpmlc_give_up(c, &m, 1);
     if (!hpmlc_done(m)) return false;
     if (m->receiving) hpmlc_unlist(c, m);
@@ -2618,14 +2619,14 @@ struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
     pthread_cond_t  changed;
     unsigned        changes;
     bool            sleeping;
-    bool            stopped; /* sleeps while another thread runs its course: see hpmlc_threads_help */
+    bool            stopped; /* true: sleeps while another thread runs its collective: see hpmlc_threads_help */
     bool            counted; /* true: the sleeping thread is subtracted from the world's awake threads */
 };
 
 typedef struct hpmlc_inbox {
     hpmlc_waitpoint wait;
     hpml_message   *posted, **last; /* list of sends to the owner, in the order posted; the end of that list */
-    hpml_message   *copies;         /* list of the posted sends that are copies, made by the inbox */
+    hpml_message   *copies;         /* list of the posted sends that are copies, whose senders do not wait */
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
     int             others;         /* number of messages besides the one of .peer that end the wait (hpml_wait_any) */
@@ -2758,7 +2759,7 @@ HPMLC_FN bool hpmlc_world_list_waits(hpml_world *w, size_t used, bool all)
             hpmlc_inbox *in = &r->inbox[i];
             pthread_mutex_lock(&in->wait.mutex);
             const bool waits = in->wait.sleeping && in->owner && in->peer >= 0;
-            const bool works = all && !r->next && in->owner && !in->wait.sleeping; /* the last group has all ranks */
+            const bool works = all && !r->next && in->owner && !in->wait.sleeping; /* w's last group has all ranks */
             if (waits)
                 used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for rank %d%s%s in "
                                          "%s", any ? ";" : "", in->owner->origin[i], in->peer,
@@ -2990,7 +2991,7 @@ HPMLC_FN void hpmlc_world_lose(hpml_comm *c, const char *text)
         hpmlc_world_wake(w);
     }
     pthread_mutex_unlock(&w->mutex);
-    free(loss); /* another thread of this rank has recorded the loss */
+    free(loss); /* not NULL where another thread of this rank has recorded the loss already */
 }
 
 HPMLC_FN const char *hpmlc_threads_why_lost(const hpml_comm *c, int peer)
@@ -3030,7 +3031,7 @@ HPMLC_FN int hpmlc_threads_stuck_at(hpml_comm *c, const hpml_message *m, double 
     *busy = w->busy[rank];
     if (w->failed) rank = -1; /* a rank that reports the error stops waiting, so the chain may be broken */
     pthread_mutex_unlock(&w->mutex);
-    return rank == c->origin[c->rank] ? peer : rank; /* back at this rank: a cycle has no last rank */
+    return rank == c->origin[c->rank] ? peer : rank; /* back at this rank, in a cycle of waits: takes m's peer */
 }
 
 HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
@@ -3078,7 +3079,7 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     return start + busy + link->latency;
 }
 
-#define HPMLC_HANDED 16384 /* bytes: larger messages are not handed over, where each rank has a core: see below */
+#define HPMLC_HANDED 16384 /* bytes: larger messages are handed over only where ranks share cores */
 
 /* Returns the receive that the sleeping owner of the inbox `in` has begun for the message m of rank `from`; NULL: none.
    The caller holds the mutex of the inbox. */
@@ -3240,7 +3241,7 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m);
 HPMLC_FN void hpmlc_threads_fail(hpml_comm *c, hpml_message *m);
 HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
-    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* a collective's receives come soon: no copy */
+    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* of a collective: no copy, the receive comes soon */
     const bool hands = hpmlc_threads_hands_over(c, m->bytes) && !hpmlc_world_of(c)->buffered;
     if (hpmlc_world_expired(hpmlc_world_of(c))) {
         hpmlc_threads_fail(c, m);
@@ -3338,9 +3339,9 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int coun
 {
     hpmlc_help_others(c);
     hpmlc_inbox *in      = hpmlc_inbox_of(c);
-    bool         counted = c->gives_up >= 1e300; /* else the time limit wakes this thread */
+    bool         counted = c->gives_up >= 1e300; /* false: the sleep ends by itself, at hpml_wait_any's time limit */
     double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
-    for (const hpml_message *p = c->pending; p; p = p->next) /* where links take time, the sleep ends at an arrival */
+    for (const hpml_message *p = c->pending; p; p = p->next) /* if links take time: sleeps until the first arrival */
         if (p->arrival > 0 && !p->done) {
             counted = false;
             if (p->arrival - early < until) until = p->arrival - early;
@@ -3364,7 +3365,7 @@ HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
             changes = __atomic_load_n(&in->wait.changes, __ATOMIC_ACQUIRE);
             waits   = hpmlc_course_next(r);
             if (waits) hpmlc_test_list(r, hpmlc_course_missing(r), 1); /* tests all receives of r that are in flight */
-            while (r->stopped) { /* sleeping ranks that r's sends have stopped: c runs their courses, too */
+            while (r->stopped) { /* sleeping ranks whose waits r's sends have ended: c continues their courses, too */
                 hpml_comm *other = r->stopped;
                 r->stopped          = other->next_stopped;
                 other->next_stopped = c->stopped;
@@ -3372,7 +3373,7 @@ HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
             }
             if (waits) hpmlc_set_awaited(r, hpmlc_course_missing(r), 1);
             pthread_mutex_lock(&in->wait.mutex);
-            waits = waits && !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE); /* failed: the rank reports that */
+            waits = waits && !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE); /* failed: wakes r, which reports it */
             if (waits && (changes != in->wait.changes || hpmlc_course_over(r))) pthread_mutex_unlock(&in->wait.mutex);
             else in->wait.stopped = false;
         } while (in->wait.stopped);
@@ -3449,7 +3450,7 @@ HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const in
     if (!group || !hpmlc_thread_state_new(part))
         return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     hpmlc_thread(part)->group   = group;
-    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: the thread of a twin replaces it */
+    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: for a twin, its own thread replaces this */
     hpmlc_group_enter(group, part->rank, part);
     return HPML_OK;
 }
@@ -3606,8 +3607,8 @@ HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g 
 
 #define HPMLC_PIECE ((size_t)4 << 20)
 #define HPMLC_CONTROL 256 /* bytes of a rank's final control message: 'L' (left) or 'F' (failed) and a text */
-#define HPMLC_BUSY  40   /* messages "I am busy", one for each duration of 2^k / 256 s, up to 68 years */
-#define HPMLC_PARTS 128  /* at most so many communicators, one and its parts, share an MPI communicator */
+#define HPMLC_BUSY  40   /* number of messages "I am busy", one for each duration of 2^k / 256 s, up to 68 years */
+#define HPMLC_PARTS 128  /* largest number of communicators, one and its parts, that share an MPI communicator */
 
 typedef struct hpmlc_shared hpmlc_shared;
 
@@ -3645,7 +3646,7 @@ struct hpmlc_shared {
     double         timeout; /* seconds that a wait may last; negative: for ever */
     hpml_comm     *owner;   /* the communicator that hpml_comm_create made */
     hpmlc_shared  *next;    /* next in the list hpmlc_mpi_living */
-    MPI_Errhandler before;  /* error handler that MPI_COMM_WORLD had, restored in the end */
+    MPI_Errhandler before;  /* error handler that MPI_COMM_WORLD had, restored when `owner` is closed */
     /* Control messages, by which a rank announces that it failed, left, waits or is busy: */
     MPI_Comm       comm;    /* communicator for control messages */
     int            tag;     /* tag of control messages */
@@ -3669,7 +3670,7 @@ struct hpmlc_shared {
     int            level;   /* MPI's level of thread support, such as MPI_THREAD_SERIALIZED */
     int            parts;   /* number of communicators for which MPI's tags suffice */
     int64_t        newest;  /* largest number given to a part, before the modulo by `parts` */
-    bool           taken[HPMLC_PARTS]; /* true: number used by a part on this rank */
+    bool           taken[HPMLC_PARTS]; /* true: a part on this rank uses this number */
     int            users;   /* atomic: number of parts, plus 1 until `owner` is closed; 0: this struct is freed */
     bool           closed;  /* true: `owner` has been freed, so that parts cannot send any more */
     bool           kept;    /* true: this struct is never freed, because MPI may still send from it */
@@ -3777,7 +3778,7 @@ HPMLC_FN void hpmlc_mpi_start(hpml_comm *c, hpml_message *m)
             return;
         }
     }
-    if (!m->receiving && (*last || hpmlc_mpi_pieces(m) > 2)) { /* appends m to the sends to test */
+    if (!m->receiving && (*last || hpmlc_mpi_pieces(m) > 2)) { /* appends m to the sends that must be tested */
         while (*last) last = &hpmlc_transfer_of(*last)->next;
         *last = m;
     }
@@ -4292,7 +4293,7 @@ HPMLC_FN void hpmlc_mpi_list(hpmlc_shared *x, bool living)
     while (*at && *at != x) at = &(*at)->next;
     if (living) *at = x;
     else if (*at) *at = x->next;
-    hpmlc_mpi_living.process = (long)getpid(); /* so that a child of fork does not notify ranks */
+    hpmlc_mpi_living.process = (long)getpid(); /* so that a child of fork, another process, notifies no rank */
     if (!hpmlc_mpi_living.handled) hpmlc_mpi_living.handled = atexit(hpmlc_mpi_exit) == 0;
     __atomic_clear(&hpmlc_mpi_living.locked, __ATOMIC_RELEASE);
 }
@@ -4536,9 +4537,9 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     memset(x->letter, 0, (size_t)x->size);
     memset(x->awaits, 0, 2 * sizeof(double) * (size_t)x->size);
     hpmlc_mpi_list(x, true);
-    hpmlc_mpi_nodes(c, d->ranks_per_node); /* after an error c is open, and is closed later */
+    hpmlc_mpi_nodes(c, d->ranks_per_node); /* after an error c stays open, and is closed when it is freed */
     for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
-    x->own_core = near <= hpmlc_cores_online(); /* all cores, because each process may be bound to others */
+    x->own_core = near <= hpmlc_cores_online(); /* of the whole machine: each process may be bound to other ones */
     return HPML_OK;
 }
 
@@ -4606,7 +4607,7 @@ HPMLC_FN void hpmlc_vthread_wake_held(hpml_world *w, hpmlc_vthread *a)
 
 HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w)
 {
-    for (hpmlc_vthread *a = w->vthreads; a; a = a->next) /* the thread that runs may be changing its clock */
+    for (hpmlc_vthread *a = w->vthreads; a; a = a->next) /* leaves out the thread that runs: it may change its clock */
         if (a != w->turn || !a->runnable) hpmlc_vthread_wake_held(w, a);
 }
 
@@ -4671,7 +4672,7 @@ HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time, double deadline)
     pthread_mutex_lock(&w->mutex);
     self->due   = sleeps ? self->clock : fmax(time, self->clock);
     self->waits = !sleeps;
-    if (sleeps && (!w->failed || in->peer < 0)) { /* a failed world ends waits for messages */
+    if (sleeps && (!w->failed || in->peer < 0)) { /* if w has failed, no wait for messages sleeps */
         self->runnable    = false;
         self->deadline    = deadline;
         in->wait.sleeping = true; /* hpmlc_world_stuck reports this wait */
@@ -4801,7 +4802,7 @@ HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *const *m, int count,
         return;
     }
     hpmlc_set_awaited(c, m, count);
-    const bool ends = arrival < 1e300 || c->gives_up < 1e300; /* else only another thread, or the deadline, ends it */
+    const bool ends = arrival < 1e300 || c->gives_up < 1e300; /* at a known time; else by a message, or the deadline */
     hpmlc_vthread_await(c, ends ? end : 1e300, until);
 }
 
@@ -4868,7 +4869,7 @@ HPMLC_FN bool hpmlc_clock_thread_open(hpml_comm *c, hpml_comm *twin)
     return true;
 }
 
-/* Ends the virtual thread of `twin`, the communicator of c's background thread, which uses c's clock from now on. */
+/* Ends the virtual thread of `twin`, the communicator of c's background thread; `twin` has c's clock from now on. */
 HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
 {
     hpmlc_vthread *own = hpmlc_vthread_of(twin);
@@ -4919,7 +4920,7 @@ HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
 static const hpml_transport hpmlc_clock = {
     "clock", hpmlc_threads_locate, hpmlc_clock_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_clock_close,
     hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_threads_unblock, hpmlc_clock_abandon,
-    hpmlc_threads_announce_failure, NULL, NULL, /* no .announce_busy, .stuck_at: virtual time waits for no machine */
+    hpmlc_threads_announce_failure, NULL, NULL, /* no .announce_busy, .stuck_at: deadlines are in virtual time */
     hpmlc_threads_why_lost,
     NULL, NULL, NULL, NULL,
     true, 0, 2e-6, 0.25e-9, &hpmlc_clock_schedule
@@ -5099,7 +5100,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     while (ranks[me] != c->rank) me++;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
     if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    if (hpmlc_split_barrier(c) != HPML_OK || !part) return NULL; /* an error on all ranks if any lacks memory */
+    if (hpmlc_split_barrier(c) != HPML_OK || !part) return NULL; /* fails on all ranks if one lacks memory */
     for (int i = 0; i < count; i++) {
         part->origin[i] = c->origin[ranks[i]];
         part->node[i]   = c->node[ranks[i]];
@@ -5113,7 +5114,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     part->survive    = c->survive;
     part->total      = c->total;
     part->log        = c->log;
-    if (ctx == c->ctx) part->chain = c->chain; /* else the part is used by another thread */
+    if (ctx == c->ctx) part->chain = c->chain; /* else another thread, with a chain of its own, uses the part */
     part->spin_limit = c->spin_limit;
     part->inside     = c->inside;
     part->between    = c->between;
@@ -5163,15 +5164,15 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p);
 HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p);
 
-typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
+typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and that rank's result */
     const hpml_launch_desc *d;
     hpml_comm_desc          comm;
     hpml_ctx_desc           ctx;
     hpml_rank_fn           *fn;
     void                   *user;
     hpml_status             status;
-    hpmlc_waitpoint        *end;  /* changes when a rank has ended; NULL: not watched, without .time_limit */
-    bool                    hung; /* another rank has not answered until the deadline: MPI_Finalize would wait for it */
+    hpmlc_waitpoint        *end;  /* waitpoint that changes when a rank has ended; NULL: none, without .time_limit */
+    bool                    hung; /* true: a rank missed the deadline, so that MPI_Finalize would wait for it */
     char                    error[768];
 } hpmlc_start;
 
@@ -5358,7 +5359,7 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     }
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
-    const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else others may not call MPI_Finalize */
+    const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else MPI_Finalize could wait for ever */
     if (started && finalizes) MPI_Finalize(); /* else the end of this process ends the whole job */
 #else
     hpmlc_start_main(s); /* fails: the error's text shows how to build with MPI */
@@ -5367,7 +5368,8 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
 }
 
 /* Runs `ranks` ranks of the transports THREADS or CLOCK, each in a thread of its own with one element of s, and waits
-   for all. Returns the status of the rank that failed first, and writes its error text to `to`. */
+   for all. Returns the status of the lowest rank that failed, and writes its error text to `to`: hpmlc_first_cause,
+   with .survive hpmlc_survivors. */
 HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc_text *to)
 {
 #ifndef HPML_NO_THREADS
@@ -5823,7 +5825,7 @@ HPMLC_FN void hpmlc_phases_hierarchy(hpmlc_phases *all, int p, int per_node, boo
         const hpmlc_team in = { spread ? node : rank - place, spread ? nodes : 1, per_node, place, 0 };
         const hpmlc_team across = { rank - node * (spread ? 1 : per_node), spread ? 1 : per_node, nodes, node, 0 };
         int64_t at = hpml_block(n, per_node, place), end = hpml_block(n, per_node, place + 1);
-        bool    folds = (nodes & (nodes - 1)) != 0; /* no power of two: two more messages send the range */
+        bool    folds = (nodes & (nodes - 1)) != 0; /* no power of two: halving sends the range twice more */
         hpmlc_phases_add(all, &hpmlc_ring_scatter, in, 0, n);
         all->level = "global allreduce";
         hpml_algorithm between = folds && nodes <= 32 ? HPML_RING : HPML_HALVING;
@@ -5864,7 +5866,7 @@ static const hpmlc_algorithm hpmlc_algorithms[] = {
     { HPML_HALVING, "halving", { &hpmlc_fold, &hpmlc_halve, &hpmlc_double, &hpmlc_unfold, NULL }, NULL, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_halving_extra },
     { HPML_RING, "ring", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, false,
-      HPMLC_MAX_RANKS, 256, NULL }, /* auto_mixed 256: a simulation then plays p^2 messages */
+      HPMLC_MAX_RANKS, 256, NULL }, /* 256, with ranks r and r + 1 on different nodes: p^2 messages are simulated */
     { HPML_HIERARCHICAL, "hierarchical", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, hpmlc_phases_hierarchy,
       false, HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
     { HPML_TREE, "tree", { &hpmlc_tree_up, &hpmlc_tree_down, NULL }, NULL, false,
@@ -6096,7 +6098,7 @@ HPMLC_FN void hpmlc_course_begin(hpml_comm *c)
     x->sends    = m.to >= 0 && !x->skips;
     x->receives = m.from >= 0 && !x->skips;
     if (m.to >= 0 || m.from >= 0) c->counters.rounds++;
-    if (x->skips) { /* a round that the one before has done counts as well */
+    if (x->skips) { /* counts this round's messages, though the round before has brought the sums */
         const int64_t depth = hpmlc_count_send(c, m.to, sent_bytes);
         hpmlc_count_receive(c, received_bytes, depth);
     }
@@ -6104,7 +6106,7 @@ HPMLC_FN void hpmlc_course_begin(hpml_comm *c)
     c->returned = x->e;
     c->divisor  = x->op == HPML_MEAN ? c->size : 0;
     if (x->sends && m.add && sent == received && sent_bytes > 0 && received_bytes > 0) {
-        char *copy = hpmlc_scratch(c, sent_bytes); /* because the receive changes `sent` */
+        char *copy = hpmlc_scratch(c, sent_bytes); /* because the receive adds to the array that is sent */
         if (copy) sent = (char *)memcpy(copy, sent, sent_bytes);
     }
     if (x->sends) hpmlc_arrow(c, false, m.to);
@@ -6372,7 +6374,7 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     HPMLC_ZERO(hpml_network, net);
     int p = c->size, known = 0, nodes = 0;
     for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
-    /* (p) new numbers, then (known) new number + 1 of each old one */
+    /* (p) new number of each rank's node, then (known) 1 + the new number of each old one; 0: none yet */
     int32_t *node = (int32_t *)calloc((size_t)hpmlc_max(p, 1) + (size_t)hpmlc_max(known, 1), sizeof *node);
     for (int r = 0; node && r < p; r++) { /* numbers the nodes anew, because a part may lack some */
         int32_t *number = &node[p + c->node[r]];
@@ -6531,9 +6533,9 @@ struct hpml_job {
     int64_t             n;
     hpml_allreduce_desc desc;
     hpml_status         status;
-    bool                used;  /* posted, and hpml_job_wait has not yet returned its status */
+    bool                used;  /* true: posted, and hpml_job_wait has not yet returned its status */
     bool                done;
-    int64_t             step;  /* the communicator's step when the job was posted */
+    int64_t             step;  /* hpml_comm.step, the trainer's step, when the job was posted */
     double              clock; /* CLOCK: virtual seconds when the job was posted, then when it was done */
     hpmlc_chain         chain; /* depths of messages when the job was posted, then when it was done */
 };
@@ -6776,7 +6778,7 @@ HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
 }
 
 /* Waits for all jobs of c's background thread, and returns how many messages (which 0) or bytes (which 1) c and the
-   twin that this thread uses have sent to rank `peer`. */
+   twin of c that this background thread uses have sent to rank `peer`. */
 HPMLC_FN int64_t hpmlc_sent_to(const hpml_comm *c, int peer, int which)
 {
     if (!c || peer < 0 || peer >= c->size) return 0;
@@ -6815,7 +6817,7 @@ typedef struct hpmlc_item {
     int64_t       my_row, my_rows; /* first row of this rank's stripe; number of rows of the stripe */
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
     /* Arrays that one codec alone uses, allocated together with the residual; NULL with other codecs: */
-    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols) each; pairs (p, k, 2): k pairs of each rank */
+    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols); pairs (p, k, 2): (index, value) */
     float        *m, *p, *q;       /* LOWRANK: matrices M (rows, cols), P (rows, r), Q (cols, r) */
 } hpmlc_item;
 
@@ -6880,7 +6882,7 @@ struct hpml_exchange {
     float              *span;
     int64_t             plain;     /* floats of all plain tensors together */
     int64_t             part;      /* floats of plain tensors in one allreduce */
-    int32_t            *missing;   /* for each allreduce of plain tensors: how many are not ready on all ranks */
+    int32_t            *missing;   /* for each allreduce of plain tensors: how many of these are not ready everywhere */
     int32_t            *ready;     /* (d.count) atomic: 0: not ready, 1: ready on this rank, 2: ready on all ranks */
     int32_t            *late;      /* (d.count) 1 + a rank where the tensor is not ready; 0: ready everywhere */
     int                 announced; /* atomic: number of tensors that are ready on this rank */
