@@ -455,7 +455,7 @@ typedef struct hpml_message {
     size_t               bytes;
     void               (*reduce)(void *into, const void *from, size_t bytes); /* adds what arrives; NULL: copies it */
     double               arrival;      /* hpml_comm_now at which the message arrives or has arrived; 0: not known */
-    double               sent;         /* hpml_comm_now when the send began; also in a receive if copied there; else 0 */
+    double               sent;         /* hpml_comm_now when the send began; in a receive only if copied there; or 0 */
     int64_t              depth;        /* length of the longest chain of messages that ends with m; 0: not known */
     hpml_message_state   state;        /* the transport's */
     struct hpml_comm    *owner;        /* communicator on which the message was begun */
@@ -607,7 +607,7 @@ HPML_API hpml_algorithm hpml_comm_choose(hpml_comm *c, int64_t bytes); /* what A
                                                                             is NULL. Keeps what it has simulated */
 
 /* Of an array of n elements that is cut into p = `parts` blocks, block r is elements [n r / p, n (r+1) / p). */
-HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n * index / parts: first element
+HPML_API int64_t     hpml_block(int64_t n, int parts, int index); /* n * index / parts: offset of block
                                                                        `index`; 0 where parts is 0 */
 
 /* In place. reduce_scatter: block r of rank r becomes the result, the other blocks are overwritten. allgather: block r
