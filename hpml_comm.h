@@ -277,7 +277,7 @@ typedef struct hpml_comm_desc {
     int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory. custom: 0: all on one node */
     double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK: virtual seconds,
                                      0: for ever */
-    bool                check;    /* for debugging: ranks compare each collective first (kind, count, type, order) */
+    bool                check;    /* true, to debug: ranks first compare each collective (kind, count, type, order) */
     bool                only_messages; /* for exercises: collectives are refused with HPML_ERR_UNSUPPORTED, so that a
                                           program has to send its own messages; hpml_comm_split remains allowed */
     bool                survive;  /* same on all ranks: a lost rank ends only its own messages: see hpml_comm_lost */
@@ -372,8 +372,8 @@ typedef struct hpml_launch_desc {
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
     const struct hpml_plan *plan;  /* given to hpml_comm_set_plan on every rank before `fn` is called; NULL: HPML_PLAN
                                       in the environment is, if it splits the model */
-    bool                alone;     /* allows THREADS and CLOCK in each of several processes of mpiexec or srun; else
-                                      an error, because each process would train alone. HPML_RUN allows it as well */
+    bool                alone;     /* true: allows THREADS and CLOCK in each of several processes of mpiexec or srun;
+                                      else an error, because each would train alone. HPML_RUN allows it as well */
     uint32_t            _end;
 } hpml_launch_desc;
 typedef hpml_status hpml_rank_fn(hpml_comm *comm, void *user);
@@ -455,7 +455,7 @@ typedef struct hpml_message {
     size_t               bytes;
     void               (*reduce)(void *into, const void *from, size_t bytes); /* adds what arrives; NULL: copies it */
     double               arrival;      /* hpml_comm_now at which the message arrives or has arrived; 0: not known */
-    double               sent;         /* hpml_comm_now when the send began; in a receive only if copied there; or 0 */
+    double               sent;         /* hpml_comm_now when the send began; a receive may get a copy; 0: not known */
     int64_t              depth;        /* length of the longest chain of messages that ends with m; 0: not known */
     hpml_message_state   state;        /* the transport's */
     struct hpml_comm    *owner;        /* communicator on which the message was begun */
@@ -637,7 +637,7 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
                                   hpml_move *out);
 
 /* Work in the background: a thread of the communicator runs the jobs on a twin of the communicator, in the order in
-   which they were started, which must be the same on all ranks (hpml_exchange_ready allows others). The array must
+   which they were started, which must be the same on all ranks (hpml_exchange_ready: in any order). The array must
    stay untouched until hpml_job_wait has returned. Wait for each job exactly once, because jobs are reused. Without
    threads (HPML_NO_THREADS, MPI_THREAD_SINGLE) a job runs when it is started. The thread allocates with the context's
    allocator, which must therefore be thread-safe. */
@@ -711,8 +711,8 @@ HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *co
 HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row, int64_t *rows);
 
 /* How arrays that live on a device move between ranks without passing through the host: NCCL (hpml_nccl_attach in
-   hpml_cuda.cuh), or your own. Calls between begin and end are queued on a stream of the link's own; no function but
-   `check` waits on the host. All ranks make the same calls. Errors stand on the context. */
+   hpml_cuda.cuh), or your own. Calls between begin and end are queued on a stream of the link's own; only `check`
+   and `landed` wait on the host. All ranks make the same calls. Errors stand on the context. */
 typedef struct hpml_device_link {
     void *user; /* first argument of all functions */
     hpml_status (*begin)(void *user); /* the calls that follow run after all work that the device has now */
@@ -1513,7 +1513,7 @@ typedef struct hpml_machine {
     int32_t          cards;        /* network cards of a node, which share its traffic; 0: 1 */
     double           host;         /* bytes a second between a rank's memory and the host's, for messages between nodes;
                                       0: without limit */
-    bool             direct;       /* network cards read and write the ranks' memory (GPUDirect): a message is not
+    bool             direct;       /* true: network cards read and write the ranks' memory (GPUDirect): a message is not
                                       copied to the host before it is sent, nor from the host after it has come */
     hpml_fabric_kind fabric;       /* how nodes are joined */
     double           router;       /* seconds that each router on the way adds to the latency */
@@ -1551,7 +1551,7 @@ typedef struct hpml_layer_facts {
 
 typedef struct hpml_model_facts {
     uint32_t                _begin;
-    int32_t                 layers;   /* a chain, 1 to 65536 */
+    int32_t                 layers;   /* number of layers, which form a chain: 1 to 65536 */
     const hpml_layer_facts *layer;    /* (layers) */
     int32_t                 states;   /* floats of optimizer state for a parameter: sgd 0, momentum 1, adam 2 */
     double                  update_s; /* seconds to step all parameters on one rank; 0: by the machine's bandwidth */
@@ -2097,10 +2097,10 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 // >>messages   beginning and testing messages; lost ranks
 // ---------------------------------------------------------------------------------------------------------------------
 /* The transport begins a message; hpml_wait tests the message until it is done. Receives in flight are in a list. With
-   .survive the messages of a lost rank end here. Tags above HPML_TAG_MAX are for collectives. */
+   .survive messages to and from a lost rank end with an error. Tags above HPML_TAG_MAX are for collectives. */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
-#define HPMLC_TAGS           1023 /* tags that collectives use in rotation; messages of one tag stay in order */
+#define HPMLC_TAGS           1023 /* number of tags of collectives, used in turn; messages of one tag stay in order */
 #define HPMLC_TAG_EXTRA      (HPMLC_TAG_COLLECTIVE + HPMLC_TAGS) /* tag of MPI's control messages; THREADS: of splits */
 #define HPMLC_TAG_SPAN       (HPMLC_TAG_EXTRA + 1)
 
@@ -2610,8 +2610,8 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_
    inbox as a pointer; the receiver copies, or adds up, straight from the sender's array and marks the send done: one
    pass over the data and no buffer in between. Small messages are copied, because to sleep and wake takes longer.
 
-   The world, this process's ranks, counts its awake threads. A thread that falls asleep subtracts 1; the thread that
-   wakes it first adds 1. So a count of zero means that no thread can ever wake another: a deadlock. */
+   The world, this process's ranks, counts its awake threads. A thread that falls asleep subtracts 1; before a thread
+   wakes that one, it adds 1. So a count of zero means that no thread can ever wake another: a deadlock. */
 #ifndef HPML_NO_THREADS
 
 struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
@@ -4102,7 +4102,7 @@ HPMLC_FN double hpmlc_mpi_wait_all_late(hpml_comm *c, int code)
     return hpml_now();
 }
 
-/* Waits until the request of a collective MPI call, which returned `code`, is complete: as fast as the blocking call,
+/* Waits until the request of a collective MPI call, which returned `code`, is complete: as fast as MPI's blocking call,
    but with a deadline, and a failed rank ends the wait. After an error of MPI waits until the deadline, because only
    then the error's text can name a rank that failed without announcing its failure. */
 HPMLC_FN hpml_status hpmlc_mpi_wait_all(hpml_comm *c, int code, MPI_Request *request)
@@ -4508,7 +4508,7 @@ HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_co
         c->state  = m;
     }
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
-    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* because MPICH raises errors of MPI_Test there */
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* because MPICH raises MPI_Test's errors on it */
     MPI_Comm_get_errhandler(given, &own);
     MPI_Comm_set_errhandler(given, MPI_ERRORS_RETURN);
     bool good = hpmlc_mpi_meet(ctx, x, &letters[hpml_ctx_status(ctx) == HPML_OK]) &&
@@ -4661,8 +4661,8 @@ HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c)
 }
 
 /* Lets threads with clocks up to `time` run, then sets the clock of c's thread to `time`, but never back; 1e300: sleeps
-   until woken, or until the clock would pass `deadline`, which does not count as awake: if all threads sleep so, they
-   are in a deadlock. Returns false, with the clock unchanged, if another thread woke this one first. */
+   until woken, or until the clock would pass `deadline`; a thread that sleeps so does not count as awake: if all do,
+   there is a deadlock. Returns false, with the clock unchanged, if another thread woke this one first. */
 HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time, double deadline)
 {
     hpml_world    *w    = hpmlc_world_of(c);
