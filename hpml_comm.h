@@ -240,7 +240,7 @@ typedef enum hpml_transport_kind {
     HPML_TRANSPORT_THREADS = 0, /* ranks are threads of this process; messages are copied once, from array to array; a
                                    send of up to 256 bytes is copied and done at once */
     HPML_TRANSPORT_MPI     = 1, /* ranks are processes that mpiexec started; needs HPML_USE_MPI and mpicc */
-    HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: the one whose clock is behind runs; repeatable */
+    HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: the one whose clock is behind runs; all runs are equal */
 } hpml_transport_kind;
 
 /* A link: bytes arrive after latency + bytes / bandwidth, one message after another. Zero: the link takes no time. */
@@ -255,7 +255,7 @@ typedef struct hpml_link {
    buffers without end. */
 typedef struct hpml_network {
     int32_t       ranks_per_node; /* 0: all ranks on one node (MPI: asks MPI which ranks share memory) */
-    bool          spread;         /* rank r is on node r % nodes, not r / ranks_per_node */
+    bool          spread;         /* true: rank r is on node r % nodes, not r / ranks_per_node */
     hpml_link     inside, between; /* links within and between nodes */
     const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1. Not copied */
     double        jitter;         /* CLOCK: each computation takes up to 1 + jitter times as long, at random */
@@ -278,9 +278,9 @@ typedef struct hpml_comm_desc {
     double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK: virtual seconds,
                                      0: for ever */
     bool                check;    /* true, to debug: ranks first compare each collective (kind, count, type, order) */
-    bool                only_messages; /* for exercises: collectives are refused with HPML_ERR_UNSUPPORTED, so that a
+    bool                only_messages; /* true: for exercises, collectives give HPML_ERR_UNSUPPORTED, so that a
                                           program has to send its own messages; hpml_comm_split remains allowed */
-    bool                survive;  /* same on all ranks: a lost rank ends only its own messages: see hpml_comm_lost */
+    bool                survive;  /* true, on all ranks: a lost rank ends only its own messages: see hpml_comm_lost */
     uint32_t            _end;
 } hpml_comm_desc;
 
@@ -539,9 +539,9 @@ typedef struct hpml_transport {
     bool (*shares_core)(hpml_comm *c, int peer);   /* optional: true: peer is on this core, hpml_wait must not spin */
     bool (*has_delay)(const hpml_comm *c);   /* optional: true: messages take time that a computation can hide; NULL:
                                                 messages between nodes do */
-    bool (*is_concurrent)(const hpml_comm *c); /* optional: a part of c may be used by another thread at the same time;
+    bool (*is_concurrent)(const hpml_comm *c); /* optional: true: another thread may use a part of c at the same time;
                                                   false: background work is done at once. NULL: true */
-    bool   one_process; /* all ranks share this machine's cores, whatever their nodes */
+    bool   one_process; /* true: all ranks share this machine's cores, whatever their nodes */
     size_t piece;       /* bytes: AUTO sums larger arrays in pieces of this size, which stay in the caches; 0: whole */
     double alpha, beta; /* AUTO's first guess: seconds for a message, for a byte; 0: 2e-6, 0.25e-9 */
     const struct hpmlc_schedule *schedule; /* private to THREADS and CLOCK: how a process's threads take turns */
@@ -629,7 +629,7 @@ typedef struct hpml_move { /* what one rank does in one round */
     int     to, from;                  /* ranks; -1: none */
     int64_t send_at, send_count;       /* elements sent: the first one and how many */
     int64_t receive_at, receive_count; /* elements received: the first one and how many */
-    bool    add;                       /* received elements are added to the array's; else they replace these */
+    bool    add;                       /* true: received elements are added to the array's; else they replace these */
 } hpml_move;
 /* Computes one move of an allreduce, for programs that draw, count or simulate them: what rank `rank` of p does in
    round `round`, with n elements in all. False when the algorithm has no such round. */
@@ -908,7 +908,7 @@ typedef struct hpml_pipe_cut_desc {
     const int64_t *bytes;       /* (layers) bytes that go from each layer to the next one; NULL: 0 */
     const int64_t *param_bytes; /* (layers) bytes of each layer's parameters, for .replicate; NULL: 0 */
     double         bandwidth;   /* b, in bytes a second; 0: links take no time */
-    bool           replicate;   /* a stage may have several ranks; else each has one */
+    bool           replicate;   /* true: a stage may have several ranks; else each has one */
     uint32_t       _end;
 } hpml_pipe_cut_desc;
 typedef struct hpml_pipe_stage {
@@ -998,18 +998,18 @@ typedef struct hpml_plan {
                                      differ by at most 1 sample */
     int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, device links 8 MiB;
                                      1: each tensor alone */
-    bool            no_overlap;   /* exchange after the backward pass, not during it (shard 2, 3: at once, while the
+    bool            no_overlap;   /* true: exchange after, not during the backward pass (shard 2, 3: at once, while the
                                      pass waits). This is also done, in one bucket, where the ranks of one machine keep
                                      all its cores busy and no network is slow, because a background thread would take
                                      time from the computation */
-    bool            delayed;      /* sync, double buffering: a step applies the gradients (and changes of batchnorm's
-                                     running statistics) of the step before; the first step applies none */
+    bool            delayed;      /* sync: true: a step applies the gradients (and changes of batchnorm's
+                                     running statistics) of the step before (double buffering); the first step none */
     int64_t         warm_steps;   /* so many steps at the beginning exchange gradients uncompressed */
-    bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
+    bool            sync_batchnorm; /* true: batchnorm with the statistics of the global batch, as on one rank: a
                                      small sum over ranks for each such layer, forward and backward */
     hpml_route      route;        /* sync, ps, backup, ssp, async: how gradients of dense layers travel; the sum of
                                      factors has other last bits than an allreduce, the same on all ranks */
-    bool            exact;        /* sync: same bits for every number of ranks, algorithm, bucket and transport, see
+    bool            exact;        /* sync: true: same bits for any number of ranks, algorithm, bucket and transport, see
                                      >>api-distribute. ps: servers add each push when it comes, as 64-bit integers, so
                                      that any order of arrival gives the same bits; without it they add in the order of
                                      the ranks, when all have come */
@@ -1022,7 +1022,7 @@ typedef struct hpml_plan {
                                      backward pass, unless no_overlap is set, and then refuse other hooks `update`.
                                      With pipe ranks are those of a stage; 2 and 3 go with schedules gpipe and 1f1b.
                                      Needs hpml_comm_set_plan, or hpml_launch with a plan */
-    bool            recompute;    /* results are computed again for the backward pass, in segments: those recorded by
+    bool            recompute;    /* true: computes results again for the backward pass, in segments: those recorded by
                                      hpml_recompute, or about sqrt(ops) ones; the same bits, see hpml_graph_budget */
     int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
                                      again or swapped to host memory; 0: no limit. Both need hpml_ctx_defer before the
@@ -1035,7 +1035,7 @@ typedef struct hpml_plan {
                                      HPML_ZERO: each rank trains alone */
     float           outer_lr;     /* block: learning rate of the outer optimizer; 0: 1 */
     float           outer_momentum; /* block: momentum of the outer optimizer; 0: 1 - 1 / ranks; HPML_ZERO: none */
-    bool            outer_nesterov; /* block: a block begins ahead of the centre, by momentum * its last change */
+    bool            outer_nesterov; /* block: true: a block begins ahead of the centre, by momentum * its last change */
     hpml_topology   topology;     /* gossip: which ranks are neighbours */
     uint64_t        seed;         /* gossip: seed of the random pairs; federated: of the draw of workers */
     int32_t         history;      /* number of the last steps whose times are kept for hpml_distribute_steps; 0: 64 */
@@ -1059,17 +1059,17 @@ typedef struct hpml_plan_facts {
     int32_t ranks;
     int64_t batch;         /* samples that the model's input holds on each rank */
     int32_t accumulate;    /* micro-batches of an update; 0: 1 */
-    bool    overflows;     /* gradients overflow now and then: f16 with a dynamic loss scale */
-    bool    mixes_samples; /* an op mixes the samples of a batch: hpml_graph_batchable is false */
-    bool    clips;         /* the trainer has a clip_norm */
-    bool    steps_tensors; /* a step of the optimizer depends on whole tensors: hpml_trainer_apply_range refuses it */
-    bool    native;        /* the transport, or a device link, has an allreduce of its own */
-    bool    no_factors;    /* results of layers are on a device, or stored as halves */
-    bool    sparse;        /* an embedding of the model has .sparse set */
-    bool    together;      /* ranks are threads of one process, on the host, and time is not virtual */
-    bool    device;        /* the trainer's arrays are in the memory of a device, not of the host */
-    bool    steps_whole;   /* a step of the optimizer takes a whole tensor at once (hpml_optimizer.whole) */
-    bool    host_states;   /* the optimizer's states are in host memory, and values on a device (.host_optimizer) */
+    bool    overflows;     /* true: gradients overflow now and then: f16 with a dynamic loss scale */
+    bool    mixes_samples; /* true: an op mixes the samples of a batch: hpml_graph_batchable is false */
+    bool    clips;         /* true: the trainer has a clip_norm */
+    bool    steps_tensors; /* true: an optimizer step depends on whole tensors: hpml_trainer_apply_range refuses it */
+    bool    native;        /* true: the transport, or a device link, has an allreduce of its own */
+    bool    no_factors;    /* true: results of layers are on a device, or stored as halves */
+    bool    sparse;        /* true: an embedding of the model has .sparse set */
+    bool    together;      /* true: ranks are threads of one process, on the host, and time is not virtual */
+    bool    device;        /* true: the trainer's arrays are in the memory of a device, not of the host */
+    bool    steps_whole;   /* true: a step of the optimizer takes a whole tensor at once (hpml_optimizer.whole) */
+    bool    host_states;   /* true: optimizer states are in host memory, and values on a device (.host_optimizer) */
 } hpml_plan_facts;
 HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
 /* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
@@ -1419,8 +1419,8 @@ typedef struct hpml_simulate_desc {
                                         count. NULL: no codec */
     double         codec_s_per_byte; /* seconds to pack and unpack a byte of f32 gradient, and again of the sum */
     size_t         bucket_bytes;     /* bytes of f32 gradient in a bucket; 0: 25 MiB, 1: each layer alone */
-    bool           no_overlap;       /* exchange after the backward pass, not during it */
-    bool           delayed;          /* exchange the gradients of the step before during this one (double buffering) */
+    bool           no_overlap;       /* true: exchange after the backward pass, not during it */
+    bool           delayed;          /* true: exchange the gradients of the step before during this one */
     int32_t        servers;          /* strategy ps: so many of the last ranks are servers, which share the update; the
                                         others push gradients (as packed) behind the backward pass and get f32 values.
                                         algorithm, element, codec_s_per_byte, bucket_bytes, no_overlap and delayed do
@@ -5586,8 +5586,8 @@ typedef struct hpmlc_kind {
     int (*rounds)(int size); /* returns the number of rounds in a team of `size` members */
     void (*move)(const hpmlc_phase *f, int k, hpml_move *m); /* sets the move of member f->team.me in round k */
     hpmlc_sums sums;
-    bool       core;      /* needs a team of 2^k members: of a larger team the first 2^k members run the phase */
-    bool       one_round; /* member i > 0 takes part in round i - 1 only: the simulator skips its other rounds */
+    bool       core;      /* true: needs a team of 2^k members: of a larger team the first 2^k members run the phase */
+    bool       one_round; /* true: member i > 0 takes part in round i - 1 only: the simulator skips its other rounds */
 } hpmlc_kind;
 
 typedef struct hpmlc_team {
@@ -5795,7 +5795,7 @@ typedef struct hpmlc_algorithm {
     const hpmlc_kind *phase[HPMLC_ROW_PHASES]; /* run in this order by all ranks as one team; the last is NULL */
     /* Optional: appends the phases for several nodes with several ranks each; else all ranks run `phase`. */
     void (*by_nodes)(hpmlc_phases *all, int p, int per_node, bool spread, int rank, int64_t n);
-    bool              native;     /* the transport executes the algorithm; `phase` then only estimates its bytes */
+    bool              native;     /* true: the transport executes the algorithm; `phase` only estimates its bytes */
     int32_t           auto_ranks; /* AUTO simulates the algorithm for at most so many ranks; 0: never */
     int32_t           auto_mixed; /* as auto_ranks, where ranks r and r + 1 are on different nodes */
     /* Optional: seconds that an allreduce of `bytes` takes on a real transport beyond its simulated time. HPML_AUTO,
@@ -6077,7 +6077,7 @@ struct hpmlc_course {
     int                 op, tag;
     hpmlc_reduce_fn    *reduce;
     int                 phase, at;       /* the round: number `at` of all->phase[phase] */
-    bool                sends, receives; /* the round has a message to, from another rank */
+    bool                sends, receives; /* true: the round has a message to, from another rank */
     bool                skips;           /* true: the round before has already brought this round's sums (.returns) */
     bool                is_begun;
     double              since;           /* hpml_comm_now() when the phases of the current level began */
@@ -6308,9 +6308,9 @@ HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_el
    are empty, k doubles instead: after round k each rank has heard, directly or not, of the 2 k - 1 ranks before it. */
 typedef struct hpmlc_block_rule {
     const char *name;
-    bool        root_sends;    /* only the root sends: it has a block for each rank, other ranks have none to send */
-    bool        root_receives; /* only the root receives: a block from each rank */
-    bool        doubles;       /* the distance k doubles from round to round; else k grows by 1 */
+    bool        root_sends;    /* true: only the root sends: a block to each rank */
+    bool        root_receives; /* true: only the root receives: a block from each rank */
+    bool        doubles;       /* true: the distance k doubles from round to round; else k grows by 1 */
 } hpmlc_block_rule;
 
 static const hpmlc_block_rule hpmlc_gather_rule     = { "gather", false, true, false };
