@@ -4623,7 +4623,7 @@ HPMLC_FN bool hpmlc_vthread_before(const hpmlc_vthread *a, const hpmlc_vthread *
 HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
 {
     hpmlc_vthread *best = NULL;
-    if (w->vthread_count < w->ranks) return; /* not all ranks have entered yet */
+    if (w->vthread_count < w->ranks) return; /* some rank's thread has not entered yet */
     for (int attempt = 0; attempt < 2 && !best; attempt++) {
         for (hpmlc_vthread *a = w->vthreads; a; a = a->next)
             if (a->runnable && (!best || hpmlc_vthread_before(a, best))) best = a;
@@ -5713,7 +5713,7 @@ HPMLC_FN void hpmlc_halving_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     bool adds = hpmlc_adds(f->kind);
     int  half = f->team.size >> (adds ? k + 1 : f->rounds - k), other = f->team.me ^ half;
-    int  my_half = f->team.me / half * half, other_half = other / half * half; /* the first block of each half */
+    int  my_half = f->team.me / half * half, other_half = other / half * half; /* first block of this, the other half */
     int  sent = adds ? other_half : my_half;
     int  got = adds ? my_half : other_half;
     hpmlc_set_send(f, m, other, sent, sent + half);
@@ -6051,7 +6051,7 @@ HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_phases *all, int i,
     for (int k = i + 1; k < all->count; k++)
         if (hpmlc_adds(all->phase[k].kind)) return;
     if (!block && sums != HPMLC_SUMS_ALL && (sums != HPMLC_SUMS_ROOT || me > 0)) return;
-    int first = block ? me : 0; /* blocks [first, end) are divided */
+    int first = block ? me : 0; /* the sums of blocks [first, end) are divided by the number of ranks */
     int end   = block ? me + 1 : p;
     int64_t at = f->at + hpml_block(f->count, p, first), n = f->at + hpml_block(f->count, p, end) - at;
     hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
@@ -6805,7 +6805,7 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
 // >>exchange   1-bit exchange: stripes, owners, two residuals
 // ---------------------------------------------------------------------------------------------------------------------
 /* A tensor of an exchange. Plain: an allreduce over all plain tensors adds it up. Packed: a codec packs its rows, and
-   rank j adds up stripe j, the j-th of p almost equal ranges of rows. A message to rank j has a header of 8 bytes (a
+   rank j adds up stripe j, the j-th of `ranks` almost equal ranges of rows. A message to rank j has 8 bytes of header (a
    tensor and a rank with a NaN; 0: none), and then, by contribution and tensor, the packed rows of stripe j. */
 
 typedef struct hpmlc_item {
@@ -6817,8 +6817,8 @@ typedef struct hpmlc_item {
     int64_t       my_row, my_rows; /* first row of this rank's stripe; number of rows of the stripe */
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
     /* Arrays that one codec alone uses, allocated together with the residual; NULL with other codecs: */
-    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols); pairs (p, k, 2): (index, value) */
-    float        *m, *p, *q;       /* LOWRANK: matrices M (rows, cols), P (rows, r), Q (cols, r) */
+    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols); pairs: each rank's (index, value) */
+    float        *m, *p, *q;       /* LOWRANK: matrices M (rows, cols), P (rows, r), Q (cols, r), r = codec.lowrank */
 } hpmlc_item;
 
 /* Lets the host read and write arrays that may live on a device. hpmlc_host_view_begin returns n floats of an array:
@@ -6888,14 +6888,14 @@ struct hpml_exchange {
     int                 announced; /* atomic: number of tensors that are ready on this rank */
     hpml_job           *job;       /* job of hpml_exchange_ready, which waits for tensors to get ready */
     hpmlc_background   *by;        /* background thread that runs `job` */
-    int32_t            *leaves;    /* (p) number of contributions of each rank */
+    int32_t            *leaves;    /* (ranks) number of contributions of each rank */
     int32_t             first_leaf; /* number of contributions of all ranks before this one */
     int64_t             runs;      /* how often the exchange has run */
     uint64_t            seed;      /* seed of codecs that round at random */
-    size_t             *sent_at;   /* (p + 1) where the message to each rank begins in `sent` */
+    size_t             *sent_at;   /* (ranks + 1) where the message to each rank begins in `sent` */
     size_t              part_size; /* bytes of one contribution to this rank's stripe, header excluded */
-    size_t             *received_at; /* (p + 1) where the message from each rank begins in `received` */
-    size_t             *sum_at;    /* (p + 1) where the packed sum of each rank's stripe begins in `sums` */
+    size_t             *received_at; /* (ranks + 1) where the message from each rank begins in `received` */
+    size_t             *sum_at;    /* (ranks + 1) where the packed sum of each rank's stripe begins in `sums` */
     char               *sent, *received, *sums;
     int64_t             bytes;     /* bytes that this rank sends in one run of the exchange, without plain tensors */
     hpmlc_host_view     view;      /* HPMLC_PADDED_LINKED: by which the host reads tensors, residuals and messages on
