@@ -6805,7 +6805,7 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
 // >>exchange   1-bit exchange: stripes, owners, two residuals
 // ---------------------------------------------------------------------------------------------------------------------
 /* A tensor of an exchange. Plain: an allreduce over all plain tensors adds it up. Packed: a codec packs its rows, and
-   rank j adds up stripe j, the j-th of `ranks` almost equal ranges of rows. A message to rank j has 8 bytes of header (a
+   rank j adds up stripe j, one of `ranks` almost equal ranges of rows. A message to rank j has 8 bytes of header (a
    tensor and a rank with a NaN; 0: none), and then, by contribution and tensor, the packed rows of stripe j. */
 
 typedef struct hpmlc_item {
