@@ -308,8 +308,8 @@ HPML_API void        hpml_world_free(hpml_world *w);
    which a rank sends and receives one message at most: of p ranks, 2 (p - 1) for the sum by a ring, ceil(log2 p) for a
    broadcast by a tree, p - 1 where the root sends to each rank itself. The largest depth of all ranks is the depth of
    the program. It is the same in each run in virtual time, and with THREADS as long as one receive is in flight at a
-   time. The chain goes on through parts of a communicator and through background work. THREADS and CLOCK, and
-   transports that copy hpml_message.depth; else 0. To count a piece of a program, run the piece in a launch of its own,
+   time. The chain goes on through parts of a communicator and through background work. Known to THREADS,
+   CLOCK and transports that copy hpml_message.depth; else 0. To count a piece of a program, run the piece in a launch of its own,
    because a reset on one rank does not change the messages that are on their way to it. */
 typedef struct hpml_counters {
     int64_t messages, bytes; /* sent */
@@ -2335,7 +2335,7 @@ HPMLC_FN void hpmlc_pause(bool yield)
 }
 
 #define HPMLC_SLOW_YIELD 100e-6 /* seconds: a yield that takes longer has given the core to another program */
-#define HPMLC_EARLY      60e-6  /* seconds before a message arrives at which a sleep ends, because Linux wakes late */
+#define HPMLC_EARLY      60e-6  /* so many seconds before a message arrives a sleep ends, because Linux wakes late */
 
 /* Spends turn number `turn` of a wait for the list m without sleeping: spins in early turns, yields the core in later
    ones. False: the caller must sleep: the turns are used up, or a message is known to arrive later, or a yield has cost
@@ -4798,7 +4798,7 @@ HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *const *m, int count,
     const double arrival = fmin(hpmlc_next_arrival(m, count), hpmlc_clock_next_loss(c, m, count));
     const double end     = fmin(arrival, until);
     if (count == 1 && arrival < until) {
-        hpmlc_clock_advance(c, arrival); /* no other message can end this wait before */
+        hpmlc_clock_advance(c, arrival); /* no other message can end this wait earlier */
         return;
     }
     hpmlc_set_awaited(c, m, count);
