@@ -308,8 +308,8 @@ HPML_API void        hpml_world_free(hpml_world *w);
    which a rank sends and receives one message at most: of p ranks, 2 (p - 1) for the sum by a ring, ceil(log2 p) for a
    broadcast by a tree, p - 1 where the root sends to each rank itself. The largest depth of all ranks is the depth of
    the program. It is the same in each run in virtual time, and with THREADS as long as one receive is in flight at a
-   time. The chain goes on through parts of a communicator and through background work. Known to THREADS,
-   CLOCK and transports that copy hpml_message.depth; else 0. To count a piece of a program, run the piece in a launch of its own,
+   time. The chain goes on through parts of a communicator and through background work. Known to THREADS, CLOCK and
+   transports that copy hpml_message.depth; else 0. To count a piece of a program, run the piece in a launch of its own,
    because a reset on one rank does not change the messages that are on their way to it. */
 typedef struct hpml_counters {
     int64_t messages, bytes; /* sent */
@@ -1691,7 +1691,7 @@ HPMLC_REF(hpml_pipe_cut, (const hpml_pipe_cut_desc &d, hpml_pipe_stage *stages, 
 // >>system   system headers, macros
 // ---------------------------------------------------------------------------------------------------------------------
 #if defined(_WIN32) && !defined(__USE_MINGW_ANSI_STDIO)
-#define __USE_MINGW_ANSI_STDIO 1 /* MinGW: snprintf of C99 */
+#define __USE_MINGW_ANSI_STDIO 1 /* gives MinGW the snprintf of C99 */
 #endif
 #include <errno.h>
 #include <math.h>
@@ -2254,7 +2254,7 @@ HPMLC_FN double hpmlc_next_arrival(hpml_message *const *m, int count)
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
     if (hpmlc_oldest(m) != m) return;
-    const char *lost = hpmlc_why_lost(c, m->peer); /* read first, so that the test finds all that the peer sent */
+    const char *lost = hpmlc_why_lost(c, m->peer); /* read before the test, which so finds all that the peer sent */
     c->t->test(c, m);
     if (!lost || hpmlc_done(m) || (m->receiving && m->arrival > 0)) return;
     c->t->abandon(c, m);
@@ -2661,9 +2661,9 @@ struct hpml_world {
     int                 running;  /* number of threads that are awake */
     hpmlc_group        *groups;
     bool               *left;     /* (ranks) true: has closed the communicator of hpml_comm_create */
-    hpmlc_loss        **lost;     /* (ranks) with .survive: ranks that have failed or left; NULL: neither. Atomic */
+    hpmlc_loss        **lost;     /* (ranks) with .survive: how each rank failed or left; NULL: it did not. Atomic */
     int                 failed;   /* 1 + the rank that failed first; ranks + 1: all of them; 0: none. Set once */
-    hpml_status         failure;  /* if all failed: HPML_ERR_COMM: deadlock; HPML_ERR_TIMEOUT: the launch's limit */
+    hpml_status         failure;  /* if all failed: HPML_ERR_COMM: deadlock; HPML_ERR_TIMEOUT: .time_limit is over */
     char                text[512];
     bool                buffered; /* true: sends are copied, and done at once: CLOCK, or some link takes time */
     hpmlc_vthread      *vthreads, *turn; /* CLOCK: all threads, and the one that runs */
@@ -3092,7 +3092,7 @@ HPMLC_FN hpml_message *hpmlc_inbox_expects(const hpmlc_inbox *in, const hpml_mes
 }
 
 /* Returns whether c's thread continues the course (the collective) of `sleeper`, whose message m is done, instead of
-   waking it for the next round, because threads wait for a core and the messages are short. */
+   waking it for the next round: where not every rank has a core of its own and m is of at most HPMLC_HANDED bytes. */
 HPMLC_FN bool hpmlc_threads_continues(const hpml_comm *c, const hpml_comm *sleeper, const hpml_message *m)
 {
     if (!sleeper->course || sleeper->survive || hpml_trace_on(sleeper->trace)) return false;
@@ -3917,7 +3917,7 @@ HPMLC_FN void hpmlc_mpi_poll_control(hpmlc_shared *x)
 
 /* Returns the number that `rank` announced last: the rank for which it waits; x->size if it waits for all ranks; a
    larger number if it is busy for an announced time. -1: it does not wait, or its announcement is no longer valid,
-   because one deadline or, if busy, the announced time has passed since. */
+   because x->timeout or, if busy, the announced time has passed since. */
 HPMLC_FN int hpmlc_mpi_valid_number(const hpmlc_shared *x, int rank)
 {
     const int number = (int)x->awaits[2 * rank];
