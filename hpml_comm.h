@@ -585,7 +585,7 @@ HPML_API hpml_algorithm hpml_algorithm_find(const char *name); /* "ring", ...; e
 typedef enum hpml_reduce { HPML_SUM = 0, HPML_MEAN, HPML_MAX } hpml_reduce;
 
 typedef enum hpml_element { /* type of the elements that are added up */
-    HPML_ELEMENT_F32 = 0, HPML_ELEMENT_BF16, /* added in f32, each sum rounded to bf16 */
+    HPML_ELEMENT_F32 = 0, HPML_ELEMENT_BF16, /* BF16: added in f32, each sum rounded to bf16 */
     HPML_ELEMENT_I32, HPML_ELEMENT_I64, HPML_ELEMENT_F64, HPML_ELEMENT_BYTE /* BYTE: only moved */
 } hpml_element;
 HPML_API size_t hpml_element_size(hpml_element e);
@@ -750,8 +750,8 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
    With Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the
    mean over ranks stays the same, and differences shrink by the second largest |eigenvalue| in each step. */
 typedef enum hpml_topology {
-    HPML_TOPOLOGY_RING = 0, /* rank i with i - 1 and i + 1 */
-    HPML_TOPOLOGY_WHEEL,    /* the ring of ranks 1 to p - 1, and rank 0 with all of them */
+    HPML_TOPOLOGY_RING = 0, /* neighbours of rank i: ranks i - 1 and i + 1 */
+    HPML_TOPOLOGY_WHEEL,    /* ranks 1 to p - 1 form a ring, and rank 0 is a neighbour of all of them */
     HPML_TOPOLOGY_PAIRS,    /* random pairs, new ones in each step, with weights 1/2 and 1/2 */
     HPML_TOPOLOGY_ALL       /* all ranks are neighbours: one step gives the mean */
 } hpml_topology;
@@ -875,7 +875,7 @@ typedef struct hpml_pipe_simulation {
     double  step_s;    /* seconds until the last stage has finished its last task */
     double  compute_s; /* seconds of tasks on the rank that computes most */
     double  bubble;    /* idle share of all ranks' time: 1 - (sum of all tasks' seconds) / (stages * step_s) */
-    int64_t bytes;     /* sent by all ranks together */
+    int64_t bytes;     /* bytes sent by all ranks together */
     int32_t tasks;     /* of all stages */
     int32_t slots;     /* sets of activations on the stage that needs most */
 } hpml_pipe_simulation;
@@ -954,7 +954,7 @@ HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync",
    servers a worker sends b (m + S n) floats in place of m n, and the servers multiply (Chilimbi et al. 2014, "Project
    Adam"); the servers send parameters back as they do without factors. */
 typedef enum hpml_route {
-    HPML_ROUTE_ALLREDUCE = 0, /* gradients are added up */
+    HPML_ROUTE_ALLREDUCE = 0, /* all gradients are added up over ranks, none travels as factors */
     HPML_ROUTE_FACTORS,       /* the factors of all dense layers travel; other gradients are added up. A dense layer is
                                  a hpml_linear with inputs of the batch, whose weight no other op reads */
     HPML_ROUTE_HYBRID,        /* for each dense layer what sends less (Zhang et al. 2017, "Poseidon"): factors where
@@ -1027,7 +1027,7 @@ typedef struct hpml_plan {
     int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
                                      again or swapped to host memory; 0: no limit. Both need hpml_ctx_defer before the
                                      trainer is created, which a plan given to hpml_launch calls */
-    bool            host_optimizer; /* sync, on a device: hpml_trainer_desc.host_optimizer; needs hpml_ctx_defer, too */
+    bool            host_optimizer; /* sync, on a device: as hpml_trainer_desc.host_optimizer; needs hpml_ctx_defer */
     int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
                                      steps of a round; 0: 1 */
     float           elastic;      /* elastic: how far a meeting moves a rank's parameters towards the centre, as a
@@ -1263,7 +1263,7 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
 typedef struct hpml_batch_search_desc {
     uint32_t    _begin;
     const char *path;     /* required: of the checkpoint that trials start from, written here and read by all ranks */
-    int64_t     min, max; /* smallest, largest samples a step; 0: min as now, max all ranks' batches together */
+    int64_t     min, max; /* smallest, largest samples a step; 0: as now, all ranks' batches together */
     double      factor;   /* each size divided by the size before; 0: the square root of 2 */
     int64_t     multiple; /* sizes are multiples of this number; 0: 1 */
     int64_t     samples;  /* number of samples that each size trains on; 0: a tenth of the data */
@@ -1271,7 +1271,7 @@ typedef struct hpml_batch_search_desc {
     uint32_t    _end;
 } hpml_batch_search_desc;
 typedef struct hpml_batch_trial {
-    int64_t batch; /* samples a step; 0: the list ends here */
+    int64_t batch; /* samples a step; 0: end of the list of trials */
     double  loss;  /* mean over the samples; infinite: training diverged */
 } hpml_batch_trial;
 /* Collective, between two passes over the data. Returns the batch size that was chosen and set, in samples a step; all
@@ -1435,9 +1435,9 @@ typedef struct hpml_simulation {
     double  exposed_s;      /* seconds of communication that overlap no computation */
     double  comm_s;         /* seconds of communication, packing included; all but exposed_s overlap computation */
     double  efficiency;     /* compute_s / step_s: at 1, p ranks do p batches in the time of one */
-    int64_t bytes_per_rank; /* sent by the rank that sends most */
+    int64_t bytes_per_rank; /* bytes sent by the rank that sends most */
     int64_t messages;       /* number of messages of the rank that sends most */
-    int64_t between_bytes;  /* sent from node to node, by all ranks together */
+    int64_t between_bytes;  /* bytes sent from node to node, by all ranks together */
     int32_t buckets;
 } hpml_simulation;
 
@@ -1582,8 +1582,8 @@ struct hpml_prediction {
     double    exposed_link_s[2]; /* of .exposed_s, the seconds on links [0] within nodes and [1] between nodes */
     double    bubble;       /* idle share of a pipeline: HPML_TERM_BUBBLE / step_s */
     double    samples_s;    /* samples a second, of all ranks */
-    int64_t   rank_bytes;   /* sent in a step by the rank that sends most */
-    int64_t   between_bytes; /* sent in a step from node to node, by all ranks */
+    int64_t   rank_bytes;   /* bytes sent in a step by the rank that sends most */
+    int64_t   between_bytes; /* bytes sent in a step from node to node, by all ranks */
     int64_t   memory;       /* bytes of the rank that needs most: parameters, gradients, states, activations */
     int32_t   buckets;      /* jobs of a step on the first stage: exchanges of buckets, and the sum of losses */
     int32_t   played;       /* number of ranks whose programs were played; the others are equal to these */
