@@ -1025,8 +1025,8 @@ typedef struct hpml_plan {
     bool            recompute;    /* true: computes results again for the backward pass, in segments: those recorded by
                                      hpml_recompute, or about sqrt(ops) ones; the same bits, see hpml_graph_budget */
     int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
-                                     again or swapped to host memory; 0: no limit. This and .recompute need hpml_ctx_defer
-                                     before the trainer is created, which a plan given to hpml_launch calls */
+                                     again or swapped to host memory; 0: no limit. This and .recompute need
+                                     hpml_ctx_defer before the trainer is created, which a plan given to hpml_launch calls */
     bool            host_optimizer; /* sync, on a device: as hpml_trainer_desc.host_optimizer; needs hpml_ctx_defer */
     int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
                                      steps of a round; 0: 1 */
