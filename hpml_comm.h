@@ -1026,7 +1026,7 @@ typedef struct hpml_plan {
                                      hpml_recompute, or about sqrt(ops) ones; the same bits, see hpml_graph_budget */
     int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
                                      again or swapped to host memory; 0: no limit. This and .recompute need
-                                     hpml_ctx_defer before the trainer is created, which a plan given to hpml_launch calls */
+                                     hpml_ctx_defer before the trainer is created, called by a plan given to hpml_launch */
     bool            host_optimizer; /* sync, on a device: as hpml_trainer_desc.host_optimizer; needs hpml_ctx_defer */
     int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
                                      steps of a round; 0: 1 */
@@ -4539,7 +4539,7 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     hpmlc_mpi_list(x, true);
     hpmlc_mpi_nodes(c, d->ranks_per_node); /* after an error c stays open, and is closed when it is freed */
     for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
-    x->own_core = near <= hpmlc_cores_online(); /* of the whole machine: each process may be bound to other ones */
+    x->own_core = near <= hpmlc_cores_online(); /* all of the machine, as each process may be bound to other ones */
     return HPML_OK;
 }
 
@@ -6080,7 +6080,7 @@ struct hpmlc_course {
     bool                sends, receives; /* true: the round has a message to, from another rank */
     bool                skips;           /* true: the round before has already brought this round's sums (.returns) */
     bool                is_begun;
-    double              since;           /* hpml_comm_now() when the phases of the current level began */
+    double              since;           /* hpml_comm_now() when the phases of the current hpmlc_phase.level began */
     hpml_status         status;
     hpml_message        send, receive, *missing;
 };
