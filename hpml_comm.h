@@ -1026,7 +1026,7 @@ typedef struct hpml_plan {
                                      hpml_recompute, or about sqrt(ops) ones; the same bits, see hpml_graph_budget */
     int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
                                      again or swapped to host memory; 0: no limit. This and .recompute need
-                                     hpml_ctx_defer before the trainer is created, called by a plan given to hpml_launch */
+                                     hpml_ctx_defer before the trainer is created; hpml_launch with a plan calls it */
     bool            host_optimizer; /* sync, on a device: as hpml_trainer_desc.host_optimizer; needs hpml_ctx_defer */
     int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
                                      steps of a round; 0: 1 */
