@@ -240,7 +240,7 @@ typedef enum hpml_transport_kind {
     HPML_TRANSPORT_THREADS = 0, /* ranks are threads of this process; messages are copied once, from array to array; a
                                    send of up to 256 bytes is copied and done at once */
     HPML_TRANSPORT_MPI     = 1, /* ranks are processes that mpiexec started; needs HPML_USE_MPI and mpicc */
-    HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: the one whose clock is behind runs; repeatable */
+    HPML_TRANSPORT_CLOCK   = 2  /* threads in virtual time: the one whose clock is behind runs; all runs are equal */
 } hpml_transport_kind;
 
 /* A link: bytes arrive after latency + bytes / bandwidth, one message after another. Zero: the link takes no time. */
@@ -254,8 +254,8 @@ typedef struct hpml_link {
    one after another. Where a link takes time, and with CLOCK, every send is copied and done at once, as if cards had
    buffers without end. */
 typedef struct hpml_network {
-    int32_t       ranks_per_node; /* 0: all on one node (MPI: asks MPI) */
-    bool          spread;         /* rank r is on node r % nodes, not r / ranks_per_node */
+    int32_t       ranks_per_node; /* 0: all ranks on one node (MPI: asks MPI which ranks share memory) */
+    bool          spread;         /* true: rank r is on node r % nodes, not r / ranks_per_node */
     hpml_link     inside, between; /* links within and between nodes */
     const double *slow;           /* (ranks) CLOCK: rank r computes slow[r] times as long; NULL: 1. Not copied */
     double        jitter;         /* CLOCK: each computation takes up to 1 + jitter times as long, at random */
@@ -277,10 +277,10 @@ typedef struct hpml_comm_desc {
     int32_t             ranks_per_node; /* MPI: 0: asks MPI which ranks share memory. custom: 0: all on one node */
     double              timeout;  /* seconds that a wait may last; 0: 60, negative: for ever. CLOCK: virtual seconds,
                                      0: for ever */
-    bool                check;    /* for debugging: ranks compare each collective first (kind, count, type, order) */
-    bool                only_messages; /* for exercises: collectives are refused with HPML_ERR_UNSUPPORTED, so that a
+    bool                check;    /* true, to debug: ranks first compare each collective (kind, count, type, order) */
+    bool                only_messages; /* true: for exercises, collectives give HPML_ERR_UNSUPPORTED, so that a
                                           program has to send its own messages; hpml_comm_split remains allowed */
-    bool                survive;  /* same on all ranks: a lost rank ends only its own messages: see hpml_comm_lost */
+    bool                survive;  /* true, on all ranks: a lost rank ends only its own messages: see hpml_comm_lost */
     uint32_t            _end;
 } hpml_comm_desc;
 
@@ -308,16 +308,16 @@ HPML_API void        hpml_world_free(hpml_world *w);
    which a rank sends and receives one message at most: of p ranks, 2 (p - 1) for the sum by a ring, ceil(log2 p) for a
    broadcast by a tree, p - 1 where the root sends to each rank itself. The largest depth of all ranks is the depth of
    the program. It is the same in each run in virtual time, and with THREADS as long as one receive is in flight at a
-   time. The chain goes on through parts of a communicator and through background work. THREADS and CLOCK, and
+   time. The chain goes on through parts of a communicator and through background work. Known to THREADS, CLOCK and
    transports that copy hpml_message.depth; else 0. To count a piece of a program, run the piece in a launch of its own,
    because a reset on one rank does not change the messages that are on their way to it. */
 typedef struct hpml_counters {
     int64_t messages, bytes; /* sent */
     int64_t between_bytes; /* bytes sent to other nodes; included in `bytes` */
     int64_t rounds;        /* rounds of collectives in which this rank sent or received */
-    double  seconds;       /* spent in collectives, waiting included */
+    double  seconds;       /* seconds spent in collectives, waiting included */
     int64_t received_messages, received_bytes;
-    int64_t depth;         /* longest chain of messages */
+    int64_t depth;         /* length of the longest chain of messages that ends at this rank */
     int64_t held_bytes;    /* THREADS, CLOCK: largest number of bytes that waited at one time for this rank to receive
                               them; else 0 */
 } hpml_counters;
@@ -357,7 +357,7 @@ typedef struct hpml_launch_desc {
     hpml_transport_kind transport;
     int32_t             ranks;     /* THREADS, CLOCK: 0: 1. MPI: 0, or the number that must have been started */
     hpml_network        network;   /* MPI: only ranks_per_node is used */
-    double              timeout;   /* as in hpml_comm_desc, like the next three */
+    double              timeout;   /* as in hpml_comm_desc, as are .check, .survive and .only_messages */
     bool                check;
     bool                survive;
     bool                only_messages;
@@ -367,13 +367,13 @@ typedef struct hpml_launch_desc {
                                        the library, cannot be ended. Not for MPI */
     hpml_counters      *counters;  /* (ranks) gets what each rank has sent and received by its end, with parts and
                                       background, read without a message; MPI: (1) of this process's rank. NULL: no */
-    hpml_message_log   *log;       /* gets the messages of all ranks; MPI: those that this process received. NULL: no */
-    hpml_ctx_desc       ctx;       /* of every rank; threads 0: the process's cores divided by the ranks */
+    hpml_message_log   *log;       /* gets all ranks' messages; MPI: those that this process received. NULL: no log */
+    hpml_ctx_desc       ctx;       /* of every rank's context; .threads 0: the process's cores divided by the ranks */
     void              (*place)(hpml_ctx_desc *ctx, int rank, void *user); /* changes ctx for a rank, to give it a GPU */
     const struct hpml_plan *plan;  /* given to hpml_comm_set_plan on every rank before `fn` is called; NULL: HPML_PLAN
                                       in the environment is, if it splits the model */
-    bool                alone;     /* allows THREADS and CLOCK in each of several processes of mpiexec or srun; else
-                                      an error, because each process would train alone. HPML_RUN allows it as well */
+    bool                alone;     /* true: allows THREADS and CLOCK in each of several processes of mpiexec or srun;
+                                      else an error, because each would train alone. HPML_RUN allows it as well */
     uint32_t            _end;
 } hpml_launch_desc;
 typedef hpml_status hpml_rank_fn(hpml_comm *comm, void *user);
@@ -449,14 +449,14 @@ typedef union hpml_message_state {
 typedef struct hpml_message {
     int                  peer, tag;    /* peer's rank in the communicator; tag: above HPML_TAG_MAX a collective's */
     bool                 receiving;
-    bool                 done;         /* another thread that sets it does so with release order, then leaves m alone */
+    bool                 done;         /* true: m is over; another thread sets this last, with release order */
     hpml_status          status;       /* valid when done */
     char                *data;
     size_t               bytes;
-    void               (*reduce)(void *into, const void *from, size_t bytes); /* receiving: adds; NULL: copies */
-    double               arrival;      /* seconds of hpml_comm_now at which a message arrives or did; 0: not known */
-    double               sent;         /* of a send, and copied to its receive if the transport can: its start; 0: no */
-    int64_t              depth;        /* likewise: the longest chain of messages that ends with it; 0: not known */
+    void               (*reduce)(void *into, const void *from, size_t bytes); /* adds what arrives; NULL: copies it */
+    double               arrival;      /* hpml_comm_now at which the message arrives or has arrived; 0: not known */
+    double               sent;         /* hpml_comm_now when the send began; a receive may get a copy; 0: not known */
+    int64_t              depth;        /* length of the longest chain of messages that ends with m; 0: not known */
     hpml_message_state   state;        /* the transport's */
     struct hpml_comm    *owner;        /* communicator on which the message was begun */
     struct hpml_message *next;         /* private: the next pending receive in a list, begun before this one */
@@ -536,12 +536,12 @@ typedef struct hpml_transport {
     /* Optional: runs algorithm HPML_NATIVE. element is an hpml_element, reduce an hpml_reduce; for HPML_MEAN computes
        the sum, which the caller divides. */
     hpml_status (*allreduce)(hpml_comm *c, void *data, int64_t n, int element, int reduce);
-    bool (*shares_core)(hpml_comm *c, int peer);   /* optional: the peer runs on this core: hpml_wait must not spin */
-    bool (*has_delay)(const hpml_comm *c);   /* optional: messages take time that a computation can hide; NULL:
+    bool (*shares_core)(hpml_comm *c, int peer);   /* optional: true: peer is on this core, hpml_wait must not spin */
+    bool (*has_delay)(const hpml_comm *c);   /* optional: true: messages take time that a computation can hide; NULL:
                                                 messages between nodes do */
-    bool (*is_concurrent)(const hpml_comm *c); /* optional: a part of c may be used by another thread at the same time;
+    bool (*is_concurrent)(const hpml_comm *c); /* optional: true: another thread may use a part of c at the same time;
                                                   false: background work is done at once. NULL: true */
-    bool   one_process; /* all ranks share this machine's cores, whatever their nodes */
+    bool   one_process; /* true: all ranks share this machine's cores, whatever their nodes */
     size_t piece;       /* bytes: AUTO sums larger arrays in pieces of this size, which stay in the caches; 0: whole */
     double alpha, beta; /* AUTO's first guess: seconds for a message, for a byte; 0: 2e-6, 0.25e-9 */
     const struct hpmlc_schedule *schedule; /* private to THREADS and CLOCK: how a process's threads take turns */
@@ -585,14 +585,14 @@ HPML_API hpml_algorithm hpml_algorithm_find(const char *name); /* "ring", ...; e
 typedef enum hpml_reduce { HPML_SUM = 0, HPML_MEAN, HPML_MAX } hpml_reduce;
 
 typedef enum hpml_element { /* type of the elements that are added up */
-    HPML_ELEMENT_F32 = 0, HPML_ELEMENT_BF16, /* added in f32, each sum rounded to bf16 */
+    HPML_ELEMENT_F32 = 0, HPML_ELEMENT_BF16, /* BF16: added in f32, each sum rounded to bf16 */
     HPML_ELEMENT_I32, HPML_ELEMENT_I64, HPML_ELEMENT_F64, HPML_ELEMENT_BYTE /* BYTE: only moved */
 } hpml_element;
 HPML_API size_t hpml_element_size(hpml_element e);
 
 typedef struct hpml_allreduce_desc {
     uint32_t       _begin;
-    hpml_algorithm algorithm; /* AUTO: the fastest in a simulation of these links and nodes, see hpml_comm_tune */
+    hpml_algorithm algorithm; /* AUTO: the fastest in a simulation of the communicator's links, see hpml_comm_tune */
     hpml_reduce    reduce;
     hpml_element   element;
     uint32_t       _end;
@@ -629,7 +629,7 @@ typedef struct hpml_move { /* what one rank does in one round */
     int     to, from;                  /* ranks; -1: none */
     int64_t send_at, send_count;       /* elements sent: the first one and how many */
     int64_t receive_at, receive_count; /* elements received: the first one and how many */
-    bool    add;                       /* received elements are added to the array's; else they replace these */
+    bool    add;                       /* true: received elements are added to the array's; else they replace these */
 } hpml_move;
 /* Computes one move of an allreduce, for programs that draw, count or simulate them: what rank `rank` of p does in
    round `round`, with n elements in all. False when the algorithm has no such round. */
@@ -637,7 +637,7 @@ HPML_API bool hpml_allreduce_move(hpml_algorithm a, int p, int ranks_per_node, i
                                   hpml_move *out);
 
 /* Work in the background: a thread of the communicator runs the jobs on a twin of the communicator, in the order in
-   which they were started, which must be the same on all ranks (hpml_exchange_ready allows others). The array must
+   which they were started, which must be the same on all ranks (hpml_exchange_ready: in any order). The array must
    stay untouched until hpml_job_wait has returned. Wait for each job exactly once, because jobs are reused. Without
    threads (HPML_NO_THREADS, MPI_THREAD_SINGLE) a job runs when it is started. The thread allocates with the context's
    allocator, which must therefore be thread-safe. */
@@ -672,7 +672,7 @@ typedef struct hpml_exchange_desc {
     const hpml_gradient *tensors;    /* (count), same order and shapes on all ranks; copied, but for their names */
     hpml_codec_desc      codec;      /* the codec that packs gradients */
     hpml_reduce          reduce;     /* SUM or MEAN over ranks */
-    hpml_algorithm       algorithm;  /* for the allreduce of plain tensors */
+    hpml_algorithm       algorithm;  /* allreduce algorithm for plain tensors */
     int32_t              leaves;     /* contributions of this rank; 0: 1. More with exact sums: hpml_plan.exact */
     int64_t              leaf_step;  /* contribution l of a tensor is at data + l * leaf_step; the result: at l = 0 */
     int64_t              fuse_bytes; /* plain tensors, end to end, are cut into sums of this many bytes; 0: one sum */
@@ -711,8 +711,8 @@ HPML_API float *hpml_exchange_residual(hpml_exchange *x, int tensor, int64_t *co
 HPML_API float *hpml_exchange_stripe(hpml_exchange *x, int tensor, int64_t *row, int64_t *rows);
 
 /* How arrays that live on a device move between ranks without passing through the host: NCCL (hpml_nccl_attach in
-   hpml_cuda.cuh), or your own. Calls between begin and end are queued on a stream of the link's own; no function but
-   `check` waits on the host. All ranks make the same calls. Errors stand on the context. */
+   hpml_cuda.cuh), or your own. Calls between begin and end are queued on a stream of the link's own; only `check`
+   and `landed` wait on the host. All ranks make the same calls. Errors stand on the context. */
 typedef struct hpml_device_link {
     void *user; /* first argument of all functions */
     hpml_status (*begin)(void *user); /* the calls that follow run after all work that the device has now */
@@ -724,7 +724,7 @@ typedef struct hpml_device_link {
                         const size_t *received_at);
     hpml_status (*end)(void *user);
     hpml_status (*wait)(void *user);  /* work that the device gets from now on runs after the calls up to `end` */
-    hpml_status (*check)(void *user); /* waits on the host until the calls are done; a deadline is an error */
+    hpml_status (*check)(void *user); /* waits on the host for the calls up to `end`; an error at the deadline */
     hpml_status (*scale)(void *user, float *x, int64_t n, float times, float by); /* x * times / by, in place, as work
                                                                                      of the device, not of the link */
     void (*free)(void *user);         /* optional: called when the communicator is freed or gets another link */
@@ -738,7 +738,8 @@ typedef struct hpml_device_link {
        the node get all blocks. Each of the two functions does the work of `begin` and `end` itself. */
     hpml_status (*reduce_scatter)(void *user, float *x, const int64_t *at, float *stage);
     hpml_status (*allgather)(void *user, float *x, const int64_t *at, const float *stage);
-    hpml_status (*landed)(void *user, float *stage); /* waits for the copy; for any thread: sets no context's error */
+    hpml_status (*landed)(void *user, float *stage); /* waits until `stage` has reduce_scatter's copy. Any thread may
+                                                        call it, so that it sets no context's error */
 } hpml_device_link;
 HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *link); /* copied; NULL: none */
 
@@ -749,8 +750,8 @@ HPML_API hpml_status hpml_comm_set_link(hpml_comm *c, const hpml_device_link *li
    With Metropolis weights W_ij = 1 / (1 + max(degree i, degree j)) the matrix is symmetric and doubly stochastic: the
    mean over ranks stays the same, and differences shrink by the second largest |eigenvalue| in each step. */
 typedef enum hpml_topology {
-    HPML_TOPOLOGY_RING = 0, /* rank i with i - 1 and i + 1 */
-    HPML_TOPOLOGY_WHEEL,    /* the ring of ranks 1 to p - 1, and rank 0 with all of them */
+    HPML_TOPOLOGY_RING = 0, /* neighbours of rank i: ranks i - 1 and i + 1 */
+    HPML_TOPOLOGY_WHEEL,    /* ranks 1 to p - 1 form a ring, and rank 0 is a neighbour of all of them */
     HPML_TOPOLOGY_PAIRS,    /* random pairs, new ones in each step, with weights 1/2 and 1/2 */
     HPML_TOPOLOGY_ALL       /* all ranks are neighbours: one step gives the mean */
 } hpml_topology;
@@ -874,7 +875,7 @@ typedef struct hpml_pipe_simulation {
     double  step_s;    /* seconds until the last stage has finished its last task */
     double  compute_s; /* seconds of tasks on the rank that computes most */
     double  bubble;    /* idle share of all ranks' time: 1 - (sum of all tasks' seconds) / (stages * step_s) */
-    int64_t bytes;     /* sent by all ranks together */
+    int64_t bytes;     /* bytes sent by all ranks together */
     int32_t tasks;     /* of all stages */
     int32_t slots;     /* sets of activations on the stage that needs most */
 } hpml_pipe_simulation;
@@ -907,7 +908,7 @@ typedef struct hpml_pipe_cut_desc {
     const int64_t *bytes;       /* (layers) bytes that go from each layer to the next one; NULL: 0 */
     const int64_t *param_bytes; /* (layers) bytes of each layer's parameters, for .replicate; NULL: 0 */
     double         bandwidth;   /* b, in bytes a second; 0: links take no time */
-    bool           replicate;   /* a stage may have several ranks; else each has one */
+    bool           replicate;   /* true: a stage may have several ranks; else each has one */
     uint32_t       _end;
 } hpml_pipe_cut_desc;
 typedef struct hpml_pipe_stage {
@@ -953,7 +954,7 @@ HPML_API const char *hpml_strategy_name(hpml_strategy_kind strategy); /* "sync",
    servers a worker sends b (m + S n) floats in place of m n, and the servers multiply (Chilimbi et al. 2014, "Project
    Adam"); the servers send parameters back as they do without factors. */
 typedef enum hpml_route {
-    HPML_ROUTE_ALLREDUCE = 0, /* gradients are added up */
+    HPML_ROUTE_ALLREDUCE = 0, /* all gradients are added up over ranks, none travels as factors */
     HPML_ROUTE_FACTORS,       /* the factors of all dense layers travel; other gradients are added up. A dense layer is
                                  a hpml_linear with inputs of the batch, whose weight no other op reads */
     HPML_ROUTE_HYBRID,        /* for each dense layer what sends less (Zhang et al. 2017, "Poseidon"): factors where
@@ -967,15 +968,15 @@ HPML_API const char *hpml_route_name(hpml_route route); /* "allreduce", ...; NUL
    ranks' gradients. A field at zero has its default. A field that the plan's strategy does not use must be zero. */
 typedef struct hpml_plan {
     uint32_t        _begin;
-    int32_t         data;         /* axes, see >>api-mesh: data * pipe * tensor * sequence * expert + servers is the
-                                     number of ranks. 0: 1, and of data what is left */
-    int32_t         pipe;         /* each rank has some of the layers, see >>api-pipe */
-    int32_t         tensor;       /* each rank has a part of every layer with a .split */
-    int32_t         sequence;     /* each rank has some time steps of each sequence */
-    int32_t         expert;       /* each rank has some of the experts, and its own share of the batch */
+    int32_t         data;         /* ranks along axis data, see >>api-mesh. The product of the five axes, plus servers,
+                                     is the number of ranks. 0: 1; data 0: as many as the other axes leave */
+    int32_t         pipe;         /* ranks along axis pipe: each has some of the layers, see >>api-pipe */
+    int32_t         tensor;       /* ranks along axis tensor: each has a part of every layer with a .split */
+    int32_t         sequence;     /* ranks along axis sequence: each has some time steps of each sequence */
+    int32_t         expert;       /* ranks along axis expert: each has some experts, and its own share of the batch */
     hpml_pipe_kind  schedule;     /* pipe: in which order a stage works on its micro-batches */
     int32_t         micro;        /* pipe: micro-batches of a batch; 0: 4 for each stage, but at most the batch's
-                                     samples. STASH, VERTICAL: 0, because a batch is one */
+                                     samples. STASH, VERTICAL: 0, because each batch is one micro-batch */
     int32_t         chunks;       /* pipe, INTERLEAVED: pieces of the model on each stage; 0: 2 */
     const int32_t  *cut;          /* pipe: (pipe * chunks - 1) the ops, in running order, at which the pieces after the
                                      first one begin; read by hpml_distribute. Texts do not hold it. NULL: pieces have
@@ -986,29 +987,29 @@ typedef struct hpml_plan {
     hpml_strategy_kind strategy;
     int32_t         servers;      /* ps, backup, ssp, async, federated, required: so many of the last ranks are servers,
                                      the others workers */
-    int32_t         backup;       /* backup, required: a step does not wait for so many workers, the slowest */
+    int32_t         backup;       /* backup, required: for so many workers, the slowest ones, a step does not wait */
     int32_t         staleness;    /* ssp: steps that a worker may be ahead of the slowest one; 0: as ps */
     float           share;        /* federated: fraction of the workers that are drawn for a round; 0: all */
     hpml_codec_desc codec;        /* packs gradients, as in hpml_exchange_desc */
     hpml_algorithm  algorithm;    /* allreduce algorithm of plain sums, of gradients or parameters */
-    bool            sum;          /* sync, ps, backup: apply the sum of the ranks' mean gradients; else the mean over
-                                     the batch */
+    bool            sum;          /* sync, ps, backup: true: a step applies the sum of the ranks' mean gradients;
+                                     false: the mean over the batch */
     int64_t         global_batch; /* samples of a step; 0: shares * model batch. There are data * expert shares, which
                                      differ by at most 1 sample */
-    int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, by a link 8 MiB;
+    int64_t         bucket_bytes; /* tensors are exchanged together up to this size; 0: 256 KiB, device links 8 MiB;
                                      1: each tensor alone */
-    bool            no_overlap;   /* exchange after the backward pass, not during it (shard 2, 3: at once, while the
+    bool            no_overlap;   /* true: exchange after, not during the backward pass (shard 2, 3: at once, while the
                                      pass waits). This is also done, in one bucket, where the ranks of one machine keep
                                      all its cores busy and no network is slow, because a background thread would take
                                      time from the computation */
-    bool            delayed;      /* sync, double buffering: a step applies the gradients (and changes of batchnorm's
-                                     running statistics) of the step before; the first step applies none */
+    bool            delayed;      /* sync: true: a step applies the gradients (and changes of batchnorm's
+                                     running statistics) of the step before (double buffering); the first step none */
     int64_t         warm_steps;   /* so many steps at the beginning exchange gradients uncompressed */
-    bool            sync_batchnorm; /* batchnorm with the statistics of the global batch, as one rank would have: a
+    bool            sync_batchnorm; /* true: batchnorm with the statistics of the global batch, as on one rank: a
                                      small sum over ranks for each such layer, forward and backward */
     hpml_route      route;        /* sync, ps, backup, ssp, async: how gradients of dense layers travel; the sum of
                                      factors has other last bits than an allreduce, the same on all ranks */
-    bool            exact;        /* sync: same bits for every number of ranks, algorithm, bucket and transport, see
+    bool            exact;        /* sync: true: same bits for any number of ranks, algorithm, bucket and transport, see
                                      >>api-distribute. ps: servers add each push when it comes, as 64-bit integers, so
                                      that any order of arrival gives the same bits; without it they add in the order of
                                      the ranks, when all have come */
@@ -1021,12 +1022,12 @@ typedef struct hpml_plan {
                                      backward pass, unless no_overlap is set, and then refuse other hooks `update`.
                                      With pipe ranks are those of a stage; 2 and 3 go with schedules gpipe and 1f1b.
                                      Needs hpml_comm_set_plan, or hpml_launch with a plan */
-    bool            recompute;    /* results are computed again for the backward pass, in segments: those recorded by
+    bool            recompute;    /* true: computes results again for the backward pass, in segments: those recorded by
                                      hpml_recompute, or about sqrt(ops) ones; the same bits, see hpml_graph_budget */
     int64_t         memory;       /* bytes of activations and scratch of a rank, at most: chooses what is kept, computed
-                                     again or swapped to host memory; 0: no limit. Both need hpml_ctx_defer before the
-                                     trainer is created, which a plan given to hpml_launch calls */
-    bool            host_optimizer; /* sync, on a device: hpml_trainer_desc.host_optimizer; needs hpml_ctx_defer, too */
+                                     again or swapped to host memory; 0: no limit. This and .recompute need
+                                     hpml_ctx_defer before the trainer is created; hpml_launch with a plan calls it */
+    bool            host_optimizer; /* sync, on a device: as hpml_trainer_desc.host_optimizer; needs hpml_ctx_defer */
     int32_t         period;       /* local, block, elastic: steps from one meeting of all ranks to the next; federated:
                                      steps of a round; 0: 1 */
     float           elastic;      /* elastic: how far a meeting moves a rank's parameters towards the centre, as a
@@ -1034,7 +1035,7 @@ typedef struct hpml_plan {
                                      HPML_ZERO: each rank trains alone */
     float           outer_lr;     /* block: learning rate of the outer optimizer; 0: 1 */
     float           outer_momentum; /* block: momentum of the outer optimizer; 0: 1 - 1 / ranks; HPML_ZERO: none */
-    bool            outer_nesterov; /* block: a block begins ahead of the centre, by momentum * its last change */
+    bool            outer_nesterov; /* block: true: a block begins ahead of the centre, by momentum * its last change */
     hpml_topology   topology;     /* gossip: which ranks are neighbours */
     uint64_t        seed;         /* gossip: seed of the random pairs; federated: of the draw of workers */
     int32_t         history;      /* number of the last steps whose times are kept for hpml_distribute_steps; 0: 64 */
@@ -1058,17 +1059,17 @@ typedef struct hpml_plan_facts {
     int32_t ranks;
     int64_t batch;         /* samples that the model's input holds on each rank */
     int32_t accumulate;    /* micro-batches of an update; 0: 1 */
-    bool    overflows;     /* gradients overflow now and then: f16 with a dynamic loss scale */
-    bool    mixes_samples; /* an op mixes the samples of a batch: hpml_graph_batchable is false */
-    bool    clips;         /* the trainer has a clip_norm */
-    bool    steps_tensors; /* a step of the optimizer depends on whole tensors: hpml_trainer_apply_range refuses it */
-    bool    native;        /* the transport, or a device link, has an allreduce of its own */
-    bool    no_factors;    /* results of layers are on a device, or stored as halves */
-    bool    sparse;        /* an embedding of the model has .sparse set */
-    bool    together;      /* ranks are threads of one process, on the host, and time is not virtual */
-    bool    device;        /* the trainer's arrays are in the memory of a device, not of the host */
-    bool    steps_whole;   /* a step of the optimizer takes a whole tensor at once (hpml_optimizer.whole) */
-    bool    host_states;   /* the optimizer's states are in host memory, and values on a device (.host_optimizer) */
+    bool    overflows;     /* true: gradients overflow now and then: f16 with a dynamic loss scale */
+    bool    mixes_samples; /* true: an op mixes the samples of a batch: hpml_graph_batchable is false */
+    bool    clips;         /* true: the trainer has a clip_norm */
+    bool    steps_tensors; /* true: an optimizer step depends on whole tensors: hpml_trainer_apply_range refuses it */
+    bool    native;        /* true: the transport, or a device link, has an allreduce of its own */
+    bool    no_factors;    /* true: results of layers are on a device, or stored as halves */
+    bool    sparse;        /* true: an embedding of the model has .sparse set */
+    bool    together;      /* true: ranks are threads of one process, on the host, and time is not virtual */
+    bool    device;        /* true: the trainer's arrays are in the memory of a device, not of the host */
+    bool    steps_whole;   /* true: a step of the optimizer takes a whole tensor at once (hpml_optimizer.whole) */
+    bool    host_states;   /* true: optimizer states are in host memory, and values on a device (.host_optimizer) */
 } hpml_plan_facts;
 HPML_API void        hpml_plan_facts_of(hpml_trainer *t, const hpml_comm *c, hpml_plan_facts *out);
 /* Whether the plan is possible. A pure function, which takes about a microsecond. HPML_ERR_ARGUMENT: a field is out of
@@ -1262,7 +1263,7 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
 typedef struct hpml_batch_search_desc {
     uint32_t    _begin;
     const char *path;     /* required: of the checkpoint that trials start from, written here and read by all ranks */
-    int64_t     min, max; /* smallest, largest samples a step; 0: min as now, max all ranks' batches together */
+    int64_t     min, max; /* smallest, largest samples a step; 0: as now, all ranks' batches together */
     double      factor;   /* each size divided by the size before; 0: the square root of 2 */
     int64_t     multiple; /* sizes are multiples of this number; 0: 1 */
     int64_t     samples;  /* number of samples that each size trains on; 0: a tenth of the data */
@@ -1270,7 +1271,7 @@ typedef struct hpml_batch_search_desc {
     uint32_t    _end;
 } hpml_batch_search_desc;
 typedef struct hpml_batch_trial {
-    int64_t batch; /* samples a step; 0: the list ends here */
+    int64_t batch; /* samples a step; 0: end of the list of trials */
     double  loss;  /* mean over the samples; infinite: training diverged */
 } hpml_batch_trial;
 /* Collective, between two passes over the data. Returns the batch size that was chosen and set, in samples a step; all
@@ -1406,8 +1407,8 @@ typedef struct hpml_simulate_desc {
     int32_t        ranks;            /* 1 to 65536 */
     hpml_network   network;
     int32_t        layers;
-    const double  *forward_s;        /* (layers) seconds on one rank for its part of the batch; NULL: 0 */
-    const double  *backward_s;       /* (layers) */
+    const double  *forward_s;        /* (layers) seconds of a layer's forward pass on a rank's samples; NULL: 0 */
+    const double  *backward_s;       /* (layers) seconds of a layer's backward pass on them; required */
     double         update_s;         /* seconds to update all weights, after the last exchange */
     const int64_t *elements;         /* (layers) elements of the gradient; 0: this layer has no parameters */
     hpml_algorithm algorithm;        /* AUTO: as hpml_allreduce would choose. NATIVE is refused: unknown moves */
@@ -1416,10 +1417,10 @@ typedef struct hpml_simulate_desc {
                                         added on the way: each rank sends every owner its stripe (all to all); the owner
                                         adds, packs, and sends the sum to all ranks (allgather); `algorithm` does not
                                         count. NULL: no codec */
-    double         codec_s_per_byte; /* seconds to pack and unpack a byte of f32 gradient, and then of the sum */
+    double         codec_s_per_byte; /* seconds to pack and unpack a byte of f32 gradient, and again of the sum */
     size_t         bucket_bytes;     /* bytes of f32 gradient in a bucket; 0: 25 MiB, 1: each layer alone */
-    bool           no_overlap;       /* exchange after the backward pass, not during it */
-    bool           delayed;          /* exchange the gradients of the step before during this one (double buffering) */
+    bool           no_overlap;       /* true: exchange after the backward pass, not during it */
+    bool           delayed;          /* true: exchange the gradients of the step before during this one */
     int32_t        servers;          /* strategy ps: so many of the last ranks are servers, which share the update; the
                                         others push gradients (as packed) behind the backward pass and get f32 values.
                                         algorithm, element, codec_s_per_byte, bucket_bytes, no_overlap and delayed do
@@ -1434,9 +1435,9 @@ typedef struct hpml_simulation {
     double  exposed_s;      /* seconds of communication that overlap no computation */
     double  comm_s;         /* seconds of communication, packing included; all but exposed_s overlap computation */
     double  efficiency;     /* compute_s / step_s: at 1, p ranks do p batches in the time of one */
-    int64_t bytes_per_rank; /* sent by the rank that sends most */
+    int64_t bytes_per_rank; /* bytes sent by the rank that sends most */
     int64_t messages;       /* number of messages of the rank that sends most */
-    int64_t between_bytes;  /* sent from node to node, by all ranks together */
+    int64_t between_bytes;  /* bytes sent from node to node, by all ranks together */
     int32_t buckets;
 } hpml_simulation;
 
@@ -1512,7 +1513,7 @@ typedef struct hpml_machine {
     int32_t          cards;        /* network cards of a node, which share its traffic; 0: 1 */
     double           host;         /* bytes a second between a rank's memory and the host's, for messages between nodes;
                                       0: without limit */
-    bool             direct;       /* network cards read and write the ranks' memory (GPUDirect): a message is not
+    bool             direct;       /* true: network cards read and write the ranks' memory (GPUDirect): a message is not
                                       copied to the host before it is sent, nor from the host after it has come */
     hpml_fabric_kind fabric;       /* how nodes are joined */
     double           router;       /* seconds that each router on the way adds to the latency */
@@ -1550,13 +1551,13 @@ typedef struct hpml_layer_facts {
 
 typedef struct hpml_model_facts {
     uint32_t                _begin;
-    int32_t                 layers;   /* a chain, 1 to 65536 */
+    int32_t                 layers;   /* number of layers, which form a chain: 1 to 65536 */
     const hpml_layer_facts *layer;    /* (layers) */
     int32_t                 states;   /* floats of optimizer state for a parameter: sgd 0, momentum 1, adam 2 */
     double                  update_s; /* seconds to step all parameters on one rank; 0: by the machine's bandwidth */
     const hpml_memory      *planned;  /* from hpml_trainer_memory of the whole model with facts.batch samples: exact
                                          bytes where the plan splits nothing; NULL: by the layers */
-    hpml_plan_facts         facts;    /* ranks; .batch: samples that a rank's model holds; the rest for the check */
+    hpml_plan_facts         facts;    /* .ranks; .batch: samples that a rank's model holds; rest: for hpml_plan_check */
     uint32_t                _end;
 } hpml_model_facts;
 /* Describes each op of a trainer's graph as a layer, in layer[0 .. capacity - 1], and fills in *out, but for .planned
@@ -1581,8 +1582,8 @@ struct hpml_prediction {
     double    exposed_link_s[2]; /* of .exposed_s, the seconds on links [0] within nodes and [1] between nodes */
     double    bubble;       /* idle share of a pipeline: HPML_TERM_BUBBLE / step_s */
     double    samples_s;    /* samples a second, of all ranks */
-    int64_t   rank_bytes;   /* sent in a step by the rank that sends most */
-    int64_t   between_bytes; /* sent in a step from node to node, by all ranks */
+    int64_t   rank_bytes;   /* bytes sent in a step by the rank that sends most */
+    int64_t   between_bytes; /* bytes sent in a step from node to node, by all ranks */
     int64_t   memory;       /* bytes of the rank that needs most: parameters, gradients, states, activations */
     int32_t   buckets;      /* jobs of a step on the first stage: exchanges of buckets, and the sum of losses */
     int32_t   played;       /* number of ranks whose programs were played; the others are equal to these */
@@ -1690,7 +1691,7 @@ HPMLC_REF(hpml_pipe_cut, (const hpml_pipe_cut_desc &d, hpml_pipe_stage *stages, 
 // >>system   system headers, macros
 // ---------------------------------------------------------------------------------------------------------------------
 #if defined(_WIN32) && !defined(__USE_MINGW_ANSI_STDIO)
-#define __USE_MINGW_ANSI_STDIO 1 /* MinGW: snprintf of C99 */
+#define __USE_MINGW_ANSI_STDIO 1 /* gives MinGW the snprintf of C99 */
 #endif
 #include <errno.h>
 #include <math.h>
@@ -1759,14 +1760,14 @@ struct hpml_comm {
     int32_t              *node;     /* (size) number of each rank's node */
     int                   per_node; /* ranks of each node, 0: nodes differ; see hpmlc_comm_layout */
     bool                  spread;   /* true: rank r is on node r % (number of nodes) */
-    bool                  is_part;  /* made from another communicator by hpml_comm_split, or a twin */
+    bool                  is_part;  /* true: made from another communicator by hpml_comm_split, or a twin */
     bool                  is_virtual; /* true with CLOCK: time and deadlines are virtual */
     bool                  check;
-    bool                  only_messages; /* collectives are refused */
-    bool                  survive;  /* a lost rank ends only messages to or from it: see hpml_comm_lost */
+    bool                  only_messages; /* true: collectives are refused */
+    bool                  survive;  /* true: a lost rank ends only messages to or from it: see hpml_comm_lost */
     bool                 *silent;   /* (size) true: a wait for that rank has lasted until the deadline, with .survive */
     double                timeout;  /* seconds that a wait may last; negative: for ever */
-    int                   spin_limit; /* a wait tests a message so often, then yields the core as often, then sleeps */
+    int                   spin_limit; /* so many tests a wait makes, then so many yields of the core, then it sleeps */
     double                gives_up; /* hpml_comm_now() at which hpml_wait_any returns without an error; 1e300: never */
     double                no_yield; /* hpml_now() before which waits do not yield the core, because a yield was slow */
     double                busy;     /* hpml_now() until which this rank has announced that it is busy; 0: not busy */
@@ -1786,7 +1787,7 @@ struct hpml_comm {
     bool                  is_uncounted; /* true: messages make a twin, and are left out of the counters */
     int64_t             (*sent_to)[2]; /* (size) messages and bytes sent to each rank */
     hpmlc_chain          *chain;    /* of this rank's thread, for the depth of its messages; parts share it */
-    hpml_counters        *total;    /* c's counters are added to these when c is freed; NULL: not */
+    hpml_counters        *total;    /* c's counters are added to these when c is freed; NULL: they are not */
     hpml_message_log     *log;      /* list of the launch's messages; NULL: none */
     hpml_message         *pending;  /* list of the receives that are not done, newest first */
     hpmlc_text            close_error; /* gets errors of closing, because a context that is being freed keeps none */
@@ -1796,7 +1797,7 @@ struct hpml_comm {
     char                 *scratch;  /* buffer for copies of arrays that are sent while they are added to */
     bool                  returns;  /* true: received sums are written to the sender's array, too: see hpmlc_returns */
     hpml_element          returned; /* element type of the sums that .returns writes */
-    int                   divisor;  /* the sums that .returns writes are divided by this number; 0: not */
+    int                   divisor;  /* the sums that .returns writes are divided by this number; 0: they are not */
     hpmlc_course         *course;   /* the collective that this rank executes; NULL: none, or one without phases */
     hpml_comm            *stopped;  /* THREADS: list of sleeping ranks whose course this thread must continue */
     hpml_comm            *next_stopped;
@@ -1829,7 +1830,7 @@ typedef struct hpmlc_schedule {
 
 typedef struct hpmlc_axis { /* hpml_group.user */
     hpml_comm     *c;
-    hpml_algorithm algorithm; /* allreduce algorithm of .sum */
+    hpml_algorithm algorithm; /* allreduce algorithm of hpml_group.sum */
     float         *scratch;   /* (floats) copy of an array that a collective would overwrite */
     int64_t        floats;
 } hpmlc_axis;
@@ -1838,8 +1839,8 @@ struct hpmlc_mesh { /* see >>mesh */
     hpml_mesh  m;
     hpml_plan  plan;
     hpmlc_axis axis[HPML_AXES];
-    hpml_comm *rest[HPML_AXES]; /* ranks with the same part of a parameter that is split over this axis, over which its
-                                   gradient is added up: the replicas, without that axis */
+    hpml_comm *rest[HPML_AXES]; /* by hpml_axis: communicator of the ranks that have the same part of a parameter split
+                                   over that axis and add up its gradient: the replicas, without that axis */
     double     waited;          /* seconds that this rank has waited for messages between two ranks of an axis */
 };
 
@@ -2096,10 +2097,10 @@ HPMLC_FN void hpmlc_comm_layout(hpml_comm *c)
 // >>messages   beginning and testing messages; lost ranks
 // ---------------------------------------------------------------------------------------------------------------------
 /* The transport begins a message; hpml_wait tests the message until it is done. Receives in flight are in a list. With
-   .survive the messages of a lost rank end here. Tags above HPML_TAG_MAX are for collectives. */
+   .survive messages to and from a lost rank end with an error. Tags above HPML_TAG_MAX are for collectives. */
 
 #define HPMLC_TAG_COLLECTIVE (HPML_TAG_MAX + 1)
-#define HPMLC_TAGS           1023 /* tags that collectives use in rotation; messages of one tag stay in order */
+#define HPMLC_TAGS           1023 /* number of tags of collectives, used in turn; messages of one tag stay in order */
 #define HPMLC_TAG_EXTRA      (HPMLC_TAG_COLLECTIVE + HPMLC_TAGS) /* tag of MPI's control messages; THREADS: of splits */
 #define HPMLC_TAG_SPAN       (HPMLC_TAG_EXTRA + 1)
 
@@ -2192,7 +2193,7 @@ HPMLC_FN hpml_status hpmlc_begin(hpml_comm *c, bool receiving, int peer, int tag
     m->data      = data;
     m->bytes     = bytes;
     m->reduce    = reduce;
-    const char *lost = receiving ? NULL : hpmlc_why_lost(c, peer); /* a receive may get one sent before the loss */
+    const char *lost = receiving ? NULL : hpmlc_why_lost(c, peer); /* a receive may get what was sent before the loss */
     if (lost) return hpmlc_lose(c, m, lost);
     if (c->log) m->sent = hpml_comm_now(c);
     if (receiving) {
@@ -2253,7 +2254,7 @@ HPMLC_FN double hpmlc_next_arrival(hpml_message *const *m, int count)
 HPMLC_FN void hpmlc_test(hpml_comm *c, hpml_message *m)
 {
     if (hpmlc_oldest(m) != m) return;
-    const char *lost = hpmlc_why_lost(c, m->peer); /* read first, so that the test finds all that the peer sent */
+    const char *lost = hpmlc_why_lost(c, m->peer); /* read before the test, which so finds all that the peer sent */
     c->t->test(c, m);
     if (!lost || hpmlc_done(m) || (m->receiving && m->arrival > 0)) return;
     c->t->abandon(c, m);
@@ -2273,7 +2274,7 @@ HPML_API void hpml_message_deliver(hpml_comm *c, hpml_message *m, const void *fr
     if (!c || !m) return;
     if (bytes != m->bytes) hpmlc_mismatch(c, m, bytes);
     else if (m->reduce) m->reduce(m->data, from, bytes);
-    else if (bytes > 0 && m->data != from) memcpy(m->data, from, bytes); /* equal: both ranks use one array */
+    else if (bytes > 0 && m->data != from) memcpy(m->data, from, bytes); /* equal where both ranks use one array */
     m->done = true;
 }
 
@@ -2334,7 +2335,7 @@ HPMLC_FN void hpmlc_pause(bool yield)
 }
 
 #define HPMLC_SLOW_YIELD 100e-6 /* seconds: a yield that takes longer has given the core to another program */
-#define HPMLC_EARLY      60e-6  /* seconds before a message arrives at which a sleep ends, because Linux wakes late */
+#define HPMLC_EARLY      60e-6  /* so many seconds before a message arrives a sleep ends, because Linux wakes late */
 
 /* Spends turn number `turn` of a wait for the list m without sleeping: spins in early turns, yields the core in later
    ones. False: the caller must sleep: the turns are used up, or a message is known to arrive later, or a yield has cost
@@ -2400,7 +2401,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int 
         if (i == first) last = stuck;
         others++;
     }
-    if (c->survive && m[first]->tag <= HPML_TAG_MAX) { /* marks the peers, whose messages the next tests end */
+    if (c->survive && m[first]->tag <= HPML_TAG_MAX) { /* marks peers as lost: the next tests end their messages */
         for (int i = first; i < count; i = hpmlc_in_flight(m, count, i + 1)) c->silent[m[i]->peer] = true;
         return now + c->timeout;
     }
@@ -2414,7 +2415,7 @@ HPMLC_FN double hpmlc_deadline_passed(hpml_comm *c, hpml_message *const *m, int 
 
 HPML_API void hpml_comm_busy(hpml_comm *c, double seconds)
 {
-    const double now = hpml_now(), lasts = 1.125 * seconds; /* announces more, so that most calls announce nothing */
+    const double now = hpml_now(), lasts = 1.125 * seconds; /* announces 1/8 more, so that the next calls need not */
     if (!c || !c->t->announce_busy || c->timeout < 0 || (seconds > 0 && now + seconds <= c->busy)) return;
     c->busy = seconds > 0 ? now + lasts : 0;
     c->t->announce_busy(c, seconds > 0 ? lasts : c->timeout);
@@ -2462,7 +2463,7 @@ HPMLC_FN int hpmlc_wait_list(hpml_comm *c, hpml_message *const *m, int count)
             hpmlc_give_up(c, m, count);
             continue;
         }
-        if (limit == 0 || c->counters.rounds > rounds) /* another thread may have gone on to later rounds meanwhile */
+        if (limit == 0 || c->counters.rounds > rounds) /* each round that another thread runs begins a new deadline */
             limit = c->timeout < 0 ? 1e300 : hpml_comm_now(c) + c->timeout;
         rounds = c->counters.rounds;
         if (c->gives_up < 1e300) limit = c->gives_up;
@@ -2486,7 +2487,7 @@ HPML_API bool hpml_test(hpml_comm *c, hpml_message *m)
 {
     if (!c || !m) return true;
     if (!hpmlc_done(m)) hpmlc_test_list(c, &m, 1);
-    if (!hpmlc_done(m) && !c->t->schedule && c->t->block) c->t->block(c, &m, 1, 0); /* receives control messages */
+    if (!hpmlc_done(m) && !c->t->schedule && c->t->block) c->t->block(c, &m, 1, 0); /* MPI: reads control messages */
     if (!hpmlc_done(m) && hpmlc_failed(c)) hpmlc_give_up(c, &m, 1);
     if (!hpmlc_done(m)) return false;
     if (m->receiving) hpmlc_unlist(c, m);
@@ -2609,8 +2610,8 @@ HPML_API hpml_status hpml_sendrecv(hpml_comm *c, int to, const void *sent, size_
    inbox as a pointer; the receiver copies, or adds up, straight from the sender's array and marks the send done: one
    pass over the data and no buffer in between. Small messages are copied, because to sleep and wake takes longer.
 
-   The world, this process's ranks, counts its awake threads. A thread that falls asleep subtracts 1; the thread that
-   wakes it first adds 1. So a count of zero means that no thread can ever wake another: a deadlock. */
+   The world, this process's ranks, counts its awake threads. A thread that falls asleep subtracts 1; before a thread
+   wakes that one, it adds 1. So a count of zero means that no thread can ever wake another: a deadlock. */
 #ifndef HPML_NO_THREADS
 
 struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
@@ -2618,14 +2619,14 @@ struct hpmlc_waitpoint { /* where one thread sleeps until `changes` grows */
     pthread_cond_t  changed;
     unsigned        changes;
     bool            sleeping;
-    bool            stopped; /* sleeps while another thread runs its course: see hpmlc_threads_help */
+    bool            stopped; /* true: sleeps while another thread runs its collective: see hpmlc_threads_help */
     bool            counted; /* true: the sleeping thread is subtracted from the world's awake threads */
 };
 
 typedef struct hpmlc_inbox {
     hpmlc_waitpoint wait;
     hpml_message   *posted, **last; /* list of sends to the owner, in the order posted; the end of that list */
-    hpml_message   *copies;         /* list of the posted sends that are copies, made by the inbox */
+    hpml_message   *copies;         /* list of the posted sends that are copies, whose senders do not wait */
     hpml_comm      *owner;          /* communicator whose rank receives here; NULL: closed */
     int             peer;           /* world rank that the owner waits for, -1: none */
     int             others;         /* number of messages besides the one of .peer that end the wait (hpml_wait_any) */
@@ -2660,9 +2661,9 @@ struct hpml_world {
     int                 running;  /* number of threads that are awake */
     hpmlc_group        *groups;
     bool               *left;     /* (ranks) true: has closed the communicator of hpml_comm_create */
-    hpmlc_loss        **lost;     /* (ranks) with .survive: ranks that have failed or left; NULL: neither. Atomic */
+    hpmlc_loss        **lost;     /* (ranks) with .survive: how each rank failed or left; NULL: it did not. Atomic */
     int                 failed;   /* 1 + the rank that failed first; ranks + 1: all of them; 0: none. Set once */
-    hpml_status         failure;  /* if all failed: HPML_ERR_COMM: deadlock; HPML_ERR_TIMEOUT: the launch's limit */
+    hpml_status         failure;  /* if all failed: HPML_ERR_COMM: deadlock; HPML_ERR_TIMEOUT: .time_limit is over */
     char                text[512];
     bool                buffered; /* true: sends are copied, and done at once: CLOCK, or some link takes time */
     hpmlc_vthread      *vthreads, *turn; /* CLOCK: all threads, and the one that runs */
@@ -2758,7 +2759,7 @@ HPMLC_FN bool hpmlc_world_list_waits(hpml_world *w, size_t used, bool all)
             hpmlc_inbox *in = &r->inbox[i];
             pthread_mutex_lock(&in->wait.mutex);
             const bool waits = in->wait.sleeping && in->owner && in->peer >= 0;
-            const bool works = all && !r->next && in->owner && !in->wait.sleeping; /* the last group has all ranks */
+            const bool works = all && !r->next && in->owner && !in->wait.sleeping; /* w's last group has all ranks */
             if (waits)
                 used += (size_t)snprintf(w->text + used, sizeof w->text - used, "%s rank %d waits for rank %d%s%s in "
                                          "%s", any ? ";" : "", in->owner->origin[i], in->peer,
@@ -2990,7 +2991,7 @@ HPMLC_FN void hpmlc_world_lose(hpml_comm *c, const char *text)
         hpmlc_world_wake(w);
     }
     pthread_mutex_unlock(&w->mutex);
-    free(loss); /* another thread of this rank has recorded the loss */
+    free(loss); /* not NULL where another thread of this rank has recorded the loss already */
 }
 
 HPMLC_FN const char *hpmlc_threads_why_lost(const hpml_comm *c, int peer)
@@ -3030,7 +3031,7 @@ HPMLC_FN int hpmlc_threads_stuck_at(hpml_comm *c, const hpml_message *m, double 
     *busy = w->busy[rank];
     if (w->failed) rank = -1; /* a rank that reports the error stops waiting, so the chain may be broken */
     pthread_mutex_unlock(&w->mutex);
-    return rank == c->origin[c->rank] ? peer : rank; /* back at this rank: a cycle has no last rank */
+    return rank == c->origin[c->rank] ? peer : rank; /* back at this rank, in a cycle of waits: takes m's peer */
 }
 
 HPMLC_FN void hpmlc_threads_announce_busy(hpml_comm *c, double seconds)
@@ -3078,7 +3079,7 @@ HPMLC_FN double hpmlc_arrival(hpml_comm *c, int to, size_t bytes, double now)
     return start + busy + link->latency;
 }
 
-#define HPMLC_HANDED 16384 /* bytes: larger messages are not handed over, where each rank has a core: see below */
+#define HPMLC_HANDED 16384 /* bytes: larger messages are handed over only where ranks share cores */
 
 /* Returns the receive that the sleeping owner of the inbox `in` has begun for the message m of rank `from`; NULL: none.
    The caller holds the mutex of the inbox. */
@@ -3091,7 +3092,7 @@ HPMLC_FN hpml_message *hpmlc_inbox_expects(const hpmlc_inbox *in, const hpml_mes
 }
 
 /* Returns whether c's thread continues the course (the collective) of `sleeper`, whose message m is done, instead of
-   waking it for the next round, because threads wait for a core and the messages are short. */
+   waking it for the next round: where not every rank has a core of its own and m is of at most HPMLC_HANDED bytes. */
 HPMLC_FN bool hpmlc_threads_continues(const hpml_comm *c, const hpml_comm *sleeper, const hpml_message *m)
 {
     if (!sleeper->course || sleeper->survive || hpml_trace_on(sleeper->trace)) return false;
@@ -3240,7 +3241,7 @@ HPMLC_FN void hpmlc_threads_test(hpml_comm *c, hpml_message *m);
 HPMLC_FN void hpmlc_threads_fail(hpml_comm *c, hpml_message *m);
 HPMLC_FN void hpmlc_threads_start(hpml_comm *c, hpml_message *m)
 {
-    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* a collective's receives come soon: no copy */
+    const bool small = m->bytes <= 256 && m->tag <= HPML_TAG_MAX; /* of a collective: no copy, the receive comes soon */
     const bool hands = hpmlc_threads_hands_over(c, m->bytes) && !hpmlc_world_of(c)->buffered;
     if (hpmlc_world_expired(hpmlc_world_of(c))) {
         hpmlc_threads_fail(c, m);
@@ -3338,9 +3339,9 @@ HPMLC_FN void hpmlc_threads_block(hpml_comm *c, hpml_message *const *m, int coun
 {
     hpmlc_help_others(c);
     hpmlc_inbox *in      = hpmlc_inbox_of(c);
-    bool         counted = c->gives_up >= 1e300; /* else the time limit wakes this thread */
+    bool         counted = c->gives_up >= 1e300; /* false: the sleep ends by itself, at hpml_wait_any's time limit */
     double       early   = hpmlc_spin_limit(c) < HPMLC_SPIN_OWN_CORE ? 0 : HPMLC_EARLY;
-    for (const hpml_message *p = c->pending; p; p = p->next) /* where links take time, the sleep ends at an arrival */
+    for (const hpml_message *p = c->pending; p; p = p->next) /* if links take time: sleeps until the first arrival */
         if (p->arrival > 0 && !p->done) {
             counted = false;
             if (p->arrival - early < until) until = p->arrival - early;
@@ -3364,7 +3365,7 @@ HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
             changes = __atomic_load_n(&in->wait.changes, __ATOMIC_ACQUIRE);
             waits   = hpmlc_course_next(r);
             if (waits) hpmlc_test_list(r, hpmlc_course_missing(r), 1); /* tests all receives of r that are in flight */
-            while (r->stopped) { /* sleeping ranks that r's sends have stopped: c runs their courses, too */
+            while (r->stopped) { /* sleeping ranks whose waits r's sends have ended: c continues their courses, too */
                 hpml_comm *other = r->stopped;
                 r->stopped          = other->next_stopped;
                 other->next_stopped = c->stopped;
@@ -3372,7 +3373,7 @@ HPMLC_FN void hpmlc_threads_help(hpml_comm *c)
             }
             if (waits) hpmlc_set_awaited(r, hpmlc_course_missing(r), 1);
             pthread_mutex_lock(&in->wait.mutex);
-            waits = waits && !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE); /* failed: the rank reports that */
+            waits = waits && !__atomic_load_n(&w->failed, __ATOMIC_ACQUIRE); /* failed: wakes r, which reports it */
             if (waits && (changes != in->wait.changes || hpmlc_course_over(r))) pthread_mutex_unlock(&in->wait.mutex);
             else in->wait.stopped = false;
         } while (in->wait.stopped);
@@ -3449,7 +3450,7 @@ HPMLC_FN hpml_status hpmlc_threads_split(hpml_comm *c, hpml_comm *part, const in
     if (!group || !hpmlc_thread_state_new(part))
         return hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
     hpmlc_thread(part)->group   = group;
-    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: the thread of a twin replaces it */
+    hpmlc_thread(part)->vthread = hpmlc_thread(c)->vthread; /* CLOCK: for a twin, its own thread replaces this */
     hpmlc_group_enter(group, part->rank, part);
     return HPML_OK;
 }
@@ -3606,8 +3607,8 @@ HPMLC_FN void hpmlc_wake_at(hpml_comm *sleeper HPMLC_UNUSED, hpmlc_waitpoint *g 
 
 #define HPMLC_PIECE ((size_t)4 << 20)
 #define HPMLC_CONTROL 256 /* bytes of a rank's final control message: 'L' (left) or 'F' (failed) and a text */
-#define HPMLC_BUSY  40   /* messages "I am busy", one for each duration of 2^k / 256 s, up to 68 years */
-#define HPMLC_PARTS 128  /* at most so many communicators, one and its parts, share an MPI communicator */
+#define HPMLC_BUSY  40   /* number of messages "I am busy", one for each duration of 2^k / 256 s, up to 68 years */
+#define HPMLC_PARTS 128  /* largest number of communicators, one and its parts, that share an MPI communicator */
 
 typedef struct hpmlc_shared hpmlc_shared;
 
@@ -3645,7 +3646,7 @@ struct hpmlc_shared {
     double         timeout; /* seconds that a wait may last; negative: for ever */
     hpml_comm     *owner;   /* the communicator that hpml_comm_create made */
     hpmlc_shared  *next;    /* next in the list hpmlc_mpi_living */
-    MPI_Errhandler before;  /* error handler that MPI_COMM_WORLD had, restored in the end */
+    MPI_Errhandler before;  /* error handler that MPI_COMM_WORLD had, restored when `owner` is closed */
     /* Control messages, by which a rank announces that it failed, left, waits or is busy: */
     MPI_Comm       comm;    /* communicator for control messages */
     int            tag;     /* tag of control messages */
@@ -3669,7 +3670,7 @@ struct hpmlc_shared {
     int            level;   /* MPI's level of thread support, such as MPI_THREAD_SERIALIZED */
     int            parts;   /* number of communicators for which MPI's tags suffice */
     int64_t        newest;  /* largest number given to a part, before the modulo by `parts` */
-    bool           taken[HPMLC_PARTS]; /* true: number used by a part on this rank */
+    bool           taken[HPMLC_PARTS]; /* true: a part on this rank uses this number */
     int            users;   /* atomic: number of parts, plus 1 until `owner` is closed; 0: this struct is freed */
     bool           closed;  /* true: `owner` has been freed, so that parts cannot send any more */
     bool           kept;    /* true: this struct is never freed, because MPI may still send from it */
@@ -3777,7 +3778,7 @@ HPMLC_FN void hpmlc_mpi_start(hpml_comm *c, hpml_message *m)
             return;
         }
     }
-    if (!m->receiving && (*last || hpmlc_mpi_pieces(m) > 2)) { /* appends m to the sends to test */
+    if (!m->receiving && (*last || hpmlc_mpi_pieces(m) > 2)) { /* appends m to the sends that must be tested */
         while (*last) last = &hpmlc_transfer_of(*last)->next;
         *last = m;
     }
@@ -3916,7 +3917,7 @@ HPMLC_FN void hpmlc_mpi_poll_control(hpmlc_shared *x)
 
 /* Returns the number that `rank` announced last: the rank for which it waits; x->size if it waits for all ranks; a
    larger number if it is busy for an announced time. -1: it does not wait, or its announcement is no longer valid,
-   because one deadline or, if busy, the announced time has passed since. */
+   because x->timeout or, if busy, the announced time has passed since. */
 HPMLC_FN int hpmlc_mpi_valid_number(const hpmlc_shared *x, int rank)
 {
     const int number = (int)x->awaits[2 * rank];
@@ -4101,7 +4102,7 @@ HPMLC_FN double hpmlc_mpi_wait_all_late(hpml_comm *c, int code)
     return hpml_now();
 }
 
-/* Waits until the request of a collective MPI call, which returned `code`, is complete: as fast as the blocking call,
+/* Waits until the request of a collective MPI call, which returned `code`, is complete: as fast as MPI's blocking call,
    but with a deadline, and a failed rank ends the wait. After an error of MPI waits until the deadline, because only
    then the error's text can name a rank that failed without announcing its failure. */
 HPMLC_FN hpml_status hpmlc_mpi_wait_all(hpml_comm *c, int code, MPI_Request *request)
@@ -4292,7 +4293,7 @@ HPMLC_FN void hpmlc_mpi_list(hpmlc_shared *x, bool living)
     while (*at && *at != x) at = &(*at)->next;
     if (living) *at = x;
     else if (*at) *at = x->next;
-    hpmlc_mpi_living.process = (long)getpid(); /* so that a child of fork does not notify ranks */
+    hpmlc_mpi_living.process = (long)getpid(); /* so that a child of fork, another process, notifies no rank */
     if (!hpmlc_mpi_living.handled) hpmlc_mpi_living.handled = atexit(hpmlc_mpi_exit) == 0;
     __atomic_clear(&hpmlc_mpi_living.locked, __ATOMIC_RELEASE);
 }
@@ -4507,7 +4508,7 @@ HPMLC_FN hpmlc_shared *hpmlc_mpi_join(hpml_ctx *ctx, hpml_comm *c, const hpml_co
         c->state  = m;
     }
     MPI_Comm_get_errhandler(MPI_COMM_WORLD, &x->before);
-    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* because MPICH raises errors of MPI_Test there */
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN); /* because MPICH raises MPI_Test's errors on it */
     MPI_Comm_get_errhandler(given, &own);
     MPI_Comm_set_errhandler(given, MPI_ERRORS_RETURN);
     bool good = hpmlc_mpi_meet(ctx, x, &letters[hpml_ctx_status(ctx) == HPML_OK]) &&
@@ -4536,9 +4537,9 @@ HPMLC_FN hpml_status hpmlc_mpi_open(hpml_comm *c, const hpml_comm_desc *d)
     memset(x->letter, 0, (size_t)x->size);
     memset(x->awaits, 0, 2 * sizeof(double) * (size_t)x->size);
     hpmlc_mpi_list(x, true);
-    hpmlc_mpi_nodes(c, d->ranks_per_node); /* after an error c is open, and is closed later */
+    hpmlc_mpi_nodes(c, d->ranks_per_node); /* after an error c stays open, and is closed when it is freed */
     for (int i = 0; i < x->size; i++) near += c->node[i] == c->node[x->rank];
-    x->own_core = near <= hpmlc_cores_online(); /* all cores, because each process may be bound to others */
+    x->own_core = near <= hpmlc_cores_online(); /* all of the machine, as each process may be bound to other ones */
     return HPML_OK;
 }
 
@@ -4606,7 +4607,7 @@ HPMLC_FN void hpmlc_vthread_wake_held(hpml_world *w, hpmlc_vthread *a)
 
 HPMLC_FN void hpmlc_vthreads_wake(hpml_world *w)
 {
-    for (hpmlc_vthread *a = w->vthreads; a; a = a->next) /* the thread that runs may be changing its clock */
+    for (hpmlc_vthread *a = w->vthreads; a; a = a->next) /* leaves out the thread that runs: it may change its clock */
         if (a != w->turn || !a->runnable) hpmlc_vthread_wake_held(w, a);
 }
 
@@ -4622,7 +4623,7 @@ HPMLC_FN bool hpmlc_vthread_before(const hpmlc_vthread *a, const hpmlc_vthread *
 HPMLC_FN void hpmlc_vthread_next_turn(hpml_world *w)
 {
     hpmlc_vthread *best = NULL;
-    if (w->vthread_count < w->ranks) return; /* not all ranks have entered yet */
+    if (w->vthread_count < w->ranks) return; /* some rank's thread has not entered yet */
     for (int attempt = 0; attempt < 2 && !best; attempt++) {
         for (hpmlc_vthread *a = w->vthreads; a; a = a->next)
             if (a->runnable && (!best || hpmlc_vthread_before(a, best))) best = a;
@@ -4660,8 +4661,8 @@ HPMLC_FN void hpmlc_vthread_yield(hpml_comm *c)
 }
 
 /* Lets threads with clocks up to `time` run, then sets the clock of c's thread to `time`, but never back; 1e300: sleeps
-   until woken, or until the clock would pass `deadline`, which does not count as awake: if all threads sleep so, they
-   are in a deadlock. Returns false, with the clock unchanged, if another thread woke this one first. */
+   until woken, or until the clock would pass `deadline`; a thread that sleeps so does not count as awake: if all do,
+   there is a deadlock. Returns false, with the clock unchanged, if another thread woke this one first. */
 HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time, double deadline)
 {
     hpml_world    *w    = hpmlc_world_of(c);
@@ -4671,7 +4672,7 @@ HPMLC_FN bool hpmlc_vthread_await(hpml_comm *c, double time, double deadline)
     pthread_mutex_lock(&w->mutex);
     self->due   = sleeps ? self->clock : fmax(time, self->clock);
     self->waits = !sleeps;
-    if (sleeps && (!w->failed || in->peer < 0)) { /* a failed world ends waits for messages */
+    if (sleeps && (!w->failed || in->peer < 0)) { /* if w has failed, no wait for messages sleeps */
         self->runnable    = false;
         self->deadline    = deadline;
         in->wait.sleeping = true; /* hpmlc_world_stuck reports this wait */
@@ -4797,11 +4798,11 @@ HPMLC_FN void hpmlc_clock_block(hpml_comm *c, hpml_message *const *m, int count,
     const double arrival = fmin(hpmlc_next_arrival(m, count), hpmlc_clock_next_loss(c, m, count));
     const double end     = fmin(arrival, until);
     if (count == 1 && arrival < until) {
-        hpmlc_clock_advance(c, arrival); /* no other message can end this wait before */
+        hpmlc_clock_advance(c, arrival); /* no other message can end this wait earlier */
         return;
     }
     hpmlc_set_awaited(c, m, count);
-    const bool ends = arrival < 1e300 || c->gives_up < 1e300; /* else only another thread, or the deadline, ends it */
+    const bool ends = arrival < 1e300 || c->gives_up < 1e300; /* at a known time; else by a message, or the deadline */
     hpmlc_vthread_await(c, ends ? end : 1e300, until);
 }
 
@@ -4868,7 +4869,7 @@ HPMLC_FN bool hpmlc_clock_thread_open(hpml_comm *c, hpml_comm *twin)
     return true;
 }
 
-/* Ends the virtual thread of `twin`, the communicator of c's background thread, which uses c's clock from now on. */
+/* Ends the virtual thread of `twin`, the communicator of c's background thread; `twin` has c's clock from now on. */
 HPMLC_FN void hpmlc_clock_thread_close(hpml_comm *c, hpml_comm *twin)
 {
     hpmlc_vthread *own = hpmlc_vthread_of(twin);
@@ -4919,7 +4920,7 @@ HPMLC_FN hpml_status hpmlc_clock_open(hpml_comm *c, const hpml_comm_desc *d)
 static const hpml_transport hpmlc_clock = {
     "clock", hpmlc_threads_locate, hpmlc_clock_open, hpmlc_threads_absent, hpmlc_threads_split, hpmlc_clock_close,
     hpmlc_clock_start, hpmlc_clock_test, hpmlc_clock_block, hpmlc_threads_unblock, hpmlc_clock_abandon,
-    hpmlc_threads_announce_failure, NULL, NULL, /* no .announce_busy, .stuck_at: virtual time waits for no machine */
+    hpmlc_threads_announce_failure, NULL, NULL, /* no .announce_busy, .stuck_at: deadlines are in virtual time */
     hpmlc_threads_why_lost,
     NULL, NULL, NULL, NULL,
     true, 0, 2e-6, 0.25e-9, &hpmlc_clock_schedule
@@ -5099,7 +5100,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     while (ranks[me] != c->rank) me++;
     hpml_comm *part = hpmlc_comm_new(ctx, c->t, me, count);
     if (!part) hpmlc_fail(c, HPML_ERR_MEMORY, "no memory for a communicator of %d ranks", count);
-    if (hpmlc_split_barrier(c) != HPML_OK || !part) return NULL; /* an error on all ranks if any lacks memory */
+    if (hpmlc_split_barrier(c) != HPML_OK || !part) return NULL; /* fails on all ranks if one lacks memory */
     for (int i = 0; i < count; i++) {
         part->origin[i] = c->origin[ranks[i]];
         part->node[i]   = c->node[ranks[i]];
@@ -5113,7 +5114,7 @@ HPMLC_FN hpml_comm *hpmlc_part(hpml_comm *c, hpml_ctx *ctx, const int32_t *ranks
     part->survive    = c->survive;
     part->total      = c->total;
     part->log        = c->log;
-    if (ctx == c->ctx) part->chain = c->chain; /* else the part is used by another thread */
+    if (ctx == c->ctx) part->chain = c->chain; /* else another thread, with a chain of its own, uses the part */
     part->spin_limit = c->spin_limit;
     part->inside     = c->inside;
     part->between    = c->between;
@@ -5163,15 +5164,15 @@ HPML_API hpml_comm *hpml_comm_split_node(hpml_comm *c)
 HPMLC_FN bool hpmlc_plan_splits(const hpml_plan *p);
 HPMLC_FN bool hpmlc_plan_defers(const hpml_plan *p);
 
-typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and what comes back */
+typedef struct hpmlc_start { /* what hpml_launch gives to one rank, and that rank's result */
     const hpml_launch_desc *d;
     hpml_comm_desc          comm;
     hpml_ctx_desc           ctx;
     hpml_rank_fn           *fn;
     void                   *user;
     hpml_status             status;
-    hpmlc_waitpoint        *end;  /* changes when a rank has ended; NULL: not watched, without .time_limit */
-    bool                    hung; /* another rank has not answered until the deadline: MPI_Finalize would wait for it */
+    hpmlc_waitpoint        *end;  /* waitpoint that changes when a rank has ended; NULL: none, without .time_limit */
+    bool                    hung; /* true: a rank missed the deadline, so that MPI_Finalize would wait for it */
     char                    error[768];
 } hpmlc_start;
 
@@ -5358,7 +5359,7 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
     }
     if (s->d->place) s->d->place(&s->ctx, rank, s->user);
     hpmlc_start_main(s);
-    const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else others may not call MPI_Finalize */
+    const bool finalizes = s->d->survive ? !s->hung : s->status == HPML_OK; /* else MPI_Finalize could wait for ever */
     if (started && finalizes) MPI_Finalize(); /* else the end of this process ends the whole job */
 #else
     hpmlc_start_main(s); /* fails: the error's text shows how to build with MPI */
@@ -5367,7 +5368,8 @@ HPMLC_FN hpml_status hpmlc_launch_mpi(hpmlc_start *s, const hpmlc_text *to)
 }
 
 /* Runs `ranks` ranks of the transports THREADS or CLOCK, each in a thread of its own with one element of s, and waits
-   for all. Returns the status of the rank that failed first, and writes its error text to `to`. */
+   for all. Returns the status of the lowest rank that failed, and writes its error text to `to`: hpmlc_first_cause,
+   with .survive hpmlc_survivors. */
 HPMLC_FN hpml_status hpmlc_launch_threads(hpmlc_start *s, int ranks, const hpmlc_text *to)
 {
 #ifndef HPML_NO_THREADS
@@ -5584,8 +5586,8 @@ typedef struct hpmlc_kind {
     int (*rounds)(int size); /* returns the number of rounds in a team of `size` members */
     void (*move)(const hpmlc_phase *f, int k, hpml_move *m); /* sets the move of member f->team.me in round k */
     hpmlc_sums sums;
-    bool       core;      /* needs a team of 2^k members: of a larger team the first 2^k members run the phase */
-    bool       one_round; /* member i > 0 takes part in round i - 1 only: the simulator skips its other rounds */
+    bool       core;      /* true: needs a team of 2^k members: of a larger team the first 2^k members run the phase */
+    bool       one_round; /* true: member i > 0 takes part in round i - 1 only: the simulator skips its other rounds */
 } hpmlc_kind;
 
 typedef struct hpmlc_team {
@@ -5711,7 +5713,7 @@ HPMLC_FN void hpmlc_halving_move(const hpmlc_phase *f, int k, hpml_move *m)
 {
     bool adds = hpmlc_adds(f->kind);
     int  half = f->team.size >> (adds ? k + 1 : f->rounds - k), other = f->team.me ^ half;
-    int  my_half = f->team.me / half * half, other_half = other / half * half; /* the first block of each half */
+    int  my_half = f->team.me / half * half, other_half = other / half * half; /* first block of this, the other half */
     int  sent = adds ? other_half : my_half;
     int  got = adds ? my_half : other_half;
     hpmlc_set_send(f, m, other, sent, sent + half);
@@ -5793,7 +5795,7 @@ typedef struct hpmlc_algorithm {
     const hpmlc_kind *phase[HPMLC_ROW_PHASES]; /* run in this order by all ranks as one team; the last is NULL */
     /* Optional: appends the phases for several nodes with several ranks each; else all ranks run `phase`. */
     void (*by_nodes)(hpmlc_phases *all, int p, int per_node, bool spread, int rank, int64_t n);
-    bool              native;     /* the transport executes the algorithm; `phase` then only estimates its bytes */
+    bool              native;     /* true: the transport executes the algorithm; `phase` only estimates its bytes */
     int32_t           auto_ranks; /* AUTO simulates the algorithm for at most so many ranks; 0: never */
     int32_t           auto_mixed; /* as auto_ranks, where ranks r and r + 1 are on different nodes */
     /* Optional: seconds that an allreduce of `bytes` takes on a real transport beyond its simulated time. HPML_AUTO,
@@ -5823,7 +5825,7 @@ HPMLC_FN void hpmlc_phases_hierarchy(hpmlc_phases *all, int p, int per_node, boo
         const hpmlc_team in = { spread ? node : rank - place, spread ? nodes : 1, per_node, place, 0 };
         const hpmlc_team across = { rank - node * (spread ? 1 : per_node), spread ? 1 : per_node, nodes, node, 0 };
         int64_t at = hpml_block(n, per_node, place), end = hpml_block(n, per_node, place + 1);
-        bool    folds = (nodes & (nodes - 1)) != 0; /* no power of two: two more messages send the range */
+        bool    folds = (nodes & (nodes - 1)) != 0; /* no power of two: halving sends the range twice more */
         hpmlc_phases_add(all, &hpmlc_ring_scatter, in, 0, n);
         all->level = "global allreduce";
         hpml_algorithm between = folds && nodes <= 32 ? HPML_RING : HPML_HALVING;
@@ -5864,7 +5866,7 @@ static const hpmlc_algorithm hpmlc_algorithms[] = {
     { HPML_HALVING, "halving", { &hpmlc_fold, &hpmlc_halve, &hpmlc_double, &hpmlc_unfold, NULL }, NULL, false,
       HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, hpmlc_halving_extra },
     { HPML_RING, "ring", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, NULL, false,
-      HPMLC_MAX_RANKS, 256, NULL }, /* auto_mixed 256: a simulation then plays p^2 messages */
+      HPMLC_MAX_RANKS, 256, NULL }, /* 256, with ranks r and r + 1 on different nodes: p^2 messages are simulated */
     { HPML_HIERARCHICAL, "hierarchical", { &hpmlc_ring_scatter, &hpmlc_ring_gather, NULL }, hpmlc_phases_hierarchy,
       false, HPMLC_MAX_RANKS, HPMLC_MAX_RANKS, NULL },
     { HPML_TREE, "tree", { &hpmlc_tree_up, &hpmlc_tree_down, NULL }, NULL, false,
@@ -6049,7 +6051,7 @@ HPMLC_FN void hpmlc_run_mean(const hpml_comm *c, const hpmlc_phases *all, int i,
     for (int k = i + 1; k < all->count; k++)
         if (hpmlc_adds(all->phase[k].kind)) return;
     if (!block && sums != HPMLC_SUMS_ALL && (sums != HPMLC_SUMS_ROOT || me > 0)) return;
-    int first = block ? me : 0; /* blocks [first, end) are divided */
+    int first = block ? me : 0; /* the sums of blocks [first, end) are divided by the number of ranks */
     int end   = block ? me + 1 : p;
     int64_t at = f->at + hpml_block(f->count, p, first), n = f->at + hpml_block(f->count, p, end) - at;
     hpmlc_divide(data + (size_t)at * hpml_element_size(e), n, e, c->size);
@@ -6075,10 +6077,10 @@ struct hpmlc_course {
     int                 op, tag;
     hpmlc_reduce_fn    *reduce;
     int                 phase, at;       /* the round: number `at` of all->phase[phase] */
-    bool                sends, receives; /* the round has a message to, from another rank */
+    bool                sends, receives; /* true: the round has a message to, from another rank */
     bool                skips;           /* true: the round before has already brought this round's sums (.returns) */
     bool                is_begun;
-    double              since;           /* hpml_comm_now() when the phases of the current level began */
+    double              since;           /* hpml_comm_now() when the phases of the current hpmlc_phase.level began */
     hpml_status         status;
     hpml_message        send, receive, *missing;
 };
@@ -6096,7 +6098,7 @@ HPMLC_FN void hpmlc_course_begin(hpml_comm *c)
     x->sends    = m.to >= 0 && !x->skips;
     x->receives = m.from >= 0 && !x->skips;
     if (m.to >= 0 || m.from >= 0) c->counters.rounds++;
-    if (x->skips) { /* a round that the one before has done counts as well */
+    if (x->skips) { /* counts this round's messages, though the round before has brought the sums */
         const int64_t depth = hpmlc_count_send(c, m.to, sent_bytes);
         hpmlc_count_receive(c, received_bytes, depth);
     }
@@ -6104,7 +6106,7 @@ HPMLC_FN void hpmlc_course_begin(hpml_comm *c)
     c->returned = x->e;
     c->divisor  = x->op == HPML_MEAN ? c->size : 0;
     if (x->sends && m.add && sent == received && sent_bytes > 0 && received_bytes > 0) {
-        char *copy = hpmlc_scratch(c, sent_bytes); /* because the receive changes `sent` */
+        char *copy = hpmlc_scratch(c, sent_bytes); /* because the receive adds to the array that is sent */
         if (copy) sent = (char *)memcpy(copy, sent, sent_bytes);
     }
     if (x->sends) hpmlc_arrow(c, false, m.to);
@@ -6306,9 +6308,9 @@ HPML_API hpml_status hpml_reduce_to(hpml_comm *c, void *data, int64_t n, hpml_el
    are empty, k doubles instead: after round k each rank has heard, directly or not, of the 2 k - 1 ranks before it. */
 typedef struct hpmlc_block_rule {
     const char *name;
-    bool        root_sends;    /* only the root sends: it has a block for each rank, other ranks have none to send */
-    bool        root_receives; /* only the root receives: a block from each rank */
-    bool        doubles;       /* the distance k doubles from round to round; else k grows by 1 */
+    bool        root_sends;    /* true: only the root sends: a block to each rank */
+    bool        root_receives; /* true: only the root receives: a block from each rank */
+    bool        doubles;       /* true: the distance k doubles from round to round; else k grows by 1 */
 } hpmlc_block_rule;
 
 static const hpmlc_block_rule hpmlc_gather_rule     = { "gather", false, true, false };
@@ -6372,7 +6374,7 @@ HPMLC_FN double hpmlc_forecast(hpml_comm *c, hpml_algorithm a, int k)
     HPMLC_ZERO(hpml_network, net);
     int p = c->size, known = 0, nodes = 0;
     for (int r = 0; r < p; r++) known = c->node[r] >= known ? c->node[r] + 1 : known;
-    /* (p) new numbers, then (known) new number + 1 of each old one */
+    /* (p) new number of each rank's node, then (known) 1 + the new number of each old one; 0: none yet */
     int32_t *node = (int32_t *)calloc((size_t)hpmlc_max(p, 1) + (size_t)hpmlc_max(known, 1), sizeof *node);
     for (int r = 0; node && r < p; r++) { /* numbers the nodes anew, because a part may lack some */
         int32_t *number = &node[p + c->node[r]];
@@ -6531,9 +6533,9 @@ struct hpml_job {
     int64_t             n;
     hpml_allreduce_desc desc;
     hpml_status         status;
-    bool                used;  /* posted, and hpml_job_wait has not yet returned its status */
+    bool                used;  /* true: posted, and hpml_job_wait has not yet returned its status */
     bool                done;
-    int64_t             step;  /* the communicator's step when the job was posted */
+    int64_t             step;  /* hpml_comm.step, the trainer's step, when the job was posted */
     double              clock; /* CLOCK: virtual seconds when the job was posted, then when it was done */
     hpmlc_chain         chain; /* depths of messages when the job was posted, then when it was done */
 };
@@ -6776,7 +6778,7 @@ HPML_API void hpml_comm_counters(const hpml_comm *c, hpml_counters *out)
 }
 
 /* Waits for all jobs of c's background thread, and returns how many messages (which 0) or bytes (which 1) c and the
-   twin that this thread uses have sent to rank `peer`. */
+   twin of c that this background thread uses have sent to rank `peer`. */
 HPMLC_FN int64_t hpmlc_sent_to(const hpml_comm *c, int peer, int which)
 {
     if (!c || peer < 0 || peer >= c->size) return 0;
@@ -6803,7 +6805,7 @@ HPML_API void hpml_comm_counters_reset(hpml_comm *c)
 // >>exchange   1-bit exchange: stripes, owners, two residuals
 // ---------------------------------------------------------------------------------------------------------------------
 /* A tensor of an exchange. Plain: an allreduce over all plain tensors adds it up. Packed: a codec packs its rows, and
-   rank j adds up stripe j, the j-th of p almost equal ranges of rows. A message to rank j has a header of 8 bytes (a
+   rank j adds up stripe j, one of `ranks` almost equal ranges of rows. A message to rank j has 8 bytes of header (a
    tensor and a rank with a NaN; 0: none), and then, by contribution and tensor, the packed rows of stripe j. */
 
 typedef struct hpmlc_item {
@@ -6815,8 +6817,8 @@ typedef struct hpmlc_item {
     int64_t       my_row, my_rows; /* first row of this rank's stripe; number of rows of the stripe */
     int64_t       at;              /* plain: offset of the tensor in hpml_exchange.fused or .span, in floats */
     /* Arrays that one codec alone uses, allocated together with the residual; NULL with other codecs: */
-    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols) each; pairs (p, k, 2): k pairs of each rank */
-    float        *m, *p, *q;       /* LOWRANK: matrices M (rows, cols), P (rows, r), Q (cols, r) */
+    float        *magnitude, *velocity, *pairs; /* TOPK: (rows * cols); pairs: each rank's (index, value) */
+    float        *m, *p, *q;       /* LOWRANK: matrices M (rows, cols), P (rows, r), Q (cols, r), r = codec.lowrank */
 } hpmlc_item;
 
 /* Lets the host read and write arrays that may live on a device. hpmlc_host_view_begin returns n floats of an array:
@@ -6880,20 +6882,20 @@ struct hpml_exchange {
     float              *span;
     int64_t             plain;     /* floats of all plain tensors together */
     int64_t             part;      /* floats of plain tensors in one allreduce */
-    int32_t            *missing;   /* for each allreduce of plain tensors: how many are not ready on all ranks */
+    int32_t            *missing;   /* for each allreduce of plain tensors: how many of these are not ready everywhere */
     int32_t            *ready;     /* (d.count) atomic: 0: not ready, 1: ready on this rank, 2: ready on all ranks */
     int32_t            *late;      /* (d.count) 1 + a rank where the tensor is not ready; 0: ready everywhere */
     int                 announced; /* atomic: number of tensors that are ready on this rank */
     hpml_job           *job;       /* job of hpml_exchange_ready, which waits for tensors to get ready */
     hpmlc_background   *by;        /* background thread that runs `job` */
-    int32_t            *leaves;    /* (p) number of contributions of each rank */
+    int32_t            *leaves;    /* (ranks) number of contributions of each rank */
     int32_t             first_leaf; /* number of contributions of all ranks before this one */
     int64_t             runs;      /* how often the exchange has run */
     uint64_t            seed;      /* seed of codecs that round at random */
-    size_t             *sent_at;   /* (p + 1) where the message to each rank begins in `sent` */
+    size_t             *sent_at;   /* (ranks + 1) where the message to each rank begins in `sent` */
     size_t              part_size; /* bytes of one contribution to this rank's stripe, header excluded */
-    size_t             *received_at; /* (p + 1) where the message from each rank begins in `received` */
-    size_t             *sum_at;    /* (p + 1) where the packed sum of each rank's stripe begins in `sums` */
+    size_t             *received_at; /* (ranks + 1) where the message from each rank begins in `received` */
+    size_t             *sum_at;    /* (ranks + 1) where the packed sum of each rank's stripe begins in `sums` */
     char               *sent, *received, *sums;
     int64_t             bytes;     /* bytes that this rank sends in one run of the exchange, without plain tensors */
     hpmlc_host_view     view;      /* HPMLC_PADDED_LINKED: by which the host reads tensors, residuals and messages on
