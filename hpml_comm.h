@@ -7376,7 +7376,8 @@ HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t
 
 HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x);
 
-/* Exchanges all packed tensors, by ranges of rows or as a whole. Sets x->bad: a tensor and rank with a NaN; 0: none. */
+/* Exchanges all packed tensors, whole with codec top-k or low rank, else by ranges of their rows. Sets x->bad to the
+   value of hpmlc_bad for a tensor and rank with a NaN; 0: there is none. */
 HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
 {
     x->bad = 0;
@@ -7538,8 +7539,9 @@ struct hpmlc_whole { /* the functions of a codec that packs whole tensors */
     hpml_codec_kind kind;
     /* Returns how many floats the codec's arrays for a tensor take; at: memory that they get; NULL: only counts. */
     int64_t (*arrays)(const hpml_exchange *x, hpmlc_item *it, float *at);
-    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* optional; false: sends the tensor plain */
-    hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: sends zeros */
+    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* whether packing saves bytes; NULL: always */
+    /* Exchanges tensor `it` of x. finite false: this rank's gradient has a NaN, so the rank sends zeros instead. */
+    hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite);
     int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* returns bytes that this rank sends in one run */
 };
 
@@ -7766,8 +7768,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 // >>plan   the fields of a plan in one list, the rules of a plan
 // ---------------------------------------------------------------------------------------------------------------------
 /* All that is done with the fields of a plan one by one - text, parsing, ranges, differences, stepping through plans -
-   is done from one list; what fields exclude each other is a list of rules. Both are pure. In the conditions of both
-   lists, p is the plan and f the facts. */
+   is done from one list; which fields exclude each other is a list of rules. Conditions in both lists are expressions
+   without side effects, in which p is the hpml_plan and f the hpml_plan_facts (ranks, layers, batch ...). */
 
 /* X(name in texts, member, kind, largest value, condition: whether the field matters, text: where the field may be set,
    values other than zero that hpml_plan_next steps through). The smallest value is 0. If the text is NULL, the field
@@ -7963,7 +7965,7 @@ HPMLC_FN bool hpmlc_plan_serves(const hpml_plan *p)
            p->strategy == HPML_STRATEGY_FEDERATED;
 }
 
-/* Returns whether servers run the optimizer, each on a range of the floats. */
+/* Returns whether servers run the optimizer, each on its range of the trained floats. */
 HPMLC_FN bool hpmlc_plan_steps_ranges(const hpml_plan *p)
 {
     return hpmlc_plan_serves(p) && p->strategy != HPML_STRATEGY_FEDERATED;
@@ -8013,14 +8015,14 @@ HPMLC_FN int hpmlc_plan_workers(const hpml_plan *p, int ranks)
 typedef enum hpmlc_field_kind {
     HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
     HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY,
-    HPMLC_FIELD_ROUTE, HPMLC_FIELD_SCHEDULE /* HPMLC_FIELD_STRATEGY and later: values are words */
+    HPMLC_FIELD_ROUTE, HPMLC_FIELD_SCHEDULE /* from HPMLC_FIELD_STRATEGY on: enums, spelled as words in texts */
 } hpmlc_field_kind;
 
 typedef struct hpmlc_field {
     const char      *name, *where; /* where: plans in which the field may be set; NULL: all */
     hpmlc_field_kind kind;
-    size_t           at;           /* offset in hpml_plan */
-    double           most;         /* largest value */
+    size_t           at;           /* offset of the field in hpml_plan, in bytes */
+    double           most;         /* largest value that the field can have */
     double           tries[4];     /* values, except 0, that hpml_plan_next tries; 0 ends the list */
 } hpmlc_field;
 
@@ -8301,7 +8303,7 @@ HPMLC_FN bool hpmlc_factors_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan
 /* Returns whether plan p has a codec, which packs gradients; a packed gradient can hold no infinity. */
 HPMLC_FN bool hpmlc_plan_packs(const hpml_plan *p) { return p->codec.kind != HPML_CODEC_NONE || p->codec.custom; }
 
-/* Returns how many samples of the global batch the rank with the most gets. */
+/* Returns the largest number of samples of a global batch that a rank gets. */
 HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *facts)
 {
     hpml_plan whole;
@@ -8443,7 +8445,7 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
     bool matters[HPMLC_FIELDS], is_final = false;
     int  i = 0;
     do {
-        if (!is_final) i = HPMLC_FIELDS - 1; /* is_final: no value of a later field helps */
+        if (!is_final) i = HPMLC_FIELDS - 1; /* else fields after field i cannot make the plan valid */
         hpmlc_fields_matter(plan, matters);
         while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], plan))) i--;
         if (i < 0) return false;
@@ -8475,18 +8477,18 @@ typedef struct hpmlc_task {
 } hpmlc_task;
 
 typedef struct hpmlc_bucket {
-    hpml_exchange *x, *warm;     /* warm: for the first .warm_steps steps, uncompressed; NULL: none */
-    hpml_exchange *now;          /* .x or .warm, whichever this step uses; NULL: before the first step */
+    hpml_exchange *x, *warm;     /* x: by the plan's codec; warm: plain, for the first .warm_steps steps; NULL: none */
+    hpml_exchange *now;          /* the one of .x and .warm that this step uses; NULL before the first step */
     hpmlc_task     task;         /* the bucket's exchange in this step */
-    hpml_comm     *c;            /* ranks over which these gradients are added up, see hpmlc_ranks_of */
-    int            count, ready; /* number of tensors; how many gradients are final in this step */
-    bool           adds;         /* shard 2, 3: add to this rank's block, which has the sum of earlier micro-batches */
+    hpml_comm     *c;            /* ranks over which the bucket's gradients are added up, see hpmlc_ranks_of */
+    int            count, ready; /* tensors in the bucket; those whose gradients are final in this step */
+    bool           adds;         /* shard 2, 3: true: the micro-batch adds to this rank's block; false: sets it */
     int64_t        at, floats;   /* the bucket's range of the trainer's array of gradients */
 } hpmlc_bucket;
 
 typedef struct hpmlc_buckets {
     hpmlc_bucket *item;          /* (count) the buckets */
-    int           count, posted; /* posted: buckets whose exchange has been started in this step */
+    int           count, posted; /* buckets; those whose exchange has been started in this step */
 } hpmlc_buckets;
 
 /* Where parameters and gradients lie. The trainer has all gradients in one array, in the order of the parameters, each
@@ -8499,10 +8501,10 @@ typedef struct hpmlc_layout {
     int64_t     span;            /* floats of the trainer's array of gradients, padding included */
     float      *host;            /* (span) gradients on the host: `first`, or a copy of a device's array; NULL: the
                                     strategy exchanges them on the device */
-    int64_t     grad_total;      /* floats of all gradients; next: of all running statistics; without padding */
-    int64_t     buffer_total;
+    int64_t     grad_total;      /* floats of all gradients, without padding */
+    int64_t     buffer_total;    /* floats of all running statistics, without padding */
     int64_t     batch;           /* samples that the model's input holds */
-    int64_t     grain;           /* so many consecutive samples of the global batch stay on one rank; 0: 1 */
+    int64_t     grain;           /* consecutive samples of the global batch that stay on one rank; 0 means 1 */
     hpmlc_host_view view;           /* host access to arrays of the trainer */
 } hpmlc_layout;
 
@@ -8519,14 +8521,14 @@ typedef struct hpmlc_stats {
                                     loss that is NaN or infinite, such a rank; running statistics times samples */
     hpmlc_task task;             /* the allreduce of `sum` in this step */
     float     *buffers;          /* (buffer_total) scratch: running statistics side by side, in the order of by_name */
-    double     samples, loss;    /* this rank's samples in this step; loss times samples */
+    double     samples, loss;    /* of this rank in this step: samples; mean loss times samples */
 } hpmlc_stats;
 
 typedef struct hpmlc_reporting {
-    hpml_distribute_report r;    /* sums over the steps since the last reset */
-    double                 began;    /* hpml_comm_now() at the last reset */
-    hpml_counters          at_reset; /* what this rank had sent at the last reset, see hpmlc_sent */
-    hpml_counters          split_at_reset; /* of .at_reset, what was sent along axes other than data */
+    hpml_distribute_report r;    /* sums over the steps since .r was last set to zero, its last reset */
+    double                 began;    /* hpml_comm_now() at the last reset of .r */
+    hpml_counters          at_reset; /* hpmlc_sent's counters of this rank at the last reset of .r */
+    hpml_counters          split_at_reset; /* the part of .at_reset that was sent along axes other than data */
     hpml_step_row         *row;      /* (history) ring of the rows of the last steps */
     int64_t                rows;     /* number of rows that have been written to the ring .row */
     hpml_distribute_report at_row;   /* value of .r when the last row of a step was written */
@@ -8557,14 +8559,14 @@ typedef hpml_status hpmlc_start_fn(hpml_distributed *d, hpmlc_bucket *b);
 struct hpml_distributed {
     hpml_trainer         *t;
     hpml_comm            *all;        /* all ranks */
-    hpml_comm            *c;          /* ranks that average gradients: all, or of a mesh the replicas */
+    hpml_comm            *c;          /* ranks that average gradients: all; with a mesh, the replicas */
     hpml_ctx             *ctx;
     hpml_plan             plan;
     const hpmlc_strategy *strategy;
     void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
     bool                  data_known; /* true: the ranks have checked that all have the same data */
-    bool                  background; /* tasks are jobs of the communicator's background thread */
-    bool                  shared;     /* ranks share one copy of the parameters, which rank 0 steps */
+    bool                  background; /* true: a background thread runs tasks; false: the caller does, at once */
+    bool                  shared;     /* true: ranks share one copy of the parameters, which rank 0 steps */
     hpmlc_start_fn       *start;
     int64_t             (*next)(void *d, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last); /* the hook */
     hpml_status         (*need)(void *d, hpml_trainer *t, const hpml_moment *at); /* the hook */
@@ -8575,19 +8577,19 @@ struct hpml_distributed {
     hpmlc_reporting       report;
     hpmlc_trial           trial;
     hpmlc_gathered        rows;
-    hpmlc_pipeline       *pipeline;   /* this rank has a stage of the model; NULL: it has the whole model */
-    hpmlc_factors        *factors;    /* layers that send factors, see >>strategy-factors; NULL: the route has none */
-    int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
-    int32_t               piped;      /* the pipeline's micro-batch that this stage computes; 0 without a pipeline */
+    hpmlc_pipeline       *pipeline;   /* pipeline in which this rank has a stage; NULL: no pipeline */
+    hpmlc_factors        *factors;    /* layers that send factors, see >>strategy-factors; NULL: plan.route uses none */
+    int32_t               accumulate, micro; /* micro-batches of an update; how many of these are done */
+    int32_t               piped;      /* number of the micro-batch that this stage computes; 0 without a pipeline */
     bool                  final;      /* the backward pass that runs is an update's last one: hook `grad` is called */
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
 
 struct hpmlc_strategy {
-    hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
-    const char *name;         /* of the form in the plan; begins its arrays' names in checkpoints; NULL: one form */
+    hpml_strategy_kind kind;  /* strategy in the plan; a strategy with several forms has a row for each form */
+    const char *name;         /* name of the form; begins its arrays' names in checkpoints; NULL: the only form */
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
-    const char *pending;      /* array of a checkpoint with gradients that only this form applies; NULL: none */
+    const char *pending;      /* name of a checkpoint's array of gradients that only this form uses; NULL: none */
     bool (*is_chosen)(hpml_comm *c, const hpml_plan *plan); /* optional: whether the form fits; NULL: always */
     bool (*open)(hpml_distributed *d);   /* takes memory, makes exchanges; collective; false: an error on the context */
     /* Computes the gradient of `samples` samples of this rank, and their mean *loss, by hpmlc_dist_pass or another way.
@@ -8826,7 +8828,7 @@ HPMLC_FN bool hpmlc_host_open(hpml_distributed *d, float *gradients, hpmlc_start
     return hpmlc_buckets_create(d, gradients ? gradients : l->host, bytes, hpmlc_bucket_open);
 }
 
-/* Starts the exchanges of the buckets in their order, before the first bucket with a gradient that is not yet final. */
+/* Starts the exchanges of buckets in their order; stops at the first bucket that has a gradient which is not final. */
 HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
 {
     hpmlc_buckets *all    = &d->buckets;
@@ -8842,7 +8844,7 @@ HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
     return status;
 }
 
-HPMLC_FN void hpmlc_buckets_reset(hpml_distributed *d) /* before a pass: no gradient is final */
+HPMLC_FN void hpmlc_buckets_reset(hpml_distributed *d) /* before a pass: counts no gradient as final */
 {
     d->buckets.posted = 0;
     for (int i = 0; i < d->buckets.count; i++) d->buckets.item[i].ready = 0;
@@ -8937,7 +8939,7 @@ HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
     d->report.r.exposed_s += end - start;
 }
 
-/* Returns how many ranks keep the same floats of parameter p as this rank; 0: another pipeline stage counts p. */
+/* Returns how many ranks have the same floats of parameter p as this rank; 0: p belongs to another pipeline stage. */
 HPMLC_FN double hpmlc_keepers(const hpml_distributed *d, const hpml_tensor *p)
 {
     const hpml_mesh  *m = hpml_comm_mesh(d->all);
@@ -8949,9 +8951,9 @@ HPMLC_FN double hpmlc_keepers(const hpml_distributed *d, const hpml_tensor *p)
     return q->shard > 0 ? ranks / hpmlc_ranks_of(d, p)->size : ranks;
 }
 
-/* The trainer's hook `norms`: adds up `sums` (params, each) over all ranks or, where each stage of a pipeline steps at
-   its own time, over those of the stage. A rank's sums of squares are of the part of each parameter that it keeps; a
-   part that several ranks keep is counted once. */
+/* The trainer's hook `norms`: adds up `sums` (params, each), `each` sums of squares for each parameter, over all ranks
+   or, where each stage of a pipeline steps at its own time, over the ranks of this stage. A rank's sums are over the
+   part of the parameter that this rank has; a part that several ranks have is counted once. */
 HPMLC_FN hpml_status hpmlc_dist_norms(void *user, hpml_trainer *t HPMLC_UNUSED, double *sums, int64_t each)
 {
     hpml_distributed *d     = (hpml_distributed *)user;
@@ -9001,7 +9003,7 @@ HPMLC_FN hpml_status hpmlc_stats_sum(hpml_comm *c, void *user)
     c->about.first = n > 0 ? "loss, samples, running statistics" : "loss, samples";
     hpml_status status = hpmlc_reduce_all(c, d->stats.sum, HPMLC_STATS + n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     c->about.first = NULL;
-    for (int64_t k = 0; k < HPMLC_STATS + n && d->plan.sequence > 1; k++) /* ranks of the axis count the same samples */
+    for (int64_t k = 0; k < HPMLC_STATS + n && d->plan.sequence > 1; k++) /* each of these ranks counts the samples */
         if (k != HPMLC_BAD && k != HPMLC_BAD_RANK) d->stats.sum[k] /= d->plan.sequence;
     return status;
 }
@@ -9274,8 +9276,8 @@ HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
    "residual.ranks.linear0.weight". The scope of an array says which ranks have copies of it. */
 
 typedef enum hpmlc_scope {
-    HPMLC_RANK,  /* a copy for each rank (or leaf), which are added up: any number of ranks loads them */
-    HPMLC_NODE,  /* a copy for each node, of which each rank of the node has a range: loads only on as many nodes */
+    HPMLC_RANK,  /* a copy for each rank or leaf; with fewer ranks, loading adds copies up: any number of ranks fits */
+    HPMLC_NODE,  /* a copy for each node, each of its ranks has a range: loads only on the same number of nodes */
     HPMLC_SHARED /* one copy, of which each rank has a range, or which all ranks have whole */
 } hpmlc_scope;
 
@@ -9284,14 +9286,14 @@ typedef struct hpmlc_state {
     hpmlc_scope  scope;
     float       *data;       /* (copies.count, floats) this rank's floats of its copies of the array; NULL: none */
     const hpmlc_host_view *view; /* host access to `data` */
-    int64_t      count;      /* floats of one copy on this rank: of the part of a tensor that it has, or the whole */
-    int64_t      whole;      /* floats of one copy in the file, which has whole tensors */
+    int64_t      count;      /* floats of one copy, of this rank's part if the tensor is split over ranks */
+    int64_t      whole;      /* floats of one copy in the file, in which tensors are not split */
     const hpml_tensor *param; /* parameter whose layout in memory a copy has (this rank's part); NULL: none */
     int64_t      at, floats; /* this rank's range of one copy: [at, at + floats) */
     hpmlc_copies copies;     /* this rank's copies, and how many the file has: copies.all */
-    bool         is_mean;    /* true: the sum of the copies is a mean: the fewer copies, the larger each one */
-    bool         is_same;    /* every rank has the whole array: rank 0 saves it */
-    bool        *present;    /* flag, shared by arrays: whether they exist now; NULL: the array always exists */
+    bool         is_mean;    /* gradients are averaged: loading scales copies by copies.all / copies in the file */
+    bool         is_same;    /* true: every rank has the whole array, and rank 0 saves it */
+    bool        *present;    /* points to a flag: the array exists now; NULL: the array always exists */
     int64_t      offset;     /* where the array begins among the floats that are saved */
 } hpmlc_state;
 
@@ -9299,7 +9301,7 @@ struct hpmlc_states {
     hpml_distributed *d;
     hpmlc_state      *item;      /* (count) the arrays */
     int               count, capacity;
-    bool              is_saving; /* the list is for saving; else it is for loading */
+    bool              is_saving; /* true: the list is for saving; false: for loading */
     const char       *copy;      /* word for the copies of scope RANK in names of arrays: "ranks" or "leaves" */
     bool             *present;   /* hpmlc_state.present of the arrays that are added next */
     hpmlc_host_view       host;      /* hpmlc_state.view of arrays in host memory */
@@ -9605,15 +9607,15 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
    and for gradients as buckets that are incomplete at a time and one more, which is under way. The blocks are cut and
    the slots are counted before the trainer takes its memory. All ranks choose slots alike, as they run the same ops. */
 
-typedef struct hpmlc_shard_job { /* reduce-scatter or allgather of a bucket */
-    float      *data;   /* (floats) the bucket */
+typedef struct hpmlc_shard_job { /* what a reduce-scatter or an allgather of a bucket needs */
+    float      *data;   /* (floats) the bucket's gradients or values */
     int64_t     floats;
     hpml_reduce reduce;
 } hpmlc_shard_job;
 
 typedef struct hpmlc_slot { /* memory for a whole bucket */
     int              bucket;  /* -1: none */
-    bool             posted;  /* slot of gradients: true: the bucket's reduce-scatter was started */
+    bool             posted;  /* of a slot of gradients: the bucket's reduce-scatter was started */
     int64_t          used;    /* .clock when an op needed the bucket last, or when its reduce-scatter was started */
     hpmlc_task       task;    /* the allgather of values */
     hpmlc_shard_job  job;
@@ -9637,7 +9639,7 @@ typedef struct hpmlc_sharding {
     hpmlc_slot      *whole;   /* shard 1, 2: (buckets.count) the allgather of each bucket's new values */
     int              stepped; /* number of buckets whose parameters were stepped in this update */
     int64_t          samples; /* number of this rank's samples in the micro-batch that runs now */
-    bool             early;   /* buckets are stepped and gathered within the backward pass */
+    bool             early;   /* true: buckets are stepped and gathered within the backward pass */
     bool             posted;  /* with .early: this update's sum of samples and losses was started in the pass */
 } hpmlc_sharding;
 
@@ -9664,7 +9666,8 @@ HPMLC_FN int hpmlc_bucket_read(const hpml_distributed *d, const hpml_node *n, in
     return p && p->param && p->param->index < d->layout.params ? d->layout.bucket_of[p->param->index] : -1;
 }
 
-/* Returns the most buckets that one op reads; stores which op, for which parameter, needs a bucket first. */
+/* Returns the largest number of buckets that one op reads; stores in first_node and first_param the first op that reads
+   a parameter in a bucket, and this parameter. */
 HPMLC_FN int hpmlc_shard_reads(hpml_distributed *d)
 {
     hpmlc_sharding   *s    = hpmlc_sharding_of(d);
@@ -9705,7 +9708,7 @@ HPMLC_FN int hpmlc_shard_incomplete(hpml_distributed *d, bool *open, int *left)
                 open[b] = open[b] || pass == 1;
             }
             if (now > most) most = now;
-            for (bool done = pass == 1; done && posted < d->buckets.count;) { /* buckets are posted in their order */
+            for (bool done = pass == 1; done && posted < d->buckets.count;) { /* they start in the buckets' order */
                 for (int p = 0; p < d->layout.params; p++)
                     if (d->layout.bucket_of[p] == posted && left[p] > 0) done = false;
                 posted += done;
@@ -9850,8 +9853,8 @@ HPMLC_FN void hpmlc_slot_point(hpml_distributed *d, int b, hpml_array which, flo
     }
 }
 
-/* Copies this rank's part of the values of bucket b to `data`, a slot; or copies its part of the gradients from there,
-   and adds it to that of earlier micro-batches. */
+/* which HPML_ARRAY_VALUES: copies this rank's part of the values of bucket b to `data`, a slot. Else: copies its part
+   of the gradients from `data` or, after the first micro-batch, adds it to the sum of the micro-batches before. */
 HPMLC_FN void hpmlc_slot_copy(hpml_distributed *d, int b, hpml_array which, float *data)
 {
     for (int i = 0; i < d->layout.params; i++) {
@@ -10101,7 +10104,8 @@ HPMLC_FN hpml_status hpmlc_shard_early(hpml_distributed *d)
     return status;
 }
 
-/* Counts that the gradient of parameter `param` is final in this micro-batch; then starts what this makes possible. */
+/* Counts that the gradient of parameter `param` is final in this micro-batch; then starts the exchanges
+   of the buckets that are complete now, and with s->early steps those that are exchanged. */
 HPMLC_FN hpml_status hpmlc_shard_gradient(hpml_distributed *d, int param)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -10136,7 +10140,7 @@ HPMLC_FN hpml_status hpmlc_shard_begin(hpml_distributed *d, int64_t samples, flo
     s->samples = samples;
     s->posted  = false;
     s->stepped = 0;
-    d->final   = d->micro + 1 == d->accumulate; /* a pipeline sets it for each of its backward passes */
+    d->final   = d->micro + 1 == d->accumulate; /* a pipeline sets d->final before each backward pass */
     hpml_status status = hpmlc_dist_pass(d, samples, loss);
     if (status != HPML_OK || d->micro < d->accumulate || s->posted) return status;
     if (d->plan.shard < 2 && d->pipeline) status = hpmlc_pipeline_join(d->pipeline);
@@ -10218,16 +10222,16 @@ typedef struct hpmlc_factor { /* a dense layer, z = x w^T */
     const hpml_node  *node;
     hpml_tensor      *w;
     float            *grad;   /* the gradient of w, kept while w->grad is NULL */
-    int64_t           rows, m, n; /* rows of a sample; columns of dz; of x */
-    float            *x, *dz; /* (blocks * batch * rows, n) and (.., m): a block for each rank; with servers, one */
-    bool              has_begun; /* the allgathers of this step have started */
+    int64_t           rows, m, n; /* rows of x for a sample; columns of dz; columns of x */
+    float            *x, *dz; /* (blocks * batch * rows, n) and (same, m): one block for each rank; with servers 1 */
+    bool              has_begun; /* true: the allgathers of x and dz have started in this step */
     hpmlc_task        task;
 } hpmlc_factor;
 
 struct hpmlc_factors {
     hpmlc_factor  *layer;      /* (count) in the order of the backward pass */
     int            count;
-    hpmlc_factor **of;         /* (params) the layer with this weight; NULL: none */
+    hpmlc_factor **of;         /* (params) the layer whose weight a parameter is; NULL: none */
     int64_t        samples;    /* number of this rank's samples in this step */
 };
 
@@ -10447,9 +10451,9 @@ typedef struct hpmlc_delayed {
     float *change;       /* (buffer_total) mean change of the running statistics in the step before, by name */
     float  head[HPMLC_DELAYED_HEAD]; /* of the step before: samples, mean loss, samples of the whole step */
     double whole;        /* samples of a whole step, when the gradients in flight were computed */
-    bool   is_in_flight; /* gradients are in flight; false before the first step */
-    bool   is_complete;  /* the exchange of in_flight is over: in_flight, change and head are set */
-    bool   is_loaded;    /* in_flight, change and head come from a checkpoint */
+    bool   is_in_flight; /* true: gradients are in flight; false before the first step */
+    bool   is_complete;  /* true: the exchange is over; in_flight, change and head have its results */
+    bool   is_loaded;    /* true: in_flight, change and head come from a checkpoint */
 } hpmlc_delayed;
 
 HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan) { return plan->delayed; }
@@ -10611,7 +10615,7 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
 
 typedef struct hpmlc_exact {
     float   *leaf;    /* (copies.count, total) gradients, and changes of running statistics, of this rank's leaves */
-    int64_t *sum;     /* (total) sum of this rank's rounded leaves, then of all ranks' */
+    int64_t *sum;     /* (total) sum of the rounded leaves of this rank, later of all ranks */
     float   *largest; /* (params) largest |g| of each tensor in all leaves */
     float   *before;  /* (buffer_total) running statistics that the step began with */
     int64_t  total;   /* floats of one leaf: gradients, running statistics */
@@ -10836,8 +10840,8 @@ HPMLC_FN bool hpmlc_exact_state(hpml_distributed *d, hpmlc_states *list)
 
 typedef struct hpmlc_link {
     const hpml_device_link *l;
-    bool                    is_checked; /* the trainer checks the gradients' norm before it uses them */
-    bool                    is_clipped; /* the trainer clips the gradients' norm */
+    bool                    is_checked; /* true: the trainer checks the gradients' norm before each step */
+    bool                    is_clipped; /* true: the trainer clips the gradients' norm */
 } hpmlc_link;
 
 HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_plan *plan)
@@ -11173,15 +11177,15 @@ HPMLC_FN bool hpmlc_nodes_state(hpml_distributed *d, hpmlc_states *list)
 enum { HPMLC_MEET_SAMPLES, HPMLC_MEET_LOSS, HPMLC_MEET_STATS };
 
 typedef struct hpmlc_weights {
-    float  *meet;      /* (floats) summed at a meeting: values, running statistics, samples, loss times samples */
+    float  *meet;      /* (floats) array that a meeting sums: values, running statistics, samples, loss times samples */
     float  *centre;    /* (span) block: parameters after the last meeting; elastic: the centre; else NULL */
     float  *momentum;  /* (span) block: velocity of the outer optimizer; else NULL */
     int64_t floats;
-    int     there;     /* number of ranks at the last meeting */
+    int     there;     /* number of ranks that took part in the last meeting */
     int64_t since;     /* steps since the last meeting */
     double  samples, loss; /* sums on this rank since the last meeting: samples; loss times samples */
     bool    is_set;    /* true: .centre and .momentum have values; false before the first step */
-    bool    is_ahead;  /* block: parameters began this block ahead of the centre */
+    bool    is_ahead;  /* block: this block began with centre - momentum * velocity, not at the centre */
 } hpmlc_weights;
 
 /* Copies the trainer's array `which` (an hpml_array: parameters, optimizer state ...) to `host`, in host memory; set:
@@ -11205,8 +11209,8 @@ HPMLC_FN bool hpmlc_weights_open(hpml_distributed *d)
     return own->meet && hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
 }
 
-/* Does what hpmlc_weights_open does, and allocates two arrays for strategies block and elastic: own->centre, parameters
-   that the ranks have in common, and own->momentum, the velocity of the outer optimizer, which only block uses. */
+/* Opens strategy block or elastic: allocates d->own, own->meet (hpmlc_weights_open), own->centre (parameters that the
+   ranks have in common) and own->momentum (velocity of the outer optimizer, which only block uses). False: no memory. */
 HPMLC_FN bool hpmlc_weights_open_centre(hpml_distributed *d)
 {
     const size_t bytes = (size_t)d->layout.span * sizeof(float);
