@@ -7769,7 +7769,7 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 // ---------------------------------------------------------------------------------------------------------------------
 /* All that is done with the fields of a plan one by one - text, parsing, ranges, differences, stepping through plans -
    is done from one list; which fields exclude each other is a list of rules. Conditions in both lists are expressions
-   without side effects, in which p is the hpml_plan and f the hpml_plan_facts (ranks, layers, batch ...). */
+   without side effects, in which p is the hpml_plan and f the hpml_plan_facts (of model, ranks and transport). */
 
 /* X(name in texts, member, kind, largest value, condition: whether the field matters, text: where the field may be set,
    values other than zero that hpml_plan_next steps through). The smallest value is 0. If the text is NULL, the field
@@ -11210,7 +11210,7 @@ HPMLC_FN bool hpmlc_weights_open(hpml_distributed *d)
 }
 
 /* Opens strategy block or elastic: allocates d->own, own->meet (hpmlc_weights_open), own->centre (parameters that the
-   ranks have in common) and own->momentum (velocity of the outer optimizer, which only block uses). False: no memory. */
+   ranks have in common) and own->momentum (velocity of the outer optimizer, which only block uses). False: an error. */
 HPMLC_FN bool hpmlc_weights_open_centre(hpml_distributed *d)
 {
     const size_t bytes = (size_t)d->layout.span * sizeof(float);
@@ -11488,13 +11488,13 @@ HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
 enum { HPMLC_TAG_REQUEST = HPML_TAG_MAX, HPMLC_TAG_FLOATS = HPML_TAG_MAX - 1 };
 
 typedef enum hpmlc_request_kind {
-    HPMLC_PUSH,  /* floats follow, a gradient or values; is answered */
-    HPMLC_PULL,  /* nothing follows; is answered. A PUSH becomes a PULL when its floats are taken */
-    HPMLC_DEAL,  /* asks for the number of a batch */
-    HPMLC_NOTE,  /* reports .epoch, is not answered */
+    HPMLC_PUSH,  /* the floats of a gradient or of values follow; is answered */
+    HPMLC_PULL,  /* asks for an answer only. The server makes a PUSH a PULL when it has taken the floats */
+    HPMLC_DEAL,  /* asks for the number of the batch to compute next; is answered */
+    HPMLC_NOTE,  /* reports how many epochs the worker has ended, in .epoch; is not answered */
     HPMLC_LEAVE, /* the worker ends its training without HPMLC_FINISH; is not answered */
     HPMLC_ROWS,  /* indices of rows of a sparse table follow; is answered by the rows alone, at once */
-    HPMLC_FINISH /* the training ends on this worker; open until it ends on all */
+    HPMLC_FINISH /* the training has ended on this worker; is answered when it has ended on all workers */
 } hpmlc_request_kind;
 
 typedef struct hpmlc_request { /* header from a worker to a server */
@@ -11504,7 +11504,7 @@ typedef struct hpmlc_request { /* header from a worker to a server */
     int64_t batch;   /* PUSH: number of the batch that was dealt, -1: none was; DEAL: number of batches in an epoch */
     int64_t epoch;   /* DEAL: the worker's epoch; NOTE: number of epochs that it has ended */
     int64_t wants;   /* PUSH, PULL: 1: values follow the answer; DEAL: 1: the last epoch of a fit */
-    double  loss;    /* mean over the samples */
+    double  loss;    /* PUSH: mean loss over .samples */
 } hpmlc_request;
 
 typedef struct hpmlc_answer { /* header from a server to a worker */
@@ -11513,15 +11513,15 @@ typedef struct hpmlc_answer { /* header from a server to a worker */
 } hpmlc_answer;
 
 typedef struct hpmlc_client { /* a worker, as a server knows it */
-    hpml_message  message;    /* receive of the worker's next request, in flight if is_posted */
-    hpmlc_request request;    /* its last request */
+    hpml_message  message;    /* the receive of the worker's next request; in flight if .is_posted */
+    hpmlc_request request;    /* the worker's last request */
     bool          is_posted, is_open, is_lost; /* is_open: the request is not answered yet */
     int64_t       clock;      /* number of steps or rounds that the worker has done */
-    int64_t       epochs;     /* number of epochs that it has ended, where servers deal out batches */
-    int64_t       batch;      /* the batch dealt to it whose gradient is not pushed yet; -1: none */
+    int64_t       epochs;     /* number of epochs that the worker has ended, where servers deal out batches */
+    int64_t       batch;      /* number of the batch dealt to the worker whose gradient has not come yet; -1: none */
 } hpmlc_client;
 
-typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which are packed as one */
+typedef struct hpmlc_piece {  /* rows, or a part of one row, of a tensor, which are packed together */
     hpml_packing packing;
     const hpmlc_factor *layer;   /* the layer that sends factors in place of the rows; NULL: the codec packs the rows */
     int          param;
@@ -11531,36 +11531,36 @@ typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which ar
 
 typedef struct hpmlc_servers {
     hpml_distributed *d;
-    bool           is_finished;      /* no request has come since hpml_distribute_finish or the beginning */
-    int            workers, count;   /* K, S */
-    int            first, end;       /* memory here: the ranges of servers [first, end). Server: its own; worker: all */
+    bool           is_finished;      /* true: no request since the beginning or hpml_distribute_finish */
+    int            workers, count;   /* K, the number of workers; S, the number of servers */
+    int            first, end;       /* arrays below hold the ranges of servers first .. end - 1: worker: all */
     int64_t        total, floats;    /* trained floats; those in the ranges of servers [first, end) */
     hpmlc_piece   *piece;            /* (pieces + 1) of all ranges, server by server; the last one is empty */
-    int            pieces, *begin;   /* (S + 1) number of each server's first piece */
-    char          *packed;           /* (packed bytes) the gradient that a worker pushes */
+    int            pieces, *begin;   /* pieces; begin: (S + 1) number of each server's first piece */
+    char          *packed;           /* the packed gradient that a worker pushes */
     float         *gradient;         /* (floats) worker: its gradient; server: sum of gradients, 0 between steps */
-    float         *values;           /* (floats) */
-    float         *residual;         /* (floats) of a worker with a lossy codec; else NULL */
+    float         *values;           /* (floats) values that a server sends, or that a worker gets */
+    float         *residual;         /* (floats) worker with a lossy codec: packing errors; else NULL */
     int64_t       *exact;            /* (floats) server: sum of the round's gradients; NULL: the plan is not exact */
-    int           *table, tables;    /* (tables) numbers of the parameters that are sparse tables: see >>servers-rows */
-    int64_t       *rows;             /* (S, tables) rows of each table for each server; server: (tables) of a push */
+    int           *table, tables;    /* (tables) which parameters are sparse tables (>>servers-rows); their number */
+    int64_t       *rows;             /* counts of rows in a push: worker: (S, tables); server: (tables) */
     float        **packed_rows;      /* (S + 1) worker: where the packed rows for each server begin */
     int32_t       *wanted;           /* (most rows of a table) worker: indices of the rows that a batch needs */
     bool          *is_wanted;        /* (most rows of a table) worker: the row is in .wanted; false between batches */
-    bool           has_stepped_rows; /* server: the rows of the tables' gradients have been applied */
-    hpml_message  *message;          /* worker: (6 S) messages of a request */
-    hpmlc_answer  *answer;           /* worker: (S) */
-    hpmlc_client  *client;           /* server: (K) */
+    bool           has_stepped_rows; /* server: true: the tables' gradients are applied, the next push clears them */
+    hpml_message  *message;          /* worker: (6 S) the messages of a request to all servers */
+    hpmlc_answer  *answer;           /* worker: (S) the servers' answers */
+    hpmlc_client  *client;           /* server: (K) the workers */
     hpml_message **awaited;          /* server: (K) receives of the workers' requests, for which it waits */
     hpml_status  (*enter)(hpml_distributed *d); /* server: the strategy's function that answers requests */
-    bool           averages;         /* federated: workers run the optimizer, servers average values */
-    bool           has_lost;         /* server: a worker was lost during the current call of `enter` */
-    bool           is_served;        /* server: the hook `next` has served this step */
-    bool           is_skipped;       /* worker: does not compute in this step */
-    int64_t        period, steps;    /* steps of a round; steps of this rank, but for those on batches dealt to it */
-    int64_t        round, updates;   /* rounds that are complete; server: its steps of the optimizer */
+    bool           averages;         /* true (federated): servers average the values that workers push */
+    bool           has_lost;         /* server: true: a worker was lost during the current call of `enter` */
+    bool           is_served;        /* server: true: the hook `next` has answered this step's requests already */
+    bool           is_skipped;       /* worker: true: does not compute in this step */
+    int64_t        period, steps;    /* steps in a round; this rank's steps, except those on dealt batches */
+    int64_t        round, updates;   /* rounds that are complete; server: how many steps its optimizer has made */
     int64_t        taken, dealt;     /* server: gradients taken in this step; batches dealt, over all epochs */
-    int64_t        epoch, batch;     /* server: its epoch; worker: number of the batch dealt to it, -1: none was */
+    int64_t        epoch, batch;     /* server: epoch that it serves; worker: batch dealt to it, -1: none */
     double         samples, loss;    /* sums over the gradients of this step or round: samples; loss times samples */
 } hpmlc_servers;
 
@@ -11633,7 +11633,7 @@ HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
     return true;
 }
 
-/* Returns the packed bytes of the ranges of servers [first, end). */
+/* Returns the size in bytes of the packed gradient of the ranges of servers `first` to end - 1. */
 HPMLC_FN size_t hpmlc_packed_size(const hpmlc_servers *own, int first, int end)
 {
     return own->piece[own->begin[end]].offset - own->piece[own->begin[first]].offset;
@@ -11656,14 +11656,14 @@ HPMLC_FN void hpmlc_servers_destroy(void *object)
     }
 }
 
-/* Returns whether workers keep a residual: what the codec did not send. */
+/* Returns whether workers keep a residual, the packing errors of the codec, which the next gradient gets. */
 HPMLC_FN bool hpmlc_has_feedback(const hpml_distributed *d)
 {
     const hpml_codec *codec = d->plan.codec.custom ? d->plan.codec.custom : hpml_codec_get(d->plan.codec.kind);
     return codec->has_residual && !d->plan.codec.no_feedback;
 }
 
-/* Returns whether this client is drawn for a round. */
+/* Returns whether this rank, a client of strategy federated, is drawn for round number `round`. */
 HPMLC_FN bool hpmlc_is_drawn(const hpml_distributed *d, int64_t round)
 {
     const int     workers = hpmlc_servers_of(d)->workers;
@@ -12138,8 +12138,8 @@ HPMLC_FN hpml_status hpmlc_answer_to(hpml_distributed *d, int worker, int64_t st
     return hpmlc_survive(d, worker, status);
 }
 
-/* Receives the floats of a worker's push and adds `factor` times them to own->gradient; 0: leaves them out. *came:
-   whether they have come; false: the worker is lost. */
+/* Receives the floats of a worker's push and adds `factor` times them to own->gradient; factor 0: leaves them out.
+   *came: true: the floats have come; false: the worker is lost. */
 HPMLC_FN hpml_status hpmlc_take(hpml_distributed *d, int worker, float factor, bool *came)
 {
     hpmlc_servers *own  = hpmlc_servers_of(d);
@@ -12226,7 +12226,8 @@ HPMLC_FN bool hpmlc_has_stepped(const hpmlc_servers *own, const hpmlc_client *w)
     return w->clock >= own->steps / own->period;
 }
 
-/* Serves until is_over(w) for all workers w that are active; NULL: until none is. */
+/* Server: answers requests until is_over(own, w) for each worker w that is active (neither lost nor finished).
+   is_over NULL: until no worker is active. */
 HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpmlc_servers *own, const hpmlc_client *w))
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -12235,7 +12236,7 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
     own->samples = 0;
     own->loss    = 0;
     for (;;) {
-        do { /* again where a worker was lost meanwhile, because no one waits for that worker any more */
+        do { /* again if a worker was lost, because others may be answered without it */
             own->has_lost = false;
             status        = own->enter(d);
         } while (status == HPML_OK && own->has_lost);
@@ -12285,7 +12286,8 @@ HPMLC_FN hpml_status hpmlc_servers_gradient(hpml_distributed *d, int param)
     return HPML_OK;
 }
 
-/* Counts a step in the report, unless `status` is an error; returns `status`. loss: sum over the samples. */
+/* Counts a step in the report, unless `status` is an error; returns `status`. loss: sum of the losses of `samples`
+   samples. */
 HPMLC_FN hpml_status hpmlc_servers_note(hpml_distributed *d, hpml_status status, double samples, double loss)
 {
     if (status != HPML_OK) return status;
@@ -12352,7 +12354,7 @@ HPMLC_FN hpml_status hpmlc_servers_share(hpml_distributed *d, hpml_array which)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
     hpml_status    status = HPML_OK;
-    for (int s = 0; s < own->count && status == HPML_OK; s++) { /* all ranks in the same order, so that none waits */
+    for (int s = 0; s < own->count && status == HPML_OK; s++) { /* on all ranks in this order: no deadlock */
         const int64_t floats = hpmlc_server_at(own, s + 1) - hpmlc_server_at(own, s);
         hpmlc_ranges_copy(d, which, false, s, s + 1, own->gradient);
         status = hpmlc_servers_send(d, own->workers + s, own->gradient, floats);
@@ -12416,7 +12418,7 @@ HPMLC_FN bool hpmlc_servers_state(hpml_distributed *d, hpmlc_states *list)
     for (int i = HPML_ARRAY_STATE; list->is_saving && !own->averages && i < HPML_ARRAY_END && status == HPML_OK; i++)
         if (hpml_trainer_array(d->t, (hpml_array)i, NULL)) status = hpmlc_servers_share(d, (hpml_array)i);
     if (list->is_saving && !own->averages && status == HPML_OK) {
-        float updates[2]; /* 64 bits of own->updates */
+        float updates[2]; /* the 64 bits of own->updates, sent as two floats */
         memcpy(updates, &own->updates, sizeof updates);
         status = hpmlc_servers_send(d, own->workers, updates, 2);
         memcpy(&own->updates, updates, sizeof updates);
@@ -12666,11 +12668,11 @@ HPMLC_FN bool hpmlc_async_open(hpml_distributed *d)
    one may be lost, which sparse models bear because batches have few rows in common; dense layers are read and written
    whole. Each rank has its own optimizer states. A run with one rank gives the same bits as serial training. */
 
-typedef struct hpmlc_hogwild_values { /* values of all ranks; the rank that releases them last frees them */
+typedef struct hpmlc_hogwild_values { /* the shared values; the last rank to release them frees them */
     hpml_allocator allocator;
     size_t         bytes;
-    int32_t        holders;   /* ranks that have not released them */
-    uint32_t      *bits;      /* (layout.span) bits of the floats, laid out as in the trainer's arrays */
+    int32_t        holders;   /* number of ranks that have not released the shared values yet */
+    uint32_t      *bits;      /* (layout.span) the values' bits, laid out as the trainer's array of values */
 } hpmlc_hogwild_values;
 
 typedef struct hpmlc_hogwild {
@@ -12699,14 +12701,14 @@ HPMLC_FN void hpmlc_hogwild_push(const hpml_distributed *d, hpml_tensor *p, int6
         uint32_t bits = __atomic_load_n(&own->shared->bits[at + i], __ATOMIC_RELAXED);
         float    was  = own->seen[at + i], value = p->data[first + i], now;
         memcpy(&now, &bits, sizeof now);
-        if (now != was) value = now + (value - was); /* else the step's value is kept, unrounded */
+        if (now != was) value = now + (value - was); /* if no rank changed it: no rounding */
         memcpy(&bits, &value, sizeof bits);
         __atomic_store_n(&own->shared->bits[at + i], bits, __ATOMIC_RELAXED);
     }
 }
 
-/* Calls `move`, which reads or changes the values that ranks share, for all parameters; only_rows: of sparse tables
-   only for the rows that have a gradient. */
+/* Calls `move`, which reads or changes the values that ranks share, for all parameters; only_rows true: of sparse
+   tables only for the rows that have a gradient; false: for whole tables. */
 HPMLC_FN void hpmlc_hogwild_all(const hpml_distributed *d, bool only_rows,
                                 void (*move)(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n))
 {
@@ -12736,7 +12738,7 @@ HPMLC_FN hpml_status hpmlc_hogwild_need(void *user, hpml_trainer *t HPMLC_UNUSED
         int32_t row = ((const int32_t *)tokens->raw)[i];
         if (row >= 0 && row < p->shape[0]) hpmlc_hogwild_pull(d, p, row * p->shape[1], p->shape[1]);
     }
-    return HPML_OK; /* tokens that are no row's index: the op itself fails */
+    return HPML_OK; /* a token that is no row's index is skipped here, because the op reports it */
 }
 
 HPMLC_FN hpmlc_hogwild_values *hpmlc_shared_create(hpml_distributed *d)
@@ -12983,7 +12985,7 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
-        if (!p->data) continue; /* p is on another stage, or of shard 3, made by one seed */
+        if (!p->data) continue; /* p is on another stage; or shard 3: made from one seed on all ranks */
         float       *from = hpmlc_host_view_begin(&l->view, p->data, n);
         status = hpml_broadcast(hpmlc_ranks_of(d, p), from, (size_t)n * sizeof(float), 0);
         if (status == HPML_OK) hpmlc_host_view_end(&l->view, p->data, n);
