@@ -7047,7 +7047,7 @@ HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
     if (it->packing.residual_count == 0) return true;
     size_t all = (size_t)(it->g.rows * it->g.cols * x->d.leaves), mine = (size_t)(it->my_rows * it->g.cols);
     it->residual = (float *)hpmlc_exchange_alloc(x, all * sizeof(float));
-    it->stripe   = (float *)hpmlc_exchange_alloc(x, mine * sizeof(float) + 1); /* + 1: not NULL if there are no rows */
+    it->stripe   = (float *)hpmlc_exchange_alloc(x, mine * sizeof(float) + 1); /* + 1: no NULL without rows */
     return it->residual && it->stripe;
 }
 
@@ -7072,7 +7072,8 @@ HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
     return x->sums && x->received && x->sent;
 }
 
-/* Sets where each plain tensor begins among the floats that are added up; allocates hpml_exchange_ready's arrays. */
+/* Sets it->at, where a plain tensor begins among the floats of all plain tensors; allocates the arrays of
+   hpml_exchange_ready: x->ready, x->late, x->missing. False: no memory. */
 HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
 {
     int64_t at = 0, n = x->d.count;
@@ -7177,7 +7178,7 @@ HPMLC_FN uint64_t hpmlc_encode_seed(const hpml_exchange *x, const hpmlc_item *it
 }
 
 /* Packs rows [row, row + rows) of tensor `it`, which begin at g, into `packed` and updates e, their packing errors.
-   contribution: number of the gradient over all ranks; -1: a sum. HPML_ERR_NONFINITE: g has a NaN or infinity. */
+   contribution: number of the gradient among those of all ranks; -1: g is a sum. HPML_ERR_NONFINITE: g has a NaN. */
 HPMLC_FN hpml_status hpmlc_encode(const hpml_comm *c, const hpml_exchange *x, const hpmlc_item *it,
                                   int64_t contribution, void *packed, float *e, const float *g, int64_t row,
                                   int64_t rows)
@@ -7199,8 +7200,8 @@ HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *
     else it->packing.codec->decode(&it->packing, out, packed, rows, add);
 }
 
-/* Labels the next spans (intervals) of c on the timeline with the first and last name among the packed tensors of x;
-   plain: among its plain tensors that overlap floats [at, end) of all plain floats. */
+/* Labels the next spans (intervals) of c on the timeline with the first and last name among the packed tensors of x
+   or, if `plain`, among its plain tensors that have some of floats [at, end), counted over all plain tensors. */
 HPMLC_FN void hpmlc_set_label(hpml_comm *c, const hpml_exchange *x, bool plain, int64_t at, int64_t end)
 {
     memset(&c->about, 0, sizeof c->about);
@@ -7217,7 +7218,7 @@ HPMLC_FN void hpmlc_set_label(hpml_comm *c, const hpml_exchange *x, bool plain, 
 HPMLC_FN void hpmlc_clear_label(hpml_comm *c) { memset(&c->about, 0, sizeof c->about); }
 
 /* Packs all rows of this rank's gradients into the messages to the ranks that add up these rows, the first step of an
-   exchange (see hpml_exchange_desc). Returns 0 or, if a tensor has a NaN or infinity, the value of hpmlc_bad for it. */
+   exchange (see hpml_exchange_desc). Returns 0 or, if a tensor has a NaN or infinity, hpmlc_bad of this tensor. */
 HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size;
@@ -7302,9 +7303,9 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
     return bad;
 }
 
-/* Sends bytes [sent_at[r], sent_at[r + 1]) of `sent` to each rank r or, with `same`, this rank's own such range to all
-   ranks; receives from rank r at received + received_at[r]. In round k this rank sends to the k-th rank after it and
-   receives from the k-th before it. name: of the operation, for errors and the timeline. */
+/* Sends bytes [sent_at[r], sent_at[r + 1]) of `sent` to each rank r or, if `same`, sends the range for r = this rank to
+   all ranks; receives rank r's bytes at received + received_at[r]. In round k this rank sends to the k-th rank after it
+   and receives from the k-th before it. name: of the operation, for errors and the timeline. */
 HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *sent, const size_t *sent_at,
                                          bool same, char *received, const size_t *received_at)
 {
@@ -7345,7 +7346,7 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
 }
 
 /* Copies elements [at, end) of the plain tensors, counted end to end, to x->fused, if an allreduce needs that copy;
-   back: from x->fused to the tensors. name: of the span on the timeline. */
+   back true: copies from x->fused to the tensors instead. name: of the span on the timeline. */
 HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end, bool back, const char *name)
 {
     double start = hpml_comm_now(c);
@@ -8581,7 +8582,7 @@ struct hpml_distributed {
     hpmlc_factors        *factors;    /* layers that send factors, see >>strategy-factors; NULL: plan.route uses none */
     int32_t               accumulate, micro; /* micro-batches of an update; how many of these are done */
     int32_t               piped;      /* number of the micro-batch that this stage computes; 0 without a pipeline */
-    bool                  final;      /* the backward pass that runs is an update's last one: hook `grad` is called */
+    bool                  final;      /* true: the last backward pass of an update runs, which calls hook `grad` */
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
 
@@ -8627,7 +8628,7 @@ HPMLC_FN int64_t hpmlc_buffer_floats(const hpml_distributed *d, const hpml_tenso
     return p->param->buffer && !away ? hpml_tensor_count(p) : 0;
 }
 
-/* Returns the ranks that have the same part as this rank of parameters split over `axis` (DATA: the same whole). */
+/* Returns the ranks that have the same part of parameters split over `axis` as this rank; DATA: the same whole ones. */
 HPMLC_FN hpml_comm *hpmlc_ranks_of_axis(const hpml_distributed *d, hpml_axis axis)
 {
     return d->all->mesh ? d->all->mesh->rest[axis] : d->c;
@@ -9085,7 +9086,7 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
     hpml_status status = hpml_trainer_forward_backward(d->t, 0, samples, scale, adds, loss);
     d->stats.samples += (double)samples;
     d->stats.loss += (double)*loss * (double)samples;
-    if (d->trial.on) *loss = 0; /* because the trainer would stop at a NaN */
+    if (d->trial.on) *loss = 0; /* a trial may diverge, but the trainer would stop at a NaN */
     hpmlc_dist_computed(d, start, sums);
     d->micro++;
     if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
@@ -9478,7 +9479,7 @@ HPMLC_FN hpml_status hpmlc_dist_file(void *user, hpml_trainer *t HPMLC_UNUSED, c
    rank sends its rows to all ranks, in blocks as large as the rank with the most rows needs. Every rank adds the rows
    up in the order of the ranks, so that all get the same bits. */
 
-/* Returns memory for `floats` floats, kept between steps; if too small, allocates twice that. NULL: error. */
+/* Returns memory for `floats` floats, kept between steps; too small: allocates twice `floats`. NULL: error. */
 HPMLC_FN float *hpmlc_rows_reserve(hpml_distributed *d, int64_t floats)
 {
     if (floats <= d->rows.floats) return d->rows.memory;
@@ -9821,7 +9822,7 @@ HPMLC_FN bool hpmlc_shard_open(hpml_distributed *d)
     d->start = hpmlc_shard_start;
     s->early = d->background && d->plan.shard < 3 && !d->plan.no_overlap && !whole;
     if (d->plan.shard < 2 && (!d->background || (d->pipeline && hpmlc_pipeline_ties(d->pipeline))))
-        d->plan.no_overlap = true; /* stages add up the gradients of tied parameters before ranks do */
+        d->plan.no_overlap = true; /* stages first add up the gradients of parameters that they share */
     for (int i = 0; i < d->buckets.count; i++) {
         const hpmlc_bucket *b = &d->buckets.item[i];
         s->job[i].data   = d->plan.shard < 2 ? d->layout.first + b->at : NULL;
@@ -9919,8 +9920,8 @@ HPMLC_FN hpml_status hpmlc_shard_forget(hpml_distributed *d)
     return status;
 }
 
-/* Begins to gather, in the background, the values that the pass needs next: the other buckets of the op at->node, then
-   those of the next op that reads others, as far as there are slots. */
+/* Begins to gather, in the background, the values that the pass needs next: the other buckets that op at->node reads,
+   then the buckets of the next op that reads a bucket which at->node does not, as far as there are slots. */
 HPMLC_FN hpml_status hpmlc_shard_prefetch(hpml_distributed *d, const hpml_moment *at)
 {
     const hpml_graph *g      = hpml_trainer_graph(d->t);
@@ -10193,7 +10194,8 @@ HPMLC_FN void hpmlc_shard_close(hpml_distributed *d)
 }
 
 /* The trainer's hook `join`: on entry `whole`, an array of parameter `param` (its values, gradients or a state of the
-   optimizer), has only the floats that this rank keeps; each rank broadcasts its own, so that all have them all. */
+   optimizer), has only the floats that this rank keeps; each rank broadcasts its floats, so that every rank has
+   the whole array. */
 HPMLC_FN hpml_status hpmlc_shard_join(void *user, hpml_trainer *t HPMLC_UNUSED, int param, int which HPMLC_UNUSED,
                                       float *whole)
 {
@@ -10235,7 +10237,7 @@ struct hpmlc_factors {
     int64_t        samples;    /* number of this rank's samples in this step */
 };
 
-/* Returns whether the backend of ctx computes the results of layers as f32 in host memory. */
+/* Returns whether layers' results are f32 in host memory, as sending the factors of gradients needs. */
 HPMLC_FN bool hpmlc_has_factors(const hpml_ctx *ctx)
 {
     const hpml_backend *b = hpml_ctx_backend(ctx);
@@ -10243,8 +10245,8 @@ HPMLC_FN bool hpmlc_has_factors(const hpml_ctx *ctx)
     return b->host && dtype == HPML_DTYPE_F32;
 }
 
-/* Sets the gradient addresses (grad, raw_grad) of layers that send factors to NULL, so that the trainer and the buckets
-   skip these gradients; show: sets the addresses back. */
+/* Sets the gradient addresses (grad, raw_grad) of layers that send factors: show false: to NULL, so that the trainer
+   and the buckets skip these gradients; show true: back to the gradients' memory. */
 HPMLC_FN void hpmlc_factors_show(const hpmlc_factors *f, bool show)
 {
     for (const hpmlc_factor *it = f->layer; it < f->layer + f->count; it++) {
@@ -10704,7 +10706,7 @@ HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
             before += n;
         }
         for (const float *end = row + n; row < end; row++) {
-            bool is_nan = *row != *row; /* a NaN, which no later value of `largest` replaces */
+            bool is_nan = *row != *row; /* a NaN stays in own->largest[i], because no value is > NaN */
             if (fabsf(*row) > own->largest[i] || is_nan) own->largest[i] = fabsf(*row);
         }
     }
@@ -11984,8 +11986,8 @@ HPMLC_FN float hpmlc_factor_pack(const hpml_distributed *d, const hpmlc_piece *p
 {
     const int64_t k = hpmlc_factor_rows(d, p), m = p->layer->m, n = p->layer->n;
     const int64_t rows = p->packing.rows, cols = p->packing.cols;
-    const float  *dz = p->layer->dz + p->from / n; /* (k, m), from the piece's first row on */
-    const float  *x  = p->layer->x + p->from % n;  /* (k, n) */
+    const float  *dz = p->layer->dz + p->from / n; /* (k, m) from the column on that is the piece's first row */
+    const float  *x  = p->layer->x + p->from % n;  /* (k, n) from the piece's first column on */
     float         bad = 0;
     for (int64_t r = 0; r < k; r++) memcpy(to + r * rows, dz + r * m, sizeof(float) * (size_t)rows);
     for (int64_t r = 0; r < k; r++) memcpy(to + k * rows + r * cols, x + r * n, sizeof(float) * (size_t)cols);
@@ -12205,7 +12207,7 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
         w->is_posted    = true;
         own->awaited[i] = &w->message;
     }
-    if (d->c->survive) hpml_comm_busy(d->c, 2 * d->c->timeout); /* else workers could lose this server */
+    if (d->c->survive) hpml_comm_busy(d->c, 2 * d->c->timeout); /* because workers lose a rank that is silent */
     const int k = hpml_wait_any(d->c, own->awaited, own->workers, -1);
     if (k < 0) return hpml_ctx_status(d->ctx);
     hpmlc_client *w = &own->client[k];
@@ -12511,13 +12513,13 @@ HPMLC_FN hpml_status hpmlc_ps_enter(hpml_distributed *d)
 
 HPMLC_FN bool hpmlc_ps_open(hpml_distributed *d)
 {
-    if (hpmlc_plan_workers(&d->plan, d->c->size) == 1) d->plan.sum = true; /* one gradient: a mean would round */
+    if (hpmlc_plan_workers(&d->plan, d->c->size) == 1) d->plan.sum = true; /* one gradient: a mean would round it */
     return hpmlc_servers_open(d, hpmlc_ps_enter);
 }
 
 HPMLC_FN bool hpmlc_federated_open(hpml_distributed *d)
 {
-    d->plan.sum = true; /* a client steps by its own gradient: no mean */
+    d->plan.sum = true; /* a client steps by its own gradient, without a mean over ranks */
     if (!hpmlc_servers_open(d, hpmlc_ps_enter)) return false;
     hpmlc_servers_of(d)->averages = true;
     hpmlc_servers_of(d)->period   = d->plan.period;
@@ -12654,7 +12656,7 @@ HPMLC_FN bool hpmlc_async_open(hpml_distributed *d)
         d->next           = hpmlc_async_next;
     }
     if (d->plan.staleness == 0) return hpmlc_ps_open(d);
-    d->plan.sum = true; /* a gradient is the mean over its samples, whatever their number */
+    d->plan.sum = true; /* each gradient, a mean over its samples, is applied as it is */
     return hpmlc_servers_open(d, hpmlc_async_enter);
 }
 
