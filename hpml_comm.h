@@ -8471,7 +8471,8 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
    Buckets hold gradients from the last layer to the first, because the backward pass makes them final in this order:
    the exchange of one bucket overlaps with the computation of the next (Li et al. 2020, "PyTorch Distributed"). */
 
-/* Work on a communicator, for which a step waits: a background job or, without a thread, done when it was started. */
+/* Communication for which a step waits: a job in the background or, without a background thread, a call that has
+   returned already. */
 typedef struct hpmlc_task {
     hpml_job   *job;    /* NULL: the work is done, and `status` is its result */
     hpml_status status;
@@ -8511,7 +8512,7 @@ typedef struct hpmlc_layout {
 
 /* How many gradients a rank adds to the sum over ranks: one or, with some strategies, one for each leaf of samples. */
 typedef struct hpmlc_copies {
-    int64_t first, count, all;   /* this rank's contributions are [first, first + count) of all */
+    int64_t first, count, all;   /* of `all` contributions, this rank's are numbers [first, first + count) */
 } hpmlc_copies;
 
 enum { HPMLC_SAMPLES, HPMLC_LOSS, HPMLC_BAD, HPMLC_BAD_RANK, HPMLC_STATS };
@@ -8540,7 +8541,7 @@ typedef struct hpmlc_reporting {
 /* A trial of the batch search (>>batch-search), a short training: divergence is no error, no step is delayed. */
 typedef struct hpmlc_trial {
     bool   on;
-    double loss, samples;        /* sums over the steps: loss times samples; samples */
+    double loss, samples;        /* sums over the trial's steps: loss times samples; samples */
 } hpmlc_trial;
 
 /* Memory for gathering, from all ranks, the rows of a sparse table's gradient, see >>distribute-rows. */
@@ -8565,7 +8566,7 @@ struct hpml_distributed {
     hpml_plan             plan;
     const hpmlc_strategy *strategy;
     void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
-    bool                  data_known; /* true: the ranks have checked that all have the same data */
+    bool                  data_known; /* true: a check has found that all ranks have the same data */
     bool                  background; /* true: a background thread runs tasks; false: the caller does, at once */
     bool                  shared;     /* true: ranks share one copy of the parameters, which rank 0 steps */
     hpmlc_start_fn       *start;
@@ -8605,7 +8606,7 @@ struct hpmlc_strategy {
 
 #define HPMLC_BLOCK 64 /* bytes before memory of hpmlc_dist_alloc, with the address of the next older block */
 
-/* Returns `bytes` of memory, zeroed, which hpmlc_dist_close releases. NULL: an error on the context. */
+/* Returns `bytes` bytes of zeroed memory, which hpmlc_dist_close releases. NULL: an error on the context. */
 HPMLC_FN void *hpmlc_dist_alloc(hpml_distributed *d, size_t bytes)
 {
     char *block = (char *)hpml_ctx_alloc(d->ctx, HPMLC_BLOCK + bytes, NULL);
@@ -9295,7 +9296,7 @@ typedef struct hpmlc_state {
     bool         is_mean;    /* gradients are averaged: loading scales copies by copies.all / copies in the file */
     bool         is_same;    /* true: every rank has the whole array, and rank 0 saves it */
     bool        *present;    /* points to a flag: the array exists now; NULL: the array always exists */
-    int64_t      offset;     /* where the array begins among the floats that are saved */
+    int64_t      offset;     /* number of the array's first float among all floats that are saved */
 } hpmlc_state;
 
 struct hpmlc_states {
@@ -9381,7 +9382,7 @@ HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, con
     hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, kind, list->copy, tensor, count);
     if (!it) return;
     it->copies  = list->d->copies;
-    if (x->c->size != list->d->c->size) { /* x exchanges split parameters, among fewer ranks */
+    if (x->c->size != list->d->c->size) { /* x sums split parameters over a subset of ranks */
         it->copies.first = x->c->rank;
         it->copies.all   = x->c->size;
     }
@@ -9456,7 +9457,7 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 HPMLC_FN hpml_status hpmlc_dist_agree(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (n == 0) return d->plan.servers > 0 ? HPML_ERR_UNSUPPORTED : HPML_OK; /* servers step otherwise than workers */
+    if (n == 0) return d->plan.servers > 0 ? HPML_ERR_UNSUPPORTED : HPML_OK; /* servers do not step as workers do */
     if (hpmlc_failed(d->c)) return hpmlc_failure(d->c);
     if (hpmlc_goes_on(d))
         return hpmlc_fail(d->all, HPML_ERR_UNSUPPORTED, "fit: validation, .stop, .checkpoint_minutes and .resume need "
@@ -9489,7 +9490,7 @@ HPMLC_FN float *hpmlc_rows_reserve(hpml_distributed *d, int64_t floats)
     return d->rows.memory;
 }
 
-/* Adds up the gradient of the sparse table p over all ranks; then divides it by `divisor`. */
+/* Sets the gradient of the sparse table p to its sum over all ranks divided by `divisor`. */
 HPMLC_FN hpml_status hpmlc_rows_sum(hpml_distributed *d, hpml_tensor *p, float divisor)
 {
     hpml_comm     *c     = d->c;
@@ -9499,7 +9500,7 @@ HPMLC_FN hpml_status hpmlc_rows_sum(hpml_distributed *d, hpml_tensor *p, float d
     most = own;
     hpml_status status = hpmlc_reduce_all(c, &most, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     if (status != HPML_OK) return status;
-    const int64_t each = 1 + most * (width + 1); /* a block: number of rows, their indices, their gradients */
+    const int64_t each = 1 + most * (width + 1); /* floats of a block: number of rows, their indices, their gradients */
     float *all = hpmlc_rows_reserve(d, each * c->size), *mine = all ? all + each * c->rank : NULL;
     if (!all) hpmlc_failed(c); /* sends the error to the other ranks */
     if (!all) return hpml_ctx_status(d->ctx);
@@ -9631,17 +9632,17 @@ typedef struct hpmlc_slots {
 typedef struct hpmlc_sharding {
     hpmlc_slots      values, gradients;
     hpmlc_shard_job *job;     /* (buckets.count) reduce-scatters of the buckets' gradients */
-    float           *all;     /* shard 1, 2: the trainer's array of values */
+    float           *all;     /* shard 1, 2: the trainer's array of parameter values */
     int64_t          largest; /* floats of the largest bucket */
     int64_t          clock;   /* counts how often an op needed a bucket, as time for hpmlc_slot.used */
     const hpml_node *node;    /* the op that runs now, whose buckets stay in their slots; NULL: none */
-    const hpml_node *first_node;  /* the first op of a forward pass that needs a bucket */
-    int              first_param; /* the first parameter that this op needs */
+    const hpml_node *first_node;  /* the first op of a forward pass that reads a parameter in a bucket */
+    int              first_param; /* number of the first such parameter of .first_node */
     hpmlc_slot      *whole;   /* shard 1, 2: (buckets.count) the allgather of each bucket's new values */
     int              stepped; /* number of buckets whose parameters were stepped in this update */
     int64_t          samples; /* number of this rank's samples in the micro-batch that runs now */
     bool             early;   /* true: buckets are stepped and gathered within the backward pass */
-    bool             posted;  /* with .early: this update's sum of samples and losses was started in the pass */
+    bool             posted;  /* with .early: true: the sum of samples and losses was started in the pass */
 } hpmlc_sharding;
 
 HPMLC_FN bool hpmlc_shard_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p) { return p->shard > 0; }
@@ -9795,7 +9796,7 @@ HPMLC_FN void hpmlc_shard_waited(hpml_distributed *d, double start)
     d->report.r.compute_s -= seconds;
 }
 
-/* Starts the reduce-scatter of a bucket whose gradients are final. */
+/* Starts the reduce-scatter of bucket b, whose gradients are final. */
 HPMLC_FN hpml_status hpmlc_shard_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -9840,7 +9841,8 @@ HPMLC_FN bool hpmlc_shard_open(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>shard-slots   whole values and gradients of a few buckets at a time
 // ---------------------------------------------------------------------------------------------------------------------
-/* Sets the addresses of values, or gradients, of bucket b's parameters: into the slot at `data`, or all to NULL. */
+/* Sets the addresses of the values or gradients (`which`) of bucket b's parameters: into the slot at `data`; NULL: to
+   NULL. */
 HPMLC_FN void hpmlc_slot_point(hpml_distributed *d, int b, hpml_array which, float *data)
 {
     for (int i = 0; i < d->layout.params; i++) {
@@ -9904,7 +9906,7 @@ HPMLC_FN hpmlc_slot *hpmlc_shard_fetch(hpml_distributed *d, int b, const hpml_no
     return slot;
 }
 
-/* Frees all slots of values, after waiting for the allgathers that fill them. */
+/* Waits for the allgathers that fill the slots of values, and frees all these slots. */
 HPMLC_FN hpml_status hpmlc_shard_forget(hpml_distributed *d)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -9945,7 +9947,7 @@ HPMLC_FN hpml_status hpmlc_shard_values(hpml_distributed *d, int b, const hpml_m
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
     const bool      first  = at->node == s->first_node && at->param == s->first_param;
     const bool      again  = d->piped > 0 || (at->pass != HPML_PASS_FORWARD && at->pass != HPML_PASS_EVALUATE);
-    const bool      begins = first && !again; /* the first pass forward since values were stepped, or loaded */
+    const bool      begins = first && !again; /* this forward pass is the first since a step or load */
     hpml_status     status = begins ? hpmlc_shard_forget(d) : HPML_OK;
     s->node = at->node;
     s->clock++;
@@ -9984,9 +9986,9 @@ HPMLC_FN hpml_status hpmlc_shard_gradients(hpml_distributed *d, int b, const hpm
     for (hpmlc_slot *at = s->gradients.item; at < end; at++) {
         if (at->bucket == b && !at->posted) return HPML_OK;
         if (at->bucket >= 0 && !at->posted) continue; /* incomplete */
-        if (!slot || at->used < slot->used) slot = at; /* a free slot, or the one started longest ago */
+        if (!slot || at->used < slot->used) slot = at; /* a free slot, else the one whose transfer is oldest */
         if (at->bucket != b) continue;
-        slot = at; /* the slot that b had in the micro-batch before */
+        slot = at; /* b's slot of the previous micro-batch */
         break;
     }
     if (!slot) return hpmlc_fail(d->c, HPML_ERR_STATE, "shard: no slot for the gradients of \"%s\"", node->out->name);
@@ -10012,7 +10014,7 @@ HPMLC_FN hpml_status hpmlc_shard_need(void *user, hpml_trainer *t HPMLC_UNUSED, 
     return status;
 }
 
-/* Waits for the transfers of all slots and frees the slots, because the step makes gathered values out of date. */
+/* Waits for the transfers of all slots and frees the slots, because an optimizer step makes gathered values old. */
 HPMLC_FN hpml_status hpmlc_shard_empty(hpml_distributed *d)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -10892,7 +10894,7 @@ HPMLC_FN void *hpmlc_link_attach(hpml_distributed *d, size_t size, hpmlc_start_f
     return own;
 }
 
-#define HPMLC_LINK_BUCKET ((int64_t)8 << 20) /* bytes of a bucket; smaller collectives do not reach a link's rate */
+#define HPMLC_LINK_BUCKET ((int64_t)8 << 20) /* bytes of a bucket; smaller sums do not reach a link's bandwidth */
 
 HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
 {
@@ -10993,7 +10995,7 @@ HPMLC_FN bool hpmlc_link_state(hpml_distributed *d, hpmlc_states *list)
 typedef struct hpmlc_shard {
     hpmlc_bucket           *bucket;
     const hpml_device_link *l;
-    int64_t                *cut;    /* (ranks of the node + 1) where the ranks' shards begin in the bucket, in floats */
+    int64_t                *cut;    /* (ranks of the node + 1) first float of each rank's shard in the bucket */
     float                  *data;   /* (floats) this rank's shard on the host */
     int64_t                 at, floats; /* the shard's range of the bucket, in floats */
     int                     divide; /* divisor of the node's sum: ranks of the node for a mean, else 1 */
@@ -11004,7 +11006,7 @@ typedef struct hpmlc_nodes {
     hpmlc_shard *shard;     /* (buckets) this rank's shard of each bucket */
     int          ranks;     /* number of ranks on this node */
     int          place;     /* number of this rank on its node, from 0 */
-    char         copy[32];  /* word for nodes in the names of residuals in checkpoints */
+    char         copy[32];  /* "nodes_of_" and .ranks: the word COPY in names of residuals in checkpoints */
 } hpmlc_nodes;
 
 HPMLC_FN bool hpmlc_nodes_is_chosen(hpml_comm *c, const hpml_plan *plan)
@@ -11062,7 +11064,7 @@ HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_g
     return s->data != NULL;
 }
 
-/* Makes the exchange of this rank's shard of bucket b; g: the gradients of the bucket's tensors. With a codec, the
+/* Creates the exchange of this rank's shard of bucket b; g: the gradients of the bucket's tensors. With a codec, the
    exchange is of those rows of the tensors that are in the shard; else of the whole shard as one tensor. False: an
    error on the context. */
 HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
@@ -11499,7 +11501,7 @@ typedef enum hpmlc_request_kind {
     HPMLC_FINISH /* the training has ended on this worker; is answered when it has ended on all workers */
 } hpmlc_request_kind;
 
-typedef struct hpmlc_request { /* header from a worker to a server */
+typedef struct hpmlc_request { /* first message of a worker's request to a server */
     int64_t kind;
     int64_t step;    /* PUSH, PULL: number of the step or round; ROWS: number of the parameter */
     int64_t samples; /* PUSH: samples of the gradient or round; ROWS: number of rows */
@@ -11509,8 +11511,8 @@ typedef struct hpmlc_request { /* header from a worker to a server */
     double  loss;    /* PUSH: mean loss over .samples */
 } hpmlc_request;
 
-typedef struct hpmlc_answer { /* header from a server to a worker */
-    int64_t step;  /* number of the worker's first step that is not over yet */
+typedef struct hpmlc_answer { /* first message of a server's answer to a worker */
+    int64_t step;  /* number of the step or round that the worker does next */
     int64_t batch; /* number of the batch dealt to the worker, over all epochs; -1: the epoch ends */
 } hpmlc_answer;
 
@@ -11602,8 +11604,8 @@ HPMLC_FN size_t hpmlc_piece_size(const hpml_distributed *d, const hpmlc_piece *p
     return sizeof(float) * (size_t)(hpmlc_factor_rows(d, p) * (p->packing.rows + p->packing.cols));
 }
 
-/* Cuts the range of server s into pieces: whole rows, and parts of rows at its ends. False: the plan's codec cannot
-   pack a piece. */
+/* Cuts the range of server s into pieces: whole rows of one parameter, and parts of rows at the range's ends. False:
+   the plan's codec cannot pack a piece. */
 HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
 {
     hpmlc_servers *own   = hpmlc_servers_of(d);
@@ -11809,7 +11811,7 @@ HPMLC_FN float hpmlc_rows_pack(hpml_distributed *d)
     }
     float *to = hpmlc_rows_reserve(d, floats);
     if (!to) return NAN;
-    for (int k = 0; k < own->count * own->tables; k++) { /* server by server, table by table */
+    for (int k = 0; k < own->count * own->tables; k++) { /* k: server k / tables, table k % tables */
         const int          s     = k / own->tables, t = k % own->tables;
         const hpml_tensor *p     = hpmlc_param(d, own->table[t]);
         const int32_t     *row   = hpml_param_rows(p, &count);
@@ -12016,7 +12018,7 @@ HPMLC_FN void hpmlc_piece_add(hpml_distributed *d, const hpmlc_piece *p, float *
 HPMLC_FN hpml_status hpmlc_exact_move(hpml_distributed *d, int worker)
 {
     hpmlc_servers *own  = hpmlc_servers_of(d);
-    const double   most = 4194304.0 / own->workers; /* limit of a gradient: the sum stays below 2^62 units */
+    const double   most = 4194304.0 / own->workers; /* limit of |gradient|, so that a sum stays below 2^62 units */
     for (int64_t i = 0; i < own->floats; i++) {
         const double g = own->gradient[i];
         if (!(fabs(g) < most))
@@ -12252,15 +12254,15 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
 }
 
 
-/* Worker: announces to the servers that its training has ended, except with .survive, where servers notice the end by
-   themselves. Server: answers requests until all workers have ended. */
+/* Worker: sends HPMLC_LEAVE to the servers, except with .survive, where servers notice by themselves that a worker has
+   left. Server: answers requests until all workers have ended. */
 HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d)
 {
     const hpmlc_servers *own = hpmlc_servers_of(d);
     HPMLC_ZERO(hpmlc_request, r);
     r.kind = HPMLC_LEAVE;
     if (hpmlc_is_server(d)) hpmlc_serve(d, NULL);
-    for (int s = own->workers; s < d->c->size && !hpmlc_is_server(d) && !d->c->survive; s++) /* else they notice */
+    for (int s = own->workers; s < d->c->size && !hpmlc_is_server(d) && !d->c->survive; s++) /* else servers notice */
         hpml_send(d->c, s, HPMLC_TAG_REQUEST, &r, sizeof r);
 }
 
@@ -13228,7 +13230,8 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
 // ---------------------------------------------------------------------------------------------------------------------
 static const char *const hpmlc_roles[] = { "worker", "ps" };
 
-/* Counts the tasks of a list of `length` characters, separated by commas; 0: one of them has no name. */
+/* Counts the tasks (addresses of workers or servers) in a list of `length` characters, separated by commas; 0: one of
+   the tasks has no name. */
 HPMLC_FN int32_t hpmlc_tasks_count(const char *list, size_t length)
 {
     int32_t count = 0;
