@@ -7999,7 +7999,7 @@ HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
 /* Returns whether the micro-batches of several steps are in flight at the same time. */
 HPMLC_FN bool hpmlc_plan_flows(const hpml_plan *p) { return p->pipe > 1 && hpmlc_pipe_stashes(p->schedule); }
 
-/* Returns whether a rank keeps only parts of the parameters, or of their gradients or optimizer state. */
+/* Returns whether a rank has only a part of the parameters, of the gradients or of the optimizer state. */
 HPMLC_FN bool hpmlc_plan_cuts(const hpml_plan *p) { return hpmlc_plan_splits(p) || p->shard > 0; }
 
 /* Returns whether gradients of split parameters are added up over fewer ranks than gradients of whole parameters. */
@@ -8046,7 +8046,7 @@ HPML_API const char *hpml_route_name(hpml_route route)
     return (unsigned)route < HPML_ROUTE_COUNT ? names[route] : NULL;
 }
 
-/* Returns whether a search may try shard > 0 with the values of the plan's other fields. */
+/* Returns whether hpml_plan_next may try shard > 0 with the strategy, form, route and codec that the plan has. */
 HPMLC_FN bool hpmlc_plan_may_shard(const hpml_plan *p)
 {
     return p->strategy == HPML_STRATEGY_SYNC && !p->exact && !p->delayed && p->route == HPML_ROUTE_ALLREDUCE &&
@@ -8063,7 +8063,7 @@ HPMLC_FN bool hpmlc_plan_meets(const hpml_plan *p)
            p->strategy == HPML_STRATEGY_FEDERATED;
 }
 
-/* Sets matters[i] to whether field i of the list HPMLC_PLAN_FIELDS changes the training that plan p describes. */
+/* Sets matters[i] to whether field i of HPMLC_PLAN_FIELDS, set in plan p, has an effect on the training. */
 HPMLC_FN void hpmlc_fields_matter(const hpml_plan *p, bool matters[HPMLC_FIELDS])
 {
     int i = 0;
@@ -8078,7 +8078,7 @@ HPMLC_FN size_t hpmlc_field_size(const hpmlc_field *field)
     return field->kind == HPMLC_FIELD_I64 || field->kind == HPMLC_FIELD_U64 ? sizeof(int64_t) : sizeof(int32_t);
 }
 
-/* Returns the value of a field of the plan as a whole number; for a field of type F32 sets *real and returns 0. */
+/* Returns the value of a field of the plan as an integer; of a field of kind F32 stores it in *real and returns 0. */
 HPMLC_FN int64_t hpmlc_field_get(const hpmlc_field *field, const hpml_plan *plan, float *real)
 {
     const char *at = (const char *)plan + field->at;
@@ -8370,7 +8370,7 @@ HPMLC_FN hpml_status hpmlc_field_check(const hpml_plan *plan, const hpmlc_field 
                         field->name);
 }
 
-/* Checks that the plan's axes, multiplied, and its servers fit `ranks` ranks. The text of an error goes to `to`. */
+/* Checks that the product of the plan's axes, and its servers, fit `ranks` ranks. The text of an error goes to `to`. */
 HPMLC_FN hpml_status hpmlc_axes_check(const hpml_plan *p, int ranks, const hpmlc_text *to)
 {
     const int32_t    size[HPML_AXES] = { p->data, p->pipe, p->tensor, p->sequence, p->expert };
@@ -8635,7 +8635,7 @@ HPMLC_FN hpml_comm *hpmlc_ranks_of_axis(const hpml_distributed *d, hpml_axis axi
     return d->all->mesh ? d->all->mesh->rest[axis] : d->c;
 }
 
-/* Returns the ranks over which the gradient of parameter p is added up: those that have the same part of p. */
+/* Returns the ranks over which the gradient of parameter p is added up: those that have this rank's part of p. */
 HPMLC_FN hpml_comm *hpmlc_ranks_of(const hpml_distributed *d, const hpml_tensor *p)
 {
     return hpmlc_ranks_of_axis(d, p->param->axis);
@@ -8706,7 +8706,7 @@ HPMLC_FN hpml_status hpmlc_task_start(const hpml_distributed *d, hpmlc_task *tas
     return d->background && !task->job ? hpml_ctx_status(d->ctx) : HPML_OK;
 }
 
-/* Waits for a task and returns the status of its work, once: a second call returns HPML_OK. */
+/* Waits for a task and returns its status; a second call for the same task returns HPML_OK. */
 HPMLC_FN hpml_status hpmlc_task_wait(hpmlc_task *task)
 {
     hpml_status status = task->job ? hpml_job_wait(task->job) : task->status;
@@ -8866,7 +8866,7 @@ HPMLC_FN bool hpmlc_buckets_count(hpml_distributed *d, int param)
 /* One small allreduce after the last bucket of gradients adds up samples, losses and running statistics of batchnorm
    ("buffers"). Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
 
-/* Waits for all tasks of the step, even after an error, and returns one of their errors, else HPML_OK. */
+/* Waits for all tasks of the step, even after an error, and returns an error of one of them, else HPML_OK. */
 HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
 {
     hpml_status status = HPML_OK;
@@ -9010,7 +9010,8 @@ HPMLC_FN hpml_status hpmlc_stats_sum(hpml_comm *c, void *user)
     return status;
 }
 
-/* Reads samples and mean loss of the step from the sums over ranks; an error if a rank's loss is NaN or infinite. */
+/* Sets the report's samples and mean loss of the step from d->stats.sum, the sums over ranks; an error if a rank's loss
+   is NaN or infinite. */
 HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
 {
     const double *s     = d->stats.sum;
@@ -9048,7 +9049,7 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
     if (status == HPML_OK) {
         hpmlc_stats_fill(d, buffers);
         status = hpmlc_task_start(d, &d->stats.task, d->c, hpmlc_stats_sum, d);
-        if (status == HPML_OK) status = d->stats.task.status; /* the status of the sum, if that is done already */
+        if (status == HPML_OK) status = d->stats.task.status; /* of the sum, if the call has made it at once */
     }
     if (!d->background) hpmlc_dist_waited(d, start);
     return status;
@@ -9183,7 +9184,7 @@ HPMLC_FN hpml_status hpmlc_sum_there(hpml_distributed *d, float *x, int64_t n, i
 }
 
 /* Counts the step and fills in its row for hpml_distribute_steps. No job may be running, because hpml_comm_counters
-   waits for jobs. The row's bubble_s, the time of waiting for the slowest rank, is set by hpml_distribute_steps,
+   waits for jobs. hpml_distribute_steps sets the row's bubble_s, the time of waiting for the slowest rank,
    because it depends on the rows of all ranks. */
 HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 {
@@ -9873,7 +9874,7 @@ HPMLC_FN void hpmlc_slot_copy(hpml_distributed *d, int b, hpml_array which, floa
     }
 }
 
-/* Returns whether op n (NULL: none) reads bucket b. */
+/* Returns whether op n reads a parameter in bucket b; n NULL: false. */
 HPMLC_FN bool hpmlc_reads_bucket(const hpml_distributed *d, const hpml_node *n, int b)
 {
     for (int k = 0; n && b >= 0 && k < n->src_count; k++)
@@ -10971,8 +10972,8 @@ HPMLC_FN hpml_status hpmlc_link_step(hpml_distributed *d, hpml_status (*finish)(
     float scale = hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
     if (scale != 1) own->l->scale(own->l->user, d->layout.first, d->layout.span, scale, 1);
     status = hpml_trainer_apply(d->t, 0, d->layout.params);
-    /* with clipping, waits for the link's collectives at most until a deadline, because the host's wait for the
-       update on the device has no deadline */
+    /* with clipping, the host waits here for the link's collectives, at most until a deadline, because its later wait
+       for the update on the device has no deadline */
     return status == HPML_OK && own->is_clipped ? own->l->check(own->l->user) : status;
 }
 
@@ -11026,8 +11027,8 @@ HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
     return status == HPML_ERR_NONFINITE ? HPML_OK : status; /* hpmlc_link_step sends hpml_exchange.bad to all ranks */
 }
 
-/* Starts adding up bucket b inside the node and, in the background, the exchange of this rank's shard of b with other
-   nodes. Without a background thread hpmlc_nodes_finish makes this exchange later, because here the exchange would make
+/* Starts adding up bucket b over the ranks of the node and, in the background, the exchange of this rank's shard of b
+   with other nodes. Without a background thread hpmlc_nodes_finish makes this exchange later, because here the exchange would make
    the calling thread wait for the device. */
 HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
 {
@@ -11242,8 +11243,8 @@ HPMLC_FN hpml_status hpmlc_weights_begin(hpml_distributed *d, int64_t samples, f
     return status;
 }
 
-/* Steps this rank's parameters by its gradient, if this rank had samples; adds the step to the report
-   (hpml_distribute_get). */
+/* Makes an optimizer step of this rank's parameters with its gradient, if this rank had samples; adds the step to the
+   report (hpml_distribute_get). */
 HPMLC_FN hpml_status hpmlc_weights_step(hpml_distributed *d)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
@@ -11254,7 +11255,7 @@ HPMLC_FN hpml_status hpmlc_weights_step(hpml_distributed *d)
     return status;
 }
 
-/* Sets the sums of samples and loss since the last meeting to 0. */
+/* Sets the counts since the last meeting (steps, samples, sum of losses) to 0. */
 HPMLC_FN void hpmlc_weights_restart(hpmlc_weights *own)
 {
     own->since   = 0;
@@ -11399,8 +11400,8 @@ HPMLC_FN hpml_status hpmlc_block_meet(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_block_update(hpml_distributed *d) { return hpmlc_weights_update(d, hpmlc_block_meet); }
 
-/* Ends the current block, if it has had steps, by an outer step, and sets the parameters to the centre c (with nesterov
-   a block begins with c - momentum v instead). */
+/* Ends the current block of steps, if it has had any, by an outer step, and sets the parameters to the centre c, also
+   with nesterov, where a block begins with c - momentum v. */
 HPMLC_FN hpml_status hpmlc_block_finish(hpml_distributed *d)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
@@ -11908,7 +11909,7 @@ HPMLC_FN hpml_status hpmlc_rows_step(hpml_distributed *d, int64_t first, int64_t
     return status;
 }
 
-/* Server: answers a worker's request for rows of a sparse table. */
+/* Server: answers an HPMLC_ROWS request: receives the rows' indices, and sends these rows of the table. */
 HPMLC_FN hpml_status hpmlc_rows_answer(hpml_distributed *d, int worker)
 {
     const hpmlc_request *r     = &hpmlc_servers_of(d)->client[worker].request;
@@ -12124,10 +12125,10 @@ HPMLC_FN bool hpmlc_is_open(const hpmlc_client *w, hpmlc_request_kind kind)
     return w->is_open && w->request.kind == (int64_t)kind;
 }
 
-/* Returns whether worker w is neither lost nor finished. */
+/* Returns whether worker w is neither lost nor has ended its training. */
 HPMLC_FN bool hpmlc_is_active(const hpmlc_client *w) { return !w->is_lost && !hpmlc_is_open(w, HPMLC_FINISH); }
 
-/* Answers a worker's request, with this server's parameters if the request wants them. */
+/* Answers a worker's request: sends step and batch and, if the request wants them, this server's parameters. */
 HPMLC_FN hpml_status hpmlc_answer_to(hpml_distributed *d, int worker, int64_t step, int64_t batch)
 {
     hpmlc_servers *own = hpmlc_servers_of(d);
@@ -12224,7 +12225,7 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
     return hpmlc_survive(d, k, w->message.status);
 }
 
-/* Returns whether worker w has done the steps (federated: rounds) that this server has done. */
+/* Returns whether worker w has done as many steps (federated: rounds) as this server `own`. */
 HPMLC_FN bool hpmlc_has_stepped(const hpmlc_servers *own, const hpmlc_client *w)
 {
     return w->clock >= own->steps / own->period;
@@ -12244,7 +12245,7 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
             own->has_lost = false;
             status        = own->enter(d);
         } while (status == HPML_OK && own->has_lost);
-        int active = 0; /* number of workers that the server must still serve */
+        int active = 0; /* number of workers for which is_over is still false */
         for (int k = 0; k < own->workers; k++)
             active += hpmlc_is_active(&own->client[k]) && !(is_over && is_over(own, &own->client[k]));
         if (status != HPML_OK || active == 0) return status;
@@ -12696,7 +12697,7 @@ HPMLC_FN void hpmlc_hogwild_pull(const hpml_distributed *d, hpml_tensor *p, int6
     memcpy(p->data + first, own->seen + at, (size_t)n * sizeof(float));
 }
 
-/* Adds what a step has changed in n numbers of p, from number `first` on, to the shared values. */
+/* Adds the change that a step has made to n values of parameter p, from number `first` on, to the shared values. */
 HPMLC_FN void hpmlc_hogwild_push(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
 {
     const hpmlc_hogwild *own = (const hpmlc_hogwild *)d->own;
@@ -13466,7 +13467,7 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
                     100 * r.efficiency, hpmlc_efficiency_warning(r.efficiency, low));
 }
 
-/* Appends a number to a JSON text; null: NaN or infinite. */
+/* Appends the member `name` with value x to a JSON text; a NaN or infinity is written as null. */
 HPMLC_FN void hpmlc_json_number(const hpmlc_text *to, size_t *length, const char *name, double x)
 {
     char number[40];
