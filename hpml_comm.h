@@ -8507,7 +8507,7 @@ typedef struct hpmlc_layout {
     int64_t     buffer_total;    /* floats of all running statistics, without padding */
     int64_t     batch;           /* samples that the model's input holds */
     int64_t     grain;           /* consecutive samples of the global batch that stay on one rank; 0 means 1 */
-    hpmlc_host_view view;           /* host access to arrays of the trainer */
+    hpmlc_host_view view;           /* functions by which the host reads and writes the trainer's arrays */
 } hpmlc_layout;
 
 /* How many gradients a rank adds to the sum over ranks: one or, with some strategies, one for each leaf of samples. */
@@ -8546,11 +8546,11 @@ typedef struct hpmlc_trial {
 
 /* Memory for gathering, from all ranks, the rows of a sparse table's gradient, see >>distribute-rows. */
 typedef struct hpmlc_gathered {
-    float  *memory;              /* (floats) */
+    float  *memory;              /* (floats) block that >>distribute-rows reuses in each step */
     int64_t floats;
 } hpmlc_gathered;
 
-typedef struct hpmlc_states   hpmlc_states; /* list of what checkpoints hold, see >>state */
+typedef struct hpmlc_states   hpmlc_states; /* list of the arrays that checkpoints hold, see >>state */
 typedef struct hpmlc_factors  hpmlc_factors;
 typedef struct hpmlc_strategy hpmlc_strategy;
 
@@ -8566,7 +8566,7 @@ struct hpml_distributed {
     hpml_plan             plan;
     const hpmlc_strategy *strategy;
     void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
-    bool                  data_known; /* true: a check has found that all ranks have the same data */
+    bool                  data_known; /* true: hook `data` has checked once that all ranks have the same data */
     bool                  background; /* true: a background thread runs tasks; false: the caller does, at once */
     bool                  shared;     /* true: ranks share one copy of the parameters, which rank 0 steps */
     hpmlc_start_fn       *start;
@@ -8600,7 +8600,7 @@ struct hpmlc_strategy {
     hpml_status (*gradient)(hpml_distributed *d, int param); /* optional: `param`'s gradient is final */
     hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
     hpml_status (*finish)(hpml_distributed *d); /* optional: sets all ranks' parameters to the training's result */
-    bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists what checkpoints hold; false: an error */
+    bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists the arrays that checkpoints hold; false: an error */
     void (*close)(hpml_distributed *d); /* optional: releases what `open` took without hpmlc_dist_alloc */
 };
 
@@ -9288,10 +9288,10 @@ typedef struct hpmlc_state {
     char        *name;       /* the array's name in the file: state.KIND.COPY.TENSOR */
     hpmlc_scope  scope;
     float       *data;       /* (copies.count, floats) this rank's floats of its copies of the array; NULL: none */
-    const hpmlc_host_view *view; /* host access to `data` */
+    const hpmlc_host_view *view; /* functions by which the host reads and writes `data` */
     int64_t      count;      /* floats of one copy, of this rank's part if the tensor is split over ranks */
     int64_t      whole;      /* floats of one copy in the file, in which tensors are not split */
-    const hpml_tensor *param; /* parameter whose layout in memory a copy has (this rank's part); NULL: none */
+    const hpml_tensor *param; /* a copy is laid out as this rank's part of this parameter; NULL: no parameter */
     int64_t      at, floats; /* this rank's range of one copy: [at, at + floats) */
     hpmlc_copies copies;     /* this rank's copies, and how many the file has: copies.all */
     bool         is_mean;    /* gradients are averaged: loading scales copies by copies.all / copies in the file */
@@ -9305,7 +9305,7 @@ struct hpmlc_states {
     hpmlc_state      *item;      /* (count) the arrays */
     int               count, capacity;
     bool              is_saving; /* true: the list is for saving; false: for loading */
-    const char       *copy;      /* word for the copies of scope RANK in names of arrays: "ranks" or "leaves" */
+    const char       *copy;      /* word COPY in names of arrays of scope HPMLC_RANK: "ranks" or "leaves" */
     bool             *present;   /* hpmlc_state.present of the arrays that are added next */
     hpmlc_host_view       host;      /* hpmlc_state.view of arrays in host memory */
 };
@@ -9616,11 +9616,11 @@ typedef struct hpmlc_shard_job { /* what a reduce-scatter or an allgather of a b
     hpml_reduce reduce;
 } hpmlc_shard_job;
 
-typedef struct hpmlc_slot { /* memory for a whole bucket */
-    int              bucket;  /* -1: none */
+typedef struct hpmlc_slot { /* memory for the whole values or gradients of one bucket */
+    int              bucket;  /* number of the bucket that has the slot; -1: none */
     bool             posted;  /* of a slot of gradients: the bucket's reduce-scatter was started */
     int64_t          used;    /* .clock when an op needed the bucket last, or when its reduce-scatter was started */
-    hpmlc_task       task;    /* the allgather of values */
+    hpmlc_task       task;    /* of a slot of values: the allgather that fills it */
     hpmlc_shard_job  job;
 } hpmlc_slot;
 
@@ -11028,8 +11028,8 @@ HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
 }
 
 /* Starts adding up bucket b over the ranks of the node and, in the background, the exchange of this rank's shard of b
-   with other nodes. Without a background thread hpmlc_nodes_finish makes this exchange later, because here the exchange would make
-   the calling thread wait for the device. */
+   with other nodes. Without a background thread hpmlc_nodes_finish makes this exchange later, because here it would
+   make the calling thread wait for the device. */
 HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
