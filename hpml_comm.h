@@ -8600,7 +8600,7 @@ struct hpmlc_strategy {
     hpml_status (*gradient)(hpml_distributed *d, int param); /* optional: `param`'s gradient is final */
     hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
     hpml_status (*finish)(hpml_distributed *d); /* optional: sets all ranks' parameters to the training's result */
-    bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists the arrays that checkpoints hold; false: an error */
+    bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists the arrays of checkpoints; false: an error */
     void (*close)(hpml_distributed *d); /* optional: releases what `open` took without hpmlc_dist_alloc */
 };
 
