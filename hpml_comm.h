@@ -6998,7 +6998,7 @@ HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc
     return HPML_OK;
 }
 
-/* Replaces n elements of `data` by their maxima over all ranks, by an allreduce that the timeline does not show. */
+/* Replaces each of n elements of `data` by its maximum over all ranks, by an allreduce not shown on the timeline. */
 HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, hpml_element element)
 {
     hpml_ctx *trace = c->trace;
@@ -7008,7 +7008,7 @@ HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, 
     return status;
 }
 
-/* Sets *same to whether all ranks pass the same `hash`. Collective. */
+/* Sets *same to whether `hash` is equal on all ranks. Collective. */
 HPMLC_FN hpml_status hpmlc_same(hpml_comm *c, uint64_t hash, bool *same)
 {
     int64_t     both[2] = { (int64_t)(hash >> 2), -(int64_t)(hash >> 2) };
@@ -7090,7 +7090,8 @@ HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
     return x->ready != NULL;
 }
 
-/* Allocates an exchange for the checked desc d, and its arrays with one entry per tensor or rank. NULL: no memory. */
+/* Allocates an exchange for the checked desc d, and those of its arrays that have an entry for each tensor or rank.
+   NULL: no memory. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_desc *d, hpmlc_exchange_mode mode)
 {
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
@@ -7111,7 +7112,8 @@ HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_des
     return x;
 }
 
-/* Creates an exchange as hpml_exchange_create does; mode: where the tensors are. NULL: an error on the context. */
+/* Creates an exchange as hpml_exchange_create does; mode: where the tensors are in memory (host or device). NULL: an
+   error on the context. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_make(hpml_comm *c, const hpml_exchange_desc *desc, hpmlc_exchange_mode mode)
 {
     HPMLC_DESC(hpml_exchange_desc, d, desc);
@@ -7827,9 +7829,9 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
       "strategies gossip and federated", 1) \
     X("history", history, I32, INT32_MAX, true, NULL, 1)
 
-/* The rules for plans: RULE(condition that refuses a plan, message: fields, reason, way out). Where a rule of NEEDS
-   refuses a plan, other values of fields that come later in hpml_plan_next's order may make the plan valid; where
-   another rule refuses it, no such values do, so hpml_plan_next skips them. */
+/* The rules for plans: RULE(condition that refuses a plan, message: fields, reason, way out). Where a rule of the
+   list HPMLC_PLAN_NEEDS refuses a plan, other values of fields that come later in hpml_plan_next's order may make the
+   plan valid; where another rule refuses it, no such values do, so hpml_plan_next skips them. */
 #define HPMLC_PLAN_NEEDS(RULE) \
     RULE(hpmlc_plan_serves(p) && p->servers == 0, "the strategy has no servers; set servers to 1 or more, or take " \
          "strategy sync") \
@@ -7972,7 +7974,8 @@ HPMLC_FN bool hpmlc_plan_steps_ranges(const hpml_plan *p)
     return hpmlc_plan_serves(p) && p->strategy != HPML_STRATEGY_FEDERATED;
 }
 
-/* Returns how many ranks share one copy of the model and its samples: pipe * tensor * sequence, at most 1e15. */
+/* Returns how many ranks have parts of one copy of the model and compute the same samples: pipe * tensor * sequence; at
+   most 1e15. */
 HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
 {
     const int32_t axes[] = { p->pipe, p->tensor, p->sequence };
@@ -8126,7 +8129,7 @@ HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>plan-text   plans as text; defaults, the check, the next plan
 // ---------------------------------------------------------------------------------------------------------------------
-/* Appends to the text `to`, which has *length characters, with a format as printf's; adds to *length the number of
+/* Appends a text, formatted as by printf, to the text `to`, which has *length characters; adds to *length the number of
    characters that a large enough buffer would get. */
 HPMLC_PRINTF(3, 4)
 HPMLC_FN void hpmlc_append(const hpmlc_text *to, size_t *length, const char *format, ...)
@@ -8168,7 +8171,7 @@ HPMLC_FN hpml_status hpmlc_field_refuse(const hpmlc_field *field, const char *va
     return HPML_ERR_ARGUMENT;
 }
 
-/* Returns whether the field has the same value in two plans. */
+/* Returns whether `field` has the same value in plans a and b. */
 HPMLC_FN bool hpmlc_field_same(const hpmlc_field *field, const hpml_plan *a, const hpml_plan *b)
 {
     return memcmp((const char *)a + field->at, (const char *)b + field->at, hpmlc_field_size(field)) == 0;
@@ -8243,7 +8246,7 @@ HPMLC_FN bool hpmlc_field_parse(const hpmlc_field *field, const char *text, size
     return hpmlc_field_in_range(field, plan);
 }
 
-/* Writes an error: the plan has no field `name` (n characters); and lists the fields that the plan has. */
+/* Writes to `to` an error: a plan has no field `name` (n characters); and lists the fields that a plan has. */
 HPMLC_FN hpml_status hpmlc_field_unknown(const char *name, int n, const hpmlc_text *to)
 {
     size_t length = 0;
@@ -8641,7 +8644,7 @@ HPMLC_FN hpml_comm *hpmlc_ranks_of(const hpml_distributed *d, const hpml_tensor 
     return hpmlc_ranks_of_axis(d, p->param->axis);
 }
 
-/* Returns where the gradient of parameter p begins in the trainer's array of gradients, in floats. */
+/* Returns the index in floats at which the gradient of parameter p begins in the trainer's array of gradients. */
 HPMLC_FN int64_t hpmlc_gradient_at(const hpml_distributed *d, const hpml_tensor *p)
 {
     return hpml_trainer_place(d->t, p->param->index);
@@ -8662,7 +8665,7 @@ HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
     if (l->host != l->first) hpmlc_host_view_copy(&l->view, l->host + at, l->first + at, n, false);
 }
 
-/* Returns the factor that makes gradients, divided by `full` samples, means over `samples`; 1 if the plan sets .sum. */
+/* Returns the factor that turns sums of gradients divided by `full` into means over `samples`; 1 if plan.sum is set. */
 HPMLC_FN float hpmlc_rescale(const hpml_distributed *d, double samples, double full)
 {
     return d->plan.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
@@ -8697,7 +8700,8 @@ HPMLC_FN hpml_status hpmlc_host_apply(hpml_distributed *d, double samples, doubl
     return status != HPML_OK ? status : others;
 }
 
-/* Starts fn(c, user) as a task: in the background or, without a thread, at once. Returns the status of the start. */
+/* Starts fn(c, user) as a task: in the background or, without a background thread, at once. Returns the status of
+   the start. */
 HPMLC_FN hpml_status hpmlc_task_start(const hpml_distributed *d, hpmlc_task *task, hpml_comm *c, hpml_rank_fn *fn,
                                       void *user)
 {
@@ -11878,7 +11882,7 @@ HPMLC_FN hpml_status hpmlc_rows_add(hpml_distributed *d)
     return status;
 }
 
-/* Server: divides the rows of all tables' gradients by `divisor`, then multiplies them by `scale`. */
+/* Server: divides the gradients' rows of all sparse tables by `divisor`, then multiplies them by `scale`. */
 HPMLC_FN void hpmlc_rows_scale(hpml_distributed *d, float divisor, float scale)
 {
     const hpmlc_servers *own = hpmlc_servers_of(d);
@@ -12354,7 +12358,7 @@ HPMLC_FN hpml_status hpmlc_rows_share(hpml_distributed *d, hpml_array which, int
     return status;
 }
 
-/* Copies an array of the trainer to all ranks that are not lost; each range of the array comes from its server. */
+/* Copies the trainer's array `which` to all ranks that are not lost, each range of it from the server that keeps it. */
 HPMLC_FN hpml_status hpmlc_servers_share(hpml_distributed *d, hpml_array which)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -12563,8 +12567,8 @@ HPMLC_FN hpml_status hpmlc_federated_update(hpml_distributed *d)
    Parameter Server"): a worker that has done c steps gets its answer when the slowest one has done c - s, s =
    .staleness; with s = 0 gradients of a step take effect together, as in >>strategy-ps. */
 
-/* Returns the batch that a worker computes next: one that a lost worker had, else the next of the epoch; -1: the epoch
-   ends; -2: not known yet, because in the last epoch another worker may be lost with its batch. */
+/* Returns the number of the batch that a worker computes next: one that a lost worker had, else the next of the epoch;
+   -1: the epoch ends; -2: not known yet, because in the last epoch another worker may be lost with its batch. */
 HPMLC_FN int64_t hpmlc_async_deal(hpmlc_servers *own, const hpmlc_request *r)
 {
     const int64_t begin = r->epoch * r->batch, end = begin + r->batch;
@@ -13330,8 +13334,8 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>report   where the time of steps went
 // ---------------------------------------------------------------------------------------------------------------------
-/* Stores in *out the means per step since the last reset: step_s is the sum of compute_s, exposed_s and the rest of the
-   step's time (reading data, updating parameters). */
+/* Stores in *out the means per step since the last call with `reset` true: step_s is the sum of compute_s, exposed_s
+   and the rest of the step's time (reading data, updating parameters). */
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
     hpml_counters now, split;
