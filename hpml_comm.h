@@ -7000,7 +7000,7 @@ HPMLC_FN hpml_status hpmlc_exchange_check(hpml_comm *c, const hpml_exchange_desc
     return HPML_OK;
 }
 
-/* Replaces n elements of `data` by their maxima over all ranks, by an allreduce that the timeline does not show. */
+/* Replaces each of n elements of `data` by its maximum over all ranks, by an allreduce not shown on the timeline. */
 HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, hpml_element element)
 {
     hpml_ctx *trace = c->trace;
@@ -7010,7 +7010,7 @@ HPMLC_FN hpml_status hpmlc_reduce_untraced(hpml_comm *c, void *data, int64_t n, 
     return status;
 }
 
-/* Sets *same to whether all ranks pass the same `hash`. Collective. */
+/* Sets *same to whether `hash` is equal on all ranks. Collective. */
 HPMLC_FN hpml_status hpmlc_same(hpml_comm *c, uint64_t hash, bool *same)
 {
     int64_t     both[2] = { (int64_t)(hash >> 2), -(int64_t)(hash >> 2) };
@@ -7049,7 +7049,7 @@ HPMLC_FN bool hpmlc_item_create(hpml_exchange *x, hpmlc_item *it)
     if (it->packing.residual_count == 0) return true;
     size_t all = (size_t)(it->g.rows * it->g.cols * x->d.leaves), mine = (size_t)(it->my_rows * it->g.cols);
     it->residual = (float *)hpmlc_exchange_alloc(x, all * sizeof(float));
-    it->stripe   = (float *)hpmlc_exchange_alloc(x, mine * sizeof(float) + 1); /* + 1: not NULL if there are no rows */
+    it->stripe   = (float *)hpmlc_exchange_alloc(x, mine * sizeof(float) + 1); /* + 1: no NULL without rows */
     return it->residual && it->stripe;
 }
 
@@ -7074,7 +7074,8 @@ HPMLC_FN bool hpmlc_exchange_layout(hpml_exchange *x)
     return x->sums && x->received && x->sent;
 }
 
-/* Sets where each plain tensor begins among the floats that are added up; allocates hpml_exchange_ready's arrays. */
+/* Sets it->at, where a plain tensor begins among the floats of all plain tensors; allocates the arrays of
+   hpml_exchange_ready: x->ready, x->late, x->missing. False: no memory. */
 HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
 {
     int64_t at = 0, n = x->d.count;
@@ -7091,7 +7092,8 @@ HPMLC_FN bool hpmlc_exchange_parts(hpml_exchange *x)
     return x->ready != NULL;
 }
 
-/* Allocates an exchange for the checked desc d, and its arrays with one entry per tensor or rank. NULL: no memory. */
+/* Allocates an exchange for the checked desc d, and those of its arrays that have an entry for each tensor or rank.
+   NULL: no memory. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_desc *d, hpmlc_exchange_mode mode)
 {
     hpml_exchange *x = (hpml_exchange *)hpml_ctx_alloc(c->ctx, sizeof *x, NULL);
@@ -7112,7 +7114,8 @@ HPMLC_FN hpml_exchange *hpmlc_exchange_new(hpml_comm *c, const hpml_exchange_des
     return x;
 }
 
-/* Creates an exchange as hpml_exchange_create does; mode: where the tensors are. NULL: an error on the context. */
+/* Creates an exchange as hpml_exchange_create does; mode: where the tensors are in memory (host or device). NULL: an
+   error on the context. */
 HPMLC_FN hpml_exchange *hpmlc_exchange_make(hpml_comm *c, const hpml_exchange_desc *desc, hpmlc_exchange_mode mode)
 {
     HPMLC_DESC(hpml_exchange_desc, d, desc);
@@ -7179,7 +7182,7 @@ HPMLC_FN uint64_t hpmlc_encode_seed(const hpml_exchange *x, const hpmlc_item *it
 }
 
 /* Packs rows [row, row + rows) of tensor `it`, which begin at g, into `packed` and updates e, their packing errors.
-   contribution: number of the gradient over all ranks; -1: a sum. HPML_ERR_NONFINITE: g has a NaN or infinity. */
+   contribution: number of the gradient among those of all ranks; -1: g is a sum. HPML_ERR_NONFINITE: g has a NaN. */
 HPMLC_FN hpml_status hpmlc_encode(const hpml_comm *c, const hpml_exchange *x, const hpmlc_item *it,
                                   int64_t contribution, void *packed, float *e, const float *g, int64_t row,
                                   int64_t rows)
@@ -7201,8 +7204,8 @@ HPMLC_FN void hpmlc_decode(const hpml_exchange *x, const hpmlc_item *it, float *
     else it->packing.codec->decode(&it->packing, out, packed, rows, add);
 }
 
-/* Labels the next spans (intervals) of c on the timeline with the first and last name among the packed tensors of x;
-   plain: among its plain tensors that overlap floats [at, end) of all plain floats. */
+/* Labels the next spans (intervals) of c on the timeline with the first and last name among the packed tensors of x
+   or, if `plain`, among its plain tensors that have some of floats [at, end), counted over all plain tensors. */
 HPMLC_FN void hpmlc_set_label(hpml_comm *c, const hpml_exchange *x, bool plain, int64_t at, int64_t end)
 {
     memset(&c->about, 0, sizeof c->about);
@@ -7219,7 +7222,7 @@ HPMLC_FN void hpmlc_set_label(hpml_comm *c, const hpml_exchange *x, bool plain, 
 HPMLC_FN void hpmlc_clear_label(hpml_comm *c) { memset(&c->about, 0, sizeof c->about); }
 
 /* Packs all rows of this rank's gradients into the messages to the ranks that add up these rows, the first step of an
-   exchange (see hpml_exchange_desc). Returns 0 or, if a tensor has a NaN or infinity, the value of hpmlc_bad for it. */
+   exchange (see hpml_exchange_desc). Returns 0 or, if a tensor has a NaN or infinity, hpmlc_bad of this tensor. */
 HPMLC_FN int64_t hpmlc_exchange_pack(hpml_comm *c, hpml_exchange *x)
 {
     int     p = c->size;
@@ -7304,9 +7307,9 @@ HPMLC_FN int64_t hpmlc_exchange_add(hpml_comm *c, hpml_exchange *x)
     return bad;
 }
 
-/* Sends bytes [sent_at[r], sent_at[r + 1]) of `sent` to each rank r or, with `same`, this rank's own such range to all
-   ranks; receives from rank r at received + received_at[r]. In round k this rank sends to the k-th rank after it and
-   receives from the k-th before it. name: of the operation, for errors and the timeline. */
+/* Sends bytes [sent_at[r], sent_at[r + 1]) of `sent` to each rank r or, if `same`, sends the range for r = this rank to
+   all ranks; receives rank r's bytes at received + received_at[r]. In round k this rank sends to the k-th rank after it
+   and receives from the k-th before it. name: of the operation, for errors and the timeline. */
 HPMLC_FN hpml_status hpmlc_exchange_move(hpml_comm *c, const char *name, const char *sent, const size_t *sent_at,
                                          bool same, char *received, const size_t *received_at)
 {
@@ -7347,7 +7350,7 @@ HPMLC_FN hpml_status hpmlc_exchange_packed(hpml_comm *c, hpml_exchange *x)
 }
 
 /* Copies elements [at, end) of the plain tensors, counted end to end, to x->fused, if an allreduce needs that copy;
-   back: from x->fused to the tensors. name: of the span on the timeline. */
+   back true: copies from x->fused to the tensors instead. name: of the span on the timeline. */
 HPMLC_FN void hpmlc_exchange_fuse(hpml_comm *c, hpml_exchange *x, int64_t at, int64_t end, bool back, const char *name)
 {
     double start = hpml_comm_now(c);
@@ -7378,7 +7381,8 @@ HPMLC_FN hpml_status hpmlc_exchange_part(hpml_comm *c, hpml_exchange *x, int64_t
 
 HPMLC_FN hpml_status hpmlc_whole_run(hpml_comm *c, hpml_exchange *x);
 
-/* Exchanges all packed tensors, by ranges of rows or as a whole. Sets x->bad: a tensor and rank with a NaN; 0: none. */
+/* Exchanges all packed tensors, whole with codec top-k or low rank, else by ranges of their rows. Sets x->bad to the
+   value of hpmlc_bad for a tensor and rank with a NaN; 0: there is none. */
 HPMLC_FN hpml_status hpmlc_exchange_others(hpml_comm *c, hpml_exchange *x)
 {
     x->bad = 0;
@@ -7540,8 +7544,9 @@ struct hpmlc_whole { /* the functions of a codec that packs whole tensors */
     hpml_codec_kind kind;
     /* Returns how many floats the codec's arrays for a tensor take; at: memory that they get; NULL: only counts. */
     int64_t (*arrays)(const hpml_exchange *x, hpmlc_item *it, float *at);
-    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* optional; false: sends the tensor plain */
-    hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite); /* finite false: sends zeros */
+    bool (*saves)(const hpml_exchange *x, const hpmlc_item *it); /* whether packing saves bytes; NULL: always */
+    /* Exchanges tensor `it` of x. finite false: this rank's gradient has a NaN, so the rank sends zeros instead. */
+    hpml_status (*run)(hpml_comm *c, hpml_exchange *x, hpmlc_item *it, bool finite);
     int64_t (*bytes)(const hpml_exchange *x, const hpmlc_item *it); /* returns bytes that this rank sends in one run */
 };
 
@@ -7768,8 +7773,8 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
 // >>plan   the fields of a plan in one list, the rules of a plan
 // ---------------------------------------------------------------------------------------------------------------------
 /* All that is done with the fields of a plan one by one - text, parsing, ranges, differences, stepping through plans -
-   is done from one list; what fields exclude each other is a list of rules. Both are pure. In the conditions of both
-   lists, p is the plan and f the facts. */
+   is done from one list; which fields exclude each other is a list of rules. Conditions in both lists are expressions
+   without side effects, in which p is the hpml_plan and f the hpml_plan_facts (of model, ranks and transport). */
 
 /* X(name in texts, member, kind, largest value, condition: whether the field matters, text: where the field may be set,
    values other than zero that hpml_plan_next steps through). The smallest value is 0. If the text is NULL, the field
@@ -7826,9 +7831,9 @@ HPML_API int64_t hpml_exchange_bytes(const hpml_exchange *x)
       "strategies gossip and federated", 1) \
     X("history", history, I32, INT32_MAX, true, NULL, 1)
 
-/* The rules for plans: RULE(condition that refuses a plan, message: fields, reason, way out). Where a rule of NEEDS
-   refuses a plan, other values of fields that come later in hpml_plan_next's order may make the plan valid; where
-   another rule refuses it, no such values do, so hpml_plan_next skips them. */
+/* The rules for plans: RULE(condition that refuses a plan, message: fields, reason, way out). Where a rule of the
+   list HPMLC_PLAN_NEEDS refuses a plan, other values of fields that come later in hpml_plan_next's order may make the
+   plan valid; where another rule refuses it, no such values do, so hpml_plan_next skips them. */
 #define HPMLC_PLAN_NEEDS(RULE) \
     RULE(hpmlc_plan_serves(p) && p->servers == 0, "the strategy has no servers; set servers to 1 or more, or take " \
          "strategy sync") \
@@ -7965,13 +7970,14 @@ HPMLC_FN bool hpmlc_plan_serves(const hpml_plan *p)
            p->strategy == HPML_STRATEGY_FEDERATED;
 }
 
-/* Returns whether servers run the optimizer, each on a range of the floats. */
+/* Returns whether servers run the optimizer, each on its range of the trained floats. */
 HPMLC_FN bool hpmlc_plan_steps_ranges(const hpml_plan *p)
 {
     return hpmlc_plan_serves(p) && p->strategy != HPML_STRATEGY_FEDERATED;
 }
 
-/* Returns how many ranks share one copy of the model and its samples: pipe * tensor * sequence, at most 1e15. */
+/* Returns how many ranks have parts of one copy of the model and compute the same samples: pipe * tensor * sequence; at
+   most 1e15. */
 HPMLC_FN int64_t hpmlc_plan_replica(const hpml_plan *p)
 {
     const int32_t axes[] = { p->pipe, p->tensor, p->sequence };
@@ -7998,7 +8004,7 @@ HPMLC_FN bool hpmlc_pipe_stashes(hpml_pipe_kind kind)
 /* Returns whether the micro-batches of several steps are in flight at the same time. */
 HPMLC_FN bool hpmlc_plan_flows(const hpml_plan *p) { return p->pipe > 1 && hpmlc_pipe_stashes(p->schedule); }
 
-/* Returns whether a rank keeps only parts of the parameters, or of their gradients or optimizer state. */
+/* Returns whether a rank has only a part of the parameters, of the gradients or of the optimizer state. */
 HPMLC_FN bool hpmlc_plan_cuts(const hpml_plan *p) { return hpmlc_plan_splits(p) || p->shard > 0; }
 
 /* Returns whether gradients of split parameters are added up over fewer ranks than gradients of whole parameters. */
@@ -8015,14 +8021,14 @@ HPMLC_FN int hpmlc_plan_workers(const hpml_plan *p, int ranks)
 typedef enum hpmlc_field_kind {
     HPMLC_FIELD_BOOL, HPMLC_FIELD_I32, HPMLC_FIELD_I64, HPMLC_FIELD_U64, HPMLC_FIELD_F32,
     HPMLC_FIELD_STRATEGY, HPMLC_FIELD_CODEC, HPMLC_FIELD_ALGORITHM, HPMLC_FIELD_TOPOLOGY,
-    HPMLC_FIELD_ROUTE, HPMLC_FIELD_SCHEDULE /* HPMLC_FIELD_STRATEGY and later: values are words */
+    HPMLC_FIELD_ROUTE, HPMLC_FIELD_SCHEDULE /* from HPMLC_FIELD_STRATEGY on: enums, spelled as words in texts */
 } hpmlc_field_kind;
 
 typedef struct hpmlc_field {
     const char      *name, *where; /* where: plans in which the field may be set; NULL: all */
     hpmlc_field_kind kind;
-    size_t           at;           /* offset in hpml_plan */
-    double           most;         /* largest value */
+    size_t           at;           /* offset of the field in hpml_plan, in bytes */
+    double           most;         /* largest value that the field can have */
     double           tries[4];     /* values, except 0, that hpml_plan_next tries; 0 ends the list */
 } hpmlc_field;
 
@@ -8045,7 +8051,7 @@ HPML_API const char *hpml_route_name(hpml_route route)
     return (unsigned)route < HPML_ROUTE_COUNT ? names[route] : NULL;
 }
 
-/* Returns whether a search may try shard > 0 with the values of the plan's other fields. */
+/* Returns whether hpml_plan_next may try shard > 0 with the strategy, form, route and codec that the plan has. */
 HPMLC_FN bool hpmlc_plan_may_shard(const hpml_plan *p)
 {
     return p->strategy == HPML_STRATEGY_SYNC && !p->exact && !p->delayed && p->route == HPML_ROUTE_ALLREDUCE &&
@@ -8062,7 +8068,7 @@ HPMLC_FN bool hpmlc_plan_meets(const hpml_plan *p)
            p->strategy == HPML_STRATEGY_FEDERATED;
 }
 
-/* Sets matters[i] to whether field i of the list HPMLC_PLAN_FIELDS changes the training that plan p describes. */
+/* Sets matters[i] to whether field i of HPMLC_PLAN_FIELDS, set in plan p, has an effect on the training. */
 HPMLC_FN void hpmlc_fields_matter(const hpml_plan *p, bool matters[HPMLC_FIELDS])
 {
     int i = 0;
@@ -8077,7 +8083,7 @@ HPMLC_FN size_t hpmlc_field_size(const hpmlc_field *field)
     return field->kind == HPMLC_FIELD_I64 || field->kind == HPMLC_FIELD_U64 ? sizeof(int64_t) : sizeof(int32_t);
 }
 
-/* Returns the value of a field of the plan as a whole number; for a field of type F32 sets *real and returns 0. */
+/* Returns the value of a field of the plan as an integer; of a field of kind F32 stores it in *real and returns 0. */
 HPMLC_FN int64_t hpmlc_field_get(const hpmlc_field *field, const hpml_plan *plan, float *real)
 {
     const char *at = (const char *)plan + field->at;
@@ -8125,7 +8131,7 @@ HPMLC_FN const char *hpmlc_field_word(const hpmlc_field *field, int64_t value)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>plan-text   plans as text; defaults, the check, the next plan
 // ---------------------------------------------------------------------------------------------------------------------
-/* Appends to the text `to`, which has *length characters, with a format as printf's; adds to *length the number of
+/* Appends a text, formatted as by printf, to the text `to`, which has *length characters; adds to *length the number of
    characters that a large enough buffer would get. */
 HPMLC_PRINTF(3, 4)
 HPMLC_FN void hpmlc_append(const hpmlc_text *to, size_t *length, const char *format, ...)
@@ -8167,7 +8173,7 @@ HPMLC_FN hpml_status hpmlc_field_refuse(const hpmlc_field *field, const char *va
     return HPML_ERR_ARGUMENT;
 }
 
-/* Returns whether the field has the same value in two plans. */
+/* Returns whether `field` has the same value in plans a and b. */
 HPMLC_FN bool hpmlc_field_same(const hpmlc_field *field, const hpml_plan *a, const hpml_plan *b)
 {
     return memcmp((const char *)a + field->at, (const char *)b + field->at, hpmlc_field_size(field)) == 0;
@@ -8242,7 +8248,7 @@ HPMLC_FN bool hpmlc_field_parse(const hpmlc_field *field, const char *text, size
     return hpmlc_field_in_range(field, plan);
 }
 
-/* Writes an error: the plan has no field `name` (n characters); and lists the fields that the plan has. */
+/* Writes to `to` an error: a plan has no field `name` (n characters); and lists the fields that a plan has. */
 HPMLC_FN hpml_status hpmlc_field_unknown(const char *name, int n, const hpmlc_text *to)
 {
     size_t length = 0;
@@ -8303,7 +8309,7 @@ HPMLC_FN bool hpmlc_factors_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan
 /* Returns whether plan p has a codec, which packs gradients; a packed gradient can hold no infinity. */
 HPMLC_FN bool hpmlc_plan_packs(const hpml_plan *p) { return p->codec.kind != HPML_CODEC_NONE || p->codec.custom; }
 
-/* Returns how many samples of the global batch the rank with the most gets. */
+/* Returns the largest number of samples of a global batch that a rank gets. */
 HPMLC_FN int64_t hpmlc_plan_most(const hpml_plan *plan, const hpml_plan_facts *facts)
 {
     hpml_plan whole;
@@ -8369,7 +8375,7 @@ HPMLC_FN hpml_status hpmlc_field_check(const hpml_plan *plan, const hpmlc_field 
                         field->name);
 }
 
-/* Checks that the plan's axes, multiplied, and its servers fit `ranks` ranks. The text of an error goes to `to`. */
+/* Checks that the product of the plan's axes, and its servers, fit `ranks` ranks. The text of an error goes to `to`. */
 HPMLC_FN hpml_status hpmlc_axes_check(const hpml_plan *p, int ranks, const hpmlc_text *to)
 {
     const int32_t    size[HPML_AXES] = { p->data, p->pipe, p->tensor, p->sequence, p->expert };
@@ -8445,7 +8451,7 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
     bool matters[HPMLC_FIELDS], is_final = false;
     int  i = 0;
     do {
-        if (!is_final) i = HPMLC_FIELDS - 1; /* is_final: no value of a later field helps */
+        if (!is_final) i = HPMLC_FIELDS - 1; /* else fields after field i cannot make the plan valid */
         hpmlc_fields_matter(plan, matters);
         while (i >= 0 && !(matters[i] && hpmlc_field_next(&hpmlc_fields[i], plan))) i--;
         if (i < 0) return false;
@@ -8470,25 +8476,26 @@ HPML_API bool hpml_plan_next(hpml_plan *plan, const hpml_plan_facts *facts)
    Buckets hold gradients from the last layer to the first, because the backward pass makes them final in this order:
    the exchange of one bucket overlaps with the computation of the next (Li et al. 2020, "PyTorch Distributed"). */
 
-/* Work on a communicator, for which a step waits: a background job or, without a thread, done when it was started. */
+/* Communication for which a step waits: a job in the background or, without a background thread, a call that has
+   returned already. */
 typedef struct hpmlc_task {
     hpml_job   *job;    /* NULL: the work is done, and `status` is its result */
     hpml_status status;
 } hpmlc_task;
 
 typedef struct hpmlc_bucket {
-    hpml_exchange *x, *warm;     /* warm: for the first .warm_steps steps, uncompressed; NULL: none */
-    hpml_exchange *now;          /* .x or .warm, whichever this step uses; NULL: before the first step */
+    hpml_exchange *x, *warm;     /* x: by the plan's codec; warm: plain, for the first .warm_steps steps; NULL: none */
+    hpml_exchange *now;          /* the one of .x and .warm that this step uses; NULL before the first step */
     hpmlc_task     task;         /* the bucket's exchange in this step */
-    hpml_comm     *c;            /* ranks over which these gradients are added up, see hpmlc_ranks_of */
-    int            count, ready; /* number of tensors; how many gradients are final in this step */
-    bool           adds;         /* shard 2, 3: add to this rank's block, which has the sum of earlier micro-batches */
+    hpml_comm     *c;            /* ranks over which the bucket's gradients are added up, see hpmlc_ranks_of */
+    int            count, ready; /* tensors in the bucket; those whose gradients are final in this step */
+    bool           adds;         /* shard 2, 3: true: the micro-batch adds to this rank's block; false: sets it */
     int64_t        at, floats;   /* the bucket's range of the trainer's array of gradients */
 } hpmlc_bucket;
 
 typedef struct hpmlc_buckets {
     hpmlc_bucket *item;          /* (count) the buckets */
-    int           count, posted; /* posted: buckets whose exchange has been started in this step */
+    int           count, posted; /* buckets; those whose exchange has been started in this step */
 } hpmlc_buckets;
 
 /* Where parameters and gradients lie. The trainer has all gradients in one array, in the order of the parameters, each
@@ -8501,16 +8508,16 @@ typedef struct hpmlc_layout {
     int64_t     span;            /* floats of the trainer's array of gradients, padding included */
     float      *host;            /* (span) gradients on the host: `first`, or a copy of a device's array; NULL: the
                                     strategy exchanges them on the device */
-    int64_t     grad_total;      /* floats of all gradients; next: of all running statistics; without padding */
-    int64_t     buffer_total;
+    int64_t     grad_total;      /* floats of all gradients, without padding */
+    int64_t     buffer_total;    /* floats of all running statistics, without padding */
     int64_t     batch;           /* samples that the model's input holds */
-    int64_t     grain;           /* so many consecutive samples of the global batch stay on one rank; 0: 1 */
-    hpmlc_host_view view;           /* host access to arrays of the trainer */
+    int64_t     grain;           /* consecutive samples of the global batch that stay on one rank; 0 means 1 */
+    hpmlc_host_view view;           /* functions by which the host reads and writes the trainer's arrays */
 } hpmlc_layout;
 
 /* How many gradients a rank adds to the sum over ranks: one or, with some strategies, one for each leaf of samples. */
 typedef struct hpmlc_copies {
-    int64_t first, count, all;   /* this rank's contributions are [first, first + count) of all */
+    int64_t first, count, all;   /* of `all` contributions, this rank's are numbers [first, first + count) */
 } hpmlc_copies;
 
 enum { HPMLC_SAMPLES, HPMLC_LOSS, HPMLC_BAD, HPMLC_BAD_RANK, HPMLC_STATS };
@@ -8521,14 +8528,14 @@ typedef struct hpmlc_stats {
                                     loss that is NaN or infinite, such a rank; running statistics times samples */
     hpmlc_task task;             /* the allreduce of `sum` in this step */
     float     *buffers;          /* (buffer_total) scratch: running statistics side by side, in the order of by_name */
-    double     samples, loss;    /* this rank's samples in this step; loss times samples */
+    double     samples, loss;    /* of this rank in this step: samples; mean loss times samples */
 } hpmlc_stats;
 
 typedef struct hpmlc_reporting {
-    hpml_distribute_report r;    /* sums over the steps since the last reset */
-    double                 began;    /* hpml_comm_now() at the last reset */
-    hpml_counters          at_reset; /* what this rank had sent at the last reset, see hpmlc_sent */
-    hpml_counters          split_at_reset; /* of .at_reset, what was sent along axes other than data */
+    hpml_distribute_report r;    /* sums over the steps since .r was last set to zero, its last reset */
+    double                 began;    /* hpml_comm_now() at the last reset of .r */
+    hpml_counters          at_reset; /* hpmlc_sent's counters of this rank at the last reset of .r */
+    hpml_counters          split_at_reset; /* the part of .at_reset that was sent along axes other than data */
     hpml_step_row         *row;      /* (history) ring of the rows of the last steps */
     int64_t                rows;     /* number of rows that have been written to the ring .row */
     hpml_distribute_report at_row;   /* value of .r when the last row of a step was written */
@@ -8539,16 +8546,16 @@ typedef struct hpmlc_reporting {
 /* A trial of the batch search (>>batch-search), a short training: divergence is no error, no step is delayed. */
 typedef struct hpmlc_trial {
     bool   on;
-    double loss, samples;        /* sums over the steps: loss times samples; samples */
+    double loss, samples;        /* sums over the trial's steps: loss times samples; samples */
 } hpmlc_trial;
 
 /* Memory for gathering, from all ranks, the rows of a sparse table's gradient, see >>distribute-rows. */
 typedef struct hpmlc_gathered {
-    float  *memory;              /* (floats) */
+    float  *memory;              /* (floats) block that >>distribute-rows reuses in each step */
     int64_t floats;
 } hpmlc_gathered;
 
-typedef struct hpmlc_states   hpmlc_states; /* list of what checkpoints hold, see >>state */
+typedef struct hpmlc_states   hpmlc_states; /* list of the arrays that checkpoints hold, see >>state */
 typedef struct hpmlc_factors  hpmlc_factors;
 typedef struct hpmlc_strategy hpmlc_strategy;
 
@@ -8559,14 +8566,14 @@ typedef hpml_status hpmlc_start_fn(hpml_distributed *d, hpmlc_bucket *b);
 struct hpml_distributed {
     hpml_trainer         *t;
     hpml_comm            *all;        /* all ranks */
-    hpml_comm            *c;          /* ranks that average gradients: all, or of a mesh the replicas */
+    hpml_comm            *c;          /* ranks that average gradients: all; with a mesh, the replicas */
     hpml_ctx             *ctx;
     hpml_plan             plan;
     const hpmlc_strategy *strategy;
     void                 *own;        /* struct of the strategy, for example hpmlc_delayed */
-    bool                  data_known; /* true: the ranks have checked that all have the same data */
-    bool                  background; /* tasks are jobs of the communicator's background thread */
-    bool                  shared;     /* ranks share one copy of the parameters, which rank 0 steps */
+    bool                  data_known; /* true: hook `data` has checked once that all ranks have the same data */
+    bool                  background; /* true: a background thread runs tasks; false: the caller does, at once */
+    bool                  shared;     /* true: ranks share one copy of the parameters, which rank 0 steps */
     hpmlc_start_fn       *start;
     int64_t             (*next)(void *d, hpml_trainer *t, int64_t epoch, int64_t batches, bool is_last); /* the hook */
     hpml_status         (*need)(void *d, hpml_trainer *t, const hpml_moment *at); /* the hook */
@@ -8577,19 +8584,19 @@ struct hpml_distributed {
     hpmlc_reporting       report;
     hpmlc_trial           trial;
     hpmlc_gathered        rows;
-    hpmlc_pipeline       *pipeline;   /* this rank has a stage of the model; NULL: it has the whole model */
-    hpmlc_factors        *factors;    /* layers that send factors, see >>strategy-factors; NULL: the route has none */
-    int32_t               accumulate, micro; /* micro-batches in an update; those done in this update */
-    int32_t               piped;      /* the pipeline's micro-batch that this stage computes; 0 without a pipeline */
-    bool                  final;      /* the backward pass that runs is an update's last one: hook `grad` is called */
+    hpmlc_pipeline       *pipeline;   /* pipeline in which this rank has a stage; NULL: no pipeline */
+    hpmlc_factors        *factors;    /* layers that send factors, see >>strategy-factors; NULL: plan.route uses none */
+    int32_t               accumulate, micro; /* micro-batches of an update; how many of these are done */
+    int32_t               piped;      /* number of the micro-batch that this stage computes; 0 without a pipeline */
+    bool                  final;      /* true: the last backward pass of an update runs, which calls hook `grad` */
     void                 *memory;     /* the newest block of hpmlc_dist_alloc; NULL: none */
 };
 
 struct hpmlc_strategy {
-    hpml_strategy_kind kind;  /* of the plan; a strategy with several forms has a row for each */
-    const char *name;         /* of the form in the plan; begins its arrays' names in checkpoints; NULL: one form */
+    hpml_strategy_kind kind;  /* strategy in the plan; a strategy with several forms has a row for each form */
+    const char *name;         /* name of the form; begins its arrays' names in checkpoints; NULL: the only form */
     const char *fixed_batch;  /* why the global batch cannot be changed; NULL: it can */
-    const char *pending;      /* array of a checkpoint with gradients that only this form applies; NULL: none */
+    const char *pending;      /* name of a checkpoint's array of gradients that only this form uses; NULL: none */
     bool (*is_chosen)(hpml_comm *c, const hpml_plan *plan); /* optional: whether the form fits; NULL: always */
     bool (*open)(hpml_distributed *d);   /* takes memory, makes exchanges; collective; false: an error on the context */
     /* Computes the gradient of `samples` samples of this rank, and their mean *loss, by hpmlc_dist_pass or another way.
@@ -8598,13 +8605,13 @@ struct hpmlc_strategy {
     hpml_status (*gradient)(hpml_distributed *d, int param); /* optional: `param`'s gradient is final */
     hpml_status (*update)(hpml_distributed *d); /* completes the exchange, makes the optimizer step */
     hpml_status (*finish)(hpml_distributed *d); /* optional: sets all ranks' parameters to the training's result */
-    bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists what checkpoints hold; false: an error */
+    bool (*state)(hpml_distributed *d, hpmlc_states *list); /* lists the arrays of checkpoints; false: an error */
     void (*close)(hpml_distributed *d); /* optional: releases what `open` took without hpmlc_dist_alloc */
 };
 
 #define HPMLC_BLOCK 64 /* bytes before memory of hpmlc_dist_alloc, with the address of the next older block */
 
-/* Returns `bytes` of memory, zeroed, which hpmlc_dist_close releases. NULL: an error on the context. */
+/* Returns `bytes` bytes of zeroed memory, which hpmlc_dist_close releases. NULL: an error on the context. */
 HPMLC_FN void *hpmlc_dist_alloc(hpml_distributed *d, size_t bytes)
 {
     char *block = (char *)hpml_ctx_alloc(d->ctx, HPMLC_BLOCK + bytes, NULL);
@@ -8627,19 +8634,19 @@ HPMLC_FN int64_t hpmlc_buffer_floats(const hpml_distributed *d, const hpml_tenso
     return p->param->buffer && !away ? hpml_tensor_count(p) : 0;
 }
 
-/* Returns the ranks that have the same part as this rank of parameters split over `axis` (DATA: the same whole). */
+/* Returns the ranks that have the same part of parameters split over `axis` as this rank; DATA: the same whole ones. */
 HPMLC_FN hpml_comm *hpmlc_ranks_of_axis(const hpml_distributed *d, hpml_axis axis)
 {
     return d->all->mesh ? d->all->mesh->rest[axis] : d->c;
 }
 
-/* Returns the ranks over which the gradient of parameter p is added up: those that have the same part of p. */
+/* Returns the ranks over which the gradient of parameter p is added up: those that have this rank's part of p. */
 HPMLC_FN hpml_comm *hpmlc_ranks_of(const hpml_distributed *d, const hpml_tensor *p)
 {
     return hpmlc_ranks_of_axis(d, p->param->axis);
 }
 
-/* Returns where the gradient of parameter p begins in the trainer's array of gradients, in floats. */
+/* Returns the index in floats at which the gradient of parameter p begins in the trainer's array of gradients. */
 HPMLC_FN int64_t hpmlc_gradient_at(const hpml_distributed *d, const hpml_tensor *p)
 {
     return hpml_trainer_place(d->t, p->param->index);
@@ -8660,7 +8667,7 @@ HPMLC_FN void hpmlc_host_fetch(hpml_distributed *d, int64_t at, int64_t n)
     if (l->host != l->first) hpmlc_host_view_copy(&l->view, l->host + at, l->first + at, n, false);
 }
 
-/* Returns the factor that makes gradients, divided by `full` samples, means over `samples`; 1 if the plan sets .sum. */
+/* Returns the factor that turns sums of gradients divided by `full` into means over `samples`; 1 if plan.sum is set. */
 HPMLC_FN float hpmlc_rescale(const hpml_distributed *d, double samples, double full)
 {
     return d->plan.sum || samples <= 0 || samples == full ? 1 : (float)(full / samples);
@@ -8695,7 +8702,8 @@ HPMLC_FN hpml_status hpmlc_host_apply(hpml_distributed *d, double samples, doubl
     return status != HPML_OK ? status : others;
 }
 
-/* Starts fn(c, user) as a task: in the background or, without a thread, at once. Returns the status of the start. */
+/* Starts fn(c, user) as a task: in the background or, without a background thread, at once. Returns the status of
+   the start. */
 HPMLC_FN hpml_status hpmlc_task_start(const hpml_distributed *d, hpmlc_task *task, hpml_comm *c, hpml_rank_fn *fn,
                                       void *user)
 {
@@ -8704,7 +8712,7 @@ HPMLC_FN hpml_status hpmlc_task_start(const hpml_distributed *d, hpmlc_task *tas
     return d->background && !task->job ? hpml_ctx_status(d->ctx) : HPML_OK;
 }
 
-/* Waits for a task and returns the status of its work, once: a second call returns HPML_OK. */
+/* Waits for a task and returns its status; a second call for the same task returns HPML_OK. */
 HPMLC_FN hpml_status hpmlc_task_wait(hpmlc_task *task)
 {
     hpml_status status = task->job ? hpml_job_wait(task->job) : task->status;
@@ -8828,7 +8836,7 @@ HPMLC_FN bool hpmlc_host_open(hpml_distributed *d, float *gradients, hpmlc_start
     return hpmlc_buckets_create(d, gradients ? gradients : l->host, bytes, hpmlc_bucket_open);
 }
 
-/* Starts the exchanges of the buckets in their order, before the first bucket with a gradient that is not yet final. */
+/* Starts the exchanges of buckets in their order; stops at the first bucket that has a gradient which is not final. */
 HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
 {
     hpmlc_buckets *all    = &d->buckets;
@@ -8844,7 +8852,7 @@ HPMLC_FN hpml_status hpmlc_buckets_post(hpml_distributed *d)
     return status;
 }
 
-HPMLC_FN void hpmlc_buckets_reset(hpml_distributed *d) /* before a pass: no gradient is final */
+HPMLC_FN void hpmlc_buckets_reset(hpml_distributed *d) /* before a pass: counts no gradient as final */
 {
     d->buckets.posted = 0;
     for (int i = 0; i < d->buckets.count; i++) d->buckets.item[i].ready = 0;
@@ -8864,7 +8872,7 @@ HPMLC_FN bool hpmlc_buckets_count(hpml_distributed *d, int param)
 /* One small allreduce after the last bucket of gradients adds up samples, losses and running statistics of batchnorm
    ("buffers"). Loss and buffers are means over samples: sum of n_r v_r / sum of n_r for n_r samples of rank r. */
 
-/* Waits for all tasks of the step, even after an error, and returns one of their errors, else HPML_OK. */
+/* Waits for all tasks of the step, even after an error, and returns an error of one of them, else HPML_OK. */
 HPMLC_FN hpml_status hpmlc_tasks_wait(hpml_distributed *d)
 {
     hpml_status status = HPML_OK;
@@ -8939,7 +8947,7 @@ HPMLC_FN void hpmlc_dist_waited(hpml_distributed *d, double start)
     d->report.r.exposed_s += end - start;
 }
 
-/* Returns how many ranks keep the same floats of parameter p as this rank; 0: another pipeline stage counts p. */
+/* Returns how many ranks have the same floats of parameter p as this rank; 0: p belongs to another pipeline stage. */
 HPMLC_FN double hpmlc_keepers(const hpml_distributed *d, const hpml_tensor *p)
 {
     const hpml_mesh  *m = hpml_comm_mesh(d->all);
@@ -8951,9 +8959,9 @@ HPMLC_FN double hpmlc_keepers(const hpml_distributed *d, const hpml_tensor *p)
     return q->shard > 0 ? ranks / hpmlc_ranks_of(d, p)->size : ranks;
 }
 
-/* The trainer's hook `norms`: adds up `sums` (params, each) over all ranks or, where each stage of a pipeline steps at
-   its own time, over those of the stage. A rank's sums of squares are of the part of each parameter that it keeps; a
-   part that several ranks keep is counted once. */
+/* The trainer's hook `norms`: adds up `sums` (params, each), `each` sums of squares for each parameter, over all ranks
+   or, where each stage of a pipeline steps at its own time, over the ranks of this stage. A rank's sums are over the
+   part of the parameter that this rank has; a part that several ranks have is counted once. */
 HPMLC_FN hpml_status hpmlc_dist_norms(void *user, hpml_trainer *t HPMLC_UNUSED, double *sums, int64_t each)
 {
     hpml_distributed *d     = (hpml_distributed *)user;
@@ -9003,12 +9011,13 @@ HPMLC_FN hpml_status hpmlc_stats_sum(hpml_comm *c, void *user)
     c->about.first = n > 0 ? "loss, samples, running statistics" : "loss, samples";
     hpml_status status = hpmlc_reduce_all(c, d->stats.sum, HPMLC_STATS + n, HPML_ELEMENT_F64, HPML_SUM, HPML_AUTO);
     c->about.first = NULL;
-    for (int64_t k = 0; k < HPMLC_STATS + n && d->plan.sequence > 1; k++) /* ranks of the axis count the same samples */
+    for (int64_t k = 0; k < HPMLC_STATS + n && d->plan.sequence > 1; k++) /* each of these ranks counts the samples */
         if (k != HPMLC_BAD && k != HPMLC_BAD_RANK) d->stats.sum[k] /= d->plan.sequence;
     return status;
 }
 
-/* Reads samples and mean loss of the step from the sums over ranks; an error if a rank's loss is NaN or infinite. */
+/* Sets the report's samples and mean loss of the step from d->stats.sum, the sums over ranks; an error if a rank's loss
+   is NaN or infinite. */
 HPMLC_FN hpml_status hpmlc_stats_read(hpml_distributed *d)
 {
     const double *s     = d->stats.sum;
@@ -9046,7 +9055,7 @@ HPMLC_FN hpml_status hpmlc_dist_post(hpml_distributed *d, const float *buffers)
     if (status == HPML_OK) {
         hpmlc_stats_fill(d, buffers);
         status = hpmlc_task_start(d, &d->stats.task, d->c, hpmlc_stats_sum, d);
-        if (status == HPML_OK) status = d->stats.task.status; /* the status of the sum, if that is done already */
+        if (status == HPML_OK) status = d->stats.task.status; /* of the sum, if the call has made it at once */
     }
     if (!d->background) hpmlc_dist_waited(d, start);
     return status;
@@ -9085,7 +9094,7 @@ HPMLC_FN hpml_status hpmlc_dist_pass(hpml_distributed *d, int64_t samples, float
     hpml_status status = hpml_trainer_forward_backward(d->t, 0, samples, scale, adds, loss);
     d->stats.samples += (double)samples;
     d->stats.loss += (double)*loss * (double)samples;
-    if (d->trial.on) *loss = 0; /* because the trainer would stop at a NaN */
+    if (d->trial.on) *loss = 0; /* a trial may diverge, but the trainer would stop at a NaN */
     hpmlc_dist_computed(d, start, sums);
     d->micro++;
     if (status != HPML_OK) hpmlc_failed(d->c); /* sends the error to the other ranks */
@@ -9181,7 +9190,7 @@ HPMLC_FN hpml_status hpmlc_sum_there(hpml_distributed *d, float *x, int64_t n, i
 }
 
 /* Counts the step and fills in its row for hpml_distribute_steps. No job may be running, because hpml_comm_counters
-   waits for jobs. The row's bubble_s, the time of waiting for the slowest rank, is set by hpml_distribute_steps,
+   waits for jobs. hpml_distribute_steps sets the row's bubble_s, the time of waiting for the slowest rank,
    because it depends on the rows of all ranks. */
 HPMLC_FN void hpmlc_steps_note(hpml_distributed *d)
 {
@@ -9276,8 +9285,8 @@ HPMLC_FN bool hpmlc_overflows(hpml_trainer *t, hpml_ctx *ctx)
    "residual.ranks.linear0.weight". The scope of an array says which ranks have copies of it. */
 
 typedef enum hpmlc_scope {
-    HPMLC_RANK,  /* a copy for each rank (or leaf), which are added up: any number of ranks loads them */
-    HPMLC_NODE,  /* a copy for each node, of which each rank of the node has a range: loads only on as many nodes */
+    HPMLC_RANK,  /* a copy for each rank or leaf; with fewer ranks, loading adds copies up: any number of ranks fits */
+    HPMLC_NODE,  /* a copy for each node, each of its ranks has a range: loads only on the same number of nodes */
     HPMLC_SHARED /* one copy, of which each rank has a range, or which all ranks have whole */
 } hpmlc_scope;
 
@@ -9285,24 +9294,24 @@ typedef struct hpmlc_state {
     char        *name;       /* the array's name in the file: state.KIND.COPY.TENSOR */
     hpmlc_scope  scope;
     float       *data;       /* (copies.count, floats) this rank's floats of its copies of the array; NULL: none */
-    const hpmlc_host_view *view; /* host access to `data` */
-    int64_t      count;      /* floats of one copy on this rank: of the part of a tensor that it has, or the whole */
-    int64_t      whole;      /* floats of one copy in the file, which has whole tensors */
-    const hpml_tensor *param; /* parameter whose layout in memory a copy has (this rank's part); NULL: none */
+    const hpmlc_host_view *view; /* functions by which the host reads and writes `data` */
+    int64_t      count;      /* floats of one copy, of this rank's part if the tensor is split over ranks */
+    int64_t      whole;      /* floats of one copy in the file, in which tensors are not split */
+    const hpml_tensor *param; /* a copy is laid out as this rank's part of this parameter; NULL: no parameter */
     int64_t      at, floats; /* this rank's range of one copy: [at, at + floats) */
     hpmlc_copies copies;     /* this rank's copies, and how many the file has: copies.all */
-    bool         is_mean;    /* true: the sum of the copies is a mean: the fewer copies, the larger each one */
-    bool         is_same;    /* every rank has the whole array: rank 0 saves it */
-    bool        *present;    /* flag, shared by arrays: whether they exist now; NULL: the array always exists */
-    int64_t      offset;     /* where the array begins among the floats that are saved */
+    bool         is_mean;    /* gradients are averaged: loading scales copies by copies.all / copies in the file */
+    bool         is_same;    /* true: every rank has the whole array, and rank 0 saves it */
+    bool        *present;    /* points to a flag: the array exists now; NULL: the array always exists */
+    int64_t      offset;     /* number of the array's first float among all floats that are saved */
 } hpmlc_state;
 
 struct hpmlc_states {
     hpml_distributed *d;
     hpmlc_state      *item;      /* (count) the arrays */
     int               count, capacity;
-    bool              is_saving; /* the list is for saving; else it is for loading */
-    const char       *copy;      /* word for the copies of scope RANK in names of arrays: "ranks" or "leaves" */
+    bool              is_saving; /* true: the list is for saving; false: for loading */
+    const char       *copy;      /* word COPY in names of arrays of scope HPMLC_RANK: "ranks" or "leaves" */
     bool             *present;   /* hpmlc_state.present of the arrays that are added next */
     hpmlc_host_view       host;      /* hpmlc_state.view of arrays in host memory */
 };
@@ -9380,7 +9389,7 @@ HPMLC_FN void hpmlc_state_copies(hpmlc_states *list, const hpml_exchange *x, con
     hpmlc_state *it = hpmlc_state_add(list, HPMLC_RANK, kind, list->copy, tensor, count);
     if (!it) return;
     it->copies  = list->d->copies;
-    if (x->c->size != list->d->c->size) { /* x exchanges split parameters, among fewer ranks */
+    if (x->c->size != list->d->c->size) { /* x sums split parameters over a subset of ranks */
         it->copies.first = x->c->rank;
         it->copies.all   = x->c->size;
     }
@@ -9455,7 +9464,7 @@ HPMLC_FN bool hpmlc_buckets_state(hpml_distributed *d, hpmlc_states *list)
 HPMLC_FN hpml_status hpmlc_dist_agree(void *user, hpml_trainer *t HPMLC_UNUSED, double *values, int64_t n)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (n == 0) return d->plan.servers > 0 ? HPML_ERR_UNSUPPORTED : HPML_OK; /* servers step otherwise than workers */
+    if (n == 0) return d->plan.servers > 0 ? HPML_ERR_UNSUPPORTED : HPML_OK; /* servers do not step as workers do */
     if (hpmlc_failed(d->c)) return hpmlc_failure(d->c);
     if (hpmlc_goes_on(d))
         return hpmlc_fail(d->all, HPML_ERR_UNSUPPORTED, "fit: validation, .stop, .checkpoint_minutes and .resume need "
@@ -9478,7 +9487,7 @@ HPMLC_FN hpml_status hpmlc_dist_file(void *user, hpml_trainer *t HPMLC_UNUSED, c
    rank sends its rows to all ranks, in blocks as large as the rank with the most rows needs. Every rank adds the rows
    up in the order of the ranks, so that all get the same bits. */
 
-/* Returns memory for `floats` floats, kept between steps; if too small, allocates twice that. NULL: error. */
+/* Returns memory for `floats` floats, kept between steps; too small: allocates twice `floats`. NULL: error. */
 HPMLC_FN float *hpmlc_rows_reserve(hpml_distributed *d, int64_t floats)
 {
     if (floats <= d->rows.floats) return d->rows.memory;
@@ -9488,7 +9497,7 @@ HPMLC_FN float *hpmlc_rows_reserve(hpml_distributed *d, int64_t floats)
     return d->rows.memory;
 }
 
-/* Adds up the gradient of the sparse table p over all ranks; then divides it by `divisor`. */
+/* Sets the gradient of the sparse table p to its sum over all ranks divided by `divisor`. */
 HPMLC_FN hpml_status hpmlc_rows_sum(hpml_distributed *d, hpml_tensor *p, float divisor)
 {
     hpml_comm     *c     = d->c;
@@ -9498,7 +9507,7 @@ HPMLC_FN hpml_status hpmlc_rows_sum(hpml_distributed *d, hpml_tensor *p, float d
     most = own;
     hpml_status status = hpmlc_reduce_all(c, &most, 1, HPML_ELEMENT_I64, HPML_MAX, HPML_AUTO);
     if (status != HPML_OK) return status;
-    const int64_t each = 1 + most * (width + 1); /* a block: number of rows, their indices, their gradients */
+    const int64_t each = 1 + most * (width + 1); /* floats of a block: number of rows, their indices, their gradients */
     float *all = hpmlc_rows_reserve(d, each * c->size), *mine = all ? all + each * c->rank : NULL;
     if (!all) hpmlc_failed(c); /* sends the error to the other ranks */
     if (!all) return hpml_ctx_status(d->ctx);
@@ -9607,17 +9616,17 @@ HPMLC_FN hpml_status hpmlc_sync_update(hpml_distributed *d)
    and for gradients as buckets that are incomplete at a time and one more, which is under way. The blocks are cut and
    the slots are counted before the trainer takes its memory. All ranks choose slots alike, as they run the same ops. */
 
-typedef struct hpmlc_shard_job { /* reduce-scatter or allgather of a bucket */
-    float      *data;   /* (floats) the bucket */
+typedef struct hpmlc_shard_job { /* what a reduce-scatter or an allgather of a bucket needs */
+    float      *data;   /* (floats) the bucket's gradients or values */
     int64_t     floats;
     hpml_reduce reduce;
 } hpmlc_shard_job;
 
-typedef struct hpmlc_slot { /* memory for a whole bucket */
-    int              bucket;  /* -1: none */
-    bool             posted;  /* slot of gradients: true: the bucket's reduce-scatter was started */
+typedef struct hpmlc_slot { /* memory for the whole values or gradients of one bucket */
+    int              bucket;  /* number of the bucket that has the slot; -1: none */
+    bool             posted;  /* of a slot of gradients: the bucket's reduce-scatter was started */
     int64_t          used;    /* .clock when an op needed the bucket last, or when its reduce-scatter was started */
-    hpmlc_task       task;    /* the allgather of values */
+    hpmlc_task       task;    /* of a slot of values: the allgather that fills it */
     hpmlc_shard_job  job;
 } hpmlc_slot;
 
@@ -9630,17 +9639,17 @@ typedef struct hpmlc_slots {
 typedef struct hpmlc_sharding {
     hpmlc_slots      values, gradients;
     hpmlc_shard_job *job;     /* (buckets.count) reduce-scatters of the buckets' gradients */
-    float           *all;     /* shard 1, 2: the trainer's array of values */
+    float           *all;     /* shard 1, 2: the trainer's array of parameter values */
     int64_t          largest; /* floats of the largest bucket */
     int64_t          clock;   /* counts how often an op needed a bucket, as time for hpmlc_slot.used */
     const hpml_node *node;    /* the op that runs now, whose buckets stay in their slots; NULL: none */
-    const hpml_node *first_node;  /* the first op of a forward pass that needs a bucket */
-    int              first_param; /* the first parameter that this op needs */
+    const hpml_node *first_node;  /* the first op of a forward pass that reads a parameter in a bucket */
+    int              first_param; /* number of the first such parameter of .first_node */
     hpmlc_slot      *whole;   /* shard 1, 2: (buckets.count) the allgather of each bucket's new values */
     int              stepped; /* number of buckets whose parameters were stepped in this update */
     int64_t          samples; /* number of this rank's samples in the micro-batch that runs now */
-    bool             early;   /* buckets are stepped and gathered within the backward pass */
-    bool             posted;  /* with .early: this update's sum of samples and losses was started in the pass */
+    bool             early;   /* true: buckets are stepped and gathered within the backward pass */
+    bool             posted;  /* with .early: true: the sum of samples and losses was started in the pass */
 } hpmlc_sharding;
 
 HPMLC_FN bool hpmlc_shard_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *p) { return p->shard > 0; }
@@ -9666,7 +9675,8 @@ HPMLC_FN int hpmlc_bucket_read(const hpml_distributed *d, const hpml_node *n, in
     return p && p->param && p->param->index < d->layout.params ? d->layout.bucket_of[p->param->index] : -1;
 }
 
-/* Returns the most buckets that one op reads; stores which op, for which parameter, needs a bucket first. */
+/* Returns the largest number of buckets that one op reads; stores in first_node and first_param the first op that reads
+   a parameter in a bucket, and this parameter. */
 HPMLC_FN int hpmlc_shard_reads(hpml_distributed *d)
 {
     hpmlc_sharding   *s    = hpmlc_sharding_of(d);
@@ -9707,7 +9717,7 @@ HPMLC_FN int hpmlc_shard_incomplete(hpml_distributed *d, bool *open, int *left)
                 open[b] = open[b] || pass == 1;
             }
             if (now > most) most = now;
-            for (bool done = pass == 1; done && posted < d->buckets.count;) { /* buckets are posted in their order */
+            for (bool done = pass == 1; done && posted < d->buckets.count;) { /* they start in the buckets' order */
                 for (int p = 0; p < d->layout.params; p++)
                     if (d->layout.bucket_of[p] == posted && left[p] > 0) done = false;
                 posted += done;
@@ -9793,7 +9803,7 @@ HPMLC_FN void hpmlc_shard_waited(hpml_distributed *d, double start)
     d->report.r.compute_s -= seconds;
 }
 
-/* Starts the reduce-scatter of a bucket whose gradients are final. */
+/* Starts the reduce-scatter of bucket b, whose gradients are final. */
 HPMLC_FN hpml_status hpmlc_shard_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -9820,7 +9830,7 @@ HPMLC_FN bool hpmlc_shard_open(hpml_distributed *d)
     d->start = hpmlc_shard_start;
     s->early = d->background && d->plan.shard < 3 && !d->plan.no_overlap && !whole;
     if (d->plan.shard < 2 && (!d->background || (d->pipeline && hpmlc_pipeline_ties(d->pipeline))))
-        d->plan.no_overlap = true; /* stages add up the gradients of tied parameters before ranks do */
+        d->plan.no_overlap = true; /* stages first add up the gradients of parameters that they share */
     for (int i = 0; i < d->buckets.count; i++) {
         const hpmlc_bucket *b = &d->buckets.item[i];
         s->job[i].data   = d->plan.shard < 2 ? d->layout.first + b->at : NULL;
@@ -9838,7 +9848,8 @@ HPMLC_FN bool hpmlc_shard_open(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>shard-slots   whole values and gradients of a few buckets at a time
 // ---------------------------------------------------------------------------------------------------------------------
-/* Sets the addresses of values, or gradients, of bucket b's parameters: into the slot at `data`, or all to NULL. */
+/* Sets the addresses of the values or gradients (`which`) of bucket b's parameters: into the slot at `data`; NULL: to
+   NULL. */
 HPMLC_FN void hpmlc_slot_point(hpml_distributed *d, int b, hpml_array which, float *data)
 {
     for (int i = 0; i < d->layout.params; i++) {
@@ -9852,8 +9863,8 @@ HPMLC_FN void hpmlc_slot_point(hpml_distributed *d, int b, hpml_array which, flo
     }
 }
 
-/* Copies this rank's part of the values of bucket b to `data`, a slot; or copies its part of the gradients from there,
-   and adds it to that of earlier micro-batches. */
+/* which HPML_ARRAY_VALUES: copies this rank's part of the values of bucket b to `data`, a slot. Else: copies its part
+   of the gradients from `data` or, after the first micro-batch, adds it to the sum of the micro-batches before. */
 HPMLC_FN void hpmlc_slot_copy(hpml_distributed *d, int b, hpml_array which, float *data)
 {
     for (int i = 0; i < d->layout.params; i++) {
@@ -9869,7 +9880,7 @@ HPMLC_FN void hpmlc_slot_copy(hpml_distributed *d, int b, hpml_array which, floa
     }
 }
 
-/* Returns whether op n (NULL: none) reads bucket b. */
+/* Returns whether op n reads a parameter in bucket b; n NULL: false. */
 HPMLC_FN bool hpmlc_reads_bucket(const hpml_distributed *d, const hpml_node *n, int b)
 {
     for (int k = 0; n && b >= 0 && k < n->src_count; k++)
@@ -9902,7 +9913,7 @@ HPMLC_FN hpmlc_slot *hpmlc_shard_fetch(hpml_distributed *d, int b, const hpml_no
     return slot;
 }
 
-/* Frees all slots of values, after waiting for the allgathers that fill them. */
+/* Waits for the allgathers that fill the slots of values, and frees all these slots. */
 HPMLC_FN hpml_status hpmlc_shard_forget(hpml_distributed *d)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -9918,8 +9929,8 @@ HPMLC_FN hpml_status hpmlc_shard_forget(hpml_distributed *d)
     return status;
 }
 
-/* Begins to gather, in the background, the values that the pass needs next: the other buckets of the op at->node, then
-   those of the next op that reads others, as far as there are slots. */
+/* Begins to gather, in the background, the values that the pass needs next: the other buckets that op at->node reads,
+   then the buckets of the next op that reads a bucket which at->node does not, as far as there are slots. */
 HPMLC_FN hpml_status hpmlc_shard_prefetch(hpml_distributed *d, const hpml_moment *at)
 {
     const hpml_graph *g      = hpml_trainer_graph(d->t);
@@ -9943,7 +9954,7 @@ HPMLC_FN hpml_status hpmlc_shard_values(hpml_distributed *d, int b, const hpml_m
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
     const bool      first  = at->node == s->first_node && at->param == s->first_param;
     const bool      again  = d->piped > 0 || (at->pass != HPML_PASS_FORWARD && at->pass != HPML_PASS_EVALUATE);
-    const bool      begins = first && !again; /* the first pass forward since values were stepped, or loaded */
+    const bool      begins = first && !again; /* this forward pass is the first since a step or load */
     hpml_status     status = begins ? hpmlc_shard_forget(d) : HPML_OK;
     s->node = at->node;
     s->clock++;
@@ -9982,9 +9993,9 @@ HPMLC_FN hpml_status hpmlc_shard_gradients(hpml_distributed *d, int b, const hpm
     for (hpmlc_slot *at = s->gradients.item; at < end; at++) {
         if (at->bucket == b && !at->posted) return HPML_OK;
         if (at->bucket >= 0 && !at->posted) continue; /* incomplete */
-        if (!slot || at->used < slot->used) slot = at; /* a free slot, or the one started longest ago */
+        if (!slot || at->used < slot->used) slot = at; /* a free slot, else the one whose transfer is oldest */
         if (at->bucket != b) continue;
-        slot = at; /* the slot that b had in the micro-batch before */
+        slot = at; /* b's slot of the previous micro-batch */
         break;
     }
     if (!slot) return hpmlc_fail(d->c, HPML_ERR_STATE, "shard: no slot for the gradients of \"%s\"", node->out->name);
@@ -10010,7 +10021,7 @@ HPMLC_FN hpml_status hpmlc_shard_need(void *user, hpml_trainer *t HPMLC_UNUSED, 
     return status;
 }
 
-/* Waits for the transfers of all slots and frees the slots, because the step makes gathered values out of date. */
+/* Waits for the transfers of all slots and frees the slots, because an optimizer step makes gathered values old. */
 HPMLC_FN hpml_status hpmlc_shard_empty(hpml_distributed *d)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -10103,7 +10114,8 @@ HPMLC_FN hpml_status hpmlc_shard_early(hpml_distributed *d)
     return status;
 }
 
-/* Counts that the gradient of parameter `param` is final in this micro-batch; then starts what this makes possible. */
+/* Counts that the gradient of parameter `param` is final in this micro-batch; then starts the exchanges
+   of the buckets that are complete now, and with s->early steps those that are exchanged. */
 HPMLC_FN hpml_status hpmlc_shard_gradient(hpml_distributed *d, int param)
 {
     hpmlc_sharding *s      = hpmlc_sharding_of(d);
@@ -10138,7 +10150,7 @@ HPMLC_FN hpml_status hpmlc_shard_begin(hpml_distributed *d, int64_t samples, flo
     s->samples = samples;
     s->posted  = false;
     s->stepped = 0;
-    d->final   = d->micro + 1 == d->accumulate; /* a pipeline sets it for each of its backward passes */
+    d->final   = d->micro + 1 == d->accumulate; /* a pipeline sets d->final before each backward pass */
     hpml_status status = hpmlc_dist_pass(d, samples, loss);
     if (status != HPML_OK || d->micro < d->accumulate || s->posted) return status;
     if (d->plan.shard < 2 && d->pipeline) status = hpmlc_pipeline_join(d->pipeline);
@@ -10191,7 +10203,8 @@ HPMLC_FN void hpmlc_shard_close(hpml_distributed *d)
 }
 
 /* The trainer's hook `join`: on entry `whole`, an array of parameter `param` (its values, gradients or a state of the
-   optimizer), has only the floats that this rank keeps; each rank broadcasts its own, so that all have them all. */
+   optimizer), has only the floats that this rank keeps; each rank broadcasts its floats, so that every rank has
+   the whole array. */
 HPMLC_FN hpml_status hpmlc_shard_join(void *user, hpml_trainer *t HPMLC_UNUSED, int param, int which HPMLC_UNUSED,
                                       float *whole)
 {
@@ -10220,20 +10233,20 @@ typedef struct hpmlc_factor { /* a dense layer, z = x w^T */
     const hpml_node  *node;
     hpml_tensor      *w;
     float            *grad;   /* the gradient of w, kept while w->grad is NULL */
-    int64_t           rows, m, n; /* rows of a sample; columns of dz; of x */
-    float            *x, *dz; /* (blocks * batch * rows, n) and (.., m): a block for each rank; with servers, one */
-    bool              has_begun; /* the allgathers of this step have started */
+    int64_t           rows, m, n; /* rows of x for a sample; columns of dz; columns of x */
+    float            *x, *dz; /* (blocks * batch * rows, n) and (same, m): one block for each rank; with servers 1 */
+    bool              has_begun; /* true: the allgathers of x and dz have started in this step */
     hpmlc_task        task;
 } hpmlc_factor;
 
 struct hpmlc_factors {
     hpmlc_factor  *layer;      /* (count) in the order of the backward pass */
     int            count;
-    hpmlc_factor **of;         /* (params) the layer with this weight; NULL: none */
+    hpmlc_factor **of;         /* (params) the layer whose weight a parameter is; NULL: none */
     int64_t        samples;    /* number of this rank's samples in this step */
 };
 
-/* Returns whether the backend of ctx computes the results of layers as f32 in host memory. */
+/* Returns whether layers' results are f32 in host memory, as sending the factors of gradients needs. */
 HPMLC_FN bool hpmlc_has_factors(const hpml_ctx *ctx)
 {
     const hpml_backend *b = hpml_ctx_backend(ctx);
@@ -10241,8 +10254,8 @@ HPMLC_FN bool hpmlc_has_factors(const hpml_ctx *ctx)
     return b->host && dtype == HPML_DTYPE_F32;
 }
 
-/* Sets the gradient addresses (grad, raw_grad) of layers that send factors to NULL, so that the trainer and the buckets
-   skip these gradients; show: sets the addresses back. */
+/* Sets the gradient addresses (grad, raw_grad) of layers that send factors: show false: to NULL, so that the trainer
+   and the buckets skip these gradients; show true: back to the gradients' memory. */
 HPMLC_FN void hpmlc_factors_show(const hpmlc_factors *f, bool show)
 {
     for (const hpmlc_factor *it = f->layer; it < f->layer + f->count; it++) {
@@ -10449,9 +10462,9 @@ typedef struct hpmlc_delayed {
     float *change;       /* (buffer_total) mean change of the running statistics in the step before, by name */
     float  head[HPMLC_DELAYED_HEAD]; /* of the step before: samples, mean loss, samples of the whole step */
     double whole;        /* samples of a whole step, when the gradients in flight were computed */
-    bool   is_in_flight; /* gradients are in flight; false before the first step */
-    bool   is_complete;  /* the exchange of in_flight is over: in_flight, change and head are set */
-    bool   is_loaded;    /* in_flight, change and head come from a checkpoint */
+    bool   is_in_flight; /* true: gradients are in flight; false before the first step */
+    bool   is_complete;  /* true: the exchange is over; in_flight, change and head have its results */
+    bool   is_loaded;    /* true: in_flight, change and head come from a checkpoint */
 } hpmlc_delayed;
 
 HPMLC_FN bool hpmlc_delayed_is_chosen(hpml_comm *c HPMLC_UNUSED, const hpml_plan *plan) { return plan->delayed; }
@@ -10613,7 +10626,7 @@ HPMLC_FN bool hpmlc_delayed_state(hpml_distributed *d, hpmlc_states *list)
 
 typedef struct hpmlc_exact {
     float   *leaf;    /* (copies.count, total) gradients, and changes of running statistics, of this rank's leaves */
-    int64_t *sum;     /* (total) sum of this rank's rounded leaves, then of all ranks' */
+    int64_t *sum;     /* (total) sum of the rounded leaves of this rank, later of all ranks */
     float   *largest; /* (params) largest |g| of each tensor in all leaves */
     float   *before;  /* (buffer_total) running statistics that the step began with */
     int64_t  total;   /* floats of one leaf: gradients, running statistics */
@@ -10702,7 +10715,7 @@ HPMLC_FN void hpmlc_leaf_store(hpml_distributed *d, float *row, double samples)
             before += n;
         }
         for (const float *end = row + n; row < end; row++) {
-            bool is_nan = *row != *row; /* a NaN, which no later value of `largest` replaces */
+            bool is_nan = *row != *row; /* a NaN stays in own->largest[i], because no value is > NaN */
             if (fabsf(*row) > own->largest[i] || is_nan) own->largest[i] = fabsf(*row);
         }
     }
@@ -10838,8 +10851,8 @@ HPMLC_FN bool hpmlc_exact_state(hpml_distributed *d, hpmlc_states *list)
 
 typedef struct hpmlc_link {
     const hpml_device_link *l;
-    bool                    is_checked; /* the trainer checks the gradients' norm before it uses them */
-    bool                    is_clipped; /* the trainer clips the gradients' norm */
+    bool                    is_checked; /* true: the trainer checks the gradients' norm before each step */
+    bool                    is_clipped; /* true: the trainer clips the gradients' norm */
 } hpmlc_link;
 
 HPMLC_FN bool hpmlc_link_is_chosen(hpml_comm *c, const hpml_plan *plan)
@@ -10888,7 +10901,7 @@ HPMLC_FN void *hpmlc_link_attach(hpml_distributed *d, size_t size, hpmlc_start_f
     return own;
 }
 
-#define HPMLC_LINK_BUCKET ((int64_t)8 << 20) /* bytes of a bucket; smaller collectives do not reach a link's rate */
+#define HPMLC_LINK_BUCKET ((int64_t)8 << 20) /* bytes of a bucket; smaller sums do not reach a link's bandwidth */
 
 HPMLC_FN bool hpmlc_link_open(hpml_distributed *d)
 {
@@ -10965,8 +10978,8 @@ HPMLC_FN hpml_status hpmlc_link_step(hpml_distributed *d, hpml_status (*finish)(
     float scale = hpmlc_rescale(d, d->stats.sum[HPMLC_SAMPLES], hpmlc_whole_samples(d));
     if (scale != 1) own->l->scale(own->l->user, d->layout.first, d->layout.span, scale, 1);
     status = hpml_trainer_apply(d->t, 0, d->layout.params);
-    /* with clipping, waits for the link's collectives at most until a deadline, because the host's wait for the
-       update on the device has no deadline */
+    /* with clipping, the host waits here for the link's collectives, at most until a deadline, because its later wait
+       for the update on the device has no deadline */
     return status == HPML_OK && own->is_clipped ? own->l->check(own->l->user) : status;
 }
 
@@ -10989,7 +11002,7 @@ HPMLC_FN bool hpmlc_link_state(hpml_distributed *d, hpmlc_states *list)
 typedef struct hpmlc_shard {
     hpmlc_bucket           *bucket;
     const hpml_device_link *l;
-    int64_t                *cut;    /* (ranks of the node + 1) where the ranks' shards begin in the bucket, in floats */
+    int64_t                *cut;    /* (ranks of the node + 1) first float of each rank's shard in the bucket */
     float                  *data;   /* (floats) this rank's shard on the host */
     int64_t                 at, floats; /* the shard's range of the bucket, in floats */
     int                     divide; /* divisor of the node's sum: ranks of the node for a mean, else 1 */
@@ -11000,7 +11013,7 @@ typedef struct hpmlc_nodes {
     hpmlc_shard *shard;     /* (buckets) this rank's shard of each bucket */
     int          ranks;     /* number of ranks on this node */
     int          place;     /* number of this rank on its node, from 0 */
-    char         copy[32];  /* word for nodes in the names of residuals in checkpoints */
+    char         copy[32];  /* "nodes_of_" and .ranks: the word COPY in names of residuals in checkpoints */
 } hpmlc_nodes;
 
 HPMLC_FN bool hpmlc_nodes_is_chosen(hpml_comm *c, const hpml_plan *plan)
@@ -11020,9 +11033,9 @@ HPMLC_FN hpml_status hpmlc_shard_exchange(hpml_comm *c, void *user)
     return status == HPML_ERR_NONFINITE ? HPML_OK : status; /* hpmlc_link_step sends hpml_exchange.bad to all ranks */
 }
 
-/* Starts adding up bucket b inside the node and, in the background, the exchange of this rank's shard of b with other
-   nodes. Without a background thread hpmlc_nodes_finish makes this exchange later, because here the exchange would make
-   the calling thread wait for the device. */
+/* Starts adding up bucket b over the ranks of the node and, in the background, the exchange of this rank's shard of b
+   with other nodes. Without a background thread hpmlc_nodes_finish makes this exchange later, because here it would
+   make the calling thread wait for the device. */
 HPMLC_FN hpml_status hpmlc_nodes_start(hpml_distributed *d, hpmlc_bucket *b)
 {
     const hpmlc_nodes *own = (const hpmlc_nodes *)d->own;
@@ -11058,7 +11071,7 @@ HPMLC_FN bool hpmlc_shard_cut(hpml_distributed *d, hpmlc_bucket *b, const hpml_g
     return s->data != NULL;
 }
 
-/* Makes the exchange of this rank's shard of bucket b; g: the gradients of the bucket's tensors. With a codec, the
+/* Creates the exchange of this rank's shard of bucket b; g: the gradients of the bucket's tensors. With a codec, the
    exchange is of those rows of the tensors that are in the shard; else of the whole shard as one tensor. False: an
    error on the context. */
 HPMLC_FN bool hpmlc_nodes_bucket(hpml_distributed *d, hpmlc_bucket *b, const hpml_gradient *g)
@@ -11175,15 +11188,15 @@ HPMLC_FN bool hpmlc_nodes_state(hpml_distributed *d, hpmlc_states *list)
 enum { HPMLC_MEET_SAMPLES, HPMLC_MEET_LOSS, HPMLC_MEET_STATS };
 
 typedef struct hpmlc_weights {
-    float  *meet;      /* (floats) summed at a meeting: values, running statistics, samples, loss times samples */
+    float  *meet;      /* (floats) array that a meeting sums: values, running statistics, samples, loss times samples */
     float  *centre;    /* (span) block: parameters after the last meeting; elastic: the centre; else NULL */
     float  *momentum;  /* (span) block: velocity of the outer optimizer; else NULL */
     int64_t floats;
-    int     there;     /* number of ranks at the last meeting */
+    int     there;     /* number of ranks that took part in the last meeting */
     int64_t since;     /* steps since the last meeting */
     double  samples, loss; /* sums on this rank since the last meeting: samples; loss times samples */
     bool    is_set;    /* true: .centre and .momentum have values; false before the first step */
-    bool    is_ahead;  /* block: parameters began this block ahead of the centre */
+    bool    is_ahead;  /* block: this block began with centre - momentum * velocity, not at the centre */
 } hpmlc_weights;
 
 /* Copies the trainer's array `which` (an hpml_array: parameters, optimizer state ...) to `host`, in host memory; set:
@@ -11207,8 +11220,8 @@ HPMLC_FN bool hpmlc_weights_open(hpml_distributed *d)
     return own->meet && hpmlc_array_copy(d, HPML_ARRAY_VALUES, own->meet, false);
 }
 
-/* Does what hpmlc_weights_open does, and allocates two arrays for strategies block and elastic: own->centre, parameters
-   that the ranks have in common, and own->momentum, the velocity of the outer optimizer, which only block uses. */
+/* Opens strategy block or elastic: allocates d->own, own->meet (hpmlc_weights_open), own->centre (parameters that the
+   ranks have in common) and own->momentum (velocity of the outer optimizer, which only block uses). False: an error. */
 HPMLC_FN bool hpmlc_weights_open_centre(hpml_distributed *d)
 {
     const size_t bytes = (size_t)d->layout.span * sizeof(float);
@@ -11236,8 +11249,8 @@ HPMLC_FN hpml_status hpmlc_weights_begin(hpml_distributed *d, int64_t samples, f
     return status;
 }
 
-/* Steps this rank's parameters by its gradient, if this rank had samples; adds the step to the report
-   (hpml_distribute_get). */
+/* Makes an optimizer step of this rank's parameters with its gradient, if this rank had samples; adds the step to the
+   report (hpml_distribute_get). */
 HPMLC_FN hpml_status hpmlc_weights_step(hpml_distributed *d)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
@@ -11248,7 +11261,7 @@ HPMLC_FN hpml_status hpmlc_weights_step(hpml_distributed *d)
     return status;
 }
 
-/* Sets the sums of samples and loss since the last meeting to 0. */
+/* Sets the counts since the last meeting (steps, samples, sum of losses) to 0. */
 HPMLC_FN void hpmlc_weights_restart(hpmlc_weights *own)
 {
     own->since   = 0;
@@ -11393,8 +11406,8 @@ HPMLC_FN hpml_status hpmlc_block_meet(hpml_distributed *d)
 
 HPMLC_FN hpml_status hpmlc_block_update(hpml_distributed *d) { return hpmlc_weights_update(d, hpmlc_block_meet); }
 
-/* Ends the current block, if it has had steps, by an outer step, and sets the parameters to the centre c (with nesterov
-   a block begins with c - momentum v instead). */
+/* Ends the current block of steps, if it has had any, by an outer step, and sets the parameters to the centre c, also
+   with nesterov, where a block begins with c - momentum v. */
 HPMLC_FN hpml_status hpmlc_block_finish(hpml_distributed *d)
 {
     hpmlc_weights *own    = (hpmlc_weights *)d->own;
@@ -11486,40 +11499,40 @@ HPMLC_FN hpml_status hpmlc_gossip_update(hpml_distributed *d)
 enum { HPMLC_TAG_REQUEST = HPML_TAG_MAX, HPMLC_TAG_FLOATS = HPML_TAG_MAX - 1 };
 
 typedef enum hpmlc_request_kind {
-    HPMLC_PUSH,  /* floats follow, a gradient or values; is answered */
-    HPMLC_PULL,  /* nothing follows; is answered. A PUSH becomes a PULL when its floats are taken */
-    HPMLC_DEAL,  /* asks for the number of a batch */
-    HPMLC_NOTE,  /* reports .epoch, is not answered */
+    HPMLC_PUSH,  /* the floats of a gradient or of values follow; is answered */
+    HPMLC_PULL,  /* asks for an answer only. The server makes a PUSH a PULL when it has taken the floats */
+    HPMLC_DEAL,  /* asks for the number of the batch to compute next; is answered */
+    HPMLC_NOTE,  /* reports how many epochs the worker has ended, in .epoch; is not answered */
     HPMLC_LEAVE, /* the worker ends its training without HPMLC_FINISH; is not answered */
     HPMLC_ROWS,  /* indices of rows of a sparse table follow; is answered by the rows alone, at once */
-    HPMLC_FINISH /* the training ends on this worker; open until it ends on all */
+    HPMLC_FINISH /* the training has ended on this worker; is answered when it has ended on all workers */
 } hpmlc_request_kind;
 
-typedef struct hpmlc_request { /* header from a worker to a server */
+typedef struct hpmlc_request { /* first message of a worker's request to a server */
     int64_t kind;
     int64_t step;    /* PUSH, PULL: number of the step or round; ROWS: number of the parameter */
     int64_t samples; /* PUSH: samples of the gradient or round; ROWS: number of rows */
     int64_t batch;   /* PUSH: number of the batch that was dealt, -1: none was; DEAL: number of batches in an epoch */
     int64_t epoch;   /* DEAL: the worker's epoch; NOTE: number of epochs that it has ended */
     int64_t wants;   /* PUSH, PULL: 1: values follow the answer; DEAL: 1: the last epoch of a fit */
-    double  loss;    /* mean over the samples */
+    double  loss;    /* PUSH: mean loss over .samples */
 } hpmlc_request;
 
-typedef struct hpmlc_answer { /* header from a server to a worker */
-    int64_t step;  /* number of the worker's first step that is not over yet */
+typedef struct hpmlc_answer { /* first message of a server's answer to a worker */
+    int64_t step;  /* number of the step or round that the worker does next */
     int64_t batch; /* number of the batch dealt to the worker, over all epochs; -1: the epoch ends */
 } hpmlc_answer;
 
 typedef struct hpmlc_client { /* a worker, as a server knows it */
-    hpml_message  message;    /* receive of the worker's next request, in flight if is_posted */
-    hpmlc_request request;    /* its last request */
+    hpml_message  message;    /* the receive of the worker's next request; in flight if .is_posted */
+    hpmlc_request request;    /* the worker's last request */
     bool          is_posted, is_open, is_lost; /* is_open: the request is not answered yet */
     int64_t       clock;      /* number of steps or rounds that the worker has done */
-    int64_t       epochs;     /* number of epochs that it has ended, where servers deal out batches */
-    int64_t       batch;      /* the batch dealt to it whose gradient is not pushed yet; -1: none */
+    int64_t       epochs;     /* number of epochs that the worker has ended, where servers deal out batches */
+    int64_t       batch;      /* number of the batch dealt to the worker whose gradient has not come yet; -1: none */
 } hpmlc_client;
 
-typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which are packed as one */
+typedef struct hpmlc_piece {  /* rows, or a part of one row, of a tensor, which are packed together */
     hpml_packing packing;
     const hpmlc_factor *layer;   /* the layer that sends factors in place of the rows; NULL: the codec packs the rows */
     int          param;
@@ -11529,36 +11542,36 @@ typedef struct hpmlc_piece {  /* rows, or a part of a row, of a tensor, which ar
 
 typedef struct hpmlc_servers {
     hpml_distributed *d;
-    bool           is_finished;      /* no request has come since hpml_distribute_finish or the beginning */
-    int            workers, count;   /* K, S */
-    int            first, end;       /* memory here: the ranges of servers [first, end). Server: its own; worker: all */
+    bool           is_finished;      /* true: no request since the beginning or hpml_distribute_finish */
+    int            workers, count;   /* K, the number of workers; S, the number of servers */
+    int            first, end;       /* arrays below hold the ranges of servers first .. end - 1: worker: all */
     int64_t        total, floats;    /* trained floats; those in the ranges of servers [first, end) */
     hpmlc_piece   *piece;            /* (pieces + 1) of all ranges, server by server; the last one is empty */
-    int            pieces, *begin;   /* (S + 1) number of each server's first piece */
-    char          *packed;           /* (packed bytes) the gradient that a worker pushes */
+    int            pieces, *begin;   /* pieces; begin: (S + 1) number of each server's first piece */
+    char          *packed;           /* the packed gradient that a worker pushes */
     float         *gradient;         /* (floats) worker: its gradient; server: sum of gradients, 0 between steps */
-    float         *values;           /* (floats) */
-    float         *residual;         /* (floats) of a worker with a lossy codec; else NULL */
+    float         *values;           /* (floats) values that a server sends, or that a worker gets */
+    float         *residual;         /* (floats) worker with a lossy codec: packing errors; else NULL */
     int64_t       *exact;            /* (floats) server: sum of the round's gradients; NULL: the plan is not exact */
-    int           *table, tables;    /* (tables) numbers of the parameters that are sparse tables: see >>servers-rows */
-    int64_t       *rows;             /* (S, tables) rows of each table for each server; server: (tables) of a push */
+    int           *table, tables;    /* (tables) which parameters are sparse tables (>>servers-rows); their number */
+    int64_t       *rows;             /* counts of rows in a push: worker: (S, tables); server: (tables) */
     float        **packed_rows;      /* (S + 1) worker: where the packed rows for each server begin */
     int32_t       *wanted;           /* (most rows of a table) worker: indices of the rows that a batch needs */
     bool          *is_wanted;        /* (most rows of a table) worker: the row is in .wanted; false between batches */
-    bool           has_stepped_rows; /* server: the rows of the tables' gradients have been applied */
-    hpml_message  *message;          /* worker: (6 S) messages of a request */
-    hpmlc_answer  *answer;           /* worker: (S) */
-    hpmlc_client  *client;           /* server: (K) */
+    bool           has_stepped_rows; /* server: true: the tables' gradients are applied, the next push clears them */
+    hpml_message  *message;          /* worker: (6 S) the messages of a request to all servers */
+    hpmlc_answer  *answer;           /* worker: (S) the servers' answers */
+    hpmlc_client  *client;           /* server: (K) the workers */
     hpml_message **awaited;          /* server: (K) receives of the workers' requests, for which it waits */
     hpml_status  (*enter)(hpml_distributed *d); /* server: the strategy's function that answers requests */
-    bool           averages;         /* federated: workers run the optimizer, servers average values */
-    bool           has_lost;         /* server: a worker was lost during the current call of `enter` */
-    bool           is_served;        /* server: the hook `next` has served this step */
-    bool           is_skipped;       /* worker: does not compute in this step */
-    int64_t        period, steps;    /* steps of a round; steps of this rank, but for those on batches dealt to it */
-    int64_t        round, updates;   /* rounds that are complete; server: its steps of the optimizer */
+    bool           averages;         /* true (federated): servers average the values that workers push */
+    bool           has_lost;         /* server: true: a worker was lost during the current call of `enter` */
+    bool           is_served;        /* server: true: the hook `next` has answered this step's requests already */
+    bool           is_skipped;       /* worker: true: does not compute in this step */
+    int64_t        period, steps;    /* steps in a round; this rank's steps, except those on dealt batches */
+    int64_t        round, updates;   /* rounds that are complete; server: how many steps its optimizer has made */
     int64_t        taken, dealt;     /* server: gradients taken in this step; batches dealt, over all epochs */
-    int64_t        epoch, batch;     /* server: its epoch; worker: number of the batch dealt to it, -1: none was */
+    int64_t        epoch, batch;     /* server: epoch that it serves; worker: batch dealt to it, -1: none */
     double         samples, loss;    /* sums over the gradients of this step or round: samples; loss times samples */
 } hpmlc_servers;
 
@@ -11598,8 +11611,8 @@ HPMLC_FN size_t hpmlc_piece_size(const hpml_distributed *d, const hpmlc_piece *p
     return sizeof(float) * (size_t)(hpmlc_factor_rows(d, p) * (p->packing.rows + p->packing.cols));
 }
 
-/* Cuts the range of server s into pieces: whole rows, and parts of rows at its ends. False: the plan's codec cannot
-   pack a piece. */
+/* Cuts the range of server s into pieces: whole rows of one parameter, and parts of rows at the range's ends. False:
+   the plan's codec cannot pack a piece. */
 HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
 {
     hpmlc_servers *own   = hpmlc_servers_of(d);
@@ -11631,7 +11644,7 @@ HPMLC_FN bool hpmlc_range_cut(hpml_distributed *d, int s)
     return true;
 }
 
-/* Returns the packed bytes of the ranges of servers [first, end). */
+/* Returns the size in bytes of the packed gradient of the ranges of servers `first` to end - 1. */
 HPMLC_FN size_t hpmlc_packed_size(const hpmlc_servers *own, int first, int end)
 {
     return own->piece[own->begin[end]].offset - own->piece[own->begin[first]].offset;
@@ -11654,14 +11667,14 @@ HPMLC_FN void hpmlc_servers_destroy(void *object)
     }
 }
 
-/* Returns whether workers keep a residual: what the codec did not send. */
+/* Returns whether workers keep a residual, the packing errors of the codec, which the next gradient gets. */
 HPMLC_FN bool hpmlc_has_feedback(const hpml_distributed *d)
 {
     const hpml_codec *codec = d->plan.codec.custom ? d->plan.codec.custom : hpml_codec_get(d->plan.codec.kind);
     return codec->has_residual && !d->plan.codec.no_feedback;
 }
 
-/* Returns whether this client is drawn for a round. */
+/* Returns whether this rank, a client of strategy federated, is drawn for round number `round`. */
 HPMLC_FN bool hpmlc_is_drawn(const hpml_distributed *d, int64_t round)
 {
     const int     workers = hpmlc_servers_of(d)->workers;
@@ -11805,7 +11818,7 @@ HPMLC_FN float hpmlc_rows_pack(hpml_distributed *d)
     }
     float *to = hpmlc_rows_reserve(d, floats);
     if (!to) return NAN;
-    for (int k = 0; k < own->count * own->tables; k++) { /* server by server, table by table */
+    for (int k = 0; k < own->count * own->tables; k++) { /* k: server k / tables, table k % tables */
         const int          s     = k / own->tables, t = k % own->tables;
         const hpml_tensor *p     = hpmlc_param(d, own->table[t]);
         const int32_t     *row   = hpml_param_rows(p, &count);
@@ -11871,7 +11884,7 @@ HPMLC_FN hpml_status hpmlc_rows_add(hpml_distributed *d)
     return status;
 }
 
-/* Server: divides the rows of all tables' gradients by `divisor`, then multiplies them by `scale`. */
+/* Server: divides the gradients' rows of all sparse tables by `divisor`, then multiplies them by `scale`. */
 HPMLC_FN void hpmlc_rows_scale(hpml_distributed *d, float divisor, float scale)
 {
     const hpmlc_servers *own = hpmlc_servers_of(d);
@@ -11902,7 +11915,7 @@ HPMLC_FN hpml_status hpmlc_rows_step(hpml_distributed *d, int64_t first, int64_t
     return status;
 }
 
-/* Server: answers a worker's request for rows of a sparse table. */
+/* Server: answers an HPMLC_ROWS request: receives the rows' indices, and sends these rows of the table. */
 HPMLC_FN hpml_status hpmlc_rows_answer(hpml_distributed *d, int worker)
 {
     const hpmlc_request *r     = &hpmlc_servers_of(d)->client[worker].request;
@@ -11982,8 +11995,8 @@ HPMLC_FN float hpmlc_factor_pack(const hpml_distributed *d, const hpmlc_piece *p
 {
     const int64_t k = hpmlc_factor_rows(d, p), m = p->layer->m, n = p->layer->n;
     const int64_t rows = p->packing.rows, cols = p->packing.cols;
-    const float  *dz = p->layer->dz + p->from / n; /* (k, m), from the piece's first row on */
-    const float  *x  = p->layer->x + p->from % n;  /* (k, n) */
+    const float  *dz = p->layer->dz + p->from / n; /* (k, m) from the column on that is the piece's first row */
+    const float  *x  = p->layer->x + p->from % n;  /* (k, n) from the piece's first column on */
     float         bad = 0;
     for (int64_t r = 0; r < k; r++) memcpy(to + r * rows, dz + r * m, sizeof(float) * (size_t)rows);
     for (int64_t r = 0; r < k; r++) memcpy(to + k * rows + r * cols, x + r * n, sizeof(float) * (size_t)cols);
@@ -12012,7 +12025,7 @@ HPMLC_FN void hpmlc_piece_add(hpml_distributed *d, const hpmlc_piece *p, float *
 HPMLC_FN hpml_status hpmlc_exact_move(hpml_distributed *d, int worker)
 {
     hpmlc_servers *own  = hpmlc_servers_of(d);
-    const double   most = 4194304.0 / own->workers; /* limit of a gradient: the sum stays below 2^62 units */
+    const double   most = 4194304.0 / own->workers; /* limit of |gradient|, so that a sum stays below 2^62 units */
     for (int64_t i = 0; i < own->floats; i++) {
         const double g = own->gradient[i];
         if (!(fabs(g) < most))
@@ -12118,10 +12131,10 @@ HPMLC_FN bool hpmlc_is_open(const hpmlc_client *w, hpmlc_request_kind kind)
     return w->is_open && w->request.kind == (int64_t)kind;
 }
 
-/* Returns whether worker w is neither lost nor finished. */
+/* Returns whether worker w is neither lost nor has ended its training. */
 HPMLC_FN bool hpmlc_is_active(const hpmlc_client *w) { return !w->is_lost && !hpmlc_is_open(w, HPMLC_FINISH); }
 
-/* Answers a worker's request, with this server's parameters if the request wants them. */
+/* Answers a worker's request: sends step and batch and, if the request wants them, this server's parameters. */
 HPMLC_FN hpml_status hpmlc_answer_to(hpml_distributed *d, int worker, int64_t step, int64_t batch)
 {
     hpmlc_servers *own = hpmlc_servers_of(d);
@@ -12136,8 +12149,8 @@ HPMLC_FN hpml_status hpmlc_answer_to(hpml_distributed *d, int worker, int64_t st
     return hpmlc_survive(d, worker, status);
 }
 
-/* Receives the floats of a worker's push and adds `factor` times them to own->gradient; 0: leaves them out. *came:
-   whether they have come; false: the worker is lost. */
+/* Receives the floats of a worker's push and adds `factor` times them to own->gradient; factor 0: leaves them out.
+   *came: true: the floats have come; false: the worker is lost. */
 HPMLC_FN hpml_status hpmlc_take(hpml_distributed *d, int worker, float factor, bool *came)
 {
     hpmlc_servers *own  = hpmlc_servers_of(d);
@@ -12203,7 +12216,7 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
         w->is_posted    = true;
         own->awaited[i] = &w->message;
     }
-    if (d->c->survive) hpml_comm_busy(d->c, 2 * d->c->timeout); /* else workers could lose this server */
+    if (d->c->survive) hpml_comm_busy(d->c, 2 * d->c->timeout); /* because workers lose a rank that is silent */
     const int k = hpml_wait_any(d->c, own->awaited, own->workers, -1);
     if (k < 0) return hpml_ctx_status(d->ctx);
     hpmlc_client *w = &own->client[k];
@@ -12218,13 +12231,14 @@ HPMLC_FN hpml_status hpmlc_serve_one(hpml_distributed *d)
     return hpmlc_survive(d, k, w->message.status);
 }
 
-/* Returns whether worker w has done the steps (federated: rounds) that this server has done. */
+/* Returns whether worker w has done as many steps (federated: rounds) as this server `own`. */
 HPMLC_FN bool hpmlc_has_stepped(const hpmlc_servers *own, const hpmlc_client *w)
 {
     return w->clock >= own->steps / own->period;
 }
 
-/* Serves until is_over(w) for all workers w that are active; NULL: until none is. */
+/* Server: answers requests until is_over(own, w) for each worker w that is active (neither lost nor finished).
+   is_over NULL: until no worker is active. */
 HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpmlc_servers *own, const hpmlc_client *w))
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
@@ -12233,11 +12247,11 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
     own->samples = 0;
     own->loss    = 0;
     for (;;) {
-        do { /* again where a worker was lost meanwhile, because no one waits for that worker any more */
+        do { /* again if a worker was lost, because others may be answered without it */
             own->has_lost = false;
             status        = own->enter(d);
         } while (status == HPML_OK && own->has_lost);
-        int active = 0; /* number of workers that the server must still serve */
+        int active = 0; /* number of workers for which is_over is still false */
         for (int k = 0; k < own->workers; k++)
             active += hpmlc_is_active(&own->client[k]) && !(is_over && is_over(own, &own->client[k]));
         if (status != HPML_OK || active == 0) return status;
@@ -12247,15 +12261,15 @@ HPMLC_FN hpml_status hpmlc_serve(hpml_distributed *d, bool (*is_over)(const hpml
 }
 
 
-/* Worker: announces to the servers that its training has ended, except with .survive, where servers notice the end by
-   themselves. Server: answers requests until all workers have ended. */
+/* Worker: sends HPMLC_LEAVE to the servers, except with .survive, where servers notice by themselves that a worker has
+   left. Server: answers requests until all workers have ended. */
 HPMLC_FN void hpmlc_servers_leave(hpml_distributed *d)
 {
     const hpmlc_servers *own = hpmlc_servers_of(d);
     HPMLC_ZERO(hpmlc_request, r);
     r.kind = HPMLC_LEAVE;
     if (hpmlc_is_server(d)) hpmlc_serve(d, NULL);
-    for (int s = own->workers; s < d->c->size && !hpmlc_is_server(d) && !d->c->survive; s++) /* else they notice */
+    for (int s = own->workers; s < d->c->size && !hpmlc_is_server(d) && !d->c->survive; s++) /* else servers notice */
         hpml_send(d->c, s, HPMLC_TAG_REQUEST, &r, sizeof r);
 }
 
@@ -12283,7 +12297,8 @@ HPMLC_FN hpml_status hpmlc_servers_gradient(hpml_distributed *d, int param)
     return HPML_OK;
 }
 
-/* Counts a step in the report, unless `status` is an error; returns `status`. loss: sum over the samples. */
+/* Counts a step in the report, unless `status` is an error; returns `status`. loss: sum of the losses of `samples`
+   samples. */
 HPMLC_FN hpml_status hpmlc_servers_note(hpml_distributed *d, hpml_status status, double samples, double loss)
 {
     if (status != HPML_OK) return status;
@@ -12345,12 +12360,12 @@ HPMLC_FN hpml_status hpmlc_rows_share(hpml_distributed *d, hpml_array which, int
     return status;
 }
 
-/* Copies an array of the trainer to all ranks that are not lost; each range of the array comes from its server. */
+/* Copies the trainer's array `which` to all ranks that are not lost, each range of it from the server that keeps it. */
 HPMLC_FN hpml_status hpmlc_servers_share(hpml_distributed *d, hpml_array which)
 {
     hpmlc_servers *own    = hpmlc_servers_of(d);
     hpml_status    status = HPML_OK;
-    for (int s = 0; s < own->count && status == HPML_OK; s++) { /* all ranks in the same order, so that none waits */
+    for (int s = 0; s < own->count && status == HPML_OK; s++) { /* on all ranks in this order: no deadlock */
         const int64_t floats = hpmlc_server_at(own, s + 1) - hpmlc_server_at(own, s);
         hpmlc_ranges_copy(d, which, false, s, s + 1, own->gradient);
         status = hpmlc_servers_send(d, own->workers + s, own->gradient, floats);
@@ -12414,7 +12429,7 @@ HPMLC_FN bool hpmlc_servers_state(hpml_distributed *d, hpmlc_states *list)
     for (int i = HPML_ARRAY_STATE; list->is_saving && !own->averages && i < HPML_ARRAY_END && status == HPML_OK; i++)
         if (hpml_trainer_array(d->t, (hpml_array)i, NULL)) status = hpmlc_servers_share(d, (hpml_array)i);
     if (list->is_saving && !own->averages && status == HPML_OK) {
-        float updates[2]; /* 64 bits of own->updates */
+        float updates[2]; /* the 64 bits of own->updates, sent as two floats */
         memcpy(updates, &own->updates, sizeof updates);
         status = hpmlc_servers_send(d, own->workers, updates, 2);
         memcpy(&own->updates, updates, sizeof updates);
@@ -12507,13 +12522,13 @@ HPMLC_FN hpml_status hpmlc_ps_enter(hpml_distributed *d)
 
 HPMLC_FN bool hpmlc_ps_open(hpml_distributed *d)
 {
-    if (hpmlc_plan_workers(&d->plan, d->c->size) == 1) d->plan.sum = true; /* one gradient: a mean would round */
+    if (hpmlc_plan_workers(&d->plan, d->c->size) == 1) d->plan.sum = true; /* one gradient: a mean would round it */
     return hpmlc_servers_open(d, hpmlc_ps_enter);
 }
 
 HPMLC_FN bool hpmlc_federated_open(hpml_distributed *d)
 {
-    d->plan.sum = true; /* a client steps by its own gradient: no mean */
+    d->plan.sum = true; /* a client steps by its own gradient, without a mean over ranks */
     if (!hpmlc_servers_open(d, hpmlc_ps_enter)) return false;
     hpmlc_servers_of(d)->averages = true;
     hpmlc_servers_of(d)->period   = d->plan.period;
@@ -12554,8 +12569,8 @@ HPMLC_FN hpml_status hpmlc_federated_update(hpml_distributed *d)
    Parameter Server"): a worker that has done c steps gets its answer when the slowest one has done c - s, s =
    .staleness; with s = 0 gradients of a step take effect together, as in >>strategy-ps. */
 
-/* Returns the batch that a worker computes next: one that a lost worker had, else the next of the epoch; -1: the epoch
-   ends; -2: not known yet, because in the last epoch another worker may be lost with its batch. */
+/* Returns the number of the batch that a worker computes next: one that a lost worker had, else the next of the epoch;
+   -1: the epoch ends; -2: not known yet, because in the last epoch another worker may be lost with its batch. */
 HPMLC_FN int64_t hpmlc_async_deal(hpmlc_servers *own, const hpmlc_request *r)
 {
     const int64_t begin = r->epoch * r->batch, end = begin + r->batch;
@@ -12650,7 +12665,7 @@ HPMLC_FN bool hpmlc_async_open(hpml_distributed *d)
         d->next           = hpmlc_async_next;
     }
     if (d->plan.staleness == 0) return hpmlc_ps_open(d);
-    d->plan.sum = true; /* a gradient is the mean over its samples, whatever their number */
+    d->plan.sum = true; /* each gradient, a mean over its samples, is applied as it is */
     return hpmlc_servers_open(d, hpmlc_async_enter);
 }
 
@@ -12664,11 +12679,11 @@ HPMLC_FN bool hpmlc_async_open(hpml_distributed *d)
    one may be lost, which sparse models bear because batches have few rows in common; dense layers are read and written
    whole. Each rank has its own optimizer states. A run with one rank gives the same bits as serial training. */
 
-typedef struct hpmlc_hogwild_values { /* values of all ranks; the rank that releases them last frees them */
+typedef struct hpmlc_hogwild_values { /* the shared values; the last rank to release them frees them */
     hpml_allocator allocator;
     size_t         bytes;
-    int32_t        holders;   /* ranks that have not released them */
-    uint32_t      *bits;      /* (layout.span) bits of the floats, laid out as in the trainer's arrays */
+    int32_t        holders;   /* number of ranks that have not released the shared values yet */
+    uint32_t      *bits;      /* (layout.span) the values' bits, laid out as the trainer's array of values */
 } hpmlc_hogwild_values;
 
 typedef struct hpmlc_hogwild {
@@ -12688,7 +12703,7 @@ HPMLC_FN void hpmlc_hogwild_pull(const hpml_distributed *d, hpml_tensor *p, int6
     memcpy(p->data + first, own->seen + at, (size_t)n * sizeof(float));
 }
 
-/* Adds what a step has changed in n numbers of p, from number `first` on, to the shared values. */
+/* Adds the change that a step has made to n values of parameter p, from number `first` on, to the shared values. */
 HPMLC_FN void hpmlc_hogwild_push(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n)
 {
     const hpmlc_hogwild *own = (const hpmlc_hogwild *)d->own;
@@ -12697,14 +12712,14 @@ HPMLC_FN void hpmlc_hogwild_push(const hpml_distributed *d, hpml_tensor *p, int6
         uint32_t bits = __atomic_load_n(&own->shared->bits[at + i], __ATOMIC_RELAXED);
         float    was  = own->seen[at + i], value = p->data[first + i], now;
         memcpy(&now, &bits, sizeof now);
-        if (now != was) value = now + (value - was); /* else the step's value is kept, unrounded */
+        if (now != was) value = now + (value - was); /* if no rank changed it: no rounding */
         memcpy(&bits, &value, sizeof bits);
         __atomic_store_n(&own->shared->bits[at + i], bits, __ATOMIC_RELAXED);
     }
 }
 
-/* Calls `move`, which reads or changes the values that ranks share, for all parameters; only_rows: of sparse tables
-   only for the rows that have a gradient. */
+/* Calls `move`, which reads or changes the values that ranks share, for all parameters; only_rows true: of sparse
+   tables only for the rows that have a gradient; false: for whole tables. */
 HPMLC_FN void hpmlc_hogwild_all(const hpml_distributed *d, bool only_rows,
                                 void (*move)(const hpml_distributed *d, hpml_tensor *p, int64_t first, int64_t n))
 {
@@ -12734,7 +12749,7 @@ HPMLC_FN hpml_status hpmlc_hogwild_need(void *user, hpml_trainer *t HPMLC_UNUSED
         int32_t row = ((const int32_t *)tokens->raw)[i];
         if (row >= 0 && row < p->shape[0]) hpmlc_hogwild_pull(d, p, row * p->shape[1], p->shape[1]);
     }
-    return HPML_OK; /* tokens that are no row's index: the op itself fails */
+    return HPML_OK; /* a token that is no row's index is skipped here, because the op reports it */
 }
 
 HPMLC_FN hpmlc_hogwild_values *hpmlc_shared_create(hpml_distributed *d)
@@ -12981,7 +12996,7 @@ HPMLC_FN hpml_status hpmlc_dist_start(hpml_distributed *d)
     for (int i = 0; i < l->params && status == HPML_OK; i++) {
         hpml_tensor *p = hpmlc_param(d, i);
         int64_t      n = hpml_tensor_count(p);
-        if (!p->data) continue; /* p is on another stage, or of shard 3, made by one seed */
+        if (!p->data) continue; /* p is on another stage; or shard 3: made from one seed on all ranks */
         float       *from = hpmlc_host_view_begin(&l->view, p->data, n);
         status = hpml_broadcast(hpmlc_ranks_of(d, p), from, (size_t)n * sizeof(float), 0);
         if (status == HPML_OK) hpmlc_host_view_end(&l->view, p->data, n);
@@ -13222,7 +13237,8 @@ HPML_API hpml_status hpml_distribute_set_batch(hpml_distributed *d, int64_t glob
 // ---------------------------------------------------------------------------------------------------------------------
 static const char *const hpmlc_roles[] = { "worker", "ps" };
 
-/* Counts the tasks of a list of `length` characters, separated by commas; 0: one of them has no name. */
+/* Counts the tasks (addresses of workers or servers) in a list of `length` characters, separated by commas; 0: one of
+   the tasks has no name. */
 HPMLC_FN int32_t hpmlc_tasks_count(const char *list, size_t length)
 {
     int32_t count = 0;
@@ -13320,8 +13336,8 @@ HPML_API hpml_status hpml_distribute_share(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>report   where the time of steps went
 // ---------------------------------------------------------------------------------------------------------------------
-/* Stores in *out the means per step since the last reset: step_s is the sum of compute_s, exposed_s and the rest of the
-   step's time (reading data, updating parameters). */
+/* Stores in *out the means per step since the last call with `reset` true: step_s is the sum of compute_s, exposed_s
+   and the rest of the step's time (reading data, updating parameters). */
 HPML_API void hpml_distribute_get(hpml_distributed *d, hpml_distribute_report *out, bool reset)
 {
     hpml_counters now, split;
@@ -13457,7 +13473,7 @@ HPML_API int hpml_distribute_text(hpml_distributed *d, char *buffer, size_t size
                     100 * r.efficiency, hpmlc_efficiency_warning(r.efficiency, low));
 }
 
-/* Appends a number to a JSON text; null: NaN or infinite. */
+/* Appends the member `name` with value x to a JSON text; a NaN or infinity is written as null. */
 HPMLC_FN void hpmlc_json_number(const hpmlc_text *to, size_t *length, const char *name, double x)
 {
     char number[40];
