@@ -13507,8 +13507,8 @@ HPML_API int hpml_distribute_json(hpml_distributed *d, const hpml_prediction *pr
 // ---------------------------------------------------------------------------------------------------------------------
 // >>resume   checkpoints of the whole job
 // ---------------------------------------------------------------------------------------------------------------------
-/* Rank 0 writes the checkpoint. Before, each rank copies what it has of the arrays of >>state to memory for all of
-   them, with zeros where other ranks have theirs, so that the sum over ranks is exact. */
+/* Rank 0 writes the checkpoint. Before, each rank copies its parts of the strategy's arrays (>>state) to memory that
+   has room for the parts of all ranks, with zeros in place of the other parts, so that the sum over ranks is exact. */
 
 /* Makes the list of the arrays that the strategy keeps from step to step, such as residuals, to save or to load them in
    a checkpoint. False: an error on the context. */
@@ -13676,7 +13676,8 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
         hpml_status status = HPML_OK;
         if (hpmlc_goes_on(d)) status = hpmlc_sum_there(d, rows, summed, &there, &root);
         else status = hpml_reduce_to(d->all, rows, summed, HPML_ELEMENT_F32, HPML_SUM, 0);
-        const bool writes = d->all->rank == root || hpmlc_plan_cuts(&d->plan); /* all ranks join parts */
+        /* if the plan splits the model, all ranks call hpml_checkpoint_save, which joins their parts */
+        const bool writes = d->all->rank == root || hpmlc_plan_cuts(&d->plan);
         if (status == HPML_OK && writes) hpmlc_states_write(&list, path, rows, floats);
         hpml_ctx_release(d->ctx, rows);
     }
@@ -13688,8 +13689,8 @@ HPML_API hpml_status hpml_distribute_save(hpml_distributed *d, const char *path)
     return hpmlc_fail(d->c, HPML_ERR_PEER, "distribute save: rank %d was lost, which wrote %s; save again", root, path);
 }
 
-/* Fails if file f has gradients that are not yet applied, and that only another strategy can load or that are in the
-   format of an older hpml. */
+/* Fails if file f has gradients that no update has used yet, and that only another strategy than this training's can
+   load, or that are in the format of an older hpml. */
 HPMLC_FN hpml_status hpmlc_states_refuse(hpml_distributed *d, const hpml_safetensors *f, const char *path)
 {
     hpml_safetensor e;
@@ -13731,7 +13732,7 @@ HPMLC_FN hpml_status hpmlc_state_load(hpml_distributed *d, const hpmlc_state *it
     for (int64_t w = 0; w < copies; w++) {
         int64_t l = w % it->copies.all - it->copies.first;
         if (l < 0 || l >= it->copies.count) continue;
-        memcpy(row, from + (size_t)w * bytes, bytes); /* because the file's array may not be aligned */
+        memcpy(row, from + (size_t)w * bytes, bytes); /* a copy, as `from` may not be aligned for floats */
         hpmlc_state_put(it, l, row, factor, false, part);
     }
     return HPML_OK;
@@ -13758,7 +13759,7 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 {
     hpmlc_states list;
     if (!d || hpmlc_failed(d->c)) return d ? hpml_ctx_status(d->ctx) : HPML_ERR_ARGUMENT;
-    hpmlc_tasks_wait(d); /* gradients in flight are not applied */
+    hpmlc_tasks_wait(d); /* ends exchanges of gradients, which are then dropped */
     d->micro = 0;
     if (d->plan.shard > 1) hpmlc_shard_empty(d);
     hpml_status       status = hpml_checkpoint_load(d->t, path);
@@ -13773,13 +13774,14 @@ HPML_API hpml_status hpml_distribute_load(hpml_distributed *d, const char *path)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>batch-search   the largest batch that does not hurt
 // ---------------------------------------------------------------------------------------------------------------------
-/* Batch search of Seide et al. 2014: from time to time the batch size is chosen anew, because larger steps do no harm
-   later in training. Sizes are tried one after another, each from the same checkpoint on the same samples. */
+/* Batch search of Seide et al. 2014: from time to time the batch size is chosen anew, because larger batches raise the
+   loss less, the longer a model has trained. Sizes are tried one after another, each from one checkpoint on the same
+   samples. */
 
 HPMLC_FN int hpmlc_trial_step(const hpml_step_info *info HPMLC_UNUSED, void *user)
 {
     hpml_distributed *d = (hpml_distributed *)user;
-    if (d->micro != 0) return 0; /* a micro-batch without an update */
+    if (d->micro != 0) return 0; /* this micro-batch was not the last one of an update */
     d->trial.loss += d->report.r.loss * (double)d->report.r.samples;
     d->trial.samples += (double)d->report.r.samples;
     return 0;
@@ -13804,7 +13806,7 @@ HPMLC_FN hpml_status hpmlc_trial_fit(hpml_distributed *d, hpml_dataset *data, in
     if (status == HPML_OK && d->trial.samples > 0) *loss = d->trial.loss / d->trial.samples;
     if (!(*loss - *loss == 0)) *loss = (double)INFINITY;
     if (status != HPML_ERR_NONFINITE) return status;
-    hpml_ctx_clear_error(d->ctx); /* no error: divergence ends the trial, and a checkpoint is loaded next */
+    hpml_ctx_clear_error(d->ctx); /* divergence only ends this trial: the next one loads a checkpoint */
     return HPML_OK;
 }
 
@@ -13841,13 +13843,13 @@ HPMLC_FN hpml_status hpmlc_search_place(hpml_distributed *d, const char *path)
     return status;
 }
 
-/* Tries ever larger batches from s->min up. Returns the last one before the loss exceeds that of the first by more than
-   the fraction s->slack; -1: none. trials: receives `capacity` sizes and losses at most; NULL: not wanted. */
+/* Tries ever larger batches from s->min up. Returns the last size before the loss exceeds that of size s->min by more
+   than the fraction s->slack; -1: none. trials: receives `capacity` sizes and losses at most; NULL: not wanted. */
 HPMLC_FN int64_t hpmlc_search_sizes(hpml_distributed *d, hpml_dataset *data, const hpml_batch_search_desc *s,
                                     hpml_batch_trial *trials, int capacity, hpml_status *status)
 {
     double  first = 0, loss = 0;
-    double  size = (double)s->min; /* the size before rounding, whose errors would add up */
+    double  size = (double)s->min; /* the next size, not rounded, so that rounding errors do not add up */
     int64_t next = 0, best = -1;
     int     n = 0;
     for (int64_t batch = s->min; batch <= s->max && *status == HPML_OK; batch = next, n++) {
@@ -13961,7 +13963,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
         return hpmlc_fail(c, HPML_ERR_ARGUMENT, "mix: topology %d, data %p", (int)topology, (void *)data);
     int tag = hpmlc_enter(c, "mix", n, HPML_ELEMENT_F32, HPML_SUM, "topology", (int)topology);
     if (tag < 0) return c ? hpml_ctx_status(c->ctx) : HPML_ERR_ARGUMENT;
-    if (c->survive) tag = HPMLC_TAG_SUM; /* not a collective's tag: a lost rank would fail those */
+    if (c->survive) tag = HPMLC_TAG_SUM; /* with a collective's tag, a lost rank would be an error */
     const int    p = c->size, me = c->rank;
     const size_t bytes = (size_t)n * sizeof(float);
     hpml_status  status = HPML_OK;
@@ -13973,7 +13975,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     for (int64_t i = 0; i < n; i++) data[i] *= (float)w[me];
     for (int k = 1; k < p && status == HPML_OK; k++) {
         int to = (me + k) % p, from = (me - k + p) % p;
-        int dest = w[to] > 0 ? to : -1; /* W is symmetric: rank `to` expects this */
+        int dest = w[to] > 0 ? to : -1; /* weights are symmetric: if w[to] > 0, rank `to` expects a message */
         int source = w[from] > 0 ? from : -1;
         c->round = k;
         status = hpmlc_round(c, tag, dest, (const char *)mine, bytes, source, (char *)theirs, bytes, NULL);
@@ -13986,7 +13988,7 @@ HPML_API hpml_status hpml_mix(hpml_comm *c, float *data, int64_t n, hpml_topolog
     return hpmlc_leave(c, status);
 }
 
-/* Copies n floats between `host` and the backend's memory at x; save: to `host`. */
+/* Copies n floats between `host` and the backend's memory at x. save: true: from x to `host`; false: back to x. */
 HPMLC_FN void hpmlc_model_copy(hpml_ctx *ctx, float *host, float *x, int64_t n, bool save)
 {
     const hpml_backend *b = hpml_ctx_backend(ctx);
@@ -13994,8 +13996,8 @@ HPMLC_FN void hpmlc_model_copy(hpml_ctx *ctx, float *host, float *x, int64_t n, 
     else b->write(hpml_ctx_device(ctx), x, host, (size_t)n * sizeof(float));
 }
 
-/* Copies parameters, running statistics and states of the optimizer to the array `model` (save) or from it; copies
-   nothing if `model` is NULL. Returns the number of these floats. */
+/* Copies parameters, running statistics and states of the optimizer to the array `model` (save true) or from `model`
+   (save false); copies nothing if `model` is NULL. Returns how many floats these arrays have together. */
 HPMLC_FN int64_t hpmlc_model(hpml_trainer *t, hpml_ctx *ctx, float *model, bool save)
 {
     const bool host = hpml_trainer_settings(t)->host_optimizer; /* true: the optimizer's states are in host memory */
@@ -14069,8 +14071,8 @@ HPML_API hpml_status hpml_tournament(hpml_trainer *t, hpml_comm *c, hpml_dataset
 // >>mesh   axes of ranks: their communicators, the groups of a context
 // ---------------------------------------------------------------------------------------------------------------------
 /* hpml.h knows each axis as a group, a table of functions (hpml_group). Here an axis with several ranks gets a
-   communicator, and its group's functions are collectives on it, called by the rank's thread while layers compute. The
-   communicators are separate, because each counts the ops of its axis; only data may share that of the replicas. */
+   communicator, and its group's functions are collectives on it, called by the rank's thread while layers compute. Each
+   axis has its own, which counts its collectives; only data may use that of the replicas, if both have equal ranks. */
 
 HPMLC_FN hpml_status hpmlc_axis_sum(void *user, float *x, int64_t n)
 {
@@ -14137,7 +14139,7 @@ HPMLC_FN hpml_status hpmlc_axis_open(hpmlc_mesh *mesh, int k)
     hpmlc_axis *a = &mesh->axis[k];
     a->c         = mesh->m.axis[k];
     a->algorithm = mesh->plan.algorithm;
-    if (a->algorithm == HPML_NATIVE) a->algorithm = HPML_AUTO; /* parts have no native allreduce */
+    if (a->algorithm == HPML_NATIVE) a->algorithm = HPML_AUTO; /* because sub-communicators have no native allreduce */
     HPMLC_ZERO(hpml_group, group);
     group.rank    = a->c->rank;
     group.size    = a->c->size;
@@ -14168,16 +14170,16 @@ HPMLC_FN void hpmlc_mesh_places(hpmlc_mesh *mesh)
         const hpml_axis k = hpmlc_axis_order[i];
         m->size[k] = (int32_t)hpmlc_max(size[k], 1);
         if (k == HPML_AXIS_DATA) m->size[k] = hpmlc_plan_workers(p, m->all->size) / m->size[HPML_AXIS_EXPERT];
-        m->at[k] = rank % m->size[k]; /* servers are on no axis and get any number */
+        m->at[k] = rank % m->size[k]; /* servers are on no axis: their position has no meaning */
         rank /= m->size[k];
     }
 }
 
-/* Returns the communicator of the ranks that differ from this one on the axes of `mask` alone, bit k for axis k. NULL:
-   an error. */
+/* Returns the communicator of this rank and those whose positions differ from its position only on axes of `mask`, bit
+   k for axis k. NULL: an error. */
 HPMLC_FN hpml_comm *hpmlc_mesh_split(const hpml_mesh *m, unsigned mask)
 {
-    int color = 0, step = 1; /* color: number of the first rank of the communicator */
+    int color = 0, step = 1; /* color: number of the communicator's first rank, for hpml_comm_split */
     for (int i = 0; i < HPML_AXES; i++) {
         const hpml_axis k = hpmlc_axis_order[i];
         if (!(mask >> k & 1)) color += m->at[k] * step;
@@ -14186,7 +14188,7 @@ HPMLC_FN hpml_comm *hpmlc_mesh_split(const hpml_mesh *m, unsigned mask)
     return hpml_comm_split(m->all, color, m->all->rank);
 }
 
-/* Makes the communicators and groups of a mesh whose ranks have parts of the model. */
+/* Makes, for a plan that splits the model, the communicators and the groups of the mesh's axes. */
 HPMLC_FN hpml_status hpmlc_mesh_open(hpmlc_mesh *mesh)
 {
     hpml_mesh     *m    = &mesh->m;
@@ -14257,22 +14259,22 @@ HPML_API const hpml_mesh *hpml_comm_mesh(const hpml_comm *c) { return c && c->me
    the backward passes that it has ended, and does the next forward pass as long as fewer than `limit` micro-batches are
    in flight, else the next backward pass. GPIPE's limit is m; with 1F1B's limit, p - r on stage r, the first backward
    pass is due when the gradient of micro-batch 0 arrives, which has passed through p - 1 - r later stages. ZERO_BUBBLE
-   computes the gradients of weights r micro-batches after those of the inputs, so that every stage has p micro-batches
-   in flight. STASH and VERTICAL update the weights after each backward pass, the others after the last one.
+   computes gradients of weights, on stage r, r micro-batches after those of inputs, so that each stage has p in flight.
+   STASH and VERTICAL update the weights after each backward pass, the other schedules after a step's last one.
 
    With chunks, stages take micro-batches in groups of p: chunk 0 of the group, chunk 1 of the group, ..., and backward
    passes from the last chunk to the first. Where p does not divide m, the last group is filled up with micro-batches
    that do not exist, whose tasks are left out: leaving tasks out cannot cause a deadlock between stages. */
 #define HPMLC_PIPE_CHUNKS 64
 
-typedef struct hpmlc_pipe_walk { /* a stage on its way through its tasks */
+typedef struct hpmlc_pipe_walk { /* how far a stage is in the list of its tasks */
     hpml_pipe_kind kind;
     int            stages, stage, chunks, micro; /* micro: number of micro-batches */
-    int            total; /* forward passes, those of micro-batches that do not exist included */
-    int            limit; /* most forward passes that may wait for their backward pass */
-    int            lag;   /* most backward passes whose gradients of weights may be computed later */
+    int            total; /* forward passes, with those that fill up the last group of micro-batches */
+    int            limit; /* most micro-batches between their forward and their backward pass */
+    int            lag;   /* most micro-batches whose gradients of weights may be late; 0: none */
     int            forwards, backwards, weights, updates; /* done */
-    int            slots[HPMLC_PIPE_CHUNKS]; /* sets of activations of each chunk */
+    int            slots[HPMLC_PIPE_CHUNKS]; /* for each chunk: sets of activations in memory */
 } hpmlc_pipe_walk;
 
 HPML_API const char *hpml_pipe_name(hpml_pipe_kind kind)
@@ -14370,7 +14372,7 @@ HPMLC_FN void hpmlc_pipe_count(hpmlc_pipe_walk *w)
     }
 }
 
-/* Begins a walk through the tasks of a stage, of a desc that is valid. */
+/* Sets *w to the first task of stage `stage` of the pipeline *d, a desc that hpmlc_pipe_check accepts. */
 HPMLC_FN void hpmlc_pipe_begin(hpmlc_pipe_walk *w, const hpml_pipe_desc *d, int stage)
 {
     memset(w, 0, sizeof *w);
@@ -14453,13 +14455,13 @@ HPML_API double hpml_pipe_bubble(const hpml_pipe_desc *pipe)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pipe-cut   where to cut a chain of layers into stages
 // ---------------------------------------------------------------------------------------------------------------------
-typedef struct hpmlc_cut { /* A(j, m): how the first j layers are best cut for m ranks */
+typedef struct hpmlc_cut { /* how the first j layers are best cut into stages for m ranks */
     double  pace;
     int32_t first, replicas; /* of the last stage */
 } hpmlc_cut;
 
-/* Returns T(first, end, replicas) of hpml_pipe_cut: the seconds of a stage of layers first to end - 1 with `replicas`
-   replicas. seconds[i], bytes[i]: sums over layers before layer i. */
+/* Returns the seconds a sample of a stage with layers first to end - 1 that `replicas` ranks have, each with its own
+   samples. seconds[i], bytes[i]: seconds and bytes of parameters of all layers before layer i. */
 HPMLC_FN double hpmlc_cut_stage(const hpml_pipe_cut_desc *d, const double *seconds, const double *bytes, int first,
                                 int end, int replicas)
 {
@@ -14468,8 +14470,8 @@ HPMLC_FN double hpmlc_cut_stage(const hpml_pipe_cut_desc *d, const double *secon
     return fmax(compute, sync) / r;
 }
 
-/* Sets element j of row m of the table `row`, A(j, m) of hpml_pipe_cut_desc: the best cut of the first j layers for m
-   ranks. Reads the rows for fewer ranks. */
+/* Sets element j of row m of the table `row` to the best cut of the first j layers into stages for m ranks. Needs the
+   rows for fewer ranks, which must be set already. */
 HPMLC_FN void hpmlc_cut_best(const hpml_pipe_cut_desc *d, const double *seconds, const double *bytes, hpmlc_cut *row,
                              int m, int j)
 {
@@ -14530,7 +14532,7 @@ HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stag
         for (int m = 1; m <= desc->ranks; m++)
             for (int i = 1; i <= desc->layers; i++) hpmlc_cut_best(desc, seconds, bytes, row, m, i);
         if (pace) *pace = row[(size_t)desc->ranks * width + (size_t)j].pace;
-        for (int m = desc->ranks; m > 0; count++) { /* from the last stage to the first */
+        for (int m = desc->ranks; m > 0; count++) { /* reads the stages from the table, the last one first */
             const hpmlc_cut *best = &row[(size_t)m * width + (size_t)j];
             const hpml_pipe_stage stage = { best->first, j, best->replicas };
             memmove(stages + 1, stages, (size_t)count * sizeof *stages);
@@ -14549,31 +14551,31 @@ HPML_API int hpml_pipe_cut(const hpml_pipe_cut_desc *desc, hpml_pipe_stage *stag
 // ---------------------------------------------------------------------------------------------------------------------
 /* The user records the whole model. hpmlc_pipeline_open cuts the list of its ops into pieces, of which this rank runs
    one, or with chunks several (hpml_graph_part). A tensor that one piece computes and another one reads is an edge: its
-   values are sent to each piece that reads them, past the stages between, its gradients back. The trainer's hook `pass`
-   then executes the tasks of this stage. Sends are in flight while the stage computes: the values and gradients of an
-   edge stay where they are, in the slot of the micro-batch, until the slot is used again. */
+   values are sent to each piece that reads them, directly, past the stages between, and gradients back. The trainer's
+   hook `pass` executes the tasks of this stage. Sends are in flight while the stage computes: the values and gradients
+   of an edge stay where they are, in the slot of the micro-batch, until the slot is used again. */
 
 typedef struct hpmlc_edge { /* a tensor that piece `from` computes and piece `to` reads */
     hpml_tensor *tensor;
     int32_t      from, to;
     bool         has_grad; /* piece `to` computes a gradient of the tensor */
-    bool         first;    /* the tensor's first edge with gradients, to which those of its other edges are added */
+    bool         first;    /* its gradient is received first: those of the tensor's other edges are added to it */
 } hpmlc_edge;
 
-typedef struct hpmlc_tied { int32_t param, stage; } hpmlc_tied; /* a parameter of several stages, and one of these */
+typedef struct hpmlc_tied { int32_t param, stage; } hpmlc_tied; /* a parameter of several stages; one of these stages */
 
 typedef struct hpmlc_deferred { /* statistics of a batchnorm over all micro-batches of a step */
     hpml_node *node;
     int32_t    piece;
     float     *before; /* (2, C channels) running mean and variance before the step */
     double    *sum;    /* (2, C) sums of the inputs x and of x^2 */
-    double     count;  /* how many x each of the sums adds up */
+    double     count;  /* how many numbers x each of the sums adds up */
 } hpmlc_deferred;
 
-/* The results of a pass, which the last stage computes and sends to the other stages. */
+/* The results of a forward pass, which the last stage computes and sends to the other stages. */
 typedef struct hpmlc_outcome {
     float   loss;    /* mean over the samples of the pass */
-    int64_t hits[2]; /* see hpml_trainer_hits */
+    int64_t hits[2]; /* numbers of right predictions, see hpml_trainer_hits */
 } hpmlc_outcome;
 
 struct hpmlc_pipeline {
@@ -14583,39 +14585,39 @@ struct hpmlc_pipeline {
     hpml_ctx         *ctx;
     hpml_comm        *c;       /* the stages of this pipeline */
     hpml_pipe_desc    desc;
-    hpmlc_pipe_walk   walk;    /* the tasks of a full step; STASH and VERTICAL: at the task that this stage does next */
+    hpmlc_pipe_walk   walk;    /* STASH and VERTICAL: at this stage's next task; else only .slots is used */
     int32_t           pieces;
     int32_t          *cut;     /* (pieces + 1) the op at which each piece begins */
     int64_t           rows;    /* samples of a micro-batch, but for the last one */
-    int32_t           slots;   /* of this rank */
+    int32_t           slots;   /* sets of activations that this rank has */
     hpmlc_edge       *edge;
     int32_t           edges;
-    float            *scratch; /* memory for a received gradient, which is added to another one */
+    float            *scratch; /* memory for a received gradient until it is added to another one */
     hpml_message     *sent;    /* (slots, edges, 2) sends of values and gradients that may be in flight */
     bool             *flying;  /* (slots, edges, 2) whether the send in .sent is in flight */
     int64_t          *samples; /* (slots) */
     hpmlc_tied       *tied;    /* parameters that several stages read, sorted by number, then stage */
     int32_t           ties;
-    hpmlc_deferred   *norm;    /* batchnorms of this rank */
+    hpmlc_deferred   *norm;    /* batchnorms with running statistics in this rank's pieces */
     int32_t           norms;
     /* Only for pipelines of kind HPML_PIPE_STASH or HPML_PIPE_VERTICAL: */
     float            *stash;   /* (versions - 1, values) weights of older versions */
-    float           **own;     /* (params) where the trainer has the values of each parameter */
+    float           **own;     /* (params) the trainer's values of each trained parameter of this stage; else NULL */
     int64_t           values;  /* floats of this stage's trained parameters */
     int32_t           versions;
-    int32_t           version; /* updates since the pipeline was empty */
+    int32_t           version; /* number of the newest weights: updates since the pipeline was empty last */
     int64_t           base;    /* the trainer's step when the pipeline was empty last */
-    bool              stepped; /* true: this step has computed a gradient */
-    hpmlc_outcome     last;    /* of the last micro-batch that has passed this stage backward */
-    double            share;   /* of this replica of the stage in the samples of that micro-batch */
+    bool              stepped; /* true: this step has computed a gradient, with which the hook `update` updates */
+    hpmlc_outcome     last;    /* results of the last micro-batch that has passed this stage backward */
+    double            share;   /* of the samples of all replicas in that micro-batch, the share of this replica */
 };
 
-typedef struct hpmlc_pass { /* a call of the hook `pass` */
+typedef struct hpmlc_pass { /* a call of the trainer's hook `pass`: samples [first, first + samples) */
     int64_t  first, samples;
     float    grad_scale;
     bool     accumulate, train;
-    bool     last;    /* the trainer's last micro-batch of an update */
-    int32_t  micro;   /* number of the pipeline's micro-batches that .samples fill */
+    bool     last;    /* true: the trainer updates after these samples */
+    int32_t  micro;   /* into how many micro-batches of the pipeline .samples are divided */
     double   loss;    /* mean loss of the samples, on the stage that computes the loss */
 } hpmlc_pass;
 
@@ -14807,8 +14809,8 @@ HPMLC_FN hpml_status hpmlc_slot_wait(hpmlc_pipeline *pl, int slot)
     return status;
 }
 
-/* Receives the values of edge i's tensor or, if `back`, their gradient from the piece that reads this edge, and adds it
-   to the gradients that other pieces have sent for the same tensor, unless the edge is the tensor's first. */
+/* Receives the values of the tensor of edge i or, if `back`, their gradient from the piece that reads the tensor. Adds
+   the gradient to those that came from other pieces for this tensor, unless it is the first that comes. */
 HPMLC_FN hpml_status hpmlc_edge_receive(hpmlc_pipeline *pl, int slot, int i, bool back)
 {
     const hpmlc_edge *e = &pl->edge[i];
@@ -14833,8 +14835,8 @@ HPMLC_FN void hpmlc_edge_clear(hpmlc_pipeline *pl, int slot, int i)
     if (e->tensor->raw_grad) memset(e->tensor->raw_grad, 0, hpmlc_edge_bytes(e, pl->samples[slot]));
 }
 
-/* Sets the running statistics of all batchnorms to zero before a micro-batch's forward pass, which then adds those of
-   the micro-batch, times momentum, to them. */
+/* Sets the running statistics of all batchnorms to zero before a micro-batch's forward pass, so that the pass leaves in
+   them the statistics of this micro-batch alone, times momentum. */
 HPMLC_FN void hpmlc_norms_clear(hpmlc_pipeline *pl)
 {
     for (int i = 0; i < pl->norms; i++)
@@ -14863,8 +14865,8 @@ HPMLC_FN void hpmlc_norms_add(hpmlc_pipeline *pl, int q, int64_t samples)
     }
 }
 
-/* begin: saves the running statistics of the batchnorms. Else restores and updates them once, as if the samples of all
-   micro-batches were one batch. */
+/* begin, before a step: saves the running statistics of the batchnorms. Else, after a step: restores them, and updates
+   them once, as if the samples of all micro-batches were one batch. */
 HPMLC_FN void hpmlc_norms_step(hpmlc_pipeline *pl, bool begin)
 {
     for (int i = 0; i < pl->norms; i++) {
@@ -14913,8 +14915,8 @@ HPMLC_FN hpml_status hpmlc_task_forward(hpmlc_pipeline *pl, hpmlc_pass *pass, co
 }
 
 /* Executes a backward pass of this stage, or the half of it that computes the gradients of inputs or of weights. Only
-   gradients of inputs are received and sent; while they are in flight, the half that computes the gradients of weights
-   may run, because it does not write to them. */
+   gradients of inputs are received and sent; while these are in flight, the half that computes the gradients of weights
+   may run, because it only reads the gradients of inputs. */
 HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *pass, const hpml_pipe_task *task)
 {
     const bool  flows = hpmlc_pass_flows(pl, pass), weights = task->work == HPML_PIPE_BACKWARD_WEIGHTS;
@@ -14940,7 +14942,7 @@ HPMLC_FN hpml_status hpmlc_task_backward(hpmlc_pipeline *pl, const hpmlc_pass *p
     return status;
 }
 
-/* Executes a forward or backward pass of this stage, in an evaluation forward alone; an update does nothing here. */
+/* Executes a forward or backward pass of this stage; in an evaluation only forward passes. Other tasks do nothing. */
 HPMLC_FN hpml_status hpmlc_task_run(hpmlc_pipeline *pl, hpmlc_pass *pass, const hpml_pipe_task *task)
 {
     const bool  forward = task->work == HPML_PIPE_FORWARD;
@@ -14964,7 +14966,7 @@ HPMLC_FN hpml_status hpmlc_pass_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass)
     hpmlc_pipe_walk walk;
     hpml_pipe_task  task;
     hpml_status     status = HPML_OK;
-    const bool      apart = hpmlc_pipe_stashes(desc.kind); /* true: micro-batches of steps are in flight */
+    const bool      apart = hpmlc_pipe_stashes(desc.kind); /* true: other micro-batches occupy all slots but the last */
     desc.micro = pass->micro;
     if (apart) desc.kind = HPML_PIPE_GPIPE;
     hpmlc_pipe_begin(&walk, &desc, pl->c->rank);
@@ -14979,7 +14981,7 @@ HPMLC_FN hpml_status hpmlc_pass_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>pipe-flow   pipelines without a flush: versions of the weights; the hooks of a pipeline
 // ---------------------------------------------------------------------------------------------------------------------
-/* With STASH and VERTICAL a call of hpml_trainer_step runs on stage r the forward pass of one micro-batch, which is the
+/* With STASH and VERTICAL a call of hpml_trainer_step runs, on stage r of p, the forward pass of one micro-batch, the
    whole batch of the step, and then the backward pass and update of the micro-batch p - 1 - r steps before. Each task
    needs a certain version of the weights: the newest is in the trainer's arrays, older ones are copies, to which `data`
    of the parameters points while a task uses them. */
@@ -15021,7 +15023,7 @@ HPMLC_FN hpml_status hpmlc_stash_mean(hpmlc_pipeline *pl)
 }
 
 /* Copies the newest weights to the stash, then updates the newest weights with the gradient of micro-batch `micro`. The
-   update uses the step number pl->base + micro, that of this micro-batch. */
+   optimizer gets the number of the step in which this micro-batch entered the pipeline, pl->base + micro. */
 HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
 {
     int64_t step = hpml_trainer_step_count(pl->t);
@@ -15042,9 +15044,9 @@ HPMLC_FN hpml_status hpmlc_stash_update(hpmlc_pipeline *pl, int micro)
     return status;
 }
 
-/* Sets pl->last to loss and hits of the micro-batch, of `samples` samples, whose backward pass this stage has just run:
-   on the last stage from `pass`, over all its replicas, else received from the next stage. Then sends them to the
-   previous stage. */
+/* Sets pl->last to the loss and the right predictions (hits) of the micro-batch, of `samples` samples, whose backward
+   pass this stage has just run: on the last stage those of `pass`, over all replicas of the stage, else those that the
+   next stage sends. Then sends pl->last to the previous stage. */
 HPMLC_FN hpml_status hpmlc_stash_outcome(hpmlc_pipeline *pl, const hpmlc_pass *pass, int64_t samples)
 {
     const int   rank = pl->c->rank, tag = 2 * pl->edges;
@@ -15064,8 +15066,8 @@ HPMLC_FN hpml_status hpmlc_stash_outcome(hpmlc_pipeline *pl, const hpmlc_pass *p
     return status;
 }
 
-/* Runs a stage's tasks with schedules STASH and VERTICAL: the next forward pass and all tasks up to the forward pass
-   after it. drains: also runs the updates of weights among these tasks; otherwise a hook of the trainer runs them. */
+/* Schedules STASH and VERTICAL: runs a stage's next forward pass and all tasks up to the forward pass after it. drains:
+   also runs the updates of weights among these tasks; otherwise the trainer's hook `update` runs them. */
 HPMLC_FN hpml_status hpmlc_stash_tasks(hpmlc_pipeline *pl, hpmlc_pass *pass, bool drains)
 {
     const int       now = pl->walk.forwards;
@@ -15124,7 +15126,7 @@ HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t, const hpml
                                          int64_t samples, float grad_scale, bool accumulate, float *loss)
 {
     hpmlc_pipeline *pl = (hpmlc_pipeline *)user;
-    const int64_t   full  = pl->d->plan.shard > 1 ? pl->d->plan.micro : 1; /* micro-batches that all ranks run */
+    const int64_t   full  = pl->d->plan.shard > 1 ? pl->d->plan.micro : 1; /* least micro-batches, equal on all ranks */
     const int64_t   micro = hpmlc_max(full, (samples + pl->rows - 1) / pl->rows);
     hpmlc_pass      pass = { first, samples, grad_scale, accumulate, at->pass != HPML_PASS_EVALUATE,
                              at->batch + 1 >= at->batches, (int32_t)micro, 0 };
@@ -15147,7 +15149,7 @@ HPMLC_FN hpml_status hpmlc_pipeline_pass(void *user, hpml_trainer *t, const hpml
     return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
 }
 
-/* The hooks `run` and `update` of pipelines with the schedule STASH or VERTICAL: they replace the strategy's hooks. */
+/* The trainer's hooks `run` and `update` for schedules STASH and VERTICAL, in place of the hooks of the strategy. */
 HPMLC_FN hpml_status hpmlc_stash_run(void *user HPMLC_UNUSED, hpml_trainer *t, const hpml_moment *at HPMLC_UNUSED,
                                      int64_t samples, float *loss)
 {
@@ -15173,11 +15175,11 @@ HPMLC_FN hpml_status hpmlc_pipeline_drain(hpmlc_pipeline *pl)
     return status == HPML_OK ? HPML_OK : hpmlc_failure(pl->c);
 }
 
-/* True if several stages read one parameter. */
+/* Returns whether a parameter exists that several stages read. */
 HPMLC_FN bool hpmlc_pipeline_ties(const hpmlc_pipeline *pl) { return pl->ties > 0; }
 
-/* Adds up the gradients of each parameter that several stages read: the first of these stages adds the gradients of the
-   others to its own, the last stage's first, and sends the sum to the others; so all of them step by the same bits. */
+/* Adds up the gradients of each parameter that several stages read: the first of these stages adds those of the others
+   to its own, beginning with the last stage, and sends the sum to the others; so all of them update with equal bits. */
 HPMLC_FN hpml_status hpmlc_pipeline_join(hpmlc_pipeline *pl)
 {
     hpml_status status = HPML_OK;
@@ -15267,7 +15269,7 @@ HPMLC_FN bool hpmlc_pipeline_open(hpml_distributed *d)
     pl->cut         = (int32_t *)hpmlc_dist_alloc(d, sizeof *pl->cut * ((size_t)pl->pieces + 1));
     if (!pl->cut || !hpmlc_pipeline_cut(pl, &d->plan) || !hpmlc_edges_find(pl) || !hpmlc_stages_set(pl)) return false;
     if (!hpmlc_pipeline_parts(pl) || !hpmlc_norms_open(pl) || !hpmlc_pipeline_arrays(pl)) return false;
-    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard < 2; /* calls hpmlc_pipeline_join */
+    bool joins = d->plan.strategy == HPML_STRATEGY_SYNC && d->plan.shard < 2; /* hpmlc_pipeline_join runs */
     if (pl->ties == 0 || (joins && !hpmlc_pipe_stashes(d->plan.schedule))) return true;
     return hpmlc_fail(d->c, HPML_ERR_UNSUPPORTED, "pipeline: parameter \"%s\" is read by several stages, which have to "
                       "step it with one gradient; take strategy sync, shard 0 or 1, and schedule gpipe or 1f1b",
@@ -15283,7 +15285,7 @@ HPMLC_FN void hpmlc_pipeline_text(const hpmlc_pipeline *pl, const hpmlc_text *to
                      100 * hpml_pipe_bubble(&pl->desc));
 }
 
-/* Attaches the hooks of a pipeline, when the trainer has its memory. False: out of memory. */
+/* Attaches a pipeline's hooks to the trainer, whose memory must be allocated. False: out of memory. */
 HPMLC_FN bool hpmlc_pipeline_attach(hpmlc_pipeline *pl)
 {
     HPMLC_ZERO(hpml_hooks, hooks);
