@@ -15320,9 +15320,9 @@ HPMLC_FN void hpmlc_pipeline_close(hpml_distributed *d)
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layers   what layers that communicate have in common
 // ---------------------------------------------------------------------------------------------------------------------
-/* Each layer is an op of hpml_custom_op with .collective, written with the functions of hpml.h that a program may call,
-   and with those of hpml_group. Ranks of the SEQUENCE axis have the same samples. On other axes messages have the
-   length of a full batch on every rank, because ranks may have batches of different lengths, or none. */
+/* Each layer is an op of hpml_custom_op with .collective, written with functions that a program may call, too: those of
+   hpml.h and of hpml_group. Ranks along the SEQUENCE axis have the same samples. On other axes messages have the length
+   of a full batch on every rank, because the batches of the ranks may have different lengths, or be empty. */
 
 /* Sets an error on ctx, its text formatted as by printf, and returns NULL. */
 HPMLC_PRINTF(2, 3)
@@ -15340,8 +15340,8 @@ HPMLC_FN hpml_tensor *hpmlc_no_layer(hpml_ctx *ctx, const char *format, ...)
 /* Returns whether a layer that reads x may be recorded; false: x is NULL or its context has an error. */
 HPMLC_FN bool hpmlc_recordable(const hpml_tensor *x) { return x && hpml_ctx_status(x->ctx) == HPML_OK; }
 
-/* Records the op d, of `count` sources, that reads a copy of the `bytes` bytes at `user`. The copy lives as long as the
-   context. */
+/* Records the op d, of `count` sources. Its functions get a copy of the `bytes` bytes at `user`, which lives as long as
+   the context. */
 HPMLC_FN hpml_tensor *hpmlc_record(hpml_tensor *const *src, int count, hpml_custom *d, const void *user, size_t bytes)
 {
     if (!hpmlc_recordable(src[0])) return NULL;
@@ -15386,28 +15386,28 @@ HPMLC_FN void hpmlc_give(const hpml_node *n, int i, int64_t first, const float *
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layer-ring   ring attention
 // ---------------------------------------------------------------------------------------------------------------------
-/* As hpml_attention (>>attention of hpml.h has the formulas), but rank r has only block r of L = T / p time steps. In
-   round k it has the keys and values of block r - k, which come from rank r - 1. Softmax over blocks (Milakov and
-   Gimelshein 2018): for each query the largest score m until now, l = sum of exp(s - m), and o = sum of exp(s - m) v; a
-   block with a larger score m' multiplies l and o by exp(m - m'). Saved for backward: log sum exp = m + log l. The
+/* As hpml_attention (>>attention of hpml.h has the formulas), but rank r of p has only block r, L = T / p of T time
+   steps. In round k it gets the keys and values of block r - k from rank r - 1. Softmax over blocks (Milakov and
+   Gimelshein 2018): for each query the largest score m until now, l = sum of exp(s - m) over scores s, and o = sum of
+   exp(s - m) v; a block with a larger score n multiplies l and o by exp(m - n). Saved for backward: m + log l. The
    backward pass sends the gradients of keys and values around with the keys and values: after p rounds the gradients of
-   each block are back on the block's rank. Work is cut into blocks of HPMLC_QUERIES queries, so that scratch memory has
-   (64, L) scores and not (L, L). */
+   each block are back on the block's rank. HPMLC_QUERIES queries are computed at a time, so that scratch memory has
+   (HPMLC_QUERIES, L) scores and not (L, L). */
 #define HPMLC_QUERIES 64
 typedef struct hpmlc_ring {
     const hpml_group *group;
-    int64_t           heads, L;    /* heads of this rank; its time steps */
+    int64_t           heads, L;    /* attention heads, and time steps, of this rank */
     size_t            block_bytes; /* bytes of keys and values of a full batch, (B, L, 2C) */
     float             scale;
     bool              causal;
 } hpmlc_ring;
 
-typedef struct hpmlc_ring_pass { /* one pass on one rank */
+typedef struct hpmlc_ring_pass { /* a forward or backward pass of ring attention on this rank */
     const hpml_run   *run;
     hpml_node        *n;
     const hpmlc_ring *r;
     int64_t           B, L, C, D, heads;
-    float            *kv, *dkv, *next; /* (B, L, 2C) keys and values, their gradients; what arrives */
+    float            *kv, *dkv, *next; /* (B, L, 2C) keys and values, their gradients; block that arrives */
     float            *s, *ds;          /* (QUERIES, L) scores and their gradients */
     int64_t           from;            /* number of the block of the sequence that is in kv */
 } hpmlc_ring_pass;
@@ -15435,7 +15435,7 @@ HPMLC_FN hpmlc_ring_pass hpmlc_ring_begin(const hpml_run *run, hpml_node *n)
     return w;
 }
 
-/* Sends *block to the next rank and sets *block to the one received from the rank before, which has the same size. */
+/* Sends *block to the next rank of the ring, and sets *block to the block received from the rank before. */
 HPMLC_FN hpml_status hpmlc_ring_send(hpmlc_ring_pass *w, float **block)
 {
     const hpml_group *g      = w->r->group;
@@ -15448,9 +15448,9 @@ HPMLC_FN hpml_status hpmlc_ring_send(hpmlc_ring_pass *w, float **block)
 
 /* A block of queries q0 .. q0 + rows - 1 of sample b and head h, and the keys that the last of them may attend to. */
 typedef struct hpmlc_ring_part {
-    int64_t first, rows, keys;      /* first: the first query's row among all (B L) rows */
+    int64_t first, rows, keys;      /* first: index of query q0 among the B L queries of all samples */
     const float *q, *k, *v, *o, *d_o;
-    float   *out, *dq, *dk, *dv, *ml; /* ml (rows, heads, 2) */
+    float   *out, *dq, *dk, *dv, *ml; /* ml: (rows, heads, 2) m and l; after the forward pass m + log l and l */
 } hpmlc_ring_part;
 
 HPMLC_FN hpmlc_ring_part hpmlc_ring_part_of(const hpmlc_ring_pass *w, int64_t b, int64_t h, int64_t q0)
@@ -15628,26 +15628,26 @@ HPML_API hpml_tensor *hpml_ring_attention(hpml_tensor *qkv, const hpml_attention
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layer-halo   blocks of images with their neighbours' pixels: convolution, locally connected layers
 // ---------------------------------------------------------------------------------------------------------------------
-/* A halo is filled by up to four shifts of the whole grid: rows down and up, then columns right and left. Columns have
-   the height of the block with its halo, so that the corners arrive with them. Each shift copies a strip at the inner
-   edge of the block to a buffer, passes the buffer on, and copies what arrives to the halo on the other side. Backward
-   runs the shifts in reverse order and direction, from halo to edge, and adds. The ranks at opposite ends of the grid
-   are neighbours for hpml_group.pass; what they get from each other is ignored. */
+/* A halo is filled by up to four shifts, in which all ranks of the grid of blocks take part: pixel rows down and up,
+   then columns right and left. Columns have the height of a block with its halo, so that the corners arrive with them.
+   Each shift sends a strip at the inner edge of the block to a neighbour, and copies the strip that arrives to the halo
+   on the other side. Backward runs the shifts in reverse order and direction, from halo to edge, and adds. Ranks at
+   opposite ends of the grid are neighbours for hpml_group.pass; strips that they get from each other are ignored. */
 typedef struct hpmlc_halo {
     const hpml_group *group;
     int64_t           rows, cols, h, w; /* rows and columns of the grid of blocks; pixels of the halo at each side */
     int64_t           images;           /* planes (images x channels) of a full batch */
 } hpmlc_halo;
 
-typedef struct hpmlc_strip { int64_t y, x, rows, cols; } hpmlc_strip; /* pixels of a block with its halo */
+typedef struct hpmlc_strip { int64_t y, x, rows, cols; } hpmlc_strip; /* a rectangle in a block with its halo */
 typedef struct hpmlc_shift {
     int         by;             /* passed to rank + by */
-    bool        sends, receives; /* inside the image: there is a block to which, from which this rank's strip goes */
+    bool        sends, receives; /* true: the grid has a block to which, from which the shift goes */
     hpmlc_strip edge, halo;
 } hpmlc_shift;
 
 /* Sets *s to halo shift i (0 down, 1 up, 2 right, 3 left) of blocks of H x W pixels, which passes pixels at an edge to
-   the neighbouring rank. False: the shift is not needed, because there is one block in this direction, or no halo. */
+   the neighbouring rank. False: not needed, because the grid has one block in this direction, or the halo is empty. */
 HPMLC_FN bool hpmlc_halo_shift(const hpmlc_halo *k, int i, int64_t H, int64_t W, hpmlc_shift *s)
 {
     const bool        vertical = i < 2, forward = i % 2 == 0;
@@ -15668,8 +15668,8 @@ HPMLC_FN bool hpmlc_halo_shift(const hpmlc_halo *k, int i, int64_t H, int64_t W,
     return blocks > 1 && halo > 0;
 }
 
-/* hpmlc_strip_copy copies a strip (a rectangle at an edge of an image) to the buffer (TAKE), copies the buffer to the
-   strip (PUT), or adds the buffer to the strip (ADD). */
+/* hpmlc_strip_copy copies a strip, a rectangle of an image, to a buffer (TAKE), copies the buffer to the strip (PUT),
+   or adds the buffer to the strip (ADD). */
 typedef enum hpmlc_copy { HPMLC_TAKE, HPMLC_PUT, HPMLC_ADD } hpmlc_copy;
 /* Copies or adds, as `what` says, between `buffer` and the strip s of every plane of `image`, (planes, H, W). */
 HPMLC_FN void hpmlc_strip_copy(hpmlc_copy what, float *image, int64_t planes, int64_t H, int64_t W, hpmlc_strip s,
@@ -15692,7 +15692,7 @@ HPMLC_FN hpml_status hpmlc_halo_exchange(hpml_node *n, float *image, bool backwa
     for (int j = 0; j < 4 && status == HPML_OK; j++) {
         hpmlc_shift s;
         if (!hpmlc_halo_shift(k, backward ? 3 - j : j, H - 2 * k->h, W - 2 * k->w, &s)) continue;
-        int64_t count = planes * s.edge.rows * s.edge.cols; /* all ranks have the same samples */
+        int64_t count = planes * s.edge.rows * s.edge.cols; /* equal on all ranks, which have the same samples */
         float  *out = (float *)n->scratch, *in = out + count;
         hpmlc_strip_copy(HPMLC_TAKE, image, planes, H, W, backward ? s.halo : s.edge, out);
         status = k->group->pass(k->group->user, out, in, count, backward ? -s.by : s.by);
@@ -15703,7 +15703,7 @@ HPMLC_FN hpml_status hpmlc_halo_exchange(hpml_node *n, float *image, bool backwa
     return status;
 }
 
-/* Returns the region of y that is this rank's own block of the image, without the halo around it. */
+/* Returns the rectangle of y, a block of the image with its halo, that is the block itself. */
 HPMLC_FN hpmlc_strip hpmlc_halo_inside(const hpmlc_halo *k, const hpml_tensor *y)
 {
     hpmlc_strip s = { k->h, k->w, y->shape[2] - 2 * k->h, y->shape[3] - 2 * k->w };
@@ -15724,7 +15724,7 @@ HPMLC_FN hpml_status hpmlc_halo_backward(const hpml_run *run, hpml_node *n)
 {
     const hpmlc_halo  *k = (const hpmlc_halo *)n->attr.custom->user;
     const hpml_tensor *y = n->out;
-    float             *inside = (float *)n->scratch; /* scratch array of the shape of x, unused after the exchange */
+    float             *inside = (float *)n->scratch; /* of the shape of x; the exchange, which is over, has used it */
     hpml_status        status = hpmlc_halo_exchange(n, y->grad, true);
     if (status != HPML_OK) return status;
     hpmlc_strip_copy(HPMLC_TAKE, y->grad, y->shape[0] * y->shape[1], y->shape[2], y->shape[3], hpmlc_halo_inside(k, y),
@@ -15788,13 +15788,13 @@ HPML_API hpml_tensor *hpml_conv2d_rows(hpml_tensor *x, int64_t out, const hpml_c
 }
 
 /* Locally connected layer, a convolution with weights of its own for each pixel p: y[p] = W_p patch_p + bias_p, with
-   patches of C kernel^2 numbers. Sources: x with its halo, weight, bias. Each pixel is one matrix product, whose rows
-   are the samples of the batch. */
-typedef struct hpmlc_local { int64_t kernel, rows, cols; } hpmlc_local; /* rows, cols: blocks in this rank's image */
-typedef struct hpmlc_pixel { /* one pixel's arrays */
+   patches of kernel x kernel pixels of C channels. Sources: x with its halo, weight, bias. Each pixel is one matrix
+   product, whose rows are the samples of the batch. */
+typedef struct hpmlc_local { int64_t kernel, rows, cols; } hpmlc_local; /* rows, cols: blocks that this rank has */
+typedef struct hpmlc_pixel { /* an output pixel: its place y, x and its arrays */
     int64_t B, K, out, y, x;
-    float  *patch, *result; /* (B, K), (B, out) */
-    int64_t weight, bias;   /* index of the pixel's first weight; of its first bias */
+    float  *patch, *result; /* (B, K) inputs, (B, out) results of the pixel for B samples */
+    int64_t weight, bias;   /* index of the pixel's first number in the array of weights, of biases */
 } hpmlc_pixel;
 
 HPMLC_FN hpmlc_pixel hpmlc_pixel_of(hpml_node *n, int64_t p)
@@ -15809,7 +15809,7 @@ HPMLC_FN hpmlc_pixel hpmlc_pixel_of(hpml_node *n, int64_t p)
     c.x      = p % W;
     c.patch  = (float *)n->scratch;
     c.result = c.patch + c.B * c.K;
-    const int64_t place = (c.y / h * k->cols + c.x / w) * h * w + c.y % h * w + c.x % w; /* in weight: block by block */
+    const int64_t place = (c.y / h * k->cols + c.x / w) * h * w + c.y % h * w + c.x % w; /* order of pixels in weight */
     c.weight = place * c.out * c.K;
     c.bias   = place * c.out;
     return c;
@@ -15866,7 +15866,7 @@ HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local
     HPMLC_DESC(hpml_local2d_desc, d, desc);
     const int32_t rows = d.rows ? d.rows : 1;
     const int32_t cols = d.cols ? d.cols : 1, half = d.kernel / 2;
-    const bool    alone = hpml_ctx_group(x->ctx, HPML_AXIS_SEQUENCE)->size == 1; /* this rank has all blocks */
+    const bool    alone = hpml_ctx_group(x->ctx, HPML_AXIS_SEQUENCE)->size == 1; /* true: this rank has all blocks */
     hpmlc_local   k = { d.kernel, 1, 1 };
     const char   *name = hpmlc_layer_name(x->ctx, d.name, "local2d", own_name);
     if (alone) {
@@ -15901,26 +15901,27 @@ HPML_API hpml_tensor *hpml_local2d(hpml_tensor *x, int64_t out, const hpml_local
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layer-experts   mixture of experts by all-to-all
 // ---------------------------------------------------------------------------------------------------------------------
-/* One op from tokens x and probabilities p to y, because a rank without samples must still compute for other ranks'
-   tokens. Buffers of R = experts * cap rows (places; cap: tokens of a rank that an expert takes at most) in two orders:
+/* All from tokens x and the router's probabilities p to y is one op, because a rank without samples must still compute
+   for other ranks' tokens. Buffers have R = experts * cap rows (places), in one of two orders; an expert takes at most
+   cap tokens of each rank:
      at home       row e cap + s: place s of expert e, for this rank's tokens
-     at experts    row (r local + i) cap + s: place s that rank r fills of local expert i; `local` experts per rank
-   hpml_group.swap of cap local rows for each rank leads from one order to the other, in both directions. Forward: rows
-   of x go to their places at home, by swap to `in`, at experts; hid = relu(in w1^T + b1); hid w2^T + b2 goes by swap to
-   `back`, at home; y = sum of gate times back over the experts chosen for a token. Gradients go the same ways backward.
-   Saved: in (R, D), hid (R, hidden), back (R, D), and for each token and choice the place (-1: none left) and the gate.
-   Sources: x, p, w1, b1, w2, b2. */
+     at experts    row (r local + i) cap + s: place s of this rank's expert i, for tokens of rank r; a rank has `local`
+                   experts
+   hpml_group.swap of cap * local rows with each rank leads from one order to the other, in both directions. Forward:
+   rows of x go to their places at home, by swap to `in`, at experts; hid = relu(in w1^T + b1); hid w2^T + b2 goes by
+   swap to `back`, at home; y = sum of gate (the expert's weight) times row of `back` over the experts of a token.
+   Gradients go the same ways backward. Saved: in, hid, back, gate and place. Sources: x, p, w1, b1, w2, b2. */
 typedef struct hpmlc_experts {
     const hpml_group *group;
-    int64_t           experts, local, cap, D, hidden, tokens; /* local: of this rank; tokens: of a full batch */
+    int64_t           experts, local, cap, D, hidden, tokens; /* local: experts of this rank; tokens: of a full batch */
     int32_t           top;
 } hpmlc_experts;
 
 typedef struct hpmlc_experts_arrays {
     float   *in, *hid, *back, *gate; /* saved: (R, D), (R, hidden), (R, D), (tokens, top) for R = experts * cap rows */
-    int32_t *place, *choice;         /* saved: (tokens, top) of each choice of a token: its row at home; its expert */
+    int32_t *place, *choice;         /* saved: (tokens, top) by token, expert: row at home (-1: none); number */
     float   *a, *b, *d_hid;          /* scratch: (R, D), (R, D), (cap, hidden) for R = experts * cap rows */
-    int64_t  rows, tokens;           /* rows: experts * cap; tokens of this batch */
+    int64_t  rows, tokens;           /* rows: experts * cap; tokens: of this batch */
 } hpmlc_experts_arrays;
 
 HPMLC_FN hpmlc_experts_arrays hpmlc_experts_of(hpml_node *n)
@@ -15976,13 +15977,13 @@ HPMLC_FN hpml_status hpmlc_experts_swap(const hpmlc_experts *k, const float *fro
     return k->group->swap(k->group->user, from, to, k->local * k->cap * k->D);
 }
 
-/* to[i] = b[i % width], for n numbers: a bias, to which a matrix product is added. */
+/* Fills n numbers with copies of the bias b, `width` numbers, so that a matrix product can be added to them. */
 HPMLC_FN void hpmlc_spread_bias(float *to, const float *b, int64_t n, int64_t width)
 {
     for (int64_t i = 0; i < n; i++) to[i] = b[i % width];
 }
 
-/* Runs the rows of block `block`, those of one rank for one local expert, through the expert; results go to w->a. */
+/* Runs block `block` of w->in, the rows of one rank for one expert, through the expert; writes results to w->a. */
 HPMLC_FN hpml_status hpmlc_expert_forward(hpml_ctx *ctx, const hpml_node *n, const hpmlc_experts_arrays *w,
                                           int64_t block)
 {
@@ -16019,7 +16020,7 @@ HPMLC_FN hpml_status hpmlc_experts_forward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* Computes, from the gradients of an expert's results in w->b, those of its parameters and, in w->a, of its input. */
+/* From w->b, gradients of an expert's results, computes gradients of its parameters and, in w->a, of its inputs. */
 HPMLC_FN hpml_status hpmlc_expert_backward(hpml_ctx *ctx, const hpml_node *n, const hpmlc_experts_arrays *w,
                                            int64_t block)
 {
@@ -16039,7 +16040,7 @@ HPMLC_FN hpml_status hpmlc_expert_backward(hpml_ctx *ctx, const hpml_node *n, co
     return hpml_sgemm(ctx, false, false, cap, D, H, 1, w->d_hid, H, w1, D, 0, w->a + block * cap * D, D);
 }
 
-/* Adds the terms of token t to the gradients of the router's probabilities, source 1 of n. d_gate (top): the gradients
+/* Adds what token t contributes to the gradients of the router's probabilities, source 1 of n. d_gate (top): gradients
    of the weights by which the results of the token's 1 or 2 experts (`top` of them) are multiplied. */
 HPMLC_FN void hpmlc_experts_give_gate(const hpml_node *n, const hpmlc_experts_arrays *w, int64_t t, const float *d_gate)
 {
@@ -16083,8 +16084,8 @@ HPMLC_FN hpml_status hpmlc_experts_backward(const hpml_run *run, hpml_node *n)
 }
 
 /* Computes the loss for balance (see hpml_experts): experts x sum over e of f_e P_e, f_e the share of the tokens whose
-   first choice is expert e, P_e the mean over the tokens of the router's probability for expert e; f counts as
-   constant. Saved for backward: experts x f_e / tokens for each e. */
+   first choice is expert e, P_e the mean over the tokens of the router's probability for expert e; f gets no
+   gradient. Saved for backward: experts x f_e / tokens for each e. */
 HPMLC_FN hpml_status hpmlc_balance_forward(const hpml_run *run HPMLC_UNUSED, hpml_node *n)
 {
     const float  *p = n->src[0]->data;
@@ -16172,7 +16173,7 @@ HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc
         return hpmlc_no_layer(x->ctx, "experts \"%s\": %d experts on %d ranks of the expert axis; expected a multiple "
                               "of the ranks", name, d.experts, k.group->size);
     double cap = ceil((double)d.capacity * k.top * (double)k.tokens / (double)k.experts);
-    k.cap = cap < (double)k.tokens ? (int64_t)cap : k.tokens; /* a token is at most once in an expert */
+    k.cap = cap < (double)k.tokens ? (int64_t)cap : k.tokens; /* because no expert gets a token twice */
     if (k.cap < 1) k.cap = 1;
     snprintf(gate, sizeof gate, "%s.gate", name);
     HPMLC_ZERO(hpml_linear_desc, linear);
@@ -16186,9 +16187,9 @@ HPML_API hpml_tensor *hpml_experts(hpml_tensor *x, const hpml_experts_desc *desc
 // ---------------------------------------------------------------------------------------------------------------------
 // >>layer-members   collectives as layers; dense layers whose ranks have samples of their own
 // ---------------------------------------------------------------------------------------------------------------------
-/* Collectives as layers, made of hpml_group_sum and hpml_group_gather, whose gradients are, on every axis but TENSOR,
-   those of the sum of all ranks' losses. A factor of 1 on the root and 0 on the other ranks makes a rank the root: a
-   BCAST multiplies its source by this factor, a REDUCE or GATHER its result. */
+/* Collectives as layers, made of the layers hpml_group_sum and hpml_group_gather, whose gradients are, on all axes but
+   TENSOR, those of the sum of all ranks' losses. A rank becomes the root by a factor, 1 on the root and 0 on the other
+   ranks: BCAST multiplies its source by this factor, REDUCE and GATHER their result. */
 typedef enum hpmlc_relay_kind { HPMLC_BCAST, HPMLC_REDUCE, HPMLC_GATHER } hpmlc_relay_kind;
 HPMLC_FN hpml_tensor *hpmlc_relay(hpml_tensor *x, hpml_axis axis, hpmlc_relay_kind kind, int root)
 {
@@ -16202,7 +16203,7 @@ HPMLC_FN hpml_tensor *hpmlc_relay(hpml_tensor *x, hpml_axis axis, hpmlc_relay_ki
     const float mine = root < 0 || root == g->rank ? 1.0f : 0.0f;
     if (kind == HPMLC_BCAST) x = hpml_scale(x, mine, 0);
     x = kind == HPMLC_GATHER ? hpml_group_gather(x, axis, 1) : hpml_group_sum(x, axis);
-    if (x && g->size > 1) x->needs_grad = true; /* backward runs on all ranks, also where x is an input */
+    if (x && g->size > 1) x->needs_grad = true; /* so that all ranks run the op's backward pass, a collective */
     return x && kind != HPMLC_BCAST && root >= 0 ? hpml_scale(x, mine, 0) : x;
 }
 HPML_API hpml_tensor *hpml_layer_bcast(hpml_tensor *x, hpml_axis axis, int root)
@@ -16220,10 +16221,9 @@ HPML_API hpml_tensor *hpml_layer_gather(hpml_tensor *x, hpml_axis axis, int root
 
 HPMLC_FN void hpmlc_zero(float *x, int64_t n) { memset(x, 0, (size_t)n * sizeof *x); }
 
-/* hpml_linear_rows: with B samples of each of p ranks and `cut` = out / p rows of the weight on each, all = x of all
-   ranks (p B, in), saved; part = all w^T + bias (p B, cut), of which block r belongs to rank r's samples. swap
-   exchanges these blocks: rank s then has block s of all ranks, (p, B, cut), and y (B, p cut). Sources: x, weight,
-   bias. */
+/* hpml_linear_rows: each of p ranks has B samples and `cut` = out / p rows of the weight w. all: x of all ranks, (p B,
+   in), saved; part = all w^T + bias, (p B, cut), of which block r belongs to rank r's samples. swap exchanges these
+   blocks: rank s then has block s of all ranks, (p, B, cut), which make y, (B, p cut). Sources: x, weight, bias. */
 typedef struct hpmlc_rows { const hpml_group *group; int64_t B, in, cut; } hpmlc_rows;
 
 /* Copies y (samples, p * cut) to blocks (p, B, cut), where B is the samples of a full batch; to_y: the other way. */
@@ -16243,7 +16243,7 @@ HPMLC_FN hpml_status hpmlc_rows_forward(const hpml_run *run, hpml_node *n)
     const hpml_group *g = k->group;
     const int64_t     samples = n->out->shape[0], rows = k->B * g->size;
     float            *all = (float *)n->saved, *part = (float *)n->scratch, *blocks = part + rows * k->cut;
-    float            *mine = blocks; /* x, filled up to a full batch; read before blocks are written */
+    float            *mine = blocks; /* x, filled up to a full batch with zeros, until blocks are written */
     hpmlc_zero(mine, k->B * k->in);
     memcpy(mine, n->src[0]->data, (size_t)(samples * k->in) * sizeof(float));
     hpml_status status = g->gather(g->user, mine, all, k->B * k->in);
@@ -16268,7 +16268,7 @@ HPMLC_FN hpml_status hpmlc_rows_backward(const hpml_run *run, hpml_node *n)
     for (int64_t i = 0; i < rows && n->src_count > 2; i++) hpmlc_give(n, 2, 0, part + i * cut, cut);
     if (n->src[1]->grad && status == HPML_OK)
         status = hpml_sgemm(run->ctx, true, false, cut, in, rows, 1, part, cut, all, in, 1, n->src[1]->grad, in);
-    if (status == HPML_OK) /* overwrites `all`, not needed any more, by its gradient */
+    if (status == HPML_OK) /* the gradient of `all` overwrites `all`, no longer needed */
         status = hpml_sgemm(run->ctx, false, false, rows, in, cut, 1, part, cut, n->src[1]->data, in, 0, all, in);
     if (status == HPML_OK) status = g->scatter(g->user, all, blocks, k->B * in);
     hpmlc_give(n, 0, 0, blocks, samples * in);
@@ -16344,8 +16344,8 @@ HPMLC_FN int hpmlc_names_find(const hpmlc_names *n, const char *name)
     return -1;
 }
 
-/* Sets axis[i] to the axis over which `rules` split dimension i, DATA if dimension i is whole or is that of the
-   samples. samples: dimension 0 is that of the samples. False: refused, with an error about the tensor named `what`. */
+/* Sets axis[i] to the axis over which `rules` split dimension i, DATA if dimension i is not split or has the samples.
+   samples: true: dimension 0 has the samples. False: the rules are wrong; an error names the tensor as `what`. */
 HPMLC_FN bool hpmlc_rules_read(hpml_ctx *ctx, const char *what, const char *rules, const hpmlc_names *n, bool samples,
                                hpml_axis *axis)
 {
@@ -16421,21 +16421,21 @@ HPML_API hpml_tensor *hpml_named_part(hpml_tensor *x, const char *rules, const c
     return x;
 }
 
-/* einsum: dimensions are of four kinds: in a, b and y; in a and y; in b and y; in a and b. g, m, n and k are the number
-   of dimensions of each kind, in this order. With a as (g, m, k), b as (g, n, k) and y as (g, m, n) the work is one
-   matrix product for each index of g. order[t]: the dimensions of tensor t (0: a, 1: b, 2: y) in this order. */
+/* einsum of a and b to y: a dimension is of one of four kinds: in a, b and y; in a and y; in b and y; in a and b. g, m,
+   n and k are the number of dimensions of each kind. With a as (g, m, k), b as (g, n, k) and y as (g, m, n) the work is
+   one matrix product for each index of g. order[t]: the dimensions of tensor t (0: a, 1: b, 2: y), sorted so. */
 typedef struct hpmlc_einsum { int g, m, n, k, order[3][HPML_MAX_DIMS]; } hpmlc_einsum;
 typedef struct hpmlc_einsum_arrays {
     int64_t g, m, n, k;
-    float  *a, *b, *y; /* scratch copies with dimensions in hpmlc_einsum.order; y: result or its gradient */
+    float  *a, *b, *y; /* scratch copies, dimensions as in hpmlc_einsum.order; y: result, or its gradient */
 } hpmlc_einsum_arrays;
 
 /* Copies `from`, an array of the shape of t, to `to`, with its dimensions permuted by `order`: dimension i of `to` is
-   dimension order[i] of t. If `give`, adds the numbers of `to`, permuted back, to those of `from` instead. */
+   dimension order[i] of t. give: instead adds the numbers of `to` to the numbers of `from` at the same indices. */
 HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from, float *to, bool give)
 {
     int64_t stride[HPML_MAX_DIMS + 1], count = hpml_tensor_count(t);
-    int     last = t->ndim; /* `order` leaves dimensions from `last` on in place */
+    int     last = t->ndim; /* dimensions from `last` on have the same place in both arrays */
     stride[t->ndim] = 1;
     for (int d = t->ndim - 1; d >= 0; d--) stride[d] = stride[d + 1] * t->shape[d];
     while (last > 0 && order[last - 1] == last - 1) last--;
@@ -16450,8 +16450,8 @@ HPMLC_FN void hpmlc_reorder(const hpml_tensor *t, const int *order, float *from,
     }
 }
 
-/* Computes the sizes g, m, n and k of an einsum, and copies its sources a and b to scratch memory in the orders
-   (g, m, k) and (g, n, k). */
+/* Computes the sizes g, m, n and k of an einsum (see hpmlc_einsum), and copies its sources a and b to scratch memory in
+   the orders (g, m, k) and (g, n, k). */
 HPMLC_FN hpmlc_einsum_arrays hpmlc_einsum_of(const hpml_node *n)
 {
     const hpmlc_einsum *e = (const hpmlc_einsum *)n->attr.custom->user;
@@ -16506,14 +16506,14 @@ HPMLC_FN hpml_status hpmlc_einsum_backward(const hpml_run *run, hpml_node *n)
     return status;
 }
 
-/* Sorts the dimensions of an einsum into its kinds g, m, n and k; false: a name is in one of the tensors only. */
+/* Sorts the dimensions of an einsum by kind (hpmlc_einsum); false: only one of the tensors has a dimension. */
 HPMLC_FN bool hpmlc_einsum_sort(const hpmlc_names n[3], hpmlc_einsum *e)
 {
-    static const int missing[4] = { 3, 1, 0, 2 }; /* tensor without dimensions of kind g, m, n, k; 3: none */
+    static const int missing[4] = { 3, 1, 0, 2 }; /* tensor that lacks kind g, m, n, k (0 a, 1 b, 2 y); 3: none */
     int             *counts[4] = { &e->g, &e->m, &e->n, &e->k }, length[3] = { 0, 0, 0 };
     memset(e, 0, sizeof *e);
     for (int kind = 0; kind < 4; kind++) {
-        const hpmlc_names *by = &n[missing[kind] == 0 ? 1 : 0]; /* a or b: the names of a source with this kind */
+        const hpmlc_names *by = &n[missing[kind] == 0 ? 1 : 0]; /* names of a or, if a lacks this kind, of b */
         for (int i = 0; i < by->count; i++) {
             bool fits = true;
             int  at[3];
@@ -16559,8 +16559,8 @@ HPMLC_FN bool hpmlc_einsum_shape(const char *text, const hpmlc_names n[3], hpml_
     return true;
 }
 
-/* Returns whether the other operand is split over the TENSOR axis along a dimension that operand t does not have: the
-   gradient of t then is a sum over the ranks (hpml_group_copy). */
+/* Returns whether operand t (0: a, 1: b) lacks a dimension along which the other operand is split over the TENSOR axis:
+   the gradient of operand t then is a sum over the ranks (hpml_group_copy). */
 HPMLC_FN bool hpmlc_einsum_copies(const hpmlc_names n[3], hpml_tensor *const src[2], int t)
 {
     for (int i = 0; i < n[1 - t].count; i++)
